@@ -1,0 +1,214 @@
+// The additive score, weight · tanh(q + k), and its gradients on tiles.
+//
+// tanh(q + k) = 1 - 2r with r = 1 / (1 + e^2q e^2k), and both exponentials belong to one vector each: they are taken
+// once while packing, and what is left per element of the tile is a multiply-add and a reciprocal. Two more steps:
+// dividing e^2q and the 1 by the weight gives weight * r for nothing, and two such terms share one reciprocal,
+// 1/x + 1/y = (x + y) / (x y). Each has its range, which `additive_mode` checks against the data; out of it, tanh is
+// computed directly.
+#pragma once
+#include "pack.h"
+
+namespace regard::REGARD_ISA {
+
+enum class AdditiveMode { paired, single, direct };
+
+// e^2x for |2x| up to 87 (709). The argument is reduced in two steps: rounding 2x * log2(e) to one number would cost
+// as many digits as the exponent has.
+REGARD_INLINE VecF exp_of_twice(VecF x) {
+  const VecF y = x + x, shifted = y * float(log2_e) + 12582912.0f, n = shifted - 12582912.0f;
+  const VecF f = (y - n * 0.693359375f) + n * 2.12194440e-4f;
+  const auto power = bits_as<SimdOf<float>::Word>(exp2(f * float(log2_e)));
+  return bits_as<VecF>(power + (bits_as<SimdOf<float>::Word>(shifted) << 23));
+}
+REGARD_INLINE VecD exp_of_twice(VecD x) {
+  typedef uint64_t Word64 __attribute__((vector_size(vector_bytes)));
+  const VecD y = x + x, shifted = y * log2_e + 6755399441055744.0, n = shifted - 6755399441055744.0;
+  const VecD f = (y - n * 6.93147180369123816490e-01) - n * 1.90821492927058770002e-10;
+  const auto power = bits_as<Word64>(exp2(f * log2_e));
+  return bits_as<VecD>(power + (bits_as<Word64>(shifted) << 52));
+}
+
+// n / x + c, and 1 / x + c: an estimate and one Newton step, whose last multiplication takes c along.
+#if defined(__AVX512F__)
+REGARD_INLINE VecF reciprocal_estimate(VecF x) { return _mm512_rcp14_ps(x); }
+#elif defined(__AVX__)
+REGARD_INLINE VecF reciprocal_estimate(VecF x) { return _mm256_rcp_ps(x); }
+#elif defined(__SSE2__)
+REGARD_INLINE VecF reciprocal_estimate(VecF x) { return _mm_rcp_ps(x); }
+#elif defined(__ARM_NEON)
+REGARD_INLINE VecF reciprocal_estimate(VecF x) {
+  const VecF r = vrecpeq_f32(x);  // 8 bits only: a step more than the others
+  return r * (2.0f - x * r);
+}
+#else
+REGARD_INLINE VecF reciprocal_estimate(VecF x) { return 1.0f / x; }
+#endif
+REGARD_INLINE VecF quotient_plus(VecF n, VecF x, VecF c) {
+  const VecF r = reciprocal_estimate(x);
+  return (n * r) * (2.0f - x * r) + c;
+}
+REGARD_INLINE VecF reciprocal_plus(VecF x, VecF c) {
+  const VecF r = reciprocal_estimate(x);
+  return r * (2.0f - x * r) + c;
+}
+REGARD_INLINE VecD quotient_plus(VecD n, VecD x, VecD c) { return n / x + c; }
+REGARD_INLINE VecD reciprocal_plus(VecD x, VecD c) { return 1.0 / x + c; }
+
+// 1 / (1 + e^2x) + c for any x: tanh(x) = 1 - 2 / (1 + e^2x).
+template <class V> REGARD_INLINE V additive_share(V x, V c) {
+  using T = decltype(x[0] + x[0]);
+  constexpr T limit = sizeof(T) == 8 ? 1000 : 120;
+  return reciprocal_plus(exp2(min(broadcast(limit), x * T(2 * log2_e))) + T(1), c);
+}
+
+template <class T> struct AdditiveLimits;
+template <> struct AdditiveLimits<float> { static constexpr float exponent = 86, smallest_weight = 0x1p-26f; };
+template <> struct AdditiveLimits<double> { static constexpr double exponent = 700, smallest_weight = 0x1p-56; };
+
+// The smallest and the greatest number of what was included, zero among it, and whether all of it is finite.
+template <class T> struct AdditiveRange {
+  T least = 0, greatest = 0;
+  bool finite = true;
+
+  void include(const AdditiveRange& other) {
+    least = other.least < least ? other.least : least;
+    greatest = other.greatest > greatest ? other.greatest : greatest;
+    finite = finite && other.finite;
+  }
+  __attribute__((noinline)) void include(const Matrix& x) {
+    Vec<T> low{}, high{};
+    Watch<T> watch;
+    with_storage<T>(x.dtype, [&](auto stored) __attribute__((always_inline)) {
+      using S = typename decltype(stored)::type;
+      for (int64_t r = 0; r < x.rows; ++r)
+        for (int64_t c = 0; c < x.columns; c += lanes<T>) {
+          const Vec<T> v = watch(load_some(at<S>(x, r, c), x.column_stride, x.columns - c));
+          low = min(v, low), high = max(v, high);
+        }
+    });
+    include({-reduce_max<T>(-low), reduce_max<T>(high), !watch.bad()});
+  }
+};
+
+// The weight vector of one head, in the forms in which the tiles want it: three rows of `storage`, of D numbers each.
+template <class T> struct AdditiveWeight {
+  int64_t depth;
+  T largest, smallest;  // of |weight|, the smallest relative to the largest
+  bool finite;
+  T *weight, *inverse, *shift;
+
+  // A weight of zero has no inverse: it is raised to a share of the largest one that rounding cannot see.
+  AdditiveWeight(const T* source, int64_t stride, int64_t D, T* storage)
+      : depth(D), largest(0), smallest(1), finite(true), weight(storage), inverse(storage + D), shift(storage + 2 * D) {
+    for (int64_t d = 0; d < D; ++d) {
+      weight[d] = source[d * stride];
+      largest = greatest(largest, weight[d] < 0 ? -weight[d] : weight[d]);
+      finite = finite && weight[d] - weight[d] == 0;
+    }
+    for (int64_t d = 0; d < D; ++d) {
+      const T share = largest > 0 ? weight[d] / largest : T(0);
+      const T size = greatest(share < 0 ? -share : share, AdditiveLimits<T>::smallest_weight);
+      inverse[d] = share < 0 ? -1 / size : 1 / size;
+      shift[d] = share < 0 ? size / 2 : -size / 2;
+      smallest = least(smallest, size);
+    }
+  }
+
+  // Every x = (1 + e^2(q+k)) / weight, its reciprocal, and for pairs the product of two of them must be normal numbers.
+  AdditiveMode mode(const AdditiveRange<T>& q, const AdditiveRange<T>& k) const {
+    constexpr T limit = AdditiveLimits<T>::exponent;
+    if (!finite || !q.finite || !k.finite) return AdditiveMode::direct;
+    const T spread = T(-ln_2) * log2(broadcast(smallest))[0] + 1;
+    const T top = greatest(T(0), 2 * (q.greatest + k.greatest)) + spread;
+    const bool factors = 2 * q.greatest + spread <= limit && 2 * k.greatest <= limit && 2 * q.least >= -limit &&
+                         2 * k.least >= -limit;
+    if (!factors || top > limit) return AdditiveMode::direct;
+    return 2 * top > limit ? AdditiveMode::single : AdditiveMode::paired;
+  }
+};
+
+// c[r][0..NR) = scale * score of M queries, packed as a strip a[d][MR] of e^2q / weight, and the keys of one panel
+// b[d][NR] of e^2k; in direct mode both are packed as they are.
+template <AdditiveMode mode, class T, int M>
+REGARD_INLINE void additive_scores(const AdditiveWeight<T>& w, const T* __restrict a, const T* __restrict b,
+                                   T* __restrict c, int64_t c_row, T scale) {
+  using V = Vec<T>;
+  constexpr int L = lanes<T>;
+  // The sums are of weight * (r - 1/2) = -weight * tanh / 2 and not of weight * r: small scores keep their digits.
+  V sum[M][2];
+  REGARD_UNROLL
+  for (int r = 0; r < M; ++r) sum[r][0] = sum[r][1] = V{};
+
+  int64_t d = 0;
+  if constexpr (mode == AdditiveMode::paired) {
+    for (; d + 2 <= w.depth; d += 2, a += 2 * MR, b += 2 * NR<T>) {
+      const V over0 = broadcast(w.inverse[d]), over1 = broadcast(w.inverse[d + 1]);
+      const V shift = broadcast(w.shift[d] + w.shift[d + 1]);
+      REGARD_UNROLL
+      for (int r = 0; r < M; ++r) {
+        const V q0 = broadcast(a[r]), q1 = broadcast(a[MR + r]);
+        REGARD_UNROLL
+        for (int half = 0; half < 2; ++half) {
+          const V x = q0 * load(b + half * L) + over0, y = q1 * load(b + NR<T> + half * L) + over1;
+          sum[r][half] += quotient_plus(x + y, x * y, shift);
+        }
+      }
+    }
+  }
+  for (; d < w.depth; ++d, a += MR, b += NR<T>) {
+    const V over = broadcast(w.inverse[d]), shift = broadcast(w.shift[d]), weight = broadcast(w.weight[d]);
+    REGARD_UNROLL
+    for (int r = 0; r < M; ++r) {
+      const V q = broadcast(a[r]);
+      REGARD_UNROLL
+      for (int half = 0; half < 2; ++half) {
+        const V k = load(b + half * L);
+        if constexpr (mode == AdditiveMode::direct) sum[r][half] += weight * additive_share(q + k, broadcast(T(-0.5)));
+        else sum[r][half] += reciprocal_plus(q * k + over, shift);
+      }
+    }
+  }
+  const V factor = broadcast(mode == AdditiveMode::direct ? -2 * scale : -2 * w.largest * scale);
+  REGARD_UNROLL
+  for (int r = 0; r < M; ++r, c += c_row) {
+    store(c, factor * sum[r][0]);
+    store(c + L, factor * sum[r][1]);
+  }
+}
+
+// Of M queries and `keys` keys with the gradients ds[r][j] of their scores: adds r(1 - r) ds to dq and dk and r ds to
+// `moment`, r = 1 / (1 + e^2(q+k)). Rows have `depth` numbers, a multiple of the vector; q and k are e^2q and e^2k, or in
+// direct mode what they are. dq and dk still want the factor 4 * weight, and the gradient of the weight is the sum of all
+// ds minus 2 * moment.
+template <AdditiveMode mode, class T, int M>
+REGARD_INLINE void additive_gradients(int64_t depth, int64_t keys, const T* __restrict q, const T* __restrict k,
+                                      const T* __restrict ds, int64_t ds_row, T* __restrict dq, T* __restrict dk,
+                                      T* __restrict moment) {
+  using V = Vec<T>;
+  const V zero{}, one = broadcast(T(1));
+  for (int64_t d = 0; d < depth; d += lanes<T>) {
+    V query[M], query_sum[M], moments[2] = {zero, zero};
+    REGARD_UNROLL
+    for (int r = 0; r < M; ++r) query[r] = load(q + r * depth + d), query_sum[r] = zero;
+    for (int64_t j = 0; j < keys; ++j) {
+      const V key = load(k + j * depth + d);
+      V key_sum = zero;
+      REGARD_UNROLL
+      for (int r = 0; r < M; ++r) {
+        V share;
+        if constexpr (mode == AdditiveMode::direct) share = additive_share(query[r] + key, zero);
+        else share = reciprocal_plus(query[r] * key + one, zero);
+        const V first = broadcast(ds[r * ds_row + j]) * share, second = first - first * share;
+        moments[r & 1] += first;
+        query_sum[r] += second;
+        key_sum += second;
+      }
+      store(dk + j * depth + d, load(dk + j * depth + d) + key_sum);
+    }
+    REGARD_UNROLL
+    for (int r = 0; r < M; ++r) store(dq + r * depth + d, load(dq + r * depth + d) + query_sum[r]);
+    store(moment + d, load(moment + d) + (moments[0] + moments[1]));
+  }
+}
+
+}  // namespace regard::REGARD_ISA

@@ -1,0 +1,421 @@
+// Dot-product attention, backward, from the log-sum-exp: the weights of a tile are computed again, never stored.
+//
+// Key tiles are the outer loop and blocks of query rows the inner one. For each pair of them, with S and G two buffers:
+//   S = weights (after dropout), G = gradient of the products;   dV += S' dO,   dK += G' Q,   dQ += G K.
+// A thread owns a run of (batch, key/value head, key tile). Where the tiles of one head go to several threads, each adds
+// into a dQ of its own, and these are added up in the order of the threads: same thread count, same bits.
+#include "backward.h"
+
+namespace regard::REGARD_ISA {
+namespace {
+
+// Everything about one query head that all its key tiles read.
+template <class T> struct HeadRows {
+  int64_t Q, D, E, pitch;
+  int64_t cut, per_cut, strips;  // strips begin anew at every row tile of a tile table
+  T *query_strips, *query_panels, *grad_strips, *grad_panels, *lse, *delta;
+  Row<T>* rows;
+  Span* spans;
+
+  struct Places { size_t query_strips, query_panels, grad_strips, grad_panels, lse, delta, rows, spans; };
+
+  static int64_t cut_of(const regard_dot& p) { return p.tiles.pointer ? int64_t(REGARD_TILE) : round_up(p.Q + 1, MR); }
+  static int64_t strips_of(const regard_dot& p) {
+    return (p.Q + cut_of(p) - 1) / cut_of(p) * ((cut_of(p) + MR - 1) / MR);
+  }
+
+  static Places place(const regard_dot& p, Layout& layout) {
+    const int64_t strips = strips_of(p), pitch = p.Q + NR<T>;
+    return {layout.add(strips, strip_size<T>(p.D), sizeof(T)), layout.add(pitch, round_up(p.D, NR<T>), sizeof(T)),
+            layout.add(strips, strip_size<T>(p.E), sizeof(T)), layout.add(pitch, round_up(p.E, NR<T>), sizeof(T)),
+            layout.add(p.Q, 1, sizeof(T)), layout.add(p.Q, 1, sizeof(T)), layout.add(p.Q, 1, sizeof(Row<T>)),
+            layout.add(strips, 1, sizeof(Span))};
+  }
+
+  HeadRows(const regard_dot& p, char* memory, const Places& at)
+      : Q(p.Q), D(p.D), E(p.E), pitch(p.Q + NR<T>), cut(cut_of(p)), per_cut((cut + MR - 1) / MR), strips(strips_of(p)),
+        query_strips((T*)(memory + at.query_strips)), query_panels((T*)(memory + at.query_panels)),
+        grad_strips((T*)(memory + at.grad_strips)), grad_panels((T*)(memory + at.grad_panels)),
+        lse((T*)(memory + at.lse)), delta((T*)(memory + at.delta)), rows((Row<T>*)(memory + at.rows)),
+        spans((Span*)(memory + at.spans)) {}
+
+  int64_t first(int64_t strip) const { return strip / per_cut * cut + strip % per_cut * MR; }
+  int64_t strip_at(int64_t i) const { return i / cut * per_cut + i % cut / MR; }
+  int count(int64_t strip) const {
+    const int64_t end = least(Q, (strip / per_cut + 1) * cut);
+    return int(greatest<int64_t>(0, least<int64_t>(MR, end - first(strip))));
+  }
+
+  void load(const regard_dot& p, const regard_dot_gradient& g, int64_t b, int64_t h) {
+    const bool checks = p.intervals.start || p.tiles.pointer;
+    const Matrix q = matrix_of(p.q, p.dtype, b, h, Q, D), d_out = matrix_of(g.d_out, p.dtype, b, h, Q, E);
+    const Matrix out = matrix_of(g.out, p.dtype, b, h, Q, E);
+    for (int64_t s = 0; s < strips; ++s) {
+      RowPointers queries{{}, D, q.column_stride, p.dtype}, grads{{}, E, d_out.column_stride, p.dtype};
+      for (int r = 0; r < count(s); ++r) {
+        const int64_t i = first(s) + r;
+        set_row(rows[i], p, b, h, i);
+        queries.row[r] = row_of(q, i);
+        grads.row[r] = row_of(d_out, i);
+        load_row_numbers(p, g, out, d_out, i);
+      }
+      spans[s] = span_of(rows + first(s), count(s), p.K);
+      const bool bad = pack_strip<T>(queries, query_strips + s * strip_size<T>(D)) |
+                       pack_strip<T>(grads, grad_strips + s * strip_size<T>(E));
+      pack_panels<T>(q, first(s), count(s), T(1), query_panels + first(s) * NR<T>, pitch * NR<T>);
+      pack_panels<T>(d_out, first(s), count(s), T(1), grad_panels + first(s) * NR<T>, pitch * NR<T>);
+      if (bad && checks) quarantine(queries, grads, s);
+    }
+  }
+
+ private:
+  void load_row_numbers(const regard_dot& p, const regard_dot_gradient& g, const Matrix& out, const Matrix& d_out, int64_t i) {
+    const Row<T>& row = rows[i];
+    T sum = dot_rows<T>(row_of(out, i), out.column_stride, row_of(d_out, i), d_out.column_stride, E, p.dtype);
+    if (g.d_out_table.data) {
+      const T *a = real_row<T>(g.out_table, row.b, row.h, i), *da = real_row<T>(g.d_out_table, row.b, row.h, i);
+      for (int64_t t = 0; t <= 2 * p.radius; ++t) sum += a[t] * da[t];
+    }
+    if (g.d_lse.data) sum -= *real_row<T>(g.d_lse, row.b, row.h, i);
+    if (g.delta.data) *const_cast<T*>(real_row<T>(g.delta, row.b, row.h, i)) = sum;
+    const T x = *real_row<T>(g.lse, row.b, row.h, i) * T(log2_e);
+    // A row that saw nothing has weights 2^(logit - infinity) = 0.
+    lse[i] = x == T(-infinity) ? T(infinity) : x == T(infinity) ? T(__builtin_nanf("")) : x;
+    delta[i] = x == T(-infinity) ? T(0) : sum;
+  }
+
+  // A row whose query or gradient is not finite makes every weight that it sees NaN. Its own numbers become zeros: in a
+  // product, zero weights of the keys that it does not see would turn them into NaN there too.
+  void quarantine(RowPointers& queries, RowPointers& grads, int64_t s) {
+    for (int r = 0; r < count(s); ++r) {
+      if (!row_is_bad<T>(queries.row[r], D, queries.column_stride, queries.dtype) &&
+          !row_is_bad<T>(grads.row[r], E, grads.column_stride, grads.dtype))
+        continue;
+      const int64_t i = first(s) + r;
+      queries.row[r] = grads.row[r] = nullptr;
+      lse[i] = T(__builtin_nanf(""));
+      delta[i] = 0;
+      for (int64_t c = 0; c < D; c += NR<T>) __builtin_memset(query_panels + c * pitch + i * NR<T>, 0, NR<T> * sizeof(T));
+      for (int64_t c = 0; c < E; c += NR<T>) __builtin_memset(grad_panels + c * pitch + i * NR<T>, 0, NR<T> * sizeof(T));
+    }
+    pack_strip<T>(queries, query_strips + s * strip_size<T>(D));
+    pack_strip<T>(grads, grad_strips + s * strip_size<T>(E));
+  }
+};
+
+template <class T> struct Backward {
+  const regard_dot& p;
+  const regard_dot_gradient& gradient;
+  const Scales<T> scales;
+  const int64_t group, Dp, Ep;  // heads that share a key/value head; D and E in whole panels
+  const int64_t tiles;          // key tiles of a head
+  const int64_t block_rows;
+  const int64_t table;          // entries of a row of d_row_table
+  const int64_t diagonals;      // numbers in all of d_diagonal
+  const int64_t part;           // numbers in one thread's share of dQ (and of d_row_table) of one key/value head
+  RowGradients<T> row_gradients;
+
+  struct Places {
+    typename HeadRows<T>::Places rows;
+    size_t keys, values, key_panels, d_keys, d_values, scores, grads, extra, d_queries;
+  } at;
+  Layout layout;
+  Buffer costs, parts, diagonal_sums;
+  int threads_used = 1;
+
+  Backward(const regard_dot& p, const regard_dot_gradient& gradient)
+      : p(p), gradient(gradient), scales(p), group(p.H / p.G), Dp(round_up(p.D, NR<T>)), Ep(round_up(p.E, NR<T>)),
+        tiles(greatest<int64_t>(1, (p.K + key_tile - 1) / key_tile)), block_rows(p.tiles.pointer ? int64_t(REGARD_TILE) : rows_of(p)),
+        table(gradient.d_row_table.data ? 2 * p.radius + 1 : 0),
+        diagonals(gradient.d_diagonal.data ? diagonal_heads(p, gradient) * (p.Q + p.K - 1) : 0),
+        part(group * p.Q * (Dp + table)), row_gradients(p, gradient, scales) {
+    at.rows = HeadRows<T>::place(p, layout);
+    at.keys = layout.add(key_tile, p.D, sizeof(T));
+    at.values = layout.add(key_tile, p.E, sizeof(T));
+    at.key_panels = layout.add(key_tile + NR<T>, Dp, sizeof(T));
+    const int64_t kept = group > 1 ? tiles : 1;
+    at.d_keys = layout.add(kept * (key_tile + MR), Dp, sizeof(T));
+    at.d_values = layout.add(kept * (key_tile + MR), Ep, sizeof(T));
+    at.scores = layout.add(block_rows + MR, score_stride, sizeof(T));
+    at.grads = layout.add(block_rows + MR, score_stride, sizeof(T));
+    at.extra = layout.add(score_stride, 1, sizeof(T));
+    at.d_queries = layout.add(p.Q + MR, Dp + table, sizeof(T));
+  }
+
+  // Blocks of rows and a key tile share the second-level cache with the gradients of that tile.
+  static int64_t rows_of(const regard_dot& p) {
+    return (p.D + p.E) * int64_t(sizeof(T)) <= 640 ? 96 / MR * MR : 48 / MR * MR;
+  }
+
+  static int64_t diagonal_heads(const regard_dot& p, const regard_dot_gradient& g) {
+    return (g.d_diagonal.stride[0] ? p.B : 1) * (g.d_diagonal.stride[1] ? p.H : 1);
+  }
+
+  struct Work {
+    HeadRows<T> rows;
+    T *keys, *values, *key_panels, *d_keys, *d_values, *scores, *grads, *extra, *d_queries, *d_table, *diagonal;
+  };
+
+  int run() {
+    // Heads that add into the same numbers of d_bias take turns: within one turn a key tile has one thread.
+    const int64_t heads = p.B * p.G;
+    int64_t turn = heads;
+    if (gradient.d_bias.data && gradient.d_bias.stride[0] == 0) turn = p.G;
+    if (gradient.d_bias.data && gradient.d_bias.stride[1] == 0 && p.H > 1) turn = 1;
+
+    Layout cost_layout, part_layout, diagonal_layout;
+    cost_layout.add(turn * tiles + 1, 1, sizeof(double));
+    part_layout.add(2 * int64_t(p.threads) * (p.threads > 1), part, sizeof(T));
+    diagonal_layout.add(p.threads, diagonals, sizeof(T));
+    if (!layout.ok || !cost_layout.ok || !part_layout.ok || !diagonal_layout.ok) return REGARD_TOO_LARGE;
+    if (!costs.reserve(cost_layout.bytes) || !diagonal_sums.reserve(diagonal_layout.bytes)) return REGARD_NO_MEMORY;
+    if (p.threads > 1 && !parts.reserve(part_layout.bytes)) return REGARD_NO_MEMORY;
+    if (diagonals) __builtin_memset(diagonal_sums.data, 0, size_t(p.threads) * size_t(diagonals) * sizeof(T));
+
+    for (int64_t first = 0; first < heads; first += turn) {
+      const int64_t last = least(heads, first + turn);
+      const int64_t units = (last - first) * tiles;
+      double* total = (double*)costs.data;
+      key_tile_costs<T>(p, first, last, tiles, total);
+      auto body = [&](int thread, int threads) {
+        if (thread == 0) threads_used = threads;
+        const int64_t from = share(total, units, thread, threads), to = share(total, units, thread + 1, threads);
+        return from < to ? run_units(first, from, to, thread) : REGARD_OK;
+      };
+      int status = parallel(int(least<int64_t>(p.threads, units)), body);
+      if (status != REGARD_OK) return status;
+      add_parts(first, last, total, units);
+    }
+    if (diagonals) store_diagonal();
+    return REGARD_OK;
+  }
+
+  int run_units(int64_t first_head, int64_t from, int64_t to, int thread) const {
+    char* memory = (char*)thread_scratch(layout.bytes);
+    if (!memory) return REGARD_NO_MEMORY;
+    Work w{HeadRows<T>(p, memory, at.rows), (T*)(memory + at.keys), (T*)(memory + at.values), (T*)(memory + at.key_panels),
+           (T*)(memory + at.d_keys), (T*)(memory + at.d_values), (T*)(memory + at.scores), (T*)(memory + at.grads),
+           (T*)(memory + at.extra), nullptr, nullptr, nullptr};
+    for (int64_t unit = from; unit < to;) {
+      const int64_t head = unit / tiles, first = unit % tiles, last = least(tiles, first + to - unit);
+      T* own = (T*)(memory + at.d_queries);
+      run_head(w, (first_head + head) / p.G, (first_head + head) % p.G, first, last, part_of(thread, from, to, head), own, thread);
+      unit += last - first;
+    }
+    trim_thread_scratch();
+    return REGARD_OK;
+  }
+
+  // Where a thread gathers the dQ of a head of which it has only some tiles (its first and its last one may be such), or
+  // null if it has them all.
+  T* part_of(int thread, int64_t from, int64_t to, int64_t head) const {
+    if (from <= head * tiles && (head + 1) * tiles <= to) return nullptr;
+    return (T*)parts.data + (2 * thread + (head == from / tiles ? 0 : 1)) * part;
+  }
+
+  void run_head(Work& w, int64_t b, int64_t g, int64_t first, int64_t last, T* shared, T* own, int thread) const {
+    for (int64_t n = 0; n < group; ++n) {
+      const int64_t h = g * group + n;
+      w.d_queries = shared ? shared + n * p.Q * (Dp + table) : own;
+      w.d_table = w.d_queries + p.Q * Dp;
+      __builtin_memset(w.d_queries, 0, size_t(p.Q * (Dp + table)) * sizeof(T));
+      if (diagonals) {
+        const int64_t at = (gradient.d_diagonal.stride[0] ? b : 0) * (gradient.d_diagonal.stride[1] ? p.H : 1) +
+                           (gradient.d_diagonal.stride[1] ? h : 0);
+        w.diagonal = (T*)diagonal_sums.data + thread * diagonals + at * (p.Q + p.K - 1);
+      }
+      w.rows.load(p, gradient, b, h);
+      for (int64_t tile = first; tile < last; ++tile) run_tile(w, b, g, n, tile, group > 1 ? tile - first : 0);
+      if (!shared) store_queries(b, h, w.d_queries, 0, p.Q);
+    }
+  }
+
+  void run_tile(Work& w, int64_t b, int64_t g, int64_t n, int64_t tile, int64_t slot) const {
+    const int64_t j0 = tile * key_tile, j1 = least(p.K, j0 + key_tile), keys = j1 - j0;
+    T* d_keys = w.d_keys + slot * (key_tile + MR) * Dp;
+    T* d_values = w.d_values + slot * (key_tile + MR) * Ep;
+    if (n == 0) {
+      __builtin_memset(d_keys, 0, size_t(keys * Dp) * sizeof(T));
+      __builtin_memset(d_values, 0, size_t(keys * Ep) * sizeof(T));
+    }
+    if (keys > 0 && p.Q > 0) {
+      pack_tile(w, b, g, j0, keys);
+      for (int64_t i0 = 0; i0 < p.Q; i0 += block_rows) run_block(w, i0, j0, j1, d_keys, d_values);
+    }
+    if (n + 1 < group) return;
+    const Matrix dk = matrix_of(gradient.d_k, p.dtype, b, g, p.K, p.D), dv = matrix_of(gradient.d_v, p.dtype, b, g, p.K, p.E);
+    for (int64_t j = 0; j < keys; ++j) {
+      unpack_row<T>(row_of(dk, j0 + j), p.D, dk.column_stride, p.dtype, d_keys + j * Dp, scales.query);
+      unpack_row<T>(row_of(dv, j0 + j), p.E, dv.column_stride, p.dtype, d_values + j * Ep, T(1));
+    }
+  }
+
+  void pack_tile(Work& w, int64_t b, int64_t g, int64_t j0, int64_t keys) const {
+    const Matrix k = matrix_of(p.k, p.dtype, b, g, p.K, p.D), v = matrix_of(p.v, p.dtype, b, g, p.K, p.E);
+    bool bad = false;
+    for (int64_t j = 0; j < keys; j += NR<T>) {
+      bad |= pack_turned<T>(k, j0 + j, scales.key, w.keys + j * p.D);
+      bad |= pack_turned<T>(v, j0 + j, T(1), w.values + j * p.E);
+      pack_panels<T>(k, j0 + j, NR<T>, T(1), w.key_panels + j * NR<T>, (key_tile + NR<T>) * NR<T>);
+    }
+    if (!bad || !(p.intervals.start || p.tiles.pointer)) return;
+    // The rows that see a bad key have a NaN for log-sum-exp; for all others it must be harmless.
+    for (int64_t j = 0; j < keys; ++j) {
+      if (!row_is_bad<T>(row_of(k, j0 + j), p.D, k.column_stride, p.dtype) &&
+          !row_is_bad<T>(row_of(v, j0 + j), p.E, v.column_stride, p.dtype))
+        continue;
+      const int64_t panel = j / NR<T> * NR<T>, lane = j % NR<T>;
+      for (int64_t d = 0; d < p.D; ++d) w.keys[panel * p.D + d * NR<T> + lane] = 0;
+      for (int64_t e = 0; e < p.E; ++e) w.values[panel * p.E + e * NR<T> + lane] = 0;
+      for (int64_t d = 0; d < p.D; d += NR<T>)
+        __builtin_memset(w.key_panels + d * (key_tile + NR<T>) + j * NR<T>, 0, NR<T> * sizeof(T));
+    }
+  }
+
+  void run_block(Work& w, int64_t i0, int64_t j0, int64_t j1, T* d_keys, T* d_values) const {
+    const int64_t count = least(block_rows, p.Q - i0);
+    const int64_t width = round_up(j1 - j0, NR<T>);
+    Step steps[key_tile / REGARD_TILE];
+    int step_count = 0;
+    if (p.tiles.pointer)
+      walk_tiles(p, w.rows.rows[i0].b, w.rows.rows[i0].h, i0 / REGARD_TILE, j0, j1, key_tile, [&](const Step& s) { steps[step_count++] = s; });
+    else
+      steps[step_count++] = Step{j0, j1, nullptr};
+
+    BlockColumns seen[(96 + MR - 1) / MR];
+    int strips = 0;
+    bool any = false;
+    for (int64_t r = 0; r < count; r += MR, ++strips) {
+      seen[strips] = run_strip(w, i0, r, int(least<int64_t>(MR, count - r)), steps, step_count, j0, width);
+      any |= seen[strips].lo < seen[strips].hi;
+    }
+    if (!any) return;
+
+    for (int64_t c = 0; c < j1 - j0; c += MR) {
+      const int m = int(least<int64_t>(MR, j1 - j0 - c));
+      int from = 0, to = strips;
+      while (from < to && !seen[from].meets(c, c + m)) ++from;
+      while (to > from && !seen[to - 1].meets(c, c + m)) --to;
+      const int64_t r0 = from * MR, depth = least<int64_t>(count, to * MR) - r0;
+      if (depth <= 0) continue;
+      multiply<T, 1, score_stride, Into::add>(m, Ep / NR<T>, depth, w.scores + r0 * score_stride + c,
+                                              w.rows.grad_panels + (i0 + r0) * NR<T>, w.rows.pitch * NR<T>, d_values + c * Ep, Ep);
+      multiply<T, 1, score_stride, Into::add>(m, Dp / NR<T>, depth, w.grads + r0 * score_stride + c,
+                                              w.rows.query_panels + (i0 + r0) * NR<T>, w.rows.pitch * NR<T>, d_keys + c * Dp, Dp);
+    }
+    for (int s = 0; s < strips; ++s) {
+      const int64_t lo = seen[s].lo, keys = least(seen[s].hi, j1 - j0) - lo;
+      if (keys <= 0) continue;
+      multiply<T, score_stride, 1, Into::add>(int(least<int64_t>(MR, count - s * MR)), Dp / NR<T>, keys,
+                                              w.grads + s * MR * score_stride + lo, w.key_panels + lo * NR<T>,
+                                              (key_tile + NR<T>) * NR<T>, w.d_queries + (i0 + s * MR) * Dp, Dp);
+    }
+  }
+
+  // The columns of the tile that a strip computed.
+  struct BlockColumns {
+    int64_t lo, hi;
+    bool meets(int64_t from, int64_t to) const { return lo < to && from < hi; }
+  };
+
+  BlockColumns run_strip(Work& w, int64_t i0, int64_t r0, int m, const Step* steps, int step_count, int64_t j0, int64_t width) const {
+    const int64_t i = i0 + r0;
+    const Row<T>* rows = w.rows.rows + i;
+    const Span& span = w.rows.spans[w.rows.strip_at(i)];
+    T *scores = w.scores + r0 * score_stride, *grads = w.grads + r0 * score_stride;
+    Columns columns[key_tile / REGARD_TILE];
+    BlockColumns seen{width, 0};
+    int64_t covered = 0;
+    for (int n = 0; n < step_count; ++n) {
+      const uint64_t* words = steps[n].bits ? steps[n].bits + rows[0].i % REGARD_TILE : nullptr;
+      columns[n] = columns_of<T>(span, steps[n], words, m);
+      if (columns[n].lo >= columns[n].hi) continue;
+      covered += columns[n].hi - columns[n].lo;
+      seen.lo = least(seen.lo, steps[n].j0 - j0 + columns[n].lo);
+      seen.hi = greatest(seen.hi, steps[n].j0 - j0 + columns[n].hi);
+    }
+    if (covered < width)
+      for (int r = 0; r < m; ++r) {
+        __builtin_memset(scores + r * score_stride, 0, size_t(width) * sizeof(T));
+        __builtin_memset(grads + r * score_stride, 0, size_t(width) * sizeof(T));
+      }
+    if (covered == 0) return {0, 0};
+
+    for (int n = 0; n < step_count; ++n) {
+      const int64_t lo = columns[n].lo, hi = columns[n].hi, base = steps[n].j0 - j0;
+      if (lo >= hi) continue;
+      const int64_t panels = (hi - lo) / NR<T>;
+      multiply_strip(w.rows.query_strips, p.D, w.rows.strip_at(i), m, panels, w.keys + (base + lo) * p.D, scores + base + lo);
+      multiply_strip(w.rows.grad_strips, p.E, w.rows.strip_at(i), m, panels, w.values + (base + lo) * p.E, grads + base + lo);
+      const uint64_t* words = steps[n].bits ? steps[n].bits + rows[0].i % REGARD_TILE : nullptr;
+      for (int r = 0; r < m; ++r) {
+        T *s = scores + r * score_stride + base, *d = grads + r * score_stride + base;
+        const uint64_t* word = words ? words + r : nullptr;
+        if (row_gradients.plain) weigh_row(s, d, lo, hi, w.rows.lse[i + r], w.rows.delta[i + r]);
+        else
+          row_gradients.weigh(rows[r], steps[n].j0, s, d, lo, hi, w.rows.lse[i + r], w.rows.delta[i + r], w.extra);
+        if (columns[n].hidden) {
+          hide(rows[r], word, steps[n].j0, s, lo, hi, T(0));
+          hide(rows[r], word, steps[n].j0, d, lo, hi, T(0));
+        }
+        if (!row_gradients.plain)
+          row_gradients.add(rows[r], steps[n].j0, d, lo, hi, w.extra, w.diagonal, table ? w.d_table + (i + r) * table : nullptr);
+      }
+    }
+    return seen;
+  }
+
+  void multiply_strip(const T* strips, int64_t depth, int64_t strip, int m, int64_t panels, const T* b, T* c) const {
+    multiply<T, 1, MR, Into::overwrite>(m, panels, depth, strips + strip * strip_size<T>(depth), b, NR<T> * depth, c, score_stride);
+  }
+
+  void store_queries(int64_t b, int64_t h, const T* d_queries, int64_t from, int64_t to) const {
+    const Matrix dq = matrix_of(gradient.d_q, p.dtype, b, h, p.Q, p.D);
+    for (int64_t i = from; i < to; ++i)
+      unpack_row<T>(row_of(dq, i), p.D, dq.column_stride, p.dtype, d_queries + i * Dp, scales.query);
+    for (int64_t i = from; table && i < to; ++i) {
+      T* row = const_cast<T*>(real_row<T>(gradient.d_row_table, b, h, i));
+      for (int64_t t = 0; t < table; ++t) row[t] = d_queries[p.Q * Dp + i * table + t] * row_gradients.bias_factor;
+    }
+  }
+
+  // Heads whose tiles were split among threads: the first part takes up the others, in the order of the threads.
+  void add_parts(int64_t first_head, int64_t last_head, const double* total, int64_t units) {
+    for (int64_t head = 0; head < last_head - first_head; ++head) {
+      T* sum = nullptr;
+      for (int thread = 0; thread < threads_used; ++thread) {
+        const int64_t from = share(total, units, thread, threads_used), to = share(total, units, thread + 1, threads_used);
+        if (from >= to || to <= head * tiles || (head + 1) * tiles <= from) continue;
+        T* mine = part_of(thread, from, to, head);
+        if (!mine) continue;
+        if (!sum) {
+          sum = mine;
+          continue;
+        }
+        for (int64_t n = 0; n < part; ++n) sum[n] += mine[n];
+      }
+      if (!sum) continue;
+      const int64_t b = (first_head + head) / p.G, g = (first_head + head) % p.G;
+      for (int64_t n = 0; n < group; ++n) store_queries(b, g * group + n, sum + n * p.Q * (Dp + table), 0, p.Q);
+    }
+  }
+
+  void store_diagonal() const {
+    const int64_t width = p.Q + p.K - 1, heads = gradient.d_diagonal.stride[1] ? p.H : 1;
+    for (int64_t n = 0; n < diagonals; ++n) {
+      T sum = 0;
+      for (int thread = 0; thread < p.threads; ++thread) sum += ((const T*)diagonal_sums.data)[thread * diagonals + n];
+      const int64_t b = n / width / heads, h = n / width % heads;
+      ((T*)gradient.d_diagonal.data)[b * gradient.d_diagonal.stride[0] + h * gradient.d_diagonal.stride[1] + n % width] = sum * row_gradients.bias_factor;
+    }
+  }
+};
+
+}  // namespace
+
+int dot_backward(const regard_dot& p, const regard_dot_gradient& gradient) {
+  if (p.dtype == REGARD_FLOAT64) return Backward<double>(p, gradient).run();
+  return Backward<float>(p, gradient).run();
+}
+
+}  // namespace regard::REGARD_ISA

@@ -1,0 +1,126 @@
+// The parts of the backward that concern one row, and the cost of a key tile.
+#pragma once
+#include "dot.h"
+#include "softmax.h"
+#include "walk.h"
+
+namespace regard::REGARD_ISA {
+
+constexpr int64_t key_tile = 128;     // a multiple of the tiles of a mask
+constexpr int score_stride = 128 + 16;  // not a power of two: columns of the buffer are read down its rows
+
+// The product of two rows of tensors.
+template <class T>
+T dot_rows(const void* x, int64_t x_stride, const void* y, int64_t y_stride, int64_t columns, int32_t dtype) {
+  Vec<T> sum{};
+  with_storage<T>(dtype, [&](auto stored) __attribute__((always_inline)) {
+    using S = typename decltype(stored)::type;
+    for (int64_t c = 0; c < columns; c += lanes<T>)
+      sum += load_some((const S*)x + c * x_stride, x_stride, columns - c) * load_some((const S*)y + c * y_stride, y_stride, columns - c);
+  });
+  return reduce_add<T>(sum);
+}
+
+// Logits become weights, gradients of weights become gradients of logits.
+template <class T> REGARD_INLINE void weigh_row(T* s, T* d, int64_t lo, int64_t hi, T lse, T delta) {
+  const Vec<T> l = broadcast(lse), e = broadcast(delta);
+  for (int64_t c = lo; c < hi; c += lanes<T>) {
+    const Vec<T> weight = exp2(load(s + c) - l);
+    store(s + c, weight);
+    store(d + c, weight * (load(d + c) - e));
+  }
+}
+
+// The same where scores are capped or biased, weights dropped, or gradients of a bias wanted.
+template <class T> struct RowGradients {
+  const regard_dot& p;
+  const regard_dot_gradient& gradient;
+  const Scales<T>& scales;
+  const T bias_factor;
+  const bool plain;
+
+  RowGradients(const regard_dot& p, const regard_dot_gradient& gradient, const Scales<T>& scales)
+      : p(p), gradient(gradient), scales(scales), bias_factor(T(1 / p.temperature)),
+        plain(!scales.changes_scores && !p.dropout_threshold && !gradient.d_out_table.data) {}
+
+  // `slope` receives the derivative of the cap, where there is one.
+  void weigh(const Row<T>& row, int64_t j0, T* s, T* d, int64_t lo, int64_t hi, T lse, T delta, T* slope) const {
+    if (scales.cap != 0) {
+      for (int64_t c = lo; c < hi; c += lanes<T>) {
+        const Vec<T> t = tanh(load(s + c));
+        store(s + c, t * scales.cap);
+        store(slope + c, T(1) - t * t);
+      }
+    }
+    add_biases(p, scales, row, j0, s, lo, hi);
+    if (gradient.d_out_table.data)
+      add_table(real_row<T>(gradient.d_out_table, row.b, row.h, row.i), row.first, p.radius, T(1), j0, d, lo, hi);
+    if (!p.dropout_threshold) return weigh_row(s, d, lo, hi, lse, delta);
+
+    const Vec<T> l = broadcast(lse), e = broadcast(delta);
+    const T scale = T(p.dropout_scale);
+    for (int64_t c = lo; c < hi; c += lanes<T>) {
+      const auto kept = dropout_keeps<T>(row.dropout_key, uint32_t(j0 + c), p.dropout_threshold);
+      const Vec<T> weight = exp2(load(s + c) - l);
+      store(s + c, select(kept, weight * scale, Vec<T>{}));
+      store(d + c, weight * (select(kept, load(d + c) * scale, Vec<T>{}) - e));
+    }
+  }
+
+  // Hands the gradients of a row's logits to the biases, then takes them through the cap.
+  void add(const Row<T>& row, int64_t j0, T* d, int64_t lo, int64_t hi, const T* slope, T* diagonal, T* table) const {
+    if (diagonal) {
+      T* to = diagonal + (p.Q - 1 - row.i) + j0;
+      for_vectors<T>(lo, hi, p.K - j0, [&](int64_t c, int n) __attribute__((always_inline)) {
+        store_some(to + c, 1, n, load_some(to + c, 1, n) + load(d + c));
+      });
+    }
+    if (table) sum_by_distance<T>(table, row.first, p.radius, j0, d, lo, hi);
+    if (gradient.d_bias.data) {
+      const int64_t stride = gradient.d_bias.stride[3];
+      T* to = const_cast<T*>(real_row<T>(gradient.d_bias, row.b, row.h, row.i)) + j0 * stride;
+      for_vectors<T>(lo, hi, p.K - j0, [&](int64_t c, int n) __attribute__((always_inline)) {
+        store_some(to + c * stride, stride, n, load_some(to + c * stride, stride, n) + load(d + c) * bias_factor);
+      });
+    }
+    if (scales.cap != 0)
+      for (int64_t c = lo; c < hi; c += lanes<T>) store(d + c, load(d + c) * load(slope + c));
+  }
+};
+
+// total[n + 1] - total[n] is about how many (strip, key) pairs are visited in unit n = (head - first) * tiles + tile.
+template <class T> void key_tile_costs(const regard_dot& p, int64_t first, int64_t last, int64_t tiles, double* total) {
+  const int64_t group = p.H / p.G, strips = (p.Q + MR - 1) / MR;
+  for (int64_t n = 0; n <= (last - first) * tiles; ++n) total[n] = 0;
+  const auto add = [&](double* cost, int64_t lo, int64_t hi, double weight) {
+    for (int64_t tile = lo / key_tile; tile * key_tile < hi; ++tile)
+      cost[tile] += weight * double(least(hi, (tile + 1) * key_tile) - greatest(lo, tile * key_tile));
+  };
+  for (int64_t head = first; head < last; ++head) {
+    const int64_t b = head / p.G, g = head % p.G;
+    double* cost = total + 1 + (head - first) * tiles;
+    for (int64_t tile = 0; tile < tiles; ++tile) cost[tile] += double(key_tile) * 8;
+    for (int64_t h = g * group; h < (g + 1) * group; ++h) {
+      if (p.tiles.pointer) {
+        for (int64_t t = 0; t * REGARD_TILE < p.Q; ++t)
+          walk_tiles(p, b, h, t, 0, p.K, p.K, [&](const Step& s) { add(cost, s.j0, s.j1, double(REGARD_TILE) / MR); });
+      } else if (!p.intervals.start) {
+        add(cost, 0, p.K, double(strips));
+      } else {
+        for (int64_t s = 0; s < strips; ++s) {
+          int64_t lo = p.K, hi = 0;
+          for (int64_t i = s * MR; i < least(p.Q, (s + 1) * MR); ++i) {
+            const int64_t at = b * p.intervals.stride[0] + h * p.intervals.stride[1] + i * p.intervals.stride[2];
+            if (p.intervals.start[at] >= p.intervals.stop[at]) continue;
+            lo = least<int64_t>(lo, p.intervals.start[at]);
+            hi = greatest<int64_t>(hi, p.intervals.stop[at]);
+          }
+          add(cost, greatest<int64_t>(0, lo), least(p.K, hi), 1);
+        }
+      }
+    }
+  }
+  for (int64_t n = 0; n < (last - first) * tiles; ++n) total[n + 1] += total[n];
+}
+
+}  // namespace regard::REGARD_ISA

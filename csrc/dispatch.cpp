@@ -1,0 +1,131 @@
+// The exported functions: check the arguments, pick the instruction set once, call its kernel.
+#include <stdlib.h>
+#include <string.h>
+
+#include "kernels.h"
+#include "regard.h"
+
+// Widest first: do(isa) for every instruction set that was compiled.
+#ifdef REGARD_HAS_AVX512
+#define REGARD_DO_AVX512(do) do(avx512)
+#else
+#define REGARD_DO_AVX512(do)
+#endif
+#ifdef REGARD_HAS_AVX2
+#define REGARD_DO_AVX2(do) do(avx2)
+#else
+#define REGARD_DO_AVX2(do)
+#endif
+#ifdef REGARD_HAS_NEON
+#define REGARD_DO_NEON(do) do(neon)
+#else
+#define REGARD_DO_NEON(do)
+#endif
+#ifdef REGARD_HAS_BASELINE
+#define REGARD_DO_BASELINE(do) do(baseline)
+#else
+#define REGARD_DO_BASELINE(do)
+#endif
+#define REGARD_ISAS(do) REGARD_DO_AVX512(do) REGARD_DO_AVX2(do) REGARD_DO_NEON(do) REGARD_DO_BASELINE(do)
+
+namespace regard {
+
+#define REGARD_DECLARE(isa) \
+  namespace isa {           \
+  extern const Kernels kernels; \
+  }
+REGARD_ISAS(REGARD_DECLARE)
+#undef REGARD_DECLARE
+
+namespace {
+
+const Kernels* const compiled[] = {
+#define REGARD_ENTRY(isa) &isa::kernels,
+    REGARD_ISAS(REGARD_ENTRY)
+#undef REGARD_ENTRY
+};
+constexpr int compiled_count = int(sizeof(compiled) / sizeof(compiled[0]));
+
+bool cpu_has(const char* isa) {
+#if defined(__x86_64__) || defined(_M_X64) || defined(__i386__)
+  __builtin_cpu_init();
+  if (!strcmp(isa, "avx2")) return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+  if (!strcmp(isa, "avx512"))
+    return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
+           __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("fma");
+#endif
+  return !strcmp(isa, "baseline") || !strcmp(isa, "neon");
+}
+
+// REGARD_ISA in the environment asks for a lower one than the CPU has; one that it lacks is not taken.
+const Kernels& choose() {
+  const char* wanted = getenv("REGARD_ISA");
+  for (const Kernels* k : compiled)
+    if (wanted && !strcmp(wanted, k->name) && cpu_has(k->name)) return *k;
+  for (const Kernels* k : compiled)
+    if (cpu_has(k->name)) return *k;
+  return *compiled[compiled_count - 1];
+}
+
+const Kernels& chosen = choose();
+
+// Sizes whose products could not be addressed are refused here, so that the kernels need not check them again.
+int check(const regard_dot& p) {
+  const int64_t sizes[] = {p.B, p.H, p.G, p.Q, p.K, p.D, p.E};
+  for (int64_t n : sizes)
+    if (n < 0) return REGARD_BAD_ARGUMENT;
+  const int64_t largest = INT32_MAX - 1024;  // positions of keys and queries are 32-bit numbers
+  for (int64_t n : sizes)
+    if (n > largest) return REGARD_TOO_LARGE;
+  int64_t rows = 0, cells = 0;
+  if (__builtin_mul_overflow(p.B, p.H, &rows) || __builtin_mul_overflow(rows, p.Q > p.K ? p.Q : p.K, &rows) ||
+      __builtin_mul_overflow(rows, int64_t(8) * ((p.D > p.E ? p.D : p.E) + 64), &cells))
+    return REGARD_TOO_LARGE;
+  if (p.G == 0 ? p.H != 0 : p.H % p.G != 0) return REGARD_BAD_ARGUMENT;
+  if (p.dtype < REGARD_FLOAT32 || p.dtype > REGARD_FLOAT16 || p.threads < 1) return REGARD_BAD_ARGUMENT;
+  if (p.intervals.start && (!p.intervals.stop || p.tiles.pointer)) return REGARD_BAD_ARGUMENT;
+  if (p.diagonal.data && p.diagonal.stride[3] != 1) return REGARD_BAD_ARGUMENT;
+  if (p.row_table.data && (p.row_table.stride[3] != 1 || !p.offset)) return REGARD_BAD_ARGUMENT;
+  if (p.bias.data && (p.bias_dtype < REGARD_FLOAT32 || p.bias_dtype > REGARD_FLOAT16)) return REGARD_BAD_ARGUMENT;
+  if (p.bias.data && p.bias_dtype == REGARD_FLOAT64 && p.dtype != REGARD_FLOAT64) return REGARD_BAD_ARGUMENT;
+  if (p.radius < 0 || p.radius > largest) return REGARD_BAD_ARGUMENT;
+  if (!(p.temperature > 0) || !(p.softcap >= 0)) return REGARD_BAD_ARGUMENT;
+  return REGARD_OK;
+}
+
+}  // namespace
+}  // namespace regard
+
+extern "C" {
+
+int regard_interface(void) { return REGARD_INTERFACE; }
+
+const char* regard_version(void) { return REGARD_VERSION; }
+
+const char* regard_isa(void) { return regard::chosen.name; }
+
+const char* regard_isas_compiled(void) {
+#define REGARD_NAME(isa) " " #isa
+  return REGARD_ISAS(REGARD_NAME) + 1;
+#undef REGARD_NAME
+}
+
+int regard_dot_forward(const regard_dot* problem, const regard_dot_result* result) {
+  if (!problem || !result) return REGARD_BAD_ARGUMENT;
+  const int status = regard::check(*problem);
+  if (status != REGARD_OK) return status;
+  if (problem->B == 0 || problem->H == 0 || problem->Q == 0) return REGARD_OK;
+  if (result->out_table.data && (!problem->offset || result->out_table.stride[3] != 1)) return REGARD_BAD_ARGUMENT;
+  return regard::chosen.dot_forward(*problem, *result);
+}
+
+int regard_dot_backward(const regard_dot* problem, const regard_dot_gradient* gradient) {
+  if (!problem || !gradient) return REGARD_BAD_ARGUMENT;
+  const int status = regard::check(*problem);
+  if (status != REGARD_OK) return status;
+  if (problem->B == 0 || problem->H == 0) return REGARD_OK;
+  if (!gradient->lse.data) return REGARD_BAD_ARGUMENT;
+  return regard::chosen.dot_backward(*problem, *gradient);
+}
+
+}  // extern "C"

@@ -1,0 +1,10 @@
+#pragma once
+#include "regard.h"
+#include "simd.h"
+
+namespace regard::REGARD_ISA {
+
+int dot_forward(const regard_dot& p, const regard_dot_result& result);
+int dot_backward(const regard_dot& p, const regard_dot_gradient& gradient);
+
+}  // namespace regard::REGARD_ISA

@@ -1,0 +1,13 @@
+// The table of functions that every instruction set provides.
+#pragma once
+#include "regard.h"
+
+namespace regard {
+
+struct Kernels {
+  const char* name;
+  int (*dot_forward)(const regard_dot&, const regard_dot_result&);
+  int (*dot_backward)(const regard_dot&, const regard_dot_gradient&);
+};
+
+}  // namespace regard

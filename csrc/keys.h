@@ -1,0 +1,81 @@
+// The keys and values of one key/value head in packed form. Panels are packed when first visited.
+#pragma once
+#include "walk.h"
+
+namespace regard::REGARD_ISA {
+
+// Keys that hold NaN or an infinity, in their key or in their value, are *bad*. Where a mask may hide them they are
+// packed as zeros and remembered: a row that sees one becomes NaN, any other row is untouched.
+template <class T> struct PackedKeys {
+  T* turned;       // keys, NR side by side: [panel][D][NR]
+  T* values;       // [E / NR][pitch][NR]
+  uint8_t* ready;  // one for each panel
+  uint32_t* bad;   // one bit for each key of a panel
+  int64_t panels, pitch, D, E;
+  bool checks, any_bad;
+
+  struct Places { size_t turned, values, ready, bad; };
+
+  static int64_t panels_of(const regard_dot& p) { return (p.K + NR<T> - 1) / NR<T>; }
+  // One panel more than needed: powers of two would put all column panels of a key into one cache set.
+  static int64_t pitch_of(const regard_dot& p) { return (panels_of(p) + 1) * NR<T>; }
+
+  static Places place(const regard_dot& p, Layout& layout) {
+    const int64_t panels = panels_of(p);
+    return {layout.add(panels * NR<T>, p.D, sizeof(T)), layout.add(pitch_of(p), round_up(p.E, NR<T>), sizeof(T)),
+            layout.add(panels, 1, 1), layout.add(panels, 1, 4)};
+  }
+
+  PackedKeys(const regard_dot& p, char* memory, const Places& at)
+      : turned((T*)(memory + at.turned)), values((T*)(memory + at.values)), ready((uint8_t*)(memory + at.ready)),
+        bad((uint32_t*)(memory + at.bad)), panels(panels_of(p)), pitch(pitch_of(p)), D(p.D), E(p.E),
+        checks(p.intervals.start || p.tiles.pointer), any_bad(false) {}
+
+  void forget() {
+    __builtin_memset(ready, 0, size_t(panels));
+    any_bad = false;
+  }
+
+  void need(const Matrix& k, const Matrix& v, T factor, int64_t from, int64_t to) {
+    for (int64_t panel = from / NR<T>; panel * NR<T> < to; ++panel)
+      if (!ready[panel]) pack(k, v, factor, panel);
+  }
+
+  const T* turned_at(int64_t key) const { return turned + key * D; }
+  const T* values_at(int64_t key) const { return values + key * NR<T>; }
+
+ private:
+  __attribute__((noinline)) void pack(const Matrix& k, const Matrix& v, T factor, int64_t panel) {
+    const int64_t key = panel * NR<T>;
+    T* const turned_panel = turned + key * D;
+    T* const value_rows = values + key * NR<T>;
+    bool found = pack_turned<T>(k, key, factor, turned_panel);
+    found |= pack_panels<T>(v, key, NR<T>, T(1), value_rows, pitch * NR<T>);
+    ready[panel] = 1;
+    bad[panel] = 0;
+    if (!found || !checks) return;
+    for (int64_t lane = 0; lane < NR<T> && key + lane < k.rows; ++lane) {
+      if (!row_is_bad<T>(row_of(k, key + lane), D, k.column_stride, k.dtype) &&
+          !row_is_bad<T>(row_of(v, key + lane), E, v.column_stride, v.dtype))
+        continue;
+      for (int64_t d = 0; d < D; ++d) turned_panel[d * NR<T> + lane] = 0;
+      for (int64_t e = 0; e < E; e += NR<T>)
+        for (int c = 0; c < NR<T>; ++c) value_rows[e * pitch + lane * NR<T> + c] = 0;
+      bad[panel] |= uint32_t(1) << lane;
+      any_bad = true;
+    }
+  }
+};
+
+// Whether a row sees a bad key among the columns [lo, hi) of a step.
+template <class T>
+bool sees_bad_key(const PackedKeys<T>& keys, const Row<T>& row, const uint64_t* word, int64_t j0, int64_t lo, int64_t hi) {
+  for (int64_t c = lo; c < hi; c += NR<T>) {
+    const uint32_t bad = keys.bad[(j0 + c) / NR<T>];
+    for (int lane = 0; bad >> lane; ++lane)
+      if ((bad >> lane & 1) && sees(row, word, j0, c + lane)) return true;
+  }
+  return false;
+}
+
+}  // namespace regard::REGARD_ISA

@@ -1,0 +1,189 @@
+// Bringing rows of any dtype and any strides into the two forms that the micro-kernel reads.
+//
+//   strips   strip[column][MR]: MR rows side by side, the left operand of a product over columns
+//   panels   panel[row][NR]: NR columns of many rows, the right operand of a product over rows
+//   turned   panel[column][NR]: NR rows side by side, the right operand of a product over columns
+//
+// Numbers become float (double) on the way and are multiplied by a factor; what lies outside the tensor becomes zero.
+#pragma once
+#include "gemm.h"
+#include "regard.h"
+
+namespace regard::REGARD_ISA {
+
+// Rows of one head: element (row, column) is data[row * row_stride + column * column_stride].
+struct Matrix {
+  const void* data;
+  int64_t row_stride, column_stride;
+  int64_t rows, columns;
+  int32_t dtype;
+};
+
+template <class S> REGARD_INLINE const S* at(const Matrix& x, int64_t row, int64_t column) {
+  return (const S*)x.data + row * x.row_stride + column * x.column_stride;
+}
+inline size_t storage_bytes(int32_t dtype) { return dtype == REGARD_FLOAT64 ? 8 : dtype == REGARD_FLOAT32 ? 4 : 2; }
+inline void* row_of(const Matrix& x, int64_t row) {
+  return (char*)x.data + row * x.row_stride * int64_t(storage_bytes(x.dtype));
+}
+
+// Calls f with the type that is stored in memory, for those that T computes.
+template <class S> struct Stored { using type = S; };
+template <class T, class F> REGARD_INLINE void with_storage(int32_t dtype, F&& f) {
+  if constexpr (sizeof(T) == 8) f(Stored<double>{});
+  else if (dtype == REGARD_BFLOAT16) f(Stored<bfloat16>{});
+  else if (dtype == REGARD_FLOAT16) f(Stored<float16>{});
+  else f(Stored<float>{});
+}
+
+// Whether a row holds NaN or an infinity.
+template <class T> __attribute__((noinline)) bool row_is_bad(const void* row, int64_t columns, int64_t stride, int32_t dtype) {
+  IntVec<T> found{};
+  with_storage<T>(dtype, [&](auto stored) {
+    using S = typename decltype(stored)::type;
+    for (int64_t c = 0; c < columns; c += lanes<T>)
+      found |= not_finite<T>(load_some((const S*)row + c * stride, stride, columns - c));
+  });
+  return any_lane(found);
+}
+
+// Gathers whether a NaN or an infinity passed by, for one multiply-add a vector: only these times zero are not zero.
+template <class T> struct Watch {
+  Vec<T> sum{};
+  REGARD_INLINE Vec<T> operator()(Vec<T> x) {
+    sum += x * T(0);
+    return x;
+  }
+  REGARD_INLINE bool bad() const { return any_lane(sum != Vec<T>{}); }
+};
+
+// Whether whole vectors of unit stride can be loaded, or only parts of them; a null row is zero.
+template <bool B> struct Flag { static constexpr bool value = B; };
+template <bool whole, class S> REGARD_INLINE Vec<Computed<S>> load_row(const S* row, int64_t c, int64_t stride, int64_t width) {
+  if constexpr (whole) return load_as(row + c);
+  else return row ? load_some(row + c * stride, stride, width) : Vec<Computed<S>>{};
+}
+
+// Rows [row, row + NR) side by side: out[column][NR]. Returns whether any of them holds NaN or an infinity.
+template <class T> __attribute__((noinline)) bool pack_turned(const Matrix& x, int64_t row, T factor, T* out) {
+  constexpr int L = lanes<T>;
+  Watch<T> watch;
+  with_storage<T>(x.dtype, [&](auto stored) __attribute__((always_inline)) {
+    using S = typename decltype(stored)::type;
+    const auto squares = [&](auto whole, int64_t from, int64_t to) __attribute__((always_inline)) {
+      for (int half = 0; half < NR<T>; half += L) {
+        const S* rows[L];
+        REGARD_UNROLL
+        for (int i = 0; i < L; ++i) rows[i] = row + half + i < x.rows ? at<S>(x, row + half + i, 0) : nullptr;
+        for (int64_t c = from; c < to; c += L) {
+          const int64_t width = to - c;
+          Vec<T> v[L];
+          REGARD_UNROLL
+          for (int i = 0; i < L; ++i) v[i] = watch(load_row<decltype(whole)::value>(rows[i], c, x.column_stride, width)) * factor;
+          transpose<T>(v);
+          REGARD_UNROLL
+          for (int i = 0; i < L; ++i)
+            if (decltype(whole)::value || i < width) store(out + (c + i) * NR<T> + half, v[i]);
+        }
+      }
+    };
+    const bool simple = x.column_stride == 1 && row + NR<T> <= x.rows;
+    const int64_t whole = simple ? x.columns / L * L : 0;
+    if (whole) squares(Flag<true>{}, 0, whole);
+    if (whole < x.columns) squares(Flag<false>{}, whole, x.columns);
+  });
+  return watch.bad();
+}
+
+// Rows [row, row + count) into panels that lie `panel` numbers apart: out[column / NR][row][NR], with the rows past the
+// end of the tensor and the columns up to the next multiple of NR zero. Returns whether NaN or an infinity was met.
+template <class T>
+__attribute__((noinline)) bool pack_panels(const Matrix& x, int64_t row, int64_t count, T factor, T* out, int64_t panel) {
+  constexpr int L = lanes<T>;
+  Watch<T> watch;
+  with_storage<T>(x.dtype, [&](auto stored) __attribute__((always_inline)) {
+    using S = typename decltype(stored)::type;
+    const int64_t whole = x.column_stride == 1 ? x.columns / NR<T> * NR<T> : 0;
+    for (int64_t r = 0; r < count; ++r) {
+      const S* from = row + r < x.rows ? at<S>(x, row + r, 0) : nullptr;
+      T* to = out + r * NR<T>;
+      int64_t c = 0;
+      if (from)
+        for (; c < whole; c += NR<T>, to += panel) {
+          store(to, watch(load_as(from + c)) * factor);
+          store(to + L, watch(load_as(from + c + L)) * factor);
+        }
+      for (; c < x.columns; c += NR<T>, to += panel) {
+        const int64_t left = x.columns - c, right = left - L;
+        store(to, watch(load_row<false>(from, c, x.column_stride, left)) * factor);
+        store(to + L, watch(load_row<false>(right > 0 ? from : nullptr, c + L, x.column_stride, right)) * factor);
+      }
+    }
+  });
+  return watch.bad();
+}
+
+// Rows that may lie anywhere (heads of one group follow one another): null stands for a row of zeros.
+struct RowPointers {
+  const void* row[MR];
+  int64_t columns, column_stride;
+  int32_t dtype;
+};
+
+// How many numbers a strip takes: whole vectors are stored, so a little more than columns * MR.
+template <class T> int64_t strip_size(int64_t columns) {
+  return round_up(columns * MR + round_up(MR, lanes<T>) - MR, 64 / int64_t(sizeof(T)));
+}
+
+// MR rows side by side: out[column][MR]. Returns whether NaN or an infinity was met.
+template <class T> __attribute__((noinline)) bool pack_strip(const RowPointers& x, T* out) {
+  constexpr int L = lanes<T>, blocks = (MR + L - 1) / L;
+  Watch<T> watch;
+  with_storage<T>(x.dtype, [&](auto stored) __attribute__((always_inline)) {
+    using S = typename decltype(stored)::type;
+    const auto squares = [&](auto whole, int64_t from, int64_t to) __attribute__((always_inline)) {
+      for (int64_t c = from; c < to; c += L) {
+        const int64_t width = to - c;
+        Vec<T> v[blocks][L];
+        REGARD_UNROLL
+        for (int r = 0; r < blocks * L; ++r) {
+          v[r / L][r % L] = Vec<T>{};
+          if (r < MR) v[r / L][r % L] = watch(load_row<decltype(whole)::value>((const S*)x.row[r], c, x.column_stride, width));
+        }
+        REGARD_UNROLL
+        for (int k = 0; k < blocks; ++k) transpose<T>(v[k]);
+        // A store of a whole vector runs into the next column, which is stored later.
+        REGARD_UNROLL
+        for (int i = 0; i < L; ++i)
+          if (decltype(whole)::value || i < width)
+            for (int k = 0; k < blocks; ++k) store(out + (c + i) * MR + k * L, v[k][i]);
+      }
+    };
+    bool simple = x.column_stride == 1;
+    for (int r = 0; r < MR; ++r) simple &= x.row[r] != nullptr;
+    const int64_t whole = simple ? x.columns / L * L : 0;
+    if (whole) squares(Flag<true>{}, 0, whole);
+    if (whole < x.columns) squares(Flag<false>{}, whole, x.columns);
+  });
+  return watch.bad();
+}
+
+// numbers[i] * factor, one for each column, to the address of a row.
+template <class T>
+__attribute__((noinline)) void unpack_row(void* row, int64_t columns, int64_t stride, int32_t dtype, const T* numbers, T factor) {
+  with_storage<T>(dtype, [&](auto stored) __attribute__((always_inline)) {
+    using S = typename decltype(stored)::type;
+    int64_t c = 0;
+    if (stride == 1)
+      for (; c + lanes<T> <= columns; c += lanes<T>) store_as((S*)row + c, load(numbers + c) * factor);
+    for (; c < columns; c += lanes<T>) store_some((S*)row + c * stride, stride, columns - c, load(numbers + c) * factor);
+  });
+}
+
+// The rows of head `head` of batch `b` of a tensor.
+inline Matrix matrix_of(const regard_tensor& t, int32_t dtype, int64_t b, int64_t head, int64_t rows, int64_t columns) {
+  const int64_t first = (b * t.stride[0] + head * t.stride[1]) * int64_t(storage_bytes(dtype));
+  return {t.data ? (const char*)t.data + first : nullptr, t.stride[2], t.stride[3], rows, columns, dtype};
+}
+
+}  // namespace regard::REGARD_ISA

@@ -1,0 +1,118 @@
+// The C interface of the kernels: flat pointers, strides, sizes and tile tables. No exceptions, no C++ types.
+//
+// Axes: B batch, H query heads, G key/value heads (H a multiple of G), Q queries, K keys, D width of queries and keys,
+// E width of values. Query head h reads key/value head h / (H / G). Strides count elements, never bytes, and may be 0
+// (broadcast) or negative. "Real" is float, or double where dtype is REGARD_FLOAT64: what the arithmetic is done in.
+#pragma once
+#include <stdint.h>
+
+#ifdef _WIN32
+#define REGARD_EXPORT __declspec(dllexport)
+#else
+#define REGARD_EXPORT __attribute__((visibility("default")))
+#endif
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+// Changes whenever a structure or a signature below does; the caller compares it before anything else.
+enum { REGARD_INTERFACE = 1 };
+
+enum { REGARD_FLOAT32 = 0, REGARD_FLOAT64 = 1, REGARD_BFLOAT16 = 2, REGARD_FLOAT16 = 3 };
+
+enum {
+  REGARD_OK = 0,
+  REGARD_NO_MEMORY = -1,
+  REGARD_BAD_ARGUMENT = -2,
+  REGARD_TOO_LARGE = -3,
+};
+
+typedef struct {
+  void* data;         // null where the tensor is absent
+  int64_t stride[4];  // elements from one (batch, head, row, column) to the next
+} regard_tensor;
+
+// Row (b, h, i) may attend to start <= j < stop.
+typedef struct {
+  const int32_t* start;  // null: no such mask
+  const int32_t* stop;
+  int64_t stride[3];  // of (batch, head, query)
+} regard_intervals;
+
+// Tiles of 64 queries x 64 keys. Row tile (b, h, t) has the runs pointer[r] .. pointer[r + 1) with
+// r = b * stride[0] + h * stride[1] + t; a run covers the column tiles start .. stop in ascending order. A run is full
+// where bits_index is negative; otherwise its tiles have 64 words each from bits + 64 * bits_index on, one word a row,
+// bit c of it saying that the row may attend to column c of the tile.
+typedef struct {
+  const int64_t* pointer;  // null: no such mask
+  const int32_t* start;
+  const int32_t* stop;
+  const int64_t* bits_index;
+  const uint64_t* bits;
+  int64_t stride[2];
+} regard_tiles;
+
+enum { REGARD_TILE = 64 };
+
+// One call of dot-product attention:
+//   logits = (cap(scale * q.k) + diagonal[j - i + Q - 1] + row_table[i, clip(j - p, -R, R) + R] + bias[i, j]) / temperature
+//   cap(x) = softcap * tanh(x / softcap), or x where softcap is 0;   p = offset[b] + i
+//   weights = softmax over the visible keys and the sink;   out = dropout(weights) v
+typedef struct {
+  int64_t B, H, G, Q, K, D, E;
+  int32_t dtype;    // of q, k, v, out and their gradients
+  int32_t threads;  // at most this many
+  double scale, softcap, temperature;
+
+  regard_tensor q, k, v;
+  regard_intervals intervals;
+  regard_tiles tiles;
+
+  regard_tensor diagonal;   // Real (B|1, H|1, 1, Q + K - 1), last stride 1; index (j - i) + (Q - 1)
+  regard_tensor row_table;  // Real (B, H, Q, 2 * radius + 1), last stride 1
+  regard_tensor bias;       // (B, H, Q, K) of type bias_dtype, any strides
+  int32_t bias_dtype;
+  int32_t wants_value_table;  // whether out_table is part of the result (and of the gradient)
+  int64_t radius;
+  const int64_t* offset;      // (B) positions of the first query; used with row_table and out_table only
+  const void* sink;           // Real (H) or null
+
+  uint64_t seed;               // of dropout
+  uint32_t dropout_threshold;  // a weight is kept iff its hash is at least this; 0: no dropout
+  uint32_t reserved;
+  double dropout_scale;        // kept weights are multiplied by this
+} regard_dot;
+
+typedef struct {
+  regard_tensor out;        // (B, H, Q, E)
+  regard_tensor lse;        // Real (B, H, Q), natural logarithm; may be absent
+  regard_tensor out_table;  // Real (B, H, Q, 2 * radius + 1), last stride 1: dropped weights summed by clipped distance
+} regard_dot_result;
+
+// Inputs of the backward beside the problem itself, and where its results go. Absent results are not computed, except
+// that q, k and v go together.
+typedef struct {
+  regard_tensor out, lse, out_table;           // of the forward
+  regard_tensor d_out, d_lse, d_out_table;     // d_lse (Real) and d_out_table (Real) may be absent
+  regard_tensor d_q, d_k, d_v;                 // shapes and dtype of q, k, v
+  regard_tensor d_diagonal;                    // Real, shape of diagonal
+  regard_tensor d_row_table;                   // Real, shape of row_table
+  regard_tensor d_bias;                        // Real, strides 0 where bias is broadcast (not over K)
+  regard_tensor delta;                         // Real (B, H, Q): sum over keys of weight times its gradient
+} regard_dot_gradient;
+
+REGARD_EXPORT int regard_interface(void);
+// The instruction set in use, and all that were compiled, separated by spaces, widest first.
+REGARD_EXPORT const char* regard_isa(void);
+REGARD_EXPORT const char* regard_isas_compiled(void);
+REGARD_EXPORT const char* regard_version(void);
+// 1 if the library can use more than one thread.
+REGARD_EXPORT int regard_has_threads(void);
+
+REGARD_EXPORT int regard_dot_forward(const regard_dot* problem, const regard_dot_result* result);
+REGARD_EXPORT int regard_dot_backward(const regard_dot* problem, const regard_dot_gradient* gradient);
+
+#ifdef __cplusplus
+}
+#endif

@@ -1,0 +1,100 @@
+#include "runtime.h"
+
+#include <stdlib.h>
+
+#ifdef _OPENMP
+#include <omp.h>
+#endif
+#ifndef _WIN32
+#include <pthread.h>
+#endif
+
+#include "regard.h"
+
+namespace regard {
+namespace {
+
+constexpr size_t cache_line = 64;
+constexpr size_t kept_bytes = size_t(96) << 20;
+
+struct Scratch {
+  void* data = nullptr;
+  size_t size = 0;
+  ~Scratch() { release(data); }
+};
+thread_local Scratch scratch;
+
+// The threads of an OpenMP pool do not survive a fork, and waiting for them would hang: a child stays on its one thread.
+volatile bool forked = false;
+
+#ifndef _WIN32
+[[maybe_unused]] const int fork_handler = pthread_atfork(nullptr, nullptr, [] { forked = true; });
+#endif
+
+}  // namespace
+
+int run_parallel(int threads, int (*body)(void*, int, int), void* context) {
+#ifdef _OPENMP
+  if (threads > 1 && !forked) {
+    int status = REGARD_OK, failed = threads;
+#pragma omp parallel num_threads(threads)
+    {
+      const int thread = omp_get_thread_num();
+      const int mine = body(context, thread, omp_get_num_threads());
+      if (mine != REGARD_OK) {
+#pragma omp critical(regard_status)
+        if (thread < failed) {
+          failed = thread;
+          status = mine;
+        }
+      }
+    }
+    return status;
+  }
+#endif
+  return body(context, 0, 1);
+}
+
+void* allocate(size_t bytes) {
+#ifdef _WIN32
+  return _aligned_malloc(bytes ? bytes : cache_line, cache_line);
+#else
+  void* data = nullptr;
+  return posix_memalign(&data, cache_line, bytes ? bytes : cache_line) == 0 ? data : nullptr;
+#endif
+}
+
+void release(void* memory) {
+#ifdef _WIN32
+  _aligned_free(memory);
+#else
+  free(memory);
+#endif
+}
+
+void* thread_scratch(size_t bytes) {
+  if (bytes > scratch.size) {
+    release(scratch.data);
+    scratch.size = 0;
+    scratch.data = allocate(bytes);
+    if (scratch.data) scratch.size = bytes;
+  }
+  return scratch.data;
+}
+
+void trim_thread_scratch() {
+  if (scratch.size <= kept_bytes) return;
+  release(scratch.data);
+  scratch.data = nullptr;
+  scratch.size = 0;
+}
+
+}  // namespace regard
+
+extern "C" int regard_has_threads(void) {
+#ifdef _OPENMP
+  return 1;
+#else
+  return 0;
+#endif
+}

@@ -1,0 +1,73 @@
+// Online softmax over a strip of rows, in base two.
+#pragma once
+#include "gemm.h"
+
+namespace regard::REGARD_ISA {
+
+// Stands in for the peak of a row that has seen nothing: its logits minus this are still -infinity, and no NaN.
+template <class T> constexpr T no_peak = T(-1e30);
+
+// Arrays with one number for each row of a strip are read and written in whole vectors.
+template <class T> constexpr int strip_lanes = (MR + lanes<T> - 1) / lanes<T> * lanes<T>;
+
+// The largest lane of each of `lanes` vectors, as one vector.
+template <class T> REGARD_INLINE Vec<T> max_of_each(Vec<T>* x) {
+  transpose<T>(x);
+  REGARD_UNROLL
+  for (int step = lanes<T> / 2; step > 0; step /= 2) {
+    REGARD_UNROLL
+    for (int i = 0; i < step; ++i) x[i] = max(x[i], x[i + step]);
+  }
+  return x[0];
+}
+
+// s[r][lo..hi) are logits and become 2^(logit - peak[r]) for the new peak; sums[r] gathers them lane by lane and alpha[r]
+// says by how much everything gathered before has shrunk. All MR rows are worked on, whether in use or not: a constant
+// number of rows is worth more than the rows saved.
+template <class T, int stride>
+__attribute__((noinline)) void softmax_strip(T* s, int64_t lo, int64_t hi, T* peak, Vec<T>* sums, T* alpha) {
+  using V = Vec<T>;
+  constexpr int L = lanes<T>;
+  T top[strip_lanes<T>];
+  REGARD_UNROLL
+  for (int group = 0; group < MR; group += L) {
+    V x[L];
+    REGARD_UNROLL
+    for (int r = 0; r < L; ++r) x[r] = broadcast(T(-infinity));
+    for (int64_t c = lo; c < hi; c += 2 * L) {
+      REGARD_UNROLL
+      for (int r = 0; r < L; ++r)
+        if (group + r < MR) {
+          const T* row = s + (group + r) * stride + c;
+          x[r] = max(x[r], max(load(row), load(row + L)));
+        }
+    }
+    const V old = load(peak + group), now = max(old, max_of_each<T>(x)), safe = max(now, broadcast(no_peak<T>));
+    store(peak + group, now);
+    store(top + group, safe);
+    store(alpha + group, exp2(old - safe));
+  }
+  REGARD_UNROLL
+  for (int r = 0; r < MR; ++r) {
+    T* row = s + r * stride;
+    const V t = broadcast(top[r]);
+    V left{}, right{};
+    for (int64_t c = lo; c < hi; c += 2 * L) {
+      const V x = exp2(load(row + c) - t), y = exp2(load(row + c + L) - t);
+      store(row + c, x);
+      store(row + c + L, y);
+      left += x;
+      right += y;
+    }
+    sums[r] = sums[r] * alpha[r] + (left + right);
+  }
+}
+
+// Dropped weights become zero. The factor 1 / (1 - probability) is left to the end.
+template <class T>
+void drop_row(uint32_t row_key, uint32_t threshold, int64_t j0, T* s, int64_t lo, int64_t hi) {
+  for (int64_t c = lo; c < hi; c += lanes<T>)
+    store(s + c, select(dropout_keeps<T>(row_key, uint32_t(j0 + c), threshold), load(s + c), Vec<T>{}));
+}
+
+}  // namespace regard::REGARD_ISA

@@ -1,0 +1,17 @@
+// Compiled once per instruction set: its table of functions.
+#include "dot.h"
+#include "kernels.h"
+
+#define REGARD_STRING_OF(x) #x
+#define REGARD_STRING(x) REGARD_STRING_OF(x)
+
+namespace regard::REGARD_ISA {
+
+extern const Kernels kernels;
+const Kernels kernels = {
+    REGARD_STRING(REGARD_ISA),
+    dot_forward,
+    dot_backward,
+};
+
+}  // namespace regard::REGARD_ISA

@@ -1,0 +1,306 @@
+"""An attention as a description, and the calls on it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from regard.engines import look
+from regard.engines.dropout import draw_seed
+from regard.engines.look import Statistics
+from regard.engines.problem import Problem, check_tensors
+from regard.engines.select import Explanation, explain, select
+from regard.geometry import Frame, lead, shape_of
+from regard.masks import Mask, dense
+from regard.positions.biases import Bias, dense_bias
+from regard.scores import Dot, Modified, Score
+
+Part = int | slice | Sequence[int] | Tensor | None
+_DOT = Dot()
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Attention:
+    """What an attention is: a score, a mask, a bias and a normalisation. How it is computed is the engines' business.
+
+        logits  = (score(q, k) + bias) / temperature, -inf where the mask says no
+        weights = softmax over keys of logits (and of the sink's logit, which takes weight and gives no value)
+        output  = dropout(weights) @ v
+
+    Query is (B, H, Q, D), key (B, G, K, D), value (B, G, K, E), output (B, H, Q, E); H is a multiple of G. Leading axes
+    may be missing. Query `i` stands at key position `offset + i`; by default the last query stands at the last key.
+
+    score: `Dot()`, `Cosine()`, `Additive(weight)`, `Bilinear(matrix)`, or a function (see `Modified`).
+    mask: who may look at whom, such as `causal() & padding(lengths)`; a bool tensor means `dense(tensor)`.
+    bias: what is added to the scores, such as `alibi(heads)`; a tensor means `dense_bias(tensor)`.
+    offset: one whole number, or one per batch row.
+    temperature: a positive number; a learned one is a `scale` of the score.
+    sink: a logit, one or per head.
+    dropout: the share of weights that is dropped, in [0, 1).
+
+    >>> import regard as rg, torch
+    >>> attend = rg.Attention(mask=rg.causal(), bias=rg.alibi(heads=2))
+    >>> q, k, v = torch.randn(3, 1, 2, 16, 8)
+    >>> attend(q, k, v).shape
+    torch.Size([1, 2, 16, 8])
+    >>> attend
+    Attention(mask=causal(), bias=alibi(heads=2))
+    """
+
+    score: Score | Callable[..., Tensor] = _DOT
+    mask: Mask | Tensor | None = None
+    bias: Bias | Tensor | None = None
+    offset: int | Sequence[int] | Tensor | None = None
+    temperature: float = 1.0
+    sink: float | Tensor | None = None
+    dropout: float = 0.0
+
+    def __post_init__(self) -> None:
+        put = object.__setattr__
+        if not isinstance(self.score, Score):
+            if not callable(self.score) or isinstance(self.score, type):
+                raise TypeError(
+                    "score must be Dot(), Cosine(), Additive(weight), Bilinear(matrix) or a function of "
+                    f"(score, b, h, q_index, k_index), but is {_came(self.score)}"
+                )
+            put(self, "score", Modified(self.score, _DOT))
+        if self.mask is not None and not isinstance(self.mask, Mask):
+            put(self, "mask", dense(self.mask))
+        if self.bias is not None and not isinstance(self.bias, Bias):
+            put(self, "bias", dense_bias(self.bias))
+        put(self, "offset", _offset(self.offset))
+        if not isinstance(self.temperature, int | float) or isinstance(self.temperature, bool):
+            raise TypeError(
+                f"temperature must be a number, but is {type(self.temperature).__name__}; "
+                "for a learned one pass a tensor as the score's scale"
+            )
+        if not self.temperature > 0:
+            raise ValueError(f"temperature must be positive, but is {self.temperature}; small ones near 0 come close to argmax")
+        if isinstance(self.dropout, bool) or not isinstance(self.dropout, int | float):
+            raise TypeError(f"dropout must be a share in [0, 1), but is {type(self.dropout).__name__}; leave it out for none")
+        if not 0 <= self.dropout < 1:
+            raise ValueError(f"dropout must be a share in [0, 1), but is {self.dropout}")
+        number = isinstance(self.sink, int | float) and not isinstance(self.sink, bool)
+        if not number and self.sink is not None and not (isinstance(self.sink, Tensor) and self.sink.is_floating_point()):
+            raise TypeError(f"sink must be a logit, a number or a floating-point tensor with one per head, but is {_came(self.sink)}")
+        if number and not self.sink < math.inf:  # type: ignore[operator]
+            raise ValueError(f"sink must be a logit below infinity, but is {self.sink}")
+
+    def __call__(
+        self, query: Tensor, key: Tensor, value: Tensor, *, engine: str | None = None, return_lse: bool = False
+    ) -> Any:
+        """The output (B, H, Q, E), and with `return_lse=True` also the log-sum-exp (B, H, Q).
+
+        `engine` forces an engine by name; left out, the fastest that can compute the call is taken.
+        """
+        query, key, value = _autocast(query, key, value)
+        problem = self._problem(query, key, value, return_lse)
+        chosen = select(problem, engine)
+        seed = draw_seed(query.device) if self.dropout else None
+        with _plain(query.device):
+            output, lse = chosen.run(problem, lead(query), lead(key), lead(value), seed)
+        output = output.reshape(*query.shape[:-1], value.shape[-1])
+        if not return_lse:
+            return output
+        assert lse is not None
+        return output, lse.reshape(query.shape[:-1])
+
+    def weights(self, query: Tensor, key: Tensor, *, rows: Part = None, columns: Part = None, heads: Part = None) -> Tensor:
+        """The weights (B, H, Q, K), without dropout; `rows`, `columns` and `heads` compute only that part.
+
+        Parts are slices, lists, index tensors or single numbers (which keep their axis). Differentiable.
+
+        >>> import regard as rg, torch
+        >>> q, k = torch.randn(2, 1, 2, 64, 8)
+        >>> rg.Attention(mask=rg.causal()).weights(q, k, rows=[5], columns=slice(0, 6)).sum().item()  # two heads
+        2.0
+        """
+        query, key = _autocast(query, key)
+        problem = self._problem(query, key, None, False)
+        frame = problem.frame
+        parts = (_part("heads", heads, frame.H), _part("rows", rows, frame.Q), _part("columns", columns, frame.K))
+        with _plain(query.device):
+            found = look.weights(problem, lead(query), lead(key), *(part.to(query.device) for part in parts))
+        return found.reshape(found.shape[4 - query.dim() :])
+
+    def map(self, query: Tensor, key: Tensor, *, size: tuple[int, int] = (64, 64)) -> Tensor:
+        """The exact weights averaged to `size`, (B, H, *size), for any length in O((Q + K)·D + size) memory.
+
+        It is what `torch.nn.functional.adaptive_avg_pool2d(weights, size)` gives, without the weights.
+
+        >>> import regard as rg, torch
+        >>> q, k = torch.randn(2, 1, 2, 1000, 8)
+        >>> rg.Attention().map(q, k, size=(10, 10)).shape
+        torch.Size([1, 2, 10, 10])
+        """
+        if not isinstance(size, Sequence) or len(size) != 2 or any(isinstance(n, bool) or not isinstance(n, int) or n < 1 for n in size):
+            raise ValueError(f"size must be two whole numbers of at least 1, rows and columns, but is {size!r}")
+        query, key = _autocast(query, key)
+        problem = self._problem(query, key, None, False)
+        with torch.no_grad(), _plain(query.device):
+            found = look.pooled(problem, lead(query), lead(key), (size[0], size[1]))
+        return found.reshape(found.shape[4 - query.dim() :])
+
+    def statistics(self, query: Tensor, key: Tensor, *, top: int = 4) -> Statistics:
+        """Of every row of the weights: lse, entropy, max_logit, distance, top_keys, top_weights; in O(Q) memory.
+
+        >>> import regard as rg, torch
+        >>> q, k = torch.randn(2, 1, 2, 1000, 8)
+        >>> rg.Attention(mask=rg.causal()).statistics(q, k).entropy[0, 0, 0].item()
+        0.0
+        """
+        if isinstance(top, bool) or not isinstance(top, int) or top < 0:
+            raise ValueError(f"top must be a whole number of at least 0, but is {top!r}")
+        query, key = _autocast(query, key)
+        problem = self._problem(query, key, None, False)
+        with torch.no_grad(), _plain(query.device):
+            found = look.statistics(problem, lead(query), lead(key), top)
+        return Statistics(*(x.reshape(x.shape[4 - query.dim() :]) for x in found))
+
+    def explain(
+        self, query: Tensor, key: Tensor, value: Tensor, *, engine: str | None = None, return_lse: bool = False
+    ) -> Explanation:
+        """How the call would be computed, without computing it: engine, reasons, tiles, FLOPs, bytes.
+
+        >>> import regard as rg, torch
+        >>> q, k, v = torch.randn(3, 1, 2, 16, 8)
+        >>> rg.Attention(dropout=0.1).explain(q, k, v).engine != "sdpa"
+        True
+        """
+        query, key, value = _autocast(query, key, value)
+        return explain(self._problem(query, key, value, return_lse), repr(self), engine)
+
+    def _problem(self, query: Tensor, key: Tensor, value: Tensor | None, lse: bool) -> Problem:
+        check_tensors(query, key, value)
+        shape, shared = (1,) * (4 - query.dim()) + tuple(query.shape), (1,) * (4 - key.dim()) + tuple(key.shape)
+        score, mask, bias = self.score, self.mask, self.bias
+        assert isinstance(score, Score) and not isinstance(mask, Tensor) and not isinstance(bias, Tensor)
+        offset = shared[2] - shape[2] if self.offset is None else self.offset
+        assert isinstance(offset, int | Tensor)
+        frame = Frame(shape[0], shape[1], shape[2], shared[2], offset)
+        if isinstance(offset, Tensor) and len(offset) != frame.B:
+            raise ValueError(
+                f"offset must be one number or one for each of the {frame.B} batch rows, but {len(offset)} came; "
+                "pass a plain number if all rows share it"
+            )
+        width = 0 if value is None else value.shape[-1]
+        score.check(frame.H, shape[3])
+        if mask is not None:
+            mask.check(frame)
+        if bias is not None:
+            bias.check(frame, shape[3], width)
+        if isinstance(self.sink, Tensor) and self.sink.numel() not in (1, frame.H):
+            raise ValueError(f"sink must be one logit or one for each of the {frame.H} heads, but is {shape_of(self.sink)}")
+        return Problem(
+            frame=frame,
+            G=shared[1],
+            D=shape[3],
+            E=width,
+            dtype=query.dtype,
+            device=query.device,
+            score=score,
+            mask=mask,
+            bias=bias,
+            temperature=float(self.temperature),
+            sink=self.sink,
+            dropout=float(self.dropout),
+            grad=query.requires_grad or key.requires_grad or (value is not None and value.requires_grad),
+            lse=lse,
+        )
+
+    def __repr__(self) -> str:
+        shown = []
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, Tensor):
+                shown.append(f"{field.name}={shape_of(value)}")
+            elif value != field.default and repr(value) != "Dot()":
+                shown.append(f"{field.name}={value!r}")
+        return f"Attention({', '.join(shown)})"
+
+
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    score: Score | Callable[..., Tensor] = _DOT,
+    mask: Mask | Tensor | None = None,
+    bias: Bias | Tensor | None = None,
+    offset: int | Sequence[int] | Tensor | None = None,
+    temperature: float = 1.0,
+    sink: float | Tensor | None = None,
+    dropout: float = 0.0,
+    engine: str | None = None,
+    return_lse: bool = False,
+) -> Any:
+    """`softmax(q kᵀ / sqrt(D)) v`, or any other attention: the same as `Attention(...)(query, key, value)`.
+
+    >>> import regard as rg, torch
+    >>> q, k, v = torch.randn(3, 1, 8, 100, 64)
+    >>> rg.attention(q, k, v, mask=rg.causal() & rg.window(9, 0), bias=rg.alibi(heads=8)).shape
+    torch.Size([1, 8, 100, 64])
+    """
+    attend = Attention(score, mask, bias, offset, temperature, sink, dropout)
+    return attend(query, key, value, engine=engine, return_lse=return_lse)
+
+
+def _offset(offset: Any) -> int | Tensor | None:
+    if offset is None or (isinstance(offset, int) and not isinstance(offset, bool)):
+        return offset
+    if isinstance(offset, np.integer):
+        return int(offset)
+    try:
+        tensor = torch.as_tensor(offset)
+    except (TypeError, ValueError, RuntimeError):
+        raise TypeError(f"offset must be a whole number or one per batch row, but is {type(offset).__name__}") from None
+    if tensor.is_floating_point() or tensor.dtype == torch.bool or tensor.dim() > 1:
+        raise TypeError(
+            f"offset must be a whole number or one per batch row, but is {tensor.dtype} of shape {shape_of(tensor)}"
+        )
+    return tensor.to(torch.int64).reshape(-1)
+
+
+def _part(name: str, part: Part, size: int) -> Tensor:
+    everything = torch.arange(size)
+    try:
+        if part is None or isinstance(part, slice):
+            return everything if part is None else torch.tensor(range(size)[part], dtype=torch.int64)
+        index = torch.as_tensor(part).cpu()
+        if not index.numel():
+            return everything[:0]
+        if isinstance(part, bool) or index.is_floating_point() or index.dim() > 1:
+            raise TypeError
+        return everything[index.reshape(-1)]
+    except (TypeError, ValueError, RuntimeError):
+        raise TypeError(f"{name} must be a number, a slice, a list or an index tensor, but is {part!r}") from None
+    except IndexError:
+        raise ValueError(f"{name} must be between {-size} and {size - 1}, but is {part!r}") from None
+
+
+def _came(value: object) -> str:
+    if isinstance(value, type):
+        return f"the class {value.__name__}; make one with {value.__name__}()"
+    return f"{value.dtype} of shape {shape_of(value)}" if isinstance(value, Tensor) else type(value).__name__
+
+
+def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """As torch's own kernel does: under autocast, floats are taken in the autocast dtype."""
+    device = tensors[0].device.type if isinstance(tensors[0], Tensor) else "cpu"
+    if not torch.is_autocast_enabled(device):
+        return tensors
+    dtype = torch.get_autocast_dtype(device)
+    return tuple(
+        t.to(dtype) if isinstance(t, Tensor) and t.is_floating_point() and t.dtype != torch.float64 else t for t in tensors
+    )
+
+
+def _plain(device: torch.device) -> torch.autocast:
+    """The arithmetic inside an engine keeps its own dtype."""
+    return torch.autocast(device.type, enabled=False)

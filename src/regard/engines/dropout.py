@@ -1,0 +1,25 @@
+"""Which weights dropout keeps: a hash of a seed and a place, so that every engine, forward and backward, agrees."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from regard.geometry import At
+from regard.hashing import LOW, hash32, signed
+
+
+def draw_seed(device: torch.device) -> Tensor:
+    """A seed from torch's generator."""
+    return torch.randint(2**62, (), dtype=torch.int64, device=device)
+
+
+def keep(seed: Tensor, dropout: float, at: At) -> Tensor:
+    """What the weights at these places are multiplied by: 0, or `1 / (1 - dropout)`."""
+    frame = at.frame
+    row = hash32(seed + signed(0x9E3779B97F4A7C15) * ((at.b * frame.H + at.h) * frame.Q + at.i + 1))
+    bits = (row + at.j * 0x9E3779B9) & LOW
+    for shift, factor in ((16, 0x21F0AAAD), (15, 0x735A2D97)):
+        bits = ((bits ^ (bits >> shift)) * factor) & LOW
+    bits = bits ^ (bits >> 15)
+    return (bits >= int(dropout * 2**32)) / (1 - dropout)

@@ -1,0 +1,143 @@
+"""torch's FlexAttention, for accelerators: the description lowered to its `mask_mod` and `score_mod`."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from regard.engines.problem import Engine, Problem
+from regard.engines.reference import finite, sink_of
+from regard.engines.sdpa import as_dot
+from regard.geometry import At
+from regard.masks import Mask
+from regard.positions.biases import Bias, Diagonal, Shaw, Sum
+from regard.scores import Additive, Bilinear, Cosine, Dot, Modified
+
+
+def run(problem: Problem, query: Tensor, key: Tensor, value: Tensor, seed: Tensor | None) -> tuple[Tensor, Tensor]:
+    from torch.nn.attention.flex_attention import AuxRequest, create_block_mask
+
+    frame, blocks, bad = problem.frame, None, None
+    if problem.mask is not None:
+        key, value, bad = finite(key, value)
+        batch, heads = problem.mask.extent(frame)
+        batch = max(batch, len(frame.offsets()))
+        blocks = create_block_mask(
+            _mask_mod(problem, problem.mask), batch if batch > 1 else None, heads if heads > 1 else None,
+            frame.Q, frame.K, device=query.device,
+        )  # fmt: skip
+    modifier = _score_mod(problem, query, bad)
+    query, key, scale = as_dot(problem, query, key)
+    output, aux = _kernel(query.device.type)(
+        query, key, value, score_mod=modifier, block_mask=blocks, scale=scale, enable_gqa=problem.G != frame.H,
+        return_aux=AuxRequest(lse=True),
+    )  # fmt: skip
+    lse = aux.lse.to(problem.arithmetic)
+    if problem.sink is not None:
+        at = frame.at(device=query.device)
+        sink = sink_of(problem, at, lse)
+        assert sink is not None
+        total = torch.logaddexp(lse.unsqueeze(-1), sink)
+        output = (output * (lse.unsqueeze(-1) - total).exp()).to(problem.dtype)
+        lse = total.squeeze(-1)
+    return output, lse
+
+
+@lru_cache(maxsize=None)
+def _kernel(device: str) -> Callable[..., Any]:
+    """FlexAttention is fused by torch.compile; on a CPU it runs as it is, which is what the tests need."""
+    from torch.nn.attention.flex_attention import flex_attention
+
+    if device != "cpu":
+        return torch.compile(flex_attention, dynamic=False)
+
+    def eager(*arguments: Any, **options: Any) -> Any:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="flex_attention called without torch.compile")
+            return flex_attention(*arguments, **options)
+
+    return eager
+
+
+def _places(problem: Problem, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> At:
+    return At(problem.frame, b, h, i, j)
+
+
+def _mask_mod(problem: Problem, mask: Mask) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
+    return lambda b, h, i, j: mask.allows(_places(problem, b, h, i, j))
+
+
+def _score_mod(problem: Problem, query: Tensor, bad: Tensor | None) -> Callable[..., Tensor]:
+    """softcap, modifier, bias and temperature in the order in which the definition applies them."""
+    score = problem.score
+    modifier = score.function if isinstance(score, Modified) else None
+    base = score.score if isinstance(score, Modified) else score
+    softcap = base.softcap if isinstance(base, Dot) else None
+    biases = [] if problem.bias is None else [_looked_up(problem, part, query) for part in problem.bias.parts()]
+    repeats = problem.frame.H // problem.G
+
+    def score_mod(s: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        at = _places(problem, b, h, i, j)
+        if softcap is not None:
+            s = softcap * (s / softcap).tanh()
+        if modifier is not None:
+            s = modifier(s, b, h, at.p, j)
+        for bias in biases:
+            s = s + bias(at)
+        s = s / problem.temperature
+        return s if bad is None else torch.where(bad[b, h // repeats, j], float("nan"), s)
+
+    return score_mod
+
+
+def _looked_up(problem: Problem, bias: Bias, query: Tensor) -> Callable[[At], Tensor]:
+    """The bias at one place; what depends on the query is computed before."""
+    if isinstance(bias, Diagonal):
+        return lambda at: bias.along(at.h, at.j - at.p).to(problem.arithmetic)
+    if isinstance(bias, Shaw):
+        table = bias.table(problem.frame.at(device=query.device), query, problem.scale)
+        return lambda at: table[at.b, at.h, at.i, (at.j - at.p).clamp(-bias.reach, bias.reach) + bias.reach]
+    return lambda at: bias.tile(at, query, problem.scale)
+
+
+def why_not(problem: Problem) -> list[str]:
+    base = problem.score.score if isinstance(problem.score, Modified) else problem.score
+    parts = problem.bias.parts() if isinstance(problem.bias, Bias | Sum) else ()
+    reasons = []
+    if problem.empty:
+        reasons.append("an axis is empty")
+    if isinstance(base, Additive) or not isinstance(base, Dot | Cosine | Bilinear):
+        reasons.append(f"its kernel knows dot products, not {base!r}")
+    if problem.dropout:
+        reasons.append("it has no dropout")
+    if any(isinstance(part, Shaw) and part.values is not None for part in parts):
+        reasons.append("it has no place for the value half of shaw")
+    if problem.device.type == "cpu" and problem.needs_grad and (problem.grad or problem.tensors):
+        reasons.append("FlexAttention cannot train on a CPU")
+    if problem.functional:
+        reasons.append("it uses vmap itself, and does not nest in one")
+    return reasons
+
+
+def why_rather_not(problem: Problem) -> list[str]:
+    reasons = []
+    if problem.device.type == "cpu":
+        reasons.append("on a CPU it computes densely, and compiles for many seconds to do better")
+    if torch.compiler.is_compiling():
+        reasons.append("its block mask is not built under torch.compile")
+    return reasons
+
+
+def peak_bytes(problem: Problem) -> int:
+    if problem.device.type != "cpu":
+        return 0
+    frame = problem.frame
+    return 3 * torch.empty((), dtype=problem.arithmetic).element_size() * frame.B * frame.H * frame.Q * frame.K
+
+
+ENGINE = Engine("flex", why_not, why_rather_not, run, peak_bytes, dense=lambda problem: problem.device.type == "cpu")

@@ -1,0 +1,143 @@
+"""The door between what an attention is and how it is computed: one validated call, without its tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from regard.geometry import Frame, shape_of
+from regard.masks import Mask
+from regard.positions.biases import Bias
+from regard.scores import Modified, Score
+
+FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True, eq=False)
+class Problem:
+    """Sizes, dtype and description of one call; engines take it together with 4-D query, key and value."""
+
+    frame: Frame
+    G: int
+    D: int
+    E: int
+    dtype: torch.dtype
+    device: torch.device
+    score: Score
+    mask: Mask | None
+    bias: Bias | None
+    temperature: float
+    sink: float | Tensor | None
+    dropout: float
+    grad: bool  # whether query, key or value require grad
+    lse: bool  # whether the log-sum-exp was asked for
+
+    @property
+    def arithmetic(self) -> torch.dtype:
+        """What sums are kept in: float32 at least."""
+        return torch.float64 if self.dtype == torch.float64 else torch.float32
+
+    @property
+    def empty(self) -> bool:
+        """Whether an axis has no entries."""
+        frame = self.frame
+        return not all((frame.B, frame.H, frame.Q, frame.K, self.D))
+
+    @property
+    def scale(self) -> float | Tensor:
+        return self.score.scale_for(self.D)
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """The description's own tensors that may require grad (a modifier may close over more)."""
+        own = self.score.tensors() + (self.bias.tensors() if self.bias is not None else ())
+        return own + ((self.sink,) if isinstance(self.sink, Tensor) else ())
+
+    @property
+    def needs_grad(self) -> bool:
+        if not torch.is_grad_enabled():
+            return False
+        return self.grad or isinstance(self.score, Modified) or any(t.requires_grad for t in self.tensors)
+
+    @property
+    def functional(self) -> bool:
+        """Whether a torch.func transform such as vmap is running."""
+        return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+Run = Callable[[Problem, Tensor, Tensor, Tensor, "Tensor | None"], tuple[Tensor, "Tensor | None"]]
+
+
+@dataclass(frozen=True)
+class Engine:
+    """One way to compute a problem.
+
+    `why_not(problem)` gives the reasons why it cannot, and `why_rather_not(problem)` why it can but should be left to
+    those who ask for it by name. `run(problem, query, key, value, seed)` gives the output (B, H, Q, E) and the
+    log-sum-exp (B, H, Q), or None where an engine has none. `peak_bytes(problem)` is what it needs beyond inputs and
+    output; `dense(problem)` tells whether it also computes the tiles that the mask leaves empty.
+    """
+
+    name: str
+    why_not: Callable[[Problem], list[str]]
+    why_rather_not: Callable[[Problem], list[str]]
+    run: Run
+    peak_bytes: Callable[[Problem], int]
+    dense: Callable[[Problem], bool]
+
+
+def check_tensors(query: Tensor, key: Tensor, value: Tensor | None) -> None:
+    """Raise unless query, key and value fit one another."""
+    named = {"query": query, "key": key} | ({} if value is None else {"value": value})
+    for name, tensor in named.items():
+        _check_tensor(name, tensor)
+    if len({tensor.dim() for tensor in named.values()}) > 1:
+        raise ValueError(f"{_list(named)} must have the same number of axes, but are {_shapes(named)}")
+    for attribute in ("dtype", "device"):
+        if len({getattr(tensor, attribute) for tensor in named.values()}) > 1:
+            came = ", ".join(f"{name} {getattr(tensor, attribute)}" for name, tensor in named.items())
+            raise TypeError(f"{_list(named)} must share one {attribute}, but came as {came}; convert with .to(...)")
+    if query.shape[-1] != key.shape[-1]:
+        raise ValueError(
+            f"query and key must have the same width D, but query is {shape_of(query)} and key {shape_of(key)}; "
+            "project one of them to the other's width"
+        )
+    if value is not None and value.shape[-2] != key.shape[-2]:
+        raise ValueError(f"value must have one row for each of the {key.shape[-2]} keys, but is {shape_of(value)}")
+    if query.dim() == 4 and any(tensor.shape[0] != query.shape[0] for tensor in named.values()):
+        raise ValueError(f"{_list(named)} must share the batch axis B, but are {_shapes(named)}; use .expand for a shared one")
+    if query.dim() >= 3:
+        heads, shared = query.shape[-3], key.shape[-3]
+        if value is not None and value.shape[-3] != shared:
+            raise ValueError(f"key and value must have the same number of heads G, but are {_shapes(named)}")
+        if heads != shared and (shared == 0 or heads % shared):
+            raise ValueError(
+                f"query heads H must be a multiple of key/value heads G, but H = {heads} and G = {shared} ({_shapes(named)})"
+            )
+
+
+def _check_tensor(name: str, tensor: Any) -> None:
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"{name} must be a torch.Tensor, but is {type(tensor).__name__}; use torch.as_tensor")
+    if tensor.dtype not in FLOATS:
+        raise TypeError(
+            f"{name} must be float32, float64, bfloat16 or float16, but is {tensor.dtype}; convert with {name}.float()"
+        )
+    if not 2 <= tensor.dim() <= 4:
+        raise ValueError(
+            f"{name} must have two to four axes, (length, width), (heads, length, width) or (batch, heads, length, width), "
+            f"but is {shape_of(tensor)}"
+        )
+
+
+def _list(named: dict[str, Tensor]) -> str:
+    *first, last = named
+    return f"{', '.join(first)} and {last}"
+
+
+def _shapes(named: dict[str, Tensor]) -> str:
+    return ", ".join(f"{name} {shape_of(tensor)}" for name, tensor in named.items())

@@ -1,0 +1,115 @@
+"""The definition: dense, in any dtype, on one screen. Everything else is tested against it.
+
+    logits  = (score(q, k) + bias) / temperature, -inf where the mask says no
+    weights = softmax over keys of logits, and of the sink
+    output  = dropout(weights) @ v, plus the value half of a relative position scheme
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from regard.engines.dropout import keep
+from regard.engines.problem import Engine, Problem
+from regard.geometry import At
+from regard.positions.biases import Bias
+from regard.scores import Additive
+
+DENSE_BYTES = 1 << 28  # above this, dense weights are left to an engine that needs none
+
+
+def run(problem: Problem, query: Tensor, key: Tensor, value: Tensor, seed: Tensor | None) -> tuple[Tensor, Tensor]:
+    at = problem.frame.at(device=query.device)
+    (query, key, value), bad = operands(problem, query, key, value)
+    scores = logits(problem, query, key, at, problem.bias, bad)  # (B, H, Q, K)
+    weights, lse = softmax(scores, sink_of(problem, at, scores))
+    if seed is not None:
+        weights = weights * keep(seed, problem.dropout, at).to(weights)
+    output = weights @ value  # (B, H, Q, E)
+    if problem.bias is not None and (more := problem.bias.aggregate(at, weights)) is not None:
+        output = output + more
+    return output.to(problem.dtype), lse
+
+
+def logits(problem: Problem, query: Tensor, key: Tensor, at: At, bias: Bias | None, bad: Tensor | None, full: bool = False) -> Tensor:
+    """The logits of some queries (b, h, q, D) and keys (b, h, k, D) at their places; `full` says that no mask is needed.
+
+    A key that is `bad`, and visible, makes the row NaN.
+    """
+    scores = problem.score.tile(query, key, at)
+    if bias is not None:
+        scores = scores + bias.tile(at, query, problem.scale)
+    if problem.temperature != 1:
+        scores = scores / problem.temperature
+    if bad is not None:
+        scores = scores.masked_fill(bad.unsqueeze(-2), float("nan"))
+    if problem.mask is not None and not full:
+        scores = scores.masked_fill(~problem.mask.allows(at), float("-inf"))
+    return scores
+
+
+def softmax(logits: Tensor, sink: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Weights (..., q, k) and log-sum-exp (..., q). A row of nothing but -inf has weights 0 and log-sum-exp -inf."""
+    largest = logits.detach().amax(-1, keepdim=True) if logits.shape[-1] else logits.new_full((*logits.shape[:-1], 1), float("-inf"))
+    if sink is not None:
+        largest = largest.maximum(sink.detach())
+    largest = largest.masked_fill(largest == float("-inf"), 0.0)
+    weights = (logits - largest).exp()
+    total = weights.sum(-1, keepdim=True)
+    if sink is not None:
+        total = total + (sink - largest).exp()
+    nothing = total == 0
+    total = total.masked_fill(nothing, 1.0)
+    return weights / total, (largest + total.log()).masked_fill(nothing, float("-inf")).squeeze(-1)
+
+
+def operands(problem: Problem, query: Tensor, key: Tensor, value: Tensor) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor | None]:
+    """Query, key and value in the dtype of the arithmetic, with one key and value head for each query head.
+
+    Under a mask, keys and values that are not finite are replaced by 0, so that they cannot reach those who may not
+    look at them, and told beside: (B, H, K) bool.
+    """
+    query, key, value = (tensor.to(problem.arithmetic) for tensor in (query, key, value))
+    bad = None
+    if problem.mask is not None:
+        key, value, bad = finite(key, value)
+    if (repeats := problem.frame.H // max(problem.G, 1)) > 1:
+        key, value = key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)
+        bad = None if bad is None else bad.repeat_interleave(repeats, 1)
+    return (query, key, value), bad
+
+
+def finite(key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Key and value with 0 for what is not finite, and which rows had such: (B, G, K)."""
+    good_key, good_value = key.isfinite(), value.isfinite()
+    bad = ~(good_key.all(-1) & good_value.all(-1))
+    return torch.where(good_key, key, 0.0), torch.where(good_value, value, 0.0), bad
+
+
+def sink_of(problem: Problem, at: At, like: Tensor) -> Tensor | None:
+    """The sink's logit beside (b, h, q, 1)."""
+    if problem.sink is None:
+        return None
+    sink = torch.as_tensor(problem.sink).to(like).reshape(-1)
+    return at.per_head(sink) if len(sink) > 1 else sink
+
+
+def why_not(problem: Problem) -> list[str]:
+    return []
+
+
+def why_rather_not(problem: Problem) -> list[str]:
+    if (needed := peak_bytes(problem)) > DENSE_BYTES:
+        return [f"its dense weights take {needed / 1e6:,.0f} MB"]
+    return []
+
+
+def peak_bytes(problem: Problem) -> int:
+    frame = problem.frame
+    width = 8 if problem.arithmetic == torch.float64 else 4
+    hidden = problem.D if isinstance(problem.score, Additive) else 1
+    return 3 * width * hidden * frame.B * frame.H * frame.Q * frame.K
+
+
+ENGINE = Engine("reference", why_not, why_rather_not, run, peak_bytes, dense=lambda problem: True)

@@ -1,0 +1,95 @@
+"""Which engine computes a problem, and why not another."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from regard.engines import flex, reference, sdpa, tiled
+from regard.engines.problem import Engine, Problem
+from regard.engines.tiled import tile_size
+from regard.masks import tiles
+from regard.scores import Additive
+
+ENGINES: dict[str, Engine] = {engine.ENGINE.name: engine.ENGINE for engine in (sdpa, flex, reference, tiled)}
+"""In the order of preference; the first that has nothing against it computes."""
+
+
+def select(problem: Problem, name: str | None = None) -> Engine:
+    """The engine asked for, or the first that has nothing against the problem."""
+    if name is not None:
+        if name not in ENGINES:
+            raise ValueError(f"engine must be one of {', '.join(ENGINES)}, but is {name!r}")
+        if reasons := ENGINES[name].why_not(problem):
+            able = [other for other, engine in ENGINES.items() if not engine.why_not(problem)]
+            raise ValueError(f"engine {name!r} cannot compute this: {'; '.join(reasons)}. These can: {', '.join(able)}")
+        return ENGINES[name]
+    for engine in ENGINES.values():
+        if not engine.why_not(problem) and not engine.why_rather_not(problem):
+            return engine
+    return next(engine for engine in reversed(ENGINES.values()) if not engine.why_not(problem))
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """How a call is computed: `print` it.
+
+    `tiles` are visited and in all, `flops` those of the forward pass, `peak_bytes` what is needed beyond inputs and
+    output, `reasons` what speaks against each engine that was passed over.
+    """
+
+    description: str
+    sizes: dict[str, int]
+    engine: str
+    reasons: dict[str, list[str]]
+    tile: tuple[int, int]
+    tiles: tuple[int, int]
+    flops: int
+    peak_bytes: int
+
+    def __str__(self) -> str:
+        visited, total = self.tiles
+        lines = [
+            self.description,
+            f"  sizes   {'  '.join(f'{axis}={n}' for axis, n in self.sizes.items())}",
+            f"  engine  {self.engine}",
+            *(f"          not {name}: {'; '.join(reasons)}" for name, reasons in self.reasons.items()),
+            f"  tiles   {visited:,} of {total:,} visited ({visited / max(total, 1):.1%}), {self.tile[0]} x {self.tile[1]} each",
+            f"  FLOPs   {_units(self.flops)}FLOP forward",
+            f"  memory  {_units(self.peak_bytes)}B beyond inputs and output",
+        ]
+        return "\n".join(lines)
+
+
+def explain(problem: Problem, description: str, name: str | None = None) -> Explanation:
+    """What `select` decides, and what it will cost."""
+    engine, frame = select(problem, name), problem.frame
+    order = list(ENGINES)
+    reasons = {
+        other: ENGINES[other].why_not(problem) + ENGINES[other].why_rather_not(problem)
+        for other in order
+        if other != engine.name
+    }
+    size = tile_size(problem)
+    table = tiles(problem.mask, frame, size)
+    dense = engine.dense(problem)
+    shared = (frame.B // max(table.extent[0], 1)) * (frame.H // max(table.extent[1], 1))
+    places = frame.B * frame.H * frame.Q * frame.K if dense else table.places() * shared
+    per_score = 10 if isinstance(problem.score, Additive) else 2  # a tanh costs about eight operations
+    return Explanation(
+        description=description,
+        sizes={"B": frame.B, "H": frame.H, "G": problem.G, "Q": frame.Q, "K": frame.K, "D": problem.D, "E": problem.E},
+        engine=engine.name,
+        reasons={other: found for other, found in reasons.items() if found},
+        tile=size,
+        tiles=(table.total if dense else table.visited, table.total),
+        flops=places * (per_score * problem.D + 2 * problem.E),
+        peak_bytes=engine.peak_bytes(problem),
+    )
+
+
+def _units(number: float) -> str:
+    for unit in ("", "k", "M", "G", "T"):
+        if number < 1000 or unit == "T":
+            return f"{number:,.0f} {unit}" if unit == "" else f"{number:,.1f} {unit}"
+        number /= 1000
+    return ""

@@ -1,0 +1,91 @@
+"""The axes of one call, and places in it.
+
+The legend of the whole project: `B` batch, `H` query heads, `G` key/value heads, `Q` queries, `K` keys, `D` width of
+queries and keys, `E` width of values. Query `i` stands at key position `p = offset + i`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+Offset = int | Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Frame:
+    """The axes that masks and biases speak of, and where the queries stand among the keys."""
+
+    B: int
+    H: int
+    Q: int
+    K: int
+    offset: Offset  # a number, or (B,)
+
+    def at(
+        self,
+        batch: slice | None = None,
+        heads: slice | None = None,
+        rows: slice | None = None,
+        columns: slice | None = None,
+        device: torch.device | str | None = None,
+    ) -> At:
+        """The places of a box; an axis that is not given is whole."""
+        box = tuple(
+            slice(0, n) if part is None else slice(*part.indices(n)[:2])
+            for part, n in zip((batch, heads, rows, columns), (self.B, self.H, self.Q, self.K), strict=True)
+        )
+        b, h, i, j = (torch.arange(part.start, part.stop, device=device) for part in box)
+        return At(self, b[:, None, None, None], h[:, None, None], i[:, None], j, box)
+
+    def offsets(self) -> list[int]:
+        """One offset if all batch rows share it, else one a row."""
+        return [self.offset] if isinstance(self.offset, int) else self.offset.tolist()
+
+    def key(self) -> tuple:
+        """The frame as a hashable value."""
+        return self.B, self.H, self.Q, self.K, tuple(self.offsets())
+
+
+@dataclass(frozen=True, eq=False)
+class At:
+    """Places `(b, h, i, j)`: index tensors that broadcast against each other, from a box or from anywhere."""
+
+    frame: Frame
+    b: Tensor
+    h: Tensor
+    i: Tensor
+    j: Tensor
+    box: tuple[slice, ...] | None = None
+
+    @property
+    def p(self) -> Tensor:
+        """Where the queries stand among the keys."""
+        offset = self.frame.offset
+        return self.i + (offset if isinstance(offset, int) else offset.to(self.i.device)[self.b])
+
+    def take(self, tensor: Tensor) -> Tensor:
+        """What a tensor that broadcasts to (B, H, Q, K) holds at these places."""
+        if self.box is not None:
+            return tensor[tuple(slice(None) if n == 1 else part for n, part in zip(tensor.shape, self.box, strict=True))]
+        index = (self.b, self.h, self.i, self.j)
+        return tensor[tuple(torch.zeros_like(at) if n == 1 else at for n, at in zip(tensor.shape, index, strict=True))]
+
+    def per_head(self, tensor: Tensor, axes: int = 0) -> Tensor:
+        """One value a head (or one for all) with `axes` further axes, as it stands beside (B, H, Q, K)."""
+        if tensor.dim() > axes:
+            tensor = tensor[self.h] if tensor.shape[0] > 1 else tensor[torch.zeros_like(self.h)]
+        return tensor
+
+
+def lead(tensor: Tensor, dims: int = 4) -> Tensor:
+    """The tensor with missing leading axes of size 1."""
+    return tensor.reshape((1,) * (dims - tensor.dim()) + tuple(tensor.shape))
+
+
+def shape_of(tensor: Tensor | Sequence[int]) -> str:
+    """A shape as people write it."""
+    return str(tuple(tensor.shape if isinstance(tensor, Tensor) else tensor))

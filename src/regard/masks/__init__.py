@@ -1,0 +1,27 @@
+"""Who may look at whom."""
+
+from regard.masks.algebra import Mask
+from regard.masks.compositions import bigbird, longformer
+from regard.masks.explicit import blocks, dense, edges, random_blocks, where
+from regard.masks.patterns import causal, dilated, documents, global_tokens, padding, prefix, window
+from regard.masks.tiles import Tiles, tiles
+
+__all__ = [
+    "Mask",
+    "Tiles",
+    "bigbird",
+    "blocks",
+    "causal",
+    "dense",
+    "dilated",
+    "documents",
+    "edges",
+    "global_tokens",
+    "longformer",
+    "padding",
+    "prefix",
+    "random_blocks",
+    "tiles",
+    "where",
+    "window",
+]

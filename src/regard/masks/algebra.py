@@ -1,0 +1,292 @@
+"""Masks are values: they combine with `&`, `|` and `~`, compare by value, print their formula and draw themselves.
+
+A mask answers two questions. Which places are allowed: `allows(at)`, bits. What is a box of places: `kinds(boxes)`,
+empty, partial or full. With EMPTY < PARTIAL < FULL as numbers, `&` is the minimum, `|` the maximum and `~` the
+difference from FULL, which is three-valued logic: a composed mask costs what its parts cost.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from regard.geometry import At, Frame, shape_of
+
+EMPTY, PARTIAL, FULL = 0, 1, 2
+Kinds = np.ndarray
+Intervals = tuple[np.ndarray, np.ndarray]
+
+
+@dataclass(frozen=True)
+class Boxes:
+    """Many boxes of one grid: batch row `b`, head `h`, rows `i0 <= i < i1`, positions `p0 <= p < p1`, keys `j0 <= j < j1`."""
+
+    frame: Frame
+    size: tuple[int, int]  # rows and columns of a box that no edge cuts
+    b: np.ndarray
+    h: np.ndarray
+    i0: np.ndarray
+    i1: np.ndarray
+    p0: np.ndarray
+    p1: np.ndarray
+    j0: np.ndarray
+    j1: np.ndarray
+
+
+def kinds(full: np.ndarray, empty: np.ndarray) -> Kinds:
+    """FULL and EMPTY where told, PARTIAL elsewhere."""
+    return np.where(empty, EMPTY, np.where(full, FULL, PARTIAL)).astype(np.int8)
+
+
+@dataclass(frozen=True, eq=False)
+class Mask:
+    """Who may look at whom. `True` means may attend.
+
+    >>> import regard as rg
+    >>> rg.causal() & rg.window(2, 0)
+    causal() & window(2, 0)
+    >>> (rg.causal() & rg.window(2, 0)) == (rg.causal() & rg.window(2, 0))
+    True
+    """
+
+    def allows(self, at: At) -> Tensor:
+        """Bool tensor that broadcasts to the places: may they be attended to?"""
+        raise NotImplementedError
+
+    def kinds(self, boxes: Boxes) -> Kinds:
+        """EMPTY, PARTIAL or FULL for every box. PARTIAL is always a right answer."""
+        return np.full(len(boxes.i0), PARTIAL, np.int8)
+
+    def intervals(self, frame: Frame) -> Intervals | None:
+        """For a mask whose rows are intervals of keys: their starts and stops, (B or 1, H or 1, Q)."""
+        return None
+
+    def check(self, frame: Frame) -> None:
+        """Raise if the mask does not fit a call of this size."""
+
+    def extent(self, frame: Frame) -> tuple[int, int]:
+        """(B or 1, H or 1): how many different masks it is over batch rows and heads."""
+        return 1, 1
+
+    def span(self) -> int:
+        """A number of tokens that shows the pattern well."""
+        return 16
+
+    def made_for(self) -> tuple[int, int] | None:
+        """The number of queries and keys that the mask was made for, if it was."""
+        return None
+
+    @property
+    def opaque(self) -> bool:
+        """Whether only its bits tell what a box is."""
+        return False
+
+    def __and__(self, other: Mask) -> Mask:
+        return And(_flat(And, self, _mask(other)))
+
+    def __or__(self, other: Mask) -> Mask:
+        return Or(_flat(Or, self, _mask(other)))
+
+    def __rand__(self, other: Any) -> Mask:
+        return _mask(other) & self
+
+    def __ror__(self, other: Any) -> Mask:
+        return _mask(other) | self
+
+    def __bool__(self) -> bool:
+        raise TypeError("a mask is neither true nor false: combine masks with &, | and ~ instead of and, or and not")
+
+    def __invert__(self) -> Mask:
+        return Not(self)
+
+    def __eq__(self, other: object) -> bool:
+        if type(self) is not type(other):
+            return NotImplemented if not isinstance(other, Mask) else False
+        return self is other or all(_same(a, b) for a, b in zip(self._values(), other._values(), strict=True))
+
+    def __hash__(self) -> int:
+        known = self.__dict__.get("_hash")
+        if known is None:
+            known = hash((type(self).__name__, *map(_digest, self._values())))
+            object.__setattr__(self, "_hash", known)
+        return known
+
+    def _values(self) -> tuple:
+        return tuple(getattr(self, field.name) for field in fields(self))
+
+    def draw(self, queries: int | None = None, keys: int | None = None, *, width: int = 32) -> str:
+        """The mask as text: one character a tile, `█` full, `▒` partial, `·` empty.
+
+        >>> import regard as rg
+        >>> print(rg.window(1, 0).draw(4))
+        █···
+        ██··
+        ·██·
+        ··██
+        """
+        from regard.masks.draw import draw
+
+        return draw(self, queries, keys, width)
+
+    def __str__(self) -> str:
+        return f"{self!r}\n{self.draw()}"
+
+
+def _mask(value: Any) -> Mask:
+    if not isinstance(value, Mask):
+        hint = "; wrap a bool tensor as regard.dense(tensor)" if isinstance(value, Tensor) else ""
+        raise TypeError(f"masks combine with masks, not with {type(value).__name__}{hint}")
+    return value
+
+
+def _flat(kind: type, *parts: Mask) -> tuple[Mask, ...]:
+    return tuple(inner for part in parts for inner in (part.parts if isinstance(part, kind) else (part,)))  # type: ignore[attr-defined]
+
+
+def _same(a: Any, b: Any) -> bool:
+    if isinstance(a, Tensor) and isinstance(b, Tensor):
+        return a.shape == b.shape and torch.equal(a.cpu(), b.cpu())
+    return not isinstance(a, Tensor) and not isinstance(b, Tensor) and a == b
+
+
+def _digest(value: Any) -> Any:
+    return (tuple(value.shape), hash(value.cpu().numpy().tobytes())) if isinstance(value, Tensor) else value
+
+
+@dataclass(frozen=True, eq=False)
+class _Several(Mask):
+    """What `&` and `|` share: their parts are asked, their answers folded."""
+
+    parts: tuple[Mask, ...]
+
+    def check(self, frame: Frame) -> None:
+        for part in self.parts:
+            part.check(frame)
+
+    def extent(self, frame: Frame) -> tuple[int, int]:
+        extents = [part.extent(frame) for part in self.parts]
+        return max(b for b, _ in extents), max(h for _, h in extents)
+
+    def span(self) -> int:
+        return max(part.span() for part in self.parts)
+
+    def made_for(self) -> tuple[int, int] | None:
+        return next((size for part in self.parts if (size := part.made_for())), None)
+
+    @property
+    def opaque(self) -> bool:
+        return any(part.opaque for part in self.parts)
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class And(_Several):
+    """Allowed by every part."""
+
+    def allows(self, at: At) -> Tensor:
+        first, *rest = (part.allows(at) for part in self.parts)
+        for bits in rest:
+            first = first & bits
+        return first
+
+    def kinds(self, boxes: Boxes) -> Kinds:
+        return np.minimum.reduce([part.kinds(boxes) for part in self.parts])
+
+    def intervals(self, frame: Frame) -> Intervals | None:
+        parts = []
+        for part in self.parts:
+            if (rows := part.intervals(frame)) is None:
+                return None
+            parts.append(rows)
+        start, stop = parts[0]
+        for a, b in parts[1:]:
+            start, stop = np.maximum(start, a), np.minimum(stop, b)
+        return start, stop
+
+    def __repr__(self) -> str:
+        return " & ".join(f"({part!r})" if isinstance(part, Or) else repr(part) for part in self.parts)
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Or(_Several):
+    """Allowed by some part."""
+
+    def allows(self, at: At) -> Tensor:
+        first, *rest = (part.allows(at) for part in self.parts)
+        for bits in rest:
+            first = first | bits
+        return first
+
+    def kinds(self, boxes: Boxes) -> Kinds:
+        return np.maximum.reduce([part.kinds(boxes) for part in self.parts])
+
+    def __repr__(self) -> str:
+        return " | ".join(repr(part) for part in self.parts)
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Not(Mask):
+    """Allowed where the part is not."""
+
+    part: Mask
+
+    def allows(self, at: At) -> Tensor:
+        return ~self.part.allows(at)
+
+    def kinds(self, boxes: Boxes) -> Kinds:
+        return FULL - self.part.kinds(boxes)
+
+    def check(self, frame: Frame) -> None:
+        self.part.check(frame)
+
+    def extent(self, frame: Frame) -> tuple[int, int]:
+        return self.part.extent(frame)
+
+    def span(self) -> int:
+        return self.part.span()
+
+    def made_for(self) -> tuple[int, int] | None:
+        return self.part.made_for()
+
+    @property
+    def opaque(self) -> bool:
+        return self.part.opaque
+
+    def __invert__(self) -> Mask:
+        return self.part
+
+    def __repr__(self) -> str:
+        return f"~({self.part!r})" if isinstance(self.part, _Several) else f"~{self.part!r}"
+
+
+def positions_of(frame: Frame) -> np.ndarray:
+    """Where the queries stand, (B or 1, 1, Q): one row if all batch rows share an offset."""
+    return np.asarray(frame.offsets(), np.int64)[:, None, None] + np.arange(frame.Q)
+
+
+def short(value: int | Tensor) -> str:
+    if not isinstance(value, Tensor):
+        return str(value)
+    return str(value.tolist()) if value.numel() <= 8 and not value.is_floating_point() else shape_of(value)
+
+
+def whole(name: str, value: object, least: int) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ValueError(f"{name} must be a whole number of at least {least}, but is {value!r}")
+    if value >= 2**31:
+        raise ValueError(f"{name} must be below 2**31, beyond which positions overflow, but is {value}")
+    return value
+
+
+def integers(name: str, value: Any, form: str) -> Tensor:
+    """A tensor of whole numbers of its own, from whatever torch takes for one."""
+    try:
+        tensor = torch.as_tensor(value)
+    except (TypeError, ValueError, RuntimeError):
+        raise TypeError(f"{name} must be {form}, but is {type(value).__name__}") from None
+    if tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool:
+        raise TypeError(f"{name} must be {form}, but is {tensor.dtype} of shape {shape_of(tensor)}")
+    return tensor.detach().clone().to(torch.int64)

@@ -1,0 +1,28 @@
+"""A mask as text."""
+
+from __future__ import annotations
+
+from regard.geometry import Frame
+from regard.masks.algebra import Mask, whole
+from regard.masks.tiles import tiles
+
+
+def draw(mask: Mask, queries: int | None, keys: int | None, width: int) -> str:
+    """One character a tile of the first batch row and head: `█` full, `▒` partial, `·` empty."""
+    if queries is None and keys is None:
+        queries, keys = mask.made_for() or (mask.span(), mask.span())
+    keys = whole("keys", queries if keys is None else keys, 1)
+    queries, width = whole("queries", keys if queries is None else queries, 1), whole("width", width, 1)
+    size = max(-(-keys // width), -(-queries // width), 1)
+    batch, heads = mask.extent(Frame(1, 1, 1, 1, 0))
+    frame = Frame(batch, heads, queries, keys, keys - queries)
+    mask.check(frame)
+    table = tiles(mask, frame, (size, size))
+    lines = []
+    for r in range(table.grid[0]):
+        line = ["·"] * table.grid[1]
+        for start, stop, full in table.runs(0, 0, r):
+            line[start:stop] = ["█" if full else "▒"] * (stop - start)
+        lines.append("".join(line))
+    return "\n".join(lines)
+

@@ -1,0 +1,326 @@
+"""Masks that are told place by place: as bits, as a function, as blocks of a grid, as pairs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from regard.geometry import At, Frame, lead, shape_of
+from regard.hashing import hash32
+from regard.masks.algebra import EMPTY, PARTIAL, Boxes, Kinds, Mask, integers, kinds, short, whole
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Dense(Mask):
+    tensor: Tensor  # bool, four axes, each whole or 1
+
+    def allows(self, at: At) -> Tensor:
+        return at.take(self.tensor.to(at.j.device))
+
+    def kinds(self, boxes: Boxes) -> Kinds:
+        rows, columns = boxes.size
+        least = most = self.tensor.cpu().numpy().view(np.uint8)
+        for axis, size in ((3, columns), (2, rows)):
+            cuts = np.arange(0, least.shape[axis], size)
+            least, most = np.minimum.reduceat(least, cuts, axis), np.maximum.reduceat(most, cuts, axis)
+        index = (boxes.b, boxes.h, boxes.i0 // rows, boxes.j0 // columns)
+        index = tuple(np.zeros_like(at) if n == 1 else at for n, at in zip(least.shape, index, strict=True))
+        return kinds(full=least[index] == 1, empty=most[index] == 0)
+
+    def check(self, frame: Frame) -> None:
+        sizes = (frame.B, frame.H, frame.Q, frame.K)
+        if any(n not in (1, size) for n, size in zip(self.tensor.shape, sizes, strict=True)):
+            raise ValueError(
+                f"mask must broadcast to (B, H, Q, K) = {sizes}, but is {shape_of(self.tensor)}; "
+                "a (B, K) key mask is written mask[:, None, None, :]"
+            )
+
+    def extent(self, frame: Frame) -> tuple[int, int]:
+        return self.tensor.shape[0], self.tensor.shape[1]
+
+    def made_for(self) -> tuple[int, int]:
+        rows, columns = self.tensor.shape[2:]
+        return rows if rows > 1 else columns, columns if columns > 1 else rows
+
+    def __repr__(self) -> str:
+        return f"dense({short(self.tensor)})"
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Where(Mask):
+    function: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+
+    def allows(self, at: At) -> Tensor:
+        bits = self.function(at.b, at.h, at.p, at.j)
+        if not isinstance(bits, Tensor) or bits.dtype != torch.bool:
+            came = f"a {bits.dtype} tensor" if isinstance(bits, Tensor) else type(bits).__name__
+            raise TypeError(f"where: function must return a bool tensor of the indices (b, h, p, j), but returned {came}")
+        return bits
+
+    def extent(self, frame: Frame) -> tuple[int, int]:
+        one = slice(0, 1)
+        bits = lead(self.allows(frame.at(rows=one, columns=one)))
+        return bits.shape[0], bits.shape[1]
+
+    @property
+    def opaque(self) -> bool:
+        return True
+
+    def __repr__(self) -> str:
+        return f"where({getattr(self.function, '__name__', repr(self.function))})"
+
+
+class _Cells(Mask):
+    """What blocks, random blocks and edges share: a set of cells of a grid over positions and keys."""
+
+    def _cells(self, frame: Frame) -> tuple[int, tuple[np.ndarray, ...]]:
+        """The side of a cell; and batch row, head, row and column of every cell that is set."""
+        raise NotImplementedError
+
+    def kinds(self, boxes: Boxes) -> Kinds:
+        side, cells = self._cells(boxes.frame)
+        batch, heads = self.extent(boxes.frame)
+        offsets = np.asarray(boxes.frame.offsets(), np.int64)
+        if len(offsets) > 1 and batch == 1:  # the same cells meet the rows of every batch row elsewhere
+            batch, count = len(offsets), len(cells[0])
+            cells = (np.repeat(np.arange(batch), count), *(np.tile(axis, batch) for axis in cells[1:]))
+        at = boxes.b if batch > 1 else np.zeros_like(boxes.b), boxes.h if heads > 1 else np.zeros_like(boxes.h)
+        if min(boxes.size) < side:
+            return _kinds_by_cells(side, cells, boxes, at)
+        return _kinds_by_boxes(side, cells, boxes, at, offsets)
+
+
+def _kinds_by_cells(side: int, cells: tuple[np.ndarray, ...], boxes: Boxes, at: tuple[np.ndarray, ...]) -> Kinds:
+    """A box touches few cells: look each of them up."""
+    r0, r1, c0, c1 = boxes.p0 // side, (boxes.p1 - 1) // side, boxes.j0 // side, (boxes.j1 - 1) // side
+    found = np.zeros(len(r0), np.int64)
+    for r in range(int((r1 - r0).max(initial=0)) + 1):
+        for c in range(int((c1 - c0).max(initial=0)) + 1):
+            inside = (r0 + r <= r1) & (c0 + c <= c1)
+            found += inside & _among((*at, r0 + r, c0 + c), cells)
+    return kinds(full=found == (r1 - r0 + 1) * (c1 - c0 + 1), empty=found == 0)
+
+
+def _kinds_by_boxes(
+    side: int, cells: tuple[np.ndarray, ...], boxes: Boxes, at: tuple[np.ndarray, ...], offsets: np.ndarray
+) -> Kinds:
+    """A box holds many cells: mark the boxes that a cell touches, by its corners."""
+    (height, width), (b, h, rows, columns) = boxes.size, cells
+    top, left = rows * side - offsets[b if len(offsets) > 1 else 0], columns * side
+    corners = [(i // height, j // width) for i in (top, top + side - 1) for j in (left, left + side - 1)]
+    touched = np.tile(b, 4), np.tile(h, 4), *(np.concatenate(axis) for axis in zip(*corners, strict=True))
+    found = _among((*at, boxes.i0 // height, boxes.j0 // width), touched)
+    return np.where(found, PARTIAL, EMPTY).astype(np.int8)
+
+
+def _among(asked: tuple[np.ndarray, ...], known: tuple[np.ndarray, ...]) -> np.ndarray:
+    """Which of the places asked for (b, h, row, column) are known: each becomes one number, no larger than needed."""
+    a, k = np.zeros(len(asked[0]), np.int64), np.zeros(len(known[0]), np.int64)
+    for ours, theirs in zip(asked, known, strict=True):
+        low = min(ours.min(initial=0), theirs.min(initial=0))
+        size = max(ours.max(initial=0), theirs.max(initial=0)) - low + 1
+        a, k = a * size + ours - low, k * size + theirs - low
+    return np.isin(a, k)
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Blocks(_Cells):
+    layout: Tensor  # bool, (B or 1, H or 1, rows, columns)
+    size: int
+
+    def allows(self, at: At) -> Tensor:
+        layout = self.layout.to(at.j.device)
+        row, column = at.p.div(self.size, rounding_mode="floor"), at.j // self.size
+        inside = (row >= 0) & (row < layout.shape[2])
+        b, h = (torch.zeros_like(x) if n == 1 else x for n, x in zip(layout.shape, (at.b, at.h), strict=False))
+        return layout[b, h, row.clamp(0, layout.shape[2] - 1), column] & inside
+
+    @cached_property
+    def _set(self) -> tuple[np.ndarray, ...]:
+        return np.nonzero(self.layout.cpu().numpy())
+
+    def _cells(self, frame: Frame) -> tuple[int, tuple[np.ndarray, ...]]:
+        return self.size, self._set
+
+    def check(self, frame: Frame) -> None:
+        batch, heads, rows, columns = self.layout.shape
+        last = max(frame.offsets(), default=0) + frame.Q
+        if batch not in (1, frame.B) or heads not in (1, frame.H):
+            raise ValueError(
+                f"blocks: layout must be (rows, columns), (H, ...) or (B, H, ...) with B = {frame.B} and H = {frame.H}, "
+                f"but is {shape_of(self.layout)}"
+            )
+        if columns * self.size < frame.K or rows * self.size < last:
+            raise ValueError(
+                f"blocks: layout of {rows} x {columns} blocks of {self.size} covers {rows * self.size} x "
+                f"{columns * self.size} positions, but the call has {last} x {frame.K}"
+            )
+
+    def extent(self, frame: Frame) -> tuple[int, int]:
+        return self.layout.shape[0], self.layout.shape[1]
+
+    def made_for(self) -> tuple[int, int]:
+        return self.layout.shape[2] * self.size, self.layout.shape[3] * self.size
+
+    def __repr__(self) -> str:
+        return f"blocks({shape_of(self.layout)}, {self.size})"
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class RandomBlocks(_Cells):
+    per_row: int
+    size: int
+    seed: int
+
+    def allows(self, at: At) -> Tensor:
+        if not at.frame.K:
+            return at.p == at.j  # there are no keys, so there are no bits
+        table = _draw_blocks(-(-at.frame.K // self.size), self.per_row, self.seed).to(at.j.device)
+        row = at.p.div(self.size, rounding_mode="floor")
+        inside = (row >= 0) & (row < len(table))
+        drawn = table[row.clamp(0, max(len(table) - 1, 0))]
+        return (drawn == (at.j // self.size).unsqueeze(-1)).any(-1) & inside
+
+    def _cells(self, frame: Frame) -> tuple[int, tuple[np.ndarray, ...]]:
+        table = _draw_blocks(-(-frame.K // self.size), self.per_row, self.seed).numpy()
+        rows = np.repeat(np.arange(len(table)), table.shape[1])
+        return self.size, (np.zeros_like(rows), np.zeros_like(rows), rows, table.reshape(-1))
+
+    def span(self) -> int:
+        return 16 * self.size
+
+    def __repr__(self) -> str:
+        return f"random_blocks({self.per_row}, {self.size}, seed={self.seed})"
+
+
+def _draw_blocks(count: int, per_row: int, seed: int) -> Tensor:
+    """For each of `count` block rows, `per_row` different block columns: Floyd's sampling, all rows at once."""
+    per_row, rows = min(per_row, count), torch.arange(count)
+    drawn: list[Tensor] = []
+    for k in range(per_row):
+        last = count - per_row + k
+        pick = hash32((seed * count + rows) * per_row + k + 1) % (last + 1)
+        taken = torch.zeros_like(pick, dtype=torch.bool)
+        for other in drawn:
+            taken = taken | (other == pick)
+        drawn.append(torch.where(taken, last, pick))
+    return torch.stack(drawn, 1) if drawn else rows.new_zeros(count, 0)
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Edges(_Cells):
+    pairs: Tensor  # (2, E), sorted, each once
+
+    def allows(self, at: At) -> Tensor:
+        known = (self.pairs[0] * at.frame.K + self.pairs[1]).to(at.j.device)
+        asked = at.p * at.frame.K + at.j
+        if not len(known):
+            return torch.zeros_like(asked, dtype=torch.bool)
+        return known[torch.searchsorted(known, asked).clamp(max=len(known) - 1)] == asked
+
+    def _cells(self, frame: Frame) -> tuple[int, tuple[np.ndarray, ...]]:
+        rows, columns = self.pairs.cpu().numpy()
+        return 1, (np.zeros_like(rows), np.zeros_like(rows), rows, columns)
+
+    def check(self, frame: Frame) -> None:
+        if torch.compiler.is_compiling() or not self.pairs.numel():
+            return
+        if int(self.pairs[1].max()) >= frame.K:
+            raise ValueError(f"edges: pairs name key {int(self.pairs[1].max())}, but there are only {frame.K} keys")
+
+    def span(self) -> int:
+        return int(self.pairs.max()) + 1 if self.pairs.numel() else 16
+
+    def __repr__(self) -> str:
+        return f"edges({short(self.pairs)})"
+
+
+def dense(tensor: Tensor) -> Mask:
+    """Any pattern as a bool tensor that broadcasts to (B, H, Q, K); `True` means may attend.
+
+    >>> import regard as rg, torch
+    >>> rg.dense(torch.eye(3, dtype=torch.bool)).draw().splitlines()[1]
+    '·█·'
+    """
+    if not isinstance(tensor, Tensor) or tensor.dtype != torch.bool:
+        came = f"{tensor.dtype}" if isinstance(tensor, Tensor) else type(tensor).__name__
+        if isinstance(tensor, Tensor):
+            hint = "numbers that are added to the scores are a bias: pass them as bias="
+        else:
+            hint = "call it, as in causal()" if callable(tensor) else "make it one with torch.as_tensor"
+        raise TypeError(f"mask must be a mask or a bool tensor in which True means may attend, but is {came}; {hint}")
+    if tensor.dim() > 4:
+        raise ValueError(f"mask must have at most four axes (B, H, Q, K), but is {shape_of(tensor)}")
+    return Dense(lead(tensor.detach().clone()))
+
+
+def where(function: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]) -> Mask:
+    """Any rule as a function of index tensors `(b, h, p, j)` that returns bools.
+
+    >>> import regard as rg
+    >>> print(rg.where(lambda b, h, p, j: (p + j) % 2 == 0).draw(3))
+    █·█
+    ·█·
+    █·█
+    """
+    if not callable(function):
+        raise TypeError(f"where: function must be callable with (b, h, p, j), but is {type(function).__name__}")
+    return Where(function)
+
+
+def blocks(layout: Tensor, size: int) -> Mask:
+    """Whole blocks of positions: `layout[..., p // size, j // size]`; layout (rows, columns), (H, ...) or (B, H, ...).
+
+    >>> import regard as rg, torch
+    >>> print(rg.blocks(torch.tensor([[True, False], [True, True]]), 2).draw(4))
+    ██··
+    ██··
+    ████
+    ████
+    """
+    try:
+        layout = torch.as_tensor(layout)
+    except (TypeError, ValueError, RuntimeError):
+        raise TypeError(f"blocks: layout must be a bool tensor, but is {type(layout).__name__}") from None
+    if layout.dtype != torch.bool or not 2 <= layout.dim() <= 4 or not layout.numel():
+        raise TypeError(
+            f"blocks: layout must be a bool tensor (rows, columns), (H, ...) or (B, H, ...), "
+            f"but is {layout.dtype} of shape {shape_of(layout)}"
+        )
+    return Blocks(lead(layout.detach().clone()), whole("size", size, 1))
+
+
+def random_blocks(per_row: int, size: int, seed: int = 0) -> Mask:
+    """`per_row` blocks of `size` keys, drawn for every block of `size` queries; the same for the same seed.
+
+    >>> import regard as rg
+    >>> rg.random_blocks(2, 4, seed=1).draw(16) == rg.random_blocks(2, 4, seed=1).draw(16)
+    True
+    """
+    return RandomBlocks(whole("per_row", per_row, 1), whole("size", size, 1), whole("seed", seed, 0))
+
+
+def edges(pairs: Tensor | Iterable[tuple[int, int]]) -> Mask:
+    """The edges of a graph: the query at `pairs[0, e]` sees the key `pairs[1, e]`; pairs (2, E).
+
+    >>> import regard as rg, torch
+    >>> print(rg.edges(torch.tensor([[0, 1, 2], [0, 2, 1]])).draw())
+    █··
+    ··█
+    ·█·
+    """
+    form = "whole numbers of shape (2, E), queries over keys"
+    tensor = integers("edges: pairs", list(pairs) if isinstance(pairs, Iterator) else pairs, form)
+    if tensor.dim() != 2 or len(tensor) != 2:
+        raise ValueError(
+            f"edges: pairs must be {form}, but is of shape {shape_of(tensor)}; "
+            "a list of (query, key) tuples is transposed by torch.tensor(pairs).T"
+        )
+    if tensor.numel() and int(tensor.min()) < 0:
+        raise ValueError(f"edges: pairs must not be negative, but the least is {int(tensor.min())}")
+    return Edges(tensor.unique(dim=1))

@@ -1,0 +1,206 @@
+"""Tile tables: which tiles of a call a mask leaves to compute, found coarse to fine.
+
+A table keeps, for every row of tiles, runs of neighbouring tiles that are full or partial; what is empty is not there.
+So a causal mask over a million keys is two runs a row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+
+from regard.geometry import Frame
+from regard.masks.algebra import EMPTY, FULL, PARTIAL, Boxes, Intervals, Kinds, Mask
+
+START_BOXES = 1 << 14  # boxes of the grid at which the search begins
+OPAQUE_PLACES = 1 << 26  # up to here, the tiles of an opaque mask are told by their bits; beyond, they count as partial
+
+
+@dataclass(frozen=True, eq=False)
+class Tiles:
+    """The tiles to compute: `runs(b, h, r)` are the runs of tile row `r`.
+
+    >>> import regard as rg
+    >>> from regard.geometry import Frame
+    >>> from regard.masks.tiles import tiles
+    >>> table = tiles(rg.causal(), Frame(1, 1, 256, 256, 0), (64, 64))
+    >>> table.visited, table.total
+    (10, 16)
+    """
+
+    frame: Frame
+    size: tuple[int, int]
+    extent: tuple[int, int]  # (B or 1, H or 1)
+    pointer: np.ndarray  # (leads * tile rows + 1,): where the runs of a tile row begin
+    start: np.ndarray  # first tile of a run
+    stop: np.ndarray  # behind its last tile
+    full: np.ndarray  # whether the tiles of a run are full
+
+    @property
+    def grid(self) -> tuple[int, int]:
+        """Tile rows and tile columns."""
+        return -(-self.frame.Q // self.size[0]), -(-self.frame.K // self.size[1])
+
+    @property
+    def total(self) -> int:
+        return self.extent[0] * self.extent[1] * self.grid[0] * self.grid[1]
+
+    @property
+    def visited(self) -> int:
+        return int((self.stop - self.start).sum())
+
+    @property
+    def partial(self) -> int:
+        return int((self.stop - self.start)[~self.full].sum())
+
+    def places(self) -> int:
+        """How many places (b', h', i, j) the visited tiles hold."""
+        rows = np.repeat(np.arange(len(self.pointer) - 1) % max(self.grid[0], 1), np.diff(self.pointer))
+        height = np.minimum((rows + 1) * self.size[0], self.frame.Q) - rows * self.size[0]
+        width = np.minimum(self.stop * self.size[1], self.frame.K) - self.start * self.size[1]
+        return int((height * width).sum())
+
+    def runs(self, b: int, h: int, r: int) -> Iterator[tuple[int, int, bool]]:
+        row = ((b if self.extent[0] > 1 else 0) * self.extent[1] + (h if self.extent[1] > 1 else 0)) * self.grid[0] + r
+        for n in range(self.pointer[row], self.pointer[row + 1]):
+            yield int(self.start[n]), int(self.stop[n]), bool(self.full[n])
+
+    def row(self, b: int, h: int, r: int) -> Iterator[tuple[slice, bool]]:
+        """The column slices of the tiles of a tile row, and whether they are full."""
+        for start, stop, full in self.runs(b, h, r):
+            for c in range(start, stop):
+                yield slice(c * self.size[1], min((c + 1) * self.size[1], self.frame.K)), full
+
+
+def tiles(mask: Mask | None, frame: Frame, size: tuple[int, int]) -> Tiles:
+    """The tile table of a mask, remembered by the mask's value."""
+    return _tiles(mask, frame.key(), size)
+
+
+@lru_cache(maxsize=256)
+def _tiles(mask: Mask | None, key: tuple, size: tuple[int, int]) -> Tiles:
+    *axes, offsets = key
+    frame = Frame(*axes, offset=offsets[0]) if len(offsets) == 1 else _with_offsets(axes, offsets)
+    if mask is None:
+        start = np.zeros((1, 1, frame.Q), np.int64)
+        return _from_intervals(frame, size, (start, start + frame.K))
+    if (intervals := mask.intervals(frame)) is not None:
+        return _from_intervals(frame, size, intervals)
+    return _from_boxes(mask, frame, size)
+
+
+def _with_offsets(axes: list[int], offsets: tuple[int, ...]) -> Frame:
+    import torch
+
+    return Frame(*axes, offset=torch.tensor(offsets))
+
+
+def _from_intervals(frame: Frame, size: tuple[int, int], intervals: Intervals) -> Tiles:
+    """Every tile row is at most three runs: partial, full, partial."""
+    start, stop = (np.clip(edge, 0, frame.K) for edge in np.broadcast_arrays(*intervals))
+    extent = start.shape[0], start.shape[1]
+    start, stop = (edge.reshape(extent[0] * extent[1], frame.Q) for edge in (start, stop))
+    height, width = size
+    cuts = np.arange(0, frame.Q, height)
+    if not len(cuts) or not frame.K:
+        none = np.zeros(0, np.int64)
+        return Tiles(frame, size, extent, np.zeros(len(start) * len(cuts) + 1, np.int64), none, none, none.astype(bool))
+    empty = start >= stop
+    low = np.minimum.reduceat(np.where(empty, frame.K, start), cuts, 1).reshape(-1)
+    high = np.maximum.reduceat(np.where(empty, 0, stop), cuts, 1).reshape(-1)
+    inner_low = np.maximum.reduceat(start, cuts, 1).reshape(-1)
+    inner_high = np.minimum.reduceat(stop, cuts, 1).reshape(-1)
+    inner_high = np.where(np.logical_or.reduceat(empty, cuts, 1).reshape(-1), 0, inner_high)
+    first, last = low // width, -(-high // width)
+    full_first = -(-inner_low // width)
+    full_last = np.where(inner_high == frame.K, -(-frame.K // width), inner_high // width)
+    none = full_first >= full_last
+    full_first, full_last = np.where(none, last, full_first), np.where(none, last, full_last)
+    edges = np.stack([first, full_first, full_last, np.maximum(last, full_last)], 1)  # (tile rows, 4)
+    starts, stops = edges[:, :-1].reshape(-1), edges[:, 1:].reshape(-1)
+    full, keep = np.tile([False, True, False], len(edges)), starts < stops
+    pointer = np.concatenate([[0], np.cumsum(keep.reshape(-1, 3).sum(1))])
+    return Tiles(frame, size, extent, pointer, starts[keep], stops[keep], full[keep])
+
+
+def _from_boxes(mask: Mask, frame: Frame, size: tuple[int, int]) -> Tiles:
+    """Ask for the kinds of large boxes, cut the partial ones in four, and ask again until they are tiles."""
+    batch, heads = mask.extent(frame)
+    batch = max(batch, len(frame.offsets()))
+    down, across = -(-frame.Q // size[0]), -(-frame.K // size[1])
+    level = 0
+    while batch * heads * (-(-down >> level)) * (-(-across >> level)) > START_BOXES and max(down, across) >> level > 1:
+        level += 1
+    lead, r, c = (
+        axis.reshape(-1)
+        for axis in np.meshgrid(
+            np.arange(batch * heads), np.arange(-(-down >> level)), np.arange(-(-across >> level)), indexing="ij"
+        )
+    )
+    found: list[np.ndarray] = []  # columns: lead, tile row, first tile, behind the last tile, full
+    while True:
+        kinds = _kinds(mask, frame, size, level, batch, heads, lead, r, c)
+        full = kinds == FULL
+        done = full if level else kinds != EMPTY
+        found.append(_rows_of(lead[done], r[done], c[done], full[done], level, down, across))
+        if not level:
+            break
+        rest = kinds == PARTIAL
+        level -= 1
+        lead, r, c = (
+            np.repeat(lead[rest], 4),
+            (2 * r[rest, None] + [0, 0, 1, 1]).reshape(-1),
+            (2 * c[rest, None] + [0, 1, 0, 1]).reshape(-1),
+        )
+        inside = (r < -(-down >> level)) & (c < -(-across >> level))
+        lead, r, c = lead[inside], r[inside], c[inside]
+    return _joined(frame, size, (batch, heads), np.concatenate(found), down)
+
+
+def _kinds(
+    mask: Mask, frame: Frame, size: tuple[int, int], level: int, batch: int, heads: int,
+    lead: np.ndarray, r: np.ndarray, c: np.ndarray,
+) -> Kinds:  # fmt: skip
+    height, width = size[0] << level, size[1] << level
+    b, i0, j0 = lead // heads, r * height, c * width
+    i1, j1 = np.minimum(i0 + height, frame.Q), np.minimum(j0 + width, frame.K)
+    offsets = np.asarray(frame.offsets(), np.int64)
+    offset = offsets[b if len(offsets) > 1 else np.zeros_like(b)]
+    boxes = Boxes(frame, (height, width), b, lead % heads, i0, i1, i0 + offset, i1 + offset, j0, j1)
+    kinds = mask.kinds(boxes)
+    if level == 0 and mask.opaque and batch * heads * frame.Q * frame.K <= OPAQUE_PLACES:
+        kinds = kinds.copy()
+        for n in np.flatnonzero(kinds == PARTIAL):
+            at = frame.at(
+                slice(b[n], b[n] + 1), slice(lead[n] % heads, lead[n] % heads + 1), slice(i0[n], i1[n]), slice(j0[n], j1[n])
+            )
+            bits = mask.allows(at)
+            kinds[n] = FULL if bool(bits.all()) else PARTIAL if bool(bits.any()) else EMPTY
+    return kinds
+
+
+def _rows_of(
+    lead: np.ndarray, r: np.ndarray, c: np.ndarray, full: np.ndarray, level: int, down: int, across: int
+) -> np.ndarray:
+    """Boxes of a level as one run for each tile row that they cover."""
+    side = 1 << level
+    rows = (r[:, None] * side + np.arange(side)).reshape(-1)
+    lead, start, full = (np.repeat(x, side) for x in (lead, c * side, full))
+    runs = np.stack([lead, rows, start, np.minimum(start + side, across), full], 1)
+    return runs[rows < down]
+
+
+def _joined(frame: Frame, size: tuple[int, int], extent: tuple[int, int], runs: np.ndarray, down: int) -> Tiles:
+    """Sort the runs, and join neighbours of one kind."""
+    runs = runs[np.lexsort((runs[:, 2], runs[:, 1], runs[:, 0]))]
+    lead, row, start, stop, full = runs.T
+    line = lead * down + row
+    new = np.ones(len(runs), bool)
+    new[1:] = (line[1:] != line[:-1]) | (start[1:] != stop[:-1]) | (full[1:] != full[:-1])
+    first = np.flatnonzero(new)
+    last = np.concatenate([first[1:], [len(runs)]])[: len(first)] - 1
+    pointer = np.searchsorted(line[first], np.arange(extent[0] * extent[1] * down + 1))
+    return Tiles(frame, size, extent, pointer, start[first], stop[last], full[first].astype(bool))

@@ -1,0 +1,373 @@
+"""What distance adds to a score: relative positions as biases. Tables may require grad.
+
+`bias.tile(at, query, scale)` is what is added to the scores of a tile. A bias that only head and distance `j - p` tell
+is `Diagonal`: a tile of it is read from one vector of `q + k - 1` values, and so are its gradients.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from regard.geometry import At, Frame, lead, shape_of
+
+
+@dataclass(frozen=True, eq=False)
+class Bias:
+    """What the biases share; they add up with `+`.
+
+    >>> import regard as rg, torch
+    >>> rg.alibi(2) + rg.relative(torch.zeros(2, 9))
+    alibi(heads=2) + relative((2, 9))
+    """
+
+    def tile(self, at: At, query: Tensor, scale: float | Tensor) -> Tensor:
+        """What the tile's scores get added; broadcasts to (b, h, q, k). `query` is (b, h, q, D)."""
+        raise NotImplementedError
+
+    def aggregate(self, at: At, weights: Tensor) -> Tensor | None:
+        """What the tile's output gets added for its weights (b, h, q, k): a value half, or None."""
+        return None
+
+    def split(self, rows: int, columns: int) -> Bias:
+        """The bias ready to be asked for cells; what lies along Q and K is cut once, so autograd joins it once."""
+        return self
+
+    def cell(self, r: int, c: int) -> Bias:
+        """The bias of tile (r, c), of a bias that was split."""
+        return self
+
+    def parts(self) -> tuple[Bias, ...]:
+        return (self,)
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        return ()
+
+    def check(self, frame: Frame, width: int, value_width: int) -> None:
+        """Raise if the bias does not fit a call of this size."""
+
+    def __add__(self, other: Bias) -> Bias:
+        if not isinstance(other, Bias):
+            raise TypeError(f"biases add to biases, not to {type(other).__name__}; wrap a tensor as regard.dense_bias(tensor)")
+        return Sum(self.parts() + other.parts())
+
+    def __radd__(self, other: object) -> Bias:
+        return self + other  # type: ignore[operator]
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Sum(Bias):
+    terms: tuple[Bias, ...]
+
+    def tile(self, at: At, query: Tensor, scale: float | Tensor) -> Tensor:
+        first, *rest = (term.tile(at, query, scale) for term in self.terms)
+        for bias in rest:
+            first = first + bias
+        return first
+
+    def aggregate(self, at: At, weights: Tensor) -> Tensor | None:
+        total = None
+        for term in self.terms:
+            if (value := term.aggregate(at, weights)) is not None:
+                total = value if total is None else total + value
+        return total
+
+    def split(self, rows: int, columns: int) -> Bias:
+        return Sum(tuple(term.split(rows, columns) for term in self.terms))
+
+    def cell(self, r: int, c: int) -> Bias:
+        return Sum(tuple(term.cell(r, c) for term in self.terms))
+
+    def parts(self) -> tuple[Bias, ...]:
+        return self.terms
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        return tuple(tensor for term in self.terms for tensor in term.tensors())
+
+    def check(self, frame: Frame, width: int, value_width: int) -> None:
+        for term in self.terms:
+            term.check(frame, width, value_width)
+
+    def __repr__(self) -> str:
+        return " + ".join(map(repr, self.terms))
+
+
+@dataclass(frozen=True, eq=False)
+class Diagonal(Bias):
+    """A bias that only head and distance tell."""
+
+    def along(self, h: Tensor, distance: Tensor) -> Tensor:
+        """The bias of heads `h` at distances `j - p`; both are index tensors that broadcast."""
+        raise NotImplementedError
+
+    def tile(self, at: At, query: Tensor, scale: float | Tensor) -> Tensor:
+        if at.box is None or not at.i.numel() or not at.j.numel():
+            return self.along(at.h, at.j - at.p).to(query)
+        return self.vector(at).to(query).unfold(-1, at.j.shape[-1], 1).flip(-2)  # query i reads from q - 1 - i on
+
+    def vector(self, at: At) -> Tensor:
+        """The bias of a box at its q + k - 1 distances, from the last query and first key on: (b or 1, h or 1, q + k - 1)."""
+        steps = torch.arange(at.i.shape[-2] + at.j.shape[-1] - 1, device=at.j.device)
+        nearest = (at.j[..., 0] - at.p[..., -1, 0]).reshape(-1, 1, 1)  # (b or 1, 1, 1)
+        return self.along(at.h[..., 0], steps + nearest)
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Alibi(Diagonal):
+    heads: int
+
+    def slopes(self, device: torch.device) -> Tensor:
+        power = 2 ** int(math.log2(self.heads))
+        first = [2 ** (-8 * (n + 1) / power) for n in range(power)]
+        between = [2 ** (-4 * (n + 1) / power) for n in range(0, 2 * (self.heads - power), 2)]
+        return torch.tensor(first + between, dtype=torch.float64, device=device)
+
+    def along(self, h: Tensor, distance: Tensor) -> Tensor:
+        return -self.slopes(h.device)[h] * distance.abs()
+
+    def check(self, frame: Frame, width: int, value_width: int) -> None:
+        if frame.H != self.heads:
+            raise ValueError(f"alibi was made for heads={self.heads}, but the query has H = {frame.H} heads")
+
+    def __repr__(self) -> str:
+        return f"alibi(heads={self.heads})"
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Relative(Diagonal):
+    table: Tensor  # (H or 1, 2R+1)
+
+    def along(self, h: Tensor, distance: Tensor) -> Tensor:
+        reach = self.table.shape[1] // 2
+        return self.table[h if len(self.table) > 1 else torch.zeros_like(h), distance.clamp(-reach, reach) + reach]
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        return (self.table,)
+
+    def check(self, frame: Frame, width: int, value_width: int) -> None:
+        if len(self.table) not in (1, frame.H):
+            raise ValueError(f"relative: table must be (H, 2R+1) with H = {frame.H}, but is {shape_of(self.table)}")
+
+    def __repr__(self) -> str:
+        return f"relative({shape_of(self.table)})"
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class T5(Diagonal):
+    table: Tensor  # (buckets, H)
+    bidirectional: bool
+    max_distance: int
+
+    def along(self, h: Tensor, distance: Tensor) -> Tensor:
+        return self.table[self.bucket(distance), h if self.table.shape[1] > 1 else torch.zeros_like(h)]
+
+    def bucket(self, distance: Tensor) -> Tensor:
+        """The bucket of a distance `j - p`: one each while near, then ever wider ones, the last beyond `max_distance`."""
+        buckets = len(self.table)
+        first = torch.zeros_like(distance)
+        if self.bidirectional:
+            buckets //= 2
+            first = (distance > 0) * buckets
+            away = distance.abs()
+        else:
+            away = (-distance).clamp(min=0)
+        exact = buckets // 2
+        ratio = (away.clamp(min=1).float() / exact).log() / math.log(self.max_distance / exact)
+        wide = (exact + (ratio * (buckets - exact)).long()).clamp(max=buckets - 1)
+        return first + torch.where(away < exact, away, wide)
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        return (self.table,)
+
+    def check(self, frame: Frame, width: int, value_width: int) -> None:
+        if self.table.shape[1] not in (1, frame.H):
+            raise ValueError(f"t5: table must be (buckets, H) with H = {frame.H}, but is {shape_of(self.table)}")
+
+    def __repr__(self) -> str:
+        return f"t5({shape_of(self.table)}, bidirectional={self.bidirectional}, max_distance={self.max_distance})"
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Shaw(Bias):
+    keys: Tensor  # (2R+1, D) or (H, 2R+1, D)
+    values: Tensor | None  # (2R+1, E) or (H, 2R+1, E)
+
+    @property
+    def reach(self) -> int:
+        return self.keys.shape[-2] // 2
+
+    def table(self, at: At, query: Tensor, scale: float | Tensor) -> Tensor:
+        """scale * q · keys: what each query gives to each distance, (b, h, q, 2R+1)."""
+        keys = self._of_heads(self.keys.to(query), at)
+        scale = at.per_head(scale.to(query).reshape(-1)) if isinstance(scale, Tensor) else scale
+        return (query * scale) @ keys.mT
+
+    def tile(self, at: At, query: Tensor, scale: float | Tensor) -> Tensor:
+        index = self._index(at)
+        table = self.table(at, query, scale)
+        return table.gather(-1, index.expand(*table.shape[:-1], index.shape[-1]))
+
+    def aggregate(self, at: At, weights: Tensor) -> Tensor | None:
+        if self.values is None:
+            return None
+        index = self._index(at).expand(weights.shape)
+        mass = weights.new_zeros(*weights.shape[:-1], 2 * self.reach + 1).scatter_add(-1, index, weights)
+        return mass @ self._of_heads(self.values.to(weights), at)
+
+    def _index(self, at: At) -> Tensor:
+        return (at.j - at.p).clamp(-self.reach, self.reach) + self.reach
+
+    def _of_heads(self, table: Tensor, at: At) -> Tensor:
+        return table if table.dim() == 2 else at.per_head(table, axes=2).squeeze(-3).squeeze(-3)
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        return (self.keys,) if self.values is None else (self.keys, self.values)
+
+    def check(self, frame: Frame, width: int, value_width: int) -> None:
+        for name, table, size, letter in (("keys", self.keys, width, "D"), ("values", self.values, value_width, "E")):
+            if table is not None and (table.shape[-1] != size or table.dim() == 3 and len(table) not in (1, frame.H)):
+                if name == "values" and not value_width:
+                    continue  # no values are in play where only weights are asked for
+                raise ValueError(
+                    f"shaw: {name} must be (2R+1, {letter}) or (H, 2R+1, {letter}) with H = {frame.H} and {letter} = {size}, "
+                    f"but is {shape_of(table)}"
+                )
+
+    def __repr__(self) -> str:
+        return f"shaw({shape_of(self.keys)}{'' if self.values is None else ', ' + shape_of(self.values)})"
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class DenseBias(Bias):
+    tensor: Tensor  # four axes, each whole or 1
+
+    def tile(self, at: At, query: Tensor, scale: float | Tensor) -> Tensor:
+        return at.take(self.tensor).to(query)
+
+    def split(self, rows: int, columns: int) -> Bias:
+        bands = self.tensor.split(rows, 2) if self.tensor.shape[2] > 1 else (self.tensor,)
+        return _Split(tuple(band.split(columns, 3) if band.shape[3] > 1 else (band,) for band in bands))
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        return (self.tensor,)
+
+    def check(self, frame: Frame, width: int, value_width: int) -> None:
+        sizes = (frame.B, frame.H, frame.Q, frame.K)
+        if any(n not in (1, size) for n, size in zip(self.tensor.shape, sizes, strict=True)):
+            raise ValueError(f"bias must broadcast to (B, H, Q, K) = {sizes}, but is {shape_of(self.tensor)}")
+
+    def __repr__(self) -> str:
+        return f"dense_bias({shape_of(self.tensor)})"
+
+
+@dataclass(frozen=True, eq=False)
+class _Split(Bias):
+    """A dense bias that was cut along Q and K."""
+
+    cells: tuple[tuple[Tensor, ...], ...]
+
+    def cell(self, r: int, c: int) -> Bias:
+        band = self.cells[r if len(self.cells) > 1 else 0]
+        return _Cell(band[c if len(band) > 1 else 0])
+
+
+@dataclass(frozen=True, eq=False)
+class _Cell(Bias):
+    tensor: Tensor  # (B or 1, H or 1, q or 1, k or 1)
+
+    def tile(self, at: At, query: Tensor, scale: float | Tensor) -> Tensor:
+        assert at.box is not None
+        return self.tensor[
+            tuple(slice(None) if n == 1 else part for n, part in zip(self.tensor.shape, at.box[:2], strict=False))
+        ].to(query)
+
+
+def _table(name: str, table: Tensor, axes: tuple[int, ...], form: str) -> Tensor:
+    if not isinstance(table, Tensor) or not table.is_floating_point() or table.dim() not in axes:
+        came = f"{table.dtype} of shape {shape_of(table)}" if isinstance(table, Tensor) else type(table).__name__
+        raise TypeError(f"{name} must be a floating-point tensor {form}, but is {came}")
+    return table
+
+
+def _odd(name: str, size: int) -> None:
+    if size % 2 == 0:
+        raise ValueError(f"{name} must have an odd number of distances, 2R+1 for -R..R, but has {size}")
+
+
+def alibi(heads: int) -> Bias:
+    """ALiBi: `-slope[h] * abs(p - j)`, with the paper's slopes, also for head counts that are no power of two.
+
+    >>> import regard as rg
+    >>> rg.alibi(heads=8)
+    alibi(heads=8)
+    """
+    if isinstance(heads, bool) or not isinstance(heads, int) or heads < 1:
+        raise ValueError(f"alibi: heads must be a whole number of at least 1, but is {heads!r}")
+    return Alibi(heads)
+
+
+def relative(table: Tensor) -> Bias:
+    """Clipped relative bias `table[h, clip(j - p, -R, R) + R]`, table (H, 2R+1).
+
+    >>> import regard as rg, torch
+    >>> rg.relative(torch.zeros(8, 33))
+    relative((8, 33))
+    """
+    _odd("relative: table", _table("relative: table", table, (2,), "(H, 2R+1)").shape[1])
+    return Relative(table)
+
+
+def t5(table: Tensor, bidirectional: bool = True, max_distance: int = 128) -> Bias:
+    """T5's bias `table[bucket(j - p), h]`, table (buckets, H): exact buckets while near, logarithmic ones beyond.
+
+    >>> import regard as rg, torch
+    >>> rg.t5(torch.zeros(32, 8), bidirectional=False)
+    t5((32, 8), bidirectional=False, max_distance=128)
+    """
+    _table("t5: table", table, (2,), "(buckets, H)")
+    if isinstance(max_distance, bool) or not isinstance(max_distance, int):
+        raise TypeError(f"t5: max_distance must be a whole number, but is {type(max_distance).__name__}")
+    exact = len(table) // (4 if bidirectional else 2)
+    if exact < 1 or max_distance <= exact:
+        raise ValueError(
+            f"t5: max_distance must exceed the {exact} exact buckets of a table of {len(table)} "
+            f"(at least {4 if bidirectional else 2} are needed), but is {max_distance}"
+        )
+    return T5(table, bidirectional, max_distance)
+
+
+def shaw(keys: Tensor, values: Tensor | None = None) -> Bias:
+    """Shaw's relative positions: adds `scale * q_i · keys[clip(j - p, -R, R) + R]` to the score.
+
+    `values` add the weights-weighted `values[clip(j - p, -R, R) + R]` to the output. Tables are (2R+1, D) and
+    (2R+1, E), or per head (H, 2R+1, ...). `scale` is the score's own.
+
+    >>> import regard as rg, torch
+    >>> rg.shaw(torch.zeros(17, 64), torch.zeros(17, 64))
+    shaw((17, 64), (17, 64))
+    """
+    _odd("shaw: keys", _table("shaw: keys", keys, (2, 3), "(2R+1, D) or (H, 2R+1, D)").shape[-2])
+    if values is not None:
+        _table("shaw: values", values, (2, 3), "(2R+1, E) or (H, 2R+1, E)")
+        if values.shape[-2] != keys.shape[-2]:
+            raise ValueError(
+                f"shaw: values must have as many distances as keys, {keys.shape[-2]}, but have {values.shape[-2]}"
+            )
+    return Shaw(keys, values)
+
+
+def dense_bias(tensor: Tensor) -> Bias:
+    """Any bias as a tensor that broadcasts to (B, H, Q, K); a tensor given as `bias=` means this.
+
+    >>> import regard as rg, torch
+    >>> rg.dense_bias(torch.zeros(16, 16))
+    dense_bias((1, 1, 16, 16))
+    """
+    if isinstance(tensor, Tensor) and tensor.dtype == torch.bool:
+        raise TypeError("bias must be numbers that are added to the scores, but is torch.bool; pass a bool tensor as mask=")
+    if callable(tensor):
+        raise TypeError(f"bias must be a bias or a tensor, but is {type(tensor).__name__}; call it, as in alibi(heads)")
+    return DenseBias(lead(_table("bias", tensor, (0, 1, 2, 3, 4), "that broadcasts to (B, H, Q, K)")))

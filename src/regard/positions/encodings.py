@@ -1,0 +1,59 @@
+"""Absolute positions: tables that are added to the input."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+
+def sinusoidal(
+    length: int, width: int, *, dtype: torch.dtype | None = None, device: torch.device | str | None = None
+) -> Tensor:
+    """The fixed table of "Attention Is All You Need", shape `(length, width)`.
+
+        PE[pos, 2i] = sin(pos / 10000^(2i / width))        PE[pos, 2i + 1] = cos(pos / 10000^(2i / width))
+
+    An odd width ends with a sine that has no cosine beside it. The angles are computed in float64, so the table is
+    right to the last digit of `dtype` (torch's default dtype unless told otherwise) at any length.
+
+    >>> import regard as rg
+    >>> table = rg.sinusoidal(length=50, width=8)
+    >>> table.shape, table[0].tolist()
+    (torch.Size([50, 8]), [0.0, 1.0, 0.0, 1.0, 0.0, 1.0, 0.0, 1.0])
+    """
+    _check_size("length", length, least=0)
+    _check_size("width", width, least=1)
+    dtype = torch.get_default_dtype() if dtype is None else dtype
+    if not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise TypeError(f"dtype must be a floating point dtype, but is {dtype}; try torch.float32")
+    positions = torch.arange(length, dtype=torch.float64, device="cpu")
+    frequencies = 10000.0 ** (-torch.arange(0, width, 2, dtype=torch.float64, device="cpu") / width)
+    angles = positions[:, None] * frequencies  # (length, ceil(width / 2))
+    table = torch.stack((angles.sin(), angles.cos()), dim=-1).flatten(1)
+    return table[:, :width].to(dtype=dtype, device=torch.empty(0, device=device).device).contiguous()
+
+
+def learned(length: int, width: int, *, std: float = 0.02) -> nn.Parameter:
+    """A table of positions to be trained: an `nn.Parameter` `(length, width)` drawn from N(0, std^2).
+
+    >>> import regard as rg
+    >>> table = rg.learned(length=512, width=64)
+    >>> table.shape, table.requires_grad
+    (torch.Size([512, 64]), True)
+    """
+    _check_size("length", length, least=0)
+    _check_size("width", width, least=1)
+    if isinstance(std, bool) or not isinstance(std, (int, float)):
+        raise TypeError(f"std must be a number, but is {type(std).__name__}; try std=0.02")
+    if not (math.isfinite(std) and std >= 0):
+        raise ValueError(f"std must be finite and not negative, but is {std}; try std=0.02")
+    return nn.Parameter(torch.empty(length, width).normal_(std=std))
+
+
+def _check_size(name: str, value: int, *, least: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)):
+        raise TypeError(f"{name} must be an integer, but is {type(value).__name__} {value!r}; try {name}=int(...)")
+    if value < least:
+        raise ValueError(f"{name} must be at least {least}, but is {value}")

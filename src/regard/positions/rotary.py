@@ -1,0 +1,305 @@
+"""Rotary positions: pairs of channels of q and k, turned by an angle that grows with the position."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+
+class Scaling(Protocol):
+    """What `rotary` asks of a scaling. Any object with these two will do."""
+
+    @property
+    def magnitude(self) -> float:
+        """What the turned channels are multiplied by."""
+
+    def frequencies(self, base: float, width: int, positions: Tensor) -> Tensor:
+        """The angle by which each pair turns from one position to the next, `(width / 2,)`."""
+
+
+def rotary(
+    x: Tensor,
+    positions: Tensor | int | None = None,
+    *,
+    base: float = 10000.0,
+    width: int | None = None,
+    interleaved: bool = False,
+    scaling: Scaling | None = None,
+) -> Tensor:
+    """Turn `x` `(B, H, N, D)` by its positions; q·k of two turned vectors depends on their distance only.
+
+        angle = positions * base^(-2i / width)                        i = 0 ... width / 2 - 1
+        (a, b) -> (a cos(angle) - b sin(angle), b cos(angle) + a sin(angle))
+
+    positions: integers `(N,)` or `(B, N)`; a number is where the first token stands; none is 0 ... N - 1.
+    width: how many leading channels turn, D unless told otherwise; the others pass through.
+    interleaved: channel pairs are (2i, 2i + 1) when true (GPT-J), (i, i + width / 2) when false (Llama, GPT-NeoX).
+    scaling: `Linear`, `Dynamic`, `Yarn` or `Llama3` of `regard.positions`, for more positions than were trained.
+
+    `(N, D)` and `(H, N, D)` are taken too. Angles are computed in float64, the product in float32 at least, and the
+    result has the shape and dtype of `x`.
+
+    >>> import regard as rg
+    >>> q = torch.randn(2, 8, 10, 64)
+    >>> torch.allclose(rg.rotary(q, 5)[:, :, 0], rg.rotary(q, torch.arange(5, 15))[:, :, 0])
+    True
+    """
+    width = _check(x, base, width, scaling)
+    angled = _positions(x, positions)
+    if x.numel() == 0:
+        return x
+    if scaling is None:
+        frequencies, magnitude = _frequencies(base, width, x.device), 1.0
+    else:
+        frequencies, magnitude = scaling.frequencies(base, width, angled), scaling.magnitude
+    angles = angled[..., None].to(frequencies.dtype) * frequencies  # (N, width / 2) or (B, 1, N, width / 2)
+    compute = torch.promote_types(x.dtype, torch.float32)
+    cos, sin = (angles.cos() * magnitude).to(compute), (angles.sin() * magnitude).to(compute)
+
+    turned = x[..., :width].to(compute)
+    a, b = (turned[..., 0::2], turned[..., 1::2]) if interleaved else turned.chunk(2, dim=-1)
+    a, b = a * cos - b * sin, b * cos + a * sin
+    turned = torch.stack((a, b), dim=-1).flatten(-2) if interleaved else torch.cat((a, b), dim=-1)
+    turned = turned.to(x.dtype)
+    return turned if width == x.shape[-1] else torch.cat((turned, x[..., width:]), dim=-1)
+
+
+@dataclass(frozen=True)
+class Linear:
+    """Position interpolation: every angle divided by `factor`.
+
+    >>> import regard as rg
+    >>> x = torch.ones(4, 8)
+    >>> torch.allclose(rg.rotary(x, scaling=rg.positions.Linear(2.0))[2], rg.rotary(x)[1])
+    True
+    """
+
+    factor: float
+
+    def __post_init__(self) -> None:
+        _check_number("factor", self.factor, least=1)
+
+    @property
+    def magnitude(self) -> float:
+        return 1.0
+
+    def frequencies(self, base: float, width: int, positions: Tensor) -> Tensor:
+        return _frequencies(base, width, positions.device) / self.factor
+
+
+@dataclass(frozen=True)
+class Dynamic:
+    """NTK-aware scaling that starts beyond `original` positions: the base grows with the length of the call.
+
+        length = max(largest position + 1, original)
+        base   = base * (factor * length / original - factor + 1)^(width / (width - 2))
+
+    The length is that of the positions given, as a tensor, so nothing waits for it and nothing is remembered.
+
+    >>> import regard as rg
+    >>> x = torch.randn(16, 8)
+    >>> torch.equal(rg.rotary(x, scaling=rg.positions.Dynamic(2.0, original=16)), rg.rotary(x))
+    True
+    """
+
+    factor: float
+    original: int
+
+    def __post_init__(self) -> None:
+        _check_number("factor", self.factor, least=1)
+        _check_number("original", self.original, least=1)
+
+    @property
+    def magnitude(self) -> float:
+        return 1.0
+
+    def frequencies(self, base: float, width: int, positions: Tensor) -> Tensor:
+        if width == 2:  # the only pair turns by 1 whatever the base
+            return _frequencies(base, width, positions.device)
+        length = (positions.max() + 1).clamp(min=self.original).to(_precision(positions.device))
+        growth = self.factor * length / self.original - (self.factor - 1)
+        return _frequencies(base * growth ** (width / (width - 2)), width, positions.device)
+
+
+@dataclass(frozen=True)
+class Yarn:
+    """YaRN: pairs that turn often within `original` positions keep their angle, the slow ones are interpolated.
+
+    Pairs with more than `beta_fast` turns are kept, those with fewer than `beta_slow` divided by `factor`, and a linear
+    ramp over the pairs lies between (from whole pair to whole pair unless `truncate` is false). The turned channels
+    grow by `attention_factor`; when that is none, by m(mscale) / m(mscale_all_dim) if both are given, else by m(1),
+    where m(s) = 0.1 s ln(factor) + 1. The words are those of the checkpoints that use them.
+
+    >>> import regard as rg
+    >>> rg.rotary(torch.randn(2, 4, 32, 64), scaling=rg.positions.Yarn(4.0, original=4096)).shape
+    torch.Size([2, 4, 32, 64])
+    """
+
+    factor: float
+    original: int
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    attention_factor: float | None = None
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+    truncate: bool = True
+
+    def __post_init__(self) -> None:
+        _check_number("factor", self.factor, least=1)
+        _check_number("original", self.original, least=1)
+        _check_number("beta_slow", self.beta_slow, above=0)
+        _check_number("beta_fast", self.beta_fast, above=0)
+        if self.beta_fast <= self.beta_slow:
+            raise ValueError(
+                f"beta_fast must be greater than beta_slow, but they are {self.beta_fast} and "
+                f"{self.beta_slow}; the paper has 32 and 1"
+            )
+        if self.attention_factor is not None:
+            _check_number("attention_factor", self.attention_factor, above=0)
+        for name in ("mscale", "mscale_all_dim"):
+            if getattr(self, name) is not None:
+                _check_number(name, getattr(self, name), least=0)
+
+    @property
+    def magnitude(self) -> float:
+        def grown(scale: float) -> float:
+            return 0.1 * scale * math.log(self.factor) + 1.0
+
+        if self.attention_factor is not None:
+            return self.attention_factor
+        if self.mscale and self.mscale_all_dim:
+            return grown(self.mscale) / grown(self.mscale_all_dim)
+        return grown(1.0)
+
+    def frequencies(self, base: float, width: int, positions: Tensor) -> Tensor:
+        def pair(turns: float) -> float:
+            """The pair, not a whole one, that makes so many turns within the original length."""
+            return width * math.log(self.original / (turns * 2 * math.pi)) / (2 * math.log(base))
+
+        first, last = pair(self.beta_fast), pair(self.beta_slow)
+        if self.truncate:
+            first, last = math.floor(first), math.ceil(last)
+        first, last = max(first, 0), min(last, width - 1)
+        span = last - first if last != first else 0.001
+        kept = _frequencies(base, width, positions.device)  # (width / 2,)
+        ramp = (torch.arange(width // 2, dtype=kept.dtype, device=kept.device) - first) / span
+        return torch.lerp(kept, kept / self.factor, ramp.clamp(0, 1))
+
+
+@dataclass(frozen=True)
+class Llama3:
+    """Llama 3.1: long wavelengths divided by `factor`, short ones kept, a smooth passage between.
+
+    A pair with more than `high_frequency` turns within `original` positions is kept, one with fewer than
+    `low_frequency` turns is divided by `factor`, and between the two the share is linear in the number of turns.
+
+    >>> import regard as rg
+    >>> scaling = rg.positions.Llama3(8.0, low_frequency=1.0, high_frequency=4.0, original=8192)
+    >>> rg.rotary(torch.randn(2, 4, 32, 64), base=500000.0, scaling=scaling).shape
+    torch.Size([2, 4, 32, 64])
+    """
+
+    factor: float
+    low_frequency: float
+    high_frequency: float
+    original: int
+
+    def __post_init__(self) -> None:
+        _check_number("factor", self.factor, least=1)
+        _check_number("low_frequency", self.low_frequency, above=0)
+        _check_number("high_frequency", self.high_frequency, above=0)
+        _check_number("original", self.original, least=1)
+        if self.high_frequency <= self.low_frequency:
+            raise ValueError(
+                f"high_frequency must be greater than low_frequency, but they are {self.high_frequency} and "
+                f"{self.low_frequency}; Llama 3.1 has 4 and 1"
+            )
+
+    @property
+    def magnitude(self) -> float:
+        return 1.0
+
+    def frequencies(self, base: float, width: int, positions: Tensor) -> Tensor:
+        kept = _frequencies(base, width, positions.device)
+        turns = self.original * kept / (2 * math.pi)
+        share = ((turns - self.low_frequency) / (self.high_frequency - self.low_frequency)).clamp(0, 1)
+        return torch.lerp(kept / self.factor, kept, share)
+
+
+def _frequencies(base: float | Tensor, width: int, device: torch.device) -> Tensor:
+    return base ** (-torch.arange(0, width, 2, dtype=_precision(device), device=device) / width)
+
+
+def _precision(device: torch.device) -> torch.dtype:
+    """float32 angles are wrong in the third digit at 100,000 positions; only Apple's GPU has nothing better."""
+    return torch.float32 if device.type == "mps" else torch.float64
+
+
+def _positions(x: Tensor, positions: Tensor | int | None) -> Tensor:
+    """As a tensor that broadcasts against `x` without its last axis: `(N,)` or `(B, 1, N)`."""
+    length = x.shape[-2]
+    if positions is None:
+        return torch.arange(length, device=x.device)
+    if isinstance(positions, (int, torch.SymInt)) and not isinstance(positions, bool):
+        return torch.arange(length, device=x.device) + positions
+    if not isinstance(positions, Tensor):
+        raise TypeError(
+            f"positions must be a tensor of integers, a number or None, but is {type(positions).__name__}; "
+            "try torch.tensor(positions)"
+        )
+    if positions.is_floating_point() or positions.is_complex() or positions.dtype == torch.bool:
+        raise TypeError(f"positions must be integers, but is {positions.dtype}; try positions.long()")
+    if positions.device != x.device:
+        raise ValueError(
+            f"positions must be on the device of x, {x.device}, but is on {positions.device}; "
+            "try positions.to(x.device)"
+        )
+    batch = x.shape[0] if x.ndim == 4 else 1
+    shape = tuple(positions.shape)
+    if shape == (length,):
+        return positions
+    if shape not in {(batch, length), (1, length)}:
+        raise ValueError(
+            f"positions must have the shape (N,) = ({length},) or (B, N) = ({batch}, {length}) for x of shape "
+            f"{tuple(x.shape)}, but is {shape}; x is read as (B, H, N, D), (H, N, D) or (N, D)"
+        )
+    return positions[:, None] if x.ndim == 4 else positions[0]
+
+
+def _check(x: Tensor, base: float, width: int | None, scaling: Scaling | None) -> int:
+    if not isinstance(x, Tensor):
+        raise TypeError(f"x must be a tensor, but is {type(x).__name__}; try torch.as_tensor(x)")
+    if not x.is_floating_point():
+        raise TypeError(f"x must be floating point, but is {x.dtype}; try x.float()")
+    if x.ndim not in (2, 3, 4):
+        raise ValueError(f"x must have the shape (B, H, N, D), (H, N, D) or (N, D), but its shape is {tuple(x.shape)}")
+    _check_number("base", base, above=1)
+    if scaling is not None and (isinstance(scaling, type) or not hasattr(scaling, "frequencies")):
+        raise TypeError(
+            f"scaling must be None or one of Linear, Dynamic, Yarn and Llama3 of regard.positions, but is {scaling!r}; "
+            "try scaling=regard.positions.Linear(2.0)"
+        )
+    size = x.shape[-1]
+    if width is None:
+        if size % 2:
+            raise ValueError(
+                f"x must have an even width D to be turned in pairs, but it is {size}; try width={size - 1}"
+            )
+        return size
+    if isinstance(width, bool) or not isinstance(width, int):
+        raise TypeError(f"width must be an integer, but is {type(width).__name__} {width!r}; try width=int(...)")
+    if width % 2 or not 2 <= width <= size:
+        raise ValueError(f"width must be even and between 2 and D = {size}, but is {width}")
+    return width
+
+
+def _check_number(name: str, value: float, *, least: float = -math.inf, above: float = -math.inf) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f"{name} must be a number, but is {type(value).__name__} {value!r}; try {name}=float(...)")
+    if not (least <= value < math.inf and value > above):
+        bound = f"at least {least}" if least > above else f"greater than {above}"
+        raise ValueError(f"{name} must be finite and {bound}, but is {value}")

@@ -1,0 +1,241 @@
+"""How well a query matches a key: the scores of a tile, from its queries (b, h, q, D) and keys (b, h, k, D)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from regard.geometry import At, shape_of
+
+Modifier = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
+
+
+@dataclass(frozen=True, eq=False)
+class Score:
+    """What the scores share. Tensors among their fields may require grad."""
+
+    def tile(self, query: Tensor, key: Tensor, at: At) -> Tensor:
+        """(b, h, q, D) and (b, h, k, D) to scores (b, h, q, k)."""
+        raise NotImplementedError
+
+    def scale_for(self, width: int) -> float | Tensor:
+        """What products of queries and keys of this width are multiplied by."""
+        return 1.0
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        return ()
+
+    def check(self, heads: int, width: int) -> None:
+        """Raise if the score does not fit H heads of width D."""
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Dot(Score):
+    """Scaled dot product: `scale * q · k`, scale `1/sqrt(D)` unless given as a number or a tensor, one or per head.
+
+    With `softcap` c the score is `c * tanh(scale * q · k / c)`.
+
+    >>> import regard as rg
+    >>> rg.Dot(), rg.Dot(scale=0.5, softcap=30.0)
+    (Dot(), Dot(scale=0.5, softcap=30.0))
+    """
+
+    scale: float | Tensor | None = None
+    softcap: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.softcap is None:
+            return
+        if isinstance(self.softcap, bool) or not isinstance(self.softcap, int | float):
+            raise TypeError(f"softcap must be a positive number, but is {type(self.softcap).__name__}; leave it out for none")
+        if not 0 < self.softcap < math.inf:
+            raise ValueError(f"softcap must be a positive number, but is {self.softcap}; leave it out for none")
+
+    def tile(self, query: Tensor, key: Tensor, at: At) -> Tensor:
+        scores = (query * _per_head(self.scale_for(query.shape[-1]), at, query)) @ key.mT
+        return scores if self.softcap is None else self.softcap * (scores / self.softcap).tanh()
+
+    def scale_for(self, width: int) -> float | Tensor:
+        return 1 / math.sqrt(max(width, 1)) if self.scale is None else self.scale
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        return (self.scale,) if isinstance(self.scale, Tensor) else ()
+
+    def check(self, heads: int, width: int) -> None:
+        _check_scale(self.scale, heads)
+
+    def __repr__(self) -> str:
+        return _call("Dot", scale=self.scale, softcap=self.softcap)
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Cosine(Score):
+    """Cosine of the angle between query and key, times `scale` (1 unless given, one or per head).
+
+    >>> import regard as rg
+    >>> rg.Cosine(scale=10.0)
+    Cosine(scale=10.0)
+    """
+
+    scale: float | Tensor | None = None
+
+    def tile(self, query: Tensor, key: Tensor, at: At) -> Tensor:
+        scale = _per_head(self.scale_for(query.shape[-1]), at, query)
+        return (F.normalize(query, dim=-1) * scale) @ F.normalize(key, dim=-1).mT
+
+    def scale_for(self, width: int) -> float | Tensor:
+        return 1.0 if self.scale is None else self.scale
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        return (self.scale,) if isinstance(self.scale, Tensor) else ()
+
+    def check(self, heads: int, width: int) -> None:
+        _check_scale(self.scale, heads)
+
+    def __repr__(self) -> str:
+        return _call("Cosine", scale=self.scale)
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Additive(Score):
+    """Additive (Bahdanau) score `weight · tanh(q + k)` of already projected q and k; weight (D,) or (H, D).
+
+    >>> import regard as rg, torch
+    >>> rg.Additive(torch.ones(64))
+    Additive((64,))
+    """
+
+    weight: Tensor
+
+    def __post_init__(self) -> None:
+        _check_floats("Additive: weight", self.weight, "(D,) or (H, D)")
+
+    def tile(self, query: Tensor, key: Tensor, at: At) -> Tensor:
+        weight = at.per_head(self.weight.to(query), axes=1)  # (D,) or (h, 1, 1, D)
+        hidden = (query.unsqueeze(-2) + key.unsqueeze(-3)).tanh()  # (b, h, q, k, D)
+        return (hidden @ weight) if weight.dim() == 1 else (hidden @ weight.mT).squeeze(-1)
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        return (self.weight,)
+
+    def check(self, heads: int, width: int) -> None:
+        if tuple(self.weight.shape) not in ((width,), (1, width), (heads, width)):
+            raise ValueError(
+                f"Additive: weight must be (D,) or (H, D) with H = {heads} and D = {width}, but is {shape_of(self.weight)}"
+            )
+
+    def __repr__(self) -> str:
+        return f"Additive({shape_of(self.weight)})"
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Bilinear(Score):
+    """Bilinear (Luong's general) score `q · matrix · k`; matrix (D, D) or (H, D, D).
+
+    >>> import regard as rg, torch
+    >>> rg.Bilinear(torch.eye(64))
+    Bilinear((64, 64))
+    """
+
+    matrix: Tensor
+
+    def __post_init__(self) -> None:
+        _check_floats("Bilinear: matrix", self.matrix, "(D, D) or (H, D, D)")
+
+    def tile(self, query: Tensor, key: Tensor, at: At) -> Tensor:
+        return self.project(query, at) @ key.mT
+
+    def project(self, query: Tensor, at: At) -> Tensor:
+        """The queries whose plain dot product with a key is the score."""
+        matrix = at.per_head(self.matrix.to(query), axes=2)  # (D, D) or (h, 1, 1, D, D)
+        return query @ (matrix if matrix.dim() == 2 else matrix.squeeze(-3).squeeze(-3))
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        return (self.matrix,)
+
+    def check(self, heads: int, width: int) -> None:
+        if tuple(self.matrix.shape) not in ((width, width), (1, width, width), (heads, width, width)):
+            raise ValueError(
+                f"Bilinear: matrix must be (D, D) or (H, D, D) with H = {heads} and D = {width}, but is {shape_of(self.matrix)}"
+            )
+
+    def __repr__(self) -> str:
+        return f"Bilinear({shape_of(self.matrix)})"
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Modified(Score):
+    """Another score, changed by a plain function of `(score, b, h, q_index, k_index)` tensors.
+
+    `q_index` is where the query stands among the keys, `offset + i`. The function runs on tiles, and autograd
+    differentiates it, also with respect to the tensors that it closes over. A function given as `score=` means this.
+
+    >>> import regard as rg
+    >>> def nearer_is_better(score, b, h, q_index, k_index):
+    ...     return score - 0.1 * (q_index - k_index).abs()
+    >>> rg.Modified(nearer_is_better)
+    Modified(nearer_is_better)
+    """
+
+    function: Modifier
+    score: Score = Dot()
+
+    def __post_init__(self) -> None:
+        if not callable(self.function) or isinstance(self.function, Score):
+            raise TypeError(
+                "Modified: function must be a function of (score, b, h, q_index, k_index), "
+                f"but is {type(self.function).__name__}; a score to be modified comes second"
+            )
+        if not isinstance(self.score, Score):
+            raise TypeError(f"Modified: score must be a score such as Dot(), but is {type(self.score).__name__}")
+
+    def tile(self, query: Tensor, key: Tensor, at: At) -> Tensor:
+        scores = self.score.tile(query, key, at)
+        changed = self.function(scores, at.b, at.h, at.p, at.j)
+        if not isinstance(changed, Tensor) or changed.shape != scores.shape:
+            came = f"a tensor of shape {shape_of(changed)}" if isinstance(changed, Tensor) else type(changed).__name__
+            raise TypeError(
+                "score: the function must return the changed scores, a tensor of the shape of its first argument, "
+                f"{shape_of(scores)}, but returned {came}"
+            )
+        return changed.to(scores.dtype)
+
+    def scale_for(self, width: int) -> float | Tensor:
+        return self.score.scale_for(width)
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        return self.score.tensors()
+
+    def check(self, heads: int, width: int) -> None:
+        self.score.check(heads, width)
+
+    def __repr__(self) -> str:
+        name = getattr(self.function, "__name__", repr(self.function))
+        return f"Modified({name})" if type(self.score) is Dot and repr(self.score) == "Dot()" else f"Modified({name}, {self.score!r})"
+
+
+def _per_head(scale: float | Tensor, at: At, like: Tensor) -> float | Tensor:
+    return at.per_head(scale.to(like).reshape(-1)) if isinstance(scale, Tensor) else scale
+
+
+def _check_floats(name: str, tensor: Tensor, form: str) -> None:
+    if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
+        came = f"{tensor.dtype}" if isinstance(tensor, Tensor) else type(tensor).__name__
+        raise TypeError(f"{name} must be a floating-point tensor {form}, but is {came}")
+
+
+def _check_scale(scale: float | Tensor | None, heads: int) -> None:
+    if isinstance(scale, Tensor):
+        if scale.numel() not in (1, heads):
+            raise ValueError(f"scale must be one number or one for each of the {heads} heads, but is {shape_of(scale)}")
+    elif scale is not None and (isinstance(scale, bool) or not isinstance(scale, int | float)):
+        raise TypeError(f"scale must be a number or a tensor, one or per head, but is {type(scale).__name__}")
+
+
+def _call(name: str, **values: object) -> str:
+    shown = (f"{k}={shape_of(v) if isinstance(v, Tensor) else v!r}" for k, v in values.items() if v is not None)
+    return f"{name}({', '.join(shown)})"

@@ -1,0 +1,103 @@
+"""Every engine agrees with the reference, and the reference with the oracle."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from torch import Tensor
+
+import regard as rg
+from regard.engines.select import ENGINES
+from tests.strategies import Call, calls
+
+FAST = [name for name in ENGINES if name not in ("reference", "flex")]
+
+
+def results(call: Call, engine: str, lse: bool = True) -> tuple[Tensor, Tensor | None]:
+    if lse:
+        return rg.attention(call.query, call.key, call.value, engine=engine, return_lse=True, **call.description)
+    return rg.attention(call.query, call.key, call.value, engine=engine, **call.description), None
+
+
+def can(call: Call, engine: str, lse: bool = True) -> bool:
+    problem = rg.Attention(**call.description)._problem(call.query, call.key, call.value, lse)
+    return not ENGINES[engine].why_not(problem)
+
+
+def gradients(call: Call, engine: str, lse: bool = True) -> list[Tensor | None]:
+    inputs = [t.detach().requires_grad_() for t in (call.query, call.key, call.value)]
+    output, logsum = results(Call(*inputs, call.description), engine, lse)
+    generator = torch.Generator().manual_seed(0)
+    loss = (output * torch.randn(output.shape, generator=generator, dtype=output.dtype)).sum()
+    if logsum is not None:
+        loss = loss + logsum.masked_fill(logsum == float("-inf"), 0.0).sin().sum()
+    return list(torch.autograd.grad(loss, [*inputs, *call.learned], allow_unused=True))
+
+
+def assert_close(a: Tensor, b: Tensor, tolerance: float) -> None:
+    assert a.shape == b.shape
+    torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance, equal_nan=True)
+
+
+@pytest.mark.parametrize("engine", FAST)
+@settings(max_examples=150)
+@given(call=calls())
+def test_output_equals_the_reference_in_float64(engine: str, call: Call) -> None:
+    with torch.no_grad():
+        lse = can(call, engine)
+        if not can(call, engine, lse):
+            return
+        for ours, theirs in zip(results(call, engine, lse), results(call, "reference", lse), strict=True):
+            if ours is not None and theirs is not None:
+                assert_close(ours, theirs, 1e-12)
+
+
+@pytest.mark.parametrize("engine", FAST)
+@settings(max_examples=100)
+@given(call=calls(longest=24))
+def test_gradients_equal_the_reference_in_float64(engine: str, call: Call) -> None:
+    lse = can(call, engine)
+    if not can(call, engine, lse):
+        return
+    for ours, theirs in zip(gradients(call, engine, lse), gradients(call, "reference", lse), strict=True):
+        if theirs is not None:  # what no visited tile uses has no gradient, or one of zeros
+            ours = torch.zeros_like(theirs) if ours is None else ours
+            assert ours.isfinite().all()
+            assert_close(ours, theirs, 1e-10)
+
+
+@pytest.mark.parametrize("engine", [*FAST, "reference"])
+@settings(max_examples=60)
+@given(call=calls())
+def test_float32_is_within_twice_the_error_of_dense_torch(engine: str, call: Call) -> None:
+    with torch.no_grad():
+        if not can(call, engine, False):
+            return
+        exact, _ = results(call, "reference", False)
+        single = Call(call.query.float(), call.key.float(), call.value.float(), call.description)
+        dense = plain_torch(single)
+        ours, _ = results(single, engine, False)
+        error, allowed = (ours - exact).abs().max(), 2 * (dense - exact).abs().max()
+        assert error <= allowed + 2e-6 * exact.abs().max().clamp(min=1)
+
+
+def plain_torch(call: Call) -> Tensor:
+    """The same call as a user of torch would write it: dense logits, torch.softmax, matmul."""
+    attend = rg.Attention(**call.description)
+    problem = attend._problem(call.query, call.key, call.value, False)
+    from regard.engines.reference import logits
+
+    at = problem.frame.at()
+    repeats = call.query.shape[1] // call.key.shape[1]
+    key, value = call.key.repeat_interleave(repeats, 1), call.value.repeat_interleave(repeats, 1)
+    scores = logits(problem, call.query, key, at, problem.bias, None)
+    if problem.sink is not None:
+        sink = torch.as_tensor(problem.sink).to(scores).reshape(-1, 1, 1).expand(*scores.shape[:-1], 1)
+        weights = torch.softmax(torch.cat([scores, sink], -1), -1)[..., :-1]
+    else:
+        weights = torch.softmax(scores, -1)
+    weights = weights.nan_to_num(0.0)
+    output = weights @ value
+    more = None if problem.bias is None else problem.bias.aggregate(at, weights)
+    return output if more is None else output + more
