@@ -28,37 +28,39 @@ REGARD_INLINE VecD exp_of_twice(VecD x) {
   return bits_as<VecD>(power + (bits_as<Word64>(shifted) << 52));
 }
 
-// n / x + c, and 1 / x + c: an estimate and one Newton step, whose last multiplication takes c along.
+// n / x + c, and 1 / x + c. With a fused multiply-add: an estimate and one Newton step, arranged so that what is rounded
+// before the end is only n * estimate; without one the step would lose the digits that it should win.
+#if defined(__AVX512F__) || defined(__FMA__) || defined(__ARM_FEATURE_FMA)
 #if defined(__AVX512F__)
 REGARD_INLINE VecF reciprocal_estimate(VecF x) { return _mm512_rcp14_ps(x); }
 #elif defined(__AVX__)
 REGARD_INLINE VecF reciprocal_estimate(VecF x) { return _mm256_rcp_ps(x); }
-#elif defined(__SSE2__)
-REGARD_INLINE VecF reciprocal_estimate(VecF x) { return _mm_rcp_ps(x); }
-#elif defined(__ARM_NEON)
+#else
 REGARD_INLINE VecF reciprocal_estimate(VecF x) {
   const VecF r = vrecpeq_f32(x);  // 8 bits only: a step more than the others
   return r * (2.0f - x * r);
 }
-#else
-REGARD_INLINE VecF reciprocal_estimate(VecF x) { return 1.0f / x; }
 #endif
 REGARD_INLINE VecF quotient_plus(VecF n, VecF x, VecF c) {
-  const VecF r = reciprocal_estimate(x);
-  return (n * r) * (2.0f - x * r) + c;
+  const VecF r = reciprocal_estimate(x), e = 1.0f - x * r, t = n * r;
+  return t * e + (t + c);
 }
 REGARD_INLINE VecF reciprocal_plus(VecF x, VecF c) {
-  const VecF r = reciprocal_estimate(x);
-  return r * (2.0f - x * r) + c;
+  const VecF r = reciprocal_estimate(x), e = 1.0f - x * r;
+  return r * e + (r + c);
 }
+#else
+REGARD_INLINE VecF quotient_plus(VecF n, VecF x, VecF c) { return n / x + c; }
+REGARD_INLINE VecF reciprocal_plus(VecF x, VecF c) { return 1.0f / x + c; }
+#endif
 REGARD_INLINE VecD quotient_plus(VecD n, VecD x, VecD c) { return n / x + c; }
 REGARD_INLINE VecD reciprocal_plus(VecD x, VecD c) { return 1.0 / x + c; }
 
-// 1 / (1 + e^2x) + c for any x: tanh(x) = 1 - 2 / (1 + e^2x).
-template <class V> REGARD_INLINE V additive_share(V x, V c) {
+// -tanh(x) = 2 / (1 + e^2x) - 1 for any x.
+template <class V> REGARD_INLINE V minus_tanh(V x) {
   using T = decltype(x[0] + x[0]);
   constexpr T limit = sizeof(T) == 8 ? 1000 : 120;
-  return reciprocal_plus(exp2(min(broadcast(limit), x * T(2 * log2_e))) + T(1), c);
+  return reciprocal_plus(exp2(min(broadcast(limit), x * T(2 * log2_e))) * T(0.5) + T(0.5), broadcast(T(-1)));
 }
 
 template <class T> struct AdditiveLimits;
@@ -109,7 +111,7 @@ template <class T> struct AdditiveWeight {
       const T share = largest > 0 ? weight[d] / largest : T(0);
       const T size = greatest(share < 0 ? -share : share, AdditiveLimits<T>::smallest_weight);
       inverse[d] = share < 0 ? -1 / size : 1 / size;
-      shift[d] = share < 0 ? size / 2 : -size / 2;
+      shift[d] = T(-0.5) / inverse[d];
       smallest = least(smallest, size);
     }
   }
@@ -163,12 +165,12 @@ REGARD_INLINE void additive_scores(const AdditiveWeight<T>& w, const T* __restri
       REGARD_UNROLL
       for (int half = 0; half < 2; ++half) {
         const V k = load(b + half * L);
-        if constexpr (mode == AdditiveMode::direct) sum[r][half] += weight * additive_share(q + k, broadcast(T(-0.5)));
+        if constexpr (mode == AdditiveMode::direct) sum[r][half] += weight * minus_tanh(q + k);
         else sum[r][half] += reciprocal_plus(q * k + over, shift);
       }
     }
   }
-  const V factor = broadcast(mode == AdditiveMode::direct ? -2 * scale : -2 * w.largest * scale);
+  const V factor = broadcast(mode == AdditiveMode::direct ? -scale : -2 * w.largest * scale);
   REGARD_UNROLL
   for (int r = 0; r < M; ++r, c += c_row) {
     store(c, factor * sum[r][0]);
@@ -176,37 +178,45 @@ REGARD_INLINE void additive_scores(const AdditiveWeight<T>& w, const T* __restri
   }
 }
 
-// Of M queries and `keys` keys with the gradients ds[r][j] of their scores: adds r(1 - r) ds to dq and dk and r ds to
-// `moment`, r = 1 / (1 + e^2(q+k)). Rows have `depth` numbers, a multiple of the vector; q and k are e^2q and e^2k, or in
-// direct mode what they are. dq and dk still want the factor 4 * weight, and the gradient of the weight is the sum of all
-// ds minus 2 * moment.
+// Rows in panels [d / NR][row][NR], which lie `panel` numbers apart: queries as e^2q / 2 and keys as e^2k, or in direct
+// mode as they are.
+template <class T> struct AdditiveRows {
+  const T* data;
+  int64_t panel;
+  REGARD_INLINE const T* at(int64_t d) const { return data + d / NR<T> * panel + d % NR<T>; }
+};
+
+// Of M queries and `keys` keys with the gradients ds[r][j] of their scores: adds (1 - tanh^2) ds to dq and dk, which still
+// want the factor weight, and -tanh * ds to `moment`, the gradient of -weight. dq and dk have rows of `width` numbers, D in
+// whole panels.
 template <AdditiveMode mode, class T, int M>
-REGARD_INLINE void additive_gradients(int64_t depth, int64_t keys, const T* __restrict q, const T* __restrict k,
-                                      const T* __restrict ds, int64_t ds_row, T* __restrict dq, T* __restrict dk,
-                                      T* __restrict moment) {
+REGARD_INLINE void additive_gradients(int64_t width, int64_t keys, AdditiveRows<T> q, AdditiveRows<T> k, const T* __restrict ds,
+                                      int64_t ds_row, T* __restrict dq, T* __restrict dk, T* __restrict moment) {
   using V = Vec<T>;
-  const V zero{}, one = broadcast(T(1));
-  for (int64_t d = 0; d < depth; d += lanes<T>) {
+  const V zero{}, half = broadcast(T(0.5)), minus_one = broadcast(T(-1));
+  for (int64_t d = 0; d < width; d += lanes<T>) {
+    const T* key_row = k.at(d);
+    T* key_sums = dk + d;
     V query[M], query_sum[M], moments[2] = {zero, zero};
     REGARD_UNROLL
-    for (int r = 0; r < M; ++r) query[r] = load(q + r * depth + d), query_sum[r] = zero;
-    for (int64_t j = 0; j < keys; ++j) {
-      const V key = load(k + j * depth + d);
+    for (int r = 0; r < M; ++r) query[r] = load(q.at(d) + r * NR<T>), query_sum[r] = zero;
+    for (int64_t j = 0; j < keys; ++j, key_row += NR<T>, key_sums += width) {
+      const V key = load(key_row);
       V key_sum = zero;
       REGARD_UNROLL
       for (int r = 0; r < M; ++r) {
-        V share;
-        if constexpr (mode == AdditiveMode::direct) share = additive_share(query[r] + key, zero);
-        else share = reciprocal_plus(query[r] * key + one, zero);
-        const V first = broadcast(ds[r * ds_row + j]) * share, second = first - first * share;
+        V t;
+        if constexpr (mode == AdditiveMode::direct) t = minus_tanh(query[r] + key);
+        else t = reciprocal_plus(query[r] * key + half, minus_one);
+        const V given = broadcast(ds[r * ds_row + j]), first = given * t, second = given - first * t;
         moments[r & 1] += first;
         query_sum[r] += second;
         key_sum += second;
       }
-      store(dk + j * depth + d, load(dk + j * depth + d) + key_sum);
+      store(key_sums, load(key_sums) + key_sum);
     }
     REGARD_UNROLL
-    for (int r = 0; r < M; ++r) store(dq + r * depth + d, load(dq + r * depth + d) + query_sum[r]);
+    for (int r = 0; r < M; ++r) store(dq + r * width + d, load(dq + r * width + d) + query_sum[r]);
     store(moment + d, load(moment + d) + (moments[0] + moments[1]));
   }
 }

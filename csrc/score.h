@@ -9,6 +9,7 @@ namespace regard::REGARD_ISA {
 
 // q . k; the scale is multiplied into the keys.
 template <class T> struct DotScore {
+  static constexpr bool is_product = true;  // gradients are products with the packed queries and keys
   const int64_t D;
   explicit DotScore(const regard_dot& p) : D(p.D) {}
 
@@ -16,21 +17,27 @@ template <class T> struct DotScore {
   T key_factor(T scale) const { return scale; }
   void ready_queries(int64_t, T*) const {}
   void ready_keys(T*) const {}
+  void ready_rows(T*, int64_t, int64_t, T) const {}
 
   void fill(int64_t, int rows, int64_t panels, const T* strip, const T* turned, T* scores, int64_t stride) const {
     multiply<T, 1, MR, Into::overwrite>(rows, panels, D, strip, turned, NR<T> * D, scores, stride);
   }
+
+  int64_t sums() const { return 0; }
+  void finish_row(int64_t, T*) const {}
+  void store_sums(const regard_tensor&, int64_t, int64_t, const T*, T) const {}
 };
 
 // weight . tanh(q + k). All rows of a strip have the same weight: it is shared by the heads, or no heads share keys.
 template <class T> struct AdditiveScore {
-  const int64_t D;
+  static constexpr bool is_product = false;
+  const int64_t D, width;  // the width in whole panels
   const T scale;  // of the logits in base two
   AdditiveMode mode = AdditiveMode::direct;
   int64_t per_head = 0;  // 1 if every head has a weight of its own
   Buffer memory;
 
-  explicit AdditiveScore(const regard_dot& p) : D(p.D), scale(T(log2_e / p.temperature)) {}
+  explicit AdditiveScore(const regard_dot& p) : D(p.D), width(round_up(p.D, NR<T>)), scale(T(log2_e / p.temperature)) {}
 
   const AdditiveWeight<T>& weight(int64_t h) const { return ((const AdditiveWeight<T>*)memory.data)[h * per_head]; }
 
@@ -71,16 +78,21 @@ template <class T> struct AdditiveScore {
 
   void ready_queries(int64_t h, T* strip) const {
     if (mode == AdditiveMode::direct) return;
-    exponentials(strip, D * MR);
+    exponentials(strip, D * MR, T(1));
     const T* inverse = weight(h).inverse;
     for (int64_t d = 0; d < D; ++d)
       for (int r = 0; r < MR; ++r) strip[d * MR + r] *= inverse[d];
   }
   void ready_keys(T* turned) const {
-    if (mode != AdditiveMode::direct) exponentials(turned, D * NR<T>);
+    if (mode != AdditiveMode::direct) exponentials(turned, D * NR<T>, T(1));
   }
-  static void exponentials(T* x, int64_t n) {
-    for (int64_t i = 0; i < n; i += lanes<T>) store_some(x + i, 1, n - i, exp_of_twice(load_some(x + i, 1, n - i)));
+  // Rows as panels [width / NR][row][NR], which the gradients read: with the factor 1/2 for queries, 1 for keys.
+  void ready_rows(T* panels, int64_t rows, int64_t panel, T factor) const {
+    if (mode == AdditiveMode::direct) return;
+    for (int64_t d = 0; d < width; d += NR<T>, panels += panel) exponentials(panels, rows * NR<T>, factor);
+  }
+  static void exponentials(T* x, int64_t n, T factor) {
+    for (int64_t i = 0; i < n; i += lanes<T>) store_some(x + i, 1, n - i, exp_of_twice(load_some(x + i, 1, n - i)) * factor);
   }
 
   void fill(int64_t h, int rows, int64_t panels, const T* strip, const T* turned, T* scores, int64_t stride) const {
@@ -89,7 +101,30 @@ template <class T> struct AdditiveScore {
     else fill_in<AdditiveMode::direct>(weight(h), rows, panels, strip, turned, scores, stride);
   }
 
+  // Numbers gathered besides the gradients of queries and keys: the gradient of -weight.
+  int64_t sums() const { return width; }
+
+  void add_gradients(int rows, int64_t keys, AdditiveRows<T> q, AdditiveRows<T> k, const T* ds, int64_t ds_row, T* dq, T* dk, T* sums) const {
+    with_rows(rows, [&](auto m) __attribute__((always_inline)) { add_rows<decltype(m)::value>(keys, q, k, ds, ds_row, dq, dk, sums); });
+  }
+  void finish_row(int64_t h, T* row) const {
+    const T* w = weight(h).weight;
+    for (int64_t d = 0; d < D; ++d) row[d] *= w[d];
+  }
+  void store_sums(const regard_tensor& d_weight, int64_t b, int64_t h, const T* sums, T factor) const {
+    if (!d_weight.data) return;
+    T* to = (T*)d_weight.data + b * d_weight.stride[0] + h * d_weight.stride[1];
+    for (int64_t d = 0; d < D; ++d) to[d * d_weight.stride[3]] = -sums[d] * factor;
+  }
+
  private:
+  template <int M>
+  __attribute__((noinline)) void add_rows(int64_t keys, AdditiveRows<T> q, AdditiveRows<T> k, const T* ds, int64_t ds_row, T* dq, T* dk,
+                                          T* sums) const {
+    if (mode == AdditiveMode::direct) additive_gradients<AdditiveMode::direct, T, M>(width, keys, q, k, ds, ds_row, dq, dk, sums);
+    else additive_gradients<AdditiveMode::single, T, M>(width, keys, q, k, ds, ds_row, dq, dk, sums);
+  }
+
   template <AdditiveMode chosen>
   __attribute__((noinline)) void fill_in(const AdditiveWeight<T>& w, int rows, int64_t panels, const T* strip, const T* turned,
                                          T* scores, int64_t stride) const {

@@ -2,6 +2,7 @@
 
 from regard.attention import Attention, attention
 from regard.engines import Explanation, Statistics, merge
+from regard.linear import LinearAttention, LinearState, favor
 from regard.masks import (
     Mask,
     bigbird,
@@ -19,5 +20,52 @@ from regard.masks import (
     where,
     window,
 )
-from regard.positions import Bias, alibi, dense_bias, relative, shaw, t5
+from regard.positions import Bias, alibi, dense_bias, learned, relative, rotary, shaw, sinusoidal, t5
 from regard.scores import Additive, Bilinear, Cosine, Dot, Modified
+
+__version__ = "0.1.0"
+
+__all__ = [
+    # the operator
+    "Attention",
+    "attention",
+    "merge",
+    "Explanation",
+    "Statistics",
+    # scores
+    "Additive",
+    "Bilinear",
+    "Cosine",
+    "Dot",
+    "Modified",
+    # masks
+    "Mask",
+    "bigbird",
+    "blocks",
+    "causal",
+    "dense",
+    "dilated",
+    "documents",
+    "edges",
+    "global_tokens",
+    "longformer",
+    "padding",
+    "prefix",
+    "random_blocks",
+    "where",
+    "window",
+    # positions
+    "Bias",
+    "alibi",
+    "dense_bias",
+    "learned",
+    "relative",
+    "rotary",
+    "shaw",
+    "sinusoidal",
+    "t5",
+    # linear attention
+    "LinearAttention",
+    "LinearState",
+    "favor",
+]

@@ -81,14 +81,24 @@ class Attention:
                 "for a learned one pass a tensor as the score's scale"
             )
         if not self.temperature > 0:
-            raise ValueError(f"temperature must be positive, but is {self.temperature}; small ones near 0 come close to argmax")
+            raise ValueError(
+                f"temperature must be positive, but is {self.temperature}; small ones near 0 come close to argmax"
+            )
         if isinstance(self.dropout, bool) or not isinstance(self.dropout, int | float):
-            raise TypeError(f"dropout must be a share in [0, 1), but is {type(self.dropout).__name__}; leave it out for none")
+            raise TypeError(
+                f"dropout must be a share in [0, 1), but is {type(self.dropout).__name__}; leave it out for none"
+            )
         if not 0 <= self.dropout < 1:
             raise ValueError(f"dropout must be a share in [0, 1), but is {self.dropout}")
         number = isinstance(self.sink, int | float) and not isinstance(self.sink, bool)
-        if not number and self.sink is not None and not (isinstance(self.sink, Tensor) and self.sink.is_floating_point()):
-            raise TypeError(f"sink must be a logit, a number or a floating-point tensor with one per head, but is {_came(self.sink)}")
+        if (
+            not number
+            and self.sink is not None
+            and not (isinstance(self.sink, Tensor) and self.sink.is_floating_point())
+        ):
+            raise TypeError(
+                f"sink must be a logit, a number or a floating-point tensor of one per head, but is {_came(self.sink)}"
+            )
         if number and not self.sink < math.inf:  # type: ignore[operator]
             raise ValueError(f"sink must be a logit below infinity, but is {self.sink}")
 
@@ -111,7 +121,9 @@ class Attention:
         assert lse is not None
         return output, lse.reshape(query.shape[:-1])
 
-    def weights(self, query: Tensor, key: Tensor, *, rows: Part = None, columns: Part = None, heads: Part = None) -> Tensor:
+    def weights(
+        self, query: Tensor, key: Tensor, *, rows: Part = None, columns: Part = None, heads: Part = None
+    ) -> Tensor:
         """The weights (B, H, Q, K), without dropout; `rows`, `columns` and `heads` compute only that part.
 
         Parts are slices, lists, index tensors or single numbers (which keep their axis). Differentiable.
@@ -139,7 +151,11 @@ class Attention:
         >>> rg.Attention().map(q, k, size=(10, 10)).shape
         torch.Size([1, 2, 10, 10])
         """
-        if not isinstance(size, Sequence) or len(size) != 2 or any(isinstance(n, bool) or not isinstance(n, int) or n < 1 for n in size):
+        if (
+            not isinstance(size, Sequence)
+            or len(size) != 2
+            or any(isinstance(n, bool) or not isinstance(n, int) or n < 1 for n in size)
+        ):
             raise ValueError(f"size must be two whole numbers of at least 1, rows and columns, but is {size!r}")
         query, key = _autocast(query, key)
         problem = self._problem(query, key, None, False)
@@ -180,7 +196,9 @@ class Attention:
         check_tensors(query, key, value)
         shape, shared = (1,) * (4 - query.dim()) + tuple(query.shape), (1,) * (4 - key.dim()) + tuple(key.shape)
         score, mask, bias = self.score, self.mask, self.bias
-        assert isinstance(score, Score) and not isinstance(mask, Tensor) and not isinstance(bias, Tensor)
+        assert isinstance(score, Score)
+        assert not isinstance(mask, Tensor)
+        assert not isinstance(bias, Tensor)
         offset = shared[2] - shape[2] if self.offset is None else self.offset
         assert isinstance(offset, int | Tensor)
         frame = Frame(shape[0], shape[1], shape[2], shared[2], offset)
@@ -196,7 +214,12 @@ class Attention:
         if bias is not None:
             bias.check(frame, shape[3], width)
         if isinstance(self.sink, Tensor) and self.sink.numel() not in (1, frame.H):
-            raise ValueError(f"sink must be one logit or one for each of the {frame.H} heads, but is {shape_of(self.sink)}")
+            raise ValueError(
+                f"sink must be one logit or one for each of the {frame.H} heads, but is {shape_of(self.sink)}"
+            )
+        tensors = [t for t in (query, key, value, self.sink) if isinstance(t, Tensor)] + list(score.tensors())
+        tensors += bias.tensors() if bias is not None else ()
+        learned = any(t.requires_grad for t in tensors) or score.closes_over_learned(query.device)
         return Problem(
             frame=frame,
             G=shared[1],
@@ -210,7 +233,7 @@ class Attention:
             temperature=float(self.temperature),
             sink=self.sink,
             dropout=float(self.dropout),
-            grad=query.requires_grad or key.requires_grad or (value is not None and value.requires_grad),
+            grad=learned and torch.is_grad_enabled(),
             lse=lse,
         )
 
@@ -297,7 +320,8 @@ def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
         return tensors
     dtype = torch.get_autocast_dtype(device)
     return tuple(
-        t.to(dtype) if isinstance(t, Tensor) and t.is_floating_point() and t.dtype != torch.float64 else t for t in tensors
+        t.to(dtype) if isinstance(t, Tensor) and t.is_floating_point() and t.dtype != torch.float64 else t
+        for t in tensors
     )
 
 

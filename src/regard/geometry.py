@@ -70,7 +70,9 @@ class At:
     def take(self, tensor: Tensor) -> Tensor:
         """What a tensor that broadcasts to (B, H, Q, K) holds at these places."""
         if self.box is not None:
-            return tensor[tuple(slice(None) if n == 1 else part for n, part in zip(tensor.shape, self.box, strict=True))]
+            return tensor[
+                tuple(slice(None) if n == 1 else part for n, part in zip(tensor.shape, self.box, strict=True))
+            ]
         index = (self.b, self.h, self.i, self.j)
         return tensor[tuple(torch.zeros_like(at) if n == 1 else at for n, at in zip(tensor.shape, index, strict=True))]
 

@@ -73,8 +73,8 @@ def favor(count: int, seed: int = 0) -> Favor:
         f(x)_r = exp(w_r·x' - |x'|^2 / 2)        x' = x / D^(1/4), w_r ~ N(0, I), orthogonal in blocks of D
 
     The directions w depend on `seed` alone and leave torch's generator as it was. The error falls like 1/sqrt(count)
-    and grows steeply with the logits. Measured as |output - softmax| / |softmax| for 512 normal queries, keys and
-    values, D = 64, median of 21 seeds:
+    where the logits are small; it grows steeply with them, and beyond a spread of about 1 more features hardly help.
+    Measured as |output - softmax| / |softmax| for 512 normal queries, keys and values, D = 64, median of 21 seeds:
 
     | standard deviation of q and k (of the logits) | count 64 | 256 | 1024 | 4096 |
     | --- | --- | --- | --- | --- |

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -29,6 +30,10 @@ class Score:
     def tensors(self) -> tuple[Tensor, ...]:
         return ()
 
+    def closes_over_learned(self, device: torch.device) -> bool:
+        """Whether it holds tensors that require grad and are not among `tensors()`."""
+        return False
+
     def check(self, heads: int, width: int) -> None:
         """Raise if the score does not fit H heads of width D."""
 
@@ -51,7 +56,9 @@ class Dot(Score):
         if self.softcap is None:
             return
         if isinstance(self.softcap, bool) or not isinstance(self.softcap, int | float):
-            raise TypeError(f"softcap must be a positive number, but is {type(self.softcap).__name__}; leave it out for none")
+            raise TypeError(
+                f"softcap must be a positive number, but is {type(self.softcap).__name__}; leave it out for none"
+            )
         if not 0 < self.softcap < math.inf:
             raise ValueError(f"softcap must be a positive number, but is {self.softcap}; leave it out for none")
 
@@ -125,7 +132,8 @@ class Additive(Score):
     def check(self, heads: int, width: int) -> None:
         if tuple(self.weight.shape) not in ((width,), (1, width), (heads, width)):
             raise ValueError(
-                f"Additive: weight must be (D,) or (H, D) with H = {heads} and D = {width}, but is {shape_of(self.weight)}"
+                f"Additive: weight must be (D,) or (H, D) with H = {heads} and D = {width}, "
+                f"but is {shape_of(self.weight)}"
             )
 
     def __repr__(self) -> str:
@@ -160,7 +168,8 @@ class Bilinear(Score):
     def check(self, heads: int, width: int) -> None:
         if tuple(self.matrix.shape) not in ((width, width), (1, width, width), (heads, width, width)):
             raise ValueError(
-                f"Bilinear: matrix must be (D, D) or (H, D, D) with H = {heads} and D = {width}, but is {shape_of(self.matrix)}"
+                f"Bilinear: matrix must be (D, D) or (H, D, D) with H = {heads} and D = {width}, "
+                f"but is {shape_of(self.matrix)}"
             )
 
     def __repr__(self) -> str:
@@ -204,6 +213,11 @@ class Modified(Score):
             )
         return changed.to(scores.dtype)
 
+    def closes_over_learned(self, device: torch.device) -> bool:
+        b, h, p, j = torch.zeros(4, 1, 1, 1, 1, dtype=torch.int64, device=device)
+        changed = self.function(torch.zeros(1, 1, 1, 1, device=device), b, h, p, j)
+        return isinstance(changed, Tensor) and changed.requires_grad
+
     def scale_for(self, width: int) -> float | Tensor:
         return self.score.scale_for(width)
 
@@ -215,7 +229,7 @@ class Modified(Score):
 
     def __repr__(self) -> str:
         name = getattr(self.function, "__name__", repr(self.function))
-        return f"Modified({name})" if type(self.score) is Dot and repr(self.score) == "Dot()" else f"Modified({name}, {self.score!r})"
+        return f"Modified({name})" if repr(self.score) == "Dot()" else f"Modified({name}, {self.score!r})"
 
 
 def _per_head(scale: float | Tensor, at: At, like: Tensor) -> float | Tensor:

@@ -198,6 +198,10 @@ class TestRandomBlocks:
         )
 
 
+def diagonal(b: Tensor, h: Tensor, p: Tensor, j: Tensor) -> Tensor:
+    return p == j
+
+
 def different_masks() -> list[rg.Mask]:
     return [
         rg.causal(),
@@ -226,7 +230,7 @@ def different_masks() -> list[rg.Mask]:
         rg.edges([[0, 1], [1, 0]]),
         rg.dense(torch.eye(2, dtype=torch.bool)),
         rg.dense(torch.ones(2, 2, dtype=torch.bool)),
-        rg.where(torch.eq),
+        rg.where(diagonal),
         rg.causal() & rg.window(2, 0),
         rg.causal() | rg.window(2, 0),
         ~rg.causal(),
@@ -313,7 +317,7 @@ def test_a_mask_prints_its_formula_and_the_formula_makes_the_mask(mask: rg.Mask,
         (rg.dense(torch.ones(5, 7, dtype=torch.bool)), "dense((1, 1, 5, 7))"),
         (rg.padding(torch.arange(9)), "padding((9,))"),
         (rg.documents(torch.zeros(3, 50, dtype=torch.int64)), "documents((3, 50))"),
-        (rg.where(torch.eq), "where(eq)"),
+        (rg.where(diagonal), "where(diagonal)"),
     ],
 )
 def test_a_mask_that_holds_a_large_tensor_prints_its_shape(mask: rg.Mask, formula: str) -> None:

@@ -35,7 +35,7 @@ class Statistics(NamedTuple):
 
 
 def weights(problem: Problem, query: Tensor, key: Tensor, heads: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
-    """The weights of some heads, rows and columns, (B, heads, rows, columns). Normalised over all keys; differentiable."""
+    """The weights (B, heads, rows, columns) of a part, normalised over all keys; differentiable."""
     frame, device = problem.frame, query.device
     if problem.empty:
         return query.new_zeros(frame.B, len(heads), len(rows), len(columns))
@@ -54,21 +54,20 @@ def statistics(problem: Problem, query: Tensor, key: Tensor, top: int) -> Statis
     """One pass; every sum is kept relative to the largest logit so far."""
     frame = problem.frame
     shape = (frame.B, frame.H, frame.Q)
-    made = [torch.zeros(shape, dtype=problem.arithmetic, device=query.device) for _ in range(4)]
-    lse, entropy, largest, distance = made
+    lse, entropy, largest, distance = torch.zeros((4, *shape), dtype=problem.arithmetic, device=query.device)
     keys = torch.full((*shape, top), -1, dtype=torch.int64, device=query.device)
     best = torch.zeros((*shape, top), dtype=problem.arithmetic, device=query.device)
     if problem.empty:
         lse.fill_(float("-inf")), largest.fill_(float("-inf"))
-        return Statistics(*made, keys, best)
-    for row, tiles, sink in _walk(problem, query, key):
-        at = (row.batch, row.heads, row.rows)
+        return Statistics(lse, entropy, largest, distance, keys, best)
+    for row, tiles, sink in _walk(problem, Pieces(problem, query, key, None)):
+        at = row.box
         state = _Sums(lse[at], top)
         for scores, places in tiles:
             state.add(scores, places)
         lse[at], entropy[at], largest[at], distance[at] = state.finished(sink)
         keys[at], best[at] = state.top_keys, (state.top_logits - lse[at].unsqueeze(-1)).exp().nan_to_num(0.0)
-    return Statistics(*made, keys, best)
+    return Statistics(lse, entropy, largest, distance, keys, best)
 
 
 class _Sums:
@@ -119,12 +118,13 @@ def pooled(problem: Problem, query: Tensor, key: Tensor, size: tuple[int, int]) 
     result = torch.zeros((frame.B, frame.H, *size), dtype=problem.arithmetic, device=query.device)
     if problem.empty:
         return result.to(problem.dtype)
-    for row, tiles, sink in _walk(problem, query, key):
+    pieces = Pieces(problem, query, key, None)
+    for row, tiles, sink in _walk(problem, pieces):
         lse = _lse(tiles, sink, result.new_empty(()))
         empty = lse == float("-inf")
         lse = lse.masked_fill(empty, 0.0)
         down, rows = _pool(row.rows, frame.Q, size[0], result)
-        for scores, places in _tiles(problem, Pieces(problem, query, key, None), row):
+        for scores, places in _tiles(problem, pieces, row):
             assert places.box is not None
             across, columns = _pool(places.box[3], frame.K, size[1], result)
             mass = (scores - lse).exp()
@@ -152,16 +152,17 @@ def _pool(part: slice, length: int, bins: int, like: Tensor) -> tuple[Tensor, sl
     return share.to(like), bins_touched
 
 
-def _walk(problem: Problem, query: Tensor, key: Tensor) -> Iterator[tuple[Row, Iterator[tuple[Tensor, At]], Tensor | None]]:
+def _walk(problem: Problem, pieces: Pieces) -> Iterator[tuple[Row, Iterator[tuple[Tensor, At]], Tensor | None]]:
     """Every row of tiles with the logits of its tiles and its sink."""
-    pieces = Pieces(problem, query, key, None)
     for row in rows_of(problem):
-        place = problem.frame.at(row.batch, row.heads, row.rows, slice(0, 0), query.device)
-        yield row, _tiles(problem, pieces, row), sink_of(problem, place, pieces.query(row))
+        query = pieces.query(row).to(problem.arithmetic)
+        place = problem.frame.at(*row.box, slice(0, 0), query.device)
+        yield row, _tiles(problem, pieces, row), sink_of(problem, place, query)
 
 
 def _tiles(problem: Problem, pieces: Pieces, row: Row) -> Iterator[tuple[Tensor, At]]:
-    query = pieces.query(row)
+    query = pieces.query(row).to(problem.arithmetic)
     for columns, full in row.columns:
-        key, _, bias, bad, places = pieces.tile(row, columns)
-        yield logits(problem, query, key, places, bias, bad, full), places
+        tile = pieces.tile(row, columns, full)
+        key, _, bad = tile.of_heads(problem)
+        yield logits(problem, query, key, tile.at, tile.bias, bad, full), tile.at

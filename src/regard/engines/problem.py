@@ -12,7 +12,7 @@ from torch import Tensor
 from regard.geometry import Frame, shape_of
 from regard.masks import Mask
 from regard.positions.biases import Bias
-from regard.scores import Modified, Score
+from regard.scores import Score
 
 FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
@@ -33,7 +33,7 @@ class Problem:
     temperature: float
     sink: float | Tensor | None
     dropout: float
-    grad: bool  # whether query, key or value require grad
+    grad: bool  # whether anything requires grad
     lse: bool  # whether the log-sum-exp was asked for
 
     @property
@@ -53,15 +53,9 @@ class Problem:
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """The description's own tensors that may require grad (a modifier may close over more)."""
+        """The description's own tensors that may require grad; a modifier may close over more."""
         own = self.score.tensors() + (self.bias.tensors() if self.bias is not None else ())
         return own + ((self.sink,) if isinstance(self.sink, Tensor) else ())
-
-    @property
-    def needs_grad(self) -> bool:
-        if not torch.is_grad_enabled():
-            return False
-        return self.grad or isinstance(self.score, Modified) or any(t.requires_grad for t in self.tensors)
 
     @property
     def functional(self) -> bool:
@@ -109,14 +103,16 @@ def check_tensors(query: Tensor, key: Tensor, value: Tensor | None) -> None:
     if value is not None and value.shape[-2] != key.shape[-2]:
         raise ValueError(f"value must have one row for each of the {key.shape[-2]} keys, but is {shape_of(value)}")
     if query.dim() == 4 and any(tensor.shape[0] != query.shape[0] for tensor in named.values()):
-        raise ValueError(f"{_list(named)} must share the batch axis B, but are {_shapes(named)}; use .expand for a shared one")
+        raise ValueError(
+            f"{_list(named)} must share the batch axis B, but are {_shapes(named)}; use .expand for a shared one"
+        )
     if query.dim() >= 3:
         heads, shared = query.shape[-3], key.shape[-3]
         if value is not None and value.shape[-3] != shared:
             raise ValueError(f"key and value must have the same number of heads G, but are {_shapes(named)}")
         if heads != shared and (shared == 0 or heads % shared):
             raise ValueError(
-                f"query heads H must be a multiple of key/value heads G, but H = {heads} and G = {shared} ({_shapes(named)})"
+                f"query heads H must be a multiple of key/value heads G, but H = {heads}, G = {shared}: {_shapes(named)}"
             )
 
 
@@ -129,7 +125,7 @@ def _check_tensor(name: str, tensor: Any) -> None:
         )
     if not 2 <= tensor.dim() <= 4:
         raise ValueError(
-            f"{name} must have two to four axes, (length, width), (heads, length, width) or (batch, heads, length, width), "
+            f"{name} must have two to four axes, (length, width) and before them heads, and batch before these, "
             f"but is {shape_of(tensor)}"
         )
 

@@ -1,8 +1,8 @@
 """The definition: dense, in any dtype, on one screen. Everything else is tested against it.
 
-    logits  = (score(q, k) + bias) / temperature, -inf where the mask says no
-    weights = softmax over keys of logits, and of the sink
-    output  = dropout(weights) @ v, plus the value half of a relative position scheme
+logits  = (score(q, k) + bias) / temperature, -inf where the mask says no
+weights = softmax over keys of logits, and of the sink
+output  = dropout(weights) @ v, plus the value half of a relative position scheme
 """
 
 from __future__ import annotations
@@ -32,8 +32,10 @@ def run(problem: Problem, query: Tensor, key: Tensor, value: Tensor, seed: Tenso
     return output.to(problem.dtype), lse
 
 
-def logits(problem: Problem, query: Tensor, key: Tensor, at: At, bias: Bias | None, bad: Tensor | None, full: bool = False) -> Tensor:
-    """The logits of some queries (b, h, q, D) and keys (b, h, k, D) at their places; `full` says that no mask is needed.
+def logits(
+    problem: Problem, query: Tensor, key: Tensor, at: At, bias: Bias | None, bad: Tensor | None, full: bool = False
+) -> Tensor:
+    """The logits of some queries (b, h, q, D) and keys (b, h, k, D) at their places; `full` needs no mask.
 
     A key that is `bad`, and visible, makes the row NaN.
     """
@@ -51,7 +53,11 @@ def logits(problem: Problem, query: Tensor, key: Tensor, at: At, bias: Bias | No
 
 def softmax(logits: Tensor, sink: Tensor | None) -> tuple[Tensor, Tensor]:
     """Weights (..., q, k) and log-sum-exp (..., q). A row of nothing but -inf has weights 0 and log-sum-exp -inf."""
-    largest = logits.detach().amax(-1, keepdim=True) if logits.shape[-1] else logits.new_full((*logits.shape[:-1], 1), float("-inf"))
+    largest = (
+        logits.detach().amax(-1, keepdim=True)
+        if logits.shape[-1]
+        else logits.new_full((*logits.shape[:-1], 1), float("-inf"))
+    )
     if sink is not None:
         largest = largest.maximum(sink.detach())
     largest = largest.masked_fill(largest == float("-inf"), 0.0)
@@ -64,7 +70,9 @@ def softmax(logits: Tensor, sink: Tensor | None) -> tuple[Tensor, Tensor]:
     return weights / total, (largest + total.log()).masked_fill(nothing, float("-inf")).squeeze(-1)
 
 
-def operands(problem: Problem, query: Tensor, key: Tensor, value: Tensor) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor | None]:
+def operands(
+    problem: Problem, query: Tensor, key: Tensor, value: Tensor
+) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor | None]:
     """Query, key and value in the dtype of the arithmetic, with one key and value head for each query head.
 
     Under a mask, keys and values that are not finite are replaced by 0, so that they cannot reach those who may not

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from regard.engines import flex, reference, sdpa, tiled
+from regard.engines import flex, native, reference, sdpa, tiled
 from regard.engines.problem import Engine, Problem
 from regard.engines.tiled import tile_size
 from regard.masks import tiles
 from regard.scores import Additive
 
-ENGINES: dict[str, Engine] = {engine.ENGINE.name: engine.ENGINE for engine in (sdpa, flex, reference, tiled)}
+ENGINES: dict[str, Engine] = {engine.ENGINE.name: engine.ENGINE for engine in (native, sdpa, flex, reference, tiled)}
 """In the order of preference; the first that has nothing against it computes."""
 
 
@@ -53,7 +53,7 @@ class Explanation:
             f"  sizes   {'  '.join(f'{axis}={n}' for axis, n in self.sizes.items())}",
             f"  engine  {self.engine}",
             *(f"          not {name}: {'; '.join(reasons)}" for name, reasons in self.reasons.items()),
-            f"  tiles   {visited:,} of {total:,} visited ({visited / max(total, 1):.1%}), {self.tile[0]} x {self.tile[1]} each",
+            f"  tiles   {visited:,} of {total:,} visited ({visited / max(total, 1):.1%}), {' x '.join(map(str, self.tile))} each",
             f"  FLOPs   {_units(self.flops)}FLOP forward",
             f"  memory  {_units(self.peak_bytes)}B beyond inputs and output",
         ]

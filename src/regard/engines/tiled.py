@@ -1,14 +1,15 @@
 """Tile by tile in plain torch: exact, for every description, in memory that grows with Q + K and not with Q · K.
 
 A tile gives its unnormalised sums relative to its own largest logit; sums of tiles are merged as they come. That
-largest logit is a constant to autograd, because the result does not depend on it. Every tile is a checkpoint: backward
-computes it anew, and autograd differentiates it, whatever the description holds, twice if need be.
+largest logit is a constant to autograd, because the result does not depend on it. Backward computes every tile anew
+and lets autograd differentiate it, whatever the description holds.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,6 +26,14 @@ from regard.scores import Additive, Modified
 TILE_ELEMENTS = 1 << 21  # what the largest intermediate of a tile may hold
 
 
+def run(problem: Problem, query: Tensor, key: Tensor, value: Tensor, seed: Tensor | None) -> tuple[Tensor, Tensor]:
+    if not problem.grad:
+        return _walk(problem, query, key, value, seed)
+    if problem.score.closes_over_learned(query.device):
+        return _walk(problem, query, key, value, seed, save=True)
+    return _Tiled.apply(problem, seed, query, key, value, *problem.tensors)
+
+
 @dataclass(frozen=True)
 class Row:
     """A row of tiles of some batch rows and heads: its place, and the columns (and fullness) of its tiles."""
@@ -33,6 +42,10 @@ class Row:
     heads: slice
     rows: slice
     columns: list[tuple[slice, bool]]
+
+    @property
+    def box(self) -> tuple[slice, slice, slice]:
+        return self.batch, self.heads, self.rows
 
 
 def tile_size(problem: Problem) -> tuple[int, int]:
@@ -58,45 +71,65 @@ def rows_of(problem: Problem) -> Iterator[Row]:
                 yield Row(batch, heads, rows, list(table.row(b, h, r)))
 
 
+@dataclass(frozen=True)
+class Tile:
+    """What one tile is computed from."""
+
+    query: Tensor  # (b, h, q, D)
+    key: Tensor  # (b, g, k, D)
+    value: Tensor  # (b, g, k, E)
+    bad: Tensor | None  # (b, g, k)
+    bias: Bias | None
+    at: At
+    full: bool
+
+    def of_heads(self, problem: Problem) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Key, value and bad keys, one for each query head, in the dtype of the arithmetic."""
+        key, value, bad = self.key.to(problem.arithmetic), self.value.to(problem.arithmetic), self.bad
+        if (repeats := self.query.shape[1] // key.shape[1]) > 1:
+            key, value = key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)
+            bad = None if bad is None else bad.repeat_interleave(repeats, 1)
+        return key, value, bad
+
+
 class Pieces:
-    """Query, key, value and bias cut into tiles. Cut once: autograd then joins the gradients of the pieces once."""
+    """Query, key and value cut into tiles. Cut once: autograd then joins the gradients of the pieces once."""
 
     def __init__(self, problem: Problem, query: Tensor, key: Tensor, value: Tensor | None) -> None:
         self.problem, self.size = problem, tile_size(problem)
         extent = tiles(problem.mask, problem.frame, self.size).extent
-        batch, heads = (1 if extent[0] > 1 else problem.frame.B), (1 if extent[1] > 1 else problem.frame.H)
-        self.lead, self.repeats = (batch, heads), problem.frame.H // problem.G
-        self.shared = heads if heads == 1 else problem.G
+        self.batch = 1 if extent[0] > 1 else problem.frame.B
+        self.heads = 1 if extent[1] > 1 else problem.frame.H
+        self.shared = 1 if extent[1] > 1 else problem.G
         value = key[..., :0] if value is None else value
         bad = None
         if problem.mask is not None:
             key, value, bad = finite(key, value)
-        self.queries = _cut(query, (0, batch), (1, heads), (2, self.size[0]))
+        self.queries = _cut(query, (0, self.batch), (1, self.heads), (2, self.size[0]))
         self.keys, self.values = (
-            _cut(tensor, (0, batch), (1, self.shared), (2, self.size[1])) for tensor in (key, value)
+            _cut(tensor, (0, self.batch), (1, self.shared), (2, self.size[1])) for tensor in (key, value)
         )
-        known_good = bad is None or not problem.functional and not bool(bad.any())
+        known_good = bad is None or (not problem.functional and not bool(bad.any()))
         self.bad = None if known_good else bad
-        self.bias = None if problem.bias is None else problem.bias.split(*self.size)
 
     def query(self, row: Row) -> Tensor:
         """(b, h, q, D)"""
-        b, h, r = row.batch.start // self.lead[0], row.heads.start // self.lead[1], row.rows.start // self.size[0]
-        return self.queries[b][h][r].to(self.problem.arithmetic)
+        return self.queries[row.batch.start // self.batch][row.heads.start // self.heads][
+            row.rows.start // self.size[0]
+        ]
 
-    def tile(self, row: Row, columns: slice) -> tuple[Tensor, Tensor, Bias | None, Tensor | None, At]:
-        """Key (b, h, k, D), value (b, h, k, E), bias, bad keys (b, h, k) and places of a tile."""
-        problem, c = self.problem, columns.start // self.size[1]
-        group = 0 if self.shared == problem.G and self.lead[1] > 1 else row.heads.start // self.repeats
-        key, value = (x[row.batch.start // self.lead[0]][group][c] for x in (self.keys, self.values))
-        bad = None
-        if self.bad is not None:
-            bad = self.bad[row.batch, :, columns].repeat_interleave(self.repeats, 1)[:, row.heads]
-        if self.lead[1] > 1:
-            key, value = key.repeat_interleave(self.repeats, 1), value.repeat_interleave(self.repeats, 1)
-        bias = None if self.bias is None else self.bias.cell(row.rows.start // self.size[0], c)
-        at = problem.frame.at(row.batch, row.heads, row.rows, columns, key.device)
-        return key.to(problem.arithmetic), value.to(problem.arithmetic), bias, bad, at
+    def tile(self, row: Row, columns: slice, full: bool) -> Tile:
+        b, c = row.batch.start // self.batch, columns.start // self.size[1]
+        shared = self.shared_heads(row)
+        key, value = (pieces[b][shared.start // self.shared][c] for pieces in (self.keys, self.values))
+        bad = None if self.bad is None else self.bad[row.batch, shared, columns]
+        at = self.problem.frame.at(*row.box, columns, key.device)
+        return Tile(self.query(row), key, value, bad, self.problem.bias, at, full)
+
+    def shared_heads(self, row: Row) -> slice:
+        """The key/value heads of the row's query heads."""
+        repeats = self.problem.frame.H // self.problem.G
+        return slice(row.heads.start // repeats, (row.heads.stop - 1) // repeats + 1)
 
 
 def _cut(tensor: Tensor, *cuts: tuple[int, int]) -> list:
@@ -105,40 +138,37 @@ def _cut(tensor: Tensor, *cuts: tuple[int, int]) -> list:
     return [_cut(piece, *rest) for piece in pieces] if rest else pieces
 
 
-def run(problem: Problem, query: Tensor, key: Tensor, value: Tensor, seed: Tensor | None) -> tuple[Tensor, Tensor]:
+def _walk(
+    problem: Problem, query: Tensor, key: Tensor, value: Tensor, seed: Tensor | None, save: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Output and log-sum-exp; with `save`, every tile is a checkpoint for autograd."""
     pieces = Pieces(problem, query, key, value)
-    outputs: list[Tensor] = []
-    for row in rows_of(problem):
-        outputs.append(_row(problem, pieces, row, seed))
-    frame, (batch, heads) = problem.frame, pieces.lead
-    joined = _joined(outputs, frame.B // batch, frame.H // heads)  # (B, H, Q, E + 1)
-    output, lse = joined[..., :-1], joined[..., -1]
-    return output.to(problem.dtype), lse
-
-
-def _joined(rows: list[Tensor], batches: int, heads: int) -> Tensor:
-    per_head = len(rows) // (batches * heads)
+    rows = [_row(problem, pieces, row, seed, save) for row in rows_of(problem)]
+    heads = problem.frame.H // pieces.heads
+    per_head = len(rows) // (heads * (problem.frame.B // pieces.batch))
     bands = [torch.cat(rows[n : n + per_head], 2) for n in range(0, len(rows), per_head)]
-    return torch.cat([torch.cat(bands[n : n + heads], 1) for n in range(0, len(bands), heads)], 0)
+    joined = torch.cat([torch.cat(bands[n : n + heads], 1) for n in range(0, len(bands), heads)], 0)  # (B, H, Q, E + 1)
+    return joined[..., :-1].to(problem.dtype), joined[..., -1].contiguous()
 
 
-def _row(problem: Problem, pieces: Pieces, row: Row, seed: Tensor | None) -> Tensor:
+def _row(problem: Problem, pieces: Pieces, row: Row, seed: Tensor | None, save: bool) -> Tensor:
     """Output and log-sum-exp of a row of tiles, (b, h, q, E + 1)."""
     query = pieces.query(row)
-    place = problem.frame.at(row.batch, row.heads, row.rows, slice(0, 0), query.device)
-    sums = query[..., :1].masked_fill(query.new_ones((), dtype=torch.bool), 0.0) * query.new_zeros(problem.E + 1)
-    largest = query.new_full((*query.shape[:-1], 1), float("-inf"))
-    if (sink := sink_of(problem, place, query)) is not None:
+    sums = query[..., :1].to(problem.arithmetic).masked_fill(query.new_ones((), dtype=torch.bool), 0.0)
+    sums = sums * sums.new_zeros(problem.E + 1)
+    largest = sums.new_full((*query.shape[:-1], 1), float("-inf"))
+    if (sink := sink_of(problem, problem.frame.at(*row.box, slice(0, 0), query.device), sums)) is not None:
         largest = largest.maximum(sink.detach())
         sums = torch.cat([sums[..., :-1], sums[..., -1:] + (sink - _anchor(largest)).exp()], -1)
     for columns, full in row.columns:
-        key, value, bias, bad, at = pieces.tile(row, columns)
-        arguments = (problem, query, key, value, bias, bad, at, full, seed)
-        if problem.needs_grad:
-            part, own = checkpoint(_tile, *arguments, use_reentrant=False, preserve_rng_state=False)
+        tile = pieces.tile(row, columns, full)
+        if save:
+            part, own = checkpoint(_tile, problem, tile, seed, use_reentrant=False, preserve_rng_state=False)
         else:
-            part, own = _tile(*arguments)
-        sums, largest = _merged(sums, largest, part, own)
+            part, own = _tile(problem, tile, seed)
+        larger = largest.maximum(own)
+        sums = sums * (largest - _anchor(larger)).exp() + part * (own - _anchor(larger)).exp()
+        largest = larger
     total = sums[..., -1:]
     nothing = total == 0
     total = total.masked_fill(nothing, 1.0)
@@ -146,30 +176,97 @@ def _row(problem: Problem, pieces: Pieces, row: Row, seed: Tensor | None) -> Ten
     return torch.cat([sums[..., :-1] / total, lse], -1)
 
 
-def _tile(
-    problem: Problem, query: Tensor, key: Tensor, value: Tensor, bias: Bias | None, bad: Tensor | None, at: At, full: bool,
-    seed: Tensor | None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """The sums of a tile, weights times values and weights, (b, h, q, E + 1), relative to its largest logits (b, h, q, 1)."""
-    scores = logits(problem, query, key, at, bias, bad, full)
+def _tile(problem: Problem, tile: Tile, seed: Tensor | None) -> tuple[Tensor, Tensor]:
+    """The sums of a tile, weights times values and weights, (b, h, q, E + 1), and its largest logits (b, h, q, 1)."""
+    key, value, bad = tile.of_heads(problem)
+    scores = logits(problem, tile.query.to(problem.arithmetic), key, tile.at, tile.bias, bad, tile.full)
     largest = scores.detach().amax(-1, keepdim=True)
     weights = (scores - _anchor(largest)).exp()
-    dropped = weights if seed is None else weights * keep(seed, problem.dropout, at).to(weights)
+    dropped = weights if seed is None else weights * keep(seed, problem.dropout, tile.at).to(weights)
     output = dropped @ value
-    if bias is not None and (more := bias.aggregate(at, dropped)) is not None:
+    if tile.bias is not None and (more := tile.bias.aggregate(tile.at, dropped)) is not None:
         output = output + more
     return torch.cat([output, weights.sum(-1, keepdim=True)], -1), largest
-
-
-def _merged(a: Tensor, largest_a: Tensor, b: Tensor, largest_b: Tensor) -> tuple[Tensor, Tensor]:
-    largest = largest_a.maximum(largest_b)
-    anchor = _anchor(largest)
-    return a * (largest_a - anchor).exp() + b * (largest_b - anchor).exp(), largest
 
 
 def _anchor(largest: Tensor) -> Tensor:
     """What logits are taken relative to: the largest, or 0 where there is none."""
     return largest.masked_fill(largest == float("-inf"), 0.0)
+
+
+class _Tiled(torch.autograd.Function):
+    """The walk without a graph; its backward walks again, with a graph of one tile at a time."""
+
+    @staticmethod
+    def forward(ctx: Any, problem: Problem, seed: Tensor | None, *tensors: Tensor) -> tuple[Tensor, Tensor]:
+        query, key, value, *_ = tensors
+        output, lse = _walk(problem, query, key, value, seed)
+        ctx.problem, ctx.seed = problem, seed
+        ctx.save_for_backward(output, lse, *tensors)
+        return output, lse
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        output, lse, *tensors = ctx.saved_tensors
+        wanted = list(ctx.needs_input_grad[2:])
+        if torch.is_grad_enabled():  # a second derivative is asked for: differentiate a walk that saves its tiles
+            query, key, value, *_ = tensors
+            again = _walk(ctx.problem, query, key, value, ctx.seed, save=True)
+            inputs = [tensor for tensor, want in zip(tensors, wanted, strict=True) if want]
+            found = iter(torch.autograd.grad(again, inputs, grads, create_graph=True, allow_unused=True))
+            return (None, None, *(next(found) if want else None for want in wanted))
+        return (None, None, *_gradients(ctx.problem, ctx.seed, tensors, wanted, output, lse, *grads))
+
+
+def _gradients(
+    problem: Problem, seed: Tensor | None, tensors: list[Tensor], wanted: list[bool], output: Tensor, lse: Tensor,
+    grad_output: Tensor, grad_lse: Tensor,
+) -> list[Tensor | None]:  # fmt: skip
+    """The gradients of query, key, value and the description's tensors.
+
+    With output = sums / total and lse = log(total), the gradient of a tile's sums is grad_output / total, and that of
+    its weights' sum (grad_lse - grad_output · output) / total.
+    """
+    query, key, value, *own = tensors
+    grads = [torch.zeros_like(t, dtype=problem.arithmetic) for t in tensors]
+    rest = grad_lse.unsqueeze(-1) - (grad_output.to(problem.arithmetic) * output).sum(-1, keepdim=True)
+    pairing = torch.cat([grad_output.to(problem.arithmetic), rest], -1)  # (B, H, Q, E + 1)
+    pieces = Pieces(problem, query.detach(), key.detach(), value.detach())
+    scores = len(problem.score.tensors())
+    for row in rows_of(problem):
+        leaf = pieces.query(row).detach().requires_grad_(wanted[0])
+        anchor = _anchor(lse[row.box]).unsqueeze(-1)
+        shared = pieces.shared_heads(row)
+        for columns, full in row.columns:
+            tile = pieces.tile(row, columns, full)
+            key_leaf, value_leaf = tile.key.detach(), tile.value.detach()
+            key_leaf.requires_grad_(wanted[1]), value_leaf.requires_grad_(wanted[2])
+            with torch.enable_grad():
+                bias = None if problem.bias is None else problem.bias.cut(tile.at)
+                leaves = Tile(leaf, key_leaf, value_leaf, tile.bad, bias, tile.at, full)
+                part, largest = _tile(problem, leaves, seed)
+            inputs = [leaf, key_leaf, value_leaf, *own[:scores], *(() if bias is None else bias.tensors())]
+            boxes = [row.box, *[(row.batch, shared, columns)] * 2]
+            asked = [n for n, tensor in enumerate(inputs) if tensor.requires_grad]
+            if not asked or not part.requires_grad:
+                continue
+            found = torch.autograd.grad(
+                part, [inputs[n] for n in asked], pairing[row.box] * (largest - anchor).exp(), allow_unused=True
+            )
+            for n, grad in zip(asked, found, strict=True):
+                if grad is not None:
+                    cut = n >= 3 and grad.shape != grads[n].shape
+                    target = tile.at.take(grads[n]) if cut else grads[n][boxes[n]] if n < 3 else grads[n]
+                    target += grad
+    if problem.mask is not None:  # what was not finite was replaced by a constant
+        for n, tensor in ((1, key), (2, value)):
+            grads[n].masked_fill_(~tensor.isfinite(), 0.0)
+    if isinstance(problem.sink, Tensor):
+        sink = sink_of(problem, problem.frame.at(device=query.device), lse)
+        assert sink is not None
+        mass = ((sink - lse.unsqueeze(-1)).exp() * rest).sum((0, 2, 3))  # (H,)
+        grads[-1] = (mass if problem.sink.numel() > 1 else mass.sum()).reshape(problem.sink.shape)
+    return [grad.to(tensor.dtype) if want else None for grad, tensor, want in zip(grads, tensors, wanted, strict=True)]
 
 
 def why_not(problem: Problem) -> list[str]:
@@ -178,8 +275,8 @@ def why_not(problem: Problem) -> list[str]:
         reasons.append("an axis is empty")
     if torch.compiler.is_compiling():
         reasons.append("torch.compile would unroll its loop over tiles")
-    if problem.functional and problem.needs_grad:
-        reasons.append("torch.func transforms do not support the checkpoints that its backward needs")
+    if problem.functional and problem.grad:
+        reasons.append("torch.func transforms do not go through its backward")
     return reasons
 
 

@@ -23,7 +23,7 @@ Intervals = tuple[np.ndarray, np.ndarray]
 
 @dataclass(frozen=True)
 class Boxes:
-    """Many boxes of one grid: batch row `b`, head `h`, rows `i0 <= i < i1`, positions `p0 <= p < p1`, keys `j0 <= j < j1`."""
+    """Many boxes of one grid: batch row b, head h, rows i0 <= i < i1, positions p0 <= p < p1, keys j0 <= j < j1."""
 
     frame: Frame
     size: tuple[int, int]  # rows and columns of a box that no edge cuts

@@ -25,4 +25,3 @@ def draw(mask: Mask, queries: int | None, keys: int | None, width: int) -> str:
             line[start:stop] = ["█" if full else "▒"] * (stop - start)
         lines.append("".join(line))
     return "\n".join(lines)
-

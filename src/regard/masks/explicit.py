@@ -28,8 +28,8 @@ class Dense(Mask):
         for axis, size in ((3, columns), (2, rows)):
             cuts = np.arange(0, least.shape[axis], size)
             least, most = np.minimum.reduceat(least, cuts, axis), np.maximum.reduceat(most, cuts, axis)
-        index = (boxes.b, boxes.h, boxes.i0 // rows, boxes.j0 // columns)
-        index = tuple(np.zeros_like(at) if n == 1 else at for n, at in zip(least.shape, index, strict=True))
+        places = (boxes.b, boxes.h, boxes.i0 // rows, boxes.j0 // columns)
+        index = tuple(np.zeros_like(at) if n == 1 else at for n, at in zip(least.shape, places, strict=True))
         return kinds(full=least[index] == 1, empty=most[index] == 0)
 
     def check(self, frame: Frame) -> None:
@@ -59,7 +59,9 @@ class Where(Mask):
         bits = self.function(at.b, at.h, at.p, at.j)
         if not isinstance(bits, Tensor) or bits.dtype != torch.bool:
             came = f"a {bits.dtype} tensor" if isinstance(bits, Tensor) else type(bits).__name__
-            raise TypeError(f"where: function must return a bool tensor of the indices (b, h, p, j), but returned {came}")
+            raise TypeError(
+                f"where: function must return a bool tensor of the indices (b, h, p, j), but returned {came}"
+            )
         return bits
 
     def extent(self, frame: Frame) -> tuple[int, int]:
@@ -90,7 +92,7 @@ class _Cells(Mask):
             batch, count = len(offsets), len(cells[0])
             cells = (np.repeat(np.arange(batch), count), *(np.tile(axis, batch) for axis in cells[1:]))
         at = boxes.b if batch > 1 else np.zeros_like(boxes.b), boxes.h if heads > 1 else np.zeros_like(boxes.h)
-        if min(boxes.size) < side:
+        if min(boxes.size) < side or max(boxes.size) == side:
             return _kinds_by_cells(side, cells, boxes, at)
         return _kinds_by_boxes(side, cells, boxes, at, offsets)
 
@@ -152,7 +154,7 @@ class Blocks(_Cells):
         last = max(frame.offsets(), default=0) + frame.Q
         if batch not in (1, frame.B) or heads not in (1, frame.H):
             raise ValueError(
-                f"blocks: layout must be (rows, columns), (H, ...) or (B, H, ...) with B = {frame.B} and H = {frame.H}, "
+                f"blocks: layout must be (rows, columns), (H, ...) or (B, H, ...) with B = {frame.B}, H = {frame.H}, "
                 f"but is {shape_of(self.layout)}"
             )
         if columns * self.size < frame.K or rows * self.size < last:

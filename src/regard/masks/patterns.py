@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from regard.geometry import At, Frame, lead, shape_of
-from regard.masks.algebra import PARTIAL, Boxes, Intervals, Kinds, Mask, integers, kinds, positions_of, short, whole
+from regard.masks.algebra import Boxes, Intervals, Kinds, Mask, integers, kinds, positions_of, short, whole
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -70,8 +70,11 @@ class Dilated(Mask):
 
     def kinds(self, boxes: Boxes) -> Kinds:
         reach = self.width * self.step
-        band = Window(reach, reach).kinds(boxes)
-        return band if self.step == 1 else np.minimum(band, PARTIAL)
+        if self.step == 1:
+            return Window(reach, reach).kinds(boxes)
+        nearest, farthest = boxes.j0 - (boxes.p1 - 1), boxes.j1 - 1 - boxes.p0  # a box holds all distances between
+        first, last = -(-nearest.clip(-reach) // self.step), farthest.clip(max=reach) // self.step
+        return kinds(full=nearest == farthest, empty=first > last)
 
     def span(self) -> int:
         return max(16, 3 * (self.width + 1) * self.step)
@@ -353,7 +356,7 @@ def dilated(width: int, step: int) -> Mask:
 
 
 def prefix(length: int | Sequence[int] | Tensor) -> Mask:
-    """All see the first `length` keys; behind these it is causal: `j < length or j <= p`. One length, or one a batch row.
+    """All see the first `length` keys, then it is causal: `j < length or j <= p`. One length, or one a batch row.
 
     >>> import regard as rg
     >>> print(rg.prefix(2).draw(4))

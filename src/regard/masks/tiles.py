@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
+import torch
 
 from regard.geometry import Frame
 from regard.masks.algebra import EMPTY, FULL, PARTIAL, Boxes, Intervals, Kinds, Mask
@@ -82,20 +83,14 @@ def tiles(mask: Mask | None, frame: Frame, size: tuple[int, int]) -> Tiles:
 
 @lru_cache(maxsize=256)
 def _tiles(mask: Mask | None, key: tuple, size: tuple[int, int]) -> Tiles:
-    *axes, offsets = key
-    frame = Frame(*axes, offset=offsets[0]) if len(offsets) == 1 else _with_offsets(axes, offsets)
+    B, H, Q, K, offsets = key
+    frame = Frame(B, H, Q, K, offsets[0] if len(offsets) == 1 else torch.tensor(offsets))
     if mask is None:
         start = np.zeros((1, 1, frame.Q), np.int64)
         return _from_intervals(frame, size, (start, start + frame.K))
     if (intervals := mask.intervals(frame)) is not None:
         return _from_intervals(frame, size, intervals)
     return _from_boxes(mask, frame, size)
-
-
-def _with_offsets(axes: list[int], offsets: tuple[int, ...]) -> Frame:
-    import torch
-
-    return Frame(*axes, offset=torch.tensor(offsets))
 
 
 def _from_intervals(frame: Frame, size: tuple[int, int], intervals: Intervals) -> Tiles:
@@ -106,8 +101,9 @@ def _from_intervals(frame: Frame, size: tuple[int, int], intervals: Intervals) -
     height, width = size
     cuts = np.arange(0, frame.Q, height)
     if not len(cuts) or not frame.K:
-        none = np.zeros(0, np.int64)
-        return Tiles(frame, size, extent, np.zeros(len(start) * len(cuts) + 1, np.int64), none, none, none.astype(bool))
+        no_runs = np.zeros(0, np.int64)
+        pointer = np.zeros(len(start) * len(cuts) + 1, np.int64)
+        return Tiles(frame, size, extent, pointer, no_runs, no_runs, no_runs.astype(bool))
     empty = start >= stop
     low = np.minimum.reduceat(np.where(empty, frame.K, start), cuts, 1).reshape(-1)
     high = np.maximum.reduceat(np.where(empty, 0, stop), cuts, 1).reshape(-1)
@@ -152,8 +148,8 @@ def _from_boxes(mask: Mask, frame: Frame, size: tuple[int, int]) -> Tiles:
         level -= 1
         lead, r, c = (
             np.repeat(lead[rest], 4),
-            (2 * r[rest, None] + [0, 0, 1, 1]).reshape(-1),
-            (2 * c[rest, None] + [0, 1, 0, 1]).reshape(-1),
+            (2 * r[rest, None] + np.array([0, 0, 1, 1])).reshape(-1),
+            (2 * c[rest, None] + np.array([0, 1, 0, 1])).reshape(-1),
         )
         inside = (r < -(-down >> level)) & (c < -(-across >> level))
         lead, r, c = lead[inside], r[inside], c[inside]
@@ -175,7 +171,10 @@ def _kinds(
         kinds = kinds.copy()
         for n in np.flatnonzero(kinds == PARTIAL):
             at = frame.at(
-                slice(b[n], b[n] + 1), slice(lead[n] % heads, lead[n] % heads + 1), slice(i0[n], i1[n]), slice(j0[n], j1[n])
+                slice(b[n], b[n] + 1),
+                slice(lead[n] % heads, lead[n] % heads + 1),
+                slice(i0[n], i1[n]),
+                slice(j0[n], j1[n]),
             )
             bits = mask.allows(at)
             kinds[n] = FULL if bool(bits.all()) else PARTIAL if bool(bits.any()) else EMPTY

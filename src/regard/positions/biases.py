@@ -32,12 +32,8 @@ class Bias:
         """What the tile's output gets added for its weights (b, h, q, k): a value half, or None."""
         return None
 
-    def split(self, rows: int, columns: int) -> Bias:
-        """The bias ready to be asked for cells; what lies along Q and K is cut once, so autograd joins it once."""
-        return self
-
-    def cell(self, r: int, c: int) -> Bias:
-        """The bias of tile (r, c), of a bias that was split."""
+    def cut(self, at: At) -> Bias:
+        """The bias for the tiles of one box alone: a tensor that lies along Q and K is replaced by its part there."""
         return self
 
     def parts(self) -> tuple[Bias, ...]:
@@ -51,7 +47,9 @@ class Bias:
 
     def __add__(self, other: Bias) -> Bias:
         if not isinstance(other, Bias):
-            raise TypeError(f"biases add to biases, not to {type(other).__name__}; wrap a tensor as regard.dense_bias(tensor)")
+            raise TypeError(
+                f"biases add to biases, not to {type(other).__name__}; wrap a tensor as regard.dense_bias(tensor)"
+            )
         return Sum(self.parts() + other.parts())
 
     def __radd__(self, other: object) -> Bias:
@@ -75,11 +73,8 @@ class Sum(Bias):
                 total = value if total is None else total + value
         return total
 
-    def split(self, rows: int, columns: int) -> Bias:
-        return Sum(tuple(term.split(rows, columns) for term in self.terms))
-
-    def cell(self, r: int, c: int) -> Bias:
-        return Sum(tuple(term.cell(r, c) for term in self.terms))
+    def cut(self, at: At) -> Bias:
+        return Sum(tuple(term.cut(at) for term in self.terms))
 
     def parts(self) -> tuple[Bias, ...]:
         return self.terms
@@ -109,7 +104,7 @@ class Diagonal(Bias):
         return self.vector(at).to(query).unfold(-1, at.j.shape[-1], 1).flip(-2)  # query i reads from q - 1 - i on
 
     def vector(self, at: At) -> Tensor:
-        """The bias of a box at its q + k - 1 distances, from the last query and first key on: (b or 1, h or 1, q + k - 1)."""
+        """The bias of a box at its distances, from the last query and first key on: (b or 1, h or 1, q + k - 1)."""
         steps = torch.arange(at.i.shape[-2] + at.j.shape[-1] - 1, device=at.j.device)
         nearest = (at.j[..., 0] - at.p[..., -1, 0]).reshape(-1, 1, 1)  # (b or 1, 1, 1)
         return self.along(at.h[..., 0], steps + nearest)
@@ -129,7 +124,7 @@ class Alibi(Diagonal):
         return -self.slopes(h.device)[h] * distance.abs()
 
     def check(self, frame: Frame, width: int, value_width: int) -> None:
-        if frame.H != self.heads:
+        if self.heads != frame.H:
             raise ValueError(f"alibi was made for heads={self.heads}, but the query has H = {frame.H} heads")
 
     def __repr__(self) -> str:
@@ -165,7 +160,7 @@ class T5(Diagonal):
         return self.table[self.bucket(distance), h if self.table.shape[1] > 1 else torch.zeros_like(h)]
 
     def bucket(self, distance: Tensor) -> Tensor:
-        """The bucket of a distance `j - p`: one each while near, then ever wider ones, the last beyond `max_distance`."""
+        """The bucket of a distance `j - p`: one each while near, then ever wider, the last beyond `max_distance`."""
         buckets = len(self.table)
         first = torch.zeros_like(distance)
         if self.bidirectional:
@@ -228,11 +223,11 @@ class Shaw(Bias):
 
     def check(self, frame: Frame, width: int, value_width: int) -> None:
         for name, table, size, letter in (("keys", self.keys, width, "D"), ("values", self.values, value_width, "E")):
-            if table is not None and (table.shape[-1] != size or table.dim() == 3 and len(table) not in (1, frame.H)):
+            if table is not None and (table.shape[-1] != size or (table.dim() == 3 and len(table) not in (1, frame.H))):
                 if name == "values" and not value_width:
                     continue  # no values are in play where only weights are asked for
                 raise ValueError(
-                    f"shaw: {name} must be (2R+1, {letter}) or (H, 2R+1, {letter}) with H = {frame.H} and {letter} = {size}, "
+                    f"shaw: {name} must be (2R+1, {letter}) or (H, 2R+1, {letter}), H = {frame.H} and {letter} = {size}, "
                     f"but is {shape_of(table)}"
                 )
 
@@ -247,9 +242,9 @@ class DenseBias(Bias):
     def tile(self, at: At, query: Tensor, scale: float | Tensor) -> Tensor:
         return at.take(self.tensor).to(query)
 
-    def split(self, rows: int, columns: int) -> Bias:
-        bands = self.tensor.split(rows, 2) if self.tensor.shape[2] > 1 else (self.tensor,)
-        return _Split(tuple(band.split(columns, 3) if band.shape[3] > 1 else (band,) for band in bands))
+    def cut(self, at: At) -> Bias:
+        part = at.take(self.tensor.detach())
+        return _Cut(part.requires_grad_(self.tensor.requires_grad))
 
     def tensors(self) -> tuple[Tensor, ...]:
         return (self.tensor,)
@@ -264,25 +259,16 @@ class DenseBias(Bias):
 
 
 @dataclass(frozen=True, eq=False)
-class _Split(Bias):
-    """A dense bias that was cut along Q and K."""
+class _Cut(Bias):
+    """The part of a dense bias in one box."""
 
-    cells: tuple[tuple[Tensor, ...], ...]
-
-    def cell(self, r: int, c: int) -> Bias:
-        band = self.cells[r if len(self.cells) > 1 else 0]
-        return _Cell(band[c if len(band) > 1 else 0])
-
-
-@dataclass(frozen=True, eq=False)
-class _Cell(Bias):
-    tensor: Tensor  # (B or 1, H or 1, q or 1, k or 1)
+    tensor: Tensor  # (b or 1, h or 1, q or 1, k or 1)
 
     def tile(self, at: At, query: Tensor, scale: float | Tensor) -> Tensor:
-        assert at.box is not None
-        return self.tensor[
-            tuple(slice(None) if n == 1 else part for n, part in zip(self.tensor.shape, at.box[:2], strict=False))
-        ].to(query)
+        return self.tensor.to(query)
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        return (self.tensor,)
 
 
 def _table(name: str, table: Tensor, axes: tuple[int, ...], form: str) -> Tensor:
@@ -367,7 +353,9 @@ def dense_bias(tensor: Tensor) -> Bias:
     dense_bias((1, 1, 16, 16))
     """
     if isinstance(tensor, Tensor) and tensor.dtype == torch.bool:
-        raise TypeError("bias must be numbers that are added to the scores, but is torch.bool; pass a bool tensor as mask=")
+        raise TypeError(
+            "bias must be numbers that are added to the scores, but is torch.bool; pass a bool tensor as mask="
+        )
     if callable(tensor):
         raise TypeError(f"bias must be a bias or a tensor, but is {type(tensor).__name__}; call it, as in alibi(heads)")
     return DenseBias(lead(_table("bias", tensor, (0, 1, 2, 3, 4), "that broadcasts to (B, H, Q, K)")))

@@ -1,0 +1,503 @@
+"""The compiled kernels: every dot-product description, forward and backward, on a CPU. Nobody else knows the library.
+
+What costs O(N·D) is done by torch before and behind the kernel, and differentiated by it: a cosine is a dot product of
+unit vectors, a learned scale is multiplied into the query, a bias that only distance tells becomes one vector.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import operator
+import os
+import struct
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cache, lru_cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from regard.engines import tiled
+from regard.engines.problem import Engine, Problem
+from regard.engines.sdpa import as_dot
+from regard.geometry import At, Frame
+from regard.masks import Mask, tiles
+from regard.positions.biases import Bias, DenseBias, Diagonal, Shaw
+from regard.scores import Bilinear, Cosine, Dot
+
+INTERFACE = 1  # of csrc/regard.h
+TILE = 64
+BITS_BYTES = 1 << 28  # what the bits of partial tiles may take
+
+_DTYPES = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3}
+_ERRORS = {
+    -1: (MemoryError, "the native engine found no memory for its scratch space"),
+    -2: (ValueError, "the native engine was given what its interface does not allow"),
+    -3: (ValueError, "the native engine cannot address a problem of this size"),
+}
+_TENSOR = "P4q"
+_PROBLEM = struct.Struct("@7q2i3d" + 3 * _TENSOR + "2P3q" + "5P2q" + 3 * _TENSOR + "2iq2PQ2Id")
+_RESULT = struct.Struct("@" + 3 * _TENSOR)
+_GRADIENT = struct.Struct("@" + 13 * _TENSOR)
+_ABSENT = (0, 0, 0, 0, 0)
+
+
+# The library
+
+
+@cache
+def library() -> ctypes.CDLL | str:
+    """The compiled library, or why there is none. `REGARD_LIBRARY` names another file."""
+    named = os.environ.get("REGARD_LIBRARY")
+    folders = [Path(__file__).parents[1], *(Path(entry) / "regard" for entry in sys.path if entry)]
+    files = [Path(named)] if named else [file for folder in folders for file in sorted(folder.glob("_native.*"))]
+    files = [file for file in files if file.suffix in (".so", ".dylib", ".dll", ".pyd")]
+    if not files:
+        return "the compiled library is missing: no C++ compiler was found when regard was installed"
+    try:
+        found = ctypes.CDLL(str(files[0]))
+        version = found.regard_interface()
+    except (OSError, AttributeError) as error:
+        return f"the compiled library does not load: {error}"
+    if version != INTERFACE:
+        return f"the compiled library has interface {version}, but {INTERFACE} is needed; reinstall regard"
+    for name in ("regard_isa", "regard_isas_compiled", "regard_version"):
+        getattr(found, name).restype = ctypes.c_char_p
+    for name in ("regard_dot_forward", "regard_dot_backward"):
+        getattr(found, name).argtypes = [ctypes.c_char_p, ctypes.c_char_p]
+    return found
+
+
+def missing() -> str:
+    """Why there is no library, or nothing."""
+    found = library()
+    return found if isinstance(found, str) else ""
+
+
+def about() -> dict[str, str]:
+    """What one would paste into a bug report."""
+    found = library()
+    if isinstance(found, str):
+        return {"native": found}
+    return {
+        "native": found._name,
+        "instruction set": found.regard_isa().decode(),
+        "compiled for": found.regard_isas_compiled().decode(),
+        "threads": str(torch.get_num_threads()) if found.regard_has_threads() else "1 (built without OpenMP)",
+    }
+
+
+def _call(name: str, *arguments: bytes) -> None:
+    found = library()
+    assert not isinstance(found, str)
+    if status := getattr(found, name)(*arguments):
+        kind, message = _ERRORS.get(status, (RuntimeError, f"the native engine failed with status {status}"))
+        raise kind(message)
+
+
+# What the kernel is given
+
+
+class Fixed(NamedTuple):
+    """What of a call is not differentiated."""
+
+    visible: tuple[Tensor, ...]  # nothing, (start, stop), or (pointer, start, stop, bits_index, bits) of a tile table
+    offset: Tensor | None  # (B,) int64, with Shaw's tables only
+    seed: Tensor | None
+    numbers: tuple[float, float, float, float]  # scale, softcap or 0, temperature, dropout
+    sizes: tuple[int, int, int, int]  # radius, whether the mass by distance is wanted, strides of the tile table
+    problem: Problem | None = None  # for a second differentiation
+
+
+class Lowered(NamedTuple):
+    """The tensors that are differentiated."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    diagonal: Tensor | None  # (B or 1, H or 1, 1, Q + K - 1)
+    row_table: Tensor | None  # (B, H, Q, 2R + 1)
+    bias: Tensor | None  # four axes, each whole or 1
+    sink: Tensor | None  # (H,)
+
+
+def _lower(problem: Problem, query: Tensor, key: Tensor, value: Tensor) -> tuple[Lowered, Shaw | None, float]:
+    scale, shaw, frame = problem.scale, None, problem.frame
+    diagonal = row_table = dense = sink = None
+    original = query
+    if isinstance(scale, Tensor) or not isinstance(problem.score, Dot):
+        query, key, scale = as_dot(problem, query, key)
+    assert not isinstance(scale, Tensor)
+    for part in () if problem.bias is None else problem.bias.parts():
+        if isinstance(part, Diagonal):
+            vector = part.vector(frame.at(device=query.device)).to(problem.arithmetic).unsqueeze(-2)
+            diagonal = vector if diagonal is None else diagonal + vector
+        elif isinstance(part, Shaw):
+            at, shaw = frame.at(device=query.device), part
+            row_table = part.table(at, original.to(problem.arithmetic), problem.scale).contiguous()
+        elif isinstance(part, DenseBias):
+            dense = part.tensor if dense is None else dense + part.tensor
+    if diagonal is not None:
+        diagonal = diagonal.contiguous()
+    if dense is not None:
+        if dense.dtype not in (problem.dtype, problem.arithmetic):
+            dense = dense.to(problem.arithmetic)
+        if dense.requires_grad and dense.shape[3] != frame.K:
+            dense = dense.expand(-1, -1, -1, frame.K)  # the kernel sums over the other axes, torch over this one
+    if problem.sink is not None:
+        sink = torch.as_tensor(problem.sink).to(problem.arithmetic).reshape(-1).expand(frame.H).contiguous()
+    return Lowered(query, key, value, diagonal, row_table, dense, sink), shaw, scale
+
+
+Visible = tuple[tuple[Tensor, ...], tuple[int, int]]
+
+
+def _visible(mask: Mask, key: tuple) -> Visible:
+    """The keys that each row sees, as the kernel reads them, and the strides of a tile table."""
+    return _found(mask, key)
+
+
+# What torch.compiler.assume_constant_result does, without loading the compiler: tracing does not enter these.
+for _function in (missing, _visible):
+    _function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+@lru_cache(maxsize=128)
+def _found(mask: Mask, key: tuple) -> Visible:
+    *axes, offsets = key
+    frame = Frame(*axes, offset=offsets[0] if len(offsets) == 1 else torch.tensor(offsets))
+    if (intervals := mask.intervals(frame)) is not None:
+        edges = np.broadcast_arrays(*(np.clip(edge, 0, frame.K).astype(np.int32) for edge in intervals))
+        return tuple(torch.from_numpy(np.ascontiguousarray(edge)) for edge in edges), (0, 0)
+    table = tiles(mask, frame, (TILE, TILE))
+    counts = np.where(table.full, 0, table.stop - table.start)
+    index = np.where(table.full, -1, np.cumsum(counts) - counts)
+    arrays = table.pointer, table.start.astype(np.int32), table.stop.astype(np.int32), index, _bits(mask, frame)
+    rows = table.grid[0]
+    strides = (table.extent[1] * rows if table.extent[0] > 1 else 0, rows if table.extent[1] > 1 else 0)
+    return tuple(torch.from_numpy(np.ascontiguousarray(array)) for array in arrays), strides
+
+
+def _bits(mask: Mask, frame: Frame) -> np.ndarray:
+    """One int64 for each row of each partial tile, bit `c` for its column `c`; (tiles, 64)."""
+    table = tiles(mask, frame, (TILE, TILE))
+    line = np.repeat(np.arange(len(table.pointer) - 1), np.diff(table.pointer))
+    count = np.where(table.full, 0, table.stop - table.start)
+    line, column = (
+        np.repeat(line, count),
+        np.repeat(table.start - (np.cumsum(count) - count), count) + np.arange(count.sum()),
+    )
+    lead, row = line // table.grid[0], line % table.grid[0]
+    place = (lead // table.extent[1], lead % table.extent[1], row * TILE, column * TILE)
+    words, inside = np.zeros((len(line), TILE), np.int64), torch.arange(TILE)
+    for first in range(0, len(line), 512):
+        b, h, i, j = (torch.from_numpy(x[first : first + 512].astype(np.int64))[:, None, None] for x in place)
+        i, j = i + inside[:, None], j + inside
+        at = At(frame, b, h, i.clamp(max=frame.Q - 1), j.clamp(max=frame.K - 1))
+        allowed = (mask.allows(at) & (i < frame.Q) & (j < frame.K)).expand(len(b), TILE, TILE)
+        words[first : first + 512] = np.packbits(allowed.numpy(), -1, bitorder="little").view(np.int64)[..., 0]
+    return words
+
+
+def _place(tensor: Tensor | None) -> tuple[int, ...]:
+    """Address and strides, 0 along an axis of size 1."""
+    if tensor is None:
+        return _ABSENT
+    strides = [0 if n == 1 else step for n, step in zip(tensor.shape, tensor.stride(), strict=True)]
+    return tensor.data_ptr(), *strides, *(0,) * (4 - len(strides))
+
+
+def _rows(tensor: Tensor | None) -> tuple[int, ...]:
+    """The same for rows that lie close."""
+    return _ABSENT if tensor is None else (*_place(tensor)[:4], 1)
+
+
+def _packed(x: Lowered, fixed: Fixed) -> bytes:
+    (B, H, Q, D), (_, G, K, E) = x.query.shape, x.value.shape
+    scale, softcap, temperature, dropout = fixed.numbers
+    radius, wants, *strides = fixed.sizes
+    intervals, table = (0,) * 5, (0,) * 7
+    if len(fixed.visible) == 2:
+        start, stop = fixed.visible
+        intervals = start.data_ptr(), stop.data_ptr(), *_place(start)[1:4]
+    elif fixed.visible:
+        table = *(tensor.data_ptr() for tensor in fixed.visible), *strides
+    return _PROBLEM.pack(
+        B, H, G, Q, K, D, E, _DTYPES[x.query.dtype], torch.get_num_threads(), scale, softcap, temperature,
+        x.query.data_ptr(), *x.query.stride(), x.key.data_ptr(), *x.key.stride(), x.value.data_ptr(), *x.value.stride(),
+        *intervals, *table, *_rows(x.diagonal), *_rows(x.row_table), *_place(x.bias),
+        0 if x.bias is None else _DTYPES[x.bias.dtype], wants, radius,
+        0 if fixed.offset is None else fixed.offset.data_ptr(), 0 if x.sink is None else x.sink.data_ptr(),
+        0 if fixed.seed is None else int(fixed.seed) & 0xFFFFFFFFFFFFFFFF,
+        int(dropout * 2**32), 0, 1 / (1 - dropout),
+    )  # fmt: skip
+
+
+# Forward and backward
+
+
+def _results(query: Tensor, value: Tensor, sizes: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
+    """Room for output, log-sum-exp and mass by distance."""
+    real = torch.float64 if query.dtype == torch.float64 else torch.float32
+    rows = query.shape[:3]
+    output, lse = query.new_empty((*rows, value.shape[3])), query.new_empty(rows, dtype=real)
+    return output, lse, query.new_empty((*rows, 2 * sizes[0] + 1) if sizes[1] else (0,), dtype=real)
+
+
+def _forward(x: Lowered, fixed: Fixed) -> tuple[Tensor, Tensor, Tensor]:
+    output, lse, mass = _results(x.query, x.value, fixed.sizes)
+    _call(
+        "regard_dot_forward",
+        _packed(x, fixed),
+        _RESULT.pack(*_place(output), *_place(lse), *_rows(mass if fixed.sizes[1] else None)),
+    )
+    return output, lse, mass
+
+
+def _room(x: Lowered) -> tuple[Tensor | None, ...]:
+    """Room for the gradients of what the kernel differentiates, in its order; those that are absent are None."""
+    real = torch.float64 if x.query.dtype == torch.float64 else torch.float32
+    made: list[Tensor | None] = [torch.empty_like(t, memory_format=torch.contiguous_format) for t in x[:3]]
+    made += [None if t is None else torch.empty_like(t) for t in (x.diagonal, x.row_table)]
+    made.append(None if x.bias is None else x.bias.new_zeros(x.bias.shape, dtype=real))
+    made.append(None if x.sink is None else x.query.new_empty(x.query.shape[:3], dtype=real))
+    return tuple(made)
+
+
+def _backward(
+    x: Lowered, fixed: Fixed, results: Sequence[Tensor], grads: Sequence[Tensor | None], wants_bias: bool
+) -> tuple[Tensor | None, ...]:
+    """Gradients in the order of `Lowered`."""
+    output, lse, mass = results
+    d_output, d_lse, d_mass = grads
+    if d_output is None:
+        d_output = torch.zeros_like(output)
+    dq, dk, dv, d_diagonal, d_table, d_bias, delta = _room(x._replace(bias=x.bias if wants_bias else None))
+    values = bool(fixed.sizes[1])
+    if not values:
+        mass, d_mass = None, None
+    if d_mass is not None:
+        d_mass = d_mass.contiguous()
+    places = (
+        _place(output), _place(lse), _rows(mass), _place(d_output), _place(d_lse), _rows(d_mass), _place(dq), _place(dk),
+        _place(dv), _rows(d_diagonal), _rows(d_table), _place(d_bias), _place(delta),
+    )  # fmt: skip
+    _call("regard_dot_backward", _packed(x, fixed), _GRADIENT.pack(*(n for place in places for n in place)))
+    d_sink = None
+    if x.sink is not None and delta is not None:
+        share = (x.sink[:, None] - lse).exp()  # what the sink takes of each row
+        d_sink = -torch.where(share > 0, share * delta, 0.0).sum((0, 2))
+    if d_bias is not None and x.bias is not None:
+        d_bias = d_bias.to(x.bias.dtype)
+    return dq, dk, dv, d_diagonal, d_table, d_bias, d_sink
+
+
+class _Attend(torch.autograd.Function):
+    """The kernel in eager mode."""
+
+    @staticmethod
+    def forward(ctx: Any, fixed: Fixed, *tensors: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        x = Lowered(*tensors)  # type: ignore[arg-type]
+        results = _forward(x, fixed)
+        ctx.save_for_backward(*tensors, *results)
+        ctx.fixed = fixed
+        ctx.set_materialize_grads(False)
+        if not fixed.sizes[1]:
+            ctx.mark_non_differentiable(results[2])
+        return results
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        *tensors, output, lse, mass = ctx.saved_tensors
+        x = Lowered(*tensors)
+        if torch.is_grad_enabled():
+            return None, *_differentiable(x, ctx.fixed, grads, ctx.needs_input_grad[1:])
+        found = _backward(x, ctx.fixed, (output, lse, mass), grads, ctx.needs_input_grad[6])
+        return None, *(grad if wanted else None for grad, wanted in zip(found, ctx.needs_input_grad[1:], strict=True))
+
+
+@dataclass(frozen=True, eq=False)
+class _Given(Bias):
+    """The biases as the kernel has them. Its value half is the mass by distance, in columns of its own."""
+
+    x: Lowered
+    fixed: Fixed
+
+    def tile(self, at: At, query: Tensor, scale: float | Tensor) -> Tensor:
+        total = query.new_zeros(())
+        if self.x.diagonal is not None:
+            vector = self.x.diagonal[:, :, 0]
+            b, h = (at.b if len(vector) > 1 else at.b * 0), (at.h if vector.shape[1] > 1 else at.h * 0)
+            total = total + vector[b, h, at.j - at.i + at.frame.Q - 1]
+        if self.x.row_table is not None:
+            total = total + self.x.row_table[at.b, at.h, at.i, self._index(at)]
+        return total if self.x.bias is None else total + at.take(self.x.bias).to(query)
+
+    def aggregate(self, at: At, weights: Tensor) -> Tensor | None:
+        if not self.fixed.sizes[1]:
+            return None
+        mass = weights.new_zeros(*weights.shape[:-1], 2 * self.fixed.sizes[0] + 1)
+        mass = mass.scatter_add(-1, self._index(at).expand(weights.shape), weights)
+        return torch.cat([weights.new_zeros(*weights.shape[:-1], self.x.value.shape[-1]), mass], -1)
+
+    def _index(self, at: At) -> Tensor:
+        radius = self.fixed.sizes[0]
+        return (at.j - at.p).clamp(-radius, radius) + radius
+
+
+def _differentiable(
+    x: Lowered, fixed: Fixed, grads: Sequence[Tensor | None], wanted: Sequence[bool]
+) -> tuple[Tensor | None, ...]:
+    """The gradients by the tiled engine, which autograd can differentiate again."""
+    assert fixed.problem is not None
+    scale, softcap, _, _ = fixed.numbers
+    value, width = x.value, x.value.shape[-1]
+    if fixed.sizes[1]:
+        value = torch.cat([value, value.new_zeros(*value.shape[:-1], 2 * fixed.sizes[0] + 1)], -1)
+    problem = replace(
+        fixed.problem,
+        E=value.shape[-1],
+        score=Dot(scale, softcap or None),
+        bias=_Given(x, fixed),
+        sink=x.sink,
+        grad=True,
+        lse=True,
+    )
+    output, lse = tiled.run(problem, x.query, x.key, value, fixed.seed)
+    results = (output[..., :width], lse, output[..., width:])
+    pairs = [(result, grad) for result, grad in zip(results, grads, strict=True) if grad is not None]
+    inputs = [tensor for tensor, want in zip(x, wanted, strict=True) if want and tensor is not None]
+    outputs, given = [result for result, _ in pairs], [grad for _, grad in pairs]
+    found = iter(torch.autograd.grad(outputs, inputs, given, create_graph=True, allow_unused=True))
+    return tuple(next(found) if want and tensor is not None else None for tensor, want in zip(x, wanted, strict=True))
+
+
+# The same as operators, for torch.compile and torch.export
+
+_INPUTS = (
+    "Tensor query, Tensor key, Tensor value, Tensor? diagonal, Tensor? row_table, Tensor? bias, Tensor? sink, "
+    "Tensor[] visible, Tensor? offset, Tensor? seed, float[] numbers, int[] sizes"
+)
+_OUTPUTS = "Tensor output, Tensor lse, Tensor mass"
+
+
+@torch.library.custom_op("regard::dot", mutates_args=(), schema=f"({_INPUTS}) -> (Tensor, Tensor, Tensor)")
+def _dot(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+    return _forward(Lowered(*arguments[:7]), Fixed(*arguments[7:]))
+
+
+@_dot.register_fake
+def _(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+    return _results(arguments[0], arguments[2], arguments[11])
+
+
+@torch.library.custom_op(
+    "regard::dot_backward",
+    mutates_args=(),
+    schema=f"({_INPUTS}, {_OUTPUTS}, Tensor? d_output, Tensor? d_lse, Tensor? d_mass) -> Tensor[]",
+)
+def _dot_backward(*arguments: Any) -> list[Tensor]:
+    x, fixed = Lowered(*arguments[:7]), Fixed(*arguments[7:12])
+    found = _backward(x, fixed, arguments[12:15], arguments[15:], x.bias is not None)
+    return [grad for grad in found if grad is not None]
+
+
+@_dot_backward.register_fake
+def _(*arguments: Any) -> list[Tensor]:
+    return [torch.empty_like(tensor, memory_format=torch.contiguous_format) for tensor in arguments[:7] if tensor is not None]
+
+
+def _remember(ctx: Any, inputs: tuple, output: tuple[Tensor, ...]) -> None:
+    ctx.save_for_backward(*inputs[:7], *inputs[7], *inputs[8:10], *output)
+    ctx.rest = inputs[10:]
+    ctx.set_materialize_grads(False)
+
+
+def _differentiate(ctx: Any, *grads: Tensor | None) -> tuple:
+    saved = ctx.saved_tensors
+    x, visible, (offset, seed), results = saved[:7], saved[7:-5], saved[-5:-3], saved[-3:]
+    found = iter(torch.ops.regard.dot_backward(*x, visible, offset, seed, *ctx.rest, *results, *grads))
+    return *(None if tensor is None else next(found) for tensor in x), [None] * len(visible), None, None, None, None
+
+
+_dot.register_autograd(_differentiate, setup_context=_remember)
+
+
+# The engine
+
+
+def run(problem: Problem, query: Tensor, key: Tensor, value: Tensor, seed: Tensor | None) -> tuple[Tensor, Tensor]:
+    x, shaw, scale = _lower(problem, query, key, value)
+    frame, visible, strides = problem.frame, (), (0, 0)
+    if problem.mask is not None:
+        *axes, offsets = frame.key()
+        # Sizes as plain numbers: where they are symbols, tracing fixes them, since what is visible depends on them.
+        visible, strides = _visible(problem.mask, (*map(operator.index, axes), tuple(map(operator.index, offsets))))
+    offset, radius, wants = None, 0, 0
+    if shaw is not None:
+        offset = torch.tensor(frame.offsets()).expand(frame.B).contiguous()
+        radius, wants = shaw.reach, int(shaw.values is not None)
+    softcap = problem.score.softcap if isinstance(problem.score, Dot) else None
+    fixed = Fixed(
+        visible,
+        offset,
+        seed,
+        (scale, softcap or 0.0, problem.temperature, problem.dropout),
+        (radius, wants, *strides),
+        problem,
+    )
+    if torch.compiler.is_compiling():
+        output, lse, mass = torch.ops.regard.dot(*x, *fixed[:-1])
+    elif torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in x):
+        output, lse, mass = _Attend.apply(fixed, *x)
+    else:
+        output, lse, mass = _forward(x, fixed)
+    if shaw is not None and shaw.values is not None:
+        output = (output.to(mass) + mass @ shaw.values.to(mass)).to(problem.dtype)
+    return output, lse
+
+
+def why_not(problem: Problem) -> list[str]:
+    reasons, score = [], problem.score
+    if reason := missing():
+        reasons.append(reason)
+    if problem.device.type != "cpu":
+        reasons.append(f"its kernels run on a CPU, not on {problem.device}")
+    if problem.empty:
+        reasons.append("an axis is empty")
+    if not isinstance(score, Dot | Cosine | Bilinear):
+        reasons.append(f"its kernels know dot products, not {score!r}")
+    if problem.bias is not None:
+        parts = problem.bias.parts()
+        if any(not isinstance(part, Diagonal | Shaw | DenseBias) for part in parts):
+            reasons.append(f"its kernels do not know {problem.bias!r}")
+        if sum(isinstance(part, Shaw) for part in parts) > 1:
+            reasons.append("its kernels take one shaw")
+    if torch.compiler.is_compiling():
+        if isinstance(problem.frame.offset, Tensor):
+            reasons.append("torch.compile cannot tell what a tensor of offsets leaves visible")
+    elif problem.functional:
+        reasons.append("a torch.func transform is running")
+    return reasons
+
+
+def why_rather_not(problem: Problem) -> list[str]:
+    if problem.mask is None or problem.empty or not problem.mask.opaque:
+        return []
+    frame = problem.frame
+    batch, heads = problem.mask.extent(frame)
+    if (needed := batch * heads * frame.Q * frame.K // 8) > BITS_BYTES:
+        return [f"the bits of the mask may take {needed / 1e6:,.0f} MB"]
+    return []
+
+
+def peak_bytes(problem: Problem) -> int:
+    frame, width = problem.frame, 8 if problem.arithmetic == torch.float64 else 4
+    return width * torch.get_num_threads() * frame.K * (problem.D + problem.E)
+
+
+ENGINE = Engine("native", why_not, why_rather_not, run, peak_bytes, dense=lambda problem: False)

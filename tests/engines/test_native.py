@@ -1,0 +1,304 @@
+"""The compiled kernels. That they agree with the reference on random calls is tested beside the other engines."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import regard as rg
+from regard.engines import native
+from regard.engines.problem import Problem
+
+pytestmark = pytest.mark.skipif(bool(native.missing()), reason=native.missing() or "the library is there")
+
+
+def tensors(*shapes: tuple[int, ...], dtype: torch.dtype = torch.float64, seed: int = 0) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype).requires_grad_() for shape in shapes]
+
+
+def gradients(output: Tensor, inputs: list[Tensor]) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return list(torch.autograd.grad(output, inputs, torch.randn(output.shape, generator=generator).to(output)))
+
+
+def assert_like_reference(inputs: list[Tensor], tolerance: float = 1e-10, **description: object) -> None:
+    """`inputs` are query, key, value, and what the description learns."""
+    seeds = {}
+    for engine in ("native", "reference"):
+        torch.manual_seed(3)
+        output, lse = rg.attention(*inputs[:3], engine=engine, return_lse=True, **description)  # type: ignore[arg-type]
+        seeds[engine] = [output, lse, *gradients(output + lse.unsqueeze(-1).nan_to_num(0, 0, 0), inputs)]
+    for ours, theirs in zip(*seeds.values(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance, equal_nan=True)
+
+
+SIZES = [(1, 1, 1, 1, 1, 1), (7, 13, 5, 3, 1, 1), (64, 64, 32, 32, 2, 1), (65, 129, 33, 17, 4, 2), (200, 300, 64, 80, 2, 2)]
+
+
+@pytest.mark.parametrize(("Q", "K", "D", "E", "H", "G"), SIZES)
+@pytest.mark.parametrize("mask", [None, rg.causal(), rg.window(20, 3), rg.global_tokens([2]) | rg.window(9, 0)], ids=repr)
+def test_sizes_that_fit_no_register_agree_with_the_reference(Q, K, D, E, H, G, mask) -> None:
+    assert_like_reference(tensors((2, H, Q, D), (2, G, K, D), (2, G, K, E)), mask=mask)
+
+
+def test_widths_up_to_512_agree_with_the_reference() -> None:
+    assert_like_reference(tensors((1, 1, 40, 512), (1, 1, 50, 512), (1, 1, 50, 511)), mask=rg.causal())
+
+
+def described() -> dict[str, tuple[list[Tensor], dict]]:
+    """Every feature of the kernel once: what is learned, and the description."""
+    B, H, Q, K, D, E = 2, 4, 70, 100, 16, 24
+    table, buckets, keys, values, dense, heads = tensors((H, 15), (32, H), (9, D), (9, E), (1, H, Q, K), (H,))
+    row = dense[:, :, :, :1].detach().requires_grad_()
+    return {
+        "softcap": ([], {"score": rg.Dot(softcap=3.0)}),
+        "learned scale": ([heads], {"score": rg.Dot(scale=heads)}),
+        "cosine": ([heads], {"score": rg.Cosine(scale=heads)}),
+        "temperature": ([], {"temperature": 0.7}),
+        "sink": ([heads], {"sink": heads, "mask": rg.padding([3, 0])}),
+        "alibi": ([], {"bias": rg.alibi(H), "mask": rg.causal()}),
+        "relative": ([table], {"bias": rg.relative(table), "temperature": 2.0}),
+        "t5": ([buckets], {"bias": rg.t5(buckets)}),
+        "shaw": ([keys, values], {"bias": rg.shaw(keys, values), "offset": [5, -3]}),
+        "dense bias": ([dense], {"bias": dense}),
+        "bias that is one for all keys": ([row], {"bias": row, "sink": 0.3}),
+        "all biases": (
+            [table, keys, values, dense],
+            {"bias": rg.relative(table) + rg.shaw(keys, values) + rg.dense_bias(dense), "score": rg.Dot(softcap=5.0), "mask": rg.causal()},
+        ),
+        "dropout": ([], {"dropout": 0.3}),
+        "dropout with shaw": ([keys, values], {"dropout": 0.5, "bias": rg.shaw(keys, values), "mask": rg.window(30, 5)}),
+        "documents": ([], {"mask": rg.documents([0] * 30 + [1] * 33 + [2] * 37) & rg.causal()}),
+        "bits": ([], {"mask": rg.where(lambda b, h, p, j: (p * 7 + j * 3 + h + b) % 5 < 2)}),
+    }
+
+
+@pytest.mark.parametrize("name", described())
+@pytest.mark.parametrize("threads", [1, 2, 3])
+def test_every_feature_agrees_with_the_reference(name: str, threads: int) -> None:
+    learned, description = described()[name]
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        assert_like_reference([*tensors((2, 4, 70, 16), (2, 2, 100, 16), (2, 2, 100, 24), seed=7), *learned], **description)
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_sixteen_bit_inputs_are_summed_in_float32(dtype: torch.dtype) -> None:
+    inputs = tensors((1, 2, 130, 64), (1, 2, 200, 64), (1, 2, 200, 64), dtype=dtype)
+    exact = [t.detach().double().requires_grad_() for t in inputs]
+    attend = rg.Attention(mask=rg.causal())
+    ours, best = attend(*inputs, engine="native"), attend(*exact, engine="reference")
+    assert ours.dtype == dtype
+    torch.testing.assert_close(ours.double(), best.to(dtype).double(), rtol=torch.finfo(dtype).eps, atol=1e-6)
+    for mine, theirs in zip(gradients(ours, inputs), gradients(best, exact), strict=True):
+        assert (mine.double() - theirs).abs().max() < 8 * torch.finfo(dtype).eps * theirs.abs().max()
+
+
+@pytest.mark.parametrize("shape", [(1, 4, 512, 64), (2, 3, 100, 40), (1, 1, 2048, 128)])
+def test_float32_is_within_twice_the_error_of_dense_torch(shape: tuple[int, ...]) -> None:
+    exact = tensors(shape, shape, shape)
+    single = [t.detach().float().requires_grad_() for t in exact]
+    best = rg.attention(*exact, engine="reference")
+    ours = rg.attention(*single, engine="native")
+    dense = torch.softmax(single[0] @ single[1].mT / shape[-1] ** 0.5, -1) @ single[2]
+    wanted = [best, *gradients(best, exact)]
+    for a, b, c in zip([ours, *gradients(ours, single)], [dense, *gradients(dense, single)], wanted, strict=True):
+        assert (a - c).abs().max() <= 2 * (b - c).abs().max() + 1e-7
+
+
+@pytest.mark.parametrize("mask", [rg.padding([20]), rg.padding([20]) | rg.edges([[3], [29]]), rg.causal()], ids=repr)
+def test_what_is_not_finite_reaches_only_those_who_see_it(mask: rg.Mask) -> None:
+    inputs = tensors((1, 2, 30, 8), (1, 2, 30, 8), (1, 2, 30, 8))
+    with torch.no_grad():
+        inputs[1][0, 0, 25, 3] = float("nan")
+        inputs[2][0, 1, 29, 0] = float("inf")
+    assert_like_reference(inputs, mask=mask)
+
+
+def test_rows_that_see_nothing_are_zero_and_have_zero_gradients() -> None:
+    inputs = tensors((1, 1, 9, 4), (1, 1, 9, 4), (1, 1, 9, 4))
+    output, lse = rg.attention(*inputs, mask=rg.padding([0]), engine="native", return_lse=True)
+    assert not output.any()
+    assert bool((lse == float("-inf")).all())
+    assert not any(grad.any() for grad in gradients(output, inputs))
+
+
+def test_any_strides_are_read_as_they_are() -> None:
+    packed = tensors((2, 50, 3, 4, 8))[0]
+    query, key, value = packed.unbind(2)  # (B, N, H, D)
+    views = [t.transpose(1, 2) for t in (query, key, value)]
+    turned = [t.transpose(2, 3).contiguous().transpose(2, 3) for t in views]
+    ours = rg.attention(*views, engine="native")
+    torch.testing.assert_close(ours, rg.attention(*turned, engine="native"), rtol=1e-13, atol=1e-13)
+    torch.testing.assert_close(ours, rg.attention(*views, engine="reference"), rtol=1e-12, atol=1e-12)
+    wide = tensors((1, 1, 6, 1))[0].expand(1, 5, 6, 9)
+    torch.testing.assert_close(rg.attention(wide, wide, wide, engine="native"), rg.attention(wide, wide, wide, engine="reference"))
+
+
+def test_gradients_pass_gradcheck_twice() -> None:
+    table = tensors((2, 5))[0]
+    inputs = (*tensors((1, 2, 5, 3), (1, 1, 6, 3), (1, 1, 6, 2)), table)
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
+        return rg.attention(q, k, v, mask=rg.causal(), bias=rg.relative(table), engine="native", return_lse=True)
+
+    assert torch.autograd.gradcheck(attend, inputs)
+    assert torch.autograd.gradgradcheck(attend, inputs)
+
+
+def test_shaw_can_be_differentiated_twice() -> None:
+    inputs = (*tensors((1, 2, 4, 3), (1, 2, 5, 3), (1, 2, 5, 2)), *tensors((3, 3), (3, 2)))
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        return rg.attention(q, k, v, bias=rg.shaw(keys, values), sink=0.1, engine="native")
+
+    assert torch.autograd.gradcheck(attend, inputs)
+    assert torch.autograd.gradgradcheck(attend, inputs)
+
+
+COMPILED = {
+    "plain": rg.Attention(),
+    "causal": rg.Attention(mask=rg.causal()),
+    "longformer": rg.Attention(mask=rg.global_tokens([1]) | rg.window(3, 3), bias=rg.alibi(2)),
+    "sink and softcap": rg.Attention(score=rg.Dot(softcap=9.0), sink=0.5),
+}
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("name", COMPILED)
+def test_it_compiles_into_one_graph(name: str, dynamic: bool) -> None:
+    torch.compiler.reset()
+    inputs = tensors((1, 2, 20, 8), (1, 2, 20, 8), (1, 2, 20, 8))
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return COMPILED[name](q, k, v, engine="native")
+
+    compiled = torch.compile(attend, fullgraph=True, backend="aot_eager", dynamic=dynamic)(*inputs)
+    eager = attend(*inputs)
+    for a, b in zip([compiled, *gradients(compiled, inputs)], [eager, *gradients(eager, inputs)], strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=0)
+
+
+def test_the_operator_is_registered_as_torch_wants_it() -> None:
+    query, key, value = tensors((2, 2, 9, 4), (2, 1, 11, 4), (2, 1, 11, 3))
+    bias, sink = tensors((1, 2, 9, 11), (2,))
+    start, stop = torch.zeros(1, 1, 9, dtype=torch.int32), torch.arange(1, 10, dtype=torch.int32)[None, None]
+    fixed = ([start, stop], None, None, [0.5, 0.0, 1.0, 0.0], [0, 0, 0, 0])
+    torch.library.opcheck(torch.ops.regard.dot, (query, key, value, None, None, bias, sink, *fixed))
+
+
+def test_the_same_bits_come_back() -> None:
+    inputs = tensors((1, 3, 300, 32), (1, 1, 300, 32), (1, 1, 300, 32), dtype=torch.float32)
+    runs = []
+    for _ in range(3):
+        torch.manual_seed(0)
+        output = rg.attention(*inputs, mask=rg.causal(), dropout=0.1, engine="native")
+        runs.append([output, *gradients(output, inputs)])
+    for other in runs[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(runs[0], other, strict=True))
+
+
+def test_many_python_threads_may_call_it() -> None:
+    inputs = [t.detach() for t in tensors((1, 2, 100, 16), (1, 2, 100, 16), (1, 2, 100, 16))]
+    wanted, wrong = rg.attention(*inputs, engine="native"), []
+
+    def work() -> None:
+        wrong.extend(1 for _ in range(30) if not torch.equal(rg.attention(*inputs, engine="native"), wanted))
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+def run_python(code: str, **environment: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=300, env={**os.environ, **environment}, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+FORCED = """
+import torch, regard as rg
+from regard.engines import native
+q, k, v = (torch.randn(2, 4, n, 33, dtype=torch.float64, requires_grad=True) for n in (70, 130, 130))
+for dtype, tolerance in ((torch.float64, 1e-12), (torch.float32, 1e-4), (torch.bfloat16, 0.1), (torch.float16, 0.02)):
+    for description in ({}, {"mask": rg.causal(), "bias": rg.alibi(4)}, {"mask": ~rg.window(9, 9), "score": rg.Dot(softcap=4.0), "dropout": 0.2}):
+        found = []
+        for engine in ("native", "reference"):
+            torch.manual_seed(0)
+            x = [t.detach().to(dtype).requires_grad_() for t in (q, k, v)]
+            out = rg.attention(*x, engine=engine, **description)
+            found.append([out, *torch.autograd.grad(out.float().sin().sum(), x)])
+        for a, b in zip(*found):
+            torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance)
+print(native.about()["instruction set"])
+"""
+
+
+@pytest.mark.parametrize("isa", native.about().get("compiled for", "").split())
+def test_every_instruction_set_agrees_when_forced(isa: str) -> None:
+    used = run_python(FORCED, REGARD_ISA=isa).strip()
+    if used != isa:
+        pytest.skip(f"this CPU has no {isa}")
+
+
+def test_a_child_of_a_fork_can_use_it() -> None:
+    code = """
+import os, torch, regard as rg
+torch.set_num_threads(2)
+q = torch.randn(1, 8, 256, 32)
+before = rg.attention(q, q, q, engine="native")
+child = os.fork()
+if child == 0:
+    os._exit(0 if torch.allclose(rg.attention(q, q, q, engine="native"), before, atol=1e-5) else 1)
+raise SystemExit(os.waitpid(child, 0)[1])
+"""
+    if not hasattr(os, "fork"):
+        pytest.skip("this system does not fork")
+    run_python(code)
+
+
+def test_a_missing_library_is_a_reason_and_no_error() -> None:
+    code = """
+import torch, regard as rg
+q = torch.randn(1, 2, 16, 8)
+told = rg.Attention().explain(q, q, q)
+assert told.engine != "native" and "does not load" in " ".join(told.reasons["native"]), told
+rg.attention(q, q, q)
+"""
+    run_python(code, REGARD_LIBRARY="/nowhere/_native.so")
+
+
+def test_the_whole_tensor_of_weights_is_never_made() -> None:
+    q, k, v = (torch.randn(1, 1, 30_000, 8) for _ in range(3))
+    output = rg.attention(q, k, v, mask=rg.window(64, 0), engine="native")
+    some = F.scaled_dot_product_attention(q[:, :, 20_000:20_001], k[:, :, 19_936:20_001], v[:, :, 19_936:20_001])
+    torch.testing.assert_close(output[:, :, 20_000:20_001], some, rtol=1e-5, atol=1e-5)
+
+
+def reasons(**description: object) -> str:
+    q, k, v = tensors((1, 2, 4, 3), (1, 2, 4, 3), (1, 2, 4, 3))
+    problem = rg.Attention(**description)._problem(q, k, v, False)  # type: ignore[arg-type]
+    assert isinstance(problem, Problem)
+    return "; ".join(native.why_not(problem))
+
+
+def test_reasons_name_what_the_kernels_do_not_know() -> None:
+    assert not reasons(mask=rg.causal(), bias=rg.alibi(2))
+    assert "one shaw" in reasons(bias=rg.shaw(torch.zeros(3, 3)) + rg.shaw(torch.zeros(3, 3)))
+    assert "not Modified" in reasons(score=lambda s, b, h, p, j: s)

@@ -1,0 +1,297 @@
+"""Tile tables against the bits: nothing that is set is left out, nothing is called full that is not."""
+
+from __future__ import annotations
+
+import importlib
+import time
+import tracemalloc
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+import regard as rg
+from regard.geometry import Frame
+from regard.masks import tiles as cached_tiles
+from regard.masks.tiles import Tiles
+from tests.strategies import masks
+
+module = importlib.import_module("regard.masks.tiles")  # regard.masks.tiles is its function
+fresh_tiles = module._tiles.__wrapped__
+SIZES = st.sampled_from([(1, 1), (2, 3), (4, 4), (8, 4), (3, 16), (16, 16), (64, 64)])
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> tuple[rg.Mask, Frame, tuple[int, int]]:
+    B, H = draw(st.integers(1, 3)), draw(st.integers(1, 2))
+    Q, K = draw(st.integers(1, 40)), draw(st.integers(1, 40))
+    offset = draw(st.integers(-8, K + 3) | st.lists(st.integers(-8, K + 3), min_size=B, max_size=B))
+    frame = Frame(B, H, Q, K, offset if isinstance(offset, int) else torch.tensor(offset))
+    return draw(masks(B, H, Q, K)), frame, draw(SIZES)
+
+
+def made(mask: rg.Mask | None, frame: Frame, size: tuple[int, int]) -> Tiles:
+    return fresh_tiles(mask, frame.key(), size)
+
+
+def bits_of(mask: rg.Mask, frame: Frame) -> Tensor:
+    return mask.allows(frame.at()).expand(frame.B, frame.H, frame.Q, frame.K)
+
+
+def laid_out(table: Tiles) -> np.ndarray:
+    """How often each tile is visited as partial, and as full: (B, H, tile rows, tile columns, 2)."""
+    frame, (down, across) = table.frame, table.grid
+    found = np.zeros((frame.B, frame.H, down, across, 2), int)
+    for b in range(frame.B):
+        for h in range(frame.H):
+            for r in range(down):
+                for start, stop, full in table.runs(b, h, r):
+                    assert 0 <= start < stop <= across
+                    found[b, h, r, start:stop, int(full)] += 1
+    return found
+
+
+def truth(mask: rg.Mask, frame: Frame, size: tuple[int, int]) -> tuple[np.ndarray, np.ndarray]:
+    """Whether each tile has a bit, and whether it has all: (B, H, tile rows, tile columns)."""
+    bits = bits_of(mask, frame).numpy()
+    some = np.logical_or.reduceat(bits, np.arange(0, frame.Q, size[0]), 2)
+    every = np.logical_and.reduceat(bits, np.arange(0, frame.Q, size[0]), 2)
+    cuts = np.arange(0, frame.K, size[1])
+    return np.logical_or.reduceat(some, cuts, 3), np.logical_and.reduceat(every, cuts, 3)
+
+
+@settings(max_examples=300)
+@given(case=cases())
+def test_no_tile_is_called_empty_that_has_a_bit_nor_full_that_lacks_one(case: tuple) -> None:
+    mask, frame, size = case
+    partial, full = np.moveaxis(laid_out(made(mask, frame, size)), -1, 0)
+    has_some, has_all = truth(mask, frame, size)
+    assert (partial + full).max() <= 1, "a tile is visited twice"
+    assert not (has_some & (partial + full == 0)).any(), "a tile with bits is left out"
+    assert not (~has_all & (full > 0)).any(), "a tile is called full that is not"
+
+
+@settings(max_examples=150)
+@given(case=cases())
+def test_runs_of_a_tile_row_stand_in_order_and_are_as_long_as_can_be(case: tuple) -> None:
+    mask, frame, size = case
+    table = made(mask, frame, size)
+    for b in range(frame.B):
+        for h in range(frame.H):
+            for r in range(table.grid[0]):
+                runs = list(table.runs(b, h, r))
+                for (_, stop, full), (start, _, next_full) in zip(runs, runs[1:], strict=False):
+                    assert stop < start or (stop == start and full != next_full)
+
+
+@settings(max_examples=200)
+@given(case=cases())
+def test_interval_rows_are_the_bits(case: tuple) -> None:
+    mask, frame, _ = case
+    if (rows := mask.intervals(frame)) is None:
+        return
+    start, stop = (
+        torch.from_numpy(np.broadcast_to(edge, (frame.B, frame.H, frame.Q)).copy())[..., None] for edge in rows
+    )
+    j = torch.arange(frame.K)
+    torch.testing.assert_close((start <= j) & (j < stop), bits_of(mask, frame))
+
+
+@settings(max_examples=150)
+@given(case=cases())
+def test_coarse_to_fine_finds_what_fine_alone_finds(case: tuple) -> None:
+    mask, frame, size = case
+    fine = made(mask, frame, size)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "START_BOXES", 1)
+        coarse = made(mask, frame, size)
+    assert coarse.extent == fine.extent
+    for name in ("pointer", "start", "stop", "full"):
+        np.testing.assert_array_equal(getattr(coarse, name), getattr(fine, name))
+
+
+def test_the_search_really_begins_with_large_boxes(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+    original = type(rg.global_tokens([0])).kinds
+    mask = rg.global_tokens([0])
+    monkeypatch.setattr(
+        type(mask), "kinds", lambda self, boxes: asked.append(len(boxes.i0)) or original(self, boxes), raising=True
+    )
+    made(mask, Frame(1, 1, 2**17, 2**17, 0), (64, 64))
+    assert max(asked) <= 2**15
+    assert sum(asked) < 2048 * 2048 / 20, "all tiles were asked for"
+
+
+INTERVALS: dict[str, Callable[[], rg.Mask]] = {
+    "causal": rg.causal,
+    "window": lambda: rg.window(5, 3),
+    "window of itself": lambda: rg.window(0, 0),
+    "padding": lambda: rg.padding([0, 9, 33]),
+    "prefix": lambda: rg.prefix([0, 7, 33]),
+    "documents": lambda: rg.documents([0] * 5 + [1] * 11 + [2] + [3] * 16),
+    "causal & window": lambda: rg.causal() & rg.window(7, 2),
+    "causal & padding": lambda: rg.causal() & rg.padding([0, 9, 33]),
+    "prefix & window & padding": lambda: rg.prefix(6) & rg.window(9, 9) & rg.padding([12, 30, 33]),
+}
+OFFSETS = {"0": 0, "negative": -6, "last at last": 4, "per row": torch.tensor([-3, 4, 30])}
+
+
+@pytest.mark.parametrize("size", [(1, 1), (4, 4), (8, 5), (5, 8), (16, 16), (40, 40)])
+@pytest.mark.parametrize("offset", OFFSETS.values(), ids=list(OFFSETS))
+@pytest.mark.parametrize("name", INTERVALS)
+def test_interval_masks_have_exact_tiles(name: str, offset: int | Tensor, size: tuple[int, int]) -> None:
+    mask, frame = INTERVALS[name](), Frame(3, 1, 29, 33, offset)
+    assert mask.intervals(frame) is not None
+    partial, full = np.moveaxis(laid_out(made(mask, frame, size)), -1, 0)
+    has_some, has_all = truth(mask, frame, size)
+    np.testing.assert_array_equal(full.astype(bool), has_all)
+    np.testing.assert_array_equal(partial.astype(bool), has_some & ~has_all)
+
+
+@pytest.mark.parametrize("mask", [rg.causal(), rg.window(5, 3), rg.padding([0, 9, 33]), rg.causal() & rg.window(7, 2)])
+def test_boxes_of_the_basic_patterns_are_exact_too(mask: rg.Mask) -> None:
+    frame, size = Frame(3, 1, 29, 33, torch.tensor([-3, 4, 30])), (4, 4)
+    hidden = mask & rg.dense(torch.ones(1, 1, dtype=torch.bool))  # a dense part has no intervals
+    assert hidden.intervals(frame) is None
+    partial, full = np.moveaxis(laid_out(made(hidden, frame, size)), -1, 0)
+    has_some, has_all = truth(mask, frame, size)
+    np.testing.assert_array_equal(full.astype(bool), has_all)
+    if not isinstance(mask, type(rg.causal() & rg.window(1, 1))):  # what `&` leaves of two partial tiles may be nothing
+        np.testing.assert_array_equal((partial + full).astype(bool), has_some)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda layout: rg.blocks(layout, 4),
+        lambda layout: rg.dense(layout.repeat_interleave(4, 2).repeat_interleave(4, 3)),
+    ],
+    ids=["blocks", "dense"],
+)
+@pytest.mark.parametrize("size", [(2, 2), (4, 4), (8, 8)])
+def test_batch_rows_are_told_apart_however_many_there_are(make: Callable, size: tuple[int, int]) -> None:
+    layout = torch.zeros(40, 1, 2, 2, dtype=torch.bool)
+    layout[[0, 39], 0, 0, 1] = True
+    mask, frame = make(layout), Frame(40, 1, 8, 8, 0)
+    partial, full = np.moveaxis(laid_out(made(mask, frame, size)), -1, 0)
+    has_some, _ = truth(mask, frame, size)
+    np.testing.assert_array_equal((partial + full).astype(bool), has_some)
+
+
+def test_no_mask_is_one_full_run_a_row() -> None:
+    table = made(None, Frame(2, 3, 100, 70, 0), (32, 32))
+    assert [list(table.runs(1, 2, r)) for r in range(4)] == [[(0, 3, True)]] * 4
+    assert table.visited == table.total == 12
+    assert table.places() == 7000
+
+
+def test_a_table_counts_its_tiles_and_places() -> None:
+    table = made(rg.causal(), Frame(1, 1, 100, 100, 0), (32, 32))
+    assert (table.visited, table.partial, table.total) == (10, 4, 16)
+    assert table.places() == 32 * 32 * 6 + 32 * 4 * 3 + 4 * 4
+    assert [columns for columns, _ in table.row(0, 0, 3)] == [
+        slice(0, 32),
+        slice(32, 64),
+        slice(64, 96),
+        slice(96, 100),
+    ]
+
+
+@pytest.mark.parametrize("frame", [Frame(1, 1, 0, 5, 5), Frame(1, 1, 5, 0, -5), Frame(1, 1, 0, 0, 0)])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda K: None,
+        lambda K: rg.causal() & rg.window(1, 1),
+        lambda K: rg.dilated(2, 2),
+        lambda K: rg.documents(torch.zeros(K, dtype=torch.int64)),
+        lambda K: rg.random_blocks(2, 2),
+        lambda K: rg.global_tokens([0]) | ~rg.causal(),
+    ],
+    ids=["none", "intervals", "dilated", "documents", "random_blocks", "composed"],
+)
+def test_empty_axes_have_no_tiles(make: Callable, frame: Frame) -> None:
+    assert made(make(frame.K), frame, (4, 4)).visited == 0
+
+
+class TestTheCache:
+    def test_equal_masks_share_one_table(self) -> None:
+        def table() -> Tiles:
+            mask = rg.causal() & rg.padding(torch.tensor([3, 60]))
+            return cached_tiles(mask, Frame(2, 1, 64, 64, 0), (8, 8))
+
+        assert table() is table()
+
+    def test_equal_offsets_share_one_table_and_others_do_not(self) -> None:
+        def table(*offsets: int) -> Tiles:
+            return cached_tiles(rg.causal(), Frame(2, 1, 64, 64, torch.tensor(offsets)), (8, 8))
+
+        assert table(1, 2) is table(1, 2)
+        assert table(1, 2) is not table(1, 3)
+
+    def test_other_masks_sizes_and_tiles_have_tables_of_their_own(self) -> None:
+        frame = Frame(1, 1, 64, 64, 0)
+        base = cached_tiles(rg.window(4, 0), frame, (8, 8))
+        assert cached_tiles(rg.window(5, 0), frame, (8, 8)) is not base
+        assert cached_tiles(rg.window(4, 0), frame, (8, 16)) is not base
+        assert cached_tiles(rg.window(4, 0), Frame(1, 1, 64, 65, 0), (8, 8)) is not base
+
+
+@pytest.mark.parametrize(
+    ("make", "tensor", "other"),
+    [
+        (rg.dense, torch.eye(8, dtype=torch.bool), torch.ones(8, 8, dtype=torch.bool)),
+        (rg.padding, torch.tensor([3]), torch.tensor([8])),
+        (rg.prefix, torch.tensor([3]), torch.tensor([8])),
+        (rg.documents, torch.tensor([0, 0, 1, 1, 2, 2, 3, 3]), torch.zeros(8, dtype=torch.int64)),
+        (rg.edges, torch.tensor([[0, 1], [1, 2]]), torch.tensor([[5, 6], [5, 6]])),
+        (lambda layout: rg.blocks(layout, 4), torch.eye(2, dtype=torch.bool), torch.ones(2, 2, dtype=torch.bool)),
+        (rg.global_tokens, torch.tensor([1]), torch.tensor([7])),
+    ],
+    ids=["dense", "padding", "prefix", "documents", "edges", "blocks", "global_tokens"],
+)
+def test_a_tensor_changed_in_place_changes_no_mask_made_of_it(make: Callable, tensor: Tensor, other: Tensor) -> None:
+    frame, before = Frame(1, 1, 8, 8, 0), make(tensor.clone())
+    given_tensor = tensor.clone()
+    mask = make(given_tensor)
+    hashed, bits, table = hash(mask), bits_of(mask, frame), cached_tiles(mask, frame, (2, 2))
+    given_tensor.copy_(other)
+    assert mask == before
+    assert hash(mask) == hashed == hash(before)
+    assert torch.equal(bits_of(mask, frame), bits)
+    assert cached_tiles(mask, frame, (2, 2)) is table
+    assert make(given_tensor) != mask
+
+
+def test_a_million_keys_take_neither_long_nor_much_memory() -> None:
+    length = 1 << 20
+    mask, frame = rg.causal() & rg.window(255, 0), Frame(1, 1, length, length, 0)
+    tracemalloc.start()
+    began = time.perf_counter()
+    try:
+        table = made(mask, frame, (128, 128))
+        seconds, peak = time.perf_counter() - began, tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert table.visited == 3 * length // 128 - 3
+    assert peak < 200e6, f"{peak / 1e6:.0f} MB"
+    assert seconds < 5, f"{seconds:.1f} s"
+
+
+def test_a_million_keys_without_intervals_take_neither_long_nor_much_memory() -> None:
+    length = 1 << 20
+    mask, frame = rg.longformer(256, [0, 1]), Frame(1, 1, length, length, 0)
+    tracemalloc.start()
+    began = time.perf_counter()
+    try:
+        table = made(mask, frame, (128, 128))
+        seconds, peak = time.perf_counter() - began, tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert table.visited < 9 * length // 128
+    assert peak < 200e6, f"{peak / 1e6:.0f} MB"
+    assert seconds < 10, f"{seconds:.1f} s"
