@@ -12,13 +12,19 @@ namespace regard::REGARD_ISA {
 
 enum class AdditiveMode { paired, single, direct };
 
-// e^2x for |2x| up to 87 (709). The argument is reduced in two steps: rounding 2x * log2(e) to one number would cost
-// as many digits as the exponent has.
+// e^2x for |2x| up to 87 (709), to within about one rounding: its error is that of every score. The argument is reduced in
+// two steps, since rounding 2x * log2(e) to one number would cost as many digits as the exponent has.
 REGARD_INLINE VecF exp_of_twice(VecF x) {
   const VecF y = x + x, shifted = y * float(log2_e) + 12582912.0f, n = shifted - 12582912.0f;
   const VecF f = (y - n * 0.693359375f) + n * 2.12194440e-4f;
-  const auto power = bits_as<SimdOf<float>::Word>(exp2(f * float(log2_e)));
-  return bits_as<VecF>(power + (bits_as<SimdOf<float>::Word>(shifted) << 23));
+  VecF p = broadcast(float(1.0 / 5040));
+  p = p * f + float(1.0 / 720);
+  p = p * f + float(1.0 / 120);
+  p = p * f + float(1.0 / 24);
+  p = p * f + float(1.0 / 6);
+  p = p * f + 0.5f;
+  p = (p * (f * f) + f) + 1.0f;
+  return bits_as<VecF>(bits_as<SimdOf<float>::Word>(p) + (bits_as<SimdOf<float>::Word>(shifted) << 23));
 }
 REGARD_INLINE VecD exp_of_twice(VecD x) {
   typedef uint64_t Word64 __attribute__((vector_size(vector_bytes)));
@@ -55,13 +61,6 @@ REGARD_INLINE VecF reciprocal_plus(VecF x, VecF c) { return 1.0f / x + c; }
 #endif
 REGARD_INLINE VecD quotient_plus(VecD n, VecD x, VecD c) { return n / x + c; }
 REGARD_INLINE VecD reciprocal_plus(VecD x, VecD c) { return 1.0 / x + c; }
-
-// -tanh(x) = 2 / (1 + e^2x) - 1 for any x.
-template <class V> REGARD_INLINE V minus_tanh(V x) {
-  using T = decltype(x[0] + x[0]);
-  constexpr T limit = sizeof(T) == 8 ? 1000 : 120;
-  return reciprocal_plus(exp2(min(broadcast(limit), x * T(2 * log2_e))) * T(0.5) + T(0.5), broadcast(T(-1)));
-}
 
 template <class T> struct AdditiveLimits;
 template <> struct AdditiveLimits<float> { static constexpr float exponent = 86, smallest_weight = 0x1p-26f; };
@@ -165,12 +164,12 @@ REGARD_INLINE void additive_scores(const AdditiveWeight<T>& w, const T* __restri
       REGARD_UNROLL
       for (int half = 0; half < 2; ++half) {
         const V k = load(b + half * L);
-        if constexpr (mode == AdditiveMode::direct) sum[r][half] += weight * minus_tanh(q + k);
+        if constexpr (mode == AdditiveMode::direct) sum[r][half] += weight * tanh(q + k);
         else sum[r][half] += reciprocal_plus(q * k + over, shift);
       }
     }
   }
-  const V factor = broadcast(mode == AdditiveMode::direct ? -scale : -2 * w.largest * scale);
+  const V factor = broadcast(mode == AdditiveMode::direct ? scale : -2 * w.largest * scale);
   REGARD_UNROLL
   for (int r = 0; r < M; ++r, c += c_row) {
     store(c, factor * sum[r][0]);
@@ -206,7 +205,7 @@ REGARD_INLINE void additive_gradients(int64_t width, int64_t keys, AdditiveRows<
       REGARD_UNROLL
       for (int r = 0; r < M; ++r) {
         V t;
-        if constexpr (mode == AdditiveMode::direct) t = minus_tanh(query[r] + key);
+        if constexpr (mode == AdditiveMode::direct) t = -tanh(query[r] + key);
         else t = reciprocal_plus(query[r] * key + half, minus_one);
         const V given = broadcast(ds[r * ds_row + j]), first = given * t, second = given - first * t;
         moments[r & 1] += first;

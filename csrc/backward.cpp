@@ -78,7 +78,7 @@ template <class T> struct HeadRows {
     }
     if (g.d_lse.data) sum -= *real_row<T>(g.d_lse, row.b, row.h, i);
     if (g.delta.data) *const_cast<T*>(real_row<T>(g.delta, row.b, row.h, i)) = sum;
-    const T x = *real_row<T>(g.lse, row.b, row.h, i) * T(log2_e);
+    const T x = T(double(*real_row<T>(g.lse, row.b, row.h, i)) * log2_e);
     // A row that saw nothing has weights 2^(logit - infinity) = 0.
     lse[i] = x == T(-infinity) ? T(infinity) : x == T(infinity) ? T(__builtin_nanf("")) : x;
     delta[i] = x == T(-infinity) ? T(0) : sum;

@@ -93,6 +93,15 @@ int check(const regard_dot& p) {
   return REGARD_OK;
 }
 
+// Waking a thread takes longer than a million multiply-adds: small problems are not worth it.
+regard_dot with_useful_threads(const regard_dot& p) {
+  regard_dot copy = p;
+  const double work = double(p.B) * double(p.H) * double(p.Q) * double(p.K) * double(p.D + p.E);
+  const double useful = 1 + work / 1e6;
+  if (useful < copy.threads) copy.threads = int(useful);
+  return copy;
+}
+
 }  // namespace
 }  // namespace regard
 
@@ -116,7 +125,7 @@ int regard_dot_forward(const regard_dot* problem, const regard_dot_result* resul
   if (status != REGARD_OK) return status;
   if (problem->B == 0 || problem->H == 0 || problem->Q == 0) return REGARD_OK;
   if (result->out_table.data && (!problem->offset || result->out_table.stride[3] != 1)) return REGARD_BAD_ARGUMENT;
-  return regard::chosen.dot_forward(*problem, *result);
+  return regard::chosen.dot_forward(regard::with_useful_threads(*problem), *result);
 }
 
 int regard_dot_backward(const regard_dot* problem, const regard_dot_gradient* gradient) {
@@ -125,7 +134,7 @@ int regard_dot_backward(const regard_dot* problem, const regard_dot_gradient* gr
   if (status != REGARD_OK) return status;
   if (problem->B == 0 || problem->H == 0) return REGARD_OK;
   if (!gradient->lse.data) return REGARD_BAD_ARGUMENT;
-  return regard::chosen.dot_backward(*problem, *gradient);
+  return regard::chosen.dot_backward(regard::with_useful_threads(*problem), *gradient);
 }
 
 }  // extern "C"

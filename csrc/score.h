@@ -11,7 +11,7 @@ namespace regard::REGARD_ISA {
 template <class T> struct DotScore {
   static constexpr bool is_product = true;  // gradients are products with the packed queries and keys
   const int64_t D;
-  explicit DotScore(const regard_dot& p) : D(p.D) {}
+  explicit DotScore(const regard_dot& p, const regard_tensor* = nullptr, const regard_tensor* = nullptr) : D(p.D) {}
 
   int prepare(const regard_dot&) { return REGARD_OK; }
   T key_factor(T scale) const { return scale; }
@@ -25,7 +25,7 @@ template <class T> struct DotScore {
 
   int64_t sums() const { return 0; }
   void finish_row(int64_t, T*) const {}
-  void store_sums(const regard_tensor&, int64_t, int64_t, const T*, T) const {}
+  void store_sums(int64_t, int64_t, const T*, T) const {}
 };
 
 // weight . tanh(q + k). All rows of a strip have the same weight: it is shared by the heads, or no heads share keys.
@@ -33,16 +33,18 @@ template <class T> struct AdditiveScore {
   static constexpr bool is_product = false;
   const int64_t D, width;  // the width in whole panels
   const T scale;  // of the logits in base two
+  const regard_tensor *given, *d_weight;
+  const int64_t per_head;  // 1 if every head has a weight of its own
   AdditiveMode mode = AdditiveMode::direct;
-  int64_t per_head = 0;  // 1 if every head has a weight of its own
   Buffer memory;
 
-  explicit AdditiveScore(const regard_dot& p) : D(p.D), width(round_up(p.D, NR<T>)), scale(T(log2_e / p.temperature)) {}
+  AdditiveScore(const regard_dot& p, const regard_tensor* weight, const regard_tensor* d_weight = nullptr)
+      : D(p.D), width(round_up(p.D, NR<T>)), scale(T(log2_e / p.temperature)), given(weight), d_weight(d_weight),
+        per_head(weight->stride[1] != 0 && p.H > 1) {}
 
   const AdditiveWeight<T>& weight(int64_t h) const { return ((const AdditiveWeight<T>*)memory.data)[h * per_head]; }
 
   int prepare(const regard_dot& p) {
-    per_head = p.weight.stride[1] != 0 && p.H > 1;
     const int64_t heads = per_head ? p.H : 1;
     Layout layout;
     layout.add(heads, 1, sizeof(AdditiveWeight<T>));
@@ -65,9 +67,9 @@ template <class T> struct AdditiveScore {
 
     mode = AdditiveMode::paired;
     for (int64_t h = 0; h < heads; ++h) {
-      const T* source = (const T*)p.weight.data + h * p.weight.stride[1];
+      const T* source = (const T*)given->data + h * given->stride[1];
       T* storage = (T*)((char*)memory.data + numbers) + h * 3 * D;
-      const AdditiveWeight<T> weight(source, p.weight.stride[3], D, storage);
+      const AdditiveWeight<T> weight(source, given->stride[3], D, storage);
       ((AdditiveWeight<T>*)memory.data)[h] = weight;
       mode = greatest(mode, weight.mode(found[0], found[1]));
     }
@@ -111,10 +113,10 @@ template <class T> struct AdditiveScore {
     const T* w = weight(h).weight;
     for (int64_t d = 0; d < D; ++d) row[d] *= w[d];
   }
-  void store_sums(const regard_tensor& d_weight, int64_t b, int64_t h, const T* sums, T factor) const {
-    if (!d_weight.data) return;
-    T* to = (T*)d_weight.data + b * d_weight.stride[0] + h * d_weight.stride[1];
-    for (int64_t d = 0; d < D; ++d) to[d * d_weight.stride[3]] = -sums[d] * factor;
+  void store_sums(int64_t b, int64_t h, const T* sums, T factor) const {
+    if (!d_weight->data) return;
+    T* to = (T*)d_weight->data + b * d_weight->stride[0] + h * d_weight->stride[1];
+    for (int64_t d = 0; d < D; ++d) to[d * d_weight->stride[3]] = -sums[d] * factor;
   }
 
  private:

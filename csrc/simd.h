@@ -336,6 +336,19 @@ REGARD_INLINE VecD log2(VecD x) {
   return p * s + __builtin_convertvector(exponent, VecD);
 }
 
+// log2 of every lane, as doubles: a log-sum-exp near 10 that was rounded twice on its way
+// would cost a digit of every weight that the backward computes from it.
+REGARD_INLINE void log2_exactly(VecF x, double* out) {
+  REGARD_UNROLL
+  for (int half = 0; half < 2; ++half) {
+    VecD wide;
+    REGARD_UNROLL
+    for (int i = 0; i < lanes<double>; ++i) wide[i] = double(x[half * lanes<double> + i]);
+    store(out + half * lanes<double>, log2(wide));
+  }
+}
+REGARD_INLINE void log2_exactly(VecD x, double* out) { store(out, log2(x)); }
+
 // 1/x to within about one rounding, for normal x whose reciprocal is normal.
 REGARD_INLINE VecF reciprocal(VecF x) {
 #if defined(__AVX512F__)

@@ -30,7 +30,7 @@ LAYERS = [
 BOTTOM = LAYERS[0]
 APART = LAYERS[1]  # these never import one another
 BESIDE = {"view", "lab", "check", "integrations", "distributed"}  # beside models, imported by cli only
-BESIDE_ATTENTION = {"linear"}
+BESIDE_ATTENTION = {"linear", "info"}
 FRONT = {"__init__", "__main__"}
 LEVEL = {room: level for level, rooms in enumerate(LAYERS) for room in rooms}
 LEVEL |= dict.fromkeys(BESIDE, LEVEL["models"]) | dict.fromkeys(BESIDE_ATTENTION, LEVEL["attention"])
@@ -193,9 +193,9 @@ import json, os, sys, threading, time
 import torch
 def threads():
     return len(os.listdir("/proc/self/task")) if sys.platform == "linux" else threading.active_count()
-known, before, started = set(sys.modules), threads(), time.perf_counter()
+known, before, started = set(sys.modules), threads(), time.process_time()
 import regard
-seconds = time.perf_counter() - started
+seconds = time.process_time() - started
 print(json.dumps({"seconds": seconds, "new": sorted(set(sys.modules) - known), "threads": threads() - before}))
 """
 
@@ -216,7 +216,7 @@ def started() -> list[dict]:
 
 
 def test_importing_regard_costs_at_most_a_third_of_a_second_over_torch(started: list[dict]) -> None:
-    assert min(run["seconds"] for run in started) <= 0.3
+    assert min(run["seconds"] for run in started) <= 0.3  # of processor time, which a busy machine does not stretch
 
 
 def test_importing_regard_starts_no_thread(started: list[dict]) -> None:

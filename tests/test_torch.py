@@ -98,7 +98,9 @@ def test_compiles_as_one_graph_forward_and_backward(name: str) -> None:
     torch.manual_seed(1)
     eager = rg.attention(*inputs, engine="reference", **description)
     torch.testing.assert_close(ours, eager)
-    for a, b in zip(torch.autograd.grad(ours.sin().sum(), inputs), torch.autograd.grad(eager.sin().sum(), inputs), strict=True):
+    for a, b in zip(
+        torch.autograd.grad(ours.sin().sum(), inputs), torch.autograd.grad(eager.sin().sum(), inputs), strict=True
+    ):
         torch.testing.assert_close(a, b)
 
 
@@ -108,7 +110,9 @@ def test_inductor_compiles_it_too() -> None:
     attend = rg.Attention(mask=rg.causal() & rg.window(7, 0), bias=rg.alibi(2))
     ours, eager = torch.compile(attend, fullgraph=True)(*inputs), attend(*inputs, engine="reference")
     torch.testing.assert_close(ours, eager)
-    for a, b in zip(torch.autograd.grad(ours.sin().sum(), inputs), torch.autograd.grad(eager.sin().sum(), inputs), strict=True):
+    for a, b in zip(
+        torch.autograd.grad(ours.sin().sum(), inputs), torch.autograd.grad(eager.sin().sum(), inputs), strict=True
+    ):
         torch.testing.assert_close(a, b)
 
 
@@ -169,6 +173,7 @@ def test_same_inputs_give_the_same_bits(engine: str) -> None:
         return
     inputs = [normal(1, 2, 130, 16, grad=True, dtype=torch.float32) for _ in range(3)]
     first, second = (
-        torch.autograd.grad(rg.attention(*inputs, mask=rg.causal(), engine=engine).sin().sum(), inputs) for _ in range(2)
+        torch.autograd.grad(rg.attention(*inputs, mask=rg.causal(), engine=engine).sin().sum(), inputs)
+        for _ in range(2)
     )
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import itertools
 import time
 import tracemalloc
 from collections.abc import Callable
@@ -64,7 +65,7 @@ def truth(mask: rg.Mask, frame: Frame, size: tuple[int, int]) -> tuple[np.ndarra
     return np.logical_or.reduceat(some, cuts, 3), np.logical_and.reduceat(every, cuts, 3)
 
 
-@settings(max_examples=300)
+@settings(max_examples=150)
 @given(case=cases())
 def test_no_tile_is_called_empty_that_has_a_bit_nor_full_that_lacks_one(case: tuple) -> None:
     mask, frame, size = case
@@ -75,7 +76,7 @@ def test_no_tile_is_called_empty_that_has_a_bit_nor_full_that_lacks_one(case: tu
     assert not (~has_all & (full > 0)).any(), "a tile is called full that is not"
 
 
-@settings(max_examples=150)
+@settings(max_examples=60)
 @given(case=cases())
 def test_runs_of_a_tile_row_stand_in_order_and_are_as_long_as_can_be(case: tuple) -> None:
     mask, frame, size = case
@@ -84,11 +85,11 @@ def test_runs_of_a_tile_row_stand_in_order_and_are_as_long_as_can_be(case: tuple
         for h in range(frame.H):
             for r in range(table.grid[0]):
                 runs = list(table.runs(b, h, r))
-                for (_, stop, full), (start, _, next_full) in zip(runs, runs[1:], strict=False):
+                for (_, stop, full), (start, _, next_full) in itertools.pairwise(runs):
                     assert stop < start or (stop == start and full != next_full)
 
 
-@settings(max_examples=200)
+@settings(max_examples=100)
 @given(case=cases())
 def test_interval_rows_are_the_bits(case: tuple) -> None:
     mask, frame, _ = case
@@ -101,7 +102,7 @@ def test_interval_rows_are_the_bits(case: tuple) -> None:
     torch.testing.assert_close((start <= j) & (j < stop), bits_of(mask, frame))
 
 
-@settings(max_examples=150)
+@settings(max_examples=100)
 @given(case=cases())
 def test_coarse_to_fine_finds_what_fine_alone_finds(case: tuple) -> None:
     mask, frame, size = case

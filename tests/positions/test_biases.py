@@ -145,8 +145,8 @@ def test_a_relative_table_with_one_row_serves_all_heads(offset: int | Tensor) ->
 @pytest.mark.parametrize("offset", OFFSETS.values(), ids=list(OFFSETS))
 @pytest.mark.parametrize(
     "bias",
-    [rg.alibi(H), rg.relative(normal(H, 5)), rg.t5(normal(8, H), True, 6), rg.shaw(normal(5, D)), rg.dense_bias(normal(B, H, Q, K)),
-     rg.alibi(H) + rg.relative(normal(H, 3))],
+    [rg.alibi(H), rg.relative(normal(H, 5)), rg.t5(normal(8, H), True, 6), rg.shaw(normal(5, D)),
+     rg.dense_bias(normal(B, H, Q, K)), rg.alibi(H) + rg.relative(normal(H, 3))],
     ids=repr,
 )  # fmt: skip
 def test_a_bias_is_the_same_in_a_part_and_at_single_places(bias: Bias, offset: int | Tensor) -> None:

@@ -161,15 +161,19 @@ def _visible(mask: Mask, key: tuple) -> Visible:
     return _found(mask, key)
 
 
-# What torch.compiler.assume_constant_result does, without loading the compiler: tracing does not enter these.
-for _function in (missing, _visible):
-    _function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+def _constant(function: Any) -> None:
+    """What torch.compiler.assume_constant_result does, without loading the compiler: tracing does not enter it."""
+    function._dynamo_marked_constant = True
+
+
+_constant(missing)
+_constant(_visible)
 
 
 @lru_cache(maxsize=128)
 def _found(mask: Mask, key: tuple) -> Visible:
-    *axes, offsets = key
-    frame = Frame(*axes, offset=offsets[0] if len(offsets) == 1 else torch.tensor(offsets))
+    B, H, Q, K, offsets = key
+    frame = Frame(B, H, Q, K, offsets[0] if len(offsets) == 1 else torch.tensor(offsets))
     if (intervals := mask.intervals(frame)) is not None:
         edges = np.broadcast_arrays(*(np.clip(edge, 0, frame.K).astype(np.int32) for edge in intervals))
         return tuple(torch.from_numpy(np.ascontiguousarray(edge)) for edge in edges), (0, 0)
@@ -220,7 +224,8 @@ def _packed(x: Lowered, fixed: Fixed) -> bytes:
     (B, H, Q, D), (_, G, K, E) = x.query.shape, x.value.shape
     scale, softcap, temperature, dropout = fixed.numbers
     radius, wants, *strides = fixed.sizes
-    intervals, table = (0,) * 5, (0,) * 7
+    intervals: tuple[int, ...] = (0,) * 5
+    table: tuple[int, ...] = (0,) * 7
     if len(fixed.visible) == 2:
         start, stop = fixed.visible
         intervals = start.data_ptr(), stop.data_ptr(), *_place(start)[1:4]
@@ -272,19 +277,15 @@ def _backward(
     x: Lowered, fixed: Fixed, results: Sequence[Tensor], grads: Sequence[Tensor | None], wants_bias: bool
 ) -> tuple[Tensor | None, ...]:
     """Gradients in the order of `Lowered`."""
-    output, lse, mass = results
+    output, lse, mass = results[0], results[1], results[2] if fixed.sizes[1] else None
     d_output, d_lse, d_mass = grads
     if d_output is None:
         d_output = torch.zeros_like(output)
     dq, dk, dv, d_diagonal, d_table, d_bias, delta = _room(x._replace(bias=x.bias if wants_bias else None))
-    values = bool(fixed.sizes[1])
-    if not values:
-        mass, d_mass = None, None
-    if d_mass is not None:
-        d_mass = d_mass.contiguous()
+    d_mass = None if mass is None or d_mass is None else d_mass.contiguous()
     places = (
-        _place(output), _place(lse), _rows(mass), _place(d_output), _place(d_lse), _rows(d_mass), _place(dq), _place(dk),
-        _place(dv), _rows(d_diagonal), _rows(d_table), _place(d_bias), _place(delta),
+        _place(output), _place(lse), _rows(mass), _place(d_output), _place(d_lse), _rows(d_mass), _place(dq),
+        _place(dk), _place(dv), _rows(d_diagonal), _rows(d_table), _place(d_bias), _place(delta),
     )  # fmt: skip
     _call("regard_dot_backward", _packed(x, fixed), _GRADIENT.pack(*(n for place in places for n in place)))
     d_sink = None
@@ -408,7 +409,11 @@ def _dot_backward(*arguments: Any) -> list[Tensor]:
 
 @_dot_backward.register_fake
 def _(*arguments: Any) -> list[Tensor]:
-    return [torch.empty_like(tensor, memory_format=torch.contiguous_format) for tensor in arguments[:7] if tensor is not None]
+    return [
+        torch.empty_like(tensor, memory_format=torch.contiguous_format)
+        for tensor in arguments[:7]
+        if tensor is not None
+    ]
 
 
 def _remember(ctx: Any, inputs: tuple, output: tuple[Tensor, ...]) -> None:
@@ -432,7 +437,9 @@ _dot.register_autograd(_differentiate, setup_context=_remember)
 
 def run(problem: Problem, query: Tensor, key: Tensor, value: Tensor, seed: Tensor | None) -> tuple[Tensor, Tensor]:
     x, shaw, scale = _lower(problem, query, key, value)
-    frame, visible, strides = problem.frame, (), (0, 0)
+    frame = problem.frame
+    visible: tuple[Tensor, ...] = ()
+    strides = 0, 0
     if problem.mask is not None:
         *axes, offsets = frame.key()
         # Sizes as plain numbers: where they are symbols, tracing fixes them, since what is visible depends on them.
@@ -480,6 +487,8 @@ def why_not(problem: Problem) -> list[str]:
     if torch.compiler.is_compiling():
         if isinstance(problem.frame.offset, Tensor):
             reasons.append("torch.compile cannot tell what a tensor of offsets leaves visible")
+        if problem.mask is not None and problem.mask.traced:
+            reasons.append("torch.compile cannot read a mask that is made inside the compiled function")
     elif problem.functional:
         reasons.append("a torch.func transform is running")
     return reasons

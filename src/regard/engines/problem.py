@@ -112,7 +112,7 @@ def check_tensors(query: Tensor, key: Tensor, value: Tensor | None) -> None:
             raise ValueError(f"key and value must have the same number of heads G, but are {_shapes(named)}")
         if heads != shared and (shared == 0 or heads % shared):
             raise ValueError(
-                f"query heads H must be a multiple of key/value heads G, but H = {heads}, G = {shared}: {_shapes(named)}"
+                f"query heads H must be a multiple of key/value heads G, not {heads} and {shared} ({_shapes(named)})"
             )
 
 

@@ -53,7 +53,7 @@ class Explanation:
             f"  sizes   {'  '.join(f'{axis}={n}' for axis, n in self.sizes.items())}",
             f"  engine  {self.engine}",
             *(f"          not {name}: {'; '.join(reasons)}" for name, reasons in self.reasons.items()),
-            f"  tiles   {visited:,} of {total:,} visited ({visited / max(total, 1):.1%}), {' x '.join(map(str, self.tile))} each",
+            f"  tiles   {visited:,} of {total:,} visited ({visited / max(total, 1):.1%}), each {_times(self.tile)}",
             f"  FLOPs   {_units(self.flops)}FLOP forward",
             f"  memory  {_units(self.peak_bytes)}B beyond inputs and output",
         ]
@@ -69,7 +69,7 @@ def explain(problem: Problem, description: str, name: str | None = None) -> Expl
         for other in order
         if other != engine.name
     }
-    size = tile_size(problem)
+    size = tile_size(problem) if engine.name == "tiled" else (64, 64)
     table = tiles(problem.mask, frame, size)
     dense = engine.dense(problem)
     shared = (frame.B // max(table.extent[0], 1)) * (frame.H // max(table.extent[1], 1))
@@ -85,6 +85,10 @@ def explain(problem: Problem, description: str, name: str | None = None) -> Expl
         flops=places * (per_score * problem.D + 2 * problem.E),
         peak_bytes=engine.peak_bytes(problem),
     )
+
+
+def _times(sizes: tuple[int, ...]) -> str:
+    return " x ".join(map(str, sizes))
 
 
 def _units(number: float) -> str:

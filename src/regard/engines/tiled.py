@@ -247,7 +247,8 @@ def _gradients(
                 part, largest = _tile(problem, leaves, seed)
             inputs = [leaf, key_leaf, value_leaf, *own[:scores], *(() if bias is None else bias.tensors())]
             boxes = [row.box, *[(row.batch, shared, columns)] * 2]
-            asked = [n for n, tensor in enumerate(inputs) if tensor.requires_grad]
+            first = {id(tensor): n for n, tensor in reversed(list(enumerate(inputs)))}  # one tensor may serve twice
+            asked = [n for n, tensor in enumerate(inputs) if tensor.requires_grad and first[id(tensor)] == n]
             if not asked or not part.requires_grad:
                 continue
             found = torch.autograd.grad(

@@ -85,6 +85,11 @@ class Mask:
         """Whether only its bits tell what a box is."""
         return False
 
+    @property
+    def traced(self) -> bool:
+        """Whether it was made from tensors inside a function that torch.compile traces: then nobody can read them."""
+        return self.__dict__.get("_traced", False)
+
     def __and__(self, other: Mask) -> Mask:
         return And(_flat(And, self, _mask(other)))
 
@@ -181,6 +186,10 @@ class _Several(Mask):
     def opaque(self) -> bool:
         return any(part.opaque for part in self.parts)
 
+    @property
+    def traced(self) -> bool:
+        return any(part.traced for part in self.parts)
+
 
 @dataclass(frozen=True, eq=False, repr=False)
 class And(_Several):
@@ -255,6 +264,10 @@ class Not(Mask):
     def opaque(self) -> bool:
         return self.part.opaque
 
+    @property
+    def traced(self) -> bool:
+        return self.part.traced
+
     def __invert__(self) -> Mask:
         return self.part
 
@@ -265,6 +278,13 @@ class Not(Mask):
 def positions_of(frame: Frame) -> np.ndarray:
     """Where the queries stand, (B or 1, 1, Q): one row if all batch rows share an offset."""
     return np.asarray(frame.offsets(), np.int64)[:, None, None] + np.arange(frame.Q)
+
+
+def made(mask: Mask) -> Mask:
+    """The mask, with a note of where its tensors come from."""
+    if torch.compiler.is_compiling():
+        object.__setattr__(mask, "_traced", True)
+    return mask
 
 
 def short(value: int | Tensor) -> str:

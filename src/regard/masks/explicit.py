@@ -12,7 +12,7 @@ from torch import Tensor
 
 from regard.geometry import At, Frame, lead, shape_of
 from regard.hashing import hash32
-from regard.masks.algebra import EMPTY, PARTIAL, Boxes, Kinds, Mask, integers, kinds, short, whole
+from regard.masks.algebra import EMPTY, PARTIAL, Boxes, Kinds, Mask, integers, kinds, made, short, whole
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -258,7 +258,7 @@ def dense(tensor: Tensor) -> Mask:
         raise TypeError(f"mask must be a mask or a bool tensor in which True means may attend, but is {came}; {hint}")
     if tensor.dim() > 4:
         raise ValueError(f"mask must have at most four axes (B, H, Q, K), but is {shape_of(tensor)}")
-    return Dense(lead(tensor.detach().clone()))
+    return made(Dense(lead(tensor.detach().clone())))
 
 
 def where(function: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]) -> Mask:
@@ -294,7 +294,7 @@ def blocks(layout: Tensor, size: int) -> Mask:
             f"blocks: layout must be a bool tensor (rows, columns), (H, ...) or (B, H, ...), "
             f"but is {layout.dtype} of shape {shape_of(layout)}"
         )
-    return Blocks(lead(layout.detach().clone()), whole("size", size, 1))
+    return made(Blocks(lead(layout.detach().clone()), whole("size", size, 1)))
 
 
 def random_blocks(per_row: int, size: int, seed: int = 0) -> Mask:
@@ -325,4 +325,4 @@ def edges(pairs: Tensor | Iterable[tuple[int, int]]) -> Mask:
         )
     if tensor.numel() and int(tensor.min()) < 0:
         raise ValueError(f"edges: pairs must not be negative, but the least is {int(tensor.min())}")
-    return Edges(tensor.unique(dim=1))
+    return made(Edges(tensor.unique(dim=1)))

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from regard.geometry import At, Frame, lead, shape_of
-from regard.masks.algebra import Boxes, Intervals, Kinds, Mask, integers, kinds, positions_of, short, whole
+from regard.masks.algebra import Boxes, Intervals, Kinds, Mask, integers, kinds, made, positions_of, short, whole
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -365,7 +365,7 @@ def prefix(length: int | Sequence[int] | Tensor) -> Mask:
     ███·
     ████
     """
-    return Prefix(_integers("length", length))
+    return made(Prefix(_integers("length", length)))
 
 
 def padding(lengths: int | Sequence[int] | Tensor) -> Mask:
@@ -377,7 +377,7 @@ def padding(lengths: int | Sequence[int] | Tensor) -> Mask:
     ██··
     ██··
     """
-    return Padding(_integers("lengths", lengths))
+    return made(Padding(_integers("lengths", lengths)))
 
 
 def documents(ids: Sequence[int] | Tensor) -> Mask:
@@ -394,7 +394,7 @@ def documents(ids: Sequence[int] | Tensor) -> Mask:
     tensor = integers("documents: ids", ids, "whole numbers (K,) or (B, K)")
     if tensor.dim() not in (1, 2):
         raise ValueError(f"documents: ids must be whole numbers (K,) or (B, K), but is of shape {shape_of(tensor)}")
-    return Documents(tensor)
+    return made(Documents(tensor))
 
 
 def global_tokens(positions: Iterable[int] | Iterable[Iterable[int]] | Tensor) -> Mask:

@@ -227,7 +227,7 @@ class Shaw(Bias):
                 if name == "values" and not value_width:
                     continue  # no values are in play where only weights are asked for
                 raise ValueError(
-                    f"shaw: {name} must be (2R+1, {letter}) or (H, 2R+1, {letter}), H = {frame.H} and {letter} = {size}, "
+                    f"shaw: {name} must be (2R+1, {letter}) or (H, 2R+1, {letter}), H = {frame.H}, {letter} = {size}, "
                     f"but is {shape_of(table)}"
                 )
 

@@ -1,0 +1,1 @@
+"""Attention libraries side by side in one run: `python -m benchmarks.run --help`."""
