@@ -71,7 +71,12 @@ def onnxruntime(*, causal: bool = False) -> Peer:
         ends = [helper.make_tensor_value_info(name, TensorProto.FLOAT, a.shape) for name, a in given.items()]
         result = helper.make_tensor_value_info("o", TensorProto.FLOAT, given["q"].shape)
         node = helper.make_node(
-            "MultiHeadAttention", list("qkv"), ["o"], domain="com.microsoft", num_heads=heads, unidirectional=int(causal)
+            "MultiHeadAttention",
+            list("qkv"),
+            ["o"],
+            domain="com.microsoft",
+            num_heads=heads,
+            unidirectional=int(causal),
         )
         model = helper.make_model(
             helper.make_graph([node], "attention", ends, [result]),

@@ -220,6 +220,7 @@ template <class T> struct Forward {
 }  // namespace
 
 int dot_forward(const regard_dot& p, const regard_dot_result& result) {
+  if (decode_is_better(p, result)) return dot_decode(p, result);
   if (p.dtype == REGARD_FLOAT64) return Forward<double>(p, result).run();
   return Forward<float>(p, result).run();
 }

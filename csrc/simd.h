@@ -363,18 +363,24 @@ REGARD_INLINE VecF reciprocal(VecF x) {
 }
 REGARD_INLINE VecD reciprocal(VecD x) { return 1.0 / x; }
 
-// tanh, relative error about two roundings everywhere: near zero a series (1 - 2/(1+e^2x) would lose digits there).
+// tanh to a few roundings, relative also near zero (where 1 - 2/(1+e^2x) would lose digits). In float a quotient of odd
+// and even polynomials, which reaches 1 within a rounding at the limit.
 REGARD_INLINE VecF tanh(VecF x) {
-  const VecF a = absolute(x), z = x * x;
-  VecF p = broadcast(-5.70498872745e-3f);
-  p = p * z + 2.06390887954e-2f;
-  p = p * z - 5.37397155531e-2f;
-  p = p * z + 1.33314422036e-1f;
-  p = p * z - 3.33332819422e-1f;
-  const VecF near = (p * z) * x + x;
-  const VecF far = 1.0f - 2.0f * reciprocal(exp2(min(broadcast(30.0f), a * float(2 * log2_e))) + 1.0f);
-  const VecF y = select(a < 0.625f, near, select(x < 0.0f, -far, far));
-  return select(x != x, x, y);
+  const VecF limit = broadcast(7.90531110763549805f);
+  x = max(-limit, min(limit, x));
+  const VecF z = x * x;
+  VecF p = broadcast(-2.76076847742355e-16f);
+  p = p * z + 2.00018790482477e-13f;
+  p = p * z - 8.60467152213735e-11f;
+  p = p * z + 5.12229709037114e-08f;
+  p = p * z + 1.48572235717979e-05f;
+  p = p * z + 6.37261928875436e-04f;
+  p = p * z + 4.89352455891786e-03f;
+  VecF q = broadcast(1.19825839466702e-06f);
+  q = q * z + 1.18534705686654e-04f;
+  q = q * z + 2.26843463243900e-03f;
+  q = q * z + 4.89352518554385e-03f;
+  return x * p / q;
 }
 REGARD_INLINE VecD tanh(VecD x) {
   const VecD a = absolute(x), z = x * x;

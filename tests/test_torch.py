@@ -52,7 +52,7 @@ def test_first_and_second_derivatives_are_right(engine: str, name: str) -> None:
         return rg.attention(q, k, v, engine=engine, return_lse=True, **LEARNED[name](w))
 
     assert gradcheck(call, (q, k, v, *learned))
-    assert gradgradcheck(call, (q, k, v, *learned), check_undefined_grad=False)
+    assert gradgradcheck(call, (q, k, v, *learned), check_undefined_grad=False, fast_mode=True)
 
 
 @pytest.mark.parametrize("engine", ["reference", "tiled", "sdpa", "native"])

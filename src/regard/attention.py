@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ from torch import Tensor
 from regard.engines import look
 from regard.engines.dropout import draw_seed
 from regard.engines.look import Statistics
-from regard.engines.problem import Problem, check_tensors
+from regard.engines.problem import Engine, Problem, check_tensors
 from regard.engines.select import Explanation, explain, select
 from regard.geometry import Frame, lead, shape_of
 from regard.masks import Mask, dense
@@ -22,6 +23,7 @@ from regard.positions.biases import Bias, dense_bias
 from regard.scores import Dot, Modified, Score
 
 Part = int | slice | Sequence[int] | Tensor | None
+PLANS = 256  # that an attention remembers
 _DOT = Dot()
 
 
@@ -101,6 +103,10 @@ class Attention:
             )
         if number and not self.sink < math.inf:  # type: ignore[operator]
             raise ValueError(f"sink must be a logit below infinity, but is {self.sink}")
+        assert isinstance(self.score, Score)
+        own = [*self.score.tensors(), *(self.bias.tensors() if isinstance(self.bias, Bias) else ())]
+        put(self, "_tensors", (*own, self.sink) if isinstance(self.sink, Tensor) else tuple(own))
+        put(self, "_plans", {})
 
     def __call__(
         self, query: Tensor, key: Tensor, value: Tensor, *, engine: str | None = None, return_lse: bool = False
@@ -109,17 +115,47 @@ class Attention:
 
         `engine` forces an engine by name; left out, the fastest that can compute the call is taken.
         """
-        query, key, value = _autocast(query, key, value)
-        problem = self._problem(query, key, value, return_lse)
-        chosen = select(problem, engine)
+        if torch.is_autocast_enabled(query.device.type if isinstance(query, Tensor) else "cpu"):
+            query, key, value = _autocast(query, key, value)
+            with _plain(query.device):
+                return self(query, key, value, engine=engine, return_lse=return_lse)
+        problem, chosen = self._plan(query, key, value, engine, return_lse)
         seed = draw_seed(query.device) if self.dropout else None
-        with _plain(query.device):
-            output, lse = chosen.run(problem, lead(query), lead(key), lead(value), seed)
+        if query.dim() == 4:
+            output, lse = chosen.run(problem, query, key, value, seed)
+            return (output, lse) if return_lse else output
+        output, lse = chosen.run(problem, lead(query), lead(key), lead(value), seed)
         output = output.reshape(*query.shape[:-1], value.shape[-1])
         if not return_lse:
             return output
         assert lse is not None
         return output, lse.reshape(query.shape[:-1])
+
+    def _plan(self, query: Tensor, key: Tensor, value: Tensor, engine: str | None, lse: bool) -> tuple[Problem, Engine]:
+        """The problem and its engine, remembered by what they depend on, so that small calls are not all planning."""
+        if torch.compiler.is_compiling() or isinstance(self.score, Modified):  # a modifier may close over anything
+            problem = self._problem(query, key, value, lse)
+            return problem, select(problem, engine)
+        plans: dict[tuple, tuple[Problem, Engine]] = self.__dict__["_plans"]
+        tensors = (query, key, value, *self.__dict__["_tensors"])
+        asked: tuple = ()
+        try:
+            asked = (
+                query.shape, key.shape, value.shape, query.dtype, key.dtype, value.dtype,
+                query.device, key.device, value.device, engine, lse,
+                torch.is_grad_enabled() and tuple([tensor.requires_grad for tensor in tensors]),
+                torch._C._functorch.peek_interpreter_stack() is None,
+            )  # fmt: skip
+            plan = plans.get(asked)
+        except (AttributeError, TypeError):  # not tensors: the check says so better
+            plan = None
+        if plan is None:
+            problem = self._problem(query, key, value, lse)
+            plan = problem, select(problem, engine)
+            if len(plans) >= PLANS:
+                plans.clear()
+            plans[asked] = plan
+        return plan
 
     def weights(
         self, query: Tensor, key: Tensor, *, rows: Part = None, columns: Part = None, heads: Part = None
@@ -130,8 +166,9 @@ class Attention:
 
         >>> import regard as rg, torch
         >>> q, k = torch.randn(2, 1, 2, 64, 8)
-        >>> rg.Attention(mask=rg.causal()).weights(q, k, rows=[5], columns=slice(0, 6)).sum().item()  # two heads
-        2.0
+        >>> rg.Attention(mask=rg.causal()).weights(q, k, rows=[5], columns=slice(0, 6)).sum(-1)
+        tensor([[[1.0000],
+                 [1.0000]]])
         """
         query, key = _autocast(query, key)
         problem = self._problem(query, key, None, False)
@@ -270,8 +307,20 @@ def attention(
     >>> rg.attention(q, k, v, mask=rg.causal() & rg.window(9, 0), bias=rg.alibi(heads=8)).shape
     torch.Size([1, 8, 100, 64])
     """
-    attend = Attention(score, mask, bias, offset, temperature, sink, dropout)
+    plain = score is _DOT and bias is None and isinstance(sink, int | float | None) and isinstance(offset, int | None)
+    if plain and isinstance(mask, Mask | None) and not torch.compiler.is_compiling():
+        attend = _plain_attention(mask, offset, temperature, sink, dropout)
+    else:
+        attend = Attention(score, mask, bias, offset, temperature, sink, dropout)
     return attend(query, key, value, engine=engine, return_lse=return_lse)
+
+
+@lru_cache(maxsize=64, typed=True)
+def _plain_attention(
+    mask: Any, offset: int | None, temperature: float, sink: float | None, dropout: float
+) -> Attention:
+    """A description that holds no tensors but its mask's, remembered with its plans."""
+    return Attention(_DOT, mask, None, offset, temperature, sink, dropout)
 
 
 def _offset(offset: Any) -> int | Tensor | None:
@@ -287,7 +336,7 @@ def _offset(offset: Any) -> int | Tensor | None:
         raise TypeError(
             f"offset must be a whole number or one per batch row, but is {tensor.dtype} of shape {shape_of(tensor)}"
         )
-    return tensor.to(torch.int64).reshape(-1)
+    return tensor.detach().clone().to(torch.int64).reshape(-1)
 
 
 def _part(name: str, part: Part, size: int) -> Tensor:

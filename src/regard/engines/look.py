@@ -18,6 +18,10 @@ class Statistics(NamedTuple):
     """What the rows of the weights are like; all (B, H, Q), the top (B, H, Q, top).
 
     A row that may attend to nothing has log-sum-exp and largest logit -inf, entropy and distance 0, top keys -1.
+
+    >>> import regard as rg, torch
+    >>> rg.Attention().statistics(torch.zeros(1, 4), torch.zeros(8, 4)).entropy.exp()  # of eight keys, all alike
+    tensor([8.])
     """
 
     lse: Tensor
@@ -37,13 +41,11 @@ class Statistics(NamedTuple):
 def weights(problem: Problem, query: Tensor, key: Tensor, heads: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
     """The weights (B, heads, rows, columns) of a part, normalised over all keys; differentiable."""
     frame, device = problem.frame, query.device
-    if problem.empty:
-        return query.new_zeros(frame.B, len(heads), len(rows), len(columns))
     (query, key, _), bad = operands(problem, query, key, key[..., :0])
     batch = torch.arange(frame.B, device=device)[:, None, None, None]
     key, bad = key[:, heads], None if bad is None else bad[:, heads]
     parts = []
-    for some in rows.split(max(1, (1 << 22) // (frame.B * max(len(heads), 1) * frame.K))):
+    for some in rows.split(max(1, (1 << 22) // max(1, frame.B * len(heads) * frame.K))):
         places = At(frame, batch, heads[:, None, None], some[:, None], torch.arange(frame.K, device=device))
         scores = logits(problem, query[:, heads][:, :, some], key, places, problem.bias, bad)
         parts.append(softmax(scores, sink_of(problem, places, scores))[0][..., columns])

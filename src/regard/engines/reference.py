@@ -99,7 +99,7 @@ def sink_of(problem: Problem, at: At, like: Tensor) -> Tensor | None:
     """The sink's logit beside (b, h, q, 1)."""
     if problem.sink is None:
         return None
-    sink = torch.as_tensor(problem.sink).to(like).reshape(-1)
+    sink = torch.as_tensor(problem.sink, dtype=like.dtype, device=like.device).reshape(-1)
     return at.per_head(sink) if len(sink) > 1 else sink
 
 

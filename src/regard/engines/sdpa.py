@@ -43,7 +43,9 @@ def as_dot(problem: Problem, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor
     """Query, key and a number whose scaled dot product is the score."""
     score, at, scale = problem.score, problem.frame.at(device=query.device), problem.scale
     if isinstance(score, Cosine):
-        query, key = F.normalize(query, dim=-1), F.normalize(key, dim=-1)
+        good = key.isfinite().all(-1, keepdim=True)  # a bad key stays bad, but without a gradient that would spread
+        key = torch.where(good, F.normalize(torch.where(good, key, 0.0), dim=-1), float("nan"))
+        query = F.normalize(query, dim=-1)
     elif isinstance(score, Bilinear):
         query = score.project(query, at)
     if isinstance(scale, Tensor):

@@ -33,6 +33,11 @@ def select(problem: Problem, name: str | None = None) -> Engine:
 class Explanation:
     """How a call is computed: `print` it.
 
+    >>> import regard as rg, torch
+    >>> q, k, v = torch.randn(3, 1, 1, 256, 8)
+    >>> rg.Attention(mask=rg.causal()).explain(q, k, v, engine="reference").flops
+    2097152
+
     `tiles` are visited and in all, `flops` those of the forward pass, `peak_bytes` what is needed beyond inputs and
     output, `reasons` what speaks against each engine that was passed over.
     """

@@ -8,7 +8,7 @@ and lets autograd differentiate it, whatever the description holds.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ from regard.engines.reference import finite, logits, sink_of
 from regard.geometry import At
 from regard.masks import tiles
 from regard.positions.biases import Bias
-from regard.scores import Additive, Modified
+from regard.scores import Additive, Modified, Score
 
 TILE_ELEMENTS = 1 << 21  # what the largest intermediate of a tile may hold
 
@@ -227,12 +227,13 @@ def _gradients(
     With output = sums / total and lse = log(total), the gradient of a tile's sums is grad_output / total, and that of
     its weights' sum (grad_lse - grad_output · output) / total.
     """
-    query, key, value, *own = tensors
+    query, key, value, *_ = tensors
     grads = [torch.zeros_like(t, dtype=problem.arithmetic) for t in tensors]
     rest = grad_lse.unsqueeze(-1) - (grad_output.to(problem.arithmetic) * output).sum(-1, keepdim=True)
     pairing = torch.cat([grad_output.to(problem.arithmetic), rest], -1)  # (B, H, Q, E + 1)
+    leaves: dict[int, Tensor] = {}
+    problem = replace(problem, score=_with_leaves(problem.score, leaves), bias=_with_leaves(problem.bias, leaves))
     pieces = Pieces(problem, query.detach(), key.detach(), value.detach())
-    scores = len(problem.score.tensors())
     for row in rows_of(problem):
         leaf = pieces.query(row).detach().requires_grad_(wanted[0])
         anchor = _anchor(lse[row.box]).unsqueeze(-1)
@@ -243,9 +244,9 @@ def _gradients(
             key_leaf.requires_grad_(wanted[1]), value_leaf.requires_grad_(wanted[2])
             with torch.enable_grad():
                 bias = None if problem.bias is None else problem.bias.cut(tile.at)
-                leaves = Tile(leaf, key_leaf, value_leaf, tile.bad, bias, tile.at, full)
-                part, largest = _tile(problem, leaves, seed)
-            inputs = [leaf, key_leaf, value_leaf, *own[:scores], *(() if bias is None else bias.tensors())]
+                own = replace(tile, query=leaf, key=key_leaf, value=value_leaf, bias=bias)
+                part, largest = _tile(problem, own, seed)
+            inputs = [leaf, key_leaf, value_leaf, *problem.score.tensors(), *(() if bias is None else bias.tensors())]
             boxes = [row.box, *[(row.batch, shared, columns)] * 2]
             first = {id(tensor): n for n, tensor in reversed(list(enumerate(inputs)))}  # one tensor may serve twice
             asked = [n for n, tensor in enumerate(inputs) if tensor.requires_grad and first[id(tensor)] == n]
@@ -268,6 +269,17 @@ def _gradients(
         mass = ((sink - lse.unsqueeze(-1)).exp() * rest).sum((0, 2, 3))  # (H,)
         grads[-1] = (mass if problem.sink.numel() > 1 else mass.sum()).reshape(problem.sink.shape)
     return [grad.to(tensor.dtype) if want else None for grad, tensor, want in zip(grads, tensors, wanted, strict=True)]
+
+
+def _with_leaves(part: Any, leaves: dict[int, Tensor]) -> Any:
+    """A score or bias over tensors that have no history, so that one made from another is not counted twice."""
+    if isinstance(part, Tensor):
+        return leaves.setdefault(id(part), part.detach().requires_grad_(part.requires_grad))
+    if isinstance(part, tuple):
+        return tuple(_with_leaves(one, leaves) for one in part)
+    if isinstance(part, Score | Bias):
+        return replace(part, **{f.name: _with_leaves(getattr(part, f.name), leaves) for f in fields(part)})
+    return part
 
 
 def why_not(problem: Problem) -> list[str]:

@@ -7,8 +7,9 @@ difference from FULL, which is three-valued logic: a composed mask costs what it
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, SupportsIndex
 
 import numpy as np
 import torch
@@ -294,8 +295,9 @@ def short(value: int | Tensor) -> str:
 
 
 def whole(name: str, value: object, least: int) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+    if isinstance(value, bool) or not isinstance(value, SupportsIndex) or operator.index(value) < least:
         raise ValueError(f"{name} must be a whole number of at least {least}, but is {value!r}")
+    value = operator.index(value)
     if value >= 2**31:
         raise ValueError(f"{name} must be below 2**31, beyond which positions overflow, but is {value}")
     return value

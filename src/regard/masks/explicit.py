@@ -262,7 +262,7 @@ def dense(tensor: Tensor) -> Mask:
 
 
 def where(function: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]) -> Mask:
-    """Any rule as a function of index tensors `(b, h, p, j)` that returns bools.
+    """Any rule as a function of index tensors `(b, h, p, j)` that returns bools, and always the same ones.
 
     >>> import regard as rg
     >>> print(rg.where(lambda b, h, p, j: (p + j) % 2 == 0).draw(3))

@@ -1,0 +1,152 @@
+"""What the cases mean, in plain torch that shares no code with the library: outputs at a few rows, from all keys."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from benchmarks.case import Inputs, Reference
+
+Allowed = Callable[[Tensor, Tensor], Tensor]  # positions of queries (R, 1) and keys (K,) -> bool
+Bias = Callable[[Inputs, Tensor, Tensor], Tensor]  # inputs and the same positions -> (H or 1, R, K)
+
+
+def causal(i: Tensor, j: Tensor) -> Tensor:
+    return j <= i
+
+
+def window(before: int, after: int) -> Allowed:
+    return lambda i, j: (j >= i - before) & (j <= i + after)
+
+
+def softmax_attention(
+    allowed: Allowed | None = None, bias: Bias | None = None, softcap: float = 0.0, shaw: bool = False
+) -> Reference:
+    """softmax(q kᵀ / sqrt(D) + bias) v, with a mask; the last query stands at the last key."""
+
+    def reference(x: Inputs, rows: Tensor) -> Tensor:
+        q, k, v = x["q"][:, :, rows], x["k"], x["v"]
+        logits = q @ k.mT / q.shape[-1] ** 0.5
+        i, j = rows[:, None] + (k.shape[2] - x["q"].shape[2]), torch.arange(k.shape[2])
+        if softcap:
+            logits = softcap * (logits / softcap).tanh()
+        if bias is not None:
+            logits = logits + bias(x, i, j)
+        index = clipped(i, j, x["keys"].shape[0] // 2) if shaw else None
+        if shaw:
+            given = q @ x["keys"].T / q.shape[-1] ** 0.5  # (B, H, R, 2 * radius + 1)
+            logits = logits + given.gather(-1, index.expand(*given.shape[:2], -1, -1))
+        if allowed is not None:
+            logits = logits.masked_fill(~allowed(i, j), -math.inf)
+        weights = logits.softmax(-1)
+        if not shaw:
+            return weights @ v
+        mass = torch.zeros(*weights.shape[:3], len(x["values"]), dtype=weights.dtype)
+        mass = mass.scatter_add(-1, index.expand_as(weights), weights)
+        return weights @ v + mass @ x["values"]
+
+    return reference
+
+
+def additive(x: Inputs, rows: Tensor) -> Tensor:
+    q, k = x["q"][:, :, rows], x["k"]
+    return ((q.unsqueeze(-2) + k.unsqueeze(-3)).tanh() @ x["weight"]).softmax(-1) @ x["v"]
+
+
+def statistics(x: Inputs, rows: Tensor) -> Tensor:
+    """Log-sum-exp, entropy, largest logit and mean distance: (B, H, R, 4)."""
+    logits = x["q"][:, :, rows] @ x["k"].mT / x["q"].shape[-1] ** 0.5
+    weights = logits.softmax(-1)
+    away = (rows[:, None] - torch.arange(x["k"].shape[2])).abs()
+    entropy = -(weights * weights.log()).sum(-1)
+    return torch.stack([logits.logsumexp(-1), entropy, logits.amax(-1), (weights * away).sum(-1)], -1)
+
+
+def layer(heads: int) -> Reference:
+    """Projections, attention and projection, on tokens (1, B, N, width)."""
+
+    def reference(x: Inputs, rows: Tensor) -> Tensor:
+        q, k, v = (split_heads(t, heads) for t in (x["tokens"][0] @ x["inward"].T).chunk(3, -1))
+        found = softmax_attention()({"q": q, "k": k, "v": v}, rows)
+        return (found.transpose(1, 2).flatten(2) @ x["outward"].T).unsqueeze(0)
+
+    return reference
+
+
+def split_heads(tokens: Tensor, heads: int) -> Tensor:
+    """(B, N, width) to (B, H, N, width / H)"""
+    return tokens.unflatten(-1, (heads, -1)).transpose(1, 2)
+
+
+# Linear attention
+
+
+def linear_attention(queries: Callable, keys: Callable, bucket: int = 0, floor: float = 0.0) -> Reference:
+    """Causal, with features of queries and of keys; with a bucket, only the keys of earlier buckets are seen."""
+
+    def reference(x: Inputs, rows: Tensor) -> Tensor:
+        j = torch.arange(x["k"].shape[2])
+        seen = j < (rows // bucket * bucket)[:, None] if bucket else j <= rows[:, None]
+        weights = (queries(x["q"])[:, :, rows] @ keys(x["k"]).mT) * seen
+        return weights @ x["v"] / weights.sum(-1, keepdim=True).clamp(min=max(floor, 1e-300))
+
+    return reference
+
+
+def elu(x: Tensor) -> Tensor:
+    return F.elu(x) + 1
+
+
+def favor(directions: Tensor, *, over: tuple[int, ...] | None = None, floor: float = 0.0) -> Callable[[Tensor], Tensor]:
+    """exp(w·x - |x|² / 2), in units of the largest w·x over some axes; performer-pytorch adds a floor."""
+
+    def features(x: Tensor) -> Tensor:
+        x = x * x.shape[-1] ** -0.25
+        logs = x @ directions.to(x).T
+        half = x.square().sum(-1, keepdim=True) / 2
+        return (logs - half - (logs.detach().amax(over, keepdim=True) if over else 0)).exp() + floor
+
+    return features
+
+
+# Biases
+
+
+def clipped(i: Tensor, j: Tensor, radius: int) -> Tensor:
+    return (j - i).clamp(-radius, radius) + radius
+
+
+def alibi(x: Inputs, i: Tensor, j: Tensor) -> Tensor:
+    heads = x["q"].shape[1]
+    slopes = 2.0 ** (-8 * (torch.arange(heads, dtype=torch.float64) + 1) / heads)
+    return (-slopes[:, None, None] * (i - j).abs()).to(x["q"])
+
+
+def relative(x: Inputs, i: Tensor, j: Tensor) -> Tensor:
+    return x["table"][:, clipped(i, j, x["table"].shape[1] // 2)]
+
+
+def t5(x: Inputs, i: Tensor, j: Tensor) -> Tensor:
+    """32 buckets, half of them for keys behind the query; the far ones grow up to a distance of 128."""
+    away = (j - i).abs()
+    far = 8 + ((away.clamp(min=1).float() / 8).log() / math.log(128 / 8) * 8).long()
+    bucket = torch.where(away < 8, away, far.clamp(max=15)) + 16 * (j > i)
+    return x["table"][bucket].movedim(-1, 0)
+
+
+def dense(x: Inputs, i: Tensor, j: Tensor) -> Tensor:
+    return x["bias"][:, i.reshape(-1)]
+
+
+def whole(bias: Bias) -> Callable[[Inputs], Tensor]:
+    """A bias laid out as a tensor (H, Q, K)."""
+
+    def laid_out(x: Inputs) -> Tensor:
+        length = x["q"].shape[2]
+        return bias(x, torch.arange(length)[:, None], torch.arange(x["k"].shape[2]))
+
+    return laid_out

@@ -1,0 +1,120 @@
+"""One case: build the competitors, check each, let them take turns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from benchmarks import machine
+from benchmarks.case import Case, Inputs
+from benchmarks.cases import PEAK, READS
+from benchmarks.check import WrongResult, check, leaves
+from benchmarks.timing import interleaved
+
+OURS = "ours"
+
+
+@dataclass
+class Result:
+    """Of one case: seconds of our call, peer time / ours for each, and those that have none, with the reason."""
+
+    name: str
+    row: str
+    threads: int
+    seconds: float = 0.0
+    ratios: dict[str, float] = field(default_factory=dict)
+    own: list[str] = field(default_factory=list)  # which of them are other calls of ours
+    missing: dict[str, str] = field(default_factory=dict)
+    targets: list[dict[str, Any]] = field(default_factory=list)
+    wrong: str = ""
+
+    def line(self) -> str:
+        if self.wrong:
+            return f"{self.name}: NO TIME, {self.wrong}"
+        shown = [f"{ratio:.2f}x {name}" for name, ratio in self.ratios.items()]
+        failed = [told(target) for target in self.targets if not target["met"]]
+        shown += [f"no {name}: {reason}" for name, reason in self.missing.items()]
+        missed = f"   MISSED: {'; '.join(failed)}" if failed else ""
+        return f"{self.name}: {self.seconds * 1e3:.3f} ms, {', '.join(shown)}{missed}"
+
+
+def told(target: dict[str, Any]) -> str:
+    """A target and what was measured, in words."""
+    if target["peer"] in (PEAK, READS):
+        return f"{target['ratio']:.0%} of {target['peer']}, at least {target['at_least']:.0%}"
+    if target["at_least"]:
+        return f"{target['ratio']:.2f}x {target['peer']}, at least {target['at_least']:g}x"
+    return f"{1 / target['ratio']:.2f}x the time of {target['peer']}, at most {target['at_most']:g}x"
+
+
+def calls_of(case: Case, threads: int, only_ours: bool = False) -> tuple[dict[str, Callable[[], Any]], Inputs, Result]:
+    """The calls of a case that give the right result, ready to be timed."""
+    x = case.inputs()
+    for tensor in x.values():
+        tensor.requires_grad_(case.backward and tensor.is_floating_point())
+    result, calls, expected = Result(case.name, case.row, threads), {}, {}
+    own = lambda: case.ours(x)  # noqa: E731
+    try:
+        with torch.set_grad_enabled(case.backward):
+            check(case, None, own, x, expected)
+    except WrongResult as error:
+        result.wrong = str(error)
+        return {}, x, result
+    calls[OURS] = _timed(own, case, x)
+    for peer in () if only_ours else case.peers:
+        try:
+            call = peer.build(x, threads)
+            with torch.set_grad_enabled(case.backward):
+                check(case, peer, call, x, expected)
+            calls[peer.name] = _timed(call, case, x)
+        except ImportError as error:
+            result.missing[peer.name] = f"not installed ({error})"
+        except WrongResult as error:
+            result.missing[peer.name] = f"wrong result: {error}"
+        except Exception as error:  # a peer's failure is its own, and is told
+            result.missing[peer.name] = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+    result.own = [peer.name for peer in case.peers if peer.ours]
+    return calls, x, result
+
+
+def measure(case: Case, threads: int, budget: float) -> Result:
+    calls, x, result = calls_of(case, threads)
+    if result.wrong:
+        return result
+    peak_flops = 0.0
+    if case.flops:
+        calls[PEAK], peak_flops = machine.peak_call(threads)
+    if case.reads:
+        calls[READS] = machine.read_call([x["k"], x["v"]], threads)
+    seconds = interleaved(calls, budget)
+    result.seconds = ours = seconds.pop(OURS)
+    shares = {peer.name: peer.share for peer in case.peers}
+    for name, taken in seconds.items():
+        if name == PEAK:
+            result.ratios[name] = case.flops / ours / (peak_flops / taken)
+        else:
+            result.ratios[name] = taken * shares.get(name, 1.0) / ours
+    for target in case.targets:
+        if target.peer in result.ratios:
+            ratio = result.ratios[target.peer]
+            result.targets.append(vars(target) | {"ratio": ratio, "met": target.met(ratio)})
+    return result
+
+
+def _timed(call: Callable[[], Any], case: Case, x: Inputs) -> Callable[[], Any]:
+    """The call as it is timed: with its backward pass, or without any graph."""
+    if not case.backward:
+
+        def forward() -> None:
+            with torch.no_grad():
+                call()
+
+        return call if case.smallest else forward
+
+    with torch.no_grad():
+        seed = torch.randn(call().shape).to(next(iter(x.values())))
+    wanted = leaves(x)
+    return lambda: torch.autograd.grad(call(), wanted, seed)

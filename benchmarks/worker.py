@@ -1,0 +1,119 @@
+"""One process of the run: all cases at one number of threads, or their memory. `run` starts it."""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import sys
+import time
+import warnings
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks import extras, machine, timing
+from benchmarks.case import Case
+from benchmarks.cases import cases
+from benchmarks.measure import OURS, calls_of, measure
+
+_COMPILED = ("compile", "FlexAttention")
+
+
+def chosen(quick: bool, only: str) -> list[Case]:
+    return [case for case in cases() if (case.quick or not quick) and only.lower() in f"{case.row} {case.name}".lower()]
+
+
+def tell(line: str) -> None:
+    print(line, flush=True)
+
+
+def times(threads: int, quick: bool, only: str, budget: float) -> dict[str, Any]:
+    torch.set_num_threads(threads)
+    found: dict[str, Any] = {"cases": [], "growth": [], "grid": [], "tables": []}
+    todo = chosen(quick, only)
+    for number, case in enumerate(todo, 1):
+        start = time.perf_counter()
+        result = measure(case, threads, budget)
+        found["cases"].append(asdict(result))
+        tell(f"  [{number}/{len(todo)}, {threads} threads, {time.perf_counter() - start:.0f} s] {result.line()}")
+        gc.collect()
+    for name, parts in (("growth", extras.growth), ("grid", extras.grid)):
+        if only.lower() in name:
+            found[name] = extras.timed(parts(threads, quick), lambda told, name=name: tell(f"  {name}: {told}"))
+    if only.lower() in "mask tables":
+        found["tables"] = extras.timed(extras.mask_tables(quick), lambda told: tell(f"  mask tables: {told}"))
+    call, flops = machine.peak_call(threads)
+    found["peak"] = flops / timing.interleaved({"": call}, 0.3)[""] / 1e9
+    for name, count in (("cache", 1 << 22), ("memory", 1 << 26)):
+        data = torch.zeros(count)
+        found[name] = 4 * count / timing.interleaved({"": machine.read_call([data], threads)}, 0.3)[""] / 1e9
+    return found
+
+
+def memory(quick: bool, only: str) -> dict[str, Any]:
+    """Megabytes beyond inputs that each case takes at its peak, ours and the peers that are not compiled."""
+    torch.set_num_threads(1)
+    found: dict[str, Any] = {}
+    for case in chosen(quick, only):
+        if case.smallest:
+            continue
+        kept = tuple(peer for peer in case.peers[:1] if not any(word in peer.name for word in _COMPILED))
+        calls, x, result = calls_of(Case(**(vars(case) | {"peers": kept})), 1)
+        if result.wrong:
+            continue
+        found[case.name] = {name: peak_megabytes(call) for name, call in calls.items()}
+        given = sum(t.numel() * t.element_size() for t in x.values()) / 1e6
+        found[case.name]["inputs"] = given
+        if case.linear_memory:
+            found[case.name]["at most"] = max(16.0, 8 * given)
+        calls.clear()
+        gc.collect()
+    if only.lower() in "mask tables":
+        found["table of 1,048,576 keys"] = {OURS: peak_megabytes(extras.million_keys())}
+    tell(f"  memory of {len(found)} cases")
+    return found
+
+
+def peak_megabytes(call: Any) -> float:
+    """How far the resident memory of this process rises during a call; Linux only."""
+    call()
+    gc.collect()
+    try:
+        Path("/proc/self/clear_refs").write_text("5")  # the high-water mark starts again from here
+    except OSError:
+        return float("nan")
+    before = _status("VmRSS")
+    call()
+    return max(0, _status("VmHWM") - before) / 1e3
+
+
+def _status(name: str) -> int:
+    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(name))
+    return int(line.split()[1])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("what", choices=("times", "memory"))
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--only", default="")
+    parser.add_argument("--budget", type=float, default=2.0)
+    parser.add_argument("--cpu-time", action="store_true")
+    given = parser.parse_args()
+    warnings.simplefilter("ignore")
+    if given.cpu_time:
+        timing.use_cpu_time()
+    if given.what == "times":
+        found = times(given.threads, given.quick, given.only, given.budget)
+    else:
+        found = memory(given.quick, given.only)
+    given.out.write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

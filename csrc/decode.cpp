@@ -1,0 +1,209 @@
+// Few queries on many keys, as in generation: keys and values are read once, where they lie, at the speed of memory.
+//
+// The keys are cut into pieces of a fixed size, whatever the number of threads. A piece gives every query row a peak, a
+// sum and unnormalised values; the pieces of a row are then put together, always in the same order.
+#include "dot.h"
+#include "softmax.h"
+#include "walk.h"
+
+namespace regard::REGARD_ISA {
+namespace {
+
+constexpr int64_t largest_piece = 512;
+
+// Keys in a piece: for the second row on, they and their values come from the second-level cache.
+template <class T> int64_t piece_of(const regard_dot& p) {
+  const int64_t bytes = (p.D + p.E) * int64_t(sizeof(T));
+  return greatest<int64_t>(64, least(largest_piece, (int64_t(128) << 10) / bytes / 64 * 64));
+}
+
+// s[c] = q . key (first + c) for c < count, in whole vectors: what lies past the end repeats the last key.
+template <class T, class S>
+void score_keys(const T* q, const Matrix& k, int64_t first, int64_t count, T* s) {
+  constexpr int L = lanes<T>;
+  const int64_t whole = k.columns / L * L;
+  for (int64_t c = 0; c < count; c += L) {
+    const S* rows[L];
+    Vec<T> sums[L];
+    REGARD_UNROLL
+    for (int i = 0; i < L; ++i) {
+      rows[i] = at<S>(k, first + least<int64_t>(c + i, count - 1), 0);
+      sums[i] = Vec<T>{};
+    }
+    for (int64_t d = 0; d < whole; d += L) {
+      const Vec<T> x = load(q + d);
+      REGARD_UNROLL
+      for (int i = 0; i < L; ++i) sums[i] += x * load_as(rows[i] + d);
+    }
+    if (whole < k.columns)
+      for (int i = 0; i < L; ++i) sums[i] += load(q + whole) * load_some(rows[i] + whole, 1, k.columns - whole);
+    transpose<T>(sums);
+    REGARD_UNROLL
+    for (int step = L / 2; step > 0; step /= 2) {
+      REGARD_UNROLL
+      for (int i = 0; i < step; ++i) sums[i] += sums[i + step];
+    }
+    store(s + c, sums[0]);
+  }
+}
+
+// out[0 .. N * lanes) = sum over c of weight[c] * value (first + c).
+template <class T, class S, int N>
+REGARD_INLINE void add_values(const T* weight, const S* v, int64_t stride, int64_t count, Watch<T>& watch, bool checks, T* out) {
+  Vec<T> sums[N];
+  REGARD_UNROLL
+  for (int n = 0; n < N; ++n) sums[n] = Vec<T>{};
+  const auto add = [&](auto checked) __attribute__((always_inline)) {
+    for (int64_t c = 0; c < count; ++c, v += stride) {
+      const Vec<T> w = broadcast(weight[c]);
+      REGARD_UNROLL
+      for (int n = 0; n < N; ++n) {
+        const Vec<T> x = load_as(v + n * lanes<T>);
+        sums[n] += w * (decltype(checked)::value ? watch(x) : x);
+      }
+    }
+  };
+  if (checks) add(Flag<true>{});
+  else add(Flag<false>{});
+  REGARD_UNROLL
+  for (int n = 0; n < N; ++n) store(out + n * lanes<T>, sums[n]);
+}
+
+template <class T, class S>
+void weigh_values(const T* weight, const Matrix& v, int64_t first, int64_t count, Watch<T>& watch, bool checks, T* out) {
+  constexpr int L = lanes<T>;
+  const S* from = at<S>(v, first, 0);
+  int64_t e = 0;
+  for (; e + 8 * L <= v.columns; e += 8 * L) add_values<T, S, 8>(weight, from + e, v.row_stride, count, watch, checks, out + e);
+  for (; e + 4 * L <= v.columns; e += 4 * L) add_values<T, S, 4>(weight, from + e, v.row_stride, count, watch, checks, out + e);
+  for (; e + L <= v.columns; e += L) add_values<T, S, 1>(weight, from + e, v.row_stride, count, watch, checks, out + e);
+  if (e == v.columns) return;
+  Vec<T> sum{};
+  for (int64_t c = 0; c < count; ++c) sum += watch(load_some(from + c * v.row_stride + e, 1, v.columns - e)) * weight[c];
+  store(out + e, sum);
+}
+
+template <class T> struct Decode {
+  const regard_dot& p;
+  const regard_dot_result& result;
+  const Scales<T> scales;
+  const int64_t rows, piece, pieces, Dp, Ep;
+  const int64_t part;  // numbers of a row in a piece: its values, peak and sum
+  const bool checks;
+  Buffer parts;
+
+  Decode(const regard_dot& p, const regard_dot_result& result)
+      : p(p), result(result), scales(p), rows(p.H / p.G * p.Q), piece(piece_of<T>(p)), pieces((p.K + piece - 1) / piece),
+        Dp(round_up(p.D, lanes<T>)), Ep(round_up(p.E, lanes<T>)), part(Ep + lanes<T>), checks(p.intervals.start) {}
+
+  int run() {
+    const int64_t units = p.B * p.G * pieces;
+    Layout layout, scratch;
+    layout.add(units * rows, part, sizeof(T));
+    scratch.add(1, Dp + piece + NR<T>, sizeof(T));
+    if (!layout.ok || !scratch.ok) return REGARD_TOO_LARGE;
+    if (!parts.reserve(layout.bytes)) return REGARD_NO_MEMORY;
+    auto body = [&](int thread, int threads) {
+      char* memory = (char*)thread_scratch(scratch.bytes);
+      if (!memory) return REGARD_NO_MEMORY;
+      for (int64_t unit = units * thread / threads; unit < units * (thread + 1) / threads; ++unit) run_piece(unit, (T*)memory);
+      return REGARD_OK;
+    };
+    const int status = parallel(int(least<int64_t>(p.threads, units)), body);
+    if (status != REGARD_OK) return status;
+    for (int64_t n = 0; n < p.B * p.G * rows; ++n) put_together(n / rows, n % rows);
+    return REGARD_OK;
+  }
+
+  T* part_of(int64_t head, int64_t n, int64_t row) const { return (T*)parts.data + ((head * pieces + n) * rows + row) * part; }
+
+  void run_piece(int64_t unit, T* scratch) const {
+    const int64_t head = unit / pieces, b = head / p.G, g = head % p.G, j0 = unit % pieces * piece;
+    const Matrix k = matrix_of(p.k, p.dtype, b, g, p.K, p.D), v = matrix_of(p.v, p.dtype, b, g, p.K, p.E);
+    T *query = scratch, *s = scratch + Dp;
+    for (int64_t r = 0; r < rows; ++r) {
+      T* out = part_of(head, unit % pieces, r);
+      Row<T> row;
+      set_row(row, p, b, g * (rows / p.Q) + r / p.Q, r % p.Q);
+      const int64_t first = greatest(j0, row.start), last = least(least(p.K, j0 + piece), row.stop);
+      if (first >= last) {
+        __builtin_memset(out, 0, size_t(part) * sizeof(T));
+        out[Ep] = -infinity;
+        continue;
+      }
+      with_storage<T>(p.dtype, [&](auto stored) { row_of_piece<typename decltype(stored)::type>(row, k, v, j0, first, last, query, s, out); });
+    }
+  }
+
+  template <class S>
+  void row_of_piece(const Row<T>& row, const Matrix& k, const Matrix& v, int64_t j0, int64_t first, int64_t last, T* query, T* s, T* out) const {
+    constexpr int L = lanes<T>;
+    const Matrix q = matrix_of(p.q, p.dtype, row.b, row.h, p.Q, p.D);
+    for (int64_t d = 0; d < p.D; d += L)
+      store(query + d, load_some(at<S>(q, row.i, d), q.column_stride, p.D - d) * scales.key);
+
+    // Whole vectors from the first visible key's on; what is not visible is hidden before it is used.
+    Watch<T> watch;
+    const int64_t lo = (first - j0) / L * L, hi = round_up(last - j0, L);
+    score_keys<T, S>(query, k, j0 + lo, least(hi, p.K - j0) - lo, s + lo);
+    // A product with a key that is not finite is not finite.
+    for (int64_t c = first - j0; checks && c < last - j0; ++c) watch(broadcast(s[c]));
+    if (scales.changes_scores) change_scores(p, scales, row, j0, s, lo, hi);
+    for (int64_t c = lo; c < first - j0; ++c) s[c] = -infinity;
+    for (int64_t c = last - j0; c < hi; ++c) s[c] = -infinity;
+
+    Vec<T> peaks = load(s + lo), sums{};
+    for (int64_t c = lo + L; c < hi; c += L) peaks = max(peaks, load(s + c));
+    const T peak = reduce_max<T>(peaks);
+    const Vec<T> top = broadcast(greatest(peak, no_peak<T>));
+    for (int64_t c = lo; c < hi; c += L) {
+      const Vec<T> weight = exp2(load(s + c) - top);
+      store(s + c, weight);
+      sums += weight;
+    }
+    if (p.dropout_threshold) drop_row(row.dropout_key, p.dropout_threshold, j0, s, lo, hi);
+    weigh_values<T, S>(s + (first - j0), v, first, last - first, watch, checks, out);
+    out[Ep] = peak;
+    out[Ep + 1] = checks && watch.bad() ? T(__builtin_nanf("")) : reduce_add<T>(sums);
+  }
+
+  void put_together(int64_t head, int64_t r) const {
+    const int64_t b = head / p.G, h = head % p.G * (rows / p.Q) + r / p.Q, i = r % p.Q;
+    T sink = p.sink ? ((const T*)p.sink)[h] * T(log2_e) : T(-infinity), peak = greatest(sink, no_peak<T>);
+    for (int64_t n = 0; n < pieces; ++n) peak = greatest(peak, part_of(head, n, r)[Ep]);
+    T* total = part_of(head, 0, r);
+    T sum = exp2(broadcast(sink - peak))[0];
+    for (int64_t n = 0; n < pieces; ++n) {
+      const T* one = part_of(head, n, r);
+      const T shrink = exp2(broadcast(one[Ep] - peak))[0];
+      sum += one[Ep + 1] * shrink;
+      for (int64_t e = 0; e < Ep; e += lanes<T>)
+        store(total + e, n ? load(total + e) + load(one + e) * shrink : load(one + e) * shrink);
+    }
+    T factor = sum == 0 ? T(0) : (p.dropout_threshold ? T(p.dropout_scale) : T(1)) / sum;
+    alignas(vector_bytes) double logs[lanes<T>];
+    log2_exactly(broadcast(sum), logs);
+    T lse = sum == 0 ? T(-infinity) : T((double(peak) + logs[0]) * ln_2);
+    if (sum != sum) factor = lse = T(__builtin_nanf(""));
+    const Matrix out = matrix_of(result.out, p.dtype, b, h, p.Q, p.E);
+    unpack_row<T>(row_of(out, i), p.E, out.column_stride, p.dtype, total, factor);
+    if (result.lse.data) *const_cast<T*>(real_row<T>(result.lse, b, h, i)) = lse;
+  }
+};
+
+}  // namespace
+
+// Up to this many query rows for each key/value head, packing the keys costs more than reading them in every row; and a
+// few more where there would be too few blocks of rows for the threads.
+bool decode_is_better(const regard_dot& p, const regard_dot_result& result) {
+  const int64_t rows = p.H / p.G * p.Q;
+  if (p.K == 0 || p.tiles.pointer || result.out_table.data || p.k.stride[3] != 1 || p.v.stride[3] != 1) return false;
+  return rows <= 4 || (rows <= 16 && p.B * p.G * ((rows + MR - 1) / MR) < p.threads);
+}
+
+int dot_decode(const regard_dot& p, const regard_dot_result& result) {
+  if (p.dtype == REGARD_FLOAT64) return Decode<double>(p, result).run();
+  return Decode<float>(p, result).run();
+}
+
+}  // namespace regard::REGARD_ISA
