@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-import regard as rg
 import torch
 from torch import Tensor
 
+import regard as rg
 from benchmarks import definitions as define
 from benchmarks import peers
 from benchmarks.case import Case, Inputs, Target, normal, qkv, torch_peer
@@ -99,7 +99,7 @@ def dropped() -> Iterator[Case]:
             f"dropout 0.1 {BOTH if backward else FORWARD}, N = 2,048", "dropout", lambda: qkv(1, 8, 2048, 64),
             lambda x: rg.attention(x["q"], x["k"], x["v"], dropout=0.1), _PLAIN, (peers.sdpa(dropout=0.1), without),
             (Target(peers.SDPA, least), Target(without.name, at_most=1.2)), backward=backward, tolerance=0.1,
-            dropout=0.1, flops=attention_flops(1, 8, 2048**2, 64, backward), quick=not backward,
+            dropout=0.1, flops=attention_flops(1, 8, 2048**2, 64, backward),
         )  # fmt: skip
 
 

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-import regard as rg
 import torch
-from regard.geometry import At, Frame
 from torch import Tensor
 
+import regard as rg
 from benchmarks import definitions as define
 from benchmarks import peers
 from benchmarks.case import Case, Inputs, Peer, Target, normal, qkv, torch_peer
 from benchmarks.definitions import softmax_attention
+from regard.geometry import At, Frame
 
 FORWARD, BOTH = "forward", "forward + backward"
 
@@ -34,8 +34,8 @@ def windows() -> Iterator[Case]:
     for N, heads, over_flex, over_causal in ((4096, 8, 2.8, 9.0), (16384, 4, 4.0, 30.0)):
         pairs = 256 * N - 256 * 255 / 2
         yield Case(
-            f"window 256 {FORWARD}, N = {N:,}", "sliding window", lambda N=N, H=heads: qkv(1, H, N, 64), ours, reference,
-            (peers.flex(seen), dense), (Target(peers.FLEX, over_flex), Target(dense.name, over_causal)),
+            f"window 256 {FORWARD}, N = {N:,}", "sliding window", lambda N=N, H=heads: qkv(1, H, N, 64), ours,
+            reference, (peers.flex(seen), dense), (Target(peers.FLEX, over_flex), Target(dense.name, over_causal)),
             flops=4 * heads * pairs * 64, quick=N == 4096,
         )  # fmt: skip
 
@@ -66,8 +66,8 @@ def sparse() -> Iterator[Case]:
         }
         for name, mask in patterns.items():
             yield Case(
-                f"{name} {BOTH}, N = {N:,}", "sparse masks", lambda N=N, H=heads: qkv(1, H, N, 64), described(mask=mask),
-                softmax_attention(_bits(mask, N)), (_share_of_dense(mask, N),),
+                f"{name} {BOTH}, N = {N:,}", "sparse masks", lambda N=N, H=heads: qkv(1, H, N, 64),
+                described(mask=mask), softmax_attention(_bits(mask, N)), (_share_of_dense(mask, N),),
                 (Target("visited share of dense", at_most=1.25),) if N == 8192 else (), backward=True, quick=quick,
             )  # fmt: skip
 
@@ -188,10 +188,10 @@ def linear() -> Iterator[Case]:
     def softmax_features(x: Tensor) -> Tensor:
         return x.softmax(-1) * x.shape[-1] ** -0.5
 
-    exact = peers.linear_transformer(1, define.linear_attention(softmax_features, torch.exp, 0, 1e-3))
-    blind = peers.linear_transformer(64, define.linear_attention(softmax_features, torch.exp, 64, 1e-3))
+    exact = peers.linear_transformer(1, define.linear_attention(softmax_features, torch.exp, floor=1e-3))
+    blind = peers.linear_transformer(64, define.linear_attention(softmax_features, torch.exp, bucket=64, floor=1e-3))
     elu = rg.LinearAttention("elu", mask=rg.causal())
-    for N, quick in ((2048, True), (16384, False)):
+    for N, quick in ((1024, True), (16384, False)):
         yield Case(
             f"linear attention, causal, {BOTH}, N = {N:,}", "linear attention", lambda N=N: qkv(1, 2, N, 64),
             lambda x: elu(x["q"], x["k"], x["v"]), define.linear_attention(define.elu, define.elu), (exact, blind),
@@ -201,10 +201,10 @@ def linear() -> Iterator[Case]:
     favor = rg.LinearAttention(rg.favor(features), mask=rg.causal())
     drawn = normal(features, 64, seed=9)
     theirs = define.linear_attention(
-        define.favor(drawn, over=(-1,), floor=1e-4), define.favor(drawn, over=(-1, -2), floor=1e-4), floor=1e-6
+        define.favor(drawn, over=(-1,), floor=1e-4), define.favor(drawn, over=(-1, -2), floor=1e-4), epsilon=1e-6
     )
     performer = peers.performer(lambda: drawn, theirs)
-    for N, quick in ((2048, True), (16384, False)):
+    for N, quick in ((1024, True), (16384, False)):
         yield Case(
             f"Performer, causal, {features} features, {BOTH}, N = {N:,}", "linear attention",
             lambda N=N: {name: t * 0.3 for name, t in qkv(1, 2, N, 64).items()},

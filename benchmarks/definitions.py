@@ -85,14 +85,21 @@ def split_heads(tokens: Tensor, heads: int) -> Tensor:
 # Linear attention
 
 
-def linear_attention(queries: Callable, keys: Callable, bucket: int = 0, floor: float = 0.0) -> Reference:
-    """Causal, with features of queries and of keys; with a bucket, only the keys of earlier buckets are seen."""
+def linear_attention(
+    queries: Callable, keys: Callable, *, bucket: int = 0, floor: float = 0.0, epsilon: float = 0.0
+) -> Reference:
+    """Causal, with features of queries and of keys; with a bucket, only the keys of earlier buckets are seen.
+
+    `floor` is the least divisor, `epsilon` is added to the sums of the features of keys.
+    """
 
     def reference(x: Inputs, rows: Tensor) -> Tensor:
         j = torch.arange(x["k"].shape[2])
         seen = j < (rows // bucket * bucket)[:, None] if bucket else j <= rows[:, None]
-        weights = (queries(x["q"])[:, :, rows] @ keys(x["k"]).mT) * seen
-        return weights @ x["v"] / weights.sum(-1, keepdim=True).clamp(min=max(floor, 1e-300))
+        asked = queries(x["q"])[:, :, rows]
+        weights = (asked @ keys(x["k"]).mT) * seen
+        divisor = weights.sum(-1, keepdim=True) + epsilon * asked.sum(-1, keepdim=True)
+        return weights @ x["v"] / divisor.clamp(min=max(floor, 1e-300))
 
     return reference
 
@@ -102,13 +109,14 @@ def elu(x: Tensor) -> Tensor:
 
 
 def favor(directions: Tensor, *, over: tuple[int, ...] | None = None, floor: float = 0.0) -> Callable[[Tensor], Tensor]:
-    """exp(w·x - |x|² / 2), in units of the largest w·x over some axes; performer-pytorch adds a floor."""
+    """exp(w·x - |x|² / 2) / sqrt(count), in units of the largest w·x over some axes; performer-pytorch adds a floor."""
 
     def features(x: Tensor) -> Tensor:
         x = x * x.shape[-1] ** -0.25
         logs = x @ directions.to(x).T
         half = x.square().sum(-1, keepdim=True) / 2
-        return (logs - half - (logs.detach().amax(over, keepdim=True) if over else 0)).exp() + floor
+        largest = logs.detach().amax(over, keepdim=True) if over else 0
+        return ((logs - half - largest).exp() + floor) * len(directions) ** -0.5
 
     return features
 

@@ -7,14 +7,14 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import regard as rg
 import torch
+
+import regard as rg
+from benchmarks.case import qkv
+from benchmarks.timing import clock, interleaved
 from regard.geometry import Frame
 from regard.masks import tiles as tile_tables
 from regard.masks.tiles import _tiles, tiles
-
-from benchmarks.case import qkv
-from benchmarks.timing import clock, interleaved
 
 Report = dict[str, Any]
 

@@ -111,10 +111,8 @@ def read_call(tensors: list[Tensor], threads: int) -> Callable[[], object]:
 
 def describe() -> dict[str, str]:
     """The machine, and the versions of all that took part."""
-    names = (
-        "torch numpy onnxruntime openvino jax x-transformers local-attention transformers "
-        "linear-attention-transformer performer-pytorch"
-    ).split()
+    names = ["torch", "numpy", "onnxruntime", "openvino", "jax", "x-transformers", "local-attention", "transformers"]
+    names += ["linear-attention-transformer", "performer-pytorch"]
     found = {"cpu": _cpu(), "system": f"{platform.system()} {platform.release()}, Python {platform.python_version()}"}
     for name in names:
         try:

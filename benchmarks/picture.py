@@ -45,10 +45,11 @@ def draw(run: dict[str, Any], path: Path) -> None:
         place[name], last = y, rows[name]
         y += 1.0
     figure, axes = plt.subplots(
-        1, len(panels), figsize=(5.2 + 4.6 * len(panels), 1.7 + 0.235 * y), sharey=True, squeeze=False
+        1, len(panels), figsize=(5.2 + 4.6 * len(panels), 1.4 + 0.25 * y), sharey=True, squeeze=False
     )
     plt.rcParams.update({"font.family": "DejaVu Sans"})
     every = [ratio for cases in panels.values() for case in cases for ratio in _shown(case).values()]
+    every += [t["at_least"] for cases in panels.values() for c in cases for t in c["targets"] if t["at_least"]]
     low, high = min([0.5, *every]) * 0.85, max([4.0, *every]) * 1.3
     for axis, (threads, cases) in zip(axes[0], panels.items(), strict=True):
         _bands(axis, place, rows)
@@ -61,8 +62,10 @@ def draw(run: dict[str, Any], path: Path) -> None:
                     bound = target["at_least"] or 1 / target["at_most"]
                     colour = COLOURS[_family(target["peer"])]
                     axis.plot([bound, bound], [at - 0.42, at + 0.42], color=colour, lw=2, zorder=2)
-            for peer, ratio in _shown(case).items():
-                axis.plot(ratio, at, "o", ms=6.5, color=COLOURS[_family(peer)], mec="white", mew=0.7, zorder=3)
+            shown = _shown(case)
+            for n, (peer, ratio) in enumerate(shown.items()):  # a little below each other, so that none hides another
+                aside = (n - (len(shown) - 1) / 2) * 0.2
+                axis.plot(ratio, at + aside, "o", ms=6.5, color=COLOURS[_family(peer)], mec="white", mew=0.7, zorder=3)
         axis.set_xscale("log")
         axis.set_xlim(low, high)
         ticks = [t for t in (0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100, 200) if low <= t <= high]
@@ -109,4 +112,4 @@ def _legend(figure: Any, panels: dict[str, list[dict[str, Any]]]) -> None:
         handles=marks, loc="upper left", bbox_to_anchor=(0.008, 1 - 0.38 / height), ncols=len(marks), frameon=False,
         fontsize=9, labelcolor=INK, handletextpad=0.3, columnspacing=1.4,
     )  # fmt: skip
-    figure.tight_layout(rect=(0, 0, 1, 1 - 0.7 / height))
+    figure.tight_layout(rect=(0, 0, 1, 1 - 0.45 / height))

@@ -68,10 +68,11 @@ def markdown(run: Run, picture: str) -> str:
     clock = "CPU seconds, since the machine was busy" if run["cpu time"] else "wall clock"
     parts = [
         "# Benchmarks\n",
-        "Written by `make bench`; do not edit. All competitors of a case take turns in one process, each number is the "
-        "best of many rounds, and a competitor is timed only after its output, and its gradients where it trains, agree "
-        "with the definition in float64.\n",
-        f"| | |\n| --- | --- |\n| command | `{run['command']}` |\n| date | {run['date']}, {run['seconds'] / 60:.0f} minutes |"
+        "Written by `make bench`; do not edit. All competitors of a case take turns in one process, each number is "
+        "the best of many rounds, and a competitor is timed only after its output, and its gradients where it trains, "
+        "agree with the definition in float64.\n",
+        f"| | |\n| --- | --- |\n| command | `{run['command']}` |"
+        f"\n| date | {run['date']}, {run['seconds'] / 60:.0f} minutes |"
         f"\n| machine | {machine['cpu']}, {machine['system']} |\n| measured | {peaks} |\n| clock | {clock} |\n"
         f"| versions | {versions} |\n",
         f"![Peer time divided by ours]({picture})\n",
@@ -79,9 +80,10 @@ def markdown(run: Run, picture: str) -> str:
         "Missed:\n" if missed else "None is missed.\n",
         *(f"- {where}: {what}" for where, what in missed),
         "\n## Cases\n",
-        "Ratios are peer time / our time: above 1 we are faster. Shapes are (B, H, N, D) = (1, 8, N, 64) in float32 unless "
-        "told otherwise. Memory is what a call takes beyond its inputs at its peak, at 1 thread, ours and the first peer's. "
-        "**Bold** ratios have a target that is met, ~~struck~~ ones a target that is missed.\n",
+        "Ratios are peer time / our time: above 1 we are faster. Shapes are (B, H, N, D) = (1, 8, N, 64) in float32, "
+        "with fewer heads for additive, sparse and linear attention and where N is 8,192 or more. Memory is what a "
+        "call takes beyond its inputs at its peak, at 1 thread, ours and the first peer's. **Bold** ratios have a target "
+        "that is met, ~~struck~~ ones a target that is missed.\n",
         *_cases(run),
         *_growth(run),
         *_grid(run),
@@ -92,7 +94,8 @@ def markdown(run: Run, picture: str) -> str:
 
 
 def _cases(run: Run) -> Iterator[str]:
-    yield "| case | threads | ours | peer time / ours | of peak | memory | target |\n| --- | --- | --- | --- | --- | --- | --- |"
+    yield "| case | threads | ours | peer time / ours | of peak | memory | target |"
+    yield "| --- | --- | --- | --- | --- | --- | --- |"
     for case in results(run):
         if case["wrong"]:
             yield f"| {case['name']} | {case['threads']} | | wrong result: {case['wrong']} | | | |"
@@ -105,8 +108,8 @@ def _cases(run: Run) -> Iterator[str]:
         ]
         peaks = [_marked(f"{r:.0%}", met.get(p)) + f" {p}" for p, r in case["ratios"].items() if p in (PEAK, READS)]
         yield (
-            f"| {case['name']} | {case['threads']} | {_time(case['seconds'])} | {', '.join(ratios)} | {', '.join(peaks)} "
-            f"| {_memory(run['memory'].get(case['name']))} | {_targets(case['targets'])} |"
+            f"| {case['name']} | {case['threads']} | {_time(case['seconds'])} | {', '.join(ratios)} "
+            f"| {', '.join(peaks)} | {_memory(run['memory'].get(case['name']))} | {_targets(case['targets'])} |"
         )
 
 
@@ -144,9 +147,9 @@ def _growth(run: Run) -> Iterator[str]:
         return
     yield "\n## Growth over N, by mask\n"
     yield (
-        f"Time of a forward call, (1, 2, N, 64), from N = {rows[0]['lengths'][0]:,} to {rows[0]['lengths'][-1]:,}: time "
-        "goes like N to this power over the last two doublings, and so does the work in the tiles visited. The first call "
-        "with a mask also finds its tiles, in the time told for the longest N.\n"
+        f"Time of a forward call, (1, 2, N, 64), from N = {rows[0]['lengths'][0]:,} to {rows[0]['lengths'][-1]:,}: "
+        "time goes like N to this power over the last two doublings, and so does the work in the tiles visited. The "
+        "first call with a mask also finds its tiles, in the time told for the longest N.\n"
     )
     yield "| mask | threads | time ~ N^ | work ~ N^ | at the longest N | finding the tiles | engine |"
     yield "| --- | --- | --- | --- | --- | --- | --- |"
@@ -163,8 +166,8 @@ def _grid(run: Run) -> Iterator[str]:
         return
     yield "\n## No call slower than torch's kernel\n"
     yield (
-        f"{len(rows)} calls: shapes (B, H, G, Q, K, D), plain, causal and padded, forward and with backward. Time of the "
-        "engine that selection takes / time of the sdpa engine; the ten worst, of which none should exceed 1.05.\n"
+        f"{len(rows)} calls: shapes (B, H, G, Q, K, D), plain, causal and padded, forward and with backward. Time of "
+        "the engine that selection takes / time of the sdpa engine; the ten worst, of which none should exceed 1.05.\n"
     )
     yield "| call | threads | ours / sdpa | ours | engine |\n| --- | --- | --- | --- | --- |"
     for row in sorted(rows, key=lambda row: -row["slower"])[:10]:

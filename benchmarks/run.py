@@ -52,6 +52,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, help="the report (default: docs/benchmarks.md for a whole run)")
     parser.add_argument("--budget", type=float, help="seconds of taking turns in each case (default: 3; quick: 0.5)")
     parser.add_argument("--cpu-time", action="store_true", help="count CPU seconds: for 1 thread on a busy machine")
+    parser.add_argument("--json", type=Path, help="also write all that was measured to this file")
     parser.add_argument("--no-memory", action="store_true", help="leave out the measurement of memory")
     given = parser.parse_args()
     threads = given.threads or ([1] if given.quick else [1, 2])
@@ -82,7 +83,8 @@ def main() -> int:
         out.parent.mkdir(parents=True, exist_ok=True)
         picture.draw(run, out.with_suffix(".png"))
         out.write_text(report.markdown(run, out.with_suffix(".png").name))
-        out.with_suffix(".json").write_text(json.dumps(run)) if os.environ.get("REGARD_BENCH_JSON") else None
+        if given.json is not None:
+            given.json.write_text(json.dumps(run))
         print(f"wrote {out} and {out.with_suffix('.png')}")
     return 0
 

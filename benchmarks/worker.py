@@ -58,7 +58,7 @@ def memory(quick: bool, only: str) -> dict[str, Any]:
     torch.set_num_threads(1)
     found: dict[str, Any] = {}
     for case in chosen(quick, only):
-        if case.smallest:
+        if case.smallest or (quick and not case.linear_memory):
             continue
         kept = tuple(peer for peer in case.peers[:1] if not any(word in peer.name for word in _COMPILED))
         calls, x, result = calls_of(Case(**(vars(case) | {"peers": kept})), 1)

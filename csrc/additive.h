@@ -3,7 +3,7 @@
 // tanh(q + k) = 1 - 2r with r = 1 / (1 + e^2q e^2k), and both exponentials belong to one vector each: they are taken
 // once while packing, and what is left per element of the tile is a multiply-add and a reciprocal. Two more steps:
 // dividing e^2q and the 1 by the weight gives weight * r for nothing, and two such terms share one reciprocal,
-// 1/x + 1/y = (x + y) / (x y). Each has its range, which `additive_mode` checks against the data; out of it, tanh is
+// 1/x + 1/y = (x + y) / (x y). Each has its range, which `AdditiveWeight::mode` checks against the data; out of it, tanh is
 // computed directly.
 #pragma once
 #include "pack.h"
@@ -61,6 +61,22 @@ REGARD_INLINE VecF reciprocal_plus(VecF x, VecF c) { return 1.0f / x + c; }
 #endif
 REGARD_INLINE VecD quotient_plus(VecD n, VecD x, VecD c) { return n / x + c; }
 REGARD_INLINE VecD reciprocal_plus(VecD x, VecD c) { return 1.0 / x + c; }
+
+// tanh that is exactly 1 where float has no number closer to it: 1 - tanh^2 is a gradient here, and where everything is
+// saturated what a quicker tanh leaves of it would be all there is.
+REGARD_INLINE VecF saturating_tanh(VecF x) {
+  const VecF a = absolute(x), z = x * x;
+  VecF p = broadcast(-5.70498872745e-3f);
+  p = p * z + 2.06390887954e-2f;
+  p = p * z - 5.37397155531e-2f;
+  p = p * z + 1.33314422036e-1f;
+  p = p * z - 3.33332819422e-1f;
+  const VecF near = (p * z) * x + x;
+  const VecF far = 1.0f - 2.0f * reciprocal(exp2(min(broadcast(30.0f), a * float(2 * log2_e))) + 1.0f);
+  const VecF y = select(a < 0.625f, near, select(x < 0.0f, -far, far));
+  return select(x != x, x, y);
+}
+REGARD_INLINE VecD saturating_tanh(VecD x) { return tanh(x); }
 
 template <class T> struct AdditiveLimits;
 template <> struct AdditiveLimits<float> { static constexpr float exponent = 86, smallest_weight = 0x1p-26f; };
@@ -164,7 +180,7 @@ REGARD_INLINE void additive_scores(const AdditiveWeight<T>& w, const T* __restri
       REGARD_UNROLL
       for (int half = 0; half < 2; ++half) {
         const V k = load(b + half * L);
-        if constexpr (mode == AdditiveMode::direct) sum[r][half] += weight * tanh(q + k);
+        if constexpr (mode == AdditiveMode::direct) sum[r][half] += weight * saturating_tanh(q + k);
         else sum[r][half] += reciprocal_plus(q * k + over, shift);
       }
     }
@@ -205,7 +221,7 @@ REGARD_INLINE void additive_gradients(int64_t width, int64_t keys, AdditiveRows<
       REGARD_UNROLL
       for (int r = 0; r < M; ++r) {
         V t;
-        if constexpr (mode == AdditiveMode::direct) t = -tanh(query[r] + key);
+        if constexpr (mode == AdditiveMode::direct) t = -saturating_tanh(query[r] + key);
         else t = reciprocal_plus(query[r] * key + half, minus_one);
         const V given = broadcast(ds[r * ds_row + j]), first = given * t, second = given - first * t;
         moments[r & 1] += first;

@@ -13,6 +13,7 @@ template <class T> struct PackedKeys {
   uint32_t* bad;   // one bit for each key of a panel
   int64_t panels, pitch, D, E;
   bool checks, any_bad;
+  bool direct;     // values are read where they lie: few rows use them, so that packing would not pay
 
   struct Places { size_t turned, values, ready, bad; };
 
@@ -29,7 +30,9 @@ template <class T> struct PackedKeys {
   PackedKeys(const regard_dot& p, char* memory, const Places& at)
       : turned((T*)(memory + at.turned)), values((T*)(memory + at.values)), ready((uint8_t*)(memory + at.ready)),
         bad((uint32_t*)(memory + at.bad)), panels(panels_of(p)), pitch(pitch_of(p)), D(p.D), E(p.E),
-        checks(p.intervals.start || p.tiles.pointer), any_bad(false) {}
+        checks(p.intervals.start || p.tiles.pointer), any_bad(false),
+        direct(!checks && p.dtype == (sizeof(T) == 8 ? REGARD_FLOAT64 : REGARD_FLOAT32) && p.v.stride[3] == 1 &&
+               p.E % NR<T> == 0 && p.H / p.G * p.Q <= 512) {}
 
   void forget() {
     __builtin_memset(ready, 0, size_t(panels));
@@ -42,7 +45,13 @@ template <class T> struct PackedKeys {
   }
 
   const T* turned_at(int64_t key) const { return turned + key * D; }
-  const T* values_at(int64_t key) const { return values + key * NR<T>; }
+
+  // The values from a key on, as the right operand of a product.
+  struct Values { const T* first; int64_t panel, row; };
+  Values values_at(int64_t key, const Matrix& v) const {
+    if (direct) return {at<T>(v, key, 0), NR<T>, v.row_stride};
+    return {values + key * NR<T>, pitch * NR<T>, NR<T>};
+  }
 
  private:
   __attribute__((noinline)) void pack(const Matrix& k, const Matrix& v, T factor, int64_t panel) {
@@ -50,7 +59,7 @@ template <class T> struct PackedKeys {
     T* const turned_panel = turned + key * D;
     T* const value_rows = values + key * NR<T>;
     bool found = pack_turned<T>(k, key, factor, turned_panel);
-    found |= pack_panels<T>(v, key, NR<T>, T(1), value_rows, pitch * NR<T>);
+    if (!direct) found |= pack_panels<T>(v, key, NR<T>, T(1), value_rows, pitch * NR<T>);
     ready[panel] = 1;
     bad[panel] = 0;
     if (!found || !checks) return;

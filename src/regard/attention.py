@@ -25,6 +25,7 @@ from regard.scores import Dot, Modified, Score
 Part = int | slice | Sequence[int] | Tensor | None
 PLANS = 256  # that an attention remembers
 _DOT = Dot()
+_CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -115,7 +116,7 @@ class Attention:
 
         `engine` forces an engine by name; left out, the fastest that can compute the call is taken.
         """
-        if torch.is_autocast_enabled(query.device.type if isinstance(query, Tensor) else "cpu"):
+        if torch._C._is_any_autocast_enabled() and torch.is_autocast_enabled(getattr(query, "device", _CPU).type):
             query, key, value = _autocast(query, key, value)
             with _plain(query.device):
                 return self(query, key, value, engine=engine, return_lse=return_lse)
@@ -142,7 +143,7 @@ class Attention:
         try:
             asked = (
                 query.shape, key.shape, value.shape, query.dtype, key.dtype, value.dtype,
-                query.device, key.device, value.device, engine, lse,
+                query.is_cpu or query.device, key.is_cpu or key.device, value.is_cpu or value.device, engine, lse,
                 torch.is_grad_enabled() and tuple([tensor.requires_grad for tensor in tensors]),
                 torch._C._functorch.peek_interpreter_stack() is None,
             )  # fmt: skip

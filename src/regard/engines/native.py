@@ -44,6 +44,7 @@ _PROBLEM = struct.Struct("@7q2i3d" + 3 * _TENSOR + "2P3q" + "5P2q" + 3 * _TENSOR
 _RESULT = struct.Struct("@" + 3 * _TENSOR)
 _GRADIENT = struct.Struct("@" + 13 * _TENSOR)
 _ABSENT = (0, 0, 0, 0, 0)
+_ADDRESS = struct.Struct("@P").pack
 
 
 # The library
@@ -92,9 +93,7 @@ def about() -> dict[str, str]:
 
 
 def _call(name: str, *arguments: bytes) -> None:
-    found = library()
-    assert not isinstance(found, str)
-    if status := getattr(found, name)(*arguments):
+    if status := getattr(library(), name)(*arguments):
         kind, message = _ERRORS.get(status, (RuntimeError, f"the native engine failed with status {status}"))
         raise kind(message)
 
@@ -126,10 +125,12 @@ class Lowered(NamedTuple):
 
 
 def _lower(problem: Problem, query: Tensor, key: Tensor, value: Tensor) -> tuple[Lowered, Shaw | None, float]:
-    scale, shaw, frame = problem.scale, None, problem.frame
+    score, scale, shaw, frame = problem.score, problem.scale, None, problem.frame
     diagonal = row_table = dense = sink = None
+    if type(score) is Dot and type(scale) is float and problem.bias is None and problem.sink is None:
+        return Lowered(query, key, value, None, None, None, None), None, scale
     original = query
-    if isinstance(scale, Tensor) or not isinstance(problem.score, Dot):
+    if isinstance(scale, Tensor) or not isinstance(score, Dot):
         query, key, scale = as_dot(problem, query, key)
     assert not isinstance(scale, Tensor)
     for part in () if problem.bias is None else problem.bias.parts():
@@ -248,19 +249,26 @@ def _packed(x: Lowered, fixed: Fixed) -> bytes:
 def _results(query: Tensor, value: Tensor, sizes: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
     """Room for output, log-sum-exp and mass by distance."""
     real = torch.float64 if query.dtype == torch.float64 else torch.float32
-    rows = query.shape[:3]
-    output, lse = query.new_empty((*rows, value.shape[3])), query.new_empty(rows, dtype=real)
-    return output, lse, query.new_empty((*rows, 2 * sizes[0] + 1) if sizes[1] else (0,), dtype=real)
+    rows, device = query.shape[:3], query.device
+    output = torch.empty((*rows, value.shape[3]), dtype=query.dtype, device=device)
+    lse = torch.empty(rows, dtype=real, device=device)
+    return output, lse, torch.empty((*rows, 2 * sizes[0] + 1) if sizes[1] else (0,), dtype=real, device=device)
 
 
 def _forward(x: Lowered, fixed: Fixed) -> tuple[Tensor, Tensor, Tensor]:
     output, lse, mass = _results(x.query, x.value, fixed.sizes)
-    _call(
-        "regard_dot_forward",
-        _packed(x, fixed),
-        _RESULT.pack(*_place(output), *_place(lse), *_rows(mass if fixed.sizes[1] else None)),
-    )
+    by_distance = _rows(mass) if fixed.sizes[1] else _ABSENT
+    places = output.data_ptr(), *output.stride(), lse.data_ptr(), *lse.stride(), 0, *by_distance
+    _call("regard_dot_forward", _packed(x, fixed), _RESULT.pack(*places))
     return output, lse, mass
+
+
+def _output(x: Lowered, fixed: Fixed) -> Tensor:
+    """The output alone: at a few tokens, making room for more takes longer than the kernel."""
+    output = torch.empty((*x.query.shape[:3], x.value.shape[3]), dtype=x.query.dtype)
+    places = output.data_ptr(), *output.stride(), *_ABSENT, *_ABSENT
+    _call("regard_dot_forward", _packed(x, fixed), _RESULT.pack(*places))
+    return output
 
 
 def _room(x: Lowered) -> tuple[Tensor | None, ...]:
@@ -435,7 +443,30 @@ _dot.register_autograd(_differentiate, setup_context=_remember)
 # The engine
 
 
-def run(problem: Problem, query: Tensor, key: Tensor, value: Tensor, seed: Tensor | None) -> tuple[Tensor, Tensor]:
+def run(
+    problem: Problem, query: Tensor, key: Tensor, value: Tensor, seed: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
+    tracing = torch.compiler.is_compiling()
+    plain = seed is None and problem.bias is None and problem.sink is None and isinstance(problem.score, Dot)
+    if plain and not problem.grad and not problem.score.tensors() and not tracing:
+        return _plain_forward(problem, query, key, value)
+    x, shaw, fixed = _prepared(problem, query, key, value, seed)
+    if tracing:
+        output, lse, mass = torch.ops.regard.dot(*x, *fixed[:-1])
+    elif torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in x):
+        output, lse, mass = _Attend.apply(fixed, *x)
+    elif not problem.lse and not fixed.sizes[1]:
+        return _output(x, fixed), None
+    else:
+        output, lse, mass = _forward(x, fixed)
+    if shaw is not None and shaw.values is not None:
+        output = (output.to(mass) + mass @ shaw.values.to(mass)).to(problem.dtype)
+    return output, lse
+
+
+def _prepared(
+    problem: Problem, query: Tensor, key: Tensor, value: Tensor, seed: Tensor | None
+) -> tuple[Lowered, Shaw | None, Fixed]:
     x, shaw, scale = _lower(problem, query, key, value)
     frame = problem.frame
     visible: tuple[Tensor, ...] = ()
@@ -449,22 +480,33 @@ def run(problem: Problem, query: Tensor, key: Tensor, value: Tensor, seed: Tenso
         offset = torch.tensor(frame.offsets()).expand(frame.B).contiguous()
         radius, wants = shaw.reach, int(shaw.values is not None)
     softcap = problem.score.softcap if isinstance(problem.score, Dot) else None
-    fixed = Fixed(
-        visible,
-        offset,
-        seed,
-        (scale, softcap or 0.0, problem.temperature, problem.dropout),
-        (radius, wants, *strides),
-        problem,
+    numbers = (scale, softcap or 0.0, problem.temperature, problem.dropout)
+    return x, shaw, Fixed(visible, offset, seed, numbers, (radius, wants, *strides), problem)
+
+
+def _plain_forward(problem: Problem, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor | None]:
+    """What was packed before, but for the addresses: a small call is all packing."""
+    layout = (query.stride(), key.stride(), value.stride(), torch.get_num_threads())
+    known = problem.memo.get(layout)
+    frame = problem.frame
+    if known is None:
+        x, _, fixed = _prepared(problem, query, key, value, None)
+        packed, at = _packed(x, fixed), struct.calcsize("@7q2i3d")
+        step = struct.calcsize(_TENSOR)
+        cuts = [
+            packed[:at],
+            *(packed[at + n * step + 8 : at + (n + 1) * step] for n in range(3)),
+            packed[at + 3 * step :],
+        ]
+        known = problem.memo[layout] = cuts, fixed.visible  # the addresses of what is visible are packed
+    (head, q, k, v, tail), _ = known
+    output = torch.empty((frame.B, frame.H, frame.Q, problem.E), dtype=problem.dtype)
+    lse = torch.empty((frame.B, frame.H, frame.Q), dtype=problem.arithmetic) if problem.lse else None
+    _call(
+        "regard_dot_forward",
+        head + _ADDRESS(query.data_ptr()) + q + _ADDRESS(key.data_ptr()) + k + _ADDRESS(value.data_ptr()) + v + tail,
+        _RESULT.pack(output.data_ptr(), *output.stride(), *_place(lse), *_ABSENT),
     )
-    if torch.compiler.is_compiling():
-        output, lse, mass = torch.ops.regard.dot(*x, *fixed[:-1])
-    elif torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in x):
-        output, lse, mass = _Attend.apply(fixed, *x)
-    else:
-        output, lse, mass = _forward(x, fixed)
-    if shaw is not None and shaw.values is not None:
-        output = (output.to(mass) + mass @ shaw.values.to(mass)).to(problem.dtype)
     return output, lse
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -35,6 +35,7 @@ class Problem:
     dropout: float
     grad: bool  # whether anything requires grad
     lse: bool  # whether the log-sum-exp was asked for
+    memo: dict = field(default_factory=dict, init=False)  # what engines remember of the problem
 
     @property
     def arithmetic(self) -> torch.dtype:

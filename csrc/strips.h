@@ -1,0 +1,147 @@
+// The walk that the forward and the statistics share: blocks of query rows over steps of keys, strip by strip.
+//
+// A strip is MR rows. Its scores for a step are computed, biased and masked; what becomes of them is the visitor's:
+//   begin(memory, strip)                       nothing seen yet
+//   take(memory, walk, strip, rows, j0, lo, hi)  the logits of columns [lo, hi) of a step that begins at key j0
+//   finish(memory, walk, strip, rows)          all seen
+#pragma once
+#include "dot.h"
+#include "keys.h"
+#include "softmax.h"
+
+namespace regard::REGARD_ISA {
+
+constexpr int64_t chunk = 192;         // keys in one step: their panels stay in the second-level cache for a block
+constexpr int64_t largest_block = 96;  // query rows that share them
+
+// What one thread has in hand while it walks. Rows are numbered within the block: strip * MR + r.
+template <class T> struct Walk {
+  PackedKeys<T> keys;
+  Matrix k, v;
+  T *queries, *scores;
+  Row<T>* rows;
+  Span* spans;
+  uint8_t* poisoned;  // a row that has seen a bad key
+};
+
+template <class T, class Visitor> struct Strips {
+  const regard_dot& p;
+  const Scales<T> scales;
+  const Blocks blocks;
+  const int64_t strips;  // in a block
+  Layout layout;         // the visitor adds what it needs
+
+  struct Places {
+    typename PackedKeys<T>::Places keys;
+    size_t queries, scores, rows, spans, poisoned;
+  } at;
+
+  explicit Strips(const regard_dot& p)
+      : p(p), scales(p), blocks(p, largest_block, 8 * p.threads), strips((blocks.rows_per_block + MR - 1) / MR) {
+    at.keys = PackedKeys<T>::place(p, layout);
+    at.queries = layout.add(strips, strip_size<T>(p.D), sizeof(T));
+    at.scores = layout.add(MR, chunk, sizeof(T));
+    at.rows = layout.add(strips * MR, 1, sizeof(Row<T>));
+    at.spans = layout.add(strips, 1, sizeof(Span));
+    at.poisoned = layout.add(strips * MR, 1, 1);
+  }
+
+  int run() {
+    const int64_t units = p.B * p.G * blocks.per_group;
+    Layout costs;
+    costs.add(units + 1, 1, sizeof(double));
+    if (!layout.ok || !costs.ok) return REGARD_TOO_LARGE;
+    Buffer memory;
+    if (!memory.reserve(costs.bytes)) return REGARD_NO_MEMORY;
+    double* total = (double*)memory.data;
+    total[0] = 0;
+    for (int64_t u = 0; u < units; ++u) {
+      const int64_t head = u / blocks.per_group;
+      total[u + 1] = total[u] + block_cost<T>(p, blocks, head / p.G, head % p.G, u % blocks.per_group);
+    }
+    auto body = [&](int thread, int threads) {
+      const int64_t first = share(total, units, thread, threads), last = share(total, units, thread + 1, threads);
+      return first < last ? run_units(first, last) : REGARD_OK;
+    };
+    return parallel(int(least<int64_t>(p.threads, units)), body);
+  }
+
+  int run_units(int64_t first, int64_t last) const {
+    char* memory = (char*)thread_scratch(layout.bytes);
+    if (!memory) return REGARD_NO_MEMORY;
+    Walk<T> w{PackedKeys<T>(p, memory, at.keys), {}, {}, (T*)(memory + at.queries), (T*)(memory + at.scores),
+              (Row<T>*)(memory + at.rows), (Span*)(memory + at.spans), (uint8_t*)(memory + at.poisoned)};
+    const auto& visitor = static_cast<const Visitor&>(*this);
+    auto room = visitor.room(memory);
+    int64_t head = -1;
+    for (int64_t unit = first; unit < last; ++unit) {
+      if (unit / blocks.per_group != head) {
+        head = unit / blocks.per_group;
+        w.k = matrix_of(p.k, p.dtype, head / p.G, head % p.G, p.K, p.D);
+        w.v = matrix_of(p.v, p.dtype, head / p.G, head % p.G, p.K, p.E);
+        w.keys.forget();
+      }
+      run_block(w, visitor, room, head / p.G, head % p.G, unit % blocks.per_group);
+    }
+    trim_thread_scratch();
+    return REGARD_OK;
+  }
+
+  template <class Room>
+  void run_block(Walk<T>& w, const Visitor& visitor, Room& room, int64_t b, int64_t g, int64_t block) const {
+    const int64_t first = blocks.first_row(block), count = blocks.row_count(block);
+    int64_t lo = p.K, hi = 0;
+    for (int64_t r = 0, h = g * blocks.group + first / p.Q, i = first % p.Q; r < count; ++r) {
+      set_row(w.rows[r], p, b, h, i);
+      w.poisoned[r] = 0;
+      if (++i == p.Q) i = 0, ++h;
+    }
+    const auto in_strip = [&](int64_t s) { return int(least<int64_t>(MR, count - s * MR)); };
+    for (int64_t s = 0; s * MR < count; ++s) {
+      w.spans[s] = span_of(w.rows + s * MR, in_strip(s), p.K);
+      lo = least(lo, w.spans[s].lo);
+      hi = greatest(hi, w.spans[s].hi);
+      pack_queries(w, s, in_strip(s));
+      visitor.begin(room, s);
+    }
+    const auto visit = [&](const Step& step) {
+      for (int64_t s = 0; s * MR < count; ++s) run_strip(w, visitor, room, s, in_strip(s), step);
+    };
+    if (blocks.tiled) walk_tiles(p, b, w.rows[0].h, w.rows[0].i / REGARD_TILE, 0, p.K, chunk, visit);
+    else walk_interval<T>(lo, hi, chunk, visit);
+    for (int64_t s = 0; s * MR < count; ++s) visitor.finish(room, w, s, in_strip(s));
+  }
+
+  void pack_queries(Walk<T>& w, int64_t s, int m) const {
+    RowPointers rows{{}, p.D, p.q.stride[3], p.dtype};
+    for (int r = 0; r < m; ++r) {
+      const Row<T>& row = w.rows[s * MR + r];
+      const int64_t at = row.b * p.q.stride[0] + row.h * p.q.stride[1] + row.i * p.q.stride[2];
+      rows.row[r] = (const char*)p.q.data + at * int64_t(storage_bytes(p.dtype));
+    }
+    pack_strip<T>(rows, w.queries + s * strip_size<T>(p.D));
+  }
+
+  template <class Room>
+  void run_strip(Walk<T>& w, const Visitor& visitor, Room& room, int64_t s, int m, const Step& step) const {
+    const Row<T>* rows = w.rows + s * MR;
+    const uint64_t* words = step.bits ? step.bits + rows[0].i % REGARD_TILE : nullptr;
+    const Columns columns = columns_of<T>(w.spans[s], step, words, m);
+    const int64_t lo = columns.lo, hi = columns.hi, j0 = step.j0;
+    if (lo >= hi) return;
+    w.keys.need(w.k, w.v, scales.key, j0 + lo, j0 + hi);
+
+    multiply<T, 1, MR, Into::overwrite>(m, (hi - lo) / NR<T>, p.D, w.queries + s * strip_size<T>(p.D),
+                                        w.keys.turned_at(j0 + lo), NR<T> * p.D, w.scores + lo, chunk);
+    if (scales.changes_scores)
+      for (int r = 0; r < m; ++r) change_scores(p, scales, rows[r], j0, w.scores + r * chunk, lo, hi);
+    if (columns.hidden)
+      for (int r = 0; r < m; ++r) hide(rows[r], words ? words + r : nullptr, j0, w.scores + r * chunk, lo, hi, T(-infinity));
+    if (w.keys.any_bad)
+      for (int r = 0; r < m; ++r)
+        w.poisoned[s * MR + r] |= sees_bad_key(w.keys, rows[r], words ? words + r : nullptr, j0, lo, hi);
+    visitor.take(room, w, s, m, j0, lo, hi);
+  }
+};
+
+}  // namespace regard::REGARD_ISA
