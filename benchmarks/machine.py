@@ -15,6 +15,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+import regard
+from regard.engines import native
+
 SOURCE = r"""
 #if defined(__AVX512F__)
 constexpr int WIDTH = 16;
@@ -114,6 +117,7 @@ def describe() -> dict[str, str]:
     names = ["torch", "numpy", "onnxruntime", "openvino", "jax", "x-transformers", "local-attention", "transformers"]
     names += ["linear-attention-transformer", "performer-pytorch"]
     found = {"cpu": _cpu(), "system": f"{platform.system()} {platform.release()}, Python {platform.python_version()}"}
+    found["regard"] = f"{regard.__version__} ({native.missing() or native.about()['instruction set']})"
     for name in names:
         try:
             found[name] = version(name)

@@ -26,6 +26,7 @@ def verdicts(run: Run) -> list[tuple[str, str, bool]]:
         if case["wrong"]:
             found.append((where, f"wrong result, so no time: {case['wrong']}", False))
         found += [(where, told(target), target["met"]) for target in case["targets"]]
+        found += [(where, f"not judged, since {peer} has no time", False) for peer in case["unjudged"]]
     for threads, worker in run["times"].items():
         if worker["grid"]:
             worst = max(worker["grid"], key=lambda row: row["slower"])
@@ -45,7 +46,7 @@ def verdicts(run: Run) -> list[tuple[str, str, bool]]:
 
 def absent(run: Run) -> dict[str, str]:
     """Peers without a time, and why."""
-    return {f"{peer}": why for case in results(run) for peer, why in case["missing"].items()}
+    return {peer: why for case in results(run) for peer, why in case["missing"].items()}
 
 
 def summary(run: Run) -> str:
@@ -82,8 +83,8 @@ def markdown(run: Run, picture: str) -> str:
         "\n## Cases\n",
         "Ratios are peer time / our time: above 1 we are faster. Shapes are (B, H, N, D) = (1, 8, N, 64) in float32, "
         "with fewer heads for additive, sparse and linear attention and where N is 8,192 or more. Memory is what a "
-        "call takes beyond its inputs at its peak, at 1 thread, ours and the first peer's. **Bold** ratios have a target "
-        "that is met, ~~struck~~ ones a target that is missed.\n",
+        "call takes beyond its inputs at its peak, at 1 thread, ours and the first peer's. **Bold** ratios have a "
+        "target that is met, ~~struck~~ ones a target that is missed.\n",
         *_cases(run),
         *_growth(run),
         *_grid(run),

@@ -125,7 +125,8 @@ template <class T> struct Backward {
 
   Backward(const regard_dot& p, const regard_dot_gradient& gradient)
       : p(p), gradient(gradient), scales(p), group(p.H / p.G), Dp(round_up(p.D, NR<T>)), Ep(round_up(p.E, NR<T>)),
-        tiles(greatest<int64_t>(1, (p.K + key_tile - 1) / key_tile)), block_rows(p.tiles.pointer ? int64_t(REGARD_TILE) : rows_of(p)),
+        tiles(greatest<int64_t>(1, (p.K + key_tile - 1) / key_tile)),
+        block_rows(p.tiles.pointer ? int64_t(REGARD_TILE) : rows_of(p)),
         table(gradient.d_row_table.data ? 2 * p.radius + 1 : 0),
         diagonals(gradient.d_diagonal.data ? diagonal_heads(p, gradient) * (p.Q + p.K - 1) : 0),
         part(group * p.Q * (Dp + table)), row_gradients(p, gradient, scales) {
@@ -199,7 +200,8 @@ template <class T> struct Backward {
     for (int64_t unit = from; unit < to;) {
       const int64_t head = unit / tiles, first = unit % tiles, last = least(tiles, first + to - unit);
       T* own = (T*)(memory + at.d_queries);
-      run_head(w, (first_head + head) / p.G, (first_head + head) % p.G, first, last, part_of(thread, from, to, head), own, thread);
+      T* shared = part_of(thread, from, to, head);
+      run_head(w, (first_head + head) / p.G, (first_head + head) % p.G, first, last, shared, own, thread);
       unit += last - first;
     }
     trim_thread_scratch();
@@ -275,10 +277,11 @@ template <class T> struct Backward {
   void run_block(Work& w, int64_t i0, int64_t j0, int64_t j1, T* d_keys, T* d_values) const {
     const int64_t count = least(block_rows, p.Q - i0);
     const int64_t width = round_up(j1 - j0, NR<T>);
-    Step steps[key_tile / REGARD_TILE];
+    Step steps[key_tile / REGARD_TILE];  // a tile of bits, or a full run, is at least one tile wide
     int step_count = 0;
     if (p.tiles.pointer)
-      walk_tiles(p, w.rows.rows[i0].b, w.rows.rows[i0].h, i0 / REGARD_TILE, j0, j1, key_tile, [&](const Step& s) { steps[step_count++] = s; });
+      walk_tiles(p, w.rows.rows[i0].b, w.rows.rows[i0].h, i0 / REGARD_TILE, j0, j1, key_tile,
+                 [&](const Step& s) { steps[step_count++] = s; });
     else
       steps[step_count++] = Step{j0, j1, nullptr};
 
@@ -318,7 +321,8 @@ template <class T> struct Backward {
     bool meets(int64_t from, int64_t to) const { return lo < to && from < hi; }
   };
 
-  BlockColumns run_strip(Work& w, int64_t i0, int64_t r0, int m, const Step* steps, int step_count, int64_t j0, int64_t width) const {
+  BlockColumns run_strip(Work& w, int64_t i0, int64_t r0, int m, const Step* steps, int step_count, int64_t j0,
+                         int64_t width) const {
     const int64_t i = i0 + r0;
     const Row<T>* rows = w.rows.rows + i;
     const Span& span = w.rows.spans[w.rows.strip_at(i)];
@@ -366,7 +370,8 @@ template <class T> struct Backward {
   }
 
   void multiply_strip(const T* strips, int64_t depth, int64_t strip, int m, int64_t panels, const T* b, T* c) const {
-    multiply<T, 1, MR, Into::overwrite>(m, panels, depth, strips + strip * strip_size<T>(depth), b, NR<T> * depth, c, score_stride);
+    const T* a = strips + strip * strip_size<T>(depth);
+    multiply<T, 1, MR, Into::overwrite>(m, panels, depth, a, b, NR<T> * depth, c, score_stride);
   }
 
   void store_queries(int64_t b, int64_t h, const T* d_queries, int64_t from, int64_t to) const {

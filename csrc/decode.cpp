@@ -131,12 +131,15 @@ template <class T> struct Decode {
         out[Ep] = -infinity;
         continue;
       }
-      with_storage<T>(p.dtype, [&](auto stored) { row_of_piece<typename decltype(stored)::type>(row, k, v, j0, first, last, query, s, out); });
+      with_storage<T>(p.dtype, [&](auto stored) {
+        row_of_piece<typename decltype(stored)::type>(row, k, v, j0, first, last, query, s, out);
+      });
     }
   }
 
   template <class S>
-  void row_of_piece(const Row<T>& row, const Matrix& k, const Matrix& v, int64_t j0, int64_t first, int64_t last, T* query, T* s, T* out) const {
+  void row_of_piece(const Row<T>& row, const Matrix& k, const Matrix& v, int64_t j0, int64_t first, int64_t last,
+                    T* query, T* s, T* out) const {
     constexpr int L = lanes<T>;
     const Matrix q = matrix_of(p.q, p.dtype, row.b, row.h, p.Q, p.D);
     for (int64_t d = 0; d < p.D; d += L)

@@ -137,4 +137,15 @@ int regard_dot_backward(const regard_dot* problem, const regard_dot_gradient* gr
   return regard::chosen.dot_backward(regard::with_useful_threads(*problem), *gradient);
 }
 
+int regard_dot_look(const regard_dot* problem, const regard_dot_statistics* statistics) {
+  if (!problem || !statistics) return REGARD_BAD_ARGUMENT;
+  const int status = regard::check(*problem);
+  if (status != REGARD_OK) return status;
+  const regard_dot_statistics& s = *statistics;
+  if (problem->B == 0 || problem->H == 0 || problem->Q == 0) return REGARD_OK;
+  if (!problem->offset || !s.lse.data || !s.entropy.data || !s.max_logit.data || !s.distance.data) return REGARD_BAD_ARGUMENT;
+  if (problem->E != 0 || s.top < 0 || (s.top > 0 && (!s.top_keys || !s.top_weights))) return REGARD_BAD_ARGUMENT;
+  return regard::chosen.dot_statistics(regard::with_useful_threads(*problem), s);
+}
+
 }  // extern "C"

@@ -8,6 +8,7 @@ struct Kernels {
   const char* name;
   int (*dot_forward)(const regard_dot&, const regard_dot_result&);
   int (*dot_backward)(const regard_dot&, const regard_dot_gradient&);
+  int (*dot_statistics)(const regard_dot&, const regard_dot_statistics&);
 };
 
 }  // namespace regard

@@ -17,7 +17,7 @@ extern "C" {
 #endif
 
 // Changes whenever a structure or a signature below does; the caller compares it before anything else.
-enum { REGARD_INTERFACE = 1 };
+enum { REGARD_INTERFACE = 2 };
 
 enum { REGARD_FLOAT32 = 0, REGARD_FLOAT64 = 1, REGARD_BFLOAT16 = 2, REGARD_FLOAT16 = 3 };
 
@@ -102,6 +102,14 @@ typedef struct {
   regard_tensor delta;                         // Real (B, H, Q): sum over keys of weight times its gradient
 } regard_dot_gradient;
 
+// Of every row of the weights, before dropout. The problem has no values: E is 0 and v absent; offset is needed.
+typedef struct {
+  regard_tensor lse, entropy, max_logit, distance;  // Real (B, H, Q): entropy in nats, with the sink's; mean of |p - j|
+  int64_t top;        // how many of the largest weights are wanted
+  int64_t* top_keys;  // (B, H, Q, top), largest weight first, -1 where there are no more
+  void* top_weights;  // Real, of the same shape
+} regard_dot_statistics;
+
 REGARD_EXPORT int regard_interface(void);
 // The instruction set in use, and all that were compiled, separated by spaces, widest first.
 REGARD_EXPORT const char* regard_isa(void);
@@ -112,6 +120,7 @@ REGARD_EXPORT int regard_has_threads(void);
 
 REGARD_EXPORT int regard_dot_forward(const regard_dot* problem, const regard_dot_result* result);
 REGARD_EXPORT int regard_dot_backward(const regard_dot* problem, const regard_dot_gradient* gradient);
+REGARD_EXPORT int regard_dot_look(const regard_dot* problem, const regard_dot_statistics* statistics);
 
 #ifdef __cplusplus
 }

@@ -58,7 +58,7 @@ template <class T> REGARD_INLINE void set_row(Row<T>& row, const regard_dot& p, 
 
 // In what follows s[c] belongs to key j0 + c, and columns [lo, hi) are worked on; both are multiples of the vector.
 
-// Vectors from a source that ends at key `keys`: whole ones first, then a part of one.
+// Calls f(column, count) for the vectors of a source that ends at column `end`: whole ones first, then a part of one.
 template <class T, class F> REGARD_INLINE void for_vectors(int64_t lo, int64_t hi, int64_t end, F&& f) {
   const int64_t whole = least(hi, end);
   int64_t c = lo;
@@ -91,8 +91,8 @@ REGARD_INLINE void add_bias(const regard_dot& p, const Row<T>& row, T factor, in
   else add(Stored<float>{});
 }
 
-// The three parts of a row of keys as a table of clipped distances sees them: all its first entry, one entry each, all
-// its last entry. Calls f(column, end) for the outer parts' bounds: [lo, a) first, [a, b) one each, [b, hi) last.
+// The three parts of a row of keys as a table of clipped distances sees them: columns [lo, a) read its first entry,
+// [a, b) one entry each, [b, hi) its last.
 struct Clipped {
   int64_t a, b;
   Clipped(int64_t first, int64_t radius, int64_t j0, int64_t lo, int64_t hi) {

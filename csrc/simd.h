@@ -76,8 +76,6 @@ template <class A> REGARD_INLINE A least(A a, A b) { return b < a ? b : a; }
 template <class A> REGARD_INLINE A greatest(A a, A b) { return a < b ? b : a; }
 REGARD_INLINE int64_t round_up(int64_t n, int64_t step) { return (n + step - 1) / step * step; }
 
-// ---- moving data ----------------------------------------------------------------------------------------------
-
 // x - 0 is x for every x (also -0 and NaN), so the compiler reduces this to one broadcast.
 template <class T> REGARD_INLINE Vec<T> broadcast(T x) { return x - Vec<T>{}; }
 
@@ -119,13 +117,6 @@ template <class I> REGARD_INLINE I lane_numbers() {
   REGARD_UNROLL
   for (int i = 0; i < int(sizeof(I) / sizeof(x[0])); ++i) x[i] = i;
   return x;
-}
-
-// A number that has lanes [0, n) all ones and the others zero.
-template <class T> REGARD_INLINE IntVec<T> first_lanes(int64_t n) {
-  using I = IntVec<T>;
-  const auto limit = decltype(I{}[0] + 0)(greatest<int64_t>(0, least<int64_t>(n, lanes<T>)));
-  return lane_numbers<I>() < limit;
 }
 
 namespace detail {
@@ -174,15 +165,21 @@ template <class T> REGARD_INLINE T reduce_max(Vec<T> x) {
   return detail::butterfly<T, lanes<T> / 2>(x, [](Vec<T> a, Vec<T> b) { return max(a, b); })[0];
 }
 template <class I> REGARD_INLINE bool any_lane(I mask) {
+#if defined(__AVX512F__)
+  return _mm512_test_epi32_mask(bits_as<__m512i>(mask), bits_as<__m512i>(mask)) != 0;
+#elif defined(__AVX__)
+  return !_mm256_testz_si256(bits_as<__m256i>(mask), bits_as<__m256i>(mask));
+#elif defined(__SSE2__)
+  return _mm_movemask_epi8(bits_as<__m128i>(mask)) != 0;
+#else
   typedef long long Wide __attribute__((vector_size(vector_bytes)));
   const Wide wide = bits_as<Wide>(mask);
   long long all = 0;
   REGARD_UNROLL
   for (int i = 0; i < vector_bytes / 8; ++i) all |= wide[i];
   return all != 0;
+#endif
 }
-
-// ---- sixteen-bit numbers ----------------------------------------------------------------------------------------
 
 REGARD_INLINE VecF widen(bfloat16, SimdOf<float>::Half h) {
   return bits_as<VecF>(__builtin_convertvector(h, SimdOf<float>::Word) << 16);
@@ -227,8 +224,6 @@ REGARD_INLINE SimdOf<float>::Half narrow(float16, VecF x) {
   return __builtin_convertvector(half | sign, SimdOf<float>::Half);
 }
 #endif
-
-// ---- loading and storing what is in memory as what is computed with -----------------------------------------------
 
 template <class S> struct ComputedAs { using type = float; };
 template <> struct ComputedAs<double> { using type = double; };
@@ -275,8 +270,6 @@ template <class S> REGARD_INLINE void store_some(S* p, int64_t stride, int64_t n
 
 // All ones in the lanes that hold NaN or an infinity.
 template <class T> REGARD_INLINE IntVec<T> not_finite(Vec<T> x) { return (x - x) != Vec<T>{}; }
-
-// ---- elementary functions -------------------------------------------------------------------------------------
 
 // 2^x for x up to 127 (1023). Relative error 9e-8 (1e-16). At -127 (-1023) and below it is exactly 0, because the
 // polynomial is exactly 1 at 0; so a masked logit of -infinity weighs nothing. NaN stays NaN.
@@ -391,8 +384,6 @@ REGARD_INLINE VecD tanh(VecD x) {
   const VecD y = select(a < 0.625, near, select(x < 0.0, -far, far));
   return select(x != x, x, y);
 }
-
-// ---- dropout ----------------------------------------------------------------------------------------------------
 
 // One key per (batch, head, query); `row` counts them: (b * H + h) * Q + i.
 REGARD_INLINE uint32_t dropout_row_key(uint64_t seed, uint64_t row) {

@@ -1,9 +1,10 @@
 // The walk that the forward and the statistics share: blocks of query rows over steps of keys, strip by strip.
 //
 // A strip is MR rows. Its scores for a step are computed, biased and masked; what becomes of them is the visitor's:
-//   begin(memory, strip)                       nothing seen yet
-//   take(memory, walk, strip, rows, j0, lo, hi)  the logits of columns [lo, hi) of a step that begins at key j0
-//   finish(memory, walk, strip, rows)          all seen
+//   room(memory)                               what it keeps for a block
+//   begin(room, strip)                         nothing seen yet
+//   take(room, walk, strip, rows, j0, lo, hi)  the logits of columns [lo, hi) of a step that begins at key j0
+//   finish(room, walk, strip, rows)            all seen
 #pragma once
 #include "dot.h"
 #include "keys.h"

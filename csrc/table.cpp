@@ -12,6 +12,7 @@ const Kernels kernels = {
     REGARD_STRING(REGARD_ISA),
     dot_forward,
     dot_backward,
+    dot_statistics,
 };
 
 }  // namespace regard::REGARD_ISA

@@ -141,7 +141,8 @@ template <class T> double block_cost(const regard_dot& p, const Blocks& blocks, 
   const double strips = double((count + MR - 1) / MR);
   if (blocks.tiled) {
     int64_t keys = 0;
-    walk_tiles(p, b, g * blocks.group + first / p.Q, first % p.Q / REGARD_TILE, 0, p.K, p.K, [&](const Step& s) { keys += s.j1 - s.j0; });
+    walk_tiles(p, b, g * blocks.group + first / p.Q, first % p.Q / REGARD_TILE, 0, p.K, p.K,
+               [&](const Step& s) { keys += s.j1 - s.j0; });
     return strips * double(keys + 32);
   }
   if (!p.intervals.start) return strips * double(p.K + 32);

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import regard as rg
-from regard.engines import native
+from regard.engines import look, native
 from regard.engines.problem import Problem
 
 pytestmark = pytest.mark.skipif(bool(native.missing()), reason=native.missing() or "the library is there")
@@ -321,6 +321,17 @@ def test_the_whole_tensor_of_weights_is_never_made() -> None:
     output = rg.attention(q, k, v, mask=rg.window(64, 0), engine="native")
     some = F.scaled_dot_product_attention(q[:, :, 20_000:20_001], k[:, :, 19_936:20_001], v[:, :, 19_936:20_001])
     torch.testing.assert_close(output[:, :, 20_000:20_001], some, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", [name for name in described() if "dropout" not in name])
+def test_statistics_agree_with_those_of_the_tiles(name: str) -> None:
+    _, description = described()[name]
+    query, key, _ = (t.detach() for t in tensors((2, 4, 70, 16), (2, 2, 100, 16), (2, 2, 100, 24), seed=7))
+    problem = rg.Attention(**description)._problem(query, key, None, False)  # type: ignore[arg-type]
+    with torch.no_grad():
+        ours, theirs = native.statistics(problem, query, key, 3), look.statistics(problem, query, key, 3)
+    for mine, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-10, atol=1e-10)
 
 
 def reasons(**description: object) -> str:

@@ -13,24 +13,22 @@ import struct
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cache, lru_cache
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from regard.engines import tiled
 from regard.engines.problem import Engine, Problem
 from regard.engines.sdpa import as_dot
-from regard.geometry import At, Frame
-from regard.masks import Mask, tiles
+from regard.engines.visible import visible_keys
+from regard.geometry import At
 from regard.positions.biases import Bias, DenseBias, Diagonal, Shaw
 from regard.scores import Bilinear, Cosine, Dot
 
-INTERFACE = 1  # of csrc/regard.h
-TILE = 64
+INTERFACE = 2  # of csrc/regard.h
 BITS_BYTES = 1 << 28  # what the bits of partial tiles may take
 
 _DTYPES = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3}
@@ -43,6 +41,7 @@ _TENSOR = "P4q"
 _PROBLEM = struct.Struct("@7q2i3d" + 3 * _TENSOR + "2P3q" + "5P2q" + 3 * _TENSOR + "2iq2PQ2Id")
 _RESULT = struct.Struct("@" + 3 * _TENSOR)
 _GRADIENT = struct.Struct("@" + 13 * _TENSOR)
+_STATISTICS = struct.Struct("@" + 4 * _TENSOR + "q2P")
 _ABSENT = (0, 0, 0, 0, 0)
 _ADDRESS = struct.Struct("@P").pack
 
@@ -68,7 +67,7 @@ def library() -> ctypes.CDLL | str:
         return f"the compiled library has interface {version}, but {INTERFACE} is needed; reinstall regard"
     for name in ("regard_isa", "regard_isas_compiled", "regard_version"):
         getattr(found, name).restype = ctypes.c_char_p
-    for name in ("regard_dot_forward", "regard_dot_backward"):
+    for name in ("regard_dot_forward", "regard_dot_backward", "regard_dot_look"):
         getattr(found, name).argtypes = [ctypes.c_char_p, ctypes.c_char_p]
     return found
 
@@ -154,58 +153,13 @@ def _lower(problem: Problem, query: Tensor, key: Tensor, value: Tensor) -> tuple
     return Lowered(query, key, value, diagonal, row_table, dense, sink), shaw, scale
 
 
-Visible = tuple[tuple[Tensor, ...], tuple[int, int]]
-
-
-def _visible(mask: Mask, key: tuple) -> Visible:
-    """The keys that each row sees, as the kernel reads them, and the strides of a tile table."""
-    return _found(mask, key)
-
-
 def _constant(function: Any) -> None:
     """What torch.compiler.assume_constant_result does, without loading the compiler: tracing does not enter it."""
     function._dynamo_marked_constant = True
 
 
 _constant(missing)
-_constant(_visible)
-
-
-@lru_cache(maxsize=128)
-def _found(mask: Mask, key: tuple) -> Visible:
-    B, H, Q, K, offsets = key
-    frame = Frame(B, H, Q, K, offsets[0] if len(offsets) == 1 else torch.tensor(offsets))
-    if (intervals := mask.intervals(frame)) is not None:
-        edges = np.broadcast_arrays(*(np.clip(edge, 0, frame.K).astype(np.int32) for edge in intervals))
-        return tuple(torch.from_numpy(np.ascontiguousarray(edge)) for edge in edges), (0, 0)
-    table = tiles(mask, frame, (TILE, TILE))
-    counts = np.where(table.full, 0, table.stop - table.start)
-    index = np.where(table.full, -1, np.cumsum(counts) - counts)
-    arrays = table.pointer, table.start.astype(np.int32), table.stop.astype(np.int32), index, _bits(mask, frame)
-    rows = table.grid[0]
-    strides = (table.extent[1] * rows if table.extent[0] > 1 else 0, rows if table.extent[1] > 1 else 0)
-    return tuple(torch.from_numpy(np.ascontiguousarray(array)) for array in arrays), strides
-
-
-def _bits(mask: Mask, frame: Frame) -> np.ndarray:
-    """One int64 for each row of each partial tile, bit `c` for its column `c`; (tiles, 64)."""
-    table = tiles(mask, frame, (TILE, TILE))
-    line = np.repeat(np.arange(len(table.pointer) - 1), np.diff(table.pointer))
-    count = np.where(table.full, 0, table.stop - table.start)
-    line, column = (
-        np.repeat(line, count),
-        np.repeat(table.start - (np.cumsum(count) - count), count) + np.arange(count.sum()),
-    )
-    lead, row = line // table.grid[0], line % table.grid[0]
-    place = (lead // table.extent[1], lead % table.extent[1], row * TILE, column * TILE)
-    words, inside = np.zeros((len(line), TILE), np.int64), torch.arange(TILE)
-    for first in range(0, len(line), 512):
-        b, h, i, j = (torch.from_numpy(x[first : first + 512].astype(np.int64))[:, None, None] for x in place)
-        i, j = i + inside[:, None], j + inside
-        at = At(frame, b, h, i.clamp(max=frame.Q - 1), j.clamp(max=frame.K - 1))
-        allowed = (mask.allows(at) & (i < frame.Q) & (j < frame.K)).expand(len(b), TILE, TILE)
-        words[first : first + 512] = np.packbits(allowed.numpy(), -1, bitorder="little").view(np.int64)[..., 0]
-    return words
+_constant(visible_keys)
 
 
 def _place(tensor: Tensor | None) -> tuple[int, ...]:
@@ -474,7 +428,7 @@ def _prepared(
     if problem.mask is not None:
         *axes, offsets = frame.key()
         # Sizes as plain numbers: where they are symbols, tracing fixes them, since what is visible depends on them.
-        visible, strides = _visible(problem.mask, (*map(operator.index, axes), tuple(map(operator.index, offsets))))
+        visible, strides = visible_keys(problem.mask, (*map(operator.index, axes), tuple(map(operator.index, offsets))))
     offset, radius, wants = None, 0, 0
     if shaw is not None:
         offset = torch.tensor(frame.offsets()).expand(frame.B).contiguous()
@@ -508,6 +462,22 @@ def _plain_forward(problem: Problem, query: Tensor, key: Tensor, value: Tensor) 
         _RESULT.pack(output.data_ptr(), *output.stride(), *_place(lse), *_ABSENT),
     )
     return output, lse
+
+
+def statistics(problem: Problem, query: Tensor, key: Tensor, top: int) -> tuple[Tensor, ...]:
+    """What `look.statistics` gives, for the problems that the kernels know."""
+    x, _, fixed = _prepared(problem, query, key, key[..., :0], None)
+    rows = query.shape[:3]
+    numbers = [torch.empty(rows, dtype=problem.arithmetic) for _ in range(4)]
+    keys, weights = torch.empty((*rows, top), dtype=torch.int64), torch.empty((*rows, top), dtype=problem.arithmetic)
+    offset = torch.tensor(problem.frame.offsets()).expand(problem.frame.B).contiguous()
+    places = [n for tensor in numbers for n in _place(tensor)]
+    _call(
+        "regard_dot_look",
+        _packed(x, fixed._replace(offset=offset)),
+        _STATISTICS.pack(*places, top, keys.data_ptr(), weights.data_ptr()),
+    )
+    return *numbers, keys, weights
 
 
 def why_not(problem: Problem) -> list[str]:

@@ -1,0 +1,58 @@
+"""What a mask leaves visible, in the form that the compiled kernels read: intervals of keys, or tiles with bits."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from regard.geometry import At, Frame
+from regard.masks import Mask, tiles
+
+TILE = 64
+
+Visible = tuple[tuple[Tensor, ...], tuple[int, int]]
+
+
+def visible_keys(mask: Mask, key: tuple) -> Visible:
+    """The keys that each row sees, as the kernel reads them, and the strides of a tile table."""
+    return _remembered(mask, key)
+
+
+@lru_cache(maxsize=128)
+def _remembered(mask: Mask, key: tuple) -> Visible:
+    B, H, Q, K, offsets = key
+    frame = Frame(B, H, Q, K, offsets[0] if len(offsets) == 1 else torch.tensor(offsets))
+    if (intervals := mask.intervals(frame)) is not None:
+        edges = np.broadcast_arrays(*(np.clip(edge, 0, frame.K).astype(np.int32) for edge in intervals))
+        return tuple(torch.from_numpy(np.ascontiguousarray(edge)) for edge in edges), (0, 0)
+    table = tiles(mask, frame, (TILE, TILE))
+    counts = np.where(table.full, 0, table.stop - table.start)
+    index = np.where(table.full, -1, np.cumsum(counts) - counts)
+    arrays = table.pointer, table.start.astype(np.int32), table.stop.astype(np.int32), index, _bits(mask, frame)
+    rows = table.grid[0]
+    strides = (table.extent[1] * rows if table.extent[0] > 1 else 0, rows if table.extent[1] > 1 else 0)
+    return tuple(torch.from_numpy(np.ascontiguousarray(array)) for array in arrays), strides
+
+
+def _bits(mask: Mask, frame: Frame) -> np.ndarray:
+    """One int64 for each row of each partial tile, bit `c` for its column `c`; (tiles, 64)."""
+    table = tiles(mask, frame, (TILE, TILE))
+    line = np.repeat(np.arange(len(table.pointer) - 1), np.diff(table.pointer))
+    count = np.where(table.full, 0, table.stop - table.start)
+    line, column = (
+        np.repeat(line, count),
+        np.repeat(table.start - (np.cumsum(count) - count), count) + np.arange(count.sum()),
+    )
+    lead, row = line // table.grid[0], line % table.grid[0]
+    place = (lead // table.extent[1], lead % table.extent[1], row * TILE, column * TILE)
+    words, inside = np.zeros((len(line), TILE), np.int64), torch.arange(TILE)
+    for first in range(0, len(line), 512):
+        b, h, i, j = (torch.from_numpy(x[first : first + 512].astype(np.int64))[:, None, None] for x in place)
+        i, j = i + inside[:, None], j + inside
+        at = At(frame, b, h, i.clamp(max=frame.Q - 1), j.clamp(max=frame.K - 1))
+        allowed = (mask.allows(at) & (i < frame.Q) & (j < frame.K)).expand(len(b), TILE, TILE)
+        words[first : first + 512] = np.packbits(allowed.numpy(), -1, bitorder="little").view(np.int64)[..., 0]
+    return words
