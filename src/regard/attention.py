@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from regard.engines import look
+from regard.engines import look, native
 from regard.engines.dropout import draw_seed
 from regard.engines.look import Statistics
 from regard.engines.problem import Engine, Problem, check_tensors
@@ -214,7 +214,8 @@ class Attention:
         query, key = _autocast(query, key)
         problem = self._problem(query, key, None, False)
         with torch.no_grad(), _plain(query.device):
-            found = look.statistics(problem, lead(query), lead(key), top)
+            fused = not native.why_not(problem) and not native.why_rather_not(problem)
+            found = (native if fused else look).statistics(problem, lead(query), lead(key), top)
         return Statistics(*(x.reshape(x.shape[4 - query.dim() :]) for x in found))
 
     def explain(

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import platform
+from importlib.metadata import version
 
 import numpy
 import torch
 
-from regard import __version__
 from regard.engines import native
 from regard.engines.select import ENGINES
 
@@ -20,7 +20,7 @@ def info() -> dict[str, str]:
     True
     """
     return {
-        "regard": __version__,
+        "regard": version("regard"),
         "python": platform.python_version(),
         "torch": torch.__version__,
         "numpy": numpy.__version__,

@@ -22,4 +22,4 @@ def keep(seed: Tensor, dropout: float, at: At) -> Tensor:
     for shift, factor in ((16, 0x21F0AAAD), (15, 0x735A2D97)):
         bits = ((bits ^ (bits >> shift)) * factor) & LOW
     bits = bits ^ (bits >> 15)
-    return (bits >= int(dropout * 2**32)) / (1 - dropout)
+    return (bits >= int(dropout * 2**32)).to(torch.float64) / (1 - dropout)
