@@ -4,7 +4,9 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 
-.PHONY: demo test lint format clean
+BENCH  := $(VENV)/.bench
+
+.PHONY: demo test lint format bench bench-quick clean
 
 demo: $(READY)
 	$(BIN)/python examples/demo.py
@@ -20,6 +22,17 @@ lint: $(READY)
 format: $(READY)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+# Speed lives here and in no test: ratios to peers, measured side by side, written to docs/benchmarks.md.
+bench: $(BENCH)
+	$(BIN)/python -m benchmarks.run
+
+bench-quick: $(BENCH)
+	$(BIN)/python -m benchmarks.run --quick
+
+$(BENCH): $(READY)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[bench]"
+	touch $@
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)

@@ -247,11 +247,10 @@ def test_importing_regard_does_not_load_the_compiler(started: list[dict]) -> Non
     assert sorted(compiler & set(started[0]["new"])) == []
 
 
-public = getattr(regard, "__all__", None)
+public = regard.__all__
 
 
-@pytest.mark.skipif(public is None, reason="regard has no __all__")
-@pytest.mark.parametrize("name", sorted(public or []))
+@pytest.mark.parametrize("name", sorted(public))
 def test_a_public_name_has_a_docstring_with_an_example(name: str) -> None:
     thing = getattr(regard, name)
     if isinstance(thing, str) or type(thing) is type(sys):  # __version__, and submodules that are public by name
@@ -260,7 +259,6 @@ def test_a_public_name_has_a_docstring_with_an_example(name: str) -> None:
     assert ">>>" in thing.__doc__, f"the docstring of {name} has no example"
 
 
-@pytest.mark.skipif(public is None, reason="regard has no __all__")
 def test_every_public_name_exists_and_is_listed_once() -> None:
     assert len(public) == len(set(public))
     assert [name for name in public if not hasattr(regard, name)] == []

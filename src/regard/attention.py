@@ -167,9 +167,8 @@ class Attention:
 
         >>> import regard as rg, torch
         >>> q, k = torch.randn(2, 1, 2, 64, 8)
-        >>> rg.Attention(mask=rg.causal()).weights(q, k, rows=[5], columns=slice(0, 6)).sum(-1)
-        tensor([[[1.0000],
-                 [1.0000]]])
+        >>> rg.Attention(mask=rg.causal()).weights(q, k, rows=[5], columns=slice(0, 6)).shape
+        torch.Size([1, 2, 1, 6])
         """
         query, key = _autocast(query, key)
         problem = self._problem(query, key, None, False)
