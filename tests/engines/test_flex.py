@@ -40,7 +40,7 @@ def test_flex_equals_the_reference(name: str) -> None:
     ours = rg.attention(q, k, v, engine="flex", return_lse=True, **DESCRIPTIONS[name])
     theirs = rg.attention(q, k, v, engine="reference", return_lse=True, **DESCRIPTIONS[name])
     for a, b in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
 
 
 def test_flex_says_why_it_cannot() -> None:
