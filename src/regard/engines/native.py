@@ -20,15 +20,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from regard.engines import tiled
+from regard.engines import sdpa, tiled
 from regard.engines.problem import Engine, Problem
-from regard.engines.sdpa import as_dot
 from regard.engines.visible import visible_keys
 from regard.geometry import At
 from regard.positions.biases import Bias, DenseBias, Diagonal, Shaw
 from regard.scores import Bilinear, Cosine, Dot
 
 INTERFACE = 2  # of csrc/regard.h
+SMALL = 1 << 15  # multiplications below which training is all set-up
 BITS_BYTES = 1 << 28  # what the bits of partial tiles may take
 
 _DTYPES = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3}
@@ -130,7 +130,7 @@ def _lower(problem: Problem, query: Tensor, key: Tensor, value: Tensor) -> tuple
         return Lowered(query, key, value, None, None, None, None), None, scale
     original = query
     if isinstance(scale, Tensor) or not isinstance(score, Dot):
-        query, key, scale = as_dot(problem, query, key)
+        query, key, scale = sdpa.as_dot(problem, query, key)
     assert not isinstance(scale, Tensor)
     for part in () if problem.bias is None else problem.bias.parts():
         if isinstance(part, Diagonal):
@@ -507,9 +507,13 @@ def why_not(problem: Problem) -> list[str]:
 
 
 def why_rather_not(problem: Problem) -> list[str]:
+    frame = problem.frame
+    work = frame.B * frame.H * frame.Q * frame.K * (problem.D + problem.E)
+    lays_out = sdpa.peak_bytes(problem) > 0
+    if problem.grad and work < SMALL and not lays_out and not sdpa.why_not(problem) + sdpa.why_rather_not(problem):
+        return ["so small a call to train takes longer to set up than to compute, and torch sets up less"]
     if problem.mask is None or problem.empty or not problem.mask.opaque:
         return []
-    frame = problem.frame
     batch, heads = problem.mask.extent(frame)
     if (needed := batch * heads * frame.Q * frame.K // 8) > BITS_BYTES:
         return [f"the bits of the mask may take {needed / 1e6:,.0f} MB"]

@@ -315,6 +315,9 @@ def _integers(name: str, value: int | Sequence[int] | Tensor) -> int | Tensor:
     return tensor.reshape(-1)
 
 
+_CAUSAL = Causal()
+
+
 def causal() -> Mask:
     """A query sees the keys up to its own place: `j <= p`.
 
@@ -325,7 +328,7 @@ def causal() -> Mask:
     ███·
     ████
     """
-    return Causal()
+    return _CAUSAL
 
 
 def window(before: int, after: int) -> Mask:
