@@ -1,0 +1,129 @@
+"""What the compiled kernels are given: a problem of which all that costs O(N·D) is done by torch, around the kernel.
+
+A cosine is a dot product of unit vectors, a learned scale is multiplied into the query, a bias that only distance tells
+becomes one vector; torch differentiates these. What a second derivative needs is here too: the same by tiles.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from regard.engines import sdpa, tiled
+from regard.engines.problem import Problem
+from regard.geometry import At
+from regard.positions.biases import Bias, DenseBias, Diagonal, Shaw
+from regard.scores import Dot
+
+
+class Fixed(NamedTuple):
+    """What of a call is not differentiated."""
+
+    visible: tuple[Tensor, ...]  # nothing, (start, stop), or (pointer, start, stop, bits_index, bits) of a tile table
+    offset: Tensor | None  # (B,) int64, with Shaw's tables only
+    seed: Tensor | None
+    numbers: tuple[float, float, float, float]  # scale, softcap or 0, temperature, dropout
+    sizes: tuple[int, int, int, int]  # radius, whether the mass by distance is wanted, strides of the tile table
+    problem: Problem | None = None  # for a second differentiation
+
+
+class Lowered(NamedTuple):
+    """The tensors that are differentiated."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    diagonal: Tensor | None  # (B or 1, H or 1, 1, Q + K - 1)
+    row_table: Tensor | None  # (B, H, Q, 2R + 1)
+    bias: Tensor | None  # four axes, each whole or 1
+    sink: Tensor | None  # (H,)
+
+
+def lower(problem: Problem, query: Tensor, key: Tensor, value: Tensor) -> tuple[Lowered, Shaw | None, float]:
+    score, scale, shaw, frame = problem.score, problem.scale, None, problem.frame
+    diagonal = row_table = dense = sink = None
+    if type(score) is Dot and type(scale) is float and problem.bias is None and problem.sink is None:
+        return Lowered(query, key, value, None, None, None, None), None, scale
+    original = query
+    if isinstance(scale, Tensor) or not isinstance(score, Dot):
+        query, key, scale = sdpa.as_dot(problem, query, key)
+    assert not isinstance(scale, Tensor)
+    for part in () if problem.bias is None else problem.bias.parts():
+        if isinstance(part, Diagonal):
+            vector = part.vector(frame.at(device=query.device)).to(problem.arithmetic).unsqueeze(-2)
+            diagonal = vector if diagonal is None else diagonal + vector
+        elif isinstance(part, Shaw):
+            at, shaw = frame.at(device=query.device), part
+            row_table = part.table(at, original.to(problem.arithmetic), problem.scale).contiguous()
+        elif isinstance(part, DenseBias):
+            dense = part.tensor if dense is None else dense + part.tensor
+    if diagonal is not None:
+        diagonal = diagonal.contiguous()
+    if dense is not None:
+        if dense.dtype not in (problem.dtype, problem.arithmetic):
+            dense = dense.to(problem.arithmetic)
+        if dense.requires_grad and dense.shape[3] != frame.K:
+            dense = dense.expand(-1, -1, -1, frame.K)  # the kernel sums over the other axes, torch over this one
+    if problem.sink is not None:
+        sink = torch.as_tensor(problem.sink, dtype=problem.arithmetic).reshape(-1).expand(frame.H).contiguous()
+    return Lowered(query, key, value, diagonal, row_table, dense, sink), shaw, scale
+
+
+@dataclass(frozen=True, eq=False)
+class _Given(Bias):
+    """The biases as the kernel has them. Its value half is the mass by distance, in columns of its own."""
+
+    x: Lowered
+    fixed: Fixed
+
+    def tile(self, at: At, query: Tensor, scale: float | Tensor) -> Tensor:
+        total = query.new_zeros(())
+        if self.x.diagonal is not None:
+            vector = self.x.diagonal[:, :, 0]
+            b, h = (at.b if len(vector) > 1 else at.b * 0), (at.h if vector.shape[1] > 1 else at.h * 0)
+            total = total + vector[b, h, at.j - at.i + at.frame.Q - 1]
+        if self.x.row_table is not None:
+            total = total + self.x.row_table[at.b, at.h, at.i, self._index(at)]
+        return total if self.x.bias is None else total + at.take(self.x.bias).to(query)
+
+    def aggregate(self, at: At, weights: Tensor) -> Tensor | None:
+        if not self.fixed.sizes[1]:
+            return None
+        mass = weights.new_zeros(*weights.shape[:-1], 2 * self.fixed.sizes[0] + 1)
+        mass = mass.scatter_add(-1, self._index(at).expand(weights.shape), weights)
+        return torch.cat([weights.new_zeros(*weights.shape[:-1], self.x.value.shape[-1]), mass], -1)
+
+    def _index(self, at: At) -> Tensor:
+        radius = self.fixed.sizes[0]
+        return (at.j - at.p).clamp(-radius, radius) + radius
+
+
+def differentiable(
+    x: Lowered, fixed: Fixed, grads: Sequence[Tensor | None], wanted: Sequence[bool]
+) -> tuple[Tensor | None, ...]:
+    """The gradients by the tiled engine, which autograd can differentiate again."""
+    assert fixed.problem is not None
+    scale, softcap, _, _ = fixed.numbers
+    value, width = x.value, x.value.shape[-1]
+    if fixed.sizes[1]:
+        value = torch.cat([value, value.new_zeros(*value.shape[:-1], 2 * fixed.sizes[0] + 1)], -1)
+    problem = replace(
+        fixed.problem,
+        E=value.shape[-1],
+        score=Dot(scale, softcap or None),
+        bias=_Given(x, fixed),
+        sink=x.sink,
+        grad=True,
+        lse=True,
+    )
+    output, lse = tiled.run(problem, x.query, x.key, value, fixed.seed)
+    results = (output[..., :width], lse, output[..., width:])
+    pairs = [(result, grad) for result, grad in zip(results, grads, strict=True) if grad is not None]
+    inputs = [tensor for tensor, want in zip(x, wanted, strict=True) if want and tensor is not None]
+    outputs, given = [result for result, _ in pairs], [grad for _, grad in pairs]
+    found = iter(torch.autograd.grad(outputs, inputs, given, create_graph=True, allow_unused=True))
+    return tuple(next(found) if want and tensor is not None else None for tensor, want in zip(x, wanted, strict=True))
