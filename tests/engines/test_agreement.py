@@ -79,7 +79,8 @@ def test_float32_is_within_twice_the_error_of_dense_torch(engine: str, call: Cal
         dense = plain_torch(single)
         ours, _ = results(single, engine, False)
         error, allowed = (ours - exact).abs().max(), 2 * (dense - exact).abs().max()
-        assert error <= allowed + 2e-6 * exact.abs().max().clamp(min=1)
+        rounding = 4 * torch.finfo(torch.float32).eps * exact.abs().max()  # where dense torch happens to be exact
+        assert error <= allowed + rounding
 
 
 def plain_torch(call: Call) -> Tensor:
