@@ -38,8 +38,3 @@ def attend(
                     if allowed[b, h, i, j]:
                         output[b, h, i] += weights[b, h, i, j] * value[b, g, j]
     return output, weights, lse
-
-
-def dense_torch(query: Tensor, key: Tensor, value: Tensor, logits_of) -> Tensor:
-    """What a user of plain torch would write, in the dtype of the inputs: the error to be compared with."""
-    return torch.softmax(logits_of(query, key), -1) @ value

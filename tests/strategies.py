@@ -75,10 +75,8 @@ def masks(B: int, H: int, Q: int, K: int) -> st.SearchStrategy:
 
 
 @st.composite
-def calls(
-    draw: st.DrawFn, longest: int = 40, modifiers: bool = True, dense_only: bool = False, plain: bool = False
-) -> Call:
-    """`dense_only` leaves out what changes memory order; `plain` draws neither score nor bias."""
+def calls(draw: st.DrawFn, longest: int = 40, plain: bool = False) -> Call:
+    """`plain` draws neither score nor bias."""
     B, G, repeats = draw(st.integers(1, 3)), draw(st.integers(1, 2)), draw(st.integers(1, 2))
     H, Q, K = G * repeats, draw(st.integers(1, longest)), draw(st.integers(1, longest))
     D, E = draw(st.integers(1, 9)), draw(st.integers(1, 9))
@@ -96,7 +94,7 @@ def calls(
     R = draw(st.integers(0, 5))
 
     def scores() -> Any:
-        kind = draw(st.integers(0, 8 if modifiers else 7))
+        kind = draw(st.integers(0, 8))
         if kind == 0:
             return rg.Cosine(scale=table(H))
         if kind == 1:

@@ -329,6 +329,9 @@ WRONG: dict[str, tuple[Callable[[], Any], type[Exception], list[str]]] = {
     "merge of lses that do not fit": (
         lambda: rg.merge([v], [v]), ValueError, ["merge", "lses (..., Q)", "(2, 2, 7, 6)"],
     ),
+    "merge of numbers": (lambda: rg.merge([1], [2]), TypeError, ["merge", "tensors", "return_lse=True"]),
+    "an engine that is no name": (call(engine=["a"]), ValueError, ["engine must be one of", "['a']"]),
+    "no value": (lambda: rg.attention(q, k, None), TypeError, ["value", "torch.Tensor", "None", "weights"]),
     "merge of outputs that differ": (
         lambda: rg.merge([v, v[:, :, :3]], [v[..., 0], v[:, :, :3, 0]]), ValueError, ["outputs", "(2, 2, 3, 6)"],
     ),

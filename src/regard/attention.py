@@ -120,6 +120,8 @@ class Attention:
             query, key, value = _autocast(query, key, value)
             with _plain(query.device):
                 return self(query, key, value, engine=engine, return_lse=return_lse)
+        if value is None:
+            raise TypeError("value must be a torch.Tensor, but is None; weights(query, key) needs none")
         problem, chosen = self._plan(query, key, value, engine, return_lse)
         seed = draw_seed(query.device) if self.dropout else None
         if query.dim() == 4:

@@ -21,6 +21,9 @@ def merge(outputs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Tensor, Te
     >>> torch.allclose(output, rg.attention(q, k, v), atol=1e-6)
     True
     """
+    outputs, lses = list(outputs), list(lses)
+    if not all(isinstance(tensor, Tensor) for tensor in (*outputs, *lses)):
+        raise TypeError("merge: outputs and lses must be tensors, as attention(..., return_lse=True) gives them")
     if not outputs or len(outputs) != len(lses):
         raise ValueError(f"merge takes as many outputs as lses, at least one, but {len(outputs)} and {len(lses)} came")
     for output, lse in zip(outputs, lses, strict=True):
@@ -29,12 +32,12 @@ def merge(outputs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Tensor, Te
                 "merge: outputs must all be (..., Q, E) and lses (..., Q), but came as "
                 f"{[tuple(x.shape) for x in outputs]} and {[tuple(x.shape) for x in lses]}"
             )
-    stacked = torch.stack(tuple(lses))  # (shards, ..., Q)
+    stacked = torch.stack(lses)  # (shards, ..., Q)
     largest = stacked.detach().amax(0)
     largest = largest.masked_fill(largest == float("-inf"), 0.0)
     shares = (stacked - largest).exp()
     total = shares.sum(0)
     nothing = total == 0
     total = total.masked_fill(nothing, 1.0)
-    summed = (torch.stack(tuple(outputs)).to(shares.dtype) * (shares / total).unsqueeze(-1)).sum(0)
+    summed = (torch.stack(outputs).to(shares.dtype) * (shares / total).unsqueeze(-1)).sum(0)
     return summed.to(outputs[0].dtype), (largest + total.log()).masked_fill(nothing, float("-inf"))

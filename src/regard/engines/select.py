@@ -17,7 +17,7 @@ ENGINES: dict[str, Engine] = {engine.ENGINE.name: engine.ENGINE for engine in (n
 def select(problem: Problem, name: str | None = None) -> Engine:
     """The engine asked for, or the first that has nothing against the problem."""
     if name is not None:
-        if name not in ENGINES:
+        if not isinstance(name, str) or name not in ENGINES:
             raise ValueError(f"engine must be one of {', '.join(ENGINES)}, but is {name!r}")
         if reasons := ENGINES[name].why_not(problem):
             able = [other for other, engine in ENGINES.items() if not engine.why_not(problem)]
