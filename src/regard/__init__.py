@@ -1,6 +1,6 @@
 """One library for attention: every kind of it, exact, fused, trainable and visible."""
 
-from regard import nn
+from regard import models, nn
 from regard.attention import Attention, attention
 from regard.engines import Explanation, Statistics, merge
 from regard.linear import LinearAttention, LinearState, favor
@@ -68,7 +68,8 @@ __all__ = [
     "shaw",
     "sinusoidal",
     "t5",
-    # modules, and packed batches
+    # modules and models, and packed batches
+    "models",
     "nn",
     "Packed",
     "pack",
