@@ -277,6 +277,10 @@ class Attention:
             lse=lse,
         )
 
+    def __reduce__(self) -> tuple:
+        """A copy plans for itself: plans hold addresses."""
+        return Attention, tuple(getattr(self, field.name) for field in fields(self))
+
     def __repr__(self) -> str:
         shown = []
         for field in fields(self):

@@ -249,6 +249,14 @@ class Not(Mask):
     def kinds(self, boxes: Boxes) -> Kinds:
         return FULL - self.part.kinds(boxes)
 
+    def intervals(self, frame: Frame) -> Intervals | None:
+        if (rows := self.part.intervals(frame)) is None:
+            return None
+        start, stop = np.broadcast_arrays(*rows)
+        if (start <= 0).all():  # what is left are the last keys
+            return np.maximum(stop, 0), np.full_like(stop, frame.K)
+        return None
+
     def check(self, frame: Frame) -> None:
         self.part.check(frame)
 
