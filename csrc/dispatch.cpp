@@ -148,4 +148,31 @@ int regard_dot_look(const regard_dot* problem, const regard_dot_statistics* stat
   return regard::chosen.dot_statistics(regard::with_useful_threads(*problem), s);
 }
 
+int64_t regard_packed_size(int64_t N, int64_t K) {
+  if (N < 0 || K < 0) return REGARD_BAD_ARGUMENT;
+  int64_t numbers = 0;
+  if (__builtin_mul_overflow(N + 64, K, &numbers) || numbers > INT64_MAX / 8) return REGARD_TOO_LARGE;
+  return regard::chosen.packed_size(N, K);
+}
+
+int regard_pack_weight(const float* weight, int64_t row, int64_t N, int64_t K, float* packed) {
+  const int64_t size = regard_packed_size(N, K);
+  if (size < 0) return int(size);
+  if (size && (!weight || !packed)) return REGARD_BAD_ARGUMENT;
+  regard::chosen.pack_weight(weight, row, N, K, packed);
+  return REGARD_OK;
+}
+
+int regard_multiply(const regard_product* problem) {
+  if (!problem || problem->M < 0 || problem->threads < 1) return REGARD_BAD_ARGUMENT;
+  regard_product p = *problem;
+  const int64_t size = regard_packed_size(p.N, p.K);
+  if (size < 0) return int(size);
+  if (p.M == 0 || p.N == 0) return REGARD_OK;
+  if (!p.out || (size && (!p.x || !p.packed))) return REGARD_BAD_ARGUMENT;
+  const double useful = 1 + double(p.M) * double(p.N) * double(p.K) / 1e6;
+  if (useful < p.threads) p.threads = int(useful);
+  return regard::chosen.product(p);
+}
+
 }  // extern "C"

@@ -110,6 +110,18 @@ typedef struct {
   void* top_weights;  // Real, of the same shape
 } regard_dot_statistics;
 
+// out = x W' + b in float32, for a weight that regard_pack_weight has laid out; x and out have rows of unit stride.
+typedef struct {
+  int64_t M, N, K;       // x (M, K), W (N, K), out (M, N)
+  int64_t x_row, out_row;  // elements from one row to the next
+  const float* x;
+  const float* packed;
+  const float* bias;  // (N) or null
+  float* out;
+  int32_t threads;
+  int32_t reserved;
+} regard_product;
+
 REGARD_EXPORT int regard_interface(void);
 // The instruction set in use, and all that were compiled, separated by spaces, widest first.
 REGARD_EXPORT const char* regard_isa(void);
@@ -121,6 +133,11 @@ REGARD_EXPORT int regard_has_threads(void);
 REGARD_EXPORT int regard_dot_forward(const regard_dot* problem, const regard_dot_result* result);
 REGARD_EXPORT int regard_dot_backward(const regard_dot* problem, const regard_dot_gradient* gradient);
 REGARD_EXPORT int regard_dot_look(const regard_dot* problem, const regard_dot_statistics* statistics);
+
+// How many numbers a packed weight (N, K) takes, or a negative status. It holds for the instruction set in use.
+REGARD_EXPORT int64_t regard_packed_size(int64_t N, int64_t K);
+REGARD_EXPORT int regard_pack_weight(const float* weight, int64_t row, int64_t N, int64_t K, float* packed);
+REGARD_EXPORT int regard_multiply(const regard_product* problem);
 
 #ifdef __cplusplus
 }

@@ -37,6 +37,7 @@ _PROBLEM = struct.Struct("@7q2i3d" + 3 * _TENSOR + "2P3q" + "5P2q" + 3 * _TENSOR
 _RESULT = struct.Struct("@" + 3 * _TENSOR)
 _GRADIENT = struct.Struct("@" + 13 * _TENSOR)
 _STATISTICS = struct.Struct("@" + 4 * _TENSOR + "q2P")
+_PRODUCT = struct.Struct("@5q4P2i")
 _ABSENT = (0, 0, 0, 0, 0)
 _ADDRESS = struct.Struct("@P").pack
 
@@ -64,6 +65,10 @@ def library() -> ctypes.CDLL | str:
         getattr(found, name).restype = ctypes.c_char_p
     for name in ("regard_dot_forward", "regard_dot_backward", "regard_dot_look"):
         getattr(found, name).argtypes = [ctypes.c_char_p, ctypes.c_char_p]
+    long, pointer = ctypes.c_int64, ctypes.c_void_p
+    found.regard_packed_size.restype, found.regard_packed_size.argtypes = long, [long, long]
+    found.regard_pack_weight.argtypes = [pointer, long, long, long, pointer]
+    found.regard_multiply.argtypes = [ctypes.c_char_p]
     return found
 
 
@@ -86,10 +91,14 @@ def about() -> dict[str, str]:
     }
 
 
-def _call(name: str, *arguments: bytes) -> None:
+def _call(name: str, *arguments: bytes | int) -> None:
     if status := getattr(library(), name)(*arguments):
-        kind, message = _ERRORS.get(status, (RuntimeError, f"the native engine failed with status {status}"))
-        raise kind(message)
+        raise _error(status)
+
+
+def _error(status: int) -> Exception:
+    kind, message = _ERRORS.get(status, (RuntimeError, f"the native engine failed with status {status}"))
+    return kind(message)
 
 
 # What the kernel is given
@@ -369,6 +378,37 @@ def statistics(problem: Problem, query: Tensor, key: Tensor, top: int) -> tuple[
         _STATISTICS.pack(*places, top, keys.data_ptr(), weights.data_ptr()),
     )
     return *numbers, keys, weights
+
+
+# Products with weights
+
+
+@cache
+def panel_rows() -> int:
+    """How many rows of a weight lie side by side: parts of a weight begin at multiples of it."""
+    found = library()
+    return 1 if isinstance(found, str) else found.regard_packed_size(1, 1)
+
+
+def lay_out(weight: Tensor) -> Tensor:
+    """A float32 weight (N, K) as `multiply` reads it."""
+    found, (N, K) = library(), weight.shape
+    assert not isinstance(found, str)
+    if (size := found.regard_packed_size(N, K)) < 0:
+        raise _error(size)
+    numbers = torch.empty(size)
+    _call("regard_pack_weight", weight.data_ptr(), weight.stride(0), N, K, numbers.data_ptr())
+    return numbers
+
+
+def multiply(x: Tensor, laid: Tensor, bias: Tensor | None, out: Tensor, first: int) -> None:
+    """out (..., N) = x (M, K) times the rows of a weight from `first` on, plus the bias of these rows."""
+    (M, K), N = x.shape, out.shape[-1]
+    given = _PRODUCT.pack(
+        M, N, K, x.stride(0) if M > 1 else K, N, x.data_ptr(), laid.data_ptr() + 4 * first * K,
+        0 if bias is None else bias.data_ptr() + 4 * first, out.data_ptr(), torch.get_num_threads(), 0,
+    )  # fmt: skip
+    _call("regard_multiply", given)
 
 
 def why_not(problem: Problem) -> list[str]:
