@@ -15,6 +15,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -61,36 +62,44 @@ def work(seed: int, seconds: float, journal: Path) -> int:
     return 0
 
 
-def slices(places: dict[str, dict[str, str]], seed: int, seconds: float) -> tuple[dict[str, Counter[str]], str]:
-    """Takes turns among the places until the time is over or something fails; counts, and what was found."""
+def turn(place: str, variables: dict[str, str], seed: int, seconds: float, journal: Path) -> tuple[Counter[str], str]:
+    """One process: how many calls it made, and what it found."""
+    command = [sys.executable, "-X", "faulthandler", "-m", "tests.fuzz", "--seed", str(seed)]
+    done = subprocess.run(
+        [*command, "--journal", str(journal), "--seconds", str(seconds)],
+        env=os.environ | variables, capture_output=True, text=True, errors="replace", check=False,
+    )  # fmt: skip
+    told = json.loads(journal.read_text()) if journal.exists() else {"seed": seed, "call": "none yet", "counts": {}}
+    report = reports(Path(variables["REGARD_LIBRARY"])) if "LD_PRELOAD" in variables and done.returncode else ""
+    if not done.returncode:
+        return Counter(told["counts"]), ""
+    again = " ".join(f"{name}={value!r}" for name, value in variables.items())
+    return Counter(told["counts"]), (
+        f"{place}, exit code {done.returncode}, the last call (seed {told['seed']}):\n{told['call']}\n"
+        f"{done.stdout[-6000:]}\n{done.stderr[-6000:]}\n{report[:6000]}\n"
+        f"Again: {again} python -m tests.fuzz --journal journal --seconds 0 --seed {told['seed']}"
+    )
+
+
+def turns(places: dict[str, dict[str, str]], seed: int, seconds: float) -> tuple[dict[str, Counter[str]], str]:
+    """Turns of all places until the time is over or something is found; counts, and what was found."""
     counts: dict[str, Counter[str]] = {place: Counter() for place in places}
-    started = time.monotonic()
-    turn = 0
-    with tempfile.TemporaryDirectory() as folder:
-        journal = Path(folder) / "journal"
+    started, cores = time.monotonic(), min(len(places), os.cpu_count() or 1)
+    together = -(-len(places) // cores)  # processes that a core runs in one turn of all
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(cores) as pool:
         while (left := seconds - (time.monotonic() - started)) > 0:
-            place = list(places)[turn % len(places)]
-            first = seed + turn * 10_000
-            command = [sys.executable, "-X", "faulthandler", "-m", "tests.fuzz", "--journal", str(journal)]
-            command += ["--seed", str(first), "--seconds", str(min(left, SLICE, seconds / len(places)))]
-            done = subprocess.run(
-                command, env=os.environ | places[place], capture_output=True, text=True, errors="replace", check=False
-            )
-            told = json.loads(journal.read_text()) if journal.exists() else {"seed": first, "call": "none", "counts": {}}
-            counts[place].update(told["counts"])
-            library = Path(places[place].get("REGARD_LIBRARY", "."))
-            report = reports(library) if "LD_PRELOAD" in places[place] else ""
-            if done.returncode or report:
-                return counts, (
-                    f"{place}, exit code {done.returncode}, call in hand (seed {told['seed']}):\n{told['call']}\n\n"
-                    f"{done.stdout[-6000:]}\n{done.stderr[-6000:]}\n{report[:6000]}\n"
-                    f"Again: {' '.join(f'{k}={v!r}' for k, v in places[place].items())} "
-                    f"{sys.executable} -m tests.fuzz --journal /tmp/journal --seconds 0 --seed {told['seed']}"
-                )
-            turn += 1
-            spent = time.monotonic() - started
-            total = sum(sum(c.values()) for c in counts.values())
-            print(f"\r{spent / 60:5.1f} of {seconds / 60:.0f} minutes, {total:,} calls", end="", flush=True)
+            jobs = {}
+            for place, variables in places.items():
+                journal = Path(folder) / place
+                jobs[place] = pool.submit(turn, place, variables, seed, min(left / together, SLICE), journal)
+                seed += 1000
+            for place, job in jobs.items():
+                done, found = job.result()
+                counts[place] += done
+                if found:
+                    return counts, found
+            total, spent = sum(sum(c.values()) for c in counts.values()), time.monotonic() - started
+            print(f"\r{spent / 60:5.1f} of {seconds / 60:g} minutes, {total:,} calls ", end="", flush=True)
     print()
     return counts, ""
 
@@ -145,7 +154,7 @@ def main() -> int:
         watched = environment(build(isas))
         places |= {f"{isa}, sanitizers": {"REGARD_ISA": isa, **watched} for isa in isas}
     print(f"SEED={seed}")
-    counts, found = slices(places, seed, asked.minutes * 60)
+    counts, found = turns(places, seed, asked.minutes * 60)
     asked.page.write_text(page(counts, found, asked.minutes, seed))
     print(found or f"nothing found; {asked.page} has the counts")
     return 1 if found else 0

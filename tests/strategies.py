@@ -27,9 +27,13 @@ class Call:
         return f"Call({shapes}, offset={self.description.get('offset')}, {rg.Attention(**self.description)})"
 
 
+def one_a_row(B: int, numbers: st.SearchStrategy[int]) -> st.SearchStrategy:
+    return st.lists(numbers, min_size=B, max_size=B) if B else st.just(torch.zeros(0, dtype=torch.int64))
+
+
 def leaves(B: int, H: int, Q: int, K: int) -> st.SearchStrategy:
     small = st.integers(0, K + 2)
-    rows = st.lists(st.integers(0, K), min_size=B, max_size=B)
+    rows = one_a_row(B, st.integers(0, K))
     seeds = st.integers(0, 99)
 
     def random(seed: int) -> torch.Generator:
@@ -139,7 +143,7 @@ def calls(
             return rg.alibi(H) + rg.dense_bias(table(Q, K)) + rg.relative(table(H, 2 * R + 1))
         return None
 
-    offset = draw(st.one_of(st.none(), st.integers(-5, K), st.lists(st.integers(-5, K), min_size=B, max_size=B)))
+    offset = draw(st.one_of(st.none(), st.integers(-5, K), one_a_row(B, st.integers(-5, K))))
     description = {
         "mask": draw(st.none() | masks(B, H, Q, K)),
         "offset": offset,
