@@ -52,11 +52,11 @@ def environment(library: Path) -> dict[str, str]:
 
     options = f"halt_on_error=1:log_path={library.parent / 'report'}"
     return {
-        "LD_PRELOAD": f"{runtime('libasan.so')} {runtime('libstdc++.so')}",  # torch throws, and the former looks for how
+        "LD_PRELOAD": f"{runtime('libasan.so')} {runtime('libstdc++.so')}",  # where torch throws, the former needs both
         "ASAN_OPTIONS": f"detect_leaks=0:allocator_may_return_null=1:{options}",
         "UBSAN_OPTIONS": f"print_stacktrace=1:{options}",
         "REGARD_LIBRARY": str(library),
-        "REGARD_EXAMPLES": "0.3",  # of the random calls: a kernel with sanitizers is several times slower
+        "REGARD_EXAMPLES": "300",  # of the random calls: kernels with sanitizers are several times slower
     }
 
 

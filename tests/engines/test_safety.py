@@ -312,7 +312,7 @@ rg.attention(q[:, :, :8], k[:, :, :8], v[:, :, :8], engine="native")
 with open("/proc/self/statm") as file:
     used = int(file.read().split()[0]) * resource.getpagesize()
 before = resource.getrlimit(resource.RLIMIT_AS)
-resource.setrlimit(resource.RLIMIT_AS, (used + (64 << 20), before[1]))
+resource.setrlimit(resource.RLIMIT_AS, (used + (32 << 20), before[1]))
 for call in (
     lambda: rg.attention(q, k, v, engine="native"),
     lambda: rg.Attention().statistics(q, k),
