@@ -24,6 +24,7 @@ from tests.sanitize import build, environment, instruction_sets, reports
 PAGE = Path("docs/fuzzing.md")
 SLICE = 60.0  # seconds in one process
 ROUND = 40  # calls from one seed
+PATIENT = {"OMP_WAIT_POLICY": "passive"}  # threads that wait leave the cores to those that work
 ENGINES = (None, "native", "native", "native", "tiled", "sdpa")
 
 
@@ -67,7 +68,7 @@ def turn(place: str, variables: dict[str, str], seed: int, seconds: float, journ
     command = [sys.executable, "-X", "faulthandler", "-m", "tests.fuzz", "--seed", str(seed)]
     done = subprocess.run(
         [*command, "--journal", str(journal), "--seconds", str(seconds)],
-        env=os.environ | variables, capture_output=True, text=True, errors="replace", check=False,
+        env=os.environ | PATIENT | variables, capture_output=True, text=True, errors="replace", check=False,
     )  # fmt: skip
     told = json.loads(journal.read_text()) if journal.exists() else {"seed": seed, "call": "none yet", "counts": {}}
     report = reports(Path(variables["REGARD_LIBRARY"])) if "LD_PRELOAD" in variables and done.returncode else ""

@@ -44,6 +44,7 @@ def leaves(B: int, H: int, Q: int, K: int) -> st.SearchStrategy:
         return rg.documents(ids if torn else ids.sort(-1).values)
 
     def blocks(seed: int, size: int, shape: int) -> rg.Mask:
+        size = max(size, (Q + K) // 100)  # a layout of some hundred blocks at most
         n = -(-4 * (Q + K) // size)
         return rg.blocks(torch.rand(((n, n), (H, n, n), (B, 1, n, n))[shape], generator=random(seed)) < 0.5, size)
 
