@@ -19,7 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
 from pathlib import Path
 
-from tests.sanitize import build, environment, instruction_sets, reports
+from tests.sanitize import build, environment, instruction_sets, report
 
 PAGE = Path("docs/fuzzing.md")
 SLICE = 60.0  # seconds in one process
@@ -71,13 +71,12 @@ def turn(place: str, variables: dict[str, str], seed: int, seconds: float, journ
         env=os.environ | PATIENT | variables, capture_output=True, text=True, errors="replace", check=False,
     )  # fmt: skip
     told = json.loads(journal.read_text()) if journal.exists() else {"seed": seed, "call": "none yet", "counts": {}}
-    report = reports(Path(variables["REGARD_LIBRARY"])) if "LD_PRELOAD" in variables and done.returncode else ""
     if not done.returncode:
         return Counter(told["counts"]), ""
     again = " ".join(f"{name}={value!r}" for name, value in variables.items())
     return Counter(told["counts"]), (
         f"{place}, exit code {done.returncode}, the last call (seed {told['seed']}):\n{told['call']}\n"
-        f"{done.stdout[-6000:]}\n{done.stderr[-6000:]}\n{report[:6000]}\n"
+        f"{done.stdout[-6000:]}\n{report(done.stderr) or done.stderr[-6000:]}\n"
         f"Again: {again} python -m tests.fuzz --journal journal --seconds 0 --seed {told['seed']}"
     )
 
