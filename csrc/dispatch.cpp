@@ -96,12 +96,22 @@ int check(const regard_dot& p) {
   return REGARD_OK;
 }
 
+// An axis of one has any stride, and to step over it, though never read there, may overflow.
+void settle_strides(regard_tensor& t, int64_t batch, int64_t heads, int64_t rows, int64_t columns) {
+  const int64_t sizes[] = {batch, heads, rows, columns};
+  for (int axis = 0; axis < 4; ++axis)
+    if (sizes[axis] == 1) t.stride[axis] = axis == 3;
+}
+
 constexpr int32_t most_threads = 1024;  // OpenMP ends the process where it cannot start as many as it is asked for
 
 // Waking a thread takes longer than a million multiply-adds: small problems are not worth it.
-regard_dot with_useful_threads(const regard_dot& p) {
+regard_dot as_the_kernels_take_it(const regard_dot& p) {
   regard_dot copy = p;
   copy.threads = p.threads < most_threads ? p.threads : most_threads;
+  settle_strides(copy.q, p.B, p.H, p.Q, p.D);
+  settle_strides(copy.k, p.B, p.G, p.K, p.D);
+  settle_strides(copy.v, p.B, p.G, p.K, p.E);
   const double work = double(p.B) * double(p.H) * double(p.Q) * double(p.K) * double(p.D + p.E);
   const double useful = 1 + work / 1e6;
   if (useful < copy.threads) copy.threads = int(useful);
@@ -132,7 +142,7 @@ int regard_dot_forward(const regard_dot* problem, const regard_dot_result* resul
   if (problem->B == 0 || problem->H == 0 || problem->Q == 0) return REGARD_OK;
   if (problem->E && !result->out.data) return REGARD_BAD_ARGUMENT;
   if (result->out_table.data && (!problem->offset || result->out_table.stride[3] != 1)) return REGARD_BAD_ARGUMENT;
-  return regard::chosen.dot_forward(regard::with_useful_threads(*problem), *result);
+  return regard::chosen.dot_forward(regard::as_the_kernels_take_it(*problem), *result);
 }
 
 int regard_dot_backward(const regard_dot* problem, const regard_dot_gradient* gradient) {
@@ -147,7 +157,7 @@ int regard_dot_backward(const regard_dot* problem, const regard_dot_gradient* gr
   if (keys && ((problem->D && !g.d_k.data) || (problem->E && !g.d_v.data))) return REGARD_BAD_ARGUMENT;
   if (g.d_out_table.data && (!problem->offset || !g.out_table.data || g.d_out_table.stride[3] != 1)) return REGARD_BAD_ARGUMENT;
   if ((g.d_diagonal.data && !problem->diagonal.data) || (g.d_row_table.data && !problem->row_table.data)) return REGARD_BAD_ARGUMENT;
-  return regard::chosen.dot_backward(regard::with_useful_threads(*problem), *gradient);
+  return regard::chosen.dot_backward(regard::as_the_kernels_take_it(*problem), *gradient);
 }
 
 int regard_dot_look(const regard_dot* problem, const regard_dot_statistics* statistics) {
@@ -160,7 +170,7 @@ int regard_dot_look(const regard_dot* problem, const regard_dot_statistics* stat
   int64_t kept = 0;
   if (__builtin_mul_overflow(problem->B * problem->H * problem->Q, s.top, &kept)) return REGARD_TOO_LARGE;
   if (problem->E != 0 || s.top < 0 || (s.top > 0 && (!s.top_keys || !s.top_weights))) return REGARD_BAD_ARGUMENT;
-  return regard::chosen.dot_statistics(regard::with_useful_threads(*problem), s);
+  return regard::chosen.dot_statistics(regard::as_the_kernels_take_it(*problem), s);
 }
 
 }  // extern "C"
