@@ -81,21 +81,37 @@ int check(const regard_dot& p) {
   if (__builtin_mul_overflow(p.B, p.H, &rows) || __builtin_mul_overflow(rows, p.Q > p.K ? p.Q : p.K, &rows) ||
       __builtin_mul_overflow(rows, int64_t(8) * ((p.D > p.E ? p.D : p.E) + 64), &cells))
     return REGARD_TOO_LARGE;
+  if (p.radius < 0) return REGARD_BAD_ARGUMENT;
+  if (p.radius > largest || __builtin_mul_overflow(rows, 16 * (p.radius + 1), &cells)) return REGARD_TOO_LARGE;
   if (p.G == 0 ? p.H != 0 : p.H % p.G != 0) return REGARD_BAD_ARGUMENT;
+  const bool looks = p.B && p.H && p.Q && p.K;
+  if (looks && ((p.D && (!p.q.data || !p.k.data)) || (p.E && !p.v.data))) return REGARD_BAD_ARGUMENT;
   if (p.dtype < REGARD_FLOAT32 || p.dtype > REGARD_FLOAT16 || p.threads < 1) return REGARD_BAD_ARGUMENT;
   if (p.intervals.start && (!p.intervals.stop || p.tiles.pointer)) return REGARD_BAD_ARGUMENT;
   if (p.diagonal.data && p.diagonal.stride[3] != 1) return REGARD_BAD_ARGUMENT;
   if (p.row_table.data && (p.row_table.stride[3] != 1 || !p.offset)) return REGARD_BAD_ARGUMENT;
   if (p.bias.data && (p.bias_dtype < REGARD_FLOAT32 || p.bias_dtype > REGARD_FLOAT16)) return REGARD_BAD_ARGUMENT;
   if (p.bias.data && p.bias_dtype == REGARD_FLOAT64 && p.dtype != REGARD_FLOAT64) return REGARD_BAD_ARGUMENT;
-  if (p.radius < 0 || p.radius > largest) return REGARD_BAD_ARGUMENT;
   if (!(p.temperature > 0) || !(p.softcap >= 0)) return REGARD_BAD_ARGUMENT;
   return REGARD_OK;
 }
 
+// An axis of one has any stride, and to step over it, though never read there, may overflow.
+void settle_strides(regard_tensor& t, int64_t batch, int64_t heads, int64_t rows, int64_t columns) {
+  const int64_t sizes[] = {batch, heads, rows, columns};
+  for (int axis = 0; axis < 4; ++axis)
+    if (sizes[axis] == 1) t.stride[axis] = axis == 3;
+}
+
+constexpr int32_t most_threads = 1024;  // OpenMP ends the process where it cannot start as many as it is asked for
+
 // Waking a thread takes longer than a million multiply-adds: small problems are not worth it.
-regard_dot with_useful_threads(const regard_dot& p) {
+regard_dot as_the_kernels_take_it(const regard_dot& p) {
   regard_dot copy = p;
+  copy.threads = p.threads < most_threads ? p.threads : most_threads;
+  settle_strides(copy.q, p.B, p.H, p.Q, p.D);
+  settle_strides(copy.k, p.B, p.G, p.K, p.D);
+  settle_strides(copy.v, p.B, p.G, p.K, p.E);
   const double work = double(p.B) * double(p.H) * double(p.Q) * double(p.K) * double(p.D + p.E);
   const double useful = 1 + work / 1e6;
   if (useful < copy.threads) copy.threads = int(useful);
@@ -124,8 +140,9 @@ int regard_dot_forward(const regard_dot* problem, const regard_dot_result* resul
   const int status = regard::check(*problem);
   if (status != REGARD_OK) return status;
   if (problem->B == 0 || problem->H == 0 || problem->Q == 0) return REGARD_OK;
+  if (problem->E && !result->out.data) return REGARD_BAD_ARGUMENT;
   if (result->out_table.data && (!problem->offset || result->out_table.stride[3] != 1)) return REGARD_BAD_ARGUMENT;
-  return regard::chosen.dot_forward(regard::with_useful_threads(*problem), *result);
+  return regard::chosen.dot_forward(regard::as_the_kernels_take_it(*problem), *result);
 }
 
 int regard_dot_backward(const regard_dot* problem, const regard_dot_gradient* gradient) {
@@ -133,8 +150,14 @@ int regard_dot_backward(const regard_dot* problem, const regard_dot_gradient* gr
   const int status = regard::check(*problem);
   if (status != REGARD_OK) return status;
   if (problem->B == 0 || problem->H == 0) return REGARD_OK;
-  if (!gradient->lse.data) return REGARD_BAD_ARGUMENT;
-  return regard::chosen.dot_backward(regard::with_useful_threads(*problem), *gradient);
+  const regard_dot_gradient& g = *gradient;
+  const bool rows = problem->Q != 0, keys = problem->K != 0;
+  if (rows && (!g.lse.data || (problem->D && !g.d_q.data))) return REGARD_BAD_ARGUMENT;
+  if (rows && problem->E && (!g.out.data || !g.d_out.data)) return REGARD_BAD_ARGUMENT;
+  if (keys && ((problem->D && !g.d_k.data) || (problem->E && !g.d_v.data))) return REGARD_BAD_ARGUMENT;
+  if (g.d_out_table.data && (!problem->offset || !g.out_table.data || g.d_out_table.stride[3] != 1)) return REGARD_BAD_ARGUMENT;
+  if ((g.d_diagonal.data && !problem->diagonal.data) || (g.d_row_table.data && !problem->row_table.data)) return REGARD_BAD_ARGUMENT;
+  return regard::chosen.dot_backward(regard::as_the_kernels_take_it(*problem), *gradient);
 }
 
 int regard_dot_look(const regard_dot* problem, const regard_dot_statistics* statistics) {
@@ -144,8 +167,10 @@ int regard_dot_look(const regard_dot* problem, const regard_dot_statistics* stat
   const regard_dot_statistics& s = *statistics;
   if (problem->B == 0 || problem->H == 0 || problem->Q == 0) return REGARD_OK;
   if (!problem->offset || !s.lse.data || !s.entropy.data || !s.max_logit.data || !s.distance.data) return REGARD_BAD_ARGUMENT;
+  int64_t kept = 0;
+  if (__builtin_mul_overflow(problem->B * problem->H * problem->Q, s.top, &kept)) return REGARD_TOO_LARGE;
   if (problem->E != 0 || s.top < 0 || (s.top > 0 && (!s.top_keys || !s.top_weights))) return REGARD_BAD_ARGUMENT;
-  return regard::chosen.dot_statistics(regard::with_useful_threads(*problem), s);
+  return regard::chosen.dot_statistics(regard::as_the_kernels_take_it(*problem), s);
 }
 
 int64_t regard_packed_size(int64_t N, int64_t K) {

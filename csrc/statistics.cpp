@@ -48,7 +48,7 @@ template <class T> struct Statistics : Strips<T, Statistics<T>> {
     for (int r = 0; r < m; ++r) {
       const T* logits = w.scores + r * chunk;
       const Row<T>& row = w.rows[s * MR + r];
-      const T largest = add(room.sums[s * MR + r], logits, T(p.offset[row.b] + row.i - j0), lo, hi);
+      const T largest = add(room.sums[s * MR + r], logits, T(double(p.offset[row.b]) + double(row.i - j0)), lo, hi);
       if (top && largest > room.top_logits[(s * MR + r) * top + top - 1]) keep_largest(room, s * MR + r, logits, j0, lo, hi);
     }
   }

@@ -25,12 +25,13 @@ from regard.scores import Bilinear, Cosine, Dot
 INTERFACE = 2  # of csrc/regard.h
 SMALL = 1 << 15  # multiplications below which training is all set-up
 BITS_BYTES = 1 << 28  # what the bits of partial tiles may take
+LONGEST = 2**31 - 1 - 1024  # the kernels number keys and queries with 32 bits
 
 _DTYPES = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3}
 _ERRORS = {
-    -1: (MemoryError, "the native engine found no memory for its scratch space"),
+    -1: (MemoryError, "the native engine found no memory to work in; fewer threads or shorter sequences need less"),
     -2: (ValueError, "the native engine was given what its interface does not allow"),
-    -3: (ValueError, "the native engine cannot address a problem of this size"),
+    -3: (ValueError, "the native engine cannot address so large a problem"),
 }
 _TENSOR = "P4q"
 _PROBLEM = struct.Struct("@7q2i3d" + 3 * _TENSOR + "2P3q" + "5P2q" + 3 * _TENSOR + "2iq2PQ2Id")
@@ -93,11 +94,14 @@ def about() -> dict[str, str]:
 
 def _call(name: str, *arguments: bytes | int) -> None:
     if status := getattr(library(), name)(*arguments):
-        raise _error(status)
+        raise _error(status, arguments[0])
 
 
-def _error(status: int) -> Exception:
+def _error(status: int, given: bytes | int = b"") -> Exception:
     kind, message = _ERRORS.get(status, (RuntimeError, f"the native engine failed with status {status}"))
+    if isinstance(given, bytes) and len(given) == _PROBLEM.size:
+        sizes = zip("BHGQKDE", struct.unpack_from("@7q", given), strict=True)
+        message += f": {', '.join(f'{axis}={n}' for axis, n in sizes)}, {torch.get_num_threads()} threads"
     return kind(message)
 
 
@@ -419,6 +423,11 @@ def why_not(problem: Problem) -> list[str]:
         reasons.append(f"its kernels run on a CPU, not on {problem.device}")
     if problem.empty:
         reasons.append("an axis is empty")
+    frame = problem.frame
+    sizes = {"B": frame.B, "H": frame.H, "Q": frame.Q, "K": frame.K, "D": problem.D, "E": problem.E}
+    for axis, n in sizes.items():
+        if n > LONGEST:
+            reasons.append(f"its kernels count to {LONGEST:,} along an axis, but {axis} is {n:,}")
     if not isinstance(score, Dot | Cosine | Bilinear):
         reasons.append(f"its kernels know dot products, not {score!r}")
     if problem.bias is not None:
