@@ -13,6 +13,8 @@ const Kernels kernels = {
     dot_forward,
     dot_backward,
     dot_statistics,
+    dot_weights,
+    dot_map,
 };
 
 }  // namespace regard::REGARD_ISA

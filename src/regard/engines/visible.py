@@ -37,6 +37,27 @@ def _remembered(mask: Mask, key: tuple) -> Visible:
     return tuple(torch.from_numpy(np.ascontiguousarray(array)) for array in arrays), strides
 
 
+def visible_to(mask: Mask, frame: Frame, rows: Tensor) -> Visible:
+    """The same for some rows, numbered anew. Only these are asked for: a few rows of a long call cost little."""
+    if (intervals := mask.intervals(frame)) is not None:
+        edges = (np.clip(edge, 0, frame.K).astype(np.int32) for edge in np.broadcast_arrays(*intervals))
+        return tuple(torch.from_numpy(np.ascontiguousarray(edge[:, :, rows.numpy()])) for edge in edges), (0, 0)
+    batch, heads = mask.extent(frame)
+    batch, tall, wide = max(batch, len(frame.offsets())), -(-len(rows) // TILE), -(-frame.K // TILE)
+    words = np.zeros((batch, heads, tall, wide, TILE), np.int64)
+    for b, h, r in np.ndindex(batch, heads, tall):
+        some = rows[r * TILE : (r + 1) * TILE]
+        at = At(frame, torch.tensor([[b]]), torch.tensor([[h]]), some[:, None], torch.arange(frame.K))
+        allowed = np.zeros((len(some), wide * TILE), bool)
+        allowed[:, : frame.K] = mask.allows(at).expand(len(some), frame.K).numpy()
+        words[b, h, r, :, : len(some)] = np.packbits(allowed, -1, bitorder="little").view(np.int64).T
+    lines = np.arange(batch * heads * tall + 1)  # one run each, of tiles that are all told by their bits
+    start = np.zeros(len(lines) - 1, np.int32)
+    arrays = lines, start, start + np.int32(wide), lines[:-1] * wide, words
+    strides = (heads * tall if batch > 1 else 0, tall if heads > 1 else 0)
+    return tuple(torch.from_numpy(array) for array in arrays), strides
+
+
 def _bits(mask: Mask, frame: Frame) -> np.ndarray:
     """One int64 for each row of each partial tile, bit `c` for its column `c`; (tiles, 64)."""
     table = tiles(mask, frame, (TILE, TILE))
