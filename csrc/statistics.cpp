@@ -65,13 +65,12 @@ template <class T> struct Statistics : Strips<T, Statistics<T>> {
   // `place` is where the query stands, counted from column 0. Returns the largest logit of these columns.
   static T add(Sums<T>& sums, const T* logits, T place, int64_t lo, int64_t hi) {
     using V = Vec<T>;
-    V peaks = load(logits + lo);
-    for (int64_t c = lo + lanes<T>; c < hi; c += lanes<T>) peaks = max(peaks, load(logits + c));
+    V peaks = broadcast(T(-infinity));  // panels are two vectors wide: half the steps wait for one another
+    for (int64_t c = lo; c < hi; c += NR<T>) peaks = max(peaks, max(load(logits + c), load(logits + c + lanes<T>)));
     const T largest = reduce_max<T>(peaks), before = sums.peak, peak = greatest(before, largest);
     const V top = broadcast(greatest(peak, no_peak<T>));
     // Far below the peak a weight is exactly 0, and times a finite number it stays so.
     const V far = broadcast(T(-2000));
-    const V shift = max(far, before - top), shrink = exp2(shift);
     V mass{}, logit{}, distance{}, key = __builtin_convertvector(lane_numbers<IntVec<T>>(), V) + (T(lo) - place);
     for (int64_t c = lo; c < hi; c += lanes<T>) {
       const V x = max(far, load(logits + c) - top), weight = exp2(x);
@@ -80,10 +79,16 @@ template <class T> struct Statistics : Strips<T, Statistics<T>> {
       distance += weight * absolute(key);
       key += T(lanes<T>);
     }
-    sums.logit = (sums.logit + sums.mass * shift) * shrink + logit;
-    sums.mass = sums.mass * shrink + mass;
-    sums.distance = sums.distance * shrink + distance;
-    sums.chosen *= shrink;
+    if (peak != before) {
+      const V shift = max(far, before - top), shrink = exp2(shift);
+      sums.logit = (sums.logit + sums.mass * shift) * shrink;
+      sums.mass *= shrink;
+      sums.distance *= shrink;
+      sums.chosen *= shrink;
+    }
+    sums.logit += logit;
+    sums.mass += mass;
+    sums.distance += distance;
     sums.peak = peak;
     return largest;
   }
