@@ -96,6 +96,18 @@ int check(const regard_dot& p) {
   return REGARD_OK;
 }
 
+// Whether start[n] .. stop[n], or single keys where stop is null, are runs of some of `keys` keys, ascending and apart.
+bool are_runs(const int64_t* start, const int64_t* stop, int64_t count, int64_t keys) {
+  if (count < 0 || (count > 0 && !start)) return false;
+  int64_t last = 0;
+  for (int64_t n = 0; n < count; ++n) {
+    const int64_t end = stop ? stop[n] : start[n] + 1;
+    if (start[n] < last || start[n] >= keys || end <= start[n] || end > keys) return false;
+    last = end;
+  }
+  return true;
+}
+
 // An axis of one has any stride, and to step over it, though never read there, may overflow.
 void settle_strides(regard_tensor& t, int64_t batch, int64_t heads, int64_t rows, int64_t columns) {
   const int64_t sizes[] = {batch, heads, rows, columns};
@@ -170,6 +182,7 @@ int regard_dot_look(const regard_dot* problem, const regard_dot_statistics* stat
   int64_t kept = 0;
   if (__builtin_mul_overflow(problem->B * problem->H * problem->Q, s.top, &kept)) return REGARD_TOO_LARGE;
   if (problem->E != 0 || s.top < 0 || (s.top > 0 && (!s.top_keys || !s.top_weights))) return REGARD_BAD_ARGUMENT;
+  if (s.mass.data && !regard::are_runs(s.chosen_start, s.chosen_stop, s.chosen_count, problem->K)) return REGARD_BAD_ARGUMENT;
   return regard::chosen.dot_statistics(regard::as_the_kernels_take_it(*problem), s);
 }
 
@@ -198,6 +211,27 @@ int regard_multiply(const regard_product* problem) {
   const double useful = 1 + double(p.M) * double(p.N) * double(p.K) / 1e6;
   if (useful < p.threads) p.threads = int(useful);
   return regard::chosen.product(p);
+}
+
+int regard_dot_weights(const regard_dot* problem, const regard_dot_columns* columns) {
+  if (!problem || !columns) return REGARD_BAD_ARGUMENT;
+  const int status = regard::check(*problem);
+  if (status != REGARD_OK) return status;
+  if (problem->B == 0 || problem->H == 0 || problem->Q == 0 || columns->count == 0) return REGARD_OK;
+  if (problem->E != 0 || !columns->out.data || columns->out.stride[3] != 1) return REGARD_BAD_ARGUMENT;
+  if (!regard::are_runs(columns->columns, nullptr, columns->count, problem->K)) return REGARD_BAD_ARGUMENT;
+  return regard::chosen.dot_weights(regard::as_the_kernels_take_it(*problem), *columns);
+}
+
+int regard_dot_map(const regard_dot* problem, const regard_dot_pool* pool) {
+  if (!problem || !pool) return REGARD_BAD_ARGUMENT;
+  const int status = regard::check(*problem);
+  if (status != REGARD_OK) return status;
+  if (problem->B == 0 || problem->H == 0) return REGARD_OK;
+  if (pool->rows < 1 || pool->columns < 1 || !pool->out.data || pool->out.stride[3] != 1) return REGARD_BAD_ARGUMENT;
+  if (problem->E != 0 || problem->Q == 0 || problem->K == 0) return REGARD_BAD_ARGUMENT;
+  if (pool->rows > INT32_MAX || pool->columns > INT32_MAX) return REGARD_TOO_LARGE;
+  return regard::chosen.dot_map(regard::as_the_kernels_take_it(*problem), *pool);
 }
 
 }  // extern "C"

@@ -14,6 +14,8 @@ const Kernels kernels = {
     dot_forward,
     dot_backward,
     dot_statistics,
+    dot_weights,
+    dot_map,
     packed_size,
     pack_weight,
     product,
