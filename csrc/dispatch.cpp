@@ -189,7 +189,7 @@ int regard_dot_look(const regard_dot* problem, const regard_dot_statistics* stat
 int64_t regard_packed_size(int64_t N, int64_t K) {
   if (N < 0 || K < 0) return REGARD_BAD_ARGUMENT;
   int64_t numbers = 0;
-  if (__builtin_mul_overflow(N + 64, K, &numbers) || numbers > INT64_MAX / 8) return REGARD_TOO_LARGE;
+  if (N > INT64_MAX / 2 || __builtin_mul_overflow(N + 64, K, &numbers) || numbers > INT64_MAX / 8) return REGARD_TOO_LARGE;
   return regard::chosen.packed_size(N, K);
 }
 
@@ -208,6 +208,7 @@ int regard_multiply(const regard_product* problem) {
   if (size < 0) return int(size);
   if (p.M == 0 || p.N == 0) return REGARD_OK;
   if (!p.out || (size && (!p.x || !p.packed))) return REGARD_BAD_ARGUMENT;
+  if (p.threads > regard::most_threads) p.threads = regard::most_threads;
   const double useful = 1 + double(p.M) * double(p.N) * double(p.K) / 1e6;
   if (useful < p.threads) p.threads = int(useful);
   return regard::chosen.product(p);

@@ -63,7 +63,23 @@ class Gradient(ctypes.Structure):
 
 class Statistics(ctypes.Structure):
     _fields_ = (*((name, Place) for name in ("lse", "entropy", "max_logit", "distance")),
-                ("top", ctypes.c_int64), ("top_keys", ctypes.c_void_p), ("top_weights", ctypes.c_void_p))  # fmt: skip
+                ("top", ctypes.c_int64), ("top_keys", ctypes.c_void_p), ("top_weights", ctypes.c_void_p),
+                ("mass", Place), ("chosen_start", ctypes.c_void_p), ("chosen_stop", ctypes.c_void_p),
+                ("chosen_count", ctypes.c_int64))  # fmt: skip
+
+
+class Columns(ctypes.Structure):
+    _fields_ = (("out", Place), ("columns", ctypes.c_void_p), ("count", ctypes.c_int64))
+
+
+class Pool(ctypes.Structure):
+    _fields_ = (("out", Place), ("rows", ctypes.c_int64), ("columns", ctypes.c_int64))
+
+
+class Product(ctypes.Structure):
+    _fields_ = (*((name, ctypes.c_int64) for name in ("M", "N", "K", "x_row", "out_row")),
+                *((name, ctypes.c_void_p) for name in ("x", "packed", "bias", "out")),
+                ("threads", ctypes.c_int32), ("reserved", ctypes.c_int32))  # fmt: skip
 
 
 def place(array: np.ndarray) -> Place:
@@ -127,9 +143,49 @@ def test_the_structures_are_those_of_the_interface() -> None:
     assert ctypes.sizeof(Problem) == native._PROBLEM.size
     assert ctypes.sizeof(Gradient) == native._GRADIENT.size
     assert ctypes.sizeof(Statistics) == native._STATISTICS.size
+    assert ctypes.sizeof(Columns) == native._COLUMNS.size
+    assert ctypes.sizeof(Pool) == native._POOL.size
+    assert ctypes.sizeof(Product) == native._PRODUCT.size
     assert forward(problem()) == OK
     assert call("regard_dot_backward", problem(), gradient()) == OK
     assert call("regard_dot_look", looking(), statistics()) == OK
+
+
+def test_what_looks_at_weights_refuses_columns_and_sizes_that_are_none() -> None:
+    out = place(random(1, 2, Q, 4))
+    for columns, count, status in (
+        ([0, 1, 4, 6], 4, OK), ([0, 1, 4, 7], 4, BAD_ARGUMENT), ([0, 4, 4, 6], 4, BAD_ARGUMENT),
+        ([-1, 1, 4, 6], 4, BAD_ARGUMENT), ([0, 1, 4, 6], -1, BAD_ARGUMENT),
+    ):  # fmt: skip
+        wanted = np.array(columns, np.int64)
+        assert call("regard_dot_weights", looking(), Columns(out, wanted.ctypes.data, count)) == status
+    assert call("regard_dot_weights", looking(), Columns(out, None, 4)) == BAD_ARGUMENT
+    assert call("regard_dot_weights", looking(), None) == BAD_ARGUMENT
+    for rows, columns, status in ((3, 4, OK), (0, 4, BAD_ARGUMENT), (3, -4, BAD_ARGUMENT), (2**40, 4, TOO_LARGE)):
+        assert call("regard_dot_map", looking(), Pool(place(random(1, 2, 3, 4)), rows, columns)) == status
+    assert call("regard_dot_map", looking(), Pool(Place(), 3, 4)) == BAD_ARGUMENT
+
+
+def test_products_refuse_sizes_that_are_none_and_pointers_that_are_not_there() -> None:
+    library = ctypes.CDLL(native.about()["native"])
+    library.regard_packed_size.restype = ctypes.c_int64
+    library.regard_packed_size.argtypes = [ctypes.c_int64, ctypes.c_int64]
+    assert library.regard_packed_size(-1, 4) == BAD_ARGUMENT
+    assert library.regard_packed_size(2**62, 4) == TOO_LARGE
+    assert library.regard_packed_size(2**63 - 1, 1) == TOO_LARGE
+    x, packed, out = (np.ones(64, np.float32) for _ in range(3))
+    packed = np.ones(library.regard_packed_size(5, 3), np.float32)
+    given = Product(2, 5, 3, 3, 5, x.ctypes.data, packed.ctypes.data, None, out.ctypes.data, 1)
+    library.regard_multiply.argtypes = [ctypes.c_void_p]
+    assert library.regard_multiply(ctypes.addressof(given)) == OK
+    assert (out[:10] == 3).all()
+    assert (out[10:] == 1).all()
+    for name, value in (("M", -1), ("N", -1), ("threads", 0), ("x", None), ("packed", None), ("out", None)):
+        wrong = Product.from_buffer_copy(given)
+        setattr(wrong, name, value)
+        assert library.regard_multiply(ctypes.addressof(wrong)) == BAD_ARGUMENT
+    assert library.regard_multiply(None) == BAD_ARGUMENT
+    assert library.regard_pack_weight(None, 3, 5, 3, None) == BAD_ARGUMENT
 
 
 WRONG = {
