@@ -138,9 +138,9 @@ def test_the_loss_counts_every_layer_in_training_and_the_last_otherwise() -> Non
 
 def test_all_parameters_get_a_gradient() -> None:
     model = model_of().train()
-    for part in model.backbone.modules():
-        if isinstance(part, torch.nn.BatchNorm2d):
-            torch.nn.init.ones_(part.weight)  # from 0, as some begin, what is before them gets none at the first step
+    for weight in model.parameters():
+        if weight.dim() == 1:  # what begins at 0 hides what is before it from the first step
+            weight.data += 0.1 * torch.randn_like(weight)
     model.loss(torch.randn(2, 3, 64, 48), objects_of(2, 1)).backward()
     without = [name for name, weight in model.named_parameters() if not weight.grad.abs().sum() > 0]
     # What enters the decoder is zeros, so all keys of its first layer have the same value, and none is projected.
