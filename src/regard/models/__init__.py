@@ -1,6 +1,9 @@
-"""Assemblies of modules: text and language."""
+"""Assemblies of modules: text, language, translation, vision, detection."""
 
+from regard.models.detection import Detr, DetrConfig
 from regard.models.language import LanguageConfig, LanguageModel
+from regard.models.matching import Objects, SetLoss
+from regard.models.resnet import RESNETS, ResNet, ResNetConfig
 from regard.models.text import (
     MaskedLanguageModel,
     SentenceEmbedder,
@@ -9,14 +12,28 @@ from regard.models.text import (
     TextEncoder,
     TokenClassifier,
 )
+from regard.models.translation import Transformer, TransformerConfig
+from regard.models.vision import ImageClassifier, VisionConfig, VisionTransformer
 
 __all__ = [
+    "Detr",
+    "DetrConfig",
+    "ImageClassifier",
     "LanguageConfig",
     "LanguageModel",
     "MaskedLanguageModel",
+    "Objects",
+    "RESNETS",
+    "ResNet",
+    "ResNetConfig",
     "SentenceEmbedder",
     "SequenceClassifier",
+    "SetLoss",
     "TextConfig",
     "TextEncoder",
     "TokenClassifier",
+    "Transformer",
+    "TransformerConfig",
+    "VisionConfig",
+    "VisionTransformer",
 ]
