@@ -90,13 +90,24 @@ int check(const regard_dot& p) {
   if (p.bias.data && p.bias_dtype == REGARD_FLOAT64 && p.dtype != REGARD_FLOAT64) return REGARD_BAD_ARGUMENT;
   if (p.radius < 0 || p.radius > largest) return REGARD_BAD_ARGUMENT;
   if (!(p.temperature > 0) || !(p.softcap >= 0)) return REGARD_BAD_ARGUMENT;
+  if (p.weight.data && (p.scale != 1 || p.softcap != 0)) return REGARD_BAD_ARGUMENT;
+  // Heads of a group stand side by side in a strip of rows, so that they have one weight.
+  if (p.weight.data && p.weight.stride[1] != 0 && p.H != p.G) return REGARD_BAD_ARGUMENT;
   return REGARD_OK;
+}
+
+int check(const regard_linear& x) {
+  regard_dot same{};
+  same.B = x.B, same.H = x.H, same.G = x.G, same.Q = same.K = x.N, same.D = x.M, same.E = x.E;
+  same.dtype = x.dtype, same.threads = x.threads, same.temperature = 1;
+  return check(same);
 }
 
 // Waking a thread takes longer than a million multiply-adds: small problems are not worth it.
 regard_dot with_useful_threads(const regard_dot& p) {
   regard_dot copy = p;
-  const double work = double(p.B) * double(p.H) * double(p.Q) * double(p.K) * double(p.D + p.E);
+  const double per_pair = double(p.D) * (p.weight.data ? 8 : 1) + double(p.E);
+  const double work = double(p.B) * double(p.H) * double(p.Q) * double(p.K) * per_pair;
   const double useful = 1 + work / 1e6;
   if (useful < copy.threads) copy.threads = int(useful);
   return copy;
@@ -146,6 +157,22 @@ int regard_dot_look(const regard_dot* problem, const regard_dot_statistics* stat
   if (!problem->offset || !s.lse.data || !s.entropy.data || !s.max_logit.data || !s.distance.data) return REGARD_BAD_ARGUMENT;
   if (problem->E != 0 || s.top < 0 || (s.top > 0 && (!s.top_keys || !s.top_weights))) return REGARD_BAD_ARGUMENT;
   return regard::chosen.dot_statistics(regard::with_useful_threads(*problem), s);
+}
+
+int regard_linear_forward(const regard_linear* problem, const regard_linear_result* result) {
+  if (!problem || !result || !result->out.data || !result->norm.data) return REGARD_BAD_ARGUMENT;
+  const int status = regard::check(*problem);
+  if (status != REGARD_OK) return status;
+  if (problem->B == 0 || problem->H == 0 || problem->N == 0) return REGARD_OK;
+  return regard::chosen.linear_forward(*problem, *result);
+}
+
+int regard_linear_backward(const regard_linear* problem, const regard_linear_gradient* gradient) {
+  if (!problem || !gradient || !gradient->norm.data) return REGARD_BAD_ARGUMENT;
+  const int status = regard::check(*problem);
+  if (status != REGARD_OK) return status;
+  if (problem->B == 0 || problem->H == 0 || problem->N == 0) return REGARD_OK;
+  return regard::chosen.linear_backward(*problem, *gradient);
 }
 
 }  // extern "C"

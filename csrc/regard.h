@@ -17,7 +17,7 @@ extern "C" {
 #endif
 
 // Changes whenever a structure or a signature below does; the caller compares it before anything else.
-enum { REGARD_INTERFACE = 2 };
+enum { REGARD_INTERFACE = 3 };
 
 enum { REGARD_FLOAT32 = 0, REGARD_FLOAT64 = 1, REGARD_BFLOAT16 = 2, REGARD_FLOAT16 = 3 };
 
@@ -55,9 +55,10 @@ typedef struct {
 
 enum { REGARD_TILE = 64 };
 
-// One call of dot-product attention:
-//   logits = (cap(scale * q.k) + diagonal[j - i + Q - 1] + row_table[i, clip(j - p, -R, R) + R] + bias[i, j]) / temperature
-//   cap(x) = softcap * tanh(x / softcap), or x where softcap is 0;   p = offset[b] + i
+// One call of attention:
+//   logits = (score + diagonal[j - i + Q - 1] + row_table[i, clip(j - p, -R, R) + R] + bias[i, j]) / temperature
+//   score = cap(scale * q.k), cap(x) = softcap * tanh(x / softcap), or x where softcap is 0;   p = offset[b] + i
+//   score = weight . tanh(q + k) where there is a weight; scale is 1 then and softcap 0
 //   weights = softmax over the visible keys and the sink;   out = dropout(weights) v
 typedef struct {
   int64_t B, H, G, Q, K, D, E;
@@ -82,6 +83,8 @@ typedef struct {
   uint32_t dropout_threshold;  // a weight is kept iff its hash is at least this; 0: no dropout
   uint32_t reserved;
   double dropout_scale;        // kept weights are multiplied by this
+
+  regard_tensor weight;  // Real (1, H|1, 1, D) of the additive score, or absent; where heads differ in it, H equals G
 } regard_dot;
 
 typedef struct {
@@ -100,6 +103,7 @@ typedef struct {
   regard_tensor d_row_table;                   // Real, shape of row_table
   regard_tensor d_bias;                        // Real, strides 0 where bias is broadcast (not over K)
   regard_tensor delta;                         // Real (B, H, Q): sum over keys of weight times its gradient
+  regard_tensor d_weight;                      // Real (B, H, 1, D): of the additive score, for each head of each batch row
 } regard_dot_gradient;
 
 // Of every row of the weights, before dropout. The problem has no values: E is 0 and v absent; offset is needed.
@@ -109,6 +113,27 @@ typedef struct {
   int64_t* top_keys;  // (B, H, Q, top), largest weight first, -1 where there are no more
   void* top_weights;  // Real, of the same shape
 } regard_dot_statistics;
+
+// Causal linear attention on features: out_i = sum over j <= i of (q_i . k_j) v_j / norm_i, norm_i = sum of q_i . k_j.
+typedef struct {
+  int64_t B, H, G, N, M, E;
+  int32_t dtype;    // of q, k, v, out and their gradients
+  int32_t threads;  // at most this many
+  regard_tensor q;  // (B, H, N, M) features
+  regard_tensor k;  // (B, G, N, M) features
+  regard_tensor v;  // (B, G, N, E)
+} regard_linear;
+
+typedef struct {
+  regard_tensor out;   // (B, H, N, E); zero where the norm is
+  regard_tensor norm;  // Real (B, H, N)
+} regard_linear_result;
+
+typedef struct {
+  regard_tensor out, norm;      // of the forward
+  regard_tensor d_out;          // (B, H, N, E)
+  regard_tensor d_q, d_k, d_v;  // shapes of q, k, v
+} regard_linear_gradient;
 
 REGARD_EXPORT int regard_interface(void);
 // The instruction set in use, and all that were compiled, separated by spaces, widest first.
@@ -121,6 +146,8 @@ REGARD_EXPORT int regard_has_threads(void);
 REGARD_EXPORT int regard_dot_forward(const regard_dot* problem, const regard_dot_result* result);
 REGARD_EXPORT int regard_dot_backward(const regard_dot* problem, const regard_dot_gradient* gradient);
 REGARD_EXPORT int regard_dot_look(const regard_dot* problem, const regard_dot_statistics* statistics);
+REGARD_EXPORT int regard_linear_forward(const regard_linear* problem, const regard_linear_result* result);
+REGARD_EXPORT int regard_linear_backward(const regard_linear* problem, const regard_linear_gradient* gradient);
 
 #ifdef __cplusplus
 }

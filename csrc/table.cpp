@@ -13,6 +13,8 @@ const Kernels kernels = {
     dot_forward,
     dot_backward,
     dot_statistics,
+    linear_forward,
+    linear_backward,
 };
 
 }  // namespace regard::REGARD_ISA

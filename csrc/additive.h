@@ -1,0 +1,239 @@
+// The additive score, weight · tanh(q + k), and its gradients on tiles.
+//
+// tanh(q + k) = 1 - 2r with r = 1 / (1 + e^2q e^2k), and both exponentials belong to one vector each: they are taken
+// once while packing, and what is left per element of the tile is a multiply-add and a reciprocal. Two more steps:
+// dividing e^2q and the 1 by the weight gives weight * r for nothing, and two such terms share one reciprocal,
+// 1/x + 1/y = (x + y) / (x y). Each has its range, which `AdditiveWeight::mode` checks against the data; out of it, tanh is
+// computed directly.
+#pragma once
+#include "pack.h"
+
+namespace regard::REGARD_ISA {
+
+enum class AdditiveMode { paired, single, direct };
+
+// e^2x for |2x| up to 87 (709), to within about one rounding: its error is that of every score. The argument is reduced in
+// two steps, since rounding 2x * log2(e) to one number would cost as many digits as the exponent has.
+REGARD_INLINE VecF exp_of_twice(VecF x) {
+  const VecF y = x + x, shifted = y * float(log2_e) + 12582912.0f, n = shifted - 12582912.0f;
+  const VecF f = (y - n * 0.693359375f) + n * 2.12194440e-4f;
+  VecF p = broadcast(float(1.0 / 5040));
+  p = p * f + float(1.0 / 720);
+  p = p * f + float(1.0 / 120);
+  p = p * f + float(1.0 / 24);
+  p = p * f + float(1.0 / 6);
+  p = p * f + 0.5f;
+  p = (p * (f * f) + f) + 1.0f;
+  return bits_as<VecF>(bits_as<SimdOf<float>::Word>(p) + (bits_as<SimdOf<float>::Word>(shifted) << 23));
+}
+REGARD_INLINE VecD exp_of_twice(VecD x) {
+  typedef uint64_t Word64 __attribute__((vector_size(vector_bytes)));
+  const VecD y = x + x, shifted = y * log2_e + 6755399441055744.0, n = shifted - 6755399441055744.0;
+  const VecD f = (y - n * 6.93147180369123816490e-01) - n * 1.90821492927058770002e-10;
+  const auto power = bits_as<Word64>(exp2(f * log2_e));
+  return bits_as<VecD>(power + (bits_as<Word64>(shifted) << 52));
+}
+
+// n / x + c, and 1 / x + c. With a fused multiply-add: an estimate and one Newton step, arranged so that what is rounded
+// before the end is only n * estimate; without one the step would lose the digits that it should win.
+#if defined(__AVX512F__) || defined(__FMA__) || defined(__ARM_FEATURE_FMA)
+#if defined(__AVX512F__)
+REGARD_INLINE VecF reciprocal_estimate(VecF x) { return _mm512_rcp14_ps(x); }
+#elif defined(__AVX__)
+REGARD_INLINE VecF reciprocal_estimate(VecF x) { return _mm256_rcp_ps(x); }
+#else
+REGARD_INLINE VecF reciprocal_estimate(VecF x) {
+  const VecF r = vrecpeq_f32(x);  // 8 bits only: a step more than the others
+  return r * (2.0f - x * r);
+}
+#endif
+REGARD_INLINE VecF quotient_plus(VecF n, VecF x, VecF c) {
+  const VecF r = reciprocal_estimate(x), e = 1.0f - x * r, t = n * r;
+  return t * e + (t + c);
+}
+REGARD_INLINE VecF reciprocal_plus(VecF x, VecF c) {
+  const VecF r = reciprocal_estimate(x), e = 1.0f - x * r;
+  return r * e + (r + c);
+}
+#else
+REGARD_INLINE VecF quotient_plus(VecF n, VecF x, VecF c) { return n / x + c; }
+REGARD_INLINE VecF reciprocal_plus(VecF x, VecF c) { return 1.0f / x + c; }
+#endif
+REGARD_INLINE VecD quotient_plus(VecD n, VecD x, VecD c) { return n / x + c; }
+REGARD_INLINE VecD reciprocal_plus(VecD x, VecD c) { return 1.0 / x + c; }
+
+// tanh that is exactly 1 where float has no number closer to it: 1 - tanh^2 is a gradient here, and where everything is
+// saturated what a quicker tanh leaves of it would be all there is.
+REGARD_INLINE VecF saturating_tanh(VecF x) {
+  const VecF a = absolute(x), z = x * x;
+  VecF p = broadcast(-5.70498872745e-3f);
+  p = p * z + 2.06390887954e-2f;
+  p = p * z - 5.37397155531e-2f;
+  p = p * z + 1.33314422036e-1f;
+  p = p * z - 3.33332819422e-1f;
+  const VecF near = (p * z) * x + x;
+  const VecF far = 1.0f - 2.0f * reciprocal(exp2(min(broadcast(30.0f), a * float(2 * log2_e))) + 1.0f);
+  const VecF y = select(a < 0.625f, near, select(x < 0.0f, -far, far));
+  return select(x != x, x, y);
+}
+REGARD_INLINE VecD saturating_tanh(VecD x) { return tanh(x); }
+
+template <class T> struct AdditiveLimits;
+template <> struct AdditiveLimits<float> { static constexpr float exponent = 86, smallest_weight = 0x1p-26f; };
+template <> struct AdditiveLimits<double> { static constexpr double exponent = 700, smallest_weight = 0x1p-56; };
+
+// The smallest and the greatest number of what was included, zero among it, and whether all of it is finite.
+template <class T> struct AdditiveRange {
+  T least = 0, greatest = 0;
+  bool finite = true;
+
+  void include(const AdditiveRange& other) {
+    least = other.least < least ? other.least : least;
+    greatest = other.greatest > greatest ? other.greatest : greatest;
+    finite = finite && other.finite;
+  }
+  __attribute__((noinline)) void include(const Matrix& x) {
+    Vec<T> low{}, high{};
+    Watch<T> watch;
+    with_storage<T>(x.dtype, [&](auto stored) __attribute__((always_inline)) {
+      using S = typename decltype(stored)::type;
+      for (int64_t r = 0; r < x.rows; ++r)
+        for (int64_t c = 0; c < x.columns; c += lanes<T>) {
+          const Vec<T> v = watch(load_some(at<S>(x, r, c), x.column_stride, x.columns - c));
+          low = min(v, low), high = max(v, high);
+        }
+    });
+    include({-reduce_max<T>(-low), reduce_max<T>(high), !watch.bad()});
+  }
+};
+
+// The weight vector of one head, in the forms in which the tiles want it: three rows of `storage`, of D numbers each.
+template <class T> struct AdditiveWeight {
+  int64_t depth;
+  T largest, smallest;  // of |weight|, the smallest relative to the largest
+  bool finite;
+  T *weight, *inverse, *shift;
+
+  // A weight of zero has no inverse: it is raised to a share of the largest one that rounding cannot see.
+  AdditiveWeight(const T* source, int64_t stride, int64_t D, T* storage)
+      : depth(D), largest(0), smallest(1), finite(true), weight(storage), inverse(storage + D), shift(storage + 2 * D) {
+    for (int64_t d = 0; d < D; ++d) {
+      weight[d] = source[d * stride];
+      largest = greatest(largest, weight[d] < 0 ? -weight[d] : weight[d]);
+      finite = finite && weight[d] - weight[d] == 0;
+    }
+    for (int64_t d = 0; d < D; ++d) {
+      const T share = largest > 0 ? weight[d] / largest : T(0);
+      const T size = greatest(share < 0 ? -share : share, AdditiveLimits<T>::smallest_weight);
+      inverse[d] = share < 0 ? -1 / size : 1 / size;
+      shift[d] = T(-0.5) / inverse[d];
+      smallest = least(smallest, size);
+    }
+  }
+
+  // Every x = (1 + e^2(q+k)) / weight, its reciprocal, and for pairs the product of two of them must be normal numbers.
+  AdditiveMode mode(const AdditiveRange<T>& q, const AdditiveRange<T>& k) const {
+    constexpr T limit = AdditiveLimits<T>::exponent;
+    if (!finite || !q.finite || !k.finite) return AdditiveMode::direct;
+    const T spread = T(-ln_2) * log2(broadcast(smallest))[0] + 1;
+    const T top = greatest(T(0), 2 * (q.greatest + k.greatest)) + spread;
+    const bool factors = 2 * q.greatest + spread <= limit && 2 * k.greatest <= limit && 2 * q.least >= -limit &&
+                         2 * k.least >= -limit;
+    if (!factors || top > limit) return AdditiveMode::direct;
+    return 2 * top > limit ? AdditiveMode::single : AdditiveMode::paired;
+  }
+};
+
+// c[r][0..NR) = scale * score of M queries, packed as a strip a[d][MR] of e^2q / weight, and the keys of one panel
+// b[d][NR] of e^2k; in direct mode both are packed as they are.
+template <AdditiveMode mode, class T, int M>
+REGARD_INLINE void additive_scores(const AdditiveWeight<T>& w, const T* __restrict a, const T* __restrict b,
+                                   T* __restrict c, int64_t c_row, T scale) {
+  using V = Vec<T>;
+  constexpr int L = lanes<T>;
+  // The sums are of weight * (r - 1/2) = -weight * tanh / 2 and not of weight * r: small scores keep their digits.
+  V sum[M][2];
+  REGARD_UNROLL
+  for (int r = 0; r < M; ++r) sum[r][0] = sum[r][1] = V{};
+
+  int64_t d = 0;
+  if constexpr (mode == AdditiveMode::paired) {
+    for (; d + 2 <= w.depth; d += 2, a += 2 * MR, b += 2 * NR<T>) {
+      const V over0 = broadcast(w.inverse[d]), over1 = broadcast(w.inverse[d + 1]);
+      const V shift = broadcast(w.shift[d] + w.shift[d + 1]);
+      REGARD_UNROLL
+      for (int r = 0; r < M; ++r) {
+        const V q0 = broadcast(a[r]), q1 = broadcast(a[MR + r]);
+        REGARD_UNROLL
+        for (int half = 0; half < 2; ++half) {
+          const V x = q0 * load(b + half * L) + over0, y = q1 * load(b + NR<T> + half * L) + over1;
+          sum[r][half] += quotient_plus(x + y, x * y, shift);
+        }
+      }
+    }
+  }
+  for (; d < w.depth; ++d, a += MR, b += NR<T>) {
+    const V over = broadcast(w.inverse[d]), shift = broadcast(w.shift[d]), weight = broadcast(w.weight[d]);
+    REGARD_UNROLL
+    for (int r = 0; r < M; ++r) {
+      const V q = broadcast(a[r]);
+      REGARD_UNROLL
+      for (int half = 0; half < 2; ++half) {
+        const V k = load(b + half * L);
+        if constexpr (mode == AdditiveMode::direct) sum[r][half] += weight * saturating_tanh(q + k);
+        else sum[r][half] += reciprocal_plus(q * k + over, shift);
+      }
+    }
+  }
+  const V factor = broadcast(mode == AdditiveMode::direct ? scale : -2 * w.largest * scale);
+  REGARD_UNROLL
+  for (int r = 0; r < M; ++r, c += c_row) {
+    store(c, factor * sum[r][0]);
+    store(c + L, factor * sum[r][1]);
+  }
+}
+
+// Rows in panels [d / NR][row][NR], which lie `panel` numbers apart: queries as e^2q / 2 and keys as e^2k, or in direct
+// mode as they are.
+template <class T> struct AdditiveRows {
+  const T* data;
+  int64_t panel;
+  REGARD_INLINE const T* at(int64_t d) const { return data + d / NR<T> * panel + d % NR<T>; }
+};
+
+// Of M queries and `keys` keys with the gradients ds[r][j] of their scores: adds (1 - tanh^2) ds to dq and dk, which still
+// want the factor weight, and -tanh * ds to `moment`, the gradient of -weight. dq and dk have rows of `width` numbers, D in
+// whole panels.
+template <AdditiveMode mode, class T, int M>
+REGARD_INLINE void additive_gradients(int64_t width, int64_t keys, AdditiveRows<T> q, AdditiveRows<T> k, const T* __restrict ds,
+                                      int64_t ds_row, T* __restrict dq, T* __restrict dk, T* __restrict moment) {
+  using V = Vec<T>;
+  const V zero{}, half = broadcast(T(0.5)), minus_one = broadcast(T(-1));
+  for (int64_t d = 0; d < width; d += lanes<T>) {
+    const T* key_row = k.at(d);
+    T* key_sums = dk + d;
+    V query[M], query_sum[M], moments[2] = {zero, zero};
+    REGARD_UNROLL
+    for (int r = 0; r < M; ++r) query[r] = load(q.at(d) + r * NR<T>), query_sum[r] = zero;
+    for (int64_t j = 0; j < keys; ++j, key_row += NR<T>, key_sums += width) {
+      const V key = load(key_row);
+      V key_sum = zero;
+      REGARD_UNROLL
+      for (int r = 0; r < M; ++r) {
+        V t;
+        if constexpr (mode == AdditiveMode::direct) t = -saturating_tanh(query[r] + key);
+        else t = reciprocal_plus(query[r] * key + half, minus_one);
+        const V given = broadcast(ds[r * ds_row + j]), first = given * t, second = given - first * t;
+        moments[r & 1] += first;
+        query_sum[r] += second;
+        key_sum += second;
+      }
+      store(key_sums, load(key_sums) + key_sum);
+    }
+    REGARD_UNROLL
+    for (int r = 0; r < M; ++r) store(dq + r * width + d, load(dq + r * width + d) + query_sum[r]);
+    store(moment + d, load(moment + d) + (moments[0] + moments[1]));
+  }
+}
+
+}  // namespace regard::REGARD_ISA
