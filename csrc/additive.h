@@ -4,13 +4,15 @@
 // once while packing, and what is left per element of the tile is a multiply-add and a reciprocal. Two more steps:
 // dividing e^2q and the 1 by the weight gives weight * r for nothing, and two such terms share one reciprocal,
 // 1/x + 1/y = (x + y) / (x y). Each has its range, which `AdditiveWeight::mode` checks against the data; out of it, tanh is
-// computed directly.
+// computed directly; and also where all arguments are small, by a polynomial, since 1 - 2r has no more digits than 1.
 #pragma once
 #include "pack.h"
 
 namespace regard::REGARD_ISA {
 
-enum class AdditiveMode { paired, single, direct };
+enum class AdditiveMode { small, paired, single, direct };
+
+constexpr int64_t additive_part = 16;  // columns in one part of a score's sum
 
 // e^2x for |2x| up to 87 (709), to within about one rounding: its error is that of every score. The argument is reduced in
 // two steps, since rounding 2x * log2(e) to one number would cost as many digits as the exponent has.
@@ -62,21 +64,27 @@ REGARD_INLINE VecF reciprocal_plus(VecF x, VecF c) { return 1.0f / x + c; }
 REGARD_INLINE VecD quotient_plus(VecD n, VecD x, VecD c) { return n / x + c; }
 REGARD_INLINE VecD reciprocal_plus(VecD x, VecD c) { return 1.0 / x + c; }
 
-// tanh that is exactly 1 where float has no number closer to it: 1 - tanh^2 is a gradient here, and where everything is
-// saturated what a quicker tanh leaves of it would be all there is.
-REGARD_INLINE VecF saturating_tanh(VecF x) {
-  const VecF a = absolute(x), z = x * x;
+// tanh(x) for |x| up to 0.625, relative also near zero.
+REGARD_INLINE VecF small_tanh(VecF x) {
+  const VecF z = x * x;
   VecF p = broadcast(-5.70498872745e-3f);
   p = p * z + 2.06390887954e-2f;
   p = p * z - 5.37397155531e-2f;
   p = p * z + 1.33314422036e-1f;
   p = p * z - 3.33332819422e-1f;
-  const VecF near = (p * z) * x + x;
+  return (p * z) * x + x;
+}
+
+// tanh to one rounding or two. It takes a little longer than tanh in simd.h, which near 1 is off by a few: here D of them
+// are summed, and their gradients have the factor 1 - tanh^2.
+REGARD_INLINE VecF precise_tanh(VecF x) {
+  const VecF a = absolute(x);
   const VecF far = 1.0f - 2.0f * reciprocal(exp2(min(broadcast(30.0f), a * float(2 * log2_e))) + 1.0f);
-  const VecF y = select(a < 0.625f, near, select(x < 0.0f, -far, far));
+  const VecF y = select(a < 0.625f, small_tanh(x), select(x < 0.0f, -far, far));
   return select(x != x, x, y);
 }
-REGARD_INLINE VecD saturating_tanh(VecD x) { return tanh(x); }
+REGARD_INLINE VecD small_tanh(VecD x) { return tanh(x); }
+REGARD_INLINE VecD precise_tanh(VecD x) { return tanh(x); }
 
 template <class T> struct AdditiveLimits;
 template <> struct AdditiveLimits<float> { static constexpr float exponent = 86, smallest_weight = 0x1p-26f; };
@@ -131,6 +139,11 @@ template <class T> struct AdditiveWeight {
     }
   }
 
+  // The same for every head: whether no argument of tanh leaves the polynomial's range.
+  static bool small(const AdditiveRange<T>& q, const AdditiveRange<T>& k) {
+    return sizeof(T) == 4 && q.finite && k.finite && q.greatest + k.greatest <= T(0.625) && q.least + k.least >= T(-0.625);
+  }
+
   // Every x = (1 + e^2(q+k)) / weight, its reciprocal, and for pairs the product of two of them must be normal numbers.
   AdditiveMode mode(const AdditiveRange<T>& q, const AdditiveRange<T>& k) const {
     constexpr T limit = AdditiveLimits<T>::exponent;
@@ -145,51 +158,57 @@ template <class T> struct AdditiveWeight {
 };
 
 // c[r][0..NR) = scale * score of M queries, packed as a strip a[d][MR] of e^2q / weight, and the keys of one panel
-// b[d][NR] of e^2k; in direct mode both are packed as they are.
+// b[d][NR] of e^2k; in direct mode both are packed as they are. The sum over columns is taken in parts: a single long one
+// would cost the digits that the terms have.
 template <AdditiveMode mode, class T, int M>
 REGARD_INLINE void additive_scores(const AdditiveWeight<T>& w, const T* __restrict a, const T* __restrict b,
                                    T* __restrict c, int64_t c_row, T scale) {
   using V = Vec<T>;
   constexpr int L = lanes<T>;
-  // The sums are of weight * (r - 1/2) = -weight * tanh / 2 and not of weight * r: small scores keep their digits.
-  V sum[M][2];
-  REGARD_UNROLL
-  for (int r = 0; r < M; ++r) sum[r][0] = sum[r][1] = V{};
-
-  int64_t d = 0;
-  if constexpr (mode == AdditiveMode::paired) {
-    for (; d + 2 <= w.depth; d += 2, a += 2 * MR, b += 2 * NR<T>) {
-      const V over0 = broadcast(w.inverse[d]), over1 = broadcast(w.inverse[d + 1]);
-      const V shift = broadcast(w.shift[d] + w.shift[d + 1]);
-      REGARD_UNROLL
-      for (int r = 0; r < M; ++r) {
-        const V q0 = broadcast(a[r]), q1 = broadcast(a[MR + r]);
+  constexpr bool plain = mode == AdditiveMode::direct || mode == AdditiveMode::small;
+  const V factor = broadcast(plain ? scale : -2 * w.largest * scale);
+  for (int64_t d = 0; d < w.depth;) {
+    const int64_t end = least<int64_t>(w.depth, d + additive_part);
+    const bool first = d == 0;
+    // The sums are of weight * (r - 1/2) = -weight * tanh / 2 and not of weight * r: small scores keep their digits.
+    V sum[M][2];
+    REGARD_UNROLL
+    for (int r = 0; r < M; ++r) sum[r][0] = sum[r][1] = V{};
+    if constexpr (mode == AdditiveMode::paired) {
+      for (; d + 2 <= end; d += 2, a += 2 * MR, b += 2 * NR<T>) {
+        const V over0 = broadcast(w.inverse[d]), over1 = broadcast(w.inverse[d + 1]);
+        const V shift = broadcast(w.shift[d] + w.shift[d + 1]);
         REGARD_UNROLL
-        for (int half = 0; half < 2; ++half) {
-          const V x = q0 * load(b + half * L) + over0, y = q1 * load(b + NR<T> + half * L) + over1;
-          sum[r][half] += quotient_plus(x + y, x * y, shift);
+        for (int r = 0; r < M; ++r) {
+          const V q0 = broadcast(a[r]), q1 = broadcast(a[MR + r]);
+          REGARD_UNROLL
+          for (int half = 0; half < 2; ++half) {
+            const V x = q0 * load(b + half * L) + over0, y = q1 * load(b + NR<T> + half * L) + over1;
+            sum[r][half] += quotient_plus(x + y, x * y, shift);
+          }
         }
       }
     }
-  }
-  for (; d < w.depth; ++d, a += MR, b += NR<T>) {
-    const V over = broadcast(w.inverse[d]), shift = broadcast(w.shift[d]), weight = broadcast(w.weight[d]);
-    REGARD_UNROLL
-    for (int r = 0; r < M; ++r) {
-      const V q = broadcast(a[r]);
+    for (; d < end; ++d, a += MR, b += NR<T>) {
+      const V over = broadcast(w.inverse[d]), shift = broadcast(w.shift[d]), weight = broadcast(w.weight[d]);
       REGARD_UNROLL
-      for (int half = 0; half < 2; ++half) {
-        const V k = load(b + half * L);
-        if constexpr (mode == AdditiveMode::direct) sum[r][half] += weight * saturating_tanh(q + k);
-        else sum[r][half] += reciprocal_plus(q * k + over, shift);
+      for (int r = 0; r < M; ++r) {
+        const V q = broadcast(a[r]);
+        REGARD_UNROLL
+        for (int half = 0; half < 2; ++half) {
+          const V k = load(b + half * L);
+          if constexpr (mode == AdditiveMode::small) sum[r][half] += weight * small_tanh(q + k);
+          else if constexpr (mode == AdditiveMode::direct) sum[r][half] += weight * precise_tanh(q + k);
+          else sum[r][half] += reciprocal_plus(q * k + over, shift);
+        }
       }
     }
-  }
-  const V factor = broadcast(mode == AdditiveMode::direct ? scale : -2 * w.largest * scale);
-  REGARD_UNROLL
-  for (int r = 0; r < M; ++r, c += c_row) {
-    store(c, factor * sum[r][0]);
-    store(c + L, factor * sum[r][1]);
+    REGARD_UNROLL
+    for (int r = 0; r < M; ++r)
+      for (int half = 0; half < 2; ++half) {
+        T* to = c + r * c_row + half * L;
+        store(to, factor * sum[r][half] + (first ? V{} : load(to)));
+      }
   }
 }
 
@@ -208,7 +227,8 @@ template <AdditiveMode mode, class T, int M>
 REGARD_INLINE void additive_gradients(int64_t width, int64_t keys, AdditiveRows<T> q, AdditiveRows<T> k, const T* __restrict ds,
                                       int64_t ds_row, T* __restrict dq, T* __restrict dk, T* __restrict moment) {
   using V = Vec<T>;
-  const V zero{}, half = broadcast(T(0.5)), minus_one = broadcast(T(-1));
+  constexpr bool plain = mode == AdditiveMode::direct || mode == AdditiveMode::small;
+  const V zero{}, half = broadcast(T(0.5));
   for (int64_t d = 0; d < width; d += lanes<T>) {
     const T* key_row = k.at(d);
     T* key_sums = dk + d;
@@ -220,10 +240,16 @@ REGARD_INLINE void additive_gradients(int64_t width, int64_t keys, AdditiveRows<
       V key_sum = zero;
       REGARD_UNROLL
       for (int r = 0; r < M; ++r) {
-        V t;
-        if constexpr (mode == AdditiveMode::direct) t = -saturating_tanh(query[r] + key);
-        else t = reciprocal_plus(query[r] * key + half, minus_one);
-        const V given = broadcast(ds[r * ds_row + j]), first = given * t, second = given - first * t;
+        const V given = broadcast(ds[r * ds_row + j]);
+        V first, second;
+        if constexpr (plain) {
+          const V t = mode == AdditiveMode::small ? small_tanh(query[r] + key) : precise_tanh(query[r] + key);
+          first = -given * t, second = given + first * t;
+        } else {
+          // 1 - tanh^2 = 4 e^2x / (1 + e^2x)^2, with all its digits where tanh is near 1
+          const V product = query[r] * key, r2 = reciprocal(product + half), share = given * r2;
+          first = share - given, second = (product * r2) * (share + share);
+        }
         moments[r & 1] += first;
         query_sum[r] += second;
         key_sum += second;

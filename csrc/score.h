@@ -65,32 +65,36 @@ template <class T> struct AdditiveScore {
     if (const int status = parallel(p.threads, scan)) return status;
     for (int64_t t = 1; t < p.threads; ++t) found[0].include(found[2 * t]), found[1].include(found[2 * t + 1]);
 
-    mode = AdditiveMode::paired;
+    const bool small = AdditiveWeight<T>::small(found[0], found[1]);
+    mode = small ? AdditiveMode::small : AdditiveMode::paired;
     for (int64_t h = 0; h < heads; ++h) {
       const T* source = (const T*)given.data + h * given.stride[1];
       T* storage = (T*)((char*)memory.data + numbers) + h * 3 * D;
       const AdditiveWeight<T> weight(source, given.stride[3], D, storage);
       ((AdditiveWeight<T>*)memory.data)[h] = weight;
-      mode = greatest(mode, weight.mode(found[0], found[1]));
+      if (!small) mode = greatest(mode, weight.mode(found[0], found[1]));
     }
     return REGARD_OK;
   }
 
+  // Whether queries and keys are packed as they are.
+  bool plain() const { return mode == AdditiveMode::small || mode == AdditiveMode::direct; }
+
   T key_factor(T) const { return 1; }
 
   void ready_queries(int64_t h, T* strip) const {
-    if (mode == AdditiveMode::direct) return;
+    if (plain()) return;
     exponentials(strip, D * MR, T(1));
     const T* inverse = weight(h).inverse;
     for (int64_t d = 0; d < D; ++d)
       for (int r = 0; r < MR; ++r) strip[d * MR + r] *= inverse[d];
   }
   void ready_keys(T* turned) const {
-    if (mode != AdditiveMode::direct) exponentials(turned, D * NR<T>, T(1));
+    if (!plain()) exponentials(turned, D * NR<T>, T(1));
   }
   // Rows as panels [width / NR][row][NR], which the gradients read: with the factor 1/2 for queries, 1 for keys.
   void ready_rows(T* panels, int64_t rows, int64_t panel, T factor) const {
-    if (mode == AdditiveMode::direct) return;
+    if (plain()) return;
     for (int64_t d = 0; d < width; d += NR<T>, panels += panel) exponentials(panels, rows * NR<T>, factor);
   }
   static void exponentials(T* x, int64_t n, T factor) {
@@ -99,6 +103,7 @@ template <class T> struct AdditiveScore {
 
   void fill(int64_t h, int rows, int64_t panels, const T* strip, const T* turned, T* scores, int64_t stride) const {
     if (mode == AdditiveMode::paired) fill_in<AdditiveMode::paired>(weight(h), rows, panels, strip, turned, scores, stride);
+    else if (mode == AdditiveMode::small) fill_in<AdditiveMode::small>(weight(h), rows, panels, strip, turned, scores, stride);
     else if (mode == AdditiveMode::single) fill_in<AdditiveMode::single>(weight(h), rows, panels, strip, turned, scores, stride);
     else fill_in<AdditiveMode::direct>(weight(h), rows, panels, strip, turned, scores, stride);
   }
@@ -123,7 +128,8 @@ template <class T> struct AdditiveScore {
   template <int M>
   __attribute__((noinline)) void add_rows(int64_t keys, AdditiveRows<T> q, AdditiveRows<T> k, const T* ds, int64_t ds_row, T* dq, T* dk,
                                           T* sums) const {
-    if (mode == AdditiveMode::direct) additive_gradients<AdditiveMode::direct, T, M>(width, keys, q, k, ds, ds_row, dq, dk, sums);
+    if (mode == AdditiveMode::small) additive_gradients<AdditiveMode::small, T, M>(width, keys, q, k, ds, ds_row, dq, dk, sums);
+    else if (mode == AdditiveMode::direct) additive_gradients<AdditiveMode::direct, T, M>(width, keys, q, k, ds, ds_row, dq, dk, sums);
     else additive_gradients<AdditiveMode::single, T, M>(width, keys, q, k, ds, ds_row, dq, dk, sums);
   }
 

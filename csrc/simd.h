@@ -357,11 +357,11 @@ REGARD_INLINE VecF reciprocal(VecF x) {
 REGARD_INLINE VecD reciprocal(VecD x) { return 1.0 / x; }
 
 // tanh to a few roundings, relative also near zero (where 1 - 2/(1+e^2x) would lose digits). In float a quotient of odd
-// and even polynomials, which reaches 1 within a rounding at the limit.
+// and even polynomials, and exactly 1 where no other number is as close: gradients are multiplied by 1 - tanh^2, and where
+// all is saturated nothing must be left of them.
 REGARD_INLINE VecF tanh(VecF x) {
-  const VecF limit = broadcast(7.90531110763549805f);
-  x = max(-limit, min(limit, x));
-  const VecF z = x * x;
+  const VecF limit = broadcast(7.90531110763549805f), one = broadcast(1.0f);
+  const VecF c = max(-limit, min(limit, x)), z = c * c;
   VecF p = broadcast(-2.76076847742355e-16f);
   p = p * z + 2.00018790482477e-13f;
   p = p * z - 8.60467152213735e-11f;
@@ -373,7 +373,8 @@ REGARD_INLINE VecF tanh(VecF x) {
   q = q * z + 1.18534705686654e-04f;
   q = q * z + 2.26843463243900e-03f;
   q = q * z + 4.89352518554385e-03f;
-  return x * p / q;
+  const VecF y = c * p / q;
+  return select(x > 9.0109f, one, select(x < -9.0109f, -one, y));
 }
 REGARD_INLINE VecD tanh(VecD x) {
   const VecD a = absolute(x), z = x * x;
