@@ -221,7 +221,7 @@ def test_the_operator_is_registered_as_torch_wants_it() -> None:
     bias, sink = tensors((1, 2, 9, 11), (2,))
     start, stop = torch.zeros(1, 1, 9, dtype=torch.int32), torch.arange(1, 10, dtype=torch.int32)[None, None]
     fixed = ([start, stop], None, None, [0.5, 0.0, 1.0, 0.0], [0, 0, 0, 0])
-    torch.library.opcheck(torch.ops.regard.dot, (query, key, value, None, None, bias, sink, *fixed))
+    torch.library.opcheck(torch.ops.regard.dot, (query, key, value, None, None, bias, sink, None, *fixed))
 
 
 def test_the_same_bits_come_back() -> None:

@@ -37,6 +37,9 @@ _PROBLEM = struct.Struct("@7q2i3d" + 3 * _TENSOR + "2P3q" + "5P2q" + 3 * _TENSOR
 _RESULT = struct.Struct("@" + 3 * _TENSOR)
 _GRADIENT = struct.Struct("@" + 14 * _TENSOR)
 _STATISTICS = struct.Struct("@" + 4 * _TENSOR + "q2P")
+_LINEAR = struct.Struct("@6q2i" + 3 * _TENSOR)
+_LINEAR_RESULT = struct.Struct("@" + 2 * _TENSOR)
+_LINEAR_GRADIENT = struct.Struct("@" + 6 * _TENSOR)
 _ABSENT = (0, 0, 0, 0, 0)
 _ADDRESS = struct.Struct("@P").pack
 
@@ -62,7 +65,8 @@ def library() -> ctypes.CDLL | str:
         return f"the compiled library has interface {version}, but {INTERFACE} is needed; reinstall regard"
     for name in ("regard_isa", "regard_isas_compiled", "regard_version"):
         getattr(found, name).restype = ctypes.c_char_p
-    for name in ("regard_dot_forward", "regard_dot_backward", "regard_dot_look"):
+    names = ("dot_forward", "dot_backward", "dot_look", "linear_forward", "linear_backward")
+    for name in (f"regard_{name}" for name in names):
         getattr(found, name).argtypes = [ctypes.c_char_p, ctypes.c_char_p]
     return found
 
@@ -285,6 +289,34 @@ def _differentiate(ctx: Any, *grads: Tensor | None) -> tuple:
 
 
 _dot.register_autograd(_differentiate, setup_context=_remember)
+
+
+# Causal linear attention
+
+
+def _packed_linear(query: Tensor, key: Tensor, value: Tensor) -> bytes:
+    (B, H, N, M), (_, G, _, E) = query.shape, value.shape
+    places = (n for tensor in (query, key, value) for n in _place(tensor))
+    return _LINEAR.pack(B, H, G, N, M, E, _DTYPES[query.dtype], torch.get_num_threads(), *places)
+
+
+def linear_forward(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    """The output (B, H, N, E) and its denominator (B, H, N) of features (B, H, N, M), (B, G, N, M), value (B, G, N, E)."""
+    output, norm, _ = _results(query, value, (0, 0))
+    _call(
+        "regard_linear_forward", _packed_linear(query, key, value), _LINEAR_RESULT.pack(*_place(output), *_place(norm))
+    )
+    return output, norm
+
+
+def linear_backward(
+    query: Tensor, key: Tensor, value: Tensor, output: Tensor, norm: Tensor, grad: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of the features and of the value, given that of the output."""
+    dq, dk, dv = (torch.empty_like(t, memory_format=torch.contiguous_format) for t in (query, key, value))
+    places = (n for tensor in (output, norm, grad, dq, dk, dv) for n in _place(tensor))
+    _call("regard_linear_backward", _packed_linear(query, key, value), _LINEAR_GRADIENT.pack(*places))
+    return dq, dk, dv
 
 
 # The engine
