@@ -14,28 +14,6 @@ enum class AdditiveMode { small, paired, single, direct };
 
 constexpr int64_t additive_part = 16;  // columns in one part of a score's sum
 
-// e^2x for |2x| up to 87 (709), to within about one rounding: its error is that of every score. The argument is reduced in
-// two steps, since rounding 2x * log2(e) to one number would cost as many digits as the exponent has.
-REGARD_INLINE VecF exp_of_twice(VecF x) {
-  const VecF y = x + x, shifted = y * float(log2_e) + 12582912.0f, n = shifted - 12582912.0f;
-  const VecF f = (y - n * 0.693359375f) + n * 2.12194440e-4f;
-  VecF p = broadcast(float(1.0 / 5040));
-  p = p * f + float(1.0 / 720);
-  p = p * f + float(1.0 / 120);
-  p = p * f + float(1.0 / 24);
-  p = p * f + float(1.0 / 6);
-  p = p * f + 0.5f;
-  p = (p * (f * f) + f) + 1.0f;
-  return bits_as<VecF>(bits_as<SimdOf<float>::Word>(p) + (bits_as<SimdOf<float>::Word>(shifted) << 23));
-}
-REGARD_INLINE VecD exp_of_twice(VecD x) {
-  typedef uint64_t Word64 __attribute__((vector_size(vector_bytes)));
-  const VecD y = x + x, shifted = y * log2_e + 6755399441055744.0, n = shifted - 6755399441055744.0;
-  const VecD f = (y - n * 6.93147180369123816490e-01) - n * 1.90821492927058770002e-10;
-  const auto power = bits_as<Word64>(exp2(f * log2_e));
-  return bits_as<VecD>(power + (bits_as<Word64>(shifted) << 52));
-}
-
 // n / x + c, and 1 / x + c. With a fused multiply-add: an estimate and one Newton step, arranged so that what is rounded
 // before the end is only n * estimate; without one the step would lose the digits that it should win.
 #if defined(__AVX512F__) || defined(__FMA__) || defined(__ARM_FEATURE_FMA)

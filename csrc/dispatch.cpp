@@ -97,6 +97,7 @@ int check(const regard_dot& p) {
 }
 
 int check(const regard_linear& x) {
+  if (x.map != REGARD_FEATURES && x.map != REGARD_ELU) return REGARD_BAD_ARGUMENT;
   regard_dot same{};
   same.B = x.B, same.H = x.H, same.G = x.G, same.Q = same.K = x.N, same.D = x.M, same.E = x.E;
   same.dtype = x.dtype, same.threads = x.threads, same.temperature = 1;

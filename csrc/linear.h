@@ -2,6 +2,7 @@
 //
 //   out_i = sum over j <= i of (q_i . k_j) v_j / norm_i,    norm_i = q_i . (sum over j <= i of k_j)
 //
+// of features q and k, which are made while packing.
 // Within a chunk the products q.k are formed and the upper triangle is dropped; everything before the chunk is in the
 // state S = sum of k v^T and z = sum of k. A head that is too long for one thread is cut into segments: a first pass adds
 // up the states of parts of them, and every segment starts from the sum of the parts before it.
@@ -12,6 +13,26 @@
 namespace regard::REGARD_ISA {
 
 constexpr int chunk_rows = 32;  // a multiple of NR on every instruction set
+
+// elu(x) + 1, with all digits near 0, where 1 - 1 + e^x would have none. Below -80 it is exactly 0: so is a key that is
+// no key.
+template <class T> REGARD_INLINE Vec<T> elu_feature(Vec<T> x) {
+  const Vec<T> zero{}, power = exp(min(zero, max(broadcast(T(-87)), x)));
+  return select(x < T(-80), zero, power + max(zero, x));
+}
+// Its derivative is the feature itself up to 1, and then 1.
+template <class T> void make_features(T* x, int64_t n) {
+  for (int64_t i = 0; i < n; i += lanes<T>) store(x + i, elu_feature<T>(load(x + i)));
+}
+template <class T> __attribute__((noinline)) void times_slope(const Matrix& x, int64_t row, T* gradient) {
+  with_storage<T>(x.dtype, [&](auto stored) __attribute__((always_inline)) {
+    using S = typename decltype(stored)::type;
+    for (int64_t c = 0; c < x.columns; c += lanes<T>) {
+      const Vec<T> feature = elu_feature<T>(load_some(at<S>(x, row, c), x.column_stride, x.columns - c));
+      store(gradient + c, load(gradient + c) * min(broadcast(T(1)), feature));
+    }
+  });
+}
 
 template <class T> constexpr int32_t dtype_of = sizeof(T) == 8 ? REGARD_FLOAT64 : REGARD_FLOAT32;
 
@@ -98,6 +119,25 @@ template <class T> struct LinearProblem {
 
   Matrix keys(int64_t head) const { return matrix_of(x.k, x.dtype, head / x.G, head % x.G, x.N, M); }
   Matrix values(int64_t head) const { return matrix_of(x.v, x.dtype, head / x.G, head % x.G, x.N, E); }
+  Matrix queries(int64_t b, int64_t h) const { return matrix_of(x.q, x.dtype, b, h, x.N, M); }
+
+  // Features of up to a chunk of rows, as panels and turned; the first returns whether NaN or an infinity was met.
+  bool feature_panels(const Matrix& from, int64_t row, int64_t rows, T* out) const {
+    const bool bad = pack_panels<T>(from, row, rows, T(1), out, chunk_rows * NR<T>);
+    if (x.map == REGARD_ELU)
+      for (int64_t m = 0; m < wide_m; m += NR<T>) make_features(out + m * chunk_rows, rows * NR<T>);
+    return bad;
+  }
+  void turned_features(const Matrix& from, int64_t row, int64_t rows, T* out) const {
+    turn_rows<T>(from, row, rows, M, out);
+    if (x.map == REGARD_ELU) make_features(out, round_up(rows, NR<T>) * M);
+  }
+  // From the gradient of a row's features, its own.
+  void store_row(const Matrix& from, const Matrix& to, int64_t row, T* gradient) const {
+    if (x.map == REGARD_ELU) times_slope<T>(from, row, gradient);
+    unpack_row<T>(row_of(to, row), M, to.column_stride, x.dtype, gradient, T(1));
+  }
+
   int64_t rows_of(int64_t c) const { return least<int64_t>(chunk_rows, x.N - c * chunk_rows); }
 };
 
@@ -161,14 +201,14 @@ template <class T> struct LinearForward : LinearProblem<T> {
   }
 
   bool pack(const Matrix& k, const Matrix& v, int64_t row, int64_t rows, const Scratch& s) const {
-    const bool bad = pack_panels<T>(k, row, rows, T(1), s.keys, chunk_rows * NR<T>);
+    const bool bad = this->feature_panels(k, row, rows, s.keys);
     return pack_panels<T>(v, row, rows, T(1), s.values, chunk_rows * NR<T>) || bad;
   }
 
   void attend(int64_t b, int64_t h, int64_t row, int64_t rows, bool alone, const Scratch& s) const {
-    const Matrix q = matrix_of(x.q, x.dtype, b, h, x.N, M), out = matrix_of(result.out, x.dtype, b, h, x.N, E);
+    const Matrix out = matrix_of(result.out, x.dtype, b, h, x.N, E);
     T* norm = (T*)result.norm.data + b * result.norm.stride[0] + h * result.norm.stride[1];
-    turn_rows<T>(q, row, rows, M, s.queries);
+    this->turned_features(this->queries(b, h), row, rows, s.queries);
     for (int64_t p = 0; p < rows; p += NR<T>)
       multiply<T, 0, 1, Into::overwrite>(1, 1, M, s.state + M * wide_e, s.queries + p * M, 0, s.norms + p, 0);
 
@@ -215,7 +255,7 @@ template <class T> struct LinearForward : LinearProblem<T> {
       for (int64_t c = split.first_chunk(segment * split.segments); c < end; ++c) {
         const int64_t row = c * chunk_rows, rows = this->rows_of(c);
         const bool bad = pack(k, v, row, rows, s);
-        turn_rows<T>(k, row, rows, M, s.turned_keys);
+        this->turned_features(k, row, rows, s.turned_keys);
         for (int64_t h = g * group; h < (g + 1) * group; ++h) attend(b, h, row, rows, bad, s);
         if (c + 1 < end) extend_state(rows, s, s.state);
       }

@@ -40,7 +40,7 @@ template <class T> struct LinearBackward : LinearProblem<T> {
   }
 
   bool pack_keys(int64_t head, int64_t row, int64_t rows, const Scratch& s) const {
-    return pack_panels<T>(this->keys(head), row, rows, T(1), s.keys, chunk_rows * NR<T>);
+    return this->feature_panels(this->keys(head), row, rows, s.keys);
   }
   void pack_values(int64_t head, int64_t row, int64_t rows, const Scratch& s) const {
     pack_panels<T>(this->values(head), row, rows, T(1), s.values, chunk_rows * NR<T>);
@@ -50,7 +50,7 @@ template <class T> struct LinearBackward : LinearProblem<T> {
     for (int64_t p = 0; p < rows; p += NR<T>) fill<T>(s.turned_values + p * (E + 1) + E * NR<T>, NR<T>, 1);
   }
   bool pack_queries(int64_t b, int64_t h, int64_t row, int64_t rows, const Scratch& s) const {
-    return pack_panels<T>(matrix_of(x.q, x.dtype, b, h, x.N, M), row, rows, T(1), s.queries, chunk_rows * NR<T>);
+    return this->feature_panels(this->queries(b, h), row, rows, s.queries);
   }
 
   // n as rows, and m.
@@ -111,7 +111,7 @@ template <class T> struct LinearBackward : LinearProblem<T> {
       drop_future(count, i, width, s.products);
       multiply<T, 1, NR<T>, Into::overwrite>(count, wide_m / NR<T>, E + 1, left, s.past, (E + 1) * NR<T>, s.d_keys, wide_m);
       multiply<T, chunk_rows, 1, Into::add>(count, wide_m / NR<T>, seen, s.products, s.keys, chunk_rows * NR<T>, s.d_keys, wide_m);
-      for (int r = 0; r < count; ++r) unpack_row<T>(row_of(d_q, row + i + r), M, d_q.column_stride, x.dtype, s.d_keys + r * wide_m, T(1));
+      for (int r = 0; r < count; ++r) this->store_row(this->queries(b, h), d_q, row + i + r, s.d_keys + r * wide_m);
     });
   }
 
@@ -120,7 +120,7 @@ template <class T> struct LinearBackward : LinearProblem<T> {
     prepare(b, h, row, rows, s);
     turn_prepared(rows, s);
     const bool bad_rows = pack_prepared(rows, s), bad_queries = pack_queries(b, h, row, rows, s);
-    turn_rows<T>(matrix_of(x.q, x.dtype, b, h, x.N, M), row, rows, M, s.turned_queries);
+    this->turned_features(this->queries(b, h), row, rows, s.turned_queries);
     for_blocks<T>(rows, false, [&](int64_t i, int count) {
       const int64_t width = round_up(i + count, NR<T>);
       T *scores = s.scores + i * chunk_rows, *products = s.products + i * chunk_rows;
@@ -165,7 +165,7 @@ template <class T> struct LinearBackward : LinearProblem<T> {
       accumulate(s.future, future_of(head, part), future_size);
     for (int64_t c = split.first_chunk((segment + 1) * split.segments) - 1; c >= start; --c) {
       const int64_t row = c * chunk_rows, rows = this->rows_of(c);
-      turn_rows<T>(k, row, rows, M, s.turned_keys);
+      this->turned_features(k, row, rows, s.turned_keys);
       turn_values(head, row, rows, s);
       turn_future(s);
       for_blocks<T>(rows, false, [&](int64_t j, int count) {
@@ -176,7 +176,7 @@ template <class T> struct LinearBackward : LinearProblem<T> {
       });
       for (int64_t h = g * group; h < (g + 1) * group; ++h) key_gradients(b, h, row, rows, s);
       for (int64_t j = 0; j < rows; ++j) {
-        unpack_row<T>(row_of(d_k, row + j), M, d_k.column_stride, x.dtype, s.d_keys + j * wide_m, T(1));
+        this->store_row(k, d_k, row + j, s.d_keys + j * wide_m);
         unpack_row<T>(row_of(d_v, row + j), E, d_v.column_stride, x.dtype, s.d_values + j * wide_e, T(1));
       }
     }

@@ -55,6 +55,9 @@ typedef struct {
 
 enum { REGARD_TILE = 64 };
 
+// The features of linear attention: q and k as they are, or elu(x) + 1 of them.
+enum { REGARD_FEATURES = 0, REGARD_ELU = 1 };
+
 // One call of attention:
 //   logits = (score + diagonal[j - i + Q - 1] + row_table[i, clip(j - p, -R, R) + R] + bias[i, j]) / temperature
 //   score = cap(scale * q.k), cap(x) = softcap * tanh(x / softcap), or x where softcap is 0;   p = offset[b] + i
@@ -114,13 +117,15 @@ typedef struct {
   void* top_weights;  // Real, of the same shape
 } regard_dot_statistics;
 
-// Causal linear attention on features: out_i = sum over j <= i of (q_i . k_j) v_j / norm_i, norm_i = sum of q_i . k_j.
+// Causal linear attention: out_i = sum over j <= i of (f(q_i) . f(k_j)) v_j / norm_i, norm_i = sum of f(q_i) . f(k_j).
 typedef struct {
   int64_t B, H, G, N, M, E;
   int32_t dtype;    // of q, k, v, out and their gradients
   int32_t threads;  // at most this many
-  regard_tensor q;  // (B, H, N, M) features
-  regard_tensor k;  // (B, G, N, M) features
+  int32_t map;      // what makes features of q and k
+  int32_t reserved;
+  regard_tensor q;  // (B, H, N, M)
+  regard_tensor k;  // (B, G, N, M)
   regard_tensor v;  // (B, G, N, E)
 } regard_linear;
 

@@ -98,7 +98,10 @@ template <class T> struct AdditiveScore {
     for (int64_t d = 0; d < width; d += NR<T>, panels += panel) exponentials(panels, rows * NR<T>, factor);
   }
   static void exponentials(T* x, int64_t n, T factor) {
-    for (int64_t i = 0; i < n; i += lanes<T>) store_some(x + i, 1, n - i, exp_of_twice(load_some(x + i, 1, n - i)) * factor);
+    for (int64_t i = 0; i < n; i += lanes<T>) {
+      const Vec<T> v = load_some(x + i, 1, n - i);
+      store_some(x + i, 1, n - i, exp(v + v) * factor);
+    }
   }
 
   void fill(int64_t h, int rows, int64_t panels, const T* strip, const T* turned, T* scores, int64_t stride) const {

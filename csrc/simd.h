@@ -305,6 +305,28 @@ REGARD_INLINE VecD exp2(VecD x) {
   return bits_as<VecD>(bits_as<Word64>(p) + (bits_as<Word64>(shifted) << 52));
 }
 
+// e^y for |y| up to 87 (709), to within about one rounding. The argument is reduced in two steps, since rounding
+// y * log2(e) to one number would cost as many digits as the exponent has.
+REGARD_INLINE VecF exp(VecF y) {
+  const VecF shifted = y * float(log2_e) + 12582912.0f, n = shifted - 12582912.0f;
+  const VecF f = (y - n * 0.693359375f) + n * 2.12194440e-4f;
+  VecF p = broadcast(float(1.0 / 5040));
+  p = p * f + float(1.0 / 720);
+  p = p * f + float(1.0 / 120);
+  p = p * f + float(1.0 / 24);
+  p = p * f + float(1.0 / 6);
+  p = p * f + 0.5f;
+  p = (p * (f * f) + f) + 1.0f;
+  return bits_as<VecF>(bits_as<SimdOf<float>::Word>(p) + (bits_as<SimdOf<float>::Word>(shifted) << 23));
+}
+REGARD_INLINE VecD exp(VecD y) {
+  typedef uint64_t Word64 __attribute__((vector_size(vector_bytes)));
+  const VecD shifted = y * log2_e + 6755399441055744.0, n = shifted - 6755399441055744.0;
+  const VecD f = (y - n * 6.93147180369123816490e-01) - n * 1.90821492927058770002e-10;
+  const auto power = bits_as<Word64>(exp2(f * log2_e));
+  return bits_as<VecD>(power + (bits_as<Word64>(shifted) << 52));
+}
+
 // log2(x) for normal x > 0: the exponent, and the mantissa m in [sqrt(1/2), sqrt(2)) by the series of artanh((m-1)/(m+1)).
 REGARD_INLINE VecF log2(VecF x) {
   using I = IntVec<float>;

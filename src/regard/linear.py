@@ -194,25 +194,33 @@ class LinearAttention:
             return None
         if torch._C._functorch.peek_interpreter_stack() is not None:  # a torch.func transform
             return None
-        dtype = torch.promote_types(q.dtype, torch.float32)
-        queries, keys, values = lead(q).to(dtype)[:, :, Q - K :], lead(k).to(dtype), lead(v).to(dtype)
+        queries, keys, values = lead(q)[:, :, Q - K :], lead(k), lead(v)
         real = self._real(lead(q), keys)
         if real is not None:
             keys, values = torch.where(real, keys, 0), torch.where(real, values, 0)
+        elu = not isinstance(self.features, Favor)
         if isinstance(self.features, Favor):
-            features = _favor_features(self.features, queries, keys)
+            dtype = torch.promote_types(q.dtype, torch.float32)
+            queries, keys, values = (
+                self.features.logs(queries.to(dtype)),
+                self.features.logs(keys.to(dtype)),
+                values.to(dtype),
+            )
+            fits = _within(keys, -40, 30)
+            if fits:
+                queries, keys = (queries - queries.detach().amax(-1, keepdim=True)).exp(), keys.exp()
         else:
-            features = _elu_features(queries, keys)
-        if features is None:
+            fits = _within(queries, -20, 1e4) and _within(keys, -20, 1e4)
+        if not fits:
             return None
-        queries, keys = features
-        if real is not None:
-            keys = torch.where(real, keys, 0)
+        if real is not None:  # of the least number there is, elu makes the feature 0
+            keys = torch.where(real, keys, torch.finfo(keys.dtype).min if elu else 0)
         if torch.is_grad_enabled() and any(x.requires_grad for x in (queries, keys, values)):
-            output = _Fused.apply(queries, keys, values)
+            output = _Fused.apply(elu, queries, keys, values)
         else:
-            output, _ = native.linear_forward(queries, keys, values)
-        return F.pad(output, (0, 0, Q - K, 0)).reshape(*q.shape[:-1], v.shape[-1]).to(q.dtype)
+            output, _ = native.linear_forward(queries, keys, values, elu)
+        output = F.pad(output, (0, 0, Q - K, 0)) if K < Q else output
+        return output.reshape(*q.shape[:-1], v.shape[-1]).to(q.dtype)
 
     def _logs(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Log features of queries (B, G, Q, H / G, M) and keys (B, G, K, M), values and a 1 beside (B, G, K, E + 1)."""
@@ -240,21 +248,6 @@ class LinearAttention:
         return real
 
 
-def _elu_features(queries: Tensor, keys: Tensor) -> tuple[Tensor, Tensor] | None:
-    """elu(x) + 1, with all digits of those near 0; None where some are too small or too large."""
-    if not (_within(queries, -20, 1e4) and _within(keys, -20, 1e4)):
-        return None
-    return queries.clamp(max=0).exp() + queries.relu(), keys.clamp(max=0).exp() + keys.relu()
-
-
-def _favor_features(favor: Favor, queries: Tensor, keys: Tensor) -> tuple[Tensor, Tensor] | None:
-    """Those of a query in units of its largest; None where some of the keys are too small or too large."""
-    queries, keys = favor.logs(queries), favor.logs(keys)
-    if not _within(keys, -40, 30):
-        return None
-    return (queries - queries.detach().amax(-1, keepdim=True)).exp(), keys.exp()
-
-
 def _within(x: Tensor, low: float, high: float) -> bool:
     """Whether all that is finite is between the two."""
     least, greatest = x.detach().aminmax()
@@ -264,11 +257,12 @@ def _within(x: Tensor, low: float, high: float) -> bool:
 
 
 class _Fused(torch.autograd.Function):
-    """The compiled kernel on features (B, H, N, M), (B, G, N, M) and values (B, G, N, E)."""
+    """The compiled kernel on queries (B, H, N, M), keys (B, G, N, M) and values (B, G, N, E)."""
 
     @staticmethod
-    def forward(ctx: Any, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        output, norm = native.linear_forward(queries, keys, values)
+    def forward(ctx: Any, elu: bool, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        output, norm = native.linear_forward(queries, keys, values, elu)
+        ctx.elu = elu
         ctx.save_for_backward(queries, keys, values, output, norm)
         return output
 
@@ -276,17 +270,23 @@ class _Fused(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         *inputs, output, norm = ctx.saved_tensors
         if not torch.is_grad_enabled():
-            return native.linear_backward(*inputs, output, norm, grad)
-        found = torch.autograd.grad(_by_logs(*inputs), inputs, grad, create_graph=True)
-        return tuple(found)
+            return None, *native.linear_backward(*inputs, ctx.elu, output, norm, grad)
+        wanted = [x for x, want in zip(inputs, ctx.needs_input_grad[1:], strict=True) if want]
+        found = iter(torch.autograd.grad(_by_logs(ctx.elu, *inputs), wanted, grad, create_graph=True))
+        return None, *(next(found) if want else None for want in ctx.needs_input_grad[1:])
 
 
-def _by_logs(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-    """What the kernel computes, for a second derivative."""
-    logs = (torch.where(x > 0, torch.where(x > 0, x, 1).log(), _lowest(x)) for x in (queries, keys))
-    queries, keys = logs
-    rows = queries.unflatten(1, (keys.shape[1], -1)).transpose(2, 3)
-    return _output(_causal(rows, keys, F.pad(values, (0, 1), value=1.0), None), queries)
+def _by_logs(elu: bool, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+    """What the kernel computes, in a form that can be differentiated twice."""
+    dtype = torch.promote_types(queries.dtype, torch.float32)
+    logs = _elu_logs if elu else _feature_logs
+    rows, keys = logs(queries.to(dtype)), logs(keys.to(dtype))
+    rows = rows.unflatten(1, (keys.shape[1], -1)).transpose(2, 3)
+    return _output(_causal(rows, keys, F.pad(values.to(dtype), (0, 1), value=1.0), None), queries)
+
+
+def _feature_logs(x: Tensor) -> Tensor:
+    return torch.where(x > 0, torch.where(x > 0, x, 1).log(), _lowest(x))
 
 
 def _gather(keys: Tensor, values: Tensor) -> LinearState:

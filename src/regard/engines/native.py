@@ -37,7 +37,7 @@ _PROBLEM = struct.Struct("@7q2i3d" + 3 * _TENSOR + "2P3q" + "5P2q" + 3 * _TENSOR
 _RESULT = struct.Struct("@" + 3 * _TENSOR)
 _GRADIENT = struct.Struct("@" + 14 * _TENSOR)
 _STATISTICS = struct.Struct("@" + 4 * _TENSOR + "q2P")
-_LINEAR = struct.Struct("@6q2i" + 3 * _TENSOR)
+_LINEAR = struct.Struct("@6q4i" + 3 * _TENSOR)
 _LINEAR_RESULT = struct.Struct("@" + 2 * _TENSOR)
 _LINEAR_GRADIENT = struct.Struct("@" + 6 * _TENSOR)
 _ABSENT = (0, 0, 0, 0, 0)
@@ -294,28 +294,30 @@ _dot.register_autograd(_differentiate, setup_context=_remember)
 # Causal linear attention
 
 
-def _packed_linear(query: Tensor, key: Tensor, value: Tensor) -> bytes:
+def _packed_linear(query: Tensor, key: Tensor, value: Tensor, elu: bool) -> bytes:
     (B, H, N, M), (_, G, _, E) = query.shape, value.shape
     places = (n for tensor in (query, key, value) for n in _place(tensor))
-    return _LINEAR.pack(B, H, G, N, M, E, _DTYPES[query.dtype], torch.get_num_threads(), *places)
+    return _LINEAR.pack(B, H, G, N, M, E, _DTYPES[query.dtype], torch.get_num_threads(), elu, 0, *places)
 
 
-def linear_forward(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-    """The output (B, H, N, E) and its denominator (B, H, N) of features (B, H, N, M), (B, G, N, M), value (B, G, N, E)."""
+def linear_forward(query: Tensor, key: Tensor, value: Tensor, elu: bool) -> tuple[Tensor, Tensor]:
+    """The output (B, H, N, E) and its denominator (B, H, N) of query (B, H, N, M), key (B, G, N, M), value (B, G, N, E).
+
+    Query and key are features, or with `elu` what is to become them.
+    """
     output, norm, _ = _results(query, value, (0, 0))
-    _call(
-        "regard_linear_forward", _packed_linear(query, key, value), _LINEAR_RESULT.pack(*_place(output), *_place(norm))
-    )
+    places = _LINEAR_RESULT.pack(*_place(output), *_place(norm))
+    _call("regard_linear_forward", _packed_linear(query, key, value, elu), places)
     return output, norm
 
 
 def linear_backward(
-    query: Tensor, key: Tensor, value: Tensor, output: Tensor, norm: Tensor, grad: Tensor
+    query: Tensor, key: Tensor, value: Tensor, elu: bool, output: Tensor, norm: Tensor, grad: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of the features and of the value, given that of the output."""
+    """The gradients of query, key and value, given that of the output."""
     dq, dk, dv = (torch.empty_like(t, memory_format=torch.contiguous_format) for t in (query, key, value))
     places = (n for tensor in (output, norm, grad, dq, dk, dv) for n in _place(tensor))
-    _call("regard_linear_backward", _packed_linear(query, key, value), _LINEAR_GRADIENT.pack(*places))
+    _call("regard_linear_backward", _packed_linear(query, key, value, elu), _LINEAR_GRADIENT.pack(*places))
     return dq, dk, dv
 
 
