@@ -1,4 +1,4 @@
-"""The compiled kernels: dot-product and additive descriptions, forward and backward, on a CPU. Nobody else knows the library."""
+"""The compiled kernels: dot-product and additive scores and linear attention, on a CPU. Nobody else knows the library."""
 
 from __future__ import annotations
 
@@ -301,7 +301,7 @@ def _packed_linear(query: Tensor, key: Tensor, value: Tensor, elu: bool) -> byte
 
 
 def linear_forward(query: Tensor, key: Tensor, value: Tensor, elu: bool) -> tuple[Tensor, Tensor]:
-    """The output (B, H, N, E) and its denominator (B, H, N) of query (B, H, N, M), key (B, G, N, M), value (B, G, N, E).
+    """Output (B, H, N, E) and its denominator (B, H, N) of query (B, H, N, M), key (B, G, N, M), value (B, G, N, E).
 
     Query and key are features, or with `elu` what is to become them.
     """
