@@ -1,4 +1,4 @@
-"""The compiled kernels: dot-product and additive scores and linear attention, on a CPU. Nobody else knows the library."""
+"""The compiled kernels: dot-product and additive scores, and linear attention. Nobody else knows the library."""
 
 from __future__ import annotations
 
