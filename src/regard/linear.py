@@ -4,7 +4,7 @@
 
 The sums over j are taken first, into a state of M x E numbers (M features), which the queries then read. Features are
 carried as logarithms, and every sum in units of the largest one that went into it. So nothing overflows, a row that
-sees a key never divides by zero, and a key has no say, not even in the rounding, at a query that may not see it.
+sees a key never divides by zero, and a key costs no digits at a query that may not see it.
 
 On a CPU, causal calls go to a fused kernel where it can do as much with the features themselves.
 """
@@ -270,7 +270,8 @@ class _Fused(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         *inputs, output, norm = ctx.saved_tensors
         if not torch.is_grad_enabled():
-            return None, *native.linear_backward(*inputs, ctx.elu, output, norm, grad)
+            queries, keys, values = inputs
+            return None, *native.linear_backward(queries, keys, values, ctx.elu, output, norm, grad)
         wanted = [x for x, want in zip(inputs, ctx.needs_input_grad[1:], strict=True) if want]
         found = iter(torch.autograd.grad(_by_logs(ctx.elu, *inputs), wanted, grad, create_graph=True))
         return None, *(next(found) if want else None for want in ctx.needs_input_grad[1:])
