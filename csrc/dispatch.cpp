@@ -103,6 +103,7 @@ int check(const regard_linear& x) {
   if (x.map != REGARD_FEATURES && x.map != REGARD_ELU) return REGARD_BAD_ARGUMENT;
   regard_dot same{};
   same.B = x.B, same.H = x.H, same.G = x.G, same.Q = same.K = x.N, same.D = x.M, same.E = x.E;
+  same.q = x.q, same.k = x.k, same.v = x.v;
   same.dtype = x.dtype, same.threads = x.threads, same.temperature = 1;
   return check(same);
 }
@@ -138,6 +139,17 @@ regard_dot as_the_kernels_take_it(const regard_dot& p) {
   const double per_pair = double(p.D) * (p.weight.data ? 8 : 1) + double(p.E);
   const double work = double(p.B) * double(p.H) * double(p.Q) * double(p.K) * per_pair;
   const double useful = 1 + work / 1e6;
+  if (useful < copy.threads) copy.threads = int(useful);
+  return copy;
+}
+
+regard_linear as_the_kernels_take_it(const regard_linear& x) {
+  regard_linear copy = x;
+  copy.threads = x.threads < most_threads ? x.threads : most_threads;
+  settle_strides(copy.q, x.B, x.H, x.N, x.M);
+  settle_strides(copy.k, x.B, x.G, x.N, x.M);
+  settle_strides(copy.v, x.B, x.G, x.N, x.E);
+  const double useful = 1 + 4 * double(x.B) * double(x.H) * double(x.N) * double(x.M) * double(x.E) / 1e6;
   if (useful < copy.threads) copy.threads = int(useful);
   return copy;
 }
@@ -252,7 +264,7 @@ int regard_linear_forward(const regard_linear* problem, const regard_linear_resu
   const int status = regard::check(*problem);
   if (status != REGARD_OK) return status;
   if (problem->B == 0 || problem->H == 0 || problem->N == 0) return REGARD_OK;
-  return regard::chosen.linear_forward(*problem, *result);
+  return regard::chosen.linear_forward(regard::as_the_kernels_take_it(*problem), *result);
 }
 
 int regard_linear_backward(const regard_linear* problem, const regard_linear_gradient* gradient) {
@@ -260,7 +272,7 @@ int regard_linear_backward(const regard_linear* problem, const regard_linear_gra
   const int status = regard::check(*problem);
   if (status != REGARD_OK) return status;
   if (problem->B == 0 || problem->H == 0 || problem->N == 0) return REGARD_OK;
-  return regard::chosen.linear_backward(*problem, *gradient);
+  return regard::chosen.linear_backward(regard::as_the_kernels_take_it(*problem), *gradient);
 }
 
 }  // extern "C"

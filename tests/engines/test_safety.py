@@ -47,7 +47,7 @@ class Problem(ctypes.Structure):
         ("bias_dtype", ctypes.c_int32), ("wants_value_table", ctypes.c_int32), ("radius", ctypes.c_int64),
         ("offset", ctypes.c_void_p), ("sink", ctypes.c_void_p),
         ("seed", ctypes.c_uint64), ("dropout_threshold", ctypes.c_uint32), ("reserved", ctypes.c_uint32),
-        ("dropout_scale", ctypes.c_double),
+        ("dropout_scale", ctypes.c_double), ("weight", Place),
     )  # fmt: skip
 
 
@@ -58,7 +58,7 @@ class Result(ctypes.Structure):
 class Gradient(ctypes.Structure):
     _fields_ = tuple((name, Place) for name in (
         "out", "lse", "out_table", "d_out", "d_lse", "d_out_table", "d_q", "d_k", "d_v", "d_diagonal", "d_row_table",
-        "d_bias", "delta"))  # fmt: skip
+        "d_bias", "delta", "d_weight"))  # fmt: skip
 
 
 class Statistics(ctypes.Structure):

@@ -13,11 +13,11 @@ from regard.engines import native
 
 
 class _Laid(NamedTuple):
-    """A weight as it was when it was laid out; at its first sight only that it was seen."""
+    """A weight as it was when it was laid out."""
 
     address: int
     version: int
-    numbers: Tensor | None
+    numbers: Tensor
 
 
 _LAID = WeakTensorKeyDictionary()
@@ -26,7 +26,7 @@ _LAID = WeakTensorKeyDictionary()
 def product(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, rows: tuple[int, int] | None = None) -> Tensor:
     """`F.linear(x, weight, bias)`, (..., K) to (..., N); `rows = (first, last)` takes only these of weight and bias.
 
-    Where no gradient is wanted, a float32 weight on a CPU is laid out for the kernels at its second use, and again
+    Where no gradient is wanted, a float32 weight on a CPU is laid out for the kernels at its first use, and again
     after it was changed. It is then held twice, and small batches take half the time.
 
     >>> import torch
@@ -71,8 +71,5 @@ def _laid_out(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
     address, version = weight.data_ptr(), weight._version
     known = _LAID.get(weight)
     if known is None or known.address != address or known.version != version:
-        _LAID[weight] = _Laid(address, version, None)
-        return None
-    if known.numbers is None:
         known = _LAID[weight] = _Laid(address, version, native.lay_out(weight))
     return known.numbers
