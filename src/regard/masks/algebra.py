@@ -249,6 +249,15 @@ class Not(Mask):
     def kinds(self, boxes: Boxes) -> Kinds:
         return FULL - self.part.kinds(boxes)
 
+    def intervals(self, frame: Frame) -> Intervals | None:
+        """What is left of a row whose part holds its first key, or its last."""
+        if (rows := self.part.intervals(frame)) is None:
+            return None
+        start, stop = (np.clip(edge, 0, frame.K) for edge in rows)
+        if (start == 0).all():
+            return stop, np.full_like(stop, frame.K)
+        return (np.zeros_like(start), start) if (stop == frame.K).all() else None
+
     def check(self, frame: Frame) -> None:
         self.part.check(frame)
 

@@ -1,0 +1,122 @@
+"""A mask that travels through a model as a tensor, and is laid out only if somebody reads it as one.
+
+Models hand masks on to their attention. Most never look inside, and for them a description is enough. Some do: they
+slice, convert, or add the mask to scores of their own. A `MaskTensor` serves both: to torch it is the (B, 1, Q, K)
+tensor of 0 and the least number of its dtype that models expect, made when it is first computed with; to our
+attention it is the description. What a model changes in place is believed, and the description forgotten.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
+
+from regard.attention import Attention
+from regard.geometry import Frame
+from regard.masks import Mask
+
+_aten = torch.ops.aten
+
+
+@dataclass(frozen=True, eq=False)
+class Pattern:
+    """Who may look at whom, and where the queries stand; `mask=None` lets everybody look at everything.
+
+    `attentions` remembers the descriptions made of it, so that all layers of a model share one, and its plans. A `brief`
+    pattern lives as long as one pass through a model.
+    """
+
+    mask: Mask | None = None
+    offset: int | None = None
+    brief: bool = False
+    attentions: dict[tuple, tuple[Attention, Tensor | None, Tensor | None]] = field(default_factory=dict)
+
+
+class MaskTensor(Tensor):
+    """An additive mask (B, 1, Q, K) that is not laid out until it is computed with.
+
+    >>> import regard as rg, torch
+    >>> from regard.integrations.carrier import MaskTensor, Pattern
+    >>> mask = MaskTensor(Pattern(rg.causal(), offset=0), (1, 1, 2, 2), torch.float32, torch.device("cpu"))
+    >>> mask.pattern.mask, mask.intact
+    (causal(), True)
+    >>> (mask + 1)[0, 0].isfinite()
+    tensor([[True, True],
+            [True, True]])
+    >>> (mask == 0)[0, 0]
+    tensor([[ True, False],
+            [ True,  True]])
+    """
+
+    pattern: Pattern
+    _made: list[tuple[Tensor, int]]  # once it is laid out: the tensor, and its version then; shared with aliases
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @staticmethod
+    def __new__(cls, pattern: Pattern, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> MaskTensor:
+        self = Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)  # type: ignore[attr-defined]
+        self.pattern, self._made = pattern, []
+        return self
+
+    @property
+    def intact(self) -> bool:
+        """Whether nobody has written into what was laid out."""
+        return all(made._version == version for made, version in self._made)
+
+    @property
+    def dense(self) -> Tensor:
+        """The tensor that models expect."""
+        if not self._made:
+            made = additive(self.pattern, tuple(self.shape), self.dtype, self.device)
+            self._made.append((made, made._version))
+        return self._made[0][0]
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (_aten.detach.default, _aten.alias.default) or _keeps_all(func, args):
+            return _again(args[0])
+        args, kwargs = tree_map_only(MaskTensor, lambda mask: mask.dense, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        shown = self.pattern.mask if self.intact else "changed by the model"
+        return f"MaskTensor({shown}, shape={tuple(self.shape)})"
+
+    # What torch.compile asks of a tensor that holds another: inside, it is laid out.
+
+    def __tensor_flatten__(self) -> tuple[list[str], Any]:
+        return ["dense"], None
+
+    @staticmethod
+    def __tensor_unflatten__(inner: dict[str, Tensor], context: Any, size: Any, stride: Any) -> Tensor:
+        return inner["dense"]
+
+
+def additive(pattern: Pattern, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """0 where one may look, and the least number of the dtype where not: (B, 1, Q, K)."""
+    B, H, Q, K = shape
+    if pattern.mask is None:
+        return torch.zeros(shape, dtype=dtype, device=device)
+    offset = K - Q if pattern.offset is None else pattern.offset
+    allowed = pattern.mask.allows(Frame(B, H, Q, K, offset).at(device=device)).expand(shape)
+    return torch.zeros(shape, dtype=dtype, device=device).masked_fill_(~allowed, torch.finfo(dtype).min)
+
+
+def _again(mask: MaskTensor) -> MaskTensor:
+    again = MaskTensor(mask.pattern, tuple(mask.shape), mask.dtype, mask.device)
+    again._made = mask._made
+    return again
+
+
+def _keeps_all(func: Any, args: tuple) -> bool:
+    """Whether a slice cuts nothing off, as `mask[..., :keys]` often does."""
+    if func is not _aten.slice.Tensor or not isinstance(args[0], MaskTensor):
+        return False
+    mask, axis, start, stop, step = (*args, *(0, None, None, 1)[len(args) - 1 :])
+    size = mask.shape[axis]
+    return (start or 0) in (0, -size) and (stop is None or stop >= size) and step == 1
