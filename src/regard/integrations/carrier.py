@@ -8,39 +8,25 @@ attention it is the description. What a model changes in place is believed, and 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from regard.attention import Attention
 from regard.geometry import Frame
-from regard.masks import Mask
+from regard.integrations.described import Pattern
+from regard.integrations.tensors import version_of
 
 _aten = torch.ops.aten
-
-
-@dataclass(frozen=True, eq=False)
-class Pattern:
-    """Who may look at whom, and where the queries stand; `mask=None` lets everybody look at everything.
-
-    `attentions` remembers the descriptions made of it, so that all layers of a model share one, and its plans. A `brief`
-    pattern lives as long as one pass through a model.
-    """
-
-    mask: Mask | None = None
-    offset: int | None = None
-    brief: bool = False
-    attentions: dict[tuple, tuple[Attention, Tensor | None, Tensor | None]] = field(default_factory=dict)
 
 
 class MaskTensor(Tensor):
     """An additive mask (B, 1, Q, K) that is not laid out until it is computed with.
 
     >>> import regard as rg, torch
-    >>> from regard.integrations.carrier import MaskTensor, Pattern
+    >>> from regard.integrations.carrier import MaskTensor
+    >>> from regard.integrations.described import Pattern
     >>> mask = MaskTensor(Pattern(rg.causal(), offset=0), (1, 1, 2, 2), torch.float32, torch.device("cpu"))
     >>> mask.pattern.mask, mask.intact
     (causal(), True)
@@ -53,37 +39,38 @@ class MaskTensor(Tensor):
     """
 
     pattern: Pattern
-    _made: list[tuple[Tensor, int]]  # once it is laid out: the tensor, and its version then; shared with aliases
+    _made: list[tuple[Tensor, int | None]]  # once it is laid out: the tensor, and its version then; aliases share it
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
     def __new__(cls, pattern: Pattern, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> MaskTensor:
-        self = Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)  # type: ignore[attr-defined]
+        self = Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)
         self.pattern, self._made = pattern, []
         return self
 
     @property
     def intact(self) -> bool:
         """Whether nobody has written into what was laid out."""
-        return all(made._version == version for made, version in self._made)
+        return all(version is not None and made._version == version for made, version in self._made)
 
     @property
     def dense(self) -> Tensor:
         """The tensor that models expect."""
         if not self._made:
             made = additive(self.pattern, tuple(self.shape), self.dtype, self.device)
-            self._made.append((made, made._version))
+            self._made.append((made, version_of(made)))
         return self._made[0][0]
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in (_aten.detach.default, _aten.alias.default) or _keeps_all(func, args):
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        same = func in (_aten.detach.default, _aten.alias.default)
+        if same or (func is _aten.slice.Tensor and _cuts_nothing(*args)):
             return _again(args[0])
         args, kwargs = tree_map_only(MaskTensor, lambda mask: mask.dense, (args, kwargs or {}))
         return func(*args, **kwargs)
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         shown = self.pattern.mask if self.intact else "changed by the model"
         return f"MaskTensor({shown}, shape={tuple(self.shape)})"
 
@@ -113,10 +100,9 @@ def _again(mask: MaskTensor) -> MaskTensor:
     return again
 
 
-def _keeps_all(func: Any, args: tuple) -> bool:
-    """Whether a slice cuts nothing off, as `mask[..., :keys]` often does."""
-    if func is not _aten.slice.Tensor or not isinstance(args[0], MaskTensor):
-        return False
-    mask, axis, start, stop, step = (*args, *(0, None, None, 1)[len(args) - 1 :])
+def _cuts_nothing(
+    mask: Tensor, axis: int = 0, start: int | None = None, stop: int | None = None, step: int = 1
+) -> bool:
+    """Whether a slice keeps all, as `mask[..., :keys]` often does."""
     size = mask.shape[axis]
     return (start or 0) in (0, -size) and (stop is None or stop >= size) and step == 1

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 from transformers import masking_utils
 
-from regard.masks import Mask, causal, dense, documents, padding, window
+from regard.integrations.tensors import all_of, seen
+from regard.masks import Mask, causal, documents, window
 from regard.masks.patterns import Causal, Window
 
 FAR = 2**31 - 1  # farther than any key
@@ -20,7 +21,7 @@ class Unknown(LookupError):
 
 
 def parts_of(function: Callable[..., Any], keys: int, first: int) -> tuple[Mask, ...]:
-    """The masks whose `&` the function is, over `keys` keys of which the first stands at `first`; none: all may look."""
+    """The masks whose `&` the function is, over `keys` keys from `first` on; none if it forbids nothing."""
     if function is masking_utils.causal_mask_function:
         return (causal(),)
     if function is masking_utils.bidirectional_mask_function:
@@ -29,7 +30,7 @@ def parts_of(function: Callable[..., Any], keys: int, first: int) -> tuple[Mask,
     if kind == "and_masks":
         return tuple(part for one in held["mask_functions"] for part in parts_of(one, keys, first))
     if kind == "or_masks":
-        each = [_all_of(parts_of(one, keys, first)) for one in held["mask_functions"]]
+        each = [all_of(parts_of(one, keys, first)) for one in held["mask_functions"]]
         if any(mask is None for mask in each):
             return ()
         either = each[0]
@@ -53,20 +54,6 @@ def parts_of(function: Callable[..., Any], keys: int, first: int) -> tuple[Mask,
     raise Unknown(kind)
 
 
-def seen(keys: Tensor) -> tuple[Mask, ...]:
-    """The masks whose `&` lets everybody see the keys that are True, (B, K)."""
-    count, length = keys.sum(-1), keys.shape[-1]
-    if bool((count == length).all()):
-        return ()
-    bits = keys.to(torch.uint8)
-    start = torch.where(count > 0, bits.argmax(-1), 0)
-    stop = torch.where(count > 0, length - bits.flip(-1).argmax(-1), 0)
-    if not torch.equal(stop - start, count):
-        return (dense(keys[:, None, None, :]),)  # there are holes
-    ends = () if bool((stop == length).all()) else (padding(stop),)
-    return ends if not bool(start.any()) else (*ends, ~padding(start))
-
-
 def together(parts: tuple[Mask, ...], queries: int, keys: int, offset: int) -> Mask | None:
     """The `&` of the parts without those that forbid nothing at this size; None if nothing is left."""
     if any(isinstance(part, Causal) for part in parts):
@@ -79,16 +66,7 @@ def together(parts: tuple[Mask, ...], queries: int, keys: int, offset: int) -> M
         or (isinstance(part, Window) and last - part.before <= 0 and offset + part.after >= keys - 1)
         for part in parts
     ]
-    return _all_of(tuple(part for part, forbids_nothing in zip(parts, idle, strict=True) if not forbids_nothing))
-
-
-def _all_of(parts: tuple[Mask, ...]) -> Mask | None:
-    if not parts:
-        return None
-    mask, *rest = parts
-    for part in rest:
-        mask = mask & part
-    return mask
+    return all_of(tuple(part for part, forbids_nothing in zip(parts, idle, strict=True) if not forbids_nothing))
 
 
 def _closure(function: Callable[..., Any]) -> tuple[str, dict[str, Any]]:

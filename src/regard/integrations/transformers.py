@@ -13,41 +13,36 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable
-from dataclasses import fields
-from functools import cache, lru_cache, wraps
+from functools import cache, wraps
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.weak import WeakTensorKeyDictionary
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.masking_utils import eager_mask, prepare_padding_mask, sdpa_mask
 from transformers.utils import logging
 from transformers.utils.import_utils import is_tracing
 from transformers.utils.output_capturing import _active_collector
 
-from regard.attention import Attention
-from regard.integrations.carrier import MaskTensor, Pattern
-from regard.integrations.mask_functions import Unknown, parts_of, seen, together
-from regard.masks import Mask, causal, dense, documents
-from regard.scores import Dot
+from regard.integrations.carrier import MaskTensor
+from regard.integrations.described import EVERYTHING, Pattern, describe
+from regard.integrations.mask_functions import Unknown, parts_of, together
+from regard.integrations.tensors import permitted, seen
+from regard.masks import causal, dense, documents
 
 NAME = "regard"
-SHARED = 1 << 16  # numbers that a mask may hold to be remembered from one pass to the next
 _log = logging.get_logger(__name__)
-_EVERYTHING = Pattern()
 _TOP_LEFT = Pattern(causal(), offset=0)
-_tensors = WeakTensorKeyDictionary()  # masks that came as tensors: (version, pattern, whether they are added)
 
 
 def enable() -> None:
     """Make `attn_implementation="regard"` known to Transformers: the attention, its masks, and who may use them.
 
-    A model whose classes do not ask Transformers for an attention (Longformer, BigBird, Bloom, MPT, GPT-J ...) cannot be
-    given one: it says so in a warning, and runs as with `attn_implementation="eager"`.
+    A model whose classes do not ask Transformers for an attention (Longformer, BigBird, Bloom, MPT, GPT-J ...) cannot
+    be given one: it says so in a warning, and runs as with `attn_implementation="eager"`.
     """
     AttentionInterface.register(NAME, attend)
-    AttentionMaskInterface.register(NAME, describe)
+    AttentionMaskInterface.register(NAME, mask_of)
     decide = PreTrainedModel.get_correct_attn_implementation
     if not hasattr(decide, "_regard"):
 
@@ -74,7 +69,7 @@ def _possible(model: type[PreTrainedModel]) -> str:
     return "eager"
 
 
-def describe(
+def mask_of(
     batch_size: int,
     q_length: int,
     kv_length: int,
@@ -132,12 +127,12 @@ def attend(
     for name in ("cache", "indices", "block_indices"):
         if kwargs.get(name) is not None:
             raise NotImplementedError(
-                f"{type(module).__name__} passes {name!r} to its attention, which attn_implementation={NAME!r} does not "
-                'take; use model.set_attn_implementation("eager")'
+                f"{type(module).__name__} passes {name!r} to its attention, which attn_implementation={NAME!r} does "
+                'not take; use model.set_attn_implementation("eager")'
             )
     if attention_mask is None:
         is_causal = getattr(module, "is_causal", False) if is_causal is None else is_causal
-        pattern, bias = _TOP_LEFT if is_causal and query.shape[2] > 1 else _EVERYTHING, None
+        pattern, bias = _TOP_LEFT if is_causal and query.shape[2] > 1 else EVERYTHING, None
     elif isinstance(attention_mask, MaskTensor) and attention_mask.intact:
         pattern, bias = attention_mask.pattern, None
     else:
@@ -146,89 +141,24 @@ def attend(
         pattern = _packed(pattern, edges, kwargs.get("cu_seq_lens_k"), query.shape[2], key.shape[2])
     if position_bias is not None:
         bias = position_bias if bias is None else position_bias + bias
-    described = _attention(pattern, bias, s_aux, (scaling, softcap, dropout))
+    described = describe(pattern, scale=scaling, softcap=softcap, dropout=dropout, bias=bias, sink=s_aux)
     engine = "reference" if torch.jit.is_tracing() else None  # the others leave no trace
     output = described(query, key, value, engine=engine).transpose(1, 2).contiguous()
     return output, described.weights(query, key) if _wanted(module, kwargs) else None
 
 
-def _attention(pattern: Pattern, bias: Tensor | None, sink: Tensor | None, numbers: tuple) -> Attention:
-    """The description of a call, remembered with its plans where calls can share it: over layers, and over passes."""
-    if torch.compiler.is_compiling() or isinstance(numbers[0], Tensor):
-        return _make(pattern.mask, pattern.offset, *numbers, bias, sink)
-    asked = *numbers, id(bias), id(sink)
-    if (known := pattern.attentions.get(asked)) is not None:
-        return known[0]
-    if bias is None and sink is None and _size(pattern.mask) <= SHARED:
-        made = _shared(pattern.mask, pattern.offset, *numbers)
-    else:
-        made = _make(pattern.mask, pattern.offset, *numbers, bias, sink)
-    if pattern.brief or (bias is None and sink is None):  # nothing that lasts holds a pass's tensors
-        pattern.attentions[asked] = made, bias, sink  # held, so that their ids stay theirs
-    return made
-
-
-def _make(
-    mask: Mask | None,
-    offset: int | None,
-    scaling: float | Tensor | None,
-    softcap: float | None,
-    dropout: float,
-    bias: Tensor | None = None,
-    sink: Tensor | None = None,
-) -> Attention:
-    scaling = scaling if scaling is None or isinstance(scaling, Tensor) else float(scaling)
-    return Attention(Dot(scaling, softcap), mask, bias, offset, sink=sink, dropout=float(dropout))
-
-
-_shared = lru_cache(maxsize=128, typed=True)(_make)
-
-
-def _size(part: Any) -> int:
-    """How many numbers a mask holds."""
-    if isinstance(part, Tensor):
-        return part.numel()
-    if isinstance(part, tuple):
-        return sum(map(_size, part))
-    return sum(_size(getattr(part, field.name)) for field in fields(part)) if isinstance(part, Mask) else 1
-
-
 def _read(mask: Tensor, query: Tensor) -> tuple[Pattern, Tensor | None]:
-    """A mask given as a tensor, as a pattern and what is added: bools say who may look, numbers are added to scores.
-
-    The least number of a dtype, and what lies near it, means no. What was read is remembered while the tensor lives,
-    since every layer is given the same.
-    """
+    """A mask that came as a tensor: who may look, and what is added to the scores."""
     mask = mask.dense if isinstance(mask, MaskTensor) else mask
-    if mask.dtype != torch.bool and not mask.is_floating_point():
-        mask = mask.to(query.dtype)
-    if is_tracing(mask):  # values cannot be read
-        if mask.dtype == torch.bool:
-            return Pattern(dense(mask)), None
-        return _EVERYTHING, mask.masked_fill(mask <= torch.finfo(mask.dtype).min / 2, float("-inf"))
-    version, pattern, adds = _tensors.get(mask, (None, _EVERYTHING, False))
-    if version != mask._version:
-        pattern, adds = _split(mask.detach())
-        adds = adds or mask.requires_grad
-        _tensors[mask] = mask._version, pattern, adds
-    return pattern, mask if adds else None
-
-
-def _split(mask: Tensor) -> tuple[Pattern, bool]:
-    """Who may look, and whether there is more to the mask than that."""
-    if mask.dtype == torch.bool:
-        return Pattern(dense(mask)), False
-    hidden = mask <= torch.finfo(mask.dtype).min / 2
-    pattern = Pattern(dense(~hidden)) if bool(hidden.any()) else _EVERYTHING
-    return pattern, bool((mask.masked_fill(hidden, 0.0) != 0).any())
+    return permitted(mask if mask.dtype == torch.bool or mask.is_floating_point() else mask.to(query.dtype))
 
 
 def _packed(pattern: Pattern, edges: Tensor, key_edges: Tensor | None, queries: int, keys: int) -> Pattern:
     """The pattern inside each of the sequences that lie one behind the other, `edges[n]` to `edges[n + 1]`."""
     if queries != keys or (key_edges is not None and not torch.equal(edges, key_edges)):
         raise ValueError(
-            f"cu_seq_lens_q and cu_seq_lens_k must be the same edges of {queries} queries and as many keys, but there are "
-            f"{keys} keys; pack without a cache, or pass position_ids that start anew with every sequence"
+            f"cu_seq_lens_q and cu_seq_lens_k must be the same edges of {queries} queries and as many keys, but came "
+            f"with {keys} keys; pack without a cache, or pass position_ids that start anew with every sequence"
         )
     inside = documents(torch.searchsorted(edges.long(), torch.arange(keys, device=edges.device), right=True))
     return Pattern(inside if pattern.mask is None else pattern.mask & inside, pattern.offset)
@@ -240,14 +170,14 @@ def _wanted(module: nn.Module, kwargs: dict[str, Any]) -> bool:
         return bool(told)
     if (collected := _active_collector.get()) is not None:
         return any("attentions" in name for name in collected)
-    return _never_tells(type(module))
+    return _never_tells(type(module).__module__)
 
 
 @cache
-def _never_tells(kind: type[nn.Module]) -> bool:
-    """Whether a model decides about weights in its own layers and does not tell its attention, as a few still do."""
+def _never_tells(module: str) -> bool:
+    """Whether models decide about weights in their own layers and do not tell their attention, as a few still do."""
     try:
-        code = inspect.getsource(sys.modules[kind.__module__])
+        code = inspect.getsource(sys.modules[module])
     except (OSError, TypeError, KeyError):
         return False
     return "output_attentions=output_attentions" in code and "capture_outputs" not in code
