@@ -3,11 +3,13 @@
 Models hand masks on to their attention. Most never look inside, and for them a description is enough. Some do: they
 slice, convert, or add the mask to scores of their own. A `MaskTensor` serves both: to torch it is the (B, 1, Q, K)
 tensor of 0 and the least number of its dtype that models expect, made when it is first computed with; to our
-attention it is the description. What a model changes in place is believed, and the description forgotten.
+attention it is the description. Whoever takes a view may write into it: then the tensor is believed, and the
+description forgotten.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,9 +18,16 @@ from torch.utils._pytree import tree_map_only
 
 from regard.geometry import Frame
 from regard.integrations.described import Pattern
-from regard.integrations.tensors import version_of
 
 _aten = torch.ops.aten
+
+
+@dataclass
+class _Laid:
+    """What was laid out, and whether somebody has a view of it."""
+
+    tensor: Tensor | None = None
+    exposed: bool = False
 
 
 class MaskTensor(Tensor):
@@ -39,44 +48,55 @@ class MaskTensor(Tensor):
     """
 
     pattern: Pattern
-    _made: list[tuple[Tensor, int | None]]  # once it is laid out: the tensor, and its version then; aliases share it
+    _laid: _Laid  # shared by all that stand for the same memory
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
     def __new__(cls, pattern: Pattern, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> MaskTensor:
         self = Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)
-        self.pattern, self._made = pattern, []
+        self.pattern, self._laid = pattern, _Laid()
         return self
 
     @property
     def intact(self) -> bool:
-        """Whether nobody has written into what was laid out."""
-        return all(version is not None and made._version == version for made, version in self._made)
+        """Whether nobody can have written into it."""
+        return not self._laid.exposed
 
     @property
     def dense(self) -> Tensor:
         """The tensor that models expect."""
-        if not self._made:
-            made = additive(self.pattern, tuple(self.shape), self.dtype, self.device)
-            self._made.append((made, version_of(made)))
-        return self._made[0][0]
+        if self._laid.tensor is None:
+            self._laid.tensor = additive(self.pattern, tuple(self.shape), self.dtype, self.device)
+        return self._laid.tensor
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         same = func in (_aten.detach.default, _aten.alias.default)
         if same or (func is _aten.slice.Tensor and _cuts_nothing(*args)):
             return _again(args[0])
-        args, kwargs = tree_map_only(MaskTensor, lambda mask: mask.dense, (args, kwargs or {}))
+        aliases = any(result.alias_info is not None for result in func._schema.returns)
+
+        def laid_out(mask: MaskTensor) -> Tensor:
+            mask._laid.exposed |= aliases  # written now, or later through a view
+            return mask.dense
+
+        args, kwargs = tree_map_only(MaskTensor, laid_out, (args, kwargs or {}))
         return func(*args, **kwargs)
 
+    def __deepcopy__(self, memo: dict) -> MaskTensor | Tensor:
+        if self.intact:
+            return MaskTensor(self.pattern, tuple(self.shape), self.dtype, self.device)
+        return self.dense.clone()
+
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        shown = self.pattern.mask if self.intact else "changed by the model"
+        shown = repr(self.pattern.mask) if self.intact else "laid out, perhaps changed"
         return f"MaskTensor({shown}, shape={tuple(self.shape)})"
 
     # What torch.compile asks of a tensor that holds another: inside, it is laid out.
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
+        self._laid.exposed = True
         return ["dense"], None
 
     @staticmethod
@@ -96,7 +116,7 @@ def additive(pattern: Pattern, shape: tuple[int, ...], dtype: torch.dtype, devic
 
 def _again(mask: MaskTensor) -> MaskTensor:
     again = MaskTensor(mask.pattern, tuple(mask.shape), mask.dtype, mask.device)
-    again._made = mask._made
+    again._laid = mask._laid
     return again
 
 
