@@ -42,14 +42,37 @@ def weights(problem: Problem, query: Tensor, key: Tensor, heads: Tensor, rows: T
     """The weights (B, heads, rows, columns) of a part, normalised over all keys; differentiable."""
     frame, device = problem.frame, query.device
     (query, key, _), bad = operands(problem, query, key, key[..., :0])
+    step = max(1, (1 << 22) // max(1, frame.B * len(heads) * frame.K))
+    sizes = len(heads), len(rows), len(columns)
+    if not problem.empty and sizes == (frame.H, frame.Q, frame.K) and all(map(_in_order, (heads, rows, columns))):
+        pieces = [_rows(problem, query, key, bad, first, first + step) for first in range(0, frame.Q, step)]
+        return torch.cat(pieces, 2).to(problem.dtype)
     batch = torch.arange(frame.B, device=device)[:, None, None, None]
     key, bad = key[:, heads], None if bad is None else bad[:, heads]
     parts = []
-    for some in rows.split(max(1, (1 << 22) // max(1, frame.B * len(heads) * frame.K))):
+    for some in rows.split(step):
         places = At(frame, batch, heads[:, None, None], some[:, None], torch.arange(frame.K, device=device))
         scores = logits(problem, query[:, heads][:, :, some], key, places, problem.bias, bad)
-        parts.append(softmax(scores, sink_of(problem, places, scores))[0][..., columns])
+        parts.append(_normalised(problem, scores, places)[..., columns])
     return torch.cat(parts, 2).to(problem.dtype) if parts else query.new_zeros(frame.B, len(heads), 0, len(columns))
+
+
+def _rows(problem: Problem, query: Tensor, key: Tensor, bad: Tensor | None, start: int, stop: int) -> Tensor:
+    """Some rows of the weights, (B, H, rows, K)."""
+    places = problem.frame.at(rows=slice(start, stop), device=query.device)
+    scores = logits(problem, query[:, :, start:stop], key, places, problem.bias, bad)
+    return _normalised(problem, scores, places)
+
+
+def _in_order(part: Tensor) -> bool:
+    return torch.equal(part, torch.arange(len(part), device=part.device))
+
+
+def _normalised(problem: Problem, scores: Tensor, places: At) -> Tensor:
+    """Softmax over keys; torch's own, which passes over the scores once, where no row can be without keys."""
+    if problem.mask is None and problem.bias is None and problem.sink is None and scores.shape[-1]:
+        return scores.softmax(-1)
+    return softmax(scores, sink_of(problem, places, scores))[0]
 
 
 def statistics(problem: Problem, query: Tensor, key: Tensor, top: int) -> Statistics:

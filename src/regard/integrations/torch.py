@@ -46,7 +46,7 @@ def replace(model: nn.Module) -> Report:
 
     The modules stay where they are, with their parameters, hooks and state_dict keys, so optimizers and checkpoints go
     on as before, and so does the contract: in masks True forbids, numbers are added. What changes: a query that may
-    look at nothing gives 0 instead of NaN; weights that are asked for while training are those before dropout.
+    look at nothing gives 0 instead of NaN, and without `need_weights` no matrix of weights is laid out.
     """
     replaced, left = [], {}
     for name, module in model.named_modules():
@@ -120,13 +120,15 @@ class MultiheadAttention(nn.MultiheadAttention):
             attn_mask = None  # torch believes the hint then, and so do we
         keys = key.shape[1 if batched and self.batch_first else 0]
         pattern, bias = self._masks(attn_mask, key_padding_mask, is_causal and attn_mask is None, keys)
-        attend = describe(pattern, dropout=self.dropout if self.training else 0.0, bias=bias)
-        output = attend(q, k, v, engine="reference" if torch.jit.is_tracing() else None)  # the others leave no trace
+        dropout, weights = self.dropout if self.training else 0.0, None
+        if need_weights:  # laid out anyhow, and then they are what the values are weighted by, as in torch
+            laid_out = F.dropout(describe(pattern, bias=bias).weights(q, k), dropout)
+            weights, output = laid_out.mean(1) if average_attn_weights else laid_out, laid_out @ v
+        else:
+            engine = "reference" if torch.jit.is_tracing() else None  # the others leave no trace
+            output = describe(pattern, dropout=dropout, bias=bias)(q, k, v, engine=engine)
         output = output.permute(0, 2, 1, 3) if self.batch_first or not batched else output.permute(2, 0, 1, 3)
         output = self.out_proj(output.flatten(-2))
-        weights = attend.weights(q, k) if need_weights else None
-        if weights is not None and average_attn_weights:
-            weights = weights.mean(1)
         return (output, weights) if batched else (output[0], None if weights is None else weights[0])
 
     def _projected(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
