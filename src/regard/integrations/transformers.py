@@ -103,7 +103,8 @@ def mask_of(
     if mask is None and allow_is_bidirectional_skip:
         return None
     shape = batch_size, 1, q_length, kv_length
-    return MaskTensor(Pattern(mask, offset, brief=True), shape, dtype, torch.device(device))
+    pattern = Pattern(mask, None if mask is None else offset, brief=True)  # who sees all stands nowhere, to share plans
+    return MaskTensor(pattern, shape, dtype, torch.device(device))
 
 
 def attend(
