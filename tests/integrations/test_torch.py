@@ -318,6 +318,13 @@ def test_it_compiles_whole_and_gives_the_same() -> None:
         torch.testing.assert_close(got[0], expected[0], atol=1e-5, rtol=1e-5)
 
 
+def test_tracing_is_refused_since_it_would_see_nothing() -> None:
+    _, ours = both(module(batch_first=True).eval().requires_grad_(False))
+    x = torch.randn(B, Q, E)
+    with pytest.raises(NotImplementedError, match="does not see what regard computes"):
+        torch.jit.trace(lambda x: ours(x, x, x)[0], (x,))
+
+
 def test_a_mask_that_is_written_into_is_read_again() -> None:
     made, ours = both(module(batch_first=True).eval())
     x, mask = torch.randn(B, Q, E), torch.zeros(Q, Q, dtype=torch.bool)

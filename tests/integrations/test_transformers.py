@@ -186,6 +186,22 @@ def test_gradients_of_a_training_step_are_those_of_eager(name: str) -> None:
         torch.testing.assert_close(ours[key], theirs[key], atol=1e-4 * max(scale, 1e-2), rtol=1e-3, msg=key)
 
 
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_layers_that_are_computed_anew_in_backward_give_the_same_gradients(reentrant: bool) -> None:
+    model, inputs = build("llama")
+    model.set_attn_implementation("regard")
+    model.train()
+    model.enable_input_require_grads()
+    weight, found = model.model.layers[0].self_attn.q_proj.weight, []
+    for again in (False, True):
+        if again:
+            model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+        weight.grad = None
+        model(**inputs, use_cache=False).logits.square().sum().backward()
+        found.append(weight.grad.clone())
+    assert torch.equal(*found)
+
+
 @pytest.mark.parametrize("name", ["bert", "gpt2", "t5", "llama"])
 def test_dropout_acts_in_training_and_is_reproduced_by_a_seed(name: str, calls: list[dict]) -> None:
     model, inputs = build(name)

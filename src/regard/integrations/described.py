@@ -50,6 +50,11 @@ def describe(
     >>> describe(pattern, scale=0.5) is describe(pattern, scale=0.5)
     True
     """
+    if torch.jit.is_tracing():
+        raise NotImplementedError(
+            "torch.jit.trace does not see what regard computes; use torch.compile, or go back to torch's attention, "
+            'as by model.set_attn_implementation("sdpa"), before tracing'
+        )
     if torch.compiler.is_compiling() or isinstance(scale, Tensor):
         return _make(pattern.mask, pattern.offset, scale, softcap, dropout, bias, sink)
     asked = scale, softcap, dropout, id(bias), id(sink)

@@ -55,7 +55,7 @@ def keys_forbidden(mask: Tensor) -> tuple[Keys, Tensor | None]:
 def tracing() -> bool:
     """Whether values cannot be read, since torch looks for a graph, or runs many calls at once."""
     functional = torch._C._functorch.peek_interpreter_stack() is not None
-    return torch.compiler.is_compiling() or torch.jit.is_tracing() or functional
+    return torch.compiler.is_compiling() or functional
 
 
 def version_of(tensor: Tensor) -> int | None:

@@ -125,8 +125,7 @@ class MultiheadAttention(nn.MultiheadAttention):
             laid_out = F.dropout(describe(pattern, bias=bias).weights(q, k), dropout)
             weights, output = laid_out.mean(1) if average_attn_weights else laid_out, laid_out @ v
         else:
-            engine = "reference" if torch.jit.is_tracing() else None  # the others leave no trace
-            output = describe(pattern, dropout=dropout, bias=bias)(q, k, v, engine=engine)
+            output = describe(pattern, dropout=dropout, bias=bias)(q, k, v)
         output = output.permute(0, 2, 1, 3) if self.batch_first or not batched else output.permute(2, 0, 1, 3)
         output = self.out_proj(output.flatten(-2))
         return (output, weights) if batched else (output[0], None if weights is None else weights[0])

@@ -143,8 +143,7 @@ def attend(
     if position_bias is not None:
         bias = position_bias if bias is None else position_bias + bias
     described = describe(pattern, scale=scaling, softcap=softcap, dropout=dropout, bias=bias, sink=s_aux)
-    engine = "reference" if torch.jit.is_tracing() else None  # the others leave no trace
-    output = described(query, key, value, engine=engine).transpose(1, 2).contiguous()
+    output = described(query, key, value).transpose(1, 2).contiguous()
     return output, described.weights(query, key) if _wanted(module, kwargs) else None
 
 
