@@ -1,5 +1,6 @@
 """One library for attention: every kind of it, exact, fused, trainable and visible."""
 
+from regard import models, nn
 from regard.attention import Attention, attention
 from regard.engines import Explanation, Statistics, merge
 from regard.linear import LinearAttention, LinearState, favor
@@ -17,9 +18,11 @@ from regard.masks import (
     padding,
     prefix,
     random_blocks,
+    ranges,
     where,
     window,
 )
+from regard.nn.packing import Packed, pack, unpack
 from regard.positions import Bias, alibi, dense_bias, learned, relative, rotary, shaw, sinusoidal, t5
 from regard.scores import Additive, Bilinear, Cosine, Dot, Modified
 
@@ -52,6 +55,7 @@ __all__ = [
     "padding",
     "prefix",
     "random_blocks",
+    "ranges",
     "where",
     "window",
     # positions
@@ -64,6 +68,12 @@ __all__ = [
     "shaw",
     "sinusoidal",
     "t5",
+    # modules and models, and packed batches
+    "models",
+    "nn",
+    "Packed",
+    "pack",
+    "unpack",
     # linear attention
     "LinearAttention",
     "LinearState",

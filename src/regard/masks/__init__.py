@@ -3,7 +3,7 @@
 from regard.masks.algebra import Mask
 from regard.masks.compositions import bigbird, longformer
 from regard.masks.explicit import blocks, dense, edges, random_blocks, where
-from regard.masks.patterns import causal, dilated, documents, global_tokens, padding, prefix, window
+from regard.masks.patterns import causal, dilated, documents, global_tokens, padding, prefix, ranges, window
 from regard.masks.tiles import Tiles, tiles
 
 __all__ = [
@@ -21,6 +21,7 @@ __all__ = [
     "padding",
     "prefix",
     "random_blocks",
+    "ranges",
     "tiles",
     "where",
     "window",

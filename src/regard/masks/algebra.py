@@ -250,13 +250,12 @@ class Not(Mask):
         return FULL - self.part.kinds(boxes)
 
     def intervals(self, frame: Frame) -> Intervals | None:
-        """What is left of a row whose part holds its first key, or its last."""
         if (rows := self.part.intervals(frame)) is None:
             return None
-        start, stop = (np.clip(edge, 0, frame.K) for edge in rows)
-        if (start == 0).all():
-            return stop, np.full_like(stop, frame.K)
-        return (np.zeros_like(start), start) if (stop == frame.K).all() else None
+        start, stop = np.broadcast_arrays(*rows)
+        if (start <= 0).all():  # what is left are the last keys
+            return np.maximum(stop, 0), np.full_like(stop, frame.K)
+        return None
 
     def check(self, frame: Frame) -> None:
         self.part.check(frame)

@@ -221,6 +221,63 @@ class Documents(Mask):
         return f"documents({short(self.ids)})"
 
 
+@dataclass(frozen=True, eq=False, repr=False)
+class Ranges(Mask):
+    start: Tensor  # (N,) or (B, N), N positions of queries
+    stop: Tensor
+
+    def allows(self, at: At) -> Tensor:
+        (start, stop), p = (lead(x, 2).to(at.j.device) for x in (self.start, self.stop)), at.p
+        row, n = (at.b if len(start) > 1 else torch.zeros_like(at.b)), start.shape[1]
+        if not n:
+            return (p < 0) & (at.j < 0)
+        q = p.clamp(0, n - 1)
+        return (at.j >= start[row, q]) & (at.j < stop[row, q]) & (p >= 0) & (p < n)
+
+    def intervals(self, frame: Frame) -> Intervals:
+        start, stop = (lead(x, 2).cpu().numpy() for x in (self.start, self.stop))
+        p, n = positions_of(frame)[:, 0], start.shape[1]
+        p = np.broadcast_to(p, (max(len(p), len(start)), frame.Q))
+        row = np.arange(len(p))[:, None] if len(start) > 1 else np.zeros((len(p), 1), int)
+        inside, at = (p >= 0) & (p < n), p.clip(0, max(n - 1, 0))
+        if not n:
+            return np.zeros((1, 1, frame.Q), np.int64), np.zeros((1, 1, frame.Q), np.int64)
+        return np.where(inside, start[row, at], 0)[:, None], np.where(inside, stop[row, at], 0)[:, None]
+
+    def kinds(self, boxes: Boxes) -> Kinds:
+        row, n = (boxes.b if len(lead(self.start, 2)) > 1 else np.zeros_like(boxes.b)), self.start.shape[-1]
+        p0, p1 = boxes.p0.clip(0, n), boxes.p1.clip(0, n)
+        if not n:
+            return kinds(full=np.zeros(len(row), bool), empty=np.ones(len(row), bool))
+        first, last = np.minimum(p0, n - 1), np.maximum(p1, 1)
+        starts, stops = self._edges
+        (low, inner_low), (inner_high, high) = starts(row, first, last), stops(row, first, last)
+        return kinds(
+            full=(inner_low <= boxes.j0) & (boxes.j1 <= inner_high) & (p0 == boxes.p0) & (p1 == boxes.p1),
+            empty=(p1 <= p0) | (high <= boxes.j0) | (boxes.j1 <= low),
+        )
+
+    @cached_property
+    def _edges(self) -> tuple[_RangeMinMax, _RangeMinMax]:
+        start, stop = (lead(x, 2).cpu().numpy().astype(np.int32) for x in (self.start, self.stop))
+        return _RangeMinMax(start), _RangeMinMax(stop)
+
+    def check(self, frame: Frame) -> None:
+        if self.start.dim() == 2 and len(self.start) not in (1, frame.B):
+            raise ValueError(
+                f"ranges: start and stop must be (N,) or (B, N) with B = {frame.B}, but are {shape_of(self.start)}"
+            )
+
+    def extent(self, frame: Frame) -> tuple[int, int]:
+        return len(lead(self.start, 2)), 1
+
+    def made_for(self) -> tuple[int, int]:
+        return self.start.shape[-1], int(self.stop.max()) if self.stop.numel() else 0
+
+    def __repr__(self) -> str:
+        return f"ranges({short(self.start)}, {short(self.stop)})"
+
+
 class _RangeMinMax:
     """Minimum and maximum of `values[row, start:stop]` for many ranges at once, by a sparse table of powers of two."""
 
@@ -398,6 +455,28 @@ def documents(ids: Sequence[int] | Tensor) -> Mask:
     if tensor.dim() not in (1, 2):
         raise ValueError(f"documents: ids must be whole numbers (K,) or (B, K), but is of shape {shape_of(tensor)}")
     return made(Documents(tensor))
+
+
+def ranges(start: Sequence[int] | Tensor, stop: Sequence[int] | Tensor) -> Mask:
+    """Every query has an interval of keys of its own: `start[b, p] <= j < stop[b, p]`; (N,) or (B, N) for N positions.
+
+    What no vector of document ids can say: which source sentence each target token of a packed batch looks at. Queries
+    are counted by position, so with keys of another kind than the queries use `offset=0`.
+
+    >>> import regard as rg
+    >>> print(rg.ranges([0, 0, 1], [2, 2, 3]).draw(3))
+    ██·
+    ██·
+    ·██
+    """
+    first = integers("ranges: start", start, "whole numbers (N,) or (B, N)")
+    last = integers("ranges: stop", stop, "whole numbers (N,) or (B, N)")
+    if first.shape != last.shape or first.dim() not in (1, 2):
+        raise ValueError(
+            "ranges: start and stop must both be whole numbers (N,) or (B, N), but are of shapes "
+            f"{shape_of(first)} and {shape_of(last)}"
+        )
+    return made(Ranges(first, last))
 
 
 def global_tokens(positions: Iterable[int] | Iterable[Iterable[int]] | Tensor) -> Mask:

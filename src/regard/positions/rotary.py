@@ -52,13 +52,8 @@ def rotary(
     angled = _positions(x, positions)
     if x.numel() == 0:
         return x
-    if scaling is None:
-        frequencies, magnitude = _frequencies(base, width, x.device), 1.0
-    else:
-        frequencies, magnitude = scaling.frequencies(base, width, angled), scaling.magnitude
-    angles = angled[..., None].to(frequencies.dtype) * frequencies  # (N, width / 2) or (B, 1, N, width / 2)
     compute = torch.promote_types(x.dtype, torch.float32)
-    cos, sin = (angles.cos() * magnitude).to(compute), (angles.sin() * magnitude).to(compute)
+    cos, sin = rotary_table(angled, width, base=base, scaling=scaling, dtype=compute)
 
     turned = x[..., :width].to(compute)
     a, b = (turned[..., 0::2], turned[..., 1::2]) if interleaved else turned.chunk(2, dim=-1)
@@ -66,6 +61,23 @@ def rotary(
     turned = torch.stack((a, b), dim=-1).flatten(-2) if interleaved else torch.cat((a, b), dim=-1)
     turned = turned.to(x.dtype)
     return turned if width == x.shape[-1] else torch.cat((turned, x[..., width:]), dim=-1)
+
+
+def rotary_table(
+    positions: Tensor, width: int, *, base: float = 10000.0, scaling: Scaling | None = None, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Cosines and sines by which `width` channels turn at integer positions, `(*positions, width / 2)` each.
+
+    >>> cos, sin = rotary_table(torch.arange(4), 8, dtype=torch.float32)
+    >>> cos.shape, cos[0].tolist()
+    (torch.Size([4, 4]), [1.0, 1.0, 1.0, 1.0])
+    """
+    if scaling is None:
+        frequencies, magnitude = _frequencies(base, width, positions.device), 1.0
+    else:
+        frequencies, magnitude = scaling.frequencies(base, width, positions), scaling.magnitude
+    angles = positions[..., None].to(frequencies.dtype) * frequencies
+    return (angles.cos() * magnitude).to(dtype), (angles.sin() * magnitude).to(dtype)
 
 
 @dataclass(frozen=True)

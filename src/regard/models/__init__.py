@@ -1,0 +1,22 @@
+"""Assemblies of modules: text and language."""
+
+from regard.models.language import LanguageConfig, LanguageModel
+from regard.models.text import (
+    MaskedLanguageModel,
+    SentenceEmbedder,
+    SequenceClassifier,
+    TextConfig,
+    TextEncoder,
+    TokenClassifier,
+)
+
+__all__ = [
+    "LanguageConfig",
+    "LanguageModel",
+    "MaskedLanguageModel",
+    "SentenceEmbedder",
+    "SequenceClassifier",
+    "TextConfig",
+    "TextEncoder",
+    "TokenClassifier",
+]

@@ -1,0 +1,50 @@
+"""Modules: attention with its projections, blocks, stacks, caches, packed batches."""
+
+from regard.nn.attention import AdditiveAttention, MultiHeadAttention, SelfAttention, linear
+from regard.nn.blocks import Block, PostNorm, PreNorm, Residual, SandwichNorm, UnitRMSNorm
+from regard.nn.cache import Cache, FixedCache, Memory, WindowCache
+from regard.nn.feedforward import ACTIVATIONS, FeedForward, GatedFeedForward
+from regard.nn.generate import Beam, Greedy, Sample, State
+from regard.nn.packing import Packed, pack, unpack
+from regard.nn.pooling import AttentionPooling, First, Max, Mean
+from regard.nn.rotary import Rotary
+from regard.nn.shared import Shared, key_mask
+from regard.nn.stacks import Decoder, DecoderCache, Encoder, RelativeBias
+
+__all__ = [
+    "ACTIVATIONS",
+    "AdditiveAttention",
+    "AttentionPooling",
+    "Beam",
+    "Block",
+    "Cache",
+    "Decoder",
+    "DecoderCache",
+    "Encoder",
+    "FeedForward",
+    "First",
+    "FixedCache",
+    "GatedFeedForward",
+    "Greedy",
+    "Max",
+    "Mean",
+    "Memory",
+    "MultiHeadAttention",
+    "Packed",
+    "PostNorm",
+    "PreNorm",
+    "RelativeBias",
+    "Residual",
+    "Rotary",
+    "Sample",
+    "SandwichNorm",
+    "SelfAttention",
+    "Shared",
+    "State",
+    "UnitRMSNorm",
+    "WindowCache",
+    "key_mask",
+    "linear",
+    "pack",
+    "unpack",
+]

@@ -1,0 +1,237 @@
+"""Attention with its projections: what takes hidden states and gives hidden states."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+
+from regard.attention import Attention
+from regard.engines.product import product
+from regard.masks import Mask
+from regard.masks.algebra import And
+from regard.masks.patterns import Window
+from regard.nn.cache import Cache, Memory, WindowCache
+from regard.nn.rotary import Rotary
+from regard.nn.shared import Shared
+from regard.positions import Bias
+from regard.scores import Additive
+
+
+class SelfAttention(nn.Module):
+    """One head of self-attention: projections to `d_key`, `d_key` and `d_value`, attention, and back to `d_model`.
+
+        q, k, v = x W_q, x W_k, x W_v          (B, N, d_model) -> d_key, d_key, d_value
+        output  = softmax(q kᵀ / sqrt(d_key)) v W_o
+
+    Weights start from N(0, 1 / fan_in), biases from 0.
+
+    >>> import regard as rg, torch
+    >>> layer = rg.nn.SelfAttention(d_model=32, d_key=16, d_value=24)
+    >>> layer(torch.randn(2, 10, 32), mask=rg.causal()).shape
+    torch.Size([2, 10, 32])
+    """
+
+    def __init__(self, d_model: int, d_key: int, d_value: int, *, attend: Attention | None = None) -> None:
+        super().__init__()
+        self.query, self.key = linear(d_model, d_key), linear(d_model, d_key)
+        self.value, self.output = linear(d_model, d_value), linear(d_value, d_model)
+        self.attend = attend or Attention()
+
+    def forward(self, x: Tensor, *, mask: Mask | Tensor | None = None, bias: Bias | Tensor | None = None) -> Tensor:
+        """(B, N, d_model) to (B, N, d_model)."""
+        q, k, v = (part(x).unsqueeze(-3) for part in (self.query, self.key, self.value))  # (B, 1, N, ...)
+        return self.output(Shared(mask, bias).attend(self.attend)(q, k, v).squeeze(-3))
+
+
+class MultiHeadAttention(nn.Module):
+    """Attention of `heads` heads with its projections; self-attention, or cross-attention where a `source` is given.
+
+    heads, groups: H query heads and G key/value heads; groups = heads is plain, 1 is multi-query attention.
+    d_head, d_value: widths D and E of a head, d_model / heads unless told otherwise.
+    d_source: width of the source, d_model unless told otherwise.
+    attend: the description: score, mask, bias, sink, and dropout, which is for training only. Layers that share one
+        object share its plans.
+    rotary: turns q and k by their positions. query_norm, key_norm: modules over (..., D), applied before that.
+
+    One weight holds all projections, rows in the order query heads, key heads, value heads, so that self-attention is
+    one product. Weights start from N(0, 1 / fan_in), biases from 0; a stack may shrink the output's.
+
+    >>> import regard as rg, torch
+    >>> layer = rg.nn.MultiHeadAttention(64, heads=8, groups=2, attend=rg.Attention(mask=rg.causal()))
+    >>> layer(torch.randn(2, 10, 64), mask=rg.padding([10, 7])).shape
+    torch.Size([2, 10, 64])
+    """
+
+    def __init__(
+        self,
+        d_model: int,
+        heads: int,
+        *,
+        groups: int | None = None,
+        d_head: int | None = None,
+        d_value: int | None = None,
+        d_source: int | None = None,
+        attend: Attention | None = None,
+        rotary: Rotary | None = None,
+        query_norm: nn.Module | None = None,
+        key_norm: nn.Module | None = None,
+        bias: bool = True,
+        output_bias: bool | None = None,
+    ) -> None:
+        super().__init__()
+        self.heads, self.groups = heads, heads if groups is None else groups
+        if heads < 1 or self.groups < 1 or heads % self.groups:
+            raise ValueError(f"heads must be a positive multiple of groups, but they are {heads} and {self.groups}")
+        if d_head is None and d_model % heads:
+            raise ValueError(f"d_model = {d_model} is no multiple of heads = {heads}; choose others, or give d_head")
+        self.d_head = d_model // heads if d_head is None else d_head
+        self.d_value = self.d_head if d_value is None else d_value
+        self.widths = [heads * self.d_head, self.groups * self.d_head, self.groups * self.d_value]  # of q, k, v
+        apart = d_source is not None and d_source != d_model
+        self.qkv = linear(d_model, self.widths[0] if apart else sum(self.widths), bias=bias)
+        self.source = linear(d_source or d_model, sum(self.widths[1:]), bias=bias) if apart else None
+        self.output = linear(heads * self.d_value, d_model, bias=bias if output_bias is None else output_bias)
+        self.rotary, self.query_norm, self.key_norm = rotary, query_norm, key_norm
+        self.attend = attend or Attention()
+        self.attend_still = _still(self.attend)
+
+    def forward(
+        self,
+        x: Tensor,
+        source: Tensor | None = None,
+        *,
+        mask: Mask | Tensor | None = None,
+        bias: Bias | Tensor | None = None,
+        positions: Tensor | None = None,
+        shared: Shared | None = None,
+        cache: Cache | Memory | None = None,
+    ) -> Tensor:
+        """x (B, N, d_model) to (B, N, d_model); it looks at itself, or at the source (B, K, d_source).
+
+        `shared` stands for mask, bias and positions where many layers have the same. With a `Cache` the tokens of x
+        come after those that it holds; with a `Memory` the source is projected at the first call only.
+        """
+        if shared is None:
+            shared = Shared(mask, bias, positions)
+        if isinstance(cache, Memory):
+            return self._recall(x, source, shared, cache)
+        dropped = 0
+        if source is None and self.query_norm is None and shared.query_position is None:
+            q, k, v = self._from_one(x, shared)
+        else:
+            q = self._turned(self._query(x, shared), shared)
+            k, v = self._key_value(x if source is None else source, shared)
+            k = self._turned(k, shared)
+        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+        if cache is not None:
+            k, v = cache.append(k, v)
+            dropped = cache.dropped
+        own = self.attend if self.training else self.attend_still
+        out = shared.attend(own, dropped)(q, k, v)  # (B, H, N, E), laid out as q is
+        return product(out.transpose(1, 2).flatten(2), self.output.weight, self.output.bias)
+
+    def _from_one(self, x: Tensor, shared: Shared) -> tuple[Tensor, Tensor, Tensor]:
+        """Self-attention by one product: (B, N, H, D), (B, N, G, D), (B, N, G, E)."""
+        B, N, _ = x.shape
+        H, G, D = self.heads, self.groups, self.d_head
+        together = product(x, self.qkv.weight, self.qkv.bias)
+        if self.rotary is None and self.d_value == D:
+            q, k, v = together.view(B, N, H + 2 * G, D).split((H, G, G), 2)
+            return q, k, v
+        turning, v = together.split((self.widths[0] + self.widths[1], self.widths[2]), -1)
+        q, k = self._turned(turning.view(B, N, H + G, D), shared).split((H, G), 2)
+        return q, k, v.view(B, N, G, self.d_value)
+
+    def _query(self, x: Tensor, shared: Shared) -> Tensor:
+        if shared.query_position is not None:
+            x = x + shared.query_position
+        q = product(x, self.qkv.weight, self.qkv.bias, rows=(0, self.widths[0]))
+        q = q.unflatten(-1, (self.heads, self.d_head))
+        return q if self.query_norm is None else self.query_norm(q)
+
+    def _key_value(self, source: Tensor, shared: Shared) -> tuple[Tensor, Tensor]:
+        holder, first = (self.qkv, self.widths[0]) if self.source is None else (self.source, 0)
+        middle, last = first + self.widths[1], holder.weight.shape[0]
+        if shared.key_position is None:
+            k, v = product(source, holder.weight, holder.bias, rows=(first, last)).split(self.widths[1:], -1)
+        else:
+            k = product(source + shared.key_position, holder.weight, holder.bias, rows=(first, middle))
+            v = product(source, holder.weight, holder.bias, rows=(middle, last))
+        k, v = k.unflatten(-1, (self.groups, self.d_head)), v.unflatten(-1, (self.groups, self.d_value))
+        return k if self.key_norm is None else self.key_norm(k), v
+
+    def _turned(self, x: Tensor, shared: Shared) -> Tensor:
+        return x if self.rotary is None else self.rotary(x, shared.table(self.rotary, self.d_head, x))
+
+    def _recall(self, x: Tensor, source: Tensor | None, shared: Shared, memory: Memory) -> Tensor:
+        """Cross-attention on a source that was projected before. Its beams, rows of x, are queries of one call."""
+        if memory.kept is None:
+            if source is None:
+                raise ValueError("a Memory that holds nothing yet needs the source at its first call")
+            k, v = self._key_value(source, shared)
+            memory.kept = k.transpose(1, 2).contiguous(), v.transpose(1, 2).contiguous()
+        k, v = memory.kept
+        rows = x.view(len(k), -1, x.shape[-1])
+        q = self._query(rows, shared).transpose(1, 2)
+        own = self.attend if self.training else self.attend_still
+        out = shared.attend(own)(q, k, v)
+        return product(out.transpose(1, 2).flatten(2), self.output.weight, self.output.bias).view(x.shape)
+
+    def cache(self) -> Cache:
+        """An empty cache that suits the description: where it looks back so far and no farther, no more is held."""
+        reach = look_back(self.attend.mask)
+        return Cache() if reach is None else WindowCache(reach + 1)
+
+
+class AdditiveAttention(nn.Module):
+    """Bahdanau's attention with its projections: `weight · tanh(W_q x + W_k y)`, softmax, weighted sum of y.
+
+    Queries come from x (B, Q, d_query); keys are the rows of y (B, K, d_source), and so are the values. The projections
+    start from N(0, 1 / fan_in), the weight from N(0, 1 / d_hidden).
+
+    >>> import regard as rg, torch
+    >>> layer = rg.nn.AdditiveAttention(d_query=16, d_source=24, d_hidden=32)
+    >>> layer(torch.randn(2, 5, 16), torch.randn(2, 7, 24), mask=rg.padding([7, 4])).shape
+    torch.Size([2, 5, 24])
+    """
+
+    def __init__(self, d_query: int, d_source: int, d_hidden: int) -> None:
+        super().__init__()
+        self.query, self.key = linear(d_query, d_hidden), linear(d_source, d_hidden, bias=False)
+        self.weight = nn.Parameter(torch.randn(d_hidden) / math.sqrt(d_hidden))
+
+    def forward(self, x: Tensor, source: Tensor, *, mask: Mask | Tensor | None = None) -> Tensor:
+        """(B, Q, d_query) and (B, K, d_source) to (B, Q, d_source)."""
+        q, k, v = self.query(x).unsqueeze(-3), self.key(source).unsqueeze(-3), source.unsqueeze(-3)
+        return Attention(score=Additive(self.weight), mask=mask, offset=0)(q, k, v).squeeze(-3)
+
+
+def linear(inputs: int, outputs: int, *, bias: bool = True) -> nn.Linear:
+    """A projection that keeps the variance: weight from N(0, 1 / inputs), bias 0."""
+    made = nn.Linear(inputs, outputs, bias=bias, device="meta").to_empty(device=torch.get_default_device())
+    nn.init.normal_(made.weight, std=1 / math.sqrt(inputs))
+    if made.bias is not None:
+        nn.init.zeros_(made.bias)
+    return made
+
+
+_STILL: WeakKeyDictionary[Attention, Attention] = WeakKeyDictionary()
+
+
+def _still(attend: Attention) -> Attention:
+    """The description without dropout; one for all layers that share theirs."""
+    if not attend.dropout:
+        return attend
+    if attend not in _STILL:
+        _STILL[attend] = replace(attend, dropout=0.0)
+    return _STILL[attend]
+
+
+def look_back(mask: Mask | Tensor | None) -> int | None:
+    """How many tokens before its own place a query sees at most, where a window says so."""
+    parts = mask.parts if isinstance(mask, And) else (mask,)
+    return min((part.before for part in parts if isinstance(part, Window)), default=None)

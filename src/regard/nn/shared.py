@@ -1,0 +1,101 @@
+"""What holds for all layers of one call, worked out once: masks, biases, tables of positions."""
+
+from __future__ import annotations
+
+from copy import copy
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from regard.attention import Attention
+from regard.masks import Mask, dense, padding
+from regard.nn.rotary import Rotary, Table
+from regard.positions import Bias
+from regard.positions.biases import dense_bias
+
+
+class Shared:
+    """Mask, bias and positions of one call. A stack makes one and hands it to every layer.
+
+    mask: who may look at whom, beside what a layer's own description says.
+    bias: added to the scores of every layer, beside a layer's own (T5's is one for all layers).
+    positions: where the queries stand, (N,) or (B, N) whole numbers, for rotary parts; none is 0 ... N - 1.
+    filler: how many tokens at the front of each batch row are filler, (B,): prompts of different lengths, cached.
+    query_position, key_position: added to what queries and keys are projected from, but not values (DETR).
+    """
+
+    def __init__(
+        self,
+        mask: Mask | Tensor | None = None,
+        bias: Bias | Tensor | None = None,
+        positions: Tensor | None = None,
+        *,
+        filler: Tensor | None = None,
+        query_position: Tensor | None = None,
+        key_position: Tensor | None = None,
+    ) -> None:
+        self.mask = dense(mask) if isinstance(mask, Tensor) else mask
+        self.bias = dense_bias(bias) if isinstance(bias, Tensor) else bias
+        self.positions = positions
+        self.filler = filler
+        self.query_position, self.key_position = query_position, key_position
+        self._made: dict[tuple[Attention, int], Attention] = {}
+        self._tables: dict[tuple[Rotary, int], Table] = {}
+
+    def attend(self, own: Attention, dropped: int = 0) -> Attention:
+        """A layer's own description and what this call adds; layers that share theirs share this one, and its plans."""
+        if self.mask is None and self.bias is None and self.filler is None:
+            return own
+        known = self._made.get((own, dropped))
+        if known is None:
+            mask, bias = own.mask, own.bias
+            if self.mask is not None:
+                mask = self.mask if mask is None else mask & self.mask
+            if self.filler is not None and bool((left := (self.filler - dropped).clamp(min=0)).any()):
+                mask = ~padding(left) if mask is None else mask & ~padding(left)
+            if self.bias is not None:
+                bias = self.bias if bias is None else bias + self.bias
+            known = self._made[own, dropped] = replace(own, mask=mask, bias=bias)
+        return known
+
+    def biased(self, bias: Bias) -> Shared:
+        """The same with a bias more."""
+        other = copy(self)
+        other.bias, other._made = bias if self.bias is None else self.bias + bias, {}
+        return other
+
+    def moved(self, positions: Tensor) -> Shared:
+        """The same at other positions, as in the next step of generation: descriptions that were made are kept."""
+        other = copy(self)
+        other.positions, other._tables = positions, {}
+        return other
+
+    def table(self, rotary: Rotary, width: int, like: Tensor) -> Table:
+        """The table of a rotary part for the tokens of `like` (B, N, ...)."""
+        known = self._tables.get((rotary, width))
+        if known is None:
+            at = torch.arange(like.shape[1], device=like.device) if self.positions is None else self.positions
+            known = self._tables[rotary, width] = rotary.table(at, width, like.dtype)
+        return known
+
+
+def key_mask(mask: Tensor | None) -> Mask | None:
+    """A (B, N) bool mask of real tokens as a mask of keys: the cheapest that says it."""
+    if mask is None:
+        return None
+    if mask.dtype != torch.bool or mask.dim() != 2:
+        raise TypeError(
+            f"mask must be a (B, N) bool tensor, True for real tokens, but is {mask.dtype} of shape "
+            f"{tuple(mask.shape)}; try mask.bool()"
+        )
+    if torch.compiler.is_compiling():
+        return dense(mask[:, None, None])
+    if bool(mask.all()):
+        return None
+    lengths, at = mask.sum(1), torch.arange(mask.shape[1], device=mask.device)
+    if torch.equal(mask, at < lengths[:, None]):
+        return padding(lengths)
+    if torch.equal(mask, at >= mask.shape[1] - lengths[:, None]):
+        return ~padding(mask.shape[1] - lengths)
+    return dense(mask[:, None, None])

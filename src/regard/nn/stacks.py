@@ -1,0 +1,159 @@
+"""Stacks of blocks: encoders and decoders."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from regard.masks import Mask
+from regard.nn.attention import MultiHeadAttention
+from regard.nn.blocks import Block
+from regard.nn.cache import Cache, Memory
+from regard.nn.shared import Shared
+from regard.positions import Bias, t5
+
+
+class RelativeBias(nn.Module):
+    """T5's bias as a part of a stack: one table for all layers, (buckets, heads), from N(0, 1 / buckets).
+
+    >>> import regard as rg
+    >>> rg.nn.RelativeBias(heads=8)()
+    t5((32, 8), bidirectional=True, max_distance=128)
+    """
+
+    def __init__(self, heads: int, *, buckets: int = 32, max_distance: int = 128, bidirectional: bool = True) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.randn(buckets, heads) / math.sqrt(buckets))
+        self.max_distance, self.bidirectional = max_distance, bidirectional
+
+    def forward(self) -> Bias:
+        return t5(self.table, bidirectional=self.bidirectional, max_distance=self.max_distance)
+
+
+class Encoder(nn.Module):
+    """Blocks one after the other, and a last norm if there is one. Decoder-only models are encoders of causal blocks.
+
+    layers: blocks; each runs `repeat` times before the next (ALBERT's single layer runs twelve times).
+    norm: applied last. bias: a module that gives one bias for all layers.
+    checkpointing: in training, keep only what enters a block, and compute the rest again in backward.
+
+    What attention and feed-forward add is divided by the square root of how many are added up, in the weight of their
+    output or of the norm behind it, unless a norm comes after the sum: so activations keep a variance of O(1) at any
+    depth.
+
+    >>> import regard as rg, torch
+    >>> def block():
+    ...     parts = rg.nn.MultiHeadAttention(16, heads=2), rg.nn.FeedForward(16, 64)
+    ...     return rg.nn.Block(*parts, residual=lambda: rg.nn.PreNorm(16))
+    >>> encoder = rg.nn.Encoder([block() for _ in range(3)], norm=torch.nn.LayerNorm(16))
+    >>> encoder(torch.randn(2, 5, 16), mask=rg.padding([5, 3])).shape
+    torch.Size([2, 5, 16])
+    """
+
+    def __init__(
+        self,
+        layers: Iterable[Block],
+        *,
+        norm: nn.Module | None = None,
+        bias: nn.Module | None = None,
+        repeat: int = 1,
+        checkpointing: bool = False,
+    ) -> None:
+        super().__init__()
+        self.layers, self.norm, self.bias = nn.ModuleList(layers), norm, bias
+        self.repeat, self.checkpointing = repeat, checkpointing
+        if self.layers:
+            self._shrink()
+
+    def _shrink(self) -> None:
+        names = [name for name in ("attention", "cross", "feedforward") if getattr(self.layers[0], name) is not None]
+        share = 1 / math.sqrt(len(names) * len(self.layers) * self.repeat)
+        for block in self.layers:
+            for name in names:
+                getattr(block, f"{name}_residual").shrink(getattr(block, name), share)
+
+    def forward(
+        self,
+        x: Tensor,
+        *,
+        mask: Mask | Tensor | None = None,
+        shared: Shared | None = None,
+        caches: Sequence[Cache] | None = None,
+    ) -> Tensor:
+        """(B, N, d_model) to the same; `shared` stands for a mask, bias or positions, `caches` are one a layer."""
+        shared = Shared(mask) if shared is None else shared
+        if self.bias is not None:
+            shared = shared.biased(self.bias())
+        for n, layer in enumerate(self.layers):
+            cache = None if caches is None else caches[n]
+            for _ in range(self.repeat):
+                if self.checkpointing and self.training and torch.is_grad_enabled():
+                    x = checkpoint(layer, x, shared=shared, use_reentrant=False)
+                else:
+                    x = layer(x, shared=shared, cache=cache)
+        return x if self.norm is None else self.norm(x)
+
+    def caches(self) -> list[Cache]:
+        """Empty caches, one a layer, each as its attention needs it."""
+        return [self._attention(block).cache() for block in self.layers]
+
+    def _attention(self, block: nn.Module) -> MultiHeadAttention:
+        attention = block.attention
+        assert isinstance(attention, MultiHeadAttention)
+        return attention
+
+
+@dataclass(frozen=True, eq=False)
+class DecoderCache:
+    """What a decoder remembers: keys and values of its own tokens, and of the source; one of each a layer."""
+
+    own: list[Cache]
+    source: list[Memory]
+
+
+class Decoder(Encoder):
+    """Blocks with cross-attention: they look at themselves and at a source.
+
+    >>> import regard as rg, torch
+    >>> def block():
+    ...     own = rg.nn.MultiHeadAttention(16, heads=2, attend=rg.Attention(mask=rg.causal()))
+    ...     cross = rg.nn.MultiHeadAttention(16, heads=2, attend=rg.Attention(offset=0))
+    ...     return rg.nn.Block(own, rg.nn.FeedForward(16, 64), cross=cross, residual=lambda: rg.nn.PostNorm(16))
+    >>> decoder = rg.nn.Decoder([block() for _ in range(2)])
+    >>> decoder(torch.randn(2, 5, 16), torch.randn(2, 7, 16), source_mask=rg.padding([7, 4])).shape
+    torch.Size([2, 5, 16])
+    """
+
+    def forward(  # type: ignore[override]
+        self,
+        x: Tensor,
+        source: Tensor | None = None,
+        *,
+        mask: Mask | Tensor | None = None,
+        source_mask: Mask | Tensor | None = None,
+        shared: Shared | None = None,
+        across: Shared | None = None,
+        cache: DecoderCache | None = None,
+    ) -> Tensor:
+        """x (B, N, d_model), source (B, K, d_source). With a cache, the source is needed at the first call only."""
+        shared = Shared(mask) if shared is None else shared
+        across = Shared(source_mask) if across is None else across
+        if self.bias is not None:
+            shared = shared.biased(self.bias())
+        for n, layer in enumerate(self.layers):
+            if self.checkpointing and self.training and torch.is_grad_enabled():
+                x = checkpoint(layer, x, source, shared=shared, across=across, use_reentrant=False)
+            elif cache is None:
+                x = layer(x, source, shared=shared, across=across)
+            else:
+                x = layer(x, source, shared=shared, across=across, cache=cache.own[n], memory=cache.source[n])
+        return x if self.norm is None else self.norm(x)
+
+    def cache(self) -> DecoderCache:
+        """An empty cache."""
+        return DecoderCache(self.caches(), [Memory() for _ in self.layers])
