@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from regard.integrations.torch import MultiheadAttention, replace
+from regard.integrations.torch import MultiheadAttention, Report, replace
 
 B, H, Q, K, E = 3, 4, 7, 9, 32
 MODULES: dict[str, dict[str, Any]] = {
@@ -35,9 +35,13 @@ def module(heads: int = H, **options: Any) -> nn.MultiheadAttention:
 
 
 def both(made: nn.Module) -> tuple[Any, Any]:
-    ours = copy.deepcopy(made)
-    replace(ours)
-    return made, ours
+    return made, replace(copy.deepcopy(made))
+
+
+def report_of(model: nn.Module) -> Report:
+    said: list[Report] = []
+    assert replace(model, say=said.append) is model
+    return said[0]
 
 
 def inputs(made: nn.MultiheadAttention, batched: bool = True) -> list[Tensor]:
@@ -171,7 +175,7 @@ def test_parameters_keys_and_hooks_stay() -> None:
     calls = []
     made.layers[0].self_attn.register_forward_hook(lambda *_: calls.append(1))
     original = copy.deepcopy(made)
-    report = replace(made)
+    report = report_of(made)
     assert report.replaced == ("layers.0.self_attn", "layers.1.self_attn")
     assert str(report) == "replaced 2 nn.MultiheadAttention: layers.0.self_attn, layers.1.self_attn"
     assert list(made.state_dict()) == keys
@@ -187,14 +191,14 @@ def test_the_model_itself_may_be_one_and_what_is_done_is_told() -> None:
         pass
 
     single = module()
-    assert replace(single).replaced == ("MultiheadAttention",)
+    assert report_of(single).replaced == ("MultiheadAttention",)
     assert isinstance(single, MultiheadAttention)
     assert isinstance(single, nn.MultiheadAttention)
-    again = replace(nn.ModuleDict({"old": single, "own": Own(E, H), "new": module()}))
+    again = report_of(nn.ModuleDict({"old": single, "own": Own(E, H), "new": module()}))
     assert again.replaced == ("new",)
     assert "left alone own: Own is a class of its own" in str(again)
     assert "left alone old: regard computes it already" in str(again)
-    assert str(replace(nn.Linear(2, 2))) == "replaced 0 nn.MultiheadAttention: none"
+    assert str(report_of(nn.Linear(2, 2))) == "replaced 0 nn.MultiheadAttention: none"
 
 
 def test_a_replaced_module_is_copied_and_stored_as_such() -> None:
@@ -253,7 +257,7 @@ def test_an_encoder_runs_unchanged_in_eval_where_torch_would_pass_its_attention_
 def test_a_transformer_runs_unchanged(batch_first: bool) -> None:
     torch.manual_seed(0)
     made, ours = both(nn.Transformer(E, H, 2, 2, 16, batch_first=batch_first).eval())
-    assert len(replace(copy.deepcopy(made)).replaced) == 6
+    assert len(report_of(copy.deepcopy(made)).replaced) == 6
     source, target = torch.randn(K, B, E), torch.randn(Q, B, E)
     if batch_first:
         source, target = source.transpose(0, 1), target.transpose(0, 1)

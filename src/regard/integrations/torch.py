@@ -3,7 +3,7 @@
 >>> import torch
 >>> from regard.integrations.torch import replace
 >>> model = torch.nn.TransformerEncoderLayer(16, 2, batch_first=True).eval()
->>> print(replace(model))
+>>> model = replace(model)
 replaced 1 nn.MultiheadAttention: self_attn
 >>> model(torch.randn(1, 5, 16)).shape
 torch.Size([1, 5, 16])
@@ -11,6 +11,7 @@ torch.Size([1, 5, 16])
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -41,8 +42,10 @@ class Report:
         return "\n".join([*lines, *(f"left alone {name}: {why}" for name, why in self.left.items())])
 
 
-def replace(model: nn.Module) -> Report:
-    """Let regard compute every `nn.MultiheadAttention` of a model, the model itself included, and tell which.
+def replace(model: nn.Module, *, say: Callable[[Report], object] = print) -> nn.Module:
+    """Let regard compute every `nn.MultiheadAttention` of a model, the model itself included, and say which.
+
+    The same model comes back, and `say` is given a `Report`.
 
     The modules stay where they are, with their parameters, hooks and state_dict keys, so optimizers and checkpoints go
     on as before, and so does the contract: in masks True forbids, numbers are added. What changes: a query that may
@@ -58,7 +61,8 @@ def replace(model: nn.Module) -> Report:
             replaced.append(name)
         elif isinstance(module, nn.MultiheadAttention):
             left[name] = f"{type(module).__name__} is a class of its own, and may compute something else"
-    return Report(tuple(replaced), left)
+    say(Report(tuple(replaced), left))
+    return model
 
 
 class MultiheadAttention(nn.MultiheadAttention):
