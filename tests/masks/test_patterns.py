@@ -377,3 +377,17 @@ def test_str_is_the_formula_and_a_drawing(mask: rg.Mask) -> None:
     assert len({len(line) for line in lines}) == 1
     assert set("".join(lines)) <= set("█▒·")
     assert len(lines) <= 32
+
+
+@pytest.mark.parametrize("mask", [rg.padding([3, 0, 7]), rg.causal(), rg.prefix(2), ~rg.padding([3, 0, 7])])
+def test_what_a_mask_of_first_keys_leaves_is_an_interval(mask: rg.Mask) -> None:
+    frame = Frame(3, 1, 5, 7, 1)
+    edges = (~mask).intervals(frame)
+    assert edges is not None
+    start, stop = (torch.tensor(edge)[..., None] for edge in edges)
+    j = torch.arange(7)
+    assert torch.equal(((j >= start) & (j < stop)).expand(3, 1, 5, 7), (~mask).allows(frame.at()).expand(3, 1, 5, 7))
+
+
+def test_what_a_window_leaves_is_no_interval() -> None:
+    assert (~rg.window(1, 1)).intervals(Frame(1, 1, 5, 5, 0)) is None

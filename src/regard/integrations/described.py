@@ -1,0 +1,95 @@
+"""Descriptions of calls, remembered with their plans where calls can share them: over layers, and over passes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from regard.attention import Attention
+from regard.masks import Mask
+from regard.scores import Dot
+
+SHARED = 1 << 16  # numbers that a mask may hold to be remembered from one pass to the next
+
+
+@dataclass(frozen=True, eq=False)
+class Pattern:
+    """Who may look at whom, and where the queries stand; `mask=None` lets everybody look at everything.
+
+    `attentions` remembers the descriptions made of it, so that all layers of a model share one, and its plans. A
+    `brief` pattern lives as long as one pass through a model.
+    """
+
+    mask: Mask | None = None
+    offset: int | None = None
+    brief: bool = False
+    attentions: dict[tuple, tuple[Attention, Tensor | None, Tensor | None]] = field(default_factory=dict)
+
+
+EVERYTHING = Pattern()
+
+
+def describe(
+    pattern: Pattern,
+    *,
+    scale: float | Tensor | None = None,
+    softcap: float | None = None,
+    dropout: float = 0.0,
+    bias: Tensor | None = None,
+    sink: Tensor | None = None,
+) -> Attention:
+    """The attention over a pattern.
+
+    >>> import regard as rg
+    >>> from regard.integrations.described import Pattern, describe
+    >>> pattern = Pattern(rg.causal(), offset=0)
+    >>> describe(pattern, scale=0.5) is describe(pattern, scale=0.5)
+    True
+    """
+    if torch.jit.is_tracing():
+        raise NotImplementedError(
+            "torch.jit.trace does not see what regard computes; use torch.compile, or go back to torch's attention, "
+            'as by model.set_attn_implementation("sdpa"), before tracing'
+        )
+    if torch.compiler.is_compiling() or isinstance(scale, Tensor):
+        return _make(pattern.mask, pattern.offset, scale, softcap, dropout, bias, sink)
+    asked = scale, softcap, dropout, id(bias), id(sink)
+    if (known := pattern.attentions.get(asked)) is not None:
+        return known[0]
+    plain = bias is None and sink is None
+    if plain and _size(pattern.mask) <= SHARED:
+        made = _shared(pattern.mask, pattern.offset, scale, softcap, dropout)
+    else:
+        made = _make(pattern.mask, pattern.offset, scale, softcap, dropout, bias, sink)
+    if plain or pattern.brief:  # nothing that lasts holds a pass's tensors
+        pattern.attentions[asked] = made, bias, sink  # held, so that their ids stay theirs
+    return made
+
+
+def _make(
+    mask: Mask | None,
+    offset: int | None,
+    scale: float | Tensor | None,
+    softcap: float | None,
+    dropout: float,
+    bias: Tensor | None = None,
+    sink: Tensor | None = None,
+) -> Attention:
+    scale = scale if scale is None or isinstance(scale, Tensor) else float(scale)
+    return Attention(Dot(scale, softcap), mask, bias, offset, sink=sink, dropout=float(dropout))
+
+
+_shared = lru_cache(maxsize=128, typed=True)(_make)
+
+
+def _size(part: Any) -> int:
+    """How many numbers a mask holds."""
+    if isinstance(part, Tensor):
+        return part.numel()
+    if isinstance(part, tuple):
+        return sum(map(_size, part))
+    return sum(_size(getattr(part, field.name)) for field in fields(part)) if isinstance(part, Mask) else 1

@@ -1,0 +1,162 @@
+"""Masks that come as tensors, read as descriptions: who may look, and what there is to add besides.
+
+What was read is remembered while the tensor lives and nobody writes into it, since every layer is given the same.
+Where torch is tracing, values cannot be read, and all is added.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from regard.geometry import lead
+from regard.integrations.described import EVERYTHING, Pattern
+from regard.masks import Mask, causal, dense, padding
+
+Keys = tuple[Mask, ...]
+_known = WeakTensorKeyDictionary()  # {how it was read: (version, what was found, whether there is more)}
+
+
+def permitted(mask: Tensor) -> tuple[Pattern, Tensor | None]:
+    """A mask (..., Q, K) in which True permits, or whose numbers are added: who may look, and what is added if any is.
+
+    Of numbers, the least of their dtype and what lies near it mean no.
+
+    >>> import torch
+    >>> from regard.integrations.tensors import permitted
+    >>> pattern, added = permitted(torch.ones(4, 4, dtype=torch.bool).tril())
+    >>> pattern.mask, pattern.offset, added
+    (causal(), 0, None)
+    """
+    if tracing():
+        return _unread(mask, mask)
+    return _remembered(mask, _pattern_of)
+
+
+def forbidden(mask: Tensor) -> tuple[Pattern, Tensor | None]:
+    """The same where True forbids."""
+    if tracing():
+        return _unread(mask, ~mask if mask.dtype == torch.bool else mask)
+    return _remembered(mask, _pattern_of_rest)
+
+
+def keys_forbidden(mask: Tensor) -> tuple[Keys, Tensor | None]:
+    """Of keys (B, K) where True forbids, or whose numbers are added: masks that are all to hold, and what is added."""
+    if tracing():
+        pattern, added = forbidden(mask[:, None, None, :])
+        return () if pattern.mask is None else (pattern.mask,), None if added is None else added[:, 0, 0]
+    return _remembered(mask, _keys_of)
+
+
+def tracing() -> bool:
+    """Whether values cannot be read, since torch looks for a graph, or runs many calls at once."""
+    functional = torch._C._functorch.peek_interpreter_stack() is not None
+    return torch.compiler.is_compiling() or functional
+
+
+def version_of(tensor: Tensor) -> int | None:
+    """How often it was written into; None for tensors of inference mode, of which nobody knows."""
+    return None if tensor.is_inference() else tensor._version
+
+
+def _remembered(mask: Tensor, read: Callable[[Tensor], tuple[Any, bool]]) -> tuple[Any, Tensor | None]:
+    now, readings = version_of(mask), _known.setdefault(mask, {})
+    if now is None or readings.get(read, (None,))[0] != now:
+        found, more = read(mask.detach())
+        readings[read] = now, found, more or mask.requires_grad
+    _, found, more = readings[read]
+    if more and found is not EVERYTHING and found != ():
+        mask = mask.masked_fill(
+            _hidden(mask.detach()), 0.0
+        )  # what is hidden needs no number, and -inf spoils gradients
+    return found, mask if more else None
+
+
+def _unread(mask: Tensor, permits: Tensor) -> tuple[Pattern, Tensor | None]:
+    if mask.dtype == torch.bool:
+        return Pattern(dense(permits)), None
+    return EVERYTHING, mask.masked_fill(_hidden(mask), float("-inf"))
+
+
+def _pattern_of(mask: Tensor) -> tuple[Pattern, bool]:
+    allowed, more = _split(mask)
+    return _pattern(allowed), more
+
+
+def _pattern_of_rest(mask: Tensor) -> tuple[Pattern, bool]:
+    return _pattern_of(~mask if mask.dtype == torch.bool else mask)
+
+
+def _keys_of(mask: Tensor) -> tuple[Keys, bool]:
+    allowed, more = _split(~mask if mask.dtype == torch.bool else mask)
+    return seen(allowed), more
+
+
+def _split(mask: Tensor) -> tuple[Tensor, bool]:
+    """Who may look, and whether there is more to the mask than that."""
+    if mask.dtype == torch.bool:
+        return mask, False
+    hidden = _hidden(mask)
+    return ~hidden, bool((mask.masked_fill(hidden, 0.0) != 0).any())
+
+
+def _hidden(mask: Tensor) -> Tensor:
+    return mask <= torch.finfo(mask.dtype).min / 2
+
+
+def _pattern(allowed: Tensor) -> Pattern:
+    """The pattern of a bool tensor; a causal one, the commonest of all, is recognised."""
+    if bool(allowed.all()):
+        return EVERYTHING
+    allowed = lead(allowed)
+    queries, keys = allowed.shape[2:]
+    offset = int(allowed[0, 0, 0].sum()) - 1
+    if queries > 1 and keys > 1 and _is_causal(allowed, offset):
+        return Pattern(causal(), offset)
+    return Pattern(dense(allowed))
+
+
+def _is_causal(allowed: Tensor, offset: int) -> bool:
+    queries, keys = allowed.shape[2:]
+    j = torch.arange(keys, device=allowed.device)
+    for rows in torch.arange(offset, offset + queries, device=allowed.device).split(max(1, (1 << 20) // keys)):
+        part = allowed[:, :, int(rows[0]) - offset : int(rows[-1]) - offset + 1]
+        if not bool((part == (j <= rows[:, None])).all()):
+            return False
+    return True
+
+
+def seen(keys: Tensor) -> Keys:
+    """The masks whose `&` lets everybody see the keys that are True, (B, K); none if all are.
+
+    >>> import torch
+    >>> from regard.integrations.tensors import seen
+    >>> seen(torch.tensor([[True, True, False], [True, True, True]]))
+    (padding([2, 3]),)
+    >>> seen(torch.tensor([[False, True, True], [True, True, True]]))
+    (~padding([1, 0]),)
+    """
+    count, length = keys.sum(-1), keys.shape[-1]
+    if bool((count == length).all()):
+        return ()
+    bits = keys.to(torch.uint8)
+    start = torch.where(count > 0, bits.argmax(-1), 0)
+    stop = torch.where(count > 0, length - bits.flip(-1).argmax(-1), 0)
+    if not torch.equal(stop - start, count):
+        return (dense(keys[:, None, None, :]),)  # there are holes
+    ends = () if bool((stop == length).all()) else (padding(stop),)
+    return (*ends, ~padding(start)) if bool(start.any()) else ends
+
+
+def all_of(parts: Keys) -> Mask | None:
+    """The `&` of masks; None of none."""
+    if not parts:
+        return None
+    mask, *rest = parts
+    for part in rest:
+        mask = mask & part
+    return mask

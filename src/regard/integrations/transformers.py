@@ -1,0 +1,183 @@
+"""regard as an attention implementation of Hugging Face Transformers: `attn_implementation="regard"`.
+
+>>> from transformers import BertConfig, BertModel
+>>> from regard.integrations.transformers import enable
+>>> enable()
+>>> config = BertConfig(hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32)
+>>> BertModel._from_config(config, attn_implementation="regard").config._attn_implementation
+'regard'
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable
+from functools import cache, wraps
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers.masking_utils import eager_mask, prepare_padding_mask, sdpa_mask
+from transformers.utils import logging
+from transformers.utils.import_utils import is_tracing
+from transformers.utils.output_capturing import _active_collector
+
+from regard.integrations.carrier import MaskTensor
+from regard.integrations.described import EVERYTHING, Pattern, describe
+from regard.integrations.mask_functions import Unknown, parts_of, together
+from regard.integrations.tensors import permitted, seen
+from regard.masks import causal, dense, documents
+
+NAME = "regard"
+_log = logging.get_logger(__name__)
+_TOP_LEFT = Pattern(causal(), offset=0)
+
+
+def enable() -> None:
+    """Make `attn_implementation="regard"` known to Transformers: the attention, its masks, and who may use them.
+
+    A model whose classes do not ask Transformers for an attention (Longformer, BigBird, Bloom, MPT, GPT-J ...) cannot
+    be given one: it says so in a warning, and runs as with `attn_implementation="eager"`.
+    """
+    AttentionInterface.register(NAME, attend)
+    AttentionMaskInterface.register(NAME, mask_of)
+    decide = PreTrainedModel.get_correct_attn_implementation
+    if not hasattr(decide, "_regard"):
+
+        @wraps(decide)
+        def get_correct_attn_implementation(self: Any, requested: str | None, *args: Any, **kwargs: Any) -> str:
+            return decide(self, _possible(type(self)) if requested == NAME else requested, *args, **kwargs)
+
+        get_correct_attn_implementation._regard = True  # type: ignore[attr-defined]
+        PreTrainedModel.get_correct_attn_implementation = get_correct_attn_implementation
+
+
+def _possible(model: type[PreTrainedModel]) -> str:
+    """Our name if the model's classes ask for an attention by name; else the one that all of them have."""
+    module = sys.modules.get(model.__module__)
+    for name, classes in vars(module).items():
+        if name.endswith("_ATTENTION_CLASSES") and isinstance(classes, dict) and "eager" in classes:
+            classes.setdefault(NAME, classes["eager"])  # such parts are chosen when a model is built, and know no other
+    if model._can_set_attn_implementation():
+        return NAME
+    _log.warning_once(
+        f"{model.__name__} computes its attention itself and does not ask Transformers for one, so "
+        f'attn_implementation="{NAME}" cannot reach it; it runs as with attn_implementation="eager".'
+    )
+    return "eager"
+
+
+def mask_of(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int | Tensor = 0,
+    kv_offset: int = 0,
+    mask_function: Callable[..., Any] | None = None,
+    attention_mask: Tensor | None = None,
+    dtype: torch.dtype = torch.float32,
+    allow_is_bidirectional_skip: bool = False,
+    device: torch.device | str = "cpu",
+    **kwargs: Any,
+) -> Tensor | None:
+    """The mask of a forward pass, as a tensor that holds its description; None if all may look at everything.
+
+    Where torch is tracing, values cannot be read, and the mask is the tensor that eager attention takes.
+    """
+    given = {"q_offset": q_offset, "kv_offset": kv_offset, "attention_mask": attention_mask, "device": device} | kwargs
+    given |= {} if mask_function is None else {"mask_function": mask_function}
+    sizes = {"batch_size": batch_size, "q_length": q_length, "kv_length": kv_length}
+    if is_tracing(attention_mask) or (isinstance(q_offset, Tensor) and is_tracing(q_offset)):
+        return eager_mask(**sizes, **given, dtype=dtype, allow_is_bidirectional_skip=allow_is_bidirectional_skip)
+    offset = int(q_offset) - kv_offset
+    try:
+        parts = (causal(),) if mask_function is None else parts_of(mask_function, kv_length, kv_offset)
+        if (keys := prepare_padding_mask(attention_mask, kv_length, kv_offset)) is not None:
+            parts += seen(keys[:, kv_offset : kv_offset + kv_length].bool())
+        mask = together(parts, q_length, kv_length, offset)
+    except Unknown:
+        given |= {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
+        mask = dense(sdpa_mask(**sizes, **given))
+    if mask is None and allow_is_bidirectional_skip:
+        return None
+    shape = batch_size, 1, q_length, kv_length
+    pattern = Pattern(mask, None if mask is None else offset, brief=True)  # who sees all stands nowhere, to share plans
+    return MaskTensor(pattern, shape, dtype, torch.device(device))
+
+
+def attend(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    position_bias: Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """What Transformers calls for every layer: query (B, H, Q, D), key and value (B, G, K, D) to (B, Q, H, D).
+
+    The weights come second where `output_attentions=True` was asked for: those before dropout, (B, H, Q, K).
+    """
+    for name in ("cache", "indices", "block_indices"):
+        if kwargs.get(name) is not None:
+            raise NotImplementedError(
+                f"{type(module).__name__} passes {name!r} to its attention, which attn_implementation={NAME!r} does "
+                'not take; use model.set_attn_implementation("eager")'
+            )
+    if attention_mask is None:
+        is_causal = getattr(module, "is_causal", False) if is_causal is None else is_causal
+        pattern, bias = _TOP_LEFT if is_causal and query.shape[2] > 1 else EVERYTHING, None
+    elif isinstance(attention_mask, MaskTensor) and attention_mask.intact:
+        pattern, bias = attention_mask.pattern, None
+    else:
+        pattern, bias = _read(attention_mask, query)
+    if (edges := kwargs.get("cu_seq_lens_q")) is not None:
+        pattern = _packed(pattern, edges, kwargs.get("cu_seq_lens_k"), query.shape[2], key.shape[2])
+    if position_bias is not None:
+        bias = position_bias if bias is None else position_bias + bias
+    described = describe(pattern, scale=scaling, softcap=softcap, dropout=dropout, bias=bias, sink=s_aux)
+    output = described(query, key, value).transpose(1, 2).contiguous()
+    return output, described.weights(query, key) if _wanted(module, kwargs) else None
+
+
+def _read(mask: Tensor, query: Tensor) -> tuple[Pattern, Tensor | None]:
+    """A mask that came as a tensor: who may look, and what is added to the scores."""
+    mask = mask.dense if isinstance(mask, MaskTensor) else mask
+    return permitted(mask if mask.dtype == torch.bool or mask.is_floating_point() else mask.to(query.dtype))
+
+
+def _packed(pattern: Pattern, edges: Tensor, key_edges: Tensor | None, queries: int, keys: int) -> Pattern:
+    """The pattern inside each of the sequences that lie one behind the other, `edges[n]` to `edges[n + 1]`."""
+    if queries != keys or (key_edges is not None and not torch.equal(edges, key_edges)):
+        raise ValueError(
+            f"cu_seq_lens_q and cu_seq_lens_k must be the same edges of {queries} queries and as many keys, but came "
+            f"with {keys} keys; pack without a cache, or pass position_ids that start anew with every sequence"
+        )
+    inside = documents(torch.searchsorted(edges.long(), torch.arange(keys, device=edges.device), right=True))
+    return Pattern(inside if pattern.mask is None else pattern.mask & inside, pattern.offset)
+
+
+def _wanted(module: nn.Module, kwargs: dict[str, Any]) -> bool:
+    """Whether somebody will ask for the weights."""
+    if (told := kwargs.get("output_attentions")) is not None:
+        return bool(told)
+    if (collected := _active_collector.get()) is not None:
+        return any("attentions" in name for name in collected)
+    return _never_tells(type(module).__module__)
+
+
+@cache
+def _never_tells(module: str) -> bool:
+    """Whether models decide about weights in their own layers and do not tell their attention, as a few still do."""
+    try:
+        code = inspect.getsource(sys.modules[module])
+    except (OSError, TypeError, KeyError):
+        return False
+    return "output_attentions=output_attentions" in code and "capture_outputs" not in code
