@@ -1,5 +1,6 @@
 """Assemblies of modules: text and language."""
 
+from regard.models.checkpoints import load, save, tokenizer
 from regard.models.language import LanguageConfig, LanguageModel
 from regard.models.text import (
     MaskedLanguageModel,
@@ -19,4 +20,7 @@ __all__ = [
     "TextConfig",
     "TextEncoder",
     "TokenClassifier",
+    "load",
+    "save",
+    "tokenizer",
 ]
