@@ -37,7 +37,7 @@ def tokenizer(folder: str | os.PathLike[str]) -> Tokenizer:
         raise ImportError("tokenizers are read by tokenizers: pip install 'regard[checkpoints]'") from None
     if not path.exists():
         raise FileNotFoundError(
-            f"{path.parent} has no {TOKENIZER}; transformers' AutoTokenizer.from_pretrained(folder).save_pretrained(folder) "
+            f"{path.parent} has no {TOKENIZER}; transformers' AutoTokenizer, .from_pretrained(folder).save_pretrained(folder), "
             "writes one from other files"
         )
     try:
@@ -100,7 +100,9 @@ def _modules(folder: Path) -> list[tuple[str, Path]]:
         listed = json.loads((folder / MODULES).read_text(encoding="utf-8"))
         entries = [(str(entry["type"]).rsplit(".", 1)[-1], entry["path"]) for entry in listed]
     except (json.JSONDecodeError, UnicodeDecodeError, TypeError, KeyError) as error:
-        raise ValueError(f"{folder / MODULES} must be a list of modules, each with its type and path: {error}") from None
+        raise ValueError(
+            f"{folder / MODULES} must be a list of modules, each with its type and path: {error}"
+        ) from None
     return [(kind, inside(folder, path) if path else folder) for kind, path in entries]
 
 
@@ -108,10 +110,14 @@ def _pooling(said: dict[str, Any]) -> str:
     if "pooling_mode" in said:
         chosen = [said["pooling_mode"]]
     else:
-        flags = [name.removeprefix("pooling_mode_") for name, on in said.items() if name.startswith("pooling_mode_") and on]
+        flags = [
+            name.removeprefix("pooling_mode_") for name, on in said.items() if name.startswith("pooling_mode_") and on
+        ]
         chosen = [name.removesuffix("_tokens").removesuffix("_token") for name in flags]
     if len(chosen) != 1 or chosen[0] not in MODES:
-        raise ValueError(f"pooling by {' and '.join(map(str, chosen)) or 'nothing'} is not supported; supported: {', '.join(MODES)}")
+        raise ValueError(
+            f"pooling by {' and '.join(map(str, chosen)) or 'nothing'} is not supported; supported: {', '.join(MODES)}"
+        )
     return MODES[chosen[0]]
 
 
