@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 MODULES, POOLING, LENGTH, TOKENIZER = "modules.json", "1_Pooling", "sentence_bert_config.json", "tokenizer.json"
+TOKENIZER_CONFIG, PROMPTS = "tokenizer_config.json", "config_sentence_transformers.json"
 MODES = {"cls": "first", "mean": "mean", "max": "max"}
 
 
@@ -37,8 +38,8 @@ def tokenizer(folder: str | os.PathLike[str]) -> Tokenizer:
         raise ImportError("tokenizers are read by tokenizers: pip install 'regard[checkpoints]'") from None
     if not path.exists():
         raise FileNotFoundError(
-            f"{path.parent} has no {TOKENIZER}; transformers' AutoTokenizer, .from_pretrained(folder).save_pretrained(folder), "
-            "writes one from other files"
+            f"{path.parent} has no {TOKENIZER}; in transformers, "
+            "AutoTokenizer.from_pretrained(folder).save_pretrained(folder) writes one from other files"
         )
     try:
         return tokenizers.Tokenizer.from_file(str(path))
@@ -54,6 +55,8 @@ def load(folder: Path, read: Callable[[Path], nn.Module]) -> SentenceEmbedder:
         raise ValueError(
             f"{folder / MODULES} has the modules {', '.join(kinds)}; supported are Transformer, Pooling and Normalize"
         )
+    if (folder / PROMPTS).exists() and (prompt := read_json(folder / PROMPTS).get("default_prompt_name")):
+        raise ValueError(f"{folder / PROMPTS}: default_prompt_name = {prompt!r} is not supported; put it into the texts")
     (_, transformer), (_, pooling), *_ = modules
     encoder = read(transformer)
     if not isinstance(encoder, TextEncoder):
@@ -123,10 +126,10 @@ def _pooling(said: dict[str, Any]) -> str:
 
 def _cutting(kept: Tokenizer, folder: Path, encoder: TextEncoder) -> Tokenizer:
     """The tokenizer without filler, and cutting at what the folder says, or the model knows."""
-    said = read_json(folder / LENGTH) if (folder / LENGTH).exists() else {}
+    said, also = (read_json(folder / file) if (folder / file).exists() else {} for file in (LENGTH, TOKENIZER_CONFIG))
     if said.get("do_lower_case"):
         raise ValueError(f"{folder / LENGTH}: do_lower_case is not supported; put it into {TOKENIZER}")
-    most = encoder.config.positions - encoder.config.first_position
+    known = encoder.config.positions - encoder.config.first_position
     kept.no_padding()
-    kept.enable_truncation(min(said.get("max_seq_length") or most, most))
+    kept.enable_truncation(int(min(said.get("max_seq_length") or also.get("model_max_length") or known, known)))
     return kept
