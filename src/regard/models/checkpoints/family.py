@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import nn
@@ -13,6 +13,7 @@ from torch import nn
 from regard.models.checkpoints.names import Extras, Rule
 
 Values = dict[str, Any]
+TENSORS = "tensors of the checkpoint"  # their names, among the values of its configuration
 NEEDED, NO_EXTRAS = object(), Extras()
 
 
@@ -121,7 +122,7 @@ class Family:
             if value is NEEDED:
                 raise ValueError(f"config.json must say {entry.theirs}")
             values[entry.ours] = entry.read(value)
-        return self.config(**(values | self.read(theirs)))
+        return brief(self.config(**(values | self.read(theirs))))
 
     def values_of(self, config: Any) -> Values:
         """Our configuration as theirs."""
@@ -139,6 +140,17 @@ class Family:
             if before != after and entry.name not in architecture.unused:
                 return f"{entry.name} = {before!r} would come back as {after!r}"
         return None
+
+
+def brief(config: Any) -> Any:
+    """The same configuration, with none where a value is what none means."""
+    same_as_none = {
+        entry.name: None
+        for entry in dataclasses.fields(config)
+        if entry.default is None
+        and getattr(config, entry.name) == settled(replace(config, **{entry.name: None}), entry.name)
+    }
+    return replace(config, **same_as_none)
 
 
 def settled(config: Any, name: str) -> Any:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from regard.models.checkpoints import own, sentences
 from regard.models.checkpoints.families import FAMILIES, family_of
-from regard.models.checkpoints.family import Architecture, Family
+from regard.models.checkpoints.family import TENSORS, Architecture, Values
 from regard.models.checkpoints.files import CONFIG, GENERATION, Weights, float_type, folder_of, read_json
 from regard.models.checkpoints.names import Move, find, moves, some
 
@@ -49,21 +49,37 @@ def load(
 def read(path: Path, *, dtype: torch.dtype | None = None, bare: bool = False) -> nn.Module:
     """The model of a folder; `bare` is the base model where the checkpoint does not say an architecture."""
     said = read_json(path / CONFIG)
-    if said.get("model_type") == own.MODEL_TYPE:
-        model_type, config = own.config_of(said)
-        return _filled(path, model_type, config, said, dtype)
-    for name in ("auto_map", "quantization_config"):
-        if said.get(name):
-            raise ValueError(
-                f"{path / CONFIG} has {name}: models with code or number formats of their own are not read"
-            )
-    family, architecture = _choose(path, said, bare)
+    weights = Weights(path)
     try:
-        config = family.config_of(said | _spoken(path))
+        architecture, config = _described(said, _spoken(path), weights, bare)
     except (ValueError, KeyError, TypeError) as error:
         what = f"{error} is missing" if isinstance(error, KeyError) else str(error)
         raise ValueError(f"{path / CONFIG}: {what}") from error
-    return _filled(path, architecture.model, config, said, dtype, family, architecture)
+    try:
+        model = _filled(weights, architecture, config, dtype)
+    except (ValueError, TypeError, RuntimeError) as error:
+        raise ValueError(f"{path}: {error}") from error
+    model.__dict__["origin"] = said
+    return model.eval()
+
+
+def _described(said: Values, spoken: Values, weights: Weights, bare: bool) -> tuple[Architecture, Any]:
+    """The architecture and our configuration that config.json describes."""
+    if said.get("model_type") == own.MODEL_TYPE:
+        return own.described(said)
+    for name in ("auto_map", "quantization_config"):
+        if said.get(name):
+            raise ValueError(f"it has {name}: models with code or number formats of their own are not read")
+    family = family_of(said.get("model_type"))
+    if family is None:
+        listed = ", ".join(family.model_type for family in FAMILIES)
+        raise ValueError(f"model_type = {said.get('model_type')!r} is not supported; supported: {listed}")
+    names = said.get("architectures") or ([next(iter(family.architectures))] if bare else [])
+    architecture = next((family.architectures[name] for name in names if name in family.architectures), None)
+    if architecture is None:
+        listed = ", ".join(family.architectures)
+        raise ValueError(f"architectures = {names} is not supported; supported: {listed}")
+    return architecture, family.config_of(said | spoken | {TENSORS: frozenset(weights.names())})
 
 
 def _spoken(path: Path) -> dict[str, Any]:
@@ -73,47 +89,19 @@ def _spoken(path: Path) -> dict[str, Any]:
     return {name: said[name] for name in names if said.get(name) is not None}
 
 
-def _choose(path: Path, said: dict[str, Any], bare: bool) -> tuple[Family, Architecture]:
-    family = family_of(said.get("model_type"))
-    if family is None:
-        listed = ", ".join(family.model_type for family in FAMILIES)
-        raise ValueError(
-            f"{path / CONFIG}: model_type = {said.get('model_type')!r} is not supported; supported: {listed}"
-        )
-    names = said.get("architectures") or ([next(iter(family.architectures))] if bare else [])
-    known = next((family.architectures[name] for name in names if name in family.architectures), None)
-    if known is None:
-        listed = ", ".join(family.architectures)
-        raise ValueError(f"{path / CONFIG}: architectures = {names} is not supported; supported: {listed}")
-    return family, known
-
-
-def _filled(
-    path: Path,
-    model_type: type[nn.Module],
-    config: Any,
-    said: dict[str, Any],
-    dtype: torch.dtype | None,
-    family: Family | None = None,
-    architecture: Architecture | None = None,
-) -> nn.Module:
+def _filled(weights: Weights, architecture: Architecture, config: Any, dtype: torch.dtype | None) -> nn.Module:
+    layers: int = getattr(config, "distinct", None) or getattr(config, "layers", 0)
+    held = len(list(weights.names()))
+    if layers > held:  # before so many are built
+        raise ValueError(f"the configuration has {layers} layers, but the checkpoint has {held} tensors")
     with torch.device("meta"):  # shapes alone: every tensor comes from the file
-        model = model_type(config)
-    weights = Weights(path)
-    try:
-        if architecture is None:
-            wanted = moves(model, own.rules(model))
-            found = find(weights, wanted, own.EXTRAS, "")
-        else:
-            wanted = moves(model, architecture.rules(config))
-            found = find(weights, wanted, architecture.extras, architecture.prefix)
-        fill(model, read_moves(weights, wanted, found, dtype))
-        if dtype is None:
-            float_type(model.state_dict().values())
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from error
-    model.__dict__["origin"] = said
-    return model.eval()
+        model = architecture.model(config)
+    wanted = moves(model, architecture.rules(config))
+    found = find(weights, wanted, architecture.extras, architecture.prefix)
+    fill(model, read_moves(weights, wanted, found, dtype))
+    if dtype is None:
+        float_type(model.state_dict().values())
+    return model
 
 
 def read_moves(

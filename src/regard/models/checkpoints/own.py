@@ -8,16 +8,21 @@ from typing import Any
 from torch import nn
 
 from regard import models, positions
-from regard.models.checkpoints.names import Extras, Rule
+from regard.models.checkpoints.family import Architecture, always
+from regard.models.checkpoints.names import Rule
 from regard.nn import Rotary
 
 MODEL_TYPE = "regard"
-EXTRAS = Extras()
 
 
-def rules(model: nn.Module) -> tuple[Rule, ...]:
+class Identity(Rule):
     """Every tensor has its own name."""
-    return tuple(Rule(name, (name,)) for name in model.state_dict())
+
+    def match(self, name: str) -> tuple[str, ...]:
+        return (name,)
+
+
+RULES: tuple[Rule, ...] = (Identity("", ()),)
 
 
 def values_of(model: nn.Module) -> dict[str, Any]:
@@ -28,16 +33,16 @@ def values_of(model: nn.Module) -> dict[str, Any]:
     return {"model_type": MODEL_TYPE, "architectures": [name], "config": _plain(model.config)}
 
 
-def config_of(said: dict[str, Any]) -> tuple[type[nn.Module], Any]:
+def described(said: dict[str, Any]) -> tuple[Architecture, Any]:
     """The class and the configuration that config.json says."""
     try:
         (name,) = said["architectures"]
         found = getattr(models, name) if name in models.__all__ else None
         if not (isinstance(found, type) and issubclass(found, nn.Module)):
             raise ValueError(f"{name!r} is none of regard.models")
-        return found, _made(said["config"])
+        return Architecture(found, always(RULES)), _made(said["config"])
     except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"config.json was not written by regard.save, or by another version of it: {error}") from error
+        raise ValueError(f"it was not written by regard.save, or by another version of it: {error}") from error
 
 
 def _plain(value: Any) -> Any:

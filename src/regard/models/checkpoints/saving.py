@@ -48,7 +48,7 @@ def write(model: nn.Module, path: Path, limit: int) -> None:
     origin: dict[str, Any] = getattr(model, "origin", {})
     family, name = choose(model, origin)
     if family is None:
-        said, rules = own.values_of(model), own.rules(model)
+        said, rules = own.values_of(model), own.RULES
     else:
         architecture = family.architectures[name]
         said = _said(family, name, model, origin)
@@ -91,6 +91,10 @@ def _said(family: Family, name: str, model: nn.Module, origin: dict[str, Any]) -
     for dropped in ("torch_dtype", *family.dropped):
         kept.pop(dropped, None)
     said = family.values_of(model.config)
+    for entry in family.fields:  # of several names for one thing, the one that was there
+        before = kept.get(entry.theirs)
+        if before is not None and entry.read(before) == entry.read(said[entry.theirs]):
+            said[entry.theirs] = before
     labels = kept.get("id2label") or {}
     if len(labels) == len(said.get("id2label", ())):  # the classes had names
         said = {key: value for key, value in said.items() if key not in ("id2label", "label2id")}

@@ -56,7 +56,9 @@ def load(folder: Path, read: Callable[[Path], nn.Module]) -> SentenceEmbedder:
             f"{folder / MODULES} has the modules {', '.join(kinds)}; supported are Transformer, Pooling and Normalize"
         )
     if (folder / PROMPTS).exists() and (prompt := read_json(folder / PROMPTS).get("default_prompt_name")):
-        raise ValueError(f"{folder / PROMPTS}: default_prompt_name = {prompt!r} is not supported; put it into the texts")
+        raise ValueError(
+            f"{folder / PROMPTS}: default_prompt_name = {prompt!r} is not supported; put it into the texts"
+        )
     (_, transformer), (_, pooling), *_ = modules
     encoder = read(transformer)
     if not isinstance(encoder, TextEncoder):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from regard.models.checkpoints.family import Architecture, Family, Field, Values, activation, agreed
+from regard.models.checkpoints.family import TENSORS, Architecture, Family, Field, Values, activation, agreed
 from regard.models.checkpoints.names import Extras, Rule, table
 from regard.models.translation import Transformer, TransformerConfig
 
@@ -77,19 +77,23 @@ T5_FORWARD = {
 }
 
 
-def t5(model_type: str, name: str, *, forward: str, tied: bool) -> Family:
-    """1.0 and 1.1 differ in their feed-forward part and in whether the logits are tied to the embedding."""
+def t5(model_type: str, name: str, *, forward: str, scales: bool) -> Family:
+    """1.0 scales its outputs by 1 / sqrt(width) and ties them to the embedding; 1.1 does not scale, and has its own table.
+
+    What `tie_word_embeddings` means for 1.1 depends on the release that wrote it; the tensors say whether it is tied.
+    """
 
     def read(theirs: Values) -> Values:
         said = theirs.get("feed_forward_proj") or forward
         if said not in T5_FORWARD:
             raise ValueError(f"feed_forward_proj = {said!r} is not supported; supported are {', '.join(T5_FORWARD)}")
         act, gated = T5_FORWARD[said]
-        scaled = theirs.get("scale_decoder_outputs", theirs.get("tie_word_embeddings", tied))
+        scaled = scales and theirs.get("scale_decoder_outputs", theirs.get("tie_word_embeddings", True))
         return {
             "activation": act,
             "gated": gated,
             "output_scale": theirs["d_model"] ** -0.5 if scaled else 1.0,
+            "tied": bool(scaled) or "lm_head.weight" not in theirs.get(TENSORS, ()),
             "start": start(theirs),
             "never": never(theirs),
         }
@@ -99,10 +103,15 @@ def t5(model_type: str, name: str, *, forward: str, tied: bool) -> Family:
         if not said:
             raise ValueError(f"activation = {config.activation!r} has no name there")
         scaled = config.output_scale != 1
-        if scaled != config.tied:  # older releases scale where they tie, whatever else is said
-            raise ValueError("outputs must be scaled where they are tied, and only there")
-        named = {"feed_forward_proj": said[0], "scale_decoder_outputs": scaled, "is_encoder_decoder": True}
-        return named | {"decoder_start_token_id": config.start}
+        if scaled and not config.tied:  # some releases tie where they scale, whatever else is said
+            raise ValueError("outputs that are scaled must be tied")
+        return {
+            "feed_forward_proj": said[0],
+            "tie_word_embeddings": scaled,
+            "scale_decoder_outputs": scaled,
+            "is_encoder_decoder": True,
+            "decoder_start_token_id": config.start,
+        }
 
     return Family(
         model_type,
@@ -118,7 +127,7 @@ def t5(model_type: str, name: str, *, forward: str, tied: bool) -> Family:
                         ("shared.weight",),
                     ),
                 ),
-                unused=("positions",),
+                unused=("positions", "tied"),
             )
         },
         (
@@ -133,7 +142,6 @@ def t5(model_type: str, name: str, *, forward: str, tied: bool) -> Family:
             Field("max_distance", "relative_attention_max_distance", 128),
             Field("eps", "layer_norm_epsilon", 1e-6),
             Field("dropout", "dropout_rate", 0.1),
-            Field("tied", "tie_word_embeddings", tied),
             Field("stop", "eos_token_id", 1, token),
         ),
         fixed={
@@ -244,7 +252,7 @@ MARIAN = Family(
 )
 
 FAMILIES = (
-    t5("t5", "T5ForConditionalGeneration", forward="relu", tied=True),
-    t5("mt5", "MT5ForConditionalGeneration", forward="gated-gelu", tied=False),
+    t5("t5", "T5ForConditionalGeneration", forward="relu", scales=True),
+    t5("mt5", "MT5ForConditionalGeneration", forward="gated-gelu", scales=False),
     MARIAN,
 )
