@@ -147,7 +147,7 @@ def _nothing_safe(folder: Path) -> str:
     if not pickled:
         return f"{folder} has neither {WEIGHTS} nor {INDEX}; is it the folder of a checkpoint?"
     return (
-        f"{folder} has its weights in {pickled[0]} only, which is not read: such a file can run code when it is opened. "
+        f"{folder} has its weights in {pickled[0]} only, which is not read: such a file can run code when opened. "
         "If you trust it, convert it with the model's class in transformers, as in "
         f"BertModel.from_pretrained(folder).save_pretrained(other), which writes {WEIGHTS}"
     )

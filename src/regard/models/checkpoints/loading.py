@@ -90,9 +90,8 @@ def _spoken(path: Path) -> dict[str, Any]:
 
 
 def _filled(weights: Weights, architecture: Architecture, config: Any, dtype: torch.dtype | None) -> nn.Module:
-    layers: int = getattr(config, "distinct", None) or getattr(config, "layers", 0)
-    held = len(list(weights.names()))
-    if layers > held:  # before so many are built
+    layers, held = getattr(config, "distinct", None) or getattr(config, "layers", None), len(list(weights.names()))
+    if layers is not None and layers > held:  # before so many are built
         raise ValueError(f"the configuration has {layers} layers, but the checkpoint has {held} tensors")
     with torch.device("meta"):  # shapes alone: every tensor comes from the file
         model = architecture.model(config)

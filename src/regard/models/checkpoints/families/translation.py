@@ -78,7 +78,7 @@ T5_FORWARD = {
 
 
 def t5(model_type: str, name: str, *, forward: str, scales: bool) -> Family:
-    """1.0 scales its outputs by 1 / sqrt(width) and ties them to the embedding; 1.1 does not scale, and has its own table.
+    """1.0 scales its outputs by 1 / sqrt(width) and ties them to the embedding; 1.1 does not, and has its own table.
 
     What `tie_word_embeddings` means for 1.1 depends on the release that wrote it; the tensors say whether it is tied.
     """
