@@ -57,16 +57,17 @@ def inside(folder: Path, name: object) -> Path:
     return folder / name
 
 
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in found:
+            raise ValueError(f"the key {key!r} comes twice")
+        found[key] = value
+    return found
+
+
 def read_json(path: Path) -> dict[str, Any]:
     """A JSON object; anything else, and a key that comes twice, is an error that names the file."""
-
-    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        found: dict[str, Any] = {}
-        for key, value in pairs:
-            if key in found:
-                raise ValueError(f"{path} has the key {key!r} twice")
-            found[key] = value
-        return found
 
     try:
         text = path.read_text(encoding="utf-8")
@@ -75,8 +76,8 @@ def read_json(path: Path) -> dict[str, Any]:
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is no text: {error}") from None
     try:
-        read = json.loads(text, object_pairs_hook=once)
-    except (json.JSONDecodeError, RecursionError) as error:
+        read = json.loads(text, object_pairs_hook=_once)
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is no JSON: {_first_line(error)}") from None
     if not isinstance(read, dict):
         raise ValueError(f"{path} must hold a JSON object, but holds {type(read).__name__}")
@@ -124,6 +125,8 @@ class Weights:
                 raise ImportError("checkpoints need safetensors: pip install 'regard[checkpoints]'") from None
             try:
                 self._files[path] = safe_open(path, framework="pt")
+                with path.open("rb") as file:  # of two tensors of one name, the library would take one
+                    json.loads(file.read(int.from_bytes(file.read(8), "little")), object_pairs_hook=_once)
             except Exception as error:
                 raise ValueError(f"{path} is no whole safetensors file: {_first_line(error)}") from None
         return self._files[path]

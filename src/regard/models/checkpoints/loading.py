@@ -15,6 +15,7 @@ from regard.models.checkpoints.families import FAMILIES, family_of
 from regard.models.checkpoints.family import TENSORS, Architecture, Values
 from regard.models.checkpoints.files import CONFIG, GENERATION, Weights, float_type, folder_of, read_json
 from regard.models.checkpoints.names import Move, find, moves, some
+from regard.models.text import SentenceEmbedder
 
 
 def load(
@@ -43,7 +44,8 @@ def load(
     path = folder_of(folder, revision=revision, local_files_only=local_files_only)
     if (path / sentences.MODULES).exists():
         return sentences.load(path, lambda inner: read(inner, dtype=dtype, bare=True))
-    return read(path, dtype=dtype)
+    model = read(path, dtype=dtype)
+    return sentences.with_tokenizer(model, path) if isinstance(model, SentenceEmbedder) else model
 
 
 def read(path: Path, *, dtype: torch.dtype | None = None, bare: bool = False) -> nn.Module:

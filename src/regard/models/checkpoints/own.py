@@ -40,7 +40,10 @@ def described(said: dict[str, Any]) -> tuple[Architecture, Any]:
         found = getattr(models, name) if name in models.__all__ else None
         if not (isinstance(found, type) and issubclass(found, nn.Module)):
             raise ValueError(f"{name!r} is none of regard.models")
-        return Architecture(found, always(RULES)), _made(said["config"])
+        config = _made(said["config"])
+        if not dataclasses.is_dataclass(config):
+            raise ValueError("config is no configuration")
+        return Architecture(found, always(RULES)), config
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"it was not written by regard.save, or by another version of it: {error}") from error
 

@@ -37,11 +37,14 @@ def save(model: nn.Module, folder: str | os.PathLike[str], *, limit: int = 5_000
         raise ValueError(f"limit must be a number of bytes, but is {limit}")
     path = Path(folder)
     path.mkdir(parents=True, exist_ok=True)
-    if isinstance(model, SentenceEmbedder) and sentences.said_by(model):
-        write(model.encoder, path, limit)
-        sentences.save(model, path)
-    else:
-        write(model, path, limit)
+    if isinstance(model, SentenceEmbedder):
+        sentences.save_tokenizer(model, path)
+        if sentences.said_by(model):
+            write(model.encoder, path, limit)
+            return sentences.save(model, path)
+    write(model, path, limit)
+    (path / sentences.MODULES).unlink(missing_ok=True)  # an embedder's, which this is not
+    return None
 
 
 def write(model: nn.Module, path: Path, limit: int) -> None:

@@ -70,9 +70,7 @@ def load(folder: Path, read: Callable[[Path], nn.Module]) -> SentenceEmbedder:
         embedder = SentenceEmbedder(config)
     embedder.encoder = encoder
     encoder.config = config
-    if (transformer / TOKENIZER).exists():
-        embedder.tokenizer = _cutting(tokenizer(transformer), transformer, encoder)
-    return embedder.eval()
+    return with_tokenizer(embedder, transformer).eval()
 
 
 def said_by(model: SentenceEmbedder) -> bool:
@@ -94,10 +92,22 @@ def save(model: SentenceEmbedder, folder: Path) -> None:
             for n, (path, kind) in enumerate(kinds)
         ],
     )
+
+
+def save_tokenizer(model: SentenceEmbedder, folder: Path) -> None:
+    """The tokenizer of an embedder, if it has one, and where it cuts."""
     kept = model.tokenizer
     if kept is not None:
-        write_json(folder / LENGTH, {"max_seq_length": kept.truncation["max_length"], "do_lower_case": False})
+        most = (kept.truncation or {}).get("max_length")
+        write_json(folder / LENGTH, {"max_seq_length": most, "do_lower_case": False})
         atomically(folder / TOKENIZER, lambda path: kept.save(str(path)))
+
+
+def with_tokenizer(model: SentenceEmbedder, folder: Path) -> SentenceEmbedder:
+    """The embedder with the tokenizer of its folder, if there is one."""
+    if (folder / TOKENIZER).exists():
+        model.tokenizer = _cutting(tokenizer(folder), folder, model.encoder)
+    return model
 
 
 def _modules(folder: Path) -> list[tuple[str, Path]]:
