@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import sys
 from dataclasses import replace
 
 import pytest
@@ -227,3 +228,18 @@ def test_frozen_batch_norm_is_batch_norm_that_does_not_learn() -> None:
     assert not missing.missing_keys
     images: Tensor = torch.randn(2, 3, 4, 5)
     torch.testing.assert_close(frozen(images), learned(images))
+
+
+@pytest.mark.parametrize("norm", ["batch", "group"])
+def test_a_fresh_backbone_with_norms_that_learn_keeps_features_within_bounds_at_any_depth(norm: str) -> None:
+    torch.manual_seed(0)
+    config = ResNetConfig(stem=8, widths=(8, 24), depths=(2, 12), bottleneck=False, norm=norm)
+    features = ResNet(config)(torch.randn(2, 3, 64, 64))
+    assert features.shape == (2, 24, 8, 8)
+    assert features.square().mean() < 4
+
+
+def test_matching_says_which_extra_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "scipy.optimize", None)
+    with pytest.raises(ImportError, match=r"pip install 'regard\[detect\]'"):
+        SetLoss().matched(torch.randn(1, 4, 5), torch.rand(1, 4, 4), objects_of(2))

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -34,7 +34,11 @@ class FrozenBatchNorm(nn.Module):
 
 
 Norm = Callable[[int], nn.Module]
-NORMS: dict[str, Norm] = {"frozen": FrozenBatchNorm, "batch": nn.BatchNorm2d, "group": partial(nn.GroupNorm, 32)}
+NORMS: dict[str, Norm] = {
+    "frozen": FrozenBatchNorm,
+    "batch": nn.BatchNorm2d,
+    "group": lambda width: nn.GroupNorm(math.gcd(32, width), width),
+}
 
 
 @dataclass(frozen=True)
@@ -68,7 +72,7 @@ class ResNet(nn.Module):
     """Images (B, C, height, width) to features (B, widths[-1], height / 32, width / 32), sizes rounded up.
 
     Convolutions start from N(0, 2 / fan_out), and the last norm of every block from 0 where it is learned, so that a
-    block begins as the identity.
+    block begins as the identity. Frozen norms do not do that: they are for weights that were trained.
 
     >>> import torch
     >>> from regard.models.resnet import ResNet, ResNetConfig

@@ -173,7 +173,7 @@ class Transformer(nn.Module):
             x = self._embedded(ids, shared.positions, table, self.target_position)
             hidden = self.decoder(x, encoded, shared=shared, across=across, cache=cache)
             logits = self.logits(hidden[:, -1])
-            return logits.index_fill(-1, never, -math.inf) if len(never) else logits
+            return logits.index_fill_(-1, never, -math.inf) if len(never) else logits
 
         first = torch.full((len(encoded), 1), self.config.start, device=encoded.device)
         return State(forward, cache.own), first
