@@ -30,7 +30,7 @@ class Peer:
     build: Callable[[Inputs, int], Callable[[], Any]]
     view: Callable[[Any], Tensor] = unchanged
     reference: Reference | None = None
-    share: float = 1.0
+    share: float | Callable[[], float] = 1.0
     tolerance: float | None = None
     ours: bool = False  # another call of regard, such as the same without a bias
 
@@ -63,7 +63,8 @@ class Case:
     dropout: float = 0.0
     linear_memory: bool = False  # whether memory must be O(N)
     quick: bool = False
-    smallest: bool = False  # so short a call that memory says nothing
+    smallest: bool = False  # a call whose memory says nothing: very short, or a model that is held anyway
+    threads: int = 0  # the only number of threads at which it is measured; 0 for all
 
 
 def torch_peer(name: str, function: Callable[[Inputs], Tensor], **options: Any) -> Peer:

@@ -137,7 +137,8 @@ def layers() -> Iterator[Case]:
 
 def cases() -> list[Case]:
     """All cases, in the order of the report."""
-    from benchmarks import cases_more
+    from benchmarks import cases_models, cases_more
 
     makers = (dense, causals, short, decode, *cases_more.MAKERS, half_precision, dropped, eager, layers)
+    makers += cases_models.MAKERS
     return [case for maker in makers for case in maker()]

@@ -101,7 +101,8 @@ def measure(case: Case, threads: int, budget: float) -> Result:
             _best_rate[threads] = max(_best_rate.get(threads, 0.0), peak_flops / taken)
             result.ratios[name] = case.flops / ours / _best_rate[threads]
         else:
-            result.ratios[name] = taken * shares.get(name, 1.0) / ours
+            share = shares.get(name, 1.0)
+            result.ratios[name] = taken * (share() if callable(share) else share) / ours
     for target in case.targets:
         if target.peer not in result.ratios:
             result.unjudged.append(target.peer)

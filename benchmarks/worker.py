@@ -22,8 +22,15 @@ from benchmarks.measure import OURS, calls_of, measure
 _COMPILED = ("compile", "FlexAttention")
 
 
-def chosen(quick: bool, only: str) -> list[Case]:
-    return [case for case in cases() if (case.quick or not quick) and only.lower() in f"{case.row} {case.name}".lower()]
+def chosen(quick: bool, only: str, threads: int = 0) -> list[Case]:
+    """The cases that are asked for; at a number of threads, those that are measured there."""
+    return [
+        case
+        for case in cases()
+        if (case.quick or not quick)
+        and only.lower() in f"{case.row} {case.name}".lower()
+        and (not threads or case.threads in (0, threads))
+    ]
 
 
 def tell(line: str) -> None:
@@ -33,7 +40,7 @@ def tell(line: str) -> None:
 def times(threads: int, quick: bool, only: str, budget: float) -> dict[str, Any]:
     torch.set_num_threads(threads)
     found: dict[str, Any] = {"cases": [], "growth": [], "grid": [], "tables": []}
-    todo = chosen(quick, only)
+    todo = chosen(quick, only, threads)
     for number, case in enumerate(todo, 1):
         start = time.perf_counter()
         result = measure(case, threads, budget)

@@ -80,9 +80,11 @@ template <class T> struct Forward : Strips<T, Forward<T>> {
         peak = top;
       }
       const auto nothing = total == 0;
-      alignas(vector_bytes) double logs[lanes<T>];
-      log2_exactly(total, logs);
-      for (int i = 0; i < lanes<T>; ++i) lse[r + i] = total[i] == 0 ? T(-infinity) : T((double(peak[i]) + logs[i]) * ln_2);
+      if (result.lse.data) {
+        alignas(vector_bytes) double logs[lanes<T>];
+        log2_exactly(total, logs);
+        for (int i = 0; i < lanes<T>; ++i) lse[r + i] = total[i] == 0 ? T(-infinity) : T((double(peak[i]) + logs[i]) * ln_2);
+      }
       store(factor + r, select(nothing, Vec<T>{}, shrink / total * (p.dropout_threshold ? T(p.dropout_scale) : T(1))));
       store(sum + r, total);
     }

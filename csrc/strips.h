@@ -12,7 +12,7 @@
 
 namespace regard::REGARD_ISA {
 
-constexpr int64_t chunk = 192;         // keys in one step: their panels stay in the second-level cache for a block
+constexpr int64_t chunk = 384;         // keys in one step: their panels stay in the second-level cache for a block
 constexpr int64_t largest_block = 96;  // query rows that share them
 
 // What one thread has in hand while it walks. Rows are numbered within the block: strip * MR + r.

@@ -314,8 +314,8 @@ def attention(
     >>> rg.attention(q, k, v, mask=rg.causal() & rg.window(9, 0), bias=rg.alibi(heads=8)).shape
     torch.Size([1, 8, 100, 64])
     """
-    plain = score is _DOT and bias is None and isinstance(sink, int | float | None) and isinstance(offset, int | None)
-    if plain and isinstance(mask, Mask | None) and not torch.compiler.is_compiling():
+    plain = score is _DOT and bias is None and not isinstance(sink, Tensor) and (offset is None or type(offset) is int)
+    if plain and (mask is None or isinstance(mask, Mask)) and not torch.compiler.is_compiling():
         attend = _plain_attention(mask, offset, temperature, sink, dropout)
     else:
         attend = Attention(score, mask, bias, offset, temperature, sink, dropout)

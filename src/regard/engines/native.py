@@ -142,19 +142,16 @@ def _packed(x: Lowered, fixed: Fixed) -> bytes:
 # Forward and backward
 
 
-def _room_for(query: Tensor, width: int) -> Tensor:
-    """Room for the output (B, H, Q, E), laid out as the query is: heads beside one another if its heads are."""
-    B, H, Q, _ = query.shape
-    if query.stride(1) < query.stride(2):
-        return torch.empty((B, Q, H, width), dtype=query.dtype, device=query.device).transpose(1, 2)
-    return torch.empty((B, H, Q, width), dtype=query.dtype, device=query.device)
+def _like(query: Tensor, width: int) -> Tensor:
+    """Room for the output, laid out as the query is: heads that lie inside a token stay there."""
+    return torch.empty_like(query if width == query.shape[3] else query[..., :1].expand(*query.shape[:3], width))
 
 
 def _results(query: Tensor, value: Tensor, sizes: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
     """Room for output, log-sum-exp and mass by distance."""
     real = torch.float64 if query.dtype == torch.float64 else torch.float32
     rows, device = query.shape[:3], query.device
-    output = _room_for(query, value.shape[3])
+    output = _like(query, value.shape[3])
     lse = torch.empty(rows, dtype=real, device=device)
     return output, lse, torch.empty((*rows, 2 * sizes[0] + 1) if sizes[1] else (0,), dtype=real, device=device)
 
@@ -169,7 +166,7 @@ def _forward(x: Lowered, fixed: Fixed) -> tuple[Tensor, Tensor, Tensor]:
 
 def _output(x: Lowered, fixed: Fixed) -> Tensor:
     """The output alone: at a few tokens, making room for more takes longer than the kernel."""
-    output = _room_for(x.query, x.value.shape[3])
+    output = _like(x.query, x.value.shape[3])
     places = output.data_ptr(), *output.stride(), *_ABSENT, *_ABSENT
     _call("regard_dot_forward", _packed(x, fixed), _RESULT.pack(*places))
     return output
@@ -348,7 +345,7 @@ def _plain_forward(problem: Problem, query: Tensor, key: Tensor, value: Tensor) 
         ]
         known = problem.memo[layout] = cuts, fixed.visible  # the addresses of what is visible are packed
     (head, q, k, v, tail), _ = known
-    output = _room_for(query, problem.E)
+    output = _like(query, problem.E)
     lse = torch.empty((frame.B, frame.H, frame.Q), dtype=problem.arithmetic) if problem.lse else None
     _call(
         "regard_dot_forward",
