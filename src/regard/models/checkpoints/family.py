@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from regard.models.checkpoints.names import Extras, Rule
+from regard.models.checkpoints.names import Extras, Rule, table
 
 Values = dict[str, Any]
 TENSORS = "tensors of the checkpoint"  # their names, among the values of its configuration
@@ -73,9 +73,9 @@ class Architecture:
     written: bool = True
 
 
-def always(rules: tuple[Rule, ...]) -> Callable[[Any], tuple[Rule, ...]]:
-    """A table that is the same for every configuration."""
-    return lambda _: rules
+def listed(text: str, *, ours: str = "", theirs: str = "", head: str = "") -> Callable[[Any], tuple[Rule, ...]]:
+    """A table that is the same for every configuration, and a head's; read when it is needed, not at import."""
+    return lambda _: table(text, ours=ours, theirs=theirs) + table(head)
 
 
 def nothing(_: Any) -> Values:

@@ -11,7 +11,6 @@ from functools import partial
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any
 
-import torch
 from torch import Tensor
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -218,11 +217,6 @@ def _first_line(error: BaseException) -> str:
     return str(error).strip().split("\n")[0][:300]
 
 
-def float_type(tensors: Iterable[Tensor]) -> torch.dtype | None:
-    """The floating-point type of the tensors, where there is one; several are an error."""
-    found = sorted({str(tensor.dtype) for tensor in tensors if tensor.is_floating_point()})
-    if len(found) > 1:
-        raise ValueError(
-            f"the tensors are of {' and '.join(found)}; give the one that you want, as dtype=torch.float32"
-        )
-    return getattr(torch, found[0].removeprefix("torch.")) if found else None
+def float_types(tensors: Iterable[Tensor]) -> list[str]:
+    """The floating-point types of the tensors, by name."""
+    return sorted({str(tensor.dtype).removeprefix("torch.") for tensor in tensors if tensor.is_floating_point()})

@@ -13,34 +13,15 @@ from torch import Tensor, nn
 from regard.models.checkpoints import own, sentences
 from regard.models.checkpoints.families import FAMILIES, family_of
 from regard.models.checkpoints.family import TENSORS, Architecture, Values
-from regard.models.checkpoints.files import CONFIG, GENERATION, Weights, float_type, folder_of, read_json
+from regard.models.checkpoints.files import CONFIG, GENERATION, Weights, float_types, folder_of, read_json
 from regard.models.checkpoints.names import Move, find, moves, some
 from regard.models.text import SentenceEmbedder
 
 
 def load(
-    folder: str | os.PathLike[str],
-    *,
-    dtype: torch.dtype | None = None,
-    revision: str | None = None,
-    local_files_only: bool = False,
+    folder: str | os.PathLike[str], *, dtype: torch.dtype | None, revision: str | None, local_files_only: bool
 ) -> nn.Module:
-    """The model of a folder with config.json and safetensors, or of a name on the Hub such as "org/name"; in eval mode.
-
-    What it is, the checkpoint's `architectures` says: BERT, RoBERTa, DistilBERT and ALBERT with their heads, GPT-2,
-    Llama, Mistral, Qwen2, Gemma 2, T5, Marian, ViT, DETR, a folder of sentence-transformers, or what `regard.save`
-    wrote. Weights keep their type unless `dtype` is given. Only safetensors are opened. A tensor that is missing,
-    unknown or of another shape, and a configuration that our models cannot follow, is an error.
-
-    revision: a branch, tag or commit on the Hub. local_files_only: look only at what was fetched before.
-
-    >>> import regard as rg, tempfile
-    >>> config = rg.models.LanguageConfig(vocabulary=100, width=32, layers=2, heads=4, hidden=64)
-    >>> with tempfile.TemporaryDirectory() as folder:
-    ...     rg.save(rg.models.LanguageModel(config), folder)
-    ...     rg.load(folder).config == config
-    True
-    """
+    """See `regard.models.checkpoints.calls`."""
     path = folder_of(folder, revision=revision, local_files_only=local_files_only)
     if (path / sentences.MODULES).exists():
         return sentences.load(path, lambda inner: read(inner, dtype=dtype, bare=True))
@@ -48,7 +29,7 @@ def load(
     return sentences.with_tokenizer(model, path) if isinstance(model, SentenceEmbedder) else model
 
 
-def read(path: Path, *, dtype: torch.dtype | None = None, bare: bool = False) -> nn.Module:
+def read(path: Path, *, dtype: torch.dtype | None, bare: bool = False) -> nn.Module:
     """The model of a folder; `bare` is the base model where the checkpoint does not say an architecture."""
     said = read_json(path / CONFIG)
     weights = Weights(path)
@@ -100,8 +81,10 @@ def _filled(weights: Weights, architecture: Architecture, config: Any, dtype: to
     wanted = moves(model, architecture.rules(config))
     found = find(weights, wanted, architecture.extras, architecture.prefix)
     fill(model, read_moves(weights, wanted, found, dtype))
-    if dtype is None:
-        float_type(model.state_dict().values())
+    if dtype is None and len(types := float_types(model.state_dict().values())) > 1:
+        raise ValueError(
+            f"the tensors are of {' and '.join(types)}; give the one that you want, as dtype=torch.float32"
+        )
     return model
 
 

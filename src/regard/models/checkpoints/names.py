@@ -74,7 +74,9 @@ class Move:
     def join(self, parts: Iterable[Tensor]) -> Tensor:
         """Theirs to ours."""
         turned = [self.form.ours(part) for part in parts]
-        return turned[0].contiguous() if len(turned) == 1 else torch.cat(turned)
+        if len(turned) > 1:
+            return torch.cat(turned)
+        return turned[0].clone(memory_format=torch.contiguous_format)  # a file that changes must not reach the model
 
     def split(self, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
         """Ours to theirs."""
@@ -83,6 +85,7 @@ class Move:
             yield name, self.form.theirs(part).contiguous()
 
 
+@cache
 def table(text: str, *, ours: str = "", theirs: str = "") -> tuple[Rule, ...]:
     """Rules from lines of two names, ours and theirs, put behind these prefixes.
 

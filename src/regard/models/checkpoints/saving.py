@@ -12,25 +12,13 @@ from torch import Tensor, nn
 from regard.models.checkpoints import own, sentences
 from regard.models.checkpoints.families import FAMILIES
 from regard.models.checkpoints.family import Family
-from regard.models.checkpoints.files import CONFIG, GENERATION, float_type, write_json, write_weights
+from regard.models.checkpoints.files import CONFIG, GENERATION, float_types, write_json, write_weights
 from regard.models.checkpoints.names import Move, moves
 from regard.models.text import SentenceEmbedder
 
 
-def save(model: nn.Module, folder: str | os.PathLike[str], *, limit: int = 5_000_000_000) -> None:
-    """Write a model as config.json and safetensors, in shards of at most `limit` bytes; `regard.load` reads it back.
-
-    Where its configuration has a counterpart there, Hugging Face's libraries read it as well, under the names of the
-    checkpoint that it came from, or of the first family that can say all of it. Other models, such as one with a
-    post-norm language model's arrangement, are written under our own names. Every file is written whole or not at all.
-
-    >>> import regard as rg, json, pathlib, tempfile
-    >>> config = rg.models.LanguageConfig(vocabulary=100, width=32, layers=2, heads=4, hidden=64)
-    >>> with tempfile.TemporaryDirectory() as folder:
-    ...     rg.save(rg.models.LanguageModel(config), folder)
-    ...     json.loads((pathlib.Path(folder) / "config.json").read_text())["architectures"]
-    ['GPT2LMHeadModel']
-    """
+def save(model: nn.Module, folder: str | os.PathLike[str], *, limit: int) -> None:
+    """See `regard.models.checkpoints.calls`."""
     if not isinstance(model, nn.Module) or not hasattr(model, "config"):
         raise TypeError(f"model must be one of regard.models, with a config, but is {type(model).__name__}")
     if limit < 1:
@@ -56,8 +44,8 @@ def write(model: nn.Module, path: Path, limit: int) -> None:
         architecture = family.architectures[name]
         said = _said(family, name, model, origin)
         rules = architecture.rules(model.config)
-    dtype = float_type(model.state_dict().values())
-    said["dtype"] = str(dtype).removeprefix("torch.")
+    if len(types := float_types(model.state_dict().values())) == 1:
+        said["dtype"] = types[0]
     write_weights(path, split(model, moves(model, rules)), limit)
     if family is not None and (spoken := family.generation(model.config)):
         padding = {"pad_token_id": said["pad_token_id"]} if said.get("pad_token_id") is not None else {}

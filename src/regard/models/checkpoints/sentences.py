@@ -24,13 +24,7 @@ MODES = {"cls": "first", "mean": "mean", "max": "max"}
 
 
 def tokenizer(folder: str | os.PathLike[str]) -> Tokenizer:
-    """The tokenizer of a folder, or of a name on the Hub: `tokenizer(folder).encode("words").ids`.
-
-    >>> import regard as rg
-    >>> rg.models.tokenizer("no/folder/of/mine")
-    Traceback (most recent call last):
-    FileNotFoundError: no/folder/of/mine is no folder; ...
-    """
+    """See `regard.models.checkpoints.calls`."""
     path = folder_of(folder) / TOKENIZER
     try:
         import tokenizers

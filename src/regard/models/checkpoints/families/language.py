@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 
 from regard.models.checkpoints.families import turning
-from regard.models.checkpoints.family import Architecture, Family, Field, Values, activation, always, settled
-from regard.models.checkpoints.names import Extras, table
+from regard.models.checkpoints.family import Architecture, Family, Field, Values, activation, listed, settled
+from regard.models.checkpoints.names import Extras
 from regard.models.language import LanguageConfig, LanguageModel
 
 
@@ -14,8 +14,7 @@ def gpt2_hidden(theirs: Values) -> Values:
     return {"hidden": theirs.get("n_inner") or 4 * theirs["n_embd"]}
 
 
-GPT2_NAMES = table(
-    """
+GPT2_NAMES = """
     embedding                                 transformer.wte
     position                                  transformer.wpe
     stack.layers.*.attention_residual.norm    transformer.h.*.ln_1
@@ -26,8 +25,7 @@ GPT2_NAMES = table(
     stack.layers.*.feedforward.output         transformer.h.*.mlp.c_proj^T
     stack.norm                                transformer.ln_f
     head                                      lm_head
-    """
-)
+"""
 
 GPT2 = Family(
     "gpt2",
@@ -35,7 +33,7 @@ GPT2 = Family(
     {
         "GPT2LMHeadModel": Architecture(
             LanguageModel,
-            always(GPT2_NAMES),
+            listed(GPT2_NAMES),
             Extras(
                 ignored=("transformer.h.*.attn.bias", "transformer.h.*.attn.masked_bias"),
                 copies={"lm_head.weight": ("transformer.wte.weight",)},
@@ -68,8 +66,7 @@ GPT2 = Family(
 
 def causal(norms: str) -> Architecture:
     """The names of Llama's kin, which differ in their norms alone."""
-    names = table(
-        f"""
+    names = f"""
         embedding                          model.embed_tokens
         stack.layers.*.attention.qkv       model.layers.*.self_attn.{{q_proj,k_proj,v_proj}}
         stack.layers.*.attention.output    model.layers.*.self_attn.o_proj
@@ -78,13 +75,12 @@ def causal(norms: str) -> Architecture:
         {norms}
         stack.norm                         model.norm
         head                               lm_head
-        """
-    )
+    """
     extras = Extras(
         ignored=("model.layers.*.self_attn.rotary_emb.inv_freq",),
         copies={"lm_head.weight": ("model.embed_tokens.weight",)},
     )
-    return Architecture(LanguageModel, always(names), extras, prefix="model.")
+    return Architecture(LanguageModel, listed(names), extras, prefix="model.")
 
 
 PRE_NORMS = """

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from regard.models.checkpoints.family import Architecture, Family, Field, activation, always, classes, labels, settled
-from regard.models.checkpoints.names import Extras, table
+from regard.models.checkpoints.family import Architecture, Family, Field, activation, classes, labels, listed, settled
+from regard.models.checkpoints.names import Extras
 from regard.models.text import MaskedLanguageModel, SequenceClassifier, TextConfig, TextEncoder, TokenClassifier
 
 PRETRAINING = ("pooling", "head_activation", "classes", "unit")  # what a model without a classifier does not look at
@@ -35,14 +35,10 @@ def architectures(
     for kind, (model, unused) in kinds.items():
         if kind not in heads:
             continue
-        if model is TextEncoder:
-            rules = table(base)
-        else:
-            rules = table(base, ours="encoder.", theirs=prefix) + table(heads[kind])
+        bare = model is TextEncoder
+        rules = listed(base, ours="" if bare else "encoder.", theirs="" if bare else prefix, head=heads[kind])
         extras = Extras(ignored, copies, renamed)
-        found[start + kind] = Architecture(
-            model, always(rules), extras, prefix, unused, written=kind != "ForPreTraining"
-        )
+        found[start + kind] = Architecture(model, rules, extras, prefix, unused, written=kind != "ForPreTraining")
     return found
 
 

@@ -12,11 +12,11 @@ from regard.models.checkpoints.family import (
     Values,
     activation,
     agreed,
-    always,
     classes,
     labels,
+    listed,
 )
-from regard.models.checkpoints.names import Extras, table
+from regard.models.checkpoints.names import Extras
 from regard.models.detection import Detr, DetrConfig
 from regard.models.resnet import RESNETS, ResNetConfig
 from regard.models.vision import ImageClassifier, VisionConfig, VisionTransformer
@@ -33,8 +33,6 @@ VIT_BASE = """
     stack.layers.*.feedforward.output         encoder.layer.*.output.dense
     stack.norm                                layernorm
 """
-VIT_BARE = table(VIT_BASE)
-VIT_CLASSIFIER = table(VIT_BASE, ours="encoder.", theirs="vit.") + table("classifier classifier")
 
 
 def sides(value: Any) -> tuple[int, int]:
@@ -60,10 +58,13 @@ VIT = Family(
     VisionConfig,
     {
         "ViTModel": Architecture(
-            VisionTransformer, always(VIT_BARE), Extras(ignored=("pooler",)), prefix="vit.", unused=("classes",)
+            VisionTransformer, listed(VIT_BASE), Extras(ignored=("pooler",)), prefix="vit.", unused=("classes",)
         ),
         "ViTForImageClassification": Architecture(
-            ImageClassifier, always(VIT_CLASSIFIER), Extras(ignored=("vit.pooler",)), prefix="vit."
+            ImageClassifier,
+            listed(VIT_BASE, ours="encoder.", theirs="vit.", head="classifier classifier"),
+            Extras(ignored=("vit.pooler",)),
+            prefix="vit.",
         ),
     },
     (
@@ -87,8 +88,7 @@ COUNTERS = tuple(
     f"model.backbone.conv_encoder.model.{norm}.normalization.num_batches_tracked"
     for norm in ("embedder.embedder", "encoder.stages.*.layers.*.layer.*", "encoder.stages.*.layers.*.shortcut")
 )
-DETR_NAMES = table(
-    f"""
+DETR_NAMES = f"""
     backbone.stem.conv                model.backbone.conv_encoder.model.embedder.embedder.convolution
     backbone.stem.norm                model.backbone.conv_encoder.model.embedder.embedder.normalization
     backbone.stages.*.*.parts.*.conv  model.backbone.conv_encoder.model.encoder.stages.*.layers.*.layer.*.convolution
@@ -103,8 +103,7 @@ DETR_NAMES = table(
     boxes.2                           bbox_predictor.layers.1
     boxes.4                           bbox_predictor.layers.2
     {PAIR}
-    """
-)
+"""
 TIMM = (
     (r"(conv_encoder\.model\.)conv1\.", r"\1embedder.embedder.convolution."),
     (r"(conv_encoder\.model\.)bn1\.", r"\1embedder.embedder.normalization."),
@@ -175,7 +174,7 @@ def write_detr(config: DetrConfig) -> Values:
 DETR = Family(
     "detr",
     DetrConfig,
-    {"DetrForObjectDetection": Architecture(Detr, always(DETR_NAMES), Extras(ignored=COUNTERS, renamed=TIMM))},
+    {"DetrForObjectDetection": Architecture(Detr, listed(DETR_NAMES), Extras(ignored=COUNTERS, renamed=TIMM))},
     (
         Field("queries", "num_queries", 100),
         Field("width", "d_model"),
