@@ -22,22 +22,28 @@ transformers.logging.disable_progress_bar()
 
 TEXT: dict[str, Any] = {
     "vocab_size": 99, "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 48,
-    "max_position_embeddings": 40, "type_vocab_size": 2,
+    "max_position_embeddings": 40, "type_vocab_size": 2, "layer_norm_eps": 0.02,
 }  # fmt: skip
 DISTIL = {"vocab_size": 99, "dim": 32, "n_layers": 3, "n_heads": 4, "hidden_dim": 48, "max_position_embeddings": 40}
 ALBERT = TEXT | {"embedding_size": 16}
-GPT2 = {"vocab_size": 99, "n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 40, "n_inner": 56,
+GPT2 = {"vocab_size": 99, "n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 40, "n_inner": 56, "layer_norm_epsilon": 0.02,
         "bos_token_id": None, "eos_token_id": None}  # fmt: skip
-LLAMA = TEXT | {"num_key_value_heads": 2, "bos_token_id": None, "eos_token_id": None, "pad_token_id": 0}
+LLAMA = TEXT | {
+    "rms_norm_eps": 0.03,
+    "num_key_value_heads": 2,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": 0,
+}
 T5 = {"vocab_size": 99, "d_model": 32, "d_kv": 6, "d_ff": 48, "num_layers": 2, "num_decoder_layers": 3, "num_heads": 4,
-      "relative_attention_num_buckets": 8, "relative_attention_max_distance": 12,
+      "relative_attention_num_buckets": 8, "relative_attention_max_distance": 12, "layer_norm_epsilon": 0.02,
       "decoder_start_token_id": 0}  # fmt: skip
 MARIAN = {"vocab_size": 99, "d_model": 32, "encoder_layers": 2, "decoder_layers": 3, "encoder_attention_heads": 4,
           "decoder_attention_heads": 4, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48, "max_position_embeddings": 40,
           "pad_token_id": 98, "decoder_start_token_id": 98, "eos_token_id": 0, "forced_eos_token_id": None,
           "activation_function": "swish", "scale_embedding": True}  # fmt: skip
 VIT = {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 48, "image_size": 32,
-       "patch_size": 8}  # fmt: skip
+       "patch_size": 8, "layer_norm_eps": 0.02}  # fmt: skip
 RESNET = {"embedding_size": 8, "hidden_sizes": [8, 16, 16, 32], "depths": [1, 1, 2, 1], "layer_type": "bottleneck"}
 DETR = {"d_model": 32, "encoder_layers": 2, "decoder_layers": 3, "encoder_attention_heads": 4,
         "decoder_attention_heads": 4, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48, "num_queries": 5,
@@ -56,7 +62,7 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {  # name: model, configurat
     "bert-token": ("BertForTokenClassification", "BertConfig", TEXT | {"num_labels": 3, "hidden_act": "gelu_new"}),
     "bert-answer": ("BertForQuestionAnswering", "BertConfig", TEXT),
     "roberta": ("RobertaModel", "RobertaConfig", TEXT),
-    "roberta-mlm": ("RobertaForMaskedLM", "RobertaConfig", TEXT | {"layer_norm_eps": 1e-5}),
+    "roberta-mlm": ("RobertaForMaskedLM", "RobertaConfig", TEXT | {"layer_norm_eps": 1e-5, "hidden_act": "relu"}),
     "roberta-sequence": ("RobertaForSequenceClassification", "RobertaConfig", TEXT | {"num_labels": 3}),
     "roberta-token": ("RobertaForTokenClassification", "RobertaConfig", TEXT | {"type_vocab_size": 1}),
     "xlm-roberta": ("XLMRobertaForMaskedLM", "XLMRobertaConfig", TEXT),
