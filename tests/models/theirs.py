@@ -26,8 +26,8 @@ TEXT: dict[str, Any] = {
 }  # fmt: skip
 DISTIL = {"vocab_size": 99, "dim": 32, "n_layers": 3, "n_heads": 4, "hidden_dim": 48, "max_position_embeddings": 40}
 ALBERT = TEXT | {"embedding_size": 16}
-GPT2 = {"vocab_size": 99, "n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 40, "n_inner": 56, "layer_norm_epsilon": 0.02,
-        "bos_token_id": None, "eos_token_id": None}  # fmt: skip
+GPT2 = {"vocab_size": 99, "n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 40, "n_inner": 56,
+        "layer_norm_epsilon": 0.02, "bos_token_id": None, "eos_token_id": None}  # fmt: skip
 LLAMA = TEXT | {
     "rms_norm_eps": 0.03,
     "num_key_value_heads": 2,
@@ -56,25 +56,25 @@ def rope(**scaling: Any) -> dict[str, Any]:
 
 CASES: dict[str, tuple[str, str, dict[str, Any]]] = {  # name: model, configuration, its values
     "bert": ("BertModel", "BertConfig", TEXT),
-    "bert-mlm": ("BertForMaskedLM", "BertConfig", TEXT),
+    "bert-mlm": ("BertForMaskedLM", "BertConfig", TEXT | {"hidden_act": "relu"}),
     "bert-pretraining": ("BertForPreTraining", "BertConfig", TEXT),
     "bert-sequence": ("BertForSequenceClassification", "BertConfig", TEXT | {"num_labels": 5}),
     "bert-token": ("BertForTokenClassification", "BertConfig", TEXT | {"num_labels": 3, "hidden_act": "gelu_new"}),
     "bert-answer": ("BertForQuestionAnswering", "BertConfig", TEXT),
     "roberta": ("RobertaModel", "RobertaConfig", TEXT),
-    "roberta-mlm": ("RobertaForMaskedLM", "RobertaConfig", TEXT | {"layer_norm_eps": 1e-5, "hidden_act": "relu"}),
+    "roberta-mlm": ("RobertaForMaskedLM", "RobertaConfig", TEXT | {"layer_norm_eps": 1e-5}),
     "roberta-sequence": ("RobertaForSequenceClassification", "RobertaConfig", TEXT | {"num_labels": 3}),
     "roberta-token": ("RobertaForTokenClassification", "RobertaConfig", TEXT | {"type_vocab_size": 1}),
     "xlm-roberta": ("XLMRobertaForMaskedLM", "XLMRobertaConfig", TEXT),
     "distilbert": ("DistilBertModel", "DistilBertConfig", DISTIL),
-    "distilbert-mlm": ("DistilBertForMaskedLM", "DistilBertConfig", DISTIL),
+    "distilbert-mlm": ("DistilBertForMaskedLM", "DistilBertConfig", DISTIL | {"activation": "relu"}),
     "distilbert-sequence": ("DistilBertForSequenceClassification", "DistilBertConfig", DISTIL),
     "distilbert-answer": ("DistilBertForQuestionAnswering", "DistilBertConfig", DISTIL),
     "albert": ("AlbertModel", "AlbertConfig", ALBERT),
-    "albert-mlm": ("AlbertForMaskedLM", "AlbertConfig", ALBERT | {"num_hidden_layers": 4, "num_hidden_groups": 2}),
-    "albert-sequence": ("AlbertForSequenceClassification", "AlbertConfig", ALBERT),
+    "albert-mlm": ("AlbertForMaskedLM", "AlbertConfig", ALBERT | {"num_hidden_layers": 4, "num_hidden_groups": 2, "hidden_act": "relu"}),
+    "albert-sequence": ("AlbertForSequenceClassification", "AlbertConfig", ALBERT | {"num_labels": 4}),
     "gpt2": ("GPT2LMHeadModel", "GPT2Config", GPT2),
-    "gpt2-untied": ("GPT2LMHeadModel", "GPT2Config", GPT2 | {"tie_word_embeddings": False, "n_inner": None}),
+    "gpt2-untied": ("GPT2LMHeadModel", "GPT2Config", GPT2 | {"tie_word_embeddings": False, "n_inner": None, "activation_function": "silu"}),
     "llama": ("LlamaForCausalLM", "LlamaConfig", LLAMA),
     "llama-tied": ("LlamaForCausalLM", "LlamaConfig", LLAMA | {"tie_word_embeddings": True, "head_dim": 12}),
     "llama-bias": ("LlamaForCausalLM", "LlamaConfig", LLAMA | {"attention_bias": True, "mlp_bias": True}),
@@ -116,7 +116,7 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {  # name: model, configurat
         MARIAN | {"share_encoder_decoder_embeddings": False, "decoder_vocab_size": 99},
     ),
     "vit": ("ViTModel", "ViTConfig", VIT),
-    "vit-classifier": ("ViTForImageClassification", "ViTConfig", VIT | {"qkv_bias": False, "image_size": (32, 48)}),
+    "vit-classifier": ("ViTForImageClassification", "ViTConfig", VIT | {"qkv_bias": False, "hidden_act": "relu", "num_labels": 7, "image_size": (32, 48)}),
     "detr": ("DetrForObjectDetection", "DetrConfig", DETR),
 }  # fmt: skip
 DECODERS = [name for name in CASES if name.startswith(("gpt2", "llama", "mistral", "qwen2", "gemma2"))]

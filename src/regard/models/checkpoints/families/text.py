@@ -5,7 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from regard.models.checkpoints.family import Architecture, Family, Field, activation, classes, labels, listed, settled
+from regard.models.checkpoints.family import (
+    Architecture,
+    Family,
+    Field,
+    activation,
+    classes,
+    labels,
+    listed,
+    named,
+    settled,
+)
 from regard.models.checkpoints.names import Extras
 from regard.models.text import MaskedLanguageModel, SequenceClassifier, TextConfig, TextEncoder, TokenClassifier
 
@@ -146,7 +156,7 @@ def roberta(model_type: str, start: str) -> Family:
         ),
         (
             *SIZES,
-            activation("activation", "hidden_act", "gelu"),
+            named("activation", "hidden_act", "gelu", {"gelu": "gelu"}),  # its head for masked tokens has no other
             Field("first_position", "pad_token_id", 1, lambda pad: pad + 1, lambda first: first - 1),
         ),
         only=ONLY,
