@@ -71,10 +71,16 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {  # name: model, configurat
     "distilbert-sequence": ("DistilBertForSequenceClassification", "DistilBertConfig", DISTIL),
     "distilbert-answer": ("DistilBertForQuestionAnswering", "DistilBertConfig", DISTIL),
     "albert": ("AlbertModel", "AlbertConfig", ALBERT),
-    "albert-mlm": ("AlbertForMaskedLM", "AlbertConfig", ALBERT | {"num_hidden_layers": 4, "num_hidden_groups": 2, "hidden_act": "relu"}),
+    "albert-mlm": (
+        "AlbertForMaskedLM", "AlbertConfig",
+        ALBERT | {"num_hidden_layers": 4, "num_hidden_groups": 2, "hidden_act": "relu"},
+    ),
     "albert-sequence": ("AlbertForSequenceClassification", "AlbertConfig", ALBERT | {"num_labels": 4}),
     "gpt2": ("GPT2LMHeadModel", "GPT2Config", GPT2),
-    "gpt2-untied": ("GPT2LMHeadModel", "GPT2Config", GPT2 | {"tie_word_embeddings": False, "n_inner": None, "activation_function": "silu"}),
+    "gpt2-untied": (
+        "GPT2LMHeadModel", "GPT2Config",
+        GPT2 | {"tie_word_embeddings": False, "n_inner": None, "activation_function": "silu"},
+    ),
     "llama": ("LlamaForCausalLM", "LlamaConfig", LLAMA),
     "llama-tied": ("LlamaForCausalLM", "LlamaConfig", LLAMA | {"tie_word_embeddings": True, "head_dim": 12}),
     "llama-bias": ("LlamaForCausalLM", "LlamaConfig", LLAMA | {"attention_bias": True, "mlp_bias": True}),
@@ -116,7 +122,10 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {  # name: model, configurat
         MARIAN | {"share_encoder_decoder_embeddings": False, "decoder_vocab_size": 99},
     ),
     "vit": ("ViTModel", "ViTConfig", VIT),
-    "vit-classifier": ("ViTForImageClassification", "ViTConfig", VIT | {"qkv_bias": False, "hidden_act": "relu", "num_labels": 7, "image_size": (32, 48)}),
+    "vit-classifier": (
+        "ViTForImageClassification", "ViTConfig",
+        VIT | {"qkv_bias": False, "hidden_act": "relu", "num_labels": 7, "image_size": (32, 48)},
+    ),
     "detr": ("DetrForObjectDetection", "DetrConfig", DETR),
 }  # fmt: skip
 DECODERS = [name for name in CASES if name.startswith(("gpt2", "llama", "mistral", "qwen2", "gemma2"))]
