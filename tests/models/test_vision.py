@@ -51,6 +51,7 @@ def test_other_sizes_read_the_positions_between_those_of_the_table() -> None:
 def test_patches_that_the_mask_leaves_out_do_not_reach_the_class() -> None:
     torch.manual_seed(0)
     model, images, mask = ImageClassifier(CONFIG).eval(), torch.randn(2, 3, 24, 40), torch.ones(2, 15).bool()
+    torch.testing.assert_close(model(images, mask), model(images))  # the class token is always seen
     mask[:, 12:] = mask[1, 3] = False
     before = model(images, mask)
     assert before.shape == (2, 7)
