@@ -6,7 +6,10 @@ READY  := $(VENV)/.ready
 
 BENCH  := $(VENV)/.bench
 
-.PHONY: demo test lint format bench bench-quick clean
+MINUTES ?= 30
+SEED    ?= $(shell date +%s)
+
+.PHONY: demo test lint format sanitize fuzz bench bench-quick clean
 
 demo: $(READY)
 	$(BIN)/python examples/demo.py
@@ -22,6 +25,14 @@ lint: $(READY)
 format: $(READY)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+# The kernels' tests on a build that reports every read out of bounds and every overflow.
+sanitize: $(READY)
+	$(BIN)/python -m tests.sanitize
+
+# Random calls for MINUTES from SEED, on plain and sanitized kernels, compared with the reference: docs/fuzzing.md.
+fuzz: $(READY)
+	$(BIN)/python -m tests.fuzz --minutes $(MINUTES) --seed $(SEED)
 
 # Speed lives here and in no test: ratios to peers, measured side by side, written to docs/benchmarks.md.
 bench: $(BENCH)

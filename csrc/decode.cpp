@@ -13,7 +13,7 @@ constexpr int64_t largest_piece = 512;
 
 // Keys in a piece: for the second row on, they and their values come from the second-level cache.
 template <class T> int64_t piece_of(const regard_dot& p) {
-  const int64_t bytes = (p.D + p.E) * int64_t(sizeof(T));
+  const int64_t bytes = greatest<int64_t>(1, p.D + p.E) * int64_t(sizeof(T));
   return greatest<int64_t>(64, least(largest_piece, (int64_t(128) << 10) / bytes / 64 * 64));
 }
 

@@ -81,21 +81,49 @@ int check(const regard_dot& p) {
   if (__builtin_mul_overflow(p.B, p.H, &rows) || __builtin_mul_overflow(rows, p.Q > p.K ? p.Q : p.K, &rows) ||
       __builtin_mul_overflow(rows, int64_t(8) * ((p.D > p.E ? p.D : p.E) + 64), &cells))
     return REGARD_TOO_LARGE;
+  if (p.radius < 0) return REGARD_BAD_ARGUMENT;
+  if (p.radius > largest || __builtin_mul_overflow(rows, 16 * (p.radius + 1), &cells)) return REGARD_TOO_LARGE;
   if (p.G == 0 ? p.H != 0 : p.H % p.G != 0) return REGARD_BAD_ARGUMENT;
+  const bool looks = p.B && p.H && p.Q && p.K;
+  if (looks && ((p.D && (!p.q.data || !p.k.data)) || (p.E && !p.v.data))) return REGARD_BAD_ARGUMENT;
   if (p.dtype < REGARD_FLOAT32 || p.dtype > REGARD_FLOAT16 || p.threads < 1) return REGARD_BAD_ARGUMENT;
   if (p.intervals.start && (!p.intervals.stop || p.tiles.pointer)) return REGARD_BAD_ARGUMENT;
   if (p.diagonal.data && p.diagonal.stride[3] != 1) return REGARD_BAD_ARGUMENT;
   if (p.row_table.data && (p.row_table.stride[3] != 1 || !p.offset)) return REGARD_BAD_ARGUMENT;
   if (p.bias.data && (p.bias_dtype < REGARD_FLOAT32 || p.bias_dtype > REGARD_FLOAT16)) return REGARD_BAD_ARGUMENT;
   if (p.bias.data && p.bias_dtype == REGARD_FLOAT64 && p.dtype != REGARD_FLOAT64) return REGARD_BAD_ARGUMENT;
-  if (p.radius < 0 || p.radius > largest) return REGARD_BAD_ARGUMENT;
   if (!(p.temperature > 0) || !(p.softcap >= 0)) return REGARD_BAD_ARGUMENT;
   return REGARD_OK;
 }
 
+// Whether start[n] .. stop[n], or single keys where stop is null, are runs of some of `keys` keys, ascending and apart.
+bool are_runs(const int64_t* start, const int64_t* stop, int64_t count, int64_t keys) {
+  if (count < 0 || (count > 0 && !start)) return false;
+  int64_t last = 0;
+  for (int64_t n = 0; n < count; ++n) {
+    const int64_t end = stop ? stop[n] : start[n] + 1;
+    if (start[n] < last || start[n] >= keys || end <= start[n] || end > keys) return false;
+    last = end;
+  }
+  return true;
+}
+
+// An axis of one has any stride, and to step over it, though never read there, may overflow.
+void settle_strides(regard_tensor& t, int64_t batch, int64_t heads, int64_t rows, int64_t columns) {
+  const int64_t sizes[] = {batch, heads, rows, columns};
+  for (int axis = 0; axis < 4; ++axis)
+    if (sizes[axis] == 1) t.stride[axis] = axis == 3;
+}
+
+constexpr int32_t most_threads = 1024;  // OpenMP ends the process where it cannot start as many as it is asked for
+
 // Waking a thread takes longer than a million multiply-adds: small problems are not worth it.
-regard_dot with_useful_threads(const regard_dot& p) {
+regard_dot as_the_kernels_take_it(const regard_dot& p) {
   regard_dot copy = p;
+  copy.threads = p.threads < most_threads ? p.threads : most_threads;
+  settle_strides(copy.q, p.B, p.H, p.Q, p.D);
+  settle_strides(copy.k, p.B, p.G, p.K, p.D);
+  settle_strides(copy.v, p.B, p.G, p.K, p.E);
   const double work = double(p.B) * double(p.H) * double(p.Q) * double(p.K) * double(p.D + p.E);
   const double useful = 1 + work / 1e6;
   if (useful < copy.threads) copy.threads = int(useful);
@@ -124,8 +152,9 @@ int regard_dot_forward(const regard_dot* problem, const regard_dot_result* resul
   const int status = regard::check(*problem);
   if (status != REGARD_OK) return status;
   if (problem->B == 0 || problem->H == 0 || problem->Q == 0) return REGARD_OK;
+  if (problem->E && !result->out.data) return REGARD_BAD_ARGUMENT;
   if (result->out_table.data && (!problem->offset || result->out_table.stride[3] != 1)) return REGARD_BAD_ARGUMENT;
-  return regard::chosen.dot_forward(regard::with_useful_threads(*problem), *result);
+  return regard::chosen.dot_forward(regard::as_the_kernels_take_it(*problem), *result);
 }
 
 int regard_dot_backward(const regard_dot* problem, const regard_dot_gradient* gradient) {
@@ -133,8 +162,14 @@ int regard_dot_backward(const regard_dot* problem, const regard_dot_gradient* gr
   const int status = regard::check(*problem);
   if (status != REGARD_OK) return status;
   if (problem->B == 0 || problem->H == 0) return REGARD_OK;
-  if (!gradient->lse.data) return REGARD_BAD_ARGUMENT;
-  return regard::chosen.dot_backward(regard::with_useful_threads(*problem), *gradient);
+  const regard_dot_gradient& g = *gradient;
+  const bool rows = problem->Q != 0, keys = problem->K != 0;
+  if (rows && (!g.lse.data || (problem->D && !g.d_q.data))) return REGARD_BAD_ARGUMENT;
+  if (rows && problem->E && (!g.out.data || !g.d_out.data)) return REGARD_BAD_ARGUMENT;
+  if (keys && ((problem->D && !g.d_k.data) || (problem->E && !g.d_v.data))) return REGARD_BAD_ARGUMENT;
+  if (g.d_out_table.data && (!problem->offset || !g.out_table.data || g.d_out_table.stride[3] != 1)) return REGARD_BAD_ARGUMENT;
+  if ((g.d_diagonal.data && !problem->diagonal.data) || (g.d_row_table.data && !problem->row_table.data)) return REGARD_BAD_ARGUMENT;
+  return regard::chosen.dot_backward(regard::as_the_kernels_take_it(*problem), *gradient);
 }
 
 int regard_dot_look(const regard_dot* problem, const regard_dot_statistics* statistics) {
@@ -144,8 +179,60 @@ int regard_dot_look(const regard_dot* problem, const regard_dot_statistics* stat
   const regard_dot_statistics& s = *statistics;
   if (problem->B == 0 || problem->H == 0 || problem->Q == 0) return REGARD_OK;
   if (!problem->offset || !s.lse.data || !s.entropy.data || !s.max_logit.data || !s.distance.data) return REGARD_BAD_ARGUMENT;
+  int64_t kept = 0;
+  if (__builtin_mul_overflow(problem->B * problem->H * problem->Q, s.top, &kept)) return REGARD_TOO_LARGE;
   if (problem->E != 0 || s.top < 0 || (s.top > 0 && (!s.top_keys || !s.top_weights))) return REGARD_BAD_ARGUMENT;
-  return regard::chosen.dot_statistics(regard::with_useful_threads(*problem), s);
+  if (s.mass.data && !regard::are_runs(s.chosen_start, s.chosen_stop, s.chosen_count, problem->K)) return REGARD_BAD_ARGUMENT;
+  return regard::chosen.dot_statistics(regard::as_the_kernels_take_it(*problem), s);
+}
+
+int64_t regard_packed_size(int64_t N, int64_t K) {
+  if (N < 0 || K < 0) return REGARD_BAD_ARGUMENT;
+  int64_t numbers = 0;
+  if (N > INT64_MAX / 2 || __builtin_mul_overflow(N + 64, K, &numbers) || numbers > INT64_MAX / 8) return REGARD_TOO_LARGE;
+  return regard::chosen.packed_size(N, K);
+}
+
+int regard_pack_weight(const float* weight, int64_t row, int64_t N, int64_t K, float* packed) {
+  const int64_t size = regard_packed_size(N, K);
+  if (size < 0) return int(size);
+  if (size && (!weight || !packed)) return REGARD_BAD_ARGUMENT;
+  regard::chosen.pack_weight(weight, row, N, K, packed);
+  return REGARD_OK;
+}
+
+int regard_multiply(const regard_product* problem) {
+  if (!problem || problem->M < 0 || problem->threads < 1) return REGARD_BAD_ARGUMENT;
+  regard_product p = *problem;
+  const int64_t size = regard_packed_size(p.N, p.K);
+  if (size < 0) return int(size);
+  if (p.M == 0 || p.N == 0) return REGARD_OK;
+  if (!p.out || (size && (!p.x || !p.packed))) return REGARD_BAD_ARGUMENT;
+  if (p.threads > regard::most_threads) p.threads = regard::most_threads;
+  const double useful = 1 + double(p.M) * double(p.N) * double(p.K) / 1e6;
+  if (useful < p.threads) p.threads = int(useful);
+  return regard::chosen.product(p);
+}
+
+int regard_dot_weights(const regard_dot* problem, const regard_dot_columns* columns) {
+  if (!problem || !columns) return REGARD_BAD_ARGUMENT;
+  const int status = regard::check(*problem);
+  if (status != REGARD_OK) return status;
+  if (problem->B == 0 || problem->H == 0 || problem->Q == 0 || columns->count == 0) return REGARD_OK;
+  if (problem->E != 0 || !columns->out.data || columns->out.stride[3] != 1) return REGARD_BAD_ARGUMENT;
+  if (!regard::are_runs(columns->columns, nullptr, columns->count, problem->K)) return REGARD_BAD_ARGUMENT;
+  return regard::chosen.dot_weights(regard::as_the_kernels_take_it(*problem), *columns);
+}
+
+int regard_dot_map(const regard_dot* problem, const regard_dot_pool* pool) {
+  if (!problem || !pool) return REGARD_BAD_ARGUMENT;
+  const int status = regard::check(*problem);
+  if (status != REGARD_OK) return status;
+  if (problem->B == 0 || problem->H == 0) return REGARD_OK;
+  if (pool->rows < 1 || pool->columns < 1 || !pool->out.data || pool->out.stride[3] != 1) return REGARD_BAD_ARGUMENT;
+  if (problem->E != 0 || problem->Q == 0 || problem->K == 0) return REGARD_BAD_ARGUMENT;
+  if (pool->rows > INT32_MAX || pool->columns > INT32_MAX) return REGARD_TOO_LARGE;
+  return regard::chosen.dot_map(regard::as_the_kernels_take_it(*problem), *pool);
 }
 
 }  // extern "C"

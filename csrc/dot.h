@@ -8,6 +8,8 @@ int dot_forward(const regard_dot& p, const regard_dot_result& result);
 bool decode_is_better(const regard_dot& p, const regard_dot_result& result);
 int dot_decode(const regard_dot& p, const regard_dot_result& result);
 int dot_statistics(const regard_dot& p, const regard_dot_statistics& result);
+int dot_weights(const regard_dot& p, const regard_dot_columns& result);
+int dot_map(const regard_dot& p, const regard_dot_pool& result);
 int dot_backward(const regard_dot& p, const regard_dot_gradient& gradient);
 
 }  // namespace regard::REGARD_ISA

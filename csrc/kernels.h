@@ -9,6 +9,11 @@ struct Kernels {
   int (*dot_forward)(const regard_dot&, const regard_dot_result&);
   int (*dot_backward)(const regard_dot&, const regard_dot_gradient&);
   int (*dot_statistics)(const regard_dot&, const regard_dot_statistics&);
+  int (*dot_weights)(const regard_dot&, const regard_dot_columns&);
+  int (*dot_map)(const regard_dot&, const regard_dot_pool&);
+  int64_t (*packed_size)(int64_t N, int64_t K);
+  void (*pack_weight)(const float* weight, int64_t row_stride, int64_t N, int64_t K, float* packed);
+  int (*product)(const regard_product&);
 };
 
 }  // namespace regard

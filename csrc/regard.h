@@ -17,7 +17,7 @@ extern "C" {
 #endif
 
 // Changes whenever a structure or a signature below does; the caller compares it before anything else.
-enum { REGARD_INTERFACE = 2 };
+enum { REGARD_INTERFACE = 4 };
 
 enum { REGARD_FLOAT32 = 0, REGARD_FLOAT64 = 1, REGARD_BFLOAT16 = 2, REGARD_FLOAT16 = 3 };
 
@@ -108,7 +108,34 @@ typedef struct {
   int64_t top;        // how many of the largest weights are wanted
   int64_t* top_keys;  // (B, H, Q, top), largest weight first, -1 where there are no more
   void* top_weights;  // Real, of the same shape
+  regard_tensor mass; // Real (B, H, Q), may be absent: the sum of the weights of chosen keys,
+  const int64_t *chosen_start, *chosen_stop;  // which are chosen_count runs of keys, ascending and apart
+  int64_t chosen_count;
 } regard_dot_statistics;
+
+// Some columns of the weights, before dropout; E is 0 and v absent.
+typedef struct {
+  regard_tensor out;       // Real (B, H, Q, count), last stride 1
+  const int64_t* columns;  // ascending, none twice
+  int64_t count;
+} regard_dot_columns;
+
+// The weights averaged to rows x columns: bin n of N over length L is floor(n * L / N) .. ceil((n + 1) * L / N).
+typedef struct {
+  regard_tensor out;  // Real (B, H, rows, columns), last stride 1
+  int64_t rows, columns;
+} regard_dot_pool;
+// out = x W' + b in float32, for a weight that regard_pack_weight has laid out; x and out have rows of unit stride.
+typedef struct {
+  int64_t M, N, K;       // x (M, K), W (N, K), out (M, N)
+  int64_t x_row, out_row;  // elements from one row to the next
+  const float* x;
+  const float* packed;
+  const float* bias;  // (N) or null
+  float* out;
+  int32_t threads;
+  int32_t reserved;
+} regard_product;
 
 REGARD_EXPORT int regard_interface(void);
 // The instruction set in use, and all that were compiled, separated by spaces, widest first.
@@ -121,6 +148,13 @@ REGARD_EXPORT int regard_has_threads(void);
 REGARD_EXPORT int regard_dot_forward(const regard_dot* problem, const regard_dot_result* result);
 REGARD_EXPORT int regard_dot_backward(const regard_dot* problem, const regard_dot_gradient* gradient);
 REGARD_EXPORT int regard_dot_look(const regard_dot* problem, const regard_dot_statistics* statistics);
+REGARD_EXPORT int regard_dot_weights(const regard_dot* problem, const regard_dot_columns* columns);
+REGARD_EXPORT int regard_dot_map(const regard_dot* problem, const regard_dot_pool* pool);
+
+// How many numbers a packed weight (N, K) takes, or a negative status. It holds for the instruction set in use.
+REGARD_EXPORT int64_t regard_packed_size(int64_t N, int64_t K);
+REGARD_EXPORT int regard_pack_weight(const float* weight, int64_t row, int64_t N, int64_t K, float* packed);
+REGARD_EXPORT int regard_multiply(const regard_product* problem);
 
 #ifdef __cplusplus
 }

@@ -48,7 +48,9 @@ template <class T> REGARD_INLINE void set_row(Row<T>& row, const regard_dot& p, 
   }
   if (p.diagonal.data) row.diagonal = real_row<T>(p.diagonal, b, h, 0) + (p.Q - 1 - i);
   row.table = real_row<T>(p.row_table, b, h, i);
-  if (p.offset) row.first = p.offset[b] + i - p.radius;
+  // Farther away than this all distances are clipped, and sums of positions stay far from overflow.
+  constexpr int64_t far = int64_t(1) << 40;
+  if (p.offset) row.first = least(far, greatest(-far, p.offset[b])) + i - p.radius;
   if (p.bias.data) {
     const int64_t at = b * p.bias.stride[0] + h * p.bias.stride[1] + i * p.bias.stride[2];
     row.bias = (const char*)p.bias.data + at * int64_t(storage_bytes(p.bias_dtype));

@@ -1,6 +1,7 @@
 #include "runtime.h"
 
 #include <stdlib.h>
+#include <string.h>
 
 #ifdef _OPENMP
 #include <omp.h>
@@ -56,12 +57,16 @@ int run_parallel(int threads, int (*body)(void*, int, int), void* context) {
 }
 
 void* allocate(size_t bytes) {
-#ifdef _WIN32
-  return _aligned_malloc(bytes ? bytes : cache_line, cache_line);
-#else
   void* data = nullptr;
-  return posix_memalign(&data, cache_line, bytes ? bytes : cache_line) == 0 ? data : nullptr;
+#ifdef _WIN32
+  data = _aligned_malloc(bytes ? bytes : cache_line, cache_line);
+#else
+  if (posix_memalign(&data, cache_line, bytes ? bytes : cache_line) != 0) data = nullptr;
 #endif
+#ifdef REGARD_SANITIZE
+  if (data) memset(data, 0xff, bytes);  // NaN: what is read before it is written shows in the result
+#endif
+  return data;
 }
 
 void release(void* memory) {
@@ -73,7 +78,12 @@ void release(void* memory) {
 }
 
 void* thread_scratch(size_t bytes) {
-  if (bytes > scratch.size) {
+#ifdef REGARD_SANITIZE
+  const bool fits = false;  // memory of exactly this size: to run over it by a byte is then seen
+#else
+  const bool fits = bytes <= scratch.size;
+#endif
+  if (!fits) {
     release(scratch.data);
     scratch.size = 0;
     scratch.data = allocate(bytes);

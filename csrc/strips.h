@@ -1,10 +1,12 @@
-// The walk that the forward and the statistics share: blocks of query rows over steps of keys, strip by strip.
+// The walk that the forward and all looking share: blocks of query rows over steps of keys, strip by strip.
 //
 // A strip is MR rows. Its scores for a step are computed, biased and masked; what becomes of them is the visitor's:
 //   room(memory)                               what it keeps for a block
 //   begin(room, strip)                         nothing seen yet
 //   take(room, walk, strip, rows, j0, lo, hi)  the logits of columns [lo, hi) of a step that begins at key j0
 //   finish(room, walk, strip, rows)            all seen
+// and, if it has something to prepare,
+//   plan(total)                                before the walk; `total` are the costs of the units, summed
 #pragma once
 #include "dot.h"
 #include "keys.h"
@@ -31,14 +33,16 @@ template <class T, class Visitor> struct Strips {
   const Blocks blocks;
   const int64_t strips;  // in a block
   Layout layout;         // the visitor adds what it needs
+  int64_t bands = 0;     // threads take whole bands, pieces of equal cost; 0: one for each thread
 
   struct Places {
     typename PackedKeys<T>::Places keys;
     size_t queries, scores, rows, spans, poisoned;
   } at;
 
-  explicit Strips(const regard_dot& p)
-      : p(p), scales(p), blocks(p, largest_block, 8 * p.threads), strips((blocks.rows_per_block + MR - 1) / MR) {
+  explicit Strips(const regard_dot& p) : Strips(p, 8 * p.threads) {}
+  Strips(const regard_dot& p, int64_t wanted_blocks)
+      : p(p), scales(p), blocks(p, largest_block, wanted_blocks), strips((blocks.rows_per_block + MR - 1) / MR) {
     at.keys = PackedKeys<T>::place(p, layout);
     at.queries = layout.add(strips, strip_size<T>(p.D), sizeof(T));
     at.scores = layout.add(MR, chunk, sizeof(T));
@@ -47,8 +51,11 @@ template <class T, class Visitor> struct Strips {
     at.poisoned = layout.add(strips * MR, 1, 1);
   }
 
+  int64_t units() const { return p.B * p.G * blocks.per_group; }
+  int plan(const double*) { return REGARD_OK; }
+
   int run() {
-    const int64_t units = p.B * p.G * blocks.per_group;
+    const int64_t units = this->units();
     Layout costs;
     costs.add(units + 1, 1, sizeof(double));
     if (!layout.ok || !costs.ok) return REGARD_TOO_LARGE;
@@ -60,8 +67,12 @@ template <class T, class Visitor> struct Strips {
       const int64_t head = u / blocks.per_group;
       total[u + 1] = total[u] + block_cost<T>(p, blocks, head / p.G, head % p.G, u % blocks.per_group);
     }
+    const int status = static_cast<Visitor&>(*this).plan(total);
+    if (status != REGARD_OK) return status;
     auto body = [&](int thread, int threads) {
-      const int64_t first = share(total, units, thread, threads), last = share(total, units, thread + 1, threads);
+      const int64_t pieces = bands ? bands : threads;
+      const int64_t first = share(total, units, pieces * thread / threads, pieces);
+      const int64_t last = share(total, units, pieces * (thread + 1) / threads, pieces);
       return first < last ? run_units(first, last) : REGARD_OK;
     };
     return parallel(int(least<int64_t>(p.threads, units)), body);

@@ -1,6 +1,7 @@
 // Compiled once per instruction set: its table of functions.
 #include "dot.h"
 #include "kernels.h"
+#include "product.h"
 
 #define REGARD_STRING_OF(x) #x
 #define REGARD_STRING(x) REGARD_STRING_OF(x)
@@ -13,6 +14,11 @@ const Kernels kernels = {
     dot_forward,
     dot_backward,
     dot_statistics,
+    dot_weights,
+    dot_map,
+    packed_size,
+    pack_weight,
+    product,
 };
 
 }  // namespace regard::REGARD_ISA

@@ -122,13 +122,13 @@ template <class T, class F> void walk_interval(int64_t lo, int64_t hi, int64_t c
   for (int64_t j = lo; j < hi; j += size) f(Step{j, least(hi, j + size), nullptr});
 }
 
-// Where thread number `thread` of `threads` begins in a sequence of units whose costs add up to total[units].
-inline int64_t share(const double* total, int64_t units, int thread, int threads) {
-  const double goal = total[units] * thread / threads;
+// Where piece number `piece` of `pieces` of equal cost begins in a sequence of units whose costs add up to total[units].
+inline int64_t share(const double* total, int64_t units, int64_t piece, int64_t pieces) {
+  const double goal = total[units] * double(piece) / double(pieces);
   int64_t lo = 0, hi = units;
   while (lo < hi) {
     const int64_t middle = lo + (hi - lo) / 2;
-    // A unit belongs to the thread in whose share its middle lies.
+    // A unit belongs to the piece in which its middle lies.
     if (0.5 * (total[middle] + total[middle + 1]) < goal) lo = middle + 1;
     else hi = middle;
   }

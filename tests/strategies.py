@@ -27,9 +27,13 @@ class Call:
         return f"Call({shapes}, offset={self.description.get('offset')}, {rg.Attention(**self.description)})"
 
 
+def one_a_row(B: int, numbers: st.SearchStrategy[int]) -> st.SearchStrategy:
+    return st.lists(numbers, min_size=B, max_size=B) if B else st.just(torch.zeros(0, dtype=torch.int64))
+
+
 def leaves(B: int, H: int, Q: int, K: int) -> st.SearchStrategy:
     small = st.integers(0, K + 2)
-    rows = st.lists(st.integers(0, K), min_size=B, max_size=B)
+    rows = one_a_row(B, st.integers(0, K))
     seeds = st.integers(0, 99)
 
     def random(seed: int) -> torch.Generator:
@@ -40,12 +44,16 @@ def leaves(B: int, H: int, Q: int, K: int) -> st.SearchStrategy:
         return rg.documents(ids if torn else ids.sort(-1).values)
 
     def blocks(seed: int, size: int, shape: int) -> rg.Mask:
+        size = max(size, (Q + K) // 100)  # a layout of some hundred blocks at most
         n = -(-4 * (Q + K) // size)
         return rg.blocks(torch.rand(((n, n), (H, n, n), (B, 1, n, n))[shape], generator=random(seed)) < 0.5, size)
 
     def dense(seed: int, shape: int) -> rg.Mask:
         sizes = ((Q, K), (B, 1, 1, K), (1, H, Q, K), (B, H, Q, K), (Q, 1))[shape]
         return rg.dense(torch.rand(sizes, generator=random(seed)) < 0.5)
+
+    def edges(seed: int, count: int) -> rg.Mask:
+        return rg.edges(torch.randint(0, max(K, 1), (2, count), generator=random(seed)))
 
     return st.one_of(
         st.builds(rg.causal),
@@ -55,10 +63,10 @@ def leaves(B: int, H: int, Q: int, K: int) -> st.SearchStrategy:
         st.builds(rg.padding, rows),
         st.builds(documents, seeds, st.booleans()),
         st.builds(lambda s: rg.ranges(*torch.randint(0, K + 2, (2, B, K), generator=random(s)).sort(0).values), seeds),
-        st.builds(rg.global_tokens, st.lists(st.integers(0, K - 1), max_size=3)),
+        st.builds(rg.global_tokens, st.lists(st.integers(0, max(K, 1) - 1), max_size=3)),
         st.builds(blocks, seeds, st.integers(1, 9), st.integers(0, 2)),
         st.builds(rg.random_blocks, st.integers(1, 3), st.integers(1, 9), seeds),
-        st.builds(lambda s, n: rg.edges(torch.randint(0, K, (2, n), generator=random(s))), seeds, st.integers(0, 20)),
+        st.builds(edges, seeds, st.integers(0, 20)),
         st.builds(dense, seeds, st.integers(0, 4)),
         st.just(rg.where(lambda b, h, p, j: (p + j + h) % 3 != b % 2)),
     )
@@ -76,11 +84,19 @@ def masks(B: int, H: int, Q: int, K: int) -> st.SearchStrategy:
 
 
 @st.composite
-def calls(draw: st.DrawFn, longest: int = 40, plain: bool = False) -> Call:
-    """`plain` draws neither score nor bias."""
-    B, G, repeats = draw(st.integers(1, 3)), draw(st.integers(1, 2)), draw(st.integers(1, 2))
-    H, Q, K = G * repeats, draw(st.integers(1, longest)), draw(st.integers(1, longest))
-    D, E = draw(st.integers(1, 9)), draw(st.integers(1, 9))
+def sizes(draw: st.DrawFn, longest: int = 40, widest: int = 9) -> tuple[int, ...]:
+    """B, G, H / G, Q, K, D, E"""
+    axes = (3, 2, 2, longest, longest, widest, widest)
+    return tuple(draw(st.integers(1, most)) for most in axes)
+
+
+@st.composite
+def calls(
+    draw: st.DrawFn, longest: int = 40, plain: bool = False, axes: st.SearchStrategy[tuple[int, ...]] | None = None
+) -> Call:
+    """`plain` draws neither score nor bias; `axes` draws what `sizes` does."""
+    B, G, repeats, Q, K, D, E = draw(sizes(longest) if axes is None else axes)
+    H = G * repeats
     generator = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
 
     def normal(*shape: int) -> Tensor:
@@ -129,7 +145,7 @@ def calls(draw: st.DrawFn, longest: int = 40, plain: bool = False) -> Call:
             return rg.alibi(H) + rg.dense_bias(table(Q, K)) + rg.relative(table(H, 2 * R + 1))
         return None
 
-    offset = draw(st.one_of(st.none(), st.integers(-5, K), st.lists(st.integers(-5, K), min_size=B, max_size=B)))
+    offset = draw(st.one_of(st.none(), st.integers(-5, K), one_a_row(B, st.integers(-5, K))))
     description = {
         "mask": draw(st.none() | masks(B, H, Q, K)),
         "offset": offset,
@@ -140,3 +156,104 @@ def calls(draw: st.DrawFn, longest: int = 40, plain: bool = False) -> Call:
         if draw(st.booleans()):
             description["sink"] = table(H) if draw(st.booleans()) else 0.5
     return Call(normal(B, H, Q, D), normal(B, G, K, D), normal(B, G, K, E), description, learned)
+
+
+NOT_FINITE = (float("nan"), float("inf"), float("-inf"))
+ABSURD = 1e4  # a number beyond this counts as one that should not be there
+
+
+@dataclass
+class Hostile:
+    """A call as it may come from anywhere: in any dtype and layout, with numbers that should not be there."""
+
+    call: Call
+    dtype: torch.dtype
+    layouts: tuple[str, str, str]
+    planted: list[tuple[int, float, float]]  # (which of query, key and value; where, as a share of it; the number)
+    engine: str | None
+    threads: int
+    spread: bool  # whether the output's gradient is one number, spread over it with strides of 0
+
+    def tensors(self, dtype: torch.dtype | None = None, clean: bool = False) -> list[Tensor]:
+        """Query, key and value as numbers of the case's dtype; `clean` has zeros in place of what is absurd."""
+        made = []
+        for n, tensor in enumerate((self.call.query, self.call.key, self.call.value)):
+            tensor = tensor.to(self.dtype, copy=True)
+            for which, share, number in self.planted:
+                if which == n and tensor.numel():
+                    tensor.view(-1)[int(share * tensor.numel())] = number
+            if self.layouts[n] == "expanded":  # one row for all: what the strides of 0 will say
+                tensor = tensor[:1, :, :1].expand_as(tensor).contiguous()
+            if clean:
+                tensor = torch.where(tensor.abs() <= ABSURD, tensor, 0.0)
+            made.append(lay_out(tensor.to(dtype or self.dtype), self.layouts[n]))
+        return made
+
+    def __repr__(self) -> str:
+        rest = f"{self.layouts}, planted={self.planted}, threads={self.threads}, spread={self.spread}"
+        dropout = f", dropout={self.call.description.get('dropout')}"
+        return f"Hostile({self.call}, {self.dtype}, engine={self.engine}, {rest}{dropout})"
+
+
+def lay_out(tensor: Tensor, layout: str) -> Tensor:
+    """The same numbers, elsewhere in memory."""
+    if layout == "heads last":
+        return tensor.transpose(1, 2).contiguous().transpose(1, 2)
+    if layout == "turned":
+        return tensor.mT.contiguous().mT
+    if layout == "apart":
+        roomy = tensor.new_full((*tensor.shape[:3], 2 * tensor.shape[3] + 1), float("nan"))
+        roomy[..., 1::2] = tensor
+        return roomy[..., 1::2]
+    if layout == "unaligned":
+        return torch.cat([tensor.new_full((1,), float("nan")), tensor.reshape(-1)])[1:].view(tensor.shape)
+    if layout == "expanded":
+        return tensor[:1, :, :1].expand(tensor.shape)
+    return tensor
+
+
+@st.composite
+def extents(draw: st.DrawFn) -> tuple[int, ...]:
+    """Odd, tiny, empty and large sizes, none of which takes long."""
+    kind = draw(st.sampled_from(["small", "small", "tiles", "wide", "few rows", "many", "empty"]))
+    if kind == "small":
+        return draw(sizes())
+    near = st.sampled_from([1, 63, 64, 65, 127, 128, 129, 191, 193]) | st.integers(1, 300)
+    B, G, repeats, Q, K, D, E = draw(sizes(longest=40))
+    if kind == "tiles":
+        return min(B, 2), G, repeats, draw(near), draw(near), D, E
+    width = st.sampled_from([16, 17, 32, 64, 96, 127, 128, 256, 511, 512, 513]) | st.integers(1, 600)
+    if kind == "wide":
+        return min(B, 2), G, repeats, min(Q, 20), K, draw(width), draw(width)
+    if kind == "few rows":
+        return B, G, repeats, min(Q, 4), draw(st.integers(1, 3000)), draw(st.integers(1, 40)), draw(st.integers(1, 40))
+    if kind == "many":
+        return draw(st.integers(1, 20)), draw(st.integers(1, 6)), draw(st.integers(1, 8)), min(Q, 7), min(K, 9), D, E
+    emptied = [B, G, repeats, Q, K, D, E]
+    emptied[draw(st.sampled_from([0, 3, 4, 6]))] = 0
+    return tuple(emptied)
+
+
+@st.composite
+def hostile(draw: st.DrawFn, engines: tuple[str | None, ...] = (None, "native", "native")) -> Hostile:
+    call = draw(calls(axes=extents()))
+    if draw(st.integers(0, 3)) == 0:
+        call.description["dropout"] = draw(st.sampled_from([0.1, 0.5, 0.99]))
+    if draw(st.integers(0, 9)) == 0:
+        call.description["offset"] = draw(st.sampled_from([2**31, -(2**31), 2**40, -(2**40)]))
+    dtypes = [torch.float64, torch.float64, torch.float32, torch.float32, torch.bfloat16, torch.float16]
+    dtype = draw(st.sampled_from(dtypes))
+    limits = torch.finfo(dtype)
+    numbers = (*NOT_FINITE, *NOT_FINITE, 300.0, -300.0, limits.max, limits.tiny, limits.tiny / 4, -0.0)
+    place = st.floats(0, 1, exclude_max=True)
+    plants = st.lists(st.tuples(st.integers(0, 2), place, st.sampled_from(numbers)), max_size=3)
+    layout = st.sampled_from(["plain", "plain", "heads last", "turned", "apart", "unaligned", "expanded"])
+    return Hostile(
+        call=call,
+        dtype=dtype,
+        layouts=draw(st.tuples(layout, layout, layout)),
+        planted=draw(plants) if draw(st.booleans()) else [],
+        engine=draw(st.sampled_from(engines)),
+        threads=draw(st.sampled_from([1, 2, 3, 5])),
+        spread=draw(st.booleans()),
+    )

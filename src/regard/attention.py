@@ -176,8 +176,14 @@ class Attention:
         problem = self._problem(query, key, None, False)
         frame = problem.frame
         parts = (_part("heads", heads, frame.H), _part("rows", rows, frame.Q), _part("columns", columns, frame.K))
+        part = len(parts[1]) < frame.Q
+        fused = (
+            _fused(problem, part) and not problem.grad and all(map(len, parts)) and native.takes_rows(problem, parts[1])
+        )
         with _plain(query.device):
-            found = look.weights(problem, lead(query), lead(key), *(part.to(query.device) for part in parts))
+            found = (native if fused else look).weights(
+                problem, lead(query), lead(key), *(part.to(query.device) for part in parts)
+            )
         return found.reshape(found.shape[4 - query.dim() :])
 
     def map(self, query: Tensor, key: Tensor, *, size: tuple[int, int] = (64, 64)) -> Tensor:
@@ -199,25 +205,29 @@ class Attention:
         query, key = _autocast(query, key)
         problem = self._problem(query, key, None, False)
         with torch.no_grad(), _plain(query.device):
-            found = look.pooled(problem, lead(query), lead(key), (size[0], size[1]))
+            found = (native if _fused(problem) else look).pooled(problem, lead(query), lead(key), (size[0], size[1]))
         return found.reshape(found.shape[4 - query.dim() :])
 
-    def statistics(self, query: Tensor, key: Tensor, *, top: int = 4) -> Statistics:
+    def statistics(self, query: Tensor, key: Tensor, *, top: int = 4, mass_on: Part = None) -> Statistics:
         """Of every row of the weights: lse, entropy, max_logit, distance, top_keys, top_weights; in O(Q) memory.
+
+        With `mass_on`, keys given as `columns` are to `weights`, also `mass`: what these keys have of each row. It is
+        the last field of the tuple, and None if it was not asked for.
 
         >>> import regard as rg, torch
         >>> q, k = torch.randn(2, 1, 2, 1000, 8)
-        >>> rg.Attention(mask=rg.causal()).statistics(q, k).entropy[0, 0, 0].item()
-        0.0
+        >>> found = rg.Attention(mask=rg.causal()).statistics(q, k, mass_on=[0, 1])
+        >>> found.entropy[0, 0, 0].item(), found.mass[0, 0, 0].item()
+        (0.0, 1.0)
         """
         if isinstance(top, bool) or not isinstance(top, int) or top < 0:
             raise ValueError(f"top must be a whole number of at least 0, but is {top!r}")
         query, key = _autocast(query, key)
         problem = self._problem(query, key, None, False)
+        chosen = None if mass_on is None else _part("mass_on", mass_on, problem.frame.K).to(query.device)
         with torch.no_grad(), _plain(query.device):
-            fused = not native.why_not(problem) and not native.why_rather_not(problem)
-            found = (native if fused else look).statistics(problem, lead(query), lead(key), top)
-        return Statistics(*(x.reshape(x.shape[4 - query.dim() :]) for x in found))
+            found = (native if _fused(problem) else look).statistics(problem, lead(query), lead(key), top, chosen)
+        return Statistics(*(None if x is None else x.reshape(x.shape[4 - query.dim() :]) for x in found))  # type: ignore
 
     def explain(
         self, query: Tensor, key: Tensor, value: Tensor, *, engine: str | None = None, return_lse: bool = False
@@ -328,6 +338,13 @@ def _plain_attention(
 ) -> Attention:
     """A description that holds no tensors but its mask's, remembered with its plans."""
     return Attention(_DOT, mask, None, offset, temperature, sink, dropout)
+
+
+def _fused(problem: Problem, part: bool = False) -> bool:
+    """Whether the kernels look at the weights of a problem, or at a part of them."""
+    if torch.compiler.is_compiling() or native.why_not(problem):
+        return False
+    return part or not native.why_rather_not(problem)
 
 
 def _offset(offset: Any) -> int | Tensor | None:

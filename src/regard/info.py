@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import platform
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 
 import numpy
 import torch
@@ -20,7 +21,7 @@ def info() -> dict[str, str]:
     True
     """
     return {
-        "regard": version("regard"),
+        "regard": _version(),
         "python": platform.python_version(),
         "torch": torch.__version__,
         "numpy": numpy.__version__,
@@ -28,6 +29,13 @@ def info() -> dict[str, str]:
         "engines": ", ".join(ENGINES),
         **native.about(),
     }
+
+
+def _version() -> str:
+    try:
+        return version("regard")
+    except PackageNotFoundError:
+        return f"not installed, run from {Path(__file__).parent}"
 
 
 if __name__ == "__main__":

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import assume, given, seed, settings
 from torch import Tensor
 
 import regard as rg
@@ -12,6 +14,9 @@ from regard.engines.select import ENGINES
 from tests.strategies import Call, calls
 
 FAST = [name for name in ENGINES if name not in ("reference", "flex")]
+OTHERS = [name for name in FAST if name != "native"]  # which has a thousand calls of its own
+PARTS = 8
+THOUSAND = int(os.environ.get("REGARD_EXAMPLES", "1000"))
 
 
 def results(call: Call, engine: str, lse: bool = True) -> tuple[Tensor, Tensor | None]:
@@ -25,14 +30,16 @@ def can(call: Call, engine: str, lse: bool = True) -> bool:
     return not ENGINES[engine].why_not(problem)
 
 
-def gradients(call: Call, engine: str, lse: bool = True) -> list[Tensor | None]:
+def everything(call: Call, engine: str, lse: bool = True) -> list[Tensor | None]:
+    """Output, log-sum-exp, and all gradients."""
     inputs = [t.detach().requires_grad_() for t in (call.query, call.key, call.value)]
     output, logsum = results(Call(*inputs, call.description), engine, lse)
     generator = torch.Generator().manual_seed(0)
     loss = (output * torch.randn(output.shape, generator=generator, dtype=output.dtype)).sum()
     if logsum is not None:
         loss = loss + logsum.masked_fill(logsum == float("-inf"), 0.0).sin().sum()
-    return list(torch.autograd.grad(loss, [*inputs, *call.learned], allow_unused=True))
+    gradients = torch.autograd.grad(loss, [*inputs, *call.learned], allow_unused=True)
+    return [output.detach(), logsum if logsum is None else logsum.detach(), *gradients]
 
 
 def assert_close(a: Tensor, b: Tensor, tolerance: float) -> None:
@@ -40,7 +47,32 @@ def assert_close(a: Tensor, b: Tensor, tolerance: float) -> None:
     torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance, equal_nan=True)
 
 
-@pytest.mark.parametrize("engine", FAST)
+def assert_close_gradients(ours: list[Tensor | None], theirs: list[Tensor | None]) -> None:
+    for mine, other in zip(ours, theirs, strict=True):
+        if other is not None:  # what no visited tile uses has no gradient, or one of zeros
+            mine = torch.zeros_like(other) if mine is None else mine
+            assert mine.isfinite().all()
+            assert_close(mine, other, 1e-10)
+
+
+@pytest.mark.parametrize("part", range(PARTS))
+def test_a_thousand_random_calls_of_the_native_engine_equal_the_reference_in_float64(part: int) -> None:
+    @seed(part)
+    @settings(max_examples=THOUSAND // PARTS)
+    @given(call=calls(longest=24))
+    def agrees(call: Call) -> None:
+        assume(can(call, "native"))
+        ours, theirs = (everything(call, engine) for engine in ("native", "reference"))
+        for mine, other in zip(ours[:2], theirs[:2], strict=True):
+            assert mine is not None
+            assert other is not None
+            assert_close(mine, other, 1e-12)
+        assert_close_gradients(ours[2:], theirs[2:])
+
+    agrees()
+
+
+@pytest.mark.parametrize("engine", OTHERS)
 @settings(max_examples=150)
 @given(call=calls())
 def test_output_equals_the_reference_in_float64(engine: str, call: Call) -> None:
@@ -53,18 +85,14 @@ def test_output_equals_the_reference_in_float64(engine: str, call: Call) -> None
                 assert_close(ours, theirs, 1e-12)
 
 
-@pytest.mark.parametrize("engine", FAST)
+@pytest.mark.parametrize("engine", OTHERS)
 @settings(max_examples=100)
 @given(call=calls(longest=24))
 def test_gradients_equal_the_reference_in_float64(engine: str, call: Call) -> None:
     lse = can(call, engine)
     if not can(call, engine, lse):
         return
-    for ours, theirs in zip(gradients(call, engine, lse), gradients(call, "reference", lse), strict=True):
-        if theirs is not None:  # what no visited tile uses has no gradient, or one of zeros
-            ours = torch.zeros_like(theirs) if ours is None else ours
-            assert ours.isfinite().all()
-            assert_close(ours, theirs, 1e-10)
+    assert_close_gradients(everything(call, engine, lse)[2:], everything(call, "reference", lse)[2:])
 
 
 @pytest.mark.parametrize("engine", [*FAST, "reference"])

@@ -66,6 +66,32 @@ def test_a_map_of_65536_tokens_takes_under_300_megabytes() -> None:
     assert used < 300
 
 
+def test_a_large_map_of_16384_tokens_takes_under_50_megabytes() -> None:
+    used = megabytes(
+        """
+        q, k = torch.randn(2, 1, 1, 16384, 16)
+        attend = rg.Attention()
+        attend.map(q[:, :, :64], k[:, :, :64], size=(8, 8))
+        with Peak():
+            attend.map(q, k, size=(1000, 1000))
+        """
+    )
+    assert used < 50
+
+
+def test_a_window_among_65536_tokens_takes_under_50_megabytes() -> None:
+    used = megabytes(
+        """
+        q, k = torch.randn(2, 1, 2, 65536, 16)
+        attend = rg.Attention(mask=rg.causal() & rg.where(lambda b, h, p, j: (p + j) % 2 == 0))
+        attend.weights(q[:, :, :64], k[:, :, :64], rows=slice(0, 8))
+        with Peak():
+            attend.weights(q, k, rows=slice(40000, 40064), columns=slice(30000, 30064), heads=1)
+        """
+    )
+    assert used < 50
+
+
 def test_statistics_of_16384_tokens_take_under_100_megabytes() -> None:
     used = megabytes(
         """

@@ -26,6 +26,28 @@ fresh_tiles = module._tiles.__wrapped__
 SIZES = st.sampled_from([(1, 1), (2, 3), (4, 4), (8, 4), (3, 16), (16, 16), (64, 64)])
 
 
+def test_a_rule_is_asked_for_many_tiles_at_once_and_always_finds_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+
+    def rule(b: Tensor, h: Tensor, p: Tensor, j: Tensor) -> Tensor:
+        bits = (p * p + 3 * j + 5 * h) % 101 < p // 2 - j // 3
+        asked.append(bits.numel())
+        return bits
+
+    frame, tables = Frame(1, 2, 300, 250, 0), []
+    for places in (1, 1000, module.ASKED_PLACES):
+        monkeypatch.setattr(module, "ASKED_PLACES", places)
+        asked.clear()
+        tables.append(made(rg.where(rule), frame, (8, 8)))
+        assert max(asked) <= max(64, places)
+    assert len(asked) < 10
+    for name in ("pointer", "start", "stop", "full"):
+        assert all(np.array_equal(getattr(tables[0], name), getattr(table, name)) for table in tables[1:])
+    some, every = truth(rg.where(rule), frame, (8, 8))
+    assert tables[0].visited == some.sum() < tables[0].total
+    assert tables[0].partial == (some & ~every).sum() < tables[0].visited
+
+
 @st.composite
 def cases(draw: st.DrawFn) -> tuple[rg.Mask, Frame, tuple[int, int]]:
     B, H = draw(st.integers(1, 3)), draw(st.integers(1, 2))

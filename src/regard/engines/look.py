@@ -36,6 +36,8 @@ class Statistics(NamedTuple):
     """the keys with the largest weights, largest first; -1 where there are no more"""
     top_weights: Tensor
     """their weights"""
+    mass: Tensor | None = None
+    """the sum of the weights of the keys named by `mass_on`; None if none were"""
 
 
 def weights(problem: Problem, query: Tensor, key: Tensor, heads: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
@@ -52,32 +54,39 @@ def weights(problem: Problem, query: Tensor, key: Tensor, heads: Tensor, rows: T
     return torch.cat(parts, 2).to(problem.dtype) if parts else query.new_zeros(frame.B, len(heads), 0, len(columns))
 
 
-def statistics(problem: Problem, query: Tensor, key: Tensor, top: int) -> Statistics:
-    """One pass; every sum is kept relative to the largest logit so far."""
+def statistics(problem: Problem, query: Tensor, key: Tensor, top: int, chosen: Tensor | None = None) -> Statistics:
+    """One pass; every sum is kept relative to the largest logit so far. `chosen` are keys whose mass is wanted."""
     frame = problem.frame
     shape = (frame.B, frame.H, frame.Q)
     lse, entropy, largest, distance = torch.zeros((4, *shape), dtype=problem.arithmetic, device=query.device)
     keys = torch.full((*shape, top), -1, dtype=torch.int64, device=query.device)
     best = torch.zeros((*shape, top), dtype=problem.arithmetic, device=query.device)
+    mass = None if chosen is None else torch.zeros_like(lse)
+    is_chosen = torch.zeros(frame.K, dtype=torch.bool, device=query.device)
+    if chosen is not None:
+        is_chosen[chosen] = True
     if problem.empty:
         lse.fill_(float("-inf")), largest.fill_(float("-inf"))
-        return Statistics(lse, entropy, largest, distance, keys, best)
+        return Statistics(lse, entropy, largest, distance, keys, best, mass)
     for row, tiles, sink in _walk(problem, Pieces(problem, query, key, None)):
         at = row.box
-        state = _Sums(lse[at], top)
+        state = _Sums(lse[at], top, is_chosen)
         for scores, places in tiles:
             state.add(scores, places)
         lse[at], entropy[at], largest[at], distance[at] = state.finished(sink)
         keys[at], best[at] = state.top_keys, (state.top_logits - lse[at].unsqueeze(-1)).exp().nan_to_num(0.0)
-    return Statistics(lse, entropy, largest, distance, keys, best)
+        if mass is not None:
+            mass[at] = state.share_of_chosen(lse[at])
+    return Statistics(lse, entropy, largest, distance, keys, best, mass)
 
 
 class _Sums:
-    """Running sums of a row of tiles: of e^s, s·e^s and |p - j|·e^s."""
+    """Running sums of a row of tiles: of e^s, s·e^s and |p - j|·e^s, and of e^s over chosen keys."""
 
-    def __init__(self, like: Tensor, top: int) -> None:
+    def __init__(self, like: Tensor, top: int, is_chosen: Tensor) -> None:
         self.largest = torch.full_like(like, float("-inf"))
-        self.mass, self.logit_mass, self.away = (torch.zeros_like(like) for _ in range(3))
+        self.mass, self.logit_mass, self.away, self.chosen = (torch.zeros_like(like) for _ in range(4))
+        self.is_chosen = is_chosen
         self.top_logits = torch.full((*like.shape, top), float("-inf"), dtype=like.dtype, device=like.device)
         self.top_keys = torch.full((*like.shape, top), -1, dtype=torch.int64, device=like.device)
 
@@ -90,6 +99,7 @@ class _Sums:
         self.mass = self.mass * fade + mass.sum(-1)
         self.logit_mass = self.logit_mass * fade + (mass * seen).sum(-1)
         self.away = self.away * fade + (mass * (places.p - places.j).abs()).sum(-1)
+        self.chosen = self.chosen * fade + mass[..., self.is_chosen[places.j]].sum(-1)
         self.largest = largest
         count = min(self.top_logits.shape[-1], scores.shape[-1])
         logits, index = scores.topk(count, -1)
@@ -97,6 +107,10 @@ class _Sums:
         logits = torch.cat([self.top_logits, logits], -1)
         self.top_logits, order = logits.topk(self.top_logits.shape[-1], -1)
         self.top_keys = torch.cat([self.top_keys, index], -1).gather(-1, order)
+
+    def share_of_chosen(self, lse: Tensor) -> Tensor:
+        anchor = self.largest.masked_fill(self.largest == float("-inf"), 0.0)
+        return torch.where(lse == float("-inf"), 0.0, self.chosen * (anchor - lse).exp())
 
     def finished(self, sink: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """lse, entropy, max_logit, distance."""

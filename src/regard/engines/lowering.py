@@ -73,6 +73,43 @@ def lower(problem: Problem, query: Tensor, key: Tensor, value: Tensor) -> tuple[
     return Lowered(query, key, value, diagonal, row_table, dense, sink), shaw, scale
 
 
+def part_of(x: Lowered, fixed: Fixed, head: int | None, rows: Tensor) -> tuple[Lowered, Fixed]:
+    """The same for one head, or all, and some rows, ascending; what is visible is already that of the rows.
+
+    Along a diagonal, and with Shaw's table, the rows must be neighbours.
+    """
+    H, Q, K, first, count = x.query.shape[1], x.query.shape[2], x.key.shape[2], int(rows[0]), len(rows)
+    neighbours = int(rows[-1]) - first + 1 == count
+
+    def of_head(tensor: Tensor) -> Tensor:
+        if head is None or tensor.shape[1] == 1:
+            return tensor
+        at = head * tensor.shape[1] // H
+        return tensor[:, at : at + 1]
+
+    def of_rows(tensor: Tensor | None) -> Tensor | None:
+        if tensor is None or tensor.shape[2] == 1:
+            return None if tensor is None else of_head(tensor)
+        tensor = of_head(tensor)
+        return tensor[:, :, first : first + count] if neighbours else tensor[:, :, rows]
+
+    query = of_rows(x.query)
+    assert query is not None
+    diagonal, visible, strides = x.diagonal, fixed.visible, fixed.sizes[2:]
+    if diagonal is not None:
+        diagonal = of_head(diagonal)[..., Q - first - count : Q - first + K - 1]
+    if len(visible) == 2:
+        visible = of_head(visible[0]), of_head(visible[1])
+    elif visible and head is not None:
+        visible, strides = (visible[0][head * strides[1] :], *visible[1:]), (strides[0], 0)
+    part = Lowered(
+        query, of_head(x.key), of_head(x.value), diagonal, of_rows(x.row_table), of_rows(x.bias),
+        x.sink if head is None or x.sink is None else x.sink[head : head + 1],
+    )  # fmt: skip
+    offset = None if fixed.offset is None else fixed.offset + first
+    return part, fixed._replace(visible=visible, offset=offset, sizes=(*fixed.sizes[:2], *strides))
+
+
 @dataclass(frozen=True, eq=False)
 class _Given(Bias):
     """The biases as the kernel has them. Its value half is the mass by distance, in columns of its own."""

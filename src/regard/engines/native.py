@@ -8,6 +8,7 @@ import os
 import struct
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -16,27 +17,31 @@ import torch
 from torch import Tensor
 
 from regard.engines import sdpa
-from regard.engines.lowering import Fixed, Lowered, differentiable, lower
+from regard.engines.lowering import Fixed, Lowered, differentiable, lower, part_of
 from regard.engines.problem import Engine, Problem
-from regard.engines.visible import visible_keys
+from regard.engines.visible import visible_keys, visible_to
 from regard.positions.biases import DenseBias, Diagonal, Shaw
 from regard.scores import Bilinear, Cosine, Dot
 
-INTERFACE = 2  # of csrc/regard.h
+INTERFACE = 4  # of csrc/regard.h
 SMALL = 1 << 15  # multiplications below which training is all set-up
 BITS_BYTES = 1 << 28  # what the bits of partial tiles may take
+LONGEST = 2**31 - 1 - 1024  # the kernels number keys and queries with 32 bits
 
 _DTYPES = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3}
 _ERRORS = {
-    -1: (MemoryError, "the native engine found no memory for its scratch space"),
+    -1: (MemoryError, "the native engine found no memory to work in; fewer threads or shorter sequences need less"),
     -2: (ValueError, "the native engine was given what its interface does not allow"),
-    -3: (ValueError, "the native engine cannot address a problem of this size"),
+    -3: (ValueError, "the native engine cannot address so large a problem"),
 }
 _TENSOR = "P4q"
 _PROBLEM = struct.Struct("@7q2i3d" + 3 * _TENSOR + "2P3q" + "5P2q" + 3 * _TENSOR + "2iq2PQ2Id")
 _RESULT = struct.Struct("@" + 3 * _TENSOR)
 _GRADIENT = struct.Struct("@" + 13 * _TENSOR)
-_STATISTICS = struct.Struct("@" + 4 * _TENSOR + "q2P")
+_STATISTICS = struct.Struct("@" + 4 * _TENSOR + "q2P" + _TENSOR + "2Pq")
+_COLUMNS = struct.Struct("@" + _TENSOR + "Pq")
+_POOL = struct.Struct("@" + _TENSOR + "2q")
+_PRODUCT = struct.Struct("@5q4P2i")
 _ABSENT = (0, 0, 0, 0, 0)
 _ADDRESS = struct.Struct("@P").pack
 
@@ -62,8 +67,12 @@ def library() -> ctypes.CDLL | str:
         return f"the compiled library has interface {version}, but {INTERFACE} is needed; reinstall regard"
     for name in ("regard_isa", "regard_isas_compiled", "regard_version"):
         getattr(found, name).restype = ctypes.c_char_p
-    for name in ("regard_dot_forward", "regard_dot_backward", "regard_dot_look"):
-        getattr(found, name).argtypes = [ctypes.c_char_p, ctypes.c_char_p]
+    for name in ("forward", "backward", "look", "weights", "map"):
+        getattr(found, f"regard_dot_{name}").argtypes = [ctypes.c_char_p, ctypes.c_char_p]
+    long, pointer = ctypes.c_int64, ctypes.c_void_p
+    found.regard_packed_size.restype, found.regard_packed_size.argtypes = long, [long, long]
+    found.regard_pack_weight.argtypes = [pointer, long, long, long, pointer]
+    found.regard_multiply.argtypes = [ctypes.c_char_p]
     return found
 
 
@@ -86,10 +95,17 @@ def about() -> dict[str, str]:
     }
 
 
-def _call(name: str, *arguments: bytes) -> None:
+def _call(name: str, *arguments: bytes | int) -> None:
     if status := getattr(library(), name)(*arguments):
-        kind, message = _ERRORS.get(status, (RuntimeError, f"the native engine failed with status {status}"))
-        raise kind(message)
+        raise _error(status, arguments[0])
+
+
+def _error(status: int, given: bytes | int = b"") -> Exception:
+    kind, message = _ERRORS.get(status, (RuntimeError, f"the native engine failed with status {status}"))
+    if isinstance(given, bytes) and len(given) == _PROBLEM.size:
+        sizes = zip("BHGQKDE", struct.unpack_from("@7q", given), strict=True)
+        message += f": {', '.join(f'{axis}={n}' for axis, n in sizes)}, {torch.get_num_threads()} threads"
+    return kind(message)
 
 
 # What the kernel is given
@@ -355,20 +371,105 @@ def _plain_forward(problem: Problem, query: Tensor, key: Tensor, value: Tensor) 
     return output, lse
 
 
-def statistics(problem: Problem, query: Tensor, key: Tensor, top: int) -> tuple[Tensor, ...]:
-    """What `look.statistics` gives, for the problems that the kernels know."""
+# What `look` gives, for the problems that the kernels know
+
+
+def weights(problem: Problem, query: Tensor, key: Tensor, heads: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
+    """As `look.weights`, but not differentiable."""
+    (some, row_at), (picked, column_at) = (part.unique(return_inverse=True) for part in (rows, columns))
+    frame, whole = problem.frame, len(some) == problem.frame.Q
+    x, _, fixed = _prepared(problem if whole else replace(problem, mask=None), query, key, key[..., :0], None)
+    if not whole and problem.mask is not None:
+        visible, strides = visible_to(problem.mask, frame, some)
+        fixed = fixed._replace(visible=visible, sizes=(*fixed.sizes[:2], *strides))
+    every = len(heads) == frame.H and bool((heads == torch.arange(frame.H)).all())
+    found = torch.empty((frame.B, len(heads), len(some), len(picked)), dtype=problem.arithmetic)
+    for n, head in enumerate([None] if every else heads.tolist()):
+        one, own = part_of(x, fixed, head, some)
+        place = found if head is None else found[:, n : n + 1]
+        _call("regard_dot_weights", _packed(one, own), _COLUMNS.pack(*_rows(place), picked.data_ptr(), len(picked)))
+    for axis, asked, at in ((2, rows, row_at), (3, columns, column_at)):
+        if not torch.equal(asked, (some, picked)[axis - 2]):
+            found = found.index_select(axis, at)
+    return found.to(problem.dtype)
+
+
+def takes_rows(problem: Problem, rows: Tensor) -> bool:
+    """Whether `weights` can be asked for these rows: biases of distance are read along neighbouring rows."""
+    apart = bool((rows.unique().diff() > 1).any())
+    return not apart or problem.bias is None or all(isinstance(part, DenseBias) for part in problem.bias.parts())
+
+
+def pooled(problem: Problem, query: Tensor, key: Tensor, size: tuple[int, int]) -> Tensor:
+    """As `look.pooled`, in one pass."""
+    x, _, fixed = _prepared(problem, query, key, key[..., :0], None)
+    found = torch.empty((*query.shape[:2], *size), dtype=problem.arithmetic)
+    _call("regard_dot_map", _packed(x, fixed), _POOL.pack(*_rows(found), *size))
+    return found.to(problem.dtype)
+
+
+def statistics(
+    problem: Problem, query: Tensor, key: Tensor, top: int, chosen: Tensor | None = None
+) -> tuple[Tensor | None, ...]:
+    """As `look.statistics`."""
     x, _, fixed = _prepared(problem, query, key, key[..., :0], None)
     rows = query.shape[:3]
     numbers = [torch.empty(rows, dtype=problem.arithmetic) for _ in range(4)]
     keys, weights = torch.empty((*rows, top), dtype=torch.int64), torch.empty((*rows, top), dtype=problem.arithmetic)
     offset = torch.tensor(problem.frame.offsets()).expand(problem.frame.B).contiguous()
     places = [n for tensor in numbers for n in _place(tensor)]
+    mass, runs = None, torch.empty((2, 0), dtype=torch.int64)
+    if chosen is not None:
+        mass, runs = torch.empty(rows, dtype=problem.arithmetic), _runs(chosen)
     _call(
         "regard_dot_look",
         _packed(x, fixed._replace(offset=offset)),
-        _STATISTICS.pack(*places, top, keys.data_ptr(), weights.data_ptr()),
-    )
-    return *numbers, keys, weights
+        _STATISTICS.pack(
+            *places, top, keys.data_ptr(), weights.data_ptr(), *_place(mass), runs[0].data_ptr(), runs[1].data_ptr(),
+            runs.shape[1],
+        ),
+    )  # fmt: skip
+    return *numbers, keys, weights, mass
+
+
+def _runs(places: Tensor) -> Tensor:
+    """Starts and stops of the runs of neighbours among places, (2, runs)."""
+    places = places.unique()
+    edge = torch.ones(len(places) + 1, dtype=torch.bool)
+    edge[1:-1] = places.diff() > 1
+    edge[0] = edge[-1] = len(places) > 0
+    return torch.stack([places[edge[:-1]], places[edge[1:]] + 1])
+
+
+# Products with weights
+
+
+@cache
+def panel_rows() -> int:
+    """How many rows of a weight lie side by side: parts of a weight begin at multiples of it."""
+    found = library()
+    return 1 if isinstance(found, str) else found.regard_packed_size(1, 1)
+
+
+def lay_out(weight: Tensor) -> Tensor:
+    """A float32 weight (N, K) as `multiply` reads it."""
+    found, (N, K) = library(), weight.shape
+    assert not isinstance(found, str)
+    if (size := found.regard_packed_size(N, K)) < 0:
+        raise _error(size)
+    numbers = torch.empty(size)
+    _call("regard_pack_weight", weight.data_ptr(), weight.stride(0), N, K, numbers.data_ptr())
+    return numbers
+
+
+def multiply(x: Tensor, laid: Tensor, bias: Tensor | None, out: Tensor, first: int) -> None:
+    """out (..., N) = x (M, K) times the rows of a weight from `first` on, plus the bias of these rows."""
+    (M, K), N = x.shape, out.shape[-1]
+    given = _PRODUCT.pack(
+        M, N, K, x.stride(0) if M > 1 else K, N, x.data_ptr(), laid.data_ptr() + 4 * first * K,
+        0 if bias is None else bias.data_ptr() + 4 * first, out.data_ptr(), torch.get_num_threads(), 0,
+    )  # fmt: skip
+    _call("regard_multiply", given)
 
 
 def why_not(problem: Problem) -> list[str]:
@@ -379,6 +480,11 @@ def why_not(problem: Problem) -> list[str]:
         reasons.append(f"its kernels run on a CPU, not on {problem.device}")
     if problem.empty:
         reasons.append("an axis is empty")
+    frame = problem.frame
+    sizes = {"B": frame.B, "H": frame.H, "Q": frame.Q, "K": frame.K, "D": problem.D, "E": problem.E}
+    for axis, n in sizes.items():
+        if n > LONGEST:
+            reasons.append(f"its kernels count to {LONGEST:,} along an axis, but {axis} is {n:,}")
     if not isinstance(score, Dot | Cosine | Bilinear):
         reasons.append(f"its kernels know dot products, not {score!r}")
     if problem.bias is not None:

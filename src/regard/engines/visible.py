@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from functools import lru_cache
 
 import numpy as np
@@ -12,6 +13,7 @@ from regard.geometry import At, Frame
 from regard.masks import Mask, tiles
 
 TILE = 64
+ASKED_PLACES = 1 << 20  # places that a mask is asked for at once
 
 Visible = tuple[tuple[Tensor, ...], tuple[int, int]]
 
@@ -34,6 +36,29 @@ def _remembered(mask: Mask, key: tuple) -> Visible:
     arrays = table.pointer, table.start.astype(np.int32), table.stop.astype(np.int32), index, _bits(mask, frame)
     rows = table.grid[0]
     strides = (table.extent[1] * rows if table.extent[0] > 1 else 0, rows if table.extent[1] > 1 else 0)
+    return tuple(torch.from_numpy(np.ascontiguousarray(array)) for array in arrays), strides
+
+
+def visible_to(mask: Mask, frame: Frame, rows: Tensor) -> Visible:
+    """The same for some rows, numbered anew. Only these are asked for: a few rows of a long call cost little."""
+    if (intervals := mask.intervals(frame)) is not None:
+        edges = (np.clip(edge, 0, frame.K).astype(np.int32) for edge in np.broadcast_arrays(*intervals))
+        return tuple(torch.from_numpy(np.ascontiguousarray(edge[:, :, rows.numpy()])) for edge in edges), (0, 0)
+    batch, heads = mask.extent(frame)
+    batch, tall, wide = max(batch, len(frame.offsets())), -(-len(rows) // TILE), -(-frame.K // TILE)
+    words = np.zeros((batch, heads, tall * TILE, wide), np.int64)
+    some, keys = max(1, ASKED_PLACES // frame.K), torch.arange(frame.K)
+    for b, h, first in itertools.product(range(batch), range(heads), range(0, len(rows), some)):
+        part = rows[first : first + some, None]
+        bits = mask.allows(At(frame, torch.tensor([[b]]), torch.tensor([[h]]), part, keys))
+        allowed = np.zeros((len(part), wide * TILE), bool)
+        allowed[:, : frame.K] = bits.expand(len(part), frame.K).numpy()
+        words[b, h, first : first + len(part)] = np.packbits(allowed, -1, bitorder="little").view(np.int64)
+    words = words.reshape(batch, heads, tall, TILE, wide).swapaxes(3, 4)  # one word for each row of a tile
+    lines = np.arange(batch * heads * tall + 1)  # one run each, of tiles that are all told by their bits
+    start = np.zeros(len(lines) - 1, np.int32)
+    arrays = lines, start, start + np.int32(wide), lines[:-1] * wide, words
+    strides = (heads * tall if batch > 1 else 0, tall if heads > 1 else 0)
     return tuple(torch.from_numpy(np.ascontiguousarray(array)) for array in arrays), strides
 
 

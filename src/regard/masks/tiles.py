@@ -13,11 +13,12 @@ from functools import lru_cache
 import numpy as np
 import torch
 
-from regard.geometry import Frame
-from regard.masks.algebra import EMPTY, FULL, PARTIAL, Boxes, Intervals, Kinds, Mask
+from regard.geometry import At, Frame
+from regard.masks.algebra import EMPTY, FULL, PARTIAL, Boxes, Intervals, Kinds, Mask, kinds
 
 START_BOXES = 1 << 14  # boxes of the grid at which the search begins
 OPAQUE_PLACES = 1 << 26  # up to here, the tiles of an opaque mask are told by their bits; beyond, they count as partial
+ASKED_PLACES = 1 << 20  # places that an opaque mask is asked for at once
 
 
 @dataclass(frozen=True, eq=False)
@@ -138,13 +139,13 @@ def _from_boxes(mask: Mask, frame: Frame, size: tuple[int, int]) -> Tiles:
     )
     found: list[np.ndarray] = []  # columns: lead, tile row, first tile, behind the last tile, full
     while True:
-        kinds = _kinds(mask, frame, size, level, batch, heads, lead, r, c)
-        full = kinds == FULL
-        done = full if level else kinds != EMPTY
+        kind = _kinds(mask, frame, size, level, batch, heads, lead, r, c)
+        full = kind == FULL
+        done = full if level else kind != EMPTY
         found.append(_rows_of(lead[done], r[done], c[done], full[done], level, down, across))
         if not level:
             break
-        rest = kinds == PARTIAL
+        rest = kind == PARTIAL
         level -= 1
         lead, r, c = (
             np.repeat(lead[rest], 4),
@@ -166,19 +167,25 @@ def _kinds(
     offsets = np.asarray(frame.offsets(), np.int64)
     offset = offsets[b if len(offsets) > 1 else np.zeros_like(b)]
     boxes = Boxes(frame, (height, width), b, lead % heads, i0, i1, i0 + offset, i1 + offset, j0, j1)
-    kinds = mask.kinds(boxes)
+    found = mask.kinds(boxes)
     if level == 0 and mask.opaque and batch * heads * frame.Q * frame.K <= OPAQUE_PLACES:
-        kinds = kinds.copy()
-        for n in np.flatnonzero(kinds == PARTIAL):
-            at = frame.at(
-                slice(b[n], b[n] + 1),
-                slice(lead[n] % heads, lead[n] % heads + 1),
-                slice(i0[n], i1[n]),
-                slice(j0[n], j1[n]),
-            )
-            bits = mask.allows(at)
-            kinds[n] = FULL if bool(bits.all()) else PARTIAL if bool(bits.any()) else EMPTY
-    return kinds
+        found = found.copy()
+        unknown, some = np.flatnonzero(found == PARTIAL), max(1, ASKED_PLACES // (height * width))
+        for first in range(0, len(unknown), some):
+            part = unknown[first : first + some]
+            found[part] = _kinds_by_bits(mask, frame, size, *(x[part] for x in (b, lead % heads, i0, j0)))
+    return found
+
+
+def _kinds_by_bits(mask: Mask, frame: Frame, size: tuple[int, int], *corners: np.ndarray) -> Kinds:
+    """The kinds of tiles whose corners are `b, h, i0, j0`, all asked for at once."""
+    b, h, i, j = (torch.from_numpy(x.astype(np.int64))[:, None, None] for x in corners)
+    # Places past the edge repeat the last one inside, which changes neither "all" nor "any".
+    i = (i + torch.arange(size[0])[:, None]).clamp(max=frame.Q - 1)
+    j = (j + torch.arange(size[1])).clamp(max=frame.K - 1)
+    bits = mask.allows(At(frame, b, h, i, j)).expand(len(b), *size)
+    places = bits.cpu().numpy().reshape(len(b), -1)  # numpy stops at the first place that decides
+    return kinds(full=np.logical_and.reduce(places, 1), empty=~np.logical_or.reduce(places, 1))
 
 
 def _rows_of(

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from regard.attention import Attention
+from regard.engines.product import product
 from regard.masks import causal, window
 from regard.models.parts import ARRANGEMENTS, Inputs, choose, embedding, norm_named, rows_of
 from regard.nn import (
@@ -119,7 +120,7 @@ class LanguageModel(nn.Module):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Hidden states (..., width) to logits (..., vocabulary)."""
-        logits = F.linear(hidden, self.embedding.weight if self.head is None else self.head.weight)
+        logits = product(hidden, self.embedding.weight if self.head is None else self.head.weight)
         cap = self.config.final_softcap
         return logits if cap is None else cap * torch.tanh(logits / cap)
 

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from regard.attention import Attention
+from regard.engines.product import product
 from regard.models.parts import ARRANGEMENTS, Inputs, Rows, choose, embedding, norm_named, rows_of
 from regard.nn import (
     ACTIVATIONS,
@@ -153,7 +154,7 @@ class MaskedLanguageModel(nn.Module):
         """Logits (B, N, vocabulary); of packed inputs packed, of a list a list."""
         rows = rows_of(inputs, mask)
         x = self.norm(self.activation(self.transform(self.encoder.hidden(rows, segments))))
-        return rows.back(F.linear(x, self.encoder.embedding.weight, self.bias))
+        return rows.back(product(x, self.encoder.embedding.weight, self.bias))
 
 
 class SequenceClassifier(nn.Module):

@@ -7,10 +7,10 @@ from dataclasses import replace
 from weakref import WeakKeyDictionary
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from regard.attention import Attention
+from regard.engines.product import product
 from regard.masks import Mask
 from regard.masks.algebra import And
 from regard.masks.patterns import Window
@@ -132,13 +132,13 @@ class MultiHeadAttention(nn.Module):
             dropped = cache.dropped
         own = self.attend if self.training else self.attend_still
         out = shared.attend(own, dropped)(q, k, v)  # (B, H, N, E), laid out as q is
-        return self.output(out.transpose(1, 2).flatten(2))
+        return product(out.transpose(1, 2).flatten(2), self.output.weight, self.output.bias)
 
     def _from_one(self, x: Tensor, shared: Shared) -> tuple[Tensor, Tensor, Tensor]:
         """Self-attention by one product: (B, N, H, D), (B, N, G, D), (B, N, G, E)."""
         B, N, _ = x.shape
         H, G, D = self.heads, self.groups, self.d_head
-        together = F.linear(x, self.qkv.weight, self.qkv.bias)
+        together = product(x, self.qkv.weight, self.qkv.bias)
         if self.rotary is None and self.d_value == D:
             q, k, v = together.view(B, N, H + 2 * G, D).split((H, G, G), 2)
             return q, k, v
@@ -149,26 +149,18 @@ class MultiHeadAttention(nn.Module):
     def _query(self, x: Tensor, shared: Shared) -> Tensor:
         if shared.query_position is not None:
             x = x + shared.query_position
-        weight: Tensor = self.qkv.weight
-        bias: Tensor | None = self.qkv.bias
-        if self.source is None:
-            weight = weight.split((self.widths[0], self.widths[1] + self.widths[2]))[0]
-            bias = None if bias is None else bias[: self.widths[0]]
-        q = F.linear(x, weight, bias).unflatten(-1, (self.heads, self.d_head))
+        q = product(x, self.qkv.weight, self.qkv.bias, rows=(0, self.widths[0]))
+        q = q.unflatten(-1, (self.heads, self.d_head))
         return q if self.query_norm is None else self.query_norm(q)
 
     def _key_value(self, source: Tensor, shared: Shared) -> tuple[Tensor, Tensor]:
-        if self.source is None:
-            weight = self.qkv.weight.split((self.widths[0], self.widths[1] + self.widths[2]))[1]
-            bias = None if self.qkv.bias is None else self.qkv.bias[self.widths[0] :]
-        else:
-            weight, bias = self.source.weight, self.source.bias
+        holder, first = (self.qkv, self.widths[0]) if self.source is None else (self.source, 0)
+        middle, last = first + self.widths[1], holder.weight.shape[0]
         if shared.key_position is None:
-            k, v = F.linear(source, weight, bias).split(self.widths[1:], -1)
+            k, v = product(source, holder.weight, holder.bias, rows=(first, last)).split(self.widths[1:], -1)
         else:
-            of_key, of_value = weight.split(self.widths[1:])
-            for_key, for_value = (None, None) if bias is None else bias.split(self.widths[1:])
-            k, v = F.linear(source + shared.key_position, of_key, for_key), F.linear(source, of_value, for_value)
+            k = product(source + shared.key_position, holder.weight, holder.bias, rows=(first, middle))
+            v = product(source, holder.weight, holder.bias, rows=(middle, last))
         k, v = k.unflatten(-1, (self.groups, self.d_head)), v.unflatten(-1, (self.groups, self.d_value))
         return k if self.key_norm is None else self.key_norm(k), v
 
@@ -187,7 +179,7 @@ class MultiHeadAttention(nn.Module):
         q = self._query(rows, shared).transpose(1, 2)
         own = self.attend if self.training else self.attend_still
         out = shared.attend(own)(q, k, v)
-        return self.output(out.transpose(1, 2).flatten(2)).view(x.shape)
+        return product(out.transpose(1, 2).flatten(2), self.output.weight, self.output.bias).view(x.shape)
 
     def cache(self) -> Cache:
         """An empty cache that suits the description: where it looks back so far and no farther, no more is held."""

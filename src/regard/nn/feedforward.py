@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from regard.engines.product import product
 from regard.nn.attention import linear
 
 Activation = Callable[[Tensor], Tensor]
@@ -46,10 +47,10 @@ class FeedForward(nn.Module):
         self.activation, self.dropout = activation, dropout
 
     def forward(self, x: Tensor) -> Tensor:
-        x = self.activation(F.linear(x, self.up.weight, self.up.bias))
+        x = self.activation(product(x, self.up.weight, self.up.bias))
         if self.dropout and self.training:
             x = F.dropout(x, self.dropout)
-        return F.linear(x, self.output.weight, self.output.bias)
+        return product(x, self.output.weight, self.output.bias)
 
 
 class GatedFeedForward(nn.Module):
@@ -68,8 +69,8 @@ class GatedFeedForward(nn.Module):
         self.activation, self.dropout = activation, dropout
 
     def forward(self, x: Tensor) -> Tensor:
-        gate, up = F.linear(x, self.up.weight, self.up.bias).chunk(2, -1)
+        gate, up = product(x, self.up.weight, self.up.bias).chunk(2, -1)
         x = self.activation(gate) * up
         if self.dropout and self.training:
             x = F.dropout(x, self.dropout)
-        return F.linear(x, self.output.weight, self.output.bias)
+        return product(x, self.output.weight, self.output.bias)

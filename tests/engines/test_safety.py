@@ -1,0 +1,472 @@
+"""Nothing that a caller can say crashes the kernels: absurd sizes, no memory, bad arguments of the C interface."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import os
+import subprocess
+import sys
+import threading
+
+import numpy as np
+import pytest
+import torch
+
+import regard as rg
+from regard.engines import native
+
+pytestmark = pytest.mark.skipif(bool(native.missing()), reason=native.missing() or "the library is there")
+
+OK, NO_MEMORY, BAD_ARGUMENT, TOO_LARGE = 0, -1, -2, -3
+BILLION = 1 << 30
+
+
+class Place(ctypes.Structure):
+    _fields_ = (("data", ctypes.c_void_p), ("stride", ctypes.c_int64 * 4))
+
+
+class Intervals(ctypes.Structure):
+    _fields_ = (("start", ctypes.c_void_p), ("stop", ctypes.c_void_p), ("stride", ctypes.c_int64 * 3))
+
+
+class Tiles(ctypes.Structure):
+    _fields_ = (*((name, ctypes.c_void_p) for name in ("pointer", "start", "stop", "bits_index", "bits")),
+                ("stride", ctypes.c_int64 * 2))  # fmt: skip
+
+
+class Problem(ctypes.Structure):
+    """`regard_dot` of csrc/regard.h."""
+
+    _fields_ = (
+        *((axis, ctypes.c_int64) for axis in "BHGQKDE"),
+        ("dtype", ctypes.c_int32), ("threads", ctypes.c_int32),
+        ("scale", ctypes.c_double), ("softcap", ctypes.c_double), ("temperature", ctypes.c_double),
+        ("q", Place), ("k", Place), ("v", Place), ("intervals", Intervals), ("tiles", Tiles),
+        ("diagonal", Place), ("row_table", Place), ("bias", Place),
+        ("bias_dtype", ctypes.c_int32), ("wants_value_table", ctypes.c_int32), ("radius", ctypes.c_int64),
+        ("offset", ctypes.c_void_p), ("sink", ctypes.c_void_p),
+        ("seed", ctypes.c_uint64), ("dropout_threshold", ctypes.c_uint32), ("reserved", ctypes.c_uint32),
+        ("dropout_scale", ctypes.c_double),
+    )  # fmt: skip
+
+
+class Result(ctypes.Structure):
+    _fields_ = (("out", Place), ("lse", Place), ("out_table", Place))
+
+
+class Gradient(ctypes.Structure):
+    _fields_ = tuple((name, Place) for name in (
+        "out", "lse", "out_table", "d_out", "d_lse", "d_out_table", "d_q", "d_k", "d_v", "d_diagonal", "d_row_table",
+        "d_bias", "delta"))  # fmt: skip
+
+
+class Statistics(ctypes.Structure):
+    _fields_ = (*((name, Place) for name in ("lse", "entropy", "max_logit", "distance")),
+                ("top", ctypes.c_int64), ("top_keys", ctypes.c_void_p), ("top_weights", ctypes.c_void_p),
+                ("mass", Place), ("chosen_start", ctypes.c_void_p), ("chosen_stop", ctypes.c_void_p),
+                ("chosen_count", ctypes.c_int64))  # fmt: skip
+
+
+class Columns(ctypes.Structure):
+    _fields_ = (("out", Place), ("columns", ctypes.c_void_p), ("count", ctypes.c_int64))
+
+
+class Pool(ctypes.Structure):
+    _fields_ = (("out", Place), ("rows", ctypes.c_int64), ("columns", ctypes.c_int64))
+
+
+class Product(ctypes.Structure):
+    _fields_ = (*((name, ctypes.c_int64) for name in ("M", "N", "K", "x_row", "out_row")),
+                *((name, ctypes.c_void_p) for name in ("x", "packed", "bias", "out")),
+                ("threads", ctypes.c_int32), ("reserved", ctypes.c_int32))  # fmt: skip
+
+
+def place(array: np.ndarray) -> Place:
+    strides = [step // array.itemsize for step in array.strides] + [0] * (4 - array.ndim)
+    return Place(array.ctypes.data, (ctypes.c_int64 * 4)(*strides))
+
+
+def random(*shape: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).standard_normal(shape)
+
+
+Q, K, D = 5, 7, 4
+QUERY, KEY, VALUE, OUT, LSE = (
+    random(1, 2, Q, D),
+    random(1, 1, K, D),
+    random(1, 1, K, 3),
+    random(1, 2, Q, 3),
+    random(1, 2, Q),
+)
+ROOM = [random(*QUERY.shape), random(*KEY.shape), random(*VALUE.shape)]
+OFFSET = np.zeros(1, np.int64)
+
+
+def problem(**changes: object) -> Problem:
+    made = Problem(1, 2, 1, Q, K, D, 3, 1, 1, 0.5, 0.0, 1.0, place(QUERY), place(KEY), place(VALUE), dropout_scale=1.0)
+    for name, value in changes.items():
+        setattr(made, name, value)
+    return made
+
+
+def call(name: str, *arguments: ctypes.Structure | None) -> int:
+    function = getattr(ctypes.CDLL(native.about()["native"]), name)
+    function.argtypes = [ctypes.c_void_p] * 2
+    return function(*(None if x is None else ctypes.addressof(x) for x in arguments))
+
+
+def forward(given: Problem | None, result: Result | None = None) -> int:
+    return call("regard_dot_forward", given, Result(place(OUT), place(LSE)) if result is None else result)
+
+
+def gradient(**changes: Place) -> Gradient:
+    made = Gradient(out=place(OUT), lse=place(LSE), d_out=place(OUT))
+    made.d_q, made.d_k, made.d_v = map(place, ROOM)
+    for name, value in changes.items():
+        setattr(made, name, value)
+    return made
+
+
+def statistics(**changes: object) -> Statistics:
+    made = Statistics(*(place(LSE) for _ in range(4)))
+    for name, value in changes.items():
+        setattr(made, name, value)
+    return made
+
+
+def looking(**changes: object) -> Problem:
+    return problem(**{"E": 0, "v": Place(), "offset": OFFSET.ctypes.data, **changes})
+
+
+def test_the_structures_are_those_of_the_interface() -> None:
+    assert ctypes.sizeof(Problem) == native._PROBLEM.size
+    assert ctypes.sizeof(Gradient) == native._GRADIENT.size
+    assert ctypes.sizeof(Statistics) == native._STATISTICS.size
+    assert ctypes.sizeof(Columns) == native._COLUMNS.size
+    assert ctypes.sizeof(Pool) == native._POOL.size
+    assert ctypes.sizeof(Product) == native._PRODUCT.size
+    assert forward(problem()) == OK
+    assert call("regard_dot_backward", problem(), gradient()) == OK
+    assert call("regard_dot_look", looking(), statistics()) == OK
+
+
+def test_what_looks_at_weights_refuses_columns_and_sizes_that_are_none() -> None:
+    out = place(random(1, 2, Q, 4))
+    for columns, count, status in (
+        ([0, 1, 4, 6], 4, OK), ([0, 1, 4, 7], 4, BAD_ARGUMENT), ([0, 4, 4, 6], 4, BAD_ARGUMENT),
+        ([-1, 1, 4, 6], 4, BAD_ARGUMENT), ([0, 1, 4, 6], -1, BAD_ARGUMENT),
+    ):  # fmt: skip
+        wanted = np.array(columns, np.int64)
+        assert call("regard_dot_weights", looking(), Columns(out, wanted.ctypes.data, count)) == status
+    assert call("regard_dot_weights", looking(), Columns(out, None, 4)) == BAD_ARGUMENT
+    assert call("regard_dot_weights", looking(), None) == BAD_ARGUMENT
+    for rows, columns, status in ((3, 4, OK), (0, 4, BAD_ARGUMENT), (3, -4, BAD_ARGUMENT), (2**40, 4, TOO_LARGE)):
+        assert call("regard_dot_map", looking(), Pool(place(random(1, 2, 3, 4)), rows, columns)) == status
+    assert call("regard_dot_map", looking(), Pool(Place(), 3, 4)) == BAD_ARGUMENT
+
+
+def test_products_refuse_sizes_that_are_none_and_pointers_that_are_not_there() -> None:
+    library = ctypes.CDLL(native.about()["native"])
+    library.regard_packed_size.restype = ctypes.c_int64
+    library.regard_packed_size.argtypes = [ctypes.c_int64, ctypes.c_int64]
+    assert library.regard_packed_size(-1, 4) == BAD_ARGUMENT
+    assert library.regard_packed_size(2**62, 4) == TOO_LARGE
+    assert library.regard_packed_size(2**63 - 1, 1) == TOO_LARGE
+    x, packed, out = (np.ones(64, np.float32) for _ in range(3))
+    packed = np.ones(library.regard_packed_size(5, 3), np.float32)
+    given = Product(2, 5, 3, 3, 5, x.ctypes.data, packed.ctypes.data, None, out.ctypes.data, 1)
+    library.regard_multiply.argtypes = [ctypes.c_void_p]
+    assert library.regard_multiply(ctypes.addressof(given)) == OK
+    assert (out[:10] == 3).all()
+    assert (out[10:] == 1).all()
+    for name, value in (("M", -1), ("N", -1), ("threads", 0), ("x", None), ("packed", None), ("out", None)):
+        wrong = Product.from_buffer_copy(given)
+        setattr(wrong, name, value)
+        assert library.regard_multiply(ctypes.addressof(wrong)) == BAD_ARGUMENT
+    assert library.regard_multiply(None) == BAD_ARGUMENT
+    assert library.regard_pack_weight(None, 3, 5, 3, None) == BAD_ARGUMENT
+
+
+WRONG = {
+    "a negative axis": {"Q": -1},
+    "a negative width": {"D": -(2**63)},
+    "heads in no whole groups": {"H": 3, "G": 2},
+    "no key heads": {"G": 0},
+    "an unknown dtype": {"dtype": 4},
+    "a negative dtype": {"dtype": -1},
+    "no threads": {"threads": 0},
+    "no query": {"q": Place()},
+    "no key": {"k": Place()},
+    "no value": {"v": Place()},
+    "an interval that does not end": {"intervals": Intervals(start=OFFSET.ctypes.data)},
+    "a diagonal with gaps": {"diagonal": place(random(1, 1, 1, 2 * (Q + K))[..., ::2])},
+    "a table without positions": {"row_table": place(random(1, 2, Q, 1))},
+    "a bias of an unknown dtype": {"bias": place(random(1, 2, Q, K)), "bias_dtype": 9},
+    "a negative radius": {"radius": -1},
+    "no temperature": {"temperature": 0.0},
+    "a temperature that is no number": {"temperature": math.nan},
+    "a negative cap": {"softcap": -1.0},
+}
+LARGE = {
+    "a key axis past 32 bits": {"K": 2**31},
+    "the longest axis there is": {"Q": 2**63 - 1},
+    "K * D past 64 bits": {"K": BILLION, "D": BILLION, "B": 8},
+    "B * H * Q past 64 bits": {"B": BILLION, "H": BILLION, "Q": 64},
+    "a radius past 32 bits": {"radius": 2**40},
+    "Q * radius past 64 bits": {"Q": BILLION, "B": BILLION // 1024, "D": 1, "E": 1, "K": 1, "radius": BILLION},
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_the_c_interface_refuses(name: str) -> None:
+    assert forward(problem(**WRONG[name])) == BAD_ARGUMENT
+    assert call("regard_dot_backward", problem(**WRONG[name]), gradient()) == BAD_ARGUMENT
+    if "v" not in WRONG[name] and "row_table" not in WRONG[name]:
+        assert call("regard_dot_look", looking(**WRONG[name]), statistics()) == BAD_ARGUMENT
+
+
+@pytest.mark.parametrize("name", LARGE)
+def test_the_c_interface_says_that_this_is_too_large(name: str) -> None:
+    assert forward(problem(**LARGE[name])) == TOO_LARGE
+    assert call("regard_dot_backward", problem(**LARGE[name]), gradient()) == TOO_LARGE
+    assert call("regard_dot_look", looking(**LARGE[name] | {"E": 0}), statistics()) == TOO_LARGE
+
+
+def test_the_c_interface_refuses_null_pointers() -> None:
+    for name, good in (("forward", Result(place(OUT))), ("backward", gradient()), ("look", statistics())):
+        assert call(f"regard_dot_{name}", None, good) == BAD_ARGUMENT
+        assert call(f"regard_dot_{name}", problem(), None) == BAD_ARGUMENT
+    assert forward(problem(), Result()) == BAD_ARGUMENT
+    assert forward(problem(), Result(place(OUT), out_table=place(OUT))) == BAD_ARGUMENT
+    for part in ("out", "lse", "d_out", "d_q", "d_k", "d_v"):
+        assert call("regard_dot_backward", problem(), gradient(**{part: Place()})) == BAD_ARGUMENT
+    for part in ("d_diagonal", "d_row_table", "d_out_table"):
+        assert call("regard_dot_backward", problem(), gradient(**{part: place(OUT)})) == BAD_ARGUMENT
+    for part in ("lse", "entropy", "max_logit", "distance"):
+        assert call("regard_dot_look", looking(), statistics(**{part: Place()})) == BAD_ARGUMENT
+    assert call("regard_dot_look", looking(), statistics(top=3)) == BAD_ARGUMENT
+    assert call("regard_dot_look", looking(), statistics(top=-1)) == BAD_ARGUMENT
+    assert call("regard_dot_look", looking(), statistics(top=2**62)) == TOO_LARGE
+    assert call("regard_dot_look", looking(offset=None), statistics()) == BAD_ARGUMENT
+
+
+@pytest.mark.parametrize(
+    "empty", [{"B": 0}, {"H": 0, "G": 0}, {"Q": 0}, {"K": 0}, {"D": 0}, {"E": 0}, {"D": 0, "E": 0}], ids=str
+)
+def test_the_c_interface_takes_empty_axes(empty: dict[str, int]) -> None:
+    assert forward(problem(**empty)) == OK
+    assert call("regard_dot_backward", problem(**empty), gradient()) == OK
+    assert call("regard_dot_look", looking(**empty | {"E": 0}), statistics()) == OK
+
+
+def test_the_c_interface_takes_more_threads_than_there_can_be() -> None:
+    assert forward(problem(threads=2**31 - 1)) == OK
+    assert call("regard_dot_backward", problem(threads=2**31 - 1), gradient()) == OK
+
+
+def test_strides_may_be_negative_or_zero() -> None:
+    backwards = [array[:, :, ::-1, ::-1] for array in (random(1, 1, 9, D, seed=1), random(1, 1, 9, 3, seed=2))]
+    same = np.broadcast_to(random(1, 1, 1, D), (1, 1, Q, D))
+    out = np.full((1, 1, Q, 3), math.nan)
+    given = problem(H=1, K=9, q=place(same), k=place(backwards[0]), v=place(backwards[1]))
+    assert forward(given, Result(place(out[:, :, ::-1]))) == OK
+    tensors = (torch.from_numpy(array.copy()) for array in (same, *backwards))
+    wanted = rg.attention(*tensors, score=rg.Dot(scale=0.5), engine="reference")
+    np.testing.assert_allclose(out, wanted.numpy(), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("far", [2**63 - 1, -(2**63), 2**40, -(2**40)])
+def test_positions_far_away_read_the_ends_of_a_table(far: int) -> None:
+    table = random(1, 2, Q, 5)
+    one, other = np.empty_like(OUT), np.empty_like(OUT)
+    for out, at in ((one, far), (other, 1000 if far > 0 else -1000)):
+        offset = np.array([at], np.int64)
+        given = problem(row_table=place(table), radius=2, offset=offset.ctypes.data)
+        assert forward(given, Result(place(out))) == OK
+    np.testing.assert_array_equal(one, other)
+
+
+# Through Python
+
+
+def spread(*shape: int) -> torch.Tensor:
+    """A tensor of any shape that takes four bytes."""
+    return torch.zeros(1).expand(shape)
+
+
+HUGE = {
+    "K past 32 bits": (spread(1, 1, 1, 4), spread(1, 1, 2**31, 4), "K is 2,147,483,648"),
+    "Q past 32 bits": (spread(1, 1, 2**33, 4), spread(1, 1, 3, 4), "Q is 8,589,934,592"),
+    "B past 32 bits": (spread(2**31, 1, 1, 4), spread(2**31, 1, 1, 4), "B is 2,147,483,648"),
+}
+
+
+@pytest.mark.parametrize("name", HUGE)
+def test_an_axis_past_32_bits_is_a_reason_against_the_engine(name: str) -> None:
+    query, key, words = HUGE[name]
+    assert words in native.why_not(rg.Attention()._problem(query, key, key, False))[0]
+    with pytest.raises(ValueError, match=f"{words}.*These can: "):
+        rg.attention(query, key, key, engine="native")
+
+
+@pytest.mark.parametrize("engine", ["native", None])
+@pytest.mark.parametrize(
+    ("query", "key"),
+    [
+        (spread(1, 1, BILLION, 2**12), spread(1, 1, 3, 2**12)),
+        (spread(2**20, 2**10, 2**12, 64), spread(2**20, 1, 4, 64)),
+        (spread(1, 1, 64, 2**20), spread(1, 1, BILLION, 2**20)),
+    ],
+    ids=["rows", "batches", "keys"],
+)
+def test_what_no_memory_holds_is_an_error_and_no_crash(
+    query: torch.Tensor, key: torch.Tensor, engine: str | None
+) -> None:
+    if engine is None and key.shape[2] == BILLION:
+        pytest.skip("other engines copy the keys, and this machine may have the room")
+    with pytest.raises((MemoryError, RuntimeError, ValueError), match=r"\d{4,}") as told:
+        rg.attention(query, key, key, engine=engine)
+    assert "alloc" in str(told.value) or "memory" in str(told.value) or "large" in str(told.value)
+
+
+@pytest.mark.parametrize("width", [512, 513, 1000, 5000])
+def test_any_width_agrees_with_the_reference(width: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, 2, n, width, generator=generator, dtype=torch.float64) for n in (30, 40, 40))
+    for rows in (30, 1):
+        q = q[:, :, :rows].requires_grad_()
+        found = []
+        for engine in ("native", "reference"):
+            output = rg.attention(q, k, v[..., :-1], mask=rg.causal(), engine=engine)
+            found.append((output, torch.autograd.grad(output.sin().sum(), q)[0]))
+        for ours, theirs in zip(*found, strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-11, atol=1e-11)
+
+
+def test_an_axis_of_one_may_have_any_stride() -> None:
+    q, k, v = torch.randn(3, 2, 3, 1, 8, dtype=torch.float64).unbind()
+    wild = [t.as_strided(t.shape, (24, 8, 2**60, 1)) for t in (q, k, v)]
+    for rows in (wild, [wild[0].expand(2, 3, 9, 8), *wild[1:]]):
+        torch.testing.assert_close(rg.attention(*rows, engine="native"), v.expand(rows[0].shape))
+
+
+def run_python(code: str, **environment: str) -> str:
+    command = [sys.executable, "-c", code]
+    everything = {**os.environ, **environment}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=everything, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+STARVED = """
+import resource, torch, regard as rg
+torch.set_num_threads(1)
+q, k, v = (torch.zeros(1, 1, 64, 64), *torch.zeros(2, 1, 1, 1 << 18, 64))
+grown = torch.zeros(1, 1, 1 << 18, 64, requires_grad=True)
+rg.attention(q[:, :, :8], k[:, :, :8], v[:, :, :8], engine="native")
+with open("/proc/self/statm") as file:
+    used = int(file.read().split()[0]) * resource.getpagesize()
+before = resource.getrlimit(resource.RLIMIT_AS)
+resource.setrlimit(resource.RLIMIT_AS, (used + (32 << 20), before[1]))
+for call in (
+    lambda: rg.attention(q, k, v, engine="native"),
+    lambda: rg.Attention().statistics(q, k),
+    lambda: rg.attention(grown[:, :, :128], k, v, engine="native").sum().backward(),
+):
+    try:
+        call()
+    except (MemoryError, RuntimeError) as error:
+        print(type(error).__name__, error)
+    else:
+        print("there was room")
+resource.setrlimit(resource.RLIMIT_AS, before)
+assert rg.attention(q, k, v, engine="native").shape == q.shape
+print("goes on")
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux" or "LD_PRELOAD" in os.environ, reason="needs a limit on memory")
+def test_no_memory_is_an_error_that_says_what_was_too_large_and_the_next_call_goes_on() -> None:
+    first, second, third, last = run_python(STARVED).strip().splitlines()
+    assert "MemoryError" in first
+    assert "K=262144" in first
+    assert "MemoryError" in second
+    assert "memory" in third
+    assert last == "goes on"
+
+
+def test_a_library_of_another_interface_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native, "INTERFACE", native.INTERFACE + 1)
+    native.library.cache_clear()
+    try:
+        assert "reinstall regard" in native.missing()
+    finally:
+        monkeypatch.undo()
+        native.library.cache_clear()
+    assert not native.missing()
+
+
+def test_threads_of_different_sizes_and_both_directions_do_not_meet() -> None:
+    generator = torch.Generator().manual_seed(0)
+    sizes = [(1, 30, 5), (2, 200, 64), (1, 64, 300), (3, 7, 16)]
+    inputs = [torch.randn(B, 2, n, width, generator=generator, requires_grad=True) for B, n, width in sizes]
+    wrong: list[str] = []
+
+    def compute(x: torch.Tensor) -> list[torch.Tensor]:
+        output = rg.attention(x, x, x, mask=rg.causal(), bias=rg.alibi(2), engine="native")
+        return [output.detach(), torch.autograd.grad(output.sin().sum(), x)[0], *rg.Attention().statistics(x, x)]
+
+    wanted = [compute(x) for x in inputs]
+
+    def work(n: int) -> None:
+        for _ in range(8):
+            if not all(map(torch.equal, compute(inputs[n]), wanted[n])):
+                wrong.append(str(sizes[n]))
+
+    threads = [threading.Thread(target=work, args=(n % len(sizes),)) for n in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+def test_calls_at_the_end_of_the_interpreter_and_from_its_last_threads_work() -> None:
+    code = """
+import atexit, threading, torch, regard as rg
+q = torch.randn(1, 8, 256, 32)
+def call(): print(rg.attention(q, q, q, engine="native").shape[2])
+class Last:
+    def __del__(self): call()
+atexit.register(call)
+kept = Last()
+torch.set_num_threads(2)
+call()
+thread = threading.Thread(target=lambda: [call() for _ in range(3)])
+thread.start()
+"""
+    assert run_python(code).split() == ["256"] * 6
+
+
+def test_many_children_of_a_fork_can_use_it_at_once() -> None:
+    code = """
+import os, torch, regard as rg
+torch.set_num_threads(2)
+q = torch.randn(1, 4, 130, 16, requires_grad=True)
+with torch.no_grad():
+    before = rg.attention(q, q, q, mask=rg.causal(), engine="native").numpy().copy()
+children = []
+for _ in range(4):
+    child = os.fork()
+    if child == 0:
+        with torch.no_grad():
+            found = rg.attention(q, q, q, mask=rg.causal(), engine="native").numpy()
+            told = rg.Attention(mask=rg.causal()).statistics(q, q).lse.numpy()
+        os._exit(0 if abs(found - before).max() < 1e-5 and (told == told).all() else 1)
+    children.append(child)
+raise SystemExit(max(os.waitpid(child, 0)[1] for child in children))
+"""
+    if not hasattr(os, "fork"):
+        pytest.skip("this system does not fork")
+    run_python(code)
