@@ -116,13 +116,16 @@ TIMM = (
 """The backbone's names in checkpoints whose convolutions come from timm, and what they are in the others."""
 
 
+BACKBONES = RESNETS | {"resnet101": ResNetConfig(depths=(3, 4, 23, 3))}
+
+
 def read_backbone(theirs: Values) -> ResNetConfig:
     said = theirs.get("backbone_config")
     if not said or theirs.get("use_timm_backbone"):
         name = (said or {}).get("backbone") or theirs.get("backbone") or "resnet50"
-        if name not in RESNETS:
-            raise ValueError(f"backbone = {name!r} is not supported; supported are {', '.join(RESNETS)}")
-        return RESNETS[name]
+        if name not in BACKBONES:
+            raise ValueError(f"backbone = {name!r} is not supported; supported are {', '.join(BACKBONES)}")
+        return BACKBONES[name]
     expected = {"model_type": "resnet", "hidden_act": "relu", "downsample_in_first_stage": False}
     for name, value in (expected | {"downsample_in_bottleneck": False}).items():
         if said.get(name, value) != value:
