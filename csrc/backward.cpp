@@ -1,7 +1,7 @@
-// Dot-product attention, backward, from the log-sum-exp: the weights of a tile are computed again, never stored.
+// Attention, backward, from the log-sum-exp: the weights of a tile are computed again, never stored.
 //
 // Key tiles are the outer loop and blocks of query rows the inner one. For each pair of them, with S and G two buffers:
-//   S = weights (after dropout), G = gradient of the products;   dV += S' dO,   dK += G' Q,   dQ += G K.
+//   S = weights (after dropout), G = gradient of the scores;   dV += S' dO, and for products dK += G' Q, dQ += G K.
 // A thread owns a run of (batch, key/value head, key tile). Where the tiles of one head go to several threads, each adds
 // into a dQ of its own, and these are added up in the order of the threads: same thread count, same bits.
 #include "backward.h"
@@ -46,7 +46,8 @@ template <class T> struct HeadRows {
     return int(greatest<int64_t>(0, least<int64_t>(MR, end - first(strip))));
   }
 
-  void load(const regard_dot& p, const regard_dot_gradient& g, int64_t b, int64_t h) {
+  template <class Score>
+  void load(const Score& score, const regard_dot& p, const regard_dot_gradient& g, int64_t b, int64_t h) {
     const bool checks = p.intervals.start || p.tiles.pointer;
     const Matrix q = matrix_of(p.q, p.dtype, b, h, Q, D), d_out = matrix_of(g.d_out, p.dtype, b, h, Q, E);
     const Matrix out = matrix_of(g.out, p.dtype, b, h, Q, E);
@@ -65,6 +66,8 @@ template <class T> struct HeadRows {
       pack_panels<T>(q, first(s), count(s), T(1), query_panels + first(s) * NR<T>, pitch * NR<T>);
       pack_panels<T>(d_out, first(s), count(s), T(1), grad_panels + first(s) * NR<T>, pitch * NR<T>);
       if (bad && checks) quarantine(queries, grads, s);
+      score.ready_queries(h, query_strips + s * strip_size<T>(D));
+      score.ready_rows(query_panels + first(s) * NR<T>, count(s), pitch * NR<T>, T(0.5));
     }
   }
 
@@ -103,16 +106,18 @@ template <class T> struct HeadRows {
   }
 };
 
-template <class T> struct Backward {
+template <class T, class Score> struct Backward {
   const regard_dot& p;
   const regard_dot_gradient& gradient;
   const Scales<T> scales;
+  Score score;
   const int64_t group, Dp, Ep;  // heads that share a key/value head; D and E in whole panels
   const int64_t tiles;          // key tiles of a head
   const int64_t block_rows;
   const int64_t table;          // entries of a row of d_row_table
   const int64_t diagonals;      // numbers in all of d_diagonal
-  const int64_t part;           // numbers in one thread's share of dQ (and of d_row_table) of one key/value head
+  const int64_t per_head;       // numbers in dQ, d_row_table and the sums of the score of one head
+  const int64_t part;           // numbers in one thread's share of them for one key/value head
   RowGradients<T> row_gradients;
 
   struct Places {
@@ -124,12 +129,12 @@ template <class T> struct Backward {
   int threads_used = 1;
 
   Backward(const regard_dot& p, const regard_dot_gradient& gradient)
-      : p(p), gradient(gradient), scales(p), group(p.H / p.G), Dp(round_up(p.D, NR<T>)), Ep(round_up(p.E, NR<T>)),
+      : p(p), gradient(gradient), scales(p), score(p), group(p.H / p.G), Dp(round_up(p.D, NR<T>)), Ep(round_up(p.E, NR<T>)),
         tiles(greatest<int64_t>(1, (p.K + key_tile - 1) / key_tile)),
         block_rows(p.tiles.pointer ? int64_t(REGARD_TILE) : rows_of(p)),
         table(gradient.d_row_table.data ? 2 * p.radius + 1 : 0),
         diagonals(gradient.d_diagonal.data ? diagonal_heads(p, gradient) * (p.Q + p.K - 1) : 0),
-        part(group * p.Q * (Dp + table)), row_gradients(p, gradient, scales) {
+        per_head(p.Q * (Dp + table) + score.sums()), part(group * per_head), row_gradients(p, gradient, scales) {
     at.rows = HeadRows<T>::place(p, layout);
     at.keys = layout.add(key_tile, p.D, sizeof(T));
     at.values = layout.add(key_tile, p.E, sizeof(T));
@@ -140,7 +145,7 @@ template <class T> struct Backward {
     at.scores = layout.add(block_rows + MR, score_stride, sizeof(T));
     at.grads = layout.add(block_rows + MR, score_stride, sizeof(T));
     at.extra = layout.add(score_stride, 1, sizeof(T));
-    at.d_queries = layout.add(p.Q + MR, Dp + table, sizeof(T));
+    at.d_queries = layout.add(per_head + MR * (Dp + table), 1, sizeof(T));
   }
 
   // Blocks of rows and a key tile share the second-level cache with the gradients of that tile.
@@ -154,10 +159,11 @@ template <class T> struct Backward {
 
   struct Work {
     HeadRows<T> rows;
-    T *keys, *values, *key_panels, *d_keys, *d_values, *scores, *grads, *extra, *d_queries, *d_table, *diagonal;
+    T *keys, *values, *key_panels, *d_keys, *d_values, *scores, *grads, *extra, *d_queries, *d_table, *sums, *diagonal;
   };
 
   int run() {
+    if (const int status = score.prepare(p)) return status;
     // Heads that add into the same numbers of d_bias take turns: within one turn a key tile has one thread.
     const int64_t heads = p.B * p.G;
     int64_t turn = heads;
@@ -196,7 +202,7 @@ template <class T> struct Backward {
     if (!memory) return REGARD_NO_MEMORY;
     Work w{HeadRows<T>(p, memory, at.rows), (T*)(memory + at.keys), (T*)(memory + at.values), (T*)(memory + at.key_panels),
            (T*)(memory + at.d_keys), (T*)(memory + at.d_values), (T*)(memory + at.scores), (T*)(memory + at.grads),
-           (T*)(memory + at.extra), nullptr, nullptr, nullptr};
+           (T*)(memory + at.extra), nullptr, nullptr, nullptr, nullptr};
     for (int64_t unit = from; unit < to;) {
       const int64_t head = unit / tiles, first = unit % tiles, last = least(tiles, first + to - unit);
       T* own = (T*)(memory + at.d_queries);
@@ -218,15 +224,16 @@ template <class T> struct Backward {
   void run_head(Work& w, int64_t b, int64_t g, int64_t first, int64_t last, T* shared, T* own, int thread) const {
     for (int64_t n = 0; n < group; ++n) {
       const int64_t h = g * group + n;
-      w.d_queries = shared ? shared + n * p.Q * (Dp + table) : own;
+      w.d_queries = shared ? shared + n * per_head : own;
       w.d_table = w.d_queries + p.Q * Dp;
-      __builtin_memset(w.d_queries, 0, size_t(p.Q * (Dp + table)) * sizeof(T));
+      w.sums = w.d_table + p.Q * table;
+      __builtin_memset(w.d_queries, 0, size_t(per_head) * sizeof(T));
       if (diagonals) {
         const int64_t at = (gradient.d_diagonal.stride[0] ? b : 0) * (gradient.d_diagonal.stride[1] ? p.H : 1) +
                            (gradient.d_diagonal.stride[1] ? h : 0);
         w.diagonal = (T*)diagonal_sums.data + thread * diagonals + at * (p.Q + p.K - 1);
       }
-      w.rows.load(p, gradient, b, h);
+      w.rows.load(score, p, gradient, b, h);
       for (int64_t tile = first; tile < last; ++tile) run_tile(w, b, g, n, tile, group > 1 ? tile - first : 0);
       if (!shared) store_queries(b, h, w.d_queries, 0, p.Q);
     }
@@ -247,16 +254,23 @@ template <class T> struct Backward {
     if (n + 1 < group) return;
     const Matrix dk = matrix_of(gradient.d_k, p.dtype, b, g, p.K, p.D), dv = matrix_of(gradient.d_v, p.dtype, b, g, p.K, p.E);
     for (int64_t j = 0; j < keys; ++j) {
+      score.finish_row(g * group, d_keys + j * Dp);
       unpack_row<T>(row_of(dk, j0 + j), p.D, dk.column_stride, p.dtype, d_keys + j * Dp, scales.query);
       unpack_row<T>(row_of(dv, j0 + j), p.E, dv.column_stride, p.dtype, d_values + j * Ep, T(1));
     }
   }
 
   void pack_tile(Work& w, int64_t b, int64_t g, int64_t j0, int64_t keys) const {
+    pack_keys(w, b, g, j0, keys);
+    for (int64_t j = 0; j < keys; j += NR<T>) score.ready_keys(w.keys + j * p.D);
+    score.ready_rows(w.key_panels, keys, (key_tile + NR<T>) * NR<T>, T(1));
+  }
+
+  void pack_keys(Work& w, int64_t b, int64_t g, int64_t j0, int64_t keys) const {
     const Matrix k = matrix_of(p.k, p.dtype, b, g, p.K, p.D), v = matrix_of(p.v, p.dtype, b, g, p.K, p.E);
     bool bad = false;
     for (int64_t j = 0; j < keys; j += NR<T>) {
-      bad |= pack_turned<T>(k, j0 + j, scales.key, w.keys + j * p.D);
+      bad |= pack_turned<T>(k, j0 + j, score.key_factor(scales.key), w.keys + j * p.D);
       bad |= pack_turned<T>(v, j0 + j, T(1), w.values + j * p.E);
       pack_panels<T>(k, j0 + j, NR<T>, T(1), w.key_panels + j * NR<T>, (key_tile + NR<T>) * NR<T>);
     }
@@ -303,15 +317,21 @@ template <class T> struct Backward {
       if (depth <= 0) continue;
       multiply<T, 1, score_stride, Into::add>(m, Ep / NR<T>, depth, w.scores + r0 * score_stride + c,
                                               w.rows.grad_panels + (i0 + r0) * NR<T>, w.rows.pitch * NR<T>, d_values + c * Ep, Ep);
-      multiply<T, 1, score_stride, Into::add>(m, Dp / NR<T>, depth, w.grads + r0 * score_stride + c,
-                                              w.rows.query_panels + (i0 + r0) * NR<T>, w.rows.pitch * NR<T>, d_keys + c * Dp, Dp);
+      if constexpr (Score::is_product)
+        multiply<T, 1, score_stride, Into::add>(m, Dp / NR<T>, depth, w.grads + r0 * score_stride + c,
+                                                w.rows.query_panels + (i0 + r0) * NR<T>, w.rows.pitch * NR<T>, d_keys + c * Dp, Dp);
     }
     for (int s = 0; s < strips; ++s) {
       const int64_t lo = seen[s].lo, keys = least(seen[s].hi, j1 - j0) - lo;
       if (keys <= 0) continue;
-      multiply<T, score_stride, 1, Into::add>(int(least<int64_t>(MR, count - s * MR)), Dp / NR<T>, keys,
-                                              w.grads + s * MR * score_stride + lo, w.key_panels + lo * NR<T>,
-                                              (key_tile + NR<T>) * NR<T>, w.d_queries + (i0 + s * MR) * Dp, Dp);
+      const int m = int(least<int64_t>(MR, count - s * MR));
+      const T *grads = w.grads + s * MR * score_stride + lo, *key_rows = w.key_panels + lo * NR<T>;
+      T* d_queries = w.d_queries + (i0 + s * MR) * Dp;
+      if constexpr (Score::is_product)
+        multiply<T, score_stride, 1, Into::add>(m, Dp / NR<T>, keys, grads, key_rows, (key_tile + NR<T>) * NR<T>, d_queries, Dp);
+      else
+        score.add_gradients(m, keys, {w.rows.query_panels + (i0 + s * MR) * NR<T>, w.rows.pitch * NR<T>},
+                            {key_rows, (key_tile + NR<T>) * NR<T>}, grads, score_stride, d_queries, d_keys + lo * Dp, w.sums);
     }
   }
 
@@ -349,8 +369,11 @@ template <class T> struct Backward {
       const int64_t lo = columns[n].lo, hi = columns[n].hi, base = steps[n].j0 - j0;
       if (lo >= hi) continue;
       const int64_t panels = (hi - lo) / NR<T>;
-      multiply_strip(w.rows.query_strips, p.D, w.rows.strip_at(i), m, panels, w.keys + (base + lo) * p.D, scores + base + lo);
-      multiply_strip(w.rows.grad_strips, p.E, w.rows.strip_at(i), m, panels, w.values + (base + lo) * p.E, grads + base + lo);
+      const int64_t strip = w.rows.strip_at(i);
+      score.fill(rows[0].h, m, panels, w.rows.query_strips + strip * strip_size<T>(p.D), w.keys + (base + lo) * p.D,
+                 scores + base + lo, score_stride);
+      multiply<T, 1, MR, Into::overwrite>(m, panels, p.E, w.rows.grad_strips + strip * strip_size<T>(p.E),
+                                          w.values + (base + lo) * p.E, NR<T> * p.E, grads + base + lo, score_stride);
       const uint64_t* words = steps[n].bits ? steps[n].bits + rows[0].i % REGARD_TILE : nullptr;
       for (int r = 0; r < m; ++r) {
         T *s = scores + r * score_stride + base, *d = grads + r * score_stride + base;
@@ -369,15 +392,13 @@ template <class T> struct Backward {
     return seen;
   }
 
-  void multiply_strip(const T* strips, int64_t depth, int64_t strip, int m, int64_t panels, const T* b, T* c) const {
-    const T* a = strips + strip * strip_size<T>(depth);
-    multiply<T, 1, MR, Into::overwrite>(m, panels, depth, a, b, NR<T> * depth, c, score_stride);
-  }
-
-  void store_queries(int64_t b, int64_t h, const T* d_queries, int64_t from, int64_t to) const {
+  void store_queries(int64_t b, int64_t h, T* d_queries, int64_t from, int64_t to) const {
+    score.store_sums(gradient.d_weight, b, h, d_queries + p.Q * (Dp + table), scales.query);
     const Matrix dq = matrix_of(gradient.d_q, p.dtype, b, h, p.Q, p.D);
-    for (int64_t i = from; i < to; ++i)
+    for (int64_t i = from; i < to; ++i) {
+      score.finish_row(h, d_queries + i * Dp);
       unpack_row<T>(row_of(dq, i), p.D, dq.column_stride, p.dtype, d_queries + i * Dp, scales.query);
+    }
     for (int64_t i = from; table && i < to; ++i) {
       T* row = const_cast<T*>(real_row<T>(gradient.d_row_table, b, h, i));
       for (int64_t t = 0; t < table; ++t) row[t] = d_queries[p.Q * Dp + i * table + t] * row_gradients.bias_factor;
@@ -401,7 +422,7 @@ template <class T> struct Backward {
       }
       if (!sum) continue;
       const int64_t b = (first_head + head) / p.G, g = (first_head + head) % p.G;
-      for (int64_t n = 0; n < group; ++n) store_queries(b, g * group + n, sum + n * p.Q * (Dp + table), 0, p.Q);
+      for (int64_t n = 0; n < group; ++n) store_queries(b, g * group + n, sum + n * per_head, 0, p.Q);
     }
   }
 
@@ -419,8 +440,10 @@ template <class T> struct Backward {
 }  // namespace
 
 int dot_backward(const regard_dot& p, const regard_dot_gradient& gradient) {
-  if (p.dtype == REGARD_FLOAT64) return Backward<double>(p, gradient).run();
-  return Backward<float>(p, gradient).run();
+  return with_score(p, [&](auto kind) {
+    using Kind = decltype(kind);
+    return Backward<typename Kind::Real, typename Kind::Score>(p, gradient).run();
+  });
 }
 
 }  // namespace regard::REGARD_ISA

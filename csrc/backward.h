@@ -1,6 +1,7 @@
 // The parts of the backward that concern one row, and the cost of a key tile.
 #pragma once
 #include "dot.h"
+#include "score.h"
 #include "softmax.h"
 #include "walk.h"
 

@@ -93,7 +93,18 @@ int check(const regard_dot& p) {
   if (p.bias.data && (p.bias_dtype < REGARD_FLOAT32 || p.bias_dtype > REGARD_FLOAT16)) return REGARD_BAD_ARGUMENT;
   if (p.bias.data && p.bias_dtype == REGARD_FLOAT64 && p.dtype != REGARD_FLOAT64) return REGARD_BAD_ARGUMENT;
   if (!(p.temperature > 0) || !(p.softcap >= 0)) return REGARD_BAD_ARGUMENT;
+  if (p.weight.data && (p.scale != 1 || p.softcap != 0)) return REGARD_BAD_ARGUMENT;
+  // Heads of a group stand side by side in a strip of rows, so that they have one weight.
+  if (p.weight.data && p.weight.stride[1] != 0 && p.H != p.G) return REGARD_BAD_ARGUMENT;
   return REGARD_OK;
+}
+
+int check(const regard_linear& x) {
+  if (x.map != REGARD_FEATURES && x.map != REGARD_ELU) return REGARD_BAD_ARGUMENT;
+  regard_dot same{};
+  same.B = x.B, same.H = x.H, same.G = x.G, same.Q = same.K = x.N, same.D = x.M, same.E = x.E;
+  same.dtype = x.dtype, same.threads = x.threads, same.temperature = 1;
+  return check(same);
 }
 
 // Whether start[n] .. stop[n], or single keys where stop is null, are runs of some of `keys` keys, ascending and apart.
@@ -124,7 +135,8 @@ regard_dot as_the_kernels_take_it(const regard_dot& p) {
   settle_strides(copy.q, p.B, p.H, p.Q, p.D);
   settle_strides(copy.k, p.B, p.G, p.K, p.D);
   settle_strides(copy.v, p.B, p.G, p.K, p.E);
-  const double work = double(p.B) * double(p.H) * double(p.Q) * double(p.K) * double(p.D + p.E);
+  const double per_pair = double(p.D) * (p.weight.data ? 8 : 1) + double(p.E);
+  const double work = double(p.B) * double(p.H) * double(p.Q) * double(p.K) * per_pair;
   const double useful = 1 + work / 1e6;
   if (useful < copy.threads) copy.threads = int(useful);
   return copy;
@@ -233,6 +245,22 @@ int regard_dot_map(const regard_dot* problem, const regard_dot_pool* pool) {
   if (problem->E != 0 || problem->Q == 0 || problem->K == 0) return REGARD_BAD_ARGUMENT;
   if (pool->rows > INT32_MAX || pool->columns > INT32_MAX) return REGARD_TOO_LARGE;
   return regard::chosen.dot_map(regard::as_the_kernels_take_it(*problem), *pool);
+}
+
+int regard_linear_forward(const regard_linear* problem, const regard_linear_result* result) {
+  if (!problem || !result || !result->out.data || !result->norm.data) return REGARD_BAD_ARGUMENT;
+  const int status = regard::check(*problem);
+  if (status != REGARD_OK) return status;
+  if (problem->B == 0 || problem->H == 0 || problem->N == 0) return REGARD_OK;
+  return regard::chosen.linear_forward(*problem, *result);
+}
+
+int regard_linear_backward(const regard_linear* problem, const regard_linear_gradient* gradient) {
+  if (!problem || !gradient || !gradient->norm.data) return REGARD_BAD_ARGUMENT;
+  const int status = regard::check(*problem);
+  if (status != REGARD_OK) return status;
+  if (problem->B == 0 || problem->H == 0 || problem->N == 0) return REGARD_OK;
+  return regard::chosen.linear_backward(*problem, *gradient);
 }
 
 }  // extern "C"

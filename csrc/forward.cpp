@@ -1,11 +1,11 @@
-// Dot-product attention, forward: strips of MR query rows, each scores -> softmax -> times values while it is hot.
+// Attention, forward: strips of MR query rows, each scores -> softmax -> times values while it is hot.
 #include "strips.h"
 
 namespace regard::REGARD_ISA {
 namespace {
 
-template <class T> struct Forward : Strips<T, Forward<T>> {
-  using Base = Strips<T, Forward<T>>;
+template <class T, class Score> struct Forward : Strips<T, Forward<T, Score>, Score> {
+  using Base = Strips<T, Forward<T, Score>, Score>;
   using Base::layout, Base::p, Base::strips;
   const regard_dot_result& result;
   const int64_t Ep;     // E in whole panels
@@ -111,9 +111,11 @@ template <class T> struct Forward : Strips<T, Forward<T>> {
 }  // namespace
 
 int dot_forward(const regard_dot& p, const regard_dot_result& result) {
-  if (decode_is_better(p, result)) return dot_decode(p, result);
-  if (p.dtype == REGARD_FLOAT64) return Forward<double>(p, result).run();
-  return Forward<float>(p, result).run();
+  if (!p.weight.data && decode_is_better(p, result)) return dot_decode(p, result);
+  return with_score(p, [&](auto kind) {
+    using Kind = decltype(kind);
+    return Forward<typename Kind::Real, typename Kind::Score>(p, result).run();
+  });
 }
 
 }  // namespace regard::REGARD_ISA

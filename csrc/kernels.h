@@ -11,6 +11,8 @@ struct Kernels {
   int (*dot_statistics)(const regard_dot&, const regard_dot_statistics&);
   int (*dot_weights)(const regard_dot&, const regard_dot_columns&);
   int (*dot_map)(const regard_dot&, const regard_dot_pool&);
+  int (*linear_forward)(const regard_linear&, const regard_linear_result&);
+  int (*linear_backward)(const regard_linear&, const regard_linear_gradient&);
   int64_t (*packed_size)(int64_t N, int64_t K);
   void (*pack_weight)(const float* weight, int64_t row_stride, int64_t N, int64_t K, float* packed);
   int (*product)(const regard_product&);

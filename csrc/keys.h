@@ -39,9 +39,13 @@ template <class T> struct PackedKeys {
     any_bad = false;
   }
 
-  void need(const Matrix& k, const Matrix& v, T factor, int64_t from, int64_t to) {
+  template <class Score>
+  void need(const Score& score, const Matrix& k, const Matrix& v, T factor, int64_t from, int64_t to) {
     for (int64_t panel = from / NR<T>; panel * NR<T> < to; ++panel)
-      if (!ready[panel]) pack(k, v, factor, panel);
+      if (!ready[panel]) {
+        pack(k, v, factor, panel);
+        score.ready_keys(turned + panel * NR<T> * D);
+      }
   }
 
   const T* turned_at(int64_t key) const { return turned + key * D; }

@@ -10,8 +10,8 @@ namespace {
 
 constexpr int64_t wanted_blocks = 64;
 
-template <class T, class Visitor> struct Gather : Strips<T, Visitor> {
-  using Base = Strips<T, Visitor>;
+template <class T, class Visitor, class Score> struct Gather : Strips<T, Visitor, Score> {
+  using Base = Strips<T, Visitor, Score>;
   using Base::layout, Base::p, Base::strips;
   Runs runs{};
 
@@ -105,8 +105,8 @@ template <class T, class Visitor> struct Gather : Strips<T, Visitor> {
   }
 };
 
-template <class T> struct Columnwise : Gather<T, Columnwise<T>> {
-  using Base = Gather<T, Columnwise<T>>;
+template <class T, class Score> struct Columnwise : Gather<T, Columnwise<T, Score>, Score> {
+  using Base = Gather<T, Columnwise<T, Score>, Score>;
   using Base::runs;
   const regard_dot_columns& result;
 
@@ -145,8 +145,8 @@ struct Bins {
 // The edges of all bins of keys cut the keys into runs, whose weights are summed row by row; rows that are done are added
 // up over their bin of rows, and a bin that is done becomes a row of the map. At any time only one bin is open. Where a
 // band ends inside a bin, what it has of the bin is put aside; these parts are joined at the end, in their order.
-template <class T> struct Pool : Gather<T, Pool<T>> {
-  using Base = Gather<T, Pool<T>>;
+template <class T, class Score> struct Pool : Gather<T, Pool<T, Score>, Score> {
+  using Base = Gather<T, Pool<T, Score>, Score>;
   using Base::bands, Base::blocks, Base::layout, Base::p, Base::runs, Base::strips;
   using typename Base::Reach;
   const regard_dot_pool& result;
@@ -286,13 +286,17 @@ template <class T> struct Pool : Gather<T, Pool<T>> {
 }  // namespace
 
 int dot_weights(const regard_dot& p, const regard_dot_columns& result) {
-  if (p.dtype == REGARD_FLOAT64) return Columnwise<double>(p, result).run();
-  return Columnwise<float>(p, result).run();
+  return with_score(p, [&](auto kind) {
+    using Kind = decltype(kind);
+    return Columnwise<typename Kind::Real, typename Kind::Score>(p, result).run();
+  });
 }
 
 int dot_map(const regard_dot& p, const regard_dot_pool& result) {
-  if (p.dtype == REGARD_FLOAT64) return Pool<double>(p, result).pool();
-  return Pool<float>(p, result).pool();
+  return with_score(p, [&](auto kind) {
+    using Kind = decltype(kind);
+    return Pool<typename Kind::Real, typename Kind::Score>(p, result).pool();
+  });
 }
 
 }  // namespace regard::REGARD_ISA

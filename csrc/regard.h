@@ -17,7 +17,7 @@ extern "C" {
 #endif
 
 // Changes whenever a structure or a signature below does; the caller compares it before anything else.
-enum { REGARD_INTERFACE = 4 };
+enum { REGARD_INTERFACE = 5 };
 
 enum { REGARD_FLOAT32 = 0, REGARD_FLOAT64 = 1, REGARD_BFLOAT16 = 2, REGARD_FLOAT16 = 3 };
 
@@ -55,9 +55,13 @@ typedef struct {
 
 enum { REGARD_TILE = 64 };
 
-// One call of dot-product attention:
-//   logits = (cap(scale * q.k) + diagonal[j - i + Q - 1] + row_table[i, clip(j - p, -R, R) + R] + bias[i, j]) / temperature
-//   cap(x) = softcap * tanh(x / softcap), or x where softcap is 0;   p = offset[b] + i
+// The features of linear attention: q and k as they are, or elu(x) + 1 of them.
+enum { REGARD_FEATURES = 0, REGARD_ELU = 1 };
+
+// One call of attention:
+//   logits = (score + diagonal[j - i + Q - 1] + row_table[i, clip(j - p, -R, R) + R] + bias[i, j]) / temperature
+//   score = cap(scale * q.k), cap(x) = softcap * tanh(x / softcap), or x where softcap is 0;   p = offset[b] + i
+//   score = weight . tanh(q + k) where there is a weight; scale is 1 then and softcap 0
 //   weights = softmax over the visible keys and the sink;   out = dropout(weights) v
 typedef struct {
   int64_t B, H, G, Q, K, D, E;
@@ -82,6 +86,8 @@ typedef struct {
   uint32_t dropout_threshold;  // a weight is kept iff its hash is at least this; 0: no dropout
   uint32_t reserved;
   double dropout_scale;        // kept weights are multiplied by this
+
+  regard_tensor weight;  // Real (1, H|1, 1, D) of the additive score, or absent; where heads differ in it, H equals G
 } regard_dot;
 
 typedef struct {
@@ -100,6 +106,7 @@ typedef struct {
   regard_tensor d_row_table;                   // Real, shape of row_table
   regard_tensor d_bias;                        // Real, strides 0 where bias is broadcast (not over K)
   regard_tensor delta;                         // Real (B, H, Q): sum over keys of weight times its gradient
+  regard_tensor d_weight;                      // Real (B, H, 1, D): of the additive score, for each head of each batch row
 } regard_dot_gradient;
 
 // Of every row of the weights, before dropout. The problem has no values: E is 0 and v absent; offset is needed.
@@ -125,6 +132,30 @@ typedef struct {
   regard_tensor out;  // Real (B, H, rows, columns), last stride 1
   int64_t rows, columns;
 } regard_dot_pool;
+
+// Causal linear attention: out_i = sum over j <= i of (f(q_i) . f(k_j)) v_j / norm_i, norm_i = sum of f(q_i) . f(k_j).
+typedef struct {
+  int64_t B, H, G, N, M, E;
+  int32_t dtype;    // of q, k, v, out and their gradients
+  int32_t threads;  // at most this many
+  int32_t map;      // what makes features of q and k
+  int32_t reserved;
+  regard_tensor q;  // (B, H, N, M)
+  regard_tensor k;  // (B, G, N, M)
+  regard_tensor v;  // (B, G, N, E)
+} regard_linear;
+
+typedef struct {
+  regard_tensor out;   // (B, H, N, E); zero where the norm is
+  regard_tensor norm;  // Real (B, H, N)
+} regard_linear_result;
+
+typedef struct {
+  regard_tensor out, norm;      // of the forward
+  regard_tensor d_out;          // (B, H, N, E)
+  regard_tensor d_q, d_k, d_v;  // shapes of q, k, v
+} regard_linear_gradient;
+
 // out = x W' + b in float32, for a weight that regard_pack_weight has laid out; x and out have rows of unit stride.
 typedef struct {
   int64_t M, N, K;       // x (M, K), W (N, K), out (M, N)
@@ -150,6 +181,8 @@ REGARD_EXPORT int regard_dot_backward(const regard_dot* problem, const regard_do
 REGARD_EXPORT int regard_dot_look(const regard_dot* problem, const regard_dot_statistics* statistics);
 REGARD_EXPORT int regard_dot_weights(const regard_dot* problem, const regard_dot_columns* columns);
 REGARD_EXPORT int regard_dot_map(const regard_dot* problem, const regard_dot_pool* pool);
+REGARD_EXPORT int regard_linear_forward(const regard_linear* problem, const regard_linear_result* result);
+REGARD_EXPORT int regard_linear_backward(const regard_linear* problem, const regard_linear_gradient* gradient);
 
 // How many numbers a packed weight (N, K) takes, or a negative status. It holds for the instruction set in use.
 REGARD_EXPORT int64_t regard_packed_size(int64_t N, int64_t K);

@@ -305,6 +305,28 @@ REGARD_INLINE VecD exp2(VecD x) {
   return bits_as<VecD>(bits_as<Word64>(p) + (bits_as<Word64>(shifted) << 52));
 }
 
+// e^y for |y| up to 87 (709), to within about one rounding. The argument is reduced in two steps, since rounding
+// y * log2(e) to one number would cost as many digits as the exponent has.
+REGARD_INLINE VecF exp(VecF y) {
+  const VecF shifted = y * float(log2_e) + 12582912.0f, n = shifted - 12582912.0f;
+  const VecF f = (y - n * 0.693359375f) + n * 2.12194440e-4f;
+  VecF p = broadcast(float(1.0 / 5040));
+  p = p * f + float(1.0 / 720);
+  p = p * f + float(1.0 / 120);
+  p = p * f + float(1.0 / 24);
+  p = p * f + float(1.0 / 6);
+  p = p * f + 0.5f;
+  p = (p * (f * f) + f) + 1.0f;
+  return bits_as<VecF>(bits_as<SimdOf<float>::Word>(p) + (bits_as<SimdOf<float>::Word>(shifted) << 23));
+}
+REGARD_INLINE VecD exp(VecD y) {
+  typedef uint64_t Word64 __attribute__((vector_size(vector_bytes)));
+  const VecD shifted = y * log2_e + 6755399441055744.0, n = shifted - 6755399441055744.0;
+  const VecD f = (y - n * 6.93147180369123816490e-01) - n * 1.90821492927058770002e-10;
+  const auto power = bits_as<Word64>(exp2(f * log2_e));
+  return bits_as<VecD>(power + (bits_as<Word64>(shifted) << 52));
+}
+
 // log2(x) for normal x > 0: the exponent, and the mantissa m in [sqrt(1/2), sqrt(2)) by the series of artanh((m-1)/(m+1)).
 REGARD_INLINE VecF log2(VecF x) {
   using I = IntVec<float>;
@@ -357,11 +379,11 @@ REGARD_INLINE VecF reciprocal(VecF x) {
 REGARD_INLINE VecD reciprocal(VecD x) { return 1.0 / x; }
 
 // tanh to a few roundings, relative also near zero (where 1 - 2/(1+e^2x) would lose digits). In float a quotient of odd
-// and even polynomials, which reaches 1 within a rounding at the limit.
+// and even polynomials, and exactly 1 where no other number is as close: gradients are multiplied by 1 - tanh^2, and where
+// all is saturated nothing must be left of them.
 REGARD_INLINE VecF tanh(VecF x) {
-  const VecF limit = broadcast(7.90531110763549805f);
-  x = max(-limit, min(limit, x));
-  const VecF z = x * x;
+  const VecF limit = broadcast(7.90531110763549805f), one = broadcast(1.0f);
+  const VecF c = max(-limit, min(limit, x)), z = c * c;
   VecF p = broadcast(-2.76076847742355e-16f);
   p = p * z + 2.00018790482477e-13f;
   p = p * z - 8.60467152213735e-11f;
@@ -373,7 +395,8 @@ REGARD_INLINE VecF tanh(VecF x) {
   q = q * z + 1.18534705686654e-04f;
   q = q * z + 2.26843463243900e-03f;
   q = q * z + 4.89352518554385e-03f;
-  return x * p / q;
+  const VecF y = c * p / q;
+  return select(x > 9.0109f, one, select(x < -9.0109f, -one, y));
 }
 REGARD_INLINE VecD tanh(VecD x) {
   const VecD a = absolute(x), z = x * x;

@@ -12,8 +12,8 @@ template <class T> struct Sums {
   T peak;
 };
 
-template <class T> struct Statistics : Strips<T, Statistics<T>> {
-  using Base = Strips<T, Statistics<T>>;
+template <class T, class Score> struct Statistics : Strips<T, Statistics<T, Score>, Score> {
+  using Base = Strips<T, Statistics<T, Score>, Score>;
   using Base::layout, Base::p, Base::strips;
   const regard_dot_statistics& result;
   const int64_t top;
@@ -162,8 +162,10 @@ template <class T> struct Statistics : Strips<T, Statistics<T>> {
 }  // namespace
 
 int dot_statistics(const regard_dot& p, const regard_dot_statistics& result) {
-  if (p.dtype == REGARD_FLOAT64) return Statistics<double>(p, result).run();
-  return Statistics<float>(p, result).run();
+  return with_score(p, [&](auto kind) {
+    using Kind = decltype(kind);
+    return Statistics<typename Kind::Real, typename Kind::Score>(p, result).run();
+  });
 }
 
 }  // namespace regard::REGARD_ISA

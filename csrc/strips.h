@@ -10,6 +10,7 @@
 #pragma once
 #include "dot.h"
 #include "keys.h"
+#include "score.h"
 #include "softmax.h"
 
 namespace regard::REGARD_ISA {
@@ -27,9 +28,10 @@ template <class T> struct Walk {
   uint8_t* poisoned;  // a row that has seen a bad key
 };
 
-template <class T, class Visitor> struct Strips {
+template <class T, class Visitor, class Score = DotScore<T>> struct Strips {
   const regard_dot& p;
   const Scales<T> scales;
+  Score score;
   const Blocks blocks;
   const int64_t strips;  // in a block
   Layout layout;         // the visitor adds what it needs
@@ -42,7 +44,7 @@ template <class T, class Visitor> struct Strips {
 
   explicit Strips(const regard_dot& p) : Strips(p, 8 * p.threads) {}
   Strips(const regard_dot& p, int64_t wanted_blocks)
-      : p(p), scales(p), blocks(p, largest_block, wanted_blocks), strips((blocks.rows_per_block + MR - 1) / MR) {
+      : p(p), scales(p), score(p), blocks(p, largest_block, wanted_blocks), strips((blocks.rows_per_block + MR - 1) / MR) {
     at.keys = PackedKeys<T>::place(p, layout);
     at.queries = layout.add(strips, strip_size<T>(p.D), sizeof(T));
     at.scores = layout.add(MR, chunk, sizeof(T));
@@ -55,6 +57,7 @@ template <class T, class Visitor> struct Strips {
   int plan(const double*) { return REGARD_OK; }
 
   int run() {
+    if (const int status = score.prepare(p)) return status;
     const int64_t units = this->units();
     Layout costs;
     costs.add(units + 1, 1, sizeof(double));
@@ -132,6 +135,7 @@ template <class T, class Visitor> struct Strips {
       rows.row[r] = (const char*)p.q.data + at * int64_t(storage_bytes(p.dtype));
     }
     pack_strip<T>(rows, w.queries + s * strip_size<T>(p.D));
+    score.ready_queries(w.rows[s * MR].h, w.queries + s * strip_size<T>(p.D));
   }
 
   template <class Room>
@@ -141,10 +145,10 @@ template <class T, class Visitor> struct Strips {
     const Columns columns = columns_of<T>(w.spans[s], step, words, m);
     const int64_t lo = columns.lo, hi = columns.hi, j0 = step.j0;
     if (lo >= hi) return;
-    w.keys.need(w.k, w.v, scales.key, j0 + lo, j0 + hi);
+    w.keys.need(score, w.k, w.v, score.key_factor(scales.key), j0 + lo, j0 + hi);
 
-    multiply<T, 1, MR, Into::overwrite>(m, (hi - lo) / NR<T>, p.D, w.queries + s * strip_size<T>(p.D),
-                                        w.keys.turned_at(j0 + lo), NR<T> * p.D, w.scores + lo, chunk);
+    score.fill(rows[0].h, m, (hi - lo) / NR<T>, w.queries + s * strip_size<T>(p.D), w.keys.turned_at(j0 + lo), w.scores + lo,
+               chunk);
     if (scales.changes_scores)
       for (int r = 0; r < m; ++r) change_scores(p, scales, rows[r], j0, w.scores + r * chunk, lo, hi);
     if (columns.hidden)

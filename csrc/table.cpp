@@ -16,6 +16,8 @@ const Kernels kernels = {
     dot_statistics,
     dot_weights,
     dot_map,
+    linear_forward,
+    linear_backward,
     packed_size,
     pack_weight,
     product,

@@ -109,12 +109,15 @@ def calls(
         return learned[-1]
 
     R = draw(st.integers(0, 5))
+    stretch = 1.0  # of query and key: there are several ways to a tanh
 
     def scores() -> Any:
         kind = draw(st.integers(0, 8))
         if kind == 0:
             return rg.Cosine(scale=table(H))
         if kind == 1:
+            nonlocal stretch
+            stretch = draw(st.sampled_from([1.0, 0.1, 6.0, 40.0]))
             return rg.Additive(table(H, D) if draw(st.booleans()) else table(D))
         if kind == 2:
             return rg.Bilinear(table(H, D, D) if draw(st.booleans()) else table(D, D))
@@ -155,7 +158,8 @@ def calls(
         description |= {"score": scores(), "bias": biases()}
         if draw(st.booleans()):
             description["sink"] = table(H) if draw(st.booleans()) else 0.5
-    return Call(normal(B, H, Q, D), normal(B, G, K, D), normal(B, G, K, E), description, learned)
+    query, key = normal(B, H, Q, D) * stretch, normal(B, G, K, D) * stretch
+    return Call(query, key, normal(B, G, K, E), description, learned)
 
 
 NOT_FINITE = (float("nan"), float("inf"), float("-inf"))

@@ -4,7 +4,9 @@
 
 The sums over j are taken first, into a state of M x E numbers (M features), which the queries then read. Features are
 carried as logarithms, and every sum in units of the largest one that went into it. So nothing overflows, a row that
-sees a key never divides by zero, and a key has no say, not even in the rounding, at a query that may not see it.
+sees a key never divides by zero, and a key costs no digits at a query that may not see it.
+
+On a CPU, causal calls go to a fused kernel where it can do as much with the features themselves.
 """
 
 from __future__ import annotations
@@ -12,13 +14,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from regard.engines import native
 from regard.geometry import Frame, lead, shape_of
 from regard.masks.algebra import And, Mask
 from regard.masks.patterns import Causal, Padding
@@ -135,9 +138,12 @@ class LinearAttention:
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         _check(q, k, v)
         Q, K = q.shape[-2], k.shape[-2]
+        causal = any(isinstance(part, Causal) for part in self._masks)
         with torch.autocast(q.device.type, enabled=False):
+            if causal and (fused := self._fused(q, k, v)) is not None:
+                return fused
             queries, keys, values = self._logs(q, k, v)
-            if not any(isinstance(part, Causal) for part in self._masks):
+            if not causal:
                 read = _whole(queries, _gather(keys, values))
             else:
                 start, blind = max(K - Q, 0), max(Q - K, 0)  # keys before the first query, queries before the first key
@@ -176,6 +182,46 @@ class LinearAttention:
                 return _output(_whole(queries, joined), q), joined
             return _output(_causal(queries, keys, values, state), q), joined
 
+    def _fused(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor | None:
+        """The causal call by the compiled kernel, or None if it is not for it.
+
+        The kernel sums features and no logarithms. A query can be taken in units of its largest feature, because any
+        factor of it cancels; keys share their unit with all others, and those far below it would be lost. So it is for
+        features that float32 holds with room to spare, and with all their digits in every sum that they dominate.
+        """
+        Q, K, tracing = q.shape[-2], k.shape[-2], torch.compiler.is_compiling()
+        if tracing or q.device.type != "cpu" or not 0 < K <= Q or not q.numel() * v.numel() or native.missing():
+            return None
+        if torch._C._functorch.peek_interpreter_stack() is not None:  # a torch.func transform
+            return None
+        queries, keys, values = lead(q)[:, :, Q - K :], lead(k), lead(v)
+        real = self._real(lead(q), keys)
+        if real is not None:
+            keys, values = torch.where(real, keys, 0), torch.where(real, values, 0)
+        elu = not isinstance(self.features, Favor)
+        if isinstance(self.features, Favor):
+            dtype = torch.promote_types(q.dtype, torch.float32)
+            queries, keys, values = (
+                self.features.logs(queries.to(dtype)),
+                self.features.logs(keys.to(dtype)),
+                values.to(dtype),
+            )
+            fits = _within(keys, -40, 30)
+            if fits:
+                queries, keys = (queries - queries.detach().amax(-1, keepdim=True)).exp(), keys.exp()
+        else:
+            fits = _within(queries, -20, 1e4) and _within(keys, -20, 1e4)
+        if not fits:
+            return None
+        if real is not None:  # of the least number there is, elu makes the feature 0
+            keys = torch.where(real, keys, torch.finfo(keys.dtype).min if elu else 0)
+        if torch.is_grad_enabled() and any(x.requires_grad for x in (queries, keys, values)):
+            output = _Fused.apply(elu, queries, keys, values)
+        else:
+            output, _ = native.linear_forward(queries, keys, values, elu)
+        output = F.pad(output, (0, 0, Q - K, 0)) if K < Q else output
+        return output.reshape(*q.shape[:-1], v.shape[-1]).to(q.dtype)
+
     def _logs(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Log features of queries (B, G, Q, H / G, M) and keys (B, G, K, M), values and a 1 beside (B, G, K, E + 1)."""
         logs: Callable[[Tensor], Tensor] = self.features.logs if isinstance(self.features, Favor) else _elu_logs
@@ -200,6 +246,48 @@ class LinearAttention:
                 below = torch.arange(k.shape[2], device=k.device)[:, None] < lengths
                 real = below if real is None else real & below
         return real
+
+
+def _within(x: Tensor, low: float, high: float) -> bool:
+    """Whether all that is finite is between the two."""
+    least, greatest = x.detach().aminmax()
+    if not bool((greatest - least).isfinite()):
+        least, greatest = torch.where(x.isfinite(), x, 0).detach().aminmax()
+    return bool((low < least) & (greatest < high))
+
+
+class _Fused(torch.autograd.Function):
+    """The compiled kernel on queries (B, H, N, M), keys (B, G, N, M) and values (B, G, N, E)."""
+
+    @staticmethod
+    def forward(ctx: Any, elu: bool, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        output, norm = native.linear_forward(queries, keys, values, elu)
+        ctx.elu = elu
+        ctx.save_for_backward(queries, keys, values, output, norm)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        *inputs, output, norm = ctx.saved_tensors
+        if not torch.is_grad_enabled():
+            queries, keys, values = inputs
+            return None, *native.linear_backward(queries, keys, values, ctx.elu, output, norm, grad)
+        wanted = [x for x, want in zip(inputs, ctx.needs_input_grad[1:], strict=True) if want]
+        found = iter(torch.autograd.grad(_by_logs(ctx.elu, *inputs), wanted, grad, create_graph=True))
+        return None, *(next(found) if want else None for want in ctx.needs_input_grad[1:])
+
+
+def _by_logs(elu: bool, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+    """What the kernel computes, in a form that can be differentiated twice."""
+    dtype = torch.promote_types(queries.dtype, torch.float32)
+    logs = _elu_logs if elu else _feature_logs
+    rows, keys = logs(queries.to(dtype)), logs(keys.to(dtype))
+    rows = rows.unflatten(1, (keys.shape[1], -1)).transpose(2, 3)
+    return _output(_causal(rows, keys, F.pad(values.to(dtype), (0, 1), value=1.0), None), queries)
+
+
+def _feature_logs(x: Tensor) -> Tensor:
+    return torch.where(x > 0, torch.where(x > 0, x, 1).log(), _lowest(x))
 
 
 def _gather(keys: Tensor, values: Tensor) -> LinearState:

@@ -15,6 +15,7 @@ from torch import Tensor
 import regard as rg
 from regard.engines import look, native
 from regard.engines.problem import Problem
+from regard.scores import Score
 
 pytestmark = pytest.mark.skipif(bool(native.missing()), reason=native.missing() or "the library is there")
 
@@ -66,7 +67,24 @@ def described() -> dict[str, tuple[list[Tensor], dict]]:
     H, Q, K, D, E = 4, 70, 100, 16, 24
     table, buckets, keys, values, dense, heads = tensors((H, 15), (32, H), (9, D), (9, E), (1, H, Q, K), (H,))
     row = dense[:, :, :, :1].detach().requires_grad_()
+    weight, weights = tensors((D,), (H, D), seed=11)
     return {
+        "additive": ([weight], {"score": rg.Additive(weight), "temperature": 0.7}),
+        "additive, a weight for each head": ([weights], {"score": rg.Additive(weights), "mask": rg.causal()}),
+        "additive with all biases": (
+            [weight, table, keys, values, dense, heads],
+            {
+                "score": rg.Additive(weight),
+                "bias": rg.relative(table) + rg.shaw(keys, values) + rg.dense_bias(dense),
+                "mask": rg.window(40, 9),
+                "sink": heads,
+            },
+        ),
+        "additive, dropped": (
+            [weights],
+            {"score": rg.Additive(weights), "dropout": 0.5, "mask": rg.global_tokens([2]) | rg.window(9, 0)},
+        ),
+        "additive, rows that see nothing": ([weight], {"score": rg.Additive(weight), "mask": rg.padding([3, 0])}),
         "softcap": ([], {"score": rg.Dot(softcap=3.0)}),
         "learned scale": ([heads], {"score": rg.Dot(scale=heads)}),
         "cosine": ([heads], {"score": rg.Cosine(scale=heads)}),
@@ -134,15 +152,57 @@ def test_float32_is_within_twice_the_error_of_dense_torch(shape: tuple[int, ...]
         assert (a - c).abs().max() <= 2 * (b - c).abs().max() + 1e-7
 
 
+# Every way in which the kernel computes tanh: a polynomial, one exponential a vector in pairs and alone, and directly.
+RANGES = [(0.05, 0.0), (1.0, 0.0), (5.0, 3.0), (12.0, 0.0), (60.0, 0.0), (30.0, 50.0), (1e6, 0.0), (1e30, 0.0)]
+
+
+@pytest.mark.parametrize(("size", "apart"), RANGES)
+def test_additive_scores_are_exact_for_queries_and_keys_of_any_size(size: float, apart: float) -> None:
+    query, key, value, weight = tensors((1, 2, 40, 17), (1, 2, 50, 17), (1, 2, 50, 9), (2, 17))
+    with torch.no_grad():
+        query.mul_(size).add_(apart), key.mul_(size).sub_(apart)
+        weight[0, 3] = 0.0
+    assert_like_reference([query, key, value, weight], 1e-11, score=rg.Additive(weight), mask=rg.causal())
+
+
+@pytest.mark.parametrize(("size", "apart"), RANGES)
+def test_additive_float32_is_within_twice_the_error_of_dense_torch(size: float, apart: float) -> None:
+    query, key, value, weight = (t.detach() for t in tensors((1, 2, 130, 64), (1, 2, 130, 64), (1, 2, 130, 64), (64,)))
+    single = [t.float() for t in (query * size + apart, key * size - apart, value, weight / 8)]
+    found = []
+    for inputs, engine in ((single, "native"), (single, "reference"), ([t.double() for t in single], "reference")):
+        inputs = [t.clone().requires_grad_() for t in inputs]
+        output = rg.attention(*inputs[:3], score=rg.Additive(inputs[3]), engine=engine)
+        found.append([output, *gradients(output, inputs)])
+    for n, (ours, dense, exact) in enumerate(zip(*found, strict=True)):
+        error, allowed = (ours - exact).abs().max(), (dense - exact).abs().max()
+        rounding = torch.finfo(torch.float32).eps * exact.abs().max()
+        # The gradients are made from weights that a rounded log-sum-exp gave, as for dot products.
+        assert error <= 2 * allowed + 4 * rounding * (1 if n == 0 else 4)
+
+
+def test_a_cap_leaves_no_gradient_where_it_is_saturated() -> None:
+    query, key, value = tensors((1, 1, 20, 8), (1, 1, 30, 8), (1, 1, 30, 8), dtype=torch.float32)
+    for huge in (1e6, 1e12):
+        inputs = [(query.detach() * huge).requires_grad_(), key, value]
+        output = rg.attention(*inputs, score=rg.Dot(softcap=4.0), engine="native")
+        exact = rg.attention(*(t.double() for t in inputs), score=rg.Dot(softcap=4.0), engine="reference")
+        torch.testing.assert_close(output.double(), exact, rtol=1e-5, atol=1e-6)
+        dq, dk, _ = gradients(output, inputs)
+        assert not dq.any()
+        assert not dk.any()
+
+
+@pytest.mark.parametrize("score", [rg.Dot(), rg.Additive(torch.linspace(-1, 1, 8))], ids=repr)
 @pytest.mark.parametrize("mask", [rg.padding([20]), rg.padding([20]) | rg.edges([[3], [29]]), rg.causal()], ids=repr)
-def test_what_is_not_finite_reaches_only_those_who_see_it(mask: rg.Mask) -> None:
+def test_what_is_not_finite_reaches_only_those_who_see_it(mask: rg.Mask, score: Score) -> None:
     inputs = tensors((1, 2, 30, 8), (1, 2, 30, 8), (1, 2, 30, 8))
     with torch.no_grad():
         inputs[1][0, 0, 25, 3] = float("nan")
         inputs[2][0, 1, 29, 0] = float("inf")
     found = []
     for engine in ("native", "reference"):
-        output, lse = rg.attention(*inputs, mask=mask, engine=engine, return_lse=True)
+        output, lse = rg.attention(*inputs, mask=mask, score=score, engine=engine, return_lse=True)
         found.append([output[:, :, :25], lse[:, :, :25], *(grad[:, :, :25] for grad in gradients(output, inputs))])
     for ours, theirs in zip(*found, strict=True):
         seen = theirs.isfinite()  # the reference gives NaN to more of the gradients than need be
@@ -183,6 +243,18 @@ def test_gradients_pass_gradcheck_twice() -> None:
     assert torch.autograd.gradgradcheck(attend, inputs)
 
 
+def test_the_additive_score_can_be_differentiated_twice() -> None:
+    inputs = (*tensors((1, 2, 2, 2), (1, 1, 3, 2), (1, 1, 3, 1)), *tensors((2, 2)))
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        return rg.attention(
+            q, k, v, score=rg.Additive(weight), mask=rg.causal(), temperature=2.0, engine="native", return_lse=True
+        )
+
+    assert torch.autograd.gradcheck(attend, inputs)
+    assert torch.autograd.gradgradcheck(attend, inputs)
+
+
 def test_shaw_can_be_differentiated_twice() -> None:
     inputs = (*tensors((1, 2, 4, 3), (1, 2, 5, 3), (1, 2, 5, 2)), *tensors((3, 3), (3, 2)))
 
@@ -198,6 +270,7 @@ COMPILED = {
     "causal": rg.Attention(mask=rg.causal()),
     "longformer": rg.Attention(mask=rg.global_tokens([1]) | rg.window(3, 3), bias=rg.alibi(2)),
     "sink and softcap": rg.Attention(score=rg.Dot(softcap=9.0), sink=0.5),
+    "additive": rg.Attention(score=rg.Additive(torch.linspace(-1, 1, 8, dtype=torch.float64)), mask=rg.causal()),
 }
 
 
@@ -221,15 +294,19 @@ def test_the_operator_is_registered_as_torch_wants_it() -> None:
     bias, sink = tensors((1, 2, 9, 11), (2,))
     start, stop = torch.zeros(1, 1, 9, dtype=torch.int32), torch.arange(1, 10, dtype=torch.int32)[None, None]
     fixed = ([start, stop], None, None, [0.5, 0.0, 1.0, 0.0], [0, 0, 0, 0])
-    torch.library.opcheck(torch.ops.regard.dot, (query, key, value, None, None, bias, sink, *fixed))
+    torch.library.opcheck(torch.ops.regard.dot, (query, key, value, None, None, bias, sink, None, *fixed))
+    weight, fixed = tensors((1, 1, 1, 4))[0], ([start, stop], None, None, [1.0, 0.0, 1.0, 0.0], [0, 0, 0, 0])
+    torch.library.opcheck(torch.ops.regard.dot, (query, key, value, None, None, bias, sink, weight, *fixed))
 
 
-def test_the_same_bits_come_back() -> None:
+@pytest.mark.parametrize("score", [rg.Dot(), rg.Additive(torch.linspace(-1, 1, 32, requires_grad=True))], ids=repr)
+def test_the_same_bits_come_back(score: Score) -> None:
     inputs = tensors((1, 3, 300, 32), (1, 1, 300, 32), (1, 1, 300, 32), dtype=torch.float32)
+    inputs += score.tensors()
     runs = []
     for _ in range(3):
         torch.manual_seed(0)
-        output = rg.attention(*inputs, mask=rg.causal(), dropout=0.1, engine="native")
+        output = rg.attention(*inputs[:3], score=score, mask=rg.causal(), dropout=0.1, engine="native")
         runs.append([output, *gradients(output, inputs)])
     for other in runs[1:]:
         assert all(torch.equal(a, b) for a, b in zip(runs[0], other, strict=True))
@@ -269,7 +346,8 @@ from regard.engines import native
 q, k, v = (torch.randn(2, 4, n, 33, dtype=torch.float64, requires_grad=True) for n in (70, 130, 130))
 for dtype, tolerance in ((torch.float64, 1e-12), (torch.float32, 1e-4), (torch.bfloat16, 0.1), (torch.float16, 0.02)):
     sparse = {"mask": ~rg.window(9, 9), "score": rg.Dot(softcap=4.0), "dropout": 0.5}
-    for description in ({}, {"mask": rg.causal(), "bias": rg.alibi(4)}, sparse):
+    additive = {"score": rg.Additive(torch.linspace(-1, 1, 33, dtype=torch.float64)), "mask": rg.causal()}
+    for description in ({}, {"mask": rg.causal(), "bias": rg.alibi(4)}, sparse, additive):
         found = []
         for engine in ("native", "reference"):
             torch.manual_seed(0)
@@ -278,6 +356,12 @@ for dtype, tolerance in ((torch.float64, 1e-12), (torch.float32, 1e-4), (torch.b
             found.append([out, *torch.autograd.grad(out.float().sin().sum(), x)])
         for a, b in zip(*found):
             torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance)
+for features in ("elu", rg.favor(24)):
+    attend, x = rg.LinearAttention(features, mask=rg.causal()), [q[:, :, :67], k[:, :2, :67], v[:, :2, :67]]
+    found = [attend(*x), attend.step(*x)[0]]
+    grads = [torch.autograd.grad(out.sin().sum(), (q, k, v)) for out in found]
+    for a, b in zip([found[0], *grads[0]], [found[1], *grads[1]]):
+        torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-11)
 print(native.about()["instruction set"])
 """
 
@@ -343,5 +427,6 @@ def reasons(**description: object) -> str:
 
 def test_reasons_name_what_the_kernels_do_not_know() -> None:
     assert not reasons(mask=rg.causal(), bias=rg.alibi(2))
+    assert not reasons(score=rg.Additive(torch.zeros(3)))
     assert "one shaw" in reasons(bias=rg.shaw(torch.zeros(3, 3)) + rg.shaw(torch.zeros(3, 3)))
     assert "not Modified" in reasons(score=lambda s, b, h, p, j: s)

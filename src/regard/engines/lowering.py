@@ -17,7 +17,7 @@ from regard.engines import sdpa, tiled
 from regard.engines.problem import Problem
 from regard.geometry import At
 from regard.positions.biases import Bias, DenseBias, Diagonal, Shaw
-from regard.scores import Dot
+from regard.scores import Additive, Dot
 
 
 class Fixed(NamedTuple):
@@ -41,15 +41,20 @@ class Lowered(NamedTuple):
     row_table: Tensor | None  # (B, H, Q, 2R + 1)
     bias: Tensor | None  # four axes, each whole or 1
     sink: Tensor | None  # (H,)
+    weight: Tensor | None  # (1, H or 1, 1, D), of the additive score
 
 
 def lower(problem: Problem, query: Tensor, key: Tensor, value: Tensor) -> tuple[Lowered, Shaw | None, float]:
     score, scale, shaw, frame = problem.score, problem.scale, None, problem.frame
-    diagonal = row_table = dense = sink = None
+    diagonal = row_table = dense = sink = weight = None
     if type(score) is Dot and type(scale) is float and problem.bias is None and problem.sink is None:
-        return Lowered(query, key, value, None, None, None, None), None, scale
+        return Lowered(query, key, value, None, None, None, None, None), None, scale
     original = query
-    if isinstance(scale, Tensor) or not isinstance(score, Dot):
+    if isinstance(score, Additive):
+        weight, scale = score.weight.to(problem.arithmetic).reshape(1, -1, 1, problem.D).contiguous(), 1.0
+        if weight.shape[1] > 1 and problem.G < frame.H:  # the kernel has one weight for the heads that share a key
+            key, value = (t.repeat_interleave(frame.H // problem.G, 1) for t in (key, value))
+    elif isinstance(scale, Tensor) or not isinstance(score, Dot):
         query, key, scale = sdpa.as_dot(problem, query, key)
     assert not isinstance(scale, Tensor)
     for part in () if problem.bias is None else problem.bias.parts():
@@ -70,7 +75,7 @@ def lower(problem: Problem, query: Tensor, key: Tensor, value: Tensor) -> tuple[
             dense = dense.expand(-1, -1, -1, frame.K)  # the kernel sums over the other axes, torch over this one
     if problem.sink is not None:
         sink = torch.as_tensor(problem.sink, dtype=problem.arithmetic).reshape(-1).expand(frame.H).contiguous()
-    return Lowered(query, key, value, diagonal, row_table, dense, sink), shaw, scale
+    return Lowered(query, key, value, diagonal, row_table, dense, sink, weight), shaw, scale
 
 
 def part_of(x: Lowered, fixed: Fixed, head: int | None, rows: Tensor) -> tuple[Lowered, Fixed]:
@@ -105,6 +110,7 @@ def part_of(x: Lowered, fixed: Fixed, head: int | None, rows: Tensor) -> tuple[L
     part = Lowered(
         query, of_head(x.key), of_head(x.value), diagonal, of_rows(x.row_table), of_rows(x.bias),
         x.sink if head is None or x.sink is None else x.sink[head : head + 1],
+        None if x.weight is None else of_head(x.weight),
     )  # fmt: skip
     offset = None if fixed.offset is None else fixed.offset + first
     return part, fixed._replace(visible=visible, offset=offset, sizes=(*fixed.sizes[:2], *strides))
@@ -150,8 +156,9 @@ def differentiable(
         value = torch.cat([value, value.new_zeros(*value.shape[:-1], 2 * fixed.sizes[0] + 1)], -1)
     problem = replace(
         fixed.problem,
+        G=value.shape[1],
         E=value.shape[-1],
-        score=Dot(scale, softcap or None),
+        score=Dot(scale, softcap or None) if x.weight is None else Additive(x.weight[0, :, 0]),
         bias=_Given(x, fixed),
         sink=x.sink,
         grad=True,

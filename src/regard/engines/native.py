@@ -1,4 +1,4 @@
-"""The compiled kernels: dot-product descriptions, forward and backward, on a CPU. Nobody else knows the library."""
+"""The compiled kernels: dot-product and additive scores, and linear attention. Nobody else knows the library."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from regard.engines.lowering import Fixed, Lowered, differentiable, lower, part_
 from regard.engines.problem import Engine, Problem
 from regard.engines.visible import visible_keys, visible_to
 from regard.positions.biases import DenseBias, Diagonal, Shaw
-from regard.scores import Bilinear, Cosine, Dot
+from regard.scores import Additive, Bilinear, Cosine, Dot
 
-INTERFACE = 4  # of csrc/regard.h
+INTERFACE = 5  # of csrc/regard.h
 SMALL = 1 << 15  # multiplications below which training is all set-up
 BITS_BYTES = 1 << 28  # what the bits of partial tiles may take
 LONGEST = 2**31 - 1 - 1024  # the kernels number keys and queries with 32 bits
@@ -35,13 +35,16 @@ _ERRORS = {
     -3: (ValueError, "the native engine cannot address so large a problem"),
 }
 _TENSOR = "P4q"
-_PROBLEM = struct.Struct("@7q2i3d" + 3 * _TENSOR + "2P3q" + "5P2q" + 3 * _TENSOR + "2iq2PQ2Id")
+_PROBLEM = struct.Struct("@7q2i3d" + 3 * _TENSOR + "2P3q" + "5P2q" + 3 * _TENSOR + "2iq2PQ2Id" + _TENSOR)
 _RESULT = struct.Struct("@" + 3 * _TENSOR)
-_GRADIENT = struct.Struct("@" + 13 * _TENSOR)
+_GRADIENT = struct.Struct("@" + 14 * _TENSOR)
 _STATISTICS = struct.Struct("@" + 4 * _TENSOR + "q2P" + _TENSOR + "2Pq")
 _COLUMNS = struct.Struct("@" + _TENSOR + "Pq")
 _POOL = struct.Struct("@" + _TENSOR + "2q")
 _PRODUCT = struct.Struct("@5q4P2i")
+_LINEAR = struct.Struct("@6q4i" + 3 * _TENSOR)
+_LINEAR_RESULT = struct.Struct("@" + 2 * _TENSOR)
+_LINEAR_GRADIENT = struct.Struct("@" + 6 * _TENSOR)
 _ABSENT = (0, 0, 0, 0, 0)
 _ADDRESS = struct.Struct("@P").pack
 
@@ -67,8 +70,9 @@ def library() -> ctypes.CDLL | str:
         return f"the compiled library has interface {version}, but {INTERFACE} is needed; reinstall regard"
     for name in ("regard_isa", "regard_isas_compiled", "regard_version"):
         getattr(found, name).restype = ctypes.c_char_p
-    for name in ("forward", "backward", "look", "weights", "map"):
-        getattr(found, f"regard_dot_{name}").argtypes = [ctypes.c_char_p, ctypes.c_char_p]
+    names = ("dot_forward", "dot_backward", "dot_look", "dot_weights", "dot_map", "linear_forward", "linear_backward")
+    for name in (f"regard_{name}" for name in names):
+        getattr(found, name).argtypes = [ctypes.c_char_p, ctypes.c_char_p]
     long, pointer = ctypes.c_int64, ctypes.c_void_p
     found.regard_packed_size.restype, found.regard_packed_size.argtypes = long, [long, long]
     found.regard_pack_weight.argtypes = [pointer, long, long, long, pointer]
@@ -151,7 +155,7 @@ def _packed(x: Lowered, fixed: Fixed) -> bytes:
         0 if x.bias is None else _DTYPES[x.bias.dtype], wants, radius,
         0 if fixed.offset is None else fixed.offset.data_ptr(), 0 if x.sink is None else x.sink.data_ptr(),
         0 if fixed.seed is None else int(fixed.seed) & 0xFFFFFFFFFFFFFFFF,
-        int(dropout * 2**32), 0, 1 / (1 - dropout),
+        int(dropout * 2**32), 0, 1 / (1 - dropout), *_rows(x.weight),
     )  # fmt: skip
 
 
@@ -195,6 +199,8 @@ def _room(x: Lowered) -> tuple[Tensor | None, ...]:
     made += [None if t is None else torch.empty_like(t) for t in (x.diagonal, x.row_table)]
     made.append(None if x.bias is None else x.bias.new_zeros(x.bias.shape, dtype=real))
     made.append(None if x.sink is None else x.query.new_empty(x.query.shape[:3], dtype=real))
+    per_head = (*x.query.shape[:2], 1, x.query.shape[3])
+    made.append(None if x.weight is None else x.query.new_empty(per_head, dtype=real))
     return tuple(made)
 
 
@@ -206,11 +212,12 @@ def _backward(
     d_output, d_lse, d_mass = grads
     if d_output is None:
         d_output = torch.zeros_like(output)
-    dq, dk, dv, d_diagonal, d_table, d_bias, delta = _room(x._replace(bias=x.bias if wants_bias else None))
+    dq, dk, dv, d_diagonal, d_table, d_bias, delta, d_weight = _room(x._replace(bias=x.bias if wants_bias else None))
     d_mass = None if mass is None or d_mass is None else d_mass.contiguous()
     places = (
         _place(output), _place(lse), _rows(mass), _place(d_output), _place(d_lse), _rows(d_mass), _place(dq),
         _place(dk), _place(dv), _rows(d_diagonal), _rows(d_table), _place(d_bias), _place(delta),
+        _place(d_weight),
     )  # fmt: skip
     _call("regard_dot_backward", _packed(x, fixed), _GRADIENT.pack(*(n for place in places for n in place)))
     d_sink = None
@@ -219,7 +226,9 @@ def _backward(
         d_sink = -torch.where(share > 0, share * delta, 0.0).sum((0, 2))
     if d_bias is not None and x.bias is not None:
         d_bias = d_bias.to(x.bias.dtype)
-    return dq, dk, dv, d_diagonal, d_table, d_bias, d_sink
+    if d_weight is not None and x.weight is not None:
+        d_weight = d_weight.sum_to_size(x.weight.shape)
+    return dq, dk, dv, d_diagonal, d_table, d_bias, d_sink, d_weight
 
 
 class _Attend(torch.autograd.Function):
@@ -250,19 +259,21 @@ class _Attend(torch.autograd.Function):
 
 _INPUTS = (
     "Tensor query, Tensor key, Tensor value, Tensor? diagonal, Tensor? row_table, Tensor? bias, Tensor? sink, "
+    "Tensor? weight, "
     "Tensor[] visible, Tensor? offset, Tensor? seed, float[] numbers, int[] sizes"
 )
 _OUTPUTS = "Tensor output, Tensor lse, Tensor mass"
+_TENSORS = len(Lowered._fields)  # these come first
 
 
 @torch.library.custom_op("regard::dot", mutates_args=(), schema=f"({_INPUTS}) -> (Tensor, Tensor, Tensor)")
 def _dot(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
-    return _forward(Lowered(*arguments[:7]), Fixed(*arguments[7:]))
+    return _forward(Lowered(*arguments[:_TENSORS]), Fixed(*arguments[_TENSORS:]))
 
 
 @_dot.register_fake
 def _(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
-    return _results(arguments[0], arguments[2], arguments[11])
+    return _results(arguments[0], arguments[2], arguments[_TENSORS + 4])
 
 
 @torch.library.custom_op(
@@ -271,8 +282,8 @@ def _(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     schema=f"({_INPUTS}, {_OUTPUTS}, Tensor? d_output, Tensor? d_lse, Tensor? d_mass) -> Tensor[]",
 )
 def _dot_backward(*arguments: Any) -> list[Tensor]:
-    x, fixed = Lowered(*arguments[:7]), Fixed(*arguments[7:12])
-    found = _backward(x, fixed, arguments[12:15], arguments[15:], x.bias is not None)
+    x, rest = Lowered(*arguments[:_TENSORS]), arguments[_TENSORS:]
+    found = _backward(x, Fixed(*rest[:5]), rest[5:8], rest[8:], x.bias is not None)
     return [grad for grad in found if grad is not None]
 
 
@@ -280,25 +291,55 @@ def _dot_backward(*arguments: Any) -> list[Tensor]:
 def _(*arguments: Any) -> list[Tensor]:
     return [
         torch.empty_like(tensor, memory_format=torch.contiguous_format)
-        for tensor in arguments[:7]
+        for tensor in arguments[:_TENSORS]
         if tensor is not None
     ]
 
 
 def _remember(ctx: Any, inputs: tuple, output: tuple[Tensor, ...]) -> None:
-    ctx.save_for_backward(*inputs[:7], *inputs[7], *inputs[8:10], *output)
-    ctx.rest = inputs[10:]
+    visible, offset, seed, *ctx.rest = inputs[_TENSORS:]
+    ctx.save_for_backward(*inputs[:_TENSORS], *visible, offset, seed, *output)
     ctx.set_materialize_grads(False)
 
 
 def _differentiate(ctx: Any, *grads: Tensor | None) -> tuple:
     saved = ctx.saved_tensors
-    x, visible, (offset, seed), results = saved[:7], saved[7:-5], saved[-5:-3], saved[-3:]
+    x, visible, (offset, seed), results = saved[:_TENSORS], saved[_TENSORS:-5], saved[-5:-3], saved[-3:]
     found = iter(torch.ops.regard.dot_backward(*x, visible, offset, seed, *ctx.rest, *results, *grads))
     return *(None if tensor is None else next(found) for tensor in x), [None] * len(visible), None, None, None, None
 
 
 _dot.register_autograd(_differentiate, setup_context=_remember)
+
+
+# Causal linear attention
+
+
+def _packed_linear(query: Tensor, key: Tensor, value: Tensor, elu: bool) -> bytes:
+    (B, H, N, M), (_, G, _, E) = query.shape, value.shape
+    places = (n for tensor in (query, key, value) for n in _place(tensor))
+    return _LINEAR.pack(B, H, G, N, M, E, _DTYPES[query.dtype], torch.get_num_threads(), elu, 0, *places)
+
+
+def linear_forward(query: Tensor, key: Tensor, value: Tensor, elu: bool) -> tuple[Tensor, Tensor]:
+    """Output (B, H, N, E) and its denominator (B, H, N) of query (B, H, N, M), key (B, G, N, M), value (B, G, N, E).
+
+    Query and key are features, or with `elu` what is to become them.
+    """
+    output, norm, _ = _results(query, value, (0, 0))
+    places = _LINEAR_RESULT.pack(*_place(output), *_place(norm))
+    _call("regard_linear_forward", _packed_linear(query, key, value, elu), places)
+    return output, norm
+
+
+def linear_backward(
+    query: Tensor, key: Tensor, value: Tensor, elu: bool, output: Tensor, norm: Tensor, grad: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of query, key and value, given that of the output."""
+    dq, dk, dv = (torch.empty_like(t, memory_format=torch.contiguous_format) for t in (query, key, value))
+    places = (n for tensor in (output, norm, grad, dq, dk, dv) for n in _place(tensor))
+    _call("regard_linear_backward", _packed_linear(query, key, value, elu), _LINEAR_GRADIENT.pack(*places))
+    return dq, dk, dv
 
 
 # The engine
@@ -485,8 +526,8 @@ def why_not(problem: Problem) -> list[str]:
     for axis, n in sizes.items():
         if n > LONGEST:
             reasons.append(f"its kernels count to {LONGEST:,} along an axis, but {axis} is {n:,}")
-    if not isinstance(score, Dot | Cosine | Bilinear):
-        reasons.append(f"its kernels know dot products, not {score!r}")
+    if not isinstance(score, Dot | Cosine | Bilinear | Additive):
+        reasons.append(f"its kernels know dot products and the additive score, not {score!r}")
     if problem.bias is not None:
         parts = problem.bias.parts()
         if any(not isinstance(part, Diagonal | Shaw | DenseBias) for part in parts):

@@ -1,0 +1,160 @@
+// The scores that the tile walk can compute: what is done to packed queries and keys, and how a strip of the one meets
+// panels of the other.
+#pragma once
+#include "additive.h"
+#include "memory.h"
+#include "pack.h"
+
+namespace regard::REGARD_ISA {
+
+// q . k; the scale is multiplied into the keys.
+template <class T> struct DotScore {
+  static constexpr bool is_product = true;  // gradients are products with the packed queries and keys
+  const int64_t D;
+  explicit DotScore(const regard_dot& p) : D(p.D) {}
+
+  int prepare(const regard_dot&) { return REGARD_OK; }
+  T key_factor(T scale) const { return scale; }
+  void ready_queries(int64_t, T*) const {}
+  void ready_keys(T*) const {}
+  void ready_rows(T*, int64_t, int64_t, T) const {}
+
+  void fill(int64_t, int rows, int64_t panels, const T* strip, const T* turned, T* scores, int64_t stride) const {
+    multiply<T, 1, MR, Into::overwrite>(rows, panels, D, strip, turned, NR<T> * D, scores, stride);
+  }
+
+  int64_t sums() const { return 0; }
+  void finish_row(int64_t, T*) const {}
+  void store_sums(const regard_tensor&, int64_t, int64_t, const T*, T) const {}
+};
+
+// weight . tanh(q + k). All rows of a strip have the same weight: it is shared by the heads, or no heads share keys.
+template <class T> struct AdditiveScore {
+  static constexpr bool is_product = false;
+  const int64_t D, width;  // the width in whole panels
+  const T scale;  // of the logits in base two
+  const regard_tensor& given;
+  const int64_t per_head;  // 1 if every head has a weight of its own
+  AdditiveMode mode = AdditiveMode::direct;
+  Buffer memory;
+
+  explicit AdditiveScore(const regard_dot& p)
+      : D(p.D), width(round_up(p.D, NR<T>)), scale(T(log2_e / p.temperature)), given(p.weight),
+        per_head(p.weight.stride[1] != 0 && p.H > 1) {}
+
+  const AdditiveWeight<T>& weight(int64_t h) const { return ((const AdditiveWeight<T>*)memory.data)[h * per_head]; }
+
+  int prepare(const regard_dot& p) {
+    const int64_t heads = per_head ? p.H : 1;
+    Layout layout;
+    layout.add(heads, 1, sizeof(AdditiveWeight<T>));
+    const size_t numbers = layout.add(heads, 3 * D, sizeof(T)), ranges = layout.add(p.threads, 2, sizeof(AdditiveRange<T>));
+    if (!layout.ok) return REGARD_TOO_LARGE;
+    if (!memory.reserve(layout.bytes)) return REGARD_NO_MEMORY;
+
+    AdditiveRange<T>* found = (AdditiveRange<T>*)((char*)memory.data + ranges);
+    for (int64_t t = 0; t < 2 * p.threads; ++t) found[t] = {};
+    auto scan = [&](int thread, int threads) {
+      for (int64_t n = thread; n < p.B * (p.H + p.G); n += threads) {
+        const int64_t b = n / (p.H + p.G), head = n % (p.H + p.G);
+        if (head < p.H) found[2 * thread].include(matrix_of(p.q, p.dtype, b, head, p.Q, D));
+        else found[2 * thread + 1].include(matrix_of(p.k, p.dtype, b, head - p.H, p.K, D));
+      }
+      return int(REGARD_OK);
+    };
+    if (const int status = parallel(p.threads, scan)) return status;
+    for (int64_t t = 1; t < p.threads; ++t) found[0].include(found[2 * t]), found[1].include(found[2 * t + 1]);
+
+    const bool small = AdditiveWeight<T>::small(found[0], found[1]);
+    mode = small ? AdditiveMode::small : AdditiveMode::paired;
+    for (int64_t h = 0; h < heads; ++h) {
+      const T* source = (const T*)given.data + h * given.stride[1];
+      T* storage = (T*)((char*)memory.data + numbers) + h * 3 * D;
+      const AdditiveWeight<T> weight(source, given.stride[3], D, storage);
+      ((AdditiveWeight<T>*)memory.data)[h] = weight;
+      if (!small) mode = greatest(mode, weight.mode(found[0], found[1]));
+    }
+    return REGARD_OK;
+  }
+
+  // Whether queries and keys are packed as they are.
+  bool plain() const { return mode == AdditiveMode::small || mode == AdditiveMode::direct; }
+
+  T key_factor(T) const { return 1; }
+
+  void ready_queries(int64_t h, T* strip) const {
+    if (plain()) return;
+    exponentials(strip, D * MR, T(1));
+    const T* inverse = weight(h).inverse;
+    for (int64_t d = 0; d < D; ++d)
+      for (int r = 0; r < MR; ++r) strip[d * MR + r] *= inverse[d];
+  }
+  void ready_keys(T* turned) const {
+    if (!plain()) exponentials(turned, D * NR<T>, T(1));
+  }
+  // Rows as panels [width / NR][row][NR], which the gradients read: with the factor 1/2 for queries, 1 for keys.
+  void ready_rows(T* panels, int64_t rows, int64_t panel, T factor) const {
+    if (plain()) return;
+    for (int64_t d = 0; d < width; d += NR<T>, panels += panel) exponentials(panels, rows * NR<T>, factor);
+  }
+  static void exponentials(T* x, int64_t n, T factor) {
+    for (int64_t i = 0; i < n; i += lanes<T>) {
+      const Vec<T> v = load_some(x + i, 1, n - i);
+      store_some(x + i, 1, n - i, exp(v + v) * factor);
+    }
+  }
+
+  void fill(int64_t h, int rows, int64_t panels, const T* strip, const T* turned, T* scores, int64_t stride) const {
+    if (mode == AdditiveMode::paired) fill_in<AdditiveMode::paired>(weight(h), rows, panels, strip, turned, scores, stride);
+    else if (mode == AdditiveMode::small) fill_in<AdditiveMode::small>(weight(h), rows, panels, strip, turned, scores, stride);
+    else if (mode == AdditiveMode::single) fill_in<AdditiveMode::single>(weight(h), rows, panels, strip, turned, scores, stride);
+    else fill_in<AdditiveMode::direct>(weight(h), rows, panels, strip, turned, scores, stride);
+  }
+
+  // Numbers gathered besides the gradients of queries and keys: the gradient of -weight.
+  int64_t sums() const { return width; }
+
+  void add_gradients(int rows, int64_t keys, AdditiveRows<T> q, AdditiveRows<T> k, const T* ds, int64_t ds_row, T* dq, T* dk, T* sums) const {
+    with_rows(rows, [&](auto m) __attribute__((always_inline)) { add_rows<decltype(m)::value>(keys, q, k, ds, ds_row, dq, dk, sums); });
+  }
+  void finish_row(int64_t h, T* row) const {
+    const T* w = weight(h).weight;
+    for (int64_t d = 0; d < D; ++d) row[d] *= w[d];
+  }
+  void store_sums(const regard_tensor& d_weight, int64_t b, int64_t h, const T* sums, T factor) const {
+    if (!d_weight.data) return;
+    T* to = (T*)d_weight.data + b * d_weight.stride[0] + h * d_weight.stride[1];
+    for (int64_t d = 0; d < D; ++d) to[d * d_weight.stride[3]] = -sums[d] * factor;
+  }
+
+ private:
+  template <int M>
+  __attribute__((noinline)) void add_rows(int64_t keys, AdditiveRows<T> q, AdditiveRows<T> k, const T* ds, int64_t ds_row, T* dq, T* dk,
+                                          T* sums) const {
+    if (mode == AdditiveMode::small) additive_gradients<AdditiveMode::small, T, M>(width, keys, q, k, ds, ds_row, dq, dk, sums);
+    else if (mode == AdditiveMode::direct) additive_gradients<AdditiveMode::direct, T, M>(width, keys, q, k, ds, ds_row, dq, dk, sums);
+    else additive_gradients<AdditiveMode::single, T, M>(width, keys, q, k, ds, ds_row, dq, dk, sums);
+  }
+
+  template <AdditiveMode chosen>
+  __attribute__((noinline)) void fill_in(const AdditiveWeight<T>& w, int rows, int64_t panels, const T* strip, const T* turned,
+                                         T* scores, int64_t stride) const {
+    with_rows(rows, [&](auto m) __attribute__((always_inline)) {
+      for (int64_t p = 0; p < panels; ++p)
+        additive_scores<chosen, T, decltype(m)::value>(w, strip, turned + p * NR<T> * D, scores + p * NR<T>, stride, scale);
+    });
+  }
+};
+
+// Calls f with the types that a problem is computed in.
+template <class T, class S> struct Kind {
+  using Real = T;
+  using Score = S;
+};
+template <class F> int with_score(const regard_dot& p, F&& f) {
+  const bool wide = p.dtype == REGARD_FLOAT64;
+  if (p.weight.data) return wide ? f(Kind<double, AdditiveScore<double>>{}) : f(Kind<float, AdditiveScore<float>>{});
+  return wide ? f(Kind<double, DotScore<double>>{}) : f(Kind<float, DotScore<float>>{});
+}
+
+}  // namespace regard::REGARD_ISA
