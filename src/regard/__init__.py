@@ -22,6 +22,7 @@ from regard.masks import (
     where,
     window,
 )
+from regard.models.checkpoints import load, save
 from regard.nn.packing import Packed, pack, unpack
 from regard.positions import Bias, alibi, dense_bias, learned, relative, rotary, shaw, sinusoidal, t5
 from regard.scores import Additive, Bilinear, Cosine, Dot, Modified
@@ -71,6 +72,8 @@ __all__ = [
     # modules and models, and packed batches
     "models",
     "nn",
+    "load",
+    "save",
     "Packed",
     "pack",
     "unpack",

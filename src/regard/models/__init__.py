@@ -1,5 +1,6 @@
 """Assemblies of modules: text, language, translation, vision, detection."""
 
+from regard.models.checkpoints import load, save, tokenizer
 from regard.models.detection import Detr, DetrConfig
 from regard.models.language import LanguageConfig, LanguageModel
 from regard.models.matching import Objects, SetLoss
@@ -32,6 +33,9 @@ __all__ = [
     "TextConfig",
     "TextEncoder",
     "TokenClassifier",
+    "load",
+    "save",
+    "tokenizer",
     "Transformer",
     "TransformerConfig",
     "VisionConfig",

@@ -39,6 +39,7 @@ class LanguageConfig:
     arrangement: "pre", "post" or "sandwich". norm: "layer", "rms", or "unit_rms" (1 + weight).
     windows: how many tokens the layers see, in turn, none for all: (4096, None) alternates, (4096,) is every layer.
     scale, softcap: of the scores. final_softcap: of the logits. embedding_scale: of the embedded tokens.
+    attention_dropout: of the weights, dropout unless told otherwise.
 
     >>> from regard.models.language import LanguageConfig
     >>> LanguageConfig(vocabulary=100, width=32, layers=2, heads=4, hidden=64).norm
@@ -69,6 +70,7 @@ class LanguageConfig:
     embedding_scale: float = 1.0
     tied: bool = True
     dropout: float = 0.0
+    attention_dropout: float | None = None
 
 
 class LanguageModel(nn.Module):
@@ -169,9 +171,10 @@ def _blocks(config: LanguageConfig) -> list[Block]:
     d_head = config.head_width or config.width // config.heads
     # Layers that look as far share one description, and so its plans.
     described: dict[int | None, Attention] = {}
+    dropped = config.dropout if config.attention_dropout is None else config.attention_dropout
     for reach in config.windows or (None,):
         mask = causal() if reach is None else causal() & window(reach - 1, 0)
-        described[reach] = Attention(Dot(config.scale, config.softcap), mask, dropout=config.dropout)
+        described[reach] = Attention(Dot(config.scale, config.softcap), mask, dropout=dropped)
     blocks = []
     for n in range(config.layers):
         attention = MultiHeadAttention(

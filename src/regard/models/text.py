@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -37,6 +39,7 @@ class TextConfig:
     distinct: how many layers have weights of their own, all unless told otherwise; each then runs
         layers / distinct times (ALBERT has one that runs twelve times).
     pooling: "first", "mean", "max" or "attention". head_activation: within the head of a sequence classifier.
+    unit: whether an embedder's vectors have length 1. attention_dropout: of the weights, dropout unless told otherwise.
 
     >>> from regard.models.text import TextConfig
     >>> TextConfig(vocabulary=100, width=32, layers=2, heads=4, hidden=64).arrangement
@@ -59,8 +62,10 @@ class TextConfig:
     activation: str = "gelu"
     head_activation: str = "tanh"
     pooling: str = "first"
+    unit: bool = True
     classes: int = 2
     dropout: float = 0.1
+    attention_dropout: float | None = None
 
 
 class TextEncoder(nn.Module):
@@ -207,6 +212,8 @@ class TokenClassifier(nn.Module):
 class SentenceEmbedder(nn.Module):
     """Token ids to one unit vector for each sequence, (B, N) to (B, width): pooled hidden states.
 
+    `embed` takes strings where there is a `tokenizer`, one of the library of that name; `regard.load` brings it along.
+
     >>> import torch
     >>> from regard.models.text import SentenceEmbedder, TextConfig
     >>> config = TextConfig(vocabulary=100, width=32, layers=2, heads=4, hidden=64, pooling="mean")
@@ -219,11 +226,48 @@ class SentenceEmbedder(nn.Module):
         self.config = config
         self.encoder = TextEncoder(config)
         self.pooling = pooling_named(config.pooling, config.width)
+        self.tokenizer: Any = None
 
     def forward(self, inputs: Inputs, mask: Tensor | None = None, *, segments: Inputs | None = None) -> Tensor:
         """Unit vectors (B, width)."""
         rows = rows_of(inputs, mask)
-        return F.normalize(rows.pooled(self.pooling, self.encoder.hidden(rows, segments)), dim=-1)
+        pooled = rows.pooled(self.pooling, self.encoder.hidden(rows, segments))
+        return F.normalize(pooled, dim=-1) if self.config.unit else pooled
+
+    @torch.inference_mode()
+    def embed(self, texts: Sequence[str], *, tokens: int = 8192) -> Tensor:
+        """The vectors of strings, (len(texts), width): packed, those alike in length together, `tokens` at a time."""
+        if self.tokenizer is None:
+            raise ValueError(
+                "embed needs a tokenizer: load the model from a folder with tokenizer.json, or give it ids"
+            )
+        if isinstance(texts, str):
+            raise TypeError("texts must be a list of strings, but is one string; try [text]")
+        table = self.encoder.embedding.weight
+        vectors = table.new_empty(len(texts), self.config.width)
+        ids = [torch.tensor(found.ids, device=table.device) for found in self.tokenizer.encode_batch(list(texts))]
+        for rows in alike([len(row) for row in ids], tokens):
+            vectors[rows] = self([ids[row] for row in rows])
+        return vectors
+
+
+def alike(lengths: Sequence[int], tokens: int) -> Iterator[list[int]]:
+    """Numbers of sequences in order of their length, together at most `tokens` long, one at least.
+
+    >>> from regard.models.text import alike
+    >>> list(alike([3, 9, 2, 4], tokens=9))
+    [[2, 0, 3], [1]]
+    """
+    rows: list[int] = []
+    held = 0
+    for row in sorted(range(len(lengths)), key=lengths.__getitem__):
+        if rows and held + lengths[row] > tokens:
+            yield rows
+            rows, held = [], 0
+        rows.append(row)
+        held += lengths[row]
+    if rows:
+        yield rows
 
 
 def pooling_named(name: str, width: int) -> nn.Module:
@@ -236,7 +280,8 @@ def pooling_named(name: str, width: int) -> nn.Module:
 def _blocks(config: TextConfig, count: int) -> list[Block]:
     if config.layers % count:
         raise ValueError(f"layers = {config.layers} must be a multiple of distinct = {count}")
-    norm, attend = norm_named(config.norm, config.eps), Attention(dropout=config.dropout)
+    dropped = config.dropout if config.attention_dropout is None else config.attention_dropout
+    norm, attend = norm_named(config.norm, config.eps), Attention(dropout=dropped)
     arrangement = choose("arrangement", config.arrangement, ARRANGEMENTS)
     activation = choose("activation", config.activation, ACTIVATIONS)
     return [

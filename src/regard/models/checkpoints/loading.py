@@ -1,0 +1,117 @@
+"""Reading a checkpoint."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from regard.models.checkpoints import own, sentences
+from regard.models.checkpoints.families import FAMILIES, family_of
+from regard.models.checkpoints.family import TENSORS, Architecture, Values
+from regard.models.checkpoints.files import CONFIG, GENERATION, Weights, float_types, folder_of, read_json
+from regard.models.checkpoints.names import Move, find, moves, some
+from regard.models.text import SentenceEmbedder
+
+
+def load(
+    folder: str | os.PathLike[str], *, dtype: torch.dtype | None, revision: str | None, local_files_only: bool
+) -> nn.Module:
+    """See `regard.models.checkpoints.calls`."""
+    path = folder_of(folder, revision=revision, local_files_only=local_files_only)
+    if (path / sentences.MODULES).exists():
+        return sentences.load(path, lambda inner: read(inner, dtype=dtype, bare=True))
+    model = read(path, dtype=dtype)
+    return sentences.with_tokenizer(model, path) if isinstance(model, SentenceEmbedder) else model
+
+
+def read(path: Path, *, dtype: torch.dtype | None, bare: bool = False) -> nn.Module:
+    """The model of a folder; `bare` is the base model where the checkpoint does not say an architecture."""
+    said = read_json(path / CONFIG)
+    weights = Weights(path)
+    try:
+        architecture, config = _described(said, _spoken(path), weights, bare)
+    except (ValueError, KeyError, TypeError) as error:
+        what = f"{error} is missing" if isinstance(error, KeyError) else str(error)
+        raise ValueError(f"{path / CONFIG}: {what}") from error
+    try:
+        model = _filled(weights, architecture, config, dtype)
+    except (ValueError, TypeError, RuntimeError) as error:
+        raise ValueError(f"{path}: {error}") from error
+    model.__dict__["origin"] = said
+    return model.eval()
+
+
+def _described(said: Values, spoken: Values, weights: Weights, bare: bool) -> tuple[Architecture, Any]:
+    """The architecture and our configuration that config.json describes."""
+    if said.get("model_type") == own.MODEL_TYPE:
+        return own.described(said)
+    for name in ("auto_map", "quantization_config"):
+        if said.get(name):
+            raise ValueError(f"it has {name}: models with code or number formats of their own are not read")
+    family = family_of(said.get("model_type"))
+    if family is None:
+        listed = ", ".join(family.model_type for family in FAMILIES)
+        raise ValueError(f"model_type = {said.get('model_type')!r} is not supported; supported: {listed}")
+    names = said.get("architectures") or ([next(iter(family.architectures))] if bare else [])
+    architecture = next((family.architectures[name] for name in names if name in family.architectures), None)
+    if architecture is None:
+        listed = ", ".join(family.architectures)
+        raise ValueError(f"architectures = {names} is not supported; supported: {listed}")
+    return architecture, family.config_of(said | spoken | {TENSORS: frozenset(weights.names())})
+
+
+def _spoken(path: Path) -> dict[str, Any]:
+    """What generation_config.json says beyond config.json that is part of our configurations."""
+    said = read_json(path / GENERATION) if (path / GENERATION).exists() else {}
+    names = ("decoder_start_token_id", "eos_token_id", "bad_words_ids")
+    return {name: said[name] for name in names if said.get(name) is not None}
+
+
+def _filled(weights: Weights, architecture: Architecture, config: Any, dtype: torch.dtype | None) -> nn.Module:
+    layers, held = getattr(config, "distinct", None) or getattr(config, "layers", None), len(list(weights.names()))
+    if layers is not None and layers > held:  # before so many are built
+        raise ValueError(f"the configuration has {layers} layers, but the checkpoint has {held} tensors")
+    with torch.device("meta"):  # shapes alone: every tensor comes from the file
+        model = architecture.model(config)
+    wanted = moves(model, architecture.rules(config))
+    found = find(weights, wanted, architecture.extras, architecture.prefix)
+    fill(model, read_moves(weights, wanted, found, dtype))
+    if dtype is None and len(types := float_types(model.state_dict().values())) > 1:
+        raise ValueError(
+            f"the tensors are of {' and '.join(types)}; give the one that you want, as dtype=torch.float32"
+        )
+    return model
+
+
+def read_moves(
+    weights: Weights, wanted: Iterable[Move], found: dict[str, str], dtype: torch.dtype | None
+) -> dict[str, Tensor]:
+    """Our tensors by our names."""
+    made = {}
+    for move in wanted:
+        tensor = move.join(weights.read(found[name]) for name in move.theirs)
+        made[move.ours] = tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
+    return made
+
+
+def fill(model: nn.Module, tensors: dict[str, Tensor]) -> None:
+    """Give a model these tensors in place of its own; those that are tied stay tied."""
+    given = {id(old): tensors[name] for name, old in model.state_dict(keep_vars=True).items() if name in tensors}
+    parameters: dict[int, nn.Parameter] = {}
+    for module in model.modules():
+        for name, old in module._parameters.items():
+            if old is not None and id(old) in given:
+                if id(old) not in parameters:
+                    parameters[id(old)] = nn.Parameter(given[id(old)], requires_grad=old.requires_grad)
+                module._parameters[name] = parameters[id(old)]
+        for name, buffer in module._buffers.items():
+            if buffer is not None and id(buffer) in given:
+                module._buffers[name] = given[id(buffer)]
+    left = [name for name, tensor in (*model.named_parameters(), *model.named_buffers()) if tensor.is_meta]
+    if left:
+        raise ValueError(f"{type(model).__name__} has tensors that no checkpoint gives: {some(left)}")

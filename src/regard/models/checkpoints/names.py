@@ -1,0 +1,221 @@
+"""Tables of names: which of our tensors is which of theirs, applied in both directions."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+Shape = tuple[int, ...]
+
+
+class Tensors(Protocol):
+    """Named tensors that are read one at a time: a checkpoint."""
+
+    def names(self) -> Iterable[str]: ...
+    def shape(self, name: str) -> Shape: ...
+    def read(self, name: str) -> Tensor: ...
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One line of a table: a module or tensor of ours, and what it is called, or is put together of, in theirs."""
+
+    ours: str
+    theirs: tuple[str, ...]
+    form: str = ""
+
+    def match(self, name: str) -> tuple[str, ...] | None:
+        """Their names of our tensor, or none where the rule is about another."""
+        found = _pattern(self.ours).fullmatch(name)
+        if found is None:
+            return None
+        *numbers, rest = found.groups()
+        filled = []
+        for theirs in self.theirs:
+            for number in numbers:
+                theirs = theirs.replace("*", number, 1)
+            filled.append(theirs + rest)
+        return tuple(filled)
+
+
+@dataclass(frozen=True)
+class Form:
+    """How they hold a tensor: ours from theirs, theirs from ours, and which tensors of a module are meant."""
+
+    ours: Callable[[Tensor], Tensor]
+    theirs: Callable[[Tensor], Tensor]
+    dims: tuple[int, ...]
+
+
+FORMS = {
+    "T": Form(lambda x: x.t(), lambda x: x.t(), (2,)),
+    "conv": Form(lambda x: x[:, :, 0, 0], lambda x: x[:, :, None, None], (2,)),
+    "1": Form(lambda x: x[0], lambda x: x[None], (1, 2)),
+}
+PLAIN = Form(lambda x: x, lambda x: x, ())
+
+
+@dataclass(frozen=True)
+class Move:
+    """One tensor of ours, and the tensors of theirs that it is put together of, with their shapes."""
+
+    ours: str
+    theirs: tuple[str, ...]
+    rows: tuple[int, ...]
+    shapes: tuple[Shape, ...]
+    form: Form
+
+    def join(self, parts: Iterable[Tensor]) -> Tensor:
+        """Theirs to ours."""
+        turned = [self.form.ours(part) for part in parts]
+        if len(turned) > 1:
+            return torch.cat(turned)
+        return turned[0].clone(memory_format=torch.contiguous_format)  # a file that changes must not reach the model
+
+    def split(self, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+        """Ours to theirs."""
+        parts = tensor.split(self.rows) if len(self.theirs) > 1 else [tensor]
+        for name, part in zip(self.theirs, parts, strict=True):
+            yield name, self.form.theirs(part).contiguous()
+
+
+@cache
+def table(text: str, *, ours: str = "", theirs: str = "") -> tuple[Rule, ...]:
+    """Rules from lines of two names, ours and theirs, put behind these prefixes.
+
+    A name stands for a module with all its tensors, or for one tensor. `*` is a number that both names have.
+    `{a,b}` puts a and b one below the other. `^T` is a matrix that they hold transposed, `^conv` one that they hold
+    as a 1x1 convolution, `^1` a tensor with an axis of length 1 before ours.
+
+    >>> from regard.models.checkpoints.names import table
+    >>> table("layers.*.up   blocks.*.{gate,up}", theirs="model.")[0].match("layers.3.up.weight")
+    ('model.blocks.3.gate.weight', 'model.blocks.3.up.weight')
+    """
+    rules = []
+    for line in filter(None, map(str.strip, text.splitlines())):
+        own, other = line.split()
+        other, _, mark = other.partition("^")
+        rules.append(Rule(ours + own, _alternatives(theirs + other), mark))
+    return tuple(rules)
+
+
+def moves(model: nn.Module, rules: Iterable[Rule]) -> list[Move]:
+    """How every tensor of a model comes from, and goes to, a checkpoint. A tensor that no rule knows is an error."""
+    rules, seen, found, unknown = tuple(rules), set(), [], []
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if id(tensor) in seen:  # a tied one is moved once
+            continue
+        seen.add(id(tensor))
+        for rule in rules:
+            if (theirs := rule.match(name)) is not None:
+                found.append(_move(model, name, tensor, theirs, rule))
+                break
+        else:
+            unknown.append(name)
+    if unknown:
+        raise ValueError(f"the table of names does not know {some(unknown)}")
+    return found
+
+
+def _move(model: nn.Module, name: str, tensor: Tensor, theirs: tuple[str, ...], rule: Rule) -> Move:
+    rows = [len(tensor)] if tensor.dim() else []
+    if len(theirs) > 1:
+        around = model.get_submodule(name.rsplit(".", 2)[0])
+        rows = list(getattr(around, "widths", ()))
+        if len(rows) != len(theirs):
+            rows = [len(tensor) // len(theirs)] * len(theirs)
+    form = FORMS[rule.form] if rule.form and tensor.dim() in FORMS[rule.form].dims else PLAIN
+    parts = (torch.empty((*rows[n : n + 1], *tensor.shape[1:]), device="meta") for n in range(len(theirs)))
+    shapes = tuple(tuple(form.theirs(part).shape) for part in parts)
+    return Move(name, theirs, tuple(rows), shapes, form)
+
+
+def some(names: Iterable[str], most: int = 8) -> str:
+    """Names in order, and how many more there are."""
+    names = sorted(names)
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+
+
+@dataclass(frozen=True)
+class Extras:
+    """What a checkpoint may hold beside what the model has.
+
+    ignored: patterns of names that are left out. copies: names that repeat another tensor, the first of those given
+    that the model has; they must be equal, and stand for it where it is absent. renamed: regular expressions of other
+    names, and what they are here.
+    """
+
+    ignored: tuple[str, ...] = ()
+    copies: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    renamed: tuple[tuple[str, str], ...] = ()
+
+
+def find(source: Tensors, wanted: Iterable[Move], extras: Extras, prefix: str) -> dict[str, str]:
+    """Where each tensor that is wanted stands in the checkpoint, by their name; the base may have a prefix or not.
+
+    Missing tensors, unknown ones, other shapes and copies that differ are errors that list them.
+    """
+    needed = {name: shape for move in wanted for name, shape in zip(move.theirs, move.shapes, strict=True)}
+    copies = {
+        copy: next(name for name in names if name in needed)
+        for copy, names in extras.copies.items()
+        if any(name in needed for name in names)
+    }
+    found: dict[str, str] = {}
+    copied: dict[str, str] = {}
+    unknown = []
+    for stored in source.names():
+        name = stored
+        for old, new in extras.renamed:
+            name = re.sub(old, new, name)
+        forms = (name, prefix + name, name.removeprefix(prefix))
+        here = next((form for form in forms if form in needed), None)
+        if here is not None:
+            if here in found:
+                raise ValueError(f"{stored} and {found[here]} are both {here}; one of them has to go")
+            found[here] = stored
+        elif any(form in copies for form in forms):
+            copied[next(form for form in forms if form in copies)] = stored
+        elif not any(_pattern(pattern).fullmatch(form) for pattern in extras.ignored for form in forms):
+            unknown.append(stored)
+    for copy, stored in copied.items():
+        original = copies[copy]
+        if original not in found:
+            found[original] = stored
+        elif not torch.equal(source.read(stored), source.read(found[original])):
+            raise ValueError(
+                f"{stored} and {found[original]} must be equal, as the configuration ties them, but differ; "
+                "remove one, or set tie_word_embeddings to false in config.json"
+            )
+    missing = [name for name in needed if name not in found]
+    if missing or unknown:
+        parts = [f"lacks {some(missing)}"] if missing else []
+        parts += [f"has {some(unknown)}, which the model does not know"] if unknown else []
+        raise ValueError(f"the checkpoint {' and '.join(parts)}")
+    other = [
+        f"{found[name]} is {source.shape(found[name])}, not {shape}"
+        for name, shape in needed.items()
+        if source.shape(found[name]) != shape
+    ]
+    if other:
+        raise ValueError(f"the tensors do not have the shapes that config.json says: {'; '.join(other[:8])}")
+    return found
+
+
+@cache
+def _pattern(name: str) -> re.Pattern[str]:
+    return re.compile(re.escape(name).replace(r"\*", r"(\d+)") + r"((?:\..+)?)")
+
+
+def _alternatives(name: str) -> tuple[str, ...]:
+    found = re.fullmatch(r"(.*)\{(.*)\}(.*)", name)
+    if found is None:
+        return (name,)
+    before, inner, after = found.groups()
+    return tuple(before + part + after for part in inner.split(","))

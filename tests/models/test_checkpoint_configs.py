@@ -1,0 +1,114 @@
+"""Configurations as well-known checkpoints say them, of several releases."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import regard as rg
+from regard.models import ResNetConfig
+from regard.models.checkpoints.families import FAMILIES, family_of
+
+KNOWN: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # what config.json says, and what of ours is expected
+    "gpt2": (
+        {"model_type": "gpt2", "activation_function": "gelu_new", "attn_pdrop": 0.1, "embd_pdrop": 0.1, "n_ctx": 1024,
+         "layer_norm_epsilon": 1e-05, "n_embd": 768, "n_head": 12, "n_layer": 12, "n_positions": 1024,
+         "resid_pdrop": 0.1, "vocab_size": 50257},
+        {"hidden": 3072, "tied": True, "activation": "gelu_tanh", "attention_dropout": None, "dropout": 0.1},
+    ),
+    "llama 2": (
+        {"model_type": "llama", "hidden_act": "silu", "hidden_size": 4096, "intermediate_size": 11008,
+         "max_position_embeddings": 4096, "num_attention_heads": 32, "num_hidden_layers": 32, "pretraining_tp": 1,
+         "num_key_value_heads": 32, "rms_norm_eps": 1e-05, "rope_scaling": None, "tie_word_embeddings": False,
+         "vocab_size": 32000},
+        {"groups": None, "head_width": None, "rotary": rg.nn.Rotary(10000.0), "bias": False, "tied": False},
+    ),
+    "llama 3.1": (
+        {"model_type": "llama", "attention_bias": False, "hidden_act": "silu", "hidden_size": 4096,
+         "intermediate_size": 14336, "max_position_embeddings": 131072, "mlp_bias": False, "num_attention_heads": 32,
+         "num_hidden_layers": 32, "num_key_value_heads": 8, "rms_norm_eps": 1e-05, "rope_theta": 500000.0,
+         "rope_scaling": {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "rope_type": "llama3",
+                          "original_max_position_embeddings": 8192}, "vocab_size": 128256},
+        {"groups": 8, "rotary": rg.nn.Rotary(500000.0, scaling=rg.positions.Llama3(8.0, 1.0, 4.0, 8192))},
+    ),
+    "mistral 0.3": (
+        {"model_type": "mistral", "hidden_act": "silu", "hidden_size": 4096, "intermediate_size": 14336,
+         "max_position_embeddings": 32768, "num_attention_heads": 32, "num_hidden_layers": 32,
+         "num_key_value_heads": 8, "rms_norm_eps": 1e-05, "rope_theta": 1000000.0, "sliding_window": None,
+         "vocab_size": 32768},
+        {"windows": (), "groups": 8},
+    ),
+    "qwen 2.5 with YaRN": (
+        {"model_type": "qwen2", "hidden_act": "silu", "hidden_size": 3584, "intermediate_size": 18944,
+         "max_position_embeddings": 32768, "max_window_layers": 28, "num_attention_heads": 28,
+         "num_hidden_layers": 28, "num_key_value_heads": 4, "rms_norm_eps": 1e-06, "rope_theta": 1000000.0,
+         "sliding_window": 131072, "use_sliding_window": False, "vocab_size": 152064,
+         "rope_scaling": {"factor": 4.0, "original_max_position_embeddings": 32768, "type": "yarn"}},
+        {"windows": (), "qkv_bias": True, "bias": False,
+         "rotary": rg.nn.Rotary(1000000.0, scaling=rg.positions.Yarn(4.0, 32768))},
+    ),
+    "gemma 2": (
+        {"model_type": "gemma2", "attention_bias": False, "attn_logit_softcapping": 50.0,
+         "final_logit_softcapping": 30.0, "head_dim": 256, "hidden_act": "gelu_pytorch_tanh",
+         "hidden_activation": "gelu_pytorch_tanh", "hidden_size": 2304, "intermediate_size": 9216,
+         "max_position_embeddings": 8192, "num_attention_heads": 8, "num_hidden_layers": 26,
+         "num_key_value_heads": 4, "query_pre_attn_scalar": 256, "rms_norm_eps": 1e-06, "rope_theta": 10000.0,
+         "sliding_window": 4096, "vocab_size": 256000},
+        {"windows": (4096, None) * 13, "scale": 1 / 16, "embedding_scale": 48.0, "softcap": 50.0,
+         "activation": "gelu_tanh", "tied": True},
+    ),
+    "t5 1.0": (
+        {"model_type": "t5", "d_ff": 2048, "d_kv": 64, "d_model": 512, "decoder_start_token_id": 0,
+         "dropout_rate": 0.1, "eos_token_id": 1, "layer_norm_epsilon": 1e-06, "num_heads": 8, "num_layers": 6,
+         "relative_attention_num_buckets": 32, "vocab_size": 32128},
+        {"gated": False, "activation": "relu", "output_scale": 512**-0.5, "tied": True, "start": 0, "stop": 1},
+    ),
+    "opus-mt": (
+        {"model_type": "marian", "activation_function": "swish", "add_bias_logits": False,
+         "add_final_layer_norm": False, "attention_dropout": 0.0, "bad_words_ids": [[58100]], "d_model": 512,
+         "decoder_attention_heads": 8, "decoder_ffn_dim": 2048, "decoder_layers": 6, "decoder_start_token_id": 58100,
+         "decoder_vocab_size": 58101, "dropout": 0.1, "encoder_attention_heads": 8, "encoder_ffn_dim": 2048,
+         "encoder_layers": 6, "eos_token_id": 0, "max_position_embeddings": 512, "normalize_before": False,
+         "normalize_embedding": False, "pad_token_id": 58100, "scale_embedding": True,
+         "share_encoder_decoder_embeddings": True, "static_position_embeddings": True, "vocab_size": 58101},
+        {"activation": "silu", "never": (58100,), "start": 58100, "stop": 0, "target_vocabulary": None,
+         "embedding_scale": None, "attention_dropout": 0.0},
+    ),
+    "detr with ResNet-50": (
+        {"model_type": "detr", "activation_function": "relu", "backbone": "resnet50", "backbone_config": None,
+         "d_model": 256, "decoder_attention_heads": 8, "decoder_ffn_dim": 2048, "decoder_layers": 6, "dilation": False,
+         "dropout": 0.1, "encoder_attention_heads": 8, "encoder_ffn_dim": 2048, "encoder_layers": 6,
+         "id2label": {str(n): "thing" for n in range(91)}, "num_queries": 100, "position_embedding_type": "sine",
+         "use_timm_backbone": True},
+        {"backbone": ResNetConfig(), "classes": 91, "queries": 100, "decoder_layers": None},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", KNOWN)
+def test_a_well_known_configuration_is_read_as_it_was_meant(name: str) -> None:
+    said, expected = KNOWN[name]
+    family = family_of(said["model_type"])
+    assert family is not None
+    config = family.config_of(said)
+    assert {key: getattr(config, key) for key in expected} == expected
+
+
+@pytest.mark.parametrize("name", KNOWN)
+def test_a_well_known_configuration_can_be_said_again(name: str) -> None:
+    said, _ = KNOWN[name]
+    family = family_of(said["model_type"])
+    assert family is not None
+    config = family.config_of(said)
+    for architecture in family.architectures.values():
+        assert family.why_not(config, architecture) is None
+        with torch.device("meta"):
+            architecture.model(config)
+
+
+def test_every_family_has_its_own_name_and_its_architectures_theirs() -> None:
+    assert len({family.model_type for family in FAMILIES}) == len(FAMILIES)
+    names = [name for family in FAMILIES for name in family.architectures]
+    assert len(set(names)) == len(names)

@@ -1,0 +1,166 @@
+"""Every family against transformers: results, hidden states, attentions, generation, gradients, and the way back."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers
+from torch import Tensor
+
+import regard as rg
+from regard.models.checkpoints.families import family_of
+from regard.models.checkpoints.names import moves
+from tests.models import theirs as t
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    kept: dict[str, Path] = {}
+
+    def of(name: str) -> Path:
+        if name not in kept:
+            kept[name] = t.stored(name, tmp_path_factory.mktemp(name))
+        return kept[name]
+
+    return of
+
+
+def close(ours: Any, theirs: Any, tolerance: float = 1e-4) -> None:
+    if isinstance(ours, tuple):
+        for own, other in zip(ours, theirs, strict=True):
+            close(own, other, tolerance)
+    else:
+        torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("name", t.CASES)
+def test_a_loaded_model_gives_the_results_hidden_states_and_attentions_of_transformers(name: str, folder: Any) -> None:
+    model, other = rg.load(folder(name)), t.made(name)
+    with torch.no_grad(), t.watched(model) as seen:
+        seen.result = t.ours(name, model)
+        outputs = t.theirs(name, other, output_hidden_states=True, output_attentions=True)
+    expected = t.result(outputs)
+    if isinstance(expected, tuple):
+        close(seen.result, expected)
+    else:
+        close(t.real(name, seen.result), t.real(name, expected))
+    for own, theirs in zip(*hidden_states(name, seen, outputs), strict=True):
+        close(t.real(name, own), t.real(name, theirs))
+    for own, theirs in zip(*attentions(name, seen, outputs), strict=True):
+        rows = own.transpose(1, 2), theirs.transpose(1, 2)  # (B, Q, H, K)
+        if name in t.DECODERS:
+            rows = rows[0][t.LEFT], rows[1][t.LEFT]
+        close(*rows)
+
+
+def hidden_states(name: str, seen: t.Looked, outputs: Any) -> tuple[list[Tensor], list[Tensor]]:
+    """Of every layer; behind the last one, where a norm follows, they have what comes after it."""
+    if name in t.PAIRS or name == "detr":
+        encoder, decoder = outputs.encoder_hidden_states[1:], outputs.decoder_hidden_states[1:]
+        own = [*seen.hidden[: len(encoder) - 1], seen.last[0], *seen.hidden[len(encoder) :]]
+        assert len(seen.hidden) == len(encoder) + len(decoder)
+        if name != "detr":
+            own[-1] = seen.last[1]
+            return own, [*encoder, *decoder]
+        return own[:-1], [*encoder, *decoder[:-1]]  # the last one is behind a norm, whose result the heads read
+    expected = list(outputs.hidden_states[1:])
+    assert len(seen.hidden) == len(expected)
+    if name.startswith("vit"):
+        return seen.hidden, expected
+    return [*seen.hidden[:-1], seen.last[0]], expected
+
+
+def attentions(name: str, seen: t.Looked, outputs: Any) -> tuple[list[Tensor], list[Tensor]]:
+    if name in t.PAIRS or name == "detr":
+        pairs = zip(outputs.decoder_attentions, outputs.cross_attentions, strict=True)
+        return seen.weights, [*outputs.encoder_attentions, *(weights for pair in pairs for weights in pair)]
+    return seen.weights, list(outputs.attentions)
+
+
+@pytest.mark.parametrize("name", t.CASES)
+def test_transformers_reads_what_was_saved_and_computes_the_same(name: str, folder: Any, tmp_path: Path) -> None:
+    model = rg.load(folder(name))
+    rg.save(model, tmp_path)
+    said = json.loads((tmp_path / "config.json").read_text())
+    (written,) = said["architectures"]
+    assert written == ("BertForMaskedLM" if name == "bert-pretraining" else t.CASES[name][0])
+    other, report = getattr(transformers, written).from_pretrained(
+        tmp_path, attn_implementation="eager", output_loading_info=True
+    )
+    assert not report["unexpected_keys"]
+    assert not report["mismatched_keys"]
+    assert all("pooler" in key for key in report["missing_keys"]), report["missing_keys"]
+    again = rg.load(tmp_path)
+    assert again.config == model.config
+    with torch.no_grad():
+        before, after = t.theirs(name, t.made(name)), t.theirs(name, other.eval())
+        if name == "bert-pretraining":
+            before = {"logits": before.prediction_logits}
+        close(t.result(after), t.result(before), 1e-6)
+        close(t.ours(name, again), t.ours(name, model), 1e-6)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama", "mistral", "qwen2-window", "gemma2"])
+def test_greedy_generation_of_language_models_is_that_of_transformers(name: str, folder: Any) -> None:
+    model = rg.load(folder(name))
+    prompts = [row[mask] for row, mask in zip(t.IDS, t.LEFT, strict=True)]
+    found = model.generate(prompts, limit=12)
+    expected = t.made(name).generate(
+        t.IDS, attention_mask=t.LEFT.long(), max_new_tokens=12, do_sample=False, pad_token_id=0, eos_token_id=None
+    )
+    assert [row.tolist() for row in found] == expected[:, t.IDS.shape[1] :].tolist()
+
+
+@pytest.mark.parametrize("name", t.PAIRS)
+def test_greedy_generation_of_encoder_decoders_is_that_of_transformers(name: str, folder: Any) -> None:
+    model = rg.load(folder(name))
+    found = model.generate(t.IDS, t.RIGHT, limit=10)
+    expected = t.made(name).generate(
+        t.IDS, attention_mask=t.RIGHT.long(), max_new_tokens=10, do_sample=False, num_beams=1,
+        use_cache=False,  # theirs counts the encoder's layers
+    )  # fmt: skip
+    ends = [[*row.tolist(), model.config.stop] for row in expected[:, 1:]]
+    assert [row.tolist() for row in found] == [row[: row.index(model.config.stop)] for row in ends]
+
+
+def test_words_that_generation_leaves_out_come_along(folder: Any, tmp_path: Path) -> None:
+    place = t.stored("marian", tmp_path / "theirs")
+    free = rg.load(place).generate(t.IDS, t.RIGHT, limit=4)
+    banned = int(free[0][0])
+    (place / "generation_config.json").write_text(json.dumps({"bad_words_ids": [[banned]]}))
+    model = rg.load(place)
+    rg.save(model, tmp_path / "ours")
+    again = rg.load(tmp_path / "ours")
+    assert again.config.never == model.config.never == (banned,)
+    assert banned not in again.generate(t.IDS, t.RIGHT, limit=4)[0].tolist()
+
+
+@pytest.mark.parametrize("name", ["bert-mlm", "gpt2", "t5", "t5-1.1", "llama", "gemma2"])
+def test_the_gradients_of_a_training_step_are_those_of_transformers(name: str, folder: Any) -> None:
+    model, other = rg.load(folder(name)), t.made(name)
+    loss(name, t.ours(name, model)).backward()
+    other.zero_grad()
+    loss(name, t.result(t.theirs(name, other))).backward()
+    expected = {key: parameter.grad for key, parameter in other.named_parameters() if parameter.grad is not None}
+    family = family_of(model.origin["model_type"])
+    assert family is not None
+    parameters, found = dict(model.named_parameters()), {}
+    for move in moves(model, family.architectures[t.CASES[name][0]].rules(model.config)):
+        found |= dict(move.split(parameters[move.ours].grad))
+    assert found.keys() == expected.keys()
+    most = max(float(gradient.abs().max()) for gradient in expected.values())
+    for key, gradient in expected.items():
+        size = max(float(gradient.abs().max()), 1e-3 * most)  # a key's bias has no gradient but for rounding
+        assert float((found[key] - gradient).abs().max()) <= 1e-4 * size, key
+
+
+def loss(name: str, logits: Tensor) -> Tensor:
+    if name in t.PAIRS:
+        return F.cross_entropy(logits.flatten(0, 1), t.TARGETS.flatten())
+    mask = t.LEFT if name in t.DECODERS else t.RIGHT
+    return F.cross_entropy(logits[mask], t.IDS[mask])
