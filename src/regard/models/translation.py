@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from regard.attention import Attention
+from regard.engines.product import product
 from regard.masks import causal
 from regard.models.pairs import padded, sides_of
 from regard.models.parts import ARRANGEMENTS, Inputs, choose, embedding, norm_named, rows_of
@@ -148,7 +149,7 @@ class Transformer(nn.Module):
         if self.config.output_scale != 1:
             hidden = hidden * self.config.output_scale
         head = self.head or self.target_embedding or self.embedding
-        return F.linear(hidden, head.weight, self.logits_bias)
+        return product(hidden, head.weight, self.logits_bias)
 
     def generate(
         self, source: Inputs, source_mask: Tensor | None = None, *, limit: int = 64, strategy: Strategy | None = None
