@@ -12,7 +12,8 @@ import sys
 from pathlib import Path
 
 FOLDER = Path("build/sanitize")
-TESTS = ["tests/engines/test_native.py", "tests/engines/test_safety.py", "tests/engines/test_agreement.py"]
+TESTS = [f"tests/engines/test_{name}.py" for name in ("native", "safety", "agreement", "look", "product")]
+TESTS += ["tests/test_linear.py"]
 PROBE = """
 import ctypes, sys
 library = ctypes.CDLL(sys.argv[1])
@@ -76,7 +77,7 @@ def main() -> int:
     library = build(instruction_sets(native.about()["native"]))
     # What a sanitizer writes before it ends the process is lost where pytest holds back the file itself.
     command = [sys.executable, "-m", "pytest", "--capture=sys", "-p", "no:cacheprovider", "-n", "2", *TESTS]
-    command += ["-k", "native or safety", *sys.argv[1:]]
+    command += ["-k", "native or safety or look or product or kernel", *sys.argv[1:]]
     return subprocess.run(command, env={**os.environ, **environment(library)}, check=False).returncode
 
 
