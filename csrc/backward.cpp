@@ -288,8 +288,16 @@ template <class T, class Score> struct Backward {
     }
   }
 
+  // Whether a strip of a block reaches into keys [j0, j1): of many short documents, hardly any does.
+  static bool any_sees(const Work& w, int64_t i0, int64_t count, int64_t j0, int64_t j1) {
+    for (int64_t s = w.rows.strip_at(i0); s <= w.rows.strip_at(i0 + count - 1); ++s)
+      if (w.rows.spans[s].lo < j1 && w.rows.spans[s].hi > j0) return true;
+    return false;
+  }
+
   void run_block(Work& w, int64_t i0, int64_t j0, int64_t j1, T* d_keys, T* d_values) const {
     const int64_t count = least(block_rows, p.Q - i0);
+    if (!any_sees(w, i0, count, j0, j1)) return;
     const int64_t width = round_up(j1 - j0, NR<T>);
     Step steps[key_tile / REGARD_TILE];  // a tile of bits, or a full run, is at least one tile wide
     int step_count = 0;
