@@ -15,6 +15,7 @@ import torch
 
 import regard as rg
 from regard.engines import native
+from regard.engines.native import binding
 
 pytestmark = pytest.mark.skipif(bool(native.missing()), reason=native.missing() or "the library is there")
 
@@ -140,12 +141,12 @@ def looking(**changes: object) -> Problem:
 
 
 def test_the_structures_are_those_of_the_interface() -> None:
-    assert ctypes.sizeof(Problem) == native._PROBLEM.size
-    assert ctypes.sizeof(Gradient) == native._GRADIENT.size
-    assert ctypes.sizeof(Statistics) == native._STATISTICS.size
-    assert ctypes.sizeof(Columns) == native._COLUMNS.size
-    assert ctypes.sizeof(Pool) == native._POOL.size
-    assert ctypes.sizeof(Product) == native._PRODUCT.size
+    assert ctypes.sizeof(Problem) == binding.PROBLEM.size
+    assert ctypes.sizeof(Gradient) == binding.GRADIENT.size
+    assert ctypes.sizeof(Statistics) == binding.STATISTICS.size
+    assert ctypes.sizeof(Columns) == binding.COLUMNS.size
+    assert ctypes.sizeof(Pool) == binding.POOL.size
+    assert ctypes.sizeof(Product) == binding.PRODUCT.size
     assert forward(problem()) == OK
     assert call("regard_dot_backward", problem(), gradient()) == OK
     assert call("regard_dot_look", looking(), statistics()) == OK
@@ -397,7 +398,7 @@ def test_no_memory_is_an_error_that_says_what_was_too_large_and_the_next_call_go
 
 
 def test_a_library_of_another_interface_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(native, "INTERFACE", native.INTERFACE + 1)
+    monkeypatch.setattr(binding, "INTERFACE", binding.INTERFACE + 1)
     native.library.cache_clear()
     try:
         assert "reinstall regard" in native.missing()

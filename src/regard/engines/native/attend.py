@@ -1,0 +1,184 @@
+"""Forward and backward: what the kernels are given, and the results as torch differentiates and traces them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from regard.engines.lowering import Fixed, Lowered, differentiable
+from regard.engines.native.binding import ABSENT, DTYPES, GRADIENT, PROBLEM, RESULT, call, place, rows_of
+
+
+def packed(x: Lowered, fixed: Fixed) -> bytes:
+    (B, H, Q, D), (_, G, K, E) = x.query.shape, x.value.shape
+    scale, softcap, temperature, dropout = fixed.numbers
+    radius, wants, *strides = fixed.sizes
+    intervals: tuple[int, ...] = (0,) * 5
+    table: tuple[int, ...] = (0,) * 7
+    if len(fixed.visible) == 2:
+        start, stop = fixed.visible
+        intervals = start.data_ptr(), stop.data_ptr(), *place(start)[1:4]
+    elif fixed.visible:
+        table = *(tensor.data_ptr() for tensor in fixed.visible), *strides
+    return PROBLEM.pack(
+        B, H, G, Q, K, D, E, DTYPES[x.query.dtype], torch.get_num_threads(), scale, softcap, temperature,
+        x.query.data_ptr(), *x.query.stride(), x.key.data_ptr(), *x.key.stride(), x.value.data_ptr(), *x.value.stride(),
+        *intervals, *table, *rows_of(x.diagonal), *rows_of(x.row_table), *place(x.bias),
+        0 if x.bias is None else DTYPES[x.bias.dtype], wants, radius,
+        0 if fixed.offset is None else fixed.offset.data_ptr(), 0 if x.sink is None else x.sink.data_ptr(),
+        0 if fixed.seed is None else int(fixed.seed) & 0xFFFFFFFFFFFFFFFF,
+        int(dropout * 2**32), 0, 1 / (1 - dropout), *rows_of(x.weight),
+    )  # fmt: skip
+
+
+def laid_like(query: Tensor, width: int) -> Tensor:
+    """Room for the output, laid out as the query is: heads that lie inside a token stay there."""
+    return torch.empty_like(query if width == query.shape[3] else query[..., :1].expand(*query.shape[:3], width))
+
+
+def results(query: Tensor, value: Tensor, sizes: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
+    """Room for output, log-sum-exp and mass by distance."""
+    real = torch.float64 if query.dtype == torch.float64 else torch.float32
+    rows, device = query.shape[:3], query.device
+    output = laid_like(query, value.shape[3])
+    lse = torch.empty(rows, dtype=real, device=device)
+    return output, lse, torch.empty((*rows, 2 * sizes[0] + 1) if sizes[1] else (0,), dtype=real, device=device)
+
+
+def forward(x: Lowered, fixed: Fixed) -> tuple[Tensor, Tensor, Tensor]:
+    output, lse, mass = results(x.query, x.value, fixed.sizes)
+    by_distance = rows_of(mass) if fixed.sizes[1] else ABSENT
+    places = output.data_ptr(), *output.stride(), lse.data_ptr(), *lse.stride(), 0, *by_distance
+    call("regard_dot_forward", packed(x, fixed), RESULT.pack(*places))
+    return output, lse, mass
+
+
+def output_of(x: Lowered, fixed: Fixed) -> Tensor:
+    """The output alone: at a few tokens, making room for more takes longer than the kernel."""
+    output = laid_like(x.query, x.value.shape[3])
+    places = output.data_ptr(), *output.stride(), *ABSENT, *ABSENT
+    call("regard_dot_forward", packed(x, fixed), RESULT.pack(*places))
+    return output
+
+
+def _room(x: Lowered) -> tuple[Tensor | None, ...]:
+    """Room for the gradients of what the kernel differentiates, in its order; those that are absent are None."""
+    real = torch.float64 if x.query.dtype == torch.float64 else torch.float32
+    made: list[Tensor | None] = [torch.empty_like(t, memory_format=torch.contiguous_format) for t in x[:3]]
+    made += [None if t is None else torch.empty_like(t) for t in (x.diagonal, x.row_table)]
+    made.append(None if x.bias is None else x.bias.new_zeros(x.bias.shape, dtype=real))
+    made.append(None if x.sink is None else x.query.new_empty(x.query.shape[:3], dtype=real))
+    per_head = (*x.query.shape[:2], 1, x.query.shape[3])
+    made.append(None if x.weight is None else x.query.new_empty(per_head, dtype=real))
+    return tuple(made)
+
+
+def backward(
+    x: Lowered, fixed: Fixed, results: Sequence[Tensor], grads: Sequence[Tensor | None], wants_bias: bool
+) -> tuple[Tensor | None, ...]:
+    """Gradients in the order of `Lowered`."""
+    output, lse, mass = results[0], results[1], results[2] if fixed.sizes[1] else None
+    d_output, d_lse, d_mass = grads
+    if d_output is None:
+        d_output = torch.zeros_like(output)
+    dq, dk, dv, d_diagonal, d_table, d_bias, delta, d_weight = _room(x._replace(bias=x.bias if wants_bias else None))
+    d_mass = None if mass is None or d_mass is None else d_mass.contiguous()
+    places = (
+        place(output), place(lse), rows_of(mass), place(d_output), place(d_lse), rows_of(d_mass), place(dq),
+        place(dk), place(dv), rows_of(d_diagonal), rows_of(d_table), place(d_bias), place(delta),
+        place(d_weight),
+    )  # fmt: skip
+    call("regard_dot_backward", packed(x, fixed), GRADIENT.pack(*(n for place in places for n in place)))
+    d_sink = None
+    if x.sink is not None and delta is not None:
+        share = (x.sink[:, None] - lse).exp()  # what the sink takes of each row
+        d_sink = -torch.where(share > 0, share * delta, 0.0).sum((0, 2))
+    if d_bias is not None and x.bias is not None:
+        d_bias = d_bias.to(x.bias.dtype)
+    if d_weight is not None and x.weight is not None:
+        d_weight = d_weight.sum_to_size(x.weight.shape)
+    return dq, dk, dv, d_diagonal, d_table, d_bias, d_sink, d_weight
+
+
+class Attend(torch.autograd.Function):
+    """The kernel in eager mode."""
+
+    @staticmethod
+    def forward(ctx: Any, fixed: Fixed, *tensors: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        x = Lowered(*tensors)  # type: ignore[arg-type]
+        results = forward(x, fixed)
+        ctx.save_for_backward(*tensors, *results)
+        ctx.fixed = fixed
+        ctx.set_materialize_grads(False)
+        if not fixed.sizes[1]:
+            ctx.mark_non_differentiable(results[2])
+        return results
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        *tensors, output, lse, mass = ctx.saved_tensors
+        x = Lowered(*tensors)
+        if torch.is_grad_enabled():
+            return None, *differentiable(x, ctx.fixed, grads, ctx.needs_input_grad[1:])
+        found = backward(x, ctx.fixed, (output, lse, mass), grads, ctx.needs_input_grad[6])
+        return None, *(grad if wanted else None for grad, wanted in zip(found, ctx.needs_input_grad[1:], strict=True))
+
+
+# The same as operators, for torch.compile and torch.export
+
+_INPUTS = (
+    "Tensor query, Tensor key, Tensor value, Tensor? diagonal, Tensor? row_table, Tensor? bias, Tensor? sink, "
+    "Tensor? weight, "
+    "Tensor[] visible, Tensor? offset, Tensor? seed, float[] numbers, int[] sizes"
+)
+_OUTPUTS = "Tensor output, Tensor lse, Tensor mass"
+_TENSORS = len(Lowered._fields)  # these come first
+
+
+@torch.library.custom_op("regard::dot", mutates_args=(), schema=f"({_INPUTS}) -> (Tensor, Tensor, Tensor)")
+def _dot(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+    return forward(Lowered(*arguments[:_TENSORS]), Fixed(*arguments[_TENSORS:]))
+
+
+@_dot.register_fake
+def _(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+    return results(arguments[0], arguments[2], arguments[_TENSORS + 4])
+
+
+@torch.library.custom_op(
+    "regard::dot_backward",
+    mutates_args=(),
+    schema=f"({_INPUTS}, {_OUTPUTS}, Tensor? d_output, Tensor? d_lse, Tensor? d_mass) -> Tensor[]",
+)
+def _dot_backward(*arguments: Any) -> list[Tensor]:
+    x, rest = Lowered(*arguments[:_TENSORS]), arguments[_TENSORS:]
+    found = backward(x, Fixed(*rest[:5]), rest[5:8], rest[8:], x.bias is not None)
+    return [grad for grad in found if grad is not None]
+
+
+@_dot_backward.register_fake
+def _(*arguments: Any) -> list[Tensor]:
+    return [
+        torch.empty_like(tensor, memory_format=torch.contiguous_format)
+        for tensor in arguments[:_TENSORS]
+        if tensor is not None
+    ]
+
+
+def _remember(ctx: Any, inputs: tuple, output: tuple[Tensor, ...]) -> None:
+    visible, offset, seed, *ctx.rest = inputs[_TENSORS:]
+    ctx.save_for_backward(*inputs[:_TENSORS], *visible, offset, seed, *output)
+    ctx.set_materialize_grads(False)
+
+
+def _differentiate(ctx: Any, *grads: Tensor | None) -> tuple:
+    saved = ctx.saved_tensors
+    x, visible, (offset, seed), results = saved[:_TENSORS], saved[_TENSORS:-5], saved[-5:-3], saved[-3:]
+    found = iter(torch.ops.regard.dot_backward(*x, visible, offset, seed, *ctx.rest, *results, *grads))
+    return *(None if tensor is None else next(found) for tensor in x), [None] * len(visible), None, None, None, None
+
+
+_dot.register_autograd(_differentiate, setup_context=_remember)

@@ -1,0 +1,152 @@
+"""The engine: which problems the kernels take, and how they are prepared for them."""
+
+from __future__ import annotations
+
+import operator
+import struct
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from regard.engines import sdpa
+from regard.engines.lowering import Fixed, Lowered, lower
+from regard.engines.native.attend import Attend, forward, laid_like, output_of, packed
+from regard.engines.native.binding import ABSENT, ADDRESS, RESULT, TENSOR, call, missing, place
+from regard.engines.problem import Engine, Problem
+from regard.engines.visible import visible_keys
+from regard.positions.biases import DenseBias, Diagonal, Shaw
+from regard.scores import Additive, Bilinear, Cosine, Dot
+
+SMALL = 1 << 15  # multiplications below which training is all set-up
+BITS_BYTES = 1 << 28  # what the bits of partial tiles may take
+LONGEST = 2**31 - 1 - 1024  # the kernels number keys and queries with 32 bits
+
+
+def constant(function: Any) -> None:
+    """What torch.compiler.assume_constant_result does, without loading the compiler: tracing does not enter it."""
+    function._dynamo_marked_constant = True
+
+
+constant(missing)
+constant(visible_keys)
+
+
+def run(
+    problem: Problem, query: Tensor, key: Tensor, value: Tensor, seed: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
+    tracing = torch.compiler.is_compiling()
+    plain = seed is None and problem.bias is None and problem.sink is None and isinstance(problem.score, Dot)
+    if plain and not problem.grad and not problem.score.tensors() and not tracing:
+        return _plain_forward(problem, query, key, value)
+    x, shaw, fixed = prepared(problem, query, key, value, seed)
+    if tracing:
+        output, lse, mass = torch.ops.regard.dot(*x, *fixed[:-1])
+    elif torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in x):
+        output, lse, mass = Attend.apply(fixed, *x)
+    elif not problem.lse and not fixed.sizes[1]:
+        return output_of(x, fixed), None
+    else:
+        output, lse, mass = forward(x, fixed)
+    if shaw is not None and shaw.values is not None:
+        output = (output.to(mass) + mass @ shaw.values.to(mass)).to(problem.dtype)
+    return output, lse
+
+
+def prepared(
+    problem: Problem, query: Tensor, key: Tensor, value: Tensor, seed: Tensor | None
+) -> tuple[Lowered, Shaw | None, Fixed]:
+    x, shaw, scale = lower(problem, query, key, value)
+    frame = problem.frame
+    visible: tuple[Tensor, ...] = ()
+    strides = 0, 0
+    if problem.mask is not None:
+        *axes, offsets = frame.key()
+        # Sizes as plain numbers: where they are symbols, tracing fixes them, since what is visible depends on them.
+        visible, strides = visible_keys(problem.mask, (*map(operator.index, axes), tuple(map(operator.index, offsets))))
+    offset, radius, wants = None, 0, 0
+    if shaw is not None:
+        offset = torch.tensor(frame.offsets()).expand(frame.B).contiguous()
+        radius, wants = shaw.reach, int(shaw.values is not None)
+    softcap = problem.score.softcap if isinstance(problem.score, Dot) else None
+    numbers = (scale, softcap or 0.0, problem.temperature, problem.dropout)
+    return x, shaw, Fixed(visible, offset, seed, numbers, (radius, wants, *strides), problem)
+
+
+def _plain_forward(problem: Problem, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor | None]:
+    """What was packed before, but for the addresses: a small call is all packing."""
+    layout = (query.stride(), key.stride(), value.stride(), torch.get_num_threads())
+    known = problem.memo.get(layout)
+    frame = problem.frame
+    if known is None:
+        x, _, fixed = prepared(problem, query, key, value, None)
+        whole, at = packed(x, fixed), struct.calcsize("@7q2i3d")
+        step = struct.calcsize(TENSOR)
+        cuts = [
+            whole[:at],
+            *(whole[at + n * step + 8 : at + (n + 1) * step] for n in range(3)),
+            whole[at + 3 * step :],
+        ]
+        known = problem.memo[layout] = cuts, fixed.visible  # the addresses of what is visible are packed
+    (head, q, k, v, tail), _ = known
+    output = laid_like(query, problem.E)
+    lse = torch.empty((frame.B, frame.H, frame.Q), dtype=problem.arithmetic) if problem.lse else None
+    call(
+        "regard_dot_forward",
+        head + ADDRESS(query.data_ptr()) + q + ADDRESS(key.data_ptr()) + k + ADDRESS(value.data_ptr()) + v + tail,
+        RESULT.pack(output.data_ptr(), *output.stride(), *place(lse), *ABSENT),
+    )
+    return output, lse
+
+
+def why_not(problem: Problem) -> list[str]:
+    reasons, score = [], problem.score
+    if reason := missing():
+        reasons.append(reason)
+    if problem.device.type != "cpu":
+        reasons.append(f"its kernels run on a CPU, not on {problem.device}")
+    if problem.empty:
+        reasons.append("an axis is empty")
+    frame = problem.frame
+    sizes = {"B": frame.B, "H": frame.H, "Q": frame.Q, "K": frame.K, "D": problem.D, "E": problem.E}
+    for axis, n in sizes.items():
+        if n > LONGEST:
+            reasons.append(f"its kernels count to {LONGEST:,} along an axis, but {axis} is {n:,}")
+    if not isinstance(score, Dot | Cosine | Bilinear | Additive):
+        reasons.append(f"its kernels know dot products and the additive score, not {score!r}")
+    if problem.bias is not None:
+        parts = problem.bias.parts()
+        if any(not isinstance(part, Diagonal | Shaw | DenseBias) for part in parts):
+            reasons.append(f"its kernels do not know {problem.bias!r}")
+        if sum(isinstance(part, Shaw) for part in parts) > 1:
+            reasons.append("its kernels take one shaw")
+    if torch.compiler.is_compiling():
+        if isinstance(problem.frame.offset, Tensor):
+            reasons.append("torch.compile cannot tell what a tensor of offsets leaves visible")
+        if problem.mask is not None and problem.mask.traced:
+            reasons.append("torch.compile cannot read a mask that is made inside the compiled function")
+    elif problem.functional:
+        reasons.append("a torch.func transform is running")
+    return reasons
+
+
+def why_rather_not(problem: Problem) -> list[str]:
+    frame = problem.frame
+    work = frame.B * frame.H * frame.Q * frame.K * (problem.D + problem.E)
+    lays_out = sdpa.peak_bytes(problem) > 0
+    if problem.grad and work < SMALL and not lays_out and not sdpa.why_not(problem) + sdpa.why_rather_not(problem):
+        return ["so small a call to train takes longer to set up than to compute, and torch sets up less"]
+    if problem.mask is None or problem.empty or not problem.mask.opaque:
+        return []
+    batch, heads = problem.mask.extent(frame)
+    if (needed := batch * heads * frame.Q * frame.K // 8) > BITS_BYTES:
+        return [f"the bits of the mask may take {needed / 1e6:,.0f} MB"]
+    return []
+
+
+def peak_bytes(problem: Problem) -> int:
+    frame, width = problem.frame, 8 if problem.arithmetic == torch.float64 else 4
+    return width * torch.get_num_threads() * frame.K * (problem.D + problem.E)
+
+
+ENGINE = Engine("native", why_not, why_rather_not, run, peak_bytes, dense=lambda problem: False)
