@@ -1,6 +1,6 @@
 """One library for attention: every kind of it, exact, fused, trainable and visible."""
 
-from regard import nn
+from regard import models, nn
 from regard.attention import Attention, attention
 from regard.engines import Explanation, Statistics, merge
 from regard.linear import LinearAttention, LinearState, favor
@@ -22,6 +22,7 @@ from regard.masks import (
     where,
     window,
 )
+from regard.models.checkpoints import load, save
 from regard.nn.packing import Packed, pack, unpack
 from regard.positions import Bias, alibi, dense_bias, learned, relative, rotary, shaw, sinusoidal, t5
 from regard.scores import Additive, Bilinear, Cosine, Dot, Modified
@@ -68,8 +69,11 @@ __all__ = [
     "shaw",
     "sinusoidal",
     "t5",
-    # modules, and packed batches
+    # modules and models, and packed batches
+    "models",
     "nn",
+    "load",
+    "save",
     "Packed",
     "pack",
     "unpack",

@@ -4,6 +4,7 @@ from regard.nn.attention import AdditiveAttention, MultiHeadAttention, SelfAtten
 from regard.nn.blocks import Block, PostNorm, PreNorm, Residual, SandwichNorm, UnitRMSNorm
 from regard.nn.cache import Cache, FixedCache, Memory, WindowCache
 from regard.nn.feedforward import ACTIVATIONS, FeedForward, GatedFeedForward
+from regard.nn.generate import Beam, Greedy, Sample, State
 from regard.nn.packing import Packed, pack, unpack
 from regard.nn.pooling import AttentionPooling, First, Max, Mean
 from regard.nn.rotary import Rotary
@@ -14,6 +15,7 @@ __all__ = [
     "ACTIVATIONS",
     "AdditiveAttention",
     "AttentionPooling",
+    "Beam",
     "Block",
     "Cache",
     "Decoder",
@@ -23,6 +25,7 @@ __all__ = [
     "First",
     "FixedCache",
     "GatedFeedForward",
+    "Greedy",
     "Max",
     "Mean",
     "Memory",
@@ -33,9 +36,11 @@ __all__ = [
     "RelativeBias",
     "Residual",
     "Rotary",
+    "Sample",
     "SandwichNorm",
     "SelfAttention",
     "Shared",
+    "State",
     "UnitRMSNorm",
     "WindowCache",
     "key_mask",

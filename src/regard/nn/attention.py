@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.nn.functional as F
@@ -52,9 +53,9 @@ class MultiHeadAttention(nn.Module):
     heads, groups: H query heads and G key/value heads; groups = heads is plain, 1 is multi-query attention.
     d_head, d_value: widths D and E of a head, d_model / heads unless told otherwise.
     d_source: width of the source, d_model unless told otherwise.
-    attend: the description: score, mask, bias, sink. Layers that share one object share its plans.
+    attend: the description: score, mask, bias, sink, and dropout, which is for training only. Layers that share one
+        object share its plans.
     rotary: turns q and k by their positions. query_norm, key_norm: modules over (..., D), applied before that.
-    dropout: of the weights, in training.
 
     One weight holds all projections, rows in the order query heads, key heads, value heads, so that self-attention is
     one product. Weights start from N(0, 1 / fan_in), biases from 0; a stack may shrink the output's.
@@ -78,7 +79,6 @@ class MultiHeadAttention(nn.Module):
         rotary: Rotary | None = None,
         query_norm: nn.Module | None = None,
         key_norm: nn.Module | None = None,
-        dropout: float = 0.0,
         bias: bool = True,
         output_bias: bool | None = None,
     ) -> None:
@@ -97,7 +97,7 @@ class MultiHeadAttention(nn.Module):
         self.output = linear(heads * self.d_value, d_model, bias=bias if output_bias is None else output_bias)
         self.rotary, self.query_norm, self.key_norm = rotary, query_norm, key_norm
         self.attend = attend or Attention()
-        self.attend_training = replace(self.attend, dropout=dropout) if dropout else self.attend
+        self.attend_still = _still(self.attend)
 
     def forward(
         self,
@@ -130,7 +130,7 @@ class MultiHeadAttention(nn.Module):
         if cache is not None:
             k, v = cache.append(k, v)
             dropped = cache.dropped
-        own = self.attend_training if self.training else self.attend
+        own = self.attend if self.training else self.attend_still
         out = shared.attend(own, dropped)(q, k, v)  # (B, H, N, E), laid out as q is
         return self.output(out.transpose(1, 2).flatten(2))
 
@@ -185,7 +185,7 @@ class MultiHeadAttention(nn.Module):
         k, v = memory.kept
         rows = x.view(len(k), -1, x.shape[-1])
         q = self._query(rows, shared).transpose(1, 2)
-        own = self.attend_training if self.training else self.attend
+        own = self.attend if self.training else self.attend_still
         out = shared.attend(own)(q, k, v)
         return self.output(out.transpose(1, 2).flatten(2)).view(x.shape)
 
@@ -225,6 +225,18 @@ def linear(inputs: int, outputs: int, *, bias: bool = True) -> nn.Linear:
     if made.bias is not None:
         nn.init.zeros_(made.bias)
     return made
+
+
+_STILL: WeakKeyDictionary[Attention, Attention] = WeakKeyDictionary()
+
+
+def _still(attend: Attention) -> Attention:
+    """The description without dropout; one for all layers that share theirs."""
+    if not attend.dropout:
+        return attend
+    if attend not in _STILL:
+        _STILL[attend] = replace(attend, dropout=0.0)
+    return _STILL[attend]
 
 
 def look_back(mask: Mask | Tensor | None) -> int | None:

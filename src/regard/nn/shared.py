@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from copy import copy
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -41,7 +40,8 @@ class Shared:
         self.positions = positions
         self.filler = filler
         self.query_position, self.key_position = query_position, key_position
-        self._made: dict[Any, Any] = {}
+        self._made: dict[tuple[Attention, int], Attention] = {}
+        self._tables: dict[tuple[Rotary, int], Table] = {}
 
     def attend(self, own: Attention, dropped: int = 0) -> Attention:
         """A layer's own description and what this call adds; layers that share theirs share this one, and its plans."""
@@ -65,12 +65,18 @@ class Shared:
         other.bias, other._made = bias if self.bias is None else self.bias + bias, {}
         return other
 
+    def moved(self, positions: Tensor) -> Shared:
+        """The same at other positions, as in the next step of generation: descriptions that were made are kept."""
+        other = copy(self)
+        other.positions, other._tables = positions, {}
+        return other
+
     def table(self, rotary: Rotary, width: int, like: Tensor) -> Table:
         """The table of a rotary part for the tokens of `like` (B, N, ...)."""
-        known = self._made.get((rotary, width))
+        known = self._tables.get((rotary, width))
         if known is None:
             at = torch.arange(like.shape[1], device=like.device) if self.positions is None else self.positions
-            known = self._made[rotary, width] = rotary.table(at, width, like.dtype)
+            known = self._tables[rotary, width] = rotary.table(at, width, like.dtype)
         return known
 
 

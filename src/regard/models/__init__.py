@@ -1,0 +1,43 @@
+"""Assemblies of modules: text, language, translation, vision, detection."""
+
+from regard.models.checkpoints import load, save, tokenizer
+from regard.models.detection import Detr, DetrConfig
+from regard.models.language import LanguageConfig, LanguageModel
+from regard.models.matching import Objects, SetLoss
+from regard.models.resnet import RESNETS, ResNet, ResNetConfig
+from regard.models.text import (
+    MaskedLanguageModel,
+    SentenceEmbedder,
+    SequenceClassifier,
+    TextConfig,
+    TextEncoder,
+    TokenClassifier,
+)
+from regard.models.translation import Transformer, TransformerConfig
+from regard.models.vision import ImageClassifier, VisionConfig, VisionTransformer
+
+__all__ = [
+    "Detr",
+    "DetrConfig",
+    "ImageClassifier",
+    "LanguageConfig",
+    "LanguageModel",
+    "MaskedLanguageModel",
+    "Objects",
+    "RESNETS",
+    "ResNet",
+    "ResNetConfig",
+    "SentenceEmbedder",
+    "SequenceClassifier",
+    "SetLoss",
+    "TextConfig",
+    "TextEncoder",
+    "TokenClassifier",
+    "load",
+    "save",
+    "tokenizer",
+    "Transformer",
+    "TransformerConfig",
+    "VisionConfig",
+    "VisionTransformer",
+]

@@ -1,0 +1,262 @@
+"""GPT-2, Llama and their kin."""
+
+from __future__ import annotations
+
+import math
+
+from regard.models.checkpoints.families import turning
+from regard.models.checkpoints.family import Architecture, Family, Field, Values, activation, settled
+from regard.models.checkpoints.names import Extras, table
+from regard.models.language import LanguageConfig, LanguageModel
+
+
+def gpt2_hidden(theirs: Values) -> Values:
+    return {"hidden": theirs.get("n_inner") or 4 * theirs["n_embd"]}
+
+
+GPT2_NAMES = table(
+    """
+    embedding                                 transformer.wte
+    position                                  transformer.wpe
+    stack.layers.*.attention_residual.norm    transformer.h.*.ln_1
+    stack.layers.*.attention.qkv              transformer.h.*.attn.c_attn^T
+    stack.layers.*.attention.output           transformer.h.*.attn.c_proj^T
+    stack.layers.*.feedforward_residual.norm  transformer.h.*.ln_2
+    stack.layers.*.feedforward.up             transformer.h.*.mlp.c_fc^T
+    stack.layers.*.feedforward.output         transformer.h.*.mlp.c_proj^T
+    stack.norm                                transformer.ln_f
+    head                                      lm_head
+    """
+)
+
+GPT2 = Family(
+    "gpt2",
+    LanguageConfig,
+    {
+        "GPT2LMHeadModel": Architecture(
+            LanguageModel,
+            lambda _: GPT2_NAMES,
+            Extras(
+                ignored=("transformer.h.*.attn.bias", "transformer.h.*.attn.masked_bias"),
+                copies={"lm_head.weight": "transformer.wte.weight"},
+            ),
+            prefix="transformer.",
+        )
+    },
+    (
+        Field("vocabulary", "vocab_size"),
+        Field("width", "n_embd"),
+        Field("layers", "n_layer"),
+        Field("heads", "n_head"),
+        Field("positions", "n_positions", 1024),
+        Field("eps", "layer_norm_epsilon", 1e-5),
+        Field("dropout", "resid_pdrop", 0.1),
+        Field("attention_dropout", "attn_pdrop", 0.1),
+        Field("tied", "tie_word_embeddings", True),
+        activation("activation", "activation_function", "gelu_new"),
+    ),
+    fixed={"arrangement": "pre", "norm": "layer", "bias": True},
+    only={
+        "scale_attn_weights": (True,),
+        "scale_attn_by_inverse_layer_idx": (False,),
+        "add_cross_attention": (False,),
+    },
+    read=gpt2_hidden,
+    write=lambda config: {"n_inner": config.hidden, "embd_pdrop": config.dropout},
+)
+
+
+def causal(norms: str) -> Architecture:
+    """The names of Llama's kin, which differ in their norms alone."""
+    names = table(
+        f"""
+        embedding                          model.embed_tokens
+        stack.layers.*.attention.qkv       model.layers.*.self_attn.{{q_proj,k_proj,v_proj}}
+        stack.layers.*.attention.output    model.layers.*.self_attn.o_proj
+        stack.layers.*.feedforward.up      model.layers.*.mlp.{{gate_proj,up_proj}}
+        stack.layers.*.feedforward.output  model.layers.*.mlp.down_proj
+        {norms}
+        stack.norm                         model.norm
+        head                               lm_head
+        """
+    )
+    extras = Extras(
+        ignored=("model.layers.*.self_attn.rotary_emb.inv_freq",),
+        copies={"lm_head.weight": "model.embed_tokens.weight"},
+    )
+    return Architecture(LanguageModel, lambda _: names, extras, prefix="model.")
+
+
+PRE_NORMS = """
+    stack.layers.*.attention_residual.norm    model.layers.*.input_layernorm
+    stack.layers.*.feedforward_residual.norm  model.layers.*.post_attention_layernorm
+"""
+SANDWICH_NORMS = """
+    stack.layers.*.attention_residual.norm     model.layers.*.input_layernorm
+    stack.layers.*.attention_residual.after    model.layers.*.post_attention_layernorm
+    stack.layers.*.feedforward_residual.norm   model.layers.*.pre_feedforward_layernorm
+    stack.layers.*.feedforward_residual.after  model.layers.*.post_feedforward_layernorm
+"""
+SIZES = (
+    Field("vocabulary", "vocab_size"),
+    Field("width", "hidden_size"),
+    Field("layers", "num_hidden_layers"),
+    Field("heads", "num_attention_heads"),
+    Field("hidden", "intermediate_size"),
+    Field("head_width", "head_dim", None),
+    Field("positions", "max_position_embeddings", 2048),
+    Field("eps", "rms_norm_eps", 1e-6),
+    Field("attention_dropout", "attention_dropout", 0.0),
+)
+LLAMA_PARTS = {"arrangement": "pre", "norm": "rms", "gated": True, "dropout": 0.0}
+
+
+def read_rotary(theirs: Values, base: float = 10000.0) -> Values:
+    head = theirs.get("head_dim") or theirs["hidden_size"] // theirs["num_attention_heads"]
+    return {"rotary": turning.read(theirs, base=base, head_width=head)}
+
+
+def write_rotary(config: LanguageConfig) -> Values:
+    return turning.write(config.rotary, settled(config, "head_width"))
+
+
+def read_llama(theirs: Values) -> Values:
+    attention, hidden = bool(theirs.get("attention_bias")), bool(theirs.get("mlp_bias"))
+    if attention != hidden:
+        raise ValueError(f"attention_bias = {attention} beside mlp_bias = {hidden} is not supported; they must agree")
+    return read_rotary(theirs) | {"bias": attention}
+
+
+def read_windows(theirs: Values, kinds: list[str]) -> Values:
+    """Layers see all or a window, by their kind."""
+    kinds, size = theirs.get("layer_types") or kinds, theirs.get("sliding_window")
+    unknown = set(kinds) - {"full_attention", "sliding_attention"}
+    if unknown or len(kinds) != theirs["num_hidden_layers"]:
+        raise ValueError(f"layer_types = {kinds} is not supported; it must say for every layer full or sliding attention")
+    windows = tuple(size if kind == "sliding_attention" else None for kind in kinds)
+    return {"windows": windows if any(windows) else ()}
+
+
+def write_windows(config: LanguageConfig) -> Values:
+    windows = settled(config, "windows") or (None,) * config.layers
+    sizes = {size for size in windows if size is not None}
+    if len(sizes) > 1:
+        raise ValueError(f"there must be one size of windows, but there are {sorted(sizes)}")
+    kinds = ["full_attention" if size is None else "sliding_attention" for size in windows]
+    return {"layer_types": kinds, "sliding_window": sizes.pop() if sizes else None}
+
+
+LLAMA = Family(
+    "llama",
+    LanguageConfig,
+    {"LlamaForCausalLM": causal(PRE_NORMS)},
+    (
+        *SIZES,
+        Field("groups", "num_key_value_heads", None),
+        Field("tied", "tie_word_embeddings", False),
+        activation("activation", "hidden_act", "silu"),
+    ),
+    fixed=LLAMA_PARTS,
+    only={"pretraining_tp": (1,)},
+    read=read_llama,
+    write=lambda config: write_rotary(config) | {"attention_bias": config.bias, "mlp_bias": config.bias},
+    dropped=turning.NAMES,
+)
+
+
+def read_mistral(theirs: Values) -> Values:
+    size = theirs.get("sliding_window", 4096)
+    return read_rotary(theirs) | {"windows": () if size is None else (size,)}
+
+
+def write_mistral(config: LanguageConfig) -> Values:
+    said = write_windows(config)
+    if len(set(said["layer_types"])) > 1:
+        raise ValueError("all layers must see as far")
+    return write_rotary(config) | {"sliding_window": said["sliding_window"]}
+
+
+MISTRAL = Family(
+    "mistral",
+    LanguageConfig,
+    {"MistralForCausalLM": causal(PRE_NORMS)},
+    (
+        *SIZES,
+        Field("groups", "num_key_value_heads", 8),
+        Field("tied", "tie_word_embeddings", False),
+        activation("activation", "hidden_act", "silu"),
+    ),
+    fixed=LLAMA_PARTS | {"bias": False},
+    read=read_mistral,
+    write=write_mistral,
+    dropped=turning.NAMES,
+)
+
+
+def read_qwen2(theirs: Values) -> Values:
+    first = theirs.get("max_window_layers", 28) if theirs.get("use_sliding_window") else math.inf
+    kinds = ["sliding_attention" if n >= first else "full_attention" for n in range(theirs["num_hidden_layers"])]
+    return read_rotary(theirs) | read_windows(theirs, kinds)
+
+
+def write_qwen2(config: LanguageConfig) -> Values:
+    said = write_windows(config)
+    return write_rotary(config) | said | {"use_sliding_window": said["sliding_window"] is not None}
+
+
+QWEN2 = Family(
+    "qwen2",
+    LanguageConfig,
+    {"Qwen2ForCausalLM": causal(PRE_NORMS)},
+    (
+        *SIZES,
+        Field("groups", "num_key_value_heads", 32),
+        Field("tied", "tie_word_embeddings", False),
+        activation("activation", "hidden_act", "silu"),
+    ),
+    fixed=LLAMA_PARTS | {"bias": False, "qkv_bias": True},
+    read=read_qwen2,
+    write=write_qwen2,
+    dropped=(*turning.NAMES, "max_window_layers"),
+)
+
+
+def read_gemma2(theirs: Values) -> Values:
+    turns = ["sliding_attention", "full_attention"] * theirs["num_hidden_layers"]
+    windows = read_windows({"sliding_window": 4096} | theirs, turns[: theirs["num_hidden_layers"]])
+    caps = {
+        "softcap": theirs.get("attn_logit_softcapping", 50.0),  # null is none, absent is the default
+        "final_softcap": theirs.get("final_logit_softcapping", 30.0),
+    }
+    return read_rotary(theirs) | windows | caps | {"embedding_scale": math.sqrt(theirs["hidden_size"])}
+
+
+def scalar(scale: float | None) -> float:
+    """The width that a scale is 1 / sqrt of; whole where it was."""
+    if scale is None:
+        raise ValueError("there must be a scale")
+    width = scale**-2
+    return round(width) if math.isclose(width, round(width), rel_tol=1e-9) else width
+
+
+GEMMA2 = Family(
+    "gemma2",
+    LanguageConfig,
+    {"Gemma2ForCausalLM": causal(SANDWICH_NORMS)},
+    (
+        *SIZES,
+        Field("groups", "num_key_value_heads", 4),
+        Field("tied", "tie_word_embeddings", True),
+        Field("scale", "query_pre_attn_scalar", 256, lambda width: width**-0.5, scalar),
+        Field("softcap", "attn_logit_softcapping", None),
+        Field("final_softcap", "final_logit_softcapping", None),
+        activation("activation", "hidden_activation", "gelu_pytorch_tanh"),
+    ),
+    fixed=LLAMA_PARTS | {"arrangement": "sandwich", "norm": "unit_rms", "bias": False},
+    only={"attention_bias": (False,), "use_bidirectional_attention": (False,)},
+    read=read_gemma2,
+    write=lambda config: write_rotary(config) | write_windows(config),
+    dropped=(*turning.NAMES, "hidden_act"),
+)
+
+FAMILIES: tuple[Family, ...] = (GPT2, LLAMA, MISTRAL, QWEN2, GEMMA2)

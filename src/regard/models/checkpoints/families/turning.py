@@ -1,0 +1,69 @@
+"""Rotary positions in configurations: `rope_theta` and `rope_scaling`, or both within `rope_parameters`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from regard.nn import Rotary
+from regard.positions import Dynamic, Linear, Llama3, Yarn
+
+NAMES = ("rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor")
+
+ORIGINAL = "original_max_position_embeddings"
+SCALINGS: dict[str, tuple[Any, dict[str, str]]] = {
+    "linear": (Linear, {"factor": "factor"}),
+    "dynamic": (Dynamic, {"factor": "factor", "original": "max_position_embeddings"}),
+    "yarn": (
+        Yarn,
+        {"original": ORIGINAL}
+        | {name: name for name in ("factor", "beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim")}
+        | {"truncate": "truncate"},
+    ),
+    "llama3": (
+        Llama3,
+        {
+            "factor": "factor",
+            "low_frequency": "low_freq_factor",
+            "high_frequency": "high_freq_factor",
+            "original": ORIGINAL,
+        },
+    ),
+}
+KNOWN = {"rope_type", "type", "rope_theta", "partial_rotary_factor", "finetuned"}
+
+
+def read(theirs: dict[str, Any], *, base: float, head_width: int) -> Rotary:
+    """The rotary part that a configuration describes; `base` where it says none."""
+    given = theirs.get("rope_parameters") or theirs.get("rope_scaling") or {}
+    kind = given.get("rope_type") or given.get("type") or "default"
+    base = float(given.get("rope_theta") or theirs.get("rope_theta") or base)
+    share = given.get("partial_rotary_factor") or theirs.get("partial_rotary_factor") or 1.0
+    width = None if share == 1 else int(head_width * share)
+    if kind != "default" and kind not in SCALINGS:
+        raise ValueError(f"rope_type = {kind!r} is not supported; supported are default, {', '.join(SCALINGS)}")
+    make, names = SCALINGS.get(kind, (None, {}))
+    at_hand = {"max_position_embeddings": theirs.get("max_position_embeddings")} | given
+    if ORIGINAL in names.values():
+        at_hand = {ORIGINAL: theirs.get("max_position_embeddings")} | at_hand
+    unknown = set(given) - KNOWN - {*names.values(), ORIGINAL}
+    if unknown:
+        raise ValueError(f"{', '.join(sorted(unknown))} of rope_type {kind!r} is not supported")
+    scaling = make and make(**{own: at_hand[name] for own, name in names.items() if at_hand.get(name) is not None})
+    return Rotary(base=base, width=width, scaling=scaling)
+
+
+def write(rotary: Rotary | None, head_width: int) -> dict[str, Any]:
+    """The names that every release of the other side reads."""
+    if rotary is None or rotary.interleaved:
+        raise ValueError("positions must be rotary, in halves")
+    values: dict[str, Any] = {"rope_theta": rotary.base, "rope_scaling": None}
+    if rotary.width is not None:
+        values["partial_rotary_factor"] = rotary.width / head_width
+    if rotary.scaling is not None:
+        found = [(kind, names) for kind, (make, names) in SCALINGS.items() if type(rotary.scaling) is make]
+        if not found:
+            raise ValueError(f"the scaling {rotary.scaling!r} has no name there")
+        kind, names = found[0]
+        said = {name: getattr(rotary.scaling, own) for own, name in names.items() if name != "max_position_embeddings"}
+        values["rope_scaling"] = {"rope_type": kind} | {name: value for name, value in said.items() if value is not None}
+    return values

@@ -1,0 +1,221 @@
+"""Folders of checkpoints: safetensors and JSON, read with suspicion and written whole or not at all."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import uuid
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path, PurePosixPath, PureWindowsPath
+from typing import Any
+
+import torch
+from torch import Tensor
+
+WEIGHTS, INDEX, CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
+PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.h5", "*.msgpack")
+
+
+def folder_of(name: str | os.PathLike[str], *, revision: str | None = None, local_files_only: bool = False) -> Path:
+    """The folder itself, or where the Hub's files of this name are kept."""
+    if Path(name).is_dir():
+        return Path(name)
+    if not isinstance(name, str) or not re.fullmatch(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", name):
+        raise FileNotFoundError(f"{name} is no folder; give a folder with config.json and model.safetensors")
+    try:
+        import huggingface_hub
+    except ImportError:
+        raise ImportError(
+            f"{name} is no folder here, and to look for it on the Hub needs huggingface_hub: "
+            "pip install 'regard[hub]', or give a folder"
+        ) from None
+    patterns = ["*.json", "*.txt", "model*.safetensors"]  # nothing that is unpickled
+    try:
+        return Path(
+            huggingface_hub.snapshot_download(
+                name, revision=revision, allow_patterns=patterns, local_files_only=local_files_only
+            )
+        )
+    except Exception as error:  # the library has one of its own for every way in which a network can fail
+        where = "among the files kept here" if local_files_only else "on the Hub"
+        raise FileNotFoundError(
+            f"{name} is no folder, and was not found {where} ({type(error).__name__}: {_first_line(error)}); "
+            "check the name and the network, or give a folder"
+        ) from error
+
+
+def inside(folder: Path, name: object) -> Path:
+    """A path that a file of the folder names, which must not lead out of it."""
+    if not isinstance(name, str) or not name or "\0" in name:
+        raise ValueError(f"{folder} names {name!r} as a file, which is no name")
+    posix, windows = PurePosixPath(name), PureWindowsPath(name)
+    if posix.is_absolute() or windows.drive or windows.root or ".." in windows.parts:
+        raise ValueError(f"{folder} names {name!r} as a file, which leads out of the folder; it is not read")
+    return folder / name
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object; anything else, and a key that comes twice, is an error that names the file."""
+
+    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        for key, value in pairs:
+            if key in found:
+                raise ValueError(f"{path} has the key {key!r} twice")
+            found[key] = value
+        return found
+
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise FileNotFoundError(f"{path.parent} has no {path.name}; is it the folder of a checkpoint?") from None
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is no text: {error}") from None
+    try:
+        read = json.loads(text, object_pairs_hook=once)
+    except (json.JSONDecodeError, RecursionError) as error:
+        raise ValueError(f"{path} is no JSON: {_first_line(error)}") from None
+    if not isinstance(read, dict):
+        raise ValueError(f"{path} must hold a JSON object, but holds {type(read).__name__}")
+    return read
+
+
+class Weights:
+    """The tensors of a folder, in one file or in shards, read one at a time."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._files: dict[Path, Any] = {}
+        self._where: dict[str, Path] = {}
+        single, index = folder / WEIGHTS, folder / INDEX
+        if single.exists():
+            self._where = dict.fromkeys(self._open(single).keys(), single)
+        elif index.exists():
+            self._read_index(index)
+        else:
+            raise FileNotFoundError(_nothing_safe(folder))
+
+    def _read_index(self, index: Path) -> None:
+        named = read_json(index).get("weight_map")
+        if not isinstance(named, dict) or not named:
+            raise ValueError(f"{index} must have a weight_map of tensors and files")
+        self._where = {name: inside(self.folder, file) for name, file in named.items()}
+        for path in sorted(set(self._where.values())):
+            if not path.exists():
+                raise FileNotFoundError(f"{index} names {path.name}, which is not in the folder")
+            held = set(self._open(path).keys())
+            listed = {name for name, where in self._where.items() if where == path}
+            if held != listed:
+                name = min(held ^ listed)
+                where = f"in {self._where[name].name}" if name in self._where else "nowhere"
+                raise ValueError(
+                    f"{index} and {path.name} disagree: {name} is {'' if name in held else 'not '}in the file, and "
+                    f"the index says that it is {where}"
+                )
+
+    def _open(self, path: Path) -> Any:
+        if path not in self._files:
+            try:
+                from safetensors import safe_open
+            except ImportError:
+                raise ImportError("checkpoints need safetensors: pip install 'regard[checkpoints]'") from None
+            try:
+                self._files[path] = safe_open(path, framework="pt")
+            except Exception as error:
+                raise ValueError(f"{path} is no whole safetensors file: {_first_line(error)}") from None
+        return self._files[path]
+
+    def names(self) -> Iterable[str]:
+        return self._where
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self._open(self._where[name]).get_slice(name).get_shape())
+
+    def read(self, name: str) -> Tensor:
+        path = self._where[name]
+        try:
+            return self._open(path).get_tensor(name)
+        except Exception as error:
+            raise ValueError(f"{path}: {name} cannot be read: {_first_line(error)}") from None
+
+
+def _nothing_safe(folder: Path) -> str:
+    pickled = sorted(path.name for pattern in PICKLED for path in folder.glob(pattern))
+    if not pickled:
+        return f"{folder} has neither {WEIGHTS} nor {INDEX}; is it the folder of a checkpoint?"
+    return (
+        f"{folder} has its weights in {pickled[0]} only, a file that can run code when it is opened, so it is not read; "
+        "convert it where you trust it: transformers' AutoModel.from_pretrained(folder).save_pretrained(other) writes "
+        f"{WEIGHTS}"
+    )
+
+
+def write_weights(folder: Path, tensors: Iterable[tuple[str, Tensor]], limit: int) -> None:
+    """One file, or shards of at most `limit` bytes and their index; what an earlier save left is removed last."""
+    from safetensors.torch import save_file
+
+    shards: list[dict[str, Tensor]] = [{}]
+    size = total = 0
+    for name, tensor in tensors:
+        if size and size + tensor.nbytes > limit:
+            shards.append({})
+            size = 0
+        shards[-1][name] = tensor
+        size, total = size + tensor.nbytes, total + tensor.nbytes
+    files = [WEIGHTS]
+    if len(shards) > 1:
+        files = [f"model-{n + 1:05d}-of-{len(shards):05d}.safetensors" for n in range(len(shards))]
+    for file, shard in zip(files, shards, strict=True):
+        atomically(folder / file, lambda path, shard=shard: save_file(shard, path, metadata={"format": "pt"}))
+    if len(shards) > 1:
+        where = {name: file for file, shard in zip(files, shards, strict=True) for name in shard}
+        write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": where})
+    stale = set(_written(folder)) - {folder / file for file in files} - ({folder / INDEX} if len(shards) > 1 else set())
+    for path in stale:
+        path.unlink()
+
+
+def _written(folder: Path) -> Iterator[Path]:
+    yield from (path for path in (folder / WEIGHTS, folder / INDEX) if path.exists())
+    shard = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
+    yield from (path for path in folder.iterdir() if shard.fullmatch(path.name))
+
+
+def write_json(path: Path, content: Any) -> None:
+    text = json.dumps(content, indent=2, sort_keys=True, ensure_ascii=False) + "\n"
+    atomically(path, lambda made: made.write_text(text, encoding="utf-8"))
+
+
+def atomically(path: Path, write: Callable[[Path], Any]) -> None:
+    """Write beside the path, let it reach the disk, and only then give it its name."""
+    made = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
+    try:
+        write(made)
+        _sync(made, os.O_RDWR)
+        os.replace(made, path)
+    except BaseException:
+        made.unlink(missing_ok=True)
+        raise
+    if os.name == "posix":
+        _sync(path.parent, os.O_RDONLY)
+
+
+def _sync(path: Path, mode: int) -> None:
+    handle = os.open(path, mode)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().split("\n")[0][:300]
+
+
+def float_type(tensors: Iterable[Tensor]) -> torch.dtype | None:
+    """The floating-point type of the tensors, where there is one; several are an error."""
+    found = sorted({str(tensor.dtype) for tensor in tensors if tensor.is_floating_point()})
+    if len(found) > 1:
+        raise ValueError(f"the tensors are of {' and '.join(found)}; give the one that you want, as dtype=torch.float32")
+    return getattr(torch, found[0].removeprefix("torch.")) if found else None

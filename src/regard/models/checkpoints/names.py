@@ -1,0 +1,205 @@
+"""Tables of names: which of our tensors is which of theirs, applied in both directions."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+Shape = tuple[int, ...]
+
+
+class Tensors(Protocol):
+    """Named tensors that are read one at a time: a checkpoint."""
+
+    def names(self) -> Iterable[str]: ...
+    def shape(self, name: str) -> Shape: ...
+    def read(self, name: str) -> Tensor: ...
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One line of a table: a module or tensor of ours, and what it is called, or is put together of, in theirs."""
+
+    ours: str
+    theirs: tuple[str, ...]
+    transposed: bool = False
+    axes: int = 0
+
+    def match(self, name: str) -> tuple[str, ...] | None:
+        """Their names of our tensor, or none where the rule is about another."""
+        found = _pattern(self.ours).fullmatch(name)
+        if found is None:
+            return None
+        *numbers, rest = found.groups()
+        filled = []
+        for theirs in self.theirs:
+            for number in numbers:
+                theirs = theirs.replace("*", number, 1)
+            filled.append(theirs + rest)
+        return tuple(filled)
+
+
+@dataclass(frozen=True)
+class Move:
+    """One tensor of ours, and the tensors of theirs that it is put together of, with their shapes."""
+
+    ours: str
+    theirs: tuple[str, ...]
+    shapes: tuple[Shape, ...]
+    transposed: bool
+    axes: int
+
+    def join(self, parts: Iterable[Tensor]) -> Tensor:
+        """Theirs to ours."""
+        turned = [(part.t() if self.transposed else part)[(0,) * self.axes] for part in parts]
+        return turned[0].contiguous() if len(turned) == 1 else torch.cat(turned)
+
+    def split(self, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+        """Ours to theirs."""
+        sizes = [shape[self.axes :][-1 if self.transposed else 0] for shape in self.shapes] if self.split_up else []
+        for name, part in zip(self.theirs, tensor.split(sizes) if self.split_up else [tensor], strict=True):
+            yield name, (part.t() if self.transposed else part)[(None,) * self.axes].contiguous()
+
+    @property
+    def split_up(self) -> bool:
+        return len(self.theirs) > 1
+
+
+def table(text: str, *, ours: str = "", theirs: str = "") -> tuple[Rule, ...]:
+    """Rules from lines of two names, ours and theirs, put behind these prefixes.
+
+    A name stands for a module with all its tensors, or for one tensor. `*` is a number that both names have.
+    `{a,b}` puts a and b one below the other. `^T` is a matrix that they hold transposed, `^1` one with an axis of
+    length 1 before ours.
+
+    >>> from regard.models.checkpoints.names import table
+    >>> table("layers.*.up   blocks.*.{gate,up}", theirs="model.")[0].match("layers.3.up.weight")
+    ('model.blocks.3.gate.weight', 'model.blocks.3.up.weight')
+    """
+    rules = []
+    for line in filter(None, map(str.strip, text.splitlines())):
+        own, other = line.split()
+        other, _, mark = other.partition("^")
+        rules.append(
+            Rule(ours + own, _alternatives(theirs + other), mark == "T", int(mark) if mark.isdigit() else 0)
+        )
+    return tuple(rules)
+
+
+def moves(model: nn.Module, rules: Iterable[Rule]) -> list[Move]:
+    """How every tensor of a model comes from, and goes to, a checkpoint. A tensor that no rule knows is an error."""
+    rules, seen, found, unknown = tuple(rules), set(), [], []
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if id(tensor) in seen:  # a tied one is moved once
+            continue
+        seen.add(id(tensor))
+        for rule in rules:
+            if (theirs := rule.match(name)) is not None:
+                found.append(_move(model, name, tensor, theirs, rule))
+                break
+        else:
+            unknown.append(name)
+    if unknown:
+        raise ValueError(f"the table of names does not know {some(unknown)}")
+    return found
+
+
+def _move(model: nn.Module, name: str, tensor: Tensor, theirs: tuple[str, ...], rule: Rule) -> Move:
+    shape, transposed = tuple(tensor.shape), rule.transposed and tensor.dim() == 2
+    if len(theirs) == 1:
+        rows = [shape[:1]]
+    else:
+        around = model.get_submodule(name.rsplit(".", 2)[0])
+        widths = getattr(around, "widths", ())
+        if len(widths) != len(theirs):
+            widths = [shape[0] // len(theirs)] * len(theirs)
+        rows = [(width,) for width in widths]
+    shapes = [(*row, *shape[1:]) for row in rows]
+    whole = tuple((1,) * rule.axes + (part[::-1] if transposed else part) for part in shapes)
+    return Move(name, theirs, whole, transposed, rule.axes)
+
+
+def some(names: Iterable[str], most: int = 8) -> str:
+    """Names in order, and how many more there are."""
+    names = sorted(names)
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+
+
+@dataclass(frozen=True)
+class Extras:
+    """What a checkpoint may hold beside what the model has.
+
+    ignored: patterns of names that are left out. copies: names that repeat another tensor, which must then be equal,
+    and that stand for it where it is absent. renamed: regular expressions of older names and what they are now.
+    """
+
+    ignored: tuple[str, ...] = ()
+    copies: Mapping[str, str] | None = None
+    renamed: tuple[tuple[str, str], ...] = ()
+
+
+def find(source: Tensors, wanted: Iterable[Move], extras: Extras, prefix: str) -> dict[str, str]:
+    """Where each tensor that is wanted stands in the checkpoint, by their name; the base may have a prefix or not.
+
+    Missing tensors, unknown ones, other shapes and copies that differ are errors that list them.
+    """
+    wanted, copies = list(wanted), dict(extras.copies or {})
+    needed = {name: shape for move in wanted for name, shape in zip(move.theirs, move.shapes, strict=True)}
+    found: dict[str, str] = {}
+    copied: dict[str, str] = {}
+    unknown = []
+    for stored in source.names():
+        name = stored
+        for old, new in extras.renamed:
+            name = re.sub(old, new, name)
+        forms = (name, prefix + name, name.removeprefix(prefix))
+        here = next((form for form in forms if form in needed), None)
+        if here is not None:
+            if here in found:
+                raise ValueError(f"{stored} and {found[here]} are both {here}; one of them has to go")
+            found[here] = stored
+        elif any(form in copies for form in forms):
+            copied[next(form for form in forms if form in copies)] = stored
+        elif not any(_pattern(pattern).fullmatch(form) for pattern in extras.ignored for form in forms):
+            unknown.append(stored)
+    for copy, stored in copied.items():
+        original = copies[copy]
+        if original in needed and original not in found:
+            found[original] = stored
+        elif original in found and not torch.equal(source.read(stored), source.read(found[original])):
+            raise ValueError(
+                f"{stored} and {found[original]} must be equal, as the configuration ties them, but differ; "
+                "remove one, or set tie_word_embeddings to false in config.json"
+            )
+    missing = [name for name in needed if name not in found]
+    if missing or unknown:
+        parts = [f"lacks {some(missing)}"] if missing else []
+        parts += [f"has {some(unknown)}, which the model does not know"] if unknown else []
+        raise ValueError(f"the checkpoint {' and '.join(parts)}")
+    other = [
+        f"{found[name]} is {source.shape(found[name])}, not {shape}"
+        for name, shape in needed.items()
+        if source.shape(found[name]) != shape
+    ]
+    if other:
+        raise ValueError(f"the tensors do not have the shapes that config.json says: {'; '.join(other[:8])}")
+    return found
+
+
+@lru_cache(maxsize=None)
+def _pattern(name: str) -> re.Pattern[str]:
+    return re.compile(re.escape(name).replace(r"\*", r"(\d+)") + r"((?:\..+)?)")
+
+
+def _alternatives(name: str) -> tuple[str, ...]:
+    found = re.fullmatch(r"(.*)\{(.*)\}(.*)", name)
+    if found is None:
+        return (name,)
+    before, inner, after = found.groups()
+    return tuple(before + part + after for part in inner.split(","))

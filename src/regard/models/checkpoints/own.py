@@ -1,0 +1,69 @@
+"""Our own format, for models that no other library has: our names, and the configuration as it is."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from torch import nn
+
+from regard import models, positions
+from regard.models.checkpoints.names import Extras, Rule
+from regard.nn import Rotary
+
+MODEL_TYPE = "regard"
+EXTRAS = Extras()
+
+
+def rules(model: nn.Module) -> tuple[Rule, ...]:
+    """Every tensor has its own name."""
+    return tuple(Rule(name, (name,)) for name in model.state_dict())
+
+
+def values_of(model: nn.Module) -> dict[str, Any]:
+    """What config.json says."""
+    name = type(model).__name__
+    if getattr(models, name, None) is not type(model):
+        raise TypeError(f"{name} is none of regard.models, so that load would not know it")
+    return {"model_type": MODEL_TYPE, "architectures": [name], "config": _plain(model.config)}
+
+
+def config_of(said: dict[str, Any]) -> tuple[type[nn.Module], Any]:
+    """The class and the configuration that config.json says."""
+    try:
+        (name,) = said["architectures"]
+        found = getattr(models, name) if name in models.__all__ else None
+        if not (isinstance(found, type) and issubclass(found, nn.Module)):
+            raise ValueError(f"{name!r} is none of regard.models")
+        return found, _made(said["config"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"config.json was not written by regard.save, or by another version of it: {error}") from error
+
+
+def _plain(value: Any) -> Any:
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = {entry.name: _plain(getattr(value, entry.name)) for entry in dataclasses.fields(value)}
+        if type(value) not in _known().values():
+            raise TypeError(f"{type(value).__name__} in a configuration cannot be saved")
+        return {"is": type(value).__name__} | fields
+    if isinstance(value, (tuple, list)):
+        return [_plain(entry) for entry in value]
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    raise TypeError(f"{type(value).__name__} in a configuration cannot be saved")
+
+
+def _made(value: Any) -> Any:
+    if isinstance(value, dict):
+        fields = {key: _made(entry) for key, entry in value.items() if key != "is"}
+        if value.get("is") not in _known():
+            raise ValueError(f"{value.get('is')!r} is no configuration")
+        return _known()[value["is"]](**fields)
+    return tuple(map(_made, value)) if isinstance(value, list) else value
+
+
+def _known() -> dict[str, type]:
+    """What a configuration may be made of; a file names these and no others."""
+    parts = (positions.Linear, positions.Dynamic, positions.Yarn, positions.Llama3, Rotary)
+    configs = (getattr(models, name) for name in models.__all__ if name.endswith("Config"))
+    return {known.__name__: known for known in (*parts, *configs)}

@@ -1,0 +1,94 @@
+"""Writing a checkpoint."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from regard.models.checkpoints import own, sentences
+from regard.models.checkpoints.families import FAMILIES
+from regard.models.checkpoints.family import Architecture, Family
+from regard.models.checkpoints.files import CONFIG, float_type, write_json, write_weights
+from regard.models.checkpoints.names import Move, moves
+from regard.models.text import SentenceEmbedder, TextEncoder
+
+
+def save(model: nn.Module, folder: str | os.PathLike[str], *, limit: int = 5_000_000_000) -> None:
+    """Write a model as config.json and safetensors, in shards of at most `limit` bytes, such that `regard.load` reads it.
+
+    Where its configuration has a counterpart there, Hugging Face's libraries read it as well, under the names of the
+    checkpoint that it came from, or of the first family that can say all of it. Other models, such as one with a
+    post-norm language model's arrangement, are written under our own names. Every file is written whole or not at all.
+
+    >>> import regard as rg, json, pathlib, tempfile
+    >>> config = rg.models.LanguageConfig(vocabulary=100, width=32, layers=2, heads=4, hidden=64)
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     rg.save(rg.models.LanguageModel(config), folder)
+    ...     json.loads((pathlib.Path(folder) / "config.json").read_text())["architectures"]
+    ['GPT2LMHeadModel']
+    """
+    if not isinstance(model, nn.Module) or not hasattr(model, "config"):
+        raise TypeError(f"model must be one of regard.models, with a config, but is {type(model).__name__}")
+    if limit < 1:
+        raise ValueError(f"limit must be a number of bytes, but is {limit}")
+    path = Path(folder)
+    path.mkdir(parents=True, exist_ok=True)
+    if isinstance(model, SentenceEmbedder) and sentences.said_by(model):
+        write(model.encoder, path, limit)
+        sentences.save(model, path)
+    else:
+        write(model, path, limit)
+
+
+def write(model: nn.Module, path: Path, limit: int) -> None:
+    origin: dict[str, Any] = getattr(model, "origin", {})
+    family, name = choose(model, origin)
+    if family is None:
+        said, rules = own.values_of(model), own.rules(model)
+    else:
+        architecture = family.architectures[name]
+        said = _said(family, name, model, origin)
+        rules = architecture.rules(model.config)
+    dtype = float_type(model.state_dict().values())
+    said["dtype"] = str(dtype).removeprefix("torch.")
+    write_weights(path, split(model, moves(model, rules)), limit)
+    write_json(path / CONFIG, said)
+
+
+def split(model: nn.Module, planned: list[Move]) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of a model by their names."""
+    tensors = model.state_dict()
+    for move in planned:
+        yield from move.split(tensors[move.ours].detach())
+
+
+def choose(model: nn.Module, origin: dict[str, Any]) -> tuple[Family | None, str]:
+    """The family and the architecture that can say all of a model: the one that it came from before others."""
+    named = set(origin.get("architectures") or ())
+    fits = [
+        (family, name, architecture)
+        for family in FAMILIES
+        for name, architecture in family.architectures.items()
+        if architecture.model is type(model) and architecture.written
+    ]
+    fits.sort(key=lambda fit: (fit[0].model_type != origin.get("model_type"), fit[1] not in named))
+    for family, name, architecture in fits:
+        if type(model.config) is family.config and family.why_not(model.config, architecture) is None:
+            return family, name
+    return None, ""
+
+
+def _said(family: Family, name: str, model: nn.Module, origin: dict[str, Any]) -> dict[str, Any]:
+    """Their configuration: what was said before and means nothing to us, and what we say."""
+    kept = dict(origin) if origin.get("model_type") == family.model_type else {}
+    for dropped in ("torch_dtype", *family.dropped):
+        kept.pop(dropped, None)
+    said = family.values_of(model.config)
+    labels = kept.get("id2label") or {}
+    if len(labels) == len(said.get("id2label", ())):  # the classes had names
+        said = {key: value for key, value in said.items() if key not in ("id2label", "label2id")}
+    return kept | said | {"model_type": family.model_type, "architectures": [name]}

@@ -1,0 +1,180 @@
+"""Detection: DETR, which finds the objects of an image as one set."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from regard.attention import Attention
+from regard.geometry import shape_of
+from regard.models.matching import Objects, SetLoss, corners
+from regard.models.parts import ARRANGEMENTS, choose, embedding, norm_named
+from regard.models.resnet import ResNet, ResNetConfig
+from regard.nn import ACTIVATIONS, Block, Decoder, Encoder, FeedForward, MultiHeadAttention, Shared, key_mask, linear
+
+
+@dataclass(frozen=True)
+class DetrConfig:
+    """DETR. The defaults are those of DETR with ResNet-50, trained on COCO.
+
+    classes: without the one that says that there is no object. queries: how many objects are found at most.
+    hidden: width within the feed-forward parts. decoder_layers: as many as layers unless told otherwise.
+
+    >>> from regard.models.detection import DetrConfig
+    >>> DetrConfig().backbone.depths
+    (3, 4, 6, 3)
+    """
+
+    classes: int = 91
+    queries: int = 100
+    width: int = 256
+    layers: int = 6
+    heads: int = 8
+    hidden: int = 2048
+    decoder_layers: int | None = None
+    backbone: ResNetConfig = field(default_factory=ResNetConfig)
+    arrangement: str = "post"
+    eps: float = 1e-5
+    activation: str = "relu"
+    dropout: float = 0.1
+
+
+class Detr(nn.Module):
+    """Images to classes and boxes: (B, C, height, width) to logits (B, Q, classes + 1) and boxes (B, Q, 4).
+
+    Boxes are centre x, centre y, width, height, as shares of the image; the last class is "no object". mask (B, height,
+    width) bool: True for real pixels, where images of different sizes share a batch; boxes are then shares of the real
+    part. Object queries start from N(0, 1), projections from N(0, 1 / fan_in).
+
+    >>> import torch
+    >>> from regard.models.detection import Detr, DetrConfig
+    >>> from regard.models.resnet import ResNetConfig
+    >>> small = ResNetConfig(stem=8, widths=(8, 16), depths=(1, 1), bottleneck=False)
+    >>> config = DetrConfig(classes=5, queries=7, width=32, layers=2, heads=4, hidden=64, backbone=small)
+    >>> logits, boxes = Detr(config).eval()(torch.randn(2, 3, 64, 48))
+    >>> logits.shape, boxes.shape
+    (torch.Size([2, 7, 6]), torch.Size([2, 7, 4]))
+    """
+
+    def __init__(self, config: DetrConfig) -> None:
+        super().__init__()
+        self.config = config
+        width = config.width
+        self.backbone = ResNet(config.backbone)
+        self.project = linear(config.backbone.widths[-1], width)
+        self.queries = embedding(config.queries, width, std=1.0)
+        last = nn.LayerNorm(width, eps=config.eps) if config.arrangement == "pre" else None
+        self.encoder = Encoder(_blocks(config, config.layers, decoding=False), norm=last)
+        blocks = _blocks(config, config.decoder_layers or config.layers, decoding=True)
+        self.decoder = Decoder(blocks, norm=nn.LayerNorm(width, eps=config.eps))
+        self.classifier = linear(width, config.classes + 1)
+        self.boxes = nn.Sequential(linear(width, width), nn.ReLU(), linear(width, width), nn.ReLU(), linear(width, 4))
+
+    def forward(self, images: Tensor, mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Logits (B, Q, classes + 1) and boxes (B, Q, 4)."""
+        return self.heads(self.hidden(images, mask)[-1])
+
+    def heads(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """Hidden states of the decoder (..., Q, width) to logits and boxes."""
+        return self.classifier(hidden), self.boxes(hidden).sigmoid()
+
+    def hidden(self, images: Tensor, mask: Tensor | None = None) -> list[Tensor]:
+        """What each layer of the decoder makes of the queries, after the last norm: (B, Q, width) each."""
+        features = self.backbone(images)  # (B, channels, rows, columns)
+        seen = None if mask is None else _shrunk(mask, images, features)
+        x = self.project(features.flatten(2).mT)  # (B, rows * columns, width)
+        place = sine_positions(features, self.config.width, seen)
+        keys = None if seen is None else key_mask(seen.flatten(1))
+        encoded = self.encoder(x, shared=Shared(keys, query_position=place, key_position=place))
+        query = self.queries.weight.expand(len(x), -1, -1)
+        among = Shared(query_position=query, key_position=query)
+        across = Shared(keys, query_position=query, key_position=place)
+        x, found = torch.zeros_like(query), []
+        for layer in self.decoder.layers:
+            x = layer(x, encoded, shared=among, across=across)
+            found.append(x)
+        assert self.decoder.norm is not None
+        return [self.decoder.norm(x) for x in (found if self.training else found[-1:])]
+
+    def loss(
+        self, images: Tensor, objects: Sequence[Objects], mask: Tensor | None = None, *, by: SetLoss | None = None
+    ) -> Tensor:
+        """The loss to train by, a scalar: of every layer of the decoder in training, else of the last."""
+        by = by or SetLoss()
+        return torch.stack([by.total(by(*self.heads(x), objects)) for x in self.hidden(images, mask)]).sum()
+
+    @torch.inference_mode()
+    def detect(
+        self, images: Tensor, mask: Tensor | None = None, *, threshold: float = 0.7
+    ) -> list[tuple[Tensor, Tensor, Tensor]]:
+        """What is in each image: labels (n,), scores (n,) of at least the threshold, best first, and boxes (n, 4).
+
+        Boxes are left, top, right, bottom, as shares of the image.
+        """
+        logits, boxes = self(images, mask)
+        scores, labels = logits.softmax(-1)[..., :-1].max(-1)
+        found = []
+        for score, label, box in zip(scores, labels, corners(boxes), strict=True):
+            order = score.argsort(descending=True)
+            order = order[score[order] >= threshold]
+            found.append((label[order], score[order], box[order]))
+        return found
+
+
+def sine_positions(features: Tensor, width: int, seen: Tensor | None = None) -> Tensor:
+    """Sines and cosines of row and column, (1 or B, rows * columns, width), of a map of features (B, C, rows, columns).
+
+    Rows and columns are counted from 1 over what is `seen` (B, rows, columns) and scaled so that the last is at 2 pi.
+    The first half of the width tells the row, the second the column.
+
+    >>> import torch
+    >>> from regard.models.detection import sine_positions
+    >>> sine_positions(torch.zeros(2, 3, 5, 7), 16).shape
+    torch.Size([1, 35, 16])
+    """
+    if seen is None:
+        seen = torch.ones(1, *features.shape[2:], dtype=torch.bool, device=features.device)
+    half = width // 2
+    steps = torch.arange(half, device=features.device) // 2 * 2 / half
+    frequencies = 10000.0**-steps
+    told = []
+    for axis in (1, 2):
+        place = seen.cumsum(axis).float()
+        place = place / (place.narrow(axis, place.shape[axis] - 1, 1) + 1e-6) * (2 * math.pi)
+        angle = place[..., None] * frequencies  # (B, rows, columns, half)
+        told.append(torch.stack((angle[..., 0::2].sin(), angle[..., 1::2].cos()), -1).flatten(-2))
+    return torch.cat(told, -1).flatten(1, 2).to(features.dtype)
+
+
+def _shrunk(mask: Tensor, images: Tensor, features: Tensor) -> Tensor:
+    """A mask of pixels (B, height, width) as one of features (B, rows, columns)."""
+    if mask.dtype != torch.bool or mask.shape != (len(images), *images.shape[2:]):
+        raise ValueError(
+            f"mask must be bool of (B, height, width) = {(len(images), *images.shape[2:])}, True for real pixels, "
+            f"but is {mask.dtype} of {shape_of(mask)}; try mask.bool()"
+        )
+    return F.interpolate(mask[None].float(), size=features.shape[2:])[0].bool()
+
+
+def _blocks(config: DetrConfig, layers: int, *, decoding: bool) -> list[Block]:
+    arrangement = choose("arrangement", config.arrangement, ARRANGEMENTS)
+    activation = choose("activation", config.activation, ACTIVATIONS)
+    attend = Attention(offset=0, dropout=config.dropout)
+
+    def attention() -> MultiHeadAttention:
+        return MultiHeadAttention(config.width, config.heads, attend=attend)
+
+    return [
+        Block(
+            attention(),
+            FeedForward(config.width, config.hidden, activation=activation),
+            residual=lambda: arrangement(config.width, norm_named("layer", config.eps), dropout=config.dropout),
+            cross=attention() if decoding else None,
+        )
+        for _ in range(layers)
+    ]

@@ -1,0 +1,70 @@
+"""Sources and their targets, as an encoder-decoder takes them: in tensors, or packed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from regard.geometry import shape_of
+from regard.models.parts import Inputs, rows_of
+from regard.nn import Packed, Shared, key_mask, pack, unpack
+
+
+class Sides(NamedTuple):
+    """A target beside its encoded source, as a decoder takes them."""
+
+    ids: Tensor  # (B, N)
+    positions: Tensor  # (N,)
+    shared: Shared
+    encoded: Tensor  # (B, K, width)
+    across: Shared
+    target: Inputs
+    packed: Packed | None = None  # the target's sequences, if the source is packed
+
+    def back(self, logits: Tensor) -> Tensor | Packed | list[Tensor]:
+        """(B, N, vocabulary) in the form of the target: as it is, packed, or a list."""
+        if self.packed is None:
+            return logits
+        if isinstance(self.target, Tensor):
+            return logits.view(*self.target.shape, -1)
+        packed = self.packed.holding(logits.flatten(0, 1))
+        return packed if isinstance(self.target, Packed) else unpack(packed)
+
+
+def sides_of(target: Inputs, encoded: Inputs, source_mask: Tensor | None = None) -> Sides:
+    """A target beside what an encoder made of its source: tensors with a (B, K) mask of the source, or both packed."""
+    if isinstance(encoded, Tensor):
+        if not isinstance(target, Tensor):
+            raise TypeError(
+                f"a packed target goes with a packed source, but the source is a tensor {shape_of(encoded)}; "
+                "pass both packed, both as lists, or both as tensors"
+            )
+        if len(target) != len(encoded):
+            raise ValueError(f"source and target must be as many, but are {len(encoded)} and {len(target)}")
+        rows = rows_of(target)
+        return Sides(target, rows.positions, rows.shared, encoded, Shared(key_mask(source_mask)), target)
+    if source_mask is not None:
+        raise ValueError("source_mask goes with a source (B, K); packed sources and lists say their lengths themselves")
+    source = encoded if isinstance(encoded, Packed) else pack(encoded)
+    packed = target if isinstance(target, Packed) else pack(list(target))
+    across = packed.over(source)
+    if len(set(packed.lengths)) == 1 == len(set(source.lengths)) and packed.lengths[0] and source.lengths[0]:
+        rows = rows_of(packed)  # equal lengths on both sides are a plain batch
+        states = source.values.unflatten(0, (len(source), -1))
+        return Sides(rows.values, rows.positions, rows.shared, states, Shared(), target, packed)
+    shared = Shared(packed.mask, positions=packed.positions)
+    return Sides(packed.values[None], packed.positions, shared, source.values[None], Shared(across), target, packed)
+
+
+def padded(encoded: Inputs, mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """Encoded sources as one tensor (B, K, width) and its mask."""
+    if isinstance(encoded, Tensor):
+        return encoded, mask
+    rows: Sequence[Tensor] = unpack(encoded) if isinstance(encoded, Packed) else encoded
+    lengths = torch.tensor([len(row) for row in rows])
+    mask = torch.arange(int(lengths.max())) < lengths[:, None]
+    return pad_sequence(list(rows), batch_first=True), mask.to(rows[0].device)

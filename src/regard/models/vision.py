@@ -1,0 +1,138 @@
+"""Vision Transformers: an image as a sequence of patches."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from regard.attention import Attention
+from regard.geometry import shape_of
+from regard.models.parts import ARRANGEMENTS, choose, norm_named
+from regard.nn import ACTIVATIONS, Block, Encoder, FeedForward, MultiHeadAttention, Shared, key_mask, linear
+from regard.positions import learned
+
+
+@dataclass(frozen=True)
+class VisionConfig:
+    """A Vision Transformer. The defaults are those of ViT-Base but for its sizes.
+
+    image: height and width that the table of positions is for, in pixels, multiples of `patch`; others interpolate it.
+    qkv_bias: whether queries, keys and values have a bias. classes: how many an `ImageClassifier` tells apart.
+
+    >>> from regard.models.vision import VisionConfig
+    >>> VisionConfig(width=32, layers=2, heads=4, hidden=64, image=(32, 48), patch=8).grid
+    (4, 6)
+    """
+
+    width: int
+    layers: int
+    heads: int
+    hidden: int
+    image: tuple[int, int] = (224, 224)
+    patch: int = 16
+    channels: int = 3
+    classes: int = 1000
+    arrangement: str = "pre"
+    norm: str = "layer"
+    eps: float = 1e-12
+    activation: str = "gelu"
+    qkv_bias: bool = True
+    dropout: float = 0.0
+
+    @property
+    def grid(self) -> tuple[int, int]:
+        """Rows and columns of patches."""
+        return self.image[0] // self.patch, self.image[1] // self.patch
+
+
+class VisionTransformer(nn.Module):
+    """Pixels to hidden states, (B, C, height, width) to (B, 1 + patches, width); the first is the class token's.
+
+    Height and width are at least one patch; what is left over at the right and the bottom is not looked at. Sizes other
+    than `config.image` read the table of positions interpolated (bicubic). mask (B, patches): True where a patch, row
+    by row, is to be seen. Patches are embedded by N(0, 1 / fan_in), class token and positions start from N(0, 0.02^2).
+
+    >>> import torch
+    >>> from regard.models.vision import VisionConfig, VisionTransformer
+    >>> config = VisionConfig(width=32, layers=2, heads=4, hidden=64, image=(32, 32), patch=8)
+    >>> model = VisionTransformer(config).eval()
+    >>> model(torch.randn(2, 3, 32, 32)).shape, model(torch.randn(2, 3, 40, 24)).shape
+    (torch.Size([2, 17, 32]), torch.Size([2, 16, 32]))
+    """
+
+    def __init__(self, config: VisionConfig) -> None:
+        super().__init__()
+        self.config = config
+        rows, columns = config.grid
+        if rows < 1 or columns < 1 or config.image != (rows * config.patch, columns * config.patch):
+            raise ValueError(f"image must be whole patches of {config.patch} pixels each way, but is {config.image}")
+        self.patches = nn.Conv2d(config.channels, config.width, config.patch, stride=config.patch)
+        nn.init.normal_(self.patches.weight, std=1 / math.sqrt(self.patches.weight[0].numel()))
+        assert self.patches.bias is not None
+        nn.init.zeros_(self.patches.bias)
+        self.first = learned(1, config.width)
+        self.position = learned(1 + rows * columns, config.width)
+        norm = norm_named(config.norm, config.eps)
+        self.stack = Encoder(_blocks(config), norm=None if config.arrangement == "post" else norm(config.width))
+
+    def forward(self, images: Tensor, mask: Tensor | None = None) -> Tensor:
+        """Hidden states (B, 1 + patches, width)."""
+        patch, channels = self.config.patch, self.config.channels
+        if images.dim() != 4 or images.shape[1] != channels or min(images.shape[2:]) < patch:
+            raise ValueError(
+                f"images must be (B, {channels}, height, width) of at least {patch} x {patch} pixels, "
+                f"but are {shape_of(images)}"
+            )
+        x = self.patches(images)  # (B, width, rows, columns)
+        positions = self.positions((x.shape[2], x.shape[3]))
+        x = torch.cat((self.first.expand(len(x), 1, -1), x.flatten(2).mT), 1) + positions
+        if self.config.dropout and self.training:
+            x = F.dropout(x, self.config.dropout)
+        return self.stack(x, shared=Shared(None if mask is None else key_mask(F.pad(mask, (1, 0), value=True))))
+
+    def positions(self, grid: tuple[int, int]) -> Tensor:
+        """The table for a grid of patches, (1 + rows * columns, width)."""
+        if grid == self.config.grid:
+            return self.position
+        table = self.position[1:].unflatten(0, self.config.grid).permute(2, 0, 1)  # (width, rows, columns)
+        table = F.interpolate(table[None], size=grid, mode="bicubic", align_corners=False)[0]
+        return torch.cat((self.position[:1], table.flatten(1).mT))
+
+
+class ImageClassifier(nn.Module):
+    """Pixels to the logits of a class, (B, C, height, width) to (B, classes), read from the class token.
+
+    >>> import torch
+    >>> from regard.models.vision import ImageClassifier, VisionConfig
+    >>> config = VisionConfig(width=32, layers=2, heads=4, hidden=64, image=(32, 32), patch=8, classes=10)
+    >>> ImageClassifier(config).eval()(torch.randn(2, 3, 32, 32)).shape
+    torch.Size([2, 10])
+    """
+
+    def __init__(self, config: VisionConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.encoder = VisionTransformer(config)
+        self.classifier = linear(config.width, config.classes)
+
+    def forward(self, images: Tensor, mask: Tensor | None = None) -> Tensor:
+        """Logits (B, classes)."""
+        return self.classifier(self.encoder(images, mask)[:, 0])
+
+
+def _blocks(config: VisionConfig) -> list[Block]:
+    norm, attend = norm_named(config.norm, config.eps), Attention(dropout=config.dropout)
+    arrangement = choose("arrangement", config.arrangement, ARRANGEMENTS)
+    activation = choose("activation", config.activation, ACTIVATIONS)
+    return [
+        Block(
+            MultiHeadAttention(config.width, config.heads, attend=attend, bias=config.qkv_bias, output_bias=True),
+            FeedForward(config.width, config.hidden, activation=activation),
+            residual=lambda: arrangement(config.width, norm, dropout=config.dropout),
+        )
+        for _ in range(config.layers)
+    ]
