@@ -152,8 +152,12 @@ class MaskedLanguageModel(nn.Module):
     ) -> Tensor | Packed | list[Tensor]:
         """Logits (B, N, vocabulary); of packed inputs packed, of a list a list."""
         rows = rows_of(inputs, mask)
-        x = self.norm(self.activation(self.transform(self.encoder.hidden(rows, segments))))
-        return rows.back(F.linear(x, self.encoder.embedding.weight, self.bias))
+        return rows.back(self.logits(self.encoder.hidden(rows, segments)))
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Hidden states of the encoder (..., width) to logits (..., vocabulary); of some tokens, where few are wanted."""
+        x = self.norm(self.activation(self.transform(hidden)))
+        return F.linear(x, self.encoder.embedding.weight, self.bias)
 
 
 class SequenceClassifier(nn.Module):

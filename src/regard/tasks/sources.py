@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from regard.tasks.data import Row, fingerprint, split
+from regard.tasks.data import Row, fingerprint
 from regard.tasks.task import Task
 from regard.tasks.trouble import Bad, Trouble
 
@@ -64,5 +64,5 @@ def gather(task: Task, sources: Sources, seed: int) -> Examples:
     train = [row for source in sources.data for row in task.read(source, bad)]
     if sources.valid:
         return Examples(train, [row for source in sources.valid for row in task.read(source, bad)], bad)
-    train, held = split(train, task.group, sources.held, seed)
+    train, held = task.hold_out(train, sources.held, seed)
     return Examples(train, held, bad)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
 import numpy as np
 from torch import Tensor, nn
 
-from regard.tasks.data import Row, read
+from regard.tasks.data import Row, read, split
 from regard.tasks.trouble import Bad
 
 if TYPE_CHECKING:
@@ -156,9 +156,9 @@ class Task(ABC):
         """The examples of a source."""
         return list(read(source, {name: getattr(self, name) for name in self.columns}, bad))
 
-    def group(self, row: Row) -> str:
-        """Rows of one group are held out together."""
-        return str(row.values[0])
+    def hold_out(self, rows: Sequence[Row], held: int, seed: int) -> tuple[list[Row], list[Row]]:
+        """Rows to train on and rows held out, `held` of them, where those that begin alike are one: they stay together."""
+        return split(rows, lambda row: str(row.values[0]), held, seed)
 
     @abstractmethod
     def learn(self, rows: Sequence[Row]) -> Kit:

@@ -40,8 +40,9 @@ def learn(texts: Iterable[str], size: int, *, lower: bool = False) -> Tokenizer:
     return tokenizer
 
 
-def encode(tokenizer: Tokenizer, texts: Sequence[str]) -> list[np.ndarray]:
-    """Ids (n,) of each text, without special tokens."""
+def encode(tokenizer: Tokenizer, texts: Sequence[str], *, special: bool = False) -> list[np.ndarray]:
+    """Ids (n,) of each text. special: whether `<mask>` and the like in a text are tokens, and not letters."""
+    tokenizer.encode_special_tokens = not special
     found = tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
     return [np.array(encoding.ids, np.int64) for encoding in found]
 
