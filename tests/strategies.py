@@ -54,6 +54,7 @@ def leaves(B: int, H: int, Q: int, K: int) -> st.SearchStrategy:
         st.builds(rg.prefix, small | rows),
         st.builds(rg.padding, rows),
         st.builds(documents, seeds, st.booleans()),
+        st.builds(lambda s: rg.ranges(*torch.randint(0, K + 2, (2, B, K), generator=random(s)).sort(0).values), seeds),
         st.builds(rg.global_tokens, st.lists(st.integers(0, K - 1), max_size=3)),
         st.builds(blocks, seeds, st.integers(1, 9), st.integers(0, 2)),
         st.builds(rg.random_blocks, st.integers(1, 3), st.integers(1, 9), seeds),

@@ -17,6 +17,8 @@ Predicate = Callable[[int, int, int, int], bool]
 
 LENGTHS = [3, 6]
 IDS = torch.tensor([[0, 0, 1, 1, 1, 2, 2, 3, 3], [4, 4, 4, 1, 0, 0, 4, 4, 9]])  # the second row tears a document apart
+STARTS = torch.tensor([[0, 0, 2, 2, 2, 5, 5, 0, 8], [3, 1, 0, 7, 4, 4, 4, 2, 0]])
+STOPS = torch.tensor([[2, 2, 5, 5, 5, 9, 9, 0, 30], [3, 6, 9, 8, 5, 4, 9, 1, 1]])
 GLOBAL_ROWS = [[0, 5], [2]]
 LAYOUT = torch.rand(B, H, 6, 6, generator=torch.Generator().manual_seed(0)) < 0.5
 PAIRS = torch.tensor([[0, 0, 3, 7, 2, 3, 20], [0, 4, 3, 1, 8, 3, 2]])
@@ -54,6 +56,15 @@ PATTERNS: dict[str, tuple[Callable[[int], rg.Mask], Callable[[int], Predicate]]]
     "documents per row, torn": (
         lambda K: rg.documents(IDS[:, :K]),
         lambda K: lambda b, h, p, j: 0 <= p < K and bool(IDS[b, p] == IDS[b, j]),
+    ),
+    "padding the other way": (lambda K: ~rg.padding([1, 4]), lambda K: lambda b, h, p, j: j >= (1, 4)[b]),
+    "ranges": (
+        lambda K: rg.ranges(STARTS[0], STOPS[0]),
+        lambda K: lambda b, h, p, j: 0 <= p < 9 and bool(STARTS[0, p] <= j < STOPS[0, p]),
+    ),
+    "ranges per row": (
+        lambda K: rg.ranges(STARTS, STOPS),
+        lambda K: lambda b, h, p, j: 0 <= p < 9 and bool(STARTS[b, p] <= j < STOPS[b, p]),
     ),
     "global_tokens": (lambda K: rg.global_tokens([1, 4]), lambda K: lambda b, h, p, j: p in (1, 4) or j in (1, 4)),
     "global_tokens per row": (

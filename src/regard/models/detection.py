@@ -24,6 +24,7 @@ class DetrConfig:
 
     classes: without the one that says that there is no object. queries: how many objects are found at most.
     hidden: width within the feed-forward parts. decoder_layers: as many as layers unless told otherwise.
+    attention_dropout: of the weights, dropout unless told otherwise.
 
     >>> from regard.models.detection import DetrConfig
     >>> DetrConfig().backbone.depths
@@ -42,6 +43,7 @@ class DetrConfig:
     eps: float = 1e-5
     activation: str = "relu"
     dropout: float = 0.1
+    attention_dropout: float | None = None
 
 
 class Detr(nn.Module):
@@ -164,7 +166,8 @@ def _shrunk(mask: Tensor, images: Tensor, features: Tensor) -> Tensor:
 def _blocks(config: DetrConfig, layers: int, *, decoding: bool) -> list[Block]:
     arrangement = choose("arrangement", config.arrangement, ARRANGEMENTS)
     activation = choose("activation", config.activation, ACTIVATIONS)
-    attend = Attention(offset=0, dropout=config.dropout)
+    dropped = config.dropout if config.attention_dropout is None else config.attention_dropout
+    attend = Attention(offset=0, dropout=dropped)
 
     def attention() -> MultiHeadAttention:
         return MultiHeadAttention(config.width, config.heads, attend=attend)

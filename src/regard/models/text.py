@@ -241,7 +241,9 @@ class SentenceEmbedder(nn.Module):
     def embed(self, texts: Sequence[str], *, tokens: int = 8192) -> Tensor:
         """The vectors of strings, (len(texts), width): packed, those alike in length together, `tokens` at a time."""
         if self.tokenizer is None:
-            raise ValueError("embed needs a tokenizer: load the model from a folder with tokenizer.json, or give it ids")
+            raise ValueError(
+                "embed needs a tokenizer: load the model from a folder with tokenizer.json, or give it ids"
+            )
         if isinstance(texts, str):
             raise TypeError("texts must be a list of strings, but is one string; try [text]")
         table = self.encoder.embedding.weight

@@ -50,6 +50,7 @@ class TransformerConfig:
     arrangement: "pre" or "post". norm: "layer" or "rms". scale: of the scores, 1 / sqrt(head_width) if none.
     embedding_scale: of the embedded tokens, sqrt(width) if none. tied: logits are products with the target embedding.
     output_scale: of what the logits are computed from. logits_bias: whether a bias is added to the logits.
+    attention_dropout: of the weights, dropout unless told otherwise.
     start: the token before the first target token. stop: the token that ends a target. never: tokens not generated.
 
     >>> from regard.models.translation import TransformerConfig
@@ -84,6 +85,7 @@ class TransformerConfig:
     stop: int = 2
     never: tuple[int, ...] = ()
     dropout: float = 0.0
+    attention_dropout: float | None = None
 
 
 class Transformer(nn.Module):
@@ -192,8 +194,9 @@ def _stack(config: TransformerConfig, kind: type[S], layers: int) -> S:
     activation = choose("activation", config.activation, ACTIVATIONS)
     feedforward = GatedFeedForward if config.gated else FeedForward
     score = Dot(config.scale)
-    own = Attention(score, causal() if decoding else None, dropout=config.dropout)
-    across = Attention(score, offset=0, dropout=config.dropout)
+    dropped = config.dropout if config.attention_dropout is None else config.attention_dropout
+    own = Attention(score, causal() if decoding else None, dropout=dropped)
+    across = Attention(score, offset=0, dropout=dropped)
 
     def attention(attend: Attention) -> MultiHeadAttention:
         return MultiHeadAttention(config.width, config.heads, d_head=config.head_width, attend=attend, bias=config.bias)

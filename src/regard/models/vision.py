@@ -22,6 +22,7 @@ class VisionConfig:
 
     image: height and width that the table of positions is for, in pixels, multiples of `patch`; others interpolate it.
     qkv_bias: whether queries, keys and values have a bias. classes: how many an `ImageClassifier` tells apart.
+    attention_dropout: of the weights, dropout unless told otherwise.
 
     >>> from regard.models.vision import VisionConfig
     >>> VisionConfig(width=32, layers=2, heads=4, hidden=64, image=(32, 48), patch=8).grid
@@ -42,6 +43,7 @@ class VisionConfig:
     activation: str = "gelu"
     qkv_bias: bool = True
     dropout: float = 0.0
+    attention_dropout: float | None = None
 
     @property
     def grid(self) -> tuple[int, int]:
@@ -125,7 +127,8 @@ class ImageClassifier(nn.Module):
 
 
 def _blocks(config: VisionConfig) -> list[Block]:
-    norm, attend = norm_named(config.norm, config.eps), Attention(dropout=config.dropout)
+    dropped = config.dropout if config.attention_dropout is None else config.attention_dropout
+    norm, attend = norm_named(config.norm, config.eps), Attention(dropout=dropped)
     arrangement = choose("arrangement", config.arrangement, ARRANGEMENTS)
     activation = choose("activation", config.activation, ACTIVATIONS)
     return [

@@ -43,6 +43,9 @@ class Residual(nn.Module):
     def dropped(self, x: Tensor) -> Tensor:
         return F.dropout(x, self.dropout) if self.dropout and self.training else x
 
+    def shrink(self, sublayer: nn.Module, share: float) -> None:
+        """Multiply what a fresh sublayer adds by a share, so that many add up to O(1); nothing where a norm follows."""
+
     def forward(self, x: Tensor, sublayer: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
         raise NotImplementedError
 
@@ -58,6 +61,11 @@ class PreNorm(Residual):
     def __init__(self, width: int, norm: Norm = nn.LayerNorm, dropout: float = 0.0) -> None:
         super().__init__(dropout)
         self.norm = norm(width)
+
+    @torch.no_grad()
+    def shrink(self, sublayer: nn.Module, share: float) -> None:
+        if isinstance(output := getattr(sublayer, "output", None), nn.Linear):
+            output.weight *= share
 
     def forward(self, x: Tensor, sublayer: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
         return x + self.dropped(sublayer(self.norm(x), *args, **kwargs))
@@ -90,6 +98,11 @@ class SandwichNorm(Residual):
     def __init__(self, width: int, norm: Norm = nn.LayerNorm, dropout: float = 0.0) -> None:
         super().__init__(dropout)
         self.norm, self.after = norm(width), norm(width)
+
+    @torch.no_grad()
+    def shrink(self, sublayer: nn.Module, share: float) -> None:
+        assert isinstance(self.after.weight, Tensor)
+        self.after.weight.fill_(share - 1 if isinstance(self.after, UnitRMSNorm) else share)
 
     def forward(self, x: Tensor, sublayer: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
         return x + self.dropped(self.after(sublayer(self.norm(x), *args, **kwargs)))

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from regard.masks import Mask
 from regard.nn.attention import MultiHeadAttention
-from regard.nn.blocks import Block, PostNorm
+from regard.nn.blocks import Block
 from regard.nn.cache import Cache, Memory
 from regard.nn.shared import Shared
 from regard.positions import Bias, t5
@@ -42,8 +42,9 @@ class Encoder(nn.Module):
     norm: applied last. bias: a module that gives one bias for all layers.
     checkpointing: in training, keep only what enters a block, and compute the rest again in backward.
 
-    The outputs of attention and feed-forward, drawn from N(0, 1 / fan_in), are divided by the square root of how many
-    are added up, unless the norm comes after the sum: so activations keep a variance of O(1) at any depth.
+    What attention and feed-forward add is divided by the square root of how many are added up, in the weight of their
+    output or of the norm behind it, unless a norm comes after the sum: so activations keep a variance of O(1) at any
+    depth.
 
     >>> import regard as rg, torch
     >>> def block():
@@ -66,18 +67,15 @@ class Encoder(nn.Module):
         super().__init__()
         self.layers, self.norm, self.bias = nn.ModuleList(layers), norm, bias
         self.repeat, self.checkpointing = repeat, checkpointing
-        self._shrink()
+        if self.layers:
+            self._shrink()
 
     def _shrink(self) -> None:
-        added = []
+        names = [name for name in ("attention", "cross", "feedforward") if getattr(self.layers[0], name) is not None]
+        share = 1 / math.sqrt(len(names) * len(self.layers) * self.repeat)
         for block in self.layers:
-            pairs = ("attention", "cross", "feedforward")
-            branches = [(getattr(block, f"{name}_residual"), getattr(block, name)) for name in pairs]
-            added += [branch for around, branch in branches if branch is not None and not isinstance(around, PostNorm)]
-        with torch.no_grad():
-            for branch in added:
-                if isinstance(output := getattr(branch, "output", None), nn.Linear):
-                    output.weight /= math.sqrt(len(added) * self.repeat)
+            for name in names:
+                getattr(block, f"{name}_residual").shrink(getattr(block, name), share)
 
     def forward(
         self,

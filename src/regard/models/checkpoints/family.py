@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,7 +13,7 @@ from torch import nn
 from regard.models.checkpoints.names import Extras, Rule
 
 Values = dict[str, Any]
-NEEDED = object()
+NEEDED, NO_EXTRAS = object(), Extras()
 
 
 def same(value: Any) -> Any:
@@ -32,7 +33,7 @@ class Field:
 
 def named(ours: str, theirs: str, default: Any, names: Mapping[Any, Any]) -> Field:
     """A value that has other names in theirs, {theirs: ours}; of several for one of ours, the first is written."""
-    back = {own: other for other, own in reversed(names.items())}
+    back = {own: other for other, own in reversed(list(names.items()))}
 
     def read(value: Any) -> Any:
         if value not in names:
@@ -65,10 +66,15 @@ class Architecture:
 
     model: type[nn.Module]
     rules: Callable[[Any], tuple[Rule, ...]]
-    extras: Extras = Extras()
+    extras: Extras = NO_EXTRAS
     prefix: str = ""
     unused: tuple[str, ...] = ()
     written: bool = True
+
+
+def always(rules: tuple[Rule, ...]) -> Callable[[Any], tuple[Rule, ...]]:
+    """A table that is the same for every configuration."""
+    return lambda _: rules
 
 
 def nothing(_: Any) -> Values:
@@ -83,6 +89,8 @@ class Family:
     only: values of theirs that are not looked at as long as they are among these; null and absent always pass.
     read, write: values that need more than one of the other side's, of their configuration and of ours.
     dropped: names of theirs that `write` may contradict under another name, and that are therefore not kept.
+    generation: what generation_config.json says of our configuration. absent: values for names that we have no
+        counterpart of, where the checkpoint that a model came from does not say them.
     """
 
     model_type: str
@@ -94,6 +102,8 @@ class Family:
     read: Callable[[Values], Values] = nothing
     write: Callable[[Any], Values] = nothing
     dropped: tuple[str, ...] = ()
+    generation: Callable[[Any], Values] = nothing
+    absent: Callable[[Any], Values] = nothing
 
     def config_of(self, theirs: Values) -> Any:
         """Their configuration as ours; what we cannot do is an error."""
@@ -121,7 +131,7 @@ class Family:
     def why_not(self, config: Any, architecture: Architecture) -> str | None:
         """Why this configuration cannot be said in theirs, or none where it can: it must come back as it was."""
         try:
-            back = self.config_of(self.values_of(config))
+            back = self.config_of(self.values_of(config) | self.generation(config))
         except ValueError as error:
             return str(error)
         for entry in dataclasses.fields(config):
@@ -138,6 +148,8 @@ def settled(config: Any, name: str) -> Any:
         return tuple(value[n % len(value)] for n in range(config.layers)) if any(value) else ()
     if value is None and name == "head_width":
         return config.width // config.heads
+    if value is None and name == "embedding_scale":
+        return math.sqrt(config.width)
     if value is None and name in SIBLINGS:
         return getattr(config, SIBLINGS[name])
     return value
@@ -149,6 +161,7 @@ SIBLINGS = {
     "embedding_width": "width",
     "qkv_bias": "bias",
     "attention_dropout": "dropout",
+    "decoder_layers": "layers",
 }
 
 
@@ -162,3 +175,11 @@ def classes(theirs: Values) -> int:
     """How many classes there are."""
     named_ones = theirs.get("id2label")
     return len(named_ones) if named_ones else int(theirs.get("num_labels") or 2)
+
+
+def agreed(theirs: Values, *names: str) -> Any:
+    """The one value that several names have."""
+    found = {name: theirs.get(name) for name in names}
+    if len(set(found.values())) != 1:
+        raise ValueError(f"{' and '.join(f'{name} = {value!r}' for name, value in found.items())} must be the same")
+    return found[names[0]]

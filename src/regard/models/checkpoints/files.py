@@ -7,13 +7,15 @@ import os
 import re
 import uuid
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any
 
 import torch
 from torch import Tensor
 
-WEIGHTS, INDEX, CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
+WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+CONFIG, GENERATION = "config.json", "generation_config.json"
 PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.h5", "*.msgpack")
 
 
@@ -145,9 +147,9 @@ def _nothing_safe(folder: Path) -> str:
     if not pickled:
         return f"{folder} has neither {WEIGHTS} nor {INDEX}; is it the folder of a checkpoint?"
     return (
-        f"{folder} has its weights in {pickled[0]} only, a file that can run code when it is opened, so it is not read; "
-        "convert it where you trust it: transformers' AutoModel.from_pretrained(folder).save_pretrained(other) writes "
-        f"{WEIGHTS}"
+        f"{folder} has its weights in {pickled[0]} only, which is not read: opening such a file can run code that is in "
+        "it. If you trust it, convert it with the model's class in transformers, "
+        f"BertModel.from_pretrained(folder).save_pretrained(other) for one, which writes {WEIGHTS}"
     )
 
 
@@ -167,7 +169,7 @@ def write_weights(folder: Path, tensors: Iterable[tuple[str, Tensor]], limit: in
     if len(shards) > 1:
         files = [f"model-{n + 1:05d}-of-{len(shards):05d}.safetensors" for n in range(len(shards))]
     for file, shard in zip(files, shards, strict=True):
-        atomically(folder / file, lambda path, shard=shard: save_file(shard, path, metadata={"format": "pt"}))
+        atomically(folder / file, partial(save_file, shard, metadata={"format": "pt"}))
     if len(shards) > 1:
         where = {name: file for file, shard in zip(files, shards, strict=True) for name in shard}
         write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": where})
@@ -217,5 +219,7 @@ def float_type(tensors: Iterable[Tensor]) -> torch.dtype | None:
     """The floating-point type of the tensors, where there is one; several are an error."""
     found = sorted({str(tensor.dtype) for tensor in tensors if tensor.is_floating_point()})
     if len(found) > 1:
-        raise ValueError(f"the tensors are of {' and '.join(found)}; give the one that you want, as dtype=torch.float32")
+        raise ValueError(
+            f"the tensors are of {' and '.join(found)}; give the one that you want, as dtype=torch.float32"
+        )
     return getattr(torch, found[0].removeprefix("torch.")) if found else None

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from regard.models.checkpoints import own, sentences
 from regard.models.checkpoints.families import FAMILIES, family_of
 from regard.models.checkpoints.family import Architecture, Family
-from regard.models.checkpoints.files import CONFIG, Weights, float_type, folder_of, read_json
+from regard.models.checkpoints.files import CONFIG, GENERATION, Weights, float_type, folder_of, read_json
 from regard.models.checkpoints.names import Move, find, moves, some
 
 
@@ -54,21 +54,32 @@ def read(path: Path, *, dtype: torch.dtype | None = None, bare: bool = False) ->
         return _filled(path, model_type, config, said, dtype)
     for name in ("auto_map", "quantization_config"):
         if said.get(name):
-            raise ValueError(f"{path / CONFIG} has {name}: models with code or number formats of their own are not read")
+            raise ValueError(
+                f"{path / CONFIG} has {name}: models with code or number formats of their own are not read"
+            )
     family, architecture = _choose(path, said, bare)
     try:
-        config = family.config_of(said)
+        config = family.config_of(said | _spoken(path))
     except (ValueError, KeyError, TypeError) as error:
         what = f"{error} is missing" if isinstance(error, KeyError) else str(error)
         raise ValueError(f"{path / CONFIG}: {what}") from error
     return _filled(path, architecture.model, config, said, dtype, family, architecture)
 
 
+def _spoken(path: Path) -> dict[str, Any]:
+    """What generation_config.json says beyond config.json that is part of our configurations."""
+    said = read_json(path / GENERATION) if (path / GENERATION).exists() else {}
+    names = ("decoder_start_token_id", "eos_token_id", "bad_words_ids")
+    return {name: said[name] for name in names if said.get(name) is not None}
+
+
 def _choose(path: Path, said: dict[str, Any], bare: bool) -> tuple[Family, Architecture]:
     family = family_of(said.get("model_type"))
     if family is None:
-        known = ", ".join(family.model_type for family in FAMILIES)
-        raise ValueError(f"{path / CONFIG}: model_type = {said.get('model_type')!r} is not supported; supported: {known}")
+        listed = ", ".join(family.model_type for family in FAMILIES)
+        raise ValueError(
+            f"{path / CONFIG}: model_type = {said.get('model_type')!r} is not supported; supported: {listed}"
+        )
     names = said.get("architectures") or ([next(iter(family.architectures))] if bare else [])
     known = next((family.architectures[name] for name in names if name in family.architectures), None)
     if known is None:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
-from functools import lru_cache
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cache
 from typing import Protocol
 
 import torch
@@ -28,8 +28,7 @@ class Rule:
 
     ours: str
     theirs: tuple[str, ...]
-    transposed: bool = False
-    axes: int = 0
+    form: str = ""
 
     def match(self, name: str) -> tuple[str, ...] | None:
         """Their names of our tensor, or none where the rule is about another."""
@@ -46,37 +45,50 @@ class Rule:
 
 
 @dataclass(frozen=True)
+class Form:
+    """How they hold a tensor: ours from theirs, theirs from ours, and which tensors of a module are meant."""
+
+    ours: Callable[[Tensor], Tensor]
+    theirs: Callable[[Tensor], Tensor]
+    dims: tuple[int, ...]
+
+
+FORMS = {
+    "T": Form(lambda x: x.t(), lambda x: x.t(), (2,)),
+    "conv": Form(lambda x: x[:, :, 0, 0], lambda x: x[:, :, None, None], (2,)),
+    "1": Form(lambda x: x[0], lambda x: x[None], (1, 2)),
+}
+PLAIN = Form(lambda x: x, lambda x: x, ())
+
+
+@dataclass(frozen=True)
 class Move:
     """One tensor of ours, and the tensors of theirs that it is put together of, with their shapes."""
 
     ours: str
     theirs: tuple[str, ...]
+    rows: tuple[int, ...]
     shapes: tuple[Shape, ...]
-    transposed: bool
-    axes: int
+    form: Form
 
     def join(self, parts: Iterable[Tensor]) -> Tensor:
         """Theirs to ours."""
-        turned = [(part.t() if self.transposed else part)[(0,) * self.axes] for part in parts]
+        turned = [self.form.ours(part) for part in parts]
         return turned[0].contiguous() if len(turned) == 1 else torch.cat(turned)
 
     def split(self, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
         """Ours to theirs."""
-        sizes = [shape[self.axes :][-1 if self.transposed else 0] for shape in self.shapes] if self.split_up else []
-        for name, part in zip(self.theirs, tensor.split(sizes) if self.split_up else [tensor], strict=True):
-            yield name, (part.t() if self.transposed else part)[(None,) * self.axes].contiguous()
-
-    @property
-    def split_up(self) -> bool:
-        return len(self.theirs) > 1
+        parts = tensor.split(self.rows) if len(self.theirs) > 1 else [tensor]
+        for name, part in zip(self.theirs, parts, strict=True):
+            yield name, self.form.theirs(part).contiguous()
 
 
 def table(text: str, *, ours: str = "", theirs: str = "") -> tuple[Rule, ...]:
     """Rules from lines of two names, ours and theirs, put behind these prefixes.
 
     A name stands for a module with all its tensors, or for one tensor. `*` is a number that both names have.
-    `{a,b}` puts a and b one below the other. `^T` is a matrix that they hold transposed, `^1` one with an axis of
-    length 1 before ours.
+    `{a,b}` puts a and b one below the other. `^T` is a matrix that they hold transposed, `^conv` one that they hold
+    as a 1x1 convolution, `^1` a tensor with an axis of length 1 before ours.
 
     >>> from regard.models.checkpoints.names import table
     >>> table("layers.*.up   blocks.*.{gate,up}", theirs="model.")[0].match("layers.3.up.weight")
@@ -86,9 +98,7 @@ def table(text: str, *, ours: str = "", theirs: str = "") -> tuple[Rule, ...]:
     for line in filter(None, map(str.strip, text.splitlines())):
         own, other = line.split()
         other, _, mark = other.partition("^")
-        rules.append(
-            Rule(ours + own, _alternatives(theirs + other), mark == "T", int(mark) if mark.isdigit() else 0)
-        )
+        rules.append(Rule(ours + own, _alternatives(theirs + other), mark))
     return tuple(rules)
 
 
@@ -111,18 +121,16 @@ def moves(model: nn.Module, rules: Iterable[Rule]) -> list[Move]:
 
 
 def _move(model: nn.Module, name: str, tensor: Tensor, theirs: tuple[str, ...], rule: Rule) -> Move:
-    shape, transposed = tuple(tensor.shape), rule.transposed and tensor.dim() == 2
-    if len(theirs) == 1:
-        rows = [shape[:1]]
-    else:
+    rows = [len(tensor)] if tensor.dim() else []
+    if len(theirs) > 1:
         around = model.get_submodule(name.rsplit(".", 2)[0])
-        widths = getattr(around, "widths", ())
-        if len(widths) != len(theirs):
-            widths = [shape[0] // len(theirs)] * len(theirs)
-        rows = [(width,) for width in widths]
-    shapes = [(*row, *shape[1:]) for row in rows]
-    whole = tuple((1,) * rule.axes + (part[::-1] if transposed else part) for part in shapes)
-    return Move(name, theirs, whole, transposed, rule.axes)
+        rows = list(getattr(around, "widths", ()))
+        if len(rows) != len(theirs):
+            rows = [len(tensor) // len(theirs)] * len(theirs)
+    form = FORMS[rule.form] if rule.form and tensor.dim() in FORMS[rule.form].dims else PLAIN
+    parts = (torch.empty((*rows[n : n + 1], *tensor.shape[1:]), device="meta") for n in range(len(theirs)))
+    shapes = tuple(tuple(form.theirs(part).shape) for part in parts)
+    return Move(name, theirs, tuple(rows), shapes, form)
 
 
 def some(names: Iterable[str], most: int = 8) -> str:
@@ -135,12 +143,13 @@ def some(names: Iterable[str], most: int = 8) -> str:
 class Extras:
     """What a checkpoint may hold beside what the model has.
 
-    ignored: patterns of names that are left out. copies: names that repeat another tensor, which must then be equal,
-    and that stand for it where it is absent. renamed: regular expressions of older names and what they are now.
+    ignored: patterns of names that are left out. copies: names that repeat another tensor, the first of those given
+    that the model has; they must be equal, and stand for it where it is absent. renamed: regular expressions of other
+    names, and what they are here.
     """
 
     ignored: tuple[str, ...] = ()
-    copies: Mapping[str, str] | None = None
+    copies: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     renamed: tuple[tuple[str, str], ...] = ()
 
 
@@ -149,8 +158,12 @@ def find(source: Tensors, wanted: Iterable[Move], extras: Extras, prefix: str) -
 
     Missing tensors, unknown ones, other shapes and copies that differ are errors that list them.
     """
-    wanted, copies = list(wanted), dict(extras.copies or {})
     needed = {name: shape for move in wanted for name, shape in zip(move.theirs, move.shapes, strict=True)}
+    copies = {
+        copy: next(name for name in names if name in needed)
+        for copy, names in extras.copies.items()
+        if any(name in needed for name in names)
+    }
     found: dict[str, str] = {}
     copied: dict[str, str] = {}
     unknown = []
@@ -170,9 +183,9 @@ def find(source: Tensors, wanted: Iterable[Move], extras: Extras, prefix: str) -
             unknown.append(stored)
     for copy, stored in copied.items():
         original = copies[copy]
-        if original in needed and original not in found:
+        if original not in found:
             found[original] = stored
-        elif original in found and not torch.equal(source.read(stored), source.read(found[original])):
+        elif not torch.equal(source.read(stored), source.read(found[original])):
             raise ValueError(
                 f"{stored} and {found[original]} must be equal, as the configuration ties them, but differ; "
                 "remove one, or set tie_word_embeddings to false in config.json"
@@ -192,7 +205,7 @@ def find(source: Tensors, wanted: Iterable[Move], extras: Extras, prefix: str) -
     return found
 
 
-@lru_cache(maxsize=None)
+@cache
 def _pattern(name: str) -> re.Pattern[str]:
     return re.compile(re.escape(name).replace(r"\*", r"(\d+)") + r"((?:\..+)?)")
 

@@ -11,14 +11,14 @@ from torch import Tensor, nn
 
 from regard.models.checkpoints import own, sentences
 from regard.models.checkpoints.families import FAMILIES
-from regard.models.checkpoints.family import Architecture, Family
-from regard.models.checkpoints.files import CONFIG, float_type, write_json, write_weights
+from regard.models.checkpoints.family import Family
+from regard.models.checkpoints.files import CONFIG, GENERATION, float_type, write_json, write_weights
 from regard.models.checkpoints.names import Move, moves
-from regard.models.text import SentenceEmbedder, TextEncoder
+from regard.models.text import SentenceEmbedder
 
 
 def save(model: nn.Module, folder: str | os.PathLike[str], *, limit: int = 5_000_000_000) -> None:
-    """Write a model as config.json and safetensors, in shards of at most `limit` bytes, such that `regard.load` reads it.
+    """Write a model as config.json and safetensors, in shards of at most `limit` bytes; `regard.load` reads it back.
 
     Where its configuration has a counterpart there, Hugging Face's libraries read it as well, under the names of the
     checkpoint that it came from, or of the first family that can say all of it. Other models, such as one with a
@@ -56,6 +56,9 @@ def write(model: nn.Module, path: Path, limit: int) -> None:
     dtype = float_type(model.state_dict().values())
     said["dtype"] = str(dtype).removeprefix("torch.")
     write_weights(path, split(model, moves(model, rules)), limit)
+    if family is not None and (spoken := family.generation(model.config)):
+        padding = {"pad_token_id": said["pad_token_id"]} if said.get("pad_token_id") is not None else {}
+        write_json(path / GENERATION, spoken | padding)
     write_json(path / CONFIG, said)
 
 
@@ -91,4 +94,4 @@ def _said(family: Family, name: str, model: nn.Module, origin: dict[str, Any]) -
     labels = kept.get("id2label") or {}
     if len(labels) == len(said.get("id2label", ())):  # the classes had names
         said = {key: value for key, value in said.items() if key not in ("id2label", "label2id")}
-    return kept | said | {"model_type": family.model_type, "architectures": [name]}
+    return family.absent(model.config) | kept | said | {"model_type": family.model_type, "architectures": [name]}

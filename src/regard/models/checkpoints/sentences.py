@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 MODULES, POOLING, LENGTH, TOKENIZER = "modules.json", "1_Pooling", "sentence_bert_config.json", "tokenizer.json"
+TOKENIZER_CONFIG, PROMPTS = "tokenizer_config.json", "config_sentence_transformers.json"
 MODES = {"cls": "first", "mean": "mean", "max": "max"}
 
 
@@ -37,8 +38,8 @@ def tokenizer(folder: str | os.PathLike[str]) -> Tokenizer:
         raise ImportError("tokenizers are read by tokenizers: pip install 'regard[checkpoints]'") from None
     if not path.exists():
         raise FileNotFoundError(
-            f"{path.parent} has no {TOKENIZER}; transformers' AutoTokenizer.from_pretrained(folder).save_pretrained(folder) "
-            "writes one from other files"
+            f"{path.parent} has no {TOKENIZER}; in transformers, "
+            "AutoTokenizer.from_pretrained(folder).save_pretrained(folder) writes one from other files"
         )
     try:
         return tokenizers.Tokenizer.from_file(str(path))
@@ -54,6 +55,8 @@ def load(folder: Path, read: Callable[[Path], nn.Module]) -> SentenceEmbedder:
         raise ValueError(
             f"{folder / MODULES} has the modules {', '.join(kinds)}; supported are Transformer, Pooling and Normalize"
         )
+    if (folder / PROMPTS).exists() and (prompt := read_json(folder / PROMPTS).get("default_prompt_name")):
+        raise ValueError(f"{folder / PROMPTS}: default_prompt_name = {prompt!r} is not supported; put it into the texts")
     (_, transformer), (_, pooling), *_ = modules
     encoder = read(transformer)
     if not isinstance(encoder, TextEncoder):
@@ -100,7 +103,9 @@ def _modules(folder: Path) -> list[tuple[str, Path]]:
         listed = json.loads((folder / MODULES).read_text(encoding="utf-8"))
         entries = [(str(entry["type"]).rsplit(".", 1)[-1], entry["path"]) for entry in listed]
     except (json.JSONDecodeError, UnicodeDecodeError, TypeError, KeyError) as error:
-        raise ValueError(f"{folder / MODULES} must be a list of modules, each with its type and path: {error}") from None
+        raise ValueError(
+            f"{folder / MODULES} must be a list of modules, each with its type and path: {error}"
+        ) from None
     return [(kind, inside(folder, path) if path else folder) for kind, path in entries]
 
 
@@ -108,19 +113,23 @@ def _pooling(said: dict[str, Any]) -> str:
     if "pooling_mode" in said:
         chosen = [said["pooling_mode"]]
     else:
-        flags = [name.removeprefix("pooling_mode_") for name, on in said.items() if name.startswith("pooling_mode_") and on]
+        flags = [
+            name.removeprefix("pooling_mode_") for name, on in said.items() if name.startswith("pooling_mode_") and on
+        ]
         chosen = [name.removesuffix("_tokens").removesuffix("_token") for name in flags]
     if len(chosen) != 1 or chosen[0] not in MODES:
-        raise ValueError(f"pooling by {' and '.join(map(str, chosen)) or 'nothing'} is not supported; supported: {', '.join(MODES)}")
+        raise ValueError(
+            f"pooling by {' and '.join(map(str, chosen)) or 'nothing'} is not supported; supported: {', '.join(MODES)}"
+        )
     return MODES[chosen[0]]
 
 
 def _cutting(kept: Tokenizer, folder: Path, encoder: TextEncoder) -> Tokenizer:
     """The tokenizer without filler, and cutting at what the folder says, or the model knows."""
-    said = read_json(folder / LENGTH) if (folder / LENGTH).exists() else {}
+    said, also = (read_json(folder / file) if (folder / file).exists() else {} for file in (LENGTH, TOKENIZER_CONFIG))
     if said.get("do_lower_case"):
         raise ValueError(f"{folder / LENGTH}: do_lower_case is not supported; put it into {TOKENIZER}")
-    most = encoder.config.positions - encoder.config.first_position
+    known = encoder.config.positions - encoder.config.first_position
     kept.no_padding()
-    kept.enable_truncation(min(said.get("max_seq_length") or most, most))
+    kept.enable_truncation(int(min(said.get("max_seq_length") or also.get("model_max_length") or known, known)))
     return kept

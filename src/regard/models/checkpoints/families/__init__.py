@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
-from regard.models.checkpoints.families import language, text
+from regard.models.checkpoints.families import language, text, translation, vision
 from regard.models.checkpoints.family import Family
 
-FAMILIES: tuple[Family, ...] = (*text.FAMILIES, *language.FAMILIES)
+FAMILIES: tuple[Family, ...] = (
+    *text.FAMILIES,
+    *language.FAMILIES,
+    *translation.FAMILIES,
+    *vision.FAMILIES,
+)
 
 
 def family_of(model_type: object) -> Family | None:

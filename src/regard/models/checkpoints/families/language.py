@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from regard.models.checkpoints.families import turning
-from regard.models.checkpoints.family import Architecture, Family, Field, Values, activation, settled
+from regard.models.checkpoints.family import Architecture, Family, Field, Values, activation, always, settled
 from regard.models.checkpoints.names import Extras, table
 from regard.models.language import LanguageConfig, LanguageModel
 
@@ -35,10 +35,10 @@ GPT2 = Family(
     {
         "GPT2LMHeadModel": Architecture(
             LanguageModel,
-            lambda _: GPT2_NAMES,
+            always(GPT2_NAMES),
             Extras(
                 ignored=("transformer.h.*.attn.bias", "transformer.h.*.attn.masked_bias"),
-                copies={"lm_head.weight": "transformer.wte.weight"},
+                copies={"lm_head.weight": ("transformer.wte.weight",)},
             ),
             prefix="transformer.",
         )
@@ -82,9 +82,9 @@ def causal(norms: str) -> Architecture:
     )
     extras = Extras(
         ignored=("model.layers.*.self_attn.rotary_emb.inv_freq",),
-        copies={"lm_head.weight": "model.embed_tokens.weight"},
+        copies={"lm_head.weight": ("model.embed_tokens.weight",)},
     )
-    return Architecture(LanguageModel, lambda _: names, extras, prefix="model.")
+    return Architecture(LanguageModel, always(names), extras, prefix="model.")
 
 
 PRE_NORMS = """
@@ -132,7 +132,9 @@ def read_windows(theirs: Values, kinds: list[str]) -> Values:
     kinds, size = theirs.get("layer_types") or kinds, theirs.get("sliding_window")
     unknown = set(kinds) - {"full_attention", "sliding_attention"}
     if unknown or len(kinds) != theirs["num_hidden_layers"]:
-        raise ValueError(f"layer_types = {kinds} is not supported; it must say for every layer full or sliding attention")
+        raise ValueError(
+            f"layer_types = {kinds} is not supported; it must say for every layer full or sliding attention"
+        )
     windows = tuple(size if kind == "sliding_attention" else None for kind in kinds)
     return {"windows": windows if any(windows) else ()}
 

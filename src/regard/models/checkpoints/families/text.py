@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from regard.models.checkpoints.family import Architecture, Family, Field, activation, classes, labels, settled
+from regard.models.checkpoints.family import Architecture, Family, Field, activation, always, classes, labels, settled
 from regard.models.checkpoints.names import Extras, table
 from regard.models.text import MaskedLanguageModel, SequenceClassifier, TextConfig, TextEncoder, TokenClassifier
 
@@ -19,7 +19,7 @@ def architectures(
     *,
     prefix: str,
     ignored: tuple[str, ...],
-    copies: Mapping[str, str],
+    copies: Mapping[str, tuple[str, ...]],
     renamed: tuple[tuple[str, str], ...] = (),
 ) -> dict[str, Architecture]:
     """The architectures of one family by what follows its name: the base model, and heads that stand on it."""
@@ -41,7 +41,7 @@ def architectures(
             rules = table(base, ours="encoder.", theirs=prefix) + table(heads[kind])
         extras = Extras(ignored, copies, renamed)
         found[start + kind] = Architecture(
-            model, lambda _, rules=rules: rules, extras, prefix, unused, written=kind != "ForPreTraining"
+            model, always(rules), extras, prefix, unused, written=kind != "ForPreTraining"
         )
     return found
 
@@ -108,8 +108,8 @@ BERT = Family(
         prefix="bert.",
         ignored=("embeddings.position_ids", "embeddings.token_type_ids", "pooler", "cls.seq_relationship"),
         copies={
-            "cls.predictions.decoder.weight": "bert.embeddings.word_embeddings.weight",
-            "cls.predictions.decoder.bias": "cls.predictions.bias",
+            "cls.predictions.decoder.weight": ("bert.embeddings.word_embeddings.weight",),
+            "cls.predictions.decoder.bias": ("cls.predictions.bias",),
         },
         renamed=LEGACY,
     ),
@@ -144,8 +144,8 @@ def roberta(model_type: str, start: str) -> Family:
             prefix="roberta.",
             ignored=("embeddings.position_ids", "embeddings.token_type_ids", "pooler"),
             copies={
-                "lm_head.decoder.weight": "roberta.embeddings.word_embeddings.weight",
-                "lm_head.decoder.bias": "lm_head.bias",
+                "lm_head.decoder.weight": ("roberta.embeddings.word_embeddings.weight",),
+                "lm_head.decoder.bias": ("lm_head.bias",),
             },
         ),
         (
@@ -186,7 +186,7 @@ DISTILBERT = Family(
         },
         prefix="distilbert.",
         ignored=("embeddings.position_ids",),
-        copies={"vocab_projector.weight": "distilbert.embeddings.word_embeddings.weight"},
+        copies={"vocab_projector.weight": ("distilbert.embeddings.word_embeddings.weight",)},
     ),
     (
         Field("vocabulary", "vocab_size"),
@@ -241,8 +241,8 @@ ALBERT = Family(
         prefix="albert.",
         ignored=("embeddings.position_ids", "embeddings.token_type_ids", "pooler", "sop_classifier"),
         copies={
-            "predictions.decoder.weight": "albert.embeddings.word_embeddings.weight",
-            "predictions.decoder.bias": "predictions.bias",
+            "predictions.decoder.weight": ("albert.embeddings.word_embeddings.weight",),
+            "predictions.decoder.bias": ("predictions.bias",),
         },
     ),
     (

@@ -65,5 +65,7 @@ def write(rotary: Rotary | None, head_width: int) -> dict[str, Any]:
             raise ValueError(f"the scaling {rotary.scaling!r} has no name there")
         kind, names = found[0]
         said = {name: getattr(rotary.scaling, own) for own, name in names.items() if name != "max_position_embeddings"}
-        values["rope_scaling"] = {"rope_type": kind} | {name: value for name, value in said.items() if value is not None}
+        values["rope_scaling"] = {"rope_type": kind} | {
+            name: value for name, value in said.items() if value is not None
+        }
     return values

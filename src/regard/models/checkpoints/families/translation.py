@@ -1,0 +1,250 @@
+"""T5 and Marian."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from regard.models.checkpoints.family import Architecture, Family, Field, Values, activation, agreed
+from regard.models.checkpoints.names import Extras, Rule, table
+from regard.models.translation import Transformer, TransformerConfig
+
+
+def token(value: Any) -> int:
+    """The one token that ends a target."""
+    if isinstance(value, list) and len(value) == 1:
+        return int(value[0])
+    if not isinstance(value, int):
+        raise ValueError(f"eos_token_id = {value!r} is not supported; it must be one token")
+    return value
+
+
+def never(theirs: Values) -> tuple[int, ...]:
+    """Single tokens that are not to be generated."""
+    words = theirs.get("bad_words_ids") or []
+    if any(len(word) != 1 for word in words):
+        raise ValueError(f"bad_words_ids = {words} is not supported; each must be one token")
+    return tuple(word[0] for word in words)
+
+
+def start(theirs: Values) -> int:
+    found = theirs.get("decoder_start_token_id")
+    return int(theirs.get("pad_token_id") or 0) if found is None else int(found)
+
+
+def spoken(config: TransformerConfig) -> Values:
+    """What generation begins with, ends with and leaves out."""
+    left_out = {"bad_words_ids": [[word] for word in config.never]} if config.never else {}
+    return {"decoder_start_token_id": config.start, "eos_token_id": config.stop} | left_out
+
+
+def t5_names(config: TransformerConfig) -> tuple[Rule, ...]:
+    inner = "{wi_0,wi_1}" if config.gated else "wi"
+    return table(
+        f"""
+        embedding                                shared
+        encoder.bias.table                       encoder.block.0.layer.0.SelfAttention.relative_attention_bias.weight
+        encoder.layers.*.attention_residual.norm encoder.block.*.layer.0.layer_norm
+        encoder.layers.*.attention.qkv           encoder.block.*.layer.0.SelfAttention.{{q,k,v}}
+        encoder.layers.*.attention.output        encoder.block.*.layer.0.SelfAttention.o
+        encoder.layers.*.feedforward_residual.norm  encoder.block.*.layer.1.layer_norm
+        encoder.layers.*.feedforward.up          encoder.block.*.layer.1.DenseReluDense.{inner}
+        encoder.layers.*.feedforward.output      encoder.block.*.layer.1.DenseReluDense.wo
+        encoder.norm                             encoder.final_layer_norm
+        decoder.bias.table                       decoder.block.0.layer.0.SelfAttention.relative_attention_bias.weight
+        decoder.layers.*.attention_residual.norm decoder.block.*.layer.0.layer_norm
+        decoder.layers.*.attention.qkv           decoder.block.*.layer.0.SelfAttention.{{q,k,v}}
+        decoder.layers.*.attention.output        decoder.block.*.layer.0.SelfAttention.o
+        decoder.layers.*.cross_residual.norm     decoder.block.*.layer.1.layer_norm
+        decoder.layers.*.cross.qkv               decoder.block.*.layer.1.EncDecAttention.{{q,k,v}}
+        decoder.layers.*.cross.output            decoder.block.*.layer.1.EncDecAttention.o
+        decoder.layers.*.feedforward_residual.norm  decoder.block.*.layer.2.layer_norm
+        decoder.layers.*.feedforward.up          decoder.block.*.layer.2.DenseReluDense.{inner}
+        decoder.layers.*.feedforward.output      decoder.block.*.layer.2.DenseReluDense.wo
+        decoder.norm                             decoder.final_layer_norm
+        head                                     lm_head
+        """
+    )
+
+
+T5_FORWARD = {
+    "relu": ("relu", False),
+    "gated-gelu": ("gelu_tanh", True),
+    "gated-silu": ("silu", True),
+    "gated-relu": ("relu", True),
+    "gelu": ("gelu", False),
+    "silu": ("silu", False),
+}
+
+
+def t5(model_type: str, name: str, *, forward: str, tied: bool) -> Family:
+    """1.0 and 1.1 differ in their feed-forward part and in whether the logits are tied to the embedding."""
+
+    def read(theirs: Values) -> Values:
+        said = theirs.get("feed_forward_proj") or forward
+        if said not in T5_FORWARD:
+            raise ValueError(f"feed_forward_proj = {said!r} is not supported; supported are {', '.join(T5_FORWARD)}")
+        act, gated = T5_FORWARD[said]
+        scaled = theirs.get("scale_decoder_outputs", theirs.get("tie_word_embeddings", tied))
+        return {
+            "activation": act,
+            "gated": gated,
+            "output_scale": theirs["d_model"] ** -0.5 if scaled else 1.0,
+            "start": start(theirs),
+            "never": never(theirs),
+        }
+
+    def write(config: TransformerConfig) -> Values:
+        said = [name for name, parts in T5_FORWARD.items() if parts == (config.activation, config.gated)]
+        if not said:
+            raise ValueError(f"activation = {config.activation!r} has no name there")
+        scaled = config.output_scale != 1
+        if scaled != config.tied:  # older releases scale where they tie, whatever else is said
+            raise ValueError("outputs must be scaled where they are tied, and only there")
+        named = {"feed_forward_proj": said[0], "scale_decoder_outputs": scaled, "is_encoder_decoder": True}
+        return named | {"decoder_start_token_id": config.start}
+
+    return Family(
+        model_type,
+        TransformerConfig,
+        {
+            name: Architecture(
+                Transformer,
+                t5_names,
+                Extras(
+                    ignored=("decoder.block.0.layer.1.EncDecAttention.relative_attention_bias",),
+                    copies=dict.fromkeys(
+                        ("encoder.embed_tokens.weight", "decoder.embed_tokens.weight", "lm_head.weight"),
+                        ("shared.weight",),
+                    ),
+                ),
+                unused=("positions",),
+            )
+        },
+        (
+            Field("vocabulary", "vocab_size"),
+            Field("width", "d_model"),
+            Field("head_width", "d_kv", 64),
+            Field("hidden", "d_ff"),
+            Field("layers", "num_layers"),
+            Field("decoder_layers", "num_decoder_layers", None),
+            Field("heads", "num_heads"),
+            Field("buckets", "relative_attention_num_buckets", 32),
+            Field("max_distance", "relative_attention_max_distance", 128),
+            Field("eps", "layer_norm_epsilon", 1e-6),
+            Field("dropout", "dropout_rate", 0.1),
+            Field("tied", "tie_word_embeddings", tied),
+            Field("stop", "eos_token_id", 1, token),
+        ),
+        fixed={
+            "position": "relative",
+            "arrangement": "pre",
+            "norm": "rms",
+            "bias": False,
+            "scale": 1.0,
+            "embedding_scale": 1.0,
+        },
+        read=read,
+        write=write,
+        dropped=("dense_act_fn", "is_gated_act", "bad_words_ids"),
+        generation=spoken,
+    )
+
+
+LAYERS = """
+    {side}.layers.*.attention.qkv              model.{side}.layers.*.self_attn.{{q_proj,k_proj,v_proj}}
+    {side}.layers.*.attention.output           model.{side}.layers.*.self_attn.out_proj
+    {side}.layers.*.attention_residual.norm    model.{side}.layers.*.self_attn_layer_norm
+    {side}.layers.*.feedforward.up             model.{side}.layers.*.fc1
+    {side}.layers.*.feedforward.output         model.{side}.layers.*.fc2
+    {side}.layers.*.feedforward_residual.norm  model.{side}.layers.*.final_layer_norm
+"""
+CROSS = """
+    decoder.layers.*.cross.qkv                 model.decoder.layers.*.encoder_attn.{q_proj,k_proj,v_proj}
+    decoder.layers.*.cross.output              model.decoder.layers.*.encoder_attn.out_proj
+    decoder.layers.*.cross_residual.norm       model.decoder.layers.*.encoder_attn_layer_norm
+"""
+PAIR = LAYERS.format(side="encoder") + LAYERS.format(side="decoder") + CROSS
+"""The layers of an encoder and a decoder as Marian, and DETR as well, name them."""
+
+
+def marian_names(config: TransformerConfig) -> tuple[Rule, ...]:
+    one = "embedding model.shared"
+    two = "embedding model.encoder.embed_tokens \n target_embedding model.decoder.embed_tokens"
+    return table(f"{one if config.target_vocabulary is None else two} \n logits_bias final_logits_bias^1 \n {PAIR}")
+
+
+def read_marian(theirs: Values) -> Values:
+    shared = theirs.get("share_encoder_decoder_embeddings", True)
+    words = theirs.get("decoder_vocab_size") or theirs["vocab_size"]
+    if shared and words != theirs["vocab_size"]:
+        raise ValueError(f"decoder_vocab_size = {words} must be vocab_size where embeddings are shared")
+    return {
+        "heads": agreed(theirs, "encoder_attention_heads", "decoder_attention_heads"),
+        "hidden": agreed(theirs, "encoder_ffn_dim", "decoder_ffn_dim"),
+        "target_vocabulary": None if shared else words,
+        "embedding_scale": math.sqrt(theirs["d_model"]) if theirs.get("scale_embedding") else 1.0,
+        "start": start(theirs),
+        "never": never(theirs),
+    }
+
+
+def write_marian(config: TransformerConfig) -> Values:
+    words = config.target_vocabulary
+    return {
+        "encoder_attention_heads": config.heads,
+        "decoder_attention_heads": config.heads,
+        "encoder_ffn_dim": config.hidden,
+        "decoder_ffn_dim": config.hidden,
+        "share_encoder_decoder_embeddings": words is None,
+        "decoder_vocab_size": config.vocabulary if words is None else words,
+        "scale_embedding": config.embedding_scale is None or config.embedding_scale == math.sqrt(config.width),
+        "decoder_start_token_id": config.start,
+        "is_encoder_decoder": True,
+    }
+
+
+MARIAN = Family(
+    "marian",
+    TransformerConfig,
+    {
+        "MarianMTModel": Architecture(
+            Transformer,
+            marian_names,
+            Extras(
+                ignored=("model.encoder.embed_positions", "model.decoder.embed_positions"),
+                copies={
+                    "model.encoder.embed_tokens.weight": ("model.shared.weight",),
+                    "model.decoder.embed_tokens.weight": ("model.shared.weight",),
+                    "lm_head.weight": ("model.shared.weight", "model.decoder.embed_tokens.weight"),
+                },
+            ),
+            unused=("buckets", "max_distance"),
+        )
+    },
+    (
+        Field("vocabulary", "vocab_size"),
+        Field("width", "d_model"),
+        Field("layers", "encoder_layers"),
+        Field("decoder_layers", "decoder_layers"),
+        Field("positions", "max_position_embeddings", 1024),
+        Field("dropout", "dropout", 0.1),
+        Field("attention_dropout", "attention_dropout", 0.0),
+        Field("stop", "eos_token_id", 0, token),
+        activation("activation", "activation_function", "gelu"),
+    ),
+    fixed={"position": "halves", "arrangement": "post", "norm": "layer", "eps": 1e-5, "logits_bias": True},
+    only={"tie_word_embeddings": (True,), "normalize_before": (False,), "normalize_embedding": (False,)}
+    | {"add_final_layer_norm": (False,), "static_position_embeddings": (True,), "add_bias_logits": (False,)},
+    read=read_marian,
+    write=write_marian,
+    dropped=("bad_words_ids",),
+    generation=spoken,
+    absent=lambda config: {"pad_token_id": config.start},
+)
+
+FAMILIES = (
+    t5("t5", "T5ForConditionalGeneration", forward="relu", tied=True),
+    t5("mt5", "MT5ForConditionalGeneration", forward="gated-gelu", tied=False),
+    MARIAN,
+)

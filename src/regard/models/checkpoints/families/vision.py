@@ -1,0 +1,195 @@
+"""ViT and DETR."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from regard.models.checkpoints.families.translation import PAIR
+from regard.models.checkpoints.family import (
+    Architecture,
+    Family,
+    Field,
+    Values,
+    activation,
+    agreed,
+    always,
+    classes,
+    labels,
+)
+from regard.models.checkpoints.names import Extras, table
+from regard.models.detection import Detr, DetrConfig
+from regard.models.resnet import RESNETS, ResNetConfig
+from regard.models.vision import ImageClassifier, VisionConfig, VisionTransformer
+
+VIT_BASE = """
+    first                                     embeddings.cls_token^1
+    position                                  embeddings.position_embeddings^1
+    patches                                   embeddings.patch_embeddings.projection
+    stack.layers.*.attention_residual.norm    encoder.layer.*.layernorm_before
+    stack.layers.*.attention.qkv              encoder.layer.*.attention.attention.{query,key,value}
+    stack.layers.*.attention.output           encoder.layer.*.attention.output.dense
+    stack.layers.*.feedforward_residual.norm  encoder.layer.*.layernorm_after
+    stack.layers.*.feedforward.up             encoder.layer.*.intermediate.dense
+    stack.layers.*.feedforward.output         encoder.layer.*.output.dense
+    stack.norm                                layernorm
+"""
+VIT_BARE = table(VIT_BASE)
+VIT_CLASSIFIER = table(VIT_BASE, ours="encoder.", theirs="vit.") + table("classifier classifier")
+
+
+def sides(value: Any) -> tuple[int, int]:
+    """Height and width, of a number or a pair."""
+    height, width = value if isinstance(value, (list, tuple)) else (value, value)
+    return int(height), int(width)
+
+
+def read_vit(theirs: Values) -> Values:
+    height, width = sides(theirs.get("patch_size") or 16)
+    if height != width:
+        raise ValueError(f"patch_size = {theirs['patch_size']} is not supported; patches must be square")
+    return {"image": sides(theirs.get("image_size") or 224), "patch": height, "classes": classes(theirs)}
+
+
+def write_vit(config: VisionConfig) -> Values:
+    height, width = config.image
+    return {"image_size": height if height == width else [height, width], "patch_size": config.patch} | labels(config)
+
+
+VIT = Family(
+    "vit",
+    VisionConfig,
+    {
+        "ViTModel": Architecture(
+            VisionTransformer, always(VIT_BARE), Extras(ignored=("pooler",)), prefix="vit.", unused=("classes",)
+        ),
+        "ViTForImageClassification": Architecture(
+            ImageClassifier, always(VIT_CLASSIFIER), Extras(ignored=("vit.pooler",)), prefix="vit."
+        ),
+    },
+    (
+        Field("width", "hidden_size"),
+        Field("layers", "num_hidden_layers"),
+        Field("heads", "num_attention_heads"),
+        Field("hidden", "intermediate_size"),
+        Field("channels", "num_channels", 3),
+        Field("eps", "layer_norm_eps", 1e-12),
+        Field("qkv_bias", "qkv_bias", True),
+        Field("dropout", "hidden_dropout_prob", 0.0),
+        Field("attention_dropout", "attention_probs_dropout_prob", 0.0),
+        activation("activation", "hidden_act", "gelu"),
+    ),
+    fixed={"arrangement": "pre", "norm": "layer"},
+    read=read_vit,
+    write=write_vit,
+)
+
+COUNTERS = tuple(
+    f"model.backbone.conv_encoder.model.{norm}.normalization.num_batches_tracked"
+    for norm in ("embedder.embedder", "encoder.stages.*.layers.*.layer.*", "encoder.stages.*.layers.*.shortcut")
+)
+DETR_NAMES = table(
+    f"""
+    backbone.stem.conv                model.backbone.conv_encoder.model.embedder.embedder.convolution
+    backbone.stem.norm                model.backbone.conv_encoder.model.embedder.embedder.normalization
+    backbone.stages.*.*.parts.*.conv  model.backbone.conv_encoder.model.encoder.stages.*.layers.*.layer.*.convolution
+    backbone.stages.*.*.parts.*.norm  model.backbone.conv_encoder.model.encoder.stages.*.layers.*.layer.*.normalization
+    backbone.stages.*.*.shortcut.conv model.backbone.conv_encoder.model.encoder.stages.*.layers.*.shortcut.convolution
+    backbone.stages.*.*.shortcut.norm model.backbone.conv_encoder.model.encoder.stages.*.layers.*.shortcut.normalization
+    project                           model.input_projection^conv
+    queries                           model.query_position_embeddings
+    decoder.norm                      model.decoder.layernorm
+    classifier                        class_labels_classifier
+    boxes.0                           bbox_predictor.layers.0
+    boxes.2                           bbox_predictor.layers.1
+    boxes.4                           bbox_predictor.layers.2
+    {PAIR}
+    """
+)
+TIMM = (
+    (r"(conv_encoder\.model\.)conv1\.", r"\1embedder.embedder.convolution."),
+    (r"(conv_encoder\.model\.)bn1\.", r"\1embedder.embedder.normalization."),
+    *((rf"(conv_encoder\.model\.)layer{n + 1}\.", rf"\1encoder.stages.{n}.layers.") for n in range(4)),
+    *((rf"(stages.*)\.conv{n + 1}\.", rf"\1.layer.{n}.convolution.") for n in range(3)),
+    *((rf"(stages.*)\.bn{n + 1}\.", rf"\1.layer.{n}.normalization.") for n in range(3)),
+    (r"(stages.*)\.downsample\.0\.", r"\1.shortcut.convolution."),
+    (r"(stages.*)\.downsample\.1\.", r"\1.shortcut.normalization."),
+)
+"""The backbone's names in checkpoints whose convolutions come from timm, and what they are in the others."""
+
+
+def read_backbone(theirs: Values) -> ResNetConfig:
+    said = theirs.get("backbone_config")
+    if not said or theirs.get("use_timm_backbone"):
+        name = (said or {}).get("backbone") or theirs.get("backbone") or "resnet50"
+        if name not in RESNETS:
+            raise ValueError(f"backbone = {name!r} is not supported; supported are {', '.join(RESNETS)}")
+        return RESNETS[name]
+    expected = {"model_type": "resnet", "hidden_act": "relu", "downsample_in_first_stage": False}
+    for name, value in (expected | {"downsample_in_bottleneck": False}).items():
+        if said.get(name, value) != value:
+            raise ValueError(f"{name} = {said[name]!r} of the backbone is not supported; supported is {value!r}")
+    widths, last = tuple(said.get("hidden_sizes") or (256, 512, 1024, 2048)), said.get("out_features")
+    if last and list(last)[-1] != f"stage{len(widths)}":
+        raise ValueError(f"out_features = {last} of the backbone is not supported; the last stage must be among them")
+    return ResNetConfig(
+        stem=said.get("embedding_size", 64),
+        widths=widths,
+        depths=tuple(said.get("depths") or (3, 4, 6, 3)),
+        bottleneck=said.get("layer_type", "bottleneck") == "bottleneck",
+        channels=said.get("num_channels", 3),
+    )
+
+
+def read_detr(theirs: Values) -> Values:
+    return {
+        "heads": agreed(theirs, "encoder_attention_heads", "decoder_attention_heads"),
+        "hidden": agreed(theirs, "encoder_ffn_dim", "decoder_ffn_dim"),
+        "backbone": read_backbone(theirs),
+        "classes": classes(theirs),
+    }
+
+
+def write_detr(config: DetrConfig) -> Values:
+    net = config.backbone
+    return {
+        "encoder_attention_heads": config.heads,
+        "decoder_attention_heads": config.heads,
+        "encoder_ffn_dim": config.hidden,
+        "decoder_ffn_dim": config.hidden,
+        "use_timm_backbone": False,
+        "use_pretrained_backbone": False,
+        "backbone_config": {
+            "model_type": "resnet",
+            "embedding_size": net.stem,
+            "hidden_sizes": list(net.widths),
+            "depths": list(net.depths),
+            "layer_type": "bottleneck" if net.bottleneck else "basic",
+            "num_channels": net.channels,
+            "hidden_act": "relu",
+            "out_features": [f"stage{len(net.widths)}"],
+        },
+        "is_encoder_decoder": True,
+    } | labels(config)
+
+
+DETR = Family(
+    "detr",
+    DetrConfig,
+    {"DetrForObjectDetection": Architecture(Detr, always(DETR_NAMES), Extras(ignored=COUNTERS, renamed=TIMM))},
+    (
+        Field("queries", "num_queries", 100),
+        Field("width", "d_model"),
+        Field("layers", "encoder_layers"),
+        Field("decoder_layers", "decoder_layers"),
+        Field("dropout", "dropout", 0.1),
+        Field("attention_dropout", "attention_dropout", 0.0),
+        activation("activation", "activation_function", "relu"),
+    ),
+    fixed={"arrangement": "post", "eps": 1e-5},
+    only={"position_embedding_type": ("sine",), "dilation": (False,), "num_channels": (3,)},
+    read=read_detr,
+    write=write_detr,
+    dropped=("backbone", "backbone_kwargs"),
+)
+
+FAMILIES = (VIT, DETR)

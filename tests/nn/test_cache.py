@@ -1,0 +1,95 @@
+"""Caches: what comes back is what came before, and little is copied for it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import regard as rg
+from regard.nn import Cache, FixedCache, Memory, MultiHeadAttention, Rotary, Shared, WindowCache
+
+
+def tokens(n: int) -> torch.Tensor:
+    return torch.randn(2, 3, n, 4)
+
+
+@pytest.mark.parametrize("made", [lambda: Cache(2), lambda: FixedCache(64)])
+def test_all_that_was_appended_comes_back(made) -> None:
+    cache, came = made(), []
+    for n in (5, 1, 1, 7, 1, 1, 1, 1):
+        came.append((tokens(n), tokens(n)))
+        keys, values = cache.append(*came[-1])
+        assert torch.equal(keys, torch.cat([k for k, _ in came], 2))
+        assert torch.equal(values, torch.cat([v for _, v in came], 2))
+
+
+@pytest.mark.parametrize("window", [1, 2, 5])
+def test_a_window_cache_holds_what_the_next_queries_may_see(window: int) -> None:
+    cache, came = WindowCache(window), torch.empty(2, 3, 0, 4)
+    for n in (1, 1, 9, 1, 1, 1, 1, 1, 1, 3, 1):
+        new = tokens(n)
+        came = torch.cat([came, new], 2)
+        keys, values = cache.append(new, new)
+        expected = came[:, :, -(window - 1 + n) :]
+        assert torch.equal(keys, expected)
+        assert torch.equal(values, expected)
+        assert cache.seen == came.shape[2]
+
+
+@pytest.mark.parametrize(("cache", "most"), [(Cache(), 8), (WindowCache(16), 40)])
+def test_room_is_taken_seldom(cache: Cache, most: int) -> None:
+    places, token = set(), tokens(1)
+    for _ in range(500):
+        cache.append(token, token)
+        assert cache._keys is not None
+        places.add(cache._keys.data_ptr())
+        assert cache._keys.shape[2] <= 1024
+    assert len(places) <= most
+
+
+def test_a_fixed_cache_says_when_it_is_full() -> None:
+    cache = FixedCache(4)
+    cache.append(tokens(3), tokens(3))
+    with pytest.raises(ValueError, match="room for 4 tokens, but 5 are needed"):
+        cache.append(tokens(2), tokens(2))
+
+
+@pytest.mark.parametrize("made", [Cache, lambda: WindowCache(4)])
+def test_rows_go_on_from_other_rows(made) -> None:
+    cache, k = made(), torch.randn(4, 1, 3, 2)
+    k[:, :, 0] = 1.0  # they agree on the first token
+    cache.append(k, k)
+    rows = torch.tensor([1, 1, 0, 3])
+    cache.reorder(rows, 1)
+    new = torch.randn(4, 1, 1, 2)
+    keys, _ = cache.append(new, new)
+    assert torch.equal(keys, torch.cat([k[rows], new], 2))
+
+
+@pytest.mark.parametrize("mask", [rg.causal(), rg.causal() & rg.window(3, 0)])
+@pytest.mark.parametrize("filler", [None, torch.tensor([0, 2])])
+def test_cached_steps_give_what_the_whole_sequence_gives(mask: rg.Mask, filler: torch.Tensor | None) -> None:
+    torch.manual_seed(0)
+    layer = MultiHeadAttention(16, heads=4, groups=2, rotary=Rotary(), attend=rg.Attention(mask=mask)).eval()
+    x, cache = torch.randn(2, 12, 16), layer.cache()
+    whole = mask if filler is None else mask & ~rg.padding(filler)
+    with torch.no_grad():
+        expected = layer(x, mask=whole)
+        steps = [(0, 5), (5, 6), (6, 7), (7, 10), (10, 11), (11, 12)]
+        found = [
+            layer(x[:, a:b], shared=Shared(positions=torch.arange(a, b), filler=filler), cache=cache) for a, b in steps
+        ]
+    torch.testing.assert_close(torch.cat(found, 1), expected, rtol=0, atol=1e-5)
+
+
+def test_a_memory_projects_its_source_once_and_serves_all_beams() -> None:
+    torch.manual_seed(0)
+    layer = MultiHeadAttention(16, heads=2, attend=rg.Attention(offset=0)).eval()
+    source, x, memory = torch.randn(2, 5, 16), torch.randn(6, 1, 16), Memory()
+    shared = Shared(rg.padding([5, 3]))
+    with torch.no_grad():
+        expected = layer(x, source.repeat_interleave(3, 0), mask=rg.padding([5, 5, 5, 3, 3, 3]))
+        torch.testing.assert_close(layer(x, source, shared=shared, cache=memory), expected, rtol=0, atol=1e-5)
+        torch.testing.assert_close(layer(x, None, shared=shared, cache=memory), expected, rtol=0, atol=1e-5)
+    with pytest.raises(ValueError, match="needs the source at its first call"):
+        layer(x, None, cache=Memory())

@@ -1,0 +1,123 @@
+"""Generation: what is chosen, when it stops, and that a beam finds what a search of everything finds."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from torch import Tensor
+
+from regard.nn import Beam, Greedy, Sample, State
+from regard.nn.generate import follow, generate
+
+
+class Chain:
+    """A model whose next token depends on the last two, so that greedy choices can be wrong. It counts its rows."""
+
+    def __init__(self, vocabulary: int = 5, seed: int = 0) -> None:
+        self.table = torch.randn(vocabulary, vocabulary, vocabulary, generator=torch.Generator().manual_seed(seed)) * 2
+        self.ids = torch.empty(0, 0, dtype=torch.long)
+
+    def state(self) -> State:
+        chain = self
+
+        class Tokens:
+            def reorder(self, rows: Tensor, start: int) -> None:
+                chain.ids = chain.ids[rows]
+
+        def forward(ids: Tensor, shared: object) -> Tensor:
+            self.ids = ids if not self.ids.numel() else torch.cat([self.ids, ids], 1)
+            return self.table[self.ids[:, -2], self.ids[:, -1]]
+
+        return State(forward, [Tokens()])  # type: ignore[list-item]
+
+    def score(self, start: list[int], tokens: tuple[int, ...]) -> float:
+        ids, total = [*start], 0.0
+        for token in tokens:
+            total += float(self.table[ids[-2], ids[-1]].log_softmax(-1)[token])
+            ids.append(token)
+        return total
+
+
+PROMPTS = torch.tensor([[0, 1], [2, 3], [4, 4]])
+
+
+def test_greedy_takes_the_most_likely_token() -> None:
+    found = generate(Chain().state(), PROMPTS, strategy=Greedy(), limit=6)
+    chain = Chain()
+    for start, tokens in zip(PROMPTS.tolist(), found, strict=True):
+        ids = list(start)
+        for token in tokens.tolist():
+            assert token == int(chain.table[ids[-2], ids[-1]].argmax())
+            ids.append(token)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_wide_beam_finds_the_best_sequence_of_all(seed: int) -> None:
+    found = generate(Chain(seed=seed).state(), PROMPTS, strategy=Beam(width=125), limit=4)
+    chain = Chain(seed=seed)
+    for start, tokens in zip(PROMPTS.tolist(), found, strict=True):
+        best = max(itertools.product(range(5), repeat=4), key=lambda t, s=start: chain.score(s, t))
+        assert tuple(tokens.tolist()) == best
+
+
+@pytest.mark.parametrize("penalty", [0.0, 1.0, 2.0])
+def test_a_beam_weighs_length_as_it_is_told(penalty: float) -> None:
+    found = generate(
+        Chain(seed=3).state(), PROMPTS, strategy=Beam(width=200, length_penalty=penalty), limit=4, stop=[0]
+    )
+    chain = Chain(seed=3)
+    for start, tokens in zip(PROMPTS.tolist(), found, strict=True):
+        ended = [(*t, 0) for n in range(4) for t in itertools.product(range(1, 5), repeat=n)]
+        whole = [*ended, *itertools.product(range(1, 5), repeat=4)]
+        best = max(whole, key=lambda t, s=start: chain.score(s, t) / len(t) ** penalty)
+        assert (*tokens.tolist(), 0)[: len(best)] == best
+
+
+def test_a_row_ends_before_its_stop_token() -> None:
+    whole = generate(Chain().state(), PROMPTS, strategy=Greedy(), limit=8)
+    stop = int(whole[0][3])
+    for tokens, all_tokens in zip(
+        generate(Chain().state(), PROMPTS, strategy=Greedy(), limit=8, stop=[stop]), whole, strict=True
+    ):
+        before = all_tokens.tolist()
+        assert tokens.tolist() == (before[: before.index(stop)] if stop in before else before)
+
+
+def test_nothing_is_computed_after_the_last_token() -> None:
+    chain = Chain()
+    steps = list(follow(chain.state(), PROMPTS, Greedy(), limit=3))
+    assert len(steps) == 3
+    assert chain.ids.shape[1] == 2 + 2
+
+
+def test_sampling_keeps_to_the_most_likely() -> None:
+    logits = torch.tensor([[0.5, 0.3, 0.15, 0.05]]).log().expand(4000, -1)
+    torch.manual_seed(0)
+    assert set(Sample(top_k=2).chooser()(logits).tolist()) == {0, 1}
+    assert set(Sample(top_p=0.75).chooser()(logits).tolist()) == {0, 1}
+    assert set(Sample(top_p=0.81).chooser()(logits).tolist()) == {0, 1, 2}
+    shares = Sample().chooser()(logits).bincount(minlength=4) / 4000
+    torch.testing.assert_close(shares, torch.tensor([0.5, 0.3, 0.15, 0.05]), rtol=0, atol=0.03)
+    sharp = Sample(temperature=0.5).chooser()(logits).bincount(minlength=4) / 4000
+    torch.testing.assert_close(sharp, (logits[0] * 2).softmax(-1), rtol=0, atol=0.03)
+
+
+def test_a_seed_makes_sampling_reproducible() -> None:
+    found = [generate(Chain().state(), PROMPTS, strategy=Sample(seed=7), limit=9) for _ in range(2)]
+    assert [t.tolist() for t in found[0]] == [t.tolist() for t in found[1]]
+
+
+@pytest.mark.parametrize(
+    ("made", "message"),
+    [
+        (lambda: Sample(temperature=0.0), "temperature must be positive"),
+        (lambda: Sample(top_k=0), "top_k must be at least 1"),
+        (lambda: Sample(top_p=1.5), r"top_p must be a share in \(0, 1\]"),
+        (lambda: Beam(width=0), "width must be at least 1"),
+    ],
+)
+def test_strategies_say_what_they_take(made, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        made()
