@@ -61,8 +61,7 @@ def shards(chosen: np.ndarray, sizes: np.ndarray, count: int) -> list[np.ndarray
     """A batch in `count` parts of about as many tokens: what each process takes, or each step of accumulation."""
     if count == 1:
         return [chosen]
-    total = int(sizes[chosen].sum())
-    parts = _cut(chosen, sizes, max(1, -(-total // count)))
+    parts = _parts(chosen, np.cumsum(sizes[chosen]), sizes[chosen], count)
     return parts + [chosen[:0]] * (count - len(parts))
 
 
@@ -72,7 +71,13 @@ def in_order(sizes: np.ndarray, *, budget: int) -> list[np.ndarray]:
 
 
 def _cut(order: np.ndarray, sizes: np.ndarray, budget: int) -> list[np.ndarray]:
-    """Cut where the running size passes a multiple of the budget."""
-    starts = np.cumsum(sizes[order]) - sizes[order]
-    edges = np.flatnonzero(np.diff(starts // budget)) + 1
-    return [part for part in np.split(order, edges) if len(part)]
+    """Cut into parts of about the budget, as even as can be: a small rest would be a step of its own."""
+    ends = np.cumsum(sizes[order])
+    total = int(ends[-1]) if len(ends) else 0
+    return _parts(order, ends, sizes[order], max(1, round(total / budget)))
+
+
+def _parts(order: np.ndarray, ends: np.ndarray, sizes: np.ndarray, count: int) -> list[np.ndarray]:
+    middle = ends - sizes / 2  # an example goes where its middle falls
+    which = np.minimum((middle * count / max(1, ends[-1] if len(ends) else 1)).astype(np.int64), count - 1)
+    return [part for part in np.split(order, np.flatnonzero(np.diff(which)) + 1) if len(part)]

@@ -60,9 +60,11 @@ class Language(Task):
                 width=self.width,
                 layers=self.layers,
                 heads=self.heads,
-                hidden=4 * self.width,
+                hidden=-(-8 * self.width // 24) * 8,  # gated, it has three matrices: 8/3 for 4, in whole vectors
                 rotary=Rotary(),
                 norm="rms",
+                activation="silu",
+                gated=True,
                 bias=False,
                 dropout=self.dropout,
             )

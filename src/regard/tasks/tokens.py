@@ -23,7 +23,7 @@ def learn(texts: Iterable[str], size: int, *, lower: bool = False) -> Tokenizer:
     >>> tokenizer.decode(tokenizer.encode("the naïve cat").ids)
     'the naïve cat'
     """
-    from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+    from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.BPE())
     steps: list[normalizers.Normalizer] = [normalizers.NFC()]
@@ -32,7 +32,7 @@ def learn(texts: Iterable[str], size: int, *, lower: bool = False) -> Tokenizer:
     tokenizer.decoder = decoders.Sequence([decoders.ByteLevel(), decoders.Strip(" ", 1, 0)])
     trainer = trainers.BpeTrainer(
         vocab_size=size,
-        special_tokens=list(SPECIAL),
+        special_tokens=[*SPECIAL[:-1], AddedToken(MASK, lstrip=True, special=True)],  # the space is the word's
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )

@@ -12,7 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from regard.models.translation import Transformer, TransformerConfig
-from regard.nn import Beam, Packed, Strategy
+from regard.nn import Beam, Packed
+from regard.nn.generate import Strategy
 from regard.tasks import metrics
 from regard.tasks.batches import Ragged, in_order
 from regard.tasks.data import Row
