@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import warnings
 from pathlib import Path
 from typing import Any
@@ -42,12 +41,11 @@ def _onnx(model: nn.Module, sample: tuple[Any, ...], path: Path) -> str:
     except ImportError:
         return "it needs pip install onnx onnxscript"
     batch, length = torch.export.Dim("batch"), torch.export.Dim("length")
-    logging.getLogger("torch.onnx").setLevel(logging.ERROR)
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), torch.no_grad():
         warnings.simplefilter("ignore")
+        graph = torch.export.export(model, sample, dynamic_shapes=({0: batch, 1: length},) * len(sample), strict=True)
         torch.onnx.export(
-            model, sample, str(path), dynamo=True, external_data=False, verbose=False,
+            graph, (), str(path), dynamo=True, external_data=False, verbose=False,
             input_names=["ids", "mask"], output_names=["output"],
-            dynamic_shapes=({0: batch, 1: length},) * len(sample),
         )  # fmt: skip
     return ""
