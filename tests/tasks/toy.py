@@ -128,3 +128,4 @@ def trained_by_one_of_two(folder: str, rank: int, port: int) -> None:
         "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
     }  # fmt: skip
     train(Run.open(folder))
+    assert torch.distributed.get_world_size() == 2

@@ -304,7 +304,8 @@ def _accelerator(recipe: Recipe) -> Any:
 
     if recipe.precision == "fp16" and not torch.accelerator.is_available():
         raise Trouble("precision fp16 needs an accelerator, and this machine has none; try --precision bf16")
-    return Accelerator(mixed_precision=recipe.precision)
+    # Without being told so, it takes no notice of other processes on a machine that has only a CPU.
+    return Accelerator(mixed_precision=recipe.precision, cpu=not torch.accelerator.is_available())
 
 
 def _optimizer(model: nn.Module, recipe: Recipe) -> torch.optim.AdamW:

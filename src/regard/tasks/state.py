@@ -16,7 +16,8 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
-WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
+WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)  # only the first process gets it
+EVERYWHERE = StateDictOptions(full_state_dict=True)
 
 
 class Average:
@@ -55,7 +56,7 @@ def weights(objective: nn.Module) -> dict[str, Tensor]:
 def capture(objective: nn.Module, optimizer: torch.optim.Optimizer, average: Average | None) -> dict[str, Tensor]:
     """Weights, the optimizer's memory and the average, as one flat table."""
     tensors = {f"model.{name}": value for name, value in weights(objective).items()}
-    memory: dict[str, Any] = get_optimizer_state_dict(objective, optimizer, options=WHOLE)["state"]
+    memory: dict[str, Any] = get_optimizer_state_dict(objective, optimizer, options=WHOLE).get("state", {})
     for name, parts in memory.items():
         tensors |= {f"optimizer.{part}.{name}": value.contiguous() for part, value in parts.items()}
     if average is not None:
@@ -74,12 +75,12 @@ def restore(
 
     if average is not None:
         with average.instead():
-            set_model_state_dict(objective, part("average."), options=WHOLE)
-    set_model_state_dict(objective, part("model."), options=WHOLE)
-    state = get_optimizer_state_dict(objective, optimizer, options=WHOLE)  # for the groups, and the names
+            set_model_state_dict(objective, part("average."), options=EVERYWHERE)
+    set_model_state_dict(objective, part("model."), options=EVERYWHERE)
+    state = get_optimizer_state_dict(objective, optimizer, options=EVERYWHERE)  # for the groups, and the names
     for name, value in tensors.items():
         kind, _, rest = name.partition(".")
         if kind == "optimizer":
             which, _, weight = rest.partition(".")
             state["state"][weight][which] = value  # type: ignore[index]
-    set_optimizer_state_dict(objective, optimizer, state, options=WHOLE)
+    set_optimizer_state_dict(objective, optimizer, state, options=EVERYWHERE)
