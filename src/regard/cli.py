@@ -24,7 +24,7 @@ from regard.tasks.trouble import Bad
 app = typer.Typer(
     no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode="markdown", add_completion=False,
     context_settings={"help_option_names": ["-h", "--help"]},
-    help="Attention: train, evaluate and use models of it.\n\n    regard train translate --data pairs.tsv --out runs/mine",
+    help="Train, evaluate and use models of attention.\n\n    regard train translate --data pairs.tsv --out runs/en-fr",
 )  # fmt: skip
 training = typer.Typer(
     no_args_is_help=True, rich_markup_mode="markdown",
@@ -57,7 +57,7 @@ def main() -> None:
 def show_tasks(as_json: Json = False) -> None:
     """What can be trained, and what its data looks like.
 
-        regard tasks
+    regard tasks
     """
     known = tasks()
     if as_json:
@@ -69,7 +69,9 @@ def show_tasks(as_json: Json = False) -> None:
         return
     table = Table("task", "does", "columns", "a file of it", show_lines=True)
     for name, kind in known.items():
-        table.add_row(f"[bold]{name}[/]", kind.summary, ", ".join(kind.columns), _plain(kind.example.replace("\t", " → ")))
+        table.add_row(
+            f"[bold]{name}[/]", kind.summary, ", ".join(kind.columns), _plain(kind.example.replace("\t", " → "))
+        )
     shown.print(table)
     shown.print("Data: TSV (→ is a tab), CSV with a header, JSONL or text, also .gz .xz .bz2; or a dataset of the hub.")
 
@@ -78,7 +80,7 @@ def show_tasks(as_json: Json = False) -> None:
 def resume(folder: RunFolder, as_json: Json = False) -> None:
     """Go on with a run, from its last checkpoint.
 
-        regard resume runs/reviews
+    regard resume runs/reviews
     """
     _train(Run.open(folder), None, as_json)
 
@@ -86,13 +88,15 @@ def resume(folder: RunFolder, as_json: Json = False) -> None:
 @app.command("evaluate")
 def evaluate(
     folder: RunFolder,
-    data: Annotated[list[str] | None, typer.Option(help="Held-out data; that of the run unless told otherwise.")] = None,
+    data: Annotated[
+        list[str] | None, typer.Option(help="Held-out data; that of the run unless told otherwise.")
+    ] = None,
     skip_bad: SkipBad = False,
     as_json: Json = False,
 ) -> None:
     """How good a run is, beside what simple means reach.
 
-        regard evaluate runs/reviews --data test.csv
+    regard evaluate runs/reviews --data test.csv
     """
     run = Run.open(folder)
     sources = Sources.of(run.about["sources"])
@@ -106,15 +110,17 @@ def evaluate(
 @app.command("predict")
 def predict(
     folder: RunFolder,
-    inputs: Annotated[list[str] | None, typer.Argument(help="Texts, or files of a text a line; none reads standard input.")] = None,
+    inputs: Annotated[
+        list[str] | None, typer.Argument(help="Texts, or files of a text a line; none reads standard input.")
+    ] = None,
     skip_bad: SkipBad = False,
     as_json: Json = False,
 ) -> None:
     """What a run's model says, and how sure it is.
 
-        regard predict runs/reviews "What a film!"
-        regard predict runs/reviews reviews.txt
-        cat reviews.txt | regard predict runs/reviews --json
+    regard predict runs/reviews "What a film!"
+    regard predict runs/reviews reviews.txt
+    cat reviews.txt | regard predict runs/reviews --json
     """
     run = Run.open(folder)
     bad = Bad(skip=skip_bad)
@@ -124,7 +130,11 @@ def predict(
     model, _ = run.model()
     for made in run.task.predict(model, run.kit, rows, bad):
         if as_json:
-            print(json.dumps({"input": made.input, "output": made.output, "score": made.score, **made.more}, ensure_ascii=False))
+            print(
+                json.dumps(
+                    {"input": made.input, "output": made.output, "score": made.score, **made.more}, ensure_ascii=False
+                )
+            )
         else:
             print(f"{made.output}\t{made.score:.3f}")
     _tell_bad(bad)
@@ -138,7 +148,7 @@ def export(
 ) -> None:
     """A run as one folder for others: safetensors, config, tokenizer, ONNX.
 
-        regard export runs/reviews reviews-model
+    regard export runs/reviews reviews-model
     """
     for note in export_run(Run.open(folder), out, onnx=onnx):
         shown.print(f"{out}: {note}")
@@ -148,7 +158,7 @@ def export(
 def info(as_json: Json = False) -> None:
     """Versions, engines, instruction set and threads: what a bug report needs.
 
-        regard info
+    regard info
     """
     from regard.info import info as about
 
@@ -181,7 +191,9 @@ def _trainer(kind: type[Task]) -> Callable[..., None]:
     parameters = [
         option("data", list[str] | None, None, "Files or a dataset of the hub, to train on.", "Data"),
         option("valid", list[str] | None, None, "Files held out, to tell how good it is.", "Data"),
-        option("held", int | None, None, f"Examples of the data held out, without --valid. [default: {kind.held}]", "Data"),
+        option(
+            "held", int | None, None, f"Examples of the data held out, without --valid. [default: {kind.held}]", "Data"
+        ),
         option("skip_bad", bool, False, "Count bad lines and go on.", "Data", "--skip-bad"),
         option("out", Path, inspect.Parameter.empty, "The folder of the run.", "Data"),
         option("as_json", bool, False, "Print the figures as JSON.", "Data", "--json"),
@@ -234,7 +246,9 @@ def _figures(run: Run, examples: Any, as_json: bool) -> None:
         return
     table = Table(f"{run.task.name}, {len(examples.held)} held out", f"{run.folder.name} (step {step})", *baselines)
     for name, value in figures.items():
-        table.add_row(name, f"{value:.4g}", *(f"{each[name]:.4g}" if name in each else "" for each in baselines.values()))
+        table.add_row(
+            name, f"{value:.4g}", *(f"{each[name]:.4g}" if name in each else "" for each in baselines.values())
+        )
     shown.print(table)
 
 

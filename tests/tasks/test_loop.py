@@ -7,6 +7,7 @@ import os
 import shutil
 import signal
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -32,7 +33,9 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Run:
 @pytest.fixture
 def fresh(finished: Run, tmp_path: Path) -> Run:
     """The same run, not yet trained."""
-    shutil.copytree(finished.folder, tmp_path / "run", ignore=lambda folder, names: {"best.safetensors", "log.jsonl"} & set(names))
+    shutil.copytree(
+        finished.folder, tmp_path / "run", ignore=lambda folder, names: {"best.safetensors", "log.jsonl"} & set(names)
+    )
     for path in Run.open(tmp_path / "run").checkpoints():
         path.unlink()
     return Run.open(tmp_path / "run")
@@ -44,7 +47,10 @@ def assert_same_bits(run: Run, other: Run) -> None:
         assert notes == their_notes
         assert ours.keys() == theirs.keys()
         assert [key for key in ours if not torch.equal(ours[key], theirs[key])] == []
-    told = [[(line["step"], line["loss"]) for line in lines(each.folder / "log.jsonl") if "loss" in line] for each in (run, other)]
+    told = [
+        [(line["step"], line["loss"]) for line in lines(each.folder / "log.jsonl") if "loss" in line]
+        for each in (run, other)
+    ]
     assert told[0] == told[1]
 
 
@@ -175,7 +181,7 @@ def test_a_loss_that_is_not_finite_stops_with_the_step_the_batch_and_the_layer(
 def test_weights_that_are_not_finite_are_named(fresh: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     kind = type(fresh.task)
     monkeypatch.setattr(kind, "begin", lambda self, model: model.transform.weight.data.fill_(float("inf")))
-    with pytest.raises(Trouble, match="step 1: the loss is nan; it comes from the weight transform.weight"):
+    with pytest.raises(Trouble, match=r"step 1: the loss is nan; it comes from the weight transform.weight"):
         train(fresh)
 
 
@@ -184,7 +190,9 @@ def test_a_gradient_that_is_not_finite_is_named(fresh: Run, monkeypatch: pytest.
         model.bias.register_hook(lambda grad: grad * float("inf"))  # type: ignore[union-attr, operator]
 
     monkeypatch.setattr(type(fresh.task), "begin", begin)
-    with pytest.raises(Trouble, match="step 1: the norm of the gradient is (nan|inf); it comes from the gradient of bias"):
+    with pytest.raises(
+        Trouble, match=r"step 1: the norm of the gradient is (nan|inf); it comes from the gradient of bias"
+    ):
         train(fresh)
 
 
@@ -192,7 +200,7 @@ def test_the_rate_rises_and_falls() -> None:
     recipe = Recipe(steps=100, warmup=10, rate=1.0)
     rates = [recipe.rate_at(step) for step in range(1, 101)]
     assert rates[:10] == pytest.approx([n / 10 for n in range(1, 11)])
-    assert all(a >= b for a, b in zip(rates[9:], rates[10:], strict=False))
+    assert all(a >= b for a, b in pairwise(rates[9:]))
     assert rates[54] == pytest.approx(0.5)
     assert rates[-1] == 0
 

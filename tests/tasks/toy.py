@@ -14,12 +14,16 @@ import torch
 from regard.tasks import Run, Sources, Task, begin, tasks, train
 from regard.tasks.loop import Step, Unseen
 
-WORDS = "the a one cat dog bird sees hears likes red blue small big".split()
-
 
 def sentences(count: int, seed: int = 1) -> list[str]:
-    chance = random.Random(seed)
-    return [" ".join(chance.choices(WORDS, k=chance.randint(2, 7))) for _ in range(count)]
+    """Such as "the red cat sees one dog": who does it tells what is done."""
+    chance, found = random.Random(seed), []
+    for _ in range(count):
+        who, does = chance.choice([("cat", "sees"), ("dog", "hears"), ("bird", "likes")])
+        first, other = chance.choice(["the", "a", "one"]), chance.choice(["cat", "dog", "bird"])
+        how = chance.choice([[], ["red"], ["blue"], ["small"], ["big", "red"]])
+        found.append(" ".join([first, *how, who, does, *chance.choice([[], ["the", other]])]))
+    return found
 
 
 def texts(folder: Path, count: int = 60) -> str:
@@ -37,9 +41,9 @@ def pairs(folder: Path, count: int = 120) -> str:
 
 
 def classes(folder: Path, count: int = 120) -> str:
-    """Whether there is a cat."""
+    """Whether a cat sees."""
     path = folder / "classes.csv"
-    lines = [f"{line},{'cat' if 'cat' in line else 'none'}\n" for line in sentences(count)]
+    lines = [f"{line},{'cat' if 'cat sees' in line else 'none'}\n" for line in sentences(count)]
     path.write_text("text,label\n" + "".join(lines))
     return str(path)
 

@@ -155,7 +155,7 @@ class MaskedLanguageModel(nn.Module):
         return rows.back(self.logits(self.encoder.hidden(rows, segments)))
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Hidden states of the encoder (..., width) to logits (..., vocabulary); of some tokens, where few are wanted."""
+        """Hidden states of the encoder (..., width) to logits (..., vocabulary): of all tokens, or of a few."""
         x = self.norm(self.activation(self.transform(hidden)))
         return F.linear(x, self.encoder.embedding.weight, self.bias)
 

@@ -88,7 +88,9 @@ class Classify(Task):
                 bad(f"{row.place}: the label {row.values[1]!r} was never seen in training, which has {few}")
         ids, kept = self._encoded(kit, good, bad)
         good = [good[n] for n in kept]
-        return ClassifiedTexts(ids, [row.place for row in good], np.array([known[row.values[1]] for row in good], np.int64))
+        return ClassifiedTexts(
+            ids, [row.place for row in good], np.array([known[row.values[1]] for row in good], np.int64)
+        )
 
     def _encoded(self, kit: Kit, rows: Sequence[Row], bad: Bad) -> tuple[list[np.ndarray], np.ndarray]:
         longest = self.longest if kit.config is None else min(self.longest, kit.config["positions"])
@@ -110,7 +112,9 @@ class Classify(Task):
         targets, held_targets = [known[row.values[1]] for row in train], [known[row.values[1]] for row in held]
         return {
             "most frequent class": metrics.most_frequent(targets, held_targets, len(known)),
-            "TF-IDF + logistic regression": metrics.tfidf_regression(texts, targets, held_texts, held_targets, len(known)),
+            "TF-IDF + logistic regression": metrics.tfidf_regression(
+                texts, targets, held_texts, held_targets, len(known)
+            ),
         }
 
     def predict(self, model: nn.Module, kit: Kit, rows: Sequence[Row], bad: Bad) -> Iterator[Prediction]:

@@ -121,7 +121,9 @@ def _checked(source: str, rows: Iterator[Row]) -> Iterator[Row]:
         empty = False
         yield row
     if empty:
-        raise Trouble(f"{source}:1: expected at least one line that can be used, but there is none; is it the right file?")
+        raise Trouble(
+            f"{source}:1: expected at least one line that can be used, but there is none; is it the right file?"
+        )
 
 
 class _Layout(NamedTuple):

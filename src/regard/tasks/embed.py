@@ -119,7 +119,9 @@ class Embed(Task):
         near.fill_diagonal_(-2)
         for n, row in enumerate(kept):
             best = int(near[n].argmax())
-            output, score = (rows[kept[best]].values[0], float(near[n, best])) if len(kept) > 1 else (rows[row].values[0], 1.0)
+            output, score = (
+                (rows[kept[best]].values[0], float(near[n, best])) if len(kept) > 1 else (rows[row].values[0], 1.0)
+            )
             yield Prediction(rows[row].values[0], output, score, {"vector": found[n].tolist()})
 
     def sample(self) -> tuple[Tensor, Tensor]:

@@ -1,4 +1,4 @@
-"""A run as a folder that others can use: safetensors, config.json, tokenizer.json, and ONNX where the model allows it."""
+"""A run as a folder that others can use: safetensors, config, tokenizer, and ONNX where the model allows it."""
 
 from __future__ import annotations
 
@@ -40,10 +40,10 @@ def _onnx(model: nn.Module, sample: tuple[Any, ...], path: Path) -> str:
         import onnxscript  # noqa: F401
     except ImportError:
         return "it needs pip install onnx onnxscript"
-    batch, length = torch.export.Dim("batch"), torch.export.Dim("length")
+    free = torch.export.Dim.DYNAMIC
     with warnings.catch_warnings(), torch.no_grad():
         warnings.simplefilter("ignore")
-        graph = torch.export.export(model, sample, dynamic_shapes=({0: batch, 1: length},) * len(sample), strict=True)
+        graph = torch.export.export(model, sample, dynamic_shapes=({0: free, 1: free},) * len(sample), strict=True)
         torch.onnx.export(
             graph, (), str(path), dynamo=True, external_data=False, verbose=False,
             input_names=["ids", "mask"], output_names=["output"],

@@ -135,11 +135,13 @@ class Windows:
         self.starts = np.arange(0, last, step)
         self.sizes = np.minimum(context, len(self.tokens) - 1 - self.starts)
         row = np.maximum(np.searchsorted(stream.edges, self.starts, side="right") - 1, 0)
-        self.places = [stream.places[n] for n in row]
+        self.places: Sequence[str] = [stream.places[n] for n in row]
 
     def batch(self, chosen: np.ndarray, random: np.random.Generator) -> Batch:
         lengths = self.sizes[chosen]
-        at = np.concatenate([np.arange(start, start + n) for start, n in zip(self.starts[chosen], lengths, strict=True)])
+        at = np.concatenate(
+            [np.arange(start, start + n) for start, n in zip(self.starts[chosen], lengths, strict=True)]
+        )
         inputs, targets = torch.from_numpy(self.tokens[at]), torch.from_numpy(self.tokens[at + 1])
         return Batch(Packed(inputs, tuple(lengths.tolist())), targets, len(at), len(at))
 

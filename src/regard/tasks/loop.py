@@ -1,8 +1,8 @@
 """The training loop, on accelerate: one for every task.
 
 Nothing in it remembers anything but weights, optimizer, average and `Progress`: the order of the examples comes from
-(seed, epoch), all chance of a step from (seed, step, process). So a run that was killed goes on from its last checkpoint to
-the same bits.
+(seed, epoch), all chance of a step from (seed, step, process). So a run that was killed goes on from its last
+checkpoint to the same bits.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -117,7 +118,9 @@ class _Trainer:
         self.items: Items = run.task.items(run.kit, examples.train, examples.bad)
         self.held: Items = run.task.items(run.kit, examples.held, examples.bad)
         if not len(self.items.sizes) or not len(self.held.sizes):
-            raise Trouble(f"{run.folder}: no example is left to {'train on' if not len(self.items.sizes) else 'hold out'}")
+            raise Trouble(
+                f"{run.folder}: no example is left to {'train on' if not len(self.items.sizes) else 'hold out'}"
+            )
         _set_seed(run.recipe.seed)
         model = run.task.model(run.kit)
         found = run.latest(watch.said if self.main else lambda line: None)
@@ -181,7 +184,12 @@ class _Trainer:
                 total += (value := float(loss.detach()))
                 if not math.isfinite(value):
                     torch.set_rng_state(before)
-                    self._fault(step, parts[n], f"the loss is {value}", first_fault(self._model(), lambda: self.objective(batch)))
+                    self._fault(
+                        step,
+                        parts[n],
+                        f"the loss is {value}",
+                        first_fault(self._model(), partial(self.objective, batch)),
+                    )
                 self.accelerator.backward(loss)
         norm = float(self.accelerator.clip_grad_norm_(self.objective.parameters(), recipe.clip))
         if not math.isfinite(norm) and recipe.precision != "fp16":  # there the scaler leaves such steps out
@@ -255,7 +263,7 @@ class _Trainer:
         """A batch on the device. A process for which nothing is left takes an example that counts for nothing."""
         random = np.random.default_rng((self.recipe.seed, step, self.accelerator.process_index, part))
         batch = items.batch(chosen if len(chosen) else instead[:1], random)
-        batch = batch if len(chosen) else batch._replace(count=0, tokens=0)
+        batch = batch if len(chosen) else replace(batch, count=0, tokens=0)
         return batch if self.accelerator.device.type == "cpu" else moved(batch, self.accelerator.device)
 
     def _sum(self, *values: float) -> tuple[float, ...]:
@@ -292,8 +300,8 @@ def moved(value: Any, device: torch.device) -> Any:
         return value.to(device)
     if isinstance(value, Packed):
         return Packed(value.values.to(device), value.lengths)
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(moved(part, device) for part in value))
+    if isinstance(value, Batch):
+        return replace(value, inputs=moved(value.inputs, device), targets=moved(value.targets, device))
     if isinstance(value, tuple | list):
         return type(value)(moved(part, device) for part in value)
     return value
@@ -320,14 +328,16 @@ def _optimizer(model: nn.Module, recipe: Recipe) -> torch.optim.AdamW:
 
 def _set_seed(*parts: int) -> None:
     """Seed torch by several numbers, of which none runs into another."""
-    torch.manual_seed(int(np.random.SeedSequence([part & 0xFFFFFFFF for part in parts]).generate_state(1, np.uint64)[0] >> 1))
+    torch.manual_seed(
+        int(np.random.SeedSequence([part & 0xFFFFFFFF for part in parts]).generate_state(1, np.uint64)[0] >> 1)
+    )
 
 
 @contextmanager
 def _asked_to_stop() -> Iterator[list[int]]:
     """Ctrl-C and SIGTERM fill the list; a second one is not caught, and ends the process at once."""
     asked: list[int] = []
-    before = {}
+    before: dict[int, Any] = {}
 
     def remember(number: int, frame: Any) -> None:
         asked.append(number)
@@ -341,5 +351,5 @@ def _asked_to_stop() -> Iterator[list[int]]:
     try:
         yield asked
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        for known, handler in before.items():
+            signal.signal(known, handler)

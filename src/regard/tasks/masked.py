@@ -134,7 +134,7 @@ class HiddenWords(TextItems):
         at = np.sort(random.choice(words, count, replace=False)) if len(words) else np.zeros(0, np.int64)
         targets, lot = ids[at].copy(), random.random(len(at))
         ids[at[lot < 0.8]] = self.mask
-        other = at[(0.8 <= lot) & (lot < 0.9)]
+        other = at[(lot >= 0.8) & (lot < 0.9)]
         ids[other] = random.integers(len(SPECIAL), self.size, len(other))
         return Batch((packed, torch.from_numpy(at)), torch.from_numpy(targets), len(ids), len(at))
 

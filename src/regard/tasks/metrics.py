@@ -52,7 +52,7 @@ def translation(outputs: Sequence[str], references: Sequence[Sequence[str]]) -> 
     """BLEU and chrF by sacrebleu: against the first reference of each, and BLEU against all of them."""
     import sacrebleu
 
-    outputs, first = list(outputs), [list(each)[0] for each in references]
+    outputs, first = list(outputs), [each[0] for each in references]
     most = max(map(len, references))
     # sacrebleu takes streams; a sentence with fewer references than others repeats its last one, which changes nothing
     streams = [[each[min(n, len(each) - 1)] for each in references] for n in range(most)]
@@ -71,7 +71,8 @@ def retrieval(queries: Tensor, found: Tensor) -> Figures:
     own = scores.diagonal()[:, None]
     ranks = ((scores > own).sum(1) + ((scores == own).sum(1) - 1)).float() + 1  # ties count against it
     tenth = [
-        float(retrieval_hit_rate(row, torch.arange(len(row)) == n, top_k=min(10, len(row)))) for n, row in enumerate(scores)
+        float(retrieval_hit_rate(row, torch.arange(len(row)) == n, top_k=min(10, len(row))))
+        for n, row in enumerate(scores)
     ]
     return {
         "recall@1": float((ranks == 1).float().mean()),
@@ -93,16 +94,18 @@ class Trigrams:
         self.vocabulary = vocabulary
         a, b, c = (tokens[n : len(tokens) - 2 + n].astype(np.int64) for n in range(3))
         self.keys, self.counts = np.unique((a * vocabulary + b) * vocabulary + c, return_counts=True)
-        self.pairs, pair_counts = np.unique(tokens[:-1].astype(np.int64) * vocabulary + tokens[1:], return_counts=True)
+        pairs = np.unique(tokens[:-1].astype(np.int64) * vocabulary + tokens[1:])
         contexts = self.keys // vocabulary
         self.contexts, start = np.unique(contexts, return_index=True)
         self.context_total = np.add.reduceat(self.counts, start)
         self.context_kinds = np.diff(np.append(start, len(contexts)))
         # Lower orders count in how many contexts something was seen, not how often.
-        self.before, self.before_count = np.unique(self.keys % vocabulary**2, return_counts=True)  # (b, c) after how many a
+        self.before, self.before_count = np.unique(
+            self.keys % vocabulary**2, return_counts=True
+        )  # (b, c) after how many a
         self.middle_total = np.bincount(self.before // vocabulary, self.before_count, vocabulary)
         self.middle_kinds = np.bincount(self.before // vocabulary, minlength=vocabulary)
-        self.single = np.bincount(self.pairs % vocabulary, minlength=vocabulary)
+        self.single = np.bincount(pairs % vocabulary, minlength=vocabulary)
         self.discounts = [self._discount(self.counts), self._discount(self.before_count), self._discount(self.single)]
 
     @staticmethod

@@ -22,6 +22,7 @@ from regard.tasks.sources import Sources
 from regard.tasks.task import Kit, Recipe, Task, tasks
 from regard.tasks.trouble import Trouble
 
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 KEEP = 2  # checkpoints; the one before the last is there should the last be damaged
 
 
@@ -83,7 +84,9 @@ class Run:
             about = json.loads((folder / "run.json").read_text())
             known = tasks()
             if about["task"] not in known:
-                raise Trouble(f"{folder}/run.json: the task {about['task']!r} is not known; known are {', '.join(known)}")
+                raise Trouble(
+                    f"{folder}/run.json: the task {about['task']!r} is not known; known are {', '.join(known)}"
+                )
             task = made(known[about["task"]], about["options"])
             return Run(folder, about, task, made(Recipe, about["recipe"]), Kit.load(folder))
         except (json.JSONDecodeError, KeyError, TypeError, OSError) as error:
@@ -203,9 +206,10 @@ def write(path: Path, write_to: Callable[[Path], Any]) -> None:
         beside.unlink(missing_ok=True)
         if full(error):
             free = shutil.disk_usage(path.parent).free / 1e6
+            run = path.parent.parent if path.parent.name == "checkpoints" else path.parent
             raise Trouble(
-                f"{path}: the disk is full ({free:.0f} MB free); nothing written before is lost: make room, then regard "
-                f"resume {path.parent.parent if path.parent.name == 'checkpoints' else path.parent}"
+                f"{path}: the disk is full ({free:.0f} MB free); what was written before is safe; make room, then "
+                f"regard resume {run}"
             ) from error
         raise
 
@@ -213,8 +217,8 @@ def write(path: Path, write_to: Callable[[Path], Any]) -> None:
 def full(error: BaseException) -> bool:
     """Whether a write failed for want of room; safetensors tells it in words."""
     if isinstance(error, OSError):
-        return error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-    return type(error).__name__ == "SafetensorError" and any(f"code: {n}," in str(error) for n in (28, 122, 27))
+        return error.errno in NO_ROOM
+    return type(error).__name__ == "SafetensorError" and any(f"(os error {n})" in str(error) for n in NO_ROOM)
 
 
 def load(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:

@@ -49,15 +49,15 @@ class Average:
 
 def weights(objective: nn.Module) -> dict[str, Tensor]:
     """The weights of the model within an objective, by the model's own names."""
-    found = get_model_state_dict(objective, options=WHOLE)
+    found: dict[str, Any] = get_model_state_dict(objective, options=WHOLE)
     return {name.removeprefix("model."): value.contiguous() for name, value in found.items()}
 
 
 def capture(objective: nn.Module, optimizer: torch.optim.Optimizer, average: Average | None) -> dict[str, Tensor]:
     """Weights, the optimizer's memory and the average, as one flat table."""
     tensors = {f"model.{name}": value for name, value in weights(objective).items()}
-    memory: dict[str, Any] = get_optimizer_state_dict(objective, optimizer, options=WHOLE).get("state", {})
-    for name, parts in memory.items():
+    found: Any = get_optimizer_state_dict(objective, optimizer, options=WHOLE)
+    for name, parts in found.get("state", {}).items():
         tensors |= {f"optimizer.{part}.{name}": value.contiguous() for part, value in parts.items()}
     if average is not None:
         with average.instead():
@@ -77,10 +77,10 @@ def restore(
         with average.instead():
             set_model_state_dict(objective, part("average."), options=EVERYWHERE)
     set_model_state_dict(objective, part("model."), options=EVERYWHERE)
-    state = get_optimizer_state_dict(objective, optimizer, options=EVERYWHERE)  # for the groups, and the names
+    state: Any = get_optimizer_state_dict(objective, optimizer, options=EVERYWHERE)  # for the groups, and the names
     for name, value in tensors.items():
         kind, _, rest = name.partition(".")
         if kind == "optimizer":
             which, _, weight = rest.partition(".")
-            state["state"][weight][which] = value  # type: ignore[index]
+            state["state"][weight][which] = value
     set_optimizer_state_dict(objective, optimizer, state, options=EVERYWHERE)

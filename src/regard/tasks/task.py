@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
 
 import numpy as np
@@ -49,7 +50,15 @@ class Recipe:
     seed: int = option(1, "of weights, order and dropout")
 
     def __post_init__(self) -> None:
-        least = {"steps": 1, "tokens": 1, "accumulate": 1, "evaluate_every": 1, "save_every": 1, "warmup": 0, "patience": 0}
+        least = {
+            "steps": 1,
+            "tokens": 1,
+            "accumulate": 1,
+            "evaluate_every": 1,
+            "save_every": 1,
+            "warmup": 0,
+            "patience": 0,
+        }
         for name, bound in least.items():
             if getattr(self, name) < bound:
                 raise ValueError(f"{name} must be at least {bound}, but is {getattr(self, name)}")
@@ -104,7 +113,8 @@ class Kit:
         return Kit(tokenizer, tuple(kit["labels"]), kit["config"])
 
 
-class Batch(NamedTuple):
+@dataclass(frozen=True)
+class Batch:
     """What a step computes the loss of. Inputs and targets are the task's own: tensors, packed batches, tuples."""
 
     inputs: Any
@@ -130,7 +140,7 @@ class Prediction(NamedTuple):
     input: str
     output: str
     score: float
-    more: dict[str, Any] = {}  # alternatives, vectors, boxes: for --json
+    more: Mapping[str, Any] = MappingProxyType({})  # alternatives, vectors, boxes: for --json
 
 
 Figures = dict[str, float]
@@ -157,7 +167,7 @@ class Task(ABC):
         return list(read(source, {name: getattr(self, name) for name in self.columns}, bad))
 
     def hold_out(self, rows: Sequence[Row], held: int, seed: int) -> tuple[list[Row], list[Row]]:
-        """Rows to train on and rows held out, `held` of them, where those that begin alike are one: they stay together."""
+        """Rows to train on and rows held out: `held` of them, where those that begin alike count as one."""
         return split(rows, lambda row: str(row.values[0]), held, seed)
 
     @abstractmethod
@@ -197,7 +207,7 @@ class Task(ABC):
 
 
 def tasks() -> dict[str, type[Task]]:
-    """Every task by name: those of this folder, and those that other packages declare as entry points `regard.tasks`."""
+    """Every task by name: those of this folder, and those of other packages, by entry points `regard.tasks`."""
     from importlib import import_module
     from importlib.metadata import entry_points
     from pkgutil import iter_modules
@@ -208,7 +218,7 @@ def tasks() -> dict[str, type[Task]]:
         import_module(f"regard.tasks.{module.name}")
     for entry in entry_points(group="regard.tasks"):
         entry.load()
-    known = {kind.name: kind for kind in _heirs(Task) if "name" in vars(kind)}
+    known = {kind.name: kind for kind in _heirs(Task) if vars(kind).get("name")}  # type: ignore[type-abstract]
     return dict(sorted(known.items(), key=lambda pair: (not pair[1].__module__.startswith("regard."), pair[0])))
 
 

@@ -42,14 +42,18 @@ def encoded(
 
 def too_long(place: str, tokens: int, longest: int, more: str = "") -> str:
     """What is said of a text that the model cannot take."""
-    return f"{place}: has {tokens} tokens, but the model takes {longest}; train with --longest {tokens},{more} shorten it"
+    return (
+        f"{place}: has {tokens} tokens, but the model takes {longest}; train with --longest {tokens},{more} shorten it"
+    )
 
 
 def encoder_config(kit: Kit, **options: Any) -> TextConfig:
     """An encoder of these options, or that which a pretrained model brought along."""
     if kit.config is None:
         return TextConfig(segments=0, arrangement="pre", eps=1e-5, **options)
-    return TextConfig(**(kit.config | {name: options[name] for name in ("dropout", "pooling", "classes") if name in options}))
+    return TextConfig(
+        **(kit.config | {name: options[name] for name in ("dropout", "pooling", "classes") if name in options})
+    )
 
 
 def pretrained(start: str) -> tuple[TextEncoder, Tokenizer]:

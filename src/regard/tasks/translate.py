@@ -68,7 +68,9 @@ class Translate(Task):
     def items(self, kit: Kit, rows: Sequence[Row], bad: Bad) -> Pairs:
         sources, kept = self._sources(kit, rows, bad)
         begin, end = special(kit.texts(), BEGIN), special(kit.texts(), END)
-        targets = [np.concatenate([[begin], ids, [end]]) for ids in encode(kit.texts(), [rows[n].values[1] for n in kept])]
+        targets = [
+            np.concatenate([[begin], ids, [end]]) for ids in encode(kit.texts(), [rows[n].values[1] for n in kept])
+        ]
         good = []
         for n, (row, ids) in enumerate(zip(kept, targets, strict=True)):
             if len(ids) - 1 > self.longest:
@@ -139,7 +141,9 @@ class Pairs:
 @torch.no_grad()
 def sureness(model: Transformer, source: Packed, targets: Sequence[Tensor]) -> list[float]:
     """The probability of each translation, token for token: the geometric mean, its end included."""
-    start, stop = (torch.tensor([token], device=source.values.device) for token in (model.config.start, model.config.stop))
+    start, stop = (
+        torch.tensor([token], device=source.values.device) for token in (model.config.start, model.config.stop)
+    )
     before = [torch.cat((start, ids)) for ids in targets]
     logits = model(source, Packed(torch.cat(before), tuple(map(len, before)))).values
     after = torch.cat([torch.cat((ids, stop)) for ids in targets])
