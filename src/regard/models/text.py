@@ -25,6 +25,7 @@ from regard.nn import (
     Packed,
     linear,
 )
+from regard.nn.dropout import dropout
 
 POOLINGS = {"mean": Mean, "max": Max, "first": First}
 
@@ -123,7 +124,7 @@ class TextEncoder(nn.Module):
                 x = x + F.embedding(rows_of(segments).values.view(ids.shape), self.segment.weight)
         x = self.embedding_norm(x)
         if self.config.dropout and self.training:
-            x = F.dropout(x, self.config.dropout)
+            x = dropout(x, self.config.dropout)
         return self.stack(x if self.project is None else self.project(x), shared=rows.shared)
 
 

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from regard.nn.attention import linear
+from regard.nn.dropout import dropout
 
 Activation = Callable[[Tensor], Tensor]
 
@@ -48,7 +49,7 @@ class FeedForward(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         x = self.activation(F.linear(x, self.up.weight, self.up.bias))
         if self.dropout and self.training:
-            x = F.dropout(x, self.dropout)
+            x = dropout(x, self.dropout)
         return F.linear(x, self.output.weight, self.output.bias)
 
 
@@ -71,5 +72,5 @@ class GatedFeedForward(nn.Module):
         gate, up = F.linear(x, self.up.weight, self.up.bias).chunk(2, -1)
         x = self.activation(gate) * up
         if self.dropout and self.training:
-            x = F.dropout(x, self.dropout)
+            x = dropout(x, self.dropout)
         return F.linear(x, self.output.weight, self.output.bias)
