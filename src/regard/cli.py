@@ -10,9 +10,12 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Annotated, Any
 
-import typer
-from rich.console import Console
-from rich.table import Table
+try:
+    import typer
+    from rich.console import Console
+    from rich.table import Table
+except ImportError as error:
+    raise SystemExit(f"regard: the command needs {error.name}: pip install 'regard[tasks]'") from error
 
 from regard.tasks import Recipe, Run, Sources, Task, Trouble, begin, tasks, train
 from regard.tasks.data import Row

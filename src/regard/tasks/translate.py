@@ -33,7 +33,7 @@ class Translate(Task):
     columns: ClassVar[tuple[str, ...]] = ("source", "target")
     held: ClassVar[int] = 2000
     recipe: ClassVar[Recipe] = Recipe(
-        steps=3000, tokens=4096, rate=2e-3, warmup=300, smoothing=0.1, ema=0.998, evaluate_every=250, save_every=250
+        steps=1200, tokens=4096, rate=2e-3, warmup=150, smoothing=0.1, ema=0.998, evaluate_every=250, save_every=250
     )
 
     source: str = option("", "column of the sentence: a name, or a number from 1 where there is no header")
