@@ -16,7 +16,7 @@ import pytest
 from regard.tasks import Run, train
 from regard.tasks.runs import lines
 from tests.tasks.conftest import Start
-from tests.tasks.toy import begun, trained_by_one_of_two
+from tests.tasks.toy import begun, sharded_by_two, trained_by_one_of_two
 
 
 def free_port() -> int:
@@ -44,6 +44,14 @@ def test_two_processes_get_the_losses_of_one_for_the_same_global_batch(
     two = Run.open(tmp_path / "two")
     assert losses(two) == pytest.approx(losses(one), rel=2e-5)
     assert losses(two, "held_out_loss") == pytest.approx(losses(one, "held_out_loss"), rel=2e-5)
+
+
+def test_weights_that_two_processes_share_are_captured_and_restored_to_the_bit(start: Start) -> None:
+    port = free_port()
+    processes = [start(sharded_by_two, rank, port) for rank in (0, 1)]
+    for process in processes:
+        process.join(120)
+    assert [process.exitcode for process in processes] == [0, 0]
 
 
 def test_a_worker_killed_under_torchrun_resumes_from_the_last_checkpoint(tmp_path: Path) -> None:

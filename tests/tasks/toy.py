@@ -133,3 +133,42 @@ def trained_by_one_of_two(folder: str, rank: int, port: int) -> None:
     }  # fmt: skip
     train(Run.open(folder))
     assert torch.distributed.get_world_size() == 2
+
+
+def sharded_by_two(rank: int, port: int) -> None:
+    """One of two processes that share the weights of a model, go on from what they captured, and compare."""
+    import torch.distributed as dist
+    from torch import nn
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    from regard.tasks import state
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+
+    def made() -> Any:
+        torch.manual_seed(0)
+        objective = nn.Sequential()
+        objective.model = nn.Sequential(nn.Linear(5, 8), nn.ReLU(), nn.Linear(8, 3))
+        fully_shard(objective, mesh=init_device_mesh("cpu", (2,)))
+        optimizer = torch.optim.AdamW(objective.parameters(), lr=1e-2, fused=True)
+        return objective, optimizer, state.Average(objective, 0.9)
+
+    def steps(objective: Any, optimizer: Any, average: Any, numbers: range) -> dict[str, torch.Tensor]:
+        for n in numbers:
+            torch.manual_seed(2 * n + rank)
+            objective(torch.randn(4, 5)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            average.update(n)
+        return {name: value.clone() for name, value in state.capture(objective, optimizer, average).items()}
+
+    one, other = made(), made()
+    kept = [steps(*one, range(1, 4))]
+    dist.broadcast_object_list(kept, 0)  # both read the same file
+    ended = steps(*one, range(4, 7))
+    state.restore(kept[0], *other)
+    again = steps(*other, range(4, 7))
+    assert bool(ended) == (rank == 0)
+    assert [name for name in ended if not torch.equal(ended[name], again[name])] == []

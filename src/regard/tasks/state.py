@@ -42,9 +42,13 @@ class Average:
         finally:
             self._swap()
 
+    @torch.no_grad()
     def _swap(self) -> None:
-        for n, weight in enumerate(self.weights):
-            weight.data, self.values[n] = self.values[n], weight.data
+        """In place: FSDP holds on to the memory of its weights."""
+        for weight, value in zip(self.weights, self.values, strict=True):
+            before = weight.detach().clone()
+            weight.copy_(value)
+            value.copy_(before)
 
 
 def weights(objective: nn.Module) -> dict[str, Tensor]:
