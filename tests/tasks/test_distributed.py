@@ -55,20 +55,22 @@ def test_weights_that_two_processes_share_are_captured_and_restored_to_the_bit(s
 
 
 def test_a_worker_killed_under_torchrun_resumes_from_the_last_checkpoint(tmp_path: Path) -> None:
-    run = begun(tmp_path, "translate", options={"dropout": 0.0}, steps=40, save_every=5, evaluate_every=40)
-    shutil.copytree(run.folder, tmp_path / "one")
+    one = begun(tmp_path, "translate", options={"dropout": 0.0}, steps=40, save_every=5, evaluate_every=40)
+    task, recipe = one.about["options"] | {"source": "1", "target": "2"}, one.about["recipe"]
+    options = [f"--{name.replace('_', '-')}={value}" for name, value in (task | recipe).items()]
+    folder = tmp_path / "two"
     command = [
-        sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--max-restarts", "2",
-        "--master-port", str(free_port()), "-m", "regard", "resume", str(run.folder),
+        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--max-restarts", "2",
+        "-m", "regard", "train", "translate", "--held", "12",
+        "--data", str(tmp_path / "pairs.tsv"), "--out", str(folder), *options,
     ]  # fmt: skip
     log = (tmp_path / "output").open("w")
     launcher = subprocess.Popen(command, stdout=log, stderr=log, env=os.environ | {"OMP_NUM_THREADS": "1"})
     try:
         deadline = time.monotonic() + 120
-        while not run.checkpoints() and time.monotonic() < deadline:
+        while not list(folder.glob("checkpoints/step-*")) and time.monotonic() < deadline:
             assert launcher.poll() is None, (tmp_path / "output").read_text()
             time.sleep(0.02)
-        at = run.checkpoints()[0].name
         os.kill(_workers(launcher.pid)[-1], signal.SIGKILL)
         assert launcher.wait(180) == 0, (tmp_path / "output").read_text()
     finally:
@@ -76,10 +78,9 @@ def test_a_worker_killed_under_torchrun_resumes_from_the_last_checkpoint(tmp_pat
             launcher.terminate()
             launcher.wait(30)
     output = (tmp_path / "output").read_text()
-    assert "from step " in output, f"it was killed at {at} and began anew: {output}"
-    one = Run.open(tmp_path / "one")
+    assert "from step " in output, f"it began anew: {output}"
     train(one)
-    assert losses(run) == pytest.approx(losses(one), rel=1e-3)
+    assert losses(Run.open(folder)) == pytest.approx(losses(one), rel=1e-3)
 
 
 def _workers(launcher: int) -> list[int]:
@@ -87,4 +88,4 @@ def _workers(launcher: int) -> list[int]:
     if not children.exists():
         pytest.skip("the children of a process are not told here")
     named = [int(child) for child in children.read_text().split()]
-    return [child for child in named if b"resume" in Path(f"/proc/{child}/cmdline").read_bytes()]
+    return [child for child in named if b"--held" in Path(f"/proc/{child}/cmdline").read_bytes()]

@@ -10,13 +10,16 @@ from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
-from regard.tasks import Run, Trouble, train
+from regard.tasks import Run, Sources, Trouble, train
+from regard.tasks.masked import HiddenWords
 from regard.tasks.runs import lines, load
-from regard.tasks.task import Recipe
+from regard.tasks.sources import gather
+from regard.tasks.task import Batch, Recipe
 from tests.tasks.conftest import Start
 from tests.tasks.toy import Seen, Signals, begun, killed_at_step, killed_while_saving
 
@@ -135,6 +138,23 @@ def test_accumulated_parts_give_the_losses_of_the_whole_batch(tmp_path: Path) ->
         train(run, watch=seen[-1])
     whole, parts = ([step.loss for step in each.steps] for each in seen)
     assert parts == pytest.approx(whole, rel=1e-5)
+
+
+def test_every_example_comes_once_before_one_comes_again(fresh: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    taken: list[np.ndarray] = []
+    batch = HiddenWords.batch
+
+    def watched(self: HiddenWords, chosen: np.ndarray, random: np.random.Generator) -> Batch:
+        taken.append(chosen)
+        return batch(self, chosen, random)
+
+    monkeypatch.setattr(HiddenWords, "batch", watched)
+    monkeypatch.setattr("regard.tasks.loop._Trainer._evaluate", lambda self: None)
+    examples = gather(fresh.task, Sources.of(fresh.about["sources"]), 1)
+    train(fresh, examples, Signals(7, signal.SIGINT))
+    count = len(examples.train)
+    assert len(taken) == 8  # the last was not taken to its end
+    assert sorted(np.concatenate(taken)[:count].tolist()) == list(range(count))
 
 
 def test_early_stopping_ends_a_run_that_gets_no_better(tmp_path: Path) -> None:
