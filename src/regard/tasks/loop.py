@@ -145,7 +145,7 @@ class _Trainer:
     def run_to_end(self) -> Progress:
         if self.progress.done:
             return self.progress
-        with _asked_to_stop() as asked:
+        with _asked_to_stop(alone=self.accelerator.num_processes == 1) as asked:
             while not self.progress.done:
                 batches = plan(
                     self.items.sizes, budget=self.recipe.tokens, seed=self.recipe.seed, epoch=self.progress.epoch
@@ -334,8 +334,11 @@ def _set_seed(*parts: int) -> None:
 
 
 @contextmanager
-def _asked_to_stop() -> Iterator[list[int]]:
-    """Ctrl-C and SIGTERM fill the list; a second one is not caught, and ends the process at once."""
+def _asked_to_stop(*, alone: bool) -> Iterator[list[int]]:
+    """Ctrl-C and SIGTERM fill the list; a second one is not caught, and ends the process at once.
+
+    Among several processes SIGTERM is the launcher's, who clears up after one that died: nobody is left to agree with.
+    """
     asked: list[int] = []
     before: dict[int, Any] = {}
 
@@ -344,7 +347,7 @@ def _asked_to_stop() -> Iterator[list[int]]:
         signal.signal(number, before[number])
 
     try:
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in (signal.SIGINT, signal.SIGTERM) if alone else (signal.SIGINT,):
             before[number] = signal.signal(number, remember)
     except ValueError:  # not the main thread: whoever runs it there stops it by other means
         pass
