@@ -20,6 +20,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from regard.nn import Packed
@@ -312,8 +313,20 @@ def _accelerator(recipe: Recipe) -> Any:
 
     if recipe.precision == "fp16" and not torch.accelerator.is_available():
         raise Trouble("precision fp16 needs an accelerator, and this machine has none; try --precision bf16")
+    _meet_anew()
     # Without being told so, it takes no notice of other processes on a machine that has only a CPU.
     return Accelerator(mixed_precision=recipe.precision, cpu=not torch.accelerator.is_available())
+
+
+def _meet_anew() -> None:
+    """After a restart by torchrun, meet under a name of its own: its store still has the addresses of those before."""
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    if attempt == "0" or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True" or dist.is_initialized():
+        return
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), world, is_master=False)
+    backend = None if torch.accelerator.is_available() else "gloo"
+    dist.init_process_group(backend, store=dist.PrefixStore(f"attempt {attempt}", store), rank=rank, world_size=world)
 
 
 def _optimizer(model: nn.Module, recipe: Recipe) -> torch.optim.AdamW:
