@@ -46,7 +46,9 @@ def leaves(B: int, H: int, Q: int, K: int) -> st.SearchStrategy:
     def blocks(seed: int, size: int, shape: int) -> rg.Mask:
         size = max(size, (Q + K) // 100)  # a layout of some hundred blocks at most
         n = -(-4 * (Q + K) // size)
-        return rg.blocks(torch.rand(((n, n), (H, n, n), (max(B, 1), 1, n, n))[shape], generator=random(seed)) < 0.5, size)
+        return rg.blocks(
+            torch.rand(((n, n), (H, n, n), (max(B, 1), 1, n, n))[shape], generator=random(seed)) < 0.5, size
+        )
 
     def dense(seed: int, shape: int) -> rg.Mask:
         sizes = ((Q, K), (B, 1, 1, K), (1, H, Q, K), (B, H, Q, K), (Q, 1))[shape]

@@ -26,6 +26,7 @@ from regard.nn import (
     Shared,
     linear,
 )
+from regard.nn.dropout import dropout
 from regard.nn.generate import Greedy, Sample, State, Strategy, follow, generate
 from regard.scores import Dot
 
@@ -115,7 +116,7 @@ class LanguageModel(nn.Module):
                 )
             x = x + F.embedding(positions, self.position.weight)
         if self.config.dropout and self.training:
-            x = F.dropout(x, self.config.dropout)
+            x = dropout(x, self.config.dropout)
         return self.stack(x, shared=shared, caches=caches)
 
     def logits(self, hidden: Tensor) -> Tensor:

@@ -71,7 +71,7 @@ def rows_of(inputs: Inputs, mask: Tensor | None = None) -> Rows:
             )
         positions = torch.arange(inputs.shape[1], device=inputs.device)
         keys = key_mask(mask)
-        if mask is not None and keys is not None and not bool(mask[:, 0].all()):
+        if mask is not None and keys is not None and (torch.compiler.is_compiling() or not bool(mask[:, 0].all())):
             positions = (mask.long().cumsum(1) - 1).clamp(min=0)  # filler before the first token counts for nothing
         return Rows(inputs, positions, Shared(keys, positions=positions), mask, None, False)
     if mask is not None:

@@ -26,6 +26,7 @@ from regard.nn import (
     Packed,
     linear,
 )
+from regard.nn.dropout import dropout
 
 POOLINGS = {"mean": Mean, "max": Max, "first": First}
 
@@ -124,7 +125,7 @@ class TextEncoder(nn.Module):
                 x = x + F.embedding(rows_of(segments).values.view(ids.shape), self.segment.weight)
         x = self.embedding_norm(x)
         if self.config.dropout and self.training:
-            x = F.dropout(x, self.config.dropout)
+            x = dropout(x, self.config.dropout)
         return self.stack(x if self.project is None else self.project(x), shared=rows.shared)
 
 
@@ -153,8 +154,12 @@ class MaskedLanguageModel(nn.Module):
     ) -> Tensor | Packed | list[Tensor]:
         """Logits (B, N, vocabulary); of packed inputs packed, of a list a list."""
         rows = rows_of(inputs, mask)
-        x = self.norm(self.activation(self.transform(self.encoder.hidden(rows, segments))))
-        return rows.back(product(x, self.encoder.embedding.weight, self.bias))
+        return rows.back(self.logits(self.encoder.hidden(rows, segments)))
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Hidden states of the encoder (..., width) to logits (..., vocabulary): of all tokens, or of a few."""
+        x = self.norm(self.activation(self.transform(hidden)))
+        return product(x, self.encoder.embedding.weight, self.bias)
 
 
 class SequenceClassifier(nn.Module):

@@ -30,6 +30,7 @@ from regard.nn import (
     key_mask,
     linear,
 )
+from regard.nn.dropout import dropout
 from regard.nn.generate import Greedy, State, Strategy, generate
 from regard.scores import Dot
 
@@ -184,7 +185,7 @@ class Transformer(nn.Module):
         if self.scale != 1:
             x = x * self.scale
         x = position(x, positions)
-        return F.dropout(x, self.config.dropout) if self.config.dropout and self.training else x
+        return dropout(x, self.config.dropout) if self.config.dropout and self.training else x
 
 
 def _stack(config: TransformerConfig, kind: type[S], layers: int) -> S:

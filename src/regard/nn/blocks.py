@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from regard.nn.cache import Cache, Memory
+from regard.nn.dropout import dropout
 from regard.nn.shared import Shared
 
 Norm = Callable[[int], nn.Module]
@@ -41,7 +42,7 @@ class Residual(nn.Module):
         self.dropout = dropout
 
     def dropped(self, x: Tensor) -> Tensor:
-        return F.dropout(x, self.dropout) if self.dropout and self.training else x
+        return dropout(x, self.dropout) if self.dropout and self.training else x
 
     def shrink(self, sublayer: nn.Module, share: float) -> None:
         """Multiply what a fresh sublayer adds by a share, so that many add up to O(1); nothing where a norm follows."""

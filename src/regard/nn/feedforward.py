@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from regard.engines.product import product
 from regard.nn.attention import linear
+from regard.nn.dropout import dropout
 
 Activation = Callable[[Tensor], Tensor]
 
@@ -49,7 +50,7 @@ class FeedForward(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         x = self.activation(product(x, self.up.weight, self.up.bias))
         if self.dropout and self.training:
-            x = F.dropout(x, self.dropout)
+            x = dropout(x, self.dropout)
         return product(x, self.output.weight, self.output.bias)
 
 
@@ -72,5 +73,5 @@ class GatedFeedForward(nn.Module):
         gate, up = product(x, self.up.weight, self.up.bias).chunk(2, -1)
         x = self.activation(gate) * up
         if self.dropout and self.training:
-            x = F.dropout(x, self.dropout)
+            x = dropout(x, self.dropout)
         return product(x, self.output.weight, self.output.bias)

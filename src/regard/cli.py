@@ -1,0 +1,291 @@
+"""The `regard` command."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import fields
+from pathlib import Path
+from typing import Annotated, Any
+
+try:
+    import typer
+    from rich.console import Console
+    from rich.table import Table
+except ImportError as error:
+    raise SystemExit(f"regard: the command needs {error.name}: pip install 'regard[tasks]'") from error
+
+from regard.tasks import Recipe, Run, Sources, Task, Trouble, begin, tasks, train
+from regard.tasks.data import Row
+from regard.tasks.export import export as export_run
+from regard.tasks.runs import full
+from regard.tasks.sources import gather
+from regard.tasks.trouble import Bad
+
+app = typer.Typer(
+    no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode="markdown", add_completion=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    help="Train, evaluate and use models of attention.\n\n    regard train translate --data pairs.tsv --out runs/en-fr",
+)  # fmt: skip
+training = typer.Typer(
+    no_args_is_help=True, rich_markup_mode="markdown",
+    help="Train a model of a task on your data.\n\n    regard train classify --data reviews.csv --out runs/reviews",
+)  # fmt: skip
+app.add_typer(training, name="train")
+told = Console(stderr=True, highlight=False)
+shown = Console(highlight=False)
+
+Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+SkipBad = Annotated[bool, typer.Option("--skip-bad", help="Count bad lines and go on.")]
+RunFolder = Annotated[Path, typer.Argument(metavar="RUN", help="The folder that --out named.", show_default=False)]
+
+
+def main() -> None:
+    """The command; what the user can mend is told in one line."""
+    try:
+        app()
+    except Trouble as trouble:
+        told.print(f"[bold red]regard:[/] {_plain(str(trouble))}", soft_wrap=True)
+        sys.exit(1)
+    except OSError as error:
+        if not full(error) and error.filename is None:
+            raise
+        told.print(f"[bold red]regard:[/] {_plain(str(error))}", soft_wrap=True)
+        sys.exit(1)
+
+
+@app.command("tasks")
+def show_tasks(as_json: Json = False) -> None:
+    """What can be trained, and what its data looks like.
+
+    regard tasks
+    """
+    known = tasks()
+    if as_json:
+        about = {
+            name: {"does": kind.summary, "columns": kind.columns, "takes": kind.takes, "example": kind.example}
+            for name, kind in known.items()
+        }
+        print(json.dumps(about, indent=1, ensure_ascii=False))
+        return
+    table = Table("task", "does", "columns", "a file of it", show_lines=True)
+    for name, kind in known.items():
+        table.add_row(
+            f"[bold]{name}[/]", kind.summary, ", ".join(kind.columns), _plain(kind.example.replace("\t", " → "))
+        )
+    shown.print(table)
+    shown.print("Data: TSV (→ is a tab), CSV with a header, JSONL or text, also .gz .xz .bz2; or a dataset of the hub.")
+
+
+@app.command("resume")
+def resume(folder: RunFolder, as_json: Json = False) -> None:
+    """Go on with a run, from its last checkpoint.
+
+    regard resume runs/reviews
+    """
+    _train(Run.open(folder), None, as_json)
+
+
+@app.command("evaluate")
+def evaluate(
+    folder: RunFolder,
+    data: Annotated[
+        list[str] | None, typer.Option(help="Held-out data; that of the run unless told otherwise.")
+    ] = None,
+    skip_bad: SkipBad = False,
+    as_json: Json = False,
+) -> None:
+    """How good a run is, beside what simple means reach.
+
+    regard evaluate runs/reviews --data test.csv
+    """
+    run = Run.open(folder)
+    sources = Sources.of(run.about["sources"])
+    sources = Sources(sources.data, tuple(data or sources.valid), sources.held, skip_bad or sources.skip_bad)
+    examples = gather(run.task, sources, run.recipe.seed)
+    run.task.items(run.kit, examples.held, examples.bad)  # what cannot be taken is told here, with its place
+    _tell_bad(examples.bad)
+    _figures(run, examples, as_json)
+
+
+@app.command("predict")
+def predict(
+    folder: RunFolder,
+    inputs: Annotated[
+        list[str] | None, typer.Argument(help="Texts, or files of a text a line; none reads standard input.")
+    ] = None,
+    skip_bad: SkipBad = False,
+    as_json: Json = False,
+) -> None:
+    """What a run's model says, and how sure it is.
+
+    regard predict runs/reviews "What a film!"
+    regard predict runs/reviews reviews.txt
+    cat reviews.txt | regard predict runs/reviews --json
+    """
+    run = Run.open(folder)
+    bad = Bad(skip=skip_bad)
+    rows = list(_inputs(run.task, inputs or [], bad))
+    if not rows:
+        raise Trouble('nothing to predict; give texts or files: regard predict RUN "..."')
+    model, _ = run.model()
+    for made in run.task.predict(model, run.kit, rows, bad):
+        if as_json:
+            print(
+                json.dumps(
+                    {"input": made.input, "output": made.output, "score": made.score, **made.more}, ensure_ascii=False
+                )
+            )
+        else:
+            print(f"{made.output}\t{made.score:.3f}")
+    _tell_bad(bad)
+
+
+@app.command("export")
+def export(
+    folder: RunFolder,
+    out: Annotated[Path, typer.Argument(metavar="FOLDER", help="Where to; it must be empty or new.")],
+    onnx: Annotated[bool, typer.Option(help="Also write model.onnx, where the model allows it.")] = True,
+) -> None:
+    """A run as one folder for others: safetensors, config, tokenizer, ONNX.
+
+    regard export runs/reviews reviews-model
+    """
+    for note in export_run(Run.open(folder), out, onnx=onnx):
+        shown.print(f"{out}: {note}")
+
+
+@app.command("info")
+def info(as_json: Json = False) -> None:
+    """Versions, engines, instruction set and threads: what a bug report needs.
+
+    regard info
+    """
+    from regard.info import info as about
+
+    found = about()
+    print(json.dumps(found, indent=1) if as_json else "\n".join(f"{name:16} {value}" for name, value in found.items()))
+
+
+def _trainer(kind: type[Task]) -> Callable[..., None]:
+    """The command that trains a task: its options are the fields of the task and of the recipe."""
+
+    def command(**options: Any) -> None:
+        def part(of: Any) -> dict[str, Any]:
+            return {each.name: options[each.name] for each in fields(of)}
+
+        held = kind.held if options["held"] is None else options["held"]
+        sources = Sources(tuple(options["data"] or ()), tuple(options["valid"] or ()), held, options["skip_bad"])
+        try:
+            task, recipe = kind(**part(kind)), Recipe(**part(Recipe))
+        except ValueError as error:
+            raise Trouble(f"{error}") from error
+        run, examples = begin(options["out"], task, recipe, sources)
+        _train(run, examples, options["as_json"])
+
+    def option(name: str, annotation: Any, default: Any, help: str, panel: str, *flags: str) -> inspect.Parameter:
+        made = typer.Option(*flags, help=help, rich_help_panel=panel)
+        return inspect.Parameter(
+            name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[annotation, made]
+        )
+
+    parameters = [
+        option("data", list[str] | None, None, "Files or a dataset of the hub, to train on.", "Data"),
+        option("valid", list[str] | None, None, "Files held out, to tell how good it is.", "Data"),
+        option(
+            "held", int | None, None, f"Examples of the data held out, without --valid. [default: {kind.held}]", "Data"
+        ),
+        option("skip_bad", bool, False, "Count bad lines and go on.", "Data", "--skip-bad"),
+        option("out", Path, inspect.Parameter.empty, "The folder of the run.", "Data"),
+        option("as_json", bool, False, "Print the figures as JSON.", "Data", "--json"),
+    ]
+    for panel, of, defaults in (("Model", kind, None), ("Training", Recipe, kind.recipe)):
+        for each in fields(of):  # type: ignore[arg-type]
+            default = each.default if defaults is None else getattr(defaults, each.name)
+            words = each.metadata["help"][0].upper() + each.metadata["help"][1:] + "."
+            parameters.append(option(each.name, type(default), default, words, panel))
+    columns = " and ".join(kind.columns)
+    command.__doc__ = f"""{kind.summary[0].upper()}{kind.summary[1:]}. Data has {columns}.
+
+        regard train {kind.name} --data FILE --out runs/mine
+    """
+    command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    command.__annotations__ = {each.name: each.annotation for each in parameters}
+    return command
+
+
+for _name, _kind in tasks().items():
+    training.command(_name)(_trainer(_kind))
+
+
+def _train(run: Run, examples: Any, as_json: bool) -> None:
+    """Train to the end, then tell how good it is."""
+    from regard.tasks.progress import Bar
+
+    with Bar(told, run) as bar:
+        progress = train(run, examples, bar)
+    if not bar.main:
+        return
+    if not progress.done:
+        told.print(f"Stopped and saved at step {progress.step}. Go on with: regard resume {run.folder}")
+        raise typer.Exit(130)
+    if bar.examples is not None:
+        _tell_bad(bar.examples.bad)
+        _figures(run, bar.examples, as_json)
+
+
+def _figures(run: Run, examples: Any, as_json: bool) -> None:
+    """Figures of a run beside those of its baselines, kept in run.json too."""
+    model, step = run.model()
+    figures = run.task.evaluate(model, run.kit, examples.held)
+    baselines = run.task.baselines(run.kit, examples.train, examples.held)
+    found = {"step": step, "held_out": len(examples.held), "figures": figures, "baselines": baselines}
+    run.about["results"] = found
+    run.note()
+    if as_json:
+        print(json.dumps(found, indent=1))
+        return
+    table = Table(f"{run.task.name}, {len(examples.held)} held out", f"{run.folder.name} (step {step})", *baselines)
+    for name, value in figures.items():
+        table.add_row(
+            name, f"{value:.4g}", *(f"{each[name]:.4g}" if name in each else "" for each in baselines.values())
+        )
+    shown.print(table)
+
+
+def _inputs(task: Task, inputs: list[str], bad: Bad) -> Iterator[Row]:
+    """What to predict: arguments, lines of files, or lines of standard input."""
+    if task.takes != "text":
+        yield from (Row(given, (given,)) for given in inputs)
+        return
+    if not inputs and not sys.stdin.isatty():
+        yield from _lines("standard input", sys.stdin.buffer.read(), bad)
+    for n, given in enumerate(inputs, 1):
+        path = Path(given)
+        if len(given) < 256 and path.is_file():
+            yield from _lines(given, path.read_bytes(), bad)
+        else:
+            yield Row(f"input {n}", (given,))
+
+
+def _lines(name: str, held: bytes, bad: Bad) -> Iterator[Row]:
+    for n, line in enumerate(held.split(b"\n"), 1):
+        try:
+            text = line.decode().strip()
+        except UnicodeDecodeError as error:
+            bad(f"{name}:{n}: expected UTF-8, but byte 0x{line[error.start]:02x} at {error.start + 1} is not")
+            continue
+        if text:
+            yield Row(f"{name}:{n}", (text,))
+
+
+def _tell_bad(bad: Bad) -> None:
+    if bad.count:
+        told.print(f"[yellow]{bad.count} bad lines left out[/], the first: {_plain(bad.first[0])}", soft_wrap=True)
+
+
+def _plain(text: str) -> str:
+    """Text whose brackets are no markup."""
+    return text.replace("[", "\\[")

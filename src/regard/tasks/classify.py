@@ -1,0 +1,151 @@
+"""Text to one of a few classes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from regard.models.text import SequenceClassifier
+from regard.tasks import metrics
+from regard.tasks.batches import in_order
+from regard.tasks.data import Row
+from regard.tasks.task import Batch, Figures, Kit, Prediction, Recipe, Task, option
+from regard.tasks.texts import TextItems, encoded, encoder_config, pretrained, started
+from regard.tasks.tokens import learn
+from regard.tasks.trouble import Bad, Trouble
+
+
+@dataclass(frozen=True)
+class Classify(Task):
+    """An encoder of text and a head on the mean of its hidden states."""
+
+    name: ClassVar[str] = "classify"
+    summary: ClassVar[str] = "text to one of a few classes"
+    example: ClassVar[str] = "text,label\na gorgeous film,positive\ndull from the first minute,negative"
+    columns: ClassVar[tuple[str, ...]] = ("text", "label")
+    recipe: ClassVar[Recipe] = Recipe(
+        steps=600, tokens=4096, rate=1e-3, warmup=60, decay=0.1, ema=0.99, evaluate_every=50, save_every=100, patience=5
+    )
+
+    text: str = option("", "column of the text: a name, or a number from 1 where there is no header")
+    label: str = option("", "column of the class")
+    start: str = option("", "begin with the encoder and tokenizer of this run (masked, embed) or checkpoint folder")
+    vocabulary: int = option(8000, "tokens that the tokenizer learns at most")
+    lower: bool = option(True, "the tokenizer makes all letters small")
+    width: int = option(128, "of the hidden states")
+    layers: int = option(2, "of the encoder")
+    heads: int = option(4, "of the attention")
+    dropout: float = option(0.3, "in training")
+    longest: int = option(512, "tokens of a text at most")
+    cut: bool = option(False, "cut texts that are too long")
+    pooling: str = option("mean", "mean, max, first or attention")
+
+    def learn(self, rows: Sequence[Row]) -> Kit:
+        labels = tuple(sorted({row.values[1] for row in rows}))
+        if len(labels) < 2:
+            raise Trouble(f"{rows[0].place}: expected at least 2 classes, but all are {labels[0]!r}; check --label")
+        if len(labels) > max(2, len(rows) // 2):
+            raise Trouble(f"{rows[0].place}: {len(labels)} classes in {len(rows)} rows; is --label the right column?")
+        if self.start:
+            kit = started(self.start)
+            return Kit(kit.tokenizer, labels, kit.config)
+        return Kit(learn((row.values[0] for row in rows), self.vocabulary, lower=self.lower), labels)
+
+    def model(self, kit: Kit) -> nn.Module:
+        config = encoder_config(
+            kit,
+            vocabulary=kit.texts().get_vocab_size(),
+            width=self.width,
+            layers=self.layers,
+            heads=self.heads,
+            hidden=4 * self.width,
+            positions=self.longest,
+            dropout=self.dropout,
+            pooling=self.pooling,
+            classes=len(kit.labels),
+        )
+        return SequenceClassifier(config)
+
+    def begin(self, model: nn.Module) -> None:
+        if self.start:
+            assert isinstance(model, SequenceClassifier)
+            model.encoder.load_state_dict(pretrained(self.start)[0].state_dict())
+
+    def items(self, kit: Kit, rows: Sequence[Row], bad: Bad) -> ClassifiedTexts:
+        known = {label: n for n, label in enumerate(kit.labels)}
+        good = []
+        for row in rows:
+            if row.values[1] in known:
+                good.append(row)
+            else:
+                few = ", ".join(kit.labels[:6]) + (", ..." if len(kit.labels) > 6 else "")
+                bad(f"{row.place}: the label {row.values[1]!r} was never seen in training, which has {few}")
+        ids, kept = self._encoded(kit, good, bad)
+        good = [good[n] for n in kept]
+        return ClassifiedTexts(
+            ids, [row.place for row in good], np.array([known[row.values[1]] for row in good], np.int64)
+        )
+
+    def _encoded(self, kit: Kit, rows: Sequence[Row], bad: Bad) -> tuple[list[np.ndarray], np.ndarray]:
+        longest = self.longest if kit.config is None else min(self.longest, kit.config["positions"])
+        return encoded(kit.texts(), rows, 0, bad, longest=longest, cut=self.cut)
+
+    def loss(self, model: nn.Module, batch: Batch, smoothing: float) -> Tensor:
+        return F.cross_entropy(model(batch.inputs), batch.targets, reduction="sum", label_smoothing=smoothing)
+
+    def evaluate(self, model: nn.Module, kit: Kit, rows: Sequence[Row]) -> Figures:
+        items = self.items(kit, rows, Bad(skip=True))
+        scores = _scores(model, items, len(kit.labels))
+        targets = torch.from_numpy(items.targets)
+        return {"loss": float(F.cross_entropy(scores.log(), targets))} | metrics.classification(scores, targets)
+
+    def baselines(self, kit: Kit, train: Sequence[Row], held: Sequence[Row]) -> dict[str, Figures]:
+        known = {label: n for n, label in enumerate(kit.labels)}
+        held = [row for row in held if row.values[1] in known]
+        texts, held_texts = [row.values[0] for row in train], [row.values[0] for row in held]
+        targets, held_targets = [known[row.values[1]] for row in train], [known[row.values[1]] for row in held]
+        return {
+            "most frequent class": metrics.most_frequent(targets, held_targets, len(known)),
+            "TF-IDF + logistic regression": metrics.tfidf_regression(
+                texts, targets, held_texts, held_targets, len(known)
+            ),
+        }
+
+    def predict(self, model: nn.Module, kit: Kit, rows: Sequence[Row], bad: Bad) -> Iterator[Prediction]:
+        ids, kept = self._encoded(kit, rows, bad)
+        scores = _scores(model, ClassifiedTexts(ids, (), np.zeros(len(ids), np.int64)), len(kit.labels))
+        for n, row in zip(kept, scores.tolist(), strict=True):
+            best = int(np.argmax(row))
+            yield Prediction(rows[n].values[0], kit.labels[best], row[best], dict(zip(kit.labels, row, strict=True)))
+
+    def sample(self) -> tuple[Tensor, Tensor]:
+        return torch.full((2, 7), 5), torch.tensor([[True] * 7, [True] * 4 + [False] * 3])
+
+
+class ClassifiedTexts(TextItems):
+    """Texts with their classes (n,)."""
+
+    def __init__(self, ids: Sequence[np.ndarray], places: Sequence[str], targets: np.ndarray) -> None:
+        super().__init__(ids, places)
+        self.targets = targets
+
+    def batch(self, chosen: np.ndarray, random: np.random.Generator) -> Batch:
+        packed = self.ids.pack(chosen)
+        return Batch(packed, torch.from_numpy(self.targets[chosen]), len(packed.values), len(chosen))
+
+
+@torch.no_grad()
+def _scores(model: nn.Module, items: ClassifiedTexts, classes: int) -> Tensor:
+    """Probabilities (n, classes)."""
+    scores = torch.zeros(len(items.sizes), classes)
+    device = next(model.parameters()).device
+    for chosen in in_order(items.sizes, budget=8192):
+        packed = items.ids.pack(chosen)
+        scores[chosen] = model(packed.holding(packed.values.to(device))).float().softmax(-1).cpu()
+    return scores

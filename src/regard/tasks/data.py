@@ -1,0 +1,256 @@
+"""Readers: TSV, CSV, JSONL and text files, compressed or not, or a dataset of the Hugging Face hub, to rows."""
+
+from __future__ import annotations
+
+import bz2
+import csv
+import gzip
+import hashlib
+import json
+import lzma
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
+
+from regard.tasks.trouble import Bad, Trouble
+
+OPENERS: dict[str, Callable[..., Any]] = {".gz": gzip.open, ".xz": lzma.open, ".bz2": bz2.open}
+TEXT = (".txt", ".text", ".raw", ".md")
+FORMATS = (".tsv", ".csv", ".jsonl", *TEXT)
+
+
+class Row(NamedTuple):
+    """One example, and where it stands: `file:line`."""
+
+    place: str
+    values: tuple[Any, ...]
+
+
+def read(source: str, columns: Mapping[str, str], bad: Bad) -> Iterator[Row]:
+    """The rows of a file, or of a dataset `name` or `name:split` of the hub, with the values of the wanted columns.
+
+    columns: what is wanted, by name, in order; the value is the name of the column in the file, its number from 1 where
+        there is no header line, or empty. Empty is the wanted name itself; a TSV whose first line does not hold it has
+        no header, and its columns come in the order of `columns`.
+
+    >>> from pathlib import Path
+    >>> from tempfile import TemporaryDirectory
+    >>> with TemporaryDirectory() as folder:
+    ...     _ = Path(folder, "a.csv").write_text('text,label\\n"good, really",1\\n')
+    ...     [row.values for row in read(f"{folder}/a.csv", {"label": "", "text": ""}, Bad())]
+    [('1', 'good, really')]
+    """
+    path = Path(source)
+    suffix = format_of(path)
+    if not path.exists():
+        if suffix in FORMATS or path.is_absolute() or source.startswith("."):
+            raise Trouble(f"{source}: there is no such file; give a file, or the name of a dataset of the hub")
+        return _hub(source, columns, bad)
+    if path.is_dir():
+        raise Trouble(f"{source}: is a folder; expected a file {', '.join(FORMATS)}")
+    if suffix not in FORMATS:
+        raise Trouble(
+            f"{source}: what {path.suffix or 'no suffix'} holds is not known; name it {', '.join(FORMATS)} "
+            "(and .gz, .xz or .bz2 behind that)"
+        )
+    if suffix in TEXT:
+        if len(columns) > 1:
+            raise Trouble(f"{source}: is plain text, but {' and '.join(columns)} are needed; try TSV, CSV or JSONL")
+        return _checked(source, (Row(place, (line.strip(),)) for place, line in _lines(path, bad) if line.strip()))
+    reader = {".tsv": _tsv, ".csv": _csv, ".jsonl": _jsonl}[suffix]
+    return _checked(source, reader(path, columns, bad))
+
+
+def format_of(path: Path) -> str:
+    """The suffix that tells the format: that before .gz, .xz or .bz2."""
+    suffixes = [suffix.lower() for suffix in path.suffixes]
+    if suffixes and suffixes[-1] in OPENERS:
+        suffixes.pop()
+    return suffixes[-1] if suffixes else ""
+
+
+def fingerprint(source: str) -> dict[str, Any]:
+    """What tells that a source is the same as before: where, how large, and a digest of its bytes."""
+    path = Path(source)
+    if not path.is_file():
+        return {"source": source}
+    with path.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    return {"source": str(path.resolve()), "bytes": path.stat().st_size, "sha256": digest}
+
+
+def split(rows: Sequence[Row], group: Callable[[Row], str], held: int, seed: int) -> tuple[list[Row], list[Row]]:
+    """Rows to train on, and the rows of `held` groups to hold out: chosen by a hash, whatever the order of the rows."""
+
+    def key(name: str) -> bytes:
+        return hashlib.blake2b(name.encode(), digest_size=8, key=seed.to_bytes(8, "little", signed=True)).digest()
+
+    names = sorted({group(row) for row in rows}, key=lambda name: (key(name), name))
+    if held >= len(names):
+        raise Trouble(
+            f"{held} examples are to be held out, but there are only {len(names)}; give more data, a lower --held, "
+            "or a file with --valid"
+        )
+    out = set(names[:held])
+    return [row for row in rows if group(row) not in out], [row for row in rows if group(row) in out]
+
+
+def _lines(path: Path, bad: Bad) -> Iterator[tuple[str, str]]:
+    """Lines with their places; what is no UTF-8 is bad."""
+    opener = OPENERS.get(path.suffix.lower(), open)
+    file: BinaryIO
+    number = 0
+    try:
+        with opener(path, "rb") as file:
+            for number, line in enumerate(file, 1):
+                place = f"{path}:{number}"
+                try:
+                    text = line.decode("utf-8-sig" if number == 1 else "utf-8")
+                except UnicodeDecodeError as error:
+                    came = f"byte 0x{line[error.start]:02x} at {error.start + 1}"
+                    bad(f"{place}: expected UTF-8, but {came} is not; iconv -f latin1 -t utf-8 converts a file")
+                    continue
+                yield place, text
+    except (EOFError, lzma.LZMAError, gzip.BadGzipFile) as error:
+        raise Trouble(f"{path}:{number + 1}: the archive is damaged ({error}); fetch it again") from error
+
+
+def _checked(source: str, rows: Iterator[Row]) -> Iterator[Row]:
+    empty = True
+    for row in rows:
+        empty = False
+        yield row
+    if empty:
+        raise Trouble(
+            f"{source}:1: expected at least one line that can be used, but there is none; is it the right file?"
+        )
+
+
+class _Layout(NamedTuple):
+    """Where the wanted columns are in a table."""
+
+    names: tuple[str, ...]
+    at: tuple[int, ...]
+    header: int | None  # how many columns it has, where there is one
+
+    def row(self, place: str, cells: Sequence[str], bad: Bad) -> Row | None:
+        if len(cells) <= max(self.at):
+            missing = " and ".join(f"{name} is {at + 1}" for name, at in zip(self.names, self.at, strict=True))
+            bad(f"{place}: expected at least {max(self.at) + 1} columns ({missing}), but {len(cells)} came")
+            return None
+        values = tuple(cells[at].strip() for at in self.at)
+        for name, at, value in zip(self.names, self.at, values, strict=True):
+            if not value:
+                bad(f"{place}: column {at + 1} ({name}) is empty")
+                return None
+        return Row(place, values)
+
+
+def _layout(place: str, first: Sequence[str], columns: Mapping[str, str], *, bare: bool) -> _Layout:
+    """Find the columns by the first line. bare: without names, and if it is no header, they come in order."""
+    names, cells = tuple(columns), [cell.strip() for cell in first]
+    chosen = [said or name for name, said in columns.items()]
+    if all(said.isdigit() for said in chosen):
+        if "0" in chosen:
+            raise Trouble(f"{place}: columns are numbered from 1, but --{names[chosen.index('0')]} is 0")
+        return _Layout(names, tuple(int(said) - 1 for said in chosen), None)
+    if all(said in cells for said in chosen):
+        return _Layout(names, tuple(cells.index(said) for said in chosen), len(cells))
+    if bare and not any(columns.values()):
+        return _Layout(names, tuple(range(len(names))), None)
+    lacking = next(said for said in chosen if said not in cells)
+    options = " ".join(f"--{name} {number}" for number, name in enumerate(names, 1))
+    raise Trouble(
+        f"{place}: expected a column {lacking!r}, but they are {', '.join(map(repr, cells[:8]))}; "
+        f"say which it is (--{names[chosen.index(lacking)]} NAME), or by number where there is no header ({options})"
+    )
+
+
+def _tsv(path: Path, columns: Mapping[str, str], bad: Bad) -> Iterator[Row]:
+    layout = None
+    for place, line in _lines(path, bad):
+        if not line.strip():
+            continue
+        cells = line.rstrip("\r\n").split("\t")
+        if layout is None:
+            layout = _layout(place, cells, columns, bare=True)
+            if layout.header is not None:
+                continue
+        if row := layout.row(place, cells, bad):
+            yield row
+
+
+def _csv(path: Path, columns: Mapping[str, str], bad: Bad) -> Iterator[Row]:
+    csv.field_size_limit(1 << 27)  # reviews and articles are longer than the default of 128 KB
+    layout, start, places = None, f"{path}:1", list[str]()
+
+    def watched() -> Iterator[str]:
+        for place, line in _lines(path, bad):
+            places.append(place)
+            yield line
+
+    reader = csv.reader(watched(), strict=True)
+    while True:
+        try:
+            cells = next(reader)
+        except StopIteration:
+            return
+        except csv.Error as error:
+            bad(f"{places[0] if places else start}: is no CSV ({error}); quotes within quotes are doubled")
+            places.clear()
+            continue
+        start = places[0] if places else start  # a quoted cell may take many lines
+        places.clear()
+        if not any(cell.strip() for cell in cells):
+            continue
+        if layout is None:
+            layout = _layout(start, cells, columns, bare=False)
+            if layout.header is not None:
+                continue
+        if layout.header is not None and len(cells) > layout.header:
+            bad(f"{start}: expected {layout.header} columns, but {len(cells)} came; quote cells that hold commas")
+        elif row := layout.row(start, cells, bad):
+            yield row
+
+
+def _jsonl(path: Path, columns: Mapping[str, str], bad: Bad) -> Iterator[Row]:
+    for place, line in _lines(path, bad):
+        if not line.strip():
+            continue
+        try:
+            record = json.loads(line)
+        except json.JSONDecodeError as error:
+            bad(f"{place}: is no JSON ({error.msg} at {error.colno})")
+            continue
+        if row := _record(place, record, columns, bad):
+            yield row
+
+
+def _record(place: str, record: Any, columns: Mapping[str, str], bad: Bad) -> Row | None:
+    values = []
+    for name, said in columns.items():
+        value = record
+        for key in (said or name).split("."):  # translation.en, as datasets of translations have it
+            value = value.get(key) if isinstance(value, dict) else None
+        if value is None or value == "":
+            keys = ", ".join(map(repr, list(record)[:8])) if isinstance(record, dict) else type(record).__name__
+            bad(f"{place}: expected a value for {said or name!r}, but it has {keys}; try --{name} NAME")
+            return None
+        values.append(value if isinstance(value, str) else json.dumps(value) if isinstance(value, dict) else str(value))
+    return Row(place, tuple(values))
+
+
+def _hub(source: str, columns: Mapping[str, str], bad: Bad) -> Iterator[Row]:
+    name, _, part = source.partition(":")
+    try:
+        from datasets import load_dataset  # type: ignore[import-not-found, unused-ignore]
+    except ImportError:
+        raise Trouble(
+            f"{source}: there is no such file, and to fetch a dataset of that name needs: pip install datasets"
+        ) from None
+    try:
+        found: Iterable[Any] = load_dataset(name, split=part or "train")
+    except Exception as error:  # the library raises many kinds: no connection, no such name, no such split
+        raise Trouble(f"{source}: could not be fetched ({str(error).splitlines()[0]}); is the name right?") from error
+    records = (_record(f"{name}[{part or 'train'}]:{n}", record, columns, bad) for n, record in enumerate(found, 1))
+    return _checked(source, (row for row in records if row is not None))

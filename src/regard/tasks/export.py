@@ -1,0 +1,51 @@
+"""A run as a folder that others can use: safetensors, config, tokenizer, and ONNX where the model allows it."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from regard.models.checkpoints import save
+from regard.tasks.runs import Run, write
+from regard.tasks.trouble import Trouble
+
+
+def export(run: Run, folder: Path, *, onnx: bool = True) -> list[str]:
+    """Write the folder; a note for each thing that was written, or could not be."""
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise Trouble(f"{folder}: is there and not empty; choose another folder")
+    model, step = run.model()
+    folder.mkdir(parents=True, exist_ok=True)
+    save(model, folder)
+    run.kit.save(folder)
+    about = {key: run.about[key] for key in ("task", "options", "recipe", "machine", "results")} | {"step": step}
+    write(folder / "task.json", lambda path: path.write_text(json.dumps(about, indent=1, ensure_ascii=False)))
+    sample, why_not = run.task.sample(), ""
+    if onnx and sample is None:
+        why_not = f"{run.task.name} computes one token after the other, which is no single graph"
+    elif onnx and sample is not None:
+        why_not = _onnx(model, sample, folder / "model.onnx")
+    notes = [f"{path.name} ({path.stat().st_size / 1e6:.2f} MB)" for path in sorted(folder.iterdir())]
+    return notes + ([f"no model.onnx: {why_not}"] if why_not else [])
+
+
+def _onnx(model: nn.Module, sample: tuple[Any, ...], path: Path) -> str:
+    """Write a graph of token ids and their mask, of any batch and length; else why not."""
+    try:
+        import onnxscript  # noqa: F401
+    except ImportError:
+        return "it needs pip install onnx onnxscript"
+    free = torch.export.Dim.DYNAMIC
+    with warnings.catch_warnings(), torch.no_grad():
+        warnings.simplefilter("ignore")
+        graph = torch.export.export(model, sample, dynamic_shapes=({0: free, 1: free},) * len(sample), strict=True)
+        torch.onnx.export(
+            graph, (), str(path), dynamo=True, external_data=False, verbose=False,
+            input_names=["ids", "mask"], output_names=["output"],
+        )  # fmt: skip
+    return ""

@@ -1,0 +1,371 @@
+"""The training loop, on accelerate: one for every task.
+
+Nothing in it remembers anything but weights, optimizer, average and `Progress`: the order of the examples comes from
+(seed, epoch), all chance of a step from (seed, step, process). So a run that was killed goes on from its last
+checkpoint to the same bits.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from regard.nn import Packed
+from regard.tasks.batches import in_order, plan, shards
+from regard.tasks.faults import first_fault, first_gradient
+from regard.tasks.runs import Log, Progress, Run, machine, vacant
+from regard.tasks.sources import Examples, Sources, gather
+from regard.tasks.task import Batch, Items, Recipe, Task
+from regard.tasks.trouble import Trouble
+
+
+class Step(NamedTuple):
+    """What is told of a step: its loss, its rate, and real tokens with the seconds that they took."""
+
+    step: int
+    loss: float
+    rate: float
+    norm: float
+    tokens: int
+    seconds: float
+
+
+class Watch(Protocol):
+    """Whoever wants to see how it goes: the command's progress bar, a test."""
+
+    def begun(self, run: Run, progress: Progress, examples: Examples) -> None: ...
+    def step(self, step: Step) -> None: ...
+    def evaluated(self, step: int, loss: float, best: bool) -> None: ...
+    def said(self, line: str) -> None: ...
+
+
+class Unseen:
+    """Nobody watches."""
+
+    def begun(self, run: Run, progress: Progress, examples: Examples) -> None: ...
+    def step(self, step: Step) -> None: ...
+    def evaluated(self, step: int, loss: float, best: bool) -> None: ...
+    def said(self, line: str) -> None: ...
+
+
+class Objective(nn.Module):
+    """A batch to the sum of its losses. What DDP and FSDP wrap, so that a task may call any part of its model."""
+
+    def __init__(self, task: Task, model: nn.Module, smoothing: float) -> None:
+        super().__init__()
+        self.model = model
+        self._task, self._smoothing = task, smoothing
+
+    def forward(self, batch: Batch, smoothing: float | None = None) -> Tensor:
+        return self._task.loss(self.model, batch, self._smoothing if smoothing is None else smoothing)
+
+
+def begin(folder: Path, task: Task, recipe: Recipe, sources: Sources) -> tuple[Run, Examples]:
+    """Read the data, learn what is to be learnt from it, and make the run's folder. One process does, others wait."""
+    accelerator = _accelerator(recipe)
+    restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0 and (folder / "run.json").exists()
+    if accelerator.is_main_process and not restarted:
+        vacant(folder)
+        examples = gather(task, sources, recipe.seed)
+        _set_seed(recipe.seed)
+        Run.create(folder, task, recipe, sources, task.learn(examples.train))
+        accelerator.wait_for_everyone()
+        return Run.open(folder), examples
+    accelerator.wait_for_everyone()
+    run = Run.open(folder)
+    if (run.task, run.recipe) != (task, recipe):
+        raise Trouble(f"{folder}: holds another run ({run.about['task']}); choose another --out")
+    return run, gather(task, sources, recipe.seed)
+
+
+def train(run: Run, examples: Examples | None = None, watch: Watch | None = None) -> Progress:
+    """Train a run to its end, from its last good checkpoint if it has one. Ctrl-C saves and returns early.
+
+    The result is `done` when there is nothing left to do.
+    """
+    watch = watch or Unseen()
+    if examples is None:
+        examples = gather(run.task, Sources.of(run.about["sources"]), run.recipe.seed)
+    trainer = _Trainer(run, examples, watch)
+    try:
+        return trainer.run_to_end()
+    finally:
+        trainer.close()
+
+
+class _Trainer:
+    """One process of a training."""
+
+    def __init__(self, run: Run, examples: Examples, watch: Watch) -> None:
+        # Only who trains pays for these imports.
+        from regard.tasks import state
+
+        self.state, self.run, self.recipe, self.watch = state, run, run.recipe, watch
+        self.accelerator = _accelerator(run.recipe)
+        self.main = self.accelerator.is_main_process
+        self.items: Items = run.task.items(run.kit, examples.train, examples.bad)
+        self.held: Items = run.task.items(run.kit, examples.held, examples.bad)
+        if not len(self.items.sizes) or not len(self.held.sizes):
+            raise Trouble(
+                f"{run.folder}: no example is left to {'train on' if not len(self.items.sizes) else 'hold out'}"
+            )
+        _set_seed(run.recipe.seed)
+        model = run.task.model(run.kit)
+        found = run.latest(watch.said if self.main else lambda line: None)
+        if found is None:
+            run.task.begin(model)
+        objective = Objective(run.task, model, run.recipe.smoothing)
+        optimizer = _optimizer(model, run.recipe)
+        self.objective, self.optimizer = self.accelerator.prepare(objective, optimizer)
+        self.average = state.Average(self.objective, run.recipe.ema) if run.recipe.ema else None
+        self.progress = Progress()
+        if found is not None:
+            state.restore(found[0], self.objective, self.optimizer.optimizer, self.average)
+            self.progress = found[1]
+        self.log = Log(run.folder, self.progress.step) if self.main else None
+        now = machine()
+        differs = [key for key in ("torch", "threads", "processes") if now[key] != run.about["machine"][key]]
+        if found is not None and differs and self.main:
+            watch.said(f"{' and '.join(differs)} differ from when the run began: the last bits may differ too")
+        if self.main:
+            watch.begun(run, self.progress, examples)
+
+    def run_to_end(self) -> Progress:
+        if self.progress.done:
+            return self.progress
+        with _asked_to_stop(alone=self.accelerator.num_processes == 1) as asked:
+            while not self.progress.done:
+                batches = plan(
+                    self.items.sizes, budget=self.recipe.tokens, seed=self.recipe.seed, epoch=self.progress.epoch
+                )
+                while self.progress.batch < len(batches) and not self.progress.done:
+                    stop = self._step(batches[self.progress.batch], bool(asked))
+                    if stop:
+                        if self._saved_at != self.progress.step:
+                            self._save()
+                        return self.progress
+                if not self.progress.done:
+                    self.progress = replace(self.progress, epoch=self.progress.epoch + 1, batch=0)
+        return self.progress
+
+    _saved_at = -1
+
+    def _step(self, chosen: np.ndarray, asked: bool) -> bool:
+        """One step of the optimizer, and what falls due after it. True when somebody asked to stop."""
+        started, recipe, step = time.perf_counter(), self.recipe, self.progress.step + 1
+        rank, world = self.accelerator.process_index, self.accelerator.num_processes
+        parts = shards(chosen, self.items.sizes, world * recipe.accumulate)
+        parts = parts[rank * recipe.accumulate : (rank + 1) * recipe.accumulate]
+        batches = [self._batch(self.items, part, chosen, step, n) for n, part in enumerate(parts)]
+        count, tokens, asked_by = self._sum(
+            sum(batch.count for batch in batches), sum(batch.tokens for batch in batches), float(asked)
+        )
+        if asked_by:
+            return True
+        _set_seed(recipe.seed, step, rank)
+        total = 0.0
+        for n, batch in enumerate(batches):
+            last = n == len(batches) - 1
+            with nullcontext() if last else self.accelerator.no_sync(self.objective):
+                before = torch.get_rng_state()
+                loss = self.objective(batch) * (world / max(1.0, count)) * bool(batch.count)
+                total += (value := float(loss.detach()))
+                if not math.isfinite(value):
+                    torch.set_rng_state(before)
+                    self._fault(
+                        step,
+                        parts[n],
+                        f"the loss is {value}",
+                        first_fault(self._model(), partial(self.objective, batch)),
+                    )
+                self.accelerator.backward(loss)
+        norm = float(self.accelerator.clip_grad_norm_(self.objective.parameters(), recipe.clip))
+        if not math.isfinite(norm) and recipe.precision != "fp16":  # there the scaler leaves such steps out
+            self._fault(step, chosen, f"the norm of the gradient is {norm}", first_gradient(self._model()))
+        rate = recipe.rate_at(step)
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        if self.average is not None:
+            self.average.update(step)
+        (total,) = self._sum(total / world)
+        self.progress = replace(self.progress, step=step, batch=self.progress.batch + 1)
+        told = Step(step, total, rate, norm, int(tokens), time.perf_counter() - started)
+        self._after(told)
+        return False
+
+    def _after(self, told: Step) -> None:
+        step, recipe = told.step, self.recipe
+        if self.main:
+            self.watch.step(told)
+            assert self.log is not None
+            self.log(step, loss=told.loss, rate=told.rate, norm=told.norm, tokens_per_second=told.tokens / told.seconds)
+        if step % recipe.evaluate_every == 0 or step == recipe.steps:
+            self._evaluate()
+        if step % recipe.save_every == 0 or self.progress.done:
+            self._save()
+
+    def _evaluate(self) -> None:
+        """The loss on what is held out, with the average for weights; the best are kept."""
+        with self.average.instead() if self.average is not None else nullcontext():
+            loss = self.held_out()
+            better = loss < self.progress.best
+            stale = 0 if better else self.progress.stale + 1
+            patience = self.recipe.patience
+            self.progress = replace(
+                self.progress,
+                best=min(loss, self.progress.best),
+                stale=stale,
+                done=self.progress.step >= self.recipe.steps or bool(patience and stale >= patience),
+            )
+            if better:
+                weights = self.state.weights(self.objective)
+                if self.main:
+                    self.run.keep_best(weights, self.progress)
+        if self.main:
+            assert self.log is not None
+            self.log(self.progress.step, held_out_loss=loss)
+            self.watch.evaluated(self.progress.step, loss, better)
+
+    @torch.no_grad()
+    def held_out(self) -> float:
+        """The mean loss over the held-out examples, without smoothing; processes share the work."""
+        self.objective.eval()
+        total, count = 0.0, 0.0
+        rank, world = self.accelerator.process_index, self.accelerator.num_processes
+        batches = in_order(self.held.sizes, budget=max(1, self.recipe.tokens // self.recipe.accumulate // world))
+        batches += [batches[0][:0]] * (-len(batches) % world)  # in step with one another: as many for each
+        for n, chosen in enumerate(batches[rank::world]):
+            batch = self._batch(self.held, chosen, batches[0], 0, n)
+            total += float(self.objective(batch, 0.0)) * bool(batch.count)
+            count += batch.count
+        self.objective.train()
+        total, count = self._sum(total, count)
+        return total / max(1.0, count)
+
+    def _model(self) -> nn.Module:
+        return self.accelerator.unwrap_model(self.objective).model
+
+    def _batch(self, items: Items, chosen: np.ndarray, instead: np.ndarray, step: int, part: int) -> Batch:
+        """A batch on the device. A process for which nothing is left takes an example that counts for nothing."""
+        random = np.random.default_rng((self.recipe.seed, step, self.accelerator.process_index, part))
+        batch = items.batch(chosen if len(chosen) else instead[:1], random)
+        batch = batch if len(chosen) else replace(batch, count=0, tokens=0)
+        return batch if self.accelerator.device.type == "cpu" else moved(batch, self.accelerator.device)
+
+    def _sum(self, *values: float) -> tuple[float, ...]:
+        """Over all processes."""
+        if self.accelerator.num_processes == 1:
+            return values
+        together = torch.tensor(values, dtype=torch.float64, device=self.accelerator.device)
+        return tuple(self.accelerator.reduce(together, "sum").tolist())
+
+    def _save(self) -> None:
+        tensors = self.state.capture(self.objective, self.optimizer.optimizer, self.average)
+        if self.main:
+            self.run.save(tensors, self.progress)
+        self._saved_at = self.progress.step
+
+    def _fault(self, step: int, chosen: np.ndarray, what: str, where: str) -> None:
+        places = [self.items.places[n] for n in chosen[:3]]
+        more = f" and {len(chosen) - 3} more" if len(chosen) > 3 else ""
+        kept = self.run.checkpoints()
+        kept_at = f"; {kept[0].name} is the last checkpoint" if kept else ""
+        raise Trouble(
+            f"step {step}: {what}; it comes from {where}, in the batch of {', '.join(places)}{more}{kept_at}; "
+            "try a lower --rate, a longer --warmup or a lower --clip"
+        )
+
+    def close(self) -> None:
+        if self.log is not None:
+            self.log.close()
+
+
+def moved(value: Any, device: torch.device) -> Any:
+    """The tensors within a batch on a device."""
+    if isinstance(value, Tensor):
+        return value.to(device)
+    if isinstance(value, Packed):
+        return Packed(value.values.to(device), value.lengths)
+    if isinstance(value, Batch):
+        return replace(value, inputs=moved(value.inputs, device), targets=moved(value.targets, device))
+    if isinstance(value, tuple | list):
+        return type(value)(moved(part, device) for part in value)
+    return value
+
+
+def _accelerator(recipe: Recipe) -> Any:
+    from accelerate import Accelerator
+
+    if recipe.precision == "fp16" and not torch.accelerator.is_available():
+        raise Trouble("precision fp16 needs an accelerator, and this machine has none; try --precision bf16")
+    _meet_anew()
+    # Without being told so, it takes no notice of other processes on a machine that has only a CPU.
+    return Accelerator(mixed_precision=recipe.precision, cpu=not torch.accelerator.is_available())
+
+
+def _meet_anew() -> None:
+    """After a restart by torchrun, meet under a name of its own: its store still has the addresses of those before."""
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    if attempt == "0" or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True" or dist.is_initialized():
+        return
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), world, is_master=False)
+    backend = None if torch.accelerator.is_available() else "gloo"
+    dist.init_process_group(backend, store=dist.PrefixStore(f"attempt {attempt}", store), rank=rank, world_size=world)
+
+
+def _optimizer(model: nn.Module, recipe: Recipe) -> torch.optim.AdamW:
+    weights = [weight for weight in model.parameters() if weight.requires_grad]
+    groups = [
+        {"params": [weight for weight in weights if weight.dim() > 1], "weight_decay": recipe.decay},
+        {"params": [weight for weight in weights if weight.dim() <= 1], "weight_decay": 0.0},
+    ]
+    groups = [group for group in groups if group["params"]]
+    return torch.optim.AdamW(groups, lr=recipe.rate, betas=(0.9, 0.98), eps=1e-9, fused=True)
+
+
+def _set_seed(*parts: int) -> None:
+    """Seed torch by several numbers, of which none runs into another."""
+    torch.manual_seed(
+        int(np.random.SeedSequence([part & 0xFFFFFFFF for part in parts]).generate_state(1, np.uint64)[0] >> 1)
+    )
+
+
+@contextmanager
+def _asked_to_stop(*, alone: bool) -> Iterator[list[int]]:
+    """Ctrl-C and SIGTERM fill the list; a second one is not caught, and ends the process at once.
+
+    Among several processes SIGTERM is the launcher's, who clears up after one that died: nobody is left to agree with.
+    """
+    asked: list[int] = []
+    before: dict[int, Any] = {}
+
+    def remember(number: int, frame: Any) -> None:
+        asked.append(number)
+        signal.signal(number, before[number])
+
+    try:
+        for number in (signal.SIGINT, signal.SIGTERM) if alone else (signal.SIGINT,):
+            before[number] = signal.signal(number, remember)
+    except ValueError:  # not the main thread: whoever runs it there stops it by other means
+        pass
+    try:
+        yield asked
+    finally:
+        for known, handler in before.items():
+            signal.signal(known, handler)

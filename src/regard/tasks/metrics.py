@@ -1,0 +1,134 @@
+"""Figures by the libraries of each field, and what simple means reach."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from regard.tasks.task import Figures
+
+
+def classification(scores: Tensor, targets: Tensor) -> Figures:
+    """Accuracy, and F1 averaged over classes, of scores (n, classes)."""
+    from torchmetrics.functional.classification import multiclass_accuracy, multiclass_f1_score
+
+    classes = max(2, scores.shape[-1])
+    predicted = scores.argmax(-1)
+    return {
+        "accuracy": float(multiclass_accuracy(predicted, targets, classes, average="micro")),
+        "f1": float(multiclass_f1_score(predicted, targets, classes, average="macro")),
+    }
+
+
+def most_frequent(train: Sequence[int], held: Sequence[int], classes: int) -> Figures:
+    """Always the class that is most frequent in training."""
+    best, _ = Counter(train).most_common(1)[0]
+    scores = torch.zeros(len(held), classes)
+    scores[:, best] = 1
+    return classification(scores, torch.tensor(held))
+
+
+def tfidf_regression(
+    train: Sequence[str], targets: Sequence[int], held: Sequence[str], held_targets: Sequence[int], classes: int
+) -> Figures:
+    """Logistic regression on TF-IDF of words and pairs of words."""
+    from sklearn.feature_extraction.text import TfidfVectorizer
+    from sklearn.linear_model import LogisticRegression
+
+    vectors = TfidfVectorizer(ngram_range=(1, 2), min_df=2 if len(train) >= 1000 else 1, sublinear_tf=True)
+    fitted = LogisticRegression(C=10, max_iter=1000).fit(vectors.fit_transform(train), targets)
+    scores = torch.zeros(len(held), classes)
+    scores[:, torch.from_numpy(fitted.classes_.astype(np.int64))] = torch.from_numpy(
+        fitted.predict_proba(vectors.transform(held))
+    ).float()
+    return classification(scores, torch.tensor(held_targets))
+
+
+def translation(outputs: Sequence[str], references: Sequence[Sequence[str]]) -> Figures:
+    """BLEU and chrF by sacrebleu: against the first reference of each, and BLEU against all of them."""
+    import sacrebleu
+
+    outputs, first = list(outputs), [each[0] for each in references]
+    most = max(map(len, references))
+    # sacrebleu takes streams; a sentence with fewer references than others repeats its last one, which changes nothing
+    streams = [[each[min(n, len(each) - 1)] for each in references] for n in range(most)]
+    return {
+        "bleu": sacrebleu.corpus_bleu(outputs, [first]).score,
+        "bleu_all_references": sacrebleu.corpus_bleu(outputs, streams).score,
+        "chrf": sacrebleu.corpus_chrf(outputs, [first]).score,
+    }
+
+
+def retrieval(queries: Tensor, found: Tensor) -> Figures:
+    """How well row n of one side, unit vectors (n, width), finds row n of the other among all rows."""
+    from torchmetrics.functional.retrieval import retrieval_hit_rate
+
+    scores = queries @ found.T
+    own = scores.diagonal()[:, None]
+    ranks = ((scores > own).sum(1) + ((scores == own).sum(1) - 1)).float() + 1  # ties count against it
+    tenth = [
+        float(retrieval_hit_rate(row, torch.arange(len(row)) == n, top_k=min(10, len(row))))
+        for n, row in enumerate(scores)
+    ]
+    return {
+        "recall@1": float((ranks == 1).float().mean()),
+        "recall@10": float(np.mean(tenth)),
+        "mrr": float((1 / ranks).mean()),
+    }
+
+
+class Trigrams:
+    """An interpolated Kneser-Ney model of three tokens, the n-gram that language models are held against.
+
+    >>> import numpy as np
+    >>> model = Trigrams(np.array([1, 2, 3] * 20), vocabulary=5)
+    >>> bool(model.perplexity(np.array([1, 2, 3, 1, 2, 3])) < 3 < model.perplexity(np.array([3, 2, 1, 3, 2, 1])))
+    True
+    """
+
+    def __init__(self, tokens: np.ndarray, vocabulary: int) -> None:
+        self.vocabulary = vocabulary
+        a, b, c = (tokens[n : len(tokens) - 2 + n].astype(np.int64) for n in range(3))
+        self.keys, self.counts = np.unique((a * vocabulary + b) * vocabulary + c, return_counts=True)
+        pairs = np.unique(tokens[:-1].astype(np.int64) * vocabulary + tokens[1:])
+        contexts = self.keys // vocabulary
+        self.contexts, start = np.unique(contexts, return_index=True)
+        self.context_total = np.add.reduceat(self.counts, start)
+        self.context_kinds = np.diff(np.append(start, len(contexts)))
+        # Lower orders count in how many contexts something was seen, not how often.
+        self.before, self.before_count = np.unique(
+            self.keys % vocabulary**2, return_counts=True
+        )  # (b, c) after how many a
+        self.middle_total = np.bincount(self.before // vocabulary, self.before_count, vocabulary)
+        self.middle_kinds = np.bincount(self.before // vocabulary, minlength=vocabulary)
+        self.single = np.bincount(pairs % vocabulary, minlength=vocabulary)
+        self.discounts = [self._discount(self.counts), self._discount(self.before_count), self._discount(self.single)]
+
+    @staticmethod
+    def _discount(counts: np.ndarray) -> float:
+        once, twice = int((counts == 1).sum()), int((counts == 2).sum())
+        return once / (once + 2 * twice) if once and twice else 0.5
+
+    def perplexity(self, tokens: np.ndarray) -> float:
+        """Of held-out tokens, from the third on."""
+        a, b, c = (tokens[n : len(tokens) - 2 + n].astype(np.int64) for n in range(3))
+        V, (d3, d2, d1) = self.vocabulary, self.discounts
+        kinds = int((self.single > 0).sum())
+        one = np.maximum(self.single[c] - d1, 0) / self.single.sum() + d1 * kinds / self.single.sum() / V
+        total = np.maximum(self.middle_total[b], 1)
+        two = np.maximum(_look_up(self.before, self.before_count, b * V + c) - d2, 0) / total
+        two = np.where(self.middle_total[b] > 0, two + d2 * self.middle_kinds[b] / total * one, one)
+        seen = _look_up(self.contexts, self.context_total, a * V + b)
+        three = np.maximum(_look_up(self.keys, self.counts, (a * V + b) * V + c) - d3, 0) / np.maximum(seen, 1)
+        rest = d3 * _look_up(self.contexts, self.context_kinds, a * V + b) / np.maximum(seen, 1)
+        return float(np.exp(-np.log(np.where(seen > 0, three + rest * two, two)).mean()))
+
+
+def _look_up(keys: np.ndarray, values: np.ndarray, wanted: np.ndarray) -> np.ndarray:
+    """Values by sorted keys, 0 where there is none."""
+    at = np.minimum(np.searchsorted(keys, wanted), len(keys) - 1)
+    return np.where(keys[at] == wanted, values[at], 0)

@@ -1,0 +1,264 @@
+"""A run's folder: what it is (run.json), what it knows (kit), its checkpoints and its log. All writes are atomic."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import platform
+import shutil
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, fields
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from regard.tasks.sources import Sources
+from regard.tasks.task import Kit, Recipe, Task, tasks
+from regard.tasks.trouble import Trouble
+
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+KEEP = 2  # checkpoints; the one before the last is there should the last be damaged
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far a run is: all that decides what comes next, beside weights and the optimizer's memory."""
+
+    step: int = 0
+    epoch: int = 0
+    batch: int = 0  # of the epoch, the next one
+    best: float = float("inf")
+    stale: int = 0  # evaluations since the best
+    done: bool = False
+
+
+class Run:
+    """A folder with a run in it.
+
+    run.json        what is needed to repeat it, and what it reached
+    kit.json        labels and the like; tokenizer.json beside it
+    checkpoints/    the last two, weights and optimizer, one file each
+    best.safetensors  the weights with the lowest held-out loss
+    log.jsonl       one line a step; tensorboard/ has the same
+    """
+
+    def __init__(self, folder: Path, about: dict[str, Any], task: Task, recipe: Recipe, kit: Kit) -> None:
+        self.folder, self.about, self.task, self.recipe, self.kit = folder, about, task, recipe, kit
+
+    @staticmethod
+    def create(folder: Path, task: Task, recipe: Recipe, sources: Sources, kit: Kit) -> Run:
+        """A new run; nothing that is there is overwritten."""
+        vacant(folder)
+        about = {
+            "task": task.name,
+            "options": asdict(task),  # type: ignore[call-overload]
+            "recipe": asdict(recipe),
+            "sources": sources.settled().about(),
+            "command": sys.argv,
+            "began": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+            "machine": machine(),
+            "results": {},
+        }
+        folder.mkdir(parents=True, exist_ok=True)
+        kit.save(folder)
+        (folder / "checkpoints").mkdir(exist_ok=True)
+        run = Run(folder, about, task, recipe, kit)
+        run.note()  # last: a folder with run.json is whole
+        return run
+
+    @staticmethod
+    def open(folder: Path | str) -> Run:
+        """The run that a folder holds."""
+        folder = Path(folder)
+        if not folder.exists():
+            raise Trouble(f"{folder}: there is no such run; regard train TASK --out {folder} makes one")
+        if not (folder / "run.json").exists():
+            raise Trouble(f"{folder}: holds no run (there is no run.json); is it the folder that --out named?")
+        try:
+            about = json.loads((folder / "run.json").read_text())
+            known = tasks()
+            if about["task"] not in known:
+                raise Trouble(
+                    f"{folder}/run.json: the task {about['task']!r} is not known; known are {', '.join(known)}"
+                )
+            task = made(known[about["task"]], about["options"])
+            return Run(folder, about, task, made(Recipe, about["recipe"]), Kit.load(folder))
+        except (json.JSONDecodeError, KeyError, TypeError, OSError) as error:
+            raise Trouble(f"{folder}/run.json: cannot be read ({error}); was it written by another version?") from error
+
+    def note(self) -> None:
+        """Write run.json."""
+        text = json.dumps(self.about, indent=1, ensure_ascii=False)
+        write(self.folder / "run.json", lambda path: path.write_text(text))
+
+    def checkpoints(self) -> list[Path]:
+        """The newest first."""
+        return sorted((self.folder / "checkpoints").glob("step-*.safetensors"), reverse=True)
+
+    def save(self, tensors: dict[str, Tensor], progress: Progress) -> Path:
+        """A checkpoint. The last good one stays until this one is safe on the disk."""
+        from safetensors.torch import save_file
+
+        path = self.folder / "checkpoints" / f"step-{progress.step:08}.safetensors"
+        notes = {"progress": json.dumps(asdict(progress))}
+        write(path, lambda there: save_file(tensors, str(there), notes))
+        for old in self.checkpoints()[KEEP:]:
+            old.unlink()
+        return path
+
+    def latest(self, tell: Callable[[str], None] = lambda line: None) -> tuple[dict[str, Tensor], Progress] | None:
+        """The newest checkpoint that can be read; `tell` hears of those that cannot."""
+        paths = self.checkpoints()
+        for path in paths:
+            try:
+                tensors, notes = load(path)
+                return tensors, Progress(**json.loads(notes["progress"]))
+            except Exception as error:  # whatever is wrong with it, there may be another
+                tell(f"{path}: cannot be read ({str(error).splitlines()[0]}); the one before it is taken")
+        if paths:
+            raise Trouble(f"{paths[0].parent}: no checkpoint can be read; begin another run")
+        return None
+
+    def keep_best(self, weights: dict[str, Tensor], progress: Progress) -> None:
+        """The weights to predict with."""
+        from safetensors.torch import save_file
+
+        notes = {"progress": json.dumps(asdict(progress))}
+        write(self.folder / "best.safetensors", lambda there: save_file(weights, str(there), notes))
+
+    def model(self) -> tuple[nn.Module, int]:
+        """The model with its best weights, ready to predict, and the step that they are of."""
+        path = self.folder / "best.safetensors"
+        if path.exists():
+            try:
+                weights, notes = load(path)
+            except Exception as error:
+                raise Trouble(
+                    f"{path}: cannot be read ({str(error).splitlines()[0]}); regard resume {self.folder} writes it anew"
+                ) from error
+            step = Progress(**json.loads(notes["progress"])).step
+        else:
+            found = self.latest()
+            if found is None:
+                raise Trouble(f"{self.folder}: nothing is trained yet; regard resume {self.folder} begins")
+            tensors, progress = found
+            prefix = "average." if any(name.startswith("average.") for name in tensors) else "model."
+            weights = {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
+            step = progress.step
+        with torch.random.fork_rng():
+            model = self.task.model(self.kit)
+        model.load_state_dict(weights)
+        return model.eval(), step
+
+
+class Log:
+    """log.jsonl and TensorBoard, one line a step; lines behind the step that a run goes on from are cut off."""
+
+    def __init__(self, folder: Path, step: int) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        path = folder / "log.jsonl"
+        kept = [line for line in lines(path) if line["step"] <= step]
+        write(path, lambda there: there.write_text("".join(json.dumps(line) + "\n" for line in kept)))
+        self.file = path.open("a", buffering=1)
+        self.board = SummaryWriter(str(folder / "tensorboard"), purge_step=step + 1 if step else None)
+
+    def __call__(self, step: int, **figures: float) -> None:
+        self.file.write(json.dumps({"step": step} | figures) + "\n")
+        for name, value in figures.items():
+            self.board.add_scalar(name, value, step)
+
+    def close(self) -> None:
+        self.file.close()
+        self.board.close()
+
+
+def lines(path: Path) -> Iterator[dict[str, Any]]:
+    """The lines of a log; one that was cut short is left out."""
+    for line in path.read_text().splitlines() if path.exists() else ():
+        try:
+            yield json.loads(line)
+        except json.JSONDecodeError:
+            continue
+
+
+def write(path: Path, write_to: Callable[[Path], Any]) -> None:
+    """Write a file so that it is there whole or not at all: beside it, flushed to the disk, then renamed."""
+    beside = path.with_name(f".{path.name}.part")
+    try:
+        write_to(beside)
+        with beside.open("rb+") as file:
+            os.fsync(file.fileno())
+        os.replace(beside, path)
+        if os.name == "posix":
+            folder = os.open(path.parent, os.O_RDONLY)
+            try:
+                os.fsync(folder)
+            finally:
+                os.close(folder)
+    except Exception as error:
+        beside.unlink(missing_ok=True)
+        if full(error):
+            free = shutil.disk_usage(path.parent).free / 1e6
+            run = path.parent.parent if path.parent.name == "checkpoints" else path.parent
+            raise Trouble(
+                f"{path}: the disk is full ({free:.0f} MB free); what was written before is safe; make room, then "
+                f"regard resume {run}"
+            ) from error
+        raise
+
+
+def full(error: BaseException) -> bool:
+    """Whether a write failed for want of room; safetensors tells it in words."""
+    if isinstance(error, OSError):
+        return error.errno in NO_ROOM
+    return type(error).__name__ == "SafetensorError" and any(f"(os error {n})" in str(error) for n in NO_ROOM)
+
+
+def load(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Tensors and notes of a file."""
+    from safetensors import safe_open
+
+    with safe_open(str(path), "pt") as file:
+        return {name: file.get_tensor(name) for name in file.keys()}, file.metadata() or {}  # noqa: SIM118
+
+
+def vacant(folder: Path) -> None:
+    """A run may be made here."""
+    if (folder / "run.json").exists():
+        there = json.loads((folder / "run.json").read_text()).get("task", "?")
+        raise Trouble(f"{folder}: holds a run of {there}; go on with regard resume {folder}, or choose another --out")
+    if folder.exists() and not folder.is_dir():
+        raise Trouble(f"{folder}: is a file; choose another --out")
+    if folder.exists() and any(folder.iterdir()):
+        raise Trouble(f"{folder}: is not empty and holds no run; choose another --out")
+
+
+def made(kind: Any, values: dict[str, Any]) -> Any:
+    """A dataclass of what was written; JSON has lists for tuples."""
+    known = {each.name for each in fields(kind)}
+    if unknown := set(values) - known:
+        raise TypeError(f"{kind.__name__} has no {', '.join(sorted(unknown))}")
+    return kind(**{name: tuple(value) if isinstance(value, list) else value for name, value in values.items()})
+
+
+def machine() -> dict[str, Any]:
+    """What the same bits depend on."""
+    try:
+        regard = version("regard")
+    except PackageNotFoundError:
+        regard = "not installed"
+    return {
+        "regard": regard,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "system": f"{platform.system()} {platform.machine()}",
+        "threads": torch.get_num_threads(),
+        "processes": int(os.environ.get("WORLD_SIZE", "1")),
+    }

@@ -1,0 +1,68 @@
+"""Where the examples of a run come from: files or datasets to train on, and what is held out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from regard.tasks.data import Row, fingerprint
+from regard.tasks.task import Task
+from regard.tasks.trouble import Bad, Trouble
+
+
+@dataclass(frozen=True)
+class Sources:
+    """data: to train on. valid: held out; without it, `held` groups of the data are. skip_bad: go on past bad lines."""
+
+    data: tuple[str, ...]
+    valid: tuple[str, ...] = ()
+    held: int = 1000
+    skip_bad: bool = False
+
+    def __post_init__(self) -> None:
+        if not self.data:
+            raise Trouble("no data was given; say --data FILE (regard tasks shows what each task takes)")
+        if not self.valid and self.held < 1:
+            raise Trouble(f"held must be at least 1, but is {self.held}; or give held-out data with --valid FILE")
+
+    def settled(self) -> Sources:
+        """The same with absolute paths, so that a run can be resumed from any folder."""
+
+        def there(names: Sequence[str]) -> tuple[str, ...]:
+            return tuple(str(Path(name).resolve()) if Path(name).exists() else name for name in names)
+
+        return Sources(there(self.data), there(self.valid), self.held, self.skip_bad)
+
+    def about(self) -> dict[str, Any]:
+        """For run.json, with digests of the files."""
+        return asdict(self) | {"files": [fingerprint(source) for source in (*self.data, *self.valid)]}
+
+    @staticmethod
+    def of(about: dict[str, Any], *, check: bool = True) -> Sources:
+        """What `about` wrote; a file that changed since is no good for going on."""
+        for known in about["files"] if check else ():
+            now = fingerprint(known["source"])
+            if "sha256" in known and now != known:
+                what = "changed" if "sha256" in now else "is gone"
+                raise Trouble(f"{known['source']}: {what} since the run began; put it back, or begin another run")
+        return Sources(tuple(about["data"]), tuple(about["valid"]), about["held"], about["skip_bad"])
+
+
+class Examples(NamedTuple):
+    """What a run trains on, what is held out, and what was left out."""
+
+    train: list[Row]
+    held: list[Row]
+    bad: Bad
+
+
+def gather(task: Task, sources: Sources, seed: int) -> Examples:
+    """Read all of it."""
+    bad = Bad(skip=sources.skip_bad)
+    train = [row for source in sources.data for row in task.read(source, bad)]
+    if sources.valid:
+        return Examples(train, [row for source in sources.valid for row in task.read(source, bad)], bad)
+    train, held = task.hold_out(train, sources.held, seed)
+    return Examples(train, held, bad)

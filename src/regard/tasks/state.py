@@ -1,0 +1,90 @@
+"""All of a training that a checkpoint holds, as named tensors: plain, DDP and FSDP models alike."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+
+WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)  # only the first process gets it
+EVERYWHERE = StateDictOptions(full_state_dict=True)
+
+
+class Average:
+    """A moving average of weights. It begins fast, so that the first steps are soon forgotten."""
+
+    def __init__(self, model: nn.Module, decay: float) -> None:
+        self.decay = decay
+        self.weights = [weight for weight in model.parameters() if weight.requires_grad]
+        self.values = [weight.detach().clone() for weight in self.weights]
+
+    def update(self, step: int) -> None:
+        """After step 1, 2, ..."""
+        decay = min(self.decay, (1 + step) / (10 + step))
+        torch._foreach_lerp_(self.values, [weight.detach() for weight in self.weights], 1 - decay)
+
+    @contextmanager
+    def instead(self) -> Iterator[None]:
+        """Within, the model has the average for its weights."""
+        self._swap()
+        try:
+            yield
+        finally:
+            self._swap()
+
+    @torch.no_grad()
+    def _swap(self) -> None:
+        """In place: FSDP holds on to the memory of its weights."""
+        for weight, value in zip(self.weights, self.values, strict=True):
+            before = weight.detach().clone()
+            weight.copy_(value)
+            value.copy_(before)
+
+
+def weights(objective: nn.Module) -> dict[str, Tensor]:
+    """The weights of the model within an objective, by the model's own names."""
+    found: dict[str, Any] = get_model_state_dict(objective, options=WHOLE)
+    return {name.removeprefix("model."): value.contiguous() for name, value in found.items()}
+
+
+def capture(objective: nn.Module, optimizer: torch.optim.Optimizer, average: Average | None) -> dict[str, Tensor]:
+    """Weights, the optimizer's memory and the average, as one flat table."""
+    tensors = {f"model.{name}": value for name, value in weights(objective).items()}
+    found: Any = get_optimizer_state_dict(objective, optimizer, options=WHOLE)
+    for name, parts in found.get("state", {}).items():
+        tensors |= {f"optimizer.{part}.{name}": value.contiguous() for part, value in parts.items()}
+    if average is not None:
+        with average.instead():
+            tensors |= {f"average.{name}": value.clone() for name, value in weights(objective).items()}
+    return tensors
+
+
+def restore(
+    tensors: dict[str, Tensor], objective: nn.Module, optimizer: torch.optim.Optimizer, average: Average | None
+) -> None:
+    """What `capture` gave, back in its places."""
+
+    def part(prefix: str) -> dict[str, Any]:
+        return {f"model.{name.removeprefix(prefix)}": tensors[name] for name in tensors if name.startswith(prefix)}
+
+    if average is not None:
+        with average.instead():
+            set_model_state_dict(objective, part("average."), options=EVERYWHERE)
+    set_model_state_dict(objective, part("model."), options=EVERYWHERE)
+    state: Any = get_optimizer_state_dict(objective, optimizer, options=EVERYWHERE)  # for the groups, and the names
+    for name, value in tensors.items():
+        kind, _, rest = name.partition(".")
+        if kind == "optimizer":
+            which, _, weight = rest.partition(".")
+            state["state"][weight][which] = value
+    set_optimizer_state_dict(objective, optimizer, state, options=EVERYWHERE)

@@ -1,0 +1,228 @@
+"""What a task is. A new one is one file in this folder: a frozen dataclass that inherits `Task`, and nothing else."""
+
+from __future__ import annotations
+
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
+
+import numpy as np
+from torch import Tensor, nn
+
+from regard.tasks.data import Row, read, split
+from regard.tasks.trouble import Bad
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+
+def option(default: Any, help: str) -> Any:
+    """A field of a task or a recipe that the command takes as an option."""
+    return field(default=default, metadata={"help": help})
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How a model is trained, whatever the task. AdamW, warm-up, then half a cosine down to 0.
+
+    >>> from regard.tasks.task import Recipe
+    >>> Recipe(steps=100, warmup=10).rate_at(10), Recipe(steps=100, warmup=10).rate_at(100)
+    (0.001, 0.0)
+    """
+
+    steps: int = option(2000, "optimizer steps")
+    tokens: int = option(4096, "real tokens in a step, over all processes and accumulated parts")
+    accumulate: int = option(1, "parts in which a process takes its share of a step, to save memory")
+    rate: float = option(1e-3, "highest learning rate")
+    warmup: int = option(200, "steps over which the rate rises")
+    decay: float = option(0.01, "weight decay of matrices")
+    clip: float = option(1.0, "largest norm of the gradient")
+    smoothing: float = option(0.0, "label smoothing")
+    ema: float = option(0.998, "decay of the moving average of the weights, which is what is evaluated; 0 for none")
+    patience: int = option(0, "stop after so many evaluations without a better loss; 0 for never")
+    evaluate_every: int = option(250, "steps between evaluations on held-out data")
+    save_every: int = option(250, "steps between checkpoints")
+    precision: str = option("no", "mixed precision: no, bf16 or fp16")
+    seed: int = option(1, "of weights, order and dropout")
+
+    def __post_init__(self) -> None:
+        least = {
+            "steps": 1,
+            "tokens": 1,
+            "accumulate": 1,
+            "evaluate_every": 1,
+            "save_every": 1,
+            "warmup": 0,
+            "patience": 0,
+        }
+        for name, bound in least.items():
+            if getattr(self, name) < bound:
+                raise ValueError(f"{name} must be at least {bound}, but is {getattr(self, name)}")
+        if not 0 <= self.ema < 1 or not 0 <= self.smoothing < 1:
+            raise ValueError(f"ema and smoothing must be in [0, 1), but are {self.ema} and {self.smoothing}")
+        if not self.rate > 0 or not self.clip > 0:
+            raise ValueError(f"rate and clip must be positive, but are {self.rate} and {self.clip}")
+        if self.precision not in ("no", "bf16", "fp16"):
+            raise ValueError(f"precision must be no, bf16 or fp16, but is {self.precision!r}")
+
+    def rate_at(self, step: int) -> float:
+        """The learning rate of step 1 ... steps."""
+        if step <= self.warmup:
+            return self.rate * step / self.warmup
+        done = (step - self.warmup) / max(1, self.steps - self.warmup)
+        return float(self.rate * 0.5 * (1 + np.cos(np.pi * min(done, 1.0))))
+
+
+@dataclass(frozen=True)
+class Kit:
+    """What a task learns from its data before training and needs ever after.
+
+    config: fields of the model's configuration that a pretrained model brought along.
+    """
+
+    tokenizer: Tokenizer | None = None
+    labels: tuple[str, ...] = ()
+    config: dict[str, Any] | None = None
+
+    def texts(self) -> Tokenizer:
+        """The tokenizer, of a task that has one."""
+        if self.tokenizer is None:
+            raise ValueError("the run has no tokenizer")
+        return self.tokenizer
+
+    def save(self, folder: Path) -> None:
+        """Write tokenizer.json, if there is one, and kit.json."""
+        if self.tokenizer is not None:
+            self.tokenizer.save(str(folder / "tokenizer.json"))
+        kit = {"labels": list(self.labels), "config": self.config}
+        (folder / "kit.json").write_text(json.dumps(kit, indent=1, ensure_ascii=False))
+
+    @staticmethod
+    def load(folder: Path) -> Kit:
+        """What `save` wrote."""
+        tokenizer = None
+        if (folder / "tokenizer.json").exists():
+            from tokenizers import Tokenizer
+
+            tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+        kit = json.loads((folder / "kit.json").read_text())
+        return Kit(tokenizer, tuple(kit["labels"]), kit["config"])
+
+
+@dataclass(frozen=True)
+class Batch:
+    """What a step computes the loss of. Inputs and targets are the task's own: tensors, packed batches, tuples."""
+
+    inputs: Any
+    targets: Any
+    tokens: int  # real ones, for tokens/s
+    count: int  # what the loss is the mean over
+
+
+class Items(Protocol):
+    """Examples made ready for a model. `sizes` (n,) are tokens, `places` tell where each example came from."""
+
+    sizes: np.ndarray
+    places: Sequence[str]
+
+    def batch(self, chosen: np.ndarray, random: np.random.Generator) -> Batch:
+        """The chosen examples. All chance comes from `random`, so that a resumed run draws the same."""
+        ...
+
+
+class Prediction(NamedTuple):
+    """What the model says of one input, and how sure it is: a probability, or a likeness in -1 ... 1."""
+
+    input: str
+    output: str
+    score: float
+    more: Mapping[str, Any] = MappingProxyType({})  # alternatives, vectors, boxes: for --json
+
+
+Figures = dict[str, float]
+
+
+class Task(ABC):
+    """Data to training to metrics to prediction. The fields of a task are the options of `regard train`.
+
+    name, summary, example: how it is called, what it does, a few lines of its data.
+    columns: what a row of its data holds, in order; each is also the name of a field that says which column it is.
+    takes: what `regard predict` is given: "text", or "image" for paths of images.
+    """
+
+    name: ClassVar[str]
+    summary: ClassVar[str]
+    example: ClassVar[str]
+    columns: ClassVar[tuple[str, ...]] = ()
+    takes: ClassVar[str] = "text"
+    recipe: ClassVar[Recipe] = Recipe()
+    held: ClassVar[int] = 1000  # examples held out, where no file of them is given
+
+    def read(self, source: str, bad: Bad) -> list[Row]:
+        """The examples of a source."""
+        return list(read(source, {name: getattr(self, name) for name in self.columns}, bad))
+
+    def hold_out(self, rows: Sequence[Row], held: int, seed: int) -> tuple[list[Row], list[Row]]:
+        """Rows to train on and rows held out: `held` of them, where those that begin alike count as one."""
+        return split(rows, lambda row: str(row.values[0]), held, seed)
+
+    @abstractmethod
+    def learn(self, rows: Sequence[Row]) -> Kit:
+        """What is to be known before training: a tokenizer, the labels."""
+
+    @abstractmethod
+    def model(self, kit: Kit) -> nn.Module:
+        """A new model. Its weights are drawn from torch's generator."""
+
+    def begin(self, model: nn.Module) -> None:  # noqa: B027
+        """Put pretrained weights in, before the first step. Nothing, unless a task can."""
+
+    @abstractmethod
+    def items(self, kit: Kit, rows: Sequence[Row], bad: Bad) -> Items:
+        """Examples made ready; those that the model cannot take are bad."""
+
+    @abstractmethod
+    def loss(self, model: nn.Module, batch: Batch, smoothing: float) -> Tensor:
+        """The sum of the losses of a batch, over `batch.count`."""
+
+    @abstractmethod
+    def evaluate(self, model: nn.Module, kit: Kit, rows: Sequence[Row]) -> Figures:
+        """How good it is on held-out rows, by the metrics of its field."""
+
+    @abstractmethod
+    def baselines(self, kit: Kit, train: Sequence[Row], held: Sequence[Row]) -> dict[str, Figures]:
+        """What simple means reach on the same rows: the same figures, by the name of the means."""
+
+    @abstractmethod
+    def predict(self, model: nn.Module, kit: Kit, rows: Sequence[Row], bad: Bad) -> Iterator[Prediction]:
+        """What the model says of each input, in order: rows of one value, the text or the path of an image."""
+
+    def sample(self) -> tuple[Any, ...] | None:
+        """Padded inputs to export the model with, where it can be exported to ONNX; none where it cannot."""
+        return None
+
+
+def tasks() -> dict[str, type[Task]]:
+    """Every task by name: those of this folder, and those of other packages, by entry points `regard.tasks`."""
+    from importlib import import_module
+    from importlib.metadata import entry_points
+    from pkgutil import iter_modules
+
+    import regard.tasks
+
+    for module in iter_modules(regard.tasks.__path__):
+        import_module(f"regard.tasks.{module.name}")
+    for entry in entry_points(group="regard.tasks"):
+        entry.load()
+    known = {kind.name: kind for kind in _heirs(Task) if vars(kind).get("name")}  # type: ignore[type-abstract]
+    return dict(sorted(known.items(), key=lambda pair: (not pair[1].__module__.startswith("regard."), pair[0])))
+
+
+def _heirs(kind: type[Task]) -> Iterator[type[Task]]:
+    for heir in kind.__subclasses__():
+        yield heir
+        yield from _heirs(heir)

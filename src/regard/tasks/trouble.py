@@ -1,0 +1,28 @@
+"""What the user can mend: told in one line, with the place and what to do."""
+
+from __future__ import annotations
+
+
+class Trouble(ValueError):
+    """A mistake in data, options or a run folder. The command prints it without a traceback."""
+
+
+class Bad:
+    """Lines that cannot be used: each raises `Trouble`, or is counted and left out where `skip` says so.
+
+    >>> from regard.tasks.trouble import Bad
+    >>> bad = Bad(skip=True)
+    >>> bad("pairs.tsv:3: expected 2 columns, but 1 came")
+    >>> bad.count, bad.first
+    (1, ['pairs.tsv:3: expected 2 columns, but 1 came'])
+    """
+
+    def __init__(self, *, skip: bool = False) -> None:
+        self.skip, self.count, self.first = skip, 0, list[str]()
+
+    def __call__(self, message: str) -> None:
+        if not self.skip:
+            raise Trouble(f"{message}; mend it, or leave such lines out with --skip-bad")
+        self.count += 1
+        if len(self.first) < 5:
+            self.first.append(message)

@@ -1,0 +1,297 @@
+"""The tasks: each learns a toy problem, beats its baseline, and says how sure it is."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import regard
+from regard.tasks import Run, Sources, Task, Trouble, begin, tasks, train
+from regard.tasks.data import Row
+from regard.tasks.export import export
+from regard.tasks.metrics import Trigrams, retrieval, translation
+from regard.tasks.sources import Examples, gather
+from regard.tasks.task import Prediction
+from regard.tasks.trouble import Bad
+from tests.tasks.toy import DATA, begun, classes, pairs, small, texts
+
+LEARNS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "classify": ({"dropout": 0.1}, {"steps": 60, "rate": 1e-2, "tokens": 600}),
+    "embed": ({}, {"steps": 30, "rate": 3e-3, "tokens": 600}),
+    "language": ({"context": 32, "dropout": 0.0, "width": 32}, {"steps": 200, "rate": 1e-2, "tokens": 512}),
+    "masked": ({"dropout": 0.0, "share": 0.3}, {"steps": 60, "rate": 5e-3, "tokens": 600}),
+    "translate": (
+        {"dropout": 0.0, "width": 32, "beam": 2},
+        {"steps": 250, "rate": 1e-2, "tokens": 600, "smoothing": 0.0},
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Run, Examples]]:
+    torch.set_num_threads(1)
+    found = {}
+    for name, (options, recipe) in LEARNS.items():
+        folder = tmp_path_factory.mktemp(name)
+        run = begun(folder, name, options=options, **({"warmup": 10, "evaluate_every": 50, "save_every": 500} | recipe))
+        examples = gather(run.task, Sources.of(run.about["sources"]), 1)
+        train(run, examples)
+        found[name] = run, examples
+    return found
+
+
+def said(run: Run, *given: str, skip: bool = False) -> list[Prediction]:
+    model, _ = run.model()
+    return list(
+        run.task.predict(
+            model, run.kit, [Row(f"input {n}", (text,)) for n, text in enumerate(given, 1)], Bad(skip=skip)
+        )
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "figure", "low"),
+    [
+        ("classify", "accuracy", False), ("embed", "mrr", False), ("masked", "accuracy", False),
+        ("translate", "bleu", False), ("language", "loss", True),
+    ],
+)  # fmt: skip
+def test_a_task_beats_simple_means_on_a_toy_problem(
+    name: str, figure: str, low: bool, trained: dict[str, tuple[Run, Examples]]
+) -> None:
+    run, examples = trained[name]
+    model, _ = run.model()
+    ours = run.task.evaluate(model, run.kit, examples.held)
+    for means, theirs in run.task.baselines(run.kit, examples.train, examples.held).items():
+        if means.startswith("TF-IDF + logistic"):  # one word decides: nothing beats it here
+            assert ours[figure] >= theirs[figure] - 0.1
+        elif low:
+            assert ours[figure] < theirs[figure] + 0.25, means  # trigrams know all that there is to know here
+        else:
+            assert ours[figure] > theirs[figure], means
+
+
+def test_a_translation_comes_with_its_probability(trained: dict[str, tuple[Run, Examples]]) -> None:
+    known, strange = said(trained["translate"][0], "the red cat sees", "zzz qqq zzz")
+    assert known.output == "eht der tac sees"
+    assert 0 < strange.score < known.score <= 1
+
+
+def test_a_class_comes_with_its_probability_and_those_of_the_others(trained: dict[str, tuple[Run, Examples]]) -> None:
+    with_cat, without = said(trained["classify"][0], "the cat sees one dog", "one dog")
+    assert (with_cat.output, without.output) == ("cat", "none")
+    assert with_cat.score > 0.5
+    assert sum(with_cat.more.values()) == pytest.approx(1, abs=1e-5)
+
+
+def test_hidden_words_are_filled_in(trained: dict[str, tuple[Run, Examples]]) -> None:
+    (made,) = said(trained["masked"][0], "the <mask> dog")
+    first, middle, last = made.output.split()
+    assert (first, last) == ("the", "dog")
+    assert next(iter(made.more["words"][0])) == middle
+    with pytest.raises(Trouble, match="input 1: expected <mask> where words are to be filled in"):
+        said(trained["masked"][0], "the dog")
+
+
+def test_text_goes_on(trained: dict[str, tuple[Run, Examples]]) -> None:
+    made, again = said(trained["language"][0], "the red", "the red")
+    assert made == again
+    assert 0 < made.score < 1
+
+
+def test_the_nearest_of_the_other_texts_is_told(trained: dict[str, tuple[Run, Examples]]) -> None:
+    query, right, wrong = "the red cat sees", "eht der tac sees", "eno llams drib"
+    first = said(trained["embed"][0], query, wrong, right)[0]
+    assert first.output == right
+    assert -1 <= first.score <= 1
+    assert len(first.more["vector"]) == 16
+
+
+@pytest.mark.parametrize("name", ["classify", "embed", "language", "translate"])
+def test_a_text_that_is_too_long_is_told_with_its_place_or_left_out(
+    name: str, trained: dict[str, tuple[Run, Examples]]
+) -> None:
+    run, _ = trained[name]
+    long = "cat " * 600
+    with pytest.raises(
+        Trouble, match=r"input 2: has \d+ tokens, but the model takes \d+; train with --(longest|context) \d+"
+    ):
+        said(run, "the cat", long)
+    assert len(said(run, "the cat", long, "one dog", skip=True)) == 2
+
+
+@pytest.mark.parametrize("name", ["classify", "embed", "translate"])
+def test_a_row_that_is_too_long_to_train_on_is_told_with_file_and_line(name: str, tmp_path: Path) -> None:
+    run = begun(tmp_path, name, options={"longest": 5})
+    with pytest.raises(Trouble, match=r"(pairs.tsv|classes.csv):\d+: has \d+ tokens, but the model takes 5"):
+        train(run)
+
+
+def test_long_texts_are_cut_when_asked_to(tmp_path: Path) -> None:
+    assert train(begun(tmp_path, "classify", options={"longest": 5, "cut": True}, steps=1)).done
+
+
+def test_a_label_never_seen_in_training_is_told_with_file_and_line(tmp_path: Path) -> None:
+    run = begun(tmp_path, "classify")
+    rows = [Row("test.csv:7", ("a dog", "dog"))]
+    with pytest.raises(Trouble, match=r"test.csv:7: the label 'dog' was never seen in training, which has cat, none"):
+        run.task.items(run.kit, rows, Bad())
+    run.task.items(run.kit, rows, bad := Bad(skip=True))
+    assert bad.count == 1
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("text,label\na,x\nb,x\nc,x\n", "at least 2 classes"),
+        ("text,label\n" + "".join(f"t{n},{n}\n" for n in range(20)), "is --label the right column"),
+    ],
+)
+def test_labels_that_make_no_sense_are_told(content: str, message: str, tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text(content)
+    task = small("classify")
+    with pytest.raises(Trouble, match=message):
+        begin(tmp_path / "run", task, task.recipe, Sources((str(tmp_path / "a.csv"),), held=1))
+
+
+@pytest.mark.parametrize("name", ["classify", "embed"])
+def test_fine_tuning_begins_with_the_encoder_of_a_run(
+    name: str, tmp_path: Path, trained: dict[str, tuple[Run, Examples]]
+) -> None:
+    masked, _ = trained["masked"]
+    source, _ = masked.model()
+    run = begun(tmp_path, name, options={"start": str(masked.folder), "width": 999}, steps=1, rate=1e-9, ema=0.0)
+    assert train(run).done
+    model, _ = Run.open(run.folder).model()
+    ours, theirs = model.encoder.state_dict(), source.encoder.state_dict()  # type: ignore[union-attr, operator]
+    assert all(torch.allclose(ours[key], theirs[key], atol=1e-6) for key in theirs)
+    assert run.kit.texts().to_str() == masked.kit.texts().to_str()
+
+
+def test_fine_tuning_begins_with_a_checkpoint_folder(tmp_path: Path, trained: dict[str, tuple[Run, Examples]]) -> None:
+    export(trained["embed"][0], tmp_path / "exported", onnx=False)
+    run = begun(tmp_path, "classify", options={"start": str(tmp_path / "exported")}, steps=1)
+    assert train(run).done
+
+
+def test_what_is_no_start_is_told(tmp_path: Path, trained: dict[str, tuple[Run, Examples]]) -> None:
+    with pytest.raises(Trouble, match="is a Transformer, which has no text encoder; --start takes runs of masked"):
+        begun(tmp_path, "classify", options={"start": str(trained["translate"][0].folder)})
+    with pytest.raises(Trouble, match="holds neither a run nor a checkpoint"):
+        begun(tmp_path, "classify", options={"start": str(tmp_path)})
+
+
+@pytest.mark.parametrize("name", list(LEARNS))
+def test_an_exported_run_loads_to_the_same_model(
+    name: str, tmp_path: Path, trained: dict[str, tuple[Run, Examples]]
+) -> None:
+    run, _ = trained[name]
+    notes = export(run, tmp_path / "out", onnx=False)
+    assert {"config.json", "model.safetensors", "tokenizer.json", "task.json"} <= {
+        path.name for path in (tmp_path / "out").iterdir()
+    }
+    assert notes
+    ours, _ = run.model()
+    theirs = regard.load(tmp_path / "out")
+    assert type(theirs) is type(ours)
+    for mine, other in zip(ours.parameters(), theirs.parameters(), strict=True):
+        assert torch.equal(mine, other)
+    with pytest.raises(Trouble, match="not empty"):
+        export(run, tmp_path / "out")
+
+
+def test_an_exported_graph_computes_the_same(tmp_path: Path, trained: dict[str, tuple[Run, Examples]]) -> None:
+    onnxruntime = pytest.importorskip("onnxruntime")
+    pytest.importorskip("onnxscript")
+    run, _ = trained["classify"]
+    export(run, tmp_path / "out")
+    session = onnxruntime.InferenceSession(str(tmp_path / "out" / "model.onnx"), providers=["CPUExecutionProvider"])
+    ids, mask = torch.randint(4, 200, (3, 11)), torch.arange(11) < torch.tensor([[11], [5], [1]])
+    made = session.run(None, {"ids": ids.numpy(), "mask": mask.numpy()})[0]
+    model, _ = run.model()
+    with torch.no_grad():
+        torch.testing.assert_close(torch.from_numpy(made), model(ids, mask), rtol=1e-4, atol=1e-5)
+
+
+def test_a_task_that_is_one_class_is_known_and_trains(tmp_path: Path) -> None:
+    """What a task in one more file would be: here a classifier with a name and one option of its own."""
+    from dataclasses import dataclass
+    from typing import ClassVar
+
+    from regard.tasks.classify import Classify
+    from regard.tasks.task import option
+
+    @dataclass(frozen=True)
+    class Moods(Classify):
+        name: ClassVar[str] = "moods"
+        summary: ClassVar[str] = "text to its mood"
+        mildness: float = option(1.0, "how mild")
+
+    try:
+        assert tasks()["moods"] is Moods
+        task = Moods(width=16, layers=1, heads=2, vocabulary=300)
+        recipe = replace(task.recipe, steps=2)
+        run, examples = begin(tmp_path / "run", task, recipe, Sources((classes(tmp_path),), held=10))
+        assert train(run, examples).done
+        assert Run.open(tmp_path / "run").task == task
+    finally:
+        Moods.name = ""  # type: ignore[misc]
+        import gc
+
+        del Moods, task, run
+        gc.collect()
+
+
+@pytest.mark.parametrize("name", list(DATA))
+def test_every_task_tells_what_it_is(name: str) -> None:
+    kind: type[Task] = tasks()[name]
+    assert kind.summary
+    assert kind.example
+    assert len(kind.columns) in (1, 2)
+
+
+def test_lines_of_a_language_model_are_held_out_from_the_end(tmp_path: Path) -> None:
+    task = small("language")
+    examples = gather(task, Sources((texts(tmp_path),), held=5), 1)
+    assert [Path(row.place).name for row in examples.held] == [f"texts.txt:{n}" for n in range(56, 61)]
+
+
+def test_translations_of_one_sentence_are_references_together() -> None:
+    figures = translation(["the cat sat on the mat"], [["a dog lay on a rug", "the cat sat on the mat"]])
+    assert figures["bleu"] < 20
+    assert figures["bleu_all_references"] == pytest.approx(100)
+
+
+def test_retrieval_counts_ties_against_the_model() -> None:
+    same = torch.nn.functional.normalize(torch.ones(4, 8), dim=-1)
+    assert retrieval(same, same)["recall@1"] == 0
+    assert retrieval(torch.eye(4), torch.eye(4)) == {"recall@1": 1, "recall@10": 1, "mrr": 1}
+
+
+def test_trigrams_are_a_distribution() -> None:
+    """Kneser-Ney over all next tokens sums to one, for contexts seen and unseen."""
+    import numpy as np
+
+    tokens = np.random.default_rng(0).integers(0, 6, 200)
+    model = Trigrams(tokens, 7)
+    for a, b in [(int(tokens[0]), int(tokens[1])), (6, 6), (int(tokens[3]), 6)]:
+        total = sum(1 / model.perplexity(np.array([a, b, c])) for c in range(7))
+        assert total == pytest.approx(1)
+
+
+def test_pairs_that_are_equal_are_not_held_against_one_another(tmp_path: Path) -> None:
+    task = small("embed")
+    path = Path(pairs(tmp_path, 30))
+    path.write_text(path.read_text() + "one cat\teno tac\none cat\ta cat\n")
+    examples = gather(task, Sources((str(path),), held=3), 1)
+    kit = task.learn(examples.train)
+    rows = [Row("1", ("one cat", "x")), Row("2", ("one cat", "y")), Row("3", ("a dog", "x"))]
+    import numpy as np
+
+    same_text, same_other = task.items(kit, rows, Bad()).batch(np.arange(3), np.random.default_rng(0)).targets
+    assert same_text.nonzero().tolist() == [[0, 1], [1, 0]]
+    assert same_other.nonzero().tolist() == [[0, 2], [2, 0]]

@@ -1,0 +1,174 @@
+"""Tiny data, tiny models, and trainings that are killed."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from regard.tasks import Run, Sources, Task, begin, tasks, train
+from regard.tasks.loop import Step, Unseen
+
+
+def sentences(count: int, seed: int = 1) -> list[str]:
+    """Such as "the red cat sees one dog": who does it tells what is done."""
+    chance, found = random.Random(seed), []
+    for _ in range(count):
+        who, does = chance.choice([("cat", "sees"), ("dog", "hears"), ("bird", "likes")])
+        first, other = chance.choice(["the", "a", "one"]), chance.choice(["cat", "dog", "bird"])
+        how = chance.choice([[], ["red"], ["blue"], ["small"], ["big", "red"]])
+        found.append(" ".join([first, *how, who, does, *chance.choice([[], ["the", other]])]))
+    return found
+
+
+def texts(folder: Path, count: int = 60) -> str:
+    path = folder / "texts.txt"
+    path.write_text("".join(f"{line}\n" for line in sentences(count)))
+    return str(path)
+
+
+def pairs(folder: Path, count: int = 120) -> str:
+    """Translations: every word backwards."""
+    path = folder / "pairs.tsv"
+    lines = [f"{line}\t{' '.join(word[::-1] for word in line.split())}\n" for line in sentences(count)]
+    path.write_text("".join(lines))
+    return str(path)
+
+
+def classes(folder: Path, count: int = 120) -> str:
+    """Whether a cat sees."""
+    path = folder / "classes.csv"
+    lines = [f"{line},{'cat' if 'cat sees' in line else 'none'}\n" for line in sentences(count)]
+    path.write_text("text,label\n" + "".join(lines))
+    return str(path)
+
+
+DATA = {"classify": classes, "embed": pairs, "language": texts, "masked": texts, "translate": pairs}
+
+
+def small(name: str, **options: Any) -> Task:
+    return tasks()[name](**({"width": 16, "layers": 1, "heads": 2, "vocabulary": 300} | options))
+
+
+def begun(folder: Path, name: str = "masked", *, options: dict[str, Any] | None = None, **recipe: Any) -> Run:
+    """A run that is made and not yet trained, in `folder / "run"`."""
+    task = small(name, **(options or {}))
+    known = {"steps": 8, "tokens": 120, "warmup": 2, "evaluate_every": 4, "save_every": 3, "ema": 0.9} | recipe
+    run, _ = begin(folder / "run", task, replace(task.recipe, **known), Sources((DATA[name](folder),), held=12))
+    return run
+
+
+class Seen(Unseen):
+    """Remembers what it was told."""
+
+    def __init__(self) -> None:
+        self.steps: list[Step] = []
+        self.losses: list[float] = []
+        self.lines: list[str] = []
+
+    def step(self, step: Step) -> None:
+        self.steps.append(step)
+
+    def evaluated(self, step: int, loss: float, best: bool) -> None:
+        self.losses.append(loss)
+
+    def said(self, line: str) -> None:
+        self.lines.append(line)
+
+
+class Signals(Unseen):
+    """Sends a signal to its own process at a step."""
+
+    def __init__(self, step: int, number: int) -> None:
+        self.at, self.number = step, number
+
+    def step(self, step: Step) -> None:
+        if step.step == self.at:
+            os.kill(os.getpid(), self.number)
+
+
+def killed_at_step(folder: str, step: int) -> None:
+    torch.set_num_threads(1)
+    train(Run.open(folder), watch=Signals(step, signal.SIGKILL))
+
+
+def killed_while_saving(folder: str, moment: str) -> None:
+    """Dies within the second checkpoint: while it is written, before it gets its name, or right after."""
+    from regard.tasks import runs
+
+    torch.set_num_threads(1)
+    saves, die = [0], lambda: os.kill(os.getpid(), signal.SIGKILL)
+    write, rename = runs.write, os.replace
+
+    def half(path: Path, write_to: Any) -> None:
+        saves[0] += path.parent.name == "checkpoints"
+        if saves[0] == 2 and moment == "while it is written":
+            path.with_name(f".{path.name}.part").write_bytes(b"half")
+            die()
+        write(path, write_to)
+
+    def named(old: Any, new: Any) -> None:
+        last = saves[0] == 2 and Path(new).parent.name == "checkpoints"
+        if last and moment == "before it has its name":
+            die()
+        rename(old, new)
+        if last:
+            die()
+
+    runs.write, os.replace = half, named  # type: ignore[assignment]
+    train(Run.open(folder))
+
+
+def trained_by_one_of_two(folder: str, rank: int, port: int) -> None:
+    """One of two processes of a training."""
+    torch.set_num_threads(1)
+    os.environ |= {
+        "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
+    }  # fmt: skip
+    train(Run.open(folder))
+    assert torch.distributed.get_world_size() == 2
+
+
+def sharded_by_two(rank: int, port: int) -> None:
+    """One of two processes that share the weights of a model, go on from what they captured, and compare."""
+    import torch.distributed as dist
+    from torch import nn
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    from regard.tasks import state
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+
+    def made() -> Any:
+        torch.manual_seed(0)
+        objective = nn.Sequential()
+        objective.model = nn.Sequential(nn.Linear(5, 8), nn.ReLU(), nn.Linear(8, 3))
+        fully_shard(objective, mesh=init_device_mesh("cpu", (2,)))
+        optimizer = torch.optim.AdamW(objective.parameters(), lr=1e-2, fused=True)
+        return objective, optimizer, state.Average(objective, 0.9)
+
+    def steps(objective: Any, optimizer: Any, average: Any, numbers: range) -> dict[str, torch.Tensor]:
+        for n in numbers:
+            torch.manual_seed(2 * n + rank)
+            objective(torch.randn(4, 5)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            average.update(n)
+        return {name: value.clone() for name, value in state.capture(objective, optimizer, average).items()}
+
+    one, other = made(), made()
+    kept = [steps(*one, range(1, 4))]
+    dist.broadcast_object_list(kept, 0)  # both read the same file
+    ended = steps(*one, range(4, 7))
+    state.restore(kept[0], *other)
+    again = steps(*other, range(4, 7))
+    assert bool(ended) == (rank == 0)
+    assert [name for name in ended if not torch.equal(ended[name], again[name])] == []

@@ -1,0 +1,210 @@
+"""The command: what it prints, what it says of mistakes, and its exit codes."""
+
+from __future__ import annotations
+
+import io
+import json
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+
+pytest.importorskip("typer")
+
+from regard.cli import main
+from regard.tasks import Run, train
+from tests.tasks.toy import Signals, begun, classes, pairs
+
+TINY = ["--width", "16", "--layers", "1", "--heads", "2", "--vocabulary", "300", "--tokens", "300", "--steps", "4"]
+
+
+class Said(NamedTuple):
+    code: int
+    out: str
+    err: str
+
+
+Command = Callable[..., Said]
+
+
+@pytest.fixture
+def regard(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Command:
+    """Runs the command as the shell would."""
+    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setenv("TERM", "dumb")
+
+    def run(*words: object, given: bytes = b"") -> Said:
+        monkeypatch.setattr(sys, "argv", ["regard", *map(str, words)])
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(given)))
+        capsys.readouterr()
+        code = 0
+        try:
+            main()
+        except SystemExit as end:
+            code = int(end.code or 0)
+        return Said(code, *capsys.readouterr())
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def reviews(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    torch.set_num_threads(1)
+    run = begun(tmp_path_factory.mktemp("reviews"), "classify", steps=30, rate=1e-2, tokens=600)
+    train(run)
+    return run
+
+
+def test_a_run_is_trained_and_told_beside_its_baselines(regard: Command, tmp_path: Path) -> None:
+    said = regard("train", "classify", "--data", classes(tmp_path), "--held", 20, "--out", tmp_path / "run", *TINY)
+    assert said.code == 0
+    assert "accuracy" in said.out
+    assert "most frequent class" in said.out
+    assert "TF-IDF + logistic regression" in said.out
+    about = json.loads((tmp_path / "run" / "run.json").read_text())
+    assert about["results"]["figures"].keys() >= {"accuracy", "f1"}
+    assert about["options"]["width"] == 16
+    assert list((tmp_path / "run" / "tensorboard").iterdir())
+
+
+def test_results_come_as_json(regard: Command, tmp_path: Path) -> None:
+    said = regard("train", "embed", "--data", pairs(tmp_path), "--held", 20, "--out", tmp_path / "run", "--json", *TINY)
+    assert json.loads(said.out)["baselines"]["TF-IDF of words"].keys() == {"recall@1", "recall@10", "mrr"}
+
+
+def test_evaluation_takes_other_data(regard: Command, reviews: Run, tmp_path: Path) -> None:
+    (tmp_path / "test.csv").write_text("text,label\nthe cat sees,cat\na dog hears,none\n")
+    said = regard("evaluate", reviews.folder, "--data", tmp_path / "test.csv", "--json")
+    assert json.loads(said.out)["held_out"] == 2
+    (tmp_path / "test.csv").write_text("text,label\nthe cat sees,cat\na dog hears,what\n")
+    said = regard("evaluate", reviews.folder, "--data", tmp_path / "test.csv")
+    assert said.code == 1
+    assert f"{tmp_path}/test.csv:3: the label 'what' was never seen in training" in said.err
+    said = regard("evaluate", reviews.folder, "--data", tmp_path / "test.csv", "--skip-bad", "--json")
+    assert "1 bad lines left out" in said.err
+    assert json.loads(said.out)["figures"]["accuracy"] == 1
+
+
+def test_predictions_come_with_a_score(regard: Command, reviews: Run) -> None:
+    said = regard("predict", reviews.folder, "the cat sees the dog", "a dog hears")
+    rows = [line.split("\t") for line in said.out.splitlines()]
+    assert [row[0] for row in rows] == ["cat", "none"]
+    assert all(0.5 <= float(row[1]) <= 1 for row in rows)
+
+
+def test_predictions_are_made_of_files_and_of_standard_input(regard: Command, reviews: Run, tmp_path: Path) -> None:
+    (tmp_path / "in.txt").write_text("the cat sees\n\na dog hears\n")
+    asked = regard("predict", reviews.folder, tmp_path / "in.txt", "--json").out
+    piped = regard("predict", reviews.folder, "--json", given=b"the cat sees\n\na dog hears\n").out
+    assert asked == piped
+    first = json.loads(asked.splitlines()[0])
+    assert (first["input"], first["output"]) == ("the cat sees", "cat")
+    assert first["cat"] == first["score"]
+
+
+def test_input_that_is_not_utf8_is_told_with_its_line(regard: Command, reviews: Run) -> None:
+    said = regard("predict", reviews.folder, given=b"the cat\ncaf\xe9\n")
+    assert said.code == 1
+    assert "standard input:2: expected UTF-8, but byte 0xe9 at 4 is not" in said.err
+    assert len(regard("predict", reviews.folder, "--skip-bad", given=b"the cat\ncaf\xe9\n").out.splitlines()) == 1
+
+
+def test_nothing_to_predict_is_told(regard: Command, reviews: Run) -> None:
+    assert "nothing to predict" in regard("predict", reviews.folder).err
+
+
+def test_the_tasks_are_told_with_their_data(regard: Command) -> None:
+    said = regard("tasks")
+    for name in ("classify", "embed", "language", "masked", "translate", "I am hungry. → J'ai faim."):
+        assert name in said.out
+    assert json.loads(regard("tasks", "--json").out)["translate"]["columns"] == ["source", "target"]
+
+
+@pytest.mark.parametrize(
+    ("words", "right"),
+    [
+        (["trian"], "train"),
+        (["train", "translat"], "translate"),
+        (["train", "classify", "--stpes", "3"], "--steps"),
+        (["predict", "run", "--jsn"], "--json"),
+    ],
+)
+def test_a_wrong_word_gets_the_nearest_right_one(words: list[str], right: str, regard: Command) -> None:
+    said = regard(*words)
+    assert said.code == 2
+    assert right in said.err
+
+
+@pytest.mark.parametrize(
+    "words", [[], ["train"], ["train", "masked"], ["resume"], ["evaluate"], ["predict"], ["export"], ["tasks"]]
+)
+def test_every_command_has_help_with_an_example(words: list[str], regard: Command) -> None:
+    said = regard(*words, "--help")
+    assert said.code == 0
+    assert "regard " + (" ".join(words) or "train") in said.out.split("Options")[0].split("Usage")[-1].split("\n", 1)[1]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["train", "classify", "--out", "run"], "no data was given; say --data FILE"),
+        (["train", "classify", "--data", "none.csv", "--out", "run"], "none.csv: there is no such file"),
+        (["train", "classify", "--data", "empty.csv", "--out", "run"], "empty.csv:1: expected at least one line"),
+        (["train", "classify", "--data", "columns.csv", "--out", "run"], "columns.csv:1: expected a column 'label'"),
+        (["train", "translate", "--data", "latin.tsv", "--out", "run"], "latin.tsv:2: expected UTF-8"),
+        (["train", "classify", "--data", "good.csv", "--out", "run", "--rate", "0"], "rate and clip must be positive"),
+        (
+            ["train", "classify", "--data", "good.csv", "--out", "run", "--precision", "fp61"],
+            "must be no, bf16 or fp16",
+        ),
+        (["resume", "none"], "none: there is no such run"),
+        (["predict", "good.csv", "x"], "holds no run"),
+    ],
+)
+def test_a_mistake_is_told_in_one_line(
+    words: list[str], message: str, regard: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("empty.csv").write_text("")
+    Path("columns.csv").write_text("text,mood\nx,y\n")
+    Path("latin.tsv").write_bytes(b"good\tbon\ncafe\tcaf\xe9\n")
+    Path("good.csv").write_text(Path(classes(tmp_path)).read_text())
+    said = regard(*words)
+    assert said.code == 1
+    assert message in said.err
+    assert len(said.err.strip().splitlines()) == 1
+    assert "Traceback" not in said.err
+    assert not Path("run").exists()
+
+
+def test_bad_lines_are_counted_and_left_out_when_asked_to(regard: Command, tmp_path: Path) -> None:
+    path = Path(pairs(tmp_path))
+    path.write_bytes(path.read_bytes() + b"caf\xe9\tz\nonly one\n")
+    said = regard("train", "translate", "--data", path, "--held", 5, "--out", tmp_path / "run", "--skip-bad", *TINY)
+    assert said.code == 0
+    assert "2 bad lines left out, the first: " in said.err
+    assert f"{path}:121: expected UTF-8" in said.err
+
+
+def test_ctrl_c_saves_and_says_how_to_go_on(regard: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from regard.tasks import progress
+
+    monkeypatch.setattr(progress.Bar, "step", Signals(3, signal.SIGINT).step)
+    said = regard("train", "classify", "--data", classes(tmp_path), "--held", 20, "--out", tmp_path / "run", *TINY)
+    assert said.code == 130
+    assert f"Stopped and saved at step 3. Go on with: regard resume {tmp_path / 'run'}" in said.err
+    monkeypatch.undo()
+    assert Run.open(tmp_path / "run").checkpoints()[0].name == "step-00000003.safetensors"
+    said = regard("resume", tmp_path / "run")
+    assert said.code == 0
+    assert "from step 3" in said.err
+
+
+def test_a_run_is_exported(regard: Command, reviews: Run, tmp_path: Path) -> None:
+    said = regard("export", reviews.folder, tmp_path / "out", "--no-onnx")
+    assert said.code == 0
+    assert "model.safetensors" in said.out
