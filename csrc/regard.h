@@ -17,7 +17,7 @@ extern "C" {
 #endif
 
 // Changes whenever a structure or a signature below does; the caller compares it before anything else.
-enum { REGARD_INTERFACE = 5 };
+enum { REGARD_INTERFACE = 6 };
 
 enum { REGARD_FLOAT32 = 0, REGARD_FLOAT64 = 1, REGARD_BFLOAT16 = 2, REGARD_FLOAT16 = 3 };
 
@@ -26,6 +26,7 @@ enum {
   REGARD_NO_MEMORY = -1,
   REGARD_BAD_ARGUMENT = -2,
   REGARD_TOO_LARGE = -3,
+  REGARD_STALE = -4,  // a packed weight is not what the weight is now
 };
 
 typedef struct {
@@ -156,11 +157,13 @@ typedef struct {
   regard_tensor d_q, d_k, d_v;  // shapes of q, k, v
 } regard_linear_gradient;
 
-// out = x W' + b in float32, for a weight that regard_pack_weight has laid out; x and out have rows of unit stride.
+// out = x W' + b in float32, for a weight that regard_pack_weight has laid out; all have rows of unit stride. The weight
+// itself is there to be compared, in a few places, with what was laid out.
 typedef struct {
-  int64_t M, N, K;       // x (M, K), W (N, K), out (M, N)
-  int64_t x_row, out_row;  // elements from one row to the next
+  int64_t M, N, K;                     // x (M, K), W (N, K), out (M, N)
+  int64_t x_row, weight_row, out_row;  // elements from one row to the next
   const float* x;
+  const float* weight;
   const float* packed;
   const float* bias;  // (N) or null
   float* out;

@@ -44,7 +44,9 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, rows: tupl
     flat = x.reshape(-1, x.shape[-1])
     flat = flat if flat.stride(1) == 1 else flat.contiguous()
     out = torch.empty((*x.shape[:-1], last - first), dtype=x.dtype)
-    native.multiply(flat, laid, bias, out, first)
+    if not native.multiply(flat, weight, laid, bias, out, first):
+        _LAID.pop(weight)  # it was changed through `.data`, which counts no versions
+        return product(x, weight, bias, rows=rows)
     return out
 
 

@@ -14,6 +14,7 @@ from regard.engines.native.binding import (
     LINEAR_GRADIENT,
     LINEAR_RESULT,
     PRODUCT,
+    STALE,
     call,
     error,
     library,
@@ -66,11 +67,19 @@ def lay_out(weight: Tensor) -> Tensor:
     return numbers
 
 
-def multiply(x: Tensor, laid: Tensor, bias: Tensor | None, out: Tensor, first: int) -> None:
-    """out (..., N) = x (M, K) times the rows of a weight from `first` on, plus the bias of these rows."""
+def multiply(x: Tensor, weight: Tensor, laid: Tensor, bias: Tensor | None, out: Tensor, first: int) -> bool:
+    """out (..., N) = x (M, K) times the rows of a weight from `first` on, plus the bias of these rows.
+
+    False, and nothing computed, where the weight is no longer what was laid out.
+    """
     (M, K), N = x.shape, out.shape[-1]
     given = PRODUCT.pack(
-        M, N, K, x.stride(0) if M > 1 else K, N, x.data_ptr(), laid.data_ptr() + 4 * first * K,
+        M, N, K, x.stride(0) if M > 1 else K, weight.stride(0), N, x.data_ptr(),
+        weight.data_ptr() + 4 * first * weight.stride(0), laid.data_ptr() + 4 * first * K,
         0 if bias is None else bias.data_ptr() + 4 * first, out.data_ptr(), torch.get_num_threads(), 0,
     )  # fmt: skip
-    call("regard_multiply", given)
+    found = library()
+    assert not isinstance(found, str)
+    if (status := found.regard_multiply(given)) not in (0, STALE):
+        raise error(status)
+    return status == 0
