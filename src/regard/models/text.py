@@ -240,7 +240,7 @@ class SentenceEmbedder(nn.Module):
         return F.normalize(pooled, dim=-1) if self.config.unit else pooled
 
     @torch.inference_mode()
-    def embed(self, texts: Sequence[str], *, tokens: int = 8192) -> Tensor:
+    def embed(self, texts: Sequence[str], *, tokens: int = 2048) -> Tensor:
         """The vectors of strings, (len(texts), width): packed, those alike in length together, `tokens` at a time."""
         if self.tokenizer is None:
             raise ValueError(
