@@ -15,6 +15,7 @@ import torch
 
 pytest.importorskip("typer")
 
+from regard import cli
 from regard.cli import main
 from regard.tasks import Run, train
 from tests.tasks.toy import Signals, begun, classes, pairs
@@ -34,8 +35,8 @@ Command = Callable[..., Said]
 @pytest.fixture
 def regard(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Command:
     """Runs the command as the shell would."""
-    monkeypatch.setenv("COLUMNS", "200")
-    monkeypatch.setenv("TERM", "dumb")
+    for console in (cli.told, cli.shown):
+        monkeypatch.setattr(console, "size", (200, 50))
 
     def run(*words: object, given: bytes = b"") -> Said:
         monkeypatch.setattr(sys, "argv", ["regard", *map(str, words)])

@@ -324,7 +324,8 @@ def attention(
     >>> rg.attention(q, k, v, mask=rg.causal() & rg.window(9, 0), bias=rg.alibi(heads=8)).shape
     torch.Size([1, 8, 100, 64])
     """
-    plain = score is _DOT and bias is None and not isinstance(sink, Tensor) and (offset is None or type(offset) is int)
+    plain = score is _DOT and bias is None and (sink is None or type(sink) in (int, float))
+    plain = plain and (offset is None or type(offset) is int)
     if plain and (mask is None or isinstance(mask, Mask)) and not torch.compiler.is_compiling():
         attend = _plain_attention(mask, offset, temperature, sink, dropout)
     else:

@@ -229,7 +229,8 @@ def _train(run: Run, examples: Any, as_json: bool) -> None:
     if not bar.main:
         return
     if not progress.done:
-        told.print(f"Stopped and saved at step {progress.step}. Go on with: regard resume {run.folder}")
+        line = f"Stopped and saved at step {progress.step}. Go on with: regard resume {run.folder}"
+        told.print(line, soft_wrap=True)  # to be copied
         raise typer.Exit(130)
     if bar.examples is not None:
         _tell_bad(bar.examples.bad)

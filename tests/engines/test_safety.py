@@ -419,20 +419,22 @@ def test_threads_of_different_sizes_and_both_directions_do_not_meet() -> None:
 
     def compute(x: torch.Tensor) -> list[torch.Tensor]:
         output = rg.attention(x, x, x, mask=rg.causal(), bias=rg.alibi(2), engine="native")
-        return [output.detach(), torch.autograd.grad(output.sin().sum(), x)[0], *rg.Attention().statistics(x, x)]
+        return [output.detach(), torch.autograd.grad(output.sin().sum(), x)[0], *rg.Attention().statistics(x, x)[:-1]]
 
-    wanted = [compute(x) for x in inputs]
+    wanted, finished = [compute(x) for x in inputs], []
 
     def work(n: int) -> None:
         for _ in range(8):
             if not all(map(torch.equal, compute(inputs[n]), wanted[n])):
                 wrong.append(str(sizes[n]))
+        finished.append(n)
 
     threads = [threading.Thread(target=work, args=(n % len(sizes),)) for n in range(8)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
+    assert len(finished) == len(threads)
     assert not wrong
 
 
