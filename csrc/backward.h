@@ -22,11 +22,17 @@ T dot_rows(const void* x, int64_t x_stride, const void* y, int64_t y_stride, int
   return reduce_add<T>(sum);
 }
 
+// 2^(logit - log-sum-exp), which is no more than 1: where both are so large that their digits do not tell them apart, the
+// difference may say otherwise. NaN stays NaN.
+template <class T> REGARD_INLINE Vec<T> weight_of(Vec<T> logit, Vec<T> lse) {
+  return exp2(min(Vec<T>{}, logit - lse));
+}
+
 // Logits become weights, gradients of weights become gradients of logits.
 template <class T> REGARD_INLINE void weigh_row(T* s, T* d, int64_t lo, int64_t hi, T lse, T delta) {
   const Vec<T> l = broadcast(lse), e = broadcast(delta);
   for (int64_t c = lo; c < hi; c += lanes<T>) {
-    const Vec<T> weight = exp2(load(s + c) - l);
+    const Vec<T> weight = weight_of<T>(load(s + c), l);
     store(s + c, weight);
     store(d + c, weight * (load(d + c) - e));
   }
@@ -62,7 +68,7 @@ template <class T> struct RowGradients {
     const T scale = T(p.dropout_scale);
     for (int64_t c = lo; c < hi; c += lanes<T>) {
       const auto kept = dropout_keeps<T>(row.dropout_key, uint32_t(j0 + c), p.dropout_threshold);
-      const Vec<T> weight = exp2(load(s + c) - l);
+      const Vec<T> weight = weight_of<T>(load(s + c), l);
       store(s + c, select(kept, weight * scale, Vec<T>{}));
       store(d + c, weight * (select(kept, load(d + c) * scale, Vec<T>{}) - e));
     }

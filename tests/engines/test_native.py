@@ -312,6 +312,13 @@ def test_the_same_bits_come_back(score: Score) -> None:
         assert all(torch.equal(a, b) for a, b in zip(runs[0], other, strict=True))
 
 
+def test_gradients_are_finite_where_logits_are_too_large_for_their_digits() -> None:
+    inputs = [t.detach().float().requires_grad_() for t in tensors((1, 18, 3, 4), (1, 18, 1, 4), (1, 18, 1, 4))]
+    output = rg.attention(*inputs, bias=rg.alibi(18), offset=2**31, engine="native")
+    for gradient in gradients(output, inputs):
+        assert gradient.isfinite().all()
+
+
 def test_many_python_threads_may_call_it() -> None:
     inputs = [t.detach() for t in tensors((1, 2, 100, 16), (1, 2, 100, 16), (1, 2, 100, 16))]
     wanted, wrong = rg.attention(*inputs, engine="native"), []
