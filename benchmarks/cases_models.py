@@ -129,7 +129,7 @@ def replaced() -> Iterator[Case]:
     @cache
     def modules() -> tuple[nn.MultiheadAttention, nn.Module]:
         torch.manual_seed(0)
-        theirs = nn.MultiheadAttention(width, heads, bias=False, batch_first=True).eval()
+        theirs = nn.MultiheadAttention(width, heads, batch_first=True).eval()  # its biases begin at 0
         ours = copy.deepcopy(theirs)
         from regard.integrations.torch import replace
 
