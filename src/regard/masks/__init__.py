@@ -1,9 +1,10 @@
 """Who may look at whom."""
 
 from regard.masks.algebra import Mask
+from regard.masks.by_position import documents, ranges
 from regard.masks.compositions import bigbird, longformer
 from regard.masks.explicit import blocks, dense, edges, random_blocks, where
-from regard.masks.patterns import causal, dilated, documents, global_tokens, padding, prefix, ranges, window
+from regard.masks.patterns import causal, dilated, global_tokens, padding, prefix, window
 from regard.masks.tiles import Tiles, tiles
 
 __all__ = [

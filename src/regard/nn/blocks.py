@@ -27,7 +27,6 @@ class UnitRMSNorm(nn.Module):
 
     def __init__(self, width: int, eps: float = 1e-6) -> None:
         super().__init__()
-
         self.weight, self.eps = nn.Parameter(torch.zeros(width)), eps
 
     def forward(self, x: Tensor) -> Tensor:

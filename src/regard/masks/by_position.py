@@ -1,0 +1,209 @@
+"""Masks that are told position by position: which document a token is of, or an interval of keys for every query."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from regard.geometry import At, Frame, lead, shape_of
+from regard.masks.algebra import Boxes, Intervals, Kinds, Mask, integers, kinds, made, positions_of, short
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Documents(Mask):
+    ids: Tensor  # (N,) or (B, N)
+
+    def allows(self, at: At) -> Tensor:
+        ids, p = lead(self.ids, 2).to(at.p.device), at.p
+        if not ids.shape[1]:
+            return p == at.j  # there are no keys, so there are no bits
+        row = at.b if len(ids) > 1 else torch.zeros_like(at.b)
+        inside = (p >= 0) & (p < ids.shape[1])
+        return (ids[row, p.clamp(0, max(ids.shape[1] - 1, 0))] == ids[row, at.j]) & inside
+
+    @cached_property
+    def _ranks(self) -> np.ndarray:
+        ids = lead(self.ids, 2).cpu().numpy()
+        return np.unique(ids, return_inverse=True)[1].reshape(ids.shape).astype(np.int32)
+
+    @cached_property
+    def _runs(self) -> Intervals | None:
+        """Where every token's document starts and stops, (B or 1, N); None if one is torn apart."""
+        ranks = self._ranks
+        starts, stops = np.empty(ranks.shape, np.int64), np.empty(ranks.shape, np.int64)
+        for row, start, stop in zip(ranks, starts, stops, strict=True):
+            cuts = np.flatnonzero(np.diff(row)) + 1
+            edges = np.concatenate([[0], cuts, [len(row)]]) if len(row) else np.zeros(1, np.int64)
+            if len(np.unique(row)) != len(edges) - 1:
+                return None
+            start[:], stop[:] = np.repeat(edges[:-1], np.diff(edges)), np.repeat(edges[1:], np.diff(edges))
+        return starts, stops
+
+    def intervals(self, frame: Frame) -> Intervals | None:
+        if self._runs is None:
+            return None
+        if not frame.K:
+            return np.zeros((1, 1, frame.Q), np.int64), np.zeros((1, 1, frame.Q), np.int64)
+        p = positions_of(frame)[:, 0]
+        p = np.broadcast_to(p, (max(len(p), len(self._ranks)), frame.Q))
+        inside, at = (p >= 0) & (p < frame.K), p.clip(0, max(frame.K - 1, 0))
+        row = np.arange(len(p))[:, None] if len(self._ranks) > 1 else np.zeros((len(p), 1), int)
+        start, stop = (np.where(inside, edge[row, at], 0)[:, None] for edge in self._runs)
+        return start, stop
+
+    @cached_property
+    def _ranges(self) -> _RangeMinMax:
+        return _RangeMinMax(self._ranks)
+
+    def kinds(self, boxes: Boxes) -> Kinds:
+        row, n = (boxes.b if len(self._ranks) > 1 else np.zeros_like(boxes.b)), self._ranks.shape[1]
+        p0, p1 = boxes.p0.clip(0, n), boxes.p1.clip(0, n)
+        outside = p1 <= p0
+        query_low, query_high = self._ranges(row, np.minimum(p0, n - 1), np.maximum(p1, 1))
+        key_low, key_high = self._ranges(row, boxes.j0, boxes.j1)
+        one = (query_low == query_high) & (key_low == key_high) & (query_low == key_low)
+        return kinds(
+            full=one & (p0 == boxes.p0) & (p1 == boxes.p1),
+            empty=outside | (query_high < key_low) | (key_high < query_low),
+        )
+
+    def check(self, frame: Frame) -> None:
+        if self.ids.shape[-1] != frame.K:
+            raise ValueError(
+                f"documents: ids must name a document for each of the {frame.K} keys, but has length "
+                f"{self.ids.shape[-1]}; ids are per key, also for queries that start later (they stand at offset + i)"
+            )
+        if self.ids.dim() == 2 and len(self.ids) not in (1, frame.B):
+            raise ValueError(f"documents: ids must be (K,) or (B, K) with B = {frame.B}, but is {shape_of(self.ids)}")
+
+    def extent(self, frame: Frame) -> tuple[int, int]:
+        return len(lead(self.ids, 2)), 1
+
+    def made_for(self) -> tuple[int, int]:
+        return self.ids.shape[-1], self.ids.shape[-1]
+
+    def __repr__(self) -> str:
+        return f"documents({short(self.ids)})"
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Ranges(Mask):
+    start: Tensor  # (N,) or (B, N), N positions of queries
+    stop: Tensor
+
+    def allows(self, at: At) -> Tensor:
+        (start, stop), p = (lead(x, 2).to(at.j.device) for x in (self.start, self.stop)), at.p
+        row, n = (at.b if len(start) > 1 else torch.zeros_like(at.b)), start.shape[1]
+        if not n:
+            return (p < 0) & (at.j < 0)
+        q = p.clamp(0, n - 1)
+        return (at.j >= start[row, q]) & (at.j < stop[row, q]) & (p >= 0) & (p < n)
+
+    def intervals(self, frame: Frame) -> Intervals:
+        start, stop = (lead(x, 2).cpu().numpy() for x in (self.start, self.stop))
+        p, n = positions_of(frame)[:, 0], start.shape[1]
+        p = np.broadcast_to(p, (max(len(p), len(start)), frame.Q))
+        row = np.arange(len(p))[:, None] if len(start) > 1 else np.zeros((len(p), 1), int)
+        inside, at = (p >= 0) & (p < n), p.clip(0, max(n - 1, 0))
+        if not n:
+            return np.zeros((1, 1, frame.Q), np.int64), np.zeros((1, 1, frame.Q), np.int64)
+        return np.where(inside, start[row, at], 0)[:, None], np.where(inside, stop[row, at], 0)[:, None]
+
+    def kinds(self, boxes: Boxes) -> Kinds:
+        row, n = (boxes.b if len(lead(self.start, 2)) > 1 else np.zeros_like(boxes.b)), self.start.shape[-1]
+        p0, p1 = boxes.p0.clip(0, n), boxes.p1.clip(0, n)
+        if not n:
+            return kinds(full=np.zeros(len(row), bool), empty=np.ones(len(row), bool))
+        first, last = np.minimum(p0, n - 1), np.maximum(p1, 1)
+        starts, stops = self._edges
+        (low, inner_low), (inner_high, high) = starts(row, first, last), stops(row, first, last)
+        return kinds(
+            full=(inner_low <= boxes.j0) & (boxes.j1 <= inner_high) & (p0 == boxes.p0) & (p1 == boxes.p1),
+            empty=(p1 <= p0) | (high <= boxes.j0) | (boxes.j1 <= low),
+        )
+
+    @cached_property
+    def _edges(self) -> tuple[_RangeMinMax, _RangeMinMax]:
+        most = np.iinfo(np.int32)  # no key stands beyond it
+        start, stop = (lead(x, 2).cpu().numpy().clip(most.min, most.max) for x in (self.start, self.stop))
+        return _RangeMinMax(start.astype(np.int32)), _RangeMinMax(stop.astype(np.int32))
+
+    def check(self, frame: Frame) -> None:
+        if self.start.dim() == 2 and len(self.start) not in (1, frame.B):
+            raise ValueError(
+                f"ranges: start and stop must be (N,) or (B, N) with B = {frame.B}, but are {shape_of(self.start)}"
+            )
+
+    def extent(self, frame: Frame) -> tuple[int, int]:
+        return len(lead(self.start, 2)), 1
+
+    def made_for(self) -> tuple[int, int]:
+        return self.start.shape[-1], int(self.stop.max()) if self.stop.numel() else 0
+
+    def __repr__(self) -> str:
+        return f"ranges({short(self.start)}, {short(self.stop)})"
+
+
+class _RangeMinMax:
+    """Minimum and maximum of `values[row, start:stop]` for many ranges at once, by a sparse table of powers of two."""
+
+    def __init__(self, values: np.ndarray) -> None:
+        self.levels = [(values, values)]
+        while (half := 1 << (len(self.levels) - 1)) * 2 <= values.shape[1]:
+            low, high = self.levels[-1]
+            low, high = np.minimum(low[:, :-half], low[:, half:]), np.maximum(high[:, :-half], high[:, half:])
+            self.levels.append((low, high))
+
+    def __call__(self, row: np.ndarray, start: np.ndarray, stop: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        level = np.frexp(np.maximum(stop - start, 1))[1] - 1
+        low, high = np.empty(len(row), np.int32), np.empty(len(row), np.int32)
+        for k in np.unique(level):
+            at = level == k
+            a, b = start[at], np.maximum(stop[at] - (1 << k), start[at])
+            low[at] = np.minimum(self.levels[k][0][row[at], a], self.levels[k][0][row[at], b])
+            high[at] = np.maximum(self.levels[k][1][row[at], a], self.levels[k][1][row[at], b])
+        return low, high
+
+
+def documents(ids: Sequence[int] | Tensor) -> Mask:
+    """Tokens see their own document: `ids[b, p] == ids[b, j]`, ids (K,) or (B, K).
+
+    >>> import regard as rg
+    >>> print(rg.documents([0, 0, 1, 1, 1]).draw())
+    ██···
+    ██···
+    ··███
+    ··███
+    ··███
+    """
+    tensor = integers("documents: ids", ids, "whole numbers (K,) or (B, K)")
+    if tensor.dim() not in (1, 2):
+        raise ValueError(f"documents: ids must be whole numbers (K,) or (B, K), but is of shape {shape_of(tensor)}")
+    return made(Documents(tensor))
+
+
+def ranges(start: Sequence[int] | Tensor, stop: Sequence[int] | Tensor) -> Mask:
+    """Every query has an interval of keys of its own: `start[b, p] <= j < stop[b, p]`; (N,) or (B, N) for N positions.
+
+    What no vector of document ids can say: which source sentence each target token of a packed batch looks at. Queries
+    are counted by position, so with keys of another kind than the queries use `offset=0`.
+
+    >>> import regard as rg
+    >>> print(rg.ranges([0, 0, 1], [2, 2, 3]).draw(3))
+    ██·
+    ██·
+    ·██
+    """
+    first = integers("ranges: start", start, "whole numbers (N,) or (B, N)")
+    last = integers("ranges: stop", stop, "whole numbers (N,) or (B, N)")
+    if first.shape != last.shape or first.dim() not in (1, 2):
+        raise ValueError(
+            "ranges: start and stop must both be whole numbers (N,) or (B, N), but are of shapes "
+            f"{shape_of(first)} and {shape_of(last)}"
+        )
+    return made(Ranges(first, last))
