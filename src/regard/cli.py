@@ -6,7 +6,7 @@ import inspect
 import json
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -103,9 +103,9 @@ def evaluate(
     """
     run = Run.open(folder)
     sources = Sources.of(run.about["sources"])
-    sources = Sources(sources.data, tuple(data or sources.valid), sources.held, skip_bad or sources.skip_bad)
+    sources = replace(sources, test=tuple(data or sources.test), skip_bad=skip_bad or sources.skip_bad)
     examples = gather(run.task, sources, run.recipe.seed)
-    run.task.items(run.kit, examples.held, examples.bad)  # what cannot be taken is told here, with its place
+    run.task.items(run.kit, examples.test, examples.bad)  # what cannot be taken is told here, with its place
     _tell_bad(examples.bad)
     _figures(run, examples, as_json)
 
@@ -177,7 +177,10 @@ def _trainer(kind: type[Task]) -> Callable[..., None]:
             return {each.name: options[each.name] for each in fields(of)}
 
         held = kind.held if options["held"] is None else options["held"]
-        sources = Sources(tuple(options["data"] or ()), tuple(options["valid"] or ()), held, options["skip_bad"])
+        if not options["data"] and kind.data:
+            options["data"] = [kind.data]
+        data, valid, test = (tuple(options[name] or ()) for name in ("data", "valid", "test"))
+        sources = Sources(data, valid, test, held, options["skip_bad"])
         try:
             task, recipe = kind(**part(kind)), Recipe(**part(Recipe))
         except ValueError as error:
@@ -191,11 +194,17 @@ def _trainer(kind: type[Task]) -> Callable[..., None]:
             name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[annotation, made]
         )
 
+    unsaid = f" [default: {kind.data}]" if kind.data else ""
     parameters = [
-        option("data", list[str] | None, None, "Files or a dataset of the hub, to train on.", "Data"),
-        option("valid", list[str] | None, None, "Files held out, to tell how good it is.", "Data"),
+        option("data", list[str] | None, None, f"Files or a dataset of the hub, to train on.{unsaid}", "Data"),
+        option("valid", list[str] | None, None, "Files held out, to choose the best weights by.", "Data"),
+        option("test", list[str] | None, None, "Files held out, to tell how good they are; without, --valid.", "Data"),
         option(
-            "held", int | None, None, f"Examples of the data held out, without --valid. [default: {kind.held}]", "Data"
+            "held",
+            int | None,
+            None,
+            f"Examples of the data held out, where no file is given. [default: {kind.held}]",
+            "Data",
         ),
         option("skip_bad", bool, False, "Count bad lines and go on.", "Data", "--skip-bad"),
         option("out", Path, inspect.Parameter.empty, "The folder of the run.", "Data"),
@@ -240,15 +249,18 @@ def _train(run: Run, examples: Any, as_json: bool) -> None:
 def _figures(run: Run, examples: Any, as_json: bool) -> None:
     """Figures of a run beside those of its baselines, kept in run.json too."""
     model, step = run.model()
-    figures = run.task.evaluate(model, run.kit, examples.held)
-    baselines = run.task.baselines(run.kit, examples.train, examples.held)
-    found = {"step": step, "held_out": len(examples.held), "figures": figures, "baselines": baselines}
+    figures = run.task.evaluate(model, run.kit, examples.test)
+    baselines = run.task.baselines(run.kit, examples.train, examples.test)
+    found = {
+        "step": step, "minutes": run.minutes(), "trained_on": len(examples.train), "held_out": len(examples.test),
+        "figures": figures, "baselines": baselines,
+    }  # fmt: skip
     run.about["results"] = found
     run.note()
     if as_json:
         print(json.dumps(found, indent=1))
         return
-    table = Table(f"{run.task.name}, {len(examples.held)} held out", f"{run.folder.name} (step {step})", *baselines)
+    table = Table(f"{run.task.name}, {len(examples.test)} held out", f"{run.folder.name} (step {step})", *baselines)
     for name, value in figures.items():
         table.add_row(
             name, f"{value:.4g}", *(f"{each[name]:.4g}" if name in each else "" for each in baselines.values())

@@ -11,8 +11,9 @@ from types import ModuleType
 
 import pytest
 
-from regard.tasks import Trouble
-from regard.tasks.data import Row, fingerprint, read, split
+from regard.tasks import Sources, Trouble, tasks
+from regard.tasks.data import EMBEDDED, TATOEBA, Row, fingerprint, read, split
+from regard.tasks.sources import gather
 from regard.tasks.trouble import Bad
 
 PAIR = {"source": "", "target": ""}
@@ -178,3 +179,36 @@ def test_a_fingerprint_tells_that_a_file_changed(tmp_path: Path) -> None:
     before = fingerprint(str(path))
     path.write_text("two")
     assert fingerprint(str(path)) != before
+
+
+def test_what_chooses_the_weights_and_what_measures_them_are_different_rows(tmp_path: Path) -> None:
+    path = tmp_path / "a.csv"
+    path.write_text("text,label\n" + "".join(f"text {n},{n % 2}\n" for n in range(60)))
+    task = tasks()["classify"]()
+    train, valid, test, _ = gather(task, Sources((str(path),), held=10), 1)
+    assert [len(part) for part in (train, valid, test)] == [45, 5, 10]
+    assert len({row.place for row in (*train, *valid, *test)}) == 60
+
+
+def test_files_of_one_kind_are_taken_as_they_are(tmp_path: Path) -> None:
+    for name in ("a", "b", "c"):
+        (tmp_path / f"{name}.csv").write_text("text,label\n" + "".join(f"{name} {n},{n % 2}\n" for n in range(9)))
+    a, b, c = (str(tmp_path / f"{name}.csv") for name in ("a", "b", "c"))
+    task = tasks()["classify"]()
+
+    def kinds(sources: Sources) -> list[str]:
+        return ["".join(sorted({row.values[0][0] for row in part})) for part in gather(task, sources, 1)[:3]]
+
+    assert kinds(Sources((a,), (b,), (c,))) == ["a", "b", "c"]
+    assert kinds(Sources((a,), (b,))) == ["a", "b", "b"]
+    assert kinds(Sources((a,), (), (c,), held=3)) == ["a", "a", "c"]
+
+
+def test_the_embedded_sentences_come_with_who_wrote_them() -> None:
+    with lzma.open(EMBEDDED / f"{TATOEBA}.tsv.xz", "rt", encoding="utf-8") as file:
+        lines = [line.rstrip("\n").split("\t") for line in file]
+    assert all(len(line) == 3 and line[2].startswith("CC-BY 2.0 (France) Attribution: tatoeba.org") for line in lines)
+    assert len({line[0] for line in lines}) > 120_000
+    assert next(read(TATOEBA, {"source": "", "target": ""}, Bad())).values == ("Go.", "Va !")
+    assert fingerprint(TATOEBA)["source"] == TATOEBA
+    assert (EMBEDDED / f"{TATOEBA}.tsv.xz").stat().st_size < 4e6

@@ -26,7 +26,7 @@ def sentences(count: int, seed: int = 1) -> list[str]:
     return found
 
 
-def texts(folder: Path, count: int = 60) -> str:
+def texts(folder: Path, count: int = 200) -> str:
     path = folder / "texts.txt"
     path.write_text("".join(f"{line}\n" for line in sentences(count)))
     return str(path)
@@ -59,7 +59,7 @@ def begun(folder: Path, name: str = "masked", *, options: dict[str, Any] | None 
     """A run that is made and not yet trained, in `folder / "run"`."""
     task = small(name, **(options or {}))
     known = {"steps": 8, "tokens": 120, "warmup": 2, "evaluate_every": 4, "save_every": 3, "ema": 0.9} | recipe
-    run, _ = begin(folder / "run", task, replace(task.recipe, **known), Sources((DATA[name](folder),), held=12))
+    run, _ = begin(folder / "run", task, replace(task.recipe, **known), Sources((DATA[name](folder),), held=8))
     return run
 
 

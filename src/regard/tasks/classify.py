@@ -58,19 +58,7 @@ class Classify(Task):
         return Kit(learn((row.values[0] for row in rows), self.vocabulary, lower=self.lower), labels)
 
     def model(self, kit: Kit) -> nn.Module:
-        config = encoder_config(
-            kit,
-            vocabulary=kit.texts().get_vocab_size(),
-            width=self.width,
-            layers=self.layers,
-            heads=self.heads,
-            hidden=4 * self.width,
-            positions=self.longest,
-            dropout=self.dropout,
-            pooling=self.pooling,
-            classes=len(kit.labels),
-        )
-        return SequenceClassifier(config)
+        return SequenceClassifier(encoder_config(kit, self, pooling=self.pooling, classes=len(kit.labels)))
 
     def begin(self, model: nn.Module) -> None:
         if self.start:

@@ -17,6 +17,8 @@ from regard.tasks.trouble import Bad, Trouble
 OPENERS: dict[str, Callable[..., Any]] = {".gz": gzip.open, ".xz": lzma.open, ".bz2": bz2.open}
 TEXT = (".txt", ".text", ".raw", ".md")
 FORMATS = (".tsv", ".csv", ".jsonl", *TEXT)
+EMBEDDED = Path(__file__).with_name("embedded")  # data and a trained run that come with the package
+TATOEBA = "tatoeba-en-fr"
 
 
 class Row(NamedTuple):
@@ -27,7 +29,7 @@ class Row(NamedTuple):
 
 
 def read(source: str, columns: Mapping[str, str], bad: Bad) -> Iterator[Row]:
-    """The rows of a file, or of a dataset `name` or `name:split` of the hub, with the values of the wanted columns.
+    """The rows of a file, of a dataset `name` or `name:split` of the hub, or of the embedded `tatoeba-en-fr`.
 
     columns: what is wanted, by name, in order; the value is the name of the column in the file, its number from 1 where
         there is no header line, or empty. Empty is the wanted name itself; a TSV whose first line does not hold it has
@@ -40,7 +42,7 @@ def read(source: str, columns: Mapping[str, str], bad: Bad) -> Iterator[Row]:
     ...     [row.values for row in read(f"{folder}/a.csv", {"label": "", "text": ""}, Bad())]
     [('1', 'good, really')]
     """
-    path = Path(source)
+    path = _path(source)
     suffix = format_of(path)
     if not path.exists():
         if suffix in FORMATS or path.is_absolute() or source.startswith("."):
@@ -61,6 +63,10 @@ def read(source: str, columns: Mapping[str, str], bad: Bad) -> Iterator[Row]:
     return _checked(source, reader(path, columns, bad))
 
 
+def _path(source: str) -> Path:
+    return EMBEDDED / f"{TATOEBA}.tsv.xz" if source == TATOEBA and not Path(source).exists() else Path(source)
+
+
 def format_of(path: Path) -> str:
     """The suffix that tells the format: that before .gz, .xz or .bz2."""
     suffixes = [suffix.lower() for suffix in path.suffixes]
@@ -71,12 +77,13 @@ def format_of(path: Path) -> str:
 
 def fingerprint(source: str) -> dict[str, Any]:
     """What tells that a source is the same as before: where, how large, and a digest of its bytes."""
-    path = Path(source)
+    path = _path(source)
     if not path.is_file():
         return {"source": source}
     with path.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
-    return {"source": str(path.resolve()), "bytes": path.stat().st_size, "sha256": digest}
+    where = source if path.parent == EMBEDDED else str(path.resolve())
+    return {"source": where, "bytes": path.stat().st_size, "sha256": digest}
 
 
 def split(rows: Sequence[Row], group: Callable[[Row], str], held: int, seed: int) -> tuple[list[Row], list[Row]]:

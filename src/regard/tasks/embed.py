@@ -54,19 +54,7 @@ class Embed(Task):
         return Kit(learn((text for row in rows for text in row.values), self.vocabulary, lower=self.lower))
 
     def model(self, kit: Kit) -> nn.Module:
-        return SentenceEmbedder(
-            encoder_config(
-                kit,
-                vocabulary=kit.texts().get_vocab_size(),
-                width=self.width,
-                layers=self.layers,
-                heads=self.heads,
-                hidden=4 * self.width,
-                positions=self.longest,
-                dropout=self.dropout,
-                pooling=self.pooling,
-            )
-        )
+        return SentenceEmbedder(encoder_config(kit, self, pooling=self.pooling))
 
     def begin(self, model: nn.Module) -> None:
         if self.start:

@@ -117,7 +117,7 @@ class _Trainer:
         self.accelerator = _accelerator(run.recipe)
         self.main = self.accelerator.is_main_process
         self.items: Items = run.task.items(run.kit, examples.train, examples.bad)
-        self.held: Items = run.task.items(run.kit, examples.held, examples.bad)
+        self.held: Items = run.task.items(run.kit, examples.valid, examples.bad)
         if not len(self.items.sizes) or not len(self.held.sizes):
             raise Trouble(
                 f"{run.folder}: no example is left to {'train on' if not len(self.items.sizes) else 'hold out'}"
@@ -213,7 +213,10 @@ class _Trainer:
         if self.main:
             self.watch.step(told)
             assert self.log is not None
-            self.log(step, loss=told.loss, rate=told.rate, norm=told.norm, tokens_per_second=told.tokens / told.seconds)
+            speed = told.tokens / told.seconds
+            self.log(
+                step, loss=told.loss, rate=told.rate, norm=told.norm, tokens_per_second=speed, seconds=told.seconds
+            )
         if step % recipe.evaluate_every == 0 or step == recipe.steps:
             self._evaluate()
         if step % recipe.save_every == 0 or self.progress.done:

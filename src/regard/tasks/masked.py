@@ -46,18 +46,7 @@ class Masked(Task):
         return Kit(learn((row.values[0] for row in rows), self.vocabulary, lower=self.lower))
 
     def model(self, kit: Kit) -> nn.Module:
-        return MaskedLanguageModel(
-            encoder_config(
-                kit,
-                vocabulary=kit.texts().get_vocab_size(),
-                width=self.width,
-                layers=self.layers,
-                heads=self.heads,
-                hidden=4 * self.width,
-                positions=self.longest,
-                dropout=self.dropout,
-            )
-        )
+        return MaskedLanguageModel(encoder_config(kit, self))
 
     def items(self, kit: Kit, rows: Sequence[Row], bad: Bad) -> HiddenWords:
         begin, end = special(kit.texts(), BEGIN), special(kit.texts(), END)

@@ -36,7 +36,7 @@ class Bar:
 
     def begun(self, run: Run, progress: Progress, examples: Examples) -> None:
         self.examples = examples
-        size = f"{len(examples.train):,} examples, {len(examples.held):,} held out"
+        size = f"{len(examples.train):,} examples, {len(examples.test):,} held out"
         where = f", from step {progress.step}" if progress.step else ""
         self.console.print(f"{run.task.name}: {size}; {run.recipe.steps} steps{where}; {run.folder}", soft_wrap=True)
         if self.console.is_terminal:

@@ -18,11 +18,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from regard.tasks.data import EMBEDDED
 from regard.tasks.sources import Sources
 from regard.tasks.task import Kit, Recipe, Task, tasks
 from regard.tasks.trouble import Trouble
 
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+SHIPPED = ("en-fr",)
 KEEP = 2  # checkpoints; the one before the last is there should the last be damaged
 
 
@@ -74,8 +76,10 @@ class Run:
 
     @staticmethod
     def open(folder: Path | str) -> Run:
-        """The run that a folder holds."""
+        """The run that a folder holds, or the one of that name that comes with the package."""
         folder = Path(folder)
+        if not folder.exists() and str(folder) in SHIPPED:
+            folder = EMBEDDED / folder
         if not folder.exists():
             raise Trouble(f"{folder}: there is no such run; regard train TASK --out {folder} makes one")
         if not (folder / "run.json").exists():
@@ -131,6 +135,10 @@ class Run:
 
         notes = {"progress": json.dumps(asdict(progress))}
         write(self.folder / "best.safetensors", lambda there: save_file(weights, str(there), notes))
+
+    def minutes(self) -> float:
+        """That its steps took, all together."""
+        return sum(line.get("seconds", 0.0) for line in lines(self.folder / "log.jsonl")) / 60
 
     def model(self) -> tuple[nn.Module, int]:
         """The model with its best weights, ready to predict, and the step that they are of."""

@@ -14,10 +14,15 @@ from regard.tasks.trouble import Bad, Trouble
 
 @dataclass(frozen=True)
 class Sources:
-    """data: to train on. valid: held out; without it, `held` groups of the data are. skip_bad: go on past bad lines."""
+    """data: to train on. valid: to choose the best weights by. test: to tell how good they are.
+
+    Without test, valid serves for both; without either, `held` groups of the data are for test, and half as many for
+    valid. skip_bad: go on past bad lines.
+    """
 
     data: tuple[str, ...]
     valid: tuple[str, ...] = ()
+    test: tuple[str, ...] = ()
     held: int = 1000
     skip_bad: bool = False
 
@@ -33,11 +38,11 @@ class Sources:
         def there(names: Sequence[str]) -> tuple[str, ...]:
             return tuple(str(Path(name).resolve()) if Path(name).exists() else name for name in names)
 
-        return Sources(there(self.data), there(self.valid), self.held, self.skip_bad)
+        return Sources(there(self.data), there(self.valid), there(self.test), self.held, self.skip_bad)
 
     def about(self) -> dict[str, Any]:
         """For run.json, with digests of the files."""
-        return asdict(self) | {"files": [fingerprint(source) for source in (*self.data, *self.valid)]}
+        return asdict(self) | {"files": [fingerprint(source) for source in (*self.data, *self.valid, *self.test)]}
 
     @staticmethod
     def of(about: dict[str, Any], *, check: bool = True) -> Sources:
@@ -47,22 +52,28 @@ class Sources:
             if "sha256" in known and now != known:
                 what = "changed" if "sha256" in now else "is gone"
                 raise Trouble(f"{known['source']}: {what} since the run began; put it back, or begin another run")
-        return Sources(tuple(about["data"]), tuple(about["valid"]), about["held"], about["skip_bad"])
+        data, valid, test = (tuple(about[name]) for name in ("data", "valid", "test"))
+        return Sources(data, valid, test, about["held"], about["skip_bad"])
 
 
 class Examples(NamedTuple):
-    """What a run trains on, what is held out, and what was left out."""
+    """What a run trains on, chooses its best weights by and is measured on, and what was left out."""
 
     train: list[Row]
-    held: list[Row]
+    valid: list[Row]
+    test: list[Row]
     bad: Bad
 
 
 def gather(task: Task, sources: Sources, seed: int) -> Examples:
     """Read all of it."""
     bad = Bad(skip=sources.skip_bad)
-    train = [row for source in sources.data for row in task.read(source, bad)]
-    if sources.valid:
-        return Examples(train, [row for source in sources.valid for row in task.read(source, bad)], bad)
-    train, held = task.hold_out(train, sources.held, seed)
-    return Examples(train, held, bad)
+    train, valid, test = (
+        [row for source in part for row in task.read(source, bad)]
+        for part in (sources.data, sources.valid, sources.test)
+    )
+    if not sources.test and not sources.valid:
+        train, test = task.hold_out(train, sources.held, seed)
+    if not sources.valid:
+        train, valid = task.hold_out(train, (sources.held + 1) // 2, seed)
+    return Examples(train, valid, test or valid, bad)

@@ -160,6 +160,7 @@ class Task(ABC):
     columns: ClassVar[tuple[str, ...]] = ()
     takes: ClassVar[str] = "text"
     recipe: ClassVar[Recipe] = Recipe()
+    data: ClassVar[str] = ""  # what is trained on where nothing is said: a dataset that comes with the package
     held: ClassVar[int] = 1000  # examples held out, where no file of them is given
 
     def read(self, source: str, bad: Bad) -> list[Row]:

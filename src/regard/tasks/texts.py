@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 from torch import nn
@@ -47,13 +47,30 @@ def too_long(place: str, tokens: int, longest: int, more: str = "") -> str:
     )
 
 
-def encoder_config(kit: Kit, **options: Any) -> TextConfig:
-    """An encoder of these options, or that which a pretrained model brought along."""
-    if kit.config is None:
-        return TextConfig(segments=0, arrangement="pre", eps=1e-5, **options)
+class Shape(Protocol):
+    """The options of a task that say what its encoder is like."""
+
+    @property
+    def width(self) -> int: ...
+    @property
+    def layers(self) -> int: ...
+    @property
+    def heads(self) -> int: ...
+    @property
+    def dropout(self) -> float: ...
+    @property
+    def longest(self) -> int: ...
+
+
+def encoder_config(kit: Kit, shape: Shape, **more: Any) -> TextConfig:
+    """An encoder of this shape, or that which a pretrained model brought along."""
+    if kit.config is not None:
+        return TextConfig(**(kit.config | {"dropout": shape.dropout} | more))
     return TextConfig(
-        **(kit.config | {name: options[name] for name in ("dropout", "pooling", "classes") if name in options})
-    )
+        vocabulary=kit.texts().get_vocab_size(), width=shape.width, layers=shape.layers, heads=shape.heads,
+        hidden=4 * shape.width, positions=shape.longest, dropout=shape.dropout,
+        segments=0, arrangement="pre", eps=1e-5, **more,
+    )  # fmt: skip
 
 
 def pretrained(start: str) -> tuple[TextEncoder, Tokenizer]:

@@ -16,7 +16,7 @@ from regard.nn import Beam, Packed
 from regard.nn.generate import Strategy
 from regard.tasks import metrics
 from regard.tasks.batches import Ragged, in_order
-from regard.tasks.data import Row
+from regard.tasks.data import TATOEBA, Row
 from regard.tasks.task import Batch, Figures, Kit, Prediction, Recipe, Task, option
 from regard.tasks.texts import too_long
 from regard.tasks.tokens import BEGIN, END, MASK, PAD, encode, learn, special
@@ -31,6 +31,7 @@ class Translate(Task):
     summary: ClassVar[str] = "a sentence to its translation"
     example: ClassVar[str] = "I am hungry.\tJ'ai faim.\nGo home.\tRentre chez toi."
     columns: ClassVar[tuple[str, ...]] = ("source", "target")
+    data: ClassVar[str] = TATOEBA
     held: ClassVar[int] = 2000
     recipe: ClassVar[Recipe] = Recipe(
         steps=1200, tokens=4096, rate=2e-3, warmup=150, smoothing=0.1, ema=0.998, evaluate_every=250, save_every=250

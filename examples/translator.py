@@ -1,0 +1,73 @@
+"""What made the translator that comes with the package: a run, made small.
+
+    regard train translate --vocabulary 6000 --steps 3000 --warmup 300 --seed 1 --out runs/en-fr
+    python examples/translator.py runs/en-fr src/regard/tasks/embedded/en-fr
+
+Weights are stored in half precision; everything else of the run that a prediction needs is copied as it is.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from pathlib import Path
+
+from safetensors.torch import save_file
+
+from regard.tasks import Run
+from regard.tasks.runs import load
+
+CARD = """# en-fr
+
+Translates English sentences, as people say them every day, to French: `regard predict en-fr "I am hungry."`
+
+The Transformer with {layers} + {layers} layers, {width} wide, {heads} heads, {vocabulary:,} tokens for both languages,
+{parameters:.1f} million weights in half precision.
+
+Trained on the {train:,} pairs of Tatoeba (CC-BY 2.0, tatoeba.org and manythings.org/anki) that are not held out, by
+
+    {command}
+    python examples/translator.py runs/en-fr src/regard/tasks/embedded/en-fr
+
+with torch {torch}, {threads} thread, {date}; {minutes:.0f} minutes on one core.
+
+On {sentences:,} English sentences that were held out, {pairs:,} pairs (step {step} of {steps}, beam {beam}):
+
+| | this model | copy of the source |
+| --- | --- | --- |
+{rows}
+
+`bleu` and `chrf` are against the first translation of each sentence, `bleu_all_references` against all of them
+(sacrebleu). It knows short everyday sentences and no others: names, numbers and long sentences go wrong, and
+it may repeat the biases of its sources. Licence of the weights: CC-BY 2.0, as of the data.
+"""
+
+
+def main(run: Path, out: Path) -> None:
+    about = json.loads((run / "run.json").read_text())
+    out.mkdir(parents=True, exist_ok=True)
+    for name in ("kit.json", "tokenizer.json"):
+        shutil.copyfile(run / name, out / name)
+    weights, notes = load(run / "best.safetensors")
+    save_file({name: value.half() for name, value in weights.items()}, str(out / "best.safetensors"), notes)
+    about["command"] = ["regard", *about["command"][1:]]
+    (out / "run.json").write_text(json.dumps(about, indent=1, ensure_ascii=False))
+    model, step = Run.open(out).model()
+    results, options = about["results"], about["options"]
+    (copied,) = results["baselines"].values()
+    card = CARD.format(
+        **{name: options[name] for name in ("layers", "width", "heads", "vocabulary", "beam")},
+        parameters=sum(weight.numel() for weight in model.parameters()) / 1e6,
+        train=results["trained_on"], sentences=about["sources"]["held"], pairs=results["held_out"],
+        command=" ".join(about["command"][:-1]) + " runs/en-fr", torch=about["machine"]["torch"],
+        threads=about["machine"]["threads"], date=about["began"][:10], minutes=results["minutes"], step=step,
+        steps=about["recipe"]["steps"],
+        rows="\n".join(f"| {name} | {value:.1f} | {copied[name]:.1f} |" for name, value in results["figures"].items()),
+    )  # fmt: skip
+    (out / "README.md").write_text(card)
+    print(card)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), Path(sys.argv[2]))
