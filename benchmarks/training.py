@@ -26,7 +26,7 @@ from regard.positions import sinusoidal
 from regard.tasks.batches import Ragged, plan
 from regard.tasks.language import Language, Windows, _stream
 from regard.tasks.loop import Objective, _optimizer
-from regard.tasks.task import Batch, Recipe
+from regard.tasks.task import Recipe
 from regard.tasks.translate import Pairs, Translate
 from regard.tasks.trouble import Bad
 
@@ -166,16 +166,14 @@ def language(given: Any) -> None:
             folder, attn_implementation="sdpa", embd_pdrop=DROPOUT, attn_pdrop=DROPOUT, resid_pdrop=DROPOUT
         )
 
-    def of(batch: Batch, logits: Tensor) -> Tensor:
-        return F.cross_entropy(logits.flatten(0, -2), batch.targets)
-
     def our_loss(chosen: np.ndarray) -> Tensor:
         batch = windows.batch(chosen, np.random.default_rng(0))
-        return of(batch, ours(batch.inputs).values)
+        return ours.loss(batch.inputs, batch.targets) / batch.count
 
     def their_loss(chosen: np.ndarray) -> Tensor:
         batch = windows.batch(chosen, np.random.default_rng(0))
-        return of(batch, theirs(batch.inputs.values.view(len(chosen), -1)).logits)
+        logits = theirs(batch.inputs.values.view(len(chosen), -1)).logits
+        return F.cross_entropy(logits.flatten(0, -2), batch.targets)
 
     full = np.flatnonzero(windows.sizes == 256)
     batches = [full[n : n + 16] for n in range(0, len(full) - 16, 16)]

@@ -1,51 +1,50 @@
-"""What `make demo` runs: one call, its mask drawn, how it is computed, and what it looks at."""
+"""What `make demo` runs: a translator trained for two minutes, what it says, and what it looks at while it says it."""
 
 from __future__ import annotations
 
+import shlex
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import matplotlib
 
 matplotlib.use("Agg")
-import matplotlib.pyplot as plt
-import torch
+from regard.tasks import Run
+from regard.view import look_at_text, pictures
 
-import regard as rg
+SENTENCES = (
+    "I am hungry.", "Where is the station?", "She doesn't like coffee.", "We have to go home now.",
+    "He told me that he would help us tomorrow.",
+)  # fmt: skip
+OUT = Path("demo")
 
-torch.manual_seed(0)
-heads, length, width = 4, 512, 64
 
-# Every head asks for the token that stood a while ago, each for another while: something worth looking at.
-key, value = torch.randn(2, 1, heads, length, width)
-query = torch.stack([0.9 * key[:, h].roll(24 * (h + 1) ** 2 // 2, 1) for h in range(heads)], 1)
+def regard(*words: str) -> None:
+    """Run the command as one would type it."""
+    print(f"\n$ regard {shlex.join(words)}", flush=True)
+    subprocess.run([sys.executable, "-m", "regard", *words], check=True)
 
-attend = rg.Attention(mask=rg.causal() & rg.window(255, 0), bias=rg.alibi(heads=heads))
-output, lse = attend(query, key, value, return_lse=True)
-print(f">>> {attend}\n{tuple(query.shape)} -> {tuple(output.shape)}, log-sum-exp {tuple(lse.shape)}\n")
 
-print(">>> print(attend.mask)")
-print(attend.mask, "\n")
+def main() -> None:
+    run = OUT / "run"
+    shutil.rmtree(run, ignore_errors=True)  # of the last time
+    regard(
+        "train", "translate", "--width", "128", "--layers", "2", "--vocabulary", "4000", "--held", "500",
+        "--steps", "500", "--warmup", "100", "--rate", "4e-3", "--tokens", "3072", "--ema", "0.99", "--out", str(run),
+    )  # fmt: skip
+    regard("predict", str(run), *SENTENCES)
+    print("\nThe same by the translator that comes with the package, which was trained for longer:")
+    regard("predict", "en-fr", *SENTENCES)
 
-print(">>> print(attend.explain(query, key, value))")
-print(attend.explain(query, key, value), "\n")
+    translator = Run.open("en-fr")
+    record = look_at_text(translator.model()[0], translator.kit.tokenizer, SENTENCES[-1])
+    axes = pictures.alignment(record)
+    axes.figure.savefig(OUT / "alignment.png", dpi=120)
+    record.save(OUT / "alignment.html")
+    print(f"\n{SENTENCES[-1]} -> {record.note}\nIts soft alignment: {OUT}/alignment.png and {OUT}/alignment.html")
 
-statistics = attend.statistics(query, key)
-print(">>> attend.statistics(query, key)")
-print("head   entropy   mean distance   most looked at from the last token")
-for head in range(heads):
-    keys = ", ".join(str(int(k)) for k in statistics.top_keys[0, head, -1])
-    print(
-        f"{head:4d}   {statistics.entropy[0, head].mean():7.2f}   {statistics.distance[0, head].mean():13.1f}   {keys}"
-    )
 
-folder = Path("demo")
-folder.mkdir(exist_ok=True)
-pooled = attend.map(query, key, size=(64, 64))[0]
-figure, axes = plt.subplots(1, heads, figsize=(3.1 * heads, 3.7), layout="constrained", sharey=True)
-for head, axis in enumerate(axes):
-    axis.imshow(pooled[head].sqrt(), cmap="magma", extent=(0, length, length, 0), interpolation="nearest")
-    axis.set(title=f"head {head}", xlabel="key")
-axes[0].set_ylabel("query")
-figure.suptitle(f"{attend!r}: weights of {length} tokens, pooled to 64 x 64")
-figure.savefig(folder / "weights.png", dpi=110)
-print(f"\nheat map: {folder / 'weights.png'}")
+if __name__ == "__main__":
+    main()

@@ -28,6 +28,7 @@ from regard.nn import (
 )
 from regard.nn.dropout import dropout
 from regard.nn.generate import Greedy, Sample, State, Strategy, follow, generate
+from regard.nn.loss import token_loss
 from regard.scores import Dot
 
 
@@ -124,6 +125,15 @@ class LanguageModel(nn.Module):
         logits = product(hidden, self.embedding.weight if self.head is None else self.head.weight)
         cap = self.config.final_softcap
         return logits if cap is None else cap * torch.tanh(logits / cap)
+
+    def loss(self, inputs: Packed, after: Tensor, *, smoothing: float = 0.0) -> Tensor:
+        """The sum of the cross entropies of the tokens `after` each of the inputs (N,)."""
+        rows = rows_of(inputs, None)
+        hidden = self.hidden(rows.values, rows.positions, rows.shared).flatten(0, -2)
+        if self.config.final_softcap is not None:  # logits that are bent again must be there
+            return F.cross_entropy(self.logits(hidden), after, reduction="sum", label_smoothing=smoothing)
+        weight = self.embedding.weight if self.head is None else self.head.weight
+        return token_loss(hidden, weight, after, smoothing=smoothing)
 
     def begin(self, prompts: Tensor | Sequence[Tensor]) -> tuple[State, Tensor]:
         """A state to generate from, and the prompts as one tensor (R, n), filled up at the front."""

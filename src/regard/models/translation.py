@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from regard.attention import Attention
 from regard.engines.product import product
 from regard.masks import causal
-from regard.models.pairs import padded, sides_of
+from regard.models.pairs import Sides, padded, sides_of
 from regard.models.parts import ARRANGEMENTS, Inputs, choose, embedding, norm_named, rows_of
 from regard.models.places import POSITIONS
 from regard.nn import (
@@ -32,6 +32,7 @@ from regard.nn import (
 )
 from regard.nn.dropout import dropout
 from regard.nn.generate import Greedy, State, Strategy, generate
+from regard.nn.loss import token_loss
 from regard.scores import Dot
 
 S = TypeVar("S", bound=Encoder)
@@ -141,16 +142,25 @@ class Transformer(nn.Module):
     ) -> Tensor | Packed | list[Tensor]:
         """Logits of a target, by what `encode` gave of its source."""
         sides = sides_of(target, encoded, source_mask)
-        x = self._embedded(sides.ids, sides.positions, self.target_embedding or self.embedding, self.target_position)
-        logits = self.logits(self.decoder(x, sides.encoded, shared=sides.shared, across=sides.across))
-        return sides.back(logits)
+        return sides.back(self.logits(self._decoded(sides)))
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Hidden states of the decoder (..., width) to logits (..., vocabulary)."""
-        if self.config.output_scale != 1:
-            hidden = hidden * self.config.output_scale
         head = self.head or self.target_embedding or self.embedding
-        return product(hidden, head.weight, self.logits_bias)
+        return product(self._scaled(hidden), head.weight, self.logits_bias)
+
+    def loss(self, source: Packed, target: Packed, after: Tensor, *, smoothing: float = 0.0) -> Tensor:
+        """The sum of the cross entropies of the tokens `after` each of the target (N,), by `token_loss`."""
+        hidden = self._scaled(self._decoded(sides_of(target, self.encode(source))))
+        head = self.head or self.target_embedding or self.embedding
+        return token_loss(hidden.flatten(0, -2), head.weight, after, bias=self.logits_bias, smoothing=smoothing)
+
+    def _decoded(self, sides: Sides) -> Tensor:
+        x = self._embedded(sides.ids, sides.positions, self.target_embedding or self.embedding, self.target_position)
+        return self.decoder(x, sides.encoded, shared=sides.shared, across=sides.across)
+
+    def _scaled(self, hidden: Tensor) -> Tensor:
+        return hidden * self.config.output_scale if self.config.output_scale != 1 else hidden
 
     def generate(
         self, source: Inputs, source_mask: Tensor | None = None, *, limit: int = 64, strategy: Strategy | None = None

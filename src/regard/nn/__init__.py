@@ -5,6 +5,7 @@ from regard.nn.blocks import Block, PostNorm, PreNorm, Residual, SandwichNorm, U
 from regard.nn.cache import Cache, FixedCache, Memory, WindowCache
 from regard.nn.feedforward import ACTIVATIONS, FeedForward, GatedFeedForward
 from regard.nn.generate import Beam, Greedy, Sample, State
+from regard.nn.loss import token_loss
 from regard.nn.packing import Packed, pack, unpack
 from regard.nn.pooling import AttentionPooling, First, Max, Mean
 from regard.nn.rotary import Rotary
@@ -46,5 +47,6 @@ __all__ = [
     "key_mask",
     "linear",
     "pack",
+    "token_loss",
     "unpack",
 ]

@@ -74,8 +74,8 @@ class Language(Task):
         return Windows(_stream(kit, rows), self.context, self.context)
 
     def loss(self, model: nn.Module, batch: Batch, smoothing: float) -> Tensor:
-        logits = model(batch.inputs).values
-        return F.cross_entropy(logits, batch.targets, reduction="sum", label_smoothing=smoothing)
+        assert isinstance(model, LanguageModel)
+        return model.loss(batch.inputs, batch.targets, smoothing=smoothing)
 
     @torch.no_grad()
     def evaluate(self, model: nn.Module, kit: Kit, rows: Sequence[Row]) -> Figures:

