@@ -14,20 +14,52 @@ constexpr int MR = vector_registers == 32 ? 12 : 6;
 // What becomes of the numbers that are in C already.
 enum class Into { overwrite, add, rescale };
 
+// What a row of the block becomes: C[r][0..NR) = (0 | C | alpha[r] * C) + (left, right).
+template <class T, Into into>
+REGARD_INLINE void meet(T* __restrict c, Vec<T> left, Vec<T> right, const T* __restrict alpha, int r) {
+  constexpr int L = lanes<T>;
+  if constexpr (into == Into::add) {
+    left += load(c);
+    right += load(c + L);
+  } else if constexpr (into == Into::rescale) {
+    const Vec<T> x = broadcast(alpha[r]);
+    left += x * load(c);
+    right += x * load(c + L);
+  }
+  store(c, left);
+  store(c + L, right);
+}
+
 // C[r][0..NR) = (0 | C | alpha[r] * C) + sum over k of A(r, k) * B[k][0..NR),   A(r, k) = a[r * ARow + k * AStep]. The rows
 // of B lie b_row numbers apart: NR in a packed panel.
-// The accumulators always start at zero and meet C at the end: seeding them with C costs digits in long sums.
+// The accumulators meet C at the end: seeding them with C costs digits in long sums. They begin as products, not as zeros,
+// and are stored one by one after their last step: a block of zeroing and one of stores cost as much as four steps.
 template <class T, int M, int ARow, int AStep, Into into>
 REGARD_INLINE void micro_kernel(int64_t depth, const T* __restrict a, const T* __restrict b, T* __restrict c,
                                 int64_t c_row, const T* __restrict alpha, int64_t b_row = NR<T>) {
   using V = Vec<T>;
   constexpr int L = lanes<T>;
   V left[M], right[M];
-  REGARD_UNROLL
-  for (int r = 0; r < M; ++r) left[r] = right[r] = V{};
-
+  if (depth < 2) {
+    REGARD_UNROLL
+    for (int r = 0; r < M; ++r) {
+      const V x = depth == 1 ? broadcast(a[r * ARow]) : V{};
+      meet<T, into>(c + r * c_row, depth == 1 ? x * load(b) : V{}, depth == 1 ? x * load(b + L) : V{}, alpha, r);
+    }
+    return;
+  }
+  {
+    const V b0 = load(b), b1 = load(b + L);
+    REGARD_UNROLL
+    for (int r = 0; r < M; ++r) {
+      const V x = broadcast(a[r * ARow]);
+      left[r] = x * b0;
+      right[r] = x * b1;
+    }
+  }
+  a += AStep, b += b_row;
   _Pragma("GCC unroll 4")
-  for (int64_t k = 0; k < depth; ++k, a += AStep, b += b_row) {
+  for (int64_t k = 2; k < depth; ++k, a += AStep, b += b_row) {
     const V b0 = load(b), b1 = load(b + L);
     REGARD_UNROLL
     for (int r = 0; r < M; ++r) {
@@ -36,19 +68,11 @@ REGARD_INLINE void micro_kernel(int64_t depth, const T* __restrict a, const T* _
       right[r] += x * b1;
     }
   }
-
+  const V b0 = load(b), b1 = load(b + L);
   REGARD_UNROLL
-  for (int r = 0; r < M; ++r, c += c_row) {
-    if constexpr (into == Into::add) {
-      left[r] += load(c);
-      right[r] += load(c + L);
-    } else if constexpr (into == Into::rescale) {
-      const V x = broadcast(alpha[r]);
-      left[r] += x * load(c);
-      right[r] += x * load(c + L);
-    }
-    store(c, left[r]);
-    store(c + L, right[r]);
+  for (int r = 0; r < M; ++r) {
+    const V x = broadcast(a[r * ARow]);
+    meet<T, into>(c + r * c_row, left[r] + x * b0, right[r] + x * b1, alpha, r);
   }
 }
 

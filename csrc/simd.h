@@ -271,12 +271,16 @@ template <class S> REGARD_INLINE void store_some(S* p, int64_t stride, int64_t n
 // All ones in the lanes that hold NaN or an infinity.
 template <class T> REGARD_INLINE IntVec<T> not_finite(Vec<T> x) { return (x - x) != Vec<T>{}; }
 
-// 2^x for x up to 127 (1023). Relative error 9e-8 (1e-16). At -127 (-1023) and below it is exactly 0, because the
-// polynomial is exactly 1 at 0; so a masked logit of -infinity weighs nothing. NaN stays NaN.
-REGARD_INLINE VecF exp2(VecF x) {
-  x = max(broadcast(-127.0f), x);
-  const VecF shifted = x + 12582912.0f;  // 1.5 * 2^23: the rounded exponent is now in the low bits
-  const VecF f = x - (shifted - 12582912.0f);
+// Adding 1.5 * 2^23 (2^52) to a number leaves its nearest integer in the low bits of the sum.
+template <class T> constexpr T rounder = sizeof(T) == 8 ? T(6755399441055744.0) : T(12582912.0);
+template <class T> constexpr T least_exponent = sizeof(T) == 8 ? T(-1023) : T(-127);
+
+// 2^(x - zero) for an integer `zero` and x up to 127 (1023) above it, given zero + least_exponent and rounder - zero: the
+// difference itself is never formed. Relative error 9e-8 (1e-16). At the least exponent and below it is exactly 0, because
+// the polynomial is exactly 1 at 0; so a masked logit of -infinity weighs nothing. NaN stays NaN.
+REGARD_INLINE VecF exp2_above(VecF x, VecF least, VecF round) {
+  x = max(least, x);
+  const VecF shifted = x + round, f = x - (shifted - round);
   VecF p = broadcast(0.0013264714114021637717f);
   p = p * f + 0.0096715135419328830442f;
   p = p * f + 0.055507337867617040903f;
@@ -285,11 +289,10 @@ REGARD_INLINE VecF exp2(VecF x) {
   p = p * f + 1.0f;
   return bits_as<VecF>(bits_as<SimdOf<float>::Word>(p) + (bits_as<SimdOf<float>::Word>(shifted) << 23));
 }
-REGARD_INLINE VecD exp2(VecD x) {
+REGARD_INLINE VecD exp2_above(VecD x, VecD least, VecD round) {
   typedef uint64_t Word64 __attribute__((vector_size(vector_bytes)));
-  x = max(broadcast(-1023.0), x);
-  const VecD shifted = x + 6755399441055744.0;  // 1.5 * 2^52
-  const VecD f = x - (shifted - 6755399441055744.0);
+  x = max(least, x);
+  const VecD shifted = x + round, f = x - (shifted - round);
   VecD p = broadcast(4.4347624440325122047e-10);
   p = p * f + 7.0737840401526117308e-9;
   p = p * f + 1.0178199636678781967e-7;
@@ -304,11 +307,13 @@ REGARD_INLINE VecD exp2(VecD x) {
   p = p * f + 1.0;
   return bits_as<VecD>(bits_as<Word64>(p) + (bits_as<Word64>(shifted) << 52));
 }
+REGARD_INLINE VecF exp2(VecF x) { return exp2_above(x, broadcast(least_exponent<float>), broadcast(rounder<float>)); }
+REGARD_INLINE VecD exp2(VecD x) { return exp2_above(x, broadcast(least_exponent<double>), broadcast(rounder<double>)); }
 
 // e^y for |y| up to 87 (709), to within about one rounding. The argument is reduced in two steps, since rounding
 // y * log2(e) to one number would cost as many digits as the exponent has.
 REGARD_INLINE VecF exp(VecF y) {
-  const VecF shifted = y * float(log2_e) + 12582912.0f, n = shifted - 12582912.0f;
+  const VecF shifted = y * float(log2_e) + rounder<float>, n = shifted - rounder<float>;
   const VecF f = (y - n * 0.693359375f) + n * 2.12194440e-4f;
   VecF p = broadcast(float(1.0 / 5040));
   p = p * f + float(1.0 / 720);
@@ -321,7 +326,7 @@ REGARD_INLINE VecF exp(VecF y) {
 }
 REGARD_INLINE VecD exp(VecD y) {
   typedef uint64_t Word64 __attribute__((vector_size(vector_bytes)));
-  const VecD shifted = y * log2_e + 6755399441055744.0, n = shifted - 6755399441055744.0;
+  const VecD shifted = y * log2_e + rounder<double>, n = shifted - rounder<double>;
   const VecD f = (y - n * 6.93147180369123816490e-01) - n * 1.90821492927058770002e-10;
   const auto power = bits_as<Word64>(exp2(f * log2_e));
   return bits_as<VecD>(power + (bits_as<Word64>(shifted) << 52));

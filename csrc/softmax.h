@@ -21,14 +21,38 @@ template <class T> REGARD_INLINE Vec<T> max_of_each(Vec<T>* x) {
   return x[0];
 }
 
+// x[c] = weight(x[c]) for c in [lo, hi); returns their sums lane by lane.
+template <class T, class F> REGARD_INLINE Vec<T> weigh(T* x, int64_t lo, int64_t hi, F&& weight) {
+  Vec<T> left{}, right{};
+  for (int64_t c = lo; c < hi; c += 2 * lanes<T>) {
+    const Vec<T> a = weight(load(x + c)), b = weight(load(x + c + lanes<T>));
+    store(x + c, a);
+    store(x + c + lanes<T>, b);
+    left += a;
+    right += b;
+  }
+  return left + right;
+}
+
+// The same for peaks of any size.
+template <class T, int stride>
+__attribute__((noinline, cold)) void weigh_wild(T* s, int64_t lo, int64_t hi, const T* peak, Vec<T>* sums, T* alpha) {
+  for (int r = 0; r < MR; ++r) {
+    const Vec<T> top = broadcast(greatest(peak[r], no_peak<T>));
+    sums[r] = sums[r] * alpha[r] + weigh(s + r * stride, lo, hi, [&](Vec<T> x) __attribute__((always_inline)) { return exp2(x - top); });
+  }
+}
+
 // s[r][lo..hi) are logits and become 2^(logit - peak[r]) for the new peak; sums[r] gathers them lane by lane and alpha[r]
-// says by how much everything gathered before has shrunk. All MR rows are worked on, whether in use or not: a constant
-// number of rows is worth more than the rows saved.
+// says by how much everything gathered before has shrunk. A peak is the largest logit so far, rounded to an integer, which
+// saves the subtraction; or -infinity. All MR rows are worked on, whether in use or not: a constant number of rows is worth
+// more than the rows saved.
 template <class T, int stride>
 __attribute__((noinline)) void softmax_strip(T* s, int64_t lo, int64_t hi, T* peak, Vec<T>* sums, T* alpha) {
   using V = Vec<T>;
   constexpr int L = lanes<T>;
-  T top[strip_lanes<T>];
+  T zero[strip_lanes<T>];
+  IntVec<T> wild{};
   REGARD_UNROLL
   for (int group = 0; group < MR; group += L) {
     V x[L];
@@ -42,24 +66,20 @@ __attribute__((noinline)) void softmax_strip(T* s, int64_t lo, int64_t hi, T* pe
           x[r] = max(x[r], max(load(row), load(row + L)));
         }
     }
-    const V old = load(peak + group), now = max(old, max_of_each<T>(x)), safe = max(now, broadcast(no_peak<T>));
+    const V old = load(peak + group), now = (max(old, max_of_each<T>(x)) + rounder<T>) - rounder<T>;
+    const auto none = now == T(-infinity);
+    const V safe = select(none, V{}, now);
+    wild |= ~(absolute(safe) <= T(1 << 20));
     store(peak + group, now);
-    store(top + group, safe);
-    store(alpha + group, exp2(old - safe));
+    store(zero + group, safe);
+    store(alpha + group, exp2(old - max(now, broadcast(no_peak<T>))));
   }
+  if (any_lane(wild)) return weigh_wild<T, stride>(s, lo, hi, peak, sums, alpha);
   REGARD_UNROLL
   for (int r = 0; r < MR; ++r) {
-    T* row = s + r * stride;
-    const V t = broadcast(top[r]);
-    V left{}, right{};
-    for (int64_t c = lo; c < hi; c += 2 * L) {
-      const V x = exp2(load(row + c) - t), y = exp2(load(row + c + L) - t);
-      store(row + c, x);
-      store(row + c + L, y);
-      left += x;
-      right += y;
-    }
-    sums[r] = sums[r] * alpha[r] + (left + right);
+    const V least = broadcast(zero[r] + least_exponent<T>), round = broadcast(rounder<T> - zero[r]);
+    sums[r] = sums[r] * alpha[r] +
+              weigh(s + r * stride, lo, hi, [&](V x) __attribute__((always_inline)) { return exp2_above(x, least, round); });
   }
 }
 

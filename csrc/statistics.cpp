@@ -62,8 +62,9 @@ template <class T, class Score> struct Statistics : Strips<T, Statistics<T, Scor
     }
   }
 
-  // `place` is where the query stands, counted from column 0. Returns the largest logit of these columns.
-  static T add(Sums<T>& sums, const T* logits, T place, int64_t lo, int64_t hi) {
+  // `place` is where the query stands, counted from column 0. Returns the largest logit of these columns. Not inlined: it
+  // takes all the registers, and amid others its sums would wait for memory in every step.
+  __attribute__((noinline)) static T add(Sums<T>& sums, const T* logits, T place, int64_t lo, int64_t hi) {
     using V = Vec<T>;
     V peaks = broadcast(T(-infinity));  // panels are two vectors wide: half the steps wait for one another
     for (int64_t c = lo; c < hi; c += NR<T>) peaks = max(peaks, max(load(logits + c), load(logits + c + lanes<T>)));
