@@ -114,7 +114,7 @@ def evaluate(
 def predict(
     folder: RunFolder,
     inputs: Annotated[
-        list[str] | None, typer.Argument(help="Texts, or files of a text a line; none reads standard input.")
+        list[str] | None, typer.Argument(help="Texts, files of a text a line, or images; none reads standard input.")
     ] = None,
     skip_bad: SkipBad = False,
     as_json: Json = False,
@@ -139,7 +139,7 @@ def predict(
                 )
             )
         else:
-            print(f"{made.output}\t{made.score:.3f}")
+            print(f"{made.output}\t{made.score:.3f}" + (f"\t{made.input}" if run.task.takes != "text" else ""))
     _tell_bad(bad)
 
 

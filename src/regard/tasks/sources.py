@@ -61,8 +61,9 @@ class Examples(NamedTuple):
 def gather(task: Task, sources: Sources, seed: int) -> Examples:
     """Read all of it."""
     bad = Bad(skip=sources.skip_bad)
-    train = [row for source in sources.data for row in task.read(source, bad)]
-    if sources.valid:
-        return Examples(train, [row for source in sources.valid for row in task.read(source, bad)], bad)
+    data, valid = (sources.data, sources.valid) if sources.valid else task.parted(sources.data)
+    train = [row for source in data for row in task.read(source, bad)]
+    if valid:
+        return Examples(train, [row for source in valid for row in task.read(source, bad)], bad)
     train, held = task.hold_out(train, sources.held, seed)
     return Examples(train, held, bad)
