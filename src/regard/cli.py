@@ -207,7 +207,7 @@ def _trainer(kind: type[Task]) -> Callable[..., None]:
             words = each.metadata["help"][0].upper() + each.metadata["help"][1:] + "."
             parameters.append(option(each.name, type(default), default, words, panel))
     columns = " and ".join(kind.columns)
-    command.__doc__ = f"""{kind.summary[0].upper()}{kind.summary[1:]}. Data has {columns}.
+    command.__doc__ = f"""{kind.summary[0].upper()}{kind.summary[1:]}.{f" Data has {columns}." if columns else ""}
 
         regard train {kind.name} --data FILE --out runs/mine
     """

@@ -28,7 +28,7 @@ class Thing(NamedTuple):
 
 
 def coco_rows(source: str, pictures: str, bad: Bad) -> Iterator[Row]:
-    """A row for each image, whose values are its path and a tuple of things; crowds are left out, as COCO does.
+    """A row for each image: its path, its things, and its (width, height) as told; crowds are left out, as COCO does.
 
     pictures: the folder of the images; empty looks beside the file, in folders named as people name them.
     """
@@ -42,7 +42,11 @@ def coco_rows(source: str, pictures: str, bad: Bad) -> Iterator[Row]:
             bad(f"{source}: image {entry['id']}: there are two of this id")
         else:
             things[entry["id"]] = []
-    sizes = {entry["id"]: (entry.get("width"), entry.get("height")) for entry in held["images"] if "id" in entry}
+    sizes = {
+        entry["id"]: (entry.get("width"), entry.get("height"))
+        for entry in held["images"]
+        if isinstance(entry, dict) and "id" in entry
+    }
     for entry in held["annotations"]:
         at = f"{source}: annotation {entry.get('id', '?') if isinstance(entry, dict) else '?'}"
         found = _thing(at, entry, names, sizes, bad)
@@ -56,7 +60,7 @@ def coco_rows(source: str, pictures: str, bad: Bad) -> Iterator[Row]:
         if not path.is_file():
             bad(f"{source}: image {entry['id']}: {path}: there is no such file; --pictures FOLDER says where they are")
         else:
-            yield Row(f"{source}: image {entry['id']}", (str(path), tuple(things.pop(entry["id"]))))
+            yield Row(f"{source}: image {entry['id']}", (str(path), tuple(things.pop(entry["id"])), sizes[entry["id"]]))
 
 
 def _held(source: str) -> dict[str, Any]:

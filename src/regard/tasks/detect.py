@@ -34,7 +34,6 @@ class Detect(Task):
         'a COCO file and a folder of images:\n{"images": [{"id": 1, "file_name": "1.png", ...}],\n "annotations": '
         '[{"image_id": 1, "category_id": 3,\n "bbox": [left, top, width, height], ...}],\n "categories": [...]}'
     )
-    columns: ClassVar[tuple[str, ...]] = ("images", "annotations", "categories")
     takes: ClassVar[str] = "image"
     recipe: ClassVar[Recipe] = Recipe(
         steps=6000, tokens=1024, rate=1e-3, warmup=200, decay=1e-4, clip=1.0, ema=0.998, evaluate_every=500,
@@ -43,7 +42,7 @@ class Detect(Task):
 
     pictures: str = option("", "folder of the images; looked for beside the COCO file unless told")
     size: int = option(0, "pixels each way that images are brought to; 0 for their own size, where all have the same")
-    queries: int = option(12, "objects found in an image at most")
+    queries: int = option(16, "objects found in an image at most")
     channels: int = option(32, "of the first stage of convolutions; each further stage has twice as many")
     stages: int = option(2, "of convolutions: 2 leave an eighth of the image each way, 3 a sixteenth")
     width: int = option(96, "of the hidden states")
@@ -102,6 +101,7 @@ class Detect(Task):
                 ),
                 arrangement="pre",
                 dropout=self.dropout,
+                anchors=True,
             )
         )  # fmt: skip
 
@@ -109,13 +109,16 @@ class Detect(Task):
         known = {label: n for n, label in enumerate(kit.labels)}
         form, good = Form.of(kit), []
         for row in rows:
-            things = row.values[1]
+            _, things, said = row.values
             strange = next((thing.label for thing in things if thing.label not in known), None)
             if strange is not None:
                 few = ", ".join(kit.labels[:6]) + (", ..." if len(kit.labels) > 6 else "")
                 bad(f"{row.place}: the category {strange!r} was never seen in training, which has {few}")
             elif len(things) > self.queries:
                 bad(f"{row.place}: has {len(things)} objects, but --queries {self.queries} finds no more")
+            elif (came := header(row)) and None not in said and came[1::-1] != said:
+                was = f"is {came[1]} x {came[0]} pixels, but the COCO file says {said[0]} x {said[1]}"
+                bad(f"{row.place}: {row.values[0]}: {was}; its boxes would be elsewhere")
             else:
                 good.append(row)
         pixels, kept = pixels_of(good, form, bad, framed)
