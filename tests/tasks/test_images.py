@@ -165,13 +165,13 @@ def test_images_of_different_sizes_ask_for_one_size(tmp_path: Path) -> None:
     folder = folder_of(tmp_path, [*stripes(6), *[("wide", np.zeros((5, 9), np.uint8))] * 6])
     rows = rows_of(folder)
     with pytest.raises(Trouble, match=r"images have 2 sizes, such as .*8 x 8.*; say how many pixels .* --size 64"):
-        tasks()["images"](patch=4).learn(rows)
-    assert Form.of(tasks()["images"](patch=4, size=16).learn(rows)).height == 16
+        tasks()["images"](patch=4, stem=1).learn(rows)
+    assert Form.of(tasks()["images"](patch=4, stem=1, size=16).learn(rows)).height == 16
 
 
 def test_sizes_are_whole_patches_and_colour_is_kept(tmp_path: Path) -> None:
     images = [(label, np.stack([image, image // 2, image // 4], -1)) for label, image in stripes(10, 9)]
-    form = Form.of(tasks()["images"](patch=4).learn(rows_of(folder_of(tmp_path, images))))
+    form = Form.of(tasks()["images"](patch=4, stem=1).learn(rows_of(folder_of(tmp_path, images))))
     assert (form.channels, form.height, form.width) == (3, 12, 12)
     assert form.mean[0] > form.mean[1] > form.mean[2]
 
@@ -198,6 +198,22 @@ def test_a_folder_that_changed_is_noticed(tmp_path: Path) -> None:
     assert fingerprint(str(tmp_path)) == before
     (tmp_path / "lies" / "000.png").unlink()
     assert fingerprint(str(tmp_path)) != before
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("images", {"shift": -1}, "size, shift and stem must not be negative"),
+        ("images", {"patch": 6, "stem": 2}, "patch must be a multiple of 2 to the power of stem = 2, but is 6"),
+        ("images", {"width": 10, "heads": 4}, "width must be a multiple of heads = 4, but is 10"),
+        ("detect", {"shift": -1}, "size and shift must not be negative"),
+        ("detect", {"queries": 0}, "queries must be at least 1, but is 0"),
+        ("detect", {"width": 18, "heads": 2}, "width must be a multiple of 4 and of heads = 2, but is 18"),
+    ],
+)
+def test_options_that_cannot_be_are_told(name: str, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        tasks()[name](**options)
 
 
 def test_only_training_moves_images(trained: tuple[Run, Examples]) -> None:

@@ -55,10 +55,13 @@ class Detect(Task):
     threshold: float = option(0.5, "lowest score of an object that `regard predict` tells")
 
     def __post_init__(self) -> None:
-        if min(self.size, self.shift) < 0 or min(self.queries, self.channels, self.stages, self.decoder_layers) < 1:
-            raise ValueError(
-                "size and shift must not be negative; queries, channels, stages, layers must be at least 1"
-            )
+        if min(self.size, self.shift) < 0:
+            raise ValueError(f"size and shift must not be negative, but are {self.size} and {self.shift}")
+        for name in ("queries", "channels", "stages", "layers", "decoder_layers", "heads"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, but is {getattr(self, name)}")
+        if self.width < 4 or self.width % 4 or self.width % self.heads:
+            raise ValueError(f"width must be a multiple of 4 and of heads = {self.heads}, but is {self.width}")
 
     def read(self, source: str, bad: Bad) -> list[Row]:
         if Path(source).is_dir():

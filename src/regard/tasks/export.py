@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from regard.engines.select import without
 from regard.models.checkpoints import save
 from regard.tasks.runs import Run, write
 from regard.tasks.trouble import Trouble
@@ -42,7 +43,7 @@ def _onnx(model: nn.Module, sample: tuple[Any, ...], path: Path, takes: str) -> 
         return "it needs pip install onnx onnxscript"
     free = torch.export.Dim.DYNAMIC
     named, axes = (["ids", "mask"], {0: free, 1: free}) if takes == "text" else (["pixels"], {0: free})
-    with warnings.catch_warnings(), torch.no_grad():
+    with warnings.catch_warnings(), torch.no_grad(), without("native"):
         warnings.simplefilter("ignore")
         outputs = ["logits", "boxes"] if isinstance(model(*sample), tuple) else ["output"]
         graph = torch.export.export(model, sample, dynamic_shapes=(axes,) * len(sample), strict=True)

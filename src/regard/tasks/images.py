@@ -52,8 +52,12 @@ class Images(Task):
     flip: bool = option(False, "images are mirrored left to right at random in training")
 
     def __post_init__(self) -> None:
-        if min(self.size, self.shift) < 0 or self.patch < 1:
-            raise ValueError(f"size, shift and patch must not be negative, but are {self.size, self.shift, self.patch}")
+        if min(self.size, self.shift, self.stem) < 0:
+            raise ValueError(f"size, shift and stem must not be negative, but are {self.size, self.shift, self.stem}")
+        if self.patch < 1 or self.patch % 2**self.stem:
+            raise ValueError(f"patch must be a multiple of 2 to the power of stem = {self.stem}, but is {self.patch}")
+        if min(self.width, self.heads, self.layers) < 1 or self.width % self.heads:
+            raise ValueError(f"width must be a multiple of heads = {self.heads}, but is {self.width}")
 
     def read(self, source: str, bad: Bad) -> list[Row]:
         path = Path(source)
@@ -87,24 +91,21 @@ class Images(Task):
 
     def model(self, kit: Kit) -> nn.Module:
         form = Form.of(kit)
-        try:
-            return ImageClassifier(
-                VisionConfig(
-                    width=self.width,
-                    layers=self.layers,
-                    heads=self.heads,
-                    hidden=2 * self.width,
-                    image=(form.height, form.width),
-                    patch=self.patch,
-                    channels=form.channels,
-                    stem=tuple(32 * 2**n for n in range(self.stem)),
-                    classes=len(kit.labels),
-                    eps=1e-6,
-                    dropout=self.dropout,
-                )
+        return ImageClassifier(
+            VisionConfig(
+                width=self.width,
+                layers=self.layers,
+                heads=self.heads,
+                hidden=2 * self.width,
+                image=(form.height, form.width),
+                patch=self.patch,
+                channels=form.channels,
+                stem=tuple(32 * 2**n for n in range(self.stem)),
+                classes=len(kit.labels),
+                eps=1e-6,
+                dropout=self.dropout,
             )
-        except ValueError as error:
-            raise Trouble(f"{error}; try another --patch, --stem, --width or --heads") from error
+        )
 
     def items(self, kit: Kit, rows: Sequence[Row], bad: Bad) -> ClassifiedImages:
         known = {label: n for n, label in enumerate(kit.labels)}
