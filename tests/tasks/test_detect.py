@@ -130,6 +130,12 @@ def test_files_named_as_cocos_are_found_with_their_images(tmp_path: Path) -> Non
         tasks()["detect"]().read(str(tmp_path), Bad())
 
 
+def test_a_library_that_is_missing_is_told_before_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("regard.tasks.detect.find_spec", lambda name: None if name == "pycocotools" else name)
+    with pytest.raises(Trouble, match=r"detect needs pycocotools: pip install 'regard\[detect\]'"):
+        tasks()["detect"]().learn([])
+
+
 def test_precision_is_one_for_what_is_true_and_falls_as_boxes_move() -> None:
     chance = np.random.default_rng(0)
     true = [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import ClassVar
 
@@ -36,7 +37,7 @@ class Detect(Task):
     )
     takes: ClassVar[str] = "image"
     recipe: ClassVar[Recipe] = Recipe(
-        steps=6000, tokens=1024, rate=1e-3, warmup=200, decay=1e-4, clip=1.0, ema=0.998, evaluate_every=500,
+        steps=12000, tokens=1024, rate=5e-4, warmup=300, decay=1e-4, ema=0.998, evaluate_every=1000,
         save_every=500,
     )  # fmt: skip
 
@@ -79,6 +80,9 @@ class Detect(Task):
         return split(rows, content, held, seed)
 
     def learn(self, rows: Sequence[Row]) -> Kit:
+        for needed in ("scipy", "pycocotools"):  # before the training, not at its end
+            if find_spec(needed) is None:
+                raise Trouble(f"detect needs {needed}: pip install 'regard[detect]'")
         labels = tuple(sorted({thing.label for row in rows for thing in row.values[1]}))
         if not labels:
             raise Trouble(

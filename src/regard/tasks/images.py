@@ -34,7 +34,7 @@ class Images(Task):
     columns: ClassVar[tuple[str, ...]] = ("image", "label")
     takes: ClassVar[str] = "image"
     recipe: ClassVar[Recipe] = Recipe(
-        steps=2000, tokens=1024, rate=2e-3, warmup=200, decay=0.05, ema=0.998, evaluate_every=250, save_every=250
+        steps=4000, tokens=1024, rate=7e-4, warmup=100, decay=0.05, ema=0.998, evaluate_every=500, save_every=250
     )
 
     image: str = option("", "column of the path of the image, beside the file: a name, or a number from 1")
