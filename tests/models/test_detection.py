@@ -13,7 +13,7 @@ from torch import Tensor
 
 import regard
 from regard.models import RESNETS, Detr, DetrConfig, Objects, ResNet, ResNetConfig, SetLoss
-from regard.models.detection import sine_positions
+from regard.models.detection import near_positions, sine_positions
 from regard.models.matching import corners, giou
 from regard.models.resnet import FrozenBatchNorm
 
@@ -179,8 +179,8 @@ def test_queries_with_anchors_begin_on_a_grid_and_look_near_their_points(tmp_pat
     grid = torch.tensor([[0.25, 0.25], [0.75, 0.25], [0.25, 0.75], [0.75, 0.75]])
     torch.testing.assert_close(boxes[..., :2], grid.expand(2, -1, -1))
     cross = model.decoder.layers[0].cross
-    place = sine_positions(torch.zeros(1, 1, 8, 8), 32)[0]
-    query = cross.qkv(sine_positions(torch.zeros(1, 1, 8, 8), 32)[0, [9, 54]])[:, :32]  # at (1, 1) and at (6, 6)
+    place = near_positions(torch.zeros(1, 1, 8, 8), 32)[0]
+    query = cross.qkv(place[[9, 54]])[:, :32]  # at (1, 1) and at (6, 6)
     nearest = (query @ cross.qkv(place)[:, 32:64].T).view(2, 8, 8)
     assert nearest[0, :4, :4].mean() > nearest[0, 4:, 4:].mean()
     assert nearest[1, 4:, 4:].mean() > nearest[1, :4, :4].mean()

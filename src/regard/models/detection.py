@@ -111,12 +111,13 @@ class Detr(nn.Module):
         features = self.backbone(images)  # (B, channels, rows, columns)
         seen = None if mask is None else _shrunk(mask, images, features)
         x = self.project(features.flatten(2).mT)  # (B, rows * columns, width)
-        place = sine_positions(features, self.config.width, seen)
+        where = sine_positions if self.points is None else near_positions
+        place = where(features, self.config.width, seen)
         keys = None if seen is None else key_mask(seen.flatten(1))
         encoded = self.encoder(x, shared=Shared(keys, query_position=place, key_position=place))
         query = self.queries.weight
-        if self.points is not None:  # rows first, as `sine_positions` has it
-            query = query + _sines(self.points.sigmoid().flip(-1) * (2 * math.pi), self.config.width).flatten(-2)
+        if self.points is not None:  # rows first, as `near_positions` has it
+            query = query + _waves(self.points.sigmoid().flip(-1), self.config.width).flatten(-2)
         query = query.expand(len(x), -1, -1)
         among = Shared(query_position=query, key_position=query)
         across = Shared(keys, query_position=query, key_position=place)
@@ -181,6 +182,33 @@ def _sines(place: Tensor, width: int) -> Tensor:
     steps = torch.arange(half, device=place.device) // 2 * 2 / half
     angle = place[..., None] * 10000.0**-steps
     return torch.stack((angle[..., 0::2].sin(), angle[..., 1::2].cos()), -1).flatten(-2)
+
+
+def near_positions(features: Tensor, width: int, seen: Tensor | None = None) -> Tensor:
+    """Like `sine_positions`, of the middle of each cell, in waves short enough that only near places are alike.
+
+    The waves of `sine_positions` are as long as the image and longer: by them all places look nearly the same at first.
+
+    >>> import torch
+    >>> from regard.models.detection import near_positions
+    >>> place = near_positions(torch.zeros(1, 3, 8, 8), 32)[0]
+    >>> bool(place[9] @ place[10] > place[9] @ place[12])
+    True
+    """
+    if seen is None:
+        seen = torch.ones(1, *features.shape[2:], dtype=torch.bool, device=features.device)
+    told = []
+    for axis in (1, 2):
+        place = seen.cumsum(axis).float()
+        told.append(_waves((place - 0.5) / place.narrow(axis, place.shape[axis] - 1, 1).clamp(min=1), width))
+    return torch.cat(told, -1).flatten(1, 2).to(features.dtype)
+
+
+def _waves(place: Tensor, width: int) -> Tensor:
+    """Sines and cosines of places (...) in 0 ... 1, from half a wave to four over the image, (..., width / 2)."""
+    frequencies = math.pi * 8.0 ** torch.linspace(0, 1, width // 4, device=place.device)
+    angle = place[..., None] * frequencies
+    return torch.cat((angle.sin(), angle.cos()), -1)
 
 
 def _grid(count: int) -> Tensor:

@@ -37,7 +37,8 @@ Norm = Callable[[int], nn.Module]
 NORMS: dict[str, Norm] = {
     "frozen": FrozenBatchNorm,
     "batch": nn.BatchNorm2d,
-    "group": lambda width: nn.GroupNorm(math.gcd(32, width), width),
+    # Groups of one channel would blow up the noise of a channel that sees nothing to the size of what others see.
+    "group": lambda width: nn.GroupNorm(math.gcd(32, max(1, width // 8), width), width),
 }
 
 

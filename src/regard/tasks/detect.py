@@ -205,7 +205,7 @@ class DetectedImages:
         self, task: Detect, form: Form, pixels: np.ndarray, found: Sequence[Found], rows: Sequence[Row]
     ) -> None:
         self.task, self.form, self.pixels, self.found = task, form, pixels, found
-        self.places = [row.place for row in rows]
+        self.places: Sequence[str] = [row.place for row in rows]
         self.extents = [(header(row) or (form.height, form.width, False))[:2] for row in rows]
         self.scales = [scale_to(wide, high, form.width, form.height) for high, wide in self.extents]
         self.sizes = np.full(len(pixels), max(1, form.height * form.width // (4 * 4**task.stages)))

@@ -70,8 +70,8 @@ class Images(Task):
             return rows
         if "idx3" in path.name:
             return list(idx_rows(source))
-        rows = read(source, {"image": self.image, "label": self.label}, bad)
-        return [Row(row.place, (str(path.parent / row.values[0]), row.values[1])) for row in rows]
+        listed = read(source, {"image": self.image, "label": self.label}, bad)
+        return [Row(row.place, (str(path.parent / row.values[0]), row.values[1])) for row in listed]
 
     def parted(self, data: tuple[str, ...]) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """A folder that holds train and valid, or MNIST's two pairs of files, says itself what is held out."""

@@ -48,7 +48,10 @@ class Form:
     def of(kit: Kit) -> Form:
         """What `learnt` left in a kit."""
         assert kit.config is not None
-        return Form(**{key: tuple(value) if isinstance(value, list) else value for key, value in kit.config.items()})
+        values: dict[str, Any] = {
+            key: tuple(value) if isinstance(value, list) else value for key, value in kit.config.items()
+        }
+        return Form(**values)
 
     def ready(self, pixels: Tensor) -> Tensor:
         """Bytes (B, C, height, width) as numbers around 0."""
@@ -114,7 +117,7 @@ def pixels_of(rows: Sequence[Row], form: Form, bad: Bad, fit: Fit) -> tuple[np.n
         held: np.ndarray = np.memmap(tempfile.TemporaryFile(), np.uint8, "w+", shape=shape)  # noqa: SIM115
     else:
         held = np.zeros(shape, np.uint8)
-    kept = []
+    kept: list[int] = []
     for n, row in enumerate(rows):
         given = decoded(row, bad)
         if given is None:
