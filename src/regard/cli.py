@@ -114,7 +114,7 @@ def evaluate(
 def predict(
     folder: RunFolder,
     inputs: Annotated[
-        list[str] | None, typer.Argument(help="Texts, or files of a text a line; none reads standard input.")
+        list[str] | None, typer.Argument(help="Texts, files of a text a line, or images; none reads standard input.")
     ] = None,
     skip_bad: SkipBad = False,
     as_json: Json = False,
@@ -139,7 +139,7 @@ def predict(
                 )
             )
         else:
-            print(f"{made.output}\t{made.score:.3f}")
+            print(f"{made.output}\t{made.score:.3f}" + (f"\t{made.input}" if run.task.takes != "text" else ""))
     _tell_bad(bad)
 
 
@@ -216,7 +216,7 @@ def _trainer(kind: type[Task]) -> Callable[..., None]:
             words = each.metadata["help"][0].upper() + each.metadata["help"][1:] + "."
             parameters.append(option(each.name, type(default), default, words, panel))
     columns = " and ".join(kind.columns)
-    command.__doc__ = f"""{kind.summary[0].upper()}{kind.summary[1:]}. Data has {columns}.
+    command.__doc__ = f"""{kind.summary[0].upper()}{kind.summary[1:]}.{f" Data has {columns}." if columns else ""}
 
         regard train {kind.name} --data FILE --out runs/mine
     """

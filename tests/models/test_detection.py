@@ -5,13 +5,15 @@ from __future__ import annotations
 import itertools
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
+import regard
 from regard.models import RESNETS, Detr, DetrConfig, Objects, ResNet, ResNetConfig, SetLoss
-from regard.models.detection import sine_positions
+from regard.models.detection import near_positions, sine_positions
 from regard.models.matching import corners, giou
 from regard.models.resnet import FrozenBatchNorm
 
@@ -168,6 +170,22 @@ def test_a_few_steps_of_training_find_an_object() -> None:
     assert losses[-1] < losses[0] / 3
     found = model.detect(images, threshold=0.0)
     assert [int(labels[0]) for labels, _, _ in found] == [0, 1, 2, 3]
+
+
+def test_queries_with_anchors_begin_on_a_grid_and_look_near_their_points(tmp_path: Path) -> None:
+    model = model_of(replace(CONFIG, queries=4, anchors=True, dropout=0.0, arrangement="pre"))
+    with torch.no_grad():
+        _, boxes = model(torch.randn(2, 3, 64, 64))
+    grid = torch.tensor([[0.25, 0.25], [0.75, 0.25], [0.25, 0.75], [0.75, 0.75]])
+    torch.testing.assert_close(boxes[..., :2], grid.expand(2, -1, -1))
+    cross = model.decoder.layers[0].cross
+    place = near_positions(torch.zeros(1, 1, 8, 8), 32)[0]
+    query = cross.qkv(place[[9, 54]])[:, :32]  # at (1, 1) and at (6, 6)
+    nearest = (query @ cross.qkv(place)[:, 32:64].T).view(2, 8, 8)
+    assert nearest[0, :4, :4].mean() > nearest[0, 4:, 4:].mean()
+    assert nearest[1, 4:, 4:].mean() > nearest[1, :4, :4].mean()
+    regard.save(model, tmp_path)
+    assert torch.equal(regard.load(tmp_path).points, model.points)
 
 
 def test_detections_are_sorted_cut_at_the_threshold_and_given_by_their_corners() -> None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 
+import regard
 from regard.models import ImageClassifier, VisionConfig, VisionTransformer
 
 CONFIG = VisionConfig(width=32, layers=2, heads=4, hidden=48, image=(24, 40), patch=8, classes=7)
@@ -75,3 +77,16 @@ def test_what_is_no_image_for_the_model_is_refused() -> None:
         model_of()(torch.randn(2, 3, 7, 40))
     with pytest.raises(ValueError, match=r"whole patches of 8 pixels each way, but is \(20, 40\)"):
         VisionTransformer(replace(CONFIG, image=(20, 40)))
+
+
+def test_a_stem_halves_the_image_and_leaves_as_many_patches(tmp_path: Path) -> None:
+    config = replace(CONFIG, stem=(8, 16), channels=1)
+    torch.manual_seed(0)
+    model = ImageClassifier(config).eval()
+    assert model.encoder.patches.kernel_size == (2, 2)
+    images = torch.randn(2, 1, 24, 40)
+    assert model.encoder(images).shape == (2, 1 + 15, 32)
+    regard.save(model, tmp_path)
+    torch.testing.assert_close(regard.load(tmp_path)(images), model(images))
+    with pytest.raises(ValueError, match="stem of 4 convolutions must halve a patch as often, but it has 8 pixels"):
+        VisionTransformer(replace(CONFIG, stem=(8, 8, 8, 8)))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from regard.engines import flex, native, reference, sdpa, tiled
@@ -27,6 +29,18 @@ def select(problem: Problem, name: str | None = None) -> Engine:
         if not engine.why_not(problem) and not engine.why_rather_not(problem):
             return engine
     return next(engine for engine in reversed(ENGINES.values()) if not engine.why_not(problem))
+
+
+@contextmanager
+def without(name: str) -> Iterator[None]:
+    """Within, an engine is passed over: a graph that others are to run is made of torch's own operators."""
+    before = dict(ENGINES)
+    ENGINES.pop(name)
+    try:
+        yield
+    finally:
+        ENGINES.clear()
+        ENGINES.update(before)
 
 
 @dataclass(frozen=True)

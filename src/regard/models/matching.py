@@ -115,13 +115,21 @@ class SetLoss:
             from scipy.optimize import linear_sum_assignment
         except ImportError as error:
             raise ImportError("matching needs scipy; try pip install 'regard[detect]'") from error
+        # The cost of every prediction for every object of its image, all images at once: (objects of all, Q).
+        counts = [len(one.labels) for one in objects]
+        image = torch.arange(len(counts), device=logits.device).repeat_interleave(
+            torch.tensor(counts, device=logits.device)
+        )
+        labels, true = torch.cat([one.labels for one in objects]), torch.cat([one.boxes for one in objects])
+        found, true = boxes.float()[image], true.to(logits.device, torch.float32)[:, None]
+        chance = logits.float().softmax(-1)[image, :, labels.to(logits.device, torch.int64)]
+        cost = -self.class_weight * chance
+        cost += self.box_weight * (found - true).abs().sum(-1)
+        cost -= self.giou_weight * giou(corners(found), corners(true))
+        # What has diverged is matched last rather than refused: the loss then shows it.
+        cost = cost.nan_to_num(nan=1e9, posinf=1e9, neginf=-1e9).cpu()
         pairs = []
-        for given, found, (labels, true) in zip(logits.float(), boxes.float(), objects, strict=True):
-            cost = -self.class_weight * given.softmax(-1)[:, labels]  # (Q, n)
-            cost += self.box_weight * torch.cdist(found, true.to(found), p=1)
-            cost -= self.giou_weight * giou(corners(found)[:, None], corners(true.to(found)))
-            # What has diverged is matched last rather than refused: the loss then shows it.
-            cost = cost.nan_to_num(nan=1e9, posinf=1e9, neginf=-1e9)
-            query, which = linear_sum_assignment(cost.cpu().numpy())
+        for part in cost.split(counts):
+            query, which = linear_sum_assignment(part.T.numpy())
             pairs.append((torch.as_tensor(query, device=logits.device), torch.as_tensor(which, device=logits.device)))
         return pairs

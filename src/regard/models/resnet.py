@@ -37,7 +37,8 @@ Norm = Callable[[int], nn.Module]
 NORMS: dict[str, Norm] = {
     "frozen": FrozenBatchNorm,
     "batch": nn.BatchNorm2d,
-    "group": lambda width: nn.GroupNorm(math.gcd(32, width), width),
+    # Groups of one channel would blow up the noise of a channel that sees nothing to the size of what others see.
+    "group": lambda width: nn.GroupNorm(math.gcd(32, max(1, width // 8), width), width),
 }
 
 
@@ -85,7 +86,7 @@ class ResNet(nn.Module):
         super().__init__()
         self.config = config
         norm = choose("norm", config.norm, NORMS)
-        self.stem = _Convolution(config.channels, config.stem, 7, norm, stride=2)
+        self.stem = Convolution(config.channels, config.stem, 7, norm, stride=2)
         stages, width = [], config.stem
         for n, (wide, depth) in enumerate(zip(config.widths, config.depths, strict=True)):
             blocks = [_Block(width, wide, norm, stride=2 if n else 1, bottleneck=config.bottleneck)]
@@ -99,7 +100,7 @@ class ResNet(nn.Module):
         return self.stages(x)
 
 
-class _Convolution(nn.Module):
+class Convolution(nn.Module):
     """A convolution without bias, and its norm."""
 
     def __init__(self, inputs: int, outputs: int, size: int, norm: Norm, stride: int = 1) -> None:
@@ -118,20 +119,20 @@ class _Block(nn.Module):
     def __init__(self, inputs: int, outputs: int, norm: Norm, *, stride: int = 1, bottleneck: bool) -> None:
         super().__init__()
         inner = outputs // 4 if bottleneck else outputs
-        parts: Sequence[_Convolution] = (
+        parts: Sequence[Convolution] = (
             (
-                _Convolution(inputs, inner, 1, norm),
-                _Convolution(inner, inner, 3, norm, stride),
-                _Convolution(inner, outputs, 1, norm),
+                Convolution(inputs, inner, 1, norm),
+                Convolution(inner, inner, 3, norm, stride),
+                Convolution(inner, outputs, 1, norm),
             )
             if bottleneck
-            else (_Convolution(inputs, inner, 3, norm, stride), _Convolution(inner, outputs, 3, norm))
+            else (Convolution(inputs, inner, 3, norm, stride), Convolution(inner, outputs, 3, norm))
         )
         self.parts = nn.ModuleList(parts)
         if isinstance(weight := parts[-1].norm.weight, nn.Parameter):
             nn.init.zeros_(weight)
         same = inputs == outputs and stride == 1
-        self.shortcut = None if same else _Convolution(inputs, outputs, 1, norm, stride)
+        self.shortcut = None if same else Convolution(inputs, outputs, 1, norm, stride)
 
     def forward(self, x: Tensor) -> Tensor:
         y = x

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 import torch.nn.functional as F
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from regard.attention import Attention
 from regard.geometry import shape_of
 from regard.models.parts import ARRANGEMENTS, choose, norm_named
+from regard.models.resnet import NORMS, Convolution
 from regard.nn import ACTIVATIONS, Block, Encoder, FeedForward, MultiHeadAttention, Shared, key_mask, linear
 from regard.positions import learned
 
@@ -21,6 +23,8 @@ class VisionConfig:
     """A Vision Transformer. The defaults are those of ViT-Base but for its sizes.
 
     image: height and width that the table of positions is for, in pixels, multiples of `patch`; others interpolate it.
+    stem: channels of 3x3 convolutions before the patches, each of which halves the image; with them a model learns from
+        fewer images. A patch is as many pixels as without.
     qkv_bias: whether queries, keys and values have a bias. classes: how many an `ImageClassifier` tells apart.
     attention_dropout: of the weights, dropout unless told otherwise.
 
@@ -36,6 +40,7 @@ class VisionConfig:
     image: tuple[int, int] = (224, 224)
     patch: int = 16
     channels: int = 3
+    stem: tuple[int, ...] = ()
     classes: int = 1000
     arrangement: str = "pre"
     norm: str = "layer"
@@ -72,7 +77,15 @@ class VisionTransformer(nn.Module):
         rows, columns = config.grid
         if rows < 1 or columns < 1 or config.image != (rows * config.patch, columns * config.patch):
             raise ValueError(f"image must be whole patches of {config.patch} pixels each way, but is {config.image}")
-        self.patches = nn.Conv2d(config.channels, config.width, config.patch, stride=config.patch)
+        left = config.patch >> len(config.stem)
+        if left << len(config.stem) != config.patch:
+            raise ValueError(
+                f"stem of {len(config.stem)} convolutions must halve a patch as often, but it has {config.patch} pixels"
+            )
+        seen = (config.channels, *config.stem)
+        halves = (Convolution(*pair, 3, NORMS["group"], stride=2) for pair in pairwise(seen))
+        self.stem = nn.Sequential(*(part for half in halves for part in (half, nn.ReLU())))
+        self.patches = nn.Conv2d(seen[-1], config.width, left, stride=left)
         nn.init.normal_(self.patches.weight, std=1 / math.sqrt(self.patches.weight[0].numel()))
         assert self.patches.bias is not None
         nn.init.zeros_(self.patches.bias)
@@ -89,7 +102,7 @@ class VisionTransformer(nn.Module):
                 f"images must be (B, {channels}, height, width) of at least {patch} x {patch} pixels, "
                 f"but are {shape_of(images)}"
             )
-        x = self.patches(images)  # (B, width, rows, columns)
+        x = self.patches(self.stem(images))  # (B, width, rows, columns)
         positions = self.positions((x.shape[2], x.shape[3]))
         x = torch.cat((self.first.expand(len(x), 1, -1), x.flatten(2).mT), 1) + positions
         if self.config.dropout and self.training:

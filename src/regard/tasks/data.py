@@ -76,8 +76,17 @@ def format_of(path: Path) -> str:
 
 
 def fingerprint(source: str) -> dict[str, Any]:
-    """What tells that a source is the same as before: where, how large, and a digest of its bytes."""
+    """What tells that a source is the same as before: where, how large, and a digest of its bytes.
+
+    Of a folder, which may be large, the digest is of names and sizes.
+    """
     path = _path(source)
+    if path.is_dir():
+        inside = sorted(
+            (str(each.relative_to(path)), each.stat().st_size) for each in path.rglob("*") if each.is_file()
+        )
+        digest = hashlib.sha256(json.dumps(inside).encode()).hexdigest()
+        return {"source": str(path.resolve()), "bytes": sum(size for _, size in inside), "sha256": digest}
     if not path.is_file():
         return {"source": source}
     with path.open("rb") as file:

@@ -112,7 +112,7 @@ class Embed(Task):
             )
             yield Prediction(rows[row].values[0], output, score, {"vector": found[n].tolist()})
 
-    def sample(self) -> tuple[Tensor, Tensor]:
+    def sample(self, kit: Kit) -> tuple[Tensor, Tensor]:
         return torch.full((2, 7), 5), torch.tensor([[True] * 7, [True] * 4 + [False] * 3])
 
 

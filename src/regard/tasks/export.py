@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from regard.engines.select import without
 from regard.models.checkpoints import save
 from regard.tasks.runs import Run, write
 from regard.tasks.trouble import Trouble
@@ -25,27 +26,29 @@ def export(run: Run, folder: Path, *, onnx: bool = True) -> list[str]:
     run.kit.save(folder)
     about = {key: run.about[key] for key in ("task", "options", "recipe", "machine", "results")} | {"step": step}
     write(folder / "task.json", lambda path: path.write_text(json.dumps(about, indent=1, ensure_ascii=False)))
-    sample, why_not = run.task.sample(), ""
+    sample, why_not = run.task.sample(run.kit), ""
     if onnx and sample is None:
         why_not = f"{run.task.name} computes one token after the other, which is no single graph"
     elif onnx and sample is not None:
-        why_not = _onnx(model, sample, folder / "model.onnx")
+        why_not = _onnx(model, sample, folder / "model.onnx", run.task.takes)
     notes = [f"{path.name} ({path.stat().st_size / 1e6:.2f} MB)" for path in sorted(folder.iterdir())]
     return notes + ([f"no model.onnx: {why_not}"] if why_not else [])
 
 
-def _onnx(model: nn.Module, sample: tuple[Any, ...], path: Path) -> str:
-    """Write a graph of token ids and their mask, of any batch and length; else why not."""
+def _onnx(model: nn.Module, sample: tuple[Any, ...], path: Path, takes: str) -> str:
+    """Write a graph: of token ids and their mask, of any batch and length, or of any batch of pixels; else why not."""
     try:
         import onnxscript  # noqa: F401
     except ImportError:
         return "it needs pip install onnx onnxscript"
     free = torch.export.Dim.DYNAMIC
-    with warnings.catch_warnings(), torch.no_grad():
+    named, axes = (["ids", "mask"], {0: free, 1: free}) if takes == "text" else (["pixels"], {0: free})
+    with warnings.catch_warnings(), torch.no_grad(), without("native"):
         warnings.simplefilter("ignore")
-        graph = torch.export.export(model, sample, dynamic_shapes=({0: free, 1: free},) * len(sample), strict=True)
+        outputs = ["logits", "boxes"] if isinstance(model(*sample), tuple) else ["output"]
+        graph = torch.export.export(model, sample, dynamic_shapes=(axes,) * len(sample), strict=True)
         torch.onnx.export(
             graph, (), str(path), dynamo=True, external_data=False, verbose=False,
-            input_names=["ids", "mask"], output_names=["output"],
+            input_names=named, output_names=outputs,
         )  # fmt: skip
     return ""

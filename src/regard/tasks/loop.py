@@ -307,7 +307,8 @@ def moved(value: Any, device: torch.device) -> Any:
     if isinstance(value, Batch):
         return replace(value, inputs=moved(value.inputs, device), targets=moved(value.targets, device))
     if isinstance(value, tuple | list):
-        return type(value)(moved(part, device) for part in value)
+        parts = [moved(part, device) for part in value]
+        return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
     return value
 
 

@@ -104,7 +104,7 @@ class Masked(Task):
             output = tokenizer.decode(filled.tolist())
             yield Prediction(row.values[0], output, float(best[:, 0].log().mean().exp()), {"words": more})
 
-    def sample(self) -> tuple[Tensor, Tensor]:
+    def sample(self, kit: Kit) -> tuple[Tensor, Tensor]:
         return torch.full((2, 7), 5), torch.tensor([[True] * 7, [True] * 4 + [False] * 3])
 
 

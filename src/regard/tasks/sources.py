@@ -68,12 +68,12 @@ class Examples(NamedTuple):
 def gather(task: Task, sources: Sources, seed: int) -> Examples:
     """Read all of it."""
     bad = Bad(skip=sources.skip_bad)
+    data, held = (sources.data, sources.valid) if sources.valid else task.parted(sources.data)
     train, valid, test = (
-        [row for source in part for row in task.read(source, bad)]
-        for part in (sources.data, sources.valid, sources.test)
+        [row for source in part for row in task.read(source, bad)] for part in (data, held, sources.test)
     )
-    if not sources.test and not sources.valid:
+    if not sources.test and not held:
         train, test = task.hold_out(train, sources.held, seed)
-    if not sources.valid:
+    if not held:
         train, valid = task.hold_out(train, (sources.held + 1) // 2, seed)
     return Examples(train, valid, test or valid, bad)

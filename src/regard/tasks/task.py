@@ -81,7 +81,7 @@ class Recipe:
 class Kit:
     """What a task learns from its data before training and needs ever after.
 
-    config: fields of the model's configuration that a pretrained model brought along.
+    config: fields of the model's configuration that a pretrained model brought along, or the form of images.
     """
 
     tokenizer: Tokenizer | None = None
@@ -167,6 +167,10 @@ class Task(ABC):
         """The examples of a source."""
         return list(read(source, {name: getattr(self, name) for name in self.columns}, bad))
 
+    def parted(self, data: tuple[str, ...]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """Sources to train on and sources held out, where the data itself says so; without --valid this is asked."""
+        return data, ()
+
     def hold_out(self, rows: Sequence[Row], held: int, seed: int) -> tuple[list[Row], list[Row]]:
         """Rows to train on and rows held out: `held` of them, where those that begin alike count as one."""
         return split(rows, lambda row: str(row.values[0]), held, seed)
@@ -202,7 +206,7 @@ class Task(ABC):
     def predict(self, model: nn.Module, kit: Kit, rows: Sequence[Row], bad: Bad) -> Iterator[Prediction]:
         """What the model says of each input, in order: rows of one value, the text or the path of an image."""
 
-    def sample(self) -> tuple[Any, ...] | None:
+    def sample(self, kit: Kit) -> tuple[Any, ...] | None:
         """Padded inputs to export the model with, where it can be exported to ONNX; none where it cannot."""
         return None
 

@@ -79,7 +79,7 @@ VIT = Family(
         Field("attention_dropout", "attention_probs_dropout_prob", 0.0),
         activation("activation", "hidden_act", "gelu"),
     ),
-    fixed={"arrangement": "pre", "norm": "layer"},
+    fixed={"arrangement": "pre", "norm": "layer", "stem": ()},
     read=read_vit,
     write=write_vit,
 )
@@ -187,7 +187,7 @@ DETR = Family(
         Field("attention_dropout", "attention_dropout", 0.0),
         activation("activation", "activation_function", "relu"),
     ),
-    fixed={"arrangement": "post", "eps": 1e-5},
+    fixed={"arrangement": "post", "eps": 1e-5, "anchors": False},
     only={"position_embedding_type": ("sine",), "dilation": (False,), "num_channels": (3,)},
     read=read_detr,
     write=write_detr,

@@ -1,0 +1,265 @@
+"""The objects of an image: what they are, and where."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from regard.models.detection import Detr, DetrConfig
+from regard.models.matching import Objects, SetLoss, corners
+from regard.models.resnet import ResNetConfig
+from regard.tasks import coco, metrics
+from regard.tasks.data import Row, split
+from regard.tasks.metrics import Found
+from regard.tasks.pictures import Form, content, drawn, framed, header, learnt, pixels_of, scale_to, shaken
+from regard.tasks.task import Batch, Figures, Kit, Prediction, Recipe, Task, option
+from regard.tasks.trouble import Bad, Trouble
+
+LOSS = SetLoss(class_weight=2.0)
+
+
+@dataclass(frozen=True)
+class Detect(Task):
+    """DETR, on a small residual network that is trained with it."""
+
+    name: ClassVar[str] = "detect"
+    summary: ClassVar[str] = "the objects of an image, with their boxes"
+    example: ClassVar[str] = (
+        'a COCO file and a folder of images:\n{"images": [{"id": 1, "file_name": "1.png", ...}],\n "annotations": '
+        '[{"image_id": 1, "category_id": 3,\n "bbox": [left, top, width, height], ...}],\n "categories": [...]}'
+    )
+    takes: ClassVar[str] = "image"
+    recipe: ClassVar[Recipe] = Recipe(
+        steps=12000, tokens=1024, rate=5e-4, warmup=300, decay=1e-4, ema=0.998, evaluate_every=1000,
+        save_every=500,
+    )  # fmt: skip
+
+    pictures: str = option("", "folder of the images; looked for beside the COCO file unless told")
+    size: int = option(0, "pixels each way that images are brought to; 0 for their own size, where all have the same")
+    queries: int = option(16, "objects found in an image at most")
+    channels: int = option(32, "of the first stage of convolutions; each further stage has twice as many")
+    stages: int = option(2, "of convolutions: 2 leave an eighth of the image each way, 3 a sixteenth")
+    width: int = option(96, "of the hidden states")
+    layers: int = option(1, "of the encoder")
+    decoder_layers: int = option(3, "of the decoder")
+    heads: int = option(4, "of the attention")
+    dropout: float = option(0.0, "in training")
+    shift: int = option(0, "pixels by which images are moved at random in training")
+    flip: bool = option(False, "images are mirrored left to right at random in training")
+    threshold: float = option(0.5, "lowest score of an object that `regard predict` tells")
+
+    def __post_init__(self) -> None:
+        if min(self.size, self.shift) < 0:
+            raise ValueError(f"size and shift must not be negative, but are {self.size} and {self.shift}")
+        for name in ("queries", "channels", "stages", "layers", "decoder_layers", "heads"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, but is {getattr(self, name)}")
+        if self.width < 4 or self.width % 4 or self.width % self.heads:
+            raise ValueError(f"width must be a multiple of 4 and of heads = {self.heads}, but is {self.width}")
+
+    def read(self, source: str, bad: Bad) -> list[Row]:
+        if Path(source).is_dir():
+            if parts := _parts(Path(source)):
+                raise Trouble(f"{source}: holds {' and '.join(part.name for part in parts)}; say which of them it is")
+            raise Trouble(f"{source}: is a folder; expected a COCO file, such as {source}/instances_train.json")
+        return list(coco.coco_rows(source, self.pictures, bad))
+
+    def parted(self, data: tuple[str, ...]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """A folder with a COCO file to train on and one that is held out says so itself."""
+        parts = _parts(Path(data[0])) if len(data) == 1 else None
+        return ((str(parts[0]),), (str(parts[1]),)) if parts else (data, ())
+
+    def hold_out(self, rows: Sequence[Row], held: int, seed: int) -> tuple[list[Row], list[Row]]:
+        return split(rows, content, held, seed)
+
+    def learn(self, rows: Sequence[Row]) -> Kit:
+        for needed in ("scipy", "pycocotools"):  # before the training, not at its end
+            if find_spec(needed) is None:
+                raise Trouble(f"detect needs {needed}: pip install 'regard[detect]'")
+        labels = tuple(sorted({thing.label for row in rows for thing in row.values[1]}))
+        if not labels:
+            raise Trouble(
+                f"{rows[0].place if rows else 'the data'}: there is no object in any image; is it the right file?"
+            )
+        return Kit(labels=labels, config=learnt(rows, self.size, framed))
+
+    def model(self, kit: Kit) -> nn.Module:
+        form = Form.of(kit)
+        widths = tuple(self.channels * 2**n for n in range(self.stages))
+        return Detr(
+            DetrConfig(
+                classes=len(kit.labels),
+                queries=self.queries,
+                width=self.width,
+                layers=self.layers,
+                decoder_layers=self.decoder_layers,
+                heads=self.heads,
+                hidden=2 * self.width,
+                backbone=ResNetConfig(
+                    stem=self.channels, widths=widths, depths=(1,) * self.stages, bottleneck=False,
+                    channels=form.channels, norm="group",
+                ),
+                arrangement="pre",
+                dropout=self.dropout,
+                anchors=True,
+            )
+        )  # fmt: skip
+
+    def items(self, kit: Kit, rows: Sequence[Row], bad: Bad) -> DetectedImages:
+        known = {label: n for n, label in enumerate(kit.labels)}
+        form, good = Form.of(kit), []
+        for row in rows:
+            _, things, said = row.values
+            strange = next((thing.label for thing in things if thing.label not in known), None)
+            if strange is not None:
+                few = ", ".join(kit.labels[:6]) + (", ..." if len(kit.labels) > 6 else "")
+                bad(f"{row.place}: the category {strange!r} was never seen in training, which has {few}")
+            elif len(things) > self.queries:
+                bad(f"{row.place}: has {len(things)} objects, but --queries {self.queries} finds no more")
+            elif (came := header(row)) and None not in said and came[1::-1] != said:
+                was = f"is {came[1]} x {came[0]} pixels, but the COCO file says {said[0]} x {said[1]}"
+                bad(f"{row.place}: {row.values[0]}: {was}; its boxes would be elsewhere")
+            else:
+                good.append(row)
+        pixels, kept = pixels_of(good, form, bad, framed)
+        good = [good[n] for n in kept]
+        found = []
+        for row in good:
+            labels = [known[thing.label] for thing in row.values[1]]
+            boxes = np.array([thing[1:] for thing in row.values[1]], np.float64).reshape(-1, 4)
+            found.append(Found(boxes, np.array(labels, np.int64), np.ones(len(labels))))
+        return DetectedImages(self, form, pixels, found, good)
+
+    def loss(self, model: nn.Module, batch: Batch, smoothing: float) -> Tensor:
+        """The mean over images and objects of a batch, times its images; smoothing has no meaning here."""
+        assert isinstance(model, Detr)
+        (images, by, mirrored), objects = batch.inputs, batch.targets
+        if model.training:
+            images, objects = shaken(images, by, mirrored), _shaken_boxes(objects, by, mirrored, images)
+        return model.loss(images, objects, by=LOSS) * len(images)
+
+    def evaluate(self, model: nn.Module, kit: Kit, rows: Sequence[Row]) -> Figures:
+        items = self.items(kit, rows, Bad(skip=True))
+        return metrics.detection(self._found(model, items), items.found, len(kit.labels))
+
+    def baselines(self, kit: Kit, train: Sequence[Row], held: Sequence[Row]) -> dict[str, Figures]:
+        ours, theirs = self.items(kit, train[:5000], Bad(skip=True)), self.items(kit, held, Bad(skip=True))
+        usual = coco.by_frequency(ours.found, theirs.found, self.queries)
+        pieces = coco.by_components(
+            ours.pixels, [ours.scaled(n) for n in range(len(ours.found))], theirs.pixels, len(kit.labels)
+        )
+        pieces = [theirs.unscaled(n, one) for n, one in enumerate(pieces)]
+        return {
+            "most frequent boxes": metrics.detection(usual, theirs.found, len(kit.labels)),
+            "connected pieces, nearest mean": metrics.detection(pieces, theirs.found, len(kit.labels)),
+        }
+
+    def predict(self, model: nn.Module, kit: Kit, rows: Sequence[Row], bad: Bad) -> Iterator[Prediction]:
+        form = Form.of(kit)
+        pixels, kept = pixels_of(rows, form, bad, framed)
+        items = DetectedImages(self, form, pixels, [], [rows[n] for n in kept])
+        for n, one in zip(kept, self._found(model, items), strict=True):
+            sure = one.scores >= self.threshold
+            objects = [
+                {"label": kit.labels[label], "score": score, "box": [round(side, 2) for side in box]}
+                for box, label, score in zip(*(each[sure].tolist() for each in one), strict=True)
+            ]
+            said = ", ".join(
+                f"{each['label']} at {' '.join(f'{side:.0f}' for side in each['box'])}" for each in objects
+            )
+            score = float(one.scores[sure].min()) if objects else 1 - float(one.scores.max(initial=0.0))
+            yield Prediction(rows[n].values[0], said or "nothing", score, {"objects": objects})
+
+    @torch.no_grad()
+    def _found(self, model: nn.Module, items: DetectedImages) -> list[Found]:
+        """What the model finds in each image, the surest first, in pixels of the image."""
+        device, found = next(model.parameters()).device, []
+        for first in range(0, len(items.pixels), 64):
+            chosen = np.arange(first, min(first + 64, len(items.pixels)))
+            logits, boxes = model(items.images(chosen).to(device))
+            scores, labels = logits.float().softmax(-1)[..., :-1].max(-1)
+            shares = corners(boxes.float()).cpu().double().numpy()
+            for n, score, label, share in zip(chosen, scores.cpu().numpy(), labels.cpu().numpy(), shares, strict=True):
+                order = np.argsort(-score, kind="stable")
+                edges = share[order] * np.tile([items.form.width, items.form.height], 2)
+                sides = np.concatenate([edges[:, :2], edges[:, 2:] - edges[:, :2]], 1)
+                found.append(items.unscaled(int(n), Found(sides, label[order], score[order].astype(np.float64))))
+        return found
+
+    def sample(self, kit: Kit) -> tuple[Tensor]:
+        form = Form.of(kit)
+        return (torch.zeros(2, form.channels, form.height, form.width),)
+
+
+class DetectedImages:
+    """Images as bytes (n, C, height, width), and the objects of each, in pixels of the images as they were."""
+
+    def __init__(
+        self, task: Detect, form: Form, pixels: np.ndarray, found: Sequence[Found], rows: Sequence[Row]
+    ) -> None:
+        self.task, self.form, self.pixels, self.found = task, form, pixels, found
+        self.places: Sequence[str] = [row.place for row in rows]
+        self.extents = [(header(row) or (form.height, form.width, False))[:2] for row in rows]
+        self.scales = [scale_to(wide, high, form.width, form.height) for high, wide in self.extents]
+        self.sizes = np.full(len(pixels), max(1, form.height * form.width // (4 * 4**task.stages)))
+
+    def images(self, chosen: np.ndarray) -> Tensor:
+        """As the model takes them."""
+        return self.form.ready(torch.from_numpy(self.pixels[chosen]))
+
+    def scaled(self, n: int) -> Found:
+        """The objects of an image in pixels of what the model sees."""
+        return self.found[n]._replace(boxes=self.found[n].boxes * self.scales[n])
+
+    def unscaled(self, n: int, found: Found) -> Found:
+        """Boxes in pixels of what the model sees, in those of the image, within its edges."""
+        high, wide = self.extents[n]
+        low, size = np.split(found.boxes / self.scales[n], 2, 1)
+        end = np.clip(low + size, 0, (wide, high))
+        low = np.clip(low, 0, (wide, high))
+        return found._replace(boxes=np.concatenate([low, end - low], 1))
+
+    def batch(self, chosen: np.ndarray, random: np.random.Generator) -> Batch:
+        moves = drawn(random, len(chosen), self.task.shift, self.task.flip)
+        frame = np.tile([self.form.width, self.form.height], 2)
+        objects = []
+        for n in chosen:
+            low, size = np.split(self.scaled(int(n)).boxes / frame, 2, 1)
+            boxes = torch.from_numpy(np.concatenate([low + size / 2, size], 1)).float()
+            objects.append(Objects(torch.from_numpy(self.found[int(n)].labels), boxes))
+        return Batch((self.images(chosen), *moves), objects, int(self.sizes[chosen].sum()), len(chosen))
+
+
+def _shaken_boxes(objects: Sequence[Objects], by: Tensor, mirrored: Tensor, images: Tensor) -> list[Objects]:
+    """The objects of images that `shaken` moved: cut off at the edges, gone if their middle is outside."""
+    height, width = images.shape[2:]
+    moved = []
+    for (labels, boxes), down, right, mirror in zip(
+        objects, by[0].tolist(), by[1].tolist(), mirrored.tolist(), strict=True
+    ):
+        if down or right:
+            boxes = boxes + boxes.new_tensor([right / width, down / height, 0, 0])
+            inside = ((boxes[:, :2] > 0) & (boxes[:, :2] < 1)).all(1)
+            low, high = corners(boxes[inside]).clamp(0, 1).split(2, 1)
+            labels, boxes = labels[inside], torch.cat(((low + high) / 2, high - low), 1)
+        if mirror:
+            boxes = torch.cat((1 - boxes[:, :1], boxes[:, 1:]), 1)
+        moved.append(Objects(labels, boxes))
+    return moved
+
+
+def _parts(folder: Path) -> tuple[Path, Path] | None:
+    """Where a folder, or its folder `annotations`, has a COCO file to train on and one that is held out."""
+    for place in (folder, folder / "annotations"):
+        files = sorted(place.glob("*.json"))
+        train, valid = ([path for path in files if word in path.stem] for word in ("train", "val"))
+        if len(train) == len(valid) == 1:
+            return train[0], valid[0]
+    return None
