@@ -13,16 +13,8 @@ from torch import Tensor
 
 import regard as rg
 
-HOSTILE = [
-    "<script>alert(1)</script>",
-    "</script>",
-    "\u202eabc",
-    "\u200f",
-    "<img src=x onerror=alert(1)>",
-    "",
-    " ",
-    "\n",
-]
+MARKUP = ["<script>alert(1)</script>", "</script>", "<img src=x onerror=alert(1)>"]
+HOSTILE = [*MARKUP, "\u202eabc", "\u200f", "", " ", "\n"]
 
 
 @dataclass

@@ -51,14 +51,14 @@ export function createPanel(app, jump, shown = 14) {
       element.replaceChildren(el("p", { class: "muted", text }));
     },
     // A cell of a map: what its query looks at, and who looks at its key.
-    pair({ query, key }, rowText, columnText, looks, looked) {
+    pair({ query, key }, { rowText, columnText, words = ["looks", "looked"] }, looks, looked) {
       const { t } = app;
       element.replaceChildren(
         heading(t("query"), query, rowText),
-        looks ? table(t("looks"), looks, columnText, "key", note(looks)) : "",
+        looks ? table(t(words[0]), looks, columnText, "key", note(looks)) : "",
         el("hr"),
         heading(t("key"), key, columnText),
-        looked ? table(t("looked"), looked, rowText, "query", note(looked)) : "",
+        looked ? table(t(words[1]), looked, rowText, "query", note(looked)) : "",
       );
     },
     // `looks` and `looked` are answers of look.row and look.column, or null where the token cannot be read so.

@@ -29,14 +29,15 @@ export function createPlane(app, onWindow) {
   let pointer = null;
   let cursor = null;
   let asked = 0;
+  let known = ""; // the window that the state holds, as far as this map knows
 
   const ask = debounced(async () => {
     const now = ++asked;
     const { view } = frame;
     const base = field.level;
     const cell = Math.max(1, Math.ceil(Math.max(view.bottom - view.top, view.right - view.left) / CELLS));
-    const known = Math.min(field.Q / base.rows, field.K / base.columns);
-    if (!field.fetch || cell >= known || covers(detail, view, cell)) return;
+    const finest = Math.min(field.Q / base.rows, field.K / base.columns);
+    if (!field.fetch || cell >= finest || covers(detail, view, cell)) return;
     const rows = parts(Math.floor(view.top / cell) * cell, Math.min(field.Q, Math.ceil(view.bottom / cell) * cell), cell);
     const columns = parts(Math.floor(view.left / cell) * cell, Math.min(field.K, Math.ceil(view.right / cell) * cell), cell);
     const { key } = field;
@@ -50,7 +51,11 @@ export function createPlane(app, onWindow) {
     }
   }, 60);
 
-  const tellWindow = debounced(() => onWindow(frame.rounded()), 120);
+  const tellWindow = debounced(() => {
+    const window = frame.rounded();
+    known = String([window.rows, window.columns]);
+    onWindow(window);
+  }, 120);
 
   function changed() {
     draw();
@@ -170,7 +175,7 @@ export function createPlane(app, onWindow) {
       const answers = await Promise.all([field.row(spot.query), field.column(spot.key)]);
       const now = pointer ?? cursor ?? spot;
       if (key !== field.key || now.query !== spot.query || now.key !== spot.key) return;
-      panel.pair(spot, field.rowText, field.columnText, ...answers);
+      panel.pair(spot, field, ...answers);
     } catch (error) {
       app.trouble(error);
     }
@@ -282,10 +287,13 @@ export function createPlane(app, onWindow) {
         readout.textContent = "";
         panel.clear(app.t(next.row ? "hint.cell" : "hint.map"));
       }
-      if (!field || field.Q !== next.Q || field.K !== next.K) frame = createWindow(next.Q, next.K);
+      if (!field || field.Q !== next.Q || field.K !== next.K) {
+        frame = createWindow(next.Q, next.K);
+        known = "?";
+      }
       field = { ...next, corner: `${app.t("queries")} ↓  ${app.t("keys")} →` };
-      const held = frame.rounded();
-      if (String(held.rows) !== String(rows) || String(held.columns) !== String(columns)) frame.set(rows, columns);
+      if (known !== String([rows, columns])) frame.set(rows, columns);
+      known = String([rows, columns]);
       canvas.setAttribute("aria-label", app.t("map"));
       buttons.replaceChildren(
         ...[["zoom.in", "+", 0.5], ["zoom.out", "−", 2], ["zoom.fit", "⤢", 0]].map(([name, text, factor]) =>

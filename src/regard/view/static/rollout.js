@@ -42,7 +42,7 @@ export function rolloutView(app) {
       const answer = (all) => ({ all, top: ranked(all) });
       plane.show(
         {
-          key: `${app.version}/rollout/${at}`, Q: N, K: N, level: level(data, height, width, N, N), fetch: null, top: null,
+          key: `${app.version}/rollout/${at}`, Q: N, K: N, level: level(data, height, width, N, N), fetch: null, top: null, words: ["from", "into"],
           row: exact ? async (n) => answer(rowOf(n)) : null, column: exact ? async (n) => answer(columnOf(n)) : null,
           rowText: text, columnText: text, rowMarks: app.matches(rollout.stream), columnMarks: app.matches(rollout.stream),
         },

@@ -52,6 +52,7 @@ export function toHash(state) {
   for (const [name, usual] of Object.entries(DEFAULTS)) {
     const value = state[name];
     if (value === usual || value === null || value === undefined) continue;
+    if (name === "kind" && state.attention) continue; // the attention says it
     shown.set(name, Array.isArray(value) ? value.join("-") : value === true ? "1" : String(value));
   }
   return shown.toString();

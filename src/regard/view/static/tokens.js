@@ -104,7 +104,10 @@ export function tokensView(app) {
       if (spot) panel.show(spot, attention, looks, looked);
       else panel.clear(app.t("hint.tokens"));
     }
-    if (!spot) faint = await app.look.overview(attention, head, ...visibleRows(attention.Q), FAINT);
+    if (!spot) {
+      draw(); // the tokens do not wait for their lines
+      faint = await app.look.overview(attention, head, ...visibleRows(attention.Q), FAINT);
+    }
     if (now !== turn) return;
     draw();
     if (hovered && event) tell(event, spot, attention);
