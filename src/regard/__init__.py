@@ -1,6 +1,6 @@
 """One library for attention: every kind of it, exact, fused, trainable and visible."""
 
-from regard import models, nn, view
+from regard import models, nn
 from regard.attention import Attention, attention
 from regard.engines import Explanation, Statistics, merge
 from regard.linear import LinearAttention, LinearState, favor
@@ -72,7 +72,6 @@ __all__ = [
     # modules and models, and packed batches
     "models",
     "nn",
-    "view",
     "load",
     "save",
     "Packed",

@@ -2,8 +2,7 @@
 
 from regard.view import pictures
 from regard.view.capture import capture
-from regard.view.document import Document, document
 from regard.view.looking import look_at_image, look_at_text
 from regard.view.record import Record, Stream
 
-__all__ = ["Document", "Record", "Stream", "capture", "document", "look_at_image", "look_at_text", "pictures"]
+__all__ = ["Record", "Stream", "capture", "look_at_image", "look_at_text", "pictures"]

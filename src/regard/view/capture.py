@@ -41,7 +41,7 @@ def capture(
     Tokens generated one by one, with a cache, are rows of one attention. Where a module computes once more, and does
     not go on from what it had, the last time counts (beam search, which exchanges rows, leaves its last steps).
 
-    >>> import regard as rg, torch
+    >>> import regard as rg, regard.view, torch
     >>> config = rg.models.TextConfig(vocabulary=100, width=32, layers=2, heads=4, hidden=64)
     >>> model = rg.models.TextEncoder(config).eval()
     >>> with rg.view.capture(model) as record:

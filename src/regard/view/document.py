@@ -79,11 +79,12 @@ def document(record: Record, budget: int | None = None) -> Document:
     """What a page shows of a record. Of long sequences maps are pooled, exactly, and the strongest keys are those of
     some queries; budget: about how many bytes the arrays may take.
 
-    >>> import regard as rg, torch
+    >>> import regard as rg, regard.view, torch
     >>> model = rg.models.TextEncoder(rg.models.TextConfig(100, width=32, layers=2, heads=4, hidden=64)).eval()
     >>> with rg.view.capture(model) as record:
     ...     hidden = model(torch.tensor([[5, 6, 7]]))
-    >>> made = rg.view.document(record)
+    >>> from regard.view.document import document
+    >>> made = document(record)
     >>> made.about["attentions"][0]["maps"], made.arrays["0-maps"].shape
     ('0-maps', (4, 3, 3))
     """

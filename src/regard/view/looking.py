@@ -9,8 +9,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from regard.models import ImageClassifier, LanguageModel, MaskedLanguageModel, SequenceClassifier, Transformer
-from regard.models.vision import VisionTransformer
 from regard.nn.generate import Beam
 from regard.view.capture import capture
 from regard.view.inputs import address
@@ -21,9 +19,11 @@ from regard.view.record import Record
 def look_at_text(model: nn.Module, tokenizer: Any, text: str) -> Record:
     """The attention of one of our models over a text, with what the model says as `note`.
 
-    A translator translates first, and is then captured once over source and translation.
+    A translator translates first, and is then captured once over source and translation. What a model is, its methods
+    tell: whoever has `encode` and `generate` translates, whoever has `generate` alone goes on.
     """
-    if isinstance(model, Transformer):
+    writes = hasattr(model, "generate")
+    if writes and hasattr(model, "encode"):
         return _translated(model, tokenizer, text)
     ids = torch.tensor([tokenizer.encode(text).ids], device=next(model.parameters()).device)
     if not ids.shape[1]:
@@ -31,18 +31,18 @@ def look_at_text(model: nn.Module, tokenizer: Any, text: str) -> Record:
     with capture(model) as record:
         output = model(ids)
     record.decode(tokenizer)
-    if isinstance(model, LanguageModel):
+    if writes:
         record.note = "next: " + _best(output[0, -1], tokenizer)
-    elif isinstance(model, MaskedLanguageModel):
+    elif hasattr(model, "logits"):
         masks = [tokenizer.token_to_id(name) for name in ("[MASK]", "<mask>")]
         at = [n for n, token in enumerate(ids[0].tolist()) if token in masks]
         record.note = "; ".join(_best(output[0, n], tokenizer) for n in at)
-    elif isinstance(model, SequenceClassifier):
+    elif hasattr(model, "classifier") and output.dim() == 2:
         record.note = _class(output[0])
     return record
 
 
-def _translated(model: Transformer, tokenizer: Any, text: str) -> Record:
+def _translated(model: Any, tokenizer: Any, text: str) -> Record:
     ids = tokenizer.encode(text).ids
     if not ids or ids[-1] != model.config.stop:
         ids = [*ids, model.config.stop]
@@ -64,21 +64,23 @@ def look_at_image(model: nn.Module, path: str | os.PathLike[str], *, mean: float
     """
     from PIL import Image, ImageOps
 
-    vision = next((each for each in model.modules() if isinstance(each, VisionTransformer)), None)
-    if vision is None:
+    config: Any = next(
+        (found for each in model.modules() if hasattr(found := getattr(each, "config", None), "grid")), None
+    )
+    if config is None:
         raise TypeError(f"model must be or hold a VisionTransformer, but is {type(model).__name__}")
-    height, width = vision.config.image
+    height, width = config.image
     with Image.open(path) as file:
-        image = ImageOps.exif_transpose(file).convert("L" if vision.config.channels == 1 else "RGB")
+        image = ImageOps.exif_transpose(file).convert("L" if config.channels == 1 else "RGB")
     image = image.resize((width, height), Image.Resampling.BICUBIC)
     pixels = torch.from_numpy(np.array(image, np.float32) / 255)
     pixels = pixels[None] if pixels.dim() == 2 else pixels.permute(2, 0, 1)
     given = ((pixels - mean) / std).to(next(model.parameters()))[None]
     with capture(model) as record:
         output = model(given)
-    if isinstance(model, ImageClassifier):
+    if output.dim() == 2:
         record.note = _class(output[0])
-    return record.over_image(address(image), vision.config.grid, first=1)
+    return record.over_image(address(image), config.grid, first=1)
 
 
 def _best(logits: Tensor, tokenizer: Any, count: int = 5) -> str:

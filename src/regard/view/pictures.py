@@ -35,7 +35,7 @@ def heatmap(
 
     More than 512 queries or keys are pooled, exactly; rows and columns choose a part.
 
-    >>> import regard as rg, torch
+    >>> import regard as rg, regard.view, torch
     >>> model = rg.models.TextEncoder(rg.models.TextConfig(100, width=32, layers=2, heads=4, hidden=64)).eval()
     >>> with rg.view.capture(model) as record:
     ...     hidden = model(torch.tensor([[5, 6, 7]]))
@@ -194,7 +194,7 @@ def mask(
 ) -> Axes:  # fmt: skip
     """The mask itself: dark where a query may look at a key. Above 512, each cell is the share that it may look at.
 
-    >>> import regard as rg
+    >>> import regard as rg, regard.view
     >>> rg.view.pictures.mask(rg.causal() & rg.window(3, 0), 16).get_title()
     'causal() & window(3, 0)'
     """

@@ -12,7 +12,7 @@ def bands(length: int, count: int) -> tuple[Tensor, Tensor]:
 
     >>> from regard.view.pool import bands
     >>> bands(10, 4)
-    (tensor([0, 2, 5, 7]), tensor([3, 5, 8, 10]))
+    (tensor([0, 2, 5, 7]), tensor([ 3,  5,  8, 10]))
     """
     n = torch.arange(count)
     return n * length // count, -(-(n + 1) * length // count)

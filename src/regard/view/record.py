@@ -37,7 +37,7 @@ class Record:
 
     title, note: what it is, and what the model said. image, spectrogram: what the tokens are parts of, if they are.
 
-    >>> import regard as rg, torch
+    >>> import regard as rg, regard.view, torch
     >>> model = rg.models.TextEncoder(rg.models.TextConfig(100, width=32, layers=2, heads=4, hidden=64)).eval()
     >>> with rg.view.capture(model) as record:
     ...     hidden = model(torch.tensor([[5, 6, 7]]))
