@@ -51,7 +51,7 @@ def heatmap(
             raise ValueError(f"a part must be at most {LARGEST} x {LARGEST}, but is {len(i)} x {len(j)}; try a smaller")
         maps = seen.map((LARGEST, LARGEST))
         picture = maps.mean(0) if head is None else maps[head]
-        ax.imshow(picture, cmap=COLOURS, aspect="auto", extent=(0, seen.K, seen.Q, 0), interpolation="nearest")
+        ax.imshow(picture.numpy(), cmap=COLOURS, aspect="auto", extent=(0, seen.K, seen.Q, 0), interpolation="nearest")
     else:
         weights = seen.weights(heads=None if head is None else [head], rows=i, columns=j)
         _cells(ax, weights.float().mean(0), [queries[n] for n in i], [keys[n] for n in j])
@@ -173,7 +173,7 @@ def spectrogram(record: Record, layer: int | None = None, head: int | None = Non
     maps = seen.map((LARGEST, LARGEST)) if max(seen.Q, seen.K) > LARGEST else seen.weights().float()
     picture = maps.mean(0) if head is None else maps[head]
     ax = _axes(ax, (8, 2.5 + 0.22 * min(seen.Q, 40)))
-    ax.imshow(picture, cmap=COLOURS, aspect="auto", extent=(0, seconds, seen.Q - 0.5, -0.5), interpolation="nearest")
+    ax.imshow(picture.numpy(), cmap=COLOURS, aspect="auto", extent=(0, seconds, seen.Q - 0.5, -0.5), interpolation="nearest")
     _names(ax, "y", record.streams[record.ends(seen)[0]].tokens)
     ax.set(xlabel="seconds", ylabel="token")
     from mpl_toolkits.axes_grid1 import make_axes_locatable
@@ -235,7 +235,7 @@ def _axes(ax: Axes | None, size: tuple[float, float]) -> Axes:
 
 
 def _cells(ax: Axes, weights: Tensor, queries: list[str], keys: list[str]) -> None:
-    drawn = ax.imshow(weights, cmap=COLOURS, vmin=0, aspect="auto", interpolation="nearest")
+    drawn = ax.imshow(weights.numpy(), cmap=COLOURS, vmin=0, aspect="auto", interpolation="nearest")
     _names(ax, "y", queries)
     _names(ax, "x", keys)
     ax.figure.colorbar(drawn, ax=ax, fraction=0.04)
