@@ -27,9 +27,9 @@ export function createHeader(app) {
   const text = el("textarea", { class: "text", rows: 2, spellcheck: "false" });
   const busy = el("span", { class: "busy", role: "status" });
   const live = el("div", { class: "live", hidden: true }, text, busy);
-  const run = debounced(() => app.run(text.value), 300);
+  const run = debounced(() => text.value.trim() && app.run(text.value), 300);
   text.addEventListener("input", () => {
-    busy.textContent = app.t("text.busy");
+    busy.textContent = text.value.trim() ? app.t("text.busy") : "";
     run();
   });
   let filled = false;
