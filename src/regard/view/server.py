@@ -6,11 +6,12 @@ import json
 import logging
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
 import anyio
 from starlette.applications import Starlette
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -119,32 +120,8 @@ def application(session: Session, *, lang: str = "en", hosts: Sequence[str] = LO
         Route("/api/run", run, methods=["POST"]),
         Route("/api/window", window, methods=["POST"]),
     ]
-    handlers: dict[Any, Any] = {Refused: refuse, ValueError: refuse, 404: refuse, 405: refuse}
-    inner = Starlette(routes=routes, exception_handlers=handlers)
-    return _Guard(_Quiet(inner, fail), tuple(hosts))
-
-
-class _Quiet:
-    """What nobody foresaw becomes an answer without a trace."""
-
-    def __init__(self, inner: ASGIApp, fail: Callable[[Request, Exception], Any]) -> None:
-        self.inner, self.fail = inner, fail
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        began = False
-
-        async def noting(message: Any) -> None:
-            nonlocal began
-            began = True
-            await send(message)
-
-        try:
-            await self.inner(scope, receive, noting)
-        except ClientDisconnect:
-            return
-        except Exception as error:
-            if not began:
-                await (await self.fail(Request(scope, receive), error))(scope, receive, send)
+    handlers: dict[Any, Any] = {Refused: refuse, ValueError: refuse, 404: refuse, 405: refuse, Exception: fail}
+    return _Guard(Starlette(routes=routes, exception_handlers=handlers), tuple(hosts))
 
 
 class _Guard:
@@ -170,7 +147,8 @@ class _Guard:
                 message = {**message, "headers": [*message["headers"], *more]}
             await send(message)
 
-        await self.inner(scope, receive, with_headers)
+        with suppress(Exception):  # it is answered and logged; whoever went away needs no answer
+            await self.inner(scope, receive, with_headers)
 
     def _why_not(self, request: Request) -> str | None:
         host = request.headers.get("host", "")
