@@ -173,7 +173,9 @@ def spectrogram(record: Record, layer: int | None = None, head: int | None = Non
     maps = seen.map((LARGEST, LARGEST)) if max(seen.Q, seen.K) > LARGEST else seen.weights().float()
     picture = maps.mean(0) if head is None else maps[head]
     ax = _axes(ax, (8, 2.5 + 0.22 * min(seen.Q, 40)))
-    ax.imshow(picture.numpy(), cmap=COLOURS, aspect="auto", extent=(0, seconds, seen.Q - 0.5, -0.5), interpolation="nearest")
+    ax.imshow(
+        picture.numpy(), cmap=COLOURS, aspect="auto", extent=(0, seconds, seen.Q - 0.5, -0.5), interpolation="nearest"
+    )
     _names(ax, "y", record.streams[record.ends(seen)[0]].tokens)
     ax.set(xlabel="seconds", ylabel="token")
     from mpl_toolkits.axes_grid1 import make_axes_locatable

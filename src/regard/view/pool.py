@@ -34,3 +34,15 @@ def pooled_rows(x: Tensor, count: int) -> Tensor:
     if count == x.shape[-2]:
         return x
     return F.adaptive_avg_pool1d(x.mT.flatten(0, -2), count).unflatten(0, x.mT.shape[:-1]).mT
+
+
+def overlaps(edges: tuple[int, int], count: int, length: int, cells: int) -> Tensor:
+    """How much of each of the cells that a length is cut into lies in each band of a window, (count, cells).
+
+    >>> from regard.view.pool import overlaps
+    >>> overlaps((1, 4), 1, length=8, cells=4)  # tokens 1, 2 and 3 are half of the first cell and all of the second
+    tensor([[0.5000, 1.0000, 0.0000, 0.0000]])
+    """
+    cut = (edges[0] + torch.arange(count + 1) * (edges[1] - edges[0]) / count) * cells / length
+    n = torch.arange(cells)
+    return (torch.minimum(cut[1:, None], n + 1) - torch.maximum(cut[:-1, None], n)).clamp(min=0).float()

@@ -16,7 +16,7 @@ from regard.engines.look import Statistics
 from regard.engines.problem import Problem
 from regard.engines.reference import logits, operands
 from regard.geometry import At
-from regard.view.pool import bands, pooled_columns, pooled_rows
+from regard.view.pool import bands, overlaps, pooled_columns, pooled_rows
 
 Kind = Literal["encoder", "decoder", "cross"]
 Part = int | slice | Sequence[int] | Tensor | None
@@ -245,19 +245,17 @@ class Seen:
         """The weights of a window, (r, c) float32, pooled as in `map` where it is larger than `size`.
 
         Only the window is worked out, or, of a window of many millions of weights, nothing: it is read from a map of
-        1024 x 1024 cells, which is made once, and its edges are then those of the cells.
+        1024 x 1024 cells, which is made once. Mass is then taken to be spread evenly within a cell.
         """
         (top, bottom), (left, right) = _inside("rows", rows, self.Q), _inside("columns", columns, self.K)
         tall, wide = min(size[0], bottom - top), min(size[1], right - left)
         known = "statistics" in self.__dict__
         if (bottom - top) * (right - left if known else self.K) > DIRECT * (1 if known else 4):
             cells = self.map((CELLS, CELLS), batch)[head]
-            (top, bottom), (left, right) = (
-                (edge[0] * n // total, -(-edge[1] * n // total))
-                for edge, n, total in (((top, bottom), cells.shape[0], self.Q), ((left, right), cells.shape[1], self.K))
-            )
-            part = cells[top:bottom, left:right]
-        elif known and len(self.calls) == 1:
+            down = overlaps((top, bottom), tall, self.Q, cells.shape[0])  # (r, rows of cells), in cells
+            across = overlaps((left, right), wide, self.K, cells.shape[1])
+            return (down / down.sum(-1, keepdim=True) @ cells @ across.mT).numpy()
+        if known and len(self.calls) == 1:
             part = self._by_lse(head, range(top, bottom), range(left, right), batch)
         else:
             part = self.weights(heads=[head], rows=slice(top, bottom), columns=slice(left, right), batch=batch)[0]
