@@ -7,7 +7,7 @@ import { isolated, number, short, span } from "./text.js";
 import { createWindow } from "./window.js";
 
 const LEFT = 116;
-const TOP = 96;
+const TOP = 84;
 const EDGE = 10;
 const CELLS = 192; // along a side that are asked of a live source at once
 
