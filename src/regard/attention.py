@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass, fields
 from functools import lru_cache
 from typing import Any
@@ -26,6 +27,8 @@ Part = int | slice | Sequence[int] | Tensor | None
 PLANS = 256  # that an attention remembers
 _DOT = Dot()
 _CPU = torch.device("cpu")
+WATCHERS: ContextVar[tuple[Callable[[Attention, Tensor, Tensor], None], ...]] = ContextVar("watchers", default=())
+"""Who is told of every call that is computed here and now: its description, query and key."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -136,7 +139,10 @@ class Attention:
 
     def _plan(self, query: Tensor, key: Tensor, value: Tensor, engine: str | None, lse: bool) -> tuple[Problem, Engine]:
         """The problem and its engine, remembered by what they depend on, so that small calls are not all planning."""
-        if torch.compiler.is_compiling() or isinstance(self.score, Modified):  # a modifier may close over anything
+        compiling = torch.compiler.is_compiling()
+        if not compiling:  # a graph is not bound to who watches
+            self.tell(query, key)
+        if compiling or isinstance(self.score, Modified):  # a modifier may close over anything
             problem = self._problem(query, key, value, lse)
             return problem, select(problem, engine)
         plans: dict[tuple, tuple[Problem, Engine]] = self.__dict__["_plans"]
@@ -159,6 +165,11 @@ class Attention:
                 plans.clear()
             plans[asked] = plan
         return plan
+
+    def tell(self, query: Tensor, key: Tensor) -> None:
+        """Tell those who watch of a call; a call tells by itself, and only who computes in another way needs this."""
+        for watcher in WATCHERS.get():
+            watcher(self, query, key)
 
     def weights(
         self, query: Tensor, key: Tensor, *, rows: Part = None, columns: Part = None, heads: Part = None

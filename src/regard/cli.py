@@ -39,6 +39,7 @@ shown = Console(highlight=False)
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 SkipBad = Annotated[bool, typer.Option("--skip-bad", help="Count bad lines and go on.")]
+Lang = Annotated[str, typer.Option(help="Of the page: en or zh.")]
 RunFolder = Annotated[Path, typer.Argument(metavar="RUN", help="The folder that --out named.", show_default=False)]
 
 
@@ -155,6 +156,56 @@ def export(
     """
     for note in export_run(Run.open(folder), out, onnx=onnx):
         shown.print(f"{out}: {note}")
+
+
+@app.command("view")
+def view(
+    folder: RunFolder,
+    text: Annotated[str, typer.Argument(help="What the model is to read; for runs on images, the path of one.")],
+    out: Annotated[Path, typer.Option("--out", "-o", help="The page to write.")] = Path("attention.html"),
+    lang: Lang = "en",
+    as_json: Json = False,
+) -> None:
+    """The attention of a run's model, or of a checkpoint, over a text: one page that opens in any browser.
+
+    regard view runs/en-fr "I am hungry." -o hungry.html
+    """
+    _check_lang(lang)
+    record = _looker(folder)(text)
+    if not out.parent.is_dir():
+        raise Trouble(f"{out.parent}: there is no such folder")
+    record.save(out, lang)
+    if as_json:
+        about = {"page": str(out), "note": record.note, "attentions": [repr(seen) for seen in record.attentions]}
+        print(json.dumps(about, indent=1, ensure_ascii=False))
+    else:
+        shown.print(f"{out}: {len(record)} attentions, {out.stat().st_size / 1e6:.1f} MB", soft_wrap=True)
+
+
+@app.command("serve")
+def serve(
+    folder: RunFolder,
+    text: Annotated[str | None, typer.Argument(help="What is looked at first.")] = None,
+    port: Annotated[
+        int, typer.Option(help="At 127.0.0.1, which this machine alone can reach.", min=1, max=65535)
+    ] = 8765,
+    lang: Lang = "en",
+) -> None:
+    """The viewer at 127.0.0.1, with a text box and every weight within reach; Ctrl-C ends it.
+
+    regard serve runs/en-fr
+    """
+    _check_lang(lang)
+    look = _looker(folder)
+    try:
+        from regard.view.server import Session
+        from regard.view.server import serve as serve_at
+    except ImportError as error:
+        raise Trouble(f"regard serve needs {error.name}: pip install 'regard[view]'") from error
+    if text is None and isinstance(look, _RunLooker) and look.run.task.takes != "text":
+        raise Trouble(f'give the path of an image first: regard serve {folder} "image.png"')
+    first = text or ("The cat sat on the <mask>." if _fills_in(look) else "The cat sat on the mat.")
+    serve_at(Session(look, first), port=port, lang=lang, told=lambda address: told.print(address, soft_wrap=True))
 
 
 @app.command("info")
@@ -292,6 +343,57 @@ def _lines(name: str, held: bytes, bad: Bad) -> Iterator[Row]:
             continue
         if text:
             yield Row(f"{name}:{n}", (text,))
+
+
+class _RunLooker:
+    """Predicts as `regard predict` does, and watches: the last that the model computes is what is shown."""
+
+    def __init__(self, folder: Path) -> None:
+        self.run = Run.open(folder)
+        self.model, _ = self.run.model()
+
+    def __call__(self, text: str) -> Any:
+        from regard.view import capture
+
+        bad = Bad(skip=True)
+        with capture(self.model) as record:
+            made = list(self.run.task.predict(self.model, self.run.kit, [Row("the text", (text,))], bad))
+        if not made:
+            raise Trouble(bad.first[0] if bad.first else "the model said nothing of it")
+        record.title = f"{self.run.task.name}, {self.run.folder.resolve().name}"
+        record.note = f"{made[0].output} ({made[0].score:.2f})"
+        if self.run.kit.tokenizer is not None:
+            record.decode(self.run.kit.tokenizer)
+        config: Any = getattr(self.model, "config", None)
+        if self.run.task.takes == "image" and hasattr(config, "grid") and "source" in record.inputs:
+            record.over_image(record.inputs["source"], config.grid, first=1)
+        return record
+
+
+def _looker(folder: Path) -> Callable[[str], Any]:
+    """From a text to the record of what the model of a run, or of a checkpoint with its tokenizer, makes of it."""
+    if (folder / "run.json").exists() or not (folder / "config.json").exists():
+        return _RunLooker(folder)
+    from regard.models import load, tokenizer
+    from regard.view import look_at_image, look_at_text
+
+    try:
+        model = load(folder)
+        if hasattr(getattr(model, "config", None), "grid"):
+            return lambda path: look_at_image(model, path)
+        read = tokenizer(folder)
+    except (OSError, ValueError) as error:
+        raise Trouble(f"{folder}: {error}") from error
+    return lambda text: look_at_text(model, read, text)
+
+
+def _check_lang(lang: str) -> None:
+    if lang not in ("en", "zh"):
+        raise Trouble(f"--lang must be en or zh, but is {lang}")
+
+
+def _fills_in(look: Callable[[str], Any]) -> bool:
+    return isinstance(look, _RunLooker) and look.run.task.name == "masked"
 
 
 def _tell_bad(bad: Bad) -> None:

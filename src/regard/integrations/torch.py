@@ -126,7 +126,9 @@ class MultiheadAttention(nn.MultiheadAttention):
         pattern, bias = self._masks(attn_mask, key_padding_mask, is_causal and attn_mask is None, keys)
         dropout, weights = self.dropout if self.training else 0.0, None
         if need_weights:  # laid out anyhow, and then they are what the values are weighted by, as in torch
-            laid_out = F.dropout(describe(pattern, bias=bias).weights(q, k), dropout)
+            described = describe(pattern, bias=bias)
+            described.tell(q, k)
+            laid_out = F.dropout(described.weights(q, k), dropout)
             weights, output = laid_out.mean(1) if average_attn_weights else laid_out, laid_out @ v
         else:
             output = describe(pattern, dropout=dropout, bias=bias)(q, k, v)

@@ -1,0 +1,171 @@
+"""Watching a model: which attention each of its modules computes, by name, without changing the model."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from regard.attention import WATCHERS, Attention
+from regard.geometry import At, Frame, lead
+from regard.masks import Mask
+from regard.masks.algebra import And
+from regard.masks.patterns import Causal
+from regard.nn.cache import Memory
+from regard.view.inputs import inputs_of
+from regard.view.record import Record
+from regard.view.seen import Kind, Seen
+
+FROM_ELSEWHERE = ("source", "key_value_states", "encoder_hidden_states")
+
+
+@contextmanager
+def capture(
+    model: nn.Module, *, layers: int | slice | Sequence[int] | None = None, heads: Sequence[int] | None = None
+) -> Iterator[Record]:
+    """Record every attention that a model computes inside the block: descriptions, queries and keys, O(n) memory.
+
+    The model is any that computes its attention by regard: ours, one after `regard.integrations.torch.replace`, or one
+    of Transformers with `attn_implementation="regard"`. It gives what it gave before, and compiled parts run eagerly
+    meanwhile. Only calls of the thread that captures are seen. Weights are worked out when they are looked at, from
+    the parameters of that time: look before the next step of training.
+
+    layers: which layers are kept, as numbers; all unless told otherwise. heads: which heads pages and pictures show.
+
+    Tokens generated one by one, with a cache, are rows of one attention. Where a module computes once more, and does
+    not go on from what it had, the last time counts (beam search, which exchanges rows, leaves its last steps).
+
+    >>> import regard as rg, regard.view, torch
+    >>> config = rg.models.TextConfig(vocabulary=100, width=32, layers=2, heads=4, hidden=64)
+    >>> model = rg.models.TextEncoder(config).eval()
+    >>> with rg.view.capture(model) as record:
+    ...     hidden = model(torch.tensor([[5, 6, 7]]))
+    >>> record.attentions[1]
+    <encoder 1: stack.layers.1.attention, 4 heads, 3 x 3, Attention()>
+    >>> record.weights(1, head=0).shape
+    torch.Size([3, 3])
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, but is {type(model).__name__}")
+    record = Record(type(model).__name__, heads=heads)
+    watch = _Watch(record, layers)
+    with ExitStack() as stack:
+        if "torch._dynamo" in sys.modules:  # else nothing is compiled
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
+        for name, module in model.named_modules():
+            before = module.register_forward_pre_hook(watch.entering(name), with_kwargs=True)
+            stack.callback(before.remove)
+            after = module.register_forward_hook(watch.leaving, always_call=True)
+            stack.callback(after.remove)
+        token = WATCHERS.set((*WATCHERS.get(), watch))
+        try:
+            yield record
+        finally:
+            WATCHERS.reset(token)
+            for seen in record.attentions:
+                seen.end()
+
+
+class _Watch:
+    """What a capture knows while the model runs: which modules are computing, the innermost last."""
+
+    def __init__(self, record: Record, layers: int | slice | Sequence[int] | None) -> None:
+        self.record, self.layers = record, layers
+        self.inside: list[tuple[str, nn.Module, tuple, dict[str, Any]]] = []
+        self.turns: Counter[str] = Counter()  # calls by module, since the outermost began
+        self.known: dict[tuple[str, int], Seen] = {}
+        self.counts: Counter[Kind] = Counter()
+
+    def entering(self, name: str) -> Any:
+        def enter(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+            if self in WATCHERS.get():
+                if not self.inside:
+                    self.turns.clear()
+                if not name:
+                    self.record.inputs = inputs_of(module, args, kwargs)
+                self.inside.append((name, module, args, kwargs))
+
+        return enter
+
+    def leaving(self, module: nn.Module, args: tuple, output: Any) -> None:
+        if self in WATCHERS.get() and self.inside:
+            self.inside.pop()
+
+    def __call__(self, attend: Attention, query: Tensor, key: Tensor) -> None:
+        if not self.inside:  # not of this model
+            return
+        name, module, args, kwargs = self.inside[-1]
+        query, key = lead(query.detach()), lead(key.detach())
+        turn = self.turns[name]
+        self.turns[name] += 1
+        seen = self.known.get((name, turn))
+        if seen is None:
+            kind = kind_of(module, args, kwargs, attend, query, key)
+            shown = (name or type(module).__name__) + (f" ({turn + 1})" if turn else "")
+            seen = self.known[name, turn] = Seen(shown, self.counts[kind], kind)
+            self.counts[kind] += 1
+            if not self._wanted(seen.layer):
+                return
+            self.record.attentions.append(seen)
+        elif not self._wanted(seen.layer):
+            return
+        if not seen.go_on(attend, query, key):
+            seen.begin(attend, query, key)
+
+    def _wanted(self, layer: int) -> bool:
+        if self.layers is None:
+            return True
+        if isinstance(self.layers, slice):
+            return layer in range(*self.layers.indices(layer + 1))
+        return layer == self.layers if isinstance(self.layers, int) else layer in self.layers
+
+
+def kind_of(
+    module: nn.Module, args: tuple, kwargs: dict[str, Any], attend: Attention, query: Tensor, key: Tensor
+) -> Kind:
+    """Cross-attention by what the module was given; of the others, those that never look ahead are a decoder's."""
+    if _across(module, args, kwargs):
+        return "cross"
+    Q, K = query.shape[2], key.shape[2]
+    offset = K - Q if attend.offset is None else attend.offset
+    if Q != K and not (isinstance(offset, int) and offset == K - Q):
+        return "cross"
+    assert isinstance(offset, int | Tensor)
+    assert not isinstance(attend.mask, Tensor)
+    frame = Frame(len(query), query.shape[1], Q, K, offset)
+    return "decoder" if _looks_back(attend.mask, frame) else "encoder"
+
+
+def _across(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> bool:
+    try:
+        given = inspect.signature(module.forward).bind_partial(*args, **kwargs).arguments
+    except TypeError:
+        given = {}
+    given = {**given, **kwargs}
+    if any(given.get(name) is not None for name in FROM_ELSEWHERE) or isinstance(given.get("cache"), Memory):
+        return True
+    if isinstance(given.get("query"), Tensor) and isinstance(given.get("key"), Tensor):
+        return given["query"] is not given["key"]
+    return bool(getattr(module, "is_cross_attention", False))
+
+
+def _looks_back(mask: Mask | None, frame: Frame) -> bool:
+    if mask is None:
+        return frame.Q < frame.K  # a step of generation
+    parts = mask.parts if isinstance(mask, And) else (mask,)
+    if any(isinstance(part, Causal) for part in parts):
+        return True
+    offset = frame.offsets()[0]
+    i = torch.arange(frame.Q)
+    i = i[(i + offset + 1 >= 0) & (i + offset + 1 < frame.K)][:4096]
+    if not len(i):
+        return frame.Q < frame.K
+    zero = torch.zeros(1, 1, 1, 1, dtype=torch.int64)
+    at = At(frame, zero, zero, i[:, None], i[:, None] + offset + 1)
+    return not bool(mask.allows(at).any())

@@ -1,0 +1,122 @@
+"""Heads whose habit has a name, found by exact weights of single places: no matrix of weights is laid out.
+
+Of long sequences, 2,048 queries at equal distances are asked; of a token that came often, its 16 nearest places.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from regard.view.record import Record
+from regard.view.seen import Seen
+
+QUERIES = 2048
+OCCURRENCES = 16
+FEWEST = 3  # queries that must tell of a habit
+NEAR = 4  # tokens to each side that are local
+NAMED = 0.4  # of the way from chance to always
+
+
+@dataclass(frozen=True)
+class Found:
+    """A head and its habit. score: the mean mass on what the name says. chance: the same if all keys were alike.
+
+    For "uniform" the score is the share of its keys that a query looks at, as the exponential of its entropy tells;
+    for "positional", `offset` is where it looks, counted from the query.
+    """
+
+    attention: int
+    head: int
+    name: str
+    score: float
+    chance: float
+    offset: int | None = None
+
+
+def find(record: Record, number: int) -> list[Found]:
+    """The heads of an attention that have a name, the clearest first."""
+    seen = record.attentions[number]
+    rows = torch.linspace(0, seen.Q - 1, min(seen.Q, QUERIES)).round().long()
+    keys = record.streams[record.ends(seen)[1]].tokens
+    found = []
+    named: dict[str, list[bool]] = {}
+    for name, score, chance, offset in habits(seen, rows, keys):
+        sure = (score - chance >= NAMED * (1 - chance)).tolist()
+        if name == "local":  # it says no more than these
+            sure = [yes and not any(named[n][h] for n in ("previous token", "same token", "next token") if n in named)
+                    for h, yes in enumerate(sure)]  # fmt: skip
+        named[name] = sure
+        for head in record.shown_heads(seen):
+            if sure[head]:
+                at = None if offset is None else int(offset[head])
+                found.append(Found(number, head, name, float(score[head]), float(chance[head]), at))
+    return sorted(found, key=lambda each: -each.score)
+
+
+def habits(seen: Seen, rows: Tensor, tokens: Sequence[str]) -> list[tuple[str, Tensor, Tensor, Tensor | None]]:
+    """Name, score (H,), chance (H,) and offset of every habit that can be told of these queries."""
+    at, visible = rows + seen.offset, seen.visible(rows).clamp(min=1).float()  # (R,), (1 or H, R)
+    found: list[tuple[str, Tensor, Tensor, Tensor | None]] = []
+
+    def tell(name: str, mass: Tensor, count: Tensor | float, valid: Tensor, offset: Tensor | None = None) -> None:
+        """mass (H, R) on `count` keys (R,), told of the queries that are valid, (R,)."""
+        if int(valid.sum()) >= FEWEST:
+            chance = (count / visible).clamp(max=1).expand(seen.heads, -1)
+            found.append((name, mass[:, valid].mean(-1), chance[:, valid].mean(-1), offset))
+
+    more = visible.amin(0) > 1  # who can choose
+    statistics = seen.statistics
+    assert statistics.mass is not None
+    tell("first token", statistics.mass[0][:, rows].float(), 1.0, more & (at > 0))
+    effective = statistics.entropy[0][:, rows].float().exp() / visible
+    found.append(("uniform", effective[:, more].mean(-1) if more.any() else torch.zeros(seen.heads),
+                  torch.full((seen.heads,), 2 / 3), None))  # fmt: skip
+    if seen.kind != "cross":
+        steps = torch.arange(-NEAR, NEAR + 1)
+        near = at[:, None] + steps
+        mass = seen.looked_at(near, rows)  # (H, R, 9)
+        there = (near >= 0) & (near < seen.K)
+        if seen.kind == "decoder":
+            there &= steps <= 0
+        for name, step in (("previous token", -1), ("same token", 0), ("next token", 1)):
+            tell(name, mass[:, :, step + NEAR], 1.0, there[:, step + NEAR] & more)
+        tell("local", mass.sum(-1), there.sum(-1).float(), more & (visible.amin(0) > 2 * NEAR + 1))
+        for name, following in (("induction", 1), ("duplicate token", 0)):
+            places = same_tokens(tokens, at.tolist(), following, ahead=seen.kind == "encoder")
+            count = (places >= 0).sum(-1).float()
+            if int(((count > 0) & more).sum()) >= FEWEST:
+                tell(name, seen.looked_at(places, rows).sum(-1), count, (count > 0) & more)
+    offset = (statistics.top_keys[0, :, :, 0][:, rows] - at).mode(-1).values  # (H,)
+    each, which = offset.unique(return_inverse=True)
+    mass = seen.looked_at(at[:, None] + each, rows)  # (H, R, offsets)
+    mass = mass.gather(2, which[:, None, None].expand(-1, len(rows), 1))[..., 0]
+    inside = (at + offset[:, None] >= 0) & (at + offset[:, None] < seen.K) & more  # (H, R)
+    count = inside.sum(-1).clamp(min=1)
+    score, chance = (mass * inside).sum(-1) / count, (inside / visible).sum(-1) / count
+    own = (inside.sum(-1) >= max(FEWEST, len(rows) // 4)) & ((offset.abs() > 1) if seen.kind != "cross" else True)
+    found.append(("positional", score * own, chance, offset))
+    return found
+
+
+def same_tokens(tokens: Sequence[str], at: Sequence[int], following: int, *, ahead: bool) -> Tensor:
+    """Where else the tokens at some places stand, or what follows there, nearest first; -1 for no more: (R, m).
+
+    ahead: whether places behind the query count as well.
+    """
+    known: dict[str, list[int]] = {}
+    for n, token in enumerate(tokens):
+        known.setdefault(token, []).append(n)
+    found = []
+    for place in at:
+        others = known.get(tokens[place], []) if 0 <= place < len(tokens) else []
+        before = others[: bisect_left(others, place)][-OCCURRENCES:]
+        after = others[bisect_right(others, place) :][:OCCURRENCES] if ahead else []
+        nearest = sorted(before + after, key=lambda other: abs(other - place))
+        found.append([other + following for other in nearest[:OCCURRENCES] if other + following < len(tokens)])
+    width = max(1, *map(len, found)) if found else 1
+    return torch.tensor([row + [-1] * (width - len(row)) for row in found])

@@ -1,0 +1,115 @@
+"""Tokens as labels of a picture: a font that has their letters, and an order in which they can be read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from functools import lru_cache
+from typing import Any
+
+LONGEST = 14  # letters of a label
+SIGNS = {"\n": "⏎", "\r": "⏎", "\t": "⇥"}
+LIKED = (
+    "DejaVu Sans", "Noto Sans", "Noto Sans CJK SC", "Noto Sans CJK JP", "Noto Sans SC", "Noto Sans Arabic",
+    "Noto Sans Hebrew", "Noto Sans Devanagari", "Noto Sans Thai", "PingFang SC", "Hiragino Sans", "Microsoft YaHei",
+    "Arial Unicode MS", "Segoe UI", "SimHei", "WenQuanYi Zen Hei",
+)  # fmt: skip
+
+
+def label(token: str) -> str:
+    """A token as it stands at an axis: short, and visible where it is only space."""
+    text = "".join(SIGNS.get(letter, letter) for letter in token).strip() or "␣" * bool(token)
+    return in_order(text if len(text) <= LONGEST else text[: LONGEST - 1] + "…")
+
+
+def in_order(text: str) -> str:
+    """Letters of right-to-left scripts in the order in which they are drawn, where matplotlib does not do it itself.
+
+    Since 3.11 it lays text out by itself; before, python-bidi reverses runs, and without it they stay as they are.
+    """
+    from unicodedata import bidirectional
+
+    import matplotlib
+
+    if not any(bidirectional(letter) in ("R", "AL") for letter in text) or _version(matplotlib.__version__) >= (3, 11):
+        return text
+    try:
+        from bidi.algorithm import get_display
+    except ImportError:
+        return text
+    return str(get_display(text))
+
+
+def _version(text: str) -> tuple[int, int]:
+    first, second = text.split(".")[:2]
+    return int(first), int("".join(filter(str.isdigit, second)) or 0)
+
+
+@lru_cache(maxsize=256)
+def families(letters: frozenset[str]) -> list[str]:
+    """Names of installed fonts that together have all the letters, or as many as there are fonts for."""
+    from matplotlib.font_manager import fontManager
+
+    chosen: list[str] = []
+    missing = {ord(letter) for letter in letters if not letter.isspace()}
+    for look in (lambda: None, _fonts_since):  # matplotlib remembers the fonts of its first start
+        look()
+        plain: dict[str, str] = {}
+        for font in fontManager.ttflist:
+            if font.style == "normal" and font.weight in (400, "normal", "regular", "book"):
+                plain.setdefault(font.name, font.fname)
+        others = sorted(name for name in set(plain) - set(LIKED) if "Last Resort" not in name)  # that has boxes
+        for name in (*(name for name in LIKED if name in plain), *others):
+            have = _letters(plain[name]) if missing or not chosen else frozenset()
+            if name not in chosen and (not chosen or missing & have):
+                chosen.append(name)
+                missing -= have
+        if not missing:
+            break
+    return chosen or ["sans-serif"]
+
+
+@lru_cache(maxsize=1)
+def _fonts_since() -> None:
+    """Tell matplotlib of fonts that were installed since it made its list."""
+    from matplotlib.font_manager import findSystemFonts, fontManager
+
+    known = {font.fname for font in fontManager.ttflist}
+    for path in sorted(set(findSystemFonts()) - known):
+        try:
+            fontManager.addfont(path)
+        except (RuntimeError, OSError, ValueError):  # damaged, or of a kind that it cannot read
+            continue
+
+
+@lru_cache(maxsize=512)
+def _letters(path: str) -> frozenset[int]:
+    from matplotlib.ft2font import FT2Font
+
+    try:
+        return frozenset(FT2Font(path).get_charmap())
+    except (RuntimeError, OSError):
+        return frozenset()
+
+
+def name(ax: Any, axis: str, tokens: Sequence[str], *, at: Sequence[float] | None = None, most: int = 48) -> None:
+    """Put tokens at an axis, "x" or "y": all, or where there are many, some at equal distances."""
+    step = max(1, -(-len(tokens) // most))
+    places = list(range(0, len(tokens), step))
+    texts = [label(tokens[n]) for n in places]
+    where = [n if at is None else at[n] for n in places]
+    (ax.set_xticks if axis == "x" else ax.set_yticks)(where, texts)
+    labels = ax.get_xticklabels() if axis == "x" else ax.get_yticklabels()
+    dress(labels)
+    for each in labels:
+        each.set_fontsize(8 if len(places) <= 32 else 6)
+        if axis == "x":
+            each.set_rotation(90)
+
+
+def dress(texts: Iterable[Any]) -> None:
+    """Fonts for what matplotlib texts say; a dollar in it is a dollar."""
+    texts = list(texts)
+    fonts = families(frozenset("".join(each.get_text() for each in texts)))
+    for each in texts:
+        each.set_fontfamily(fonts)
+        each.set_parse_math(False)

@@ -1,0 +1,94 @@
+"""From a model and a text, or an image, to a record with its tokens and what the model said."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from regard.nn.generate import Beam
+from regard.view.capture import capture
+from regard.view.inputs import address
+from regard.view.record import Record
+
+
+@torch.no_grad()
+def look_at_text(model: nn.Module, tokenizer: Any, text: str) -> Record:
+    """The attention of one of our models over a text, with what the model says as `note`.
+
+    A translator translates first, and is then captured once over source and translation. What a model is, its methods
+    tell: whoever has `encode` and `generate` translates, whoever has `generate` alone goes on.
+    """
+    writes = hasattr(model, "generate")
+    if writes and hasattr(model, "encode"):
+        return _translated(model, tokenizer, text)
+    ids = torch.tensor([tokenizer.encode(text).ids], device=next(model.parameters()).device)
+    if not ids.shape[1]:
+        raise ValueError("the text has no tokens; write at least one word")
+    with capture(model) as record:
+        output = model(ids)
+    record.decode(tokenizer)
+    if writes:
+        record.note = "next: " + _best(output[0, -1], tokenizer)
+    elif hasattr(model, "logits"):
+        masks = [tokenizer.token_to_id(name) for name in ("[MASK]", "<mask>")]
+        at = [n for n, token in enumerate(ids[0].tolist()) if token in masks]
+        record.note = "; ".join(_best(output[0, n], tokenizer) for n in at)
+    elif hasattr(model, "classifier") and output.dim() == 2:
+        record.note = _class(output[0])
+    return record
+
+
+def _translated(model: Any, tokenizer: Any, text: str) -> Record:
+    ids = tokenizer.encode(text).ids
+    if not ids or ids[-1] != model.config.stop:
+        ids = [*ids, model.config.stop]
+    source = torch.tensor([ids], device=next(model.parameters()).device)
+    made = model.generate(source, limit=min(2 * len(ids) + 16, 256), strategy=Beam(4))[0]
+    target = torch.cat([made.new_tensor([model.config.start]), made])[None]
+    with capture(model) as record:
+        model(source, target)
+    record.decode(tokenizer)
+    record.note = tokenizer.decode(made.tolist())
+    return record
+
+
+@torch.no_grad()
+def look_at_image(model: nn.Module, path: str | os.PathLike[str], *, mean: float = 0.5, std: float = 0.5) -> Record:
+    """The attention of a Vision Transformer over the patches of an image, a file of any format that Pillow reads.
+
+    The image is scaled to the size that the model was made for, its pixels to (pixel - mean) / std.
+    """
+    from PIL import Image, ImageOps
+
+    config: Any = next(
+        (found for each in model.modules() if hasattr(found := getattr(each, "config", None), "grid")), None
+    )
+    if config is None:
+        raise TypeError(f"model must be or hold a VisionTransformer, but is {type(model).__name__}")
+    height, width = config.image
+    with Image.open(path) as file:
+        image = ImageOps.exif_transpose(file).convert("L" if config.channels == 1 else "RGB")
+    image = image.resize((width, height), Image.Resampling.BICUBIC)
+    pixels = torch.from_numpy(np.array(image, np.float32) / 255)
+    pixels = pixels[None] if pixels.dim() == 2 else pixels.permute(2, 0, 1)
+    given = ((pixels - mean) / std).to(next(model.parameters()))[None]
+    with capture(model) as record:
+        output = model(given)
+    if output.dim() == 2:
+        record.note = _class(output[0])
+    return record.over_image(address(image), config.grid, first=1)
+
+
+def _best(logits: Tensor, tokenizer: Any, count: int = 5) -> str:
+    chances, tokens = logits.float().softmax(-1).topk(min(count, logits.shape[-1]))
+    words = [tokenizer.decode([token]) for token in tokens.tolist()]
+    return ", ".join(f"{word.strip()} {chance:.0%}" for word, chance in zip(words, chances.tolist(), strict=True))
+
+
+def _class(logits: Tensor) -> str:
+    chances = logits.float().softmax(-1)
+    return f"class {int(chances.argmax())} ({float(chances.max()):.0%})"

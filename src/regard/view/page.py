@@ -1,0 +1,161 @@
+"""A document as one self-contained HTML page: no network, no build step, a strict Content-Security-Policy."""
+
+from __future__ import annotations
+
+import base64
+import gzip
+import hashlib
+import html
+import json
+import math
+import re
+from functools import cache
+from importlib.resources import files
+from typing import Any, Protocol
+
+import numpy as np
+
+LANGUAGES = ("en", "zh")
+_IMPORT = re.compile(r'import \{ ([\w, ]+) \} from "\./(\w+)\.js";')
+_WORDS = re.compile(r'import (\w+) from "\./(\w+\.json)" with \{ type: "json" \};')
+_EXPORT = re.compile(r"export (?:async )?(?:function|class|const) (\w+)")
+_UNSAFE = re.compile("[<>&\u2028\u2029\ud800-\udfff]")
+
+
+class Pages(Protocol):
+    """What a page is made of: `about` is JSON, `arrays` are the arrays that it names."""
+
+    @property
+    def about(self) -> dict[str, Any]: ...
+
+    @property
+    def arrays(self) -> dict[str, np.ndarray]: ...
+
+
+def page(document: Pages, lang: str = "en", *, live: bool = False) -> str:
+    """The document as one HTML page that needs nothing else; `live=True` lets it ask the server that it came from.
+
+    >>> from types import SimpleNamespace
+    >>> about = {"format": "regard.view/1", "title": "</script>", "streams": {}, "attentions": []}
+    >>> text = page(SimpleNamespace(about=about, arrays={"x": np.zeros(3, "float16")}))
+    >>> text[:15], 'data-dtype="float16"' in text, '"title": "</script>"' in text
+    ('<!doctype html>', True, False)
+    """
+    if lang not in LANGUAGES:
+        raise ValueError(f"lang must be one of {', '.join(LANGUAGES)}, but is {lang!r}")
+    script, style = bundle("page"), static("style.css")
+    policy = [
+        "default-src 'none'",
+        f"script-src '{_hash(script)}'",
+        f"style-src '{_hash(style)}'",
+        "img-src data: blob:",
+        "connect-src 'self'" if live else "connect-src 'none'",
+        "base-uri 'none'",
+        "form-action 'none'",
+        "require-trusted-types-for 'script'",  # no text of a document can become markup, even by mistake
+        "trusted-types 'none'",
+    ]
+    parts = [
+        "<!doctype html>",
+        f'<html lang="{"zh-CN" if lang == "zh" else "en"}">',
+        "<head>",
+        '<meta charset="utf-8">',
+        f'<meta http-equiv="Content-Security-Policy" content="{"; ".join(policy)}">',
+        '<meta name="viewport" content="width=device-width, initial-scale=1">',
+        '<meta name="referrer" content="no-referrer">',
+        '<link rel="icon" href="data:,">',
+        f"<title>{html.escape(_clean(str(document.about.get('title', ''))))}</title>",
+        f"<style>{style}</style>",
+        "</head>",
+        "<body>",
+        f'<div id="regard" class="regard" data-lang="{lang}"{" data-live" if live else ""}></div>',
+        "<noscript>This page shows attention, and needs JavaScript for it.</noscript>",
+        f'<script type="application/json" id="about">{as_json(document.about)}</script>',
+    ]
+    for name, array in document.arrays.items():
+        dtype, shape, data = packed(array)
+        parts.append(
+            f'<script type="application/octet-stream" id="array-{html.escape(name)}" data-dtype="{dtype}" '
+            f'data-shape="{",".join(map(str, shape))}">{base64.b64encode(data).decode()}</script>'
+        )
+    parts += [f'<script type="module">{script}</script>', "</body>", "</html>", ""]
+    return "\n".join(parts)
+
+
+def packed(array: np.ndarray) -> tuple[str, list[int], bytes]:
+    """How an array travels: the name of its dtype, its shape, its little-endian bytes in gzip.
+
+    >>> packed(np.zeros((2, 3), "uint8"))[:2]
+    ('uint8', [2, 3])
+    """
+    data = np.ascontiguousarray(array, array.dtype.newbyteorder("<"))
+    return array.dtype.name, list(array.shape), gzip.compress(data.tobytes(), 6, mtime=0)
+
+
+def as_json(value: Any) -> str:
+    """JSON that can stand in a page: nothing in it ends a script, and what is no number is null.
+
+    >>> as_json({"a": "</script>", "b": float("nan")})
+    '{"a": "\\\\u003c/script\\\\u003e", "b": null}'
+    """
+    text = json.dumps(finite(value), ensure_ascii=False, allow_nan=False)
+    return _UNSAFE.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
+
+
+@cache
+def bundle(entry: str) -> str:
+    """The modules that `static/entry.js` needs, and itself, as one module.
+
+    Each module becomes a function that is called once and returns what it exports, so names stay apart.
+    """
+    order: dict[str, str] = {}
+
+    def add(name: str, outermost: bool) -> None:
+        exported, lines = [], []
+        for line in static(f"{name}.js").splitlines():
+            if found := _IMPORT.fullmatch(line):
+                if found[2] not in order:
+                    add(found[2], False)
+                line = f"const {{ {found[1]} }} = ${found[2]};"
+            elif found := _WORDS.fullmatch(line):
+                line = f"const {found[1]} = {as_json(json.loads(static(found[2])))};"
+            elif (found := _EXPORT.match(line)) and not outermost:
+                exported.append(found[1])
+                line = line.removeprefix("export ")
+            elif line.startswith(("import", "export")) and not outermost:
+                raise ValueError(f"{name}.js: a line that a page cannot take in: {line!r}")
+            lines.append(line)
+        body = "\n".join(lines)
+        if not outermost:
+            body = f"const ${name} = (() => {{\n{body}\nreturn {{ {', '.join(exported)} }};\n}})();"
+        order[name] = body
+
+    add(entry, True)
+    text = "\n".join(order.values()) + "\n"
+    if "</script" in text.lower() or "<!--" in text:
+        raise ValueError("a module contains text that would end its script element")
+    return text
+
+
+def static(name: str) -> str:
+    """The text of a file of the front end, wherever the package is installed."""
+    return files("regard.view").joinpath("static", name).read_text("utf-8")
+
+
+def _hash(text: str) -> str:
+    return "sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
+
+
+def finite(value: Any) -> Any:
+    """Plain data for JSON: NaN and infinity become None."""
+    if isinstance(value, dict):
+        return {str(key): finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(item) for item in value]
+    if isinstance(value, np.generic):
+        value = value.item()
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _clean(text: str) -> str:
+    return text.encode("utf-8", "replace").decode()

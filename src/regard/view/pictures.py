@@ -1,0 +1,271 @@
+"""Pictures by matplotlib: each function draws into the axes that it is given, or into new ones, and gives them back."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from regard.geometry import Frame
+from regard.masks import Mask
+from regard.view.record import Record
+from regard.view.seen import Kind, Part, Seen, places
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+LARGEST = 512  # cells of a picture each way
+LABELLED = 256  # tokens above which an axis tells numbers
+COLOURS = "magma_r"  # dark where attention is
+
+
+def heatmap(
+    record: Record,
+    layer: int | str,
+    head: int | None = None,
+    *,
+    kind: Kind | None = None,
+    rows: Part = None,
+    columns: Part = None,
+    ax: Axes | None = None,
+) -> Axes:
+    """The weights of a head, or their mean over heads, with the tokens: queries down, keys across.
+
+    More than 512 queries or keys are pooled, exactly; rows and columns choose a part.
+
+    >>> import regard as rg, regard.view, torch
+    >>> model = rg.models.TextEncoder(rg.models.TextConfig(100, width=32, layers=2, heads=4, hidden=64)).eval()
+    >>> with rg.view.capture(model) as record:
+    ...     hidden = model(torch.tensor([[5, 6, 7]]))
+    >>> rg.view.pictures.heatmap(record, 1, head=2).get_title()
+    'encoder 1, head 2'
+    """
+    seen = record.attention(layer, kind)
+    queries, keys = (record.streams[name].tokens for name in record.ends(seen))
+    i, j = places(rows, seen.Q), places(columns, seen.K)
+    ax = _axes(ax, (min(9, 2.5 + 0.22 * len(j)), min(8, 2 + 0.22 * len(i))))
+    if len(i) > LARGEST or len(j) > LARGEST:
+        if rows is not None or columns is not None:
+            raise ValueError(f"a part must be at most {LARGEST} x {LARGEST}, but is {len(i)} x {len(j)}; try a smaller")
+        maps = seen.map((LARGEST, LARGEST))
+        picture = maps.mean(0) if head is None else maps[head]
+        ax.imshow(picture.numpy(), cmap=COLOURS, aspect="auto", extent=(0, seen.K, seen.Q, 0), interpolation="nearest")
+    else:
+        weights = seen.weights(heads=None if head is None else [head], rows=i, columns=j)
+        _cells(ax, weights.float().mean(0), [queries[n] for n in i], [keys[n] for n in j])
+    ax.set(xlabel="key", ylabel="query", title=_title(seen, head))
+    return ax
+
+
+def alignment(record: Record, layer: int | None = None, head: int | None = None, *, ax: Axes | None = None) -> Axes:
+    """Which words of the source each word of a translation looks at: cross-attention of a layer, the last unless told.
+
+    The strongest source token of each target token is framed.
+    """
+    seen = _cross(record, layer)
+    ax = heatmap(record, seen.name, head, ax=ax)
+    if seen.Q <= LARGEST and seen.K <= LARGEST:
+        from matplotlib.patches import Rectangle
+
+        weights = seen.weights(heads=None if head is None else [head]).float().mean(0)
+        for row, column in enumerate(weights.argmax(-1).tolist()):
+            ax.add_patch(Rectangle((column - 0.5, row - 0.5), 1, 1, fill=False, edgecolor="tab:blue", linewidth=1.2))
+    ax.set(xlabel="source", ylabel="target")
+    return ax
+
+
+def head_grid(record: Record, kind: Kind | None = None, *, side: int = 48, ax: Axes | None = None) -> Axes:
+    """Every head of every layer as a small map: layers down, heads across. Each is as dark as its own strongest."""
+    seens = [seen for seen in record.attentions if kind in (None, seen.kind)]
+    if not seens:
+        raise ValueError(f"nothing of kind {kind!r} was captured")
+    across, gap = max(len(record.shown_heads(seen)) for seen in seens), max(1, side // 16)
+    whole = np.full((len(seens) * (side + gap), across * (side + gap)), np.nan, np.float32)
+    for n, seen in enumerate(seens):
+        maps = seen.map((side, side))
+        for m, head in enumerate(record.shown_heads(seen)):
+            small = maps[head].float()
+            small = torch.nn.functional.interpolate(small[None, None], size=(side, side), mode="nearest")[0, 0]
+            top, left = n * (side + gap), m * (side + gap)
+            whole[top : top + side, left : left + side] = small / small.max().clamp(min=1e-12)
+    ax = _axes(ax, (1.5 + 0.8 * across, 1 + 0.8 * len(seens)))
+    ax.imshow(whole, cmap=COLOURS, vmin=0, vmax=1, interpolation="nearest")
+    middle = side / 2 - 0.5
+    ax.set_xticks(
+        [middle + m * (side + gap) for m in range(across)], [str(m) for m in record.heads or range(across)][:across]
+    )
+    ax.set_yticks([middle + n * (side + gap) for n in range(len(seens))], [f"{s.kind} {s.layer}" for s in seens])
+    ax.set(xlabel="head", title=record.title)
+    ax.tick_params(length=0)
+    for edge in ax.spines.values():
+        edge.set_visible(False)
+    return ax
+
+
+MEASURES = {
+    "entropy": ("entropy (nats)", lambda seen: seen.statistics.entropy),
+    "distance": ("mean distance (tokens)", lambda seen: seen.statistics.distance),
+    "max_logit": ("largest logit", lambda seen: seen.statistics.max_logit),
+    "first": ("mass on the first key", lambda seen: seen.statistics.mass),
+}
+
+
+def profile(record: Record, measure: str = "entropy", kind: Kind | None = None, *, ax: Axes | None = None) -> Axes:
+    """One number for every layer and head, the mean over the queries: entropy, distance, max_logit or first."""
+    if measure not in MEASURES:
+        raise ValueError(f"measure must be one of {', '.join(MEASURES)}, but is {measure!r}")
+    words, take = MEASURES[measure]
+    seens = [seen for seen in record.attentions if kind in (None, seen.kind)]
+    across = max(seen.heads for seen in seens)
+    table = np.full((len(seens), across), np.nan)
+    for n, seen in enumerate(seens):
+        rows = take(seen)[0].float()
+        finite = rows.isfinite()
+        table[n, : seen.heads] = (torch.where(finite, rows, 0.0).sum(-1) / finite.sum(-1).clamp(min=1)).numpy()
+    ax = _axes(ax, (2.5 + 0.55 * across, 1.5 + 0.4 * len(seens)))
+    drawn = ax.imshow(table, cmap="viridis", aspect="auto")
+    middle = (np.nanmin(table) + np.nanmax(table)) / 2
+    for (n, m), value in np.ndenumerate(table):
+        if not np.isnan(value):
+            colour = "white" if value < middle else "black"
+            ax.text(m, n, f"{value:.3g}", ha="center", va="center", fontsize=7, color=colour)
+    ax.set_xticks(range(across), [str(m) for m in range(across)])
+    ax.set_yticks(range(len(seens)), [f"{seen.kind} {seen.layer}" for seen in seens])
+    ax.set(xlabel="head", title=words)
+    ax.figure.colorbar(drawn, ax=ax, fraction=0.04)
+    return ax
+
+
+def patches(
+    record: Record, layer: int | str, head: int | None = None, *, query: int = 0, ax: Axes | None = None
+) -> Axes:
+    """Where one token of an image looks, over the image; `query` 0 is the class token of a Vision Transformer."""
+    if record.image is None:
+        raise ValueError("the record is not of an image; tell which with record.over_image(pixels, grid, first=1)")
+    seen, image = record.attention(layer, None), _image(record.image["href"])
+    (rows, columns), first = record.image["grid"], record.image["first"]
+    weights = seen.weights(heads=None if head is None else [head], rows=[query]).float().mean(0)[0]
+    over = weights[first : first + rows * columns].reshape(rows, columns)
+    ax = _axes(ax, (5, 5 * image.shape[0] / image.shape[1] + 0.4))
+    extent = (0, columns, rows, 0)
+    ax.imshow(image, extent=extent, cmap="gray")
+    shade = (over / over.max().clamp(min=1e-12)).numpy()
+    veil = 0.75 * (1 - np.sqrt(shade))  # where it does not look, the image is dark
+    ax.imshow(np.zeros_like(shade), cmap="gray", extent=extent, alpha=veil, interpolation="nearest")
+    if query >= first:
+        from matplotlib.patches import Rectangle
+
+        at = query - first
+        ax.add_patch(Rectangle((at % columns, at // columns), 1, 1, fill=False, edgecolor="tab:red", linewidth=2))
+    ax.set(
+        xticks=[], yticks=[], title=f"{_title(seen, head)}, from {record.streams[record.ends(seen)[0]].tokens[query]}"
+    )
+    return ax
+
+
+def spectrogram(record: Record, layer: int | None = None, head: int | None = None, *, ax: Axes | None = None) -> Axes:
+    """When each token of a transcript was said: cross-attention over time, below the spectrogram."""
+    if record.spectrogram is None:
+        raise ValueError("the record is not of speech; tell which with record.over_spectrogram(values, seconds)")
+    seen, seconds = _cross(record, layer), record.spectrogram["seconds"]
+    maps = seen.map((LARGEST, LARGEST)) if max(seen.Q, seen.K) > LARGEST else seen.weights().float()
+    picture = maps.mean(0) if head is None else maps[head]
+    ax = _axes(ax, (8, 2.5 + 0.22 * min(seen.Q, 40)))
+    ax.imshow(
+        picture.numpy(), cmap=COLOURS, aspect="auto", extent=(0, seconds, seen.Q - 0.5, -0.5), interpolation="nearest"
+    )
+    _names(ax, "y", record.streams[record.ends(seen)[0]].tokens)
+    ax.set(xlabel="seconds", ylabel="token")
+    from mpl_toolkits.axes_grid1 import make_axes_locatable
+
+    above = make_axes_locatable(ax).append_axes("top", size="35%", pad=0.08, sharex=ax)
+    above.imshow(_image(record.spectrogram["href"]), aspect="auto", extent=(0, seconds, 0, 1), cmap="gray_r")
+    above.set(yticks=[], ylabel="frequency")
+    box = {"facecolor": "white", "alpha": 0.8, "linewidth": 0}
+    above.text(0.01, 0.94, _title(seen, head), transform=above.transAxes, va="top", fontsize=9, bbox=box)
+    above.tick_params(labelbottom=False)
+    ax.set_xlim(0, seconds)
+    return ax
+
+
+def mask(
+    pattern: Mask, queries: int | None = None, keys: int | None = None, *, offset: int | None = None,
+    ax: Axes | None = None,
+) -> Axes:  # fmt: skip
+    """The mask itself: dark where a query may look at a key. Above 512, each cell is the share that it may look at.
+
+    >>> import regard as rg, regard.view
+    >>> rg.view.pictures.mask(rg.causal() & rg.window(3, 0), 16).get_title()
+    'causal() & window(3, 0)'
+    """
+    if not isinstance(pattern, Mask):
+        raise TypeError(f"pattern must be a mask such as causal(), but is {type(pattern).__name__}; try dense(tensor)")
+    made = pattern.made_for()
+    queries = queries or (made[0] if made else pattern.span())
+    keys = keys or (made[1] if made else queries)
+    frame = Frame(1, 1, queries, keys, keys - queries if offset is None else offset)
+    pattern.check(frame)
+    tall, wide = min(queries, LARGEST), min(keys, LARGEST)
+    shares = torch.zeros(tall, wide)
+    edges = [[n * size // count for n in range(count + 1)] for size, count in ((queries, tall), (keys, wide))]
+    across = torch.repeat_interleave(torch.arange(wide), torch.tensor(edges[1]).diff())
+    for n in range(tall):
+        at = frame.at(rows=slice(edges[0][n], edges[0][n + 1]))
+        share = pattern.allows(at).expand(1, 1, edges[0][n + 1] - edges[0][n], keys)[0, 0].float().mean(0)
+        shares[n].index_add_(0, across, share)
+    shares /= torch.bincount(across)
+    ax = _axes(ax, (4.5, 4.5 * min(2, max(0.5, queries / keys))))
+    ax.imshow(
+        shares, cmap="Blues", vmin=0, vmax=1, extent=(0, keys, queries, 0), interpolation="nearest", aspect="auto"
+    )
+    ax.set(xlabel="key", ylabel="query")
+    title = repr(pattern)
+    ax.set_title(title if len(title) <= 60 else title[:57] + "...", fontsize=9)
+    return ax
+
+
+def _axes(ax: Axes | None, size: tuple[float, float]) -> Axes:
+    if ax is not None:
+        return ax
+    try:
+        import matplotlib.pyplot as plt
+    except ImportError:
+        raise ImportError("pictures are drawn by matplotlib: pip install 'regard[view]'") from None
+    return plt.figure(figsize=size, layout="constrained").add_subplot()
+
+
+def _cells(ax: Axes, weights: Tensor, queries: list[str], keys: list[str]) -> None:
+    drawn = ax.imshow(weights.numpy(), cmap=COLOURS, vmin=0, aspect="auto", interpolation="nearest")
+    _names(ax, "y", queries)
+    _names(ax, "x", keys)
+    ax.figure.colorbar(drawn, ax=ax, fraction=0.04)
+
+
+def _names(ax: Axes, axis: str, tokens: Any) -> None:
+    from regard.view.lettering import name
+
+    if len(tokens) <= LABELLED:
+        name(ax, axis, tokens)
+
+
+def _title(seen: Seen, head: int | None) -> str:
+    return f"{seen.kind} {seen.layer}, " + ("mean over heads" if head is None else f"head {head}")
+
+
+def _cross(record: Record, layer: int | None) -> Seen:
+    found = [seen for seen in record.attentions if seen.kind == "cross"]
+    if not found:
+        raise ValueError("there is no cross-attention in the record; heatmap(record, layer) draws the others")
+    return found[-1] if layer is None else record.attention(layer, "cross")
+
+
+def _image(href: str) -> np.ndarray:
+    import base64
+    import io
+
+    from PIL import Image
+
+    with Image.open(io.BytesIO(base64.b64decode(href.partition(",")[2]))) as image:
+        return np.array(image)

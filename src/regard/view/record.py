@@ -1,0 +1,267 @@
+"""What a capture saw: the attentions of a model, the tokens between which they are, and what one asks of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from torch import Tensor
+
+from regard.engines.look import Statistics
+from regard.view.seen import Kind, Part, Seen
+
+if TYPE_CHECKING:
+    from regard.view.document import Document
+    from regard.view.heads import Found
+
+NOTHING = (
+    "nothing was captured: the model computed no attention by regard inside the block. A model of Transformers needs "
+    'attn_implementation="regard", others regard.integrations.torch.replace(model)'
+)
+
+
+@dataclass(frozen=True)
+class Stream:
+    """Tokens as they are, and which of them are special."""
+
+    tokens: tuple[str, ...]
+    special: tuple[int, ...] = ()
+
+
+class Record:
+    """The attentions that `capture` saw, in the order in which the model computed them.
+
+    title, note: what it is, and what the model said. image, spectrogram: what the tokens are parts of, if they are.
+
+    >>> import regard as rg, regard.view, torch
+    >>> model = rg.models.TextEncoder(rg.models.TextConfig(100, width=32, layers=2, heads=4, hidden=64)).eval()
+    >>> with rg.view.capture(model) as record:
+    ...     hidden = model(torch.tensor([[5, 6, 7]]))
+    >>> record.tokens(["The", " cat", " sat"]).streams
+    {'source': Stream(tokens=('The', ' cat', ' sat'), special=())}
+    """
+
+    def __init__(self, title: str = "", *, heads: Sequence[int] | None = None) -> None:
+        self.title, self.note = title, ""
+        self.attentions: list[Seen] = []
+        self.heads = None if heads is None else tuple(heads)
+        self.image: dict[str, Any] | None = None
+        self.spectrogram: dict[str, Any] | None = None
+        self.inputs: dict[str, Tensor] = {}  # of the last call of the whole model
+        self._tokens: dict[str, Stream] = {}
+
+    def __repr__(self) -> str:
+        return f"<Record of {self.title}: {len(self.attentions)} attentions>"
+
+    def __len__(self) -> int:
+        return len(self.attentions)
+
+    # Which attention
+
+    def attention(self, layer: int | str, kind: Kind | None = None) -> Seen:
+        """An attention by the number of its layer, and its kind where there are several; or by its name or id."""
+        if not self.attentions:
+            raise ValueError(NOTHING)
+        if isinstance(layer, str):
+            for number, seen in enumerate(self.attentions):
+                if layer in (seen.name, str(number)) and kind in (None, seen.kind):
+                    return seen
+        found = [seen for seen in self.attentions if seen.layer == layer and kind in (None, seen.kind)]
+        if len(found) == 1:
+            return found[0]
+        if found:
+            kinds = ", ".join(sorted({seen.kind for seen in found}))
+            raise ValueError(f"layer {layer} has several attentions; say which with kind=, one of {kinds}")
+        there = ", ".join(f"{seen.kind} {seen.layer}" for seen in self.attentions)
+        raise ValueError(f"there is no {kind or 'attention'} of layer {layer!r}; captured were {there}")
+
+    def shown_heads(self, seen: Seen) -> list[int]:
+        """The heads that pages and pictures show."""
+        return [head for head in self.heads or range(seen.heads) if head < seen.heads]
+
+    # Tokens
+
+    def ends(self, seen: Seen) -> tuple[str, str]:
+        """The streams of an attention's queries and keys: source and target, and others of other lengths."""
+        two = any(each.kind == "cross" for each in self.attentions)
+        own = "target" if seen.kind == "cross" or (seen.kind == "decoder" and two) else "source"
+        keys = "source" if seen.kind == "cross" else own
+        return self._stream(own, seen.Q), self._stream(keys, seen.K)
+
+    def _stream(self, role: str, length: int) -> str:
+        return role if self._lengths.get(role, length) == length else f"{role} {length}"
+
+    @property
+    def _lengths(self) -> dict[str, int]:
+        """How many tokens source and target have: as many as the first attention between them says."""
+        found: dict[str, int] = {}
+        two = any(seen.kind == "cross" for seen in self.attentions)
+        for seen in self.attentions:
+            if seen.kind != "cross":
+                found.setdefault("target" if seen.kind == "decoder" and two else "source", seen.K)
+        for seen in self.attentions:
+            if seen.kind == "cross":
+                found.setdefault("target", seen.Q)
+                found.setdefault("source", seen.K)
+        return found
+
+    @property
+    def streams(self) -> dict[str, Stream]:
+        """The tokens by stream; those that were not told are numbered."""
+        found: dict[str, Stream] = {}
+        for seen in self.attentions:
+            for name, length in zip(self.ends(seen), (seen.Q, seen.K), strict=True):
+                if name not in found:
+                    found[name] = self._tokens.get(name) or Stream(tuple(map(str, range(length))))
+        return found
+
+    def tokens(
+        self,
+        source: Sequence[str] | None = None,
+        target: Sequence[str] | None = None,
+        *,
+        special: Sequence[str] = (),
+        **others: Sequence[str],
+    ) -> Record:
+        """Tell what the tokens are; the same record comes back. `special` are texts of tokens that are no words."""
+        there = self.streams
+        given = {"source": source, "target": target} | others
+        for name, tokens in given.items():
+            if tokens is None:
+                continue
+            if name not in there:
+                raise ValueError(f"there is no stream {name!r}; the streams are {', '.join(there) or 'none'}")
+            if len(tokens) != len(there[name].tokens):
+                raise ValueError(f"{name} has {len(there[name].tokens)} tokens, but {len(tokens)} came")
+            texts = tuple(map(str, tokens))
+            self._tokens[name] = Stream(texts, tuple(n for n, text in enumerate(texts) if text in special))
+        for made in ("found", "document"):  # of the tokens before
+            self.__dict__.pop(made, None)
+        return self
+
+    def decode(self, tokenizer: Any) -> Record:
+        """Tell what the tokens are by the ids that the model was given, with one of `tokenizers` or Transformers."""
+        from regard.view.inputs import texts_of
+
+        there = self.streams
+        for name, ids in self.inputs.items():
+            if ids.dim() == 1 and name in there and len(ids) == len(there[name].tokens):
+                texts, special = texts_of(tokenizer, ids.tolist())
+                self.tokens(**{name: texts})
+                self._tokens[name] = Stream(tuple(texts), tuple(special))
+        return self
+
+    def over_image(
+        self, image: str | Tensor, grid: tuple[int, int], *, first: int = 0, stream: str = "source"
+    ) -> Record:
+        """Tell that token `first + row * columns + column` is a patch of an image: pixels (C, h, w), or its address."""
+        from regard.view.inputs import picture
+
+        length, (rows, columns) = len(self.streams[stream].tokens), grid
+        if first + rows * columns > length:
+            raise ValueError(f"a grid of {rows} x {columns} patches after {first} tokens needs more than the {length}")
+        before = ["[CLS]"] if first == 1 else [f"[{n}]" for n in range(first)]
+        patches = [f"{r},{c}" for r in range(rows) for c in range(columns)]
+        after = [f"[{n}]" for n in range(first + rows * columns, length)]
+        self.tokens(**{stream: [*before, *patches, *after]}, special=(*before, *after))
+        href = image if isinstance(image, str) else picture(image)
+        self.image = {"stream": stream, "href": href, "grid": [rows, columns], "first": first}
+        return self
+
+    def over_spectrogram(self, values: Tensor, seconds: float, *, stream: str = "source") -> Record:
+        """Tell that the tokens are equal slots of time of a spectrogram, values (time, frequencies)."""
+        from regard.view.inputs import picture
+
+        frames = len(self.streams[stream].tokens)
+        self.tokens(**{stream: [f"{(n + 0.5) * seconds / frames:.2f} s" for n in range(frames)]})
+        href = picture(values.mT.flip(0))
+        self.spectrogram = {"stream": stream, "href": href, "frames": frames, "seconds": float(seconds)}
+        return self
+
+    # Numbers
+
+    def weights(
+        self,
+        layer: int | str,
+        head: int | None = None,
+        *,
+        rows: Part = None,
+        columns: Part = None,
+        kind: Kind | None = None,
+        batch: int = 0,
+    ) -> Tensor:
+        """The weights of a layer, (rows, columns) of a head, or (H, rows, columns) of all; a part costs its rows."""
+        seen = self.attention(layer, kind)
+        found = seen.weights(heads=None if head is None else [head], rows=rows, columns=columns, batch=batch)
+        return found if head is None else found[0]
+
+    def window(
+        self,
+        attention: int | str,
+        head: int,
+        rows: tuple[int, int],
+        columns: tuple[int, int],
+        size: tuple[int, int] = (512, 512),
+        kind: Kind | None = None,
+    ) -> np.ndarray:
+        """The exact weights of a window, rows and columns from and to; where it is larger than `size`, the mean mass
+        that the queries of a band put on the keys of a band. (r, c) float32."""
+        return self.attention(attention, kind).window(head, rows, columns, size)
+
+    @property
+    def statistics(self) -> dict[str, Statistics]:
+        """What the rows of every attention are like, by name: (B, H, Q), worked out once."""
+        return {seen.name: seen.statistics for seen in self.attentions}
+
+    @cached_property
+    def found(self) -> list[Found]:
+        """Heads whose habit has a name, over all attentions."""
+        from regard.view.heads import find
+
+        return [each for number in range(len(self.attentions)) for each in find(self, number)]
+
+    def rollout(self, kind: Kind | None = None, size: int = 512) -> Tensor:
+        """Attention through all layers, (n, n): see `regard.view.rollout.rollout`."""
+        from regard.view.rollout import rollout
+
+        return rollout(self, kind, size)[-1]
+
+    # Pages
+
+    @cached_property
+    def document(self) -> Document:
+        """All that a page shows, as data; worked out once."""
+        from regard.view.document import document
+
+        return document(self)
+
+    def html(self, lang: str = "en") -> str:
+        """A page that needs nothing but a browser."""
+        from regard.view.page import page
+
+        return page(self.document, lang)
+
+    def save(self, path: str | Path, lang: str = "en") -> Path:
+        """Write the page; it is there whole or not at all."""
+        from regard.view.files import write
+
+        return write(Path(path), self.html(lang))
+
+    def show(self) -> Any:
+        """The viewer in a notebook, with every weight within reach."""
+        from regard.view.widget import Viewer
+
+        return Viewer(self)
+
+    def _repr_mimebundle_(self, include: Any = None, exclude: Any = None, **more: Any) -> dict[str, str]:
+        import html
+
+        if not self.attentions:
+            return {"text/plain": repr(self)}
+        page = html.escape(self.html(), quote=True)
+        frame = f'<iframe srcdoc="{page}" style="width:100%;height:640px;border:0" sandbox="allow-scripts"></iframe>'
+        return {"text/plain": repr(self), "text/html": frame}

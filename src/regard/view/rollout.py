@@ -1,0 +1,37 @@
+"""Attention rollout: what the tokens of the last layer are made of, by way of all layers."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from regard.view.record import Record
+from regard.view.seen import Kind
+
+
+def rollout(record: Record, kind: Kind | None = None, size: int = 512, batch: int = 0) -> Tensor:
+    """(L, n, n): after each layer, how much of every token is in each, by Abnar & Zuidema's rule; rows sum to 1.
+
+        rollout_l = (mean over heads of weights_l + identity) / 2  @  rollout_(l - 1)
+
+    The identity stands for the residual connection. kind: encoder or decoder; the one with more layers unless told
+    otherwise. Up to `size` tokens it is exact. Of more, it is the rollout of the maps pooled to size x size: within a
+    band of tokens, mass is then taken to be spread evenly.
+    """
+    stacks: dict[Kind, list] = {"encoder": [], "decoder": []}
+    for seen in record.attentions:
+        if seen.kind != "cross" and seen.Q == seen.K:
+            stacks[seen.kind].append(seen)
+    kind = kind or ("encoder" if len(stacks["encoder"]) >= len(stacks["decoder"]) else "decoder")
+    stack = stacks.get(kind, [])
+    stack = [seen for seen in stack if seen.K == stack[0].K]
+    if not stack:
+        raise ValueError(f"rollout needs layers of self-attention, but no whole {kind} was captured")
+    n = min(size, stack[0].K)
+    through, found = torch.eye(n), []
+    for seen in stack:
+        mean = seen.map((n, n), batch).mean(0)  # (n, n)
+        step = 0.5 * mean + 0.5 * torch.eye(n)
+        through = step / step.sum(-1, keepdim=True) @ through  # rows with a sink, or nothing to see, have less than 1
+        found.append(through)
+    return torch.stack(found)

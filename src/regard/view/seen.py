@@ -1,0 +1,326 @@
+"""One attention of a model as it was computed: description, query and key. Weights are worked out when looked at."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from regard.attention import Attention
+from regard.engines.look import Statistics
+from regard.engines.problem import Problem
+from regard.engines.reference import logits, operands
+from regard.geometry import At
+from regard.view.pool import bands, overlaps, pooled_columns, pooled_rows
+
+Kind = Literal["encoder", "decoder", "cross"]
+Part = int | slice | Sequence[int] | Tensor | None
+TOP = 8  # strongest keys of a query that are kept
+DIRECT = 1 << 24  # weights of one window that are worked out for it; a larger one is read from a map
+CELLS = 1024  # rows and columns of that map
+
+
+@dataclass(frozen=True, eq=False)
+class Call:
+    """One call: query (B, H, Q, D), and which of the keys it saw, `first` to `stop`."""
+
+    attend: Attention
+    query: Tensor
+    first: int
+    stop: int
+
+
+class Seen:
+    """An attention by its name in the model. Several calls are one attention where each goes on from the one before.
+
+    name, layer, kind: the module's dotted name, its place among those of its kind, and which kind that is.
+    """
+
+    def __init__(self, name: str, layer: int, kind: Kind) -> None:
+        self.name, self.layer, self.kind = name, layer, kind
+        self.calls: list[Call] = []
+        self._keys: Tensor | None = None  # (B, G, room, D)
+        self._maps: dict[tuple[int, int, int], Tensor] = {}
+        self._given: Tensor | None = None  # the keys of the last call themselves, while the model runs
+
+    def __repr__(self) -> str:
+        return f"<{self.kind} {self.layer}: {self.name}, {self.heads} heads, {self.Q} x {self.K}, {self.formula}>"
+
+    @property
+    def heads(self) -> int:
+        return self.calls[0].query.shape[1]
+
+    @property
+    def batch(self) -> int:
+        return len(self.calls[0].query)
+
+    @property
+    def Q(self) -> int:
+        return sum(call.query.shape[2] for call in self.calls)
+
+    @property
+    def K(self) -> int:
+        return self.calls[-1].stop
+
+    @property
+    def formula(self) -> str:
+        """The description in words."""
+        return repr(self.calls[0].attend)
+
+    @property
+    def nbytes(self) -> int:
+        """What is held of it."""
+        keys = 0 if self._keys is None else self._keys.nbytes
+        return keys + sum(call.query.nbytes for call in self.calls)
+
+    @property
+    def offset(self) -> int:
+        """Where the first query stands among the keys, in batch row 0."""
+        call = self.calls[0]
+        return call.first + self._problem(call).frame.offsets()[0]
+
+    # Filling, while the model runs
+
+    def begin(self, attend: Attention, query: Tensor, key: Tensor) -> None:
+        """The first call: query (B, H, Q, D), key (B, G, K, D)."""
+        self._forget()
+        self._given = key
+        with torch.inference_mode(False), torch.no_grad():
+            self._keys = key.detach().clone()
+            self.calls = [Call(attend, query.detach().clone(), 0, key.shape[2])]
+
+    def go_on(self, attend: Attention, query: Tensor, key: Tensor) -> bool:
+        """A call that goes on from those before: the same keys, or these (the last of them) and as many more as there
+        are queries, as in generation with a cache. False, and nothing done, where it does not."""
+        if self._keys is None or not self.calls:
+            return False
+        held, last = self._keys, self.calls[-1].query
+        count, old = query.shape[2], key.shape[2] - query.shape[2]
+        if (*key.shape[:2], key.shape[3]) != (*held.shape[:2], held.shape[3]) or query.shape[:2] != last.shape[:2]:
+            return False
+        if self.kind == "cross":  # the same tensor: equal ones may be those of another pass over the same source
+            if self._given is None or key.data_ptr() != self._given.data_ptr():
+                return False
+            old, count = key.shape[2], 0
+        offset = attend.offset
+        if not 0 < old <= self.K or (count and offset is not None and not (isinstance(offset, int) and offset == old)):
+            return False
+        if not torch.equal(key[:, :, :old], held[:, :, self.K - old : self.K]):
+            return False
+        first, stop = self.K - old, self.K + count
+        self._forget()
+        with torch.inference_mode(False), torch.no_grad():
+            if stop > held.shape[2]:
+                self._keys = held.new_empty(*held.shape[:2], 2 * stop, held.shape[3])
+                self._keys[:, :, : first + old] = held[:, :, : first + old]
+            assert self._keys is not None
+            self._keys[:, :, first + old : stop] = key[:, :, old:].detach()
+            self.calls.append(Call(attend, query.detach().clone(), first, stop))
+        return True
+
+    def end(self) -> None:
+        """The model has run."""
+        self._given = None
+
+    def _forget(self) -> None:
+        self.__dict__.pop("statistics", None)
+        self._maps.clear()
+
+    # Looking
+
+    def key(self, call: Call) -> Tensor:
+        """The keys of a call, (B, G, K, D)."""
+        assert self._keys is not None
+        return self._keys[:, :, call.first : call.stop]
+
+    def _problem(self, call: Call) -> Problem:
+        return call.attend._problem(call.query, self.key(call), None, False)
+
+    def _parts(self, rows: Tensor) -> Iterator[tuple[Call, Tensor, Tensor]]:
+        """For each call that has some of the rows: the rows in its own counting, and their places among `rows`."""
+        start = 0
+        for call in self.calls:
+            stop = start + call.query.shape[2]
+            at = ((rows >= start) & (rows < stop)).nonzero()[:, 0]
+            if len(at):
+                yield call, rows[at] - start, at
+            start = stop
+
+    @torch.no_grad()
+    def weights(self, *, heads: Part = None, rows: Part = None, columns: Part = None, batch: int = 0) -> Tensor:
+        """The weights (heads, rows, columns) of one batch row; parts keep their axis."""
+        h, i, j = places(heads, self.heads), places(rows, self.Q), places(columns, self.K)
+        found = self.calls[0].query.new_zeros(len(h), len(i), len(j))
+        for call, own, at in self._parts(i):
+            inside = ((j >= call.first) & (j < call.stop)).nonzero()[:, 0]
+            part = call.attend.weights(call.query, self.key(call), rows=own, columns=j[inside] - call.first, heads=h)[
+                batch
+            ]
+            if len(at) == len(i) and len(inside) == len(j):
+                return part
+            found[:, at[:, None], inside] = part
+        return found
+
+    @cached_property
+    def statistics(self) -> Statistics:
+        """Of every row, in one pass: (B, H, Q), the top (B, H, Q, 8); `mass` is what the first key has."""
+        found = []
+        with torch.no_grad():
+            for call in self.calls:
+                first = [0] if call.first == 0 else []
+                part = call.attend.statistics(call.query, self.key(call), top=TOP, mass_on=first)
+                keys = torch.where(part.top_keys < 0, -1, part.top_keys + call.first)
+                found.append(part._replace(top_keys=keys))
+        return found[0] if len(found) == 1 else Statistics(*(torch.cat(parts, 2) for parts in zip(*found, strict=True)))
+
+    @torch.no_grad()
+    def map(self, size: tuple[int, int], batch: int = 0) -> Tensor:
+        """(H, rows, columns): the mean mass that the queries of a band put on the keys of a band; rows sum to 1.
+
+        Bands of queries are those of adaptive_avg_pool2d, which may share a row with their neighbour; bands of keys
+        are cut at floor(n * K / columns), and share none.
+        """
+        rows, columns = min(size[0], self.Q), min(size[1], self.K)
+        if (rows, columns, batch) not in self._maps:
+            self._maps[rows, columns, batch] = self._map(rows, columns, batch)
+        return self._maps[rows, columns, batch]
+
+    def _map(self, rows: int, columns: int, batch: int) -> Tensor:
+        if len(self.calls) > 1 or (rows, columns) == (self.Q, self.K):
+            found = torch.zeros(self.heads, self.Q, columns)
+            for some in torch.arange(self.Q).split(max(1, DIRECT // max(1, self.heads * self.K))):
+                found[:, some] = pooled_columns(self.weights(rows=some, batch=batch).float(), columns)
+            return pooled_rows(found, rows)
+        call = self.calls[0]
+        found = call.attend.map(call.query, self.key(call), size=(rows, columns))[batch].float()
+        start, stop = bands(self.K, columns)
+        found = found * (stop - start)
+        shared = (start[1:] < stop[:-1]).nonzero()[:, 0]  # bands of keys that end within the first key of the next
+        if len(shared):
+            mass = self.looked_at(start[1:][shared].expand(self.Q, -1), batch=batch)  # (H, Q, shared)
+            found[:, :, shared] -= pooled_rows(mass.float(), rows)
+        return found.clamp(min=0)
+
+    @torch.no_grad()
+    def looked_at(self, keys: Tensor, rows: Part = None, batch: int = 0) -> Tensor:
+        """What each of some queries gives to keys of its own: keys (rows, m) to weights (H, rows, m), 0 where there is
+        no such key. Costs O(rows · m · D), whatever the length."""
+        chosen, lse = places(rows, self.Q), self.statistics.lse[batch]
+        found = torch.zeros(self.heads, len(chosen), keys.shape[1])
+        for call, own, at in self._parts(chosen):
+            problem = self._problem(call)
+            (query, key, _), bad = operands(problem, call.query, self.key(call), self.key(call)[..., :0])
+            width = max(1, DIRECT // max(1, self.heads * keys.shape[1] * query.shape[3]))
+            for some in torch.arange(len(own)).split(width):
+                i, where = own[some], at[some]
+                j = keys[where] - call.first
+                there = (j >= 0) & (j < call.stop - call.first)
+                j = j.clamp(0, call.stop - call.first - 1)
+                place = At(
+                    problem.frame, torch.full((1, 1, 1, 1), batch), torch.arange(self.heads)[:, None, None],
+                    i[:, None, None, None], j[:, None, None, :],
+                )  # fmt: skip
+                scores = logits(
+                    problem,
+                    query[batch][:, i].transpose(0, 1).unsqueeze(2),
+                    key[batch][:, j].transpose(0, 1),
+                    place,
+                    problem.bias,
+                    None if bad is None else bad[batch][:, j].transpose(0, 1),
+                )  # fmt: skip (rows, H, 1, m)
+                total = lse[:, chosen[where]].mT[:, :, None, None]
+                part = (scores - total.masked_fill(total == -torch.inf, 0.0)).exp().squeeze(2)
+                found[:, where] = part.masked_fill(~there[:, None], 0.0).transpose(0, 1).float()
+        return found
+
+    @torch.no_grad()
+    def window(
+        self, head: int, rows: tuple[int, int], columns: tuple[int, int], size: tuple[int, int], batch: int = 0
+    ) -> np.ndarray:
+        """The weights of a window, (r, c) float32, pooled as in `map` where it is larger than `size`.
+
+        Only the window is worked out, or, of a window of many millions of weights, nothing: it is read from a map of
+        1024 x 1024 cells, which is made once. Mass is then taken to be spread evenly within a cell.
+        """
+        (top, bottom), (left, right) = _inside("rows", rows, self.Q), _inside("columns", columns, self.K)
+        tall, wide = min(size[0], bottom - top), min(size[1], right - left)
+        known = "statistics" in self.__dict__
+        if (bottom - top) * (right - left if known else self.K) > DIRECT * (1 if known else 4):
+            cells = self.map((CELLS, CELLS), batch)[head]
+            down = overlaps((top, bottom), tall, self.Q, cells.shape[0])  # (r, rows of cells), in cells
+            across = overlaps((left, right), wide, self.K, cells.shape[1])
+            return (down / down.sum(-1, keepdim=True) @ cells @ across.mT).numpy()
+        if known and len(self.calls) == 1:
+            part = self._by_lse(head, range(top, bottom), range(left, right), batch)
+        else:
+            part = self.weights(heads=[head], rows=slice(top, bottom), columns=slice(left, right), batch=batch)[0]
+        found = pooled_rows(pooled_columns(part.float(), min(wide, part.shape[1])), min(tall, part.shape[0]))
+        return found.numpy()
+
+    def _by_lse(self, head: int, rows: range, columns: range, batch: int) -> Tensor:
+        """Weights by the rows' known log-sum-exp: no key outside the window is read."""
+        call, b, h = self.calls[0], slice(batch, batch + 1), slice(head, head + 1)
+        problem, key = self._problem(call), self.key(call)
+        group = head * key.shape[1] // self.heads
+        i, j = slice(rows.start, rows.stop), slice(columns.start, columns.stop)
+        query, some = call.query[b, h, i].to(problem.arithmetic), key[b, group : group + 1, j].to(problem.arithmetic)
+        bad = None
+        if problem.mask is not None:
+            bad = ~some.isfinite().all(-1)
+            some = torch.where(some.isfinite(), some, 0.0)
+        scores = logits(problem, query, some, problem.frame.at(b, h, i, j), problem.bias, bad)[0, 0]
+        lse = self.statistics.lse[batch, head, i, None]
+        return scores.sub_(lse.masked_fill(lse == -torch.inf, 0.0)).exp_()
+
+    def visible(self, rows: Part = None, batch: int = 0) -> Tensor:
+        """How many keys each of some queries may look at, (1 or H, rows)."""
+        chosen = places(rows, self.Q)
+        parts = []
+        for call, own, at in self._parts(chosen):
+            frame, mask = self._problem(call).frame, call.attend.mask
+            if mask is None:
+                count = torch.full((1, len(own)), frame.K)
+            elif (edges := mask.intervals(frame)) is not None:  # type: ignore[union-attr]
+                start, stop = (
+                    np.broadcast_to(edge.clip(0, frame.K), (frame.B, edge.shape[1], frame.Q)) for edge in edges
+                )
+                count = torch.from_numpy((stop - start).clip(0)[batch][:, own.numpy()])
+            else:
+                bits = []
+                for some in own.split(max(1, DIRECT // (frame.K * self.heads))):
+                    at_ = At(
+                        frame, torch.full((1, 1, 1, 1), batch), torch.arange(self.heads)[:, None, None],
+                        some[:, None], torch.arange(frame.K),
+                    )  # fmt: skip
+                    allowed = mask.allows(at_)  # type: ignore[union-attr]
+                    bits.append(torch.broadcast_to(allowed, (1, self.heads, len(some), frame.K))[0].sum(-1))
+                count = torch.cat(bits, -1)
+            parts.append((at, count))
+        tall = max(count.shape[0] for _, count in parts)
+        found = torch.zeros(tall, len(chosen), dtype=torch.int64)
+        for at, count in parts:
+            found[:, at] = count.to(torch.int64)
+        return found
+
+
+def places(part: Part, size: int) -> Tensor:
+    """A number, a slice, a list or an index tensor as indices."""
+    everything = torch.arange(size)
+    if part is None:
+        return everything
+    try:
+        return everything[part if isinstance(part, slice) else torch.as_tensor(part).reshape(-1)]
+    except IndexError:
+        raise ValueError(f"expected numbers between {-size} and {size - 1}, but {part!r} came") from None
+
+
+def _inside(name: str, edges: tuple[int, int], size: int) -> tuple[int, int]:
+    first, last = edges
+    if not 0 <= first < last <= size:
+        raise ValueError(f"{name} must be from and to within 0 ... {size}, but are {first} and {last}")
+    return first, last

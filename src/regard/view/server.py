@@ -1,0 +1,214 @@
+"""The viewer on this machine: a page with a text box, and the windows that it asks for. It listens to nobody else."""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import Any
+
+import anyio
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import HTMLResponse, JSONResponse, Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from regard.view.page import finite, page
+from regard.view.record import Record
+
+LOCAL = ("127.0.0.1", "localhost", "[::1]")
+BODY = 1 << 20  # bytes of a request
+SIDE = 4096  # cells of a window each way
+CELLS = 1 << 22  # and all of them
+SECONDS = 120.0  # of one answer
+HEADERS = {
+    "Cache-Control": "no-store",
+    "X-Content-Type-Options": "nosniff",
+    "X-Frame-Options": "DENY",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Cross-Origin-Opener-Policy": "same-origin",
+}
+log = logging.getLogger("regard.view")
+
+Look = Callable[[str], Record]
+"""From what is written into the text box to a record; a ValueError tells the reader what is wrong with the text."""
+
+
+class Refused(Exception):
+    """A request that is not answered: a status, and a sentence."""
+
+    def __init__(self, status: int, words: str) -> None:
+        super().__init__(words)
+        self.status = status
+
+
+class Session:
+    """The record that is shown. One text is looked at at a time."""
+
+    def __init__(self, look: Look, first: str, *, longest: int = 20_000, seconds: float = SECONDS) -> None:
+        self.look, self.longest, self.seconds = look, longest, seconds
+        self.busy = threading.Lock()
+        self.record = look(first)
+
+    def run(self, text: str) -> Record:
+        """Look at another text; windows are of this from now on."""
+        if not self.busy.acquire(timeout=self.seconds / 2):
+            raise Refused(503, "another text is being looked at; try again")
+        try:
+            record = self.look(text)
+            record.document  # noqa: B018  worked out here, where one waits for it
+            self.record = record
+            return record
+        finally:
+            self.busy.release()
+
+
+def application(session: Session, *, lang: str = "en", hosts: Sequence[str] = LOCAL) -> ASGIApp:
+    """The pages and the two questions that they ask: `api/run` and `api/window`."""
+
+    async def home(request: Request) -> Response:
+        text = await _in_time(session, lambda: page(session.record.document, lang, live=True))
+        return HTMLResponse(text)
+
+    async def run(request: Request) -> Response:
+        asked = await _asked(request)
+        text = asked.get("text")
+        if not isinstance(text, str) or not text.strip():
+            raise Refused(422, "text must be a string of at least one word")
+        if len(text) > session.longest:
+            raise Refused(422, f"text must have at most {session.longest:,} letters, but has {len(text):,}")
+        made = await _in_time(session, lambda: session.run(text).document.json())
+        return JSONResponse(finite(made))
+
+    async def window(request: Request) -> Response:
+        asked = await _asked(request)
+        try:
+            name, head = str(asked["attention"]), _whole(asked["head"])
+            rows, columns, size = ((_whole(edge) for edge in asked[part]) for part in ("rows", "columns", "size"))
+            (top, bottom), (left, right), (tall, wide) = rows, columns, size
+        except (KeyError, TypeError, ValueError):
+            raise Refused(
+                422, "expected {attention, head, rows: [from, to], columns: [from, to], size: [rows, columns]}"
+            ) from None
+        if not 0 < tall <= SIDE or not 0 < wide <= SIDE or tall * wide > CELLS:
+            raise Refused(422, f"size must be 1 ... {SIDE} each way and {CELLS:,} together, but is {tall} x {wide}")
+        record = session.record
+        seen = record.attention(name)
+        if not 0 <= head < seen.heads:
+            raise Refused(422, f"head must be in 0 ... {seen.heads - 1}, but is {head}")
+        found = await _in_time(session, lambda: record.window(name, head, (top, bottom), (left, right), (tall, wide)))
+        shape = {"X-Rows": str(found.shape[0]), "X-Columns": str(found.shape[1])}
+        return Response(found.astype("<f4").tobytes(), media_type="application/octet-stream", headers=shape)
+
+    async def refuse(request: Request, error: Exception) -> Response:
+        if isinstance(error, Refused):
+            return JSONResponse({"error": str(error)}, error.status)
+        if isinstance(error, ValueError):  # of what was asked
+            return JSONResponse({"error": str(error)}, 422)
+        return JSONResponse({"error": "there is no such page"}, getattr(error, "status_code", 404))
+
+    async def fail(request: Request, error: Exception) -> Response:
+        log.error("a request failed", exc_info=error)  # told here, not to the browser
+        return JSONResponse({"error": "it failed; the terminal of regard serve says why"}, 500)
+
+    routes = [
+        Route("/", home, methods=["GET"]),
+        Route("/api/run", run, methods=["POST"]),
+        Route("/api/window", window, methods=["POST"]),
+    ]
+    handlers: dict[Any, Any] = {Refused: refuse, ValueError: refuse, 404: refuse, 405: refuse, Exception: fail}
+    return _Guard(Starlette(routes=routes, exception_handlers=handlers), tuple(hosts))
+
+
+class _Guard:
+    """Lets only this machine's own pages in: by Host, so that no other name can be bound to us, and by Origin."""
+
+    def __init__(self, inner: ASGIApp, hosts: tuple[str, ...]) -> None:
+        self.inner, self.hosts = inner, hosts
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan":
+            await self.inner(scope, receive, send)
+            return
+        if scope["type"] != "http":  # nobody speaks websockets here
+            return
+        refusal = self._why_not(Request(scope))
+        if refusal is not None:
+            await JSONResponse({"error": refusal}, 403, HEADERS)(scope, receive, send)
+            return
+
+        async def with_headers(message: Any) -> None:
+            if message["type"] == "http.response.start":
+                more = [(name.lower().encode(), value.encode()) for name, value in HEADERS.items()]
+                message = {**message, "headers": [*message["headers"], *more]}
+            await send(message)
+
+        with suppress(Exception):  # it is answered and logged; whoever went away needs no answer
+            await self.inner(scope, receive, with_headers)
+
+    def _why_not(self, request: Request) -> str | None:
+        host = request.headers.get("host", "")
+        if len(request.headers.getlist("host")) != 1 or _name(host) not in self.hosts:
+            return "this viewer answers at 127.0.0.1 only"
+        origin = request.headers.get("origin")
+        if origin is not None and origin not in (f"http://{host}", f"https://{host}"):
+            return "this viewer answers its own pages only"
+        if request.headers.get("sec-fetch-site", "none") not in ("same-origin", "none"):
+            return "this viewer answers its own pages only"
+        return None
+
+
+def _name(host: str) -> str:
+    """A host without its port."""
+    name, colon, port = host.rpartition(":")
+    return (name if colon and port.isdigit() else host).lower()
+
+
+def _whole(value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError
+    return value
+
+
+async def _asked(request: Request) -> dict[str, Any]:
+    """The JSON of a request, of which not more is read than it may have."""
+    if request.headers.get("content-type", "").partition(";")[0].strip() != "application/json":
+        raise Refused(415, "expected application/json")  # a form of another site cannot send it unasked
+    held = bytearray()
+    async for part in request.stream():
+        held += part
+        if len(held) > BODY:
+            raise Refused(413, f"a request may have {BODY:,} bytes")
+    try:
+        found = json.loads(held)
+    except (ValueError, RecursionError):
+        raise Refused(400, "expected JSON") from None
+    if not isinstance(found, dict):
+        raise Refused(400, "expected a JSON object")
+    return found
+
+
+async def _in_time(session: Session, work: Callable[[], Any]) -> Any:
+    """Work in a thread, for so long and no longer; what a late thread finds is dropped."""
+    try:
+        with anyio.fail_after(session.seconds):
+            return await anyio.to_thread.run_sync(work, abandon_on_cancel=True)
+    except TimeoutError:
+        raise Refused(503, f"it took longer than {session.seconds:g} seconds; try a shorter text") from None
+
+
+def serve(session: Session, *, port: int = 8765, lang: str = "en", told: Callable[[str], None] = print) -> None:
+    """Serve at 127.0.0.1 until Ctrl-C; `told` hears the address."""
+    import uvicorn
+
+    config = uvicorn.Config(
+        application(session, lang=lang), host="127.0.0.1", port=port, log_level="warning", server_header=False,
+        h11_max_incomplete_event_size=1 << 16, timeout_keep_alive=30, limit_concurrency=64,
+    )  # fmt: skip
+    server = uvicorn.Server(config)
+    told(f"http://127.0.0.1:{port}/")
+    server.run()

@@ -1,0 +1,263 @@
+// The viewer: one state, one source, one view at a time.
+import { createControls, createHeader, createTabs } from "./bars.js";
+import { palette } from "./colours.js";
+import { debounced, el } from "./dom.js";
+import { save } from "./exports.js";
+import { headsView } from "./heads.js";
+import { createHelp } from "./help.js";
+import { imageView } from "./image.js";
+import { createLook } from "./look.js";
+import { mapView } from "./map.js";
+import { rolloutView } from "./rollout.js";
+import { soundView } from "./sound.js";
+import { available, fitted, fromHash, toHash } from "./state.js";
+import { statisticsView } from "./statistics.js";
+import { createTip } from "./tip.js";
+import { tokensView } from "./tokens.js";
+import { LANGUAGES, translator } from "./words.js";
+
+const MAKERS = { heads: headsView, map: mapView, tokens: tokensView, image: imageView, sound: soundView, rollout: rolloutView, statistics: statisticsView };
+const THEMES = ["auto", "light", "dark"];
+const NONE = new Set();
+
+// `address` says whether the page's address belongs to the viewer; `keys` is where key presses are listened to.
+export function start(root, source, { language = "en", address = false, keys = root } = {}) {
+  const system = matchMedia("(prefers-color-scheme: dark)");
+  const views = {};
+  const found = new Map(); // tokens that match the search, by stream
+  const app = {
+    source, language, theme: "auto", t: translator(language), version: 0, hit: 0, tip: createTip(),
+    look: createLook(source), state: fitted(address ? fromHash(location.hash) : {}, source.about),
+
+    set(patch) {
+      const before = app.state;
+      app.state = fitted({ ...before, ...patch }, app.source.about);
+      if (before.view !== app.state.view || before.attention !== app.state.attention || before.head !== app.state.head) app.tip.hide();
+      update();
+    },
+    palette: () => palette(dark()),
+    attention: () => app.source.about.attentions.find(({ id }) => id === app.state.attention),
+    attentions: () => app.source.about.attentions.filter(({ kind }) => kind === app.state.kind),
+    tokens: (stream) => app.source.about.streams[stream]?.tokens ?? [],
+    text: (stream, token) => app.tokens(stream)[token] ?? String(token),
+    special: (stream) => new Set(app.source.about.streams[stream]?.special ?? []),
+
+    // The heads of the chosen kind, sorted and filtered as the state says.
+    heads() {
+      const { sort, down, named, only } = app.state;
+      const entries = app.attentions().flatMap((attention) =>
+        attention.heads.map((head, n) => ({
+          attention, head,
+          ...Object.fromEntries(["entropy", "distance", "max_logit", "sink"].map((name) => [name, attention.means?.[name]?.[n] ?? null])),
+          found: (attention.found ?? []).filter((one) => one.head === head).sort((a, b) => b.score - a.score),
+        })),
+      ).filter((entry) => (!named || entry.found.some(({ name }) => name === named)) && (!only || String(entry.attention.layer) === only));
+      const value = (entry) =>
+        sort === "found" ? (named ? entry.found.find(({ name }) => name === named)?.score : entry.found[0]?.score) ?? -1 : entry[sort] ?? -Infinity;
+      if (sort !== "layer") entries.sort((a, b) => (down ? value(b) - value(a) : value(a) - value(b)));
+      else if (down) entries.sort((a, b) => b.attention.layer - a.attention.layer);
+      return entries;
+    },
+
+    step(what, by) {
+      const attention = app.attention();
+      if (!attention) return;
+      const all = what === "layer" ? app.attentions().map(({ id }) => id) : attention.heads;
+      const at = all.indexOf(what === "layer" ? attention.id : app.state.head);
+      const next = all[(at + by + all.length) % all.length];
+      app.set(what === "layer" ? { attention: next } : { head: next });
+    },
+
+    search(text) {
+      app.hit = 0;
+      found.clear();
+      app.set({ search: text });
+      if (text && app.hits().length) reveal();
+    },
+    // The streams that the view shows, each once.
+    streams() {
+      const attention = app.attention();
+      if (app.state.view === "rollout") return [app.source.about.rollout.stream];
+      return attention ? [...new Set([attention.queries, attention.keys])] : [];
+    },
+    matches(stream) {
+      const wanted = app.state.search.trim().toLowerCase();
+      if (!wanted) return NONE;
+      if (!found.has(stream)) {
+        const hits = new Set();
+        app.tokens(stream).forEach((token, n) => token.toLowerCase().includes(wanted) && hits.add(n));
+        found.set(stream, hits);
+      }
+      return found.get(stream);
+    },
+    hits: () => app.streams().flatMap((stream) => [...app.matches(stream)].map((token) => ({ stream, token }))),
+    nextMatch(by) {
+      const count = app.hits().length;
+      if (!count) return;
+      app.hit = (app.hit + by + count) % count;
+      controls.update();
+      reveal();
+    },
+
+    async run(text) {
+      const now = ++running;
+      header.busy(app.t("text.busy"));
+      try {
+        await app.source.run(text, () => now === running);
+        if (now !== running) return;
+        header.busy("");
+        app.version++;
+        app.look.forget();
+        found.clear();
+        for (const view of Object.values(views)) view.forget?.();
+        app.set({});
+      } catch (error) {
+        if (now === running) header.busy(app.t("text.failed", { reason: error.message }));
+      }
+    },
+
+    async save(kind) {
+      try {
+        const attention = app.attention();
+        const title = [app.source.about.title, app.t(`view.${app.state.view}`), attention && app.t("heads.one", { layer: attention.layer, head: app.state.head })];
+        const drawing = await views[app.state.view].figure();
+        const name = `regard-${app.state.view}-${attention?.layer ?? 0}-${app.state.head}`;
+        const whole = ["heads", "statistics", "rollout"].includes(app.state.view) ? title.slice(0, 2) : title;
+        say(app.t("saved", { name: await save(drawing, kind, name, whole.filter(Boolean).join(" · "), dark()) }));
+      } catch (error) {
+        app.trouble(error);
+      }
+    },
+    async copyLink() {
+      toAddress();
+      try {
+        await navigator.clipboard.writeText(location.href);
+        say(app.t("link.copied"));
+      } catch {
+        say(app.t("link.shown")); // a page in a file may not write to the clipboard
+      }
+    },
+    nextTheme() {
+      app.theme = THEMES[(THEMES.indexOf(app.theme) + 1) % THEMES.length];
+      remember("theme", app.theme);
+      update();
+    },
+    nextLanguage() {
+      app.language = LANGUAGES[(LANGUAGES.indexOf(app.language) + 1) % LANGUAGES.length];
+      app.t = translator(app.language);
+      if (address) document.documentElement.lang = app.language === "zh" ? "zh-CN" : "en";
+      update();
+    },
+    help: () => help.open(app.t),
+    trouble(error) {
+      console.error(error);
+      say(app.t("trouble", { reason: error?.message ?? String(error) }));
+    },
+  };
+  let running = 0;
+
+  const dark = () => (app.theme === "auto" ? system.matches : app.theme === "dark");
+  const header = createHeader(app);
+  const tabs = createTabs(app);
+  const controls = createControls(app);
+  const help = createHelp();
+  const main = el("main", { class: "main", role: "tabpanel" });
+  const hint = el("p", { class: "hint muted" });
+  const toast = el("div", { class: "toast", role: "status", hidden: true });
+  root.replaceChildren(header.element, tabs.element, controls.element, main, el("footer", { class: "foot" }, hint), app.tip.element, toast, help.element);
+
+  const hush = debounced(() => (toast.hidden = true), 2500);
+  function say(text) {
+    toast.textContent = text;
+    toast.hidden = false;
+    hush();
+  }
+
+  function reveal() {
+    const { stream, token } = app.hits()[app.hit] ?? {};
+    if (token !== undefined) views[app.state.view].reveal?.(token, stream);
+  }
+
+  const toAddress = () => {
+    if (!address) return;
+    const hash = toHash(app.state);
+    try {
+      if (location.hash.slice(1) !== hash) history.replaceState(null, "", `#${hash}`);
+    } catch {
+      // a frame without an address of its own
+    }
+  };
+  const toAddressSoon = debounced(toAddress, 150);
+
+  function update() {
+    const { view } = app.state;
+    root.dataset.theme = dark() ? "dark" : "light";
+    root.lang = app.language === "zh" ? "zh-CN" : "en";
+    header.update();
+    tabs.update();
+    controls.update();
+    main.setAttribute("aria-label", app.t(`view.${view}`));
+    if (!app.source.about.attentions.length) {
+      main.replaceChildren(el("p", { class: "muted", text: app.t("empty") }));
+      return;
+    }
+    views[view] ??= MAKERS[view](app);
+    if (main.firstChild !== views[view].element) main.replaceChildren(views[view].element);
+    hint.textContent = views[view].hint ? app.t(views[view].hint) : "";
+    Promise.resolve(views[view].update()).catch(app.trouble);
+    toAddressSoon();
+  }
+
+  const acts = {
+    "[": () => app.step("head", -1), "]": () => app.step("head", 1),
+    ",": () => app.step("layer", -1), ".": () => app.step("layer", 1),
+    "+": () => views[app.state.view].zoom?.(0.5), "=": () => views[app.state.view].zoom?.(0.5),
+    "-": () => views[app.state.view].zoom?.(2), "0": () => views[app.state.view].zoom?.(0),
+    "/": () => controls.searchBox.focus(), "?": app.help, t: app.nextTheme, l: app.nextLanguage, c: app.copyLink,
+    n: () => app.nextMatch(1), N: () => app.nextMatch(-1), p: () => app.save("png"), s: () => app.save("svg"),
+    k() {
+      const kinds = [...new Set(app.source.about.attentions.map(({ kind }) => kind))];
+      app.set({ kind: kinds[(kinds.indexOf(app.state.kind) + 1) % kinds.length], attention: "", token: null, rows: null, columns: null });
+    },
+    Escape: () => app.set({ token: null }),
+  };
+  keys.addEventListener("keydown", (event) => {
+    if (event.ctrlKey || event.metaKey || event.altKey || event.defaultPrevented || help.element.open) return;
+    if (/^(input|textarea|select)$/i.test(event.target.tagName) && event.key !== "Escape") return;
+    const view = available(app.source.about)[Number(event.key) - 1];
+    const act = event.key >= "1" && event.key <= "7" ? view && (() => app.set({ view })) : Object.hasOwn(acts, event.key) && acts[event.key];
+    if (!act) return;
+    event.preventDefault();
+    act();
+    if (view) views[view].focus?.();
+  });
+
+  app.theme = THEMES.includes(recall("theme")) ? recall("theme") : "auto";
+  system.addEventListener("change", update);
+  if (address) {
+    addEventListener("hashchange", () => {
+      app.state = fitted(fromHash(location.hash), app.source.about);
+      found.clear();
+      update();
+    });
+  }
+  update();
+  return app;
+}
+
+// The chosen theme is kept where the browser allows it.
+function remember(name, value) {
+  try {
+    localStorage.setItem(`regard.${name}`, value);
+  } catch {
+    // no storage here: the choice lasts as long as the page
+  }
+}
+
+function recall(name) {
+  try {
+    return localStorage.getItem(`regard.${name}`);
+  } catch {
+    return null;
+  }
+}

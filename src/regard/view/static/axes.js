@@ -1,0 +1,75 @@
+// What is written around and into a map: texts with places, for the canvas and for SVG alike.
+import { el } from "./dom.js";
+import { brief, number, short } from "./text.js";
+
+const GAP = 9.5; // pixels that a label needs
+
+export function axes(field, view, size, level, palette, top) {
+  const found = [];
+  const down = size.height / (view.bottom - view.top);
+  const across = size.width / (view.right - view.left);
+  for (const [token, text, strong] of labels(view.top, view.bottom, down, field.rowText, field.rowMarks)) {
+    found.push({ x: -8, y: (token + 0.5 - view.top) * down, text, strong, size: Math.min(11, Math.max(9.5, down)), align: "right" });
+  }
+  for (const [token, text, strong] of labels(view.left, view.right, across, field.columnText, field.columnMarks)) {
+    found.push({ x: (token + 0.5 - view.left) * across, y: -8, text, strong, size: Math.min(11, Math.max(9.5, across)), align: "left", turn: -55 });
+  }
+  found.push({ x: -8, y: -12, text: field.corner, size: 11, align: "right", soft: true });
+  const single = level.rows && level.rowEdges[1] - level.rowEdges[0] === 1 && level.columnEdges[1] - level.columnEdges[0] === 1;
+  if (single && across >= 40 && down >= 18) {
+    for (let i = 0; i < level.rows; i++) {
+      for (let j = 0; j < level.columns; j++) {
+        const [x, y] = [(level.columnEdges[j] + 0.5 - view.left) * across, (level.rowEdges[i] + 0.5 - view.top) * down];
+        if (x < 0 || y < 0 || x > size.width || y > size.height) continue;
+        const value = level.data[i * level.columns + j];
+        if (value > 0) {
+          const text = value < 0.0005 ? "<.001" : value.toFixed(3).replace(/^0/, "");
+          found.push({ x, y, text, size: 11, align: "center", fill: palette.ink(value, top) });
+        }
+      }
+    }
+  }
+  return found;
+}
+
+// Token texts where each has room, positions at round steps where not; tokens that were searched for stand out.
+function labels(from, to, pixels, text, marks) {
+  const found = [];
+  if (pixels >= GAP) {
+    for (let token = Math.max(0, Math.floor(from)); token < to; token++) {
+      if (token + 0.5 >= from && token + 0.5 <= to) found.push([token, short(text(token), 15), marks.has(token)]);
+    }
+    return found;
+  }
+  let step = 1;
+  for (const factor of cycle([2, 2.5, 2])) {
+    if (step * pixels >= 36) break;
+    step *= factor;
+  }
+  let last = -Infinity;
+  for (const token of [...marks].sort((a, b) => a - b)) {
+    if (token < from || token >= to || (token - last) * pixels < GAP) continue;
+    found.push([token, short(text(token), 15), true]);
+    last = token;
+  }
+  const taken = found.map(([token]) => token);
+  for (let token = Math.ceil(from / step) * step; token < to; token += step) {
+    if (!taken.some((other) => Math.abs(other - token) * pixels < GAP)) found.push([token, String(token), false]);
+  }
+  return found;
+}
+
+function* cycle(items) {
+  for (;;) yield* items;
+}
+
+export function legend(element, palette, top, label) {
+  const stops = Array.from({ length: 9 }, (_, n) => palette.at(n / 8)).join(", ");
+  const bar = el("span", { class: "legend-bar", role: "img", "aria-label": `${label}: 0 – ${number(top)}` });
+  bar.style.background = `linear-gradient(to right, ${stops})`;
+  element.replaceChildren(
+    el("span", { text: "0" }),
+    bar,
+    el("span", { text: top < 0.01 ? number(top) : brief(top) }),
+  );
+}

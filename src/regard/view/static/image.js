@@ -1,0 +1,81 @@
+// Patches over an image.
+import { el, svg } from "./dom.js";
+import { overView } from "./over.js";
+import { palette } from "./colours.js";
+
+export function imageView(app) {
+  const picture = el("img", { alt: "", draggable: "false" });
+  const heat = el("canvas", { class: "heat" });
+  const mark = el("div", { class: "patch", hidden: true });
+  const stage = el("div", { class: "picture", tabindex: "0", role: "img" }, picture, heat, mark);
+  const about = () => app.source.about.image;
+
+  const view = overView(app, {
+    element: stage,
+    kind: "image",
+    hit(event) {
+      const box = stage.getBoundingClientRect();
+      const [rows, columns] = about().grid;
+      const row = Math.floor(((event.clientY - box.top) / box.height) * rows);
+      const column = Math.floor(((event.clientX - box.left) / box.width) * columns);
+      return row >= 0 && row < rows && column >= 0 && column < columns ? about().first + row * columns + column : null;
+    },
+    inside(token) {
+      const { first, grid } = about();
+      return token >= first && token < first + grid[0] * grid[1];
+    },
+    name(token) {
+      const { first, grid } = about();
+      const at = token - first;
+      return app.t("patch", { row: Math.floor(at / grid[1]), column: at % grid[1] });
+    },
+    first: () => about().first,
+    steps: { ArrowRight: () => 1, ArrowLeft: () => -1, ArrowDown: () => about().grid[1], ArrowUp: () => -about().grid[1] },
+    prepare() {
+      if (picture.getAttribute("src") !== about().href) picture.src = about().href;
+      stage.setAttribute("aria-label", app.t("view.image"));
+    },
+    clear() {
+      heat.width = heat.width;
+      mark.hidden = true;
+    },
+    paint({ values, token, largest }) {
+      const { first, grid } = about();
+      const [rows, columns] = grid;
+      heat.width = columns;
+      heat.height = rows;
+      const context = heat.getContext("2d");
+      const image = context.createImageData(columns, rows);
+      const colours = palette(true);
+      for (let n = 0; n < rows * columns; n++) {
+        const weight = values[first + n] ?? 0;
+        image.data.set(colours.bytes(weight, largest), 4 * n);
+        image.data[4 * n + 3] = 130 + 70 * Math.sqrt(largest > 0 ? Math.max(0, weight) / largest : 0);
+      }
+      context.putImageData(image, 0, 0);
+      const at = token === null ? -1 : token - first;
+      mark.hidden = at < 0 || at >= rows * columns;
+      if (mark.hidden) return;
+      mark.style.left = `${(100 * (at % columns)) / columns}%`;
+      mark.style.top = `${(100 * Math.floor(at / columns)) / rows}%`;
+      mark.style.width = `${100 / columns}%`;
+      mark.style.height = `${100 / rows}%`;
+    },
+    figure() {
+      const [width, height] = [640, Math.round((640 * (picture.naturalHeight || 1)) / (picture.naturalWidth || 1))];
+      return svg(
+        "svg",
+        { width, height },
+        svg("image", { width, height, href: about().href, preserveAspectRatio: "none" }),
+        svg("image", { width, height, href: heat.toDataURL(), preserveAspectRatio: "none", "image-rendering": "pixelated" }),
+      );
+    },
+  });
+  stage.addEventListener("keydown", (event) => {
+    if (view.key(event)) {
+      event.preventDefault();
+      event.stopPropagation();
+    }
+  });
+  return view;
+}

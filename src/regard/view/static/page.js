@@ -1,0 +1,43 @@
+// In a page of its own: arrays lie in the page; a live page also asks the server that it came from.
+import { start } from "./app.js";
+import { createSource, fromBase64 } from "./source.js";
+
+const root = document.getElementById("regard");
+
+function load(name) {
+  const node = document.getElementById(`array-${name}`);
+  if (!node) throw new Error(`the page holds no array ${name}`);
+  const { dtype, shape } = node.dataset;
+  return { dtype, shape: shape.split(",").filter(Boolean).map(Number), bytes: fromBase64(node.textContent) };
+}
+
+async function post(path, body) {
+  const answer = await fetch(path, { method: "POST", headers: { "Content-Type": "application/json" }, body: JSON.stringify(body) });
+  if (!answer.ok) {
+    const said = await answer.text();
+    let reason = said;
+    try {
+      reason = JSON.parse(said).error ?? said;
+    } catch {
+      // not every server answers in JSON
+    }
+    throw new Error(reason.slice(0, 200) || `${answer.status}`);
+  }
+  return answer;
+}
+
+const remote = {
+  async window(asked) {
+    const answer = await post("api/window", asked);
+    const data = new Float32Array(await answer.arrayBuffer());
+    return { data, rows: Number(answer.headers.get("X-Rows")), columns: Number(answer.headers.get("X-Columns")) };
+  },
+  async run(text) {
+    const { about, arrays } = await (await post("api/run", { text })).json();
+    return { about, load: (name) => ({ ...arrays[name], bytes: fromBase64(arrays[name].data) }) };
+  },
+};
+
+const about = JSON.parse(document.getElementById("about").textContent);
+const source = createSource(about, load, "live" in root.dataset ? remote : null);
+start(root, source, { language: root.dataset.lang, address: true, keys: document });

@@ -1,0 +1,75 @@
+// Beside the lines: the keys that a token looks at and the queries that look at it, with numbers.
+import { el } from "./dom.js";
+import { number, visible } from "./text.js";
+
+export function createPanel(app, jump, shown = 14) {
+  const element = el("aside", { class: "panel" });
+
+  function table(title, found, text, side, note) {
+    const top = found.top.slice(0, shown);
+    const largest = top[0]?.[1] ?? 1;
+    return el(
+      "section",
+      { class: `panel-part panel-${side}` },
+      el("h3", {}, title, note ? el("small", { text: note }) : null),
+      top.length
+        ? el("ol", {}, top.map(([token, weight]) => {
+            const bar = el("span", { class: "bar-fill" });
+            bar.style.width = `${Math.max(1, (100 * weight) / largest)}%`;
+            return el(
+              "li",
+              {},
+              el(
+                "button",
+                { type: "button", class: "panel-row", on: { click: () => jump(token, side) } },
+                bar,
+                el("span", { class: "row-number", text: token }),
+                el("bdi", { class: "row-text", text: visible(text(token)) }),
+                el("span", { class: "row-value", text: number(weight) }),
+              ),
+            );
+          }))
+        : el("p", { class: "muted", text: app.t("nothing") }),
+    );
+  }
+
+  function heading(label, token, text) {
+    return el(
+      "header",
+      {},
+      label ? el("span", { class: "muted", text: label }) : null,
+      el("span", { class: "row-number", text: token }),
+      el("bdi", { class: "panel-token", text: visible(text(token)) }),
+    );
+  }
+
+  const note = (found) => (found.all ? "" : app.t("top"));
+
+  return {
+    element,
+    clear(text) {
+      element.replaceChildren(el("p", { class: "muted", text }));
+    },
+    // A cell of a map: what its query looks at, and who looks at its key.
+    pair({ query, key }, { rowText, columnText, words = ["looks", "looked"] }, looks, looked) {
+      const { t } = app;
+      element.replaceChildren(
+        heading(t("query"), query, rowText),
+        looks ? table(t(words[0]), looks, columnText, "key", note(looks)) : "",
+        el("hr"),
+        heading(t("key"), key, columnText),
+        looked ? table(t(words[1]), looked, rowText, "query", note(looked)) : "",
+      );
+    },
+    // `looks` and `looked` are answers of look.row and look.column, or null where the token cannot be read so.
+    show(spot, attention, looks, looked) {
+      const { t } = app;
+      const [rowText, columnText] = [attention.queries, attention.keys].map((stream) => (token) => app.text(stream, token));
+      element.replaceChildren(
+        heading("", spot.token, spot.side === "key" ? columnText : rowText),
+        looks ? table(t("looks"), looks, columnText, "key", note(looks)) : "",
+        looked ? table(t("looked"), looked, rowText, "query", note(looked)) : "",
+      );
+    },
+  };
+}

@@ -1,0 +1,397 @@
+// A matrix of weights that is zoomed and read: canvas, axes, tooltip, keys. Knows nothing of heads or layers.
+import { axes, legend } from "./axes.js";
+import { debounced, el, framed, svg } from "./dom.js";
+import { cut, find, joined, most, parts } from "./levels.js";
+import { createPanel } from "./panel.js";
+import { isolated, number, short, span } from "./text.js";
+import { createWindow } from "./window.js";
+
+const LEFT = 116;
+const TOP = 84;
+const EDGE = 10;
+const CELLS = 192; // along a side that are asked of a live source at once
+
+// A field: {key, Q, K, level, fetch(rows, columns, size) or null, rowText(i), columnText(j), rowMarks, columnMarks,
+// top(query) -> promise of [[key, weight], ...], row(query) and column(key) -> promises of what look.js answers}.
+export function createPlane(app, onWindow) {
+  const canvas = el("canvas", { class: "plane", tabindex: "0", role: "application" });
+  const readout = el("output", { class: "readout", "aria-live": "polite" });
+  const scale = el("div", { class: "legend" });
+  const buttons = el("div", { class: "zoom" });
+  const box = el("div", { class: "plane-box" }, canvas, el("div", { class: "plane-foot" }, buttons, scale, readout));
+  const panel = createPanel(app, (token, side) => plane.center(side === "query" ? token : null, side === "key" ? token : null), 10);
+  const element = el("div", { class: "plane-pair" }, box, panel.element);
+  let field = null;
+  let frame = null; // the window
+  let detail = null; // what a live source said last
+  let drawn = null; // the level on the screen
+  let size = { width: 0, height: 0 };
+  let pointer = null;
+  let cursor = null;
+  let asked = 0;
+  let known = ""; // the window that the state holds, as far as this map knows
+
+  const ask = debounced(async () => {
+    const now = ++asked;
+    const { view } = frame;
+    const base = field.level;
+    const cell = Math.max(1, Math.ceil(Math.max(view.bottom - view.top, view.right - view.left) / CELLS));
+    const finest = Math.min(field.Q / base.rows, field.K / base.columns);
+    if (!field.fetch || cell >= finest || covers(detail, view, cell)) return;
+    const rows = parts(Math.floor(view.top / cell) * cell, Math.min(field.Q, Math.ceil(view.bottom / cell) * cell), cell);
+    const columns = parts(Math.floor(view.left / cell) * cell, Math.min(field.K, Math.ceil(view.right / cell) * cell), cell);
+    const { key } = field;
+    try {
+      const found = await stitched(field.fetch, rows, columns);
+      if (now !== asked || key !== field.key) return;
+      detail = { ...found, cell };
+      draw();
+    } catch (error) {
+      app.trouble(error);
+    }
+  }, 60);
+
+  const tellWindow = debounced(() => {
+    const window = frame.rounded();
+    known = String([window.rows, window.columns]);
+    onWindow(window);
+  }, 120);
+
+  function changed() {
+    draw();
+    ask();
+    tellWindow();
+  }
+
+  function measure() {
+    const room = box.getBoundingClientRect();
+    const most = { width: Math.max(160, room.width - LEFT - EDGE), height: Math.max(160, room.height - TOP - EDGE - 44) };
+    const shape = Math.min(2, Math.max(0.5, field.K / field.Q));
+    const height = Math.min(most.height, most.width / shape);
+    size = { width: Math.floor(height * shape), height: Math.floor(height) };
+    const ratio = devicePixelRatio || 1;
+    canvas.width = Math.round((size.width + LEFT + EDGE) * ratio);
+    canvas.height = Math.round((size.height + TOP + EDGE) * ratio);
+    canvas.style.width = `${size.width + LEFT + EDGE}px`;
+    canvas.style.height = `${size.height + TOP + EDGE}px`;
+  }
+
+  function choose() {
+    const { view } = frame;
+    if (detail && covers(detail, view, Infinity)) return detail;
+    const cells = [size.height, size.width].map((pixels) => Math.max(1, pixels));
+    const shares = [(view.bottom - view.top) / field.Q, (view.right - view.left) / field.K];
+    return joined(field.level, Math.ceil(cells[0] / shares[0]), Math.ceil(cells[1] / shares[1]));
+  }
+
+  const draw = framed(() => {
+    if (!field || !element.isConnected || element.offsetParent === null) return;
+    const { view } = frame;
+    const palette = app.palette();
+    drawn = choose();
+    const visible = cut(drawn, [Math.floor(view.top), Math.ceil(view.bottom)], [Math.floor(view.left), Math.ceil(view.right)]);
+    const top = most(visible.data);
+    drawn.most = top;
+    const ratio = devicePixelRatio || 1;
+    const context = canvas.getContext("2d");
+    context.setTransform(1, 0, 0, 1, 0, 0);
+    context.clearRect(0, 0, canvas.width, canvas.height);
+    const image = raster(visible, view, Math.round(size.width * ratio), Math.round(size.height * ratio), palette, top);
+    context.putImageData(image, Math.round(LEFT * ratio), Math.round(TOP * ratio));
+    context.setTransform(ratio, 0, 0, ratio, LEFT * ratio, TOP * ratio);
+    const style = getComputedStyle(element);
+    const ink = (name) => style.getPropertyValue(name).trim();
+    for (const part of axes(field, view, size, visible, palette, top)) {
+      context.save();
+      context.translate(part.x, part.y);
+      if (part.turn) context.rotate((part.turn * Math.PI) / 180);
+      context.font = `${part.strong ? "600 " : ""}${part.size}px ${style.fontFamily}`;
+      context.textAlign = part.align;
+      context.textBaseline = "middle";
+      context.direction = "ltr";
+      context.fillStyle = part.fill ?? ink(part.strong ? "--accent" : "--muted");
+      context.fillText(isolated(part.text), 0, 0);
+      context.restore();
+    }
+    context.strokeStyle = ink("--line");
+    context.strokeRect(-0.5, -0.5, size.width + 1, size.height + 1);
+    outline(context, pointer ?? cursor, ink("--mark"));
+    legend(scale, palette, top, app.t("scale"));
+  });
+
+  function outline(context, spot, colour) {
+    if (!spot) return;
+    const cell = cellAt(spot);
+    const { view } = frame;
+    const x = (token) => ((token - view.left) / (view.right - view.left)) * size.width;
+    const y = (token) => ((token - view.top) / (view.bottom - view.top)) * size.height;
+    context.save();
+    context.beginPath();
+    context.rect(0, 0, size.width, size.height);
+    context.clip();
+    context.strokeStyle = colour;
+    context.lineWidth = 2;
+    const box = [x(cell.columns[0]), y(cell.rows[0]), x(cell.columns[1]), y(cell.rows[1])];
+    context.strokeRect(box[0], box[1], box[2] - box[0], box[3] - box[1]);
+    context.globalAlpha = 0.35;
+    context.lineWidth = 1;
+    context.strokeRect(-2, box[1], size.width + 4, box[3] - box[1]);
+    context.strokeRect(box[0], -2, box[2] - box[0], size.height + 4);
+    context.restore();
+  }
+
+  function cellAt({ query, key }) {
+    const i = find(drawn.rowEdges, query);
+    const j = find(drawn.columnEdges, key);
+    const rows = [drawn.rowEdges[i], drawn.rowEdges[i + 1]];
+    const columns = [drawn.columnEdges[j], drawn.columnEdges[j + 1]];
+    const single = rows[1] - rows[0] === 1 && columns[1] - columns[0] === 1;
+    return { rows, columns, single, value: drawn.data[i * drawn.columns + j] };
+  }
+
+  function lines(spot) {
+    const { t } = app;
+    const cell = cellAt(spot);
+    const side = (label, [from, to], text) => [
+      `${t(label)} ${span(from, to)}`,
+      to - from === 1 ? text(from) : `${short(text(from), 14)} … ${short(text(to - 1), 14)}`,
+    ];
+    const what = cell.single ? "weight" : "mass";
+    return {
+      cell,
+      lines: [
+        side(cell.rows[1] - cell.rows[0] === 1 ? "query" : "queries", cell.rows, field.rowText),
+        side(cell.columns[1] - cell.columns[0] === 1 ? "key" : "keys", cell.columns, field.columnText),
+        [t(what), null, number(cell.value)],
+      ],
+      note: cell.single ? "" : `${t("pooled")}: ${t("mass.long")}`,
+    };
+  }
+
+  const read = debounced(async (spot) => {
+    const { key } = field;
+    if (!field.row) return;
+    try {
+      const answers = await Promise.all([field.row(spot.query), field.column(spot.key)]);
+      const now = pointer ?? cursor ?? spot;
+      if (key !== field.key || now.query !== spot.query || now.key !== spot.key) return;
+      panel.pair(spot, field, ...answers);
+    } catch (error) {
+      app.trouble(error);
+    }
+  }, 40);
+
+  async function tell(spot, at) {
+    read(spot);
+    const found = lines(spot);
+    const put = (extra) => {
+      readout.textContent = [...found.lines, ...extra].map(([label, text, value]) => [label, text === null ? null : short(text, 24), value].filter(Boolean).join(" ")).join("  ·  ");
+      if (at) app.tip.show(at.clientX, at.clientY, [...found.lines, ...extra], found.note);
+    };
+    put([]);
+    if (found.cell.single || !field.top) return;
+    const top = await field.top(spot.query);
+    const weight = top?.find(([key]) => key === spot.key)?.[1];
+    const same = pointer ?? cursor;
+    if (weight === undefined || same?.query !== spot.query || same?.key !== spot.key) return;
+    put([[`${app.t("weight")} ${spot.query} → ${spot.key}`, null, number(weight)]]);
+  }
+
+  function spotAt(event) {
+    const box = canvas.getBoundingClientRect();
+    const x = (event.clientX - box.left - LEFT) / size.width;
+    const y = (event.clientY - box.top - TOP) / size.height;
+    if (x < 0 || y < 0 || x >= 1 || y >= 1) return null;
+    const { view } = frame;
+    return {
+      x,
+      y,
+      query: Math.min(field.Q - 1, Math.floor(view.top + y * (view.bottom - view.top))),
+      key: Math.min(field.K - 1, Math.floor(view.left + x * (view.right - view.left))),
+    };
+  }
+
+  let dragged = null;
+  canvas.addEventListener("pointerdown", (event) => {
+    canvas.setPointerCapture(event.pointerId);
+    dragged = { x: event.clientX, y: event.clientY };
+  });
+  canvas.addEventListener("pointerup", () => (dragged = null));
+  canvas.addEventListener("pointermove", (event) => {
+    if (!field || !drawn) return;
+    if (dragged) {
+      frame.move((dragged.x - event.clientX) / size.width, (dragged.y - event.clientY) / size.height);
+      dragged = { x: event.clientX, y: event.clientY };
+      changed();
+    }
+    pointer = spotAt(event);
+    if (pointer) tell(pointer, event);
+    else app.tip.hide();
+    draw();
+  });
+  canvas.addEventListener("pointerleave", () => {
+    pointer = null;
+    app.tip.hide();
+    draw();
+  });
+  canvas.addEventListener("wheel", (event) => {
+    const spot = field && spotAt(event);
+    if (!spot) return;
+    event.preventDefault();
+    frame.zoom(Math.exp(Math.max(-1, Math.min(1, event.deltaY / 300))), spot.x, spot.y);
+    changed();
+  }, { passive: false });
+  canvas.addEventListener("dblclick", (event) => {
+    const spot = spotAt(event);
+    if (!spot) return;
+    frame.zoom(0.5, spot.x, spot.y);
+    changed();
+  });
+  canvas.addEventListener("keydown", (event) => {
+    const way = { ArrowRight: [1, 0], ArrowLeft: [-1, 0], ArrowDown: [0, 1], ArrowUp: [0, -1] }[event.key];
+    if (!way || !drawn) return;
+    event.preventDefault();
+    event.stopPropagation();
+    if (event.shiftKey) {
+      frame.move(way[0] / 8, way[1] / 8);
+      changed();
+      return;
+    }
+    if (!cursor) cursor = { query: Math.floor(frame.view.top), key: Math.floor(frame.view.left) };
+    else {
+      const cell = cellAt(cursor);
+      const step = (from, [low, high], by, count) => Math.max(0, Math.min(count - 1, by > 0 ? high : by < 0 ? low - 1 : from));
+      cursor = { query: step(cursor.query, cell.rows, way[1], field.Q), key: step(cursor.key, cell.columns, way[0], field.K) };
+    }
+    pointer = null;
+    frame.show(cursor.query, cursor.key);
+    changed();
+    tell(cursor, null);
+  });
+
+  const plane = {
+    element,
+    zoom(factor) {
+      if (!field) return;
+      const { view } = frame;
+      const at = cursor
+        ? [(cursor.key + 0.5 - view.left) / (view.right - view.left), (cursor.query + 0.5 - view.top) / (view.bottom - view.top)]
+        : [0.5, 0.5];
+      if (factor === 0) frame.set(null, null);
+      else frame.zoom(factor, ...at);
+      changed();
+    },
+    show(next, rows, columns) {
+      if (field?.key !== next.key) {
+        detail = cursor = pointer = null;
+        readout.textContent = "";
+        panel.clear(app.t(next.row ? "hint.cell" : "hint.map"));
+      }
+      if (!field || field.Q !== next.Q || field.K !== next.K) {
+        frame = createWindow(next.Q, next.K);
+        known = "?";
+      }
+      field = { ...next, corner: `${app.t("queries")} ↓  ${app.t("keys")} →` };
+      if (known !== String([rows, columns])) frame.set(rows, columns);
+      known = String([rows, columns]);
+      canvas.setAttribute("aria-label", app.t("map"));
+      buttons.replaceChildren(
+        ...[["zoom.in", "+", 0.5], ["zoom.out", "−", 2], ["zoom.fit", "⤢", 0]].map(([name, text, factor]) =>
+          el("button", { type: "button", class: "icon", title: app.t(name), "aria-label": app.t(name), text, on: { click: () => plane.zoom(factor) } }),
+        ),
+      );
+      measure();
+      draw();
+      ask();
+    },
+    resize() {
+      if (!field) return;
+      measure();
+      draw();
+    },
+    center(query, key) {
+      frame.show(query ?? frame.view.top, key ?? frame.view.left);
+      changed();
+    },
+    figure() {
+      const { view } = frame;
+      const palette = app.palette();
+      const visible = cut(drawn, [Math.floor(view.top), Math.ceil(view.bottom)], [Math.floor(view.left), Math.ceil(view.right)]);
+      const top = most(visible.data);
+      const plot = el("canvas", { width: size.width * 2, height: size.height * 2 });
+      plot.getContext("2d").putImageData(raster(visible, view, plot.width, plot.height, palette, top), 0, 0);
+      const inside = svg("g", { transform: `translate(${LEFT} ${TOP})` });
+      inside.append(svg("image", { width: size.width, height: size.height, href: plot.toDataURL() }));
+      for (const part of axes(field, view, size, visible, palette, top)) {
+        inside.append(
+          svg("text", {
+            transform: `translate(${part.x} ${part.y})${part.turn ? ` rotate(${part.turn})` : ""}`,
+            "font-size": part.size, "font-weight": part.strong ? 600 : 400, fill: part.fill ?? null,
+            "text-anchor": { left: "start", right: "end", center: "middle" }[part.align], "dominant-baseline": "central",
+            text: isolated(part.text),
+          }),
+        );
+      }
+      return svg("svg", { width: size.width + LEFT + EDGE, height: size.height + TOP + EDGE }, inside);
+    },
+  };
+  new ResizeObserver(framed(() => plane.resize())).observe(box);
+  return plane;
+}
+
+function covers(level, view, cell) {
+  return (
+    level && level.cell <= cell && level.rowEdges[0] <= view.top && level.rowEdges[level.rows] >= view.bottom &&
+    level.columnEdges[0] <= view.left && level.columnEdges[level.columns] >= view.right &&
+    // far more cells than pixels: a coarser level is drawn instead
+    (view.bottom - view.top) / level.cell <= 4 * CELLS
+  );
+}
+
+async function stitched(fetch, rows, columns) {
+  const rowEdges = [rows[0][0]];
+  const columnEdges = [columns[0][0]];
+  const bands = [];
+  for (const [from, to, count] of rows) {
+    const row = [];
+    for (const [left, right, across] of columns) row.push(await fetch([from, to], [left, right], [count, across]));
+    bands.push(row);
+    rowEdges.push(...row[0].rowEdges.slice(1));
+  }
+  for (const part of bands[0]) columnEdges.push(...part.columnEdges.slice(1));
+  const whole = { rows: rowEdges.length - 1, columns: columnEdges.length - 1, rowEdges: Int32Array.from(rowEdges), columnEdges: Int32Array.from(columnEdges) };
+  const data = new Float32Array(whole.rows * whole.columns);
+  let down = 0;
+  for (const row of bands) {
+    let across = 0;
+    for (const part of row) {
+      for (let i = 0; i < part.rows; i++) {
+        data.set(part.data.subarray(i * part.columns, (i + 1) * part.columns), (down + i) * whole.columns + across);
+      }
+      across += part.columns;
+    }
+    down += row[0].rows;
+  }
+  return { ...whole, data };
+}
+
+// Every pixel gets the colour of the cell that it lies in.
+function raster(level, view, width, height, palette, top) {
+  const image = new ImageData(Math.max(1, width), Math.max(1, height));
+  const pixels = new Uint32Array(image.data.buffer);
+  const colours = Uint32Array.from(level.data, (value) => palette.pixels[palette.index(value, top)]);
+  const across = spots(level.columnEdges, view.left, view.right, image.width);
+  const down = spots(level.rowEdges, view.top, view.bottom, image.height);
+  for (let y = 0; y < image.height; y++) {
+    if (y && down[y] === down[y - 1]) {
+      pixels.copyWithin(y * image.width, (y - 1) * image.width, y * image.width);
+      continue;
+    }
+    for (let x = 0; x < image.width; x++) pixels[y * image.width + x] = colours[down[y] * level.columns + across[x]];
+  }
+  return image;
+}
+
+function spots(edges, from, to, pixels) {
+  return Int32Array.from({ length: pixels }, (_, n) => find(edges, Math.floor(from + ((n + 0.5) / pixels) * (to - from))));
+}

@@ -1,0 +1,89 @@
+// Where the numbers come from: a page, a server, or a notebook's kernel. One interface:
+//   source.about, source.live, source.array(name), source.window({attention, head, rows, columns, size}), source.run(text)
+import { cut, joined, level } from "./levels.js";
+
+const TYPES = { uint8: Uint8Array, uint16: Uint16Array, int32: Int32Array, float32: Float32Array };
+let halves = null;
+
+function halfTable() {
+  const table = new Float32Array(65536);
+  for (let bits = 0; bits < 65536; bits++) {
+    const exponent = (bits >> 10) & 31;
+    const fraction = bits & 1023;
+    const size =
+      exponent === 31 ? (fraction ? NaN : Infinity)
+      : exponent ? 2 ** (exponent - 15) * (1 + fraction / 1024)
+      : 2 ** -24 * fraction;
+    table[bits] = bits & 32768 ? -size : size;
+  }
+  return table;
+}
+
+function typed(dtype, buffer) {
+  if (dtype === "float16") {
+    halves ??= halfTable();
+    const bits = new Uint16Array(buffer);
+    const data = new Float32Array(bits.length);
+    for (let i = 0; i < bits.length; i++) data[i] = halves[bits[i]];
+    return data;
+  }
+  if (!TYPES[dtype]) throw new Error(`arrays of ${dtype} are not known`);
+  return new TYPES[dtype](buffer);
+}
+
+export function fromBase64(text) {
+  if (Uint8Array.fromBase64) return Uint8Array.fromBase64(text);
+  const letters = atob(text);
+  const bytes = new Uint8Array(letters.length);
+  for (let i = 0; i < letters.length; i++) bytes[i] = letters.charCodeAt(i);
+  return bytes;
+}
+
+async function unpacked({ dtype, shape, bytes }) {
+  const plain = new Blob([bytes]).stream().pipeThrough(new DecompressionStream("gzip"));
+  return { data: typed(dtype, await new Response(plain).arrayBuffer()), shape };
+}
+
+// `load(name)` gives {dtype, shape, bytes in gzip}; `remote`, where there is one, has window() and perhaps run().
+export function createSource(about, load, remote = null) {
+  let known = new Map();
+
+  const source = {
+    about,
+    live: Boolean(remote?.window),
+    canRun: Boolean(remote?.run),
+    array(name) {
+      if (!known.has(name)) known.set(name, Promise.resolve(load(name)).then(unpacked));
+      return known.get(name);
+    },
+    async level(attention, head) {
+      const { data, shape } = await source.array(attention.maps);
+      const [, rows, columns] = shape;
+      const at = Math.max(0, attention.heads.indexOf(head));
+      const size = rows * columns;
+      return level(data.subarray(at * size, (at + 1) * size), rows, columns, attention.Q, attention.K);
+    },
+    // A level of the window; `single` says whether its cells are single weights. A static page knows its maps only.
+    async window({ attention, head, rows, columns, size }) {
+      if (remote?.window) {
+        const found = await remote.window({ attention: attention.id, head, rows, columns, size });
+        const made = level(found.data, found.rows, found.columns, rows[1] - rows[0], columns[1] - columns[0]);
+        return {
+          ...made,
+          rowEdges: made.rowEdges.map((edge) => edge + rows[0]),
+          columnEdges: made.columnEdges.map((edge) => edge + columns[0]),
+        };
+      }
+      return joined(cut(await source.level(attention, head), rows, columns), ...size);
+    },
+    // Answers may come out of order: one that is no longer `wanted` is dropped.
+    async run(text, wanted) {
+      const answer = await remote.run(text);
+      if (!wanted()) return;
+      known = new Map();
+      source.about = answer.about;
+      load = answer.load;
+    },
+  };
+  return source;
+}

@@ -1,0 +1,42 @@
+// How tokens and numbers are written.
+const NAMED = { "\n": "↵", "\r": "␍", "\t": "⇥", "\u00ad": "⟨-⟩" };
+const HIDDEN = /[\u0000-\u001f\u007f-\u009f\u00ad\u061c\u200b\u200e\u200f\u2028-\u202e\u2060-\u206f\ufeff]/g;
+
+// Characters that would not be seen, or that would turn the line around, are shown by name.
+export function visible(text) {
+  if (text === "") return "∅";
+  const named = text.replace(
+    HIDDEN,
+    (letter) => NAMED[letter] ?? `⟨U+${letter.codePointAt(0).toString(16).toUpperCase().padStart(4, "0")}⟩`,
+  );
+  return named.trim() === "" ? "␣".repeat(Math.min(named.length, 8)) : named;
+}
+
+export function short(text, length = 18) {
+  const letters = [...visible(text).trim()];
+  return letters.length > length ? `${letters.slice(0, length - 1).join("")}…` : letters.join("");
+}
+
+// For canvas and SVG, which know no <bdi>: the text cannot reorder what stands beside it.
+export function isolated(text) {
+  return `\u2068${text}\u2069`;
+}
+
+// Four digits after the point, or as many as a small weight needs.
+export function number(value) {
+  if (value === null || value === undefined || Number.isNaN(value)) return "–";
+  if (!Number.isFinite(value)) return value > 0 ? "∞" : "−∞";
+  const size = Math.abs(value);
+  if (size !== 0 && size < 0.001) return value.toExponential(2);
+  return value.toFixed(size >= 100 ? 1 : size >= 10 ? 2 : 4);
+}
+
+export function brief(value) {
+  if (value === null || value === undefined || !Number.isFinite(value)) return "–";
+  const size = Math.abs(value);
+  return size >= 100 ? value.toFixed(0) : size >= 10 ? value.toFixed(1) : value.toFixed(2);
+}
+
+export function span(from, to) {
+  return to - from === 1 ? `${from}` : `${from}–${to - 1}`;
+}

@@ -1,0 +1,62 @@
+"""The viewer as a notebook widget: the same front end as the page, with every weight within reach of the kernel."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import numpy as np
+
+try:
+    import anywidget
+    import traitlets
+except ImportError as error:
+    raise ImportError(f"the notebook widget needs {error.name}: pip install 'regard[view]'") from error
+
+from regard.view.page import LANGUAGES, Pages, bundle, finite, packed, static
+
+
+class Records(Protocol):
+    """What the widget shows: a document, and windows of exact weights."""
+
+    @property
+    def document(self) -> Pages: ...
+
+    def window(
+        self, attention: str, head: int, rows: tuple[int, int], columns: tuple[int, int], size: tuple[int, int]
+    ) -> np.ndarray: ...
+
+
+class Viewer(anywidget.AnyWidget):
+    """A record in a notebook: `record.show()`, or `Viewer(record, lang="zh")` as the last line of a cell."""
+
+    _esm = bundle("widget")
+    _css = static("style.css")
+    _about = traitlets.Dict().tag(sync=True)
+    _arrays = traitlets.Dict().tag(sync=True)
+    _lang = traitlets.Unicode("en").tag(sync=True)
+    _live = traitlets.Bool(True).tag(sync=True)
+
+    def __init__(self, record: Records, lang: str = "en") -> None:
+        if lang not in LANGUAGES:
+            raise ValueError(f"lang must be one of {', '.join(LANGUAGES)}, but is {lang!r}")
+        document = record.document
+        arrays = {}
+        for name, array in document.arrays.items():
+            dtype, shape, data = packed(array)
+            arrays[name] = {"dtype": dtype, "shape": shape, "data": data}
+        super().__init__(_about=finite(document.about), _arrays=arrays, _lang=lang)
+        self._record = record
+        self.on_msg(self._answer)
+
+    def _answer(self, _: Any, asked: Any, __: Any) -> None:
+        """A question of the browser, {id, kind: "window", attention, head, rows, columns, size}, with its answer."""
+        if not isinstance(asked, dict) or asked.get("kind") != "window":
+            return
+        try:
+            rows, columns, size = (tuple(asked[name]) for name in ("rows", "columns", "size"))
+            found = self._record.window(asked["attention"], asked["head"], rows=rows, columns=columns, size=size)
+        except Exception as error:  # the browser waits for an answer, whatever went wrong
+            self.send({"id": asked.get("id"), "error": f"{type(error).__name__}: {error}"})
+            return
+        found = np.ascontiguousarray(found, "<f4")
+        self.send({"id": asked["id"], "rows": found.shape[0], "columns": found.shape[1]}, buffers=[found.tobytes()])

@@ -1,0 +1,47 @@
+"""Records of small models, and of attention that does what it is told to."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+import regard as rg
+from regard.view import Record, capture
+
+PAIR = rg.models.TransformerConfig(vocabulary=100, width=32, layers=2, heads=4, hidden=64)
+
+
+class Attends(nn.Module):
+    """An attention by its description, of queries (H, Q, D) and keys (G, K, D) that are given."""
+
+    def __init__(self, attend: rg.Attention) -> None:
+        super().__init__()
+        self.attend = attend
+
+    def forward(self, query: Tensor, source: Tensor | None = None) -> Tensor:
+        key = query if source is None else source
+        return self.attend(query, key, key)
+
+
+def attended(attend: rg.Attention, query: Tensor, key: Tensor | None = None) -> Record:
+    model = Attends(attend)
+    with capture(model) as record:
+        model(query, key)
+    return record
+
+
+def of_logits(logits: Tensor, mask: rg.Mask | None = None) -> Record:
+    """A record whose logits are these, (H, Q, K)."""
+    heads, queries, keys = logits.shape
+    attend = rg.Attention(score=rg.Dot(scale=0.0), mask=mask, bias=logits[None])
+    return attended(
+        attend, torch.zeros(1, heads, queries, 4), None if queries == keys else torch.zeros(1, heads, keys, 4)
+    )
+
+
+def translated() -> Record:
+    torch.manual_seed(0)
+    model = rg.models.Transformer(PAIR).eval()
+    with capture(model) as record:
+        model(torch.randint(5, 100, (1, 9)), torch.randint(5, 100, (1, 7)))
+    return record

@@ -1,0 +1,394 @@
+"""The viewer in a real browser: every view opens, and the numbers that it shows are the weights."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+from tests.view.browser import Tab
+from tests.view.documents import MARKUP, Made, pooled
+
+Open = Callable[..., Tab]
+
+
+def near(text: str, weight: float) -> bool:
+    numbers = [float(number) for number in re.findall(r"\d+\.\d+(?:e-?\d+)?", text)]
+    return any(abs(number - weight) <= 2e-3 * weight + 6e-5 for number in numbers)
+
+
+@pytest.mark.parametrize("document", ["translation", "picture", "sound", "long"])
+def test_every_view_opens_from_its_tab(tab: Open, document: str) -> None:
+    opened = tab(document)
+    views = [each.get_attribute("data-view") for each in opened.page.locator("[role=tab]").all()]
+    assert len(views) >= 4
+    for view in views:
+        opened.page.click(f"[role=tab][data-view={view}]")
+        opened.settled()
+        assert opened.page.get_attribute(f"[data-view={view}]", "aria-selected") == "true"
+        assert opened.page.locator(".regard main > .view").count() == 1
+        assert opened.page.locator(".regard .toast:not([hidden])").count() == 0
+
+
+def test_views_that_a_document_has_nothing_for_have_no_tab(tab: Open) -> None:
+    views = [each.get_attribute("data-view") for each in tab("translation").page.locator("[role=tab]").all()]
+    assert views == ["heads", "map", "tokens", "rollout", "statistics"]
+
+
+def test_all_heads_of_the_chosen_kind_are_drawn(tab: Open) -> None:
+    opened = tab("translation")
+    assert opened.page.locator(".thumb").count() == 12
+    drawn = "() => [...document.querySelectorAll('.thumb canvas')].every((one) => one.width === 18)"
+    opened.page.wait_for_function(drawn)
+    opened.page.click("[role=radio][data-key=cross]")
+    assert opened.page.locator(".thumb").count() == 8
+
+
+def test_a_cell_of_the_map_tells_its_weight(tab: Open, made: dict[str, Made]) -> None:
+    opened = tab("translation", "view=map&attention=2&head=3")
+    weights = made["translation"].weights["2"][3]
+    for row, column in [(0, 0), (3, 7), (17, 4)]:
+        opened.point(row, column, *weights.shape)
+        assert near(opened.tip().split("Weight")[1], weights[row, column].item())
+        assert f"Query {row}" in opened.tip()
+        assert f"Key {column}" in opened.tip()
+
+
+def test_a_cell_of_a_pooled_map_tells_its_mass_and_the_weight_of_a_top_key(tab: Open, made: dict[str, Made]) -> None:
+    opened = tab("long", "view=map&attention=1&head=2")
+    weights = made["long"].weights["1"]
+    mass = pooled(weights, (32, 32))[2]
+    opened.point(5, 9, 32, 32)
+    assert "Queries 40–47" in opened.tip()
+    assert "Keys 72–79" in opened.tip()
+    assert near(opened.tip().split("Mass")[1], mass[5, 9].item())
+    assert "pooled" in opened.tip()
+    query = 44
+    key = weights[2, query].argmax().item()
+    opened.point(query, key, 256, 256)
+    opened.page.wait_for_function(f"() => document.querySelector('.tip').textContent.includes('{query} → {key}')")
+    assert near(opened.tip().split("→")[1], weights[2, query, key].item())
+
+
+def test_the_wheel_zooms_to_single_weights_under_the_pointer(tab: Open, made: dict[str, Made]) -> None:
+    opened = tab("translation", "view=map")
+    weights = made["translation"].weights["0"][0]
+    opened.point(6, 6, *weights.shape)
+    for _ in range(6):
+        opened.page.mouse.wheel(0, -200)
+        opened.settled()
+    assert "Query 6" in opened.tip()
+    assert near(opened.tip().split("Weight")[1], weights[6, 6].item())
+    opened.page.wait_for_function("() => location.hash.includes('rows=')")
+
+
+def test_dragging_moves_the_map(tab: Open) -> None:
+    opened = tab("translation", "view=map&rows=4-8&columns=4-8")
+    opened.point(2, 2, 4, 4)
+    plot = opened.plot()
+    opened.page.mouse.down()
+    opened.page.mouse.move(plot["x"] + 2.5 * plot["width"] / 4, plot["y"] + 3.5 * plot["height"] / 4, steps=3)
+    opened.page.mouse.up()
+    opened.page.wait_for_function("() => location.hash.includes('rows=3-7') && location.hash.includes('columns=4-8')")
+
+
+def test_a_token_tells_where_it_looks_and_who_looks_at_it(tab: Open, made: dict[str, Made]) -> None:
+    opened = tab("translation", "view=tokens&attention=1&head=1")
+    weights = made["translation"].weights["1"][1]
+    opened.page.hover(".column-query .row >> nth=3")
+    opened.page.wait_for_selector(".panel-key")
+    looks = opened.texts(".panel-key .panel-row")
+    best = weights[3].argmax().item()
+    assert looks[0].startswith(str(best))
+    assert near(looks[0][len(str(best)) :], weights[3, best].item())
+    who = weights[:, 3].argmax().item()
+    looked = opened.texts(".panel-query .panel-row")[0]
+    assert looked.startswith(str(who))
+    assert near(looked[len(str(who)) :], weights[who, 3].item())
+    values = opened.texts(".column-key .row:not([hidden]) .row-value")
+    for text, weight in zip(values, weights[3].tolist(), strict=True):
+        assert near(text, weight)
+    assert opened.page.locator(".line-looks").count() == 18
+    opened.page.hover(".column-key .row >> nth=5")
+    opened.page.wait_for_selector(".line-looked")
+    assert near(opened.tip(), weights[:, 5].max().item())
+
+
+def test_cross_attention_joins_two_streams(tab: Open, made: dict[str, Made]) -> None:
+    opened = tab("translation", "view=tokens&kind=cross")
+    weights = made["translation"].weights["4"][0]
+    assert opened.page.locator(".column-query .row:not([hidden])").count() == 10
+    assert opened.page.locator(".column-key .row:not([hidden])").count() == 18
+    opened.page.hover(".column-query .row >> nth=4")
+    opened.page.wait_for_selector(".panel-key")
+    assert opened.page.locator(".panel-query").count() == 0
+    assert near(opened.texts(".panel-key .panel-row")[0], weights[4].max().item())
+
+
+def test_long_documents_use_top_keys_and_few_elements(tab: Open, made: dict[str, Made]) -> None:
+    opened = tab("long", "view=tokens&head=1")
+    weights = made["long"].weights["0"][1]
+    assert opened.page.locator(".column .row").count() < 120
+    opened.page.evaluate("() => { document.querySelector('.scroller').scrollTop = 24 * 200 }")
+    opened.settled()
+    opened.page.hover(".column-query .row >> nth=2")
+    opened.page.wait_for_selector(".panel-key")
+    token = int(opened.page.inner_text(".panel header .row-number"))
+    assert token == 202
+    assert near(opened.texts(".panel-key .panel-row .row-value")[0], weights[token].max().item())
+    assert len(opened.texts(".panel-key .panel-row")) == 4
+    assert "top keys only" in opened.page.inner_text(".panel")
+
+
+def test_patches_show_their_weights_over_the_image(tab: Open, made: dict[str, Made]) -> None:
+    opened = tab("picture", "view=image&attention=1&head=2")
+    weights = made["picture"].weights["1"][2]
+    box = opened.page.locator(".picture").bounding_box()
+    patch = 1 + 2 * 8 + 3
+    opened.page.mouse.move(box["x"] + 3.5 * box["width"] / 8, box["y"] + 2.5 * box["height"] / 6)
+    opened.page.wait_for_function("() => document.querySelector('.tip').textContent.includes('Patch 2, 3')")
+    assert near(opened.tip().split("Looks at")[1], weights[patch].max().item())
+    opened.page.mouse.down()
+    opened.page.mouse.up()  # kept: from now on the pointer reads numbers
+    opened.page.mouse.move(box["x"] + 5.5 * box["width"] / 8, box["y"] + 4.5 * box["height"] / 6)
+    opened.page.wait_for_function("() => document.querySelector('.tip').textContent.includes('Patch 4, 5')")
+    assert near(opened.tip().split("Weight")[1], weights[patch, 1 + 4 * 8 + 5].item())
+    pixels = opened.page.evaluate(
+        "() => [...document.querySelector('.heat').getContext('2d').getImageData(0, 0, 8, 6).data]"
+    )
+    alpha = pixels[3::4]
+    assert alpha.index(max(alpha)) == weights[patch, 1:].argmax().item()
+
+
+def test_words_show_where_they_look_in_time(tab: Open, made: dict[str, Made]) -> None:
+    opened = tab("sound", "view=sound&kind=cross")
+    weights = made["sound"].weights["1"][0]
+    opened.page.hover(".list .row >> nth=2")
+    opened.page.wait_for_function("() => document.querySelector('.readout').textContent.includes('two')")
+    assert near(opened.page.inner_text(".peak"), weights[2].max().item())
+    slot = weights[2].argmax().item()
+    assert f"{2.4 * slot / 60:.2f} to" in opened.page.inner_text(".readout")
+    opened.page.click("[data-key=encoder]")
+    box = opened.page.locator(".sound-picture").bounding_box()
+    opened.page.mouse.move(box["x"] + 20.5 * box["width"] / 60, box["y"] + 50)
+    opened.page.wait_for_function("() => document.querySelector('.tip').textContent.includes('0.80 to 0.84')")
+    assert near(opened.tip().split("Looks at")[1][-7:], made["sound"].weights["0"][0][20].max().item())
+
+
+def test_rollout_is_read_layer_by_layer(tab: Open, made: dict[str, Made]) -> None:
+    opened = tab("translation", "view=rollout")
+    layers = made["translation"].arrays["rollout-layers"]
+    opened.point(2, 9, 18, 18)
+    assert near(opened.tip().split("Weight")[1], float(layers[-1][2, 9]))
+    opened.page.locator(".slider").focus()
+    opened.page.keyboard.press("Home")
+    opened.page.wait_for_function("() => document.querySelector('.slider-label').textContent === 'Up to layer 0'")
+    opened.point(3, 9, 18, 18)
+    opened.point(2, 9, 18, 18)
+    assert near(opened.tip().split("Weight")[1], float(layers[0][2, 9]))
+
+
+def test_statistics_are_the_means_of_the_document(tab: Open, made: dict[str, Made]) -> None:
+    opened = tab("translation", "view=statistics")
+    about = made["translation"].about["attentions"]
+    for name in ("entropy", "distance", "max_logit", "sink"):
+        opened.page.click(f"[role=radio][data-key={name}]")
+        for number in range(3):
+            for head in range(4):
+                label = opened.page.get_attribute(f".matrix [data-head='{number}/{head}']", "aria-label")
+                assert near(label.split(":")[1], about[number]["means"][name][head])
+    assert opened.texts(".roles tbody tr") == ["Previous token110.97", "Induction120.61"]
+    opened.page.click(".roles .link >> nth=1")
+    opened.page.wait_for_selector("canvas.plane")
+    opened.page.wait_for_function("() => location.hash.includes('head=2') && location.hash.includes('attention=1')")
+
+
+def test_heads_are_sorted_and_filtered(tab: Open, made: dict[str, Made]) -> None:
+    opened = tab("translation")
+    about = made["translation"].about["attentions"]
+    opened.page.select_option(".controls select >> nth=2", "entropy")
+    order = [each.get_attribute("data-head") for each in opened.page.locator(".thumb").all()]
+    means = {f"{n}/{head}": about[n]["means"]["entropy"][head] for n in range(3) for head in range(4)}
+    assert order == sorted(means, key=lambda head: -means[head])
+    opened.page.click("[data-act=order]")
+    assert [each.get_attribute("data-head") for each in opened.page.locator(".thumb").all()] == order[::-1]
+    opened.page.select_option(".controls select >> nth=3", "induction")
+    assert [each.get_attribute("data-head") for each in opened.page.locator(".thumb").all()] == ["1/2"]
+    opened.page.select_option(".controls select >> nth=3", "")
+    opened.page.select_option(".controls select >> nth=4", "2")
+    assert opened.page.locator(".thumb").count() == 4
+
+
+def test_a_token_is_searched_for(tab: Open) -> None:
+    opened = tab("translation", "view=tokens")
+    opened.page.keyboard.press("/")
+    opened.page.keyboard.type("at")
+    assert opened.texts(".column-query .row.found .row-text") == [" cat", " sat", " mat"]
+    assert "1 of 3" in opened.page.inner_text(".search-group")
+    opened.page.keyboard.press("Enter")
+    assert "2 of 3" in opened.page.inner_text(".search-group")
+    opened.page.keyboard.press("Escape")
+    assert opened.page.locator(".row.found").count() == 0
+
+
+def test_markup_in_tokens_is_text(tab: Open) -> None:
+    opened = tab("translation", "view=tokens")
+    shown_texts = opened.texts(".column-query .row-text")
+    assert set(MARKUP) <= set(shown_texts)
+    assert "⟨U+202E⟩abc" in shown_texts
+    assert "⟨U+200F⟩" in shown_texts
+    for view in ("map", "heads", "statistics", "rollout"):
+        opened.page.click(f"[data-view={view}]")
+        opened.settled()
+    assert opened.page.evaluate("() => document.querySelectorAll('.regard img, .regard script').length") == 0
+    assert opened.page.inner_text("h1") == "The small cat <b>sat</b>"
+
+
+def test_the_policy_stops_other_scripts_and_markup(browser: object, addresses: dict[str, str]) -> None:
+    opened = Tab(browser).open(addresses["translation"])
+    stopped = opened.page.evaluate(
+        """async () => { const stopped = [];
+        await new Promise((done) => setTimeout(() => {
+          try { document.body.innerHTML = "<b>x</b>" } catch { stopped.push("markup") }
+          try { eval("1") } catch { stopped.push("eval") }
+          done();
+        }));
+        const script = document.createElement("script");
+        try { script.textContent = "window.ran = true"; document.body.append(script) } catch {}
+        if (window.ran === undefined) stopped.push("script");
+        return stopped }"""
+    )
+    assert stopped == ["markup", "eval", "script"]
+    opened.context.close()  # its complaints are the point
+
+
+def test_the_keyboard_does_everything(tab: Open, made: dict[str, Made]) -> None:
+    opened = tab("translation")
+    press = opened.page.keyboard.press
+    press("1")
+    press("ArrowRight")
+    press("ArrowDown")
+    press("Enter")
+    opened.page.wait_for_function("() => location.hash.includes('view=map&attention=1&head=1')")
+    press("2")
+    for key in ("ArrowDown", "ArrowDown", "ArrowRight", "ArrowRight", "ArrowRight"):
+        press(key)
+    opened.settled()
+    assert "Query 1" in opened.page.inner_text(".readout")
+    assert near(opened.page.inner_text(".readout").split("Weight")[1], made["translation"].weights["1"][1][1, 3].item())
+    press("+")
+    opened.page.wait_for_function("() => location.hash.includes('rows=')")
+    press("0")
+    opened.page.wait_for_function("() => !location.hash.includes('rows=')")
+    press("]")
+    press(".")
+    opened.page.wait_for_function("() => location.hash.includes('attention=2&head=2')")
+    press("k")
+    opened.page.wait_for_function("() => location.hash.includes('attention=3')")
+    press("3")
+    press("ArrowDown")
+    press("ArrowDown")
+    opened.page.wait_for_function("() => location.hash.includes('token=1')")
+    assert opened.page.locator(".row[aria-selected=true]").count() == 1
+    press("Escape")
+    opened.page.wait_for_function("() => !location.hash.includes('token=')")
+    press("?")
+    assert opened.page.locator("dialog.help kbd").count() > 15
+    press("Escape")
+    assert not opened.page.locator("dialog.help").is_visible()
+
+
+def test_what_has_the_focus_is_seen_and_everything_has_a_name(tab: Open) -> None:
+    opened = tab("translation")
+    opened.page.keyboard.press("Tab")
+    outline = opened.page.evaluate("() => getComputedStyle(document.activeElement).outlineStyle")
+    assert outline == "solid"
+    for view in ("heads", "map", "tokens", "rollout", "statistics"):
+        opened.page.click(f"[data-view={view}]")
+        opened.settled()
+        nameless = opened.page.evaluate(
+            """() => [...document.querySelectorAll(".regard :is(button, select, input, [tabindex='0'])")]
+            .filter((one) => one.offsetParent && !(one.ariaLabel || one.textContent.trim() || one.closest("label")))
+            .map((one) => one.outerHTML.slice(0, 80))"""
+        )
+        assert nameless == []
+
+
+def test_the_link_restores_the_view(tab: Open) -> None:
+    opened = tab("translation", "view=map&attention=1&head=2")
+    opened.point(9, 9, 18, 18)
+    opened.page.mouse.wheel(0, -300)
+    opened.page.fill(".search", "cat")
+    opened.page.wait_for_function("() => location.hash.includes('search=cat') && location.hash.includes('rows=')")
+    address = opened.page.evaluate("() => location.hash.slice(1)")
+    again = tab("translation", address)
+    again.settled()
+    assert again.page.input_value(".search") == "cat"
+    again.page.wait_for_timeout(300)
+    assert again.page.evaluate("() => location.hash.slice(1)") == address
+    assert "view=map&attention=1&head=2" in address
+
+
+@pytest.mark.parametrize(
+    "address", ["view=nowhere&head=99&attention=77", "rows=9-2&token=-1", "%%%=&__proto__=1", "token=999999"]
+)
+def test_an_address_that_makes_no_sense_opens_all_the_same(tab: Open, address: str) -> None:
+    assert tab("translation", address).page.locator(".thumb").count() == 12
+
+
+def test_dark_mode_follows_the_system_and_the_button(tab: Open) -> None:
+    opened = tab("translation", color_scheme="dark")
+    theme = """() => { const root = document.querySelector(".regard");
+    return [root.dataset.theme, getComputedStyle(root).backgroundColor] }"""
+    assert opened.page.evaluate(theme) == ["dark", "rgb(15, 17, 24)"]
+    opened.page.click("[data-act=theme]")
+    assert opened.page.evaluate(theme) == ["light", "rgb(246, 247, 250)"]
+    opened.page.keyboard.press("t")
+    assert opened.page.evaluate(theme)[0] == "dark"
+
+
+def test_the_interface_speaks_chinese(tab: Open) -> None:
+    opened = tab("translation")
+    opened.page.click("[data-act=language]")
+    assert opened.texts("[role=tab]") == ["注意力头", "权重图", "词元", "逐层累积", "统计"]
+    assert opened.page.get_attribute("html", "lang") == "zh-CN"
+    for view in ("map", "tokens", "rollout", "statistics"):
+        opened.page.click(f"[data-view={view}]")
+        opened.settled()
+        latin = re.findall(r"[A-Za-z]{4,}", opened.page.inner_text(".controls") + opened.page.inner_text(".foot"))
+        assert set(latin) <= {"Attention", "logit"}
+
+
+@pytest.mark.parametrize("document", ["translation", "picture", "sound"])
+def test_every_view_is_saved_as_png_and_svg(tab: Open, document: str, tmp_path: Path) -> None:
+    views = {"picture": ["image"], "sound": ["sound"]}
+    opened = tab(document, "token=2")
+    for view in views.get(document, ["heads", "map", "tokens", "rollout", "statistics"]):
+        opened.page.click(f"[data-view={view}]")
+        opened.settled()
+        for kind, start in (("png", b"\x89PNG"), ("svg", b"<svg")):
+            with opened.page.expect_download() as download:
+                opened.page.click(f"[data-act={kind}]")
+            path = tmp_path / download.value.suggested_filename
+            download.value.save_as(path)
+            assert path.name.startswith(f"regard-{view}")
+            saved = path.read_bytes()
+            assert saved.startswith(start)
+            assert len(saved) > 4000 if kind == "png" else len(list(ElementTree.fromstring(saved).iter())) > 3
+
+
+def test_only_what_is_shown_is_decoded(tab: Open) -> None:
+    opened = tab("long", color_scheme="light")
+    opened.page.add_init_script(
+        """window.decoded = 0; const plain = DecompressionStream;
+        window.DecompressionStream = class extends plain { constructor(kind) { super(kind); window.decoded++ } }"""
+    )
+    opened.open(opened.url, "view=tokens")
+    opened.page.wait_for_selector(".line-faint")
+    assert opened.page.evaluate("() => window.decoded") == 2  # top keys and their weights, of one layer
+    opened.page.click("[data-view=heads]")
+    opened.page.wait_for_selector(".thumb canvas[width='32']")
+    assert opened.page.evaluate("() => window.decoded") == 4  # and the maps of two

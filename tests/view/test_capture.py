@@ -1,0 +1,346 @@
+"""Capturing sees what a model computes, by name, and leaves the model as it was."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+from torch import nn
+
+import regard as rg
+from regard.integrations.torch import replace
+from regard.view import Record, capture
+
+TEXT = rg.models.TextConfig(vocabulary=100, width=32, layers=3, heads=4, hidden=64)
+LANGUAGE = rg.models.LanguageConfig(vocabulary=100, width=32, layers=2, heads=4, groups=2, hidden=64)
+PAIR = rg.models.TransformerConfig(vocabulary=100, width=32, layers=2, heads=4, hidden=64)
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    torch.manual_seed(0)
+    torch.set_num_threads(1)
+
+
+def ids(*shape: int) -> torch.Tensor:
+    return torch.randint(5, 100, shape)
+
+
+def encoder() -> nn.Module:
+    return rg.models.TextEncoder(TEXT).eval()
+
+
+def apart(record: Record, others: Record) -> float:
+    """The largest difference between the weights of two records of the same model."""
+    assert [seen.name for seen in record.attentions] == [seen.name for seen in others.attentions]
+    pairs = zip(record.attentions, others.attentions, strict=True)
+    return max((one.weights() - other.weights()).abs().max().item() for one, other in pairs)
+
+
+def test_every_layer_is_seen_by_its_name_and_kind() -> None:
+    model = rg.models.Transformer(PAIR).eval()
+    with capture(model) as record:
+        model(ids(1, 9), ids(1, 7))
+    assert [(seen.name, seen.layer, seen.kind, seen.Q, seen.K) for seen in record.attentions] == [
+        ("encoder.layers.0.attention", 0, "encoder", 9, 9),
+        ("encoder.layers.1.attention", 1, "encoder", 9, 9),
+        ("decoder.layers.0.attention", 0, "decoder", 7, 7),
+        ("decoder.layers.0.cross", 0, "cross", 7, 9),
+        ("decoder.layers.1.attention", 1, "decoder", 7, 7),
+        ("decoder.layers.1.cross", 1, "cross", 7, 9),
+    ]
+    assert [record.ends(seen) for seen in record.attentions[1:4]] == [
+        ("source", "source"), ("target", "target"), ("target", "source"),
+    ]  # fmt: skip
+
+
+def test_the_weights_are_those_that_the_layer_computes() -> None:
+    layer = rg.nn.MultiHeadAttention(32, heads=4, groups=2, attend=rg.Attention(mask=rg.causal(), bias=rg.alibi(4)))
+    x, given = torch.randn(2, 11, 32), {}
+
+    def note(self: rg.Attention, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
+        given.update(weights=self.weights(query, key))
+
+    with capture(layer) as record:
+        layer(x, mask=rg.padding([11, 6]))
+    with pytest.MonkeyPatch.context() as patch:
+        run = rg.Attention.__call__
+        patch.setattr(rg.Attention, "__call__", lambda self, *tensors: (note(self, *tensors), run(self, *tensors))[1])
+        layer(x, mask=rg.padding([11, 6]))
+    assert record.attentions[0].name == "MultiHeadAttention"
+    for batch in (0, 1):
+        torch.testing.assert_close(record.weights(0, batch=batch), given["weights"][batch].detach())
+
+
+def test_the_model_gives_the_same_bits_and_keeps_no_hook() -> None:
+    model, inputs = encoder(), ids(2, 8)
+    before = model(inputs)
+    with capture(model):
+        assert torch.equal(model(inputs), before)
+    assert all(not module._forward_hooks and not module._forward_pre_hooks for module in model.modules())
+    assert rg.attention.__globals__["WATCHERS"].get() == ()
+
+
+def test_an_exception_inside_leaves_the_model_clean() -> None:
+    model = encoder()
+    with pytest.raises(RuntimeError, match="outside"), capture(model):  # noqa: PT012
+        model(ids(1, 4))
+        raise RuntimeError("outside")
+    assert all(not module._forward_hooks and not module._forward_pre_hooks for module in model.modules())
+    with capture(model) as record:
+        with pytest.raises(ValueError, match="positions"):
+            model(ids(1, 600))  # raised within the model: what was entered is left
+        model(ids(1, 5))
+    assert record.attentions[0].name == "stack.layers.0.attention"
+    assert record.attentions[0].K == 5
+
+
+def test_captures_within_one_another_see_the_same() -> None:
+    model = encoder()
+    with capture(model) as outer, capture(model, layers=[1]) as inner:
+        model(ids(1, 6))
+    assert len(outer) == 3
+    assert [seen.layer for seen in inner.attentions] == [1]
+    assert torch.equal(outer.weights(1), inner.weights(1))
+
+
+def test_only_the_thread_that_captures_is_seen() -> None:
+    model, ready, go = encoder(), threading.Event(), threading.Event()
+
+    def other() -> None:
+        ready.wait()
+        for length in range(3, 30):
+            model(ids(1, length))
+        go.set()
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    with capture(model) as record:
+        ready.set()
+        for _ in range(20):
+            model(ids(1, 50))
+        assert go.wait(30)
+    thread.join()
+    assert [seen.K for seen in record.attentions] == [50] * 3
+
+
+def test_attention_outside_of_the_model_is_not_its() -> None:
+    model = encoder()
+    with capture(model) as record:
+        rg.attention(*torch.randn(3, 1, 2, 5, 8))
+    assert len(record) == 0
+    with pytest.raises(ValueError, match=r"nothing was captured.*attn_implementation"):
+        record.weights(0)
+
+
+def test_packed_inputs_see_their_own_sequence_only() -> None:
+    model = encoder()
+    sequences = [ids(5), ids(3)]
+    with capture(model) as record:
+        model(sequences)
+    seen = record.attentions[0]
+    assert (seen.Q, seen.K) == (8, 8)
+    weights = record.weights(0)
+    assert not weights[:, :5, 5:].any()
+    assert not weights[:, 5:, :5].any()
+    with capture(model) as alone:
+        model(sequences[1][None])
+    torch.testing.assert_close(weights[:, 5:, 5:], alone.weights(0))
+
+
+def test_a_layer_that_runs_many_times_is_many_layers() -> None:
+    config = rg.models.TextConfig(vocabulary=100, width=32, layers=4, distinct=1, heads=4, hidden=64)
+    model = rg.models.TextEncoder(config).eval()
+    with capture(model) as record:
+        model(ids(1, 6))
+        model(ids(1, 7))  # another pass: the last counts
+    assert [(seen.layer, seen.K) for seen in record.attentions] == [(n, 7) for n in range(4)]
+    assert record.attentions[1].name == "stack.layers.0.attention (2)"
+    assert (record.weights(0) - record.weights(1)).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("windows", [(), (4,)], ids=["all", "window"])
+def test_generation_with_a_cache_is_one_attention(windows: tuple) -> None:
+    config = rg.models.LanguageConfig(
+        vocabulary=100, width=32, layers=2, heads=4, groups=2, hidden=64, rotary=rg.nn.Rotary(), windows=windows
+    )
+    model = rg.models.LanguageModel(config).eval()
+    prompt = ids(2, 6)
+    with capture(model) as steps:
+        made = model.generate(prompt, limit=9)
+    whole = torch.cat([prompt, torch.stack(made)], 1)[:, :-1]
+    with capture(model) as once:
+        model(whole)
+    assert [(seen.Q, seen.K) for seen in steps.attentions] == [(14, 14)] * 2
+    assert apart(steps, once) < 1e-6
+    for one, other in zip(steps.attentions, once.attentions, strict=True):
+        torch.testing.assert_close(one.map((5, 4)), other.map((5, 4)))
+        torch.testing.assert_close(one.statistics.entropy, other.statistics.entropy, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(one.statistics.mass, other.statistics.mass, atol=1e-5, rtol=1e-5)
+        assert torch.equal(one.statistics.top_keys[..., 0], other.statistics.top_keys[..., 0])
+        keys = torch.randint(0, 14, (14, 3))
+        torch.testing.assert_close(one.looked_at(keys), other.looked_at(keys))
+
+
+def test_a_translation_that_is_generated_is_seen_whole() -> None:
+    model = rg.models.Transformer(PAIR).eval()
+    source = ids(1, 9)
+    with capture(model) as steps:
+        made = model.generate(source, limit=7)[0]
+        made = model.generate(source, limit=7)[0]  # once more: it begins anew
+    target = torch.cat([torch.tensor([1]), made])[None, : steps.attentions[-1].Q]
+    with capture(model) as once:
+        model(source, target)
+    assert apart(steps, once) < 1e-6
+
+
+def test_prompts_of_different_lengths_keep_their_filler() -> None:
+    model = rg.models.LanguageModel(LANGUAGE).eval()
+    prompts = [ids(7), ids(3)]
+    with capture(model) as record:
+        model.generate(prompts, limit=4)
+    assert not record.weights(0, batch=1)[:, 4:, :4].any()
+    torch.testing.assert_close(record.weights(0, batch=1)[:, 4:].sum(-1), torch.ones(4, 6))
+
+
+def test_torch_modules_after_replace() -> None:
+    model = nn.Transformer(32, 4, 2, 2, 64, batch_first=True).eval()
+    replace(model, say=lambda report: None)
+    source, target = torch.randn(1, 9, 32), torch.randn(1, 7, 32)
+    causal = nn.Transformer.generate_square_subsequent_mask(7)
+    with capture(model) as record:
+        model(source, target, tgt_mask=causal)
+    kinds = [(seen.kind, seen.layer, seen.Q, seen.K) for seen in record.attentions]
+    assert kinds == [
+        ("encoder", 0, 9, 9), ("encoder", 1, 9, 9), ("decoder", 0, 7, 7), ("cross", 0, 7, 9),
+        ("decoder", 1, 7, 7), ("cross", 1, 7, 9),
+    ]  # fmt: skip
+    assert record.attentions[2].name == "decoder.layers.0.self_attn"
+
+
+@pytest.mark.parametrize("need_weights", [True, False])
+def test_one_torch_module_gives_its_own_weights(need_weights: bool) -> None:
+    module = replace(nn.MultiheadAttention(32, 4, batch_first=True), say=lambda report: None).eval()
+    x = torch.randn(1, 6, 32)
+    _, expected = module(x, x, x, average_attn_weights=False)
+    with capture(module) as record:
+        module(x, x, x, need_weights=need_weights)
+    torch.testing.assert_close(record.weights(0), expected[0].detach())
+
+
+def test_models_of_transformers() -> None:
+    hf = pytest.importorskip("transformers")
+    from regard.integrations.transformers import enable
+
+    enable()
+    config = hf.BertConfig(
+        hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=64, vocab_size=100
+    )
+    model = hf.BertModel._from_config(config, attn_implementation="regard").eval()
+    inputs, mask = ids(2, 7), torch.tensor([[1] * 7, [1] * 5 + [0] * 2])
+    with capture(model) as record:
+        found = model(inputs, attention_mask=mask, output_attentions=True)
+    assert [seen.name for seen in record.attentions] == [f"encoder.layer.{n}.attention.self" for n in range(2)]
+    for layer, expected in enumerate(found.attentions):
+        for batch in (0, 1):
+            torch.testing.assert_close(record.weights(layer, batch=batch), expected[batch].detach())
+
+
+def test_generation_and_pairs_of_transformers() -> None:
+    hf = pytest.importorskip("transformers")
+    from regard.integrations.transformers import enable
+
+    enable()
+    small = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 100}
+    config = hf.LlamaConfig(**small, intermediate_size=64, num_key_value_heads=2, max_position_embeddings=64)
+    model = hf.LlamaForCausalLM._from_config(config, attn_implementation="regard").eval()
+    prompt = ids(1, 5)
+    with capture(model) as steps, torch.no_grad():
+        made = model.generate(prompt, max_new_tokens=6, do_sample=False, eos_token_id=None, pad_token_id=0)
+    with capture(model) as once, torch.no_grad():
+        model(made[:, :-1])
+    assert [(seen.kind, seen.Q, seen.K) for seen in steps.attentions] == [("decoder", 10, 10)] * 2
+    assert apart(steps, once) < 1e-5
+    config = hf.BartConfig(
+        d_model=32, encoder_layers=1, decoder_layers=1, encoder_attention_heads=4, decoder_attention_heads=4,
+        encoder_ffn_dim=64, decoder_ffn_dim=64, vocab_size=100, max_position_embeddings=64,
+    )  # fmt: skip
+    pair = hf.BartModel._from_config(config, attn_implementation="regard").eval()
+    with capture(pair) as record, torch.no_grad():
+        pair(ids(1, 9), decoder_input_ids=ids(1, 6))
+    assert [(seen.kind, seen.Q, seen.K) for seen in record.attentions] == [
+        ("encoder", 9, 9), ("decoder", 6, 6), ("cross", 6, 9),
+    ]  # fmt: skip
+
+
+def test_a_compiled_model_is_seen_too() -> None:
+    model = encoder()
+    compiled = torch.compile(model, backend="eager")
+    inputs = ids(1, 6)
+    with torch.no_grad():
+        before = compiled(inputs)
+        with capture(model) as record:
+            compiled(inputs)
+        assert len(record) == 3
+        assert torch.equal(compiled(inputs), before)
+
+
+def test_watching_makes_no_graph_anew() -> None:
+    """A graph that was compiled before a capture serves after it, and within another model's."""
+    attend, tensors = rg.Attention(mask=rg.causal()), torch.randn(3, 1, 2, 8, 4)
+    made = torch._dynamo.testing.CompileCounter()
+    compiled = torch.compile(lambda q, k, v: attend(q, k, v), backend=made, fullgraph=True)
+    compiled(*tensors)
+    with capture(encoder()):
+        pass
+    compiled(*tensors)
+    assert made.frame_count == 1
+
+
+def test_gradients_flow_as_before_and_nothing_of_the_graph_is_held() -> None:
+    model = encoder().train()
+    with capture(model) as record:
+        model(ids(1, 6)).sum().backward()
+    assert model.embedding.weight.grad is not None
+    seen = record.attentions[0]
+    assert not seen.calls[0].query.requires_grad
+    assert seen.calls[0].query.grad_fn is None
+
+
+def test_a_capture_of_sixteen_thousand_tokens_holds_queries_and_keys_only() -> None:
+    """Memory grows with the tokens, not with their square: no weights are there until they are asked for."""
+    config = rg.models.LanguageConfig(
+        vocabulary=50, width=8, layers=1, heads=2, hidden=8, positions=1 << 14, windows=(64,)
+    )
+    model, held = rg.models.LanguageModel(config).eval(), {}
+    for length in (1 << 12, 1 << 14):
+        with torch.no_grad(), capture(model) as record:
+            model.hidden(torch.zeros(1, length, dtype=torch.long), torch.arange(length), rg.nn.Shared())
+        held[length] = sum(seen.nbytes for seen in record.attentions)
+        assert held[length] == 2 * length * 8 * 4
+    assert held[1 << 14] == 4 * held[1 << 12]
+
+
+@pytest.mark.parametrize(("layers", "kept"), [(1, [1]), ([0, 2], [0, 2]), (slice(1, None), [1, 2]), (range(2), [0, 1])])
+def test_some_layers_are_kept(layers: object, kept: list[int]) -> None:
+    model = encoder()
+    with capture(model, layers=layers) as record:  # type: ignore[arg-type]
+        model(ids(1, 6))
+    assert [seen.layer for seen in record.attentions] == kept
+
+
+def test_what_is_no_model_is_told() -> None:
+    with pytest.raises(TypeError, match=r"model must be a torch.nn.Module, but is builtin_function"), capture(len):  # type: ignore[arg-type]
+        pass
+
+
+def test_pooling_by_attention_has_a_stream_of_its_own() -> None:
+    config = rg.models.TextConfig(vocabulary=100, width=32, layers=1, heads=4, hidden=64, pooling="attention")
+    model = rg.models.SentenceEmbedder(config).eval()
+    with capture(model) as record:
+        model(ids(1, 6))
+    seen = record.attention("pooling")
+    assert seen.kind == "cross"
+    assert record.ends(seen) == ("target", "source")
+    assert len(record.streams["target"].tokens) == 1

@@ -1,0 +1,79 @@
+"""Heads that do one thing are found by its name, and those that do nothing in particular by none."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+import regard as rg
+from regard.view import Record
+from regard.view.heads import same_tokens
+from tests.view.models import of_logits
+
+N = 48
+SURE = 9.0
+
+
+def place(keys: Tensor) -> Tensor:
+    """Logits (1, N, N) of a head that looks at one key from each query, where that is there."""
+    logits = torch.zeros(N, N)
+    inside = (keys >= 0) & (keys < N)
+    logits[torch.arange(N)[inside], keys[inside]] = SURE
+    return logits[None]
+
+
+def names(record: Record) -> list[list[str]]:
+    found = [[] for _ in range(record.attentions[0].heads)]
+    for each in record.found:
+        found[each.head].append(each.name)
+    return found
+
+
+def test_each_habit_has_its_name() -> None:
+    at = torch.arange(N)
+    heads = [at - 1, at + 1, at, torch.zeros(N, dtype=torch.long), at + 5]
+    near = torch.where((at[:, None] - at).abs() <= 3, SURE / 2, 0.0)[None]
+    record = of_logits(torch.cat([*map(place, heads), near, torch.zeros(1, N, N)]))
+    assert names(record) == [
+        ["previous token"], ["next token"], ["same token"], ["first token"], ["positional"], ["local"], ["uniform"],
+    ]  # fmt: skip
+    assert next(each.offset for each in record.found if each.name == "positional") == 5
+
+
+def test_the_score_is_the_mean_mass() -> None:
+    record = of_logits(place(torch.arange(N) - 1))
+    weights = record.weights(0)[0]
+    expected = weights[range(1, N), range(N - 1)].mean().item()
+    assert record.found[0].score == pytest.approx(expected, abs=1e-6)
+
+
+def test_induction_and_duplicates_are_told_by_tokens() -> None:
+    half = N // 2
+    at = torch.arange(N)
+    after = torch.where(at >= half, at - half + 1, 0)  # a text that comes twice: what came after it the first time
+    same = torch.where(at >= half, at - half, 0)
+    logits = torch.cat([place(after), place(same)])
+    record = of_logits(logits, rg.causal()).tokens([f"w{n % half}" for n in range(N)])
+    found = names(record)
+    assert "induction" in found[0]
+    assert "duplicate token" in found[1]
+    assert "induction" not in found[1]
+    unnamed = of_logits(logits, rg.causal())  # every token is another
+    assert not {"induction", "duplicate token"} & {each.name for each in unnamed.found}
+
+
+def test_random_heads_have_no_name() -> None:
+    torch.manual_seed(0)
+    assert of_logits(2 * torch.randn(6, N, N)).found == []
+
+
+def test_short_texts_tell_of_no_habit() -> None:
+    assert [each.name for each in of_logits(SURE * torch.eye(2)[None]).found] == []
+
+
+def test_where_else_a_token_stands() -> None:
+    tokens = ["a", "b", "a", "c", "a"]
+    assert same_tokens(tokens, [2, 3, 4], 0, ahead=False).tolist() == [[0, -1], [-1, -1], [2, 0]]
+    assert same_tokens(tokens, [2], 0, ahead=True).tolist() == [[0, 4]]
+    assert same_tokens(tokens, [4], 1, ahead=False).tolist() == [[3, 1]]

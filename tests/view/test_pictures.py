@@ -1,0 +1,114 @@
+"""Pictures show the numbers, take axes, and have the letters of every script."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+matplotlib = pytest.importorskip("matplotlib")
+matplotlib.use("Agg")
+
+import warnings
+
+import numpy as np
+from matplotlib import pyplot as plt
+
+import regard as rg
+from regard.view import look_at_image, pictures
+from regard.view.lettering import families, label
+from tests.view.models import translated
+
+
+@pytest.fixture(autouse=True)
+def closed():
+    yield
+    plt.close("all")
+
+
+def test_a_heat_map_shows_weights_and_tokens() -> None:
+    record = translated().tokens(list("abcdefghi"), target=[" to", "$x$", "\n", *"defg"])
+    _, mine = plt.subplots()
+    ax = pictures.heatmap(record, 1, 2, kind="cross", ax=mine)
+    assert ax is mine
+    np.testing.assert_allclose(ax.images[0].get_array(), record.weights(1, 2, kind="cross"), atol=1e-6)
+    assert [text.get_text() for text in ax.get_yticklabels()] == ["to", "$x$", "⏎", *"defg"]
+    assert not ax.get_yticklabels()[1].get_parse_math()
+    part = pictures.heatmap(record, 0, kind="encoder", rows=slice(2, 5), columns=[0, 8])
+    expected = record.weights(0, rows=slice(2, 5), columns=[0, 8], kind="encoder").mean(0)
+    np.testing.assert_allclose(part.images[0].get_array(), expected, atol=1e-6)
+
+
+def test_every_picture_draws_into_the_axes_that_it_is_given() -> None:
+    record = translated().over_spectrogram(torch.randn(30, 8), 1.5)
+    for draw in (
+        lambda ax: pictures.alignment(record, ax=ax),
+        lambda ax: pictures.head_grid(record, "encoder", ax=ax),
+        lambda ax: pictures.profile(record, "distance", ax=ax),
+        lambda ax: pictures.spectrogram(record, ax=ax),
+        lambda ax: pictures.mask(rg.causal(), 8, ax=ax),
+    ):
+        _, mine = plt.subplots()
+        assert draw(mine) is mine
+        assert mine.images
+
+
+def test_a_profile_shows_means() -> None:
+    record = translated()
+    found = pictures.profile(record, "first", kind="cross").images[0].get_array()
+    expected = [record.weights(n, kind="cross")[:, :, 0].mean(-1) for n in (0, 1)]
+    np.testing.assert_allclose(found, torch.stack(expected), atol=1e-6)
+    with pytest.raises(ValueError, match="measure must be one of entropy, distance, max_logit, first, but is 'x'"):
+        pictures.profile(record, "x")
+
+
+def test_an_alignment_frames_the_strongest() -> None:
+    record = translated()
+    ax = pictures.alignment(record)
+    best = record.weights(1, kind="cross").mean(0).argmax(-1).tolist()
+    assert [patch.get_x() + 0.5 for patch in ax.patches] == best
+
+
+def test_patches_lie_over_the_image(tmp_path) -> None:
+    Image = pytest.importorskip("PIL.Image")
+    Image.fromarray(np.arange(48 * 64 * 3, dtype=np.uint8).reshape(48, 64, 3)).save(tmp_path / "in.jpg")
+    config = rg.models.VisionConfig(width=16, layers=1, heads=2, hidden=16, image=(16, 24), patch=8, classes=3)
+    record = look_at_image(rg.models.ImageClassifier(config).eval(), tmp_path / "in.jpg")
+    assert record.image["grid"] == [2, 3]
+    assert record.streams["source"].tokens == ("[CLS]", "0,0", "0,1", "0,2", "1,0", "1,1", "1,2")
+    assert record.note.startswith("class ")
+    assert pictures.patches(record, 0, 1, query=4).images[0].get_array().shape == (16, 24, 3)
+    with pytest.raises(ValueError, match="not of an image"):
+        pictures.patches(translated(), "0")
+
+
+@pytest.mark.parametrize("size", [20, 1100])
+def test_the_mask_itself(size: int) -> None:
+    mask = rg.causal() & rg.window(3, 0)
+    shares = pictures.mask(mask, size).images[0].get_array()
+    if size == 20:
+        expected = [[float(0 <= i - j <= 3) for j in range(size)] for i in range(size)]
+        np.testing.assert_array_equal(shares, expected)
+    else:
+        assert shares.shape == (512, 512)
+        assert (shares * (size / 512) ** 2).sum() == pytest.approx(4 * size - 6, rel=0.02)
+    with pytest.raises(TypeError, match=r"pattern must be a mask.*try dense"):
+        pictures.mask(torch.ones(2, 2, dtype=torch.bool))
+
+
+@pytest.mark.parametrize("text", ["注意力", "日本語", "שלום", "مرحبا", "Привет"])
+def test_letters_of_every_script_have_a_font(text: str, tmp_path) -> None:
+    from matplotlib.font_manager import fontManager
+
+    families(frozenset(text))
+    if text in ("注意力", "日本語") and not any("CJK" in font.name for font in fontManager.ttflist):
+        pytest.skip("no font with these letters is installed")
+    record = translated().tokens([text] * 9)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # matplotlib warns of a letter that no font has
+        pictures.heatmap(record, 0, 0, kind="encoder").figure.savefig(tmp_path / "out.png")
+
+
+def test_labels_are_short_and_never_nothing() -> None:
+    assert label(" cat") == "cat"
+    assert label("   ") == "␣"
+    assert label("a" * 40) == "a" * 13 + "…"

@@ -1,0 +1,156 @@
+"""Every number of a record is that of attend.weights, however it is asked for."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import regard as rg
+from regard.view import Record, seen
+from regard.view.rollout import rollout
+from tests.view.models import attended, of_logits, translated
+
+DESCRIPTIONS = {
+    "plain": rg.Attention(),
+    "causal, alibi": rg.Attention(mask=rg.causal(), bias=rg.alibi(heads=4)),
+    "softcap, sink, window": rg.Attention(
+        score=rg.Dot(softcap=5.0), mask=rg.window(9, 3), sink=torch.tensor([0.5, 1.0, 0.0, 2.0]), temperature=0.7
+    ),
+    "additive": rg.Attention(score=rg.Additive(torch.linspace(-1, 1, 8))),
+    "scattered": rg.Attention(mask=rg.random_blocks(2, 4, seed=1) & rg.causal()),
+    "nothing to see": rg.Attention(mask=rg.padding([0])),
+}
+
+
+@pytest.fixture(scope="module", params=DESCRIPTIONS, ids=str)
+def pair(request: pytest.FixtureRequest) -> tuple[Record, torch.Tensor]:
+    """A record of 45 queries and keys, G = 2 of 4 heads, and its weights (H, Q, K)."""
+    torch.manual_seed(0)
+    torch.set_num_threads(1)
+    attend = DESCRIPTIONS[request.param]
+    query, key = 2 * torch.randn(1, 4, 45, 8), torch.randn(1, 2, 45, 8)
+    return attended(attend, query, key), attend.weights(query, key)[0]
+
+
+def close(one: object, other: torch.Tensor) -> None:
+    torch.testing.assert_close(torch.as_tensor(one), other.float(), atol=2e-6, rtol=1e-5)
+
+
+def test_weights_and_their_parts(pair: tuple[Record, torch.Tensor]) -> None:
+    record, weights = pair
+    close(record.weights(0), weights)
+    close(record.weights(0, head=2), weights[2])
+    close(record.weights(0, head=1, rows=[3, 40], columns=slice(5, 9)), weights[1][[3, 40], 5:9])
+
+
+@pytest.mark.parametrize("size", [(45, 45), (9, 5), (7, 11), (45, 4), (1, 1), (64, 64)])
+def test_a_map_is_the_mass_of_bands(pair: tuple[Record, torch.Tensor], size: tuple[int, int]) -> None:
+    record, weights = pair
+    rows, columns = min(45, size[0]), min(45, size[1])
+    edges = [n * 45 // columns for n in range(columns + 1)]
+    mass = torch.stack([weights[..., a:b].sum(-1) for a, b in zip(edges, edges[1:], strict=False)], -1)
+    found = record.attentions[0].map(size)
+    close(found, torch.nn.functional.adaptive_avg_pool2d(mass, (rows, columns)))
+
+
+def test_keys_of_each_querys_own(pair: tuple[Record, torch.Tensor]) -> None:
+    record, weights = pair
+    keys = torch.randint(-3, 48, (45, 6))
+    there = (keys >= 0) & (keys < 45)
+    expected = weights.gather(2, keys.clamp(0, 44).expand(4, -1, -1)) * there
+    close(record.attentions[0].looked_at(keys), expected)
+    close(record.attentions[0].looked_at(keys[[7, 30]], rows=[7, 30]), expected[:, [7, 30]])
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_a_window_holds_single_weights(pair: tuple[Record, torch.Tensor], known: bool) -> None:
+    record, weights = pair
+    each = record.attentions[0]
+    each._forget()
+    if known:
+        assert each.statistics.lse.shape == (1, 4, 45)
+    close(record.window("0", 3, (4, 20), (10, 45)), weights[3, 4:20, 10:45])
+    found = record.window("0", 1, (0, 40), (5, 45), (8, 10))
+    close(found, weights[1, :40, 5:].reshape(8, 5, 10, 4).sum(-1).mean(1))
+
+
+def test_a_window_of_too_many_weights_is_read_from_a_map(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(seen, "DIRECT", 100)
+    monkeypatch.setattr(seen, "CELLS", 16)
+    query = torch.randn(1, 2, 64, 8)
+    record, weights = attended(rg.Attention(), query), rg.Attention().weights(query, query)[0]
+    assert record.attentions[0].statistics is not None
+    close(record.window("0", 1, (0, 64), (0, 64), (8, 8)), weights[1].reshape(8, 8, 8, 8).sum(-1).mean(1))
+    close(
+        record.window("0", 0, (16, 48), (32, 64), (4, 2)), weights[0, 16:48, 32:].reshape(4, 8, 2, 16).sum(-1).mean(1)
+    )
+
+
+def test_statistics_are_those_of_the_description(pair: tuple[Record, torch.Tensor]) -> None:
+    record, weights = pair
+    found = record.statistics["Attends"]
+    close(found.mass[0], weights[..., 0])
+    close(found.top_weights[0], weights.topk(8, -1).values)
+
+
+def test_how_many_keys_are_visible(pair: tuple[Record, torch.Tensor]) -> None:
+    record, weights = pair
+    if record.attentions[0].calls[0].attend.sink is None:
+        count = record.attentions[0].visible().expand(4, -1)
+        assert torch.equal(count, (weights > 0).sum(-1))
+
+
+def test_layers_are_found_by_number_kind_and_name() -> None:
+    record = translated()
+    assert record.attention(1, "cross") is record.attention("decoder.layers.1.cross") is record.attention("5")
+    with pytest.raises(ValueError, match=r"layer 0 has several attentions; say which with kind=, one of cross, dec"):
+        record.weights(0)
+    with pytest.raises(ValueError, match=r"no encoder of layer 7; captured were encoder 0, encoder 1, decoder 0"):
+        record.weights(7, kind="encoder")
+    with pytest.raises(ValueError, match=r"rows must be from and to within 0 ... 7, but are 3 and 9"):
+        record.window("5", 0, (3, 9), (0, 9))
+
+
+def test_tokens_must_be_as_many_as_there_are() -> None:
+    record = translated()
+    record.tokens(list("abcdefghi"), target=["<s>", *"bcdefg"], special=["<s>"])
+    assert record.streams["target"].special == (0,)
+    with pytest.raises(ValueError, match="source has 9 tokens, but 2 came"):
+        record.tokens(["a", "b"])
+    with pytest.raises(ValueError, match="there is no stream 'other'; the streams are source, target"):
+        record.tokens(other=["a"])
+
+
+def test_rollout_is_the_product_of_layers() -> None:
+    record = translated()
+    through = torch.eye(9)
+    for layer in (0, 1):
+        through = (0.5 * record.weights(layer, kind="encoder").mean(0) + 0.5 * torch.eye(9)) @ through
+    close(record.rollout(), through)
+    assert rollout(record, "decoder").shape == (2, 7, 7)
+    close(rollout(record, "encoder", size=3).sum(-1), torch.ones(2, 3, 3).sum(-1) / 3)
+
+
+def test_rollout_of_long_sequences_is_that_of_pooled_maps() -> None:
+    record = of_logits(torch.randn(2, 12, 12))
+    mean = record.attentions[0].map((4, 4)).mean(0)
+    close(record.rollout(size=4), 0.5 * mean + 0.5 * torch.eye(4))
+
+
+def test_the_page_is_written_whole_or_not_at_all(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
+    record = translated()
+    path = tmp_path / "page.html"
+    assert record.save(path) == path
+    before = path.read_text()
+    assert before.startswith("<!doctype html>")
+    monkeypatch.setattr("os.replace", lambda *_: (_ for _ in ()).throw(OSError("no room")))
+    with pytest.raises(OSError, match="no room"):
+        record.save(path)
+    assert path.read_text() == before
+    assert [each.name for each in tmp_path.iterdir()] == ["page.html"]
+
+
+def test_a_notebook_gets_the_page_in_a_frame_that_may_do_nothing_else() -> None:
+    bundle = translated()._repr_mimebundle_()
+    assert 'sandbox="allow-scripts"' in bundle["text/html"]
+    assert Record("m")._repr_mimebundle_() == {"text/plain": "<Record of m: 0 attentions>"}
