@@ -21,6 +21,9 @@ def chinese_font() -> str | None:
     """A font with Chinese letters, if the machine has one."""
     from matplotlib import font_manager
 
+    for path in font_manager.findSystemFonts():  # the list that matplotlib keeps may be older than the font
+        if "SansCJK" in path and "Regular" in path:
+            font_manager.fontManager.addfont(path)
     there = {font.name for font in font_manager.fontManager.ttflist}
     return next((name for name in CHINESE if name in there), None)
 
@@ -56,7 +59,8 @@ def _drawn(claim: Claim, found: Found, language: str, save: Callable[[Any], None
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    with matplotlib.rc_context(_style(ink, language) | {"svg.hashsalt": claim.name}):
+    style: Any = _style(ink, language) | {"svg.hashsalt": claim.name}
+    with matplotlib.rc_context(style):
         figure = Figure(figsize=(7.6, 3.1))
         FigureCanvasAgg(figure)
         claim.draw(figure, found, saying(language))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -18,19 +19,19 @@ WORDS = {
     "lead": Text(
         "What the books say of attention, one claim at a time: the formula, what a measurement finds, a picture, and a "
         "verdict that was computed from the numbers. The code that is shown is the code that ran.",
-        "书上关于注意力的说法,逐条检验:公式、实测结果、图,以及由数值计算得出的结论。页面上的代码就是实际运行的代码。",
+        "书上关于注意力的说法，逐条检验：公式、实测结果、图，以及由数值计算得出的结论。页面上的代码就是实际运行的代码。",
     ),
     "contents": Text("Contents", "目录"),
     "code": Text("The code that measured it", "测量所用的代码"),
     "foot": Text(
         "Made by “regard lab”. Times are the least processor time of several runs on one core, and powers are "
         "least-squares fits with 95% intervals.",
-        "由 “regard lab” 生成。时间取单核上多次运行中最短的处理器时间;幂次由最小二乘拟合得到,并附 95% 区间。",
+        "由 “regard lab” 生成。时间取单核上多次运行中最短的处理器时间；幂次由最小二乘拟合得到，并附 95% 区间。",
     ),
 }
 ABOUT = Text(
-    "{claims} claims in {seconds:.0f} seconds of processor time; seed {seed}; torch {torch}, Python {python}, {machine}.",
-    "{claims} 条说法,共用处理器时间 {seconds:.0f} 秒;随机种子 {seed};torch {torch},Python {python},{machine}。",
+    "{claims} claims, {seconds:.0f} seconds of processor time; seed {seed}; torch {torch}, Python {python}, {machine}.",
+    "{claims} 条说法，共用处理器时间 {seconds:.0f} 秒；随机种子 {seed}；torch {torch}，Python {python}，{machine}。",
 )
 
 
@@ -71,13 +72,25 @@ def _item(result: Result, language: str) -> dict[str, Any]:
         "verdict": result.verdict.text.told(language),
         "title": claim.title.told(language),
         "says": claim.says.told(language),
-        "finding": claim.finding.told(language, result.found),
+        "finding": raised(claim.finding.told(language, result.found)),
         "caption": claim.caption.told(language),
         # what follows was made by libraries that escape for themselves
         "formula": Markup(mathml(claim.formula)),
         "picture": Markup(svg(claim, result.found, language)),
         "code": Markup(_highlighted(claim.code(result.seed))),
     }
+
+
+def raised(text: str) -> Any:
+    """Text with its powers set as powers.
+
+    >>> from regard.lab.page import raised
+    >>> raised("a < n^1.25")
+    Markup('a &lt; n<sup>1.25</sup>')
+    """
+    from markupsafe import Markup, escape
+
+    return Markup(re.sub(r"\b([a-z])\^(-?\d+(?:\.\d+)?)", r"\1<sup>\2</sup>", str(escape(text))))
 
 
 def mathml(formula: str) -> str:

@@ -48,7 +48,7 @@ class Convolving(nn.Module):
 class Recurring(nn.Module):
     """Two layers of a recurrent network."""
 
-    def __init__(self, kind: type[nn.RNNBase], width: int) -> None:
+    def __init__(self, kind: Callable[..., nn.RNNBase], width: int) -> None:
         super().__init__()
         self.cells = kind(width, width, LAYERS, batch_first=True)
 

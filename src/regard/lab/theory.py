@@ -5,25 +5,25 @@ from __future__ import annotations
 from regard.lab.claim import Text
 
 ITEMS: dict[str, Text] = {
-    "mechanism 1": Text("Attention is softmax(QKᵀ/√d)V, in four steps.", "注意力即 softmax(QKᵀ/√d)V,分四步。"),
+    "mechanism 1": Text("Attention is softmax(QKᵀ/√d)V, in four steps.", "注意力即 softmax(QKᵀ/√d)V，分四步。"),
     "mechanism 2": Text(
-        "Scores: dot, additive with O(d²) parameters, cosine.", "打分:点积、加性(O(d²) 个参数)、余弦。"
+        "Scores: dot, additive with O(d²) parameters, cosine.", "打分：点积、加性（O(d²) 个参数）、余弦。"
     ),
-    "mechanism 3": Text("Temperature leads from argmax to uniform.", "温度:从 argmax 到均匀分布。"),
-    "mechanism 4": Text("A layer projects, attends and projects back.", "一层:投影、注意、再投影回来。"),
-    "mechanism 5": Text("Heads in parallel, concatenated and projected.", "多头并行,拼接后再投影。"),
-    "mechanism 6": Text("Padding and causal masks, −∞ before the softmax.", "填充与因果掩码,在 softmax 之前置为 −∞。"),
-    "mechanism 7": Text("Positions: sinusoidal, learned, relative.", "位置:正弦、可学习、相对。"),
-    "mechanism 8": Text("The whole model; encoder and decoder.", "完整的模型;编码器与解码器。"),
+    "mechanism 3": Text("Temperature leads from argmax to uniform.", "温度：从 argmax 到均匀分布。"),
+    "mechanism 4": Text("A layer projects, attends and projects back.", "一层：投影、注意、再投影回来。"),
+    "mechanism 5": Text("Heads in parallel, concatenated and projected.", "多头并行，拼接后再投影。"),
+    "mechanism 6": Text("Padding and causal masks, −∞ before the softmax.", "填充与因果掩码，在 softmax 之前置为 −∞。"),
+    "mechanism 7": Text("Positions: sinusoidal, learned, relative.", "位置：正弦、可学习、相对。"),
+    "mechanism 8": Text("The whole model; encoder and decoder.", "完整的模型；编码器与解码器。"),
     "mechanism 9": Text("Alternatives to O(n²).", "O(n²) 的替代方案。"),
-    "claim 1": Text("Var(q·k) = d, and 1 after scaling.", "Var(q·k) = d,缩放后为 1。"),
+    "claim 1": Text("Var(q·k) = d, and 1 after scaling.", "Var(q·k) = d，缩放后为 1。"),
     "claim 2": Text("At d = 64 nearly all products lie within ±24.", "d = 64 时几乎所有点积都在 ±24 之内。"),
-    "claim 3": Text("Unscaled, the softmax saturates as d grows.", "不缩放时,softmax 随 d 增大而饱和。"),
-    "claim 4": Text("Weights are a distribution, outputs in the hull.", "权重是分布,输出在凸包之内。"),
-    "claim 5": Text("Equivariance, invariance, and what breaks them.", "等变、不变,以及什么会打破它们。"),
+    "claim 3": Text("Unscaled, the softmax saturates as d grows.", "不缩放时，softmax 随 d 增大而饱和。"),
+    "claim 4": Text("Weights are a distribution, outputs in the hull.", "权重是分布，输出在凸包之内。"),
+    "claim 5": Text("Equivariance, invariance, and what breaks them.", "等变、不变，以及什么会打破它们。"),
     "claim 6": Text("Permutation matrices.", "置换矩阵。"),
     "claim 7": Text("The path of gradients, and their size.", "梯度的路径与大小。"),
-    "claim 8": Text("O(n²d) time, O(n²) memory, and cheaper ways.", "O(n²d) 时间、O(n²) 内存,以及更省的办法。"),
+    "claim 8": Text("O(n²d) time, O(n²) memory, and cheaper ways.", "O(n²d) 时间、O(n²) 内存，以及更省的办法。"),
     "claim 9": Text("Scaling is not the answer to the cost.", "缩放并不能解决开销。"),
     "claim 10": Text("Attention against CNN and RNN.", "注意力与 CNN、RNN 的比较。"),
     "claim 11": Text("Weights are a soft alignment.", "权重是软对齐。"),

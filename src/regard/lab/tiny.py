@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -96,8 +97,7 @@ def translator(seed: int = 0, steps: int = 200) -> Transformer:
 def looks(model: Transformer, source: Tensor, target: Tensor) -> Tensor:
     """The weights (B, H, N, K) with which the first layer of the decoder looks at the source."""
     kept: list[Tensor] = []
-    cross = model.decoder.layers[0].cross
-    assert cross is not None
+    cross: Any = model.decoder.layers[0].cross
     taken = cross.register_forward_pre_hook(lambda module, args: kept.extend(args[:2]))
     try:
         with torch.no_grad():
@@ -109,7 +109,7 @@ def looks(model: Transformer, source: Tensor, target: Tensor) -> Tensor:
     return cross.attend_still.weights(q, k)
 
 
-def heads_of(layer: torch.nn.Module, x: Tensor, source: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def heads_of(layer: Any, x: Tensor, source: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Queries, keys and values (B, H, N, D) that an attention layer makes of hidden states."""
     parts = layer.qkv.weight.split(layer.widths), layer.qkv.bias.split(layer.widths)
     made = [F.linear(hidden, weight, bias) for hidden, weight, bias in zip((x, source, source), *parts, strict=True)]

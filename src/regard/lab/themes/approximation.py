@@ -26,7 +26,7 @@ def linear_error(attend=None, spreads=(0.05, 0.1, 0.2, 0.5, 1.0, 2.0), length=25
 
 def draw_linear_error(figure: Any, found: Found, say: Say) -> None:
     axis = figure.subplots()
-    axis.loglog(found["spreads"], found["errors"], "o-", label=say("linear attention, ELU + 1", "线性注意力,ELU + 1"))
+    axis.loglog(found["spreads"], found["errors"], "o-", label=say("linear attention, ELU + 1", "线性注意力，ELU + 1"))
     axis.loglog(
         found["spreads"], found["uniform"], "o:", color="gray", label=say("the mean of all values", "所有值的平均")
     )
@@ -124,12 +124,12 @@ def draw_window_error(figure: Any, found: Found, say: Say) -> None:
 CLAIMS = (
     Claim(
         "linear-error", "approximation", ("mechanism 9", "approximation"),
-        Text("\"Linear attention (ELU) is softmax attention, only cheaper\"", "“线性注意力(ELU)就是更便宜的 softmax 注意力”"),
-        Text("Its kernel is another one: elu(q)+1 times elu(k)+1 in place of the exponential of q·k. How near do they come to one another without training?", "它用的是另一种核:以 (elu(q)+1)·(elu(k)+1) 代替 q·k 的指数。不经训练,两者有多接近?"),
+        Text("\"Linear attention (ELU) is softmax attention, only cheaper\"", "“线性注意力（ELU）就是更便宜的 softmax 注意力”"),
+        Text("Its kernel is another one: elu(q)+1 times elu(k)+1 in place of the exponential of q·k. How near do they come to one another without training?", "它用的是另一种核：以 (elu(q)+1)·(elu(k)+1) 代替 q·k 的指数。不经训练，两者有多接近？"),
         r"\phi(q)^\top\phi(k),\ \phi(x)=\operatorname{elu}(x)+1\quad\overset{?}{\approx}\quad e^{q\cdot k/\sqrt d}",
         linear_error,
         lambda found: graded(found["most"] < 0.01, found["at_one"] < 0.1),
-        Text("At unit variance the outputs differ by {at_one:.0%} of their size. They agree ({least:.1%}) only where scores are so small that both are the mean of all values: a model must be trained with it.", "方差为 1 时,两者的输出相差 {at_one:.0%}。只有当分数小到两者都近乎“所有值的平均”时才一致({least:.1%}):必须用它来训练模型。"),
+        Text("At unit variance the outputs differ by {at_one:.0%} of their size. They agree ({least:.1%}) only where scores are so small that both are the mean of all values: a model must be trained with it.", "方差为 1 时，两者的输出相差 {at_one:.0%}。只有当分数小到两者都近乎“所有值的平均”时才一致（{least:.1%}）：必须用它来训练模型。"),
         draw_linear_error,
         Text("The relative error of the output against the spread of queries and keys.", "输出的相对误差随查询与键的离散程度的变化。"),
         {"length": 64},
@@ -137,22 +137,22 @@ CLAIMS = (
     Claim(
         "favor-error", "approximation", ("mechanism 9", "approximation"),
         Text("Performer's error falls with the square root of its features", "Performer 的误差随特征数的平方根下降"),
-        Text("FAVOR+ estimates the exponential kernel with m random features, without bias: four times as many halve the error.", "FAVOR+ 用 m 个随机特征无偏地估计指数核:特征数增至四倍,误差减半。"),
+        Text("FAVOR+ estimates the exponential kernel with m random features, without bias: four times as many halve the error.", "FAVOR+ 用 m 个随机特征无偏地估计指数核：特征数增至四倍，误差减半。"),
         r"\operatorname{error}\propto m^{-1/2}",
         favor_error, judge_favor,
-        Text("At a spread of 0.25 the error falls like m^{power narrow:.2f} (95%: {low narrow:.2f} to {high narrow:.2f}), to {last narrow:.1%} at the most features. At a spread of 1 it falls like m^{power wide:.2f} only and is still {last wide:.0%}: large scores are beyond it.", "标准差为 0.25 时,误差按 m^{power narrow:.2f} 下降(95% 区间:{low narrow:.2f} 至 {high narrow:.2f}),特征最多时为 {last narrow:.1%}。标准差为 1 时只按 m^{power wide:.2f} 下降,仍有 {last wide:.0%}:分数一大,它就力不从心。"),
+        Text("At a spread of 0.25 the error falls like m^{power narrow:.2f} (95%: {low narrow:.2f} to {high narrow:.2f}), to {last narrow:.1%} at the most features. At a spread of 1 it falls like m^{power wide:.2f} only and is still {last wide:.0%}: large scores are beyond it.", "标准差为 0.25 时，误差按 m^{power narrow:.2f} 下降（95% 区间：{low narrow:.2f} 至 {high narrow:.2f}），特征最多时为 {last narrow:.1%}。标准差为 1 时只按 m^{power wide:.2f} 下降，仍有 {last wide:.0%}：分数一大，它就力不从心。"),
         draw_favor_error,
-        Text("The relative error of the output against the number of features, for three spreads of queries and keys.", "三种离散程度下,输出的相对误差随特征数的变化。"),
+        Text("The relative error of the output against the number of features, for three spreads of queries and keys.", "三种离散程度下，输出的相对误差随特征数的变化。"),
         {"length": 64, "counts": (16, 64, 256), "draws": 3},
     ),
     Claim(
         "window-error", "approximation", ("mechanism 9", "approximation"),
-        Text("Windows are as good as exact attention where what is sought is near", "若所寻之物就在附近,窗口与精确注意力一样好"),
-        Text("The error of a window falls as it widens, to 0 when it covers all; how fast depends on where the weight is.", "窗口越宽误差越小,覆盖全部时为 0;下降的快慢取决于权重在哪里。"),
+        Text("Windows are as good as exact attention where what is sought is near", "若所寻之物就在附近，窗口与精确注意力一样好"),
+        Text("The error of a window falls as it widens, to 0 when it covers all; how fast depends on where the weight is.", "窗口越宽误差越小，覆盖全部时为 0；下降的快慢取决于权重在哪里。"),
         r"\left\lVert A_w-A\right\rVert\to 0\quad(w\to n)",
         window_error,
         lambda found: graded(found["whole"] < 1e-5 and found["falls"] and found["near16"] < 0.1, found["whole"] < 1e-5 and found["near16"] < found["anywhere16"]),
-        Text("With a reach of 16 the error is {near16:.1%} where neighbours resemble each other, and {anywhere16:.0%} where what is sought is 97 places away. At full reach it is {whole:.0e}.", "半径为 16 时,若相邻词元彼此相似,误差为 {near16:.1%};若所寻之物在 97 个位置之外,误差为 {anywhere16:.0%}。完全覆盖时为 {whole:.0e}。"),
+        Text("With a reach of 16 the error is {near16:.1%} where neighbours resemble each other, and {anywhere16:.0%} where what is sought is 97 places away. At full reach it is {whole:.0e}.", "半径为 16 时，若相邻词元彼此相似，误差为 {near16:.1%}；若所寻之物在 97 个位置之外，误差为 {anywhere16:.0%}。完全覆盖时为 {whole:.0e}。"),
         draw_window_error,
         Text("The relative error of the output against the reach of the window.", "输出的相对误差随窗口半径的变化。"),
     ),

@@ -40,7 +40,7 @@ def timed(found: Found, power: float) -> bool:
 def draw_costs(figure: Any, found: Found, say: Say) -> None:
     for axis, name, label in zip(
         figure.subplots(1, 3), ("flops", "bytes", "seconds"),
-        (say("operations", "运算次数"), say("bytes at the peak", "内存峰值(字节)"), say("seconds of one core", "单核时间(秒)")), strict=True,
+        (say("operations", "运算次数"), say("bytes at the peak", "内存峰值（字节）"), say("seconds of one core", "单核时间（秒）")), strict=True,
     ):  # fmt: skip
         key = "time" if name == "seconds" else name
         powers(axis, found, [(name, f"n^{found[key + '_power']:.2f}")], say)
@@ -119,7 +119,7 @@ def scaling_cost(scaled=None, lengths=(256, 512, 1024, 2048), width=64, seed=0):
 def draw_scaling_cost(figure: Any, found: Found, say: Say) -> None:
     axis = figure.subplots()
     powers(axis, found, [("plain", say("without scaling", "不缩放")), ("scaled", say("with scaling", "缩放"))], say)
-    axis.set_ylabel(say("seconds of one core", "单核时间(秒)"))
+    axis.set_ylabel(say("seconds of one core", "单核时间（秒）"))
 
 
 def sparse_cost(masks=None, lengths=(1024, 2048, 4096, 8192), seed=0):
@@ -188,7 +188,7 @@ def draw_chunking(figure: Any, found: Found, say: Say) -> None:
         say(f"{found['chunks']} chunks, merged", f"分 {found['chunks']} 块再合并"),
     )
     axis.barh(names, [found["whole"] / 1e6, found["chunked"] / 1e6], 0.5, color=["C0", "C1"])
-    axis.set_xlabel(say("megabytes at the peak", "内存峰值(MB)"))
+    axis.set_xlabel(say("megabytes at the peak", "内存峰值（MB）"))
 
 
 def checkpointing(flag=True, layers=6, length=256, width=32, seed=0):
@@ -216,16 +216,16 @@ def draw_checkpointing(figure: Any, found: Found, say: Say) -> None:
     axis = figure.subplots()
     names = (say("all kept", "全部保留"), say("checkpointed", "使用检查点"))
     axis.barh(names, [found["plain"] / 1e6, found["checkpointed"] / 1e6], 0.5, color=["C0", "C1"])
-    axis.set_xlabel(say("megabytes kept for the backward pass", "为反向传播保留的内存(MB)"))
+    axis.set_xlabel(say("megabytes kept for the backward pass", "为反向传播保留的内存（MB）"))
 
 
 POWERS = Text(
     "Operations grow like n^{flops_power:.2f}, peak memory like n^{bytes_power:.2f}, time like n^{time_power:.2f} (95%: {time_low:.2f} to {time_high:.2f}).",
-    "运算次数按 n^{flops_power:.2f} 增长,内存峰值按 n^{bytes_power:.2f},时间按 n^{time_power:.2f}(95% 区间:{time_low:.2f} 至 {time_high:.2f})。",
+    "运算次数按 n^{flops_power:.2f} 增长，内存峰值按 n^{bytes_power:.2f}，时间按 n^{time_power:.2f}（95% 区间：{time_low:.2f} 至 {time_high:.2f}）。",
 )
 GROWTH = Text(
     "Operations, peak memory and processor time against length; logarithmic axes, with fitted powers.",
-    "运算次数、内存峰值与处理器时间随长度的变化;对数坐标,并给出拟合的幂次。",
+    "运算次数、内存峰值与处理器时间随长度的变化；对数坐标，并给出拟合的幂次。",
 )
 
 
@@ -237,8 +237,8 @@ def more(en: str, zh: str) -> Text:
 CLAIMS = (
     Claim(
         "dense-cost", "cost", ("claim 8",),
-        Text("Attention takes O(n²d) time, and O(n²) memory when weights are stored", "注意力需要 O(n²d) 的时间;若保存权重,还需 O(n²) 的内存"),
-        Text("A million weights at n = 1,000, and a hundred million at n = 10,000.", "n = 1000 时有一百万个权重,n = 10000 时有一亿个。"),
+        Text("Attention takes O(n²d) time, and O(n²) memory when weights are stored", "注意力需要 O(n²d) 的时间；若保存权重，还需 O(n²) 的内存"),
+        Text("A million weights at n = 1,000, and a hundred million at n = 10,000.", "n = 1000 时有一百万个权重，n = 10000 时有一亿个。"),
         r"T(n)=O(n^2 d),\qquad M(n)=O(n^2)",
         dense_cost, judge_dense,
         more("There are {at_1000:,} and {at_10000:,} weights.", "权重分别有 {at_1000:,} 与 {at_10000:,} 个。"),
@@ -248,18 +248,18 @@ CLAIMS = (
     Claim(
         "linear-heading", "cost", ("claim 8",),
         Text("\"Linear complexity\"", "“线性复杂度”"),
-        Text("So says a heading over O(n·m). With n queries and n keys that is n²: doubling the length takes four times the work.", "有资料在 O(n·m) 上方写了这样的标题。n 个查询、n 个键时那就是 n²:长度加倍,工作量变为四倍。"),
+        Text("So says a heading over O(n·m). With n queries and n keys that is n²: doubling the length takes four times the work.", "有资料在 O(n·m) 上方写了这样的标题。n 个查询、n 个键时那就是 n²：长度加倍，工作量变为四倍。"),
         r"O(n\cdot m)\overset{?}{=}O(n)",
         dense_cost,
         lambda found: graded(found["flops_power"] < 1.2 and found["time_low"] < 1.2),
-        more("Right is: quadratic.", "正确的说法是:二次复杂度。"),
+        more("Right is: quadratic.", "正确的说法是：二次复杂度。"),
         draw_costs, GROWTH,
         {"lengths": (64, 128, 256, 512)},
     ),
     Claim(
         "tiled-cost", "cost", ("claim 8",),
-        Text("Tiled attention is exact, in O(n²d) time and O(n) memory", "分块注意力是精确的:O(n²d) 时间,O(n) 内存"),
-        Text("Tile by tile with a running softmax, the weights are never stored, and nothing is approximated.", "逐块计算,softmax 随之更新:从不保存权重,也没有任何近似。"),
+        Text("Tiled attention is exact, in O(n²d) time and O(n) memory", "分块注意力是精确的：O(n²d) 时间，O(n) 内存"),
+        Text("Tile by tile with a running softmax, the weights are never stored, and nothing is approximated.", "逐块计算，softmax 随之更新：从不保存权重，也没有任何近似。"),
         r"T(n)=O(n^2d),\qquad M(n)=O(n)",
         tiled_cost,
         lambda found: graded(
@@ -273,7 +273,7 @@ CLAIMS = (
     Claim(
         "window-cost", "cost", ("claim 8",),
         Text("Window attention is O(n·w) in time and memory", "窗口注意力的时间与内存都是 O(n·w)"),
-        Text("A query that meets w neighbours costs the same, however long the text is.", "每个查询只看 w 个邻居,无论文本多长,代价都一样。"),
+        Text("A query that meets w neighbours costs the same, however long the text is.", "每个查询只看 w 个邻居，无论文本多长，代价都一样。"),
         r"T(n)=O(n\,w\,d),\qquad M(n)=O(n\,w)",
         window_cost,
         lambda found: graded(
@@ -287,7 +287,7 @@ CLAIMS = (
     Claim(
         "linear-cost", "cost", ("claim 8", "mechanism 9"),
         Text("Linear attention is O(n·d²)", "线性注意力为 O(n·d²)"),
-        Text("Sums over keys are taken first, into a state of d × d numbers that every query reads.", "先对所有键求和,得到一个 d × d 的状态,每个查询都只读这个状态。"),
+        Text("Sums over keys are taken first, into a state of d × d numbers that every query reads.", "先对所有键求和，得到一个 d × d 的状态，每个查询都只读这个状态。"),
         r"o_i=\frac{\phi(q_i)^\top\sum_j\phi(k_j)v_j^\top}{\phi(q_i)^\top\sum_j\phi(k_j)}",
         linear_cost,
         lambda found: graded(
@@ -301,11 +301,11 @@ CLAIMS = (
     Claim(
         "scaling-cost", "cost", ("claim 9",),
         Text("\"Scaling answers the O(n²) cost\"", "“缩放解决了 O(n²) 的开销”"),
-        Text("Some sources offer the division by √d as the answer to the quadratic cost. It changes numbers, not how many there are.", "有些资料把“除以 √d”当作平方开销的解决办法。它改变的是数值,而不是数值的个数。"),
+        Text("Some sources offer the division by √d as the answer to the quadratic cost. It changes numbers, not how many there are.", "有些资料把“除以 √d”当作平方开销的解决办法。它改变的是数值，而不是数值的个数。"),
         r"\operatorname{cost}\!\left(\operatorname{softmax}\frac{QK^\top}{\sqrt d}V\right)\overset{?}{\ll}\operatorname{cost}\left(\operatorname{softmax}(QK^\top)V\right)",
         scaling_cost,
         lambda found: graded(found["scaled_power"] < found["plain_power"] - 0.5),
-        Text("With scaling, operations are {flops_ratio:.2f} times and memory {bytes_ratio:.2f} times what they are without; both grow like n^{scaled_power:.2f} and n^{plain_power:.2f}. (Scaling answers saturation.)", "缩放之后,运算次数为不缩放时的 {flops_ratio:.2f} 倍,内存为 {bytes_ratio:.2f} 倍;两者分别按 n^{scaled_power:.2f} 与 n^{plain_power:.2f} 增长。(缩放解决的是饱和问题。)"),
+        Text("With scaling, operations are {flops_ratio:.2f} times and memory {bytes_ratio:.2f} times what they are without; both grow like n^{scaled_power:.2f} and n^{plain_power:.2f}. (Scaling answers saturation.)", "缩放之后，运算次数为不缩放时的 {flops_ratio:.2f} 倍，内存为 {bytes_ratio:.2f} 倍；两者分别按 n^{scaled_power:.2f} 与 n^{plain_power:.2f} 增长。（缩放解决的是饱和问题。）"),
         draw_scaling_cost,
         Text("Processor time with and without scaling.", "缩放与不缩放时的处理器时间。"),
         {"lengths": (64, 128, 256, 512)},
@@ -313,34 +313,34 @@ CLAIMS = (
     Claim(
         "sparse-cost", "cost", ("mechanism 9",),
         Text("Sparse patterns replace O(n²) by O(n)", "稀疏模式以 O(n) 代替 O(n²)"),
-        Text("Local windows, truncated ones that look back only, a few global tokens, and Longformer, which is windows and global tokens together.", "局部窗口、只向后看的截断窗口、少量全局词元,以及把窗口与全局词元结合起来的 Longformer。"),
+        Text("Local windows, truncated ones that look back only, a few global tokens, and Longformer, which is windows and global tokens together.", "局部窗口、只向后看的截断窗口、少量全局词元，以及把窗口与全局词元结合起来的 Longformer。"),
         r"\sum_i |\{j: M_{ij}=1\}| = O(n)",
         sparse_cost,
         lambda found: graded(found["most"] < 1.15 and found["dense_power"] > 1.9),
-        Text("The work in the tiles that are visited grows at most like n^{most:.2f}, where all pairs grow like n^{dense_power:.2f}.", "在实际访问的块中,工作量至多按 n^{most:.2f} 增长;全部配对则按 n^{dense_power:.2f}。"),
+        Text("The work in the tiles that are visited grows at most like n^{most:.2f}, where all pairs grow like n^{dense_power:.2f}.", "在实际访问的块中，工作量至多按 n^{most:.2f} 增长；全部配对则按 n^{dense_power:.2f}。"),
         draw_sparse_cost,
         Text("Operations of regard's kernels against length, by mask.", "regard 的计算核在各种掩码下的运算次数随长度的变化。"),
     ),
     Claim(
         "chunking", "cost", ("mechanism 9",),
-        Text("Chunks of keys, merged, give the same in less memory", "把键分块计算再合并,结果相同而内存更少"),
-        Text("Each chunk gives its output and the logarithm of its sum; merged by these, they give exactly the whole.", "每一块给出自己的输出与对数和;据此合并,得到的正是整体的结果。"),
+        Text("Chunks of keys, merged, give the same in less memory", "把键分块计算再合并，结果相同而内存更少"),
+        Text("Each chunk gives its output and the logarithm of its sum; merged by these, they give exactly the whole.", "每一块给出自己的输出与对数和；据此合并，得到的正是整体的结果。"),
         r"o=\sum_c \frac{e^{\ell_c}}{\sum_{c'}e^{\ell_{c'}}}\,o_c",
         chunking,
         lambda found: graded(found["off"] < 1e-12 and found["share"] < 0.5),
-        Text("The merged output differs by {off:.1e}; it took {share:.0%} of the memory.", "合并后的输出相差 {off:.1e};所用内存为原来的 {share:.0%}。"),
+        Text("The merged output differs by {off:.1e}; it took {share:.0%} of the memory.", "合并后的输出相差 {off:.1e}；所用内存为原来的 {share:.0%}。"),
         draw_chunking,
         Text("Peak memory of 2,048 queries and keys.", "2048 个查询与键时的内存峰值。"),
         {"length": 1024},
     ),
     Claim(
         "checkpointing", "cost", ("mechanism 9",),
-        Text("Gradient checkpointing gives the same gradients in less memory", "梯度检查点:梯度相同,内存更少"),
-        Text("Only what enters a block is kept; the rest is computed again on the way back.", "只保留进入每个模块的张量,其余在反向传播时重新计算。"),
-        r"M=O(L\cdot n d)\ \text{instead of}\ O\!\left(L\cdot n(c\,d+h)\right)",
+        Text("Gradient checkpointing gives the same gradients in less memory", "梯度检查点：梯度相同，内存更少"),
+        Text("Only what enters a block is kept; the rest is computed again on the way back.", "只保留进入每个模块的张量，其余在反向传播时重新计算。"),
+        r"M=O(L\cdot n\,d)\ll O\left(L\cdot n\,(c\,d+h)\right)",
         checkpointing,
         lambda found: graded(found["off"] < 1e-5 and found["share"] < 0.5),
-        Text("Gradients differ by {off:.1e}; what is kept for the backward pass shrinks to {share:.0%}.", "梯度相差 {off:.1e};为反向传播保留的内存缩减到 {share:.0%}。"),
+        Text("Gradients differ by {off:.1e}; what is kept for the backward pass shrinks to {share:.0%}.", "梯度相差 {off:.1e}；为反向传播保留的内存缩减到 {share:.0%}。"),
         draw_checkpointing,
         Text("What six blocks keep for their backward pass.", "六个模块为反向传播保留的内存。"),
     ),

@@ -34,12 +34,12 @@ def draw_steps(figure: Any, found: Found, say: Say) -> None:
     titles = (
         ("scores", say("1. similarity  QKᵀ", "1. 相似度 QKᵀ"), {"cmap": "RdBu_r", "vmin": -top, "vmax": top}),
         ("scaled", say("2. scaled  QKᵀ / √d", "2. 缩放 QKᵀ / √d"), {"cmap": "RdBu_r", "vmin": -top, "vmax": top}),
-        ("weights", say("3. softmax: weights", "3. softmax:权重"), {"vmin": 0}),
+        ("weights", say("3. softmax: weights", "3. softmax：权重"), {"vmin": 0}),
     )
     for axis, (name, title, looks) in zip(axes, titles, strict=False):
         figure.colorbar(heat(axis, found[name], title, words, words, **looks), ax=axis, shrink=0.8)
     figure.colorbar(
-        heat(axes[3], found["output"], say("4. weighted sum: output", "4. 加权和:输出"), words, cmap="RdBu_r"),
+        heat(axes[3], found["output"], say("4. weighted sum: output", "4. 加权和：输出"), words, cmap="RdBu_r"),
         ax=axes[3],
         shrink=0.8,
     )
@@ -160,7 +160,7 @@ def masks(attend=None, source=None, real_tokens=6, seed=0):
     from regard.lab.weights import sample
 
     real = sample(source)
-    q, k, v = (part[0].double() for part in (real.query, real.key, real.value))
+    q, k = real.query[0].double(), real.key[0].double()
     n = len(q)
     kinds = {"none": None, "padding": rg.padding([real_tokens]), "causal": rg.causal()}
     seen = {
@@ -183,8 +183,8 @@ def draw_masks(figure: Any, found: Found, say: Say) -> None:
     figure.set_size_inches(7.6, 3.3)
     titles = {
         "none": say("no mask", "无掩码"),
-        "padding": say("padding: six real tokens", "填充掩码:六个真实词元"),
-        "causal": say("causal: j ≤ i", "因果掩码:j ≤ i"),
+        "padding": say("padding: six real tokens", "填充掩码：六个真实词元"),
+        "causal": say("causal: j ≤ i", "因果掩码：j ≤ i"),
     }
     for n, (axis, name) in enumerate(zip(figure.subplots(1, 3), found["kinds"], strict=True)):
         heat(axis, found[name], titles[name], found["tokens"] if n == 0 else (), found["tokens"], vmin=0, vmax=1)
@@ -258,7 +258,7 @@ def draw_model(figure: Any, found: Found, say: Say) -> None:
     heat(axes[2], found["logits"], say("logits", "输出"), cmap="RdBu_r")
 
 
-WEIGHTS = Text("The weights are those of {weights_en}.", "所用权重:{weights_zh}。")
+WEIGHTS = Text("The weights are those of {weights_en}.", "所用权重：{weights_zh}。")
 
 CLAIMS = (
     Claim(
@@ -270,72 +270,72 @@ CLAIMS = (
         lambda found: graded(found["off"] < 1e-10),
         Text(f"The four steps and one call of regard differ by {{off:.1e}}. {WEIGHTS.en}", f"四个步骤与 regard 的一次调用相差 {{off:.1e}}。{WEIGHTS.zh}"),
         draw_steps,
-        Text("One head on a sentence: each row is a query, each column a key.", "一个注意力头在一句话上的计算:每行是一个查询,每列是一个键。"),
+        Text("One head on a sentence: each row is a query, each column a key.", "一个注意力头在一句话上的计算：每行是一个查询，每列是一个键。"),
     ),
     Claim(
         "scores", "mechanism", ("mechanism 2",),
-        Text("Three scores: dot, additive, cosine", "三种打分:点积、加性、余弦"),
-        Text("The additive score learns O(d²) parameters in its two projections; the plain dot product none.", "加性打分的两个投影要学习 O(d²) 个参数,而点积一个也没有。"),
+        Text("Three scores: dot, additive, cosine", "三种打分：点积、加性、余弦"),
+        Text("The additive score learns O(d²) parameters in its two projections; the plain dot product none.", "加性打分的两个投影要学习 O(d²) 个参数，而点积一个也没有。"),
         r"q\cdot k,\qquad v^\top\tanh(W_qq+W_kk),\qquad \frac{q\cdot k}{|q||k|}",
         scores,
         lambda found: graded(found["off"] < 1e-12 and abs(found["power"] - 2) < 0.12 and found["dot"] == 0, found["off"] < 1e-12 and abs(found["power"] - 2) < 0.3),
-        Text("The formulas agree with regard's scores to {off:.0e}. The additive parameters grow like d^{power:.2f}, to {last:,} at d = 64; the dot product has {dot}.", "公式与 regard 的打分一致(误差 {off:.0e})。加性打分的参数量按 d^{power:.2f} 增长,d = 64 时为 {last:,} 个;点积有 {dot} 个。"),
+        Text("The formulas agree with regard's scores to {off:.0e}. The additive parameters grow like d^{power:.2f}, to {last:,} at d = 64; the dot product has {dot}.", "公式与 regard 的打分一致（误差 {off:.0e}）。加性打分的参数量按 d^{power:.2f} 增长，d = 64 时为 {last:,} 个；点积有 {dot} 个。"),
         draw_scores,
-        Text("The same queries and keys by three scores, and how many parameters the additive one has.", "同一组查询与键的三种打分,以及加性打分的参数量。"),
+        Text("The same queries and keys by three scores, and how many parameters the additive one has.", "同一组查询与键的三种打分，以及加性打分的参数量。"),
     ),
     Claim(
         "layer", "mechanism", ("mechanism 4",),
         Text("A self-attention layer", "一个自注意力层"),
-        Text("Three projections lead from d_model to d_key, d_key and d_value; attention; and a projection back to d_model.", "三个投影把 d_model 变为 d_key、d_key 与 d_value;做注意力;再投影回 d_model。"),
+        Text("Three projections lead from d_model to d_key, d_key and d_value; attention; and a projection back to d_model.", "三个投影把 d_model 变为 d_key、d_key 与 d_value；做注意力；再投影回 d_model。"),
         r"\operatorname{softmax}\!\left(\frac{XW_Q(XW_K)^\top}{\sqrt{d_k}}\right)XW_V\,W_O",
         layer,
         lambda found: graded(found["off"] < 1e-12),
-        Text("Projected by hand it differs by {off:.1e}; widths are {d_key}, {d_key}, {d_value}, and {d_out} again.", "逐步手算与模块相差 {off:.1e};宽度依次为 {d_key}、{d_key}、{d_value},最后回到 {d_out}。"),
+        Text("Projected by hand it differs by {off:.1e}; widths are {d_key}, {d_key}, {d_value}, and {d_out} again.", "逐步手算与模块相差 {off:.1e}；宽度依次为 {d_key}、{d_key}、{d_value}，最后回到 {d_out}。"),
         draw_layer,
-        Text("Ten tokens on their way through a layer, and the width of each part.", "十个词元经过一层的过程,以及各部分的宽度。"),
+        Text("Ten tokens on their way through a layer, and the width of each part.", "十个词元经过一层的过程，以及各部分的宽度。"),
     ),
     Claim(
         "heads", "mechanism", ("mechanism 5",),
         Text("Heads look at different things, side by side", "多个头并行地关注不同的内容"),
-        Text("h projections in parallel, their outputs concatenated and projected once more.", "h 组投影并行计算,把输出拼接起来,再做一次投影。"),
+        Text("h projections in parallel, their outputs concatenated and projected once more.", "h 组投影并行计算，把输出拼接起来，再做一次投影。"),
         r"\operatorname{MultiHead}(X)=\operatorname{Concat}(\mathrm{head}_1,\dots,\mathrm{head}_h)W^O",
         heads,
         lambda found: graded(found["off"] < 1e-5 and found["apart"] > 0.05),
-        Text(f"The {{heads}} heads by themselves, concatenated and projected, differ from the layer by {{off:.1e}} (float32). Two heads differ in {{apart:.0%}} of their weight. {WEIGHTS.en}", f"{{heads}} 个头分别计算、拼接、投影,与整层相差 {{off:.1e}}(float32)。任意两个头平均有 {{apart:.0%}} 的权重不同。{WEIGHTS.zh}"),
+        Text(f"The {{heads}} heads by themselves, concatenated and projected, differ from the layer by {{off:.1e}} (float32). Two heads differ in {{apart:.0%}} of their weight. {WEIGHTS.en}", f"{{heads}} 个头分别计算、拼接、投影，与整层相差 {{off:.1e}}（float32）。任意两个头平均有 {{apart:.0%}} 的权重不同。{WEIGHTS.zh}"),
         draw_heads,
         Text("The weights of the first heads on the same sentence.", "前几个头在同一句话上的权重。"),
     ),
     Claim(
         "masks", "mechanism", ("mechanism 6",),
-        Text("Masks: what may not be seen has no weight", "掩码:不可见之处权重为零"),
-        Text("Padding hides filler, the causal mask hides what comes later. Masked scores are −∞ before the softmax.", "填充掩码遮住填充符,因果掩码遮住后文。被遮住的分数在 softmax 之前为 −∞。"),
-        r"s_{ij}\leftarrow-\infty\ \text{ where }\ M_{ij}=0,\qquad M^{\text{causal}}_{ij}=[\,j\le i\,]",
+        Text("Masks: what may not be seen has no weight", "掩码：不可见之处权重为零"),
+        Text("Padding hides filler, the causal mask hides what comes later. Masked scores are −∞ before the softmax.", "填充掩码遮住填充符，因果掩码遮住后文。被遮住的分数在 softmax 之前为 −∞。"),
+        r"s_{ij}\leftarrow-\infty\quad(M_{ij}=0),\qquad M^{\text{causal}}_{ij}=[\,j\le i\,]",
         masks,
         lambda found: graded(found["leaked"] == 0 and found["off"] < 1e-10),
-        Text(f"The weight on what is hidden is {{leaked:g}}, exactly; what is left agrees with −∞ before the softmax to {{off:.0e}}. {WEIGHTS.en}", f"被遮住之处的权重恰为 {{leaked:g}};其余与“softmax 前置为 −∞”相差 {{off:.0e}}。{WEIGHTS.zh}"),
+        Text(f"The weight on what is hidden is {{leaked:g}}, exactly; what is left agrees with −∞ before the softmax to {{off:.0e}}. {WEIGHTS.en}", f"被遮住之处的权重恰为 {{leaked:g}}；其余与“softmax 前置为 −∞”相差 {{off:.0e}}。{WEIGHTS.zh}"),
         draw_masks,
-        Text("The same head without a mask, with padding and with a causal mask.", "同一个头:无掩码、填充掩码、因果掩码。"),
+        Text("The same head without a mask, with padding and with a causal mask.", "同一个头：无掩码、填充掩码、因果掩码。"),
     ),
     Claim(
         "positions", "mechanism", ("mechanism 7",),
-        Text("Positions: sinusoidal, learned, relative", "位置:正弦、可学习、相对"),
-        Text("Sines and cosines of falling frequency; a table that is trained; or, after Shaw et al., a vector for every distance.", "频率递减的正弦与余弦;可训练的表;或如 Shaw 等人那样,每个距离对应一个向量。"),
+        Text("Positions: sinusoidal, learned, relative", "位置：正弦、可学习、相对"),
+        Text("Sines and cosines of falling frequency; a table that is trained; or, after Shaw et al., a vector for every distance.", "频率递减的正弦与余弦；可训练的表；或如 Shaw 等人那样，每个距离对应一个向量。"),
         r"PE_{p,2i}=\sin\frac{p}{10000^{2i/d}},\qquad PE_{p,2i+1}=\cos\frac{p}{10000^{2i/d}}",
         positions,
         lambda found: graded(found["off"] < 1e-6 and found["shaw"] < 1e-12 and found["learned"] and found["drift"] < 1e-4),
-        Text("regard's table agrees with the formula to {off:.0e}, its relative scores with Shaw's to {shaw:.0e}. Products of two sinusoidal positions depend on their distance alone (to {drift:.0e}).", "regard 的编码表与公式相差 {off:.0e},相对打分与 Shaw 的公式相差 {shaw:.0e}。两个正弦编码的内积只取决于它们的距离(误差 {drift:.0e})。"),
+        Text("regard's table agrees with the formula to {off:.0e}, its relative scores with Shaw's to {shaw:.0e}. Products of two sinusoidal positions depend on their distance alone (to {drift:.0e}).", "regard 的编码表与公式相差 {off:.0e}，相对打分与 Shaw 的公式相差 {shaw:.0e}。两个正弦编码的内积只取决于它们的距离（误差 {drift:.0e}）。"),
         draw_positions,
-        Text("The sinusoidal table, and the product of two of its rows against their distance.", "正弦编码表,以及其中两行的内积随距离的变化。"),
+        Text("The sinusoidal table, and the product of two of its rows against their distance.", "正弦编码表，以及其中两行的内积随距离的变化。"),
     ),
     Claim(
         "model", "mechanism", ("mechanism 8",),
-        Text("The whole model, from tokens to output", "完整的模型:从词元到输出"),
-        Text("Embedding and position; N times self-attention and feed-forward, each with residual and layer norm; pooling; output layer.", "词嵌入与位置;N 次“自注意力 + 前馈”,各带残差与层归一化;池化;输出层。"),
+        Text("The whole model, from tokens to output", "完整的模型：从词元到输出"),
+        Text("Embedding and position; N times self-attention and feed-forward, each with residual and layer norm; pooling; output layer.", "词嵌入与位置；N 次“自注意力 + 前馈”，各带残差与层归一化；池化；输出层。"),
         r"x\leftarrow\operatorname{LN}(x+\operatorname{MHA}(x)),\qquad x\leftarrow\operatorname{LN}(x+\operatorname{FFN}(x))",
         model,
         lambda found: graded(found["off"] < 1e-10),
-        Text("Put together by hand in this order, it differs from regard's classifier by {off:.1e}.", "按此顺序手工拼装,与 regard 的分类模型相差 {off:.1e}。"),
+        Text("Put together by hand in this order, it differs from regard's classifier by {off:.1e}.", "按此顺序手工拼装，与 regard 的分类模型相差 {off:.1e}。"),
         draw_model,
-        Text("Hidden states of twelve tokens, their mean, and the logits of three classes.", "十二个词元的隐状态、它们的平均,以及三个类别的输出。"),
+        Text("Hidden states of twelve tokens, their mean, and the logits of three classes.", "十二个词元的隐状态、它们的平均，以及三个类别的输出。"),
     ),
 )  # fmt: skip

@@ -40,7 +40,7 @@ def draw_receptive_field(figure: Any, found: Found, say: Say) -> None:
         )
     axis.set(
         xlabel=say("distance from the last place", "与最后位置的距离"),
-        ylabel=say("influence, nearest = 1", "影响(最近处 = 1)"),
+        ylabel=say("influence, nearest = 1", "影响（最近处 = 1）"),
     )
     axis.legend()
 
@@ -73,7 +73,7 @@ def draw_parallelism(figure: Any, found: Found, say: Say) -> None:
     left, right = figure.subplots(1, 2)
     for kind, label, axis in (
         ("depth", say("steps that wait for one another", "必须依次进行的步数"), left),
-        ("time", say("seconds of one core", "单核时间(秒)"), right),
+        ("time", say("seconds of one core", "单核时间（秒）"), right),
     ):
         powers(
             axis,
@@ -117,8 +117,8 @@ def judge_memory(found: Found) -> Verdict:
 def draw_memory_length(figure: Any, found: Found, say: Say) -> None:
     axis = figure.subplots()
     names = {
-        "weights stored": say("attention, weights stored", "注意力,保存权重"),
-        "fused": say("attention, fused (regard)", "注意力,融合计算(regard)"),
+        "weights stored": say("attention, weights stored", "注意力，保存权重"),
+        "fused": say("attention, fused (regard)", "注意力，融合计算（regard）"),
     }
     powers(
         axis,
@@ -191,8 +191,8 @@ def judge_data(found: Found) -> Verdict:
 
 def draw_data_hunger(figure: Any, found: Found, say: Say) -> None:
     titles = (
-        ("order", say("what follows the marker?", "标记之后是什么?")),
-        ("recall", say("which symbol is marked?", "哪个符号被标记?")),
+        ("order", say("what follows the marker?", "标记之后是什么？")),
+        ("recall", say("which symbol is marked?", "哪个符号被标记？")),
     )
     for axis, (task, title) in zip(figure.subplots(1, 2, sharey=True), titles, strict=True):
         for name in ("attention", "CNN", "RNN"):
@@ -206,57 +206,57 @@ def draw_data_hunger(figure: Any, found: Found, say: Say) -> None:
 CLAIMS = (
     Claim(
         "receptive-field", "rivals", ("claim 10",),
-        Text("Attention sees everything at once, a CNN only its neighbourhood", "注意力一眼看到全部,CNN 只看到邻域"),
-        Text("The receptive field of two layers: all n places for attention; 2·(5−1)/2 + 1 = 5 places back for convolutions of five; all for an RNN, but through a chain.", "两层网络的感受野:注意力为全部 n 个位置;核宽为 5 的卷积,向后只有 2·(5−1)/2 + 1 = 5 个位置;RNN 也是全部,但要经过一条长链。"),
+        Text("Attention sees everything at once, a CNN only its neighbourhood", "注意力一眼看到全部，CNN 只看到邻域"),
+        Text("The receptive field of two layers: all n places for attention; 2·(5−1)/2 + 1 = 5 places back for convolutions of five; all for an RNN, but through a chain.", "两层网络的感受野：注意力为全部 n 个位置；核宽为 5 的卷积，向后只有 2·(5−1)/2 + 1 = 5 个位置；RNN 也是全部，但要经过一条长链。"),
         r"R_{\text{attention}}=n,\qquad R_{\text{CNN}}=1+L(k-1)",
         receptive_field,
         lambda found: graded(found["sees attention"] == found["length"] and found["sees CNN"] == 5 and found["sees RNN"] == found["length"], found["sees attention"] == found["length"] and found["sees CNN"] < found["length"]),
-        Text("Of {length} places, attention sees {sees attention}, the CNN {sees CNN} and the RNN {sees RNN} (with {parameters attention:,}, {parameters CNN:,} and {parameters RNN:,} parameters).", "在 {length} 个位置中,注意力看到 {sees attention} 个,CNN 看到 {sees CNN} 个,RNN 看到 {sees RNN} 个(参数量分别为 {parameters attention:,}、{parameters CNN:,} 与 {parameters RNN:,})。"),
+        Text("Of {length} places, attention sees {sees attention}, the CNN {sees CNN} and the RNN {sees RNN} (with {parameters attention:,}, {parameters CNN:,} and {parameters RNN:,} parameters).", "在 {length} 个位置中，注意力看到 {sees attention} 个，CNN 看到 {sees CNN} 个，RNN 看到 {sees RNN} 个（参数量分别为 {parameters attention:,}、{parameters CNN:,} 与 {parameters RNN:,}）。"),
         draw_receptive_field,
         Text("The influence of every place on the last output.", "各位置对最后一个输出的影响。"),
     ),
     Claim(
         "parallelism", "rivals", ("claim 10",),
-        Text("Attention and CNN compute all places in parallel; an RNN goes step by step", "注意力与 CNN 并行计算所有位置,RNN 只能逐步进行"),
-        Text("The longest chain of operations that wait for one another does not grow with length for attention and CNN; for an RNN it does.", "对注意力与 CNN,必须依次进行的运算链不随长度增长;对 RNN 则随长度增长。"),
-        r"\text{steps}=O(1)\ \text{(attention, CNN)},\qquad O(n)\ \text{(RNN)}",
+        Text("Attention and CNN compute all places in parallel; an RNN goes step by step", "注意力与 CNN 并行计算所有位置，RNN 只能逐步进行"),
+        Text("The longest chain of operations that wait for one another does not grow with length for attention and CNN; for an RNN it does.", "对注意力与 CNN，必须依次进行的运算链不随长度增长；对 RNN 则随长度增长。"),
+        r"S_{\text{attention}},S_{\text{CNN}}=O(1),\qquad S_{\text{RNN}}=O(n)",
         parallelism, judge_parallelism,
-        Text("At the greatest length, {chain attention} operations wait for one another in attention, {chain CNN} in the CNN and {chain RNN} in the RNN (n^{steps RNN:.2f}). On one core, time grows like n^{power attention:.2f}, n^{power CNN:.2f} and n^{power RNN:.2f}.", "在最大长度下,必须依次进行的运算:注意力 {chain attention} 个,CNN {chain CNN} 个,RNN {chain RNN} 个(n^{steps RNN:.2f})。在单核上,时间分别按 n^{power attention:.2f}、n^{power CNN:.2f} 与 n^{power RNN:.2f} 增长。"),
+        Text("At the greatest length, {chain attention} operations wait for one another in attention, {chain CNN} in the CNN and {chain RNN} in the RNN (n^{steps RNN:.2f}). On one core, time grows like n^{power attention:.2f}, n^{power CNN:.2f} and n^{power RNN:.2f}.", "在最大长度下，必须依次进行的运算：注意力 {chain attention} 个，CNN {chain CNN} 个，RNN {chain RNN} 个（n^{steps RNN:.2f}）。在单核上，时间分别按 n^{power attention:.2f}、n^{power CNN:.2f} 与 n^{power RNN:.2f} 增长。"),
         draw_parallelism,
-        Text("The longest chain of operations, and the processor time, against length.", "最长的运算链,以及处理器时间,随长度的变化。"),
+        Text("The longest chain of operations, and the processor time, against length.", "最长的运算链，以及处理器时间，随长度的变化。"),
         {"lengths": (32, 64, 128)},
     ),
     Claim(
         "memory-length", "rivals", ("claim 10",),
-        Text("Training memory grows with n² for attention, with n for CNN and RNN", "训练所需内存:注意力按 n² 增长,CNN 与 RNN 按 n 增长"),
-        Text("What must be kept for the backward pass, when attention stores its weights.", "指注意力保存权重时,为反向传播所需保留的内容。"),
+        Text("Training memory grows with n² for attention, with n for CNN and RNN", "训练所需内存：注意力按 n² 增长，CNN 与 RNN 按 n 增长"),
+        Text("What must be kept for the backward pass, when attention stores its weights.", "指注意力保存权重时，为反向传播所需保留的内容。"),
         r"M_{\text{attention}}=O(n^2),\qquad M_{\text{CNN}},M_{\text{RNN}}=O(n)",
         memory_length, judge_memory,
-        Text("Kept bytes grow like n^{power weights stored:.2f} for attention that stores its weights, n^{power CNN:.2f} for the CNN and n^{power RNN:.2f} for the RNN; and like n^{power fused:.2f} for attention as regard computes it.", "保留的字节数:保存权重的注意力按 n^{power weights stored:.2f} 增长,CNN 按 n^{power CNN:.2f},RNN 按 n^{power RNN:.2f};而 regard 的注意力按 n^{power fused:.2f}。"),
+        Text("Kept bytes grow like n^{power weights stored:.2f} for attention that stores its weights, n^{power CNN:.2f} for the CNN and n^{power RNN:.2f} for the RNN; and like n^{power fused:.2f} for attention as regard computes it.", "保留的字节数：保存权重的注意力按 n^{power weights stored:.2f} 增长，CNN 按 n^{power CNN:.2f}，RNN 按 n^{power RNN:.2f}；而 regard 的注意力按 n^{power fused:.2f}。"),
         draw_memory_length,
         Text("Bytes kept for the backward pass, against length.", "为反向传播保留的字节数随长度的变化。"),
         {"lengths": (256, 512)},
     ),
     Claim(
         "recall", "rivals", ("claim 10",),
-        Text("Attention recalls what is far away; CNN and plain RNN do not", "注意力能记起远处的内容,CNN 与普通 RNN 不能"),
-        Text("One symbol in a row is marked; at the end of the row the network must say which. All have the same number of parameters and see the same rows.", "一行符号中有一个被标记,网络须在行末说出它是哪一个。各网络参数量相同,看到的数据也相同。"),
-        r"P(\text{right}\mid\text{distance})",
+        Text("Attention recalls what is far away; CNN and plain RNN do not", "注意力能记起远处的内容，CNN 与普通 RNN 不能"),
+        Text("One symbol in a row is marked; at the end of the row the network must say which. All have the same number of parameters and see the same rows.", "一行符号中有一个被标记，网络须在行末说出它是哪一个。各网络参数量相同，看到的数据也相同。"),
+        r"P(\hat{y}=y\mid t),\qquad t=n-1-p",
         recall, judge_recall,
-        Text("From 25 places away and more, attention recalls {far attention:.0%}, the CNN {far CNN:.0%}, the plain RNN {far RNN:.0%} and the GRU {far GRU:.0%} (guessing: 12.5%).", "距离 25 以上时,正确率为:注意力 {far attention:.0%},CNN {far CNN:.0%},普通 RNN {far RNN:.0%},GRU {far GRU:.0%}(随机猜测为 12.5%)。"),
+        Text("From 25 places away and more, attention recalls {far attention:.0%}, the CNN {far CNN:.0%}, the plain RNN {far RNN:.0%} and the GRU {far GRU:.0%} (guessing: 12.5%).", "距离 25 以上时，正确率为：注意力 {far attention:.0%}，CNN {far CNN:.0%}，普通 RNN {far RNN:.0%}，GRU {far GRU:.0%}（随机猜测为 12.5%）。"),
         draw_recall,
-        Text("Share of right answers against distance, after the same training.", "经过同样的训练后,正确率随距离的变化。"),
+        Text("Share of right answers against distance, after the same training.", "经过同样的训练后，正确率随距离的变化。"),
         {"steps": 4, "size": 2000},
     ),
     Claim(
         "data-hunger", "rivals", ("claim 10",),
         Text("Attention needs more data than a CNN", "注意力比 CNN 需要更多数据"),
-        Text("It knows nothing of neighbourhood beforehand and has to learn it. Two questions within the reach of all: what follows the marker, where neighbourhood is all, and which symbol is marked, where it is nothing.", "它事先不知道何为“相邻”,必须从数据中学到。两个问题都在各网络的感受野之内:一问标记之后是什么(全靠相邻关系),二问哪个符号被标记(与相邻无关)。"),
-        r"\operatorname{accuracy}(N_{\text{examples}})",
+        Text("It knows nothing of neighbourhood beforehand and has to learn it. Two questions within the reach of all: what follows the marker, where neighbourhood is all, and which symbol is marked, where it is nothing.", "它事先不知道何为“相邻”，必须从数据中学到。两个问题都在各网络的感受野之内：一问标记之后是什么（全靠相邻关系），二问哪个符号被标记（与相邻无关）。"),
+        r"P(\hat{y}=y\mid N)",
         data_hunger, judge_data,
-        Text("Where neighbours matter, attention is right in {mean order attention:.0%} and the CNN in {mean order CNN:.0%} of cases, over all amounts of data (RNN: {mean order RNN:.0%}). Where they do not, it is {mean recall attention:.0%} against {mean recall CNN:.0%} (RNN: {mean recall RNN:.0%}): hungry for what it does not know beforehand.", "相邻关系重要时,在各种数据量下平均:注意力正确率 {mean order attention:.0%},CNN {mean order CNN:.0%}(RNN {mean order RNN:.0%})。相邻无关时:{mean recall attention:.0%} 对 {mean recall CNN:.0%}(RNN {mean recall RNN:.0%})。它缺的是事先不知道的那部分。"),
+        Text("Where neighbours matter, attention is right in {mean order attention:.0%} and the CNN in {mean order CNN:.0%} of cases, over all amounts of data (RNN: {mean order RNN:.0%}). Where they do not, it is {mean recall attention:.0%} against {mean recall CNN:.0%} (RNN: {mean recall RNN:.0%}): hungry for what it does not know beforehand.", "相邻关系重要时，在各种数据量下平均：注意力正确率 {mean order attention:.0%}，CNN {mean order CNN:.0%}（RNN {mean order RNN:.0%}）。相邻无关时：{mean recall attention:.0%} 对 {mean recall CNN:.0%}（RNN {mean recall RNN:.0%}）。它缺的是事先不知道的那部分。"),
         draw_data_hunger,
-        Text("Share of right answers on new rows, against the number of examples; the same number of steps for all.", "在新数据上的正确率随训练样本数的变化;训练步数相同。"),
+        Text("Share of right answers on new rows, against the number of examples; the same number of steps for all.", "在新数据上的正确率随训练样本数的变化；训练步数相同。"),
         {"counts": (64, 256), "steps": 4, "size": 2000},
     ),
 )  # fmt: skip

@@ -39,14 +39,14 @@ def draw_encoder_decoder(figure: Any, found: Found, say: Say) -> None:
         heat(
             axis,
             found["weights"],
-            say("weights, mean of the heads", "权重(各头平均)"),
+            say("weights, mean of the heads", "权重（各头平均）"),
             found["target"],
             found["source"],
             vmin=0,
         ),
         ax=axis,
     )
-    axis.set(xlabel=say("keys: encoder", "键:编码器"), ylabel=say("queries: decoder", "查询:解码器"))
+    axis.set(xlabel=say("keys: encoder", "键：编码器"), ylabel=say("queries: decoder", "查询：解码器"))
 
 
 def alignment(model=None, sentences=200, steps=200, seed=0):
@@ -105,11 +105,11 @@ CLAIMS = (
     Claim(
         "encoder-decoder", "translation", ("mechanism 8",),
         Text("The decoder's queries look at the encoder's keys and values", "解码器的查询关注编码器的键与值"),
-        Text("Cross-attention: queries come from the sentence that is being written, keys and values from the one that was read.", "交叉注意力:查询来自正在书写的句子,键与值来自已读的句子。"),
+        Text("Cross-attention: queries come from the sentence that is being written, keys and values from the one that was read.", "交叉注意力：查询来自正在书写的句子，键与值来自已读的句子。"),
         r"Q=Y W_Q,\quad K=X W_K,\quad V=X W_V",
         encoder_decoder,
         lambda found: graded(found["off"] < 1e-4),
-        Text("Computed so by hand, a layer of a small translator trained for this page differs by {off:.1e} (float32).", "在为本页训练的小型翻译模型中,按此手算与模块相差 {off:.1e}(float32)。"),
+        Text("Computed so by hand, a layer of a small translator trained for this page differs by {off:.1e} (float32).", "在为本页训练的小型翻译模型中，按此手算与模块相差 {off:.1e}（float32）。"),
         draw_encoder_decoder,
         Text("Which source words the decoder looks at while it writes.", "解码器写每个词时关注哪些源语词。"),
         {"steps": 30},
@@ -117,12 +117,12 @@ CLAIMS = (
     Claim(
         "alignment", "translation", ("claim 11",),
         Text("The weights are a soft alignment", "权重就是一种软对齐"),
-        Text("Generating a word, the decoder looks at the word it comes from. Here sentences are put together so that the origin of every word is known: French puts its colours behind the noun.", "生成一个词时,解码器会看向它所来自的那个词。这里的句子由规则组成,每个词的来源都已知:法语把颜色词放在名词之后。"),
-        r"\arg\max_j\alpha_{ij}=\operatorname{origin}(i)",
+        Text("Generating a word, the decoder looks at the word it comes from. Here sentences are put together so that the origin of every word is known: French puts its colours behind the noun.", "生成一个词时，解码器会看向它所来自的那个词。这里的句子由规则组成，每个词的来源都已知：法语把颜色词放在名词之后。"),
+        r"\operatorname{argmax}_j\alpha_{ij}=\operatorname{origin}(i)",
         alignment, judge_alignment,
-        Text("The head that aligns best looks most at the right word in {aligned:.0%} of cases (chance: {chance:.0%}), in a translator that is right in {translated:.0%} of new sentences after seconds of training and was never told where to look.", "对齐最好的头有 {aligned:.0%} 的时候看向正确的词(随机为 {chance:.0%});该翻译模型只训练了几秒,在新句子上的正确率为 {translated:.0%},且从未被告知该看哪里。"),
+        Text("The head that aligns best looks most at the right word in {aligned:.0%} of cases (chance: {chance:.0%}), in a translator that is right in {translated:.0%} of new sentences after seconds of training and was never told where to look.", "对齐最好的头有 {aligned:.0%} 的时候看向正确的词（随机为 {chance:.0%}）；该翻译模型只训练了几秒，在新句子上的正确率为 {translated:.0%}，且从未被告知该看哪里。"),
         draw_alignment,
-        Text("The weights of the best head; squares mark the words that the translation comes from.", "对齐最好的头的权重;方框标出每个词真正的来源。"),
+        Text("The weights of the best head; squares mark the words that the translation comes from.", "对齐最好的头的权重；方框标出每个词真正的来源。"),
         {"steps": 30, "sentences": 20},
     ),
 )  # fmt: skip
