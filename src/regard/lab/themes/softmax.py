@@ -158,7 +158,8 @@ def draw_overflow(figure: Any, found: Found, say: Say) -> None:
             axis.plot(pairs[-1][0], pairs[-1][1] + 1e-10, "X", color=f"C{n}", markersize=10)
         axis.semilogy(found["logits"], [y + 1e-10 for y in found[f"stable_{name}"]], ":", color=f"C{n}")
     axis.set(xlabel=say("largest logit", "最大的 logit"), ylabel=say("error of the weights", "权重的误差"))
-    axis.legend(loc="center right")
+    axis.set_ylim(5e-9, 20)
+    axis.legend(loc="upper right")
 
 
 CLAIMS = (

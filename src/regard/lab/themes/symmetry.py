@@ -166,7 +166,12 @@ def draw_positions_break(figure: Any, found: Found, say: Say) -> None:
     axis.set_yscale("log")
     axis.set_xticks(
         [x + 0.19 for x in range(len(found["names"]))],
-        [say(name, {"none": "无位置信息"}.get(name, name)) for name in found["names"]],
+        [
+            say(
+                name, {"none": "无位置信息", "sinusoidal": "正弦", "rotary": "旋转", "relative": "相对"}.get(name, name)
+            )
+            for name in found["names"]
+        ],
     )
     axis.set_ylim(1e-17, 1e5)
     axis.legend(loc="upper left", ncols=2)
