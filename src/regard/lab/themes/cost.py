@@ -8,7 +8,7 @@ from regard.lab.claim import Claim, Found, Say, Text, Verdict, graded
 from regard.lab.draw import powers
 
 
-def dense_cost(attend=None, lengths=(256, 512, 1024, 2048), width=64, seed=0):
+def dense_cost(attend=None, lengths=(256, 512, 1024, 2048, 4096), width=64, seed=0):
     import torch
 
     from regard.lab.clock import costs
@@ -47,7 +47,7 @@ def draw_costs(figure: Any, found: Found, say: Say) -> None:
         axis.set_title(label)
 
 
-def tiled_cost(attend=None, lengths=(512, 1024, 2048, 4096), width=16, seed=0):
+def tiled_cost(attend=None, lengths=(512, 1024, 2048, 4096, 8192), width=16, seed=0):
     import torch
 
     import regard as rg
@@ -60,7 +60,7 @@ def tiled_cost(attend=None, lengths=(512, 1024, 2048, 4096), width=16, seed=0):
     return {**costs(attend, lengths, width, rounds=3), "off": off}
 
 
-def window_cost(attend=None, lengths=(512, 1024, 2048, 4096), width=32, reach=32, seed=0):
+def window_cost(attend=None, lengths=(512, 1024, 2048, 4096, 8192), width=32, reach=32, seed=0):
     import torch
     import torch.nn.functional as F
 
@@ -82,7 +82,7 @@ def window_cost(attend=None, lengths=(512, 1024, 2048, 4096), width=32, reach=32
     return {**costs(attend, lengths, width), "off": off, "width_power": wide.power}
 
 
-def linear_cost(attend=None, lengths=(1024, 2048, 4096, 8192), width=32, seed=0):
+def linear_cost(attend=None, lengths=(1024, 2048, 4096, 8192, 16384), width=32, seed=0):
     import torch
 
     import regard as rg

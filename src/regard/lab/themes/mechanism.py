@@ -8,7 +8,7 @@ from regard.lab.claim import Claim, Found, Say, Text, graded
 from regard.lab.draw import heat
 
 
-def steps(attend=None, source=None, head=4, seed=0):
+def steps(attend=None, source=None, head=3, seed=0):
     import torch
 
     import regard as rg
