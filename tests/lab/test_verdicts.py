@@ -87,7 +87,7 @@ OPPOSITE: dict[str, tuple[Verdict, dict[str, Any]]] = {
     "sparse-cost": (FALSE, {"masks": dict.fromkeys(["dense", "sparse in name"], lambda n: None)}),
     "chunking": (FALSE, {"merge": lambda outputs, lses: (sum(outputs) / len(outputs), None)}),
     "checkpointing": (FALSE, {"flag": False}),
-    "linear-error": (HOLDS, {"attend": rg.attention}),
+    "linear-error": (FALSE, {"attend": rg.attention}),
     "favor-error": (FALSE, {"features": lambda count, seed: rg.favor(16, seed)}),
     "window-error": (FALSE, {"mask": lambda reach: rg.window(0, 0)}),
     "receptive-field": (FALSE, {"bodies": lambda kind, size: build("CNN", size)}),

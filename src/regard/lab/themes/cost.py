@@ -247,7 +247,7 @@ CLAIMS = (
     ),
     Claim(
         "linear-heading", "cost", ("claim 8",),
-        Text("\"Linear complexity\"", "“线性复杂度”"),
+        Text("“Linear complexity”", "“线性复杂度”"),
         Text("So says a heading over O(n·m). With n queries and n keys that is n²: doubling the length takes four times the work.", "有资料在 O(n·m) 上方写了这样的标题。n 个查询、n 个键时那就是 n²：长度加倍，工作量变为四倍。"),
         r"O(n\cdot m)\overset{?}{=}O(n)",
         dense_cost,
@@ -300,7 +300,7 @@ CLAIMS = (
     ),
     Claim(
         "scaling-cost", "cost", ("claim 9",),
-        Text("\"Scaling answers the O(n²) cost\"", "“缩放解决了 O(n²) 的开销”"),
+        Text("“Scaling answers the O(n²) cost”", "“缩放解决了 O(n²) 的开销”"),
         Text("Some sources offer the division by √d as the answer to the quadratic cost. It changes numbers, not how many there are.", "有些资料把“除以 √d”当作平方开销的解决办法。它改变的是数值，而不是数值的个数。"),
         r"\operatorname{cost}\!\left(\operatorname{softmax}\frac{QK^\top}{\sqrt d}V\right)\overset{?}{\ll}\operatorname{cost}\left(\operatorname{softmax}(QK^\top)V\right)",
         scaling_cost,

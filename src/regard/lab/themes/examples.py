@@ -35,7 +35,8 @@ def draw_example_weights(figure: Any, found: Found, say: Say) -> None:
         [0.19, 1.19, 2.19],
         found["from_printed"],
         "D",
-        color="gray",
+        color="C4",
+        zorder=5,
         label=say("of the printed weights", "由印出的权重算得"),
     )
     right.set_ylim(11, 15.6)
@@ -180,7 +181,7 @@ CLAIMS = (
     ),
     Claim(
         "example-projection", "examples", ("example 6",),
-        Text("\"Keys and values are computed from the projected query\"", "“键与值由投影后的查询计算”"),
+        Text("“Keys and values are computed from the projected query”", "“键与值由投影后的查询计算”"),
         Text("If that were so, two inputs with the same queries would have the same keys, values and output.", "若真如此，查询相同的两个输入就应有相同的键、值和输出。"),
         r"K\overset{?}{=}(XW_Q)W_K,\; V\overset{?}{=}(XW_Q)W_V",
         projected_query,

@@ -208,7 +208,7 @@ CLAIMS = (
         "receptive-field", "rivals", ("claim 10",),
         Text("Attention sees everything at once, a CNN only its neighbourhood", "注意力一眼看到全部，CNN 只看到邻域"),
         Text("The receptive field of two layers: all n places for attention; 2·(5−1)/2 + 1 = 5 places back for convolutions of five; all for an RNN, but through a chain.", "两层网络的感受野：注意力为全部 n 个位置；核宽为 5 的卷积，向后只有 2·(5−1)/2 + 1 = 5 个位置；RNN 也是全部，但要经过一条长链。"),
-        r"R_{\text{attention}}=n,\qquad R_{\text{CNN}}=1+L(k-1)",
+        r"R_{\text{attention}}=n,\qquad R_{\text{CNN}}=1+L\,\frac{k-1}{2}",
         receptive_field,
         lambda found: graded(found["sees attention"] == found["length"] and found["sees CNN"] == 5 and found["sees RNN"] == found["length"], found["sees attention"] == found["length"] and found["sees CNN"] < found["length"]),
         Text("Of {length} places, attention sees {sees attention}, the CNN {sees CNN} and the RNN {sees RNN} (with {parameters attention:,}, {parameters CNN:,} and {parameters RNN:,} parameters).", "在 {length} 个位置中，注意力看到 {sees attention} 个，CNN 看到 {sees CNN} 个，RNN 看到 {sees RNN} 个（参数量分别为 {parameters attention:,}、{parameters CNN:,} 与 {parameters RNN:,}）。"),

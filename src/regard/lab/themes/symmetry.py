@@ -249,7 +249,7 @@ CLAIMS = (
     ),
     Claim(
         "invariance", "symmetry", ("claim 5",),
-        Text("\"Attention is permutation invariant\"", "“注意力具有置换不变性”"),
+        Text("“Attention is permutation invariant”", "“注意力具有置换不变性”"),
         Text("So says the heading of a source above the equation of equivariance. Invariance would mean that the output does not change at all.", "有资料在等变性的公式上方写了这样的标题。若真是不变性，输出应当完全不变。"),
         r"\operatorname{Attention}(PQ,PK,PV)\overset{?}{=}\operatorname{Attention}(Q,K,V)",
         equivariance,
