@@ -220,6 +220,49 @@ def info(as_json: Json = False) -> None:
     print(json.dumps(found, indent=1) if as_json else "\n".join(f"{name:16} {value}" for name, value in found.items()))
 
 
+@app.command("lab")
+def lab(
+    names: Annotated[
+        list[str] | None, typer.Argument(metavar="[CLAIM]...", help="Claims to measure; all if none.")
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", "-o", help="The page; lab.html if all claims are measured.")
+    ] = None,
+    notebook: Annotated[Path | None, typer.Option(help="Also as a Jupyter notebook.")] = None,
+    language: Annotated[str, typer.Option("--lang", help="en or zh.")] = "en",
+    seed: Annotated[int, typer.Option(min=0, help="Of the random numbers.")] = 0,
+    show: Annotated[bool, typer.Option("--list", help="Only show what the claims are.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Measure what the theory says of attention, and write a page with formulas, pictures and verdicts.
+
+    regard lab -o lab.html
+    regard lab variance saturation
+    regard lab --lang zh -o lab.html --notebook lab.ipynb
+    """
+    from regard.lab import command
+
+    try:
+        asked = command.Asked.of(names or [], out, notebook, language, seed)
+    except ValueError as error:
+        raise Trouble(f"{error}") from error
+    if show:
+        listed = [{"claim": claim.name, "title": claim.title.told(language)} for claim in asked.claims]
+        lines = "\n".join(f"{each['claim']:22} {each['title']}" for each in listed)
+        print(json.dumps(listed, indent=1, ensure_ascii=False) if as_json else lines)
+        return
+    results = []
+    with told.status("") as status:
+        for result in command.measured(asked, lambda line: status.update(line)):
+            results.append(result)
+            if not as_json:
+                shown.print(command.line(result, language))
+    if as_json:
+        print(json.dumps([result.as_json(language) for result in results], indent=1, ensure_ascii=False))
+    for path in command.written(asked, results):
+        told.print(f"{path}", soft_wrap=True)
+
+
 def _trainer(kind: type[Task]) -> Callable[..., None]:
     """The command that trains a task: its options are the fields of the task and of the recipe."""
 

@@ -1,0 +1,120 @@
+"""Pictures in the page's ink: lines and letters take the colour of the text around them, light or dark."""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import Any
+
+from regard.lab.claim import Claim, Found, Say
+
+INK = "#010203"  # no picture has this colour for itself; in the page it becomes that of the text
+COLOURS = ("#4c7fb8", "#d9633f", "#4d9a57", "#9b6fb5", "#c2982f", "#4aa3a1")
+CHINESE = ("Noto Sans CJK SC", "Noto Sans CJK JP", "Source Han Sans SC", "WenQuanYi Micro Hei", "Microsoft YaHei",
+           "PingFang SC", "SimHei", "Noto Serif CJK SC")  # fmt: skip
+
+
+@lru_cache(maxsize=1)
+def chinese_font() -> str | None:
+    """A font with Chinese letters, if the machine has one."""
+    from matplotlib import font_manager
+
+    for path in font_manager.findSystemFonts():  # the list that matplotlib keeps may be older than the font
+        if "SansCJK" in path and "Regular" in path:
+            font_manager.fontManager.addfont(path)
+    there = {font.name for font in font_manager.fontManager.ttflist}
+    return next((name for name in CHINESE if name in there), None)
+
+
+def saying(language: str) -> Say:
+    """Picks the wording of labels: Chinese where it is asked for and there is a font for it."""
+    return (lambda en, zh: zh) if language == "zh" and chinese_font() else (lambda en, zh: en)
+
+
+def _style(ink: str, language: str) -> dict[str, Any]:
+    fonts = [font for font in (chinese_font() if language == "zh" else None, "DejaVu Sans") if font]
+    return {
+        "font.family": fonts, "font.size": 9.5, "axes.titlesize": 10, "axes.unicode_minus": False,
+        "text.color": ink, "axes.edgecolor": ink, "axes.labelcolor": ink, "axes.titlecolor": ink,
+        "xtick.color": ink, "ytick.color": ink, "axes.linewidth": 0.6, "axes.spines.top": False,
+        "axes.spines.right": False, "axes.prop_cycle": _cycle(), "lines.linewidth": 1.7, "lines.markersize": 4.5,
+        "legend.frameon": False, "legend.fontsize": 9, "figure.facecolor": "none", "axes.facecolor": "none",
+        "savefig.facecolor": "none", "figure.constrained_layout.use": True, "grid.linewidth": 0.4, "grid.alpha": 0.25,
+        "grid.color": ink,
+        "axes.grid": True, "axes.axisbelow": True, "xtick.major.width": 0.6, "ytick.major.width": 0.6,
+        "svg.fonttype": "path", "image.interpolation": "nearest",
+    }  # fmt: skip
+
+
+def _cycle() -> Any:
+    from cycler import cycler
+
+    return cycler(color=COLOURS)
+
+
+def _drawn(claim: Claim, found: Found, language: str, save: Callable[[Any], None], ink: str) -> None:
+    import matplotlib
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    style: Any = _style(ink, language) | {"svg.hashsalt": claim.name}
+    with matplotlib.rc_context(style):
+        figure = Figure(figsize=(7.6, 3.1))
+        FigureCanvasAgg(figure)
+        claim.draw(figure, found, saying(language))
+        save(figure)
+
+
+def svg(claim: Claim, found: Found, language: str) -> str:
+    """The picture as an element of a page; its ids begin with the claim's name, so that pictures do not meet."""
+    held = io.StringIO()
+    _drawn(claim, found, language, lambda figure: figure.savefig(held, format="svg", metadata={"Date": None}), INK)
+    text = held.getvalue()
+    text = text[text.index("<svg") :]
+    text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
+    text = re.sub(r'<svg ([^>]*?)width="[^"]*" height="[^"]*"', r"<svg \1", text, count=1)
+    text = re.sub(r"<svg ([^>]*?)height=\"[^\"]*\"([^>]*?)width=\"[^\"]*\"", r"<svg \1\2", text, count=1)
+    text = re.sub(r'\bid="([^"]+)"', rf'id="{claim.name}-\1"', text)
+    text = re.sub(r'(xlink:href="#|url\(#)', rf"\g<1>{claim.name}-", text)
+    return text.replace(INK, "currentColor").strip()
+
+
+def png(claim: Claim, found: Found, language: str) -> bytes:
+    """The picture, black on white, for a notebook."""
+    held = io.BytesIO()
+    _drawn(
+        claim, found, language,
+        lambda figure: figure.savefig(held, format="png", dpi=110, facecolor="white"), "#222222",
+    )  # fmt: skip
+    return held.getvalue()
+
+
+def heat(
+    axis: Any,
+    matrix: Sequence[Sequence[float]],
+    title: str,
+    rows: Sequence[str] = (),
+    columns: Sequence[str] = (),
+    **looks: Any,
+) -> Any:
+    """A matrix as a picture, its rows and columns named where names are given."""
+    drawn = axis.imshow(matrix, aspect="auto", **({"cmap": "viridis"} | looks))
+    axis.set_title(title)
+    axis.grid(False)
+    for names, ticks, turn in ((rows, axis.set_yticks, 0), (columns, axis.set_xticks, 90)):
+        ticks(range(len(names)), names, rotation=turn, fontsize=7) if names else ticks([])
+    for spine in axis.spines.values():
+        spine.set_visible(False)
+    return drawn
+
+
+def powers(axis: Any, found: Found, series: Sequence[tuple[str, str]], say: Say) -> None:
+    """Costs against length on logarithmic axes; each series is a name of `found` and its label."""
+    for name, label in series:
+        axis.loglog(found["lengths"], found[name], "o-", label=label)
+    axis.set_xlabel(say("length n", "长度 n"))
+    axis.set_xticks(found["lengths"], [str(n) for n in found["lengths"]])
+    axis.minorticks_off()
+    axis.legend()

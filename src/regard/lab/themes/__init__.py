@@ -1,0 +1,1 @@
+"""The claims, by theme."""

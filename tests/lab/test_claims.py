@@ -1,0 +1,100 @@
+"""Every item of the theory has a claim, every claim is measured by the code it shows, in both languages."""
+
+from __future__ import annotations
+
+import json
+import re
+from xml.etree import ElementTree
+
+import pytest
+
+from regard.lab import CLAIMS, ITEMS, QUICK, THEMES, Result, Verdict, measure
+from regard.lab.draw import _style, saying
+
+THEORY = [
+    *(f"mechanism {n}" for n in range(1, 10)),
+    *(f"claim {n}" for n in range(1, 13)),
+    *(f"example {n}" for n in range(1, 7)),
+    "approximation",
+    "stability",
+]
+CHINESE = re.compile(r"[\u4e00-\u9fff]")
+
+
+def test_every_item_of_the_theory_has_a_claim() -> None:
+    assert list(ITEMS) == THEORY
+    measured = {item for claim in CLAIMS.values() for item in claim.of}
+    assert measured == set(THEORY)
+
+
+def test_every_claim_is_in_a_chapter() -> None:
+    assert {claim.theme for claim in CLAIMS.values()} == set(THEMES)
+
+
+@pytest.mark.parametrize("name", CLAIMS)
+def test_the_shown_code_measures_alone_and_gives_numbers_for_both_languages(
+    name: str, results: dict[str, Result]
+) -> None:
+    result = results[name]
+    assert isinstance(result.verdict, Verdict)
+    for language in ("en", "zh"):
+        json.dumps(result.as_json(language), allow_nan=False)
+        finding = result.claim.finding.told(language, result.found)
+        assert "{" not in finding
+        assert bool(CHINESE.search(finding)) == (language == "zh")
+
+
+@pytest.mark.parametrize("name", CLAIMS)
+def test_a_claim_is_told_in_both_languages(name: str) -> None:
+    claim = CLAIMS[name]
+    for text in (claim.says, claim.caption, *([] if claim.title.en == claim.title.zh else [claim.title])):
+        assert CHINESE.search(text.zh)
+        assert not CHINESE.search(text.en)
+        outside = re.sub(r"\{[^}]*\}", "", text.zh)
+        assert not re.search(r"[\u4e00-\u9fff][,:;?]", outside), "marks in Chinese are full-width"
+
+
+@pytest.mark.parametrize("name", CLAIMS)
+def test_a_formula_becomes_mathml_with_nothing_left_over(name: str) -> None:
+    from regard.lab.page import mathml
+
+    made = mathml(CLAIMS[name].formula)
+    ElementTree.fromstring(made)
+    assert "\\" not in made
+
+
+@pytest.mark.parametrize("name", CLAIMS)
+def test_a_picture_is_drawn_of_what_was_found(name: str, results: dict[str, Result]) -> None:
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    figure = Figure()
+    with matplotlib.rc_context(_style("#222222", "en")):
+        results[name].claim.draw(figure, results[name].found, saying("en"))
+    assert all(axis.has_data() for axis in figure.axes)
+
+
+@pytest.mark.parametrize("name", ["variance", "equivariance", "masks", "sparse-cost", "example-weights"])
+def test_the_code_that_is_shown_is_the_code_that_ran(name: str, results: dict[str, Result]) -> None:
+    assert measure(CLAIMS[name], budget=QUICK).found == results[name].found
+
+
+@pytest.mark.parametrize("name", ["variance", "saturation", "equivariance", "hull", "favor-error", "invariance"])
+def test_another_seed_changes_numbers_and_no_verdict(name: str, results: dict[str, Result]) -> None:
+    other = measure(CLAIMS[name], seed=7, budget=QUICK)
+    assert other.found != results[name].found
+    assert other.verdict is results[name].verdict
+
+
+def test_the_figures_of_the_theory_are_found(results: dict[str, Result]) -> None:
+    found = {name: result.found for name, result in results.items()}
+    assert found["variance"]["plain64"] == pytest.approx(64, rel=0.05)
+    assert found["range"]["within24"] == pytest.approx(0.9966, abs=0.002)
+    assert found["range"]["within20"] == pytest.approx(0.987, abs=0.004)
+    assert found["dense-cost"]["at_10000"] == 10**8
+    assert found["overflow"]["from_float32"] == 89
+    assert found["example-weights"]["weights"] == pytest.approx([3.07e-5, 0.99997], rel=1e-2)
+    assert found["example-weights"]["from_printed"] == pytest.approx([11.84, 12.84, 13.84], abs=0.005)
+    assert found["example-softmax-3"]["right"] == pytest.approx([0.9975, 0.0025], abs=5e-5)
+    assert found["example-softmax-8"]["right"] == pytest.approx([0.9966, 0.0025, 0.0009], abs=5e-5)
+    assert found["example-softmax-2"]["right"] == pytest.approx([0.918, 0.075, 0.006], abs=8e-4)

@@ -1,0 +1,130 @@
+"""The page and the notebook: whole, escaped, and nothing fetched."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from regard.lab import Result, Text
+from regard.lab.draw import INK, chinese_font
+from regard.lab.notebook import notebook
+from regard.lab.page import page
+
+FEW = ("variance", "equivariance", "permutation-matrices", "example-softmax-3")
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+
+
+@pytest.fixture(scope="module")
+def few(results: dict[str, Result]) -> list[Result]:
+    return [results[name] for name in FEW]
+
+
+@pytest.fixture(scope="module")
+def pages(few: list[Result]) -> dict[str, str]:
+    return {language: page(few, language) for language in ("en", "zh")}
+
+
+def test_a_page_has_every_claim_with_verdict_formula_picture_and_code(pages: dict[str, str], few: list[Result]) -> None:
+    for language, text in pages.items():
+        assert text.count("<article") == text.count("<svg") == text.count("<math") == text.count("<pre>") == len(FEW)
+        for result in few:
+            assert f'id="{result.claim.name}"' in text
+            assert result.claim.title.told(language).replace('"', "&#34;") in text
+            assert result.verdict.text.told(language) in text
+
+
+def test_a_page_fetches_nothing_and_runs_nothing(pages: dict[str, str]) -> None:
+    for text in pages.values():
+        assert not re.search(r"<script|<link|<iframe|@import|\bsrc=", text)
+        links = re.findall(r'href="([^"]{0,30})', text)
+        assert all(link.startswith(("#", "data:")) for link in links)
+        assert "default-src 'none'" in text
+
+
+def test_the_names_in_a_page_are_unique_and_every_reference_has_its_name(pages: dict[str, str]) -> None:
+    text = pages["en"]
+    names = re.findall(r'\bid="([^"]+)"', text)
+    assert len(names) == len(set(names))
+    referred = re.findall(r'(?:href="#|url\(#)([^")]+)', text)
+    assert set(referred) <= set(names)
+
+
+def test_pictures_take_the_colour_of_the_text(pages: dict[str, str]) -> None:
+    assert INK not in pages["en"]
+    assert "currentColor" in pages["en"]
+
+
+def test_what_is_told_is_escaped(few: list[Result]) -> None:
+    hostile = "<script>alert('&')</script>"
+    claim = replace(
+        few[0].claim, title=Text(hostile, hostile), says=Text(hostile, hostile), finding=Text(hostile, hostile)
+    )
+    text = page([replace(few[0], claim=replace(claim, caption=Text(hostile, hostile)))])
+    assert "<script" not in text
+    assert "&lt;script&gt;" in text
+
+
+def test_a_notebook_holds_formula_code_and_picture(few: list[Result]) -> None:
+    made = json.loads(notebook(few, "zh"))
+    code = [cell for cell in made["cells"] if cell["cell_type"] == "code"]
+    assert len(code) == len(FEW)
+    for cell, result in zip(code, few, strict=True):
+        compile("".join(cell["source"]), "cell", "exec")
+        assert result.claim.measure.__name__ in "".join(cell["source"])
+        assert "image/png" in cell["outputs"][1]["data"]
+    told = "".join(line for cell in made["cells"] if cell["cell_type"] == "markdown" for line in cell["source"])
+    assert all(f"$${result.claim.formula}$$" in told for result in few)
+    assert "点积的方差等于维度 d" in told
+
+
+def test_a_notebook_cell_runs_as_it_stands(few: list[Result]) -> None:
+    made = json.loads(notebook(few[3:], "en"))
+    space: dict = {}
+    exec("".join(next(cell for cell in made["cells"] if cell["cell_type"] == "code")["source"]), space)
+    assert space["found"] == few[3].found
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium on this machine")
+@pytest.mark.parametrize("language", ["en", "zh"])
+def test_a_browser_shows_the_page_without_errors_or_requests(
+    language: str, pages: dict[str, str], few: list[Result], tmp_path: Path
+) -> None:
+    api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+    path = tmp_path / "lab.html"
+    path.write_text(pages[language], encoding="utf-8")
+    said: list[str] = []
+    asked: list[str] = []
+    with api.sync_playwright() as play:
+        browser = play.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox", "--disable-gpu"])
+        tab = browser.new_page(color_scheme="dark")
+        tab.on("console", lambda message: said.append(message.text))
+        tab.on("pageerror", lambda error: said.append(str(error)))
+        tab.on("request", lambda request: asked.append(request.url))
+        tab.goto(path.as_uri())
+        shown = tab.locator("article").all_inner_texts()
+        drawn = tab.evaluate("[...document.querySelectorAll('math')].map(m => m.getBoundingClientRect().width)")
+        wide = tab.evaluate("document.documentElement.scrollWidth <= document.documentElement.clientWidth")
+        browser.close()
+    assert said == []
+    assert [url for url in asked if not url.startswith("data:")] == [path.as_uri()]
+    assert len(shown) == len(FEW)
+    assert all(width > 40 for width in drawn)
+    assert wide
+    for text, result in zip(shown, few, strict=True):
+        assert result.claim.says.told(language)[:20] in text
+
+
+def test_labels_are_chinese_where_there_is_a_font(monkeypatch: pytest.MonkeyPatch) -> None:
+    from regard.lab import draw
+
+    monkeypatch.setattr(draw, "chinese_font", lambda: None)
+    assert draw.saying("zh")("weight", "权重") == "weight"
+    monkeypatch.setattr(draw, "chinese_font", lambda: "Noto Sans CJK JP")
+    assert draw.saying("zh")("weight", "权重") == "权重"
+    assert draw.saying("en")("weight", "权重") == "weight"
+    assert chinese_font() is None or isinstance(chinese_font(), str)

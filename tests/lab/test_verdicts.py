@@ -1,0 +1,162 @@
+"""Verdicts are computed: where the opposite fact is planted, they turn."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import regard as rg
+from regard.lab import CLAIMS, QUICK, Budget, Result, Verdict, measure
+from regard.lab.rivals import build
+from regard.lab.tiny import heads_of, translator
+
+HOLDS, NEARLY, FALSE = Verdict.HOLDS, Verdict.NEARLY, Verdict.FALSE
+
+
+def dense(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return torch.softmax(q @ k.mT / q.shape[-1] ** 0.5, -1) @ v
+
+
+def unscaled(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return torch.softmax(q @ k.mT, -1) @ v
+
+
+def causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return rg.attention(q, k, v, mask=rg.causal())
+
+
+def fading() -> Any:
+    net = nn.RNN(16, 16, batch_first=True)
+    return lambda x: net(x)[0]
+
+
+class FromTheQuery(nn.Module):
+    """A layer as it is wrongly printed: keys and values from the projected query."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query, self.own_key, self.own_value = nn.Linear(32, 8), nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def key(self, x: Tensor) -> Tensor:
+        return self.own_key(self.query(x))
+
+    def value(self, x: Tensor) -> Tensor:
+        return self.own_value(self.query(x))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return dense(self.query(x), self.key(x), self.value(x))
+
+
+def printed(*numbers: float) -> Any:
+    return lambda x, dim: torch.tensor(numbers).double()
+
+
+READERS = ("attention", "RNN", "RNN, larger weights", "LSTM", "LSTM, forget bias 2", "GRU")
+OPPOSITE: dict[str, tuple[Verdict, dict[str, Any]]] = {
+    "steps": (FALSE, {"attend": unscaled}),
+    "scores": (FALSE, {"additive": lambda d, *_: nn.LayerNorm(d)}),
+    "layer": (FALSE, {"build": lambda *widths: rg.nn.SelfAttention(*widths, attend=rg.Attention(score=rg.Dot(1.0)))}),
+    "heads": (FALSE, {"combine": lambda parts: torch.cat(parts[::-1], -1)}),
+    "masks": (FALSE, {"attend": lambda mask: torch.full((13, 13), 1 / 13).double()}),
+    "positions": (FALSE, {"table": lambda length, width: rg.sinusoidal(length, width).flip(0)}),
+    "model": (FALSE, {"classifier": lambda config: rg.models.SequenceClassifier(replace(config, arrangement="pre"))}),
+    "variance": (FALSE, {"scale": 1.0}),
+    "range": (FALSE, {"scores": 20 * torch.randn(10_000, generator=torch.Generator().manual_seed(0))}),
+    "saturation": (FALSE, {"scale": 1.0}),
+    "temperature": (FALSE, {"attend": lambda temperature: torch.full((8,), 1 / 8)}),
+    "overflow": (FALSE, {"softmax": lambda x: torch.softmax(x, -1)}),
+    "simplex": (FALSE, {"weights": lambda q, k: q @ k.mT}),
+    "hull": (FALSE, {"attend": lambda q, k, v: 3 * rg.attention(q, k, v)}),
+    "equivariance": (FALSE, {"attend": causal}),
+    "invariance": (HOLDS, {"attend": lambda q, k, v: v.sort(0).values.mean(0).expand_as(v)}),
+    "keys-values": (FALSE, {"attend": causal}),
+    "positions-break": (FALSE, {"positions": {"none": rg.attention, "none either": rg.attention}}),
+    "permutation-matrices": (FALSE, {"matrix": lambda size: torch.rand(size, size)}),
+    "gradient-path": (FALSE, {"attend": unscaled}),
+    "gradient-distance": (FALSE, {"reader": dict.fromkeys(READERS, fading)}),
+    "dense-cost": (FALSE, {"attend": rg.LinearAttention("elu")}),
+    "linear-heading": (HOLDS, {"attend": rg.LinearAttention("elu")}),
+    "tiled-cost": (FALSE, {"attend": dense}),
+    "window-cost": (FALSE, {"attend": dense}),
+    "linear-cost": (FALSE, {"attend": dense}),
+    "scaling-cost": (HOLDS, {"scaled": rg.LinearAttention("elu")}),
+    "sparse-cost": (FALSE, {"masks": dict.fromkeys(["dense", "sparse in name"], lambda n: None)}),
+    "chunking": (FALSE, {"merge": lambda outputs, lses: (sum(outputs) / len(outputs), None)}),
+    "checkpointing": (FALSE, {"flag": False}),
+    "linear-error": (FALSE, {"attend": rg.attention}),
+    "favor-error": (FALSE, {"features": lambda count, seed: rg.favor(16, seed)}),
+    "window-error": (FALSE, {"mask": lambda reach: rg.window(0, 0)}),
+    "receptive-field": (FALSE, {"bodies": lambda kind, size: build("CNN", size)}),
+    "parallelism": (FALSE, {"kinds": ("RNN", "CNN", "RNN")}),
+    "memory-length": (FALSE, {"attend": rg.attention}),
+    "encoder-decoder": (FALSE, {"cross": lambda layer, x, source: heads_of(layer, x, x)}),
+    "example-weights": (HOLDS, {"attend": lambda q, k, v: torch.tensor([[12.74, 13.51, 14.28]]).double()}),
+    "example-softmax-3": (HOLDS, {"softmax": printed(0.95, 0.05)}),
+    "example-softmax-8": (HOLDS, {"softmax": printed(0.87, 0.09, 0.04)}),
+    "example-softmax-2": (HOLDS, {"softmax": printed(0.92, 0.08, 0.0)}),
+    "example-unnormalised": (HOLDS, {"weights": lambda scores: torch.softmax(scores, -1)}),
+    "example-projection": (HOLDS, {"layer": FromTheQuery()}),
+}
+LEARNED = {"recall", "data-hunger", "alignment"}  # take minutes of training; turned by numbers, and by models below
+
+
+@pytest.mark.parametrize("name", OPPOSITE)
+def test_the_verdict_turns_when_the_opposite_is_planted(name: str, results: dict[str, Result]) -> None:
+    verdict, planted = OPPOSITE[name]
+    assert results[name].verdict is not verdict
+    assert measure(CLAIMS[name], budget=Budget(lambda claim: {**claim.quick, **planted})).verdict is verdict
+
+
+def test_every_claim_has_its_opposite() -> None:
+    assert OPPOSITE.keys() | LEARNED == CLAIMS.keys()
+
+
+def test_a_translator_that_was_trained_aligns_and_one_that_was_not_does_not() -> None:
+    trained = measure(CLAIMS["alignment"], budget=Budget(lambda claim: {"sentences": 40}))
+    assert trained.verdict in (HOLDS, NEARLY)
+    assert trained.found["translated"] > 0.9
+    untrained = Budget(lambda claim: {"sentences": 40, "model": translator(0, 1)})
+    assert measure(CLAIMS["alignment"], budget=untrained).verdict is FALSE
+
+
+@pytest.mark.parametrize(
+    ("far", "verdict"),
+    [((1.0, 0.12, 0.3), HOLDS), ((1.0, 0.12, 1.0), NEARLY), ((0.13, 0.12, 0.3), FALSE), ((1.0, 1.0, 0.3), FALSE)],
+)
+def test_recall_is_judged_by_who_recalls_what_is_far(far: tuple[float, ...], verdict: Verdict) -> None:
+    found = {f"far {name}": share for name, share in zip(("attention", "CNN", "RNN"), far, strict=True)}
+    assert CLAIMS["recall"].judge(found) is verdict
+
+
+@pytest.mark.parametrize(
+    ("order", "recall", "verdict"), [(0.4, 0.4, HOLDS), (0.4, 0.9, NEARLY), (0.9, 0.4, NEARLY), (0.9, 0.9, FALSE)]
+)
+def test_hunger_is_judged_on_both_questions(order: float, recall: float, verdict: Verdict) -> None:
+    found = {"mean order attention": order, "mean recall attention": recall}
+    assert CLAIMS["data-hunger"].judge(found | {"mean order CNN": 0.7, "mean recall CNN": 0.7}) is verdict
+
+
+def test_time_alone_decides_between_holds_and_holds_approximately() -> None:
+    counts = {"flops_power": 2.0, "bytes_power": 2.0, "at_10000": 10**8}
+    judge = CLAIMS["dense-cost"].judge
+    assert judge(counts | {"time_low": 1.9, "time_high": 2.1}) is HOLDS
+    assert judge(counts | {"time_low": 1.0, "time_high": 1.3}) is NEARLY
+    assert judge(counts | {"time_low": 0.0, "time_high": 4.0}) is NEARLY
+    assert judge(counts | {"flops_power": 1.0, "time_low": 1.9, "time_high": 2.1}) is FALSE
+
+
+def test_without_trained_weights_a_tiny_translator_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    from regard.lab import weights
+
+    monkeypatch.setattr(weights, "find_spec", lambda name: None)
+    assert weights.available() == ["tiny"]
+    weights.sample.cache_clear()
+    result = measure(CLAIMS["heads"], budget=QUICK)
+    weights.sample.cache_clear()
+    assert result.verdict is HOLDS
+    assert "tiny translator" in CLAIMS["heads"].finding.told("en", result.found)
+    assert "微型翻译模型" in CLAIMS["heads"].finding.told("zh", result.found)
