@@ -125,7 +125,7 @@ def test_files_named_as_cocos_are_found_with_their_images(tmp_path: Path) -> Non
         (tmp_path / f"{part}.json").rename(tmp_path / "annotations" / f"instances_{part}2017.json")
     examples = gather(tasks()["detect"](), Sources((str(tmp_path),)), 1)
     assert Path(examples.train[0].values[0]).parent.name == "train2017"
-    assert Path(examples.held[0].values[0]).parent.name == "val2017"
+    assert Path(examples.test[0].values[0]).parent.name == "val2017"
     with pytest.raises(Trouble, match=r"holds instances_train2017.json and instances_val2017.json; say which"):
         tasks()["detect"]().read(str(tmp_path), Bad())
 
@@ -192,12 +192,12 @@ def test_a_run_that_died_ends_with_the_same_bits(tmp_path: Path) -> None:
 def test_a_toy_problem_is_learned_and_told_with_boxes_and_scores(trained: tuple[Run, Examples]) -> None:
     run, examples = trained
     model, _ = run.model()
-    figures = run.task.evaluate(model, run.kit, examples.held)
-    baselines = run.task.baselines(run.kit, examples.train, examples.held)
+    figures = run.task.evaluate(model, run.kit, examples.test)
+    baselines = run.task.baselines(run.kit, examples.train, examples.test)
     assert figures["ap50"] > 0.8
     assert figures["ap50"] > baselines["most frequent boxes"]["ap50"]
     assert baselines["connected pieces, nearest mean"]["ap50"] > 0.9  # bright on dark: that is all there is to it
-    row = examples.held[0]
+    row = examples.test[0]
     (made,) = run.task.predict(model, run.kit, [Row("one", (row.values[0],))], Bad())
     (thing,) = row.values[1]
     best = made.more["objects"][0]

@@ -83,7 +83,7 @@ def test_a_folder_that_holds_both_parts_says_what_is_held_out(names: tuple[str, 
     folder_of(tmp_path / names[0], PICTURES[:40])
     folder_of(tmp_path / names[1], PICTURES[40:])
     examples = gather(tasks()["images"](), Sources((str(tmp_path),)), 1)
-    assert (len(examples.train), len(examples.held)) == (40, 20)
+    assert (len(examples.train), len(examples.valid), len(examples.test)) == (36, 4, 20)
     with pytest.raises(Trouble, match=r"holds .* and .*; say which of them it is"):
         rows_of(tmp_path)
 
@@ -92,8 +92,8 @@ def test_a_folder_of_mnist_files_says_what_is_held_out(tmp_path: Path) -> None:
     idx_files(tmp_path)
     idx_files(tmp_path, "t10k")
     examples = gather(tasks()["images"](), Sources((str(tmp_path),)), 1)
-    assert len(examples.train) == len(examples.held) == 60
-    assert "t10k" in examples.held[0].place
+    assert (len(examples.train), len(examples.valid), len(examples.test)) == (54, 6, 60)
+    assert "t10k" in examples.test[0].place
 
 
 def broken(path: Path, how: str) -> str:
@@ -187,8 +187,8 @@ def test_the_same_image_is_never_on_both_sides(tmp_path: Path) -> None:
     for path in list(folder.rglob("*.png")):
         path.with_name(f"copy-{path.name}").write_bytes(path.read_bytes())
     examples = gather(tasks()["images"](), Sources((str(folder),), held=5), 1)
-    assert len(examples.held) == 10
-    held = {Path(row.values[0]).read_bytes() for row in examples.held}
+    assert len(examples.test) == 10
+    held = {Path(row.values[0]).read_bytes() for row in examples.test}
     assert not any(Path(row.values[0]).read_bytes() in held for row in examples.train)
 
 
@@ -219,7 +219,7 @@ def test_options_that_cannot_be_are_told(name: str, options: dict[str, Any], mes
 def test_only_training_moves_images(trained: tuple[Run, Examples]) -> None:
     run, examples = trained
     model, _ = run.model()
-    items, chosen = run.task.items(run.kit, examples.held, Bad()), np.arange(8)
+    items, chosen = run.task.items(run.kit, examples.test, Bad()), np.arange(8)
     one, other = (items.batch(chosen, np.random.default_rng(seed)) for seed in (1, 2))
     assert torch.equal(run.task.loss(model, one, 0.0), run.task.loss(model, other, 0.0))
     assert not torch.equal(run.task.loss(model.train(), one, 0.0), run.task.loss(model, other, 0.0))
@@ -242,8 +242,8 @@ def test_a_run_that_died_ends_with_the_same_bits(tmp_path: Path) -> None:
 def test_a_toy_problem_is_learned_and_told_with_its_probability(trained: tuple[Run, Examples], tmp_path: Path) -> None:
     run, examples = trained
     model, _ = run.model()
-    figures = run.task.evaluate(model, run.kit, examples.held)
-    baselines = run.task.baselines(run.kit, examples.train, examples.held)
+    figures = run.task.evaluate(model, run.kit, examples.test)
+    baselines = run.task.baselines(run.kit, examples.train, examples.test)
     assert figures["accuracy"] == 1
     assert baselines["most frequent class"]["accuracy"] < 1
     assert 0 <= baselines["logistic regression on pixels"]["accuracy"] <= 1

@@ -16,8 +16,9 @@ from regard.tasks.trouble import Bad, Trouble
 class Sources:
     """data: to train on. valid: to choose the best weights by. test: to tell how good they are.
 
-    Without test, valid serves for both; without either, `held` groups of the data are for test, and half as many for
-    valid. skip_bad: go on past bad lines.
+    Without test, valid serves for both. Without either, the data may say itself what is for test (see `Task.parted`),
+    or `held` groups of it are; and without valid, half as many of what is left, a tenth at most, are for that.
+    skip_bad: go on past bad lines.
     """
 
     data: tuple[str, ...]
@@ -68,12 +69,12 @@ class Examples(NamedTuple):
 def gather(task: Task, sources: Sources, seed: int) -> Examples:
     """Read all of it."""
     bad = Bad(skip=sources.skip_bad)
-    data, held = (sources.data, sources.valid) if sources.valid else task.parted(sources.data)
+    data, measured = (sources.data, sources.test) if sources.test or sources.valid else task.parted(sources.data)
     train, valid, test = (
-        [row for source in part for row in task.read(source, bad)] for part in (data, held, sources.test)
+        [row for source in part for row in task.read(source, bad)] for part in (data, sources.valid, measured)
     )
-    if not sources.test and not held:
+    if not sources.valid and not measured:
         train, test = task.hold_out(train, sources.held, seed)
-    if not held:
-        train, valid = task.hold_out(train, (sources.held + 1) // 2, seed)
+    if not sources.valid:
+        train, valid = task.hold_out(train, max(1, min(sources.held // 2, len(train) // 10)), seed)
     return Examples(train, valid, test or valid, bad)

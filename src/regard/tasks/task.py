@@ -168,7 +168,7 @@ class Task(ABC):
         return list(read(source, {name: getattr(self, name) for name in self.columns}, bad))
 
     def parted(self, data: tuple[str, ...]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """Sources to train on and sources held out, where the data itself says so; without --valid this is asked."""
+        """Sources to train on and sources to be measured on, where the data itself says so."""
         return data, ()
 
     def hold_out(self, rows: Sequence[Row], held: int, seed: int) -> tuple[list[Row], list[Row]]:
