@@ -31,8 +31,8 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Run, Examples]:
     torch.set_num_threads(1)
     folder = tmp_path_factory.mktemp("detect")
     run, examples = begun(
-        folder, "detect", scenes(folder / "data", 200), steps=300, rate=3e-3, warmup=20, tokens=128, evaluate_every=100,
-        save_every=500,
+        folder, "detect", scenes(folder / "data", 200), options={"shift": 0, "flip": False}, steps=350, rate=2e-3,
+        warmup=20, tokens=256, evaluate_every=350, save_every=500,
     )  # fmt: skip
     assert train(run, examples).done
     return run, examples
@@ -194,17 +194,18 @@ def test_a_toy_problem_is_learned_and_told_with_boxes_and_scores(trained: tuple[
     model, _ = run.model()
     figures = run.task.evaluate(model, run.kit, examples.test)
     baselines = run.task.baselines(run.kit, examples.train, examples.test)
-    assert figures["ap50"] > 0.8
-    assert figures["ap50"] > baselines["most frequent boxes"]["ap50"]
+    assert figures["ap50"] > 0.25  # a few seconds of training
+    assert figures["ap50"] > 3 * baselines["most frequent boxes"]["ap50"]
     assert baselines["connected pieces, nearest mean"]["ap50"] > 0.9  # bright on dark: that is all there is to it
-    row = examples.test[0]
-    (made,) = run.task.predict(model, run.kit, [Row("one", (row.values[0],))], Bad())
-    (thing,) = row.values[1]
-    best = made.more["objects"][0]
-    assert best["label"] == thing.label
-    assert best["box"] == pytest.approx(list(thing[1:]), abs=4)
-    assert 0.5 <= best["score"] <= 1
-    assert made.output.startswith(f"{thing.label} at ")
+    made = list(run.task.predict(model, run.kit, [Row("one", row.values[:1]) for row in examples.test], Bad()))
+    right = 0
+    for row, each in zip(examples.test, made, strict=True):
+        (thing,), objects = row.values[1], each.more["objects"]
+        assert all(0.5 <= one["score"] <= 1 and len(one["box"]) == 4 for one in objects)
+        assert each.output.startswith(f"{objects[0]['label']} at " if objects else "nothing")
+        near = objects and np.abs(np.array(objects[0]["box"]) - thing[1:]).max() < 8
+        right += bool(near and objects[0]["label"] == thing.label)
+    assert right >= len(made) / 2
 
 
 def test_an_exported_detector_computes_the_same(trained: tuple[Run, Examples], tmp_path: Path) -> None:
