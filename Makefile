@@ -6,10 +6,11 @@ READY  := $(VENV)/.ready
 
 BENCH  := $(VENV)/.bench
 
+DATA    ?= ../shared/data
 MINUTES ?= 30
 SEED    ?= $(shell date +%s)
 
-.PHONY: demo test lint format sanitize fuzz bench bench-quick clean
+.PHONY: demo test lint format sanitize fuzz bench bench-quick results clean
 
 demo: $(READY)
 	$(BIN)/python examples/demo.py
@@ -40,6 +41,10 @@ bench: $(BENCH)
 
 bench-quick: $(BENCH)
 	$(BIN)/python -m benchmarks.run --quick
+
+# What the tasks reach on real data under DATA, written to docs/results.md; hours on 2 cores, and it goes on where it stopped.
+results: $(READY)
+	$(BIN)/python -m benchmarks.results --data $(DATA)
 
 $(BENCH): $(READY)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[bench]"
