@@ -31,8 +31,8 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Run, Examples]:
     torch.set_num_threads(1)
     folder = tmp_path_factory.mktemp("detect")
     run, examples = begun(
-        folder, "detect", scenes(folder / "data", 200), options={"shift": 0, "flip": False}, steps=350, rate=2e-3,
-        warmup=20, tokens=256, evaluate_every=350, save_every=500,
+        folder, "detect", scenes(folder / "data", 200), options={"shift": 0, "flip": False}, steps=700, rate=2e-3,
+        warmup=20, tokens=256, evaluate_every=700, save_every=700,
     )  # fmt: skip
     assert train(run, examples).done
     return run, examples
