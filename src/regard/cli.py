@@ -422,12 +422,17 @@ def _looker(folder: Path) -> Callable[[str], Any]:
 
     try:
         model = load(folder)
-        if hasattr(getattr(model, "config", None), "grid"):
-            return lambda path: look_at_image(model, path)
-        read = tokenizer(folder)
+        read = None if hasattr(getattr(model, "config", None), "grid") else tokenizer(folder)
     except (OSError, ValueError) as error:
         raise Trouble(f"{folder}: {error}") from error
-    return lambda text: look_at_text(model, read, text)
+
+    def look(given: str) -> Any:
+        try:
+            return look_at_image(model, given) if read is None else look_at_text(model, read, given)
+        except (OSError, ValueError) as error:
+            raise Trouble(f"{error}") from error
+
+    return look
 
 
 def _check_lang(lang: str) -> None:

@@ -160,7 +160,8 @@ def test_patches_show_their_weights_over_the_image(tab: Open, made: dict[str, Ma
         "() => [...document.querySelector('.heat').getContext('2d').getImageData(0, 0, 8, 6).data]"
     )
     alpha = pixels[3::4]
-    assert alpha.index(max(alpha)) == weights[patch, 1:].argmax().item()
+    assert alpha[weights[patch, 1:].argmax().item()] == max(alpha)
+    assert alpha[weights[patch, 1:].argmin().item()] == min(alpha) < max(alpha)
 
 
 def test_words_show_where_they_look_in_time(tab: Open, made: dict[str, Made]) -> None:

@@ -76,6 +76,20 @@ def test_a_checkpoint_with_its_tokenizer_becomes_a_page(
     assert len(json.loads(capsys.readouterr().out)["attentions"]) == 6
 
 
+def test_a_checkpoint_of_a_vision_transformer_takes_an_image(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    image = pytest.importorskip("PIL.Image")
+    config = rg.models.VisionConfig(width=16, layers=1, heads=2, hidden=16, image=(16, 24), patch=8, classes=3)
+    rg.save(rg.models.ImageClassifier(config), tmp_path / "model")
+    image.new("RGB", (30, 20), "red").save(tmp_path / "in.png")
+    out = tmp_path / "page.html"
+    assert regard(monkeypatch, "view", tmp_path / "model", tmp_path / "in.png", "-o", out) == 0
+    assert "data:image/png;base64," in out.read_text()
+    assert regard(monkeypatch, "view", tmp_path / "model", out, "-o", out) == 1
+    assert "cannot identify image file" in " ".join(capsys.readouterr().err.split())
+
+
 def test_serve_looks_at_a_first_text_and_tells_the_address(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

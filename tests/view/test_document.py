@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import regard as rg
-from regard.view.document import document, sizes
+from regard.view.document import Document, document, sizes
 from regard.view.page import page
 from regard.view.record import Record
 from tests.view.models import attended, translated
@@ -102,16 +102,12 @@ def test_pages_are_small_enough(layers: int, heads: int, length: int, megabytes:
     assert chosen.rows == min(length, chosen.rows) >= 512
     shapes = {
         "maps": (chosen.side, chosen.side), "top_weights": (chosen.rows, chosen.keys),
-        **{name: (chosen.points,) for name in ("entropy", "distance", "max_logit", "first")},
+        **dict.fromkeys(("entropy", "distance", "max_logit", "first"), (chosen.points,)),
     }  # fmt: skip
     arrays = {"top_keys": random.integers(0, length, (heads, chosen.rows, chosen.keys), np.uint16)}
     arrays |= {name: random.random((heads, *shape), np.float32).astype(np.float16) for name, shape in shapes.items()}
 
-    class Made:
-        about = {"title": "", "streams": {"source": {"tokens": [f"token{n}" for n in range(length)], "special": []}}}
-
-    Made.arrays = arrays
-    one, nothing = len(page(Made()).encode()), Made()
-    nothing.arrays = {}
-    empty = len(page(nothing).encode())
+    stream = {"tokens": [f"token{n}" for n in range(length)], "special": []}
+    about = {"title": "", "streams": {"source": stream}}
+    one, empty = (len(page(Document(about, held)).encode()) for held in (arrays, {}))
     assert empty + layers * (one - empty) < megabytes * 1e6

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import pytest
-import torch
-
-matplotlib = pytest.importorskip("matplotlib")
-matplotlib.use("Agg")
-
 import warnings
 
+import matplotlib
 import numpy as np
+import pytest
+import torch
 from matplotlib import pyplot as plt
 
 import regard as rg
 from regard.view import look_at_image, pictures
 from regard.view.lettering import families, label
 from tests.view.models import translated
+
+matplotlib.use("Agg")
 
 
 @pytest.fixture(autouse=True)

@@ -18,7 +18,7 @@ from regard.view.seen import Seen
 QUERIES = 2048
 OCCURRENCES = 16
 FEWEST = 3  # queries that must tell of a habit
-NEAR = 4  # tokens to each side that are local
+NEAR = 2  # tokens to each side that are local
 NAMED = 0.4  # of the way from chance to always
 
 
@@ -85,7 +85,7 @@ def habits(seen: Seen, rows: Tensor, tokens: Sequence[str]) -> list[tuple[str, T
             there &= steps <= 0
         for name, step in (("previous token", -1), ("same token", 0), ("next token", 1)):
             tell(name, mass[:, :, step + NEAR], 1.0, there[:, step + NEAR] & more)
-        tell("local", mass.sum(-1), there.sum(-1).float(), more & (visible.amin(0) > 2 * NEAR + 1))
+        tell("local", mass.sum(-1), there.sum(-1).float(), more & (visible.amin(0) > 4 * NEAR + 2))
         for name, following in (("induction", 1), ("duplicate token", 0)):
             places = same_tokens(tokens, at.tolist(), following, ahead=seen.kind == "encoder")
             count = (places >= 0).sum(-1).float()

@@ -21,8 +21,9 @@ from regard.view.pool import bands, overlaps, pooled_columns, pooled_rows
 Kind = Literal["encoder", "decoder", "cross"]
 Part = int | slice | Sequence[int] | Tensor | None
 TOP = 8  # strongest keys of a query that are kept
-DIRECT = 1 << 24  # weights of one window that are worked out for it; a larger one is read from a map
+DIRECT = 1 << 23  # weights of one window that are worked out for it; a larger one is read from a map
 CELLS = 1024  # rows and columns of that map
+BLOCK = 1 << 18  # weights that are worked out at a time
 
 
 @dataclass(frozen=True, eq=False)
@@ -249,33 +250,39 @@ class Seen:
         """
         (top, bottom), (left, right) = _inside("rows", rows, self.Q), _inside("columns", columns, self.K)
         tall, wide = min(size[0], bottom - top), min(size[1], right - left)
-        known = "statistics" in self.__dict__
-        if (bottom - top) * (right - left if known else self.K) > DIRECT * (1 if known else 4):
+        whole, part = (bottom - top) * self.K, (bottom - top) * (right - left)
+        known = "statistics" in self.__dict__ and len(self.calls) == 1
+        if known and part <= DIRECT and 2 * part <= whole:
+            found = self._by_lse(head, (top, bottom), (left, right), wide, batch)
+        elif whole <= DIRECT * (2 if known else 16):  # the kernel is quicker, but reads whole rows
+            weights = self.weights(heads=[head], rows=slice(top, bottom), columns=slice(left, right), batch=batch)[0]
+            found = pooled_columns(weights.float(), wide)
+        else:
             cells = self.map((CELLS, CELLS), batch)[head]
             down = overlaps((top, bottom), tall, self.Q, cells.shape[0])  # (r, rows of cells), in cells
             across = overlaps((left, right), wide, self.K, cells.shape[1])
             return (down / down.sum(-1, keepdim=True) @ cells @ across.mT).numpy()
-        if known and len(self.calls) == 1:
-            part = self._by_lse(head, range(top, bottom), range(left, right), batch)
-        else:
-            part = self.weights(heads=[head], rows=slice(top, bottom), columns=slice(left, right), batch=batch)[0]
-        found = pooled_rows(pooled_columns(part.float(), min(wide, part.shape[1])), min(tall, part.shape[0]))
-        return found.numpy()
+        return pooled_rows(found, tall).numpy()
 
-    def _by_lse(self, head: int, rows: range, columns: range, batch: int) -> Tensor:
-        """Weights by the rows' known log-sum-exp: no key outside the window is read."""
-        call, b, h = self.calls[0], slice(batch, batch + 1), slice(head, head + 1)
+    def _by_lse(self, head: int, rows: tuple[int, int], columns: tuple[int, int], count: int, batch: int) -> Tensor:
+        """Weights by the rows' known log-sum-exp, their columns pooled to `count`: no key beyond the window is read."""
+        call, b, h, j = self.calls[0], slice(batch, batch + 1), slice(head, head + 1), slice(*columns)
         problem, key = self._problem(call), self.key(call)
         group = head * key.shape[1] // self.heads
-        i, j = slice(rows.start, rows.stop), slice(columns.start, columns.stop)
-        query, some = call.query[b, h, i].to(problem.arithmetic), key[b, group : group + 1, j].to(problem.arithmetic)
-        bad = None
+        some, bad = key[b, group : group + 1, j].to(problem.arithmetic), None
         if problem.mask is not None:
-            bad = ~some.isfinite().all(-1)
-            some = torch.where(some.isfinite(), some, 0.0)
-        scores = logits(problem, query, some, problem.frame.at(b, h, i, j), problem.bias, bad)[0, 0]
-        lse = self.statistics.lse[batch, head, i, None]
-        return scores.sub_(lse.masked_fill(lse == -torch.inf, 0.0)).exp_()
+            good = some.isfinite()
+            some, bad = torch.where(good, some, 0.0), ~good.all(-1)
+        found = []
+        step = max(1, BLOCK // (columns[1] - columns[0]))  # few enough to stay in the cache
+        for first in range(*rows, step):
+            i = slice(first, min(first + step, rows[1]))
+            query = call.query[b, h, i].to(problem.arithmetic)
+            scores = logits(problem, query, some, problem.frame.at(b, h, i, j), problem.bias, bad)[0, 0]
+            lse = self.statistics.lse[batch, head, i, None]
+            weights = scores.sub_(lse.masked_fill(lse == -torch.inf, 0.0)).exp_()
+            found.append(pooled_columns(weights.float(), count))
+        return torch.cat(found)
 
     def visible(self, rows: Part = None, batch: int = 0) -> Tensor:
         """How many keys each of some queries may look at, (1 or H, rows)."""

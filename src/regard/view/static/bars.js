@@ -149,7 +149,7 @@ export function createControls(app) {
       order.title = t(state.down ? "descending" : "ascending");
       order.setAttribute("aria-label", order.title);
       const roles = [...new Set(app.attentions().flatMap(({ found }) => (found ?? []).map(({ name }) => name)))].sort();
-      named.set(t("named"), [["", t("named.all")], ...roles.map((name) => [name, role(t, name)])], state.named);
+      named.set(t("named"), [["", t("named.all")], ...roles.map((name) => [name, role(t, { name })])], state.named);
       const layers = [...new Set(app.attentions().map(({ layer: n }) => n))];
       only.set(t("only"), [["", t("only.all")], ...layers.map((n) => [String(n), `${t("layer")} ${n}`])], state.only);
       const entries = app.heads().length;

@@ -7,6 +7,7 @@ const PIECE = 4096;
 export function createLook(source, remembered = 64) {
   const rows = new Map();
   const inverse = new Map();
+  let gone = false; // whether a live source failed to answer
 
   function remember(key, make) {
     if (!rows.has(key)) {
@@ -40,7 +41,12 @@ export function createLook(source, remembered = 64) {
   async function line(length, question) {
     const all = new Float32Array(length);
     const pieces = Array.from({ length: Math.ceil(length / PIECE) }, (_, n) => [n * PIECE, Math.min(length, (n + 1) * PIECE)]);
-    await Promise.all(pieces.map(async ([from, to]) => all.set((await source.window(question(from, to))).data, from)));
+    try {
+      await Promise.all(pieces.map(async ([from, to]) => all.set((await source.window(question(from, to))).data, from)));
+    } catch (error) {
+      gone = true; // from now on what the document holds is shown: its top keys
+      throw error;
+    }
     return all;
   }
 
@@ -50,7 +56,7 @@ export function createLook(source, remembered = 64) {
       const all = data.subarray(query * columns, (query + 1) * columns);
       return { all, top: ranked(all) };
     }
-    if (source.live) {
+    if (source.live && !gone) {
       const all = await line(attention.K, (from, to) => ({ attention, head, rows: [query, query + 1], columns: [from, to], size: [1, to - from] }));
       return { all, top: ranked(all) };
     }
@@ -70,7 +76,7 @@ export function createLook(source, remembered = 64) {
       const all = Float32Array.from({ length: count }, (_, i) => data[i * columns + key]);
       return { all, top: ranked(all) };
     }
-    if (source.live) {
+    if (source.live && !gone) {
       const all = await line(attention.Q, (from, to) => ({ attention, head, rows: [from, to], columns: [key, key + 1], size: [to - from, 1] }));
       return { all, top: ranked(all) };
     }
@@ -156,6 +162,7 @@ export function createLook(source, remembered = 64) {
     spread,
     forget() {
       rows.clear();
+      gone = false;
       inverse.clear();
     },
   };
