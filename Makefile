@@ -9,7 +9,7 @@ BENCH  := $(VENV)/.bench
 MINUTES ?= 30
 SEED    ?= $(shell date +%s)
 
-.PHONY: demo test lint format sanitize fuzz bench bench-quick clean
+.PHONY: demo test lint format sanitize fuzz bench bench-quick findings clean
 
 demo: $(READY)
 	$(BIN)/python examples/demo.py
@@ -40,6 +40,12 @@ bench: $(BENCH)
 
 bench-quick: $(BENCH)
 	$(BIN)/python -m benchmarks.run --quick
+
+# What `regard check` finds in other libraries, written to docs/findings.md. FlexAttention compiles for minutes.
+PEERS := torch torch-mha torch-mha-weights flex transformers-eager x-transformers x-transformers-flash keras
+findings: $(READY)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[findings,tasks]"
+	$(BIN)/regard check --markdown $(PEERS:%=--target %) > docs/findings.md; test $$? -le 1
 
 $(BENCH): $(READY)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[bench]"
