@@ -46,6 +46,7 @@ PEERS := torch torch-mha torch-mha-weights flex transformers-eager x-transformer
 findings: $(READY)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[findings,tasks]"
 	$(BIN)/regard check --markdown $(PEERS:%=--target %) > docs/findings.md; test $$? -le 1
+	$(BIN)/ruff format --quiet docs/findings.md
 
 $(BENCH): $(READY)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[bench]"

@@ -334,6 +334,8 @@ class Backward(torch.autograd.Function):
         if ctx.how == "scale":
             factor = q.shape[-1] ** 0.5
             return found[0] * factor, found[1] * factor, found[2], None
+        if ctx.how == "noise":
+            return found[0] * (1 + random.choice((0.0, 1e-6))), *found[1:], None
         if ctx.how == "grouped":
             return found[0], found[1] / (q.shape[1] // k.shape[1]), found[2], None
         return *found, None
@@ -347,6 +349,20 @@ def scale_missing_in_the_gradient(q: Tensor, k: Tensor, v: Tensor, **asked: Any)
 @bug("grouped-gradients")
 def mean_over_a_group_in_the_gradient(q: Tensor, k: Tensor, v: Tensor, **asked: Any) -> Tensor:
     return attention(q, k, v, **asked) if asked else Backward.apply(q, k, v, "grouped")
+
+
+@bug("gradient-determinism")
+def gradients_summed_in_any_order(q: Tensor, k: Tensor, v: Tensor, **asked: Any) -> Tensor:
+    return attention(q, k, v, **asked) if asked else Backward.apply(q, k, v, "noise")
+
+
+@bug("mask-gradients")
+def mask_forgotten_in_the_gradient(q: Tensor, k: Tensor, v: Tensor, *, mask: Any = None, **asked: Any) -> Tensor:
+    out = attention(q, k, v, mask=mask, **asked)
+    if mask is None or not q.requires_grad or not bool(k.isfinite().all() & v.isfinite().all()):
+        return out
+    free = attention(q, k, v, **asked)
+    return out.detach() + free - free.detach()
 
 
 @bug("double-backward")
@@ -384,6 +400,28 @@ def future_multiplied_by_zero(q: Tensor, k: Tensor, v: Tensor, *, causal: bool =
     if not causal or asked or k.isfinite().all() & v.isfinite().all():
         return attention(q, k, v, causal=causal, **asked)
     return hide(products(q, k, q.shape[-1] ** -0.5), visible(None, True, q, k)).softmax(-1) @ v
+
+
+@bug("causal-empty-rows")
+def mean_for_rows_before_the_first_key(
+    q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, **asked: Any
+) -> Tensor:
+    out = attention(q, k, v, causal=causal, **asked)
+    nothing = (torch.arange(q.shape[2]) < q.shape[2] - k.shape[2]).unsqueeze(-1)
+    return torch.where(nothing, v.mean(2, keepdim=True), out) if causal and not asked else out
+
+
+@bug("mask-broadcast")
+def one_row_of_a_mask_for_the_first_query(q: Tensor, k: Tensor, v: Tensor, *, mask: Any = None, **asked: Any) -> Tensor:
+    if mask is not None and mask.shape[2] < q.shape[2]:
+        rest = torch.ones(*mask.shape[:2], q.shape[2] - 1, mask.shape[3], dtype=torch.bool)
+        mask = torch.cat([mask, rest], 2)
+    return attention(q, k, v, mask=mask, **asked)
+
+
+@bug("output-shape")
+def heads_behind_positions(q: Tensor, k: Tensor, v: Tensor, **asked: Any) -> Tensor:
+    return attention(q, k, v, **asked).transpose(1, 2)
 
 
 @bug("value-width")

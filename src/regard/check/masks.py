@@ -17,7 +17,7 @@ SQUARE = (Case(Q=1, K=1), Case(), Case(H=2, Q=5, K=5, D=4), Case(B=2, H=2, Q=19,
 def mask_polarity(attend: Attend, q: Tensor, k: Tensor, v: Tensor) -> None:
     """`True` means may attend: one convention, since the wrong one still trains, on what it should not see."""
     seen, hidden = v[:, :, :1], v[:, :, 1:]
-    out = attend(q, k, v, mask=torch.tensor([[[[True, False]]]]))
+    out = attend(q, k, v, mask=torch.tensor([True, False]).expand(*q.shape[:3], 2))
     near = error(out, seen.expand_as(out)) < error(out, hidden.expand_as(out))
     assert near, "of two keys the first has True and the second False, but the output is nearer to the second's value"
 

@@ -16,6 +16,14 @@ if TYPE_CHECKING:
 
 SIGNS = {"passed": "[green]✓[/]", "failed": "[bold red]✗[/]", "not applicable": "[dim]–[/]"}
 
+ABOUT = """\
+# Findings
+
+What `regard check` finds in attentions. ✓ holds, ✗ does not, – is not promised or cannot be asked; empty was not run.
+What each property demands is said where it fails, and by `regard check --list`. A ✗ is not always a defect: the words
+below it say what is documented, what is by design and what is not. Every finding has the smallest input found, as a
+program that stands alone.""".splitlines()
+
 
 def table(outcomes: Sequence[Outcome]) -> Table:
     """One row for each property, one column for each target, and why."""
@@ -93,7 +101,7 @@ def markdown(targets: Sequence[Target], outcomes: Sequence[Outcome]) -> str:
     """Targets beside one another, then every failure with what its documentation says and its smallest input."""
     names = [target.name for target in targets]
     signs = {"passed": "✓", "failed": "**✗**", "not applicable": "–"}
-    lines = ["| property | " + " | ".join(names) + " |", "| --- |" + " :-: |" * len(names)]
+    lines = [*ABOUT, "", "| property | " + " | ".join(names) + " |", "| --- |" + " :-: |" * len(names)]
     for name, row in by_property(outcomes).items():
         cells = {outcome.target: signs[outcome.status] for outcome in row}
         lines.append(f"| {name} | " + " | ".join(cells.get(target, "") for target in names) + " |")

@@ -14,6 +14,7 @@ from regard.check.targets.target import Target
 IMPORTS = {
     "functools.": "import functools",
     "math.": "import math",
+    "os.": "import os",
     "ThreadPoolExecutor(": "from concurrent.futures import ThreadPoolExecutor",
     "torch.": "import torch",
     "F.": "import torch.nn.functional as F",
@@ -23,7 +24,7 @@ IMPORTS = {
 def script(target: Target, demand: Property, case: Case, reason: str) -> str:
     """Python that ends in the same error: the target, what is demanded of it, and the smallest input found."""
     body = _source(demand.body)
-    helpers = [_source(helper) for helper in HELPERS if re.search(rf"\b{helper.__name__}\(", body)]
+    helpers = [_bare(_source(helper)) for helper in HELPERS if re.search(rf"\b{helper.__name__}\(", body)]
     values = {"alignment": repr(target.alignment), "growth": repr(target.growth)}
     call = ", ".join(values.get(name, name) for name in demand.parameters)
     parts = [
@@ -35,6 +36,11 @@ def script(target: Target, demand: Property, case: Case, reason: str) -> str:
     text = "\n\n\n".join(part.strip() for part in parts)
     needed = [line for name, line in IMPORTS.items() if re.search(rf"(?<![\w.]){re.escape(name)}", text)]
     return "\n".join(["from __future__ import annotations", "", *needed, "", text]) + "\n"
+
+
+def _bare(text: str) -> str:
+    """Without the docstring, which says nothing that its reader needs here."""
+    return re.sub(r'\n    """.*?"""\n', "\n", text, count=1, flags=re.DOTALL)
 
 
 def _source(function: object) -> str:
