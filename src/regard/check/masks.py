@@ -8,6 +8,7 @@ from torch import Tensor
 from regard.check.case import Case
 from regard.check.demand import Attend, demanded
 from regard.check.oracle import error
+from regard.check.targets.target import Refused
 
 SIZES = (Case(Q=1), Case(Q=3, K=5), Case(B=2, H=2, Q=9, K=33, D=4), Case(B=2, H=3, Q=65, K=130, D=8))
 SQUARE = (Case(Q=1, K=1), Case(), Case(H=2, Q=5, K=5, D=4), Case(B=2, H=2, Q=19, K=19, D=8))
@@ -109,15 +110,14 @@ def alignment(attend: Attend, q: Tensor, k: Tensor, v: Tensor, alignment: str) -
 
 
 @demanded("causal", cases=(Case(Q=2, K=1), Case(Q=3, K=2), Case(B=2, H=2, Q=19, K=5, D=4)))
-def causal_empty_rows(attend: Attend, q: Tensor, k: Tensor, v: Tensor, alignment: str) -> str | None:
+def causal_empty_rows(attend: Attend, q: Tensor, k: Tensor, v: Tensor, alignment: str) -> None:
     """With more queries than keys and a mask at the bottom right, the first queries see nothing and give 0."""
     if alignment == "top-left":
-        return "there are no such rows: every query sees the first key"
+        raise Refused("at the top left every query sees the first key")
     out = attend(q, k, v, causal=True)[:, :, : q.shape[2] - k.shape[2]]
     assert (out == 0).all(), (
         f"query 0 of {q.shape[2]} may see none of {k.shape[2]} keys, but gives {out.flatten()[0].item():.5g}"
     )
-    return None
 
 
 @demanded("causal", cases=(Case(), Case(H=2, Q=5, K=5, D=4), Case(B=2, H=2, Q=33, K=33, D=8)))
