@@ -10,7 +10,7 @@ DATA    ?= ../shared/data
 MINUTES ?= 30
 SEED    ?= $(shell date +%s)
 
-.PHONY: demo test lint format sanitize fuzz bench bench-quick results clean
+.PHONY: demo test lint format sanitize fuzz bench bench-quick results findings clean
 
 demo: $(READY)
 	$(BIN)/python examples/demo.py
@@ -45,6 +45,13 @@ bench-quick: $(BENCH)
 # What the tasks reach on real data under DATA, written to docs/results.md; hours on 2 cores, and it goes on where it stopped.
 results: $(READY)
 	$(BIN)/python -m benchmarks.results --data $(DATA)
+
+# What `regard check` finds in other libraries, written to docs/findings.md. FlexAttention compiles for minutes.
+PEERS := torch torch-mha torch-mha-weights flex transformers-eager x-transformers x-transformers-flash keras
+findings: $(READY)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[findings,tasks]"
+	$(BIN)/regard check --markdown $(PEERS:%=--target %) > docs/findings.md; test $$? -le 1
+	$(BIN)/ruff format --quiet docs/findings.md
 
 $(BENCH): $(READY)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[bench]"

@@ -1,11 +1,14 @@
 // Online softmax over a strip of rows, in base two.
 #pragma once
+#include <limits>
+
 #include "gemm.h"
 
 namespace regard::REGARD_ISA {
 
-// Stands in for the peak of a row that has seen nothing: its logits minus this are still -infinity, and no NaN.
-template <class T> constexpr T no_peak = T(-1e30);
+// Stands in for the peak of a row that has seen nothing: its logits minus this are still -infinity, and no NaN. No logit
+// is lower, however far down a row lies.
+template <class T> constexpr T no_peak = std::numeric_limits<T>::lowest();
 
 // Arrays with one number for each row of a strip are read and written in whole vectors.
 template <class T> constexpr int strip_lanes = (MR + lanes<T> - 1) / lanes<T> * lanes<T>;

@@ -263,6 +263,37 @@ def lab(
         told.print(f"{path}", soft_wrap=True)
 
 
+@app.command("check")
+def check(
+    targets: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--target",
+            help="package.module:function or a name of --list; the engines of this installation unless given.",
+        ),
+    ] = None,
+    only: Annotated[list[str] | None, typer.Option(metavar="PROPERTY", help="Only this property.")] = None,
+    names: Annotated[bool, typer.Option("--list", help="What is demanded, and which targets have names.")] = False,
+    as_json: Json = False,
+    markdown: Annotated[bool, typer.Option("--markdown", help="Print Markdown.")] = False,
+    junit: Annotated[Path | None, typer.Option(metavar="FILE", help="Also write JUnit XML.")] = None,
+) -> None:
+    """Whether an attention is one: definition, masks, gradients, dropout, memory.
+
+    Ends with 0 if everything holds, 1 if something does not, 2 if it could not be checked.
+
+    regard check
+    regard check --target torch.nn.functional:scaled_dot_product_attention --only nan-leaks
+    """
+    from regard.check import command
+
+    if names:
+        command.listed(shown, as_json)
+        return
+    form = "json" if as_json else "markdown" if markdown else "table"
+    raise typer.Exit(command.run(shown, told, targets or [], only or [], form=form, junit=junit))
+
+
 def _trainer(kind: type[Task]) -> Callable[..., None]:
     """The command that trains a task: its options are the fields of the task and of the recipe."""
 

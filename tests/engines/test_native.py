@@ -437,3 +437,13 @@ def test_reasons_name_what_the_kernels_do_not_know() -> None:
     assert not reasons(score=rg.Additive(torch.zeros(3)))
     assert "one shaw" in reasons(bias=rg.shaw(torch.zeros(3, 3)) + rg.shaw(torch.zeros(3, 3)))
     assert "not Modified" in reasons(score=lambda s, b, h, p, j: s)
+
+
+@pytest.mark.parametrize("logit", [-1e10, -1e31, -1e37])
+@pytest.mark.parametrize("queries", [1, 3, 70])
+def test_a_row_whose_logits_all_lie_far_below_zero_is_not_taken_for_a_masked_one(logit: float, queries: int) -> None:
+    q, k, v = torch.ones(1, 1, queries, 1), torch.full((1, 1, 70, 1), logit), torch.randn(1, 1, 70, 4)
+    out, lse = rg.attention(q, k, v, engine="native", return_lse=True)
+    torch.testing.assert_close(out, v.mean(2, keepdim=True).expand(1, 1, queries, 4))
+    torch.testing.assert_close(lse, torch.full((1, 1, queries), logit))
+    assert torch.isfinite(rg.Attention().statistics(q, k).lse).all()

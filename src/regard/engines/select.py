@@ -16,6 +16,14 @@ ENGINES: dict[str, Engine] = {engine.ENGINE.name: engine.ENGINE for engine in (n
 """In the order of preference; the first that has nothing against it computes."""
 
 
+class CannotCompute(ValueError):
+    """An engine was asked for by name that cannot compute the problem, for these `reasons`."""
+
+    def __init__(self, name: str, reasons: list[str], able: list[str]) -> None:
+        super().__init__(f"engine {name!r} cannot compute this: {'; '.join(reasons)}. These can: {', '.join(able)}")
+        self.reasons = reasons
+
+
 def select(problem: Problem, name: str | None = None) -> Engine:
     """The engine asked for, or the first that has nothing against the problem."""
     if name is not None:
@@ -23,7 +31,7 @@ def select(problem: Problem, name: str | None = None) -> Engine:
             raise ValueError(f"engine must be one of {', '.join(ENGINES)}, but is {name!r}")
         if reasons := ENGINES[name].why_not(problem):
             able = [other for other, engine in ENGINES.items() if not engine.why_not(problem)]
-            raise ValueError(f"engine {name!r} cannot compute this: {'; '.join(reasons)}. These can: {', '.join(able)}")
+            raise CannotCompute(name, reasons, able)
         return ENGINES[name]
     for engine in ENGINES.values():
         if not engine.why_not(problem) and not engine.why_rather_not(problem):

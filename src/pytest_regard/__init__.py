@@ -1,0 +1,60 @@
+"""A pytest plugin: every property of `regard check` as a test of somebody's attention.
+
+    @pytest.mark.regard("package.module:function")
+    def test_my_attention_conforms(conformance):
+        conformance()
+
+It is no part of the package `regard`, so that pytest starts without importing torch where nobody asks for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line(
+        "markers",
+        "regard(*targets, only=None): what the fixture `conformance` checks: names, package.module:function, Targets",
+    )
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "conformance" not in metafunc.fixturenames:
+        return
+    from regard.check import PROPERTIES, Target, UnknownTarget, target
+
+    mark = metafunc.definition.get_closest_marker("regard")
+    if mark is None or not mark.args:
+        raise pytest.UsageError(
+            f"{metafunc.definition.nodeid}: the fixture `conformance` needs a target: "
+            '@pytest.mark.regard("package.module:function")'
+        )
+    only = mark.kwargs.get("only") or list(PROPERTIES)
+    if unknown := sorted(set(only) - set(PROPERTIES)):
+        raise pytest.UsageError(f"only must name properties of `regard check --list`, but has {', '.join(unknown)}")
+    try:
+        targets = [each if isinstance(each, Target) else target(each) for each in mark.args]
+    except UnknownTarget as error:
+        raise pytest.UsageError(str(error)) from None
+    pairs = [(each, PROPERTIES[name]) for each in targets for name in only]
+    names = [f"{each.name}-{demand.name}" if len(targets) > 1 else demand.name for each, demand in pairs]
+    metafunc.parametrize("conformance", pairs, ids=names, indirect=True)
+
+
+@pytest.fixture
+def conformance(request: pytest.FixtureRequest) -> Callable[[], None]:
+    """Checks one property of one target: fails with the smallest input found, skips where it is not applicable."""
+    from regard.check import examine
+
+    def run() -> None:
+        outcome = examine(*request.param)
+        if outcome.status == "not applicable":
+            pytest.skip(outcome.reason)
+        if outcome.status == "failed":
+            demand = request.param[1].demand
+            pytest.fail(f"{outcome.property}: {outcome.reason}\n\n{demand}\n\n{outcome.code}", pytrace=False)
+
+    return run

@@ -1,0 +1,88 @@
+"""`regard check`: what it prints, and its exit codes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from regard.check import reports
+from regard.check.demand import Property
+from regard.check.runner import PROPERTIES, Outcome, check
+from regard.check.targets import PEERS, Refused, UnknownTarget, installation, target
+
+HOLDS, BROKEN, UNCHECKED = 0, 1, 2
+
+
+def run(
+    shown: Console,
+    told: Console,
+    names: Sequence[str],
+    only: Sequence[str],
+    *,
+    form: str = "table",
+    junit: Path | None = None,
+) -> int:
+    """Checks targets by name, prints the outcomes as `form` (table, json or markdown) and gives the exit code."""
+    try:
+        targets = [target(name) for name in names] if names else installation()
+        demands = chosen(only)
+    except (UnknownTarget, Refused) as error:
+        told.print(f"[bold red]regard:[/] {escape(str(error))}", soft_wrap=True)
+        return UNCHECKED
+    outcomes: list[Outcome] = []
+    with told.status("checking") as status:
+        for each in targets:
+            for demand in demands:
+                status.update(f"{each.name}: {demand.name}")
+                outcomes += check([each], [demand])
+    if junit is not None:
+        junit.write_text(reports.junit(outcomes), encoding="utf-8")
+    if form == "json":
+        print(json.dumps(reports.as_json(outcomes), indent=1))
+    elif form == "markdown":
+        print(reports.markdown(targets, outcomes), end="")
+    else:
+        show(shown, outcomes)
+    return BROKEN if any(outcome.status == "failed" for outcome in outcomes) else HOLDS
+
+
+def show(shown: Console, outcomes: Sequence[Outcome]) -> None:
+    """The table, then for every failure the program that reproduces it."""
+    shown.print(reports.table(outcomes))
+    for outcome in outcomes:
+        if outcome.status == "failed":
+            shown.print(
+                f"\n[bold red]✗ {outcome.target}: {outcome.property}[/]  {escape(outcome.reason)}", soft_wrap=True
+            )
+            shown.print(f"[dim]{escape(PROPERTIES[outcome.property].demand)}[/]", soft_wrap=True)
+            shown.print(f"\n{escape(outcome.code)}", soft_wrap=True)
+    shown.print(reports.summary(outcomes))
+
+
+def chosen(only: Sequence[str]) -> list[Property]:
+    if unknown := [name for name in only if name not in PROPERTIES]:
+        raise UnknownTarget(f"--only must be one of {', '.join(PROPERTIES)}, but is {unknown[0]}")
+    return [PROPERTIES[name] for name in only] or list(PROPERTIES.values())
+
+
+def listed(shown: Console, as_json: bool) -> None:
+    """Every property and what it demands."""
+    if as_json:
+        print(
+            json.dumps(
+                {each.name: {"demands": each.demand, "needs": sorted(each.needs)} for each in PROPERTIES.values()},
+                indent=1,
+            )
+        )
+        return
+    table = Table("property", "demands", "needs")
+    for each in PROPERTIES.values():
+        table.add_row(f"[bold]{each.name}[/]", escape(each.demand), ", ".join(sorted(each.needs)))
+    shown.print(table)
+    own = [f"regard-{each.name}" for each in installation()]
+    shown.print(f"Targets by name: {', '.join([*own, *PEERS])}; or package.module:function.")

@@ -1,0 +1,95 @@
+"""What training needs: gradients of the definition, and nothing from what is masked."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from regard.check.case import Case, also_float64
+from regard.check.demand import Attend, demanded
+from regard.check.oracle import error, exact, gradients
+
+SIZES = (Case(Q=1, K=1, D=1), Case(), Case(B=2, H=2, Q=3, K=5, D=4), Case(H=2, Q=33, K=65, D=8))
+
+
+@demanded("gradients", cases=(Case(), Case(B=2, H=2, Q=33, K=65, D=8)))
+def gradient_determinism(attend: Attend, q: Tensor, k: Tensor, v: Tensor) -> None:
+    """The same backward pass gives the same bits: sums over threads keep their order."""
+    q, k, v = q.requires_grad_(), k.requires_grad_(), v.requires_grad_()
+    first = gradients(attend(q, k, v), q, k, v)
+    for _ in range(3):
+        for name, was, now in zip("qkv", first, gradients(attend(q, k, v), q, k, v), strict=True):
+            assert torch.equal(was, now), f"the gradient of {name} differs by {error(now, was):.3g} roundings"
+
+
+@demanded("mask", "gradients", cases=(Case(Q=1, K=1, D=1), Case(Q=2, K=3), Case(B=2, H=2, Q=9, K=33, D=4)))
+def masked_row_gradients(attend: Attend, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> None:
+    """A row that may attend to nothing has gradient 0: one NaN there, and the whole model is NaN after a step."""
+    mask[..., 0, :] = False
+    q, k, v = q.requires_grad_(), k.requires_grad_(), v.requires_grad_()
+    out = attend(q, k, v, mask=mask)
+    out = torch.where(mask.any(-1, keepdim=True), out, 0.0)  # what such rows give is the business of masked-rows
+    for name, grad in zip("qkv", gradients(out, q, k, v), strict=True):
+        assert grad.isfinite().all(), f"the gradient of {name} is not finite where a row may attend to nothing"
+
+
+@demanded("mask", "gradients", cases=(Case(Q=1), Case(Q=3, K=5), Case(B=2, H=2, Q=9, K=33, D=4)))
+def nan_gradients(attend: Attend, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> None:
+    """NaN and infinity in masked keys and values do not reach any gradient."""
+    mask[..., -1] = False
+    for bad in (float("nan"), float("inf")):
+        for name in ("key", "value"):
+            leaves = [x.clone() for x in (q, k, v)]
+            leaves[1 if name == "key" else 2][:, :, -1] = bad
+            leaves = [x.requires_grad_() for x in leaves]
+            found = gradients(attend(*leaves, mask=mask), *leaves)
+            for of, grad in zip("qkv", found, strict=True):
+                assert grad.isfinite().all(), f"{bad} in a masked {name} makes the gradient of {of} {bad}"
+
+
+@demanded("mask", "gradients", cases=SIZES)
+def mask_gradients(attend: Attend, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> None:
+    """Under a mask gradients are those of the definition, and 0 for keys that nobody sees."""
+    mask[..., 1:2] = False
+    q, k, v = q.requires_grad_(), k.requires_grad_(), v.requires_grad_()
+    found, expected = gradients(attend(q, k, v, mask=mask), q, k, v), gradients(exact(q, k, v, mask), q, k, v)
+    for name, grad, right in zip("qkv", found, expected, strict=True):
+        far = error(grad, right)
+        assert far < 64, f"the gradient of {name} differs from the definition's by {far:.3g} roundings"
+    assert (found[1][:, :, 1:2] == 0).all(), "a key that nobody may see has a gradient"
+    assert (found[2][:, :, 1:2] == 0).all(), "a value that nobody may see has a gradient"
+
+
+@demanded("gradients", "grouped", cases=(Case(H=2, G=1), Case(B=2, H=6, G=3, Q=3, K=5, D=4)))
+def grouped_gradients(attend: Attend, q: Tensor, k: Tensor, v: Tensor) -> None:
+    """A key head that several query heads share has the sum of their gradients."""
+    q, k, v = q.requires_grad_(), k.requires_grad_(), v.requires_grad_()
+    repeats = q.shape[1] // k.shape[1]
+    own = [x.detach().repeat_interleave(repeats, 1).requires_grad_() for x in (k, v)]
+    found = gradients(attend(q, k, v), k, v)
+    for name, grad, each in zip("kv", found, gradients(attend(q, *own), *own), strict=True):
+        far = error(grad, each.unflatten(1, (-1, repeats)).sum(2))
+        assert far < 64, f"the gradient of {name} differs from the sum over its query heads by {far:.3g} roundings"
+
+
+@demanded("gradients", cases=also_float64(SIZES))
+def gradient(attend: Attend, q: Tensor, k: Tensor, v: Tensor) -> None:
+    """Gradients of q, k and v are those of the definition in float64: a wrong factor trains, but to a worse model."""
+    q, k, v = q.requires_grad_(), k.requires_grad_(), v.requires_grad_()
+    found, expected = gradients(attend(q, k, v), q, k, v), gradients(exact(q, k, v), q, k, v)
+    for name, grad, right in zip("qkv", found, expected, strict=True):
+        far = error(grad, right)
+        assert far < 64, f"the gradient of {name} differs from the definition's by {far:.3g} roundings"
+
+
+@demanded("gradients", "double-backward", cases=SIZES[1:])
+def double_backward(attend: Attend, q: Tensor, k: Tensor, v: Tensor) -> None:
+    """Gradients of gradients are right too: penalties on gradients and meta-learning differentiate twice."""
+    q, k, v = q.requires_grad_(), k.requires_grad_(), v.requires_grad_()
+    twice = []
+    for out in (attend(q, k, v), exact(q, k, v)):
+        once = torch.cat([grad.flatten() for grad in gradients(out, q, k, v, again=True)])
+        twice.append(gradients(once, q, k, v))
+    for name, grad, right in zip("qkv", *twice, strict=True):
+        far = error(grad, right)
+        assert far < 256, f"the second gradient of {name} differs from the definition's by {far:.3g} roundings"

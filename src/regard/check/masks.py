@@ -1,0 +1,141 @@
+"""Who may look at whom: `True` in a mask means *may attend*, and what may not be seen leaves no trace."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from regard.check.case import Case
+from regard.check.demand import Attend, demanded
+from regard.check.oracle import error
+from regard.check.targets.target import Refused
+
+SIZES = (Case(Q=1), Case(Q=3, K=5), Case(B=2, H=2, Q=9, K=33, D=4), Case(B=2, H=3, Q=65, K=130, D=8))
+SQUARE = (Case(Q=1, K=1), Case(), Case(H=2, Q=5, K=5, D=4), Case(B=2, H=2, Q=19, K=19, D=8))
+
+
+@demanded("mask", cases=(Case(Q=1, D=1), Case(H=2, Q=3)))
+def mask_polarity(attend: Attend, q: Tensor, k: Tensor, v: Tensor) -> None:
+    """`True` means may attend: one convention, since the wrong one still trains, on what it should not see."""
+    seen, hidden = v[:, :, :1], v[:, :, 1:]
+    out = attend(q, k, v, mask=torch.tensor([True, False]).expand(*q.shape[:3], 2))
+    near = error(out, seen.expand_as(out)) < error(out, hidden.expand_as(out))
+    assert near, "of two keys the first has True and the second False, but the output is nearer to the second's value"
+
+
+@demanded("mask", cases=(Case(B=2, Q=1), Case(H=2, Q=1), Case(B=2, H=3, Q=3, K=5), Case(B=3, H=2, Q=33, K=65, D=8)))
+def mask_per_head(attend: Attend, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> None:
+    """Every batch row and head is masked by its own part of the mask: padding differs from text to text."""
+    mask = ~mask
+    mask[..., -1] = True
+    together = attend(q, k, v, mask=mask)
+    for b in range(q.shape[0]):
+        for h in range(q.shape[1]):
+            own = (slice(b, b + 1), slice(h, h + 1))
+            far = error(together[own], attend(q[own], k[own], v[own], mask=mask[own]))
+            assert far < 32, f"batch row {b}, head {h} alone, with its mask, differs by {far:.3g} roundings"
+
+
+@demanded("mask", cases=SIZES)
+def mask_excludes(attend: Attend, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> None:
+    """A key that is masked has weight 0, not a small one: whatever it holds, the output stays the same."""
+    mask[..., -1] = False
+    before = attend(q, k, v, mask=mask)
+    k, v = k.clone(), v.clone()
+    k[:, :, -1], v[:, :, -1] = 10 * q.mean(2).sign(), 1000.0
+    far = error(attend(q, k, v, mask=mask), before)
+    assert far < 8, f"what a masked key and value hold changes the output by {far:.3g} roundings"
+
+
+@demanded("mask", cases=(Case(), Case(B=2, H=3, Q=4, K=6), Case(B=3, H=2, Q=33, K=65, D=8)))
+def mask_broadcast(attend: Attend, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> None:
+    """A mask of size 1 along an axis stands for all of it: (B, 1, 1, K) is padding, (1, 1, Q, K) one for all heads."""
+    whole = mask.shape
+    for part in (mask[:, :1, :1], mask[:1, :1], mask[:1], mask[:, :, :1]):
+        far = error(attend(q, k, v, mask=part), attend(q, k, v, mask=part.expand(whole).contiguous()))
+        assert far < 8, (
+            f"a mask of {tuple(part.shape)} differs from the same one of {tuple(whole)} by {far:.3g} roundings"
+        )
+
+
+@demanded("mask", cases=(Case(Q=1, K=1, D=1), Case(Q=2, K=3), Case(B=2, H=2, Q=9, K=33, D=4)))
+def masked_rows(attend: Attend, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> None:
+    """A query that may attend to nothing gives 0, not NaN and not a mean of what is hidden: padding makes such rows."""
+    mask[..., 0, :] = False
+    out = attend(q, k, v, mask=mask)[..., 0, :]
+    assert (out == 0).all(), f"a row without any visible key gives {out.flatten()[0].item():.5g}, expected 0"
+
+
+@demanded("mask", cases=SIZES)
+def nan_leaks(attend: Attend, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> None:
+    """NaN and infinity in masked keys and values do not reach the output: padding is often uninitialised memory."""
+    mask[..., -1] = False
+    before = attend(q, k, v, mask=mask)
+    for bad in (float("nan"), float("inf")):
+        for name in ("key", "value"):
+            k_bad, v_bad = k.clone(), v.clone()
+            (k_bad if name == "key" else v_bad)[:, :, -1] = bad
+            out = attend(q, k_bad, v_bad, mask=mask)
+            assert out.isfinite().all(), f"{bad} in a masked {name} gives {out.flatten()[0].item()}"
+            assert error(out, before) < 8, f"{bad} in a masked {name} changes the output"
+
+
+@demanded("causal", cases=SQUARE)
+def causal(attend: Attend, q: Tensor, k: Tensor, v: Tensor) -> None:
+    """Where there are as many queries as keys, query i sees keys 0 to i: itself, and nothing of the future."""
+    out = attend(q, k, v, causal=True)
+    for i in range(q.shape[2]):
+        row, seen = q[:, :, i : i + 1], slice(0, i + 1)
+        far = error(out[:, :, i : i + 1], attend(row, k[:, :, seen], v[:, :, seen]))
+        assert far < 32, f"query {i} is not that of keys 0 to {i}, but differs by {far:.3g} roundings"
+
+
+@demanded("causal", cases=(Case(Q=1, K=2), Case(Q=2, K=3), Case(Q=2, K=1), Case(H=2, Q=4, K=19)))
+def alignment(attend: Attend, q: Tensor, k: Tensor, v: Tensor, alignment: str) -> str:
+    """Where queries and keys differ in number, the causal mask stands where it is promised to.
+
+    At the bottom right the last query sees all keys, as decoding with a cache needs it; at the top left the first
+    query sees the first key only.
+    """
+    out, far = attend(q, k, v, causal=True), {}
+    for name, first in (("bottom-right", k.shape[2] - q.shape[2]), ("top-left", 0)):
+        see = [i for i in range(q.shape[2]) if first + i >= 0]  # the others are the business of causal-empty-rows
+        ends = [first + i + 1 for i in see]
+        rows = [attend(q[:, :, i : i + 1], k[:, :, :end], v[:, :, :end]) for i, end in zip(see, ends, strict=True)]
+        far[name] = error(out[:, :, see], torch.cat(rows, 2))
+    found = [name for name, by in far.items() if by < 32]
+    which = f"it stands at the {found[0]}" if found else f"it is neither, but {far[alignment]:.3g} roundings from it"
+    assert alignment in found, f"the causal mask of {q.shape[2]} x {k.shape[2]} is promised {alignment}, and {which}"
+    return f"causal mask at the {alignment}, as promised"
+
+
+@demanded("causal", cases=(Case(Q=2, K=1), Case(Q=3, K=2), Case(B=2, H=2, Q=19, K=5, D=4)))
+def causal_empty_rows(attend: Attend, q: Tensor, k: Tensor, v: Tensor, alignment: str) -> None:
+    """With more queries than keys and a mask at the bottom right, the first queries see nothing and give 0."""
+    if alignment == "top-left":
+        raise Refused("at the top left every query sees the first key")
+    out = attend(q, k, v, causal=True)[:, :, : q.shape[2] - k.shape[2]]
+    assert (out == 0).all(), (
+        f"query 0 of {q.shape[2]} may see none of {k.shape[2]} keys, but gives {out.flatten()[0].item():.5g}"
+    )
+
+
+@demanded("causal", cases=(Case(), Case(H=2, Q=5, K=5, D=4), Case(B=2, H=2, Q=33, K=33, D=8)))
+def causal_nan_leaks(attend: Attend, q: Tensor, k: Tensor, v: Tensor) -> None:
+    """NaN in the future does not reach the past: a buffer is filled as far as the text goes."""
+    before = attend(q, k, v, causal=True)[:, :, :-1]
+    for name in ("key", "value"):
+        k_bad, v_bad = k.clone(), v.clone()
+        (k_bad if name == "key" else v_bad)[:, :, -1] = float("nan")
+        out = attend(q, k_bad, v_bad, causal=True)[:, :, :-1]
+        assert error(out, before) < 8, f"NaN in the last {name} reaches query 0: {out.flatten()[0].item()}"
+
+
+@demanded(
+    "causal", "mask", "causal-and-mask", cases=(Case(), Case(H=2, Q=5, K=5, D=4), Case(B=2, H=2, Q=33, K=33, D=8))
+)
+def causal_and_mask(attend: Attend, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> None:
+    """A causal mask and another hold together: neither silently replaces the other."""
+    both = attend(q, k, v, mask=mask, causal=True)
+    far = error(both, attend(q, k, v, mask=mask & torch.ones_like(mask).tril()))
+    assert far < 32, f"differs from one mask that says both by {far:.3g} roundings"

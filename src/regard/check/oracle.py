@@ -1,0 +1,63 @@
+"""What properties compare with: the definition in float64, and differences in units of a dtype's own rounding."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from regard.check.targets.target import Refused
+
+
+def exact(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
+    """softmax(q kᵀ / sqrt(D)) v in float64; a row that may attend to nothing is 0. Differentiable.
+
+    >>> import torch
+    >>> q, k, v = torch.randn(3, 1, 1, 4, 8)
+    >>> exact(q, k, v).dtype
+    torch.float64
+    """
+    q, k, v = q.double(), k.double(), v.double()
+    logits = q @ k.transpose(-2, -1) / q.shape[-1] ** 0.5
+    if mask is None:
+        return logits.softmax(-1) @ v
+    weights = torch.where(mask, logits, -1e300).softmax(-1)
+    return torch.where(mask, weights, 0.0) @ v
+
+
+def error(found: Tensor, expected: Tensor) -> float:
+    """The largest difference, in units of the rounding of the dtype that came (NaN if there is a NaN).
+
+    >>> import torch
+    >>> error(torch.tensor([1.0, 2.0]), torch.tensor([1.0, 2.0]))
+    0.0
+    """
+    unit = torch.finfo(found.dtype).eps * max(1.0, expected.detach().abs().max().item())
+    return ((found.detach().double() - expected.detach().double()).abs().max() / unit).item()
+
+
+def gradients(output: Tensor, *inputs: Tensor, again: bool = False) -> tuple[Tensor, ...]:
+    """Of a sum of the output, weighted so that no symmetry hides anything; to be differentiated `again`, or not."""
+    weight = torch.linspace(-1.0, 2.0, output.numel(), dtype=torch.float64).reshape(output.shape)
+    return torch.autograd.grad((output.double() * weight).sum(), inputs, create_graph=again)
+
+
+def peak_bytes(call: Callable[[], Tensor]) -> int:
+    """What a call adds to the memory of this process at its peak, as Linux counts it."""
+
+    def status(name: str) -> int:
+        with open("/proc/self/status") as file:
+            return next(int(line.split()[1]) * 1024 for line in file if line.startswith(name))
+
+    if not os.access("/proc/self/clear_refs", os.W_OK):
+        raise Refused("peak memory is read from /proc/self, which Linux has")
+    with open("/proc/self/clear_refs", "w") as file:
+        file.write("5")
+    before = status("VmRSS")
+    call()
+    return max(0, status("VmHWM") - before)
+
+
+HELPERS = (error, exact, gradients, peak_bytes)

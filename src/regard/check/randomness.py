@@ -1,0 +1,97 @@
+"""What is random, and what must not be.
+
+Dropped weights are looked at directly: where logits are equal and values an identity, the output is the weights.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from regard.check.case import Case
+from regard.check.demand import Attend, demanded
+from regard.check.oracle import error
+
+MANY = (Case(Q=64, K=16, D=16), Case(B=2, H=4, Q=64, K=32, D=32))
+
+
+@demanded(cases=(Case(), Case(B=2, H=2, Q=33, K=65, D=8), Case(H=2, Q=128, K=300, D=16)))
+def determinism(attend: Attend, q: Tensor, k: Tensor, v: Tensor) -> None:
+    """The same call after the same seed gives the same bits: else no run can be repeated, and no bug hunted."""
+    torch.manual_seed(1)
+    first = attend(q, k, v)
+    for _ in range(5):
+        torch.manual_seed(1)
+        again = attend(q, k, v)
+        assert torch.equal(first, again), f"the same call differs by {error(again, first):.3g} roundings"
+
+
+@demanded(cases=(Case(), Case(B=2, H=2, Q=33, K=65, D=8)))
+def dropout_off(attend: Attend, q: Tensor, k: Tensor, v: Tensor) -> None:
+    """Nothing is dropped unless asked for: the seed neither changes the output nor is used up."""
+    torch.manual_seed(1)
+    first, state = attend(q, k, v), torch.get_rng_state()
+    torch.manual_seed(1)
+    assert torch.equal(state, torch.get_rng_state()), "a call without dropout draws from torch's generator"
+    torch.manual_seed(2)
+    assert torch.equal(first, attend(q, k, v)), "a call without dropout depends on the seed"
+
+
+@demanded("dropout", cases=MANY, shrinks=False)
+def dropout_rate(attend: Attend, q: Tensor, k: Tensor, v: Tensor) -> None:
+    """A dropout of p sets that share of the weights to 0: not the share of 1 - p, and not whole rows."""
+    v = torch.eye(k.shape[2]).expand_as(v)
+    dropped = attend(torch.zeros_like(q), k, v, dropout=0.25) == 0
+    share, spread = dropped.double().mean().item(), (0.25 * 0.75 / dropped.numel()) ** 0.5
+    assert abs(share - 0.25) < 5 * spread, f"dropout=0.25 drops {share:.1%} of {dropped.numel()} weights"
+
+
+@demanded("dropout", cases=MANY, shrinks=False)
+def dropout_rescaling(attend: Attend, q: Tensor, k: Tensor, v: Tensor) -> None:
+    """Weights that are kept are divided by 1 - p: so that the mean is what it is without dropout, when predicting."""
+    v = torch.eye(k.shape[2]).expand_as(v)
+    weights = attend(torch.zeros_like(q), k, v, dropout=0.25) * k.shape[2]
+    kept = weights[weights != 0]
+    far = error(kept, torch.full_like(kept, 1 / 0.75))
+    assert far < 32, (
+        f"with dropout=0.25 kept weights are multiplied by {kept.mean().item():.5g}, expected {1 / 0.75:.5g}"
+    )
+
+
+@demanded(
+    "dropout",
+    cases=(Case(H=2, Q=64, K=16, D=16), Case(B=2, Q=64, K=16, D=16), Case(B=2, H=3, Q=64, K=32, D=32)),
+    shrinks=False,
+)
+def dropout_independence(attend: Attend, q: Tensor, k: Tensor, v: Tensor) -> None:
+    """Heads, batch rows, queries and keys are dropped independently: a shared pattern regularises less than p says."""
+    v = torch.eye(k.shape[2]).expand_as(v)
+    kept = (attend(torch.zeros_like(q), k, v, dropout=0.5) != 0).double() * 2 - 1  # independent signs
+    for axis, name in enumerate(("batch rows", "heads", "queries", "keys")):
+        if kept.shape[axis] > 1:
+            alike = (kept * kept.roll(1, axis)).mean().item()
+            spread = (2 / kept.numel()) ** 0.5  # a pair may be counted twice
+            assert abs(alike) < 6 * spread, f"what neighbouring {name} drop is correlated by {alike:.2f}, expected 0"
+
+
+@demanded("dropout", cases=MANY, shrinks=False)
+def dropout_seed(attend: Attend, q: Tensor, k: Tensor, v: Tensor) -> None:
+    """torch.manual_seed makes dropout anew, and calls after it differ: runs repeat, steps do not."""
+    torch.manual_seed(3)
+    first, second = attend(q, k, v, dropout=0.5), attend(q, k, v, dropout=0.5)
+    assert not torch.equal(first, second), "two calls after one another drop the same weights"
+    torch.manual_seed(3)
+    assert torch.equal(first, attend(q, k, v, dropout=0.5)), "the same seed drops other weights"
+
+
+@demanded("dropout", "gradients", cases=(Case(Q=8, K=8, D=4), Case(H=2, Q=33, K=65, D=8)))
+def dropout_gradients(attend: Attend, q: Tensor, k: Tensor, v: Tensor) -> None:
+    """The backward pass drops what the forward pass dropped: the output is linear in the values, with its gradient."""
+    v = v.requires_grad_()
+    out = attend(q, k, v, dropout=0.5)
+    weight = torch.linspace(-1.0, 2.0, out.numel()).reshape(out.shape)
+    (found,) = torch.autograd.grad((out * weight).sum(), v)
+    through, along = (found * v).sum().item(), (out * weight).sum().item()
+    assert abs(through - along) < 1e-3 * (out * weight).abs().sum(), (
+        f"sum(v * grad) is {through:.5g}, sum(output) {along:.5g}"
+    )

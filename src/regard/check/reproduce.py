@@ -1,0 +1,49 @@
+"""A failure as a program that stands alone."""
+
+from __future__ import annotations
+
+import inspect
+import re
+import textwrap
+
+from regard.check.case import Case
+from regard.check.demand import Property
+from regard.check.oracle import HELPERS
+from regard.check.targets.target import Target
+
+IMPORTS = {
+    "functools.": "import functools",
+    "math.": "import math",
+    "os.": "import os",
+    "ThreadPoolExecutor(": "from concurrent.futures import ThreadPoolExecutor",
+    "torch.": "import torch",
+    "F.": "import torch.nn.functional as F",
+}
+
+
+def script(target: Target, demand: Property, case: Case, reason: str) -> str:
+    """Python that ends in the same error: the target, what is demanded of it, and the smallest input found."""
+    body = _source(demand.body)
+    helpers = [_bare(_source(helper)) for helper in HELPERS if re.search(rf"\b{helper.__name__}\(", body)]
+    values = {"alignment": repr(target.alignment), "growth": repr(target.growth)}
+    call = ", ".join(values.get(name, name) for name in demand.parameters)
+    parts = [
+        target.lines(),
+        *helpers,
+        body,
+        "\n".join([*case.lines("mask" in demand.parameters), f"{demand.body.__name__}({call})  # {reason}"]),
+    ]
+    text = "\n\n\n".join(part.strip() for part in parts)
+    needed = [line for name, line in IMPORTS.items() if re.search(rf"(?<![\w.]){re.escape(name)}", text)]
+    return "\n".join(["from __future__ import annotations", "", *needed, "", text]) + "\n"
+
+
+def _bare(text: str) -> str:
+    """Without the docstring, which says nothing that its reader needs here."""
+    return re.sub(r'\n    """.*?"""\n', "\n", text, count=1, flags=re.DOTALL)
+
+
+def _source(function: object) -> str:
+    """A function as it is written, without its decorator."""
+    text = textwrap.dedent(inspect.getsource(function))  # type: ignore[arg-type]
+    return text[re.search(r"^def ", text, re.MULTILINE).start() :]  # type: ignore[union-attr]

@@ -1,0 +1,167 @@
+"""Runs properties on targets, and shrinks what fails."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+
+from regard.check import definition, gradients, masks, numbers, randomness, resources
+from regard.check.case import Case
+from regard.check.demand import Property
+from regard.check.reproduce import script
+from regard.check.targets.own import engine
+from regard.check.targets.target import Refused, Target
+
+SHRINKING = 5.0  # seconds that are spent on a smaller input
+
+_FIRST = (
+    resources.inputs_untouched, resources.own_output, resources.global_state, definition.output_shape,
+    numbers.output_dtype, randomness.determinism, randomness.dropout_off,
+)  # fmt: skip
+_LAST = (definition.definition, gradients, resources.memory)
+_PARTS = (*_FIRST, resources, definition, masks, numbers, randomness, *_LAST)
+
+
+def _ordered(parts: Sequence[Any]) -> dict[str, Property]:
+    last = [part for part in _LAST if isinstance(part, Property)]
+    found: dict[str, Property] = {}
+    for part in parts:
+        own = [part] if isinstance(part, Property) else [x for x in vars(part).values() if isinstance(x, Property)]
+        found |= {each.name: each for each in own if each is part or each not in last}
+    return found
+
+
+PROPERTIES: dict[str, Property] = _ordered(_PARTS)
+"""From the particular to the general: the first that fails names the fault."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of one property on one target.
+
+    `reason` says why it failed or is not applicable, or remarks on how it passed. `code` is a program that reproduces
+    a failure. `cases` are those that ran, `refused` those that the target said it cannot compute.
+    """
+
+    target: str
+    property: str
+    status: Literal["passed", "failed", "not applicable"]
+    reason: str = ""
+    code: str = ""
+    case: str = ""
+    cases: int = 0
+    refused: int = 0
+    seconds: float = 0.0
+
+
+def check(targets: Iterable[Target], properties: Sequence[Property] | None = None) -> Iterator[Outcome]:
+    """Every property on every target, as they are done.
+
+    >>> from regard.check import PROPERTIES, check, target
+    >>> [outcome.status for outcome in check([target("regard-reference")], [PROPERTIES["row-sums"]])]
+    ['passed']
+    """
+    for target in targets:
+        for each in PROPERTIES.values() if properties is None else properties:
+            yield examine(target, each)
+
+
+def examine(target: Target, demand: Property) -> Outcome:
+    """One property on one target."""
+    if not __debug__:
+        raise RuntimeError("properties are asserted: run Python without -O")
+    started = time.perf_counter()
+    for need in (demand.name, *sorted(demand.needs)):
+        if need in target.without:
+            return Outcome(target.name, demand.name, "not applicable", target.without[need])
+    ran, refusals, remark = 0, [], ""
+    for case in demand.cases[: target.most]:
+        if case.dtype not in target.dtypes:
+            refusals.append(f"it does not take {str(case.dtype).removeprefix('torch.')}")
+            continue
+        try:
+            remark = _run(target, demand, case) or remark
+            ran += 1
+        except Refused as refused:
+            refusals.append(str(refused))
+        except Exception as error:
+            case, error = _shrunk(target, demand, case, error)
+            reason = _told(error)
+            return Outcome(
+                target.name, demand.name, "failed", reason, script(target, demand, case, reason), str(case), ran + 1,
+                len(refusals), time.perf_counter() - started,
+            )  # fmt: skip
+    seconds = time.perf_counter() - started
+    why = "; ".join(dict.fromkeys(refusals))
+    if not ran:
+        return Outcome(target.name, demand.name, "not applicable", why, refused=len(refusals), seconds=seconds)
+    if len(demand.cases) > (target.most or len(demand.cases)):
+        remark = f"{remark + '; ' if remark else ''}the first {target.most} of {len(demand.cases)} cases"
+    if refusals:
+        remark = (
+            f"{remark + '; ' if remark else ''}{len(refusals)} of {ran + len(refusals)} cases not applicable: {why}"
+        )
+    return Outcome(target.name, demand.name, "passed", remark, "", "", ran, len(refusals), seconds)
+
+
+def _run(target: Target, demand: Property, case: Case) -> str | None:
+    with _kept_state():
+        given = {"attend": target.attention, "alignment": target.alignment, "growth": target.growth, **case.tensors()}
+        return demand.body(**{name: given[name] for name in demand.parameters})
+
+
+@contextmanager
+def _kept_state() -> Iterator[None]:
+    """torch's generator, dtype and threads are as before, whatever a target does to them."""
+    dtype, threads = torch.get_default_dtype(), torch.get_num_threads()
+    deterministic, grad = torch.are_deterministic_algorithms_enabled(), torch.is_grad_enabled()
+    with torch.random.fork_rng(devices=[]):
+        try:
+            torch.set_grad_enabled(True)
+            yield
+        finally:
+            torch.set_default_dtype(dtype)
+            torch.set_grad_enabled(grad)
+            torch.use_deterministic_algorithms(deterministic)
+            if torch.get_num_threads() != threads:
+                torch.set_num_threads(threads)
+
+
+def _shrunk(target: Target, demand: Property, case: Case, error: Exception) -> tuple[Case, Exception]:
+    """The smallest case, found axis by axis, that fails in the same way."""
+    until = time.perf_counter() + SHRINKING if demand.shrinks else 0.0
+    right = engine("reference", target.alignment)  # where it fails too, the property means nothing
+    least = {axis: min(getattr(each, axis) for each in demand.cases) for axis in ("B", "H", "Q", "K", "D")}
+    again = True
+    while again:
+        again = False
+        for smaller in case.smaller(least):
+            if time.perf_counter() > until:
+                break
+            try:
+                _run(target, demand, smaller)
+            except Refused:
+                continue
+            except Exception as found:
+                if type(found) is type(error) and _holds(right, demand, smaller):
+                    case, error, again = smaller, found, True
+                    break
+    return case, error
+
+
+def _holds(target: Target, demand: Property, case: Case) -> bool:
+    try:
+        _run(target, demand, case)
+    except Exception:
+        return False
+    return True
+
+
+def _told(error: Exception) -> str:
+    lines = str(error).strip().splitlines() or [""]
+    return lines[0] if isinstance(error, AssertionError) else f"raises {type(error).__name__}: {lines[0]}"

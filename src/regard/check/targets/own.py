@@ -1,0 +1,59 @@
+"""The engines of this installation."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from regard.attention import Attention
+from regard.check.targets.target import Alignment, Refused, Target
+from regard.engines.select import ENGINES, CannotCompute
+from regard.masks import causal as causal_mask
+from regard.masks import dense
+from regard.scores import Dot
+
+DENSE = {"reference", "flex"}  # these lay weights out on a CPU
+
+MOST = {"flex": 3}  # it is traced anew for every shape
+WITHOUT = {"sdpa": {"double-backward": "torch's fused kernel for CPUs cannot be differentiated twice"}}
+
+
+def engine(name: str, alignment: Alignment = "bottom-right") -> Target:
+    """One engine by name, asked for explicitly; what it says it cannot compute is not applicable."""
+
+    def attention(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        mask: Tensor | None = None,
+        causal: bool = False,
+        scale: float | None = None,
+        dropout: float = 0.0,
+    ) -> Tensor:
+        offset = 0 if alignment == "top-left" else None
+        given = None if mask is None else dense(mask)
+        if causal:
+            given = causal_mask() if given is None else given & causal_mask()
+        try:
+            attend = Attention(score=Dot(scale=scale), mask=given, dropout=dropout, offset=offset)
+            return attend(q, k, v, engine=name)
+        except CannotCompute as error:
+            raise Refused("; ".join(error.reasons)) from None
+
+    growth, setup = 2 if name in DENSE else 1, SETUP.format(name=name)
+    return Target(name, attention, WITHOUT.get(name, {}), alignment, growth, setup=setup, most=MOST.get(name))
+
+
+SETUP = """\
+import regard as rg
+
+def attend(q, k, v, *, mask=None, causal=False, scale=None, dropout=0.0):
+    given = None if mask is None else rg.dense(mask)
+    if causal:
+        given = rg.causal() if given is None else given & rg.causal()
+    return rg.attention(q, k, v, score=rg.Dot(scale=scale), mask=given, dropout=dropout, engine={name!r})"""
+
+
+def installation() -> list[Target]:
+    """Every engine."""
+    return [engine(name) for name in ENGINES]

@@ -1,0 +1,206 @@
+"""The conformance suite: targets, refusals, shrinking, reports, the command and its exit codes."""
+
+from __future__ import annotations
+
+import json
+import sys
+import xml.etree.ElementTree as ET
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("typer")
+
+from regard import cli
+from regard.check import PROPERTIES, Case, Refused, Target, UnknownTarget, check, examine, installation, target
+from regard.check.reports import junit, markdown
+from tests.check.planted import BUGS, attention
+
+QUICK = ["output-shape", "mask-polarity"]
+
+
+class Said(NamedTuple):
+    code: int
+    out: str
+    err: str
+
+
+@pytest.fixture
+def regard(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
+    for console in (cli.told, cli.shown):
+        monkeypatch.setattr(console, "size", (200, 50))
+
+    def run(*words: object) -> Said:
+        monkeypatch.setattr(sys, "argv", ["regard", *map(str, words)])
+        capsys.readouterr()
+        code = 0
+        try:
+            cli.main()
+        except SystemExit as end:
+            code = int(end.code or 0)
+        return Said(code, *capsys.readouterr())
+
+    return run
+
+
+@pytest.mark.parametrize("engine", [each for each in installation() if each.name != "flex"], ids=lambda each: each.name)
+def test_an_engine_of_this_installation_conforms(engine: Target) -> None:
+    failed = [outcome for outcome in check([engine]) if outcome.status == "failed"]
+    assert [(outcome.property, outcome.reason) for outcome in failed] == []
+
+
+def test_the_flex_engine_conforms_where_it_is_quick_to_trace() -> None:
+    flex = next(each for each in installation() if each.name == "flex")
+    statuses = {outcome.property: outcome.status for outcome in check([flex], [PROPERTIES[name] for name in QUICK])}
+    assert set(statuses.values()) == {"passed"}
+
+
+def test_what_is_not_promised_is_not_applicable_with_its_reason() -> None:
+    outcome = examine(Target("mine", attention, {"dropout": "it has none"}), PROPERTIES["dropout-rate"])
+    assert (outcome.status, outcome.reason, outcome.cases) == ("not applicable", "it has none", 0)
+
+
+def test_a_property_can_be_taken_back_by_its_own_name() -> None:
+    outcome = examine(Target("mine", attention, {"row-sums": "weights are signed"}), PROPERTIES["row-sums"])
+    assert outcome.status == "not applicable"
+
+
+def test_cases_that_a_target_refuses_are_counted_and_told() -> None:
+    def refusing(q: Tensor, k: Tensor, v: Tensor, **asked: Any) -> Tensor:
+        if q.shape[2] > 3:
+            raise Refused("no more than three queries")
+        return attention(q, k, v, **asked)
+
+    outcome = examine(Target("mine", refusing), PROPERTIES["query-independence"])
+    assert outcome.status == "passed"
+    assert outcome.refused == 2
+    assert "2 of 4 cases not applicable: no more than three queries" in outcome.reason
+
+
+def test_a_target_that_refuses_everything_does_not_pass() -> None:
+    def refusing(q: Tensor, k: Tensor, v: Tensor, **asked: Any) -> Tensor:
+        raise Refused("not today")
+
+    assert {outcome.status for outcome in check([Target("mine", refusing)])} == {"not applicable"}
+
+
+def test_a_dtype_that_is_not_taken_is_not_applicable() -> None:
+    outcome = examine(Target("mine", attention, dtypes=(torch.float32,)), PROPERTIES["half-range"])
+    assert (outcome.status, outcome.reason) == ("not applicable", "it does not take float16")
+
+
+def test_the_smallest_input_is_found() -> None:
+    def wrong_from_five_keys(q: Tensor, k: Tensor, v: Tensor, **asked: Any) -> Tensor:
+        out = attention(q, k, v, **asked)
+        return out + 1 if k.shape[2] >= 5 and q.shape[1] >= 2 else out
+
+    outcome = examine(Target("mine", wrong_from_five_keys), PROPERTIES["row-sums"])
+    assert outcome.status == "failed"
+    assert outcome.case == str(Case(B=1, H=2, Q=1, K=5, D=2))
+
+
+def test_an_error_of_the_target_is_a_failure_with_its_type() -> None:
+    def broken(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        raise IndexError("out of range")
+
+    outcome = examine(Target("mine", broken), PROPERTIES["row-sums"])
+    assert (outcome.status, outcome.reason) == ("failed", "raises IndexError: out of range")
+
+
+def test_what_a_target_does_to_torch_is_undone() -> None:
+    before = torch.get_rng_state(), torch.get_default_dtype(), torch.are_deterministic_algorithms_enabled()
+    examine(BUGS["settings_changed"].target("settings_changed"), PROPERTIES["global-state"])
+    assert torch.equal(before[0], torch.get_rng_state())
+    assert before[1:] == (torch.get_default_dtype(), torch.are_deterministic_algorithms_enabled())
+
+
+def test_alignment_is_stated() -> None:
+    outcome = examine(target("torch"), PROPERTIES["alignment"])
+    assert (outcome.status, outcome.reason) == ("passed", "causal mask at the top-left, as promised")
+    wrong = examine(Target("mine", target("torch").attention, alignment="bottom-right"), PROPERTIES["alignment"])
+    assert wrong.reason == "the causal mask of 1 x 2 is promised bottom-right, and it stands at the top-left"
+
+
+def test_a_function_promises_what_it_has_parameters_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "their_attention.py").write_text(
+        "def plain(q, k, v, scale=None): ...\n\ndef torchs(q, k, v, attn_mask=None): ..."
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path)])
+    plain, torchs = target("their_attention:plain"), target("their_attention:torchs")
+    assert sorted(plain.without) == ["causal", "dropout", "mask"]
+    assert plain.without["mask"] == "the function takes no mask"
+    assert (torchs.without["dropout"], torchs.alignment) == ("the function takes no dropout_p", "top-left")
+    assert "mask" not in torchs.without
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("flash", "package.module:function or one of regard-native"),
+        ("no.such.module:f", "no.such.module:f cannot be imported: No module named 'no'"),
+        ("torch:no_such", "torch:no_such cannot be imported"),
+        ("torch:__version__", "must be a function or a regard.check.Target, but is"),
+    ],
+)
+def test_a_target_that_is_none_is_told(name: str, said: str, regard: Any) -> None:
+    with pytest.raises(UnknownTarget, match=said):
+        target(name)
+    done = regard("check", "--target", name)
+    assert done.code == 2
+    assert said in done.err
+
+
+def test_reports_say_the_same() -> None:
+    bug = "inverted_mask"
+    targets = [Target("clean", attention), BUGS[bug].target(bug)]
+    outcomes = list(check(targets, [PROPERTIES[name] for name in ("row-sums", "mask-polarity")]))
+    suites = {suite.get("name"): suite for suite in ET.fromstring(junit(outcomes))}
+    assert (suites["clean"].get("failures"), suites[bug].get("failures")) == ("0", "1")
+    failure = suites[bug].find("testcase/failure")
+    assert failure is not None
+    assert "inverted_mask" in str(failure.text)
+    text = markdown(targets, outcomes)
+    assert f"### {bug}: mask-polarity" in text
+    assert "mask_polarity(attend, q, k, v)" in text
+
+
+def test_the_command_passes_what_holds(regard: Any, tmp_path: Path) -> None:
+    said = regard("check", "--target", "tests.check.planted:CLEAN", "--only", "row-sums", "--junit", tmp_path / "a.xml")
+    assert said.code == 0
+    assert "row-sums" in said.out
+    assert "1 passed, 0 failed" in said.out
+    assert ET.parse(tmp_path / "a.xml").getroot().tag == "testsuites"
+
+
+def test_the_command_fails_with_a_reason_and_a_program(regard: Any) -> None:
+    name = "torch.nn.functional:scaled_dot_product_attention"
+    said = regard("check", "--target", name, "--only", "nan-leaks", "--only", "row-sums")
+    assert said.code == 1
+    assert "nan in a masked key gives nan" in said.out
+    assert "def nan_leaks(attend" in said.out
+    found = json.loads(regard("check", "--target", name, "--only", "nan-leaks", "--json").out)
+    assert (found["passed"], found["outcomes"][0]["status"]) == (False, "failed")
+    with pytest.raises(AssertionError, match="nan in a masked key gives nan"):
+        exec(compile(found["outcomes"][0]["code"], "reproduction", "exec"), {"__name__": "reproduction"})
+
+
+def test_the_command_lists_what_it_demands(regard: Any) -> None:
+    listed = json.loads(regard("check", "--list", "--json").out)
+    assert list(listed) == list(PROPERTIES)
+    assert all(each["demands"].endswith(".") for each in listed.values())
+    assert regard("check", "--list").out.count("masked-rows") >= 1
+
+
+def test_an_unknown_property_is_told(regard: Any) -> None:
+    said = regard("check", "--only", "beauty")
+    assert said.code == 2
+    assert "--only must be one of" in said.err
+
+
+def test_a_target_that_promises_an_unknown_alignment_is_told() -> None:
+    with pytest.raises(ValueError, match="alignment must be 'bottom-right' or 'top-left', but is 'middle'"):
+        Target("mine", attention, alignment="middle")  # type: ignore[arg-type]
