@@ -13,10 +13,8 @@ import shutil
 import sys
 from pathlib import Path
 
-from safetensors.torch import save_file
-
+from regard.models import save
 from regard.tasks import Run
-from regard.tasks.runs import load
 
 CARD = """# en-fr
 
@@ -49,11 +47,10 @@ def main(run: Path, out: Path) -> None:
     out.mkdir(parents=True, exist_ok=True)
     for name in ("kit.json", "tokenizer.json"):
         shutil.copyfile(run / name, out / name)
-    weights, notes = load(run / "best.safetensors")
-    save_file({name: value.half() for name, value in weights.items()}, str(out / "best.safetensors"), notes)
+    model, step = Run.open(run).model()
+    save(model.half(), out)  # config.json and model.safetensors: `regard.load` reads the folder too
     about["command"] = ["regard", *about["command"][1:]]
     (out / "run.json").write_text(json.dumps(about, indent=1, ensure_ascii=False))
-    model, step = Run.open(out).model()
     results, options = about["results"], about["options"]
     (copied,) = results["baselines"].values()
     card = CARD.format(

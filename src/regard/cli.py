@@ -380,8 +380,9 @@ def _figures(run: Run, examples: Any, as_json: bool) -> None:
         "step": step, "minutes": run.minutes(), "trained_on": len(examples.train), "held_out": len(examples.test),
         "figures": figures, "baselines": baselines,
     }  # fmt: skip
-    run.about["results"] = found
-    run.note()
+    if not run.shipped:
+        run.about["results"] = found
+        run.note()
     if as_json:
         print(json.dumps(found, indent=1))
         return

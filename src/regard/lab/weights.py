@@ -86,7 +86,7 @@ def sample(name: str | None = None) -> Sample:
     if name == "en-fr":
         folder = shipped()
         assert folder is not None
-        model = load(folder)
+        model = load(folder, dtype=torch.float32)
         encoded = tokenizer(folder).encode(SENTENCE)
         layers = model.encoder.layers
         return _taken(name, model, layers, len(layers), torch.tensor([encoded.ids]), encoded.tokens)

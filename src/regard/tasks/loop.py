@@ -97,6 +97,10 @@ def train(run: Run, examples: Examples | None = None, watch: Watch | None = None
     The result is `done` when there is nothing left to do.
     """
     watch = watch or Unseen()
+    if run.shipped:
+        raise Trouble(
+            f"{run.folder.name}: comes with the package and is finished; regard train makes a run of your own"
+        )
     if examples is None:
         examples = gather(run.task, Sources.of(run.about["sources"]), run.recipe.seed)
     trainer = _Trainer(run, examples, watch)

@@ -46,7 +46,7 @@ class Run:
     run.json        what is needed to repeat it, and what it reached
     kit.json        labels and the like; tokenizer.json beside it
     checkpoints/    the last two, weights and optimizer, one file each
-    best.safetensors  the weights with the lowest held-out loss
+    best.safetensors  the weights with the lowest held-out loss; model.safetensors in what comes with the package
     log.jsonl       one line a step; tensorboard/ has the same
     """
 
@@ -138,11 +138,18 @@ class Run:
 
     def minutes(self) -> float:
         """That its steps took, all together."""
+        if self.shipped:
+            return self.about["results"]["minutes"]
         return sum(line.get("seconds", 0.0) for line in lines(self.folder / "log.jsonl")) / 60
+
+    @property
+    def shipped(self) -> bool:
+        """Whether it came with the package, where nothing is ever written."""
+        return self.folder.parent == EMBEDDED
 
     def model(self) -> tuple[nn.Module, int]:
         """The model with its best weights, ready to predict, and the step that they are of."""
-        path = self.folder / "best.safetensors"
+        path = self.folder / ("model.safetensors" if self.shipped else "best.safetensors")
         if path.exists():
             try:
                 weights, notes = load(path)
@@ -150,7 +157,9 @@ class Run:
                 raise Trouble(
                     f"{path}: cannot be read ({str(error).splitlines()[0]}); regard resume {self.folder} writes it anew"
                 ) from error
-            step = Progress(**json.loads(notes["progress"])).step
+            step = (
+                Progress(**json.loads(notes["progress"])).step if "progress" in notes else self.about["results"]["step"]
+            )
         else:
             found = self.latest()
             if found is None:
