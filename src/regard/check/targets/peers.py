@@ -169,6 +169,7 @@ def _flex() -> Target:
         "flex",
         flex_compiled,
         {
+            "empty": "not asked: without keys its kernel for CPUs divides by zero and ends the process (SIGFPE)",
             "dropout": "it has no dropout",
             "gradients": "FlexAttention cannot be differentiated on a CPU",
             "alignment": "its mask is a function of places: where it stands is said by the caller",
