@@ -80,7 +80,7 @@ class Tab:
         self.settled()
         return self.page.evaluate(
             """() => { const box = document.querySelector("canvas.plane").getBoundingClientRect();
-            return { x: box.left + 116, y: box.top + 96, width: box.width - 126, height: box.height - 106 } }"""
+            return { x: box.left + 116, y: box.top + 84, width: box.width - 126, height: box.height - 94 } }"""
         )
 
     def point(self, row: float, column: float, rows: float, columns: float) -> None:

@@ -48,13 +48,17 @@ def pooled(weights: Tensor, size: tuple[int, int]) -> Tensor:
 def add(
     document: Made, kind: str, layer: int, queries: str, keys: str, *, heads: int = 4, side: int = 4096, tops: int = 6,
     tops_of: int | None = None, found: tuple[tuple[int, str, float], ...] = (), sharpness: float = 2.0, width: int = 16,
+    features: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """An attention with random queries and keys; maps pooled to side x side, the strongest keys of some queries."""
+    """An attention with random queries and keys, or those of features; maps pooled to side x side; some top keys."""
     about = document.about
     Q, K = (len(about["streams"][name]["tokens"]) for name in (queries, keys))
     number = str(len(about["attentions"]))
     torch.manual_seed(int(number))
     q, k = sharpness * torch.randn(1, heads, Q, width), torch.randn(1, heads, K, width)
+    if features is not None:  # (Q, n): what is alike looks at what is alike, each head in its own way
+        q = k = features.float() @ torch.randn(heads, features.shape[1], width) * sharpness
+        q, k = q[None], k[None]
     attend = rg.Attention(mask=rg.causal() if kind == "decoder" else None)
     statistics = attend.statistics(q, k, top=min(tops, K), mass_on=[0])
     if side >= max(Q, K):
@@ -127,8 +131,11 @@ def picture(rows: int = 6, columns: int = 8) -> Made:
     hill = (y > 22 * rows + 3 * rows * np.sin(x / 30))[..., None]
     image = np.where(hill, [70, 120, 80], np.where(sun, [250, 220, 120], sky))
     document.about["image"] = {"stream": "patches", "href": png(image), "grid": [rows, columns], "first": 1}
+    patches = image.reshape(rows, 32, columns, 32, 3).mean((1, 3)).reshape(-1, 3) / 128 - 1
+    place = np.mgrid[0:rows, 0:columns].reshape(2, -1).T / max(rows, columns) - 0.5
+    features = torch.from_numpy(np.concatenate([np.zeros((1, 5)), np.concatenate([patches, 0.6 * place], 1)]))
     for layer in range(2):
-        add(document, "encoder", layer, "patches", "patches")
+        add(document, "encoder", layer, "patches", "patches", features=features, sharpness=1.6)
     return document
 
 

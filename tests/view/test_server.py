@@ -54,6 +54,7 @@ def test_the_page_is_live(client: TestClient) -> None:
     answer = client.get("/")
     assert answer.status_code == 200
     assert "data-live" in answer.text
+    assert '"text": "first text"' in answer.text  # what the text box begins with
     assert "access-control-allow-origin" not in answer.headers
     assert answer.headers["x-frame-options"] == "DENY"
 

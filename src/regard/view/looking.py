@@ -25,7 +25,7 @@ def look_at_text(model: nn.Module, tokenizer: Any, text: str) -> Record:
     writes = hasattr(model, "generate")
     if writes and hasattr(model, "encode"):
         return _translated(model, tokenizer, text)
-    ids = torch.tensor([tokenizer.encode(text).ids], device=next(model.parameters()).device)
+    ids = torch.tensor([_ids(tokenizer, text)], device=next(model.parameters()).device)
     if not ids.shape[1]:
         raise ValueError("the text has no tokens; write at least one word")
     with capture(model) as record:
@@ -42,8 +42,14 @@ def look_at_text(model: nn.Module, tokenizer: Any, text: str) -> Record:
     return record
 
 
+def _ids(tokenizer: Any, text: str) -> list[int]:
+    """Without padding, which many saved tokenizers add: it would be looked at, and shown."""
+    found = tokenizer.encode(text)
+    return [token for token, real in zip(found.ids, found.attention_mask, strict=True) if real]
+
+
 def _translated(model: Any, tokenizer: Any, text: str) -> Record:
-    ids = tokenizer.encode(text).ids
+    ids = _ids(tokenizer, text)
     if not ids or ids[-1] != model.config.stop:
         ids = [*ids, model.config.stop]
     source = torch.tensor([ids], device=next(model.parameters()).device)

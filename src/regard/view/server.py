@@ -7,6 +7,7 @@ import logging
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 import anyio
@@ -52,7 +53,7 @@ class Session:
     def __init__(self, look: Look, first: str, *, longest: int = 20_000, seconds: float = SECONDS) -> None:
         self.look, self.longest, self.seconds = look, longest, seconds
         self.busy = threading.Lock()
-        self.record = look(first)
+        self.record, self.text = look(first), first
 
     def run(self, text: str) -> Record:
         """Look at another text; windows are of this from now on."""
@@ -61,7 +62,7 @@ class Session:
         try:
             record = self.look(text)
             record.document  # noqa: B018  worked out here, where one waits for it
-            self.record = record
+            self.record, self.text = record, text
             return record
         finally:
             self.busy.release()
@@ -71,8 +72,11 @@ def application(session: Session, *, lang: str = "en", hosts: Sequence[str] = LO
     """The pages and the two questions that they ask: `api/run` and `api/window`."""
 
     async def home(request: Request) -> Response:
-        text = await _in_time(session, lambda: page(session.record.document, lang, live=True))
-        return HTMLResponse(text)
+        def written() -> str:
+            shown = session.record.document
+            return page(replace(shown, about=shown.about | {"text": session.text}), lang, live=True)
+
+        return HTMLResponse(await _in_time(session, written))
 
     async def run(request: Request) -> Response:
         asked = await _asked(request)

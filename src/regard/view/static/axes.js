@@ -2,17 +2,17 @@
 import { el } from "./dom.js";
 import { brief, number, short } from "./text.js";
 
-const GAP = 13; // pixels that a label needs
+const GAP = 9.5; // pixels that a label needs
 
 export function axes(field, view, size, level, palette, top) {
   const found = [];
   const down = size.height / (view.bottom - view.top);
   const across = size.width / (view.right - view.left);
   for (const [token, text, strong] of labels(view.top, view.bottom, down, field.rowText, field.rowMarks)) {
-    found.push({ x: -8, y: (token + 0.5 - view.top) * down, text, strong, size: 11, align: "right" });
+    found.push({ x: -8, y: (token + 0.5 - view.top) * down, text, strong, size: Math.min(11, Math.max(9.5, down)), align: "right" });
   }
   for (const [token, text, strong] of labels(view.left, view.right, across, field.columnText, field.columnMarks)) {
-    found.push({ x: (token + 0.5 - view.left) * across, y: -8, text, strong, size: 11, align: "left", turn: -55 });
+    found.push({ x: (token + 0.5 - view.left) * across, y: -8, text, strong, size: Math.min(11, Math.max(9.5, across)), align: "left", turn: -55 });
   }
   found.push({ x: -8, y: -12, text: field.corner, size: 11, align: "right", soft: true });
   const single = level.rows && level.rowEdges[1] - level.rowEdges[0] === 1 && level.columnEdges[1] - level.columnEdges[0] === 1;

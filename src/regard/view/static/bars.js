@@ -27,9 +27,9 @@ export function createHeader(app) {
   const text = el("textarea", { class: "text", rows: 2, spellcheck: "false" });
   const busy = el("span", { class: "busy", role: "status" });
   const live = el("div", { class: "live", hidden: true }, text, busy);
-  const run = debounced(() => app.run(text.value), 300);
+  const run = debounced(() => text.value.trim() && app.run(text.value), 300);
   text.addEventListener("input", () => {
-    busy.textContent = app.t("text.busy");
+    busy.textContent = text.value.trim() ? app.t("text.busy") : "";
     run();
   });
   let filled = false;
@@ -149,7 +149,7 @@ export function createControls(app) {
       order.title = t(state.down ? "descending" : "ascending");
       order.setAttribute("aria-label", order.title);
       const roles = [...new Set(app.attentions().flatMap(({ found }) => (found ?? []).map(({ name }) => name)))].sort();
-      named.set(t("named"), [["", t("named.all")], ...roles.map((name) => [name, role(t, name)])], state.named);
+      named.set(t("named"), [["", t("named.all")], ...roles.map((name) => [name, role(t, { name })])], state.named);
       const layers = [...new Set(app.attentions().map(({ layer: n }) => n))];
       only.set(t("only"), [["", t("only.all")], ...layers.map((n) => [String(n), `${t("layer")} ${n}`])], state.only);
       const entries = app.heads().length;

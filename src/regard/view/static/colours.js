@@ -55,7 +55,7 @@ function build(theme) {
     index,
     at: (share) => `rgb(${bytes[Math.round(255 * Math.min(1, Math.max(0, share)))].join(" ")})`,
     css: (value, most) => `rgb(${bytes[index(value, most)].join(" ")})`,
-    ink: (value, most) => (index(value, most) > 120 === (theme === "light") ? "#ffffff" : "#0d1018"),
+    ink: (value, most) => (theme === "light" ? index(value, most) > 115 : index(value, most) < 155) ? "#ffffff" : "#0d1018",
     bytes: (value, most) => bytes[index(value, most)],
   };
 }

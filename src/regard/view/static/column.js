@@ -86,7 +86,11 @@ export function createList(on) {
   const space = el("div", { class: "list-space" }, column.element);
   const element = el("div", { class: "list", tabindex: "-1" }, space);
   let shown = null;
-  const draw = () => shown && column.render({ ...shown, scroll: element.scrollTop, height: element.clientHeight });
+  const draw = () => {
+    if (!shown) return;
+    column.element.style.height = `${element.clientHeight}px`;
+    column.render({ ...shown, scroll: element.scrollTop, height: element.clientHeight });
+  };
   element.addEventListener("scroll", draw);
   new ResizeObserver(draw).observe(element);
   const list = {

@@ -50,7 +50,7 @@ export function headsView(app) {
       thumbs.set(key, button);
     }
     const button = thumbs.get(key);
-    const names = entry.found.map(({ name }) => role(app.t, name));
+    const names = entry.found.map((one) => role(app.t, one));
     button.regardHead = entry;
     button.children[1].textContent = `${entry.attention.layer}·${entry.head}`;
     button.children[2].textContent =
@@ -68,7 +68,7 @@ export function headsView(app) {
     const { t } = app;
     app.tip.show(event.clientX, event.clientY, [
       [t("heads.one", { layer: entry.attention.layer, head: entry.head }), null],
-      ...entry.found.map(({ name, score }) => [role(t, name), null, brief(score)]),
+      ...entry.found.map((one) => [role(t, one), null, brief(one.score)]),
       ...["entropy", "distance", "max_logit", "sink"].map((name) => [t(name), null, brief(entry[name])]),
     ], entry.attention.name);
   }
@@ -103,16 +103,18 @@ export function headsView(app) {
       grid.style.setProperty("--across", byLayer && !state.named ? widest : Math.min(widest, 12));
       const nodes = [];
       let layer = null;
+      let row = null;
       shown = [];
       for (const entry of entries) {
         if (byLayer && entry.attention.id !== layer) {
           layer = entry.attention.id;
-          nodes.push(el("div", { class: "heads-layer", role: "rowheader", text: entry.attention.layer, title: entry.attention.name }));
-          nodes.push(el("div", { class: "heads-row", role: "row" }));
+          const header = el("div", { class: "heads-layer", role: "rowheader", text: entry.attention.layer, title: entry.attention.name });
+          row = el("div", { class: "heads-row", role: "presentation" });
+          nodes.push(el("div", { class: "heads-line", role: "row" }, header, row));
         }
-        if (!byLayer && !nodes.length) nodes.push(el("div", { class: "heads-row heads-flow", role: "row" }));
+        if (!byLayer && !row) nodes.push((row = el("div", { class: "heads-row heads-flow", role: "row" })));
         shown.push(thumb(entry));
-        nodes.at(-1).append(shown.at(-1));
+        row.append(shown.at(-1));
       }
       grid.replaceChildren(...nodes);
       if (shown.length && !shown.some((button) => button.tabIndex === 0)) shown[0].tabIndex = 0;
@@ -138,7 +140,7 @@ export function headsView(app) {
         const [x, y] = [12 + (n % across) * 108, 12 + Math.floor(n / across) * 124];
         drawing.append(
           svg("image", { x, y, width: 100, height: 100, href: canvas.toDataURL(), preserveAspectRatio: "none", "image-rendering": "pixelated" }),
-          svg("text", { x, y: y + 113, "font-size": 10, text: `${attention.layer}·${head} ${found[0] ? role(app.t, found[0].name) : ""}` }),
+          svg("text", { x, y: y + 113, "font-size": 10, text: `${attention.layer}·${head} ${found[0] ? role(app.t, found[0]) : ""}` }),
         );
       }
       return drawing;

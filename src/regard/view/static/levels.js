@@ -80,3 +80,31 @@ export function parts(from, to, size) {
   if (middle < to) found.push([middle, to, 1]);
   return found;
 }
+
+// A level from the answers to such parts, asked for one after the other.
+export async function stitched(fetch, rows, columns) {
+  const rowEdges = [rows[0][0]];
+  const columnEdges = [columns[0][0]];
+  const bands = [];
+  for (const [from, to, count] of rows) {
+    const row = [];
+    for (const [left, right, across] of columns) row.push(await fetch([from, to], [left, right], [count, across]));
+    bands.push(row);
+    rowEdges.push(...row[0].rowEdges.slice(1));
+  }
+  for (const part of bands[0]) columnEdges.push(...part.columnEdges.slice(1));
+  const whole = { rows: rowEdges.length - 1, columns: columnEdges.length - 1, rowEdges: Int32Array.from(rowEdges), columnEdges: Int32Array.from(columnEdges) };
+  const data = new Float32Array(whole.rows * whole.columns);
+  let down = 0;
+  for (const row of bands) {
+    let across = 0;
+    for (const part of row) {
+      for (let i = 0; i < part.rows; i++) {
+        data.set(part.data.subarray(i * part.columns, (i + 1) * part.columns), (down + i) * whole.columns + across);
+      }
+      across += part.columns;
+    }
+    down += row[0].rows;
+  }
+  return { ...whole, data };
+}

@@ -1,10 +1,13 @@
 // What a token looks at and who looks at it, as well as the source knows: every weight, or the top keys only.
 import { find } from "./levels.js";
 
+const PIECE = 4096;
+
 // {all: weights or null, top: [[token, weight], ...] descending}. `all` is null where only the top is known.
 export function createLook(source, remembered = 64) {
   const rows = new Map();
   const inverse = new Map();
+  let gone = false; // whether a live source failed to answer
 
   function remember(key, make) {
     if (!rows.has(key)) {
@@ -34,16 +37,28 @@ export function createLook(source, remembered = 64) {
     return { keys: keys.data, weights: weights.data, only: only?.data, count, width, at, place };
   }
 
+  // A whole row or column of single weights, asked for in pieces that a server answers.
+  async function line(length, question) {
+    const all = new Float32Array(length);
+    const pieces = Array.from({ length: Math.ceil(length / PIECE) }, (_, n) => [n * PIECE, Math.min(length, (n + 1) * PIECE)]);
+    try {
+      await Promise.all(pieces.map(async ([from, to]) => all.set((await source.window(question(from, to))).data, from)));
+    } catch (error) {
+      gone = true; // from now on what the document holds is shown: its top keys
+      throw error;
+    }
+    return all;
+  }
+
   async function row(attention, head, query) {
     if (attention.exact) {
       const { data, columns } = await source.level(attention, head);
       const all = data.subarray(query * columns, (query + 1) * columns);
       return { all, top: ranked(all) };
     }
-    if (source.live) {
-      const asked = { attention, head, rows: [query, query + 1], columns: [0, attention.K], size: [1, attention.K] };
-      const { data } = await source.window(asked);
-      return { all: data, top: ranked(data) };
+    if (source.live && !gone) {
+      const all = await line(attention.K, (from, to) => ({ attention, head, rows: [query, query + 1], columns: [from, to], size: [1, to - from] }));
+      return { all, top: ranked(all) };
     }
     const known = await tops(attention, head);
     const place = known ? known.place(query) : -1;
@@ -61,10 +76,9 @@ export function createLook(source, remembered = 64) {
       const all = Float32Array.from({ length: count }, (_, i) => data[i * columns + key]);
       return { all, top: ranked(all) };
     }
-    if (source.live) {
-      const asked = { attention, head, rows: [0, attention.Q], columns: [key, key + 1], size: [attention.Q, 1] };
-      const { data } = await source.window(asked);
-      return { all: data, top: ranked(data) };
+    if (source.live && !gone) {
+      const all = await line(attention.Q, (from, to) => ({ attention, head, rows: [from, to], columns: [key, key + 1], size: [to - from, 1] }));
+      return { all, top: ranked(all) };
     }
     const index = await lookers(attention, head);
     return { all: null, top: index?.get(key) ?? [] };
@@ -148,6 +162,7 @@ export function createLook(source, remembered = 64) {
     spread,
     forget() {
       rows.clear();
+      gone = false;
       inverse.clear();
     },
   };

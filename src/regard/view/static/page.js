@@ -13,7 +13,16 @@ function load(name) {
 
 async function post(path, body) {
   const answer = await fetch(path, { method: "POST", headers: { "Content-Type": "application/json" }, body: JSON.stringify(body) });
-  if (!answer.ok) throw new Error((await answer.text()).slice(0, 200) || `${answer.status}`);
+  if (!answer.ok) {
+    const said = await answer.text();
+    let reason = said;
+    try {
+      reason = JSON.parse(said).error ?? said;
+    } catch {
+      // not every server answers in JSON
+    }
+    throw new Error(reason.slice(0, 200) || `${answer.status}`);
+  }
   return answer;
 }
 

@@ -1,13 +1,14 @@
 // A matrix of weights that is zoomed and read: canvas, axes, tooltip, keys. Knows nothing of heads or layers.
 import { axes, legend } from "./axes.js";
 import { debounced, el, framed, svg } from "./dom.js";
-import { cut, find, joined, most, parts } from "./levels.js";
+import { cut, find, joined, most, parts, stitched } from "./levels.js";
 import { createPanel } from "./panel.js";
+import { raster } from "./raster.js";
 import { isolated, number, short, span } from "./text.js";
 import { createWindow } from "./window.js";
 
 const LEFT = 116;
-const TOP = 96;
+const TOP = 84;
 const EDGE = 10;
 const CELLS = 192; // along a side that are asked of a live source at once
 
@@ -346,52 +347,4 @@ function covers(level, view, cell) {
     // far more cells than pixels: a coarser level is drawn instead
     (view.bottom - view.top) / level.cell <= 4 * CELLS
   );
-}
-
-async function stitched(fetch, rows, columns) {
-  const rowEdges = [rows[0][0]];
-  const columnEdges = [columns[0][0]];
-  const bands = [];
-  for (const [from, to, count] of rows) {
-    const row = [];
-    for (const [left, right, across] of columns) row.push(await fetch([from, to], [left, right], [count, across]));
-    bands.push(row);
-    rowEdges.push(...row[0].rowEdges.slice(1));
-  }
-  for (const part of bands[0]) columnEdges.push(...part.columnEdges.slice(1));
-  const whole = { rows: rowEdges.length - 1, columns: columnEdges.length - 1, rowEdges: Int32Array.from(rowEdges), columnEdges: Int32Array.from(columnEdges) };
-  const data = new Float32Array(whole.rows * whole.columns);
-  let down = 0;
-  for (const row of bands) {
-    let across = 0;
-    for (const part of row) {
-      for (let i = 0; i < part.rows; i++) {
-        data.set(part.data.subarray(i * part.columns, (i + 1) * part.columns), (down + i) * whole.columns + across);
-      }
-      across += part.columns;
-    }
-    down += row[0].rows;
-  }
-  return { ...whole, data };
-}
-
-// Every pixel gets the colour of the cell that it lies in.
-function raster(level, view, width, height, palette, top) {
-  const image = new ImageData(Math.max(1, width), Math.max(1, height));
-  const pixels = new Uint32Array(image.data.buffer);
-  const colours = Uint32Array.from(level.data, (value) => palette.pixels[palette.index(value, top)]);
-  const across = spots(level.columnEdges, view.left, view.right, image.width);
-  const down = spots(level.rowEdges, view.top, view.bottom, image.height);
-  for (let y = 0; y < image.height; y++) {
-    if (y && down[y] === down[y - 1]) {
-      pixels.copyWithin(y * image.width, (y - 1) * image.width, y * image.width);
-      continue;
-    }
-    for (let x = 0; x < image.width; x++) pixels[y * image.width + x] = colours[down[y] * level.columns + across[x]];
-  }
-  return image;
-}
-
-function spots(edges, from, to, pixels) {
-  return Int32Array.from({ length: pixels }, (_, n) => find(edges, Math.floor(from + ((n + 0.5) / pixels) * (to - from))));
 }

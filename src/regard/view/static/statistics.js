@@ -56,7 +56,7 @@ export function statisticsView(app) {
         pointermove: (event) => app.tip.show(event.clientX, event.clientY, [
           [t("heads.one", { layer: entry.attention.layer, head: entry.head }), null],
           ...STATISTICS.map((name) => [t(name), null, number(entry[name])]),
-          ...entry.found.map(({ name, score }) => [role(t, name), null, brief(score)]),
+          ...entry.found.map((one) => [role(t, one), null, brief(one.score)]),
         ]),
         pointerleave: () => app.tip.hide(),
       },
@@ -78,13 +78,13 @@ export function statisticsView(app) {
       rows.length
         ? el("table", { class: "roles" },
             el("thead", {}, el("tr", {}, ["role", "layer", "head", "score"].map((name) => el("th", { scope: "col", text: t(name) })))),
-            el("tbody", {}, rows.slice(0, 200).map(({ name, score, entry }) =>
+            el("tbody", {}, rows.slice(0, 200).map(({ entry, ...one }) =>
               el("tr", {},
                 el("td", {}, el("button", {
-                  type: "button", class: "link", text: role(t, name),
+                  type: "button", class: "link", text: role(t, one),
                   on: { click: () => app.set({ view: "map", attention: entry.attention.id, head: entry.head, rows: null, columns: null }) },
                 })),
-                el("td", { text: entry.attention.layer }), el("td", { text: entry.head }), el("td", { text: brief(score) }),
+                el("td", { text: entry.attention.layer }), el("td", { text: entry.head }), el("td", { text: brief(one.score) }),
               ))))
         : el("p", { class: "muted", text: t("found.none") }),
     );

@@ -143,6 +143,7 @@ export function tokensView(app) {
     const spot = focusSpot();
     const scroll = scroller.scrollTop;
     const height = scroller.clientHeight;
+    stage.style.height = `${height}px`;
     const shades = (found) => {
       const known = new Map(found?.top ?? []);
       const largest = found?.top[0]?.[1] ?? 1;

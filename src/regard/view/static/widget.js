@@ -2,6 +2,8 @@
 import { start } from "./app.js";
 import { createSource } from "./source.js";
 
+const PATIENCE = 15_000; // milliseconds; a saved notebook has no kernel
+
 function bytesOf(view) {
   return new Uint8Array(view.buffer, view.byteOffset, view.byteLength);
 }
@@ -26,6 +28,9 @@ function kernel(model) {
       new Promise((resolve, reject) => {
         const id = ++last;
         waiting.set(id, { resolve, reject });
+        setTimeout(() => {
+          if (waiting.delete(id)) reject(new Error("the kernel does not answer"));
+        }, PATIENCE);
         model.send({ id, kind: "window", ...asked });
       }),
     stop: () => model.off("msg:custom", answered),

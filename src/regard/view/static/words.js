@@ -8,8 +8,9 @@ export function translator(language) {
   return (key, values = {}) => (known[key] ?? WORDS.en[key] ?? key).replace(/\{(\w+)\}/g, (_, name) => values[name] ?? "");
 }
 
-// Roles come from the document: one that the dictionary does not know keeps its name.
-export function role(t, name) {
+// Roles come from the document: one that the dictionary does not know keeps its name. A positional head has an offset.
+export function role(t, { name, offset }) {
   const found = t(`role.${name}`);
-  return found === `role.${name}` ? name : found;
+  const shown = found === `role.${name}` ? name : found;
+  return Number.isFinite(offset) ? `${shown} ${offset > 0 ? "+" : offset < 0 ? "−" : ""}${Math.abs(offset)}` : shown;
 }

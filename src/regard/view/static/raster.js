@@ -1,0 +1,23 @@
+// A level as pixels.
+import { find } from "./levels.js";
+
+// Every pixel gets the colour of the cell that it lies in.
+export function raster(level, view, width, height, palette, top) {
+  const image = new ImageData(Math.max(1, width), Math.max(1, height));
+  const pixels = new Uint32Array(image.data.buffer);
+  const colours = Uint32Array.from(level.data, (value) => palette.pixels[palette.index(value, top)]);
+  const across = spots(level.columnEdges, view.left, view.right, image.width);
+  const down = spots(level.rowEdges, view.top, view.bottom, image.height);
+  for (let y = 0; y < image.height; y++) {
+    if (y && down[y] === down[y - 1]) {
+      pixels.copyWithin(y * image.width, (y - 1) * image.width, y * image.width);
+      continue;
+    }
+    for (let x = 0; x < image.width; x++) pixels[y * image.width + x] = colours[down[y] * level.columns + across[x]];
+  }
+  return image;
+}
+
+function spots(edges, from, to, pixels) {
+  return Int32Array.from({ length: pixels }, (_, n) => find(edges, Math.floor(from + ((n + 0.5) / pixels) * (to - from))));
+}

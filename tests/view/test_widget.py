@@ -1,0 +1,147 @@
+"""The viewer in a notebook: what the kernel sends, and the front end that runs on it."""
+
+from __future__ import annotations
+
+import base64
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from regard.view.page import bundle, packed, static
+from tests.view.browser import Tab
+from tests.view.documents import Made, long, pooled
+
+pytest.importorskip("anywidget", reason="pip install 'regard[view]' brings anywidget")
+
+from regard.view.widget import Viewer
+
+
+@pytest.fixture(scope="module")
+def document() -> Made:
+    return long(200, 1, 2, side=25, tops=4)
+
+
+def record(document: Made) -> Any:
+    return SimpleNamespace(document=document, window=document.window)
+
+
+@pytest.fixture
+def sent(monkeypatch: pytest.MonkeyPatch) -> list[tuple]:
+    messages: list[tuple] = []
+    monkeypatch.setattr(Viewer, "send", lambda self, content, buffers=None: messages.append((content, buffers)))
+    return messages
+
+
+def test_the_widget_carries_the_document(document: Made) -> None:
+    viewer = Viewer(record(document), lang="zh")
+    assert viewer._about["title"] == "200 tokens"
+    assert viewer._arrays["0-maps"]["shape"] == [2, 25, 25]
+    assert viewer._lang == "zh"
+    assert "export default" in str(viewer._esm)
+    assert ".regard" in str(viewer._css)
+
+
+def test_a_window_is_answered_with_its_weights(document: Made, sent: list) -> None:
+    viewer = Viewer(record(document))
+    asked = {
+        "id": 7,
+        "kind": "window",
+        "attention": "0",
+        "head": 1,
+        "rows": [10, 14],
+        "columns": [0, 200],
+        "size": [4, 50],
+    }
+    viewer._handle_custom_msg(asked, [])
+    (content, buffers), *rest = sent
+    assert content == {"id": 7, "rows": 4, "columns": 50}
+    assert rest == []
+    found = np.frombuffer(buffers[0], "<f4").reshape(4, 50)
+    np.testing.assert_allclose(found, pooled(document.weights["0"][1:2, 10:14], (4, 50))[0], rtol=1e-5)
+
+
+def test_a_question_that_fails_is_answered_too(document: Made, sent: list) -> None:
+    viewer = Viewer(record(document))
+    viewer._handle_custom_msg({"id": 1, "kind": "window", "attention": "none"}, [])
+    viewer._handle_custom_msg({"id": 2, "kind": "other"}, [])
+    assert len(sent) == 1
+    assert sent[0][0]["id"] == 1
+    assert "KeyError" in sent[0][0]["error"]
+
+
+def test_a_language_that_is_not_there_is_refused(document: Made) -> None:
+    with pytest.raises(ValueError, match="lang must be one of"):
+        Viewer(record(document), lang="fr")
+
+
+HOST = """<!doctype html><meta charset="utf-8"><style>STYLE</style><div id="cell"></div><script type="module">
+const state = STATE;
+for (const array of Object.values(state._arrays)) {
+  array.data = new DataView(Uint8Array.from(atob(array.data), (letter) => letter.charCodeAt(0)).buffer);
+}
+let answer = null;
+const model = {
+  get: (name) => state[name],
+  on: (name, listener) => { if (name === "msg:custom") answer = listener },
+  off: () => { answer = null },
+  async send(asked) {
+    const reply = await window.kernel(JSON.stringify(asked));
+    const bytes = Uint8Array.from(atob(reply.data), (letter) => letter.charCodeAt(0));
+    answer({ id: asked.id, rows: reply.rows, columns: reply.columns }, [new DataView(bytes.buffer)]);
+  },
+};
+const url = URL.createObjectURL(new Blob([ESM], { type: "text/javascript" }));
+const widget = (await import(url)).default;
+window.cleanup = await widget.render({ model, el: document.getElementById("cell") });
+</script>"""
+
+
+def test_the_front_end_reads_single_weights_from_the_kernel(browser: Any, document: Made, tmp_path: Path) -> None:
+    arrays = {}
+    for name, array in document.arrays.items():
+        dtype, shape, data = packed(array)
+        arrays[name] = {"dtype": dtype, "shape": shape, "data": base64.b64encode(data).decode()}
+    state = {"_about": document.about, "_arrays": arrays, "_lang": "en", "_live": True}
+    text = HOST.replace("STYLE", static("style.css")).replace("STATE", json.dumps(state))
+    (tmp_path / "cell.html").write_text(text.replace("ESM", json.dumps(bundle("widget"))), "utf-8")
+    asked = []
+
+    def kernel(message: str) -> dict:
+        question = json.loads(message)
+        asked.append(question)
+        found = document.window(
+            question["attention"], question["head"], rows=question["rows"], columns=question["columns"],
+            size=question["size"],
+        )  # fmt: skip
+        data = base64.b64encode(np.ascontiguousarray(found, "<f4").tobytes()).decode()
+        return {"data": data, "rows": found.shape[0], "columns": found.shape[1]}
+
+    opened = Tab(browser)
+    opened.page.expose_function("kernel", kernel)
+    opened.open((tmp_path / "cell.html").as_uri())
+    opened.page.click("[data-view=map]")
+    opened.point(100, 50, 200, 200)
+    for _ in range(12):
+        opened.page.mouse.wheel(0, -250)
+        opened.settled()
+    opened.page.wait_for_timeout(300)
+    plot = opened.plot()
+    opened.page.mouse.move(plot["x"] + plot["width"] / 2 + 3, plot["y"] + plot["height"] / 4)
+    tip = opened.tip()
+    query, key = (int(tip.split(word)[1].split()[0]) for word in ("Query ", "Key "))
+    weight = document.weights["0"][0, query, key].item()
+    assert abs(float(tip.split("Weight")[1].split()[0]) - weight) < 1e-4
+    assert any(one["size"] == [one[axis][1] - one[axis][0] for axis in ("rows", "columns")] for one in asked)
+    opened.page.click("[data-view=tokens]")
+    opened.page.hover(".column-query .row >> nth=4")
+    opened.page.wait_for_selector(".panel-key")
+    best = opened.texts(".panel-key .panel-row .row-value")
+    assert len(best) == 14  # more than the four top keys that the document holds
+    assert abs(float(best[13]) - document.weights["0"][0, 4].sort(descending=True).values[13].item()) < 1e-4
+    opened.page.evaluate("() => window.cleanup()")
+    opened.context.close()
+    assert opened.trouble == []
