@@ -218,7 +218,13 @@ def mask(
     shares /= torch.bincount(across)
     ax = _axes(ax, (4.5, 4.5 * min(2, max(0.5, queries / keys))))
     ax.imshow(
-        shares, cmap="Blues", vmin=0, vmax=1, extent=(0, keys, queries, 0), interpolation="nearest", aspect="auto"
+        shares.numpy(),
+        cmap="Blues",
+        vmin=0,
+        vmax=1,
+        extent=(0, keys, queries, 0),
+        interpolation="nearest",
+        aspect="auto",
     )
     ax.set(xlabel="key", ylabel="query")
     title = repr(pattern)
