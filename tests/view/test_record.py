@@ -88,6 +88,19 @@ def test_a_window_of_too_many_weights_is_read_from_a_map(monkeypatch: pytest.Mon
     )
 
 
+@pytest.mark.parametrize("count", [64, 60])
+def test_a_small_map_of_much_leaves_the_one_that_windows_are_read_from(
+    monkeypatch: pytest.MonkeyPatch, count: int
+) -> None:
+    monkeypatch.setattr(seen, "DIRECT", 8)
+    monkeypatch.setattr(seen, "CELLS", 16)
+    query = torch.randn(1, 2, count, 8)
+    one, weights = attended(rg.Attention(), query).attentions[0], rg.Attention().weights(query, query)[0]
+    part = count // 4
+    close(one.map((4, 4)), weights.reshape(2, 4, part, 4, part).sum(-1).mean(2))
+    assert (16, 16, 0) in one._maps
+
+
 def test_statistics_are_those_of_the_description(pair: tuple[Record, torch.Tensor]) -> None:
     record, weights = pair
     found = record.statistics["Attends"]
