@@ -63,6 +63,11 @@ RESULTS = (
         low=True,
     ),
     Result(
+        "fashion", "Fashion-MNIST (Debian's dataset-fashion-mnist), official test images", "accuracy",
+        "images --data {runs}/fashion-mnist --held 4000 --flip --shift 1", 0.9,
+    ),
+    Result("digits", "scenes of MNIST digits (examples/digit_scenes.py)", "ap50", "detect --data {runs}/scenes", 0.9),
+    Result(
         "imdb", "IMDB, official split, fine-tuned from MiniLM", "accuracy",
         "classify --data {runs}/imdb/train.csv --test {runs}/imdb/test.csv --held 1000 --start {minilm} --cut "
         "--longest 384 --rate 1e-4 --dropout 0.1 --steps 1800 --warmup 100 --tokens 4096 --evaluate-every 300",

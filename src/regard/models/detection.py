@@ -26,7 +26,7 @@ class DetrConfig:
     hidden: width within the feed-forward parts. decoder_layers: as many as layers unless told otherwise.
     attention_dropout: of the weights, dropout unless told otherwise.
     anchors: every query stands at a point of the image, first on a grid, and looks and tells its box from there; it
-        learns to find things many times faster than free queries, which DETR has.
+        is meant to find things after fewer steps than free queries, which DETR has.
 
     >>> from regard.models.detection import DetrConfig
     >>> DetrConfig().backbone.depths

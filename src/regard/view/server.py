@@ -50,7 +50,7 @@ class Refused(Exception):
 class Session:
     """The record that is shown. One text is looked at at a time."""
 
-    def __init__(self, look: Look, first: str, *, longest: int = 20_000, seconds: float = SECONDS) -> None:
+    def __init__(self, look: Look, first: str, *, longest: int = 250_000, seconds: float = SECONDS) -> None:
         self.look, self.longest, self.seconds = look, longest, seconds
         self.busy = threading.Lock()
         self.record, self.text = look(first), first
