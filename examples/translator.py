@@ -28,7 +28,7 @@ Trained on the {train:,} pairs of Tatoeba (CC-BY 2.0, tatoeba.org and manythings
     {command}
     python examples/translator.py runs/en-fr src/regard/tasks/embedded/en-fr
 
-with torch {torch}, {threads} thread, {date}; {minutes:.0f} minutes on one core.
+with torch {torch}, {threads} thread, {date}; {minutes:.0f} minutes of one core.
 
 On {sentences:,} English sentences that were held out, {pairs:,} pairs (step {step} of {steps}, beam {beam}):
 
@@ -49,7 +49,7 @@ def main(run: Path, out: Path) -> None:
         shutil.copyfile(run / name, out / name)
     model, step = Run.open(run).model()
     save(model.half(), out)  # config.json and model.safetensors: `regard.load` reads the folder too
-    about["command"] = ["regard", *about["command"][1:]]
+    about["command"] = ["regard", *about["command"][1:-1], "runs/en-fr"]
     (out / "run.json").write_text(json.dumps(about, indent=1, ensure_ascii=False))
     results, options = about["results"], about["options"]
     (copied,) = results["baselines"].values()
@@ -57,7 +57,7 @@ def main(run: Path, out: Path) -> None:
         **{name: options[name] for name in ("layers", "width", "heads", "vocabulary", "beam")},
         parameters=sum(weight.numel() for weight in model.parameters()) / 1e6,
         train=results["trained_on"], sentences=about["sources"]["held"], pairs=results["held_out"],
-        command=" ".join(about["command"][:-1]) + " runs/en-fr", torch=about["machine"]["torch"],
+        command=" ".join(about["command"]), torch=about["machine"]["torch"],
         threads=about["machine"]["threads"], date=about["began"][:10], minutes=results["minutes"], step=step,
         steps=about["recipe"]["steps"],
         rows="\n".join(f"| {name} | {value:.1f} | {copied[name]:.1f} |" for name, value in results["figures"].items()),
