@@ -10,6 +10,9 @@ namespace regard::REGARD_ISA {
 // is lower, however far down a row lies.
 template <class T> constexpr T no_peak = std::numeric_limits<T>::lowest();
 
+// Beyond this an integer peak costs digits.
+template <class T> constexpr T far_peak = T(1 << 20);
+
 // Arrays with one number for each row of a strip are read and written in whole vectors.
 template <class T> constexpr int strip_lanes = (MR + lanes<T> - 1) / lanes<T> * lanes<T>;
 
@@ -37,13 +40,10 @@ template <class T, class F> REGARD_INLINE Vec<T> weigh(T* x, int64_t lo, int64_t
   return left + right;
 }
 
-// The same for peaks of any size.
-template <class T, int stride>
-__attribute__((noinline, cold)) void weigh_wild(T* s, int64_t lo, int64_t hi, const T* peak, Vec<T>* sums, T* alpha) {
-  for (int r = 0; r < MR; ++r) {
-    const Vec<T> top = broadcast(greatest(peak[r], no_peak<T>));
-    sums[r] = sums[r] * alpha[r] + weigh(s + r * stride, lo, hi, [&](Vec<T> x) __attribute__((always_inline)) { return exp2(x - top); });
-  }
+// x[c] = 2^(x[c] - peak), for a peak of any size; adds the weights to sums.
+template <class T> __attribute__((noinline, cold)) void weigh_wild(T* x, int64_t lo, int64_t hi, T peak, Vec<T>& sums) {
+  const Vec<T> top = broadcast(greatest(peak, no_peak<T>));
+  sums += weigh(x, lo, hi, [&](Vec<T> x) __attribute__((always_inline)) { return exp2(x - top); });
 }
 
 // s[r][lo..hi) are logits and become 2^(logit - peak[r]) for the new peak; sums[r] gathers them lane by lane and alpha[r]
@@ -55,7 +55,6 @@ __attribute__((noinline)) void softmax_strip(T* s, int64_t lo, int64_t hi, T* pe
   using V = Vec<T>;
   constexpr int L = lanes<T>;
   T zero[strip_lanes<T>];
-  IntVec<T> wild{};
   REGARD_UNROLL
   for (int group = 0; group < MR; group += L) {
     V x[L];
@@ -71,18 +70,20 @@ __attribute__((noinline)) void softmax_strip(T* s, int64_t lo, int64_t hi, T* pe
     }
     const V old = load(peak + group), now = (max(old, max_of_each<T>(x)) + rounder<T>) - rounder<T>;
     const auto none = now == T(-infinity);
-    const V safe = select(none, V{}, now);
-    wild |= ~(absolute(safe) <= T(1 << 20));
     store(peak + group, now);
-    store(zero + group, safe);
+    store(zero + group, select(none, V{}, now));
     store(alpha + group, exp2(old - max(now, broadcast(no_peak<T>))));
   }
-  if (any_lane(wild)) return weigh_wild<T, stride>(s, lo, hi, peak, sums, alpha);
   REGARD_UNROLL
   for (int r = 0; r < MR; ++r) {
+    sums[r] *= alpha[r];
+    // Each row decides for itself: rows that are not in use hold anything, and must not change the digits of others.
+    if (!(zero[r] >= -far_peak<T> && zero[r] <= far_peak<T>)) {
+      weigh_wild<T>(s + r * stride, lo, hi, peak[r], sums[r]);
+      continue;
+    }
     const V least = broadcast(zero[r] + least_exponent<T>), round = broadcast(rounder<T> - zero[r]);
-    sums[r] = sums[r] * alpha[r] +
-              weigh(s + r * stride, lo, hi, [&](V x) __attribute__((always_inline)) { return exp2_above(x, least, round); });
+    sums[r] += weigh(s + r * stride, lo, hi, [&](V x) __attribute__((always_inline)) { return exp2_above(x, least, round); });
   }
 }
 

@@ -343,7 +343,7 @@ def test_a_wrong_call_says_what_is_wrong(wrong: Callable[[], Any], kind: type[Ex
     with pytest.raises(kind) as caught:
         wrong()
     message = str(caught.value)
-    assert type(caught.value) is kind
+    assert isinstance(caught.value, kind)
     assert [word for word in words if word not in message] == [], message
 
 

@@ -196,7 +196,8 @@ def test_a_toy_problem_is_learned_and_told_with_boxes_and_scores(trained: tuple[
     baselines = run.task.baselines(run.kit, examples.train, examples.test)
     assert figures["ap50"] > 0.25  # a few seconds of training
     assert figures["ap50"] > 3 * baselines["most frequent boxes"]["ap50"]
-    assert baselines["connected pieces, nearest mean"]["ap50"] > 0.9  # bright on dark: that is all there is to it
+    # it finds every box, but pieces of one brightness are all alike to it: what it says is one of the two classes
+    assert 0.25 < baselines["connected pieces, nearest mean"]["ap50"] < 0.75
     made = list(run.task.predict(model, run.kit, [Row("one", row.values[:1]) for row in examples.test], Bad()))
     right = 0
     for row, each in zip(examples.test, made, strict=True):

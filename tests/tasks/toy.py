@@ -26,13 +26,13 @@ def sentences(count: int, seed: int = 1) -> list[str]:
     return found
 
 
-def texts(folder: Path, count: int = 200) -> str:
+def texts(folder: Path, count: int = 60) -> str:
     path = folder / "texts.txt"
     path.write_text("".join(f"{line}\n" for line in sentences(count)))
     return str(path)
 
 
-def pairs(folder: Path, count: int = 120) -> str:
+def pairs(folder: Path, count: int = 160) -> str:
     """Translations: every word backwards."""
     path = folder / "pairs.tsv"
     lines = [f"{line}\t{' '.join(word[::-1] for word in line.split())}\n" for line in sentences(count)]
@@ -48,7 +48,7 @@ def classes(folder: Path, count: int = 120) -> str:
     return str(path)
 
 
-DATA = {"classify": classes, "embed": pairs, "language": texts, "masked": texts, "translate": pairs}
+DATA = {"classify": classes, "embed": pairs, "language": lambda folder: texts(folder, 200), "masked": texts, "translate": pairs}
 
 
 def small(name: str, **options: Any) -> Task:
@@ -59,7 +59,7 @@ def begun(folder: Path, name: str = "masked", *, options: dict[str, Any] | None 
     """A run that is made and not yet trained, in `folder / "run"`."""
     task = small(name, **(options or {}))
     known = {"steps": 8, "tokens": 120, "warmup": 2, "evaluate_every": 4, "save_every": 3, "ema": 0.9} | recipe
-    run, _ = begin(folder / "run", task, replace(task.recipe, **known), Sources((DATA[name](folder),), held=8))
+    run, _ = begin(folder / "run", task, replace(task.recipe, **known), Sources((DATA[name](folder),), held=12))
     return run
 
 
