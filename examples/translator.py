@@ -28,7 +28,7 @@ Trained on the {train:,} pairs of Tatoeba (CC-BY 2.0, tatoeba.org and manythings
     {command}
     python examples/translator.py runs/en-fr src/regard/tasks/embedded/en-fr
 
-with torch {torch}, {threads} thread, {date}; {minutes:.0f} minutes on one core of a machine that did other work meanwhile.
+with torch {torch}, {threads} thread, {date}; {minutes:.0f} minutes on one core of a busy machine.
 
 On {sentences:,} English sentences that were held out, {pairs:,} pairs (step {step} of {steps}, beam {beam}):
 

@@ -48,7 +48,13 @@ def classes(folder: Path, count: int = 120) -> str:
     return str(path)
 
 
-DATA = {"classify": classes, "embed": pairs, "language": lambda folder: texts(folder, 200), "masked": texts, "translate": pairs}
+DATA = {
+    "classify": classes,
+    "embed": pairs,
+    "language": lambda folder: texts(folder, 200),
+    "masked": texts,
+    "translate": pairs,
+}
 
 
 def small(name: str, **options: Any) -> Task:
