@@ -188,7 +188,7 @@ def test_bad_lines_are_counted_and_left_out_when_asked_to(regard: Command, tmp_p
     said = regard("train", "translate", "--data", path, "--held", 5, "--out", tmp_path / "run", "--skip-bad", *TINY)
     assert said.code == 0
     assert "2 bad lines left out, the first: " in said.err
-    assert f"{path}:121: expected UTF-8" in said.err
+    assert f"{path}:161: expected UTF-8" in said.err
 
 
 def test_ctrl_c_saves_and_says_how_to_go_on(regard: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
