@@ -32,7 +32,7 @@ def main() -> None:
     shutil.rmtree(run, ignore_errors=True)  # of the last time
     regard(
         "train", "translate", "--width", "128", "--layers", "2", "--vocabulary", "4000", "--held", "500",
-        "--steps", "500", "--warmup", "100", "--rate", "4e-3", "--tokens", "3072", "--ema", "0.99", "--out", str(run),
+        "--steps", "900", "--warmup", "100", "--rate", "4e-3", "--tokens", "3072", "--ema", "0.99", "--out", str(run),
     )  # fmt: skip
     regard("predict", str(run), *SENTENCES)
     print("\nThe same by the translator that comes with the package, which was trained for longer:")
