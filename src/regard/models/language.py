@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from regard.attention import Attention
 from regard.engines.product import product
 from regard.masks import causal, window
-from regard.models.parts import ARRANGEMENTS, Inputs, choose, embedding, norm_named, rows_of
+from regard.models.parts import ARRANGEMENTS, Inputs, choose, embedded, embedding, norm_named, rows_of
+from regard.models.places import reach
 from regard.nn import (
     ACTIVATIONS,
     Block,
@@ -106,13 +107,13 @@ class LanguageModel(nn.Module):
 
     def hidden(self, ids: Tensor, positions: Tensor, shared: Shared, caches: Sequence[Cache] | None = None) -> Tensor:
         """Ids (B, N) to hidden states (B, N, width)."""
-        x = F.embedding(ids, self.embedding.weight)
+        x = embedded(ids, self.embedding)
         if self.config.embedding_scale != 1:
             x = x * self.config.embedding_scale
         if self.position is not None:
-            if caches is not None and int(positions.max()) >= self.config.positions:
+            if not torch.compiler.is_compiling() and reach(positions) > self.config.positions:
                 raise ValueError(
-                    f"the model knows {self.config.positions} positions, but token {int(positions.max()) + 1} came; "
+                    f"the model knows {self.config.positions} positions, but token {reach(positions)} came; "
                     "shorten the prompt or lower limit"
                 )
             x = x + F.embedding(positions, self.position.weight)
@@ -183,9 +184,9 @@ def _blocks(config: LanguageConfig) -> list[Block]:
     # Layers that look as far share one description, and so its plans.
     described: dict[int | None, Attention] = {}
     dropped = config.dropout if config.attention_dropout is None else config.attention_dropout
-    for reach in config.windows or (None,):
-        mask = causal() if reach is None else causal() & window(reach - 1, 0)
-        described[reach] = Attention(Dot(config.scale, config.softcap), mask, dropout=dropped)
+    for back in config.windows or (None,):
+        mask = causal() if back is None else causal() & window(back - 1, 0)
+        described[back] = Attention(Dot(config.scale, config.softcap), mask, dropout=dropped)
     blocks = []
     for n in range(config.layers):
         attention = MultiHeadAttention(

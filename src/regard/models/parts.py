@@ -7,6 +7,7 @@ from functools import partial
 from typing import NamedTuple, TypeVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from regard.geometry import shape_of
@@ -36,6 +37,22 @@ def embedding(count: int, width: int, std: float = 0.02) -> nn.Embedding:
     made = nn.Embedding(count, width, device="meta").to_empty(device=torch.get_default_device())
     nn.init.normal_(made.weight, std=std)
     return made
+
+
+def embedded(ids: Tensor, table: nn.Embedding) -> Tensor:
+    """The vectors (..., width) of token ids; ids that the table has not are told."""
+    if torch.compiler.is_compiling():
+        return F.embedding(ids, table.weight)
+    if ids.dtype not in (torch.int64, torch.int32):
+        raise TypeError(f"token ids must be whole numbers, int64 or int32, but are {ids.dtype}")
+    try:
+        return F.embedding(ids, table.weight)
+    except IndexError:
+        least, most = int(ids.min()), int(ids.max())
+        raise ValueError(
+            f"token ids must be in 0 ... {table.num_embeddings - 1}, but {least if least < 0 else most} came; "
+            "is it the tokenizer of this model?"
+        ) from None
 
 
 class Rows(NamedTuple):

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from regard.attention import Attention
 from regard.engines.product import product
-from regard.models.parts import ARRANGEMENTS, Inputs, Rows, choose, embedding, norm_named, rows_of
+from regard.models.parts import ARRANGEMENTS, Inputs, Rows, choose, embedded, embedding, norm_named, rows_of
 from regard.nn import (
     ACTIVATIONS,
     AttentionPooling,
@@ -117,7 +117,7 @@ class TextEncoder(nn.Module):
                 f"{self.config.positions - first} positions; cut it, or split it into pieces"
             )
         at = rows.positions + first if first else rows.positions
-        x = F.embedding(ids, self.embedding.weight) + F.embedding(at, self.position.weight)
+        x = embedded(ids, self.embedding) + F.embedding(at, self.position.weight)
         if self.segment is not None:
             if segments is None:
                 x = x + self.segment.weight[0]

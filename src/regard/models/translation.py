@@ -7,14 +7,13 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from regard.attention import Attention
 from regard.engines.product import product
 from regard.masks import causal
 from regard.models.pairs import Sides, padded, sides_of
-from regard.models.parts import ARRANGEMENTS, Inputs, choose, embedding, norm_named, rows_of
+from regard.models.parts import ARRANGEMENTS, Inputs, choose, embedded, embedding, norm_named, rows_of
 from regard.models.places import POSITIONS
 from regard.nn import (
     ACTIVATIONS,
@@ -191,7 +190,7 @@ class Transformer(nn.Module):
         return State(forward, cache.own), first
 
     def _embedded(self, ids: Tensor, positions: Tensor, table: nn.Embedding, position: nn.Module) -> Tensor:
-        x = F.embedding(ids, table.weight)
+        x = embedded(ids, table)
         if self.scale != 1:
             x = x * self.scale
         x = position(x, positions)
