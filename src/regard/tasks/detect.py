@@ -71,10 +71,8 @@ class Detect(Task):
             raise Trouble(f"{source}: is a folder; expected a COCO file, such as {source}/instances_train.json")
         return list(coco.coco_rows(source, self.pictures, bad))
 
-    def parted(self, data: tuple[str, ...]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """A folder with a COCO file to train on and one that is held out says so itself."""
-        parts = _parts(Path(data[0])) if len(data) == 1 else None
-        return ((str(parts[0]),), (str(parts[1]),)) if parts else (data, ())
+    def parts(self, folder: Path) -> tuple[Path, Path] | None:
+        return _parts(folder)
 
     def hold_out(self, rows: Sequence[Row], held: int, seed: int) -> tuple[list[Row], list[Row]]:
         return split(rows, content, held, seed)

@@ -73,10 +73,8 @@ class Images(Task):
         listed = read(source, {"image": self.image, "label": self.label}, bad)
         return [Row(row.place, (str(path.parent / row.values[0]), row.values[1])) for row in listed]
 
-    def parted(self, data: tuple[str, ...]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """A folder that holds train and valid, or MNIST's two pairs of files, says itself what is held out."""
-        parts = _parts(Path(data[0])) if len(data) == 1 else None
-        return ((str(parts[0]),), (str(parts[1]),)) if parts else (data, ())
+    def parts(self, folder: Path) -> tuple[Path, Path] | None:
+        return _parts(folder)
 
     def hold_out(self, rows: Sequence[Row], held: int, seed: int) -> tuple[list[Row], list[Row]]:
         return split(rows, content, held, seed)

@@ -168,8 +168,13 @@ class Task(ABC):
         return list(read(source, {name: getattr(self, name) for name in self.columns}, bad))
 
     def parted(self, data: tuple[str, ...]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """Sources to train on and sources to be measured on, where the data itself says so."""
-        return data, ()
+        """Sources to train on and sources to be measured on, where the data is one folder that says so itself."""
+        parts = self.parts(Path(data[0])) if len(data) == 1 else None
+        return ((str(parts[0]),), (str(parts[1]),)) if parts else (data, ())
+
+    def parts(self, folder: Path) -> tuple[Path, Path] | None:
+        """What a folder has to train on and to be measured on, for tasks that know such folders."""
+        return None
 
     def hold_out(self, rows: Sequence[Row], held: int, seed: int) -> tuple[list[Row], list[Row]]:
         """Rows to train on and rows held out: `held` of them, where those that begin alike count as one."""
