@@ -16,6 +16,8 @@ from regard.tasks.export import export
 from regard.tasks.metrics import Trigrams, retrieval, translation
 from regard.tasks.sources import Examples, gather
 from regard.tasks.task import Prediction
+from regard.tasks.texts import encoded
+from regard.tasks.tokens import learn
 from regard.tasks.trouble import Bad
 from tests.tasks.toy import DATA, begun, classes, pairs, small, texts
 
@@ -133,6 +135,15 @@ def test_a_row_that_is_too_long_to_train_on_is_told_with_file_and_line(name: str
 
 def test_long_texts_are_cut_when_asked_to(tmp_path: Path) -> None:
     assert train(begun(tmp_path, "classify", options={"longest": 5, "cut": True}, steps=1)).done
+
+
+def test_the_middle_of_a_long_text_is_left_out() -> None:
+    words = "one two three four five six seven eight nine ten"
+    tokenizer = learn([words] * 3, 100)
+    whole, cut = (
+        encoded(tokenizer, [Row("a:1", (words,))], 0, Bad(), longest=longest, cut=True)[0][0] for longest in (99, 10)
+    )
+    assert len(cut) == 10 and cut.tolist() == [*whole[:3], *whole[-7:]]
 
 
 def test_a_label_never_seen_in_training_is_told_with_file_and_line(tmp_path: Path) -> None:

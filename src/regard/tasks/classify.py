@@ -43,7 +43,7 @@ class Classify(Task):
     heads: int = option(4, "of the attention")
     dropout: float = option(0.3, "in training")
     longest: int = option(512, "tokens of a text at most")
-    cut: bool = option(False, "cut texts that are too long")
+    cut: bool = option(False, "leave out the middle of texts that are too long")
     pooling: str = option("mean", "mean, max, first or attention")
 
     def learn(self, rows: Sequence[Row]) -> Kit:

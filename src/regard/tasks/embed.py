@@ -44,7 +44,7 @@ class Embed(Task):
     heads: int = option(4, "of the attention")
     dropout: float = option(0.1, "in training")
     longest: int = option(256, "tokens of a text at most")
-    cut: bool = option(False, "cut texts that are too long")
+    cut: bool = option(False, "leave out the middle of texts that are too long")
     pooling: str = option("mean", "mean, max, first or attention")
     sharpness: float = option(20.0, "what likenesses are multiplied by, to choose among the others of a batch")
 
