@@ -70,9 +70,10 @@ RESULTS = (
     ),
     Result("digits", "scenes of MNIST digits (examples/digit_scenes.py)", "ap50", "detect --data {runs}/scenes", 0.9),
     Result(
-        "imdb", "IMDB, official split, fine-tuned from MiniLM", "accuracy",
+        "imdb-minilm", "IMDB, official split, fine-tuned from MiniLM", "accuracy",
         "classify --data {runs}/imdb/train.csv --test {runs}/imdb/test.csv --held 1000 --start {minilm} --cut "
-        "--longest 256 --rate 1e-4 --dropout 0.1 --steps 1000 --warmup 100 --tokens 4096 --evaluate-every 200 --save-every 50",
+        "--longest 256 --rate 1e-4 --dropout 0.1 --steps 1000 --warmup 100 --tokens 4096 "
+        "--evaluate-every 200 --save-every 50",
     ),
 )  # fmt: skip
 
@@ -114,8 +115,8 @@ def collect(runs: Path) -> dict[str, dict[str, Any]]:
         about = json.loads(there.read_text()) if there.exists() else {"results": {}}
         if found := about["results"]:
             kept[result.name] = {
-                "task": about["task"], "words": result.words, "date": about["began"][:10], "seed": about["recipe"]["seed"],
-                "steps": about["recipe"]["steps"], "step": found["step"], "minutes": round(found["minutes"], 1),
+                "task": about["task"], "words": result.words, "date": about["began"][:10],
+                "seed": about["recipe"]["seed"], "steps": about["recipe"]["steps"], "step": found["step"], "minutes": round(found["minutes"], 1),
                 "threads": about["machine"]["threads"], "torch": about["machine"]["torch"],
                 "trained_on": found["trained_on"], "held_out": found["held_out"],
                 "figures": found["figures"], "baselines": found["baselines"],

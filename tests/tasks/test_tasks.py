@@ -143,7 +143,8 @@ def test_the_middle_of_a_long_text_is_left_out() -> None:
     whole, cut = (
         encoded(tokenizer, [Row("a:1", (words,))], 0, Bad(), longest=longest, cut=True)[0][0] for longest in (99, 10)
     )
-    assert len(cut) == 10 and cut.tolist() == [*whole[:3], *whole[-7:]]
+    assert len(cut) == 10
+    assert cut.tolist() == [*whole[:3], *whole[-7:]]
 
 
 def test_a_label_never_seen_in_training_is_told_with_file_and_line(tmp_path: Path) -> None:
