@@ -116,7 +116,8 @@ def collect(runs: Path) -> dict[str, dict[str, Any]]:
         if found := about["results"]:
             kept[result.name] = {
                 "task": about["task"], "words": result.words, "date": about["began"][:10],
-                "seed": about["recipe"]["seed"], "steps": about["recipe"]["steps"], "step": found["step"], "minutes": round(found["minutes"], 1),
+                "seed": about["recipe"]["seed"], "steps": about["recipe"]["steps"], "step": found["step"],
+                "minutes": round(found["minutes"], 1),
                 "threads": about["machine"]["threads"], "torch": about["machine"]["torch"],
                 "trained_on": found["trained_on"], "held_out": found["held_out"],
                 "figures": found["figures"], "baselines": found["baselines"],
