@@ -9,6 +9,7 @@ import torch
 
 import regard as rg
 from regard.view import Record, seen
+from regard.view.pool import pooled_columns, pooled_rows
 from regard.view.rollout import rollout
 from tests.view.models import attended, of_logits, translated
 
@@ -88,17 +89,22 @@ def test_a_window_of_too_many_weights_is_read_from_a_map(monkeypatch: pytest.Mon
     )
 
 
-@pytest.mark.parametrize("count", [64, 60])
-def test_a_small_map_of_much_leaves_the_one_that_windows_are_read_from(
+@pytest.mark.parametrize("count", [64, 60, 61])
+def test_the_map_that_windows_are_read_from_is_made_when_they_are_to_be_ready(
     monkeypatch: pytest.MonkeyPatch, count: int
 ) -> None:
     monkeypatch.setattr(seen, "DIRECT", 8)
     monkeypatch.setattr(seen, "CELLS", 16)
     query = torch.randn(1, 2, count, 8)
-    one, weights = attended(rg.Attention(), query).attentions[0], rg.Attention().weights(query, query)[0]
-    part = count // 4
-    close(one.map((4, 4)), weights.reshape(2, 4, part, 4, part).sum(-1).mean(2))
+    record, weights = attended(rg.Attention(), query), rg.Attention().weights(query, query)[0]
+    one = record.attentions[0]
+    small = pooled_rows(pooled_columns(weights, 4), 4)
+    close(one.map((4, 4)), small)
+    assert list(one._maps) == [(4, 4, 0)]
+    record.ready()
     assert (16, 16, 0) in one._maps
+    one._maps.pop((4, 4, 0))
+    close(one.map((4, 4)), small)  # now from the larger one, where it divides
 
 
 def test_statistics_are_those_of_the_description(pair: tuple[Record, torch.Tensor]) -> None:

@@ -251,11 +251,17 @@ class Record:
 
         return write(Path(path), self.html(lang))
 
-    def show(self) -> Any:
+    def ready(self) -> Record:
+        """Make now what windows of long sequences are read from, so that none of them waits."""
+        for seen in self.attentions:
+            seen.ready()
+        return self
+
+    def show(self, lang: str = "en") -> Any:
         """The viewer in a notebook, with every weight within reach."""
         from regard.view.widget import Viewer
 
-        return Viewer(self)
+        return Viewer(self.ready(), lang)
 
     def _repr_mimebundle_(self, include: Any = None, exclude: Any = None, **more: Any) -> dict[str, str]:
         import html

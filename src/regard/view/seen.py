@@ -188,8 +188,6 @@ class Seen:
         """
         rows, columns = min(size[0], self.Q), min(size[1], self.K)
         if (rows, columns, batch) not in self._maps:
-            if self.Q * self.K > DIRECT and (rows < CELLS or columns < CELLS):
-                self.map((CELLS, CELLS), batch)  # who looks at all of it looks at windows next: they are read from here
             self._maps[rows, columns, batch] = self._map(rows, columns, batch)
         return self._maps[rows, columns, batch]
 
@@ -208,9 +206,28 @@ class Seen:
         found = found * (stop - start)
         shared = (start[1:] < stop[:-1]).nonzero()[:, 0]  # bands of keys that end within the first key of the next
         if len(shared):
-            mass = self.looked_at(start[1:][shared].expand(self.Q, -1), batch=batch)  # (H, Q, shared)
-            found[:, :, shared] -= pooled_rows(mass.float(), rows)
+            found[:, :, shared] -= pooled_rows(self._given_to(start[1:][shared], batch), rows)
         return found.clamp(min=0)
+
+    def _given_to(self, keys: Tensor, batch: int) -> Tensor:
+        """What every query gives to some keys (m,) by its known log-sum-exp, (H, Q, m)."""
+        call, problem, lse = self.calls[0], self._problem(self.calls[0]), self.statistics.lse[batch, :, :, None]
+        (query, key, _), bad = operands(problem, call.query, self.key(call), self.key(call)[..., :0])
+        key, bad = key[batch, None][:, :, keys], None if bad is None else bad[batch, None][:, :, keys]
+        place = torch.full((1, 1, 1, 1), batch), torch.arange(self.heads)[:, None, None]
+        found = torch.zeros(self.heads, self.Q, len(keys))
+        for some in torch.arange(self.Q).split(max(1, BLOCK // (self.heads * len(keys)))):
+            at = At(problem.frame, *place, some[:, None], keys)
+            scores = logits(problem, query[batch, None][:, :, some], key, at, problem.bias, bad)[0]
+            total = lse[:, some]
+            found[:, some] = (scores - total.masked_fill(total == -torch.inf, 0.0)).exp().float()
+        return found
+
+    def ready(self) -> None:
+        """Make what windows are read from, so that none of them waits: the rows' sums, and of long sequences a map."""
+        if self.Q * self.K > DIRECT:
+            self.statistics  # noqa: B018
+            self.map((CELLS, CELLS))
 
     @torch.no_grad()
     def looked_at(self, keys: Tensor, rows: Part = None, batch: int = 0) -> Tensor:

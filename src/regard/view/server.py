@@ -61,7 +61,7 @@ class Session:
             raise Refused(503, "another text is being looked at; try again")
         try:
             record = self.look(text)
-            record.document  # noqa: B018  worked out here, where one waits for it
+            record.ready().document  # noqa: B018  worked out here, where one waits for it
             self.record, self.text = record, text
             return record
         finally:

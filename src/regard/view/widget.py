@@ -27,7 +27,7 @@ class Records(Protocol):
 
 
 class Viewer(anywidget.AnyWidget):
-    """A record in a notebook: `record.show()`, or `Viewer(record, lang="zh")` as the last line of a cell."""
+    """A record in a notebook: `record.show()` or `record.show("zh")` as the last line of a cell."""
 
     _esm = bundle("widget")
     _css = static("style.css")
