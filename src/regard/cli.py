@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import os
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import fields, replace
@@ -36,6 +37,15 @@ training = typer.Typer(
 app.add_typer(training, name="train")
 told = Console(stderr=True, highlight=False)
 shown = Console(highlight=False)
+
+
+class Patient(Console):
+    """Goes on in silence when its reader has left, as with `| head`: what is being made is still wanted."""
+
+    def on_broken_pipe(self) -> None:
+        self.quiet = True
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 SkipBad = Annotated[bool, typer.Option("--skip-bad", help="Count bad lines and go on.")]
@@ -251,12 +261,12 @@ def lab(
         lines = "\n".join(f"{each['claim']:22} {each['title']}" for each in listed)
         print(json.dumps(listed, indent=1, ensure_ascii=False) if as_json else lines)
         return
-    results = []
+    results, patient = [], Patient(highlight=False)
     with told.status("") as status:
         for result in command.measured(asked, lambda line: status.update(line)):
             results.append(result)
             if not as_json:
-                shown.print(command.line(result, language))
+                patient.print(command.line(result, language))
     if as_json:
         print(json.dumps([result.as_json(language) for result in results], indent=1, ensure_ascii=False))
     for path in command.written(asked, results):

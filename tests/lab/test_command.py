@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -79,3 +81,14 @@ def test_a_missing_package_is_told_before_anything_is_measured(
     said = regard("lab", "variance", "-o", tmp_path / "lab.html")
     assert said.code == 1
     assert "needs latex2mathml: pip install 'regard[lab]'" in said.err
+
+
+def test_the_page_is_written_though_nobody_reads_on(tmp_path: Path) -> None:
+    page = tmp_path / "lab.html"
+    words = [sys.executable, "-m", "regard", "lab", "variance", "temperature", "-o", str(page)]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        process.stdout.close()
+        _, errors = process.communicate(timeout=120)
+    assert process.returncode == 0, errors
+    assert page.exists()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -10,6 +9,7 @@ from pathlib import Path
 
 from rich.text import Text as Line
 
+from regard.files import whole_text
 from regard.lab.claim import LANGUAGES, Claim, Result, Verdict
 from regard.lab.notebook import notebook
 from regard.lab.page import page
@@ -75,11 +75,5 @@ def written(asked: Asked, results: Sequence[Result]) -> list[Path]:
     made = []
     for path, write in ((asked.page, page), (asked.notebook, notebook)):
         if path is not None:
-            part = path.with_name(f".{path.name}.part")
-            try:
-                part.write_text(write(results, asked.language), encoding="utf-8")
-                os.replace(part, path)
-            finally:
-                part.unlink(missing_ok=True)
-            made.append(path)
+            made.append(whole_text(path, write(results, asked.language)))
     return made

@@ -12,6 +12,7 @@ import numpy as np
 from torch import Tensor
 
 from regard.engines.look import Statistics
+from regard.files import whole_text
 from regard.view.seen import Kind, Part, Seen
 
 if TYPE_CHECKING:
@@ -247,9 +248,7 @@ class Record:
 
     def save(self, path: str | Path, lang: str = "en") -> Path:
         """Write the page; it is there whole or not at all."""
-        from regard.view.files import write
-
-        return write(Path(path), self.html(lang))
+        return whole_text(Path(path), self.html(lang))
 
     def ready(self) -> Record:
         """Make now what windows of long sequences are read from, so that none of them waits."""

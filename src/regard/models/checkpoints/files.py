@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import os
 import re
-import uuid
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from functools import partial
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any
 
 from torch import Tensor
+
+from regard.files import whole, whole_text
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 CONFIG, GENERATION = "config.json", "generation_config.json"
@@ -171,7 +172,7 @@ def write_weights(folder: Path, tensors: Iterable[tuple[str, Tensor]], limit: in
     if len(shards) > 1:
         files = [f"model-{n + 1:05d}-of-{len(shards):05d}.safetensors" for n in range(len(shards))]
     for file, shard in zip(files, shards, strict=True):
-        atomically(folder / file, partial(save_file, shard, metadata={"format": "pt"}))
+        whole(folder / file, partial(save_file, shard, metadata={"format": "pt"}))
     if len(shards) > 1:
         where = {name: file for file, shard in zip(files, shards, strict=True) for name in shard}
         write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": where})
@@ -188,29 +189,7 @@ def _written(folder: Path) -> Iterator[Path]:
 
 def write_json(path: Path, content: Any) -> None:
     text = json.dumps(content, indent=2, sort_keys=True, ensure_ascii=False) + "\n"
-    atomically(path, lambda made: made.write_text(text, encoding="utf-8"))
-
-
-def atomically(path: Path, write: Callable[[Path], Any]) -> None:
-    """Write beside the path, let it reach the disk, and only then give it its name."""
-    made = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
-    try:
-        write(made)
-        _sync(made, os.O_RDWR)
-        os.replace(made, path)
-    except BaseException:
-        made.unlink(missing_ok=True)
-        raise
-    if os.name == "posix":
-        _sync(path.parent, os.O_RDONLY)
-
-
-def _sync(path: Path, mode: int) -> None:
-    handle = os.open(path, mode)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+    whole_text(path, text)
 
 
 def _first_line(error: BaseException) -> str:

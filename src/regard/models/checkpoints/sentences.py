@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from regard.models.checkpoints.files import atomically, folder_of, inside, read_json, write_json
+from regard.files import whole
+from regard.models.checkpoints.files import folder_of, inside, read_json, write_json
 from regard.models.text import SentenceEmbedder, TextEncoder
 
 if TYPE_CHECKING:
@@ -94,7 +95,7 @@ def save_tokenizer(model: SentenceEmbedder, folder: Path) -> None:
     if kept is not None:
         most = (kept.truncation or {}).get("max_length")
         write_json(folder / LENGTH, {"max_seq_length": most, "do_lower_case": False})
-        atomically(folder / TOKENIZER, lambda path: kept.save(str(path)))
+        whole(folder / TOKENIZER, lambda path: kept.save(str(path)))
 
 
 def with_tokenizer(model: SentenceEmbedder, folder: Path) -> SentenceEmbedder:
