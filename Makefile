@@ -10,7 +10,7 @@ DATA    ?= ../shared/data
 MINUTES ?= 30
 SEED    ?= $(shell date +%s)
 
-.PHONY: demo test lint format sanitize fuzz bench bench-quick results findings clean
+.PHONY: demo test lint format sanitize mutants fuzz bench bench-quick results findings clean
 
 demo: $(READY)
 	$(BIN)/python examples/demo.py
@@ -30,6 +30,10 @@ format: $(READY)
 # The kernels' tests on a build that reports every read out of bounds and every overflow.
 sanitize: $(READY)
 	$(BIN)/python -m tests.sanitize
+
+# Bugs planted in masks, tiles and the kernels' binding: the tests must see each.
+mutants: $(READY)
+	$(BIN)/python -m tests.mutants
 
 # Random calls for MINUTES from SEED, on plain and sanitized kernels, compared with the reference: docs/fuzzing.md.
 fuzz: $(READY)
