@@ -22,6 +22,7 @@ lint: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	MYPYPATH=src $(BIN)/mypy --config-file= --strict --follow-imports=silent tests/typed/user.py
 
 format: $(READY)
 	$(BIN)/ruff check --fix .
