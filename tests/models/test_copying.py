@@ -140,7 +140,6 @@ def test_what_cannot_be_copied_is_told() -> None:
 
 @pytest.mark.parametrize("kind", [Transformer, PointerTransformer])
 def test_coverage_is_the_sum_of_cross_attention_over_the_target(kind: type[Transformer]) -> None:
-    import regard.view
 
     model = model_of(kind=kind)
     (source,), (target,) = batch([7], [4])

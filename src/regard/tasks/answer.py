@@ -162,7 +162,7 @@ class Answer(Task):
             ids, segments = (each.holding(each.values.to(device)) for each in (ids, segments))
             logits = model(ids, segments=segments).values.float().cpu().masked_fill(~allowed[:, None], -torch.inf)
             chances = torch.cat([part.log_softmax(0) for part in logits.split(parts)])
-            windows = iter(zip(chances.split(ids.lengths), allowed.split(ids.lengths), strict=True))
+            windows = iter(chances.split(ids.lengths))
             for n in chosen.tolist():
                 found[n] = items.best(n, [next(windows) for _ in items.windows[n]], self.most)
         return [found[n] for n in range(len(items.sizes))]
@@ -246,7 +246,8 @@ class Questions:
                 stop = at + part.before + part.stop - part.first
                 starts.append(at)
                 segments[at + part.before : stop + 1] = 1
-                allowed[at] = allowed[at + part.before : stop] = True
+                shown = self.offsets[n][part.first : part.stop]
+                allowed[at], allowed[at + part.before : stop] = True, shown[:, 1] > shown[:, 0]  # not spaces
                 for first, last in spans:
                     if part.first <= first and last < part.stop:  # all of it is in this window
                         shift, nowhere = at + part.before - part.first, False
@@ -258,10 +259,10 @@ class Questions:
         inputs = packed, Packed(torch.from_numpy(segments), packed.lengths), torch.from_numpy(allowed), parts
         return Batch(inputs, torch.from_numpy(right), len(packed.values), len(chosen))
 
-    def best(self, n: int, windows: Sequence[tuple[Tensor, Tensor]], most: int) -> Found:
+    def best(self, n: int, windows: Sequence[Tensor], most: int) -> Found:
         """The span with the largest product of chances, at most `most` tokens long, of log-chances (n, 2) by window."""
         best, place, none = -math.inf, (0, 0), []
-        for part, (chances, _) in zip(self.windows[n], windows, strict=True):
+        for part, chances in zip(self.windows[n], windows, strict=True):
             none.append(chances[0])
             begins, ends = chances[part.before : part.before + part.stop - part.first].unbind(-1)
             if not len(begins):
