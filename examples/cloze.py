@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import gzip
+import itertools
 import json
 import random
 import re
@@ -84,11 +85,11 @@ def entry(number: str, asked: Question, context: str) -> dict[str, Any]:
     }
 
 
-def write(source: Path, out: Path, given: argparse.Namespace) -> None:
+def write(source: Path, out: Path, given: argparse.Namespace, most: int | None = None) -> None:
+    """All questions of a file, or `most` of them, drawn from all articles."""
     chance, read = random.Random(given.seed), list(articles(source))
-    data, count, none = [], 0, 0
+    made: list[tuple[str, dict[str, Any]]] = []
     for a, (title, paragraphs) in enumerate(read):
-        made = []
         for paragraph in paragraphs:
             for asked in questions(paragraph, given.most, given.keep, chance):
                 context = asked.context
@@ -97,12 +98,17 @@ def write(source: Path, out: Path, given: argparse.Namespace) -> None:
                     if asked.answer in other:
                         continue
                     context = other
-                said = entry(f"{out.stem}-{count}", asked, context)
-                count, none = count + 1, none + said["is_impossible"]
-                made.append({"context": context, "qas": [said]})
-        data.append({"title": title, "paragraphs": made})
+                said = entry(f"{out.stem}-{len(made)}", asked, context)
+                made.append((title, {"context": context, "qas": [said]}))
+    if most is not None:
+        made = [made[n] for n in sorted(chance.sample(range(len(made)), min(most, len(made))))]
+    data = [
+        {"title": title, "paragraphs": [each for _, each in group]}
+        for title, group in itertools.groupby(made, key=lambda pair: pair[0])
+    ]
     out.write_text(json.dumps({"version": "v2.0", "data": data}, ensure_ascii=False), encoding="utf-8")
-    print(f"{out}: {count} questions of {len(read)} articles, {none} without an answer")
+    none = sum(each["qas"][0]["is_impossible"] for _, each in made)
+    print(f"{out}: {len(made)} questions of {len(data)} articles, {none} without an answer")
 
 
 def main() -> None:
@@ -111,12 +117,14 @@ def main() -> None:
         parser.add_argument(f"--{name}", required=True, type=Path, help="a file of WikiText, .gz")
     parser.add_argument("--out", required=True, type=Path)
     parser.add_argument("--most", type=int, default=2, help="questions of a paragraph at most")
+    parser.add_argument("--held", type=int, default=500, help="questions of valid, and of test, at most")
     parser.add_argument("--keep", action="store_true", help="leave the sentence of the question in the context")
     parser.add_argument("--seed", type=int, default=1)
     given = parser.parse_args()
     given.out.mkdir(parents=True)
-    for name in ("train", "valid", "test"):
-        write(getattr(given, name), given.out / f"{name}.json", given)
+    write(given.train, given.out / "train.json", given)
+    write(given.valid, given.out / "valid.json", given, given.held)
+    write(given.test, given.out / "test.json", given, given.held)
 
 
 if __name__ == "__main__":

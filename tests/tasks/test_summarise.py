@@ -86,9 +86,10 @@ def test_what_a_summary_looked_at_is_told_of_every_token_as_it_stands_in_the_tex
     json.dumps(made.more["coverage"])
 
 
-def test_a_word_never_seen_is_copied(trained: Run) -> None:
-    (made,) = said(trained, "Then comes kabel. It is of modan. Then comes rifim.")
-    assert made.output == "All of modan"
+def test_the_summary_is_of_the_sentence_that_matters_wherever_it_stands(trained: Run) -> None:
+    parts = ["Then comes kabel.", "It is of modan.", "Then comes rifim."]
+    texts = [" ".join(parts[n:] + parts[:n]) for n in range(3)]
+    assert [made.output for made in said(trained, *texts)] == ["All of modan"] * 3
 
 
 def test_beam_search_finds_what_is_at_least_as_likely(trained: Run) -> None:
