@@ -19,9 +19,9 @@ except ImportError as error:
     raise SystemExit(f"regard: the command needs {error.name}: pip install 'regard[tasks]'") from error
 
 from regard.tasks import Recipe, Run, Sources, Task, Trouble, begin, tasks, train
-from regard.tasks.data import Row
+from regard.tasks.data import Row, whole
 from regard.tasks.export import export as export_run
-from regard.tasks.runs import full
+from regard.tasks.runs import full, write
 from regard.tasks.sources import gather
 from regard.tasks.trouble import Bad
 
@@ -49,6 +49,7 @@ class Patient(Console):
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 SkipBad = Annotated[bool, typer.Option("--skip-bad", help="Count bad lines and go on.")]
+Context = Annotated[Path | None, typer.Option(help="A text file that the inputs are questions about.")]
 Lang = Annotated[str, typer.Option(help="Of the page: en or zh.")]
 RunFolder = Annotated[Path, typer.Argument(metavar="RUN", help="The folder that --out named.", show_default=False)]
 
@@ -76,16 +77,14 @@ def show_tasks(as_json: Json = False) -> None:
     known = tasks()
     if as_json:
         about = {
-            name: {"does": kind.summary, "columns": kind.columns, "takes": kind.takes, "example": kind.example}
+            name: {"does": kind.does, "columns": kind.columns, "takes": kind.takes, "example": kind.example}
             for name, kind in known.items()
         }
         print(json.dumps(about, indent=1, ensure_ascii=False))
         return
     table = Table("task", "does", "columns", "a file of it", show_lines=True)
     for name, kind in known.items():
-        table.add_row(
-            f"[bold]{name}[/]", kind.summary, ", ".join(kind.columns), _plain(kind.example.replace("\t", " → "))
-        )
+        table.add_row(f"[bold]{name}[/]", kind.does, ", ".join(kind.columns), _plain(kind.example.replace("\t", " → ")))
     shown.print(table)
     shown.print("Data: TSV (→ is a tab), CSV with a header, JSONL or text, also .gz .xz .bz2; or a dataset of the hub.")
 
@@ -127,6 +126,8 @@ def predict(
     inputs: Annotated[
         list[str] | None, typer.Argument(help="Texts, files of a text a line, or images; none reads standard input.")
     ] = None,
+    context: Context = None,
+    out: Annotated[Path | None, typer.Option(help="Write {id: output}, as SQuAD has it, to this JSON file.")] = None,
     skip_bad: SkipBad = False,
     as_json: Json = False,
 ) -> None:
@@ -135,14 +136,21 @@ def predict(
     regard predict runs/reviews "What a film!"
     regard predict runs/reviews reviews.txt
     cat reviews.txt | regard predict runs/reviews --json
+    regard predict runs/squad "Who wrote it?" --context article.txt
+    regard predict runs/squad dev-v2.0.json --out predictions.json
     """
     run = Run.open(folder)
     bad = Bad(skip=skip_bad)
-    rows = list(_inputs(run.task, inputs or [], bad))
+    rows = [_about(row, context) for row in _inputs(run.task, inputs or [], bad)]
     if not rows:
         raise Trouble('nothing to predict; give texts or files: regard predict RUN "..."')
     model, _ = run.model()
-    for made in run.task.predict(model, run.kit, rows, bad):
+    said = run.task.predict(model, run.kit, rows, bad)
+    if out is not None:
+        answers = {made.more.get("id", made.input): made.output for made in said}
+        write(out, lambda there: there.write_text(json.dumps(answers, indent=1, ensure_ascii=False)))
+        told.print(f"{out}: {len(answers)} answers", soft_wrap=True)
+    for made in said:
         if as_json:
             print(
                 json.dumps(
@@ -173,6 +181,7 @@ def view(
     folder: RunFolder,
     text: Annotated[str, typer.Argument(help="What the model is to read; for runs on images, the path of one.")],
     out: Annotated[Path, typer.Option("--out", "-o", help="The page to write.")] = Path("attention.html"),
+    context: Context = None,
     lang: Lang = "en",
     as_json: Json = False,
 ) -> None:
@@ -181,7 +190,7 @@ def view(
     regard view runs/en-fr "I am hungry." -o hungry.html
     """
     _check_lang(lang)
-    record = _looker(folder)(text)
+    record = _looker(folder)(_about(Row("the text", (text,)), context).values[0])
     if not out.parent.is_dir():
         raise Trouble(f"{out.parent}: there is no such folder")
     record.save(out, lang)
@@ -351,7 +360,7 @@ def _trainer(kind: type[Task]) -> Callable[..., None]:
             words = each.metadata["help"][0].upper() + each.metadata["help"][1:] + "."
             parameters.append(option(each.name, type(default), default, words, panel))
     columns = " and ".join(kind.columns)
-    command.__doc__ = f"""{kind.summary[0].upper()}{kind.summary[1:]}.{f" Data has {columns}." if columns else ""}
+    command.__doc__ = f"""{kind.does[0].upper()}{kind.does[1:]}.{f" Data has {columns}." if columns else ""}
 
         regard train {kind.name} --data FILE --out runs/mine
     """
@@ -414,9 +423,17 @@ def _inputs(task: Task, inputs: list[str], bad: Bad) -> Iterator[Row]:
     for n, given in enumerate(inputs, 1):
         path = Path(given)
         if len(given) < 256 and path.is_file():
-            yield from _lines(given, path.read_bytes(), bad)
+            own = task.asked(path, bad)
+            yield from _lines(given, path.read_bytes(), bad) if own is None else own
         else:
             yield Row(f"input {n}", (given,))
+
+
+def _about(row: Row, context: Path | None) -> Row:
+    """An input, and behind a tab the text of the file that it is about, if there is one."""
+    if context is None or len(row.values) > 1:
+        return row
+    return Row(row.place, (f"{row.values[0]}\t{whole(context).strip()}",))
 
 
 def _lines(name: str, held: bytes, bad: Bad) -> Iterator[Row]:

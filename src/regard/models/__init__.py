@@ -1,12 +1,14 @@
 """Assemblies of modules: text, language, translation, vision, detection."""
 
 from regard.models.checkpoints import load, save, tokenizer
+from regard.models.copying import PointerTransformer
 from regard.models.detection import Detr, DetrConfig
 from regard.models.language import LanguageConfig, LanguageModel
 from regard.models.matching import Objects, SetLoss
 from regard.models.resnet import RESNETS, ResNet, ResNetConfig
 from regard.models.text import (
     MaskedLanguageModel,
+    QuestionAnswering,
     SentenceEmbedder,
     SequenceClassifier,
     TextConfig,
@@ -24,6 +26,8 @@ __all__ = [
     "LanguageModel",
     "MaskedLanguageModel",
     "Objects",
+    "PointerTransformer",
+    "QuestionAnswering",
     "RESNETS",
     "ResNet",
     "ResNetConfig",

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from regard.geometry import shape_of
+from regard.masks import Mask, global_tokens, window
 from regard.nn import Packed, PostNorm, PreNorm, Residual, SandwichNorm, Shared, UnitRMSNorm, key_mask, pack, unpack
 
 T = TypeVar("T")
@@ -77,6 +78,16 @@ class Rows(NamedTuple):
         if self.packed is None:
             return pooling(hidden, self.mask)
         return pooling(self.packed.holding(hidden.flatten(0, 1)))
+
+    def near(self, width: int) -> Shared:
+        """What tokens share that see `width` to each side, and the first of their sequence: Longformer's mask."""
+        starts: list[int] | list[list[int]] = [0]
+        if self.mask is not None:
+            starts = [[first] for first in self.mask.int().argmax(1).tolist()]
+        elif self.packed is not None and len(self.values) == 1:
+            starts = [first for first in self.packed.edges[:-1].tolist() if first < self.values.shape[1]]
+        local: Mask = window(width, width) | global_tokens(starts)
+        return Shared(local if self.shared.mask is None else local & self.shared.mask, positions=self.positions)
 
 
 def rows_of(inputs: Inputs, mask: Tensor | None = None) -> Rows:

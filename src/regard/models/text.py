@@ -214,6 +214,31 @@ class TokenClassifier(nn.Module):
         return rows.back(self.classifier(F.dropout(x, self.config.dropout, self.training)))
 
 
+class QuestionAnswering(nn.Module):
+    """Ids of a question and a context to the logits of where the answer begins and ends, (B, N) to (B, N, 2).
+
+    >>> import torch
+    >>> from regard.models.text import QuestionAnswering, TextConfig
+    >>> model = QuestionAnswering(TextConfig(vocabulary=100, width=32, layers=2, heads=4, hidden=64)).eval()
+    >>> begin, end = model(torch.tensor([[5, 6, 7]])).unbind(-1)
+    >>> begin.shape
+    torch.Size([1, 3])
+    """
+
+    def __init__(self, config: TextConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.encoder = TextEncoder(config)
+        self.ends = linear(config.width, 2)
+
+    def forward(
+        self, inputs: Inputs, mask: Tensor | None = None, *, segments: Inputs | None = None
+    ) -> Tensor | Packed | list[Tensor]:
+        """Logits (B, N, 2); of packed inputs packed, of a list a list. BERT's segments are 0 for the question."""
+        rows = rows_of(inputs, mask)
+        return rows.back(self.ends(self.encoder.hidden(rows, segments)))
+
+
 class SentenceEmbedder(nn.Module):
     """Token ids to one unit vector for each sequence, (B, N) to (B, width): pooled hidden states.
 

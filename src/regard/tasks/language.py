@@ -26,7 +26,7 @@ class Language(Task):
     """A model of the Llama kind, on windows of one stream of tokens; each line ends with a token for its end."""
 
     name: ClassVar[str] = "language"
-    summary: ClassVar[str] = "text goes on: a language model from left to right"
+    does: ClassVar[str] = "text goes on: a language model from left to right"
     example: ClassVar[str] = "Any text, a paragraph a line.\nThe next one."
     columns: ClassVar[tuple[str, ...]] = ("text",)
     recipe: ClassVar[Recipe] = Recipe(

@@ -105,7 +105,10 @@ def train(run: Run, examples: Examples | None = None, watch: Watch | None = None
         examples = gather(run.task, Sources.of(run.about["sources"]), run.recipe.seed)
     trainer = _Trainer(run, examples, watch)
     try:
-        return trainer.run_to_end()
+        progress = trainer.run_to_end()
+        if progress.done and trainer.main:
+            run.settle(examples.valid)
+        return progress
     finally:
         trainer.close()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -130,6 +131,119 @@ def translation(outputs: Sequence[str], references: Sequence[Sequence[str]]) -> 
         "bleu_all_references": sacrebleu.corpus_bleu(outputs, streams).score,
         "chrf": sacrebleu.corpus_chrf(outputs, [first]).score,
     }
+
+
+def answer(output: str, references: Sequence[str]) -> tuple[float, float]:
+    """Exact match and F1 of one answer, 0 ... 100, as SQuAD's script has them, by torchmetrics: the best over the
+    references, letters made small, without punctuation, articles and extra spaces. No reference means no answer.
+
+    >>> from regard.tasks.metrics import answer
+    >>> answer("the Eiffel Tower!", ["Eiffel tower", "a tower"]), answer("", []), answer("Paris", [])
+    ((100.0, 100.0), (100.0, 100.0), (0.0, 0.0))
+    """
+    from torchmetrics.functional.text import squad
+
+    texts = list(references) or [""]
+    made = {"prediction_text": output, "id": ""}
+    found = squad([made], [{"answers": {"text": texts, "answer_start": [0] * len(texts)}, "id": ""}])
+    return float(found["exact_match"]), float(found["f1"])
+
+
+def answers(outputs: Sequence[str], references: Sequence[Sequence[str]]) -> Figures:
+    """Exact match and F1 over all questions, 0 ... 100, and where there are both kinds, of those with an answer and
+    without one, as SQuAD 2.0 has them."""
+    found = np.array([answer(*pair) for pair in zip(outputs, references, strict=True)])
+    has = np.array([bool(each) for each in references])
+    figures = {"exact": found[:, 0].mean(), "f1": found[:, 1].mean()}
+    if has.any() and not has.all():
+        figures |= {"exact_answerable": found[has, 0].mean(), "f1_answerable": found[has, 1].mean()}
+        figures |= {"exact_unanswerable": found[~has, 0].mean()}
+    return {name: float(value) for name, value in figures.items()}
+
+
+def best_threshold(absences: Sequence[float], outputs: Sequence[str], references: Sequence[Sequence[str]]) -> float:
+    """The threshold of absence with the best F1, where a question of more absence is given no answer.
+
+    >>> from regard.tasks.metrics import best_threshold
+    >>> best_threshold([-2.0, 1.0, 3.0], ["a cat", "two dogs", "x"], [["cat"], ["dogs"], []])
+    2.0
+    """
+    order = np.argsort(np.array(absences), kind="stable")
+    gains = [answer(outputs[n], references[n])[1] - answer("", references[n])[1] for n in order]
+    count = int(np.argmax(np.concatenate([[0.0], np.cumsum(gains)])))  # so many, of least absence, are answered
+    known = [absences[order[0]] - 2, *(absences[n] for n in order), absences[order[-1]] + 2]
+    return float(known[count] + known[count + 1]) / 2
+
+
+NAME = re.compile(r"(?<![.!?\"'(] )(?<!^)\b[A-Z][\w'’-]+(?: [A-Z][\w'’-]+)*|\b\d[\d,.]*\d\b")
+
+
+def names(context: str) -> list[str]:
+    """Names and numbers of a text: what has capitals within a sentence, and what has two digits."""
+    return list(dict.fromkeys(NAME.findall(context)))
+
+
+def first_name(context: str, question: str) -> str:
+    """The first name or number of a context that is not in the question."""
+    return next((name for name in names(context) if name not in question), "")
+
+
+def most_frequent_name(context: str, question: str) -> str:
+    """The most frequent name or number of a context that is not in the question."""
+    return max((name for name in names(context) if name not in question), key=context.count, default="")
+
+
+def sliding_window(context: str, question: str) -> str:
+    """The name or number whose own words and the question's are most in one window of as many words of the context.
+
+    A word counts log(1 + 1 / how often the context has it) (Richardson et al. 2013).
+
+    >>> from regard.tasks.metrics import sliding_window
+    >>> sliding_window("The tower is in Paris. A bridge in Rome was built by Anna.", "Who built the bridge in Rome?")
+    'Anna'
+    """
+
+    def split(text: str) -> list[str]:
+        return re.findall(r"\w+", text.lower())
+
+    words, asked = split(context), split(question)
+    often = Counter(words)
+    worth = np.array([np.log1p(1 / often[word]) for word in words])
+    in_question = np.isin(words, asked)
+    best, said = -1.0, ""
+    for name in names(context):
+        own = split(name)
+        if not own or set(own) <= set(asked):
+            continue
+        wide = len(set(asked) | set(own))
+        scores = np.where(in_question | np.isin(words, own), worth, 0.0)
+        total = np.concatenate([[0.0], np.cumsum(scores)])
+        score = float((total[min(wide, len(words)) :] - total[: len(total) - min(wide, len(words))]).max())
+        if score > best:
+            best, said = score, name
+    return said
+
+
+ANSWERERS = {
+    "first name or number": first_name,
+    "most frequent name or number": most_frequent_name,
+    "sliding window": sliding_window,
+}
+
+
+def summaries(outputs: Sequence[str], references: Sequence[str]) -> Figures:
+    """ROUGE-1, 2 and L by rouge-score, with stems: the mean F1 over all summaries, from 0 to 100.
+
+    >>> from regard.tasks.metrics import summaries
+    >>> {name: round(value) for name, value in summaries(["the cat sat"], ["The cats sat down."]).items()}
+    {'rouge1': 86, 'rouge2': 80, 'rougeL': 86}
+    """
+    from rouge_score.rouge_scorer import RougeScorer
+
+    names = ["rouge1", "rouge2", "rougeL"]
+    scorer = RougeScorer(names, use_stemmer=True)
+    found = [scorer.score(reference, output) for output, reference in zip(outputs, references, strict=True)]
+    return {name: 100 * float(np.mean([each[name].fmeasure for each in found])) for name in names}
 
 
 def retrieval(queries: Tensor, found: Tensor) -> Figures:

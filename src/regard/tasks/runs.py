@@ -9,7 +9,7 @@ import platform
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, fields
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from regard.tasks.data import EMBEDDED
+from regard.tasks.data import EMBEDDED, Row
 from regard.tasks.sources import Sources
 from regard.tasks.task import Kit, Recipe, Task, tasks
 from regard.tasks.trouble import Trouble
@@ -172,6 +172,13 @@ class Run:
             model = self.task.model(self.kit)
         model.load_state_dict(weights)
         return model.eval(), step
+
+    def settle(self, rows: Sequence[Row]) -> None:
+        """Let the task choose what is to be chosen after training, by rows held out for that, and keep it."""
+        kit = self.task.settle(self.model()[0], self.kit, rows)
+        if kit is not self.kit:
+            self.kit = kit
+            write(self.folder / "kit.json", lambda there: there.write_text(kit.told()))
 
 
 class Log:

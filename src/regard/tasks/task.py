@@ -82,11 +82,13 @@ class Kit:
     """What a task learns from its data before training and needs ever after.
 
     config: fields of the model's configuration that a pretrained model brought along, or the form of images.
+    settled: what was chosen after training, by what is held out for choosing, such as thresholds.
     """
 
     tokenizer: Tokenizer | None = None
     labels: tuple[str, ...] = ()
     config: dict[str, Any] | None = None
+    settled: dict[str, float] | None = None
 
     def texts(self) -> Tokenizer:
         """The tokenizer, of a task that has one."""
@@ -98,8 +100,12 @@ class Kit:
         """Write tokenizer.json, if there is one, and kit.json."""
         if self.tokenizer is not None:
             self.tokenizer.save(str(folder / "tokenizer.json"))
-        kit = {"labels": list(self.labels), "config": self.config}
-        (folder / "kit.json").write_text(json.dumps(kit, indent=1, ensure_ascii=False))
+        (folder / "kit.json").write_text(self.told())
+
+    def told(self) -> str:
+        """All but the tokenizer, as JSON."""
+        kit = {"labels": list(self.labels), "config": self.config, "settled": self.settled}
+        return json.dumps(kit, indent=1, ensure_ascii=False)
 
     @staticmethod
     def load(folder: Path) -> Kit:
@@ -110,7 +116,7 @@ class Kit:
 
             tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
         kit = json.loads((folder / "kit.json").read_text())
-        return Kit(tokenizer, tuple(kit["labels"]), kit["config"])
+        return Kit(tokenizer, tuple(kit["labels"]), kit["config"], kit.get("settled"))
 
 
 @dataclass(frozen=True)
@@ -149,13 +155,13 @@ Figures = dict[str, float]
 class Task(ABC):
     """Data to training to metrics to prediction. The fields of a task are the options of `regard train`.
 
-    name, summary, example: how it is called, what it does, a few lines of its data.
+    name, does, example: how it is called, what it does, a few lines of its data.
     columns: what a row of its data holds, in order; each is also the name of a field that says which column it is.
     takes: what `regard predict` is given: "text", or "image" for paths of images.
     """
 
     name: ClassVar[str]
-    summary: ClassVar[str]
+    does: ClassVar[str]
     example: ClassVar[str]
     columns: ClassVar[tuple[str, ...]] = ()
     takes: ClassVar[str] = "text"
@@ -199,6 +205,10 @@ class Task(ABC):
     def loss(self, model: nn.Module, batch: Batch, smoothing: float) -> Tensor:
         """The sum of the losses of a batch, over `batch.count`."""
 
+    def settle(self, model: nn.Module, kit: Kit, rows: Sequence[Row]) -> Kit:
+        """What a trained model's kit is to be, by rows held out for choosing. As it was, unless a task has a choice."""
+        return kit
+
     @abstractmethod
     def evaluate(self, model: nn.Module, kit: Kit, rows: Sequence[Row]) -> Figures:
         """How good it is on held-out rows, by the metrics of its field."""
@@ -209,7 +219,12 @@ class Task(ABC):
 
     @abstractmethod
     def predict(self, model: nn.Module, kit: Kit, rows: Sequence[Row], bad: Bad) -> Iterator[Prediction]:
-        """What the model says of each input, in order: rows of one value, the text or the path of an image."""
+        """What the model says of each input, in order: rows of one value, the text or the path of an image, or such as
+        `asked` gives."""
+
+    def asked(self, path: Path, bad: Bad) -> Iterator[Row] | None:
+        """What is to be predicted of a file, where it has a format of the task's own; none is a text a line."""
+        return None
 
     def sample(self, kit: Kit) -> tuple[Any, ...] | None:
         """Padded inputs to export the model with, where it can be exported to ONNX; none where it cannot."""
