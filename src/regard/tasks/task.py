@@ -180,6 +180,10 @@ class Task(ABC):
         """Rows to train on and rows held out: `held` of them, where those that begin alike count as one."""
         return split(rows, lambda row: str(row.values[0]), held, seed)
 
+    def choose_by(self, rows: Sequence[Row], held: int, seed: int) -> tuple[list[Row], list[Row]]:
+        """Rows to train on and rows to choose the best weights by, of those left where `held` are to be measured on."""
+        return self.hold_out(rows, max(1, min(held // 2, len(rows) // 10)), seed)
+
     @abstractmethod
     def learn(self, rows: Sequence[Row]) -> Kit:
         """What is to be known before training: a tokenizer, the labels."""
@@ -210,6 +214,14 @@ class Task(ABC):
     @abstractmethod
     def predict(self, model: nn.Module, kit: Kit, rows: Sequence[Row], bad: Bad) -> Iterator[Prediction]:
         """What the model says of each input, in order: rows of one value, the text or the path of an image."""
+
+    def name_tokens(self, model: nn.Module, kit: Kit, record: Any) -> None:
+        """Tell a record of `regard.view` what its tokens are: words of the tokenizer, patches of an image."""
+        if kit.tokenizer is not None:
+            record.decode(kit.tokenizer)
+        config: Any = getattr(model, "config", None)
+        if self.takes == "image" and hasattr(config, "grid") and "source" in record.inputs:
+            record.over_image(record.inputs["source"], config.grid, first=1)
 
     def sample(self, kit: Kit) -> tuple[Any, ...] | None:
         """Padded inputs to export the model with, where it can be exported to ONNX; none where it cannot."""
