@@ -41,7 +41,7 @@ class NodeClassifier(nn.Module):
     >>> import regard as rg, torch
     >>> config = rg.models.GraphConfig(features=5, width=16, layers=2, heads=2, hidden=32)
     >>> model = rg.models.NodeClassifier(config).eval()
-    >>> model(torch.randn(1, 3, 5), rg.edges([(0, 0), (1, 1), (2, 2), (0, 1), (1, 0)])).shape
+    >>> model(torch.randn(1, 3, 5), rg.edges(torch.tensor([[0, 1, 2, 0, 1], [0, 1, 2, 1, 0]]))).shape
     torch.Size([1, 3, 2])
     """
 

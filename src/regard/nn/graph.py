@@ -27,7 +27,7 @@ class GraphAttention(nn.Module):
 
     >>> import regard as rg, torch
     >>> layer = rg.nn.GraphAttention(16, heads=2)
-    >>> layer(torch.randn(1, 3, 16), mask=rg.edges([(0, 0), (0, 1), (1, 1), (2, 2)])).shape
+    >>> layer(torch.randn(1, 3, 16), mask=rg.edges(torch.tensor([[0, 0, 1, 2], [0, 1, 1, 2]]))).shape
     torch.Size([1, 3, 16])
     """
 

@@ -167,7 +167,7 @@ class Recommend(Task):
                 bad(f"{row.place}: the item {unknown!r} was never seen in training, which has {few}; part items by |")
                 continue
             ids = torch.tensor([number[item] for item in said], device=device)
-            logits = model.following(ids[None, -self.longest :])[0].float()
+            logits = model(ids[None, -self.longest :])[0, -1].float()  # a whole call, which a viewer sees
             if not self.again:
                 logits[ids] = -torch.inf
             chances, best = (each.tolist() for each in logits.softmax(-1).topk(min(10, len(kit.labels))))
