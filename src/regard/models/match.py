@@ -83,18 +83,22 @@ class ImageTextMatcher(nn.Module):
 
     def forward(self, images: Tensor, text: Tensor, mask: Tensor | None = None) -> Tensor:
         """Logits (B,)."""
+        return self.matched(images, text, mask)[0]
+
+    def matched(self, images: Tensor, text: Tensor, mask: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+        """Logits (B,), and what the encoders say before they meet: unit vectors of images and of texts, (B, width)."""
         if len(images) != len(text):
             raise ValueError(f"images and texts must be as many, but are {len(images)} and {len(text)}")
         rows = rows_of(text, mask)
         patches, words = self.image(images), self.text.hidden(rows)
+        seen, said = (F.normalize(each, dim=-1) for each in (patches[:, 0], self.pooling(words, mask)))
+        if not self.config.layers:
+            return (seen * said).sum(-1) * self.scale.exp() + self.bias, seen, said
         shared = Shared(rows.shared.mask)
         for layer in self.layers:
             words, patches = layer(words, patches, shared)
-        said, seen = self.pooling(words, mask), patches[:, 0]
-        if self.config.layers:
-            hidden = F.gelu(self.transform(self.norm(torch.cat((said, seen), -1))))
-            return self.classifier(hidden)[:, 0]
-        return F.cosine_similarity(said, seen, dim=-1) * self.scale.exp() + self.bias
+        pooled = self.norm(torch.cat((self.pooling(words, mask), patches[:, 0]), -1))
+        return self.classifier(F.gelu(self.transform(pooled)))[:, 0], seen, said
 
 
 def _block(config: TextConfig | VisionConfig) -> Block:

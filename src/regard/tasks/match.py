@@ -58,6 +58,10 @@ class Match(Task):
     fusion: int = option(2, "layers of attention between words and patches; 0 for two vectors and their cosine")
     heads: int = option(4, "of the attention")
     dropout: float = option(0.0, "in training")
+    contrast: float = option(
+        1.0, "how much it counts that the encoders alone find the right text in a batch; 0 for not"
+    )
+    sharpness: float = option(10.0, "what their likenesses are multiplied by for that")
     longest: int = option(64, "tokens of a text at most")
     cut: bool = option(False, "cut texts that are too long")
 
@@ -126,11 +130,19 @@ class Match(Task):
         return made, [int(kept[at]) for at in whole]
 
     def loss(self, model: nn.Module, batch: Batch, smoothing: float) -> Tensor:
+        """Whether they belong together; and, so that the encoders learn soon, which text of the batch an image has."""
+        assert isinstance(model, ImageTextMatcher)
         images, moves, text, mask = batch.inputs
+        right, same = batch.targets
         if model.training:
             images = shaken(images, *moves)
-        targets = batch.targets.float() * (1 - smoothing) + smoothing / 2
-        return F.binary_cross_entropy_with_logits(model(images, text, mask), targets, reduction="sum")
+        said, seen, told = model.matched(images, text, mask)
+        targets = right.float() * (1 - smoothing) + smoothing / 2
+        loss = F.binary_cross_entropy_with_logits(said, targets, reduction="sum")
+        if not self.contrast:
+            return loss
+        scores = (self.sharpness * seen @ told.mT).masked_fill(same, -torch.inf)[right.bool()]
+        return loss + self.contrast * F.cross_entropy(scores, right.nonzero()[:, 0], reduction="sum")
 
     def evaluate(self, model: nn.Module, kit: Kit, rows: Sequence[Row]) -> Figures:
         items = self.items(kit, rows, Bad(skip=True))
@@ -215,7 +227,9 @@ class Described:
     def batch(self, chosen: np.ndarray, random: np.random.Generator) -> Batch:
         images, text, mask = self.inputs(chosen)
         moves = drawn(random, len(chosen), self.task.shift, flip=False)
-        targets = torch.from_numpy(self.targets[chosen])
+        kinds = np.unique([self.ids[n].tobytes() for n in chosen], return_inverse=True)[1]
+        same = torch.from_numpy((kinds[:, None] == kinds) & ~np.eye(len(chosen), dtype=bool))  # equal texts of others
+        targets = (torch.from_numpy(self.targets[chosen]), same)
         return Batch((images, moves, text, mask), targets, int(self.sizes[chosen].sum()), len(chosen))
 
     def crossed(self, images: Sequence[int], texts: Sequence[int]) -> Described:
