@@ -464,11 +464,7 @@ class _RunLooker:
             raise Trouble(bad.first[0] if bad.first else "the model said nothing of it")
         record.title = f"{self.run.task.name}, {self.run.folder.resolve().name}"
         record.note = f"{made[0].output} ({made[0].score:.2f})"
-        if self.run.kit.tokenizer is not None:
-            record.decode(self.run.kit.tokenizer)
-        config: Any = getattr(self.model, "config", None)
-        if self.run.task.takes == "image" and hasattr(config, "grid") and "source" in record.inputs:
-            record.over_image(record.inputs["source"], config.grid, first=1)
+        self.run.task.name_tokens(self.model, self.run.kit, record)
         return record
 
 

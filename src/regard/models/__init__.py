@@ -1,11 +1,15 @@
-"""Assemblies of modules: text, language, translation, vision, detection."""
+"""Assemblies of modules: text, language, translation, vision, detection, recommendation, sets, graphs."""
 
 from regard.models.checkpoints import load, save, tokenizer
 from regard.models.copying import PointerTransformer
 from regard.models.detection import Detr, DetrConfig
+from regard.models.graph import GraphConfig, NodeClassifier
 from regard.models.language import LanguageConfig, LanguageModel
+from regard.models.match import ImageTextMatcher, MatchConfig
 from regard.models.matching import Objects, SetLoss
+from regard.models.recommend import Recommender
 from regard.models.resnet import RESNETS, ResNet, ResNetConfig
+from regard.models.sets import SetConfig, SetTransformer
 from regard.models.text import (
     MaskedLanguageModel,
     QuestionAnswering,
@@ -21,19 +25,26 @@ from regard.models.vision import ImageClassifier, VisionConfig, VisionTransforme
 __all__ = [
     "Detr",
     "DetrConfig",
+    "GraphConfig",
     "ImageClassifier",
+    "ImageTextMatcher",
     "LanguageConfig",
     "LanguageModel",
     "MaskedLanguageModel",
+    "MatchConfig",
+    "NodeClassifier",
     "Objects",
     "PointerTransformer",
     "QuestionAnswering",
     "RESNETS",
+    "Recommender",
     "ResNet",
     "ResNetConfig",
     "SentenceEmbedder",
     "SequenceClassifier",
+    "SetConfig",
     "SetLoss",
+    "SetTransformer",
     "TextConfig",
     "TextEncoder",
     "TokenClassifier",

@@ -130,7 +130,10 @@ class LanguageModel(nn.Module):
     def loss(self, inputs: Packed, after: Tensor, *, smoothing: float = 0.0) -> Tensor:
         """The sum of the cross entropies of the tokens `after` each of the inputs (N,)."""
         rows = rows_of(inputs, None)
-        hidden = self.hidden(rows.values, rows.positions, rows.shared).flatten(0, -2)
+        return self.token_loss(self.hidden(rows.values, rows.positions, rows.shared).flatten(0, -2), after, smoothing)
+
+    def token_loss(self, hidden: Tensor, after: Tensor, smoothing: float) -> Tensor:
+        """The same of hidden states (N, width)."""
         if self.config.final_softcap is not None:  # logits that are bent again must be there
             return F.cross_entropy(self.logits(hidden), after, reduction="sum", label_smoothing=smoothing)
         weight = self.embedding.weight if self.head is None else self.head.weight

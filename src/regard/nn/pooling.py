@@ -59,6 +59,23 @@ class First(nn.Module):
         return x[:, 0]
 
 
+class Last(nn.Module):
+    """The last real token, which has seen all others where attention is causal.
+
+    >>> import regard as rg, torch
+    >>> rg.nn.Last()(torch.tensor([[[1.0], [3.0], [9.0]]]), torch.tensor([[True, True, False]]))
+    tensor([[3.]])
+    """
+
+    def forward(self, x: Tensor | Packed, mask: Tensor | None = None) -> Tensor:
+        if isinstance(x, Packed):
+            return x.values[torch.from_numpy(x.edges[1:] - 1).to(x.values.device)]
+        if mask is None:
+            return x[:, -1]
+        at = torch.arange(x.shape[1], device=x.device).where(mask, 0).amax(1)
+        return x[torch.arange(len(x), device=x.device), at]
+
+
 class AttentionPooling(nn.Module):
     """A learned query looks at the real tokens: `softmax(x · query / sqrt(width)) x`; the query starts from N(0, 1).
 

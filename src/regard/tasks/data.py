@@ -17,6 +17,7 @@ from regard.tasks.trouble import Bad, Trouble
 OPENERS: dict[str, Callable[..., Any]] = {".gz": gzip.open, ".xz": lzma.open, ".bz2": bz2.open}
 TEXT = (".txt", ".text", ".raw", ".md")
 FORMATS = (".tsv", ".csv", ".jsonl", *TEXT)
+TABS = (".data", ".inter")  # tables with tabs by other names: MovieLens's, RecBole's
 EMBEDDED = Path(__file__).with_name("embedded")  # data and a trained run that come with the package
 TATOEBA = "tatoeba-en-fr"
 NONE = frozenset[str]()
@@ -74,7 +75,18 @@ def format_of(path: Path) -> str:
     suffixes = [suffix.lower() for suffix in path.suffixes]
     if suffixes and suffixes[-1] in OPENERS:
         suffixes.pop()
-    return suffixes[-1] if suffixes else ""
+    last = suffixes[-1] if suffixes else ""
+    return ".tsv" if last in TABS else last
+
+
+def first_cells(source: str, bad: Bad) -> list[str]:
+    """The cells of the first line of a TSV or CSV that is there, which may name the columns; none of other sources."""
+    path = _path(source)
+    parted = {".tsv": "\t", ".csv": ","}.get(format_of(path))
+    if parted is None or not path.is_file():
+        return []
+    line = next((line for _, line in _lines(path, bad) if line.strip()), "")
+    return [cell.strip() for cell in next(csv.reader([line.strip("\r\n")], delimiter=parted), [])]
 
 
 def fingerprint(source: str) -> dict[str, Any]:

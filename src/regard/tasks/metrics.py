@@ -54,18 +54,72 @@ def pixel_regression(
     train: np.ndarray, targets: np.ndarray, held: np.ndarray, held_targets: np.ndarray, classes: int
 ) -> Figures:
     """Logistic regression on the pixels of images (n, C, height, width), shrunk where they have more than 32 x 32."""
-    from sklearn.linear_model import LogisticRegression
 
     def flat(images: np.ndarray) -> np.ndarray:
         step = max(1, max(images.shape[2:]) // 32)
         return images[:, :, ::step, ::step].reshape(len(images), -1).astype(np.float32) / 255
 
-    fitted = LogisticRegression(max_iter=100, tol=1e-3).fit(flat(train), targets)
+    return logistic(flat(train), targets, flat(held), held_targets, classes, scaled=False)
+
+
+def logistic(
+    train: np.ndarray, targets: np.ndarray, held: np.ndarray, held_targets: np.ndarray, classes: int,
+    *, scaled: bool = True,
+) -> Figures:  # fmt: skip
+    """Logistic regression on rows of numbers (n, features); scaled: by their mean and deviation first."""
+    from sklearn.linear_model import LogisticRegression
+    from sklearn.preprocessing import StandardScaler
+
+    if scaled:
+        scaler = StandardScaler().fit(train)
+        train, held = scaler.transform(train), scaler.transform(held)
+    fitted = LogisticRegression(max_iter=100, tol=1e-3).fit(train, targets)
     scores = torch.zeros(len(held), classes)
-    scores[:, torch.from_numpy(fitted.classes_.astype(np.int64))] = torch.from_numpy(
-        fitted.predict_proba(flat(held))
-    ).float()
+    scores[:, torch.from_numpy(fitted.classes_.astype(np.int64))] = torch.from_numpy(fitted.predict_proba(held)).float()
     return classification(scores, torch.from_numpy(held_targets))
+
+
+def linear(train: np.ndarray, targets: np.ndarray, held: np.ndarray) -> np.ndarray:
+    """What ridge regression on rows of numbers (n, features) says of those held out, (n,)."""
+    from sklearn.linear_model import RidgeCV
+    from sklearn.pipeline import make_pipeline
+    from sklearn.preprocessing import StandardScaler
+
+    return make_pipeline(StandardScaler(), RidgeCV()).fit(train, targets).predict(held)
+
+
+def regression(said: np.ndarray, true: np.ndarray) -> Figures:
+    """The mean absolute error, the root of the mean square, and the share of the variance that is told.
+
+    >>> import numpy as np
+    >>> from regard.tasks.metrics import regression
+    >>> regression(np.array([1.0, 2.0, 3.0]), np.array([1.0, 2.0, 6.0]))["mae"]
+    1.0
+    """
+    from sklearn.metrics import mean_absolute_error, r2_score, root_mean_squared_error
+
+    return {
+        "mae": float(mean_absolute_error(true, said)),
+        "rmse": float(root_mean_squared_error(true, said)),
+        "r2": float(r2_score(true, said)) if len(true) > 1 else 0.0,
+    }
+
+
+def propagated(ends: np.ndarray, nodes: np.ndarray, targets: np.ndarray, count: int, classes: int) -> Tensor:
+    """What labels spread over edges (2, E) say of all nodes, (count, classes): the harmonic function of networkx."""
+    try:
+        import networkx
+    except ImportError:
+        from regard.tasks.trouble import Trouble
+
+        raise Trouble("label propagation needs networkx: pip install 'regard[graph]'") from None
+
+    graph = networkx.Graph()
+    graph.add_nodes_from(range(count))
+    graph.add_edges_from(ends.T.tolist())
+    networkx.set_node_attributes(graph, dict(zip(nodes.tolist(), targets.tolist(), strict=True)), "label")
+    said = networkx.node_classification.harmonic_function(graph)
+    return torch.eye(classes)[torch.tensor(said)]
 
 
 class Found(NamedTuple):
@@ -315,3 +369,55 @@ def _look_up(keys: np.ndarray, values: np.ndarray, wanted: np.ndarray) -> np.nda
     """Values by sorted keys, 0 where there is none."""
     at = np.minimum(np.searchsorted(keys, wanted), len(keys) - 1)
     return np.where(keys[at] == wanted, values[at], 0)
+
+
+def ranking(ranks: Tensor, count: int = 10) -> Figures:
+    """Of the ranks (n,) of the one right answer among all, from 1: how often it is among the first, and how far ahead.
+
+    >>> import torch
+    >>> from regard.tasks.metrics import ranking
+    >>> ranking(torch.tensor([1, 3, 11]))
+    {'ndcg@10': 0.5, 'hit@10': 0.6666666666666666, 'mrr': 0.47474747474747475}
+    """
+    found, ranks = ranks <= count, ranks.double()
+    return {
+        f"ndcg@{count}": float((found / (ranks + 1).log2()).mean()),
+        f"hit@{count}": float(found.double().mean()),
+        "mrr": float((1 / ranks).mean()),
+    }
+
+
+class Neighbours:
+    """Items that the same people had: the cosine of their columns in the table of users and items.
+
+    >>> import numpy as np
+    >>> from regard.tasks.metrics import Neighbours
+    >>> near = Neighbours([np.array([0, 1]), np.array([0, 1]), np.array([2])], 3)
+    >>> near.scores([np.array([0])])
+    array([[0., 1., 0.]], dtype=float32)
+    """
+
+    def __init__(self, histories: Sequence[np.ndarray], items: int, nearest: int = 100) -> None:
+        self.items = items
+        table = self._table(histories)
+        table.data /= np.sqrt(np.maximum(np.bincount(table.indices, minlength=items), 1))[table.indices]
+        likeness = (table.T @ table).tolil()
+        likeness.setdiag(0)
+        likeness = likeness.tocsr()
+        for n in range(items):  # only the nearest of each count
+            start, stop = likeness.indptr[n : n + 2]
+            row = likeness.data[start:stop]
+            if len(row) > nearest:
+                row[row < np.partition(row, -nearest)[-nearest]] = 0
+        self.likeness = likeness.astype(np.float32)
+
+    def _table(self, histories: Sequence[np.ndarray]) -> Any:
+        from scipy.sparse import csr_matrix
+
+        kinds = [np.unique(items) for items in histories]
+        rows = np.repeat(np.arange(len(kinds)), [len(items) for items in kinds])
+        return csr_matrix((np.ones(len(rows)), (rows, np.concatenate(kinds))), shape=(len(kinds), self.items))
+
+    def scores(self, histories: Sequence[np.ndarray]) -> np.ndarray:
+        """How near all items are to each history, (n, items): the sum over what is in it."""
+        return (self._table(histories).astype(np.float32) @ self.likeness.T).toarray()

@@ -186,6 +186,10 @@ class Task(ABC):
         """Rows to train on and rows held out: `held` of them, where those that begin alike count as one."""
         return split(rows, lambda row: str(row.values[0]), held, seed)
 
+    def choose_by(self, rows: Sequence[Row], held: int, seed: int) -> tuple[list[Row], list[Row]]:
+        """Rows to train on and rows to choose the best weights by, of those left where `held` are to be measured on."""
+        return self.hold_out(rows, max(1, min(held // 2, len(rows) // 10)), seed)
+
     @abstractmethod
     def learn(self, rows: Sequence[Row]) -> Kit:
         """What is to be known before training: a tokenizer, the labels."""
@@ -225,6 +229,14 @@ class Task(ABC):
     def asked(self, path: Path, bad: Bad) -> Iterator[Row] | None:
         """What is to be predicted of a file, where it has a format of the task's own; none is a text a line."""
         return None
+
+    def name_tokens(self, model: nn.Module, kit: Kit, record: Any) -> None:
+        """Tell a record of `regard.view` what its tokens are: words of the tokenizer, patches of an image."""
+        if kit.tokenizer is not None:
+            record.decode(kit.tokenizer)
+        config: Any = getattr(model, "config", None)
+        if self.takes == "image" and hasattr(config, "grid") and "source" in record.inputs:
+            record.over_image(record.inputs["source"], config.grid, first=1)
 
     def sample(self, kit: Kit) -> tuple[Any, ...] | None:
         """Padded inputs to export the model with, where it can be exported to ONNX; none where it cannot."""

@@ -173,7 +173,7 @@ def profile(record: Record, measure: str = "entropy", kind: Kind | None = None, 
 def patches(
     record: Record, layer: int | str, head: int | None = None, *, query: int = 0, ax: Axes | None = None
 ) -> Axes:
-    """Where one token of an image looks, over the image; `query` 0 is the class token of a Vision Transformer."""
+    """Where one token looks, over the image; `query` 0 is the class token of a Vision Transformer, or a first word."""
     if record.image is None:
         raise ValueError("the record is not of an image; tell which with record.over_image(pixels, grid, first=1)")
     seen, image = record.attention(layer, None), _image(record.image["href"])
@@ -186,7 +186,7 @@ def patches(
     shade = (over / over.max().clamp(min=1e-12)).numpy()
     veil = 0.75 * (1 - np.sqrt(shade))  # where it does not look, the image is dark
     ax.imshow(np.zeros_like(shade), cmap="gray", extent=extent, alpha=veil, interpolation="nearest")
-    if query >= first:
+    if query >= first and record.ends(seen)[0] == record.image["stream"]:
         from matplotlib.patches import Rectangle
 
         at = query - first
