@@ -1,4 +1,4 @@
-"""Two processes: the losses of one, and a worker that dies."""
+"""More processes: the losses of one, checkpoints at other numbers of them, and a worker that dies."""
 
 from __future__ import annotations
 
@@ -9,14 +9,19 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
+import regard as rg
 from regard.tasks import Run, train
-from regard.tasks.runs import lines
+from regard.tasks.export import export
+from regard.tasks.runs import lines, load
 from tests.tasks.conftest import Start
-from tests.tasks.toy import begun, sharded_by_two, trained_by_one_of_two
+from tests.tasks.toy import begun, sharded_by_two, trained_by_one_of
 
 
 def free_port() -> int:
@@ -29,21 +34,103 @@ def losses(run: Run, name: str = "loss") -> list[float]:
     return [line[name] for line in lines(run.folder / "log.jsonl") if name in line]
 
 
-@pytest.mark.parametrize("parts", [1, 2])
-def test_two_processes_get_the_losses_of_one_for_the_same_global_batch(
-    parts: int, tmp_path: Path, start: Start
+@pytest.fixture
+def together(start: Start) -> Callable[..., Run]:
+    """Trains a run by several processes."""
+
+    def trained(folder: Path, world: int, stop: int = 0, **recipe: Any) -> Run:
+        port = free_port()
+        arguments = [(world, str(folder), rank, port, recipe, stop) for rank in range(world)]
+        processes = [start(trained_by_one_of, *each) for each in arguments]
+        for process in processes:
+            process.join(120)
+        assert [process.exitcode for process in processes] == [0] * world
+        return Run.open(folder)
+
+    return trained
+
+
+@pytest.mark.parametrize(("parts", "shard", "world"), [(1, "data", 2), (2, "data", 2), (2, "fsdp", 2), (1, "fsdp", 4)])
+def test_several_processes_get_the_losses_of_one_for_the_same_global_batch(
+    parts: int, shard: str, world: int, tmp_path: Path, together: Callable[..., Run]
 ) -> None:
     one = begun(tmp_path, "translate", options={"dropout": 0.0}, accumulate=parts, steps=6)
+    shutil.copytree(one.folder, tmp_path / "more")
+    train(one)
+    more = together(tmp_path / "more", world, shard=shard)
+    assert losses(more) == pytest.approx(losses(one), rel=2e-5)
+    assert losses(more, "held_out_loss") == pytest.approx(losses(one, "held_out_loss"), rel=2e-5)
+
+
+def test_a_checkpoint_of_two_who_share_weights_goes_on_with_one_with_four_and_with_whole_models(
+    tmp_path: Path, together: Callable[..., Run]
+) -> None:
+    one = begun(tmp_path, "language", options={"dropout": 0.0, "context": 24, "width": 24}, steps=9)
     shutil.copytree(one.folder, tmp_path / "two")
     train(one)
-    port = free_port()
-    processes = [start(trained_by_one_of_two, str(tmp_path / "two"), rank, port) for rank in (0, 1)]
-    for process in processes:
-        process.join(120)
-    assert [process.exitcode for process in processes] == [0, 0]
-    two = Run.open(tmp_path / "two")
-    assert losses(two) == pytest.approx(losses(one), rel=2e-5)
-    assert losses(two, "held_out_loss") == pytest.approx(losses(one, "held_out_loss"), rel=2e-5)
+    two = together(tmp_path / "two", 2, stop=4, shard="fsdp")
+    assert [path.name for path in two.checkpoints()] == ["step-00000004", "step-00000003"]
+    for name in ("by one", "by four", "whole"):
+        shutil.copytree(two.folder, tmp_path / name)
+    train(Run.open(tmp_path / "by one"))
+    together(tmp_path / "by four", 4, shard="fsdp")
+    together(tmp_path / "whole", 2)
+    for name in ("by one", "by four", "whole"):
+        assert losses(Run.open(tmp_path / name)) == pytest.approx(losses(one), rel=2e-5), name
+    notes = export(Run.open(tmp_path / "by four"), tmp_path / "out")
+    assert any(note.startswith("model.safetensors") for note in notes)
+    made, expected = rg.load(tmp_path / "out"), one.model()[0]
+    for (name, weight), (_, other) in zip(made.named_parameters(), expected.named_parameters(), strict=True):
+        torch.testing.assert_close(weight, other, rtol=1e-3, atol=1e-5, msg=name)
+
+
+def test_two_who_share_weights_and_are_killed_end_with_the_weights_of_those_who_are_not(
+    tmp_path: Path, together: Callable[..., Run]
+) -> None:
+    run = begun(tmp_path, "masked", steps=7, save_every=2, evaluate_every=7)
+    shutil.copytree(run.folder, tmp_path / "killed")
+    whole, killed = together(run.folder, 2, shard="fsdp"), together(tmp_path / "killed", 2, stop=4, shard="fsdp")
+    newest = killed.checkpoints()[0]
+    part = newest.with_name(f".{newest.name}.part")  # as if it had been killed before the folder got its name
+    newest.rename(part)
+    killed = together(killed.folder, 2, shard="fsdp")
+    mine, theirs = load(whole.checkpoints()[0])[0], load(killed.checkpoints()[0])[0]
+    assert mine.keys() == theirs.keys()
+    assert [name for name in mine if not torch.equal(mine[name], theirs[name])] == []
+    assert losses(whole) == losses(killed)
+
+
+def test_a_damaged_checkpoint_of_shared_weights_is_passed_over(tmp_path: Path, together: Callable[..., Run]) -> None:
+    run = begun(tmp_path, "classify", steps=2, save_every=1, evaluate_every=2)
+    run = together(run.folder, 4, shard="fsdp")  # more of them than labels: some have nothing of a weight
+    newest = run.checkpoints()[0].name
+    found = run.latest()
+    assert found is not None
+    run.task.model(run.kit).load_state_dict(
+        {name.removeprefix("model."): value for name, value in found[0].items() if name.startswith("model.")}
+    )
+
+    def gone(file: Path) -> None:
+        file.unlink()
+
+    def short(file: Path) -> None:
+        file.write_bytes(file.read_bytes()[:-8])
+
+    def without_notes(file: Path) -> None:
+        (file.parent / "notes.json").unlink()
+
+    for damage in (gone, short, without_notes):
+        folder = tmp_path / damage.__name__
+        shutil.copytree(run.folder, folder)
+        files = sorted((folder / "checkpoints" / newest).glob("*.safetensors"))
+        assert len(files) == 4
+        damage(files[1])
+        said: list[str] = []
+        found = Run.open(folder).latest(said.append)
+        assert found is not None
+        assert found[1].step == 1, damage.__name__
+        assert len(said) == 1
+        assert newest in said[0]
 
 
 def test_weights_that_two_processes_share_are_captured_and_restored_to_the_bit(start: Start) -> None:

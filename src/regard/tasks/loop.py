@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from regard.nn import Packed
 from regard.tasks.batches import in_order, plan, shards
 from regard.tasks.faults import first_fault, first_gradient
-from regard.tasks.runs import Log, Progress, Run, machine, vacant
+from regard.tasks.runs import Log, Progress, Run, load, machine, vacant
 from regard.tasks.sources import Examples, Sources, gather
 from regard.tasks.task import Batch, Items, Recipe, Task
 from regard.tasks.trouble import Trouble
@@ -128,16 +128,22 @@ class _Trainer:
             )
         _set_seed(run.recipe.seed)
         model = run.task.model(run.kit)
-        found = run.latest(watch.said if self.main else lambda line: None)
-        if found is None:
+        if not run.checkpoints():
             run.task.begin(model)
         objective = Objective(run.task, model, run.recipe.smoothing)
-        optimizer = _optimizer(model, run.recipe)
-        self.objective, self.optimizer = self.accelerator.prepare(objective, optimizer)
+        world = self.accelerator.num_processes
+        self.sharded = run.recipe.shard == "fsdp" and world > 1
+        if self.sharded:
+            state.shard(objective)
+            objective = self.accelerator.prepare_model(objective, evaluation_mode=True)  # it is distributed already
+        else:
+            objective = self.accelerator.prepare_model(objective)
+        self.objective, self.optimizer = objective, self.accelerator.prepare_optimizer(_optimizer(model, run.recipe))
         self.average = state.Average(self.objective, run.recipe.ema) if run.recipe.ema else None
         self.progress = Progress()
+        found = run.latest(watch.said if self.main else lambda line: None, self._read)
         if found is not None:
-            state.restore(found[0], self.objective, self.optimizer.optimizer, self.average)
+            state.restore(found[0], *self._held())
             self.progress = found[1]
         self.log = Log(run.folder, self.progress.step) if self.main else None
         now = machine()
@@ -180,22 +186,20 @@ class _Trainer:
         if asked_by:
             return True
         _set_seed(recipe.seed, step, rank)
-        total = 0.0
+        values, before = [], []
         for n, batch in enumerate(batches):
             last = n == len(batches) - 1
-            with nullcontext() if last else self.accelerator.no_sync(self.objective):
-                before = torch.get_rng_state()
+            with nullcontext() if last else self.accelerator.no_sync(self.objective):  # but by FSDP: it would hold all
+                before.append(torch.get_rng_state())
                 loss = self.objective(batch) * (world / max(1.0, count)) * bool(batch.count)
-                total += (value := float(loss.detach()))
-                if not math.isfinite(value):
-                    torch.set_rng_state(before)
-                    self._fault(
-                        step,
-                        parts[n],
-                        f"the loss is {value}",
-                        first_fault(self._model(), partial(self.objective, batch)),
-                    )
+                values.append(float(loss.detach()))
                 self.accelerator.backward(loss)
+        (total,) = self._sum(sum(values) / world)
+        if not math.isfinite(total):
+            n = next((n for n, value in enumerate(values) if not math.isfinite(value)), 0)
+            torch.set_rng_state(before[n])
+            where = first_fault(self._model(), partial(self.objective, batches[n]))
+            self._fault(step, parts[n], f"the loss is {values[n]}", None if math.isfinite(values[n]) else where)
         norm = float(self.accelerator.clip_grad_norm_(self.objective.parameters(), recipe.clip))
         if not math.isfinite(norm) and recipe.precision != "fp16":  # there the scaler leaves such steps out
             self._fault(step, chosen, f"the norm of the gradient is {norm}", first_gradient(self._model()))
@@ -206,7 +210,6 @@ class _Trainer:
         self.optimizer.zero_grad()
         if self.average is not None:
             self.average.update(step)
-        (total,) = self._sum(total / world)
         self.progress = replace(self.progress, step=step, batch=self.progress.batch + 1)
         told = Step(step, total, rate, norm, int(tokens), time.perf_counter() - started)
         self._after(told)
@@ -282,20 +285,38 @@ class _Trainer:
         return tuple(self.accelerator.reduce(together, "sum").tolist())
 
     def _save(self) -> None:
-        tensors = self.state.capture(self.objective, self.optimizer.optimizer, self.average)
-        if self.main:
-            self.run.save(tensors, self.progress)
+        if self.sharded:
+            self.run.save_part(self.state.capture(*self._held(), self.state.OWN), self.progress)
+        else:
+            tensors = self.state.capture(*self._held())
+            if self.main:
+                self.run.save(tensors, self.progress)
         self._saved_at = self.progress.step
 
-    def _fault(self, step: int, chosen: np.ndarray, what: str, where: str) -> None:
+    def _held(self) -> tuple[Any, Any, Any]:
+        """All that a checkpoint is of."""
+        return self.objective, self.optimizer.optimizer, self.average
+
+    def _read(self, path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
+        """A checkpoint; of a folder, each process reads what it has of the weights."""
+        if not path.is_dir():
+            return load(path)
+        from regard.tasks import parts
+
+        return parts.load(path, self.state.capture(*self._held(), self.state.OWN))
+
+    def _fault(self, step: int, chosen: np.ndarray, what: str, where: str | None) -> None:
+        """All processes stop, and tell of the first that knows where it comes from."""
         places = [self.items.places[n] for n in chosen[:3]]
         more = f" and {len(chosen) - 3} more" if len(chosen) > 3 else ""
+        said = where and f"{what}; it comes from {where}, in the batch of {', '.join(places)}{more}"
+        heard = [said] * self.accelerator.num_processes
+        if len(heard) > 1:
+            dist.all_gather_object(heard, said)
         kept = self.run.checkpoints()
         kept_at = f"; {kept[0].name} is the last checkpoint" if kept else ""
-        raise Trouble(
-            f"step {step}: {what}; it comes from {where}, in the batch of {', '.join(places)}{more}{kept_at}; "
-            "try a lower --rate, a longer --warmup or a lower --clip"
-        )
+        told = next((each for each in heard if each), what)
+        raise Trouble(f"step {step}: {told}{kept_at}; try a lower --rate, a longer --warmup or a lower --clip")
 
     def close(self) -> None:
         if self.log is not None:
