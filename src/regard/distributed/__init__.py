@@ -1,9 +1,8 @@
 """Sequences larger than one machine: every rank of a process group holds a part of the tokens. On torch.distributed."""
 
-from regard.distributed.call import attention
 from regard.distributed.layout import LAYOUTS, Layout, gather, positions, shard
 from regard.distributed.plan import Moved, bytes_moved
-from regard.distributed.sequence import sequence
+from regard.distributed.sequence import attention, sequence
 from regard.distributed.wire import Lost, Traffic, traffic
 
 __all__ = [

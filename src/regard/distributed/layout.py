@@ -112,7 +112,11 @@ def gather(
     Differentiable: a rank's gradient is the sum of what all ranks do with its tokens. Lengths may be uneven where the
     layout is contiguous.
     """
-    wire = Wire.of(group, timeout)
+    return gathered(Wire.of(group, timeout), x, dim, layout)
+
+
+def gathered(wire: Wire, x: Tensor, dim: int, layout: str) -> Tensor:
+    """The same over a wire."""
     held = Layout.of([n for (n,) in wire.cards([x.shape[dim]], x.device)], layout)
     return _Gather.apply(x, dim % x.dim(), wire, held)
 

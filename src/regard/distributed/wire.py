@@ -93,9 +93,7 @@ class Wire:
         room = out.new_empty(sum(sizes))
         if self.ranks > 1:
             self._wait(
-                self._start(
-                    lambda: dist.all_to_all_single(room, out, sizes, sent, group=self.group, async_op=True)
-                ),
+                self._start(lambda: dist.all_to_all_single(room, out, sizes, sent, group=self.group, async_op=True)),
                 "all other ranks",
             )
         else:
@@ -106,9 +104,7 @@ class Wire:
             cut(piece.view(like.dtype), some) for piece, some in zip(room.split(sizes), shapes, strict=True)
         ]  # fmt: skip
 
-    def post(
-        self, out: tuple[int, Tensor] | None, room: tuple[int, Tensor] | None, tag: int
-    ) -> Posted:
+    def post(self, out: tuple[int, Tensor] | None, room: tuple[int, Tensor] | None, tag: int) -> Posted:
         """Begin to send a tensor to a rank, and to receive one from a rank, each of which may be nothing."""
         operations = []
         if out is not None and out[1].numel():
