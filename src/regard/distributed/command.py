@@ -6,6 +6,7 @@ import re
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from rich.box import SIMPLE
 from rich.table import Table
 
 from regard.distributed.cost import Cost, Machine, Model, cost, splits
@@ -97,14 +98,14 @@ class Plan:
         """One row a layout, of each rank."""
         ranks = self.costs[0].split.ranks
         title = f"{units(self.model.count)} weights, {self.batch} x {self.sequence:,} tokens, {ranks} ranks; each rank:"
-        table = Table(title=title, title_justify="left")
+        table = Table(title=title, title_justify="left", box=SIMPLE)
         table.add_column("layout", no_wrap=True)
-        for name in ("state", "activations", "other", "memory", "FLOPs", "sent", "computes", "wire", "step"):
-            table.add_column(name, justify="right", no_wrap=name != "activations")
+        for name in ("state", "activations", "memory", "FLOPs", "sent", "computing", "wire", "step"):
+            table.add_column(name, justify="right")
         for each in self.costs:
             state = sum(each.memory[part] for part in ("weights", "gradients", "optimizer"))
             kept, wire = each.memory["activations"], each.seconds["wire"]
-            sizes = (state, kept, each.peak - state - kept, each.peak)
+            sizes = (state, kept, each.peak)
             table.add_row(
                 f"{each.split}", *(f"{units(size)}B" for size in sizes), units(sum(each.flops.values())),
                 f"{units(sum(each.sent.values()))}B", *(f"{n:.3g} s" for n in (each.time - wire, wire, each.time)),
