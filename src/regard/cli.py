@@ -83,12 +83,27 @@ def show_tasks(as_json: Json = False) -> None:
 
 
 @app.command("resume")
-def resume(folder: RunFolder, as_json: Json = False) -> None:
-    """Go on with a run, from its last checkpoint.
+def resume(
+    folder: RunFolder,
+    shard: Annotated[
+        str | None, typer.Option(help="What processes share: data or fsdp; as before unless told.")
+    ] = None,
+    sequence_ranks: Annotated[
+        int | None, typer.Option(help="Processes that share one sequence; as before unless told.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Go on with a run, from its last checkpoint, by any number of processes.
 
     regard resume runs/reviews
     """
-    _train(Run.open(folder), None, as_json)
+    run = Run.open(folder)
+    told_anew = {"shard": shard, "sequence_ranks": sequence_ranks}
+    try:
+        run.recipe = replace(run.recipe, **{name: value for name, value in told_anew.items() if value is not None})
+    except ValueError as error:
+        raise Trouble(f"{error}") from error
+    _train(run, None, as_json)
 
 
 @app.command("evaluate")

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 import regard as rg
-from regard.tasks import Run, train
+from regard.tasks import Run, Trouble, train
 from regard.tasks.export import export
 from regard.tasks.runs import lines, load
 from tests.tasks.conftest import Start
@@ -32,6 +32,11 @@ def free_port() -> int:
 
 def losses(run: Run, name: str = "loss") -> list[float]:
     return [line[name] for line in lines(run.folder / "log.jsonl") if name in line]
+
+
+def tokens(run: Run) -> list[float]:
+    found = [line for line in lines(run.folder / "log.jsonl") if "loss" in line]
+    return [line["tokens_per_second"] * line["seconds"] for line in found]
 
 
 @pytest.fixture
@@ -60,6 +65,31 @@ def test_several_processes_get_the_losses_of_one_for_the_same_global_batch(
     more = together(tmp_path / "more", world, shard=shard)
     assert losses(more) == pytest.approx(losses(one), rel=2e-5)
     assert losses(more, "held_out_loss") == pytest.approx(losses(one, "held_out_loss"), rel=2e-5)
+
+
+@pytest.mark.parametrize(
+    ("world", "ranks", "shard", "context"), [(2, 2, "data", 24), (4, 2, "data", 23), (4, 2, "fsdp", 24)]
+)
+def test_processes_that_share_sequences_get_the_losses_of_one(
+    world: int, ranks: int, shard: str, context: int, tmp_path: Path, together: Callable[..., Run]
+) -> None:
+    one = begun(tmp_path, "language", options={"dropout": 0.0, "context": context}, accumulate=2, steps=5)
+    shutil.copytree(one.folder, tmp_path / "more")
+    train(one)
+    more = together(tmp_path / "more", world, shard=shard, sequence_ranks=ranks)
+    assert losses(more) == pytest.approx(losses(one), rel=2e-5)
+    assert losses(more, "held_out_loss") == pytest.approx(losses(one, "held_out_loss"), rel=2e-5)
+    assert tokens(more) == pytest.approx(tokens(one))
+
+
+def test_a_task_that_cannot_share_sequences_says_so(tmp_path: Path) -> None:
+    with pytest.raises(Trouble, match=r"classify cannot share a sequence among processes \(language can\)"):
+        begun(tmp_path, "classify", sequence_ranks=2)
+
+
+def test_ranks_of_a_sequence_that_do_not_divide_the_processes_are_told(tmp_path: Path) -> None:
+    with pytest.raises(Trouble, match="--sequence-ranks 2 must divide the number of processes, which is 1; choose"):
+        begun(tmp_path, "language", sequence_ranks=2)
 
 
 def test_a_checkpoint_of_two_who_share_weights_goes_on_with_one_with_four_and_with_whole_models(
@@ -141,15 +171,24 @@ def test_weights_that_two_processes_share_are_captured_and_restored_to_the_bit(s
     assert [process.exitcode for process in processes] == [0, 0]
 
 
-def test_a_worker_killed_under_torchrun_resumes_from_the_last_checkpoint(tmp_path: Path) -> None:
-    one = begun(tmp_path, "translate", options={"dropout": 0.0}, steps=40, save_every=5, evaluate_every=40)
-    task, recipe = one.about["options"] | {"source": "1", "target": "2"}, one.about["recipe"]
-    options = [f"--{name.replace('_', '-')}={value}" for name, value in (task | recipe).items()]
+@pytest.mark.parametrize(
+    ("name", "options", "how"),
+    [
+        ("translate", {"source": "1", "target": "2"}, {}),
+        ("language", {"context": 24}, {"shard": "fsdp", "sequence_ranks": 2}),
+    ],
+)
+def test_a_worker_killed_under_torchrun_resumes_from_the_last_checkpoint(
+    name: str, options: dict[str, Any], how: dict[str, Any], tmp_path: Path
+) -> None:
+    one = begun(tmp_path, name, options=options | {"dropout": 0.0}, steps=30, save_every=5, evaluate_every=30)
+    task, recipe = one.about["options"], one.about["recipe"] | how
+    words = [f"--{name.replace('_', '-')}={value}" for name, value in (task | recipe).items()]
     folder = tmp_path / "two"
     command = [
         sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--max-restarts", "2",
-        "-m", "regard", "train", "translate", "--held", "12",
-        "--data", str(tmp_path / "pairs.tsv"), "--out", str(folder), *options,
+        "-m", "regard", "train", name, "--held", "12",
+        "--data", one.about["sources"]["data"][0], "--out", str(folder), *words,
     ]  # fmt: skip
     log = (tmp_path / "output").open("w")
     launcher = subprocess.Popen(command, stdout=log, stderr=log, env=os.environ | {"OMP_NUM_THREADS": "1"})

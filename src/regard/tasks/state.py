@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
+from regard.distributed import sequence
 from regard.nn import Block
 
 WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)  # only the first process gets it
@@ -68,6 +70,12 @@ def shard(objective: nn.Module) -> None:
         if isinstance(module, Block):
             fully_shard(module, mesh=mesh)
     fully_shard(objective, mesh=mesh)
+
+
+def sharing(ranks: int, device: torch.device, how: str | None = None) -> Callable[[], AbstractContextManager[None]]:
+    """What makes models compute on sequences that each `ranks` processes share, this one with its neighbours."""
+    mesh = init_device_mesh(device.type, (dist.get_world_size() // ranks, ranks), mesh_dim_names=("data", "sequence"))
+    return partial(sequence, mesh["sequence"].get_group(), layout="balanced", how=how)
 
 
 def weights(objective: nn.Module, options: StateDictOptions = WHOLE) -> dict[str, Tensor]:

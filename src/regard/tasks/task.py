@@ -167,6 +167,7 @@ class Task(ABC):
     recipe: ClassVar[Recipe] = Recipe()
     data: ClassVar[str] = ""  # what is trained on where nothing is said: a dataset that comes with the package
     held: ClassVar[int] = 1000  # examples held out, where no file of them is given
+    shares_sequences: ClassVar[bool] = False  # whether its loss is one of tokens, which processes can share
 
     def read(self, source: str, bad: Bad) -> list[Row]:
         """The examples of a source."""
