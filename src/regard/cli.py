@@ -18,6 +18,8 @@ try:
 except ImportError as error:
     raise SystemExit(f"regard: the command needs {error.name}: pip install 'regard[tasks]'") from error
 
+import torch
+
 from regard.tasks import Recipe, Run, Sources, Task, Trouble, begin, tasks, train
 from regard.tasks.data import Row, whole
 from regard.tasks.export import export as export_run
@@ -90,12 +92,27 @@ def show_tasks(as_json: Json = False) -> None:
 
 
 @app.command("resume")
-def resume(folder: RunFolder, as_json: Json = False) -> None:
-    """Go on with a run, from its last checkpoint.
+def resume(
+    folder: RunFolder,
+    shard: Annotated[
+        str | None, typer.Option(help="What processes share: data or fsdp; as before unless told.")
+    ] = None,
+    sequence_ranks: Annotated[
+        int | None, typer.Option(help="Processes that share one sequence; as before unless told.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Go on with a run, from its last checkpoint, by any number of processes.
 
     regard resume runs/reviews
     """
-    _train(Run.open(folder), None, as_json)
+    run = Run.open(folder)
+    told_anew = {"shard": shard, "sequence_ranks": sequence_ranks}
+    try:
+        run.recipe = replace(run.recipe, **{name: value for name, value in told_anew.items() if value is not None})
+    except ValueError as error:
+        raise Trouble(f"{error}") from error
+    _train(run, None, as_json)
 
 
 @app.command("evaluate")
@@ -311,6 +328,100 @@ def check(
         return
     form = "json" if as_json else "markdown" if markdown else "table"
     raise typer.Exit(command.run(shown, told, targets or [], only or [], form=form, junit=junit))
+
+
+@app.command("plan")
+def plan(
+    model: Annotated[
+        str,
+        typer.Option(help="A run of language, a checkpoint or its config.json, or layers=12,width=768,heads=12,..."),
+    ],
+    sequence: Annotated[int, typer.Option(min=2, help="Tokens of a sequence.")],
+    ranks: Annotated[int, typer.Option(min=1, help="Processes.")],
+    memory: Annotated[str, typer.Option(help="Of each rank, such as 16GB.")],
+    bandwidth: Annotated[
+        str | None, typer.Option(help="That a rank sends with, such as 1GB/s or 10Gbit/s; --measure finds it.")
+    ] = None,
+    flops: Annotated[str | None, typer.Option(help="FLOP/s of a rank in products of matrices, such as 50G.")] = None,
+    measure: Annotated[
+        bool, typer.Option("--measure", help="Measure this machine: the speeds that are not told.")
+    ] = False,
+    batch: Annotated[int | None, typer.Option(min=1, help="Sequences in a step; as many as ranks unless told.")] = None,
+    per_machine: Annotated[int, typer.Option("--ranks-per-machine", min=1, help="That share its cores.")] = 1,
+    cores: Annotated[int | None, typer.Option(min=1, help="Of a machine; those of this one unless told.")] = None,
+    threads: Annotated[int, typer.Option(min=1, help="Of each rank.")] = 1,
+    as_json: Json = False,
+) -> None:
+    """Which layout to train with on many ranks, and why: memory, FLOPs, bytes moved and seconds of each.
+
+    Ends with 0 if a layout fits, 1 if none does.
+
+    regard plan --model layers=24,width=1024,heads=16,vocabulary=32000 --sequence 131072 --ranks 64 --memory 32GB \
+        --bandwidth 10Gbit/s --measure
+    """
+    import os
+
+    from regard.distributed.command import Plan, amount
+    from regard.distributed.cost import Machine, Model
+    from regard.distributed.speed import measured, on_the_wire
+
+    if not measure and (flops is None or bandwidth is None):
+        raise Trouble("say --flops and --bandwidth, or let this machine be measured: --measure")
+    try:
+        costs = Model.of(_outline(model))
+        machine = Machine(memory=amount("memory", memory), cores=cores or os.cpu_count() or 1, ranks=per_machine)
+        machine = replace(machine, threads=threads)
+        with told.status("measuring"):
+            machine = measured(costs, machine, sequence) if flops is None else machine.told(amount("flops", flops))
+            machine = on_the_wire(machine) if bandwidth is None and ranks > 1 else machine
+        if bandwidth is not None:
+            machine = replace(machine, bandwidth=amount("bandwidth", bandwidth))
+        found = Plan.of(costs, machine, sequence=sequence, ranks=ranks, batch=batch or ranks)
+    except (ValueError, RuntimeError) as error:
+        raise Trouble(f"{error}") from error
+    if as_json:
+        print(json.dumps(found.as_json(), indent=1))
+    else:
+        shown.print(found.table())
+        for line in (found.sentence(), *found.reasons()):
+            shown.print(line, soft_wrap=True)
+    if found.best is None:
+        raise typer.Exit(1)
+
+
+def _outline(model: str) -> Any:
+    """The model that `regard plan` is asked about, without its weights."""
+    from regard.models import LanguageConfig, LanguageModel
+
+    path = Path(model)
+    if (path / "run.json").exists():
+        run = Run.open(path)
+        with torch.device("meta"):
+            return run.task.model(run.kit)
+    if path.exists():
+        from regard.models.checkpoints.loading import outline
+
+        return outline(path)
+    if "=" not in model:
+        raise Trouble(
+            f"{model}: there is no such run or checkpoint; or say layers=12,width=768,heads=12,vocabulary=50257"
+        )
+    kinds = {each.name: each.type for each in fields(LanguageConfig)}
+    values: dict[str, Any] = {}
+    for word in model.split(","):
+        name, _, value = word.partition("=")
+        if name not in kinds:
+            raise Trouble(f"--model: {name!r} is no part of a language model; parts are {', '.join(kinds)}")
+        try:
+            values[name] = json.loads(value.lower()) if not kinds[name].startswith("str") else value
+        except ValueError:
+            raise Trouble(f"--model: {name} must be a number, but is {value!r}") from None
+    for name in ("vocabulary", "width", "layers", "heads"):
+        if name not in values:
+            raise Trouble(f"--model: say {name}=... too")
+    values.setdefault("hidden", 4 * values["width"])
+    with torch.device("meta"):
+        return LanguageModel(LanguageConfig(**values))
 
 
 def _trainer(kind: type[Task]) -> Callable[..., None]:

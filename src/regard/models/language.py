@@ -102,7 +102,7 @@ class LanguageModel(nn.Module):
 
     def forward(self, inputs: Inputs, mask: Tensor | None = None) -> Tensor | Packed | list[Tensor]:
         """Logits (B, N, vocabulary); of packed inputs packed, of a list a list."""
-        rows = rows_of(inputs, mask)
+        rows = rows_of(inputs, mask).own()
         return rows.back(self.logits(self.hidden(rows.values, rows.positions, rows.shared)))
 
     def hidden(self, ids: Tensor, positions: Tensor, shared: Shared, caches: Sequence[Cache] | None = None) -> Tensor:
@@ -128,8 +128,13 @@ class LanguageModel(nn.Module):
         return logits if cap is None else cap * torch.tanh(logits / cap)
 
     def loss(self, inputs: Packed, after: Tensor, *, smoothing: float = 0.0) -> Tensor:
-        """The sum of the cross entropies of the tokens `after` each of the inputs (N,)."""
-        rows = rows_of(inputs, None)
+        """The sum of the cross entropies of the tokens `after` each of the inputs (N,).
+
+        Where sequences are shared with other processes, it is the sum over the tokens of this one.
+        """
+        whole = rows_of(inputs, None)
+        rows = whole.own()
+        after = rows.beside(after.view(whole.values.shape)).flatten()
         return self.token_loss(self.hidden(rows.values, rows.positions, rows.shared).flatten(0, -2), after, smoothing)
 
     def token_loss(self, hidden: Tensor, after: Tensor, smoothing: float) -> Tensor:

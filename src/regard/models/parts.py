@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from regard.attention import sharding
 from regard.geometry import shape_of
 from regard.masks import Mask, global_tokens, window
 from regard.nn import Packed, PostNorm, PreNorm, Residual, SandwichNorm, Shared, UnitRMSNorm, key_mask, pack, unpack
@@ -66,9 +67,21 @@ class Rows(NamedTuple):
     packed: Packed | None
     listed: bool
 
+    def own(self) -> Rows:
+        """The tokens of this process, where sequences are shared with others; results are then (B, N, ...) of them."""
+        if (together := sharding()) is None:
+            return self
+        values, positions = together.own(self.values, 1), together.own(self.positions, -1)
+        return self._replace(values=values, positions=positions, shared=self.shared.own())
+
+    def beside(self, whole: Tensor) -> Tensor:
+        """What is told of every token, (B, N, ...), for the tokens that are here."""
+        together = sharding()
+        return together.own(whole, 1) if self.shared.parted and together is not None else whole
+
     def back(self, hidden: Tensor) -> Tensor | Packed | list[Tensor]:
         """(B, N, width) in the form of the inputs: as it is, packed, or a list."""
-        if self.packed is None:
+        if self.packed is None or self.shared.parted:
             return hidden
         packed = self.packed.holding(hidden.flatten(0, 1))
         return unpack(packed) if self.listed else packed

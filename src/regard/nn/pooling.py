@@ -92,7 +92,7 @@ class AttentionPooling(nn.Module):
         if isinstance(x, Packed):
             tokens, edges = x.values[None, None], torch.from_numpy(x.edges)
             query = self.query.expand(1, 1, len(x), -1).to(tokens)
-            return Attention(Dot(), ranges(edges[:-1], edges[1:]), offset=0)(query, tokens, tokens)[0, 0]
+            return Attention(Dot(), ranges(edges[:-1], edges[1:]), offset=0).here(query, tokens, tokens)[0, 0]
         tokens = x.unsqueeze(1)
         query = self.query.expand(len(x), 1, 1, -1).to(x)
-        return Attention(Dot(), key_mask(mask), offset=0)(query, tokens, tokens)[:, 0, 0]
+        return Attention(Dot(), key_mask(mask), offset=0).here(query, tokens, tokens)[:, 0, 0]

@@ -48,6 +48,8 @@ class Recipe:
     save_every: int = option(250, "steps between checkpoints")
     precision: str = option("no", "mixed precision: no, bf16 or fp16")
     seed: int = option(1, "of weights, order and dropout")
+    shard: str = option("data", "what processes share: data (each has the whole model), or fsdp (weights too)")
+    sequence_ranks: int = option(1, "processes that share one sequence, for long ones; a divisor of all processes")
 
     def __post_init__(self) -> None:
         least = {
@@ -58,6 +60,7 @@ class Recipe:
             "save_every": 1,
             "warmup": 0,
             "patience": 0,
+            "sequence_ranks": 1,
         }
         for name, bound in least.items():
             if getattr(self, name) < bound:
@@ -68,6 +71,8 @@ class Recipe:
             raise ValueError(f"rate and clip must be positive, but are {self.rate} and {self.clip}")
         if self.precision not in ("no", "bf16", "fp16"):
             raise ValueError(f"precision must be no, bf16 or fp16, but is {self.precision!r}")
+        if self.shard not in ("data", "fsdp"):
+            raise ValueError(f"shard must be data or fsdp, but is {self.shard!r}")
 
     def rate_at(self, step: int) -> float:
         """The learning rate of step 1 ... steps."""
@@ -168,6 +173,7 @@ class Task(ABC):
     recipe: ClassVar[Recipe] = Recipe()
     data: ClassVar[str] = ""  # what is trained on where nothing is said: a dataset that comes with the package
     held: ClassVar[int] = 1000  # examples held out, where no file of them is given
+    shares_sequences: ClassVar[bool] = False  # whether its loss is one of tokens, which processes can share
 
     def read(self, source: str, bad: Bad) -> list[Row]:
         """The examples of a source."""

@@ -29,12 +29,25 @@ def load(
     return sentences.with_tokenizer(model, path) if isinstance(model, SentenceEmbedder) else model
 
 
+def outline(path: Path) -> nn.Module:
+    """The model that a config.json describes, or a folder with one, without its weights: on the device "meta"."""
+    file = path / CONFIG if path.is_dir() else path
+    said = read_json(file)
+    try:
+        architecture, config = _described(said, {}, (), bare=False)
+        with torch.device("meta"):
+            return architecture.model(config)
+    except (ValueError, KeyError, TypeError) as error:
+        what = f"{error} is missing" if isinstance(error, KeyError) else str(error)
+        raise ValueError(f"{file}: {what}") from error
+
+
 def read(path: Path, *, dtype: torch.dtype | None, bare: bool = False) -> nn.Module:
     """The model of a folder; `bare` is the base model where the checkpoint does not say an architecture."""
     said = read_json(path / CONFIG)
     weights = Weights(path)
     try:
-        architecture, config = _described(said, _spoken(path), weights, bare)
+        architecture, config = _described(said, _spoken(path), weights.names(), bare)
     except (ValueError, KeyError, TypeError) as error:
         what = f"{error} is missing" if isinstance(error, KeyError) else str(error)
         raise ValueError(f"{path / CONFIG}: {what}") from error
@@ -46,7 +59,7 @@ def read(path: Path, *, dtype: torch.dtype | None, bare: bool = False) -> nn.Mod
     return model.eval()
 
 
-def _described(said: Values, spoken: Values, weights: Weights, bare: bool) -> tuple[Architecture, Any]:
+def _described(said: Values, spoken: Values, tensors: Iterable[str], bare: bool) -> tuple[Architecture, Any]:
     """The architecture and our configuration that config.json describes."""
     if said.get("model_type") == own.MODEL_TYPE:
         return own.described(said)
@@ -62,7 +75,7 @@ def _described(said: Values, spoken: Values, weights: Weights, bare: bool) -> tu
     if architecture is None:
         listed = ", ".join(family.architectures)
         raise ValueError(f"architectures = {names} is not supported; supported: {listed}")
-    return architecture, family.config_of(said | spoken | {TENSORS: frozenset(weights.names())})
+    return architecture, family.config_of(said | spoken | {TENSORS: frozenset(tensors)})
 
 
 def _spoken(path: Path) -> dict[str, Any]:
