@@ -140,7 +140,8 @@ def predict(
                 )
             )
         else:
-            print(f"{made.output}\t{made.score:.3f}" + (f"\t{made.input}" if run.task.takes != "text" else ""))
+            where = made.input if run.task.takes != "text" else ""
+            print("\t".join((made.output, f"{made.score:.3f}", *filter(None, (where, made.note)))))
     _tell_bad(bad)
 
 

@@ -1,10 +1,11 @@
-"""Assemblies of modules: text, language, translation, vision, detection."""
+"""Assemblies of modules: text, language, translation, vision, detection, speech."""
 
 from regard.models.checkpoints import load, save, tokenizer
 from regard.models.detection import Detr, DetrConfig
 from regard.models.language import LanguageConfig, LanguageModel
 from regard.models.matching import Objects, SetLoss
 from regard.models.resnet import RESNETS, ResNet, ResNetConfig
+from regard.models.speech import SpeechConfig, SpeechRecognizer
 from regard.models.text import (
     MaskedLanguageModel,
     SentenceEmbedder,
@@ -30,6 +31,8 @@ __all__ = [
     "SentenceEmbedder",
     "SequenceClassifier",
     "SetLoss",
+    "SpeechConfig",
+    "SpeechRecognizer",
     "TextConfig",
     "TextEncoder",
     "TokenClassifier",

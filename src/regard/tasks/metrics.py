@@ -117,6 +117,19 @@ def detection(found: Sequence[Found], true: Sequence[Found], classes: int) -> Fi
     return dict(zip(("ap", "ap50", "ap75"), map(float, judged.stats[:3]), strict=True))
 
 
+def transcription(outputs: Sequence[str], references: Sequence[str]) -> Figures:
+    """Errors a letter and errors a word, by jiwer: insertions, deletions and exchanges over what was said.
+
+    >>> from regard.tasks.metrics import transcription
+    >>> transcription(["one too"], ["one two"])
+    {'cer': 0.14285714285714285, 'wer': 0.5}
+    """
+    from jiwer import cer, wer
+
+    said, heard = list(references), list(outputs)
+    return {"cer": float(cer(said, heard)), "wer": float(wer(said, heard))} if said else {"cer": 0.0, "wer": 0.0}
+
+
 def translation(outputs: Sequence[str], references: Sequence[Sequence[str]]) -> Figures:
     """BLEU and chrF by sacrebleu: against the first reference of each, and BLEU against all of them."""
     import sacrebleu

@@ -141,6 +141,7 @@ class Prediction(NamedTuple):
     output: str
     score: float
     more: Mapping[str, Any] = MappingProxyType({})  # alternatives, vectors, boxes: for --json
+    note: str = ""  # for those who read along, such as how fast it was
 
 
 Figures = dict[str, float]
@@ -151,7 +152,7 @@ class Task(ABC):
 
     name, summary, example: how it is called, what it does, a few lines of its data.
     columns: what a row of its data holds, in order; each is also the name of a field that says which column it is.
-    takes: what `regard predict` is given: "text", or "image" for paths of images.
+    takes: what `regard predict` is given: "text", or "image" or "audio" for paths of such files.
     """
 
     name: ClassVar[str]
@@ -209,7 +210,7 @@ class Task(ABC):
 
     @abstractmethod
     def predict(self, model: nn.Module, kit: Kit, rows: Sequence[Row], bad: Bad) -> Iterator[Prediction]:
-        """What the model says of each input, in order: rows of one value, the text or the path of an image."""
+        """What the model says of each input, in order: rows of one value, the text or the path of a file."""
 
     def sample(self, kit: Kit) -> tuple[Any, ...] | None:
         """Padded inputs to export the model with, where it can be exported to ONNX; none where it cannot."""
