@@ -16,6 +16,8 @@ from regard.models.text import (
 )
 from regard.models.translation import Transformer, TransformerConfig
 from regard.models.vision import ImageClassifier, VisionConfig, VisionTransformer
+from regard.models.wav2vec2 import Wav2Vec2, Wav2Vec2Config
+from regard.models.whisper import Whisper, WhisperConfig
 
 __all__ = [
     "Detr",
@@ -43,4 +45,8 @@ __all__ = [
     "TransformerConfig",
     "VisionConfig",
     "VisionTransformer",
+    "Wav2Vec2",
+    "Wav2Vec2Config",
+    "Whisper",
+    "WhisperConfig",
 ]

@@ -45,6 +45,17 @@ def whisper_features(wave: Tensor, features: int = 80, *, seconds: float = 30) -
     return (torch.maximum(values, values.amax((-2, -1), keepdim=True) - 8) + 4) / 4
 
 
+def levelled(wave: Tensor) -> Tensor:
+    """What Wav2Vec2 listens to: a wave (..., samples) with mean 0 and deviation 1.
+
+    >>> import torch
+    >>> from regard.models.sound import levelled
+    >>> round(levelled(torch.arange(5.0)).square().mean().item(), 4)
+    1.0
+    """
+    return (wave - wave.mean(-1, keepdim=True)) / (wave.var(-1, correction=0, keepdim=True) + 1e-7).sqrt()
+
+
 def to_wave(values: Tensor, *, rounds: int = 60, momentum: float = 0.99) -> Tensor:
     """A wave whose `log_mel` is about these values (frames, features): phases by Griffin and Lim, accelerated.
 

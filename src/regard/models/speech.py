@@ -12,7 +12,7 @@ from torch.nn.utils.rnn import pad_sequence
 from regard.attention import Attention
 from regard.geometry import shape_of
 from regard.masks import window
-from regard.models.parts import Inputs, Rows, rows_of
+from regard.models.parts import Inputs, choose, rows_of
 from regard.nn import (
     ACTIVATIONS,
     Block,
@@ -54,10 +54,10 @@ class SpeechConfig:
     dropout: float = 0.0
 
     def __post_init__(self) -> None:
-        if min(self.before, self.after, self.halvings) < 0 or min(self.labels, self.features) < 1:
+        if min(self.before, self.after) < 0 or min(self.labels, self.features, self.halvings) < 1:
             raise ValueError(
-                "before, after and halvings must be at least 0, labels and features at least 1, but they are "
-                f"{self.before, self.after, self.halvings, self.labels, self.features}"
+                "before and after must be at least 0, labels, features and halvings at least 1, but they are "
+                f"{self.before, self.after, self.labels, self.features, self.halvings}"
             )
 
     def length(self, frames: int) -> int:
@@ -86,11 +86,9 @@ class SpeechRecognizer(nn.Module):
     def __init__(self, config: SpeechConfig) -> None:
         super().__init__()
         self.config = config
-        seen = (config.features, *(config.width for _ in range(config.halvings)))
-        self.halves = nn.ModuleList(Half(*pair) for pair in zip(seen, seen[1:], strict=False))
-        self.project = linear(seen[-1], config.width)
+        self.front = Front(config.features, config.width, (2,) * config.halvings)
         attend = Attention(mask=window(config.before, config.after), dropout=config.dropout)
-        rotary, activation = Rotary(), ACTIVATIONS[config.activation]
+        rotary, activation = Rotary(), choose("activation", config.activation, ACTIVATIONS)
         blocks = [
             Block(
                 MultiHeadAttention(config.width, config.heads, attend=attend, rotary=rotary),
@@ -104,57 +102,72 @@ class SpeechRecognizer(nn.Module):
 
     def forward(self, inputs: Inputs, mask: Tensor | None = None) -> Tensor | Packed | list[Tensor]:
         """Logits (B, M, labels); of packed features packed, of a list a list."""
-        rows = self._halved(inputs, mask)
+        rows = rows_of(*self.front(inputs, mask))
         return rows.back(self.head(self.stack(rows.values, shared=rows.shared)))
 
     def stream(self) -> Stream:
         """A listener to a sound that is still going on."""
         return Stream(self)
 
-    def _halved(self, inputs: Inputs, mask: Tensor | None) -> Rows:
-        """What enters the attention: padded for the convolutions, then in the form that came."""
+
+class Front(nn.Module):
+    """Convolutions over three frames each before the attention; each halves the frames or, with stride 1, does not.
+
+    Frames beyond the beginning and the end, and filler, are silence: zeros. So it is the same in any batch.
+
+    >>> import torch
+    >>> from regard.models.speech import Front
+    >>> front = Front(80, 32, strides=(2, 2))
+    >>> front(torch.randn(1, 31, 80))[0].shape
+    torch.Size([1, 8, 32])
+    """
+
+    def __init__(self, features: int, width: int, strides: tuple[int, ...]) -> None:
+        super().__init__()
+        seen = (features, *(width for _ in strides))
+        self.convs = nn.ModuleList(nn.Conv1d(*pair, 3, stride) for *pair, stride in zip(seen, seen[1:], strides))
+        self.features = features
+        for conv in self.convs:
+            assert isinstance(conv, nn.Conv1d)
+            assert conv.bias is not None
+            nn.init.normal_(conv.weight, std=(2 / (3 * conv.in_channels)) ** 0.5)
+            nn.init.zeros_(conv.bias)
+
+    def forward(self, inputs: Inputs, mask: Tensor | None = None) -> tuple[Inputs, Tensor | None]:
+        """(B, N, features) to (B, M, width) and the mask of what is left; packed and lists stay so, without a mask."""
         if isinstance(inputs, Tensor):
-            x, kept = inputs, mask
-        else:
-            parts = unpack(inputs) if isinstance(inputs, Packed) else list(inputs)
-            x = pad_sequence(parts, batch_first=True)
-            kept = _first([len(part) for part in parts], x)
-        if x.dim() != 3 or x.shape[-1] != self.config.features or not x.shape[1]:
-            raise ValueError(
-                f"inputs must be at least one frame of {self.config.features} features, "
-                f"(B, N, {self.config.features}), but are {shape_of(x)}"
-            )
-        if kept is not None and not bool((kept[:, :-1] | ~kept[:, 1:]).all() & kept[:, 0].all()):
-            raise ValueError("mask must be True for the first frames of each row and False behind them")
-        for half in self.halves:
-            if kept is not None:
-                x = x * kept[..., None]  # filler is silence, as what is beyond the end
-            x = half(x)
-            kept = None if kept is None else kept[:, ::2]
-        x = self.project(x)
-        if isinstance(inputs, Tensor):
-            return rows_of(x, kept)
+            return self._padded(inputs, mask)
+        if mask is not None:
+            raise ValueError("mask goes with inputs (B, N, features); packed inputs and lists say their lengths")
+        parts = unpack(inputs) if isinstance(inputs, Packed) else list(inputs)
+        lengths, x = torch.tensor([len(part) for part in parts]), pad_sequence(parts, batch_first=True)
+        x, kept = self._padded(x, torch.arange(x.shape[1], device=x.device) < lengths.to(x.device)[:, None])
         assert kept is not None
         packed = Packed(x[kept], tuple(kept.sum(1).tolist()))
-        return rows_of(packed if isinstance(inputs, Packed) else unpack(packed))
+        return packed if isinstance(inputs, Packed) else unpack(packed), None
+
+    def _padded(self, x: Tensor, kept: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        if x.dim() != 3 or x.shape[-1] != self.features or not x.shape[1]:
+            raise ValueError(
+                f"inputs must be at least one frame of {self.features} features, (B, N, {self.features}), "
+                f"but are {shape_of(x)}"
+            )
+        if kept is not None and not torch.compiler.is_compiling():
+            if kept.shape != x.shape[:2] or kept.dtype != torch.bool:
+                raise ValueError(f"mask must be bool {tuple(x.shape[:2])}, but is {kept.dtype} {shape_of(kept)}")
+            if not bool(kept[:, 0].all()) or bool((kept[:, 1:] & ~kept[:, :-1]).any()):
+                raise ValueError("mask must be True for the first frames of each row and False behind them")
+        for conv in self.convs:
+            assert isinstance(conv, nn.Conv1d)
+            if kept is not None:
+                x, kept = x * kept[..., None], kept[:, :: conv.stride[0]]
+            x = convolved(conv, F.pad(x, (0, 0, 1, 1)))
+        return x, kept
 
 
-class Half(nn.Module):
-    """A convolution over three frames at every second one: (B, N, inputs) to (B, (N + 1) // 2, outputs)."""
-
-    def __init__(self, inputs: int, outputs: int) -> None:
-        super().__init__()
-        self.conv = nn.Conv1d(inputs, outputs, 3, stride=2)
-        nn.init.normal_(self.conv.weight, std=(2 / (3 * inputs)) ** 0.5)
-        assert self.conv.bias is not None
-        nn.init.zeros_(self.conv.bias)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.inside(F.pad(x, (0, 0, 1, 1)))
-
-    def inside(self, x: Tensor) -> Tensor:
-        """Without the silence around it."""
-        return F.gelu(self.conv(x.mT)).mT
+def convolved(conv: nn.Conv1d, x: Tensor) -> Tensor:
+    """(B, N, inputs) to (B, (N - 3) // stride + 1, outputs)."""
+    return F.gelu(conv(x.mT)).mT
 
 
 class Stream:
@@ -177,7 +190,8 @@ class Stream:
     def __init__(self, model: SpeechRecognizer) -> None:
         self.model, config = model, model.config
         like = model.head.weight
-        self.rest = [like.new_zeros(1, 1, half.conv.in_channels) for half in model.halves]  # type: ignore[union-attr]
+        convs = [conv for conv in model.front.convs if isinstance(conv, nn.Conv1d)]
+        self.rest = [(conv, like.new_zeros(1, 1, conv.in_channels)) for conv in convs]  # what a convolution still needs
         self.held = [like.new_zeros(1, 0, config.width) for _ in range(config.layers)]
         self.first = [0] * config.layers  # where what a layer holds begins
         self.said = [0] * config.layers  # frames that a layer has told the next one
@@ -190,15 +204,13 @@ class Stream:
             raise ValueError("the stream has ended; begin another with model.stream()")
         self.ended = last
         x = features[None]
-        for n, half in enumerate(self.model.halves):
-            assert isinstance(half, Half)
-            x = torch.cat((self.rest[n], x), 1)
+        for n, (conv, rest) in enumerate(self.rest):
+            x = torch.cat((rest, x), 1)
             if last:
                 x = F.pad(x, (0, 0, 0, 1))
             count = max(0, (x.shape[1] - 1) // 2)
-            self.rest[n] = x[:, 2 * count :]
-            x = half.inside(x[:, : 2 * count + 1]) if count else x.new_zeros(1, 0, self.model.config.width)
-        x = self.model.project(x)
+            self.rest[n] = conv, x[:, 2 * count :]
+            x = convolved(conv, x[:, : 2 * count + 1]) if count else x.new_zeros(1, 0, self.model.config.width)
         for n, block in enumerate(self.model.stack.layers):
             x = self._layer(n, block, x, last)
         assert self.model.stack.norm is not None
@@ -216,7 +228,3 @@ class Stream:
         self.held[n], self.first[n], self.said[n] = x[:, keep - self.first[n] :], keep, settled
         return out
 
-
-def _first(lengths: list[int], like: Tensor) -> Tensor:
-    """(B, N) True for so many frames of each row."""
-    return torch.arange(like.shape[1], device=like.device) < torch.tensor(lengths, device=like.device)[:, None]

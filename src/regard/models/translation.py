@@ -174,7 +174,11 @@ class Transformer(nn.Module):
 
     def begin(self, source: Inputs, source_mask: Tensor | None = None) -> tuple[State, Tensor]:
         """A state to generate from, and the start token of every source, (B, 1)."""
-        encoded, source_mask = padded(self.encode(source, source_mask), source_mask)
+        return self.begin_from(self.encode(source, source_mask), source_mask)
+
+    def begin_from(self, encoded: Inputs, source_mask: Tensor | None = None) -> tuple[State, Tensor]:
+        """The same, by what `encode` gave of the source."""
+        encoded, source_mask = padded(encoded, source_mask)
         across, cache = Shared(key_mask(source_mask)), self.decoder.cache()
         never = torch.tensor(self.config.never, dtype=torch.long, device=encoded.device)
 
