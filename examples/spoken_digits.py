@@ -17,7 +17,7 @@ import soundfile
 from scipy.signal import resample_poly
 
 RATE = 16000
-DIGITS = "zero one two three four five six seven eight nine".split()
+DIGITS = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine"]
 
 
 def recorded(folder: Path, letters: bool) -> dict[str, np.ndarray]:

@@ -20,7 +20,7 @@ except ImportError as error:
 from regard.tasks import Recipe, Run, Sources, Task, Trouble, begin, tasks, train
 from regard.tasks.data import Row
 from regard.tasks.export import export as export_run
-from regard.tasks.runs import full
+from regard.tasks.runs import full, write
 from regard.tasks.sources import gather
 from regard.tasks.trouble import Bad
 
@@ -115,7 +115,11 @@ def evaluate(
 def predict(
     folder: RunFolder,
     inputs: Annotated[
-        list[str] | None, typer.Argument(help="Texts, files of a text a line, or images; none reads standard input.")
+        list[str] | None,
+        typer.Argument(help="Texts, files of a text a line, images or sounds; none reads standard input."),
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", "-o", help="The file to write, or a folder for several, of runs of speak.")
     ] = None,
     skip_bad: SkipBad = False,
     as_json: Json = False,
@@ -125,22 +129,29 @@ def predict(
     regard predict runs/reviews "What a film!"
     regard predict runs/reviews reviews.txt
     cat reviews.txt | regard predict runs/reviews --json
+    regard predict runs/voice "one two" --out said.wav
     """
     run = Run.open(folder)
+    if bool(run.task.makes) != (out is not None):
+        wanted = f"{run.task.name} makes files; say where to: --out said{run.task.makes}"
+        raise Trouble(wanted if run.task.makes else f"--out is for tasks that make files, which {run.task.name} is not")
     bad = Bad(skip=skip_bad)
     rows = list(_inputs(run.task, inputs or [], bad))
     if not rows:
         raise Trouble('nothing to predict; give texts or files: regard predict RUN "..."')
     model, _ = run.model()
-    for made in run.task.predict(model, run.kit, rows, bad):
+    for n, made in enumerate(run.task.predict(model, run.kit, rows, bad), 1):
+        where = made.input if run.task.takes != "text" else ""
+        more = dict(made.more)
+        if out is not None:
+            path = out if out.suffix == run.task.makes and len(rows) == 1 else out / f"{n:04}{run.task.makes}"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write(path, lambda there, held=made.file: there.write_bytes(held))
+            where = more["file"] = str(path)
         if as_json:
-            print(
-                json.dumps(
-                    {"input": made.input, "output": made.output, "score": made.score, **made.more}, ensure_ascii=False
-                )
-            )
+            told_of = {"input": made.input, "output": made.output, "score": made.score}
+            print(json.dumps(told_of | more, ensure_ascii=False))
         else:
-            where = made.input if run.task.takes != "text" else ""
             print("\t".join((made.output, f"{made.score:.3f}", *filter(None, (where, made.note)))))
     _tell_bad(bad)
 

@@ -5,6 +5,7 @@ from regard.models.detection import Detr, DetrConfig
 from regard.models.language import LanguageConfig, LanguageModel
 from regard.models.matching import Objects, SetLoss
 from regard.models.resnet import RESNETS, ResNet, ResNetConfig
+from regard.models.speaking import Speaker, SpeakerConfig
 from regard.models.speech import SpeechConfig, SpeechRecognizer
 from regard.models.text import (
     MaskedLanguageModel,
@@ -33,6 +34,8 @@ __all__ = [
     "SentenceEmbedder",
     "SequenceClassifier",
     "SetLoss",
+    "Speaker",
+    "SpeakerConfig",
     "SpeechConfig",
     "SpeechRecognizer",
     "TextConfig",

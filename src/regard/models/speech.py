@@ -227,4 +227,3 @@ class Stream:
         keep = max(self.first[n], settled - before)
         self.held[n], self.first[n], self.said[n] = x[:, keep - self.first[n] :], keep, settled
         return out
-

@@ -110,5 +110,3 @@ class Whisper(Transformer):
 
         state.forward = forward
         return state, first
-
-

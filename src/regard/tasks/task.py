@@ -142,6 +142,7 @@ class Prediction(NamedTuple):
     score: float
     more: Mapping[str, Any] = MappingProxyType({})  # alternatives, vectors, boxes: for --json
     note: str = ""  # for those who read along, such as how fast it was
+    file: bytes = b""  # what no text can say, such as a sound
 
 
 Figures = dict[str, float]
@@ -153,6 +154,7 @@ class Task(ABC):
     name, summary, example: how it is called, what it does, a few lines of its data.
     columns: what a row of its data holds, in order; each is also the name of a field that says which column it is.
     takes: what `regard predict` is given: "text", or "image" or "audio" for paths of such files.
+    makes: the suffix of the files that `regard predict` writes, such as ".wav", for tasks that do.
     """
 
     name: ClassVar[str]
@@ -160,6 +162,7 @@ class Task(ABC):
     example: ClassVar[str]
     columns: ClassVar[tuple[str, ...]] = ()
     takes: ClassVar[str] = "text"
+    makes: ClassVar[str] = ""
     recipe: ClassVar[Recipe] = Recipe()
     data: ClassVar[str] = ""  # what is trained on where nothing is said: a dataset that comes with the package
     held: ClassVar[int] = 1000  # examples held out, where no file of them is given

@@ -22,7 +22,18 @@ from regard.models.speech import SpeechConfig, SpeechRecognizer
 from regard.nn import Packed, unpack
 from regard.tasks import metrics
 from regard.tasks.data import Row, split
-from regard.tasks.sounds import Form, Sounds, features_of, learnt, letters_of, nearest, parts_of, plain, read_clips, wave_of
+from regard.tasks.sounds import (
+    Form,
+    Sounds,
+    features_of,
+    learnt,
+    letters_of,
+    nearest,
+    parts_of,
+    plain,
+    read_clips,
+    wave_of,
+)
 from regard.tasks.task import Batch, Figures, Kit, Prediction, Recipe, Task, option
 from regard.tasks.trouble import Bad
 
@@ -171,18 +182,20 @@ class Transcribe(Task):
         }
 
     @torch.no_grad()
+    def heard(self, model: nn.Module, kit: Kit, wave: np.ndarray) -> tuple[str, float]:
+        """What is said in a wave at 16 kHz, and how probable that is, letter for letter: the geometric mean."""
+        values = Form.of(kit).ready(torch.from_numpy(features_of(wave, self.features)).float())
+        found = prefix_beam(model(values[None].to(next(model.parameters()).device))[0], width=self.beam)
+        return "".join(kit.labels[n] for n in found.labels), math.exp(found.score / max(1, len(found.labels)))
+
     def predict(self, model: nn.Module, kit: Kit, rows: Sequence[Row], bad: Bad) -> Iterator[Prediction]:
-        form, device = Form.of(kit), next(model.parameters()).device
         for row in rows:
             wave = wave_of(row, bad)
             if wave is None:
                 continue
             started = time.perf_counter()
-            heard = form.ready(torch.from_numpy(features_of(wave, self.features)).float()).to(device)
-            found = prefix_beam(model(heard[None])[0], width=self.beam)
+            text, score = self.heard(model, kit, wave)
             slow = (time.perf_counter() - started) / (len(wave) / RATE)
-            text = "".join(kit.labels[n] for n in found.labels)
-            score = math.exp(found.score / max(1, len(found.labels)))
             more = {"seconds": len(wave) / RATE, "real_time_factor": slow}
             yield Prediction(row.values[0], text, score, more, f"{slow:.3f} x real time")
 
@@ -191,7 +204,12 @@ class Clips:
     """Clips and what is said in each, as labels."""
 
     def __init__(
-        self, task: Transcribe, sounds: Sounds, config: SpeechConfig, targets: Sequence[list[int]], places: Sequence[str]
+        self,
+        task: Transcribe,
+        sounds: Sounds,
+        config: SpeechConfig,
+        targets: Sequence[list[int]],
+        places: Sequence[str],
     ) -> None:
         self.task, self.sounds, self.targets, self.places = task, sounds, targets, places
         self.sizes = np.array([config.length(int(n)) for n in sounds.lengths], np.int64)
