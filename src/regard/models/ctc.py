@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -75,7 +76,7 @@ def frames_needed(labels: list[int]) -> int:
     >>> frames_needed([5, 5, 7])
     4
     """
-    return len(labels) + sum(one == other for one, other in zip(labels, labels[1:], strict=False))
+    return len(labels) + sum(one == other for one, other in pairwise(labels))
 
 
 def _sum(one: float, other: float) -> float:

@@ -124,8 +124,8 @@ class Front(nn.Module):
 
     def __init__(self, features: int, width: int, strides: tuple[int, ...]) -> None:
         super().__init__()
-        seen = (features, *(width for _ in strides))
-        self.convs = nn.ModuleList(nn.Conv1d(*pair, 3, stride) for *pair, stride in zip(seen, seen[1:], strides))
+        seen = (features, *(width for _ in strides[1:]))
+        self.convs = nn.ModuleList(nn.Conv1d(n, width, 3, stride) for n, stride in zip(seen, strides, strict=True))
         self.features = features
         for conv in self.convs:
             assert isinstance(conv, nn.Conv1d)

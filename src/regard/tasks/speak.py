@@ -157,9 +157,8 @@ class Speak(Task):
             "mean of all frames": {"mcd": metrics.cepstral_distortion(flat, theirs.sounds.clips)},
             "clip of the nearest text": {"mcd": metrics.cepstral_distortion(near, theirs.sounds.clips)}
             | ({"cer": metrics.transcription([known[n] for n in like], texts)["cer"]} if spoken else {}),
-            "the recording, its phases lost": {"mcd": metrics.cepstral_distortion(copied, theirs.sounds.clips)}
-            | spoken,
-            "the recording": {"mcd": 0.0} | (self._judged(heard, texts) if len(heard) == len(texts) else {}),
+            "recording by Griffin-Lim": {"mcd": metrics.cepstral_distortion(copied, theirs.sounds.clips)} | spoken,
+            "recording": {"mcd": 0.0} | (self._judged(heard, texts) if len(heard) == len(texts) else {}),
         }
 
     def _judged(self, waves: Sequence[np.ndarray], texts: Sequence[str]) -> Figures:

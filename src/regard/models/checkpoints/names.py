@@ -92,9 +92,9 @@ def table(text: str, *, ours: str = "", theirs: str = "") -> tuple[Rule, ...]:
     """Rules from lines of two names, ours and theirs, put behind these prefixes.
 
     A name stands for a module with all its tensors, or for one tensor. `*` is a number that both names have.
-    `{a,b}` puts a and b one below the other; `{a,0,b}` has zeros between them, which they do not hold: the bias of keys,
-    which moves all scores of a query alike and so changes nothing. `^T` is a matrix that they hold transposed, `^conv` one that they hold
-    as a 1x1 convolution, `^1` a tensor with an axis of length 1 before ours.
+    `{a,b}` puts a and b one below the other; `{a,0,b}` has zeros between them, which they do not hold: the bias of
+    keys, which moves all scores of a query alike and so changes nothing. `^T` is a matrix that they hold transposed,
+    `^conv` one that they hold as a 1x1 convolution, `^1` a tensor with an axis of length 1 before ours.
 
     >>> from regard.models.checkpoints.names import table
     >>> table("layers.*.up   blocks.*.{gate,up}", theirs="model.")[0].match("layers.3.up.weight")
