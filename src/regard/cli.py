@@ -173,7 +173,7 @@ def export(
 @app.command("view")
 def view(
     folder: RunFolder,
-    text: Annotated[str, typer.Argument(help="What the model is to read; for runs on images, the path of one.")],
+    text: Annotated[str, typer.Argument(help="What the model is to read; for runs on images or sounds, a path.")],
     out: Annotated[Path, typer.Option("--out", "-o", help="The page to write.")] = Path("attention.html"),
     lang: Lang = "en",
     as_json: Json = False,
@@ -215,7 +215,8 @@ def serve(
     except ImportError as error:
         raise Trouble(f"regard serve needs {error.name}: pip install 'regard[view]'") from error
     if text is None and isinstance(look, _RunLooker) and look.run.task.takes != "text":
-        raise Trouble(f'give the path of an image first: regard serve {folder} "image.png"')
+        kind = look.run.task.takes
+        raise Trouble(f'give the path of an {kind} file first: regard serve {folder} "{kind}.file"')
     first = text or ("The cat sat on the <mask>." if _fills_in(look) else "The cat sat on the mat.")
     serve_at(Session(look, first), port=port, lang=lang, told=lambda address: told.print(address, soft_wrap=True))
 
@@ -440,6 +441,8 @@ class _RunLooker:
         self.model, _ = self.run.model()
 
     def __call__(self, text: str) -> Any:
+        import torch
+
         from regard.view import capture
 
         bad = Bad(skip=True)
@@ -450,10 +453,18 @@ class _RunLooker:
         record.title = f"{self.run.task.name}, {self.run.folder.resolve().name}"
         record.note = f"{made[0].output} ({made[0].score:.2f})"
         if self.run.kit.tokenizer is not None:
+            if not record.inputs:  # it generated, and was never called as a whole
+                record.inputs["source"] = torch.tensor(self.run.kit.tokenizer.encode(made[0].input).ids)
             record.decode(self.run.kit.tokenizer)
         config: Any = getattr(self.model, "config", None)
         if self.run.task.takes == "image" and hasattr(config, "grid") and "source" in record.inputs:
             record.over_image(record.inputs["source"], config.grid, first=1)
+        if self.run.task.takes == "audio" and "source" in record.inputs:
+            record.over_spectrogram(record.inputs["source"], made[0].more["seconds"])
+        elif self.run.task.makes == ".wav":
+            from regard.tasks.sounds import shown
+
+            record.over_spectrogram(*shown(made[0].file), stream="target")
         return record
 
 

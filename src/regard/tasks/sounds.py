@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import unicodedata
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -94,6 +95,12 @@ def wave_of(row: Row, bad: Bad) -> np.ndarray | None:
         common = int(np.gcd(rate, RATE))
         wave = resample_poly(wave, RATE // common, rate // common)
     return np.ascontiguousarray(wave, np.float32)
+
+
+def shown(file: bytes, features: int = 80) -> tuple[Tensor, float]:
+    """What a sound at 16 kHz, the bytes of a file, looks like: log-mel (frames, features), and how long it is."""
+    wave, _ = _soundfile().read(io.BytesIO(file), dtype="float32")
+    return log_mel(torch.from_numpy(wave), features), len(wave) / RATE
 
 
 def _soundfile() -> Any:

@@ -183,7 +183,7 @@ class Speak(Task):
                 continue
             (said,) = _said(model, kit, [ids], self.longest)
             seconds = len(said.wave) / RATE
-            yield Prediction(row.values[0], f"{seconds:.2f} s", said.score, {"seconds": seconds}, file=_wav(said.wave))
+            yield Prediction(plain(row.values[0]), f"{seconds:.2f} s", said.score, {"seconds": seconds}, file=_wav(said.wave))
 
 
 class Utterances:

@@ -23,9 +23,9 @@ def load(
 
     What it is, the checkpoint's `architectures` says: BERT, RoBERTa, DistilBERT and ALBERT with their heads, GPT-2,
     Llama, Mistral, Qwen2, Gemma 2, T5, Marian, ViT, DETR, Whisper, Wav2Vec2 with CTC, a folder of
-    sentence-transformers, or what `regard.save` wrote. Weights keep their type unless `dtype` is given. Only safetensors
-    are opened. A tensor that is missing, unknown or of another shape, and a configuration that our models cannot
-    follow, is an error.
+    sentence-transformers, or what `regard.save` wrote. Weights keep their type unless `dtype` is given. Only
+    safetensors are opened. A tensor that is missing, unknown or of another shape, and a configuration that our models
+    cannot follow, is an error.
 
     revision: a branch, tag or commit on the Hub. local_files_only: look only at what was fetched before.
 
