@@ -32,7 +32,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Run, Examples]:
     folder = tmp_path_factory.mktemp("voice")
     task = tasks()["speak"](**SMALL)
     recipe = replace(
-        task.recipe, steps=250, tokens=300, rate=5e-3, warmup=20, evaluate_every=125, save_every=500, ema=0.9
+        task.recipe, steps=160, tokens=300, rate=5e-3, warmup=20, evaluate_every=80, save_every=500, ema=0.9
     )
     table = folder_of(folder / "data", words(60))
     run, examples = begin(folder / "run", task, recipe, Sources((str(table),), held=8))
