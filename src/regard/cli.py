@@ -141,10 +141,18 @@ def evaluate(
 def predict(
     folder: RunFolder,
     inputs: Annotated[
-        list[str] | None, typer.Argument(help="Texts, files of a text a line, or images; none reads standard input.")
+        list[str] | None,
+        typer.Argument(help="Texts, files of a text a line, images or sounds; none reads standard input."),
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            "--out",
+            "-o",
+            help="The sound to write, or a folder for several; of other tasks {id: output}, as SQuAD has it.",
+        ),
     ] = None,
     context: Context = None,
-    out: Annotated[Path | None, typer.Option(help="Write {id: output}, as SQuAD has it, to this JSON file.")] = None,
     skip_bad: SkipBad = False,
     as_json: Json = False,
 ) -> None:
@@ -155,27 +163,34 @@ def predict(
     cat reviews.txt | regard predict runs/reviews --json
     regard predict runs/squad "Who wrote it?" --context article.txt
     regard predict runs/squad dev-v2.0.json --out predictions.json
+    regard predict runs/voice "one two" --out said.wav
     """
     run = Run.open(folder)
+    if run.task.makes and out is None:
+        raise Trouble(f"{run.task.name} makes files; say where to: --out said{run.task.makes}")
     bad = Bad(skip=skip_bad)
     rows = [_about(row, context) for row in _inputs(run.task, inputs or [], bad)]
     if not rows:
         raise Trouble('nothing to predict; give texts or files: regard predict RUN "..."')
     model, _ = run.model()
     said = run.task.predict(model, run.kit, rows, bad)
-    if out is not None:
+    if out is not None and not run.task.makes:
         answers = {made.more.get("id", made.input): made.output for made in said}
         write(out, lambda there: there.write_text(json.dumps(answers, indent=1, ensure_ascii=False)))
         told.print(f"{out}: {len(answers)} answers", soft_wrap=True)
-    for made in said:
+    for n, made in enumerate(said, 1):
+        where = made.input if run.task.takes != "text" else ""
+        more = dict(made.more)
+        if out is not None:
+            path = out if out.suffix == run.task.makes and len(rows) == 1 else out / f"{n:04}{run.task.makes}"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write(path, lambda there, held=made.file: there.write_bytes(held))
+            where = more["file"] = str(path)
         if as_json:
-            print(
-                json.dumps(
-                    {"input": made.input, "output": made.output, "score": made.score, **made.more}, ensure_ascii=False
-                )
-            )
+            told_of = {"input": made.input, "output": made.output, "score": made.score}
+            print(json.dumps(told_of | more, ensure_ascii=False))
         else:
-            print(f"{made.output}\t{made.score:.3f}" + (f"\t{made.input}" if run.task.takes != "text" else ""))
+            print("\t".join((made.output, f"{made.score:.3f}", *filter(None, (where, made.note)))))
     _tell_bad(bad)
 
 
@@ -196,7 +211,7 @@ def export(
 @app.command("view")
 def view(
     folder: RunFolder,
-    text: Annotated[str, typer.Argument(help="What the model is to read; for runs on images, the path of one.")],
+    text: Annotated[str, typer.Argument(help="What the model is to read; for runs on images or sounds, a path.")],
     out: Annotated[Path, typer.Option("--out", "-o", help="The page to write.")] = Path("attention.html"),
     context: Context = None,
     lang: Lang = "en",
@@ -239,7 +254,8 @@ def serve(
     except ImportError as error:
         raise Trouble(f"regard serve needs {error.name}: pip install 'regard[view]'") from error
     if text is None and isinstance(look, _RunLooker) and look.run.task.takes != "text":
-        raise Trouble(f'give the path of an image first: regard serve {folder} "image.png"')
+        kind = look.run.task.takes
+        raise Trouble(f'give the path of an {kind} file first: regard serve {folder} "{kind}.file"')
     first = text or ("The cat sat on the <mask>." if _fills_in(look) else "The cat sat on the mat.")
     serve_at(Session(look, first), port=port, lang=lang, told=lambda address: told.print(address, soft_wrap=True))
 
@@ -575,7 +591,7 @@ class _RunLooker:
             raise Trouble(bad.first[0] if bad.first else "the model said nothing of it")
         record.title = f"{self.run.task.name}, {self.run.folder.resolve().name}"
         record.note = f"{made[0].output} ({made[0].score:.2f})"
-        self.run.task.name_tokens(self.model, self.run.kit, record)
+        self.run.task.name_tokens(self.model, self.run.kit, record, made[0])
         return record
 
 

@@ -1,4 +1,4 @@
-"""Assemblies of modules: text, language, translation, vision, detection, recommendation, sets, graphs."""
+"""Assemblies of modules: text, language, translation, vision, detection, speech, recommendation, sets, graphs."""
 
 from regard.models.checkpoints import load, save, tokenizer
 from regard.models.copying import PointerTransformer
@@ -10,6 +10,8 @@ from regard.models.matching import Objects, SetLoss
 from regard.models.recommend import Recommender
 from regard.models.resnet import RESNETS, ResNet, ResNetConfig
 from regard.models.sets import SetConfig, SetTransformer
+from regard.models.speaking import Speaker, SpeakerConfig
+from regard.models.speech import SpeechConfig, SpeechRecognizer
 from regard.models.text import (
     MaskedLanguageModel,
     QuestionAnswering,
@@ -21,6 +23,8 @@ from regard.models.text import (
 )
 from regard.models.translation import Transformer, TransformerConfig
 from regard.models.vision import ImageClassifier, VisionConfig, VisionTransformer
+from regard.models.wav2vec2 import Wav2Vec2, Wav2Vec2Config
+from regard.models.whisper import Whisper, WhisperConfig
 
 __all__ = [
     "Detr",
@@ -45,6 +49,10 @@ __all__ = [
     "SetConfig",
     "SetLoss",
     "SetTransformer",
+    "Speaker",
+    "SpeakerConfig",
+    "SpeechConfig",
+    "SpeechRecognizer",
     "TextConfig",
     "TextEncoder",
     "TokenClassifier",
@@ -55,4 +63,8 @@ __all__ = [
     "TransformerConfig",
     "VisionConfig",
     "VisionTransformer",
+    "Wav2Vec2",
+    "Wav2Vec2Config",
+    "Whisper",
+    "WhisperConfig",
 ]

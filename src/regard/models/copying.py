@@ -103,7 +103,7 @@ class PointerTransformer(Transformer):
         """A state to generate from, and the start token of every source, (B, 1)."""
         encoded, mask = padded(self.encode(source, source_mask), source_mask)
         ids, _ = padded(source if isinstance(source, Tensor) else _packed(source), source_mask)
-        return self._begin(encoded, mask, partial(self._say, encoded=encoded, ids=ids, mask=mask))
+        return self.begin_from(encoded, mask, partial(self._say, encoded=encoded, ids=ids, mask=mask))
 
     def _say(self, hidden: Tensor, encoded: Tensor, ids: Tensor, mask: Tensor | None) -> Tensor:
         rows = hidden.view(len(encoded), -1, hidden.shape[-1])  # the beams of a source are its queries

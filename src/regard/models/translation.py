@@ -179,12 +179,17 @@ class Transformer(nn.Module):
 
     def begin(self, source: Inputs, source_mask: Tensor | None = None) -> tuple[State, Tensor]:
         """A state to generate from, and the start token of every source, (B, 1)."""
-        return self._begin(*padded(self.encode(source, source_mask), source_mask), self.logits)
+        return self.begin_from(self.encode(source, source_mask), source_mask)
 
-    def _begin(
-        self, encoded: Tensor, source_mask: Tensor | None, say: Callable[[Tensor], Tensor]
+    def begin_from(
+        self, encoded: Inputs, source_mask: Tensor | None = None, say: Callable[[Tensor], Tensor] | None = None
     ) -> tuple[State, Tensor]:
-        """say: hidden states (R, width) to logits (R, vocabulary); R is a multiple of B."""
+        """The same, by what `encode` gave of the source.
+
+        say: hidden states (R, width) to logits (R, vocabulary), where it is not `logits`; R is a multiple of B.
+        """
+        encoded, source_mask = padded(encoded, source_mask)
+        say = say or self.logits
         across, cache = Shared(key_mask(source_mask)), self.decoder.cache()
         never = torch.tensor(self.config.never, dtype=torch.long, device=encoded.device)
 

@@ -31,7 +31,7 @@ class Graph(Task):
     """
 
     name: ClassVar[str] = "graph"
-    summary: ClassVar[str] = "nodes of a graph to a class each, of which few are labelled"
+    does: ClassVar[str] = "nodes of a graph to a class each, of which few are labelled"
     example: ClassVar[str] = "a folder with edges.csv and nodes.csv:\nsource,target\nann,bob\nnode,label\nann,chess"
     columns: ClassVar[tuple[str, ...]] = ("node", "label")
     recipe: ClassVar[Recipe] = Recipe(
@@ -180,7 +180,7 @@ class Graph(Task):
             more = dict(zip(kit.labels, chances, strict=True))
             yield Prediction(row.values[0], kit.labels[best], chances[best], more)
 
-    def name_tokens(self, model: nn.Module, kit: Kit, record: Any) -> None:
+    def name_tokens(self, model: nn.Module, kit: Kit, record: Any, said: Prediction) -> None:
         assert kit.config is not None
         record.tokens(kit.config["nodes"])
 

@@ -36,7 +36,7 @@ class Match(Task):
     """Encoders of images and texts, and cross-attention between them in both directions."""
 
     name: ClassVar[str] = "match"
-    summary: ClassVar[str] = "an image and a text: whether they belong together"
+    does: ClassVar[str] = "an image and a text: whether they belong together"
     example: ClassVar[str] = (
         "image,text,label\nscenes/1.png,a seven left of a two,yes\nscenes/1.png,a two above a six,no"
     )
@@ -192,7 +192,7 @@ class Match(Task):
             yes = 1 / (1 + float(np.exp(-logit)))
             yield Prediction(given[n].values[2], "yes" if yes > 0.5 else "no", yes)
 
-    def name_tokens(self, model: nn.Module, kit: Kit, record: Any) -> None:
+    def name_tokens(self, model: nn.Module, kit: Kit, record: Any, said: Prediction) -> None:
         """Words, and patches over the image."""
         (rows, columns), ids = model.config.grid, record.inputs["target"].tolist()  # type: ignore[union-attr, misc]
         words = [kit.texts().decode([token], skip_special_tokens=False).strip() for token in ids]

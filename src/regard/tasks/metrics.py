@@ -172,6 +172,73 @@ def detection(found: Sequence[Found], true: Sequence[Found], classes: int) -> Fi
     return dict(zip(("ap", "ap50", "ap75"), map(float, judged.stats[:3]), strict=True))
 
 
+def transcription(outputs: Sequence[str], references: Sequence[str]) -> Figures:
+    """Errors a letter and errors a word, by jiwer: insertions, deletions and exchanges over what was said.
+
+    >>> from regard.tasks.metrics import transcription
+    >>> transcription(["one too"], ["one two"])
+    {'cer': 0.14285714285714285, 'wer': 0.5}
+    """
+    from jiwer import cer, wer
+
+    said, heard = list(references), list(outputs)
+    return {"cer": float(cer(said, heard)), "wer": float(wer(said, heard))} if said else {"cer": 0.0, "wer": 0.0}
+
+
+def edits(one: str, other: str) -> int:
+    """How many letters must be put in, left out or exchanged to make one text of another."""
+    from rapidfuzz.distance import Levenshtein
+
+    return int(Levenshtein.distance(one, other))
+
+
+COEFFICIENTS = 13
+
+
+def cepstral_distortion(made: Sequence[np.ndarray], true: Sequence[np.ndarray]) -> float:
+    """Mel-cepstral distortion in dB: mean over clips of the mean over the pairs (i, j) of frames that DTW aligns of
+
+        10 / ln 10 * sqrt(2 * sum over d = 1 ... 13 of (c_d(i) - c'_d(j))^2)
+        c_d = 1/M * sum over the M mel bands m of ln(power of band m) * cos(pi d (m + 1/2) / M)
+
+    made, true: log10 of powers, (frames, M). c_0, the loudness, does not count.
+
+    >>> import numpy as np
+    >>> from regard.tasks.metrics import cepstral_distortion
+    >>> clip = np.random.default_rng(0).normal(size=(50, 80))
+    >>> cepstral_distortion([np.repeat(clip, 2, 0) + 1], [clip]) < 1e-9  # slower and louder, but the same
+    True
+    """
+    from scipy.spatial.distance import cdist
+
+    def cepstra(clip: np.ndarray) -> np.ndarray:
+        bands = clip.shape[1]
+        waves = np.cos(np.pi * np.arange(1, COEFFICIENTS + 1) * (np.arange(bands)[:, None] + 0.5) / bands)
+        return np.log(10) / bands * clip.astype(np.float64) @ waves  # (frames, 13)
+
+    found = []
+    for one, other in zip(made, true, strict=True):
+        far = 10 / np.log(10) * np.sqrt(2) * cdist(cepstra(one), cepstra(other))
+        found.append(float(np.mean([far[pair] for pair in aligned(far)])))
+    return float(np.mean(found)) if found else 0.0
+
+
+def aligned(far: np.ndarray) -> list[tuple[int, int]]:
+    """Dynamic time warping: the pairs from (0, 0) to the ends, by steps of one, with the least sum of distances."""
+    rows, columns = far.shape
+    total = np.full((rows + 1, columns + 1), np.inf)
+    total[0, 0] = 0
+    for both in range(rows + columns - 1):  # anti-diagonals, whose cells do not depend on one another
+        i = np.arange(max(0, both - columns + 1), min(rows, both + 1))
+        j = both - i
+        total[i + 1, j + 1] = far[i, j] + np.minimum(np.minimum(total[i, j], total[i, j + 1]), total[i + 1, j])
+    i, j, pairs = rows, columns, []
+    while i and j:
+        pairs.append((i - 1, j - 1))
+        i, j = min(((i - 1, j - 1), (i - 1, j), (i, j - 1)), key=lambda at: total[at])
+    return pairs[::-1]
+
+
 def translation(outputs: Sequence[str], references: Sequence[Sequence[str]]) -> Figures:
     """BLEU and chrF by sacrebleu: against the first reference of each, and BLEU against all of them."""
     import sacrebleu

@@ -35,7 +35,7 @@ class Recommend(Task):
     """A causal encoder over histories of items. Of everybody, the last item is measured on, the one before chooses."""
 
     name: ClassVar[str] = "recommend"
-    summary: ClassVar[str] = "histories of items to what comes next"
+    does: ClassVar[str] = "histories of items to what comes next"
     example: ClassVar[str] = "user,item,time\n7,Alien,881250949\n7,Aliens,881251000"
     columns: ClassVar[tuple[str, ...]] = ("user", "item", "time")
     recipe: ClassVar[Recipe] = Recipe(
@@ -175,7 +175,7 @@ class Recommend(Task):
             told = " | ".join(f"{item} {chance:.3f}" for item, chance in found.items())
             yield Prediction(row.values[0], told, chances[0], {"items": found})
 
-    def name_tokens(self, model: nn.Module, kit: Kit, record: Any) -> None:
+    def name_tokens(self, model: nn.Module, kit: Kit, record: Any, said: Prediction) -> None:
         record.tokens([kit.labels[n] for n in record.inputs["source"].tolist()])
 
     def sample(self, kit: Kit) -> tuple[Tensor, Tensor]:

@@ -26,7 +26,7 @@ class Sets(Task):
     """A Set Transformer: induced points, and pooling by attention. The order of the elements changes nothing."""
 
     name: ClassVar[str] = "sets"
-    summary: ClassVar[str] = "a set of points to a class, or to a number"
+    does: ClassVar[str] = "a set of points to a class, or to a number"
     example: ClassVar[str] = 'set,label\n0.5 1; 2 3.5; 1 1,round\n4 4; 5 5,straight\nor {"set": [[0.5, 1]], "label": 7}'
     columns: ClassVar[tuple[str, ...]] = ("set", "label")
     recipe: ClassVar[Recipe] = Recipe(
@@ -178,7 +178,7 @@ class Sets(Task):
             more = dict(zip(kit.labels, chances, strict=True))
             yield Prediction(rows[n].values[0], kit.labels[best], chances[best], more)
 
-    def name_tokens(self, model: nn.Module, kit: Kit, record: Any) -> None:
+    def name_tokens(self, model: nn.Module, kit: Kit, record: Any, said: Prediction) -> None:
         """Elements by their numbers; induced points and seeds are numbered."""
         assert kit.config is not None
         points = record.inputs["source"] * torch.tensor(kit.config["deviation"]) + torch.tensor(kit.config["mean"])

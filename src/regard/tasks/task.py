@@ -152,6 +152,8 @@ class Prediction(NamedTuple):
     output: str
     score: float
     more: Mapping[str, Any] = MappingProxyType({})  # alternatives, vectors, boxes: for --json
+    note: str = ""  # for those who read along, such as how fast it was
+    file: bytes = b""  # what no text can say, such as a sound
 
 
 Figures = dict[str, float]
@@ -162,7 +164,8 @@ class Task(ABC):
 
     name, does, example: how it is called, what it does, a few lines of its data.
     columns: what a row of its data holds, in order; each is also the name of a field that says which column it is.
-    takes: what `regard predict` is given: "text", or "image" for paths of images.
+    takes: what `regard predict` is given: "text", or "image" or "audio" for paths of such files.
+    makes: the suffix of the files that `regard predict` writes, such as ".wav", for tasks that do.
     """
 
     name: ClassVar[str]
@@ -170,6 +173,7 @@ class Task(ABC):
     example: ClassVar[str]
     columns: ClassVar[tuple[str, ...]] = ()
     takes: ClassVar[str] = "text"
+    makes: ClassVar[str] = ""
     recipe: ClassVar[Recipe] = Recipe()
     data: ClassVar[str] = ""  # what is trained on where nothing is said: a dataset that comes with the package
     held: ClassVar[int] = 1000  # examples held out, where no file of them is given
@@ -229,14 +233,14 @@ class Task(ABC):
 
     @abstractmethod
     def predict(self, model: nn.Module, kit: Kit, rows: Sequence[Row], bad: Bad) -> Iterator[Prediction]:
-        """What the model says of each input, in order: rows of one value, the text or the path of an image, or such as
+        """What the model says of each input, in order: rows of one value, the text or the path of a file, or such as
         `asked` gives."""
 
     def asked(self, path: Path, bad: Bad) -> Iterator[Row] | None:
         """What is to be predicted of a file, where it has a format of the task's own; none is a text a line."""
         return None
 
-    def name_tokens(self, model: nn.Module, kit: Kit, record: Any) -> None:
+    def name_tokens(self, model: nn.Module, kit: Kit, record: Any, said: Prediction) -> None:
         """Tell a record of `regard.view` what its tokens are: words of the tokenizer, patches of an image."""
         if kit.tokenizer is not None:
             record.decode(kit.tokenizer)

@@ -14,7 +14,7 @@ from regard.models.checkpoints import own, sentences
 from regard.models.checkpoints.families import FAMILIES, family_of
 from regard.models.checkpoints.family import TENSORS, Architecture, Values
 from regard.models.checkpoints.files import CONFIG, GENERATION, Weights, float_types, folder_of, read_json
-from regard.models.checkpoints.names import Move, find, moves, some
+from regard.models.checkpoints.names import NOTHING, Move, find, moves, some
 from regard.models.text import SentenceEmbedder
 
 
@@ -81,7 +81,10 @@ def _described(said: Values, spoken: Values, tensors: Iterable[str], bare: bool)
 def _spoken(path: Path) -> dict[str, Any]:
     """What generation_config.json says beyond config.json that is part of our configurations."""
     said = read_json(path / GENERATION) if (path / GENERATION).exists() else {}
-    names = ("decoder_start_token_id", "eos_token_id", "bad_words_ids")
+    names = (
+        "decoder_start_token_id", "eos_token_id", "bad_words_ids", "suppress_tokens", "begin_suppress_tokens",
+        "forced_decoder_ids",
+    )  # fmt: skip
     return {name: said[name] for name in names if said.get(name) is not None}
 
 
@@ -107,7 +110,11 @@ def read_moves(
     """Our tensors by our names."""
     made = {}
     for move in wanted:
-        tensor = move.join(weights.read(found[name]) for name in move.theirs)
+        parts = [weights.read(found[name]) if name != NOTHING else None for name in move.theirs]
+        like = next(part for part in parts if part is not None)
+        tensor = move.join(
+            like.new_zeros(shape) if part is None else part for part, shape in zip(parts, move.shapes, strict=True)
+        )
         made[move.ours] = tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
     return made
 
