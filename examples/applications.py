@@ -44,7 +44,7 @@ def recommend(run: Run, data: Path | None) -> Any:
     layer = record.attentions[-1]
     figure, axes = plt.subplots(1, 2, figsize=(11, 6.2), width_ratios=(2.2, 1), layout="constrained")
     pictures.heatmap(record, layer.name, ax=axes[0])
-    axes[0].set_title("what each film of a history looks at (last layer, mean of heads)")
+    axes[0].set_title("what each film looks at (last layer)")
     names, chances = list(made.more["items"]), list(made.more["items"].values())
     colours = ["tab:red" if name == user.values[1][-1] else "tab:blue" for name in names]
     axes[1].barh(range(len(names)), chances, color=colours)
@@ -102,7 +102,9 @@ def graph(run: Run, data: Path | None) -> Any:
             edgecolors="red" if wrong else "black" if nodes[n] in known else "white", linewidths=2, zorder=2,
         )  # fmt: skip
         axes[0].annotate(nodes[n], place[n], ha="center", va="center", fontsize=7, color="white", zorder=3)
-    axes[0].set_title("large: labelled; colour: what is said; red: wrong; width: attention, layer 0")
+    axes[0].set_title(
+        "large: labelled; colour: what is said; red: wrong\nedges as wide as the attention of layer 0", fontsize=10
+    )
     axes[0].axis("off")
     pictures.heatmap(record, 0, ax=axes[1])
     return figure
