@@ -158,6 +158,7 @@ class Task(ABC):
     name, does, example: how it is called, what it does, a few lines of its data.
     columns: what a row of its data holds, in order; each is also the name of a field that says which column it is.
     takes: what `regard predict` is given: "text", or "image" for paths of images.
+    shown: what the viewer begins with, where nothing is said.
     """
 
     name: ClassVar[str]
@@ -165,6 +166,7 @@ class Task(ABC):
     example: ClassVar[str]
     columns: ClassVar[tuple[str, ...]] = ()
     takes: ClassVar[str] = "text"
+    shown: ClassVar[str] = "The cat sat on the mat."
     recipe: ClassVar[Recipe] = Recipe()
     data: ClassVar[str] = ""  # what is trained on where nothing is said: a dataset that comes with the package
     held: ClassVar[int] = 1000  # examples held out, where no file of them is given
