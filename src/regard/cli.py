@@ -256,7 +256,7 @@ def serve(
     if text is None and isinstance(look, _RunLooker) and look.run.task.takes != "text":
         kind = look.run.task.takes
         raise Trouble(f'give the path of an {kind} file first: regard serve {folder} "{kind}.file"')
-    first = text or ("The cat sat on the <mask>." if _fills_in(look) else "The cat sat on the mat.")
+    first = text or (look.run.task.shown if isinstance(look, _RunLooker) else Task.shown)
     serve_at(Session(look, first), port=port, lang=lang, told=lambda address: told.print(address, soft_wrap=True))
 
 
@@ -620,10 +620,6 @@ def _looker(folder: Path) -> Callable[[str], Any]:
 def _check_lang(lang: str) -> None:
     if lang not in ("en", "zh"):
         raise Trouble(f"--lang must be en or zh, but is {lang}")
-
-
-def _fills_in(look: Callable[[str], Any]) -> bool:
-    return isinstance(look, _RunLooker) and look.run.task.name == "masked"
 
 
 def _tell_bad(bad: Bad) -> None:

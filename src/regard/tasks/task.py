@@ -166,6 +166,7 @@ class Task(ABC):
     columns: what a row of its data holds, in order; each is also the name of a field that says which column it is.
     takes: what `regard predict` is given: "text", or "image" or "audio" for paths of such files.
     makes: the suffix of the files that `regard predict` writes, such as ".wav", for tasks that do.
+    shown: what the viewer begins with, where nothing is said.
     """
 
     name: ClassVar[str]
@@ -174,6 +175,7 @@ class Task(ABC):
     columns: ClassVar[tuple[str, ...]] = ()
     takes: ClassVar[str] = "text"
     makes: ClassVar[str] = ""
+    shown: ClassVar[str] = "The cat sat on the mat."
     recipe: ClassVar[Recipe] = Recipe()
     data: ClassVar[str] = ""  # what is trained on where nothing is said: a dataset that comes with the package
     held: ClassVar[int] = 1000  # examples held out, where no file of them is given
