@@ -2,7 +2,7 @@
 
     python -m benchmarks.plan --cores 2
 
-Each layout is run by processes of its own, of one thread each; speeds are measured right before. Memory is
+Each layout is run by processes of its own, of one thread each, which measure their speeds between the steps. Memory is
 the peak of a process over what it held before there was a model. Bytes are those that went over the loopback device, in
 a network namespace of their own where the system lets us make one. Seconds are those that a process computes, which
 others on the machine do not stretch; with --wall also those that pass, for a machine that does nothing else.
@@ -11,6 +11,7 @@ others on the machine do not stretch; with --wall also those that pass, for a ma
 from __future__ import annotations
 
 import argparse
+import ctypes
 import json
 import os
 import statistics
@@ -28,7 +29,7 @@ import torch.distributed as dist
 from regard.distributed import traffic
 from regard.distributed.command import units
 from regard.distributed.cost import Machine, Model, Split, cost
-from regard.distributed.speed import measured, on_the_wire
+from regard.distributed.speed import measured, wire
 from regard.models import LanguageConfig, LanguageModel
 from regard.nn import Packed, Rotary
 
@@ -36,7 +37,7 @@ CONFIG = LanguageConfig(
     vocabulary=4000, width=256, layers=6, heads=8, hidden=704, rotary=Rotary(), norm="rms", activation="silu",
     gated=True, bias=False,
 )  # fmt: skip
-SEQUENCE, BATCH, STEPS = 1024, 4, 3
+SEQUENCE, BATCH, STEPS = 1024, 4, 2
 SPLITS = (
     Split(), Split(data=2), Split(data=2, fsdp=True), Split(sequence=2, how="ring"), Split(sequence=2, how="heads"),
     Split(data=4), Split(data=4, fsdp=True), Split(sequence=4, how="ring"), Split(sequence=4, how="heads"),
@@ -61,8 +62,8 @@ def main() -> None:
     print("| layout | " + " | ".join(f"{name} | predicted | error" for name in names) + " |")
     print("| --- " * (1 + 3 * len(names)) + "|")
     for split in SPLITS:
-        alone = on_the_wire(measured(model, Machine(), SEQUENCE))
         real = run(split)
+        alone = Machine(**{name: real.pop(name) for name in ("flops", "attention", "touched", "bandwidth", "latency")})
         costs = [
             cost(model, split, machine, sequence=SEQUENCE, batch=BATCH)
             for machine in (alone, replace(alone, cores=options.cores, ranks=split.ranks))
@@ -93,12 +94,15 @@ def run(split: Split) -> dict[str, float]:
     command += ["-m", "benchmarks.plan", "--split", json.dumps(asdict(split))]
     if subprocess.run(["unshare", "-n", "true"], check=False, capture_output=True).returncode == 0:
         command = ["unshare", "-n", "sh", "-c", 'ip link set lo up && exec "$@"', "sh", *command]
-    around = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "MALLOC_MMAP_THRESHOLD_": "262144"}
+    around = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False, env=around)
     if done.returncode:
         raise SystemExit(f"{split}: {done.stderr[-2000:]}")
     told = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-    return {name: max(each[name] for each in told) for name in told[0]}
+    return {
+        name: (max if name in ("memory", "sent") else statistics.mean)([each[name] for each in told])
+        for name in told[0]
+    }
 
 
 def train(split: Split) -> None:
@@ -114,6 +118,7 @@ def train(split: Split) -> None:
     ids = torch.randint(100, (128,))
     warm.loss(Packed(ids, (128,)), ids).backward()
     del warm
+    exact_memory(True)
     before = resident("VmRSS")
     torch.manual_seed(0)
     objective: Any = torch.nn.Module()
@@ -130,7 +135,13 @@ def train(split: Split) -> None:
     optimizer = _optimizer(model, Recipe())
     average = state.Average(objective, 0.99)
     turns, times, worked, moved = BATCH // split.data, [], [], []
-    for step in range(1, STEPS + 2):
+    speeds: list[Machine] = []
+    for step in range(1, STEPS + 3):
+        if step == 3:
+            peak = resident("VmHWM") - before
+            exact_memory(False)  # page by page, all would take longer
+        if step > 2:
+            speeds.append(measured(described(), Machine(**(wire() if world > 1 else {})), SEQUENCE))
         dist.barrier()
         start, before_it, cpu, counting = time.perf_counter(), loopback(), time.process_time(), ExitStack()
         own = counting.enter_context(traffic())  # of the shared sequence: ranks send more or less of it
@@ -153,12 +164,20 @@ def train(split: Split) -> None:
         all_own = torch.tensor(own.sent.total())
         dist.all_reduce(all_own)
         moved.append((went - int(all_own)) / world + own.sent.total())
-    peak = resident("VmHWM") - before
-    told = {"memory": peak, "sent": statistics.median(moved[1:]), "step": min(times[1:])}
-    told["computing"] = statistics.median(worked[1:])
+    told = {"memory": peak, "sent": statistics.median(moved), "step": min(times[2:])}
+    told["computing"] = statistics.median(worked[2:])
+    for name in ("flops", "attention", "touched", "bandwidth", "latency"):
+        told[name] = statistics.median(getattr(speed, name) for speed in speeds)
     print(json.dumps(told), flush=True)
     dist.barrier()
     dist.destroy_process_group()
+
+
+def exact_memory(exact: bool) -> None:
+    """Whether the C library gives every large block back at once, so that what is held is what is needed."""
+    library = ctypes.CDLL(None)
+    library.mallopt(-3, 1 << (18 if exact else 25))  # M_MMAP_THRESHOLD
+    library.mallopt(-1, 1 << (18 if exact else 30))  # M_TRIM_THRESHOLD
 
 
 def resident(name: str) -> int:

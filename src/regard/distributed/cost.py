@@ -40,8 +40,8 @@ from regard.scores import Score
 FLOAT = 4
 LAYOUT = "balanced"  # of a sequence: every rank has as much work under a causal mask
 COUNTED = 16  # ranks of a ring up to which its bytes are counted; beyond, they grow by (s - 1) / s
-TOUCHED = 6  # times that what is kept for backward is written or read in a step, all elementwise work together
-STEPPED = 13  # times that a weight is written or read by clipping, AdamW and the average
+TOUCHED = 8  # times that what is kept for backward is written or read in a step, all elementwise work together
+STEPPED = 11  # times that a weight is written or read by clipping, AdamW and the average
 ROWS = 512  # tokens whose logits are held at a time
 
 

@@ -96,12 +96,11 @@ def _seconds(call: Callable[[], Any]) -> float:
     return statistics.median(taken)
 
 
-def _two() -> None:
-    """One of two processes: bytes/s that each sends while they add up a tensor, and seconds of a message."""
-    dist.init_process_group("gloo")
-    large, small = torch.ones(WIRE // 4), torch.ones(1)
+def wire() -> dict[str, float]:
+    """Bytes/s that each process of a group sends while they add up a tensor, and seconds of a message."""
+    ranks = dist.get_world_size()
     found = {}
-    for name, tensor, times in (("bandwidth", large, 8), ("latency", small, 200)):
+    for name, tensor, times in (("bandwidth", torch.ones(WIRE // 4), 5), ("latency", torch.ones(1), 50)):
         dist.all_reduce(tensor)
         taken = []
         for _ in range(times):
@@ -109,12 +108,14 @@ def _two() -> None:
             start = time.process_time()
             dist.all_reduce(tensor)
             taken.append(time.process_time() - start)
-        median = statistics.median(taken)
-        found[name] = WIRE / median if name == "bandwidth" else median / 2
-    if dist.get_rank() == 0:
-        print(json.dumps(found))
-    dist.destroy_process_group()
+        seconds = max(statistics.median(taken), 1e-6)
+        found[name] = 2 * (ranks - 1) / ranks * WIRE / seconds if name == "bandwidth" else seconds / (2 * (ranks - 1))
+    return found
 
 
 if __name__ == "__main__":
-    _two()
+    dist.init_process_group("gloo")
+    told = wire()
+    if dist.get_rank() == 0:
+        print(json.dumps(told))
+    dist.destroy_process_group()
