@@ -7,6 +7,7 @@ import json
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -34,6 +35,7 @@ training = typer.Typer(
     help="Train a model of a task on your data.\n\n    regard train classify --data reviews.csv --out runs/reviews",
 )  # fmt: skip
 app.add_typer(training, name="train")
+SUFFIXES = {"audio": ".wav"}  # of the files that tasks make
 told = Console(stderr=True, highlight=False)
 shown = Console(highlight=False)
 
@@ -132,9 +134,11 @@ def predict(
     regard predict runs/voice "one two" --out said.wav
     """
     run = Run.open(folder)
-    if bool(run.task.makes) != (out is not None):
-        wanted = f"{run.task.name} makes files; say where to: --out said{run.task.makes}"
-        raise Trouble(wanted if run.task.makes else f"--out is for tasks that make files, which {run.task.name} is not")
+    suffix = SUFFIXES.get(run.task.makes, "")
+    if suffix and out is None:
+        raise Trouble(f"{run.task.name} makes files; say where to: --out said{suffix}")
+    if out is not None and not suffix:
+        raise Trouble(f"{run.task.name} prints what it says, and makes no files; leave --out away")
     bad = Bad(skip=skip_bad)
     rows = list(_inputs(run.task, inputs or [], bad))
     if not rows:
@@ -144,9 +148,9 @@ def predict(
         where = made.input if run.task.takes != "text" else ""
         more = dict(made.more)
         if out is not None:
-            path = out if out.suffix == run.task.makes and len(rows) == 1 else out / f"{n:04}{run.task.makes}"
+            path = out if out.suffix == suffix and len(rows) == 1 else out / f"{n:04}{suffix}"
             path.parent.mkdir(parents=True, exist_ok=True)
-            write(path, lambda there, held=made.file: there.write_bytes(held))
+            write(path, partial(Path.write_bytes, data=made.file))
             where = more["file"] = str(path)
         if as_json:
             told_of = {"input": made.input, "output": made.output, "score": made.score}
@@ -459,12 +463,12 @@ class _RunLooker:
         config: Any = getattr(self.model, "config", None)
         if self.run.task.takes == "image" and hasattr(config, "grid") and "source" in record.inputs:
             record.over_image(record.inputs["source"], config.grid, first=1)
-        if self.run.task.takes == "audio" and "source" in record.inputs:
-            record.over_spectrogram(record.inputs["source"], made[0].more["seconds"])
-        elif self.run.task.makes == ".wav":
+        if "audio" in (self.run.task.takes, self.run.task.makes):
             from regard.tasks.sounds import shown
 
-            record.over_spectrogram(*shown(made[0].file), stream="target")
+            heard = self.run.task.takes == "audio"
+            sound = Path(text).read_bytes() if heard else made[0].file
+            record.over_spectrogram(*shown(sound), stream="source" if heard else "target")
         return record
 
 

@@ -88,7 +88,9 @@ def test_prefix_beam_search_finds_the_spelling_with_the_largest_sum_over_all_pat
     found = prefix_beam(logits, width=1000)
     assert tuple(found.labels) == best
     assert math.isclose(found.score, math.log(sums[best]), rel_tol=1e-9)
-    alone = -F.ctc_loss(logits.log_softmax(-1)[:, None], torch.tensor([found.labels]), [5], [len(best)], reduction="sum")
+    alone = -F.ctc_loss(
+        logits.log_softmax(-1)[:, None], torch.tensor([found.labels]), [5], [len(best)], reduction="sum"
+    )
     assert math.isclose(found.score, float(alone), rel_tol=1e-9)
 
 
@@ -103,7 +105,9 @@ def test_greedy_merges_repeats_and_keeps_letters_that_a_blank_parts() -> None:
 
 @pytest.mark.parametrize(("before", "after"), [(0, 0), (3, 0), (4, 2), (50, 1)])
 @pytest.mark.parametrize("sizes", [(1,) * 61, (7, 1, 20, 33), (61,), (0, 30, 0, 31, 0)])
-def test_what_a_stream_says_is_what_the_model_says_of_the_whole(before: int, after: int, sizes: tuple[int, ...]) -> None:
+def test_what_a_stream_says_is_what_the_model_says_of_the_whole(
+    before: int, after: int, sizes: tuple[int, ...]
+) -> None:
     model, (whole,) = recognizer(before=before, after=after), sound(61)
     stream, pieces = model.stream(), whole.split(sizes)
     said = [stream(piece, last=n == len(pieces) - 1) for n, piece in enumerate(pieces)]

@@ -199,6 +199,9 @@ class Transcribe(Task):
             more = {"seconds": len(wave) / RATE, "real_time_factor": slow}
             yield Prediction(row.values[0], text, score, more, f"{slow:.3f} x real time")
 
+    def sample(self, kit: Kit) -> tuple[Tensor, Tensor]:
+        return torch.zeros(2, 200, self.features), torch.arange(200) < torch.tensor([[200], [120]])
+
 
 class Clips:
     """Clips and what is said in each, as labels."""
