@@ -13,6 +13,7 @@ import shlex
 from collections.abc import Iterator
 from contextlib import redirect_stdout
 from dataclasses import dataclass
+from importlib import import_module
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -96,6 +97,25 @@ def test_times_and_ratios_are_those_of_the_benchmarks(page: Path) -> None:
         assert re.search(rf"(?<![\d.]){re.escape(told)}\b", measured), (
             f"{told} is not in docs/benchmarks.md: measure anew"
         )
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if "results.md)" in page.read_text("utf-8")], ids=name_of)
+def test_figures_are_those_of_the_results(page: Path) -> None:
+    measured = "".join((ROOT / "docs" / name).read_text("utf-8") for name in ("benchmarks.md", "results.md"))
+    for told in re.findall(r"\b\d+\.\d\d+\b", page.read_text("utf-8")):
+        assert told in measured, f"{told} is neither in docs/benchmarks.md nor in docs/results.md"
+
+
+@pytest.mark.parametrize(
+    "module", ["regard", "regard.nn", "regard.models", "regard.tasks", "regard.view", "regard.check"]
+)
+def test_every_public_name_is_in_the_reference(module: str) -> None:
+    pages = "\n".join(page.read_text("utf-8") for page in (ROOT / "docs" / "api").glob("*.md"))
+    documented = set(re.findall(r"^::: [\w.]*\.(\w+)$", pages, re.M)) | {"models", "nn", "pictures"}
+    found = import_module(module)
+    names = {name for name in found.__all__ if getattr(getattr(found, name), "__doc__", None) and not name.isupper()}
+    missing = sorted(names - documented)
+    assert not missing, f"{module}: add `::: {module}.{missing[0]}` to a page of docs/api, and so {', '.join(missing)}"
 
 
 def test_the_drawing_of_the_walk_is_that_of_the_masks() -> None:
