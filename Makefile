@@ -11,7 +11,7 @@ DATA    ?= ../shared/data
 MINUTES ?= 30
 SEED    ?= $(shell date +%s)
 
-.PHONY: demo test lint format docs sanitize fuzz bench bench-quick results findings clean
+.PHONY: demo test lint format docs sanitize mutants fuzz bench bench-quick results findings clean
 
 demo: $(READY)
 	$(BIN)/python examples/demo.py
@@ -23,6 +23,7 @@ lint: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	MYPYPATH=src $(BIN)/mypy --config-file= --strict --follow-imports=silent tests/typed/user.py
 
 format: $(READY)
 	$(BIN)/ruff check --fix .
@@ -35,6 +36,10 @@ docs: $(DOCS)
 # The kernels' tests on a build that reports every read out of bounds and every overflow.
 sanitize: $(READY)
 	$(BIN)/python -m tests.sanitize
+
+# Bugs planted in masks, tiles and the kernels' binding: the tests must see each.
+mutants: $(READY)
+	$(BIN)/python -m tests.mutants
 
 # Random calls for MINUTES from SEED, on plain and sanitized kernels, compared with the reference: docs/fuzzing.md.
 fuzz: $(READY)

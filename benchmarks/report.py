@@ -35,6 +35,10 @@ def verdicts(run: Run) -> list[tuple[str, str, bool]]:
         found += [
             (f"mask table, {row['name']}", f"{row['value']}, {row['target']}", row["met"]) for row in worker["tables"]
         ]
+        for row in worker["training"]:
+            if row["at_least"]:
+                text = f"{row['ratio']:.2f}x {row['peer']}, at least {row['at_least']:g}x"
+                found.append((f"training throughput, {row['name']}", text, row["met"]))
     for name, row in run["memory"].items():
         if "at most" in row:
             text = f"{row[OURS]:.1f} MB beyond inputs of {row['inputs']:.1f} MB, at most {row['at most']:.0f} MB"
@@ -86,6 +90,7 @@ def markdown(run: Run, picture: str) -> str:
         "call takes beyond its inputs at its peak, at 1 thread, ours and the first peer's. **Bold** ratios have a "
         "target that is met, ~~struck~~ ones a target that is missed.\n",
         *_cases(run),
+        *_training(run),
         *_growth(run),
         *_grid(run),
     ]
@@ -140,6 +145,25 @@ def _memory(row: dict[str, float] | None) -> str:
 
 def _time(seconds: float) -> str:
     return f"{seconds * 1e6:.1f} µs" if seconds < 1e-3 else f"{seconds * 1e3:.1f} ms"
+
+
+def _training(run: Run) -> Iterator[str]:
+    rows = [(threads, row) for threads, worker in run["times"].items() for row in worker["training"]]
+    if not rows:
+        return
+    yield "\n## Training throughput\n"
+    yield (
+        "Whole steps with dropout 0.1: forward, backward, clipping and AdamW, from the same weights on the same "
+        "sentences in turns. Tokens are real ones: the peer pads its batches, ours are packed.\n"
+    )
+    yield "| model | threads | ours, tokens/s | peer, tokens/s | ratio | target |"
+    yield "| --- | --- | --- | --- | --- | --- |"
+    for threads, row in rows:
+        aim = "" if row["at_least"] is None else f">= {row['at_least']:g}x: {'met' if row['met'] else 'MISSED'}"
+        yield (
+            f"| {row['name']} | {threads} | {row['ours']:,.0f} | {row['theirs']:,.0f} {row['peer']} "
+            f"| {row['ratio']:.2f}x | {aim} |"
+        )
 
 
 def _growth(run: Run) -> Iterator[str]:

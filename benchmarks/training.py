@@ -1,6 +1,6 @@
 """Training throughput: real tokens a second of whole steps, beside torch's and transformers' models of equal size.
 
-    python -m benchmarks.training --data pairs.tsv --text corpus.txt --threads 2
+    python -m benchmarks.run --only training
 
 Both start from the same weights and must give the same loss without dropout, or no time is printed. Then they take
 turns on the same sentences, dropout 0.1, forward, backward, clipping and AdamW: torch pads its batches, we pack ours.
@@ -8,11 +8,8 @@ turns on the same sentences, dropout 0.1, forward, backward, clipping and AdamW:
 
 from __future__ import annotations
 
-import argparse
-import sys
 import tempfile
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -21,9 +18,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
+from benchmarks.timing import clock
 from regard.models import LanguageConfig, LanguageModel, save
 from regard.positions import sinusoidal
 from regard.tasks.batches import Ragged, plan
+from regard.tasks.data import Row
 from regard.tasks.language import Language, Windows, _stream
 from regard.tasks.loop import Objective, _optimizer
 from regard.tasks.task import Recipe
@@ -31,6 +30,7 @@ from regard.tasks.translate import Pairs, Translate
 from regard.tasks.trouble import Bad
 
 DROPOUT, SMOOTHING = 0.1, 0.1
+TOKENS = 4096  # in a batch
 
 
 class TorchTranslator(nn.Module):
@@ -98,35 +98,38 @@ def step_of(model: nn.Module, loss: Loss, recipe: Recipe) -> Callable[[np.ndarra
 
 
 def compare(
-    name: str, peer: str, sides: list[tuple[nn.Module, Loss]], batches: list[np.ndarray], sizes: np.ndarray, given: Any
-) -> float:
-    """Check the losses, then take turns; the ratio of real tokens a second, ours to theirs."""
+    name: str, peer: str, target: float | None, sides: list[tuple[nn.Module, Loss]], batches: list[np.ndarray],
+    sizes: np.ndarray, steps: int,
+) -> dict[str, Any]:  # fmt: skip
+    """Check the losses, then take turns; real tokens a second of both, and what they should be apart."""
     for model, _ in sides:
         model.eval()
     with torch.no_grad():
         mine, other = (float(loss(batches[0])) for _, loss in sides)
     if abs(mine - other) > 1e-4 * abs(other):
-        sys.exit(f"{name}: the losses differ, {mine} and {other}: no time is printed for a wrong result")
-    clock = time.process_time if given.cpu_time else time.perf_counter
-    steps = [step_of(model.train(), loss, Recipe()) for model, loss in sides]
+        raise AssertionError(f"{name}: the losses differ, {mine} and {other}: no time is told for a wrong result")
+    step_by_step = [step_of(model.train(), loss, Recipe()) for model, loss in sides]
     spent = [0.0, 0.0]
-    for n, chosen in enumerate(batches[: given.steps + 1]):
-        for which, step in enumerate(steps):
-            started = clock()
-            step(chosen)
-            spent[which] += (clock() - started) * (n > 0)  # the first is for warming up
-    tokens = sum(int(sizes[chosen].sum()) for chosen in batches[1 : given.steps + 1])
+    for n, chosen in enumerate(batches[: steps + 1]):
+        for which, step in enumerate(step_by_step):
+            spent[which] += clock(lambda: step(chosen)) * (n > 0)  # noqa: B023  the first is for warming up
+    tokens = sum(int(sizes[chosen].sum()) for chosen in batches[1 : steps + 1])
     ratio = spent[1] / spent[0]
-    print(
-        f"{name}: regard {tokens / spent[0]:,.0f} tokens/s, {peer} {tokens / spent[1]:,.0f}: {ratio:.2f}x", flush=True
-    )
-    return ratio
+    return {
+        "name": name, "peer": peer, "ours": tokens / spent[0], "theirs": tokens / spent[1], "ratio": ratio,
+        "at_least": target, "met": target is None or ratio >= target,
+    }  # fmt: skip
 
 
-def translate(given: Any) -> None:
-    task, bad = Translate(dropout=DROPOUT), Bad(skip=True)
-    rows = task.read(given.data, bad)
-    rows = [rows[n] for n in np.random.default_rng(1).permutation(len(rows))[:20000]]
+def sentences(count: int) -> list[Row]:
+    """Some of the sentences that come with the package, and their translations."""
+    rows = Translate().read(Translate.data, Bad(skip=True))
+    return [rows[n] for n in np.random.default_rng(1).permutation(len(rows))[:count]]
+
+
+def translate(steps: int) -> Iterator[dict[str, Any]]:
+    """3 + 3 layers, 256 wide."""
+    task, bad, rows = Translate(dropout=DROPOUT), Bad(skip=True), sentences(20000)
     kit = task.learn(rows)
     items: Pairs = task.items(kit, rows, bad)
     ours = Objective(task, task.model(kit), SMOOTHING)
@@ -142,19 +145,19 @@ def translate(given: Any) -> None:
         after = padded(items.after, chosen).flatten()
         return F.cross_entropy(logits.flatten(0, 1), after, ignore_index=0, label_smoothing=SMOOTHING)
 
-    like = plan(items.sizes, budget=given.tokens, seed=1, epoch=0)
+    like = plan(items.sizes, budget=TOKENS, seed=1, epoch=0)
     mixed = np.array_split(np.random.default_rng(2).permutation(len(items.sizes)), len(like))
     sides: list[tuple[nn.Module, Loss]] = [(ours, our_loss), (theirs, their_loss)]
-    compare("translate, batches at random", "torch nn.Transformer", sides, mixed, items.sizes, given)
-    same_weights(ours.model, theirs)
-    compare("translate, batches of like lengths", "torch nn.Transformer", sides, like, items.sizes, given)
+    for name, target, batches in (("at random", None, mixed), ("of like lengths", 1.4, like)):
+        same_weights(ours.model, theirs)
+        yield compare(f"translate, batches {name}", "torch nn.Transformer", target, sides, batches, items.sizes, steps)
 
 
-def language(given: Any) -> None:
+def language(steps: int) -> Iterator[dict[str, Any]]:
+    """6 layers, 384 wide, context 256."""
     from transformers import GPT2LMHeadModel
 
-    task = Language(context=256)
-    rows = task.read(given.text, Bad(skip=True))[:4000]
+    task, rows = Language(context=256), [Row(row.place, row.values[:1]) for row in sentences(60000)]
     kit = task.learn(rows)
     windows = Windows(_stream(kit, rows), 256, 256)
     ours = LanguageModel(
@@ -177,32 +180,11 @@ def language(given: Any) -> None:
 
     full = np.flatnonzero(windows.sizes == 256)
     batches = [full[n : n + 16] for n in range(0, len(full) - 16, 16)]
-    compare(
-        "language, context 256",
-        "transformers GPT-2 (sdpa)",
-        [(ours, our_loss), (theirs, their_loss)],
-        batches,
-        windows.sizes,
-        given,
-    )
+    sides: list[tuple[nn.Module, Loss]] = [(ours, our_loss), (theirs, their_loss)]
+    yield compare("language, context 256", "transformers GPT-2 (sdpa)", 1.25, sides, batches, windows.sizes, steps)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", help="sentences and translations")
-    parser.add_argument("--text", help="text for the language model")
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--steps", type=int, default=10)
-    parser.add_argument("--tokens", type=int, default=4096, help="in a batch")
-    parser.add_argument("--cpu-time", action="store_true", help="count CPU seconds: for 1 thread on a busy machine")
-    given = parser.parse_args()
-    torch.set_num_threads(given.threads)
+def training(quick: bool) -> Iterator[dict[str, Any]]:
     torch.manual_seed(0)
-    if given.data:
-        translate(given)
-    if given.text:
-        language(given)
-
-
-if __name__ == "__main__":
-    main()
+    for each in (translate, language):
+        yield from each(2 if quick else 12)

@@ -18,6 +18,7 @@ from benchmarks import extras, machine, timing
 from benchmarks.case import Case
 from benchmarks.cases import cases
 from benchmarks.measure import OURS, calls_of, measure
+from benchmarks.training import training
 
 _COMPILED = ("compile", "FlexAttention")
 
@@ -39,7 +40,7 @@ def tell(line: str) -> None:
 
 def times(threads: int, quick: bool, only: str, budget: float) -> dict[str, Any]:
     torch.set_num_threads(threads)
-    found: dict[str, Any] = {"cases": [], "growth": [], "grid": [], "tables": []}
+    found: dict[str, Any] = {"cases": [], "growth": [], "grid": [], "tables": [], "training": []}
     todo = chosen(quick, only, threads)
     for number, case in enumerate(todo, 1):
         start = time.perf_counter()
@@ -52,6 +53,8 @@ def times(threads: int, quick: bool, only: str, budget: float) -> dict[str, Any]
             found[name] = extras.timed(parts(threads, quick), lambda told, name=name: tell(f"  {name}: {told}"))
     if only.lower() in "mask tables":
         found["tables"] = extras.timed(extras.mask_tables(quick), lambda told: tell(f"  mask tables: {told}"))
+    if only.lower() in "training throughput" and threads == 2:
+        found["training"] = extras.timed(training(quick), lambda told: tell(f"  training throughput: {told}"))
     call, flops = machine.peak_call(threads)
     found["peak"] = flops / timing.interleaved({"": call}, 0.3)[""] / 1e9
     for name, count in (("cache", 1 << 22), ("memory", 1 << 26)):

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, fields
 from functools import lru_cache
-from typing import Any
+from typing import Any, Literal, TypedDict, Unpack, overload
 
 import numpy as np
 import torch
@@ -112,6 +112,24 @@ class Attention:
         put(self, "_tensors", (*own, self.sink) if isinstance(self.sink, Tensor) else tuple(own))
         put(self, "_plans", {})
 
+    @overload
+    def __call__(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        engine: str | None = None,
+        return_lse: Literal[False] = False,
+    ) -> Tensor: ...
+    @overload
+    def __call__(
+        self, query: Tensor, key: Tensor, value: Tensor, *, engine: str | None = None, return_lse: Literal[True]
+    ) -> tuple[Tensor, Tensor]: ...
+    @overload
+    def __call__(
+        self, query: Tensor, key: Tensor, value: Tensor, *, engine: str | None = None, return_lse: bool
+    ) -> Any: ...
     def __call__(
         self, query: Tensor, key: Tensor, value: Tensor, *, engine: str | None = None, return_lse: bool = False
     ) -> Any:
@@ -313,6 +331,29 @@ class Attention:
         return f"Attention({', '.join(shown)})"
 
 
+class Words(TypedDict, total=False):
+    """What `attention` takes beside its tensors, for those who check types."""
+
+    score: Score | Callable[..., Tensor]
+    mask: Mask | Tensor | None
+    bias: Bias | Tensor | None
+    offset: int | Sequence[int] | Tensor | None
+    temperature: float
+    sink: float | Tensor | None
+    dropout: float
+    engine: str | None
+
+
+@overload
+def attention(
+    query: Tensor, key: Tensor, value: Tensor, *, return_lse: Literal[False] = False, **words: Unpack[Words]
+) -> Tensor: ...
+@overload
+def attention(
+    query: Tensor, key: Tensor, value: Tensor, *, return_lse: Literal[True], **words: Unpack[Words]
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def attention(query: Tensor, key: Tensor, value: Tensor, *, return_lse: bool, **words: Unpack[Words]) -> Any: ...
 def attention(
     query: Tensor,
     key: Tensor,

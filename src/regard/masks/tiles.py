@@ -109,8 +109,7 @@ def _from_intervals(frame: Frame, size: tuple[int, int], intervals: Intervals) -
     low = np.minimum.reduceat(np.where(empty, frame.K, start), cuts, 1).reshape(-1)
     high = np.maximum.reduceat(np.where(empty, 0, stop), cuts, 1).reshape(-1)
     inner_low = np.maximum.reduceat(start, cuts, 1).reshape(-1)
-    inner_high = np.minimum.reduceat(stop, cuts, 1).reshape(-1)
-    inner_high = np.where(np.logical_or.reduceat(empty, cuts, 1).reshape(-1), 0, inner_high)
+    inner_high = np.minimum.reduceat(stop, cuts, 1).reshape(-1)  # a row that sees nothing leaves no full tile
     first, last = low // width, -(-high // width)
     full_first = -(-inner_low // width)
     full_last = np.where(inner_high == frame.K, -(-frame.K // width), inner_high // width)

@@ -1,0 +1,154 @@
+"""Bugs planted in masks, tiles and the binding of the kernels, one at a time: `make mutants` shows that tests see each.
+
+Every bug is put into a copy of the project and the tests that should see it are run there. A bug that they do not see
+is told, and the command fails.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).parents[1]
+MASKS = "tests/masks/test_patterns.py"
+TILES = "tests/masks/test_tiles.py"
+NATIVE = "tests/engines/test_native.py"
+LOOK = "tests/engines/test_look.py"
+# An installed project is found before any path: the copy must be, so its finder goes.
+RUN = """
+import sys
+sys.meta_path = [finder for finder in sys.meta_path if "scikit" not in type(finder).__module__.lower()
+                 and "Editable" not in type(finder).__name__ and "ScikitBuild" not in type(finder).__name__]
+sys.path[:0] = ["src", "."]
+import pytest, regard
+assert regard.__file__.startswith(sys.argv[1]), regard.__file__
+sys.exit(pytest.main(["-x", "-q", "--no-header", "-p", "no:cacheprovider", *sys.argv[2:]]))
+"""
+
+
+class Mutant(NamedTuple):
+    """What is wrong, where, and which tests should see it."""
+
+    bug: str
+    file: str
+    right: str
+    wrong: str
+    tests: str
+
+
+MUTANTS = (
+    Mutant(
+        "a document sees the first token of the next", "masks/by_position.py",
+        "np.repeat(edges[1:], np.diff(edges))", "np.repeat(edges[1:] + 1, np.diff(edges))", MASKS,
+    ),
+    Mutant(
+        "a range includes the key behind it", "masks/by_position.py",
+        "(at.j < stop[row, q])", "(at.j <= stop[row, q])", MASKS,
+    ),
+    Mutant(
+        "a box that two documents share counts as full", "masks/by_position.py",
+        "one = (query_low == query_high) & (key_low == key_high)", "one = (key_low == key_high)", TILES,
+    ),
+    Mutant(
+        "the table of ranges forgets its second half", "masks/by_position.py",
+        "np.maximum(stop[at] - (1 << k), start[at])", "start[at]", TILES,
+    ),
+    Mutant(
+        "masks that are equal by value have different hashes", "masks/algebra.py",
+        "hash((type(self).__name__, *map(_digest, self._values())))", "id(self)", MASKS,
+    ),
+    Mutant(
+        "a tile that a row's interval only touches counts as full", "masks/tiles.py",
+        "full_first = -(-inner_low // width)", "full_first = inner_low // width", TILES,
+    ),
+    Mutant(
+        "the last tile of a row of tiles is cut off where it is not whole", "masks/tiles.py",
+        "first, last = low // width, -(-high // width)", "first, last = low // width, high // width", TILES,
+    ),
+    Mutant(
+        "neighbouring runs of different kinds are joined", "masks/tiles.py",
+        "(start[1:] != stop[:-1]) | (full[1:] != full[:-1])", "(start[1:] != stop[:-1])", TILES,
+    ),
+    Mutant(
+        "positions of batch rows with offsets of their own are those of the first", "masks/tiles.py",
+        "offsets[b if len(offsets) > 1 else np.zeros_like(b)]", "offsets[np.zeros_like(b)]", TILES,
+    ),
+    Mutant(
+        "bits of a partial tile are packed from the other end", "engines/visible.py",
+        'np.packbits(allowed.numpy(), -1, bitorder="little")', 'np.packbits(allowed.numpy(), -1, bitorder="big")',
+        NATIVE,
+    ),
+    Mutant(
+        "heads of a tile table share the first head's tiles", "engines/visible.py",
+        "rows if table.extent[1] > 1 else 0)\n    return tuple(torch.from_numpy(np.ascontiguousarray(array)) for array "
+        "in arrays), strides\n\n\ndef visible_to",
+        "0)\n    return tuple(torch.from_numpy(np.ascontiguousarray(array)) for array "
+        "in arrays), strides\n\n\ndef visible_to", NATIVE,
+    ),
+    Mutant(
+        "some rows are numbered as if they were the first", "engines/lowering.py",
+        "diagonal = of_head(diagonal)[..., Q - first - count : Q - first + K - 1]",
+        "diagonal = of_head(diagonal)[..., Q - count : Q + K - 1]", LOOK,
+    ),
+    Mutant(
+        "the kernel is told the strides of an axis of size 1", "engines/native/binding.py",
+        "[0 if n == 1 else step for", "[step for", NATIVE,
+    ),
+    Mutant(
+        "dropout's rescaling is left out", "engines/native/attend.py",
+        "int(dropout * 2**32), 0, 1 / (1 - dropout)", "int(dropout * 2**32), 0, 1.0", NATIVE,
+    ),
+    Mutant(
+        "the gradient of the log-sum-exp is dropped", "engines/native/attend.py",
+        "place(d_output), place(d_lse)", "place(d_output), ABSENT", NATIVE,
+    ),
+)  # fmt: skip
+
+
+def seen(mutant: Mutant, copy: Path, library: str) -> bool:
+    """Whether the tests fail with the bug in; the copy is as before afterwards."""
+    file = copy / "src" / "regard" / mutant.file
+    text = file.read_text()
+    if text.count(mutant.right) != 1:
+        raise SystemExit(
+            f"{mutant.file}: the place for {mutant.bug!r} is there {text.count(mutant.right)} times, not once"
+        )
+    file.write_text(text.replace(mutant.right, mutant.wrong))
+    command = [sys.executable, "-c", RUN, str(copy), *mutant.tests.split()]
+    environment = os.environ | {"REGARD_LIBRARY": library, "REGARD_EXAMPLES": "200", "PYTHONDONTWRITEBYTECODE": "1"}
+    try:
+        done = subprocess.run(command, cwd=copy, env=environment, capture_output=True, text=True, check=False)
+    finally:
+        file.write_text(text)
+    if done.returncode not in (0, 1):
+        raise SystemExit(f"the tests did not run: {done.stdout[-2000:]}{done.stderr[-2000:]}")
+    return done.returncode == 1
+
+
+def main() -> int:
+    from regard.engines import native
+
+    if reason := native.missing():
+        print(f"no mutants: {reason}")
+        return 1
+    library, missed = native.about()["native"], 0
+    with tempfile.TemporaryDirectory() as folder:
+        copy = Path(folder).resolve()
+        for part in ("src", "tests"):
+            shutil.copytree(ROOT / part, copy / part, ignore=shutil.ignore_patterns("__pycache__", "embedded"))
+        shutil.copy(ROOT / "pyproject.toml", copy)
+        for mutant in MUTANTS:
+            caught = seen(mutant, copy, library)
+            missed += not caught
+            print(f"{'seen  ' if caught else 'MISSED'}  {mutant.bug}  ({mutant.tests})", flush=True)
+    print(f"{len(MUTANTS) - missed} of {len(MUTANTS)} bugs seen")
+    return int(missed > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
