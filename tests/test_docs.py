@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from contextlib import redirect_stdout
 from dataclasses import dataclass
 from importlib import import_module
+from importlib.util import module_from_spec, spec_from_file_location
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -116,6 +117,19 @@ def test_every_public_name_is_in_the_reference(module: str) -> None:
     names = {name for name in found.__all__ if getattr(getattr(found, name), "__doc__", None) and not name.isupper()}
     missing = sorted(names - documented)
     assert not missing, f"{module}: add `::: {module}.{missing[0]}` to a page of docs/api, and so {', '.join(missing)}"
+
+
+def test_docstrings_become_markdown() -> None:
+    pytest.importorskip("griffe", reason="pip install 'regard[docs]'")
+    spec = spec_from_file_location("docstrings", ROOT / "docs" / "docstrings.py")
+    assert spec
+    assert spec.loader
+    module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    made = module.plain("What it is.\n\nwidth: of a head,\n    or of all.\n\n>>> 1 + 1\n2\n\nAnd more: this.")
+    assert made == (
+        "What it is.\n\n- `width`: of a head,\n    or of all.\n\n```pycon\n>>> 1 + 1\n2\n```\n\nAnd more: this."
+    )
 
 
 def test_the_drawing_of_the_walk_is_that_of_the_masks() -> None:

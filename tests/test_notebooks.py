@@ -47,6 +47,7 @@ def test_the_widget_answers_through_a_kernel(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setenv("MPLBACKEND", "module://matplotlib_inline.backend_inline")
     book, client = opened("look", tmp_path)
     book.cells.append(nbformat.v4.new_code_cell('record.window("0", 1, (0, 4), (0, 5)).tolist()'))
+    book.cells.append(nbformat.v4.new_code_cell("record"))
     with client.setup_kernel():
         for number, cell in enumerate(book.cells):
             client.execute_cell(cell, number)
@@ -73,8 +74,9 @@ def test_the_widget_answers_through_a_kernel(tmp_path: Path, monkeypatch: pytest
         content, buffers = answer(client, comm, asked)
         wrong, _ = answer(client, comm, asked | {"id": 8, "attention": "none"})
     assert content == {"id": 7, "rows": 4, "columns": 5}
-    expected = np.array(ast.literal_eval(book.cells[-1].outputs[0]["data"]["text/plain"]))
+    expected = np.array(ast.literal_eval(book.cells[-2].outputs[0]["data"]["text/plain"]))
     np.testing.assert_allclose(np.frombuffer(buffers[0], "<f4").reshape(4, 5), expected, rtol=1e-6)
+    assert "<iframe srcdoc=" in book.cells[-1].outputs[0]["data"]["text/html"]  # a record shows itself as a page
     assert wrong["id"] == 8
     assert "none" in wrong["error"]
 
