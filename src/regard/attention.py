@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, fields
 from functools import lru_cache
-from typing import Any, Literal, TypedDict, Unpack, overload
+from typing import Any, Literal, Protocol, TypedDict, Unpack, overload
 
 import numpy as np
 import torch
@@ -29,6 +30,43 @@ _DOT = Dot()
 _CPU = torch.device("cpu")
 WATCHERS: ContextVar[tuple[Callable[[Attention, Tensor, Tensor], None], ...]] = ContextVar("watchers", default=())
 """Who is told of every call that is computed here and now: its description, query and key."""
+
+
+class Sharding(Protocol):
+    """Other processes that hold other tokens of the same sequences, and how one computes together with them."""
+
+    def attend(
+        self, attend: Attention, query: Tensor, key: Tensor, value: Tensor, *, engine: str | None, return_lse: bool
+    ) -> Any:
+        """The call over the tokens of all processes, for the queries of this one."""
+
+    def own(self, x: Tensor, dim: int) -> Tensor:
+        """The tokens of this process, from the whole."""
+
+    def whole(self, x: Tensor, dim: int) -> Tensor:
+        """The tokens of all processes, from those of this one."""
+
+    def positions(self, count: int, device: torch.device) -> Tensor:
+        """Where the tokens of this process stand, if it has so many."""
+
+
+_SHARDING: Sharding | None = None  # of the process, not of a thread: autograd computes in threads of its own
+
+
+def sharding() -> Sharding | None:
+    """With whom the sequences are shared, if with anybody."""
+    return _SHARDING
+
+
+@contextmanager
+def sharded(together: Sharding | None) -> Iterator[None]:
+    """Within, sequences are shared like this, or not at all."""
+    global _SHARDING
+    before, _SHARDING = _SHARDING, together
+    try:
+        yield
+    finally:
+        _SHARDING = before
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -141,6 +179,14 @@ class Attention:
             query, key, value = _autocast(query, key, value)
             with _plain(query.device):
                 return self(query, key, value, engine=engine, return_lse=return_lse)
+        if (together := sharding()) is not None:
+            return together.attend(self, query, key, value, engine=engine, return_lse=return_lse)
+        return self.here(query, key, value, engine=engine, return_lse=return_lse)
+
+    def here(
+        self, query: Tensor, key: Tensor, value: Tensor, *, engine: str | None = None, return_lse: bool = False
+    ) -> Any:
+        """The same of these tensors alone, also where a sequence is shared with other processes."""
         if value is None:
             raise TypeError("value must be a torch.Tensor, but is None; weights(query, key) needs none")
         problem, chosen = self._plan(query, key, value, engine, return_lse)
@@ -281,21 +327,8 @@ class Attention:
         offset = shared[2] - shape[2] if self.offset is None else self.offset
         assert isinstance(offset, int | Tensor)
         frame = Frame(shape[0], shape[1], shape[2], shared[2], offset)
-        if isinstance(offset, Tensor) and len(offset) != frame.B:
-            raise ValueError(
-                f"offset must be one number or one for each of the {frame.B} batch rows, but {len(offset)} came; "
-                "pass a plain number if all rows share it"
-            )
         width = 0 if value is None else value.shape[-1]
-        score.check(frame.H, shape[3])
-        if mask is not None:
-            mask.check(frame)
-        if bias is not None:
-            bias.check(frame, shape[3], width)
-        if isinstance(self.sink, Tensor) and self.sink.numel() not in (1, frame.H):
-            raise ValueError(
-                f"sink must be one logit or one for each of the {frame.H} heads, but is {shape_of(self.sink)}"
-            )
+        self.check(frame, shape[3], width)
         tensors = [t for t in (query, key, value, self.sink) if isinstance(t, Tensor)] + list(score.tensors())
         tensors += bias.tensors() if bias is not None else ()
         learned = any(t.requires_grad for t in tensors) or score.closes_over_learned(query.device)
@@ -315,6 +348,25 @@ class Attention:
             grad=learned and torch.is_grad_enabled(),
             lse=lse,
         )
+
+    def check(self, frame: Frame, width: int, value_width: int) -> None:
+        """Raise if the description does not fit a call of this size."""
+        assert isinstance(self.score, Score)
+        offset = frame.offset
+        if isinstance(offset, Tensor) and len(offset) != frame.B:
+            raise ValueError(
+                f"offset must be one number or one for each of the {frame.B} batch rows, but {len(offset)} came; "
+                "pass a plain number if all rows share it"
+            )
+        self.score.check(frame.H, width)
+        if isinstance(self.mask, Mask):
+            self.mask.check(frame)
+        if isinstance(self.bias, Bias):
+            self.bias.check(frame, width, value_width)
+        if isinstance(self.sink, Tensor) and self.sink.numel() not in (1, frame.H):
+            raise ValueError(
+                f"sink must be one logit or one for each of the {frame.H} heads, but is {shape_of(self.sink)}"
+            )
 
     def __reduce__(self) -> tuple:
         """A copy plans for itself: plans hold addresses."""

@@ -18,10 +18,12 @@ try:
 except ImportError as error:
     raise SystemExit(f"regard: the command needs {error.name}: pip install 'regard[tasks]'") from error
 
+import torch
+
 from regard.tasks import Recipe, Run, Sources, Task, Trouble, begin, tasks, train
-from regard.tasks.data import Row
+from regard.tasks.data import Row, whole
 from regard.tasks.export import export as export_run
-from regard.tasks.runs import full
+from regard.tasks.runs import full, write
 from regard.tasks.sources import gather
 from regard.tasks.trouble import Bad
 
@@ -49,6 +51,7 @@ class Patient(Console):
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 SkipBad = Annotated[bool, typer.Option("--skip-bad", help="Count bad lines and go on.")]
+Context = Annotated[Path | None, typer.Option(help="A text file that the inputs are questions about.")]
 Lang = Annotated[str, typer.Option(help="Of the page: en or zh.")]
 RunFolder = Annotated[Path, typer.Argument(metavar="RUN", help="The folder that --out named.", show_default=False)]
 
@@ -76,27 +79,40 @@ def show_tasks(as_json: Json = False) -> None:
     known = tasks()
     if as_json:
         about = {
-            name: {"does": kind.summary, "columns": kind.columns, "takes": kind.takes, "example": kind.example}
+            name: {"does": kind.does, "columns": kind.columns, "takes": kind.takes, "example": kind.example}
             for name, kind in known.items()
         }
         print(json.dumps(about, indent=1, ensure_ascii=False))
         return
     table = Table("task", "does", "columns", "a file of it", show_lines=True)
     for name, kind in known.items():
-        table.add_row(
-            f"[bold]{name}[/]", kind.summary, ", ".join(kind.columns), _plain(kind.example.replace("\t", " → "))
-        )
+        table.add_row(f"[bold]{name}[/]", kind.does, ", ".join(kind.columns), _plain(kind.example.replace("\t", " → ")))
     shown.print(table)
     shown.print("Data: TSV (→ is a tab), CSV with a header, JSONL or text, also .gz .xz .bz2; or a dataset of the hub.")
 
 
 @app.command("resume")
-def resume(folder: RunFolder, as_json: Json = False) -> None:
-    """Go on with a run, from its last checkpoint.
+def resume(
+    folder: RunFolder,
+    shard: Annotated[
+        str | None, typer.Option(help="What processes share: data or fsdp; as before unless told.")
+    ] = None,
+    sequence_ranks: Annotated[
+        int | None, typer.Option(help="Processes that share one sequence; as before unless told.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Go on with a run, from its last checkpoint, by any number of processes.
 
     regard resume runs/reviews
     """
-    _train(Run.open(folder), None, as_json)
+    run = Run.open(folder)
+    told_anew = {"shard": shard, "sequence_ranks": sequence_ranks}
+    try:
+        run.recipe = replace(run.recipe, **{name: value for name, value in told_anew.items() if value is not None})
+    except ValueError as error:
+        raise Trouble(f"{error}") from error
+    _train(run, None, as_json)
 
 
 @app.command("evaluate")
@@ -125,8 +141,18 @@ def evaluate(
 def predict(
     folder: RunFolder,
     inputs: Annotated[
-        list[str] | None, typer.Argument(help="Texts, files of a text a line, or images; none reads standard input.")
+        list[str] | None,
+        typer.Argument(help="Texts, files of a text a line, images or sounds; none reads standard input."),
     ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            "--out",
+            "-o",
+            help="The sound to write, or a folder for several; of other tasks {id: output}, as SQuAD has it.",
+        ),
+    ] = None,
+    context: Context = None,
     skip_bad: SkipBad = False,
     as_json: Json = False,
 ) -> None:
@@ -135,22 +161,36 @@ def predict(
     regard predict runs/reviews "What a film!"
     regard predict runs/reviews reviews.txt
     cat reviews.txt | regard predict runs/reviews --json
+    regard predict runs/squad "Who wrote it?" --context article.txt
+    regard predict runs/squad dev-v2.0.json --out predictions.json
+    regard predict runs/voice "one two" --out said.wav
     """
     run = Run.open(folder)
+    if run.task.makes and out is None:
+        raise Trouble(f"{run.task.name} makes files; say where to: --out said{run.task.makes}")
     bad = Bad(skip=skip_bad)
-    rows = list(_inputs(run.task, inputs or [], bad))
+    rows = [_about(row, context) for row in _inputs(run.task, inputs or [], bad)]
     if not rows:
         raise Trouble('nothing to predict; give texts or files: regard predict RUN "..."')
     model, _ = run.model()
-    for made in run.task.predict(model, run.kit, rows, bad):
+    said = run.task.predict(model, run.kit, rows, bad)
+    if out is not None and not run.task.makes:
+        answers = {made.more.get("id", made.input): made.output for made in said}
+        write(out, lambda there: there.write_text(json.dumps(answers, indent=1, ensure_ascii=False)))
+        told.print(f"{out}: {len(answers)} answers", soft_wrap=True)
+    for n, made in enumerate(said, 1):
+        where = made.input if run.task.takes != "text" else ""
+        more = dict(made.more)
+        if out is not None:
+            path = out if out.suffix == run.task.makes and len(rows) == 1 else out / f"{n:04}{run.task.makes}"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write(path, lambda there, held=made.file: there.write_bytes(held))
+            where = more["file"] = str(path)
         if as_json:
-            print(
-                json.dumps(
-                    {"input": made.input, "output": made.output, "score": made.score, **made.more}, ensure_ascii=False
-                )
-            )
+            told_of = {"input": made.input, "output": made.output, "score": made.score}
+            print(json.dumps(told_of | more, ensure_ascii=False))
         else:
-            print(f"{made.output}\t{made.score:.3f}" + (f"\t{made.input}" if run.task.takes != "text" else ""))
+            print("\t".join((made.output, f"{made.score:.3f}", *filter(None, (where, made.note)))))
     _tell_bad(bad)
 
 
@@ -171,8 +211,9 @@ def export(
 @app.command("view")
 def view(
     folder: RunFolder,
-    text: Annotated[str, typer.Argument(help="What the model is to read; for runs on images, the path of one.")],
+    text: Annotated[str, typer.Argument(help="What the model is to read; for runs on images or sounds, a path.")],
     out: Annotated[Path, typer.Option("--out", "-o", help="The page to write.")] = Path("attention.html"),
+    context: Context = None,
     lang: Lang = "en",
     as_json: Json = False,
 ) -> None:
@@ -181,7 +222,7 @@ def view(
     regard view runs/en-fr "I am hungry." -o hungry.html
     """
     _check_lang(lang)
-    record = _looker(folder)(text)
+    record = _looker(folder)(_about(Row("the text", (text,)), context).values[0])
     if not out.parent.is_dir():
         raise Trouble(f"{out.parent}: there is no such folder")
     record.save(out, lang)
@@ -213,7 +254,8 @@ def serve(
     except ImportError as error:
         raise Trouble(f"regard serve needs {error.name}: pip install 'regard[view]'") from error
     if text is None and isinstance(look, _RunLooker) and look.run.task.takes != "text":
-        raise Trouble(f'give the path of an image first: regard serve {folder} "image.png"')
+        kind = look.run.task.takes
+        raise Trouble(f'give the path of an {kind} file first: regard serve {folder} "{kind}.file"')
     first = text or ("The cat sat on the <mask>." if _fills_in(look) else "The cat sat on the mat.")
     serve_at(Session(look, first), port=port, lang=lang, told=lambda address: told.print(address, soft_wrap=True))
 
@@ -304,6 +346,100 @@ def check(
     raise typer.Exit(command.run(shown, told, targets or [], only or [], form=form, junit=junit))
 
 
+@app.command("plan")
+def plan(
+    model: Annotated[
+        str,
+        typer.Option(help="A run of language, a checkpoint or its config.json, or layers=12,width=768,heads=12,..."),
+    ],
+    sequence: Annotated[int, typer.Option(min=2, help="Tokens of a sequence.")],
+    ranks: Annotated[int, typer.Option(min=1, help="Processes.")],
+    memory: Annotated[str, typer.Option(help="Of each rank, such as 16GB.")],
+    bandwidth: Annotated[
+        str | None, typer.Option(help="That a rank sends with, such as 1GB/s or 10Gbit/s; --measure finds it.")
+    ] = None,
+    flops: Annotated[str | None, typer.Option(help="FLOP/s of a rank in products of matrices, such as 50G.")] = None,
+    measure: Annotated[
+        bool, typer.Option("--measure", help="Measure this machine: the speeds that are not told.")
+    ] = False,
+    batch: Annotated[int | None, typer.Option(min=1, help="Sequences in a step; as many as ranks unless told.")] = None,
+    per_machine: Annotated[int, typer.Option("--ranks-per-machine", min=1, help="That share its cores.")] = 1,
+    cores: Annotated[int | None, typer.Option(min=1, help="Of a machine; those of this one unless told.")] = None,
+    threads: Annotated[int, typer.Option(min=1, help="Of each rank.")] = 1,
+    as_json: Json = False,
+) -> None:
+    """Which layout to train with on many ranks, and why: memory, FLOPs, bytes moved and seconds of each.
+
+    Ends with 0 if a layout fits, 1 if none does.
+
+    regard plan --model layers=24,width=1024,heads=16,vocabulary=32000 --sequence 131072 --ranks 64 --memory 32GB \
+        --bandwidth 10Gbit/s --measure
+    """
+    import os
+
+    from regard.distributed.command import Plan, amount
+    from regard.distributed.cost import Machine, Model
+    from regard.distributed.speed import measured, on_the_wire
+
+    if not measure and (flops is None or bandwidth is None):
+        raise Trouble("say --flops and --bandwidth, or let this machine be measured: --measure")
+    try:
+        costs = Model.of(_outline(model))
+        machine = Machine(memory=amount("memory", memory), cores=cores or os.cpu_count() or 1, ranks=per_machine)
+        machine = replace(machine, threads=threads)
+        with told.status("measuring"):
+            machine = measured(costs, machine, sequence) if flops is None else machine.told(amount("flops", flops))
+            machine = on_the_wire(machine) if bandwidth is None and ranks > 1 else machine
+        if bandwidth is not None:
+            machine = replace(machine, bandwidth=amount("bandwidth", bandwidth))
+        found = Plan.of(costs, machine, sequence=sequence, ranks=ranks, batch=batch or ranks)
+    except (ValueError, RuntimeError) as error:
+        raise Trouble(f"{error}") from error
+    if as_json:
+        print(json.dumps(found.as_json(), indent=1))
+    else:
+        shown.print(found.table())
+        for line in (found.sentence(), *found.reasons()):
+            shown.print(line, soft_wrap=True)
+    if found.best is None:
+        raise typer.Exit(1)
+
+
+def _outline(model: str) -> Any:
+    """The model that `regard plan` is asked about, without its weights."""
+    from regard.models import LanguageConfig, LanguageModel
+
+    path = Path(model)
+    if (path / "run.json").exists():
+        run = Run.open(path)
+        with torch.device("meta"):
+            return run.task.model(run.kit)
+    if path.exists():
+        from regard.models.checkpoints.loading import outline
+
+        return outline(path)
+    if "=" not in model:
+        raise Trouble(
+            f"{model}: there is no such run or checkpoint; or say layers=12,width=768,heads=12,vocabulary=50257"
+        )
+    kinds = {each.name: each.type for each in fields(LanguageConfig)}
+    values: dict[str, Any] = {}
+    for word in model.split(","):
+        name, _, value = word.partition("=")
+        if name not in kinds:
+            raise Trouble(f"--model: {name!r} is no part of a language model; parts are {', '.join(kinds)}")
+        try:
+            values[name] = json.loads(value.lower()) if not kinds[name].startswith("str") else value
+        except ValueError:
+            raise Trouble(f"--model: {name} must be a number, but is {value!r}") from None
+    for name in ("vocabulary", "width", "layers", "heads"):
+        if name not in values:
+            raise Trouble(f"--model: say {name}=... too")
+    values.setdefault("hidden", 4 * values["width"])
+    with torch.device("meta"):
+        return LanguageModel(LanguageConfig(**values))
+
+
 def _trainer(kind: type[Task]) -> Callable[..., None]:
     """The command that trains a task: its options are the fields of the task and of the recipe."""
 
@@ -351,7 +487,7 @@ def _trainer(kind: type[Task]) -> Callable[..., None]:
             words = each.metadata["help"][0].upper() + each.metadata["help"][1:] + "."
             parameters.append(option(each.name, type(default), default, words, panel))
     columns = " and ".join(kind.columns)
-    command.__doc__ = f"""{kind.summary[0].upper()}{kind.summary[1:]}.{f" Data has {columns}." if columns else ""}
+    command.__doc__ = f"""{kind.does[0].upper()}{kind.does[1:]}.{f" Data has {columns}." if columns else ""}
 
         regard train {kind.name} --data FILE --out runs/mine
     """
@@ -414,9 +550,17 @@ def _inputs(task: Task, inputs: list[str], bad: Bad) -> Iterator[Row]:
     for n, given in enumerate(inputs, 1):
         path = Path(given)
         if len(given) < 256 and path.is_file():
-            yield from _lines(given, path.read_bytes(), bad)
+            own = task.asked(path, bad)
+            yield from _lines(given, path.read_bytes(), bad) if own is None else own
         else:
             yield Row(f"input {n}", (given,))
+
+
+def _about(row: Row, context: Path | None) -> Row:
+    """An input, and behind a tab the text of the file that it is about, if there is one."""
+    if context is None or len(row.values) > 1:
+        return row
+    return Row(row.place, (f"{row.values[0]}\t{whole(context).strip()}",))
 
 
 def _lines(name: str, held: bytes, bad: Bad) -> Iterator[Row]:
@@ -447,11 +591,7 @@ class _RunLooker:
             raise Trouble(bad.first[0] if bad.first else "the model said nothing of it")
         record.title = f"{self.run.task.name}, {self.run.folder.resolve().name}"
         record.note = f"{made[0].output} ({made[0].score:.2f})"
-        if self.run.kit.tokenizer is not None:
-            record.decode(self.run.kit.tokenizer)
-        config: Any = getattr(self.model, "config", None)
-        if self.run.task.takes == "image" and hasattr(config, "grid") and "source" in record.inputs:
-            record.over_image(record.inputs["source"], config.grid, first=1)
+        self.run.task.name_tokens(self.model, self.run.kit, record, made[0])
         return record
 
 

@@ -15,6 +15,15 @@ from torch import Tensor
 Offset = int | Tensor
 
 
+@dataclass(frozen=True)
+class Part:
+    """A part of a call: some heads, queries and keys that are neighbours."""
+
+    heads: slice
+    rows: slice
+    columns: slice
+
+
 @dataclass(frozen=True, eq=False)
 class Frame:
     """The axes that masks and biases speak of, and where the queries stand among the keys."""

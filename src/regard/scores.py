@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from regard.geometry import At, shape_of
+from regard.geometry import At, Part, shape_of
 
 Modifier = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 
@@ -29,6 +29,10 @@ class Score:
 
     def tensors(self) -> tuple[Tensor, ...]:
         return ()
+
+    def part(self, part: Part) -> Score:
+        """The score of a part of a call, whose heads and positions are counted from the first that it has."""
+        return self
 
     def closes_over_learned(self, device: torch.device) -> bool:
         """Whether it holds tensors that require grad and are not among `tensors()`."""
@@ -72,6 +76,9 @@ class Dot(Score):
     def tensors(self) -> tuple[Tensor, ...]:
         return (self.scale,) if isinstance(self.scale, Tensor) else ()
 
+    def part(self, part: Part) -> Score:
+        return replace(self, scale=_scale_of(self.scale, part))
+
     def check(self, heads: int, width: int) -> None:
         _check_scale(self.scale, heads)
 
@@ -99,6 +106,9 @@ class Cosine(Score):
 
     def tensors(self) -> tuple[Tensor, ...]:
         return (self.scale,) if isinstance(self.scale, Tensor) else ()
+
+    def part(self, part: Part) -> Score:
+        return Cosine(_scale_of(self.scale, part))
 
     def check(self, heads: int, width: int) -> None:
         _check_scale(self.scale, heads)
@@ -128,6 +138,9 @@ class Additive(Score):
 
     def tensors(self) -> tuple[Tensor, ...]:
         return (self.weight,)
+
+    def part(self, part: Part) -> Score:
+        return Additive(_of_heads(self.weight, 1, part))
 
     def check(self, heads: int, width: int) -> None:
         if tuple(self.weight.shape) not in ((width,), (1, width), (heads, width)):
@@ -164,6 +177,9 @@ class Bilinear(Score):
 
     def tensors(self) -> tuple[Tensor, ...]:
         return (self.matrix,)
+
+    def part(self, part: Part) -> Score:
+        return Bilinear(_of_heads(self.matrix, 2, part))
 
     def check(self, heads: int, width: int) -> None:
         if tuple(self.matrix.shape) not in ((width, width), (1, width, width), (heads, width, width)):
@@ -224,6 +240,14 @@ class Modified(Score):
     def tensors(self) -> tuple[Tensor, ...]:
         return self.score.tensors()
 
+    def part(self, part: Part) -> Score:
+        function, top, left = self.function, part.heads.start, part.columns.start
+
+        def within(scores: Tensor, b: Tensor, h: Tensor, p: Tensor, j: Tensor) -> Tensor:
+            return function(scores, b, h + top, p + left, j + left)
+
+        return Modified(within if top or left else function, self.score.part(part))
+
     def check(self, heads: int, width: int) -> None:
         self.score.check(heads, width)
 
@@ -234,6 +258,15 @@ class Modified(Score):
 
 def _per_head(scale: float | Tensor, at: At, like: Tensor) -> float | Tensor:
     return at.per_head(scale.to(like).reshape(-1)) if isinstance(scale, Tensor) else scale
+
+
+def _scale_of(scale: float | Tensor | None, part: Part) -> float | Tensor | None:
+    return scale.reshape(-1)[part.heads] if isinstance(scale, Tensor) and scale.numel() > 1 else scale
+
+
+def _of_heads(tensor: Tensor, axes: int, part: Part) -> Tensor:
+    """What a tensor of one entry a head, each with so many axes, or of one for all, has for the heads of a part."""
+    return tensor if tensor.dim() <= axes or len(tensor) == 1 else tensor[part.heads]
 
 
 def _check_floats(name: str, tensor: Tensor, form: str) -> None:

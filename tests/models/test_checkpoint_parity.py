@@ -60,7 +60,7 @@ def test_a_loaded_model_gives_the_results_hidden_states_and_attentions_of_transf
 
 def hidden_states(name: str, seen: t.Looked, outputs: Any) -> tuple[list[Tensor], list[Tensor]]:
     """Of every layer; behind the last one, where a norm follows, they have what comes after it."""
-    if name in t.PAIRS or name == "detr":
+    if name in (*t.PAIRS, "detr", "whisper"):
         encoder, decoder = outputs.encoder_hidden_states[1:], outputs.decoder_hidden_states[1:]
         own = [*seen.hidden[: len(encoder) - 1], seen.last[0], *seen.hidden[len(encoder) :]]
         assert len(seen.hidden) == len(encoder) + len(decoder)
@@ -70,13 +70,13 @@ def hidden_states(name: str, seen: t.Looked, outputs: Any) -> tuple[list[Tensor]
         return own[:-1], [*encoder, *decoder[:-1]]  # the last one is behind a norm, whose result the heads read
     expected = list(outputs.hidden_states[1:])
     assert len(seen.hidden) == len(expected)
-    if name.startswith("vit"):
+    if name.startswith(("vit", "wav2vec2")):
         return seen.hidden, expected
     return [*seen.hidden[:-1], seen.last[0]], expected
 
 
 def attentions(name: str, seen: t.Looked, outputs: Any) -> tuple[list[Tensor], list[Tensor]]:
-    if name in t.PAIRS or name == "detr":
+    if name in (*t.PAIRS, "detr", "whisper"):
         pairs = zip(outputs.decoder_attentions, outputs.cross_attentions, strict=True)
         return seen.weights, [*outputs.encoder_attentions, *(weights for pair in pairs for weights in pair)]
     return seen.weights, list(outputs.attentions)
@@ -164,3 +164,78 @@ def loss(name: str, logits: Tensor) -> Tensor:
         return F.cross_entropy(logits.flatten(0, 1), t.TARGETS.flatten())
     mask = t.LEFT if name in t.DECODERS else t.RIGHT
     return F.cross_entropy(logits[mask], t.IDS[mask])
+
+
+def test_whisper_says_what_transformers_generates(folder: Any) -> None:
+    model, other = rg.load(folder("whisper")), t.made("whisper")
+    settings = transformers.GenerationConfig.from_model_config(other.config)
+    expected = transformers.GenerationMixin.generate(
+        other, input_features=t.HEARD.mT, generation_config=settings, max_new_tokens=12, do_sample=False
+    )
+    found = model.generate(t.HEARD, limit=12)
+    rows = [[*row.tolist(), model.config.stop] for row in expected[:, 1:]]
+    assert [row.tolist() for row in found] == [row[: row.index(model.config.stop)] for row in rows]
+    assert model.config.never == (7, 8)
+    assert model.config.never_first == (5, 98)
+    assert not any(token in (7, 8) for row in found for token in row.tolist())
+
+
+def test_whisper_goes_on_from_a_prompt(folder: Any) -> None:
+    model, other = rg.load(folder("whisper")), t.made("whisper")
+    found = model.generate(t.HEARD[:1], limit=8, prompt=(11, 12))[0].tolist()
+    ids = torch.tensor([[model.config.start, 11, 12, *found[:-1]]])
+    with torch.no_grad():
+        logits = other(input_features=t.HEARD[:1].mT, decoder_input_ids=ids).logits[0, 2:]
+    logits[:, [7, 8]] = logits[0, [5, 98]] = -torch.inf
+    assert found == logits.argmax(-1).tolist()
+
+
+def test_whisper_hears_a_masked_sound_as_a_short_one(folder: Any) -> None:
+    model, target = rg.load(folder("whisper")), t.TARGETS[:2]
+    mask = torch.arange(50) < torch.tensor([31, 50])[:, None]
+    both = model(t.HEARD[:2], target, mask)
+    close(both[:1], model(t.HEARD[:1, :31], target[:1]), 1e-5)
+    packed = model([t.HEARD[0, :31], t.HEARD[1]], list(target))
+    close(torch.stack(packed), both, 1e-5)
+    both_said = model.generate(t.HEARD[:2], mask, limit=6)
+    assert both_said[0].tolist() == model.generate(t.HEARD[:1, :31], limit=6)[0].tolist()
+
+
+@pytest.mark.parametrize("name", ["wav2vec2", "wav2vec2-large"])
+def test_wav2vec2_spells_what_transformers_spells(name: str, folder: Any, tmp_path: Path) -> None:
+    letters = ["<pad>", "<s>", "</s>", "<unk>", "|", *"abcdefg"]
+    (tmp_path / "vocab.json").write_text(json.dumps({letter: n for n, letter in enumerate(letters)}))
+    other = transformers.Wav2Vec2CTCTokenizer(str(tmp_path / "vocab.json"))
+    place = t.stored(name, tmp_path / "model")
+    other.save_pretrained(place)
+    model, speller = rg.load(place), rg.models.tokenizer(place)
+    with torch.no_grad():
+        best = model(t.WAVES).argmax(-1)
+        expected = t.made(name)(t.WAVES).logits.argmax(-1)
+    rows = [*best.tolist(), [4, 4, 5, 5, 0, 5, 4, 0, 4, 6, 4], [0, 0], [4, 0, 4]]
+    assert [speller.decode(row) for row in best.tolist()] == other.batch_decode(expected)
+    assert [speller.decode(row, skip_special_tokens=False) for row in rows] == [other.decode(row) for row in rows]
+
+
+def test_names_of_weights_from_older_releases_are_read(folder: Any, tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    place = t.stored("wav2vec2", tmp_path / "old")
+    held = load_file(place / "model.safetensors")
+    old = {key.replace("parametrizations.weight.original0", "weight_g").replace(
+        "parametrizations.weight.original1", "weight_v"): tensor for key, tensor in held.items()}  # fmt: skip
+    assert old.keys() != held.keys()
+    save_file(old | {"wav2vec2.masked_spec_embed": torch.zeros(32)}, place / "model.safetensors", {"format": "pt"})
+    close(rg.load(place)(t.WAVES), rg.load(folder("wav2vec2"))(t.WAVES), 1e-6)
+
+
+def test_the_features_of_whisper_are_those_of_transformers() -> None:
+    from regard.models.sound import levelled, whisper_features
+
+    wave = torch.randn(20011, generator=torch.Generator().manual_seed(3)) * torch.linspace(0, 1, 20011)
+    for features in (80, 128):
+        theirs = transformers.WhisperFeatureExtractor(feature_size=features, chunk_length=2)
+        expected = theirs(wave.numpy(), sampling_rate=16000, return_tensors="pt").input_features[0]
+        close(whisper_features(wave, features, seconds=2), expected.mT, 1e-5)
+    other = transformers.Wav2Vec2FeatureExtractor(do_normalize=True)
+    close(levelled(wave), other(wave.numpy(), sampling_rate=16000, return_tensors="pt").input_values[0], 1e-5)

@@ -49,6 +49,16 @@ DETR = {"d_model": 32, "encoder_layers": 2, "decoder_layers": 3, "encoder_attent
         "decoder_attention_heads": 4, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48, "num_queries": 5,
         "use_timm_backbone": False, "use_pretrained_backbone": False, "num_labels": 4}  # fmt: skip
 
+WHISPER = {"vocab_size": 99, "d_model": 32, "encoder_layers": 2, "decoder_layers": 3, "encoder_attention_heads": 4,
+           "decoder_attention_heads": 4, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48, "num_mel_bins": 20,
+           "max_source_positions": 25, "max_target_positions": 40, "pad_token_id": 98, "decoder_start_token_id": 97,
+           "bos_token_id": 98, "eos_token_id": 98, "suppress_tokens": [7, 8],
+           "begin_suppress_tokens": [5, 98]}  # fmt: skip
+WAV2VEC2 = {"vocab_size": 12, "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4,
+            "intermediate_size": 48, "layer_norm_eps": 0.02, "conv_dim": [16, 16, 24], "conv_kernel": [10, 3, 2],
+            "conv_stride": [5, 2, 2], "num_conv_pos_embeddings": 8, "num_conv_pos_embedding_groups": 4,
+            "mask_time_prob": 0.0}  # fmt: skip
+
 
 def rope(**scaling: Any) -> dict[str, Any]:
     return {"rope_parameters": {"rope_theta": 1000.0, **scaling}}
@@ -127,11 +137,19 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {  # name: model, configurat
         VIT | {"qkv_bias": False, "hidden_act": "relu", "num_labels": 7, "image_size": (32, 48)},
     ),
     "detr": ("DetrForObjectDetection", "DetrConfig", DETR),
+    "whisper": ("WhisperForConditionalGeneration", "WhisperConfig", WHISPER),
+    "wav2vec2": ("Wav2Vec2ForCTC", "Wav2Vec2Config", WAV2VEC2),
+    "wav2vec2-large": (
+        "Wav2Vec2ForCTC", "Wav2Vec2Config",
+        WAV2VEC2 | {"feat_extract_norm": "layer", "do_stable_layer_norm": True, "conv_bias": True,
+                    "num_conv_pos_embeddings": 7, "hidden_act": "relu"},
+    ),
 }  # fmt: skip
 DECODERS = [name for name in CASES if name.startswith(("gpt2", "llama", "mistral", "qwen2", "gemma2"))]
 PAIRS = [name for name in CASES if name.startswith(("t5", "marian"))]
 PICTURES = [name for name in CASES if name.startswith(("vit", "detr"))]
-TEXTS = [name for name in CASES if name not in DECODERS + PAIRS + PICTURES]
+SOUNDS = [name for name in CASES if name.startswith(("whisper", "wav2vec2"))]
+TEXTS = [name for name in CASES if name not in DECODERS + PAIRS + PICTURES + SOUNDS]
 
 _draw = torch.Generator().manual_seed(0)
 IDS = torch.randint(3, 97, (3, 11), generator=_draw)
@@ -140,6 +158,9 @@ RIGHT = torch.arange(11) < torch.tensor([11, 7, 2])[:, None]
 LEFT = RIGHT.flip(1)
 PIXELS = torch.randn(2, 3, 32, 48, generator=_draw)
 PICTURE = torch.randn(2, 3, 96, 64, generator=_draw)
+HEARD = torch.randn(3, 50, 20, generator=_draw)
+WAVES = torch.randn(3, 400, generator=_draw)
+SAMPLES = torch.arange(400) < torch.tensor([400, 260, 77])[:, None]
 SEEN = torch.ones(2, 96, 64, dtype=torch.bool)
 SEEN[1, 60:] = SEEN[1, :, 50:] = False
 
@@ -220,6 +241,8 @@ def ours(name: str, model: Any) -> Any:
     """Our model's result."""
     if name in PICTURES:
         return model(PICTURE, SEEN) if name == "detr" else model(_pixels(name))
+    if name in SOUNDS:
+        return model(HEARD, TARGETS) if name == "whisper" else model(WAVES, SAMPLES)
     if name in PAIRS:
         return model(IDS, TARGETS, RIGHT)
     return model(IDS, LEFT if name in DECODERS else RIGHT)
@@ -231,6 +254,10 @@ def theirs(name: str, model: Any, **asked: bool) -> Any:
         return model(PICTURE, pixel_mask=SEEN.long(), **asked)
     if name in PICTURES:
         return model(_pixels(name), **asked)
+    if name == "whisper":
+        return model(input_features=HEARD.mT, decoder_input_ids=TARGETS, **asked)
+    if name in SOUNDS:
+        return model(WAVES, attention_mask=SAMPLES.long(), **asked)
     if name in PAIRS:
         return model(input_ids=IDS, attention_mask=RIGHT.long(), decoder_input_ids=TARGETS, **asked)
     mask = LEFT if name in DECODERS else RIGHT
@@ -253,6 +280,9 @@ def result(outputs: Any) -> Any:
 
 def real(name: str, tensor: Tensor) -> Tensor:
     """Without what stands at filler."""
-    if name in PICTURES or name in PAIRS or tensor.dim() != 3:
+    if name in SOUNDS and name != "whisper":
+        frames = torch.arange(tensor.shape[1]) < torch.tensor([19, 12, 3])[:, None]
+        return tensor[frames]
+    if name in PICTURES or name in PAIRS or name in SOUNDS or tensor.dim() != 3:
         return tensor
     return tensor[LEFT if name in DECODERS else RIGHT]

@@ -23,7 +23,9 @@ def _one_thread() -> Iterator[None]:
 def start() -> Start:
     """Starts a function in a process of its own, which is cheap: a server has imported everything already."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.tasks.toy", "regard.tasks.state", "accelerate"])
+    context.set_forkserver_preload(
+        ["tests.tasks.toy", "regard.tasks.parts", "regard.tasks.state", "accelerate", "torch.utils.tensorboard"]
+    )
 
     def started(function: Callable[..., None], *args: Any) -> Any:
         process = context.Process(target=function, args=args)

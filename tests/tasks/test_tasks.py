@@ -240,7 +240,7 @@ def test_a_task_that_is_one_class_is_known_and_trains(tmp_path: Path) -> None:
     @dataclass(frozen=True)
     class Moods(Classify):
         name: ClassVar[str] = "moods"
-        summary: ClassVar[str] = "text to its mood"
+        does: ClassVar[str] = "text to its mood"
         mildness: float = option(1.0, "how mild")
 
     try:
@@ -261,7 +261,7 @@ def test_a_task_that_is_one_class_is_known_and_trains(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", list(DATA))
 def test_every_task_tells_what_it_is(name: str) -> None:
     kind: type[Task] = tasks()[name]
-    assert kind.summary
+    assert kind.does
     assert kind.example
     assert len(kind.columns) in (1, 2)
 

@@ -130,15 +130,18 @@ def killed_while_saving(folder: str, moment: str) -> None:
     train(Run.open(folder))
 
 
-def trained_by_one_of_two(folder: str, rank: int, port: int) -> None:
-    """One of two processes of a training."""
+def trained_by_one_of(world: int, folder: str, rank: int, port: int, recipe: dict[str, Any], stop: int = 0) -> None:
+    """One of several processes of a training; all are asked to stop after a step."""
     torch.set_num_threads(1)
     os.environ |= {
-        "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2",
+        "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world),
         "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
     }  # fmt: skip
-    train(Run.open(folder))
-    assert torch.distributed.get_world_size() == 2
+    run = Run.open(folder)
+    run.recipe = replace(run.recipe, **recipe)
+    train(run, watch=Signals(stop, signal.SIGINT))
+    assert torch.distributed.get_world_size() == world
+    torch.distributed.destroy_process_group()
 
 
 def sharded_by_two(rank: int, port: int) -> None:

@@ -51,6 +51,18 @@ def test_every_picture_draws_into_the_axes_that_it_is_given() -> None:
         assert mine.images
 
 
+def test_coverage_is_the_text_with_what_all_of_the_target_looked_at() -> None:
+    record = translated().tokens(["One", " long", "\n", " $x$", *"efghi"])
+    ax = pictures.coverage(record, letters=10)
+    assert [text.get_text() for text in ax.texts] == ["One", " long", "⏎", " $x$", *"efghi"]
+    looked = torch.stack([record.weights(n, kind="cross").sum(1).mean(0) for n in (0, 1)]).mean(0)
+    shades = [-sum(patch.get_facecolor()[:3]) for patch in ax.patches]
+    assert np.argsort(shades).tolist() == looked.argsort().tolist()
+    assert all(patch.get_x() + patch.get_width() <= 10 for patch in ax.patches)
+    with pytest.raises(ValueError, match="there is no cross-attention"):
+        pictures.coverage(rg.view.Record("nothing"))
+
+
 def test_a_profile_shows_means() -> None:
     record = translated()
     found = pictures.profile(record, "first", kind="cross").images[0].get_array()

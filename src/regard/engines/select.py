@@ -7,10 +7,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from regard.engines import flex, native, reference, sdpa, tiled
+from regard.engines.cost import TILE, forward_flops, places
 from regard.engines.problem import Engine, Problem
 from regard.engines.tiled import tile_size
 from regard.masks import tiles
-from regard.scores import Additive
 
 ENGINES: dict[str, Engine] = {engine.ENGINE.name: engine.ENGINE for engine in (native, sdpa, flex, reference, tiled)}
 """In the order of preference; the first that has nothing against it computes."""
@@ -96,12 +96,10 @@ def explain(problem: Problem, description: str, name: str | None = None) -> Expl
         for other in order
         if other != engine.name
     }
-    size = tile_size(problem) if engine.name == "tiled" else (64, 64)
+    size = tile_size(problem) if engine.name == "tiled" else TILE
     table = tiles(problem.mask, frame, size)
     dense = engine.dense(problem)
-    shared = (frame.B // max(table.extent[0], 1)) * (frame.H // max(table.extent[1], 1))
-    places = frame.B * frame.H * frame.Q * frame.K if dense else table.places() * shared
-    per_score = 10 if isinstance(problem.score, Additive) else 2  # a tanh costs about eight operations
+    computed = frame.B * frame.H * frame.Q * frame.K if dense else places(problem.mask, frame, size)
     return Explanation(
         description=description,
         sizes={"B": frame.B, "H": frame.H, "G": problem.G, "Q": frame.Q, "K": frame.K, "D": problem.D, "E": problem.E},
@@ -109,7 +107,7 @@ def explain(problem: Problem, description: str, name: str | None = None) -> Expl
         reasons={other: found for other, found in reasons.items() if found},
         tile=size,
         tiles=(table.total if dense else table.visited, table.total),
-        flops=places * (per_score * problem.D + 2 * problem.E),
+        flops=forward_flops(computed, problem.score, problem.D, problem.E),
         peak_bytes=engine.peak_bytes(problem),
     )
 

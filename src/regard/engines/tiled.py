@@ -232,7 +232,7 @@ def _gradients(
     rest = grad_lse.unsqueeze(-1) - (grad_output.to(problem.arithmetic) * output).sum(-1, keepdim=True)
     pairing = torch.cat([grad_output.to(problem.arithmetic), rest], -1)  # (B, H, Q, E + 1)
     leaves: dict[int, Tensor] = {}
-    problem = replace(problem, score=_with_leaves(problem.score, leaves), bias=_with_leaves(problem.bias, leaves))
+    problem = replace(problem, score=with_leaves(problem.score, leaves), bias=with_leaves(problem.bias, leaves))
     pieces = Pieces(problem, query.detach(), key.detach(), value.detach())
     for row in rows_of(problem):
         leaf = pieces.query(row).detach().requires_grad_(wanted[0])
@@ -271,14 +271,14 @@ def _gradients(
     return [grad.to(tensor.dtype) if want else None for grad, tensor, want in zip(grads, tensors, wanted, strict=True)]
 
 
-def _with_leaves(part: Any, leaves: dict[int, Tensor]) -> Any:
+def with_leaves(part: Any, leaves: dict[int, Tensor]) -> Any:
     """A score or bias over tensors that have no history, so that one made from another is not counted twice."""
     if isinstance(part, Tensor):
         return leaves.setdefault(id(part), part.detach().requires_grad_(part.requires_grad))
     if isinstance(part, tuple):
-        return tuple(_with_leaves(one, leaves) for one in part)
+        return tuple(with_leaves(one, leaves) for one in part)
     if isinstance(part, Score | Bias):
-        return replace(part, **{f.name: _with_leaves(getattr(part, f.name), leaves) for f in fields(part)})
+        return replace(part, **{f.name: with_leaves(getattr(part, f.name), leaves) for f in fields(part)})
     return part
 
 

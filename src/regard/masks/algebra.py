@@ -8,14 +8,14 @@ difference from FULL, which is three-valued logic: a composed mask costs what it
 from __future__ import annotations
 
 import operator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, SupportsIndex
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from regard.geometry import At, Frame, shape_of
+from regard.geometry import At, Frame, Part, shape_of
 
 EMPTY, PARTIAL, FULL = 0, 1, 2
 Kinds = np.ndarray
@@ -36,6 +36,7 @@ class Boxes:
     p1: np.ndarray
     j0: np.ndarray
     j1: np.ndarray
+    left: int = 0  # the key at which the grid begins
 
 
 def kinds(full: np.ndarray, empty: np.ndarray) -> Kinds:
@@ -72,6 +73,15 @@ class Mask:
     def extent(self, frame: Frame) -> tuple[int, int]:
         """(B or 1, H or 1): how many different masks it is over batch rows and heads."""
         return 1, 1
+
+    def part(self, frame: Frame, part: Part) -> Mask:
+        """The mask of a part of a call of this frame: heads and keys are counted from the first that the part has.
+
+        Queries stand where they stood: in the part their offset is `offset + rows.start - columns.start`.
+        """
+        if (part.heads.start, part.heads.stop, part.columns.start) == (0, frame.H, 0) and part.columns.stop == frame.K:
+            return self
+        return Within(self, frame.H, frame.K, part.heads.start, part.columns.start)
 
     def span(self) -> int:
         """A number of tokens that shows the pattern well."""
@@ -177,6 +187,9 @@ class _Several(Mask):
         extents = [part.extent(frame) for part in self.parts]
         return max(b for b, _ in extents), max(h for _, h in extents)
 
+    def part(self, frame: Frame, part: Part) -> Mask:
+        return type(self)(tuple(mask.part(frame, part) for mask in self.parts))
+
     def span(self) -> int:
         return max(part.span() for part in self.parts)
 
@@ -241,16 +254,16 @@ class Or(_Several):
 class Not(Mask):
     """Allowed where the part is not."""
 
-    part: Mask
+    negated: Mask
 
     def allows(self, at: At) -> Tensor:
-        return ~self.part.allows(at)
+        return ~self.negated.allows(at)
 
     def kinds(self, boxes: Boxes) -> Kinds:
-        return FULL - self.part.kinds(boxes)
+        return FULL - self.negated.kinds(boxes)
 
     def intervals(self, frame: Frame) -> Intervals | None:
-        if (rows := self.part.intervals(frame)) is None:
+        if (rows := self.negated.intervals(frame)) is None:
             return None
         start, stop = np.broadcast_arrays(*rows)
         if (start <= 0).all():  # what is left are the last keys
@@ -258,30 +271,90 @@ class Not(Mask):
         return None
 
     def check(self, frame: Frame) -> None:
-        self.part.check(frame)
+        self.negated.check(frame)
 
     def extent(self, frame: Frame) -> tuple[int, int]:
-        return self.part.extent(frame)
+        return self.negated.extent(frame)
+
+    def part(self, frame: Frame, part: Part) -> Mask:
+        return Not(self.negated.part(frame, part))
 
     def span(self) -> int:
-        return self.part.span()
+        return self.negated.span()
 
     def made_for(self) -> tuple[int, int] | None:
-        return self.part.made_for()
+        return self.negated.made_for()
 
     @property
     def opaque(self) -> bool:
-        return self.part.opaque
+        return self.negated.opaque
 
     @property
     def traced(self) -> bool:
-        return self.part.traced
+        return self.negated.traced
 
     def __invert__(self) -> Mask:
-        return self.part
+        return self.negated
 
     def __repr__(self) -> str:
-        return f"~({self.part!r})" if isinstance(self.part, _Several) else f"~{self.part!r}"
+        return f"~({self.negated!r})" if isinstance(self.negated, _Several) else f"~{self.negated!r}"
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Within(Mask):
+    """A mask seen from a part of its call: heads and positions are counted from the first that the part has."""
+
+    mask: Mask
+    heads: int  # of the whole, H
+    keys: int  # of the whole, K
+    top: int  # the first head of the part
+    left: int  # its first key
+
+    def allows(self, at: At) -> Tensor:
+        box = None
+        if at.box is not None:
+            batch, heads, rows, columns = at.box
+            heads, columns = (
+                slice(edge.start + first, edge.stop + first)
+                for edge, first in ((heads, self.top), (columns, self.left))
+            )
+            box = batch, heads, rows, columns
+        return self.mask.allows(At(self._whole(at.frame), at.b, at.h + self.top, at.i, at.j + self.left, box))
+
+    def kinds(self, boxes: Boxes) -> Kinds:
+        moved = {name: getattr(boxes, name) + self.left for name in ("p0", "p1", "j0", "j1")}
+        whole, left = self._whole(boxes.frame), boxes.left + self.left
+        return self.mask.kinds(replace(boxes, frame=whole, h=boxes.h + self.top, left=left, **moved))
+
+    def intervals(self, frame: Frame) -> Intervals | None:
+        if (rows := self.mask.intervals(self._whole(frame))) is None:
+            return None
+        start, stop = (edge[:, self.top : self.top + frame.H] if edge.shape[1] > 1 else edge for edge in rows)
+        return start - self.left, stop - self.left
+
+    def check(self, frame: Frame) -> None:
+        self.mask.check(self._whole(frame))
+
+    def extent(self, frame: Frame) -> tuple[int, int]:
+        batch, heads = self.mask.extent(self._whole(frame))
+        return batch, min(heads, frame.H)
+
+    def span(self) -> int:
+        return self.mask.span()
+
+    @property
+    def opaque(self) -> bool:
+        return self.mask.opaque
+
+    @property
+    def traced(self) -> bool:
+        return self.mask.traced
+
+    def _whole(self, frame: Frame) -> Frame:
+        return Frame(frame.B, self.heads, frame.Q, self.keys, frame.offset + self.left)
+
+    def __repr__(self) -> str:
+        return f"({self.mask!r} from head {self.top}, key {self.left} on)"
 
 
 def positions_of(frame: Frame) -> np.ndarray:

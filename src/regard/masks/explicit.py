@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from regard.geometry import At, Frame, lead, shape_of
+from regard.geometry import At, Frame, Part, lead, shape_of
 from regard.hashing import hash32
 from regard.masks.algebra import EMPTY, PARTIAL, Boxes, Kinds, Mask, integers, kinds, made, short, whole
 
@@ -42,6 +42,10 @@ class Dense(Mask):
 
     def extent(self, frame: Frame) -> tuple[int, int]:
         return self.tensor.shape[0], self.tensor.shape[1]
+
+    def part(self, frame: Frame, part: Part) -> Mask:
+        axes = zip(self.tensor.shape, (slice(None), part.heads, part.rows, part.columns), strict=True)
+        return Dense(self.tensor[tuple(slice(None) if n == 1 else edge for n, edge in axes)])
 
     def made_for(self) -> tuple[int, int]:
         rows, columns = self.tensor.shape[2:]
@@ -113,10 +117,10 @@ def _kinds_by_boxes(
 ) -> Kinds:
     """A box holds many cells: mark the boxes that a cell touches, by its corners."""
     (height, width), (b, h, rows, columns) = boxes.size, cells
-    top, left = rows * side - offsets[b if len(offsets) > 1 else 0], columns * side
+    top, left = rows * side - offsets[b if len(offsets) > 1 else 0], columns * side - boxes.left
     corners = [(i // height, j // width) for i in (top, top + side - 1) for j in (left, left + side - 1)]
     touched = np.tile(b, 4), np.tile(h, 4), *(np.concatenate(axis) for axis in zip(*corners, strict=True))
-    found = _among((*at, boxes.i0 // height, boxes.j0 // width), touched)
+    found = _among((*at, boxes.i0 // height, (boxes.j0 - boxes.left) // width), touched)
     return np.where(found, PARTIAL, EMPTY).astype(np.int8)
 
 

@@ -11,12 +11,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from regard.geometry import At, Frame, shape_of
+from regard.geometry import At, Frame, Part, shape_of
 from regard.masks.algebra import Boxes, Intervals, Kinds, Mask, integers, kinds, made, positions_of, short, whole
 
 
+class _ByDistance(Mask):
+    """What masks share that only the distance `j - p` tells: every part of them is the same mask."""
+
+    def part(self, frame: Frame, part: Part) -> Mask:
+        return self
+
+
 @dataclass(frozen=True, eq=False, repr=False)
-class Causal(Mask):
+class Causal(_ByDistance):
     def allows(self, at: At) -> Tensor:
         return at.j <= at.p
 
@@ -32,7 +39,7 @@ class Causal(Mask):
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Window(Mask):
+class Window(_ByDistance):
     before: int
     after: int
 
@@ -59,7 +66,7 @@ class Window(Mask):
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Dilated(Mask):
+class Dilated(_ByDistance):
     width: int
     step: int
 

@@ -1,12 +1,20 @@
-"""Assemblies of modules: text, language, translation, vision, detection."""
+"""Assemblies of modules: text, language, translation, vision, detection, speech, recommendation, sets, graphs."""
 
 from regard.models.checkpoints import load, save, tokenizer
+from regard.models.copying import PointerTransformer
 from regard.models.detection import Detr, DetrConfig
+from regard.models.graph import GraphConfig, NodeClassifier
 from regard.models.language import LanguageConfig, LanguageModel
+from regard.models.match import ImageTextMatcher, MatchConfig
 from regard.models.matching import Objects, SetLoss
+from regard.models.recommend import Recommender
 from regard.models.resnet import RESNETS, ResNet, ResNetConfig
+from regard.models.sets import SetConfig, SetTransformer
+from regard.models.speaking import Speaker, SpeakerConfig
+from regard.models.speech import SpeechConfig, SpeechRecognizer
 from regard.models.text import (
     MaskedLanguageModel,
+    QuestionAnswering,
     SentenceEmbedder,
     SequenceClassifier,
     TextConfig,
@@ -15,21 +23,36 @@ from regard.models.text import (
 )
 from regard.models.translation import Transformer, TransformerConfig
 from regard.models.vision import ImageClassifier, VisionConfig, VisionTransformer
+from regard.models.wav2vec2 import Wav2Vec2, Wav2Vec2Config
+from regard.models.whisper import Whisper, WhisperConfig
 
 __all__ = [
     "Detr",
     "DetrConfig",
+    "GraphConfig",
     "ImageClassifier",
+    "ImageTextMatcher",
     "LanguageConfig",
     "LanguageModel",
     "MaskedLanguageModel",
+    "MatchConfig",
+    "NodeClassifier",
     "Objects",
+    "PointerTransformer",
+    "QuestionAnswering",
     "RESNETS",
+    "Recommender",
     "ResNet",
     "ResNetConfig",
     "SentenceEmbedder",
     "SequenceClassifier",
+    "SetConfig",
     "SetLoss",
+    "SetTransformer",
+    "Speaker",
+    "SpeakerConfig",
+    "SpeechConfig",
+    "SpeechRecognizer",
     "TextConfig",
     "TextEncoder",
     "TokenClassifier",
@@ -40,4 +63,8 @@ __all__ = [
     "TransformerConfig",
     "VisionConfig",
     "VisionTransformer",
+    "Wav2Vec2",
+    "Wav2Vec2Config",
+    "Whisper",
+    "WhisperConfig",
 ]

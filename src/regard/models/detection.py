@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from regard.attention import Attention
+from regard.attention import Attention, sharding
 from regard.geometry import shape_of
 from regard.models.matching import Objects, SetLoss, corners
 from regard.models.parts import ARRANGEMENTS, choose, embedding, norm_named
@@ -121,10 +121,12 @@ class Detr(nn.Module):
         query = query.expand(len(x), -1, -1)
         among = Shared(query_position=query, key_position=query)
         across = Shared(keys, query_position=query, key_position=place)
-        x, found = torch.zeros_like(query), []
+        x, found, together = torch.zeros_like(query), [], sharding()
+        if together is not None:
+            x, encoded, among, across = together.own(x, 1), together.own(encoded, 1), among.own(), across.own()
         for layer in self.decoder.layers:
             x = layer(x, encoded, shared=among, across=across)
-            found.append(x)
+            found.append(x if together is None else together.whole(x, 1))
         assert self.decoder.norm is not None
         return [self.decoder.norm(x) for x in (found if self.training else found[-1:])]
 

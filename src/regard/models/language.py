@@ -102,7 +102,7 @@ class LanguageModel(nn.Module):
 
     def forward(self, inputs: Inputs, mask: Tensor | None = None) -> Tensor | Packed | list[Tensor]:
         """Logits (B, N, vocabulary); of packed inputs packed, of a list a list."""
-        rows = rows_of(inputs, mask)
+        rows = rows_of(inputs, mask).own()
         return rows.back(self.logits(self.hidden(rows.values, rows.positions, rows.shared)))
 
     def hidden(self, ids: Tensor, positions: Tensor, shared: Shared, caches: Sequence[Cache] | None = None) -> Tensor:
@@ -128,9 +128,17 @@ class LanguageModel(nn.Module):
         return logits if cap is None else cap * torch.tanh(logits / cap)
 
     def loss(self, inputs: Packed, after: Tensor, *, smoothing: float = 0.0) -> Tensor:
-        """The sum of the cross entropies of the tokens `after` each of the inputs (N,)."""
-        rows = rows_of(inputs, None)
-        hidden = self.hidden(rows.values, rows.positions, rows.shared).flatten(0, -2)
+        """The sum of the cross entropies of the tokens `after` each of the inputs (N,).
+
+        Where sequences are shared with other processes, it is the sum over the tokens of this one.
+        """
+        whole = rows_of(inputs, None)
+        rows = whole.own()
+        after = rows.beside(after.view(whole.values.shape)).flatten()
+        return self.token_loss(self.hidden(rows.values, rows.positions, rows.shared).flatten(0, -2), after, smoothing)
+
+    def token_loss(self, hidden: Tensor, after: Tensor, smoothing: float) -> Tensor:
+        """The same of hidden states (N, width)."""
         if self.config.final_softcap is not None:  # logits that are bent again must be there
             return F.cross_entropy(self.logits(hidden), after, reduction="sum", label_smoothing=smoothing)
         weight = self.embedding.weight if self.head is None else self.head.weight

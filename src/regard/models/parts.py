@@ -10,7 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from regard.attention import sharding
 from regard.geometry import shape_of
+from regard.masks import Mask, global_tokens, window
 from regard.nn import Packed, PostNorm, PreNorm, Residual, SandwichNorm, Shared, UnitRMSNorm, key_mask, pack, unpack
 
 T = TypeVar("T")
@@ -65,9 +67,21 @@ class Rows(NamedTuple):
     packed: Packed | None
     listed: bool
 
+    def own(self) -> Rows:
+        """The tokens of this process, where sequences are shared with others; results are then (B, N, ...) of them."""
+        if (together := sharding()) is None:
+            return self
+        values, positions = together.own(self.values, 1), together.own(self.positions, -1)
+        return self._replace(values=values, positions=positions, shared=self.shared.own())
+
+    def beside(self, whole: Tensor) -> Tensor:
+        """What is told of every token, (B, N, ...), for the tokens that are here."""
+        together = sharding()
+        return together.own(whole, 1) if self.shared.parted and together is not None else whole
+
     def back(self, hidden: Tensor) -> Tensor | Packed | list[Tensor]:
         """(B, N, width) in the form of the inputs: as it is, packed, or a list."""
-        if self.packed is None:
+        if self.packed is None or self.shared.parted:
             return hidden
         packed = self.packed.holding(hidden.flatten(0, 1))
         return unpack(packed) if self.listed else packed
@@ -77,6 +91,16 @@ class Rows(NamedTuple):
         if self.packed is None:
             return pooling(hidden, self.mask)
         return pooling(self.packed.holding(hidden.flatten(0, 1)))
+
+    def near(self, width: int) -> Shared:
+        """What tokens share that see `width` to each side, and the first of their sequence: Longformer's mask."""
+        starts: list[int] | list[list[int]] = [0]
+        if self.mask is not None:
+            starts = [[first] for first in self.mask.int().argmax(1).tolist()]
+        elif self.packed is not None and len(self.values) == 1:
+            starts = [first for first in self.packed.edges[:-1].tolist() if first < self.values.shape[1]]
+        local: Mask = window(width, width) | global_tokens(starts)
+        return Shared(local if self.shared.mask is None else local & self.shared.mask, positions=self.positions)
 
 
 def rows_of(inputs: Inputs, mask: Tensor | None = None) -> Rows:

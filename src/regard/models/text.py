@@ -105,13 +105,14 @@ class TextEncoder(nn.Module):
         self, inputs: Inputs, mask: Tensor | None = None, *, segments: Inputs | None = None
     ) -> Tensor | Packed | list[Tensor]:
         """Hidden states (B, N, width); of packed inputs packed, of a list a list."""
-        rows = rows_of(inputs, mask)
+        rows = rows_of(inputs, mask).own()
         return rows.back(self.hidden(rows, segments))
 
     def hidden(self, rows: Rows, segments: Inputs | None = None) -> Tensor:
         """Ids (B, N) to hidden states (B, N, width), for what stands on the encoder."""
         ids, first = rows.values, self.config.first_position
-        if ids.shape[1] > self.config.positions - first and int(rows.positions.max()) >= self.config.positions - first:
+        some = ids.shape[1] > self.config.positions - first or (rows.shared.parted and ids.numel() > 0)
+        if some and int(rows.positions.max()) >= self.config.positions - first:
             raise ValueError(
                 f"a sequence has {int(rows.positions.max()) + 1} tokens, but the model knows "
                 f"{self.config.positions - first} positions; cut it, or split it into pieces"
@@ -122,7 +123,8 @@ class TextEncoder(nn.Module):
             if segments is None:
                 x = x + self.segment.weight[0]
             else:
-                x = x + F.embedding(rows_of(segments).values.view(ids.shape), self.segment.weight)
+                told = rows.beside(rows_of(segments).values)
+                x = x + F.embedding(told.view(ids.shape), self.segment.weight)
         x = self.embedding_norm(x)
         if self.config.dropout and self.training:
             x = dropout(x, self.config.dropout)
@@ -153,7 +155,7 @@ class MaskedLanguageModel(nn.Module):
         self, inputs: Inputs, mask: Tensor | None = None, *, segments: Inputs | None = None
     ) -> Tensor | Packed | list[Tensor]:
         """Logits (B, N, vocabulary); of packed inputs packed, of a list a list."""
-        rows = rows_of(inputs, mask)
+        rows = rows_of(inputs, mask).own()
         return rows.back(self.logits(self.encoder.hidden(rows, segments)))
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -209,9 +211,34 @@ class TokenClassifier(nn.Module):
         self, inputs: Inputs, mask: Tensor | None = None, *, segments: Inputs | None = None
     ) -> Tensor | Packed | list[Tensor]:
         """Logits (B, N, classes); of packed inputs packed, of a list a list."""
-        rows = rows_of(inputs, mask)
+        rows = rows_of(inputs, mask).own()
         x = self.encoder.hidden(rows, segments)
         return rows.back(self.classifier(F.dropout(x, self.config.dropout, self.training)))
+
+
+class QuestionAnswering(nn.Module):
+    """Ids of a question and a context to the logits of where the answer begins and ends, (B, N) to (B, N, 2).
+
+    >>> import torch
+    >>> from regard.models.text import QuestionAnswering, TextConfig
+    >>> model = QuestionAnswering(TextConfig(vocabulary=100, width=32, layers=2, heads=4, hidden=64)).eval()
+    >>> begin, end = model(torch.tensor([[5, 6, 7]])).unbind(-1)
+    >>> begin.shape
+    torch.Size([1, 3])
+    """
+
+    def __init__(self, config: TextConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.encoder = TextEncoder(config)
+        self.ends = linear(config.width, 2)
+
+    def forward(
+        self, inputs: Inputs, mask: Tensor | None = None, *, segments: Inputs | None = None
+    ) -> Tensor | Packed | list[Tensor]:
+        """Logits (B, N, 2); of packed inputs packed, of a list a list. BERT's segments are 0 for the question."""
+        rows = rows_of(inputs, mask)
+        return rows.back(self.ends(self.encoder.hidden(rows, segments)))
 
 
 class SentenceEmbedder(nn.Module):

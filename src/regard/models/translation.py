@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from regard.attention import Attention
+from regard.attention import WATCHERS, Attention
 from regard.engines.product import product
 from regard.masks import causal
 from regard.models.pairs import Sides, padded, sides_of
@@ -53,6 +54,8 @@ class TransformerConfig:
     embedding_scale: of the embedded tokens, sqrt(width) if none. tied: logits are products with the target embedding.
     output_scale: of what the logits are computed from. logits_bias: whether a bias is added to the logits.
     attention_dropout: of the weights, dropout unless told otherwise.
+    window: how many tokens to each side the encoder sees, beside the first of the source, which sees all and is seen by
+        all (Longformer): so a long source costs O(K). 0 is all.
     start: the token before the first target token. stop: the token that ends a target. never: tokens not generated.
 
     >>> from regard.models.translation import TransformerConfig
@@ -88,6 +91,7 @@ class TransformerConfig:
     never: tuple[int, ...] = ()
     dropout: float = 0.0
     attention_dropout: float | None = None
+    window: int = 0
 
 
 class Transformer(nn.Module):
@@ -134,7 +138,8 @@ class Transformer(nn.Module):
         """Hidden states (B, K, width) of the source; of packed sources packed, of a list a list."""
         rows = rows_of(source, source_mask)
         x = self._embedded(rows.values, rows.positions, self.embedding, self.position)
-        return rows.back(self.encoder(x, shared=rows.shared))
+        shared = rows.near(self.config.window) if self.config.window else rows.shared
+        return rows.back(self.encoder(x, shared=shared))
 
     def decode(
         self, target: Inputs, encoded: Inputs, source_mask: Tensor | None = None
@@ -174,7 +179,17 @@ class Transformer(nn.Module):
 
     def begin(self, source: Inputs, source_mask: Tensor | None = None) -> tuple[State, Tensor]:
         """A state to generate from, and the start token of every source, (B, 1)."""
-        encoded, source_mask = padded(self.encode(source, source_mask), source_mask)
+        return self.begin_from(self.encode(source, source_mask), source_mask)
+
+    def begin_from(
+        self, encoded: Inputs, source_mask: Tensor | None = None, say: Callable[[Tensor], Tensor] | None = None
+    ) -> tuple[State, Tensor]:
+        """The same, by what `encode` gave of the source.
+
+        say: hidden states (R, width) to logits (R, vocabulary), where it is not `logits`; R is a multiple of B.
+        """
+        encoded, source_mask = padded(encoded, source_mask)
+        say = say or self.logits
         across, cache = Shared(key_mask(source_mask)), self.decoder.cache()
         never = torch.tensor(self.config.never, dtype=torch.long, device=encoded.device)
 
@@ -183,11 +198,26 @@ class Transformer(nn.Module):
             table = self.target_embedding or self.embedding
             x = self._embedded(ids, shared.positions, table, self.target_position)
             hidden = self.decoder(x, encoded, shared=shared, across=across, cache=cache)
-            logits = self.logits(hidden[:, -1])
+            logits = say(hidden[:, -1])
             return logits.index_fill_(-1, never, -math.inf) if len(never) else logits
 
         first = torch.full((len(encoded), 1), self.config.start, device=encoded.device)
         return State(forward, cache.own), first
+
+    @torch.no_grad()
+    def coverage(self, source: Tensor, target: Tensor) -> Tensor:
+        """How much a target (N,) looks at each token of its source (K,): the sum of its cross-attention, (K,).
+
+        The mean over heads and layers; it sums to N.
+        """
+        seen: list[tuple[Attention, Tensor, Tensor]] = []
+        token = WATCHERS.set((*WATCHERS.get(), lambda *call: seen.append(call)))
+        try:
+            self(source[None], target[None])
+        finally:
+            WATCHERS.reset(token)
+        across = seen[len(self.encoder.layers) + 1 :: 2]  # a block looks at the target, then at the source
+        return torch.stack([attend.weights(q, k)[0].sum(1).mean(0) for attend, q, k in across]).mean(0)
 
     def _embedded(self, ids: Tensor, positions: Tensor, table: nn.Embedding, position: nn.Module) -> Tensor:
         x = embedded(ids, table)

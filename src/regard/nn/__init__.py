@@ -5,10 +5,12 @@ from regard.nn.blocks import Block, PostNorm, PreNorm, Residual, SandwichNorm, U
 from regard.nn.cache import Cache, FixedCache, Memory, WindowCache
 from regard.nn.feedforward import ACTIVATIONS, FeedForward, GatedFeedForward
 from regard.nn.generate import Beam, Greedy, Sample, State
+from regard.nn.graph import GraphAttention
 from regard.nn.loss import token_loss
 from regard.nn.packing import Packed, pack, unpack
-from regard.nn.pooling import AttentionPooling, First, Max, Mean
+from regard.nn.pooling import AttentionPooling, First, Last, Max, Mean
 from regard.nn.rotary import Rotary
+from regard.nn.sets import CrossBlock, InducedBlock, SeedPooling
 from regard.nn.shared import Shared, key_mask
 from regard.nn.stacks import Decoder, DecoderCache, Encoder, RelativeBias
 
@@ -19,6 +21,7 @@ __all__ = [
     "Beam",
     "Block",
     "Cache",
+    "CrossBlock",
     "Decoder",
     "DecoderCache",
     "Encoder",
@@ -26,7 +29,10 @@ __all__ = [
     "First",
     "FixedCache",
     "GatedFeedForward",
+    "GraphAttention",
     "Greedy",
+    "InducedBlock",
+    "Last",
     "Max",
     "Mean",
     "Memory",
@@ -39,6 +45,7 @@ __all__ = [
     "Rotary",
     "Sample",
     "SandwichNorm",
+    "SeedPooling",
     "SelfAttention",
     "Shared",
     "State",

@@ -9,7 +9,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from regard.attention import Attention
+from regard.attention import Attention, sharding
 from regard.engines.product import product
 from regard.masks import Mask
 from regard.masks.algebra import And
@@ -117,6 +117,12 @@ class MultiHeadAttention(nn.Module):
         """
         if shared is None:
             shared = Shared(mask, bias, positions)
+        elif sharding() is not None and not shared.parted:
+            raise ValueError(
+                "where sequences are shared with other processes, a layer takes `shared.own()` and own tokens"
+            )
+        if cache is not None and sharding() is not None:
+            raise ValueError("a cache belongs to one process: generate outside of regard.distributed.sequence")
         if isinstance(cache, Memory):
             return self._recall(x, source, shared, cache)
         dropped = 0

@@ -145,9 +145,9 @@ class Block(nn.Module):
         memory: Memory | None = None,
     ) -> Tensor:
         """x (B, N, d_model), source (B, K, d_source); `shared` and `across` stand for the masks in a stack."""
-        shared = Shared(mask) if shared is None else shared
+        shared = Shared(mask).own() if shared is None else shared
         x = self.attention_residual(x, self.attention, shared=shared, cache=cache)
         if self.cross is not None and self.cross_residual is not None:
-            across = Shared(source_mask) if across is None else across
+            across = Shared(source_mask).own() if across is None else across
             x = self.cross_residual(x, self.cross, source, shared=across, cache=memory)
         return self.feedforward_residual(x, self.feedforward)

@@ -59,6 +59,23 @@ class First(nn.Module):
         return x[:, 0]
 
 
+class Last(nn.Module):
+    """The last real token, which has seen all others where attention is causal.
+
+    >>> import regard as rg, torch
+    >>> rg.nn.Last()(torch.tensor([[[1.0], [3.0], [9.0]]]), torch.tensor([[True, True, False]]))
+    tensor([[3.]])
+    """
+
+    def forward(self, x: Tensor | Packed, mask: Tensor | None = None) -> Tensor:
+        if isinstance(x, Packed):
+            return x.values[torch.from_numpy(x.edges[1:] - 1).to(x.values.device)]
+        if mask is None:
+            return x[:, -1]
+        at = torch.arange(x.shape[1], device=x.device).where(mask, 0).amax(1)
+        return x[torch.arange(len(x), device=x.device), at]
+
+
 class AttentionPooling(nn.Module):
     """A learned query looks at the real tokens: `softmax(x · query / sqrt(width)) x`; the query starts from N(0, 1).
 
@@ -75,7 +92,7 @@ class AttentionPooling(nn.Module):
         if isinstance(x, Packed):
             tokens, edges = x.values[None, None], torch.from_numpy(x.edges)
             query = self.query.expand(1, 1, len(x), -1).to(tokens)
-            return Attention(Dot(), ranges(edges[:-1], edges[1:]), offset=0)(query, tokens, tokens)[0, 0]
+            return Attention(Dot(), ranges(edges[:-1], edges[1:]), offset=0).here(query, tokens, tokens)[0, 0]
         tokens = x.unsqueeze(1)
         query = self.query.expand(len(x), 1, 1, -1).to(x)
-        return Attention(Dot(), key_mask(mask), offset=0)(query, tokens, tokens)[:, 0, 0]
+        return Attention(Dot(), key_mask(mask), offset=0).here(query, tokens, tokens)[:, 0, 0]

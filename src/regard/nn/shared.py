@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from regard.attention import Attention
+from regard.attention import Attention, sharding
 from regard.masks import Mask, dense, padding
 from regard.nn.rotary import Rotary, Table
 from regard.positions import Bias
@@ -23,6 +23,9 @@ class Shared:
     positions: where the queries stand, (N,) or (B, N) whole numbers, for rotary parts; none is 0 ... N - 1.
     filler: how many tokens at the front of each batch row are filler, (B,): prompts of different lengths, cached.
     query_position, key_position: added to what queries and keys are projected from, but not values (DETR).
+
+    Where sequences are shared with other processes, mask and bias are those of the whole sequence; `own` takes this
+    process's part of the rest, and `parted` says that this was done.
     """
 
     def __init__(
@@ -40,6 +43,7 @@ class Shared:
         self.positions = positions
         self.filler = filler
         self.query_position, self.key_position = query_position, key_position
+        self.parted = False
         self._made: dict[tuple[Attention, int], Attention] = {}
         self._tables: dict[tuple[Rotary, int], Table] = {}
 
@@ -71,12 +75,33 @@ class Shared:
         other.positions, other._tables = positions, {}
         return other
 
+    def own(self) -> Shared:
+        """The same for the tokens of this process, where sequences are shared with others."""
+        together = sharding()
+        if together is None or self.parted:
+            return self
+        other = copy(self)
+        other.parted, other._tables = True, {}
+        for name, dim in (("positions", -1), ("query_position", -2), ("key_position", -2)):
+            if (whole := getattr(self, name)) is not None:
+                setattr(other, name, together.own(whole, dim))
+        return other
+
     def table(self, rotary: Rotary, width: int, like: Tensor) -> Table:
         """The table of a rotary part for the tokens of `like` (B, N, ...)."""
         known = self._tables.get((rotary, width))
         if known is None:
-            at = torch.arange(like.shape[1], device=like.device) if self.positions is None else self.positions
-            known = self._tables[rotary, width] = rotary.table(at, width, like.dtype)
+            at, together = self.positions, sharding()
+            if at is None and together is not None:
+                at = together.positions(like.shape[1], like.device)
+            if at is None:
+                at = torch.arange(like.shape[1], device=like.device)
+            if together is None or rotary.scaling is None:
+                known = rotary.table(at, width, like.dtype)
+            else:  # a scaling looks at the whole
+                cos, sin = rotary.table(together.whole(at, -1), width, like.dtype)
+                known = together.own(cos, -3), together.own(sin, -3)
+            self._tables[rotary, width] = known
         return known
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from regard.attention import sharding
 from regard.masks import Mask
 from regard.nn.attention import MultiHeadAttention
 from regard.nn.blocks import Block
@@ -87,6 +88,8 @@ class Encoder(nn.Module):
     ) -> Tensor:
         """(B, N, d_model) to the same; `shared` stands for a mask, bias or positions, `caches` are one a layer."""
         shared = Shared(mask) if shared is None else shared
+        if (together := None if shared.parted else sharding()) is not None:
+            x, shared = together.own(x, 1), shared.own()
         if self.bias is not None:
             shared = shared.biased(self.bias())
         for n, layer in enumerate(self.layers):
@@ -96,7 +99,8 @@ class Encoder(nn.Module):
                     x = checkpoint(layer, x, shared=shared, use_reentrant=False)
                 else:
                     x = layer(x, shared=shared, cache=cache)
-        return x if self.norm is None else self.norm(x)
+        x = x if self.norm is None else self.norm(x)
+        return x if together is None else together.whole(x, 1)
 
     def caches(self) -> list[Cache]:
         """Empty caches, one a layer, each as its attention needs it."""
@@ -143,6 +147,9 @@ class Decoder(Encoder):
         """x (B, N, d_model), source (B, K, d_source). With a cache, the source is needed at the first call only."""
         shared = Shared(mask) if shared is None else shared
         across = Shared(source_mask) if across is None else across
+        if (together := None if shared.parted else sharding()) is not None:
+            x, shared, across = together.own(x, 1), shared.own(), across.own()
+            source = None if source is None else together.own(source, 1)
         if self.bias is not None:
             shared = shared.biased(self.bias())
         for n, layer in enumerate(self.layers):
@@ -152,7 +159,8 @@ class Decoder(Encoder):
                 x = layer(x, source, shared=shared, across=across)
             else:
                 x = layer(x, source, shared=shared, across=across, cache=cache.own[n], memory=cache.source[n])
-        return x if self.norm is None else self.norm(x)
+        x = x if self.norm is None else self.norm(x)
+        return x if together is None else together.whole(x, 1)
 
     def cache(self) -> DecoderCache:
         """An empty cache."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from regard.geometry import At, Frame, lead, shape_of
+from regard.geometry import At, Frame, Part, lead, shape_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,6 +34,10 @@ class Bias:
 
     def cut(self, at: At) -> Bias:
         """The bias for the tiles of one box alone: a tensor that lies along Q and K is replaced by its part there."""
+        return self
+
+    def part(self, part: Part) -> Bias:
+        """The bias of a part of a call, whose heads, queries and keys are counted from the first that it has."""
         return self
 
     def parts(self) -> tuple[Bias, ...]:
@@ -76,6 +80,9 @@ class Sum(Bias):
     def cut(self, at: At) -> Bias:
         return Sum(tuple(term.cut(at) for term in self.terms))
 
+    def part(self, part: Part) -> Bias:
+        return Sum(tuple(term.part(part) for term in self.terms))
+
     def parts(self) -> tuple[Bias, ...]:
         return self.terms
 
@@ -113,18 +120,23 @@ class Diagonal(Bias):
 @dataclass(frozen=True, eq=False, repr=False)
 class Alibi(Diagonal):
     heads: int
+    some: tuple[int, int] | None = None  # the first of its heads and behind the last, of a part
 
     def slopes(self, device: torch.device) -> Tensor:
         power = 2 ** int(math.log2(self.heads))
         first = [2 ** (-8 * (n + 1) / power) for n in range(power)]
         between = [2 ** (-4 * (n + 1) / power) for n in range(0, 2 * (self.heads - power), 2)]
-        return torch.tensor(first + between, dtype=torch.float64, device=device)
+        some = slice(None) if self.some is None else slice(*self.some)
+        return torch.tensor((first + between)[some], dtype=torch.float64, device=device)
+
+    def part(self, part: Part) -> Bias:
+        return self if part.heads == slice(0, self.heads) else Alibi(self.heads, (part.heads.start, part.heads.stop))
 
     def along(self, h: Tensor, distance: Tensor) -> Tensor:
         return -self.slopes(h.device)[h] * distance.abs()
 
     def check(self, frame: Frame, width: int, value_width: int) -> None:
-        if self.heads != frame.H:
+        if (self.heads if self.some is None else self.some[1] - self.some[0]) != frame.H:
             raise ValueError(f"alibi was made for heads={self.heads}, but the query has H = {frame.H} heads")
 
     def __repr__(self) -> str:
@@ -138,6 +150,9 @@ class Relative(Diagonal):
     def along(self, h: Tensor, distance: Tensor) -> Tensor:
         reach = self.table.shape[1] // 2
         return self.table[h if len(self.table) > 1 else torch.zeros_like(h), distance.clamp(-reach, reach) + reach]
+
+    def part(self, part: Part) -> Bias:
+        return Relative(_of_heads(self.table, 0, part))
 
     def tensors(self) -> tuple[Tensor, ...]:
         return (self.table,)
@@ -158,6 +173,9 @@ class T5(Diagonal):
 
     def along(self, h: Tensor, distance: Tensor) -> Tensor:
         return self.table[self.bucket(distance), h if self.table.shape[1] > 1 else torch.zeros_like(h)]
+
+    def part(self, part: Part) -> Bias:
+        return T5(_of_heads(self.table, 1, part), self.bidirectional, self.max_distance)
 
     def bucket(self, distance: Tensor) -> Tensor:
         """The bucket of a distance `j - p`: one each while near, then ever wider, the last beyond `max_distance`."""
@@ -212,6 +230,11 @@ class Shaw(Bias):
         mass = weights.new_zeros(*weights.shape[:-1], 2 * self.reach + 1).scatter_add(-1, index, weights)
         return mass @ self._of_heads(self.values.to(weights), at)
 
+    def part(self, part: Part) -> Bias:
+        keys, values = (t if t is None or t.dim() == 2 else _of_heads(t, 0, part) for t in (self.keys, self.values))
+        assert keys is not None
+        return Shaw(keys, values)
+
     def _index(self, at: At) -> Tensor:
         return (at.j - at.p).clamp(-self.reach, self.reach) + self.reach
 
@@ -246,6 +269,10 @@ class DenseBias(Bias):
         part = at.take(self.tensor.detach())
         return _Cut(part.requires_grad_(self.tensor.requires_grad))
 
+    def part(self, part: Part) -> Bias:
+        axes = zip(self.tensor.shape, (slice(None), part.heads, part.rows, part.columns), strict=True)
+        return DenseBias(self.tensor[tuple(slice(None) if n == 1 else edge for n, edge in axes)])
+
     def tensors(self) -> tuple[Tensor, ...]:
         return (self.tensor,)
 
@@ -269,6 +296,12 @@ class _Cut(Bias):
 
     def tensors(self) -> tuple[Tensor, ...]:
         return (self.tensor,)
+
+
+def _of_heads(table: Tensor, axis: int, part: Part) -> Tensor:
+    """What a table with an axis of heads, or of one for all, has for those of a part."""
+    heads = part.heads
+    return table if table.shape[axis] == 1 else table.narrow(axis, heads.start, heads.stop - heads.start)
 
 
 def _table(name: str, table: Tensor, axes: tuple[int, ...], form: str) -> Tensor:

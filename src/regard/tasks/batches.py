@@ -11,7 +11,7 @@ from regard.nn import Packed
 
 
 class Ragged:
-    """Sequences of whole numbers end to end, so that many of them cost no more than their tokens.
+    """Sequences end to end, of whole numbers or of rows of numbers, so that many cost no more than their tokens.
 
     >>> import numpy as np
     >>> rows = Ragged([np.array([5, 6, 7]), np.array([8, 9])])
@@ -22,7 +22,8 @@ class Ragged:
     def __init__(self, rows: Sequence[np.ndarray]) -> None:
         self.lengths = np.array([len(row) for row in rows], np.int64)
         self.edges = np.concatenate([[0], np.cumsum(self.lengths)])
-        self.values = np.concatenate(rows).astype(np.int64) if len(rows) else np.zeros(0, np.int64)
+        values = np.concatenate(rows) if len(rows) else np.zeros(0, np.int64)
+        self.values = values if np.issubdtype(values.dtype, np.floating) else values.astype(np.int64)
 
     def __len__(self) -> int:
         return len(self.lengths)

@@ -26,7 +26,7 @@ class Classify(Task):
     """An encoder of text and a head on the mean of its hidden states."""
 
     name: ClassVar[str] = "classify"
-    summary: ClassVar[str] = "text to one of a few classes"
+    does: ClassVar[str] = "text to one of a few classes"
     example: ClassVar[str] = "text,label\na gorgeous film,positive\ndull from the first minute,negative"
     columns: ClassVar[tuple[str, ...]] = ("text", "label")
     recipe: ClassVar[Recipe] = Recipe(

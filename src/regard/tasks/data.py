@@ -17,8 +17,10 @@ from regard.tasks.trouble import Bad, Trouble
 OPENERS: dict[str, Callable[..., Any]] = {".gz": gzip.open, ".xz": lzma.open, ".bz2": bz2.open}
 TEXT = (".txt", ".text", ".raw", ".md")
 FORMATS = (".tsv", ".csv", ".jsonl", *TEXT)
+TABS = (".data", ".inter")  # tables with tabs by other names: MovieLens's, RecBole's
 EMBEDDED = Path(__file__).with_name("embedded")  # data and a trained run that come with the package
 TATOEBA = "tatoeba-en-fr"
+NONE = frozenset[str]()
 
 
 class Row(NamedTuple):
@@ -28,12 +30,13 @@ class Row(NamedTuple):
     values: tuple[Any, ...]
 
 
-def read(source: str, columns: Mapping[str, str], bad: Bad) -> Iterator[Row]:
+def read(source: str, columns: Mapping[str, str], bad: Bad, *, empty: frozenset[str] = NONE) -> Iterator[Row]:
     """The rows of a file, of a dataset `name` or `name:split` of the hub, or of the embedded `tatoeba-en-fr`.
 
     columns: what is wanted, by name, in order; the value is the name of the column in the file, its number from 1 where
         there is no header line, or empty. Empty is the wanted name itself; a TSV whose first line does not hold it has
         no header, and its columns come in the order of `columns`.
+    empty: which of them may have nothing in it.
 
     >>> from pathlib import Path
     >>> from tempfile import TemporaryDirectory
@@ -47,7 +50,7 @@ def read(source: str, columns: Mapping[str, str], bad: Bad) -> Iterator[Row]:
     if not path.exists():
         if suffix in FORMATS or path.is_absolute() or source.startswith("."):
             raise Trouble(f"{source}: there is no such file; give a file, or the name of a dataset of the hub")
-        return _hub(source, columns, bad)
+        return _hub(source, columns, bad, empty)
     if path.is_dir():
         raise Trouble(f"{source}: is a folder; expected a file {', '.join(FORMATS)}")
     if suffix not in FORMATS:
@@ -60,7 +63,7 @@ def read(source: str, columns: Mapping[str, str], bad: Bad) -> Iterator[Row]:
             raise Trouble(f"{source}: is plain text, but {' and '.join(columns)} are needed; try TSV, CSV or JSONL")
         return _checked(source, (Row(place, (line.strip(),)) for place, line in _lines(path, bad) if line.strip()))
     reader = {".tsv": _tsv, ".csv": _csv, ".jsonl": _jsonl}[suffix]
-    return _checked(source, reader(path, columns, bad))
+    return _checked(source, reader(path, columns, bad, empty))
 
 
 def _path(source: str) -> Path:
@@ -72,7 +75,18 @@ def format_of(path: Path) -> str:
     suffixes = [suffix.lower() for suffix in path.suffixes]
     if suffixes and suffixes[-1] in OPENERS:
         suffixes.pop()
-    return suffixes[-1] if suffixes else ""
+    last = suffixes[-1] if suffixes else ""
+    return ".tsv" if last in TABS else last
+
+
+def first_cells(source: str, bad: Bad) -> list[str]:
+    """The cells of the first line of a TSV or CSV that is there, which may name the columns; none of other sources."""
+    path = _path(source)
+    parted = {".tsv": "\t", ".csv": ","}.get(format_of(path))
+    if parted is None or not path.is_file():
+        return []
+    line = next((line for _, line in _lines(path, bad) if line.strip()), "")
+    return [cell.strip() for cell in next(csv.reader([line.strip("\r\n")], delimiter=parted), [])]
 
 
 def fingerprint(source: str) -> dict[str, Any]:
@@ -109,6 +123,24 @@ def split(rows: Sequence[Row], group: Callable[[Row], str], held: int, seed: int
         )
     out = set(names[:held])
     return [row for row in rows if group(row) not in out], [row for row in rows if group(row) in out]
+
+
+def whole(path: Path) -> str:
+    """The text of a file that is read at once, such as JSON."""
+    if not path.exists():
+        raise Trouble(f"{path}: there is no such file")
+    try:
+        with OPENERS.get(path.suffix.lower(), open)(path, "rb") as file:
+            held: bytes = file.read()
+        return held.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = held[: error.start].count(b"\n") + 1
+        came = f"byte 0x{held[error.start]:02x} at {error.start + 1}"
+        raise Trouble(
+            f"{path}:{line}: expected UTF-8, but {came} is not; iconv -f latin1 -t utf-8 converts a file"
+        ) from error
+    except (EOFError, lzma.LZMAError, gzip.BadGzipFile) as error:
+        raise Trouble(f"{path}: the archive is damaged ({error}); fetch it again") from error
 
 
 def _lines(path: Path, bad: Bad) -> Iterator[tuple[str, str]]:
@@ -149,14 +181,14 @@ class _Layout(NamedTuple):
     at: tuple[int, ...]
     header: int | None  # how many columns it has, where there is one
 
-    def row(self, place: str, cells: Sequence[str], bad: Bad) -> Row | None:
+    def row(self, place: str, cells: Sequence[str], bad: Bad, empty: frozenset[str]) -> Row | None:
         if len(cells) <= max(self.at):
             missing = " and ".join(f"{name} is {at + 1}" for name, at in zip(self.names, self.at, strict=True))
             bad(f"{place}: expected at least {max(self.at) + 1} columns ({missing}), but {len(cells)} came")
             return None
         values = tuple(cells[at].strip() for at in self.at)
         for name, at, value in zip(self.names, self.at, values, strict=True):
-            if not value:
+            if not value and name not in empty:
                 bad(f"{place}: column {at + 1} ({name}) is empty")
                 return None
         return Row(place, values)
@@ -182,7 +214,7 @@ def _layout(place: str, first: Sequence[str], columns: Mapping[str, str], *, bar
     )
 
 
-def _tsv(path: Path, columns: Mapping[str, str], bad: Bad) -> Iterator[Row]:
+def _tsv(path: Path, columns: Mapping[str, str], bad: Bad, empty: frozenset[str]) -> Iterator[Row]:
     layout = None
     for place, line in _lines(path, bad):
         if not line.strip():
@@ -192,11 +224,11 @@ def _tsv(path: Path, columns: Mapping[str, str], bad: Bad) -> Iterator[Row]:
             layout = _layout(place, cells, columns, bare=True)
             if layout.header is not None:
                 continue
-        if row := layout.row(place, cells, bad):
+        if row := layout.row(place, cells, bad, empty):
             yield row
 
 
-def _csv(path: Path, columns: Mapping[str, str], bad: Bad) -> Iterator[Row]:
+def _csv(path: Path, columns: Mapping[str, str], bad: Bad, empty: frozenset[str]) -> Iterator[Row]:
     csv.field_size_limit(1 << 27)  # reviews and articles are longer than the default of 128 KB
     layout, start, places = None, f"{path}:1", list[str]()
 
@@ -225,11 +257,11 @@ def _csv(path: Path, columns: Mapping[str, str], bad: Bad) -> Iterator[Row]:
                 continue
         if layout.header is not None and len(cells) > layout.header:
             bad(f"{start}: expected {layout.header} columns, but {len(cells)} came; quote cells that hold commas")
-        elif row := layout.row(start, cells, bad):
+        elif row := layout.row(start, cells, bad, empty):
             yield row
 
 
-def _jsonl(path: Path, columns: Mapping[str, str], bad: Bad) -> Iterator[Row]:
+def _jsonl(path: Path, columns: Mapping[str, str], bad: Bad, empty: frozenset[str]) -> Iterator[Row]:
     for place, line in _lines(path, bad):
         if not line.strip():
             continue
@@ -238,16 +270,19 @@ def _jsonl(path: Path, columns: Mapping[str, str], bad: Bad) -> Iterator[Row]:
         except json.JSONDecodeError as error:
             bad(f"{place}: is no JSON ({error.msg} at {error.colno})")
             continue
-        if row := _record(place, record, columns, bad):
+        if row := _record(place, record, columns, bad, empty):
             yield row
 
 
-def _record(place: str, record: Any, columns: Mapping[str, str], bad: Bad) -> Row | None:
+def _record(place: str, record: Any, columns: Mapping[str, str], bad: Bad, empty: frozenset[str]) -> Row | None:
     values = []
     for name, said in columns.items():
         value = record
         for key in (said or name).split("."):  # translation.en, as datasets of translations have it
             value = value.get(key) if isinstance(value, dict) else None
+        if name in empty and (value is None or value == ""):
+            values.append("")
+            continue
         if value is None or value == "":
             keys = ", ".join(map(repr, list(record)[:8])) if isinstance(record, dict) else type(record).__name__
             bad(f"{place}: expected a value for {said or name!r}, but it has {keys}; try --{name} NAME")
@@ -256,7 +291,7 @@ def _record(place: str, record: Any, columns: Mapping[str, str], bad: Bad) -> Ro
     return Row(place, tuple(values))
 
 
-def _hub(source: str, columns: Mapping[str, str], bad: Bad) -> Iterator[Row]:
+def _hub(source: str, columns: Mapping[str, str], bad: Bad, empty: frozenset[str]) -> Iterator[Row]:
     name, _, part = source.partition(":")
     try:
         from datasets import load_dataset  # type: ignore[import-not-found, unused-ignore]
@@ -268,5 +303,7 @@ def _hub(source: str, columns: Mapping[str, str], bad: Bad) -> Iterator[Row]:
         found: Iterable[Any] = load_dataset(name, split=part or "train")
     except Exception as error:  # the library raises many kinds: no connection, no such name, no such split
         raise Trouble(f"{source}: could not be fetched ({str(error).splitlines()[0]}); is the name right?") from error
-    records = (_record(f"{name}[{part or 'train'}]:{n}", record, columns, bad) for n, record in enumerate(found, 1))
+    records = (
+        _record(f"{name}[{part or 'train'}]:{n}", record, columns, bad, empty) for n, record in enumerate(found, 1)
+    )
     return _checked(source, (row for row in records if row is not None))

@@ -30,7 +30,7 @@ class Detect(Task):
     """DETR, on a small residual network that is trained with it."""
 
     name: ClassVar[str] = "detect"
-    summary: ClassVar[str] = "the objects of an image, with their boxes"
+    does: ClassVar[str] = "the objects of an image, with their boxes"
     example: ClassVar[str] = (
         'a COCO file and a folder of images:\n{"images": [{"id": 1, "file_name": "1.png", ...}],\n "annotations": '
         '[{"image_id": 1, "category_id": 3,\n "bbox": [left, top, width, height], ...}],\n "categories": [...]}'

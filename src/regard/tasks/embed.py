@@ -27,7 +27,7 @@ class Embed(Task):
     """Of a batch of pairs, each text is to find its own other among all others, and the other way round."""
 
     name: ClassVar[str] = "embed"
-    summary: ClassVar[str] = "texts to vectors that tell which belong together"
+    does: ClassVar[str] = "texts to vectors that tell which belong together"
     example: ClassVar[str] = "How old are you?\tWhat is your age?\nIt rains.\tThe weather is wet."
     columns: ClassVar[tuple[str, ...]] = ("text", "other")
     recipe: ClassVar[Recipe] = Recipe(

@@ -28,7 +28,7 @@ def export(run: Run, folder: Path, *, onnx: bool = True) -> list[str]:
     write(folder / "task.json", lambda path: path.write_text(json.dumps(about, indent=1, ensure_ascii=False)))
     sample, why_not = run.task.sample(run.kit), ""
     if onnx and sample is None:
-        why_not = f"{run.task.name} computes one token after the other, which is no single graph"
+        why_not = f"what {run.task.name} computes is no single graph of ids, or of pixels, to one output"
     elif onnx and sample is not None:
         why_not = _onnx(model, sample, folder / "model.onnx", run.task.takes)
     notes = [f"{path.name} ({path.stat().st_size / 1e6:.2f} MB)" for path in sorted(folder.iterdir())]

@@ -13,9 +13,7 @@ from regard.nn import Packed
 
 def first_fault(model: nn.Module, compute: Callable[[], Any]) -> str:
     """Compute again, watching every layer: the one that made what is not finite of what was."""
-    for name, weight in model.named_parameters():
-        if not bool(torch.isfinite(weight).all()):
-            return f"the weight {name}"
+    weights = [name for name, weight in model.named_parameters() if not _finite(weight)]
     found: list[str] = []
     hooks = []
 
@@ -35,15 +33,23 @@ def first_fault(model: nn.Module, compute: Callable[[], Any]) -> str:
     finally:
         for hook in hooks:
             hook.remove()
+    if weights:
+        return f"the weight {weights[0]}"
     return f"the layer {found[0]}" if found else "the loss itself, after the last layer"
 
 
 def first_gradient(model: nn.Module) -> str:
     """The last weight, and so the first in backward order, whose gradient is not finite."""
     for name, weight in reversed(list(model.named_parameters())):
-        if weight.grad is not None and not bool(torch.isfinite(weight.grad).all()):
+        if weight.grad is not None and not _finite(weight.grad):
             return f"the gradient of {name}"
     return "the norm of the gradients"
+
+
+def _finite(tensor: Tensor) -> bool:
+    """Of a tensor that processes share, the part that is here: nobody waits for others."""
+    here = getattr(tensor, "to_local", lambda: tensor)()
+    return bool(torch.isfinite(here).all())
 
 
 def floats(value: Any) -> Iterator[Tensor]:

@@ -27,7 +27,7 @@ class Images(Task):
     """A Vision Transformer, with convolutions before its patches."""
 
     name: ClassVar[str] = "images"
-    summary: ClassVar[str] = "an image to one of a few classes"
+    does: ClassVar[str] = "an image to one of a few classes"
     example: ClassVar[str] = (
         "a folder photos/cat/1.png photos/dog/2.png, IDX files as MNIST has, or:\nimage,label\nphotos/1.png,cat"
     )

@@ -26,9 +26,10 @@ class Language(Task):
     """A model of the Llama kind, on windows of one stream of tokens; each line ends with a token for its end."""
 
     name: ClassVar[str] = "language"
-    summary: ClassVar[str] = "text goes on: a language model from left to right"
+    does: ClassVar[str] = "text goes on: a language model from left to right"
     example: ClassVar[str] = "Any text, a paragraph a line.\nThe next one."
     columns: ClassVar[tuple[str, ...]] = ("text",)
+    shares_sequences: ClassVar[bool] = True
     recipe: ClassVar[Recipe] = Recipe(
         steps=2000, tokens=4096, rate=2e-3, warmup=200, decay=0.1, ema=0.995, evaluate_every=250, save_every=250
     )

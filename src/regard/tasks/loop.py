@@ -11,8 +11,8 @@ import math
 import os
 import signal
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -26,10 +26,13 @@ from torch import Tensor, nn
 from regard.nn import Packed
 from regard.tasks.batches import in_order, plan, shards
 from regard.tasks.faults import first_fault, first_gradient
-from regard.tasks.runs import Log, Progress, Run, machine, vacant
+from regard.tasks.runs import Log, Progress, Run, load, machine, vacant
 from regard.tasks.sources import Examples, Sources, gather
-from regard.tasks.task import Batch, Items, Recipe, Task
+from regard.tasks.task import Batch, Items, Recipe, Task, tasks
 from regard.tasks.trouble import Trouble
+
+Together = Callable[[], AbstractContextManager[Any]]
+"""Within it, processes share the sequences of a batch."""
 
 
 class Step(NamedTuple):
@@ -64,18 +67,19 @@ class Unseen:
 class Objective(nn.Module):
     """A batch to the sum of its losses. What DDP and FSDP wrap, so that a task may call any part of its model."""
 
-    def __init__(self, task: Task, model: nn.Module, smoothing: float) -> None:
+    def __init__(self, task: Task, model: nn.Module, smoothing: float, together: Together = nullcontext) -> None:
         super().__init__()
         self.model = model
-        self._task, self._smoothing = task, smoothing
+        self._task, self._smoothing, self._together = task, smoothing, together
 
     def forward(self, batch: Batch, smoothing: float | None = None) -> Tensor:
-        return self._task.loss(self.model, batch, self._smoothing if smoothing is None else smoothing)
+        with self._together():
+            return self._task.loss(self.model, batch, self._smoothing if smoothing is None else smoothing)
 
 
 def begin(folder: Path, task: Task, recipe: Recipe, sources: Sources) -> tuple[Run, Examples]:
     """Read the data, learn what is to be learnt from it, and make the run's folder. One process does, others wait."""
-    accelerator = _accelerator(recipe)
+    accelerator = _accelerator(task, recipe)
     restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0 and (folder / "run.json").exists()
     if accelerator.is_main_process and not restarted:
         vacant(folder)
@@ -105,7 +109,10 @@ def train(run: Run, examples: Examples | None = None, watch: Watch | None = None
         examples = gather(run.task, Sources.of(run.about["sources"]), run.recipe.seed)
     trainer = _Trainer(run, examples, watch)
     try:
-        return trainer.run_to_end()
+        progress = trainer.run_to_end()
+        if progress.done and trainer.main:
+            run.settle(examples.valid)
+        return progress
     finally:
         trainer.close()
 
@@ -118,8 +125,13 @@ class _Trainer:
         from regard.tasks import state
 
         self.state, self.run, self.recipe, self.watch = state, run, run.recipe, watch
-        self.accelerator = _accelerator(run.recipe)
+        self.accelerator = _accelerator(run.task, run.recipe)
         self.main = self.accelerator.is_main_process
+        # Processes that follow one another share a sequence, and those of a group have the same batch.
+        self.sharing = run.recipe.sequence_ranks
+        self.group, self.groups = (
+            n // self.sharing for n in (self.accelerator.process_index, self.accelerator.num_processes)
+        )
         self.items: Items = run.task.items(run.kit, examples.train, examples.bad)
         self.held: Items = run.task.items(run.kit, examples.valid, examples.bad)
         if not len(self.items.sizes) or not len(self.held.sizes):
@@ -128,16 +140,22 @@ class _Trainer:
             )
         _set_seed(run.recipe.seed)
         model = run.task.model(run.kit)
-        found = run.latest(watch.said if self.main else lambda line: None)
-        if found is None:
+        if not run.checkpoints():
             run.task.begin(model)
-        objective = Objective(run.task, model, run.recipe.smoothing)
-        optimizer = _optimizer(model, run.recipe)
-        self.objective, self.optimizer = self.accelerator.prepare(objective, optimizer)
+        together = state.sharing(self.sharing, self.accelerator.device) if self.sharing > 1 else nullcontext
+        objective = Objective(run.task, model, run.recipe.smoothing, together)
+        self.sharded = run.recipe.shard == "fsdp" and self.accelerator.num_processes > 1
+        if self.sharded:
+            state.shard(objective)
+            objective = self.accelerator.prepare_model(objective, evaluation_mode=True)  # it is distributed already
+        else:
+            objective = self.accelerator.prepare_model(objective)
+        self.objective, self.optimizer = objective, self.accelerator.prepare_optimizer(_optimizer(model, run.recipe))
         self.average = state.Average(self.objective, run.recipe.ema) if run.recipe.ema else None
         self.progress = Progress()
+        found = run.latest(watch.said if self.main else lambda line: None, self._read)
         if found is not None:
-            state.restore(found[0], self.objective, self.optimizer.optimizer, self.average)
+            state.restore(found[0], *self._held())
             self.progress = found[1]
         self.log = Log(run.folder, self.progress.step) if self.main else None
         now = machine()
@@ -171,31 +189,32 @@ class _Trainer:
         """One step of the optimizer, and what falls due after it. True when somebody asked to stop."""
         started, recipe, step = time.perf_counter(), self.recipe, self.progress.step + 1
         rank, world = self.accelerator.process_index, self.accelerator.num_processes
-        parts = shards(chosen, self.items.sizes, world * recipe.accumulate)
-        parts = parts[rank * recipe.accumulate : (rank + 1) * recipe.accumulate]
+        parts = shards(chosen, self.items.sizes, self.groups * recipe.accumulate)
+        parts = parts[self.group * recipe.accumulate : (self.group + 1) * recipe.accumulate]
         batches = [self._batch(self.items, part, chosen, step, n) for n, part in enumerate(parts)]
         count, tokens, asked_by = self._sum(
-            sum(batch.count for batch in batches), sum(batch.tokens for batch in batches), float(asked)
+            sum(batch.count for batch in batches) / self.sharing,
+            sum(batch.tokens for batch in batches) / self.sharing,
+            float(asked),
         )
         if asked_by:
             return True
         _set_seed(recipe.seed, step, rank)
-        total = 0.0
+        values, before = [], []
         for n, batch in enumerate(batches):
             last = n == len(batches) - 1
-            with nullcontext() if last else self.accelerator.no_sync(self.objective):
-                before = torch.get_rng_state()
+            with nullcontext() if last else self.accelerator.no_sync(self.objective):  # but by FSDP: it would hold all
+                before.append(torch.get_rng_state())
                 loss = self.objective(batch) * (world / max(1.0, count)) * bool(batch.count)
-                total += (value := float(loss.detach()))
-                if not math.isfinite(value):
-                    torch.set_rng_state(before)
-                    self._fault(
-                        step,
-                        parts[n],
-                        f"the loss is {value}",
-                        first_fault(self._model(), partial(self.objective, batch)),
-                    )
+                values.append(float(loss.detach()))
                 self.accelerator.backward(loss)
+        (total,) = self._sum(sum(values) / world)
+        if not math.isfinite(total):
+            first = next((n for n, value in enumerate(values) if not math.isfinite(value)), len(values) - 1)
+            n = min(self._heard(first))
+            torch.set_rng_state(before[n])
+            where = first_fault(self._model(), partial(self.objective, batches[n]))
+            self._fault(step, parts[n], f"the loss is {values[n]}", None if math.isfinite(values[n]) else where)
         norm = float(self.accelerator.clip_grad_norm_(self.objective.parameters(), recipe.clip))
         if not math.isfinite(norm) and recipe.precision != "fp16":  # there the scaler leaves such steps out
             self._fault(step, chosen, f"the norm of the gradient is {norm}", first_gradient(self._model()))
@@ -206,7 +225,6 @@ class _Trainer:
         self.optimizer.zero_grad()
         if self.average is not None:
             self.average.update(step)
-        (total,) = self._sum(total / world)
         self.progress = replace(self.progress, step=step, batch=self.progress.batch + 1)
         told = Step(step, total, rate, norm, int(tokens), time.perf_counter() - started)
         self._after(told)
@@ -253,13 +271,12 @@ class _Trainer:
         """The mean loss over the held-out examples, without smoothing; processes share the work."""
         self.objective.eval()
         total, count = 0.0, 0.0
-        rank, world = self.accelerator.process_index, self.accelerator.num_processes
-        batches = in_order(self.held.sizes, budget=max(1, self.recipe.tokens // self.recipe.accumulate // world))
-        batches += [batches[0][:0]] * (-len(batches) % world)  # in step with one another: as many for each
-        for n, chosen in enumerate(batches[rank::world]):
+        batches = in_order(self.held.sizes, budget=max(1, self.recipe.tokens // self.recipe.accumulate // self.groups))
+        batches += [batches[0][:0]] * (-len(batches) % self.groups)  # in step with one another: as many for each
+        for n, chosen in enumerate(batches[self.group :: self.groups]):
             batch = self._batch(self.held, chosen, batches[0], 0, n)
             total += float(self.objective(batch, 0.0)) * bool(batch.count)
-            count += batch.count
+            count += batch.count / self.sharing
         self.objective.train()
         total, count = self._sum(total, count)
         return total / max(1.0, count)
@@ -269,7 +286,7 @@ class _Trainer:
 
     def _batch(self, items: Items, chosen: np.ndarray, instead: np.ndarray, step: int, part: int) -> Batch:
         """A batch on the device. A process for which nothing is left takes an example that counts for nothing."""
-        random = np.random.default_rng((self.recipe.seed, step, self.accelerator.process_index, part))
+        random = np.random.default_rng((self.recipe.seed, step, self.group, part))
         batch = items.batch(chosen if len(chosen) else instead[:1], random)
         batch = batch if len(chosen) else replace(batch, count=0, tokens=0)
         return batch if self.accelerator.device.type == "cpu" else moved(batch, self.accelerator.device)
@@ -282,20 +299,42 @@ class _Trainer:
         return tuple(self.accelerator.reduce(together, "sum").tolist())
 
     def _save(self) -> None:
-        tensors = self.state.capture(self.objective, self.optimizer.optimizer, self.average)
-        if self.main:
-            self.run.save(tensors, self.progress)
+        if self.sharded:
+            self.run.save_part(self.state.capture(*self._held(), self.state.OWN), self.progress)
+        else:
+            tensors = self.state.capture(*self._held())
+            if self.main:
+                self.run.save(tensors, self.progress)
         self._saved_at = self.progress.step
 
-    def _fault(self, step: int, chosen: np.ndarray, what: str, where: str) -> None:
+    def _held(self) -> tuple[Any, Any, Any]:
+        """All that a checkpoint is of."""
+        return self.objective, self.optimizer.optimizer, self.average
+
+    def _read(self, path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
+        """A checkpoint; of a folder, each process reads what it has of the weights."""
+        if not path.is_dir():
+            return load(path)
+        from regard.tasks import parts
+
+        return parts.load(path, self.state.capture(*self._held(), self.state.OWN))
+
+    def _fault(self, step: int, chosen: np.ndarray, what: str, where: str | None) -> None:
+        """All processes stop, and tell of the first that knows where it comes from."""
         places = [self.items.places[n] for n in chosen[:3]]
         more = f" and {len(chosen) - 3} more" if len(chosen) > 3 else ""
+        said = where and f"{what}; it comes from {where}, in the batch of {', '.join(places)}{more}"
         kept = self.run.checkpoints()
         kept_at = f"; {kept[0].name} is the last checkpoint" if kept else ""
-        raise Trouble(
-            f"step {step}: {what}; it comes from {where}, in the batch of {', '.join(places)}{more}{kept_at}; "
-            "try a lower --rate, a longer --warmup or a lower --clip"
-        )
+        told = next((each for each in self._heard(said) if each), what)
+        raise Trouble(f"step {step}: {told}{kept_at}; try a lower --rate, a longer --warmup or a lower --clip")
+
+    def _heard(self, said: Any) -> list[Any]:
+        """What every process says."""
+        heard = [said] * self.accelerator.num_processes
+        if len(heard) > 1:
+            dist.all_gather_object(heard, said)
+        return heard
 
     def close(self) -> None:
         if self.log is not None:
@@ -316,14 +355,23 @@ def moved(value: Any, device: torch.device) -> Any:
     return value
 
 
-def _accelerator(recipe: Recipe) -> Any:
+def _accelerator(task: Task, recipe: Recipe) -> Any:
     from accelerate import Accelerator
 
     if recipe.precision == "fp16" and not torch.accelerator.is_available():
         raise Trouble("precision fp16 needs an accelerator, and this machine has none; try --precision bf16")
     _meet_anew()
     # Without being told so, it takes no notice of other processes on a machine that has only a CPU.
-    return Accelerator(mixed_precision=recipe.precision, cpu=not torch.accelerator.is_available())
+    made = Accelerator(mixed_precision=recipe.precision, cpu=not torch.accelerator.is_available())
+    if recipe.sequence_ranks > 1 and not task.shares_sequences:
+        able = ", ".join(name for name, kind in tasks().items() if kind.shares_sequences)
+        raise Trouble(f"{task.name} cannot share a sequence among processes ({able} can); leave --sequence-ranks at 1")
+    if made.num_processes % recipe.sequence_ranks:
+        raise Trouble(
+            f"--sequence-ranks {recipe.sequence_ranks} must divide the number of processes, which is "
+            f"{made.num_processes}; choose another, or torchrun --nproc-per-node {recipe.sequence_ranks}"
+        )
+    return made
 
 
 def _meet_anew() -> None:

@@ -25,7 +25,7 @@ class Masked(Task):
     """BERT's objective: of the tokens chosen, most are hidden, some are others, some stay; all are to be told."""
 
     name: ClassVar[str] = "masked"
-    summary: ClassVar[str] = "hidden words of a text: a masked language model, to fine-tune others from"
+    does: ClassVar[str] = "hidden words of a text: a masked language model, to fine-tune others from"
     example: ClassVar[str] = "Any text, a paragraph a line.\nThe next one."
     columns: ClassVar[tuple[str, ...]] = ("text",)
     recipe: ClassVar[Recipe] = Recipe(

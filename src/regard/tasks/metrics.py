@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -53,18 +54,72 @@ def pixel_regression(
     train: np.ndarray, targets: np.ndarray, held: np.ndarray, held_targets: np.ndarray, classes: int
 ) -> Figures:
     """Logistic regression on the pixels of images (n, C, height, width), shrunk where they have more than 32 x 32."""
-    from sklearn.linear_model import LogisticRegression
 
     def flat(images: np.ndarray) -> np.ndarray:
         step = max(1, max(images.shape[2:]) // 32)
         return images[:, :, ::step, ::step].reshape(len(images), -1).astype(np.float32) / 255
 
-    fitted = LogisticRegression(max_iter=100, tol=1e-3).fit(flat(train), targets)
+    return logistic(flat(train), targets, flat(held), held_targets, classes, scaled=False)
+
+
+def logistic(
+    train: np.ndarray, targets: np.ndarray, held: np.ndarray, held_targets: np.ndarray, classes: int,
+    *, scaled: bool = True,
+) -> Figures:  # fmt: skip
+    """Logistic regression on rows of numbers (n, features); scaled: by their mean and deviation first."""
+    from sklearn.linear_model import LogisticRegression
+    from sklearn.preprocessing import StandardScaler
+
+    if scaled:
+        scaler = StandardScaler().fit(train)
+        train, held = scaler.transform(train), scaler.transform(held)
+    fitted = LogisticRegression(max_iter=100, tol=1e-3).fit(train, targets)
     scores = torch.zeros(len(held), classes)
-    scores[:, torch.from_numpy(fitted.classes_.astype(np.int64))] = torch.from_numpy(
-        fitted.predict_proba(flat(held))
-    ).float()
+    scores[:, torch.from_numpy(fitted.classes_.astype(np.int64))] = torch.from_numpy(fitted.predict_proba(held)).float()
     return classification(scores, torch.from_numpy(held_targets))
+
+
+def linear(train: np.ndarray, targets: np.ndarray, held: np.ndarray) -> np.ndarray:
+    """What ridge regression on rows of numbers (n, features) says of those held out, (n,)."""
+    from sklearn.linear_model import RidgeCV
+    from sklearn.pipeline import make_pipeline
+    from sklearn.preprocessing import StandardScaler
+
+    return make_pipeline(StandardScaler(), RidgeCV()).fit(train, targets).predict(held)
+
+
+def regression(said: np.ndarray, true: np.ndarray) -> Figures:
+    """The mean absolute error, the root of the mean square, and the share of the variance that is told.
+
+    >>> import numpy as np
+    >>> from regard.tasks.metrics import regression
+    >>> regression(np.array([1.0, 2.0, 3.0]), np.array([1.0, 2.0, 6.0]))["mae"]
+    1.0
+    """
+    from sklearn.metrics import mean_absolute_error, r2_score, root_mean_squared_error
+
+    return {
+        "mae": float(mean_absolute_error(true, said)),
+        "rmse": float(root_mean_squared_error(true, said)),
+        "r2": float(r2_score(true, said)) if len(true) > 1 else 0.0,
+    }
+
+
+def propagated(ends: np.ndarray, nodes: np.ndarray, targets: np.ndarray, count: int, classes: int) -> Tensor:
+    """What labels spread over edges (2, E) say of all nodes, (count, classes): the harmonic function of networkx."""
+    try:
+        import networkx
+    except ImportError:
+        from regard.tasks.trouble import Trouble
+
+        raise Trouble("label propagation needs networkx: pip install 'regard[graph]'") from None
+
+    graph = networkx.Graph()
+    graph.add_nodes_from(range(count))
+    graph.add_edges_from(ends.T.tolist())
+    networkx.set_node_attributes(graph, dict(zip(nodes.tolist(), targets.tolist(), strict=True)), "label")
+    said = networkx.node_classification.harmonic_function(graph)
+    return torch.eye(classes)[torch.tensor(said)]
 
 
 class Found(NamedTuple):
@@ -117,6 +172,73 @@ def detection(found: Sequence[Found], true: Sequence[Found], classes: int) -> Fi
     return dict(zip(("ap", "ap50", "ap75"), map(float, judged.stats[:3]), strict=True))
 
 
+def transcription(outputs: Sequence[str], references: Sequence[str]) -> Figures:
+    """Errors a letter and errors a word, by jiwer: insertions, deletions and exchanges over what was said.
+
+    >>> from regard.tasks.metrics import transcription
+    >>> transcription(["one too"], ["one two"])
+    {'cer': 0.14285714285714285, 'wer': 0.5}
+    """
+    from jiwer import cer, wer
+
+    said, heard = list(references), list(outputs)
+    return {"cer": float(cer(said, heard)), "wer": float(wer(said, heard))} if said else {"cer": 0.0, "wer": 0.0}
+
+
+def edits(one: str, other: str) -> int:
+    """How many letters must be put in, left out or exchanged to make one text of another."""
+    from rapidfuzz.distance import Levenshtein
+
+    return int(Levenshtein.distance(one, other))
+
+
+COEFFICIENTS = 13
+
+
+def cepstral_distortion(made: Sequence[np.ndarray], true: Sequence[np.ndarray]) -> float:
+    """Mel-cepstral distortion in dB: mean over clips of the mean over the pairs (i, j) of frames that DTW aligns of
+
+        10 / ln 10 * sqrt(2 * sum over d = 1 ... 13 of (c_d(i) - c'_d(j))^2)
+        c_d = 1/M * sum over the M mel bands m of ln(power of band m) * cos(pi d (m + 1/2) / M)
+
+    made, true: log10 of powers, (frames, M). c_0, the loudness, does not count.
+
+    >>> import numpy as np
+    >>> from regard.tasks.metrics import cepstral_distortion
+    >>> clip = np.random.default_rng(0).normal(size=(50, 80))
+    >>> cepstral_distortion([np.repeat(clip, 2, 0) + 1], [clip]) < 1e-9  # slower and louder, but the same
+    True
+    """
+    from scipy.spatial.distance import cdist
+
+    def cepstra(clip: np.ndarray) -> np.ndarray:
+        bands = clip.shape[1]
+        waves = np.cos(np.pi * np.arange(1, COEFFICIENTS + 1) * (np.arange(bands)[:, None] + 0.5) / bands)
+        return np.log(10) / bands * clip.astype(np.float64) @ waves  # (frames, 13)
+
+    found = []
+    for one, other in zip(made, true, strict=True):
+        far = 10 / np.log(10) * np.sqrt(2) * cdist(cepstra(one), cepstra(other))
+        found.append(float(np.mean([far[pair] for pair in aligned(far)])))
+    return float(np.mean(found)) if found else 0.0
+
+
+def aligned(far: np.ndarray) -> list[tuple[int, int]]:
+    """Dynamic time warping: the pairs from (0, 0) to the ends, by steps of one, with the least sum of distances."""
+    rows, columns = far.shape
+    total = np.full((rows + 1, columns + 1), np.inf)
+    total[0, 0] = 0
+    for both in range(rows + columns - 1):  # anti-diagonals, whose cells do not depend on one another
+        i = np.arange(max(0, both - columns + 1), min(rows, both + 1))
+        j = both - i
+        total[i + 1, j + 1] = far[i, j] + np.minimum(np.minimum(total[i, j], total[i, j + 1]), total[i + 1, j])
+    i, j, pairs = rows, columns, []
+    while i and j:
+        pairs.append((i - 1, j - 1))
+        i, j = min(((i - 1, j - 1), (i - 1, j), (i, j - 1)), key=lambda at: total[at])
+    return pairs[::-1]
+
+
 def translation(outputs: Sequence[str], references: Sequence[Sequence[str]]) -> Figures:
     """BLEU and chrF by sacrebleu: against the first reference of each, and BLEU against all of them."""
     import sacrebleu
@@ -130,6 +252,119 @@ def translation(outputs: Sequence[str], references: Sequence[Sequence[str]]) -> 
         "bleu_all_references": sacrebleu.corpus_bleu(outputs, streams).score,
         "chrf": sacrebleu.corpus_chrf(outputs, [first]).score,
     }
+
+
+def answer(output: str, references: Sequence[str]) -> tuple[float, float]:
+    """Exact match and F1 of one answer, 0 ... 100, as SQuAD's script has them, by torchmetrics: the best over the
+    references, letters made small, without punctuation, articles and extra spaces. No reference means no answer.
+
+    >>> from regard.tasks.metrics import answer
+    >>> answer("the Eiffel Tower!", ["Eiffel tower", "a tower"]), answer("", []), answer("Paris", [])
+    ((100.0, 100.0), (100.0, 100.0), (0.0, 0.0))
+    """
+    from torchmetrics.functional.text import squad
+
+    texts = list(references) or [""]
+    made = {"prediction_text": output, "id": ""}
+    found = squad([made], [{"answers": {"text": texts, "answer_start": [0] * len(texts)}, "id": ""}])
+    return float(found["exact_match"]), float(found["f1"])
+
+
+def answers(outputs: Sequence[str], references: Sequence[Sequence[str]]) -> Figures:
+    """Exact match and F1 over all questions, 0 ... 100, and where there are both kinds, of those with an answer and
+    without one, as SQuAD 2.0 has them."""
+    found = np.array([answer(*pair) for pair in zip(outputs, references, strict=True)])
+    has = np.array([bool(each) for each in references])
+    figures = {"exact": found[:, 0].mean(), "f1": found[:, 1].mean()}
+    if has.any() and not has.all():
+        figures |= {"exact_answerable": found[has, 0].mean(), "f1_answerable": found[has, 1].mean()}
+        figures |= {"exact_unanswerable": found[~has, 0].mean()}
+    return {name: float(value) for name, value in figures.items()}
+
+
+def best_threshold(absences: Sequence[float], outputs: Sequence[str], references: Sequence[Sequence[str]]) -> float:
+    """The threshold of absence with the best F1, where a question of more absence is given no answer.
+
+    >>> from regard.tasks.metrics import best_threshold
+    >>> best_threshold([-2.0, 1.0, 3.0], ["a cat", "two dogs", "x"], [["cat"], ["dogs"], []])
+    2.0
+    """
+    order = np.argsort(np.array(absences), kind="stable")
+    gains = [answer(outputs[n], references[n])[1] - answer("", references[n])[1] for n in order]
+    count = int(np.argmax(np.concatenate([[0.0], np.cumsum(gains)])))  # so many, of least absence, are answered
+    known = [absences[order[0]] - 2, *(absences[n] for n in order), absences[order[-1]] + 2]
+    return float(known[count] + known[count + 1]) / 2
+
+
+NAME = re.compile(r"(?<![.!?\"'(] )(?<!^)\b[A-Z][\w'’-]+(?: [A-Z][\w'’-]+)*|\b\d[\d,.]*\d\b")
+
+
+def names(context: str) -> list[str]:
+    """Names and numbers of a text: what has capitals within a sentence, and what has two digits."""
+    return list(dict.fromkeys(NAME.findall(context)))
+
+
+def first_name(context: str, question: str) -> str:
+    """The first name or number of a context that is not in the question."""
+    return next((name for name in names(context) if name not in question), "")
+
+
+def most_frequent_name(context: str, question: str) -> str:
+    """The most frequent name or number of a context that is not in the question."""
+    return max((name for name in names(context) if name not in question), key=context.count, default="")
+
+
+def sliding_window(context: str, question: str) -> str:
+    """The name or number whose own words and the question's are most in one window of as many words of the context.
+
+    A word counts log(1 + 1 / how often the context has it) (Richardson et al. 2013).
+
+    >>> from regard.tasks.metrics import sliding_window
+    >>> sliding_window("The tower is in Paris. A bridge in Rome was built by Anna.", "Who built the bridge in Rome?")
+    'Anna'
+    """
+
+    def split(text: str) -> list[str]:
+        return re.findall(r"\w+", text.lower())
+
+    words, asked = split(context), split(question)
+    often = Counter(words)
+    worth = np.array([np.log1p(1 / often[word]) for word in words])
+    in_question = np.isin(words, asked)
+    best, said = -1.0, ""
+    for name in names(context):
+        own = split(name)
+        if not own or set(own) <= set(asked):
+            continue
+        wide = len(set(asked) | set(own))
+        scores = np.where(in_question | np.isin(words, own), worth, 0.0)
+        total = np.concatenate([[0.0], np.cumsum(scores)])
+        score = float((total[min(wide, len(words)) :] - total[: len(total) - min(wide, len(words))]).max())
+        if score > best:
+            best, said = score, name
+    return said
+
+
+ANSWERERS = {
+    "first name or number": first_name,
+    "most frequent name or number": most_frequent_name,
+    "sliding window": sliding_window,
+}
+
+
+def summaries(outputs: Sequence[str], references: Sequence[str]) -> Figures:
+    """ROUGE-1, 2 and L by rouge-score, with stems: the mean F1 over all summaries, from 0 to 100.
+
+    >>> from regard.tasks.metrics import summaries
+    >>> {name: round(value) for name, value in summaries(["the cat sat"], ["The cats sat down."]).items()}
+    {'rouge1': 86, 'rouge2': 80, 'rougeL': 86}
+    """
+    from rouge_score.rouge_scorer import RougeScorer
+
+    names = ["rouge1", "rouge2", "rougeL"]
+    scorer = RougeScorer(names, use_stemmer=True)
+    found = [scorer.score(reference, output) for output, reference in zip(outputs, references, strict=True)]
+    return {name: 100 * float(np.mean([each[name].fmeasure for each in found])) for name in names}
 
 
 def retrieval(queries: Tensor, found: Tensor) -> Figures:
@@ -201,3 +436,55 @@ def _look_up(keys: np.ndarray, values: np.ndarray, wanted: np.ndarray) -> np.nda
     """Values by sorted keys, 0 where there is none."""
     at = np.minimum(np.searchsorted(keys, wanted), len(keys) - 1)
     return np.where(keys[at] == wanted, values[at], 0)
+
+
+def ranking(ranks: Tensor, count: int = 10) -> Figures:
+    """Of the ranks (n,) of the one right answer among all, from 1: how often it is among the first, and how far ahead.
+
+    >>> import torch
+    >>> from regard.tasks.metrics import ranking
+    >>> ranking(torch.tensor([1, 3, 11]))
+    {'ndcg@10': 0.5, 'hit@10': 0.6666666666666666, 'mrr': 0.47474747474747475}
+    """
+    found, ranks = ranks <= count, ranks.double()
+    return {
+        f"ndcg@{count}": float((found / (ranks + 1).log2()).mean()),
+        f"hit@{count}": float(found.double().mean()),
+        "mrr": float((1 / ranks).mean()),
+    }
+
+
+class Neighbours:
+    """Items that the same people had: the cosine of their columns in the table of users and items.
+
+    >>> import numpy as np
+    >>> from regard.tasks.metrics import Neighbours
+    >>> near = Neighbours([np.array([0, 1]), np.array([0, 1]), np.array([2])], 3)
+    >>> near.scores([np.array([0])])
+    array([[0., 1., 0.]], dtype=float32)
+    """
+
+    def __init__(self, histories: Sequence[np.ndarray], items: int, nearest: int = 100) -> None:
+        self.items = items
+        table = self._table(histories)
+        table.data /= np.sqrt(np.maximum(np.bincount(table.indices, minlength=items), 1))[table.indices]
+        likeness = (table.T @ table).tolil()
+        likeness.setdiag(0)
+        likeness = likeness.tocsr()
+        for n in range(items):  # only the nearest of each count
+            start, stop = likeness.indptr[n : n + 2]
+            row = likeness.data[start:stop]
+            if len(row) > nearest:
+                row[row < np.partition(row, -nearest)[-nearest]] = 0
+        self.likeness = likeness.astype(np.float32)
+
+    def _table(self, histories: Sequence[np.ndarray]) -> Any:
+        from scipy.sparse import csr_matrix
+
+        kinds = [np.unique(items) for items in histories]
+        rows = np.repeat(np.arange(len(kinds)), [len(items) for items in kinds])
+        return csr_matrix((np.ones(len(rows)), (rows, np.concatenate(kinds))), shape=(len(kinds), self.items))
+
+    def scores(self, histories: Sequence[np.ndarray]) -> np.ndarray:
+        """How near all items are to each history, (n, items): the sum over what is in it."""
+        return (self._table(histories).astype(np.float32) @ self.likeness.T).toarray()

@@ -9,7 +9,7 @@ import platform
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, fields
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from regard.tasks.data import EMBEDDED
+from regard.tasks.data import EMBEDDED, Row
 from regard.tasks.sources import Sources
 from regard.tasks.task import Kit, Recipe, Task, tasks
 from regard.tasks.trouble import Trouble
@@ -26,6 +26,7 @@ from regard.tasks.trouble import Trouble
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 SHIPPED = ("en-fr",)
 KEEP = 2  # checkpoints; the one before the last is there should the last be damaged
+Read = Callable[[Path], tuple[dict[str, Tensor], dict[str, str]]]
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,7 @@ class Run:
 
     run.json        what is needed to repeat it, and what it reached
     kit.json        labels and the like; tokenizer.json beside it
-    checkpoints/    the last two, weights and optimizer, one file each
+    checkpoints/    the last two, weights and optimizer; one file each, or a folder where processes share the weights
     best.safetensors  the weights with the lowest held-out loss; model.safetensors in what comes with the package
     log.jsonl       one line a step; tensorboard/ has the same
     """
@@ -103,25 +104,48 @@ class Run:
 
     def checkpoints(self) -> list[Path]:
         """The newest first."""
-        return sorted((self.folder / "checkpoints").glob("step-*.safetensors"), reverse=True)
+        return sorted((self.folder / "checkpoints").glob("step-*"), reverse=True)
 
     def save(self, tensors: dict[str, Tensor], progress: Progress) -> Path:
-        """A checkpoint. The last good one stays until this one is safe on the disk."""
+        """A checkpoint in one file. The last good one stays until this one is safe on the disk."""
         from safetensors.torch import save_file
 
         path = self.folder / "checkpoints" / f"step-{progress.step:08}.safetensors"
         notes = {"progress": json.dumps(asdict(progress))}
         write(path, lambda there: save_file(tensors, str(there), notes))
-        for old in self.checkpoints()[KEEP:]:
-            old.unlink()
+        self._clear()
         return path
 
-    def latest(self, tell: Callable[[str], None] = lambda line: None) -> tuple[dict[str, Tensor], Progress] | None:
+    def save_part(self, tensors: dict[str, Tensor], progress: Progress) -> Path:
+        """A checkpoint of tensors that processes share: a folder, to which every process writes its part."""
+        from regard.tasks import parts
+
+        path = self.folder / "checkpoints" / f"step-{progress.step:08}"
+        try:
+            parts.save(path, tensors, {"progress": json.dumps(asdict(progress))})
+        except Exception as error:
+            if full(error):
+                raise _no_room(path) from error
+            raise
+        self._clear()
+        return path
+
+    def _clear(self) -> None:
+        """Old checkpoints go; another process may have been faster."""
+        for old in self.checkpoints()[KEEP:]:
+            if old.is_dir():
+                shutil.rmtree(old, ignore_errors=True)
+            else:
+                old.unlink(missing_ok=True)
+
+    def latest(
+        self, tell: Callable[[str], None] = lambda line: None, read: Read | None = None
+    ) -> tuple[dict[str, Tensor], Progress] | None:
         """The newest checkpoint that can be read; `tell` hears of those that cannot."""
         paths = self.checkpoints()
         for path in paths:
             try:
-                tensors, notes = load(path)
+                tensors, notes = (read or load)(path)
                 return tensors, Progress(**json.loads(notes["progress"]))
             except Exception as error:  # whatever is wrong with it, there may be another
                 tell(f"{path}: cannot be read ({str(error).splitlines()[0]}); the one before it is taken")
@@ -173,6 +197,13 @@ class Run:
         model.load_state_dict(weights)
         return model.eval(), step
 
+    def settle(self, rows: Sequence[Row]) -> None:
+        """Let the task choose what is to be chosen after training, by rows held out for that, and keep it."""
+        kit = self.task.settle(self.model()[0], self.kit, rows)
+        if kit is not self.kit:
+            self.kit = kit
+            write(self.folder / "kit.json", lambda there: there.write_text(kit.told()))
+
 
 class Log:
     """log.jsonl and TensorBoard, one line a step; lines behind the step that a run goes on from are cut off."""
@@ -222,13 +253,17 @@ def write(path: Path, write_to: Callable[[Path], Any]) -> None:
     except Exception as error:
         beside.unlink(missing_ok=True)
         if full(error):
-            free = shutil.disk_usage(path.parent).free / 1e6
-            run = path.parent.parent if path.parent.name == "checkpoints" else path.parent
-            raise Trouble(
-                f"{path}: the disk is full ({free:.0f} MB free); what was written before is safe; make room, then "
-                f"regard resume {run}"
-            ) from error
+            raise _no_room(path) from error
         raise
+
+
+def _no_room(path: Path) -> Trouble:
+    free = shutil.disk_usage(path.parent).free / 1e6
+    run = path.parent.parent if path.parent.name == "checkpoints" else path.parent
+    return Trouble(
+        f"{path}: the disk is full ({free:.0f} MB free); what was written before is safe; make room, then "
+        f"regard resume {run}"
+    )
 
 
 def full(error: BaseException) -> bool:
@@ -239,8 +274,13 @@ def full(error: BaseException) -> bool:
 
 
 def load(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Tensors and notes of a file."""
+    """Tensors and notes of a file, or of a folder to which processes wrote their parts; whole."""
     from safetensors import safe_open
+
+    if path.is_dir():
+        from regard.tasks import parts
+
+        return parts.load(path)
 
     with safe_open(str(path), "pt") as file:
         return {name: file.get_tensor(name) for name in file.keys()}, file.metadata() or {}  # noqa: SIM118

@@ -76,5 +76,5 @@ def gather(task: Task, sources: Sources, seed: int) -> Examples:
     if not sources.valid and not measured:
         train, test = task.hold_out(train, sources.held, seed)
     if not sources.valid:
-        train, valid = task.hold_out(train, max(1, min(sources.held // 2, len(train) // 10)), seed)
+        train, valid = task.choose_by(train, sources.held, seed)
     return Examples(train, valid, test or valid, bad)

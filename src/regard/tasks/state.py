@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -15,9 +17,16 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_optimizer_state_dict,
 )
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+from regard.distributed import sequence
+from regard.nn import Block
 
 WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)  # only the first process gets it
 EVERYWHERE = StateDictOptions(full_state_dict=True)
+OWN = StateDictOptions()  # the part that this process has
 
 
 class Average:
@@ -51,40 +60,61 @@ class Average:
             value.copy_(before)
 
 
-def weights(objective: nn.Module) -> dict[str, Tensor]:
+def shard(objective: nn.Module) -> None:
+    """Share the weights, their gradients and the optimizer's memory among all processes: FSDP2.
+
+    A block is gathered when it is computed, and let go after; what is in no block is gathered at the beginning.
+    """
+    mesh = init_device_mesh(next(objective.parameters()).device.type, (dist.get_world_size(),))
+    for module in list(objective.modules()):
+        if isinstance(module, Block):
+            fully_shard(module, mesh=mesh)
+    fully_shard(objective, mesh=mesh)
+
+
+def sharing(ranks: int, device: torch.device, how: str | None = None) -> Callable[[], AbstractContextManager[None]]:
+    """What makes models compute on sequences that each `ranks` processes share, this one with its neighbours."""
+    mesh = init_device_mesh(device.type, (dist.get_world_size() // ranks, ranks), mesh_dim_names=("data", "sequence"))
+    return partial(sequence, mesh["sequence"].get_group(), layout="balanced", how=how)
+
+
+def weights(objective: nn.Module, options: StateDictOptions = WHOLE) -> dict[str, Tensor]:
     """The weights of the model within an objective, by the model's own names."""
-    found: dict[str, Any] = get_model_state_dict(objective, options=WHOLE)
+    found: dict[str, Any] = get_model_state_dict(objective, options=options)
     return {name.removeprefix("model."): value.contiguous() for name, value in found.items()}
 
 
-def capture(objective: nn.Module, optimizer: torch.optim.Optimizer, average: Average | None) -> dict[str, Tensor]:
-    """Weights, the optimizer's memory and the average, as one flat table."""
-    tensors = {f"model.{name}": value for name, value in weights(objective).items()}
-    found: Any = get_optimizer_state_dict(objective, optimizer, options=WHOLE)
+def capture(
+    objective: nn.Module, optimizer: torch.optim.Optimizer, average: Average | None, options: StateDictOptions = WHOLE
+) -> dict[str, Tensor]:
+    """Weights, the optimizer's memory and the average, as one flat table: whole in the first process, or its `OWN`."""
+    tensors = {f"model.{name}": value for name, value in weights(objective, options).items()}
+    found: Any = get_optimizer_state_dict(objective, optimizer, options=options)
     for name, parts in found.get("state", {}).items():
         tensors |= {f"optimizer.{part}.{name}": value.contiguous() for part, value in parts.items()}
     if average is not None:
         with average.instead():
-            tensors |= {f"average.{name}": value.clone() for name, value in weights(objective).items()}
+            tensors |= {f"average.{name}": value.clone() for name, value in weights(objective, options).items()}
     return tensors
 
 
 def restore(
     tensors: dict[str, Tensor], objective: nn.Module, optimizer: torch.optim.Optimizer, average: Average | None
 ) -> None:
-    """What `capture` gave, back in its places."""
+    """What `capture` gave, back in its places: whole tensors, or this process's own."""
+    options = OWN if any(isinstance(value, DTensor) for value in tensors.values()) else EVERYWHERE
 
     def part(prefix: str) -> dict[str, Any]:
         return {f"model.{name.removeprefix(prefix)}": tensors[name] for name in tensors if name.startswith(prefix)}
 
     if average is not None:
         with average.instead():
-            set_model_state_dict(objective, part("average."), options=EVERYWHERE)
-    set_model_state_dict(objective, part("model."), options=EVERYWHERE)
-    state: Any = get_optimizer_state_dict(objective, optimizer, options=EVERYWHERE)  # for the groups, and the names
+            set_model_state_dict(objective, part("average."), options=options)
+    set_model_state_dict(objective, part("model."), options=options)
+    state: Any = get_optimizer_state_dict(objective, optimizer, options=options)  # for the groups, and the names
     for name, value in tensors.items():
         kind, _, rest = name.partition(".")
         if kind == "optimizer":
             which, _, weight = rest.partition(".")
             state["state"][weight][which] = value
-    set_optimizer_state_dict(objective, optimizer, state, options=EVERYWHERE)
+    set_optimizer_state_dict(objective, optimizer, state, options=options)

@@ -48,6 +48,8 @@ class Recipe:
     save_every: int = option(250, "steps between checkpoints")
     precision: str = option("no", "mixed precision: no, bf16 or fp16")
     seed: int = option(1, "of weights, order and dropout")
+    shard: str = option("data", "what processes share: data (each has the whole model), or fsdp (weights too)")
+    sequence_ranks: int = option(1, "processes that share one sequence, for long ones; a divisor of all processes")
 
     def __post_init__(self) -> None:
         least = {
@@ -58,6 +60,7 @@ class Recipe:
             "save_every": 1,
             "warmup": 0,
             "patience": 0,
+            "sequence_ranks": 1,
         }
         for name, bound in least.items():
             if getattr(self, name) < bound:
@@ -68,6 +71,8 @@ class Recipe:
             raise ValueError(f"rate and clip must be positive, but are {self.rate} and {self.clip}")
         if self.precision not in ("no", "bf16", "fp16"):
             raise ValueError(f"precision must be no, bf16 or fp16, but is {self.precision!r}")
+        if self.shard not in ("data", "fsdp"):
+            raise ValueError(f"shard must be data or fsdp, but is {self.shard!r}")
 
     def rate_at(self, step: int) -> float:
         """The learning rate of step 1 ... steps."""
@@ -82,11 +87,13 @@ class Kit:
     """What a task learns from its data before training and needs ever after.
 
     config: fields of the model's configuration that a pretrained model brought along, or the form of images.
+    settled: what was chosen after training, by what is held out for choosing, such as thresholds.
     """
 
     tokenizer: Tokenizer | None = None
     labels: tuple[str, ...] = ()
     config: dict[str, Any] | None = None
+    settled: dict[str, float] | None = None
 
     def texts(self) -> Tokenizer:
         """The tokenizer, of a task that has one."""
@@ -98,8 +105,12 @@ class Kit:
         """Write tokenizer.json, if there is one, and kit.json."""
         if self.tokenizer is not None:
             self.tokenizer.save(str(folder / "tokenizer.json"))
-        kit = {"labels": list(self.labels), "config": self.config}
-        (folder / "kit.json").write_text(json.dumps(kit, indent=1, ensure_ascii=False))
+        (folder / "kit.json").write_text(self.told())
+
+    def told(self) -> str:
+        """All but the tokenizer, as JSON."""
+        kit = {"labels": list(self.labels), "config": self.config, "settled": self.settled}
+        return json.dumps(kit, indent=1, ensure_ascii=False)
 
     @staticmethod
     def load(folder: Path) -> Kit:
@@ -110,7 +121,7 @@ class Kit:
 
             tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
         kit = json.loads((folder / "kit.json").read_text())
-        return Kit(tokenizer, tuple(kit["labels"]), kit["config"])
+        return Kit(tokenizer, tuple(kit["labels"]), kit["config"], kit.get("settled"))
 
 
 @dataclass(frozen=True)
@@ -141,6 +152,8 @@ class Prediction(NamedTuple):
     output: str
     score: float
     more: Mapping[str, Any] = MappingProxyType({})  # alternatives, vectors, boxes: for --json
+    note: str = ""  # for those who read along, such as how fast it was
+    file: bytes = b""  # what no text can say, such as a sound
 
 
 Figures = dict[str, float]
@@ -149,19 +162,22 @@ Figures = dict[str, float]
 class Task(ABC):
     """Data to training to metrics to prediction. The fields of a task are the options of `regard train`.
 
-    name, summary, example: how it is called, what it does, a few lines of its data.
+    name, does, example: how it is called, what it does, a few lines of its data.
     columns: what a row of its data holds, in order; each is also the name of a field that says which column it is.
-    takes: what `regard predict` is given: "text", or "image" for paths of images.
+    takes: what `regard predict` is given: "text", or "image" or "audio" for paths of such files.
+    makes: the suffix of the files that `regard predict` writes, such as ".wav", for tasks that do.
     """
 
     name: ClassVar[str]
-    summary: ClassVar[str]
+    does: ClassVar[str]
     example: ClassVar[str]
     columns: ClassVar[tuple[str, ...]] = ()
     takes: ClassVar[str] = "text"
+    makes: ClassVar[str] = ""
     recipe: ClassVar[Recipe] = Recipe()
     data: ClassVar[str] = ""  # what is trained on where nothing is said: a dataset that comes with the package
     held: ClassVar[int] = 1000  # examples held out, where no file of them is given
+    shares_sequences: ClassVar[bool] = False  # whether its loss is one of tokens, which processes can share
 
     def read(self, source: str, bad: Bad) -> list[Row]:
         """The examples of a source."""
@@ -179,6 +195,10 @@ class Task(ABC):
     def hold_out(self, rows: Sequence[Row], held: int, seed: int) -> tuple[list[Row], list[Row]]:
         """Rows to train on and rows held out: `held` of them, where those that begin alike count as one."""
         return split(rows, lambda row: str(row.values[0]), held, seed)
+
+    def choose_by(self, rows: Sequence[Row], held: int, seed: int) -> tuple[list[Row], list[Row]]:
+        """Rows to train on and rows to choose the best weights by, of those left where `held` are to be measured on."""
+        return self.hold_out(rows, max(1, min(held // 2, len(rows) // 10)), seed)
 
     @abstractmethod
     def learn(self, rows: Sequence[Row]) -> Kit:
@@ -199,6 +219,10 @@ class Task(ABC):
     def loss(self, model: nn.Module, batch: Batch, smoothing: float) -> Tensor:
         """The sum of the losses of a batch, over `batch.count`."""
 
+    def settle(self, model: nn.Module, kit: Kit, rows: Sequence[Row]) -> Kit:
+        """What a trained model's kit is to be, by rows held out for choosing. As it was, unless a task has a choice."""
+        return kit
+
     @abstractmethod
     def evaluate(self, model: nn.Module, kit: Kit, rows: Sequence[Row]) -> Figures:
         """How good it is on held-out rows, by the metrics of its field."""
@@ -209,7 +233,20 @@ class Task(ABC):
 
     @abstractmethod
     def predict(self, model: nn.Module, kit: Kit, rows: Sequence[Row], bad: Bad) -> Iterator[Prediction]:
-        """What the model says of each input, in order: rows of one value, the text or the path of an image."""
+        """What the model says of each input, in order: rows of one value, the text or the path of a file, or such as
+        `asked` gives."""
+
+    def asked(self, path: Path, bad: Bad) -> Iterator[Row] | None:
+        """What is to be predicted of a file, where it has a format of the task's own; none is a text a line."""
+        return None
+
+    def name_tokens(self, model: nn.Module, kit: Kit, record: Any, said: Prediction) -> None:
+        """Tell a record of `regard.view` what its tokens are: words of the tokenizer, patches of an image."""
+        if kit.tokenizer is not None:
+            record.decode(kit.tokenizer)
+        config: Any = getattr(model, "config", None)
+        if self.takes == "image" and hasattr(config, "grid") and "source" in record.inputs:
+            record.over_image(record.inputs["source"], config.grid, first=1)
 
     def sample(self, kit: Kit) -> tuple[Any, ...] | None:
         """Padded inputs to export the model with, where it can be exported to ONNX; none where it cannot."""

@@ -45,10 +45,10 @@ def encoded(
     return found, np.array(kept, np.int64)
 
 
-def too_long(place: str, tokens: int, longest: int, more: str = "") -> str:
+def too_long(place: str, tokens: int, longest: int, more: str = "", option: str = "longest") -> str:
     """What is said of a text that the model cannot take."""
     return (
-        f"{place}: has {tokens} tokens, but the model takes {longest}; train with --longest {tokens},{more} shorten it"
+        f"{place}: has {tokens} tokens, but the model takes {longest}; train with --{option} {tokens},{more} shorten it"
     )
 
 
@@ -80,11 +80,16 @@ def encoder_config(kit: Kit, shape: Shape, **more: Any) -> TextConfig:
 
 def pretrained(start: str) -> tuple[TextEncoder, Tokenizer]:
     """The text encoder of a run, or of a checkpoint folder with its tokenizer.json, and its tokenizer."""
+    model, tokenizer = loaded(start)
+    return _encoder(model, start), tokenizer
+
+
+def loaded(start: str) -> tuple[nn.Module, Tokenizer]:
+    """The model of a run or of a checkpoint folder, and its tokenizer."""
     folder = Path(start)
     if (folder / "run.json").exists():
         run = Run.open(folder)
-        model, _ = run.model()
-        return _encoder(model, start), run.kit.texts()
+        return run.model()[0], run.kit.texts()
     if not (folder / "config.json").exists():
         raise Trouble(f"{start}: holds neither a run nor a checkpoint (run.json or config.json); check --start")
     from tokenizers import Tokenizer
@@ -96,7 +101,7 @@ def pretrained(start: str) -> tuple[TextEncoder, Tokenizer]:
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     tokenizer.no_padding()
     tokenizer.no_truncation()
-    return _encoder(load(folder), start), tokenizer
+    return load(folder), tokenizer
 
 
 def started(start: str) -> Kit:

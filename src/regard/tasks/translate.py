@@ -6,21 +6,15 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-import numpy as np
-import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from regard.models.translation import Transformer, TransformerConfig
-from regard.nn import Beam, Packed
-from regard.nn.generate import Strategy
 from regard.tasks import metrics
-from regard.tasks.batches import Ragged, in_order
 from regard.tasks.data import TATOEBA, Row
 from regard.tasks.task import Batch, Figures, Kit, Prediction, Recipe, Task, option
-from regard.tasks.texts import too_long
-from regard.tasks.tokens import BEGIN, END, MASK, PAD, encode, learn, special
+from regard.tasks.tokens import BEGIN, END, MASK, PAD, learn, special
 from regard.tasks.trouble import Bad
+from regard.tasks.writing import Pairs, paired, sources_of, written
 
 
 @dataclass(frozen=True)
@@ -28,7 +22,7 @@ class Translate(Task):
     """The Transformer, with one vocabulary for both languages and one table for all embeddings."""
 
     name: ClassVar[str] = "translate"
-    summary: ClassVar[str] = "a sentence to its translation"
+    does: ClassVar[str] = "a sentence to its translation"
     example: ClassVar[str] = "I am hungry.\tJ'ai faim.\nGo home.\tRentre chez toi."
     columns: ClassVar[tuple[str, ...]] = ("source", "target")
     data: ClassVar[str] = TATOEBA
@@ -67,30 +61,7 @@ class Translate(Task):
         )
 
     def items(self, kit: Kit, rows: Sequence[Row], bad: Bad) -> Pairs:
-        sources, kept = self._sources(kit, rows, bad)
-        begin, end = special(kit.texts(), BEGIN), special(kit.texts(), END)
-        targets = [
-            np.concatenate([[begin], ids, [end]]) for ids in encode(kit.texts(), [rows[n].values[1] for n in kept])
-        ]
-        good = []
-        for n, (row, ids) in enumerate(zip(kept, targets, strict=True)):
-            if len(ids) - 1 > self.longest:
-                bad(too_long(rows[row].place, len(ids) - 1, self.longest))
-            else:
-                good.append(n)
-        places = [rows[kept[n]].place for n in good]
-        return Pairs([sources[n] for n in good], [targets[n] for n in good], places)
-
-    def _sources(self, kit: Kit, rows: Sequence[Row], bad: Bad) -> tuple[list[np.ndarray], list[int]]:
-        """Ids of the sentences with the token for the end, and which rows they are of."""
-        end, found, kept = special(kit.texts(), END), [], []
-        for n, ids in enumerate(encode(kit.texts(), [row.values[0] for row in rows])):
-            if len(ids) + 1 > self.longest:
-                bad(too_long(rows[n].place, len(ids) + 1, self.longest))
-            else:
-                found.append(np.append(ids, end))
-                kept.append(n)
-        return found, kept
+        return paired(kit, rows, bad, longest=self.longest)
 
     def loss(self, model: nn.Module, batch: Batch, smoothing: float) -> Tensor:
         assert isinstance(model, Transformer)
@@ -110,47 +81,12 @@ class Translate(Task):
 
     def predict(self, model: nn.Module, kit: Kit, rows: Sequence[Row], bad: Bad) -> Iterator[Prediction]:
         assert isinstance(model, Transformer)
-        sources, kept = self._sources(kit, rows, bad)
-        ragged = Ragged(sources)
+        sources, kept = sources_of(kit, rows, bad, longest=self.longest)
         outputs, scores = [""] * len(kept), [0.0] * len(kept)
-        device = next(model.parameters()).device
-        strategy: Strategy | None = Beam(self.beam) if self.beam > 1 else None
-        for chosen in in_order(ragged.lengths, budget=512) if len(kept) else ():
-            packed = ragged.pack(chosen)
-            packed = packed.holding(packed.values.to(device))
-            limit = min(self.longest, 2 * max(packed.lengths) + 16)
-            made = model.generate(packed, limit=limit, strategy=strategy)
-            for n, ids, score in zip(chosen, made, sureness(model, packed, made), strict=True):
-                outputs[n], scores[n] = kit.texts().decode(ids.tolist()), score
+        for n, ids, score in written(model, sources, beam=self.beam, limit=self.longest):
+            outputs[n], scores[n] = kit.texts().decode(ids.tolist()), score
         for row, output, score in zip(kept, outputs, scores, strict=True):
             yield Prediction(rows[row].values[0], output, score)
-
-
-class Pairs:
-    """Sentences and translations; a translation has the tokens for begin and end around it."""
-
-    def __init__(self, sources: Sequence[np.ndarray], targets: Sequence[np.ndarray], places: Sequence[str]) -> None:
-        self.sources, self.places = Ragged(sources), places
-        self.before, self.after = Ragged([ids[:-1] for ids in targets]), Ragged([ids[1:] for ids in targets])
-        self.sizes = self.sources.lengths + self.before.lengths
-
-    def batch(self, chosen: np.ndarray, random: np.random.Generator) -> Batch:
-        source, before = self.sources.pack(chosen), self.before.pack(chosen)
-        after = self.after.pack(chosen).values
-        return Batch((source, before), after, len(source.values) + len(after), len(after))
-
-
-@torch.no_grad()
-def sureness(model: Transformer, source: Packed, targets: Sequence[Tensor]) -> list[float]:
-    """The probability of each translation, token for token: the geometric mean, its end included."""
-    start, stop = (
-        torch.tensor([token], device=source.values.device) for token in (model.config.start, model.config.stop)
-    )
-    before = [torch.cat((start, ids)) for ids in targets]
-    logits = model(source, Packed(torch.cat(before), tuple(map(len, before)))).values
-    after = torch.cat([torch.cat((ids, stop)) for ids in targets])
-    said = -F.cross_entropy(logits.float(), after, reduction="none")
-    return [float(part.mean().exp()) for part in said.split([len(ids) for ids in before])]
 
 
 def _references(rows: Sequence[Row]) -> dict[str, list[str]]:

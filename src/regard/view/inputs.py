@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from regard.nn.packing import Packed
 
 SOURCES = ("input_ids", "inputs", "source", "ids", "src", "pixel_values", "images", "input_features", "input_values")
-TARGETS = ("decoder_input_ids", "target", "tgt")
+TARGETS = ("decoder_input_ids", "target", "tgt", "text")
 
 
 def inputs_of(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> dict[str, Tensor]:

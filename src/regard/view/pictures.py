@@ -76,6 +76,38 @@ def alignment(record: Record, layer: int | None = None, head: int | None = None,
     return ax
 
 
+def coverage(record: Record, *, letters: int = 90, ax: Axes | None = None) -> Axes:
+    """The source as a text of lines of so many letters, each token as dark as all of the target looked at it.
+
+    How much that is, is cross-attention summed over the target, the mean over heads and layers.
+    """
+    from matplotlib import colormaps
+    from matplotlib.patches import Rectangle
+
+    last = _cross(record, None)
+    across = [seen for seen in record.attentions if seen.kind == last.kind]
+    looked = torch.stack([seen.weights().float().sum(1).mean(0) for seen in across]).mean(0)
+    tokens = [token.replace("\n", "⏎") for token in record.streams[record.ends(last)[1]].tokens]
+    places, row, column = [], 0, 0
+    for token in tokens:
+        if column and column + len(token) > letters:
+            row, column = row + 1, 0
+        places.append((column, row))
+        column += len(token)
+    ax = _axes(ax, (letters * 0.08, 0.5 + 0.22 * (row + 1)))
+    for token, (left, top), share in zip(tokens, places, (looked / looked.max()).tolist(), strict=True):
+        ax.add_patch(
+            Rectangle((left, top - 0.5), len(token), 0.95, color=colormaps[COLOURS](0.75 * share), linewidth=0)
+        )
+        ax.text(
+            left, top, token, family="monospace", fontsize=9, va="center", parse_math=False,
+            color="white" if share > 0.6 else "black",
+        )  # fmt: skip
+    ax.set(xlim=(0, letters), ylim=(row + 0.6, -0.6), title=record.note)
+    ax.axis("off")
+    return ax
+
+
 def head_grid(record: Record, kind: Kind | None = None, *, side: int = 48, ax: Axes | None = None) -> Axes:
     """Every head of every layer as a small map: layers down, heads across. Each is as dark as its own strongest."""
     seens = [seen for seen in record.attentions if kind in (None, seen.kind)]
@@ -141,7 +173,7 @@ def profile(record: Record, measure: str = "entropy", kind: Kind | None = None, 
 def patches(
     record: Record, layer: int | str, head: int | None = None, *, query: int = 0, ax: Axes | None = None
 ) -> Axes:
-    """Where one token of an image looks, over the image; `query` 0 is the class token of a Vision Transformer."""
+    """Where one token looks, over the image; `query` 0 is the class token of a Vision Transformer, or a first word."""
     if record.image is None:
         raise ValueError("the record is not of an image; tell which with record.over_image(pixels, grid, first=1)")
     seen, image = record.attention(layer, None), _image(record.image["href"])
@@ -154,7 +186,7 @@ def patches(
     shade = (over / over.max().clamp(min=1e-12)).numpy()
     veil = 0.75 * (1 - np.sqrt(shade))  # where it does not look, the image is dark
     ax.imshow(np.zeros_like(shade), cmap="gray", extent=extent, alpha=veil, interpolation="nearest")
-    if query >= first:
+    if query >= first and record.ends(seen)[0] == record.image["stream"]:
         from matplotlib.patches import Rectangle
 
         at = query - first

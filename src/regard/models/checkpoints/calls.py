@@ -22,9 +22,10 @@ def load(
     """The model of a folder with config.json and safetensors, or of a name on the Hub such as "org/name"; in eval mode.
 
     What it is, the checkpoint's `architectures` says: BERT, RoBERTa, DistilBERT and ALBERT with their heads, GPT-2,
-    Llama, Mistral, Qwen2, Gemma 2, T5, Marian, ViT, DETR, a folder of sentence-transformers, or what `regard.save`
-    wrote. Weights keep their type unless `dtype` is given. Only safetensors are opened. A tensor that is missing,
-    unknown or of another shape, and a configuration that our models cannot follow, is an error.
+    Llama, Mistral, Qwen2, Gemma 2, T5, Marian, ViT, DETR, Whisper, Wav2Vec2 with CTC, a folder of
+    sentence-transformers, or what `regard.save` wrote. Weights keep their type unless `dtype` is given. Only
+    safetensors are opened. A tensor that is missing, unknown or of another shape, and a configuration that our models
+    cannot follow, is an error.
 
     revision: a branch, tag or commit on the Hub. local_files_only: look only at what was fetched before.
 
@@ -61,6 +62,8 @@ def save(model: nn.Module, folder: str | os.PathLike[str], *, limit: int = 5_000
 
 def tokenizer(folder: str | os.PathLike[str]) -> Tokenizer:
     """The tokenizer of a folder, or of a name on the Hub: `tokenizer(folder).encode("words").ids`.
+
+    That of Wav2Vec2 spells: its `decode` takes the best label of every frame.
 
     >>> import regard as rg
     >>> rg.models.tokenizer("no/folder/of/mine")

@@ -14,7 +14,7 @@ from regard.models.checkpoints import own, sentences
 from regard.models.checkpoints.families import FAMILIES, family_of
 from regard.models.checkpoints.family import TENSORS, Architecture, Values
 from regard.models.checkpoints.files import CONFIG, GENERATION, Weights, float_types, folder_of, read_json
-from regard.models.checkpoints.names import Move, find, moves, some
+from regard.models.checkpoints.names import NOTHING, Move, find, moves, some
 from regard.models.text import SentenceEmbedder
 
 
@@ -29,12 +29,25 @@ def load(
     return sentences.with_tokenizer(model, path) if isinstance(model, SentenceEmbedder) else model
 
 
+def outline(path: Path) -> nn.Module:
+    """The model that a config.json describes, or a folder with one, without its weights: on the device "meta"."""
+    file = path / CONFIG if path.is_dir() else path
+    said = read_json(file)
+    try:
+        architecture, config = _described(said, {}, (), bare=False)
+        with torch.device("meta"):
+            return architecture.model(config)
+    except (ValueError, KeyError, TypeError) as error:
+        what = f"{error} is missing" if isinstance(error, KeyError) else str(error)
+        raise ValueError(f"{file}: {what}") from error
+
+
 def read(path: Path, *, dtype: torch.dtype | None, bare: bool = False) -> nn.Module:
     """The model of a folder; `bare` is the base model where the checkpoint does not say an architecture."""
     said = read_json(path / CONFIG)
     weights = Weights(path)
     try:
-        architecture, config = _described(said, _spoken(path), weights, bare)
+        architecture, config = _described(said, _spoken(path), weights.names(), bare)
     except (ValueError, KeyError, TypeError) as error:
         what = f"{error} is missing" if isinstance(error, KeyError) else str(error)
         raise ValueError(f"{path / CONFIG}: {what}") from error
@@ -46,7 +59,7 @@ def read(path: Path, *, dtype: torch.dtype | None, bare: bool = False) -> nn.Mod
     return model.eval()
 
 
-def _described(said: Values, spoken: Values, weights: Weights, bare: bool) -> tuple[Architecture, Any]:
+def _described(said: Values, spoken: Values, tensors: Iterable[str], bare: bool) -> tuple[Architecture, Any]:
     """The architecture and our configuration that config.json describes."""
     if said.get("model_type") == own.MODEL_TYPE:
         return own.described(said)
@@ -62,13 +75,16 @@ def _described(said: Values, spoken: Values, weights: Weights, bare: bool) -> tu
     if architecture is None:
         listed = ", ".join(family.architectures)
         raise ValueError(f"architectures = {names} is not supported; supported: {listed}")
-    return architecture, family.config_of(said | spoken | {TENSORS: frozenset(weights.names())})
+    return architecture, family.config_of(said | spoken | {TENSORS: frozenset(tensors)})
 
 
 def _spoken(path: Path) -> dict[str, Any]:
     """What generation_config.json says beyond config.json that is part of our configurations."""
     said = read_json(path / GENERATION) if (path / GENERATION).exists() else {}
-    names = ("decoder_start_token_id", "eos_token_id", "bad_words_ids")
+    names = (
+        "decoder_start_token_id", "eos_token_id", "bad_words_ids", "suppress_tokens", "begin_suppress_tokens",
+        "forced_decoder_ids",
+    )  # fmt: skip
     return {name: said[name] for name in names if said.get(name) is not None}
 
 
@@ -94,7 +110,11 @@ def read_moves(
     """Our tensors by our names."""
     made = {}
     for move in wanted:
-        tensor = move.join(weights.read(found[name]) for name in move.theirs)
+        parts = [weights.read(found[name]) if name != NOTHING else None for name in move.theirs]
+        like = next(part for part in parts if part is not None)
+        tensor = move.join(
+            like.new_zeros(shape) if part is None else part for part, shape in zip(parts, move.shapes, strict=True)
+        )
         made[move.ours] = tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
     return made
 

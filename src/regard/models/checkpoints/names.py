@@ -40,7 +40,7 @@ class Rule:
         for theirs in self.theirs:
             for number in numbers:
                 theirs = theirs.replace("*", number, 1)
-            filled.append(theirs + rest)
+            filled.append(theirs if theirs == NOTHING else theirs + rest)
         return tuple(filled)
 
 
@@ -58,6 +58,7 @@ FORMS = {
     "conv": Form(lambda x: x[:, :, 0, 0], lambda x: x[:, :, None, None], (2,)),
     "1": Form(lambda x: x[0], lambda x: x[None], (1, 2)),
 }
+NOTHING = "0"  # the name of a part that they do not hold, because it is zero
 PLAIN = Form(lambda x: x, lambda x: x, ())
 
 
@@ -82,7 +83,8 @@ class Move:
         """Ours to theirs."""
         parts = tensor.split(self.rows) if len(self.theirs) > 1 else [tensor]
         for name, part in zip(self.theirs, parts, strict=True):
-            yield name, self.form.theirs(part).contiguous()
+            if name != NOTHING:
+                yield name, self.form.theirs(part).contiguous()
 
 
 @cache
@@ -90,8 +92,9 @@ def table(text: str, *, ours: str = "", theirs: str = "") -> tuple[Rule, ...]:
     """Rules from lines of two names, ours and theirs, put behind these prefixes.
 
     A name stands for a module with all its tensors, or for one tensor. `*` is a number that both names have.
-    `{a,b}` puts a and b one below the other. `^T` is a matrix that they hold transposed, `^conv` one that they hold
-    as a 1x1 convolution, `^1` a tensor with an axis of length 1 before ours.
+    `{a,b}` puts a and b one below the other; `{a,0,b}` has zeros between them, which they do not hold: the bias of
+    keys, which moves all scores of a query alike and so changes nothing. `^T` is a matrix that they hold transposed,
+    `^conv` one that they hold as a 1x1 convolution, `^1` a tensor with an axis of length 1 before ours.
 
     >>> from regard.models.checkpoints.names import table
     >>> table("layers.*.up   blocks.*.{gate,up}", theirs="model.")[0].match("layers.3.up.weight")
@@ -162,6 +165,7 @@ def find(source: Tensors, wanted: Iterable[Move], extras: Extras, prefix: str) -
     Missing tensors, unknown ones, other shapes and copies that differ are errors that list them.
     """
     needed = {name: shape for move in wanted for name, shape in zip(move.theirs, move.shapes, strict=True)}
+    needed.pop(NOTHING, None)
     copies = {
         copy: next(name for name in names if name in needed)
         for copy, names in extras.copies.items()
@@ -218,4 +222,4 @@ def _alternatives(name: str) -> tuple[str, ...]:
     if found is None:
         return (name,)
     before, inner, after = found.groups()
-    return tuple(before + part + after for part in inner.split(","))
+    return tuple(part if part == NOTHING else before + part + after for part in inner.split(","))

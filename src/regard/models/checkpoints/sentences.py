@@ -13,13 +13,14 @@ import torch
 from torch import nn
 
 from regard.files import whole
-from regard.models.checkpoints.files import folder_of, inside, read_json, write_json
+from regard.models.checkpoints.files import CONFIG, folder_of, inside, read_json, write_json
 from regard.models.text import SentenceEmbedder, TextEncoder
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 MODULES, POOLING, LENGTH, TOKENIZER = "modules.json", "1_Pooling", "sentence_bert_config.json", "tokenizer.json"
+LETTERS = "vocab.json"
 TOKENIZER_CONFIG, PROMPTS = "tokenizer_config.json", "config_sentence_transformers.json"
 MODES = {"cls": "first", "mean": "mean", "max": "max"}
 
@@ -31,6 +32,8 @@ def tokenizer(folder: str | os.PathLike[str]) -> Tokenizer:
         import tokenizers
     except ImportError:
         raise ImportError("tokenizers are read by tokenizers: pip install 'regard[checkpoints]'") from None
+    if not path.exists() and (path.parent / LETTERS).exists() and _listens(path.parent):
+        return _letters(path.parent)
     if not path.exists():
         raise FileNotFoundError(
             f"{path.parent} has no {TOKENIZER}; in transformers, "
@@ -40,6 +43,33 @@ def tokenizer(folder: str | os.PathLike[str]) -> Tokenizer:
         return tokenizers.Tokenizer.from_file(str(path))
     except Exception as error:
         raise ValueError(f"{path} is no tokenizer: {error}") from None
+
+
+def _listens(folder: Path) -> bool:
+    """Whether the letters of a folder are those of CTC, as Wav2Vec2's tokenizer has them."""
+    said = read_json(folder / TOKENIZER_CONFIG) if (folder / TOKENIZER_CONFIG).exists() else {}
+    model = read_json(folder / CONFIG) if (folder / CONFIG).exists() else {}
+    return said.get("tokenizer_class") == "Wav2Vec2CTCTokenizer" or model.get("model_type") == "wav2vec2"
+
+
+def _letters(folder: Path) -> Tokenizer:
+    """A tokenizer whose `decode` spells the labels of frames: repeats once, without blanks."""
+    from tokenizers import Regex, Tokenizer, decoders, models
+
+    said = read_json(folder / TOKENIZER_CONFIG) if (folder / TOKENIZER_CONFIG).exists() else {}
+    known = read_json(folder / LETTERS)
+    if not all(isinstance(number, int) for number in known.values()):
+        raise ValueError(f"{folder / LETTERS} must number the letters; vocabularies of several languages are not read")
+    blank, between = (
+        name.get("content") if isinstance(name, dict) else name
+        for name in (said.get("pad_token") or "<pad>", said.get("word_delimiter_token") or "|")
+    )
+    made = Tokenizer(models.WordLevel(known, unk_token=str(said.get("unk_token") or "<unk>")))
+    ctc = decoders.CTC(pad_token=blank, word_delimiter_token=between, cleanup=False)
+    spaces = decoders.Replace(between, " ")
+    around = decoders.Replace(Regex("^ +| +$"), "")
+    made.decoder = decoders.Sequence([ctc, spaces, decoders.Fuse(), around])
+    return made
 
 
 def load(folder: Path, read: Callable[[Path], nn.Module]) -> SentenceEmbedder:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from regard.models.checkpoints.families import language, text, translation, vision
+from regard.models.checkpoints.families import language, speech, text, translation, vision
 from regard.models.checkpoints.family import Family
 
 FAMILIES: tuple[Family, ...] = (
@@ -10,6 +10,7 @@ FAMILIES: tuple[Family, ...] = (
     *language.FAMILIES,
     *translation.FAMILIES,
     *vision.FAMILIES,
+    *speech.FAMILIES,
 )
 
 

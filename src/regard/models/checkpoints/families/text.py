@@ -17,7 +17,14 @@ from regard.models.checkpoints.family import (
     settled,
 )
 from regard.models.checkpoints.names import Extras
-from regard.models.text import MaskedLanguageModel, SequenceClassifier, TextConfig, TextEncoder, TokenClassifier
+from regard.models.text import (
+    MaskedLanguageModel,
+    QuestionAnswering,
+    SequenceClassifier,
+    TextConfig,
+    TextEncoder,
+    TokenClassifier,
+)
 
 PRETRAINING = ("pooling", "head_activation", "classes", "unit")  # what a model without a classifier does not look at
 
@@ -39,7 +46,7 @@ def architectures(
         "ForPreTraining": (MaskedLanguageModel, PRETRAINING),
         "ForSequenceClassification": (SequenceClassifier, ("unit",)),
         "ForTokenClassification": (TokenClassifier, ("pooling", "head_activation", "unit")),
-        "ForQuestionAnswering": (TokenClassifier, ("pooling", "head_activation", "unit")),
+        "ForQuestionAnswering": (QuestionAnswering, PRETRAINING),
     }
     found = {}
     for kind, (model, unused) in kinds.items():
@@ -109,7 +116,7 @@ BERT = Family(
             "ForPreTraining": PREDICTIONS,
             "ForSequenceClassification": "transform bert.pooler.dense \n classifier classifier",
             "ForTokenClassification": "classifier classifier",
-            "ForQuestionAnswering": "classifier qa_outputs",
+            "ForQuestionAnswering": "ends qa_outputs",
         },
         prefix="bert.",
         ignored=("embeddings.position_ids", "embeddings.token_type_ids", "pooler", "cls.seq_relationship"),
@@ -145,7 +152,7 @@ def roberta(model_type: str, start: str) -> Family:
                 "ForMaskedLM": LM_HEAD,
                 "ForSequenceClassification": "transform classifier.dense \n classifier classifier.out_proj",
                 "ForTokenClassification": "classifier classifier",
-                "ForQuestionAnswering": "classifier qa_outputs",
+                "ForQuestionAnswering": "ends qa_outputs",
             },
             prefix="roberta.",
             ignored=("embeddings.position_ids", "embeddings.token_type_ids", "pooler"),
@@ -188,7 +195,7 @@ DISTILBERT = Family(
             "ForMaskedLM": "transform vocab_transform \n norm vocab_layer_norm \n bias vocab_projector.bias",
             "ForSequenceClassification": "transform pre_classifier \n classifier classifier",
             "ForTokenClassification": "classifier classifier",
-            "ForQuestionAnswering": "classifier qa_outputs",
+            "ForQuestionAnswering": "ends qa_outputs",
         },
         prefix="distilbert.",
         ignored=("embeddings.position_ids",),
@@ -242,7 +249,7 @@ ALBERT = Family(
             "ForPreTraining": "transform predictions.dense \n norm predictions.LayerNorm \n bias predictions.bias",
             "ForSequenceClassification": "transform albert.pooler \n classifier classifier",
             "ForTokenClassification": "classifier classifier",
-            "ForQuestionAnswering": "classifier qa_outputs",
+            "ForQuestionAnswering": "ends qa_outputs",
         },
         prefix="albert.",
         ignored=("embeddings.position_ids", "embeddings.token_type_ids", "pooler", "sop_classifier"),

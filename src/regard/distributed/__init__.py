@@ -1,0 +1,24 @@
+"""Sequences larger than one machine: every rank of a process group holds a part of the tokens. On torch.distributed."""
+
+from regard.distributed.layout import LAYOUTS, Layout, gather, positions, shard
+from regard.distributed.plan import Moved, bytes_moved
+from regard.distributed.sequence import attention, sequence
+from regard.distributed.wire import Lost, Traffic, traffic
+
+__all__ = [
+    # the operator, and models under it
+    "attention",
+    "sequence",
+    # who holds what
+    "LAYOUTS",
+    "Layout",
+    "gather",
+    "positions",
+    "shard",
+    # what it moves
+    "Lost",
+    "Moved",
+    "Traffic",
+    "bytes_moved",
+    "traffic",
+]

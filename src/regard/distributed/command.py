@@ -1,0 +1,141 @@
+"""`regard plan`: what it is asked, what it finds, and what it prints."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from rich.box import SIMPLE
+from rich.table import Table
+
+from regard.distributed.cost import Cost, Machine, Model, cost, splits
+
+POWERS = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12, "p": 1e15}
+
+
+def amount(name: str, text: str) -> float:
+    """A number with a unit: 16GB, 25Gbit/s, 1.5e9, 40 GFLOP/s.
+
+    >>> amount("memory", "16GB"), amount("bandwidth", "8 Mbit/s"), amount("memory", "1GiB")
+    (16000000000.0, 1000000.0, 1073741824.0)
+    """
+    found = re.fullmatch(
+        r"\s*([0-9.]+(?:e[+-]?[0-9]+)?)\s*([kmgtp]?)(i?)(b|byte|bytes|bit|bits|flop|flops)?(/s)?\s*", text.lower()
+    )
+    try:
+        assert found is not None
+        value = float(found[1]) * (POWERS[found[2]] if not found[3] else 1024.0 ** "kmgtp".index(found[2]) * 1024)
+    except (AssertionError, ValueError):
+        raise ValueError(f"--{name} must be a number with a unit, such as 16GB, but is {text!r}") from None
+    if not value > 0:
+        raise ValueError(f"--{name} must be positive, but is {text}")
+    return value / 8 if found[4] in ("bit", "bits") else value
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Every way to share the work, the fastest first among those that fit."""
+
+    model: Model
+    machine: Machine
+    sequence: int
+    batch: int
+    costs: tuple[Cost, ...]
+
+    @staticmethod
+    def of(model: Model, machine: Machine, *, sequence: int, ranks: int, batch: int) -> Plan:
+        found = [
+            cost(model, split, machine, sequence=sequence, batch=batch)
+            for split in splits(model, ranks, sequence=sequence, batch=batch)
+        ]
+        if not found:
+            raise ValueError(
+                f"{batch} sequences of {sequence} tokens are too little for {ranks} ranks to share; give a larger "
+                "--batch, or fewer --ranks"
+            )
+        order = sorted(found, key=lambda each: (each.peak > machine.memory, each.time, each.peak))
+        if order[0].peak > machine.memory:
+            order.sort(key=lambda each: each.peak)
+        return Plan(model, machine, sequence, batch, tuple(order))
+
+    @property
+    def best(self) -> Cost | None:
+        """The one to take, if any fits."""
+        return self.costs[0] if self.costs[0].peak <= self.machine.memory else None
+
+    def why(self, other: Cost) -> str:
+        """Why this one is to be taken, or is not."""
+        best = self.best
+        if other.peak > self.machine.memory:
+            part = max(other.memory, key=lambda name: other.memory[name])
+            return f"needs {units(other.peak)}B, {units(other.memory[part])}B of it for {part}"
+        if best is None or other is best:
+            fit = sum(each.peak <= self.machine.memory for each in self.costs)
+            return f"the fastest of the {fit} that fit" if fit > 1 else "the only one that fits"
+        part = max(other.seconds, key=lambda name: other.seconds[name] - best.seconds[name])
+        times = other.time / best.time
+        return f"{times:.2f} times as long: {part} takes {other.seconds[part]:.3g} s, not {best.seconds[part]:.3g} s"
+
+    def sentence(self) -> str:
+        """What to do."""
+        tokens = f"{self.batch} x {self.sequence:,} tokens"
+        if self.best is None:
+            least = self.costs[0]
+            return (
+                f"No layout fits: {least.split} needs the least, {units(least.peak)}B a rank for {tokens}, and a rank "
+                f"has {units(self.machine.memory)}B. Take more ranks, or a shorter sequence."
+            )
+        words = f"regard train language {self.best.split.words()}".strip()
+        turns = -(-self.batch // self.best.split.data)
+        words += f" --accumulate {turns}" if turns > 1 else ""
+        return (
+            f"Take {self.best.split}: {self.why(self.best)}. {units(self.best.peak)}B a rank, "
+            f"{self.best.time:.3g} s a step of {tokens}. torchrun ... -m {words}"
+        )
+
+    def table(self) -> Table:
+        """One row a layout, of each rank."""
+        ranks = self.costs[0].split.ranks
+        title = f"{units(self.model.count)} weights, {self.batch} x {self.sequence:,} tokens, {ranks} ranks; each rank:"
+        table = Table(title=title, title_justify="left", box=SIMPLE)
+        table.add_column("layout", no_wrap=True)
+        for name in ("state", "activations", "memory", "FLOPs", "sent", "computing", "wire", "step"):
+            table.add_column(name, justify="right")
+        for each in self.costs:
+            state = sum(each.memory[part] for part in ("weights", "gradients", "optimizer"))
+            kept, wire = each.memory["activations"], each.seconds["wire"]
+            sizes = (state, kept, each.peak)
+            table.add_row(
+                f"{each.split}", *(f"{units(size)}B" for size in sizes), units(sum(each.flops.values())),
+                f"{units(sum(each.sent.values()))}B", *(f"{n:.3g} s" for n in (each.time - wire, wire, each.time)),
+                style="bold" if each is self.best else "dim" if each.peak > self.machine.memory else "",
+            )  # fmt: skip
+        return table
+
+    def reasons(self) -> list[str]:
+        """Why the others are not to be taken."""
+        return [f"not {each.split}: {self.why(each)}" for each in self.costs if each is not self.best]
+
+    def as_json(self) -> dict[str, Any]:
+        layouts = [
+            asdict(each) | {
+                "layout": str(each.split), "peak": each.peak, "time": each.time,
+                "fits": each.peak <= self.machine.memory, "why": self.why(each),
+            }
+            for each in self.costs
+        ]  # fmt: skip
+        machine = {key: value for key, value in asdict(self.machine).items() if value != float("inf")}
+        return {
+            "weights": self.model.count, "sequence": self.sequence, "batch": self.batch, "machine": machine,
+            "take": None if self.best is None else str(self.best.split), "said": self.sentence(), "layouts": layouts,
+        }  # fmt: skip
+
+
+def units(number: float) -> str:
+    """Three digits and a power of a thousand."""
+    for unit in ("", " k", " M", " G", " T", " P"):
+        if number < 999.5 or unit == " P":
+            return f"{number:.3g}{unit or ' '}"
+        number /= 1000
+    return ""

@@ -1,0 +1,336 @@
+"""What a step of training costs each of many ranks: memory, FLOPs, bytes moved and seconds.
+
+R ranks are d · s: d groups share the sequences of a step, and the s ranks of a group share each sequence of N tokens,
+so that a rank has T = N / s tokens at a time. All numbers are float32, P of them are weights, and a step is forward,
+backward and AdamW. A group takes its sequences one after the other.
+
+    FLOPs      dense      6 T (matrices of the blocks + vocabulary · width)        2 forward, 4 backward
+               attention  of `regard.engines.cost`, which `explain` tells too: 2 (D + E) forward, 6 D + 4 E backward
+                          a place, over the busiest rank's queries (ring) or heads
+    sent by    all-reduce             2 (R - 1) / R · 4 P                          gradients, where models are whole
+    a rank     all-gather             (R - 1) / R · 4 · (2 P of blocks + P of the rest)   FSDP: forward, blocks again
+               reduce-scatter         (R - 1) / R · 4 P                            FSDP: gradients
+               ring, heads            `regard.distributed.bytes_moved`, to the byte, of every layer
+               (FSDP counts each weight with its first axis filled up to a multiple of R, and repeats for each sequence)
+    seconds    dense / speed + attention / its speed + bytes touched / memory's speed + bytes sent / bandwidth
+               + messages · latency; nothing overlaps. All but the wire is slower by ranks · threads / cores where a
+               machine has fewer cores than its ranks have threads.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+import torch.nn.functional as F
+from torch import nn
+
+from regard.attention import Attention
+from regard.distributed.layout import Layout
+from regard.distributed.plan import bytes_moved
+from regard.engines.cost import backward_flops, forward_flops, places
+from regard.geometry import Frame
+from regard.masks import Mask
+from regard.nn import Block, FeedForward, GatedFeedForward, MultiHeadAttention, Residual, UnitRMSNorm
+from regard.scores import Score
+
+FLOAT = 4
+LAYOUT = "balanced"  # of a sequence: every rank has as much work under a causal mask
+COUNTED = 16  # ranks of a ring up to which its bytes are counted; beyond, they grow by (s - 1) / s
+TOUCHED = 6  # times that what is kept for backward is written or read in a step, all elementwise work together
+STEPPED = 13  # times that a weight is written or read by clipping, AdamW and the average
+ROWS = 512  # tokens whose logits are held at a time
+
+
+@dataclass(frozen=True, eq=False)
+class Layer:
+    """A block, as far as it costs. `kept` are numbers that backward needs of every token."""
+
+    weights: tuple[tuple[int, ...], ...]
+    matrices: int
+    kept: int
+    working: int
+    H: int
+    G: int
+    D: int
+    E: int
+    attend: Attention
+
+
+@dataclass(frozen=True, eq=False)
+class Model:
+    """A language model, as far as it costs.
+
+    >>> import torch
+    >>> from regard.distributed.cost import Model
+    >>> from regard.models import LanguageConfig, LanguageModel
+    >>> with torch.device("meta"):
+    ...     made = LanguageModel(LanguageConfig(vocabulary=100, width=32, layers=2, heads=4, hidden=64))
+    >>> Model.of(made).count == sum(weight.numel() for weight in made.parameters())
+    True
+    """
+
+    layers: tuple[Layer, ...]
+    outside: tuple[tuple[int, ...], ...]  # weights that belong to no block
+    width: int
+    vocabulary: int
+    kept: int  # of every token, outside the blocks
+
+    @staticmethod
+    def of(model: nn.Module) -> Model:
+        """The costs of a language model, which may be on the device "meta"."""
+        config = getattr(model, "config", None)
+        blocks = [module for module in model.modules() if isinstance(module, Block)]
+        if not blocks or not hasattr(config, "windows") or any(block.cross is not None for block in blocks):
+            raise ValueError(f"a {type(model).__name__} cannot be planned; language models can, such as GPT-2 or Llama")
+        assert config is not None
+        inside = {id(weight) for block in blocks for weight in block.parameters()}
+        outside = tuple(tuple(weight.shape) for weight in model.parameters() if id(weight) not in inside)
+        within = {id(part) for block in blocks for part in block.modules()}
+        kept = sum(_kept_by_norm(part) for part in model.modules() if id(part) not in within)
+        kept += config.width + (config.width if config.dropout else 0) + 2  # ids have 64 bits
+        kept += (
+            2 * blocks[0].attention.d_head if getattr(config, "rotary", None) is not None else 2
+        )  # tables, or positions
+        return Model(tuple(_layer(block) for block in blocks), outside, config.width, config.vocabulary, kept)
+
+    @property
+    def count(self) -> int:
+        """P, the number of weights."""
+        return sum(map(math.prod, self.shapes))
+
+    @property
+    def shapes(self) -> list[tuple[int, ...]]:
+        return [*self.outside, *(shape for layer in self.layers for shape in layer.weights)]
+
+
+@dataclass(frozen=True)
+class Split:
+    """How ranks share the work: `data` groups of `sequence` ranks, which by ring or heads share each sequence."""
+
+    data: int = 1
+    sequence: int = 1
+    how: str = ""
+    fsdp: bool = False
+
+    @property
+    def ranks(self) -> int:
+        return self.data * self.sequence
+
+    def __str__(self) -> str:
+        parts = [f"data {self.data}"] if self.data > 1 or self.ranks == 1 else []
+        parts += [f"{self.how} {self.sequence}"] if self.sequence > 1 else []
+        return " x ".join(parts) + (", fsdp" if self.fsdp else "")
+
+    def words(self) -> str:
+        """The options of `regard train` that say it."""
+        said = ["--shard fsdp"] if self.fsdp else []
+        return " ".join(said + ([f"--sequence-ranks {self.sequence}"] if self.sequence > 1 else []))
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What a rank has: FLOP/s of products and of attention, bytes/s of its memory and of the wire, bytes of memory.
+
+    Speeds are those of a rank that is alone on its machine; `cores` is for how many ranks of `threads` that holds.
+    """
+
+    flops: float = 5e10
+    attention: float = 3e10
+    touched: float = 5e9
+    bandwidth: float = 1e9
+    latency: float = 1e-4
+    memory: float = math.inf
+    cores: int = 1
+    ranks: int = 1  # on one machine
+    threads: int = 1
+
+    def told(self, flops: float) -> Machine:
+        """The machine of which nothing is known but its FLOP/s: attention has half of them, and 10 for a byte."""
+        return replace(self, flops=flops, attention=flops / 2, touched=flops / 10)
+
+    @property
+    def crowded(self) -> float:
+        """How much slower a rank computes than alone."""
+        return max(1.0, self.ranks * self.threads / self.cores)
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Of one rank, the busiest: bytes held at the peak, FLOPs, bytes sent and seconds, each by its parts."""
+
+    split: Split
+    memory: dict[str, int]
+    flops: dict[str, int]
+    sent: dict[str, int]
+    seconds: dict[str, float]
+
+    @property
+    def peak(self) -> int:
+        return sum(self.memory.values())
+
+    @property
+    def time(self) -> float:
+        return sum(self.seconds.values())
+
+
+def splits(model: Model, ranks: int, *, sequence: int, batch: int) -> Iterator[Split]:
+    """Every way to share the work among the ranks."""
+    for shared in (n for n in range(1, ranks + 1) if ranks % n == 0):
+        data = ranks // shared
+        if data > batch or shared * 2 > sequence:
+            continue
+        hows = [""] if shared == 1 else ["ring"]
+        if shared > 1 and all(layer.G % shared == 0 and layer.H % shared == 0 for layer in model.layers):
+            hows.append("heads")
+        for how in hows:
+            yield Split(data, shared, how)
+            if ranks > 1:
+                yield Split(data, shared, how, fsdp=True)
+
+
+def cost(model: Model, split: Split, machine: Machine, *, sequence: int, batch: int, average: bool = True) -> Cost:
+    """What a step of `batch` sequences of `sequence` tokens costs the busiest rank; `average` is one of the weights."""
+    tokens, turns = -(-sequence // split.sequence), -(-batch // split.data)
+    held = _held(model, split, tokens, average)
+    flops = {name: turns * count for name, count in _flops(model, split, sequence).items()}
+    sent, messages = _sent(model, split, sequence, turns)
+    touched = turns * TOUCHED * held["activations"] + STEPPED * held["weights"]
+    seconds = {
+        "dense": machine.crowded * flops["dense"] / machine.flops,
+        "attention": machine.crowded * flops["attention"] / machine.attention,
+        "memory": machine.crowded * touched / machine.touched,
+        "wire": sum(sent.values()) / machine.bandwidth + messages * machine.latency,
+    }
+    return Cost(split, held, flops, sent, seconds)
+
+
+def _held(model: Model, split: Split, tokens: int, average: bool) -> dict[str, int]:
+    """Bytes at the peak, in backward; `working` are what is there for a moment only."""
+    share = split.ranks if split.fsdp else 1
+    own = FLOAT * sum(_filled(shape, share) // share for shape in model.shapes)
+    largest = max(FLOAT * sum(map(math.prod, layer.weights)) for layer in model.layers)
+    outside = FLOAT * sum(map(math.prod, model.outside))
+    kept = FLOAT * tokens * (model.kept + sum(layer.kept for layer in model.layers))
+    working = FLOAT * (tokens * max(layer.working for layer in model.layers) + min(ROWS, tokens) * model.vocabulary)
+    table = FLOAT * model.vocabulary * model.width  # the gradient of the logits' weight, from the loss on
+    if split.fsdp:
+        gathered = outside + 2 * largest  # one is computed with while the next is on its way
+        working += gathered + 2 * largest  # and gradients of one, before and after they are laid out to be sent
+    elif split.ranks > 1:
+        working += own  # the buckets that gradients are sent in
+    around = max(FLOAT * tokens * layer.G * (layer.D + layer.E) for layer in model.layers)
+    held = {
+        "weights": own,
+        "gradients": own,
+        "optimizer": 2 * own + (own if average else 0),
+        "activations": kept + table,
+        "working": working,
+    }
+    if split.sequence > 1:  # shards of two other ranks, and their gradients; or all tokens of some heads, and outputs
+        held["keys"] = 4 * around if split.how == "ring" else max(
+            FLOAT * tokens * (2 * layer.H * (layer.D + layer.E) + 2 * layer.G * (layer.D + layer.E))
+            for layer in model.layers
+        )  # fmt: skip
+    return held
+
+
+def _flops(model: Model, split: Split, sequence: int) -> dict[str, int]:
+    """Of one sequence."""
+    tokens = -(-sequence // split.sequence)
+    matrices = sum(layer.matrices for layer in model.layers) + model.vocabulary * model.width
+    return {
+        "dense": 6 * tokens * matrices,
+        "attention": sum(_attention(layer.attend, layer, split, sequence) for layer in model.layers),
+    }
+
+
+def _attention(attend: Attention, layer: Layer, split: Split, sequence: int) -> int:
+    """FLOPs of the busiest rank, forward and backward."""
+    heads = layer.H
+    if split.how == "heads":
+        heads //= split.sequence
+    assert isinstance(attend.score, Score)
+    assert attend.mask is None or isinstance(attend.mask, Mask)
+    count = heads * _places(attend.mask, sequence, 1 if split.how == "heads" else split.sequence)
+    return forward_flops(count, attend.score, layer.D, layer.E) + backward_flops(count, attend.score, layer.D, layer.E)
+
+
+@lru_cache(maxsize=1024)
+def _places(mask: Mask | None, sequence: int, ranks: int) -> int:
+    """Of one head: the most that the first, the middle or the last of the ranks has."""
+    spans = Layout.even(sequence, ranks, LAYOUT).spans
+    some = {0, ranks // 2, ranks - 1}
+    return max(sum(places(mask, Frame(1, 1, b - a, sequence, a)) for a, b in spans[rank] if b > a) for rank in some)
+
+
+def _sent(model: Model, split: Split, sequence: int, turns: int) -> tuple[dict[str, int], int]:
+    """Bytes that a rank sends in a step, and messages."""
+    ranks, sent, messages = split.ranks, {}, 0
+    if split.fsdp:
+        blocks = sum(_filled(shape, ranks) for layer in model.layers for shape in layer.weights)
+        outside = sum(_filled(shape, ranks) for shape in model.outside)
+        sent["all-gather"] = turns * FLOAT * (2 * blocks + outside) * (ranks - 1) // ranks
+        sent["reduce-scatter"] = turns * FLOAT * (blocks + outside) * (ranks - 1) // ranks
+        messages += turns * (ranks - 1) * 3 * (len(model.layers) + 1)
+    elif ranks > 1:
+        sent["all-reduce"] = 2 * FLOAT * model.count * (ranks - 1) // ranks
+        messages += 2 * (ranks - 1) * max(1, FLOAT * model.count // (25 << 20))  # buckets of 25 MiB
+    if split.sequence > 1:
+        sent[split.how] = turns * sum(_around(layer, split, sequence) for layer in model.layers)
+        messages += turns * len(model.layers) * (3 * (split.sequence - 1) if split.how == "ring" else 8)
+    return sent, messages
+
+
+def _around(layer: Layer, split: Split, sequence: int) -> int:
+    """What the busiest rank sends for the attention of one sequence, forward and backward."""
+    return _counted(layer.attend, layer.H, layer.G, layer.D, layer.E, sequence, split.sequence, split.how)
+
+
+@lru_cache(maxsize=1024)
+def _counted(attend: Attention, H: int, G: int, D: int, E: int, sequence: int, ranks: int, how: str) -> int:
+    counted = min(ranks, COUNTED) if how == "ring" else ranks
+    moved = bytes_moved(attend, ranks=counted, B=1, H=H, G=G, Q=sequence, D=D, E=E, layout=LAYOUT, how=how)
+    most = max(moved.sent)
+    return most if counted == ranks else most * counted * (ranks - 1) // ((counted - 1) * ranks)
+
+
+def _filled(shape: tuple[int, ...], ranks: int) -> int:
+    """Numbers in a weight whose first axis is filled up to a multiple of the ranks."""
+    return -(-shape[0] // ranks) * ranks * math.prod(shape[1:]) if shape else ranks
+
+
+def _layer(block: Block) -> Layer:
+    attention, feedforward = block.attention, block.feedforward
+    assert isinstance(attention, MultiHeadAttention)
+    assert isinstance(feedforward, FeedForward | GatedFeedForward)
+    H, G, D, E = attention.heads, attention.groups, attention.d_head, attention.d_value
+    width, hidden = feedforward.output.weight.shape
+    kept = 2 * width + H * (D + E + 1) + G * (D + E)  # what is projected, q, k, v, output and its log-sum-exp
+    kept += (H + G) * D if attention.rotary is not None else 0  # q and k before they are turned
+    kept += (H + G) * (D + 1) if attention.query_norm is not None else 0
+    if isinstance(feedforward, GatedFeedForward):
+        kept += 4 * hidden
+    else:
+        kept += hidden if feedforward.activation is F.relu else 2 * hidden  # whose gradient is told by its output
+    for part in (
+        part for residual in block.children() if isinstance(residual, Residual) for part in residual.modules()
+    ):
+        kept += _kept_by_norm(part)
+        kept += width if isinstance(part, Residual) and part.dropout else 0
+    return Layer(
+        tuple(tuple(weight.shape) for weight in block.parameters()),
+        sum(part.weight.numel() for part in block.modules() if isinstance(part, nn.Linear)),
+        kept, 2 * width + 3 * hidden, H, G, D, E, attention.attend,
+    )  # fmt: skip
+
+
+def _kept_by_norm(part: nn.Module) -> int:
+    """Numbers that a norm keeps of every token: what it was given, its statistics, and what it makes of it (RMS)."""
+    if isinstance(part, nn.LayerNorm):
+        return math.prod(part.normalized_shape) + 2
+    if isinstance(part, nn.RMSNorm | UnitRMSNorm):
+        return 2 * part.weight.numel() + 1
+    return 0

@@ -1,0 +1,100 @@
+"""A description for a part of a call, and what it holds."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator
+from dataclasses import fields, is_dataclass, replace
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from regard.attention import Attention
+from regard.geometry import Frame, Part
+from regard.masks import Mask
+from regard.positions.biases import Bias
+from regard.scores import Modified, Score
+
+
+def part_of(attend: Attention, frame: Frame, part: Part) -> Attention:
+    """The description of some heads, queries and keys of a call, as a call of their own."""
+    assert isinstance(attend.score, Score)
+    assert not isinstance(attend.mask, Tensor)
+    assert not isinstance(attend.bias, Tensor)
+    sink = attend.sink
+    if isinstance(sink, Tensor) and sink.numel() > 1:
+        sink = sink.reshape(-1)[part.heads]
+    return replace(
+        attend,
+        score=attend.score.part(part),
+        mask=None if attend.mask is None else attend.mask.part(frame, part),
+        bias=None if attend.bias is None else attend.bias.part(part),
+        offset=frame.offset + part.rows.start - part.columns.start,
+        sink=sink,
+    )
+
+
+def whole_frame(attend: Attention, B: int, H: int, Q: int, K: int) -> Frame:
+    """The frame of the whole call; checks that the description fits it."""
+    offset = K - Q if attend.offset is None else attend.offset
+    assert isinstance(offset, int | Tensor)
+    return Frame(B, H, Q, K, offset)
+
+
+def tensors_of(attend: Attention, device: torch.device) -> list[Tensor]:
+    """The description's tensors that may require grad, each once; those that a score function closes over too."""
+    assert isinstance(attend.score, Score)
+    found = list(attend.score.tensors())
+    if isinstance(attend.bias, Bias):
+        found += attend.bias.tensors()
+    if isinstance(attend.sink, Tensor):
+        found.append(attend.sink)
+    found += closed_over(attend.score, device)
+    return list({id(tensor): tensor for tensor in found}.values())
+
+
+def closed_over(score: Any, device: torch.device) -> Iterator[Tensor]:
+    """The leaves that require grad behind what a score function makes of a score that does not."""
+    if not isinstance(score, Modified):
+        return
+    places = torch.zeros(4, 1, 1, 1, 1, dtype=torch.int64, device=device)
+    with torch.enable_grad():
+        changed = score.function(torch.zeros(1, 1, 1, 1, device=device), *places)
+    waiting, seen = [changed.grad_fn] if isinstance(changed, Tensor) else [], set()
+    if isinstance(changed, Tensor) and changed.is_leaf and changed.requires_grad:
+        yield changed
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if (leaf := getattr(node, "variable", None)) is not None:
+            yield leaf
+        waiting += [before for before, _ in node.next_functions]
+    yield from closed_over(score.score, device)
+
+
+def digest(value: Any) -> int:
+    """A number that two ranks have in common if they describe the same; values of learned tensors do not count."""
+    if isinstance(value, Mask):
+        return _of_mask(value)
+    return _digest(value)
+
+
+@lru_cache(maxsize=256)
+def _of_mask(mask: Mask) -> int:
+    return _digest(mask)
+
+
+def _digest(value: Any) -> int:
+    if isinstance(value, Tensor):
+        known = repr((value.dtype, tuple(value.shape))).encode()
+        return zlib.crc32(known if value.is_floating_point() else known + value.cpu().numpy().tobytes())
+    if is_dataclass(value) and not isinstance(value, type):
+        inside = [digest(getattr(value, field.name)) for field in fields(value)]
+        return zlib.crc32(repr((type(value).__name__, inside)).encode())
+    if isinstance(value, tuple):
+        return zlib.crc32(repr([digest(one) for one in value]).encode())
+    return zlib.crc32((value.__qualname__ if hasattr(value, "__qualname__") else repr(value)).encode())

@@ -1,0 +1,95 @@
+"""Attention, modules and models over a sequence of which every rank holds a part."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from regard.attention import Attention, sharded
+from regard.distributed.call import attend_over
+from regard.distributed.layout import Layout, gathered, named
+from regard.distributed.plan import HOWS
+from regard.distributed.wire import Group, Wire
+
+
+@contextmanager
+def sequence(
+    group: Group | None = None, *, layout: str = "contiguous", how: str | None = None, timeout: float | None = None
+) -> Iterator[None]:
+    """Within, modules and models compute on this rank's tokens, and every attention looks at those of all ranks.
+
+    A model takes whole inputs (ids, masks, packed batches; the same on every rank). One whose result has a row for
+    every token (language models, encoders) gives the rows of this rank, which `gather` joins; others give their whole
+    result on every rank. A module such as `MultiHeadAttention` takes this rank's tokens (B, N_r, d_model) and gives the
+    same; its masks speak of the whole sequence. The arguments are those of `attention`.
+
+    Gradients of parameters are those of this rank's part: their sum over the ranks is the gradient of the sum of
+    the ranks' losses. Where activations are checkpointed, backward belongs within, too.
+    """
+    if how is not None and how not in HOWS:
+        raise ValueError(f"how must be one of {', '.join(HOWS)}, or None, but is {how!r}")
+    with sharded(_Together(Wire.of(group, timeout), named(layout), how)):
+        yield
+
+
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    group: Group | None = None,
+    layout: str = "contiguous",
+    how: str | None = None,
+    timeout: float | None = None,
+    engine: str | None = None,
+    return_lse: bool = False,
+    **description: Any,
+) -> Any:
+    """`regard.attention` on a sequence that is split over the ranks of a group, exact, forward and backward.
+
+    Every rank calls it with its own tokens, query (B, H, Q_r, D), key (B, G, K_r, D), value (B, G, K_r, E), and gets
+    the outputs of its queries (B, H, Q_r, E). The description is that of the whole sequence, the same on every rank:
+    masks, biases, offset and lengths speak of whole positions.
+
+    layout: how the tokens are split, "contiguous" (any lengths, also none) or "balanced" (see `shard`).
+    how: "ring" sends keys and values round, "heads" exchanges heads for tokens (G must be a multiple of the ranks);
+        left out, the one that moves fewer bytes over the busiest rank, and the ring where they are even.
+    timeout: seconds to wait for another rank; none is the group's own.
+
+    Tensors of the description (scale, tables, weights, sink, dense bias) get the gradients of this rank's part alone:
+    their sum over the ranks is the gradient of the sum of the ranks' losses. Dropout is drawn by each rank from its own
+    generator: right, and the same again from the same seeds, but not the bits that one process draws.
+    """
+    with sequence(group, layout=layout, how=how, timeout=timeout):
+        return Attention(**description)(query, key, value, engine=engine, return_lse=return_lse)
+
+
+@dataclass(frozen=True, eq=False)
+class _Together:
+    """What `regard.attention.sharding` tells the modules."""
+
+    wire: Wire
+    layout: str
+    how: str | None
+
+    def attend(
+        self, attend: Attention, query: Tensor, key: Tensor, value: Tensor, *, engine: str | None, return_lse: bool
+    ) -> Any:
+        return attend_over(
+            self.wire, attend, query, key, value, layout=self.layout, how=self.how, engine=engine, return_lse=return_lse
+        )
+
+    def own(self, x: Tensor, dim: int) -> Tensor:
+        return Layout.even(x.shape[dim], self.wire.ranks, self.layout).own(x, dim, self.wire.rank)
+
+    def whole(self, x: Tensor, dim: int) -> Tensor:
+        return gathered(self.wire, x, dim, self.layout)
+
+    def positions(self, count: int, device: torch.device) -> Tensor:
+        held = Layout.of([n for (n,) in self.wire.cards([count], device)], self.layout)
+        return held.positions(self.wire.rank, device)

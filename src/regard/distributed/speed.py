@@ -1,0 +1,115 @@
+"""How fast this machine is, at the sizes of a model: what a plan divides its FLOPs and bytes by."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from regard.attention import Attention
+from regard.distributed.cost import Machine, Model
+from regard.engines.cost import backward_flops, forward_flops, places
+from regard.geometry import Frame
+from regard.masks import Mask
+from regard.scores import Score
+
+SECONDS = 0.4  # for each of the speeds
+WIRE = 1 << 24  # bytes that two processes add up
+
+
+def measured(model: Model, machine: Machine, sequence: int) -> Machine:
+    """The machine with the speeds of one rank that is alone on it."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(machine.threads)
+    try:
+        return replace(
+            machine,
+            flops=_of_products(model, min(sequence, 1024)),
+            attention=_of_attention(model, min(sequence, 1024)),
+            touched=_of_memory(),
+        )
+    finally:
+        torch.set_num_threads(before)
+
+
+def on_the_wire(machine: Machine) -> Machine:
+    """The machine with the bandwidth and latency between two processes on it."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    done = subprocess.run(
+        [*command, "-m", "regard.distributed.speed"], capture_output=True, text=True, timeout=120, check=False,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    if done.returncode:
+        raise RuntimeError(f"two processes could not be started: {(done.stderr.strip() or '?').splitlines()[-1]}")
+    return replace(machine, **json.loads(done.stdout))
+
+
+def _of_products(model: Model, tokens: int) -> float:
+    """FLOP/s of a layer's largest product, forward and backward."""
+    rows, columns = max((shape for shape in model.layers[0].weights if len(shape) == 2), key=lambda shape: shape[0])
+    x, weight = torch.randn(tokens, columns, requires_grad=True), torch.randn(rows, columns, requires_grad=True)
+    back = torch.randn(tokens, rows)
+    return 6 * tokens * rows * columns / _best(lambda: (x @ weight.T).backward(back))
+
+
+def _of_attention(model: Model, tokens: int) -> float:
+    layer = model.layers[0]
+    attend = layer.attend
+    q, k = (torch.randn(1, heads, tokens, layer.D, requires_grad=True) for heads in (layer.H, layer.G))
+    v = torch.randn(1, layer.G, tokens, layer.E, requires_grad=True)
+    back = torch.randn(1, layer.H, tokens, layer.E)
+    assert isinstance(attend.score, Score)
+    assert attend.mask is None or isinstance(attend.mask, Mask)
+    count = places(attend.mask, Frame(1, layer.H, tokens, tokens, 0))
+    flops = forward_flops(count, attend.score, layer.D, layer.E) + backward_flops(count, attend.score, layer.D, layer.E)
+    attend = Attention(attend.score, attend.mask)
+    return flops / _best(lambda: attend(q, k, v).backward(back))
+
+
+def _of_memory() -> float:
+    """Bytes/s of an elementwise operation on more than a cache holds."""
+    x, y = torch.ones(1 << 24), torch.empty(1 << 24)
+    return 2 * x.nbytes / _best(lambda: torch.mul(x, 2.0, out=y))
+
+
+def _best(call: Callable[[], Any]) -> float:
+    """Seconds of one call, the best of several."""
+    call()
+    best, end = float("inf"), time.perf_counter() + SECONDS
+    while time.perf_counter() < end:
+        start = time.perf_counter()
+        call()
+        best = min(best, time.perf_counter() - start)
+    return best
+
+
+def _two() -> None:
+    """One of two processes: bytes/s that each sends while they add up a tensor, and seconds of a message."""
+    dist.init_process_group("gloo")
+    large, small = torch.ones(WIRE // 4), torch.ones(1)
+    found = {}
+    for name, tensor, times in (("bandwidth", large, 8), ("latency", small, 200)):
+        dist.all_reduce(tensor)
+        taken = []
+        for _ in range(times):
+            dist.barrier()
+            start = time.perf_counter()
+            dist.all_reduce(tensor)
+            taken.append(time.perf_counter() - start)
+        median = sorted(taken)[times // 2]
+        found[name] = WIRE / median if name == "bandwidth" else median / 2
+    if dist.get_rank() == 0:
+        print(json.dumps(found))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    _two()

@@ -1,0 +1,164 @@
+"""What goes between ranks: bytes, counted, and awaited no longer than a limit."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import timedelta
+from math import prod
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+Group = dist.ProcessGroup
+
+
+class Lost(ConnectionError):
+    """Another rank did not answer: it was killed, it hangs, or it does something else than this one."""
+
+
+@dataclass
+class Traffic:
+    """Bytes of keys, values, gradients and hidden states that went to and came from each other rank of the group.
+
+    One card of 104 bytes that every rank sends to all at each call, so that they agree on sizes, is not counted.
+    """
+
+    sent: Counter[int] = field(default_factory=Counter)
+    received: Counter[int] = field(default_factory=Counter)
+
+
+_COUNTING: list[Traffic] = []
+
+
+@contextmanager
+def traffic() -> Iterator[Traffic]:
+    """Counts what this rank sends and receives within.
+
+    >>> import regard.distributed
+    >>> with regard.distributed.traffic() as moved:
+    ...     pass
+    >>> moved.sent.total()
+    0
+    """
+    counted = Traffic()
+    _COUNTING.append(counted)
+    try:
+        yield counted
+    finally:
+        _COUNTING[:] = [other for other in _COUNTING if other is not counted]
+
+
+@dataclass(frozen=True, eq=False)
+class Wire:
+    """A process group, where this rank stands in it, and how long it waits for the others."""
+
+    group: Group
+    rank: int
+    ranks: int
+    timeout: timedelta | None
+
+    @staticmethod
+    def of(group: Group | None, timeout: float | None = None) -> Wire:
+        if not dist.is_available() or not dist.is_initialized():
+            raise RuntimeError(
+                "there is no process group: start the program by torchrun and call "
+                "torch.distributed.init_process_group('gloo', timeout=...) first"
+            )
+        own = dist.group.WORLD if group is None else group
+        if own is None or (rank := dist.get_rank(own)) < 0:
+            raise ValueError("this rank does not belong to the group")
+        if timeout is not None and not timeout > 0:
+            raise ValueError(f"timeout must be a positive number of seconds, but is {timeout}")
+        return Wire(own, rank, dist.get_world_size(own), None if timeout is None else timedelta(seconds=timeout))
+
+    def cards(self, card: Sequence[int], device: torch.device) -> list[list[int]]:
+        """What every rank says of itself: a few whole numbers each."""
+        own = torch.tensor(card, dtype=torch.int64, device=device)
+        if self.ranks == 1:
+            return [list(card)]
+        found = [torch.empty_like(own) for _ in range(self.ranks)]
+        self._wait(self._start(lambda: dist.all_gather(found, own, group=self.group, async_op=True)), "all other ranks")
+        return [tensor.tolist() for tensor in found]
+
+    def exchange(self, parts: Sequence[Sequence[Tensor]], shapes: Sequence[Sequence[tuple[int, ...]]]) -> list[list]:
+        """Send `parts[r]` to rank r; what came from each rank, of the dtype of what was sent and of these shapes."""
+        like = parts[self.rank][0]
+        out = torch.cat([part.reshape(-1) for some in parts for part in some]).view(torch.uint8)
+        sent = [sum(part.numel() for part in some) * like.element_size() for some in parts]
+        sizes = [sum(prod(shape) for shape in some) * like.element_size() for some in shapes]
+        room = out.new_empty(sum(sizes))
+        if self.ranks > 1:
+            self._wait(
+                self._start(lambda: dist.all_to_all_single(room, out, sizes, sent, group=self.group, async_op=True)),
+                "all other ranks",
+            )
+        else:
+            room = out
+        self._count("sent", dict(enumerate(sent)))
+        self._count("received", dict(enumerate(sizes)))
+        return [
+            cut(piece.view(like.dtype), some) for piece, some in zip(room.split(sizes), shapes, strict=True)
+        ]  # fmt: skip
+
+    def post(self, out: tuple[int, Tensor] | None, room: tuple[int, Tensor] | None, tag: int) -> Posted:
+        """Begin to send a tensor to a rank, and to receive one from a rank, each of which may be nothing."""
+        operations = []
+        if out is not None and out[1].numel():
+            operations.append(dist.P2POp(dist.isend, out[1], group=self.group, group_peer=out[0], tag=tag))
+            self._count("sent", {out[0]: out[1].nbytes})
+        if room is not None and room[1].numel():
+            operations.append(dist.P2POp(dist.irecv, room[1], group=self.group, group_peer=room[0], tag=tag))
+            self._count("received", {room[0]: room[1].nbytes})
+        works = self._start(lambda: dist.batch_isend_irecv(operations)) if operations else []
+        peers = " and ".join(f"rank {peer}" for peer in sorted({operation.group_peer for operation in operations}))
+        return Posted(self, works, peers, (out, room))
+
+    def _count(self, way: str, moved: dict[int, int]) -> None:
+        for counted in _COUNTING:
+            for peer, size in moved.items():
+                if size and peer != self.rank:
+                    getattr(counted, way)[peer] += size
+
+    def _start(self, begin):  # type: ignore[no-untyped-def]
+        try:
+            return begin()
+        except RuntimeError as error:
+            raise self._lost("the other ranks", error) from error
+
+    def _wait(self, work: dist.Work, whom: str) -> None:
+        try:
+            done = work.wait() if self.timeout is None else work.wait(self.timeout)
+        except RuntimeError as error:
+            raise self._lost(whom, error) from error
+        if done is False:
+            raise self._lost(whom, RuntimeError("timed out"))
+
+    def _lost(self, whom: str, error: Exception) -> Lost:
+        first = str(error).strip().splitlines()[0]
+        return Lost(
+            f"rank {self.rank} of {self.ranks} waited for {whom} in vain: was one killed, does it hang, or does it run "
+            f"other code? ({first})"
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class Posted:
+    """What is on its way; the tensors are kept until it is there."""
+
+    wire: Wire
+    works: list[dist.Work]
+    peers: str
+    tensors: tuple
+
+    def wait(self) -> None:
+        for work in self.works:
+            self.wire._wait(work, self.peers)
+
+
+def cut(flat: Tensor, shapes: Sequence[tuple[int, ...]]) -> list[Tensor]:
+    """Tensors of these shapes, one behind the other in a flat one."""
+    return [part.view(shape) for part, shape in zip(flat.split([prod(s) for s in shapes]), shapes, strict=True)]

@@ -1,0 +1,161 @@
+"""Whisper and Wav2Vec2."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from regard.models.checkpoints.families.translation import CROSS, LAYERS, start, token
+from regard.models.checkpoints.family import Architecture, Family, Field, Values, activation, agreed, listed, named
+from regard.models.checkpoints.names import Extras
+from regard.models.wav2vec2 import Wav2Vec2, Wav2Vec2Config
+from regard.models.whisper import Whisper, WhisperConfig
+
+WHISPER_NAMES = f"""
+    embedding                          model.decoder.embed_tokens
+    front.convs.0                      model.encoder.conv1
+    front.convs.1                      model.encoder.conv2
+    position.embedding                 model.encoder.embed_positions
+    target_position.embedding          model.decoder.embed_positions
+    encoder.norm                       model.encoder.layer_norm
+    decoder.norm                       model.decoder.layer_norm
+    encoder.layers.*.attention.qkv.bias  model.encoder.layers.*.self_attn.{{q_proj,0,v_proj}}.bias
+    decoder.layers.*.attention.qkv.bias  model.decoder.layers.*.self_attn.{{q_proj,0,v_proj}}.bias
+    decoder.layers.*.cross.qkv.bias      model.decoder.layers.*.encoder_attn.{{q_proj,0,v_proj}}.bias
+    {LAYERS.format(side="encoder")}
+    {LAYERS.format(side="decoder")}
+    {CROSS}
+"""
+
+
+def prompt(theirs: Values) -> tuple[int, ...]:
+    """Tokens that a target begins with, where all of them are said."""
+    said = sorted(theirs.get("forced_decoder_ids") or [])
+    known = all(isinstance(word, int) for _, word in said) and [at for at, _ in said] == list(range(1, len(said) + 1))
+    return tuple(word for _, word in said) if known else ()
+
+
+def read_whisper(theirs: Values) -> Values:
+    return {
+        "heads": agreed(theirs, "encoder_attention_heads", "decoder_attention_heads"),
+        "hidden": agreed(theirs, "encoder_ffn_dim", "decoder_ffn_dim"),
+        "start": start(theirs),
+        "never": tuple(theirs.get("suppress_tokens") or ()),
+        "never_first": tuple(theirs.get("begin_suppress_tokens") or ()),
+        "prompt": prompt(theirs),
+    }
+
+
+def write_whisper(config: WhisperConfig) -> Values:
+    return {
+        "encoder_attention_heads": config.heads,
+        "decoder_attention_heads": config.heads,
+        "encoder_ffn_dim": config.hidden,
+        "decoder_ffn_dim": config.hidden,
+        "decoder_start_token_id": config.start,
+        "is_encoder_decoder": True,
+    }
+
+
+def spoken(config: WhisperConfig) -> Values:
+    """What generation begins with, ends with and leaves out."""
+    return {
+        "decoder_start_token_id": config.start,
+        "eos_token_id": config.stop,
+        "suppress_tokens": list(config.never),
+        "begin_suppress_tokens": list(config.never_first),
+    } | ({"forced_decoder_ids": [list(pair) for pair in enumerate(config.prompt, 1)]} if config.prompt else {})
+
+
+WHISPER = Family(
+    "whisper",
+    WhisperConfig,
+    {
+        "WhisperForConditionalGeneration": Architecture(
+            Whisper,
+            listed(WHISPER_NAMES),
+            Extras(copies={"proj_out.weight": ("model.decoder.embed_tokens.weight",)}),
+            unused=("buckets", "max_distance"),
+        )
+    },
+    (
+        Field("vocabulary", "vocab_size"),
+        Field("width", "d_model"),
+        Field("layers", "encoder_layers"),
+        Field("decoder_layers", "decoder_layers"),
+        Field("features", "num_mel_bins", 80),
+        Field("frames", "max_source_positions", 1500),
+        Field("positions", "max_target_positions", 448),
+        Field("dropout", "dropout", 0.0),
+        Field("attention_dropout", "attention_dropout", 0.0),
+        Field("stop", "eos_token_id", 50256, token),
+        activation("activation", "activation_function", "gelu"),
+    ),
+    fixed={"position": "learned", "arrangement": "pre", "norm": "layer", "eps": 1e-5, "embedding_scale": 1.0},
+    only={"tie_word_embeddings": (True,), "scale_embedding": (False,)},
+    read=read_whisper,
+    write=write_whisper,
+    dropped=("suppress_tokens", "begin_suppress_tokens", "forced_decoder_ids"),
+    generation=spoken,
+    absent=lambda config: {"pad_token_id": config.stop, "bos_token_id": config.stop},
+)
+
+WAV2VEC2_NAMES = """
+    front.*.conv                              wav2vec2.feature_extractor.conv_layers.*.conv
+    front.*.norm                              wav2vec2.feature_extractor.conv_layers.*.layer_norm
+    front_norm                                wav2vec2.feature_projection.layer_norm
+    project                                   wav2vec2.feature_projection.projection
+    position                                  wav2vec2.encoder.pos_conv_embed.conv
+    first_norm                                wav2vec2.encoder.layer_norm
+    stack.norm                                wav2vec2.encoder.layer_norm
+    stack.layers.*.attention.qkv              wav2vec2.encoder.layers.*.attention.{q_proj,k_proj,v_proj}
+    stack.layers.*.attention.output           wav2vec2.encoder.layers.*.attention.out_proj
+    stack.layers.*.attention_residual.norm    wav2vec2.encoder.layers.*.layer_norm
+    stack.layers.*.feedforward.up             wav2vec2.encoder.layers.*.feed_forward.intermediate_dense
+    stack.layers.*.feedforward.output         wav2vec2.encoder.layers.*.feed_forward.output_dense
+    stack.layers.*.feedforward_residual.norm  wav2vec2.encoder.layers.*.final_layer_norm
+    head                                      lm_head
+"""
+
+
+def numbers(value: Any) -> tuple[int, ...]:
+    return tuple(int(each) for each in value)
+
+
+WAV2VEC2 = Family(
+    "wav2vec2",
+    Wav2Vec2Config,
+    {
+        "Wav2Vec2ForCTC": Architecture(
+            Wav2Vec2,
+            listed(WAV2VEC2_NAMES),
+            Extras(
+                ignored=("wav2vec2.masked_spec_embed",),
+                renamed=((r"(pos_conv_embed\.conv\.)weight_g$", r"\1parametrizations.weight.original0"),
+                         (r"(pos_conv_embed\.conv\.)weight_v$", r"\1parametrizations.weight.original1")),
+            ),
+        )
+    },
+    (
+        Field("labels", "vocab_size", 32),
+        Field("width", "hidden_size"),
+        Field("layers", "num_hidden_layers"),
+        Field("heads", "num_attention_heads"),
+        Field("hidden", "intermediate_size"),
+        Field("channels", "conv_dim", (512,) * 7, numbers, list),
+        Field("kernels", "conv_kernel", (10, 3, 3, 3, 3, 2, 2), numbers, list),
+        Field("strides", "conv_stride", (5, 2, 2, 2, 2, 2, 2), numbers, list),
+        Field("conv_bias", "conv_bias", False),
+        Field("conv_norm", "feat_extract_norm", "group"),
+        activation("conv_activation", "feat_extract_activation", "gelu"),
+        Field("position_kernel", "num_conv_pos_embeddings", 128),
+        Field("position_groups", "num_conv_pos_embedding_groups", 16),
+        named("arrangement", "do_stable_layer_norm", False, {False: "post", True: "pre"}),
+        Field("eps", "layer_norm_eps", 1e-5),
+        Field("dropout", "hidden_dropout", 0.1),
+        Field("attention_dropout", "attention_dropout", 0.1),
+        activation("activation", "hidden_act", "gelu"),
+    ),
+    only={"add_adapter": (False,), "adapter_attn_dim": (None,), "pad_token_id": (0,)},
+)  # fmt: skip
+
+FAMILIES = (WHISPER, WAV2VEC2)

@@ -1,0 +1,85 @@
+"""Connectionist temporal classification: from the labels of frames to what they spell."""
+
+from __future__ import annotations
+
+import math
+from itertools import pairwise
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+UNLIKELY = 1e-5  # labels of a frame that are less probable begin no new path
+
+
+class Spelled(NamedTuple):
+    """What frames spell, and the log-probability of all paths that were followed to it."""
+
+    labels: list[int]
+    score: float
+
+
+def greedy(logits: Tensor, *, blank: int = 0) -> Spelled:
+    """The best label of every frame, repeats once, without blanks; logits (N, labels).
+
+    >>> import torch
+    >>> from regard.models.ctc import greedy
+    >>> greedy(torch.eye(3)[[1, 1, 0, 1, 2, 0]]).labels
+    [1, 1, 2]
+    """
+    score, best = logits.float().log_softmax(-1).max(-1)
+    labels = torch.unique_consecutive(best)
+    return Spelled(labels[labels != blank].tolist(), float(score.sum()))
+
+
+def prefix_beam(logits: Tensor, *, width: int = 8, blank: int = 0) -> Spelled:
+    """The most probable spelling of frames, summed over its paths, of `width` followed at a time; logits (N, labels).
+
+    A spelling has two sums, of paths that end with a blank and of paths that end with its last label: after the latter
+    the same label again is the same spelling, after the former it is one letter more.
+
+    >>> import torch
+    >>> from regard.models.ctc import greedy, prefix_beam
+    >>> frames = torch.tensor([[0.6, 0.4], [0.6, 0.4]]).log()  # blank twice has 0.36, and all ways to spell 1 have 0.64
+    >>> greedy(frames).labels, prefix_beam(frames).labels
+    ([], [1])
+    """
+    if width < 1:
+        raise ValueError(f"width must be at least 1, but is {width}")
+    shares = logits.detach().double().log_softmax(-1).cpu().numpy()
+    followed: dict[tuple[int, ...], tuple[float, float]] = {(): (0.0, -math.inf)}
+    floor = math.log(UNLIKELY)
+    for frame in shares:
+        likely = [int(label) for label in np.flatnonzero(frame > floor) if label != blank]
+        made: dict[tuple[int, ...], tuple[float, float]] = {}
+
+        def add(spelled: tuple[int, ...], ends_blank: float, ends_label: float, made: dict = made) -> None:
+            before = made.get(spelled, (-math.inf, -math.inf))
+            made[spelled] = _sum(before[0], ends_blank), _sum(before[1], ends_label)
+
+        for spelled, (by_blank, by_label) in followed.items():
+            either = _sum(by_blank, by_label)
+            last = spelled[-1] if spelled else blank
+            add(spelled, either + frame[blank], by_label + frame[last] if spelled else -math.inf)
+            for label in likely:
+                add((*spelled, label), -math.inf, (by_blank if label == last else either) + frame[label])
+        followed = dict(sorted(made.items(), key=lambda pair: -_sum(*pair[1]))[:width])
+    best, sums = max(followed.items(), key=lambda pair: _sum(*pair[1]))
+    return Spelled(list(best), _sum(*sums))
+
+
+def frames_needed(labels: list[int]) -> int:
+    """How many frames a spelling needs at least: one for each label, and a blank between two that are the same.
+
+    >>> from regard.models.ctc import frames_needed
+    >>> frames_needed([5, 5, 7])
+    4
+    """
+    return len(labels) + sum(one == other for one, other in pairwise(labels))
+
+
+def _sum(one: float, other: float) -> float:
+    """log(exp(one) + exp(other))."""
+    high, low = (one, other) if one > other else (other, one)
+    return high if low == -math.inf else high + math.log1p(math.exp(low - high))

@@ -1,0 +1,71 @@
+"""Graphs: nodes to a class each, by attention to their neighbours."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from regard.masks import Mask
+from regard.models.parts import choose
+from regard.nn import ACTIVATIONS, Block, Encoder, FeedForward, GraphAttention, PreNorm, Shared, linear
+
+
+@dataclass(frozen=True)
+class GraphConfig:
+    """A classifier of nodes.
+
+    features: numbers of a node. dropout: of features, of what layers add and of the weights of attention.
+
+    >>> from regard.models.graph import GraphConfig
+    >>> GraphConfig(features=5, width=16, layers=2, heads=2, hidden=32).classes
+    2
+    """
+
+    features: int
+    width: int
+    layers: int
+    heads: int
+    hidden: int
+    classes: int = 2
+    activation: str = "gelu"
+    dropout: float = 0.0
+
+
+class NodeClassifier(nn.Module):
+    """Nodes to the logits of a class each: features (B, N, features) to (B, N, classes).
+
+    The mask says which nodes each may look at: `regard.edges(pairs)`, both ways and itself among them.
+
+    >>> import regard as rg, torch
+    >>> config = rg.models.GraphConfig(features=5, width=16, layers=2, heads=2, hidden=32)
+    >>> model = rg.models.NodeClassifier(config).eval()
+    >>> model(torch.randn(1, 3, 5), rg.edges(torch.tensor([[0, 1, 2, 0, 1], [0, 1, 2, 1, 0]]))).shape
+    torch.Size([1, 3, 2])
+    """
+
+    def __init__(self, config: GraphConfig) -> None:
+        super().__init__()
+        self.config = config
+        activation = choose("activation", config.activation, ACTIVATIONS)
+        self.embedding = linear(config.features, config.width)
+        self.stack = Encoder(
+            [
+                Block(
+                    GraphAttention(config.width, config.heads, dropout=config.dropout),
+                    FeedForward(config.width, config.hidden, activation=activation),
+                    residual=lambda: PreNorm(config.width, dropout=config.dropout),
+                )
+                for _ in range(config.layers)
+            ],
+            norm=nn.LayerNorm(config.width),
+        )
+        self.classifier = linear(config.width, config.classes)
+
+    def forward(self, inputs: Tensor, mask: Mask | None = None) -> Tensor:
+        """Logits (B, N, classes)."""
+        x = self.embedding(F.dropout(inputs, self.config.dropout, self.training))
+        x = F.dropout(x, self.config.dropout, self.training)
+        x = self.stack(x, shared=Shared(mask))
+        return self.classifier(F.dropout(x, self.config.dropout, self.training))

@@ -1,0 +1,150 @@
+"""Wav2Vec2: a wave to the labels of its frames."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from regard.attention import Attention
+from regard.geometry import shape_of
+from regard.models.parts import ARRANGEMENTS, choose, norm_named
+from regard.nn import ACTIVATIONS, Block, Encoder, FeedForward, MultiHeadAttention, Shared, key_mask, linear
+
+
+@dataclass(frozen=True)
+class Wav2Vec2Config:
+    """The defaults are those of Wav2Vec2-Base, which has arrangement "post" and conv_norm "group"; the large models
+    have "pre" and "layer".
+
+    channels, kernels, strides: of the convolutions over the wave, one after the other.
+    conv_norm: "layer" behind every convolution, or "group", behind the first alone and over all time.
+    position_kernel, position_groups: of the convolution that tells frames where they are.
+
+    >>> from regard.models.wav2vec2 import Wav2Vec2Config
+    >>> Wav2Vec2Config(labels=32, width=32, layers=2, heads=4, hidden=64).length(16000)
+    49
+    """
+
+    labels: int
+    width: int
+    layers: int
+    heads: int
+    hidden: int
+    channels: tuple[int, ...] = (512,) * 7
+    kernels: tuple[int, ...] = (10, 3, 3, 3, 3, 2, 2)
+    strides: tuple[int, ...] = (5, 2, 2, 2, 2, 2, 2)
+    conv_bias: bool = False
+    conv_norm: str = "group"
+    conv_activation: str = "gelu"
+    position_kernel: int = 128
+    position_groups: int = 16
+    arrangement: str = "post"
+    eps: float = 1e-5
+    activation: str = "gelu"
+    dropout: float = 0.0
+    attention_dropout: float | None = None
+
+    def __post_init__(self) -> None:
+        if not len(self.channels) == len(self.kernels) == len(self.strides):
+            raise ValueError(
+                f"channels, kernels and strides must be as many, but are {self.channels, self.kernels, self.strides}"
+            )
+        if self.conv_norm not in ("group", "layer"):
+            raise ValueError(f"conv_norm must be group or layer, but is {self.conv_norm!r}")
+
+    def length(self, samples: int) -> int:
+        """How many frames so many samples make."""
+        for kernel, stride in zip(self.kernels, self.strides, strict=True):
+            samples = (samples - kernel) // stride + 1
+        return max(0, samples)
+
+
+class Wav2Vec2(nn.Module):
+    """Waves to the logits of labels, (B, samples) at 16 kHz to (B, frames, labels); label 0 is CTC's blank.
+
+    mask (B, samples): True for real samples, which come first. Models with conv_norm "group" were trained without
+    masks, on waves filled up with zeros. Waves are to have mean 0 and deviation 1: `regard.models.sound.levelled`.
+
+    >>> import torch
+    >>> from regard.models.wav2vec2 import Wav2Vec2, Wav2Vec2Config
+    >>> config = Wav2Vec2Config(labels=32, width=32, layers=2, heads=4, hidden=64, channels=(16,) * 7)
+    >>> Wav2Vec2(config).eval()(torch.randn(2, 16000)).shape
+    torch.Size([2, 49, 32])
+    """
+
+    def __init__(self, config: Wav2Vec2Config) -> None:
+        super().__init__()
+        self.config = config
+        width, norm = config.width, norm_named("layer", config.eps)
+        self.front = nn.ModuleList(_Layer(config, n) for n in range(len(config.channels)))
+        self.front_norm = norm(config.channels[-1])
+        self.project = linear(config.channels[-1], width)
+        conv = nn.Conv1d(
+            width, width, config.position_kernel, padding=config.position_kernel // 2, groups=config.position_groups
+        )
+        self.position = nn.utils.parametrizations.weight_norm(conv, dim=2)
+        self.first_norm = None if config.arrangement == "pre" else norm(width)
+        dropped = config.dropout if config.attention_dropout is None else config.attention_dropout
+        arrangement = choose("arrangement", config.arrangement, ARRANGEMENTS)
+        activation, attend = choose("activation", config.activation, ACTIVATIONS), Attention(dropout=dropped)
+        blocks = [
+            Block(
+                MultiHeadAttention(width, config.heads, attend=attend),
+                FeedForward(width, config.hidden, activation=activation),
+                residual=lambda: arrangement(width, norm, dropout=config.dropout),
+            )
+            for _ in range(config.layers)
+        ]
+        self.stack = Encoder(blocks, norm=norm(width) if config.arrangement == "pre" else None)
+        self.head = linear(width, config.labels)
+
+    def forward(self, inputs: Tensor, mask: Tensor | None = None) -> Tensor:
+        """Logits (B, frames, labels)."""
+        if not isinstance(inputs, Tensor) or inputs.dim() != 2 or not self.config.length(inputs.shape[1]):
+            came = shape_of(inputs) if isinstance(inputs, Tensor) else type(inputs).__name__
+            raise ValueError(f"inputs must be waves (B, samples) of at least one frame, but are {came}")
+        x = inputs[:, None]  # (B, 1, samples)
+        for layer in self.front:
+            x = layer(x)
+        x = self.project(self.front_norm(x.mT))
+        kept = None if mask is None else self._frames(mask, x)
+        if kept is not None:
+            x = x * kept[..., None]
+        place = self.position(x.mT)[..., : x.shape[1]].mT
+        x = x + choose("activation", self.config.conv_activation, ACTIVATIONS)(place)
+        x = x if self.first_norm is None else self.first_norm(x)
+        if self.config.dropout and self.training:
+            x = F.dropout(x, self.config.dropout)
+        return self.head(self.stack(x, shared=Shared(key_mask(kept))))
+
+    def _frames(self, mask: Tensor, like: Tensor) -> Tensor:
+        """(B, frames) True where all samples of a frame are real."""
+        lengths = torch.tensor([self.config.length(n) for n in mask.sum(1).tolist()], device=like.device)
+        return torch.arange(like.shape[1], device=like.device) < lengths[:, None]
+
+
+class _Layer(nn.Module):
+    """A convolution over the wave, its norm, if it has one, and its activation: (B, inputs, n) to (B, outputs, m)."""
+
+    def __init__(self, config: Wav2Vec2Config, n: int) -> None:
+        super().__init__()
+        inputs = config.channels[n - 1] if n else 1
+        channels, kernel, stride = config.channels[n], config.kernels[n], config.strides[n]
+        self.conv = nn.Conv1d(inputs, channels, kernel, stride, bias=config.conv_bias)
+        self.norm: nn.Module | None = None
+        if config.conv_norm == "layer":
+            self.norm = nn.LayerNorm(channels)
+        elif n == 0:
+            self.norm = nn.GroupNorm(channels, channels)
+        self.activation = choose("activation", config.conv_activation, ACTIVATIONS)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.conv(x)
+        if isinstance(self.norm, nn.LayerNorm):
+            x = self.norm(x.mT).mT
+        elif self.norm is not None:
+            x = self.norm(x)
+        return self.activation(x)

@@ -1,0 +1,49 @@
+"""Graphs: attention of nodes to their neighbours."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from regard.attention import Attention
+from regard.engines.product import product
+from regard.nn.attention import linear
+from regard.nn.shared import Shared
+from regard.scores import Additive
+
+
+class GraphAttention(nn.Module):
+    """Nodes look at their neighbours by an additive score of each head (Graph Attention Networks).
+
+        score(i, j) = weight · tanh(W_q x_i + W_k x_j)
+
+    Who is whose neighbour the mask says: `regard.edges(pairs)`, each node with itself among them, if it is to see
+    itself. The paper's score is linear but for a last LeakyReLU, so that all nodes rank neighbours alike; with the
+    nonlinearity inside (as in GATv2) each ranks its own. Projections start from N(0, 1 / fan_in), the weight from
+    N(0, 1 / d_head). dropout: of the weights, in training.
+
+    >>> import regard as rg, torch
+    >>> layer = rg.nn.GraphAttention(16, heads=2)
+    >>> layer(torch.randn(1, 3, 16), mask=rg.edges(torch.tensor([[0, 0, 1, 2], [0, 1, 1, 2]]))).shape
+    torch.Size([1, 3, 16])
+    """
+
+    def __init__(self, d_model: int, heads: int, *, dropout: float = 0.0) -> None:
+        super().__init__()
+        if heads < 1 or d_model % heads:
+            raise ValueError(f"d_model = {d_model} is no multiple of heads = {heads}; choose others")
+        self.heads, self.dropout = heads, dropout
+        self.qkv, self.output = linear(d_model, 3 * d_model), linear(d_model, d_model)
+        self.weight = nn.Parameter(torch.randn(heads, d_model // heads) / math.sqrt(d_model // heads))
+
+    def forward(self, x: Tensor, *, mask: Any = None, shared: Shared | None = None, cache: None = None) -> Tensor:
+        """x (B, N, d_model) to the same; `shared` stands for the mask in a stack."""
+        shared = Shared(mask) if shared is None else shared
+        together = product(x, self.qkv.weight, self.qkv.bias).unflatten(-1, (3, self.heads, -1))
+        q, k, v = together.permute(2, 0, 3, 1, 4)  # (B, H, N, D)
+        attend = Attention(Additive(self.weight), dropout=self.dropout if self.training else 0.0)
+        out = shared.attend(attend)(q, k, v)
+        return product(out.transpose(1, 2).flatten(2), self.output.weight, self.output.bias)

@@ -1,0 +1,92 @@
+"""Sets, whose elements have no order: induced points and pooling by attention (Set Transformer)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from regard.nn.blocks import Residual
+from regard.nn.packing import Packed
+from regard.nn.shared import Shared, key_mask
+
+
+class CrossBlock(nn.Module):
+    """Attention to a source, and feed-forward, each within the arrangement that `residual()` makes.
+
+    >>> import regard as rg, torch
+    >>> block = rg.nn.CrossBlock(
+    ...     rg.nn.MultiHeadAttention(16, heads=2), rg.nn.FeedForward(16, 64), residual=lambda: rg.nn.PostNorm(16)
+    ... )
+    >>> block(torch.randn(2, 3, 16), torch.randn(2, 7, 16)).shape
+    torch.Size([2, 3, 16])
+    """
+
+    def __init__(self, cross: nn.Module, feedforward: nn.Module, *, residual: Callable[[], Residual]) -> None:
+        super().__init__()
+        self.cross, self.cross_residual = cross, residual()
+        self.feedforward, self.feedforward_residual = feedforward, residual()
+
+    def forward(self, x: Tensor, source: Tensor, *, across: Shared | None = None) -> Tensor:
+        """x (B, Q, d_model), source (B, K, d_source)."""
+        x = self.cross_residual(x, self.cross, source, shared=across or Shared())
+        return self.feedforward_residual(x, self.feedforward)
+
+
+class SeedPooling(nn.Module):
+    """Learned seeds look at a set: (B, N, width) with a (B, N) mask, or packed sets, to (B, seeds, width).
+
+    block: a `CrossBlock` whose attention has `offset=0`. Seeds start from N(0, 1).
+
+    >>> import regard as rg, torch
+    >>> attention = rg.nn.MultiHeadAttention(16, heads=2, attend=rg.Attention(offset=0))
+    >>> block = rg.nn.CrossBlock(attention, rg.nn.FeedForward(16, 64), residual=lambda: rg.nn.PostNorm(16))
+    >>> rg.nn.SeedPooling(16, 3, block)(rg.pack([torch.randn(5, 16), torch.randn(2, 16)])).shape
+    torch.Size([2, 3, 16])
+    """
+
+    def __init__(self, width: int, seeds: int, block: CrossBlock) -> None:
+        super().__init__()
+        self.seeds, self.block = nn.Parameter(torch.randn(seeds, width)), block
+
+    def forward(self, x: Tensor | Packed, mask: Tensor | None = None) -> Tensor:
+        if isinstance(x, Packed):
+            seeds = repeated(self.seeds, x)
+            found = self.block(seeds.values[None], x.values[None], across=Shared(seeds.over(x)))
+            return found.view(len(x), *self.seeds.shape)
+        return self.block(self.seeds.expand(len(x), -1, -1), x, across=Shared(key_mask(mask)))
+
+
+class InducedBlock(nn.Module):
+    """A set looks at itself by way of a few learned points: O(N · points), where all pairs are O(N^2).
+
+        gathered = gather(points, x)        points look at the set
+        x        = spread(x, gathered)      the set looks at them
+
+    gather, spread: blocks whose attention has `offset=0`. Sets are (B, N, width) with a (B, N) mask, or packed, and the
+    result has the same form. Points start from N(0, 1).
+
+    >>> import regard as rg, torch
+    >>> def block():
+    ...     attention = rg.nn.MultiHeadAttention(16, heads=2, attend=rg.Attention(offset=0))
+    ...     return rg.nn.CrossBlock(attention, rg.nn.FeedForward(16, 64), residual=lambda: rg.nn.PostNorm(16))
+    >>> rg.nn.InducedBlock(16, 4, block(), block())(torch.randn(2, 9, 16)).shape
+    torch.Size([2, 9, 16])
+    """
+
+    def __init__(self, width: int, points: int, gather: CrossBlock, spread: CrossBlock) -> None:
+        super().__init__()
+        self.gather, self.spread = SeedPooling(width, points, gather), spread
+
+    def forward(self, x: Tensor | Packed, mask: Tensor | None = None) -> Tensor | Packed:
+        gathered = self.gather(x, mask)  # (B, points, width)
+        if isinstance(x, Packed):
+            points = Packed(gathered.flatten(0, 1), (gathered.shape[1],) * len(x))
+            return x.holding(self.spread(x.values[None], points.values[None], across=Shared(x.over(points)))[0])
+        return self.spread(x, gathered)
+
+
+def repeated(points: Tensor, sets: Packed) -> Packed:
+    """The same points (n, width) for each of the sets."""
+    return Packed(points.repeat(len(sets), 1), (len(points),) * len(sets))

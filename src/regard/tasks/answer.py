@@ -1,0 +1,312 @@
+"""A question about a text to its answer: a part of the text, or that there is none."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import ClassVar, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from regard.models.text import QuestionAnswering
+from regard.nn import Packed
+from regard.tasks import metrics
+from regard.tasks.batches import Ragged, in_order
+from regard.tasks.data import FORMATS, Row, format_of
+from regard.tasks.squad import Asked, read_squad, read_table
+from regard.tasks.task import Batch, Figures, Kit, Prediction, Recipe, Task, option
+from regard.tasks.texts import encoder_config, loaded, pretrained, started, too_long
+from regard.tasks.tokens import BEGIN, END, learn, special
+from regard.tasks.trouble import Bad
+
+LEAST = 16  # tokens of a context that a window must have room for
+
+
+@dataclass(frozen=True)
+class Answer(Task):
+    """An encoder reads question and context together; a head tells where the answer begins and ends.
+
+    A context that is too long is read in windows that overlap. All of its windows are in one batch, and compete: the
+    probabilities of where an answer begins sum to 1 over all of them. The first token stands for no answer.
+    """
+
+    name: ClassVar[str] = "answer"
+    does: ClassVar[str] = "a question about a text to the part of the text that answers it"
+    example: ClassVar[str] = "context,question,answer\nMarie Curie was born in Warsaw.,Where was she born?,Warsaw"
+    columns: ClassVar[tuple[str, ...]] = ("context", "question", "answer")
+    recipe: ClassVar[Recipe] = Recipe(
+        steps=1000,
+        tokens=4096,
+        rate=1e-4,
+        warmup=50,
+        decay=0.05,
+        ema=0.99,
+        evaluate_every=100,
+        save_every=100,
+        patience=5,
+    )
+
+    context: str = option("", "column of the text, in files that have columns; SQuAD's JSON needs none of these")
+    question: str = option("", "column of the question")
+    answer: str = option("", "column of the answer, a part of the text, or nothing")
+    start: str = option("", "begin with the encoder and tokenizer of this run (masked, embed) or checkpoint folder")
+    vocabulary: int = option(8000, "tokens that the tokenizer learns at most")
+    lower: bool = option(True, "the tokenizer makes all letters small")
+    width: int = option(128, "of the hidden states")
+    layers: int = option(4, "of the encoder")
+    heads: int = option(4, "of the attention")
+    dropout: float = option(0.1, "in training")
+    longest: int = option(384, "tokens of question and window together at most")
+    windows: bool = option(True, "read long contexts in windows")
+    overlap: int = option(128, "tokens that a window shares with the next")
+    most: int = option(30, "tokens of an answer at most")
+
+    def read(self, source: str, bad: Bad) -> list[Row]:
+        if format_of(Path(source)) == ".json":
+            return list(read_squad(Path(source), bad))
+        return list(read_table(source, {name: getattr(self, name) for name in self.columns}, bad))
+
+    def learn(self, rows: Sequence[Row]) -> Kit:
+        if self.start:
+            return started(self.start)
+        texts = {text: None for row in rows for text in row.values[:2]}
+        return Kit(learn(texts, self.vocabulary, lower=self.lower))
+
+    def model(self, kit: Kit) -> nn.Module:
+        return QuestionAnswering(encoder_config(kit, self))
+
+    def begin(self, model: nn.Module) -> None:
+        if self.start:
+            assert isinstance(model, QuestionAnswering)
+            model.encoder.load_state_dict(pretrained(self.start)[0].state_dict())
+            if isinstance(before := loaded(self.start)[0], QuestionAnswering):
+                model.ends.load_state_dict(before.ends.state_dict())
+
+    def items(self, kit: Kit, rows: Sequence[Row], bad: Bad) -> Questions:
+        longest = self.longest
+        if kit.config is not None:
+            longest = min(longest, kit.config["positions"] - kit.config["first_position"])
+        return Questions(kit, rows, bad, longest=longest, overlap=self.overlap, windows=self.windows)
+
+    def loss(self, model: nn.Module, batch: Batch, smoothing: float) -> Tensor:
+        """What is right may stand in several windows, and several answers may be right: any of them will do."""
+        ids, segments, allowed, parts = batch.inputs
+        logits = model(ids, segments=segments).values.float().masked_fill(~allowed[:, None], -torch.inf)
+        right = logits.masked_fill(~batch.targets, -torch.inf)
+        every = torch.stack([part.logsumexp(0) for part in logits.split(parts)])
+        return (every - torch.stack([part.logsumexp(0) for part in right.split(parts)])).sum() / 2
+
+    def settle(self, model: nn.Module, kit: Kit, rows: Sequence[Row]) -> Kit:
+        """The threshold with the best F1: above it, what speaks for no answer outweighs the best one."""
+        found = self._found(model, self.items(kit, rows, Bad(skip=True)))
+        references = [_references(each.asked) for each in found]
+        if all(references):
+            return kit
+        absences, outputs = [each.absence for each in found], [each.text for each in found]
+        threshold = metrics.best_threshold(absences, outputs, references)
+        return replace(kit, settled={"threshold": threshold})
+
+    def evaluate(self, model: nn.Module, kit: Kit, rows: Sequence[Row]) -> Figures:
+        found = {
+            each.number: self._said(kit, each) for each in self._found(model, self.items(kit, rows, Bad(skip=True)))
+        }
+        # a question that the model cannot take counts, as one without an answer
+        return metrics.answers([found.get(n, "") for n in range(len(rows))], [_references(row.values) for row in rows])
+
+    def baselines(self, kit: Kit, train: Sequence[Row], held: Sequence[Row]) -> dict[str, Figures]:
+        """Of the names and numbers of the context: the first, the most frequent, and that with most of the question's
+        words around it (the sliding window of Richardson et al., as in SQuAD's paper)."""
+        references = [_references(row.values) for row in held]
+        found = {
+            name: metrics.answers([means(row.values[0], row.values[1]) for row in held], references)
+            for name, means in metrics.ANSWERERS.items()
+        }
+        if not all(references):
+            found["no answer"] = metrics.answers([""] * len(held), references)
+        return found
+
+    def predict(self, model: nn.Module, kit: Kit, rows: Sequence[Row], bad: Bad) -> Iterator[Prediction]:
+        asked = [Row(row.place, each) for row in rows if (each := _one(row, bad)) is not None]
+        for each in self._found(model, self.items(kit, asked, bad)):
+            said = self._said(kit, each)
+            score = each.chance if said else each.none
+            more = {"start": each.start if said else None, "best": each.text, "chance": each.chance, "none": each.none}
+            name = {"id": each.asked.id} if each.asked.id else {}
+            yield Prediction(each.asked.question, said, score, name | more)
+
+    def asked(self, path: Path, bad: Bad) -> Iterator[Row] | None:
+        if format_of(path) == ".json":
+            return read_squad(path, bad, answers=False)
+        if format_of(path) in FORMATS[:3]:
+            return read_table(str(path), {name: getattr(self, name) for name in self.columns[:2]}, bad)
+        return None
+
+    def sample(self, kit: Kit) -> tuple[Tensor, Tensor] | None:
+        if kit.config is not None and kit.config["segments"]:
+            return None
+        return torch.full((2, 7), 5), torch.tensor([[True] * 7, [True] * 4 + [False] * 3])
+
+    def _said(self, kit: Kit, found: Found) -> str:
+        return "" if found.absence > (kit.settled or {}).get("threshold", math.inf) else found.text
+
+    @torch.no_grad()
+    def _found(self, model: nn.Module, items: Questions) -> list[Found]:
+        """The best answer to every question, over all windows of its context."""
+        found, device = dict[int, Found](), next(model.parameters()).device
+        for chosen in in_order(items.sizes, budget=8192) if len(items.sizes) else ():
+            ids, segments, allowed, parts = items.batch(chosen, np.random.default_rng(0)).inputs
+            ids, segments = (each.holding(each.values.to(device)) for each in (ids, segments))
+            logits = model(ids, segments=segments).values.float().cpu().masked_fill(~allowed[:, None], -torch.inf)
+            chances = torch.cat([part.log_softmax(0) for part in logits.split(parts)])
+            windows = iter(chances.split(ids.lengths))
+            for n in chosen.tolist():
+                found[n] = items.best(n, [next(windows) for _ in items.windows[n]], self.most)
+        return [found[n] for n in range(len(items.sizes))]
+
+
+class Found(NamedTuple):
+    """The best answer to a question: its text, where it begins, and how likely it is and that there is none."""
+
+    number: int  # of the row
+    asked: Asked
+    text: str
+    start: int
+    chance: float
+    none: float
+
+    @property
+    def absence(self) -> float:
+        """How much more likely no answer is than this one, as a logarithm."""
+        return math.log(max(self.none, 1e-30)) - math.log(max(self.chance, 1e-30))
+
+
+class Window(NamedTuple):
+    """A part of a context: its first token and the one behind its last, and how many tokens stand before it."""
+
+    first: int
+    stop: int
+    before: int
+
+
+class Questions:
+    """Questions with the windows of their contexts; an item is a question, with all of its windows."""
+
+    def __init__(self, kit: Kit, rows: Sequence[Row], bad: Bad, *, longest: int, overlap: int, windows: bool) -> None:
+        tokenizer = kit.texts()
+        tokenizer.encode_special_tokens = True
+        begin, end = special(tokenizer, BEGIN, "[CLS]"), special(tokenizer, END, "[SEP]")
+        texts = list(dict.fromkeys(text for row in rows for text in row.values[:2]))
+        known = dict(zip(texts, tokenizer.encode_batch(texts, add_special_tokens=False), strict=True))
+        self.places, self.asked, self.numbers = list[str](), list[Asked](), list[int]()
+        self.windows, self.offsets, pieces = list[list[Window]](), list[np.ndarray](), list[np.ndarray]()
+        spans = dict[str, np.ndarray]()
+        for number, row in enumerate(rows):
+            question, context = known[row.values[1]].ids, known[row.values[0]]
+            room = longest - len(question) - 3
+            if room < min(LEAST, len(context)):
+                bad(too_long(row.place, len(question) + LEAST + 3, longest))
+                continue
+            if len(context) > room and not windows:
+                bad(too_long(row.place, len(question) + len(context) + 3, longest, " or read it in --windows,"))
+                continue
+            if row.values[0] not in spans:
+                spans[row.values[0]] = _trimmed(row.values[0], context.offsets)
+            step, before = max(1, room - overlap), len(question) + 2
+            firsts = range(0, max(1, len(context) - room + step), step)
+            parts = [Window(first, min(first + room, len(context)), before) for first in firsts]
+            pieces += [
+                np.concatenate([[begin], question, [end], context.ids[part.first : part.stop], [end]]) for part in parts
+            ]
+            self.windows.append(parts)
+            self.offsets.append(spans[row.values[0]])
+            self.places.append(row.place)
+            self.asked.append(Asked(*row.values))
+            self.numbers.append(number)
+        self.ids = Ragged(pieces)
+        self.edges = np.concatenate([[0], np.cumsum([len(parts) for parts in self.windows], dtype=np.int64)])
+        self.sizes = np.array(
+            [int(self.ids.lengths[a:b].sum()) for a, b in zip(self.edges, self.edges[1:], strict=False)], np.int64
+        )
+
+    def batch(self, chosen: np.ndarray, random: np.random.Generator) -> Batch:
+        """Inputs: ids and segments, packed; which tokens may be ends of an answer (N,); how many tokens each question
+        has in all its windows. Targets: which tokens are right as begin and as end, (N, 2)."""
+        packed = self.ids.pack(np.concatenate([np.arange(self.edges[n], self.edges[n + 1]) for n in chosen]))
+        segments, allowed = np.zeros(len(packed.values), np.int64), np.zeros(len(packed.values), bool)
+        right, at = np.zeros((len(packed.values), 2), bool), 0
+        for n in chosen:
+            nowhere = True
+            spans = [_tokens(self.offsets[n], text, start) for text, start in self.asked[n].answers]
+            starts = []
+            for part in self.windows[n]:
+                stop = at + part.before + part.stop - part.first
+                starts.append(at)
+                segments[at + part.before : stop + 1] = 1
+                shown = self.offsets[n][part.first : part.stop]
+                allowed[at], allowed[at + part.before : stop] = True, shown[:, 1] > shown[:, 0]  # not spaces
+                for first, last in spans:
+                    if part.first <= first and last < part.stop:  # all of it is in this window
+                        shift, nowhere = at + part.before - part.first, False
+                        right[first + shift, 0] = right[last + shift, 1] = True
+                at = stop + 1
+            if nowhere:
+                right[starts] = True
+        parts = tuple(self.sizes[chosen].tolist())
+        inputs = packed, Packed(torch.from_numpy(segments), packed.lengths), torch.from_numpy(allowed), parts
+        return Batch(inputs, torch.from_numpy(right), len(packed.values), len(chosen))
+
+    def best(self, n: int, windows: Sequence[Tensor], most: int) -> Found:
+        """The span with the largest product of chances, at most `most` tokens long, of log-chances (n, 2) by window."""
+        best, place, none = -math.inf, (0, 0), []
+        for part, chances in zip(self.windows[n], windows, strict=True):
+            none.append(chances[0])
+            begins, ends = chances[part.before : part.before + part.stop - part.first].unbind(-1)
+            if not len(begins):
+                continue
+            long = min(most, len(begins))
+            after = torch.cat((ends, ends.new_full((long - 1,), -torch.inf))).unfold(0, long, 1)  # (n, long)
+            score, where = (begins[:, None] + after).flatten().max(0)
+            if float(score) > best:
+                first = part.first + int(where) // long
+                best, place = float(score), (first, first + int(where) % long)
+        start, stop = (
+            (int(self.offsets[n][place[0], 0]), int(self.offsets[n][place[1], 1])) if len(self.offsets[n]) else (0, 0)
+        )
+        nothing = float(torch.stack(none).logsumexp(0).sum())
+        asked = self.asked[n]
+        return Found(self.numbers[n], asked, asked.context[start:stop], start, math.exp(best), math.exp(nothing))
+
+
+def _trimmed(text: str, offsets: Sequence[tuple[int, int]]) -> np.ndarray:
+    """Where tokens begin and end in a text (n, 2), without the spaces around them."""
+    found = []
+    for first, last in offsets:
+        piece = text[first:last]
+        found.append((last - len(piece.lstrip()), first + len(piece.rstrip())) if piece.strip() else (first, first))
+    return np.array(found, np.int64).reshape(-1, 2)
+
+
+def _tokens(offsets: np.ndarray, text: str, start: int) -> tuple[int, int]:
+    """The first and the last token that have a letter of the answer."""
+    start, stop = start + len(text) - len(text.lstrip()), start + len(text.rstrip())
+    inside = np.flatnonzero((offsets[:, 0] < stop) & (offsets[:, 1] > start))
+    return (int(inside[0]), int(inside[-1])) if len(inside) else (len(offsets), len(offsets))
+
+
+def _references(asked: Sequence) -> list[str]:
+    return [text for text, _ in asked[2]]
+
+
+def _one(row: Row, bad: Bad) -> Asked | None:
+    """What is asked: read from a file, or one text with a question, a tab or a new line, and the context."""
+    if len(row.values) > 1:
+        return Asked(*row.values)
+    question, context = ([part.strip() for part in row.values[0].replace("\n", "\t", 1).split("\t", 1)] + [""])[:2]
+    if not question or not context:
+        bad(f"{row.place}: expected a question, a tab and the text that it is about; or give that with --context FILE")
+        return None
+    return Asked(context, question, (), "")

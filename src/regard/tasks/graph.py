@@ -1,0 +1,274 @@
+"""Nodes of a graph to a class each, of which few are labelled."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from regard.masks import Mask, edges
+from regard.models.graph import GraphConfig, NodeClassifier
+from regard.tasks import metrics
+from regard.tasks.data import FORMATS, OPENERS, Row, first_cells, read, split
+from regard.tasks.task import Batch, Figures, Kit, Prediction, Recipe, Task, option
+from regard.tasks.trouble import Bad, Trouble
+
+
+@dataclass(frozen=True)
+class Graph(Task):
+    """Attention of nodes to their neighbours by an additive score (Graph Attention Networks).
+
+    All nodes and edges are there in training; of labels, only those of `labelled` nodes of each class. None is spent on
+    choosing weights: the lowest loss on the labelled nodes themselves chooses, which is the last but for chance.
+    """
+
+    name: ClassVar[str] = "graph"
+    does: ClassVar[str] = "nodes of a graph to a class each, of which few are labelled"
+    example: ClassVar[str] = "a folder with edges.csv and nodes.csv:\nsource,target\nann,bob\nnode,label\nann,chess"
+    columns: ClassVar[tuple[str, ...]] = ("node", "label")
+    recipe: ClassVar[Recipe] = Recipe(
+        steps=200, tokens=4096, rate=5e-3, warmup=10, decay=0.1, ema=0.9, evaluate_every=20, save_every=100
+    )
+    held: ClassVar[int] = 1_000_000  # nodes at most: all that are not labelled
+
+    node: str = option("", "column of the node, in the table of nodes: a name, or a number from 1")
+    label: str = option("", "column of its class; nodes without a label are in the table of edges only")
+    features: str = option("", "column of words or numbers, parted by spaces; without, its neighbours are its words")
+    source: str = option("", "column of one end, in the table of edges")
+    target: str = option("", "column of the other end")
+    directed: bool = option(False, "a node sees those that it points to, and not those that point to it")
+    labelled: int = option(20, "nodes of each class that are learnt from")
+    width: int = option(32, "of the hidden states")
+    layers: int = option(2, "of the encoder: how many edges far a node sees")
+    heads: int = option(4, "of the attention")
+    dropout: float = option(0.5, "in training")
+
+    def __post_init__(self) -> None:
+        if min(self.width, self.heads, self.layers, self.labelled) < 1 or self.width % self.heads:
+            raise ValueError(f"width must be a multiple of heads = {self.heads}, but is {self.width}")
+
+    def read(self, source: str, bad: Bad) -> list[Row]:
+        """The labelled nodes of a folder, or of a table of nodes that has the edges beside it; each with the graph."""
+        path = Path(source)
+        table = _table(path, "nodes") if path.is_dir() else path
+        columns = {"node": self.node, "label": self.label}
+        told = self.features or ("features" if "features" in first_cells(str(table), Bad(skip=True)) else "")
+        rows = list(read(str(table), columns | ({"features": told} if told else {}), bad))
+        pairs = [
+            row.values
+            for row in read(str(_table(table.parent, "edges")), {"source": self.source, "target": self.target}, bad)
+        ]
+        known: dict[str, str] = {}
+        good = []
+        for row in rows:
+            node = row.values[0]
+            if node in known:
+                bad(f"{row.place}: the node {node!r} was told before, in {known[node]}")
+                continue
+            known[node] = row.place
+            good.append(row)
+        number = {node: n for n, node in enumerate(dict.fromkeys([*known, *(end for pair in pairs for end in pair)]))}
+        ends = np.array([[number[end] for end in pair] for pair in pairs], np.int64).reshape(-1, 2).T
+        web = Web(tuple(number), ends, {row.values[0]: row.values[2] for row in good} if told else {})
+        return [Row(row.place, (*row.values[:2], web)) for row in good]
+
+    def hold_out(self, rows: Sequence[Row], held: int, seed: int) -> tuple[list[Row], list[Row]]:
+        """`labelled` nodes of each class, and the others."""
+        train: list[Row] = []
+        for label, count in sorted(Counter(row.values[1] for row in rows).items()):
+            own = [row for row in rows if row.values[1] == label]
+            if count <= self.labelled:
+                raise Trouble(
+                    f"{own[0].place}: the class {label!r} has {count} nodes, of which {self.labelled} are to be "
+                    "learnt from, and none would be left; try a lower --labelled"
+                )
+            train += split(own, lambda row: str(row.values[0]), self.labelled, seed)[1]
+        learnt = {row.values[0] for row in train}
+        rest = [row for row in rows if row.values[0] not in learnt]
+        return train, rest if held >= len(rest) else split(rest, lambda row: str(row.values[0]), held, seed)[1]
+
+    def choose_by(self, rows: Sequence[Row], held: int, seed: int) -> tuple[list[Row], list[Row]]:
+        return list(rows), list(rows)
+
+    def learn(self, rows: Sequence[Row]) -> Kit:
+        labels = tuple(sorted({row.values[1] for row in rows}))
+        if len(labels) < 2:
+            raise Trouble(f"{rows[0].place}: expected at least 2 classes, but all are {labels[0]!r}; check --label")
+        return Kit(labels=labels, config=rows[0].values[2].told())
+
+    def model(self, kit: Kit) -> nn.Module:
+        assert kit.config is not None
+        return NodeClassifier(
+            GraphConfig(
+                width=self.width,
+                layers=self.layers,
+                heads=self.heads,
+                hidden=2 * self.width,
+                features=kit.config["features"],
+                classes=len(kit.labels),
+                dropout=self.dropout,
+            )
+        )
+
+    def items(self, kit: Kit, rows: Sequence[Row], bad: Bad) -> LabelledNodes:
+        classes, graph = {label: n for n, label in enumerate(kit.labels)}, Known(kit, self.directed)
+        good = []
+        for row in rows:
+            node, label = row.values[:2]
+            if node not in graph.number:
+                bad(f"{row.place}: the node {node!r} was not there in training, which had {graph.few}")
+            elif label not in classes:
+                few = ", ".join(kit.labels[:6]) + (", ..." if len(kit.labels) > 6 else "")
+                bad(f"{row.place}: the label {label!r} was never seen in training, which has {few}")
+            else:
+                good.append(row)
+        return LabelledNodes(
+            graph,
+            np.array([graph.number[row.values[0]] for row in good], np.int64),
+            np.array([classes[row.values[1]] for row in good], np.int64),
+            [row.place for row in good],
+        )
+
+    def loss(self, model: nn.Module, batch: Batch, smoothing: float) -> Tensor:
+        inputs, mask, chosen = batch.inputs
+        said = model(inputs, mask)[0, chosen]
+        return F.cross_entropy(said, batch.targets, reduction="sum", label_smoothing=smoothing)
+
+    def evaluate(self, model: nn.Module, kit: Kit, rows: Sequence[Row]) -> Figures:
+        items = self.items(kit, rows, Bad(skip=True))
+        said, targets = _said(model, items.graph)[items.nodes], torch.from_numpy(items.targets)
+        return {"loss": float(F.cross_entropy(said, targets))} | metrics.classification(said, targets)
+
+    def baselines(self, kit: Kit, train: Sequence[Row], held: Sequence[Row]) -> dict[str, Figures]:
+        ours, theirs = (self.items(kit, rows, Bad(skip=True)) for rows in (train, held))
+        classes, targets = len(kit.labels), torch.from_numpy(theirs.targets)
+        first = Counter(ours.targets.tolist()).most_common(1)[0][0]
+        found = {"most frequent class": metrics.most_frequent(ours.targets.tolist(), targets.tolist(), classes)}
+        votes = torch.zeros(len(ours.graph.number), classes)
+        votes[ours.nodes, torch.from_numpy(ours.targets)] = 1
+        near = torch.zeros(len(votes), classes).index_add_(0, ours.graph.ends[0], votes[ours.graph.ends[1]])
+        near[:, first] += 0.5  # where there is no vote
+        found["neighbours' vote"] = metrics.classification(near[theirs.nodes], targets)
+        found["label propagation"] = metrics.classification(
+            metrics.propagated(ours.graph.ends.numpy(), ours.nodes, ours.targets, len(votes), classes)[theirs.nodes],
+            targets,
+        )
+        table = ours.graph.inputs[0].numpy()
+        found["logistic regression on features"] = metrics.logistic(
+            table[ours.nodes], ours.targets, table[theirs.nodes], theirs.targets, classes, scaled=False
+        )
+        return found
+
+    def predict(self, model: nn.Module, kit: Kit, rows: Sequence[Row], bad: Bad) -> Iterator[Prediction]:
+        """The class of each node that is named."""
+        graph = Known(kit, self.directed)
+        said = _said(model, graph).softmax(-1)
+        for row in rows:
+            if row.values[0] not in graph.number:
+                bad(f"{row.place}: the node {row.values[0]!r} was not there in training, which had {graph.few}")
+                continue
+            chances = said[graph.number[row.values[0]]].tolist()
+            best = int(np.argmax(chances))
+            more = dict(zip(kit.labels, chances, strict=True))
+            yield Prediction(row.values[0], kit.labels[best], chances[best], more)
+
+    def name_tokens(self, model: nn.Module, kit: Kit, record: Any, said: Prediction) -> None:
+        assert kit.config is not None
+        record.tokens(kit.config["nodes"])
+
+
+@dataclass(frozen=True, eq=False)
+class Web:
+    """A graph as it was read: the names of its nodes, edges (2, E) by their numbers, and what features say of nodes."""
+
+    nodes: tuple[str, ...]
+    ends: np.ndarray
+    features: dict[str, str]
+
+    def told(self) -> dict[str, Any]:
+        """For a kit: features are rows of numbers, or of the numbers of words."""
+        words = [self.features.get(node, "").split() for node in self.nodes]
+        counts = {len(each) for each in words if each}
+        held: list[list[float]] = []
+        if len(counts) == 1:
+            try:
+                held = [[float(word) for word in each] or [0.0] * max(counts) for each in words]
+            except ValueError:
+                held = []
+        numbers = bool(held) and bool(np.isfinite(held).all())
+        known = {word: n for n, word in enumerate(sorted({word for each in words for word in each}))}
+        return {
+            "nodes": list(self.nodes),
+            "edges": self.ends.tolist(),
+            "features": max(counts) if numbers else len(known) or len(self.nodes),
+            "numbers": held if numbers else None,
+            "words": [[known[word] for word in each] for each in words] if known and not numbers else None,
+        }
+
+
+class Known:
+    """The graph of a kit, as a model takes it."""
+
+    def __init__(self, kit: Kit, directed: bool) -> None:
+        assert kit.config is not None
+        self.config: dict[str, Any] = kit.config
+        self.number = {node: n for n, node in enumerate(self.config["nodes"])}
+        self.few = ", ".join(self.config["nodes"][:4]) + (", ..." if len(self.number) > 4 else "")
+        ends = torch.tensor(self.config["edges"], dtype=torch.int64).reshape(2, -1)
+        self.ends = torch.unique(ends if directed else torch.cat((ends, ends.flip(0)), 1), dim=1)
+
+    @cached_property
+    def mask(self) -> Mask:
+        """Nodes see their neighbours and themselves."""
+        own = torch.arange(len(self.number)).expand(2, -1)
+        return edges(torch.cat((self.ends, own), 1))
+
+    @cached_property
+    def inputs(self) -> Tensor:
+        """(1, N, features): numbers by mean and deviation, words as vectors of length 1."""
+        if self.config["numbers"] is not None:
+            table = torch.tensor(self.config["numbers"])
+            return ((table - table.mean(0)) / table.std(0, correction=0).clamp(min=1e-6))[None]
+        table = torch.zeros(len(self.number), self.config["features"])
+        if self.config["words"] is None:
+            table[self.ends[0], self.ends[1]] = 1
+            table.fill_diagonal_(1)
+        for n, words in enumerate(self.config["words"] or ()):
+            table[n, words] = 1
+        return F.normalize(table, dim=-1)[None]
+
+
+class LabelledNodes:
+    """Nodes (n,) of a graph with their classes (n,). Every batch has all of the graph."""
+
+    def __init__(self, graph: Known, nodes: np.ndarray, targets: np.ndarray, places: Sequence[str]) -> None:
+        self.graph, self.nodes, self.targets, self.places = graph, nodes, targets, places
+        self.sizes = np.ones(len(nodes), np.int64)
+
+    def batch(self, chosen: np.ndarray, random: np.random.Generator) -> Batch:
+        inputs = (self.graph.inputs, self.graph.mask, torch.from_numpy(self.nodes[chosen]))
+        return Batch(inputs, torch.from_numpy(self.targets[chosen]), len(self.graph.number), len(chosen))
+
+
+@torch.no_grad()
+def _said(model: nn.Module, graph: Known) -> Tensor:
+    """Logits (N, classes)."""
+    device = next(model.parameters()).device
+    return model(graph.inputs.to(device), graph.mask)[0].float().cpu()
+
+
+def _table(folder: Path, name: str) -> Path:
+    """The table of a name in a folder, in any format."""
+    for ending in ("", *OPENERS):
+        for suffix in FORMATS[:3]:
+            if (path := folder / f"{name}{suffix}{ending}").is_file():
+                return path
+    raise Trouble(f"{folder}: expected a table {name}.csv (or .tsv, .jsonl) in it, but there is none")

@@ -1,0 +1,261 @@
+"""An image and a text: whether they belong together."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
+
+from regard.models.match import ImageTextMatcher, MatchConfig
+from regard.models.text import TextConfig
+from regard.models.vision import VisionConfig
+from regard.tasks import metrics
+from regard.tasks.data import Row, read, split
+from regard.tasks.pictures import SUFFIXES, Form, content, cropped, drawn, learnt, pixels_of, shaken
+from regard.tasks.task import Batch, Figures, Kit, Prediction, Recipe, Task, option
+from regard.tasks.texts import encoded
+from regard.tasks.tokens import learn
+from regard.tasks.trouble import Bad
+
+YES, NO = ("yes", "1", "true", "match"), ("no", "0", "false", "mismatch")
+AMONG = 20  # texts of which one is right
+ASKED = 500  # images at most of which the right text is looked for
+ENDING = re.compile(rf"(?:{'|'.join(map(re.escape, SUFFIXES))})(?=[\s:])", re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class Match(Task):
+    """Encoders of images and texts, and cross-attention between them in both directions."""
+
+    name: ClassVar[str] = "match"
+    does: ClassVar[str] = "an image and a text: whether they belong together"
+    example: ClassVar[str] = (
+        "image,text,label\nscenes/1.png,a seven left of a two,yes\nscenes/1.png,a two above a six,no"
+    )
+    columns: ClassVar[tuple[str, ...]] = ("image", "text", "label")
+    recipe: ClassVar[Recipe] = Recipe(
+        steps=3000, tokens=2048, rate=1e-3, warmup=100, decay=0.05, ema=0.99, evaluate_every=250, save_every=250
+    )
+
+    image: str = option("", "column of the path of the image, beside the file: a name, or a number from 1")
+    text: str = option("", "column of the text")
+    label: str = option("", "column that says yes or no, or 1 or 0")
+    size: int = option(0, "pixels each way that images are resized to; 0 for their own, if all have the same")
+    patch: int = option(8, "pixels of a patch each way")
+    stem: int = option(3, "convolutions before the patches, each of which halves the image")
+    shift: int = option(2, "pixels by which images are moved at random in training")
+    vocabulary: int = option(2000, "tokens that the tokenizer learns at most")
+    width: int = option(64, "of the hidden states")
+    layers: int = option(2, "of the encoder of images; that of texts has one")
+    fusion: int = option(2, "layers of attention between words and patches; 0 for two vectors and their cosine")
+    heads: int = option(4, "of the attention")
+    dropout: float = option(0.0, "in training")
+    contrast: float = option(
+        1.0, "how much it counts that the encoders alone find the right text in a batch; 0 for not"
+    )
+    sharpness: float = option(10.0, "what their likenesses are multiplied by for that")
+    longest: int = option(64, "tokens of a text at most")
+    cut: bool = option(False, "cut texts that are too long")
+
+    def __post_init__(self) -> None:
+        if min(self.size, self.shift, self.stem, self.fusion) < 0:
+            raise ValueError("size, shift, stem and fusion must not be negative")
+        if self.patch < 1 or self.patch % 2**self.stem:
+            raise ValueError(f"patch must be a multiple of 2 to the power of stem = {self.stem}, but is {self.patch}")
+        if min(self.width, self.heads, self.layers) < 1 or self.width % self.heads:
+            raise ValueError(f"width must be a multiple of heads = {self.heads}, but is {self.width}")
+
+    def read(self, source: str, bad: Bad) -> list[Row]:
+        folder = Path(source).parent
+        listed = read(source, {name: getattr(self, name) for name in self.columns}, bad)
+        return [Row(row.place, (str(folder / row.values[0]), *row.values[1:])) for row in listed]
+
+    def hold_out(self, rows: Sequence[Row], held: int, seed: int) -> tuple[list[Row], list[Row]]:
+        """`held` images with all their texts: no image is on two sides."""
+        known = {row.values[0]: row for row in rows}
+        same = {path: content(row) for path, row in known.items()}
+        return split(rows, lambda row: same[row.values[0]], held, seed)
+
+    def learn(self, rows: Sequence[Row]) -> Kit:
+        seen = list({row.values[0]: row for row in rows}.values())
+        form = learnt(seen, self.size, cropped, self.patch)
+        return Kit(learn((row.values[1] for row in rows), self.vocabulary, lower=True), config=form)
+
+    def model(self, kit: Kit) -> nn.Module:
+        form = Form.of(kit)
+        shape = {"width": self.width, "heads": self.heads, "hidden": 2 * self.width, "arrangement": "pre"}
+        text = TextConfig(
+            vocabulary=kit.texts().get_vocab_size(), layers=1, positions=self.longest, segments=0, eps=1e-5,
+            dropout=self.dropout, **shape,  # type: ignore[arg-type]
+        )  # fmt: skip
+        vision = VisionConfig(
+            layers=self.layers, image=(form.height, form.width), patch=self.patch, channels=form.channels,
+            stem=tuple(32 * 2**n for n in range(self.stem)), eps=1e-6, dropout=self.dropout,
+            **shape,  # type: ignore[arg-type]
+        )  # fmt: skip
+        return ImageTextMatcher(MatchConfig(text, vision, self.fusion))
+
+    def items(self, kit: Kit, rows: Sequence[Row], bad: Bad) -> Described:
+        good = []
+        for row in rows:
+            if row.values[2].lower() in (*YES, *NO):
+                good.append(row)
+            else:
+                bad(f"{row.place}: expected yes or no, or 1 or 0, but the label is {row.values[2]!r}")
+        items, kept = self._described(kit, good, bad)
+        items.targets = np.array([good[n].values[2].lower() in YES for n in kept], np.int64)
+        return items
+
+    def _described(self, kit: Kit, rows: Sequence[Row], bad: Bad) -> tuple[Described, list[int]]:
+        """Images and texts made ready, and which rows they are of; an image of many texts is decoded once."""
+        ids, kept = encoded(kit.texts(), rows, 1, bad, longest=self.longest, cut=self.cut)
+        form, first = Form.of(kit), dict[str, Row]()
+        for n in kept:
+            first.setdefault(rows[n].values[0], rows[n])
+        pixels, read_well = pixels_of(list(first.values()), form, bad, cropped)
+        paths = list(first)
+        number = {paths[n]: at for at, n in enumerate(read_well)}
+        whole = [at for at, n in enumerate(kept) if rows[n].values[0] in number]
+        places = [rows[kept[at]].place for at in whole]
+        which = np.array([number[rows[kept[at]].values[0]] for at in whole], np.int64)
+        made = Described(self, form, pixels, which, [ids[at] for at in whole], places)
+        return made, [int(kept[at]) for at in whole]
+
+    def loss(self, model: nn.Module, batch: Batch, smoothing: float) -> Tensor:
+        """Whether they belong together; and, so that the encoders learn soon, which text of the batch an image has."""
+        assert isinstance(model, ImageTextMatcher)
+        images, moves, text, mask = batch.inputs
+        right, same = batch.targets
+        if model.training:
+            images = shaken(images, *moves)
+        said, seen, told = model.matched(images, text, mask)
+        targets = right.float() * (1 - smoothing) + smoothing / 2
+        loss = F.binary_cross_entropy_with_logits(said, targets, reduction="sum")
+        if not self.contrast:
+            return loss
+        scores = (self.sharpness * seen @ told.mT).masked_fill(same, -torch.inf)[right.bool()]
+        return loss + self.contrast * F.cross_entropy(scores, right.nonzero()[:, 0], reduction="sum")
+
+    def evaluate(self, model: nn.Module, kit: Kit, rows: Sequence[Row]) -> Figures:
+        items = self.items(kit, rows, Bad(skip=True))
+        said, targets = _said(model, items), torch.from_numpy(items.targets)
+        scores = torch.stack((-said, said), -1)
+        loss = F.binary_cross_entropy_with_logits(said, targets.float())
+        return {"loss": float(loss)} | metrics.classification(scores, targets) | self._found(model, items)
+
+    def _found(self, model: nn.Module, items: Described) -> Figures:
+        """How often the right text of an image stands first among 20; the others are right for other images."""
+        right = np.flatnonzero(items.targets == 1)
+        texts = [items.ids[n].tobytes() for n in range(len(items.sizes))]
+        true = {(int(items.which[n]), texts[n]) for n in right}
+        kinds = {texts[n]: n for n in reversed(right)}  # one example of each text
+        chance, asked, among = np.random.default_rng(0), list[int](), list[int]()
+        _, alone = np.unique(items.which[right], return_index=True)
+        for n in right[np.sort(alone)][:ASKED]:
+            others = [at for text, at in kinds.items() if (int(items.which[n]), text) not in true]
+            if len(others) < AMONG - 1:
+                return {}
+            asked += [int(n)] * AMONG
+            among += [int(n), *chance.choice(others, AMONG - 1, replace=False).tolist()]
+        if not asked:
+            return {}
+        said = _said(model, items.crossed(asked, among)).view(-1, AMONG)
+        ranks = 1 + (said[:, 1:] >= said[:, :1]).sum(1)
+        return {f"right of {AMONG}": float((ranks == 1).float().mean()), "mrr": float((1 / ranks).mean())}
+
+    def baselines(self, kit: Kit, train: Sequence[Row], held: Sequence[Row]) -> dict[str, Figures]:
+        texts, held_texts = ([row.values[1] for row in rows] for rows in (train, held))
+        ours, theirs = ([int(row.values[2].lower() in YES) for row in rows] for rows in (train, held))
+        return {
+            "most frequent answer": metrics.most_frequent(ours, theirs, 2),
+            "the words alone": metrics.tfidf_regression(texts, ours, held_texts, theirs, 2),
+        }
+
+    def predict(self, model: nn.Module, kit: Kit, rows: Sequence[Row], bad: Bad) -> Iterator[Prediction]:
+        """Of `scene.png a seven left of a two`: yes or no, and the probability of yes."""
+        given = []
+        for row in rows:
+            if parts := parted(row.values[0]):
+                given.append(Row(row.place, (*parts, row.values[0])))
+            else:
+                bad(f"{row.place}: expected the path of an image and a text, such as: scene.png a seven above a two")
+        items, kept = self._described(kit, given, bad)
+        for n, logit in zip(kept, _said(model, items).tolist(), strict=True):
+            yes = 1 / (1 + float(np.exp(-logit)))
+            yield Prediction(given[n].values[2], "yes" if yes > 0.5 else "no", yes)
+
+    def name_tokens(self, model: nn.Module, kit: Kit, record: Any, said: Prediction) -> None:
+        """Words, and patches over the image."""
+        (rows, columns), ids = model.config.grid, record.inputs["target"].tolist()  # type: ignore[union-attr, misc]
+        words = [kit.texts().decode([token], skip_special_tokens=False).strip() for token in ids]
+        patches = ["[CLS]", *(f"{row},{column}" for row in range(rows) for column in range(columns))]
+        for stream, held in record.streams.items():
+            for names in (words, patches):
+                if len(held.tokens) == len(names):
+                    record.tokens(**{stream: names}, special=("[CLS]", "<s>", "</s>"))
+        record.over_image(record.inputs["source"], (rows, columns), first=1)
+
+
+class Described:
+    """Images as bytes (images, C, height, width), texts, which image each is of, and whether they belong together."""
+
+    targets: np.ndarray
+
+    def __init__(
+        self, task: Match, form: Form, pixels: np.ndarray, which: np.ndarray, ids: Sequence[np.ndarray],
+        places: Sequence[str],
+    ) -> None:  # fmt: skip
+        self.task, self.form, self.pixels, self.which, self.ids, self.places = task, form, pixels, which, ids, places
+        self.sizes = np.array([len(row) for row in ids], np.int64) + form.height * form.width // task.patch**2
+        self.targets = np.zeros(len(ids), np.int64)
+
+    def inputs(self, chosen: np.ndarray) -> tuple[Tensor, Tensor, Tensor]:
+        """As the model takes them: pixels, ids and their mask."""
+        ids = [torch.from_numpy(self.ids[n]) for n in chosen]
+        text = pad_sequence(ids, batch_first=True)
+        mask = torch.arange(text.shape[1]) < torch.tensor([len(row) for row in ids])[:, None]
+        return self.form.ready(torch.from_numpy(self.pixels[self.which[chosen]])), text, mask
+
+    def batch(self, chosen: np.ndarray, random: np.random.Generator) -> Batch:
+        images, text, mask = self.inputs(chosen)
+        moves = drawn(random, len(chosen), self.task.shift, flip=False)
+        kinds = np.unique([self.ids[n].tobytes() for n in chosen], return_inverse=True)[1]
+        same = torch.from_numpy((kinds[:, None] == kinds) & ~np.eye(len(chosen), dtype=bool))  # equal texts of others
+        targets = (torch.from_numpy(self.targets[chosen]), same)
+        return Batch((images, moves, text, mask), targets, int(self.sizes[chosen].sum()), len(chosen))
+
+    def crossed(self, images: Sequence[int], texts: Sequence[int]) -> Described:
+        """The images of some examples with the texts of others."""
+        ids, which = [self.ids[n] for n in texts], self.which[np.array(images)]
+        return Described(self.task, self.form, self.pixels, which, ids, ())
+
+
+def parted(given: str) -> tuple[str, str] | None:
+    """The path of an image and the text behind it, or none.
+
+    >>> from regard.tasks.match import parted
+    >>> parted("my scenes/1.png a seven left of a two"), parted("a seven")
+    (('my scenes/1.png', 'a seven left of a two'), None)
+    """
+    found = ENDING.search(given)
+    path, text = (given[: found.end()], given[found.end() :]) if found else ("", "")
+    text = text.lstrip(": \t").strip()
+    return (path.strip(), text) if text else None
+
+
+@torch.no_grad()
+def _said(model: nn.Module, items: Described) -> Tensor:
+    """Logits (n,)."""
+    device, said = next(model.parameters()).device, torch.zeros(len(items.sizes))
+    for chosen in np.array_split(np.arange(len(said)), max(1, round(items.sizes.sum() / 8192))):
+        if len(chosen):
+            said[chosen] = model(*(each.to(device) for each in items.inputs(chosen))).float().cpu()
+    return said

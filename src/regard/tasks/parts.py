@@ -1,0 +1,80 @@
+"""Checkpoints of weights that processes share: a folder, a safetensors file of each; by torch.distributed.checkpoint.
+
+Any number of processes read what any other number wrote, and one process without a group of them does too.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+
+NOTES = "notes.json"
+
+
+def save(folder: Path, tensors: dict[str, Tensor], notes: dict[str, str]) -> None:
+    """Every process writes its part of the tensors. The folder is there whole, or not at all."""
+    beside, first = folder.with_name(f".{folder.name}.part"), not dist.is_initialized() or dist.get_rank() == 0
+    if first:
+        shutil.rmtree(beside, ignore_errors=True)
+        beside.mkdir(exist_ok=True)
+    _agreed(lambda: dcp.save(tensors, storage_writer=dcp.HuggingFaceStorageWriter(str(beside), save_distributed=True)))
+    if first:
+        files = {path.name: path.stat().st_size for path in sorted(beside.iterdir())}
+        (beside / NOTES).write_text(json.dumps({"files": files, **notes}, indent=1))
+        for path in (beside / NOTES, beside):
+            _flush(path)
+        shutil.rmtree(folder, ignore_errors=True)  # one that could not be read, and was passed over
+        os.replace(beside, folder)
+        _flush(folder.parent)
+    if dist.is_initialized():
+        dist.barrier()
+
+
+def load(folder: Path, into: dict[str, Tensor] | None = None) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """The tensors and notes of a folder: whole, or `into` those of which each process has a part."""
+    notes = json.loads((folder / NOTES).read_text())
+    for name, size in notes.pop("files").items():
+        if not (folder / name).exists() or (folder / name).stat().st_size != size:
+            raise ValueError(f"{name} is missing or not as it was written")
+    reader = dcp.HuggingFaceStorageReader(str(folder))
+    alone = into is None
+    if into is None:
+        kept: Any = reader.read_metadata().state_dict_metadata
+        into = {name: torch.empty(each.size, dtype=each.properties.dtype) for name, each in kept.items()}
+    tensors = into
+    _agreed(lambda: dcp.load(tensors, storage_reader=reader, no_dist=alone or not dist.is_initialized()))
+    return tensors, notes
+
+
+def _agreed(work: Callable[[], Any]) -> None:
+    """What failed in one process fails in all; the first failure tells why."""
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized")
+            work()
+    except CheckpointException as error:
+        cause = next(iter(error.failures.values()))[0]
+        if isinstance(cause, OSError):
+            raise cause from error
+        raise ValueError(str(cause)) from error
+
+
+def _flush(path: Path) -> None:
+    if path.is_dir() and os.name != "posix":
+        return
+    file = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(file)
+    finally:
+        os.close(file)

@@ -1,0 +1,252 @@
+"""A set of points to a class, or to a number."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from regard.models.sets import SetConfig, SetTransformer
+from regard.nn import Packed
+from regard.tasks import metrics
+from regard.tasks.batches import Ragged, in_order
+from regard.tasks.data import Row
+from regard.tasks.task import Batch, Figures, Kit, Prediction, Recipe, Task, option
+from regard.tasks.trouble import Bad, Trouble
+
+
+@dataclass(frozen=True)
+class Sets(Task):
+    """A Set Transformer: induced points, and pooling by attention. The order of the elements changes nothing."""
+
+    name: ClassVar[str] = "sets"
+    does: ClassVar[str] = "a set of points to a class, or to a number"
+    example: ClassVar[str] = 'set,label\n0.5 1; 2 3.5; 1 1,round\n4 4; 5 5,straight\nor {"set": [[0.5, 1]], "label": 7}'
+    columns: ClassVar[tuple[str, ...]] = ("set", "label")
+    recipe: ClassVar[Recipe] = Recipe(
+        steps=2000, tokens=4096, rate=1e-3, warmup=100, decay=0.05, ema=0.99, evaluate_every=200, save_every=200
+    )
+
+    set: str = option("", "column of the set, `1 2; 3 4` or [[1, 2], [3, 4]]: a name, or a number from 1")
+    label: str = option("", "column of the class or the number")
+    number: bool = option(False, "what is said of a set is a number, and no class")
+    width: int = option(64, "of the hidden states")
+    layers: int = option(2, "blocks of induced points")
+    points: int = option(16, "induced points of a block")
+    seeds: int = option(1, "vectors that a set is pooled to")
+    heads: int = option(4, "of the attention")
+    dropout: float = option(0.0, "in training")
+    longest: int = option(1024, "elements of a set at most")
+
+    def __post_init__(self) -> None:
+        if min(self.width, self.heads, self.points, self.seeds) < 1 or self.width % self.heads:
+            raise ValueError(f"width must be a multiple of heads = {self.heads}, but is {self.width}")
+
+    def learn(self, rows: Sequence[Row]) -> Kit:
+        sets, kept = self._read(rows, 0, Bad(skip=True))
+        if not sets:
+            self._read(rows[:1], 0, Bad())  # tells what is wrong with it
+        every = np.concatenate(sets)
+        scale = np.maximum(every.std(0), 1e-6)
+        config = {"features": every.shape[1], "mean": every.mean(0).tolist(), "deviation": scale.tolist()}
+        if self.number:
+            told = [value for n in kept if (value := _number(rows[n].values[1])) is not None]
+            if not told:
+                raise Trouble(f"{rows[0].place}: expected a number, but {rows[0].values[1]!r} came; check --label")
+            return Kit(config=config | {"middle": float(np.mean(told)), "spread": float(np.std(told)) or 1.0})
+        labels = tuple(sorted({row.values[1] for row in rows}))
+        if len(labels) < 2:
+            raise Trouble(f"{rows[0].place}: expected at least 2 classes, but all are {labels[0]!r}; check --label")
+        if len(labels) > max(2, len(rows) // 2):
+            raise Trouble(f"{rows[0].place}: {len(labels)} classes in {len(rows)} rows; are they numbers (--number)?")
+        return Kit(labels=labels, config=config)
+
+    def model(self, kit: Kit) -> nn.Module:
+        assert kit.config is not None
+        return SetTransformer(
+            SetConfig(
+                features=kit.config["features"],
+                width=self.width,
+                layers=self.layers,
+                heads=self.heads,
+                hidden=2 * self.width,
+                points=self.points,
+                seeds=self.seeds,
+                classes=1 if self.number else len(kit.labels),
+                dropout=self.dropout,
+            )
+        )
+
+    def _read(self, rows: Sequence[Row], features: int, bad: Bad) -> tuple[list[np.ndarray], list[int]]:
+        """Sets (n, features) and which rows they are of; features: as many as there must be, 0 as the first has."""
+        found, kept = [], []
+        for n, row in enumerate(rows):
+            try:
+                points = points_of(row.values[0])
+            except ValueError as error:
+                bad(f"{row.place}: {error}")
+                continue
+            features = features or points.shape[1]
+            if points.shape[1] != features:
+                bad(f"{row.place}: expected elements of {features} numbers, but they have {points.shape[1]}")
+            elif len(points) > self.longest:
+                bad(
+                    f"{row.place}: has {len(points)} elements, but the model takes {self.longest}; "
+                    f"train with --longest {len(points)}"
+                )
+            else:
+                found.append(points)
+                kept.append(n)
+        return found, kept
+
+    def items(self, kit: Kit, rows: Sequence[Row], bad: Bad) -> LabelledSets:
+        assert kit.config is not None
+        known, good, targets = {label: n for n, label in enumerate(kit.labels)}, [], []
+        for row in rows:
+            label = row.values[1]
+            target = _number(label) if self.number else known.get(label)
+            if target is not None:
+                good.append(row)
+                targets.append((target - kit.config["middle"]) / kit.config["spread"] if self.number else target)
+            elif self.number:
+                bad(f"{row.place}: expected a number, but {label!r} came")
+            else:
+                few = ", ".join(kit.labels[:6]) + (", ..." if len(kit.labels) > 6 else "")
+                bad(f"{row.place}: the label {label!r} was never seen in training, which has {few}")
+        sets, kept = self._read(good, kit.config["features"], bad)
+        kind = np.float32 if self.number else np.int64
+        return LabelledSets(
+            [_ready(points, kit) for points in sets], [good[n].place for n in kept],
+            np.array([targets[n] for n in kept], kind),
+        )  # fmt: skip
+
+    def loss(self, model: nn.Module, batch: Batch, smoothing: float) -> Tensor:
+        said = model(batch.inputs)
+        if self.number:
+            return F.mse_loss(said[:, 0], batch.targets, reduction="sum")
+        return F.cross_entropy(said, batch.targets, reduction="sum", label_smoothing=smoothing)
+
+    def evaluate(self, model: nn.Module, kit: Kit, rows: Sequence[Row]) -> Figures:
+        items = self.items(kit, rows, Bad(skip=True))
+        said, targets = _said(model, items), torch.from_numpy(items.targets)
+        if self.number:
+            return metrics.regression(self._told(kit, said[:, 0]), self._told(kit, targets))
+        return {"loss": float(F.cross_entropy(said, targets))} | metrics.classification(said, targets)
+
+    def _told(self, kit: Kit, values: Tensor) -> np.ndarray:
+        """What the model says as numbers of the data."""
+        assert kit.config is not None
+        return values.double().numpy() * kit.config["spread"] + kit.config["middle"]
+
+    def baselines(self, kit: Kit, train: Sequence[Row], held: Sequence[Row]) -> dict[str, Figures]:
+        ours, theirs = (self.items(kit, rows, Bad(skip=True)) for rows in (train, held))
+        if self.number:
+            true = self._told(kit, torch.from_numpy(theirs.targets))
+            fitted = metrics.linear(ours.summary(), ours.targets, theirs.summary())
+            return {
+                "always the mean": metrics.regression(np.full(len(true), self._told(kit, torch.zeros(1))[0]), true),
+                "linear on count, mean, deviation, least and most": metrics.regression(
+                    self._told(kit, torch.from_numpy(fitted)), true
+                ),
+            }
+        classes = len(kit.labels)
+        return {
+            "most frequent class": metrics.most_frequent(ours.targets.tolist(), theirs.targets.tolist(), classes),
+            "logistic regression on count, mean, deviation, least and most": metrics.logistic(
+                ours.summary(), ours.targets, theirs.summary(), theirs.targets, classes
+            ),
+        }
+
+    def predict(self, model: nn.Module, kit: Kit, rows: Sequence[Row], bad: Bad) -> Iterator[Prediction]:
+        """The class and its probability; of numbers, the number twice."""
+        assert kit.config is not None
+        sets, kept = self._read(rows, kit.config["features"], bad)
+        said = _said(model, LabelledSets([_ready(points, kit) for points in sets], (), np.zeros(len(sets))))
+        for n, row in zip(kept, said, strict=True):
+            if self.number:
+                value = float(self._told(kit, row)[0])
+                yield Prediction(rows[n].values[0], f"{value:.6g}", value)
+                continue
+            chances = row.softmax(-1).tolist()
+            best = int(np.argmax(chances))
+            more = dict(zip(kit.labels, chances, strict=True))
+            yield Prediction(rows[n].values[0], kit.labels[best], chances[best], more)
+
+    def name_tokens(self, model: nn.Module, kit: Kit, record: Any, said: Prediction) -> None:
+        """Elements by their numbers; induced points and seeds are numbered."""
+        assert kit.config is not None
+        points = record.inputs["source"] * torch.tensor(kit.config["deviation"]) + torch.tensor(kit.config["mean"])
+        names = [" ".join(f"{value:.3g}" for value in point) for point in points.tolist()]
+        for stream, held in record.streams.items():
+            if len(held.tokens) == len(names) != self.points:
+                record.tokens(**{stream: names})
+
+
+class LabelledSets:
+    """Sets of elements (n, features), and what is to be said of each: classes or numbers (sets,)."""
+
+    def __init__(self, sets: Sequence[np.ndarray], places: Sequence[str], targets: np.ndarray) -> None:
+        self.sets, self.places, self.targets = Ragged(sets), places, targets
+        self.sizes = self.sets.lengths
+
+    def batch(self, chosen: np.ndarray, random: np.random.Generator) -> Batch:
+        packed = self.sets.pack(chosen)
+        return Batch(packed, torch.from_numpy(self.targets[chosen]), len(packed.values), len(chosen))
+
+    def summary(self) -> np.ndarray:
+        """What one sees without attention: how many, and of each feature mean, deviation, least and most."""
+        sets = [self.sets[n] for n in range(len(self.sets))]
+        return np.stack([np.concatenate([[len(x)], x.mean(0), x.std(0), x.min(0), x.max(0)]) for x in sets])
+
+
+def points_of(text: str) -> np.ndarray:
+    """A set as (n, features): `1 2; 3 4`, or [[1, 2], [3, 4]], or of single numbers [1, 3].
+
+    >>> from regard.tasks.sets import points_of
+    >>> points_of("1 2; 3 4").tolist(), points_of("[5, 6]").tolist()
+    ([[1.0, 2.0], [3.0, 4.0]], [[5.0], [6.0]])
+    """
+    try:
+        given = json.loads(text) if text.lstrip().startswith("[") else _parted(text)
+        points = np.array([each if isinstance(each, list) else [each] for each in given], np.float32)
+    except (ValueError, TypeError, RecursionError) as error:
+        raise ValueError(f"expected a set such as `1 2; 3 4` or [[1, 2], [3, 4]], but {text[:40]!r} came") from error
+    if points.ndim != 2 or not points.size:
+        raise ValueError(f"expected a set of at least one element, but {text[:40]!r} came")
+    if not np.isfinite(points).all():
+        raise ValueError(f"expected finite numbers, but {text[:40]!r} came")
+    return points
+
+
+def _parted(text: str) -> list[list[float]]:
+    return [[float(value) for value in part.split()] for part in text.split(";") if part.strip()]
+
+
+def _ready(points: np.ndarray, kit: Kit) -> np.ndarray:
+    assert kit.config is not None
+    return ((points - np.array(kit.config["mean"])) / np.array(kit.config["deviation"])).astype(np.float32)
+
+
+def _number(text: str) -> float | None:
+    try:
+        value = float(text)
+    except ValueError:
+        return None
+    return value if np.isfinite(value) else None
+
+
+@torch.no_grad()
+def _said(model: nn.Module, items: LabelledSets) -> Tensor:
+    """What the model says of each set, (sets, classes)."""
+    device = next(model.parameters()).device
+    said = torch.zeros(len(items.sizes), model.config.classes)  # type: ignore[union-attr, arg-type]
+    for chosen in in_order(items.sizes, budget=16384):
+        packed = items.sets.pack(chosen)
+        said[chosen] = model(Packed(packed.values.to(device), packed.lengths)).float().cpu()
+    return said

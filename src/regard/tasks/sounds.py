@@ -1,0 +1,191 @@
+"""Sounds as data: files in tables or folders, decoded once, to log-mel features."""
+
+from __future__ import annotations
+
+import io
+import unicodedata
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from regard.models.sound import RATE, log_mel
+from regard.nn import Packed
+from regard.tasks.data import Row, read
+from regard.tasks.task import Kit
+from regard.tasks.trouble import Bad, Trouble
+
+TABLES = tuple(f"{name}.{form}" for name in ("transcripts", "metadata") for form in ("tsv", "csv", "jsonl"))
+TRAIN, VALID = ("train",), ("valid", "test", "dev")
+SAMPLE = 200  # clips that mean and deviation are taken of
+
+
+@dataclass(frozen=True)
+class Form:
+    """What sounds are brought to before a model hears them: how many mel bands, and their mean and deviation.
+
+    >>> import torch
+    >>> from regard.tasks.sounds import Form
+    >>> Form(2, (1.0, 1.0), (0.5, 0.5)).ready(torch.full((1, 2), 2.0))
+    tensor([[2., 2.]])
+    """
+
+    features: int
+    mean: tuple[float, ...]
+    deviation: tuple[float, ...]
+
+    @staticmethod
+    def of(kit: Kit) -> Form:
+        """What `learnt` left in a kit."""
+        assert kit.config is not None
+        return Form(**{key: tuple(value) if isinstance(value, list) else value for key, value in kit.config.items()})
+
+    def ready(self, values: Tensor) -> Tensor:
+        """log-mel (..., features) as numbers around 0."""
+        return (values - torch.tensor(self.mean)) / torch.tensor(self.deviation)
+
+    def back(self, values: Tensor) -> Tensor:
+        """What `ready` was given."""
+        return values * torch.tensor(self.deviation) + torch.tensor(self.mean)
+
+
+def learnt(rows: Sequence[Row], features: int) -> dict[str, Any]:
+    """The form of sounds for a kit."""
+    step = max(1, len(rows) // SAMPLE)
+    waves = (wave_of(row, Bad(skip=True)) for row in rows[::step])
+    found = [features_of(wave, features) for wave in waves if wave is not None]
+    if not found:
+        raise Trouble(f"{rows[0].place}: is no sound that can be read, nor are others; is it the right data?")
+    values = np.concatenate(found).astype(np.float64)
+    deviation = np.maximum(values.std(0), 0.01)
+    return asdict(Form(features, tuple(values.mean(0).round(4).tolist()), tuple(deviation.round(4).tolist())))
+
+
+def features_of(wave: np.ndarray, features: int) -> np.ndarray:
+    """log-mel (frames, features) of a wave at 16 kHz, in half precision: an hour is 58 MB for 80 features."""
+    return log_mel(torch.from_numpy(wave), features).half().numpy()
+
+
+def wave_of(row: Row, bad: Bad) -> np.ndarray | None:
+    """The sound of a row, whose first value is a path: one channel at 16 kHz, float32; none if it is bad."""
+    path = Path(row.values[0])
+    if not path.is_file():
+        bad(f"{_at(row)}: there is no such file")
+        return None
+    try:
+        samples, rate = _soundfile().read(str(path), dtype="float32", always_2d=True)
+    except (RuntimeError, OSError, ValueError) as error:
+        why = str(error).splitlines()[0].rsplit(": ", 1)[-1].rstrip(".") or "no reason is told"
+        bad(f"{_at(row)}: is no sound that can be read ({why}); save it again as WAV or FLAC")
+        return None
+    wave = samples.mean(1)
+    if not len(wave):
+        bad(f"{_at(row)}: has no samples; record it again")
+        return None
+    if not np.isfinite(wave).all():
+        bad(f"{_at(row)}: has samples that are no numbers; record it again")
+        return None
+    if rate != RATE:
+        from scipy.signal import resample_poly
+
+        common = int(np.gcd(rate, RATE))
+        wave = resample_poly(wave, RATE // common, rate // common)
+    return np.ascontiguousarray(wave, np.float32)
+
+
+def shown(file: bytes, features: int = 80) -> tuple[Tensor, float]:
+    """What a sound at 16 kHz, the bytes of a file, looks like: log-mel (frames, features), and how long it is."""
+    wave, _ = _soundfile().read(io.BytesIO(file), dtype="float32")
+    return log_mel(torch.from_numpy(wave), features), len(wave) / RATE
+
+
+def _soundfile() -> Any:
+    try:
+        import scipy.signal  # noqa: F401
+        import soundfile
+    except ImportError as error:
+        raise Trouble(f"sounds need {error.name}: pip install 'regard[speech]'") from None
+    return soundfile
+
+
+def _at(row: Row) -> str:
+    return row.place if row.place == str(row.values[0]) else f"{row.place}: {row.values[0]}"
+
+
+def read_clips(source: str, columns: Mapping[str, str], bad: Bad) -> list[Row]:
+    """Rows of a table, or of the table in a folder; paths are those beside the table."""
+    table = Path(source)
+    if table.is_dir():
+        if parts := parts_of(table):
+            raise Trouble(f"{source}: holds {' and '.join(part.name for part in parts)}; say which of them it is")
+        found = next((table / name for name in TABLES if (table / name).is_file()), None)
+        if found is None:
+            raise Trouble(f"{source}: expected a table of its clips, {', '.join(TABLES[:3])}, but there is none")
+        table = found
+    rows = read(str(table), columns, bad)
+    return [Row(row.place, (str(table.parent / row.values[0]), *row.values[1:])) for row in rows]
+
+
+def parts_of(folder: Path) -> tuple[Path, Path] | None:
+    """Where a folder holds what to train on and what is held out: tables train.tsv and valid.tsv, or such folders."""
+    if not folder.is_dir():
+        return None
+    known = {".tsv", ".csv", ".jsonl"}
+    names = {path.stem.lower(): path for path in sorted(folder.iterdir()) if path.is_dir() or path.suffix in known}
+    train, valid = (next((names[name] for name in part if name in names), None) for part in (TRAIN, VALID))
+    return (train, valid) if train and valid else None
+
+
+def plain(text: str) -> str:
+    """Words in small letters, without punctuation: what a recognizer can be held to.
+
+    >>> from regard.tasks.sounds import plain
+    >>> plain("Kdo by to řekl?!  Don't - ask.")
+    "kdo by to řekl don't ask"
+    """
+    text = unicodedata.normalize("NFC", text).lower().replace("’", "'")
+    return " ".join("".join(letter if letter.isalnum() or letter == "'" else " " for letter in text).split())
+
+
+def letters_of(rows: Sequence[Row], texts: Sequence[str]) -> tuple[str, ...]:
+    """All letters of the texts, in order; too many are no letters."""
+    found = sorted(set().union(*map(set, texts)))
+    if not found:
+        raise Trouble(f"{rows[0].place}: no text has a letter, nor have others; is --text the right column?")
+    return tuple(found)
+
+
+class Sounds:
+    """Features of clips end to end, in half precision."""
+
+    def __init__(self, clips: Sequence[np.ndarray], form: Form) -> None:
+        self.form, self.clips = form, clips
+        self.lengths = np.array([len(clip) for clip in clips], np.int64)
+
+    def pack(self, chosen: np.ndarray) -> Packed:
+        """The chosen clips as a model takes them."""
+        values = np.concatenate([self.clips[n] for n in chosen]).astype(np.float32)
+        return Packed(self.form.ready(torch.from_numpy(values)), tuple(self.lengths[chosen].tolist()))
+
+
+def nearest(train: Sequence[np.ndarray], held: Sequence[np.ndarray], slots: int = 8) -> list[int]:
+    """Which training clip is most like each held-out one: by its mean features in equal slots of time, and length."""
+
+    def summed(clips: Sequence[np.ndarray]) -> np.ndarray:
+        made = [
+            np.concatenate(
+                [part.mean(0) if len(part) else clip.mean(0) for part in np.array_split(clip.astype(np.float32), slots)]
+                + [np.full(slots, np.log(len(clip)), np.float32)]
+            )
+            for clip in clips
+        ]
+        return np.stack(made)
+
+    ours, theirs = summed(train), summed(held)
+    scale = np.maximum(ours.std(0), 1e-3)
+    ours, theirs = ours / scale, theirs / scale
+    return [int(((ours - one) ** 2).sum(1).argmin()) for one in theirs]

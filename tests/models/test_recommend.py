@@ -1,0 +1,66 @@
+"""The recommender: it looks back only, packed and padded alike, and its losses are those of torch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+
+import regard as rg
+from regard.models import LanguageConfig, Recommender
+
+CONFIG = LanguageConfig(vocabulary=30, width=16, layers=2, heads=2, hidden=32, positions=12)
+HISTORIES = [torch.tensor([3, 7, 7, 1]), torch.tensor([29]), torch.tensor([0, 5, 6, 2, 11, 4, 9])]
+
+
+def model_of() -> Recommender:
+    torch.manual_seed(0)
+    return Recommender(CONFIG).double().eval()
+
+
+def test_what_follows_a_history_is_asked_of_its_last_item() -> None:
+    model = model_of()
+    found = model.following(HISTORIES)
+    for one, came in zip(HISTORIES, found, strict=True):
+        torch.testing.assert_close(came, model(one[None])[0, -1], rtol=0, atol=1e-12)
+    padded = torch.zeros(3, 7, dtype=torch.int64)
+    mask = torch.arange(7) < torch.tensor([4, 1, 7])[:, None]
+    padded[mask] = torch.cat(HISTORIES)
+    torch.testing.assert_close(model.following(padded, mask), found, rtol=0, atol=1e-12)
+
+
+def test_no_item_sees_those_behind_it() -> None:
+    model, one = model_of(), HISTORIES[2][None]
+    before = model(one)
+    other = one.clone()
+    other[0, 4:] = 17
+    torch.testing.assert_close(model(other)[0, :4], before[0, :4], rtol=0, atol=0)
+    assert not torch.allclose(model(other)[0, 4:], before[0, 4:])
+
+
+def test_the_loss_is_of_what_is_asked_for_among_all_items() -> None:
+    model, packed = model_of(), rg.pack(HISTORIES)
+    after = torch.tensor([7, -1, 1, 2, 5, 5, 6, -1, 11, 4, 9, 20])
+    logits, asked = model(packed).values, after >= 0
+    expected = F.cross_entropy(logits[asked], after[asked], reduction="sum")
+    torch.testing.assert_close(model.loss(packed, after), expected, rtol=0, atol=1e-10)
+
+
+def test_the_loss_among_drawn_items_has_the_right_one_once() -> None:
+    model, packed, others = model_of(), rg.pack(HISTORIES), torch.tensor([5, 8, 8, 21])
+    after = torch.tensor([7, -1, 1, 2, 5, 5, 6, -1, 11, 4, 9, 20])
+    expected = torch.zeros(()).double()
+    for logits, target in zip(model(packed).values, after.tolist(), strict=True):
+        if target >= 0:
+            among = [target, *(n for n in others.tolist() if n != target)]
+            expected += F.cross_entropy(logits[among], torch.tensor(0))
+    torch.testing.assert_close(model.loss(packed, after, others=others), expected, rtol=0, atol=1e-10)
+
+
+def test_a_recommender_is_saved_as_one(tmp_path: Path) -> None:
+    model = model_of()
+    rg.save(model, tmp_path)
+    again = rg.load(tmp_path)
+    assert type(again) is Recommender
+    torch.testing.assert_close(again.following(HISTORIES), model.following(HISTORIES), rtol=0, atol=0)

@@ -1,0 +1,481 @@
+"""Questions and answers: reading them, windows of long contexts, no answer, figures, and what is told of bad input."""
+
+from __future__ import annotations
+
+import csv
+import json
+import random
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from typer.testing import CliRunner
+
+import regard
+from regard.cli import app
+from regard.models import QuestionAnswering
+from regard.tasks import Run, Sources, Trouble, begin, metrics, train
+from regard.tasks.answer import Answer
+from regard.tasks.data import Row
+from regard.tasks.export import export
+from regard.tasks.squad import Asked
+from regard.tasks.trouble import Bad
+from tests.models.theirs import randomised
+from tests.tasks.toy import begun as begun_other
+from tests.tasks.toy import sentences
+
+COLOURS, WHO = ("red", "blue"), ("cat", "dog", "bird")
+
+
+def toys(count: int = 240) -> list[dict[str, Any]]:
+    """Which colour is it, or who does it: contexts without a colour have no answer to the first."""
+    found = []
+    for n, context in enumerate(sentences(count, seed=3)):
+        words = context.split()
+        wanted, question = (COLOURS, "which colour") if n % 2 else (WHO, "who does it")
+        answers = [{"text": word, "answer_start": context.index(word)} for word in words if word in wanted][:1]
+        qa = {"id": f"q{n}", "question": question, "answers": answers, "is_impossible": not answers}
+        found.append({"context": context, "qas": [qa]})
+    random.Random(1).shuffle(found)
+    return found
+
+
+def squad(folder: Path, paragraphs: Any, name: str = "data.json") -> Path:
+    path = folder / name
+    path.write_text(json.dumps({"version": "v2.0", "data": [{"title": "toys", "paragraphs": paragraphs}]}))
+    return path
+
+
+def small(**options: Any) -> Answer:
+    return Answer(**({"width": 32, "layers": 2, "heads": 2, "vocabulary": 300, "dropout": 0.0} | options))
+
+
+def begun(folder: Path, paragraphs: Any = None, *, options: dict[str, Any] | None = None, **recipe: Any) -> Run:
+    task = small(**(options or {}))
+    known = {"steps": 4, "tokens": 300, "warmup": 2, "evaluate_every": 50, "save_every": 50, "rate": 5e-3} | recipe
+    path = squad(folder, toys() if paragraphs is None else paragraphs)
+    return begin(folder / "run", task, replace(task.recipe, **known), Sources((str(path),), held=30))[0]
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    torch.set_num_threads(1)
+    run = begun(tmp_path_factory.mktemp("answer"), steps=150, tokens=600)
+    assert train(run).done
+    return Run.open(run.folder)
+
+
+def said(run: Run, *given: str, skip: bool = False) -> list[Any]:
+    rows = [Row(f"input {n}", (text,)) for n, text in enumerate(given, 1)]
+    return list(run.task.predict(run.model()[0], run.kit, rows, Bad(skip=skip)))
+
+
+def kit_of(*texts: str, **options: Any) -> Any:
+    return small(**options).learn([Row("", Asked(text, text, (), "")) for text in texts])
+
+
+# Learning
+
+
+def test_questions_are_answered_better_than_by_simple_means_and_those_without_an_answer_are_known(trained: Run) -> None:
+    rows = trained.task.read(trained.about["sources"]["data"][0], Bad())[:80]
+    ours = trained.task.evaluate(trained.model()[0], trained.kit, rows)
+    assert ours["exact"] > 85
+    assert ours["exact_unanswerable"] > 70
+    for theirs in trained.task.baselines(trained.kit, [], rows).values():
+        assert ours["f1"] > theirs["f1"]
+
+
+def test_the_threshold_of_no_answer_is_settled_after_training_and_kept(trained: Run) -> None:
+    assert set(trained.kit.settled or {}) == {"threshold"}
+    colour, none = said(trained, "which colour\tthe red cat sees", "which colour\tthe cat sees")
+    assert (colour.output, none.output) == ("red", "")
+    assert colour.score > 0.5 < none.score
+    always = replace(trained.kit, settled={"threshold": -1e9})
+    rows = [Row("", ("which colour\tthe red cat sees",))]
+    assert next(trained.task.predict(trained.model()[0], always, rows, Bad())).output == ""
+
+
+def test_without_unanswerable_questions_everything_is_answered(tmp_path: Path) -> None:
+    asked = [each for each in toys() if each["qas"][0]["answers"]]
+    run = begun(tmp_path, asked)
+    assert train(run).done
+    assert run.kit.settled is None
+    assert all(made.output for made in said(run, "who does it\tthe cat sees", "zzz\tqqq"))
+
+
+@pytest.mark.parametrize(
+    "context", ["  the   red\u00a0cat sees ", "the naïve 🐈 cat", "Étude in red", "cat", "日本語の猫"]
+)
+def test_an_answer_is_exactly_what_stands_in_the_context(context: str, trained: Run) -> None:
+    made = said(trained, f"who does it\t{context}")[0]
+    text, start = made.more["best"], made.more["start"]
+    assert text
+    assert text == text.strip()
+    assert text in context
+    if made.output:
+        assert context.strip()[start : start + len(text)] == text
+
+
+def test_a_run_that_is_resumed_settles_on_the_same(trained: Run) -> None:
+    again = Run.open(trained.folder)
+    assert train(again).done
+    assert again.kit.settled == trained.kit.settled
+
+
+# Windows
+
+
+def questions(task: Answer, kit: Any, *asked: Asked) -> Any:
+    return task.items(kit, [Row(f"row {n}", each) for n, each in enumerate(asked)], Bad())
+
+
+def test_windows_cover_a_long_context_and_share_tokens_and_are_one_item() -> None:
+    task = small(longest=30, overlap=8)
+    context = " ".join(f"w{n}" for n in range(60))
+    kit = kit_of(context)
+    items = questions(
+        task, kit, Asked(context, "w1", (("w33", context.index("w33")),), "a"), Asked("w2", "w1", (), "b")
+    )
+    parts, count = items.windows[0], len(items.offsets[0])
+    assert len(parts) > 3
+    assert parts[0].first == 0
+    assert parts[-1].stop == count
+    assert all(one.stop - other.first >= 8 for one, other in pairwise(parts))
+    assert len(items.sizes) == 2
+    batch = items.batch(np.array([0, 1]), np.random.default_rng(0))
+    ids, segments, allowed, sizes = batch.inputs
+    assert len(ids) == len(parts) + 1
+    assert max(ids.lengths) <= 30
+    assert sizes == tuple(items.sizes.tolist())
+    assert segments.lengths == ids.lengths
+    read = "".join(sorted({kit.texts().decode([int(t)]) for t in ids.values[allowed.bool() & (segments.values == 1)]}))
+    assert "3" in read
+    assert bool((batch.targets.any(1) <= allowed).all())
+
+
+def test_the_loss_is_over_all_windows_and_all_places_that_are_right() -> None:
+    """By a loop in float64: right in two windows that overlap, and no answer where there is none."""
+    task = small(longest=24, overlap=10)
+    context = " ".join(f"w{n % 7}{n % 5}" for n in range(30))
+    kit = kit_of(context)
+    asked = [Asked(context, "w1", (("w33", context.index("w33")),), "a"), Asked(context, "w2", (), "b")]
+    items = questions(task, kit, *asked)
+    torch.manual_seed(0)
+    model = task.model(kit).double().eval()
+    batch = items.batch(np.arange(2), np.random.default_rng(0))
+    found = task.loss(model, batch, 0.0)
+    ids, segments, _, _ = batch.inputs
+    logits, at, want = model(ids, segments=segments).values, 0, 0.0
+    for n, one in enumerate(asked):
+        every: list[list[torch.Tensor]] = [[], []]
+        right: list[list[torch.Tensor]] = [[], []]
+        for part in items.windows[n]:
+            for side in (0, 1):
+                own = []
+                for token in range(part.first, part.stop):
+                    first, last = items.offsets[n][token]
+                    edge = context[:last].endswith("w33") if side else context[first:].startswith("w33")
+                    whole = one.answers and one.answers[0][1] <= first and last <= one.answers[0][1] + 3
+                    value = logits[at + part.before + token - part.first, side]
+                    own.append((value, bool(edge and whole)))
+                every[side] += [logits[at, side], *(value for value, _ in own)]
+                right[side] += [value for value, yes in own if yes] if one.answers else [logits[at, side]]
+            at += part.before + part.stop - part.first + 1
+        for side in (0, 1):
+            assert right[side]
+            want = want + (torch.stack(every[side]).logsumexp(0) - torch.stack(right[side]).logsumexp(0)) / 2
+    torch.testing.assert_close(found.double(), torch.as_tensor(want), rtol=1e-5, atol=1e-6, check_dtype=False)
+
+
+def test_an_answer_that_is_cut_by_a_window_counts_in_the_window_that_has_all_of_it() -> None:
+    task = small(longest=24, overlap=6)
+    context = " ".join(f"w{n}" for n in range(40))
+    kit = kit_of(context)
+    for n in range(38):
+        answer = f"w{n} w{n + 1}"
+        items = questions(task, kit, Asked(context, "w1", ((answer, context.index(answer)),), "a"))
+        targets = items.batch(np.array([0]), np.random.default_rng(0)).targets
+        assert targets[:, 0].sum() == targets[:, 1].sum() >= 1, answer
+
+
+def test_the_best_span_is_that_of_all_windows_and_no_longer_than_asked() -> None:
+    task = small(longest=24, overlap=8)
+    context = " ".join(f"w{n}" for n in range(30))
+    kit = kit_of(context)
+    items = questions(task, kit, Asked(context, "w1", (), "a"))
+    draw = torch.Generator().manual_seed(0)
+    for most in (1, 3, 100):
+        windows = []
+        for part in items.windows[0]:
+            length = part.before + part.stop - part.first + 1
+            windows.append(torch.randn(length, 2, generator=draw) * 2 - 9)
+        best = (-np.inf, 0, 0)
+        for part, chances in zip(items.windows[0], windows, strict=True):
+            for i in range(part.first, part.stop):
+                for j in range(i, min(part.stop, i + most)):
+                    shift = part.before - part.first
+                    best = max(best, (float(chances[i + shift, 0] + chances[j + shift, 1]), i, j))
+        found = items.best(0, windows, most)
+        first, last = int(items.offsets[0][best[1], 0]), int(items.offsets[0][best[2], 1])
+        assert (found.text, found.start) == (context[first:last], first)
+        assert found.chance == pytest.approx(np.exp(best[0]), rel=1e-5)
+        none = sum(np.exp(float(chances[0, 0])) for chances in windows)
+        none *= sum(np.exp(float(chances[0, 1])) for chances in windows)
+        assert found.none == pytest.approx(none, rel=1e-4)
+
+
+def test_a_long_context_is_answered_from_any_of_its_windows(trained: Run) -> None:
+    task = replace(trained.task, longest=40, overlap=10)
+    filler = "the dog hears the dog . " * 12
+    asked = [Asked(f"{filler}{middle}{filler}", "which colour", (), "") for middle in ("", "the red cat sees . ")]
+    items = task.items(trained.kit, [Row("", each) for each in asked], Bad())
+    assert len(items.windows[1]) > 4
+    _, found = task._found(trained.model()[0], items)
+    assert found.text == "red"
+    assert asked[1].context[found.start : found.start + 3] == "red"
+
+
+# Reading
+
+
+def test_both_versions_of_squad_and_tables_are_read_to_the_same_questions(tmp_path: Path) -> None:
+    context = "Anna lives in Rome. Rome is old."
+    answers = [
+        {"text": "Rome", "answer_start": 14},
+        {"text": "Rome", "answer_start": 20},
+        {"text": "Rome", "answer_start": 14},
+    ]
+    paragraph = {"context": context, "qas": [
+        {"id": "a", "question": " Where does she live? ", "answers": answers},
+        {"id": "b", "question": "Who is Bob?", "answers": [], "is_impossible": True, "plausible_answers": answers},
+    ]}  # fmt: skip
+    task = small()
+    first, second = task.read(str(squad(tmp_path, [paragraph])), Bad())
+    assert first.values == Asked(context, "Where does she live?", (("Rome", 14), ("Rome", 20)), "a")
+    assert second.values == Asked(context, "Who is Bob?", (), "b")
+    assert first.place.endswith("data.json:data[0].paragraphs[0].qas[0]")
+    with (tmp_path / "a.csv").open("w", newline="") as file:
+        csv.writer(file).writerows(
+            [["question", "context", "answer"], ["Where?", context, "Rome"], ["Who?", context, ""]]
+        )
+    known, none = task.read(str(tmp_path / "a.csv"), Bad())
+    assert known.values[:3] == (context, "Where?", (("Rome", 14),))
+    assert none.values[:3] == (context, "Who?", ())
+    records = [{"context": context, "question": "Where?", "answers": {"text": ["Rome"], "answer_start": [20]}},
+             {"context": context, "question": "Who?", "answers": {"text": [], "answer_start": []}},
+             {"context": context, "question": "Who?"}]  # fmt: skip
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(line) + "\n" for line in records))
+    hub = small(answer="answers").read(str(tmp_path / "a.jsonl"), Bad())
+    assert [row.values[2] for row in hub] == [(("Rome", 20),), (), ()]
+
+
+QA = {"id": "a", "question": "Where?", "answers": [{"text": "Rome", "answer_start": 0}]}
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.json", "", r"a.json:1: is no JSON \(Expecting value at 1\)"),
+        ("a.json", '{"data": [\n{"paragraphs": [', r"a.json:2: is no JSON .*; is it whole\?"),
+        ("a.json", '["x"]', r"a.json: expected SQuAD's JSON"),
+        ("a.json", '{"data": []}', r"a.json: expected at least one question that can be used"),
+        ("a.json", '{"data": [3, {"paragraphs": [4, {"qas": []}]}]}', r"expected at least one question"),
+        ("a.json", b'{"data": \n"caf\xe9"}', r"a.json:2: expected UTF-8, but byte 0xe9"),
+        ("a.csv", "", r"a.csv:1: expected at least one line"),
+        ("a.csv", "context,question\nRome,Where\n", r"a.csv:1: expected a column 'answer'"),
+        ("a.csv", "context,question,answer\n,Where,x\n", r"a.csv:2: column 1 \(context\) is empty"),
+        ("a.csv", "context,question,answer\nRome,Where,Paris\n", r"a.csv:2: the answer 'Paris' is no part of"),
+        ("a.csv", b"context,question,answer\nRom\xe9,Where,x\n", r"a.csv:2: expected UTF-8"),
+        ("a.jsonl", '{"context": "Rome"}\n', r"a.jsonl:1: expected a value for 'question'"),
+        ("a.jsonl", '{"context": \n', r"a.jsonl:1: is no JSON"),
+        ("a.txt", "Rome\n", r"a.txt: is plain text, but context and question and answer are needed"),
+        ("missing.json", None, r"missing.json: there is no such file"),
+    ],
+)  # fmt: skip
+def test_a_bad_file_is_told_with_its_place(
+    name: str, content: str | bytes | None, message: str, tmp_path: Path
+) -> None:
+    path = tmp_path / name
+    if content is not None:
+        path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    with pytest.raises(Trouble, match=message):
+        small().read(str(path), Bad())
+
+
+@pytest.mark.parametrize(
+    ("paragraph", "message"),
+    [
+        ({"context": "In Rome.", "qas": [QA]}, r"'Rome' is no part of the context: it stands at 3, not 0"),
+        (
+            {"context": "In Paris.", "qas": [QA]},
+            r"'Rome' is no part of the context: it does not stand there",
+        ),
+        ({"context": "Rome", "qas": [QA | {"answers": [{"text": "Rome"}]}]}, "an answer with text and answer_start"),
+        ({"context": "Rome", "qas": [QA | {"answers": [{"text": " ", "answer_start": 0}]}]}, "the text of an answer"),
+        ({"context": "Rome", "qas": [QA | {"answers": []}]}, "expected answers, or is_impossible"),
+        ({"context": "Rome", "qas": [{"id": "a", "answers": []}]}, "expected a question, but it has None"),
+        ({"context": "  ", "qas": [QA]}, "expected a context, but it has '  '"),
+        ({"context": "Rome", "qas": [{"question": "Where?", "answers": QA["answers"]}]}, "expected an id"),
+        ({"context": "Rome", "qas": [3]}, "expected a question, but int came"),
+    ],
+)
+def test_a_bad_question_is_told_with_its_place_or_counted(paragraph: Any, message: str, tmp_path: Path) -> None:
+    path = squad(tmp_path, [{"context": "Rome", "qas": [QA]}, paragraph])
+    with pytest.raises(Trouble, match=rf"data.json:data\[0\].paragraphs\[1\].qas\[0\]: .*{message}"):
+        small().read(str(path), Bad())
+    rows = small().read(str(path), bad := Bad(skip=True))
+    assert (len(rows), bad.count) == (1, 1)
+
+
+@pytest.mark.parametrize("windows", [True, False])
+def test_what_the_model_cannot_take_is_told_with_its_place(windows: bool, trained: Run) -> None:
+    task = replace(trained.task, windows=windows, longest=40)
+    long = Row("file:3", Asked("cat " * 60, "cat " * (40 if windows else 3), (), ""))
+    more = "" if windows else " or read it in --windows,"
+    with pytest.raises(
+        Trouble, match=rf"file:3: has \d+ tokens, but the model takes 40; train with --longest \d+,{more}"
+    ):
+        task.items(trained.kit, [long], Bad())
+    items = task.items(trained.kit, [long, Row("", Asked("a cat", "who", (), ""))], bad := Bad(skip=True))
+    assert (len(items.sizes), bad.count) == (1, 1)
+
+
+def test_a_question_without_its_text_is_told(trained: Run) -> None:
+    for given in ("who does it", "who does it\t ", "\tthe cat"):
+        with pytest.raises(Trouble, match="input 1: expected a question, a tab and the text that it is about; or give"):
+            said(trained, given)
+    assert [made.output for made in said(trained, "who", "who does it\nthe cat sees", skip=True)] == ["cat"]
+
+
+# Figures
+
+
+@pytest.mark.parametrize(
+    ("output", "references", "exact", "f1"),
+    [
+        ("The  Cat!", ["cat"], 100, 100),
+        ("a big cat", ["cat", "the big cat"], 100, 100),
+        ("a big cat", ["cat"], 0, 200 / 3),
+        ("cat cat", ["cat"], 0, 200 / 3),
+        ("dog", ["cat"], 0, 0),
+        ("", ["cat"], 0, 0),
+        ("cat", [], 0, 0),
+        ("", [], 100, 100),
+        ("U.S.", ["US"], 100, 100),
+        ("well-known", ["well known"], 0, 0),
+        ("theme", ["me"], 0, 0),
+    ],
+)
+def test_an_answer_is_judged_as_by_squads_script(output: str, references: list[str], exact: float, f1: float) -> None:
+    assert metrics.answer(output, references) == (pytest.approx(exact), pytest.approx(f1, rel=1e-5))
+
+
+def test_figures_tell_both_kinds_of_questions_apart() -> None:
+    figures = metrics.answers(["cat", "big dog", "", "x"], [["cat"], ["dog"], [], []])
+    assert figures["exact"] == pytest.approx(50)
+    assert figures["f1"] == pytest.approx((100 + 200 / 3 + 100) / 4, rel=1e-5)
+    assert figures["exact_answerable"] == pytest.approx(50)
+    assert figures["f1_answerable"] == pytest.approx((100 + 200 / 3) / 2, rel=1e-5)
+    assert figures["exact_unanswerable"] == pytest.approx(50)
+    assert set(metrics.answers(["cat"], [["cat"]])) == {"exact", "f1"}
+
+
+def test_the_threshold_is_the_best_of_all() -> None:
+    draw = np.random.default_rng(0)
+    for _ in range(20):
+        absences = draw.normal(size=9).tolist()
+        references = [["cat"] if each else [] for each in draw.integers(0, 2, 9)]
+        outputs = [["cat", "dog", "big cat"][n] for n in draw.integers(0, 3, 9)]
+
+        rows = list(zip(absences, outputs, references, strict=True))
+        best = max(_f1(rows, edge) for edge in (-99.0, *absences, 99.0))
+        assert _f1(rows, metrics.best_threshold(absences, outputs, references)) == pytest.approx(best)
+
+
+def _f1(rows: list[tuple[float, str, list[str]]], threshold: float) -> float:
+    found = [metrics.answer("" if absence > threshold else output, right) for absence, output, right in rows]
+    return float(np.mean([each[1] for each in found]))
+
+
+# The command, and checkpoints
+
+
+def ask(*words: str) -> Any:
+    return CliRunner().invoke(app, list(words), catch_exceptions=False)
+
+
+def test_the_command_answers_about_a_file_and_writes_squads_predictions(trained: Run, tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text("the red cat sees\n")
+    made = ask("predict", str(trained.folder), "who does it", "which colour", "--context", str(tmp_path / "text.txt"))
+    assert [line.split("\t")[0] for line in made.stdout.splitlines()] == ["cat", "red"]
+    paragraphs = [{"context": "the blue dog hears", "qas": [
+        {"id": "x1", "question": "which colour"}, {"id": "x2", "question": "who does it"}]}]  # fmt: skip
+    asked = squad(tmp_path, paragraphs)
+    assert ask("predict", str(trained.folder), str(asked), "--out", str(tmp_path / "out.json")).exit_code == 0
+    assert json.loads((tmp_path / "out.json").read_text()) == {"x1": "blue", "x2": "dog"}
+    line = json.loads(ask("predict", str(trained.folder), str(asked), "--json").stdout.splitlines()[0])
+    assert (line["id"], line["output"], line["start"]) == ("x1", "blue", 4)
+    page = tmp_path / "page.html"
+    words = ("who does it", "--context", str(tmp_path / "text.txt"), "-o", str(page))
+    assert ask("view", str(trained.folder), *words).exit_code == 0
+    assert "sees" in page.read_text()
+
+
+def test_what_is_no_run_of_answers_is_told(trained: Run, tmp_path: Path) -> None:
+    other = begun_other(tmp_path, "translate")
+    train(other)
+    with pytest.raises(Trouble, match="is a Transformer, which has no text encoder"):
+        begun(tmp_path / "..", options={"start": str(other.folder)})
+    with pytest.raises(Trouble, match="holds a run of answer; go on with regard resume"):
+        begin(trained.folder, small(), small().recipe, Sources((trained.about["sources"]["data"][0],)))
+
+
+def test_a_truncated_checkpoint_is_told(trained: Run, tmp_path: Path) -> None:
+    import shutil
+
+    folder = tmp_path / "copy"
+    shutil.copytree(trained.folder, folder)
+    held = (folder / "best.safetensors").read_bytes()
+    (folder / "best.safetensors").write_bytes(held[: len(held) // 2])
+    with pytest.raises(Trouble, match=r"best.safetensors: cannot be read .*; regard resume .* writes it anew"):
+        Run.open(folder).model()
+
+
+def test_a_checkpoint_of_transformers_answers_as_it_does_there(tmp_path: Path) -> None:
+    """Begun from a BertForQuestionAnswering with its tokenizer, head and all: the same logits, the same answer."""
+    tokenizer = transformers.BertTokenizerFast(vocab={word: n for n, word in enumerate(
+        ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "the", "red", "cat", "sees", "who", "?"])})  # fmt: skip
+    torch.manual_seed(0)
+    config = transformers.BertConfig(
+        vocab_size=len(tokenizer), hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=48,
+        max_position_embeddings=64,
+    )  # fmt: skip
+    theirs = randomised(transformers.BertForQuestionAnswering(config))
+    theirs.save_pretrained(tmp_path / "theirs")
+    tokenizer.save_pretrained(tmp_path / "theirs")
+    run = begun(tmp_path, options={"start": str(tmp_path / "theirs")}, steps=1, rate=1e-12, ema=0.0, decay=0.0)
+    assert train(run).done
+    model, _ = run.model()
+    assert isinstance(model, QuestionAnswering)
+    inputs = tokenizer("who sees ?", "the red cat sees", return_tensors="pt")
+    with torch.no_grad():
+        other = theirs(**inputs)
+        ours = model(inputs["input_ids"], segments=inputs["token_type_ids"])
+    torch.testing.assert_close(ours, torch.stack((other.start_logits, other.end_logits), -1), atol=1e-4, rtol=1e-4)
+    task = replace(run.task, most=99)
+    (found,) = task._found(
+        model, task.items(run.kit, [Row("", Asked("the red cat sees", "who sees ?", (), ""))], Bad())
+    )
+    begins, ends = (each[0, 5:9].log_softmax(0) for each in (other.start_logits, other.end_logits))
+    scores = (begins[:, None] + ends).triu() + torch.full((4, 4), -1e9).tril(-1)
+    first, last = divmod(int(scores.argmax()), 4)
+    assert found.text == " ".join(["the", "red", "cat", "sees"][first : last + 1])
+    export(run, tmp_path / "out", onnx=False)
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["architectures"] == ["BertForQuestionAnswering"]
+    assert isinstance(regard.load(tmp_path / "out"), QuestionAnswering)

@@ -1,0 +1,225 @@
+"""Histories to what comes next: how they are read and parted, what is wrong with them, and one that is learned."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from regard.cli import _RunLooker
+from regard.tasks import Run, Sources, Trouble, begin, tasks, train
+from regard.tasks.data import Row
+from regard.tasks.metrics import Neighbours, ranking
+from regard.tasks.recommend import Asked, Recommend
+from regard.tasks.sources import gather
+from regard.tasks.task import Kit
+from regard.tasks.trouble import Bad
+
+ITEMS = [f"film {n}" for n in range(12)]
+
+
+def table(folder: Path, users: int = 60) -> Path:
+    """Everybody sees the films in their order, from anywhere on; the lines are mixed."""
+    chance, rows = np.random.default_rng(1), []
+    for user in range(users):
+        start = int(chance.integers(12))
+        rows += [(user, ITEMS[(start + n) % 12], 1000 + n) for n in range(int(chance.integers(5, 9)))]
+    lines = [f"{user},{item},{time}\n" for user, item, time in (rows[n] for n in chance.permutation(len(rows)))]
+    path = folder / "views.csv"
+    path.write_text("user,item,time\n" + "".join(lines))
+    return path
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    torch.set_num_threads(1)
+    folder = tmp_path_factory.mktemp("recommend")
+    task = Recommend(width=16, layers=1, heads=2, dropout=0.0, longest=5)
+    recipe = replace(task.recipe, steps=120, tokens=200, rate=1e-2, warmup=5, evaluate_every=40, ema=0.9)
+    run, examples = begin(folder / "run", task, recipe, Sources((str(table(folder)),), held=1000))
+    assert train(run, examples).done
+    return run
+
+
+def test_the_last_item_is_measured_on_and_the_one_before_it_chooses(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text("user,item,time\nx,a,5\nx,c,7\nx,b,6\nx,d,8\ny,a,1\ny,b,2\n")
+    examples = gather(Recommend(), Sources((str(tmp_path / "a.csv"),), held=10), 1)
+    assert [row.values for row in examples.test] == [("x", ("a", "b", "c", "d"), 3)]
+    assert [row.values for row in examples.valid] == [("x", ("a", "b", "c"), 2)]
+    assert [row.values for row in examples.train] == [("x", ("a", "b"), 1), ("y", ("a", "b"), 1)]
+
+
+FORMS: dict[str, str] = {
+    "ratings.csv": "userId,movieId,rating,timestamp\n7,12,4.0,100\n7,9,3.5,50\n",
+    "u.data": "7\t12\t4\t100\n7\t9\t3\t50\n",
+    "ml-100k.inter": "user_id:token\titem_id:token\trating:float\ttimestamp:float\n7\t12\t4\t100\n7\t9\t3\t50\n",
+    "plain.tsv": "7\t12\t2024-01-31T12:00\n7\t9\t2024-01-30\n",
+    "lines.jsonl": '{"user": 7, "item": "12", "time": 100}\n{"user": 7, "item": "9", "time": 50.5}\n',
+}
+
+
+@pytest.mark.parametrize("name", list(FORMS))
+def test_the_same_history_comes_from_every_format(name: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_text(FORMS[name])
+    (row,) = Recommend().read(str(tmp_path / name), Bad())
+    assert row.values == ("7", ("9", "12"), 1)
+    assert row.place.endswith(f"{name}:{1 if name in ('u.data', 'plain.tsv', 'lines.jsonl') else 2}")
+
+
+BAD: dict[str, tuple[bytes, str]] = {
+    "empty": (b"", r"views.csv:1: expected at least one line"),
+    "no time": (b"user,item\na,b\n", r"views.csv:1: expected a column 'time', but they are 'user', 'item'"),
+    "no number": (b"user,item,time\na,b,noon\n", r"views.csv:2: expected a time, .* but 'noon' came.*--skip-bad"),
+    "no finite number": (b"user,item,time\na,b,nan\n", r"views.csv:2: expected a time"),
+    "an empty cell": (b"user,item,time\na,,3\n", r"views.csv:2: column 2 \(item\) is empty"),
+    "no UTF-8": (b"user,item,time\na,\xff,3\n", r"views.csv:2: expected UTF-8"),
+}
+
+
+@pytest.mark.parametrize("how", list(BAD))
+def test_what_is_wrong_with_a_table_is_told_with_file_and_line(how: str, tmp_path: Path) -> None:
+    path = tmp_path / "views.csv"
+    path.write_bytes(BAD[how][0])
+    with pytest.raises(Trouble, match=BAD[how][1]):
+        Recommend().read(str(path), Bad())
+
+
+def test_bad_lines_are_counted_and_left_out(tmp_path: Path) -> None:
+    path = tmp_path / "views.csv"
+    path.write_bytes(b"user,item,time\na,b,noon\na,c,1\na,\xff,3\na,d,2\n")
+    (row,) = Recommend().read(str(path), bad := Bad(skip=True))
+    assert (row.values[1], bad.count) == (("c", "d"), 2)
+
+
+def test_too_few_items_to_hold_any_out_are_told(tmp_path: Path) -> None:
+    (tmp_path / "views.csv").write_text("user,item,time\na,b,1\na,c,2\n")
+    with pytest.raises(Trouble, match=r"views.csv:2: expected users with at least 3 items"):
+        gather(Recommend(), Sources((str(tmp_path / "views.csv"),)), 1)
+
+
+def test_long_histories_are_learnt_from_in_windows_that_ask_every_item_once() -> None:
+    task, kit = Recommend(longest=4), Kit(labels=tuple("abcdefghijk"))
+    items = task.items(kit, [Row("here", ("u", tuple("abcdefghijk"), 1))], Bad())
+    asked = [n for at in range(len(items.sizes)) for n in items.after[at].tolist()]
+    assert sorted(asked) == list(range(1, 11))
+    assert items.sizes.max() == 4
+    for at in range(len(items.sizes)):
+        assert (items.after[at] - items.ids[at]).tolist() == [1] * len(items.ids[at])
+
+
+def test_items_that_training_has_never_seen_are_left_out_of_histories_and_count_as_misses() -> None:
+    kit = Kit(labels=("a", "b", "c"))
+    rows = [Row("one", ("u", ("a", "new", "b"), 2)), Row("two", ("v", ("c", "new"), 1))]
+    asked = Asked(kit, rows)
+    assert [before.tolist() for before in asked.before] == [[0], [2]]
+    ranks = asked.ranks(lambda chosen: torch.tensor([[9.0, 1.0, 2.0], [9.0, 1.0, 0.0]])[chosen], again=False)
+    assert ranks.tolist() == [2, 4]  # a is there before; nothing is behind what is not known
+    items = Recommend().items(kit, rows, Bad())
+    assert [items.after[n].tolist() for n in range(len(items.sizes))] == [[1]]
+
+
+@pytest.mark.parametrize(("again", "expected"), [(False, [1, 2]), (True, [2, 3])])
+def test_ranks_are_among_all_items_and_ties_go_to_the_first_named(again: bool, expected: list[int]) -> None:
+    asked = Asked(Kit(labels=("a", "b", "c", "d")), [Row("", ("u", ("a", "c"), 1)), Row("", ("v", ("a", "d"), 1))])
+    scores = torch.tensor([[5.0, 1.0, 2.0, 2.0], [5.0, 1.0, 3.0, 3.0]])
+    assert asked.ranks(lambda chosen: scores[chosen], again=again).tolist() == expected
+
+
+def test_the_figures_are_those_of_torchmetrics() -> None:
+    from torchmetrics.functional.retrieval import (
+        retrieval_hit_rate,
+        retrieval_normalized_dcg,
+        retrieval_reciprocal_rank,
+    )
+
+    torch.manual_seed(0)
+    scores, right = torch.rand(40, 25), torch.randint(25, (40,))
+    own = scores.gather(1, right[:, None])
+    found = ranking(1 + (scores > own).sum(1))
+    measures: dict[str, Callable[..., Any]] = {
+        "ndcg@10": lambda *x: retrieval_normalized_dcg(*x, top_k=10),
+        "hit@10": lambda *x: retrieval_hit_rate(*x, top_k=10),
+        "mrr": retrieval_reciprocal_rank,
+    }
+    for name, measure in measures.items():
+        each = [float(measure(row, torch.arange(25) == n)) for row, n in zip(scores, right, strict=True)]
+        assert found[name] == pytest.approx(np.mean(each), abs=1e-6)
+
+
+def test_nearest_items_are_by_the_cosine_of_who_had_them() -> None:
+    chance = np.random.default_rng(0)
+    histories = [chance.choice(9, int(chance.integers(1, 6))) for _ in range(30)]
+    seen = np.zeros((30, 9))
+    for row, items in zip(seen, histories, strict=True):
+        row[items] = 1
+    cosine = seen.T @ seen / np.sqrt(np.outer(seen.sum(0), seen.sum(0)))
+    np.fill_diagonal(cosine, 0)
+    found = Neighbours(histories, 9, nearest=9).scores([np.array([2, 5, 5])])
+    np.testing.assert_allclose(found[0], cosine[2] + cosine[5], atol=1e-6)
+    kept = np.where(cosine >= np.sort(cosine, 1)[:, -3:-2], cosine, 0)  # of each item its three nearest
+    found = Neighbours(histories, 9, nearest=3).scores([np.array([2, 5])])
+    np.testing.assert_allclose(found[0], kept[:, 2] + kept[:, 5], atol=1e-6)
+
+
+def test_an_order_is_learned_better_than_by_popularity_or_neighbours(trained: Run) -> None:
+    examples = gather(trained.task, Sources.of(trained.about["sources"]), 1)
+    model, _ = trained.model()
+    found = trained.task.evaluate(model, trained.kit, examples.test)
+    assert found["ndcg@10"] > 0.95
+    rivals = trained.task.baselines(trained.kit, examples.train, examples.test)
+    assert list(rivals) == ["most popular", "nearest items"]
+    assert all(each["ndcg@10"] < 0.9 for each in rivals.values())
+
+
+@pytest.mark.parametrize("given", ["film 3 | film 4 | film 5", "film 3\tfilm 4\tfilm 5"])
+def test_what_comes_next_is_told_with_probabilities(trained: Run, given: str) -> None:
+    model, _ = trained.model()
+    (made,) = trained.task.predict(model, trained.kit, [Row("input 1", (given,))], Bad())
+    assert made.output.startswith("film 6 0.")
+    assert next(iter(made.more["items"])) == "film 6"
+    assert not {"film 3", "film 4", "film 5"} & set(made.more["items"])
+    assert sum(made.more["items"].values()) <= 1.0001
+
+
+def test_a_history_longer_than_the_model_sees_is_asked_by_its_end(trained: Run) -> None:
+    model, _ = trained.model()
+    given = " | ".join(ITEMS[(3 + n) % 12] for n in range(9))
+    (made,) = trained.task.predict(model, trained.kit, [Row("input 1", (given,))], Bad())
+    assert made.output.startswith("film 0 ")
+
+
+def test_an_item_that_was_never_seen_is_told(trained: Run) -> None:
+    model, _ = trained.model()
+    rows = [Row("input 1", ("film 3 | film 99",)), Row("input 2", ("film 3",)), Row("input 3", (" | ",))]
+    with pytest.raises(Trouble, match=r"input 1: the item 'film 99' was never seen in training, which has film 0"):
+        list(trained.task.predict(model, trained.kit, rows, Bad()))
+    assert len(list(trained.task.predict(model, trained.kit, rows, bad := Bad(skip=True)))) == 1
+    assert bad.count == 2
+
+
+def test_drawn_items_to_tell_apart_are_the_same_for_the_same_chance() -> None:
+    task = Recommend(others=7)
+    items = task.items(Kit(labels=tuple("abcd")), [Row("here", ("u", tuple("abcd"), 1))], Bad())
+    one, other = (items.batch(np.array([0]), np.random.default_rng(3)).targets[1] for _ in range(2))
+    assert one.shape == (7,)
+    assert torch.equal(one, other)
+
+
+def test_items_are_the_tokens_of_a_view(trained: Run) -> None:
+    record = _RunLooker(trained.folder)("film 3 | film 4")
+    assert record.streams["source"].tokens == ("film 3", "film 4")
+    assert record.note.startswith("film 5")
+
+
+def test_a_run_says_what_it_is(trained: Run) -> None:
+    said = json.loads((trained.folder / "run.json").read_text())
+    assert said["task"] == "recommend"
+    assert tasks()["recommend"] is Recommend
+    with pytest.raises(ValueError, match="multiple of heads"):
+        Recommend(width=10, heads=3)

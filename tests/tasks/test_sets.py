@@ -1,0 +1,145 @@
+"""Sets of points to classes and numbers: what is read, what is wrong with it, and two problems that are learned."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from regard.cli import _RunLooker
+from regard.tasks import Run, Sources, Trouble, begin, train
+from regard.tasks.data import Row
+from regard.tasks.sets import Sets, points_of
+from regard.tasks.sources import gather
+from regard.tasks.trouble import Bad
+
+SMALL = {"width": 16, "layers": 1, "heads": 2, "points": 4}
+
+
+def sets(count: int, seed: int = 1) -> list[tuple[list[list[float]], str, float]]:
+    """Points around the middle; some have one far out, which makes them `odd`. The number is the largest first one."""
+    chance, found = np.random.default_rng(seed), []
+    for n in range(count):
+        points = chance.normal(0, 1, (int(chance.integers(3, 9)), 2)).round(3)
+        if n % 2:
+            points[int(chance.integers(len(points)))] = (0, 6)
+        found.append((points.tolist(), "odd" if n % 2 else "even", float(points[:, 0].max())))
+    return found
+
+
+def table(folder: Path, *, number: bool = False, count: int = 160) -> Path:
+    path = folder / "sets.jsonl"
+    lines = [{"set": points, "label": largest if number else label} for points, label, largest in sets(count)]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
+def trained_on(folder: Path, source: Path, *, steps: int, number: bool = False) -> Run:
+    torch.set_num_threads(1)
+    task = Sets(**SMALL, number=number)  # type: ignore[arg-type]
+    recipe = replace(task.recipe, steps=steps, tokens=300, rate=1e-2, warmup=5, evaluate_every=20, ema=0.9)
+    run, examples = begin(folder / "run", task, recipe, Sources((str(source),), held=30))
+    assert train(run, examples).done
+    return run
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    folder = tmp_path_factory.mktemp("sets")
+    return trained_on(folder, table(folder), steps=60)
+
+
+@pytest.mark.parametrize("text", ["1 2; 3 4.5", "[[1, 2], [3, 4.5]]", " 1 2 ;3 4.5; "])
+def test_a_set_is_said_in_two_ways(text: str) -> None:
+    assert points_of(text).tolist() == [[1.0, 2.0], [3.0, 4.5]]
+
+
+BAD = {
+    "1 2; 3": "expected a set such as",
+    "1 x": "expected a set such as .* but '1 x' came",
+    "[[1, 2], 3": "expected a set such as",
+    '[["a"]]': "expected a set such as",
+    "[]": "expected a set of at least one element",
+    "[[]]": "expected a set of at least one element",
+    "1 nan": "expected finite numbers",
+    "1 2 3; 4 5 6": "expected elements of 2 numbers, but they have 3",
+    "; ".join(["1 2"] * 9): "has 9 elements, but the model takes 8; train with --longest 9",
+}
+
+
+@pytest.mark.parametrize("text", list(BAD))
+def test_what_is_no_set_is_told_with_file_and_line_or_left_out(text: str, tmp_path: Path) -> None:
+    path, task = tmp_path / "sets.tsv", Sets(longest=8)
+    path.write_text(f"1 2; 3 4\ta\n{text}\tb\n5 6\tb\n")
+    rows = task.read(str(path), Bad())
+    kit = task.learn([rows[0], rows[2]])
+    with pytest.raises(Trouble, match=rf"sets.tsv:2: {BAD[text]}.*--skip-bad"):
+        task.items(kit, rows, Bad())
+    items = task.items(kit, rows, bad := Bad(skip=True))
+    assert (len(items.sizes), bad.count) == (2, 1)
+    assert [place[-1] for place in items.places] == ["1", "3"]
+
+
+def test_labels_that_do_not_fit_are_told(tmp_path: Path) -> None:
+    rows = [Row("a:1", ("1 2", "x")), Row("a:2", ("3 4", "y")), Row("a:3", ("3 4", "x"))]
+    with pytest.raises(Trouble, match=r"b:1: the label 'z' was never seen in training, which has x, y"):
+        Sets().items(Sets().learn(rows), [Row("b:1", ("1 2", "z"))], Bad())
+    with pytest.raises(Trouble, match=r"a:1: expected at least 2 classes, but all are 'x'"):
+        Sets().learn([rows[0], rows[2]])
+    with pytest.raises(Trouble, match=r"a:1: expected a number, but 'x' came"):
+        Sets(number=True).learn(rows)
+    known = Sets(number=True).learn([Row("a:1", ("1 2", "5"))])
+    with pytest.raises(Trouble, match=r"a:1: expected a number, but 'x' came"):
+        Sets(number=True).items(known, rows, Bad())
+    many = [Row(f"a:{n}", ("1 2", str(n))) for n in range(9)]
+    with pytest.raises(Trouble, match=r"9 classes in 9 rows; are they numbers \(--number\)"):
+        Sets().learn(many)
+
+
+def test_an_empty_file_and_one_without_the_column_are_told(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text("")
+    with pytest.raises(Trouble, match=r"a.csv:1: expected at least one line"):
+        Sets().read(str(tmp_path / "a.csv"), Bad())
+    (tmp_path / "b.csv").write_text("set,kind\n1 2,a\n")
+    with pytest.raises(Trouble, match=r"b.csv:1: expected a column 'label'"):
+        Sets().read(str(tmp_path / "b.csv"), Bad())
+
+
+def test_an_odd_one_out_is_found(trained: Run) -> None:
+    examples = gather(trained.task, Sources.of(trained.about["sources"]), 1)
+    model, _ = trained.model()
+    assert trained.task.evaluate(model, trained.kit, examples.test)["accuracy"] > 0.9
+    rivals = trained.task.baselines(trained.kit, examples.train, examples.test)
+    assert rivals["most frequent class"]["accuracy"] < 0.7
+
+
+def test_the_order_of_the_elements_changes_no_prediction(trained: Run) -> None:
+    model, _ = trained.model()
+    rows = [Row("one", ("0 6; 1 0; 0 1",)), Row("other", ("0 1; 0 6; 1 0",))]
+    one, other = trained.task.predict(model, trained.kit, rows, Bad())
+    assert one.output == other.output == "odd"
+    assert one.score == pytest.approx(other.score, abs=1e-5)
+
+
+def test_the_largest_number_is_told_better_than_by_the_mean(tmp_path: Path) -> None:
+    run = trained_on(tmp_path, table(tmp_path, number=True), steps=80, number=True)
+    examples = gather(run.task, Sources.of(run.about["sources"]), 1)
+    model, _ = run.model()
+    found = run.task.evaluate(model, run.kit, examples.test)
+    rivals = run.task.baselines(run.kit, examples.train, examples.test)
+    assert found["mae"] < 0.6 * rivals["always the mean"]["mae"]
+    assert rivals["linear on count, mean, deviation, least and most"]["r2"] > 0.99  # the most is among them
+    (made,) = run.task.predict(model, run.kit, [Row("input 1", ("0 0; 1.5 2; -1 0",))], Bad())
+    assert float(made.output) == pytest.approx(made.score, rel=1e-4)
+
+
+def test_elements_are_the_tokens_of_a_view(trained: Run) -> None:
+    record = _RunLooker(trained.folder)("0 6; 1 0; 0 1")
+    assert [seen.kind for seen in record.attentions] == ["cross"] * 3
+    names = record.streams[record.ends(record.attentions[0])[1]].tokens
+    assert names == ("0 6", "1 0", "0 1") or [name.split()[1] for name in names] == ["6", "0", "1"]
+    assert record.weights(record.attentions[0].name).shape == (2, 4, 3)

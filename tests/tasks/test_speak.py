@@ -1,0 +1,154 @@
+"""Text to speech: tones that are learnt, figures, files that are written, and what is wrong with texts."""
+
+from __future__ import annotations
+
+import io
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import soundfile
+import torch
+from typer.testing import CliRunner
+
+from regard.cli import app
+from regard.tasks import Run, Sources, Trouble, begin, tasks, train
+from regard.tasks.data import Row
+from regard.tasks.metrics import aligned, cepstral_distortion
+from regard.tasks.sounds import features_of
+from regard.tasks.sources import Examples
+from regard.tasks.trouble import Bad
+from tests.tasks.tones import folder_of, tones, words
+
+SMALL = {"features": 40, "width": 32, "layers": 1, "heads": 2, "dropout": 0.0, "longest": 2.0}
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Run, Examples]:
+    torch.set_num_threads(1)
+    folder = tmp_path_factory.mktemp("voice")
+    task = tasks()["speak"](**SMALL)
+    recipe = replace(
+        task.recipe, steps=160, tokens=300, rate=5e-3, warmup=20, evaluate_every=80, save_every=500, ema=0.9
+    )
+    table = folder_of(folder / "data", words(60))
+    run, examples = begin(folder / "run", task, recipe, Sources((str(table),), held=8))
+    assert train(run, examples).done
+    return run, examples
+
+
+def test_tones_are_said_and_beat_the_mean_of_all_frames(trained: tuple[Run, Examples]) -> None:
+    run, examples = trained
+    model, _ = run.model()
+    figures = run.task.evaluate(model, run.kit, examples.test)
+    baselines = run.task.baselines(run.kit, examples.train, examples.test)
+    assert figures["mcd"] < 0.8 * baselines["mean of all frames"]["mcd"]
+    assert baselines["recording by Griffin-Lim"]["mcd"] < figures["mcd"]
+    assert baselines["recording"]["mcd"] == 0
+    assert "cer" not in figures  # nobody was asked to judge
+
+
+def test_the_command_writes_a_file_that_can_be_heard(trained: tuple[Run, Examples], tmp_path: Path) -> None:
+    run, _ = trained
+    path = tmp_path / "said.wav"
+    asked = CliRunner().invoke(app, ["predict", str(run.folder), "Ab c?", "--out", str(path), "--json"])
+    assert asked.exit_code != 0  # no training clip had a space
+    asked = CliRunner().invoke(app, ["predict", str(run.folder), "Abca!", "--out", str(path), "--json"])
+    assert asked.exit_code == 0, asked.output
+    wave, rate = soundfile.read(path)
+    told = json.loads(asked.output)
+    assert (rate, told["file"], told["input"]) == (16000, str(path), "abca")
+    assert told["seconds"] == pytest.approx(len(wave) / 16000)
+    assert 0.3 < told["seconds"] <= 2.0
+    assert 0.05 < np.abs(wave).max() <= 0.96
+    several = CliRunner().invoke(app, ["predict", str(run.folder), "ab", "cd", "--out", str(tmp_path / "many")])
+    assert several.exit_code == 0, several.output
+    assert sorted(each.name for each in (tmp_path / "many").iterdir()) == ["0001.wav", "0002.wav"]
+    nowhere = CliRunner().invoke(app, ["predict", str(run.folder), "ab"])
+    assert "speak makes files; say where to: --out said.wav" in str(nowhere.exception)
+
+
+def test_the_viewer_shows_letters_against_the_sound(trained: tuple[Run, Examples], tmp_path: Path) -> None:
+    run, _ = trained
+    page = tmp_path / "page.html"
+    asked = CliRunner().invoke(app, ["view", str(run.folder), "abca", "-o", str(page)])
+    assert asked.exit_code == 0, asked.output
+    held = page.read_text().replace(": ", ":").replace(", ", ",")
+    assert '"spectrogram":{"stream":"target"' in held
+    assert '"source":{"tokens":["a","b","c","a"]' in held
+
+
+@pytest.mark.parametrize(("text", "told"), [("axb", "'x' in 'axb' was never seen"), ("?!", "'\\?!' has no letter")])
+def test_texts_that_cannot_be_said_are_told(text: str, told: str, trained: tuple[Run, Examples]) -> None:
+    run, _ = trained
+    model, _ = run.model()
+    with pytest.raises(Trouble, match=f"input 1: {told}"):
+        list(run.task.predict(model, run.kit, [Row("input 1", (text,))], Bad()))
+    skipped = Bad(skip=True)
+    made = list(run.task.predict(model, run.kit, [Row("input 1", (text,)), Row("input 2", ("ab",))], skipped))
+    assert (len(made), skipped.count) == (1, 1)
+
+
+def test_a_judge_listens(trained: tuple[Run, Examples], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run, examples = trained
+    options = {"features": 40, "width": 16, "layers": 1, "heads": 2}
+    listener = tasks()["transcribe"](**options)
+    recipe = replace(listener.recipe, steps=2, tokens=100, warmup=1, evaluate_every=2)
+    table = folder_of(tmp_path / "data", words(20))
+    judge, heard = begin(tmp_path / "judge", listener, recipe, Sources((str(table),), held=2))
+    train(judge, heard)
+    task = replace(run.task, judge=str(judge.folder))  # type: ignore[type-var]
+    monkeypatch.setattr(type(judge.task), "heard", lambda self, model, kit, wave: ("ab", 1.0))
+    model, _ = run.model()
+    rows = examples.test[:2]
+    found = task.evaluate(model, run.kit, rows)["cer"]
+    assert found > 0
+    assert found == task.baselines(run.kit, examples.train, rows)["recording"]["cer"]
+    with pytest.raises(ValueError, match=r"judge must be the folder of a run of transcribe, but .* has no run\.json"):
+        replace(run.task, judge=str(tmp_path))  # type: ignore[type-var]
+    with pytest.raises(Trouble, match="is a run of speak, but one of transcribe is needed to judge"):
+        replace(run.task, judge=str(run.folder)).evaluate(model, run.kit, rows)  # type: ignore[type-var]
+
+
+@pytest.mark.parametrize("wrong", [{"width": 30, "heads": 4}, {"guide": -1.0}, {"reduction": 0}])
+def test_options_that_make_no_sense_are_told(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="must"):
+        tasks()["speak"](**wrong)
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (1, 5), (6, 4), (5, 7)])
+def test_warping_takes_the_cheapest_way(shape: tuple[int, int]) -> None:
+    far = np.random.default_rng(sum(shape)).random(shape)
+
+    def least(i: int, j: int) -> float:
+        if (i, j) == (0, 0):
+            return far[0, 0]
+        before = [(a, b) for a, b in ((i - 1, j), (i, j - 1), (i - 1, j - 1)) if a >= 0 and b >= 0]
+        return far[i, j] + min(least(a, b) for a, b in before)
+
+    pairs = aligned(far)
+    assert (pairs[0], pairs[-1]) == ((0, 0), (shape[0] - 1, shape[1] - 1))
+    steps = {(b[0] - a[0], b[1] - a[1]) for a, b in zip(pairs, pairs[1:], strict=False)}
+    assert steps <= {(0, 1), (1, 0), (1, 1)}
+    assert sum(far[pair] for pair in pairs) == pytest.approx(least(shape[0] - 1, shape[1] - 1))
+
+
+def test_distortion_is_in_decibels_of_the_spectrum() -> None:
+    """A ripple of the log spectrum, A cos(pi d (m + 1/2) / M) in dB, has the rms A / sqrt(2), and so the distortion."""
+    flat = np.zeros((6, 80))
+    ripple = flat + 0.3 * np.cos(np.pi * 4 * (np.arange(80) + 0.5) / 80)  # 3 dB
+    assert cepstral_distortion([ripple], [flat]) == pytest.approx(3 / np.sqrt(2))
+    chance = np.random.default_rng(0)
+    same, other = (features_of(tones(word, chance), 40) for word in ("ab", "dc"))
+    assert cepstral_distortion([same], [same]) == 0 < cepstral_distortion([same], [other])
+
+
+def test_a_file_holds_what_was_said(trained: tuple[Run, Examples]) -> None:
+    run, _ = trained
+    model, _ = run.model()
+    (made,) = run.task.predict(model, run.kit, [Row("input 1", ("ab",))], Bad())
+    wave, rate = soundfile.read(io.BytesIO(made.file))
+    assert (made.output, rate) == (f"{len(wave) / 16000:.2f} s", 16000)

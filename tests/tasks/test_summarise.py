@@ -1,0 +1,197 @@
+"""Summaries: a toy is learnt, what was looked at is told, long texts, and what is told of bad input."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import regard
+from regard.cli import app
+from regard.models import PointerTransformer
+from regard.tasks import Run, Sources, Trouble, begin, metrics, train
+from regard.tasks.data import Row
+from regard.tasks.export import export
+from regard.tasks.summarise import Summarise, lead
+from regard.tasks.trouble import Bad
+
+WORDS = [f"{one}{two}" for one in ("ka", "mo", "ri", "su") for two in ("bel", "dan", "fim", "got", "hux")]
+
+
+def articles(folder: Path, count: int = 200) -> str:
+    """Of three sentences one says what it is about: that word is the summary."""
+    chance, lines = random.Random(1), []
+    for _ in range(count):
+        topic, *others = chance.sample(WORDS, 4)
+        parts = [f"It is of {topic}.", *(f"Then comes {word}." for word in others[:2])]
+        chance.shuffle(parts)
+        lines.append(f"{' '.join(parts)}\tAll of {topic}\n")
+    path = folder / "articles.tsv"
+    path.write_text("text\tsummary\n" + "".join(lines))
+    return str(path)
+
+
+def small(**options: Any) -> Summarise:
+    known = {"width": 32, "layers": 1, "heads": 2, "vocabulary": 400, "dropout": 0.0, "beam": 2, "limit": 12}
+    return Summarise(**(known | options))
+
+
+def begun(folder: Path, data: str, *, options: dict[str, Any] | None = None, **recipe: Any) -> Run:
+    task = small(**(options or {}))
+    known = {"steps": 2, "tokens": 700, "warmup": 20, "evaluate_every": 50, "save_every": 500, "rate": 1e-2} | recipe
+    return begin(folder / "run", task, replace(task.recipe, **known), Sources((data,), held=20))[0]
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    torch.set_num_threads(1)
+    folder = tmp_path_factory.mktemp("summarise")
+    run = begun(folder, articles(folder), steps=200)
+    assert train(run).done
+    return run
+
+
+def said(run: Run, *given: str, skip: bool = False, **options: Any) -> list[Any]:
+    rows = [Row(f"input {n}", (text,)) for n, text in enumerate(given, 1)]
+    return list(replace(run.task, **options).predict(run.model()[0], run.kit, rows, Bad(skip=skip)))
+
+
+def test_a_summary_beats_the_beginning_of_the_text(trained: Run) -> None:
+    rows = trained.task.read(trained.about["sources"]["data"][0], Bad())[:40]
+    ours = trained.task.evaluate(trained.model()[0], trained.kit, rows)
+    assert ours["rougeL"] > 90
+    means = trained.task.baselines(trained.kit, rows, rows)
+    assert list(means) == ["lead-1", "lead-3", "first 3 words"]
+    for theirs in means.values():
+        assert all(ours[name] > theirs[name] for name in ("rouge1", "rouge2", "rougeL"))
+
+
+def test_what_a_summary_looked_at_is_told_of_every_token_as_it_stands_in_the_text(trained: Run) -> None:
+    text = "Then comes karen. It is of mogot. Then comes  rifim."
+    (made,) = said(trained, text)
+    tokens, looked = zip(*made.more["coverage"], strict=True)
+    assert "".join(tokens[:-1]).split() == text.split()
+    assert all(token in text for token in tokens[:-1])
+    count = len(trained.kit.texts().encode(made.output, add_special_tokens=False).ids) + 1
+    assert sum(looked) == pytest.approx(count, abs=1e-3)
+    assert min(looked) >= 0
+    assert 0 < made.score <= 1
+    json.dumps(made.more["coverage"])
+
+
+def test_the_summary_is_of_the_sentence_that_matters_wherever_it_stands(trained: Run) -> None:
+    parts = ["Then comes kabel.", "It is of modan.", "Then comes rifim."]
+    texts = [" ".join(parts[n:] + parts[:n]) for n in range(3)]
+    assert [made.output for made in said(trained, *texts)] == ["All of modan"] * 3
+
+
+def test_beam_search_finds_what_is_at_least_as_likely(trained: Run) -> None:
+    text = "Then comes xyzzy. It is of zork. Then comes plugh."
+    (one,), (four,) = said(trained, text, beam=1), said(trained, text, beam=4)
+    assert four.score >= one.score - 1e-6
+
+
+def test_texts_longer_than_the_window_are_read_whole(tmp_path: Path) -> None:
+    run = begun(tmp_path, articles(tmp_path), options={"window": 4, "longest": 2000})
+    assert train(run).done
+    assert isinstance(run.model()[0], PointerTransformer)
+    (made,) = said(run, "It is of kabel. " * 200)
+    assert len(made.more["coverage"]) > 800
+
+
+def test_an_exported_run_loads_to_the_same_model(trained: Run, tmp_path: Path) -> None:
+    export(trained, tmp_path / "out")
+    again = regard.load(tmp_path / "out")
+    assert type(again) is PointerTransformer
+    for mine, other in zip(trained.model()[0].parameters(), again.parameters(), strict=True):
+        assert torch.equal(mine, other)
+
+
+def test_the_command_tells_summaries_and_shows_where_they_look(trained: Run, tmp_path: Path) -> None:
+    text = "Then comes kabel. It is of modan. Then comes rifim."
+    (tmp_path / "a.txt").write_text(f"{text}\n{text}\n")
+    made = CliRunner().invoke(app, ["predict", str(trained.folder), str(tmp_path / "a.txt"), "--json"])
+    assert [json.loads(line)["output"] for line in made.stdout.splitlines()] == ["All of modan"] * 2
+    page = tmp_path / "page.html"
+    assert CliRunner().invoke(app, ["view", str(trained.folder), text, "-o", str(page)]).exit_code == 0
+    assert "modan" in page.read_text()
+
+
+@pytest.mark.parametrize(
+    ("text", "count", "want"),
+    [
+        ("One. Two. Three.", 1, "One."),
+        ("One. Two. Three.", 5, "One. Two. Three."),
+        ("It costs 3.5 e.g. here! Yes? No", 2, "It costs 3.5 e.g. here! Yes?"),
+        ("no end", 3, "no end"),
+        ('He said. "So it is." Then went.', 2, 'He said. "So it is." Then went.'),
+    ],
+)
+def test_the_first_sentences_are_the_baseline(text: str, count: int, want: str) -> None:
+    assert lead(text, count) == want
+
+
+def test_rouge_is_that_of_its_library() -> None:
+    same, other = (metrics.summaries([text], ["the cats sat on mats"]) for text in ("The cat sat on mats!", "a dog"))
+    assert same == {"rouge1": 100, "rouge2": 100, "rougeL": 100}
+    assert other == {"rouge1": 0, "rouge2": 0, "rougeL": 0}
+    swapped = metrics.summaries(["b a"], ["a b"])
+    assert swapped == {"rouge1": 100, "rouge2": 0, "rougeL": 50}
+    assert metrics.summaries([""], ["a b"])["rouge1"] == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.tsv", "", "a.tsv:1: expected at least one line that can be used"),
+        ("a.csv", "text,title\nx,y\n", r"a.csv:1: expected a column 'summary', .*say which it is \(--summary NAME\)"),
+        ("a.tsv", "one text\n", r"a.tsv:1: expected at least 2 columns"),
+        ("a.tsv", "one text\t\n", r"a.tsv:1: column 2 \(summary\) is empty"),
+        ("a.tsv", b"caf\xe9\tx\n", "a.tsv:1: expected UTF-8, but byte 0xe9"),
+        ("a.jsonl", '{"text": "x", \n', "a.jsonl:1: is no JSON"),
+        ("a.jsonl", '{"text": "x"}\n', "a.jsonl:1: expected a value for 'summary'"),
+        ("a.txt", "one text\n", "a.txt: is plain text, but text and summary are needed"),
+    ],
+)
+def test_a_bad_file_is_told_with_its_place(name: str, content: str | bytes, message: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_bytes(content if isinstance(content, bytes) else content.encode())
+    with pytest.raises(Trouble, match=message):
+        small().read(str(tmp_path / name), Bad())
+
+
+def test_bad_lines_are_counted_when_asked_to(tmp_path: Path) -> None:
+    (tmp_path / "a.tsv").write_bytes(b"caf\xe9\tx\none\ta\nonly\ntwo\tb\n")
+    rows = small().read(str(tmp_path / "a.tsv"), bad := Bad(skip=True))
+    assert ([row.values for row in rows], bad.count) == ([("one", "a"), ("two", "b")], 2)
+
+
+def test_a_text_or_a_summary_that_is_too_long_is_told_or_cut_or_left_out(trained: Run) -> None:
+    long = "It is of kabel. " * 400
+    with pytest.raises(
+        Trouble, match=r"input 2: has \d+ tokens, but the model takes 1024; .* or cut long texts with --cut,"
+    ):
+        said(trained, "It is.", long)
+    assert len(said(trained, "It is.", long, skip=True)) == 1
+    assert len(said(trained, "It is.", long, cut=True)) == 2
+    rows = [Row("file:7", ("It is.", "kabel " * 40)), Row("file:8", ("It is.", "kabel"))]
+    with pytest.raises(Trouble, match=r"file:7: has \d+ tokens, but the model takes 12; train with --limit \d+"):
+        trained.task.items(trained.kit, rows, Bad())
+    assert len(trained.task.items(trained.kit, rows, Bad(skip=True)).sizes) == 1
+
+
+def test_a_truncated_checkpoint_and_a_run_of_another_task_are_told(trained: Run, tmp_path: Path) -> None:
+    folder = tmp_path / "copy"
+    shutil.copytree(trained.folder, folder)
+    held = (folder / "best.safetensors").read_bytes()
+    (folder / "best.safetensors").write_bytes(held[: len(held) // 2])
+    with pytest.raises(Trouble, match=r"best.safetensors: cannot be read .*; regard resume .* writes it anew"):
+        Run.open(folder).model()
+    with pytest.raises(Trouble, match="holds a run of summarise"):
+        begun(trained.folder.parent, trained.about["sources"]["data"][0])

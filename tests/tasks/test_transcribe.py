@@ -1,0 +1,250 @@
+"""Speech to text: every table that people have, what is wrong with it, and tones that are learnt."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import soundfile
+import torch
+from typer.testing import CliRunner
+
+import regard
+from regard.cli import app
+from regard.tasks import Run, Sources, Trouble, begin, tasks, train
+from regard.tasks.data import Row
+from regard.tasks.export import export
+from regard.tasks.runs import load
+from regard.tasks.sounds import features_of, nearest, plain, wave_of
+from regard.tasks.sources import Examples, gather
+from regard.tasks.transcribe import hidden
+from regard.tasks.trouble import Bad
+from tests.tasks.scenery import Dies
+from tests.tasks.tones import folder_of, tones, words
+
+SMALL = {"features": 40, "width": 32, "layers": 1, "heads": 2, "before": 8, "after": 4, "dropout": 0.0, "hide": 0.1}
+
+
+def started(folder: Path, source: Path, **recipe: Any) -> tuple[Run, Examples]:
+    task = tasks()["transcribe"](**SMALL)
+    known = {"steps": 8, "tokens": 100, "warmup": 2, "evaluate_every": 4, "save_every": 3, "ema": 0.9} | recipe
+    return begin(folder / "run", task, replace(task.recipe, **known), Sources((str(source),), held=10))
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Run, Examples]:
+    torch.set_num_threads(1)
+    folder = tmp_path_factory.mktemp("tones")
+    run, examples = started(
+        folder, folder_of(folder / "data", words(100)), steps=180, rate=5e-3, warmup=20, tokens=300, evaluate_every=90,
+        save_every=500,
+    )  # fmt: skip
+    assert train(run, examples).done
+    return run, examples
+
+
+@pytest.mark.parametrize(("form", "suffix"), [("tsv", ".wav"), ("csv", ".flac"), ("jsonl", ".ogg"), ("folder", ".wav")])
+def test_the_same_clips_come_from_every_table_and_format(form: str, suffix: str, tmp_path: Path) -> None:
+    table = folder_of(tmp_path, ["ab", "cad"], form="tsv" if form == "folder" else form, suffix=suffix)
+    rows = tasks()["transcribe"]().read(str(tmp_path if form == "folder" else table), Bad())
+    assert [row.values[1] for row in rows] == ["ab", "cad"]
+    plainly = tones("ab", np.random.default_rng(7))
+    wave = wave_of(rows[0], Bad())
+    assert wave is not None
+    assert wave.shape == plainly.shape
+    assert float(np.abs(wave - plainly).mean()) < (0.01 if suffix == ".ogg" else 1e-4)
+
+
+@pytest.mark.parametrize(("rate", "channels"), [(8000, 1), (44100, 2), (16000, 2), (22050, 1)])
+def test_other_rates_and_channels_sound_the_same(rate: int, channels: int, tmp_path: Path) -> None:
+    samples = tones("abca", np.random.default_rng(1), rate)
+    soundfile.write(tmp_path / "a.wav", np.stack([samples] * channels, 1), rate)
+    wave = wave_of(Row("here", (str(tmp_path / "a.wav"),)), Bad())
+    assert wave is not None
+    expected = features_of(tones("abca", np.random.default_rng(1)), 40).astype(np.float32)
+    found = features_of(wave, 40).astype(np.float32)
+    assert abs(len(found) - len(expected)) <= 1
+    both = min(len(found), len(expected))
+    loud = expected[:both] > 0
+    assert float(np.abs(found[:both] - expected[:both])[loud].mean()) < 0.1
+
+
+def spoilt(folder: Path, how: str) -> str:
+    """Spoils the second clip or its line; what is told of it."""
+    table, clip = folder / "transcripts.tsv", folder / "clips" / "001.wav"
+    lines = table.read_text().splitlines()
+    place = r"transcripts\.tsv:3: "
+    if how == "missing":
+        clip.unlink()
+        return place + r".*001\.wav: there is no such file"
+    if how == "no sound":
+        clip.write_text("hello")
+        return place + r".*001\.wav: is no sound that can be read \(.*\); save it again as WAV or FLAC"
+    if how == "cut":
+        clip.write_bytes(clip.read_bytes()[:20])
+        return place + r".*001\.wav: is no sound that can be read"
+    if how == "empty":
+        soundfile.write(clip, np.zeros(0), 16000)
+        return place + r".*001\.wav: has no samples"
+    if how == "no numbers":
+        soundfile.write(clip, np.full(8000, np.nan), 16000, subtype="FLOAT")
+        return place + "has samples that are no numbers".join((".*001\\.wav: ", ""))
+    if how == "too long a text":
+        lines[2] = "clips/001.wav\t" + "ab" * 40
+        told = r"80 letters need 3\.20 s, but the clip has 0\.\d\d s; is it the right text\?"
+    elif how == "no letter":
+        lines[2] = "clips/001.wav\t?!"
+        told = "'\\?!' has no letter"
+    elif how == "too long a clip":
+        soundfile.write(clip, np.zeros(16000 * 31, np.float32), 16000)
+        return place + r"31\.0 s is longer than --longest 30 s"
+    else:
+        table.write_bytes("\n".join(lines[:2]).encode() + b"\nclips/001.wav\t\xff\xfe\n" + lines[3].encode() + b"\n")
+        return place + "expected UTF-8, but byte 0xff"
+    table.write_text("\n".join(lines) + "\n")
+    return place + told
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        "missing",
+        "no sound",
+        "cut",
+        "empty",
+        "no numbers",
+        "too long a text",
+        "no letter",
+        "too long a clip",
+        "no UTF-8",
+    ],
+)
+def test_a_bad_clip_stops_with_file_and_line_or_is_left_out(how: str, tmp_path: Path) -> None:
+    folder_of(tmp_path, ["ab", "abc", "dba"])
+    task = tasks()["transcribe"](**SMALL)
+    kit = task.learn(task.read(str(tmp_path), Bad()))
+    told, skipped = spoilt(tmp_path, how), Bad(skip=True)
+    with pytest.raises(Trouble, match=told):
+        task.items(kit, task.read(str(tmp_path), Bad()), Bad())
+    items = task.items(kit, task.read(str(tmp_path), skipped), skipped)
+    assert (len(items.places), skipped.count) == (2, 1)
+
+
+def test_a_letter_that_was_never_seen_is_told(tmp_path: Path) -> None:
+    task = tasks()["transcribe"](**SMALL)
+    kit = task.learn(task.read(str(folder_of(tmp_path / "one", ["ab"])), Bad()))
+    other = task.read(str(folder_of(tmp_path / "two", ["ac"])), Bad())
+    with pytest.raises(Trouble, match=r"transcripts\.tsv:2: 'c' in 'ac' was never seen in training"):
+        task.items(kit, other, Bad())
+
+
+def test_a_folder_that_holds_both_parts_says_what_is_held_out(tmp_path: Path) -> None:
+    folder_of(tmp_path, words(20))
+    lines = (tmp_path / "transcripts.tsv").read_text().splitlines()
+    (tmp_path / "transcripts.tsv").unlink()
+    (tmp_path / "train.tsv").write_text("\n".join(lines[:16]) + "\n")
+    (tmp_path / "valid.tsv").write_text("\n".join([lines[0], *lines[16:]]) + "\n")
+    examples = gather(tasks()["transcribe"](), Sources((str(tmp_path),)), 1)
+    assert (len(examples.train), len(examples.valid), len(examples.test)) == (14, 1, 5)
+    with pytest.raises(Trouble, match=r"holds train\.tsv and valid\.tsv; say which of them it is"):
+        tasks()["transcribe"]().read(str(tmp_path), Bad())
+    (tmp_path / "clips" / "x").mkdir()
+    with pytest.raises(Trouble, match=r"expected a table of its clips, transcripts\.tsv"):
+        tasks()["transcribe"]().read(str(tmp_path / "clips"), Bad())
+
+
+def test_the_same_words_are_never_on_two_sides(tmp_path: Path) -> None:
+    rows = [Row(f"t:{n}", (f"{n}.wav", text)) for n, text in enumerate(["Ano.", "ano", "Ne!", "ne", "tak"] * 3)]
+    train, held = tasks()["transcribe"]().hold_out(rows, 2, 1)
+    assert not {plain(row.values[1]) for row in train} & {plain(row.values[1]) for row in held}
+    assert len(train) + len(held) == 15
+
+
+@pytest.mark.parametrize("wrong", [{"width": 30, "heads": 4}, {"width": 12, "heads": 4}, {"before": -1}, {"hide": 1.0}])
+def test_options_that_make_no_sense_are_told(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="must"):
+        tasks()["transcribe"](**wrong)
+
+
+def test_tones_are_learnt_and_beat_the_baselines(trained: tuple[Run, Examples]) -> None:
+    run, examples = trained
+    model, _ = run.model()
+    figures = run.task.evaluate(model, run.kit, examples.test)
+    baselines = run.task.baselines(run.kit, examples.train, examples.test)
+    assert figures["cer"] <= 0.1 < baselines["nearest training clip"]["cer"]
+    assert figures["cer"] < baselines["most frequent transcript"]["cer"]
+    assert figures["real_time_factor"] > 0
+
+
+def test_a_clip_that_cannot_be_taken_counts_as_nothing_heard(trained: tuple[Run, Examples], tmp_path: Path) -> None:
+    run, _ = trained
+    model, _ = run.model()
+    rows = [Row("t:1", (str(tmp_path / "gone.wav"), "ab"))]
+    assert run.task.evaluate(model, run.kit, rows) == {"cer": 1.0, "wer": 1.0, "real_time_factor": 0.0}
+
+
+def test_the_command_prints_text_score_and_real_time_factor(trained: tuple[Run, Examples], tmp_path: Path) -> None:
+    run, examples = trained
+    path, text = examples.test[0].values
+    asked = CliRunner().invoke(app, ["predict", str(run.folder), path])
+    assert asked.exit_code == 0, asked.output
+    said, score, where, speed = asked.output.strip().split("\t")
+    assert (said, where) == (text, path)
+    assert 0 < float(score) <= 1
+    assert speed.endswith(" x real time")
+    told = json.loads(CliRunner().invoke(app, ["predict", str(run.folder), path, "--json"]).output)
+    assert told["seconds"] == pytest.approx(len(soundfile.read(path)[0]) / 16000)
+    (tmp_path / "no.wav").write_text("hello")
+    mixed = CliRunner().invoke(app, ["predict", str(run.folder), str(tmp_path / "no.wav"), path, "--skip-bad"])
+    assert mixed.output.count("x real time") == 1
+    assert "1 bad lines left out" in mixed.output
+    assert CliRunner().invoke(app, ["predict", str(run.folder), path, "--out", "x.wav"]).exit_code != 0
+
+
+def test_the_viewer_shows_attention_over_the_spectrogram(trained: tuple[Run, Examples], tmp_path: Path) -> None:
+    run, examples = trained
+    page = tmp_path / "page.html"
+    asked = CliRunner().invoke(app, ["view", str(run.folder), examples.test[0].values[0], "-o", str(page), "--json"])
+    assert asked.exit_code == 0, asked.output
+    assert json.loads(asked.output)["note"].startswith(examples.test[0].values[1])
+    assert '"spectrogram":{"stream":"source"' in page.read_text().replace(": ", ":")
+
+
+def test_a_run_that_was_killed_ends_with_the_same_bits(tmp_path: Path) -> None:
+    table = folder_of(tmp_path / "data", words(40))
+    whole, examples = started(tmp_path / "whole", table)
+    assert train(whole, examples).done
+    broken, examples = started(tmp_path / "broken", table)
+    with pytest.raises(KeyboardInterrupt):
+        train(broken, examples, Dies(5))
+    assert train(Run.open(broken.folder)).done
+    ours, theirs = (load(run.folder / "best.safetensors")[0] for run in (whole, broken))
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+def test_an_exported_model_is_read_by_regard(trained: tuple[Run, Examples], tmp_path: Path) -> None:
+    run, _ = trained
+    export(run, tmp_path / "out", onnx=False)
+    again, (model, _) = regard.load(tmp_path / "out"), run.model()
+    heard = torch.randn(1, 50, 40)
+    assert torch.equal(again(heard), model(heard))
+
+
+def test_what_is_hidden_is_no_more_than_its_share() -> None:
+    heard = regard.pack([torch.zeros(100, 40), torch.zeros(30, 40)])
+    for seed in range(20):
+        shown = hidden(heard, 0.4, np.random.default_rng(seed))
+        for clip in (shown[:100], shown[100:]):
+            assert clip.any(1).mean() >= 0.6
+            assert clip.any(0).mean() >= 0.6
+    assert hidden(heard, 0.0, np.random.default_rng(0)).all()
+
+
+def test_the_nearest_clip_of_a_clip_is_itself() -> None:
+    chance = np.random.default_rng(0)
+    clips = [chance.normal(size=(n, 40)) for n in (30, 7, 50, 3)]
+    assert nearest(clips, clips) == [0, 1, 2, 3]
