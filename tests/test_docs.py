@@ -108,7 +108,8 @@ def test_figures_are_those_of_the_results(page: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "module", ["regard", "regard.nn", "regard.models", "regard.tasks", "regard.view", "regard.check"]
+    "module",
+    ["regard", "regard.nn", "regard.models", "regard.tasks", "regard.view", "regard.check", "regard.distributed"],
 )
 def test_every_public_name_is_in_the_reference(module: str) -> None:
     pages = "\n".join(page.read_text("utf-8") for page in (ROOT / "docs" / "api").glob("*.md"))
