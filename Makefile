@@ -5,12 +5,13 @@ BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 
 BENCH  := $(VENV)/.bench
+DOCS   := $(VENV)/.docs
 
 DATA    ?= ../shared/data
 MINUTES ?= 30
 SEED    ?= $(shell date +%s)
 
-.PHONY: demo test lint format sanitize mutants fuzz bench bench-quick results findings clean
+.PHONY: demo test lint format docs sanitize mutants fuzz bench bench-quick results findings clean
 
 demo: $(READY)
 	$(BIN)/python examples/demo.py
@@ -27,6 +28,10 @@ lint: $(READY)
 format: $(READY)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+# The site, into site/: every page, link and docstring; a warning is an error.
+docs: $(DOCS)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
 
 # The kernels' tests on a build that reports every read out of bounds and every overflow.
 sanitize: $(READY)
@@ -62,6 +67,10 @@ $(BENCH): $(READY)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[bench]"
 	touch $@
 
+$(DOCS): $(READY)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[docs]"
+	touch $@
+
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
@@ -70,4 +79,4 @@ $(READY): pyproject.toml constraints.txt
 	touch $@
 
 clean:
-	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build dist site .pytest_cache .mypy_cache .ruff_cache .hypothesis

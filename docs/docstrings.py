@@ -1,0 +1,41 @@
+"""Docstrings as Markdown for the site: examples become code, and lines such as `mask: who may look` become a list."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from griffe import Extension, Object
+
+NAMED = re.compile(r"[a-z_][a-z_0-9]*(, [a-z_][a-z_0-9]*)*: \S")
+
+
+class Plain(Extension):
+    """What `mkdocs.yml` names: griffe calls it with every object that it reads."""
+
+    def on_object(self, *, obj: Object, **_: Any) -> None:
+        if obj.docstring:
+            obj.docstring.value = plain(obj.docstring.value)
+
+
+def plain(text: str) -> str:
+    """A docstring with its examples in fences and its named parts as items of a list."""
+    made: list[str] = []
+    inside = False
+    for line in text.splitlines():
+        if line.startswith(">>>") and not inside:
+            inside = True
+            made += ["", "```pycon"]
+        elif inside and not line.strip():
+            inside = False
+            made.append("```")
+        if inside:
+            made.append(line)
+        elif NAMED.match(line):
+            names, words = line.split(": ", 1)
+            if made and made[-1] and not made[-1].startswith(("- ", " ")):
+                made.append("")
+            made.append(f"- {', '.join(f'`{name}`' for name in names.split(', '))}: {words}")
+        else:
+            made.append(line)
+    return "\n".join([*made, "```"] if inside else made).replace("\n\n\n", "\n\n")

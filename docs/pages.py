@@ -1,0 +1,28 @@
+"""Pages that mkdocs.yml does not name: applications have a section of their own, so that a new one is one file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+
+def on_config(config: Any) -> Any:
+    """Put them into the navigation, by name, before what is measured; mkdocs calls this."""
+    folder = Path(config.docs_dir)
+    named = set(paths(config.nav))
+    found = sorted(str(page.relative_to(folder)) for page in folder.rglob("*.md"))
+    left = [page for page in found if page not in named]
+    for title, pages in (
+        ("More", [page for page in left if not page.startswith("applications/")]),
+        ("Applications", [page for page in left if page.startswith("applications/")]),
+    ):
+        if pages:
+            config.nav.insert(-1, {title: pages})
+    return config
+
+
+def paths(nav: Any) -> list[str]:
+    """The pages that a navigation names, at any depth."""
+    if isinstance(nav, str):
+        return [nav]
+    return [path for part in (nav.values() if isinstance(nav, dict) else nav) for path in paths(part)]

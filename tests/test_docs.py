@@ -1,0 +1,219 @@
+"""What the documentation says is run: python blocks of a page one after the other, commands as far as they are quick.
+
+A comment before a block changes what is done with it: `<!-- not run: why -->` leaves it out, and `<!-- run -->` runs
+the commands of a block, which are otherwise only held against what the command line takes.
+"""
+
+from __future__ import annotations
+
+import ast
+import gc
+import re
+import shlex
+from collections.abc import Iterator
+from contextlib import redirect_stdout
+from dataclasses import dataclass
+from importlib import import_module
+from importlib.util import module_from_spec, spec_from_file_location
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parents[1]
+GENERATED = {"findings.md"}  # of programs that end in the failure of another library
+PAGES = sorted([*ROOT.glob("README*.md"), ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")])
+FENCE = re.compile(
+    r"^(?P<indent> *)(```+|~~~+) *(?P<language>[\w+-]*)[^\n]*\n(?P<text>.*?)^(?P=indent)\2 *$", re.M | re.S
+)
+NOTE = re.compile(r"<!-- *(?P<word>not run|run)(?:: *(?P<why>[^>]*?))? *-->\s*\Z")
+
+
+@dataclass(frozen=True)
+class Fence:
+    """A fenced block: its language, its text, the line where it begins, and the note before it."""
+
+    language: str
+    text: str
+    line: int
+    note: str
+
+
+def fences(text: str) -> Iterator[Fence]:
+    for found in FENCE.finditer(text):
+        before = NOTE.search(text[: found.start()])
+        if before and before["word"] == "not run":
+            assert before["why"], "a block that is not run must say why: <!-- not run: why -->"
+        line = text.count("\n", 0, found.start("text")) + 1
+        yield Fence(found["language"], found["text"], line, before["word"] if before else "")
+
+
+def name_of(page: Path) -> str:
+    return str(page.relative_to(ROOT))
+
+
+def with_fences(language: str) -> list[Path]:
+    told = (page for page in PAGES if page.name not in GENERATED)
+    return [page for page in told if any(fence.language == language for fence in fences(page.read_text("utf-8")))]
+
+
+@pytest.mark.parametrize("page", with_fences("python"), ids=name_of)
+def test_python_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And where a block of plain text follows, it is what was printed."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("MPLBACKEND", "Agg")
+    torch.manual_seed(0)
+    names: dict[str, Any] = {"__name__": "__page__"}
+    said: str | None = None
+    for fence in fences(page.read_text("utf-8")):
+        if fence.language == "text" and said is not None:
+            assert said.strip() == fence.text.strip(), f"{page}:{fence.line}: printed was\n{said}"
+        said = None
+        if fence.note == "not run":
+            continue
+        if fence.language == "python":
+            tree = ast.parse(fence.text, filename=str(page))
+            ast.increment_lineno(tree, fence.line - 1)
+            with redirect_stdout(StringIO()) as printed:
+                exec(compile(tree, str(page), "exec", dont_inherit=True), names)
+            said = printed.getvalue()
+        elif fence.language == "sh" and fence.note == "run":
+            said = "".join(run(words) for words in commands(f"```sh\n{fence.text}```"))
+    names.clear()
+    gc.collect()  # a task that a page defines is known as long as its class lives
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_commands_are_those_of_the_command_line(page: Path) -> None:
+    for words in commands(page.read_text("utf-8")):
+        parse(words)
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if "benchmarks.md)" in page.read_text("utf-8")], ids=name_of)
+def test_times_and_ratios_are_those_of_the_benchmarks(page: Path) -> None:
+    measured = (ROOT / "docs" / "benchmarks.md").read_text("utf-8")
+    for told in re.findall(r"\b\d+(?:\.\d+)?(?:x| ms)\b", page.read_text("utf-8")):
+        assert re.search(rf"(?<![\d.]){re.escape(told)}\b", measured), (
+            f"{told} is not in docs/benchmarks.md: measure anew"
+        )
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if "results.md)" in page.read_text("utf-8")], ids=name_of)
+def test_figures_are_those_of_the_results(page: Path) -> None:
+    measured = "".join((ROOT / "docs" / name).read_text("utf-8") for name in ("benchmarks.md", "results.md"))
+    for told in re.findall(r"\b\d+\.\d\d+\b", page.read_text("utf-8")):
+        assert told in measured, f"{told} is neither in docs/benchmarks.md nor in docs/results.md"
+
+
+@pytest.mark.parametrize(
+    "module",
+    ["regard", "regard.nn", "regard.models", "regard.tasks", "regard.view", "regard.check", "regard.distributed"],
+)
+def test_every_public_name_is_in_the_reference(module: str) -> None:
+    pages = "\n".join(page.read_text("utf-8") for page in (ROOT / "docs" / "api").glob("*.md"))
+    documented = set(re.findall(r"^::: [\w.]*\.(\w+)$", pages, re.M)) | {"models", "nn", "pictures"}
+    found = import_module(module)
+    names = {name for name in found.__all__ if getattr(getattr(found, name), "__doc__", None) and not name.isupper()}
+    missing = sorted(names - documented)
+    assert not missing, f"{module}: add `::: {module}.{missing[0]}` to a page of docs/api, and so {', '.join(missing)}"
+
+
+def test_docstrings_become_markdown() -> None:
+    pytest.importorskip("griffe", reason="pip install 'regard[docs]'")
+    spec = spec_from_file_location("docstrings", ROOT / "docs" / "docstrings.py")
+    assert spec
+    assert spec.loader
+    module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    made = module.plain("What it is.\n\nwidth: of a head,\n    or of all.\n\n>>> 1 + 1\n2\n\nAnd more: this.")
+    assert made == (
+        "What it is.\n\n- `width`: of a head,\n    or of all.\n\n```pycon\n>>> 1 + 1\n2\n```\n\nAnd more: this."
+    )
+
+
+def test_the_drawing_of_the_walk_is_that_of_the_masks() -> None:
+    from examples.tile_walk import drawn
+
+    assert (ROOT / "docs/inside/walk.svg").read_text("utf-8") == drawn()
+
+
+def test_a_page_that_is_wrong_is_found(tmp_path: Path) -> None:
+    with pytest.raises(AssertionError, match="No such option"):
+        parse(["train", "classify", "--dta", "x.csv", "--out", "run"])
+    with pytest.raises(AssertionError, match="there is no command"):
+        parse(["trian", "classify"])
+    assert list(commands("say `regard view run text --json` or\n\n    regard info          what there is\n")) == [
+        ["info"],
+        ["view", "run", "text", "--json"],
+    ]
+    text = "a\n\n<!-- not run: too long -->\n\n```python\nx = 1\n```\n\n```python\ny = 2\n```\n"
+    assert [fence.note for fence in fences(text)] == ["not run", ""]
+
+
+def commands(text: str) -> Iterator[list[str]]:
+    """What follows `regard` in every command of a text: lines of blocks, and code in sentences."""
+    joined = re.sub(r"\\\n *", " ", text)
+    for line in joined.splitlines():
+        found = re.match(
+            r"^ *(?:\$ )?(?:[\w. /-]*\bpython -m |(?:torchrun|accelerate launch)\b.* -m )?regard ([a-z].*)", line
+        )
+        if found and (line.startswith((" ", "$")) or _in_fence(joined, line)):
+            yield from _commands_of(found[1])
+    for code in re.findall(r"(?<!`)`regard ([a-z][^`]+)`(?!`)", text):
+        yield from _commands_of(" ".join(code.split()))
+
+
+def _in_fence(text: str, line: str) -> bool:
+    return any(line in fence.text.splitlines() for fence in fences(text))
+
+
+def _commands_of(line: str) -> Iterator[list[str]]:
+    line = re.split(r"\s{2,}|\s#", line)[0]  # a remark stands behind the command
+    for n, part in enumerate(re.split(r"&&|\|", line)):
+        part = part.strip()
+        if n and not part.startswith("regard "):
+            continue
+        words = shlex.split(part.removeprefix("regard ") if n else part)
+        if ">" in words:
+            words = words[: words.index(">")]
+        yield words
+
+
+def parse(words: list[str]) -> None:
+    """Fail unless the command line would take these words."""
+    import click
+    from typer.main import get_command
+
+    from regard.cli import app
+
+    command: Any = get_command(app)
+    left = list(words)
+    while hasattr(command, "commands") and left and not left[0].startswith("-"):
+        name = left.pop(0)
+        assert name in command.commands, f"there is no command `regard {name}` (of `regard {' '.join(words)}`)"
+        command = command.commands[name]
+    named = {option for param in command.params for option in (*param.opts, *param.secondary_opts)} | {"--help", "-h"}
+    for word in left:
+        option = word.split("=")[0]
+        if re.match(r"--?[a-z]", option):
+            assert option in named, f"No such option: {option} (of `regard {' '.join(words)}`)"
+    if len(left) > 1:  # a command that is only named has no arguments yet
+        try:
+            command.make_context("regard", left, resilient_parsing=True)
+        except click.UsageError as error:
+            pytest.fail(f"`regard {' '.join(words)}`: {error.format_message()}")
+
+
+def run(words: list[str]) -> str:
+    """Run a command in this process; it must end well."""
+    from typer.testing import CliRunner
+
+    from regard.cli import app
+
+    done = CliRunner().invoke(app, words)
+    assert done.exit_code == 0, (
+        f"`regard {shlex.join(words)}` ended with {done.exit_code}: {done.output} {done.exception!r}"
+    )
+    return done.output
