@@ -98,9 +98,11 @@ def resume(
     regard resume runs/reviews
     """
     run = Run.open(folder)
-    told_anew = {"shard": shard, "sequence_ranks": sequence_ranks}
+    before = run.recipe
     try:
-        run.recipe = replace(run.recipe, **{name: value for name, value in told_anew.items() if value is not None})
+        run.recipe = replace(
+            before, shard=shard or before.shard, sequence_ranks=sequence_ranks or before.sequence_ranks
+        )
     except ValueError as error:
         raise Trouble(f"{error}") from error
     _train(run, None, as_json)

@@ -75,7 +75,8 @@ class Plan:
             return f"the fastest of the {fit} that fit" if fit > 1 else "the only one that fits"
         part = max(other.seconds, key=lambda name: other.seconds[name] - best.seconds[name])
         times = other.time / best.time
-        return f"{times:.2f} times as long: {part} takes {other.seconds[part]:.3g} s, not {best.seconds[part]:.3g} s"
+        takes, instead = (lasting(each.seconds[part]) for each in (other, best))
+        return f"{times:.2f} times as long: {part} takes {takes}, not {instead}"
 
     def sentence(self) -> str:
         """What to do."""
@@ -91,7 +92,7 @@ class Plan:
         words += f" --accumulate {turns}" if turns > 1 else ""
         return (
             f"Take {self.best.split}: {self.why(self.best)}. {units(self.best.peak)}B a rank, "
-            f"{self.best.time:.3g} s a step of {tokens}. torchrun ... -m {words}"
+            f"{lasting(self.best.time)} a step of {tokens}. torchrun ... -m {words}"
         )
 
     def table(self) -> Table:
@@ -108,7 +109,7 @@ class Plan:
             sizes = (state, kept, each.peak)
             table.add_row(
                 f"{each.split}", *(f"{units(size)}B" for size in sizes), units(sum(each.flops.values())),
-                f"{units(sum(each.sent.values()))}B", *(f"{n:.3g} s" for n in (each.time - wire, wire, each.time)),
+                f"{units(sum(each.sent.values()))}B", *map(lasting, (each.time - wire, wire, each.time)),
                 style="bold" if each is self.best else "dim" if each.peak > self.machine.memory else "",
             )  # fmt: skip
         return table
@@ -130,6 +131,11 @@ class Plan:
             "weights": self.model.count, "sequence": self.sequence, "batch": self.batch, "machine": machine,
             "take": None if self.best is None else str(self.best.split), "said": self.sentence(), "layouts": layouts,
         }  # fmt: skip
+
+
+def lasting(seconds: float) -> str:
+    """Three digits, in seconds or in hours."""
+    return f"{seconds:.3g} s" if seconds < 999.5 else f"{seconds / 3600:.3g} h"
 
 
 def units(number: float) -> str:

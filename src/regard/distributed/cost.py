@@ -92,10 +92,9 @@ class Model:
         within = {id(part) for block in blocks for part in block.modules()}
         kept = sum(_kept_by_norm(part) for part in model.modules() if id(part) not in within)
         kept += config.width + (config.width if config.dropout else 0) + 2  # ids have 64 bits
-        kept += (
-            2 * blocks[0].attention.d_head if getattr(config, "rotary", None) is not None else 2
-        )  # tables, or positions
-        return Model(tuple(_layer(block) for block in blocks), outside, config.width, config.vocabulary, kept)
+        layers = tuple(map(_layer, blocks))
+        kept += 2 * layers[0].D if getattr(config, "rotary", None) is not None else 2  # tables, or positions
+        return Model(layers, outside, config.width, config.vocabulary, kept)
 
     @property
     def count(self) -> int:
