@@ -81,7 +81,8 @@ def test_the_busiest_of_ranks_with_balanced_shards_has_its_share_of_the_work() -
         cost(model, split, Machine(), sequence=4096, batch=1) for split in (Split(), Split(sequence=4, how="ring"))
     )
     assert LAYOUT == "balanced"
-    assert shared.flops["attention"] == pytest.approx(alone.flops["attention"] / 4, rel=0.02)
+    again = 18 / 14  # backward computes forward anew
+    assert shared.flops["attention"] == pytest.approx(again * alone.flops["attention"] / 4, rel=0.02)
     assert shared.flops["dense"] == alone.flops["dense"] / 4
 
 
@@ -115,6 +116,8 @@ def test_a_rank_that_shares_all_holds_a_part_and_what_is_gathered() -> None:
     )
     assert shared["weights"] == pytest.approx(whole["weights"] / 4, rel=0.05)
     assert shared["optimizer"] == 3 * shared["weights"]
+    assert shared["gradients"] == 0  # they come while activations go
+    assert cost(model, Split(data=4), Machine(), sequence=64, batch=8).memory["gradients"] == whole["weights"]
     assert shared["activations"] == whole["activations"]
 
 

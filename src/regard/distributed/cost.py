@@ -6,7 +6,7 @@ backward and AdamW. A group takes its sequences one after the other.
 
     FLOPs      dense      6 T (matrices of the blocks + vocabulary · width)        2 forward, 4 backward
                attention  of `regard.engines.cost`, which `explain` tells too: 2 (D + E) forward, 6 D + 4 E backward
-                          a place, over the busiest rank's queries (ring) or heads
+                          a place, over the busiest rank's queries (ring, forward twice) or heads
     sent by    all-reduce             2 (R - 1) / R · 4 P                          gradients, where models are whole
     a rank     all-gather             (R - 1) / R · 4 · (2 P of blocks + P of the rest)   FSDP: forward, blocks again
                reduce-scatter         2 (R - 1) / R · 4 P       FSDP: gradients; gloo adds them up on every rank, and
@@ -194,7 +194,7 @@ def splits(model: Model, ranks: int, *, sequence: int, batch: int) -> Iterator[S
 def cost(model: Model, split: Split, machine: Machine, *, sequence: int, batch: int, average: bool = True) -> Cost:
     """What a step of `batch` sequences of `sequence` tokens costs the busiest rank; `average` is one of the weights."""
     tokens, turns = -(-sequence // split.sequence), -(-batch // split.data)
-    held = _held(model, split, tokens, average)
+    held = _held(model, split, tokens, turns, average)
     flops = {name: turns * count for name, count in _flops(model, split, sequence).items()}
     sent, messages = _sent(model, split, sequence, turns)
     touched = turns * TOUCHED * held["activations"] + STEPPED * held["weights"]
@@ -209,8 +209,11 @@ def cost(model: Model, split: Split, machine: Machine, *, sequence: int, batch: 
     return Cost(split, held, flops, sent, seconds)
 
 
-def _held(model: Model, split: Split, tokens: int, average: bool) -> dict[str, int]:
-    """Bytes at the peak, between forward and backward; `working` are what is there for a moment only."""
+def _held(model: Model, split: Split, tokens: int, turns: int, average: bool) -> dict[str, int]:
+    """Bytes at the peak, between forward and backward; `working` are what is there for a moment only.
+
+    Gradients come while activations go. So they count where those of sequences before are held already.
+    """
     share = split.ranks if split.fsdp else 1
     own = FLOAT * sum(_filled(shape, share) // share for shape in model.shapes)
     largest = max(FLOAT * sum(map(math.prod, layer.weights)) for layer in model.layers)
@@ -230,7 +233,7 @@ def _held(model: Model, split: Split, tokens: int, average: bool) -> dict[str, i
     around = max(FLOAT * tokens * layer.G * (layer.D + layer.E) for layer in model.layers)
     held = {
         "weights": own,
-        "gradients": own,
+        "gradients": own if turns > 1 else max(0, own - kept),
         "optimizer": 2 * own + (own if average else 0),
         "activations": kept + table,
         "working": working,
@@ -261,7 +264,9 @@ def _attention(attend: Attention, layer: Layer, split: Split, sequence: int) -> 
     assert isinstance(attend.score, Score)
     assert attend.mask is None or isinstance(attend.mask, Mask)
     count = heads * _places(attend.mask, sequence, 1 if split.how == "heads" else split.sequence)
-    return forward_flops(count, attend.score, layer.D, layer.E) + backward_flops(count, attend.score, layer.D, layer.E)
+    forward = forward_flops(count, attend.score, layer.D, layer.E)
+    again = forward if split.how == "ring" else 0  # backward has every part computed anew
+    return forward + again + backward_flops(count, attend.score, layer.D, layer.E)
 
 
 @lru_cache(maxsize=1024)
