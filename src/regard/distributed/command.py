@@ -87,7 +87,8 @@ class Plan:
                 f"No layout fits: {least.split} needs the least, {units(least.peak)}B a rank for {tokens}, and a rank "
                 f"has {units(self.machine.memory)}B. Take more ranks, or a shorter sequence."
             )
-        words = f"regard train language {self.best.split.words()}".strip()
+        words = f"regard train language --context {self.sequence} --tokens {self.batch * self.sequence}"
+        words += self.best.split.words()
         turns = -(-self.batch // self.best.split.data)
         words += f" --accumulate {turns}" if turns > 1 else ""
         return (

@@ -126,8 +126,9 @@ class Split:
 
     def words(self) -> str:
         """The options of `regard train` that say it."""
-        said = ["--shard fsdp"] if self.fsdp else []
-        return " ".join(said + ([f"--sequence-ranks {self.sequence}"] if self.sequence > 1 else []))
+        return (" --shard fsdp" if self.fsdp else "") + (
+            f" --sequence-ranks {self.sequence}" if self.sequence > 1 else ""
+        )
 
 
 @dataclass(frozen=True)
