@@ -1,4 +1,4 @@
-"""Over machines of a network with slow links (namespaces of this one): the same results, and the bytes that were told."""
+"""Over machines of a network with slow links (namespaces of this one): the same results, and the bytes as told."""
 
 from __future__ import annotations
 
