@@ -6,7 +6,7 @@ backward and AdamW. A group takes its sequences one after the other.
 
     FLOPs      dense      6 T (matrices of the blocks + vocabulary · width)        2 forward, 4 backward
                attention  of `regard.engines.cost`, which `explain` tells too: 2 (D + E) forward, 6 D + 4 E backward
-                          a place, over the busiest rank's queries (ring, forward twice) or heads
+                          a place, over the busiest rank's queries (ring) or heads
     sent by    all-reduce             2 (R - 1) / R · 4 P                          gradients, where models are whole
     a rank     all-gather             (R - 1) / R · 4 · (2 P of blocks + P of the rest)   FSDP: forward, blocks again
                reduce-scatter         2 (R - 1) / R · 4 P       FSDP: gradients; gloo adds them up on every rank, and
@@ -265,9 +265,7 @@ def _attention(attend: Attention, layer: Layer, split: Split, sequence: int) -> 
     assert isinstance(attend.score, Score)
     assert attend.mask is None or isinstance(attend.mask, Mask)
     count = heads * _places(attend.mask, sequence, 1 if split.how == "heads" else split.sequence)
-    forward = forward_flops(count, attend.score, layer.D, layer.E)
-    again = forward if split.how == "ring" else 0  # backward has every part computed anew
-    return forward + again + backward_flops(count, attend.score, layer.D, layer.E)
+    return forward_flops(count, attend.score, layer.D, layer.E) + backward_flops(count, attend.score, layer.D, layer.E)
 
 
 @lru_cache(maxsize=1024)
