@@ -109,9 +109,11 @@ def resume(
     regard resume runs/reviews
     """
     run = Run.open(folder)
-    told_anew = {"shard": shard, "sequence_ranks": sequence_ranks}
+    before = run.recipe
     try:
-        run.recipe = replace(run.recipe, **{name: value for name, value in told_anew.items() if value is not None})
+        run.recipe = replace(
+            before, shard=shard or before.shard, sequence_ranks=sequence_ranks or before.sequence_ranks
+        )
     except ValueError as error:
         raise Trouble(f"{error}") from error
     _train(run, None, as_json)
@@ -411,6 +413,7 @@ def plan(
 def _outline(model: str) -> Any:
     """The model that `regard plan` is asked about, without its weights."""
     from regard.models import LanguageConfig, LanguageModel
+    from regard.nn import Rotary
 
     path = Path(model)
     if (path / "run.json").exists():
@@ -425,19 +428,23 @@ def _outline(model: str) -> Any:
         raise Trouble(
             f"{model}: there is no such run or checkpoint; or say layers=12,width=768,heads=12,vocabulary=50257"
         )
-    kinds = {each.name: each.type for each in fields(LanguageConfig)}
     values: dict[str, Any] = {}
+    kinds = {each.name: str(each.type).removesuffix(" | None") for each in fields(LanguageConfig)}
+    kinds = {name: kind for name, kind in kinds.items() if kind in ("int", "bool", "str", "Rotary")}
     for word in model.split(","):
         name, _, value = word.partition("=")
-        if name not in kinds:
+        kind = kinds.get(name)
+        if kind is None:
             raise Trouble(f"--model: {name!r} is no part of a language model; parts are {', '.join(kinds)}")
-        try:
-            values[name] = json.loads(value.lower()) if not kinds[name].startswith("str") else value
-        except ValueError:
-            raise Trouble(f"--model: {name} must be a number, but is {value!r}") from None
+        if kind == "int" and not (value.isdecimal() and int(value)):
+            raise Trouble(f"--model: {name} must be a whole number of at least 1, but is {value!r}")
+        if kind in ("bool", "Rotary") and value not in ("true", "false"):
+            raise Trouble(f"--model: {name} must be true or false, but is {value!r}")
+        values[name] = int(value) if kind == "int" else value if kind == "str" else value == "true"
     for name in ("vocabulary", "width", "layers", "heads"):
         if name not in values:
             raise Trouble(f"--model: say {name}=... too")
+    values["rotary"] = Rotary() if values.get("rotary") else None
     values.setdefault("hidden", 4 * values["width"])
     with torch.device("meta"):
         return LanguageModel(LanguageConfig(**values))

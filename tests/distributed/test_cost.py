@@ -115,6 +115,8 @@ def test_a_rank_that_shares_all_holds_a_part_and_what_is_gathered() -> None:
     )
     assert shared["weights"] == pytest.approx(whole["weights"] / 4, rel=0.05)
     assert shared["optimizer"] == 3 * shared["weights"]
+    assert shared["gradients"] == 0  # they come while activations go
+    assert cost(model, Split(data=4), Machine(), sequence=64, batch=8).memory["gradients"] == whole["weights"]
     assert shared["activations"] == whole["activations"]
 
 

@@ -32,7 +32,7 @@ def planned(attend: rg.Attention, B: int, H: int, queries: rd.Layout, keys: rd.L
     return plan(attend.mask, whole_frame(attend, B, H, queries.length, keys.length), queries, keys)
 
 
-@settings(max_examples=120)
+@settings(max_examples=60)
 @given(drawn=split())
 def test_the_blocks_of_all_ranks_are_the_whole(drawn: tuple[Call, rd.Layout, rd.Layout]) -> None:
     call, queries, keys = drawn
@@ -60,7 +60,7 @@ def test_the_blocks_of_all_ranks_are_the_whole(drawn: tuple[Call, rd.Layout, rd.
     torch.testing.assert_close(lse, wanted_lse.detach(), atol=1e-11, rtol=1e-11)
 
 
-@settings(max_examples=60)
+@settings(max_examples=30)
 @given(call=calls(longest=40), ranks=st.integers(1, 3))
 def test_heads_alone_are_what_they_are_among_others(call: Call, ranks: int) -> None:
     attend, (B, H, Q, _) = rg.Attention(**call.description), call.query.shape

@@ -17,7 +17,11 @@ import torch
 import torch.distributed as dist
 
 CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["regard.distributed", "tests.distributed.world", "tests.distributed.cases"])
+PRELOADED = [
+    *(f"tests.distributed.{name}" for name in ("behaviour", "cases", "failing", "measured", "shared_models", "world")),
+    "torch.fx.experimental.symbolic_shapes",  # which autograd imports
+]
+CONTEXT.set_forkserver_preload(PRELOADED)
 
 
 def run(

@@ -55,7 +55,7 @@ def together(start: Start) -> Callable[..., Run]:
     return trained
 
 
-@pytest.mark.parametrize(("parts", "shard", "world"), [(1, "data", 2), (2, "data", 2), (2, "fsdp", 2), (1, "fsdp", 4)])
+@pytest.mark.parametrize(("parts", "shard", "world"), [(2, "data", 2), (2, "fsdp", 2), (1, "fsdp", 4)])
 def test_several_processes_get_the_losses_of_one_for_the_same_global_batch(
     parts: int, shard: str, world: int, tmp_path: Path, together: Callable[..., Run]
 ) -> None:
@@ -67,9 +67,7 @@ def test_several_processes_get_the_losses_of_one_for_the_same_global_batch(
     assert losses(more, "held_out_loss") == pytest.approx(losses(one, "held_out_loss"), rel=2e-5)
 
 
-@pytest.mark.parametrize(
-    ("world", "ranks", "shard", "context"), [(2, 2, "data", 24), (4, 2, "data", 23), (4, 2, "fsdp", 24)]
-)
+@pytest.mark.parametrize(("world", "ranks", "shard", "context"), [(4, 2, "data", 23), (2, 2, "fsdp", 24)])
 def test_processes_that_share_sequences_get_the_losses_of_one(
     world: int, ranks: int, shard: str, context: int, tmp_path: Path, together: Callable[..., Run]
 ) -> None:
@@ -132,7 +130,7 @@ def test_two_who_share_weights_and_are_killed_end_with_the_weights_of_those_who_
 
 def test_a_damaged_checkpoint_of_shared_weights_is_passed_over(tmp_path: Path, together: Callable[..., Run]) -> None:
     run = begun(tmp_path, "classify", steps=2, save_every=1, evaluate_every=2)
-    run = together(run.folder, 4, shard="fsdp")  # more of them than labels: some have nothing of a weight
+    run = together(run.folder, 3, shard="fsdp")  # more of them than labels: some have nothing of a weight
     newest = run.checkpoints()[0].name
     found = run.latest()
     assert found is not None
@@ -153,7 +151,7 @@ def test_a_damaged_checkpoint_of_shared_weights_is_passed_over(tmp_path: Path, t
         folder = tmp_path / damage.__name__
         shutil.copytree(run.folder, folder)
         files = sorted((folder / "checkpoints" / newest).glob("*.safetensors"))
-        assert len(files) == 4
+        assert len(files) == 3
         damage(files[1])
         said: list[str] = []
         found = Run.open(folder).latest(said.append)
@@ -171,23 +169,15 @@ def test_weights_that_two_processes_share_are_captured_and_restored_to_the_bit(s
     assert [process.exitcode for process in processes] == [0, 0]
 
 
-@pytest.mark.parametrize(
-    ("name", "options", "how"),
-    [
-        ("translate", {"source": "1", "target": "2"}, {}),
-        ("language", {"context": 24}, {"shard": "fsdp", "sequence_ranks": 2}),
-    ],
-)
-def test_a_worker_killed_under_torchrun_resumes_from_the_last_checkpoint(
-    name: str, options: dict[str, Any], how: dict[str, Any], tmp_path: Path
-) -> None:
-    one = begun(tmp_path, name, options=options | {"dropout": 0.0}, steps=30, save_every=5, evaluate_every=30)
-    task, recipe = one.about["options"], one.about["recipe"] | how
+def test_a_worker_killed_under_torchrun_resumes_from_the_last_checkpoint(tmp_path: Path) -> None:
+    options = {"dropout": 0.0, "context": 24}
+    one = begun(tmp_path, "language", options=options, steps=30, save_every=5, evaluate_every=30)
+    task, recipe = one.about["options"], one.about["recipe"] | {"shard": "fsdp", "sequence_ranks": 2}
     words = [f"--{name.replace('_', '-')}={value}" for name, value in (task | recipe).items()]
     folder = tmp_path / "two"
     command = [
         sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--max-restarts", "2",
-        "-m", "regard", "train", name, "--held", "12",
+        "-m", "regard", "train", "language", "--held", "12",
         "--data", one.about["sources"]["data"][0], "--out", str(folder), *words,
     ]  # fmt: skip
     log = (tmp_path / "output").open("w")

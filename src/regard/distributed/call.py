@@ -49,6 +49,7 @@ def attend_over(
     found = plan(attend.mask, frame, queries, keys)
     seed = int(draw_seed(torch.device("cpu"))) if attend.dropout else 0
     call = Call(attend, frame, sizes, found, wire, engine, tensors, seed)
+    lse: Tensor | None
     if found.choose(how, sizes) == "ring":
         output, lse = ring(call, query, key, value)
     else:

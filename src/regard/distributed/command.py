@@ -75,7 +75,8 @@ class Plan:
             return f"the fastest of the {fit} that fit" if fit > 1 else "the only one that fits"
         part = max(other.seconds, key=lambda name: other.seconds[name] - best.seconds[name])
         times = other.time / best.time
-        return f"{times:.2f} times as long: {part} takes {other.seconds[part]:.3g} s, not {best.seconds[part]:.3g} s"
+        takes, instead = (lasting(each.seconds[part]) for each in (other, best))
+        return f"{times:.2f} times as long: {part} takes {takes}, not {instead}"
 
     def sentence(self) -> str:
         """What to do."""
@@ -86,12 +87,13 @@ class Plan:
                 f"No layout fits: {least.split} needs the least, {units(least.peak)}B a rank for {tokens}, and a rank "
                 f"has {units(self.machine.memory)}B. Take more ranks, or a shorter sequence."
             )
-        words = f"regard train language {self.best.split.words()}".strip()
+        words = f"regard train language --context {self.sequence} --tokens {self.batch * self.sequence}"
+        words += self.best.split.words()
         turns = -(-self.batch // self.best.split.data)
         words += f" --accumulate {turns}" if turns > 1 else ""
         return (
             f"Take {self.best.split}: {self.why(self.best)}. {units(self.best.peak)}B a rank, "
-            f"{self.best.time:.3g} s a step of {tokens}. torchrun ... -m {words}"
+            f"{lasting(self.best.time)} a step of {tokens}. torchrun ... -m {words}"
         )
 
     def table(self) -> Table:
@@ -108,7 +110,7 @@ class Plan:
             sizes = (state, kept, each.peak)
             table.add_row(
                 f"{each.split}", *(f"{units(size)}B" for size in sizes), units(sum(each.flops.values())),
-                f"{units(sum(each.sent.values()))}B", *(f"{n:.3g} s" for n in (each.time - wire, wire, each.time)),
+                f"{units(sum(each.sent.values()))}B", *map(lasting, (each.time - wire, wire, each.time)),
                 style="bold" if each is self.best else "dim" if each.peak > self.machine.memory else "",
             )  # fmt: skip
         return table
@@ -130,6 +132,11 @@ class Plan:
             "weights": self.model.count, "sequence": self.sequence, "batch": self.batch, "machine": machine,
             "take": None if self.best is None else str(self.best.split), "said": self.sentence(), "layouts": layouts,
         }  # fmt: skip
+
+
+def lasting(seconds: float) -> str:
+    """Three digits, in seconds or in hours."""
+    return f"{seconds:.3g} s" if seconds < 999.5 else f"{seconds / 3600:.3g} h"
 
 
 def units(number: float) -> str:

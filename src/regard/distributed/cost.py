@@ -92,10 +92,9 @@ class Model:
         within = {id(part) for block in blocks for part in block.modules()}
         kept = sum(_kept_by_norm(part) for part in model.modules() if id(part) not in within)
         kept += config.width + (config.width if config.dropout else 0) + 2  # ids have 64 bits
-        kept += (
-            2 * blocks[0].attention.d_head if getattr(config, "rotary", None) is not None else 2
-        )  # tables, or positions
-        return Model(tuple(_layer(block) for block in blocks), outside, config.width, config.vocabulary, kept)
+        layers = tuple(map(_layer, blocks))
+        kept += 2 * layers[0].D if getattr(config, "rotary", None) is not None else 2  # tables, or positions
+        return Model(layers, outside, config.width, config.vocabulary, kept)
 
     @property
     def count(self) -> int:
@@ -127,8 +126,9 @@ class Split:
 
     def words(self) -> str:
         """The options of `regard train` that say it."""
-        said = ["--shard fsdp"] if self.fsdp else []
-        return " ".join(said + ([f"--sequence-ranks {self.sequence}"] if self.sequence > 1 else []))
+        return (" --shard fsdp" if self.fsdp else "") + (
+            f" --sequence-ranks {self.sequence}" if self.sequence > 1 else ""
+        )
 
 
 @dataclass(frozen=True)
@@ -195,7 +195,7 @@ def splits(model: Model, ranks: int, *, sequence: int, batch: int) -> Iterator[S
 def cost(model: Model, split: Split, machine: Machine, *, sequence: int, batch: int, average: bool = True) -> Cost:
     """What a step of `batch` sequences of `sequence` tokens costs the busiest rank; `average` is one of the weights."""
     tokens, turns = -(-sequence // split.sequence), -(-batch // split.data)
-    held = _held(model, split, tokens, average)
+    held = _held(model, split, tokens, turns, average)
     flops = {name: turns * count for name, count in _flops(model, split, sequence).items()}
     sent, messages = _sent(model, split, sequence, turns)
     touched = turns * TOUCHED * held["activations"] + STEPPED * held["weights"]
@@ -210,8 +210,11 @@ def cost(model: Model, split: Split, machine: Machine, *, sequence: int, batch: 
     return Cost(split, held, flops, sent, seconds)
 
 
-def _held(model: Model, split: Split, tokens: int, average: bool) -> dict[str, int]:
-    """Bytes at the peak, between forward and backward; `working` are what is there for a moment only."""
+def _held(model: Model, split: Split, tokens: int, turns: int, average: bool) -> dict[str, int]:
+    """Bytes at the peak, between forward and backward; `working` are what is there for a moment only.
+
+    Gradients come while activations go. So they count where those of sequences before are held already.
+    """
     share = split.ranks if split.fsdp else 1
     own = FLOAT * sum(_filled(shape, share) // share for shape in model.shapes)
     largest = max(FLOAT * sum(map(math.prod, layer.weights)) for layer in model.layers)
@@ -231,7 +234,7 @@ def _held(model: Model, split: Split, tokens: int, average: bool) -> dict[str, i
     around = max(FLOAT * tokens * layer.G * (layer.D + layer.E) for layer in model.layers)
     held = {
         "weights": own,
-        "gradients": own,
+        "gradients": own if turns > 1 else max(0, own - kept),
         "optimizer": 2 * own + (own if average else 0),
         "activations": kept + table,
         "working": working,

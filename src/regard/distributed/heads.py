@@ -35,7 +35,8 @@ class _ToHeads(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        return None, None, *_to_tokens(*ctx.given, grads)
+        wire, layouts = ctx.given
+        return None, None, *_to_tokens(wire, layouts, grads)
 
 
 class _ToTokens(torch.autograd.Function):
@@ -46,7 +47,8 @@ class _ToTokens(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        return None, None, *_to_heads(*ctx.given, grads)
+        wire, layouts = ctx.given
+        return None, None, *_to_heads(wire, layouts, grads)
 
 
 def _to_heads(wire: Wire, layouts: tuple[Layout, ...], tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:

@@ -72,7 +72,7 @@ class Layout:
 
     def join(self, parts: Sequence[Tensor], dim: int) -> Tensor:
         """The whole, from the tokens of every rank."""
-        pieces = []
+        pieces: list[tuple[Span, Tensor]] = []
         for part, spans in zip(parts, self.spans, strict=True):
             pieces += zip(spans, part.split([b - a for a, b in spans], dim), strict=True)
         return torch.cat([piece for _, piece in sorted(pieces, key=lambda found: found[0])], dim)
@@ -138,7 +138,7 @@ class _Gather(torch.autograd.Function):
         return held.join([part for (part,) in found], dim)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         dim, wire, held, shape = ctx.given
         parts = [(held.own(grad, dim, r),) for r in range(wire.ranks)]
         found = wire.exchange(parts, [(tuple(shape),)] * wire.ranks)

@@ -162,7 +162,7 @@ def _of_block(
             if own.dropout:
                 with call.seeded(part):
                     seed = draw_seed(device)
-            return gradients_within(own.problem(*tensors), tensors, seed, *whole, inputs)
+            return gradients_within(own.problem(*tensors), tensors, seed, inputs, *whole)
         found, found_lse = call.compute(attend, part, *tensors)
     by = _pairing(found.detach(), found_lse.detach(), *whole)
     return torch.autograd.grad((found, found_lse), inputs, by, allow_unused=True, retain_graph=True)

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from math import prod
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 Group = dist.ProcessGroup
+T = TypeVar("T")
 
 
 class Lost(ConnectionError):
@@ -121,7 +123,7 @@ class Wire:
                 if size and peer != self.rank:
                     getattr(counted, way)[peer] += size
 
-    def _start(self, begin):  # type: ignore[no-untyped-def]
+    def _start(self, begin: Callable[[], T]) -> T:
         try:
             return begin()
         except RuntimeError as error:

@@ -16,8 +16,8 @@ from regard.positions.biases import Shaw
 
 
 def gradients_within(
-    problem: Problem, tensors: Sequence[Tensor], seed: Tensor | None, output: Tensor, lse: Tensor, grad_output: Tensor,
-    grad_lse: Tensor, inputs: Sequence[Tensor],
+    problem: Problem, tensors: Sequence[Tensor], seed: Tensor | None, inputs: Sequence[Tensor], output: Tensor,
+    lse: Tensor, grad_output: Tensor, grad_lse: Tensor,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
     """The gradients of `inputs`, of which query, key, value (the `tensors`) and the description were made.
 
