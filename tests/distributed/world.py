@@ -19,7 +19,7 @@ import torch.distributed as dist
 CONTEXT = multiprocessing.get_context("forkserver")
 PRELOADED = [
     *(f"tests.distributed.{name}" for name in ("behaviour", "cases", "failing", "measured", "shared_models", "world")),
-    "torch.fx.experimental.symbolic_shapes",  # which autograd imports
+    "torch._dynamo",  # parts of which autograd and checkpoints import
 ]
 CONTEXT.set_forkserver_preload(PRELOADED)
 
