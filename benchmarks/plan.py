@@ -1,33 +1,35 @@
-"""What `regard plan` predicts beside what is measured: memory, bytes moved and step time of real trainings.
+"""What `regard plan` predicts beside what is measured: memory, bytes moved and time of real steps.
 
     python -m benchmarks.plan --cores 2
 
-Each layout is run by processes of its own, on one thread each. Speeds are measured first, by the same processes at the
-same time: so many as there will be, or a plan for a quiet machine is held against a busy one. Bytes are those that went
-over the loopback device (in a network namespace of their own, where the system lets us make one), memory is the peak of
-a process over what it held before there was a model, and the time is the median of the steps.
+Each layout is run by processes of its own, of one thread each, which measure their speeds between the steps. Memory is
+the peak of a process over what it held before there was a model. Bytes are those that went over the loopback device, in
+a network namespace of their own where the system lets us make one. Seconds are those that a process computes, which
+others on the machine do not stretch; with --wall also those that pass, for a machine that does nothing else.
 """
 
 from __future__ import annotations
 
 import argparse
+import ctypes
 import json
 import os
 import statistics
 import subprocess
 import sys
 import time
-from contextlib import nullcontext
-from dataclasses import asdict
+from contextlib import ExitStack, nullcontext
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from regard.distributed import traffic
 from regard.distributed.command import units
 from regard.distributed.cost import Machine, Model, Split, cost
-from regard.distributed.speed import measured, on_the_wire
+from regard.distributed.speed import measured, wire
 from regard.models import LanguageConfig, LanguageModel
 from regard.nn import Packed, Rotary
 
@@ -35,7 +37,7 @@ CONFIG = LanguageConfig(
     vocabulary=4000, width=256, layers=6, heads=8, hidden=704, rotary=Rotary(), norm="rms", activation="silu",
     gated=True, bias=False,
 )  # fmt: skip
-SEQUENCE, BATCH, STEPS = 1024, 4, 4
+SEQUENCE, BATCH, STEPS = 1024, 4, 2
 SPLITS = (
     Split(), Split(data=2), Split(data=2, fsdp=True), Split(sequence=2, how="ring"), Split(sequence=2, how="heads"),
     Split(data=4), Split(data=4, fsdp=True), Split(sequence=4, how="ring"), Split(sequence=4, how="heads"),
@@ -46,6 +48,7 @@ SPLITS = (
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--cores", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--wall", action="store_true", help="also the seconds that pass")
     parser.add_argument("--out", type=Path, help="also as JSON")
     parser.add_argument("--split", help=argparse.SUPPRESS)  # what one of the processes is told
     options = parser.parse_args()
@@ -54,27 +57,28 @@ def main() -> None:
         return
     model = described()
     found = []
-    print(
-        f"{model.count:,} weights, {BATCH} x {SEQUENCE} tokens a step, {options.cores} cores; float32, a thread a rank\n"
-    )
-    print("| layout | memory | predicted | error | sent by a rank | predicted | error | step | predicted | error |")
-    print("| --- " * 10 + "|")
+    print(f"{model.count:,} weights, {BATCH} x {SEQUENCE} tokens a step; float32, {options.cores} cores\n")
+    names = ["memory", "sent", "computing", *(["step"] if options.wall else [])]
+    print("| layout | " + " | ".join(f"{name} | predicted | error" for name in names) + " |")
+    print("| --- " * (1 + 3 * len(names)) + "|")
     for split in SPLITS:
-        machine = Machine(cores=options.cores, ranks=split.ranks)
-        machine = on_the_wire(measured(model, machine, SEQUENCE))
         real = run(split)
-        said = cost(model, split, machine, sequence=SEQUENCE, batch=BATCH)
-        pairs = ((real["memory"], said.peak), (real["sent"], sum(said.sent.values())), (real["seconds"], said.time))
-        found.append({"layout": str(split), "measured": real, "predicted": asdict(said), "machine": asdict(machine)})
-        cells = [row(*pair, "s" if n == 2 else "B") for n, pair in enumerate(pairs)]
-        print(f"| {split} | {' | '.join(cells)} |", flush=True)
-    if options.out:
-        options.out.write_text(json.dumps(found, indent=1))
+        alone = Machine(**{name: real.pop(name) for name in ("flops", "attention", "touched", "bandwidth", "latency")})
+        costs = [
+            cost(model, split, machine, sequence=SEQUENCE, batch=BATCH)
+            for machine in (alone, replace(alone, cores=options.cores, ranks=split.ranks))
+        ]
+        said = {"memory": costs[0].peak, "sent": sum(costs[0].sent.values()), "computing": costs[0].time}
+        said["step"] = costs[1].time
+        found.append({"layout": str(split), "measured": real, "predicted": said, "machine": asdict(alone)})
+        print(f"| {split} | {' | '.join(row(name, real[name], said[name]) for name in names)} |", flush=True)
+        if options.out:
+            options.out.write_text(json.dumps(found, indent=1))
 
 
-def row(real: float, said: float, unit: str) -> str:
+def row(name: str, real: float, said: float) -> str:
     error = f"{said / real - 1:+.1%}" if real else ""
-    shown = (f"{real:.3f} s", f"{said:.3f} s") if unit == "s" else (f"{units(real)}B", f"{units(said)}B")
+    shown = (f"{units(each)}B" if name in ("memory", "sent") else f"{each:.2f} s" for each in (real, said))
     return " | ".join((*shown, error))
 
 
@@ -90,12 +94,15 @@ def run(split: Split) -> dict[str, float]:
     command += ["-m", "benchmarks.plan", "--split", json.dumps(asdict(split))]
     if subprocess.run(["unshare", "-n", "true"], check=False, capture_output=True).returncode == 0:
         command = ["unshare", "-n", "sh", "-c", 'ip link set lo up && exec "$@"', "sh", *command]
-    around = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "MALLOC_ARENA_MAX": "1"}
+    around = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False, env=around)
     if done.returncode:
         raise SystemExit(f"{split}: {done.stderr[-2000:]}")
     told = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-    return {name: max(each[name] for each in told) for name in told[0]}
+    return {
+        name: (max if name in ("memory", "sent") else statistics.mean)([each[name] for each in told])
+        for name in told[0]
+    }
 
 
 def train(split: Split) -> None:
@@ -111,6 +118,7 @@ def train(split: Split) -> None:
     ids = torch.randint(100, (128,))
     warm.loss(Packed(ids, (128,)), ids).backward()
     del warm
+    exact_memory(True)
     before = resident("VmRSS")
     torch.manual_seed(0)
     objective: Any = torch.nn.Module()
@@ -126,10 +134,17 @@ def train(split: Split) -> None:
         objective = torch.nn.parallel.DistributedDataParallel(objective)
     optimizer = _optimizer(model, Recipe())
     average = state.Average(objective, 0.99)
-    turns, times, moved, worked = BATCH // split.data, [], [], []
-    for step in range(1, STEPS + 2):
+    turns, times, worked, moved = BATCH // split.data, [], [], []
+    speeds: list[Machine] = []
+    for step in range(1, STEPS + 3):
+        if step == 3:
+            peak = resident("VmHWM") - before
+            exact_memory(False)  # page by page, all would take longer
+        if step > 2:
+            speeds.append(measured(described(), Machine(**(wire() if world > 1 else {})), SEQUENCE))
         dist.barrier()
-        start, sent, cpu = time.perf_counter(), loopback(), time.process_time()
+        start, before_it, cpu, counting = time.perf_counter(), loopback(), time.process_time(), ExitStack()
+        own = counting.enter_context(traffic())  # of the shared sequence: ranks send more or less of it
         for turn in range(turns):
             torch.manual_seed(1000 * step + turn * split.data + rank // split.sequence)
             ids = torch.randint(CONFIG.vocabulary, (SEQUENCE + 1,))
@@ -144,13 +159,25 @@ def train(split: Split) -> None:
         worked.append(time.process_time() - cpu)
         dist.barrier()
         times.append(time.perf_counter() - start)
-        moved.append(loopback() - sent)
-    peak = resident("VmHWM") - before
-    told = {"memory": peak, "sent": statistics.median(moved[1:]) / world, "seconds": min(times[1:])}
-    told["computing"] = statistics.median(worked[1:])
+        went = loopback() - before_it
+        counting.close()
+        all_own = torch.tensor(own.sent.total())
+        dist.all_reduce(all_own)
+        moved.append((went - int(all_own)) / world + own.sent.total())
+    told = {"memory": peak, "sent": statistics.median(moved), "step": min(times[2:])}
+    told["computing"] = statistics.median(worked[2:])
+    for name in ("flops", "attention", "touched", "bandwidth", "latency"):
+        told[name] = statistics.median(getattr(speed, name) for speed in speeds)
     print(json.dumps(told), flush=True)
     dist.barrier()
     dist.destroy_process_group()
+
+
+def exact_memory(exact: bool) -> None:
+    """Whether the C library gives every large block back at once, so that what is held is what is needed."""
+    library = ctypes.CDLL(None)
+    library.mallopt(-3, 1 << (18 if exact else 25))  # M_MMAP_THRESHOLD
+    library.mallopt(-1, 1 << (18 if exact else 30))  # M_TRIM_THRESHOLD
 
 
 def resident(name: str) -> int:

@@ -68,7 +68,7 @@ def main() -> None:
     parser.add_argument("--labels", required=True, help="MNIST labels, IDX")
     parser.add_argument("--out", type=Path, required=True, help="the folder to write")
     parser.add_argument("--count", type=int, default=8000, help="scenes to train on; a tenth to choose by, and to test")
-    parser.add_argument("--side", type=int, default=20, help="pixels of a digit each way; a scene has twice as many")
+    parser.add_argument("--side", type=int, default=16, help="pixels of a digit each way; a scene has twice as many")
     parser.add_argument("--seed", type=int, default=1)
     given = parser.parse_args()
     images, labels = read_idx(given.images), read_idx(given.labels)

@@ -17,6 +17,7 @@ pytest.importorskip("typer")
 
 from regard import cli
 from regard.cli import main
+from regard.models import save
 from regard.tasks import Run, train
 from tests.tasks.toy import Signals, begun, classes, pairs
 
@@ -209,3 +210,62 @@ def test_a_run_is_exported(regard: Command, reviews: Run, tmp_path: Path) -> Non
     said = regard("export", reviews.folder, tmp_path / "out", "--no-onnx")
     assert said.code == 0
     assert "model.safetensors" in said.out
+
+
+PLAN = ["--sequence", 4096, "--ranks", 4, "--memory", "300MB", "--flops", "40G", "--bandwidth", "1GB/s"]
+WORDS = "layers=2,width=64,heads=4,vocabulary=1000"
+
+
+def test_a_plan_says_which_layout_to_take_and_why(regard: Command) -> None:
+    said = regard("plan", "--model", WORDS, *PLAN)
+    assert said.code == 0
+    assert "activations" in said.out
+    assert "Take data 4" in said.out
+    assert "not ring 4: " in said.out
+    found = json.loads(regard("plan", "--model", WORDS, *PLAN, "--json").out)
+    assert found["weights"] == sum(n * 64 for n in (1000, 1024)) + 2 * 49_984 + 128
+    assert found["take"] == found["layouts"][0]["layout"]
+    assert found["layouts"][0]["fits"] is True
+    assert len(found["layouts"]) == 10
+
+
+def test_a_plan_that_fits_nowhere_ends_with_1(regard: Command) -> None:
+    said = regard("plan", "--model", WORDS, *[word if word != "300MB" else "1MB" for word in PLAN])
+    assert said.code == 1
+    assert "No layout fits" in said.out
+
+
+def test_a_plan_takes_a_run_and_a_checkpoint(regard: Command, tmp_path: Path) -> None:
+    run = begun(tmp_path, "language", options={"context": 16})
+    model = run.task.model(run.kit)
+    save(model, tmp_path / "checkpoint")
+    count = sum(weight.numel() for weight in model.parameters())
+    for given in (run.folder, tmp_path / "checkpoint", tmp_path / "checkpoint" / "config.json"):
+        assert json.loads(regard("plan", "--model", given, *PLAN, "--json").out)["weights"] == count
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--model", "nowhere", *PLAN], "nowhere: there is no such run or checkpoint; or say layers=12"),
+        (["--model", "layers=2,depth=3", *PLAN], "--model: 'depth' is no part of a language model; parts are voc"),
+        (["--model", "layers=2,width=64,heads=4", *PLAN], "--model: say vocabulary=... too"),
+        (["--model", "layers=two", *PLAN], "--model: layers must be a number, but is 'two'"),
+        (["--model", "layers=2,width=64,heads=5,vocabulary=9", *PLAN], "d_model = 64 is no multiple of heads = 5"),
+        (["--model", WORDS, *PLAN[:6], "--flops", "40G"], "say --flops and --bandwidth, or let this machine be"),
+        (["--model", WORDS, *PLAN, "--memory", "much"], "--memory must be a number with a unit, such as 16GB"),
+        (["--model", "en-fr", *PLAN], "en-fr: there is no such run or checkpoint"),
+    ],
+)
+def test_a_plan_tells_what_it_was_not_told(regard: Command, words: list, told: str) -> None:
+    said = regard("plan", *words)
+    assert said.code == 1
+    assert told in said.err
+
+
+def test_processes_that_share_sequences_are_told_when_a_run_goes_on(regard: Command, tmp_path: Path) -> None:
+    run = begun(tmp_path, "language", options={"context": 16})
+    said = regard("resume", run.folder, "--sequence-ranks", 2)
+    assert said.code == 1
+    assert "--sequence-ranks 2 must divide the number of processes, which is 1" in said.err
+    assert "shard must be data or fsdp, but is 'all'" in regard("resume", run.folder, "--shard", "all").err

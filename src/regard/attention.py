@@ -201,6 +201,10 @@ class Attention:
         assert lse is not None
         return output, lse.reshape(query.shape[:-1])
 
+    def problem(self, query: Tensor, key: Tensor, value: Tensor) -> Problem:
+        """The call as engines take it, with its log-sum-exp."""
+        return self._problem(query, key, value, True)
+
     def _plan(self, query: Tensor, key: Tensor, value: Tensor, engine: str | None, lse: bool) -> tuple[Problem, Engine]:
         """The problem and its engine, remembered by what they depend on, so that small calls are not all planning."""
         compiling = torch.compiler.is_compiling()

@@ -8,6 +8,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -37,6 +38,7 @@ training = typer.Typer(
     help="Train a model of a task on your data.\n\n    regard train classify --data reviews.csv --out runs/reviews",
 )  # fmt: skip
 app.add_typer(training, name="train")
+SUFFIXES = {"audio": ".wav"}  # of the files that tasks make
 told = Console(stderr=True, highlight=False)
 shown = Console(highlight=False)
 
@@ -166,15 +168,16 @@ def predict(
     regard predict runs/voice "one two" --out said.wav
     """
     run = Run.open(folder)
-    if run.task.makes and out is None:
-        raise Trouble(f"{run.task.name} makes files; say where to: --out said{run.task.makes}")
+    suffix = SUFFIXES.get(run.task.makes, "")
+    if suffix and out is None:
+        raise Trouble(f"{run.task.name} makes files; say where to: --out said{suffix}")
     bad = Bad(skip=skip_bad)
     rows = [_about(row, context) for row in _inputs(run.task, inputs or [], bad)]
     if not rows:
         raise Trouble('nothing to predict; give texts or files: regard predict RUN "..."')
     model, _ = run.model()
     said = run.task.predict(model, run.kit, rows, bad)
-    if out is not None and not run.task.makes:
+    if out is not None and not suffix:
         answers = {made.more.get("id", made.input): made.output for made in said}
         write(out, lambda there: there.write_text(json.dumps(answers, indent=1, ensure_ascii=False)))
         told.print(f"{out}: {len(answers)} answers", soft_wrap=True)
@@ -182,9 +185,9 @@ def predict(
         where = made.input if run.task.takes != "text" else ""
         more = dict(made.more)
         if out is not None:
-            path = out if out.suffix == run.task.makes and len(rows) == 1 else out / f"{n:04}{run.task.makes}"
+            path = out if out.suffix == suffix and len(rows) == 1 else out / f"{n:04}{suffix}"
             path.parent.mkdir(parents=True, exist_ok=True)
-            write(path, lambda there, held=made.file: there.write_bytes(held))
+            write(path, partial(Path.write_bytes, data=made.file))
             where = more["file"] = str(path)
         if as_json:
             told_of = {"input": made.input, "output": made.output, "score": made.score}
@@ -256,7 +259,7 @@ def serve(
     if text is None and isinstance(look, _RunLooker) and look.run.task.takes != "text":
         kind = look.run.task.takes
         raise Trouble(f'give the path of an {kind} file first: regard serve {folder} "{kind}.file"')
-    first = text or ("The cat sat on the <mask>." if _fills_in(look) else "The cat sat on the mat.")
+    first = text or (look.run.task.shown if isinstance(look, _RunLooker) else Task.shown)
     serve_at(Session(look, first), port=port, lang=lang, told=lambda address: told.print(address, soft_wrap=True))
 
 
@@ -620,10 +623,6 @@ def _looker(folder: Path) -> Callable[[str], Any]:
 def _check_lang(lang: str) -> None:
     if lang not in ("en", "zh"):
         raise Trouble(f"--lang must be en or zh, but is {lang}")
-
-
-def _fills_in(look: Callable[[str], Any]) -> bool:
-    return isinstance(look, _RunLooker) and look.run.task.name == "masked"
 
 
 def _tell_bad(bad: Bad) -> None:

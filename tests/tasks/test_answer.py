@@ -20,7 +20,7 @@ import regard
 from regard.cli import app
 from regard.models import QuestionAnswering
 from regard.tasks import Run, Sources, Trouble, begin, metrics, train
-from regard.tasks.answer import Answer
+from regard.tasks.answer import Answer, best
 from regard.tasks.data import Row
 from regard.tasks.export import export
 from regard.tasks.squad import Asked
@@ -142,7 +142,7 @@ def test_windows_cover_a_long_context_and_share_tokens_and_are_one_item() -> Non
     items = questions(
         task, kit, Asked(context, "w1", (("w33", context.index("w33")),), "a"), Asked("w2", "w1", (), "b")
     )
-    parts, count = items.windows[0], len(items.offsets[0])
+    parts, count = items.questions[0].windows, len(items.questions[0].offsets)
     assert len(parts) > 3
     assert parts[0].first == 0
     assert parts[-1].stop == count
@@ -175,11 +175,11 @@ def test_the_loss_is_over_all_windows_and_all_places_that_are_right() -> None:
     for n, one in enumerate(asked):
         every: list[list[torch.Tensor]] = [[], []]
         right: list[list[torch.Tensor]] = [[], []]
-        for part in items.windows[n]:
+        for part in items.questions[n].windows:
             for side in (0, 1):
                 own = []
                 for token in range(part.first, part.stop):
-                    first, last = items.offsets[n][token]
+                    first, last = items.questions[n].offsets[token]
                     edge = context[:last].endswith("w33") if side else context[first:].startswith("w33")
                     whole = one.answers and one.answers[0][1] <= first and last <= one.answers[0][1] + 3
                     value = logits[at + part.before + token - part.first, side]
@@ -212,19 +212,22 @@ def test_the_best_span_is_that_of_all_windows_and_no_longer_than_asked() -> None
     draw = torch.Generator().manual_seed(0)
     for most in (1, 3, 100):
         windows = []
-        for part in items.windows[0]:
+        for part in items.questions[0].windows:
             length = part.before + part.stop - part.first + 1
             windows.append(torch.randn(length, 2, generator=draw) * 2 - 9)
-        best = (-np.inf, 0, 0)
-        for part, chances in zip(items.windows[0], windows, strict=True):
+        most_likely = (-np.inf, 0, 0)
+        for part, chances in zip(items.questions[0].windows, windows, strict=True):
             for i in range(part.first, part.stop):
                 for j in range(i, min(part.stop, i + most)):
                     shift = part.before - part.first
-                    best = max(best, (float(chances[i + shift, 0] + chances[j + shift, 1]), i, j))
-        found = items.best(0, windows, most)
-        first, last = int(items.offsets[0][best[1], 0]), int(items.offsets[0][best[2], 1])
+                    most_likely = max(most_likely, (float(chances[i + shift, 0] + chances[j + shift, 1]), i, j))
+        found = best(items.questions[0], windows, most)
+        first, last = (
+            int(items.questions[0].offsets[most_likely[1], 0]),
+            int(items.questions[0].offsets[most_likely[2], 1]),
+        )
         assert (found.text, found.start) == (context[first:last], first)
-        assert found.chance == pytest.approx(np.exp(best[0]), rel=1e-5)
+        assert found.chance == pytest.approx(np.exp(most_likely[0]), rel=1e-5)
         none = sum(np.exp(float(chances[0, 0])) for chances in windows)
         none *= sum(np.exp(float(chances[0, 1])) for chances in windows)
         assert found.none == pytest.approx(none, rel=1e-4)
@@ -235,7 +238,7 @@ def test_a_long_context_is_answered_from_any_of_its_windows(trained: Run) -> Non
     filler = "the dog hears the dog . " * 12
     asked = [Asked(f"{filler}{middle}{filler}", "which colour", (), "") for middle in ("", "the red cat sees . ")]
     items = task.items(trained.kit, [Row("", each) for each in asked], Bad())
-    assert len(items.windows[1]) > 4
+    assert len(items.questions[1].windows) > 4
     _, found = task._found(trained.model()[0], items)
     assert found.text == "red"
     assert asked[1].context[found.start : found.start + 3] == "red"
@@ -394,8 +397,8 @@ def test_the_threshold_is_the_best_of_all() -> None:
         outputs = [["cat", "dog", "big cat"][n] for n in draw.integers(0, 3, 9)]
 
         rows = list(zip(absences, outputs, references, strict=True))
-        best = max(_f1(rows, edge) for edge in (-99.0, *absences, 99.0))
-        assert _f1(rows, metrics.best_threshold(absences, outputs, references)) == pytest.approx(best)
+        highest = max(_f1(rows, edge) for edge in (-99.0, *absences, 99.0))
+        assert _f1(rows, metrics.best_threshold(absences, outputs, references)) == pytest.approx(highest)
 
 
 def _f1(rows: list[tuple[float, str, list[str]]], threshold: float) -> float:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -131,7 +132,7 @@ def test_warping_takes_the_cheapest_way(shape: tuple[int, int]) -> None:
 
     pairs = aligned(far)
     assert (pairs[0], pairs[-1]) == ((0, 0), (shape[0] - 1, shape[1] - 1))
-    steps = {(b[0] - a[0], b[1] - a[1]) for a, b in zip(pairs, pairs[1:], strict=False)}
+    steps = {(b[0] - a[0], b[1] - a[1]) for a, b in pairwise(pairs)}
     assert steps <= {(0, 1), (1, 0), (1, 1)}
     assert sum(far[pair] for pair in pairs) == pytest.approx(least(shape[0] - 1, shape[1] - 1))
 

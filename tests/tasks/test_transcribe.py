@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnxruntime
 import pytest
 import soundfile
 import torch
@@ -228,10 +229,15 @@ def test_a_run_that_was_killed_ends_with_the_same_bits(tmp_path: Path) -> None:
 
 def test_an_exported_model_is_read_by_regard(trained: tuple[Run, Examples], tmp_path: Path) -> None:
     run, _ = trained
-    export(run, tmp_path / "out", onnx=False)
+    export(run, tmp_path / "out")
     again, (model, _) = regard.load(tmp_path / "out"), run.model()
-    heard = torch.randn(1, 50, 40)
-    assert torch.equal(again(heard), model(heard))
+    heard, mask = torch.randn(2, 57, 40), torch.arange(57) < torch.tensor([[57], [30]])
+    expected = model(heard, mask).detach()
+    assert torch.equal(again(heard, mask), expected)
+    graph = onnxruntime.InferenceSession(str(tmp_path / "out" / "model.onnx"))
+    (found,) = graph.run(None, {"features": heard.numpy(), "mask": mask.numpy()})
+    torch.testing.assert_close(torch.from_numpy(found)[0], expected[0], rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(torch.from_numpy(found)[1, :8], expected[1, :8], rtol=1e-4, atol=1e-5)
 
 
 def test_what_is_hidden_is_no_more_than_its_share() -> None:

@@ -9,12 +9,13 @@ backward and AdamW. A group takes its sequences one after the other.
                           a place, over the busiest rank's queries (ring) or heads
     sent by    all-reduce             2 (R - 1) / R · 4 P                          gradients, where models are whole
     a rank     all-gather             (R - 1) / R · 4 · (2 P of blocks + P of the rest)   FSDP: forward, blocks again
-               reduce-scatter         (R - 1) / R · 4 P                            FSDP: gradients
+               reduce-scatter         2 (R - 1) / R · 4 P       FSDP: gradients; gloo adds them up on every rank, and
+                                                                others, such as NCCL, send half of that
                ring, heads            `regard.distributed.bytes_moved`, to the byte, of every layer
                (FSDP counts each weight with its first axis filled up to a multiple of R, and repeats for each sequence)
     seconds    dense / speed + attention / its speed + bytes touched / memory's speed + bytes sent / bandwidth
-               + messages · latency; nothing overlaps. All but the wire is slower by ranks · threads / cores where a
-               machine has fewer cores than its ranks have threads.
+               + messages · latency; nothing overlaps. All is slower by ranks · threads / cores where a machine has
+               fewer cores than its ranks have threads, but for a wire that leads to other machines.
 """
 
 from __future__ import annotations
@@ -39,8 +40,8 @@ from regard.scores import Score
 FLOAT = 4
 LAYOUT = "balanced"  # of a sequence: every rank has as much work under a causal mask
 COUNTED = 16  # ranks of a ring up to which its bytes are counted; beyond, they grow by (s - 1) / s
-TOUCHED = 6  # times that what is kept for backward is written or read in a step, all elementwise work together
-STEPPED = 13  # times that a weight is written or read by clipping, AdamW and the average
+TOUCHED = 8  # times that what is kept for backward is written or read in a step, all elementwise work together
+STEPPED = 11  # times that a weight is written or read by clipping, AdamW and the average
 ROWS = 512  # tokens whose logits are held at a time
 
 
@@ -198,24 +199,30 @@ def cost(model: Model, split: Split, machine: Machine, *, sequence: int, batch: 
     flops = {name: turns * count for name, count in _flops(model, split, sequence).items()}
     sent, messages = _sent(model, split, sequence, turns)
     touched = turns * TOUCHED * held["activations"] + STEPPED * held["weights"]
+    here = split.ranks <= machine.ranks  # then the wire is work for the cores, too
     seconds = {
         "dense": machine.crowded * flops["dense"] / machine.flops,
         "attention": machine.crowded * flops["attention"] / machine.attention,
         "memory": machine.crowded * touched / machine.touched,
-        "wire": sum(sent.values()) / machine.bandwidth + messages * machine.latency,
+        "wire": (machine.crowded if here else 1)
+        * (sum(sent.values()) / machine.bandwidth + messages * machine.latency),
     }
     return Cost(split, held, flops, sent, seconds)
 
 
 def _held(model: Model, split: Split, tokens: int, average: bool) -> dict[str, int]:
-    """Bytes at the peak, in backward; `working` are what is there for a moment only."""
+    """Bytes at the peak, between forward and backward; `working` are what is there for a moment only."""
     share = split.ranks if split.fsdp else 1
     own = FLOAT * sum(_filled(shape, share) // share for shape in model.shapes)
     largest = max(FLOAT * sum(map(math.prod, layer.weights)) for layer in model.layers)
     outside = FLOAT * sum(map(math.prod, model.outside))
     kept = FLOAT * tokens * (model.kept + sum(layer.kept for layer in model.layers))
-    working = FLOAT * (tokens * max(layer.working for layer in model.layers) + min(ROWS, tokens) * model.vocabulary)
     table = FLOAT * model.vocabulary * model.width  # the gradient of the logits' weight, from the loss on
+    working = max(
+        FLOAT * min(ROWS, tokens) * model.vocabulary,
+        table + FLOAT * tokens * model.width,
+        FLOAT * tokens * max(layer.working for layer in model.layers),
+    )
     if split.fsdp:
         gathered = outside + 2 * largest  # one is computed with while the next is on its way
         working += gathered + 2 * largest  # and gradients of one, before and after they are laid out to be sent
@@ -273,7 +280,7 @@ def _sent(model: Model, split: Split, sequence: int, turns: int) -> tuple[dict[s
         blocks = sum(_filled(shape, ranks) for layer in model.layers for shape in layer.weights)
         outside = sum(_filled(shape, ranks) for shape in model.outside)
         sent["all-gather"] = turns * FLOAT * (2 * blocks + outside) * (ranks - 1) // ranks
-        sent["reduce-scatter"] = turns * FLOAT * (blocks + outside) * (ranks - 1) // ranks
+        sent["reduce-scatter"] = 2 * turns * FLOAT * (blocks + outside) * (ranks - 1) // ranks
         messages += turns * (ranks - 1) * 3 * (len(model.layers) + 1)
     elif ranks > 1:
         sent["all-reduce"] = 2 * FLOAT * model.count * (ranks - 1) // ranks

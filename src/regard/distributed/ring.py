@@ -4,16 +4,16 @@ At step s, rank r sends its keys to rank r + s and has those of rank r - s: ever
 and what no query of a rank may see is not sent to it. The next shard is on its way while one is computed with, so a
 rank holds two of other ranks at most. Backward sends the shards again, and their gradients back.
 
-A part of the keys gives output o and log-sum-exp l, all of them O and L. With w = exp(l - L), O is the sum of w o, so
-the gradients of a part are those of (o, l) by (w dO, w (dO · (o - O) + dL)): each is computed by the engines, alone.
+A part of the keys gives output o and log-sum-exp l, all of them O and L. With w = exp(l - L), O is the sum of w o. The
+weights of a part are exp(logit - L) whatever the others are, so its gradients follow from O and L alone; where a score
+function learns, they are those of (o, l) by (w dO, w (dO · (o - O) + dL)).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from math import prod
 from typing import Any
 
 import torch
@@ -24,10 +24,12 @@ from regard.attention import Attention
 from regard.distributed.layout import Span
 from regard.distributed.part import part_of
 from regard.distributed.plan import Block, Plan, Sizes
-from regard.distributed.wire import Posted, Wire, cut
-from regard.engines import merge
+from regard.distributed.wire import Posted, Wire
+from regard.engines import gradients_within, merge_into
+from regard.engines.dropout import draw_seed
 from regard.engines.tiled import with_leaves
 from regard.geometry import Frame, Part
+from regard.scores import Score
 
 _GOLDEN = 0x9E3779B97F4A7C15
 
@@ -48,9 +50,19 @@ class Call:
     def compute(self, attend: Attention, part: Part, *tensors: Tensor) -> tuple[Tensor, Tensor]:
         """Output and log-sum-exp of a part of the call."""
         own = part_of(attend, self.frame, part)
-        place = (part.heads.start * self.frame.Q + part.rows.start) * self.frame.K + part.columns.start
-        with _seeded(self.seed + _GOLDEN * (place + 1)) if own.dropout else nullcontext():
+        with self.seeded(part):
             return own.here(*tensors, engine=self.engine, return_lse=True)
+
+    @contextmanager
+    def seeded(self, part: Part) -> Iterator[None]:
+        """Within, dropout of a part begins from a seed of its own; behind, torch's generator is where it was."""
+        if not self.attend.dropout:
+            yield
+            return
+        place = (part.heads.start * self.frame.Q + part.rows.start) * self.frame.K + part.columns.start
+        with torch.random.fork_rng(devices=[]):
+            torch.default_generator.manual_seed((self.seed + _GOLDEN * (place + 1)) % 2**63)
+            yield
 
 
 def ring(call: Call, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
@@ -87,9 +99,7 @@ def _forward(call: Call, query: Tensor, key: Tensor, value: Tensor) -> tuple[Ten
         for block in call.plan.blocks[rank][source]:
             rows, columns = _within(own, block.rows), _columns(call, source, block)
             inputs = query[:, :, rows], held[0][:, :, columns], held[1][:, :, columns]
-            part, part_lse = call.compute(attend, _part(call, block), *inputs)
-            merged = merge([output[:, :, rows], part.to(real)], [lse[:, :, rows], part_lse])
-            output[:, :, rows], lse[:, :, rows] = merged
+            merge_into(output[:, :, rows], lse[:, :, rows], *call.compute(attend, _part(call, block), *inputs))
     return output.to(query.dtype), lse
 
 
@@ -109,22 +119,19 @@ def _gradients(
         sink=None,
     )
     learned = [leaves.get(id(tensor), tensor) for tensor in call.tensors]
-    whole = output.to(real), lse, grad_output.to(real), grad_lse
+    whole = output, lse, grad_output, grad_lse
     returning: Return | None = None
     for step, source, held in _arrivals(call, key, value):
-        k_grad, v_grad = (torch.zeros_like(x, dtype=real) for x in held)
+        shard = [torch.zeros_like(x, dtype=real) for x in held]
         for block in call.plan.blocks[rank][source]:
             rows, columns = _within(call.plan.queries.spans[rank], block.rows), _columns(call, source, block)
             inputs = [query[:, :, rows], held[0][:, :, columns], held[1][:, :, columns]]
             inputs = [x.detach().requires_grad_(want) for x, want in zip(inputs, wanted, strict=False)] + learned
-            with torch.enable_grad():
-                part, part_lse = call.compute(attend, _part(call, block), *inputs[:3])
-            pairing = _pairing(part.detach(), part_lse.detach(), *(x[:, :, rows] for x in whole))
             asked = [n for n, x in enumerate(inputs) if x.requires_grad]
-            found = torch.autograd.grad(
-                (part, part_lse), [inputs[n] for n in asked], pairing, allow_unused=True, retain_graph=bool(learned)
+            found = _of_block(
+                call, attend, _part(call, block), inputs[:3], [x[:, :, rows] for x in whole], [inputs[n] for n in asked]
             )
-            targets = [sums[0][:, :, rows], k_grad[:, :, columns], v_grad[:, :, columns], *sums[3:]]
+            targets = [sums[0][:, :, rows], *(x[:, :, columns] for x in shard), *sums[3:]]
             for n, grad in zip(asked, found, strict=True):
                 if grad is not None:
                     targets[n] += grad
@@ -132,13 +139,33 @@ def _gradients(
             returning.add(sums)
             returning = None
         if not step:
-            _add(call, rank, (k_grad, v_grad), sums)
+            _add(call, rank, shard, sums)
         elif call.sizes.grad_keys:
-            returning = _give_back(call, step, source, (k_grad, v_grad), key, value)
+            returning = _give_back(call, step, source, [x.to(key.dtype) for x in shard], key)
     if returning is not None:
         returning.add(sums)
-    _sink_gradient(call, tensors, sums, *whole)
+    _sink_gradient(call, sums, *whole)
     return [total.to(tensor.dtype) for total, tensor in zip(sums, tensors, strict=True)]
+
+
+def _of_block(
+    call: Call, attend: Attention, part: Part, tensors: Sequence[Tensor], whole: Sequence[Tensor],
+    inputs: Sequence[Tensor],
+) -> Sequence[Tensor | None]:  # fmt: skip
+    """The gradients of inputs by one block of queries and keys."""
+    device = whole[0].device
+    with torch.enable_grad():
+        own = part_of(attend, call.frame, part)
+        assert isinstance(own.score, Score)
+        if not own.score.closes_over_learned(device):
+            seed = None
+            if own.dropout:
+                with call.seeded(part):
+                    seed = draw_seed(device)
+            return gradients_within(own.problem(*tensors), tensors, seed, *whole, inputs)
+        found, found_lse = call.compute(attend, part, *tensors)
+    by = _pairing(found.detach(), found_lse.detach(), *whole)
+    return torch.autograd.grad((found, found_lse), inputs, by, allow_unused=True, retain_graph=True)
 
 
 def _pairing(
@@ -146,33 +173,30 @@ def _pairing(
 ) -> tuple[Tensor, Tensor]:
     """What the output and log-sum-exp of a part of the keys are to be differentiated by."""
     share = (part_lse - lse).exp().masked_fill(part_lse == float("-inf"), 0.0)
-    rest = (grad_output * (part.to(output) - output)).sum(-1) + grad_lse
+    rest = (grad_output.to(lse) * (part.to(lse) - output.to(lse))).sum(-1) + grad_lse
     return (share.unsqueeze(-1) * grad_output).to(part.dtype), share * rest
 
 
-def _arrivals(call: Call, key: Tensor, value: Tensor) -> Iterator[tuple[int, int, tuple[Tensor, Tensor]]]:
+def _arrivals(call: Call, key: Tensor, value: Tensor) -> Iterator[tuple[int, int, list[Tensor]]]:
     """Step, rank and its keys and values that this rank needs, own ones first; the next are always on their way."""
     wire, plan = call.wire, call.plan
     spans = plan.keys.spans[wire.rank]
 
-    def begin(step: int) -> tuple[Posted, Tensor]:
+    def begin(step: int) -> tuple[Posted, list[Tensor]]:
         target, source = (wire.rank + step) % wire.ranks, (wire.rank - step) % wire.ranks
         needed = plan.pieces[target][wire.rank]
-        out = torch.cat([_take(x, spans, needed).reshape(-1) for x in (key, value)])
-        room = key.new_empty(sum(prod(shape) for shape in _shapes(call, plan.count(wire.rank, source))))
-        return wire.post((target, out), (source, room), tag=2 * step), room
+        room = _room(call, plan.count(wire.rank, source), key)
+        return wire.post(target, [_take(x, spans, needed) for x in (key, value)], source, room, tag=4 * step), room
 
-    held = tuple(_take(x, spans, plan.pieces[wire.rank][wire.rank]) for x in (key, value))
     coming = begin(1) if wire.ranks > 1 else None
-    yield 0, wire.rank, held  # type: ignore[misc]
+    yield 0, wire.rank, [_take(x, spans, plan.pieces[wire.rank][wire.rank]) for x in (key, value)]
     for step in range(1, wire.ranks):
         assert coming is not None
-        posted, room = coming
+        posted, held = coming
         posted.wait()
+        del posted  # and what was sent
         coming = begin(step + 1) if step + 1 < wire.ranks else None
-        source = (wire.rank - step) % wire.ranks
-        k, v = cut(room, _shapes(call, plan.count(wire.rank, source)))
-        yield step, source, (k, v)
+        yield step, (wire.rank - step) % wire.ranks, held
 
 
 @dataclass(frozen=True, eq=False)
@@ -182,23 +206,21 @@ class Return:
     call: Call
     posted: Posted
     target: int
-    room: Tensor
+    room: list[Tensor]
 
     def add(self, sums: Sequence[Tensor]) -> None:
         self.posted.wait()
-        k, v = cut(self.room, _shapes(self.call, self.call.plan.count(self.target, self.call.wire.rank)))
-        _add(self.call, self.target, (k, v), sums)
+        _add(self.call, self.target, self.room, sums)
 
 
-def _give_back(call: Call, step: int, source: int, grads: tuple[Tensor, Tensor], key: Tensor, value: Tensor) -> Return:
+def _give_back(call: Call, step: int, source: int, grads: list[Tensor], key: Tensor) -> Return:
     wire = call.wire
     target = (wire.rank + step) % wire.ranks
-    out = torch.cat([grad.reshape(-1) for grad in grads]).to(key.dtype)
-    room = key.new_empty(sum(prod(shape) for shape in _shapes(call, call.plan.count(target, wire.rank))))
-    return Return(call, wire.post((source, out), (target, room), tag=2 * step + 1), target, room)
+    room = _room(call, call.plan.count(target, wire.rank), key)
+    return Return(call, wire.post(source, grads, target, room, tag=4 * step + 2), target, room)
 
 
-def _add(call: Call, target: int, grads: tuple[Tensor, Tensor], sums: Sequence[Tensor]) -> None:
+def _add(call: Call, target: int, grads: Sequence[Tensor], sums: Sequence[Tensor]) -> None:
     """Add the gradients of those of this rank's keys that another (or this one) has used."""
     first, spans = 0, call.plan.keys.spans[call.wire.rank]
     for a, b in call.plan.pieces[target][call.wire.rank]:
@@ -215,23 +237,22 @@ def _sink(call: Call, output: Tensor) -> Tensor:
 
 
 def _sink_gradient(
-    call: Call, tensors: Sequence[Tensor], sums: Sequence[Tensor], output: Tensor, lse: Tensor, grad_output: Tensor,
+    call: Call, sums: Sequence[Tensor], output: Tensor, lse: Tensor, grad_output: Tensor,
     grad_lse: Tensor,
 ) -> None:  # fmt: skip
     sink = call.attend.sink
     if not isinstance(sink, Tensor):
         return
-    nothing = output.new_zeros(())
-    _, by = _pairing(nothing, _sink(call, output), output, lse, grad_output, grad_lse)
+    _, by = _pairing(lse.new_zeros(()), _sink(call, lse.unsqueeze(-1)), output, lse, grad_output, grad_lse)
     total = sums[3 + [id(tensor) for tensor in call.tensors].index(id(sink))]
     by_head = by.sum((0, 2))
     total += (by_head if sink.numel() > 1 else by_head.sum()).reshape(total.shape)
 
 
-def _shapes(call: Call, count: int) -> list[tuple[int, ...]]:
-    """The shapes of so many keys and values."""
+def _room(call: Call, count: int, like: Tensor) -> list[Tensor]:
+    """Room for so many keys and values."""
     sizes = call.sizes
-    return [(sizes.B, sizes.G, count, sizes.D), (sizes.B, sizes.G, count, sizes.E)]
+    return [like.new_empty(sizes.B, sizes.G, count, width) for width in (sizes.D, sizes.E)]
 
 
 def _part(call: Call, block: Block) -> Part:
@@ -261,11 +282,3 @@ def _take(x: Tensor, spans: Sequence[Span], pieces: Sequence[Span]) -> Tensor:
 
 def _real(x: Tensor) -> torch.dtype:
     return torch.float64 if x.dtype == torch.float64 else torch.float32
-
-
-@contextmanager
-def _seeded(seed: int) -> Iterator[None]:
-    """Within, torch's generator begins from a seed; behind, it is where it was."""
-    with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(seed % 2**63)
-        yield

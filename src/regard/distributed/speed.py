@@ -1,9 +1,13 @@
-"""How fast this machine is, at the sizes of a model: what a plan divides its FLOPs and bytes by."""
+"""How fast this machine is, at the sizes of a model: what a plan divides its FLOPs and bytes by.
+
+Ranks of one thread are timed by the seconds that they compute, which others on the machine do not stretch.
+"""
 
 from __future__ import annotations
 
 import json
 import os
+import statistics
 import subprocess
 import sys
 import time
@@ -41,7 +45,7 @@ def measured(model: Model, machine: Machine, sequence: int) -> Machine:
 
 
 def on_the_wire(machine: Machine) -> Machine:
-    """The machine with the bandwidth and latency between two processes on it."""
+    """The machine with the bandwidth and latency between two processes on it, whose wire is work for their cores."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     done = subprocess.run(
         [*command, "-m", "regard.distributed.speed"], capture_output=True, text=True, timeout=120, check=False,
@@ -57,7 +61,7 @@ def _of_products(model: Model, tokens: int) -> float:
     rows, columns = max((shape for shape in model.layers[0].weights if len(shape) == 2), key=lambda shape: shape[0])
     x, weight = torch.randn(tokens, columns, requires_grad=True), torch.randn(rows, columns, requires_grad=True)
     back = torch.randn(tokens, rows)
-    return 6 * tokens * rows * columns / _best(lambda: (x @ weight.T).backward(back))
+    return 6 * tokens * rows * columns / _seconds(lambda: (x @ weight.T).backward(back))
 
 
 def _of_attention(model: Model, tokens: int) -> float:
@@ -71,45 +75,47 @@ def _of_attention(model: Model, tokens: int) -> float:
     count = places(attend.mask, Frame(1, layer.H, tokens, tokens, 0))
     flops = forward_flops(count, attend.score, layer.D, layer.E) + backward_flops(count, attend.score, layer.D, layer.E)
     attend = Attention(attend.score, attend.mask)
-    return flops / _best(lambda: attend(q, k, v).backward(back))
+    return flops / _seconds(lambda: attend(q, k, v).backward(back))
 
 
 def _of_memory() -> float:
     """Bytes/s of an elementwise operation on more than a cache holds."""
     x, y = torch.ones(1 << 24), torch.empty(1 << 24)
-    return 2 * x.nbytes / _best(lambda: torch.mul(x, 2.0, out=y))
+    return 2 * x.nbytes / _seconds(lambda: torch.mul(x, 2.0, out=y))
 
 
-def _best(call: Callable[[], Any]) -> float:
-    """Seconds of one call, the best of several."""
+def _seconds(call: Callable[[], Any]) -> float:
+    """Seconds of one call, the median of several."""
+    now = time.process_time if torch.get_num_threads() == 1 else time.perf_counter
     call()
-    best, end = float("inf"), time.perf_counter() + SECONDS
-    while time.perf_counter() < end:
-        start = time.perf_counter()
+    taken: list[float] = []
+    while sum(taken) < SECONDS:
+        start = now()
         call()
-        best = min(best, time.perf_counter() - start)
-    return best
+        taken.append(now() - start)
+    return statistics.median(taken)
 
 
-def _two() -> None:
-    """One of two processes: bytes/s that each sends while they add up a tensor, and seconds of a message."""
-    dist.init_process_group("gloo")
-    large, small = torch.ones(WIRE // 4), torch.ones(1)
+def wire() -> dict[str, float]:
+    """Bytes/s that each process of a group sends while they add up a tensor, and seconds of a message."""
+    ranks = dist.get_world_size()
     found = {}
-    for name, tensor, times in (("bandwidth", large, 8), ("latency", small, 200)):
+    for name, tensor, times in (("bandwidth", torch.ones(WIRE // 4), 5), ("latency", torch.ones(1), 50)):
         dist.all_reduce(tensor)
         taken = []
         for _ in range(times):
             dist.barrier()
-            start = time.perf_counter()
+            start = time.process_time()
             dist.all_reduce(tensor)
-            taken.append(time.perf_counter() - start)
-        median = sorted(taken)[times // 2]
-        found[name] = WIRE / median if name == "bandwidth" else median / 2
-    if dist.get_rank() == 0:
-        print(json.dumps(found))
-    dist.destroy_process_group()
+            taken.append(time.process_time() - start)
+        seconds = max(statistics.median(taken), 1e-6)
+        found[name] = 2 * (ranks - 1) / ranks * WIRE / seconds if name == "bandwidth" else seconds / (2 * (ranks - 1))
+    return found
 
 
 if __name__ == "__main__":
-    _two()
+    dist.init_process_group("gloo")
+    told = wire()
+    if dist.get_rank() == 0:
+        print(json.dumps(told))
+    dist.destroy_process_group()

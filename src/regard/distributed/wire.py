@@ -104,18 +104,16 @@ class Wire:
             cut(piece.view(like.dtype), some) for piece, some in zip(room.split(sizes), shapes, strict=True)
         ]  # fmt: skip
 
-    def post(self, out: tuple[int, Tensor] | None, room: tuple[int, Tensor] | None, tag: int) -> Posted:
-        """Begin to send a tensor to a rank, and to receive one from a rank, each of which may be nothing."""
-        operations = []
-        if out is not None and out[1].numel():
-            operations.append(dist.P2POp(dist.isend, out[1], group=self.group, group_peer=out[0], tag=tag))
-            self._count("sent", {out[0]: out[1].nbytes})
-        if room is not None and room[1].numel():
-            operations.append(dist.P2POp(dist.irecv, room[1], group=self.group, group_peer=room[0], tag=tag))
-            self._count("received", {room[0]: room[1].nbytes})
+    def post(self, target: int, out: Sequence[Tensor], source: int, room: Sequence[Tensor], tag: int) -> Posted:
+        """Begin to send tensors to one rank, and to receive others from one; those that are empty do not travel."""
+        operations, out = [], [x.contiguous() for x in out if x.numel()]
+        for way, peer, tensors in ((dist.isend, target, out), (dist.irecv, source, [x for x in room if x.numel()])):
+            for n, tensor in enumerate(tensors):
+                operations.append(dist.P2POp(way, tensor, group=self.group, group_peer=peer, tag=tag + n))
+                self._count("sent" if way is dist.isend else "received", {peer: tensor.nbytes})
         works = self._start(lambda: dist.batch_isend_irecv(operations)) if operations else []
         peers = " and ".join(f"rank {peer}" for peer in sorted({operation.group_peer for operation in operations}))
-        return Posted(self, works, peers, (out, room))
+        return Posted(self, works, peers, (*out, *room))
 
     def _count(self, way: str, moved: dict[int, int]) -> None:
         for counted in _COUNTING:

@@ -41,3 +41,12 @@ def merge(outputs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Tensor, Te
     total = total.masked_fill(nothing, 1.0)
     summed = (torch.stack(outputs).to(shares.dtype) * (shares / total).unsqueeze(-1)).sum(0)
     return summed.to(outputs[0].dtype), (largest + total.log()).masked_fill(nothing, float("-inf"))
+
+
+def merge_into(output: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
+    """The same of two, in place: output (..., Q, E) and lse (..., Q) become those over a shard more."""
+    total = torch.logaddexp(lse, part_lse)
+    nothing = total == float("-inf")
+    own, others = ((x - total).exp().masked_fill(nothing, 0.0).unsqueeze(-1) for x in (lse, part_lse))
+    output.mul_(own).add_(part * others)
+    lse.copy_(total)

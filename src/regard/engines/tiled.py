@@ -215,10 +215,10 @@ class _Tiled(torch.autograd.Function):
             inputs = [tensor for tensor, want in zip(tensors, wanted, strict=True) if want]
             found = iter(torch.autograd.grad(again, inputs, grads, create_graph=True, allow_unused=True))
             return (None, None, *(next(found) if want else None for want in wanted))
-        return (None, None, *_gradients(ctx.problem, ctx.seed, tensors, wanted, output, lse, *grads))
+        return (None, None, *gradients(ctx.problem, ctx.seed, tensors, wanted, output, lse, *grads))
 
 
-def _gradients(
+def gradients(
     problem: Problem, seed: Tensor | None, tensors: list[Tensor], wanted: list[bool], output: Tensor, lse: Tensor,
     grad_output: Tensor, grad_lse: Tensor,
 ) -> list[Tensor | None]:  # fmt: skip

@@ -92,15 +92,16 @@ class Shared:
         known = self._tables.get((rotary, width))
         if known is None:
             at, together = self.positions, sharding()
-            if at is None and together is not None:
-                at = together.positions(like.shape[1], like.device)
+            here = None
+            if together is not None and (at is None or rotary.scaling is not None):
+                here = together.positions(like.shape[1], like.device)
             if at is None:
-                at = torch.arange(like.shape[1], device=like.device)
-            if together is None or rotary.scaling is None:
+                at = torch.arange(like.shape[1], device=like.device) if here is None else here
+            if here is None or together is None or rotary.scaling is None:
                 known = rotary.table(at, width, like.dtype)
             else:  # a scaling looks at the whole
                 cos, sin = rotary.table(together.whole(at, -1), width, like.dtype)
-                known = together.own(cos, -3), together.own(sin, -3)
+                known = cos.index_select(-3, here), sin.index_select(-3, here)
             self._tables[rotary, width] = known
         return known
 

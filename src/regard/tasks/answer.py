@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import torch
@@ -19,7 +19,7 @@ from regard.tasks.batches import Ragged, in_order
 from regard.tasks.data import FORMATS, Row, format_of
 from regard.tasks.squad import Asked, read_squad, read_table
 from regard.tasks.task import Batch, Figures, Kit, Prediction, Recipe, Task, option
-from regard.tasks.texts import encoder_config, loaded, pretrained, started, too_long
+from regard.tasks.texts import encoder_config, encoder_of, loaded, started, too_long
 from regard.tasks.tokens import BEGIN, END, learn, special
 from regard.tasks.trouble import Bad
 
@@ -38,6 +38,7 @@ class Answer(Task):
     does: ClassVar[str] = "a question about a text to the part of the text that answers it"
     example: ClassVar[str] = "context,question,answer\nMarie Curie was born in Warsaw.,Where was she born?,Warsaw"
     columns: ClassVar[tuple[str, ...]] = ("context", "question", "answer")
+    shown: ClassVar[str] = "Who sat on the mat?\tThe cat sat on the mat."
     recipe: ClassVar[Recipe] = Recipe(
         steps=1000,
         tokens=4096,
@@ -82,8 +83,9 @@ class Answer(Task):
     def begin(self, model: nn.Module) -> None:
         if self.start:
             assert isinstance(model, QuestionAnswering)
-            model.encoder.load_state_dict(pretrained(self.start)[0].state_dict())
-            if isinstance(before := loaded(self.start)[0], QuestionAnswering):
+            before, _ = loaded(self.start)
+            model.encoder.load_state_dict(encoder_of(before, self.start).state_dict())
+            if isinstance(before, QuestionAnswering):
                 model.ends.load_state_dict(before.ends.state_dict())
 
     def items(self, kit: Kit, rows: Sequence[Row], bad: Bad) -> Questions:
@@ -111,11 +113,10 @@ class Answer(Task):
         return replace(kit, settled={"threshold": threshold})
 
     def evaluate(self, model: nn.Module, kit: Kit, rows: Sequence[Row]) -> Figures:
-        found = {
-            each.number: self._said(kit, each) for each in self._found(model, self.items(kit, rows, Bad(skip=True)))
-        }
+        found = self._found(model, self.items(kit, rows, Bad(skip=True)))
+        said = {each.number: self._said(kit, each) for each in found}
         # a question that the model cannot take counts, as one without an answer
-        return metrics.answers([found.get(n, "") for n in range(len(rows))], [_references(row.values) for row in rows])
+        return metrics.answers([said.get(n, "") for n in range(len(rows))], [_references(row.values) for row in rows])
 
     def baselines(self, kit: Kit, train: Sequence[Row], held: Sequence[Row]) -> dict[str, Figures]:
         """Of the names and numbers of the context: the first, the most frequent, and that with most of the question's
@@ -130,7 +131,7 @@ class Answer(Task):
         return found
 
     def predict(self, model: nn.Module, kit: Kit, rows: Sequence[Row], bad: Bad) -> Iterator[Prediction]:
-        asked = [Row(row.place, each) for row in rows if (each := _one(row, bad)) is not None]
+        asked = [Row(row.place, question) for row in rows if (question := _one(row, bad)) is not None]
         for each in self._found(model, self.items(kit, asked, bad)):
             said = self._said(kit, each)
             score = each.chance if said else each.none
@@ -164,7 +165,7 @@ class Answer(Task):
             chances = torch.cat([part.log_softmax(0) for part in logits.split(parts)])
             windows = iter(chances.split(ids.lengths))
             for n in chosen.tolist():
-                found[n] = items.best(n, [next(windows) for _ in items.windows[n]], self.most)
+                found[n] = best(items.questions[n], [next(windows) for _ in items.questions[n].windows], self.most)
         return [found[n] for n in range(len(items.sizes))]
 
 
@@ -192,6 +193,15 @@ class Window(NamedTuple):
     before: int
 
 
+class Question(NamedTuple):
+    """A question made ready. offsets: where each token of its context begins and ends, (n, 2), spaces apart."""
+
+    number: int  # of the row
+    asked: Asked
+    offsets: np.ndarray
+    windows: list[Window]
+
+
 class Questions:
     """Questions with the windows of their contexts; an item is a question, with all of its windows."""
 
@@ -201,11 +211,11 @@ class Questions:
         begin, end = special(tokenizer, BEGIN, "[CLS]"), special(tokenizer, END, "[SEP]")
         texts = list(dict.fromkeys(text for row in rows for text in row.values[:2]))
         known = dict(zip(texts, tokenizer.encode_batch(texts, add_special_tokens=False), strict=True))
-        self.places, self.asked, self.numbers = list[str](), list[Asked](), list[int]()
-        self.windows, self.offsets, pieces = list[list[Window]](), list[np.ndarray](), list[np.ndarray]()
-        spans = dict[str, np.ndarray]()
+        offsets = {text: _trimmed(text, known[text].offsets) for text in {row.values[0] for row in rows}}
+        self.questions, pieces = list[Question](), list[np.ndarray]()
         for number, row in enumerate(rows):
-            question, context = known[row.values[1]].ids, known[row.values[0]]
+            asked = Asked(*row.values)
+            question, context = known[asked.question].ids, known[asked.context].ids
             room = longest - len(question) - 3
             if room < min(LEAST, len(context)):
                 bad(too_long(row.place, len(question) + LEAST + 3, longest))
@@ -213,24 +223,16 @@ class Questions:
             if len(context) > room and not windows:
                 bad(too_long(row.place, len(question) + len(context) + 3, longest, " or read it in --windows,"))
                 continue
-            if row.values[0] not in spans:
-                spans[row.values[0]] = _trimmed(row.values[0], context.offsets)
-            step, before = max(1, room - overlap), len(question) + 2
+            step = max(1, room - min(overlap, room // 2))
             firsts = range(0, max(1, len(context) - room + step), step)
-            parts = [Window(first, min(first + room, len(context)), before) for first in firsts]
-            pieces += [
-                np.concatenate([[begin], question, [end], context.ids[part.first : part.stop], [end]]) for part in parts
-            ]
-            self.windows.append(parts)
-            self.offsets.append(spans[row.values[0]])
-            self.places.append(row.place)
-            self.asked.append(Asked(*row.values))
-            self.numbers.append(number)
+            parts = [Window(first, min(first + room, len(context)), len(question) + 2) for first in firsts]
+            self.questions.append(Question(number, asked, offsets[asked.context], parts))
+            for first, stop, _ in parts:
+                pieces.append(np.concatenate([[begin], question, [end], context[first:stop], [end]]))
+        self.places: Sequence[str] = [rows[each.number].place for each in self.questions]
         self.ids = Ragged(pieces)
-        self.edges = np.concatenate([[0], np.cumsum([len(parts) for parts in self.windows], dtype=np.int64)])
-        self.sizes = np.array(
-            [int(self.ids.lengths[a:b].sum()) for a, b in zip(self.edges, self.edges[1:], strict=False)], np.int64
-        )
+        self.edges = np.concatenate([[0], np.cumsum([len(each.windows) for each in self.questions], dtype=np.int64)])
+        self.sizes = self.ids.edges[self.edges[1:]] - self.ids.edges[self.edges[:-1]]
 
     def batch(self, chosen: np.ndarray, random: np.random.Generator) -> Batch:
         """Inputs: ids and segments, packed; which tokens may be ends of an answer (N,); how many tokens each question
@@ -238,47 +240,41 @@ class Questions:
         packed = self.ids.pack(np.concatenate([np.arange(self.edges[n], self.edges[n + 1]) for n in chosen]))
         segments, allowed = np.zeros(len(packed.values), np.int64), np.zeros(len(packed.values), bool)
         right, at = np.zeros((len(packed.values), 2), bool), 0
-        for n in chosen:
-            nowhere = True
-            spans = [_tokens(self.offsets[n], text, start) for text, start in self.asked[n].answers]
-            starts = []
-            for part in self.windows[n]:
-                stop = at + part.before + part.stop - part.first
+        for _, asked, offsets, windows in (self.questions[n] for n in chosen):
+            spans = [_tokens(offsets, text, start) for text, start in asked.answers]
+            starts, nowhere = [], True
+            for first, stop, before in windows:
+                inside = slice(at + before, at + before + stop - first)
+                segments[at + before : inside.stop + 1] = 1
+                allowed[at], allowed[inside] = True, offsets[first:stop, 0] < offsets[first:stop, 1]  # not spaces
+                for begin, end in spans:
+                    if first <= begin and end < stop:  # all of it is in this window
+                        right[inside.start + begin - first, 0] = right[inside.start + end - first, 1] = True
+                        nowhere = False
                 starts.append(at)
-                segments[at + part.before : stop + 1] = 1
-                shown = self.offsets[n][part.first : part.stop]
-                allowed[at], allowed[at + part.before : stop] = True, shown[:, 1] > shown[:, 0]  # not spaces
-                for first, last in spans:
-                    if part.first <= first and last < part.stop:  # all of it is in this window
-                        shift, nowhere = at + part.before - part.first, False
-                        right[first + shift, 0] = right[last + shift, 1] = True
-                at = stop + 1
+                at = inside.stop + 1
             if nowhere:
                 right[starts] = True
+        inputs = packed, Packed(torch.from_numpy(segments), packed.lengths), torch.from_numpy(allowed)
         parts = tuple(self.sizes[chosen].tolist())
-        inputs = packed, Packed(torch.from_numpy(segments), packed.lengths), torch.from_numpy(allowed), parts
-        return Batch(inputs, torch.from_numpy(right), len(packed.values), len(chosen))
+        return Batch((*inputs, parts), torch.from_numpy(right), len(packed.values), len(chosen))
 
-    def best(self, n: int, windows: Sequence[Tensor], most: int) -> Found:
-        """The span with the largest product of chances, at most `most` tokens long, of log-chances (n, 2) by window."""
-        best, place, none = -math.inf, (0, 0), []
-        for part, chances in zip(self.windows[n], windows, strict=True):
-            none.append(chances[0])
-            begins, ends = chances[part.before : part.before + part.stop - part.first].unbind(-1)
-            if not len(begins):
-                continue
-            long = min(most, len(begins))
-            after = torch.cat((ends, ends.new_full((long - 1,), -torch.inf))).unfold(0, long, 1)  # (n, long)
-            score, where = (begins[:, None] + after).flatten().max(0)
-            if float(score) > best:
-                first = part.first + int(where) // long
-                best, place = float(score), (first, first + int(where) % long)
-        start, stop = (
-            (int(self.offsets[n][place[0], 0]), int(self.offsets[n][place[1], 1])) if len(self.offsets[n]) else (0, 0)
-        )
-        nothing = float(torch.stack(none).logsumexp(0).sum())
-        asked = self.asked[n]
-        return Found(self.numbers[n], asked, asked.context[start:stop], start, math.exp(best), math.exp(nothing))
+
+def best(question: Question, windows: Sequence[Tensor], most: int) -> Found:
+    """The span with the largest product of chances, at most `most` tokens long, of log-chances (n, 2) by window."""
+    number, asked, offsets, parts = question
+    highest, first, last = -math.inf, 0, 0
+    for part, chances in zip(parts, windows, strict=True):
+        begins, ends = chances[part.before : part.before + part.stop - part.first].unbind(-1)
+        long = min(most, len(begins))
+        after = torch.cat((ends, ends.new_full((long - 1,), -torch.inf))).unfold(0, long, 1)  # (n, long)
+        score, where = (begins[:, None] + after).flatten().max(0)
+        if float(score) > highest:
+            highest, first = float(score), part.first + int(where) // long
+            last = first + int(where) % long
+    start, stop = int(offsets[first, 0]), int(offsets[last, 1])
+    none = float(torch.stack([chances[0] for chances in windows]).logsumexp(0).sum())
+    return Found(number, asked, asked.context[start:stop], start, math.exp(highest), math.exp(none))
 
 
 def _trimmed(text: str, offsets: Sequence[tuple[int, int]]) -> np.ndarray:
@@ -297,7 +293,7 @@ def _tokens(offsets: np.ndarray, text: str, start: int) -> tuple[int, int]:
     return (int(inside[0]), int(inside[-1])) if len(inside) else (len(offsets), len(offsets))
 
 
-def _references(asked: Sequence) -> list[str]:
+def _references(asked: Sequence[Any]) -> list[str]:
     return [text for text, _ in asked[2]]
 
 

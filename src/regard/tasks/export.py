@@ -36,13 +36,17 @@ def export(run: Run, folder: Path, *, onnx: bool = True) -> list[str]:
 
 
 def _onnx(model: nn.Module, sample: tuple[Any, ...], path: Path, takes: str) -> str:
-    """Write a graph: of token ids and their mask, of any batch and length, or of any batch of pixels; else why not."""
+    """Write a graph: of token ids or sounds and their mask, of any batch and length, or of pixels; else why not."""
     try:
         import onnxscript  # noqa: F401
     except ImportError:
         return "it needs pip install onnx onnxscript"
     free = torch.export.Dim.DYNAMIC
-    named, axes = (["ids", "mask"], {0: free, 1: free}) if takes == "text" else (["pixels"], {0: free})
+    named, axes = {
+        "text": (["ids", "mask"], {0: free, 1: free}),
+        "audio": (["features", "mask"], {0: free, 1: free}),
+        "image": (["pixels"], {0: free}),
+    }[takes]
     with warnings.catch_warnings(), torch.no_grad(), without("native"):
         warnings.simplefilter("ignore")
         outputs = ["logits", "boxes"] if isinstance(model(*sample), tuple) else ["output"]

@@ -46,10 +46,10 @@ class Graph(Task):
     target: str = option("", "column of the other end")
     directed: bool = option(False, "a node sees those that it points to, and not those that point to it")
     labelled: int = option(20, "nodes of each class that are learnt from")
-    width: int = option(32, "of the hidden states")
+    width: int = option(64, "of the hidden states")
     layers: int = option(2, "of the encoder: how many edges far a node sees")
     heads: int = option(4, "of the attention")
-    dropout: float = option(0.5, "in training")
+    dropout: float = option(0.6, "in training")
 
     def __post_init__(self) -> None:
         if min(self.width, self.heads, self.layers, self.labelled) < 1 or self.width % self.heads:

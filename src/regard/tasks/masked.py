@@ -28,6 +28,7 @@ class Masked(Task):
     does: ClassVar[str] = "hidden words of a text: a masked language model, to fine-tune others from"
     example: ClassVar[str] = "Any text, a paragraph a line.\nThe next one."
     columns: ClassVar[tuple[str, ...]] = ("text",)
+    shown: ClassVar[str] = "The cat sat on the <mask>."
     recipe: ClassVar[Recipe] = Recipe(
         steps=2000, tokens=4096, rate=1e-3, warmup=200, ema=0.995, evaluate_every=250, save_every=250
     )

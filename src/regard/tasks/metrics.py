@@ -444,7 +444,7 @@ def ranking(ranks: Tensor, count: int = 10) -> Figures:
     >>> import torch
     >>> from regard.tasks.metrics import ranking
     >>> ranking(torch.tensor([1, 3, 11]))
-    {'ndcg@10': 0.5, 'hit@10': 0.6666666666666666, 'mrr': 0.47474747474747475}
+    {'ndcg@10': 0.5, 'hit@10': 0.66..., 'mrr': 0.47...}
     """
     found, ranks = ranks <= count, ranks.double()
     return {

@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -146,10 +147,14 @@ class Recommend(Task):
         count = torch.from_numpy(np.bincount(np.concatenate(past), minlength=len(kit.labels)).astype(np.float32))
         neighbours = metrics.Neighbours(past, len(kit.labels))
 
-        def near(chosen: np.ndarray) -> Tensor:
-            return torch.from_numpy(neighbours.scores([asked.before[n] for n in chosen]))
+        def near(chosen: np.ndarray, last: int = 0) -> Tensor:
+            return torch.from_numpy(neighbours.scores([asked.before[n][-last:] for n in chosen]))
 
-        ways = {"most popular": lambda chosen: count.expand(len(chosen), -1), "nearest items": near}
+        ways: dict[str, Callable[[np.ndarray], Tensor]] = {
+            "most popular": lambda chosen: count.expand(len(chosen), -1),
+            "nearest items": near,
+            "nearest to the last 10": partial(near, last=10),
+        }
         return {name: metrics.ranking(asked.ranks(score, again=self.again)) for name, score in ways.items()}
 
     @torch.no_grad()
@@ -199,7 +204,8 @@ class Histories:
                     parts.append(ids[start : stop - 1])
                     after.append(targets)
                     places.append(row.place)
-        self.ids, self.after, self.places = Ragged(parts), Ragged(after), places
+        self.ids, self.after = Ragged(parts), Ragged(after)
+        self.places: Sequence[str] = places
         self.sizes = self.ids.lengths
 
     def batch(self, chosen: np.ndarray, random: np.random.Generator) -> Batch:

@@ -42,7 +42,10 @@ class Form:
     def of(kit: Kit) -> Form:
         """What `learnt` left in a kit."""
         assert kit.config is not None
-        return Form(**{key: tuple(value) if isinstance(value, list) else value for key, value in kit.config.items()})
+        values: dict[str, Any] = {
+            key: tuple(value) if isinstance(value, list) else value for key, value in kit.config.items()
+        }
+        return Form(**values)
 
     def ready(self, values: Tensor) -> Tensor:
         """log-mel (..., features) as numbers around 0."""
@@ -82,14 +85,19 @@ def wave_of(row: Row, bad: Bad) -> np.ndarray | None:
         why = str(error).splitlines()[0].rsplit(": ", 1)[-1].rstrip(".") or "no reason is told"
         bad(f"{_at(row)}: is no sound that can be read ({why}); save it again as WAV or FLAC")
         return None
-    wave = samples.mean(1)
+    wave = at_rate(samples.mean(1), rate)
     if not len(wave):
         bad(f"{_at(row)}: has no samples; record it again")
         return None
     if not np.isfinite(wave).all():
         bad(f"{_at(row)}: has samples that are no numbers; record it again")
         return None
-    if rate != RATE:
+    return wave
+
+
+def at_rate(wave: np.ndarray, rate: int) -> np.ndarray:
+    """A wave of another rate at 16 kHz, float32."""
+    if rate != RATE and len(wave):
         from scipy.signal import resample_poly
 
         common = int(np.gcd(rate, RATE))
@@ -98,8 +106,9 @@ def wave_of(row: Row, bad: Bad) -> np.ndarray | None:
 
 
 def shown(file: bytes, features: int = 80) -> tuple[Tensor, float]:
-    """What a sound at 16 kHz, the bytes of a file, looks like: log-mel (frames, features), and how long it is."""
-    wave, _ = _soundfile().read(io.BytesIO(file), dtype="float32")
+    """What the sound of a file looks like: log-mel (frames, features), and how many seconds it has."""
+    samples, rate = _soundfile().read(io.BytesIO(file), dtype="float32", always_2d=True)
+    wave = at_rate(samples.mean(1), rate)
     return log_mel(torch.from_numpy(wave), features), len(wave) / RATE
 
 

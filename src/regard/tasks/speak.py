@@ -47,7 +47,7 @@ class Speak(Task):
     does: ClassVar[str] = "a text to speech"
     example: ClassVar[str] = "audio\ttext\nclips/1.wav\tone two three\nclips/2.ogg\tfour"
     columns: ClassVar[tuple[str, ...]] = ("audio", "text")
-    makes: ClassVar[str] = ".wav"
+    makes: ClassVar[str] = "audio"
     held: ClassVar[int] = 50
     recipe: ClassVar[Recipe] = Recipe(
         steps=2000, tokens=1500, rate=1e-3, warmup=200, decay=0.01, ema=0.998, evaluate_every=250, save_every=250

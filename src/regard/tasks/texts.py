@@ -81,7 +81,7 @@ def encoder_config(kit: Kit, shape: Shape, **more: Any) -> TextConfig:
 def pretrained(start: str) -> tuple[TextEncoder, Tokenizer]:
     """The text encoder of a run, or of a checkpoint folder with its tokenizer.json, and its tokenizer."""
     model, tokenizer = loaded(start)
-    return _encoder(model, start), tokenizer
+    return encoder_of(model, start), tokenizer
 
 
 def loaded(start: str) -> tuple[nn.Module, Tokenizer]:
@@ -110,7 +110,8 @@ def started(start: str) -> Kit:
     return Kit(tokenizer, config=json.loads(json.dumps(asdict(encoder.config))))
 
 
-def _encoder(model: nn.Module, start: str) -> TextEncoder:
+def encoder_of(model: nn.Module, start: str) -> TextEncoder:
+    """The text encoder of a model that was loaded from `start`."""
     found = model if isinstance(model, TextEncoder) else getattr(model, "encoder", None)
     if not isinstance(found, TextEncoder):
         raise Trouble(

@@ -1,13 +1,14 @@
 """The compiled kernels: dot-product and additive scores, linear attention, products with weights."""
 
 from regard.engines.native.binding import about, library, missing
-from regard.engines.native.engine import ENGINE, why_not, why_rather_not
+from regard.engines.native.engine import ENGINE, gradients, why_not, why_rather_not
 from regard.engines.native.looking import pooled, statistics, takes_rows, weights
 from regard.engines.native.products import lay_out, linear_backward, linear_forward, multiply, panel_rows
 
 __all__ = [
     "ENGINE",
     "about",
+    "gradients",
     "lay_out",
     "library",
     "linear_backward",

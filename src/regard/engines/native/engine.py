@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 import struct
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from regard.engines import sdpa
 from regard.engines.lowering import Fixed, Lowered, lower
-from regard.engines.native.attend import Attend, forward, laid_like, output_of, packed
+from regard.engines.native.attend import Attend, backward, forward, laid_like, output_of, packed
 from regard.engines.native.binding import ABSENT, ADDRESS, RESULT, TENSOR, call, missing, place
 from regard.engines.problem import Engine, Problem
 from regard.engines.visible import visible_keys
@@ -51,6 +52,23 @@ def run(
     if shaw is not None and shaw.values is not None:
         output = (output.to(mass) + mass @ shaw.values.to(mass)).to(problem.dtype)
     return output, lse
+
+
+def gradients(
+    problem: Problem, tensors: Sequence[Tensor], seed: Tensor | None, output: Tensor, lse: Tensor, grad_output: Tensor,
+    grad_lse: Tensor,
+) -> tuple[list[Tensor], list[Tensor]]:  # fmt: skip
+    """What the kernel is given, as autograd knows it, and its gradients; output and lse may be over more keys.
+
+    Without a sink and without Shaw's values.
+    """
+    query, key, value = tensors
+    x, _, fixed = prepared(problem, query, key, value, seed)
+    with torch.no_grad():
+        wants_bias = x.bias is not None and x.bias.requires_grad
+        found = backward(x, fixed, (output, lse, lse), (grad_output, grad_lse, None), wants_bias)
+    pairs = [(given, grad) for given, grad in zip(x, found, strict=True) if given is not None and grad is not None]
+    return [given for given, _ in pairs], [grad for _, grad in pairs]
 
 
 def prepared(

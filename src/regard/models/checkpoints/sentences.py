@@ -61,7 +61,7 @@ def _letters(folder: Path) -> Tokenizer:
     if not all(isinstance(number, int) for number in known.values()):
         raise ValueError(f"{folder / LETTERS} must number the letters; vocabularies of several languages are not read")
     blank, between = (
-        name.get("content") if isinstance(name, dict) else name
+        str(name["content"] if isinstance(name, dict) else name)
         for name in (said.get("pad_token") or "<pad>", said.get("word_delimiter_token") or "|")
     )
     made = Tokenizer(models.WordLevel(known, unk_token=str(said.get("unk_token") or "<unk>")))

@@ -1,0 +1,153 @@
+"""The pictures of docs/applications, each from a run.
+
+python examples/applications.py recommend runs/movielens --out docs/applications
+python examples/applications.py sets runs/points --data points.jsonl --out docs/applications
+python examples/applications.py graph runs/karate --out docs/applications
+python examples/applications.py match runs/described --data digits/test.csv --out docs/applications
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from regard.tasks import Run, Sources
+from regard.tasks.data import Row
+from regard.tasks.sources import gather
+from regard.tasks.trouble import Bad
+from regard.view import capture, pictures
+
+
+def looked(run: Run, model: Any, given: str) -> tuple[Any, Any]:
+    """What a run's model says of an input, and the record of its attention."""
+    with capture(model) as record:
+        (made,) = run.task.predict(model, run.kit, [Row("the input", (given,))], Bad())
+    run.task.name_tokens(model, run.kit, record)
+    return made, record
+
+
+def recommend(run: Run, data: Path | None) -> Any:
+    """What the history of somebody held out is looked at for, head by head, and what comes next."""
+    import matplotlib.pyplot as plt
+
+    model, _ = run.model()
+    test = gather(run.task, Sources.of(run.about["sources"], check=False), run.recipe.seed).test
+    user = next(row for row in test if len(row.values[1]) == 21 and max(map(len, row.values[1])) < 36)
+    made, record = looked(run, model, " | ".join(user.values[1][:-1]))
+    layer = record.attentions[-1]
+    figure, axes = plt.subplots(1, 2, figsize=(11, 6.2), width_ratios=(2.2, 1), layout="constrained")
+    pictures.heatmap(record, layer.name, ax=axes[0])
+    axes[0].set_title("what each film looks at (last layer)")
+    names, chances = list(made.more["items"]), list(made.more["items"].values())
+    colours = ["tab:red" if name == user.values[1][-1] else "tab:blue" for name in names]
+    axes[1].barh(range(len(names)), chances, color=colours)
+    axes[1].set(yticks=range(len(names)), yticklabels=names, xlabel="probability", title="what comes next")
+    axes[1].invert_yaxis()
+    return figure
+
+
+def sets(run: Run, data: Path | None) -> Any:
+    """Where the seed of the pooling looks, over the points of a few digits."""
+    import matplotlib.pyplot as plt
+
+    model, _ = run.model()
+    figure, axes = plt.subplots(2, 5, figsize=(10, 4.4), layout="constrained")
+    assert data is not None
+    with data.open() as file:
+        lines = [json.loads(line) for line in islice(file, 200)]
+    first = [next(line for line in lines if line["label"] == str(digit)) for digit in range(10)]
+    for ax, line in zip(axes.flat, first, strict=True):
+        made, record = looked(run, model, json.dumps(line["set"]))
+        weights = record.weights(record.attentions[-1].name).mean(0)[0]
+        points = np.array(line["set"])
+        ax.scatter(
+            points[:, 0], points[:, 1], c=weights / weights.max(), cmap="magma_r", s=14, edgecolors="0.8", lw=0.3
+        )
+        ax.set(xlim=(0, 28), ylim=(28, 0), aspect="equal", xticks=[], yticks=[])
+        ax.set_title(f"{made.output} ({made.score:.2f})", fontsize=10)
+    return figure
+
+
+def graph(run: Run, data: Path | None) -> Any:
+    """Who looks at whom: edges as wide as the attention along them, nodes by what is said of them."""
+    import matplotlib.pyplot as plt
+    import networkx
+
+    model, _ = run.model()
+    assert run.kit.config is not None
+    nodes = run.kit.config["nodes"]
+    _, record = looked(run, model, nodes[0])
+    said = list(run.task.predict(model, run.kit, [Row("", (node,)) for node in nodes], Bad()))
+    examples = gather(run.task, Sources.of(run.about["sources"], check=False), run.recipe.seed)
+    known = {row.values[0] for row in examples.train}
+    true = {row.values[0]: row.values[1] for row in (*examples.train, *examples.test)}
+    web = networkx.Graph(zip(*run.kit.config["edges"], strict=True))
+    place = networkx.spring_layout(web, seed=4, k=0.35)
+    figure, axes = plt.subplots(1, 2, figsize=(11, 5.2), width_ratios=(1.1, 1), layout="constrained")
+    weights = record.weights(0).mean(0)
+    wide = [4 * float(weights[a, b] + weights[b, a]) for a, b in web.edges()]
+    networkx.draw_networkx_edges(web, place, width=wide, edge_color="0.45", ax=axes[0])
+    colours = plt.get_cmap("tab10")
+    for n, made in enumerate(said):
+        wrong = true.get(nodes[n], made.output) != made.output
+        axes[0].scatter(
+            *place[n], s=260 if nodes[n] in known else 130, color=colours(run.kit.labels.index(made.output)),
+            edgecolors="red" if wrong else "black" if nodes[n] in known else "white", linewidths=2, zorder=2,
+        )  # fmt: skip
+        axes[0].annotate(nodes[n], place[n], ha="center", va="center", fontsize=7, color="white", zorder=3)
+    axes[0].set_title(
+        "large: labelled; colour: what is said; red: wrong\nedges as wide as the attention of layer 0", fontsize=10
+    )
+    axes[0].axis("off")
+    pictures.heatmap(record, 0, ax=axes[1])
+    return figure
+
+
+def match(run: Run, data: Path | None) -> Any:
+    """Where the words of a right text look, over the patches of the image."""
+    import matplotlib.pyplot as plt
+
+    model, _ = run.model()
+    assert data is not None
+    with data.open() as file:
+        right = [row for row in csv.DictReader(file) if row["label"] == "yes"]
+    figure, axes = plt.subplots(3, 5, figsize=(10, 6.4), layout="constrained")
+    for row, line in zip(axes, right[:3], strict=True):
+        made, record = looked(run, model, f"{data.parent / line['image']} {line['text']}")
+        across = [seen for seen in record.attentions if seen.kind == "cross"][::2][-1]  # from words to patches
+        words = record.streams[record.ends(across)[0]].tokens
+        row[0].imshow(plt.imread(data.parent / line["image"]), cmap="gray")
+        row[0].set(xticks=[], yticks=[])
+        row[0].set_title(f"{line['text']}: {made.output} ({made.score:.2f})", fontsize=9)
+        shown = [n for n, word in enumerate(words) if word not in ("<s>", "</s>", "a", "of")]
+        for ax, n in zip(row[1:], [*shown, 0][:4], strict=False):
+            pictures.patches(record, across.name, query=n, ax=ax)
+            ax.set_title(words[n], fontsize=10)
+    return figure
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("what", choices=["recommend", "sets", "graph", "match"])
+    parser.add_argument("run", type=Path)
+    parser.add_argument("--data", type=Path, help="examples to show, for sets and match")
+    parser.add_argument("--out", type=Path, required=True, help="the folder of the picture")
+    given = parser.parse_args()
+    torch.set_num_threads(1)
+    figure = {"recommend": recommend, "sets": sets, "graph": graph, "match": match}[given.what](
+        Run.open(given.run), given.data
+    )
+    path = given.out / f"{given.what}.png"
+    figure.savefig(path, dpi=90)
+    print(f"{path}: {path.stat().st_size / 1000:.0f} kB")
+
+
+if __name__ == "__main__":
+    main()

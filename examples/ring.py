@@ -1,0 +1,108 @@
+"""One attention over many processes: its error against one process, the bytes it moves, and the time it takes.
+
+torchrun --standalone --nproc-per-node 4 examples/ring.py
+torchrun --standalone --nproc-per-node 4 examples/ring.py --mask window --length 8192
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import regard as rg
+import regard.distributed as rd
+
+MASKS = {"none": None, "causal": rg.causal(), "window": rg.causal() & rg.window(255, 0)}
+
+
+def main() -> None:
+    options = arguments()
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", timeout=timedelta(seconds=60))  # a rank that is lost ends the others
+    rank, ranks, mask = dist.get_rank(), dist.get_world_size(), MASKS[options.mask]
+    torch.manual_seed(0)  # every rank draws the whole, to know what is right
+    whole = [torch.randn(1, options.heads, options.length, options.width) for _ in range(4)]
+    wanted = results(whole, lambda q, k, v: rg.attention(q, k, v, mask=mask))
+    layout = rd.Layout.even(options.length, ranks, options.layout)
+    own = [layout.own(x, 2, rank) for x in whole]
+
+    def shared(how: str) -> Callable[..., Tensor]:
+        return lambda q, k, v: rd.attention(q, k, v, mask=mask, how=how, layout=options.layout)
+
+    def gathered(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """What one would write without it: all keys on every rank, and only then the attention."""
+        k, v = (rd.gather(x, 2, layout=options.layout) for x in (k, v))
+        first = 0
+        parts = []
+        for a, b in layout.spans[rank]:
+            parts.append(rg.attention(q[:, :, first : first + b - a], k, v, mask=mask, offset=a))
+            first += b - a
+        return torch.cat(parts, 2)
+
+    ways = {"ring": shared("ring"), "gather": gathered}
+    if options.heads % ranks == 0:
+        ways["heads"] = shared("heads")
+    if rank == 0:
+        print(f"{ranks} ranks, {options.length} tokens, {options.heads} heads of {options.width}, mask {options.mask}")
+        print("way     error     sent by the busiest rank   predicted   forward   forward and backward")
+    for how, attend in ways.items():
+        with rd.traffic() as moved:
+            found = results(own, attend)
+        error = max(float((a - layout.own(b, 2, rank)).abs().max()) for a, b in zip(found, wanted, strict=True))
+        told = 0
+        if how != "gather":
+            told = max(
+                rd.bytes_moved(
+                    rg.Attention(mask=mask), ranks=ranks, B=1, H=options.heads, Q=options.length, D=options.width,
+                    layout=options.layout, how=how,
+                ).sent
+            )  # fmt: skip
+        forward = best(options.repeat, lambda attend=attend: attend(*own[:3]))
+        both = best(options.repeat, lambda attend=attend: results(own, attend))
+        figures = torch.tensor([error, moved.sent.total(), forward, both], dtype=torch.float64)
+        dist.all_reduce(figures, dist.ReduceOp.MAX)
+        if rank == 0:
+            error, sent, forward, both = figures.tolist()
+            predicted = f"{told / 1e6:8.2f} MB" if told else "          -"
+            print(f"{how:7s} {error:.1e}   {sent / 1e6:20.2f} MB   {predicted}   {forward:6.2f} s   {both:6.2f} s")
+    dist.destroy_process_group()
+
+
+def results(tensors: list[Tensor], attend: Callable[..., Tensor]) -> list[Tensor]:
+    """The output, and the gradients of query, key and value."""
+    *inputs, by = tensors
+    inputs = [x.detach().requires_grad_() for x in inputs]
+    output = attend(*inputs)
+    return [output.detach(), *torch.autograd.grad(output, inputs, by)]
+
+
+def best(repeat: int, attend: Callable[[], object]) -> float:
+    """The shortest of some times; all ranks begin together."""
+    times = []
+    for _ in range(repeat):
+        dist.barrier()
+        started = time.perf_counter()
+        attend()
+        times.append(time.perf_counter() - started)
+    return min(times)
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--length", type=int, default=2048)
+    parser.add_argument("--heads", type=int, default=8)
+    parser.add_argument("--width", type=int, default=64)
+    parser.add_argument("--mask", choices=MASKS, default="causal")
+    parser.add_argument("--layout", choices=rd.LAYOUTS, default="contiguous")
+    parser.add_argument("--repeat", type=int, default=3)
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,160 @@
+"""What ranks do together beside computing: what they move, refuse, draw and join. Every rank runs each function."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import regard as rg
+import regard.distributed as rd
+
+B, H, G, N, D, E = 2, 8, 4, 96, 8, 4
+MASKS = {
+    "none": None,
+    "causal": rg.causal(),
+    "window": rg.causal() & rg.window(10, 0),
+    "documents": rg.documents(torch.arange(N) // 40),
+    "scattered": rg.edges(torch.tensor([[0, 50, 90], [95, 3, 91]])),
+}
+
+
+def own(n: int = N, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    """Query, key and value of n tokens of this rank."""
+    torch.manual_seed(dist.get_rank())
+    shapes = (B, H, n, D), (B, G, n, D), (B, G, n, E)
+    return [torch.randn(shape, dtype=dtype, requires_grad=True) for shape in shapes]
+
+
+def everything(rank: int) -> dict[str, Any]:
+    return {name: part(rank) for name, part in PARTS.items()}
+
+
+def moved(rank: int) -> dict:
+    """What was counted, and what was predicted: by mask, way, layout and whether there was a backward pass."""
+    found = {}
+    for name, mask in MASKS.items():
+        for how in ("ring", "heads", None):
+            for layout in rd.LAYOUTS:
+                for backward in (False, True):
+                    lengths = rd.Layout.even(N, 4, layout).lengths
+                    q, k, v = own(lengths[rank], torch.float64 if how is None else torch.float32)
+                    with rd.traffic() as counted, torch.set_grad_enabled(backward):
+                        out = rd.attention(q, k, v, mask=mask, how=how, layout=layout)
+                        if backward:
+                            out.sum().backward()
+                    told = rd.bytes_moved(
+                        rg.Attention(mask=mask), ranks=4, B=B, H=H, G=G, Q=N, D=D, E=E, dtype=q.dtype, layout=layout,
+                        how=how, backward=backward,
+                    )  # fmt: skip
+                    found[name, how, layout, backward] = counted.sent, counted.received, told
+    return found
+
+
+def refused(rank: int) -> dict[str, str]:
+    """What ranks are told that do not make the same call."""
+    q, k, v = own(8)
+    given = {
+        "mask": {"mask": rg.causal() if rank else None},
+        "how": {"how": "ring" if rank else "heads"},
+        "heads": {},
+        "grad": {},
+        "layout": {"layout": "balanced"},
+        "sizes": {"mask": rg.documents([0, 1, 2])},
+    }
+    found = {}
+    for name, description in given.items():
+        tensors = [q, k, v]
+        if name == "heads" and rank == 2:
+            tensors = [q[:, :4], k, v]
+        if name == "grad" and rank == 1:
+            tensors = [x.detach() for x in tensors]
+        if name == "layout" and rank == 3:
+            tensors = [x[:, :, :5] for x in tensors]
+        try:
+            rd.attention(*tensors, **description)
+            found[name] = "taken"
+        except ValueError as error:
+            found[name] = str(error)
+    return found
+
+
+def dropped(rank: int) -> dict[str, float]:
+    """Dropout keeps the mean, is the same again from the same seed, and is differentiated as it was drawn."""
+    found = {}
+    for how in ("ring", "heads"):
+
+        def attend(q: Tensor, k: Tensor, v: Tensor, how: str = how, **given: Any) -> Tensor:
+            torch.manual_seed(7)
+            return rd.attention(q, k, v, dropout=0.3, how=how, mask=rg.causal(), **given)
+
+        q, k, v = own(24, torch.float64)
+        ones = torch.ones_like(v).requires_grad_()
+        found[f"{how} mean"] = float(attend(q, k, ones).mean())
+        found[f"{how} again"] = float((attend(q, k, v) - attend(q, k, v)).abs().max())
+        found[f"{how} without"] = float((attend(q, k, v) - rd.attention(q, k, v, mask=rg.causal())).abs().mean())
+        found[f"{how} heads alike"] = float((attend(q, k, ones)[:, 0] - attend(q, k, ones)[:, 4]).abs().mean())
+        by = torch.randn(B, H, 24, E, dtype=torch.float64)
+        grads = torch.autograd.grad((attend(q, k, v) * by).sum(), (q, k, v))
+        ways = [torch.randn_like(x) for x in (q, k, v)]
+        step, slope = 1e-5, 0.0
+        for sign in (1, -1):
+            near = [x + sign * step * way for x, way in zip((q, k, v), ways, strict=True)]
+            slope += sign * float((attend(*near) * by).sum().detach()) / (2 * step)
+        told = sum(float((grad * way).sum()) for grad, way in zip(grads, ways, strict=True))
+        totals = torch.tensor([slope, told], dtype=torch.float64)
+        dist.all_reduce(totals)
+        found[f"{how} slope"] = float((totals[0] - totals[1]).abs() / totals[1].abs())
+    return found
+
+
+def joined(rank: int) -> dict[str, Any]:
+    """`shard` and `gather` undo each other, and their gradients are those of the sum of the ranks' losses."""
+    found: dict[str, Any] = {}
+    for layout in rd.LAYOUTS:
+        whole = torch.arange(22.0).view(1, 11, 2).requires_grad_()
+        part = rd.shard(whole, layout=layout)
+        back = rd.gather(part, layout=layout)
+        found[layout] = torch.equal(back, whole), tuple(part.shape), rd.positions(11, layout=layout).tolist()
+        (back * (rank + 1)).sum().backward()
+        grad = whole.grad.clone()
+        dist.all_reduce(grad)
+        found[f"{layout} grad"] = grad.unique().tolist()
+    uneven = torch.full((1, rank, 2), float(rank))
+    found["uneven"] = rd.gather(uneven)[0, :, 0].tolist()
+    found["bfloat16"] = rd.gather(torch.full((1, 2), float(rank), dtype=torch.bfloat16), 0)[:, 0].tolist()
+    return found
+
+
+def low(rank: int) -> dict[str, Any]:
+    """Other dtypes, fewer axes, autocast, no gradient, one learned thing alone."""
+    found: dict[str, Any] = {}
+    q, k, v = (x.detach() for x in own(24))
+    whole = [rd.gather(x, 2) for x in (q, k, v)]
+    wanted = rd.shard(rg.attention(*whole, mask=rg.causal()), 2)
+    for dtype in (torch.bfloat16, torch.float16):
+        half = [x.to(dtype) for x in (q, k, v)]
+        one = rd.shard(rg.attention(*(x.to(dtype) for x in whole), mask=rg.causal()), 2)
+        for how in ("ring", "heads"):
+            out = rd.attention(*half, mask=rg.causal(), how=how)
+            apart, usual = (float((x.float() - wanted).abs().max()) for x in (out, one))
+            found[f"{dtype} {how}"] = out.dtype == dtype, apart / usual
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found["autocast"] = rd.attention(q, k, v, mask=rg.causal(), how="ring").dtype
+    out = rd.attention(q[0], k[0], v[0], mask=rg.causal())
+    found["three axes"] = tuple(out.shape), float((out - wanted[0]).abs().max())
+    out, lse = rd.attention(q[0, 0], k[0, 0], v[0, 0], mask=rg.causal(), return_lse=True)
+    found["two axes"] = tuple(out.shape), tuple(lse.shape), float((out - wanted[0, 0]).abs().max())
+    table = torch.zeros(H, 3, requires_grad=True)
+    with rd.traffic() as counted:
+        rd.attention(q, k, v, bias=rg.relative(table), how="ring").sum().backward()
+    found["table alone"] = table.grad is not None, counted.sent.total() // (2 * B * G * 24 * (D + E) * 4)
+    found["engine"] = float(
+        (rd.attention(q, k, v, mask=rg.causal(), how="ring", engine="reference") - wanted).abs().max()
+    )
+    return found
+
+
+PARTS = {"moved": moved, "refused": refused, "dropped": dropped, "joined": joined, "low": low}

@@ -1,0 +1,63 @@
+"""How much memory a rank needs at once in a step of training, inputs and all."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+import regard as rg
+import regard.distributed as rd
+
+HEADS, WIDTH = 4, 32
+
+
+class Held(TorchDispatchMode):
+    """Counts the bytes of all tensors that live, and their peak."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.known: set[int] = set()
+        self.now = self.peak = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        found = function(*args, **(kwargs or {}))
+        for tensor in tree_leaves(found):
+            if isinstance(tensor, Tensor) and (key := (room := tensor.untyped_storage())._cdata) not in self.known:
+                self.known.add(key)
+                self.now += room.nbytes()
+                self.peak = max(self.peak, self.now)
+                weakref.finalize(room, self._gone, key, room.nbytes())
+        return found
+
+    def _gone(self, key: int, size: int) -> None:
+        self.known.remove(key)
+        self.now -= size
+
+
+def step(group: dist.ProcessGroup, ranks: int, length: int, how: str) -> None:
+    """Every rank needs the keys of all."""
+    q, k, v = (torch.randn(1, HEADS, length // ranks, WIDTH, requires_grad=True) for _ in range(3))
+    everywhere = [place + edge for place in range(0, length, length // 8) for edge in (0, length // 8 - 1)]
+    mask = rg.causal() & rg.window(63, 0) | rg.global_tokens(everywhere)
+    rd.attention(q, k, v, mask=mask, how=how, group=group).sum().backward()
+
+
+def memory(rank: int, length: int) -> dict[tuple[int, str], int]:
+    """Bytes by the number of ranks and the way."""
+    found = {}
+    for ranks in (1, 2, 4):
+        group = dist.new_group(list(range(ranks)))
+        for how in ("ring", "heads"):
+            if rank < ranks:
+                step(group, ranks, length, how)  # what is remembered of masks is there then
+                with Held() as held:
+                    step(group, ranks, length, how)
+                found[ranks, how] = held.peak
+        dist.barrier()
+    return found

@@ -1,0 +1,102 @@
+"""What ranks move, refuse, draw and join."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.distributed import behaviour
+from tests.distributed.world import all_well, run
+
+RANKS = 4
+
+
+@pytest.fixture(scope="module")
+def found() -> list[dict]:
+    return all_well(run(behaviour.everything, RANKS))
+
+
+def test_the_bytes_that_are_moved_are_those_that_were_predicted(found: list[dict]) -> None:
+    for key in found[0]["moved"]:
+        for rank in range(RANKS):
+            sent, _, told = found[rank]["moved"][key]
+            assert sent.total() == told.sent[rank], (key, rank)
+            assert key[1] in (None, told.how)
+
+
+def test_what_one_sends_another_receives(found: list[dict]) -> None:
+    for key in found[0]["moved"]:
+        for a in range(RANKS):
+            for b in range(RANKS):
+                assert found[a]["moved"][key][0][b] == found[b]["moved"][key][1][a]
+
+
+def test_a_window_sends_to_neighbours_only(found: list[dict]) -> None:
+    for rank in range(RANKS):
+        sent, received, _ = found[rank]["moved"]["window", "ring", "contiguous", False]
+        assert set(sent) == ({rank + 1} if rank < 3 else set())
+        assert set(received) == ({rank - 1} if rank else set())
+        both, _, _ = found[rank]["moved"]["window", "ring", "contiguous", True]
+        assert set(both) == {other for other in (rank - 1, rank + 1) if 0 <= other < RANKS}  # gradients go back
+
+
+def test_a_mask_sends_less_than_none(found: list[dict]) -> None:
+    for rank in range(RANKS):
+        sent = {name: found[rank]["moved"][name, "ring", "contiguous", True][0].total() for name in behaviour.MASKS}
+        assert sent["causal"] < sent["none"]
+        assert sent["scattered"] < sent["none"] / 2
+
+
+def test_ranks_that_make_different_calls_are_all_told(found: list[dict]) -> None:
+    words = {
+        "mask": "all 4 ranks must make the same call, each with its own tokens, but description differs",
+        "how": "but how differs",
+        "heads": "but H is [8, 8, 4, 8]",
+        "grad": "but requires_grad is [7, 0, 7, 7]",
+        "layout": "balanced shards of 29 tokens hold [7, 7, 7, 8], but the ranks hold [8, 8, 8, 5]",
+        "sizes": "documents: ids must name a document for each of the 32 keys",
+    }
+    for rank in range(RANKS):
+        for name, word in words.items():
+            assert word in found[rank]["refused"][name]
+
+
+@pytest.mark.parametrize("how", ["ring", "heads"])
+def test_dropout_is_drawn_rightly_and_again(found: list[dict], how: str) -> None:
+    for rank in range(RANKS):
+        drawn = found[rank]["dropped"]
+        assert abs(drawn[f"{how} mean"] - 1) < 0.1
+        assert drawn[f"{how} again"] == 0
+        assert drawn[f"{how} without"] > 0.05
+        assert drawn[f"{how} heads alike"] > 0.05
+        assert drawn[f"{how} slope"] < 1e-6
+
+
+def test_shards_are_joined_and_differentiated(found: list[dict]) -> None:
+    for rank in range(RANKS):
+        joined = found[rank]["joined"]
+        for layout in ("contiguous", "balanced"):
+            same, shape, positions = joined[layout]
+            assert same
+            assert shape == (1, len(positions), 2)
+            assert joined[f"{layout} grad"] == [1 + 2 + 3 + 4]
+        assert joined["uneven"] == [1, 2, 2, 3, 3, 3]
+        assert joined["bfloat16"] == [0, 1, 2, 3]
+    assert found[0]["joined"]["balanced"][2] == [0, 1, 10]
+
+
+def test_other_dtypes_and_axes_are_taken(found: list[dict]) -> None:
+    for rank in range(RANKS):
+        low = found[rank]["low"]
+        for dtype in ("torch.bfloat16", "torch.float16"):
+            for how in ("ring", "heads"):
+                kept, ratio = low[f"{dtype} {how}"]
+                assert kept
+                assert ratio <= 2
+        assert low["autocast"] == torch.bfloat16
+        assert low["three axes"][0] == (8, 24, 4)
+        assert low["three axes"][1] < 1e-5
+        assert low["two axes"][:2] == ((24, 4), (24,))
+        assert low["two axes"][2] < 1e-5
+        assert low["table alone"] == (True, RANKS - 1)  # keys twice, and no gradients back
+        assert low["engine"] < 1e-5

@@ -1,0 +1,171 @@
+"""Plans, without a process: all that may be seen is sent and computed, once; and what is sent is told beforehand."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import regard as rg
+import regard.distributed as rd
+from regard.distributed.part import closed_over, digest, part_of, whole_frame
+from regard.distributed.plan import Plan, plan
+from regard.geometry import Part
+from tests.strategies import Call, calls
+
+
+@st.composite
+def split(draw: st.DrawFn) -> tuple[Call, rd.Layout, rd.Layout]:
+    call, ranks = draw(calls(longest=80)), draw(st.integers(1, 4))
+
+    def layout(n: int) -> rd.Layout:
+        if draw(st.booleans()):
+            return rd.Layout.even(n, ranks, "balanced")
+        cuts = sorted(draw(st.lists(st.integers(0, n), min_size=ranks - 1, max_size=ranks - 1)))
+        return rd.Layout.of([b - a for a, b in zip([0, *cuts], [*cuts, n], strict=True)])
+
+    return call, layout(call.query.shape[2]), layout(call.key.shape[2])
+
+
+def planned(attend: rg.Attention, B: int, H: int, queries: rd.Layout, keys: rd.Layout) -> Plan:
+    return plan(attend.mask, whole_frame(attend, B, H, queries.length, keys.length), queries, keys)
+
+
+@settings(max_examples=120)
+@given(drawn=split())
+def test_the_blocks_of_all_ranks_are_the_whole(drawn: tuple[Call, rd.Layout, rd.Layout]) -> None:
+    call, queries, keys = drawn
+    attend, (B, H, Q, _), E = rg.Attention(**call.description), call.query.shape, call.value.shape[3]
+    found = planned(attend, B, H, queries, keys)
+    frame = whole_frame(attend, B, H, Q, keys.length)
+    output = call.query.new_zeros(B, H, Q, E)
+    lse = call.query.new_full((B, H, Q), float("-inf"))
+    if attend.sink is not None:
+        lse = torch.as_tensor(attend.sink, dtype=torch.float64).detach().reshape(-1, 1).expand(B, H, Q).clone()
+    without = rg.Attention(**call.description | {"sink": None})
+    for t in range(found.ranks):
+        for r in range(found.ranks):
+            for block in found.blocks[t][r]:
+                assert any(a <= block.columns[0] and block.columns[1] <= b for a, b in found.pieces[t][r])
+                rows, columns = slice(*block.rows), slice(*block.columns)
+                own = part_of(without, frame, Part(slice(0, H), rows, columns))
+                tensors = call.query[:, :, rows], call.key[:, :, columns], call.value[:, :, columns]
+                part, part_lse = own(*tensors, return_lse=True)
+                output[:, :, rows], lse[:, :, rows] = (
+                    x.detach() for x in rg.merge([output[:, :, rows], part], [lse[:, :, rows], part_lse])
+                )
+    wanted, wanted_lse = attend(call.query, call.key, call.value, engine="reference", return_lse=True)
+    torch.testing.assert_close(output, wanted.detach(), atol=1e-11, rtol=1e-11)
+    torch.testing.assert_close(lse, wanted_lse.detach(), atol=1e-11, rtol=1e-11)
+
+
+@settings(max_examples=60)
+@given(call=calls(longest=40), ranks=st.integers(1, 3))
+def test_heads_alone_are_what_they_are_among_others(call: Call, ranks: int) -> None:
+    attend, (B, H, Q, _) = rg.Attention(**call.description), call.query.shape
+    G, K = call.key.shape[1:3]
+    if G % ranks:
+        return
+    wanted = attend(call.query, call.key, call.value, engine="reference").detach()
+    for r in range(ranks):
+        heads, shared = (slice(r * n // ranks, (r + 1) * n // ranks) for n in (H, G))
+        own = part_of(attend, whole_frame(attend, B, H, Q, K), Part(heads, slice(0, Q), slice(0, K)))
+        found = own(call.query[:, heads], call.key[:, shared], call.value[:, shared]).detach()
+        torch.testing.assert_close(found, wanted[:, heads], atol=1e-11, rtol=1e-11)
+
+
+def test_a_window_needs_neighbours_only_and_not_all_of_their_keys() -> None:
+    layout = rd.Layout.even(4096, 8)
+    found = planned(rg.Attention(mask=rg.causal() & rg.window(100, 0)), 1, 1, layout, layout)
+    for t in range(8):
+        for r in range(8):
+            assert bool(found.pieces[t][r]) == (r in (t, t - 1))
+    assert found.count(3, 2) == 112  # of 512: tiles of 16 that hold the last 100
+
+
+def test_a_balanced_layout_makes_causal_work_even() -> None:
+    def work(layout: str) -> list[int]:
+        held = rd.Layout.even(1024, 4, layout)
+        found = planned(rg.Attention(mask=rg.causal()), 1, 1, held, held)
+        return [
+            sum(
+                max(0, min(p + 1, b.columns[1]) - b.columns[0])
+                for blocks in row
+                for b in blocks
+                for p in range(*b.rows)
+            )
+            for row in found.blocks
+        ]
+
+    even, uneven = work("balanced"), work("contiguous")
+    assert sum(even) == sum(uneven) == 1024 * 1025 // 2
+    assert max(even) == min(even)
+    assert max(uneven) > 6 * min(uneven)
+
+
+def test_documents_that_lie_on_one_rank_are_not_sent() -> None:
+    moved = rd.bytes_moved(
+        rg.Attention(mask=rg.documents([0] * 64 + [1] * 64)), ranks=2, B=1, H=2, Q=128, D=8, how="ring"
+    )
+    assert moved.sent == (0, 0)
+
+
+def test_the_exchange_of_heads_is_taken_where_it_moves_less() -> None:
+    sizes = {"B": 1, "H": 8, "Q": 1024, "D": 64}
+    assert rd.bytes_moved(rg.Attention(), ranks=4, **sizes).how == "heads"
+    assert rd.bytes_moved(rg.Attention(), ranks=2, backward=False, **sizes).how == "ring"  # as many bytes
+    assert rd.bytes_moved(rg.Attention(), ranks=4, G=2, **sizes).how == "ring"  # 2 heads are not shared by 4
+    assert rd.bytes_moved(rg.Attention(mask=rg.window(9, 0)), ranks=4, **sizes).how == "ring"
+    with pytest.raises(ValueError, match="how='heads' needs key/value heads G that are a multiple of the 3 ranks"):
+        rd.bytes_moved(rg.Attention(), ranks=3, how="heads", **sizes)
+    with pytest.raises(ValueError, match="how must be one of ring, heads"):
+        rd.bytes_moved(rg.Attention(), ranks=3, how="gather", **sizes)
+
+
+@given(length=st.integers(0, 50), ranks=st.integers(1, 6), layout=st.sampled_from(rd.LAYOUTS))
+def test_what_is_split_is_joined(length: int, ranks: int, layout: str) -> None:
+    held, x = rd.Layout.even(length, ranks, layout), torch.randn(2, length, 3)
+    parts = [held.own(x, 1, r) for r in range(ranks)]
+    assert torch.equal(held.join(parts, 1), x)
+    assert [part.shape[1] for part in parts] == list(held.lengths)
+    assert max(held.lengths) - min(held.lengths) <= 2
+    assert rd.Layout.of(held.lengths, layout) == held
+    for r in range(ranks):
+        assert torch.equal(x[:, held.positions(r)], parts[r])
+
+
+def test_layouts_that_are_none_are_refused() -> None:
+    with pytest.raises(ValueError, match="layout must be one of contiguous, balanced, but is 'zigzag'"):
+        rd.Layout.even(8, 2, "zigzag")
+    with pytest.raises(ValueError, match=r"balanced shards of 8 tokens hold \[4, 4\], but the ranks hold \[5, 3\]"):
+        rd.Layout.of([5, 3], "balanced")
+    with pytest.raises(RuntimeError, match="there is no process group: start the program by torchrun"):
+        rd.attention(*torch.randn(3, 1, 1, 4, 4))
+
+
+def test_descriptions_that_differ_have_other_digests() -> None:
+    def made(**change: object) -> int:
+        given = {"mask": rg.causal() & rg.documents([0, 0, 1]), "bias": rg.alibi(2), "temperature": 0.5}
+        return digest(rg.Attention(**given | change))
+
+    others = (
+        {"mask": rg.causal() & rg.documents([0, 1, 1])},
+        {"mask": rg.causal() | rg.documents([0, 0, 1])},
+        {"bias": rg.alibi(4)},
+        {"bias": rg.relative(torch.zeros(2, 3))},
+        {"temperature": 1.0},
+        {"offset": 3},
+        {"score": rg.Cosine()},
+    )
+    assert made() == made()
+    assert len({made(), *(made(**change) for change in others)}) == 1 + len(others)
+    assert made(bias=rg.relative(torch.zeros(2, 3))) == made(bias=rg.relative(torch.ones(2, 3)))  # learned
+
+
+def test_what_a_score_function_learns_is_found() -> None:
+    a, b, fixed = torch.ones(3, requires_grad=True), torch.ones((), requires_grad=True), torch.ones(3)
+    made = (a * 2).exp()
+    score = rg.Modified(lambda s, *_: s + made.sum() + fixed.sum(), rg.Modified(lambda s, *_: s * b))
+    assert {id(leaf) for leaf in closed_over(score, torch.device("cpu"))} == {id(a), id(b)}
+    assert list(closed_over(rg.Modified(lambda s, *_: s), torch.device("cpu"))) == []

@@ -1,0 +1,81 @@
+"""Processes over gloo on this machine. A server imports torch once and forks them, so that they start at once."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+CONTEXT = multiprocessing.get_context("forkserver")
+CONTEXT.set_forkserver_preload(["regard.distributed", "tests.distributed.world", "tests.distributed.cases"])
+
+
+def run(
+    function: Callable[..., Any], ranks: int, *args: Any, seconds: float = 240, timeout: float = 60, grace: float = 60
+) -> list[Any]:
+    """`function(rank, *args)` in as many processes of one group; what each returns, or the exception it ends with.
+
+    A process that ends without a word gives None. All have so many seconds, and `grace` seconds behind the first that
+    fails; one that takes longer is killed, and gives a TimeoutError. `timeout` is the group's.
+    """
+    found: list[Any] = [TimeoutError("it took too long")] * ranks
+    with tempfile.TemporaryDirectory() as folder:
+        ends, processes = {}, []
+        for rank in range(ranks):
+            ours, theirs = CONTEXT.Pipe(duplex=False)
+            given = function, rank, ranks, str(Path(folder) / "meeting"), timeout, theirs, args
+            processes.append(CONTEXT.Process(target=_rank, args=given, daemon=True))
+            processes[-1].start()
+            theirs.close()
+            ends[ours] = rank
+        until = time.monotonic() + seconds
+        while ends and (left := until - time.monotonic()) > 0:
+            for end in wait(list(ends), left):
+                assert isinstance(end, Connection)
+                try:
+                    result = end.recv()
+                except EOFError:
+                    result = None
+                found[ends.pop(end)] = result
+                if result is None or isinstance(result, BaseException):
+                    until = min(until, time.monotonic() + grace)
+        for process in processes:
+            process.kill()
+            process.join()
+    return found
+
+
+def all_well(found: list[Any]) -> list[Any]:
+    """The results, or the first failure."""
+    for rank, result in enumerate(found):
+        if isinstance(result, BaseException) or result is None:
+            raise AssertionError(f"rank {rank}: {result!r}") from result
+    return found
+
+
+def _rank(
+    function: Callable[..., Any], rank: int, ranks: int, meeting: str, timeout: float, end: Connection, args: tuple
+) -> None:
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    torch.set_num_threads(1)
+    try:
+        dist.init_process_group(
+            "gloo", init_method=f"file://{meeting}", rank=rank, world_size=ranks, timeout=timedelta(seconds=timeout)
+        )
+        found = function(rank, *args)
+    except BaseException as error:
+        error.add_note(traceback.format_exc())
+        found = error
+    end.send(found)
+    end.close()
+    os._exit(0)  # groups of which another rank is gone do not say good-bye
