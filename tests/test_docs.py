@@ -120,6 +120,13 @@ def test_every_public_name_is_in_the_reference(module: str) -> None:
     assert not missing, f"{module}: add `::: {module}.{missing[0]}` to a page of docs/api, and so {', '.join(missing)}"
 
 
+@pytest.mark.parametrize("page", sorted(ROOT.glob("*.md")), ids=name_of)
+def test_links_of_the_first_pages_lead_somewhere(page: Path) -> None:
+    """Those of docs/ are looked at by `make docs`."""
+    for link in re.findall(r"\]\((?!https?:)([^)#]+)", page.read_text("utf-8")):
+        assert (ROOT / link).exists(), f"{page.name} links to {link}, which is not there"
+
+
 def test_docstrings_become_markdown() -> None:
     pytest.importorskip("griffe", reason="pip install 'regard[docs]'")
     spec = spec_from_file_location("docstrings", ROOT / "docs" / "docstrings.py")
