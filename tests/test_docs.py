@@ -120,6 +120,11 @@ def test_every_public_name_is_in_the_reference(module: str) -> None:
     assert not missing, f"{module}: add `::: {module}.{missing[0]}` to a page of docs/api, and so {', '.join(missing)}"
 
 
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_no_figure_is_left_open(page: Path) -> None:
+    assert not re.search(r"@[A-Z]+@", page.read_text("utf-8")), "a place that a figure was to be put into"
+
+
 @pytest.mark.parametrize("page", sorted(ROOT.glob("*.md")), ids=name_of)
 def test_links_of_the_first_pages_lead_somewhere(page: Path) -> None:
     """Those of docs/ are looked at by `make docs`."""
