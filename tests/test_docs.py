@@ -120,6 +120,18 @@ def test_every_public_name_is_in_the_reference(module: str) -> None:
     assert not missing, f"{module}: add `::: {module}.{missing[0]}` to a page of docs/api, and so {', '.join(missing)}"
 
 
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_no_figure_is_left_open(page: Path) -> None:
+    assert not re.search(r"@[A-Z]+@", page.read_text("utf-8")), "a place that a figure was to be put into"
+
+
+@pytest.mark.parametrize("page", sorted(ROOT.glob("*.md")), ids=name_of)
+def test_links_of_the_first_pages_lead_somewhere(page: Path) -> None:
+    """Those of docs/ are looked at by `make docs`."""
+    for link in re.findall(r"\]\((?!https?:)([^)#]+)", page.read_text("utf-8")):
+        assert (ROOT / link).exists(), f"{page.name} links to {link}, which is not there"
+
+
 def test_docstrings_become_markdown() -> None:
     pytest.importorskip("griffe", reason="pip install 'regard[docs]'")
     spec = spec_from_file_location("docstrings", ROOT / "docs" / "docstrings.py")
@@ -144,10 +156,8 @@ def test_a_page_that_is_wrong_is_found(tmp_path: Path) -> None:
         parse(["train", "classify", "--dta", "x.csv", "--out", "run"])
     with pytest.raises(AssertionError, match="there is no command"):
         parse(["trian", "classify"])
-    assert list(commands("say `regard view run text --json` or\n\n    regard info          what there is\n")) == [
-        ["info"],
-        ["view", "run", "text", "--json"],
-    ]
+    said = "say `regard view run 'a | b' --json` or\n\n    regard info && regard tasks > file     what there is # yes\n"
+    assert list(commands(said)) == [["info"], ["tasks"], ["view", "run", "a | b", "--json"]]
     text = "a\n\n<!-- not run: too long -->\n\n```python\nx = 1\n```\n\n```python\ny = 2\n```\n"
     assert [fence.note for fence in fences(text)] == ["not run", ""]
 
@@ -170,15 +180,19 @@ def _in_fence(text: str, line: str) -> bool:
 
 
 def _commands_of(line: str) -> Iterator[list[str]]:
-    line = re.split(r"\s{2,}|\s#", line)[0]  # a remark stands behind the command
-    for n, part in enumerate(re.split(r"&&|\|", line)):
-        part = part.strip()
-        if n and not part.startswith("regard "):
+    """The words of each `regard` of a line; two spaces outside of quotes begin a remark."""
+    said = re.match(r"""(?:[^\s"']|"[^"]*"|'[^']*'|\s(?!\s))*""", line)
+    assert said
+    lexer = shlex.shlex(f"regard {said[0]}", posix=True, punctuation_chars="|&;<>")
+    lexer.whitespace_split = True
+    words: list[str] = []
+    for word in [*lexer, ";"]:
+        if not set(word) <= set("|&;<>"):
+            words.append(word)
             continue
-        words = shlex.split(part.removeprefix("regard ") if n else part)
-        if ">" in words:
-            words = words[: words.index(">")]
-        yield words
+        if words[:1] == ["regard"]:
+            yield words[1:]
+        words = []
 
 
 def parse(words: list[str]) -> None:

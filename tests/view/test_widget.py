@@ -100,14 +100,21 @@ window.cleanup = await widget.render({ model, el: document.getElementById("cell"
 </script>"""
 
 
-def test_the_front_end_reads_single_weights_from_the_kernel(browser: Any, document: Made, tmp_path: Path) -> None:
+def hosted(document: Made, folder: Path, *, live: bool, style: str = "") -> str:
+    """The address of a page that does what a notebook does with the widget."""
     arrays = {}
     for name, array in document.arrays.items():
         dtype, shape, data = packed(array)
         arrays[name] = {"dtype": dtype, "shape": shape, "data": base64.b64encode(data).decode()}
-    state = {"_about": document.about, "_arrays": arrays, "_lang": "en", "_live": True}
+    state = {"_about": document.about, "_arrays": arrays, "_lang": "en", "_live": live}
     text = HOST.replace("STYLE", static("style.css")).replace("STATE", json.dumps(state))
-    (tmp_path / "cell.html").write_text(text.replace("ESM", json.dumps(bundle("widget"))), "utf-8")
+    text = text.replace('id="cell"', f'id="cell" style="{style}"')
+    (folder / "cell.html").write_text(text.replace("ESM", json.dumps(bundle("widget"))), "utf-8")
+    return (folder / "cell.html").as_uri()
+
+
+def test_the_front_end_reads_single_weights_from_the_kernel(browser: Any, document: Made, tmp_path: Path) -> None:
+    path = hosted(document, tmp_path, live=True)
     asked = []
 
     def kernel(message: str) -> dict:
@@ -122,7 +129,7 @@ def test_the_front_end_reads_single_weights_from_the_kernel(browser: Any, docume
 
     opened = Tab(browser)
     opened.page.expose_function("kernel", kernel)
-    opened.open((tmp_path / "cell.html").as_uri())
+    opened.open(path)
     opened.page.click("[data-view=map]")
     opened.point(100, 50, 200, 200)
     for _ in range(12):
@@ -143,5 +150,24 @@ def test_the_front_end_reads_single_weights_from_the_kernel(browser: Any, docume
     assert len(best) == 14  # more than the four top keys that the document holds
     assert abs(float(best[13]) - document.weights["0"][0, 4].sort(descending=True).values[13].item()) < 1e-4
     opened.page.evaluate("() => window.cleanup()")
+    opened.context.close()
+    assert opened.trouble == []
+
+
+def test_the_tip_is_beside_the_pointer_in_a_cell_that_is_contained(
+    browser: Any, document: Made, tmp_path: Path
+) -> None:
+    path = hosted(document, tmp_path, live=False, style="margin: 90px 0 0 140px; contain: layout")
+    opened = Tab(browser).open(path)
+    opened.page.click("[data-view=tokens]")
+    row = opened.page.locator(".column-query .row").nth(4)
+    box = row.bounding_box()
+    assert box
+    opened.page.mouse.move(box["x"] + 20, box["y"] + 5)
+    opened.tip()
+    tip = opened.page.locator(".regard .tip").bounding_box()
+    assert tip
+    assert abs(tip["x"] - (box["x"] + 36)) < 2
+    assert abs(tip["y"] - (box["y"] + 21)) < 2
     opened.context.close()
     assert opened.trouble == []

@@ -20,11 +20,13 @@ export function createTip() {
         note ? el("div", { class: "tip-note", text: note }) : "",
       );
       element.hidden = false;
-      const { width, height } = element.getBoundingClientRect();
+      element.style.left = element.style.top = "0px";
+      // Not the window's corner where something around it is contained or transformed, as the cells of JupyterLab are.
+      const { left: zeroX, top: zeroY, width, height } = element.getBoundingClientRect();
       const left = x + 16 + width > innerWidth ? x - width - 12 : x + 16;
       const top = y + 16 + height > innerHeight ? y - height - 12 : y + 16;
-      element.style.left = `${Math.max(4, left)}px`;
-      element.style.top = `${Math.max(4, top)}px`;
+      element.style.left = `${Math.max(4, left) - zeroX}px`;
+      element.style.top = `${Math.max(4, top) - zeroY}px`;
     },
     hide() {
       element.hidden = true;
