@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import onnxruntime
 import pytest
 import soundfile
 import torch
@@ -229,6 +228,7 @@ def test_a_run_that_was_killed_ends_with_the_same_bits(tmp_path: Path) -> None:
 
 def test_an_exported_model_is_read_by_regard(trained: tuple[Run, Examples], tmp_path: Path) -> None:
     run, _ = trained
+    onnxruntime = pytest.importorskip("onnxruntime")
     export(run, tmp_path / "out")
     again, (model, _) = regard.load(tmp_path / "out"), run.model()
     heard, mask = torch.randn(2, 57, 40), torch.arange(57) < torch.tensor([[57], [30]])
