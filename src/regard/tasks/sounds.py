@@ -113,7 +113,8 @@ def shown(file: bytes, features: int = 80) -> tuple[Tensor, float]:
 
 
 def _soundfile() -> Any:
-    try:
+    try:  # all that will be needed, so that none is missed at the end of a training
+        import jiwer  # noqa: F401
         import scipy.signal  # noqa: F401
         import soundfile
     except ImportError as error:
