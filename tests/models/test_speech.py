@@ -145,7 +145,7 @@ def test_padded_packed_and_single_sounds_give_the_same() -> None:
     with torch.no_grad():
         alone = [model(part[None])[0] for part in parts]
         listed, packed = model(parts), model(rg.pack(parts))
-        batch = torch.nn.utils.rnn.pad_sequence(parts, batch_first=True, padding_value=7.0)
+        batch = torch.nn.utils.rnn.pad_sequence(parts, batch_first=True, padding_value=torch.nan)
         mask = torch.arange(41) < torch.tensor([41, 12, 1])[:, None]
         padded = model(batch, mask)
     assert packed.lengths == (11, 3, 1)

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import onnxruntime
 import pytest
 import soundfile
 import torch
@@ -20,7 +19,7 @@ from regard.tasks import Run, Sources, Trouble, begin, tasks, train
 from regard.tasks.data import Row
 from regard.tasks.export import export
 from regard.tasks.runs import load
-from regard.tasks.sounds import features_of, nearest, plain, wave_of
+from regard.tasks.sounds import Form, features_of, learnt, nearest, plain, wave_of
 from regard.tasks.sources import Examples, gather
 from regard.tasks.transcribe import hidden
 from regard.tasks.trouble import Bad
@@ -229,6 +228,7 @@ def test_a_run_that_was_killed_ends_with_the_same_bits(tmp_path: Path) -> None:
 
 def test_an_exported_model_is_read_by_regard(trained: tuple[Run, Examples], tmp_path: Path) -> None:
     run, _ = trained
+    onnxruntime = pytest.importorskip("onnxruntime")
     export(run, tmp_path / "out")
     again, (model, _) = regard.load(tmp_path / "out"), run.model()
     heard, mask = torch.randn(2, 57, 40), torch.arange(57) < torch.tensor([[57], [30]])
@@ -254,3 +254,11 @@ def test_the_nearest_clip_of_a_clip_is_itself() -> None:
     chance = np.random.default_rng(0)
     clips = [chance.normal(size=(n, 40)) for n in (30, 7, 50, 3)]
     assert nearest(clips, clips) == [0, 1, 2, 3]
+
+
+def test_a_band_that_is_silent_in_training_is_not_all_that_counts_later(tmp_path: Path) -> None:
+    chance = np.random.default_rng(0)
+    soundfile.write(tmp_path / "a.wav", chance.normal(0, 0.1, 8000), 8000)  # nothing above 4 kHz
+    form = Form(**learnt([Row("here", (str(tmp_path / "a.wav"),))], 80))
+    hiss = features_of(chance.normal(0, 0.003, 16000).astype(np.float32), 80)
+    assert float(form.ready(torch.from_numpy(hiss).float())[:, 70:].abs().max()) < 10

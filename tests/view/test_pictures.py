@@ -63,6 +63,14 @@ def test_coverage_is_the_text_with_what_all_of_the_target_looked_at() -> None:
         pictures.coverage(rg.view.Record("nothing"))
 
 
+@pytest.mark.parametrize("stream", ["source", "target"])
+def test_time_goes_across_whether_it_is_heard_or_said(stream: str) -> None:
+    record = translated().over_spectrogram(torch.randn(30, 8), 1.5, stream=stream)
+    found = pictures.spectrogram(record, 1).images[0].get_array()
+    weights = record.weights(1, kind="cross").mean(0)
+    np.testing.assert_allclose(found, weights if stream == "source" else weights.mT, atol=1e-6)
+
+
 def test_a_profile_shows_means() -> None:
     record = translated()
     found = pictures.profile(record, "first", kind="cross").images[0].get_array()

@@ -160,7 +160,7 @@ class Front(nn.Module):
         for conv in self.convs:
             assert isinstance(conv, nn.Conv1d)
             if kept is not None:
-                x, kept = x * kept[..., None], kept[:, :: conv.stride[0]]
+                x, kept = x.masked_fill(~kept[..., None], 0.0), kept[:, :: conv.stride[0]]
             x = convolved(conv, F.pad(x, (0, 0, 1, 1)))
         return x, kept
 

@@ -112,7 +112,7 @@ class Wav2Vec2(nn.Module):
         x = self.project(self.front_norm(x.mT))
         kept = None if mask is None else self._frames(mask, x)
         if kept is not None:
-            x = x * kept[..., None]
+            x = x.masked_fill(~kept[..., None], 0.0)
         place = self.position(x.mT)[..., : x.shape[1]].mT
         x = x + choose("activation", self.config.conv_activation, ACTIVATIONS)(place)
         x = x if self.first_norm is None else self.first_norm(x)

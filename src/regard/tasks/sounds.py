@@ -21,6 +21,7 @@ from regard.tasks.trouble import Bad, Trouble
 
 TABLES = tuple(f"{name}.{form}" for name in ("transcripts", "metadata") for form in ("tsv", "csv", "jsonl"))
 TRAIN, VALID = ("train",), ("valid", "test", "dev")
+LEAST = 0.5  # deviation of a band, 5 dB: one that is silent in training must not be all that counts where it is not
 SAMPLE = 200  # clips that mean and deviation are taken of
 
 
@@ -64,7 +65,7 @@ def learnt(rows: Sequence[Row], features: int) -> dict[str, Any]:
     if not found:
         raise Trouble(f"{rows[0].place}: is no sound that can be read, nor are others; is it the right data?")
     values = np.concatenate(found).astype(np.float64)
-    deviation = np.maximum(values.std(0), 0.01)
+    deviation = np.maximum(values.std(0), LEAST)
     return asdict(Form(features, tuple(values.mean(0).round(4).tolist()), tuple(deviation.round(4).tolist())))
 
 
@@ -113,7 +114,8 @@ def shown(file: bytes, features: int = 80) -> tuple[Tensor, float]:
 
 
 def _soundfile() -> Any:
-    try:
+    try:  # all that will be needed, so that none is missed at the end of a training
+        import jiwer  # noqa: F401
         import scipy.signal  # noqa: F401
         import soundfile
     except ImportError as error:

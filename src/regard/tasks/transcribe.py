@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
-from regard.models.ctc import frames_needed, prefix_beam
+from regard.models.ctc import frames_needed, greedy, prefix_beam
 from regard.models.sound import HOP, RATE
 from regard.models.speech import SpeechConfig, SpeechRecognizer
 from regard.nn import Packed, unpack
@@ -67,7 +67,7 @@ class Transcribe(Task):
     dropout: float = option(0.1, "in training")
     hide: float = option(0.3, "largest share of a clip's time, and of its mel bands, that is hidden in training")
     longest: float = option(30.0, "seconds of a clip at most")
-    beam: int = option(8, "spellings that are followed at a time")
+    beam: int = option(8, "spellings that are followed at a time; 1 for the best letter of every frame")
 
     def __post_init__(self) -> None:
         if min(self.features, self.width, self.heads, self.layers, self.beam) < 1 or self.width % self.heads:
@@ -186,7 +186,8 @@ class Transcribe(Task):
     def heard(self, model: nn.Module, kit: Kit, wave: np.ndarray) -> tuple[str, float]:
         """What is said in a wave at 16 kHz, and how probable that is, letter for letter: the geometric mean."""
         values = Form.of(kit).ready(torch.from_numpy(features_of(wave, self.features)).float())
-        found = prefix_beam(model(values[None].to(next(model.parameters()).device))[0], width=self.beam)
+        logits = model(values[None].to(next(model.parameters()).device))[0]
+        found = greedy(logits) if self.beam == 1 else prefix_beam(logits, width=self.beam)
         return "".join(kit.labels[n] for n in found.labels), math.exp(found.score / max(1, len(found.labels)))
 
     def predict(self, model: nn.Module, kit: Kit, rows: Sequence[Row], bad: Bad) -> Iterator[Prediction]:

@@ -198,17 +198,20 @@ def patches(
 
 
 def spectrogram(record: Record, layer: int | None = None, head: int | None = None, *, ax: Axes | None = None) -> Axes:
-    """When each token of a transcript was said: cross-attention over time, below the spectrogram."""
+    """When each token was said: cross-attention over time, of a transcript or of a speaker, below the spectrogram."""
     if record.spectrogram is None:
         raise ValueError("the record is not of speech; tell which with record.over_spectrogram(values, seconds)")
     seen, seconds = _cross(record, layer), record.spectrogram["seconds"]
     maps = seen.map((LARGEST, LARGEST)) if max(seen.Q, seen.K) > LARGEST else seen.weights().float()
-    picture = maps.mean(0) if head is None else maps[head]
-    ax = _axes(ax, (8, 2.5 + 0.22 * min(seen.Q, 40)))
-    ax.imshow(
-        picture.numpy(), cmap=COLOURS, aspect="auto", extent=(0, seconds, seen.Q - 0.5, -0.5), interpolation="nearest"
-    )
-    _names(ax, "y", record.streams[record.ends(seen)[0]].tokens)
+    picture, (queries, keys) = maps.mean(0) if head is None else maps[head], record.ends(seen)
+    said = queries
+    if record.spectrogram["stream"] == queries:  # a speaker: what is said looks at the text
+        picture, said = picture.mT, keys
+    tokens = record.streams[said].tokens
+    ax = _axes(ax, (8, 2.5 + 0.22 * min(len(tokens), 40)))
+    extent = (0, seconds, len(tokens) - 0.5, -0.5)
+    ax.imshow(picture.numpy(), cmap=COLOURS, aspect="auto", extent=extent, interpolation="nearest")
+    _names(ax, "y", tokens)
     ax.set(xlabel="seconds", ylabel="token")
     from mpl_toolkits.axes_grid1 import make_axes_locatable
 
