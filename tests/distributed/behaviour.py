@@ -157,4 +157,23 @@ def low(rank: int) -> dict[str, Any]:
     return found
 
 
-PARTS = {"moved": moved, "refused": refused, "dropped": dropped, "joined": joined, "low": low}
+def twice(rank: int) -> list[str]:
+    """What is said to who wants a second derivative."""
+    found = []
+    ways = (
+        lambda q, k, v: rd.attention(q, k, v, how="ring"),
+        lambda q, k, v: rd.attention(q, k, v, how="heads"),
+        lambda q, k, v: rd.gather(q * k.sum(), 2),
+    )
+    for attend in ways:
+        q, k, v = own(8)
+        try:
+            (grad,) = torch.autograd.grad(attend(q, k, v).square().sum(), q, create_graph=True)
+            grad.sum().backward()
+            found.append("taken")
+        except RuntimeError as error:
+            found.append(str(error))
+    return found
+
+
+PARTS = {"twice": twice, "moved": moved, "refused": refused, "dropped": dropped, "joined": joined, "low": low}

@@ -100,3 +100,9 @@ def test_other_dtypes_and_axes_are_taken(found: list[dict]) -> None:
         assert low["two axes"][2] < 1e-5
         assert low["table alone"] == (True, RANKS - 1)  # keys twice, and no gradients back
         assert low["engine"] < 1e-5
+
+
+def test_second_derivatives_are_refused(found: list[dict]) -> None:
+    for rank in range(RANKS):
+        for said in found[rank]["twice"]:
+            assert "once_differentiable" in said

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -37,7 +36,7 @@ def attend_over(
     card = (
         query.shape[2], key.shape[2], B, H, G, D, E, len(shape), FLOATS.index(query.dtype),
         sum(bit << n for n, bit in enumerate((*grads[:3], any(grads[3:])))),
-        digest(how), digest(named(layout)), digest(replace(attend, dropout=0.0, sink=None)),
+        digest(how), digest(named(layout)), digest(attend),
     )  # fmt: skip
     cards = wire.cards(card, query.device)
     _agree(wire, cards)

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from regard.distributed.layout import Layout
 from regard.distributed.ring import Call
@@ -34,6 +35,7 @@ class _ToHeads(torch.autograd.Function):
         return _to_heads(wire, layouts, tensors)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         wire, layouts = ctx.given
         return None, None, *_to_tokens(wire, layouts, grads)
@@ -46,6 +48,7 @@ class _ToTokens(torch.autograd.Function):
         return _to_tokens(wire, layouts, tensors)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         wire, layouts = ctx.given
         return None, None, *_to_heads(wire, layouts, grads)

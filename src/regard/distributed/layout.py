@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from regard.distributed.wire import Group, Wire
 
@@ -138,6 +139,7 @@ class _Gather(torch.autograd.Function):
         return held.join([part for (part,) in found], dim)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         dim, wire, held, shape = ctx.given
         parts = [(held.own(grad, dim, r),) for r in range(wire.ranks)]

@@ -37,7 +37,7 @@ def part_of(attend: Attention, frame: Frame, part: Part) -> Attention:
 
 
 def whole_frame(attend: Attention, B: int, H: int, Q: int, K: int) -> Frame:
-    """The frame of the whole call; checks that the description fits it."""
+    """The frame of the whole call."""
     offset = K - Q if attend.offset is None else attend.offset
     assert isinstance(offset, int | Tensor)
     return Frame(B, H, Q, K, offset)
