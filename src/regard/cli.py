@@ -173,6 +173,8 @@ def predict(
     suffix = SUFFIXES.get(run.task.makes, "")
     if suffix and out is None:
         raise Trouble(f"{run.task.name} makes files; say where to: --out said{suffix}")
+    if out is not None and not suffix and out.suffix != ".json":
+        raise Trouble(f"{out}: what {run.task.name} says is written as JSON; name it {out.stem}.json")
     bad = Bad(skip=skip_bad)
     rows = [_about(row, context) for row in _inputs(run.task, inputs or [], bad)]
     if not rows:
