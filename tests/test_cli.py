@@ -80,8 +80,10 @@ def test_results_come_as_json(regard: Command, tmp_path: Path) -> None:
 
 def test_evaluation_takes_other_data(regard: Command, reviews: Run, tmp_path: Path) -> None:
     (tmp_path / "test.csv").write_text("text,label\nthe cat sees,cat\na dog hears,none\n")
+    before = (reviews.folder / "run.json").read_text()
     said = regard("evaluate", reviews.folder, "--data", tmp_path / "test.csv", "--json")
     assert json.loads(said.out)["held_out"] == 2
+    assert (reviews.folder / "run.json").read_text() == before  # the run's own figures stay
     (tmp_path / "test.csv").write_text("text,label\nthe cat sees,cat\na dog hears,what\n")
     said = regard("evaluate", reviews.folder, "--data", tmp_path / "test.csv")
     assert said.code == 1

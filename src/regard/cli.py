@@ -138,7 +138,7 @@ def evaluate(
     examples = gather(run.task, sources, run.recipe.seed)
     run.task.items(run.kit, examples.test, examples.bad)  # what cannot be taken is told here, with its place
     _tell_bad(examples.bad)
-    _figures(run, examples, as_json)
+    _figures(run, examples, as_json, keep=not data)
 
 
 @app.command("predict")
@@ -529,8 +529,8 @@ def _train(run: Run, examples: Any, as_json: bool) -> None:
         _figures(run, bar.examples, as_json)
 
 
-def _figures(run: Run, examples: Any, as_json: bool) -> None:
-    """Figures of a run beside those of its baselines, kept in run.json too."""
+def _figures(run: Run, examples: Any, as_json: bool, *, keep: bool = True) -> None:
+    """Figures of a run beside those of its baselines, kept in run.json too where they are of its own data."""
     model, step = run.model()
     figures = run.task.evaluate(model, run.kit, examples.test)
     baselines = run.task.baselines(run.kit, examples.train, examples.test)
@@ -538,7 +538,7 @@ def _figures(run: Run, examples: Any, as_json: bool) -> None:
         "step": step, "minutes": run.minutes(), "trained_on": len(examples.train), "held_out": len(examples.test),
         "figures": figures, "baselines": baselines,
     }  # fmt: skip
-    if not run.shipped:
+    if keep and not run.shipped:
         run.about["results"] = found
         run.note()
     if as_json:
