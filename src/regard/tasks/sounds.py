@@ -42,11 +42,7 @@ class Form:
     @staticmethod
     def of(kit: Kit) -> Form:
         """What `learnt` left in a kit."""
-        assert kit.config is not None
-        values: dict[str, Any] = {
-            key: tuple(value) if isinstance(value, list) else value for key, value in kit.config.items()
-        }
-        return Form(**values)
+        return Form(**kit.settings())
 
     def ready(self, values: Tensor) -> Tensor:
         """log-mel (..., features) as numbers around 0."""

@@ -12,13 +12,12 @@ import torch
 from torch import Tensor, nn
 
 from regard.models.copying import PointerTransformer
-from regard.models.translation import TransformerConfig
 from regard.tasks import metrics
 from regard.tasks.data import Row
 from regard.tasks.task import Batch, Figures, Kit, Prediction, Recipe, Task, option
-from regard.tasks.tokens import BEGIN, END, MASK, PAD, learn, special
+from regard.tasks.tokens import END, learn
 from regard.tasks.trouble import Bad
-from regard.tasks.writing import Pairs, paired, sources_of, written
+from regard.tasks.writing import Pairs, config_of, paired, sources_of, written
 
 CUT = " or cut long texts with --cut,"
 
@@ -52,21 +51,7 @@ class Summarise(Task):
         return Kit(learn((text for row in rows for text in row.values), self.vocabulary))
 
     def model(self, kit: Kit) -> nn.Module:
-        tokenizer = kit.texts()
-        return PointerTransformer(
-            TransformerConfig(
-                vocabulary=tokenizer.get_vocab_size(),
-                width=self.width,
-                layers=self.layers,
-                heads=self.heads,
-                hidden=4 * self.width,
-                window=self.window,
-                start=special(tokenizer, BEGIN),
-                stop=special(tokenizer, END),
-                never=tuple(special(tokenizer, name) for name in (PAD, BEGIN, MASK)),
-                dropout=self.dropout,
-            )
-        )
+        return PointerTransformer(config_of(kit, self, window=self.window))
 
     def items(self, kit: Kit, rows: Sequence[Row], bad: Bad) -> Pairs:
         return paired(kit, rows, bad, longest=self.longest, limit=self.limit, cut=self.cut, more=CUT)

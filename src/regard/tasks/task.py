@@ -101,6 +101,11 @@ class Kit:
             raise ValueError("the run has no tokenizer")
         return self.tokenizer
 
+    def settings(self) -> dict[str, Any]:
+        """What `config` holds, its lists as tuples, as they were before JSON."""
+        assert self.config is not None
+        return {key: tuple(value) if isinstance(value, list) else value for key, value in self.config.items()}
+
     def save(self, folder: Path) -> None:
         """Write tokenizer.json, if there is one, and kit.json."""
         if self.tokenizer is not None:

@@ -8,13 +8,13 @@ from typing import ClassVar
 
 from torch import Tensor, nn
 
-from regard.models.translation import Transformer, TransformerConfig
+from regard.models.translation import Transformer
 from regard.tasks import metrics
 from regard.tasks.data import TATOEBA, Row
 from regard.tasks.task import Batch, Figures, Kit, Prediction, Recipe, Task, option
-from regard.tasks.tokens import BEGIN, END, MASK, PAD, learn, special
+from regard.tasks.tokens import learn
 from regard.tasks.trouble import Bad
-from regard.tasks.writing import Pairs, paired, sources_of, written
+from regard.tasks.writing import Pairs, config_of, paired, sources_of, written
 
 
 @dataclass(frozen=True)
@@ -45,20 +45,7 @@ class Translate(Task):
         return Kit(learn((text for row in rows for text in row.values), self.vocabulary))
 
     def model(self, kit: Kit) -> nn.Module:
-        tokenizer = kit.texts()
-        return Transformer(
-            TransformerConfig(
-                vocabulary=tokenizer.get_vocab_size(),
-                width=self.width,
-                layers=self.layers,
-                heads=self.heads,
-                hidden=4 * self.width,
-                start=special(tokenizer, BEGIN),
-                stop=special(tokenizer, END),
-                never=tuple(special(tokenizer, name) for name in (PAD, BEGIN, MASK)),
-                dropout=self.dropout,
-            )
-        )
+        return Transformer(config_of(kit, self))
 
     def items(self, kit: Kit, rows: Sequence[Row], bad: Bad) -> Pairs:
         return paired(kit, rows, bad, longest=self.longest)

@@ -3,22 +3,39 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from regard.models.translation import Transformer
+from regard.models.translation import Transformer, TransformerConfig
 from regard.nn import Beam, Packed
 from regard.nn.generate import Strategy
 from regard.tasks.batches import Ragged, in_order
 from regard.tasks.data import Row
 from regard.tasks.task import Batch, Kit
-from regard.tasks.texts import too_long
-from regard.tasks.tokens import BEGIN, END, encode, special
+from regard.tasks.texts import Shape, too_long
+from regard.tasks.tokens import BEGIN, END, MASK, PAD, encode, special
 from regard.tasks.trouble import Bad
+
+
+def config_of(kit: Kit, shape: Shape, **more: Any) -> TransformerConfig:
+    """An encoder-decoder over the tokens of a kit, of the size that the options of a task say."""
+    tokenizer = kit.texts()
+    return TransformerConfig(
+        vocabulary=tokenizer.get_vocab_size(),
+        width=shape.width,
+        layers=shape.layers,
+        heads=shape.heads,
+        hidden=4 * shape.width,
+        start=special(tokenizer, BEGIN),
+        stop=special(tokenizer, END),
+        never=tuple(special(tokenizer, name) for name in (PAD, BEGIN, MASK)),
+        dropout=shape.dropout,
+        **more,
+    )
 
 
 class Pairs:
