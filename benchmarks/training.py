@@ -26,8 +26,9 @@ from regard.tasks.data import Row
 from regard.tasks.language import Language, Windows, _stream
 from regard.tasks.loop import Objective, _optimizer
 from regard.tasks.task import Recipe
-from regard.tasks.translate import Pairs, Translate
+from regard.tasks.translate import Translate
 from regard.tasks.trouble import Bad
+from regard.tasks.writing import Pairs
 
 DROPOUT, SMOOTHING = 0.1, 0.1
 TOKENS = 4096  # in a batch
