@@ -77,7 +77,7 @@ RESULTS = (
     ),
     Result(
         "spoken-digits", "spoken digits and letters (examples/spoken_digits.py)", "cer",
-        "transcribe --data {runs}/spoken --steps 400 --warmup 60 --evaluate-every 100 --save-every 100", low=True,
+        "transcribe --data {runs}/spoken --steps 300 --warmup 60 --evaluate-every 100 --save-every 100", low=True,
     ),
     Result(
         "fillets", "1,702 Czech lines of a game (examples/fillets.py)", "cer",
@@ -86,8 +86,8 @@ RESULTS = (
     ),
     Result(
         "speak", "spoken digits (examples/spoken_digits.py), against the clip of the nearest text", "mcd",
-        "speak --data {runs}/voice --steps 700 --tokens 1000 --warmup 60 --evaluate-every 100 --save-every 100 "
-        "--judge {runs}/spoken-digits", 3.109, low=True,
+        "speak --data {runs}/voice --steps 1600 --tokens 600 --rate 2e-3 --warmup 60 --evaluate-every 200 "
+        "--save-every 200 --judge {runs}/spoken-digits", 3.109, low=True,
     ),
     Result(
         "cloze", "blanks of WikiText-2 (examples/cloze.py), fine-tuned from MiniLM", "f1",

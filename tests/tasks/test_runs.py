@@ -101,7 +101,7 @@ def test_a_folder_that_holds_no_run_is_told(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"task": "knit"}, "the task 'knit' is not known; known are classify"),
+        ({"task": "knit"}, "the task 'knit' is not known; known are answer, classify, "),
         ({"options": {"colour": 3}}, "has no colour.*another version"),
         ({"recipe": {"pace": 3}}, "Recipe has no pace"),
     ],

@@ -320,7 +320,8 @@ def sliding_window(context: str, question: str) -> str:
     A word counts log(1 + 1 / how often the context has it) (Richardson et al. 2013).
 
     >>> from regard.tasks.metrics import sliding_window
-    >>> sliding_window("The tower is in Paris. A bridge in Rome was built by Anna.", "Who built the bridge in Rome?")
+    >>> context = "The tower of Paris is tall. A bridge in Rome was built by Anna."
+    >>> sliding_window(context, "Who built the bridge in Rome?")
     'Anna'
     """
 
