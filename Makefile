@@ -5,7 +5,6 @@ BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 
 BENCH  := $(VENV)/.bench
-DOCS   := $(VENV)/.docs
 
 DATA    ?= ../shared/data
 MINUTES ?= 30
@@ -30,7 +29,7 @@ format: $(READY)
 	$(BIN)/ruff format .
 
 # The site, into site/: every page, link and docstring; a warning is an error.
-docs: $(DOCS)
+docs: $(READY)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
 
 # The kernels' tests on a build that reports every read out of bounds and every overflow.
@@ -67,15 +66,11 @@ $(BENCH): $(READY)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[bench]"
 	touch $@
 
-$(DOCS): $(READY)
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[docs]"
-	touch $@
-
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt "torch==2.13.0"
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[plot,test,lint]"
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[plot,test,lint,docs]"
 	touch $@
 
 clean:
