@@ -53,7 +53,7 @@ class Session:
     def __init__(self, look: Look, first: str, *, longest: int = 250_000, seconds: float = SECONDS) -> None:
         self.look, self.longest, self.seconds = look, longest, seconds
         self.busy = threading.Lock()
-        self.record, self.text = look(first), first
+        self.record, self.text = look(first).ready(), first
 
     def run(self, text: str) -> Record:
         """Look at another text; windows are of this from now on."""
