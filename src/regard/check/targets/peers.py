@@ -164,6 +164,11 @@ def _mha(name: str, need_weights: bool) -> Target:
     )
 
 
+QUADRATIC = (
+    "torch promises no growth; without a block mask the compiled kernel for CPUs takes n² floats, at later calls too."
+)
+
+
 def _flex() -> Target:
     return Target(
         "flex",
@@ -180,10 +185,7 @@ def _flex() -> Target:
         alignment="top-left",
         growth=1,
         setup=_source(flex_compiled),
-        remarks=NANS
-        | {
-            "memory": "torch promises no growth; without a block mask the compiled kernel for CPUs takes n² floats, at later calls too."
-        },
+        remarks=NANS | {"memory": QUADRATIC},
         dtypes=(torch.float32, torch.bfloat16, torch.float16),
         most=1,  # it is compiled anew for every shape, which takes ten seconds and more
         version=f"torch {torch.__version__}, FlexAttention under torch.compile",
