@@ -188,4 +188,4 @@ def language(steps: int) -> Iterator[dict[str, Any]]:
 def training(quick: bool) -> Iterator[dict[str, Any]]:
     torch.manual_seed(0)
     for each in (translate, language):
-        yield from each(2 if quick else 12)
+        yield from each(2 if quick else 6)
