@@ -1,6 +1,48 @@
+"""What every test may use: settings of Hypothesis, and the command as the shell runs it."""
+
+from __future__ import annotations
+
+import io
+import sys
+from collections.abc import Callable
+from typing import NamedTuple
+
+import pytest
 from hypothesis import HealthCheck, Phase, settings
 
 quick = {"deadline": None, "derandomize": True, "suppress_health_check": list(HealthCheck)}
 settings.register_profile("shrink", **quick)
 settings.register_profile("regard", **quick, phases=(Phase.explicit, Phase.generate))
 settings.load_profile("regard")
+
+
+class Said(NamedTuple):
+    code: int
+    out: str
+    err: str
+
+
+Command = Callable[..., Said]
+
+
+@pytest.fixture
+def regard(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Command:
+    """Runs `regard` with these words on a terminal of 200 columns."""
+    pytest.importorskip("typer")
+    from regard.cli import main, terminal
+
+    for console in (terminal.told, terminal.shown):
+        monkeypatch.setattr(console, "size", (200, 50))
+
+    def run(*words: object, given: bytes = b"") -> Said:
+        monkeypatch.setattr(sys, "argv", ["regard", *map(str, words)])
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(given)))
+        capsys.readouterr()
+        code = 0
+        try:
+            main()
+        except SystemExit as end:
+            code = int(end.code or 0)
+        return Said(code, *capsys.readouterr())
+
+    return run

@@ -2,55 +2,21 @@
 
 from __future__ import annotations
 
-import io
 import json
 import signal
-import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
 import torch
 
 pytest.importorskip("typer")
 
-from regard import cli
-from regard.cli import main
 from regard.models import save
 from regard.tasks import Run, train
+from tests.conftest import Command
 from tests.tasks.toy import Signals, begun, classes, pairs
 
 TINY = ["--width", "16", "--layers", "1", "--heads", "2", "--vocabulary", "300", "--tokens", "300", "--steps", "4"]
-
-
-class Said(NamedTuple):
-    code: int
-    out: str
-    err: str
-
-
-Command = Callable[..., Said]
-
-
-@pytest.fixture
-def regard(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Command:
-    """Runs the command as the shell would."""
-    for console in (cli.told, cli.shown):
-        monkeypatch.setattr(console, "size", (200, 50))
-
-    def run(*words: object, given: bytes = b"") -> Said:
-        monkeypatch.setattr(sys, "argv", ["regard", *map(str, words)])
-        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(given)))
-        capsys.readouterr()
-        code = 0
-        try:
-            main()
-        except SystemExit as end:
-            code = int(end.code or 0)
-        return Said(code, *capsys.readouterr())
-
-    return run
 
 
 @pytest.fixture(scope="module")
@@ -206,6 +172,12 @@ def test_ctrl_c_saves_and_says_how_to_go_on(regard: Command, tmp_path: Path, mon
     said = regard("resume", tmp_path / "run")
     assert said.code == 0
     assert "from step 3" in said.err
+
+
+def test_brackets_in_a_path_are_told_as_they_are(regard: Command, reviews: Run, tmp_path: Path) -> None:
+    out = tmp_path / "[red]says.json"
+    assert f"{out}: 1 answers" in regard("predict", reviews.folder, "the cat sees", "--out", out).err
+    assert f"{tmp_path}/[none]: there is no such run" in regard("resume", tmp_path / "[none]").err
 
 
 def test_a_run_is_exported(regard: Command, reviews: Run, tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ import json
 import sys
 import xml.etree.ElementTree as ET
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -14,36 +14,12 @@ from torch import Tensor
 
 pytest.importorskip("typer")
 
-from regard import cli
 from regard.check import PROPERTIES, Case, Refused, Target, UnknownTarget, check, examine, installation, target
 from regard.check.reports import junit, markdown
 from tests.check.planted import BUGS, attention
+from tests.conftest import Command
 
 QUICK = ["output-shape", "mask-polarity"]
-
-
-class Said(NamedTuple):
-    code: int
-    out: str
-    err: str
-
-
-@pytest.fixture
-def regard(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
-    for console in (cli.told, cli.shown):
-        monkeypatch.setattr(console, "size", (200, 50))
-
-    def run(*words: object) -> Said:
-        monkeypatch.setattr(sys, "argv", ["regard", *map(str, words)])
-        capsys.readouterr()
-        code = 0
-        try:
-            cli.main()
-        except SystemExit as end:
-            code = int(end.code or 0)
-        return Said(code, *capsys.readouterr())
-
-    return run
 
 
 @pytest.mark.parametrize("engine", [each for each in installation() if each.name != "flex"], ids=lambda each: each.name)
@@ -146,7 +122,7 @@ def test_a_function_promises_what_it_has_parameters_for(tmp_path: Path, monkeypa
         ("torch:__version__", "must be a function or a regard.check.Target, but is"),
     ],
 )
-def test_a_target_that_is_none_is_told(name: str, said: str, regard: Any) -> None:
+def test_a_target_that_is_none_is_told(name: str, said: str, regard: Command) -> None:
     with pytest.raises(UnknownTarget, match=said):
         target(name)
     done = regard("check", "--target", name)
@@ -168,7 +144,7 @@ def test_reports_say_the_same() -> None:
     assert "mask_polarity(attend, q, k, v)" in text
 
 
-def test_the_command_passes_what_holds(regard: Any, tmp_path: Path) -> None:
+def test_the_command_passes_what_holds(regard: Command, tmp_path: Path) -> None:
     said = regard("check", "--target", "tests.check.planted:CLEAN", "--only", "row-sums", "--junit", tmp_path / "a.xml")
     assert said.code == 0
     assert "row-sums" in said.out
@@ -176,7 +152,7 @@ def test_the_command_passes_what_holds(regard: Any, tmp_path: Path) -> None:
     assert ET.parse(tmp_path / "a.xml").getroot().tag == "testsuites"
 
 
-def test_the_command_fails_with_a_reason_and_a_program(regard: Any) -> None:
+def test_the_command_fails_with_a_reason_and_a_program(regard: Command) -> None:
     name = "torch.nn.functional:scaled_dot_product_attention"
     said = regard("check", "--target", name, "--only", "nan-leaks", "--only", "row-sums")
     assert said.code == 1
@@ -188,14 +164,14 @@ def test_the_command_fails_with_a_reason_and_a_program(regard: Any) -> None:
         exec(compile(found["outcomes"][0]["code"], "reproduction", "exec"), {"__name__": "reproduction"})
 
 
-def test_the_command_lists_what_it_demands(regard: Any) -> None:
+def test_the_command_lists_what_it_demands(regard: Command) -> None:
     listed = json.loads(regard("check", "--list", "--json").out)
     assert list(listed) == list(PROPERTIES)
     assert all(each["demands"].endswith(".") for each in listed.values())
     assert regard("check", "--list").out.count("masked-rows") >= 1
 
 
-def test_an_unknown_property_is_told(regard: Any) -> None:
+def test_an_unknown_property_is_told(regard: Command) -> None:
     said = regard("check", "--only", "beauty")
     assert said.code == 2
     assert "--only must be one of" in said.err

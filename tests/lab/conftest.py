@@ -2,21 +2,12 @@
 
 from __future__ import annotations
 
-import io
-import sys
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 
 from regard.lab import CLAIMS, Claim, Result
 from regard.lab.clock import one_thread
-
-
-class Said(NamedTuple):
-    code: int
-    out: str
-    err: str
 
 
 def alone(claim: Claim, **arguments: Any) -> dict[str, Any]:
@@ -35,26 +26,3 @@ def results() -> dict[str, Result]:
         found = alone(claim, **claim.quick)
         made[name] = Result(claim, found, claim.judge(found), 0, 0.0)
     return made
-
-
-@pytest.fixture
-def regard(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., Said]:
-    """Runs the command as the shell would."""
-    pytest.importorskip("typer")
-    from regard import cli
-
-    for console in (cli.told, cli.shown):
-        monkeypatch.setattr(console, "size", (200, 50))
-
-    def run(*words: object) -> Said:
-        monkeypatch.setattr(sys, "argv", ["regard", *map(str, words)])
-        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"")))
-        capsys.readouterr()
-        code = 0
-        try:
-            cli.main()
-        except SystemExit as end:
-            code = int(end.code or 0)
-        return Said(code, *capsys.readouterr())
-
-    return run

@@ -5,15 +5,12 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from regard.lab import CLAIMS
-from tests.lab.conftest import Said
-
-Command = Callable[..., Said]
+from tests.conftest import Command
 
 
 def test_claims_are_listed_in_both_languages(regard: Command) -> None:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from regard.cli import _RunLooker
+from regard.cli.looking import RunLooker
 from regard.tasks import Run, Sources, Trouble, begin, train
 from regard.tasks.data import Row
 from regard.tasks.graph import Graph, Known
@@ -173,7 +173,7 @@ def test_a_run_that_was_stopped_goes_on_to_the_same_weights(trained: tuple[Run, 
 
 def test_nodes_are_the_tokens_of_a_view(trained: tuple[Run, Any]) -> None:
     run, _ = trained
-    record = _RunLooker(run.folder)("n3")
+    record = RunLooker(run.folder)("n3")
     assert record.streams["source"].tokens[:3] == ("n0", "n1", "n2")
     weights = record.weights(0, head=0)
     seen = weights > 0

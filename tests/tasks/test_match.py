@@ -12,7 +12,7 @@ import pytest
 import torch
 from PIL import Image
 
-from regard.cli import _RunLooker
+from regard.cli.looking import RunLooker
 from regard.tasks import Run, Sources, Trouble, begin, train
 from regard.tasks.data import Row
 from regard.tasks.match import AMONG, Match, parted
@@ -189,7 +189,7 @@ def test_what_is_no_image_and_text_is_told(trained: tuple[Run, Any, Path]) -> No
 
 def test_words_and_patches_are_the_tokens_of_a_view(trained: tuple[Run, Any, Path]) -> None:
     run, examples, _ = trained
-    record = _RunLooker(run.folder)(f"{examples.test[0].values[0]} it stands")
+    record = RunLooker(run.folder)(f"{examples.test[0].values[0]} it stands")
     across = [seen for seen in record.attentions if seen.kind == "cross"]
     words, patches = (record.streams[name].tokens for name in record.ends(across[0]))
     assert (words[0], words[-1], patches[:3]) == ("<s>", "</s>", ("[CLS]", "0,0", "0,1"))

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from regard.cli import _RunLooker
+from regard.cli.looking import RunLooker
 from regard.tasks import Run, Sources, Trouble, begin, tasks, train
 from regard.tasks.data import Row
 from regard.tasks.metrics import Neighbours, ranking
@@ -212,7 +212,7 @@ def test_drawn_items_to_tell_apart_are_the_same_for_the_same_chance() -> None:
 
 
 def test_items_are_the_tokens_of_a_view(trained: Run) -> None:
-    record = _RunLooker(trained.folder)("film 3 | film 4")
+    record = RunLooker(trained.folder)("film 3 | film 4")
     assert record.streams["source"].tokens == ("film 3", "film 4")
     assert record.note.startswith("film 5")
 

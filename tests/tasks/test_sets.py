@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from regard.cli import _RunLooker
+from regard.cli.looking import RunLooker
 from regard.tasks import Run, Sources, Trouble, begin, train
 from regard.tasks.data import Row
 from regard.tasks.sets import Sets, points_of
@@ -138,7 +138,7 @@ def test_the_largest_number_is_told_better_than_by_the_mean(tmp_path: Path) -> N
 
 
 def test_elements_are_the_tokens_of_a_view(trained: Run) -> None:
-    record = _RunLooker(trained.folder)("0 6; 1 0; 0 1")
+    record = RunLooker(trained.folder)("0 6; 1 0; 0 1")
     assert [seen.kind for seen in record.attentions] == ["cross"] * 3
     names = record.streams[record.ends(record.attentions[0])[1]].tokens
     assert names == ("0 6", "1 0", "0 1") or [name.split()[1] for name in names] == ["6", "0", "1"]

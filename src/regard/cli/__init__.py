@@ -1,0 +1,10 @@
+"""The `regard` command."""
+
+try:
+    from regard.cli.command import app, main
+except ModuleNotFoundError as error:
+    if error.name not in ("typer", "rich"):
+        raise
+    raise SystemExit(f"regard: the command needs {error.name}: pip install 'regard[tasks]'") from error
+
+__all__ = ["app", "main"]

@@ -1,0 +1,38 @@
+"""All commands, in the order in which `regard --help` lists them."""
+
+from __future__ import annotations
+
+import sys
+
+import typer
+
+from regard.cli.evaluating import evaluate
+from regard.cli.looking import serve, view
+from regard.cli.measuring import check, info, lab
+from regard.cli.planning import plan
+from regard.cli.terminal import tell_trouble
+from regard.cli.training import resume, show_tasks, training
+from regard.cli.using import export, predict
+from regard.tasks import Trouble
+from regard.tasks.runs import full
+
+app = typer.Typer(
+    no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode="markdown", add_completion=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    help="Train, evaluate and use models of attention.\n\n    regard train translate --data pairs.tsv --out runs/en-fr",
+)  # fmt: skip
+app.command("tasks")(show_tasks)
+for each in (resume, evaluate, predict, export, view, serve, info, lab, check, plan):
+    app.command()(each)
+app.add_typer(training, name="train")
+
+
+def main() -> None:
+    """The command; what the user can mend is told in one line."""
+    try:
+        app()
+    except (Trouble, OSError) as error:
+        if isinstance(error, OSError) and not full(error) and error.filename is None:
+            raise
+        tell_trouble(error)
+        sys.exit(1)

@@ -1,0 +1,145 @@
+"""`regard tasks`, `regard train` and `regard resume`."""
+
+from __future__ import annotations
+
+import inspect
+import json
+from collections.abc import Callable
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.markup import escape
+from rich.table import Table
+
+from regard.cli.evaluating import tell_figures
+from regard.cli.options import Json, RunFolder
+from regard.cli.terminal import shown, tell, tell_bad, told
+from regard.tasks import Recipe, Run, Sources, Task, Trouble, begin, tasks, train
+
+training = typer.Typer(
+    no_args_is_help=True, rich_markup_mode="markdown",
+    help="Train a model of a task on your data.\n\n    regard train classify --data reviews.csv --out runs/reviews",
+)  # fmt: skip
+
+
+def show_tasks(as_json: Json = False) -> None:
+    """What can be trained, and what its data looks like.
+
+    regard tasks
+    """
+    known = tasks()
+    if as_json:
+        about = {
+            name: {"does": kind.does, "columns": kind.columns, "takes": kind.takes, "example": kind.example}
+            for name, kind in known.items()
+        }
+        print(json.dumps(about, indent=1, ensure_ascii=False))
+        return
+    table = Table("task", "does", "columns", "a file of it", show_lines=True)
+    for name, kind in known.items():
+        table.add_row(f"[bold]{name}[/]", kind.does, ", ".join(kind.columns), escape(kind.example.replace("\t", " → ")))
+    shown.print(table)
+    shown.print("Data: TSV (→ is a tab), CSV with a header, JSONL or text, also .gz .xz .bz2; or a dataset of the hub.")
+
+
+def _trainer(kind: type[Task]) -> Callable[..., None]:
+    """The command that trains a task: its options are the fields of the task and of the recipe."""
+
+    def command(**options: Any) -> None:
+        def part(of: Any) -> dict[str, Any]:
+            return {each.name: options[each.name] for each in fields(of)}
+
+        held = kind.held if options["held"] is None else options["held"]
+        if not options["data"] and kind.data:
+            options["data"] = [kind.data]
+        data, valid, test = (tuple(options[name] or ()) for name in ("data", "valid", "test"))
+        sources = Sources(data, valid, test, held, options["skip_bad"])
+        try:
+            task, recipe = kind(**part(kind)), Recipe(**part(Recipe))
+        except ValueError as error:
+            raise Trouble(f"{error}") from error
+        run, examples = begin(options["out"], task, recipe, sources)
+        _train(run, examples, options["as_json"])
+
+    def option(name: str, annotation: Any, default: Any, help: str, panel: str, *flags: str) -> inspect.Parameter:
+        made = typer.Option(*flags, help=help, rich_help_panel=panel)
+        return inspect.Parameter(
+            name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[annotation, made]
+        )
+
+    unsaid = f" [default: {kind.data}]" if kind.data else ""
+    parameters = [
+        option("data", list[str] | None, None, f"Files or a dataset of the hub, to train on.{unsaid}", "Data"),
+        option("valid", list[str] | None, None, "Files held out, to choose the best weights by.", "Data"),
+        option("test", list[str] | None, None, "Files held out, to tell how good they are; without, --valid.", "Data"),
+        option(
+            "held",
+            int | None,
+            None,
+            f"Examples of the data held out, where no file is given. [default: {kind.held}]",
+            "Data",
+        ),
+        option("skip_bad", bool, False, "Count bad lines and go on.", "Data", "--skip-bad"),
+        option("out", Path, inspect.Parameter.empty, "The folder of the run.", "Data"),
+        option("as_json", bool, False, "Print the figures as JSON.", "Data", "--json"),
+    ]
+    for panel, of, defaults in (("Model", kind, None), ("Training", Recipe, kind.recipe)):
+        for each in fields(of):  # type: ignore[arg-type]
+            default = each.default if defaults is None else getattr(defaults, each.name)
+            words = each.metadata["help"][0].upper() + each.metadata["help"][1:] + "."
+            parameters.append(option(each.name, type(default), default, words, panel))
+    columns = " and ".join(kind.columns)
+    command.__doc__ = f"""{kind.does[0].upper()}{kind.does[1:]}.{f" Data has {columns}." if columns else ""}
+
+        regard train {kind.name} --data FILE --out runs/mine
+    """
+    command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    command.__annotations__ = {each.name: each.annotation for each in parameters}
+    return command
+
+
+for _name, _kind in tasks().items():
+    training.command(_name)(_trainer(_kind))
+
+
+def resume(
+    folder: RunFolder,
+    shard: Annotated[
+        str | None, typer.Option(help="What processes share: data or fsdp; as before unless told.")
+    ] = None,
+    sequence_ranks: Annotated[
+        int | None, typer.Option(help="Processes that share one sequence; as before unless told.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Go on with a run, from its last checkpoint, by any number of processes.
+
+    regard resume runs/reviews
+    """
+    run = Run.open(folder)
+    before = run.recipe
+    try:
+        run.recipe = replace(
+            before, shard=shard or before.shard, sequence_ranks=sequence_ranks or before.sequence_ranks
+        )
+    except ValueError as error:
+        raise Trouble(f"{error}") from error
+    _train(run, None, as_json)
+
+
+def _train(run: Run, examples: Any, as_json: bool) -> None:
+    """Train to the end, then tell how good it is."""
+    from regard.tasks.progress import Bar
+
+    with Bar(told, run) as bar:
+        progress = train(run, examples, bar)
+    if not bar.main:
+        return
+    if not progress.done:
+        tell(f"Stopped and saved at step {progress.step}. Go on with: regard resume {run.folder}")
+        raise typer.Exit(130)
+    if bar.examples is not None:
+        tell_bad(bar.examples.bad)
+        tell_figures(run, bar.examples, as_json)
