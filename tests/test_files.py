@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from regard.files import whole, whole_text
+from regard.files import sweep, whole, whole_text
 
 
 def test_a_file_that_cannot_be_finished_leaves_the_old_one_and_nothing_else(tmp_path: Path) -> None:
@@ -22,6 +22,21 @@ def test_a_file_that_cannot_be_finished_leaves_the_old_one_and_nothing_else(tmp_
         whole(path, half)
     assert path.read_bytes() == b"old\r\n"
     assert list(tmp_path.iterdir()) == [path]
+
+
+def test_what_a_killed_writer_left_is_swept_and_nothing_else(tmp_path: Path) -> None:
+    kept = [whole_text(tmp_path / name, "x") for name in (".hidden", "a.part")]
+    names: list[Path] = []
+
+    def watched(beside: Path) -> None:
+        names.append(beside)
+        beside.write_text("y")
+
+    kept.append(whole(tmp_path / "b", watched))
+    names[0].write_text("half")
+    (tmp_path / ".folder.part").mkdir()
+    sweep(tmp_path)
+    assert sorted(tmp_path.iterdir()) == sorted(kept)
 
 
 @pytest.mark.skipif(os.name != "posix", reason="rights are those of POSIX")

@@ -73,8 +73,10 @@ def test_a_run_killed_while_it_saves_ends_with_the_same_bits(
     process = start(killed_while_saving, str(fresh.folder), moment)
     process.join(60)
     assert process.exitcode == -signal.SIGKILL
+    assert bool(list((fresh.folder / "checkpoints").glob(".*"))) == (moment != "right after")
     assert train(Run.open(fresh.folder)).done
     assert_same_bits(fresh, finished)
+    assert list((fresh.folder / "checkpoints").glob(".*")) == []  # nothing half written is left
 
 
 def test_a_run_killed_again_and_again_still_ends_with_the_same_bits(fresh: Run, finished: Run, start: Start) -> None:

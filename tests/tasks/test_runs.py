@@ -14,22 +14,8 @@ import pytest
 import torch
 
 from regard.tasks import Run, Sources, Trouble, begin, train
-from regard.tasks.runs import Progress, write
+from regard.tasks.runs import Progress
 from tests.tasks.toy import begun, classes, small
-
-
-def test_a_file_is_there_whole_or_not_at_all(tmp_path: Path) -> None:
-    path = tmp_path / "a.json"
-    write(path, lambda there: there.write_text("one"))
-
-    def dies(there: Path) -> None:
-        there.write_text("tw")
-        raise KeyError("two")
-
-    with pytest.raises(KeyError):
-        write(path, dies)
-    assert path.read_text() == "one"
-    assert list(tmp_path.iterdir()) == [path]
 
 
 @pytest.fixture

@@ -109,14 +109,16 @@ def killed_while_saving(folder: str, moment: str) -> None:
 
     torch.set_num_threads(1)
     saves, die = [0], lambda: os.kill(os.getpid(), signal.SIGKILL)
-    write, rename = runs.write, os.replace
+    whole, rename = runs.whole, os.replace
 
-    def half(path: Path, write_to: Any) -> None:
+    def half(path: Path, write: Any) -> Path:
         saves[0] += path.parent.name == "checkpoints"
-        if saves[0] == 2 and moment == "while it is written":
-            path.with_name(f".{path.name}.part").write_bytes(b"half")
+
+        def dies(beside: Path) -> None:
+            beside.write_bytes(b"half")
             die()
-        write(path, write_to)
+
+        return whole(path, dies if saves[0] == 2 and moment == "while it is written" else write)
 
     def named(old: Any, new: Any) -> None:
         last = saves[0] == 2 and Path(new).parent.name == "checkpoints"
@@ -126,7 +128,7 @@ def killed_while_saving(folder: str, moment: str) -> None:
         if last:
             die()
 
-    runs.write, os.replace = half, named  # type: ignore[assignment]
+    runs.whole, os.replace = half, named  # type: ignore[assignment]
     train(Run.open(folder))
 
 

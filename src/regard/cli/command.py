@@ -31,8 +31,9 @@ def main() -> None:
     """The command; what the user can mend is told in one line."""
     try:
         app()
-    except (Trouble, OSError) as error:
-        if isinstance(error, OSError) and not full(error) and error.filename is None:
+    except Exception as error:
+        of_a_file = isinstance(error, OSError) and error.filename is not None
+        if not (isinstance(error, Trouble) or of_a_file or full(error)):
             raise
         tell_trouble(error)
         sys.exit(1)

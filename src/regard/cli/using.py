@@ -12,9 +12,9 @@ import typer
 from regard.cli.inputs import asked, with_context
 from regard.cli.options import Context, Json, RunFolder, SkipBad
 from regard.cli.terminal import tell, tell_bad
+from regard.files import whole, whole_text
 from regard.tasks import Run, Trouble
 from regard.tasks.export import export as export_run
-from regard.tasks.runs import write
 from regard.tasks.trouble import Bad
 
 SUFFIXES = {"audio": ".wav"}  # of the files that tasks make
@@ -61,7 +61,7 @@ def predict(
     said = run.task.predict(model, run.kit, rows, bad)
     if out is not None and not suffix:
         answers = {made.more.get("id", made.input): made.output for made in said}
-        write(out, lambda there: there.write_text(json.dumps(answers, indent=1, ensure_ascii=False)))
+        whole_text(out, json.dumps(answers, indent=1, ensure_ascii=False))
         tell(f"{out}: {len(answers)} answers")
     for n, made in enumerate(said, 1):
         where = made.input if run.task.takes != "text" else ""
@@ -69,7 +69,7 @@ def predict(
         if out is not None:
             path = out if out.suffix == suffix and len(rows) == 1 else out / f"{n:04}{suffix}"
             path.parent.mkdir(parents=True, exist_ok=True)
-            write(path, partial(Path.write_bytes, data=made.file))
+            whole(path, partial(Path.write_bytes, data=made.file))
             where = more["file"] = str(path)
         if as_json:
             told_of = {"input": made.input, "output": made.output, "score": made.score}

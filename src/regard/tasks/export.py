@@ -11,8 +11,9 @@ import torch
 from torch import nn
 
 from regard.engines.select import without
+from regard.files import whole_text
 from regard.models.checkpoints import save
-from regard.tasks.runs import Run, write
+from regard.tasks.runs import Run
 from regard.tasks.trouble import Trouble
 
 
@@ -25,7 +26,7 @@ def export(run: Run, folder: Path, *, onnx: bool = True) -> list[str]:
     save(model, folder)
     run.kit.save(folder)
     about = {key: run.about[key] for key in ("task", "options", "recipe", "machine", "results")} | {"step": step}
-    write(folder / "task.json", lambda path: path.write_text(json.dumps(about, indent=1, ensure_ascii=False)))
+    whole_text(folder / "task.json", json.dumps(about, indent=1, ensure_ascii=False))
     sample, why_not = run.task.sample(run.kit), ""
     if onnx and sample is None:
         why_not = f"what {run.task.name} computes is no single graph of ids, or of pixels, to one output"

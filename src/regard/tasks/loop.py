@@ -153,6 +153,8 @@ class _Trainer:
         self.objective, self.optimizer = objective, self.accelerator.prepare_optimizer(_optimizer(model, run.recipe))
         self.average = state.Average(self.objective, run.recipe.ema) if run.recipe.ema else None
         self.progress = Progress()
+        if self.main:
+            run.sweep()
         found = run.latest(watch.said if self.main else lambda line: None, self._read)
         if found is not None:
             state.restore(found[0], *self._held())

@@ -19,6 +19,8 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
+from regard.files import sync
+
 NOTES = "notes.json"
 
 
@@ -31,19 +33,19 @@ def save(folder: Path, tensors: dict[str, Tensor], notes: dict[str, str]) -> Non
     _agreed(lambda: dcp.save(tensors, storage_writer=dcp.HuggingFaceStorageWriter(str(beside), save_distributed=True)))
     if first:
         files = {path.name: path.stat().st_size for path in sorted(beside.iterdir())}
-        (beside / NOTES).write_text(json.dumps({"files": files, **notes}, indent=1))
+        (beside / NOTES).write_text(json.dumps({"files": files, **notes}, indent=1), encoding="utf-8")
         for path in (beside / NOTES, beside):
-            _flush(path)
+            sync(path)
         shutil.rmtree(folder, ignore_errors=True)  # one that could not be read, and was passed over
         os.replace(beside, folder)
-        _flush(folder.parent)
+        sync(folder.parent)
     if dist.is_initialized():
         dist.barrier()
 
 
 def load(folder: Path, into: dict[str, Tensor] | None = None) -> tuple[dict[str, Tensor], dict[str, str]]:
     """The tensors and notes of a folder: whole, or `into` those of which each process has a part."""
-    notes = json.loads((folder / NOTES).read_text())
+    notes = json.loads((folder / NOTES).read_text(encoding="utf-8"))
     for name, size in notes.pop("files").items():
         if not (folder / name).exists() or (folder / name).stat().st_size != size:
             raise ValueError(f"{name} is missing or not as it was written")
@@ -68,13 +70,3 @@ def _agreed(work: Callable[[], Any]) -> None:
         if isinstance(cause, OSError):
             raise cause from error
         raise ValueError(str(cause)) from error
-
-
-def _flush(path: Path) -> None:
-    if path.is_dir() and os.name != "posix":
-        return
-    file = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(file)
-    finally:
-        os.close(file)

@@ -10,6 +10,7 @@ import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -18,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from regard.files import sweep, whole, whole_text
 from regard.tasks.data import EMBEDDED, Row
 from regard.tasks.sources import Sources
 from regard.tasks.task import Kit, Recipe, Task, tasks
@@ -86,7 +88,7 @@ class Run:
         if not (folder / "run.json").exists():
             raise Trouble(f"{folder}: holds no run (there is no run.json); is it the folder that --out named?")
         try:
-            about = json.loads((folder / "run.json").read_text())
+            about = json.loads((folder / "run.json").read_text(encoding="utf-8"))
             known = tasks()
             if about["task"] not in known:
                 raise Trouble(
@@ -99,8 +101,8 @@ class Run:
 
     def note(self) -> None:
         """Write run.json."""
-        text = json.dumps(self.about, indent=1, ensure_ascii=False)
-        write(self.folder / "run.json", lambda path: path.write_text(text))
+        with _room(self.folder):
+            whole_text(self.folder / "run.json", json.dumps(self.about, indent=1, ensure_ascii=False))
 
     def checkpoints(self) -> list[Path]:
         """The newest first."""
@@ -112,7 +114,8 @@ class Run:
 
         path = self.folder / "checkpoints" / f"step-{progress.step:08}.safetensors"
         notes = {"progress": json.dumps(asdict(progress))}
-        write(path, lambda there: save_file(tensors, str(there), notes))
+        with _room(self.folder):
+            whole(path, lambda there: save_file(tensors, str(there), notes))
         self._clear()
         return path
 
@@ -121,12 +124,8 @@ class Run:
         from regard.tasks import parts
 
         path = self.folder / "checkpoints" / f"step-{progress.step:08}"
-        try:
+        with _room(self.folder):
             parts.save(path, tensors, {"progress": json.dumps(asdict(progress))})
-        except Exception as error:
-            if full(error):
-                raise _no_room(path) from error
-            raise
         self._clear()
         return path
 
@@ -137,6 +136,11 @@ class Run:
                 shutil.rmtree(old, ignore_errors=True)
             else:
                 old.unlink(missing_ok=True)
+
+    def sweep(self) -> None:
+        """What a training that was killed left half written goes. For the one process that begins or goes on."""
+        for folder in (self.folder, self.folder / "checkpoints"):
+            sweep(folder)
 
     def latest(
         self, tell: Callable[[str], None] = lambda line: None, read: Read | None = None
@@ -158,7 +162,8 @@ class Run:
         from safetensors.torch import save_file
 
         notes = {"progress": json.dumps(asdict(progress))}
-        write(self.folder / "best.safetensors", lambda there: save_file(weights, str(there), notes))
+        with _room(self.folder):
+            whole(self.folder / "best.safetensors", lambda there: save_file(weights, str(there), notes))
 
     def minutes(self) -> float:
         """That its steps took, all together."""
@@ -202,7 +207,8 @@ class Run:
         kit = self.task.settle(self.model()[0], self.kit, rows)
         if kit is not self.kit:
             self.kit = kit
-            write(self.folder / "kit.json", lambda there: there.write_text(kit.told()))
+            with _room(self.folder):
+                whole_text(self.folder / "kit.json", kit.told())
 
 
 class Log:
@@ -213,8 +219,9 @@ class Log:
 
         path = folder / "log.jsonl"
         kept = [line for line in lines(path) if line["step"] <= step]
-        write(path, lambda there: there.write_text("".join(json.dumps(line) + "\n" for line in kept)))
-        self.file = path.open("a", buffering=1)
+        with _room(folder):
+            whole_text(path, "".join(json.dumps(line) + "\n" for line in kept))
+        self.file = path.open("a", buffering=1, encoding="utf-8")
         self.board = SummaryWriter(str(folder / "tensorboard"), purge_step=step + 1 if step else None)
 
     def __call__(self, step: int, **figures: float) -> None:
@@ -229,41 +236,26 @@ class Log:
 
 def lines(path: Path) -> Iterator[dict[str, Any]]:
     """The lines of a log; one that was cut short is left out."""
-    for line in path.read_text().splitlines() if path.exists() else ():
+    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
         try:
             yield json.loads(line)
         except json.JSONDecodeError:
             continue
 
 
-def write(path: Path, write_to: Callable[[Path], Any]) -> None:
-    """Write a file so that it is there whole or not at all: beside it, flushed to the disk, then renamed."""
-    beside = path.with_name(f".{path.name}.part")
+@contextmanager
+def _room(run: Path) -> Iterator[None]:
+    """Within, what does not fit on the disk is told, with how the run in this folder goes on."""
     try:
-        write_to(beside)
-        with beside.open("rb+") as file:
-            os.fsync(file.fileno())
-        os.replace(beside, path)
-        if os.name == "posix":
-            folder = os.open(path.parent, os.O_RDONLY)
-            try:
-                os.fsync(folder)
-            finally:
-                os.close(folder)
+        yield
     except Exception as error:
-        beside.unlink(missing_ok=True)
-        if full(error):
-            raise _no_room(path) from error
-        raise
-
-
-def _no_room(path: Path) -> Trouble:
-    free = shutil.disk_usage(path.parent).free / 1e6
-    run = path.parent.parent if path.parent.name == "checkpoints" else path.parent
-    return Trouble(
-        f"{path}: the disk is full ({free:.0f} MB free); what was written before is safe; make room, then "
-        f"regard resume {run}"
-    )
+        if not full(error):
+            raise
+        free = shutil.disk_usage(run).free / 1e6
+        raise Trouble(
+            f"{run}: the disk is full ({free:.0f} MB free); what was written before is safe; make room, then "
+            f"regard resume {run}"
+        ) from error
 
 
 def full(error: BaseException) -> bool:
@@ -289,7 +281,7 @@ def load(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
 def vacant(folder: Path) -> None:
     """A run may be made here."""
     if (folder / "run.json").exists():
-        there = json.loads((folder / "run.json").read_text()).get("task", "?")
+        there = json.loads((folder / "run.json").read_text(encoding="utf-8")).get("task", "?")
         raise Trouble(f"{folder}: holds a run of {there}; go on with regard resume {folder}, or choose another --out")
     if folder.exists() and not folder.is_dir():
         raise Trouble(f"{folder}: is a file; choose another --out")
