@@ -67,7 +67,7 @@ def test_predictions_come_with_a_score(regard: Command, reviews: Run) -> None:
 
 
 def test_predictions_are_made_of_files_and_of_standard_input(regard: Command, reviews: Run, tmp_path: Path) -> None:
-    (tmp_path / "in.txt").write_text("the cat sees\n\na dog hears\n")
+    (tmp_path / "in.txt").write_text("the cat sees\n\na dog hears\n", encoding="utf-8-sig")
     asked = regard("predict", reviews.folder, tmp_path / "in.txt", "--json").out
     piped = regard("predict", reviews.folder, "--json", given=b"the cat sees\n\na dog hears\n").out
     assert asked == piped
@@ -130,6 +130,10 @@ def test_every_command_has_help_with_an_example(words: list[str], regard: Comman
         (
             ["train", "classify", "--data", "good.csv", "--out", "run", "--precision", "fp61"],
             "must be no, bf16 or fp16",
+        ),
+        (
+            ["train", "classify", "--data", "good.csv", "--out", "run", "--heads", "3"],
+            "width must be a multiple of heads = 3, but is 128",
         ),
         (["resume", "none"], "none: there is no such run"),
         (["predict", "good.csv", "x"], "holds no run"),

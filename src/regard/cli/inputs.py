@@ -5,9 +5,10 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import BinaryIO
 
 from regard.tasks import Task
-from regard.tasks.data import Row, whole
+from regard.tasks.data import Row, decoded, text_of
 from regard.tasks.trouble import Bad
 
 
@@ -17,12 +18,13 @@ def asked(task: Task, inputs: list[str], bad: Bad) -> Iterator[Row]:
         yield from (Row(given, (given,)) for given in inputs)
         return
     if not inputs and not sys.stdin.isatty():
-        yield from _lines("standard input", sys.stdin.buffer.read(), bad)
+        yield from _lines("standard input", sys.stdin.buffer, bad)
     for n, given in enumerate(inputs, 1):
         path = Path(given)
         if len(given) < 256 and path.is_file():
             own = task.asked(path, bad)
-            yield from _lines(given, path.read_bytes(), bad) if own is None else own
+            with path.open("rb") as file:
+                yield from _lines(given, file, bad) if own is None else own
         else:
             yield Row(f"input {n}", (given,))
 
@@ -31,15 +33,10 @@ def with_context(row: Row, context: Path | None) -> Row:
     """An input, and behind a tab the text of the file that it is about, if there is one."""
     if context is None or len(row.values) > 1:
         return row
-    return Row(row.place, (f"{row.values[0]}\t{whole(context).strip()}",))
+    return Row(row.place, (f"{row.values[0]}\t{text_of(context).strip()}",))
 
 
-def _lines(name: str, held: bytes, bad: Bad) -> Iterator[Row]:
-    for n, line in enumerate(held.split(b"\n"), 1):
-        try:
-            text = line.decode().strip()
-        except UnicodeDecodeError as error:
-            bad(f"{name}:{n}: expected UTF-8, but byte 0x{line[error.start]:02x} at {error.start + 1} is not")
-            continue
-        if text:
+def _lines(name: str, file: BinaryIO, bad: Bad) -> Iterator[Row]:
+    for n, line in enumerate(file, 1):
+        if text := (decoded(name, n, line, bad) or "").strip():
             yield Row(f"{name}:{n}", (text,))

@@ -125,7 +125,7 @@ def split(rows: Sequence[Row], group: Callable[[Row], str], held: int, seed: int
     return [row for row in rows if group(row) not in out], [row for row in rows if group(row) in out]
 
 
-def whole(path: Path) -> str:
+def text_of(path: Path) -> str:
     """The text of a file that is read at once, such as JSON."""
     if not path.exists():
         raise Trouble(f"{path}: there is no such file")
@@ -143,22 +143,27 @@ def whole(path: Path) -> str:
         raise Trouble(f"{path}: the archive is damaged ({error}); fetch it again") from error
 
 
+def decoded(source: str, number: int, line: bytes, bad: Bad) -> str | None:
+    """A line as text, numbered from 1; one that is no UTF-8 is bad."""
+    try:
+        return line.decode("utf-8-sig" if number == 1 else "utf-8")
+    except UnicodeDecodeError as error:
+        came = f"byte 0x{line[error.start]:02x} at {error.start + 1}"
+        bad(f"{source}:{number}: expected UTF-8, but {came} is not; iconv -f latin1 -t utf-8 converts a file")
+        return None
+
+
 def _lines(path: Path, bad: Bad) -> Iterator[tuple[str, str]]:
-    """Lines with their places; what is no UTF-8 is bad."""
+    """Lines with their places."""
     opener = OPENERS.get(path.suffix.lower(), open)
     file: BinaryIO
     number = 0
     try:
         with opener(path, "rb") as file:
             for number, line in enumerate(file, 1):
-                place = f"{path}:{number}"
-                try:
-                    text = line.decode("utf-8-sig" if number == 1 else "utf-8")
-                except UnicodeDecodeError as error:
-                    came = f"byte 0x{line[error.start]:02x} at {error.start + 1}"
-                    bad(f"{place}: expected UTF-8, but {came} is not; iconv -f latin1 -t utf-8 converts a file")
-                    continue
-                yield place, text
+                text = decoded(str(path), number, line, bad)
+                if text is not None:
+                    yield f"{path}:{number}", text
     except (EOFError, lzma.LZMAError, gzip.BadGzipFile) as error:
         raise Trouble(f"{path}:{number + 1}: the archive is damaged ({error}); fetch it again") from error
 

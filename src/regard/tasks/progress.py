@@ -38,7 +38,7 @@ class Bar:
         self.examples = examples
         size = f"{len(examples.train):,} examples, {len(examples.test):,} held out"
         where = f", from step {progress.step}" if progress.step else ""
-        self.console.print(f"{run.task.name}: {size}; {run.recipe.steps} steps{where}; {run.folder}", soft_wrap=True)
+        self.said(f"{run.task.name}: {size}; {run.recipe.steps} steps{where}; {run.folder}")
         if self.console.is_terminal:
             from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
             from rich.progress import Progress as Bars

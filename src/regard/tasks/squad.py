@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from regard.tasks.data import Row, read, whole
+from regard.tasks.data import Row, read, text_of
 from regard.tasks.trouble import Bad, Trouble
 
 
@@ -22,7 +22,7 @@ class Asked(NamedTuple):
 
 def read_squad(path: Path, bad: Bad, *, answers: bool = True) -> Iterator[Row]:
     """The questions of a file. An answer that does not stand where it says is bad; without `answers` none are read."""
-    text = whole(path)
+    text = text_of(path)
     try:
         articles = json.loads(text)["data"]
     except json.JSONDecodeError as error:
