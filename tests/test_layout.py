@@ -18,7 +18,7 @@ SOURCE = Path(regard.__file__).parent
 ROOT = SOURCE.parent.parent
 
 LAYERS = [
-    {"files", "geometry", "hashing"},
+    {"arguments", "files", "geometry", "hashing"},
     {"scores", "masks", "positions"},
     {"engines"},
     {"attention"},

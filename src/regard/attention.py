@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -10,10 +9,11 @@ from dataclasses import dataclass, fields
 from functools import lru_cache
 from typing import Any, Literal, Protocol, TypedDict, Unpack, overload
 
-import numpy as np
 import torch
 from torch import Tensor
 
+from regard import arguments
+from regard.arguments import Index
 from regard.engines import look, native
 from regard.engines.dropout import draw_seed
 from regard.engines.look import Statistics
@@ -24,7 +24,6 @@ from regard.masks import Mask, dense
 from regard.positions.biases import Bias, dense_bias
 from regard.scores import Dot, Modified, Score
 
-Part = int | slice | Sequence[int] | Tensor | None
 PLANS = 256  # that an attention remembers
 _DOT = Dot()
 _CPU = torch.device("cpu")
@@ -111,40 +110,17 @@ class Attention:
             if not callable(self.score) or isinstance(self.score, type):
                 raise TypeError(
                     "score must be Dot(), Cosine(), Additive(weight), Bilinear(matrix) or a function of "
-                    f"(score, b, h, q_index, k_index), but is {_came(self.score)}"
+                    f"(score, b, h, q_index, k_index), but is {arguments.came(self.score)}"
                 )
             put(self, "score", Modified(self.score, _DOT))
         if self.mask is not None and not isinstance(self.mask, Mask):
             put(self, "mask", dense(self.mask))
         if self.bias is not None and not isinstance(self.bias, Bias):
             put(self, "bias", dense_bias(self.bias))
-        put(self, "offset", _offset(self.offset))
-        if not isinstance(self.temperature, int | float) or isinstance(self.temperature, bool):
-            raise TypeError(
-                f"temperature must be a number, but is {type(self.temperature).__name__}; "
-                "for a learned one pass a tensor as the score's scale"
-            )
-        if not self.temperature > 0:
-            raise ValueError(
-                f"temperature must be positive, but is {self.temperature}; small ones near 0 come close to argmax"
-            )
-        if isinstance(self.dropout, bool) or not isinstance(self.dropout, int | float):
-            raise TypeError(
-                f"dropout must be a share in [0, 1), but is {type(self.dropout).__name__}; leave it out for none"
-            )
-        if not 0 <= self.dropout < 1:
-            raise ValueError(f"dropout must be a share in [0, 1), but is {self.dropout}")
-        number = isinstance(self.sink, int | float) and not isinstance(self.sink, bool)
-        if (
-            not number
-            and self.sink is not None
-            and not (isinstance(self.sink, Tensor) and self.sink.is_floating_point())
-        ):
-            raise TypeError(
-                f"sink must be a logit, a number or a floating-point tensor of one per head, but is {_came(self.sink)}"
-            )
-        if number and not self.sink < math.inf:  # type: ignore[operator]
-            raise ValueError(f"sink must be a logit below infinity, but is {self.sink}")
+        put(self, "offset", arguments.offset(self.offset))
+        arguments.check_temperature(self.temperature)
+        arguments.check_dropout(self.dropout)
+        arguments.check_sink(self.sink)
         assert isinstance(self.score, Score)
         own = [*self.score.tensors(), *(self.bias.tensors() if isinstance(self.bias, Bias) else ())]
         put(self, "_tensors", (*own, self.sink) if isinstance(self.sink, Tensor) else tuple(own))
@@ -240,7 +216,7 @@ class Attention:
             watcher(self, query, key)
 
     def weights(
-        self, query: Tensor, key: Tensor, *, rows: Part = None, columns: Part = None, heads: Part = None
+        self, query: Tensor, key: Tensor, *, rows: Index = None, columns: Index = None, heads: Index = None
     ) -> Tensor:
         """The weights (B, H, Q, K), without dropout; `rows`, `columns` and `heads` compute only that part.
 
@@ -254,7 +230,8 @@ class Attention:
         query, key = _autocast(query, key)
         problem = self._problem(query, key, None, False)
         frame = problem.frame
-        parts = (_part("heads", heads, frame.H), _part("rows", rows, frame.Q), _part("columns", columns, frame.K))
+        asked = (("heads", heads, frame.H), ("rows", rows, frame.Q), ("columns", columns, frame.K))
+        parts = [arguments.places(*each) for each in asked]
         part = len(parts[1]) < frame.Q
         fused = (
             _fused(problem, part) and not problem.grad and all(map(len, parts)) and native.takes_rows(problem, parts[1])
@@ -275,19 +252,14 @@ class Attention:
         >>> rg.Attention().map(q, k, size=(10, 10)).shape
         torch.Size([1, 2, 10, 10])
         """
-        if (
-            not isinstance(size, Sequence)
-            or len(size) != 2
-            or any(isinstance(n, bool) or not isinstance(n, int) or n < 1 for n in size)
-        ):
-            raise ValueError(f"size must be two whole numbers of at least 1, rows and columns, but is {size!r}")
+        arguments.check_size(size)
         query, key = _autocast(query, key)
         problem = self._problem(query, key, None, False)
         with torch.no_grad(), _plain(query.device):
             found = (native if _fused(problem) else look).pooled(problem, lead(query), lead(key), (size[0], size[1]))
         return found.reshape(found.shape[4 - query.dim() :])
 
-    def statistics(self, query: Tensor, key: Tensor, *, top: int = 4, mass_on: Part = None) -> Statistics:
+    def statistics(self, query: Tensor, key: Tensor, *, top: int = 4, mass_on: Index = None) -> Statistics:
         """Of every row of the weights: lse, entropy, max_logit, distance, top_keys, top_weights; in O(Q) memory.
 
         With `mass_on`, keys given as `columns` are to `weights`, also `mass`: what these keys have of each row. It is
@@ -299,11 +271,10 @@ class Attention:
         >>> found.entropy[0, 0, 0].item(), found.mass[0, 0, 0].item()
         (0.0, 1.0)
         """
-        if isinstance(top, bool) or not isinstance(top, int) or top < 0:
-            raise ValueError(f"top must be a whole number of at least 0, but is {top!r}")
+        arguments.check_top(top)
         query, key = _autocast(query, key)
         problem = self._problem(query, key, None, False)
-        chosen = None if mass_on is None else _part("mass_on", mass_on, problem.frame.K).to(query.device)
+        chosen = None if mass_on is None else arguments.places("mass_on", mass_on, problem.frame.K).to(query.device)
         with torch.no_grad(), _plain(query.device):
             found = (native if _fused(problem) else look).statistics(problem, lead(query), lead(key), top, chosen)
         return Statistics(*(None if x is None else x.reshape(x.shape[4 - query.dim() :]) for x in found))  # type: ignore
@@ -454,45 +425,6 @@ def _fused(problem: Problem, part: bool = False) -> bool:
     if torch.compiler.is_compiling() or native.why_not(problem):
         return False
     return part or not native.why_rather_not(problem)
-
-
-def _offset(offset: Any) -> int | Tensor | None:
-    if offset is None or (isinstance(offset, int) and not isinstance(offset, bool)):
-        return offset
-    if isinstance(offset, np.integer):
-        return int(offset)
-    try:
-        tensor = torch.as_tensor(offset)
-    except (TypeError, ValueError, RuntimeError):
-        raise TypeError(f"offset must be a whole number or one per batch row, but is {type(offset).__name__}") from None
-    if tensor.is_floating_point() or tensor.dtype == torch.bool or tensor.dim() > 1:
-        raise TypeError(
-            f"offset must be a whole number or one per batch row, but is {tensor.dtype} of shape {shape_of(tensor)}"
-        )
-    return tensor.detach().clone().to(torch.int64).reshape(-1)
-
-
-def _part(name: str, part: Part, size: int) -> Tensor:
-    everything = torch.arange(size)
-    try:
-        if part is None or isinstance(part, slice):
-            return everything if part is None else torch.tensor(range(size)[part], dtype=torch.int64)
-        index = torch.as_tensor(part).cpu()
-        if not index.numel():
-            return everything[:0]
-        if isinstance(part, bool) or index.is_floating_point() or index.dim() > 1:
-            raise TypeError
-        return everything[index.reshape(-1)]
-    except (TypeError, ValueError, RuntimeError):
-        raise TypeError(f"{name} must be a number, a slice, a list or an index tensor, but is {part!r}") from None
-    except IndexError:
-        raise ValueError(f"{name} must be between {-size} and {size - 1}, but is {part!r}") from None
-
-
-def _came(value: object) -> str:
-    if isinstance(value, type):
-        return f"the class {value.__name__}; make one with {value.__name__}()"
-    return f"{value.dtype} of shape {shape_of(value)}" if isinstance(value, Tensor) else type(value).__name__
 
 
 def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:

@@ -1,0 +1,105 @@
+"""What the operator is told beside its tensors, checked: a refusal says what was expected, what came, what to try."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from regard.geometry import shape_of
+
+Index = int | slice | Sequence[int] | Tensor | None
+"""Some places along an axis; None is all of them."""
+
+
+def offset(value: Any) -> int | Tensor | None:
+    """Where the queries stand: none, a number, or (B,) whole numbers of its own."""
+    if value is None or (isinstance(value, int) and not isinstance(value, bool)):
+        return value
+    if isinstance(value, np.integer):
+        return int(value)
+    try:
+        tensor = torch.as_tensor(value)
+    except (TypeError, ValueError, RuntimeError):
+        raise TypeError(f"offset must be a whole number or one per batch row, but is {type(value).__name__}") from None
+    if tensor.is_floating_point() or tensor.dtype == torch.bool or tensor.dim() > 1:
+        raise TypeError(
+            f"offset must be a whole number or one per batch row, but is {tensor.dtype} of shape {shape_of(tensor)}"
+        )
+    return tensor.detach().clone().to(torch.int64).reshape(-1)
+
+
+def check_temperature(value: Any) -> None:
+    if not _number(value):
+        raise TypeError(
+            f"temperature must be a number, but is {type(value).__name__}; "
+            "for a learned one pass a tensor as the score's scale"
+        )
+    if not value > 0:
+        raise ValueError(f"temperature must be positive, but is {value}; small ones near 0 come close to argmax")
+
+
+def check_dropout(value: Any) -> None:
+    if not _number(value):
+        raise TypeError(f"dropout must be a share in [0, 1), but is {type(value).__name__}; leave it out for none")
+    if not 0 <= value < 1:
+        raise ValueError(f"dropout must be a share in [0, 1), but is {value}")
+
+
+def check_sink(value: Any) -> None:
+    if value is None or (isinstance(value, Tensor) and value.is_floating_point()):
+        return
+    if not _number(value):
+        raise TypeError(
+            f"sink must be a logit, a number or a floating-point tensor of one per head, but is {came(value)}"
+        )
+    if not value < math.inf:
+        raise ValueError(f"sink must be a logit below infinity, but is {value}")
+
+
+def check_size(value: Any) -> None:
+    """Of a map: rows and columns."""
+    if (
+        not isinstance(value, Sequence)
+        or len(value) != 2
+        or any(isinstance(n, bool) or not isinstance(n, int) or n < 1 for n in value)
+    ):
+        raise ValueError(f"size must be two whole numbers of at least 1, rows and columns, but is {value!r}")
+
+
+def check_top(value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise ValueError(f"top must be a whole number of at least 0, but is {value!r}")
+
+
+def places(name: str, index: Index, size: int) -> Tensor:
+    """The places (n,) that an index means along an axis of this size; negative ones count from its end."""
+    everything = torch.arange(size)
+    try:
+        if index is None or isinstance(index, slice):
+            return everything if index is None else torch.tensor(range(size)[index], dtype=torch.int64)
+        chosen = torch.as_tensor(index).cpu()
+        if not chosen.numel():
+            return everything[:0]
+        if isinstance(index, bool) or chosen.is_floating_point() or chosen.dim() > 1:
+            raise TypeError
+        return everything[chosen.reshape(-1)]
+    except (TypeError, ValueError, RuntimeError):
+        raise TypeError(f"{name} must be a number, a slice, a list or an index tensor, but is {index!r}") from None
+    except IndexError:
+        raise ValueError(f"{name} must be between {-size} and {size - 1}, but is {index!r}") from None
+
+
+def came(value: object) -> str:
+    """What was given, for a message."""
+    if isinstance(value, type):
+        return f"the class {value.__name__}; make one with {value.__name__}()"
+    return f"{value.dtype} of shape {shape_of(value)}" if isinstance(value, Tensor) else type(value).__name__
+
+
+def _number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
