@@ -370,12 +370,14 @@ def made(mask: Mask) -> Mask:
 
 
 def short(value: int | Tensor) -> str:
+    """A value for a mask's formula: few numbers as they are, of many the shape."""
     if not isinstance(value, Tensor):
         return str(value)
     return str(value.tolist()) if value.numel() <= 8 and not value.is_floating_point() else shape_of(value)
 
 
 def whole(name: str, value: object, least: int) -> int:
+    """A whole number of at least so much, from whatever Python takes for one."""
     if isinstance(value, bool) or not isinstance(value, SupportsIndex) or operator.index(value) < least:
         raise ValueError(f"{name} must be a whole number of at least {least}, but is {value!r}")
     value = operator.index(value)

@@ -45,16 +45,7 @@ class Documents(Mask):
         return starts, stops
 
     def intervals(self, frame: Frame) -> Intervals | None:
-        if self._runs is None:
-            return None
-        if not frame.K:
-            return np.zeros((1, 1, frame.Q), np.int64), np.zeros((1, 1, frame.Q), np.int64)
-        p = positions_of(frame)[:, 0]
-        p = np.broadcast_to(p, (max(len(p), len(self._ranks)), frame.Q))
-        inside, at = (p >= 0) & (p < frame.K), p.clip(0, max(frame.K - 1, 0))
-        row = np.arange(len(p))[:, None] if len(self._ranks) > 1 else np.zeros((len(p), 1), int)
-        start, stop = (np.where(inside, edge[row, at], 0)[:, None] for edge in self._runs)
-        return start, stop
+        return None if self._runs is None else _of_rows(frame, *self._runs)
 
     @cached_property
     def _ranges(self) -> _RangeMinMax:
@@ -105,14 +96,7 @@ class Ranges(Mask):
         return (at.j >= start[row, q]) & (at.j < stop[row, q]) & (p >= 0) & (p < n)
 
     def intervals(self, frame: Frame) -> Intervals:
-        start, stop = (lead(x, 2).cpu().numpy() for x in (self.start, self.stop))
-        p, n = positions_of(frame)[:, 0], start.shape[1]
-        p = np.broadcast_to(p, (max(len(p), len(start)), frame.Q))
-        row = np.arange(len(p))[:, None] if len(start) > 1 else np.zeros((len(p), 1), int)
-        inside, at = (p >= 0) & (p < n), p.clip(0, max(n - 1, 0))
-        if not n:
-            return np.zeros((1, 1, frame.Q), np.int64), np.zeros((1, 1, frame.Q), np.int64)
-        return np.where(inside, start[row, at], 0)[:, None], np.where(inside, stop[row, at], 0)[:, None]
+        return _of_rows(frame, *(lead(x, 2).cpu().numpy() for x in (self.start, self.stop)))
 
     def kinds(self, boxes: Boxes) -> Kinds:
         row, n = (boxes.b if len(lead(self.start, 2)) > 1 else np.zeros_like(boxes.b)), self.start.shape[-1]
@@ -147,6 +131,17 @@ class Ranges(Mask):
 
     def __repr__(self) -> str:
         return f"ranges({short(self.start)}, {short(self.stop)})"
+
+
+def _of_rows(frame: Frame, starts: np.ndarray, stops: np.ndarray) -> Intervals:
+    """Intervals told position by position, (B or 1, N), as the queries of a call have them; beyond N they see none."""
+    p, n = positions_of(frame)[:, 0], starts.shape[1]
+    if not n:
+        return np.zeros((1, 1, frame.Q), np.int64), np.zeros((1, 1, frame.Q), np.int64)
+    p = np.broadcast_to(p, (max(len(p), len(starts)), frame.Q))
+    row = np.arange(len(p))[:, None] if len(starts) > 1 else np.zeros((len(p), 1), int)
+    inside, at = (p >= 0) & (p < n), p.clip(0, n - 1)
+    return np.where(inside, starts[row, at], 0)[:, None], np.where(inside, stops[row, at], 0)[:, None]
 
 
 class _RangeMinMax:

@@ -1,4 +1,4 @@
-"""Masks that are told by positions: who stands where, which document, how long. All follow the queries' offset."""
+"""Masks that are a rule of positions: windows, prefixes, lengths, global tokens. All follow the queries' offset."""
 
 from __future__ import annotations
 
