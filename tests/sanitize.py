@@ -13,7 +13,7 @@ from pathlib import Path
 
 FOLDER = Path("build/sanitize")
 TESTS = [f"tests/engines/test_{name}.py" for name in ("native", "safety", "agreement", "look", "product")]
-TESTS += ["tests/test_linear.py"]
+TESTS += ["tests/test_linear.py", "tests/test_linear_kernel.py"]
 PROBE = """
 import ctypes, sys
 library = ctypes.CDLL(sys.argv[1])

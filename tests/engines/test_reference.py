@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -15,32 +14,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import regard as rg
-from regard.engines.select import ENGINES
 from regard.geometry import Frame
+from tests.engines.calls import EXACT, INF, NAN, inputs, normal, run
 from tests.oracle import attend
-from tests.strategies import Call, calls, masks
-
-EXACT = [name for name in ("reference", "tiled", "sdpa", "native") if name in ENGINES]
-DROPPING = [name for name in ("reference", "tiled") if name in ENGINES]
-INF, NAN = math.inf, math.nan
-
-
-def normal(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
-
-
-def inputs(B: int = 2, H: int = 4, G: int = 2, Q: int = 6, K: int = 9, D: int = 5, E: int = 5) -> list[Tensor]:
-    return [normal(B, H, Q, D, seed=1), normal(B, G, K, D, seed=2), normal(B, G, K, E, seed=3)]
-
-
-def run(engine: str, tensors: list[Tensor], **description: Any) -> Tensor:
-    """The output; an engine that cannot must say so when it is forced, and the one that is chosen computes instead."""
-    problem = rg.Attention(**description)._problem(*tensors, False)
-    if engine in ENGINES and ENGINES[engine].why_not(problem):
-        with pytest.raises(ValueError, match=f"engine '{engine}' cannot compute this"):
-            rg.attention(*tensors, engine=engine, **description)
-        return rg.attention(*tensors, **description)
-    return rg.attention(*tensors, engine=engine, **description)
+from tests.strategies import masks
 
 
 class TestTheDefinition:
@@ -342,75 +319,6 @@ def test_log_sum_exp_of_a_small_dtype_is_float32(engine: str, dtype: torch.dtype
     torch.testing.assert_close(lse.double(), exact, rtol=1e-5, atol=1e-5)
 
 
-LONG = {"H": 2, "G": 1, "Q": 64, "K": 96}
-
-
-class TestDropout:
-    @pytest.mark.parametrize("engine", DROPPING)
-    def test_it_is_off_unless_asked_for(self, engine: str) -> None:
-        tensors = inputs()
-        torch.manual_seed(0)
-        before = torch.get_rng_state()
-        assert torch.equal(run(engine, tensors), run(engine, tensors, dropout=0.0))
-        assert torch.equal(torch.get_rng_state(), before), "a call without dropout draws no random number"
-
-    @pytest.mark.parametrize("engine", DROPPING)
-    def test_manual_seed_reproduces_it_and_the_next_call_drops_others(self, engine: str) -> None:
-        tensors, drawn = inputs(**LONG), []
-        for _ in range(2):
-            torch.manual_seed(7)
-            drawn.append([run(engine, tensors, dropout=0.3) for _ in range(2)])
-        assert torch.equal(drawn[0][0], drawn[1][0])
-        assert torch.equal(drawn[0][1], drawn[1][1])
-        assert not torch.allclose(drawn[0][0], drawn[0][1])
-
-    @pytest.mark.parametrize("description", [{}, {"mask": rg.causal(), "bias": rg.shaw(normal(5, 5), normal(5, 5))}])
-    def test_every_engine_drops_the_same_weights_and_differentiates_them(self, description: dict[str, Any]) -> None:
-        results = []
-        for engine in DROPPING:
-            tensors = [tensor.requires_grad_() for tensor in inputs(**LONG)]
-            torch.manual_seed(3)
-            output = run(engine, tensors, dropout=0.4, **description)
-            results.append([output, *torch.autograd.grad((output * normal(*output.shape)).sum(), tensors)])
-        for other in results[1:]:
-            for ours, theirs in zip(other, results[0], strict=True):
-                torch.testing.assert_close(ours, theirs, rtol=1e-11, atol=1e-11)
-
-    def test_the_share_that_is_asked_for_is_dropped_and_the_rest_grows(self) -> None:
-        query, key, _ = inputs(**LONG)
-        value = torch.eye(96, dtype=torch.float64).expand(2, 1, 96, 96)  # the output is the dropped weights
-        torch.manual_seed(0)
-        dropped = rg.attention(query, key, value, dropout=0.25, engine="reference")
-        weights = rg.Attention().weights(query, key)
-        gone = dropped == 0
-        assert abs(gone.double().mean() - 0.25) < 5 * math.sqrt(0.25 * 0.75 / gone.numel())
-        torch.testing.assert_close(dropped[~gone], weights[~gone] / 0.75)
-        by_row, by_column = gone.double().mean(-1), gone.double().mean(-2)
-        assert (by_row - 0.25).abs().max() < 6 * math.sqrt(0.25 * 0.75 / 96)
-        assert (by_column - 0.25).abs().max() < 6 * math.sqrt(0.25 * 0.75 / 64)
-        assert len({tuple(row.tolist()) for row in gone.flatten(0, 2)}) == gone[..., 0].numel(), "rows drop alike"
-
-    @pytest.mark.parametrize("engine", DROPPING)
-    def test_its_expectation_is_the_output_without_it(self, engine: str) -> None:
-        tensors = inputs(B=1, H=1, G=1, Q=4, K=8)
-        torch.manual_seed(1)
-        draws = torch.stack([run(engine, tensors, dropout=0.5) for _ in range(1500)])
-        error = (draws.mean(0) - run(engine, tensors)).abs()
-        assert (error < 5 * draws.std(0) / math.sqrt(len(draws))).all()
-
-    @pytest.mark.parametrize("engine", DROPPING)
-    def test_its_gradient_equals_finite_differences(self, engine: str) -> None:
-        def dropped(*tensors: Tensor) -> Tensor:
-            torch.manual_seed(5)
-            return rg.attention(*tensors, dropout=0.5, sink=0.1, mask=rg.window(5, 5), engine=engine)
-
-        assert torch.autograd.gradcheck(dropped, [t.requires_grad_() for t in inputs()], fast_mode=True)
-
-    def test_weights_and_statistics_know_nothing_of_it(self) -> None:
-        query, key, _ = inputs()
-        assert torch.equal(rg.Attention(dropout=0.5).weights(query, key), rg.Attention().weights(query, key))
-
-
 @pytest.mark.parametrize("engine", ["reference", "tiled"])
 class TestASink:
     def test_it_is_one_more_key_with_value_zero(self, engine: str) -> None:
@@ -464,83 +372,3 @@ class TestASink:
         output, lse = rg.attention(*inputs(), sink=1e4, engine=engine, return_lse=True)
         assert (output == 0).all()
         assert (lse == 1e4).all()
-
-
-class TestMerge:
-    @staticmethod
-    def shards(call: Call, cuts: list[int], engine: str) -> list[tuple[Tensor, Tensor]]:
-        """The call over parts of its keys; a mask and a bias are cut with them, and only the last part has the sink."""
-        query, key, value = call.query, call.key, call.value
-        sizes = (query.shape[0], query.shape[1], query.shape[2], key.shape[2])
-        at = Frame(*sizes, offset=0).at()
-        mask, bias = call.description["mask"], call.description["bias"]
-        edges = [0, *cuts, sizes[3]]
-        results = []
-        for n, (start, stop) in enumerate(itertools.pairwise(edges)):
-            part = slice(start, stop)
-            sink = call.description["sink"] if n == len(edges) - 2 else None
-            bits = None if mask is None else mask.allows(at).expand(sizes)[..., part]
-            results.append(
-                rg.attention(
-                    query, key[:, :, part], value[:, :, part], mask=bits, bias=bias[..., part], sink=sink,
-                    engine=engine if start < stop else None, return_lse=True,
-                )
-            )  # fmt: skip
-        return results
-
-    @pytest.mark.parametrize("engine", ["reference", "tiled"])
-    @settings(max_examples=40)
-    @given(data=st.data())
-    def test_shards_merge_to_the_whole(self, engine: str, data: st.DataObject) -> None:
-        call = data.draw(calls(longest=12, plain=True))
-        K = call.key.shape[2]
-        call.description = {
-            "mask": call.description["mask"],
-            "bias": normal(call.query.shape[2], K),
-            "sink": data.draw(st.sampled_from([None, 0.5, normal(call.query.shape[1])])),
-        }
-        cuts = sorted(data.draw(st.lists(st.integers(0, K), max_size=3)))
-        whole = rg.attention(
-            call.query, call.key, call.value, offset=0, engine="reference", return_lse=True, **call.description
-        )
-        merged = rg.merge(*zip(*self.shards(call, cuts, engine), strict=True))
-        for ours, theirs in zip(merged, whole, strict=True):
-            torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
-
-    def test_a_row_that_no_shard_sees_stays_empty(self) -> None:
-        tensors = inputs()
-        parts = [rg.attention(*tensors, mask=rg.padding([0, 5]), return_lse=True) for _ in range(2)]
-        output, lse = rg.merge(*zip(*parts, strict=True))
-        assert (output[0] == 0).all()
-        assert (lse[0] == -INF).all()
-        assert output.isfinite().all()
-
-    def test_gradients_go_through_it(self) -> None:
-        def merged(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-            parts = [
-                rg.attention(query, key[:, :, part], value[:, :, part], return_lse=True)
-                for part in (slice(0, 4), slice(4, 9))
-            ]
-            return rg.merge(*zip(*parts, strict=True))
-
-        assert torch.autograd.gradcheck(merged, [t.requires_grad_() for t in inputs()], fast_mode=True)
-
-    def test_an_empty_row_gives_finite_gradients(self) -> None:
-        tensors = [tensor.requires_grad_() for tensor in inputs()]
-        parts = [
-            rg.attention(
-                tensors[0], tensors[1][:, :, part], tensors[2][:, :, part], return_lse=True,
-                mask=rg.padding([0, 2]),
-            )
-            for part in (slice(0, 4), slice(4, 9))
-        ]  # fmt: skip
-        output, _ = rg.merge(*zip(*parts, strict=True))
-        assert all(grad.isfinite().all() for grad in torch.autograd.grad(output.sum(), tensors))
-
-    def test_one_shard_is_itself_in_its_own_dtype(self) -> None:
-        tensors = [tensor.bfloat16() for tensor in inputs()]
-        output, lse = rg.attention(*tensors, return_lse=True)
-        merged = rg.merge([output], [lse])
-        assert merged[0].dtype == torch.bfloat16
-        assert torch.equal(merged[0], output)
-        torch.testing.assert_close(merged[1], lse)

@@ -1,0 +1,35 @@
+"""Calls that every engine is asked, and whether it can."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import regard as rg
+from regard.engines.select import ENGINES
+
+EXACT = [name for name in ("reference", "tiled", "sdpa", "native") if name in ENGINES]
+DROPPING = [name for name in ("reference", "tiled") if name in ENGINES]
+INF, NAN = math.inf, math.nan
+
+
+def normal(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+
+
+def inputs(B: int = 2, H: int = 4, G: int = 2, Q: int = 6, K: int = 9, D: int = 5, E: int = 5) -> list[Tensor]:
+    return [normal(B, H, Q, D, seed=1), normal(B, G, K, D, seed=2), normal(B, G, K, E, seed=3)]
+
+
+def run(engine: str, tensors: list[Tensor], **description: Any) -> Tensor:
+    """The output; an engine that cannot must say so when it is forced, and the one that is chosen computes instead."""
+    problem = rg.Attention(**description)._problem(*tensors, False)
+    if engine in ENGINES and ENGINES[engine].why_not(problem):
+        with pytest.raises(ValueError, match=f"engine '{engine}' cannot compute this"):
+            rg.attention(*tensors, engine=engine, **description)
+        return rg.attention(*tensors, **description)
+    return rg.attention(*tensors, engine=engine, **description)

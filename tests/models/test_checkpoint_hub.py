@@ -1,0 +1,54 @@
+"""Names instead of folders, and libraries that are not there."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import regard as rg
+from tests.models.folders import same, small
+
+
+def test_a_name_goes_through_the_hub_and_asks_for_nothing_unsafe(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import huggingface_hub
+
+    rg.save(small(), tmp_path)
+    asked: dict[str, Any] = {}
+
+    def fetched(name: str, **kwargs: Any) -> str:
+        asked.update(kwargs, name=name)
+        return str(tmp_path)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", fetched)
+    same(rg.load("someone/small", revision="v2", local_files_only=True), small())
+    assert (asked["name"], asked["revision"], asked["local_files_only"]) == ("someone/small", "v2", True)
+    assert all(pattern.endswith((".json", ".txt", ".safetensors")) for pattern in asked["allow_patterns"])
+
+
+def test_a_name_that_was_never_fetched_says_so_when_offline(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match=r"someone/nothing is no folder, and was not found among the files"):
+        rg.load("someone/nothing", local_files_only=True)
+
+
+def test_without_the_library_a_name_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    with pytest.raises(ImportError, match=r"regard\[hub\]"):
+        rg.load("someone/small")
+
+
+@pytest.mark.parametrize("name", ["./nowhere", "/no/where", "a/b/c", "../x/y", "a b"])
+def test_a_path_that_is_no_folder_is_not_looked_for_on_the_hub(name: str) -> None:
+    with pytest.raises(FileNotFoundError, match="is no folder; give a folder"):
+        rg.load(name)
+
+
+def test_without_safetensors_the_error_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rg.save(small(), tmp_path)
+    monkeypatch.setitem(sys.modules, "safetensors", None)
+    with pytest.raises(ImportError, match=r"regard\[checkpoints\]"):
+        rg.load(tmp_path)
