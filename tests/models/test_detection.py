@@ -13,8 +13,8 @@ from torch import Tensor
 
 import regard
 from regard.models import RESNETS, Detr, DetrConfig, Objects, ResNet, ResNetConfig, SetLoss
+from regard.models.boxes import corners, giou
 from regard.models.detection import near_positions, sine_positions
-from regard.models.matching import corners, giou
 from regard.models.resnet import FrozenBatchNorm
 
 BACKBONE = ResNetConfig(stem=8, widths=(8, 16), depths=(1, 2), bottleneck=False, norm="batch")

@@ -1,12 +1,12 @@
 """Assemblies of modules: text, language, translation, vision, detection, speech, recommendation, sets, graphs."""
 
+from regard.models.boxes import Objects, SetLoss
 from regard.models.checkpoints import load, save, tokenizer
 from regard.models.copying import PointerTransformer
 from regard.models.detection import Detr, DetrConfig
 from regard.models.graph import GraphConfig, NodeClassifier
 from regard.models.language import LanguageConfig, LanguageModel
 from regard.models.match import ImageTextMatcher, MatchConfig
-from regard.models.matching import Objects, SetLoss
 from regard.models.recommend import Recommender
 from regard.models.resnet import RESNETS, ResNet, ResNetConfig
 from regard.models.sets import SetConfig, SetTransformer

@@ -30,7 +30,7 @@ def corners(boxes: Tensor) -> Tensor:
     """Boxes (..., 4) as centre and size to left, top, right, bottom.
 
     >>> import torch
-    >>> from regard.models.matching import corners
+    >>> from regard.models.boxes import corners
     >>> corners(torch.tensor([0.5, 0.5, 0.25, 0.5]))
     tensor([0.3750, 0.2500, 0.6250, 0.7500])
     """
@@ -44,7 +44,7 @@ def giou(boxes: Tensor, others: Tensor) -> Tensor:
         intersection / union - (hull - union) / hull        in (-1, 1]; boxes without area have 0 / 0 = 0
 
     >>> import torch
-    >>> from regard.models.matching import giou
+    >>> from regard.models.boxes import giou
     >>> giou(torch.tensor([0.0, 0.0, 1.0, 1.0]), torch.tensor([[0.0, 0.0, 1.0, 1.0], [2.0, 0.0, 3.0, 1.0]]))
     tensor([ 1.0000, -0.3333])
     """
@@ -72,7 +72,7 @@ class SetLoss:
     Box losses are divided by the number of objects in the batch. `matched` needs scipy, of the extra `detect`.
 
     >>> import torch
-    >>> from regard.models.matching import Objects, SetLoss
+    >>> from regard.models.boxes import Objects, SetLoss
     >>> logits, boxes = torch.zeros(1, 3, 5), torch.rand(1, 3, 4)
     >>> found = SetLoss()(logits, boxes, [Objects(torch.tensor([2]), torch.rand(1, 4))])
     >>> torch.allclose(found.label, torch.tensor(5.0).log())

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from regard.attention import Attention, sharding
 from regard.geometry import shape_of
-from regard.models.matching import Objects, SetLoss, corners
+from regard.models.boxes import Objects, SetLoss, corners
 from regard.models.parts import ARRANGEMENTS, choose, embedding, norm_named
 from regard.models.resnet import ResNet, ResNetConfig
 from regard.nn import ACTIVATIONS, Block, Decoder, Encoder, FeedForward, MultiHeadAttention, Shared, key_mask, linear

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from regard.attention import Attention
 from regard.engines.product import product
+from regard.geometry import shape_of
 from regard.masks import causal, window
 from regard.models.parts import ARRANGEMENTS, Inputs, choose, embedded, embedding, norm_named, rows_of
 from regard.models.places import reach
@@ -148,7 +149,8 @@ class LanguageModel(nn.Module):
         """A state to generate from, and the prompts as one tensor (R, n), filled up at the front."""
         rows = list(prompts)
         if not rows or any(row.dim() != 1 or not len(row) for row in rows):
-            raise ValueError("prompts must be ids (B, N), or a list of ids (n,), each of at least one token")
+            came = ", ".join(shape_of(row) for row in rows[:4]) or "none"
+            raise ValueError(f"prompts must be ids (B, N), or a list of ids (n,) of at least one token, but are {came}")
         longest = max(map(len, rows))
         filler = torch.tensor([longest - len(row) for row in rows], device=rows[0].device)
         first = torch.stack([F.pad(row, (longest - len(row), 0)) for row in rows])

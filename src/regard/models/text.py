@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,7 +28,13 @@ from regard.nn import (
 )
 from regard.nn.dropout import dropout
 
-POOLINGS = {"mean": Mean, "max": Max, "first": First}
+POOLINGS: dict[str, Callable[[int], nn.Module]] = {
+    "mean": lambda width: Mean(),
+    "max": lambda width: Max(),
+    "first": lambda width: First(),
+    "attention": AttentionPooling,
+}
+"""By the names that configurations use; each makes a pooling of a width."""
 
 
 @dataclass(frozen=True)
@@ -304,9 +310,7 @@ def alike(lengths: Sequence[int], tokens: int) -> Iterator[list[int]]:
 
 def pooling_named(name: str, width: int) -> nn.Module:
     """A pooling by its name in a configuration."""
-    if name == "attention":
-        return AttentionPooling(width)
-    return choose("pooling", name, POOLINGS)()
+    return choose("pooling", name, POOLINGS)(width)
 
 
 def _blocks(config: TextConfig, count: int) -> list[Block]:

@@ -70,6 +70,6 @@ def tokenizer(folder: str | os.PathLike[str]) -> Tokenizer:
     Traceback (most recent call last):
     FileNotFoundError: no/folder/of/mine is no folder; ...
     """
-    from regard.models.checkpoints import sentences
+    from regard.models.checkpoints import tokens
 
-    return sentences.tokenizer(folder)
+    return tokens.tokenizer(folder)

@@ -68,7 +68,6 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def read_json(path: Path) -> dict[str, Any]:
     """A JSON object; anything else, and a key that comes twice, is an error that names the file."""
-
     try:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from regard.models.checkpoints import own, sentences
+from regard.models.checkpoints import own, sentences, tokens
 from regard.models.checkpoints.families import FAMILIES, family_of
 from regard.models.checkpoints.family import TENSORS, Architecture, Values
 from regard.models.checkpoints.files import CONFIG, GENERATION, Weights, float_types, folder_of, read_json
@@ -26,7 +26,7 @@ def load(
     if (path / sentences.MODULES).exists():
         return sentences.load(path, lambda inner: read(inner, dtype=dtype, bare=True))
     model = read(path, dtype=dtype)
-    return sentences.with_tokenizer(model, path) if isinstance(model, SentenceEmbedder) else model
+    return tokens.with_tokenizer(model, path) if isinstance(model, SentenceEmbedder) else model
 
 
 def outline(path: Path) -> nn.Module:

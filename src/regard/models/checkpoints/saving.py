@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from regard.models.checkpoints import own, sentences
+from regard.models.checkpoints import own, sentences, tokens
 from regard.models.checkpoints.families import FAMILIES
 from regard.models.checkpoints.family import Family
 from regard.models.checkpoints.files import CONFIG, GENERATION, float_types, write_json, write_weights
@@ -22,11 +22,11 @@ def save(model: nn.Module, folder: str | os.PathLike[str], *, limit: int) -> Non
     if not isinstance(model, nn.Module) or not hasattr(model, "config"):
         raise TypeError(f"model must be one of regard.models, with a config, but is {type(model).__name__}")
     if limit < 1:
-        raise ValueError(f"limit must be a number of bytes, but is {limit}")
+        raise ValueError(f"limit must be a number of bytes, at least 1, but is {limit}")
     path = Path(folder)
     path.mkdir(parents=True, exist_ok=True)
     if isinstance(model, SentenceEmbedder):
-        sentences.save_tokenizer(model, path)
+        tokens.save_tokenizer(model, path)
         if sentences.said_by(model):
             write(model.encoder, path, limit)
             return sentences.save(model, path)

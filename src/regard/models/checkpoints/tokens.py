@@ -1,0 +1,92 @@
+"""The tokenizers that lie beside models."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from regard.files import whole
+from regard.models.checkpoints.files import CONFIG, folder_of, read_json, write_json
+from regard.models.text import SentenceEmbedder, TextEncoder
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+TOKENIZER, TOKENIZER_CONFIG, LETTERS, LENGTH = (
+    "tokenizer.json", "tokenizer_config.json", "vocab.json", "sentence_bert_config.json",
+)  # fmt: skip
+
+
+def tokenizer(folder: str | os.PathLike[str]) -> Tokenizer:
+    """See `regard.models.checkpoints.calls`."""
+    path = folder_of(folder) / TOKENIZER
+    try:
+        import tokenizers
+    except ImportError:
+        raise ImportError("tokenizers are read by tokenizers: pip install 'regard[checkpoints]'") from None
+    if not path.exists() and (path.parent / LETTERS).exists() and _listens(path.parent):
+        return _letters(path.parent)
+    if not path.exists():
+        raise FileNotFoundError(
+            f"{path.parent} has no {TOKENIZER}; in transformers, "
+            "AutoTokenizer.from_pretrained(folder).save_pretrained(folder) writes one from other files"
+        )
+    try:
+        return tokenizers.Tokenizer.from_file(str(path))
+    except Exception as error:
+        raise ValueError(f"{path} is no tokenizer: {error}") from None
+
+
+def _listens(folder: Path) -> bool:
+    """Whether the letters of a folder are those of CTC, as Wav2Vec2's tokenizer has them."""
+    said = read_json(folder / TOKENIZER_CONFIG) if (folder / TOKENIZER_CONFIG).exists() else {}
+    model = read_json(folder / CONFIG) if (folder / CONFIG).exists() else {}
+    return said.get("tokenizer_class") == "Wav2Vec2CTCTokenizer" or model.get("model_type") == "wav2vec2"
+
+
+def _letters(folder: Path) -> Tokenizer:
+    """A tokenizer whose `decode` spells the labels of frames: repeats once, without blanks."""
+    from tokenizers import Regex, Tokenizer, decoders, models
+
+    said = read_json(folder / TOKENIZER_CONFIG) if (folder / TOKENIZER_CONFIG).exists() else {}
+    known = read_json(folder / LETTERS)
+    if not all(isinstance(number, int) for number in known.values()):
+        raise ValueError(f"{folder / LETTERS} must number the letters; vocabularies of several languages are not read")
+    blank, between = (
+        str(name["content"] if isinstance(name, dict) else name)
+        for name in (said.get("pad_token") or "<pad>", said.get("word_delimiter_token") or "|")
+    )
+    made = Tokenizer(models.WordLevel(known, unk_token=str(said.get("unk_token") or "<unk>")))
+    ctc = decoders.CTC(pad_token=blank, word_delimiter_token=between, cleanup=False)
+    spaces = decoders.Replace(between, " ")
+    around = decoders.Replace(Regex("^ +| +$"), "")
+    made.decoder = decoders.Sequence([ctc, spaces, decoders.Fuse(), around])
+    return made
+
+
+def with_tokenizer(model: SentenceEmbedder, folder: Path) -> SentenceEmbedder:
+    """The embedder with the tokenizer of its folder, if there is one."""
+    if (folder / TOKENIZER).exists():
+        model.tokenizer = _cutting(tokenizer(folder), folder, model.encoder)
+    return model
+
+
+def _cutting(kept: Tokenizer, folder: Path, encoder: TextEncoder) -> Tokenizer:
+    """The tokenizer without filler, and cutting at what the folder says, or the model knows."""
+    said, also = (read_json(folder / file) if (folder / file).exists() else {} for file in (LENGTH, TOKENIZER_CONFIG))
+    if said.get("do_lower_case"):
+        raise ValueError(f"{folder / LENGTH}: do_lower_case is not supported; put it into {TOKENIZER}")
+    known = encoder.config.positions - encoder.config.first_position
+    kept.no_padding()
+    kept.enable_truncation(int(min(said.get("max_seq_length") or also.get("model_max_length") or known, known)))
+    return kept
+
+
+def save_tokenizer(model: SentenceEmbedder, folder: Path) -> None:
+    """The tokenizer of an embedder, if it has one, and where it cuts."""
+    kept = model.tokenizer
+    if kept is not None:
+        most = (kept.truncation or {}).get("max_length")
+        write_json(folder / LENGTH, {"max_seq_length": most, "do_lower_case": False})
+        whole(folder / TOKENIZER, lambda path: kept.save(str(path)))
