@@ -135,6 +135,10 @@ def test_every_command_has_help_with_an_example(words: list[str], regard: Comman
             ["train", "classify", "--data", "good.csv", "--out", "run", "--heads", "3"],
             "width must be a multiple of heads = 3, but is 128",
         ),
+        (
+            ["train", "classify", "--data", "good.csv", "--out", "run", "--pooling", "median"],
+            "pooling must be one of mean, max, first, attention, but is 'median'",
+        ),
         (["resume", "none"], "none: there is no such run"),
         (["predict", "good.csv", "x"], "holds no run"),
     ],

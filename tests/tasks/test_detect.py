@@ -13,7 +13,7 @@ import torch
 from PIL import Image
 
 import regard
-from regard.models.matching import Objects, corners
+from regard.models.boxes import Objects, corners
 from regard.tasks import Run, Sources, Trouble, tasks, train
 from regard.tasks.data import Row
 from regard.tasks.detect import DetectedImages, _shaken_boxes

@@ -127,7 +127,7 @@ def test_a_class_that_is_too_small_is_told(tmp_path: Path) -> None:
 
 def test_nodes_and_labels_that_were_not_there_are_told(trained: tuple[Run, Any]) -> None:
     run, _ = trained
-    with pytest.raises(Trouble, match=r"b:1: the node 'zoe' was not there in training, which had n0, n1"):
+    with pytest.raises(Trouble, match=r"b:1: the node 'zoe' was never seen in training, which has n0, n1"):
         run.task.items(run.kit, [Row("b:1", ("zoe", "left", None))], Bad())
     with pytest.raises(Trouble, match=r"b:2: the label 'middle' was never seen in training, which has left, right"):
         run.task.items(run.kit, [Row("b:2", ("n0", "middle", None))], Bad())
@@ -149,7 +149,7 @@ def test_communities_are_found_from_few_labels(trained: tuple[Run, Any]) -> None
 
 
 def test_labels_spread_as_the_mean_of_neighbours() -> None:
-    from regard.tasks.metrics import propagated
+    from regard.tasks.baselines import propagated
 
     path = networkx.path_graph(7)
     said = propagated(np.array(path.edges()).T, np.array([0, 6]), np.array([0, 1]), 7, 2)

@@ -203,12 +203,12 @@ def test_a_folder_that_changed_is_noticed(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
-        ("images", {"shift": -1}, "size, shift and stem must not be negative"),
+        ("images", {"shift": -1}, "shift must be at least 0, but is -1"),
+        ("images", {"layers": 0}, "layers must be at least 1, but is 0"),
         ("images", {"patch": 6, "stem": 2}, "patch must be a multiple of 2 to the power of stem = 2, but is 6"),
-        ("images", {"width": 10, "heads": 4}, "width must be a multiple of heads = 4, but is 10"),
-        ("detect", {"shift": -1}, "size and shift must not be negative"),
+        ("detect", {"shift": -1}, "shift must be at least 0, but is -1"),
         ("detect", {"queries": 0}, "queries must be at least 1, but is 0"),
-        ("detect", {"width": 18, "heads": 2}, "width must be a multiple of 4 and of heads = 2, but is 18"),
+        ("detect", {"width": 18, "heads": 2}, "width must be a multiple of 4, but is 18"),
     ],
 )
 def test_options_that_cannot_be_are_told(name: str, options: dict[str, Any], message: str) -> None:

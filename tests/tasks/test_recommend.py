@@ -14,8 +14,9 @@ import torch
 
 from regard.cli.looking import RunLooker
 from regard.tasks import Run, Sources, Trouble, begin, tasks, train
+from regard.tasks.baselines import Neighbours
 from regard.tasks.data import Row
-from regard.tasks.metrics import Neighbours, ranking
+from regard.tasks.metrics import ranking
 from regard.tasks.recommend import Asked, Recommend
 from regard.tasks.sources import gather
 from regard.tasks.task import Kit
@@ -221,5 +222,3 @@ def test_a_run_says_what_it_is(trained: Run) -> None:
     said = json.loads((trained.folder / "run.json").read_text())
     assert said["task"] == "recommend"
     assert tasks()["recommend"] is Recommend
-    with pytest.raises(ValueError, match="multiple of heads"):
-        Recommend(width=10, heads=3)

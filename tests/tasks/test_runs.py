@@ -99,6 +99,22 @@ def test_a_run_of_another_version_is_told(change: dict[str, Any], message: str, 
         Run.open(run.folder)
 
 
+def test_a_checkpoint_whose_fault_has_no_words_is_passed_over_too(tmp_path: Path) -> None:
+    run, told = begun(tmp_path), list[str]()
+    for step in (1, 2):
+        run.save({"model.a": torch.ones(3)}, Progress(step=step))
+
+    def read(path: Path) -> Any:
+        if "2" in path.name:
+            raise EOFError
+        return {}, {"progress": '{"step": 1}'}
+
+    found = run.latest(told.append, read)
+    assert found is not None
+    assert found[1].step == 1
+    assert "step-00000002.safetensors: cannot be read (EOFError); the one before it is taken" in told[0]
+
+
 def test_a_run_that_is_not_trained_cannot_predict(tmp_path: Path) -> None:
     with pytest.raises(Trouble, match="nothing is trained yet"):
         begun(tmp_path).model()

@@ -11,11 +11,12 @@ import torch
 
 import regard
 from regard.tasks import Run, Sources, Task, Trouble, begin, tasks, train
+from regard.tasks.baselines import Trigrams
 from regard.tasks.data import Row
 from regard.tasks.export import export
-from regard.tasks.metrics import Trigrams, retrieval, translation
+from regard.tasks.metrics import retrieval, translation
 from regard.tasks.sources import Examples, gather
-from regard.tasks.task import Prediction
+from regard.tasks.task import Kit, Prediction
 from regard.tasks.texts import encoded
 from regard.tasks.tokens import learn
 from regard.tasks.trouble import Bad
@@ -44,6 +45,22 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Run, Ex
         train(run, examples)
         found[name] = run, examples
     return found
+
+
+@pytest.mark.parametrize("name", tasks())
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"width": 10, "heads": 4}, "width must be a multiple of heads = 4, but is 10"),
+        ({"heads": 0}, "heads must be at least 1, but is 0"),
+        ({"dropout": 1.5}, r"dropout must be a share in \[0, 1\), but is 1.5"),
+    ],
+)
+def test_options_that_cannot_be_are_told_before_any_data_is_read(
+    name: str, options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        tasks()[name](**options)
 
 
 def said(run: Run, *given: str, skip: bool = False) -> list[Prediction]:
@@ -195,6 +212,8 @@ def test_what_is_no_start_is_told(tmp_path: Path, trained: dict[str, tuple[Run, 
         begun(tmp_path, "classify", options={"start": str(trained["translate"][0].folder)})
     with pytest.raises(Trouble, match="holds neither a run nor a checkpoint"):
         begun(tmp_path, "classify", options={"start": str(tmp_path)})
+    with pytest.raises(Trouble, match=r"the run has no tokenizer; is it one on texts, with tokenizer.json"):
+        Kit().texts()
 
 
 @pytest.mark.parametrize("name", list(LEARNS))

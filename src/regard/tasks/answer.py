@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from regard.models.text import QuestionAnswering
 from regard.nn import Packed
-from regard.tasks import metrics
+from regard.tasks import baselines, metrics
 from regard.tasks.batches import Ragged, in_order
 from regard.tasks.data import FORMATS, Row, format_of
 from regard.tasks.squad import Asked, read_squad, read_table
@@ -124,7 +124,7 @@ class Answer(Task):
         references = [_references(row.values) for row in held]
         found = {
             name: metrics.answers([means(row.values[0], row.values[1]) for row in held], references)
-            for name, means in metrics.ANSWERERS.items()
+            for name, means in baselines.ANSWERERS.items()
         }
         if not all(references):
             found["no answer"] = metrics.answers([""] * len(held), references)

@@ -11,10 +11,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from regard.models.text import SequenceClassifier
-from regard.tasks import metrics
+from regard.models.parts import choose
+from regard.models.text import POOLINGS, SequenceClassifier
+from regard.tasks import baselines, metrics
 from regard.tasks.batches import in_order
 from regard.tasks.data import Row
+from regard.tasks.labels import classes_of, known
 from regard.tasks.task import Batch, Figures, Kit, Prediction, Recipe, Task, option
 from regard.tasks.texts import TextItems, encoded, encoder_config, pretrained, started
 from regard.tasks.tokens import learn
@@ -46,10 +48,12 @@ class Classify(Task):
     cut: bool = option(False, "leave out the middle of texts that are too long")
     pooling: str = option("mean", "mean, max, first or attention")
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        choose("pooling", self.pooling, POOLINGS)
+
     def learn(self, rows: Sequence[Row]) -> Kit:
-        labels = tuple(sorted({row.values[1] for row in rows}))
-        if len(labels) < 2:
-            raise Trouble(f"{rows[0].place}: expected at least 2 classes, but all are {labels[0]!r}; check --label")
+        labels = classes_of(rows)
         if len(labels) > max(2, len(rows) // 2):
             raise Trouble(f"{rows[0].place}: {len(labels)} classes in {len(rows)} rows; is --label the right column?")
         if self.start:
@@ -66,19 +70,9 @@ class Classify(Task):
             model.encoder.load_state_dict(pretrained(self.start)[0].state_dict())
 
     def items(self, kit: Kit, rows: Sequence[Row], bad: Bad) -> ClassifiedTexts:
-        known = {label: n for n, label in enumerate(kit.labels)}
-        good = []
-        for row in rows:
-            if row.values[1] in known:
-                good.append(row)
-            else:
-                few = ", ".join(kit.labels[:6]) + (", ..." if len(kit.labels) > 6 else "")
-                bad(f"{row.place}: the label {row.values[1]!r} was never seen in training, which has {few}")
+        good, targets = known(kit.labels, rows, bad)
         ids, kept = self._encoded(kit, good, bad)
-        good = [good[n] for n in kept]
-        return ClassifiedTexts(
-            ids, [row.place for row in good], np.array([known[row.values[1]] for row in good], np.int64)
-        )
+        return ClassifiedTexts(ids, [good[n].place for n in kept], targets[kept])
 
     def _encoded(self, kit: Kit, rows: Sequence[Row], bad: Bad) -> tuple[list[np.ndarray], np.ndarray]:
         longest = self.longest if kit.config is None else min(self.longest, kit.config["positions"])
@@ -94,14 +88,13 @@ class Classify(Task):
         return {"loss": float(F.cross_entropy(scores.log(), targets))} | metrics.classification(scores, targets)
 
     def baselines(self, kit: Kit, train: Sequence[Row], held: Sequence[Row]) -> dict[str, Figures]:
-        known = {label: n for n, label in enumerate(kit.labels)}
-        held = [row for row in held if row.values[1] in known]
+        (train, ours), (held, theirs) = (known(kit.labels, rows, Bad(skip=True)) for rows in (train, held))
         texts, held_texts = [row.values[0] for row in train], [row.values[0] for row in held]
-        targets, held_targets = [known[row.values[1]] for row in train], [known[row.values[1]] for row in held]
+        targets, held_targets = ours.tolist(), theirs.tolist()
         return {
-            "most frequent class": metrics.most_frequent(targets, held_targets, len(known)),
-            "TF-IDF + logistic regression": metrics.tfidf_regression(
-                texts, targets, held_texts, held_targets, len(known)
+            "most frequent class": baselines.most_frequent(targets, held_targets, len(kit.labels)),
+            "TF-IDF + logistic regression": baselines.tfidf_regression(
+                texts, targets, held_texts, held_targets, len(kit.labels)
             ),
         }
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
-from regard.tasks.trouble import Bad, Trouble
+from regard.tasks.trouble import Bad, Trouble, first_line
 
 OPENERS: dict[str, Callable[..., Any]] = {".gz": gzip.open, ".xz": lzma.open, ".bz2": bz2.open}
 TEXT = (".txt", ".text", ".raw", ".md")
@@ -28,6 +28,11 @@ class Row(NamedTuple):
 
     place: str
     values: tuple[Any, ...]
+
+    @property
+    def at(self) -> str:
+        """Its place, and the file that its first value names, where that is another."""
+        return self.place if self.place == str(self.values[0]) else f"{self.place}: {self.values[0]}"
 
 
 def read(source: str, columns: Mapping[str, str], bad: Bad, *, empty: frozenset[str] = NONE) -> Iterator[Row]:
@@ -307,7 +312,7 @@ def _hub(source: str, columns: Mapping[str, str], bad: Bad, empty: frozenset[str
     try:
         found: Iterable[Any] = load_dataset(name, split=part or "train")
     except Exception as error:  # the library raises many kinds: no connection, no such name, no such split
-        raise Trouble(f"{source}: could not be fetched ({str(error).splitlines()[0]}); is the name right?") from error
+        raise Trouble(f"{source}: could not be fetched ({first_line(error)}); is the name right?") from error
     records = (
         _record(f"{name}[{part or 'train'}]:{n}", record, columns, bad, empty) for n, record in enumerate(found, 1)
     )

@@ -12,14 +12,15 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from regard.models.boxes import Objects, SetLoss, corners
 from regard.models.detection import Detr, DetrConfig
-from regard.models.matching import Objects, SetLoss, corners
 from regard.models.resnet import ResNetConfig
 from regard.tasks import coco, metrics
 from regard.tasks.data import Row, split
+from regard.tasks.labels import unseen
 from regard.tasks.metrics import Found
 from regard.tasks.pictures import Form, content, drawn, framed, header, learnt, pixels_of, scale_to, shaken
-from regard.tasks.task import Batch, Figures, Kit, Prediction, Recipe, Task, option
+from regard.tasks.task import Batch, Figures, Kit, Prediction, Recipe, Task, check_least, option
 from regard.tasks.trouble import Bad, Trouble
 
 LOSS = SetLoss(class_weight=2.0)
@@ -56,13 +57,10 @@ class Detect(Task):
     threshold: float = option(0.5, "lowest score of an object that `regard predict` tells")
 
     def __post_init__(self) -> None:
-        if min(self.size, self.shift) < 0:
-            raise ValueError(f"size and shift must not be negative, but are {self.size} and {self.shift}")
-        for name in ("queries", "channels", "stages", "layers", "decoder_layers", "heads"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, but is {getattr(self, name)}")
-        if self.width < 4 or self.width % 4 or self.width % self.heads:
-            raise ValueError(f"width must be a multiple of 4 and of heads = {self.heads}, but is {self.width}")
+        super().__post_init__()
+        check_least(self, size=0, shift=0, queries=1, channels=1, stages=1, layers=1, decoder_layers=1)
+        if self.width % 4:
+            raise ValueError(f"width must be a multiple of 4, but is {self.width}")
 
     def read(self, source: str, bad: Bad) -> list[Row]:
         if Path(source).is_dir():
@@ -117,8 +115,7 @@ class Detect(Task):
             _, things, said = row.values
             strange = next((thing.label for thing in things if thing.label not in known), None)
             if strange is not None:
-                few = ", ".join(kit.labels[:6]) + (", ..." if len(kit.labels) > 6 else "")
-                bad(f"{row.place}: the category {strange!r} was never seen in training, which has {few}")
+                bad(unseen(row.place, "category", strange, kit.labels))
             elif len(things) > self.queries:
                 bad(f"{row.place}: has {len(things)} objects, but --queries {self.queries} finds no more")
             elif (came := header(row)) and None not in said and came[1::-1] != said:

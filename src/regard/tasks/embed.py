@@ -11,7 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from regard.models.text import SentenceEmbedder
+from regard.models.parts import choose
+from regard.models.text import POOLINGS, SentenceEmbedder
 from regard.nn import Packed
 from regard.tasks import metrics
 from regard.tasks.batches import Ragged, in_order
@@ -47,6 +48,10 @@ class Embed(Task):
     cut: bool = option(False, "leave out the middle of texts that are too long")
     pooling: str = option("mean", "mean, max, first or attention")
     sharpness: float = option(20.0, "what likenesses are multiplied by, to choose among the others of a batch")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        choose("pooling", self.pooling, POOLINGS)
 
     def learn(self, rows: Sequence[Row]) -> Kit:
         if self.start:

@@ -16,9 +16,10 @@ from torch import Tensor, nn
 
 from regard.masks import Mask, edges
 from regard.models.graph import GraphConfig, NodeClassifier
-from regard.tasks import metrics
+from regard.tasks import baselines, metrics
 from regard.tasks.data import FORMATS, OPENERS, Row, first_cells, read, split
-from regard.tasks.task import Batch, Figures, Kit, Prediction, Recipe, Task, option
+from regard.tasks.labels import classes_of, unseen
+from regard.tasks.task import Batch, Figures, Kit, Prediction, Recipe, Task, check_least, option
 from regard.tasks.trouble import Bad, Trouble
 
 
@@ -52,8 +53,8 @@ class Graph(Task):
     dropout: float = option(0.6, "in training")
 
     def __post_init__(self) -> None:
-        if min(self.width, self.heads, self.layers, self.labelled) < 1 or self.width % self.heads:
-            raise ValueError(f"width must be a multiple of heads = {self.heads}, but is {self.width}")
+        super().__post_init__()
+        check_least(self, layers=1, labelled=1)
 
     def read(self, source: str, bad: Bad) -> list[Row]:
         """The labelled nodes of a folder, or of a table of nodes that has the edges beside it; each with the graph."""
@@ -99,10 +100,7 @@ class Graph(Task):
         return list(rows), list(rows)
 
     def learn(self, rows: Sequence[Row]) -> Kit:
-        labels = tuple(sorted({row.values[1] for row in rows}))
-        if len(labels) < 2:
-            raise Trouble(f"{rows[0].place}: expected at least 2 classes, but all are {labels[0]!r}; check --label")
-        return Kit(labels=labels, config=rows[0].values[2].told())
+        return Kit(labels=classes_of(rows), config=rows[0].values[2].told())
 
     def model(self, kit: Kit) -> nn.Module:
         assert kit.config is not None
@@ -124,10 +122,9 @@ class Graph(Task):
         for row in rows:
             node, label = row.values[:2]
             if node not in graph.number:
-                bad(f"{row.place}: the node {node!r} was not there in training, which had {graph.few}")
+                bad(unseen(row.place, "node", node, graph.nodes))
             elif label not in classes:
-                few = ", ".join(kit.labels[:6]) + (", ..." if len(kit.labels) > 6 else "")
-                bad(f"{row.place}: the label {label!r} was never seen in training, which has {few}")
+                bad(unseen(row.place, "label", label, kit.labels))
             else:
                 good.append(row)
         return LabelledNodes(
@@ -151,18 +148,18 @@ class Graph(Task):
         ours, theirs = (self.items(kit, rows, Bad(skip=True)) for rows in (train, held))
         classes, targets = len(kit.labels), torch.from_numpy(theirs.targets)
         first = Counter(ours.targets.tolist()).most_common(1)[0][0]
-        found = {"most frequent class": metrics.most_frequent(ours.targets.tolist(), targets.tolist(), classes)}
+        found = {"most frequent class": baselines.most_frequent(ours.targets.tolist(), targets.tolist(), classes)}
         votes = torch.zeros(len(ours.graph.number), classes)
         votes[ours.nodes, torch.from_numpy(ours.targets)] = 1
         near = torch.zeros(len(votes), classes).index_add_(0, ours.graph.ends[0], votes[ours.graph.ends[1]])
         near[:, first] += 0.5  # where there is no vote
         found["neighbours' vote"] = metrics.classification(near[theirs.nodes], targets)
         found["label propagation"] = metrics.classification(
-            metrics.propagated(ours.graph.ends.numpy(), ours.nodes, ours.targets, len(votes), classes)[theirs.nodes],
+            baselines.propagated(ours.graph.ends.numpy(), ours.nodes, ours.targets, len(votes), classes)[theirs.nodes],
             targets,
         )
         table = ours.graph.inputs[0].numpy()
-        found["logistic regression on features"] = metrics.logistic(
+        found["logistic regression on features"] = baselines.logistic(
             table[ours.nodes], ours.targets, table[theirs.nodes], theirs.targets, classes, scaled=False
         )
         return found
@@ -173,7 +170,7 @@ class Graph(Task):
         said = _said(model, graph).softmax(-1)
         for row in rows:
             if row.values[0] not in graph.number:
-                bad(f"{row.place}: the node {row.values[0]!r} was not there in training, which had {graph.few}")
+                bad(unseen(row.place, "node", row.values[0], graph.nodes))
                 continue
             chances = said[graph.number[row.values[0]]].tolist()
             best = int(np.argmax(chances))
@@ -220,8 +217,8 @@ class Known:
     def __init__(self, kit: Kit, directed: bool) -> None:
         assert kit.config is not None
         self.config: dict[str, Any] = kit.config
-        self.number = {node: n for n, node in enumerate(self.config["nodes"])}
-        self.few = ", ".join(self.config["nodes"][:4]) + (", ..." if len(self.number) > 4 else "")
+        self.nodes: list[str] = self.config["nodes"]
+        self.number = {node: n for n, node in enumerate(self.nodes)}
         ends = torch.tensor(self.config["edges"], dtype=torch.int64).reshape(2, -1)
         self.ends = torch.unique(ends if directed else torch.cat((ends, ends.flip(0)), 1), dim=1)
 

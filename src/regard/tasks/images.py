@@ -13,10 +13,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from regard.models.vision import ImageClassifier, VisionConfig
-from regard.tasks import metrics
+from regard.tasks import baselines, metrics
 from regard.tasks.data import Row, read, split
+from regard.tasks.labels import classes_of, known
 from regard.tasks.pictures import Form, content, cropped, drawn, folder_of_classes, idx_rows, learnt, pixels_of, shaken
-from regard.tasks.task import Batch, Figures, Kit, Prediction, Recipe, Task, option
+from regard.tasks.task import Batch, Figures, Kit, Prediction, Recipe, Task, check_least, option
 from regard.tasks.trouble import Bad, Trouble
 
 TRAIN, VALID = ("train", "training"), ("valid", "val", "validation", "test", "t10k")
@@ -52,12 +53,10 @@ class Images(Task):
     flip: bool = option(False, "images are mirrored left to right at random in training")
 
     def __post_init__(self) -> None:
-        if min(self.size, self.shift, self.stem) < 0:
-            raise ValueError(f"size, shift and stem must not be negative, but are {self.size, self.shift, self.stem}")
+        super().__post_init__()
+        check_least(self, size=0, shift=0, stem=0, layers=1)
         if self.patch < 1 or self.patch % 2**self.stem:
             raise ValueError(f"patch must be a multiple of 2 to the power of stem = {self.stem}, but is {self.patch}")
-        if min(self.width, self.heads, self.layers) < 1 or self.width % self.heads:
-            raise ValueError(f"width must be a multiple of heads = {self.heads}, but is {self.width}")
 
     def read(self, source: str, bad: Bad) -> list[Row]:
         path = Path(source)
@@ -80,9 +79,7 @@ class Images(Task):
         return split(rows, content, held, seed)
 
     def learn(self, rows: Sequence[Row]) -> Kit:
-        labels = tuple(sorted({row.values[1] for row in rows}))
-        if len(labels) < 2:
-            raise Trouble(f"{rows[0].place}: expected at least 2 classes, but all are {labels[0]!r}; check the data")
+        labels = classes_of(rows)
         if len(labels) > max(2, len(rows) // 2):
             raise Trouble(f"{rows[0].place}: {len(labels)} classes of {len(rows)} images; is --label the right column?")
         return Kit(labels=labels, config=learnt(rows, self.size, cropped, self.patch))
@@ -106,19 +103,10 @@ class Images(Task):
         )
 
     def items(self, kit: Kit, rows: Sequence[Row], bad: Bad) -> ClassifiedImages:
-        known = {label: n for n, label in enumerate(kit.labels)}
-        good = []
-        for row in rows:
-            if row.values[1] in known:
-                good.append(row)
-            else:
-                few = ", ".join(kit.labels[:6]) + (", ..." if len(kit.labels) > 6 else "")
-                bad(f"{row.place}: the label {row.values[1]!r} was never seen in training, which has {few}")
+        good, targets = known(kit.labels, rows, bad)
         form = Form.of(kit)
         pixels, kept = pixels_of(good, form, bad, cropped)
-        good = [good[n] for n in kept]
-        targets = np.array([known[row.values[1]] for row in good], np.int64)
-        return ClassifiedImages(self, form, pixels, targets, [row.place for row in good])
+        return ClassifiedImages(self, form, pixels, targets[kept], [good[n].place for n in kept])
 
     def loss(self, model: nn.Module, batch: Batch, smoothing: float) -> Tensor:
         images, by, mirrored = batch.inputs
@@ -134,8 +122,8 @@ class Images(Task):
         classes = len(kit.labels)
         ours, theirs = (self.items(kit, rows, Bad(skip=True)) for rows in (train, held))
         return {
-            "most frequent class": metrics.most_frequent(ours.targets.tolist(), theirs.targets.tolist(), classes),
-            "logistic regression on pixels": metrics.pixel_regression(
+            "most frequent class": baselines.most_frequent(ours.targets.tolist(), theirs.targets.tolist(), classes),
+            "logistic regression on pixels": baselines.pixel_regression(
                 ours.pixels, ours.targets, theirs.pixels, theirs.targets, classes
             ),
         }

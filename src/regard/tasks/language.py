@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from regard.models.language import LanguageConfig, LanguageModel
 from regard.nn import Packed, Rotary, Sample
-from regard.tasks import metrics
+from regard.tasks import baselines
 from regard.tasks.data import Row
 from regard.tasks.task import Batch, Figures, Kit, Prediction, Recipe, Task, option
 from regard.tasks.texts import too_long
@@ -92,7 +92,7 @@ class Language(Task):
         return _perplexity(total / count, count, rows)
 
     def baselines(self, kit: Kit, train: Sequence[Row], held: Sequence[Row]) -> dict[str, Figures]:
-        trigrams = metrics.Trigrams(_stream(kit, train).tokens, kit.texts().get_vocab_size())
+        trigrams = baselines.Trigrams(_stream(kit, train).tokens, kit.texts().get_vocab_size())
         tokens = _stream(kit, held).tokens
         return {"Kneser-Ney trigrams": _perplexity(float(np.log(trigrams.perplexity(tokens))), len(tokens) - 1, held)}
 
@@ -102,7 +102,7 @@ class Language(Task):
         for row, ids in zip(rows, encode(kit.texts(), [row.values[0] for row in rows]), strict=True):
             prompt = torch.from_numpy(np.concatenate([[end], ids])).to(device)
             if len(prompt) >= self.context:
-                bad(too_long(row.place, len(prompt), self.context - 1).replace("--longest", "--context"))
+                bad(too_long(row.place, len(prompt), self.context - 1, option="context"))
                 continue
             limit = min(64, self.context - len(prompt))
             made = model.generate([prompt], limit=limit, strategy=Sample(0.8, top_p=0.9, seed=1), stop=(end,))[0]

@@ -17,10 +17,10 @@ from torch.nn.utils.rnn import pad_sequence
 from regard.models.match import ImageTextMatcher, MatchConfig
 from regard.models.text import TextConfig
 from regard.models.vision import VisionConfig
-from regard.tasks import metrics
+from regard.tasks import baselines, metrics
 from regard.tasks.data import Row, read, split
 from regard.tasks.pictures import SUFFIXES, Form, content, cropped, drawn, learnt, pixels_of, shaken
-from regard.tasks.task import Batch, Figures, Kit, Prediction, Recipe, Task, option
+from regard.tasks.task import Batch, Figures, Kit, Prediction, Recipe, Task, check_least, option
 from regard.tasks.texts import encoded
 from regard.tasks.tokens import learn
 from regard.tasks.trouble import Bad
@@ -66,12 +66,10 @@ class Match(Task):
     cut: bool = option(False, "cut texts that are too long")
 
     def __post_init__(self) -> None:
-        if min(self.size, self.shift, self.stem, self.fusion) < 0:
-            raise ValueError("size, shift, stem and fusion must not be negative")
+        super().__post_init__()
+        check_least(self, size=0, shift=0, stem=0, fusion=0, layers=1)
         if self.patch < 1 or self.patch % 2**self.stem:
             raise ValueError(f"patch must be a multiple of 2 to the power of stem = {self.stem}, but is {self.patch}")
-        if min(self.width, self.heads, self.layers) < 1 or self.width % self.heads:
-            raise ValueError(f"width must be a multiple of heads = {self.heads}, but is {self.width}")
 
     def read(self, source: str, bad: Bad) -> list[Row]:
         folder = Path(source).parent
@@ -175,8 +173,8 @@ class Match(Task):
         texts, held_texts = ([row.values[1] for row in rows] for rows in (train, held))
         ours, theirs = ([int(row.values[2].lower() in YES) for row in rows] for rows in (train, held))
         return {
-            "most frequent answer": metrics.most_frequent(ours, theirs, 2),
-            "the words alone": metrics.tfidf_regression(texts, ours, held_texts, theirs, 2),
+            "most frequent answer": baselines.most_frequent(ours, theirs, 2),
+            "the words alone": baselines.tfidf_regression(texts, ours, held_texts, theirs, 2),
         }
 
     def predict(self, model: nn.Module, kit: Kit, rows: Sequence[Row], bad: Bad) -> Iterator[Prediction]:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from regard.tasks.data import Row
 from regard.tasks.task import Kit
-from regard.tasks.trouble import Bad, Trouble
+from regard.tasks.trouble import Bad, Trouble, first_line
 
 SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm")
 SAMPLE = 2000  # images that mean and deviation are taken of
@@ -139,9 +139,9 @@ def decoded(row: Row, bad: Bad) -> Any:
             image.load()
             return pillow("ImageOps").exif_transpose(image)
     except FileNotFoundError:
-        bad(f"{_at(row)}: there is no such file")
+        bad(f"{row.at}: there is no such file")
     except _wrong() as error:
-        bad(f"{_at(row)}: is no image that can be read ({_first_line(error)}); save it again as PNG or JPEG")
+        bad(f"{row.at}: is no image that can be read ({_why(error)}); save it again as PNG or JPEG")
     return None
 
 
@@ -164,12 +164,8 @@ def _wrong() -> tuple[type[BaseException], ...]:
     return OSError, SyntaxError, ValueError, EOFError, pillow("Image").DecompressionBombError
 
 
-def _at(row: Row) -> str:
-    return row.place if row.place == str(row.values[0]) else f"{row.place}: {row.values[0]}"
-
-
-def _first_line(error: BaseException) -> str:
-    words = str(error).splitlines()[0] if str(error) else type(error).__name__
+def _why(error: BaseException) -> str:
+    words = first_line(error)
     return "its format is not known" if words.startswith("cannot identify") else words
 
 

@@ -16,10 +16,11 @@ from torch import Tensor, nn
 
 from regard.models.language import LanguageConfig
 from regard.models.recommend import Recommender
-from regard.tasks import metrics
+from regard.tasks import baselines, metrics
 from regard.tasks.batches import Ragged
 from regard.tasks.data import Row, first_cells, read, split
-from regard.tasks.task import Batch, Figures, Kit, Prediction, Recipe, Task, option
+from regard.tasks.labels import unseen
+from regard.tasks.task import Batch, Figures, Kit, Prediction, Recipe, Task, check_least, option
 from regard.tasks.trouble import Bad, Trouble
 
 NAMES = {
@@ -57,10 +58,8 @@ class Recommend(Task):
     longest: int = option(200, "items of a history that the model sees at most: the last ones")
 
     def __post_init__(self) -> None:
-        if min(self.width, self.heads, self.layers, self.longest) < 1 or self.width % self.heads:
-            raise ValueError(f"width must be a multiple of heads = {self.heads}, but is {self.width}")
-        if self.others < 0:
-            raise ValueError(f"others must not be negative, but is {self.others}")
+        super().__post_init__()
+        check_least(self, layers=1, longest=1, others=0)
 
     def read(self, source: str, bad: Bad) -> list[Row]:
         """A row for each user, in the order of the file: the user, the items in order of time, and the first asked."""
@@ -145,7 +144,7 @@ class Recommend(Task):
         asked, number = Asked(kit, held), _numbers(kit)
         past = [np.array([number[item] for item in row.values[1]], np.int64) for row in train]
         count = torch.from_numpy(np.bincount(np.concatenate(past), minlength=len(kit.labels)).astype(np.float32))
-        neighbours = metrics.Neighbours(past, len(kit.labels))
+        neighbours = baselines.Neighbours(past, len(kit.labels))
 
         def near(chosen: np.ndarray, last: int = 0) -> Tensor:
             return torch.from_numpy(neighbours.scores([asked.before[n][-last:] for n in chosen]))
@@ -168,8 +167,7 @@ class Recommend(Task):
                 bad(f"{row.place}: expected items, parted by |, but there are none")
                 continue
             if unknown := next((item for item in said if item not in number), None):
-                few = ", ".join(kit.labels[:4]) + (", ..." if len(kit.labels) > 4 else "")
-                bad(f"{row.place}: the item {unknown!r} was never seen in training, which has {few}; part items by |")
+                bad(f"{unseen(row.place, 'item', unknown, kit.labels)}; part items by |")
                 continue
             ids = torch.tensor([number[item] for item in said], device=device)
             logits = model(ids[None, -self.longest :])[0, -1].float()  # a whole call, which a viewer sees

@@ -23,7 +23,7 @@ from regard.files import sweep, whole, whole_text
 from regard.tasks.data import EMBEDDED, Row
 from regard.tasks.sources import Sources
 from regard.tasks.task import Kit, Recipe, Task, tasks
-from regard.tasks.trouble import Trouble
+from regard.tasks.trouble import Trouble, first_line
 
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 SHIPPED = ("en-fr",)
@@ -152,7 +152,7 @@ class Run:
                 tensors, notes = (read or load)(path)
                 return tensors, Progress(**json.loads(notes["progress"]))
             except Exception as error:  # whatever is wrong with it, there may be another
-                tell(f"{path}: cannot be read ({str(error).splitlines()[0]}); the one before it is taken")
+                tell(f"{path}: cannot be read ({first_line(error)}); the one before it is taken")
         if paths:
             raise Trouble(f"{paths[0].parent}: no checkpoint can be read; begin another run")
         return None
@@ -184,7 +184,7 @@ class Run:
                 weights, notes = load(path)
             except Exception as error:
                 raise Trouble(
-                    f"{path}: cannot be read ({str(error).splitlines()[0]}); regard resume {self.folder} writes it anew"
+                    f"{path}: cannot be read ({first_line(error)}); regard resume {self.folder} writes it anew"
                 ) from error
             step = (
                 Progress(**json.loads(notes["progress"])).step if "progress" in notes else self.about["results"]["step"]

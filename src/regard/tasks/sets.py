@@ -14,10 +14,11 @@ from torch import Tensor, nn
 
 from regard.models.sets import SetConfig, SetTransformer
 from regard.nn import Packed
-from regard.tasks import metrics
+from regard.tasks import baselines, metrics
 from regard.tasks.batches import Ragged, in_order
 from regard.tasks.data import Row
-from regard.tasks.task import Batch, Figures, Kit, Prediction, Recipe, Task, option
+from regard.tasks.labels import classes_of, unseen
+from regard.tasks.task import Batch, Figures, Kit, Prediction, Recipe, Task, check_least, option
 from regard.tasks.trouble import Bad, Trouble
 
 
@@ -45,8 +46,8 @@ class Sets(Task):
     longest: int = option(1024, "elements of a set at most")
 
     def __post_init__(self) -> None:
-        if min(self.width, self.heads, self.points, self.seeds) < 1 or self.width % self.heads:
-            raise ValueError(f"width must be a multiple of heads = {self.heads}, but is {self.width}")
+        super().__post_init__()
+        check_least(self, points=1, seeds=1)
 
     def learn(self, rows: Sequence[Row]) -> Kit:
         sets, kept = self._read(rows, 0, Bad(skip=True))
@@ -60,9 +61,7 @@ class Sets(Task):
             if not told:
                 raise Trouble(f"{rows[0].place}: expected a number, but {rows[0].values[1]!r} came; check --label")
             return Kit(config=config | {"middle": float(np.mean(told)), "spread": float(np.std(told)) or 1.0})
-        labels = tuple(sorted({row.values[1] for row in rows}))
-        if len(labels) < 2:
-            raise Trouble(f"{rows[0].place}: expected at least 2 classes, but all are {labels[0]!r}; check --label")
+        labels = classes_of(rows)
         if len(labels) > max(2, len(rows) // 2):
             raise Trouble(f"{rows[0].place}: {len(labels)} classes in {len(rows)} rows; are they numbers (--number)?")
         return Kit(labels=labels, config=config)
@@ -117,8 +116,7 @@ class Sets(Task):
             elif self.number:
                 bad(f"{row.place}: expected a number, but {label!r} came")
             else:
-                few = ", ".join(kit.labels[:6]) + (", ..." if len(kit.labels) > 6 else "")
-                bad(f"{row.place}: the label {label!r} was never seen in training, which has {few}")
+                bad(unseen(row.place, "label", label, kit.labels))
         sets, kept = self._read(good, kit.config["features"], bad)
         kind = np.float32 if self.number else np.int64
         return LabelledSets(
@@ -148,7 +146,7 @@ class Sets(Task):
         ours, theirs = (self.items(kit, rows, Bad(skip=True)) for rows in (train, held))
         if self.number:
             true = self._told(kit, torch.from_numpy(theirs.targets))
-            fitted = metrics.linear(ours.summary(), ours.targets, theirs.summary())
+            fitted = baselines.linear(ours.summary(), ours.targets, theirs.summary())
             return {
                 "always the mean": metrics.regression(np.full(len(true), self._told(kit, torch.zeros(1))[0]), true),
                 "linear on count, mean, deviation, least and most": metrics.regression(
@@ -157,8 +155,8 @@ class Sets(Task):
             }
         classes = len(kit.labels)
         return {
-            "most frequent class": metrics.most_frequent(ours.targets.tolist(), theirs.targets.tolist(), classes),
-            "logistic regression on count, mean, deviation, least and most": metrics.logistic(
+            "most frequent class": baselines.most_frequent(ours.targets.tolist(), theirs.targets.tolist(), classes),
+            "logistic regression on count, mean, deviation, least and most": baselines.logistic(
                 ours.summary(), ours.targets, theirs.summary(), theirs.targets, classes
             ),
         }

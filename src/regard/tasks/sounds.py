@@ -17,7 +17,7 @@ from regard.models.sound import RATE, log_mel
 from regard.nn import Packed
 from regard.tasks.data import Row, read
 from regard.tasks.task import Kit
-from regard.tasks.trouble import Bad, Trouble
+from regard.tasks.trouble import Bad, Trouble, first_line
 
 TABLES = tuple(f"{name}.{form}" for name in ("transcripts", "metadata") for form in ("tsv", "csv", "jsonl"))
 TRAIN, VALID = ("train",), ("valid", "test", "dev")
@@ -74,20 +74,20 @@ def wave_of(row: Row, bad: Bad) -> np.ndarray | None:
     """The sound of a row, whose first value is a path: one channel at 16 kHz, float32; none if it is bad."""
     path = Path(row.values[0])
     if not path.is_file():
-        bad(f"{_at(row)}: there is no such file")
+        bad(f"{row.at}: there is no such file")
         return None
     try:
         samples, rate = _soundfile().read(str(path), dtype="float32", always_2d=True)
     except (RuntimeError, OSError, ValueError) as error:
-        why = str(error).splitlines()[0].rsplit(": ", 1)[-1].rstrip(".") or "no reason is told"
-        bad(f"{_at(row)}: is no sound that can be read ({why}); save it again as WAV or FLAC")
+        why = first_line(error).rsplit(": ", 1)[-1].rstrip(".")
+        bad(f"{row.at}: is no sound that can be read ({why}); save it again as WAV or FLAC")
         return None
     wave = at_rate(samples.mean(1), rate)
     if not len(wave):
-        bad(f"{_at(row)}: has no samples; record it again")
+        bad(f"{row.at}: has no samples; record it again")
         return None
     if not np.isfinite(wave).all():
-        bad(f"{_at(row)}: has samples that are no numbers; record it again")
+        bad(f"{row.at}: has samples that are no numbers; record it again")
         return None
     return wave
 
@@ -117,10 +117,6 @@ def _soundfile() -> Any:
     except ImportError as error:
         raise Trouble(f"sounds need {error.name}: pip install 'regard[speech]'") from None
     return soundfile
-
-
-def _at(row: Row) -> str:
-    return row.place if row.place == str(row.values[0]) else f"{row.place}: {row.values[0]}"
 
 
 def read_clips(source: str, columns: Mapping[str, str], bad: Bad) -> list[Row]:

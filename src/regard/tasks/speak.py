@@ -30,7 +30,7 @@ from regard.tasks.sounds import (
     shown,
     wave_of,
 )
-from regard.tasks.task import Batch, Figures, Kit, Prediction, Recipe, Task, option
+from regard.tasks.task import Batch, Figures, Kit, Prediction, Recipe, Task, check_least, option
 from regard.tasks.trouble import Bad, Trouble
 
 if TYPE_CHECKING:
@@ -66,8 +66,8 @@ class Speak(Task):
     judge: str = option("", "run of transcribe that listens to what is said, for the figures")
 
     def __post_init__(self) -> None:
-        if min(self.features, self.width, self.heads, self.layers, self.reduction) < 1 or self.width % self.heads:
-            raise ValueError(f"width must be a multiple of heads = {self.heads}, but is {self.width}")
+        super().__post_init__()
+        check_least(self, features=1, layers=1, reduction=1)
         if self.guide < 0 or not self.longest > 0:
             raise ValueError(f"guide must not be negative and longest positive, but are {self.guide, self.longest}")
         if self.judge and not (Path(self.judge) / "run.json").is_file():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
@@ -14,7 +14,7 @@ import numpy as np
 from torch import Tensor, nn
 
 from regard.tasks.data import Row, read, split
-from regard.tasks.trouble import Bad
+from regard.tasks.trouble import Bad, Trouble
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -23,6 +23,13 @@ if TYPE_CHECKING:
 def option(default: Any, help: str) -> Any:
     """A field of a task or a recipe that the command takes as an option."""
     return field(default=default, metadata={"help": help})
+
+
+def check_least(options: Any, **least: int) -> None:
+    """Raise if an option is less than it may be."""
+    for name, bound in least.items():
+        if getattr(options, name) < bound:
+            raise ValueError(f"{name} must be at least {bound}, but is {getattr(options, name)}")
 
 
 @dataclass(frozen=True)
@@ -52,19 +59,8 @@ class Recipe:
     sequence_ranks: int = option(1, "processes that share one sequence, for long ones; a divisor of all processes")
 
     def __post_init__(self) -> None:
-        least = {
-            "steps": 1,
-            "tokens": 1,
-            "accumulate": 1,
-            "evaluate_every": 1,
-            "save_every": 1,
-            "warmup": 0,
-            "patience": 0,
-            "sequence_ranks": 1,
-        }
-        for name, bound in least.items():
-            if getattr(self, name) < bound:
-                raise ValueError(f"{name} must be at least {bound}, but is {getattr(self, name)}")
+        check_least(self, steps=1, tokens=1, accumulate=1, evaluate_every=1, save_every=1, sequence_ranks=1)
+        check_least(self, warmup=0, patience=0)
         if not 0 <= self.ema < 1 or not 0 <= self.smoothing < 1:
             raise ValueError(f"ema and smoothing must be in [0, 1), but are {self.ema} and {self.smoothing}")
         if not self.rate > 0 or not self.clip > 0:
@@ -98,7 +94,7 @@ class Kit:
     def texts(self) -> Tokenizer:
         """The tokenizer, of a task that has one."""
         if self.tokenizer is None:
-            raise ValueError("the run has no tokenizer")
+            raise Trouble("the run has no tokenizer; is it one on texts, with tokenizer.json in its folder?")
         return self.tokenizer
 
     def settings(self) -> dict[str, Any]:
@@ -110,7 +106,7 @@ class Kit:
         """Write tokenizer.json, if there is one, and kit.json."""
         if self.tokenizer is not None:
             self.tokenizer.save(str(folder / "tokenizer.json"))
-        (folder / "kit.json").write_text(self.told())
+        (folder / "kit.json").write_text(self.told(), encoding="utf-8")
 
     def told(self) -> str:
         """All but the tokenizer, as JSON."""
@@ -125,7 +121,7 @@ class Kit:
             from tokenizers import Tokenizer
 
             tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-        kit = json.loads((folder / "kit.json").read_text())
+        kit = json.loads((folder / "kit.json").read_text(encoding="utf-8"))
         return Kit(tokenizer, tuple(kit["labels"]), kit["config"], kit.get("settled"))
 
 
@@ -185,6 +181,16 @@ class Task(ABC):
     data: ClassVar[str] = ""  # what is trained on where nothing is said: a dataset that comes with the package
     held: ClassVar[int] = 1000  # examples held out, where no file of them is given
     shares_sequences: ClassVar[bool] = False  # whether its loss is one of tokens, which processes can share
+
+    def __post_init__(self) -> None:
+        """Raise if options cannot be, before any data is read. A task that asks more of its own calls this first."""
+        told = {each.name: getattr(self, each.name) for each in fields(self)}  # type: ignore[arg-type]
+        if not told.get("start"):  # else both are those of the model that it begins with
+            check_least(self, **{name: 1 for name in ("width", "heads") if name in told})
+            if told.get("width", 0) % told.get("heads", 1):
+                raise ValueError(f"width must be a multiple of heads = {told['heads']}, but is {told['width']}")
+        if not 0 <= told.get("dropout", 0) < 1:
+            raise ValueError(f"dropout must be a share in [0, 1), but is {told['dropout']}")
 
     def read(self, source: str, bad: Bad) -> list[Row]:
         """The examples of a source."""

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from regard.tasks.trouble import Trouble
+
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
@@ -52,4 +54,4 @@ def special(tokenizer: Tokenizer, *names: str) -> int:
     for name in names:
         if (found := tokenizer.token_to_id(name)) is not None:
             return found
-    raise ValueError(f"the tokenizer has no token {' or '.join(names)}; learn one with regard, or choose another")
+    raise Trouble(f"the tokenizer has no token {' or '.join(names)}; learn one with regard, or choose another")

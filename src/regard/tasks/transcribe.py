@@ -35,7 +35,7 @@ from regard.tasks.sounds import (
     shown,
     wave_of,
 )
-from regard.tasks.task import Batch, Figures, Kit, Prediction, Recipe, Task, option
+from regard.tasks.task import Batch, Figures, Kit, Prediction, Recipe, Task, check_least, option
 from regard.tasks.trouble import Bad
 
 BLANK = ""
@@ -70,15 +70,12 @@ class Transcribe(Task):
     beam: int = option(8, "spellings that are followed at a time; 1 for the best letter of every frame")
 
     def __post_init__(self) -> None:
-        if min(self.features, self.width, self.heads, self.layers, self.beam) < 1 or self.width % self.heads:
-            raise ValueError(f"width must be a multiple of heads = {self.heads}, but is {self.width}")
+        super().__post_init__()
+        check_least(self, features=1, layers=1, beam=1, before=0, after=0)
         if self.width // self.heads % 2:
             raise ValueError(f"width / heads must be even, but is {self.width // self.heads}")
-        if min(self.before, self.after) < 0 or not 0 <= self.hide < 1 or not self.longest > 0:
-            raise ValueError(
-                "before and after must not be negative, hide in [0, 1) and longest positive, but are "
-                f"{self.before, self.after, self.hide, self.longest}"
-            )
+        if not 0 <= self.hide < 1 or not self.longest > 0:
+            raise ValueError(f"hide must be in [0, 1) and longest positive, but are {self.hide} and {self.longest}")
 
     def read(self, source: str, bad: Bad) -> list[Row]:
         return read_clips(source, {"audio": self.audio, "text": self.text}, bad)

@@ -7,6 +7,11 @@ class Trouble(ValueError):
     """A mistake in data, options or a run folder. The command prints it without a traceback."""
 
 
+def first_line(error: BaseException) -> str:
+    """What an error says, in one line; some say nothing but their name."""
+    return next(iter(str(error).strip().splitlines()), "") or type(error).__name__
+
+
 class Bad:
     """Lines that cannot be used: each raises `Trouble`, or is counted and left out where `skip` says so.
 
