@@ -114,6 +114,15 @@ def test_the_mask_itself(size: int) -> None:
         pictures.mask(torch.ones(2, 2, dtype=torch.bool))
 
 
+def test_a_kind_that_was_not_captured_is_told() -> None:
+    model = rg.models.TextEncoder(rg.models.TextConfig(100, width=16, layers=1, heads=2, hidden=16)).eval()
+    with rg.view.capture(model) as record:
+        model(torch.tensor([[5, 6, 7]]))
+    for draw in (pictures.profile, pictures.head_grid):
+        with pytest.raises(ValueError, match="nothing of kind 'cross' was captured; there is encoder"):
+            draw(record, kind="cross")
+
+
 @pytest.mark.parametrize("text", ["注意力", "日本語", "שלום", "مرحبا", "Привет"])
 def test_letters_of_every_script_have_a_font(text: str, tmp_path) -> None:
     from matplotlib.font_manager import fontManager

@@ -14,6 +14,7 @@ from regard.check import reports
 from regard.check.demand import Property
 from regard.check.runner import PROPERTIES, Outcome, check
 from regard.check.targets import PEERS, Refused, UnknownTarget, installation, target
+from regard.files import whole_text
 
 HOLDS, BROKEN, UNCHECKED = 0, 1, 2
 
@@ -41,7 +42,7 @@ def run(
                 status.update(f"{each.name}: {demand.name}")
                 outcomes += check([each], [demand])
     if junit is not None:
-        junit.write_text(reports.junit(outcomes), encoding="utf-8")
+        whole_text(junit, reports.junit(outcomes))
     if form == "json":
         print(json.dumps(reports.as_json(outcomes), indent=1))
     elif form == "markdown":

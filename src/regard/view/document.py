@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import gzip
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +12,7 @@ import torch
 from torch import Tensor
 
 from regard.view.heads import find
+from regard.view.page import packed
 from regard.view.pool import pooled_columns, pooled_rows
 from regard.view.record import NOTHING, Record
 from regard.view.rollout import rollout
@@ -33,13 +33,11 @@ class Document:
 
     def json(self) -> dict[str, Any]:
         """Both as JSON: an array is its dtype, shape, and base64 of gzip."""
-        return {
-            "about": self.about,
-            "arrays": {
-                name: {"dtype": array.dtype.name, "shape": list(array.shape), "data": compressed(array)}
-                for name, array in self.arrays.items()
-            },
-        }
+        arrays = {}
+        for name, array in self.arrays.items():
+            dtype, shape, data = packed(array)
+            arrays[name] = {"dtype": dtype, "shape": shape, "data": base64.b64encode(data).decode("ascii")}
+        return {"about": self.about, "arrays": arrays}
 
 
 @dataclass(frozen=True)
@@ -50,11 +48,6 @@ class Sizes:
     keys: int
     rows: int
     points: int
-
-
-def compressed(array: np.ndarray) -> str:
-    """Base64 of gzip; the same bytes for the same numbers."""
-    return base64.b64encode(gzip.compress(np.ascontiguousarray(array).tobytes(), 6, mtime=0)).decode("ascii")
 
 
 def sizes(record: Record, budget: int | None = None) -> Sizes:

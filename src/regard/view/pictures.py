@@ -8,10 +8,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from regard.arguments import Index, places
 from regard.geometry import Frame
 from regard.masks import Mask
-from regard.view.record import Record
-from regard.view.seen import Kind, Part, Seen, places
+from regard.view.record import NOTHING, Record
+from regard.view.seen import Kind, Seen
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -27,8 +28,8 @@ def heatmap(
     head: int | None = None,
     *,
     kind: Kind | None = None,
-    rows: Part = None,
-    columns: Part = None,
+    rows: Index = None,
+    columns: Index = None,
     ax: Axes | None = None,
 ) -> Axes:
     """The weights of a head, or their mean over heads, with the tokens: queries down, keys across.
@@ -44,7 +45,7 @@ def heatmap(
     """
     seen = record.attention(layer, kind)
     queries, keys = (record.streams[name].tokens for name in record.ends(seen))
-    i, j = places(rows, seen.Q), places(columns, seen.K)
+    i, j = places("rows", rows, seen.Q), places("columns", columns, seen.K)
     ax = _axes(ax, (min(9, 2.5 + 0.22 * len(j)), min(8, 2 + 0.22 * len(i))))
     if len(i) > LARGEST or len(j) > LARGEST:
         if rows is not None or columns is not None:
@@ -110,9 +111,7 @@ def coverage(record: Record, *, letters: int = 90, ax: Axes | None = None) -> Ax
 
 def head_grid(record: Record, kind: Kind | None = None, *, side: int = 48, ax: Axes | None = None) -> Axes:
     """Every head of every layer as a small map: layers down, heads across. Each is as dark as its own strongest."""
-    seens = [seen for seen in record.attentions if kind in (None, seen.kind)]
-    if not seens:
-        raise ValueError(f"nothing of kind {kind!r} was captured")
+    seens = _of_kind(record, kind)
     across, gap = max(len(record.shown_heads(seen)) for seen in seens), max(1, side // 16)
     whole = np.full((len(seens) * (side + gap), across * (side + gap)), np.nan, np.float32)
     for n, seen in enumerate(seens):
@@ -149,7 +148,7 @@ def profile(record: Record, measure: str = "entropy", kind: Kind | None = None, 
     if measure not in MEASURES:
         raise ValueError(f"measure must be one of {', '.join(MEASURES)}, but is {measure!r}")
     words, take = MEASURES[measure]
-    seens = [seen for seen in record.attentions if kind in (None, seen.kind)]
+    seens = _of_kind(record, kind)
     across = max(seen.heads for seen in seens)
     table = np.full((len(seens), across), np.nan)
     for n, seen in enumerate(seens):
@@ -293,6 +292,16 @@ def _names(ax: Axes, axis: str, tokens: Any) -> None:
 
 def _title(seen: Seen, head: int | None) -> str:
     return f"{seen.kind} {seen.layer}, " + ("mean over heads" if head is None else f"head {head}")
+
+
+def _of_kind(record: Record, kind: Kind | None) -> list[Seen]:
+    if not record.attentions:
+        raise ValueError(NOTHING)
+    found = [seen for seen in record.attentions if kind in (None, seen.kind)]
+    if not found:
+        kinds = ", ".join(sorted({seen.kind for seen in record.attentions}))
+        raise ValueError(f"nothing of kind {kind!r} was captured; there is {kinds}")
+    return found
 
 
 def _cross(record: Record, layer: int | None) -> Seen:

@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from torch import Tensor
 
+from regard.arguments import Index
 from regard.engines.look import Statistics
 from regard.files import whole_text
-from regard.view.seen import Kind, Part, Seen
+from regard.view.seen import Kind, Seen
 
 if TYPE_CHECKING:
     from regard.view.document import Document
@@ -190,8 +191,8 @@ class Record:
         layer: int | str,
         head: int | None = None,
         *,
-        rows: Part = None,
-        columns: Part = None,
+        rows: Index = None,
+        columns: Index = None,
         kind: Kind | None = None,
         batch: int = 0,
     ) -> Tensor:

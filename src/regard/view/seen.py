@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from regard.arguments import Index, places
 from regard.attention import Attention
 from regard.engines.look import Statistics
 from regard.engines.problem import Problem
@@ -19,7 +20,6 @@ from regard.geometry import At
 from regard.view.pool import bands, overlaps, pooled_columns, pooled_rows
 
 Kind = Literal["encoder", "decoder", "cross"]
-Part = int | slice | Sequence[int] | Tensor | None
 TOP = 8  # strongest keys of a query that are kept
 DIRECT = 1 << 23  # weights of one window that are worked out for it; a larger one is read from a map
 CELLS = 1024  # rows and columns of that map
@@ -153,9 +153,10 @@ class Seen:
             start = stop
 
     @torch.no_grad()
-    def weights(self, *, heads: Part = None, rows: Part = None, columns: Part = None, batch: int = 0) -> Tensor:
+    def weights(self, *, heads: Index = None, rows: Index = None, columns: Index = None, batch: int = 0) -> Tensor:
         """The weights (heads, rows, columns) of one batch row; parts keep their axis."""
-        h, i, j = places(heads, self.heads), places(rows, self.Q), places(columns, self.K)
+        h, i = places("heads", heads, self.heads), places("rows", rows, self.Q)
+        j = places("columns", columns, self.K)
         found = self.calls[0].query.new_zeros(len(h), len(i), len(j))
         for call, own, at in self._parts(i):
             inside = ((j >= call.first) & (j < call.stop)).nonzero()[:, 0]
@@ -230,10 +231,10 @@ class Seen:
             self.map((CELLS, CELLS))
 
     @torch.no_grad()
-    def looked_at(self, keys: Tensor, rows: Part = None, batch: int = 0) -> Tensor:
+    def looked_at(self, keys: Tensor, rows: Index = None, batch: int = 0) -> Tensor:
         """What each of some queries gives to keys of its own: keys (rows, m) to weights (H, rows, m), 0 where there is
         no such key. Costs O(rows · m · D), whatever the length."""
-        chosen, lse = places(rows, self.Q), self.statistics.lse[batch]
+        chosen, lse = places("rows", rows, self.Q), self.statistics.lse[batch]
         found = torch.zeros(self.heads, len(chosen), keys.shape[1])
         for call, own, at in self._parts(chosen):
             problem = self._problem(call)
@@ -306,9 +307,9 @@ class Seen:
             found.append(pooled_columns(weights.float(), count))
         return torch.cat(found)
 
-    def visible(self, rows: Part = None, batch: int = 0) -> Tensor:
+    def visible(self, rows: Index = None, batch: int = 0) -> Tensor:
         """How many keys each of some queries may look at, (1 or H, rows)."""
-        chosen = places(rows, self.Q)
+        chosen = places("rows", rows, self.Q)
         parts = []
         for call, own, at in self._parts(chosen):
             frame, mask = self._problem(call).frame, call.attend.mask
@@ -335,17 +336,6 @@ class Seen:
         for at, count in parts:
             found[:, at] = count.to(torch.int64)
         return found
-
-
-def places(part: Part, size: int) -> Tensor:
-    """A number, a slice, a list or an index tensor as indices."""
-    everything = torch.arange(size)
-    if part is None:
-        return everything
-    try:
-        return everything[part if isinstance(part, slice) else torch.as_tensor(part).reshape(-1)]
-    except IndexError:
-        raise ValueError(f"expected numbers between {-size} and {size - 1}, but {part!r} came") from None
 
 
 def _inside(name: str, edges: tuple[int, int], size: int) -> tuple[int, int]:
