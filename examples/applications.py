@@ -29,7 +29,7 @@ def looked(run: Run, model: Any, given: str) -> tuple[Any, Any]:
     """What a run's model says of an input, and the record of its attention."""
     with capture(model) as record:
         (made,) = run.task.predict(model, run.kit, [Row("the input", (given,))], Bad())
-    run.task.name_tokens(model, run.kit, record)
+    run.task.name_tokens(model, run.kit, record, made)
     return made, record
 
 
