@@ -252,7 +252,7 @@ class Attention:
         torch.Size([1, 2, 1, 6])
         """
         query, key = _autocast(query, key)
-        problem = self._problem(query, key, None, False)
+        problem = self._seen(query, key)
         frame = problem.frame
         parts = (_part("heads", heads, frame.H), _part("rows", rows, frame.Q), _part("columns", columns, frame.K))
         part = len(parts[1]) < frame.Q
@@ -282,7 +282,7 @@ class Attention:
         ):
             raise ValueError(f"size must be two whole numbers of at least 1, rows and columns, but is {size!r}")
         query, key = _autocast(query, key)
-        problem = self._problem(query, key, None, False)
+        problem = self._seen(query, key)
         with torch.no_grad(), _plain(query.device):
             found = (native if _fused(problem) else look).pooled(problem, lead(query), lead(key), (size[0], size[1]))
         return found.reshape(found.shape[4 - query.dim() :])
@@ -302,7 +302,7 @@ class Attention:
         if isinstance(top, bool) or not isinstance(top, int) or top < 0:
             raise ValueError(f"top must be a whole number of at least 0, but is {top!r}")
         query, key = _autocast(query, key)
-        problem = self._problem(query, key, None, False)
+        problem = self._seen(query, key)
         chosen = None if mass_on is None else _part("mass_on", mass_on, problem.frame.K).to(query.device)
         with torch.no_grad(), _plain(query.device):
             found = (native if _fused(problem) else look).statistics(problem, lead(query), lead(key), top, chosen)
@@ -320,6 +320,15 @@ class Attention:
         """
         query, key, value = _autocast(query, key, value)
         return explain(self._problem(query, key, value, return_lse), repr(self), engine)
+
+    def _seen(self, query: Tensor, key: Tensor) -> Problem:
+        """What there is to look at; of whole tensors, since a look is not shared."""
+        if sharding() is not None:
+            raise ValueError(
+                "weights, maps and statistics are of whole sequences: call them outside of "
+                "regard.distributed.sequence, with what regard.distributed.gather joins"
+            )
+        return self._problem(query, key, None, False)
 
     def _problem(self, query: Tensor, key: Tensor, value: Tensor | None, lse: bool) -> Problem:
         check_tensors(query, key, value)
