@@ -201,7 +201,7 @@ WORDS = "layers=2,width=64,heads=4,vocabulary=1000"
 def test_a_plan_says_which_layout_to_take_and_why(regard: Command) -> None:
     said = regard("plan", "--model", WORDS, *PLAN)
     assert said.code == 0
-    assert "activations" in said.out
+    assert "memory" in said.out
     assert "Take data 4" in said.out
     assert "not ring 4: " in said.out
     found = json.loads(regard("plan", "--model", WORDS, *PLAN, "--json").out)

@@ -228,7 +228,7 @@ class Attention:
         torch.Size([1, 2, 1, 6])
         """
         query, key = _autocast(query, key)
-        problem = self._problem(query, key, None, False)
+        problem = self._seen(query, key)
         frame = problem.frame
         asked = (("heads", heads, frame.H), ("rows", rows, frame.Q), ("columns", columns, frame.K))
         parts = [arguments.places(*each) for each in asked]
@@ -254,7 +254,7 @@ class Attention:
         """
         arguments.check_size(size)
         query, key = _autocast(query, key)
-        problem = self._problem(query, key, None, False)
+        problem = self._seen(query, key)
         with torch.no_grad(), _plain(query.device):
             found = (native if _fused(problem) else look).pooled(problem, lead(query), lead(key), (size[0], size[1]))
         return found.reshape(found.shape[4 - query.dim() :])
@@ -273,7 +273,7 @@ class Attention:
         """
         arguments.check_top(top)
         query, key = _autocast(query, key)
-        problem = self._problem(query, key, None, False)
+        problem = self._seen(query, key)
         chosen = None if mass_on is None else arguments.places("mass_on", mass_on, problem.frame.K).to(query.device)
         with torch.no_grad(), _plain(query.device):
             found = (native if _fused(problem) else look).statistics(problem, lead(query), lead(key), top, chosen)
@@ -291,6 +291,15 @@ class Attention:
         """
         query, key, value = _autocast(query, key, value)
         return explain(self._problem(query, key, value, return_lse), repr(self), engine)
+
+    def _seen(self, query: Tensor, key: Tensor) -> Problem:
+        """What there is to look at; of whole tensors, since a look is not shared."""
+        if sharding() is not None:
+            raise ValueError(
+                "weights, maps and statistics are of whole sequences: call them outside of "
+                "regard.distributed.sequence, with what regard.distributed.gather joins"
+            )
+        return self._problem(query, key, None, False)
 
     def _problem(self, query: Tensor, key: Tensor, value: Tensor | None, lse: bool) -> Problem:
         check_tensors(query, key, value)

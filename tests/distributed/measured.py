@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 import regard as rg
 import regard.distributed as rd
 
-HEADS, WIDTH = 4, 32
+HEADS, WIDTH = 4, 64
 
 
 class Held(TorchDispatchMode):

@@ -12,11 +12,19 @@ from torch import Tensor, nn
 import regard as rg
 import regard.distributed as rd
 from regard.models.detection import Detr, DetrConfig
+from regard.models.graph import GraphConfig, NodeClassifier
 from regard.models.language import LanguageConfig, LanguageModel
+from regard.models.match import ImageTextMatcher, MatchConfig
+from regard.models.recommend import Recommender
 from regard.models.resnet import ResNetConfig
+from regard.models.sets import SetConfig, SetTransformer
+from regard.models.speaking import Speaker, SpeakerConfig
+from regard.models.speech import SpeechConfig, SpeechRecognizer
 from regard.models.text import MaskedLanguageModel, SentenceEmbedder, SequenceClassifier, TextConfig, TextEncoder
 from regard.models.translation import Transformer, TransformerConfig
 from regard.models.vision import ImageClassifier, VisionConfig
+from regard.models.wav2vec2 import Wav2Vec2, Wav2Vec2Config
+from regard.models.whisper import Whisper, WhisperConfig
 from regard.positions import Dynamic
 
 SMALL = {"vocabulary": 30, "width": 16, "layers": 2, "heads": 4, "hidden": 32}
@@ -86,6 +94,26 @@ model("t5", lambda: Transformer(TransformerConfig(**SMALL, position="relative", 
 model("vit", lambda: ImageClassifier(VisionConfig(16, 2, 4, 32, image=(32, 32), patch=8, classes=5)),
       lambda m: m(images(2, 3, 32, 32)), False)  # fmt: skip
 DETR = DetrConfig(3, queries=5, width=16, layers=1, heads=2, hidden=32, dropout=0.0, backbone=RESNET)
+SETS = SetConfig(features=3, width=16, layers=2, heads=2, hidden=32, points=5, classes=4)
+model("sets", lambda: SetTransformer(SETS), lambda m: m(images(2, N, 3), mask_of([N, 7])), False)
+model("sets, packed", lambda: SetTransformer(SETS), lambda m: m([images(N, 3), images(4, 3)]), False)
+EDGES = rg.edges(torch.cat((ids(2, 40) % N, torch.arange(N).expand(2, N)), 1))
+model(
+    "graph", lambda: NodeClassifier(GraphConfig(3, 16, 2, 2, 32, classes=4)), lambda m: m(images(1, N, 3), EDGES), False
+)
+MATCH = MatchConfig(
+    TextConfig(30, 16, 1, 4, 32, dropout=0.0), VisionConfig(16, 1, 4, 32, image=(32, 32), patch=8), layers=2
+)
+model("match", lambda: ImageTextMatcher(MATCH), lambda m: m(images(2, 3, 32, 32), ids(2, N), mask_of([N, 7])), False)
+SPEECH = SpeechConfig(labels=9, width=16, layers=2, heads=2, hidden=32, features=5, before=4, after=2, dropout=0.0)
+model("speech", lambda: SpeechRecognizer(SPEECH), lambda m: m(images(2, 60, 5)), False)
+SPEAKER = SpeakerConfig(vocabulary=30, width=16, layers=2, heads=2, hidden=32, features=5, dropout=0.0, squeeze=0.0)
+model("speaker", lambda: Speaker(SPEAKER), lambda m: m(ids(2, N), images(2, 24, 5), mask_of([N, 7])), False)
+WHISPER = WhisperConfig(vocabulary=30, width=16, layers=2, heads=2, hidden=32, frames=25)
+model("whisper", lambda: Whisper(WHISPER), lambda m: m(images(2, 50, 80), ids(2, 9)), False)
+WAV2VEC2 = Wav2Vec2Config(labels=9, width=16, layers=2, heads=2, hidden=32, channels=(4,) * 7)
+model("wav2vec2", lambda: Wav2Vec2(WAV2VEC2), lambda m: m(images(2, 8000)), False)
+model("recommend", lambda: Recommender(LanguageConfig(**SMALL)), lambda m: m(ids(2, N)))
 model("detr", lambda: Detr(DETR), lambda m: torch.cat(m(images(1, 3, 64, 64)), -1), False)
 
 
@@ -157,6 +185,8 @@ def cached() -> list[str]:
         lambda: LanguageModel(LanguageConfig(**SMALL)).generate(ids(2, 5), limit=2),
         lambda: layer(torch.randn(1, 2, 16), shared=rg.nn.Shared()),
         lambda: layer(torch.randn(1, 2, 16), cache=layer.cache()),
+        lambda: rg.Attention().weights(*torch.randn(2, 1, 2, 5, 8)),
+        lambda: rg.Attention().statistics(*torch.randn(2, 1, 2, 5, 8)),
     )
     for attempt in tries:
         try:

@@ -29,9 +29,11 @@ def test_layers_outside_of_a_stack_take_the_tokens_of_the_rank(found: list[dict]
         assert max(found[rank]["bare"].values()) < 1e-12
 
 
-def test_caches_are_refused(found: list[dict]) -> None:
+def test_caches_and_looks_are_refused(found: list[dict]) -> None:
     for rank in range(4):
-        generated, unparted, cached = found[rank]["cached"]
+        generated, unparted, cached, *looks = found[rank]["cached"]
         assert "a cache belongs to one process: generate outside of regard.distributed.sequence" in generated
         assert "a layer takes `shared.own()` and own tokens" in unparted
         assert "a cache belongs to one process" in cached
+        assert len(looks) == 2
+        assert all("weights, maps and statistics are of whole sequences" in look for look in looks)

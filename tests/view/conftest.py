@@ -24,6 +24,7 @@ def made() -> dict[str, documents.Made]:
         "picture": documents.picture(),
         "sound": documents.sound(),
         "long": documents.long(256, 2, 3, side=32, tops=4),
+        "even": documents.even(151),
     }
 
 

@@ -153,6 +153,13 @@ def sound(frames: int = 60) -> Made:
     return document
 
 
+def even(tokens: int) -> Made:
+    """Every token looks at all alike."""
+    document = made("Even", words=[f"w{n}" for n in range(tokens)])
+    add(document, "encoder", 0, "words", "words", heads=1, sharpness=0.0)
+    return document
+
+
 def long(tokens: int, layers: int, heads: int, *, side: int, tops: int, tops_of: int | None = None) -> Made:
     """Many heads over many tokens: maps are pooled, single weights are not in the page."""
     words = ["the", "of", "and", "a", "to", "in", "is", "you", "that", "it", "he", "was", "for", "on"]

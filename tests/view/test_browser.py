@@ -47,6 +47,17 @@ def test_all_heads_of_the_chosen_kind_are_drawn(tab: Open) -> None:
     assert opened.page.locator(".thumb").count() == 8
 
 
+def test_a_cell_that_holds_what_is_left_over_is_no_paler(tab: Open) -> None:
+    opened = tab("even")  # 151 keys: 50 cells of three, and one of one
+    opened.page.wait_for_selector(".thumb canvas[width='51']")
+    colours = opened.page.evaluate(
+        """() => { const one = document.querySelector('.thumb canvas');
+        const data = one.getContext('2d').getImageData(0, 0, one.width, one.height).data;
+        return [...new Set(new Uint32Array(data.buffer))] }"""
+    )
+    assert len(colours) == 1
+
+
 def test_a_cell_of_the_map_tells_its_weight(tab: Open, made: dict[str, Made]) -> None:
     opened = tab("translation", "view=map&attention=2&head=3")
     weights = made["translation"].weights["2"][3]

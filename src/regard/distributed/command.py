@@ -100,17 +100,18 @@ class Plan:
         """One row a layout, of each rank."""
         ranks = self.costs[0].split.ranks
         title = f"{units(self.model.count)} weights, {self.batch} x {self.sequence:,} tokens, {ranks} ranks; each rank:"
-        table = Table(title=title, title_justify="left", box=SIMPLE)
+        table = Table(title=title, title_justify="left", box=SIMPLE, padding=(0, 1, 0, 0), pad_edge=False)
         table.add_column("layout", no_wrap=True)
-        for name in ("state", "activations", "memory", "FLOPs", "sent", "computing", "wire", "step"):
-            table.add_column(name, justify="right")
+        for name in ("kept", "memory", "FLOPs", "sent", "compute", "wire", "step"):
+            table.add_column(name, justify="right", no_wrap=True)
         for each in self.costs:
-            state = sum(each.memory[part] for part in ("weights", "gradients", "optimizer"))
             kept, wire = each.memory["activations"], each.seconds["wire"]
-            sizes = (state, kept, each.peak)
-            table.add_row(
-                f"{each.split}", *(f"{units(size)}B" for size in sizes), units(sum(each.flops.values())),
+            cells = (
+                *(f"{units(size)}B" for size in (kept, each.peak)), units(sum(each.flops.values())),
                 f"{units(sum(each.sent.values()))}B", *map(lasting, (each.time - wire, wire, each.time)),
+            )  # fmt: skip
+            table.add_row(
+                f"{each.split}", *(cell.replace(" ", "") for cell in cells),
                 style="bold" if each is self.best else "dim" if each.peak > self.machine.memory else "",
             )  # fmt: skip
         return table

@@ -30,7 +30,7 @@ from torch import nn
 
 from regard.attention import Attention
 from regard.distributed.layout import Layout
-from regard.distributed.plan import bytes_moved
+from regard.distributed.plan import Sizes, bytes_moved, portion
 from regard.engines.cost import backward_flops, forward_flops, places
 from regard.geometry import Frame
 from regard.masks import Mask
@@ -231,7 +231,6 @@ def _held(model: Model, split: Split, tokens: int, turns: int, average: bool) ->
         working += gathered + 2 * largest  # and gradients of one, before and after they are laid out to be sent
     elif split.ranks > 1:
         working += own  # the buckets that gradients are sent in
-    around = max(FLOAT * tokens * layer.G * (layer.D + layer.E) for layer in model.layers)
     held = {
         "weights": own,
         "gradients": own if turns > 1 else max(0, own - kept),
@@ -240,10 +239,12 @@ def _held(model: Model, split: Split, tokens: int, turns: int, average: bool) ->
         "working": working,
     }
     if split.sequence > 1:  # shards of two other ranks, and their gradients; or all tokens of some heads, and outputs
-        held["keys"] = 4 * around if split.how == "ring" else max(
-            FLOAT * tokens * (2 * layer.H * (layer.D + layer.E) + 2 * layer.G * (layer.D + layer.E))
+        held["keys"] = max(
+            4 * FLOAT * tokens * _portion(layer, tokens) * (layer.D + layer.E)
+            if split.how == "ring"
+            else FLOAT * tokens * (2 * layer.H * (layer.D + layer.E) + 2 * layer.G * (layer.D + layer.E))
             for layer in model.layers
-        )  # fmt: skip
+        )
     return held
 
 
@@ -290,8 +291,16 @@ def _sent(model: Model, split: Split, sequence: int, turns: int) -> tuple[dict[s
         messages += 2 * (ranks - 1) * max(1, FLOAT * model.count // (25 << 20))  # buckets of 25 MiB
     if split.sequence > 1:
         sent[split.how] = turns * sum(_around(layer, split, sequence) for layer in model.layers)
-        messages += turns * len(model.layers) * (3 * (split.sequence - 1) if split.how == "ring" else 8)
+        tokens, around = -(-sequence // split.sequence), 3 * (split.sequence - 1)
+        messages += turns * sum(
+            around * -(-layer.G // _portion(layer, tokens)) if split.how == "ring" else 8 for layer in model.layers
+        )
     return sent, messages
+
+
+def _portion(layer: Layer, tokens: int) -> int:
+    """How many heads of its keys and values go round at a time."""
+    return portion(Sizes(1, layer.H, layer.G, layer.D, layer.E, FLOAT), tokens)
 
 
 def _around(layer: Layer, split: Split, sequence: int) -> int:

@@ -19,6 +19,7 @@ from regard.geometry import Frame, Part
 from regard.masks import Mask, tiles
 
 SIDE = 64  # tiles that a span is looked at in, at most
+PORTION = 1 << 20  # bytes of keys and values that go round at a time
 HOWS = ("ring", "heads")
 
 
@@ -98,6 +99,18 @@ class Plan:
         if sizes.G % self.ranks or not sizes.G or self.ranks == 1:
             return "ring"
         return "heads" if max(self.head_bytes(sizes)) < max(self.ring_bytes(sizes)) else "ring"
+
+
+def portion(sizes: Sizes, keys: int, described: int = 0) -> int:
+    """How many heads of a shard of so many keys go round at a time, so that what is on its way stays small.
+
+    One at least, and as much as the description itself holds in bytes, whose gradients every turn adds up whole.
+
+    >>> portion(Sizes(B=1, H=8, G=8, D=64, E=64, bytes=4), keys=1024), portion(Sizes(1, 8, 8, 64, 64, 4), keys=65536)
+    (2, 1)
+    """
+    each = sizes.B * keys * (sizes.D + sizes.E) * sizes.bytes
+    return max(1, min(sizes.G, max(PORTION, described) // max(1, each)))
 
 
 def plan(mask: Mask | None, frame: Frame, queries: Layout, keys: Layout) -> Plan:

@@ -2,7 +2,8 @@
 
 At step s, rank r sends its keys to rank r + s and has those of rank r - s: every rank sends and receives once a step,
 and what no query of a rank may see is not sent to it. The next shard is on its way while one is computed with, so a
-rank holds two of other ranks at most. Backward sends the shards again, and their gradients back.
+rank holds two of other ranks at most; and a shard goes round by some heads at a time, so that two are little. Backward
+sends the shards again, and their gradients back.
 
 A part of the keys gives output o and log-sum-exp l, all of them O and L. With w = exp(l - L), O is the sum of w o. The
 weights of a part are exp(logit - L) whatever the others are, so its gradients follow from O and L alone; where a score
@@ -23,7 +24,7 @@ from torch.autograd.function import once_differentiable
 from regard.attention import Attention
 from regard.distributed.layout import Span
 from regard.distributed.part import part_of
-from regard.distributed.plan import Block, Plan, Sizes
+from regard.distributed.plan import Block, Plan, Sizes, portion
 from regard.distributed.wire import Posted, Wire
 from regard.engines import gradients_within, merge_into
 from regard.engines.dropout import draw_seed
@@ -65,6 +66,16 @@ class Call:
             yield
 
 
+@dataclass(frozen=True)
+class Turn:
+    """One step of the ring, of some heads of the queries and the groups of keys and values that they look at."""
+
+    heads: slice
+    groups: slice
+    step: int
+    tag: int
+
+
 def ring(call: Call, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
     """Output (B, H, Q_r, E) and log-sum-exp (B, H, Q_r)."""
     if call.sizes.grad:
@@ -95,11 +106,12 @@ def _forward(call: Call, query: Tensor, key: Tensor, value: Tensor) -> tuple[Ten
     attend, own = replace(call.attend, sink=None), call.plan.queries.spans[rank]
     output = query.new_zeros((*query.shape[:3], value.shape[3]), dtype=real)
     lse = _sink(call, output)  # a shard that takes weight and has no value
-    for _, source, held in _arrivals(call, key, value):
+    for turn, source, held in _arrivals(call, key, value):
         for block in call.plan.blocks[rank][source]:
             rows, columns = _within(own, block.rows), _columns(call, source, block)
-            inputs = query[:, :, rows], held[0][:, :, columns], held[1][:, :, columns]
-            merge_into(output[:, :, rows], lse[:, :, rows], *call.compute(attend, _part(call, block), *inputs))
+            inputs = query[:, turn.heads, rows], held[0][:, :, columns], held[1][:, :, columns]
+            found = call.compute(attend, _part(turn, block), *inputs)
+            merge_into(output[:, turn.heads, rows], lse[:, turn.heads, rows], *found)
     return output.to(query.dtype), lse
 
 
@@ -121,27 +133,26 @@ def _gradients(
     learned = [leaves.get(id(tensor), tensor) for tensor in call.tensors]
     whole = output, lse, grad_output, grad_lse
     returning: Return | None = None
-    for step, source, held in _arrivals(call, key, value):
+    for turn, source, held in _arrivals(call, key, value):
         shard = [torch.zeros_like(x, dtype=real) for x in held]
         for block in call.plan.blocks[rank][source]:
             rows, columns = _within(call.plan.queries.spans[rank], block.rows), _columns(call, source, block)
-            inputs = [query[:, :, rows], held[0][:, :, columns], held[1][:, :, columns]]
+            inputs = [query[:, turn.heads, rows], held[0][:, :, columns], held[1][:, :, columns]]
             inputs = [x.detach().requires_grad_(want) for x, want in zip(inputs, wanted, strict=False)] + learned
             asked = [n for n, x in enumerate(inputs) if x.requires_grad]
-            found = _of_block(
-                call, attend, _part(call, block), inputs[:3], [x[:, :, rows] for x in whole], [inputs[n] for n in asked]
-            )
-            targets = [sums[0][:, :, rows], *(x[:, :, columns] for x in shard), *sums[3:]]
+            own = [x[:, turn.heads, rows] for x in whole]
+            found = _of_block(call, attend, _part(turn, block), inputs[:3], own, [inputs[n] for n in asked])
+            targets = [sums[0][:, turn.heads, rows], *(x[:, :, columns] for x in shard), *sums[3:]]
             for n, grad in zip(asked, found, strict=True):
                 if grad is not None:
                     targets[n] += grad
         if returning is not None:
             returning.add(sums)
             returning = None
-        if not step:
-            _add(call, rank, shard, sums)
+        if not turn.step:
+            _add(call, rank, turn, shard, sums)
         elif call.sizes.grad_keys:
-            returning = _give_back(call, step, source, [x.to(key.dtype) for x in shard], key)
+            returning = _give_back(call, turn, source, [x.to(key.dtype) for x in shard], key)
     if returning is not None:
         returning.add(sums)
     _sink_gradient(call, sums, *whole)
@@ -177,26 +188,43 @@ def _pairing(
     return (share.unsqueeze(-1) * grad_output).to(part.dtype), share * rest
 
 
-def _arrivals(call: Call, key: Tensor, value: Tensor) -> Iterator[tuple[int, int, list[Tensor]]]:
-    """Step, rank and its keys and values that this rank needs, own ones first; the next are always on their way."""
+def _turns(call: Call) -> list[Turn]:
+    """Every step of every portion of the heads, own keys first."""
+    sizes, ranks = call.sizes, call.wire.ranks
+    each, some = sizes.H // max(1, sizes.G), max(1, sizes.G)
+    if ranks > 1:
+        some = portion(sizes, max(call.plan.keys.lengths), sum(tensor.nbytes for tensor in call.tensors))
+    groups = [slice(g, min(g + some, sizes.G)) for g in range(0, sizes.G, some)]
+    return [
+        Turn(slice(each * own.start, each * own.stop), own, step, 4 * (n * ranks + step))
+        for n, own in enumerate(groups)
+        for step in range(ranks)
+    ]
+
+
+def _arrivals(call: Call, key: Tensor, value: Tensor) -> Iterator[tuple[Turn, int, list[Tensor]]]:
+    """Turn, rank and its keys and values that this rank needs; the next are always on their way."""
     wire, plan = call.wire, call.plan
     spans = plan.keys.spans[wire.rank]
 
-    def begin(step: int) -> tuple[Posted, list[Tensor]]:
-        target, source = (wire.rank + step) % wire.ranks, (wire.rank - step) % wire.ranks
-        needed = plan.pieces[target][wire.rank]
-        room = _room(call, plan.count(wire.rank, source), key)
-        return wire.post(target, [_take(x, spans, needed) for x in (key, value)], source, room, tag=4 * step), room
+    def begin(turn: Turn) -> tuple[Posted | None, list[Tensor]]:
+        target, source = (wire.rank + turn.step) % wire.ranks, (wire.rank - turn.step) % wire.ranks
+        out = [_take(x[:, turn.groups], spans, plan.pieces[target][wire.rank]) for x in (key, value)]
+        if not turn.step:
+            return None, out
+        room = _room(call, turn, plan.count(wire.rank, source), key)
+        return wire.post(target, out, source, room, turn.tag), room
 
-    coming = begin(1) if wire.ranks > 1 else None
-    yield 0, wire.rank, [_take(x, spans, plan.pieces[wire.rank][wire.rank]) for x in (key, value)]
-    for step in range(1, wire.ranks):
+    turns = _turns(call)
+    coming = begin(turns[0]) if turns else None
+    for turn, following in zip(turns, [*turns[1:], None], strict=True):
         assert coming is not None
         posted, held = coming
-        posted.wait()
+        if posted is not None:
+            posted.wait()
         del posted  # and what was sent
-        coming = begin(step + 1) if step + 1 < wire.ranks else None
-        yield step, (wire.rank - step) % wire.ranks, held
+        coming = begin(following) if following is not None else None
+        yield turn, (wire.rank - turn.step) % wire.ranks, held
 
 
 @dataclass(frozen=True, eq=False)
@@ -205,27 +233,28 @@ class Return:
 
     call: Call
     posted: Posted
+    turn: Turn
     target: int
     room: list[Tensor]
 
     def add(self, sums: Sequence[Tensor]) -> None:
         self.posted.wait()
-        _add(self.call, self.target, self.room, sums)
+        _add(self.call, self.target, self.turn, self.room, sums)
 
 
-def _give_back(call: Call, step: int, source: int, grads: list[Tensor], key: Tensor) -> Return:
+def _give_back(call: Call, turn: Turn, source: int, grads: list[Tensor], key: Tensor) -> Return:
     wire = call.wire
-    target = (wire.rank + step) % wire.ranks
-    room = _room(call, call.plan.count(target, wire.rank), key)
-    return Return(call, wire.post(source, grads, target, room, tag=4 * step + 2), target, room)
+    target = (wire.rank + turn.step) % wire.ranks
+    room = _room(call, turn, call.plan.count(target, wire.rank), key)
+    return Return(call, wire.post(source, grads, target, room, turn.tag + 2), turn, target, room)
 
 
-def _add(call: Call, target: int, grads: Sequence[Tensor], sums: Sequence[Tensor]) -> None:
+def _add(call: Call, target: int, turn: Turn, grads: Sequence[Tensor], sums: Sequence[Tensor]) -> None:
     """Add the gradients of those of this rank's keys that another (or this one) has used."""
     first, spans = 0, call.plan.keys.spans[call.wire.rank]
     for a, b in call.plan.pieces[target][call.wire.rank]:
         for total, grad in zip(sums[1:3], grads, strict=True):
-            total[:, :, _within(spans, (a, b))] += grad[:, :, first : first + b - a]
+            total[:, turn.groups, _within(spans, (a, b))] += grad[:, :, first : first + b - a]
         first += b - a
 
 
@@ -249,14 +278,14 @@ def _sink_gradient(
     total += (by_head if sink.numel() > 1 else by_head.sum()).reshape(total.shape)
 
 
-def _room(call: Call, count: int, like: Tensor) -> list[Tensor]:
+def _room(call: Call, turn: Turn, count: int, like: Tensor) -> list[Tensor]:
     """Room for so many keys and values."""
-    sizes = call.sizes
-    return [like.new_empty(sizes.B, sizes.G, count, width) for width in (sizes.D, sizes.E)]
+    sizes, groups = call.sizes, turn.groups.stop - turn.groups.start
+    return [like.new_empty(sizes.B, groups, count, width) for width in (sizes.D, sizes.E)]
 
 
-def _part(call: Call, block: Block) -> Part:
-    return Part(slice(0, call.frame.H), slice(*block.rows), slice(*block.columns))
+def _part(turn: Turn, block: Block) -> Part:
+    return Part(turn.heads, slice(*block.rows), slice(*block.columns))
 
 
 def _columns(call: Call, source: int, block: Block) -> slice:

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from regard.attention import Attention
+from regard.attention import Attention, sharding
 from regard.models.parts import ARRANGEMENTS, choose, norm_named, rows_of
 from regard.models.text import TextConfig, TextEncoder
 from regard.models.vision import VisionConfig, VisionTransformer
@@ -48,10 +48,15 @@ class Fusion(nn.Module):
 
     def forward(self, words: Tensor, patches: Tensor, mask: Shared) -> tuple[Tensor, Tensor]:
         """words (B, N, width) and patches (B, 1 + patches, width); mask: of words."""
-        return (
-            self.text(words, patches, shared=mask, across=Shared()),
-            self.image(patches, words, shared=Shared(), across=mask),
+        every = Shared()
+        if (together := sharding()) is not None:
+            words, patches = together.own(words, 1), together.own(patches, 1)
+            mask, every = mask.own(), every.own()
+        found = (
+            self.text(words, patches, shared=mask, across=every),
+            self.image(patches, words, shared=every, across=mask),
         )
+        return found if together is None else (together.whole(found[0], 1), together.whole(found[1], 1))
 
 
 class ImageTextMatcher(nn.Module):

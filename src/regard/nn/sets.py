@@ -7,6 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
+from regard.attention import sharding
 from regard.nn.blocks import Residual
 from regard.nn.packing import Packed
 from regard.nn.shared import Shared, key_mask
@@ -30,8 +31,12 @@ class CrossBlock(nn.Module):
 
     def forward(self, x: Tensor, source: Tensor, *, across: Shared | None = None) -> Tensor:
         """x (B, Q, d_model), source (B, K, d_source)."""
-        x = self.cross_residual(x, self.cross, source, shared=across or Shared())
-        return self.feedforward_residual(x, self.feedforward)
+        across = Shared() if across is None else across
+        if (together := None if across.parted else sharding()) is not None:
+            x, source, across = together.own(x, 1), together.own(source, 1), across.own()
+        x = self.cross_residual(x, self.cross, source, shared=across)
+        x = self.feedforward_residual(x, self.feedforward)
+        return x if together is None else together.whole(x, 1)
 
 
 class SeedPooling(nn.Module):

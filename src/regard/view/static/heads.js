@@ -1,6 +1,7 @@
 // All heads as thumbnails: a row for each layer, or one flow when they are sorted or filtered otherwise.
 import { el, svg } from "./dom.js";
 import { joined, most } from "./levels.js";
+import { coloured } from "./raster.js";
 import { brief } from "./text.js";
 import { role } from "./words.js";
 
@@ -155,6 +156,6 @@ function paint(canvas, level, palette) {
   const image = context.createImageData(level.columns, level.rows);
   const pixels = new Uint32Array(image.data.buffer);
   const top = most(level.data);
-  for (let n = 0; n < pixels.length; n++) pixels[n] = palette.pixels[palette.index(level.data[n], top)];
+  pixels.set(coloured(level, palette, top));
   context.putImageData(image, 0, 0);
 }

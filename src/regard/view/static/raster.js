@@ -1,11 +1,22 @@
 // A level as pixels.
-import { find } from "./levels.js";
+import { find, most } from "./levels.js";
+
+// The colours of the cells, as if all had as many keys as the widest: one that holds what is left over is no paler for
+// being narrow.
+export function coloured(level, palette, top) {
+  const widths = Float32Array.from({ length: level.columns }, (_, j) => level.columnEdges[j + 1] - level.columnEdges[j]);
+  const widest = most(widths);
+  return Uint32Array.from(
+    level.data,
+    (value, n) => palette.pixels[palette.index((value * widest) / widths[n % level.columns], top)],
+  );
+}
 
 // Every pixel gets the colour of the cell that it lies in.
 export function raster(level, view, width, height, palette, top) {
   const image = new ImageData(Math.max(1, width), Math.max(1, height));
   const pixels = new Uint32Array(image.data.buffer);
-  const colours = Uint32Array.from(level.data, (value) => palette.pixels[palette.index(value, top)]);
+  const colours = coloured(level, palette, top);
   const across = spots(level.columnEdges, view.left, view.right, image.width);
   const down = spots(level.rowEdges, view.top, view.bottom, image.height);
   for (let y = 0; y < image.height; y++) {
