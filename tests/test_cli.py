@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import signal
+import sys
 from pathlib import Path
 
 import pytest
@@ -192,6 +194,14 @@ def test_a_run_is_exported(regard: Command, reviews: Run, tmp_path: Path) -> Non
     said = regard("export", reviews.folder, tmp_path / "out", "--no-onnx")
     assert said.code == 0
     assert "model.safetensors" in said.out
+
+
+def test_without_the_libraries_of_the_command_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in sys.modules if name.split(".")[:2] == ["regard", "cli"]]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "typer", None)
+    with pytest.raises(SystemExit, match=r"the command needs typer: pip install 'regard\[tasks\]'"):
+        importlib.import_module("regard.cli")
 
 
 PLAN = ["--sequence", 4096, "--ranks", 4, "--memory", "300MB", "--flops", "40G", "--bandwidth", "1GB/s"]
