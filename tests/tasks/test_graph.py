@@ -132,7 +132,7 @@ def test_nodes_and_labels_that_were_not_there_are_told(trained: tuple[Run, Any])
     with pytest.raises(Trouble, match=r"b:2: the label 'middle' was never seen in training, which has left, right"):
         run.task.items(run.kit, [Row("b:2", ("n0", "middle", None))], Bad())
     model, _ = run.model()
-    with pytest.raises(Trouble, match=r"input 1: the node 'zoe' was not there"):
+    with pytest.raises(Trouble, match=r"input 1: the node 'zoe' was never seen in training"):
         list(run.task.predict(model, run.kit, [Row("input 1", ("zoe",))], Bad()))
     made = list(run.task.predict(model, run.kit, [Row("1", ("zoe",)), Row("2", ("n1",))], bad := Bad(skip=True)))
     assert (made[0].input, bad.count) == ("n1", 1)
