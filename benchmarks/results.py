@@ -45,6 +45,7 @@ class Result:
     words: str
     at_least: float | None = None  # None: better than the baselines
     low: bool = False
+    evaluate: str = ""  # options of `regard evaluate` behind the training
     against: str = ""  # the baseline to beat, where others are no simple means, such as the recording itself
 
 
@@ -75,7 +76,7 @@ RESULTS = (
         "imdb-minilm", "IMDB, official split, fine-tuned from MiniLM", "accuracy",
         "classify --data {runs}/imdb/train.csv --test {runs}/imdb/test.csv --held 1000 --start {minilm} --cut "
         "--longest 256 --rate 1e-4 --dropout 0.1 --steps 1000 --warmup 100 --tokens 4096 "
-        "--evaluate-every 200 --save-every 50",
+        "--evaluate-every 200 --save-every 50", evaluate="--longest 512",
     ),
     Result(
         "spoken-digits", "spoken digits and letters (examples/spoken_digits.py)", "cer",
@@ -156,13 +157,23 @@ def command(result: Result, places: dict[str, str]) -> list[str]:
 def run(result: Result, places: dict[str, str]) -> None:
     """Train it to its end, from wherever it is."""
     there = Path(places["runs"]) / result.name / "run.json"
-    if there.exists() and json.loads(there.read_text())["results"]:
-        return
-    words = ["resume", str(there.parent)] if there.exists() else command(result, places)
-    missing = [word for word in words if word.startswith(("{", places["data"], places["runs"])) and "." in word]
-    if missing := [word for word in missing if not Path(word).exists() and not there.exists()]:
-        print(f"{result.name}: left out, for want of {', '.join(missing)}")
-        return
+    if not _reached(there):
+        words = ["resume", str(there.parent)] if there.exists() else command(result, places)
+        missing = [word for word in words if word.startswith(("{", places["data"], places["runs"])) and "." in word]
+        if missing := [word for word in missing if not Path(word).exists() and not there.exists()]:
+            print(f"{result.name}: left out, for want of {', '.join(missing)}")
+            return
+        _regard(*words)
+    if result.evaluate and _unlike(result.evaluate, _reached(there)):
+        _regard("evaluate", str(there.parent), *shlex.split(result.evaluate))
+
+
+def _reached(there: Path) -> dict[str, Any]:
+    """The results in a run.json, if it is there and has any."""
+    return json.loads(there.read_text())["results"] if there.exists() else {}
+
+
+def _regard(*words: str) -> None:
     print(f"$ regard {shlex.join(words)}", flush=True)
     subprocess.run([sys.executable, "-m", "regard", *words], check=True)
 
@@ -174,11 +185,12 @@ def collect(runs: Path) -> dict[str, dict[str, Any]]:
         there = runs / result.name / "run.json"
         about = json.loads(there.read_text()) if there.exists() else {"results": {}}
         if found := about["results"]:
-            if unlike := _unlike(result.words, about):
+            given = about["options"] | about["recipe"] | about["sources"]
+            if unlike := _unlike(result.words, given) or _unlike(result.evaluate, found):
                 print(f"{result.name}: left as it was, since the run was made with another {unlike}")
                 continue
             kept[result.name] = {
-                "task": about["task"], "words": result.words, "date": about["began"][:10],
+                "task": about["task"], "words": result.words, "evaluate": result.evaluate, "date": about["began"][:10],
                 "seed": about["recipe"]["seed"], "steps": about["recipe"]["steps"], "step": found["step"],
                 "minutes": round(found["minutes"], 1),
                 "threads": about["machine"]["threads"], "torch": about["machine"]["torch"],
@@ -189,9 +201,8 @@ def collect(runs: Path) -> dict[str, dict[str, Any]]:
     return kept
 
 
-def _unlike(words: str, about: dict[str, Any]) -> str:
-    """The first option of a command that a run was not made with; paths do not count."""
-    given = about["options"] | about["recipe"] | about["sources"]
+def _unlike(words: str, given: dict[str, Any]) -> str:
+    """The first option of a command that was not given; paths do not count."""
     for option, value in re.findall(r"--([a-z-]+) (\S+)", words):
         known = given.get(option.replace("-", "_"))
         if isinstance(known, int | float) and not isinstance(known, bool) and float(value) != float(known):
@@ -224,8 +235,9 @@ def write(runs: Path) -> None:
         told = Result(result.name, result.about, result.figure, about["words"])
         words = command(told, {"data": "DATA", "runs": "runs", "minilm": "MINILM"})
         figures = ", ".join(f"{name} {value:.4g}" for name, value in about["figures"].items())
+        then = f"    regard evaluate runs/{result.name} {about['evaluate']}\n" if about.get("evaluate") else ""
         more.append(
-            f"\n## {result.about}\n\n    regard {shlex.join(words)}\n\n"
+            f"\n## {result.about}\n\n    regard {shlex.join(words)}\n{then}\n"
             f"{about['trained_on']:,} examples, {about['held_out']:,} held out; step {about['step']} of "
             f"{about['steps']}; seed {about['seed']}; {about['date']}; torch {about['torch']}.\n\n{figures}.\n"
         )

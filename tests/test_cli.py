@@ -61,6 +61,16 @@ def test_evaluation_takes_other_data(regard: Command, reviews: Run, tmp_path: Pa
     assert json.loads(said.out)["figures"]["accuracy"] == 1
 
 
+def test_evaluation_reads_more_or_less_of_a_text_than_training(regard: Command, reviews: Run, tmp_path: Path) -> None:
+    (tmp_path / "test.csv").write_text("text,label\nthe cat sees the dog,cat\na dog hears,none\n")
+    words = "evaluate", reviews.folder, "--data", tmp_path / "test.csv", "--json", "--longest"
+    assert json.loads(regard(*words, 9).out)["longest"] == 9
+    said = regard(*words, 5)
+    assert said.code == 1
+    assert "test.csv:2: " in said.err  # two tokens more stand around a text
+    assert "--longest must be 1 to 512, which is what the model of" in regard(*words, 513).err
+
+
 def test_predictions_come_with_a_score(regard: Command, reviews: Run) -> None:
     said = regard("predict", reviews.folder, "the cat sees the dog", "a dog hears")
     rows = [line.split("\t") for line in said.out.splitlines()]

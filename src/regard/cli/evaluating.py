@@ -11,7 +11,7 @@ from rich.table import Table
 
 from regard.cli.options import Json, RunFolder, SkipBad
 from regard.cli.terminal import shown, tell_bad
-from regard.tasks import Run, Sources
+from regard.tasks import Run, Sources, Task, Trouble
 from regard.tasks.sources import gather
 
 
@@ -19,6 +19,9 @@ def evaluate(
     folder: RunFolder,
     data: Annotated[
         list[str] | None, typer.Option(help="Held-out data; that of the run unless told otherwise.")
+    ] = None,
+    longest: Annotated[
+        int | None, typer.Option(help="Tokens or elements of an input at most; as trained unless told.")
     ] = None,
     skip_bad: SkipBad = False,
     as_json: Json = False,
@@ -28,30 +31,43 @@ def evaluate(
     regard evaluate runs/reviews --data test.csv
     """
     run = Run.open(folder)
+    task = run.task if longest is None else _reading(run, longest)
     sources = Sources.of(run.about["sources"])
     sources = replace(sources, test=tuple(data or sources.test), skip_bad=skip_bad or sources.skip_bad)
-    examples = gather(run.task, sources, run.recipe.seed)
-    run.task.items(run.kit, examples.test, examples.bad)  # what cannot be taken is told here, with its place
+    examples = gather(task, sources, run.recipe.seed)
+    task.items(run.kit, examples.test, examples.bad)  # what cannot be taken is told here, with its place
     tell_bad(examples.bad)
-    tell_figures(run, examples, as_json, keep=not data)
+    tell_figures(run, examples, as_json, task=task, keep=not data)
 
 
-def tell_figures(run: Run, examples: Any, as_json: bool, *, keep: bool = True) -> None:
+def _reading(run: Run, longest: int) -> Task:
+    """The run's task with inputs of other lengths: a model may read more than it was trained on."""
+    trained = getattr(run.task, "longest", None)
+    if not isinstance(trained, int):
+        raise Trouble(f"{run.task.name} has no --longest to evaluate with")
+    most = (getattr(run.kit, "config", None) or {}).get("positions", trained)
+    if not 0 < longest <= most:
+        raise Trouble(f"--longest must be 1 to {most}, which is what the model of {run.folder} can read")
+    return replace(run.task, longest=longest)  # type: ignore[call-arg]
+
+
+def tell_figures(run: Run, examples: Any, as_json: bool, *, task: Task | None = None, keep: bool = True) -> None:
     """Figures of a run beside those of its baselines, kept in run.json too where they are of its own data."""
+    task = task or run.task
     model, step = run.model()
-    figures = run.task.evaluate(model, run.kit, examples.test)
-    baselines = run.task.baselines(run.kit, examples.train, examples.test)
+    figures = task.evaluate(model, run.kit, examples.test)
+    baselines = task.baselines(run.kit, examples.train, examples.test)
     found = {
         "step": step, "minutes": run.minutes(), "trained_on": len(examples.train), "held_out": len(examples.test),
         "figures": figures, "baselines": baselines,
-    }  # fmt: skip
+    } | ({"longest": task.longest} if hasattr(task, "longest") else {})  # fmt: skip
     if keep and not run.shipped:
         run.about["results"] = found
         run.note()
     if as_json:
         print(json.dumps(found, indent=1))
         return
-    table = Table(f"{run.task.name}, {len(examples.test)} held out", f"{run.folder.name} (step {step})", *baselines)
+    table = Table(f"{task.name}, {len(examples.test)} held out", f"{run.folder.name} (step {step})", *baselines)
     for name, value in figures.items():
         table.add_row(
             name, f"{value:.4g}", *(f"{each[name]:.4g}" if name in each else "" for each in baselines.values())
