@@ -179,6 +179,7 @@ template <class T, class Score> struct Backward {
     if (p.threads > 1 && !parts.reserve(part_layout.bytes)) return REGARD_NO_MEMORY;
     if (diagonals) __builtin_memset(diagonal_sums.data, 0, size_t(p.threads) * size_t(diagonals) * sizeof(T));
 
+    row_gradients.clear_bias();
     for (int64_t first = 0; first < heads; first += turn) {
       const int64_t last = least(heads, first + turn);
       const int64_t units = (last - first) * tiles;

@@ -9,6 +9,9 @@
 #ifndef _WIN32
 #include <pthread.h>
 #endif
+#ifdef __linux__
+#include <sys/mman.h>
+#endif
 
 #include "regard.h"
 
@@ -17,6 +20,7 @@ namespace {
 
 constexpr size_t cache_line = 64;
 constexpr size_t kept_bytes = size_t(96) << 20;
+constexpr size_t mapped_bytes = size_t(32) << 20;  // from here on, malloc maps pages for every block
 
 struct Scratch {
   void* data = nullptr;
@@ -97,6 +101,15 @@ void trim_thread_scratch() {
   release(scratch.data);
   scratch.data = nullptr;
   scratch.size = 0;
+}
+
+void prefer_large_pages([[maybe_unused]] void* memory, [[maybe_unused]] size_t bytes) {
+#ifdef __linux__
+  if (bytes < mapped_bytes) return;
+  constexpr uintptr_t page = 1 << 16;  // no system has larger ones
+  const uintptr_t first = (uintptr_t(memory) + page - 1) / page * page, last = (uintptr_t(memory) + bytes) / page * page;
+  madvise((void*)first, last - first, MADV_HUGEPAGE);
+#endif
 }
 
 }  // namespace regard

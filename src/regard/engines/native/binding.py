@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-INTERFACE = 6  # of csrc/regard.h
+INTERFACE = 7  # of csrc/regard.h
 DTYPES = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3}
 _ERRORS = {
     -1: (MemoryError, "the native engine found no memory to work in; fewer threads or shorter sequences need less"),
