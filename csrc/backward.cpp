@@ -373,6 +373,8 @@ template <class T, class Score> struct Backward {
         __builtin_memset(grads + r * score_stride, 0, size_t(width) * sizeof(T));
       }
     if (covered == 0) return {0, 0};
+    if (p.bias.data)
+      fetch_bias(p, rows + m, int(least<int64_t>(MR, p.Q - i - m)), j0 + seen.lo, least(p.K, j0 + seen.hi));
 
     for (int n = 0; n < step_count; ++n) {
       const int64_t lo = columns[n].lo, hi = columns[n].hi, base = steps[n].j0 - j0;
