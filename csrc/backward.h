@@ -56,10 +56,9 @@ template <class T> struct RowGradients {
   // Before anything is added to it.
   void clear_bias() const {
     const regard_tensor& t = gradient.d_bias;
-    if (!t.data) return;
+    if (!t.data || fresh_bias) return;
     const size_t numbers = size_t(t.stride[0] ? p.B : 1) * size_t(t.stride[1] ? p.H : 1) * size_t(t.stride[2] ? p.Q : 1) * size_t(p.K);
-    prefer_large_pages(t.data, numbers * sizeof(T));
-    if (!fresh_bias) __builtin_memset(t.data, 0, numbers * sizeof(T));
+    __builtin_memset(t.data, 0, numbers * sizeof(T));
   }
 
   // `slope` receives the derivative of the cap, where there is one.

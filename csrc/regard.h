@@ -172,6 +172,8 @@ typedef struct {
 } regard_product;
 
 REGARD_EXPORT int regard_interface(void);
+// A hint that all of this memory is about to be written: large pages, where the system has them, are cheaper to begin.
+REGARD_EXPORT void regard_prefer_large_pages(void* memory, int64_t bytes);
 // The instruction set in use, and all that were compiled, separated by spaces, widest first.
 REGARD_EXPORT const char* regard_isa(void);
 REGARD_EXPORT const char* regard_isas_compiled(void);

@@ -20,7 +20,6 @@ namespace {
 
 constexpr size_t cache_line = 64;
 constexpr size_t kept_bytes = size_t(96) << 20;
-constexpr size_t mapped_bytes = size_t(32) << 20;  // from here on, malloc maps pages for every block
 
 struct Scratch {
   void* data = nullptr;
@@ -103,15 +102,6 @@ void trim_thread_scratch() {
   scratch.size = 0;
 }
 
-void prefer_large_pages([[maybe_unused]] void* memory, [[maybe_unused]] size_t bytes) {
-#ifdef __linux__
-  if (bytes < mapped_bytes) return;
-  constexpr uintptr_t page = 1 << 16;  // no system has larger ones
-  const uintptr_t first = (uintptr_t(memory) + page - 1) / page * page, last = (uintptr_t(memory) + bytes) / page * page;
-  madvise((void*)first, last - first, MADV_HUGEPAGE);
-#endif
-}
-
 }  // namespace regard
 
 extern "C" int regard_has_threads(void) {
@@ -119,5 +109,13 @@ extern "C" int regard_has_threads(void) {
   return 1;
 #else
   return 0;
+#endif
+}
+
+extern "C" void regard_prefer_large_pages([[maybe_unused]] void* memory, [[maybe_unused]] int64_t bytes) {
+#ifdef __linux__
+  constexpr uintptr_t page = 1 << 16;  // no system has larger ordinary ones
+  const uintptr_t first = (uintptr_t(memory) + page - 1) / page * page, last = (uintptr_t(memory) + uintptr_t(bytes)) / page * page;
+  if (bytes > 0 && first < last) madvise((void*)first, last - first, MADV_HUGEPAGE);
 #endif
 }

@@ -19,8 +19,4 @@ void trim_thread_scratch();
 void* allocate(size_t bytes);
 void release(void* memory);
 
-// All of this memory is about to be written. Fresh pages cost more than what is computed into them, and large ones, where
-// the system has them, a fifth of it.
-void prefer_large_pages(void* memory, size_t bytes);
-
 }  // namespace regard
