@@ -93,13 +93,6 @@ REGARD_INLINE void add_bias(const regard_dot& p, const Row<T>& row, T factor, in
   else add(Stored<float>{});
 }
 
-// Rows of a dense bias lie far apart in memory, and nobody but the program knows which is next.
-template <class T> REGARD_INLINE void fetch_bias(const regard_dot& p, const Row<T>* rows, int count, int64_t from, int64_t to) {
-  const int64_t bytes = int64_t(storage_bytes(p.bias_dtype)) * p.bias.stride[3];
-  for (int r = 0; r < count; ++r)
-    for (int64_t at = from * bytes; at < to * bytes; at += 64) __builtin_prefetch((const char*)rows[r].bias + at);
-}
-
 // The three parts of a row of keys as a table of clipped distances sees them: columns [lo, a) read its first entry,
 // [a, b) one entry each, [b, hi) its last.
 struct Clipped {
