@@ -179,6 +179,7 @@ template <class T, class Score> struct Backward {
     if (p.threads > 1 && !parts.reserve(part_layout.bytes)) return REGARD_NO_MEMORY;
     if (diagonals) __builtin_memset(diagonal_sums.data, 0, size_t(p.threads) * size_t(diagonals) * sizeof(T));
 
+    row_gradients.clear_bias();
     for (int64_t first = 0; first < heads; first += turn) {
       const int64_t last = least(heads, first + turn);
       const int64_t units = (last - first) * tiles;
@@ -372,6 +373,11 @@ template <class T, class Score> struct Backward {
         __builtin_memset(grads + r * score_stride, 0, size_t(width) * sizeof(T));
       }
     if (covered == 0) return {0, 0};
+    if (p.bias.data) {
+      const int64_t size = int64_t(storage_bytes(p.bias_dtype)), from = j0 + seen.lo, to = least(p.K, j0 + seen.hi);
+      const int64_t row = p.bias.stride[2] * size, column = p.bias.stride[3] * size;
+      fetch_rows((const char*)rows[m - 1].bias + row + from * column, row, MR, (to - from) * column);
+    }
 
     for (int n = 0; n < step_count; ++n) {
       const int64_t lo = columns[n].lo, hi = columns[n].hi, base = steps[n].j0 - j0;

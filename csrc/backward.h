@@ -45,10 +45,21 @@ template <class T> struct RowGradients {
   const Scales<T>& scales;
   const T bias_factor;
   const bool plain;
+  const bool fresh_bias;  // no two logits share a number of d_bias, and none is left out: they are written, not added
 
   RowGradients(const regard_dot& p, const regard_dot_gradient& gradient, const Scales<T>& scales)
       : p(p), gradient(gradient), scales(scales), bias_factor(T(1 / p.temperature)),
-        plain(!scales.changes_scores && !p.dropout_threshold && !gradient.d_out_table.data) {}
+        plain(!scales.changes_scores && !p.dropout_threshold && !gradient.d_out_table.data),
+        fresh_bias(!p.intervals.start && !p.tiles.pointer && (gradient.d_bias.stride[0] || p.B == 1) &&
+                   (gradient.d_bias.stride[1] || p.H == 1) && (gradient.d_bias.stride[2] || p.Q == 1)) {}
+
+  // Before anything is added to it.
+  void clear_bias() const {
+    const regard_tensor& t = gradient.d_bias;
+    if (!t.data || fresh_bias) return;
+    const size_t numbers = size_t(t.stride[0] ? p.B : 1) * size_t(t.stride[1] ? p.H : 1) * size_t(t.stride[2] ? p.Q : 1) * size_t(p.K);
+    __builtin_memset(t.data, 0, numbers * sizeof(T));
+  }
 
   // `slope` receives the derivative of the cap, where there is one.
   void weigh(const Row<T>& row, int64_t j0, T* s, T* d, int64_t lo, int64_t hi, T lse, T delta, T* slope) const {
@@ -84,10 +95,10 @@ template <class T> struct RowGradients {
     }
     if (table) sum_by_distance<T>(table, row.first, p.radius, j0, d, lo, hi);
     if (gradient.d_bias.data) {
-      const int64_t stride = gradient.d_bias.stride[3];
-      T* to = const_cast<T*>(real_row<T>(gradient.d_bias, row.b, row.h, row.i)) + j0 * stride;
+      T* to = const_cast<T*>(real_row<T>(gradient.d_bias, row.b, row.h, row.i)) + j0;
       for_vectors<T>(lo, hi, p.K - j0, [&](int64_t c, int n) __attribute__((always_inline)) {
-        store_some(to + c * stride, stride, n, load_some(to + c * stride, stride, n) + load(d + c) * bias_factor);
+        const Vec<T> x = load(d + c) * bias_factor;
+        store_some(to + c, 1, n, fresh_bias ? x : x + load_some(to + c, 1, n));
       });
     }
     if (scales.cap != 0)

@@ -9,10 +9,13 @@
 namespace regard::REGARD_ISA {
 namespace {
 
-constexpr int64_t largest_piece = 512;
+constexpr int64_t largest_piece = 512, longest_piece = 1024;
+constexpr int64_t least_pieces = 32;  // that many threads have work
 
-// Keys in a piece: for the second row on, they and their values come from the second-level cache.
+// Keys in a piece: for the second row on, they and their values come from the second-level cache. A single row reads them
+// once, and the longer the pieces are, the less often it turns from keys to values.
 template <class T> int64_t piece_of(const regard_dot& p) {
+  if (p.H / p.G * p.Q == 1) return greatest<int64_t>(256, least(longest_piece, p.B * p.G * p.K / least_pieces / 64 * 64));
   const int64_t bytes = greatest<int64_t>(1, p.D + p.E) * int64_t(sizeof(T));
   return greatest<int64_t>(64, least(largest_piece, (int64_t(128) << 10) / bytes / 64 * 64));
 }

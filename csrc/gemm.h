@@ -30,20 +30,23 @@ REGARD_INLINE void meet(T* __restrict c, Vec<T> left, Vec<T> right, const T* __r
   store(c + L, right);
 }
 
+constexpr int any_row = -1;  // an ARow that is known only at run time
+
 // C[r][0..NR) = (0 | C | alpha[r] * C) + sum over k of A(r, k) * B[k][0..NR),   A(r, k) = a[r * ARow + k * AStep]. The rows
-// of B lie b_row numbers apart: NR in a packed panel.
+// of B lie b_row numbers apart: NR in a packed panel; those of A a_row, where ARow is any_row.
 // The accumulators meet C at the end: seeding them with C costs digits in long sums. They begin as products, not as zeros,
 // and are stored one by one after their last step: a block of zeroing and one of stores cost as much as four steps.
 template <class T, int M, int ARow, int AStep, Into into>
 REGARD_INLINE void micro_kernel(int64_t depth, const T* __restrict a, const T* __restrict b, T* __restrict c,
-                                int64_t c_row, const T* __restrict alpha, int64_t b_row = NR<T>) {
+                                int64_t c_row, const T* __restrict alpha, int64_t b_row = NR<T>, int64_t a_row = 0) {
   using V = Vec<T>;
   constexpr int L = lanes<T>;
+  if constexpr (ARow != any_row) a_row = ARow;
   V left[M], right[M];
   if (depth < 2) {
     REGARD_UNROLL
     for (int r = 0; r < M; ++r) {
-      const V x = depth == 1 ? broadcast(a[r * ARow]) : V{};
+      const V x = depth == 1 ? broadcast(a[r * a_row]) : V{};
       meet<T, into>(c + r * c_row, depth == 1 ? x * load(b) : V{}, depth == 1 ? x * load(b + L) : V{}, alpha, r);
     }
     return;
@@ -52,7 +55,7 @@ REGARD_INLINE void micro_kernel(int64_t depth, const T* __restrict a, const T* _
     const V b0 = load(b), b1 = load(b + L);
     REGARD_UNROLL
     for (int r = 0; r < M; ++r) {
-      const V x = broadcast(a[r * ARow]);
+      const V x = broadcast(a[r * a_row]);
       left[r] = x * b0;
       right[r] = x * b1;
     }
@@ -63,7 +66,7 @@ REGARD_INLINE void micro_kernel(int64_t depth, const T* __restrict a, const T* _
     const V b0 = load(b), b1 = load(b + L);
     REGARD_UNROLL
     for (int r = 0; r < M; ++r) {
-      const V x = broadcast(a[r * ARow]);
+      const V x = broadcast(a[r * a_row]);
       left[r] += x * b0;
       right[r] += x * b1;
     }
@@ -71,7 +74,7 @@ REGARD_INLINE void micro_kernel(int64_t depth, const T* __restrict a, const T* _
   const V b0 = load(b), b1 = load(b + L);
   REGARD_UNROLL
   for (int r = 0; r < M; ++r) {
-    const V x = broadcast(a[r * ARow]);
+    const V x = broadcast(a[r * a_row]);
     meet<T, into>(c + r * c_row, left[r] + x * b0, right[r] + x * b1, alpha, r);
   }
 }
@@ -90,20 +93,20 @@ template <class F, int M = MR> REGARD_INLINE void with_rows(int m, F&& f) {
 // M rows times `panels` panels that lie `b_panel` numbers apart; C is a row-major block.
 template <class T, int M, int ARow, int AStep, Into into>
 __attribute__((noinline)) void multiply_rows(int64_t panels, int64_t depth, const T* a, const T* b, int64_t b_panel, T* c,
-                                             int64_t c_row, const T* alpha, int64_t b_row) {
+                                             int64_t c_row, const T* alpha, int64_t b_row, int64_t a_row) {
   for (int64_t p = 0; p < panels; ++p) {
     // All registers belong to the inner loop: keep the compiler from carrying the broadcasts of alpha around it.
     if constexpr (into == Into::rescale) asm("" : "+r"(alpha));
-    micro_kernel<T, M, ARow, AStep, into>(depth, a, b + p * b_panel, c + p * NR<T>, c_row, alpha, b_row);
+    micro_kernel<T, M, ARow, AStep, into>(depth, a, b + p * b_panel, c + p * NR<T>, c_row, alpha, b_row, a_row);
   }
 }
 
 // The same with the number of rows known only at run time.
 template <class T, int ARow, int AStep, Into into>
 REGARD_INLINE void multiply(int rows, int64_t panels, int64_t depth, const T* a, const T* b, int64_t b_panel, T* c,
-                            int64_t c_row, const T* alpha = nullptr, int64_t b_row = NR<T>) {
+                            int64_t c_row, const T* alpha = nullptr, int64_t b_row = NR<T>, int64_t a_row = 0) {
   with_rows(rows, [&](auto m) __attribute__((always_inline)) {
-    multiply_rows<T, decltype(m)::value, ARow, AStep, into>(panels, depth, a, b, b_panel, c, c_row, alpha, b_row);
+    multiply_rows<T, decltype(m)::value, ARow, AStep, into>(panels, depth, a, b, b_panel, c, c_row, alpha, b_row, a_row);
   });
 }
 

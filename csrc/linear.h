@@ -20,20 +20,9 @@ template <class T> REGARD_INLINE Vec<T> elu_feature(Vec<T> x) {
   const Vec<T> zero{}, power = exp(min(zero, max(broadcast(T(-87)), x)));
   return select(x < T(-80), zero, power + max(zero, x));
 }
-// Its derivative is the feature itself up to 1, and then 1.
 template <class T> void make_features(T* x, int64_t n) {
   for (int64_t i = 0; i < n; i += lanes<T>) store(x + i, elu_feature<T>(load(x + i)));
 }
-template <class T> __attribute__((noinline)) void times_slope(const Matrix& x, int64_t row, T* gradient) {
-  with_storage<T>(x.dtype, [&](auto stored) __attribute__((always_inline)) {
-    using S = typename decltype(stored)::type;
-    for (int64_t c = 0; c < x.columns; c += lanes<T>) {
-      const Vec<T> feature = elu_feature<T>(load_some(at<S>(x, row, c), x.column_stride, x.columns - c));
-      store(gradient + c, load(gradient + c) * min(broadcast(T(1)), feature));
-    }
-  });
-}
-
 template <class T> constexpr int32_t dtype_of = sizeof(T) == 8 ? REGARD_FLOAT64 : REGARD_FLOAT32;
 
 // Blocks of at most MR rows that do not cross a panel: f(first row, rows). What a row may not see is multiplied by zero,
@@ -61,6 +50,14 @@ template <class T> bool turn_rows(const Matrix& x, int64_t row, int64_t rows, in
   bool bad = false;
   for (int64_t p = 0; p < rows; p += NR<T>) bad |= pack_turned<T>(x, row + p, T(1), out + p * depth);
   return bad;
+}
+
+// The same from rows that are panels already.
+template <class T> void turn_panels(const T* panels, int64_t rows, int64_t columns, int64_t depth, T* out) {
+  for (int64_t c = 0; c < columns; c += NR<T>) {
+    const Matrix panel{panels + c * chunk_rows, NR<T>, 1, rows, least<int64_t>(NR<T>, columns - c), dtype_of<T>};
+    turn_rows<T>(panel, 0, rows, depth, out + c * NR<T>);
+  }
 }
 
 // state[panel of c][r][NR] += sum over rows i of left(i, r) * right(i, c), both given as panels of a chunk.
@@ -121,21 +118,21 @@ template <class T> struct LinearProblem {
   Matrix values(int64_t head) const { return matrix_of(x.v, x.dtype, head / x.G, head % x.G, x.N, E); }
   Matrix queries(int64_t b, int64_t h) const { return matrix_of(x.q, x.dtype, b, h, x.N, M); }
 
-  // Features of up to a chunk of rows, as panels and turned; the first returns whether NaN or an infinity was met.
+  // Features of up to a chunk of rows as panels; returns whether NaN or an infinity was met.
   bool feature_panels(const Matrix& from, int64_t row, int64_t rows, T* out) const {
     const bool bad = pack_panels<T>(from, row, rows, T(1), out, chunk_rows * NR<T>);
     if (x.map == REGARD_ELU)
       for (int64_t m = 0; m < wide_m; m += NR<T>) make_features(out + m * chunk_rows, rows * NR<T>);
     return bad;
   }
-  void turned_features(const Matrix& from, int64_t row, int64_t rows, T* out) const {
-    turn_rows<T>(from, row, rows, M, out);
-    if (x.map == REGARD_ELU) make_features(out, round_up(rows, NR<T>) * M);
-  }
-  // From the gradient of a row's features, its own.
-  void store_row(const Matrix& from, const Matrix& to, int64_t row, T* gradient) const {
-    if (x.map == REGARD_ELU) times_slope<T>(from, row, gradient);
-    unpack_row<T>(row_of(to, row), M, to.column_stride, x.dtype, gradient, T(1));
+  void turn_features(const T* panels, int64_t rows, T* out) const { turn_panels<T>(panels, rows, M, M, out); }
+
+  // From the gradients of the features of row `row + i`, its own: the derivative of a feature is itself up to 1, and then 1.
+  void store_row(const T* panels, int64_t i, const Matrix& to, int64_t row, T* gradient) const {
+    if (x.map == REGARD_ELU)
+      for (int64_t m = 0; m < wide_m; m += lanes<T>)
+        store(gradient + m, load(gradient + m) * min(broadcast(T(1)), load(panels_at(panels, chunk_rows * NR<T>, m) + i * NR<T>)));
+    unpack_row<T>(row_of(to, row + i), M, to.column_stride, x.dtype, gradient, T(1));
   }
 
   int64_t rows_of(int64_t c) const { return least<int64_t>(chunk_rows, x.N - c * chunk_rows); }
@@ -187,11 +184,11 @@ template <class T> struct LinearForward : LinearProblem<T> {
       : Problem(x), result(result), state_size(M * wide_e + wide_m) {}
 
   struct Scratch {
-    T *state, *keys, *turned_keys, *values, *queries, *products, *norms, *out;
+    T *state, *keys, *turned_keys, *values, *query_rows, *queries, *products, *norms, *out;
   };
   Scratch lay_out(Parts<T>& part) const {
     return {part(1, state_size),     part(chunk_rows, wide_m), part(chunk_rows, M),  part(chunk_rows, wide_e),
-            part(chunk_rows, M),     part(MR, chunk_rows),     part(1, chunk_rows),  part(MR, wide_e)};
+            part(chunk_rows, wide_m), part(chunk_rows, M),     part(MR, chunk_rows), part(1, chunk_rows), part(MR, wide_e)};
   }
 
   void extend_state(int64_t rows, const Scratch& s, T* state) const {
@@ -208,7 +205,8 @@ template <class T> struct LinearForward : LinearProblem<T> {
   void attend(int64_t b, int64_t h, int64_t row, int64_t rows, bool alone, const Scratch& s) const {
     const Matrix out = matrix_of(result.out, x.dtype, b, h, x.N, E);
     T* norm = (T*)result.norm.data + b * result.norm.stride[0] + h * result.norm.stride[1];
-    this->turned_features(this->queries(b, h), row, rows, s.queries);
+    this->feature_panels(this->queries(b, h), row, rows, s.query_rows);
+    this->turn_features(s.query_rows, rows, s.queries);
     for (int64_t p = 0; p < rows; p += NR<T>)
       multiply<T, 0, 1, Into::overwrite>(1, 1, M, s.state + M * wide_e, s.queries + p * M, 0, s.norms + p, 0);
 
@@ -255,7 +253,7 @@ template <class T> struct LinearForward : LinearProblem<T> {
       for (int64_t c = split.first_chunk(segment * split.segments); c < end; ++c) {
         const int64_t row = c * chunk_rows, rows = this->rows_of(c);
         const bool bad = pack(k, v, row, rows, s);
-        this->turned_features(k, row, rows, s.turned_keys);
+        this->turn_features(s.keys, rows, s.turned_keys);
         for (int64_t h = g * group; h < (g + 1) * group; ++h) attend(b, h, row, rows, bad, s);
         if (c + 1 < end) extend_state(rows, s, s.state);
       }

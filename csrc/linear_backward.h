@@ -104,6 +104,7 @@ template <class T> struct LinearBackward : LinearProblem<T> {
     const Matrix d_q = matrix_of(gradient.d_q, x.dtype, b, h, x.N, M);
     prepare(b, h, row, rows, s);
     turn_prepared(rows, s);
+    if (x.map == REGARD_ELU) pack_queries(b, h, row, rows, s);
     for_blocks<T>(rows, alone, [&](int64_t i, int count) {
       const T* left = turned_at(s.turned, E + 1, i);
       const int64_t seen = i + count, width = round_up(seen, NR<T>);
@@ -111,7 +112,7 @@ template <class T> struct LinearBackward : LinearProblem<T> {
       drop_future(count, i, width, s.products);
       multiply<T, 1, NR<T>, Into::overwrite>(count, wide_m / NR<T>, E + 1, left, s.past, (E + 1) * NR<T>, s.d_keys, wide_m);
       multiply<T, chunk_rows, 1, Into::add>(count, wide_m / NR<T>, seen, s.products, s.keys, chunk_rows * NR<T>, s.d_keys, wide_m);
-      for (int r = 0; r < count; ++r) this->store_row(this->queries(b, h), d_q, row + i + r, s.d_keys + r * wide_m);
+      for (int r = 0; r < count; ++r) this->store_row(s.queries, i + r, d_q, row, s.d_keys + r * wide_m);
     });
   }
 
@@ -120,7 +121,7 @@ template <class T> struct LinearBackward : LinearProblem<T> {
     prepare(b, h, row, rows, s);
     turn_prepared(rows, s);
     const bool bad_rows = pack_prepared(rows, s), bad_queries = pack_queries(b, h, row, rows, s);
-    this->turned_features(this->queries(b, h), row, rows, s.turned_queries);
+    this->turn_features(s.queries, rows, s.turned_queries);
     for_blocks<T>(rows, false, [&](int64_t i, int count) {
       const int64_t width = round_up(i + count, NR<T>);
       T *scores = s.scores + i * chunk_rows, *products = s.products + i * chunk_rows;
@@ -158,14 +159,14 @@ template <class T> struct LinearBackward : LinearProblem<T> {
 
   void walk_backward(int64_t head, int64_t segment, const Scratch& s) const {
     const int64_t start = split.first_chunk(segment * split.segments), b = head / x.G, g = head % x.G, group = x.H / x.G;
-    const Matrix k = this->keys(head);
     const Matrix d_k = matrix_of(gradient.d_k, x.dtype, b, g, x.N, M), d_v = matrix_of(gradient.d_v, x.dtype, b, g, x.N, E);
     fill<T>(s.future, future_size, 0);
     for (int64_t part = (segment + 1) * split.segments; part < split.parts(); ++part)
       accumulate(s.future, future_of(head, part), future_size);
     for (int64_t c = split.first_chunk((segment + 1) * split.segments) - 1; c >= start; --c) {
       const int64_t row = c * chunk_rows, rows = this->rows_of(c);
-      this->turned_features(k, row, rows, s.turned_keys);
+      pack_keys(head, row, rows, s);
+      this->turn_features(s.keys, rows, s.turned_keys);
       turn_values(head, row, rows, s);
       turn_future(s);
       for_blocks<T>(rows, false, [&](int64_t j, int count) {
@@ -176,7 +177,7 @@ template <class T> struct LinearBackward : LinearProblem<T> {
       });
       for (int64_t h = g * group; h < (g + 1) * group; ++h) key_gradients(b, h, row, rows, s);
       for (int64_t j = 0; j < rows; ++j) {
-        this->store_row(k, d_k, row + j, s.d_keys + j * wide_m);
+        this->store_row(s.keys, j, d_k, row, s.d_keys + j * wide_m);
         unpack_row<T>(row_of(d_v, row + j), E, d_v.column_stride, x.dtype, s.d_values + j * wide_e, T(1));
       }
     }

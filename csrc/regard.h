@@ -17,7 +17,7 @@ extern "C" {
 #endif
 
 // Changes whenever a structure or a signature below does; the caller compares it before anything else.
-enum { REGARD_INTERFACE = 6 };
+enum { REGARD_INTERFACE = 7 };
 
 enum { REGARD_FLOAT32 = 0, REGARD_FLOAT64 = 1, REGARD_BFLOAT16 = 2, REGARD_FLOAT16 = 3 };
 
@@ -105,7 +105,7 @@ typedef struct {
   regard_tensor d_q, d_k, d_v;                 // shapes and dtype of q, k, v
   regard_tensor d_diagonal;                    // Real, shape of diagonal
   regard_tensor d_row_table;                   // Real, shape of row_table
-  regard_tensor d_bias;                        // Real, strides 0 where bias is broadcast (not over K)
+  regard_tensor d_bias;                        // Real, strides 0 where bias is broadcast (not over K), else those of close rows
   regard_tensor delta;                         // Real (B, H, Q): sum over keys of weight times its gradient
   regard_tensor d_weight;                      // Real (B, H, 1, D): of the additive score, for each head of each batch row
 } regard_dot_gradient;
@@ -172,6 +172,8 @@ typedef struct {
 } regard_product;
 
 REGARD_EXPORT int regard_interface(void);
+// A hint that all of this memory is about to be written: large pages, where the system has them, are cheaper to begin.
+REGARD_EXPORT void regard_prefer_large_pages(void* memory, int64_t bytes);
 // The instruction set in use, and all that were compiled, separated by spaces, widest first.
 REGARD_EXPORT const char* regard_isa(void);
 REGARD_EXPORT const char* regard_isas_compiled(void);

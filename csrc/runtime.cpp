@@ -9,6 +9,9 @@
 #ifndef _WIN32
 #include <pthread.h>
 #endif
+#ifdef __linux__
+#include <sys/mman.h>
+#endif
 
 #include "regard.h"
 
@@ -106,5 +109,13 @@ extern "C" int regard_has_threads(void) {
   return 1;
 #else
   return 0;
+#endif
+}
+
+extern "C" void regard_prefer_large_pages([[maybe_unused]] void* memory, [[maybe_unused]] int64_t bytes) {
+#ifdef __linux__
+  constexpr uintptr_t page = 1 << 16;  // no system has larger ordinary ones
+  const uintptr_t first = (uintptr_t(memory) + page - 1) / page * page, last = (uintptr_t(memory) + uintptr_t(bytes)) / page * page;
+  if (bytes > 0 && first < last) madvise((void*)first, last - first, MADV_HUGEPAGE);
 #endif
 }

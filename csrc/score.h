@@ -22,6 +22,10 @@ template <class T> struct DotScore {
   void fill(int64_t, int rows, int64_t panels, const T* strip, const T* turned, T* scores, int64_t stride) const {
     multiply<T, 1, MR, Into::overwrite>(rows, panels, D, strip, turned, NR<T> * D, scores, stride);
   }
+  // The same for queries that were not packed: rows that lie row_stride apart.
+  void fill_direct(int rows, int64_t panels, const T* queries, int64_t row_stride, const T* turned, T* scores, int64_t stride) const {
+    multiply<T, any_row, 1, Into::overwrite>(rows, panels, D, queries, turned, NR<T> * D, scores, stride, nullptr, NR<T>, row_stride);
+  }
 
   int64_t sums() const { return 0; }
   void finish_row(int64_t, T*) const {}

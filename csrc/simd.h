@@ -109,7 +109,8 @@ REGARD_INLINE VecF min(VecF a, VecF b) { return _mm_min_ps(a, b); }
 REGARD_INLINE VecD min(VecD a, VecD b) { return _mm_min_pd(a, b); }
 #endif
 
-template <class V> REGARD_INLINE V absolute(V x) { return max(x, -x); }
+REGARD_INLINE VecF absolute(VecF x) { return bits_as<VecF>(bits_as<IntVec<float>>(x) & 0x7fffffff); }
+REGARD_INLINE VecD absolute(VecD x) { return bits_as<VecD>(bits_as<IntVec<double>>(x) & 0x7fffffffffffffff); }
 
 // 0, 1, 2, ... in every lane.
 template <class I> REGARD_INLINE I lane_numbers() {
@@ -178,6 +179,27 @@ template <class I> REGARD_INLINE bool any_lane(I mask) {
   REGARD_UNROLL
   for (int i = 0; i < vector_bytes / 8; ++i) all |= wide[i];
   return all != 0;
+#endif
+}
+
+
+// Bit i is set where lane i of the mask of a comparison is.
+template <class I> REGARD_INLINE uint32_t lane_bits(I mask) {
+  constexpr bool wide = sizeof(mask[0]) == 8;
+#if defined(__AVX512F__)
+  if constexpr (wide) return _mm512_test_epi64_mask(bits_as<__m512i>(mask), bits_as<__m512i>(mask));
+  else return _mm512_test_epi32_mask(bits_as<__m512i>(mask), bits_as<__m512i>(mask));
+#elif defined(__AVX__)
+  if constexpr (wide) return uint32_t(_mm256_movemask_pd(bits_as<__m256d>(mask)));
+  else return uint32_t(_mm256_movemask_ps(bits_as<__m256>(mask)));
+#elif defined(__SSE2__)
+  if constexpr (wide) return uint32_t(_mm_movemask_pd(bits_as<__m128d>(mask)));
+  else return uint32_t(_mm_movemask_ps(bits_as<__m128>(mask)));
+#else
+  uint32_t bits = 0;
+  REGARD_UNROLL
+  for (int i = 0; i < int(sizeof(I) / sizeof(mask[0])); ++i) bits |= uint32_t(mask[i] != 0) << i;
+  return bits;
 #endif
 }
 
@@ -275,11 +297,10 @@ template <class T> REGARD_INLINE IntVec<T> not_finite(Vec<T> x) { return (x - x)
 template <class T> constexpr T rounder = sizeof(T) == 8 ? T(6755399441055744.0) : T(12582912.0);
 template <class T> constexpr T least_exponent = sizeof(T) == 8 ? T(-1023) : T(-127);
 
-// 2^(x - zero) for an integer `zero` and x up to 127 (1023) above it, given zero + least_exponent and rounder - zero: the
-// difference itself is never formed. Relative error 9e-8 (1e-16). At the least exponent and below it is exactly 0, because
-// the polynomial is exactly 1 at 0; so a masked logit of -infinity weighs nothing. NaN stays NaN.
-REGARD_INLINE VecF exp2_above(VecF x, VecF least, VecF round) {
-  x = max(least, x);
+// 2^(x - zero) for an integer `zero` and x from least_exponent to 127 (1023) above it, given rounder - zero: the difference
+// itself is never formed. Relative error 9e-8 (1e-16). At the least exponent it is exactly 0, because the polynomial is
+// exactly 1 at 0. NaN stays NaN.
+REGARD_INLINE VecF exp2_within(VecF x, VecF round) {
   const VecF shifted = x + round, f = x - (shifted - round);
   VecF p = broadcast(0.0013264714114021637717f);
   p = p * f + 0.0096715135419328830442f;
@@ -289,9 +310,8 @@ REGARD_INLINE VecF exp2_above(VecF x, VecF least, VecF round) {
   p = p * f + 1.0f;
   return bits_as<VecF>(bits_as<SimdOf<float>::Word>(p) + (bits_as<SimdOf<float>::Word>(shifted) << 23));
 }
-REGARD_INLINE VecD exp2_above(VecD x, VecD least, VecD round) {
+REGARD_INLINE VecD exp2_within(VecD x, VecD round) {
   typedef uint64_t Word64 __attribute__((vector_size(vector_bytes)));
-  x = max(least, x);
   const VecD shifted = x + round, f = x - (shifted - round);
   VecD p = broadcast(4.4347624440325122047e-10);
   p = p * f + 7.0737840401526117308e-9;
@@ -307,6 +327,9 @@ REGARD_INLINE VecD exp2_above(VecD x, VecD least, VecD round) {
   p = p * f + 1.0;
   return bits_as<VecD>(bits_as<Word64>(p) + (bits_as<Word64>(shifted) << 52));
 }
+// The same for any x up to there, given zero + least_exponent: below it is 0, so that a masked logit of -infinity weighs
+// nothing.
+template <class V> REGARD_INLINE V exp2_above(V x, V least, V round) { return exp2_within(max(least, x), round); }
 REGARD_INLINE VecF exp2(VecF x) { return exp2_above(x, broadcast(least_exponent<float>), broadcast(rounder<float>)); }
 REGARD_INLINE VecD exp2(VecD x) { return exp2_above(x, broadcast(least_exponent<double>), broadcast(rounder<double>)); }
 

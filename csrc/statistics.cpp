@@ -5,12 +5,15 @@
 namespace regard::REGARD_ISA {
 namespace {
 
-// Sums are kept relative to the largest logit so far, lane by lane: of w = 2^(s - peak), of w * (s - peak), of w * |p - j|,
-// and of w over chosen keys.
+// Sums are kept relative to a zero near the largest logit so far, lane by lane: of w = 2^(s - zero), of w * (s - zero), of
+// w * |p - j|, and of w over chosen keys.
 template <class T> struct Sums {
   Vec<T> mass, logit, distance, chosen;
-  T peak;
+  T zero, peak;
 };
+
+// How far a logit may rise above the zero before that moves: so far that it hardly ever does, and no sum loses digits.
+template <class T> constexpr T rise = 2;
 
 template <class T, class Score> struct Statistics : Strips<T, Statistics<T, Score>, Score> {
   using Base = Strips<T, Statistics<T, Score>, Score>;
@@ -40,7 +43,7 @@ template <class T, class Score> struct Statistics : Strips<T, Statistics<T, Scor
 
   void begin(Room& room, int64_t s) const {
     for (int64_t r = s * MR; r < (s + 1) * MR; ++r) {
-      room.sums[r] = Sums<T>{Vec<T>{}, Vec<T>{}, Vec<T>{}, Vec<T>{}, T(-infinity)};
+      room.sums[r] = Sums<T>{Vec<T>{}, Vec<T>{}, Vec<T>{}, Vec<T>{}, T(-infinity), T(-infinity)};
       for (int64_t t = 0; t < top; ++t) {
         room.top_logits[r * top + t] = -infinity;
         room.top_keys[r * top + t] = -1;
@@ -54,59 +57,81 @@ template <class T, class Score> struct Statistics : Strips<T, Statistics<T, Scor
       const T* logits = w.scores + r * chunk;
       const Row<T>& row = w.rows[s * MR + r];
       Sums<T>& sums = room.sums[s * MR + r];
-      const T largest = add(sums, logits, T(double(p.offset[row.b]) + double(row.i - j0)), lo, hi);
+      const Vec<T> peaks = add(sums, logits, T(double(p.offset[row.b]) + double(row.i - j0)), lo, hi);
       if (result.mass.data)
         for (int64_t n = first; n < last; ++n)
           add_chosen(sums, logits, greatest(chosen.start[n] - j0, lo), least(chosen.end(n) - j0, hi));
-      if (top && largest > room.top_logits[(s * MR + r) * top + top - 1]) keep_largest(room, s * MR + r, logits, j0, lo, hi);
+      if (top && any_lane(peaks > room.top_logits[(s * MR + r) * top + top - 1]))
+        keep_largest(room, s * MR + r, logits, peaks, j0, lo, hi);
     }
   }
 
-  // `place` is where the query stands, counted from column 0. Returns the largest logit of these columns. Not inlined: it
-  // takes all the registers, and amid others its sums would wait for memory in every step.
-  __attribute__((noinline)) static T add(Sums<T>& sums, const T* logits, T place, int64_t lo, int64_t hi) {
+  // `place` is where the query stands, counted from column 0. Returns the largest logit of every lane. Not inlined: it takes
+  // all the registers, and amid others its sums would wait for memory in every step.
+  __attribute__((noinline)) static Vec<T> add(Sums<T>& sums, const T* logits, T place, int64_t lo, int64_t hi) {
     using V = Vec<T>;
-    V peaks = broadcast(T(-infinity));  // panels are two vectors wide: half the steps wait for one another
-    for (int64_t c = lo; c < hi; c += NR<T>) peaks = max(peaks, max(load(logits + c), load(logits + c + lanes<T>)));
-    const T largest = reduce_max<T>(peaks), before = sums.peak, peak = greatest(before, largest);
-    const V top = broadcast(greatest(peak, no_peak<T>));
+    const V first = __builtin_convertvector(lane_numbers<IntVec<T>>(), V) + (T(lo) - place);
     // Far below the peak a weight is exactly 0, and times a finite number it stays so.
-    const V far = broadcast(T(-2000));
-    V mass{}, logit{}, distance{}, key = __builtin_convertvector(lane_numbers<IntVec<T>>(), V) + (T(lo) - place);
-    for (int64_t c = lo; c < hi; c += lanes<T>) {
-      const V x = max(far, load(logits + c) - top), weight = exp2(x);
-      mass += weight;
-      logit += weight * x;
-      distance += weight * absolute(key);
-      key += T(lanes<T>);
+    const V far = broadcast(least_exponent<T>), round = broadcast(rounder<T>);
+    if (sums.zero == T(-infinity)) {
+      V peaks = broadcast(T(-infinity));
+      for (int64_t c = lo; c < hi; c += lanes<T>) peaks = max(peaks, load(logits + c));
+      sums.zero = reduce_max<T>(peaks);
     }
-    if (peak != before) {
-      const V shift = max(far, before - top), shrink = exp2(shift);
-      sums.logit = (sums.logit + sums.mass * shift) * shrink;
-      sums.mass *= shrink;
-      sums.distance *= shrink;
-      sums.chosen *= shrink;
+    for (;;) {
+      const V zero = broadcast(greatest(sums.zero, no_peak<T>));
+      V mass{}, logit{}, distance{}, key = first, peaks = broadcast(T(-infinity));
+      for (int64_t c = lo; c < hi; c += lanes<T>) {
+        const V s = load(logits + c), x = max(far, s - zero), weight = exp2_within(x, round);
+        peaks = max(peaks, s);
+        mass += weight;
+        logit += weight * x;
+        distance += weight * absolute(key);
+        key += T(lanes<T>);
+      }
+      const T largest = reduce_max<T>(peaks);
+      if (largest > sums.zero + rise<T>) {
+        move_zero(sums, largest);
+        continue;
+      }
+      sums.logit += logit;
+      sums.mass += mass;
+      sums.distance += distance;
+      sums.peak = greatest(sums.peak, largest);
+      return peaks;
     }
-    sums.logit += logit;
-    sums.mass += mass;
-    sums.distance += distance;
-    sums.peak = peak;
-    return largest;
+  }
+
+  __attribute__((noinline, cold)) static void move_zero(Sums<T>& sums, T zero) {
+    const Vec<T> shift = max(broadcast(least_exponent<T>), broadcast(sums.zero - zero)), shrink = exp2(shift);
+    sums.logit = (sums.logit + sums.mass * shift) * shrink;
+    sums.mass *= shrink;
+    sums.distance *= shrink;
+    sums.chosen *= shrink;
+    sums.zero = zero;
   }
 
   static void add_chosen(Sums<T>& sums, const T* logits, int64_t from, int64_t to) {
-    const Vec<T> top = broadcast(greatest(sums.peak, no_peak<T>)), number = __builtin_convertvector(lane_numbers<IntVec<T>>(), Vec<T>);
+    const Vec<T> top = broadcast(greatest(sums.zero, no_peak<T>)), number = __builtin_convertvector(lane_numbers<IntVec<T>>(), Vec<T>);
     for (int64_t c = from / lanes<T> * lanes<T>; c < to; c += lanes<T>)
       sums.chosen += select((number >= T(from - c)) & (number < T(to - c)), exp2(load(logits + c) - top), Vec<T>{});
   }
 
-  // Few logits pass the smallest one kept, so that a test is all that most of them cost.
-  void keep_largest(Room& room, int64_t r, const T* logits, int64_t j0, int64_t lo, int64_t hi) const {
+  // Few logits pass the smallest one kept, so that a test is all that most of them cost. `peaks` are the largest of each
+  // lane: at the beginning, with nothing kept, what is below the last of them that would be is not even tried.
+  void keep_largest(Room& room, int64_t r, const T* logits, Vec<T> peaks, int64_t j0, int64_t lo, int64_t hi) const {
     T* kept = room.top_logits + r * top;
     int64_t* keys = room.top_keys + r * top;
+    T least = -infinity;
+    if (kept[top - 1] == T(-infinity) && top <= lanes<T>)
+      for (int64_t t = 0; t < top; ++t) {
+        least = reduce_max<T>(peaks);
+        peaks = select(peaks == least, broadcast(T(-infinity)), peaks);
+      }
     for (int64_t c = lo; c < hi; c += lanes<T>) {
-      if (!any_lane(load(logits + c) > broadcast(kept[top - 1]))) continue;
-      for (int64_t lane = c; lane < c + lanes<T>; ++lane) {
+      const Vec<T> x = load(logits + c);
+      for (uint32_t found = lane_bits((x >= least) & (x > kept[top - 1])); found; found &= found - 1) {
+        const int64_t lane = c + __builtin_ctz(found);
         if (!(logits[lane] > kept[top - 1])) continue;
         int64_t t = top - 1;
         for (; t > 0 && logits[lane] > kept[t - 1]; --t) {
@@ -124,7 +149,7 @@ template <class T, class Score> struct Statistics : Strips<T, Statistics<T, Scor
       const Row<T>& row = w.rows[r];
       const Sums<T>& sums = room.sums[r];
       const double seen = double(reduce_add<T>(sums.mass)), away = double(reduce_add<T>(sums.distance));
-      double part = double(reduce_add<T>(sums.chosen)), mass = seen, logit = double(reduce_add<T>(sums.logit)), peak = double(greatest(sums.peak, no_peak<T>));
+      double part = double(reduce_add<T>(sums.chosen)), mass = seen, logit = double(reduce_add<T>(sums.logit)), peak = double(greatest(sums.zero, no_peak<T>));
       if (p.sink) {
         const double sink = double(((const T*)p.sink)[row.h]) * log2_e, top = greatest(peak, sink);
         const double shrink = power(peak - top), own = power(sink - top);

@@ -34,6 +34,7 @@ template <class T, class Visitor, class Score = DotScore<T>> struct Strips {
   Score score;
   const Blocks blocks;
   const int64_t strips;  // in a block
+  const bool direct;     // queries are read where they lie: on few keys, packing them costs more than it saves
   Layout layout;         // the visitor adds what it needs
   int64_t bands = 0;     // threads take whole bands, pieces of equal cost; 0: one for each thread
 
@@ -44,7 +45,9 @@ template <class T, class Visitor, class Score = DotScore<T>> struct Strips {
 
   explicit Strips(const regard_dot& p) : Strips(p, 8 * p.threads) {}
   Strips(const regard_dot& p, int64_t wanted_blocks)
-      : p(p), scales(p), score(p), blocks(p, largest_block, wanted_blocks), strips((blocks.rows_per_block + MR - 1) / MR) {
+      : p(p), scales(p), score(p), blocks(p, largest_block, wanted_blocks), strips((blocks.rows_per_block + MR - 1) / MR),
+        direct(Score::is_product && p.H == p.G && p.dtype == (sizeof(T) == 8 ? REGARD_FLOAT64 : REGARD_FLOAT32) &&
+               p.q.stride[3] == 1 && p.K <= chunk) {
     at.keys = PackedKeys<T>::place(p, layout);
     at.queries = layout.add(strips, strip_size<T>(p.D), sizeof(T));
     at.scores = layout.add(MR, chunk, sizeof(T));
@@ -116,7 +119,7 @@ template <class T, class Visitor, class Score = DotScore<T>> struct Strips {
       w.spans[s] = span_of(w.rows + s * MR, in_strip(s), p.K);
       lo = least(lo, w.spans[s].lo);
       hi = greatest(hi, w.spans[s].hi);
-      pack_queries(w, s, in_strip(s));
+      if (!direct) pack_queries(w, s, in_strip(s));
       visitor.begin(room, s);
     }
     const auto visit = [&](const Step& step) {
@@ -138,6 +141,13 @@ template <class T, class Visitor, class Score = DotScore<T>> struct Strips {
     score.ready_queries(w.rows[s * MR].h, w.queries + s * strip_size<T>(p.D));
   }
 
+  void fill_direct(const Row<T>& row, int m, int64_t panels, const T* keys, T* scores) const {
+    const T* queries = real_row<T>(p.q, row.b, row.h, row.i);
+    const int64_t apart = p.q.stride[2];
+    fetch_rows(queries + m * apart, apart * int64_t(sizeof(T)), MR, p.D * int64_t(sizeof(T)));
+    if constexpr (Score::is_product) score.fill_direct(m, panels, queries, apart, keys, scores, chunk);
+  }
+
   template <class Room>
   void run_strip(Walk<T>& w, const Visitor& visitor, Room& room, int64_t s, int m, const Step& step) const {
     const Row<T>* rows = w.rows + s * MR;
@@ -147,8 +157,10 @@ template <class T, class Visitor, class Score = DotScore<T>> struct Strips {
     if (lo >= hi) return;
     w.keys.need(score, w.k, w.v, score.key_factor(scales.key), j0 + lo, j0 + hi);
 
-    score.fill(rows[0].h, m, (hi - lo) / NR<T>, w.queries + s * strip_size<T>(p.D), w.keys.turned_at(j0 + lo), w.scores + lo,
-               chunk);
+    const int64_t panels = (hi - lo) / NR<T>;
+    const T* const keys = w.keys.turned_at(j0 + lo);
+    if (direct) fill_direct(rows[0], m, panels, keys, w.scores + lo);
+    else score.fill(rows[0].h, m, panels, w.queries + s * strip_size<T>(p.D), keys, w.scores + lo, chunk);
     if (scales.changes_scores)
       for (int r = 0; r < m; ++r) change_scores(p, scales, rows[r], j0, w.scores + r * chunk, lo, hi);
     if (columns.hidden)

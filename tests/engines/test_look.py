@@ -165,6 +165,25 @@ def test_huge_logits_are_all_one_key_and_never_nan(dtype: torch.dtype) -> None:
         torch.testing.assert_close(attend.statistics(query, key, mass_on=[99]).mass, dense[..., 99])
 
 
+@pytest.mark.parametrize("rise", [0.0, 0.5, 40.0, -40.0])
+@pytest.mark.parametrize("top", [1, 4, 11])
+def test_statistics_hold_where_logits_rise_along_the_keys_and_repeat(rise: float, top: int) -> None:
+    query, key = inputs(Q=9, K=1300)
+    key = key[:, :, torch.arange(1300) % 650]  # every logit stands twice, but for the bias
+    attend = rg.Attention(bias=rise * (torch.arange(1300, dtype=torch.float64) // 400)[None])
+    dense = laid_out(attend, query, key)
+    places = torch.arange(1300.0, dtype=torch.float64)
+    away = (places[-9:, None] - places).abs()
+    found = attend.statistics(query, key, top=top, mass_on=slice(3, 900))
+    assert_exact(found.entropy, torch.special.entr(dense).sum(-1))
+    assert_exact(found.distance, (dense * away).sum(-1))
+    assert_exact(found.mass, dense[..., 3:900].sum(-1))
+    largest = dense.topk(top).values
+    assert_exact(found.top_weights, largest)
+    assert_exact(dense.gather(-1, found.top_keys), largest)
+    assert (found.top_keys.sort(-1).values.diff() > 0).all()
+
+
 @compiled
 @pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
 def test_the_number_of_threads_does_not_change_a_bit(mask: rg.Mask | None) -> None:

@@ -128,6 +128,17 @@ def test_every_feature_agrees_with_the_reference(name: str, threads: int) -> Non
         torch.set_num_threads(before)
 
 
+@pytest.mark.parametrize("mask", [None, rg.causal(), rg.where(lambda b, h, p, j: (p + j) % 3 > 0)], ids=repr)
+@pytest.mark.parametrize("shape", [(2, 4, 70, 100), (1, 4, 70, 100), (2, 1, 70, 100), (4, 1, 100), (70, 1)])
+def test_the_gradient_of_a_dense_bias_is_whole_whatever_its_memory_held(shape: tuple[int, ...], mask: rg.Mask) -> None:
+    inputs = tensors((2, 4, 70, 16), (2, 2, 100, 16), (2, 2, 100, 24), shape)
+    torch.use_deterministic_algorithms(True)  # what torch.empty gives is then full of NaN
+    try:
+        assert_like_reference(inputs, bias=inputs[3], mask=mask)
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_sixteen_bit_inputs_are_summed_in_float32(dtype: torch.dtype) -> None:
     inputs = tensors((1, 2, 130, 64), (1, 2, 200, 64), (1, 2, 200, 64), dtype=dtype)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from regard.engines.lowering import Fixed, Lowered, differentiable
-from regard.engines.native.binding import ABSENT, DTYPES, GRADIENT, PROBLEM, RESULT, call, place, rows_of
+from regard.engines.native.binding import ABSENT, DTYPES, GRADIENT, PROBLEM, RESULT, call, fresh, place, rows_of
 
 
 def packed(x: Lowered, fixed: Fixed) -> bytes:
@@ -69,7 +69,7 @@ def _room(x: Lowered) -> tuple[Tensor | None, ...]:
     real = torch.float64 if x.query.dtype == torch.float64 else torch.float32
     made: list[Tensor | None] = [torch.empty_like(t, memory_format=torch.contiguous_format) for t in x[:3]]
     made += [None if t is None else torch.empty_like(t) for t in (x.diagonal, x.row_table)]
-    made.append(None if x.bias is None else x.bias.new_zeros(x.bias.shape, dtype=real))
+    made.append(None if x.bias is None else fresh(x.bias.new_empty(x.bias.shape, dtype=real)))
     made.append(None if x.sink is None else x.query.new_empty(x.query.shape[:3], dtype=real))
     per_head = (*x.query.shape[:2], 1, x.query.shape[3])
     made.append(None if x.weight is None else x.query.new_empty(per_head, dtype=real))

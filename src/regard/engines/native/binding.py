@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-INTERFACE = 6  # of csrc/regard.h
+INTERFACE = 7  # of csrc/regard.h
 DTYPES = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3}
 _ERRORS = {
     -1: (MemoryError, "the native engine found no memory to work in; fewer threads or shorter sequences need less"),
@@ -33,6 +33,7 @@ LINEAR_RESULT = struct.Struct("@" + 2 * TENSOR)
 LINEAR_GRADIENT = struct.Struct("@" + 6 * TENSOR)
 ABSENT = (0, 0, 0, 0, 0)
 ADDRESS = struct.Struct("@P").pack
+_LARGE = 1 << 22  # bytes in which at least one large page lies whole
 
 
 @cache
@@ -60,6 +61,7 @@ def library() -> ctypes.CDLL | str:
     found.regard_packed_size.restype, found.regard_packed_size.argtypes = long, [long, long]
     found.regard_pack_weight.argtypes = [pointer, long, long, long, pointer]
     found.regard_multiply.argtypes = [ctypes.c_char_p]
+    found.regard_prefer_large_pages.restype, found.regard_prefer_large_pages.argtypes = None, [pointer, long]
     return found
 
 
@@ -93,6 +95,14 @@ def error(status: int, given: bytes | int = b"") -> Exception:
         sizes = zip("BHGQKDE", struct.unpack_from("@7q", given), strict=True)
         message += f": {', '.join(f'{axis}={n}' for axis, n in sizes)}, {torch.get_num_threads()} threads"
     return kind(message)
+
+
+def fresh(tensor: Tensor) -> Tensor:
+    """The same, all of which is about to be written: on large pages, since to begin small ones may cost more."""
+    found = library()
+    if tensor.nbytes >= _LARGE and not isinstance(found, str):
+        found.regard_prefer_large_pages(tensor.data_ptr(), tensor.nbytes)
+    return tensor
 
 
 def place(tensor: Tensor | None) -> tuple[int, ...]:

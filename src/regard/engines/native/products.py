@@ -17,6 +17,7 @@ from regard.engines.native.binding import (
     STALE,
     call,
     error,
+    fresh,
     library,
     place,
 )
@@ -34,7 +35,7 @@ def linear_forward(query: Tensor, key: Tensor, value: Tensor, elu: bool) -> tupl
     Query and key are features, or with `elu` what is to become them.
     """
     output, norm, _ = results(query, value, (0, 0))
-    places = LINEAR_RESULT.pack(*place(output), *place(norm))
+    places = LINEAR_RESULT.pack(*place(fresh(output)), *place(norm))
     call("regard_linear_forward", _packed_linear(query, key, value, elu), places)
     return output, norm
 
@@ -43,7 +44,7 @@ def linear_backward(
     query: Tensor, key: Tensor, value: Tensor, elu: bool, output: Tensor, norm: Tensor, grad: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of query, key and value, given that of the output."""
-    dq, dk, dv = (torch.empty_like(t, memory_format=torch.contiguous_format) for t in (query, key, value))
+    dq, dk, dv = (fresh(torch.empty_like(t, memory_format=torch.contiguous_format)) for t in (query, key, value))
     places = (n for tensor in (output, norm, grad, dq, dk, dv) for n in place(tensor))
     call("regard_linear_backward", _packed_linear(query, key, value, elu), LINEAR_GRADIENT.pack(*places))
     return dq, dk, dv
