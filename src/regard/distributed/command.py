@@ -24,9 +24,10 @@ def amount(name: str, text: str) -> float:
         r"\s*([0-9.]+(?:e[+-]?[0-9]+)?)\s*([kmgtp]?)(i?)(b|byte|bytes|bit|bits|flop|flops)?(/s)?\s*", text.lower()
     )
     try:
-        assert found is not None
+        if found is None:
+            raise ValueError(text)
         value = float(found[1]) * (POWERS[found[2]] if not found[3] else 1024.0 ** "kmgtp".index(found[2]) * 1024)
-    except (AssertionError, ValueError):
+    except ValueError:
         raise ValueError(f"--{name} must be a number with a unit, such as 16GB, but is {text!r}") from None
     if not value > 0:
         raise ValueError(f"--{name} must be positive, but is {text}")

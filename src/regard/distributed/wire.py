@@ -138,7 +138,7 @@ class Wire:
             raise self._lost(whom, RuntimeError("timed out"))
 
     def _lost(self, whom: str, error: Exception) -> Lost:
-        first = str(error).strip().splitlines()[0]
+        first = (str(error).strip() or type(error).__name__).splitlines()[0]
         return Lost(
             f"rank {self.rank} of {self.ranks} waited for {whom} in vain: was one killed, does it hang, or does it run "
             f"other code? ({first})"
