@@ -48,7 +48,7 @@ def _reading(run: Run, longest: int) -> Task:
     most = (getattr(run.kit, "config", None) or {}).get("positions", trained)
     if not 0 < longest <= most:
         raise Trouble(f"--longest must be 1 to {most}, which is what the model of {run.folder} can read")
-    return replace(run.task, longest=longest)  # type: ignore[call-arg]
+    return replace(run.task, longest=longest)  # type: ignore[type-var]
 
 
 def tell_figures(run: Run, examples: Any, as_json: bool, *, task: Task | None = None, keep: bool = True) -> None:
