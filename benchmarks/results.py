@@ -128,13 +128,13 @@ RESULTS = (
         "described", "scenes of two digits and their descriptions (examples/described_digits.py)", "accuracy",
         "match --data {runs}/described-data/train.csv --valid {runs}/described-data/valid.csv "
         "--test {runs}/described-data/test.csv --layers 1 --fusion 1 --tokens 1536 --rate 2e-3 --warmup 50 "
-        "--steps 1000 --evaluate-every 200",
+        "--steps 4000 --evaluate-every 500",
     ),
     Result(
         "described-apart", "scenes of two digits and their descriptions, as two vectors apart", "accuracy",
         "match --data {runs}/described-data/train.csv --valid {runs}/described-data/valid.csv "
         "--test {runs}/described-data/test.csv --layers 1 --fusion 0 --tokens 1536 --rate 2e-3 --warmup 50 "
-        "--steps 1000 --evaluate-every 200",
+        "--steps 4000 --evaluate-every 500",
     ),
 )  # fmt: skip
 
