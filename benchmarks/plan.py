@@ -14,6 +14,7 @@ import argparse
 import ctypes
 import json
 import os
+import re
 import statistics
 import subprocess
 import sys
@@ -98,7 +99,7 @@ def run(split: Split) -> dict[str, float]:
     done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False, env=around)
     if done.returncode:
         raise SystemExit(f"{split}: {done.stderr[-2000:]}")
-    told = [json.loads(line) for line in done.stdout.replace("}{", "}\n{").splitlines() if line.startswith("{")]
+    told = [json.loads(each) for each in re.findall(r"\{[^{}]*\}", done.stdout)]  # of ranks that write at once
     return {
         name: (max if name in ("memory", "sent") else statistics.mean)([each[name] for each in told])
         for name in told[0]
