@@ -44,7 +44,7 @@ def _reading(run: Run, longest: int) -> Task:
     """The run's task with inputs of other lengths: a model may read more than it was trained on."""
     trained = getattr(run.task, "longest", None)
     if not isinstance(trained, int):
-        raise Trouble(f"{run.task.name} has no --longest to evaluate with")
+        raise Trouble(f"{run.folder}: a run of {run.task.name} is evaluated without --longest")
     most = (getattr(run.kit, "config", None) or {}).get("positions", trained)
     if not 0 < longest <= most:
         raise Trouble(f"--longest must be 1 to {most}, which is what the model of {run.folder} can read")
