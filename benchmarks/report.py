@@ -25,7 +25,7 @@ def verdicts(run: Run) -> list[tuple[str, str, bool]]:
         where = f"{case['name']} ({case['threads']} thread{'s' * (case['threads'] > 1)})"
         if case["wrong"]:
             found.append((where, f"wrong result, so no time: {case['wrong']}", False))
-        found += [(where, told(target), target["met"]) for target in case["targets"]]
+        found += [(where, told(target) + _wanting(case, target), target["met"]) for target in case["targets"]]
         found += [(where, f"not judged, since {peer} has no time", False) for peer in case["unjudged"]]
     for threads, worker in run["times"].items():
         if worker["grid"]:
@@ -46,6 +46,17 @@ def verdicts(run: Run) -> list[tuple[str, str, bool]]:
         if name.startswith("table of"):
             found.append((f"memory of a mask {name}", f"{row[OURS]:.0f} MB, at most 200 MB", row[OURS] <= 200))
     return found
+
+
+def _wanting(case: dict[str, Any], target: dict[str, Any]) -> str:
+    """What a missed ratio would take of the machine, where its limit was measured."""
+    if target["met"] or not target["at_least"] or target["peer"] in (PEAK, READS):
+        return ""
+    limit = next((limit for limit in (PEAK, READS) if limit in case["ratios"]), None)
+    if limit is None:
+        return ""
+    used = case["ratios"][limit]
+    return f": from {used:.0%} of {limit} to {used * target['at_least'] / target['ratio']:.0%}"
 
 
 def absent(run: Run) -> dict[str, str]:

@@ -17,6 +17,7 @@ namespace regard::REGARD_ISA {
 
 constexpr int64_t chunk = 384;         // keys in one step: their panels stay in the second-level cache for a block
 constexpr int64_t largest_block = 96;  // query rows that share them
+constexpr double few_keys = 1100;      // for a strip: queries that meet fewer are read where they lie, and not packed
 
 // What one thread has in hand while it walks. Rows are numbered within the block: strip * MR + r.
 template <class T> struct Walk {
@@ -34,7 +35,7 @@ template <class T, class Visitor, class Score = DotScore<T>> struct Strips {
   Score score;
   const Blocks blocks;
   const int64_t strips;  // in a block
-  const bool direct;     // queries are read where they lie: on few keys, packing them costs more than it saves
+  bool direct;           // queries are read where they lie
   Layout layout;         // the visitor adds what it needs
   int64_t bands = 0;     // threads take whole bands, pieces of equal cost; 0: one for each thread
 
@@ -47,7 +48,7 @@ template <class T, class Visitor, class Score = DotScore<T>> struct Strips {
   Strips(const regard_dot& p, int64_t wanted_blocks)
       : p(p), scales(p), score(p), blocks(p, largest_block, wanted_blocks), strips((blocks.rows_per_block + MR - 1) / MR),
         direct(Score::is_product && p.H == p.G && p.dtype == (sizeof(T) == 8 ? REGARD_FLOAT64 : REGARD_FLOAT32) &&
-               p.q.stride[3] == 1 && p.K <= chunk) {
+               p.q.stride[3] == 1) {
     at.keys = PackedKeys<T>::place(p, layout);
     at.queries = layout.add(strips, strip_size<T>(p.D), sizeof(T));
     at.scores = layout.add(MR, chunk, sizeof(T));
@@ -73,6 +74,7 @@ template <class T, class Visitor, class Score = DotScore<T>> struct Strips {
       const int64_t head = u / blocks.per_group;
       total[u + 1] = total[u] + block_cost<T>(p, blocks, head / p.G, head % p.G, u % blocks.per_group);
     }
+    direct &= total[units] <= few_keys * double(p.B * p.H * p.Q) / MR;
     const int status = static_cast<Visitor&>(*this).plan(total);
     if (status != REGARD_OK) return status;
     auto body = [&](int thread, int threads) {

@@ -118,9 +118,18 @@ def resolution(problem: Problem) -> float:
     return torch.finfo(problem.dtype if lowered else problem.arithmetic).eps
 
 
+def largest_logit(case: Hostile, exact: Found) -> float:
+    """How far from zero logits lie where weights count: also under a sink that takes nearly all, where the log-sum-exp
+    tells of the sink alone."""
+    lse = [exact.lse]
+    if case.call.description.get("sink") is not None:
+        bare = rg.Attention(**{**case.call.description, "sink": None, "dropout": 0.0})
+        lse.append(bare(*case.tensors(torch.float64, clean=True), engine="reference", return_lse=True)[1])
+    return max([1.0, *(float(x.abs().max()) for each in lse if len(x := each[each.isfinite()]))])
+
+
 def compare(case: Hostile, problem: Problem, reach: Reach, ours: Found, exact: Found, plain: Found) -> None:
-    seen = exact.lse[exact.lse.isfinite()]
-    logit = max(1.0, float(seen.abs().max())) if len(seen) else 1.0
+    logit = largest_logit(case, exact)
     eps, single = torch.finfo(case.dtype).eps, resolution(problem)
     double = case.dtype == torch.float64
     assert torch.equal(ours.lse.isneginf()[reach.rows], exact.lse.isneginf()[reach.rows]), "lse is -inf elsewhere"

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, fields
 from functools import lru_cache
-from typing import Any, Literal, Protocol, TypedDict, Unpack, overload
+from typing import Any, Literal, TypedDict, Unpack, overload
 
 import torch
 from torch import Tensor
@@ -23,49 +22,13 @@ from regard.geometry import Frame, lead, shape_of
 from regard.masks import Mask, dense
 from regard.positions.biases import Bias, dense_bias
 from regard.scores import Dot, Modified, Score
+from regard.sharding import sharding
 
 PLANS = 256  # that an attention remembers
 _DOT = Dot()
 _CPU = torch.device("cpu")
 WATCHERS: ContextVar[tuple[Callable[[Attention, Tensor, Tensor], None], ...]] = ContextVar("watchers", default=())
 """Who is told of every call that is computed here and now: its description, query and key."""
-
-
-class Sharding(Protocol):
-    """Other processes that hold other tokens of the same sequences, and how one computes together with them."""
-
-    def attend(
-        self, attend: Attention, query: Tensor, key: Tensor, value: Tensor, *, engine: str | None, return_lse: bool
-    ) -> Any:
-        """The call over the tokens of all processes, for the queries of this one."""
-
-    def own(self, x: Tensor, dim: int) -> Tensor:
-        """The tokens of this process, from the whole."""
-
-    def whole(self, x: Tensor, dim: int) -> Tensor:
-        """The tokens of all processes, from those of this one."""
-
-    def positions(self, count: int, device: torch.device) -> Tensor:
-        """Where the tokens of this process stand, if it has so many."""
-
-
-_SHARDING: Sharding | None = None  # of the process, not of a thread: autograd computes in threads of its own
-
-
-def sharding() -> Sharding | None:
-    """With whom the sequences are shared, if with anybody."""
-    return _SHARDING
-
-
-@contextmanager
-def sharded(together: Sharding | None) -> Iterator[None]:
-    """Within, sequences are shared like this, or not at all."""
-    global _SHARDING
-    before, _SHARDING = _SHARDING, together
-    try:
-        yield
-    finally:
-        _SHARDING = before
 
 
 @dataclass(frozen=True, eq=False, repr=False)

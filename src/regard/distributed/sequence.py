@@ -10,11 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from regard.attention import Attention, sharded
+from regard.attention import Attention
 from regard.distributed.call import attend_over
 from regard.distributed.layout import Layout, gathered, named
 from regard.distributed.plan import HOWS
 from regard.distributed.wire import Group, Wire
+from regard.sharding import sharded
 
 
 @contextmanager
@@ -71,7 +72,7 @@ def attention(
 
 @dataclass(frozen=True, eq=False)
 class _Together:
-    """What `regard.attention.sharding` tells the modules."""
+    """What `regard.sharding.sharding` tells the modules."""
 
     wire: Wire
     layout: str

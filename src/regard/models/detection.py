@@ -10,12 +10,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from regard.attention import Attention, sharding
 from regard.geometry import shape_of
+from regard.models.blocks import blocks
 from regard.models.boxes import Objects, SetLoss, corners
-from regard.models.parts import ARRANGEMENTS, choose, embedding, norm_named
+from regard.models.parts import embedding, norm_named
 from regard.models.resnet import ResNet, ResNetConfig
-from regard.nn import ACTIVATIONS, Block, Decoder, Encoder, FeedForward, MultiHeadAttention, Shared, key_mask, linear
+from regard.nn import Decoder, Encoder, MultiHeadAttention, Shared, key_mask, linear
+from regard.sharding import sharding
 
 
 @dataclass(frozen=True)
@@ -74,10 +75,11 @@ class Detr(nn.Module):
         self.project = linear(config.backbone.widths[-1], width)
         self.queries = embedding(config.queries, width, std=0.1 if config.anchors else 1.0)
         self.points = nn.Parameter(_grid(config.queries).logit()) if config.anchors else None
-        last = nn.LayerNorm(width, eps=config.eps) if config.arrangement == "pre" else None
-        self.encoder = Encoder(_blocks(config, config.layers, decoding=False), norm=last)
-        blocks = _blocks(config, config.decoder_layers or config.layers, decoding=True)
-        self.decoder = Decoder(blocks, norm=nn.LayerNorm(width, eps=config.eps))
+        norm = norm_named("layer", config.eps)
+        last = norm(width) if config.arrangement == "pre" else None
+        self.encoder = Encoder(blocks(config, config.layers, norm), norm=last)
+        crossed = blocks(config, config.decoder_layers or config.layers, norm, cross=True)
+        self.decoder = Decoder(crossed, norm=norm(width))
         self.classifier = linear(width, config.classes + 1)
         self.boxes = nn.Sequential(linear(width, width), nn.ReLU(), linear(width, width), nn.ReLU(), linear(width, 4))
         if config.anchors:
@@ -229,23 +231,3 @@ def _shrunk(mask: Tensor, images: Tensor, features: Tensor) -> Tensor:
             f"but is {mask.dtype} of {shape_of(mask)}; try mask.bool()"
         )
     return F.interpolate(mask[None].float(), size=features.shape[2:])[0].bool()
-
-
-def _blocks(config: DetrConfig, layers: int, *, decoding: bool) -> list[Block]:
-    arrangement = choose("arrangement", config.arrangement, ARRANGEMENTS)
-    activation = choose("activation", config.activation, ACTIVATIONS)
-    dropped = config.dropout if config.attention_dropout is None else config.attention_dropout
-    attend = Attention(offset=0, dropout=dropped)
-
-    def attention() -> MultiHeadAttention:
-        return MultiHeadAttention(config.width, config.heads, attend=attend)
-
-    return [
-        Block(
-            attention(),
-            FeedForward(config.width, config.hidden, activation=activation),
-            residual=lambda: arrangement(config.width, norm_named("layer", config.eps), dropout=config.dropout),
-            cross=attention() if decoding else None,
-        )
-        for _ in range(layers)
-    ]

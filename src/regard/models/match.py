@@ -9,11 +9,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from regard.attention import Attention, sharding
-from regard.models.parts import ARRANGEMENTS, choose, norm_named, rows_of
+from regard.models.blocks import blocks
+from regard.models.parts import norm_named, rows_of
 from regard.models.text import TextConfig, TextEncoder
 from regard.models.vision import VisionConfig, VisionTransformer
-from regard.nn import ACTIVATIONS, Block, FeedForward, Mean, MultiHeadAttention, Shared, linear
+from regard.nn import Mean, Shared, linear
+from regard.sharding import sharding
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,9 @@ class Fusion(nn.Module):
 
     def __init__(self, config: MatchConfig) -> None:
         super().__init__()
-        self.text, self.image = _block(config.text), _block(config.vision)
+        self.text, self.image = (
+            blocks(side, 1, norm_named(side.norm, side.eps), cross=True)[0] for side in (config.text, config.vision)
+        )
 
     def forward(self, words: Tensor, patches: Tensor, mask: Shared) -> tuple[Tensor, Tensor]:
         """words (B, N, width) and patches (B, 1 + patches, width); mask: of words."""
@@ -106,15 +109,3 @@ class ImageTextMatcher(nn.Module):
             words, patches = layer(words, patches, shared)
         pooled = self.norm(torch.cat((self.pooling(words, mask), patches[:, 1:].mean(1)), -1))
         return self.classifier(F.gelu(self.transform(pooled)))[:, 0], seen, said
-
-
-def _block(config: TextConfig | VisionConfig) -> Block:
-    norm, arrangement = norm_named(config.norm, config.eps), choose("arrangement", config.arrangement, ARRANGEMENTS)
-    attend = Attention(dropout=config.dropout)
-    across = Attention(offset=0, dropout=config.dropout)
-    return Block(
-        MultiHeadAttention(config.width, config.heads, attend=attend),
-        FeedForward(config.width, config.hidden, activation=choose("activation", config.activation, ACTIVATIONS)),
-        cross=MultiHeadAttention(config.width, config.heads, attend=across),
-        residual=lambda: arrangement(config.width, norm, dropout=config.dropout),
-    )

@@ -10,10 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from regard.attention import sharding
 from regard.geometry import shape_of
 from regard.masks import Mask, global_tokens, window
 from regard.nn import Packed, PostNorm, PreNorm, Residual, SandwichNorm, Shared, UnitRMSNorm, key_mask, pack, unpack
+from regard.sharding import sharding
 
 T = TypeVar("T")
 Inputs = Tensor | Packed | Sequence[Tensor]

@@ -10,19 +10,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from regard.attention import Attention
 from regard.engines.product import product
-from regard.models.parts import ARRANGEMENTS, Inputs, Rows, choose, embedded, embedding, norm_named, rows_of
+from regard.models.blocks import blocks
+from regard.models.parts import Inputs, Rows, choose, embedded, embedding, norm_named, rows_of
 from regard.nn import (
     ACTIVATIONS,
     AttentionPooling,
-    Block,
     Encoder,
-    FeedForward,
     First,
     Max,
     Mean,
-    MultiHeadAttention,
     Packed,
     linear,
 )
@@ -101,8 +98,10 @@ class TextEncoder(nn.Module):
         self.embedding_norm = norm(inner)
         self.project = None if inner == config.width else linear(inner, config.width)
         distinct = config.distinct or config.layers
+        if config.layers % distinct:
+            raise ValueError(f"layers = {config.layers} must be a multiple of distinct = {distinct}")
         self.stack = Encoder(
-            _blocks(config, distinct),
+            blocks(config, distinct, norm),
             norm=None if config.arrangement == "post" else norm(config.width),
             repeat=config.layers // distinct,
         )
@@ -311,20 +310,3 @@ def alike(lengths: Sequence[int], tokens: int) -> Iterator[list[int]]:
 def pooling_named(name: str, width: int) -> nn.Module:
     """A pooling by its name in a configuration."""
     return choose("pooling", name, POOLINGS)(width)
-
-
-def _blocks(config: TextConfig, count: int) -> list[Block]:
-    if config.layers % count:
-        raise ValueError(f"layers = {config.layers} must be a multiple of distinct = {count}")
-    dropped = config.dropout if config.attention_dropout is None else config.attention_dropout
-    norm, attend = norm_named(config.norm, config.eps), Attention(dropout=dropped)
-    arrangement = choose("arrangement", config.arrangement, ARRANGEMENTS)
-    activation = choose("activation", config.activation, ACTIVATIONS)
-    return [
-        Block(
-            MultiHeadAttention(config.width, config.heads, attend=attend),
-            FeedForward(config.width, config.hidden, activation=activation),
-            residual=lambda: arrangement(config.width, norm, dropout=config.dropout),
-        )
-        for _ in range(count)
-    ]

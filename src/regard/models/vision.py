@@ -10,11 +10,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from regard.attention import Attention
 from regard.geometry import shape_of
-from regard.models.parts import ARRANGEMENTS, choose, norm_named
+from regard.models.blocks import blocks
+from regard.models.parts import norm_named
 from regard.models.resnet import NORMS, Convolution
-from regard.nn import ACTIVATIONS, Block, Encoder, FeedForward, MultiHeadAttention, Shared, key_mask, linear
+from regard.nn import Encoder, Shared, key_mask, linear
 from regard.positions import learned
 
 
@@ -92,7 +92,10 @@ class VisionTransformer(nn.Module):
         self.first = learned(1, config.width)
         self.position = learned(1 + rows * columns, config.width)
         norm = norm_named(config.norm, config.eps)
-        self.stack = Encoder(_blocks(config), norm=None if config.arrangement == "post" else norm(config.width))
+        self.stack = Encoder(
+            blocks(config, config.layers, norm, qkv_bias=config.qkv_bias),
+            norm=None if config.arrangement == "post" else norm(config.width),
+        )
 
     def forward(self, images: Tensor, mask: Tensor | None = None) -> Tensor:
         """Hidden states (B, 1 + patches, width)."""
@@ -137,18 +140,3 @@ class ImageClassifier(nn.Module):
     def forward(self, images: Tensor, mask: Tensor | None = None) -> Tensor:
         """Logits (B, classes)."""
         return self.classifier(self.encoder(images, mask)[:, 0])
-
-
-def _blocks(config: VisionConfig) -> list[Block]:
-    dropped = config.dropout if config.attention_dropout is None else config.attention_dropout
-    norm, attend = norm_named(config.norm, config.eps), Attention(dropout=dropped)
-    arrangement = choose("arrangement", config.arrangement, ARRANGEMENTS)
-    activation = choose("activation", config.activation, ACTIVATIONS)
-    return [
-        Block(
-            MultiHeadAttention(config.width, config.heads, attend=attend, bias=config.qkv_bias, output_bias=True),
-            FeedForward(config.width, config.hidden, activation=activation),
-            residual=lambda: arrangement(config.width, norm, dropout=config.dropout),
-        )
-        for _ in range(config.layers)
-    ]

@@ -8,10 +8,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from regard.attention import Attention
 from regard.geometry import shape_of
-from regard.models.parts import ARRANGEMENTS, choose, norm_named
-from regard.nn import ACTIVATIONS, Block, Encoder, FeedForward, MultiHeadAttention, Shared, key_mask, linear
+from regard.models.blocks import blocks
+from regard.models.parts import choose, norm_named
+from regard.nn import ACTIVATIONS, Encoder, Shared, key_mask, linear
 
 
 @dataclass(frozen=True)
@@ -87,18 +87,8 @@ class Wav2Vec2(nn.Module):
         )
         self.position = nn.utils.parametrizations.weight_norm(conv, dim=2)
         self.first_norm = None if config.arrangement == "pre" else norm(width)
-        dropped = config.dropout if config.attention_dropout is None else config.attention_dropout
-        arrangement = choose("arrangement", config.arrangement, ARRANGEMENTS)
-        activation, attend = choose("activation", config.activation, ACTIVATIONS), Attention(dropout=dropped)
-        blocks = [
-            Block(
-                MultiHeadAttention(width, config.heads, attend=attend),
-                FeedForward(width, config.hidden, activation=activation),
-                residual=lambda: arrangement(width, norm, dropout=config.dropout),
-            )
-            for _ in range(config.layers)
-        ]
-        self.stack = Encoder(blocks, norm=norm(width) if config.arrangement == "pre" else None)
+        last = norm(width) if config.arrangement == "pre" else None
+        self.stack = Encoder(blocks(config, config.layers, norm), norm=last)
         self.head = linear(width, config.labels)
 
     def forward(self, inputs: Tensor, mask: Tensor | None = None) -> Tensor:

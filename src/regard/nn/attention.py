@@ -9,7 +9,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from regard.attention import Attention, sharding
+from regard.attention import Attention
 from regard.engines.product import product
 from regard.masks import Mask
 from regard.masks.algebra import And
@@ -19,6 +19,7 @@ from regard.nn.rotary import Rotary
 from regard.nn.shared import Shared
 from regard.positions import Bias
 from regard.scores import Additive
+from regard.sharding import sharding
 
 
 class SelfAttention(nn.Module):

@@ -7,10 +7,10 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from regard.attention import sharding
 from regard.nn.blocks import Residual
 from regard.nn.packing import Packed
 from regard.nn.shared import Shared, key_mask
+from regard.sharding import sharding
 
 
 class CrossBlock(nn.Module):

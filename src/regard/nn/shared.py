@@ -8,11 +8,12 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from regard.attention import Attention, sharding
+from regard.attention import Attention
 from regard.masks import Mask, dense, padding
 from regard.nn.rotary import Rotary, Table
 from regard.positions import Bias
 from regard.positions.biases import dense_bias
+from regard.sharding import sharding
 
 
 class Shared:

@@ -10,13 +10,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from regard.attention import sharding
 from regard.masks import Mask
 from regard.nn.attention import MultiHeadAttention
 from regard.nn.blocks import Block
 from regard.nn.cache import Cache, Memory
 from regard.nn.shared import Shared
 from regard.positions import Bias, t5
+from regard.sharding import sharding
 
 
 class RelativeBias(nn.Module):
