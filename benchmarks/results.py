@@ -64,7 +64,7 @@ RESULTS = (
     Result(
         "wikitext", "WikiText-2, validation", "perplexity",
         "language --data {data}/language_modelling/wikitext2-train.raw.gz "
-        "--valid {data}/language_modelling/wikitext2-valid.raw.gz --width 192 --steps 1500 --warmup 150",
+        "--valid {data}/language_modelling/wikitext2-valid.raw.gz --width 192 --steps 3000 --tokens 2048 --warmup 300",
         low=True,
     ),
     Result(
