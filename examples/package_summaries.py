@@ -2,7 +2,7 @@
 
     apt-get update -o Acquire::Languages=en
     apt-cache dumpavail > Packages
-    lists=$(apt-get indextargets --format '$(FILENAME)' 'Created-By: Translations')
+    lists=$(apt-get indextargets -o Acquire::Languages=en --format '$(FILENAME)' 'Created-By: Translations')
     /usr/lib/apt/apt-helper cat-file $lists > Descriptions
     python examples/package_summaries.py --packages Packages --descriptions Descriptions --out packages
 
@@ -78,7 +78,9 @@ def main() -> None:
     lines = {"train": [], "valid": [], "test": []}  # type: dict[str, list[str]]
     for source, text, summary in pairs(given.packages, given.descriptions):
         lines[side(source)].append(f"{text}\t{summary}\n")
-    given.out.mkdir(parents=True)
+    if not all(lines.values()):
+        parser.error(f"{given.descriptions} describes too few of {given.packages}: see the commands in this file's head")
+    given.out.mkdir(parents=True, exist_ok=True)
     for name, found in lines.items():
         (given.out / f"{name}.tsv").write_text("text\tsummary\n" + "".join(found), encoding="utf-8")
         print(f"{given.out / name}.tsv: {len(found)} pairs")
