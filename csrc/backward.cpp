@@ -308,7 +308,7 @@ template <class T, class Score> struct Backward {
     else
       steps[step_count++] = Step{j0, j1, nullptr};
 
-    BlockColumns seen[(96 + MR - 1) / MR];
+    Seen seen[(96 + MR - 1) / MR];
     int strips = 0;
     bool any = false;
     for (int64_t r = 0; r < count; r += MR, ++strips) {
@@ -331,7 +331,7 @@ template <class T, class Score> struct Backward {
                                                 w.rows.query_panels + (i0 + r0) * NR<T>, w.rows.pitch * NR<T>, d_keys + c * Dp, Dp);
     }
     for (int s = 0; s < strips; ++s) {
-      const int64_t lo = seen[s].lo, keys = least(seen[s].hi, j1 - j0) - lo;
+      const int64_t lo = seen[s].lo, keys = seen[s].count();
       if (keys <= 0) continue;
       const int m = int(least<int64_t>(MR, count - s * MR));
       const T *grads = w.grads + s * MR * score_stride + lo, *key_rows = w.key_panels + lo * NR<T>;
@@ -344,20 +344,13 @@ template <class T, class Score> struct Backward {
     }
   }
 
-  // The columns of the tile that a strip computed.
-  struct BlockColumns {
-    int64_t lo, hi;
-    bool meets(int64_t from, int64_t to) const { return lo < to && from < hi; }
-  };
-
-  BlockColumns run_strip(Work& w, int64_t i0, int64_t r0, int m, const Step* steps, int step_count, int64_t j0,
-                         int64_t width) const {
+  Seen run_strip(Work& w, int64_t i0, int64_t r0, int m, const Step* steps, int step_count, int64_t j0, int64_t width) const {
     const int64_t i = i0 + r0;
     const Row<T>* rows = w.rows.rows + i;
     const Span& span = w.rows.spans[w.rows.strip_at(i)];
     T *scores = w.scores + r0 * score_stride, *grads = w.grads + r0 * score_stride;
     Columns columns[key_tile / REGARD_TILE];
-    BlockColumns seen{width, 0};
+    Seen seen{width, 0};
     int64_t covered = 0;
     for (int n = 0; n < step_count; ++n) {
       const uint64_t* words = steps[n].bits ? steps[n].bits + rows[0].i % REGARD_TILE : nullptr;
@@ -382,12 +375,12 @@ template <class T, class Score> struct Backward {
     for (int n = 0; n < step_count; ++n) {
       const int64_t lo = columns[n].lo, hi = columns[n].hi, base = steps[n].j0 - j0;
       if (lo >= hi) continue;
-      const int64_t panels = (hi - lo) / NR<T>;
+      const Panels panels = panels_of<T>(seen_of(span, steps[n].j0, lo, hi), lo, hi);
       const int64_t strip = w.rows.strip_at(i);
       score.fill(rows[0].h, m, panels, w.rows.query_strips + strip * strip_size<T>(p.D), w.keys + (base + lo) * p.D,
                  scores + base + lo, score_stride);
-      multiply<T, 1, MR, Into::overwrite>(m, panels, p.E, w.rows.grad_strips + strip * strip_size<T>(p.E),
-                                          w.values + (base + lo) * p.E, NR<T> * p.E, grads + base + lo, score_stride);
+      multiply_wanted<T, 1, MR>(m, panels, p.E, w.rows.grad_strips + strip * strip_size<T>(p.E), w.values + (base + lo) * p.E,
+                                NR<T> * p.E, grads + base + lo, score_stride);
       const uint64_t* words = steps[n].bits ? steps[n].bits + rows[0].i % REGARD_TILE : nullptr;
       for (int r = 0; r < m; ++r) {
         T *s = scores + r * score_stride + base, *d = grads + r * score_stride + base;
@@ -403,7 +396,7 @@ template <class T, class Score> struct Backward {
           row_gradients.add(rows[r], steps[n].j0, d, lo, hi, w.extra, w.diagonal, table ? w.d_table + (i + r) * table : nullptr);
       }
     }
-    return seen;
+    return seen_of(span, j0, seen.lo, seen.hi);
   }
 
   void store_queries(int64_t b, int64_t h, T* d_queries, int64_t from, int64_t to) const {

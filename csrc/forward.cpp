@@ -48,12 +48,13 @@ template <class T, class Score> struct Forward : Strips<T, Forward<T, Score>, Sc
     if (table) gather_table(room, w, s, m, alpha, j0, lo, hi);
 
     T* out = room.out + s * MR * Ep;
-    const int64_t keys = least(hi, p.K - j0) - lo;  // the panel may reach past the last key
-    const auto v = w.keys.values_at(j0 + lo, w.v);
+    const Seen seen = seen_of(w.spans[s], j0, lo, hi);
+    const auto v = w.keys.values_at(j0 + seen.lo, w.v);
+    const T* weights = w.scores + seen.lo;
     if (room.fresh[s])
-      multiply<T, chunk, 1, Into::overwrite>(m, Ep / NR<T>, keys, w.scores + lo, v.first, v.panel, out, Ep, alpha, v.row);
+      multiply<T, chunk, 1, Into::overwrite>(m, Ep / NR<T>, seen.count(), weights, v.first, v.panel, out, Ep, alpha, v.row);
     else
-      multiply<T, chunk, 1, Into::rescale>(m, Ep / NR<T>, keys, w.scores + lo, v.first, v.panel, out, Ep, alpha, v.row);
+      multiply<T, chunk, 1, Into::rescale>(m, Ep / NR<T>, seen.count(), weights, v.first, v.panel, out, Ep, alpha, v.row);
     room.fresh[s] = 0;
   }
 

@@ -14,68 +14,69 @@ constexpr int MR = vector_registers == 32 ? 12 : 6;
 // What becomes of the numbers that are in C already.
 enum class Into { overwrite, add, rescale };
 
-// What a row of the block becomes: C[r][0..NR) = (0 | C | alpha[r] * C) + (left, right).
-template <class T, Into into>
-REGARD_INLINE void meet(T* __restrict c, Vec<T> left, Vec<T> right, const T* __restrict alpha, int r) {
-  constexpr int L = lanes<T>;
-  if constexpr (into == Into::add) {
-    left += load(c);
-    right += load(c + L);
-  } else if constexpr (into == Into::rescale) {
-    const Vec<T> x = broadcast(alpha[r]);
-    left += x * load(c);
-    right += x * load(c + L);
+// What a row of the block becomes: C[r][...] = (0 | C | alpha[r] * C) + sum, W vectors of it.
+template <class T, int W, Into into>
+REGARD_INLINE void meet(T* __restrict c, Vec<T>* sum, const T* __restrict alpha, int r) {
+  REGARD_UNROLL
+  for (int w = 0; w < W; ++w) {
+    if constexpr (into == Into::add) sum[w] += load(c + w * lanes<T>);
+    if constexpr (into == Into::rescale) sum[w] += broadcast(alpha[r]) * load(c + w * lanes<T>);
+    store(c + w * lanes<T>, sum[w]);
   }
-  store(c, left);
-  store(c + L, right);
 }
 
 constexpr int any_row = -1;  // an ARow that is known only at run time
 
-// C[r][0..NR) = (0 | C | alpha[r] * C) + sum over k of A(r, k) * B[k][0..NR),   A(r, k) = a[r * ARow + k * AStep]. The rows
-// of B lie b_row numbers apart: NR in a packed panel; those of A a_row, where ARow is any_row.
+// C[r][...] = (0 | C | alpha[r] * C) + sum over k of A(r, k) * B[k][...], W vectors of columns, A(r, k) = a[r * ARow + k *
+// AStep]. The rows of B lie b_row numbers apart: NR in a packed panel; those of A a_row, where ARow is any_row.
 // The accumulators meet C at the end: seeding them with C costs digits in long sums. They begin as products, not as zeros,
 // and are stored one by one after their last step: a block of zeroing and one of stores cost as much as four steps.
-template <class T, int M, int ARow, int AStep, Into into>
+template <class T, int M, int W, int ARow, int AStep, Into into>
 REGARD_INLINE void micro_kernel(int64_t depth, const T* __restrict a, const T* __restrict b, T* __restrict c,
                                 int64_t c_row, const T* __restrict alpha, int64_t b_row = NR<T>, int64_t a_row = 0) {
   using V = Vec<T>;
   constexpr int L = lanes<T>;
   if constexpr (ARow != any_row) a_row = ARow;
-  V left[M], right[M];
+  V sum[M][W], right[W];
+  const auto load_right = [&]() __attribute__((always_inline)) {
+    REGARD_UNROLL
+    for (int w = 0; w < W; ++w) right[w] = load(b + w * L);
+  };
   if (depth < 2) {
+    if (depth == 1) load_right();
     REGARD_UNROLL
     for (int r = 0; r < M; ++r) {
-      const V x = depth == 1 ? broadcast(a[r * a_row]) : V{};
-      meet<T, into>(c + r * c_row, depth == 1 ? x * load(b) : V{}, depth == 1 ? x * load(b + L) : V{}, alpha, r);
+      REGARD_UNROLL
+      for (int w = 0; w < W; ++w) sum[r][w] = depth == 1 ? broadcast(a[r * a_row]) * right[w] : V{};
+      meet<T, W, into>(c + r * c_row, sum[r], alpha, r);
     }
     return;
   }
-  {
-    const V b0 = load(b), b1 = load(b + L);
+  load_right();
+  REGARD_UNROLL
+  for (int r = 0; r < M; ++r) {
+    const V x = broadcast(a[r * a_row]);
     REGARD_UNROLL
-    for (int r = 0; r < M; ++r) {
-      const V x = broadcast(a[r * a_row]);
-      left[r] = x * b0;
-      right[r] = x * b1;
-    }
+    for (int w = 0; w < W; ++w) sum[r][w] = x * right[w];
   }
   a += AStep, b += b_row;
   _Pragma("GCC unroll 4")
   for (int64_t k = 2; k < depth; ++k, a += AStep, b += b_row) {
-    const V b0 = load(b), b1 = load(b + L);
+    load_right();
     REGARD_UNROLL
     for (int r = 0; r < M; ++r) {
       const V x = broadcast(a[r * a_row]);
-      left[r] += x * b0;
-      right[r] += x * b1;
+      REGARD_UNROLL
+      for (int w = 0; w < W; ++w) sum[r][w] += x * right[w];
     }
   }
-  const V b0 = load(b), b1 = load(b + L);
+  load_right();
   REGARD_UNROLL
   for (int r = 0; r < M; ++r) {
     const V x = broadcast(a[r * a_row]);
-    meet<T, into>(c + r * c_row, left[r] + x * b0, right[r] + x * b1, alpha, r);
+    REGARD_UNROLL
+    for (int w = 0; w < W; ++w) sum[r][w] += x * right[w];
+    meet<T, W, into>(c + r * c_row, sum[r], alpha, r);
   }
 }
 
@@ -97,7 +98,7 @@ __attribute__((noinline)) void multiply_rows(int64_t panels, int64_t depth, cons
   for (int64_t p = 0; p < panels; ++p) {
     // All registers belong to the inner loop: keep the compiler from carrying the broadcasts of alpha around it.
     if constexpr (into == Into::rescale) asm("" : "+r"(alpha));
-    micro_kernel<T, M, ARow, AStep, into>(depth, a, b + p * b_panel, c + p * NR<T>, c_row, alpha, b_row, a_row);
+    micro_kernel<T, M, 2, ARow, AStep, into>(depth, a, b + p * b_panel, c + p * NR<T>, c_row, alpha, b_row, a_row);
   }
 }
 
@@ -107,6 +108,34 @@ REGARD_INLINE void multiply(int rows, int64_t panels, int64_t depth, const T* a,
                             int64_t c_row, const T* alpha = nullptr, int64_t b_row = NR<T>, int64_t a_row = 0) {
   with_rows(rows, [&](auto m) __attribute__((always_inline)) {
     multiply_rows<T, decltype(m)::value, ARow, AStep, into>(panels, depth, a, b, b_panel, c, c_row, alpha, b_row, a_row);
+  });
+}
+
+// Columns of C that are wanted: those of `count` panels, but for the first half of the first or the last half of the last.
+struct Panels {
+  int64_t count;
+  bool late, early;
+};
+
+template <class T, int M, int ARow, int AStep>
+__attribute__((noinline)) void multiply_half(int64_t depth, const T* a, const T* b, T* c, int64_t c_row, int64_t a_row) {
+  micro_kernel<T, M, 1, ARow, AStep, Into::overwrite>(depth, a, b, c, c_row, nullptr, NR<T>, a_row);
+}
+
+// The same for packed panels of which some halves may not be wanted: these are left as they are.
+template <class T, int ARow, int AStep>
+REGARD_INLINE void multiply_wanted(int rows, Panels panels, int64_t depth, const T* a, const T* b, int64_t b_panel, T* c,
+                                   int64_t c_row, int64_t a_row = 0) {
+  with_rows(rows, [&](auto m) __attribute__((always_inline)) {
+    constexpr int M = decltype(m)::value, L = lanes<T>;
+    if (panels.late) {
+      multiply_half<T, M, ARow, AStep>(depth, a, b + L, c + L, c_row, a_row);
+      --panels.count, b += b_panel, c += NR<T>;
+    }
+    panels.count -= panels.early;
+    multiply_rows<T, M, ARow, AStep, Into::overwrite>(panels.count, depth, a, b, b_panel, c, c_row, nullptr, NR<T>, a_row);
+    if (panels.early)
+      multiply_half<T, M, ARow, AStep>(depth, a, b + panels.count * b_panel, c + panels.count * NR<T>, c_row, a_row);
   });
 }
 

@@ -19,12 +19,12 @@ template <class T> struct DotScore {
   void ready_keys(T*) const {}
   void ready_rows(T*, int64_t, int64_t, T) const {}
 
-  void fill(int64_t, int rows, int64_t panels, const T* strip, const T* turned, T* scores, int64_t stride) const {
-    multiply<T, 1, MR, Into::overwrite>(rows, panels, D, strip, turned, NR<T> * D, scores, stride);
+  void fill(int64_t, int rows, Panels panels, const T* strip, const T* turned, T* scores, int64_t stride) const {
+    multiply_wanted<T, 1, MR>(rows, panels, D, strip, turned, NR<T> * D, scores, stride);
   }
   // The same for queries that were not packed: rows that lie row_stride apart.
-  void fill_direct(int rows, int64_t panels, const T* queries, int64_t row_stride, const T* turned, T* scores, int64_t stride) const {
-    multiply<T, any_row, 1, Into::overwrite>(rows, panels, D, queries, turned, NR<T> * D, scores, stride, nullptr, NR<T>, row_stride);
+  void fill_direct(int rows, Panels panels, const T* queries, int64_t row_stride, const T* turned, T* scores, int64_t stride) const {
+    multiply_wanted<T, any_row, 1>(rows, panels, D, queries, turned, NR<T> * D, scores, stride, row_stride);
   }
 
   int64_t sums() const { return 0; }
@@ -108,7 +108,8 @@ template <class T> struct AdditiveScore {
     }
   }
 
-  void fill(int64_t h, int rows, int64_t panels, const T* strip, const T* turned, T* scores, int64_t stride) const {
+  void fill(int64_t h, int rows, Panels wanted, const T* strip, const T* turned, T* scores, int64_t stride) const {
+    const int64_t panels = wanted.count;
     if (mode == AdditiveMode::paired) fill_in<AdditiveMode::paired>(weight(h), rows, panels, strip, turned, scores, stride);
     else if (mode == AdditiveMode::small) fill_in<AdditiveMode::small>(weight(h), rows, panels, strip, turned, scores, stride);
     else if (mode == AdditiveMode::single) fill_in<AdditiveMode::single>(weight(h), rows, panels, strip, turned, scores, stride);

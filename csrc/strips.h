@@ -143,7 +143,7 @@ template <class T, class Visitor, class Score = DotScore<T>> struct Strips {
     score.ready_queries(w.rows[s * MR].h, w.queries + s * strip_size<T>(p.D));
   }
 
-  void fill_direct(const Row<T>& row, int m, int64_t panels, const T* keys, T* scores) const {
+  void fill_direct(const Row<T>& row, int m, Panels panels, const T* keys, T* scores) const {
     const T* queries = real_row<T>(p.q, row.b, row.h, row.i);
     const int64_t apart = p.q.stride[2];
     fetch_rows(queries + m * apart, apart * int64_t(sizeof(T)), MR, p.D * int64_t(sizeof(T)));
@@ -159,7 +159,7 @@ template <class T, class Visitor, class Score = DotScore<T>> struct Strips {
     if (lo >= hi) return;
     w.keys.need(score, w.k, w.v, score.key_factor(scales.key), j0 + lo, j0 + hi);
 
-    const int64_t panels = (hi - lo) / NR<T>;
+    const Panels panels = panels_of<T>(seen_of(w.spans[s], j0, lo, hi), lo, hi);
     const T* const keys = w.keys.turned_at(j0 + lo);
     if (direct) fill_direct(rows[0], m, panels, keys, w.scores + lo);
     else score.fill(rows[0].h, m, panels, w.queries + s * strip_size<T>(p.D), keys, w.scores + lo, chunk);

@@ -87,6 +87,23 @@ template <class T> Columns columns_of(const Span& span, const Step& step, const 
   return {lo, hi, !all || step.j0 + lo < span.inner_lo || step.j0 + hi > span.inner_hi};
 }
 
+// Of the columns [lo, hi) that a strip computed, in whole panels, those that one of its rows may see: a product over keys
+// takes any number of them.
+struct Seen {
+  int64_t lo, hi;
+  int64_t count() const { return hi - lo; }
+  bool meets(int64_t from, int64_t to) const { return lo < to && from < hi; }
+};
+
+inline Seen seen_of(const Span& span, int64_t j0, int64_t lo, int64_t hi) {
+  return {greatest(lo, span.lo - j0), least(hi, span.hi - j0)};
+}
+
+// The panels of [lo, hi), without halves of which nothing is seen. What is left out is hidden from all rows.
+template <class T> Panels panels_of(const Seen& seen, int64_t lo, int64_t hi) {
+  return {(hi - lo) / NR<T>, seen.lo >= lo + lanes<T>, seen.hi <= hi - lanes<T>};
+}
+
 // Calls f(step) for every piece of keys in [from, to) that row tile `tile` of head (b, h) may visit.
 template <class F>
 void walk_tiles(const regard_dot& p, int64_t b, int64_t h, int64_t tile, int64_t from, int64_t to, int64_t chunk, F&& f) {
