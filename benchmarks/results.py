@@ -99,14 +99,14 @@ RESULTS = (
     Result(
         "cloze", "blanks of WikiText-2 (examples/cloze.py), fine-tuned from MiniLM", "f1",
         "answer --data {runs}/cloze-data/train.json --valid {runs}/cloze-data/valid.json "
-        "--test {runs}/cloze-data/test.json --start {minilm} --longest 256 --tokens 1024 --steps 200 --warmup 20 "
-        "--rate 2e-4 --evaluate-every 200 --save-every 50",
+        "--test {runs}/cloze-data/test.json --start {minilm} --longest 256 --tokens 2048 --steps 1000 --warmup 100 "
+        "--rate 2e-4 --evaluate-every 250 --save-every 50",
     ),
     Result(
         "packages", "Debian's package descriptions (examples/package_summaries.py)", "rouge1",
         "summarise --data {runs}/packages-data/train.tsv --valid {runs}/packages-data/valid.tsv "
-        "--test {runs}/packages-data/test.tsv --cut --longest 96 --width 128 --window 48 --steps 1000 --warmup 100 "
-        "--evaluate-every 200 --save-every 200",
+        "--test {runs}/packages-data/test.tsv --cut --longest 96 --width 128 --window 48 --steps 4000 --warmup 200 "
+        "--evaluate-every 500 --save-every 200",
     ),
     Result(
         "movielens", "MovieLens 100k (examples/movielens.py), among all items", "ndcg@10",

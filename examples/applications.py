@@ -1,5 +1,7 @@
 """The pictures of docs/applications, each from a run.
 
+python examples/applications.py answer runs/cloze --out docs/applications
+python examples/applications.py summarise runs/packages --out docs/applications
 python examples/applications.py recommend runs/movielens --out docs/applications
 python examples/applications.py sets runs/points --data points.jsonl --out docs/applications
 python examples/applications.py graph runs/karate --out docs/applications
@@ -25,12 +27,40 @@ from regard.tasks.trouble import Bad
 from regard.view import capture, pictures
 
 
-def looked(run: Run, model: Any, given: str) -> tuple[Any, Any]:
+def looked(run: Run, model: Any, *given: Any) -> tuple[Any, Any]:
     """What a run's model says of an input, and the record of its attention."""
     with capture(model) as record:
-        (made,) = run.task.predict(model, run.kit, [Row("the input", (given,))], Bad())
+        (made,) = run.task.predict(model, run.kit, [Row("the input", given)], Bad())
     run.task.name_tokens(model, run.kit, record, made)
     return made, record
+
+
+def held_out(run: Run) -> list[Row]:
+    """The examples that the figures of a run are of."""
+    return list(gather(run.task, Sources.of(run.about["sources"], check=False), run.recipe.seed).test)
+
+
+def answer(run: Run, data: Path | None) -> Any:
+    """Where the words of a short question and its text look, in the last layer; of those answered right, the surest."""
+    model, _ = run.model()
+    short = [row for row in held_out(run) if len(row.values[0]) + len(row.values[1]) < 300]
+    said = run.task.predict(model, run.kit, short, Bad())
+    right = [(made, row) for made, row in zip(said, short, strict=True) if made.output in dict(row.values[2])]
+    _, row = max(right, key=lambda pair: pair[0].score or 0)
+    made, record = looked(run, model, *row.values)
+    ax = pictures.heatmap(record, record.attentions[-1].name)
+    ax.set_title(f"{made.input}  →  {made.output} ({made.score:.2f})")
+    return ax.figure
+
+
+def summarise(run: Run, data: Path | None) -> Any:
+    """What a summary looked at, over its text."""
+    model, _ = run.model()
+    row = next(row for row in held_out(run) if 350 < len(row.values[0]) < 480)
+    made, record = looked(run, model, row.values[0])
+    ax = pictures.coverage(record)
+    ax.set_title(f"{made.output} ({made.score:.2f})\nas people wrote it: {row.values[1]}", fontsize=10)
+    return ax.figure
 
 
 def recommend(run: Run, data: Path | None) -> Any:
@@ -38,8 +68,7 @@ def recommend(run: Run, data: Path | None) -> Any:
     import matplotlib.pyplot as plt
 
     model, _ = run.model()
-    test = gather(run.task, Sources.of(run.about["sources"], check=False), run.recipe.seed).test
-    user = next(row for row in test if len(row.values[1]) == 21 and max(map(len, row.values[1])) < 36)
+    user = next(row for row in held_out(run) if len(row.values[1]) == 21 and max(map(len, row.values[1])) < 36)
     made, record = looked(run, model, " | ".join(user.values[1][:-1]))
     layer = record.attentions[-1]
     figure, axes = plt.subplots(1, 2, figsize=(11, 6.2), width_ratios=(2.2, 1), layout="constrained")
@@ -135,17 +164,16 @@ def match(run: Run, data: Path | None) -> Any:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("what", choices=["recommend", "sets", "graph", "match"])
+    makers = {maker.__name__: maker for maker in (answer, summarise, recommend, sets, graph, match)}
+    parser.add_argument("what", choices=makers)
     parser.add_argument("run", type=Path)
     parser.add_argument("--data", type=Path, help="examples to show, for sets and match")
     parser.add_argument("--out", type=Path, required=True, help="the folder of the picture")
     given = parser.parse_args()
     torch.set_num_threads(1)
-    figure = {"recommend": recommend, "sets": sets, "graph": graph, "match": match}[given.what](
-        Run.open(given.run), given.data
-    )
+    figure = makers[given.what](Run.open(given.run), given.data)
     path = given.out / f"{given.what}.png"
-    figure.savefig(path, dpi=90)
+    figure.savefig(path, dpi=90, bbox_inches="tight")
     print(f"{path}: {path.stat().st_size / 1000:.0f} kB")
 
 
