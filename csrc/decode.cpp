@@ -20,26 +20,21 @@ template <class T> int64_t piece_of(const regard_dot& p) {
   return greatest<int64_t>(64, least(largest_piece, (int64_t(128) << 10) / bytes / 64 * 64));
 }
 
-// s[c] = q . key (first + c) for c < count, in whole vectors: what lies past the end repeats the last key.
+// s[c] = q . key (first + c) for c < count, in whole vectors: what lies past the end repeats the last key. Key after key: the
+// processor fetches ahead what is read in the order of memory, and not what is read of sixteen rows by turns.
 template <class T, class S>
 void score_keys(const T* q, const Matrix& k, int64_t first, int64_t count, T* s) {
   constexpr int L = lanes<T>;
   const int64_t whole = k.columns / L * L;
   for (int64_t c = 0; c < count; c += L) {
-    const S* rows[L];
     Vec<T> sums[L];
     REGARD_UNROLL
     for (int i = 0; i < L; ++i) {
-      rows[i] = at<S>(k, first + least<int64_t>(c + i, count - 1), 0);
+      const S* row = at<S>(k, first + least<int64_t>(c + i, count - 1), 0);
       sums[i] = Vec<T>{};
+      for (int64_t d = 0; d < whole; d += L) sums[i] += load(q + d) * load_as(row + d);
+      if (whole < k.columns) sums[i] += load(q + whole) * load_some(row + whole, 1, k.columns - whole);
     }
-    for (int64_t d = 0; d < whole; d += L) {
-      const Vec<T> x = load(q + d);
-      REGARD_UNROLL
-      for (int i = 0; i < L; ++i) sums[i] += x * load_as(rows[i] + d);
-    }
-    if (whole < k.columns)
-      for (int i = 0; i < L; ++i) sums[i] += load(q + whole) * load_some(rows[i] + whole, 1, k.columns - whole);
     transpose<T>(sums);
     REGARD_UNROLL
     for (int step = L / 2; step > 0; step /= 2) {
