@@ -79,7 +79,7 @@ def main() -> None:
     for source, text, summary in pairs(given.packages, given.descriptions):
         lines[side(source)].append(f"{text}\t{summary}\n")
     if not all(lines.values()):
-        parser.error(f"{given.descriptions} describes too few of {given.packages}: see the commands in this file's head")
+        parser.error(f"{given.descriptions} describes too few of {given.packages}: see the head of this file")
     given.out.mkdir(parents=True, exist_ok=True)
     for name, found in lines.items():
         (given.out / f"{name}.tsv").write_text("text\tsummary\n" + "".join(found), encoding="utf-8")

@@ -221,6 +221,15 @@ def test_what_is_not_finite_reaches_only_those_who_see_it(mask: rg.Mask, score: 
     assert found[0][0][:, :, :3].isfinite().all()
 
 
+@pytest.mark.parametrize("keys", [3, 6, 9, 17])  # one panel of every instruction set, of which a half is hidden
+@pytest.mark.parametrize("mask", [rg.padding([1]), ~rg.padding([2]), rg.window(0, 0)], ids=repr)
+def test_what_an_earlier_call_left_in_memory_does_not_reach_a_gradient(mask: rg.Mask, keys: int) -> None:
+    inputs = tensors((1, 2, keys, 8), (1, 2, keys, 8), (1, 2, keys, 8))
+    for described in ({}, {"score": rg.Dot(softcap=3.0), "bias": rg.alibi(heads=2)}):
+        gradients(rg.attention(*(t * torch.nan for t in inputs), engine="native", **described), inputs)
+        assert_like_reference(inputs, mask=mask, **described)
+
+
 def test_rows_that_see_nothing_are_zero_and_have_zero_gradients() -> None:
     inputs = tensors((1, 1, 9, 4), (1, 1, 9, 4), (1, 1, 9, 4))
     output, lse = rg.attention(*inputs, mask=rg.padding([0]), engine="native", return_lse=True)
