@@ -81,7 +81,7 @@ def attention(
     causal: bool = False,
     scale: float | None = None,
     dropout: float = 0.0,
-    steps: Steps = Steps(),  # noqa: B008, it is frozen
+    steps: Steps = Steps(),
 ) -> Tensor:
     """softmax(q kᵀ scale) v, tile of keys by tile of keys."""
     dtype = q.dtype
