@@ -113,7 +113,7 @@ template <class T, class Score> struct Backward {
   Score score;
   const int64_t group, Dp, Ep;  // heads that share a key/value head; D and E in whole panels
   const int64_t tiles;          // key tiles of a head
-  const int64_t block_rows;
+  const int64_t block_rows, blocks;
   const int64_t table;          // entries of a row of d_row_table
   const int64_t diagonals;      // numbers in all of d_diagonal
   const int64_t per_head;       // numbers in dQ, d_row_table and the sums of the score of one head
@@ -122,7 +122,7 @@ template <class T, class Score> struct Backward {
 
   struct Places {
     typename HeadRows<T>::Places rows;
-    size_t keys, values, key_panels, d_keys, d_values, scores, grads, extra, d_queries;
+    size_t reach, keys, values, key_panels, d_keys, d_values, scores, grads, extra, d_queries;
   } at;
   Layout layout;
   Buffer costs, parts, diagonal_sums;
@@ -131,11 +131,12 @@ template <class T, class Score> struct Backward {
   Backward(const regard_dot& p, const regard_dot_gradient& gradient)
       : p(p), gradient(gradient), scales(p), score(p), group(p.H / p.G), Dp(round_up(p.D, NR<T>)), Ep(round_up(p.E, NR<T>)),
         tiles(greatest<int64_t>(1, (p.K + key_tile - 1) / key_tile)),
-        block_rows(p.tiles.pointer ? int64_t(REGARD_TILE) : rows_of(p)),
+        block_rows(p.tiles.pointer ? int64_t(REGARD_TILE) : rows_of(p)), blocks((p.Q + block_rows - 1) / block_rows),
         table(gradient.d_row_table.data ? 2 * p.radius + 1 : 0),
         diagonals(gradient.d_diagonal.data ? diagonal_heads(p, gradient) * (p.Q + p.K - 1) : 0),
         per_head(p.Q * (Dp + table) + score.sums()), part(group * per_head), row_gradients(p, gradient, scales) {
     at.rows = HeadRows<T>::place(p, layout);
+    at.reach = layout.add(blocks, 1, sizeof(Seen));
     at.keys = layout.add(key_tile, p.D, sizeof(T));
     at.values = layout.add(key_tile, p.E, sizeof(T));
     at.key_panels = layout.add(key_tile + NR<T>, Dp, sizeof(T));
@@ -159,6 +160,7 @@ template <class T, class Score> struct Backward {
 
   struct Work {
     HeadRows<T> rows;
+    Seen* reach;  // of each block, from the first key that one of its rows may see to the last
     T *keys, *values, *key_panels, *d_keys, *d_values, *scores, *grads, *extra, *d_queries, *d_table, *sums, *diagonal;
   };
 
@@ -201,7 +203,8 @@ template <class T, class Score> struct Backward {
   int run_units(int64_t first_head, int64_t from, int64_t to, int thread) const {
     char* memory = (char*)thread_scratch(layout.bytes);
     if (!memory) return REGARD_NO_MEMORY;
-    Work w{HeadRows<T>(p, memory, at.rows), (T*)(memory + at.keys), (T*)(memory + at.values), (T*)(memory + at.key_panels),
+    Work w{HeadRows<T>(p, memory, at.rows), (Seen*)(memory + at.reach),
+           (T*)(memory + at.keys), (T*)(memory + at.values), (T*)(memory + at.key_panels),
            (T*)(memory + at.d_keys), (T*)(memory + at.d_values), (T*)(memory + at.scores), (T*)(memory + at.grads),
            (T*)(memory + at.extra), nullptr, nullptr, nullptr, nullptr};
     for (int64_t unit = from; unit < to;) {
@@ -235,8 +238,19 @@ template <class T, class Score> struct Backward {
         w.diagonal = (T*)diagonal_sums.data + thread * diagonals + at * (p.Q + p.K - 1);
       }
       w.rows.load(score, p, gradient, b, h);
+      find_reach(w);
       for (int64_t tile = first; tile < last; ++tile) run_tile(w, b, g, n, tile, group > 1 ? tile - first : 0);
       if (!shared) store_queries(b, h, w.d_queries, 0, p.Q);
+    }
+  }
+
+  void find_reach(Work& w) const {
+    for (int64_t n = 0; n < blocks; ++n) {
+      w.reach[n] = {p.K, 0};
+      const int64_t end = least(p.Q, (n + 1) * block_rows);
+      for (int64_t s = w.rows.strip_at(n * block_rows); s <= w.rows.strip_at(end - 1); ++s)
+        if (const Span& span = w.rows.spans[s]; span.lo < span.hi)
+          w.reach[n] = {least(w.reach[n].lo, span.lo), greatest(w.reach[n].hi, span.hi)};
     }
   }
 
@@ -250,7 +264,8 @@ template <class T, class Score> struct Backward {
     }
     if (keys > 0 && p.Q > 0) {
       pack_tile(w, b, g, j0, keys);
-      for (int64_t i0 = 0; i0 < p.Q; i0 += block_rows) run_block(w, i0, j0, j1, d_keys, d_values);
+      for (int64_t n = 0; n < blocks; ++n)
+        if (w.reach[n].meets(j0, j1)) run_block(w, n * block_rows, j0, j1, d_keys, d_values);
     }
     if (n + 1 < group) return;
     const Matrix dk = matrix_of(gradient.d_k, p.dtype, b, g, p.K, p.D), dv = matrix_of(gradient.d_v, p.dtype, b, g, p.K, p.E);
@@ -289,16 +304,8 @@ template <class T, class Score> struct Backward {
     }
   }
 
-  // Whether a strip of a block reaches into keys [j0, j1): of many short documents, hardly any does.
-  static bool any_sees(const Work& w, int64_t i0, int64_t count, int64_t j0, int64_t j1) {
-    for (int64_t s = w.rows.strip_at(i0); s <= w.rows.strip_at(i0 + count - 1); ++s)
-      if (w.rows.spans[s].lo < j1 && w.rows.spans[s].hi > j0) return true;
-    return false;
-  }
-
   void run_block(Work& w, int64_t i0, int64_t j0, int64_t j1, T* d_keys, T* d_values) const {
     const int64_t count = least(block_rows, p.Q - i0);
-    if (!any_sees(w, i0, count, j0, j1)) return;
     const int64_t width = round_up(j1 - j0, NR<T>);
     Step steps[key_tile / REGARD_TILE];  // a tile of bits, or a full run, is at least one tile wide
     int step_count = 0;
@@ -307,6 +314,7 @@ template <class T, class Score> struct Backward {
                  [&](const Step& s) { steps[step_count++] = s; });
     else
       steps[step_count++] = Step{j0, j1, nullptr};
+    if (step_count == 0) return;
 
     Seen seen[(96 + MR - 1) / MR];
     int strips = 0;
@@ -351,21 +359,24 @@ template <class T, class Score> struct Backward {
     T *scores = w.scores + r0 * score_stride, *grads = w.grads + r0 * score_stride;
     Columns columns[key_tile / REGARD_TILE];
     Seen seen{width, 0};
-    int64_t covered = 0;
+    int64_t done = 0;
+    const auto clear_up_to = [&](int64_t column) {
+      for (int r = 0; r < m; ++r)
+        for (int64_t c = done; c < column; c += lanes<T>)
+          store(scores + r * score_stride + c, Vec<T>{}), store(grads + r * score_stride + c, Vec<T>{});
+    };
     for (int n = 0; n < step_count; ++n) {
       const uint64_t* words = steps[n].bits ? steps[n].bits + rows[0].i % REGARD_TILE : nullptr;
       columns[n] = columns_of<T>(span, steps[n], words, m);
-      if (columns[n].lo >= columns[n].hi) continue;
-      covered += columns[n].hi - columns[n].lo;
-      seen.lo = least(seen.lo, steps[n].j0 - j0 + columns[n].lo);
-      seen.hi = greatest(seen.hi, steps[n].j0 - j0 + columns[n].hi);
+      const int64_t lo = steps[n].j0 - j0 + columns[n].lo, hi = steps[n].j0 - j0 + columns[n].hi;
+      if (lo >= hi) continue;
+      clear_up_to(lo);
+      done = hi;
+      seen.lo = least(seen.lo, lo);
+      seen.hi = hi;
     }
-    if (covered < width)
-      for (int r = 0; r < m; ++r) {
-        __builtin_memset(scores + r * score_stride, 0, size_t(width) * sizeof(T));
-        __builtin_memset(grads + r * score_stride, 0, size_t(width) * sizeof(T));
-      }
-    if (covered == 0) return {0, 0};
+    clear_up_to(width);
+    if (done == 0) return {0, 0};
     if (p.bias.data) {
       const int64_t size = int64_t(storage_bytes(p.bias_dtype)), from = j0 + seen.lo, to = least(p.K, j0 + seen.hi);
       const int64_t row = p.bias.stride[2] * size, column = p.bias.stride[3] * size;

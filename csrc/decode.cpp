@@ -57,7 +57,7 @@ REGARD_INLINE void add_values(const T* weight, const S* v, int64_t stride, int64
       REGARD_UNROLL
       for (int n = 0; n < N; ++n) {
         const Vec<T> x = load_as(v + n * lanes<T>);
-        sums[n] += w * (decltype(checked)::value ? watch(x) : x);
+        sums[n] += w * (decltype(checked)::value ? watch(x, n) : x);
       }
     }
   };

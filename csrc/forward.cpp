@@ -68,12 +68,13 @@ template <class T, class Score> struct Forward : Strips<T, Forward<T, Score>, Sc
 
   void finish(Room& room, const Walk<T>& w, int64_t s, int m) const {
     T factor[strip_lanes<T>] = {}, lse[strip_lanes<T>] = {}, sum[strip_lanes<T>] = {}, sink[strip_lanes<T>] = {};
-    for (int r = 0; r < m; ++r) {
-      sum[r] = reduce_add<T>(room.sums[s * MR + r]);
-      if (p.sink) sink[r] = ((const T*)p.sink)[w.rows[s * MR + r].h];
-    }
+    if (p.sink)
+      for (int r = 0; r < m; ++r) sink[r] = ((const T*)p.sink)[w.rows[s * MR + r].h];
     for (int r = 0; r < m; r += lanes<T>) {
-      Vec<T> peak = load(room.peak + s * strip_lanes<T> + r), total = load(sum + r), shrink = broadcast(T(1));
+      Vec<T> rows[lanes<T>];
+      REGARD_UNROLL
+      for (int i = 0; i < lanes<T>; ++i) rows[i] = r + i < MR ? room.sums[s * MR + r + i] : Vec<T>{};
+      Vec<T> peak = load(room.peak + s * strip_lanes<T> + r), total = sum_of_each<T>(rows), shrink = broadcast(T(1));
       if (p.sink) {
         const Vec<T> extra = load(sink + r) * T(log2_e), top = max(max(peak, extra), broadcast(no_peak<T>));
         shrink = exp2(peak - top);

@@ -13,7 +13,7 @@ template <class T> struct PackedKeys {
   uint32_t* bad;   // one bit for each key of a panel
   int64_t panels, pitch, D, E;
   bool checks, any_bad;
-  bool direct;     // values are read where they lie: few rows use them, so that packing would not pay
+  bool direct;     // values are read where they lie: few rows use them, so that packing would not pay; until one is bad
 
   struct Places { size_t turned, values, ready, bad; };
 
@@ -27,12 +27,15 @@ template <class T> struct PackedKeys {
             layout.add(panels, 1, 1), layout.add(panels, 1, 4)};
   }
 
-  PackedKeys(const regard_dot& p, char* memory, const Places& at)
+  // Whether values can be read where they lie.
+  static bool values_fit(const regard_dot& p) {
+    return p.dtype == (sizeof(T) == 8 ? REGARD_FLOAT64 : REGARD_FLOAT32) && p.v.stride[3] == 1 && p.E % NR<T> == 0;
+  }
+
+  PackedKeys(const regard_dot& p, char* memory, const Places& at, bool direct)
       : turned((T*)(memory + at.turned)), values((T*)(memory + at.values)), ready((uint8_t*)(memory + at.ready)),
         bad((uint32_t*)(memory + at.bad)), panels(panels_of(p)), pitch(pitch_of(p)), D(p.D), E(p.E),
-        checks(p.intervals.start || p.tiles.pointer), any_bad(false),
-        direct(!checks && p.dtype == (sizeof(T) == 8 ? REGARD_FLOAT64 : REGARD_FLOAT32) && p.v.stride[3] == 1 &&
-               p.E % NR<T> == 0 && p.H / p.G * p.Q <= 512) {}
+        checks(p.intervals.start || p.tiles.pointer), any_bad(false), direct(direct) {}
 
   void forget() {
     __builtin_memset(ready, 0, size_t(panels));
@@ -41,7 +44,13 @@ template <class T> struct PackedKeys {
 
   template <class Score>
   void need(const Score& score, const Matrix& k, const Matrix& v, T factor, int64_t from, int64_t to) {
-    for (int64_t panel = from / NR<T>; panel * NR<T> < to; ++panel)
+    const int64_t first = from / NR<T>, last = (to + NR<T> - 1) / NR<T>;
+    for (int64_t panel = first; direct && checks && panel < last; ++panel)
+      if (!ready[panel] && panel_is_bad<T>(v, panel * NR<T>)) {
+        direct = false;  // from now on values are packed, also those of panels that have only keys so far
+        __builtin_memset(ready, 0, size_t(panels));
+      }
+    for (int64_t panel = first; panel < last; ++panel)
       if (!ready[panel]) {
         pack(k, v, factor, panel);
         score.ready_keys(turned + panel * NR<T> * D);

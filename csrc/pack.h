@@ -54,15 +54,26 @@ template <class T> __attribute__((noinline)) bool row_is_bad(const void* row, in
   return any_lane(found);
 }
 
-// Gathers whether a NaN or an infinity passed by, for one multiply-add a vector: only these times zero are not zero.
+// Gathers whether a NaN or an infinity passed by, for one multiply-add a vector: only these times zero are not zero. Vectors
+// that take turns do not wait for one another.
 template <class T> struct Watch {
-  Vec<T> sum{};
-  REGARD_INLINE Vec<T> operator()(Vec<T> x) {
-    sum += x * T(0);
+  Vec<T> sum[4]{};
+  REGARD_INLINE Vec<T> operator()(Vec<T> x, int turn = 0) {
+    sum[turn % 4] += x * T(0);
     return x;
   }
-  REGARD_INLINE bool bad() const { return any_lane(sum != Vec<T>{}); }
+  REGARD_INLINE bool bad() const { return any_lane((sum[0] + sum[1]) + (sum[2] + sum[3]) != Vec<T>{}); }
 };
+
+// Whether one of rows [row, row + NR), of whole panels of T, holds NaN or an infinity.
+template <class T> __attribute__((noinline)) bool panel_is_bad(const Matrix& x, int64_t row) {
+  Watch<T> watch;
+  for (const int64_t end = least(row + NR<T>, x.rows); row < end; ++row) {
+    const T* from = (const T*)row_of(x, row);
+    for (int64_t c = 0; c < x.columns; c += NR<T>) watch(load(from + c), 0), watch(load(from + c + lanes<T>), 1);
+  }
+  return watch.bad();
+}
 
 // Whether whole vectors of unit stride can be loaded, or only parts of them; a null row is zero.
 template <bool B> struct Flag { static constexpr bool value = B; };
@@ -86,7 +97,7 @@ template <class T> __attribute__((noinline)) bool pack_turned(const Matrix& x, i
           const int64_t width = to - c;
           Vec<T> v[L];
           REGARD_UNROLL
-          for (int i = 0; i < L; ++i) v[i] = watch(load_row<decltype(whole)::value>(rows[i], c, x.column_stride, width)) * factor;
+          for (int i = 0; i < L; ++i) v[i] = watch(load_row<decltype(whole)::value>(rows[i], c, x.column_stride, width), i) * factor;
           transpose<T>(v);
           REGARD_UNROLL
           for (int i = 0; i < L; ++i)
@@ -117,8 +128,8 @@ __attribute__((noinline)) bool pack_panels(const Matrix& x, int64_t row, int64_t
       int64_t c = 0;
       if (from)
         for (; c < whole; c += NR<T>, to += panel) {
-          store(to, watch(load_as(from + c)) * factor);
-          store(to + L, watch(load_as(from + c + L)) * factor);
+          store(to, watch(load_as(from + c), 0) * factor);
+          store(to + L, watch(load_as(from + c + L), 1) * factor);
         }
       for (; c < x.columns; c += NR<T>, to += panel) {
         const int64_t left = x.columns - c, right = left - L;
@@ -155,7 +166,7 @@ template <class T> __attribute__((noinline)) bool pack_strip(const RowPointers& 
         REGARD_UNROLL
         for (int r = 0; r < blocks * L; ++r) {
           v[r / L][r % L] = Vec<T>{};
-          if (r < MR) v[r / L][r % L] = watch(load_row<decltype(whole)::value>((const S*)x.row[r], c, x.column_stride, width));
+          if (r < MR) v[r / L][r % L] = watch(load_row<decltype(whole)::value>((const S*)x.row[r], c, x.column_stride, width), r);
         }
         REGARD_UNROLL
         for (int k = 0; k < blocks; ++k) transpose<T>(v[k]);

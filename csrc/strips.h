@@ -18,6 +18,7 @@ namespace regard::REGARD_ISA {
 constexpr int64_t chunk = 384;         // keys in one step: their panels stay in the second-level cache for a block
 constexpr int64_t largest_block = 96;  // query rows that share them
 constexpr double few_keys = 1100;      // for a strip: queries that meet fewer are read where they lie, and not packed
+constexpr double few_rows = 600;       // for a key: values that meet fewer likewise
 
 // What one thread has in hand while it walks. Rows are numbered within the block: strip * MR + r.
 template <class T> struct Walk {
@@ -36,6 +37,7 @@ template <class T, class Visitor, class Score = DotScore<T>> struct Strips {
   const Blocks blocks;
   const int64_t strips;  // in a block
   bool direct;           // queries are read where they lie
+  bool direct_values;    // and so are values
   Layout layout;         // the visitor adds what it needs
   int64_t bands = 0;     // threads take whole bands, pieces of equal cost; 0: one for each thread
 
@@ -48,7 +50,8 @@ template <class T, class Visitor, class Score = DotScore<T>> struct Strips {
   Strips(const regard_dot& p, int64_t wanted_blocks)
       : p(p), scales(p), score(p), blocks(p, largest_block, wanted_blocks), strips((blocks.rows_per_block + MR - 1) / MR),
         direct(Score::is_product && p.H == p.G && p.dtype == (sizeof(T) == 8 ? REGARD_FLOAT64 : REGARD_FLOAT32) &&
-               p.q.stride[3] == 1) {
+               p.q.stride[3] == 1),
+        direct_values(PackedKeys<T>::values_fit(p)) {
     at.keys = PackedKeys<T>::place(p, layout);
     at.queries = layout.add(strips, strip_size<T>(p.D), sizeof(T));
     at.scores = layout.add(MR, chunk, sizeof(T));
@@ -75,6 +78,7 @@ template <class T, class Visitor, class Score = DotScore<T>> struct Strips {
       total[u + 1] = total[u] + block_cost<T>(p, blocks, head / p.G, head % p.G, u % blocks.per_group);
     }
     direct &= total[units] <= few_keys * double(p.B * p.H * p.Q) / MR;
+    direct_values &= total[units] * MR <= few_rows * double(p.B * p.G * p.K);
     const int status = static_cast<Visitor&>(*this).plan(total);
     if (status != REGARD_OK) return status;
     auto body = [&](int thread, int threads) {
@@ -89,7 +93,7 @@ template <class T, class Visitor, class Score = DotScore<T>> struct Strips {
   int run_units(int64_t first, int64_t last) const {
     char* memory = (char*)thread_scratch(layout.bytes);
     if (!memory) return REGARD_NO_MEMORY;
-    Walk<T> w{PackedKeys<T>(p, memory, at.keys), {}, {}, (T*)(memory + at.queries), (T*)(memory + at.scores),
+    Walk<T> w{PackedKeys<T>(p, memory, at.keys, direct_values), {}, {}, (T*)(memory + at.queries), (T*)(memory + at.scores),
               (Row<T>*)(memory + at.rows), (Span*)(memory + at.spans), (uint8_t*)(memory + at.poisoned)};
     const auto& visitor = static_cast<const Visitor&>(*this);
     auto room = visitor.room(memory);

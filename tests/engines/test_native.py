@@ -221,6 +221,23 @@ def test_what_is_not_finite_reaches_only_those_who_see_it(mask: rg.Mask, score: 
     assert found[0][0][:, :, :3].isfinite().all()
 
 
+@pytest.mark.parametrize("mask", [rg.window(90, 0), rg.causal(), rg.window(40, 0) | rg.global_tokens([0])], ids=repr)
+def test_a_value_that_is_not_finite_is_met_half_way(mask: rg.Mask) -> None:
+    """Values are read where they lie until a bad one is met, and packed from then on."""
+    inputs = tensors((2, 2, 500, 64), (2, 2, 500, 64), (2, 2, 500, 64), dtype=torch.float32)
+    with torch.no_grad():
+        inputs[2][0, 1, 333, 63] = float("nan")
+        inputs[2][1, 0, 499, 0] = -float("inf")
+    output = rg.attention(*inputs, mask=mask, engine="native").double()
+    query, key, value = (t.detach().double() for t in inputs)
+    bad = (~value.isfinite()).any(-1, keepdim=True).expand_as(value)
+    seen = rg.attention(query, key, bad.double(), mask=mask, engine="reference") > 0
+    assert seen.any()
+    assert output[seen].isnan().all()
+    exact = rg.attention(query, key, value.nan_to_num(0, 0, 0), mask=mask, engine="reference")
+    torch.testing.assert_close(output[~seen], exact[~seen], rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.parametrize("keys", [3, 6, 9, 17])  # one panel of every instruction set, of which a half is hidden
 @pytest.mark.parametrize("mask", [rg.padding([1]), ~rg.padding([2]), rg.window(0, 0)], ids=repr)
 def test_what_an_earlier_call_left_in_memory_does_not_reach_a_gradient(mask: rg.Mask, keys: int) -> None:
