@@ -5,6 +5,6 @@ try:
 except ModuleNotFoundError as error:
     if error.name not in ("typer", "rich"):
         raise
-    raise SystemExit(f"regard: the command needs {error.name}: pip install 'regard[tasks]'") from error
+    raise SystemExit(f"regard: the command needs {error.name}: pip install 'regard[command]'") from error
 
 __all__ = ["app", "main"]
