@@ -210,7 +210,7 @@ def test_without_the_libraries_of_the_command_it_says_what_to_install(monkeypatc
     for name in [name for name in sys.modules if name.split(".")[:2] == ["regard", "cli"]]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "typer", None)
-    with pytest.raises(SystemExit, match=r"the command needs typer: pip install 'regard\[tasks\]'"):
+    with pytest.raises(SystemExit, match=r"the command needs typer: pip install 'regard\[command\]'"):
         importlib.import_module("regard.cli")
 
 
