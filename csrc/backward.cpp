@@ -264,8 +264,8 @@ template <class T, class Score> struct Backward {
     }
     if (keys > 0 && p.Q > 0) {
       pack_tile(w, b, g, j0, keys);
-      for (int64_t n = 0; n < blocks; ++n)
-        if (w.reach[n].meets(j0, j1)) run_block(w, n * block_rows, j0, j1, d_keys, d_values);
+      for (int64_t block = 0; block < blocks; ++block)
+        if (w.reach[block].meets(j0, j1)) run_block(w, block * block_rows, j0, j1, d_keys, d_values);
     }
     if (n + 1 < group) return;
     const Matrix dk = matrix_of(gradient.d_k, p.dtype, b, g, p.K, p.D), dv = matrix_of(gradient.d_v, p.dtype, b, g, p.K, p.E);
