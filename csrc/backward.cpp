@@ -240,7 +240,7 @@ template <class T, class Score> struct Backward {
       w.rows.load(score, p, gradient, b, h);
       find_reach(w);
       for (int64_t tile = first; tile < last; ++tile) run_tile(w, b, g, n, tile, group > 1 ? tile - first : 0);
-      if (!shared) store_queries(b, h, w.d_queries, 0, p.Q);
+      if (!shared) store_queries(b, h, w.d_queries);
     }
   }
 
@@ -269,11 +269,10 @@ template <class T, class Score> struct Backward {
     }
     if (n + 1 < group) return;
     const Matrix dk = matrix_of(gradient.d_k, p.dtype, b, g, p.K, p.D), dv = matrix_of(gradient.d_v, p.dtype, b, g, p.K, p.E);
-    for (int64_t j = 0; j < keys; ++j) {
-      score.finish_row(g * group, d_keys + j * Dp);
-      unpack_row<T>(row_of(dk, j0 + j), p.D, dk.column_stride, p.dtype, d_keys + j * Dp, scales.query);
-      unpack_row<T>(row_of(dv, j0 + j), p.E, dv.column_stride, p.dtype, d_values + j * Ep, T(1));
-    }
+    const T one = 1;
+    for (int64_t j = 0; j < keys; ++j) score.finish_row(g * group, d_keys + j * Dp);
+    unpack_rows<T>(dk, j0, keys, d_keys, Dp, &scales.query, 0);
+    unpack_rows<T>(dv, j0, keys, d_values, Ep, &one, 0);
   }
 
   void pack_tile(Work& w, int64_t b, int64_t g, int64_t j0, int64_t keys) const {
@@ -410,14 +409,12 @@ template <class T, class Score> struct Backward {
     return seen_of(span, j0, seen.lo, seen.hi);
   }
 
-  void store_queries(int64_t b, int64_t h, T* d_queries, int64_t from, int64_t to) const {
+  void store_queries(int64_t b, int64_t h, T* d_queries) const {
     score.store_sums(gradient.d_weight, b, h, d_queries + p.Q * (Dp + table), scales.query);
     const Matrix dq = matrix_of(gradient.d_q, p.dtype, b, h, p.Q, p.D);
-    for (int64_t i = from; i < to; ++i) {
-      score.finish_row(h, d_queries + i * Dp);
-      unpack_row<T>(row_of(dq, i), p.D, dq.column_stride, p.dtype, d_queries + i * Dp, scales.query);
-    }
-    for (int64_t i = from; table && i < to; ++i) {
+    for (int64_t i = 0; i < p.Q; ++i) score.finish_row(h, d_queries + i * Dp);
+    unpack_rows<T>(dq, 0, p.Q, d_queries, Dp, &scales.query, 0);
+    for (int64_t i = 0; table && i < p.Q; ++i) {
       T* row = const_cast<T*>(real_row<T>(gradient.d_row_table, b, h, i));
       for (int64_t t = 0; t < table; ++t) row[t] = d_queries[p.Q * Dp + i * table + t] * row_gradients.bias_factor;
     }
@@ -440,7 +437,7 @@ template <class T, class Score> struct Backward {
       }
       if (!sum) continue;
       const int64_t b = (first_head + head) / p.G, g = (first_head + head) % p.G;
-      for (int64_t n = 0; n < group; ++n) store_queries(b, g * group + n, sum + n * per_head, 0, p.Q);
+      for (int64_t n = 0; n < group; ++n) store_queries(b, g * group + n, sum + n * per_head);
     }
   }
 

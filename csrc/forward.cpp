@@ -67,7 +67,7 @@ template <class T, class Score> struct Forward : Strips<T, Forward<T, Score>, Sc
   }
 
   void finish(Room& room, const Walk<T>& w, int64_t s, int m) const {
-    T factor[strip_lanes<T>] = {}, lse[strip_lanes<T>] = {}, sum[strip_lanes<T>] = {}, sink[strip_lanes<T>] = {};
+    T factor[strip_lanes<T>], lse[strip_lanes<T>], sink[strip_lanes<T>] = {};
     if (p.sink)
       for (int r = 0; r < m; ++r) sink[r] = ((const T*)p.sink)[w.rows[s * MR + r].h];
     for (int r = 0; r < m; r += lanes<T>) {
@@ -81,31 +81,41 @@ template <class T, class Score> struct Forward : Strips<T, Forward<T, Score>, Sc
         total = total * shrink + exp2(extra - top);
         peak = top;
       }
-      const auto nothing = total == 0;
-      if (result.lse.data) {
-        alignas(vector_bytes) double logs[lanes<T>];
-        log2_exactly(total, logs);
-        for (int i = 0; i < lanes<T>; ++i) lse[r + i] = total[i] == 0 ? T(-infinity) : T((double(peak[i]) + logs[i]) * ln_2);
-      }
-      store(factor + r, select(nothing, Vec<T>{}, shrink / total * (p.dropout_threshold ? T(p.dropout_scale) : T(1))));
-      store(sum + r, total);
+      store(factor + r, select(total == 0, Vec<T>{}, shrink / total * (p.dropout_threshold ? T(p.dropout_scale) : T(1))));
+      if (result.lse.data) store_lse(total, peak, lse + r);
     }
-    for (int r = 0; r < m; ++r) {
-      if (w.poisoned[s * MR + r] || sum[r] != sum[r]) factor[r] = lse[r] = T(__builtin_nanf(""));
-      finish_row(room, w, s * MR + r, factor[r], lse[r]);
+    for (int r = 0; r < m; ++r)
+      if (w.poisoned[s * MR + r]) factor[r] = lse[r] = T(__builtin_nanf(""));
+    for (int r = 0; r < m;) {
+      const int count = int(least<int64_t>(m - r, p.Q - w.rows[s * MR + r].i));
+      finish_rows(room, w, s * MR + r, count, factor + r, lse + r);
+      r += count;
     }
   }
 
-  void finish_row(Room& room, const Walk<T>& w, int64_t r, T factor, T lse) const {
-    const Row<T>& row = w.rows[r];
-    T* out = room.out + r * Ep;
-    if (room.fresh[r / MR] || factor == 0) __builtin_memset(out, 0, size_t(Ep) * sizeof(T));
-    const Matrix to_out = matrix_of(result.out, p.dtype, row.b, row.h, p.Q, p.E);
-    unpack_row<T>(row_of(to_out, row.i), p.E, to_out.column_stride, p.dtype, out, factor);
-    if (result.lse.data) *const_cast<T*>(real_row<T>(result.lse, row.b, row.h, row.i)) = lse;
-    if (table) {
-      T* to = const_cast<T*>(real_row<T>(result.out_table, row.b, row.h, row.i));
-      for (int64_t t = 0; t < table; ++t) to[t] = room.table[r * table + t] * factor;
+  static void store_lse(Vec<T> total, Vec<T> peak, T* lse) {
+    alignas(vector_bytes) double logs[lanes<T>];
+    log2_exactly(total, logs);
+    alignas(vector_bytes) T sums[lanes<T>], peaks[lanes<T>];
+    store(sums, total), store(peaks, peak);
+    for (int i = 0; i < lanes<T>; ++i) {
+      const T sum = T((double(peaks[i]) + logs[i]) * ln_2);
+      lse[i] = sums[i] == 0 ? T(-infinity) : sums[i] > 0 ? sum : sums[i];
+    }
+  }
+
+  // Rows of one head.
+  void finish_rows(Room& room, const Walk<T>& w, int64_t first, int count, const T* factor, const T* lse) const {
+    const Row<T>& row = w.rows[first];
+    T* out = room.out + first * Ep;
+    for (int r = 0; r < count; ++r)
+      if (room.fresh[first / MR] || factor[r] == 0) __builtin_memset(out + r * Ep, 0, size_t(Ep) * sizeof(T));
+    unpack_rows<T>(matrix_of(result.out, p.dtype, row.b, row.h, p.Q, p.E), row.i, count, out, Ep, factor, 1);
+    if (result.lse.data)
+      for (int r = 0; r < count; ++r) *const_cast<T*>(real_row<T>(result.lse, row.b, row.h, row.i + r)) = lse[r];
+    for (int r = 0; table && r < count; ++r) {
+      T* to = const_cast<T*>(real_row<T>(result.out_table, row.b, row.h, row.i + r));
+      for (int64_t t = 0; t < table; ++t) to[t] = room.table[(first + r) * table + t] * factor[r];
     }
   }
 };

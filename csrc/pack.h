@@ -186,15 +186,29 @@ template <class T> __attribute__((noinline)) bool pack_strip(const RowPointers& 
   return watch.bad();
 }
 
-// numbers[i] * factor, one for each column, to the address of a row.
+// numbers[c] * factor, one for each column, to the address of a row.
+template <class T, class S> REGARD_INLINE void put_row(S* row, int64_t columns, int64_t stride, const T* numbers, T factor) {
+  int64_t c = 0;
+  if (stride == 1)
+    for (; c + lanes<T> <= columns; c += lanes<T>) store_as(row + c, load(numbers + c) * factor);
+  for (; c < columns; c += lanes<T>) store_some(row + c * stride, stride, columns - c, load(numbers + c) * factor);
+}
 template <class T>
 __attribute__((noinline)) void unpack_row(void* row, int64_t columns, int64_t stride, int32_t dtype, const T* numbers, T factor) {
   with_storage<T>(dtype, [&](auto stored) __attribute__((always_inline)) {
+    put_row((typename decltype(stored)::type*)row, columns, stride, numbers, factor);
+  });
+}
+
+// Rows of numbers that lie `pitch` apart to rows [row, row + count); row r is multiplied by factor[r * step].
+template <class T>
+__attribute__((noinline)) void unpack_rows(const Matrix& x, int64_t row, int64_t count, const T* numbers, int64_t pitch,
+                                           const T* factor, int64_t step) {
+  with_storage<T>(x.dtype, [&](auto stored) __attribute__((always_inline)) {
     using S = typename decltype(stored)::type;
-    int64_t c = 0;
-    if (stride == 1)
-      for (; c + lanes<T> <= columns; c += lanes<T>) store_as((S*)row + c, load(numbers + c) * factor);
-    for (; c < columns; c += lanes<T>) store_some((S*)row + c * stride, stride, columns - c, load(numbers + c) * factor);
+    S* to = (S*)row_of(x, row);
+    for (int64_t r = 0; r < count; ++r, to += x.row_stride, numbers += pitch, factor += step)
+      put_row(to, x.columns, x.column_stride, numbers, *factor);
   });
 }
 

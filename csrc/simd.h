@@ -382,12 +382,12 @@ REGARD_INLINE VecD log2(VecD x) {
 // log2 of every lane, as doubles: a log-sum-exp near 10 that was rounded twice on its way
 // would cost a digit of every weight that the backward computes from it.
 REGARD_INLINE void log2_exactly(VecF x, double* out) {
+  typedef float Part __attribute__((vector_size(vector_bytes / 2)));
   REGARD_UNROLL
   for (int half = 0; half < 2; ++half) {
-    VecD wide;
-    REGARD_UNROLL
-    for (int i = 0; i < lanes<double>; ++i) wide[i] = double(x[half * lanes<double> + i]);
-    store(out + half * lanes<double>, log2(wide));
+    Part part;
+    __builtin_memcpy(&part, (const Part*)&x + half, sizeof(part));
+    store(out + half * lanes<double>, log2(__builtin_convertvector(part, VecD)));
   }
 }
 REGARD_INLINE void log2_exactly(VecD x, double* out) { store(out, log2(x)); }
