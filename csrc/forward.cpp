@@ -41,6 +41,7 @@ template <class T, class Score> struct Forward : Strips<T, Forward<T, Score>, Sc
 
   void take(Room& room, const Walk<T>& w, int64_t s, int m, int64_t j0, int64_t lo, int64_t hi) const {
     const Row<T>* rows = w.rows + s * MR;
+    if (room.fresh[s]) fetch_rows(matrix_of(result.out, p.dtype, rows[0].b, rows[0].h, p.Q, p.E), rows[0].i, m);
     T alpha[strip_lanes<T>];
     softmax_strip<T, chunk>(w.scores, lo, hi, room.peak + s * strip_lanes<T>, room.sums + s * MR, alpha);
     if (p.dropout_threshold)

@@ -69,6 +69,8 @@ template <class T> struct PackedKeys {
  private:
   __attribute__((noinline)) void pack(const Matrix& k, const Matrix& v, T factor, int64_t panel) {
     const int64_t key = panel * NR<T>;
+    fetch_rows(k, key + NR<T>, NR<T>);
+    fetch_rows(v, key + NR<T>, NR<T>);
     T* const turned_panel = turned + key * D;
     T* const value_rows = values + key * NR<T>;
     bool found = pack_turned<T>(k, key, factor, turned_panel);

@@ -36,11 +36,17 @@ template <class T, class F> REGARD_INLINE void with_storage(int32_t dtype, F&& f
   else f(Stored<float>{});
 }
 
-// Asks for rows that are read soon: while something else is computed, the processor does not guess which are next. Nothing
-// comes of addresses past the end.
-inline void fetch_rows(const void* first, int64_t row_bytes, int64_t rows, int64_t bytes) {
+// Asks for rows that are needed soon: while something else is computed, the processor does not guess which are next. They
+// come into the second-level cache: the first one has room for few requests, and the work at hand would wait for them.
+// Nothing comes of addresses past the end. (Not inlined, calls that do nothing else would be left out by the compiler.)
+REGARD_INLINE void fetch_rows(const void* first, int64_t row_bytes, int64_t rows, int64_t bytes) {
   for (int64_t r = 0; r < rows; ++r)
-    for (int64_t at = 0; at < bytes; at += 64) __builtin_prefetch((const void*)(uintptr_t(first) + uintptr_t(r * row_bytes + at)));
+    for (int64_t at = 0; at < bytes; at += 64)
+      __builtin_prefetch((const void*)(uintptr_t(first) + uintptr_t(r * row_bytes + at)), 0, 2);
+}
+REGARD_INLINE void fetch_rows(const Matrix& x, int64_t row, int64_t rows) {
+  const int64_t size = int64_t(storage_bytes(x.dtype));
+  if (x.data && x.column_stride == 1) fetch_rows(row_of(x, row), x.row_stride * size, rows, x.columns * size);
 }
 
 // Whether a row holds NaN or an infinity.

@@ -20,6 +20,21 @@ constexpr int64_t largest_block = 96;  // query rows that share them
 constexpr double few_keys = 1100;      // for a strip: queries that meet fewer are read where they lie, and not packed
 constexpr double few_rows = 600;       // for a key: values that meet fewer likewise
 
+// The keys and values of the next head, asked for a few rows at a time while this one is computed.
+struct Ahead {
+  static constexpr int64_t most_bytes = 256 << 10;  // more would drive out what is in use
+  Matrix k, v;
+  int64_t turn = 0, turns = 0;
+
+  REGARD_INLINE void some() {
+    if (turn == turns) return;
+    const int64_t from = k.rows * turn / turns, count = k.rows * (turn + 1) / turns - from;
+    fetch_rows(k, from, count);
+    fetch_rows(v, from, count);
+    ++turn;
+  }
+};
+
 // What one thread has in hand while it walks. Rows are numbered within the block: strip * MR + r.
 template <class T> struct Walk {
   PackedKeys<T> keys;
@@ -28,6 +43,7 @@ template <class T> struct Walk {
   Row<T>* rows;
   Span* spans;
   uint8_t* poisoned;  // a row that has seen a bad key
+  Ahead ahead;
 };
 
 template <class T, class Visitor, class Score = DotScore<T>> struct Strips {
@@ -60,6 +76,8 @@ template <class T, class Visitor, class Score = DotScore<T>> struct Strips {
     at.poisoned = layout.add(strips * MR, 1, 1);
   }
 
+  Matrix keys_of(int64_t head) const { return matrix_of(p.k, p.dtype, head / p.G, head % p.G, p.K, p.D); }
+  Matrix values_of(int64_t head) const { return matrix_of(p.v, p.dtype, head / p.G, head % p.G, p.K, p.E); }
   int64_t units() const { return p.B * p.G * blocks.per_group; }
   int plan(const double*) { return REGARD_OK; }
 
@@ -94,16 +112,19 @@ template <class T, class Visitor, class Score = DotScore<T>> struct Strips {
     char* memory = (char*)thread_scratch(layout.bytes);
     if (!memory) return REGARD_NO_MEMORY;
     Walk<T> w{PackedKeys<T>(p, memory, at.keys, direct_values), {}, {}, (T*)(memory + at.queries), (T*)(memory + at.scores),
-              (Row<T>*)(memory + at.rows), (Span*)(memory + at.spans), (uint8_t*)(memory + at.poisoned)};
+              (Row<T>*)(memory + at.rows), (Span*)(memory + at.spans), (uint8_t*)(memory + at.poisoned), {}};
     const auto& visitor = static_cast<const Visitor&>(*this);
     auto room = visitor.room(memory);
     int64_t head = -1;
     for (int64_t unit = first; unit < last; ++unit) {
       if (unit / blocks.per_group != head) {
         head = unit / blocks.per_group;
-        w.k = matrix_of(p.k, p.dtype, head / p.G, head % p.G, p.K, p.D);
-        w.v = matrix_of(p.v, p.dtype, head / p.G, head % p.G, p.K, p.E);
+        w.k = keys_of(head);
+        w.v = values_of(head);
         w.keys.forget();
+        const bool more = (head + 1) * blocks.per_group < last;
+        if (more && p.K * (p.D + p.E) * int64_t(storage_bytes(p.dtype)) <= Ahead::most_bytes)
+          w.ahead = {keys_of(head + 1), values_of(head + 1), 0, blocks.per_group * strips};
       }
       run_block(w, visitor, room, head / p.G, head % p.G, unit % blocks.per_group);
     }
@@ -174,6 +195,7 @@ template <class T, class Visitor, class Score = DotScore<T>> struct Strips {
     if (w.keys.any_bad)
       for (int r = 0; r < m; ++r)
         w.poisoned[s * MR + r] |= sees_bad_key(w.keys, rows[r], words ? words + r : nullptr, j0, lo, hi);
+    w.ahead.some();
     visitor.take(room, w, s, m, j0, lo, hi);
   }
 };
