@@ -162,6 +162,7 @@ template <class T, class Score> struct Backward {
     HeadRows<T> rows;
     Seen* reach;  // of each block, from the first key that one of its rows may see to the last
     T *keys, *values, *key_panels, *d_keys, *d_values, *scores, *grads, *extra, *d_queries, *d_table, *sums, *diagonal;
+    Ahead ahead;
   };
 
   int run() {
@@ -206,7 +207,7 @@ template <class T, class Score> struct Backward {
     Work w{HeadRows<T>(p, memory, at.rows), (Seen*)(memory + at.reach),
            (T*)(memory + at.keys), (T*)(memory + at.values), (T*)(memory + at.key_panels),
            (T*)(memory + at.d_keys), (T*)(memory + at.d_values), (T*)(memory + at.scores), (T*)(memory + at.grads),
-           (T*)(memory + at.extra), nullptr, nullptr, nullptr, nullptr};
+           (T*)(memory + at.extra), nullptr, nullptr, nullptr, nullptr, {}};
     for (int64_t unit = from; unit < to;) {
       const int64_t head = unit / tiles, first = unit % tiles, last = least(tiles, first + to - unit);
       T* own = (T*)(memory + at.d_queries);
@@ -238,10 +239,26 @@ template <class T, class Score> struct Backward {
         w.diagonal = (T*)diagonal_sums.data + thread * diagonals + at * (p.Q + p.K - 1);
       }
       w.rows.load(score, p, gradient, b, h);
+      look_ahead(w.ahead, b, h, last - first);
       find_reach(w);
       for (int64_t tile = first; tile < last; ++tile) run_tile(w, b, g, n, tile, group > 1 ? tile - first : 0);
       if (!shared) store_queries(b, h, w.d_queries);
     }
+  }
+
+  // What is fetched while a head is computed: what the next one needs, and where its own gradients go.
+  void look_ahead(Ahead& ahead, int64_t b, int64_t h, int64_t own_tiles) const {
+    const int64_t next = b * p.H + h + 1, b1 = next / p.H, h1 = next % p.H;
+    ahead.begin(3 * own_tiles * HeadRows<T>::strips_of(p));
+    ahead.add(matrix_of(gradient.d_q, p.dtype, b, h, p.Q, p.D));
+    ahead.add(matrix_of(gradient.d_k, p.dtype, b, h / group, p.K, p.D));
+    ahead.add(matrix_of(gradient.d_v, p.dtype, b, h / group, p.K, p.E));
+    if (b1 == p.B) return;
+    ahead.add(matrix_of(p.q, p.dtype, b1, h1, p.Q, p.D));
+    ahead.add(matrix_of(gradient.out, p.dtype, b1, h1, p.Q, p.E));
+    ahead.add(matrix_of(gradient.d_out, p.dtype, b1, h1, p.Q, p.E));
+    ahead.add(matrix_of(p.k, p.dtype, b1, h1 / group, p.K, p.D));
+    ahead.add(matrix_of(p.v, p.dtype, b1, h1 / group, p.K, p.E));
   }
 
   void find_reach(Work& w) const {
@@ -325,6 +342,7 @@ template <class T, class Score> struct Backward {
     if (!any) return;
 
     for (int64_t c = 0; c < j1 - j0; c += MR) {
+      w.ahead.some();
       const int m = int(least<int64_t>(MR, j1 - j0 - c));
       int from = 0, to = strips;
       while (from < to && !seen[from].meets(c, c + m)) ++from;
@@ -338,6 +356,7 @@ template <class T, class Score> struct Backward {
                                                 w.rows.query_panels + (i0 + r0) * NR<T>, w.rows.pitch * NR<T>, d_keys + c * Dp, Dp);
     }
     for (int s = 0; s < strips; ++s) {
+      w.ahead.some();
       const int64_t lo = seen[s].lo, keys = seen[s].count();
       if (keys <= 0) continue;
       const int m = int(least<int64_t>(MR, count - s * MR));
@@ -352,6 +371,7 @@ template <class T, class Score> struct Backward {
   }
 
   Seen run_strip(Work& w, int64_t i0, int64_t r0, int m, const Step* steps, int step_count, int64_t j0, int64_t width) const {
+    w.ahead.some();
     const int64_t i = i0 + r0;
     const Row<T>* rows = w.rows.rows + i;
     const Span& span = w.rows.spans[w.rows.strip_at(i)];

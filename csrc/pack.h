@@ -49,6 +49,28 @@ REGARD_INLINE void fetch_rows(const Matrix& x, int64_t row, int64_t rows) {
   if (x.data && x.column_stride == 1) fetch_rows(row_of(x, row), x.row_stride * size, rows, x.columns * size);
 }
 
+// What will be needed, asked for a little at a time between the products of a head: as one burst it would be in their way.
+struct Ahead {
+  static constexpr int64_t most_bytes = 256 << 10;  // more would drive out what is in use
+  Matrix parts[8];
+  int count = 0;
+  int64_t turn = 0, turns = 0, bytes = 0;
+
+  void begin(int64_t wanted_turns) { count = 0, turn = 0, turns = wanted_turns, bytes = 0; }
+  void add(const Matrix& x) {
+    parts[count++] = x;
+    bytes += x.rows * x.columns * int64_t(storage_bytes(x.dtype));
+  }
+  REGARD_INLINE void some() {
+    if (turn >= turns || bytes > most_bytes) return;
+    for (int n = 0; n < count; ++n) {
+      const int64_t from = parts[n].rows * turn / turns;
+      fetch_rows(parts[n], from, parts[n].rows * (turn + 1) / turns - from);
+    }
+    ++turn;
+  }
+};
+
 // Whether a row holds NaN or an infinity.
 template <class T> __attribute__((noinline)) bool row_is_bad(const void* row, int64_t columns, int64_t stride, int32_t dtype) {
   IntVec<T> found{};

@@ -20,21 +20,6 @@ constexpr int64_t largest_block = 96;  // query rows that share them
 constexpr double few_keys = 1100;      // for a strip: queries that meet fewer are read where they lie, and not packed
 constexpr double few_rows = 600;       // for a key: values that meet fewer likewise
 
-// The keys and values of the next head, asked for a few rows at a time while this one is computed.
-struct Ahead {
-  static constexpr int64_t most_bytes = 256 << 10;  // more would drive out what is in use
-  Matrix k, v;
-  int64_t turn = 0, turns = 0;
-
-  REGARD_INLINE void some() {
-    if (turn == turns) return;
-    const int64_t from = k.rows * turn / turns, count = k.rows * (turn + 1) / turns - from;
-    fetch_rows(k, from, count);
-    fetch_rows(v, from, count);
-    ++turn;
-  }
-};
-
 // What one thread has in hand while it walks. Rows are numbered within the block: strip * MR + r.
 template <class T> struct Walk {
   PackedKeys<T> keys;
@@ -122,9 +107,9 @@ template <class T, class Visitor, class Score = DotScore<T>> struct Strips {
         w.k = keys_of(head);
         w.v = values_of(head);
         w.keys.forget();
-        const bool more = (head + 1) * blocks.per_group < last;
-        if (more && p.K * (p.D + p.E) * int64_t(storage_bytes(p.dtype)) <= Ahead::most_bytes)
-          w.ahead = {keys_of(head + 1), values_of(head + 1), 0, blocks.per_group * strips};
+        w.ahead.begin((head + 1) * blocks.per_group < last ? 2 * blocks.per_group * strips : 0);
+        w.ahead.add(keys_of(head + 1));
+        w.ahead.add(values_of(head + 1));
       }
       run_block(w, visitor, room, head / p.G, head % p.G, unit % blocks.per_group);
     }
@@ -184,6 +169,7 @@ template <class T, class Visitor, class Score = DotScore<T>> struct Strips {
     if (lo >= hi) return;
     w.keys.need(score, w.k, w.v, score.key_factor(scales.key), j0 + lo, j0 + hi);
 
+    w.ahead.some();
     const Panels panels = panels_of<T>(seen_of(w.spans[s], j0, lo, hi), lo, hi);
     const T* const keys = w.keys.turned_at(j0 + lo);
     if (direct) fill_direct(rows[0], m, panels, keys, w.scores + lo);
