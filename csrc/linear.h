@@ -60,6 +60,15 @@ template <class T> void turn_panels(const T* panels, int64_t rows, int64_t colum
   }
 }
 
+// Asks for rows of the chunk that comes next, which may lie outside the tensor. Between products, a block of one tensor at
+// a time: more would have to queue. Into the second level: the first is full of states.
+REGARD_INLINE void fetch(const Matrix& x, int64_t row, int count) {
+  const int64_t bytes = int64_t(storage_bytes(x.dtype));
+  for (int64_t r = row; r < row + count; ++r)
+    for (int64_t at = 0; at < x.columns * bytes; at += 64)
+      __builtin_prefetch((const void*)(uintptr_t(x.data) + uintptr_t(r * x.row_stride * bytes + at)), 0, 2);
+}
+
 // state[panel of c][r][NR] += sum over rows i of left(i, r) * right(i, c), both given as panels of a chunk.
 template <class T>
 void add_outer(int64_t rows, const T* left, int64_t left_columns, const T* right, int64_t right_columns, T* state,
@@ -202,10 +211,12 @@ template <class T> struct LinearForward : LinearProblem<T> {
     return pack_panels<T>(v, row, rows, T(1), s.values, chunk_rows * NR<T>) || bad;
   }
 
-  void attend(int64_t b, int64_t h, int64_t row, int64_t rows, bool alone, const Scratch& s) const {
+  void attend(int64_t head, int64_t h, int64_t row, int64_t rows, bool alone, const Scratch& s) const {
+    const int64_t b = head / x.G, next = row + chunk_rows;
+    const Matrix q = this->queries(b, h), k = this->keys(head), v = this->values(head);
     const Matrix out = matrix_of(result.out, x.dtype, b, h, x.N, E);
     T* norm = (T*)result.norm.data + b * result.norm.stride[0] + h * result.norm.stride[1];
-    this->feature_panels(this->queries(b, h), row, rows, s.query_rows);
+    this->feature_panels(q, row, rows, s.query_rows);
     this->turn_features(s.query_rows, rows, s.queries);
     for (int64_t p = 0; p < rows; p += NR<T>)
       multiply<T, 0, 1, Into::overwrite>(1, 1, M, s.state + M * wide_e, s.queries + p * M, 0, s.norms + p, 0);
@@ -213,9 +224,12 @@ template <class T> struct LinearForward : LinearProblem<T> {
     for_blocks<T>(rows, alone, [&](int64_t i, int count) {
       const T* queries = turned_at(s.queries, M, i);
       const int64_t seen = i + count, width = round_up(seen, NR<T>);
+      fetch(q, next + i, count);
       multiply<T, 1, NR<T>, Into::overwrite>(count, width / NR<T>, M, queries, s.turned_keys, M * NR<T>, s.products, chunk_rows);
       drop_future(count, i, width, s.products);
+      fetch(k, next + i, count);
       multiply<T, 1, NR<T>, Into::overwrite>(count, wide_e / NR<T>, M, queries, s.state, M * NR<T>, s.out, wide_e);
+      fetch(v, next + i, count);
       multiply<T, chunk_rows, 1, Into::add>(count, wide_e / NR<T>, seen, s.products, s.values, chunk_rows * NR<T>, s.out, wide_e);
       for (int r = 0; r < count; ++r) {
         Vec<T> sum{};
@@ -244,7 +258,7 @@ template <class T> struct LinearForward : LinearProblem<T> {
   int walk(const Scratch& s, int thread, int threads) const {
     const int64_t work = split.heads * split.segments, group = x.H / x.G;
     for (int64_t w = share(work, thread, threads); w < share(work, thread + 1, threads); ++w) {
-      const int64_t head = w / split.segments, segment = w % split.segments, b = head / x.G, g = head % x.G;
+      const int64_t head = w / split.segments, segment = w % split.segments, g = head % x.G;
       const Matrix k = this->keys(head), v = this->values(head);
       fill<T>(s.state, state_size, 0);
       for (int64_t part = 0; part < segment * split.segments; ++part)
@@ -254,7 +268,7 @@ template <class T> struct LinearForward : LinearProblem<T> {
         const int64_t row = c * chunk_rows, rows = this->rows_of(c);
         const bool bad = pack(k, v, row, rows, s);
         this->turn_features(s.keys, rows, s.turned_keys);
-        for (int64_t h = g * group; h < (g + 1) * group; ++h) attend(b, h, row, rows, bad, s);
+        for (int64_t h = g * group; h < (g + 1) * group; ++h) attend(head, h, row, rows, bad, s);
         if (c + 1 < end) extend_state(rows, s, s.state);
       }
     }

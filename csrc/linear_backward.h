@@ -39,6 +39,9 @@ template <class T> struct LinearBackward : LinearProblem<T> {
     return s;
   }
 
+  Matrix outputs(int64_t b, int64_t h) const { return matrix_of(gradient.out, x.dtype, b, h, x.N, E); }
+  Matrix d_outputs(int64_t b, int64_t h) const { return matrix_of(gradient.d_out, x.dtype, b, h, x.N, E); }
+
   bool pack_keys(int64_t head, int64_t row, int64_t rows, const Scratch& s) const {
     return this->feature_panels(this->keys(head), row, rows, s.keys);
   }
@@ -55,8 +58,7 @@ template <class T> struct LinearBackward : LinearProblem<T> {
 
   // n as rows, and m.
   void prepare(int64_t b, int64_t h, int64_t row, int64_t rows, const Scratch& s) const {
-    const Matrix out = matrix_of(gradient.out, x.dtype, b, h, x.N, E);
-    const Matrix d_out = matrix_of(gradient.d_out, x.dtype, b, h, x.N, E);
+    const Matrix out = outputs(b, h), d_out = d_outputs(b, h);
     const T* norm = (const T*)gradient.norm.data + b * gradient.norm.stride[0] + h * gradient.norm.stride[1];
     with_storage<T>(x.dtype, [&](auto stored) {
       using S = typename decltype(stored)::type;
@@ -100,7 +102,9 @@ template <class T> struct LinearBackward : LinearProblem<T> {
       for (int64_t c = 0; c < NR<T>; ++c) s.turned_future[m * (E + 1) + E * NR<T> + c] = s.future[M * wide_e + m + c];
   }
 
-  void query_gradients(int64_t b, int64_t h, int64_t row, int64_t rows, bool alone, const Scratch& s) const {
+  void query_gradients(int64_t head, int64_t h, int64_t row, int64_t rows, bool alone, const Scratch& s) const {
+    const int64_t b = head / x.G, next = row + chunk_rows;
+    const Matrix q = this->queries(b, h), k = this->keys(head), v = this->values(head), out = outputs(b, h), d_out = d_outputs(b, h);
     const Matrix d_q = matrix_of(gradient.d_q, x.dtype, b, h, x.N, M);
     prepare(b, h, row, rows, s);
     turn_prepared(rows, s);
@@ -108,9 +112,14 @@ template <class T> struct LinearBackward : LinearProblem<T> {
     for_blocks<T>(rows, alone, [&](int64_t i, int count) {
       const T* left = turned_at(s.turned, E + 1, i);
       const int64_t seen = i + count, width = round_up(seen, NR<T>);
+      fetch(q, next + i, count);
+      fetch(k, next + i, count);
       multiply<T, 1, NR<T>, Into::overwrite>(count, width / NR<T>, E + 1, left, s.turned_values, (E + 1) * NR<T>, s.products, chunk_rows);
       drop_future(count, i, width, s.products);
+      fetch(v, next + i, count);
+      fetch(out, next + i, count);
       multiply<T, 1, NR<T>, Into::overwrite>(count, wide_m / NR<T>, E + 1, left, s.past, (E + 1) * NR<T>, s.d_keys, wide_m);
+      fetch(d_out, next + i, count);
       multiply<T, chunk_rows, 1, Into::add>(count, wide_m / NR<T>, seen, s.products, s.keys, chunk_rows * NR<T>, s.d_keys, wide_m);
       for (int r = 0; r < count; ++r) this->store_row(s.queries, i + r, d_q, row, s.d_keys + r * wide_m);
     });
@@ -118,6 +127,8 @@ template <class T> struct LinearBackward : LinearProblem<T> {
 
   // Adds what the queries of one head in this chunk give to the gradients of its keys and values, and to the state.
   void key_gradients(int64_t b, int64_t h, int64_t row, int64_t rows, const Scratch& s) const {
+    const int64_t next = row - chunk_rows;
+    const Matrix q = this->queries(b, h), out = outputs(b, h), d_out = d_outputs(b, h);
     prepare(b, h, row, rows, s);
     turn_prepared(rows, s);
     const bool bad_rows = pack_prepared(rows, s), bad_queries = pack_queries(b, h, row, rows, s);
@@ -125,6 +136,7 @@ template <class T> struct LinearBackward : LinearProblem<T> {
     for_blocks<T>(rows, false, [&](int64_t i, int count) {
       const int64_t width = round_up(i + count, NR<T>);
       T *scores = s.scores + i * chunk_rows, *products = s.products + i * chunk_rows;
+      fetch(q, next + i, count);
       multiply<T, 1, NR<T>, Into::overwrite>(count, width / NR<T>, M, turned_at(s.turned_queries, M, i), s.turned_keys,
                                              M * NR<T>, scores, chunk_rows);
       multiply<T, 1, NR<T>, Into::overwrite>(count, width / NR<T>, E + 1, turned_at(s.turned, E + 1, i), s.turned_values,
@@ -134,8 +146,10 @@ template <class T> struct LinearBackward : LinearProblem<T> {
     });
     for_blocks<T>(rows, bad_rows || bad_queries, [&](int64_t j, int count) {
       const int64_t corner = j * chunk_rows + j;
+      fetch(out, next + j, count);
       multiply<T, 1, chunk_rows, Into::add>(count, wide_e / NR<T>, rows - j, s.scores + corner, s.panels + j * NR<T>,
                                             chunk_rows * NR<T>, s.d_values + j * wide_e, wide_e);
+      fetch(d_out, next + j, count);
       multiply<T, 1, chunk_rows, Into::add>(count, wide_m / NR<T>, rows - j, s.products + corner, s.queries + j * NR<T>,
                                             chunk_rows * NR<T>, s.d_keys + j * wide_m, wide_m);
     });
@@ -143,14 +157,14 @@ template <class T> struct LinearBackward : LinearProblem<T> {
   }
 
   void walk_forward(int64_t head, int64_t segment, const Scratch& s) const {
-    const int64_t end = split.first_chunk((segment + 1) * split.segments), b = head / x.G, group = x.H / x.G;
+    const int64_t end = split.first_chunk((segment + 1) * split.segments), group = x.H / x.G;
     fill<T>(s.past, past_size, 0);
     for (int64_t part = 0; part < segment * split.segments; ++part) accumulate(s.past, past_of(head, part), past_size);
     for (int64_t c = split.first_chunk(segment * split.segments); c < end; ++c) {
       const int64_t row = c * chunk_rows, rows = this->rows_of(c), first = head % x.G * group;
       const bool bad = pack_keys(head, row, rows, s);
       turn_values(head, row, rows, s);
-      for (int64_t h = first; h < first + group; ++h) query_gradients(b, h, row, rows, bad, s);
+      for (int64_t h = first; h < first + group; ++h) query_gradients(head, h, row, rows, bad, s);
       if (c + 1 == end) break;
       pack_values(head, row, rows, s);
       extend_past(rows, s, s.past);
@@ -159,19 +173,22 @@ template <class T> struct LinearBackward : LinearProblem<T> {
 
   void walk_backward(int64_t head, int64_t segment, const Scratch& s) const {
     const int64_t start = split.first_chunk(segment * split.segments), b = head / x.G, g = head % x.G, group = x.H / x.G;
+    const Matrix k = this->keys(head), v = this->values(head);
     const Matrix d_k = matrix_of(gradient.d_k, x.dtype, b, g, x.N, M), d_v = matrix_of(gradient.d_v, x.dtype, b, g, x.N, E);
     fill<T>(s.future, future_size, 0);
     for (int64_t part = (segment + 1) * split.segments; part < split.parts(); ++part)
       accumulate(s.future, future_of(head, part), future_size);
     for (int64_t c = split.first_chunk((segment + 1) * split.segments) - 1; c >= start; --c) {
-      const int64_t row = c * chunk_rows, rows = this->rows_of(c);
+      const int64_t row = c * chunk_rows, rows = this->rows_of(c), next = row - chunk_rows;
       pack_keys(head, row, rows, s);
       this->turn_features(s.keys, rows, s.turned_keys);
       turn_values(head, row, rows, s);
       turn_future(s);
       for_blocks<T>(rows, false, [&](int64_t j, int count) {
+        fetch(k, next + j, count);
         multiply<T, 1, NR<T>, Into::overwrite>(count, wide_e / NR<T>, M, turned_at(s.turned_keys, M, j), s.future, M * NR<T>,
                                                s.d_values + j * wide_e, wide_e);
+        fetch(v, next + j, count);
         multiply<T, 1, NR<T>, Into::overwrite>(count, wide_m / NR<T>, E + 1, turned_at(s.turned_values, E + 1, j),
                                                s.turned_future, (E + 1) * NR<T>, s.d_keys + j * wide_m, wide_m);
       });
