@@ -25,10 +25,11 @@ template <class T> void make_features(T* x, int64_t n) {
 }
 template <class T> constexpr int32_t dtype_of = sizeof(T) == 8 ? REGARD_FLOAT64 : REGARD_FLOAT32;
 
-// Blocks of at most MR rows that do not cross a panel: f(first row, rows). What a row may not see is multiplied by zero,
-// and NaN times zero is NaN: where there is one, every row is a block of its own.
+// Blocks of rows that do not cross a panel: f(first row, rows). What a row may not see is multiplied by zero: the smaller
+// the block, the less; below 8 rows the products become slow. And NaN times zero is NaN: where there is one, every row is a
+// block of its own.
 template <class T, class F> REGARD_INLINE void for_blocks(int64_t rows, bool alone, F&& f) {
-  constexpr int pieces = (NR<T> + MR - 1) / MR;
+  constexpr int most = MR < 8 ? MR : 8, pieces = (NR<T> + most - 1) / most;
   const int block = alone ? 1 : (NR<T> + pieces - 1) / pieces;
   for (int64_t panel = 0; panel < rows; panel += NR<T>) {
     const int64_t end = least<int64_t>(panel + NR<T>, rows);
@@ -105,8 +106,12 @@ struct LinearSplit {
   int64_t first_chunk(int64_t part) const { return chunks * part / parts(); }
 };
 
-// products[r][j] = 0 where key j lies behind query i + r.
-template <class T> REGARD_INLINE void drop_future(int count, int64_t i, int64_t width, T* products) {
+// products[r][j] of query i + r and key j, and 0 where the key lies behind the query.
+template <class T>
+REGARD_INLINE void multiply_seen(int count, int64_t i, int64_t depth, const T* queries, const T* keys, T* products) {
+  const int64_t seen = i + count, width = round_up(seen, NR<T>);
+  multiply_wanted<T, 1, NR<T>>(count, {width / NR<T>, false, width - seen >= lanes<T>}, depth, queries, keys, depth * NR<T>,
+                               products, chunk_rows);
   for (int r = 0; r < count; ++r)
     for (int64_t j = i + r + 1; j < width; ++j) products[r * chunk_rows + j] = 0;
 }
@@ -223,17 +228,15 @@ template <class T> struct LinearForward : LinearProblem<T> {
 
     for_blocks<T>(rows, alone, [&](int64_t i, int count) {
       const T* queries = turned_at(s.queries, M, i);
-      const int64_t seen = i + count, width = round_up(seen, NR<T>);
       fetch(q, next + i, count);
-      multiply<T, 1, NR<T>, Into::overwrite>(count, width / NR<T>, M, queries, s.turned_keys, M * NR<T>, s.products, chunk_rows);
-      drop_future(count, i, width, s.products);
+      multiply_seen(count, i, M, queries, s.turned_keys, s.products);
       fetch(k, next + i, count);
       multiply<T, 1, NR<T>, Into::overwrite>(count, wide_e / NR<T>, M, queries, s.state, M * NR<T>, s.out, wide_e);
       fetch(v, next + i, count);
-      multiply<T, chunk_rows, 1, Into::add>(count, wide_e / NR<T>, seen, s.products, s.values, chunk_rows * NR<T>, s.out, wide_e);
+      multiply<T, chunk_rows, 1, Into::add>(count, wide_e / NR<T>, i + count, s.products, s.values, chunk_rows * NR<T>, s.out, wide_e);
       for (int r = 0; r < count; ++r) {
         Vec<T> sum{};
-        for (int64_t j = 0; j < width; j += lanes<T>) sum += load(s.products + r * chunk_rows + j);
+        for (int64_t j = 0; j < i + count; j += lanes<T>) sum += load(s.products + r * chunk_rows + j);
         const T total = s.norms[i + r] + reduce_add<T>(sum);
         unpack_row<T>(row_of(out, row + i + r), E, out.column_stride, x.dtype, s.out + r * wide_e, total == 0 ? T(0) : 1 / total);
         norm[(row + i + r) * result.norm.stride[2]] = total;

@@ -111,16 +111,14 @@ template <class T> struct LinearBackward : LinearProblem<T> {
     if (x.map == REGARD_ELU) pack_queries(b, h, row, rows, s);
     for_blocks<T>(rows, alone, [&](int64_t i, int count) {
       const T* left = turned_at(s.turned, E + 1, i);
-      const int64_t seen = i + count, width = round_up(seen, NR<T>);
       fetch(q, next + i, count);
       fetch(k, next + i, count);
-      multiply<T, 1, NR<T>, Into::overwrite>(count, width / NR<T>, E + 1, left, s.turned_values, (E + 1) * NR<T>, s.products, chunk_rows);
-      drop_future(count, i, width, s.products);
+      multiply_seen(count, i, E + 1, left, s.turned_values, s.products);
       fetch(v, next + i, count);
       fetch(out, next + i, count);
       multiply<T, 1, NR<T>, Into::overwrite>(count, wide_m / NR<T>, E + 1, left, s.past, (E + 1) * NR<T>, s.d_keys, wide_m);
       fetch(d_out, next + i, count);
-      multiply<T, chunk_rows, 1, Into::add>(count, wide_m / NR<T>, seen, s.products, s.keys, chunk_rows * NR<T>, s.d_keys, wide_m);
+      multiply<T, chunk_rows, 1, Into::add>(count, wide_m / NR<T>, i + count, s.products, s.keys, chunk_rows * NR<T>, s.d_keys, wide_m);
       for (int r = 0; r < count; ++r) this->store_row(s.queries, i + r, d_q, row, s.d_keys + r * wide_m);
     });
   }
@@ -134,15 +132,9 @@ template <class T> struct LinearBackward : LinearProblem<T> {
     const bool bad_rows = pack_prepared(rows, s), bad_queries = pack_queries(b, h, row, rows, s);
     this->turn_features(s.queries, rows, s.turned_queries);
     for_blocks<T>(rows, false, [&](int64_t i, int count) {
-      const int64_t width = round_up(i + count, NR<T>);
-      T *scores = s.scores + i * chunk_rows, *products = s.products + i * chunk_rows;
       fetch(q, next + i, count);
-      multiply<T, 1, NR<T>, Into::overwrite>(count, width / NR<T>, M, turned_at(s.turned_queries, M, i), s.turned_keys,
-                                             M * NR<T>, scores, chunk_rows);
-      multiply<T, 1, NR<T>, Into::overwrite>(count, width / NR<T>, E + 1, turned_at(s.turned, E + 1, i), s.turned_values,
-                                             (E + 1) * NR<T>, products, chunk_rows);
-      drop_future(count, i, width, scores);
-      drop_future(count, i, width, products);
+      multiply_seen(count, i, M, turned_at(s.turned_queries, M, i), s.turned_keys, s.scores + i * chunk_rows);
+      multiply_seen(count, i, E + 1, turned_at(s.turned, E + 1, i), s.turned_values, s.products + i * chunk_rows);
     });
     for_blocks<T>(rows, bad_rows || bad_queries, [&](int64_t j, int count) {
       const int64_t corner = j * chunk_rows + j;
