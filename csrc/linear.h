@@ -70,13 +70,20 @@ REGARD_INLINE void fetch(const Matrix& x, int64_t row, int count) {
       __builtin_prefetch((const void*)(uintptr_t(x.data) + uintptr_t(r * x.row_stride * bytes + at)), 0, 2);
 }
 
-// state[panel of c][r][NR] += sum over rows i of left(i, r) * right(i, c), both given as panels of a chunk.
+// The right operand of a product over rows: panels of a chunk, or rows of any length.
+template <class T> struct Right {
+  const T* first;
+  int64_t panel = chunk_rows * NR<T>, row = NR<T>;
+};
+
+// state[panel of c][r][NR] += sum over rows i of left(i, r) * right(i, c), the left ones given as panels of a chunk.
 template <class T>
-void add_outer(int64_t rows, const T* left, int64_t left_columns, const T* right, int64_t right_columns, T* state,
+void add_outer(int64_t rows, const T* left, int64_t left_columns, Right<T> right, int64_t right_columns, T* state,
                int64_t state_panel) {
-  for (int64_t c = 0; c < right_columns; c += NR<T>, right += chunk_rows * NR<T>, state += state_panel)
+  for (int64_t c = 0; c < right_columns; c += NR<T>, right.first += right.panel, state += state_panel)
     for_blocks<T>(left_columns, false, [&](int64_t r, int count) {
-      multiply<T, 1, NR<T>, Into::add>(count, 1, rows, panels_at(left, chunk_rows * NR<T>, r), right, 0, state + r * NR<T>, NR<T>);
+      multiply<T, 1, NR<T>, Into::add>(count, 1, rows, panels_at(left, chunk_rows * NR<T>, r), right.first, 0,
+                                       state + r * NR<T>, NR<T>, nullptr, right.row);
     });
 }
 
@@ -107,11 +114,12 @@ struct LinearSplit {
 };
 
 // products[r][j] of query i + r and key j, and 0 where the key lies behind the query.
-template <class T>
-REGARD_INLINE void multiply_seen(int count, int64_t i, int64_t depth, const T* queries, const T* keys, T* products) {
+template <int ARow, int AStep, class T>
+REGARD_INLINE void multiply_seen(int count, int64_t i, int64_t depth, const T* queries, const T* keys, T* products,
+                                 int64_t a_row = 0) {
   const int64_t seen = i + count, width = round_up(seen, NR<T>);
-  multiply_wanted<T, 1, NR<T>>(count, {width / NR<T>, false, width - seen >= lanes<T>}, depth, queries, keys, depth * NR<T>,
-                               products, chunk_rows);
+  multiply_wanted<T, ARow, AStep>(count, {width / NR<T>, false, width - seen >= lanes<T>}, depth, queries, keys, depth * NR<T>,
+                                  products, chunk_rows, a_row);
   for (int r = 0; r < count; ++r)
     for (int64_t j = i + r + 1; j < width; ++j) products[r * chunk_rows + j] = 0;
 }
@@ -207,7 +215,7 @@ template <class T> struct LinearForward : LinearProblem<T> {
 
   void extend_state(int64_t rows, const Scratch& s, T* state) const {
     const T one = 1;
-    add_outer<T>(rows, s.keys, M, s.values, wide_e, state, M * NR<T>);
+    add_outer<T>(rows, s.keys, M, {s.values}, wide_e, state, M * NR<T>);
     multiply<T, 0, 0, Into::add>(1, wide_m / NR<T>, rows, &one, s.keys, chunk_rows * NR<T>, state + M * wide_e, 0);
   }
 
@@ -229,7 +237,7 @@ template <class T> struct LinearForward : LinearProblem<T> {
     for_blocks<T>(rows, alone, [&](int64_t i, int count) {
       const T* queries = turned_at(s.queries, M, i);
       fetch(q, next + i, count);
-      multiply_seen(count, i, M, queries, s.turned_keys, s.products);
+      multiply_seen<1, NR<T>>(count, i, M, queries, s.turned_keys, s.products);
       fetch(k, next + i, count);
       multiply<T, 1, NR<T>, Into::overwrite>(count, wide_e / NR<T>, M, queries, s.state, M * NR<T>, s.out, wide_e);
       fetch(v, next + i, count);
