@@ -61,8 +61,9 @@ template <class T> void turn_panels(const T* panels, int64_t rows, int64_t colum
   }
 }
 
-// Asks for rows of the chunk that comes next, which may lie outside the tensor. Between products, a block of one tensor at
-// a time: more would have to queue. Into the second level: the first is full of states.
+// Asks for rows: those that the next chunk reads, which may lie outside the tensor, and those that a block writes. Between
+// products, a block of one tensor or two at a time: more would have to queue. Into the second level: the first is full of
+// states.
 REGARD_INLINE void fetch(const Matrix& x, int64_t row, int count) {
   const int64_t bytes = int64_t(storage_bytes(x.dtype));
   for (int64_t r = row; r < row + count; ++r)
@@ -241,6 +242,7 @@ template <class T> struct LinearForward : LinearProblem<T> {
       fetch(k, next + i, count);
       multiply<T, 1, NR<T>, Into::overwrite>(count, wide_e / NR<T>, M, queries, s.state, M * NR<T>, s.out, wide_e);
       fetch(v, next + i, count);
+      fetch(out, row + i, count);
       multiply<T, chunk_rows, 1, Into::add>(count, wide_e / NR<T>, i + count, s.products, s.values, chunk_rows * NR<T>, s.out, wide_e);
       for (int r = 0; r < count; ++r) {
         Vec<T> sum{};

@@ -100,8 +100,8 @@ template <class T> struct LinearBackward : LinearProblem<T> {
 
   void query_gradients(int64_t head, int64_t h, int64_t row, int64_t rows, bool alone, const Scratch& s) const {
     const int64_t b = head / x.G, next = row + chunk_rows;
-    const Matrix q = this->queries(b, h), k = this->keys(head), v = this->values(head), out = outputs(b, h), d_out = d_outputs(b, h);
-    const Matrix d_q = matrix_of(gradient.d_q, x.dtype, b, h, x.N, M);
+    const Matrix q = this->queries(b, h), k = this->keys(head), v = this->values(head);
+    const Matrix out = outputs(b, h), d_out = d_outputs(b, h), d_q = matrix_of(gradient.d_q, x.dtype, b, h, x.N, M);
     prepare(b, h, row, rows, s);
     if (x.map == REGARD_ELU) pack_queries(b, h, row, rows, s);
     for_blocks<T>(rows, alone, [&](int64_t i, int count) {
@@ -114,6 +114,7 @@ template <class T> struct LinearBackward : LinearProblem<T> {
       multiply<T, any_row, 1, Into::overwrite>(count, wide_m / NR<T>, E + 1, left, s.past, (E + 1) * NR<T>, s.d_keys, wide_m,
                                                nullptr, NR<T>, pitch);
       fetch(d_out, next + i, count);
+      fetch(d_q, row + i, count);
       multiply<T, chunk_rows, 1, Into::add>(count, wide_m / NR<T>, i + count, s.products, s.keys, chunk_rows * NR<T>, s.d_keys, wide_m);
       for (int r = 0; r < count; ++r) this->store_row(s.queries, i + r, d_q, row, s.d_keys + r * wide_m);
     });
@@ -172,9 +173,11 @@ template <class T> struct LinearBackward : LinearProblem<T> {
       turn_future(s);
       for_blocks<T>(rows, false, [&](int64_t j, int count) {
         fetch(k, next + j, count);
+        fetch(d_k, row + j, count);
         multiply<T, 1, NR<T>, Into::overwrite>(count, wide_e / NR<T>, M, turned_at(s.turned_keys, M, j), s.future, M * NR<T>,
                                                s.d_values + j * wide_e, wide_e);
         fetch(v, next + j, count);
+        fetch(d_v, row + j, count);
         multiply<T, 1, NR<T>, Into::overwrite>(count, wide_m / NR<T>, E + 1, turned_at(s.turned_values, E + 1, j),
                                                s.turned_future, (E + 1) * NR<T>, s.d_keys + j * wide_m, wide_m);
       });
