@@ -25,10 +25,11 @@ template <class T> void make_features(T* x, int64_t n) {
 }
 template <class T> constexpr int32_t dtype_of = sizeof(T) == 8 ? REGARD_FLOAT64 : REGARD_FLOAT32;
 
-// Blocks of at most MR rows that do not cross a panel: f(first row, rows). What a row may not see is multiplied by zero,
-// and NaN times zero is NaN: where there is one, every row is a block of its own.
+// Blocks of rows that do not cross a panel: f(first row, rows). What a row may not see is multiplied by zero: the smaller
+// the block, the less; below 8 rows the products become slow. And NaN times zero is NaN: where there is one, every row is a
+// block of its own.
 template <class T, class F> REGARD_INLINE void for_blocks(int64_t rows, bool alone, F&& f) {
-  constexpr int pieces = (NR<T> + MR - 1) / MR;
+  constexpr int most = MR < 8 ? MR : 8, pieces = (NR<T> + most - 1) / most;
   const int block = alone ? 1 : (NR<T> + pieces - 1) / pieces;
   for (int64_t panel = 0; panel < rows; panel += NR<T>) {
     const int64_t end = least<int64_t>(panel + NR<T>, rows);
@@ -60,13 +61,30 @@ template <class T> void turn_panels(const T* panels, int64_t rows, int64_t colum
   }
 }
 
-// state[panel of c][r][NR] += sum over rows i of left(i, r) * right(i, c), both given as panels of a chunk.
+// Asks for rows: those that the next chunk reads, which may lie outside the tensor, and those that a block writes. Between
+// products, a block of one tensor or two at a time: more would have to queue. Into the second level: the first is full of
+// states.
+REGARD_INLINE void fetch(const Matrix& x, int64_t row, int count) {
+  const int64_t bytes = int64_t(storage_bytes(x.dtype));
+  for (int64_t r = row; r < row + count; ++r)
+    for (int64_t at = 0; at < x.columns * bytes; at += 64)
+      __builtin_prefetch((const void*)(uintptr_t(x.data) + uintptr_t(r * x.row_stride * bytes + at)), 0, 2);
+}
+
+// The right operand of a product over rows: panels of a chunk, or rows of any length.
+template <class T> struct Right {
+  const T* first;
+  int64_t panel = chunk_rows * NR<T>, row = NR<T>;
+};
+
+// state[panel of c][r][NR] += sum over rows i of left(i, r) * right(i, c), the left ones given as panels of a chunk.
 template <class T>
-void add_outer(int64_t rows, const T* left, int64_t left_columns, const T* right, int64_t right_columns, T* state,
+void add_outer(int64_t rows, const T* left, int64_t left_columns, Right<T> right, int64_t right_columns, T* state,
                int64_t state_panel) {
-  for (int64_t c = 0; c < right_columns; c += NR<T>, right += chunk_rows * NR<T>, state += state_panel)
+  for (int64_t c = 0; c < right_columns; c += NR<T>, right.first += right.panel, state += state_panel)
     for_blocks<T>(left_columns, false, [&](int64_t r, int count) {
-      multiply<T, 1, NR<T>, Into::add>(count, 1, rows, panels_at(left, chunk_rows * NR<T>, r), right, 0, state + r * NR<T>, NR<T>);
+      multiply<T, 1, NR<T>, Into::add>(count, 1, rows, panels_at(left, chunk_rows * NR<T>, r), right.first, 0,
+                                       state + r * NR<T>, NR<T>, nullptr, right.row);
     });
 }
 
@@ -96,8 +114,13 @@ struct LinearSplit {
   int64_t first_chunk(int64_t part) const { return chunks * part / parts(); }
 };
 
-// products[r][j] = 0 where key j lies behind query i + r.
-template <class T> REGARD_INLINE void drop_future(int count, int64_t i, int64_t width, T* products) {
+// products[r][j] of query i + r and key j, and 0 where the key lies behind the query.
+template <int ARow, int AStep, class T>
+REGARD_INLINE void multiply_seen(int count, int64_t i, int64_t depth, const T* queries, const T* keys, T* products,
+                                 int64_t a_row = 0) {
+  const int64_t seen = i + count, width = round_up(seen, NR<T>);
+  multiply_wanted<T, ARow, AStep>(count, {width / NR<T>, false, width - seen >= lanes<T>}, depth, queries, keys, depth * NR<T>,
+                                  products, chunk_rows, a_row);
   for (int r = 0; r < count; ++r)
     for (int64_t j = i + r + 1; j < width; ++j) products[r * chunk_rows + j] = 0;
 }
@@ -193,7 +216,7 @@ template <class T> struct LinearForward : LinearProblem<T> {
 
   void extend_state(int64_t rows, const Scratch& s, T* state) const {
     const T one = 1;
-    add_outer<T>(rows, s.keys, M, s.values, wide_e, state, M * NR<T>);
+    add_outer<T>(rows, s.keys, M, {s.values}, wide_e, state, M * NR<T>);
     multiply<T, 0, 0, Into::add>(1, wide_m / NR<T>, rows, &one, s.keys, chunk_rows * NR<T>, state + M * wide_e, 0);
   }
 
@@ -202,24 +225,28 @@ template <class T> struct LinearForward : LinearProblem<T> {
     return pack_panels<T>(v, row, rows, T(1), s.values, chunk_rows * NR<T>) || bad;
   }
 
-  void attend(int64_t b, int64_t h, int64_t row, int64_t rows, bool alone, const Scratch& s) const {
+  void attend(int64_t head, int64_t h, int64_t row, int64_t rows, bool alone, const Scratch& s) const {
+    const int64_t b = head / x.G, next = row + chunk_rows;
+    const Matrix q = this->queries(b, h), k = this->keys(head), v = this->values(head);
     const Matrix out = matrix_of(result.out, x.dtype, b, h, x.N, E);
     T* norm = (T*)result.norm.data + b * result.norm.stride[0] + h * result.norm.stride[1];
-    this->feature_panels(this->queries(b, h), row, rows, s.query_rows);
+    this->feature_panels(q, row, rows, s.query_rows);
     this->turn_features(s.query_rows, rows, s.queries);
     for (int64_t p = 0; p < rows; p += NR<T>)
       multiply<T, 0, 1, Into::overwrite>(1, 1, M, s.state + M * wide_e, s.queries + p * M, 0, s.norms + p, 0);
 
     for_blocks<T>(rows, alone, [&](int64_t i, int count) {
       const T* queries = turned_at(s.queries, M, i);
-      const int64_t seen = i + count, width = round_up(seen, NR<T>);
-      multiply<T, 1, NR<T>, Into::overwrite>(count, width / NR<T>, M, queries, s.turned_keys, M * NR<T>, s.products, chunk_rows);
-      drop_future(count, i, width, s.products);
+      fetch(q, next + i, count);
+      multiply_seen<1, NR<T>>(count, i, M, queries, s.turned_keys, s.products);
+      fetch(k, next + i, count);
       multiply<T, 1, NR<T>, Into::overwrite>(count, wide_e / NR<T>, M, queries, s.state, M * NR<T>, s.out, wide_e);
-      multiply<T, chunk_rows, 1, Into::add>(count, wide_e / NR<T>, seen, s.products, s.values, chunk_rows * NR<T>, s.out, wide_e);
+      fetch(v, next + i, count);
+      fetch(out, row + i, count);
+      multiply<T, chunk_rows, 1, Into::add>(count, wide_e / NR<T>, i + count, s.products, s.values, chunk_rows * NR<T>, s.out, wide_e);
       for (int r = 0; r < count; ++r) {
         Vec<T> sum{};
-        for (int64_t j = 0; j < width; j += lanes<T>) sum += load(s.products + r * chunk_rows + j);
+        for (int64_t j = 0; j < i + count; j += lanes<T>) sum += load(s.products + r * chunk_rows + j);
         const T total = s.norms[i + r] + reduce_add<T>(sum);
         unpack_row<T>(row_of(out, row + i + r), E, out.column_stride, x.dtype, s.out + r * wide_e, total == 0 ? T(0) : 1 / total);
         norm[(row + i + r) * result.norm.stride[2]] = total;
@@ -244,7 +271,7 @@ template <class T> struct LinearForward : LinearProblem<T> {
   int walk(const Scratch& s, int thread, int threads) const {
     const int64_t work = split.heads * split.segments, group = x.H / x.G;
     for (int64_t w = share(work, thread, threads); w < share(work, thread + 1, threads); ++w) {
-      const int64_t head = w / split.segments, segment = w % split.segments, b = head / x.G, g = head % x.G;
+      const int64_t head = w / split.segments, segment = w % split.segments, g = head % x.G;
       const Matrix k = this->keys(head), v = this->values(head);
       fill<T>(s.state, state_size, 0);
       for (int64_t part = 0; part < segment * split.segments; ++part)
@@ -254,7 +281,7 @@ template <class T> struct LinearForward : LinearProblem<T> {
         const int64_t row = c * chunk_rows, rows = this->rows_of(c);
         const bool bad = pack(k, v, row, rows, s);
         this->turn_features(s.keys, rows, s.turned_keys);
-        for (int64_t h = g * group; h < (g + 1) * group; ++h) attend(b, h, row, rows, bad, s);
+        for (int64_t h = g * group; h < (g + 1) * group; ++h) attend(head, h, row, rows, bad, s);
         if (c + 1 < end) extend_state(rows, s, s.state);
       }
     }

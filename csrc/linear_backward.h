@@ -16,15 +16,17 @@ template <class T> struct LinearBackward : LinearProblem<T> {
   const regard_linear_gradient& gradient;
   const int64_t past_size;    // panels[M / NR][E + 1][NR]
   const int64_t future_size;  // panels[E / NR][M][NR], then the sum of m q
+  const int64_t pitch;        // of rows of n
   T* states = nullptr;        // past and future of the parts of all heads
 
   LinearBackward(const regard_linear& x, const regard_linear_gradient& gradient)
-      : Problem(x), gradient(gradient), past_size((E + 1) * wide_m), future_size(M * wide_e + wide_m) {}
+      : Problem(x), gradient(gradient), past_size((E + 1) * wide_m), future_size(M * wide_e + wide_m),
+        pitch(round_up(E + 1, NR<T>)) {}
 
   struct Scratch {
     T *past, *future, *turned_future;
     T *keys, *turned_keys, *values, *turned_values, *queries, *turned_queries;  // a chunk of rows each
-    T *rows, *panels, *turned, *appended;                                       // n, and m
+    T *rows, *appended;                                                         // n with m at its end, and m alone
     T *scores, *products, *d_keys, *d_values;
   };
   Scratch lay_out(Parts<T>& part) const {
@@ -34,10 +36,13 @@ template <class T> struct LinearBackward : LinearProblem<T> {
     s.keys = part(n, wide_m), s.turned_keys = part(n, M);
     s.values = part(n, wide_e), s.turned_values = part(n, E + 1);
     s.queries = part(n, wide_m), s.turned_queries = part(n, M);
-    s.rows = part(n, wide_e), s.panels = part(n, wide_e), s.turned = part(n, E + 1), s.appended = part(1, n);
+    s.rows = part(n, pitch), s.appended = part(1, n);
     s.scores = part(n, n), s.products = part(n, n), s.d_keys = part(n, wide_m), s.d_values = part(n, wide_e);
     return s;
   }
+
+  Matrix outputs(int64_t b, int64_t h) const { return matrix_of(gradient.out, x.dtype, b, h, x.N, E); }
+  Matrix d_outputs(int64_t b, int64_t h) const { return matrix_of(gradient.d_out, x.dtype, b, h, x.N, E); }
 
   bool pack_keys(int64_t head, int64_t row, int64_t rows, const Scratch& s) const {
     return this->feature_panels(this->keys(head), row, rows, s.keys);
@@ -53,42 +58,35 @@ template <class T> struct LinearBackward : LinearProblem<T> {
     return this->feature_panels(this->queries(b, h), row, rows, s.queries);
   }
 
-  // n as rows, and m.
-  void prepare(int64_t b, int64_t h, int64_t row, int64_t rows, const Scratch& s) const {
-    const Matrix out = matrix_of(gradient.out, x.dtype, b, h, x.N, E);
-    const Matrix d_out = matrix_of(gradient.d_out, x.dtype, b, h, x.N, E);
+  // n and m. Returns whether NaN or an infinity was met in n.
+  bool prepare(int64_t b, int64_t h, int64_t row, int64_t rows, const Scratch& s) const {
+    const Matrix out = outputs(b, h), d_out = d_outputs(b, h);
     const T* norm = (const T*)gradient.norm.data + b * gradient.norm.stride[0] + h * gradient.norm.stride[1];
+    Watch<T> watch;
     with_storage<T>(x.dtype, [&](auto stored) {
       using S = typename decltype(stored)::type;
       for (int64_t i = 0; i < rows; ++i) {
         const T total = norm[(row + i) * gradient.norm.stride[2]], factor = total == 0 ? T(0) : 1 / total;
         Vec<T> sum{};
         for (int64_t e = 0; e < E; e += lanes<T>) {
-          const Vec<T> d = load_some(at<S>(d_out, row + i, e), d_out.column_stride, E - e) * factor;
+          const Vec<T> d = watch(load_some(at<S>(d_out, row + i, e), d_out.column_stride, E - e) * factor);
           sum += d * load_some(at<S>(out, row + i, e), out.column_stride, E - e);
-          store(s.rows + i * wide_e + e, d);
+          store(s.rows + i * pitch + e, d);
         }
-        s.appended[i] = -reduce_add<T>(sum);
+        s.rows[i * pitch + E] = s.appended[i] = -reduce_add<T>(sum);
       }
     });
-  }
-  Matrix prepared(int64_t rows, const Scratch& s) const { return {s.rows, wide_e, 1, rows, E, dtype_of<T>}; }
-  bool pack_prepared(int64_t rows, const Scratch& s) const {
-    return pack_panels<T>(prepared(rows, s), 0, rows, T(1), s.panels, chunk_rows * NR<T>);
-  }
-  void turn_prepared(int64_t rows, const Scratch& s) const {
-    turn_rows<T>(prepared(rows, s), 0, rows, E + 1, s.turned);
-    for (int64_t i = 0; i < rows; ++i) s.turned[i / NR<T> * (E + 1) * NR<T> + E * NR<T> + i % NR<T>] = s.appended[i];
+    return watch.bad();
   }
 
   void extend_past(int64_t rows, const Scratch& s, T* past) const {
     const T one = 1;
-    add_outer<T>(rows, s.values, E, s.keys, wide_m, past, (E + 1) * NR<T>);
+    add_outer<T>(rows, s.values, E, {s.keys}, wide_m, past, (E + 1) * NR<T>);
     for (int64_t m = 0; m < wide_m; m += NR<T>)
       multiply<T, 0, 0, Into::add>(1, 1, rows, &one, s.keys + m * chunk_rows, 0, past + (m + NR<T>) * (E + 1) - NR<T>, 0);
   }
   void extend_future(int64_t rows, const Scratch& s, T* future) const {
-    add_outer<T>(rows, s.queries, M, s.panels, wide_e, future, M * NR<T>);
+    add_outer<T>(rows, s.queries, M, {s.rows, NR<T>, pitch}, wide_e, future, M * NR<T>);
     multiply<T, 0, 1, Into::add>(1, wide_m / NR<T>, rows, s.appended, s.queries, chunk_rows * NR<T>, future + M * wide_e, 0);
   }
   void turn_future(const Scratch& s) const {
@@ -100,42 +98,45 @@ template <class T> struct LinearBackward : LinearProblem<T> {
       for (int64_t c = 0; c < NR<T>; ++c) s.turned_future[m * (E + 1) + E * NR<T> + c] = s.future[M * wide_e + m + c];
   }
 
-  void query_gradients(int64_t b, int64_t h, int64_t row, int64_t rows, bool alone, const Scratch& s) const {
-    const Matrix d_q = matrix_of(gradient.d_q, x.dtype, b, h, x.N, M);
+  void query_gradients(int64_t head, int64_t h, int64_t row, int64_t rows, bool alone, const Scratch& s) const {
+    const int64_t b = head / x.G, next = row + chunk_rows;
+    const Matrix q = this->queries(b, h), k = this->keys(head), v = this->values(head);
+    const Matrix out = outputs(b, h), d_out = d_outputs(b, h), d_q = matrix_of(gradient.d_q, x.dtype, b, h, x.N, M);
     prepare(b, h, row, rows, s);
-    turn_prepared(rows, s);
     if (x.map == REGARD_ELU) pack_queries(b, h, row, rows, s);
     for_blocks<T>(rows, alone, [&](int64_t i, int count) {
-      const T* left = turned_at(s.turned, E + 1, i);
-      const int64_t seen = i + count, width = round_up(seen, NR<T>);
-      multiply<T, 1, NR<T>, Into::overwrite>(count, width / NR<T>, E + 1, left, s.turned_values, (E + 1) * NR<T>, s.products, chunk_rows);
-      drop_future(count, i, width, s.products);
-      multiply<T, 1, NR<T>, Into::overwrite>(count, wide_m / NR<T>, E + 1, left, s.past, (E + 1) * NR<T>, s.d_keys, wide_m);
-      multiply<T, chunk_rows, 1, Into::add>(count, wide_m / NR<T>, seen, s.products, s.keys, chunk_rows * NR<T>, s.d_keys, wide_m);
+      const T* left = s.rows + i * pitch;
+      fetch(q, next + i, count);
+      fetch(k, next + i, count);
+      multiply_seen<any_row, 1>(count, i, E + 1, left, s.turned_values, s.products, pitch);
+      fetch(v, next + i, count);
+      fetch(out, next + i, count);
+      multiply<T, any_row, 1, Into::overwrite>(count, wide_m / NR<T>, E + 1, left, s.past, (E + 1) * NR<T>, s.d_keys, wide_m,
+                                               nullptr, NR<T>, pitch);
+      fetch(d_out, next + i, count);
+      fetch(d_q, row + i, count);
+      multiply<T, chunk_rows, 1, Into::add>(count, wide_m / NR<T>, i + count, s.products, s.keys, chunk_rows * NR<T>, s.d_keys, wide_m);
       for (int r = 0; r < count; ++r) this->store_row(s.queries, i + r, d_q, row, s.d_keys + r * wide_m);
     });
   }
 
   // Adds what the queries of one head in this chunk give to the gradients of its keys and values, and to the state.
   void key_gradients(int64_t b, int64_t h, int64_t row, int64_t rows, const Scratch& s) const {
-    prepare(b, h, row, rows, s);
-    turn_prepared(rows, s);
-    const bool bad_rows = pack_prepared(rows, s), bad_queries = pack_queries(b, h, row, rows, s);
+    const int64_t next = row - chunk_rows;
+    const Matrix q = this->queries(b, h), out = outputs(b, h), d_out = d_outputs(b, h);
+    const bool bad_rows = prepare(b, h, row, rows, s), bad_queries = pack_queries(b, h, row, rows, s);
     this->turn_features(s.queries, rows, s.turned_queries);
     for_blocks<T>(rows, false, [&](int64_t i, int count) {
-      const int64_t width = round_up(i + count, NR<T>);
-      T *scores = s.scores + i * chunk_rows, *products = s.products + i * chunk_rows;
-      multiply<T, 1, NR<T>, Into::overwrite>(count, width / NR<T>, M, turned_at(s.turned_queries, M, i), s.turned_keys,
-                                             M * NR<T>, scores, chunk_rows);
-      multiply<T, 1, NR<T>, Into::overwrite>(count, width / NR<T>, E + 1, turned_at(s.turned, E + 1, i), s.turned_values,
-                                             (E + 1) * NR<T>, products, chunk_rows);
-      drop_future(count, i, width, scores);
-      drop_future(count, i, width, products);
+      fetch(q, next + i, count);
+      multiply_seen<1, NR<T>>(count, i, M, turned_at(s.turned_queries, M, i), s.turned_keys, s.scores + i * chunk_rows);
+      multiply_seen<any_row, 1>(count, i, E + 1, s.rows + i * pitch, s.turned_values, s.products + i * chunk_rows, pitch);
     });
     for_blocks<T>(rows, bad_rows || bad_queries, [&](int64_t j, int count) {
       const int64_t corner = j * chunk_rows + j;
-      multiply<T, 1, chunk_rows, Into::add>(count, wide_e / NR<T>, rows - j, s.scores + corner, s.panels + j * NR<T>,
-                                            chunk_rows * NR<T>, s.d_values + j * wide_e, wide_e);
+      fetch(out, next + j, count);
+      multiply<T, 1, chunk_rows, Into::add>(count, wide_e / NR<T>, rows - j, s.scores + corner, s.rows + j * pitch,
+                                            NR<T>, s.d_values + j * wide_e, wide_e, nullptr, pitch);
+      fetch(d_out, next + j, count);
       multiply<T, 1, chunk_rows, Into::add>(count, wide_m / NR<T>, rows - j, s.products + corner, s.queries + j * NR<T>,
                                             chunk_rows * NR<T>, s.d_keys + j * wide_m, wide_m);
     });
@@ -143,14 +144,14 @@ template <class T> struct LinearBackward : LinearProblem<T> {
   }
 
   void walk_forward(int64_t head, int64_t segment, const Scratch& s) const {
-    const int64_t end = split.first_chunk((segment + 1) * split.segments), b = head / x.G, group = x.H / x.G;
+    const int64_t end = split.first_chunk((segment + 1) * split.segments), group = x.H / x.G;
     fill<T>(s.past, past_size, 0);
     for (int64_t part = 0; part < segment * split.segments; ++part) accumulate(s.past, past_of(head, part), past_size);
     for (int64_t c = split.first_chunk(segment * split.segments); c < end; ++c) {
       const int64_t row = c * chunk_rows, rows = this->rows_of(c), first = head % x.G * group;
       const bool bad = pack_keys(head, row, rows, s);
       turn_values(head, row, rows, s);
-      for (int64_t h = first; h < first + group; ++h) query_gradients(b, h, row, rows, bad, s);
+      for (int64_t h = first; h < first + group; ++h) query_gradients(head, h, row, rows, bad, s);
       if (c + 1 == end) break;
       pack_values(head, row, rows, s);
       extend_past(rows, s, s.past);
@@ -159,19 +160,24 @@ template <class T> struct LinearBackward : LinearProblem<T> {
 
   void walk_backward(int64_t head, int64_t segment, const Scratch& s) const {
     const int64_t start = split.first_chunk(segment * split.segments), b = head / x.G, g = head % x.G, group = x.H / x.G;
+    const Matrix k = this->keys(head), v = this->values(head);
     const Matrix d_k = matrix_of(gradient.d_k, x.dtype, b, g, x.N, M), d_v = matrix_of(gradient.d_v, x.dtype, b, g, x.N, E);
     fill<T>(s.future, future_size, 0);
     for (int64_t part = (segment + 1) * split.segments; part < split.parts(); ++part)
       accumulate(s.future, future_of(head, part), future_size);
     for (int64_t c = split.first_chunk((segment + 1) * split.segments) - 1; c >= start; --c) {
-      const int64_t row = c * chunk_rows, rows = this->rows_of(c);
+      const int64_t row = c * chunk_rows, rows = this->rows_of(c), next = row - chunk_rows;
       pack_keys(head, row, rows, s);
       this->turn_features(s.keys, rows, s.turned_keys);
       turn_values(head, row, rows, s);
       turn_future(s);
       for_blocks<T>(rows, false, [&](int64_t j, int count) {
+        fetch(k, next + j, count);
+        fetch(d_k, row + j, count);
         multiply<T, 1, NR<T>, Into::overwrite>(count, wide_e / NR<T>, M, turned_at(s.turned_keys, M, j), s.future, M * NR<T>,
                                                s.d_values + j * wide_e, wide_e);
+        fetch(v, next + j, count);
+        fetch(d_v, row + j, count);
         multiply<T, 1, NR<T>, Into::overwrite>(count, wide_m / NR<T>, E + 1, turned_at(s.turned_values, E + 1, j),
                                                s.turned_future, (E + 1) * NR<T>, s.d_keys + j * wide_m, wide_m);
       });
@@ -203,7 +209,6 @@ template <class T> struct LinearBackward : LinearProblem<T> {
         }
         for (int64_t h = first; part >= split.segments && h < first + group; ++h) {
           prepare(b, h, row, rows, s);
-          pack_prepared(rows, s);
           pack_queries(b, h, row, rows, s);
           extend_future(rows, s, future);
         }
