@@ -119,26 +119,26 @@ struct Panels {
 
 // A half of one panel; the other half of C, which lies `other` numbers from it, becomes zero: whatever is done to it before it
 // is hidden, no NaN of earlier use may come of it.
-template <class T, int M, int ARow, int AStep>
+template <class T, int M, int ARow, int AStep, Into into>
 __attribute__((noinline)) void multiply_half(int64_t depth, const T* a, const T* b, T* c, int64_t c_row, int64_t other, int64_t a_row) {
-  micro_kernel<T, M, 1, ARow, AStep, Into::overwrite>(depth, a, b, c, c_row, nullptr, NR<T>, a_row);
+  micro_kernel<T, M, 1, ARow, AStep, into>(depth, a, b, c, c_row, nullptr, NR<T>, a_row);
   for (int r = 0; r < M; ++r) store(c + r * c_row + other, Vec<T>{});
 }
 
 // The same for packed panels of which some halves may not be wanted.
-template <class T, int ARow, int AStep>
+template <class T, int ARow, int AStep, Into into = Into::overwrite>
 REGARD_INLINE void multiply_wanted(int rows, Panels panels, int64_t depth, const T* a, const T* b, int64_t b_panel, T* c,
                                    int64_t c_row, int64_t a_row = 0) {
   with_rows(rows, [&](auto m) __attribute__((always_inline)) {
     constexpr int M = decltype(m)::value, L = lanes<T>;
     if (panels.late) {
-      multiply_half<T, M, ARow, AStep>(depth, a, b + L, c + L, c_row, -L, a_row);
+      multiply_half<T, M, ARow, AStep, into>(depth, a, b + L, c + L, c_row, -L, a_row);
       --panels.count, b += b_panel, c += NR<T>;
     }
     panels.count -= panels.early;
-    multiply_rows<T, M, ARow, AStep, Into::overwrite>(panels.count, depth, a, b, b_panel, c, c_row, nullptr, NR<T>, a_row);
+    multiply_rows<T, M, ARow, AStep, into>(panels.count, depth, a, b, b_panel, c, c_row, nullptr, NR<T>, a_row);
     if (panels.early)
-      multiply_half<T, M, ARow, AStep>(depth, a, b + panels.count * b_panel, c + panels.count * NR<T>, c_row, L, a_row);
+      multiply_half<T, M, ARow, AStep, into>(depth, a, b + panels.count * b_panel, c + panels.count * NR<T>, c_row, L, a_row);
   });
 }
 

@@ -6,6 +6,9 @@
 // Within a chunk the products q.k are formed and the upper triangle is dropped; everything before the chunk is in the
 // state S = sum of k v^T and z = sum of k. A head that is too long for one thread is cut into segments: a first pass adds
 // up the states of parts of them, and every segment starts from the sum of the parts before it.
+//
+// Between products the rows that the next chunk reads are fetched, and those that a block writes: a block of one tensor or two
+// at a time, since more would have to queue.
 #pragma once
 #include "memory.h"
 #include "pack.h"
@@ -59,16 +62,6 @@ template <class T> void turn_panels(const T* panels, int64_t rows, int64_t colum
     const Matrix panel{panels + c * chunk_rows, NR<T>, 1, rows, least<int64_t>(NR<T>, columns - c), dtype_of<T>};
     turn_rows<T>(panel, 0, rows, depth, out + c * NR<T>);
   }
-}
-
-// Asks for rows: those that the next chunk reads, which may lie outside the tensor, and those that a block writes. Between
-// products, a block of one tensor or two at a time: more would have to queue. Into the second level: the first is full of
-// states.
-REGARD_INLINE void fetch(const Matrix& x, int64_t row, int count) {
-  const int64_t bytes = int64_t(storage_bytes(x.dtype));
-  for (int64_t r = row; r < row + count; ++r)
-    for (int64_t at = 0; at < x.columns * bytes; at += 64)
-      __builtin_prefetch((const void*)(uintptr_t(x.data) + uintptr_t(r * x.row_stride * bytes + at)), 0, 2);
 }
 
 // The right operand of a product over rows: panels of a chunk, or rows of any length.
@@ -237,12 +230,12 @@ template <class T> struct LinearForward : LinearProblem<T> {
 
     for_blocks<T>(rows, alone, [&](int64_t i, int count) {
       const T* queries = turned_at(s.queries, M, i);
-      fetch(q, next + i, count);
+      fetch_rows(q, next + i, count);
       multiply_seen<1, NR<T>>(count, i, M, queries, s.turned_keys, s.products);
-      fetch(k, next + i, count);
+      fetch_rows(k, next + i, count);
       multiply<T, 1, NR<T>, Into::overwrite>(count, wide_e / NR<T>, M, queries, s.state, M * NR<T>, s.out, wide_e);
-      fetch(v, next + i, count);
-      fetch(out, row + i, count);
+      fetch_rows(v, next + i, count);
+      fetch_rows(out, row + i, count);
       multiply<T, chunk_rows, 1, Into::add>(count, wide_e / NR<T>, i + count, s.products, s.values, chunk_rows * NR<T>, s.out, wide_e);
       for (int r = 0; r < count; ++r) {
         Vec<T> sum{};

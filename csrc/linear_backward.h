@@ -106,15 +106,15 @@ template <class T> struct LinearBackward : LinearProblem<T> {
     if (x.map == REGARD_ELU) pack_queries(b, h, row, rows, s);
     for_blocks<T>(rows, alone, [&](int64_t i, int count) {
       const T* left = s.rows + i * pitch;
-      fetch(q, next + i, count);
-      fetch(k, next + i, count);
+      fetch_rows(q, next + i, count);
+      fetch_rows(k, next + i, count);
       multiply_seen<any_row, 1>(count, i, E + 1, left, s.turned_values, s.products, pitch);
-      fetch(v, next + i, count);
-      fetch(out, next + i, count);
+      fetch_rows(v, next + i, count);
+      fetch_rows(out, next + i, count);
       multiply<T, any_row, 1, Into::overwrite>(count, wide_m / NR<T>, E + 1, left, s.past, (E + 1) * NR<T>, s.d_keys, wide_m,
                                                nullptr, NR<T>, pitch);
-      fetch(d_out, next + i, count);
-      fetch(d_q, row + i, count);
+      fetch_rows(d_out, next + i, count);
+      fetch_rows(d_q, row + i, count);
       multiply<T, chunk_rows, 1, Into::add>(count, wide_m / NR<T>, i + count, s.products, s.keys, chunk_rows * NR<T>, s.d_keys, wide_m);
       for (int r = 0; r < count; ++r) this->store_row(s.queries, i + r, d_q, row, s.d_keys + r * wide_m);
     });
@@ -127,16 +127,16 @@ template <class T> struct LinearBackward : LinearProblem<T> {
     const bool bad_rows = prepare(b, h, row, rows, s), bad_queries = pack_queries(b, h, row, rows, s);
     this->turn_features(s.queries, rows, s.turned_queries);
     for_blocks<T>(rows, false, [&](int64_t i, int count) {
-      fetch(q, next + i, count);
+      fetch_rows(q, next + i, count);
       multiply_seen<1, NR<T>>(count, i, M, turned_at(s.turned_queries, M, i), s.turned_keys, s.scores + i * chunk_rows);
       multiply_seen<any_row, 1>(count, i, E + 1, s.rows + i * pitch, s.turned_values, s.products + i * chunk_rows, pitch);
     });
     for_blocks<T>(rows, bad_rows || bad_queries, [&](int64_t j, int count) {
       const int64_t corner = j * chunk_rows + j;
-      fetch(out, next + j, count);
+      fetch_rows(out, next + j, count);
       multiply<T, 1, chunk_rows, Into::add>(count, wide_e / NR<T>, rows - j, s.scores + corner, s.rows + j * pitch,
                                             NR<T>, s.d_values + j * wide_e, wide_e, nullptr, pitch);
-      fetch(d_out, next + j, count);
+      fetch_rows(d_out, next + j, count);
       multiply<T, 1, chunk_rows, Into::add>(count, wide_m / NR<T>, rows - j, s.products + corner, s.queries + j * NR<T>,
                                             chunk_rows * NR<T>, s.d_keys + j * wide_m, wide_m);
     });
@@ -172,12 +172,12 @@ template <class T> struct LinearBackward : LinearProblem<T> {
       turn_values(head, row, rows, s);
       turn_future(s);
       for_blocks<T>(rows, false, [&](int64_t j, int count) {
-        fetch(k, next + j, count);
-        fetch(d_k, row + j, count);
+        fetch_rows(k, next + j, count);
+        fetch_rows(d_k, row + j, count);
         multiply<T, 1, NR<T>, Into::overwrite>(count, wide_e / NR<T>, M, turned_at(s.turned_keys, M, j), s.future, M * NR<T>,
                                                s.d_values + j * wide_e, wide_e);
-        fetch(v, next + j, count);
-        fetch(d_v, row + j, count);
+        fetch_rows(v, next + j, count);
+        fetch_rows(d_v, row + j, count);
         multiply<T, 1, NR<T>, Into::overwrite>(count, wide_m / NR<T>, E + 1, turned_at(s.turned_values, E + 1, j),
                                                s.turned_future, (E + 1) * NR<T>, s.d_keys + j * wide_m, wide_m);
       });

@@ -10,8 +10,13 @@ namespace regard::REGARD_ISA {
 // q . k; the scale is multiplied into the keys.
 template <class T> struct DotScore {
   static constexpr bool is_product = true;  // gradients are products with the packed queries and keys
-  const int64_t D;
-  explicit DotScore(const regard_dot& p) : D(p.D) {}
+  static constexpr int64_t longest_sum = 96;  // in float: twice as many terms, one after the other, cost a digit
+  const int64_t D, part;                      // products are added up in parts of so many terms
+  explicit DotScore(const regard_dot& p) : D(p.D), part(sizeof(T) == 8 ? D : part_of(D)) {}
+  static int64_t part_of(int64_t D) {
+    const int64_t parts = greatest<int64_t>(1, (D + longest_sum - 1) / longest_sum);
+    return (D + parts - 1) / parts;
+  }
 
   int prepare(const regard_dot&) { return REGARD_OK; }
   T key_factor(T scale) const { return scale; }
@@ -19,12 +24,19 @@ template <class T> struct DotScore {
   void ready_keys(T*) const {}
   void ready_rows(T*, int64_t, int64_t, T) const {}
 
+  template <int ARow, int AStep>
+  void multiply_parts(int rows, Panels panels, const T* queries, int64_t row_stride, const T* turned, T* scores, int64_t stride) const {
+    multiply_wanted<T, ARow, AStep>(rows, panels, part, queries, turned, NR<T> * D, scores, stride, row_stride);
+    for (int64_t d = part; d < D; d += part)
+      multiply_wanted<T, ARow, AStep, Into::add>(rows, panels, least(part, D - d), queries + d * AStep, turned + d * NR<T>, NR<T> * D,
+                                                 scores, stride, row_stride);
+  }
   void fill(int64_t, int rows, Panels panels, const T* strip, const T* turned, T* scores, int64_t stride) const {
-    multiply_wanted<T, 1, MR>(rows, panels, D, strip, turned, NR<T> * D, scores, stride);
+    multiply_parts<1, MR>(rows, panels, strip, 0, turned, scores, stride);
   }
   // The same for queries that were not packed: rows that lie row_stride apart.
   void fill_direct(int rows, Panels panels, const T* queries, int64_t row_stride, const T* turned, T* scores, int64_t stride) const {
-    multiply_wanted<T, any_row, 1>(rows, panels, D, queries, turned, NR<T> * D, scores, stride, row_stride);
+    multiply_parts<any_row, 1>(rows, panels, queries, row_stride, turned, scores, stride);
   }
 
   int64_t sums() const { return 0; }
