@@ -53,12 +53,13 @@ template <class T> struct HeadRows {
     const Matrix out = matrix_of(g.out, p.dtype, b, h, Q, E);
     for (int64_t s = 0; s < strips; ++s) {
       RowPointers queries{{}, D, q.column_stride, p.dtype}, grads{{}, E, d_out.column_stride, p.dtype};
+      dot_rows<T>(out, d_out, first(s), count(s), delta + first(s));
       for (int r = 0; r < count(s); ++r) {
         const int64_t i = first(s) + r;
         set_row(rows[i], p, b, h, i);
         queries.row[r] = row_of(q, i);
         grads.row[r] = row_of(d_out, i);
-        load_row_numbers(p, g, out, d_out, i);
+        load_row_numbers(p, g, i);
       }
       spans[s] = span_of(rows + first(s), count(s), p.K);
       const bool bad = pack_strip<T>(queries, query_strips + s * strip_size<T>(D)) |
@@ -72,9 +73,9 @@ template <class T> struct HeadRows {
   }
 
  private:
-  void load_row_numbers(const regard_dot& p, const regard_dot_gradient& g, const Matrix& out, const Matrix& d_out, int64_t i) {
+  void load_row_numbers(const regard_dot& p, const regard_dot_gradient& g, int64_t i) {
     const Row<T>& row = rows[i];
-    T sum = dot_rows<T>(row_of(out, i), out.column_stride, row_of(d_out, i), d_out.column_stride, E, p.dtype);
+    T sum = delta[i];
     if (g.d_out_table.data) {
       const T *a = real_row<T>(g.out_table, row.b, row.h, i), *da = real_row<T>(g.d_out_table, row.b, row.h, i);
       for (int64_t t = 0; t <= 2 * p.radius; ++t) sum += a[t] * da[t];

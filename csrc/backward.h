@@ -10,16 +10,21 @@ namespace regard::REGARD_ISA {
 constexpr int64_t key_tile = 128;     // a multiple of the tiles of a mask
 constexpr int score_stride = 128 + 16;  // not a power of two: columns of the buffer are read down its rows
 
-// The product of two rows of tensors.
-template <class T>
-T dot_rows(const void* x, int64_t x_stride, const void* y, int64_t y_stride, int64_t columns, int32_t dtype) {
-  Vec<T> sum{};
-  with_storage<T>(dtype, [&](auto stored) __attribute__((always_inline)) {
+// sums[r] = the product of rows `row + r` of x and y.
+template <class T> __attribute__((noinline)) void dot_rows(const Matrix& x, const Matrix& y, int64_t row, int count, T* sums) {
+  constexpr int L = lanes<T>;
+  const int64_t columns = x.columns, whole = x.column_stride == 1 && y.column_stride == 1 ? columns / L * L : 0;
+  with_storage<T>(x.dtype, [&](auto stored) __attribute__((always_inline)) {
     using S = typename decltype(stored)::type;
-    for (int64_t c = 0; c < columns; c += lanes<T>)
-      sum += load_some((const S*)x + c * x_stride, x_stride, columns - c) * load_some((const S*)y + c * y_stride, y_stride, columns - c);
+    for (int r = 0; r < count; ++r) {
+      const S *a = at<S>(x, row + r, 0), *b = at<S>(y, row + r, 0);
+      Vec<T> sum{};
+      for (int64_t c = 0; c < whole; c += L) sum += load_as(a + c) * load_as(b + c);
+      for (int64_t c = whole; c < columns; c += L)
+        sum += load_some(a + c * x.column_stride, x.column_stride, columns - c) * load_some(b + c * y.column_stride, y.column_stride, columns - c);
+      sums[r] = reduce_add<T>(sum);
+    }
   });
-  return reduce_add<T>(sum);
 }
 
 // 2^(logit - log-sum-exp), which is no more than 1: where both are so large that their digits do not tell them apart, the
