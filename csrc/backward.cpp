@@ -152,6 +152,7 @@ template <class T, class Score> struct Backward {
 
   // Blocks of rows and a key tile share the second-level cache with the gradients of that tile.
   static int64_t rows_of(const regard_dot& p) {
+    if (p.Q <= most_rows) return round_up(greatest<int64_t>(1, p.Q), MR);  // a short sequence is one block, and its gradients are added once
     return (p.D + p.E) * int64_t(sizeof(T)) <= 640 ? 96 / MR * MR : 48 / MR * MR;
   }
 
@@ -333,7 +334,7 @@ template <class T, class Score> struct Backward {
       steps[step_count++] = Step{j0, j1, nullptr};
     if (step_count == 0) return;
 
-    Seen seen[(96 + MR - 1) / MR];
+    Seen seen[most_rows / MR];
     int strips = 0;
     bool any = false;
     for (int64_t r = 0; r < count; r += MR, ++strips) {

@@ -8,6 +8,7 @@
 namespace regard::REGARD_ISA {
 
 constexpr int64_t key_tile = 128;     // a multiple of the tiles of a mask
+constexpr int64_t most_rows = 144;    // in a block of queries, a multiple of MR
 constexpr int score_stride = 128 + 16;  // not a power of two: columns of the buffer are read down its rows
 
 // sums[r] = the product of rows `row + r` of x and y.
