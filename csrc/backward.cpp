@@ -150,9 +150,10 @@ template <class T, class Score> struct Backward {
     at.d_queries = layout.add(per_head + MR * (Dp + table), 1, sizeof(T));
   }
 
-  // Blocks of rows and a key tile share the second-level cache with the gradients of that tile.
+  // Blocks of rows and a key tile share the second-level cache with the gradients of that tile. A short sequence is one block:
+  // its gradients are then added up once.
   static int64_t rows_of(const regard_dot& p) {
-    if (p.Q <= most_rows) return round_up(greatest<int64_t>(1, p.Q), MR);  // a short sequence is one block, and its gradients are added once
+    if (p.Q <= most_rows) return round_up(greatest<int64_t>(1, p.Q), MR);
     return (p.D + p.E) * int64_t(sizeof(T)) <= 640 ? 96 / MR * MR : 48 / MR * MR;
   }
 
