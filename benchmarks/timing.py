@@ -8,6 +8,7 @@ from typing import Any
 
 SLICE = 0.01  # seconds that quick calls fill before the next competitor's turn
 LEAST = 3  # rounds
+SEVERAL = 8  # of calls that take less than a second: of three, none may have a quiet moment on a shared machine
 PAUSE = 0.003  # seconds before a turn: the threads of the one before may still spin, waiting for work
 
 _now = time.perf_counter
@@ -50,6 +51,7 @@ def interleaved(calls: dict[str, Callable[[], Any]], budget: float) -> dict[str,
         waiting = [
             name
             for name in waiting
-            if rounds[name] < LEAST or (not over and spent[name] < 2 * budget / len(calls) and rounds[name] < 200)
+            if rounds[name] < (SEVERAL if best[name] < 1 <= budget else LEAST)
+            or (not over and spent[name] < 2 * budget / len(calls) and rounds[name] < 200)
         ]
     return best
