@@ -5,9 +5,9 @@
     python -m benchmarks.run --only window        the cases whose name or row has this in it; writes nothing
 
 Each number of threads has its own process, since some libraries fix theirs when they start; within it all
-competitors take turns. There the C library keeps what is freed: else it depends on how a process happens to be
-laid out whether a call pays for its pages anew, which takes up to a third of a short one. Memory is measured in
-one more, where freed memory goes back to the system at once.
+competitors take turns. There the C library gives back memory as it does once a block of 32 MB was freed: else it
+depends on how a process happens to be laid out whether a call pays for its pages anew, which takes up to a third
+of a short one. Memory is measured in one more, where freed memory goes back to the system at once.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def worker(what: str, folder: Path, arguments: list[str], threads: int) -> dict[
     if what == "memory":
         environment |= {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "0", "MALLOC_TOP_PAD_": "0"}
     else:
-        environment |= {"MALLOC_MMAP_THRESHOLD_": str(32 << 20), "MALLOC_TRIM_THRESHOLD_": str(4 << 30)}
+        environment |= {"MALLOC_MMAP_THRESHOLD_": str(32 << 20), "MALLOC_TRIM_THRESHOLD_": str(64 << 20)}
     command = [sys.executable, "-m", "benchmarks.worker", what, str(out), "--threads", str(threads), *arguments]
     subprocess.run(command, env=environment, cwd=ROOT, check=True)
     return json.loads(out.read_text())
