@@ -10,7 +10,7 @@ namespace regard::REGARD_ISA {
 // q . k; the scale is multiplied into the keys.
 template <class T> struct DotScore {
   static constexpr bool is_product = true;  // gradients are products with the packed queries and keys
-  static constexpr int64_t longest_sum = 96;  // in float: twice as many terms, one after the other, cost a digit
+  static constexpr int64_t longest_sum = 96;  // in float: the more terms follow one another, the more is rounded
   const int64_t D, part;                      // products are added up in parts of so many terms
   explicit DotScore(const regard_dot& p) : D(p.D), part(sizeof(T) == 8 ? D : part_of(D)) {}
   static int64_t part_of(int64_t D) {
