@@ -39,11 +39,11 @@ template <class T, class Score> struct Forward : Strips<T, Forward<T, Score>, Sc
     if (table) __builtin_memset(room.table + s * MR * table, 0, size_t(MR * table) * sizeof(T));
   }
 
-  void take(Room& room, const Walk<T>& w, int64_t s, int m, int64_t j0, int64_t lo, int64_t hi) const {
+  bool take(Room& room, const Walk<T>& w, int64_t s, int m, int64_t j0, int64_t lo, int64_t hi) const {
     const Row<T>* rows = w.rows + s * MR;
     if (room.fresh[s]) fetch_rows(matrix_of(result.out, p.dtype, rows[0].b, rows[0].h, p.Q, p.E), rows[0].i, m);
     T alpha[strip_lanes<T>];
-    softmax_strip<T, chunk>(w.scores, lo, hi, room.peak + s * strip_lanes<T>, room.sums + s * MR, alpha);
+    if (!this->softmax(w, s, m, lo, hi, room.peak + s * strip_lanes<T>, room.sums + s * MR, alpha)) return false;
     if (p.dropout_threshold)
       for (int r = 0; r < m; ++r) drop_row(rows[r].dropout_key, p.dropout_threshold, j0, w.scores + r * chunk, lo, hi);
     if (table) gather_table(room, w, s, m, alpha, j0, lo, hi);
@@ -57,6 +57,7 @@ template <class T, class Score> struct Forward : Strips<T, Forward<T, Score>, Sc
     else
       multiply<T, chunk, 1, Into::rescale>(m, Ep / NR<T>, seen.count(), weights, v.first, v.panel, out, Ep, alpha, v.row);
     room.fresh[s] = 0;
+    return true;
   }
 
   void gather_table(Room& room, const Walk<T>& w, int64_t s, int m, const T* alpha, int64_t j0, int64_t lo, int64_t hi) const {

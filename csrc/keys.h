@@ -13,6 +13,8 @@ template <class T> struct PackedKeys {
   uint32_t* bad;   // one bit for each key of a panel
   int64_t panels, pitch, D, E;
   bool checks, any_bad;
+  T longest;       // the largest sum of squares of a key that was packed, where it is asked for; infinity if it is not known
+  bool measures;
   bool direct;     // values are read where they lie: few rows use them, so that packing would not pay; until one is bad
 
   struct Places { size_t turned, values, ready, bad; };
@@ -32,14 +34,15 @@ template <class T> struct PackedKeys {
     return p.dtype == (sizeof(T) == 8 ? REGARD_FLOAT64 : REGARD_FLOAT32) && p.v.stride[3] == 1 && p.E % NR<T> == 0;
   }
 
-  PackedKeys(const regard_dot& p, char* memory, const Places& at, bool direct)
+  PackedKeys(const regard_dot& p, char* memory, const Places& at, bool measures, bool direct)
       : turned((T*)(memory + at.turned)), values((T*)(memory + at.values)), ready((uint8_t*)(memory + at.ready)),
         bad((uint32_t*)(memory + at.bad)), panels(panels_of(p)), pitch(pitch_of(p)), D(p.D), E(p.E),
-        checks(p.intervals.start || p.tiles.pointer), any_bad(false), direct(direct) {}
+        checks(p.intervals.start || p.tiles.pointer), any_bad(false), longest(infinity), measures(measures), direct(direct) {}
 
   void forget() {
     __builtin_memset(ready, 0, size_t(panels));
     any_bad = false;
+    longest = measures ? T(0) : T(infinity);
   }
 
   template <class Score>
@@ -77,6 +80,7 @@ template <class T> struct PackedKeys {
     if (!direct) found |= pack_panels<T>(v, key, NR<T>, T(1), value_rows, pitch * NR<T>);
     ready[panel] = 1;
     bad[panel] = 0;
+    if (measures) longest = found ? T(infinity) : greatest(longest, longest_square(turned_panel));
     if (!found || !checks) return;
     for (int64_t lane = 0; lane < NR<T> && key + lane < k.rows; ++lane) {
       if (!row_is_bad<T>(row_of(k, key + lane), D, k.column_stride, k.dtype) &&
@@ -88,6 +92,16 @@ template <class T> struct PackedKeys {
       bad[panel] |= uint32_t(1) << lane;
       any_bad = true;
     }
+  }
+
+  T longest_square(const T* panel) const {
+    Vec<T> left{}, right{};
+    for (int64_t d = 0; d < D; ++d) {
+      const Vec<T> x = load(panel + d * NR<T>), y = load(panel + d * NR<T> + lanes<T>);
+      left += x * x;
+      right += y * y;
+    }
+    return reduce_max<T>(max(left, right));
   }
 };
 

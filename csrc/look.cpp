@@ -43,10 +43,10 @@ template <class T, class Visitor, class Score> struct Gather : Strips<T, Visitor
   struct Reach { int64_t first, last; };
 
   template <class Room>
-  void take(Room& room, const Walk<T>& w, int64_t s, int m, int64_t j0, int64_t lo, int64_t hi) const {
+  bool take(Room& room, const Walk<T>& w, int64_t s, int m, int64_t j0, int64_t lo, int64_t hi) const {
     const auto& visitor = static_cast<const Visitor&>(*this);
     T alpha[strip_lanes<T>];
-    softmax_strip<T, chunk>(w.scores, lo, hi, room.peak + s * strip_lanes<T>, room.totals + s * MR, alpha);
+    if (!Base::softmax(w, s, m, lo, hi, room.peak + s * strip_lanes<T>, room.totals + s * MR, alpha)) return false;
     const int64_t first = runs.ending_behind(j0 + lo), last = runs.beginning_from(j0 + hi);
     const Reach reach = visitor.reach(w, s);
     T* sums[MR];
@@ -56,13 +56,14 @@ template <class T, class Visitor, class Score> struct Gather : Strips<T, Visitor
       else if (alpha[r] != 1) scale(sums[r], reach.first, least(first + 1, reach.last), alpha[r]);
     }
     room.fresh[s] = 0;
-    if (first == last) return;
+    if (first == last) return true;
     if (runs.end(last - 1) - runs.start[first] == last - first) {
       for (int r = 0; r < m; ++r) copy(sums[r] + first, w.scores + r * chunk + (runs.start[first] - j0), last - first);
-      return;
+      return true;
     }
     for (int64_t n = first; n < last; ++n)
       add(sums, n, w.scores, m, greatest(runs.start[n], j0 + lo) - j0, least(runs.end(n), j0 + hi) - j0);
+    return true;
   }
 
   static void scale(T* x, int64_t from, int64_t to, T factor) {

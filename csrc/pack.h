@@ -181,6 +181,26 @@ template <class T> int64_t strip_size(int64_t columns) {
   return round_up(columns * MR + round_up(MR, lanes<T>) - MR, 64 / int64_t(sizeof(T)));
 }
 
+// At least the sum of the squares of each of `count` rows, and not much more; infinity where one holds NaN or an infinity.
+template <class T> __attribute__((noinline)) T squares_bound(const RowPointers& x, int count) {
+  constexpr int L = lanes<T>;
+  Vec<T> all{}, most{};
+  with_storage<T>(x.dtype, [&](auto stored) __attribute__((always_inline)) {
+    using S = typename decltype(stored)::type;
+    const int64_t whole = x.column_stride == 1 ? x.columns / L * L : 0;
+    for (int r = 0; r < count; ++r) {
+      const S* row = (const S*)x.row[r];
+      Vec<T> sum{};
+      const auto add = [&](Vec<T> x) __attribute__((always_inline)) { sum += x * x; };
+      for (int64_t c = 0; c < whole; c += L) add(load_row<true>(row, c, 1, L));
+      for (int64_t c = whole; c < x.columns; c += L) add(load_row<false>(row, c, x.column_stride, x.columns - c));
+      all += sum;
+      most = max(most, sum);
+    }
+  });
+  return any_lane(!(all < T(infinity))) ? T(infinity) : reduce_add<T>(most);
+}
+
 // MR rows side by side: out[column][MR]. Returns whether NaN or an infinity was met.
 template <class T> __attribute__((noinline)) bool pack_strip(const RowPointers& x, T* out) {
   constexpr int L = lanes<T>, blocks = (MR + L - 1) / L;

@@ -13,6 +13,9 @@ template <class T> constexpr T no_peak = std::numeric_limits<T>::lowest();
 // Beyond this an integer peak costs digits.
 template <class T> constexpr T far_peak = T(1 << 20);
 
+// Logits no larger than this in size are *tame*: 2^(one - another) neither overflows nor vanishes.
+template <class T> constexpr T tame_logit = 60;
+
 // Arrays with one number for each row of a strip are read and written in whole vectors.
 template <class T> constexpr int strip_lanes = (MR + lanes<T> - 1) / lanes<T> * lanes<T>;
 
@@ -91,6 +94,23 @@ __attribute__((noinline)) void softmax_strip(T* s, int64_t lo, int64_t hi, T* pe
     const V least = broadcast(zero[r] + least_exponent<T>), round = broadcast(rounder<T> - zero[r]);
     sums[r] += weigh(s + r * stride, lo, hi, [&](V x) __attribute__((always_inline)) { return exp2_above(x, least, round); });
   }
+}
+
+// The same for m rows that have a peak, of tame logits, without a look for larger ones. Says whether that was right, because
+// none is much larger; else s is spoiled, and nothing else has changed.
+template <class T, int stride>
+__attribute__((noinline)) bool softmax_by_peaks(T* s, int64_t lo, int64_t hi, int m, bool hidden, const T* peak, Vec<T>* sums) {
+  constexpr T much = 1 << 20;
+  Vec<T> more[MR];
+  for (int r = 0; r < m; ++r) {
+    const Vec<T> least = broadcast(peak[r] + least_exponent<T>), round = broadcast(rounder<T> - peak[r]);
+    T* row = s + r * stride;
+    if (hidden) more[r] = weigh(row, lo, hi, [&](Vec<T> x) __attribute__((always_inline)) { return exp2_above(x, least, round); });
+    else more[r] = weigh(row, lo, hi, [&](Vec<T> x) __attribute__((always_inline)) { return exp2_within(x, round); });
+    if (any_lane(more[r] > much)) return false;
+  }
+  for (int r = 0; r < m; ++r) sums[r] += more[r];
+  return true;
 }
 
 // Dropped weights become zero. The factor 1 / (1 - probability) is left to the end.

@@ -27,6 +27,7 @@ template <class T, class Score> struct Statistics : Strips<T, Statistics<T, Scor
   // A number of blocks that does not depend on the threads: their number does not change the bits of the result.
   Statistics(const regard_dot& p, const regard_dot_statistics& result)
       : Base(p, 64), result(result), top(result.top), chosen{result.chosen_start, result.chosen_stop, result.chosen_count} {
+    this->measures = false;
     at.sums = layout.add(strips * MR, 1, sizeof(Sums<T>));
     at.top_logits = layout.add(strips * MR, top, sizeof(T));
     at.top_keys = layout.add(strips * MR, top, sizeof(int64_t));
@@ -51,7 +52,7 @@ template <class T, class Score> struct Statistics : Strips<T, Statistics<T, Scor
     }
   }
 
-  void take(Room& room, const Walk<T>& w, int64_t s, int m, int64_t j0, int64_t lo, int64_t hi) const {
+  bool take(Room& room, const Walk<T>& w, int64_t s, int m, int64_t j0, int64_t lo, int64_t hi) const {
     const int64_t first = chosen.ending_behind(j0 + lo), last = chosen.beginning_from(j0 + hi);
     for (int r = 0; r < m; ++r) {
       const T* logits = w.scores + r * chunk;
@@ -64,6 +65,7 @@ template <class T, class Score> struct Statistics : Strips<T, Statistics<T, Scor
       if (top && any_lane(peaks > room.top_logits[(s * MR + r) * top + top - 1]))
         keep_largest(room, s * MR + r, logits, peaks, j0, lo, hi);
     }
+    return true;
   }
 
   // `place` is where the query stands, counted from column 0. Returns the largest logit of every lane. Not inlined: it takes

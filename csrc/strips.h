@@ -3,7 +3,8 @@
 // A strip is MR rows. Its scores for a step are computed, biased and masked; what becomes of them is the visitor's:
 //   room(memory)                               what it keeps for a block
 //   begin(room, strip)                         nothing seen yet
-//   take(room, walk, strip, rows, j0, lo, hi)  the logits of columns [lo, hi) of a step that begins at key j0
+//   take(room, walk, strip, rows, j0, lo, hi)  the logits of columns [lo, hi) of a step that begins at key j0; false if they
+//                                              are to be computed once more
 //   finish(room, walk, strip, rows)            all seen
 // and, if it has something to prepare,
 //   plan(total)                                before the walk; `total` are the costs of the units, summed
@@ -19,6 +20,12 @@ constexpr int64_t chunk = 384;         // keys in one step: their panels stay in
 constexpr int64_t largest_block = 96;  // query rows that share them
 constexpr double few_keys = 1100;      // for a strip: queries that meet fewer are read where they lie, and not packed
 constexpr double few_rows = 600;       // for a key: values that meet fewer likewise
+constexpr int64_t one_set = 4096;      // bytes: rows that lie a multiple of it apart drive one another out of the first-level cache
+#ifdef REGARD_SANITIZE
+constexpr double many_keys = 0;        // random calls are small, and shall try what large ones do
+#else
+constexpr double many_keys = 700;      // for a strip: where there are more, measuring queries and keys pays
+#endif
 
 // What one thread has in hand while it walks. Rows are numbered within the block: strip * MR + r.
 template <class T> struct Walk {
@@ -28,7 +35,9 @@ template <class T> struct Walk {
   Row<T>* rows;
   Span* spans;
   uint8_t* poisoned;  // a row that has seen a bad key
+  T* longest;         // of each strip: at least the sum of squares of any query; infinity if it is not known
   Ahead ahead;
+  bool tame, hidden;  // of the logits in hand: all are tame; some are hidden
 };
 
 template <class T, class Visitor, class Score = DotScore<T>> struct Strips {
@@ -39,26 +48,28 @@ template <class T, class Visitor, class Score = DotScore<T>> struct Strips {
   const int64_t strips;  // in a block
   bool direct;           // queries are read where they lie
   bool direct_values;    // and so are values
+  bool measures;         // queries and keys are measured: their lengths tell how large a logit can be
   Layout layout;         // the visitor adds what it needs
   int64_t bands = 0;     // threads take whole bands, pieces of equal cost; 0: one for each thread
 
   struct Places {
     typename PackedKeys<T>::Places keys;
-    size_t queries, scores, rows, spans, poisoned;
+    size_t queries, scores, rows, spans, poisoned, longest;
   } at;
 
   explicit Strips(const regard_dot& p) : Strips(p, 8 * p.threads) {}
   Strips(const regard_dot& p, int64_t wanted_blocks)
       : p(p), scales(p), score(p), blocks(p, largest_block, wanted_blocks), strips((blocks.rows_per_block + MR - 1) / MR),
         direct(Score::is_product && p.H == p.G && p.dtype == (sizeof(T) == 8 ? REGARD_FLOAT64 : REGARD_FLOAT32) &&
-               p.q.stride[3] == 1),
-        direct_values(PackedKeys<T>::values_fit(p)) {
+               p.q.stride[3] == 1 && p.q.stride[2] * int64_t(sizeof(T)) % one_set != 0),
+        direct_values(PackedKeys<T>::values_fit(p)), measures(Score::is_product && !scales.changes_scores) {
     at.keys = PackedKeys<T>::place(p, layout);
     at.queries = layout.add(strips, strip_size<T>(p.D), sizeof(T));
     at.scores = layout.add(MR, chunk, sizeof(T));
     at.rows = layout.add(strips * MR, 1, sizeof(Row<T>));
     at.spans = layout.add(strips, 1, sizeof(Span));
     at.poisoned = layout.add(strips * MR, 1, 1);
+    at.longest = layout.add(strips, 1, sizeof(T));
   }
 
   Matrix keys_of(int64_t head) const { return matrix_of(p.k, p.dtype, head / p.G, head % p.G, p.K, p.D); }
@@ -81,6 +92,7 @@ template <class T, class Visitor, class Score = DotScore<T>> struct Strips {
       total[u + 1] = total[u] + block_cost<T>(p, blocks, head / p.G, head % p.G, u % blocks.per_group);
     }
     direct &= total[units] <= few_keys * double(p.B * p.H * p.Q) / MR;
+    measures &= total[units] >= many_keys * double(p.B * p.H * p.Q) / MR;
     direct_values &= total[units] * MR <= few_rows * double(p.B * p.G * p.K);
     const int status = static_cast<Visitor&>(*this).plan(total);
     if (status != REGARD_OK) return status;
@@ -96,8 +108,9 @@ template <class T, class Visitor, class Score = DotScore<T>> struct Strips {
   int run_units(int64_t first, int64_t last) const {
     char* memory = (char*)thread_scratch(layout.bytes);
     if (!memory) return REGARD_NO_MEMORY;
-    Walk<T> w{PackedKeys<T>(p, memory, at.keys, direct_values), {}, {}, (T*)(memory + at.queries), (T*)(memory + at.scores),
-              (Row<T>*)(memory + at.rows), (Span*)(memory + at.spans), (uint8_t*)(memory + at.poisoned), {}};
+    Walk<T> w{PackedKeys<T>(p, memory, at.keys, measures, direct_values), {}, {}, (T*)(memory + at.queries), (T*)(memory + at.scores),
+              (Row<T>*)(memory + at.rows), (Span*)(memory + at.spans), (uint8_t*)(memory + at.poisoned),
+              (T*)(memory + at.longest), {}, false, false};
     const auto& visitor = static_cast<const Visitor&>(*this);
     auto room = visitor.room(memory);
     int64_t head = -1;
@@ -131,7 +144,7 @@ template <class T, class Visitor, class Score = DotScore<T>> struct Strips {
       w.spans[s] = span_of(w.rows + s * MR, in_strip(s), p.K);
       lo = least(lo, w.spans[s].lo);
       hi = greatest(hi, w.spans[s].hi);
-      if (!direct) pack_queries(w, s, in_strip(s));
+      read_queries(w, s, in_strip(s));
       visitor.begin(room, s);
     }
     const auto visit = [&](const Step& step) {
@@ -142,13 +155,18 @@ template <class T, class Visitor, class Score = DotScore<T>> struct Strips {
     for (int64_t s = 0; s * MR < count; ++s) visitor.finish(room, w, s, in_strip(s));
   }
 
-  void pack_queries(Walk<T>& w, int64_t s, int m) const {
+  const void* query_of(const Row<T>& row) const {
+    const int64_t at = row.b * p.q.stride[0] + row.h * p.q.stride[1] + row.i * p.q.stride[2];
+    return (const char*)p.q.data + at * int64_t(storage_bytes(p.dtype));
+  }
+
+  void read_queries(Walk<T>& w, int64_t s, int m) const {
+    w.longest[s] = infinity;
+    if (direct && !measures) return;
     RowPointers rows{{}, p.D, p.q.stride[3], p.dtype};
-    for (int r = 0; r < m; ++r) {
-      const Row<T>& row = w.rows[s * MR + r];
-      const int64_t at = row.b * p.q.stride[0] + row.h * p.q.stride[1] + row.i * p.q.stride[2];
-      rows.row[r] = (const char*)p.q.data + at * int64_t(storage_bytes(p.dtype));
-    }
+    for (int r = 0; r < m; ++r) rows.row[r] = query_of(w.rows[s * MR + r]);
+    if (measures) w.longest[s] = squares_bound<T>(rows, m);
+    if (direct) return;
     pack_strip<T>(rows, w.queries + s * strip_size<T>(p.D));
     score.ready_queries(w.rows[s * MR].h, w.queries + s * strip_size<T>(p.D));
   }
@@ -172,17 +190,34 @@ template <class T, class Visitor, class Score = DotScore<T>> struct Strips {
     w.ahead.some();
     const Panels panels = panels_of<T>(seen_of(w.spans[s], j0, lo, hi), lo, hi);
     const T* const keys = w.keys.turned_at(j0 + lo);
-    if (direct) fill_direct(rows[0], m, panels, keys, w.scores + lo);
-    else score.fill(rows[0].h, m, panels, w.queries + s * strip_size<T>(p.D), keys, w.scores + lo, chunk);
-    if (scales.changes_scores)
-      for (int r = 0; r < m; ++r) change_scores(p, scales, rows[r], j0, w.scores + r * chunk, lo, hi);
-    if (columns.hidden)
-      for (int r = 0; r < m; ++r) hide(rows[r], words ? words + r : nullptr, j0, w.scores + r * chunk, lo, hi, T(-infinity));
     if (w.keys.any_bad)
       for (int r = 0; r < m; ++r)
         w.poisoned[s * MR + r] |= sees_bad_key(w.keys, rows[r], words ? words + r : nullptr, j0, lo, hi);
-    w.ahead.some();
-    visitor.take(room, w, s, m, j0, lo, hi);
+    do {
+      if (direct) fill_direct(rows[0], m, panels, keys, w.scores + lo);
+      else score.fill(rows[0].h, m, panels, w.queries + s * strip_size<T>(p.D), keys, w.scores + lo, chunk);
+      if (scales.changes_scores)
+        for (int r = 0; r < m; ++r) change_scores(p, scales, rows[r], j0, w.scores + r * chunk, lo, hi);
+      if (columns.hidden)
+        for (int r = 0; r < m; ++r) hide(rows[r], words ? words + r : nullptr, j0, w.scores + r * chunk, lo, hi, T(-infinity));
+      w.tame = w.longest[s] * w.keys.longest <= tame_logit<T> * tame_logit<T>;
+      w.hidden = columns.hidden;
+      w.ahead.some();
+    } while (!visitor.take(room, w, s, m, j0, lo, hi));
+  }
+
+  // Logits become weights, for visitors that want these. False if the logits have to be computed once more.
+  bool softmax(const Walk<T>& w, int64_t s, int m, int64_t lo, int64_t hi, T* peak, Vec<T>* sums, T* alpha) const {
+    bool by_peaks = w.tame;
+    for (int r = 0; by_peaks && r < m; ++r) by_peaks = peak[r] != T(-infinity);
+    if (!by_peaks) {
+      softmax_strip<T, chunk>(w.scores, lo, hi, peak, sums, alpha);
+      return true;
+    }
+    for (int r = 0; r < strip_lanes<T>; ++r) alpha[r] = 1;
+    if (softmax_by_peaks<T, chunk>(w.scores, lo, hi, m, w.hidden, peak, sums)) return true;
+    w.longest[s] = infinity;  // not to be tried again
+    return false;
   }
 };
 

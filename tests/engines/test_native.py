@@ -238,6 +238,18 @@ def test_a_value_that_is_not_finite_is_met_half_way(mask: rg.Mask) -> None:
     torch.testing.assert_close(output[~seen], exact[~seen], rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("mask", [None, rg.causal(), rg.global_tokens([0, 700]) | rg.window(300, 300)], ids=repr)
+@pytest.mark.parametrize("shape", ["rise", "fall", "spike"])
+def test_the_largest_logit_of_a_row_may_come_at_any_time(shape: str, mask: rg.Mask | None) -> None:
+    """Moderate logits are weighed by the largest one so far, and once more where a later one is much larger."""
+    inputs = tensors((1, 1, 1500, 16), (1, 1, 1500, 16), (1, 1, 1500, 8))
+    with torch.no_grad():
+        inputs[0][..., 0] = 5.0
+        ramp = torch.linspace(-14, 14, 1500, dtype=torch.float64)
+        inputs[1][..., 0] = {"rise": ramp, "fall": -ramp, "spike": 28.0 * (torch.arange(1500) == 1100) - 14}[shape]
+    assert_like_reference(inputs, mask=mask)
+
+
 @pytest.mark.parametrize("keys", [3, 6, 9, 17])  # one panel of every instruction set, of which a half is hidden
 @pytest.mark.parametrize("mask", [rg.padding([1]), ~rg.padding([2]), rg.window(0, 0)], ids=repr)
 def test_what_an_earlier_call_left_in_memory_does_not_reach_a_gradient(mask: rg.Mask, keys: int) -> None:
