@@ -64,8 +64,8 @@ template <class T> struct HeadRows {
       spans[s] = span_of(rows + first(s), count(s), p.K);
       const bool bad = pack_strip<T>(queries, query_strips + s * strip_size<T>(D)) |
                        pack_strip<T>(grads, grad_strips + s * strip_size<T>(E));
-      pack_panels<T>(q, first(s), count(s), T(1), query_panels + first(s) * NR<T>, pitch * NR<T>);
-      pack_panels<T>(d_out, first(s), count(s), T(1), grad_panels + first(s) * NR<T>, pitch * NR<T>);
+      pack_panels<T>(q, first(s), count(s), query_panels + first(s) * NR<T>, pitch * NR<T>);
+      pack_panels<T>(d_out, first(s), count(s), grad_panels + first(s) * NR<T>, pitch * NR<T>);
       if (bad && checks) quarantine(queries, grads, s);
       score.ready_queries(h, query_strips + s * strip_size<T>(D));
       score.ready_rows(query_panels + first(s) * NR<T>, count(s), pitch * NR<T>, T(0.5));
@@ -307,7 +307,7 @@ template <class T, class Score> struct Backward {
     for (int64_t j = 0; j < keys; j += NR<T>) {
       bad |= pack_turned<T>(k, j0 + j, score.key_factor(scales.key), w.keys + j * p.D);
       bad |= pack_turned<T>(v, j0 + j, T(1), w.values + j * p.E);
-      pack_panels<T>(k, j0 + j, NR<T>, T(1), w.key_panels + j * NR<T>, (key_tile + NR<T>) * NR<T>);
+      pack_panels<T>(k, j0 + j, NR<T>, w.key_panels + j * NR<T>, (key_tile + NR<T>) * NR<T>);
     }
     if (!bad || !(p.intervals.start || p.tiles.pointer)) return;
     // The rows that see a bad key have a NaN for log-sum-exp; for all others it must be harmless.

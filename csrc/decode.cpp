@@ -35,13 +35,7 @@ void score_keys(const T* q, const Matrix& k, int64_t first, int64_t count, T* s)
       for (int64_t d = 0; d < whole; d += L) sums[i] += load(q + d) * load_as(row + d);
       if (whole < k.columns) sums[i] += load(q + whole) * load_some(row + whole, 1, k.columns - whole);
     }
-    transpose<T>(sums);
-    REGARD_UNROLL
-    for (int step = L / 2; step > 0; step /= 2) {
-      REGARD_UNROLL
-      for (int i = 0; i < step; ++i) sums[i] += sums[i + step];
-    }
-    store(s + c, sums[0]);
+    store(s + c, sum_of_each<T>(sums));
   }
 }
 
@@ -187,7 +181,7 @@ template <class T> struct Decode {
     T lse = sum == 0 ? T(-infinity) : T((double(peak) + logs[0]) * ln_2);
     if (sum != sum) factor = lse = T(__builtin_nanf(""));
     const Matrix out = matrix_of(result.out, p.dtype, b, h, p.Q, p.E);
-    unpack_row<T>(row_of(out, i), p.E, out.column_stride, p.dtype, total, factor);
+    unpack_row(out, i, total, factor);
     if (result.lse.data) *const_cast<T*>(real_row<T>(result.lse, b, h, i)) = lse;
   }
 };

@@ -77,7 +77,7 @@ template <class T> struct PackedKeys {
     T* const turned_panel = turned + key * D;
     T* const value_rows = values + key * NR<T>;
     bool found = pack_turned<T>(k, key, factor, turned_panel);
-    if (!direct) found |= pack_panels<T>(v, key, NR<T>, T(1), value_rows, pitch * NR<T>);
+    if (!direct) found |= pack_panels<T>(v, key, NR<T>, value_rows, pitch * NR<T>);
     ready[panel] = 1;
     bad[panel] = 0;
     if (measures) longest = found ? T(infinity) : greatest(longest, longest_square(turned_panel));

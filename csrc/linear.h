@@ -136,7 +136,7 @@ template <class T> struct LinearProblem {
 
   // Features of up to a chunk of rows as panels; returns whether NaN or an infinity was met.
   bool feature_panels(const Matrix& from, int64_t row, int64_t rows, T* out) const {
-    const bool bad = pack_panels<T>(from, row, rows, T(1), out, chunk_rows * NR<T>);
+    const bool bad = pack_panels<T>(from, row, rows, out, chunk_rows * NR<T>);
     if (x.map == REGARD_ELU)
       for (int64_t m = 0; m < wide_m; m += NR<T>) make_features(out + m * chunk_rows, rows * NR<T>);
     return bad;
@@ -148,7 +148,7 @@ template <class T> struct LinearProblem {
     if (x.map == REGARD_ELU)
       for (int64_t m = 0; m < wide_m; m += lanes<T>)
         store(gradient + m, load(gradient + m) * min(broadcast(T(1)), load(panels_at(panels, chunk_rows * NR<T>, m) + i * NR<T>)));
-    unpack_row<T>(row_of(to, row + i), M, to.column_stride, x.dtype, gradient, T(1));
+    unpack_row(to, row + i, gradient, T(1));
   }
 
   int64_t rows_of(int64_t c) const { return least<int64_t>(chunk_rows, x.N - c * chunk_rows); }
@@ -215,7 +215,7 @@ template <class T> struct LinearForward : LinearProblem<T> {
 
   bool pack(const Matrix& k, const Matrix& v, int64_t row, int64_t rows, const Scratch& s) const {
     const bool bad = this->feature_panels(k, row, rows, s.keys);
-    return pack_panels<T>(v, row, rows, T(1), s.values, chunk_rows * NR<T>) || bad;
+    return pack_panels<T>(v, row, rows, s.values, chunk_rows * NR<T>) || bad;
   }
 
   void attend(int64_t head, int64_t h, int64_t row, int64_t rows, bool alone, const Scratch& s) const {
@@ -241,7 +241,7 @@ template <class T> struct LinearForward : LinearProblem<T> {
         Vec<T> sum{};
         for (int64_t j = 0; j < i + count; j += lanes<T>) sum += load(s.products + r * chunk_rows + j);
         const T total = s.norms[i + r] + reduce_add<T>(sum);
-        unpack_row<T>(row_of(out, row + i + r), E, out.column_stride, x.dtype, s.out + r * wide_e, total == 0 ? T(0) : 1 / total);
+        unpack_row(out, row + i + r, s.out + r * wide_e, total == 0 ? T(0) : 1 / total);
         norm[(row + i + r) * result.norm.stride[2]] = total;
       }
     });

@@ -48,7 +48,7 @@ template <class T> struct LinearBackward : LinearProblem<T> {
     return this->feature_panels(this->keys(head), row, rows, s.keys);
   }
   void pack_values(int64_t head, int64_t row, int64_t rows, const Scratch& s) const {
-    pack_panels<T>(this->values(head), row, rows, T(1), s.values, chunk_rows * NR<T>);
+    pack_panels<T>(this->values(head), row, rows, s.values, chunk_rows * NR<T>);
   }
   void turn_values(int64_t head, int64_t row, int64_t rows, const Scratch& s) const {
     turn_rows<T>(this->values(head), row, rows, E + 1, s.turned_values);
@@ -184,7 +184,7 @@ template <class T> struct LinearBackward : LinearProblem<T> {
       for (int64_t h = g * group; h < (g + 1) * group; ++h) key_gradients(b, h, row, rows, s);
       for (int64_t j = 0; j < rows; ++j) {
         this->store_row(s.keys, j, d_k, row, s.d_keys + j * wide_m);
-        unpack_row<T>(row_of(d_v, row + j), E, d_v.column_stride, x.dtype, s.d_values + j * wide_e, T(1));
+        unpack_row(d_v, row + j, s.d_values + j * wide_e, T(1));
       }
     }
   }

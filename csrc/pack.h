@@ -144,7 +144,7 @@ template <class T> __attribute__((noinline)) bool pack_turned(const Matrix& x, i
 // Rows [row, row + count) into panels that lie `panel` numbers apart: out[column / NR][row][NR], with the rows past the
 // end of the tensor and the columns up to the next multiple of NR zero. Returns whether NaN or an infinity was met.
 template <class T>
-__attribute__((noinline)) bool pack_panels(const Matrix& x, int64_t row, int64_t count, T factor, T* out, int64_t panel) {
+__attribute__((noinline)) bool pack_panels(const Matrix& x, int64_t row, int64_t count, T* out, int64_t panel) {
   constexpr int L = lanes<T>;
   Watch<T> watch;
   with_storage<T>(x.dtype, [&](auto stored) __attribute__((always_inline)) {
@@ -156,13 +156,13 @@ __attribute__((noinline)) bool pack_panels(const Matrix& x, int64_t row, int64_t
       int64_t c = 0;
       if (from)
         for (; c < whole; c += NR<T>, to += panel) {
-          store(to, watch(load_as(from + c), 0) * factor);
-          store(to + L, watch(load_as(from + c + L), 1) * factor);
+          store(to, watch(load_as(from + c), 0));
+          store(to + L, watch(load_as(from + c + L), 1));
         }
       for (; c < x.columns; c += NR<T>, to += panel) {
         const int64_t left = x.columns - c, right = left - L;
-        store(to, watch(load_row<false>(from, c, x.column_stride, left)) * factor);
-        store(to + L, watch(load_row<false>(right > 0 ? from : nullptr, c + L, x.column_stride, right)) * factor);
+        store(to, watch(load_row<false>(from, c, x.column_stride, left)));
+        store(to + L, watch(load_row<false>(right > 0 ? from : nullptr, c + L, x.column_stride, right)));
       }
     }
   });
@@ -241,12 +241,6 @@ template <class T, class S> REGARD_INLINE void put_row(S* row, int64_t columns, 
     for (; c + lanes<T> <= columns; c += lanes<T>) store_as(row + c, load(numbers + c) * factor);
   for (; c < columns; c += lanes<T>) store_some(row + c * stride, stride, columns - c, load(numbers + c) * factor);
 }
-template <class T>
-__attribute__((noinline)) void unpack_row(void* row, int64_t columns, int64_t stride, int32_t dtype, const T* numbers, T factor) {
-  with_storage<T>(dtype, [&](auto stored) __attribute__((always_inline)) {
-    put_row((typename decltype(stored)::type*)row, columns, stride, numbers, factor);
-  });
-}
 
 // Rows of numbers that lie `pitch` apart to rows [row, row + count); row r is multiplied by factor[r * step].
 template <class T>
@@ -258,6 +252,9 @@ __attribute__((noinline)) void unpack_rows(const Matrix& x, int64_t row, int64_t
     for (int64_t r = 0; r < count; ++r, to += x.row_stride, numbers += pitch, factor += step)
       put_row(to, x.columns, x.column_stride, numbers, *factor);
   });
+}
+template <class T> void unpack_row(const Matrix& x, int64_t row, const T* numbers, T factor) {
+  unpack_rows<T>(x, row, 1, numbers, 0, &factor, 0);
 }
 
 // The rows of head `head` of batch `b` of a tensor.

@@ -148,6 +148,18 @@ template <class T, int Step> REGARD_INLINE void transpose_stage(Vec<T>* rows) {
     transpose_stage<T, Step / 2>(rows);
   }
 }
+// What is left of a transposition if of its rows only all of them combined are wanted.
+template <class T, int Step, class F> REGARD_INLINE Vec<T> reduce_stage(Vec<T>* rows, F combine) {
+  if constexpr (Step == 0) {
+    return rows[0];
+  } else {
+    REGARD_UNROLL
+    for (int i = 0; i < Step; ++i)
+      rows[i] = combine(even_blocks<Step>(rows[i], rows[i + Step], LaneIndices<T>{}),
+                        odd_blocks<Step>(rows[i], rows[i + Step], LaneIndices<T>{}));
+    return reduce_stage<T, Step / 2>(rows, combine);
+  }
+}
 template <class T, int Step, class F> REGARD_INLINE Vec<T> butterfly(Vec<T> x, F combine) {
   if constexpr (Step > 0)
     return butterfly<T, Step / 2>(combine(x, swap_lanes<Step>(x, LaneIndices<T>{})), combine);
@@ -158,6 +170,14 @@ template <class T, int Step, class F> REGARD_INLINE Vec<T> butterfly(Vec<T> x, F
 
 // A square of lanes x lanes numbers, rows in `rows`, is transposed in place.
 template <class T> REGARD_INLINE void transpose(Vec<T>* rows) { detail::transpose_stage<T, lanes<T> / 2>(rows); }
+
+// The lanes of each of `lanes` vectors combined, as one vector; the vectors are spoiled.
+template <class T> REGARD_INLINE Vec<T> max_of_each(Vec<T>* x) {
+  return detail::reduce_stage<T, lanes<T> / 2>(x, [](Vec<T> a, Vec<T> b) { return max(a, b); });
+}
+template <class T> REGARD_INLINE Vec<T> sum_of_each(Vec<T>* x) {
+  return detail::reduce_stage<T, lanes<T> / 2>(x, [](Vec<T> a, Vec<T> b) { return a + b; });
+}
 
 template <class T> REGARD_INLINE T reduce_add(Vec<T> x) {
   return detail::butterfly<T, lanes<T> / 2>(x, [](Vec<T> a, Vec<T> b) { return a + b; })[0];

@@ -19,23 +19,6 @@ template <class T> constexpr T tame_logit = 60;
 // Arrays with one number for each row of a strip are read and written in whole vectors.
 template <class T> constexpr int strip_lanes = (MR + lanes<T> - 1) / lanes<T> * lanes<T>;
 
-// The lanes of each of `lanes` vectors combined, as one vector.
-template <class T, class F> REGARD_INLINE Vec<T> reduce_each(Vec<T>* x, F combine) {
-  transpose<T>(x);
-  REGARD_UNROLL
-  for (int step = lanes<T> / 2; step > 0; step /= 2) {
-    REGARD_UNROLL
-    for (int i = 0; i < step; ++i) x[i] = combine(x[i], x[i + step]);
-  }
-  return x[0];
-}
-template <class T> REGARD_INLINE Vec<T> max_of_each(Vec<T>* x) {
-  return reduce_each<T>(x, [](Vec<T> a, Vec<T> b) { return max(a, b); });
-}
-template <class T> REGARD_INLINE Vec<T> sum_of_each(Vec<T>* x) {
-  return reduce_each<T>(x, [](Vec<T> a, Vec<T> b) { return a + b; });
-}
-
 // x[c] = weight(x[c]) for c in [lo, hi); returns their sums lane by lane.
 template <class T, class F> REGARD_INLINE Vec<T> weigh(T* x, int64_t lo, int64_t hi, F&& weight) {
   Vec<T> left{}, right{};
