@@ -110,7 +110,7 @@ template <class T>
 bool sees_bad_key(const PackedKeys<T>& keys, const Row<T>& row, const uint64_t* word, int64_t j0, int64_t lo, int64_t hi) {
   for (int64_t c = lo; c < hi; c += NR<T>) {
     const uint32_t bad = keys.bad[(j0 + c) / NR<T>];
-    for (int lane = 0; bad >> lane; ++lane)
+    for (int lane = 0; bad && lane < NR<T>; ++lane)
       if ((bad >> lane & 1) && sees(row, word, j0, c + lane)) return true;
   }
   return false;

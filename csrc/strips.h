@@ -61,7 +61,7 @@ template <class T, class Visitor, class Score = DotScore<T>> struct Strips {
   Strips(const regard_dot& p, int64_t wanted_blocks)
       : p(p), scales(p), score(p), blocks(p, largest_block, wanted_blocks), strips((blocks.rows_per_block + MR - 1) / MR),
         direct(Score::is_product && p.H == p.G && p.dtype == (sizeof(T) == 8 ? REGARD_FLOAT64 : REGARD_FLOAT32) &&
-               p.q.stride[3] == 1 && p.q.stride[2] * int64_t(sizeof(T)) % one_set != 0),
+               p.q.stride[3] == 1 && p.q.stride[2] % (one_set / int64_t(sizeof(T))) != 0),
         direct_values(PackedKeys<T>::values_fit(p)), measures(Score::is_product && !scales.changes_scores) {
     at.keys = PackedKeys<T>::place(p, layout);
     at.queries = layout.add(strips, strip_size<T>(p.D), sizeof(T));

@@ -238,6 +238,17 @@ def test_a_value_that_is_not_finite_is_met_half_way(mask: rg.Mask) -> None:
     torch.testing.assert_close(output[~seen], exact[~seen], rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("key", [0, 15, 31, 63, 64])  # the last ones of panels of every instruction set
+def test_a_key_that_is_not_finite_may_be_any_of_its_panel(key: int) -> None:
+    query, key_rows, value = (t.detach() for t in tensors(*[(1, 1, 70, 8)] * 3, dtype=torch.float32))
+    key_rows[:, :, key] = float("inf")
+    hidden = torch.arange(70) != key
+    mask = rg.dense(hidden.expand(1, 1, 70, 70)) | rg.padding([0])
+    output = rg.attention(query, key_rows, value, mask=mask, engine="native")
+    clean = rg.attention(query, key_rows.nan_to_num(0, 0, 0), value, mask=mask, engine="reference")
+    torch.testing.assert_close(output, clean, rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.parametrize("mask", [None, rg.causal(), rg.global_tokens([0, 700]) | rg.window(300, 300)], ids=repr)
 @pytest.mark.parametrize("shape", ["rise", "fall", "spike"])
 def test_the_largest_logit_of_a_row_may_come_at_any_time(shape: str, mask: rg.Mask | None) -> None:
