@@ -248,9 +248,8 @@ __attribute__((noinline)) void unpack_rows(const Matrix& x, int64_t row, int64_t
                                            const T* factor, int64_t step) {
   with_storage<T>(x.dtype, [&](auto stored) __attribute__((always_inline)) {
     using S = typename decltype(stored)::type;
-    S* to = (S*)row_of(x, row);
-    for (int64_t r = 0; r < count; ++r, to += x.row_stride, numbers += pitch, factor += step)
-      put_row(to, x.columns, x.column_stride, numbers, *factor);
+    S* const to = (S*)row_of(x, row);
+    for (int64_t r = 0; r < count; ++r) put_row(to + r * x.row_stride, x.columns, x.column_stride, numbers + r * pitch, factor[r * step]);
   });
 }
 template <class T> void unpack_row(const Matrix& x, int64_t row, const T* numbers, T factor) {
