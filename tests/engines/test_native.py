@@ -151,6 +151,16 @@ def test_sixteen_bit_inputs_are_summed_in_float32(dtype: torch.dtype) -> None:
         assert (mine.double() - theirs).abs().max() < 8 * torch.finfo(dtype).eps * theirs.abs().max()
 
 
+@pytest.mark.parametrize("engine", ["native", "sdpa"])
+def test_a_bilinear_matrix_of_more_digits_than_the_call_keeps_them(engine: str) -> None:
+    query, key, value = (t.detach() for t in tensors((1, 1, 1, 2), (1, 1, 3, 2), (1, 1, 3, 4), dtype=torch.bfloat16))
+    query[...] = 1.0
+    matrix = torch.tensor([[1.001, 0.0], [-1.0, 0.0]])  # the queries become (0.001, 0): rounded first, (0, 0)
+    output = rg.attention(query, key * 1000, value, score=rg.Bilinear(matrix), engine=engine)
+    wanted = torch.softmax(key[..., 0].float(), -1).unsqueeze(-2) @ value.float()
+    torch.testing.assert_close(output.float(), wanted, rtol=0.02, atol=0.02)
+
+
 @pytest.mark.parametrize("shape", [(1, 4, 512, 64), (2, 3, 100, 40), (1, 1, 2048, 128)])
 def test_float32_is_within_twice_the_error_of_dense_torch(shape: tuple[int, ...]) -> None:
     exact = tensors(shape, shape, shape)

@@ -47,7 +47,7 @@ def as_dot(problem: Problem, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor
         key = torch.where(good, F.normalize(torch.where(good, key, 0.0), dim=-1), float("nan"))
         query = F.normalize(query, dim=-1)
     elif isinstance(score, Bilinear):
-        query = score.project(query, at)
+        query = score.project(query.to(problem.arithmetic), at).to(query.dtype)  # a matrix of more digits keeps them
     if isinstance(scale, Tensor):
         query, scale = (query * at.per_head(scale.reshape(-1))).to(query.dtype), 1.0
     return query, key, scale
