@@ -12,7 +12,8 @@ import sys
 from pathlib import Path
 
 FOLDER = Path("build/sanitize")
-TESTS = [f"tests/engines/test_{name}.py" for name in ("native", "safety", "agreement", "look", "product")]
+ENGINE = ("native", "registration", "safety", "agreement", "look", "product")
+TESTS = [f"tests/engines/test_{name}.py" for name in ENGINE]
 TESTS += ["tests/test_linear.py", "tests/test_linear_kernel.py"]
 PROBE = """
 import ctypes, sys

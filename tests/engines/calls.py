@@ -25,6 +25,16 @@ def inputs(B: int = 2, H: int = 4, G: int = 2, Q: int = 6, K: int = 9, D: int = 
     return [normal(B, H, Q, D, seed=1), normal(B, G, K, D, seed=2), normal(B, G, K, E, seed=3)]
 
 
+def tensors(*shapes: tuple[int, ...], dtype: torch.dtype = torch.float64, seed: int = 0) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype).requires_grad_() for shape in shapes]
+
+
+def gradients(output: Tensor, inputs: list[Tensor]) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return list(torch.autograd.grad(output, inputs, torch.randn(output.shape, generator=generator).to(output)))
+
+
 def run(engine: str, tensors: list[Tensor], **description: Any) -> Tensor:
     """The output; an engine that cannot must say so when it is forced, and the one that is chosen computes instead."""
     problem = rg.Attention(**description)._problem(*tensors, False)
