@@ -13,8 +13,8 @@ template <class T> constexpr T no_peak = std::numeric_limits<T>::lowest();
 // Beyond this an integer peak costs digits.
 template <class T> constexpr T far_peak = T(1 << 20);
 
-// Logits no larger than this in size are *tame*: 2^(one - another) neither overflows nor vanishes.
-template <class T> constexpr T tame_logit = 60;
+// Logits no larger than this in size are *tame*: 2^(logit - bound) does not vanish, so that their largest need not be known.
+template <class T> constexpr T tame_logit = 30;
 
 // Arrays with one number for each row of a strip are read and written in whole vectors.
 template <class T> constexpr int strip_lanes = (MR + lanes<T> - 1) / lanes<T> * lanes<T>;
@@ -79,20 +79,24 @@ __attribute__((noinline)) void softmax_strip(T* s, int64_t lo, int64_t hi, T* pe
   }
 }
 
-// The same for m rows that have a peak, of tame logits, without a look for larger ones. Says whether that was right, because
-// none is much larger; else s is spoiled, and nothing else has changed.
+// The same for m rows of tame logits, without a look for the largest: the peak is an integer that none of them passes. Says
+// whether that was right, because no row lies far below it; else s is spoiled, and nothing else has changed.
 template <class T, int stride>
-__attribute__((noinline)) bool softmax_by_peaks(T* s, int64_t lo, int64_t hi, int m, bool hidden, const T* peak, Vec<T>* sums) {
-  constexpr T much = 1 << 20;
-  Vec<T> more[MR];
+__attribute__((noinline)) bool softmax_below(T bound, T* s, int64_t lo, int64_t hi, int m, bool hidden, T* peak, Vec<T>* sums, T* alpha) {
+  using V = Vec<T>;
+  constexpr T little = T(1) / (1 << 24);
+  const V top = broadcast(bound), least = broadcast(bound + least_exponent<T>), round = broadcast(rounder<T> - bound);
+  for (int group = 0; group < MR; group += lanes<T>) store(alpha + group, exp2(load(peak + group) - top));
+  V total[MR];
   for (int r = 0; r < m; ++r) {
-    const Vec<T> least = broadcast(peak[r] + least_exponent<T>), round = broadcast(rounder<T> - peak[r]);
     T* row = s + r * stride;
-    if (hidden) more[r] = weigh(row, lo, hi, [&](Vec<T> x) __attribute__((always_inline)) { return exp2_above(x, least, round); });
-    else more[r] = weigh(row, lo, hi, [&](Vec<T> x) __attribute__((always_inline)) { return exp2_within(x, round); });
-    if (any_lane(more[r] > much)) return false;
+    total[r] = sums[r] * alpha[r];
+    if (hidden) total[r] += weigh(row, lo, hi, [&](V x) __attribute__((always_inline)) { return exp2_above(x, least, round); });
+    else total[r] += weigh(row, lo, hi, [&](V x) __attribute__((always_inline)) { return exp2_within(x, round); });
+    if (!any_lane(total[r] > little) && any_lane(total[r] > 0)) return false;
   }
-  for (int r = 0; r < m; ++r) sums[r] += more[r];
+  for (int r = 0; r < m; ++r) sums[r] = total[r];
+  for (int r = 0; r < strip_lanes<T>; ++r) peak[r] = bound;
   return true;
 }
 

@@ -24,7 +24,7 @@ constexpr int64_t one_set = 4096;      // bytes: rows that lie a multiple of it 
 #ifdef REGARD_SANITIZE
 constexpr double many_keys = 0;        // random calls are small, and shall try what large ones do
 #else
-constexpr double many_keys = 700;      // for a strip: where there are more, measuring queries and keys pays
+constexpr double many_keys = 400;      // for a strip: where there are more, measuring queries and keys pays
 #endif
 
 // What one thread has in hand while it walks. Rows are numbered within the block: strip * MR + r.
@@ -37,7 +37,7 @@ template <class T> struct Walk {
   uint8_t* poisoned;  // a row that has seen a bad key
   T* longest;         // of each strip: at least the sum of squares of any query; infinity if it is not known
   Ahead ahead;
-  bool tame, hidden;  // of the logits in hand: all are tame; some are hidden
+  bool hidden;        // some of the logits in hand are hidden
 };
 
 template <class T, class Visitor, class Score = DotScore<T>> struct Strips {
@@ -110,7 +110,7 @@ template <class T, class Visitor, class Score = DotScore<T>> struct Strips {
     if (!memory) return REGARD_NO_MEMORY;
     Walk<T> w{PackedKeys<T>(p, memory, at.keys, measures, direct_values), {}, {}, (T*)(memory + at.queries), (T*)(memory + at.scores),
               (Row<T>*)(memory + at.rows), (Span*)(memory + at.spans), (uint8_t*)(memory + at.poisoned),
-              (T*)(memory + at.longest), {}, false, false};
+              (T*)(memory + at.longest), {}, false};
     const auto& visitor = static_cast<const Visitor&>(*this);
     auto room = visitor.room(memory);
     int64_t head = -1;
@@ -200,7 +200,6 @@ template <class T, class Visitor, class Score = DotScore<T>> struct Strips {
         for (int r = 0; r < m; ++r) change_scores(p, scales, rows[r], j0, w.scores + r * chunk, lo, hi);
       if (columns.hidden)
         for (int r = 0; r < m; ++r) hide(rows[r], words ? words + r : nullptr, j0, w.scores + r * chunk, lo, hi, T(-infinity));
-      w.tame = w.longest[s] * w.keys.longest <= tame_logit<T> * tame_logit<T>;
       w.hidden = columns.hidden;
       w.ahead.some();
     } while (!visitor.take(room, w, s, m, j0, lo, hi));
@@ -208,14 +207,13 @@ template <class T, class Visitor, class Score = DotScore<T>> struct Strips {
 
   // Logits become weights, for visitors that want these. False if the logits have to be computed once more.
   bool softmax(const Walk<T>& w, int64_t s, int m, int64_t lo, int64_t hi, T* peak, Vec<T>* sums, T* alpha) const {
-    bool by_peaks = w.tame;
-    for (int r = 0; by_peaks && r < m; ++r) by_peaks = peak[r] != T(-infinity);
-    if (!by_peaks) {
+    const T square = w.longest[s] * w.keys.longest;
+    if (!(square <= tame_logit<T> * tame_logit<T>)) {
       softmax_strip<T, chunk>(w.scores, lo, hi, peak, sums, alpha);
       return true;
     }
-    for (int r = 0; r < strip_lanes<T>; ++r) alpha[r] = 1;
-    if (softmax_by_peaks<T, chunk>(w.scores, lo, hi, m, w.hidden, peak, sums)) return true;
+    const T bound = T(int(__builtin_sqrt(square))) + 1;
+    if (softmax_below<T, chunk>(bound, w.scores, lo, hi, m, w.hidden, peak, sums, alpha)) return true;
     w.longest[s] = infinity;  // not to be tried again
     return false;
   }

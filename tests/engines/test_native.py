@@ -246,13 +246,22 @@ def test_a_key_that_is_not_finite_may_be_any_of_its_panel(key: int) -> None:
 @pytest.mark.parametrize("mask", [None, rg.causal(), rg.global_tokens([0, 700]) | rg.window(300, 300)], ids=repr)
 @pytest.mark.parametrize("shape", ["rise", "fall", "spike"])
 def test_the_largest_logit_of_a_row_may_come_at_any_time(shape: str, mask: rg.Mask | None) -> None:
-    """Moderate logits are weighed by the largest one so far, and once more where a later one is much larger."""
+    """Moderate logits are weighed by a bound of them all, and once more where a row lies far below it."""
     inputs = tensors((1, 1, 1500, 16), (1, 1, 1500, 16), (1, 1, 1500, 8))
     with torch.no_grad():
+        for t in inputs[:2]:
+            t *= 0.5
         inputs[0][..., 0] = 5.0
-        ramp = torch.linspace(-14, 14, 1500, dtype=torch.float64)
-        inputs[1][..., 0] = {"rise": ramp, "fall": -ramp, "spike": 28.0 * (torch.arange(1500) == 1100) - 14}[shape]
+        ramp = torch.linspace(-12, 12, 1500, dtype=torch.float64)
+        inputs[1][..., 0] = {"rise": ramp, "fall": -ramp, "spike": 24.0 * (torch.arange(1500) == 1100) - 12}[shape]
     assert_like_reference(inputs, mask=mask)
+
+
+def test_values_however_small_are_weighed_where_all_logits_lie_below_zero() -> None:
+    query, value = torch.full((1, 1, 40, 16), 2.2), 1e-30 * torch.rand(1, 1, 900, 8)
+    output = rg.attention(query, -query[:, :, :1].expand(1, 1, 900, 16), value, engine="native")
+    wanted = value.double().mean(2, keepdim=True).expand(1, 1, 40, 8).float()
+    torch.testing.assert_close(output, wanted, rtol=1e-5, atol=0.0)
 
 
 @pytest.mark.parametrize("keys", [3, 6, 9, 17])  # one panel of every instruction set, of which a half is hidden
