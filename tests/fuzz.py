@@ -18,6 +18,7 @@ from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
 from pathlib import Path
+from random import Random
 
 from tests.sanitize import build, environment, instruction_sets, report
 
@@ -84,6 +85,7 @@ def turn(place: str, variables: dict[str, str], seed: int, seconds: float, journ
 def turns(places: dict[str, dict[str, str]], seed: int, seconds: float) -> tuple[dict[str, Counter[str]], str]:
     """Turns of all places until the time is over or something is found; counts, and what was found."""
     counts: dict[str, Counter[str]] = {place: Counter() for place in places}
+    seeds = Random(seed)  # those of turns are drawn, so that runs with neighbouring seeds make other calls
     started, cores = time.monotonic(), min(len(places), os.cpu_count() or 1)
     together = -(-len(places) // cores)  # processes that a core runs in one turn of all
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(cores) as pool:
@@ -91,8 +93,8 @@ def turns(places: dict[str, dict[str, str]], seed: int, seconds: float) -> tuple
             jobs = {}
             for place, variables in places.items():
                 journal = Path(folder) / place
-                jobs[place] = pool.submit(turn, place, variables, seed, min(left / together, SLICE), journal)
-                seed += 1000
+                first = seeds.randrange(2**31)
+                jobs[place] = pool.submit(turn, place, variables, first, min(left / together, SLICE), journal)
             for place, job in jobs.items():
                 done, found = job.result()
                 counts[place] += done
