@@ -128,16 +128,6 @@ def largest_logit(case: Hostile, exact: Found) -> float:
     return max([1.0, *(float(x.abs().max()) for each in lse if len(x := each[each.isfinite()]))])
 
 
-def unit_lengths(case: Hostile, problem: Problem) -> list[Tensor]:
-    """What gradients of queries and keys are multiplied by before they are compared.
-
-    Those of a cosine are those of unit vectors, divided by a length that may be 1e-12; and so are their errors.
-    """
-    if not isinstance(problem.score, rg.Cosine):
-        return [torch.ones(())] * 2
-    return [t.norm(dim=-1, keepdim=True).clamp(1e-12, 1.0) for t in case.tensors(torch.float64, clean=True)[:2]]
-
-
 def compare(case: Hostile, problem: Problem, reach: Reach, ours: Found, exact: Found, plain: Found) -> None:
     logit = largest_logit(case, exact)
     eps, single = torch.finfo(case.dtype).eps, resolution(problem)
@@ -163,12 +153,10 @@ def compare(case: Hostile, problem: Problem, reach: Reach, ours: Found, exact: F
     natural = (1 + 4 * numbers[2] * max(1, problem.E) ** 0.5) * max(1.0, *numbers) * logit
     natural *= max(1, problem.frame.B * problem.frame.Q) ** 0.5 / min(1.0, problem.temperature)
     wheres = [reach.rows, reach.keys, reach.keys]
-    lengths = unit_lengths(case, problem)
     for n, (mine, best, other) in enumerate(zip(ours.gradients, exact.gradients, plain.gradients, strict=True)):
         if best is None:
             continue
         mine, other = (torch.zeros_like(best) if t is None else t for t in (mine, other))
-        mine, best, other = (t.double() * lengths[n] for t in (mine, best, other)) if n < 2 else (mine, best, other)
         name = f"the gradient of {('query', 'key', 'value', 'what is learned')[min(n, 3)]}"
         everywhere = torch.full(best.shape, bool(reach.rows.all()))
         largest = float(best.abs().max()) if best.numel() else 0.0
