@@ -65,8 +65,12 @@ REGARD_INLINE VecD small_tanh(VecD x) { return tanh(x); }
 REGARD_INLINE VecD precise_tanh(VecD x) { return tanh(x); }
 
 template <class T> struct AdditiveLimits;
-template <> struct AdditiveLimits<float> { static constexpr float exponent = 86, smallest_weight = 0x1p-26f; };
-template <> struct AdditiveLimits<double> { static constexpr double exponent = 700, smallest_weight = 0x1p-56; };
+template <> struct AdditiveLimits<float> {
+  static constexpr float exponent = 86, smallest_weight = 0x1p-26f;
+};
+template <> struct AdditiveLimits<double> {
+  static constexpr double exponent = 700, smallest_weight = 0x1p-56;
+};
 
 // The smallest and the greatest number of what was included, zero among it, and whether all of it is finite.
 template <class T> struct AdditiveRange {
@@ -119,7 +123,8 @@ template <class T> struct AdditiveWeight {
 
   // The same for every head: whether no argument of tanh leaves the polynomial's range.
   static bool small(const AdditiveRange<T>& q, const AdditiveRange<T>& k) {
-    return sizeof(T) == 4 && q.finite && k.finite && q.greatest + k.greatest <= T(0.625) && q.least + k.least >= T(-0.625);
+    return sizeof(T) == 4 && q.finite && k.finite && q.greatest + k.greatest <= T(0.625) &&
+           q.least + k.least >= T(-0.625);
   }
 
   // Every x = (1 + e^2(q+k)) / weight, its reciprocal, and for pairs the product of two of them must be normal numbers.
@@ -128,8 +133,8 @@ template <class T> struct AdditiveWeight {
     if (!finite || !q.finite || !k.finite) return AdditiveMode::direct;
     const T spread = T(-ln_2) * log2(broadcast(smallest))[0] + 1;
     const T top = greatest(T(0), 2 * (q.greatest + k.greatest)) + spread;
-    const bool factors = 2 * q.greatest + spread <= limit && 2 * k.greatest <= limit && 2 * q.least >= -limit &&
-                         2 * k.least >= -limit;
+    const bool factors =
+        2 * q.greatest + spread <= limit && 2 * k.greatest <= limit && 2 * q.least >= -limit && 2 * k.least >= -limit;
     if (!factors || top > limit) return AdditiveMode::direct;
     return 2 * top > limit ? AdditiveMode::single : AdditiveMode::paired;
   }
@@ -202,8 +207,9 @@ template <class T> struct AdditiveRows {
 // want the factor weight, and -tanh * ds to `moment`, the gradient of -weight. dq and dk have rows of `width` numbers, D in
 // whole panels.
 template <AdditiveMode mode, class T, int M>
-REGARD_INLINE void additive_gradients(int64_t width, int64_t keys, AdditiveRows<T> q, AdditiveRows<T> k, const T* __restrict ds,
-                                      int64_t ds_row, T* __restrict dq, T* __restrict dk, T* __restrict moment) {
+REGARD_INLINE void additive_gradients(int64_t width, int64_t keys, AdditiveRows<T> q, AdditiveRows<T> k,
+                                      const T* __restrict ds, int64_t ds_row, T* __restrict dq, T* __restrict dk,
+                                      T* __restrict moment) {
   using V = Vec<T>;
   constexpr bool plain = mode == AdditiveMode::direct || mode == AdditiveMode::small;
   const V zero{}, half = broadcast(T(0.5));

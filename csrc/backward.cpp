@@ -17,7 +17,9 @@ template <class T> struct HeadRows {
   Row<T>* rows;
   Span* spans;
 
-  struct Places { size_t query_strips, query_panels, grad_strips, grad_panels, lse, delta, rows, spans; };
+  struct Places {
+    size_t query_strips, query_panels, grad_strips, grad_panels, lse, delta, rows, spans;
+  };
 
   static int64_t cut_of(const regard_dot& p) { return p.tiles.pointer ? int64_t(REGARD_TILE) : round_up(p.Q + 1, MR); }
   static int64_t strips_of(const regard_dot& p) {
@@ -26,9 +28,13 @@ template <class T> struct HeadRows {
 
   static Places place(const regard_dot& p, Layout& layout) {
     const int64_t strips = strips_of(p), pitch = p.Q + NR<T>;
-    return {layout.add(strips, strip_size<T>(p.D), sizeof(T)), layout.add(pitch, round_up(p.D, NR<T>), sizeof(T)),
-            layout.add(strips, strip_size<T>(p.E), sizeof(T)), layout.add(pitch, round_up(p.E, NR<T>), sizeof(T)),
-            layout.add(p.Q, 1, sizeof(T)), layout.add(p.Q, 1, sizeof(T)), layout.add(p.Q, 1, sizeof(Row<T>)),
+    return {layout.add(strips, strip_size<T>(p.D), sizeof(T)),
+            layout.add(pitch, round_up(p.D, NR<T>), sizeof(T)),
+            layout.add(strips, strip_size<T>(p.E), sizeof(T)),
+            layout.add(pitch, round_up(p.E, NR<T>), sizeof(T)),
+            layout.add(p.Q, 1, sizeof(T)),
+            layout.add(p.Q, 1, sizeof(T)),
+            layout.add(p.Q, 1, sizeof(Row<T>)),
             layout.add(strips, 1, sizeof(Span))};
   }
 
@@ -99,8 +105,10 @@ template <class T> struct HeadRows {
       queries.row[r] = grads.row[r] = nullptr;
       lse[i] = T(__builtin_nanf(""));
       delta[i] = 0;
-      for (int64_t c = 0; c < D; c += NR<T>) __builtin_memset(query_panels + c * pitch + i * NR<T>, 0, NR<T> * sizeof(T));
-      for (int64_t c = 0; c < E; c += NR<T>) __builtin_memset(grad_panels + c * pitch + i * NR<T>, 0, NR<T> * sizeof(T));
+      for (int64_t c = 0; c < D; c += NR<T>)
+        __builtin_memset(query_panels + c * pitch + i * NR<T>, 0, NR<T> * sizeof(T));
+      for (int64_t c = 0; c < E; c += NR<T>)
+        __builtin_memset(grad_panels + c * pitch + i * NR<T>, 0, NR<T> * sizeof(T));
     }
     pack_strip<T>(queries, query_strips + s * strip_size<T>(D));
     pack_strip<T>(grads, grad_strips + s * strip_size<T>(E));
@@ -115,10 +123,10 @@ template <class T, class Score> struct Backward {
   const int64_t group, Dp, Ep;  // heads that share a key/value head; D and E in whole panels
   const int64_t tiles;          // key tiles of a head
   const int64_t block_rows, blocks;
-  const int64_t table;          // entries of a row of d_row_table
-  const int64_t diagonals;      // numbers in all of d_diagonal
-  const int64_t per_head;       // numbers in dQ, d_row_table and the sums of the score of one head
-  const int64_t part;           // numbers in one thread's share of them for one key/value head
+  const int64_t table;      // entries of a row of d_row_table
+  const int64_t diagonals;  // numbers in all of d_diagonal
+  const int64_t per_head;   // numbers in dQ, d_row_table and the sums of the score of one head
+  const int64_t part;       // numbers in one thread's share of them for one key/value head
   RowGradients<T> row_gradients;
 
   struct Places {
@@ -130,8 +138,8 @@ template <class T, class Score> struct Backward {
   int threads_used = 1;
 
   Backward(const regard_dot& p, const regard_dot_gradient& gradient)
-      : p(p), gradient(gradient), scales(p), score(p), group(p.H / p.G), Dp(round_up(p.D, NR<T>)), Ep(round_up(p.E, NR<T>)),
-        tiles(greatest<int64_t>(1, (p.K + key_tile - 1) / key_tile)),
+      : p(p), gradient(gradient), scales(p), score(p), group(p.H / p.G), Dp(round_up(p.D, NR<T>)),
+        Ep(round_up(p.E, NR<T>)), tiles(greatest<int64_t>(1, (p.K + key_tile - 1) / key_tile)),
         block_rows(p.tiles.pointer ? int64_t(REGARD_TILE) : rows_of(p)), blocks((p.Q + block_rows - 1) / block_rows),
         table(gradient.d_row_table.data ? 2 * p.radius + 1 : 0),
         diagonals(gradient.d_diagonal.data ? diagonal_heads(p, gradient) * (p.Q + p.K - 1) : 0),
@@ -207,10 +215,21 @@ template <class T, class Score> struct Backward {
   int run_units(int64_t first_head, int64_t from, int64_t to, int thread) const {
     char* memory = (char*)thread_scratch(layout.bytes);
     if (!memory) return REGARD_NO_MEMORY;
-    Work w{HeadRows<T>(p, memory, at.rows), (Seen*)(memory + at.reach),
-           (T*)(memory + at.keys), (T*)(memory + at.values), (T*)(memory + at.key_panels),
-           (T*)(memory + at.d_keys), (T*)(memory + at.d_values), (T*)(memory + at.scores), (T*)(memory + at.grads),
-           (T*)(memory + at.extra), nullptr, nullptr, nullptr, nullptr, {}};
+    Work w{HeadRows<T>(p, memory, at.rows),
+           (Seen*)(memory + at.reach),
+           (T*)(memory + at.keys),
+           (T*)(memory + at.values),
+           (T*)(memory + at.key_panels),
+           (T*)(memory + at.d_keys),
+           (T*)(memory + at.d_values),
+           (T*)(memory + at.scores),
+           (T*)(memory + at.grads),
+           (T*)(memory + at.extra),
+           nullptr,
+           nullptr,
+           nullptr,
+           nullptr,
+           {}};
     for (int64_t unit = from; unit < to;) {
       const int64_t head = unit / tiles, first = unit % tiles, last = least(tiles, first + to - unit);
       T* own = (T*)(memory + at.d_queries);
@@ -288,7 +307,8 @@ template <class T, class Score> struct Backward {
         if (w.reach[block].meets(j0, j1)) run_block(w, block * block_rows, j0, j1, d_keys, d_values);
     }
     if (n + 1 < group) return;
-    const Matrix dk = matrix_of(gradient.d_k, p.dtype, b, g, p.K, p.D), dv = matrix_of(gradient.d_v, p.dtype, b, g, p.K, p.E);
+    const Matrix dk = matrix_of(gradient.d_k, p.dtype, b, g, p.K, p.D),
+                 dv = matrix_of(gradient.d_v, p.dtype, b, g, p.K, p.E);
     const T one = 1;
     for (int64_t j = 0; j < keys; ++j) score.finish_row(g * group, d_keys + j * Dp);
     unpack_rows<T>(dk, j0, keys, d_keys, Dp, &scales.query, 0);
@@ -298,7 +318,7 @@ template <class T, class Score> struct Backward {
   void pack_tile(Work& w, int64_t b, int64_t g, int64_t j0, int64_t keys) const {
     pack_keys(w, b, g, j0, keys);
     for (int64_t j = 0; j < keys; j += NR<T>) score.ready_keys(w.keys + j * p.D);
-    score.ready_rows(w.key_panels, keys, (key_tile + NR<T>) * NR<T>, T(1));
+    score.ready_rows(w.key_panels, keys, (key_tile + NR<T>)*NR<T>, T(1));
   }
 
   void pack_keys(Work& w, int64_t b, int64_t g, int64_t j0, int64_t keys) const {
@@ -307,7 +327,7 @@ template <class T, class Score> struct Backward {
     for (int64_t j = 0; j < keys; j += NR<T>) {
       bad |= pack_turned<T>(k, j0 + j, score.key_factor(scales.key), w.keys + j * p.D);
       bad |= pack_turned<T>(v, j0 + j, T(1), w.values + j * p.E);
-      pack_panels<T>(k, j0 + j, NR<T>, w.key_panels + j * NR<T>, (key_tile + NR<T>) * NR<T>);
+      pack_panels<T>(k, j0 + j, NR<T>, w.key_panels + j * NR<T>, (key_tile + NR<T>)*NR<T>);
     }
     if (!bad || !(p.intervals.start || p.tiles.pointer)) return;
     // The rows that see a bad key have a NaN for log-sum-exp; for all others it must be harmless.
@@ -319,7 +339,7 @@ template <class T, class Score> struct Backward {
       for (int64_t d = 0; d < p.D; ++d) w.keys[panel * p.D + d * NR<T> + lane] = 0;
       for (int64_t e = 0; e < p.E; ++e) w.values[panel * p.E + e * NR<T> + lane] = 0;
       for (int64_t d = 0; d < p.D; d += NR<T>)
-        __builtin_memset(w.key_panels + d * (key_tile + NR<T>) + j * NR<T>, 0, NR<T> * sizeof(T));
+        __builtin_memset(w.key_panels + d * (key_tile + NR<T>)+j * NR<T>, 0, NR<T> * sizeof(T));
     }
   }
 
@@ -331,8 +351,7 @@ template <class T, class Score> struct Backward {
     if (p.tiles.pointer)
       walk_tiles(p, w.rows.rows[i0].b, w.rows.rows[i0].h, i0 / REGARD_TILE, j0, j1, key_tile,
                  [&](const Step& s) { steps[step_count++] = s; });
-    else
-      steps[step_count++] = Step{j0, j1, nullptr};
+    else steps[step_count++] = Step{j0, j1, nullptr};
     if (step_count == 0) return;
 
     Seen seen[most_rows / MR];
@@ -353,10 +372,12 @@ template <class T, class Score> struct Backward {
       const int64_t r0 = from * MR, depth = least<int64_t>(count, to * MR) - r0;
       if (depth <= 0) continue;
       multiply<T, 1, score_stride, Into::add>(m, Ep / NR<T>, depth, w.scores + r0 * score_stride + c,
-                                              w.rows.grad_panels + (i0 + r0) * NR<T>, w.rows.pitch * NR<T>, d_values + c * Ep, Ep);
+                                              w.rows.grad_panels + (i0 + r0) * NR<T>, w.rows.pitch * NR<T>,
+                                              d_values + c * Ep, Ep);
       if constexpr (Score::is_product)
         multiply<T, 1, score_stride, Into::add>(m, Dp / NR<T>, depth, w.grads + r0 * score_stride + c,
-                                                w.rows.query_panels + (i0 + r0) * NR<T>, w.rows.pitch * NR<T>, d_keys + c * Dp, Dp);
+                                                w.rows.query_panels + (i0 + r0) * NR<T>, w.rows.pitch * NR<T>,
+                                                d_keys + c * Dp, Dp);
     }
     for (int s = 0; s < strips; ++s) {
       w.ahead.some();
@@ -366,14 +387,17 @@ template <class T, class Score> struct Backward {
       const T *grads = w.grads + s * MR * score_stride + lo, *key_rows = w.key_panels + lo * NR<T>;
       T* d_queries = w.d_queries + (i0 + s * MR) * Dp;
       if constexpr (Score::is_product)
-        multiply<T, score_stride, 1, Into::add>(m, Dp / NR<T>, keys, grads, key_rows, (key_tile + NR<T>) * NR<T>, d_queries, Dp);
+        multiply<T, score_stride, 1, Into::add>(m, Dp / NR<T>, keys, grads, key_rows, (key_tile + NR<T>)*NR<T>,
+                                                d_queries, Dp);
       else
         score.add_gradients(m, keys, {w.rows.query_panels + (i0 + s * MR) * NR<T>, w.rows.pitch * NR<T>},
-                            {key_rows, (key_tile + NR<T>) * NR<T>}, grads, score_stride, d_queries, d_keys + lo * Dp, w.sums);
+                            {key_rows, (key_tile + NR<T>)*NR<T>}, grads, score_stride, d_queries, d_keys + lo * Dp,
+                            w.sums);
     }
   }
 
-  Seen run_strip(Work& w, int64_t i0, int64_t r0, int m, const Step* steps, int step_count, int64_t j0, int64_t width) const {
+  Seen run_strip(Work& w, int64_t i0, int64_t r0, int m, const Step* steps, int step_count, int64_t j0,
+                 int64_t width) const {
     w.ahead.some();
     const int64_t i = i0 + r0;
     const Row<T>* rows = w.rows.rows + i;
@@ -412,21 +436,21 @@ template <class T, class Score> struct Backward {
       const int64_t strip = w.rows.strip_at(i);
       score.fill(rows[0].h, m, panels, w.rows.query_strips + strip * strip_size<T>(p.D), w.keys + (base + lo) * p.D,
                  scores + base + lo, score_stride);
-      multiply_wanted<T, 1, MR>(m, panels, p.E, w.rows.grad_strips + strip * strip_size<T>(p.E), w.values + (base + lo) * p.E,
-                                NR<T> * p.E, grads + base + lo, score_stride);
+      multiply_wanted<T, 1, MR>(m, panels, p.E, w.rows.grad_strips + strip * strip_size<T>(p.E),
+                                w.values + (base + lo) * p.E, NR<T> * p.E, grads + base + lo, score_stride);
       const uint64_t* words = steps[n].bits ? steps[n].bits + rows[0].i % REGARD_TILE : nullptr;
       for (int r = 0; r < m; ++r) {
         T *s = scores + r * score_stride + base, *d = grads + r * score_stride + base;
         const uint64_t* word = words ? words + r : nullptr;
         if (row_gradients.plain) weigh_row(s, d, lo, hi, w.rows.lse[i + r], w.rows.delta[i + r]);
-        else
-          row_gradients.weigh(rows[r], steps[n].j0, s, d, lo, hi, w.rows.lse[i + r], w.rows.delta[i + r], w.extra);
+        else row_gradients.weigh(rows[r], steps[n].j0, s, d, lo, hi, w.rows.lse[i + r], w.rows.delta[i + r], w.extra);
         if (columns[n].hidden) {
           hide(rows[r], word, steps[n].j0, s, lo, hi, T(0));
           hide(rows[r], word, steps[n].j0, d, lo, hi, T(0));
         }
         if (!row_gradients.plain)
-          row_gradients.add(rows[r], steps[n].j0, d, lo, hi, w.extra, w.diagonal, table ? w.d_table + (i + r) * table : nullptr);
+          row_gradients.add(rows[r], steps[n].j0, d, lo, hi, w.extra, w.diagonal,
+                            table ? w.d_table + (i + r) * table : nullptr);
       }
     }
     return seen_of(span, j0, seen.lo, seen.hi);
@@ -448,7 +472,8 @@ template <class T, class Score> struct Backward {
     for (int64_t head = 0; head < last_head - first_head; ++head) {
       T* sum = nullptr;
       for (int thread = 0; thread < threads_used; ++thread) {
-        const int64_t from = share(total, units, thread, threads_used), to = share(total, units, thread + 1, threads_used);
+        const int64_t from = share(total, units, thread, threads_used),
+                      to = share(total, units, thread + 1, threads_used);
         if (from >= to || to <= head * tiles || (head + 1) * tiles <= from) continue;
         T* mine = part_of(thread, from, to, head);
         if (!mine) continue;
@@ -470,7 +495,9 @@ template <class T, class Score> struct Backward {
       T sum = 0;
       for (int thread = 0; thread < p.threads; ++thread) sum += ((const T*)diagonal_sums.data)[thread * diagonals + n];
       const int64_t b = n / width / heads, h = n / width % heads;
-      ((T*)gradient.d_diagonal.data)[b * gradient.d_diagonal.stride[0] + h * gradient.d_diagonal.stride[1] + n % width] = sum * row_gradients.bias_factor;
+      ((T*)gradient.d_diagonal
+           .data)[b * gradient.d_diagonal.stride[0] + h * gradient.d_diagonal.stride[1] + n % width] =
+          sum * row_gradients.bias_factor;
     }
   }
 };

@@ -7,12 +7,13 @@
 
 namespace regard::REGARD_ISA {
 
-constexpr int64_t key_tile = 128;     // a multiple of the tiles of a mask
-constexpr int64_t most_rows = 144;    // in a block of queries, a multiple of MR
+constexpr int64_t key_tile = 128;       // a multiple of the tiles of a mask
+constexpr int64_t most_rows = 144;      // in a block of queries, a multiple of MR
 constexpr int score_stride = 128 + 16;  // not a power of two: columns of the buffer are read down its rows
 
 // sums[r] = the product of rows `row + r` of x and y.
-template <class T> __attribute__((noinline)) void dot_rows(const Matrix& x, const Matrix& y, int64_t row, int count, T* sums) {
+template <class T> __attribute__((noinline)) void dot_rows(const Matrix& x, const Matrix& y, int64_t row, int count,
+                                                           T* sums) {
   constexpr int L = lanes<T>;
   const int64_t columns = x.columns, whole = x.column_stride == 1 && y.column_stride == 1 ? columns / L * L : 0;
   with_storage<T>(x.dtype, [&](auto stored) __attribute__((always_inline)) {
@@ -22,7 +23,8 @@ template <class T> __attribute__((noinline)) void dot_rows(const Matrix& x, cons
       Vec<T> sum{};
       for (int64_t c = 0; c < whole; c += L) sum += load_as(a + c) * load_as(b + c);
       for (int64_t c = whole; c < columns; c += L)
-        sum += load_some(a + c * x.column_stride, x.column_stride, columns - c) * load_some(b + c * y.column_stride, y.column_stride, columns - c);
+        sum += load_some(a + c * x.column_stride, x.column_stride, columns - c) *
+               load_some(b + c * y.column_stride, y.column_stride, columns - c);
       sums[r] = reduce_add<T>(sum);
     }
   });
@@ -30,9 +32,7 @@ template <class T> __attribute__((noinline)) void dot_rows(const Matrix& x, cons
 
 // 2^(logit - log-sum-exp), which is no more than 1: where both are so large that their digits do not tell them apart, the
 // difference may say otherwise. NaN stays NaN.
-template <class T> REGARD_INLINE Vec<T> weight_of(Vec<T> logit, Vec<T> lse) {
-  return exp2(min(Vec<T>{}, logit - lse));
-}
+template <class T> REGARD_INLINE Vec<T> weight_of(Vec<T> logit, Vec<T> lse) { return exp2(min(Vec<T>{}, logit - lse)); }
 
 // Logits become weights, gradients of weights become gradients of logits.
 template <class T> REGARD_INLINE void weigh_row(T* s, T* d, int64_t lo, int64_t hi, T lse, T delta) {
@@ -63,7 +63,8 @@ template <class T> struct RowGradients {
   void clear_bias() const {
     const regard_tensor& t = gradient.d_bias;
     if (!t.data || fresh_bias) return;
-    const size_t numbers = size_t(t.stride[0] ? p.B : 1) * size_t(t.stride[1] ? p.H : 1) * size_t(t.stride[2] ? p.Q : 1) * size_t(p.K);
+    const size_t numbers =
+        size_t(t.stride[0] ? p.B : 1) * size_t(t.stride[1] ? p.H : 1) * size_t(t.stride[2] ? p.Q : 1) * size_t(p.K);
     __builtin_memset(t.data, 0, numbers * sizeof(T));
   }
 

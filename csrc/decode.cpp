@@ -15,7 +15,8 @@ constexpr int64_t least_pieces = 32;  // that many threads have work
 // Keys in a piece: for the second row on, they and their values come from the second-level cache. A single row reads them
 // once, and the longer the pieces are, the less often it turns from keys to values.
 template <class T> int64_t piece_of(const regard_dot& p) {
-  if (p.H / p.G * p.Q == 1) return greatest<int64_t>(256, least(longest_piece, p.B * p.G * p.K / least_pieces / 64 * 64));
+  if (p.H / p.G * p.Q == 1)
+    return greatest<int64_t>(256, least(longest_piece, p.B * p.G * p.K / least_pieces / 64 * 64));
   const int64_t bytes = greatest<int64_t>(1, p.D + p.E) * int64_t(sizeof(T));
   return greatest<int64_t>(64, least(largest_piece, (int64_t(128) << 10) / bytes / 64 * 64));
 }
@@ -41,7 +42,8 @@ void score_keys(const T* q, const Matrix& k, int64_t first, int64_t count, T* s)
 
 // out[0 .. N * lanes) = sum over c of weight[c] * value (first + c).
 template <class T, class S, int N>
-REGARD_INLINE void add_values(const T* weight, const S* v, int64_t stride, int64_t count, Watch<T>& watch, bool checks, T* out) {
+REGARD_INLINE void add_values(const T* weight, const S* v, int64_t stride, int64_t count, Watch<T>& watch, bool checks,
+                              T* out) {
   Vec<T> sums[N];
   REGARD_UNROLL
   for (int n = 0; n < N; ++n) sums[n] = Vec<T>{};
@@ -62,16 +64,20 @@ REGARD_INLINE void add_values(const T* weight, const S* v, int64_t stride, int64
 }
 
 template <class T, class S>
-void weigh_values(const T* weight, const Matrix& v, int64_t first, int64_t count, Watch<T>& watch, bool checks, T* out) {
+void weigh_values(const T* weight, const Matrix& v, int64_t first, int64_t count, Watch<T>& watch, bool checks,
+                  T* out) {
   constexpr int L = lanes<T>;
   const S* from = at<S>(v, first, 0);
   int64_t e = 0;
-  for (; e + 8 * L <= v.columns; e += 8 * L) add_values<T, S, 8>(weight, from + e, v.row_stride, count, watch, checks, out + e);
-  for (; e + 4 * L <= v.columns; e += 4 * L) add_values<T, S, 4>(weight, from + e, v.row_stride, count, watch, checks, out + e);
+  for (; e + 8 * L <= v.columns; e += 8 * L)
+    add_values<T, S, 8>(weight, from + e, v.row_stride, count, watch, checks, out + e);
+  for (; e + 4 * L <= v.columns; e += 4 * L)
+    add_values<T, S, 4>(weight, from + e, v.row_stride, count, watch, checks, out + e);
   for (; e + L <= v.columns; e += L) add_values<T, S, 1>(weight, from + e, v.row_stride, count, watch, checks, out + e);
   if (e == v.columns) return;
   Vec<T> sum{};
-  for (int64_t c = 0; c < count; ++c) sum += watch(load_some(from + c * v.row_stride + e, 1, v.columns - e)) * weight[c];
+  for (int64_t c = 0; c < count; ++c)
+    sum += watch(load_some(from + c * v.row_stride + e, 1, v.columns - e)) * weight[c];
   store(out + e, sum);
 }
 
@@ -85,8 +91,9 @@ template <class T> struct Decode {
   Buffer parts;
 
   Decode(const regard_dot& p, const regard_dot_result& result)
-      : p(p), result(result), scales(p), rows(p.H / p.G * p.Q), piece(piece_of<T>(p)), pieces((p.K + piece - 1) / piece),
-        Dp(round_up(p.D, lanes<T>)), Ep(round_up(p.E, lanes<T>)), part(Ep + lanes<T>), checks(p.intervals.start) {}
+      : p(p), result(result), scales(p), rows(p.H / p.G * p.Q), piece(piece_of<T>(p)),
+        pieces((p.K + piece - 1) / piece), Dp(round_up(p.D, lanes<T>)), Ep(round_up(p.E, lanes<T>)),
+        part(Ep + lanes<T>), checks(p.intervals.start) {}
 
   int run() {
     const int64_t units = p.B * p.G * pieces;
@@ -98,7 +105,8 @@ template <class T> struct Decode {
     auto body = [&](int thread, int threads) {
       char* memory = (char*)thread_scratch(scratch.bytes);
       if (!memory) return REGARD_NO_MEMORY;
-      for (int64_t unit = units * thread / threads; unit < units * (thread + 1) / threads; ++unit) run_piece(unit, (T*)memory);
+      for (int64_t unit = units * thread / threads; unit < units * (thread + 1) / threads; ++unit)
+        run_piece(unit, (T*)memory);
       return REGARD_OK;
     };
     const int status = parallel(int(least<int64_t>(p.threads, units)), body);
@@ -107,7 +115,9 @@ template <class T> struct Decode {
     return REGARD_OK;
   }
 
-  T* part_of(int64_t head, int64_t n, int64_t row) const { return (T*)parts.data + ((head * pieces + n) * rows + row) * part; }
+  T* part_of(int64_t head, int64_t n, int64_t row) const {
+    return (T*)parts.data + ((head * pieces + n) * rows + row) * part;
+  }
 
   void run_piece(int64_t unit, T* scratch) const {
     const int64_t head = unit / pieces, b = head / p.G, g = head % p.G, j0 = unit % pieces * piece;

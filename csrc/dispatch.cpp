@@ -7,22 +7,26 @@
 
 // Widest first: do(isa) for every instruction set that was compiled.
 #ifdef REGARD_HAS_AVX512
-#define REGARD_DO_AVX512(do) do(avx512)
+#define REGARD_DO_AVX512(do) \
+  do (avx512)
 #else
 #define REGARD_DO_AVX512(do)
 #endif
 #ifdef REGARD_HAS_AVX2
-#define REGARD_DO_AVX2(do) do(avx2)
+#define REGARD_DO_AVX2(do) \
+  do (avx2)
 #else
 #define REGARD_DO_AVX2(do)
 #endif
 #ifdef REGARD_HAS_NEON
-#define REGARD_DO_NEON(do) do(neon)
+#define REGARD_DO_NEON(do) \
+  do (neon)
 #else
 #define REGARD_DO_NEON(do)
 #endif
 #ifdef REGARD_HAS_BASELINE
-#define REGARD_DO_BASELINE(do) do(baseline)
+#define REGARD_DO_BASELINE(do) \
+  do (baseline)
 #else
 #define REGARD_DO_BASELINE(do)
 #endif
@@ -30,8 +34,8 @@
 
 namespace regard {
 
-#define REGARD_DECLARE(isa) \
-  namespace isa {           \
+#define REGARD_DECLARE(isa)     \
+  namespace isa {               \
   extern const Kernels kernels; \
   }
 REGARD_ISAS(REGARD_DECLARE)
@@ -51,8 +55,8 @@ bool cpu_has(const char* isa) {
   __builtin_cpu_init();
   if (!strcmp(isa, "avx2")) return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
   if (!strcmp(isa, "avx512"))
-    return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
-           __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("fma");
+    return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+           __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("fma");
 #endif
   return !strcmp(isa, "baseline") || !strcmp(isa, "neon");
 }
@@ -208,8 +212,10 @@ int regard_dot_backward(const regard_dot* problem, const regard_dot_gradient* gr
   if (rows && (!g.lse.data || (problem->D && !g.d_q.data))) return REGARD_BAD_ARGUMENT;
   if (rows && problem->E && (!g.out.data || !g.d_out.data)) return REGARD_BAD_ARGUMENT;
   if (keys && ((problem->D && !g.d_k.data) || (problem->E && !g.d_v.data))) return REGARD_BAD_ARGUMENT;
-  if (g.d_out_table.data && (!problem->offset || !g.out_table.data || g.d_out_table.stride[3] != 1)) return REGARD_BAD_ARGUMENT;
-  if ((g.d_diagonal.data && !problem->diagonal.data) || (g.d_row_table.data && !problem->row_table.data)) return REGARD_BAD_ARGUMENT;
+  if (g.d_out_table.data && (!problem->offset || !g.out_table.data || g.d_out_table.stride[3] != 1))
+    return REGARD_BAD_ARGUMENT;
+  if ((g.d_diagonal.data && !problem->diagonal.data) || (g.d_row_table.data && !problem->row_table.data))
+    return REGARD_BAD_ARGUMENT;
   return regard::chosen.dot_backward(regard::as_the_kernels_take_it(*problem), *gradient);
 }
 
@@ -219,18 +225,21 @@ int regard_dot_look(const regard_dot* problem, const regard_dot_statistics* stat
   if (status != REGARD_OK) return status;
   const regard_dot_statistics& s = *statistics;
   if (problem->B == 0 || problem->H == 0 || problem->Q == 0) return REGARD_OK;
-  if (!problem->offset || !s.lse.data || !s.entropy.data || !s.max_logit.data || !s.distance.data) return REGARD_BAD_ARGUMENT;
+  if (!problem->offset || !s.lse.data || !s.entropy.data || !s.max_logit.data || !s.distance.data)
+    return REGARD_BAD_ARGUMENT;
   int64_t kept = 0;
   if (__builtin_mul_overflow(problem->B * problem->H * problem->Q, s.top, &kept)) return REGARD_TOO_LARGE;
   if (problem->E != 0 || s.top < 0 || (s.top > 0 && (!s.top_keys || !s.top_weights))) return REGARD_BAD_ARGUMENT;
-  if (s.mass.data && !regard::are_runs(s.chosen_start, s.chosen_stop, s.chosen_count, problem->K)) return REGARD_BAD_ARGUMENT;
+  if (s.mass.data && !regard::are_runs(s.chosen_start, s.chosen_stop, s.chosen_count, problem->K))
+    return REGARD_BAD_ARGUMENT;
   return regard::chosen.dot_statistics(regard::as_the_kernels_take_it(*problem), s);
 }
 
 int64_t regard_packed_size(int64_t N, int64_t K) {
   if (N < 0 || K < 0) return REGARD_BAD_ARGUMENT;
   int64_t numbers = 0;
-  if (N > INT64_MAX / 2 || __builtin_mul_overflow(N + 64, K, &numbers) || numbers > INT64_MAX / 8) return REGARD_TOO_LARGE;
+  if (N > INT64_MAX / 2 || __builtin_mul_overflow(N + 64, K, &numbers) || numbers > INT64_MAX / 8)
+    return REGARD_TOO_LARGE;
   return regard::chosen.packed_size(N, K);
 }
 

@@ -11,7 +11,9 @@ template <class T, class Score> struct Forward : Strips<T, Forward<T, Score>, Sc
   const int64_t Ep;     // E in whole panels
   const int64_t table;  // entries of a row of out_table, 0 if it is not wanted
 
-  struct Places { size_t sums, out, table, peak, fresh; } at;
+  struct Places {
+    size_t sums, out, table, peak, fresh;
+  } at;
 
   Forward(const regard_dot& p, const regard_dot_result& result)
       : Base(p), result(result), Ep(round_up(p.E, NR<T>)), table(result.out_table.data ? 2 * p.radius + 1 : 0) {
@@ -53,14 +55,17 @@ template <class T, class Score> struct Forward : Strips<T, Forward<T, Score>, Sc
     const auto v = w.keys.values_at(j0 + seen.lo, w.v);
     const T* weights = w.scores + seen.lo;
     if (room.fresh[s])
-      multiply<T, chunk, 1, Into::overwrite>(m, Ep / NR<T>, seen.count(), weights, v.first, v.panel, out, Ep, alpha, v.row);
+      multiply<T, chunk, 1, Into::overwrite>(m, Ep / NR<T>, seen.count(), weights, v.first, v.panel, out, Ep, alpha,
+                                             v.row);
     else
-      multiply<T, chunk, 1, Into::rescale>(m, Ep / NR<T>, seen.count(), weights, v.first, v.panel, out, Ep, alpha, v.row);
+      multiply<T, chunk, 1, Into::rescale>(m, Ep / NR<T>, seen.count(), weights, v.first, v.panel, out, Ep, alpha,
+                                           v.row);
     room.fresh[s] = 0;
     return true;
   }
 
-  void gather_table(Room& room, const Walk<T>& w, int64_t s, int m, const T* alpha, int64_t j0, int64_t lo, int64_t hi) const {
+  void gather_table(Room& room, const Walk<T>& w, int64_t s, int m, const T* alpha, int64_t j0, int64_t lo,
+                    int64_t hi) const {
     for (int r = 0; r < m; ++r) {
       T* sums = room.table + (s * MR + r) * table;
       for (int64_t t = 0; t < table; ++t) sums[t] *= alpha[r];
@@ -83,7 +88,8 @@ template <class T, class Score> struct Forward : Strips<T, Forward<T, Score>, Sc
         total = total * shrink + exp2(extra - top);
         peak = top;
       }
-      store(factor + r, select(total == 0, Vec<T>{}, shrink / total * (p.dropout_threshold ? T(p.dropout_scale) : T(1))));
+      store(factor + r,
+            select(total == 0, Vec<T>{}, shrink / total * (p.dropout_threshold ? T(p.dropout_scale) : T(1))));
       if (result.lse.data) store_lse(total, peak, lse + r);
     }
     for (int r = 0; r < m; ++r)

@@ -60,8 +60,7 @@ REGARD_INLINE void micro_kernel(int64_t depth, const T* __restrict a, const T* _
     for (int w = 0; w < W; ++w) sum[r][w] = x * right[w];
   }
   a += AStep, b += b_row;
-  _Pragma("GCC unroll 4")
-  for (int64_t k = 2; k < depth; ++k, a += AStep, b += b_row) {
+  _Pragma("GCC unroll 4") for (int64_t k = 2; k < depth; ++k, a += AStep, b += b_row) {
     load_right();
     REGARD_UNROLL
     for (int r = 0; r < M; ++r) {
@@ -81,7 +80,9 @@ REGARD_INLINE void micro_kernel(int64_t depth, const T* __restrict a, const T* _
 }
 
 // Calls f with the constant that equals m, 1 <= m <= MR.
-template <int M> struct Rows { static constexpr int value = M; };
+template <int M> struct Rows {
+  static constexpr int value = M;
+};
 template <class F, int M = MR> REGARD_INLINE void with_rows(int m, F&& f) {
   if constexpr (M == 1) {
     f(Rows<1>{});
@@ -93,8 +94,8 @@ template <class F, int M = MR> REGARD_INLINE void with_rows(int m, F&& f) {
 
 // M rows times `panels` panels that lie `b_panel` numbers apart; C is a row-major block.
 template <class T, int M, int ARow, int AStep, Into into>
-__attribute__((noinline)) void multiply_rows(int64_t panels, int64_t depth, const T* a, const T* b, int64_t b_panel, T* c,
-                                             int64_t c_row, const T* alpha, int64_t b_row, int64_t a_row) {
+__attribute__((noinline)) void multiply_rows(int64_t panels, int64_t depth, const T* a, const T* b, int64_t b_panel,
+                                             T* c, int64_t c_row, const T* alpha, int64_t b_row, int64_t a_row) {
   for (int64_t p = 0; p < panels; ++p) {
     // All registers belong to the inner loop: keep the compiler from carrying the broadcasts of alpha around it.
     if constexpr (into == Into::rescale) asm("" : "+r"(alpha));
@@ -107,7 +108,8 @@ template <class T, int ARow, int AStep, Into into>
 REGARD_INLINE void multiply(int rows, int64_t panels, int64_t depth, const T* a, const T* b, int64_t b_panel, T* c,
                             int64_t c_row, const T* alpha = nullptr, int64_t b_row = NR<T>, int64_t a_row = 0) {
   with_rows(rows, [&](auto m) __attribute__((always_inline)) {
-    multiply_rows<T, decltype(m)::value, ARow, AStep, into>(panels, depth, a, b, b_panel, c, c_row, alpha, b_row, a_row);
+    multiply_rows<T, decltype(m)::value, ARow, AStep, into>(panels, depth, a, b, b_panel, c, c_row, alpha, b_row,
+                                                            a_row);
   });
 }
 
@@ -120,15 +122,16 @@ struct Panels {
 // A half of one panel; the other half of C, which lies `other` numbers from it, becomes zero: whatever is done to it before it
 // is hidden, no NaN of earlier use may come of it.
 template <class T, int M, int ARow, int AStep, Into into>
-__attribute__((noinline)) void multiply_half(int64_t depth, const T* a, const T* b, T* c, int64_t c_row, int64_t other, int64_t a_row) {
+__attribute__((noinline)) void multiply_half(int64_t depth, const T* a, const T* b, T* c, int64_t c_row, int64_t other,
+                                             int64_t a_row) {
   micro_kernel<T, M, 1, ARow, AStep, into>(depth, a, b, c, c_row, nullptr, NR<T>, a_row);
   for (int r = 0; r < M; ++r) store(c + r * c_row + other, Vec<T>{});
 }
 
 // The same for packed panels of which some halves may not be wanted.
 template <class T, int ARow, int AStep, Into into = Into::overwrite>
-REGARD_INLINE void multiply_wanted(int rows, Panels panels, int64_t depth, const T* a, const T* b, int64_t b_panel, T* c,
-                                   int64_t c_row, int64_t a_row = 0) {
+REGARD_INLINE void multiply_wanted(int rows, Panels panels, int64_t depth, const T* a, const T* b, int64_t b_panel,
+                                   T* c, int64_t c_row, int64_t a_row = 0) {
   with_rows(rows, [&](auto m) __attribute__((always_inline)) {
     constexpr int M = decltype(m)::value, L = lanes<T>;
     if (panels.late) {
@@ -138,7 +141,8 @@ REGARD_INLINE void multiply_wanted(int rows, Panels panels, int64_t depth, const
     panels.count -= panels.early;
     multiply_rows<T, M, ARow, AStep, into>(panels.count, depth, a, b, b_panel, c, c_row, nullptr, NR<T>, a_row);
     if (panels.early)
-      multiply_half<T, M, ARow, AStep, into>(depth, a, b + panels.count * b_panel, c + panels.count * NR<T>, c_row, L, a_row);
+      multiply_half<T, M, ARow, AStep, into>(depth, a, b + panels.count * b_panel, c + panels.count * NR<T>, c_row, L,
+                                             a_row);
   });
 }
 

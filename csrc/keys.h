@@ -13,11 +13,13 @@ template <class T> struct PackedKeys {
   uint32_t* bad;   // one bit for each key of a panel
   int64_t panels, pitch, D, E;
   bool checks, any_bad;
-  T longest;       // the largest sum of squares of a key that was packed, where it is asked for; infinity if it is not known
+  T longest;  // the largest sum of squares of a key that was packed, where it is asked for; infinity if it is not known
   bool measures;
-  bool direct;     // values are read where they lie: few rows use them, so that packing would not pay; until one is bad
+  bool direct;  // values are read where they lie: few rows use them, so that packing would not pay; until one is bad
 
-  struct Places { size_t turned, values, ready, bad; };
+  struct Places {
+    size_t turned, values, ready, bad;
+  };
 
   static int64_t panels_of(const regard_dot& p) { return (p.K + NR<T> - 1) / NR<T>; }
   // One panel more than needed: powers of two would put all column panels of a key into one cache set.
@@ -37,7 +39,8 @@ template <class T> struct PackedKeys {
   PackedKeys(const regard_dot& p, char* memory, const Places& at, bool measures, bool direct)
       : turned((T*)(memory + at.turned)), values((T*)(memory + at.values)), ready((uint8_t*)(memory + at.ready)),
         bad((uint32_t*)(memory + at.bad)), panels(panels_of(p)), pitch(pitch_of(p)), D(p.D), E(p.E),
-        checks(p.intervals.start || p.tiles.pointer), any_bad(false), longest(infinity), measures(measures), direct(direct) {}
+        checks(p.intervals.start || p.tiles.pointer), any_bad(false), longest(infinity), measures(measures),
+        direct(direct) {}
 
   void forget() {
     __builtin_memset(ready, 0, size_t(panels));
@@ -63,7 +66,10 @@ template <class T> struct PackedKeys {
   const T* turned_at(int64_t key) const { return turned + key * D; }
 
   // The values from a key on, as the right operand of a product.
-  struct Values { const T* first; int64_t panel, row; };
+  struct Values {
+    const T* first;
+    int64_t panel, row;
+  };
   Values values_at(int64_t key, const Matrix& v) const {
     if (direct) return {at<T>(v, key, 0), NR<T>, v.row_stride};
     return {values + key * NR<T>, pitch * NR<T>, NR<T>};
@@ -107,7 +113,8 @@ template <class T> struct PackedKeys {
 
 // Whether a row sees a bad key among the columns [lo, hi) of a step.
 template <class T>
-bool sees_bad_key(const PackedKeys<T>& keys, const Row<T>& row, const uint64_t* word, int64_t j0, int64_t lo, int64_t hi) {
+bool sees_bad_key(const PackedKeys<T>& keys, const Row<T>& row, const uint64_t* word, int64_t j0, int64_t lo,
+                  int64_t hi) {
   for (int64_t c = lo; c < hi; c += NR<T>) {
     const uint32_t bad = keys.bad[(j0 + c) / NR<T>];
     for (int lane = 0; bad && lane < NR<T>; ++lane)

@@ -112,8 +112,8 @@ template <int ARow, int AStep, class T>
 REGARD_INLINE void multiply_seen(int count, int64_t i, int64_t depth, const T* queries, const T* keys, T* products,
                                  int64_t a_row = 0) {
   const int64_t seen = i + count, width = round_up(seen, NR<T>);
-  multiply_wanted<T, ARow, AStep>(count, {width / NR<T>, false, width - seen >= lanes<T>}, depth, queries, keys, depth * NR<T>,
-                                  products, chunk_rows, a_row);
+  multiply_wanted<T, ARow, AStep>(count, {width / NR<T>, false, width - seen >= lanes<T>}, depth, queries, keys,
+                                  depth * NR<T>, products, chunk_rows, a_row);
   for (int r = 0; r < count; ++r)
     for (int64_t j = i + r + 1; j < width; ++j) products[r * chunk_rows + j] = 0;
 }
@@ -128,7 +128,8 @@ template <class T> struct LinearProblem {
   const int64_t M, E, wide_m, wide_e;
 
   explicit LinearProblem(const regard_linear& x)
-      : x(x), split(x.B * x.G, x.N, x.threads), M(x.M), E(x.E), wide_m(round_up(M, NR<T>)), wide_e(round_up(E, NR<T>)) {}
+      : x(x), split(x.B * x.G, x.N, x.threads), M(x.M), E(x.E), wide_m(round_up(M, NR<T>)), wide_e(round_up(E, NR<T>)) {
+  }
 
   Matrix keys(int64_t head) const { return matrix_of(x.k, x.dtype, head / x.G, head % x.G, x.N, M); }
   Matrix values(int64_t head) const { return matrix_of(x.v, x.dtype, head / x.G, head % x.G, x.N, E); }
@@ -147,7 +148,8 @@ template <class T> struct LinearProblem {
   void store_row(const T* panels, int64_t i, const Matrix& to, int64_t row, T* gradient) const {
     if (x.map == REGARD_ELU)
       for (int64_t m = 0; m < wide_m; m += lanes<T>)
-        store(gradient + m, load(gradient + m) * min(broadcast(T(1)), load(panels_at(panels, chunk_rows * NR<T>, m) + i * NR<T>)));
+        store(gradient + m,
+              load(gradient + m) * min(broadcast(T(1)), load(panels_at(panels, chunk_rows * NR<T>, m) + i * NR<T>)));
     unpack_row(to, row + i, gradient, T(1));
   }
 
@@ -203,8 +205,9 @@ template <class T> struct LinearForward : LinearProblem<T> {
     T *state, *keys, *turned_keys, *values, *query_rows, *queries, *products, *norms, *out;
   };
   Scratch lay_out(Parts<T>& part) const {
-    return {part(1, state_size),     part(chunk_rows, wide_m), part(chunk_rows, M),  part(chunk_rows, wide_e),
-            part(chunk_rows, wide_m), part(chunk_rows, M),     part(MR, chunk_rows), part(1, chunk_rows), part(MR, wide_e)};
+    return {part(1, state_size),      part(chunk_rows, wide_m), part(chunk_rows, M),
+            part(chunk_rows, wide_e), part(chunk_rows, wide_m), part(chunk_rows, M),
+            part(MR, chunk_rows),     part(1, chunk_rows),      part(MR, wide_e)};
   }
 
   void extend_state(int64_t rows, const Scratch& s, T* state) const {
@@ -236,7 +239,8 @@ template <class T> struct LinearForward : LinearProblem<T> {
       multiply<T, 1, NR<T>, Into::overwrite>(count, wide_e / NR<T>, M, queries, s.state, M * NR<T>, s.out, wide_e);
       fetch_rows(v, next + i, count);
       fetch_rows(out, row + i, count);
-      multiply<T, chunk_rows, 1, Into::add>(count, wide_e / NR<T>, i + count, s.products, s.values, chunk_rows * NR<T>, s.out, wide_e);
+      multiply<T, chunk_rows, 1, Into::add>(count, wide_e / NR<T>, i + count, s.products, s.values, chunk_rows * NR<T>,
+                                            s.out, wide_e);
       for (int r = 0; r < count; ++r) {
         Vec<T> sum{};
         for (int64_t j = 0; j < i + count; j += lanes<T>) sum += load(s.products + r * chunk_rows + j);
@@ -248,7 +252,8 @@ template <class T> struct LinearForward : LinearProblem<T> {
   }
 
   int add_up(const Scratch& s, int thread, int threads) const {
-    const int64_t parts = split.parts() - split.segments, work = split.heads * parts;  // nobody waits for the last segment
+    const int64_t parts = split.parts() - split.segments,
+                  work = split.heads * parts;  // nobody waits for the last segment
     for (int64_t w = share(work, thread, threads); w < share(work, thread + 1, threads); ++w) {
       const int64_t head = w / parts, part = w % parts;
       T* state = states + (head * split.parts() + part) * state_size;

@@ -83,11 +83,12 @@ template <class T> struct LinearBackward : LinearProblem<T> {
     const T one = 1;
     add_outer<T>(rows, s.values, E, {s.keys}, wide_m, past, (E + 1) * NR<T>);
     for (int64_t m = 0; m < wide_m; m += NR<T>)
-      multiply<T, 0, 0, Into::add>(1, 1, rows, &one, s.keys + m * chunk_rows, 0, past + (m + NR<T>) * (E + 1) - NR<T>, 0);
+      multiply<T, 0, 0, Into::add>(1, 1, rows, &one, s.keys + m * chunk_rows, 0, past + (m + NR<T>)*(E + 1) - NR<T>, 0);
   }
   void extend_future(int64_t rows, const Scratch& s, T* future) const {
     add_outer<T>(rows, s.queries, M, {s.rows, NR<T>, pitch}, wide_e, future, M * NR<T>);
-    multiply<T, 0, 1, Into::add>(1, wide_m / NR<T>, rows, s.appended, s.queries, chunk_rows * NR<T>, future + M * wide_e, 0);
+    multiply<T, 0, 1, Into::add>(1, wide_m / NR<T>, rows, s.appended, s.queries, chunk_rows * NR<T>,
+                                 future + M * wide_e, 0);
   }
   void turn_future(const Scratch& s) const {
     for (int64_t e = 0; e < E; e += NR<T>) {
@@ -111,11 +112,12 @@ template <class T> struct LinearBackward : LinearProblem<T> {
       multiply_seen<any_row, 1>(count, i, E + 1, left, s.turned_values, s.products, pitch);
       fetch_rows(v, next + i, count);
       fetch_rows(out, next + i, count);
-      multiply<T, any_row, 1, Into::overwrite>(count, wide_m / NR<T>, E + 1, left, s.past, (E + 1) * NR<T>, s.d_keys, wide_m,
-                                               nullptr, NR<T>, pitch);
+      multiply<T, any_row, 1, Into::overwrite>(count, wide_m / NR<T>, E + 1, left, s.past, (E + 1) * NR<T>, s.d_keys,
+                                               wide_m, nullptr, NR<T>, pitch);
       fetch_rows(d_out, next + i, count);
       fetch_rows(d_q, row + i, count);
-      multiply<T, chunk_rows, 1, Into::add>(count, wide_m / NR<T>, i + count, s.products, s.keys, chunk_rows * NR<T>, s.d_keys, wide_m);
+      multiply<T, chunk_rows, 1, Into::add>(count, wide_m / NR<T>, i + count, s.products, s.keys, chunk_rows * NR<T>,
+                                            s.d_keys, wide_m);
       for (int r = 0; r < count; ++r) this->store_row(s.queries, i + r, d_q, row, s.d_keys + r * wide_m);
     });
   }
@@ -129,7 +131,8 @@ template <class T> struct LinearBackward : LinearProblem<T> {
     for_blocks<T>(rows, false, [&](int64_t i, int count) {
       fetch_rows(q, next + i, count);
       multiply_seen<1, NR<T>>(count, i, M, turned_at(s.turned_queries, M, i), s.turned_keys, s.scores + i * chunk_rows);
-      multiply_seen<any_row, 1>(count, i, E + 1, s.rows + i * pitch, s.turned_values, s.products + i * chunk_rows, pitch);
+      multiply_seen<any_row, 1>(count, i, E + 1, s.rows + i * pitch, s.turned_values, s.products + i * chunk_rows,
+                                pitch);
     });
     for_blocks<T>(rows, bad_rows || bad_queries, [&](int64_t j, int count) {
       const int64_t corner = j * chunk_rows + j;
@@ -159,9 +162,11 @@ template <class T> struct LinearBackward : LinearProblem<T> {
   }
 
   void walk_backward(int64_t head, int64_t segment, const Scratch& s) const {
-    const int64_t start = split.first_chunk(segment * split.segments), b = head / x.G, g = head % x.G, group = x.H / x.G;
+    const int64_t start = split.first_chunk(segment * split.segments), b = head / x.G, g = head % x.G,
+                  group = x.H / x.G;
     const Matrix k = this->keys(head), v = this->values(head);
-    const Matrix d_k = matrix_of(gradient.d_k, x.dtype, b, g, x.N, M), d_v = matrix_of(gradient.d_v, x.dtype, b, g, x.N, E);
+    const Matrix d_k = matrix_of(gradient.d_k, x.dtype, b, g, x.N, M),
+                 d_v = matrix_of(gradient.d_v, x.dtype, b, g, x.N, E);
     fill<T>(s.future, future_size, 0);
     for (int64_t part = (segment + 1) * split.segments; part < split.parts(); ++part)
       accumulate(s.future, future_of(head, part), future_size);
@@ -174,8 +179,8 @@ template <class T> struct LinearBackward : LinearProblem<T> {
       for_blocks<T>(rows, false, [&](int64_t j, int count) {
         fetch_rows(k, next + j, count);
         fetch_rows(d_k, row + j, count);
-        multiply<T, 1, NR<T>, Into::overwrite>(count, wide_e / NR<T>, M, turned_at(s.turned_keys, M, j), s.future, M * NR<T>,
-                                               s.d_values + j * wide_e, wide_e);
+        multiply<T, 1, NR<T>, Into::overwrite>(count, wide_e / NR<T>, M, turned_at(s.turned_keys, M, j), s.future,
+                                               M * NR<T>, s.d_values + j * wide_e, wide_e);
         fetch_rows(v, next + j, count);
         fetch_rows(d_v, row + j, count);
         multiply<T, 1, NR<T>, Into::overwrite>(count, wide_m / NR<T>, E + 1, turned_at(s.turned_values, E + 1, j),

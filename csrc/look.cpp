@@ -15,7 +15,9 @@ template <class T, class Visitor, class Score> struct Gather : Strips<T, Visitor
   using Base::layout, Base::p, Base::strips;
   Runs runs{};
 
-  struct Places { size_t totals, peak, fresh; } at;
+  struct Places {
+    size_t totals, peak, fresh;
+  } at;
 
   explicit Gather(const regard_dot& p) : Base(p, wanted_blocks) {
     at.totals = layout.add(strips * MR, vector_bytes, 1);
@@ -40,7 +42,9 @@ template <class T, class Visitor, class Score> struct Gather : Strips<T, Visitor
 
   // The visitor says where the sums of a row are, sums_of(room, walk, row), and which of them the keys of a strip may
   // reach, reach(walk, strip).
-  struct Reach { int64_t first, last; };
+  struct Reach {
+    int64_t first, last;
+  };
 
   template <class Room>
   bool take(Room& room, const Walk<T>& w, int64_t s, int m, int64_t j0, int64_t lo, int64_t hi) const {
@@ -71,9 +75,7 @@ template <class T, class Visitor, class Score> struct Gather : Strips<T, Visitor
     for (; n + lanes<T> <= to; n += lanes<T>) store(x + n, load(x + n) * factor);
     for (; n < to; ++n) x[n] *= factor;
   }
-  static void copy(T* to, const T* from, int64_t count) {
-    __builtin_memcpy(to, from, size_t(count) * sizeof(T));
-  }
+  static void copy(T* to, const T* from, int64_t count) { __builtin_memcpy(to, from, size_t(count) * sizeof(T)); }
 
   // sums[r][n] += the weights of columns [from, to). All MR rows are summed, whether in use or not.
   static void add(T* const* sums, int64_t n, const T* weights, int m, int64_t from, int64_t to) {
@@ -159,7 +161,9 @@ template <class T, class Score> struct Pool : Gather<T, Pool<T, Score>, Score> {
   T* parts;                         // two for each band: of a bin that began before it, and of one that ends after it
   Buffer table, band_table;
 
-  struct { size_t sums, open; } at;
+  struct {
+    size_t sums, open;
+  } at;
 
   Pool(const regard_dot& p, const regard_dot_pool& result)
       : Base(p), result(result), rows{p.Q, result.rows}, columns{p.K, result.columns} {}
@@ -250,7 +254,7 @@ template <class T, class Score> struct Pool : Gather<T, Pool<T, Score>, Score> {
 
   void close(const Room& room, const Row<T>& row, int64_t n, int64_t head) const {
     T* to = const_cast<T*>(real_row<T>(result.out, row.b, row.h, n));
-    const bool begun = head + rows.start(n) < room.first, goes_on = head + rows.stop(n) > room.last;
+    const bool begun = head + rows.start(n)<room.first, goes_on = head + rows.stop(n)> room.last;
     if (begun || goes_on) {
       const int64_t part = 2 * room.band + (begun ? 0 : 1);
       cut[part] = (row.b * p.H + row.h) * rows.count + n;

@@ -7,7 +7,8 @@ namespace regard::REGARD_ISA {
 
 template <class F> int parallel(int threads, F& body) {
   return run_parallel(
-      threads, [](void* context, int thread, int count) -> int { return (*static_cast<F*>(context))(thread, count); }, &body);
+      threads, [](void* context, int thread, int count) -> int { return (*static_cast<F*>(context))(thread, count); },
+      &body);
 }
 
 // A buffer that is shared between threads during one call.

@@ -28,7 +28,9 @@ inline void* row_of(const Matrix& x, int64_t row) {
 }
 
 // Calls f with the type that is stored in memory, for those that T computes.
-template <class S> struct Stored { using type = S; };
+template <class S> struct Stored {
+  using type = S;
+};
 template <class T, class F> REGARD_INLINE void with_storage(int32_t dtype, F&& f) {
   if constexpr (sizeof(T) == 8) f(Stored<double>{});
   else if (dtype == REGARD_BFLOAT16) f(Stored<bfloat16>{});
@@ -72,7 +74,8 @@ struct Ahead {
 };
 
 // Whether a row holds NaN or an infinity.
-template <class T> __attribute__((noinline)) bool row_is_bad(const void* row, int64_t columns, int64_t stride, int32_t dtype) {
+template <class T> __attribute__((noinline)) bool row_is_bad(const void* row, int64_t columns, int64_t stride,
+                                                             int32_t dtype) {
   IntVec<T> found{};
   with_storage<T>(dtype, [&](auto stored) {
     using S = typename decltype(stored)::type;
@@ -104,8 +107,11 @@ template <class T> __attribute__((noinline)) bool panel_is_bad(const Matrix& x, 
 }
 
 // Whether whole vectors of unit stride can be loaded, or only parts of them; a null row is zero.
-template <bool B> struct Flag { static constexpr bool value = B; };
-template <bool whole, class S> REGARD_INLINE Vec<Computed<S>> load_row(const S* row, int64_t c, int64_t stride, int64_t width) {
+template <bool B> struct Flag {
+  static constexpr bool value = B;
+};
+template <bool whole, class S> REGARD_INLINE Vec<Computed<S>> load_row(const S* row, int64_t c, int64_t stride,
+                                                                       int64_t width) {
   if constexpr (whole) return load_as(row + c);
   else return row ? load_some(row + c * stride, stride, width) : Vec<Computed<S>>{};
 }
@@ -125,7 +131,8 @@ template <class T> __attribute__((noinline)) bool pack_turned(const Matrix& x, i
           const int64_t width = to - c;
           Vec<T> v[L];
           REGARD_UNROLL
-          for (int i = 0; i < L; ++i) v[i] = watch(load_row<decltype(whole)::value>(rows[i], c, x.column_stride, width), i) * factor;
+          for (int i = 0; i < L; ++i)
+            v[i] = watch(load_row<decltype(whole)::value>(rows[i], c, x.column_stride, width), i) * factor;
           transpose<T>(v);
           REGARD_UNROLL
           for (int i = 0; i < L; ++i)
@@ -214,7 +221,8 @@ template <class T> __attribute__((noinline)) bool pack_strip(const RowPointers& 
         REGARD_UNROLL
         for (int r = 0; r < blocks * L; ++r) {
           v[r / L][r % L] = Vec<T>{};
-          if (r < MR) v[r / L][r % L] = watch(load_row<decltype(whole)::value>((const S*)x.row[r], c, x.column_stride, width), r);
+          if (r < MR)
+            v[r / L][r % L] = watch(load_row<decltype(whole)::value>((const S*)x.row[r], c, x.column_stride, width), r);
         }
         REGARD_UNROLL
         for (int k = 0; k < blocks; ++k) transpose<T>(v[k]);
@@ -235,7 +243,8 @@ template <class T> __attribute__((noinline)) bool pack_strip(const RowPointers& 
 }
 
 // numbers[c] * factor, one for each column, to the address of a row.
-template <class T, class S> REGARD_INLINE void put_row(S* row, int64_t columns, int64_t stride, const T* numbers, T factor) {
+template <class T, class S> REGARD_INLINE void put_row(S* row, int64_t columns, int64_t stride, const T* numbers,
+                                                       T factor) {
   int64_t c = 0;
   if (stride == 1)
     for (; c + lanes<T> <= columns; c += lanes<T>) store_as(row + c, load(numbers + c) * factor);
@@ -249,7 +258,8 @@ __attribute__((noinline)) void unpack_rows(const Matrix& x, int64_t row, int64_t
   with_storage<T>(x.dtype, [&](auto stored) __attribute__((always_inline)) {
     using S = typename decltype(stored)::type;
     S* const to = (S*)row_of(x, row);
-    for (int64_t r = 0; r < count; ++r) put_row(to + r * x.row_stride, x.columns, x.column_stride, numbers + r * pitch, factor[r * step]);
+    for (int64_t r = 0; r < count; ++r)
+      put_row(to + r * x.row_stride, x.columns, x.column_stride, numbers + r * pitch, factor[r * step]);
   });
 }
 template <class T> void unpack_row(const Matrix& x, int64_t row, const T* numbers, T factor) {

@@ -17,8 +17,8 @@ constexpr int64_t longest_sum = 256;
 // M rows times P panels: with few rows, several panels keep the multiply-add units busy. The rows are a packed strip, or
 // lie a_row numbers apart.
 template <int M, int P, bool strip>
-REGARD_INLINE void multiply_panels(int64_t depth, const float* a, int64_t a_row, const float* b, int64_t b_panel, float* c,
-                                   int64_t c_row, const float* bias) {
+REGARD_INLINE void multiply_panels(int64_t depth, const float* a, int64_t a_row, const float* b, int64_t b_panel,
+                                   float* c, int64_t c_row, const float* bias) {
   constexpr int L = lanes<float>, NRf = NR<float>;
   // Sums begin anew every so often, and are added up in memory: long ones lose digits.
   for (int64_t k0 = 0; k0 == 0 || k0 < depth; k0 += longest_sum) {
@@ -29,8 +29,7 @@ REGARD_INLINE void multiply_panels(int64_t depth, const float* a, int64_t a_row,
       for (int r = 0; r < M; ++r) sums[p][r][0] = sums[p][r][1] = Vec<float>{};
     }
     const int64_t end = least(depth - k0, longest_sum);
-    _Pragma("GCC unroll 4")
-    for (int64_t k = 0; k < end; ++k, a += strip ? MR : 1, b += NRf) {
+    _Pragma("GCC unroll 4") for (int64_t k = 0; k < end; ++k, a += strip ? MR : 1, b += NRf) {
       REGARD_UNROLL
       for (int p = 0; p < P; ++p) {
         const Vec<float> left = load(b + p * b_panel), right = load(b + p * b_panel + L);

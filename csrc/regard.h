@@ -80,13 +80,13 @@ typedef struct {
   int32_t bias_dtype;
   int32_t wants_value_table;  // whether out_table is part of the result (and of the gradient)
   int64_t radius;
-  const int64_t* offset;      // (B) positions of the first query; used with row_table and out_table only
-  const void* sink;           // Real (H) or null
+  const int64_t* offset;  // (B) positions of the first query; used with row_table and out_table only
+  const void* sink;       // Real (H) or null
 
   uint64_t seed;               // of dropout
   uint32_t dropout_threshold;  // a weight is kept iff its hash is at least this; 0: no dropout
   uint32_t reserved;
-  double dropout_scale;        // kept weights are multiplied by this
+  double dropout_scale;  // kept weights are multiplied by this
 
   regard_tensor weight;  // Real (1, H|1, 1, D) of the additive score, or absent; where heads differ in it, H equals G
 } regard_dot;
@@ -100,23 +100,23 @@ typedef struct {
 // Inputs of the backward beside the problem itself, and where its results go. Absent results are not computed, except
 // that q, k and v go together.
 typedef struct {
-  regard_tensor out, lse, out_table;           // of the forward
-  regard_tensor d_out, d_lse, d_out_table;     // d_lse (Real) and d_out_table (Real) may be absent
-  regard_tensor d_q, d_k, d_v;                 // shapes and dtype of q, k, v
-  regard_tensor d_diagonal;                    // Real, shape of diagonal
-  regard_tensor d_row_table;                   // Real, shape of row_table
-  regard_tensor d_bias;                        // Real, strides 0 where bias is broadcast (not over K), else those of close rows
-  regard_tensor delta;                         // Real (B, H, Q): sum over keys of weight times its gradient
-  regard_tensor d_weight;                      // Real (B, H, 1, D): of the additive score, for each head of each batch row
+  regard_tensor out, lse, out_table;        // of the forward
+  regard_tensor d_out, d_lse, d_out_table;  // d_lse (Real) and d_out_table (Real) may be absent
+  regard_tensor d_q, d_k, d_v;              // shapes and dtype of q, k, v
+  regard_tensor d_diagonal;                 // Real, shape of diagonal
+  regard_tensor d_row_table;                // Real, shape of row_table
+  regard_tensor d_bias;    // Real, strides 0 where bias is broadcast (not over K), else those of close rows
+  regard_tensor delta;     // Real (B, H, Q): sum over keys of weight times its gradient
+  regard_tensor d_weight;  // Real (B, H, 1, D): of the additive score, for each head of each batch row
 } regard_dot_gradient;
 
 // Of every row of the weights, before dropout. The problem has no values: E is 0 and v absent; offset is needed.
 typedef struct {
   regard_tensor lse, entropy, max_logit, distance;  // Real (B, H, Q): entropy in nats, with the sink's; mean of |p - j|
-  int64_t top;        // how many of the largest weights are wanted
-  int64_t* top_keys;  // (B, H, Q, top), largest weight first, -1 where there are no more
-  void* top_weights;  // Real, of the same shape
-  regard_tensor mass; // Real (B, H, Q), may be absent: the sum of the weights of chosen keys,
+  int64_t top;                                      // how many of the largest weights are wanted
+  int64_t* top_keys;                                // (B, H, Q, top), largest weight first, -1 where there are no more
+  void* top_weights;                                // Real, of the same shape
+  regard_tensor mass;                         // Real (B, H, Q), may be absent: the sum of the weights of chosen keys,
   const int64_t *chosen_start, *chosen_stop;  // which are chosen_count runs of keys, ascending and apart
   int64_t chosen_count;
 } regard_dot_statistics;

@@ -28,7 +28,7 @@ template <class T> struct Row {
   const T* diagonal;    // diagonal[j] is the bias of key j
   const T* table;       // table[clip(j - first, 0, 2 * radius)] is another
   int64_t first;
-  const void* bias;     // of key 0
+  const void* bias;  // of key 0
   uint32_t dropout_key;
 };
 
@@ -69,7 +69,8 @@ template <class T, class F> REGARD_INLINE void for_vectors(int64_t lo, int64_t h
 }
 
 template <class T>
-REGARD_INLINE void add_bias(const regard_dot& p, const Row<T>& row, T factor, int64_t j0, T* s, int64_t lo, int64_t hi) {
+REGARD_INLINE void add_bias(const regard_dot& p, const Row<T>& row, T factor, int64_t j0, T* s, int64_t lo,
+                            int64_t hi) {
   const auto add = [&](auto stored) __attribute__((always_inline)) {
     using S = typename decltype(stored)::type;
     const int64_t stride = p.bias.stride[3];
@@ -105,7 +106,8 @@ struct Clipped {
 
 // s[c] += factor * table[clip(j - first, 0, 2 * radius)]
 template <class T>
-REGARD_INLINE void add_table(const T* table, int64_t first, int64_t radius, T factor, int64_t j0, T* s, int64_t lo, int64_t hi) {
+REGARD_INLINE void add_table(const T* table, int64_t first, int64_t radius, T factor, int64_t j0, T* s, int64_t lo,
+                             int64_t hi) {
   const Clipped parts(first, radius, j0, lo, hi);
   const T left = factor * table[0], right = factor * table[2 * radius];
   int64_t c = lo;
@@ -120,7 +122,8 @@ REGARD_INLINE void add_table(const T* table, int64_t first, int64_t radius, T fa
 
 // table[clip(j - first, 0, 2 * radius)] += s[c]: the transpose of add_table.
 template <class T>
-REGARD_INLINE void sum_by_distance(T* table, int64_t first, int64_t radius, int64_t j0, const T* s, int64_t lo, int64_t hi) {
+REGARD_INLINE void sum_by_distance(T* table, int64_t first, int64_t radius, int64_t j0, const T* s, int64_t lo,
+                                   int64_t hi) {
   const Clipped parts(first, radius, j0, lo, hi);
   const auto total = [&](int64_t from, int64_t to) __attribute__((always_inline)) {
     Vec<T> sum{};
@@ -139,7 +142,8 @@ REGARD_INLINE void sum_by_distance(T* table, int64_t first, int64_t radius, int6
 }
 
 template <class T>
-void add_biases(const regard_dot& p, const Scales<T>& scales, const Row<T>& row, int64_t j0, T* s, int64_t lo, int64_t hi) {
+void add_biases(const regard_dot& p, const Scales<T>& scales, const Row<T>& row, int64_t j0, T* s, int64_t lo,
+                int64_t hi) {
   if (row.diagonal)
     for_vectors<T>(lo, hi, p.K - j0, [&](int64_t c, int n) __attribute__((always_inline)) {
       store(s + c, load(s + c) + load_some(row.diagonal + j0 + c, 1, n) * scales.bias);
@@ -150,7 +154,8 @@ void add_biases(const regard_dot& p, const Scales<T>& scales, const Row<T>& row,
 
 // Products become logits in base two.
 template <class T>
-void change_scores(const regard_dot& p, const Scales<T>& scales, const Row<T>& row, int64_t j0, T* s, int64_t lo, int64_t hi) {
+void change_scores(const regard_dot& p, const Scales<T>& scales, const Row<T>& row, int64_t j0, T* s, int64_t lo,
+                   int64_t hi) {
   if (scales.cap != 0)
     for (int64_t c = lo; c < hi; c += lanes<T>) store(s + c, tanh(load(s + c)) * scales.cap);
   add_biases(p, scales, row, j0, s, lo, hi);
@@ -168,7 +173,7 @@ void hide(const Row<T>& row, const uint64_t* word, int64_t j0, T* s, int64_t lo,
   REGARD_UNROLL
   for (int k = 0; k < lanes<T>; ++k) bit[k] = Bit(1) << k;
   for (int64_t c = lo; c < hi; c += lanes<T>) {
-    const I seen = (bit & Bit((*word >> c) & ((uint64_t(1) << lanes<T>) - 1))) != 0;
+    const I seen = (bit & Bit((*word >> c) & ((uint64_t(1) << lanes<T>)-1))) != 0;
     store(s + c, select(seen, load(s + c), broadcast(value)));
   }
 }

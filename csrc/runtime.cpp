@@ -115,7 +115,8 @@ extern "C" int regard_has_threads(void) {
 extern "C" void regard_prefer_large_pages([[maybe_unused]] void* memory, [[maybe_unused]] int64_t bytes) {
 #ifdef __linux__
   constexpr uintptr_t page = 1 << 16;  // no system has larger ordinary ones
-  const uintptr_t first = (uintptr_t(memory) + page - 1) / page * page, last = (uintptr_t(memory) + uintptr_t(bytes)) / page * page;
+  const uintptr_t first = (uintptr_t(memory) + page - 1) / page * page,
+                  last = (uintptr_t(memory) + uintptr_t(bytes)) / page * page;
   if (bytes > 0 && first < last) madvise((void*)first, last - first, MADV_HUGEPAGE);
 #endif
 }

@@ -9,7 +9,7 @@ namespace regard::REGARD_ISA {
 
 // q . k; the scale is multiplied into the keys.
 template <class T> struct DotScore {
-  static constexpr bool is_product = true;  // gradients are products with the packed queries and keys
+  static constexpr bool is_product = true;    // gradients are products with the packed queries and keys
   static constexpr int64_t longest_sum = 96;  // in float: the more terms follow one another, the more is rounded
   const int64_t D, part;                      // products are added up in parts of so many terms
   explicit DotScore(const regard_dot& p) : D(p.D), part(sizeof(T) == 8 ? D : part_of(D)) {}
@@ -25,17 +25,19 @@ template <class T> struct DotScore {
   void ready_rows(T*, int64_t, int64_t, T) const {}
 
   template <int ARow, int AStep>
-  void multiply_parts(int rows, Panels panels, const T* queries, int64_t row_stride, const T* turned, T* scores, int64_t stride) const {
+  void multiply_parts(int rows, Panels panels, const T* queries, int64_t row_stride, const T* turned, T* scores,
+                      int64_t stride) const {
     multiply_wanted<T, ARow, AStep>(rows, panels, part, queries, turned, NR<T> * D, scores, stride, row_stride);
     for (int64_t d = part; d < D; d += part)
-      multiply_wanted<T, ARow, AStep, Into::add>(rows, panels, least(part, D - d), queries + d * AStep, turned + d * NR<T>, NR<T> * D,
-                                                 scores, stride, row_stride);
+      multiply_wanted<T, ARow, AStep, Into::add>(rows, panels, least(part, D - d), queries + d * AStep,
+                                                 turned + d * NR<T>, NR<T> * D, scores, stride, row_stride);
   }
   void fill(int64_t, int rows, Panels panels, const T* strip, const T* turned, T* scores, int64_t stride) const {
     multiply_parts<1, MR>(rows, panels, strip, 0, turned, scores, stride);
   }
   // The same for queries that were not packed: rows that lie row_stride apart.
-  void fill_direct(int rows, Panels panels, const T* queries, int64_t row_stride, const T* turned, T* scores, int64_t stride) const {
+  void fill_direct(int rows, Panels panels, const T* queries, int64_t row_stride, const T* turned, T* scores,
+                   int64_t stride) const {
     multiply_parts<any_row, 1>(rows, panels, queries, row_stride, turned, scores, stride);
   }
 
@@ -48,7 +50,7 @@ template <class T> struct DotScore {
 template <class T> struct AdditiveScore {
   static constexpr bool is_product = false;
   const int64_t D, width;  // the width in whole panels
-  const T scale;  // of the logits in base two
+  const T scale;           // of the logits in base two
   const regard_tensor& given;
   const int64_t per_head;  // 1 if every head has a weight of its own
   AdditiveMode mode = AdditiveMode::direct;
@@ -64,7 +66,8 @@ template <class T> struct AdditiveScore {
     const int64_t heads = per_head ? p.H : 1;
     Layout layout;
     layout.add(heads, 1, sizeof(AdditiveWeight<T>));
-    const size_t numbers = layout.add(heads, 3 * D, sizeof(T)), ranges = layout.add(p.threads, 2, sizeof(AdditiveRange<T>));
+    const size_t numbers = layout.add(heads, 3 * D, sizeof(T)),
+                 ranges = layout.add(p.threads, 2, sizeof(AdditiveRange<T>));
     if (!layout.ok) return REGARD_TOO_LARGE;
     if (!memory.reserve(layout.bytes)) return REGARD_NO_MEMORY;
 
@@ -122,17 +125,23 @@ template <class T> struct AdditiveScore {
 
   void fill(int64_t h, int rows, Panels wanted, const T* strip, const T* turned, T* scores, int64_t stride) const {
     const int64_t panels = wanted.count;
-    if (mode == AdditiveMode::paired) fill_in<AdditiveMode::paired>(weight(h), rows, panels, strip, turned, scores, stride);
-    else if (mode == AdditiveMode::small) fill_in<AdditiveMode::small>(weight(h), rows, panels, strip, turned, scores, stride);
-    else if (mode == AdditiveMode::single) fill_in<AdditiveMode::single>(weight(h), rows, panels, strip, turned, scores, stride);
+    if (mode == AdditiveMode::paired)
+      fill_in<AdditiveMode::paired>(weight(h), rows, panels, strip, turned, scores, stride);
+    else if (mode == AdditiveMode::small)
+      fill_in<AdditiveMode::small>(weight(h), rows, panels, strip, turned, scores, stride);
+    else if (mode == AdditiveMode::single)
+      fill_in<AdditiveMode::single>(weight(h), rows, panels, strip, turned, scores, stride);
     else fill_in<AdditiveMode::direct>(weight(h), rows, panels, strip, turned, scores, stride);
   }
 
   // Numbers gathered besides the gradients of queries and keys: the gradient of -weight.
   int64_t sums() const { return width; }
 
-  void add_gradients(int rows, int64_t keys, AdditiveRows<T> q, AdditiveRows<T> k, const T* ds, int64_t ds_row, T* dq, T* dk, T* sums) const {
-    with_rows(rows, [&](auto m) __attribute__((always_inline)) { add_rows<decltype(m)::value>(keys, q, k, ds, ds_row, dq, dk, sums); });
+  void add_gradients(int rows, int64_t keys, AdditiveRows<T> q, AdditiveRows<T> k, const T* ds, int64_t ds_row, T* dq,
+                     T* dk, T* sums) const {
+    with_rows(rows, [&](auto m) __attribute__((always_inline)) {
+      add_rows<decltype(m)::value>(keys, q, k, ds, ds_row, dq, dk, sums);
+    });
   }
   void finish_row(int64_t h, T* row) const {
     const T* w = weight(h).weight;
@@ -146,19 +155,22 @@ template <class T> struct AdditiveScore {
 
  private:
   template <int M>
-  __attribute__((noinline)) void add_rows(int64_t keys, AdditiveRows<T> q, AdditiveRows<T> k, const T* ds, int64_t ds_row, T* dq, T* dk,
-                                          T* sums) const {
-    if (mode == AdditiveMode::small) additive_gradients<AdditiveMode::small, T, M>(width, keys, q, k, ds, ds_row, dq, dk, sums);
-    else if (mode == AdditiveMode::direct) additive_gradients<AdditiveMode::direct, T, M>(width, keys, q, k, ds, ds_row, dq, dk, sums);
+  __attribute__((noinline)) void add_rows(int64_t keys, AdditiveRows<T> q, AdditiveRows<T> k, const T* ds,
+                                          int64_t ds_row, T* dq, T* dk, T* sums) const {
+    if (mode == AdditiveMode::small)
+      additive_gradients<AdditiveMode::small, T, M>(width, keys, q, k, ds, ds_row, dq, dk, sums);
+    else if (mode == AdditiveMode::direct)
+      additive_gradients<AdditiveMode::direct, T, M>(width, keys, q, k, ds, ds_row, dq, dk, sums);
     else additive_gradients<AdditiveMode::single, T, M>(width, keys, q, k, ds, ds_row, dq, dk, sums);
   }
 
   template <AdditiveMode chosen>
-  __attribute__((noinline)) void fill_in(const AdditiveWeight<T>& w, int rows, int64_t panels, const T* strip, const T* turned,
-                                         T* scores, int64_t stride) const {
+  __attribute__((noinline)) void fill_in(const AdditiveWeight<T>& w, int rows, int64_t panels, const T* strip,
+                                         const T* turned, T* scores, int64_t stride) const {
     with_rows(rows, [&](auto m) __attribute__((always_inline)) {
       for (int64_t p = 0; p < panels; ++p)
-        additive_scores<chosen, T, decltype(m)::value>(w, strip, turned + p * NR<T> * D, scores + p * NR<T>, stride, scale);
+        additive_scores<chosen, T, decltype(m)::value>(w, strip, turned + p * NR<T> * D, scores + p * NR<T>, stride,
+                                                       scale);
     });
   }
 };

@@ -39,17 +39,21 @@ constexpr int vector_registers = 16;
 #endif
 
 // What is stored in memory. Arithmetic is done in float, or in double for double.
-struct bfloat16 { uint16_t bits; };
-struct float16 { uint16_t bits; };
+struct bfloat16 {
+  uint16_t bits;
+};
+struct float16 {
+  uint16_t bits;
+};
 
 template <class T> struct SimdOf;
 template <> struct SimdOf<float> {
   static constexpr int lanes = vector_bytes / 4;
   typedef float Vector __attribute__((vector_size(vector_bytes)));
   typedef int32_t Integer __attribute__((vector_size(vector_bytes)));
-  typedef uint32_t Word __attribute__((vector_size(vector_bytes)));         // one 32-bit word per lane
+  typedef uint32_t Word __attribute__((vector_size(vector_bytes)));  // one 32-bit word per lane
   typedef int32_t SignedWord __attribute__((vector_size(vector_bytes)));
-  typedef uint16_t Half __attribute__((vector_size(vector_bytes / 2)));     // one 16-bit half per lane
+  typedef uint16_t Half __attribute__((vector_size(vector_bytes / 2)));  // one 16-bit half per lane
   typedef float Unaligned __attribute__((vector_size(vector_bytes), aligned(4), may_alias));
 };
 template <> struct SimdOf<double> {
@@ -123,7 +127,9 @@ template <class I> REGARD_INLINE I lane_numbers() {
 namespace detail {
 template <int... I> struct Indices {};
 template <int N, int... I> struct Count : Count<N - 1, N - 1, I...> {};
-template <int... I> struct Count<0, I...> { using type = Indices<I...>; };
+template <int... I> struct Count<0, I...> {
+  using type = Indices<I...>;
+};
 
 template <int Step, class V, int... I> REGARD_INLINE V swap_lanes(V x, Indices<I...>) {
   return __builtin_shufflevector(x, x, (I ^ Step)...);
@@ -161,10 +167,8 @@ template <class T, int Step, class F> REGARD_INLINE Vec<T> reduce_stage(Vec<T>* 
   }
 }
 template <class T, int Step, class F> REGARD_INLINE Vec<T> butterfly(Vec<T> x, F combine) {
-  if constexpr (Step > 0)
-    return butterfly<T, Step / 2>(combine(x, swap_lanes<Step>(x, LaneIndices<T>{})), combine);
-  else
-    return x;
+  if constexpr (Step > 0) return butterfly<T, Step / 2>(combine(x, swap_lanes<Step>(x, LaneIndices<T>{})), combine);
+  else return x;
 }
 }  // namespace detail
 
@@ -201,7 +205,6 @@ template <class I> REGARD_INLINE bool any_lane(I mask) {
   return all != 0;
 #endif
 }
-
 
 // Bit i is set where lane i of the mask of a comparison is.
 template <class I> REGARD_INLINE uint32_t lane_bits(I mask) {
@@ -267,8 +270,12 @@ REGARD_INLINE SimdOf<float>::Half narrow(float16, VecF x) {
 }
 #endif
 
-template <class S> struct ComputedAs { using type = float; };
-template <> struct ComputedAs<double> { using type = double; };
+template <class S> struct ComputedAs {
+  using type = float;
+};
+template <> struct ComputedAs<double> {
+  using type = double;
+};
 template <class S> using Computed = typename ComputedAs<S>::type;
 
 REGARD_INLINE VecF load_as(const float* p) { return load(p); }

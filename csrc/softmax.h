@@ -60,7 +60,7 @@ __attribute__((noinline)) void softmax_strip(T* s, int64_t lo, int64_t hi, T* pe
           x[r] = max(x[r], max(load(row), load(row + L)));
         }
     }
-    const V old = load(peak + group), now = (max(old, max_of_each<T>(x)) + rounder<T>) - rounder<T>;
+    const V old = load(peak + group), now = (max(old, max_of_each<T>(x)) + rounder<T>)-rounder<T>;
     const auto none = now == T(-infinity);
     store(peak + group, now);
     store(zero + group, select(none, V{}, now));
@@ -75,14 +75,16 @@ __attribute__((noinline)) void softmax_strip(T* s, int64_t lo, int64_t hi, T* pe
       continue;
     }
     const V least = broadcast(zero[r] + least_exponent<T>), round = broadcast(rounder<T> - zero[r]);
-    sums[r] += weigh(s + r * stride, lo, hi, [&](V x) __attribute__((always_inline)) { return exp2_above(x, least, round); });
+    sums[r] +=
+        weigh(s + r * stride, lo, hi, [&](V x) __attribute__((always_inline)) { return exp2_above(x, least, round); });
   }
 }
 
 // The same for m rows of tame logits, without a look for the largest: the peak is an integer that none of them passes. Says
 // whether that was right, because no row lies far below it; else s is spoiled, and nothing else has changed.
 template <class T, int stride>
-__attribute__((noinline)) bool softmax_below(T bound, T* s, int64_t lo, int64_t hi, int m, bool hidden, T* peak, Vec<T>* sums, T* alpha) {
+__attribute__((noinline)) bool softmax_below(T bound, T* s, int64_t lo, int64_t hi, int m, bool hidden, T* peak,
+                                             Vec<T>* sums, T* alpha) {
   using V = Vec<T>;
   constexpr T little = T(1) / (1 << 24);
   const V top = broadcast(bound), least = broadcast(bound + least_exponent<T>), round = broadcast(rounder<T> - bound);
@@ -91,7 +93,8 @@ __attribute__((noinline)) bool softmax_below(T bound, T* s, int64_t lo, int64_t 
   for (int r = 0; r < m; ++r) {
     T* row = s + r * stride;
     total[r] = sums[r] * alpha[r];
-    if (hidden) total[r] += weigh(row, lo, hi, [&](V x) __attribute__((always_inline)) { return exp2_above(x, least, round); });
+    if (hidden)
+      total[r] += weigh(row, lo, hi, [&](V x) __attribute__((always_inline)) { return exp2_above(x, least, round); });
     else total[r] += weigh(row, lo, hi, [&](V x) __attribute__((always_inline)) { return exp2_within(x, round); });
     if (!any_lane(total[r] > little) && any_lane(total[r] > 0)) return false;
   }

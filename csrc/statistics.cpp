@@ -22,11 +22,14 @@ template <class T, class Score> struct Statistics : Strips<T, Statistics<T, Scor
   const int64_t top;
   const Runs chosen;
 
-  struct Places { size_t sums, top_logits, top_keys; } at;
+  struct Places {
+    size_t sums, top_logits, top_keys;
+  } at;
 
   // A number of blocks that does not depend on the threads: their number does not change the bits of the result.
   Statistics(const regard_dot& p, const regard_dot_statistics& result)
-      : Base(p, 64), result(result), top(result.top), chosen{result.chosen_start, result.chosen_stop, result.chosen_count} {
+      : Base(p, 64), result(result), top(result.top),
+        chosen{result.chosen_start, result.chosen_stop, result.chosen_count} {
     this->measures = false;
     at.sums = layout.add(strips * MR, 1, sizeof(Sums<T>));
     at.top_logits = layout.add(strips * MR, top, sizeof(T));
@@ -114,7 +117,8 @@ template <class T, class Score> struct Statistics : Strips<T, Statistics<T, Scor
   }
 
   static void add_chosen(Sums<T>& sums, const T* logits, int64_t from, int64_t to) {
-    const Vec<T> top = broadcast(greatest(sums.zero, no_peak<T>)), number = __builtin_convertvector(lane_numbers<IntVec<T>>(), Vec<T>);
+    const Vec<T> top = broadcast(greatest(sums.zero, no_peak<T>)),
+                 number = __builtin_convertvector(lane_numbers<IntVec<T>>(), Vec<T>);
     for (int64_t c = from / lanes<T> * lanes<T>; c < to; c += lanes<T>)
       sums.chosen += select((number >= T(from - c)) & (number < T(to - c)), exp2(load(logits + c) - top), Vec<T>{});
   }
@@ -151,7 +155,8 @@ template <class T, class Score> struct Statistics : Strips<T, Statistics<T, Scor
       const Row<T>& row = w.rows[r];
       const Sums<T>& sums = room.sums[r];
       const double seen = double(reduce_add<T>(sums.mass)), away = double(reduce_add<T>(sums.distance));
-      double part = double(reduce_add<T>(sums.chosen)), mass = seen, logit = double(reduce_add<T>(sums.logit)), peak = double(greatest(sums.zero, no_peak<T>));
+      double part = double(reduce_add<T>(sums.chosen)), mass = seen, logit = double(reduce_add<T>(sums.logit)),
+             peak = double(greatest(sums.zero, no_peak<T>));
       if (p.sink) {
         const double sink = double(((const T*)p.sink)[row.h]) * log2_e, top = greatest(peak, sink);
         const double shrink = power(peak - top), own = power(sink - top);
@@ -175,7 +180,8 @@ template <class T, class Score> struct Statistics : Strips<T, Statistics<T, Scor
       for (int64_t t = 0; t < top; ++t) {
         const T x = room.top_logits[r * top + t];
         result.top_keys[first + t] = room.top_keys[r * top + t];
-        ((T*)result.top_weights)[first + t] = x == T(-infinity) || lse != lse ? T(0) : T(power(double(x) - (peak + logs)));
+        ((T*)result.top_weights)[first + t] =
+            x == T(-infinity) || lse != lse ? T(0) : T(power(double(x) - (peak + logs)));
       }
     }
   }

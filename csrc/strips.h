@@ -20,11 +20,12 @@ constexpr int64_t chunk = 384;         // keys in one step: their panels stay in
 constexpr int64_t largest_block = 96;  // query rows that share them
 constexpr double few_keys = 1100;      // for a strip: queries that meet fewer are read where they lie, and not packed
 constexpr double few_rows = 600;       // for a key: values that meet fewer likewise
-constexpr int64_t one_set = 4096;      // bytes: rows that lie a multiple of it apart drive one another out of the first-level cache
+constexpr int64_t one_set =
+    4096;  // bytes: rows that lie a multiple of it apart drive one another out of the first-level cache
 #ifdef REGARD_SANITIZE
-constexpr double many_keys = 0;        // random calls are small, and shall try what large ones do
+constexpr double many_keys = 0;  // random calls are small, and shall try what large ones do
 #else
-constexpr double many_keys = 400;      // for a strip: where there are more, measuring queries and keys pays
+constexpr double many_keys = 400;  // for a strip: where there are more, measuring queries and keys pays
 #endif
 
 // What one thread has in hand while it walks. Rows are numbered within the block: strip * MR + r.
@@ -37,7 +38,7 @@ template <class T> struct Walk {
   uint8_t* poisoned;  // a row that has seen a bad key
   T* longest;         // of each strip: at least the sum of squares of any query; infinity if it is not known
   Ahead ahead;
-  bool hidden;        // some of the logits in hand are hidden
+  bool hidden;  // some of the logits in hand are hidden
 };
 
 template <class T, class Visitor, class Score = DotScore<T>> struct Strips {
@@ -59,7 +60,8 @@ template <class T, class Visitor, class Score = DotScore<T>> struct Strips {
 
   explicit Strips(const regard_dot& p) : Strips(p, 8 * p.threads) {}
   Strips(const regard_dot& p, int64_t wanted_blocks)
-      : p(p), scales(p), score(p), blocks(p, largest_block, wanted_blocks), strips((blocks.rows_per_block + MR - 1) / MR),
+      : p(p), scales(p), score(p), blocks(p, largest_block, wanted_blocks),
+        strips((blocks.rows_per_block + MR - 1) / MR),
         direct(Score::is_product && p.H == p.G && p.dtype == (sizeof(T) == 8 ? REGARD_FLOAT64 : REGARD_FLOAT32) &&
                p.q.stride[3] == 1 && p.q.stride[2] % (one_set / int64_t(sizeof(T))) != 0),
         direct_values(PackedKeys<T>::values_fit(p)), measures(Score::is_product && !scales.changes_scores) {
@@ -108,9 +110,17 @@ template <class T, class Visitor, class Score = DotScore<T>> struct Strips {
   int run_units(int64_t first, int64_t last) const {
     char* memory = (char*)thread_scratch(layout.bytes);
     if (!memory) return REGARD_NO_MEMORY;
-    Walk<T> w{PackedKeys<T>(p, memory, at.keys, measures, direct_values), {}, {}, (T*)(memory + at.queries), (T*)(memory + at.scores),
-              (Row<T>*)(memory + at.rows), (Span*)(memory + at.spans), (uint8_t*)(memory + at.poisoned),
-              (T*)(memory + at.longest), {}, false};
+    Walk<T> w{PackedKeys<T>(p, memory, at.keys, measures, direct_values),
+              {},
+              {},
+              (T*)(memory + at.queries),
+              (T*)(memory + at.scores),
+              (Row<T>*)(memory + at.rows),
+              (Span*)(memory + at.spans),
+              (uint8_t*)(memory + at.poisoned),
+              (T*)(memory + at.longest),
+              {},
+              false};
     const auto& visitor = static_cast<const Visitor&>(*this);
     auto room = visitor.room(memory);
     int64_t head = -1;
@@ -199,7 +209,8 @@ template <class T, class Visitor, class Score = DotScore<T>> struct Strips {
       if (scales.changes_scores)
         for (int r = 0; r < m; ++r) change_scores(p, scales, rows[r], j0, w.scores + r * chunk, lo, hi);
       if (columns.hidden)
-        for (int r = 0; r < m; ++r) hide(rows[r], words ? words + r : nullptr, j0, w.scores + r * chunk, lo, hi, T(-infinity));
+        for (int r = 0; r < m; ++r)
+          hide(rows[r], words ? words + r : nullptr, j0, w.scores + r * chunk, lo, hi, T(-infinity));
       w.hidden = columns.hidden;
       w.ahead.some();
     } while (!visitor.take(room, w, s, m, j0, lo, hi));

@@ -10,17 +10,8 @@ namespace regard::REGARD_ISA {
 
 extern const Kernels kernels;
 const Kernels kernels = {
-    REGARD_STRING(REGARD_ISA),
-    dot_forward,
-    dot_backward,
-    dot_statistics,
-    dot_weights,
-    dot_map,
-    linear_forward,
-    linear_backward,
-    packed_size,
-    pack_weight,
-    product,
+    REGARD_STRING(REGARD_ISA), dot_forward, dot_backward, dot_statistics, dot_weights, dot_map, linear_forward,
+    linear_backward,           packed_size, pack_weight,  product,
 };
 
 }  // namespace regard::REGARD_ISA

@@ -106,7 +106,8 @@ template <class T> Panels panels_of(const Seen& seen, int64_t lo, int64_t hi) {
 
 // Calls f(step) for every piece of keys in [from, to) that row tile `tile` of head (b, h) may visit.
 template <class F>
-void walk_tiles(const regard_dot& p, int64_t b, int64_t h, int64_t tile, int64_t from, int64_t to, int64_t chunk, F&& f) {
+void walk_tiles(const regard_dot& p, int64_t b, int64_t h, int64_t tile, int64_t from, int64_t to, int64_t chunk,
+                F&& f) {
   const regard_tiles& t = p.tiles;
   const int64_t at = b * t.stride[0] + h * t.stride[1] + tile;
   int64_t run = t.pointer[at], last = t.pointer[at + 1];
