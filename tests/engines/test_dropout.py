@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 import regard as rg
+from regard.engines.dropout import threshold_and_scale
 from tests.engines.calls import DROPPING, inputs, normal, run
 
 LONG = {"H": 2, "G": 1, "Q": 64, "K": 96}
@@ -59,6 +60,23 @@ class TestDropout:
         assert (by_row - 0.25).abs().max() < 6 * math.sqrt(0.25 * 0.75 / 96)
         assert (by_column - 0.25).abs().max() < 6 * math.sqrt(0.25 * 0.75 / 64)
         assert len({tuple(row.tolist()) for row in gone.flatten(0, 2)}) == gone[..., 0].numel(), "rows drop alike"
+
+    @pytest.mark.parametrize("engine", [*DROPPING, "native"])
+    @pytest.mark.parametrize("dropout", [0.1, 0.7])
+    def test_what_is_kept_grows_by_the_inverse_of_the_share_that_is_kept(self, engine: str, dropout: float) -> None:
+        """A hash has 32 bits, so the share is a multiple of 2^-32; with the scale of that share the mean is exact."""
+        query, one = normal(1, 1, 200, 4), torch.ones(1, 1, 1, 4, dtype=torch.float64)
+        kept = rg.attention(query, one, one, dropout=dropout, engine=engine)
+        share = 1 - round(dropout * 2**32) / 2**32
+        values = kept[kept != 0]
+        assert values.tolist() == pytest.approx([1 / share] * len(values), rel=1e-14)
+
+    @pytest.mark.parametrize("dropout", [0.0, 1e-12, 0.5, 1 - 3 * 2**-33, 1 - 2**-53])
+    def test_the_threshold_fits_32_bits_and_its_scale_makes_the_mean_exact(self, dropout: float) -> None:
+        threshold, scale = threshold_and_scale(dropout)
+        assert threshold in range(2**32)
+        assert abs(threshold - dropout * 2**32) <= 1
+        assert scale == 2**32 / (2**32 - threshold)
 
     @pytest.mark.parametrize("engine", DROPPING)
     def test_its_expectation_is_the_output_without_it(self, engine: str) -> None:

@@ -14,12 +14,26 @@ def draw_seed(device: torch.device) -> Tensor:
     return torch.randint(2**62, (), dtype=torch.int64, device=device)
 
 
+def threshold_and_scale(dropout: float) -> tuple[int, float]:
+    """A weight is kept if its 32 bits are at least the threshold, and is then multiplied by the scale.
+
+    The scale is the inverse of the share that the threshold keeps, so the mean is that without dropout at any share.
+
+    >>> from regard.engines.dropout import threshold_and_scale
+    >>> threshold_and_scale(0.75)
+    (3221225472, 4.0)
+    """
+    threshold = min(round(dropout * 2**32), 2**32 - 1)
+    return threshold, 2**32 / (2**32 - threshold)
+
+
 def keep(seed: Tensor, dropout: float, at: At) -> Tensor:
-    """What the weights at these places are multiplied by: 0, or `1 / (1 - dropout)`."""
+    """What the weights at these places are multiplied by: 0, or the scale of `threshold_and_scale`."""
+    threshold, scale = threshold_and_scale(dropout)
     frame = at.frame
     row = hash32(seed + signed(0x9E3779B97F4A7C15) * ((at.b * frame.H + at.h) * frame.Q + at.i + 1))
     bits = (row + at.j * 0x9E3779B9) & LOW
     for shift, factor in ((16, 0x21F0AAAD), (15, 0x735A2D97)):
         bits = ((bits ^ (bits >> shift)) * factor) & LOW
     bits = bits ^ (bits >> 15)
-    return (bits >= int(dropout * 2**32)).to(torch.float64) / (1 - dropout)
+    return (bits >= threshold).to(torch.float64) * scale

@@ -6,18 +6,25 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+LEVELS = 1 << 16  # a draw has 16 bits
+FEWEST = 1 << 8  # levels of the rarer outcome: with fewer, the share would be off by more than 1 in 512
+
 
 def dropout(x: Tensor, p: float) -> Tensor:
-    """Each element is 0 with probability p, to 1 in 65,536, and divided by 1 - p otherwise. For training only.
+    """Each element is 0 with probability p and multiplied by 1 / (1 - p) otherwise. For training only.
+
+    On a CPU, p is rounded to a multiple of 1 / 65,536, in the factor too: the mean stays that of `x`. Where p is so
+    close to 0 or 1 that this would matter, and on other devices, torch draws.
 
     >>> import torch
     >>> from regard.nn.dropout import dropout
     >>> bool(abs((dropout(torch.ones(1000, 1000), 0.1) == 0).float().mean() - 0.1) < 0.01)
     True
     """
-    if x.device.type != "cpu" or torch.compiler.is_compiling() or not 0 < p < 1:
+    coarse = FEWEST / LEVELS <= p <= 1 - FEWEST / LEVELS
+    if x.device.type != "cpu" or torch.compiler.is_compiling() or not coarse:
         return F.dropout(x, p)
-    count = x.numel()
+    count, threshold = x.numel(), round(p * LEVELS)
     draws = torch.empty(-(-count // 4), dtype=torch.int64).random_(-(2**63), None)  # all 64 bits are random
-    kept = draws.view(torch.int16)[:count].view(x.shape) >= round(p * 65536) - 32768
-    return x * kept.to(x.dtype).mul_(1 / (1 - p))
+    kept = draws.view(torch.int16)[:count].view(x.shape) >= threshold - LEVELS // 2
+    return (x * kept).mul_(LEVELS / (LEVELS - threshold))

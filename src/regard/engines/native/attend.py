@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from regard.engines.dropout import threshold_and_scale
 from regard.engines.lowering import Fixed, Lowered, differentiable
 from regard.engines.native.binding import ABSENT, DTYPES, GRADIENT, PROBLEM, RESULT, call, fresh, place, rows_of
 
@@ -15,6 +16,7 @@ from regard.engines.native.binding import ABSENT, DTYPES, GRADIENT, PROBLEM, RES
 def packed(x: Lowered, fixed: Fixed) -> bytes:
     (B, H, Q, D), (_, G, K, E) = x.query.shape, x.value.shape
     scale, softcap, temperature, dropout = fixed.numbers
+    threshold, dropout_scale = threshold_and_scale(dropout)
     radius, wants, *strides = fixed.sizes
     intervals: tuple[int, ...] = (0,) * 5
     table: tuple[int, ...] = (0,) * 7
@@ -30,7 +32,7 @@ def packed(x: Lowered, fixed: Fixed) -> bytes:
         0 if x.bias is None else DTYPES[x.bias.dtype], wants, radius,
         0 if fixed.offset is None else fixed.offset.data_ptr(), 0 if x.sink is None else x.sink.data_ptr(),
         0 if fixed.seed is None else int(fixed.seed) & 0xFFFFFFFFFFFFFFFF,
-        int(dropout * 2**32), 0, 1 / (1 - dropout), *rows_of(x.weight),
+        threshold, 0, dropout_scale, *rows_of(x.weight),
     )  # fmt: skip
 
 
