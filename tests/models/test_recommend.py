@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
+import pytest
 import torch
 import torch.nn.functional as F
 
@@ -45,6 +47,37 @@ def test_the_loss_is_of_what_is_asked_for_among_all_items() -> None:
     logits, asked = model(packed).values, after >= 0
     expected = F.cross_entropy(logits[asked], after[asked], reduction="sum")
     torch.testing.assert_close(model.loss(packed, after), expected, rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.2])
+@pytest.mark.parametrize("cap", [None, 0.3])
+@pytest.mark.parametrize("drawn", [False, True])
+def test_no_loss_leaves_out_smoothing_or_the_cap_of_logits(drawn: bool, cap: float | None, smoothing: float) -> None:
+    torch.manual_seed(0)
+    model, packed = Recommender(replace(CONFIG, final_softcap=cap)).double().eval(), rg.pack(HISTORIES)
+    others = torch.tensor([5, 8, 8, 21]) if drawn else None
+    after = torch.tensor([7, -1, 1, 2, 5, 5, 6, -1, 11, 4, 9, 20])
+    expected = torch.zeros(()).double()
+    for logits, target in zip(model(packed).values, after.tolist(), strict=True):
+        if target >= 0:
+            rest = range(30) if others is None else others.tolist()
+            among = [target, *(n for n in rest if n != target)]
+            shares = (logits[among].exp() / logits[among].exp().sum()).log()
+            expected -= (1 - smoothing) * shares[0] + smoothing * shares.mean()
+    found = model.loss(packed, after, smoothing=smoothing, others=others)
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-10)
+
+
+def test_the_loss_of_bfloat16_is_summed_in_float32() -> None:
+    torch.manual_seed(0)
+    model = Recommender(replace(CONFIG, final_softcap=2.0)).bfloat16().eval()
+    packed, others = rg.pack(HISTORIES * 60), torch.tensor([5, 8, 8, 21])
+    after = torch.tensor([7, -1, 1, 2, 5, 5, 6, -1, 11, 4, 9, 20] * 60)
+    once = rg.pack(HISTORIES)
+    for chosen in (None, others):
+        one, all_of_them = (model.loss(x, y, others=chosen) for x, y in ((once, after[:12]), (packed, after)))
+        assert all_of_them.dtype == torch.float32
+        torch.testing.assert_close(all_of_them, 60 * one, rtol=1e-3, atol=0)
 
 
 def test_the_loss_among_drawn_items_has_the_right_one_once() -> None:

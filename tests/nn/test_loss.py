@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from regard.nn import loss as module
 from regard.nn import token_loss
@@ -27,6 +30,73 @@ def test_loss_and_gradients_are_those_of_cross_entropy(
     leaves = [hidden, weight, *([bias] if bias is not None else [])]
     for mine, other in zip(torch.autograd.grad(3 * ours, leaves), torch.autograd.grad(3 * theirs, leaves), strict=True):
         torch.testing.assert_close(mine, other, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_sums_over_many_tokens_are_at_least_as_exact_as_those_of_torch(dtype: torch.dtype) -> None:
+    """Loss and gradients of a mean over 60,000 tokens, whose sum is beyond what half precision can count."""
+    torch.manual_seed(0)
+    count = 60_000
+    hidden, weight, bias = torch.randn(count, 8).to(dtype), torch.randn(40, 8).to(dtype), torch.randn(40).to(dtype)
+    targets = torch.randint(0, 40, (count,))
+
+    def errors(loss: Callable[..., Tensor]) -> list[float]:
+        leaves = [tensor.clone().requires_grad_() for tensor in (hidden, weight, bias)]
+        found = loss(*leaves)
+        gradients = torch.autograd.grad(found / count, leaves)
+        exact = [tensor.double().requires_grad_() for tensor in (hidden, weight, bias)]
+        wanted = F.cross_entropy(F.linear(*exact), targets, reduction="sum")
+        pairs = zip((found, *gradients), (wanted, *torch.autograd.grad(wanted / count, exact)), strict=True)
+        return [
+            float((mine.detach().double() - right.detach()).norm() / right.detach().norm()) for mine, right in pairs
+        ]
+
+    ours = errors(lambda *x: token_loss(*x[:2], targets, bias=x[2]))
+    theirs = errors(lambda *x: F.cross_entropy(F.linear(*x), targets, reduction="sum"))
+    assert ours[0] < 1e-3
+    assert all(mine < max(1.2 * other, 1e-3) for mine, other in zip(ours, theirs, strict=True)), (ours, theirs)
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_capped_logits_give_the_loss_and_gradients_of_cross_entropy(
+    monkeypatch: pytest.MonkeyPatch, smoothing: float
+) -> None:
+    monkeypatch.setattr(module, "ROWS", 4)
+    torch.manual_seed(0)
+    leaves = [torch.randn(n, 5, dtype=torch.float64, requires_grad=True) for n in (9, 13)]
+    bias = torch.randn(13, dtype=torch.float64, requires_grad=True)
+    targets, leaves = torch.randint(0, 13, (9,)), [*leaves, bias]
+    ours = token_loss(*leaves[:2], targets, bias=bias, smoothing=smoothing, softcap=1.5)
+    capped = 1.5 * torch.tanh(F.linear(*leaves) / 1.5)
+    theirs = F.cross_entropy(capped, targets, reduction="sum", label_smoothing=smoothing)
+    torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
+    for mine, other in zip(torch.autograd.grad(ours, leaves), torch.autograd.grad(theirs, leaves), strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-12, atol=1e-12)
+
+
+def test_tokens_of_target_minus_100_are_left_out_as_in_torch() -> None:
+    torch.manual_seed(0)
+    leaves = [torch.randn(n, 5, dtype=torch.float64, requires_grad=True) for n in (6, 9)]
+    targets = torch.tensor([3, -100, 8, -100, 0, 1])
+    ours = token_loss(*leaves, targets, smoothing=0.1)
+    theirs = F.cross_entropy(F.linear(*leaves), targets, reduction="sum", label_smoothing=0.1)
+    torch.testing.assert_close(ours, theirs)
+    for mine, other in zip(torch.autograd.grad(ours, leaves), torch.autograd.grad(theirs, leaves), strict=True):
+        torch.testing.assert_close(mine, other)
+    assert token_loss(*leaves, torch.full((6,), -100)).item() == 0
+
+
+@pytest.mark.parametrize("wrong", [-1, 9])
+def test_a_target_outside_the_vocabulary_raises(wrong: int) -> None:
+    with pytest.raises(ValueError, match=f"0 ... 8.*got {wrong}"):
+        token_loss(torch.randn(2, 5), torch.randn(9, 5), torch.tensor([3, wrong]))
+
+
+def test_hidden_states_wider_than_the_weights_are_not_rounded() -> None:
+    torch.manual_seed(0)
+    hidden, weight, targets = torch.randn(9, 8), torch.randn(5, 8).bfloat16(), torch.randint(0, 5, (9,))
+    expected = F.cross_entropy(hidden @ weight.float().T, targets, reduction="sum")
+    torch.testing.assert_close(token_loss(hidden, weight, targets), expected)
 
 
 def test_logits_that_overflow_an_exponential_and_no_tokens_are_no_trouble() -> None:

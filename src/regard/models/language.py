@@ -124,7 +124,10 @@ class LanguageModel(nn.Module):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Hidden states (..., width) to logits (..., vocabulary)."""
-        logits = product(hidden, self.embedding.weight if self.head is None else self.head.weight)
+        return self.capped(product(hidden, self.embedding.weight if self.head is None else self.head.weight))
+
+    def capped(self, logits: Tensor) -> Tensor:
+        """Logits within `final_softcap`, if there is one."""
         cap = self.config.final_softcap
         return logits if cap is None else cap * torch.tanh(logits / cap)
 
@@ -140,10 +143,8 @@ class LanguageModel(nn.Module):
 
     def token_loss(self, hidden: Tensor, after: Tensor, smoothing: float) -> Tensor:
         """The same of hidden states (N, width)."""
-        if self.config.final_softcap is not None:  # logits that are bent again must be there
-            return F.cross_entropy(self.logits(hidden), after, reduction="sum", label_smoothing=smoothing)
         weight = self.embedding.weight if self.head is None else self.head.weight
-        return token_loss(hidden, weight, after, smoothing=smoothing)
+        return token_loss(hidden, weight, after, smoothing=smoothing, softcap=self.config.final_softcap)
 
     def begin(self, prompts: Tensor | Sequence[Tensor]) -> tuple[State, Tensor]:
         """A state to generate from, and the prompts as one tensor (R, n), filled up at the front."""

@@ -30,7 +30,8 @@ class Recommender(LanguageModel):
     def loss(self, inputs: Packed, after: Tensor, *, smoothing: float = 0.0, others: Tensor | None = None) -> Tensor:
         """The sum of the cross entropies of the items `after` each (N,); -1 is not asked for.
 
-        others: (n,) items drawn evenly from all, to tell those after from; from all items unless told otherwise.
+        others: (n,) items drawn evenly from all, to tell those after from; from all items unless told otherwise. Where
+        one of them is the item after, it does not count, and `smoothing` is spread evenly over those that do.
         """
         rows = rows_of(inputs, None)
         hidden = self.hidden(rows.values, rows.positions, rows.shared).flatten(0, -2)
@@ -39,7 +40,15 @@ class Recommender(LanguageModel):
         if others is None:
             return self.token_loss(hidden, after, smoothing)
         table = self.embedding.weight if self.head is None else self.head.weight
-        own = (hidden * F.embedding(after, table)).sum(-1, keepdim=True)
-        theirs = (hidden @ F.embedding(others, table).mT).masked_fill(after[:, None] == others, -torch.inf)
-        first = torch.zeros_like(after)
-        return F.cross_entropy(torch.cat((own, theirs), -1), first, reduction="sum")
+        dtype = torch.promote_types(torch.promote_types(hidden.dtype, table.dtype), torch.float32)
+        with torch.autocast(hidden.device.type, enabled=False):
+            hidden = hidden.to(dtype)
+            own = (hidden * F.embedding(after, table).to(dtype)).sum(-1, keepdim=True)
+            theirs = hidden @ F.embedding(others, table).to(dtype).mT
+        same = F.pad(after[:, None] == others, (1, 0))
+        logits = self.capped(torch.cat((own, theirs), -1)).masked_fill(same, -torch.inf)
+        shares = logits.log_softmax(-1)
+        loss = (smoothing - 1) * shares[:, 0].sum()
+        if smoothing:
+            loss = loss - smoothing * (shares.masked_fill(same, 0.0).sum(-1) / (~same).sum(-1)).sum()
+        return loss

@@ -9,16 +9,26 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 ROWS = 512  # tokens whose logits are held at a time
+IGNORED = -100  # target of tokens that are left out, as in torch
 
 
 def token_loss(
-    hidden: Tensor, weight: Tensor, targets: Tensor, *, bias: Tensor | None = None, smoothing: float = 0.0
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    *,
+    bias: Tensor | None = None,
+    smoothing: float = 0.0,
+    softcap: float | None = None,
 ) -> Tensor:
     """`F.cross_entropy(F.linear(hidden, weight, bias), targets, reduction="sum", label_smoothing=smoothing)`.
 
-    hidden (N, width), weight (vocabulary, width), targets (N,). Logits are computed for a few hundred tokens at a time,
-    and what they give to the gradients at once, in place: (N, vocabulary) is never held, nor passed over thrice.
-    Differentiable once.
+    hidden (N, width), weight (vocabulary, width), targets (N,); tokens of target -100 are left out, as in torch.
+    softcap: logits are `softcap * tanh(logits / softcap)`. The products are computed in the dtype of the weights, or of
+    the hidden states if that is wider; everything else, and the loss that is returned, in float32 at least.
+
+    Logits are computed for a few hundred tokens at a time, and their share of the gradients at once, in place: (N,
+    vocabulary) is never held, nor passed over thrice. Differentiable once.
 
     >>> import torch
     >>> import torch.nn.functional as F
@@ -32,27 +42,50 @@ def token_loss(
             "expected hidden (N, width), weight (vocabulary, width) and targets (N,), but came "
             f"{tuple(hidden.shape)}, {tuple(weight.shape)} and {tuple(targets.shape)}; flatten batches first"
         )
+    if not torch.compiler.is_compiling():
+        if bool((ignored := targets == IGNORED).any()):
+            hidden, targets = hidden[~ignored], targets[~ignored]
+        wrong = targets[(targets < 0) | (targets >= len(weight))]
+        if len(wrong):
+            raise ValueError(
+                f"targets must be in 0 ... {len(weight) - 1}, or {IGNORED} to leave a token out, got {int(wrong[0])}"
+            )
     with torch.autocast(hidden.device.type, enabled=False):
         wanted = torch.is_grad_enabled() and any(
             each is not None and each.requires_grad for each in (hidden, weight, bias)
         )
-        return _TokenLoss.apply(hidden.to(weight.dtype), weight, bias, targets, smoothing, wanted)
+        dtype = torch.promote_types(hidden.dtype, weight.dtype)
+        return _TokenLoss.apply(hidden.to(dtype), weight.to(dtype), bias, targets, smoothing, softcap, wanted)
 
 
 class _TokenLoss(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, smoothing: float, wanted: bool
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        targets: Tensor,
+        smoothing: float,
+        softcap: float | None,
+        wanted: bool,
     ) -> Tensor:
-        vocabulary, total = weight.shape[0], hidden.new_zeros(())
-        d_hidden, d_weight = (torch.empty_like(hidden), torch.zeros_like(weight)) if wanted else (None, None)
-        d_bias = torch.zeros_like(bias) if wanted and bias is not None else None
+        vocabulary, wide = weight.shape[0], torch.promote_types(weight.dtype, torch.float32)
+        total = hidden.new_zeros((), dtype=wide)
+        d_hidden = torch.empty_like(hidden) if wanted else None
+        d_weight = torch.zeros_like(weight, dtype=wide) if wanted else None
+        d_bias = torch.zeros_like(bias, dtype=wide) if wanted and bias is not None else None
         room = hidden.new_empty(min(ROWS, len(hidden)), vocabulary)
         for start in range(0, len(hidden), ROWS):
             x, target = hidden[start : start + ROWS], targets[start : start + ROWS, None]
-            logits = torch.mm(x, weight.t(), out=room[: len(x)])
+            logits = torch.mm(x, weight.t(), out=room[: len(x)]).to(wide)
             if bias is not None:
                 logits += bias
+            slope = None
+            if softcap is not None:
+                bent = logits.div_(softcap).tanh_()
+                slope = 1 - bent.square() if wanted else None
+                logits = bent.mul_(softcap)
             said = (1 - smoothing) * logits.gather(1, target)
             if smoothing:
                 said += smoothing * logits.mean(1, keepdim=True)
@@ -66,14 +99,22 @@ class _TokenLoss(torch.autograd.Function):
             if smoothing:
                 d_logits -= smoothing / vocabulary
             d_logits.scatter_add_(1, target, d_logits.new_full(target.shape, smoothing - 1))
-            torch.mm(d_logits, weight, out=d_hidden[start : start + ROWS])
-            d_weight.addmm_(d_logits.t(), x)
+            if slope is not None:
+                d_logits *= slope
             if d_bias is not None:
                 d_bias += d_logits.sum(0)
+            narrow = d_logits.to(x.dtype)
+            torch.mm(narrow, weight, out=d_hidden[start : start + ROWS])
+            if x.dtype == wide:
+                d_weight.addmm_(narrow.t(), x)
+            else:
+                d_weight += narrow.t() @ x
         ctx.save_for_backward(d_hidden, d_weight, d_bias)
+        ctx.dtypes = hidden.dtype, weight.dtype, None if bias is None else bias.dtype
         return total
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, given: Tensor) -> tuple[Tensor | None, ...]:
-        return *(None if each is None else each * given for each in ctx.saved_tensors), None, None, None
+        saved = zip(ctx.saved_tensors, ctx.dtypes, strict=True)
+        return *(None if each is None else (each * given).to(dtype) for each, dtype in saved), None, None, None, None
