@@ -184,14 +184,21 @@ WRONG: dict[str, tuple[Callable[[], Any], type[Exception], list[str]]] = {
     "random_blocks size": (lambda: rg.random_blocks(2, -4), ValueError, ["size", "at least 1", "-4"]),
     "random_blocks seed": (lambda: rg.random_blocks(2, 2, seed=2**80), ValueError, ["seed", "below 2**31"]),
     "edges to a key beyond K": (
-        call(mask=rg.edges([[0], [9]])), ValueError, ["edges", "pairs", "key 9", "7 keys"],
+        call(mask=rg.edges([(0, 9)])), ValueError, ["edges", "pairs", "key 9", "7 keys"],
     ),
-    "edges as a list of pairs": (
-        lambda: rg.edges([(0, 1), (1, 2), (2, 3)]), ValueError, ["pairs", "(2, E)", "(3, 2)", "torch.tensor(pairs).T"],
+    "edges as a tensor of pairs": (
+        lambda: rg.edges(torch.tensor([(0, 1), (1, 2), (2, 3)])), ValueError, ["pairs", "(2, E)", "(3, 2)", ".T"],
     ),
+    "edges as two lists": (
+        lambda: rg.edges([[0, 1, 2], [3, 4, 5]]), ValueError, ["pairs", "[[0, 1, 2], [3, 4, 5]]", "torch.tensor"],
+    ),
+    "edges as two lists of two": (
+        lambda: rg.edges([[0, 1], [2, 3]]), ValueError, ["pairs", "[[0, 1], [2, 3]]", "tuples", "torch.tensor"],
+    ),
+    "edges as two arrays": (lambda: rg.edges(np.nonzero(np.eye(2))), ValueError, ["pairs", "tuples", "torch.tensor"]),
     "edges of floats": (lambda: rg.edges(torch.ones(2, 3)), TypeError, ["pairs", "whole numbers", "torch.float32"]),
     "edges of None": (lambda: rg.edges(None), TypeError, ["pairs", "whole numbers", "NoneType"]),
-    "negative edges": (lambda: rg.edges([[0], [-1]]), ValueError, ["pairs", "negative", "-1"]),
+    "negative edges": (lambda: rg.edges([(0, -1)]), ValueError, ["pairs", "negative", "-1"]),
     "where of no function": (lambda: rg.where(bits), TypeError, ["function", "callable", "(b, h, p, j)", "Tensor"]),
     "where that returns numbers": (
         call(mask=rg.where(half_result)), TypeError, ["where", "bool tensor", "torch.float32"],

@@ -130,7 +130,7 @@ def test_strides_and_broadcast_axes_are_read_as_they_are() -> None:
     assert_exact(attend.weights(turned, shared, rows=[3, 60], heads=-1), dense[:, 3:, [3, 60]])
 
 
-@pytest.mark.parametrize("mask", [rg.padding([80]), rg.padding([80]) | rg.edges([[3], [90]])], ids=repr)
+@pytest.mark.parametrize("mask", [rg.padding([80]), rg.padding([80]) | rg.edges([(3, 90)])], ids=repr)
 def test_what_is_not_finite_is_seen_only_in_the_rows_that_see_it(mask: rg.Mask) -> None:
     attend, (query, key) = rg.Attention(mask=mask, offset=0), inputs()
     query, key = query[:1], key[:1].clone()

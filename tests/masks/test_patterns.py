@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -237,8 +238,8 @@ def different_masks() -> list[rg.Mask]:
         rg.random_blocks(1, 2),
         rg.random_blocks(1, 2, seed=1),
         rg.random_blocks(2, 1),
-        rg.edges([[0, 1], [0, 1]]),
-        rg.edges([[0, 1], [1, 0]]),
+        rg.edges([(0, 0), (1, 1)]),
+        rg.edges([(0, 1), (1, 0)]),
         rg.dense(torch.eye(2, dtype=torch.bool)),
         rg.dense(torch.ones(2, 2, dtype=torch.bool)),
         rg.where(diagonal),
@@ -267,7 +268,7 @@ def test_a_mask_is_not_equal_to_what_is_no_mask() -> None:
 @pytest.mark.parametrize(
     ("one", "other"),
     [
-        (rg.edges([[1, 0, 1], [1, 0, 1]]), rg.edges([[0, 1], [0, 1]])),
+        (rg.edges(torch.tensor([[1, 0, 1], [1, 0, 1]])), rg.edges([(0, 0), (1, 1)])),
         (rg.global_tokens([3, 0, 3]), rg.global_tokens((0, 3))),
         (rg.global_tokens(torch.tensor([0, 3])), rg.global_tokens(range(0, 4, 3))),
         (rg.padding([2, 3]), rg.padding(torch.tensor([2, 3], dtype=torch.int32))),
@@ -303,7 +304,7 @@ NAMES = {name: getattr(rg, name) for name in ("causal", "window", "dilated", "pr
         (rg.global_tokens([0, 9]), "global_tokens([0, 9])"),
         (rg.global_tokens([[0], [1, 2]]), "global_tokens([[0], [1, 2]])"),
         (rg.random_blocks(2, 64, seed=3), "random_blocks(2, 64, seed=3)"),
-        (rg.edges([[0, 1], [1, 0]]), "edges([[0, 1], [1, 0]])"),
+        (rg.edges([(0, 3), (1, 0)]), "edges([(0, 3), (1, 0)])"),
         (rg.causal() & rg.window(2, 0) & rg.padding(3), "causal() & window(2, 0) & padding(3)"),
         (rg.causal() & rg.window(2, 0) | rg.padding(3), "causal() & window(2, 0) | padding(3)"),
         (rg.causal() & (rg.window(2, 0) | rg.padding(3)), "causal() & (window(2, 0) | padding(3))"),
@@ -347,7 +348,14 @@ def test_a_mask_that_holds_a_large_tensor_prints_its_shape(mask: rg.Mask, formul
         (rg.documents([5, 5, 5, 1]), "███· ███· ███· ···█"),
         (rg.global_tokens([1]), "·█·· ████ ·█·· ·█··"),
         (rg.blocks(torch.tensor([[True, False], [False, True]]), 2), "██·· ██·· ··██ ··██"),
-        (rg.edges([[0, 1], [3, 2]]), "···█ ··█· ···· ····"),
+        (rg.edges(torch.tensor([[0, 1], [3, 2]])), "···█ ··█· ···· ····"),
+        (rg.edges(np.array([[0, 1], [3, 2]])), "···█ ··█· ···· ····"),
+        (rg.edges([(0, 1), (2, 3)]), "·█·· ···· ···█ ····"),
+        (rg.edges(((0, 1), (2, 3))), "·█·· ···· ···█ ····"),
+        (rg.edges(zip((0, 2), (1, 3), strict=True)), "·█·· ···· ···█ ····"),
+        (rg.edges([[0, 1], [2, 3], [3, 3]]), "·█·· ···· ···█ ···█"),
+        (rg.edges([(2, 1)]), "···· ···· ·█·· ····"),
+        (rg.edges([]), "···· ···· ···· ····"),
         (rg.dense(torch.eye(4, dtype=torch.bool)), "█··· ·█·· ··█· ···█"),
         (rg.where(lambda b, h, p, j: p == j), "█··· ·█·· ··█· ···█"),
         (rg.causal() & ~rg.window(0, 0), "···· █··· ██·· ███·"),

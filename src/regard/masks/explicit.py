@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 import torch
@@ -243,7 +244,8 @@ class Edges(_Cells):
         return int(self.pairs.max()) + 1 if self.pairs.numel() else 16
 
     def __repr__(self) -> str:
-        return f"edges({short(self.pairs)})"
+        few = self.pairs.numel() <= 8
+        return f"edges({list(map(tuple, self.pairs.T.tolist())) if few else shape_of(self.pairs)})"
 
 
 def dense(tensor: Tensor) -> Mask:
@@ -312,21 +314,39 @@ def random_blocks(per_row: int, size: int, seed: int = 0) -> Mask:
 
 
 def edges(pairs: Tensor | Iterable[tuple[int, int]]) -> Mask:
-    """The edges of a graph: the query at `pairs[0, e]` sees the key `pairs[1, e]`; pairs (2, E).
+    """The edges of a graph: (query, key) pairs, or a tensor (2, E) of queries over keys.
+
+    PyTorch Geometric's `edge_index` has sources over targets, and a target looks at its sources: that is
+    `edges(edge_index.flip(0))`.
 
     >>> import regard as rg, torch
-    >>> print(rg.edges(torch.tensor([[0, 1, 2], [0, 2, 1]])).draw())
+    >>> print(rg.edges([(0, 0), (1, 2), (2, 1)]).draw())
     █··
     ··█
     ·█·
+    >>> rg.edges(torch.tensor([[0, 1, 2], [0, 2, 1]])) == rg.edges([(0, 0), (1, 2), (2, 1)])
+    True
     """
-    form = "whole numbers of shape (2, E), queries over keys"
-    tensor = integers("edges: pairs", list(pairs) if isinstance(pairs, Iterator) else pairs, form)
+    form = "(query, key) tuples of whole numbers, or a tensor of whole numbers (2, E), queries over keys"
+    if isinstance(pairs, Iterable) and not isinstance(pairs, Tensor | np.ndarray):
+        tensor = _from_tuples(list(pairs), form)
+    else:
+        tensor = integers("edges: pairs", pairs, form)
     if tensor.dim() != 2 or len(tensor) != 2:
         raise ValueError(
-            f"edges: pairs must be {form}, but is of shape {shape_of(tensor)}; "
-            "a list of (query, key) tuples is transposed by torch.tensor(pairs).T"
+            f"edges: pairs must be {form}, but is of shape {shape_of(tensor)}; transpose a tensor (E, 2) by .T"
         )
     if tensor.numel() and int(tensor.min()) < 0:
         raise ValueError(f"edges: pairs must not be negative, but the least is {int(tensor.min())}")
     return made(Edges(tensor.unique(dim=1)))
+
+
+def _from_tuples(pairs: list[Any], form: str) -> Tensor:
+    """Pairs as a tensor (2, E). Two lists of two could be meant either way, so they are an error."""
+    lists = all(isinstance(pair, list) for pair in pairs)
+    if any(not isinstance(pair, list | tuple) or len(pair) != 2 for pair in pairs) or (lists and len(pairs) == 2):
+        raise ValueError(
+            f"edges: pairs must be {form}, got {pairs[:4]!r}; write pairs as tuples, [(0, 1), (2, 3)], "
+            "or queries and keys as a tensor, torch.tensor([queries, keys])"
+        )
+    return integers("edges: pairs", pairs, form).T if pairs else torch.zeros(2, 0, dtype=torch.int64)
