@@ -91,6 +91,17 @@ def test_a_model_of_ours_is_written_as_the_family_that_can_say_all_of_it(
         torch.testing.assert_close(model(IDS), other(IDS).logits, rtol=1e-4, atol=1e-4)
 
 
+def test_a_model_that_rotates_a_part_of_its_heads_is_not_written_as_a_family_that_rotates_all(tmp_path: Path) -> None:
+    rotary = rg.nn.Rotary(width=4)
+    config = LanguageConfig(50, 16, 2, 2, 32, norm="rms", gated=True, bias=False, activation="silu", rotary=rotary)
+    model = small(config)
+    rg.save(model, tmp_path)
+    assert "LlamaForCausalLM" not in (tmp_path / "config.json").read_text()
+    back = rg.load(tmp_path)
+    assert back.config == config
+    torch.testing.assert_close(back(IDS), model(IDS), rtol=0, atol=0)
+
+
 def test_what_is_no_model_of_ours_cannot_be_saved(tmp_path: Path) -> None:
     with pytest.raises(TypeError, match=r"one of regard\.models"):
         rg.save(nn.Linear(2, 2), tmp_path)

@@ -108,8 +108,7 @@ LLAMA_PARTS = {"arrangement": "pre", "norm": "rms", "gated": True, "dropout": 0.
 
 
 def read_rotary(theirs: Values, base: float = 10000.0) -> Values:
-    head = theirs.get("head_dim") or theirs["hidden_size"] // theirs["num_attention_heads"]
-    return {"rotary": turning.read(theirs, base=base, head_width=head)}
+    return {"rotary": turning.read(theirs, base=base)}
 
 
 def write_rotary(config: LanguageConfig) -> Values:

@@ -32,13 +32,20 @@ SCALINGS: dict[str, tuple[Any, dict[str, str]]] = {
 KNOWN = {"rope_type", "type", "rope_theta", "partial_rotary_factor", "finetuned"}
 
 
-def read(theirs: dict[str, Any], *, base: float, head_width: int) -> Rotary:
+def read(theirs: dict[str, Any], *, base: float) -> Rotary:
     """The rotary part that a configuration describes; `base` where it says none."""
-    given = theirs.get("rope_parameters") or theirs.get("rope_scaling") or {}
+    newer, older = theirs.get("rope_parameters"), theirs.get("rope_scaling")
+    if newer and older and newer != older:
+        raise ValueError(f"rope_parameters = {newer} and rope_scaling = {older} differ; remove one from config.json")
+    given = newer or older or {}
     kind = given.get("rope_type") or given.get("type") or "default"
     base = float(given.get("rope_theta") or theirs.get("rope_theta") or base)
-    share = given.get("partial_rotary_factor") or theirs.get("partial_rotary_factor") or 1.0
-    width = None if share == 1 else int(head_width * share)
+    for share in (given.get("partial_rotary_factor"), theirs.get("partial_rotary_factor")):
+        if share is not None and share != 1:  # Transformers ignores it where rope_type is default, and fails elsewhere
+            raise ValueError(
+                f"partial_rotary_factor = {share} is not supported: models of this family rotate whole heads; "
+                "remove it from config.json if this one does, too"
+            )
     if kind != "default" and kind not in SCALINGS:
         raise ValueError(f"rope_type = {kind!r} is not supported; supported are default, {', '.join(SCALINGS)}")
     make, names = SCALINGS.get(kind, (None, {}))
@@ -49,7 +56,7 @@ def read(theirs: dict[str, Any], *, base: float, head_width: int) -> Rotary:
     if unknown:
         raise ValueError(f"{', '.join(sorted(unknown))} of rope_type {kind!r} is not supported")
     scaling = make and make(**{own: at_hand[name] for own, name in names.items() if at_hand.get(name) is not None})
-    return Rotary(base=base, width=width, scaling=scaling)
+    return Rotary(base=base, scaling=scaling)
 
 
 def write(rotary: Rotary | None, head_width: int) -> dict[str, Any]:
