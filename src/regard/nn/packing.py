@@ -34,6 +34,8 @@ class Packed:
     lengths: tuple[int, ...]
 
     def __post_init__(self) -> None:
+        if any(length < 0 for length in self.lengths):
+            raise ValueError(f"lengths must not be negative, but the least is {min(self.lengths)}")
         if sum(self.lengths) != len(self.values):
             raise ValueError(
                 f"lengths must sum to the {len(self.values)} packed tokens, but sum to {sum(self.lengths)}; "

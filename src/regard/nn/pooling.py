@@ -1,16 +1,20 @@
-"""One vector for a sequence. Every pooling takes (B, N, width) with a (B, N) mask, or a packed batch."""
+"""One vector for a sequence. Every pooling takes (B, N, width) with a (B, N) mask, or a packed batch.
+
+A sequence without a real token gives zeros, as does a query that sees no key. Sums are in float32 at least.
+"""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
 
 from regard.attention import Attention
 from regard.masks import ranges
-from regard.nn.packing import Packed
-from regard.nn.shared import key_mask
+from regard.nn.packing import Packed, unpack
+from regard.nn.shared import check_mask, key_mask
 from regard.scores import Dot
 
 
@@ -23,12 +27,14 @@ class Mean(nn.Module):
     """
 
     def forward(self, x: Tensor | Packed, mask: Tensor | None = None) -> Tensor:
+        values = _values(x, mask)
+        wide = torch.promote_types(values.dtype, torch.float32)
         if isinstance(x, Packed):
-            return torch.segment_reduce(x.values, "mean", lengths=torch.tensor(x.lengths, device=x.values.device))
+            return _each(x, lambda tokens: tokens.mean(0, dtype=wide).to(tokens.dtype))
         if mask is None:
-            return x.mean(1)
-        share = mask.to(x.dtype) / mask.sum(1, keepdim=True).clamp(min=1)
-        return (share.unsqueeze(1) @ x.masked_fill(~mask.unsqueeze(-1), 0.0)).squeeze(1)
+            return (values.sum(1, dtype=wide) / max(values.shape[1], 1)).to(values.dtype)
+        total = values.masked_fill(~mask[..., None], 0.0).sum(1, dtype=wide)
+        return (total / mask.sum(1, keepdim=True).clamp(min=1)).to(values.dtype)
 
 
 class Max(nn.Module):
@@ -40,23 +46,32 @@ class Max(nn.Module):
     """
 
     def forward(self, x: Tensor | Packed, mask: Tensor | None = None) -> Tensor:
+        values = _values(x, mask)
         if isinstance(x, Packed):
-            return torch.segment_reduce(x.values, "max", lengths=torch.tensor(x.lengths, device=x.values.device))
-        return (x if mask is None else x.masked_fill(~mask.unsqueeze(-1), -math.inf)).amax(1)
+            return _each(x, lambda tokens: tokens.amax(0))
+        if not values.shape[1]:
+            return values.sum(1)  # zeros
+        if mask is None:
+            return values.amax(1)
+        found = values.masked_fill(~mask[..., None], -math.inf).amax(1)
+        return found.masked_fill(~mask.any(1, keepdim=True), 0.0)
 
 
 class First(nn.Module):
-    """The first token, such as BERT's [CLS].
+    """The first real token, such as BERT's [CLS].
 
     >>> import regard as rg, torch
-    >>> rg.nn.First()(torch.tensor([[[1.0], [3.0]]]))
-    tensor([[1.]])
+    >>> rg.nn.First()(torch.tensor([[[1.0], [3.0]]]), torch.tensor([[False, True]]))
+    tensor([[3.]])
     """
 
     def forward(self, x: Tensor | Packed, mask: Tensor | None = None) -> Tensor:
+        values = _values(x, mask)
         if isinstance(x, Packed):
-            return x.values[torch.from_numpy(x.edges[:-1]).to(x.values.device)]
-        return x[:, 0]
+            return _each(x, lambda tokens: tokens[0])
+        if not values.shape[1]:
+            return values.sum(1)  # zeros
+        return values[:, 0] if mask is None else _tokens(values, mask, mask.int().argmax(1))
 
 
 class Last(nn.Module):
@@ -68,12 +83,13 @@ class Last(nn.Module):
     """
 
     def forward(self, x: Tensor | Packed, mask: Tensor | None = None) -> Tensor:
+        values = _values(x, mask)
         if isinstance(x, Packed):
-            return x.values[torch.from_numpy(x.edges[1:] - 1).to(x.values.device)]
-        if mask is None:
-            return x[:, -1]
-        at = torch.arange(x.shape[1], device=x.device).where(mask, 0).amax(1)
-        return x[torch.arange(len(x), device=x.device), at]
+            return _each(x, lambda tokens: tokens[-1])
+        if not values.shape[1]:
+            return values.sum(1)  # zeros
+        places = torch.arange(values.shape[1], device=values.device)
+        return values[:, -1] if mask is None else _tokens(values, mask, places.where(mask, 0).amax(1))
 
 
 class AttentionPooling(nn.Module):
@@ -89,10 +105,33 @@ class AttentionPooling(nn.Module):
         self.query = nn.Parameter(torch.randn(width))
 
     def forward(self, x: Tensor | Packed, mask: Tensor | None = None) -> Tensor:
+        values = _values(x, mask)
         if isinstance(x, Packed):
-            tokens, edges = x.values[None, None], torch.from_numpy(x.edges)
+            tokens, edges = values[None, None], torch.from_numpy(x.edges)
             query = self.query.expand(1, 1, len(x), -1).to(tokens)
             return Attention(Dot(), ranges(edges[:-1], edges[1:]), offset=0).here(query, tokens, tokens)[0, 0]
-        tokens = x.unsqueeze(1)
-        query = self.query.expand(len(x), 1, 1, -1).to(x)
+        tokens = values.unsqueeze(1)
+        query = self.query.expand(len(values), 1, 1, -1).to(values)
         return Attention(Dot(), key_mask(mask), offset=0).here(query, tokens, tokens)[:, 0, 0]
+
+
+def _values(x: Tensor | Packed, mask: Tensor | None) -> Tensor:
+    """The tokens, (B, N, width) or packed (N, width); a mask that does not go with them is an error."""
+    if isinstance(x, Packed):
+        if mask is not None:
+            raise ValueError("mask goes with (B, N, width); a packed batch has its lengths")
+        return x.values
+    if mask is not None:
+        check_mask(mask, x.shape[:2])
+    return x
+
+
+def _each(x: Packed, pool: Callable[[Tensor], Tensor]) -> Tensor:
+    """Sequences (n, width) pooled one by one; an empty one is zeros, which a sum over nothing is."""
+    rows = [pool(tokens) if len(tokens) else tokens.sum(0) for tokens in unpack(x)]
+    return torch.stack(rows) if rows else x.values
+
+
+def _tokens(x: Tensor, mask: Tensor, at: Tensor) -> Tensor:
+    """Token `at[b]` of each row; zeros where a row has no real token."""
+    return x[torch.arange(len(x), device=x.device), at].masked_fill(~mask.any(1, keepdim=True), 0.0)

@@ -57,6 +57,8 @@ class SeedPooling(nn.Module):
 
     def forward(self, x: Tensor | Packed, mask: Tensor | None = None) -> Tensor:
         if isinstance(x, Packed):
+            if mask is not None:
+                raise ValueError("mask goes with (B, N, width); packed sets have their lengths")
             seeds = repeated(self.seeds, x)
             found = self.block(seeds.values[None], x.values[None], across=Shared(seeds.over(x)))
             return found.view(len(x), *self.seeds.shape)

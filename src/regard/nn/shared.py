@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from copy import copy
 from dataclasses import replace
 
@@ -107,15 +108,20 @@ class Shared:
         return known
 
 
+def check_mask(mask: Tensor, shape: Sequence[int] | None = None) -> None:
+    """A mask of real tokens is (B, N) bool, and as large as the tokens where their shape is known."""
+    if not isinstance(mask, Tensor) or mask.dtype != torch.bool or mask.dim() != 2:
+        came = f"{mask.dtype} of shape {tuple(mask.shape)}" if isinstance(mask, Tensor) else type(mask).__name__
+        raise TypeError(f"mask must be a (B, N) bool tensor, True for real tokens, but is {came}; try mask.bool()")
+    if shape is not None and mask.shape != torch.Size(shape):
+        raise ValueError(f"mask must be (B, N) = {tuple(shape)} as the tokens are, but is {tuple(mask.shape)}")
+
+
 def key_mask(mask: Tensor | None) -> Mask | None:
     """A (B, N) bool mask of real tokens as a mask of keys: the cheapest that says it."""
     if mask is None:
         return None
-    if mask.dtype != torch.bool or mask.dim() != 2:
-        raise TypeError(
-            f"mask must be a (B, N) bool tensor, True for real tokens, but is {mask.dtype} of shape "
-            f"{tuple(mask.shape)}; try mask.bool()"
-        )
+    check_mask(mask)
     if torch.compiler.is_compiling():
         return dense(mask[:, None, None])
     if bool(mask.all()):
