@@ -221,7 +221,7 @@ WRONG: dict[str, tuple[Callable[[], Any], type[Exception], list[str]]] = {
     "an array as a bias": (call(bias=np.zeros((Q, K))), TypeError, ["bias", "floating-point tensor", "ndarray"]),
     "a bias that was not called": (call(bias=rg.alibi), TypeError, ["bias", "function", "alibi(heads)"]),
     "a bias that does not fit": (
-        call(bias=torch.zeros(Q, 3)), ValueError, ["bias", "(B, H, Q, K) = (2, 4, 5, 7)", "(1, 1, 5, 3)"],
+        call(bias=torch.zeros(Q, 3)), ValueError, ["bias", "(B, H, Q, K) = (2, 4, 5, 7)", "(5, 3)"],
     ),
     "a bias + a tensor": (lambda: rg.alibi(4) + torch.zeros(1), TypeError, ["biases", "Tensor", "dense_bias(tensor)"]),
     "a tensor + a bias": (lambda: torch.zeros(1) + rg.alibi(4), TypeError, ["biases", "Tensor", "dense_bias(tensor)"]),

@@ -18,7 +18,7 @@ SOURCE = Path(regard.__file__).parent
 ROOT = SOURCE.parent.parent
 
 LAYERS = [
-    {"arguments", "files", "geometry", "hashing", "sharding"},
+    {"arguments", "description", "files", "geometry", "hashing", "sharding"},
     {"scores", "masks", "positions"},
     {"engines"},
     {"attention"},

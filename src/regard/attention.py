@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import lru_cache
-from typing import Any, Literal, TypedDict, Unpack, overload
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack, overload
 
 import torch
 from torch import Tensor
 
 from regard import arguments
 from regard.arguments import Index
+from regard.description import Description, snapshot
 from regard.engines import look, native
 from regard.engines.dropout import draw_seed
 from regard.engines.look import Statistics
@@ -31,8 +32,8 @@ WATCHERS: ContextVar[tuple[Callable[[Attention, Tensor, Tensor], None], ...]] = 
 """Who is told of every call that is computed here and now: its description, query and key."""
 
 
-@dataclass(frozen=True, eq=False, repr=False)
-class Attention:
+@dataclass(eq=False, repr=False)
+class Attention(Description):
     """What an attention is: a score, a mask, a bias and a normalisation. How it is computed is the engines' business.
 
         logits  = (score(q, k) + bias) / temperature, -inf where the mask says no
@@ -48,7 +49,9 @@ class Attention:
     offset: one whole number, or one per batch row.
     temperature: a positive number; a learned one is a `scale` of the score.
     sink: a logit, one or per head.
-    dropout: the share of weights that is dropped, in [0, 1).
+    dropout: the share of weights that is dropped, in [0, 1); none is after `.eval()`.
+
+    It is an `nn.Module`: tensors that are `nn.Parameter`s are parameters of every module that holds it, others buffers.
 
     >>> import regard as rg, torch
     >>> attend = rg.Attention(mask=rg.causal(), bias=rg.alibi(heads=2))
@@ -68,46 +71,58 @@ class Attention:
     dropout: float = 0.0
 
     def __post_init__(self) -> None:
-        put = object.__setattr__
         if not isinstance(self.score, Score):
             if not callable(self.score) or isinstance(self.score, type):
                 raise TypeError(
                     "score must be Dot(), Cosine(), Additive(weight), Bilinear(matrix) or a function of "
                     f"(score, b, h, q_index, k_index), but is {arguments.came(self.score)}"
                 )
-            put(self, "score", Modified(self.score, _DOT))
+            self._set("score", Modified(self.score, _DOT))
         if self.mask is not None and not isinstance(self.mask, Mask):
-            put(self, "mask", dense(self.mask))
+            self._set("mask", dense(self.mask))
         if self.bias is not None and not isinstance(self.bias, Bias):
-            put(self, "bias", dense_bias(self.bias))
-        put(self, "offset", arguments.offset(self.offset))
+            self._set("bias", dense_bias(self.bias))
+        self._set("offset", arguments.offset(self.offset))
         arguments.check_temperature(self.temperature)
         arguments.check_dropout(self.dropout)
         arguments.check_sink(self.sink)
-        assert isinstance(self.score, Score)
-        own = [*self.score.tensors(), *(self.bias.tensors() if isinstance(self.bias, Bias) else ())]
-        put(self, "_tensors", (*own, self.sink) if isinstance(self.sink, Tensor) else tuple(own))
-        put(self, "_plans", {})
+        object.__setattr__(self, "_plans", {})
+        object.__setattr__(self, "_holds_tensors", bool(self.tensors()))
 
-    @overload
-    def __call__(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        engine: str | None = None,
-        return_lse: Literal[False] = False,
-    ) -> Tensor: ...
-    @overload
-    def __call__(
-        self, query: Tensor, key: Tensor, value: Tensor, *, engine: str | None = None, return_lse: Literal[True]
-    ) -> tuple[Tensor, Tensor]: ...
-    @overload
-    def __call__(
-        self, query: Tensor, key: Tensor, value: Tensor, *, engine: str | None = None, return_lse: bool
-    ) -> Any: ...
-    def __call__(
+    def replace(self, **changes: Any) -> Attention:
+        """The same description with other fields, in the same mode (`train` or `eval`).
+
+        >>> import regard as rg
+        >>> rg.Attention(mask=rg.causal(), dropout=0.1).replace(dropout=0.0)
+        Attention(mask=causal())
+        """
+        other = replace(self, **changes)
+        object.__setattr__(other, "training", self.training)
+        return other
+
+    if TYPE_CHECKING:
+
+        @overload
+        def __call__(
+            self,
+            query: Tensor,
+            key: Tensor,
+            value: Tensor,
+            *,
+            engine: str | None = None,
+            return_lse: Literal[False] = False,
+        ) -> Tensor: ...
+        @overload
+        def __call__(
+            self, query: Tensor, key: Tensor, value: Tensor, *, engine: str | None = None, return_lse: Literal[True]
+        ) -> tuple[Tensor, Tensor]: ...
+        @overload
+        def __call__(
+            self, query: Tensor, key: Tensor, value: Tensor, *, engine: str | None = None, return_lse: bool
+        ) -> Any: ...
+        def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
+
+    def forward(
         self, query: Tensor, key: Tensor, value: Tensor, *, engine: str | None = None, return_lse: bool = False
     ) -> Any:
         """The output (B, H, Q, E), and with `return_lse=True` also the log-sum-exp (B, H, Q).
@@ -117,9 +132,10 @@ class Attention:
         if torch._C._is_any_autocast_enabled() and torch.is_autocast_enabled(getattr(query, "device", _CPU).type):
             query, key, value = _autocast(query, key, value)
             with _plain(query.device):
-                return self(query, key, value, engine=engine, return_lse=return_lse)
+                return self.forward(query, key, value, engine=engine, return_lse=return_lse)
         if (together := sharding()) is not None:
-            return together.attend(self, query, key, value, engine=engine, return_lse=return_lse)
+            attend = self if self.training else self.replace(dropout=0.0)
+            return together.attend(attend, query, key, value, engine=engine, return_lse=return_lse)
         return self.here(query, key, value, engine=engine, return_lse=return_lse)
 
     def here(
@@ -129,7 +145,7 @@ class Attention:
         if value is None:
             raise TypeError("value must be a torch.Tensor, but is None; weights(query, key) needs none")
         problem, chosen = self._plan(query, key, value, engine, return_lse)
-        seed = draw_seed(query.device) if self.dropout else None
+        seed = draw_seed(query.device) if problem.dropout else None
         if query.dim() == 4:
             output, lse = chosen.run(problem, query, key, value, seed)
             return (output, lse) if return_lse else output
@@ -153,19 +169,20 @@ class Attention:
             problem = self._problem(query, key, value, lse)
             return problem, select(problem, engine)
         plans: dict[tuple, tuple[Problem, Engine]] = self.__dict__["_plans"]
-        tensors = (query, key, value, *self.__dict__["_tensors"])
+        own = self.tensors() if self.__dict__["_holds_tensors"] else ()
         asked: tuple = ()
         try:
             asked = (
                 query.shape, key.shape, value.shape, query.dtype, key.dtype, value.dtype,
                 query.is_cpu or query.device, key.is_cpu or key.device, value.is_cpu or value.device, engine, lse,
-                torch.is_grad_enabled() and tuple([tensor.requires_grad for tensor in tensors]),
+                torch.is_grad_enabled() and tuple([tensor.requires_grad for tensor in (query, key, value, *own)]),
+                tuple([(tensor.shape, tensor.dtype, tensor.device) for tensor in own]), self.training,
                 torch._C._functorch.peek_interpreter_stack() is None,
             )  # fmt: skip
             plan = plans.get(asked)
         except (AttributeError, TypeError):  # not tensors: the check says so better
             plan = None
-        if plan is None:
+        if plan is None or any(was is not now for was, now in zip(plan[0].tensors, own, strict=True)):
             problem = self._problem(query, key, value, lse)
             plan = problem, select(problem, engine)
             if len(plans) >= PLANS:
@@ -268,6 +285,8 @@ class Attention:
         check_tensors(query, key, value)
         shape, shared = (1,) * (4 - query.dim()) + tuple(query.shape), (1,) * (4 - key.dim()) + tuple(key.shape)
         score, mask, bias = self.score, self.mask, self.bias
+        if not torch.compiler.is_compiling():
+            score, bias = snapshot(score), snapshot(bias)
         assert isinstance(score, Score)
         assert not isinstance(mask, Tensor)
         assert not isinstance(bias, Tensor)
@@ -291,7 +310,7 @@ class Attention:
             bias=bias,
             temperature=float(self.temperature),
             sink=self.sink,
-            dropout=float(self.dropout),
+            dropout=float(self.dropout) if self.training else 0.0,
             grad=learned and torch.is_grad_enabled(),
             lse=lse,
         )
@@ -315,9 +334,9 @@ class Attention:
                 f"sink must be one logit or one for each of the {frame.H} heads, but is {shape_of(self.sink)}"
             )
 
-    def __reduce__(self) -> tuple:
+    def __getstate__(self) -> dict[str, Any]:
         """A copy plans for itself: plans hold addresses."""
-        return Attention, tuple(getattr(self, field.name) for field in fields(self))
+        return self.__dict__ | {"_plans": {}}
 
     def __repr__(self) -> str:
         shown = []

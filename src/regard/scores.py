@@ -10,13 +10,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from regard.description import Description
 from regard.geometry import At, Part, shape_of
 
 Modifier = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
-@dataclass(frozen=True, eq=False)
-class Score:
+@dataclass(eq=False)
+class Score(Description):
     """What the scores share. Tensors among their fields may require grad."""
 
     def tile(self, query: Tensor, key: Tensor, at: At) -> Tensor:
@@ -26,9 +27,6 @@ class Score:
     def scale_for(self, width: int) -> float | Tensor:
         """What products of queries and keys of this width are multiplied by."""
         return 1.0
-
-    def tensors(self) -> tuple[Tensor, ...]:
-        return ()
 
     def part(self, part: Part) -> Score:
         """The score of a part of a call, whose heads and positions are counted from the first that it has."""
@@ -42,7 +40,7 @@ class Score:
         """Raise if the score does not fit H heads of width D."""
 
 
-@dataclass(frozen=True, eq=False, repr=False)
+@dataclass(eq=False, repr=False)
 class Dot(Score):
     """Scaled dot product: `scale * q · k`, scale `1/sqrt(D)` unless given as a number or a tensor, one or per head.
 
@@ -73,9 +71,6 @@ class Dot(Score):
     def scale_for(self, width: int) -> float | Tensor:
         return 1 / math.sqrt(max(width, 1)) if self.scale is None else self.scale
 
-    def tensors(self) -> tuple[Tensor, ...]:
-        return (self.scale,) if isinstance(self.scale, Tensor) else ()
-
     def part(self, part: Part) -> Score:
         return replace(self, scale=_scale_of(self.scale, part))
 
@@ -86,7 +81,10 @@ class Dot(Score):
         return _call("Dot", scale=self.scale, softcap=self.softcap)
 
 
-@dataclass(frozen=True, eq=False, repr=False)
+_DOT = Dot()
+
+
+@dataclass(eq=False, repr=False)
 class Cosine(Score):
     """Cosine of the angle between query and key, times `scale` (1 unless given, one or per head).
 
@@ -104,9 +102,6 @@ class Cosine(Score):
     def scale_for(self, width: int) -> float | Tensor:
         return 1.0 if self.scale is None else self.scale
 
-    def tensors(self) -> tuple[Tensor, ...]:
-        return (self.scale,) if isinstance(self.scale, Tensor) else ()
-
     def part(self, part: Part) -> Score:
         return Cosine(_scale_of(self.scale, part))
 
@@ -117,7 +112,7 @@ class Cosine(Score):
         return _call("Cosine", scale=self.scale)
 
 
-@dataclass(frozen=True, eq=False, repr=False)
+@dataclass(eq=False, repr=False)
 class Additive(Score):
     """Additive (Bahdanau) score `weight · tanh(q + k)` of already projected q and k; weight (D,) or (H, D).
 
@@ -136,14 +131,11 @@ class Additive(Score):
         hidden = (query.unsqueeze(-2) + key.unsqueeze(-3)).tanh()  # (b, h, q, k, D)
         return (hidden @ weight) if weight.dim() == 1 else (hidden @ weight.mT).squeeze(-1)
 
-    def tensors(self) -> tuple[Tensor, ...]:
-        return (self.weight,)
-
     def part(self, part: Part) -> Score:
         return Additive(_of_heads(self.weight, 1, part))
 
     def check(self, heads: int, width: int) -> None:
-        if tuple(self.weight.shape) not in ((width,), (1, width), (heads, width)):
+        if not _fits(self.weight, (width,), heads):
             raise ValueError(
                 f"Additive: weight must be (D,) or (H, D) with H = {heads} and D = {width}, "
                 f"but is {shape_of(self.weight)}"
@@ -153,7 +145,7 @@ class Additive(Score):
         return f"Additive({shape_of(self.weight)})"
 
 
-@dataclass(frozen=True, eq=False, repr=False)
+@dataclass(eq=False, repr=False)
 class Bilinear(Score):
     """Bilinear (Luong's general) score `q · matrix · k`; matrix (D, D) or (H, D, D).
 
@@ -175,14 +167,11 @@ class Bilinear(Score):
         matrix = at.per_head(self.matrix.to(query), axes=2)  # (D, D) or (h, 1, 1, D, D)
         return query @ (matrix if matrix.dim() == 2 else matrix.squeeze(-3).squeeze(-3))
 
-    def tensors(self) -> tuple[Tensor, ...]:
-        return (self.matrix,)
-
     def part(self, part: Part) -> Score:
         return Bilinear(_of_heads(self.matrix, 2, part))
 
     def check(self, heads: int, width: int) -> None:
-        if tuple(self.matrix.shape) not in ((width, width), (1, width, width), (heads, width, width)):
+        if not _fits(self.matrix, (width, width), heads):
             raise ValueError(
                 f"Bilinear: matrix must be (D, D) or (H, D, D) with H = {heads} and D = {width}, "
                 f"but is {shape_of(self.matrix)}"
@@ -192,7 +181,7 @@ class Bilinear(Score):
         return f"Bilinear({shape_of(self.matrix)})"
 
 
-@dataclass(frozen=True, eq=False, repr=False)
+@dataclass(eq=False, repr=False)
 class Modified(Score):
     """Another score, changed by a plain function of `(score, b, h, q_index, k_index)` tensors.
 
@@ -207,7 +196,7 @@ class Modified(Score):
     """
 
     function: Modifier
-    score: Score = Dot()
+    score: Score = _DOT
 
     def __post_init__(self) -> None:
         if not callable(self.function) or isinstance(self.function, Score):
@@ -237,9 +226,6 @@ class Modified(Score):
     def scale_for(self, width: int) -> float | Tensor:
         return self.score.scale_for(width)
 
-    def tensors(self) -> tuple[Tensor, ...]:
-        return self.score.tensors()
-
     def part(self, part: Part) -> Score:
         function, top, left = self.function, part.heads.start, part.columns.start
 
@@ -267,6 +253,13 @@ def _scale_of(scale: float | Tensor | None, part: Part) -> float | Tensor | None
 def _of_heads(tensor: Tensor, axes: int, part: Part) -> Tensor:
     """What a tensor of one entry a head, each with so many axes, or of one for all, has for the heads of a part."""
     return tensor if tensor.dim() <= axes or len(tensor) == 1 else tensor[part.heads]
+
+
+def _fits(tensor: Tensor, shape: tuple[int, ...], heads: int) -> bool:
+    """Whether a tensor has this shape, or one such entry a head, or one for all heads."""
+    more = tensor.dim() - len(shape)
+    entry = all(n == size for n, size in zip(tensor.shape[more:], shape, strict=True)) if more in (0, 1) else False
+    return entry and (more == 0 or tensor.shape[0] == 1 or tensor.shape[0] == heads)
 
 
 def _check_floats(name: str, tensor: Tensor, form: str) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from regard.engines import sdpa, tiled
 from regard.engines.problem import Problem
-from regard.geometry import At
+from regard.geometry import At, lead
 from regard.positions.biases import Bias, DenseBias, Diagonal, Shaw
 from regard.scores import Additive, Dot
 
@@ -65,7 +65,7 @@ def lower(problem: Problem, query: Tensor, key: Tensor, value: Tensor) -> tuple[
             at, shaw = frame.at(device=query.device), part
             row_table = part.table(at, original.to(problem.arithmetic), problem.scale).contiguous()
         elif isinstance(part, DenseBias):
-            dense = part.tensor if dense is None else dense + part.tensor
+            dense = lead(part.tensor) if dense is None else dense + lead(part.tensor)
     if diagonal is not None:
         diagonal = diagonal.contiguous()
     if dense is not None:
@@ -116,33 +116,35 @@ def part_of(x: Lowered, fixed: Fixed, head: int | None, rows: Tensor) -> tuple[L
     return part, fixed._replace(visible=visible, offset=offset, sizes=(*fixed.sizes[:2], *strides))
 
 
-@dataclass(frozen=True, eq=False)
-class _Given(Bias):
+@dataclass(eq=False)
+class _LoweredBias(Bias):
     """The biases as the kernel has them. Its value half is the mass by distance, in columns of its own."""
 
-    x: Lowered
-    fixed: Fixed
+    diagonal: Tensor | None
+    row_table: Tensor | None
+    dense: Tensor | None
+    radius: int
+    values: int  # columns of the output before those of the mass; 0 without a mass by distance
 
     def tile(self, at: At, query: Tensor, scale: float | Tensor) -> Tensor:
         total = query.new_zeros(())
-        if self.x.diagonal is not None:
-            vector = self.x.diagonal[:, :, 0]
+        if self.diagonal is not None:
+            vector = self.diagonal[:, :, 0]
             b, h = (at.b if len(vector) > 1 else at.b * 0), (at.h if vector.shape[1] > 1 else at.h * 0)
             total = total + vector[b, h, at.j - at.i + at.frame.Q - 1]
-        if self.x.row_table is not None:
-            total = total + self.x.row_table[at.b, at.h, at.i, self._index(at)]
-        return total if self.x.bias is None else total + at.take(self.x.bias).to(query)
+        if self.row_table is not None:
+            total = total + self.row_table[at.b, at.h, at.i, self._index(at)]
+        return total if self.dense is None else total + at.take(self.dense).to(query)
 
     def aggregate(self, at: At, weights: Tensor) -> Tensor | None:
-        if not self.fixed.sizes[1]:
+        if not self.values:
             return None
-        mass = weights.new_zeros(*weights.shape[:-1], 2 * self.fixed.sizes[0] + 1)
+        mass = weights.new_zeros(*weights.shape[:-1], 2 * self.radius + 1)
         mass = mass.scatter_add(-1, self._index(at).expand(weights.shape), weights)
-        return torch.cat([weights.new_zeros(*weights.shape[:-1], self.x.value.shape[-1]), mass], -1)
+        return torch.cat([weights.new_zeros(*weights.shape[:-1], self.values), mass], -1)
 
     def _index(self, at: At) -> Tensor:
-        radius = self.fixed.sizes[0]
-        return (at.j - at.p).clamp(-radius, radius) + radius
+        return (at.j - at.p).clamp(-self.radius, self.radius) + self.radius
 
 
 def differentiable(
@@ -159,7 +161,7 @@ def differentiable(
         G=value.shape[1],
         E=value.shape[-1],
         score=Dot(scale, softcap or None) if x.weight is None else Additive(x.weight[0, :, 0]),
-        bias=_Given(x, fixed),
+        bias=_LoweredBias(x.diagonal, x.row_table, x.bias, fixed.sizes[0], width if fixed.sizes[1] else 0),
         sink=x.sink,
         grad=True,
         lse=True,

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from regard.engines.dropout import keep
 from regard.engines.problem import Engine, Problem
 from regard.engines.reference import finite, logits, sink_of
-from regard.geometry import At
+from regard.geometry import At, lead
 from regard.masks import tiles
 from regard.positions.biases import Bias
 from regard.scores import Additive, Modified, Score
@@ -258,7 +258,7 @@ def gradients(
             for n, grad in zip(asked, found, strict=True):
                 if grad is not None:
                     cut = n >= 3 and grad.shape != grads[n].shape
-                    target = tile.at.take(grads[n]) if cut else grads[n][boxes[n]] if n < 3 else grads[n]
+                    target = tile.at.take(lead(grads[n])) if cut else grads[n][boxes[n]] if n < 3 else grads[n]
                     target += grad
     if problem.mask is not None:  # what was not finite was replaced by a constant
         for n, tensor in ((1, key), (2, value)):

@@ -106,7 +106,7 @@ def looks(model: Transformer, source: Tensor, target: Tensor) -> Tensor:
         taken.remove()
     x, encoded = kept
     q, k, _ = heads_of(cross, x, encoded)
-    return cross.attend_still.weights(q, k)
+    return cross.attend.weights(q, k)
 
 
 def heads_of(layer: Any, x: Tensor, source: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -54,8 +52,8 @@ class MultiHeadAttention(nn.Module):
     heads, groups: H query heads and G key/value heads; groups = heads is plain, 1 is multi-query attention.
     d_head, d_value: widths D and E of a head, d_model / heads unless told otherwise.
     d_source: width of the source, d_model unless told otherwise.
-    attend: the description: score, mask, bias, sink, and dropout, which is for training only. Layers that share one
-        object share its plans.
+    attend: the description: score, mask, bias, sink, and dropout, which is for training only. Its tensors are
+        parameters or buffers of this module. Layers that share one object share its tensors and plans.
     rotary: turns q and k by their positions. query_norm, key_norm: modules over (..., D), applied before that.
 
     One weight holds all projections, rows in the order query heads, key heads, value heads, so that self-attention is
@@ -98,7 +96,6 @@ class MultiHeadAttention(nn.Module):
         self.output = linear(heads * self.d_value, d_model, bias=bias if output_bias is None else output_bias)
         self.rotary, self.query_norm, self.key_norm = rotary, query_norm, key_norm
         self.attend = attend or Attention()
-        self.attend_still = _still(self.attend)
 
     def forward(
         self,
@@ -137,8 +134,7 @@ class MultiHeadAttention(nn.Module):
         if cache is not None:
             k, v = cache.append(k, v)
             dropped = cache.dropped
-        own = self.attend if self.training else self.attend_still
-        out = shared.attend(own, dropped)(q, k, v)  # (B, H, N, E), laid out as q is
+        out = shared.attend(self.attend, dropped)(q, k, v)  # (B, H, N, E), laid out as q is
         return product(out.transpose(1, 2).flatten(2), self.output.weight, self.output.bias)
 
     def _from_one(self, x: Tensor, shared: Shared) -> tuple[Tensor, Tensor, Tensor]:
@@ -184,8 +180,7 @@ class MultiHeadAttention(nn.Module):
         k, v = memory.kept
         rows = x.view(len(k), -1, x.shape[-1])
         q = self._query(rows, shared).transpose(1, 2)
-        own = self.attend if self.training else self.attend_still
-        out = shared.attend(own)(q, k, v)
+        out = shared.attend(self.attend)(q, k, v)
         return product(out.transpose(1, 2).flatten(2), self.output.weight, self.output.bias).view(x.shape)
 
     def cache(self) -> Cache:
@@ -224,18 +219,6 @@ def linear(inputs: int, outputs: int, *, bias: bool = True) -> nn.Linear:
     if made.bias is not None:
         nn.init.zeros_(made.bias)
     return made
-
-
-_STILL: WeakKeyDictionary[Attention, Attention] = WeakKeyDictionary()
-
-
-def _still(attend: Attention) -> Attention:
-    """The description without dropout; one for all layers that share theirs."""
-    if not attend.dropout:
-        return attend
-    if attend not in _STILL:
-        _STILL[attend] = replace(attend, dropout=0.0)
-    return _STILL[attend]
 
 
 def look_back(mask: Mask | Tensor | None) -> int | None:

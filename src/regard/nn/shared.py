@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from copy import copy
-from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -62,7 +61,7 @@ class Shared:
                 mask = ~padding(left) if mask is None else mask & ~padding(left)
             if self.bias is not None:
                 bias = self.bias if bias is None else bias + self.bias
-            known = self._made[own, dropped] = replace(own, mask=mask, bias=bias)
+            known = self._made[own, dropped] = own.replace(mask=mask, bias=bias)
         return known
 
     def biased(self, bias: Bias) -> Shared:

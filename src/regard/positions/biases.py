@@ -12,11 +12,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from regard.description import Description
 from regard.geometry import At, Frame, Part, lead, shape_of
 
 
-@dataclass(frozen=True, eq=False)
-class Bias:
+@dataclass(eq=False)
+class Bias(Description):
     """What the biases share; they add up with `+`.
 
     >>> import regard as rg, torch
@@ -43,9 +44,6 @@ class Bias:
     def parts(self) -> tuple[Bias, ...]:
         return (self,)
 
-    def tensors(self) -> tuple[Tensor, ...]:
-        return ()
-
     def check(self, frame: Frame, width: int, value_width: int) -> None:
         """Raise if the bias does not fit a call of this size."""
 
@@ -60,7 +58,7 @@ class Bias:
         return self + other  # type: ignore[operator]
 
 
-@dataclass(frozen=True, eq=False, repr=False)
+@dataclass(eq=False, repr=False)
 class Sum(Bias):
     terms: tuple[Bias, ...]
 
@@ -86,9 +84,6 @@ class Sum(Bias):
     def parts(self) -> tuple[Bias, ...]:
         return self.terms
 
-    def tensors(self) -> tuple[Tensor, ...]:
-        return tuple(tensor for term in self.terms for tensor in term.tensors())
-
     def check(self, frame: Frame, width: int, value_width: int) -> None:
         for term in self.terms:
             term.check(frame, width, value_width)
@@ -97,7 +92,7 @@ class Sum(Bias):
         return " + ".join(map(repr, self.terms))
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Diagonal(Bias):
     """A bias that only head and distance tell."""
 
@@ -117,7 +112,7 @@ class Diagonal(Bias):
         return self.along(at.h[..., 0], steps + nearest)
 
 
-@dataclass(frozen=True, eq=False, repr=False)
+@dataclass(eq=False, repr=False)
 class Alibi(Diagonal):
     heads: int
     some: tuple[int, int] | None = None  # the first of its heads and behind the last, of a part
@@ -143,7 +138,7 @@ class Alibi(Diagonal):
         return f"alibi(heads={self.heads})"
 
 
-@dataclass(frozen=True, eq=False, repr=False)
+@dataclass(eq=False, repr=False)
 class Relative(Diagonal):
     table: Tensor  # (H or 1, 2R+1)
 
@@ -154,9 +149,6 @@ class Relative(Diagonal):
     def part(self, part: Part) -> Bias:
         return Relative(_of_heads(self.table, 0, part))
 
-    def tensors(self) -> tuple[Tensor, ...]:
-        return (self.table,)
-
     def check(self, frame: Frame, width: int, value_width: int) -> None:
         if len(self.table) not in (1, frame.H):
             raise ValueError(f"relative: table must be (H, 2R+1) with H = {frame.H}, but is {shape_of(self.table)}")
@@ -165,7 +157,7 @@ class Relative(Diagonal):
         return f"relative({shape_of(self.table)})"
 
 
-@dataclass(frozen=True, eq=False, repr=False)
+@dataclass(eq=False, repr=False)
 class T5(Diagonal):
     table: Tensor  # (buckets, H)
     bidirectional: bool
@@ -192,9 +184,6 @@ class T5(Diagonal):
         wide = (exact + (ratio * (buckets - exact)).long()).clamp(max=buckets - 1)
         return first + torch.where(away < exact, away, wide)
 
-    def tensors(self) -> tuple[Tensor, ...]:
-        return (self.table,)
-
     def check(self, frame: Frame, width: int, value_width: int) -> None:
         if self.table.shape[1] not in (1, frame.H):
             raise ValueError(f"t5: table must be (buckets, H) with H = {frame.H}, but is {shape_of(self.table)}")
@@ -203,7 +192,7 @@ class T5(Diagonal):
         return f"t5({shape_of(self.table)}, bidirectional={self.bidirectional}, max_distance={self.max_distance})"
 
 
-@dataclass(frozen=True, eq=False, repr=False)
+@dataclass(eq=False, repr=False)
 class Shaw(Bias):
     keys: Tensor  # (2R+1, D) or (H, 2R+1, D)
     values: Tensor | None  # (2R+1, E) or (H, 2R+1, E)
@@ -241,9 +230,6 @@ class Shaw(Bias):
     def _of_heads(self, table: Tensor, at: At) -> Tensor:
         return table if table.dim() == 2 else at.per_head(table, axes=2).squeeze(-3).squeeze(-3)
 
-    def tensors(self) -> tuple[Tensor, ...]:
-        return (self.keys,) if self.values is None else (self.keys, self.values)
-
     def check(self, frame: Frame, width: int, value_width: int) -> None:
         for name, table, size, letter in (("keys", self.keys, width, "D"), ("values", self.values, value_width, "E")):
             if table is not None and (table.shape[-1] != size or (table.dim() == 3 and len(table) not in (1, frame.H))):
@@ -258,34 +244,33 @@ class Shaw(Bias):
         return f"shaw({shape_of(self.keys)}{'' if self.values is None else ', ' + shape_of(self.values)})"
 
 
-@dataclass(frozen=True, eq=False, repr=False)
+@dataclass(eq=False, repr=False)
 class DenseBias(Bias):
-    tensor: Tensor  # four axes, each whole or 1
+    tensor: Tensor  # as it was given: a view of it would miss what torch puts in its place
 
     def tile(self, at: At, query: Tensor, scale: float | Tensor) -> Tensor:
-        return at.take(self.tensor).to(query)
+        return at.take(lead(self.tensor)).to(query)
 
     def cut(self, at: At) -> Bias:
-        part = at.take(self.tensor.detach())
+        part = at.take(lead(self.tensor.detach()))
         return _Cut(part.requires_grad_(self.tensor.requires_grad))
 
     def part(self, part: Part) -> Bias:
-        axes = zip(self.tensor.shape, (slice(None), part.heads, part.rows, part.columns), strict=True)
-        return DenseBias(self.tensor[tuple(slice(None) if n == 1 else edge for n, edge in axes)])
-
-    def tensors(self) -> tuple[Tensor, ...]:
-        return (self.tensor,)
+        tensor = lead(self.tensor)
+        axes = zip(tensor.shape, (slice(None), part.heads, part.rows, part.columns), strict=True)
+        return DenseBias(tensor[tuple(slice(None) if n == 1 else edge for n, edge in axes)])
 
     def check(self, frame: Frame, width: int, value_width: int) -> None:
         sizes = (frame.B, frame.H, frame.Q, frame.K)
-        if any(n not in (1, size) for n, size in zip(self.tensor.shape, sizes, strict=True)):
+        shape = (1,) * (4 - self.tensor.dim()) + tuple(self.tensor.shape)
+        if any(n not in (1, size) for n, size in zip(shape, sizes, strict=True)):
             raise ValueError(f"bias must broadcast to (B, H, Q, K) = {sizes}, but is {shape_of(self.tensor)}")
 
     def __repr__(self) -> str:
         return f"dense_bias({shape_of(self.tensor)})"
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class _Cut(Bias):
     """The part of a dense bias in one box."""
 
@@ -293,9 +278,6 @@ class _Cut(Bias):
 
     def tile(self, at: At, query: Tensor, scale: float | Tensor) -> Tensor:
         return self.tensor.to(query)
-
-    def tensors(self) -> tuple[Tensor, ...]:
-        return (self.tensor,)
 
 
 def _of_heads(table: Tensor, axis: int, part: Part) -> Tensor:
@@ -383,7 +365,7 @@ def dense_bias(tensor: Tensor) -> Bias:
 
     >>> import regard as rg, torch
     >>> rg.dense_bias(torch.zeros(16, 16))
-    dense_bias((1, 1, 16, 16))
+    dense_bias((16, 16))
     """
     if isinstance(tensor, Tensor) and tensor.dtype == torch.bool:
         raise TypeError(
@@ -391,4 +373,4 @@ def dense_bias(tensor: Tensor) -> Bias:
         )
     if callable(tensor):
         raise TypeError(f"bias must be a bias or a tensor, but is {type(tensor).__name__}; call it, as in alibi(heads)")
-    return DenseBias(lead(_table("bias", tensor, (0, 1, 2, 3, 4), "that broadcasts to (B, H, Q, K)")))
+    return DenseBias(_table("bias", tensor, (0, 1, 2, 3, 4), "that broadcasts to (B, H, Q, K)"))

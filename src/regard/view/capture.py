@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from regard.attention import WATCHERS, Attention
+from regard.description import Description
 from regard.geometry import At, Frame, lead
 from regard.masks import Mask
 from regard.masks.algebra import And
@@ -47,7 +48,7 @@ def capture(
     >>> with rg.view.capture(model) as record:
     ...     hidden = model(torch.tensor([[5, 6, 7]]))
     >>> record.attentions[1]
-    <encoder 1: stack.layers.1.attention, 4 heads, 3 x 3, Attention()>
+    <encoder 1: stack.layers.1.attention, 4 heads, 3 x 3, Attention(dropout=0.1)>
     >>> record.weights(1, head=0).shape
     torch.Size([3, 3])
     """
@@ -59,6 +60,8 @@ def capture(
         if "torch._dynamo" in sys.modules:  # else nothing is compiled
             stack.enter_context(torch.compiler.set_stance("force_eager"))
         for name, module in model.named_modules():
+            if isinstance(module, Description):  # it is named after the module that calls it
+                continue
             before = module.register_forward_pre_hook(watch.entering(name), with_kwargs=True)
             stack.callback(before.remove)
             after = module.register_forward_hook(watch.leaving, always_call=True)
