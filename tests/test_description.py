@@ -351,3 +351,13 @@ def test_a_parametrized_tensor_is_computed_and_trained() -> None:
     module(x).square().sum().backward()
     assert scale.grad is not None
     assert bool(scale.grad.any())
+
+
+@pytest.mark.parametrize("holder", ["MultiHeadAttention", "SelfAttention"])
+def test_a_score_function_with_hidden_parameters_is_refused(holder: str) -> None:
+    slope = nn.Parameter(torch.ones(()))
+    attend = rg.Attention(score=lambda score, b, h, q_index, k_index: score * slope)
+    with pytest.raises(TypeError, match=r"nn\.Module with forward"):
+        rg.nn.MultiHeadAttention(8, 2, attend=attend) if holder == "MultiHeadAttention" else rg.nn.SelfAttention(
+            8, 8, 8, attend=attend
+        )

@@ -187,6 +187,7 @@ class Modified(Score):
 
     `q_index` is where the query stands among the keys, `offset + i`. The function runs on tiles, and autograd
     differentiates it, also with respect to the tensors that it closes over. A function given as `score=` means this.
+    In a module, a function that learns is itself an `nn.Module`: torch does not see what a plain function closes over.
 
     >>> import regard as rg
     >>> def nearer_is_better(score, b, h, q_index, k_index):

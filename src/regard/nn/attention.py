@@ -16,7 +16,7 @@ from regard.nn.cache import Cache, Memory, WindowCache
 from regard.nn.rotary import Rotary
 from regard.nn.shared import Shared
 from regard.positions import Bias
-from regard.scores import Additive
+from regard.scores import Additive, Modified
 from regard.sharding import sharding
 
 
@@ -38,7 +38,7 @@ class SelfAttention(nn.Module):
         super().__init__()
         self.query, self.key = linear(d_model, d_key), linear(d_model, d_key)
         self.value, self.output = linear(d_model, d_value), linear(d_value, d_model)
-        self.attend = attend or Attention()
+        self.attend = _registered(attend or Attention())
 
     def forward(self, x: Tensor, *, mask: Mask | Tensor | None = None, bias: Bias | Tensor | None = None) -> Tensor:
         """(B, N, d_model) to (B, N, d_model)."""
@@ -95,7 +95,7 @@ class MultiHeadAttention(nn.Module):
         self.source = linear(d_source or d_model, sum(self.widths[1:]), bias=bias) if apart else None
         self.output = linear(heads * self.d_value, d_model, bias=bias if output_bias is None else output_bias)
         self.rotary, self.query_norm, self.key_norm = rotary, query_norm, key_norm
-        self.attend = attend or Attention()
+        self.attend = _registered(attend or Attention())
 
     def forward(
         self,
@@ -219,6 +219,18 @@ def linear(inputs: int, outputs: int, *, bias: bool = True) -> nn.Linear:
     if made.bias is not None:
         nn.init.zeros_(made.bias)
     return made
+
+
+def _registered(attend: Attention) -> Attention:
+    """The description, if torch sees every tensor that it learns."""
+    score = attend.score
+    hidden = isinstance(score, Modified) and not isinstance(score.function, nn.Module)
+    if hidden and score.closes_over_learned(torch.get_default_device()):  # type: ignore[union-attr]
+        raise TypeError(
+            f"attend: the score function {score!r} uses tensors that require grad and that this module cannot "
+            "register; write it as an nn.Module with forward(score, b, h, q_index, k_index) that holds them"
+        )
+    return attend
 
 
 def look_back(mask: Mask | Tensor | None) -> int | None:
