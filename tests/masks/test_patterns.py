@@ -172,12 +172,19 @@ def test_a_bool_tensor_as_a_mask_means_dense() -> None:
 
 
 class TestRandomBlocks:
-    def test_every_block_row_has_the_number_of_blocks_asked_for(self) -> None:
+    def test_every_block_draws_the_number_asked_for_among_those_up_to_its_own(self) -> None:
         frame = Frame(1, 1, 40, 40, 0)
         table = bits(rg.random_blocks(3, 4, seed=5), frame)[0, 0].reshape(10, 4, 10, 4)
         blocks = table.all(3).all(1)
         assert torch.equal(blocks, table.any(3).any(1)), "blocks are whole"
-        assert blocks.sum(1).tolist() == [3] * 10
+        assert blocks.tril().sum(1).tolist() == [1, 2, *[3] * 8]
+        assert torch.equal(blocks, blocks.mT), "who is drawn sees who drew it"
+
+    @pytest.mark.parametrize("K", [1, 4, 5, 17, 39])
+    def test_what_a_query_sees_does_not_depend_on_how_many_keys_there_are(self, K: int) -> None:
+        for mask in (rg.random_blocks(3, 4, seed=5), rg.bigbird(3, random=2)):
+            whole = bits(mask, Frame(1, 1, 40, 40, 0))
+            assert torch.equal(bits(mask, Frame(1, 1, K, K, 0)), whole[:, :, :K, :K])
 
     def test_all_blocks_are_drawn_when_more_are_asked_for_than_there_are(self) -> None:
         assert bits(rg.random_blocks(9, 4), Frame(1, 1, 8, 8, 0)).all()
@@ -194,15 +201,18 @@ class TestRandomBlocks:
         last = bits(mask, Frame(1, 1, 5, K, K - 5))
         assert torch.equal(last, whole[:, :, -5:])
 
-    def test_queries_that_stand_on_no_key_see_nothing(self) -> None:
-        assert not bits(rg.random_blocks(2, 4), Frame(1, 1, 8, 8, 8)).any()
-        assert not bits(rg.random_blocks(2, 4), Frame(1, 1, 8, 8, -8)).any()
+    def test_queries_beyond_the_keys_see_what_they_drew_and_those_before_them_nothing(self) -> None:
+        mask = rg.random_blocks(2, 4)
+        assert torch.equal(bits(mask, Frame(1, 1, 8, 8, 8)), bits(mask, Frame(1, 1, 16, 16, 0))[:, :, 8:, :8])
+        assert not bits(mask, Frame(1, 1, 8, 8, -8)).any()
 
     def test_every_block_is_drawn_about_equally_often(self) -> None:
         frame = Frame(1, 1, 8, 8, 0)
         counts = sum(bits(rg.random_blocks(2, 1, seed), frame).double() for seed in range(400))[0, 0]
-        assert (counts.mean() - 100).abs() < 1e-9
-        assert (counts - 100).abs().max() < 45  # five standard deviations of 400 draws at 1/4
+        for row in range(1, 8):
+            expected = 400 * 2 / (row + 1)
+            assert (counts[row, : row + 1].mean() - expected).abs() < 1e-9
+            assert (counts[row, : row + 1] - expected).abs().max() < 51  # five standard deviations of 400 draws at most
 
     def test_bigbird_is_its_three_parts(self) -> None:
         assert rg.bigbird(4, blocks=5, random=2, ends=1, seed=7) == (

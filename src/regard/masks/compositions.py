@@ -23,7 +23,7 @@ def longformer(width: int, positions: Iterable[int] = (), *, step: int = 1) -> M
 
 
 def bigbird(size: int, *, blocks: int = 3, random: int = 3, ends: int = 1, seed: int = 0) -> Mask:
-    """BigBird: `blocks // 2` blocks of `size` on each side, `random` random ones a row, the first `ends` global.
+    """BigBird: `blocks // 2` blocks of `size` on each side, `random_blocks(random, size)`, the first `ends` global.
 
     >>> import regard as rg
     >>> rg.bigbird(2, random=1, ends=1)

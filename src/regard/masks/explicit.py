@@ -185,38 +185,39 @@ class RandomBlocks(_Cells):
     seed: int
 
     def allows(self, at: At) -> Tensor:
-        if not at.frame.K:
-            return at.p == at.j  # there are no keys, so there are no bits
-        table = _draw_blocks(-(-at.frame.K // self.size), self.per_row, self.seed).to(at.j.device)
-        row = at.p.div(self.size, rounding_mode="floor")
-        inside = (row >= 0) & (row < len(table))
-        drawn = table[row.clamp(0, max(len(table) - 1, 0))]
-        return (drawn == (at.j // self.size).unsqueeze(-1)).any(-1) & inside
+        row, column = at.p.div(self.size, rounding_mode="floor"), at.j // self.size
+        drawn = (self._draw(row) == column.unsqueeze(-1)).any(-1) | (self._draw(column) == row.unsqueeze(-1)).any(-1)
+        return drawn & (row >= 0)
+
+    def _draw(self, block: Tensor) -> Tensor:
+        """What each of these blocks draws, (..., per_row): different ones of 0 ... block, -1 where there are too few.
+
+        Floyd's sampling. It depends on the block and the seed only, so that a longer sequence does not change it.
+        """
+        first = hash32((self.seed << 31) + block)
+        drawn: list[Tensor] = []
+        for k in range(self.per_row):
+            last = block - self.per_row + 1 + k  # of those that this draw is from
+            pick = hash32(first * self.per_row + k) % (last.clamp(min=0) + 1)
+            taken = torch.zeros_like(pick, dtype=torch.bool)
+            for other in drawn:
+                taken = taken | (other == pick)
+            drawn.append(torch.where(last < 0, -1, torch.where(taken, last, pick)))
+        return torch.stack(drawn, -1)
 
     def _cells(self, frame: Frame) -> tuple[int, tuple[np.ndarray, ...]]:
-        table = _draw_blocks(-(-frame.K // self.size), self.per_row, self.seed).numpy()
-        rows = np.repeat(np.arange(len(table)), table.shape[1])
-        return self.size, (np.zeros_like(rows), np.zeros_like(rows), rows, table.reshape(-1))
+        last = max(frame.K, max(frame.offsets(), default=0) + frame.Q)
+        table = self._draw(torch.arange(-(-last // self.size))).numpy()
+        drawing, drawn = np.repeat(np.arange(len(table)), self.per_row), table.reshape(-1)
+        drawing, drawn = drawing[drawn >= 0], drawn[drawn >= 0]
+        rows, columns = np.concatenate((drawing, drawn)), np.concatenate((drawn, drawing))
+        return self.size, (np.zeros_like(rows), np.zeros_like(rows), rows, columns)
 
     def span(self) -> int:
         return 16 * self.size
 
     def __repr__(self) -> str:
         return f"random_blocks({self.per_row}, {self.size}, seed={self.seed})"
-
-
-def _draw_blocks(count: int, per_row: int, seed: int) -> Tensor:
-    """For each of `count` block rows, `per_row` different block columns: Floyd's sampling, all rows at once."""
-    per_row, rows = min(per_row, count), torch.arange(count)
-    drawn: list[Tensor] = []
-    for k in range(per_row):
-        last = count - per_row + k
-        pick = hash32((seed * count + rows) * per_row + k + 1) % (last + 1)
-        taken = torch.zeros_like(pick, dtype=torch.bool)
-        for other in drawn:
-            taken = taken | (other == pick)
-        drawn.append(torch.where(taken, last, pick))
-    return torch.stack(drawn, 1) if drawn else rows.new_zeros(count, 0)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -304,7 +305,11 @@ def blocks(layout: Tensor, size: int) -> Mask:
 
 
 def random_blocks(per_row: int, size: int, seed: int = 0) -> Mask:
-    """`per_row` blocks of `size` keys, drawn for every block of `size` queries; the same for the same seed.
+    """Random pairs of blocks of `size` positions that see each other; the same for the same seed.
+
+    Every block draws `per_row` different ones of the blocks up to its own, or all where there are fewer. It sees those
+    that it drew and those that drew it. So which blocks a query sees does not depend on how many keys there are:
+    with `causal()` they are the same one token after the other, from a cache, as all at once.
 
     >>> import regard as rg
     >>> rg.random_blocks(2, 4, seed=1).draw(16) == rg.random_blocks(2, 4, seed=1).draw(16)
