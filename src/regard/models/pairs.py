@@ -46,7 +46,7 @@ def sides_of(target: Inputs, encoded: Inputs, source_mask: Tensor | None = None)
         if len(target) != len(encoded):
             raise ValueError(f"source and target must be as many, but are {len(encoded)} and {len(target)}")
         rows = rows_of(target)
-        return Sides(target, rows.positions, rows.shared, encoded, Shared(key_mask(source_mask)), target)
+        return Sides(target, rows.positions, rows.shared, encoded, Shared(key_mask(source_mask, encoded)), target)
     if source_mask is not None:
         raise ValueError("source_mask goes with a source (B, K); packed sources and lists say their lengths themselves")
     source = encoded if isinstance(encoded, Packed) else pack(encoded)

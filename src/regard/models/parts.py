@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from regard.geometry import shape_of
 from regard.masks import Mask, global_tokens, window
 from regard.nn import Packed, PostNorm, PreNorm, Residual, SandwichNorm, Shared, UnitRMSNorm, key_mask, pack, unpack
+from regard.nn.shared import check_mask
 from regard.sharding import sharding
 
 T = TypeVar("T")
@@ -103,6 +104,38 @@ class Rows(NamedTuple):
         return Shared(local if self.shared.mask is None else local & self.shared.mask, positions=self.positions)
 
 
+def positions_of(inputs: Tensor, mask: Tensor | None = None) -> Tensor:
+    """Positions of tokens (B, N, ...), counted from the first real token of each row: (N,), or (B, N) if rows differ.
+
+    Filler before the first token is at 0. A hole counts, so that distances are those of relative positions, windows and
+    biases, which know nothing of the mask. A row has the same positions in any batch, compiled or not.
+
+    >>> import torch
+    >>> from regard.models.parts import positions_of
+    >>> positions_of(torch.zeros(2, 5), torch.tensor([[0, 0, 1, 1, 1], [1, 0, 1, 1, 0]]).bool())
+    tensor([[0, 0, 0, 1, 2],
+            [0, 1, 2, 3, 4]])
+    """
+    at = torch.arange(inputs.shape[1], device=inputs.device)
+    if mask is None or not mask.shape[1]:
+        return at
+    first = mask.int().argmax(1, keepdim=True)
+    if not torch.compiler.is_compiling() and not bool(first.any()):
+        return at
+    return (at - first).clamp(min=0)
+
+
+def check_leading(mask: Tensor, tokens: Tensor) -> None:
+    """A mask (B, N) of samples or frames is True for the first of each row: models that count them take no other."""
+    check_mask(mask, tokens.shape[:2])
+    leading = mask[:, :1].all() & ~(mask[:, 1:] & ~mask[:, :-1]).any()
+    message = "mask must be True for the first frames of each row, at least one, and False behind them"
+    if torch.compiler.is_compiling():
+        torch._assert_async(leading, message)
+    elif not bool(leading):
+        raise ValueError(message)
+
+
 def rows_of(inputs: Inputs, mask: Tensor | None = None) -> Rows:
     """Inputs (B, N, ...) with a (B, N) mask, packed, or a list of (n, ...), which is packed."""
     if isinstance(inputs, Tensor):
@@ -110,10 +143,7 @@ def rows_of(inputs: Inputs, mask: Tensor | None = None) -> Rows:
             raise ValueError(
                 f"inputs must be (B, N), packed, or a list of sequences, but are {shape_of(inputs)}; try inputs[None]"
             )
-        positions = torch.arange(inputs.shape[1], device=inputs.device)
-        keys = key_mask(mask)
-        if mask is not None and keys is not None and (torch.compiler.is_compiling() or not bool(mask[:, 0].all())):
-            positions = (mask.long().cumsum(1) - 1).clamp(min=0)  # filler before the first token counts for nothing
+        keys, positions = key_mask(mask, inputs), positions_of(inputs, mask)
         return Rows(inputs, positions, Shared(keys, positions=positions), mask, None, False)
     if mask is not None:
         raise ValueError("mask goes with inputs (B, N); packed inputs and lists say their lengths themselves")

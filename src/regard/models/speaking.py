@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from regard.attention import Attention
 from regard.geometry import shape_of
 from regard.masks import causal
-from regard.models.parts import embedded, embedding
+from regard.models.parts import embedded, embedding, rows_of
 from regard.models.places import Sinusoidal
 from regard.nn import Block, Decoder, Encoder, FeedForward, MultiHeadAttention, PreNorm, Shared, key_mask, linear
 from regard.nn.dropout import dropout
@@ -102,7 +102,8 @@ class Speaker(nn.Module):
                 f"target must be (B, N, {features}) with N a multiple of {step}, but is {shape_of(target)}"
             )
         last = F.pad(target[:, step - 1 : -1 : step], (0, 0, 1, 0))  # of every group, one group later
-        across = Watched(key_mask(source_mask)) if weights else Shared(key_mask(source_mask))
+        keys = key_mask(source_mask, source)
+        across = Watched(keys) if weights else Shared(keys)
         at = torch.arange(last.shape[1], device=last.device)
         hidden = self.decoder(self._squeezed(last, at), self.encode(source, source_mask), across=across)
         seen = across.seen if isinstance(across, Watched) else []
@@ -110,10 +111,10 @@ class Speaker(nn.Module):
 
     def encode(self, source: Tensor, source_mask: Tensor | None = None) -> Tensor:
         """Hidden states (B, K, width) of the letters."""
-        x = embedded(source, self.embedding)
-        x = self.position(x, torch.arange(source.shape[1], device=source.device))
+        rows = rows_of(source, source_mask)
+        x = self.position(embedded(rows.values, self.embedding), rows.positions)
         x = dropout(x, self.config.dropout) if self.config.dropout and self.training else x
-        return self.encoder(x, shared=Shared(key_mask(source_mask)))
+        return self.encoder(x, shared=rows.shared)
 
     def _squeezed(self, frames: Tensor, positions: Tensor) -> Tensor:
         x = frames
@@ -165,7 +166,7 @@ def guidance(weights: Tensor, steps: Tensor, letters: Tensor, *, spread: float =
 
         sum over i, j of weights[i, j] * (1 - exp(-(j / letters - i / steps)^2 / (2 spread^2)))
 
-    steps, letters (B,): how many of the rows and columns are real. (Tachibana, Uenoyama and Aihara 2017.)
+    steps, letters (B,): how many of the first rows and columns are real. (Tachibana, Uenoyama and Aihara 2017.)
 
     >>> import torch
     >>> from regard.models.speaking import guidance

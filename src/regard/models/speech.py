@@ -12,7 +12,7 @@ from torch.nn.utils.rnn import pad_sequence
 from regard.attention import Attention
 from regard.geometry import shape_of
 from regard.masks import window
-from regard.models.parts import Inputs, choose, rows_of
+from regard.models.parts import Inputs, check_leading, choose, rows_of
 from regard.nn import (
     ACTIVATIONS,
     Block,
@@ -152,11 +152,8 @@ class Front(nn.Module):
                 f"inputs must be at least one frame of {self.features} features, (B, N, {self.features}), "
                 f"but are {shape_of(x)}"
             )
-        if kept is not None and not torch.compiler.is_compiling():
-            if kept.shape != x.shape[:2] or kept.dtype != torch.bool:
-                raise ValueError(f"mask must be bool {tuple(x.shape[:2])}, but is {kept.dtype} {shape_of(kept)}")
-            if not bool(kept[:, 0].all()) or bool((kept[:, 1:] & ~kept[:, :-1]).any()):
-                raise ValueError("mask must be True for the first frames of each row and False behind them")
+        if kept is not None:
+            check_leading(kept, x)
         for conv in self.convs:
             assert isinstance(conv, nn.Conv1d)
             if kept is not None:

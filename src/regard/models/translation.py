@@ -190,7 +190,7 @@ class Transformer(nn.Module):
         """
         encoded, source_mask = padded(encoded, source_mask)
         say = say or self.logits
-        across, cache = Shared(key_mask(source_mask)), self.decoder.cache()
+        across, cache = Shared(key_mask(source_mask, encoded)), self.decoder.cache()
         never = torch.tensor(self.config.never, dtype=torch.long, device=encoded.device)
 
         def forward(ids: Tensor, shared: Shared) -> Tensor:

@@ -110,7 +110,8 @@ class VisionTransformer(nn.Module):
         x = torch.cat((self.first.expand(len(x), 1, -1), x.flatten(2).mT), 1) + positions
         if self.config.dropout and self.training:
             x = F.dropout(x, self.config.dropout)
-        return self.stack(x, shared=Shared(None if mask is None else key_mask(F.pad(mask, (1, 0), value=True))))
+        seen = None if mask is None else key_mask(F.pad(mask, (1, 0), value=True), x)
+        return self.stack(x, shared=Shared(seen))
 
     def positions(self, grid: tuple[int, int]) -> Tensor:
         """The table for a grid of patches, (1 + rows * columns, width)."""

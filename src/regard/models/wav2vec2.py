@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -10,8 +11,10 @@ from torch import Tensor, nn
 
 from regard.geometry import shape_of
 from regard.models.blocks import blocks
-from regard.models.parts import choose, norm_named
+from regard.models.parts import check_leading, choose, norm_named
 from regard.nn import ACTIVATIONS, Encoder, Shared, key_mask, linear
+
+Count = TypeVar("Count", int, Tensor)
 
 
 @dataclass(frozen=True)
@@ -57,9 +60,13 @@ class Wav2Vec2Config:
 
     def length(self, samples: int) -> int:
         """How many frames so many samples make."""
+        return max(0, self.frames(samples))
+
+    def frames(self, samples: Count) -> Count:
+        """The same for a number or many, below 1 where there is none."""
         for kernel, stride in zip(self.kernels, self.strides, strict=True):
             samples = (samples - kernel) // stride + 1
-        return max(0, samples)
+        return samples
 
 
 class Wav2Vec2(nn.Module):
@@ -100,6 +107,8 @@ class Wav2Vec2(nn.Module):
         for layer in self.front:
             x = layer(x)
         x = self.project(self.front_norm(x.mT))
+        if mask is not None:
+            check_leading(mask, inputs)
         kept = None if mask is None else self._frames(mask, x)
         if kept is not None:
             x = x.masked_fill(~kept[..., None], 0.0)
@@ -112,8 +121,7 @@ class Wav2Vec2(nn.Module):
 
     def _frames(self, mask: Tensor, like: Tensor) -> Tensor:
         """(B, frames) True where all samples of a frame are real."""
-        lengths = torch.tensor([self.config.length(n) for n in mask.sum(1).tolist()], device=like.device)
-        return torch.arange(like.shape[1], device=like.device) < lengths[:, None]
+        return torch.arange(like.shape[1], device=like.device) < self.config.frames(mask.sum(1, keepdim=True))
 
 
 class _Layer(nn.Module):

@@ -62,7 +62,7 @@ class SeedPooling(nn.Module):
             seeds = repeated(self.seeds, x)
             found = self.block(seeds.values[None], x.values[None], across=Shared(seeds.over(x)))
             return found.view(len(x), *self.seeds.shape)
-        return self.block(self.seeds.expand(len(x), -1, -1), x, across=Shared(key_mask(mask)))
+        return self.block(self.seeds.expand(len(x), -1, -1), x, across=Shared(key_mask(mask, x)))
 
 
 class InducedBlock(nn.Module):

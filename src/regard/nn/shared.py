@@ -116,11 +116,11 @@ def check_mask(mask: Tensor, shape: Sequence[int] | None = None) -> None:
         raise ValueError(f"mask must be (B, N) = {tuple(shape)} as the tokens are, but is {tuple(mask.shape)}")
 
 
-def key_mask(mask: Tensor | None) -> Mask | None:
-    """A (B, N) bool mask of real tokens as a mask of keys: the cheapest that says it."""
+def key_mask(mask: Tensor | None, tokens: Tensor | None = None) -> Mask | None:
+    """A (B, N) bool mask of real tokens as a mask of keys: the cheapest that says it. tokens: (B, N, ...), if known."""
     if mask is None:
         return None
-    check_mask(mask)
+    check_mask(mask, None if tokens is None else tokens.shape[:2])
     if torch.compiler.is_compiling():
         return dense(mask[:, None, None])
     if bool(mask.all()):

@@ -1,0 +1,190 @@
+"""Masks of real tokens: a row gives the same in any batch, padded at either end, with holes, compiled or not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import transformers
+from torch import Tensor, nn
+
+import regard as rg
+from regard.models import (
+    ImageTextMatcher,
+    LanguageConfig,
+    LanguageModel,
+    MatchConfig,
+    PointerTransformer,
+    Recommender,
+    SentenceEmbedder,
+    SequenceClassifier,
+    SetConfig,
+    SetTransformer,
+    TextConfig,
+    TextEncoder,
+    Transformer,
+    TransformerConfig,
+    VisionConfig,
+)
+from regard.models.speaking import Speaker, SpeakerConfig
+from regard.models.wav2vec2 import Wav2Vec2, Wav2Vec2Config
+
+SIZES: dict[str, Any] = {"vocabulary": 50, "width": 16, "layers": 1, "heads": 2, "hidden": 24}
+TARGETS = torch.tensor([[1, 5, 6], [1, 9, 2], [1, 7, 7], [1, 3, 4]])
+FRAMES = torch.randn(4, 6, 5, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+IMAGES = torch.randn(4, 3, 16, 16, generator=torch.Generator().manual_seed(4), dtype=torch.float64)
+
+
+class Case(NamedTuple):
+    """A model, and how it is called with ids (B, N), a mask (B, N) and the numbers of the rows that are there."""
+
+    make: Callable[[], nn.Module]
+    call: Callable[[Any, Tensor, Tensor | None, list[int]], Tensor]
+    by_token: bool = False  # whether there is a result for every token of the input
+
+
+def language(**changes: Any) -> LanguageModel:
+    return LanguageModel(LanguageConfig(**SIZES, **changes))
+
+
+def translator(kind: type[Transformer] = Transformer, **changes: Any) -> Transformer:
+    return kind(TransformerConfig(**SIZES, **changes))
+
+
+def by_ids(model: Any, ids: Tensor, mask: Tensor | None, rows: list[int]) -> Tensor:
+    return model(ids, mask)
+
+
+def with_targets(model: Any, ids: Tensor, mask: Tensor | None, rows: list[int]) -> Tensor:
+    return model(ids, TARGETS[rows], mask)
+
+
+CASES = {
+    "text": Case(lambda: TextEncoder(TextConfig(**SIZES)), by_ids, True),
+    "text, first": Case(lambda: SequenceClassifier(TextConfig(**SIZES)), by_ids),
+    "text, mean": Case(lambda: SentenceEmbedder(TextConfig(**SIZES, pooling="mean")), by_ids),
+    "text, attention": Case(lambda: SentenceEmbedder(TextConfig(**SIZES, pooling="attention")), by_ids),
+    "language, learned": Case(language, by_ids, True),
+    "language, rotary": Case(lambda: language(rotary=rg.nn.Rotary(), norm="rms", gated=True), by_ids, True),
+    "language, window": Case(lambda: language(windows=(3,)), by_ids, True),
+    "recommender": Case(
+        lambda: Recommender(LanguageConfig(**SIZES)), lambda model, ids, mask, rows: model.following(ids, mask)
+    ),
+    "translation": Case(translator, with_targets),
+    "translation, learned": Case(lambda: translator(position="learned"), with_targets),
+    "translation, relative": Case(lambda: translator(position="relative"), with_targets),
+    "translation, window": Case(lambda: translator(window=1), with_targets),
+    "translation, copying": Case(lambda: translator(PointerTransformer), with_targets),
+    "speaker": Case(
+        lambda: Speaker(SpeakerConfig(**SIZES, features=5, reduction=3)),
+        lambda model, ids, mask, rows: model(ids, FRAMES[rows], mask),
+    ),
+    "match": Case(
+        lambda: ImageTextMatcher(
+            MatchConfig(
+                TextConfig(**SIZES), VisionConfig(width=16, layers=1, heads=2, hidden=24, image=(16, 16), patch=8)
+            )
+        ),
+        lambda model, ids, mask, rows: model(IMAGES[rows], ids, mask),
+    ),
+    "sets": Case(
+        lambda: SetTransformer(SetConfig(features=1, width=16, layers=1, heads=2, hidden=24, points=3)),
+        lambda model, ids, mask, rows: model(ids[..., None].double(), mask),
+    ),
+}
+MASK = torch.tensor([[1, 1, 1, 1, 1, 0], [0, 0, 1, 1, 1, 1], [1, 1, 0, 1, 0, 1], [0, 1, 1, 0, 1, 0]], dtype=torch.bool)
+IDS = torch.randint(3, 50, MASK.shape, generator=torch.Generator().manual_seed(2))
+
+
+def made(name: str) -> nn.Module:
+    torch.manual_seed(0)
+    model = CASES[name].make().double().eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 0.2 * torch.randn_like(parameter)
+    return model
+
+
+def real(name: str, result: Tensor, mask: Tensor) -> Tensor:
+    return result[mask] if CASES[name].by_token else result
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_row_gives_the_same_alone_and_in_any_batch(name: str) -> None:
+    model, call = made(name), CASES[name].call
+    together = call(model, IDS, MASK, [0, 1, 2, 3])
+    for row in range(4):
+        alone = call(model, IDS[[row]], MASK[[row]], [row])
+        found, expected = real(name, together[[row]], MASK[[row]]), real(name, alone, MASK[[row]])
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_padding_at_either_end_changes_nothing(name: str) -> None:
+    model, call = made(name), CASES[name].call
+    plain = call(model, IDS[:, 1:4], None, [0, 1, 2, 3])
+    for columns in ([0, 1, 2], [1, 2, 3], [3, 4, 5]):
+        ids, mask = torch.full((4, 6), 49), torch.zeros(4, 6, dtype=torch.bool)
+        ids[:, columns], mask[:, columns] = IDS[:, 1:4], True
+        found = real(name, call(model, ids, mask, [0, 1, 2, 3]), mask)
+        torch.testing.assert_close(found.view(plain.shape), plain, rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("name", ["text", "language, rotary", "speaker"])
+def test_a_compiled_model_gives_the_same(name: str) -> None:
+    model, call = made(name), CASES[name].call
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend="eager")
+    for rows in ([0, 1, 2, 3], [0, 2]):
+        found, expected = (call(each, IDS[rows], MASK[rows], rows) for each in (compiled, model))
+        close = real(name, found, MASK[rows]), real(name, expected, MASK[rows])
+        torch.testing.assert_close(*close, rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_mask_that_does_not_fit_is_an_error(name: str) -> None:
+    model, call = made(name), CASES[name].call
+    for mask in (torch.ones(4, 5, dtype=torch.bool), torch.ones(1, 6, dtype=torch.bool)):
+        with pytest.raises(ValueError, match="mask must be"):
+            call(model, IDS, mask, [0, 1, 2, 3])
+    with pytest.raises(TypeError, match="bool"):
+        call(model, IDS, MASK.long(), [0, 1, 2, 3])
+
+
+@pytest.mark.parametrize(
+    ("config", "kind"),
+    [
+        (transformers.BertConfig(vocab_size=50, hidden_size=16, num_hidden_layers=2, num_attention_heads=2,
+                                 intermediate_size=24, max_position_embeddings=20), "BertForMaskedLM"),
+        (transformers.GPT2Config(vocab_size=50, n_embd=16, n_layer=2, n_head=2, n_positions=20, bos_token_id=None,
+                                 eos_token_id=None), "GPT2LMHeadModel"),
+        (transformers.LlamaConfig(vocab_size=50, hidden_size=16, num_hidden_layers=2, num_attention_heads=2,
+                                  intermediate_size=24, bos_token_id=None, eos_token_id=None), "LlamaForCausalLM"),
+    ],
+    ids=["bert", "gpt2", "llama"],
+)  # fmt: skip
+def test_holes_count_as_positions_as_in_transformers(config: Any, kind: str, tmp_path: Any) -> None:
+    torch.manual_seed(0)
+    other = getattr(transformers, kind)(config).eval()
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter += 0.1 * torch.randn_like(parameter)
+    other.save_pretrained(tmp_path)
+    mask = torch.tensor([[1, 1, 0, 1, 0, 1], [1, 0, 0, 0, 1, 1]], dtype=torch.bool)
+    with torch.no_grad():
+        ours, theirs = rg.load(tmp_path)(IDS[:2], mask), other(IDS[:2], attention_mask=mask.long()).logits
+    torch.testing.assert_close(ours[mask], theirs[mask], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_wave_whose_samples_do_not_come_first_is_an_error(compiled: bool) -> None:
+    sizes = {"channels": (8,), "kernels": (4,), "strides": (2,), "position_kernel": 4, "position_groups": 2}
+    config = Wav2Vec2Config(labels=5, width=16, layers=1, heads=2, hidden=24, **sizes)  # type: ignore[arg-type]
+    model: Any = Wav2Vec2(config).eval()
+    model = torch.compile(model, backend="eager") if compiled else model
+    waves, mask = torch.randn(2, 40), torch.arange(40) < torch.tensor([[40], [22]])
+    assert model(waves, mask).shape == (2, config.length(40), 5)
+    with pytest.raises((ValueError, RuntimeError), match="first frames of each row"):
+        model(waves, mask.flip(1))
