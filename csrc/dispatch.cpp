@@ -133,23 +133,6 @@ void settle_strides(regard_tensor& t, int64_t batch, int64_t heads, int64_t rows
 
 constexpr int32_t most_threads = 1024;  // OpenMP ends the process where it cannot start as many as it is asked for
 
-// Whether a packed weight still is the weight, by a sample of it: who writes past torch's count of versions, as with
-// `.data`, writes much.
-bool is_current(const regard_product& p) {
-  const int64_t side = chosen.packed_size(1, 1);
-  uint64_t x = 1;
-  const auto draw = [&](int64_t below) {
-    x = x * 6364136223846793005u + 1442695040888963407u;
-    return int64_t((x >> 33) % uint64_t(below));
-  };
-  for (int sample = 0; sample < 32; ++sample) {
-    const int64_t row = draw(p.N), column = draw(p.K);
-    const float* packed = p.packed + row / side * side * p.K + column * side + row % side;
-    if (memcmp(packed, p.weight + row * p.weight_row + column, sizeof(float))) return false;
-  }
-  return true;
-}
-
 // Waking a thread takes longer than a million multiply-adds: small problems are not worth it.
 regard_dot as_the_kernels_take_it(const regard_dot& p) {
   regard_dot copy = p;
@@ -243,22 +226,13 @@ int64_t regard_packed_size(int64_t N, int64_t K) {
   return regard::chosen.packed_size(N, K);
 }
 
-int regard_pack_weight(const float* weight, int64_t row, int64_t N, int64_t K, float* packed) {
-  const int64_t size = regard_packed_size(N, K);
-  if (size < 0) return int(size);
-  if (size && (!weight || !packed)) return REGARD_BAD_ARGUMENT;
-  regard::chosen.pack_weight(weight, row, N, K, packed);
-  return REGARD_OK;
-}
-
 int regard_multiply(const regard_product* problem) {
   if (!problem || problem->M < 0 || problem->threads < 1) return REGARD_BAD_ARGUMENT;
   regard_product p = *problem;
   const int64_t size = regard_packed_size(p.N, p.K);
   if (size < 0) return int(size);
   if (p.M == 0 || p.N == 0) return REGARD_OK;
-  if (!p.out || (size && (!p.x || !p.packed || !p.weight))) return REGARD_BAD_ARGUMENT;
-  if (size && !regard::is_current(p)) return REGARD_STALE;
+  if (!p.out || (size && (!p.x || !p.packed))) return REGARD_BAD_ARGUMENT;
   if (p.threads > regard::most_threads) p.threads = regard::most_threads;
   const double useful = 1 + double(p.M) * double(p.N) * double(p.K) / 1e6;
   if (useful < p.threads) p.threads = int(useful);

@@ -14,7 +14,6 @@ struct Kernels {
   int (*linear_forward)(const regard_linear&, const regard_linear_result&);
   int (*linear_backward)(const regard_linear&, const regard_linear_gradient&);
   int64_t (*packed_size)(int64_t N, int64_t K);
-  void (*pack_weight)(const float* weight, int64_t row_stride, int64_t N, int64_t K, float* packed);
   int (*product)(const regard_product&);
 };
 

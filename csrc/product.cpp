@@ -1,4 +1,4 @@
-// x W' + b with a weight that was packed once: what stands around attention while a model only computes.
+// x W' + b with a packed weight: the projections around attention, for inference.
 //
 // W (N, K) lies in panels of NR of its rows, packed[n / NR][k][NR]. A thread has a run of panels, or of rows of x where
 // there are many; blocks of rows of x stay in the second-level cache while the panels pass by.
@@ -136,11 +136,6 @@ struct Product {
 }  // namespace
 
 int64_t packed_size(int64_t N, int64_t K) { return round_up(N, NR<float>) * K; }
-
-void pack_weight(const float* weight, int64_t row_stride, int64_t N, int64_t K, float* packed) {
-  const Matrix w{weight, row_stride, 1, N, K, REGARD_FLOAT32};
-  for (int64_t n = 0; n < N; n += NR<float>) pack_turned<float>(w, n, 1.0f, packed + n * K);
-}
 
 int product(const regard_product& p) { return Product(p).run(); }
 

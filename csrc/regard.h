@@ -17,7 +17,7 @@ extern "C" {
 #endif
 
 // Changes whenever a structure or a signature below does; the caller compares it before anything else.
-enum { REGARD_INTERFACE = 7 };
+enum { REGARD_INTERFACE = 8 };
 
 enum { REGARD_FLOAT32 = 0, REGARD_FLOAT64 = 1, REGARD_BFLOAT16 = 2, REGARD_FLOAT16 = 3 };
 
@@ -26,7 +26,6 @@ enum {
   REGARD_NO_MEMORY = -1,
   REGARD_BAD_ARGUMENT = -2,
   REGARD_TOO_LARGE = -3,
-  REGARD_STALE = -4,  // a packed weight is not what the weight is now
 };
 
 typedef struct {
@@ -157,13 +156,12 @@ typedef struct {
   regard_tensor d_q, d_k, d_v;  // shapes of q, k, v
 } regard_linear_gradient;
 
-// out = x W' + b in float32, for a weight that regard_pack_weight has laid out; all have rows of unit stride. The weight
-// itself is there to be compared, in a few places, with what was laid out.
+// out = x W' + b in float32; x and out have rows of unit stride. The packed weight holds panels of as many rows as
+// regard_packed_size(1, 1) says, panel[k][row], the last one filled up with zeros.
 typedef struct {
-  int64_t M, N, K;                     // x (M, K), W (N, K), out (M, N)
-  int64_t x_row, weight_row, out_row;  // elements from one row to the next
+  int64_t M, N, K;         // x (M, K), W (N, K), out (M, N)
+  int64_t x_row, out_row;  // elements from one row to the next
   const float* x;
-  const float* weight;
   const float* packed;
   const float* bias;  // (N) or null
   float* out;
@@ -191,7 +189,6 @@ REGARD_EXPORT int regard_linear_backward(const regard_linear* problem, const reg
 
 // How many numbers a packed weight (N, K) takes, or a negative status. It holds for the instruction set in use.
 REGARD_EXPORT int64_t regard_packed_size(int64_t N, int64_t K);
-REGARD_EXPORT int regard_pack_weight(const float* weight, int64_t row, int64_t N, int64_t K, float* packed);
 REGARD_EXPORT int regard_multiply(const regard_product* problem);
 
 #ifdef __cplusplus

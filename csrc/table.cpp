@@ -11,7 +11,7 @@ namespace regard::REGARD_ISA {
 extern const Kernels kernels;
 const Kernels kernels = {
     REGARD_STRING(REGARD_ISA), dot_forward, dot_backward, dot_statistics, dot_weights, dot_map, linear_forward,
-    linear_backward,           packed_size, pack_weight,  product,
+    linear_backward,           packed_size, product,
 };
 
 }  // namespace regard::REGARD_ISA

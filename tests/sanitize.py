@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 FOLDER = Path("build/sanitize")
-ENGINE = ("native", "registration", "safety", "agreement", "look", "product")
+ENGINE = ("native", "registration", "safety", "agreement", "look", "packed_linear")
 TESTS = [f"tests/engines/test_{name}.py" for name in ENGINE]
 TESTS += ["tests/test_linear.py", "tests/test_linear_kernel.py"]
 PROBE = """
@@ -78,7 +78,7 @@ def main() -> int:
     library = build(instruction_sets(native.about()["native"]))
     # What a sanitizer writes before it ends the process is lost where pytest holds back the file itself.
     command = [sys.executable, "-m", "pytest", "--capture=sys", "-p", "no:cacheprovider", "-n", "2", *TESTS]
-    command += ["-k", "native or registration or safety or look or product or kernel", *sys.argv[1:]]
+    command += ["-k", "native or registration or safety or look or packed_linear or kernel", *sys.argv[1:]]
     return subprocess.run(command, env={**os.environ, **environment(library)}, check=False).returncode
 
 

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from regard.attention import Attention
-from regard.engines.product import product
+from regard.engines.packed_linear import project
 from regard.geometry import shape_of
 from regard.masks import causal, window
 from regard.models.parts import ARRANGEMENTS, Inputs, choose, embedded, embedding, norm_named, rows_of
@@ -122,9 +122,14 @@ class LanguageModel(nn.Module):
             x = dropout(x, self.config.dropout)
         return self.stack(x, shared=shared, caches=caches)
 
+    @property
+    def output_layer(self) -> nn.Embedding | nn.Linear:
+        """The module whose weight gives the logits: the embedding, where that is tied."""
+        return self.embedding if self.head is None else self.head
+
     def logits(self, hidden: Tensor) -> Tensor:
         """Hidden states (..., width) to logits (..., vocabulary)."""
-        return self.capped(product(hidden, self.embedding.weight if self.head is None else self.head.weight))
+        return self.capped(project(hidden, self.output_layer.weight))
 
     def capped(self, logits: Tensor) -> Tensor:
         """Logits within `final_softcap`, if there is one."""
@@ -143,7 +148,7 @@ class LanguageModel(nn.Module):
 
     def token_loss(self, hidden: Tensor, after: Tensor, smoothing: float) -> Tensor:
         """The same of hidden states (N, width)."""
-        weight = self.embedding.weight if self.head is None else self.head.weight
+        weight = self.output_layer.weight
         return token_loss(hidden, weight, after, smoothing=smoothing, softcap=self.config.final_softcap)
 
     def begin(self, prompts: Tensor | Sequence[Tensor]) -> tuple[State, Tensor]:

@@ -39,7 +39,7 @@ class Recommender(LanguageModel):
         hidden, after = hidden[asked], after[asked]
         if others is None:
             return self.token_loss(hidden, after, smoothing)
-        table = self.embedding.weight if self.head is None else self.head.weight
+        table = self.output_layer.weight
         dtype = torch.promote_types(torch.promote_types(hidden.dtype, table.dtype), torch.float32)
         with torch.autocast(hidden.device.type, enabled=False):
             hidden = hidden.to(dtype)

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from regard.engines.product import product
+from regard.engines.packed_linear import project
 from regard.models.blocks import blocks
 from regard.models.parts import Inputs, Rows, choose, embedded, embedding, norm_named, rows_of
 from regard.nn import (
@@ -163,10 +163,15 @@ class MaskedLanguageModel(nn.Module):
         rows = rows_of(inputs, mask).own()
         return rows.back(self.logits(self.encoder.hidden(rows, segments)))
 
+    @property
+    def output_layer(self) -> nn.Embedding:
+        """The module whose weight gives the logits."""
+        return self.encoder.embedding
+
     def logits(self, hidden: Tensor) -> Tensor:
         """Hidden states of the encoder (..., width) to logits (..., vocabulary): of all tokens, or of a few."""
         x = self.norm(self.activation(self.transform(hidden)))
-        return product(x, self.encoder.embedding.weight, self.bias)
+        return project(x, self.output_layer.weight, self.bias)
 
 
 class SequenceClassifier(nn.Module):

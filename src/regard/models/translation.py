@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from regard.attention import WATCHERS, Attention
-from regard.engines.product import product
+from regard.engines.packed_linear import project
 from regard.masks import causal
 from regard.models.pairs import Sides, padded, sides_of
 from regard.models.parts import ARRANGEMENTS, Inputs, choose, embedded, embedding, norm_named, rows_of
@@ -148,16 +148,20 @@ class Transformer(nn.Module):
         sides = sides_of(target, encoded, source_mask)
         return sides.back(self.logits(self._decoded(sides)))
 
+    @property
+    def output_layer(self) -> nn.Embedding | nn.Linear:
+        """The module whose weight gives the logits: an embedding, where that is tied."""
+        return self.head or self.target_embedding or self.embedding
+
     def logits(self, hidden: Tensor) -> Tensor:
         """Hidden states of the decoder (..., width) to logits (..., vocabulary)."""
-        head = self.head or self.target_embedding or self.embedding
-        return product(self._scaled(hidden), head.weight, self.logits_bias)
+        return project(self._scaled(hidden), self.output_layer.weight, self.logits_bias)
 
     def loss(self, source: Packed, target: Packed, after: Tensor, *, smoothing: float = 0.0) -> Tensor:
         """The sum of the cross entropies of the tokens `after` each of the target (N,), by `token_loss`."""
         hidden = self._scaled(self._decoded(sides_of(target, self.encode(source))))
-        head = self.head or self.target_embedding or self.embedding
-        return token_loss(hidden.flatten(0, -2), head.weight, after, bias=self.logits_bias, smoothing=smoothing)
+        weight = self.output_layer.weight
+        return token_loss(hidden.flatten(0, -2), weight, after, bias=self.logits_bias, smoothing=smoothing)
 
     def _decoded(self, sides: Sides) -> Tensor:
         x = self._embedded(sides.ids, sides.positions, self.target_embedding or self.embedding, self.target_position)

@@ -4,6 +4,7 @@ from regard.nn.attention import AdditiveAttention, MultiHeadAttention, SelfAtten
 from regard.nn.blocks import Block, PostNorm, PreNorm, Residual, SandwichNorm, UnitRMSNorm
 from regard.nn.cache import Cache, FixedCache, Memory, WindowCache
 from regard.nn.feedforward import ACTIVATIONS, FeedForward, GatedFeedForward
+from regard.nn.freeze import freeze, thaw
 from regard.nn.generate import Beam, Greedy, Sample, State
 from regard.nn.graph import GraphAttention
 from regard.nn.loss import token_loss
@@ -51,9 +52,11 @@ __all__ = [
     "State",
     "UnitRMSNorm",
     "WindowCache",
+    "freeze",
     "key_mask",
     "linear",
     "pack",
+    "thaw",
     "token_loss",
     "unpack",
 ]

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from regard.attention import Attention
-from regard.engines.product import product
+from regard.engines.packed_linear import project
 from regard.masks import Mask
 from regard.masks.algebra import And
 from regard.masks.patterns import Window
@@ -135,13 +135,13 @@ class MultiHeadAttention(nn.Module):
             k, v = cache.append(k, v)
             dropped = cache.dropped
         out = shared.attend(self.attend, dropped)(q, k, v)  # (B, H, N, E), laid out as q is
-        return product(out.transpose(1, 2).flatten(2), self.output.weight, self.output.bias)
+        return project(out.transpose(1, 2).flatten(2), self.output.weight, self.output.bias)
 
     def _from_one(self, x: Tensor, shared: Shared) -> tuple[Tensor, Tensor, Tensor]:
         """Self-attention by one product: (B, N, H, D), (B, N, G, D), (B, N, G, E)."""
         B, N, _ = x.shape
         H, G, D = self.heads, self.groups, self.d_head
-        together = product(x, self.qkv.weight, self.qkv.bias)
+        together = project(x, self.qkv.weight, self.qkv.bias)
         if self.rotary is None and self.d_value == D:
             q, k, v = together.view(B, N, H + 2 * G, D).split((H, G, G), 2)
             return q, k, v
@@ -152,18 +152,18 @@ class MultiHeadAttention(nn.Module):
     def _query(self, x: Tensor, shared: Shared) -> Tensor:
         if shared.query_position is not None:
             x = x + shared.query_position
-        q = product(x, self.qkv.weight, self.qkv.bias, rows=(0, self.widths[0]))
+        q = project(x, self.qkv.weight, self.qkv.bias, rows=(0, self.widths[0]))
         q = q.unflatten(-1, (self.heads, self.d_head))
         return q if self.query_norm is None else self.query_norm(q)
 
     def _key_value(self, source: Tensor, shared: Shared) -> tuple[Tensor, Tensor]:
         holder, first = (self.qkv, self.widths[0]) if self.source is None else (self.source, 0)
-        middle, last = first + self.widths[1], holder.weight.shape[0]
+        middle, last = first + self.widths[1], first + sum(self.widths[1:])
         if shared.key_position is None:
-            k, v = product(source, holder.weight, holder.bias, rows=(first, last)).split(self.widths[1:], -1)
+            k, v = project(source, holder.weight, holder.bias, rows=(first, last)).split(self.widths[1:], -1)
         else:
-            k = product(source + shared.key_position, holder.weight, holder.bias, rows=(first, middle))
-            v = product(source, holder.weight, holder.bias, rows=(middle, last))
+            k = project(source + shared.key_position, holder.weight, holder.bias, rows=(first, middle))
+            v = project(source, holder.weight, holder.bias, rows=(middle, last))
         k, v = k.unflatten(-1, (self.groups, self.d_head)), v.unflatten(-1, (self.groups, self.d_value))
         return k if self.key_norm is None else self.key_norm(k), v
 
@@ -181,7 +181,7 @@ class MultiHeadAttention(nn.Module):
         rows = x.view(len(k), -1, x.shape[-1])
         q = self._query(rows, shared).transpose(1, 2)
         out = shared.attend(self.attend)(q, k, v)
-        return product(out.transpose(1, 2).flatten(2), self.output.weight, self.output.bias).view(x.shape)
+        return project(out.transpose(1, 2).flatten(2), self.output.weight, self.output.bias).view(x.shape)
 
     def cache(self) -> Cache:
         """An empty cache that suits the description: where it looks back so far and no farther, no more is held."""

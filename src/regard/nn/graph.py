@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from regard.attention import Attention
-from regard.engines.product import product
+from regard.engines.packed_linear import project
 from regard.nn.attention import linear
 from regard.nn.shared import Shared
 from regard.scores import Additive
@@ -42,8 +42,8 @@ class GraphAttention(nn.Module):
     def forward(self, x: Tensor, *, mask: Any = None, shared: Shared | None = None, cache: None = None) -> Tensor:
         """x (B, N, d_model) to the same; `shared` stands for the mask in a stack."""
         shared = Shared(mask) if shared is None else shared
-        together = product(x, self.qkv.weight, self.qkv.bias).unflatten(-1, (3, self.heads, -1))
+        together = project(x, self.qkv.weight, self.qkv.bias).unflatten(-1, (3, self.heads, -1))
         q, k, v = together.permute(2, 0, 3, 1, 4)  # (B, H, N, D)
         attend = Attention(Additive(self.weight), dropout=self.dropout if self.training else 0.0)
         out = shared.attend(attend)(q, k, v)
-        return product(out.transpose(1, 2).flatten(2), self.output.weight, self.output.bias)
+        return project(out.transpose(1, 2).flatten(2), self.output.weight, self.output.bias)

@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from regard.engines.packed_linear import PackedWeight
+
 ROWS = 512  # tokens whose logits are held at a time
 IGNORED = -100  # target of tokens that are left out, as in torch
 
@@ -42,6 +44,8 @@ def token_loss(
             "expected hidden (N, width), weight (vocabulary, width) and targets (N,), but came "
             f"{tuple(hidden.shape)}, {tuple(weight.shape)} and {tuple(targets.shape)}; flatten batches first"
         )
+    if isinstance(weight, PackedWeight):
+        weight = weight.clone()
     if not torch.compiler.is_compiling():
         if bool((ignored := targets == IGNORED).any()):
             hidden, targets = hidden[~ignored], targets[~ignored]

@@ -3,13 +3,12 @@
 from regard.engines.native.binding import about, library, missing
 from regard.engines.native.engine import ENGINE, gradients, why_not, why_rather_not
 from regard.engines.native.looking import pooled, statistics, takes_rows, weights
-from regard.engines.native.products import lay_out, linear_backward, linear_forward, multiply, panel_rows
+from regard.engines.native.products import linear_backward, linear_forward, multiply, panel_rows
 
 __all__ = [
     "ENGINE",
     "about",
     "gradients",
-    "lay_out",
     "library",
     "linear_backward",
     "linear_forward",

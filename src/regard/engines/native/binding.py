@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-INTERFACE = 7  # of csrc/regard.h
+INTERFACE = 8  # of csrc/regard.h
 DTYPES = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3}
 _ERRORS = {
     -1: (MemoryError, "the native engine found no memory to work in; fewer threads or shorter sequences need less"),
@@ -26,8 +26,7 @@ GRADIENT = struct.Struct("@" + 14 * TENSOR)
 STATISTICS = struct.Struct("@" + 4 * TENSOR + "q2P" + TENSOR + "2Pq")
 COLUMNS = struct.Struct("@" + TENSOR + "Pq")
 POOL = struct.Struct("@" + TENSOR + "2q")
-PRODUCT = struct.Struct("@6q5P2i")
-STALE = -4
+PRODUCT = struct.Struct("@5q4P2i")
 LINEAR = struct.Struct("@6q4i" + 3 * TENSOR)
 LINEAR_RESULT = struct.Struct("@" + 2 * TENSOR)
 LINEAR_GRADIENT = struct.Struct("@" + 6 * TENSOR)
@@ -59,7 +58,6 @@ def library() -> ctypes.CDLL | str:
         getattr(found, name).argtypes = [ctypes.c_char_p, ctypes.c_char_p]
     long, pointer = ctypes.c_int64, ctypes.c_void_p
     found.regard_packed_size.restype, found.regard_packed_size.argtypes = long, [long, long]
-    found.regard_pack_weight.argtypes = [pointer, long, long, long, pointer]
     found.regard_multiply.argtypes = [ctypes.c_char_p]
     found.regard_prefer_large_pages.restype, found.regard_prefer_large_pages.argtypes = None, [pointer, long]
     return found

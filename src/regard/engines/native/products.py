@@ -14,9 +14,7 @@ from regard.engines.native.binding import (
     LINEAR_GRADIENT,
     LINEAR_RESULT,
     PRODUCT,
-    STALE,
     call,
-    error,
     fresh,
     library,
     place,
@@ -52,35 +50,16 @@ def linear_backward(
 
 @cache
 def panel_rows() -> int:
-    """How many rows of a weight lie side by side: parts of a weight begin at multiples of it."""
+    """Return how many rows of a weight a panel of the packed form holds."""
     found = library()
     return 1 if isinstance(found, str) else found.regard_packed_size(1, 1)
 
 
-def lay_out(weight: Tensor) -> Tensor:
-    """A float32 weight (N, K) as `multiply` reads it."""
-    found, (N, K) = library(), weight.shape
-    assert not isinstance(found, str)
-    if (size := found.regard_packed_size(N, K)) < 0:
-        raise error(size)
-    numbers = torch.empty(size)
-    call("regard_pack_weight", weight.data_ptr(), weight.stride(0), N, K, numbers.data_ptr())
-    return numbers
-
-
-def multiply(x: Tensor, weight: Tensor, laid: Tensor, bias: Tensor | None, out: Tensor, first: int) -> bool:
-    """out (..., N) = x (M, K) times the rows of a weight from `first` on, plus the bias of these rows.
-
-    False, and nothing computed, where the weight is no longer what was laid out.
-    """
+def multiply(x: Tensor, panels: Tensor, bias: Tensor | None, out: Tensor, first: int) -> None:
+    """out (..., N) = x (M, K) times the rows of a packed weight from `first` on, where a panel begins, plus bias."""
     (M, K), N = x.shape, out.shape[-1]
     given = PRODUCT.pack(
-        M, N, K, x.stride(0) if M > 1 else K, weight.stride(0), N, x.data_ptr(),
-        weight.data_ptr() + 4 * first * weight.stride(0), laid.data_ptr() + 4 * first * K,
+        M, N, K, x.stride(0) if M > 1 else K, N, x.data_ptr(), panels.data_ptr() + 4 * first * K,
         0 if bias is None else bias.data_ptr() + 4 * first, out.data_ptr(), torch.get_num_threads(), 0,
     )  # fmt: skip
-    found = library()
-    assert not isinstance(found, str)
-    if (status := found.regard_multiply(given)) not in (0, STALE):
-        raise error(status)
-    return status == 0
+    call("regard_multiply", given)

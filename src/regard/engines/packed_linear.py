@@ -1,0 +1,252 @@
+"""x Wᵀ + b with a packed weight: a weight re-laid once for the GEMM kernel."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd import forward_ad
+from torch.utils._pytree import tree_leaves, tree_map
+
+from regard.engines import native
+
+PADDING = 1.1  # rows of the packed form per row of the weight, at most
+_aten = torch.ops.aten
+_SAME = (_aten.detach.default, _aten.alias.default)
+# Methods that hand out or replace memory, which a packed weight does not have in its own layout.
+_MEMORY = {
+    Tensor.data.__set__, Tensor.data_ptr, Tensor.numpy, Tensor.__array__, Tensor.tolist, Tensor.storage,  # type: ignore[attr-defined]
+    Tensor.share_memory_, Tensor.__dlpack__,
+}  # fmt: skip
+
+
+class PackedWeight(Tensor):
+    """A float32 weight (N, K) in the layout of the GEMM kernel, read-only.
+
+    It has shape, dtype and `requires_grad` of the weight. Without gradients, `F.linear` multiplies by it as it is and
+    `F.embedding` looks rows up in it; every other call reads a copy in the plain layout, which `clone()` returns, so
+    that all derivatives are those of the plain weight. A write, or a view that could be written to, raises.
+
+    >>> import torch
+    >>> from regard.engines.packed_linear import PackedWeight
+    >>> weight = torch.randn(64, 8)
+    >>> packed = PackedWeight.pack(weight)
+    >>> torch.equal(packed.clone(), weight)
+    True
+    >>> torch.nn.functional.linear(torch.randn(3, 8), packed).shape
+    torch.Size([3, 64])
+    """
+
+    panels: Tensor  # (panels, K, rows of a panel)
+    rows: int  # N; the last panel is filled up with zeros
+
+    @staticmethod
+    def __new__(cls, panels: Tensor, rows: int, requires_grad: bool = False) -> PackedWeight:
+        made: PackedWeight = Tensor._make_wrapper_subclass(
+            cls, (rows, panels.shape[1]), dtype=panels.dtype, device=panels.device, requires_grad=requires_grad
+        )
+        made.panels, made.rows = panels, rows
+        return made
+
+    @staticmethod
+    def pack(weight: Tensor) -> PackedWeight:
+        """Pack a weight (N, K), bit for bit."""
+        side, (N, K) = native.panel_rows(), weight.shape
+        with torch.no_grad():
+            panels = F.pad(weight, (0, 0, 0, -N % side)).view(-1, side, K).transpose(1, 2)
+            return PackedWeight(_copied(panels), N, weight.requires_grad)
+
+    def unpack(self) -> Tensor:
+        """Return the weight (N, K) in the plain layout, bit for bit; `clone()` is the same with derivatives."""
+        plain = _copied(self.panels.transpose(1, 2)).flatten(0, 1)
+        return plain if len(plain) == self.rows else plain[: self.rows].clone()
+
+    def __tensor_flatten__(self) -> tuple[list[str], tuple[int, bool]]:
+        return ["panels"], (self.rows, self.requires_grad)
+
+    @staticmethod
+    def __tensor_unflatten__(inner: dict[str, Tensor], context: tuple[int, bool], *_: Any) -> PackedWeight:
+        return PackedWeight(inner["panels"], *context)
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is F.linear and type(_second(args, kwargs)) is PackedWeight:
+            return _linear(*args, **kwargs)
+        if func is F.embedding and type(_second(args, kwargs)) is PackedWeight:
+            return _embedding(*args, **kwargs)
+        if func in _MEMORY:
+            _refuse(getattr(func, "__name__", str(func)))
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **kwargs)
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        own = args[0] if args else None
+        if isinstance(own, PackedWeight):
+            if func in _SAME or (func is _aten.view.default and tuple(args[1]) == tuple(own.shape)):
+                return PackedWeight(own.panels, own.rows)
+            if func is _aten._to_copy.default and _changes_type(own, kwargs):
+                _refuse("a change of dtype or device")
+        for n, argument in enumerate(func._schema.arguments):
+            given = args[n] if n < len(args) else kwargs.get(argument.name)
+            if argument.alias_info is not None and any(isinstance(each, PackedWeight) for each in tree_leaves(given)):
+                _refuse(str(func))
+        return func(*tree_map(_plain, args), **tree_map(_plain, kwargs))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> PackedWeight:
+        made = PackedWeight(self.panels.clone(), self.rows, self.requires_grad)
+        memo[id(self)] = made
+        made.__dict__.update(copy.deepcopy(_attributes(self), memo))
+        made.grad = copy.deepcopy(self.grad, memo)
+        return made
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return _rebuild, (self.unpack(), self.requires_grad, _attributes(self))
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"PackedWeight({tuple(self.shape)}, requires_grad={self.requires_grad})"
+
+
+def project(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, rows: tuple[int, int] | None = None) -> Tensor:
+    """`F.linear(x, weight, bias)`, (..., K) to (..., N); `rows = (first, last)` takes only these of weight and bias.
+
+    >>> import torch
+    >>> from regard.engines.packed_linear import project
+    >>> x, weight = torch.randn(3, 8), torch.randn(5, 8)
+    >>> project(x, weight, rows=(0, 2)).shape
+    torch.Size([3, 2])
+    """
+    if type(weight) is PackedWeight:
+        return _linear(x, weight, bias, rows)
+    if rows is not None:
+        weight, bias = weight[slice(*rows)], None if bias is None else bias[slice(*rows)]
+    return F.linear(x, weight, bias)
+
+
+def why_not(weight: Tensor) -> str:
+    """Why a weight cannot be packed, or nothing."""
+    if problem := native.missing():
+        return problem
+    if type(weight) not in (Tensor, nn.Parameter):
+        return f"it is a {type(weight).__name__}"
+    if weight.dtype != torch.float32 or not weight.is_cpu or weight.layout != torch.strided:
+        return f"it is {weight.dtype} on {weight.device}, and the kernel takes float32 on a CPU"
+    if weight.dim() != 2 or not weight.numel():
+        return f"its shape is {tuple(weight.shape)}, and the kernel takes matrices"
+    side, N = native.panel_rows(), weight.shape[0]
+    if (padded := N + -N % side) > PADDING * N:
+        return f"its {N} rows would be padded to {padded}"
+    if weight._backward_hooks or getattr(weight, "_post_accumulate_grad_hooks", None):
+        return "it has gradient hooks"
+    return ""
+
+
+def _linear(input: Tensor, weight: PackedWeight, bias: Tensor | None = None, rows: Any = None) -> Tensor:
+    if not _may_multiply(input, weight, bias):
+        return project(input, weight.clone(), bias, rows=rows)
+    first, last = rows or (0, weight.rows)
+    extra = first % native.panel_rows()  # columns of the first panel that are not wanted
+    flat = input.reshape(-1, input.shape[-1])
+    flat = flat if flat.stride(1) == 1 else flat.contiguous()
+    out = input.new_empty((*input.shape[:-1], last - first + extra))
+    native.multiply(flat, weight.panels, bias, out, first - extra)
+    return out[..., extra:] if extra else out
+
+
+def _embedding(
+    input: Tensor, weight: PackedWeight, padding_idx: Any = None, max_norm: Any = None, *rest: Any, **options: Any
+) -> Tensor:
+    if max_norm is not None:
+        _refuse("an embedding with max_norm")
+    if not (_is_eager() and _is_plain(input)) or (torch.is_grad_enabled() and weight.requires_grad):
+        return F.embedding(input, weight.clone(), padding_idx, None, *rest, **options)
+    if input.numel() and not 0 <= int(input.min()) <= int(input.max()) < weight.rows:
+        raise IndexError("index out of range in self")  # as F.embedding reports it
+    side = weight.panels.shape[2]
+    return weight.panels[input // side, :, input % side]
+
+
+def _may_multiply(x: Tensor, weight: PackedWeight, bias: Tensor | None) -> bool:
+    """Whether the kernel can compute this call, and no derivative of it is asked for."""
+    if not _is_eager() or torch._C._is_any_autocast_enabled():
+        return False
+    if not _is_plain(x) or x.dtype != torch.float32 or x.shape[-1:] != weight.panels.shape[1:2]:
+        return False
+    if bias is not None and not (
+        _is_plain(bias) and bias.dtype == torch.float32 and bias.shape == (weight.rows,) and bias.is_contiguous()
+    ):
+        return False
+    if not torch.is_grad_enabled():
+        return True
+    return not (x.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad))
+
+
+def _is_plain(x: Tensor) -> bool:
+    """Whether x is memory of a CPU that holds the numbers of x."""
+    return (
+        type(x) in (Tensor, nn.Parameter)
+        and x.is_cpu
+        and x.layout == torch.strided
+        and not x.is_neg()
+        and not torch._C._functorch.is_functorch_wrapped_tensor(x)
+        and (x.untyped_storage().nbytes() > 0 or not x.numel())
+    )
+
+
+def _is_eager() -> bool:
+    """Whether a call is computed here and now: not compiled, recorded, transformed or differentiated forward."""
+    if torch.jit.is_tracing() or torch.compiler.is_exporting():
+        raise RuntimeError("a frozen model cannot be exported or traced: call rg.nn.thaw(model) first")
+    return not (
+        torch.compiler.is_compiling()
+        or torch._C._len_torch_dispatch_stack()
+        or torch._C._functorch.peek_interpreter_stack() is not None
+        or forward_ad._current_level >= 0
+    )
+
+
+def _refuse(what: str) -> NoReturn:
+    raise RuntimeError(
+        f"a packed weight is read-only, and {what} would write to it or return a view of it; call rg.nn.thaw(model) "
+        "first, or read a copy, weight.clone()"
+    )
+
+
+def _second(args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    return args[1] if len(args) > 1 else kwargs.get("weight")
+
+
+def _copied(x: Tensor) -> Tensor:
+    return x.clone(memory_format=torch.contiguous_format)  # contiguous() of panels of one column is no copy
+
+
+def _plain(value: Any) -> Any:
+    return value.unpack() if isinstance(value, PackedWeight) else value
+
+
+def _changes_type(weight: PackedWeight, wanted: dict[str, Any]) -> bool:
+    dtype, device = wanted.get("dtype"), wanted.get("device")
+    return dtype not in (None, weight.dtype) or (device is not None and torch.device(device).type != "cpu")
+
+
+def _attributes(weight: PackedWeight) -> dict[str, Any]:
+    """What was set on the parameter, such as `_is_param`."""
+    return {name: value for name, value in weight.__dict__.items() if name not in ("panels", "rows")}
+
+
+def _rebuild(plain: Tensor, requires_grad: bool, attributes: dict[str, Any]) -> Tensor:
+    """A pickled weight, packed for the kernels of this machine if it has them."""
+    weight: Tensor = nn.Parameter(plain, requires_grad)
+    weight = weight if why_not(weight) else PackedWeight.pack(weight)
+    weight.__dict__.update(attributes)
+    return weight
