@@ -176,13 +176,13 @@ class Attention(Description):
                 query.shape, key.shape, value.shape, query.dtype, key.dtype, value.dtype,
                 query.is_cpu or query.device, key.is_cpu or key.device, value.is_cpu or value.device, engine, lse,
                 torch.is_grad_enabled() and tuple([tensor.requires_grad for tensor in (query, key, value, *own)]),
-                tuple([(tensor.shape, tensor.dtype, tensor.device) for tensor in own]), self.training,
+                own and tuple([(tensor.shape, tensor.dtype, tensor.device) for tensor in own]), self.training,
                 torch._C._functorch.peek_interpreter_stack() is None,
             )  # fmt: skip
             plan = plans.get(asked)
         except (AttributeError, TypeError):  # not tensors: the check says so better
             plan = None
-        if plan is None or any(was is not now for was, now in zip(plan[0].tensors, own, strict=True)):
+        if plan is None or (own and any(was is not now for was, now in zip(plan[0].tensors, own, strict=True))):
             problem = self._problem(query, key, value, lse)
             plan = problem, select(problem, engine)
             if len(plans) >= PLANS:

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.utils.parametrize import is_parametrized
 
-_MODULE_STATE = dict(
-    nn.Module().__dict__
-)  # copied rather than made by nn.Module.__init__, which torch.compile cannot trace
+# The state of an empty module, which __new__ makes because torch.compile cannot trace nn.Module.__init__.
+_CONSTANTS = {name: value for name, value in nn.Module().__dict__.items() if not isinstance(value, dict | set)}
+_CONTAINERS = {name: type(value) for name, value in nn.Module().__dict__.items() if isinstance(value, dict | set)}
 Part = TypeVar("Part")
 
 
@@ -54,8 +54,10 @@ class Description(nn.Module):
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         self = super().__new__(cls)
-        for name, value in _MODULE_STATE.items():
-            object.__setattr__(self, name, value.copy() if isinstance(value, dict | set) else value)
+        for name, value in _CONSTANTS.items():
+            object.__setattr__(self, name, value)
+        for name, kind in _CONTAINERS.items():
+            object.__setattr__(self, name, kind())
         return self
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -69,12 +71,12 @@ class Description(nn.Module):
         elif name in self._parameters or name in self._buffers:
             super().__setattr__(name, value)  # torch replaces a tensor, as load_state_dict(assign=True) does
         else:
-            self._set(name, value)
+            self._register(name, value)
 
     def tensors(self) -> tuple[Tensor, ...]:
         """The floating-point tensors of the description, in the order of its fields; each may require grad."""
         found: list[Tensor] = []
-        for name in self.__dataclass_fields__:
+        for name in self.__dataclass_fields__ if _holds_tensors(self) else ():
             value = getattr(self, name)
             for one in value if isinstance(value, tuple) else (value,):
                 if isinstance(one, Description):
@@ -84,26 +86,27 @@ class Description(nn.Module):
         return tuple(found)
 
     def _set(self, name: str, value: Any) -> None:
-        """Set a field, also one that was set before."""
+        """Set a field that may be set already."""
         for held in (self.__dict__, self._parameters, self._buffers, self._modules):
             held.pop(name, None)
-        if isinstance(value, nn.Parameter):
-            self._parameters[name] = value
-        elif isinstance(value, Tensor):
-            self._buffers[name] = value
-        if isinstance(value, Tensor):
-            if getattr(self, name) is not value:
-                raise TypeError(
-                    f"{type(self).__name__}.{name}: give its default as a plain value, not by field(default=...)"
-                )
-        else:
+        self._register(name, value)
+
+    def _register(self, name: str, value: Any) -> None:
+        if not isinstance(value, Tensor):
             object.__setattr__(self, name, value)
             if isinstance(value, nn.Module):
                 self._modules[name] = value
             elif isinstance(value, tuple):
-                for n, one in enumerate(value):
-                    if isinstance(one, Description):
-                        self._modules[str(n)] = one
+                self._modules |= {str(n): one for n, one in enumerate(value) if isinstance(one, Description)}
+            return
+        if isinstance(value, nn.Parameter):
+            self._parameters[name] = value
+        else:
+            self._buffers[name] = value
+        if getattr(self, name) is not value:
+            raise TypeError(
+                f"{type(self).__name__}.{name}: give its default as a plain value, not by field(default=...)"
+            )
 
 
 def snapshot(part: Part) -> Part:
@@ -112,7 +115,7 @@ def snapshot(part: Part) -> Part:
     A backward pass reads it after `functional_call` has put other tensors back.
     """
     if isinstance(part, Description):
-        if not any(True for _ in part.parameters()) and not any(True for _ in part.buffers()):
+        if not _holds_tensors(part):
             return part
         fields = {name: snapshot(getattr(part, name)) for name in part.__dataclass_fields__}
         kind = type(part).__mro__[1] if is_parametrized(part) else type(part)  # torch derives a class to parametrize
@@ -123,6 +126,11 @@ def snapshot(part: Part) -> Part:
         tensors = dict(part.named_parameters()) | dict(part.named_buffers())
         return partial(_call_with, part, tensors) if tensors else part  # type: ignore[return-value]
     return part
+
+
+def _holds_tensors(module: nn.Module) -> bool:
+    inside = module._modules.values()
+    return bool(module._parameters or module._buffers) or any(_holds_tensors(one) for one in inside if one is not None)
 
 
 def _call_with(module: nn.Module, tensors: dict[str, Tensor], *arguments: Tensor) -> Any:
