@@ -128,6 +128,10 @@ class Speak(Task):
             return None
         return torch.tensor(encoded.ids)
 
+    @property
+    def smooths(self) -> bool:
+        return False
+
     def loss(self, model: nn.Module, batch: Batch, smoothing: float) -> Tensor:
         assert isinstance(model, Speaker)
         letters, letters_mask, frames = batch.inputs
