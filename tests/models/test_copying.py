@@ -10,10 +10,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import regard as rg
+import regard.view
 from regard.models import PointerTransformer, Transformer, TransformerConfig
 from regard.models.copying import Copying
 from regard.nn import Beam
-from regard.view import capture
 
 CONFIG = TransformerConfig(vocabulary=29, width=32, layers=2, heads=4, hidden=48)
 
@@ -144,7 +144,7 @@ def test_coverage_is_the_sum_of_cross_attention_over_the_target(kind: type[Trans
 
     model = model_of(kind=kind)
     (source,), (target,) = batch([7], [4])
-    with capture(model) as record:
+    with rg.view.capture(model) as record:
         model(source[None], target[None])
     across = [seen.weights() for seen in record.attentions if seen.kind == "cross"]
     want = torch.stack(across).sum(2).mean((0, 1))
@@ -179,3 +179,10 @@ def test_a_window_holds_wherever_a_sequence_begins() -> None:
         real = torch.ones(1, len(one), dtype=torch.bool)
         torch.testing.assert_close(model.encode(front, F.pad(real, (3, 0)))[0, 3:], want, atol=1e-5, rtol=1e-5)
         torch.testing.assert_close(model.encode(behind, F.pad(real, (0, 3)))[0, :-3], want, atol=1e-5, rtol=1e-5)
+
+
+def test_a_model_in_float64_says_its_log_probabilities_in_float64() -> None:
+    model = model_of(kind=PointerTransformer).double()
+    said = model(torch.tensor([[5, 6, 7]]), torch.tensor([[1, 8]]))
+    assert said.dtype == torch.float64
+    torch.testing.assert_close(said.exp().sum(-1), torch.ones(1, 2, dtype=torch.float64), rtol=0, atol=1e-14)

@@ -261,3 +261,12 @@ def test_matching_says_which_extra_it_needs(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setitem(sys.modules, "scipy.optimize", None)
     with pytest.raises(ImportError, match=r"pip install 'regard\[detect\]'"):
         SetLoss().matched(torch.randn(1, 4, 5), torch.rand(1, 4, 4), objects_of(2))
+
+
+def test_queries_with_anchors_are_computed_in_bfloat16() -> None:
+    model = model_of(replace(CONFIG, anchors=True, backbone=replace(BACKBONE, norm="group")))
+    image = torch.randn(1, 3, 32, 32)
+    expected, _ = model(image)
+    found, _ = model.bfloat16()(image.bfloat16())
+    assert found.dtype == torch.bfloat16
+    assert (found.float() - expected).abs().max() < 0.1 * expected.abs().max()

@@ -119,7 +119,7 @@ class Detr(nn.Module):
         encoded = self.encoder(x, shared=Shared(keys, query_position=place, key_position=place))
         query = self.queries.weight
         if self.points is not None:  # rows first, as `near_positions` has it
-            query = query + _waves(self.points.sigmoid().flip(-1), self.config.width).flatten(-2)
+            query = query + _waves(self.points.sigmoid().flip(-1), self.config.width).flatten(-2).to(query.dtype)
         query = query.expand(len(x), -1, -1)
         among = Shared(query_position=query, key_position=query)
         across = Shared(keys, query_position=query, key_position=place)
