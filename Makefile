@@ -10,7 +10,7 @@ DATA    ?= ../shared/data
 MINUTES ?= 30
 SEED    ?= $(shell date +%s)
 
-.PHONY: demo test coverage lint format docs sanitize mutants fuzz bench bench-quick results findings clean
+.PHONY: demo test coverage lint format docs sanitize mutants fuzz differential bench bench-quick results findings clean
 
 demo: $(READY)
 	$(BIN)/python examples/demo.py
@@ -49,6 +49,10 @@ mutants: $(READY)
 # Random calls for MINUTES from SEED, on plain and sanitized kernels, compared with the reference: docs/fuzzing.md.
 fuzz: $(READY)
 	$(BIN)/python -m tests.fuzz --minutes $(MINUTES) --seed $(SEED)
+
+# Random modules and models for MINUTES from SEED, run in many ways, compared with one plain path in float64.
+differential: $(READY)
+	$(BIN)/python -m tools.differential --minutes $(MINUTES) --seed $(SEED)
 
 # Speed lives here and in no test: ratios to peers, measured side by side, written to docs/benchmarks.md.
 bench: $(BENCH)
