@@ -73,6 +73,47 @@ const Kernels& choose() {
 
 const Kernels& chosen = choose();
 
+int check_presence(const regard_tensor& t) {
+  if (t.present != 0 && t.present != 1) return REGARD_BAD_ARGUMENT;
+  if (t.present && !t.data) return REGARD_NO_DATA;
+  return !t.present && t.data ? REGARD_BAD_ARGUMENT : REGARD_OK;
+}
+
+// The first complaint about any of these tensors, none of which is empty.
+template <class... Tensors>
+int check_presence(const regard_tensor& first, const Tensors&... others) {
+  const int status = check_presence(first);
+  return status != REGARD_OK ? status : check_presence(others...);
+}
+
+int check_presence(int32_t flag, const void* data) {
+  if (flag != 0 && flag != 1) return REGARD_BAD_ARGUMENT;
+  if (flag && !data) return REGARD_NO_DATA;
+  return !flag && data ? REGARD_BAD_ARGUMENT : REGARD_OK;
+}
+
+int check_mask(const regard_dot& p) {
+  if (p.mask < REGARD_NO_MASK || p.mask > REGARD_TILES) return REGARD_BAD_ARGUMENT;
+  const bool intervals = p.mask == REGARD_INTERVALS, tiles = p.mask == REGARD_TILES;
+  if (const int status = check_presence(intervals, p.intervals.start)) return status;
+  if (const int status = check_presence(intervals, p.intervals.stop)) return status;
+  return check_presence(tiles, p.tiles.pointer);
+}
+
+// What is empty need not have memory.
+int check_inputs(const regard_dot& p) {
+  if (!p.B || !p.H || !p.Q) return REGARD_OK;
+  int status = check_presence(p.row_table);
+  if (status == REGARD_OK) status = check_presence(p.has_sink, p.sink);
+  if (status == REGARD_OK) status = check_mask(p);
+  if (status != REGARD_OK || !p.K) return status;
+  if ((p.D && !(p.q.present && p.k.present)) || (p.E && !p.v.present)) return REGARD_BAD_ARGUMENT;
+  status = check_presence(p.diagonal, p.bias);
+  if (status == REGARD_OK && p.D) status = check_presence(p.q, p.k, p.weight);
+  if (status == REGARD_OK && p.E) status = check_presence(p.v);
+  return status;
+}
+
 // Sizes whose products could not be addressed are refused here, so that the kernels need not check them again.
 int check(const regard_dot& p) {
   const int64_t sizes[] = {p.B, p.H, p.G, p.Q, p.K, p.D, p.E};
@@ -88,10 +129,8 @@ int check(const regard_dot& p) {
   if (p.radius < 0) return REGARD_BAD_ARGUMENT;
   if (p.radius > largest || __builtin_mul_overflow(rows, 16 * (p.radius + 1), &cells)) return REGARD_TOO_LARGE;
   if (p.G == 0 ? p.H != 0 : p.H % p.G != 0) return REGARD_BAD_ARGUMENT;
-  const bool looks = p.B && p.H && p.Q && p.K;
-  if (looks && ((p.D && (!p.q.data || !p.k.data)) || (p.E && !p.v.data))) return REGARD_BAD_ARGUMENT;
+  if (const int status = check_inputs(p)) return status;
   if (p.dtype < REGARD_FLOAT32 || p.dtype > REGARD_FLOAT16 || p.threads < 1) return REGARD_BAD_ARGUMENT;
-  if (p.intervals.start && (!p.intervals.stop || p.tiles.pointer)) return REGARD_BAD_ARGUMENT;
   if (p.diagonal.data && p.diagonal.stride[3] != 1) return REGARD_BAD_ARGUMENT;
   if (p.row_table.data && (p.row_table.stride[3] != 1 || !p.offset)) return REGARD_BAD_ARGUMENT;
   if (p.bias.data && (p.bias_dtype < REGARD_FLOAT32 || p.bias_dtype > REGARD_FLOAT16)) return REGARD_BAD_ARGUMENT;
@@ -180,7 +219,9 @@ int regard_dot_forward(const regard_dot* problem, const regard_dot_result* resul
   const int status = regard::check(*problem);
   if (status != REGARD_OK) return status;
   if (problem->B == 0 || problem->H == 0 || problem->Q == 0) return REGARD_OK;
-  if (problem->E && !result->out.data) return REGARD_BAD_ARGUMENT;
+  if (problem->E && !result->out.present) return REGARD_BAD_ARGUMENT;
+  if (const int absent = regard::check_presence(result->lse, result->out_table)) return absent;
+  if (const int absent = problem->E ? regard::check_presence(result->out) : REGARD_OK) return absent;
   if (result->out_table.data && (!problem->offset || result->out_table.stride[3] != 1)) return REGARD_BAD_ARGUMENT;
   return regard::chosen.dot_forward(regard::as_the_kernels_take_it(*problem), *result);
 }
@@ -192,9 +233,18 @@ int regard_dot_backward(const regard_dot* problem, const regard_dot_gradient* gr
   if (problem->B == 0 || problem->H == 0) return REGARD_OK;
   const regard_dot_gradient& g = *gradient;
   const bool rows = problem->Q != 0, keys = problem->K != 0;
-  if (rows && (!g.lse.data || (problem->D && !g.d_q.data))) return REGARD_BAD_ARGUMENT;
-  if (rows && problem->E && (!g.out.data || !g.d_out.data)) return REGARD_BAD_ARGUMENT;
-  if (keys && ((problem->D && !g.d_k.data) || (problem->E && !g.d_v.data))) return REGARD_BAD_ARGUMENT;
+  if (rows && (!g.lse.present || (problem->D && !g.d_q.present))) return REGARD_BAD_ARGUMENT;
+  if (rows && problem->E && !(g.out.present && g.d_out.present)) return REGARD_BAD_ARGUMENT;
+  if (keys && ((problem->D && !g.d_k.present) || (problem->E && !g.d_v.present))) return REGARD_BAD_ARGUMENT;
+  int absent = REGARD_OK;
+  if (rows) absent = regard::check_presence(g.lse, g.out_table, g.d_lse, g.d_out_table, g.d_row_table, g.delta);
+  if (rows && problem->E && absent == REGARD_OK) absent = regard::check_presence(g.out, g.d_out);
+  if (rows && problem->D && absent == REGARD_OK) absent = regard::check_presence(g.d_q);
+  if (keys && problem->D && absent == REGARD_OK) absent = regard::check_presence(g.d_k);
+  if (keys && problem->E && absent == REGARD_OK) absent = regard::check_presence(g.d_v);
+  if (rows && keys && absent == REGARD_OK) absent = regard::check_presence(g.d_diagonal, g.d_bias);
+  if (problem->D && absent == REGARD_OK) absent = regard::check_presence(g.d_weight);
+  if (absent != REGARD_OK) return absent;
   if (g.d_out_table.data && (!problem->offset || !g.out_table.data || g.d_out_table.stride[3] != 1))
     return REGARD_BAD_ARGUMENT;
   if ((g.d_diagonal.data && !problem->diagonal.data) || (g.d_row_table.data && !problem->row_table.data))
@@ -208,8 +258,9 @@ int regard_dot_look(const regard_dot* problem, const regard_dot_statistics* stat
   if (status != REGARD_OK) return status;
   const regard_dot_statistics& s = *statistics;
   if (problem->B == 0 || problem->H == 0 || problem->Q == 0) return REGARD_OK;
-  if (!problem->offset || !s.lse.data || !s.entropy.data || !s.max_logit.data || !s.distance.data)
+  if (!problem->offset || !(s.lse.present && s.entropy.present && s.max_logit.present && s.distance.present))
     return REGARD_BAD_ARGUMENT;
+  if (const int absent = regard::check_presence(s.lse, s.entropy, s.max_logit, s.distance, s.mass)) return absent;
   int64_t kept = 0;
   if (__builtin_mul_overflow(problem->B * problem->H * problem->Q, s.top, &kept)) return REGARD_TOO_LARGE;
   if (problem->E != 0 || s.top < 0 || (s.top > 0 && (!s.top_keys || !s.top_weights))) return REGARD_BAD_ARGUMENT;
@@ -232,6 +283,7 @@ int regard_multiply(const regard_product* problem) {
   const int64_t size = regard_packed_size(p.N, p.K);
   if (size < 0) return int(size);
   if (p.M == 0 || p.N == 0) return REGARD_OK;
+  if (const int absent = regard::check_presence(p.has_bias, p.bias)) return absent;
   if (!p.out || (size && (!p.x || !p.packed))) return REGARD_BAD_ARGUMENT;
   if (p.threads > regard::most_threads) p.threads = regard::most_threads;
   const double useful = 1 + double(p.M) * double(p.N) * double(p.K) / 1e6;
@@ -244,7 +296,8 @@ int regard_dot_weights(const regard_dot* problem, const regard_dot_columns* colu
   const int status = regard::check(*problem);
   if (status != REGARD_OK) return status;
   if (problem->B == 0 || problem->H == 0 || problem->Q == 0 || columns->count == 0) return REGARD_OK;
-  if (problem->E != 0 || !columns->out.data || columns->out.stride[3] != 1) return REGARD_BAD_ARGUMENT;
+  if (problem->E != 0 || !columns->out.present || columns->out.stride[3] != 1) return REGARD_BAD_ARGUMENT;
+  if (const int absent = regard::check_presence(columns->out)) return absent;
   if (!regard::are_runs(columns->columns, nullptr, columns->count, problem->K)) return REGARD_BAD_ARGUMENT;
   return regard::chosen.dot_weights(regard::as_the_kernels_take_it(*problem), *columns);
 }
@@ -254,25 +307,35 @@ int regard_dot_map(const regard_dot* problem, const regard_dot_pool* pool) {
   const int status = regard::check(*problem);
   if (status != REGARD_OK) return status;
   if (problem->B == 0 || problem->H == 0) return REGARD_OK;
-  if (pool->rows < 1 || pool->columns < 1 || !pool->out.data || pool->out.stride[3] != 1) return REGARD_BAD_ARGUMENT;
+  if (pool->rows < 1 || pool->columns < 1 || !pool->out.present || pool->out.stride[3] != 1) return REGARD_BAD_ARGUMENT;
+  if (const int absent = regard::check_presence(pool->out)) return absent;
   if (problem->E != 0 || problem->Q == 0 || problem->K == 0) return REGARD_BAD_ARGUMENT;
   if (pool->rows > INT32_MAX || pool->columns > INT32_MAX) return REGARD_TOO_LARGE;
   return regard::chosen.dot_map(regard::as_the_kernels_take_it(*problem), *pool);
 }
 
 int regard_linear_forward(const regard_linear* problem, const regard_linear_result* result) {
-  if (!problem || !result || !result->out.data || !result->norm.data) return REGARD_BAD_ARGUMENT;
+  if (!problem || !result || !result->out.present || !result->norm.present) return REGARD_BAD_ARGUMENT;
   const int status = regard::check(*problem);
   if (status != REGARD_OK) return status;
   if (problem->B == 0 || problem->H == 0 || problem->N == 0) return REGARD_OK;
+  if (const int absent = regard::check_presence(result->norm)) return absent;
+  if (const int absent = problem->E ? regard::check_presence(result->out) : REGARD_OK) return absent;
   return regard::chosen.linear_forward(regard::as_the_kernels_take_it(*problem), *result);
 }
 
 int regard_linear_backward(const regard_linear* problem, const regard_linear_gradient* gradient) {
-  if (!problem || !gradient || !gradient->norm.data) return REGARD_BAD_ARGUMENT;
+  if (!problem || !gradient) return REGARD_BAD_ARGUMENT;
   const int status = regard::check(*problem);
   if (status != REGARD_OK) return status;
   if (problem->B == 0 || problem->H == 0 || problem->N == 0) return REGARD_OK;
+  const regard_linear_gradient& g = *gradient;
+  if (!(g.out.present && g.norm.present && g.d_out.present && g.d_q.present && g.d_k.present && g.d_v.present))
+    return REGARD_BAD_ARGUMENT;
+  int absent = regard::check_presence(g.norm);
+  if (problem->E && absent == REGARD_OK) absent = regard::check_presence(g.out, g.d_out, g.d_v);
+  if (problem->M && absent == REGARD_OK) absent = regard::check_presence(g.d_q, g.d_k);
+  if (absent != REGARD_OK) return absent;
   return regard::chosen.linear_backward(regard::as_the_kernels_take_it(*problem), *gradient);
 }
 

@@ -16,8 +16,9 @@
 extern "C" {
 #endif
 
-// Changes whenever a structure or a signature below does; the caller compares it before anything else.
-enum { REGARD_INTERFACE = 8 };
+// Changes whenever the meaning of a structure or a signature below does; the caller compares it before anything else.
+// The layout of the structures is not a matter of this number: regard_layout describes it, and the caller reads that.
+enum { REGARD_INTERFACE = 9 };
 
 enum { REGARD_FLOAT32 = 0, REGARD_FLOAT64 = 1, REGARD_BFLOAT16 = 2, REGARD_FLOAT16 = 3 };
 
@@ -26,16 +27,21 @@ enum {
   REGARD_NO_MEMORY = -1,
   REGARD_BAD_ARGUMENT = -2,
   REGARD_TOO_LARGE = -3,
+  REGARD_NO_DATA = -4,  // a tensor is present, but has no memory
 };
 
+// Whether a tensor is there is said by a flag, never by its pointer: a tensor that is present, has elements and a null
+// pointer is an error (REGARD_NO_DATA), and so is one that is absent and has a pointer. The exported functions check
+// this, so that inside the kernels data is null exactly where the tensor is absent or empty.
 typedef struct {
-  void* data;         // null where the tensor is absent
+  void* data;
   int64_t stride[4];  // elements from one (batch, head, row, column) to the next
+  int64_t present;    // 1, or 0 where the tensor is absent
 } regard_tensor;
 
 // Row (b, h, i) may attend to start <= j < stop.
 typedef struct {
-  const int32_t* start;  // null: no such mask
+  const int32_t* start;  // null unless the mask is REGARD_INTERVALS
   const int32_t* stop;
   int64_t stride[3];  // of (batch, head, query)
 } regard_intervals;
@@ -45,7 +51,7 @@ typedef struct {
 // where bits_index is negative; otherwise its tiles have 64 words each from bits + 64 * bits_index on, one word a row,
 // bit c of it saying that the row may attend to column c of the tile.
 typedef struct {
-  const int64_t* pointer;  // null: no such mask
+  const int64_t* pointer;  // null unless the mask is REGARD_TILES
   const int32_t* start;
   const int32_t* stop;
   const int64_t* bits_index;
@@ -54,6 +60,9 @@ typedef struct {
 } regard_tiles;
 
 enum { REGARD_TILE = 64 };
+
+// Which keys a row may attend to: all, or those of the intervals or of the tiles.
+enum { REGARD_NO_MASK = 0, REGARD_INTERVALS = 1, REGARD_TILES = 2 };
 
 // The features of linear attention: q and k as they are, or elu(x) + 1 of them.
 enum { REGARD_FEATURES = 0, REGARD_ELU = 1 };
@@ -65,8 +74,10 @@ enum { REGARD_FEATURES = 0, REGARD_ELU = 1 };
 //   weights = softmax over the visible keys and the sink;   out = dropout(weights) v
 typedef struct {
   int64_t B, H, G, Q, K, D, E;
-  int32_t dtype;    // of q, k, v, out and their gradients
-  int32_t threads;  // at most this many
+  int32_t dtype;     // of q, k, v, out and their gradients
+  int32_t threads;   // at most this many
+  int32_t mask;      // which of intervals and tiles there is
+  int32_t has_sink;  // 1, or 0
   double scale, softcap, temperature;
 
   regard_tensor q, k, v;
@@ -79,8 +90,8 @@ typedef struct {
   int32_t bias_dtype;
   int32_t wants_value_table;  // whether out_table is part of the result (and of the gradient)
   int64_t radius;
-  const int64_t* offset;  // (B) positions of the first query; used with row_table and out_table only
-  const void* sink;       // Real (H) or null
+  const int64_t* offset;  // (B) positions of the first query; read with row_table, out_table and statistics only
+  const void* sink;       // Real (H)
 
   uint64_t seed;               // of dropout
   uint32_t dropout_threshold;  // a weight is kept iff its hash is at least this; 0: no dropout
@@ -163,13 +174,17 @@ typedef struct {
   int64_t x_row, out_row;  // elements from one row to the next
   const float* x;
   const float* packed;
-  const float* bias;  // (N) or null
+  const float* bias;  // (N)
   float* out;
   int32_t threads;
-  int32_t reserved;
+  int32_t has_bias;  // 1, or 0
 } regard_product;
 
 REGARD_EXPORT int regard_interface(void);
+// The structures and numbers of this file as text, one to a line: "structure NAME SIZE", then for each of its fields
+// "field NAME TYPE COUNT OFFSET SIZE" (TYPE as in Python's struct module, or the name of a structure; COUNT elements),
+// and "number NAME VALUE". Callers pack by this description, so that the layout is written here alone.
+REGARD_EXPORT const char* regard_layout(void);
 // A hint that all of this memory is about to be written: large pages, where the system has them, are cheaper to begin.
 REGARD_EXPORT void regard_prefer_large_pages(void* memory, int64_t bytes);
 // The instruction set in use, and all that were compiled, separated by spaces, widest first.

@@ -17,75 +17,47 @@ import regard as rg
 from regard.engines import native
 from regard.engines.native import binding
 
-pytestmark = pytest.mark.skipif(bool(native.missing()), reason=native.missing() or "the library is there")
+if native.missing():
+    pytest.skip(native.missing(), allow_module_level=True)
 
-OK, NO_MEMORY, BAD_ARGUMENT, TOO_LARGE = 0, -1, -2, -3
+OK, NO_MEMORY, BAD_ARGUMENT, TOO_LARGE, NO_DATA = 0, -1, -2, -3, -4
 BILLION = 1 << 30
 
 
-class Place(ctypes.Structure):
-    _fields_ = (("data", ctypes.c_void_p), ("stride", ctypes.c_int64 * 4))
+def structures() -> dict[str, type]:
+    """The structures of csrc/regard.h, from the library's description of them."""
+    types: dict[str, type] = {"P": ctypes.c_void_p, "q": ctypes.c_int64, "Q": ctypes.c_uint64, "i": ctypes.c_int32,
+                              "I": ctypes.c_uint32, "d": ctypes.c_double}  # fmt: skip
+    fields: dict[str, list[tuple[str, str, int]]] = {}
+    for kind, name, *rest in map(str.split, DESCRIPTION.splitlines()):
+        if kind == "structure":
+            fields[name] = []
+        elif kind == "field":
+            fields[[*fields][-1]].append((name, rest[0], int(rest[1])))
+    for name, made in fields.items():
+        own = [(field, types[kind] * count if count > 1 else types[kind]) for field, kind, count in made]
+        types[name] = type(name, (ctypes.Structure,), {"_fields_": own})
+    return types
 
 
-class Intervals(ctypes.Structure):
-    _fields_ = (("start", ctypes.c_void_p), ("stop", ctypes.c_void_p), ("stride", ctypes.c_int64 * 3))
+def described() -> str:
+    library = ctypes.CDLL(native.about()["native"])
+    library.regard_layout.restype = ctypes.c_char_p
+    return library.regard_layout().decode()
 
 
-class Tiles(ctypes.Structure):
-    _fields_ = (*((name, ctypes.c_void_p) for name in ("pointer", "start", "stop", "bits_index", "bits")),
-                ("stride", ctypes.c_int64 * 2))  # fmt: skip
-
-
-class Problem(ctypes.Structure):
-    """`regard_dot` of csrc/regard.h."""
-
-    _fields_ = (
-        *((axis, ctypes.c_int64) for axis in "BHGQKDE"),
-        ("dtype", ctypes.c_int32), ("threads", ctypes.c_int32),
-        ("scale", ctypes.c_double), ("softcap", ctypes.c_double), ("temperature", ctypes.c_double),
-        ("q", Place), ("k", Place), ("v", Place), ("intervals", Intervals), ("tiles", Tiles),
-        ("diagonal", Place), ("row_table", Place), ("bias", Place),
-        ("bias_dtype", ctypes.c_int32), ("wants_value_table", ctypes.c_int32), ("radius", ctypes.c_int64),
-        ("offset", ctypes.c_void_p), ("sink", ctypes.c_void_p),
-        ("seed", ctypes.c_uint64), ("dropout_threshold", ctypes.c_uint32), ("reserved", ctypes.c_uint32),
-        ("dropout_scale", ctypes.c_double), ("weight", Place),
-    )  # fmt: skip
-
-
-class Result(ctypes.Structure):
-    _fields_ = (("out", Place), ("lse", Place), ("out_table", Place))
-
-
-class Gradient(ctypes.Structure):
-    _fields_ = tuple((name, Place) for name in (
-        "out", "lse", "out_table", "d_out", "d_lse", "d_out_table", "d_q", "d_k", "d_v", "d_diagonal", "d_row_table",
-        "d_bias", "delta", "d_weight"))  # fmt: skip
-
-
-class Statistics(ctypes.Structure):
-    _fields_ = (*((name, Place) for name in ("lse", "entropy", "max_logit", "distance")),
-                ("top", ctypes.c_int64), ("top_keys", ctypes.c_void_p), ("top_weights", ctypes.c_void_p),
-                ("mass", Place), ("chosen_start", ctypes.c_void_p), ("chosen_stop", ctypes.c_void_p),
-                ("chosen_count", ctypes.c_int64))  # fmt: skip
-
-
-class Columns(ctypes.Structure):
-    _fields_ = (("out", Place), ("columns", ctypes.c_void_p), ("count", ctypes.c_int64))
-
-
-class Pool(ctypes.Structure):
-    _fields_ = (("out", Place), ("rows", ctypes.c_int64), ("columns", ctypes.c_int64))
-
-
-class Product(ctypes.Structure):
-    _fields_ = (*((name, ctypes.c_int64) for name in ("M", "N", "K", "x_row", "out_row")),
-                *((name, ctypes.c_void_p) for name in ("x", "packed", "bias", "out")),
-                ("threads", ctypes.c_int32), ("reserved", ctypes.c_int32))  # fmt: skip
+DESCRIPTION = described()
+TYPES = structures()
+Place, Intervals, Tiles, Problem, Result, Gradient, Statistics, Columns, Pool, Product = (
+    TYPES[f"regard_{name}"]
+    for name in ("tensor", "intervals", "tiles", "dot", "dot_result", "dot_gradient", "dot_statistics", "dot_columns",
+                 "dot_pool", "product")
+)  # fmt: skip
 
 
 def place(array: np.ndarray) -> Place:
     strides = [step // array.itemsize for step in array.strides] + [0] * (4 - array.ndim)
-    return Place(array.ctypes.data, (ctypes.c_int64 * 4)(*strides))
+    return Place(array.ctypes.data, (ctypes.c_int64 * 4)(*strides), 1)
 
 
 def random(*shape: int, seed: int = 0) -> np.ndarray:
@@ -105,7 +77,9 @@ OFFSET = np.zeros(1, np.int64)
 
 
 def problem(**changes: object) -> Problem:
-    made = Problem(1, 2, 1, Q, K, D, 3, 1, 1, 0.5, 0.0, 1.0, place(QUERY), place(KEY), place(VALUE), dropout_scale=1.0)
+    made = Problem(
+        1, 2, 1, Q, K, D, 3, 1, 1, 0, 0, 0.5, 0.0, 1.0, place(QUERY), place(KEY), place(VALUE), dropout_scale=1.0
+    )  # fmt: skip
     for name, value in changes.items():
         setattr(made, name, value)
     return made
@@ -140,16 +114,50 @@ def looking(**changes: object) -> Problem:
     return problem(**{"E": 0, "v": Place(), "offset": OFFSET.ctypes.data, **changes})
 
 
-def test_the_structures_are_those_of_the_interface() -> None:
-    assert ctypes.sizeof(Problem) == binding.PROBLEM.size
-    assert ctypes.sizeof(Gradient) == binding.GRADIENT.size
-    assert ctypes.sizeof(Statistics) == binding.STATISTICS.size
-    assert ctypes.sizeof(Columns) == binding.COLUMNS.size
-    assert ctypes.sizeof(Pool) == binding.POOL.size
-    assert ctypes.sizeof(Product) == binding.PRODUCT.size
+def test_the_structures_are_packed_as_the_compiler_lays_them_out() -> None:
+    """ctypes lays out by the rules of C, without the offsets that the library describes."""
+    sizes = {line.split()[1]: int(line.split()[2]) for line in DESCRIPTION.splitlines() if line.startswith("structure")}
+    assert set(sizes) == set(binding.Structure.known)
+    for name, structure in binding.Structure.known.items():
+        assert ctypes.sizeof(TYPES[name]) == structure.size == sizes[name]
+        assert {field: getattr(TYPES[name], field).offset for field, _ in TYPES[name]._fields_} == structure.offsets
     assert forward(problem()) == OK
     assert call("regard_dot_backward", problem(), gradient()) == OK
     assert call("regard_dot_look", looking(), statistics()) == OK
+
+
+CHANGED = {
+    "a field under another name": ("field softcap d", "field cap d", "regard_dot has the fields"),
+    "a field that is missing": ("field temperature d 1 88 8\n", "", "regard_dot has the fields"),
+    "a field of another type": ("field threads i 1 60 4", "field threads q 1 60 4", "threads of regard_dot"),
+    "a field elsewhere": ("field threads i 1 60 4", "field threads i 1 64 4", "threads of regard_dot"),
+    "more strides": ("field stride q 4 8 32", "field stride q 5 8 40", "regard_tensor has the fields"),
+    "a structure that is missing": ("structure regard_linear ", "structure regard_other ", "regard_linear is missing"),
+    "a structure of another size": ("structure regard_tensor 48", "structure regard_tensor 56", "has 56 bytes"),
+    "a number": ("number REGARD_TILE 64", "number REGARD_TILE 128", "TILE is 128, but 64 is needed"),
+    "a number that is missing": ("number REGARD_NO_DATA -4\n", "", "NO_DATA is None, but -4 is needed"),
+}
+
+
+@pytest.mark.parametrize("name", CHANGED)
+def test_a_library_with_another_layout_is_refused(name: str) -> None:
+    was, now, reason = CHANGED[name]
+    assert was in DESCRIPTION
+    try:
+        assert reason in binding._read_layout(DESCRIPTION.replace(was, now, 1))
+    finally:
+        assert not binding._read_layout(DESCRIPTION)
+
+
+def test_a_library_with_another_layout_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(binding._NUMBERS, "TILE", 32)
+    native.library.cache_clear()
+    try:
+        assert "another layout of structures: TILE is 64, but 32 is needed; reinstall regard" in native.missing()
+    finally:
+        monkeypatch.undo()
+        native.library.cache_clear()
+    assert not native.missing()
 
 
 def test_what_looks_at_weights_refuses_columns_and_sizes_that_are_none() -> None:
@@ -185,6 +193,8 @@ def test_products_refuse_sizes_that_are_none_and_pointers_that_are_not_there() -
         wrong = Product.from_buffer_copy(given)
         setattr(wrong, name, value)
         assert library.regard_multiply(ctypes.addressof(wrong)) == BAD_ARGUMENT
+    given.has_bias = 1
+    assert library.regard_multiply(ctypes.addressof(given)) == NO_DATA
     assert library.regard_multiply(None) == BAD_ARGUMENT
 
 
@@ -199,7 +209,13 @@ WRONG = {
     "no query": {"q": Place()},
     "no key": {"k": Place()},
     "no value": {"v": Place()},
-    "an interval that does not end": {"intervals": Intervals(start=OFFSET.ctypes.data)},
+    "an interval without the flag": {"intervals": Intervals(start=OFFSET.ctypes.data, stop=OFFSET.ctypes.data)},
+    "tiles without the flag": {"tiles": Tiles(pointer=OFFSET.ctypes.data)},
+    "an unknown mask": {"mask": 3},
+    "a sink without the flag": {"sink": OFFSET.ctypes.data},
+    "a flag that is neither": {"has_sink": 2, "sink": OFFSET.ctypes.data},
+    "a bias without the flag": {"bias": Place(OFFSET.ctypes.data)},
+    "a weight of an unknown presence": {"weight": Place(OFFSET.ctypes.data, present=2), "scale": 1.0},
     "a diagonal with gaps": {"diagonal": place(random(1, 1, 1, 2 * (Q + K))[..., ::2])},
     "a table without positions": {"row_table": place(random(1, 2, Q, 1))},
     "a bias of an unknown dtype": {"bias": place(random(1, 2, Q, K)), "bias_dtype": 9},
@@ -207,6 +223,19 @@ WRONG = {
     "no temperature": {"temperature": 0.0},
     "a temperature that is no number": {"temperature": math.nan},
     "a negative cap": {"softcap": -1.0},
+}
+NO_MEMORY_BEHIND = {
+    "query": {"q": Place(present=1)},
+    "key": {"k": Place(present=1)},
+    "value": {"v": Place(present=1)},
+    "bias": {"bias": Place(present=1)},
+    "diagonal": {"diagonal": Place(None, (ctypes.c_int64 * 4)(0, 0, 0, 1), 1)},
+    "table": {"row_table": Place(None, (ctypes.c_int64 * 4)(0, 0, 0, 1), 1), "offset": OFFSET.ctypes.data},
+    "weight": {"weight": Place(present=1), "scale": 1.0},
+    "sink": {"has_sink": 1},
+    "starts": {"mask": 1, "intervals": Intervals(stop=OFFSET.ctypes.data)},
+    "stops": {"mask": 1, "intervals": Intervals(start=OFFSET.ctypes.data)},
+    "tiles": {"mask": 2},
 }
 LARGE = {
     "a key axis past 32 bits": {"K": 2**31},
@@ -224,6 +253,22 @@ def test_the_c_interface_refuses(name: str) -> None:
     assert call("regard_dot_backward", problem(**WRONG[name]), gradient()) == BAD_ARGUMENT
     if "v" not in WRONG[name] and "row_table" not in WRONG[name]:
         assert call("regard_dot_look", looking(**WRONG[name]), statistics()) == BAD_ARGUMENT
+
+
+@pytest.mark.parametrize("name", NO_MEMORY_BEHIND)
+def test_a_tensor_that_is_present_has_memory(name: str) -> None:
+    assert forward(problem(**NO_MEMORY_BEHIND[name])) == NO_DATA
+    assert call("regard_dot_backward", problem(**NO_MEMORY_BEHIND[name]), gradient()) == NO_DATA
+    if name != "value":
+        assert call("regard_dot_look", looking(**NO_MEMORY_BEHIND[name]), statistics()) == NO_DATA
+
+
+@pytest.mark.parametrize("part", ["out", "lse", "d_out", "d_lse", "d_q", "d_k", "d_v", "d_bias", "delta", "d_weight"])
+def test_a_result_that_is_present_has_memory(part: str) -> None:
+    nothing = Place(None, (ctypes.c_int64 * 4)(0, 0, 0, 1), 1)
+    assert call("regard_dot_backward", problem(), gradient(**{part: nothing})) == NO_DATA
+    if part in ("out", "lse"):
+        assert forward(problem(), Result(**{"out": place(OUT), part: nothing})) == NO_DATA
 
 
 @pytest.mark.parametrize("name", LARGE)

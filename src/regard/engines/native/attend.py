@@ -10,7 +10,20 @@ from torch import Tensor
 
 from regard.engines.dropout import threshold_and_scale
 from regard.engines.lowering import Fixed, Lowered, differentiable
-from regard.engines.native.binding import ABSENT, DTYPES, GRADIENT, PROBLEM, RESULT, call, fresh, place, rows_of
+from regard.engines.native.binding import (
+    ABSENT,
+    DTYPES,
+    GRADIENT,
+    INTERVALS,
+    NO_MASK,
+    PROBLEM,
+    RESULT,
+    TILES,
+    call,
+    fresh,
+    place,
+    rows_of,
+)
 
 
 def packed(x: Lowered, fixed: Fixed) -> bytes:
@@ -18,16 +31,18 @@ def packed(x: Lowered, fixed: Fixed) -> bytes:
     scale, softcap, temperature, dropout = fixed.numbers
     threshold, dropout_scale = threshold_and_scale(dropout)
     radius, wants, *strides = fixed.sizes
+    mask = NO_MASK
     intervals: tuple[int, ...] = (0,) * 5
     table: tuple[int, ...] = (0,) * 7
     if len(fixed.visible) == 2:
-        start, stop = fixed.visible
+        mask, (start, stop) = INTERVALS, fixed.visible
         intervals = start.data_ptr(), stop.data_ptr(), *place(start)[1:4]
     elif fixed.visible:
-        table = *(tensor.data_ptr() for tensor in fixed.visible), *strides
+        mask, table = TILES, (*(tensor.data_ptr() for tensor in fixed.visible), *strides)
     return PROBLEM.pack(
-        B, H, G, Q, K, D, E, DTYPES[x.query.dtype], torch.get_num_threads(), scale, softcap, temperature,
-        x.query.data_ptr(), *x.query.stride(), x.key.data_ptr(), *x.key.stride(), x.value.data_ptr(), *x.value.stride(),
+        B, H, G, Q, K, D, E, DTYPES[x.query.dtype], torch.get_num_threads(), mask, x.sink is not None,
+        scale, softcap, temperature, x.query.data_ptr(), *x.query.stride(), 1, x.key.data_ptr(), *x.key.stride(), 1,
+        x.value.data_ptr(), *x.value.stride(), 1,
         *intervals, *table, *rows_of(x.diagonal), *rows_of(x.row_table), *place(x.bias),
         0 if x.bias is None else DTYPES[x.bias.dtype], wants, radius,
         0 if fixed.offset is None else fixed.offset.data_ptr(), 0 if x.sink is None else x.sink.data_ptr(),
@@ -53,7 +68,7 @@ def results(query: Tensor, value: Tensor, sizes: Sequence[int]) -> tuple[Tensor,
 def forward(x: Lowered, fixed: Fixed) -> tuple[Tensor, Tensor, Tensor]:
     output, lse, mass = results(x.query, x.value, fixed.sizes)
     by_distance = rows_of(mass) if fixed.sizes[1] else ABSENT
-    places = output.data_ptr(), *output.stride(), lse.data_ptr(), *lse.stride(), 0, *by_distance
+    places = output.data_ptr(), *output.stride(), 1, lse.data_ptr(), *lse.stride(), 0, 1, *by_distance
     call("regard_dot_forward", packed(x, fixed), RESULT.pack(*places))
     return output, lse, mass
 
@@ -61,7 +76,7 @@ def forward(x: Lowered, fixed: Fixed) -> tuple[Tensor, Tensor, Tensor]:
 def output_of(x: Lowered, fixed: Fixed) -> Tensor:
     """The output alone: at a few tokens, making room for more takes longer than the kernel."""
     output = laid_like(x.query, x.value.shape[3])
-    places = output.data_ptr(), *output.stride(), *ABSENT, *ABSENT
+    places = output.data_ptr(), *output.stride(), 1, *ABSENT, *ABSENT
     call("regard_dot_forward", packed(x, fixed), RESULT.pack(*places))
     return output
 

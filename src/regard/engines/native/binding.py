@@ -6,33 +6,132 @@ import ctypes
 import os
 import struct
 import sys
+from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
-INTERFACE = 8  # of csrc/regard.h
+from regard.engines.visible import TILE
+
+INTERFACE = 9  # of csrc/regard.h
 DTYPES = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3}
+NO_MASK, INTERVALS, TILES = 0, 1, 2  # of a problem's mask
 _ERRORS = {
     -1: (MemoryError, "the native engine found no memory to work in; fewer threads or shorter sequences need less"),
     -2: (ValueError, "the native engine was given what its interface does not allow"),
     -3: (ValueError, "the native engine cannot address so large a problem"),
+    -4: (ValueError, "the native engine was given a tensor without memory: its storage was freed or never allocated"),
 }
-TENSOR = "P4q"
-PROBLEM = struct.Struct("@7q2i3d" + 3 * TENSOR + "2P3q" + "5P2q" + 3 * TENSOR + "2iq2PQ2Id" + TENSOR)
-RESULT = struct.Struct("@" + 3 * TENSOR)
-GRADIENT = struct.Struct("@" + 14 * TENSOR)
-STATISTICS = struct.Struct("@" + 4 * TENSOR + "q2P" + TENSOR + "2Pq")
-COLUMNS = struct.Struct("@" + TENSOR + "Pq")
-POOL = struct.Struct("@" + TENSOR + "2q")
-PRODUCT = struct.Struct("@5q4P2i")
-LINEAR = struct.Struct("@6q4i" + 3 * TENSOR)
-LINEAR_RESULT = struct.Struct("@" + 2 * TENSOR)
-LINEAR_GRADIENT = struct.Struct("@" + 6 * TENSOR)
-ABSENT = (0, 0, 0, 0, 0)
+_NUMBERS = {
+    "FLOAT32": 0, "FLOAT64": 1, "BFLOAT16": 2, "FLOAT16": 3, "NO_MEMORY": -1, "BAD_ARGUMENT": -2, "TOO_LARGE": -3,
+    "NO_DATA": -4, "TILE": TILE, "NO_MASK": NO_MASK, "INTERVALS": INTERVALS, "TILES": TILES,
+    "FEATURES": 0, "ELU": 1,
+}  # fmt: skip
+
+
+class Structure:
+    """A structure of csrc/regard.h. `pack(*values)` takes its fields, and those of structures in it, in their order.
+
+    The layout is the library's own: `fields` only names the order in which values are given, and is compared with it.
+    """
+
+    known: ClassVar[dict[str, Structure]] = {}
+    pack: Callable[..., bytes]
+    size: int
+    format: str
+    offsets: dict[str, int]
+
+    def __init__(self, name: str, fields: str) -> None:
+        self.name, self.fields = f"regard_{name}", fields.split()
+        self.known[self.name] = self
+
+    def __getattr__(self, name: str) -> Any:
+        """The layout, where the library was not loaded before."""
+        if name not in ("pack", "size", "offsets"):
+            raise AttributeError(name)
+        if reason := missing():
+            raise RuntimeError(reason)
+        return self.__dict__[name]
+
+    def read(self, size: int, fields: Sequence[Field]) -> str:
+        """Take the library's layout; what is wrong with it, or nothing."""
+        names = [field.name if field.length == 1 else f"{field.name}[{field.length}]" for field in fields]
+        if names != self.fields:
+            return f"{self.name} has the fields {', '.join(names)}, but {', '.join(self.fields)} are packed"
+        self.offsets, self.format = {}, ""
+        for field in fields:
+            nested = self.known.get(field.type)
+            self.format += f"{field.length}{field.type}" if nested is None else nested.format * field.length
+            self.offsets[field.name] = field.offset
+            if struct.calcsize("@" + self.format) != field.offset + field.size:
+                return f"the field {field.name} of {self.name} is not where Python's struct module puts it"
+        made = struct.Struct("@" + self.format)
+        self.pack, self.size = made.pack, made.size
+        return "" if made.size == size else f"{self.name} has {size} bytes, but {made.size} are packed"
+
+
+class Field(NamedTuple):
+    """A field of a structure, as the library describes it."""
+
+    name: str
+    type: str
+    length: int
+    offset: int
+    size: int
+
+
+# Structures that are part of others come first.
+TENSOR = Structure("tensor", "data stride[4] present")
+Structure("intervals", "start stop stride[3]")
+Structure("tiles", "pointer start stop bits_index bits stride[2]")
+PROBLEM = Structure(
+    "dot",
+    "B H G Q K D E dtype threads mask has_sink scale softcap temperature q k v intervals tiles diagonal row_table bias "
+    "bias_dtype wants_value_table radius offset sink seed dropout_threshold reserved dropout_scale weight",
+)
+RESULT = Structure("dot_result", "out lse out_table")
+GRADIENT = Structure(
+    "dot_gradient",
+    "out lse out_table d_out d_lse d_out_table d_q d_k d_v d_diagonal d_row_table d_bias delta d_weight",
+)
+STATISTICS = Structure(
+    "dot_statistics",
+    "lse entropy max_logit distance top top_keys top_weights mass chosen_start chosen_stop chosen_count",
+)
+COLUMNS = Structure("dot_columns", "out columns count")
+POOL = Structure("dot_pool", "out rows columns")
+LINEAR = Structure("linear", "B H G N M E dtype threads map reserved q k v")
+LINEAR_RESULT = Structure("linear_result", "out norm")
+LINEAR_GRADIENT = Structure("linear_gradient", "out norm d_out d_q d_k d_v")
+PRODUCT = Structure("product", "M N K x_row out_row x packed bias out threads has_bias")
+ABSENT = (0, 0, 0, 0, 0, 0)
 ADDRESS = struct.Struct("@P").pack
 _LARGE = 1 << 22  # bytes in which at least one large page lies whole
+
+
+def _read_layout(text: str) -> str:
+    """Take the layout of all structures from the library's description; what is wrong with it, or nothing."""
+    sizes: dict[str, int] = {}
+    fields: dict[str, list[Field]] = {}
+    numbers: dict[str, int] = {}
+    for line in text.splitlines():
+        kind, name, *rest = line.split()
+        if kind == "structure":
+            structure, sizes[name], fields[name] = name, int(rest[0]), []
+        elif kind == "field":
+            fields[structure].append(Field(name, rest[0], *map(int, rest[1:])))
+        else:
+            numbers[name.removeprefix("REGARD_")] = int(rest[0])
+    for name, known in Structure.known.items():
+        if name not in sizes:
+            return f"{name} is missing"
+        if reason := known.read(sizes[name], fields[name]):
+            return reason
+    wrong = {name: value for name, value in _NUMBERS.items() if numbers.get(name) != value}
+    return "".join(f"{name} is {numbers.get(name)}, but {value} is needed" for name, value in list(wrong.items())[:1])
 
 
 @cache
@@ -51,8 +150,10 @@ def library() -> ctypes.CDLL | str:
         return f"the compiled library does not load: {error}"
     if version != INTERFACE:
         return f"the compiled library has interface {version}, but {INTERFACE} is needed; reinstall regard"
-    for name in ("regard_isa", "regard_isas_compiled", "regard_version"):
+    for name in ("regard_isa", "regard_isas_compiled", "regard_version", "regard_layout"):
         getattr(found, name).restype = ctypes.c_char_p
+    if reason := _read_layout(found.regard_layout().decode()):
+        return f"the compiled library has another layout of structures: {reason}; reinstall regard"
     names = ("dot_forward", "dot_backward", "dot_look", "dot_weights", "dot_map", "linear_forward", "linear_backward")
     for name in (f"regard_{name}" for name in names):
         getattr(found, name).argtypes = [ctypes.c_char_p, ctypes.c_char_p]
@@ -104,13 +205,13 @@ def fresh(tensor: Tensor) -> Tensor:
 
 
 def place(tensor: Tensor | None) -> tuple[int, ...]:
-    """Address and strides, 0 along an axis of size 1."""
+    """The values of a `regard_tensor`: address, strides (0 along an axis of size 1) and presence."""
     if tensor is None:
         return ABSENT
     strides = [0 if n == 1 else step for n, step in zip(tensor.shape, tensor.stride(), strict=True)]
-    return tensor.data_ptr(), *strides, *(0,) * (4 - len(strides))
+    return tensor.data_ptr(), *strides, *(0,) * (4 - len(strides)), 1
 
 
 def rows_of(tensor: Tensor | None) -> tuple[int, ...]:
     """The same for rows that lie close."""
-    return ABSENT if tensor is None else (*place(tensor)[:4], 1)
+    return ABSENT if tensor is None else (*place(tensor)[:4], 1, 1)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import operator
-import struct
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,7 +12,7 @@ from torch import Tensor
 from regard.engines import sdpa
 from regard.engines.lowering import Fixed, Lowered, lower
 from regard.engines.native.attend import Attend, backward, forward, laid_like, output_of, packed
-from regard.engines.native.binding import ABSENT, ADDRESS, RESULT, TENSOR, call, missing, place
+from regard.engines.native.binding import ABSENT, ADDRESS, PROBLEM, RESULT, TENSOR, call, missing, place
 from regard.engines.problem import Engine, Problem
 from regard.engines.visible import visible_keys
 from regard.positions.biases import DenseBias, Diagonal, Shaw
@@ -98,21 +97,21 @@ def _plain_forward(problem: Problem, query: Tensor, key: Tensor, value: Tensor) 
     frame = problem.frame
     if known is None:
         x, _, fixed = prepared(problem, query, key, value, None)
-        whole, at = packed(x, fixed), struct.calcsize("@7q2i3d")
-        step = struct.calcsize(TENSOR)
-        cuts = [
-            whole[:at],
-            *(whole[at + n * step + 8 : at + (n + 1) * step] for n in range(3)),
-            whole[at + 3 * step :],
-        ]
+        whole, before = packed(x, fixed), 0
+        cuts = []
+        for name in "qkv":
+            at = PROBLEM.offsets[name] + TENSOR.offsets["data"]
+            cuts.append(whole[before:at])
+            before = at + len(ADDRESS(0))
+        cuts.append(whole[before:])
         known = problem.memo[layout] = cuts, fixed.visible  # the addresses of what is visible are packed
-    (head, q, k, v, tail), _ = known
+    (head, q, k, v), _ = known
     output = laid_like(query, problem.E)
     lse = torch.empty((frame.B, frame.H, frame.Q), dtype=problem.arithmetic) if problem.lse else None
     call(
         "regard_dot_forward",
-        head + ADDRESS(query.data_ptr()) + q + ADDRESS(key.data_ptr()) + k + ADDRESS(value.data_ptr()) + v + tail,
-        RESULT.pack(output.data_ptr(), *output.stride(), *place(lse), *ABSENT),
+        head + ADDRESS(query.data_ptr()) + q + ADDRESS(key.data_ptr()) + k + ADDRESS(value.data_ptr()) + v,
+        RESULT.pack(output.data_ptr(), *output.stride(), 1, *place(lse), *ABSENT),
     )
     return output, lse
 

@@ -60,6 +60,6 @@ def multiply(x: Tensor, panels: Tensor, bias: Tensor | None, out: Tensor, first:
     (M, K), N = x.shape, out.shape[-1]
     given = PRODUCT.pack(
         M, N, K, x.stride(0) if M > 1 else K, N, x.data_ptr(), panels.data_ptr() + 4 * first * K,
-        0 if bias is None else bias.data_ptr() + 4 * first, out.data_ptr(), torch.get_num_threads(), 0,
+        0 if bias is None else bias.data_ptr() + 4 * first, out.data_ptr(), torch.get_num_threads(), bias is not None,
     )  # fmt: skip
     call("regard_multiply", given)
