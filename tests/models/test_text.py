@@ -152,3 +152,16 @@ def test_mistakes_are_named() -> None:
         model(IDS[0])
     with pytest.raises(ValueError, match="arrangement must be one of pre, post, sandwich, but is 'both'"):
         TextEncoder(dataclasses.replace(BERT, arrangement="both"))
+
+
+@pytest.mark.parametrize(
+    ("ids", "segments"),
+    [
+        (torch.ones(2, 3, dtype=torch.long), torch.zeros(3, 2, dtype=torch.long)),
+        (torch.ones(2, 3, dtype=torch.long), torch.zeros(1, 6, dtype=torch.long)),
+        ([torch.tensor([5, 6, 7]), torch.tensor([8])], [torch.tensor([0]), torch.tensor([0, 1, 1])]),
+    ],
+)
+def test_segments_of_another_form_than_the_ids_raise(ids: Any, segments: Any) -> None:
+    with pytest.raises(ValueError, match="segments must have the form of the ids"):
+        TextEncoder(BERT)(ids, segments=segments)

@@ -110,3 +110,13 @@ def test_a_cached_decoder_gives_what_an_uncached_one_gives() -> None:
         found = [decoder(x[:, :3], source, source_mask=mask, cache=cache)]
         found += [decoder(x[:, n : n + 1], source_mask=mask, cache=cache) for n in range(3, 7)]
     torch.testing.assert_close(torch.cat(found, 1), expected, rtol=0, atol=1e-5)
+
+
+def test_a_norm_of_one_plus_weights_keeps_small_weights_in_bfloat16() -> None:
+    torch.manual_seed(0)
+    x, weight = torch.randn(50, 64).bfloat16(), (0.003 * torch.randn(64)).bfloat16()
+    norm = rg.nn.UnitRMSNorm(64).bfloat16()
+    with torch.no_grad():
+        norm.weight.copy_(weight)
+    exact = x.double() / (x.double().square().mean(-1, keepdim=True) + 1e-6).sqrt() * (1 + weight.double())
+    assert (norm(x) == exact.bfloat16()).double().mean() > 0.99

@@ -128,8 +128,7 @@ class TextEncoder(nn.Module):
             if segments is None:
                 x = x + self.segment.weight[0]
             else:
-                told = rows.beside(rows_of(segments).values)
-                x = x + F.embedding(told.view(ids.shape), self.segment.weight)
+                x = x + F.embedding(_alike(segments, rows), self.segment.weight)
         x = self.embedding_norm(x)
         if self.config.dropout and self.training:
             x = dropout(x, self.config.dropout)
@@ -310,6 +309,19 @@ def alike(lengths: Sequence[int], tokens: int) -> Iterator[list[int]]:
         held += lengths[row]
     if rows:
         yield rows
+
+
+def _alike(segments: Inputs, rows: Rows) -> Tensor:
+    """Segments, which must have the form of the ids, for the tokens that are here."""
+    found = rows_of(segments)
+    values = rows.beside(found.values)
+    if rows.packed is not None and found.packed is not None:
+        ours, theirs = rows.packed.lengths, found.packed.lengths
+    else:
+        ours, theirs = tuple(rows.values.shape), tuple(values.shape)
+    if ours != theirs:
+        raise ValueError(f"segments must have the form of the ids, {ours}, but have {theirs}")
+    return values
 
 
 def pooling_named(name: str, width: int) -> nn.Module:

@@ -30,7 +30,8 @@ class UnitRMSNorm(nn.Module):
         self.weight, self.eps = nn.Parameter(torch.zeros(width)), eps
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x, self.weight.shape, 1 + self.weight, self.eps)
+        dtype = torch.promote_types(x.dtype, torch.float32)  # in bfloat16, 1 + weight would lose small weights
+        return F.rms_norm(x.to(dtype), self.weight.shape, 1 + self.weight.to(dtype), self.eps).to(x.dtype)
 
 
 class Residual(nn.Module):
