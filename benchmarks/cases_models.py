@@ -33,7 +33,7 @@ def sentences() -> tuple[str, ...]:
 
 @cache
 def embedder() -> Any:
-    return rg.load(peers_models.minilm_folder())
+    return rg.load(peers_models.minilm_folder(), frozen=True)
 
 
 def as_rows(found: Any) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -107,6 +108,20 @@ def million_keys() -> Callable[[], Any]:
     def build() -> Any:
         _tiles.cache_clear()
         return tiles(mask, Frame(1, 1, 1 << 20, 1 << 20, 0), (64, 64))
+
+    return build
+
+
+def frozen_model() -> Callable[[], Any]:
+    """The call that loads a frozen model of GPT-2's size, whose resident memory is measured."""
+    folder = tempfile.TemporaryDirectory()
+    rg.save(rg.models.LanguageModel(rg.models.LanguageConfig(50257, 768, 12, 12, 3072)), folder.name)
+
+    def build() -> Any:
+        with folder:
+            model = rg.load(folder.name, frozen=True)
+        model.generate(torch.zeros(1, 8, dtype=torch.long), limit=2)
+        return model
 
     return build
 

@@ -164,12 +164,12 @@ def onnxruntime_encoder() -> Peer:
 
 
 def _pair(make: Callable[[], Any]) -> tuple[Any, Any]:
-    """A model of transformers and ours with its weights."""
+    """A model of transformers and ours, frozen, with its weights."""
     torch.manual_seed(0)
     theirs = make().eval()
     with tempfile.TemporaryDirectory() as folder:
         theirs.save_pretrained(folder)
-        return theirs, rg.load(folder).eval()
+        return theirs, rg.load(folder, frozen=True)
 
 
 @cache

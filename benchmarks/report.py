@@ -43,6 +43,9 @@ def verdicts(run: Run) -> list[tuple[str, str, bool]]:
         if "at most" in row:
             text = f"{row[OURS]:.1f} MB beyond inputs of {row['inputs']:.1f} MB, at most {row['at most']:.0f} MB"
             found.append((f"memory of {name}", text, row[OURS] <= row["at most"]))
+        if "weights" in row:
+            ratio = row[OURS] / row["weights"]
+            found.append((f"memory of {name}", f"{ratio:.2f}x its weights, at most 1.1x", ratio <= 1.1))
         if name.startswith("table of"):
             found.append((f"memory of a mask {name}", f"{row[OURS]:.0f} MB, at most 200 MB", row[OURS] <= 200))
     return found

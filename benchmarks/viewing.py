@@ -35,6 +35,7 @@ def captured(tokens: int, layers: int, heads: int) -> rg.view.Record:
     torch.manual_seed(0)
     config = rg.models.LanguageConfig(1000, width=64 * heads, layers=layers, heads=heads, hidden=256, positions=tokens)
     model = rg.models.LanguageModel(config).eval()
+    rg.nn.freeze(model)
     with rg.view.capture(model) as record:
         model(torch.randint(5, 1000, (1, tokens)))
     return record

@@ -87,6 +87,15 @@ def memory(quick: bool, only: str) -> dict[str, Any]:
         gc.collect()
     if only.lower() in "mask tables":
         found["table of 1,048,576 keys"] = {OURS: peak_megabytes(extras.million_keys())}
+    if only.lower() in "frozen model":
+        build = extras.frozen_model()
+        gc.collect()
+        before = _status("VmRSS")
+        model = build()
+        gc.collect()
+        taken, weights = (_status("VmRSS") - before) / 1e3, sum(each.nbytes for each in model.parameters()) / 1e6
+        found["a frozen model"] = {OURS: taken, "weights": weights}
+        tell(f"  memory of a frozen model: {taken:.0f} MB, {taken / weights:.2f}x its weights")
     return found
 
 

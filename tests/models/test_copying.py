@@ -14,6 +14,7 @@ import regard.view
 from regard.models import PointerTransformer, Transformer, TransformerConfig
 from regard.models.copying import Copying
 from regard.nn import Beam
+from regard.view import capture
 
 CONFIG = TransformerConfig(vocabulary=29, width=32, layers=2, heads=4, hidden=48)
 
@@ -144,7 +145,7 @@ def test_coverage_is_the_sum_of_cross_attention_over_the_target(kind: type[Trans
 
     model = model_of(kind=kind)
     (source,), (target,) = batch([7], [4])
-    with rg.view.capture(model) as record:
+    with capture(model) as record:
         model(source[None], target[None])
     across = [seen.weights() for seen in record.attentions if seen.kind == "cross"]
     want = torch.stack(across).sum(2).mean((0, 1))

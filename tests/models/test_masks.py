@@ -29,6 +29,7 @@ from regard.models import (
     VisionConfig,
 )
 from regard.models.speaking import Speaker, SpeakerConfig
+from regard.models.speech import SpeechConfig, SpeechRecognizer
 from regard.models.wav2vec2 import Wav2Vec2, Wav2Vec2Config
 
 SIZES: dict[str, Any] = {"vocabulary": 50, "width": 16, "layers": 1, "heads": 2, "hidden": 24}
@@ -188,3 +189,72 @@ def test_a_wave_whose_samples_do_not_come_first_is_an_error(compiled: bool) -> N
     assert model(waves, mask).shape == (2, config.length(40), 5)
     with pytest.raises((ValueError, RuntimeError), match="first frames of each row"):
         model(waves, mask.flip(1))
+
+
+NOTHING = torch.tensor([], dtype=torch.int64)
+LIST = [torch.tensor([5, 6, 7]), NOTHING, torch.tensor([8, 9])]
+PADDED, THERE = rg.pack(LIST).padded()
+ROWS = [0, 1, 2]
+LISTED = [name for name in CASES if name not in ("speaker", "match", "sets", "recommender")]
+
+
+def listed(name: str, sequences: list[Tensor], rows: list[int]) -> Any:
+    model = made(name)
+    if CASES[name].call is with_targets:
+        return model(sequences, [TARGETS[row] for row in rows])
+    return model(sequences)
+
+
+@pytest.mark.parametrize("name", LISTED)
+def test_an_empty_sequence_is_computed_as_any_other(name: str) -> None:
+    """In a list it gives what it gives alone, and what a row of filler gives; so do its neighbours."""
+    together, padded = listed(name, LIST, ROWS), CASES[name].call(made(name), PADDED, THERE, ROWS)
+    for row, sequence in enumerate(LIST):
+        alone = listed(name, [sequence], [row])[0]
+        real_ones = padded[row, : len(sequence)] if CASES[name].by_token else padded[row]
+        for other in (alone, real_ones):
+            assert other.isfinite().all()
+            torch.testing.assert_close(together[row], other, rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("name", LISTED)
+def test_no_sequences_and_no_tokens_are_well_formed(name: str) -> None:
+    call, model = CASES[name].call, made(name)
+    none, empty = rg.nn.Packed(NOTHING, ()), torch.zeros(2, 0, dtype=torch.int64)
+    rows = (model(none, none) if call is with_targets else model(none)), call(model, empty, None, [0, 1])
+    plain = call(model, IDS[:2], None, [0, 1])
+    assert (rows[0].values if isinstance(rows[0], rg.nn.Packed) else rows[0]).shape[0] == 0
+    assert rows[1].shape == ((2, 0, *plain.shape[2:]) if CASES[name].by_token else plain.shape)
+    assert rows[1].isfinite().all()
+    assert call(model, IDS[:0], MASK[:0], []).shape == (0, *plain.shape[1:])
+
+
+def test_a_model_that_copies_writes_from_its_vocabulary_where_the_source_is_empty() -> None:
+    model = made("translation, copying")
+    assert isinstance(model, PointerTransformer)
+    targets, after = [TARGETS[row] for row in ROWS], torch.arange(9) + 3
+    said = model(rg.pack(LIST), rg.pack(targets))
+    torch.testing.assert_close(said.values.exp().sum(-1), torch.ones(9, dtype=torch.float64))
+    found = model.loss(rg.pack(LIST), rg.pack(targets), after)
+    torch.testing.assert_close(found, -said.values.gather(1, after[:, None]).sum())
+    found.backward()
+    assert all(each.grad is None or each.grad.isfinite().all() for each in model.parameters())
+
+
+def test_a_sound_without_a_frame_gives_no_frames() -> None:
+    torch.manual_seed(0)
+    model = SpeechRecognizer(SpeechConfig(labels=5, width=16, layers=1, heads=2, hidden=24, features=4)).double().eval()
+    sound, silent = torch.randn(9, 4).double(), torch.zeros(0, 4).double()
+    found = model([silent, sound, silent])
+    assert [len(each) for each in found] == [0, 3, 0]
+    torch.testing.assert_close(found[1], model(sound[None])[0])
+    assert [len(each) for each in model([silent])] == [0]
+    assert model(rg.nn.Packed(silent, ())).values.shape == (0, 5)
+
+
+def test_a_packed_batch_of_no_tokens_prints_its_mask_and_comes_back() -> None:
+    assert str(rg.nn.Packed(NOTHING, (0, 0)).mask) == "documents([])\n"
+    assert [len(each) for each in rg.unpack(rg.nn.Packed(NOTHING, (0, 0)))] == [0, 0]
+    assert rg.unpack(rg.nn.Packed(NOTHING, ())) == []
+    with pytest.raises(ValueError, match="negative"):
+        rg.nn.Packed(torch.arange(3), (4, -1))

@@ -3,6 +3,8 @@
 import copy
 import gc
 import io
+import subprocess
+import sys
 import warnings
 
 import pytest
@@ -438,3 +440,46 @@ def test_every_weight_is_held_once():
     assert held <= 1.1 * expected
     assert sum(each.nbytes for each in left) < 0.01 * expected
     assert F.linear(torch.ones(64), model.embedding.weight).shape == (5000,)
+
+
+MEMORY = """
+import gc, sys, torch, regard as rg
+
+def resident():
+    lines = open("/proc/self/status").read().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmRSS"))
+
+def build():
+    return torch.nn.Sequential(*(torch.nn.Linear(1024, 1024) for _ in range(24)))
+
+rg.nn.freeze(torch.nn.Linear(64, 64))
+before = resident()
+model = build()
+rg.nn.freeze(model)
+with torch.inference_mode():
+    model(torch.ones(2, 1024))
+gc.collect()
+frozen = (resident() - before) / sum(each.nbytes for each in model.parameters())
+rg.nn.thaw(model)
+print(frozen, (resident() - before) / sum(each.nbytes for each in model.parameters()))
+"""
+
+
+@needs_kernels
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_a_frozen_model_takes_the_memory_of_its_weights():
+    found = subprocess.run([sys.executable, "-c", MEMORY], capture_output=True, text=True, check=True, timeout=120)
+    frozen, thawed = map(float, found.stdout.split())
+    assert frozen <= 1.1
+    assert thawed <= 1.1
+
+
+@needs_kernels
+def test_a_model_is_loaded_frozen(tmp_path):
+    rg.save(language_model(), tmp_path)
+    model = rg.load(tmp_path, frozen=True)
+    assert isinstance(model.embedding.weight, PackedWeight)
+    assert rg.nn.freeze(model) == {}
+    assert not isinstance(rg.load(tmp_path).embedding.weight, PackedWeight)
+    narrow = rg.load(tmp_path, frozen=True, dtype=torch.bfloat16)
+    assert "bfloat16" in rg.nn.freeze(narrow)["embedding.weight"]

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from regard.nn import loss as module
 from regard.nn import token_loss
+from regard.nn.loss import loss_among
 
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
@@ -126,3 +127,17 @@ def test_under_autocast_the_loss_is_computed_in_the_precision_of_the_weights() -
 def test_shapes_that_do_not_fit_are_told() -> None:
     with pytest.raises(ValueError, match=r"\(2, 3, 8\).*flatten batches first"):
         token_loss(torch.randn(2, 3, 8), torch.randn(9, 8), torch.zeros(2, 3, dtype=torch.long))
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.2])
+def test_a_loss_among_allowed_classes_is_that_without_the_others(smoothing: float) -> None:
+    torch.manual_seed(0)
+    logits, targets = torch.randn(6, 9, dtype=torch.float64, requires_grad=True), torch.randint(0, 9, (6,))
+    allowed = (torch.rand(6, 9) < 0.5).index_put((torch.arange(6), targets), torch.tensor(True))
+    found, right = loss_among(logits, targets, allowed, smoothing=smoothing), torch.zeros(()).double()
+    for row, target, classes in zip(logits, targets, allowed, strict=True):
+        place = classes[:target].sum()[None]
+        right = right + F.cross_entropy(row[classes][None], place, label_smoothing=smoothing)
+    torch.testing.assert_close(found, right)
+    for mine, other in zip(torch.autograd.grad(found, logits), torch.autograd.grad(right, logits), strict=True):
+        torch.testing.assert_close(mine, other)

@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import nn
 
-from regard.tasks import Run, Sources, Trouble, train
+from regard.tasks import Run, Sources, Trouble, begin, tasks, train
 from regard.tasks.masked import HiddenWords
 from regard.tasks.runs import lines, load
 from regard.tasks.sources import gather
@@ -247,3 +247,12 @@ def test_another_seed_gives_other_losses(tmp_path: Path, finished: Run) -> None:
 def test_a_recipe_that_makes_no_sense_says_what_is_expected(field: str, value: object) -> None:
     with pytest.raises(ValueError, match=f"{field}.* must be .*{value}"):
         replace(Recipe(), **{field: value})
+
+
+@pytest.mark.parametrize(
+    ("name", "options"), [("answer", {}), ("transcribe", {}), ("speak", {}), ("detect", {}), ("sets", {"number": True})]
+)
+def test_smoothing_is_refused_where_the_loss_has_no_labels(name: str, options: dict[str, bool], tmp_path: Path) -> None:
+    task = tasks()[name](**options)
+    with pytest.raises(Trouble, match=r"--smoothing 0.1.*no labels"):
+        begin(tmp_path / "run", task, replace(task.recipe, smoothing=0.1), Sources(("data",)))

@@ -54,7 +54,7 @@ def _reading(run: Run, longest: int) -> Task:
 def tell_figures(run: Run, examples: Any, as_json: bool, *, task: Task | None = None, keep: bool = True) -> None:
     """Figures of a run beside those of its baselines, kept in run.json too where they are of its own data."""
     task = task or run.task
-    model, step = run.model()
+    model, step = run.model(frozen=True)
     figures = task.evaluate(model, run.kit, examples.test)
     baselines = task.baselines(run.kit, examples.train, examples.test)
     found = {

@@ -72,7 +72,7 @@ class RunLooker:
 
     def __init__(self, folder: Path) -> None:
         self.run = Run.open(folder)
-        self.model, _ = self.run.model()
+        self.model, _ = self.run.model(frozen=True)
 
     def __call__(self, text: str) -> Any:
         from regard.view import capture
@@ -96,7 +96,7 @@ def looker(folder: Path) -> Callable[[str], Any]:
     from regard.view import look_at_image, look_at_text
 
     try:
-        model = load(folder)
+        model = load(folder, frozen=True)
         read = None if hasattr(getattr(model, "config", None), "grid") else tokenizer(folder)
     except (OSError, ValueError) as error:
         raise Trouble(f"{folder}: {error}") from error

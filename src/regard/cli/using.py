@@ -57,7 +57,7 @@ def predict(
     rows = [with_context(row, context) for row in asked(run.task, inputs or [], bad)]
     if not rows:
         raise Trouble('nothing to predict; give texts or files: regard predict RUN "..."')
-    model, _ = run.model()
+    model, _ = run.model(frozen=True)
     said = run.task.predict(model, run.kit, rows, bad)
     if out is not None and not suffix:
         answers = {made.more.get("id", made.input): made.output for made in said}

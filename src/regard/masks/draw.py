@@ -11,6 +11,8 @@ def draw(mask: Mask, queries: int | None, keys: int | None, width: int) -> str:
     """One character a tile of the first batch row and head: `█` full, `▒` partial, `·` empty."""
     if queries is None and keys is None:
         queries, keys = mask.made_for() or (mask.span(), mask.span())
+        if not queries or not keys:
+            return ""  # made for no tokens
     keys = whole("keys", queries if keys is None else keys, 1)
     queries, width = whole("queries", keys if queries is None else queries, 1), whole("width", width, 1)
     size = max(-(-keys // width), -(-queries // width), 1)

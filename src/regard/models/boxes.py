@@ -10,6 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from regard.models.parts import wide
+
 
 class Objects(NamedTuple):
     """The objects of one image: labels (n,) and boxes (n, 4) as centre x, centre y, width, height, in [0, 1]."""
@@ -88,6 +90,7 @@ class SetLoss:
         """logits (B, Q, classes + 1), boxes (B, Q, 4), and the objects of each of the B images."""
         if len(objects) != len(logits):
             raise ValueError(f"objects must be one for each of the {len(logits)} images, but {len(objects)} came")
+        logits, boxes = wide(logits), wide(boxes)
         pairs = self.matched(logits, boxes, objects)
         image = torch.cat([torch.full_like(query, n) for n, (query, _) in enumerate(pairs)])
         query = torch.cat([query for query, _ in pairs])
@@ -121,8 +124,8 @@ class SetLoss:
             torch.tensor(counts, device=logits.device)
         )
         labels, true = torch.cat([one.labels for one in objects]), torch.cat([one.boxes for one in objects])
-        found, true = boxes.float()[image], true.to(logits.device, torch.float32)[:, None]
-        chance = logits.float().softmax(-1)[image, :, labels.to(logits.device, torch.int64)]
+        found, true = wide(boxes)[image], true.to(logits.device, wide(boxes).dtype)[:, None]
+        chance = wide(logits).softmax(-1)[image, :, labels.to(logits.device, torch.int64)]
         cost = -self.class_weight * chance
         cost += self.box_weight * (found - true).abs().sum(-1)
         cost -= self.giou_weight * giou(corners(found), corners(true))

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 from functools import partial
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.utils.rnn import pad_sequence
 
 from regard.models.pairs import padded, sides_of
-from regard.models.parts import Inputs
+from regard.models.parts import Inputs, wide
 from regard.models.translation import Transformer, TransformerConfig
 from regard.nn import Packed, linear, pack
 from regard.nn.generate import State
@@ -32,15 +32,27 @@ class Copying(nn.Module):
     def weights(self, hidden: Tensor, encoded: Tensor, mask: Tensor | None) -> Tensor:
         """Hidden states (B, N, width) and encoded sources (B, K, width) to weights (B, N, K)."""
         scores = self.query(hidden) @ self.key(encoded).mT / math.sqrt(hidden.shape[-1])
-        return _wide(scores if mask is None else scores.masked_fill(~mask[:, None], -math.inf)).softmax(-1)
+        if mask is None:
+            return wide(scores).softmax(-1)
+        weights = wide(scores).masked_fill(~mask[:, None], -math.inf).softmax(-1)
+        return weights.masked_fill(~mask[:, None], 0.0)  # a source without a token has no weights
+
+    def gates(self, hidden: Tensor, mask: Tensor | None, keys: int) -> tuple[Tensor, Tensor]:
+        """Logarithms of g and 1 - g (B, N); where a source has no token, nothing is copied and g is 1."""
+        gate = wide(self.gate(hidden)[..., 0])
+        if mask is not None:
+            gate = gate.masked_fill(~mask.any(1, keepdim=True), math.inf)
+        elif not keys:
+            gate = torch.full_like(gate, math.inf)
+        return F.logsigmoid(gate), F.logsigmoid(-gate)
 
     def forward(self, logits: Tensor, hidden: Tensor, encoded: Tensor, ids: Tensor, mask: Tensor | None) -> Tensor:
         """Logits (B, N, vocabulary) to log-probabilities of the same shape; ids (B, K) are the source's."""
-        weights, gate = self.weights(hidden, encoded, mask), _wide(self.gate(hidden))
+        weights, (said_gate, copied_gate) = self.weights(hidden, encoded, mask), self.gates(hidden, mask, ids.shape[1])
         copied = torch.zeros_like(logits, dtype=weights.dtype)
         copied.scatter_add_(-1, ids[:, None].expand(weights.shape), weights)
-        said = F.logsigmoid(gate) + _wide(logits).log_softmax(-1)
-        return torch.logaddexp(said, F.logsigmoid(-gate) + _log(copied))
+        said = said_gate[..., None] + wide(logits).log_softmax(-1)
+        return torch.logaddexp(said, copied_gate[..., None] + _log(copied))
 
 
 class PointerTransformer(Transformer):
@@ -70,10 +82,9 @@ class PointerTransformer(Transformer):
         hidden = self._decoded(sides)
         if sides.packed is None:
             return self.copying(self.logits(hidden), hidden, encoded, source, source_mask)
-        hidden, ids, states, mask = _apart(hidden, sides.packed, source, encoded)
-        said = self.copying(self.logits(hidden), hidden, states, ids, mask)
-        rows = zip(said, sides.packed.lengths, strict=True)
-        return sides.back(torch.cat([row[:length] for row, length in rows])[None])
+        apart = _apart(hidden, sides.packed, source, encoded)
+        said = self.copying(self.logits(apart.hidden), apart.hidden, apart.encoded, apart.ids, apart.mask)
+        return sides.back(said[apart.real][None])
 
     def decode(
         self, target: Inputs, encoded: Inputs, source_mask: Tensor | None = None
@@ -88,15 +99,14 @@ class PointerTransformer(Transformer):
         """
         encoded = self.encode(source)
         hidden = self._decoded(sides_of(target, encoded)).flatten(0, 1)
-        said = _wide(self.logits(hidden)).log_softmax(-1)  # (N, vocabulary)
-        gate = _wide(self.copying.gate(hidden))[:, 0]
-        rows, ids, states, mask = _apart(hidden, target, source, encoded)
-        wanted = pad_sequence(list(after.split(target.lengths)), batch_first=True)
-        copied = (self.copying.weights(rows, states, mask) * (ids[:, None] == wanted[:, :, None])).sum(-1)
-        copied = copied[torch.arange(rows.shape[1]) < torch.tensor(target.lengths)[:, None]]
-        both = torch.logaddexp(
-            F.logsigmoid(gate) + said.gather(-1, after[:, None])[:, 0], F.logsigmoid(-gate) + _log(copied)
-        )
+        said = wide(self.logits(hidden)).log_softmax(-1)  # (N, vocabulary)
+        apart = _apart(hidden, target, source, encoded)
+        wanted, _ = target.holding(after).padded()
+        weights = self.copying.weights(apart.hidden, apart.encoded, apart.mask)
+        copied = (weights * (apart.ids[:, None] == wanted[:, :, None])).sum(-1)[apart.real]
+        gates = self.copying.gates(apart.hidden, apart.mask, apart.ids.shape[1])
+        said_gate, copied_gate = (gate[apart.real] for gate in gates)
+        both = torch.logaddexp(said_gate + said.gather(-1, after[:, None])[:, 0], copied_gate + _log(copied))
         return -both.sum() if not smoothing else (smoothing - 1) * both.sum() - smoothing * said.mean(-1).sum()
 
     def begin(self, source: Inputs, source_mask: Tensor | None = None) -> tuple[State, Tensor]:
@@ -110,25 +120,28 @@ class PointerTransformer(Transformer):
         return self.copying(self.logits(rows), rows, encoded, ids, mask).flatten(0, 1)
 
 
-def _wide(x: Tensor) -> Tensor:
-    """In float32 at least."""
-    return x.to(torch.promote_types(x.dtype, torch.float32))
-
-
 def _log(chances: Tensor) -> Tensor:
     """The logarithm, very low where the chance is 0, so that its gradient is 0 there."""
     return chances.clamp(min=torch.finfo(chances.dtype).tiny).log()
 
 
-def _apart(hidden: Tensor, target: Packed, source: Inputs, encoded: Inputs) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Packed pairs each in a row of its own: hidden states (B, N, width); ids, states and mask of the sources (B, K).
+class Apart(NamedTuple):
+    """Packed pairs, each in a row of its own.
 
     A target's weights on its source are N x K numbers: small, for it is short, but not over all pairs of a batch.
     """
-    rows = pad_sequence(list(hidden.view(-1, hidden.shape[-1]).split(target.lengths)), batch_first=True)
-    ids, mask = padded(_packed(source), None)
-    assert mask is not None
-    return rows, ids, padded(encoded, None)[0], mask
+
+    hidden: Tensor  # (B, N, width)
+    real: Tensor  # (B, N): tokens of the targets
+    ids: Tensor  # (B, K): of the sources
+    encoded: Tensor  # (B, K, width)
+    mask: Tensor  # (B, K)
+
+
+def _apart(hidden: Tensor, target: Packed, source: Inputs, encoded: Inputs) -> Apart:
+    ids, mask = _packed(source).padded()
+    states, _ = padded(encoded, None)
+    return Apart(*target.holding(hidden.view(-1, hidden.shape[-1])).padded(), ids, states, mask)
 
 
 def _packed(source: Inputs) -> Packed:

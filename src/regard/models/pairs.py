@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 
 from regard.geometry import shape_of
 from regard.models.parts import Inputs, rows_of
@@ -64,7 +61,4 @@ def padded(encoded: Inputs, mask: Tensor | None) -> tuple[Tensor, Tensor | None]
     """Encoded sources as one tensor (B, K, width) and its mask."""
     if isinstance(encoded, Tensor):
         return encoded, mask
-    rows: Sequence[Tensor] = unpack(encoded) if isinstance(encoded, Packed) else encoded
-    lengths = torch.tensor([len(row) for row in rows])
-    mask = torch.arange(int(lengths.max())) < lengths[:, None]
-    return pad_sequence(list(rows), batch_first=True), mask.to(rows[0].device)
+    return (encoded if isinstance(encoded, Packed) else pack(encoded)).padded()

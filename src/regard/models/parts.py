@@ -35,6 +35,11 @@ def choose(what: str, name: str, among: dict[str, T]) -> T:
     return among[name]
 
 
+def wide(x: Tensor) -> Tensor:
+    """In float32 at least: what is summed, or goes through a softmax."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
 def embedding(count: int, width: int, std: float = 0.02) -> nn.Embedding:
     """A table of vectors from N(0, std^2)."""
     made = nn.Embedding(count, width, device="meta").to_empty(device=torch.get_default_device())

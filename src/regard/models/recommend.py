@@ -9,6 +9,7 @@ from torch import Tensor
 from regard.models.language import LanguageModel
 from regard.models.parts import Inputs, rows_of
 from regard.nn import Last, Packed
+from regard.nn.loss import loss_among
 
 
 class Recommender(LanguageModel):
@@ -45,10 +46,6 @@ class Recommender(LanguageModel):
             hidden = hidden.to(dtype)
             own = (hidden * F.embedding(after, table).to(dtype)).sum(-1, keepdim=True)
             theirs = hidden @ F.embedding(others, table).to(dtype).mT
-        same = F.pad(after[:, None] == others, (1, 0))
-        logits = self.capped(torch.cat((own, theirs), -1)).masked_fill(same, -torch.inf)
-        shares = logits.log_softmax(-1)
-        loss = (smoothing - 1) * shares[:, 0].sum()
-        if smoothing:
-            loss = loss - smoothing * (shares.masked_fill(same, 0.0).sum(-1) / (~same).sum(-1)).sum()
-        return loss
+        logits = self.capped(torch.cat((own, theirs), -1))
+        others_differ = F.pad(after[:, None] != others, (1, 0), value=True)
+        return loss_among(logits, torch.zeros_like(after), others_differ, smoothing=smoothing)

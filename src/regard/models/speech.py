@@ -7,7 +7,6 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.utils.rnn import pad_sequence
 
 from regard.attention import Attention
 from regard.geometry import shape_of
@@ -24,6 +23,7 @@ from regard.nn import (
     Rotary,
     Shared,
     linear,
+    pack,
     unpack,
 )
 
@@ -136,24 +136,25 @@ class Front(nn.Module):
     def forward(self, inputs: Inputs, mask: Tensor | None = None) -> tuple[Inputs, Tensor | None]:
         """(B, N, features) to (B, M, width) and the mask of what is left; packed and lists stay so, without a mask."""
         if isinstance(inputs, Tensor):
-            return self._padded(inputs, mask)
+            if mask is not None:
+                check_leading(mask, inputs)
+            return self._convolved(inputs, mask)
         if mask is not None:
             raise ValueError("mask goes with inputs (B, N, features); packed inputs and lists say their lengths")
-        parts = unpack(inputs) if isinstance(inputs, Packed) else list(inputs)
-        lengths, x = torch.tensor([len(part) for part in parts]), pad_sequence(parts, batch_first=True)
-        x, kept = self._padded(x, torch.arange(x.shape[1], device=x.device) < lengths.to(x.device)[:, None])
-        assert kept is not None
-        packed = Packed(x[kept], tuple(kept.sum(1).tolist()))
+        x, kept = (inputs if isinstance(inputs, Packed) else pack(list(inputs))).padded()
+        if not x.shape[1]:  # convolutions need a frame, be it filler
+            x, kept = F.pad(x, (0, 0, 0, 1)), F.pad(kept, (0, 1))
+        x, left = self._convolved(x, kept)
+        assert left is not None
+        packed = Packed(x[left], tuple(left.sum(1).tolist()))
         return packed if isinstance(inputs, Packed) else unpack(packed), None
 
-    def _padded(self, x: Tensor, kept: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    def _convolved(self, x: Tensor, kept: Tensor | None) -> tuple[Tensor, Tensor | None]:
         if x.dim() != 3 or x.shape[-1] != self.features or not x.shape[1]:
             raise ValueError(
                 f"inputs must be at least one frame of {self.features} features, (B, N, {self.features}), "
                 f"but are {shape_of(x)}"
             )
-        if kept is not None:
-            check_leading(kept, x)
         for conv in self.convs:
             assert isinstance(conv, nn.Conv1d)
             if kept is not None:

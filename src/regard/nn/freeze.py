@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,7 +15,7 @@ from regard.engines.packed_linear import PackedWeight, why_not
 
 
 def freeze(model: nn.Module) -> dict[str, str]:
-    """Pack the weights of a model for inference, in place; small batches then take half the time.
+    """Pack the weights of a model for inference on a CPU, in place, which makes small batches faster.
 
     Packed are the float32 weights on a CPU of `nn.Linear` layers, and embeddings that also give the logits. Each is
     held once, in the layout of the kernel, and is read-only: what would write to it raises until `thaw`. Values and
@@ -50,6 +52,7 @@ def freeze(model: nn.Module) -> dict[str, str]:
     for module in model.modules():
         if any(isinstance(each, PackedWeight) for each in module._parameters.values()):
             _add_hooks(module)
+    _release_free_memory()
     return unpacked
 
 
@@ -60,6 +63,7 @@ def thaw(model: nn.Module) -> None:
             _swap(name, weight, weight.unpack())
     for module in model.modules():
         _remove_hooks(module)
+    _release_free_memory()
 
 
 def _projections(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -91,6 +95,13 @@ def _swap(name: str, weight: Tensor, replacement: Tensor) -> None:
         ) from error
     finally:
         weight.grad = grad
+
+
+def _release_free_memory() -> None:
+    """Give freed memory back to the system: the C library keeps blocks of the size of a weight."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
+    if trim is not None:
+        trim(0)
 
 
 def _add_hooks(module: nn.Module) -> None:

@@ -62,6 +62,26 @@ def token_loss(
         return _TokenLoss.apply(hidden.to(dtype), weight.to(dtype), bias, targets, smoothing, softcap, wanted)
 
 
+def loss_among(logits: Tensor, targets: Tensor, allowed: Tensor, *, smoothing: float = 0.0) -> Tensor:
+    """The sum of cross entropies over the classes that are allowed, (N, classes), among them the targets (N,).
+
+    `smoothing` is spread evenly over the allowed classes of each row, as `F.cross_entropy` does over all.
+
+    >>> import torch
+    >>> from regard.nn.loss import loss_among
+    >>> logits, allowed = torch.zeros(1, 3), torch.tensor([[True, True, False]])
+    >>> bool(loss_among(logits, torch.tensor([0]), allowed).exp() == 2)
+    True
+    """
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32)).masked_fill(~allowed, -torch.inf)
+    shares = logits.log_softmax(-1)
+    loss = (smoothing - 1) * shares.gather(1, targets[:, None]).sum()
+    if smoothing:
+        even = shares.masked_fill(~allowed, 0.0).sum(-1) / allowed.sum(-1)
+        loss = loss - smoothing * even.sum()
+    return loss
+
+
 class _TokenLoss(torch.autograd.Function):
     @staticmethod
     def forward(

@@ -74,6 +74,19 @@ class Packed:
             )
         return ranges(torch.from_numpy(source.edges[self.ids]), torch.from_numpy(source.edges[self.ids + 1]))
 
+    def padded(self) -> tuple[Tensor, Tensor]:
+        """Values (B, longest, ...) with zeros behind each sequence, and the (B, longest) mask of real tokens.
+
+        >>> import regard as rg, torch
+        >>> rg.pack([torch.tensor([5, 6]), torch.tensor([8])]).padded()[0].tolist()
+        [[5, 6], [8, 0]]
+        """
+        lengths = torch.tensor(self.lengths, dtype=torch.int64, device=self.values.device)
+        mask = torch.arange(max(self.lengths, default=0), device=self.values.device) < lengths[:, None]
+        filled = self.values.new_zeros(*mask.shape, *self.values.shape[1:])
+        filled[mask] = self.values
+        return filled, mask
+
     def holding(self, values: Tensor) -> Packed:
         """The same sequences of other values, (N, ...); what was worked out about lengths is kept."""
         other = Packed(values, self.lengths)

@@ -94,6 +94,10 @@ class Answer(Task):
             longest = min(longest, kit.config["positions"] - kit.config["first_position"])
         return Questions(kit, rows, bad, longest=longest, overlap=self.overlap, windows=self.windows)
 
+    @property
+    def smooths(self) -> bool:
+        return False
+
     def loss(self, model: nn.Module, batch: Batch, smoothing: float) -> Tensor:
         """What is right may stand in several windows, and several answers may be right: any of them will do."""
         ids, segments, allowed, parts = batch.inputs

@@ -132,8 +132,12 @@ class Detect(Task):
             found.append(Found(boxes, np.array(labels, np.int64), np.ones(len(labels))))
         return DetectedImages(self, form, pixels, found, good)
 
+    @property
+    def smooths(self) -> bool:
+        return False
+
     def loss(self, model: nn.Module, batch: Batch, smoothing: float) -> Tensor:
-        """The mean over images and objects of a batch, times its images; smoothing has no meaning here."""
+        """The mean over images and objects of a batch, times its images."""
         assert isinstance(model, Detr)
         (images, by, mirrored), objects = batch.inputs, batch.targets
         if model.training:

@@ -79,6 +79,8 @@ class Objective(nn.Module):
 
 def begin(folder: Path, task: Task, recipe: Recipe, sources: Sources) -> tuple[Run, Examples]:
     """Read the data, learn what is to be learnt from it, and make the run's folder. One process does, others wait."""
+    if recipe.smoothing and not task.smooths:
+        raise Trouble(f"--smoothing {recipe.smoothing}: the loss of this task has no labels to smooth; leave it out")
     accelerator = _accelerator(task, recipe)
     restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0 and (folder / "run.json").exists()
     if accelerator.is_main_process and not restarted:

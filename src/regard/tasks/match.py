@@ -17,6 +17,7 @@ from torch.nn.utils.rnn import pad_sequence
 from regard.models.match import ImageTextMatcher, MatchConfig
 from regard.models.text import TextConfig
 from regard.models.vision import VisionConfig
+from regard.nn.loss import loss_among
 from regard.tasks import baselines, metrics
 from regard.tasks.data import Row, read, split
 from regard.tasks.pictures import SUFFIXES, Form, content, cropped, drawn, learnt, pixels_of, shaken
@@ -139,8 +140,8 @@ class Match(Task):
         loss = F.binary_cross_entropy_with_logits(said, targets, reduction="sum")
         if not self.contrast:
             return loss
-        scores = (self.sharpness * seen @ told.mT).masked_fill(same, -torch.inf)[right.bool()]
-        return loss + self.contrast * F.cross_entropy(scores, right.nonzero()[:, 0], reduction="sum")
+        scores, others = (self.sharpness * seen @ told.mT)[right.bool()], ~same[right.bool()]
+        return loss + self.contrast * loss_among(scores, right.nonzero()[:, 0], others, smoothing=smoothing)
 
     def evaluate(self, model: nn.Module, kit: Kit, rows: Sequence[Row]) -> Figures:
         items = self.items(kit, rows, Bad(skip=True))

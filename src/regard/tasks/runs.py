@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from regard.files import sweep, whole, whole_text
+from regard.nn import freeze
 from regard.tasks.data import EMBEDDED, Row
 from regard.tasks.sources import Sources
 from regard.tasks.task import Kit, Recipe, Task, tasks
@@ -176,8 +177,11 @@ class Run:
         """Whether it came with the package, where nothing is ever written."""
         return self.folder.parent == EMBEDDED
 
-    def model(self) -> tuple[nn.Module, int]:
-        """The model with its best weights, ready to predict, and the step that they are of."""
+    def model(self, *, frozen: bool = False) -> tuple[nn.Module, int]:
+        """The model with its best weights, ready to predict, and the step that they are of.
+
+        frozen: pack the weights for inference (`regard.nn.freeze`).
+        """
         path = self.folder / ("model.safetensors" if self.shipped else "best.safetensors")
         if path.exists():
             try:
@@ -200,11 +204,13 @@ class Run:
         with torch.random.fork_rng():
             model = self.task.model(self.kit)
         model.load_state_dict(weights)
+        if frozen:
+            freeze(model)
         return model.eval(), step
 
     def settle(self, rows: Sequence[Row]) -> None:
         """Let the task choose what is to be chosen after training, by rows held out for that, and keep it."""
-        kit = self.task.settle(self.model()[0], self.kit, rows)
+        kit = self.task.settle(self.model(frozen=True)[0], self.kit, rows)
         if kit is not self.kit:
             self.kit = kit
             with _room(self.folder):

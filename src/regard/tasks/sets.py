@@ -124,6 +124,10 @@ class Sets(Task):
             np.array([targets[n] for n in kept], kind),
         )  # fmt: skip
 
+    @property
+    def smooths(self) -> bool:
+        return not self.number
+
     def loss(self, model: nn.Module, batch: Batch, smoothing: float) -> Tensor:
         said = model(batch.inputs)
         if self.number:

@@ -128,6 +128,10 @@ class Speak(Task):
             return None
         return torch.tensor(encoded.ids)
 
+    @property
+    def smooths(self) -> bool:
+        return False
+
     def loss(self, model: nn.Module, batch: Batch, smoothing: float) -> Tensor:
         assert isinstance(model, Speaker)
         letters, letters_mask, frames = batch.inputs
@@ -182,7 +186,7 @@ class Speak(Task):
         run = Run.open(Path(self.judge))
         if not isinstance(run.task, Transcribe):
             raise Trouble(f"{self.judge}: is a run of {run.task.name}, but one of transcribe is needed to judge")
-        model, _ = run.model()
+        model, _ = run.model(frozen=True)
         heard = [run.task.heard(model, run.kit, wave)[0] for wave in waves]
         return {"cer": metrics.transcription(heard, texts)["cer"]}
 

@@ -228,6 +228,11 @@ class Task(ABC):
     def items(self, kit: Kit, rows: Sequence[Row], bad: Bad) -> Items:
         """Examples made ready; those that the model cannot take are bad."""
 
+    @property
+    def smooths(self) -> bool:
+        """Whether the loss has labels to smooth; where it has none, a recipe with smoothing is an error."""
+        return True
+
     @abstractmethod
     def loss(self, model: nn.Module, batch: Batch, smoothing: float) -> Tensor:
         """The sum of the losses of a batch, over `batch.count`."""

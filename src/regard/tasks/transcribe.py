@@ -146,6 +146,10 @@ class Transcribe(Task):
             return None
         return features_of(wave, self.features)
 
+    @property
+    def smooths(self) -> bool:
+        return False
+
     def loss(self, model: nn.Module, batch: Batch, smoothing: float) -> Tensor:
         heard, shown = batch.inputs
         if model.training:

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
+from regard.nn.freeze import freeze
+
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
@@ -18,6 +20,7 @@ def load(
     dtype: torch.dtype | None = None,
     revision: str | None = None,
     local_files_only: bool = False,
+    frozen: bool = False,
 ) -> nn.Module:
     """The model of a folder with config.json and safetensors, or of a name on the Hub such as "org/name"; in eval mode.
 
@@ -28,6 +31,7 @@ def load(
     cannot follow, is an error.
 
     revision: a branch, tag or commit on the Hub. local_files_only: look only at what was fetched before.
+    frozen: pack the weights for inference by `regard.nn.freeze`, which says when called again what it did not pack.
 
     >>> import regard as rg, tempfile
     >>> config = rg.models.LanguageConfig(vocabulary=100, width=32, layers=2, heads=4, hidden=64)
@@ -38,7 +42,10 @@ def load(
     """
     from regard.models.checkpoints import loading
 
-    return loading.load(folder, dtype=dtype, revision=revision, local_files_only=local_files_only)
+    model = loading.load(folder, dtype=dtype, revision=revision, local_files_only=local_files_only)
+    if frozen:
+        freeze(model)
+    return model
 
 
 def save(model: nn.Module, folder: str | os.PathLike[str], *, limit: int = 5_000_000_000) -> None:
