@@ -19,6 +19,8 @@ MASKS = "tests/masks/test_patterns.py"
 TILES = "tests/masks/test_tiles.py"
 NATIVE = "tests/engines/test_native.py"
 LOOK = "tests/engines/test_look.py"
+PACKED = "tests/engines/test_packed_linear.py"
+FREEZE = "tests/nn/test_freeze.py"
 # An installed project is found before any path: the copy must be, so its finder goes.
 RUN = """
 import sys
@@ -106,6 +108,36 @@ MUTANTS = (
     Mutant(
         "the gradient of the log-sum-exp is dropped", "engines/native/attend.py",
         "place(d_output), place(d_lse)", "place(d_output), ABSENT", NATIVE,
+    ),
+    Mutant(
+        "a packed weight drops tangents", "engines/packed_linear.py",
+        "or forward_ad._current_level >= 0", "", PACKED,
+    ),
+    Mutant(
+        "a packed weight is read by the kernel with inputs of the opposite sign", "engines/packed_linear.py",
+        "and not x.is_neg()", "", PACKED,
+    ),
+    Mutant(
+        "rows that fill up the last panel are looked up", "engines/packed_linear.py",
+        "int(input.max()) < weight.rows", "int(input.max()) < weight.panels.shape[0] * 32", PACKED,
+    ),
+    Mutant(
+        "a view of a packed weight is a copy that can be written to", "engines/packed_linear.py",
+        "if argument.alias_info is not None and any(",
+        "if argument.alias_info is not None and argument.alias_info.is_write and any(", PACKED,
+    ),
+    Mutant(
+        "a packed weight of one column is an alias of what it unpacks to", "engines/packed_linear.py",
+        "x.clone(memory_format=torch.contiguous_format)", "x.contiguous()", PACKED,
+    ),
+    Mutant(
+        "a frozen weight is another parameter than the one that optimizers hold", "nn/freeze.py",
+        "made = nn.Parameter(replacement, weight.requires_grad)",
+        "made, weight = nn.Parameter(replacement, weight.requires_grad), weight.detach()", FREEZE,
+    ),
+    Mutant(
+        "a thawed weight requires grad where it did not", "nn/freeze.py",
+        "made = nn.Parameter(replacement, weight.requires_grad)", "made = nn.Parameter(replacement)", FREEZE,
     ),
 )  # fmt: skip
 

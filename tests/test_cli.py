@@ -78,6 +78,20 @@ def test_predictions_come_with_a_score(regard: Command, reviews: Run) -> None:
     assert all(0.5 <= float(row[1]) <= 1 for row in rows)
 
 
+@pytest.mark.parametrize("command", ["predict", "view", "evaluate", "export"])
+def test_models_are_frozen_where_nothing_is_trained_or_exported(
+    command: str, regard: Command, reviews: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, asked = Run.model, []
+    monkeypatch.setattr(Run, "model", lambda run, **options: (asked.append(options), real(run, **options))[1])
+    given = {
+        "predict": ["What a film!"], "view": ["What a film!", "--out", tmp_path / "page.html"],
+        "evaluate": ["--data", classes(tmp_path)], "export": [tmp_path / "out", "--no-onnx"],
+    }[command]  # fmt: skip
+    assert regard(command, reviews.folder, *given).code == 0
+    assert asked == ([{}] if command == "export" else [{"frozen": True}])
+
+
 def test_predictions_are_made_of_files_and_of_standard_input(regard: Command, reviews: Run, tmp_path: Path) -> None:
     (tmp_path / "in.txt").write_text("the cat sees\n\na dog hears\n", encoding="utf-8-sig")
     asked = regard("predict", reviews.folder, tmp_path / "in.txt", "--json").out

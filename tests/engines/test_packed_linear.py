@@ -109,7 +109,8 @@ def test_outputs_do_not_follow_the_default_dtype_or_device():
 
 # Only memory that holds the numbers of a tensor may reach the kernel.
 UNUSUAL = {
-    "negative view": lambda x: torch.complex(x, -x).conj().imag,
+    "negative view": torch._neg_view,
+    "imaginary part": lambda x: torch.complex(x, -x).conj().imag,
     "expanded": lambda x: x[:1].expand(3, -1),
     "parameter": lambda x: nn.Parameter(x, requires_grad=False),
     "strided": lambda x: torch.stack((x, x), -1)[..., 0],
@@ -232,6 +233,14 @@ def test_a_packed_weight_is_read_only(write):
     with pytest.raises(RuntimeError, match=r"rg\.nn\.thaw\(model\)"):
         WRITES[write](packed)
     assert torch.equal(packed.unpack(), weight)
+
+
+def test_operators_that_do_not_mark_their_writes_are_refused():
+    with torch.library._scoped_library("regard_test", "DEF") as library:
+        library.define("broadcast_(Tensor[] x) -> ()")  # as collectives are declared
+        library.impl("broadcast_", lambda tensors: tensors[0].zero_(), "CPU")
+        with pytest.raises(RuntimeError, match=r"rg\.nn\.thaw\(model\)"):
+            torch.ops.regard_test.broadcast_([PackedWeight.pack(torch.randn(64, 8))])
 
 
 def test_functions_read_a_plain_copy():

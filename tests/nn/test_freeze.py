@@ -216,6 +216,16 @@ def test_bits_of_odd_sizes(inputs, outputs):
     assert torch.equal(layer.weight.view(torch.int32), bits)
 
 
+@needs_kernels
+def test_a_model_that_is_frozen_and_thawed_in_inference_mode_can_be_trained():
+    layer, x = rg.nn.FeedForward(64, 96), torch.randn(2, 64)
+    for change in (rg.nn.freeze, rg.nn.thaw):
+        with torch.inference_mode():
+            change(layer)
+        assert not layer.up.weight.is_inference()
+        layer(x).sum().backward()
+
+
 def test_what_cannot_be_packed_stays_and_is_returned():
     model = nn.ModuleDict({
         "wide": nn.Linear(8, 64).double(), "narrow": nn.Linear(8, 64).bfloat16(), "small": nn.Linear(8, 1),

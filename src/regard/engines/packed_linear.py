@@ -97,6 +97,8 @@ class PackedWeight(Tensor):
                 return PackedWeight(own.panels, own.rows)
             if func is _aten._to_copy.default and _changes_type(own, kwargs):
                 _refuse("a change of dtype or device")
+        if func.namespace != "aten":  # collectives write to tensors that their schemas do not mark
+            _refuse(str(func))
         for n, argument in enumerate(func._schema.arguments):
             given = args[n] if n < len(args) else kwargs.get(argument.name)
             if argument.alias_info is not None and any(isinstance(each, PackedWeight) for each in tree_leaves(given)):

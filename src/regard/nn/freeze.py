@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from regard.engines.packed_linear import PackedWeight, why_not
 
 
+@torch.inference_mode(False)  # a model that is frozen there can be trained after thaw
 def freeze(model: nn.Module) -> dict[str, str]:
     """Pack the weights of a model for inference on a CPU, in place, which makes small batches faster.
 
@@ -56,6 +57,7 @@ def freeze(model: nn.Module) -> dict[str, str]:
     return unpacked
 
 
+@torch.inference_mode(False)
 def thaw(model: nn.Module) -> None:
     """Restore the weights that `freeze` packed: the same bits in the same parameters, which may be trained again."""
     for name, weight in model.named_parameters():
