@@ -10,7 +10,7 @@ DATA    ?= ../shared/data
 MINUTES ?= 30
 SEED    ?= $(shell date +%s)
 
-.PHONY: demo test coverage lint format docs sanitize mutants fuzz differential bench bench-quick results findings clean
+.PHONY: demo test coverage real-weights lint format docs sanitize mutants fuzz differential bench bench-quick results findings clean
 
 demo: $(READY)
 	$(BIN)/python examples/demo.py
@@ -53,6 +53,11 @@ fuzz: $(READY)
 # Random modules and models for MINUTES from SEED, run in many ways, compared with one plain path in float64.
 differential: $(READY)
 	$(BIN)/python -m tools.differential --minutes $(MINUTES) --seed $(SEED)
+
+# Real checkpoints under WEIGHTS (whisper-base, smollm2), compared with transformers on real speech and text.
+WEIGHTS ?= weights
+real-weights: $(READY)
+	REGARD_WEIGHTS=$(WEIGHTS) $(BIN)/python -m pytest tests/real
 
 # Speed lives here and in no test: ratios to peers, measured side by side, written to docs/benchmarks.md.
 bench: $(BENCH)

@@ -31,16 +31,19 @@ def log_mel(wave: Tensor, features: int = 80, *, floor: float = FLOOR) -> Tensor
     return (mel_bands(features).to(power) @ power).clamp(min=floor).log10().mT.contiguous()
 
 
-def whisper_features(wave: Tensor, features: int = 80, *, seconds: float = 30) -> Tensor:
+def whisper_features(wave: Tensor, features: int = 80, *, seconds: float | None = 30) -> Tensor:
     """What Whisper listens to: `log_mel` of so many seconds, cut or filled up with silence, within 8 of its maximum.
+
+    With `seconds=None` the sound is taken as long as it is.
 
     >>> import torch
     >>> from regard.models.sound import whisper_features
     >>> whisper_features(torch.randn(1, 16000), seconds=2).shape
     torch.Size([1, 200, 80])
     """
-    length = round(seconds * RATE)
-    wave = F.pad(wave[..., :length], (0, max(0, length - wave.shape[-1])))
+    if seconds is not None:
+        length = round(seconds * RATE)
+        wave = F.pad(wave[..., :length], (0, max(0, length - wave.shape[-1])))
     values = log_mel(wave, features, floor=1e-10)
     return (torch.maximum(values, values.amax((-2, -1), keepdim=True) - 8) + 4) / 4
 

@@ -83,7 +83,7 @@ def _spoken(path: Path) -> dict[str, Any]:
     said = read_json(path / GENERATION) if (path / GENERATION).exists() else {}
     names = (
         "decoder_start_token_id", "eos_token_id", "bad_words_ids", "suppress_tokens", "begin_suppress_tokens",
-        "forced_decoder_ids",
+        "forced_decoder_ids", "lang_to_id", "task_to_id", "no_timestamps_token_id", "max_initial_timestamp_index",
     )  # fmt: skip
     return {name: said[name] for name in names if said.get(name) is not None}
 

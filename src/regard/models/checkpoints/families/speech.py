@@ -41,7 +41,11 @@ def read_whisper(theirs: Values) -> Values:
         "start": start(theirs),
         "never": tuple(theirs.get("suppress_tokens") or ()),
         "never_first": tuple(theirs.get("begin_suppress_tokens") or ()),
-        "prompt": prompt(theirs),
+        "prompt": prompt(theirs) if not theirs.get("lang_to_id") else (),
+        "languages": tuple(sorted((name.strip("<|>"), int(n)) for name, n in (theirs.get("lang_to_id") or {}).items())),
+        "tasks": tuple(sorted((str(name), int(n)) for name, n in (theirs.get("task_to_id") or {}).items())),
+        "no_timestamps": theirs.get("no_timestamps_token_id"),
+        "max_first_timestamp": theirs.get("max_initial_timestamp_index"),
     }
 
 
@@ -63,7 +67,14 @@ def spoken(config: WhisperConfig) -> Values:
         "eos_token_id": config.stop,
         "suppress_tokens": list(config.never),
         "begin_suppress_tokens": list(config.never_first),
-    } | ({"forced_decoder_ids": [list(pair) for pair in enumerate(config.prompt, 1)]} if config.prompt else {})
+    } | {name: value for name, value in {
+        "forced_decoder_ids": [list(pair) for pair in enumerate(config.prompt, 1)],
+        "lang_to_id": {f"<|{name}|>": n for name, n in config.languages},
+        "task_to_id": dict(config.tasks),
+        "is_multilingual": True if config.languages else None,
+        "no_timestamps_token_id": config.no_timestamps,
+        "max_initial_timestamp_index": config.max_first_timestamp,
+    }.items() if value not in (None, [], {})}  # fmt: skip
 
 
 WHISPER = Family(

@@ -1,0 +1,1 @@
+"""Tests with real weights, outside of `make test`: `make real-weights WEIGHTS=folder`."""
