@@ -21,6 +21,9 @@ NATIVE = "tests/engines/test_native.py"
 LOOK = "tests/engines/test_look.py"
 PACKED = "tests/engines/test_packed_linear.py"
 FREEZE = "tests/nn/test_freeze.py"
+LOSS = "tests/nn/test_loss.py"
+MODEL_MASKS = "tests/models/test_masks.py"
+POOLING = "tests/nn/test_pooling.py"
 # An installed project is found before any path: the copy must be, so its finder goes.
 RUN = """
 import sys
@@ -103,7 +106,7 @@ MUTANTS = (
     ),
     Mutant(
         "dropout's rescaling is left out", "engines/native/attend.py",
-        "int(dropout * 2**32), 0, 1 / (1 - dropout)", "int(dropout * 2**32), 0, 1.0", NATIVE,
+        "threshold, 0, dropout_scale,", "threshold, 0, 1.0,", NATIVE,
     ),
     Mutant(
         "the gradient of the log-sum-exp is dropped", "engines/native/attend.py",
@@ -138,6 +141,38 @@ MUTANTS = (
     Mutant(
         "a thawed weight requires grad where it did not", "nn/freeze.py",
         "made = nn.Parameter(replacement, weight.requires_grad)", "made = nn.Parameter(replacement)", FREEZE,
+    ),
+    Mutant(
+        "a list of pairs is read as queries over keys", "masks/explicit.py",
+        'integers("edges: pairs", pairs, form).T if pairs', 'integers("edges: pairs", pairs, form) if pairs', MASKS,
+    ),
+    Mutant(
+        "the scale of dropout is that of the share that was asked for", "nn/dropout.py",
+        "LEVELS / (LEVELS - threshold)", "1 / (1 - p)", "tests/nn/test_dropout.py",
+    ),
+    Mutant(
+        "the first token is filler where rows are padded on the left", "nn/pooling.py",
+        "_tokens(values, mask, mask.int().argmax(1))", "values[:, 0]", POOLING,
+    ),
+    Mutant(
+        "a row without a real token gives a token of filler", "nn/pooling.py",
+        "at].masked_fill(~mask.any(1, keepdim=True), 0.0)", "at]", POOLING,
+    ),
+    Mutant(
+        "holes in a mask are no positions", "models/parts.py",
+        "return (at - first).clamp(min=0)", "return (mask.long().cumsum(1) - 1).clamp(min=0)", MODEL_MASKS,
+    ),
+    Mutant(
+        "the gradient of the weights of a loss is added up in their dtype", "nn/loss.py",
+        "torch.zeros_like(weight, dtype=wide)", "torch.zeros_like(weight)", LOSS,
+    ),
+    Mutant(
+        "smoothing of a loss among some classes counts all of them", "nn/loss.py",
+        "/ allowed.sum(-1)", "/ allowed.shape[-1]", LOSS,
+    ),
+    Mutant(
+        "a model that copies may copy from an empty source", "models/copying.py",
+        "gate.masked_fill(~mask.any(1, keepdim=True), math.inf)", "gate", MODEL_MASKS,
     ),
 )  # fmt: skip
 
