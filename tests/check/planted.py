@@ -157,6 +157,26 @@ def top_left(mask: Tensor | None, causal: bool, q: Tensor, k: Tensor) -> Tensor 
     return visible(mask, False, q, k) if not causal else below if mask is None else mask & below
 
 
+def beyond_the_diagonal(mask: Tensor | None, causal: bool, q: Tensor, k: Tensor) -> Tensor | None:
+    """Off by one, but only where there is more than one tile of 128 keys."""
+    if not causal or k.shape[2] <= 128:
+        return visible(mask, causal, q, k)
+    below = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool).tril(k.shape[2] - q.shape[2] + 1)
+    return below if mask is None else mask & below
+
+
+def later_key(seen: bool) -> Callable[..., Tensor | None]:
+    """Key 700 is always seen, or never, under any mask: nothing that one tile shows."""
+
+    def wrong(mask: Tensor | None, causal: bool, q: Tensor, k: Tensor) -> Tensor | None:
+        if mask is None or k.shape[2] <= 700:
+            return visible(mask, causal, q, k)
+        at = torch.arange(k.shape[2]) == 700
+        return visible(mask | at if seen else mask & ~at, causal, q, k)
+
+    return wrong
+
+
 def first_row_only(mask: Tensor | None, causal: bool, q: Tensor, k: Tensor) -> Tensor | None:
     if mask is not None and mask.shape[0] > 1:
         mask = torch.cat([mask[:1], torch.ones_like(mask[1:])])
@@ -184,6 +204,9 @@ plant(
 )
 plant("scale_times_the_default", "scale", scale_of=lambda width, scale: width**-0.5 * (1.0 if scale is None else scale))
 plant("causal_off_by_one", "causal", visible=strictly_below)
+plant("causal_off_by_one_beyond_128_keys", "causal", visible=beyond_the_diagonal)
+plant("a_key_of_a_later_tile_unmasked", "masked-rows", visible=later_key(True))
+plant("a_key_of_a_later_tile_hidden", "mask-definition", visible=later_key(False))
 plant("causal_at_the_top_left", "alignment", visible=top_left)
 plant("inverted_mask", "mask-polarity", hide=lambda logits, seen: logits.masked_fill(seen, -math.inf))
 plant("mask_added_as_0_and_1", "mask-excludes", hide=lambda logits, seen: logits + seen.to(logits))
@@ -240,6 +263,24 @@ def memory_read_as_if_contiguous(q: Tensor, k: Tensor, v: Tensor, **asked: Any) 
         return x if 0 in x.stride() else torch.as_strided(x, shape, steps)
 
     return attention(q, read(k), v, **asked)
+
+
+@bug("edited-mask")
+def mask_remembered_by_its_address(q: Tensor, k: Tensor, v: Tensor, *, mask: Any = None, **asked: Any) -> Tensor:
+    if mask is not None:
+        mask = REMEMBERED.setdefault((mask.data_ptr(), mask.shape, mask.stride()), (mask, mask.clone()))[1]
+    return attention(q, k, v, mask=mask, **asked)
+
+
+@bug("edited-mask")
+def mask_remembered_by_its_version(q: Tensor, k: Tensor, v: Tensor, *, mask: Any = None, **asked: Any) -> Tensor:
+    if mask is not None:
+        key = mask.data_ptr(), mask.shape, mask.stride(), mask._version
+        mask = REMEMBERED.setdefault(key, (mask, mask.clone()))[1]
+    return attention(q, k, v, mask=mask, **asked)
+
+
+REMEMBERED: dict[Any, tuple[Tensor, Tensor]] = {}  # the masks themselves are held, so that no other has their address
 
 
 @bug("inputs-untouched")

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from regard.check.case import Case, also_float64
 from regard.check.demand import Attend, demanded
+from regard.check.masks import LONG
 from regard.check.oracle import error, exact, gradients
 
 SIZES = (Case(Q=1, K=1, D=1), Case(), Case(B=2, H=2, Q=3, K=5, D=4), Case(H=2, Q=33, K=65, D=8))
@@ -22,10 +23,10 @@ def gradient_determinism(attend: Attend, q: Tensor, k: Tensor, v: Tensor) -> Non
             assert torch.equal(was, now), f"the gradient of {name} differs by {error(now, was):.3g} roundings"
 
 
-@demanded("mask", "gradients", cases=(Case(Q=1, K=1, D=1), Case(Q=2, K=3), Case(B=2, H=2, Q=9, K=33, D=4)))
+@demanded("mask", "gradients", cases=(Case(Q=1, K=1, D=1), Case(Q=2, K=3), Case(B=2, H=2, Q=9, K=33, D=4), *LONG))
 def masked_row_gradients(attend: Attend, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> None:
     """A row that may attend to nothing has gradient 0: one NaN there, and the whole model is NaN after a step."""
-    mask[..., 0, :] = False
+    mask[..., [i for i in range(q.shape[2]) if i % 64 == 0], :] = False
     q, k, v = q.requires_grad_(), k.requires_grad_(), v.requires_grad_()
     out = attend(q, k, v, mask=mask)
     out = torch.where(mask.any(-1, keepdim=True), out, 0.0)  # what such rows give is the business of masked-rows
@@ -33,21 +34,22 @@ def masked_row_gradients(attend: Attend, q: Tensor, k: Tensor, v: Tensor, mask: 
         assert grad.isfinite().all(), f"the gradient of {name} is not finite where a row may attend to nothing"
 
 
-@demanded("mask", "gradients", cases=(Case(Q=1), Case(Q=3, K=5), Case(B=2, H=2, Q=9, K=33, D=4)))
+@demanded("mask", "gradients", cases=(Case(Q=1), Case(Q=3, K=5), Case(B=2, H=2, Q=9, K=33, D=4), *LONG))
 def nan_gradients(attend: Attend, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> None:
     """NaN and infinity in masked keys and values do not reach any gradient."""
-    mask[..., -1] = False
+    hidden = [j for j in range(1, k.shape[2]) if j == k.shape[2] - 1 or j % 64 in (0, 63)]  # also at edges of tiles
+    mask[..., hidden] = False
     for bad in (float("nan"), float("inf")):
         for name in ("key", "value"):
             leaves = [x.clone() for x in (q, k, v)]
-            leaves[1 if name == "key" else 2][:, :, -1] = bad
+            leaves[1 if name == "key" else 2][:, :, hidden] = bad
             leaves = [x.requires_grad_() for x in leaves]
             found = gradients(attend(*leaves, mask=mask), *leaves)
             for of, grad in zip("qkv", found, strict=True):
                 assert grad.isfinite().all(), f"{bad} in a masked {name} makes the gradient of {of} {bad}"
 
 
-@demanded("mask", "gradients", cases=SIZES)
+@demanded("mask", "gradients", cases=(*SIZES, *LONG))
 def mask_gradients(attend: Attend, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> None:
     """Under a mask gradients are those of the definition, and 0 for keys that nobody sees."""
     mask[..., 1:2] = False

@@ -5,25 +5,32 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from regard.check.case import Case
+from regard.check.case import Case, also_float64
 from regard.check.demand import Attend, demanded
-from regard.check.oracle import error
+from regard.check.oracle import error, exact
 from regard.check.targets.target import Refused
 
 SIZES = (Case(Q=1), Case(Q=3, K=5), Case(B=2, H=2, Q=9, K=33, D=4), Case(B=2, H=3, Q=65, K=130, D=8))
 SQUARE = (Case(Q=1, K=1), Case(), Case(H=2, Q=5, K=5, D=4), Case(B=2, H=2, Q=19, K=19, D=8))
+BEYOND = (129, 257, 513, 1025)  # keys: one more than a few tiles of 64, 128 and 256
+LONG = tuple(Case(Q=3, K=n, D=4) for n in BEYOND)
+LONG_ROWS = tuple(Case(B=2, H=2, Q=3, K=n, D=4) for n in BEYOND)
+LONG_SQUARE = tuple(Case(Q=n, K=n, D=4) for n in BEYOND)
 
 
-@demanded("mask", cases=(Case(Q=1, D=1), Case(H=2, Q=3)))
+@demanded("mask", cases=(Case(Q=1, D=1), Case(H=2, Q=3), *LONG))
 def mask_polarity(attend: Attend, q: Tensor, k: Tensor, v: Tensor) -> None:
     """`True` means may attend: one convention, since the wrong one still trains, on what it should not see."""
-    seen, hidden = v[:, :, :1], v[:, :, 1:]
-    out = attend(q, k, v, mask=torch.tensor([True, False]).expand(*q.shape[:3], 2))
-    near = error(out, seen.expand_as(out)) < error(out, hidden.expand_as(out))
-    assert near, "of two keys the first has True and the second False, but the output is nearer to the second's value"
+    seen = torch.arange(k.shape[2]) < k.shape[2] // 2
+    v = torch.where(seen.unsqueeze(-1), torch.ones_like(v), -torch.ones_like(v))
+    out = attend(torch.zeros_like(q), k, v, mask=seen.expand(*q.shape[:3], k.shape[2]))
+    assert (out > 0).all(), "values of keys with True are 1 and the others -1, but the output is negative"
 
 
-@demanded("mask", cases=(Case(B=2, Q=1), Case(H=2, Q=1), Case(B=2, H=3, Q=3, K=5), Case(B=3, H=2, Q=33, K=65, D=8)))
+@demanded(
+    "mask",
+    cases=(Case(B=2, Q=1), Case(H=2, Q=1), Case(B=2, H=3, Q=3, K=5), Case(B=3, H=2, Q=33, K=65, D=8), *LONG_ROWS),
+)
 def mask_per_head(attend: Attend, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> None:
     """Every batch row and head is masked by its own part of the mask: padding differs from text to text."""
     mask = ~mask
@@ -36,18 +43,19 @@ def mask_per_head(attend: Attend, q: Tensor, k: Tensor, v: Tensor, mask: Tensor)
             assert far < 32, f"batch row {b}, head {h} alone, with its mask, differs by {far:.3g} roundings"
 
 
-@demanded("mask", cases=SIZES)
+@demanded("mask", cases=(*SIZES, *LONG))
 def mask_excludes(attend: Attend, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> None:
     """A key that is masked has weight 0, not a small one: whatever it holds, the output stays the same."""
-    mask[..., -1] = False
+    hidden = [j for j in range(1, k.shape[2]) if j == k.shape[2] - 1 or j % 64 in (0, 63)]  # also at edges of tiles
+    mask[..., hidden] = False
     before = attend(q, k, v, mask=mask)
     k, v = k.clone(), v.clone()
-    k[:, :, -1], v[:, :, -1] = 10 * q.mean(2).sign(), 1000.0
+    k[:, :, hidden], v[:, :, hidden] = 10 * q.mean(2, keepdim=True).sign(), 1000.0
     far = error(attend(q, k, v, mask=mask), before)
     assert far < 8, f"what a masked key and value hold changes the output by {far:.3g} roundings"
 
 
-@demanded("mask", cases=(Case(), Case(B=2, H=3, Q=4, K=6), Case(B=3, H=2, Q=33, K=65, D=8)))
+@demanded("mask", cases=(Case(), Case(B=2, H=3, Q=4, K=6), Case(B=3, H=2, Q=33, K=65, D=8), *LONG_ROWS))
 def mask_broadcast(attend: Attend, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> None:
     """A mask of size 1 along an axis stands for all of it: (B, 1, 1, K) is padding, (1, 1, Q, K) one for all heads."""
     whole = mask.shape
@@ -58,39 +66,78 @@ def mask_broadcast(attend: Attend, q: Tensor, k: Tensor, v: Tensor, mask: Tensor
         )
 
 
-@demanded("mask", cases=(Case(Q=1, K=1, D=1), Case(Q=2, K=3), Case(B=2, H=2, Q=9, K=33, D=4)))
+@demanded("mask", cases=(Case(Q=1, K=1, D=1), Case(Q=2, K=3), Case(B=2, H=2, Q=9, K=33, D=4), *LONG_SQUARE))
 def masked_rows(attend: Attend, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> None:
     """A query that may attend to nothing gives 0, not NaN and not a mean of what is hidden: padding makes such rows."""
-    mask[..., 0, :] = False
-    out = attend(q, k, v, mask=mask)[..., 0, :]
+    hidden = [i for i in range(q.shape[2]) if i % 64 in (0, 63)]
+    mask[..., hidden, :] = False
+    out = attend(q, k, v, mask=mask)[..., hidden, :]
     assert (out == 0).all(), f"a row without any visible key gives {out.flatten()[0].item():.5g}, expected 0"
 
 
-@demanded("mask", cases=SIZES)
+@demanded("mask", cases=(*SIZES, *LONG))
 def nan_leaks(attend: Attend, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> None:
     """NaN and infinity in masked keys and values do not reach the output: padding is often uninitialised memory."""
-    mask[..., -1] = False
+    hidden = [j for j in range(1, k.shape[2]) if j == k.shape[2] - 1 or j % 64 in (0, 63)]  # also at edges of tiles
+    mask[..., hidden] = False
     before = attend(q, k, v, mask=mask)
     for bad in (float("nan"), float("inf")):
         for name in ("key", "value"):
             k_bad, v_bad = k.clone(), v.clone()
-            (k_bad if name == "key" else v_bad)[:, :, -1] = bad
+            (k_bad if name == "key" else v_bad)[:, :, hidden] = bad
             out = attend(q, k_bad, v_bad, mask=mask)
             assert out.isfinite().all(), f"{bad} in a masked {name} gives {out.flatten()[0].item()}"
             assert error(out, before) < 8, f"{bad} in a masked {name} changes the output"
 
 
-@demanded("causal", cases=SQUARE)
+@demanded("mask", cases=(Case(Q=1, K=3), Case(B=2, H=2, Q=5, K=9, D=4), *LONG))
+def edited_mask(attend: Attend, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> None:
+    """A mask that is edited in place between two calls is read again: buffers of masks are reused."""
+
+    def write(keys: slice, how: str) -> None:
+        if how == "in place":
+            mask[..., keys] = False
+        elif how == "through .data":  # counts no version
+            mask.data[..., keys] = False
+        else:
+            mask.numpy()[..., keys] = False
+
+    attend(q, k, v, mask=mask)
+    for n, how in enumerate(("in place", "through .data", "through numpy")):
+        at = k.shape[2] - 1 - n if k.shape[2] > 3 else -1
+        mask[..., at] = True
+        attend(q, k, v, mask=mask)
+        write(slice(at, None), how)
+        far = error(attend(q, k, v, mask=mask), attend(q, k, v, mask=mask.clone()))
+        assert far < 8, f"a mask edited {how} gives what it gave before, {far:.3g} roundings from a copy of it"
+
+
+@demanded("mask", cases=also_float64((*SIZES, *LONG, *LONG_SQUARE)))
+def mask_definition(attend: Attend, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> None:
+    """Under a mask the output is that of the definition in float64, for any number of keys."""
+    far = error(attend(q, k, v, mask=mask), exact(q, k, v, mask))
+    assert far < 32, f"differs from the definition under a mask by {far:.3g} roundings"
+
+
+@demanded("causal", cases=(*SQUARE, *LONG_SQUARE))
 def causal(attend: Attend, q: Tensor, k: Tensor, v: Tensor) -> None:
     """Where there are as many queries as keys, query i sees keys 0 to i: itself, and nothing of the future."""
     out = attend(q, k, v, causal=True)
     for i in range(q.shape[2]):
+        if 64 < i < q.shape[2] - 1 and i % 64 not in (0, 1, 63):
+            continue  # of later tiles the edges are enough
         row, seen = q[:, :, i : i + 1], slice(0, i + 1)
         far = error(out[:, :, i : i + 1], attend(row, k[:, :, seen], v[:, :, seen]))
         assert far < 32, f"query {i} is not that of keys 0 to {i}, but differs by {far:.3g} roundings"
 
 
-@demanded("causal", cases=(Case(Q=1, K=2), Case(Q=2, K=3), Case(Q=2, K=1), Case(H=2, Q=4, K=19)))
+@demanded(
+    "causal",
+    cases=(
+        Case(Q=1, K=2), Case(Q=2, K=3), Case(Q=2, K=1), Case(H=2, Q=4, K=19), *LONG,
+        *(Case(Q=n // 2 + 1, K=n, D=4) for n in BEYOND),
+    ),
+)  # fmt: skip
 def alignment(attend: Attend, q: Tensor, k: Tensor, v: Tensor, alignment: str) -> str:
     """Where queries and keys differ in number, the causal mask stands where it is promised to.
 
@@ -100,6 +147,7 @@ def alignment(attend: Attend, q: Tensor, k: Tensor, v: Tensor, alignment: str) -
     out, far = attend(q, k, v, causal=True), {}
     for name, first in (("bottom-right", k.shape[2] - q.shape[2]), ("top-left", 0)):
         see = [i for i in range(q.shape[2]) if first + i >= 0]  # the others are the business of causal-empty-rows
+        see = [i for i in see if i < 4 or i % 64 in (0, 63) or i == q.shape[2] - 1]
         ends = [first + i + 1 for i in see]
         rows = [attend(q[:, :, i : i + 1], k[:, :, :end], v[:, :, :end]) for i, end in zip(see, ends, strict=True)]
         far[name] = error(out[:, :, see], torch.cat(rows, 2))
@@ -109,7 +157,12 @@ def alignment(attend: Attend, q: Tensor, k: Tensor, v: Tensor, alignment: str) -
     return f"causal mask at the {alignment}, as promised"
 
 
-@demanded("causal", cases=(Case(Q=2, K=1), Case(Q=3, K=2), Case(B=2, H=2, Q=19, K=5, D=4)))
+@demanded(
+    "causal",
+    cases=(
+        Case(Q=2, K=1), Case(Q=3, K=2), Case(B=2, H=2, Q=19, K=5, D=4), *(Case(Q=2 * n, K=n, D=4) for n in BEYOND)
+    ),
+)  # fmt: skip
 def causal_empty_rows(attend: Attend, q: Tensor, k: Tensor, v: Tensor, alignment: str) -> None:
     """With more queries than keys and a mask at the bottom right, the first queries see nothing and give 0."""
     if alignment == "top-left":
@@ -120,20 +173,24 @@ def causal_empty_rows(attend: Attend, q: Tensor, k: Tensor, v: Tensor, alignment
     )
 
 
-@demanded("causal", cases=(Case(), Case(H=2, Q=5, K=5, D=4), Case(B=2, H=2, Q=33, K=33, D=8)))
+@demanded("causal", cases=(Case(), Case(H=2, Q=5, K=5, D=4), Case(B=2, H=2, Q=33, K=33, D=8), *LONG_SQUARE))
 def causal_nan_leaks(attend: Attend, q: Tensor, k: Tensor, v: Tensor) -> None:
     """NaN in the future does not reach the past: a buffer is filled as far as the text goes."""
-    before = attend(q, k, v, causal=True)[:, :, :-1]
+    before = attend(q, k, v, causal=True)
     for name in ("key", "value"):
-        k_bad, v_bad = k.clone(), v.clone()
-        (k_bad if name == "key" else v_bad)[:, :, -1] = float("nan")
-        out = attend(q, k_bad, v_bad, causal=True)[:, :, :-1]
-        assert error(out, before) < 8, f"NaN in the last {name} reaches query 0: {out.flatten()[0].item()}"
+        for at in sorted({k.shape[2] - 1, (k.shape[2] + 1) // 2}):
+            k_bad, v_bad = k.clone(), v.clone()
+            (k_bad if name == "key" else v_bad)[:, :, at:] = float("nan")
+            out = attend(q, k_bad, v_bad, causal=True)[:, :, :at]
+            assert error(out, before[:, :, :at]) < 8, (
+                f"NaN in the {name} at {at} reaches the queries before it: {out.flatten()[0].item()}"
+            )
 
 
 @demanded(
-    "causal", "mask", "causal-and-mask", cases=(Case(), Case(H=2, Q=5, K=5, D=4), Case(B=2, H=2, Q=33, K=33, D=8))
-)
+    "causal", "mask", "causal-and-mask",
+    cases=(Case(), Case(H=2, Q=5, K=5, D=4), Case(B=2, H=2, Q=33, K=33, D=8), *LONG_SQUARE),
+)  # fmt: skip
 def causal_and_mask(attend: Attend, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> None:
     """A causal mask and another hold together: neither silently replaces the other."""
     both = attend(q, k, v, mask=mask, causal=True)

@@ -13,6 +13,7 @@ from regard.check.targets.target import Target
 
 IMPORTS = {
     "functools.": "import functools",
+    "forward_ad.": "from torch.autograd import forward_ad",
     "math.": "import math",
     "os.": "import os",
     "ThreadPoolExecutor(": "from concurrent.futures import ThreadPoolExecutor",
@@ -24,7 +25,7 @@ IMPORTS = {
 def script(target: Target, demand: Property, case: Case, reason: str) -> str:
     """Python that ends in the same error: the target, what is demanded of it, and the smallest input found."""
     body = _source(demand.body)
-    helpers = [_bare(_source(helper)) for helper in HELPERS if re.search(rf"\b{helper.__name__}\(", body)]
+    helpers = [_bare(_source(helper)) for helper in HELPERS if re.search(rf"\b{helper.__name__}\b", body)]
     values = {"alignment": repr(target.alignment), "growth": repr(target.growth)}
     call = ", ".join(values.get(name, name) for name in demand.parameters)
     parts = [

@@ -23,7 +23,7 @@ _FIRST = (
     resources.inputs_untouched, resources.own_output, resources.global_state, definition.output_shape,
     numbers.output_dtype, randomness.determinism, randomness.dropout_off,
 )  # fmt: skip
-_LAST = (definition.definition, gradients, resources.memory)
+_LAST = (definition.definition, masks.mask_definition, gradients, resources.memory)
 _PARTS = (*_FIRST, resources, definition, masks, numbers, randomness, *_LAST)
 
 
