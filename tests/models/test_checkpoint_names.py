@@ -151,3 +151,24 @@ def test_rotary_positions_are_read_under_the_older_names(tmp_path: Path) -> None
     scaling["type"] = scaling.pop("rope_type")
     (tmp_path / "config.json").write_text(json.dumps(said | {"rope_theta": base, "rope_scaling": scaling}))
     assert rg.load(tmp_path).config == expected.config
+
+
+def test_position_tables_that_the_model_would_not_compute_are_refused(tmp_path: Path) -> None:
+    other = t.made("marian")
+    sides = [f"model.{side}.embed_positions.weight" for side in ("encoder", "decoder")]
+    tables = {name: other.state_dict()[name].clone() for name in sides}
+    other.save_pretrained(tmp_path)
+    model = rg.load(tmp_path)
+    rewrite(tmp_path, lambda held: held | tables)
+    same(rg.load(tmp_path), model)
+    rewrite(tmp_path, lambda held: held | {sides[1]: tables[sides[1]] + 0.1})
+    with pytest.raises(ValueError, match=r"model\.decoder\.embed_positions\.weight is not.*up to 0\.1"):
+        rg.load(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["vit", "detr"])
+def test_the_names_that_transformers_has_in_memory_are_read(name: str, tmp_path: Path) -> None:
+    t.made(name).save_pretrained(tmp_path)
+    model = rg.load(tmp_path)
+    rewrite(tmp_path, lambda held: {key: x.contiguous() for key, x in t.made(name).state_dict().items()})
+    same(rg.load(tmp_path), model)

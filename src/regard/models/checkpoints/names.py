@@ -151,12 +151,13 @@ class Extras:
 
     ignored: patterns of names that are left out. copies: names that repeat another tensor, the first of those given
     that the model has; they must be equal, and stand for it where it is absent. renamed: regular expressions of other
-    names, and what they are here.
+    names, and what they are here. computed: tensors that the model computes, from their shape; stored ones must agree.
     """
 
     ignored: tuple[str, ...] = ()
     copies: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     renamed: tuple[tuple[str, str], ...] = ()
+    computed: Mapping[str, Callable[[Shape], Tensor]] = field(default_factory=dict)
 
 
 def find(source: Tensors, wanted: Iterable[Move], extras: Extras, prefix: str) -> dict[str, str]:
@@ -186,6 +187,8 @@ def find(source: Tensors, wanted: Iterable[Move], extras: Extras, prefix: str) -
             found[here] = stored
         elif any(form in copies for form in forms):
             copied[next(form for form in forms if form in copies)] = stored
+        elif (here := next((form for form in forms if form in extras.computed), None)) is not None:
+            _check_computed(stored, source.read(stored), extras.computed[here])
         elif not any(_pattern(pattern).fullmatch(form) for pattern in extras.ignored for form in forms):
             unknown.append(stored)
     for copy, stored in copied.items():
@@ -210,6 +213,17 @@ def find(source: Tensors, wanted: Iterable[Move], extras: Extras, prefix: str) -
     if other:
         raise ValueError(f"the tensors do not have the shapes that config.json says: {'; '.join(other[:8])}")
     return found
+
+
+def _check_computed(name: str, stored: Tensor, compute: Callable[[Shape], Tensor]) -> None:
+    """Raise if a stored tensor is not the one that the model computes."""
+    expected = compute(tuple(stored.shape))
+    apart = (stored.double() - expected.double()).abs().max().item() if stored.numel() else 0.0
+    if not apart <= max(1e-4, 2 * torch.finfo(stored.dtype).eps):
+        raise ValueError(
+            f"{name} is not the table that the model computes: they differ by up to {apart:.2g}; such a checkpoint "
+            "was trained with positions of its own, which are not supported"
+        )
 
 
 @cache

@@ -5,9 +5,13 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from regard.models.checkpoints.family import TENSORS, Architecture, Family, Field, Values, activation, agreed
 from regard.models.checkpoints.names import Extras, Rule, table
 from regard.models.translation import Transformer, TransformerConfig
+from regard.positions import sinusoidal
 
 
 def token(value: Any) -> int:
@@ -212,6 +216,14 @@ def write_marian(config: TransformerConfig) -> Values:
     }
 
 
+def sines_first(shape: tuple[int, ...]) -> Tensor:
+    """Marian's table of positions: sines in the first half of its columns, cosines in the second."""
+    if len(shape) != 2:
+        raise ValueError(f"a table of positions has two axes, not the shape {shape}")
+    table = sinusoidal(*shape)
+    return torch.cat((table[:, 0::2], table[:, 1::2]), -1)
+
+
 MARIAN = Family(
     "marian",
     TransformerConfig,
@@ -220,7 +232,9 @@ MARIAN = Family(
             Transformer,
             marian_names,
             Extras(
-                ignored=("model.encoder.embed_positions", "model.decoder.embed_positions"),
+                computed=dict.fromkeys(
+                    ("model.encoder.embed_positions.weight", "model.decoder.embed_positions.weight"), sines_first
+                ),
                 copies={
                     "model.encoder.embed_tokens.weight": ("model.shared.weight",),
                     "model.decoder.embed_tokens.weight": ("model.shared.weight",),

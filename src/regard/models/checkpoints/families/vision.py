@@ -35,6 +35,18 @@ VIT_BASE = """
 """
 
 
+IN_MEMORY = (
+    (r"(^|vit\.)layers\.(\d+)\.attention\.q_proj\.", r"\1encoder.layer.\2.attention.attention.query."),
+    (r"(^|vit\.)layers\.(\d+)\.attention\.k_proj\.", r"\1encoder.layer.\2.attention.attention.key."),
+    (r"(^|vit\.)layers\.(\d+)\.attention\.v_proj\.", r"\1encoder.layer.\2.attention.attention.value."),
+    (r"(^|vit\.)layers\.(\d+)\.attention\.o_proj\.", r"\1encoder.layer.\2.attention.output.dense."),
+    (r"(^|vit\.)layers\.(\d+)\.mlp\.fc1\.", r"\1encoder.layer.\2.intermediate.dense."),
+    (r"(^|vit\.)layers\.(\d+)\.mlp\.fc2\.", r"\1encoder.layer.\2.output.dense."),
+    (r"(^|vit\.)layers\.(\d+)\.layernorm_", r"\1encoder.layer.\2.layernorm_"),
+)
+"""The names of a state_dict() of transformers 5, and those of the files that it writes."""
+
+
 def sides(value: Any) -> tuple[int, int]:
     """Height and width, of a number or a pair."""
     height, width = value if isinstance(value, (list, tuple)) else (value, value)
@@ -58,12 +70,16 @@ VIT = Family(
     VisionConfig,
     {
         "ViTModel": Architecture(
-            VisionTransformer, listed(VIT_BASE), Extras(ignored=("pooler",)), prefix="vit.", unused=("classes",)
+            VisionTransformer,
+            listed(VIT_BASE),
+            Extras(ignored=("pooler",), renamed=IN_MEMORY),
+            prefix="vit.",
+            unused=("classes",),
         ),
         "ViTForImageClassification": Architecture(
             ImageClassifier,
             listed(VIT_BASE, ours="encoder.", theirs="vit.", head="classifier classifier"),
-            Extras(ignored=("vit.pooler",)),
+            Extras(ignored=("vit.pooler",), renamed=IN_MEMORY),
             prefix="vit.",
         ),
     },
@@ -104,7 +120,10 @@ DETR_NAMES = f"""
     boxes.4                           bbox_predictor.layers.2
     {PAIR}
 """
-TIMM = (
+RENAMED = (
+    (r"^model\.backbone\.model\.", "model.backbone.conv_encoder.model."),  # in memory, in transformers 5
+    (r"(coder\.layers\.\d+\.\w+_attn\.)o_proj\.", r"\1out_proj."),
+    (r"(coder\.layers\.\d+\.)mlp\.(fc\d\.)", r"\1\2"),
     (r"(conv_encoder\.model\.)conv1\.", r"\1embedder.embedder.convolution."),
     (r"(conv_encoder\.model\.)bn1\.", r"\1embedder.embedder.normalization."),
     *((rf"(conv_encoder\.model\.)layer{n + 1}\.", rf"\1encoder.stages.{n}.layers.") for n in range(4)),
@@ -113,7 +132,7 @@ TIMM = (
     (r"(stages.*)\.downsample\.0\.", r"\1.shortcut.convolution."),
     (r"(stages.*)\.downsample\.1\.", r"\1.shortcut.normalization."),
 )
-"""The backbone's names in checkpoints whose convolutions come from timm, and what they are in the others."""
+"""Names of the backbone where its convolutions come from timm, names in memory, and what they are elsewhere."""
 
 
 BACKBONES = RESNETS | {"resnet101": ResNetConfig(depths=(3, 4, 23, 3))}
@@ -177,7 +196,7 @@ def write_detr(config: DetrConfig) -> Values:
 DETR = Family(
     "detr",
     DetrConfig,
-    {"DetrForObjectDetection": Architecture(Detr, listed(DETR_NAMES), Extras(ignored=COUNTERS, renamed=TIMM))},
+    {"DetrForObjectDetection": Architecture(Detr, listed(DETR_NAMES), Extras(ignored=COUNTERS, renamed=RENAMED))},
     (
         Field("queries", "num_queries", 100),
         Field("width", "d_model"),
