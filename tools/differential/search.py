@@ -179,6 +179,8 @@ def search(
                     if any(known.explains(finding) for known in findings) or not confirmed(finding):
                         continue
                     finding = simplest(finding)
+                    if any(known.explains(finding) for known in findings):
+                        continue
                     findings.append(finding)
                     report(finding)
                     if not proceed:
