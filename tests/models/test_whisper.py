@@ -123,3 +123,16 @@ def test_saving_keeps_languages_and_timestamps(pair: tuple[Whisper, Any], tmp_pa
 def test_what_a_checkpoint_does_not_know_is_an_error(pair: tuple[Whisper, Any], asked: Any, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         pair[0].generate(SOUNDS[:1], **asked)
+
+
+def test_a_state_begun_with_a_mask_gives_what_the_sound_alone_gives() -> None:
+    torch.manual_seed(0)
+    config = rg.models.WhisperConfig(vocabulary=20, width=16, layers=1, heads=2, hidden=32, features=80, frames=FRAMES)
+    model = Whisper(config).eval()
+    mask = torch.arange(2 * FRAMES) < torch.tensor([[2 * FRAMES], [31]])
+    with torch.no_grad():
+        state, first = model.begin(SOUNDS[:2], mask)
+        together = state.step(first)
+        for row, length in enumerate((2 * FRAMES, 31)):
+            alone = model(SOUNDS[row : row + 1, :length], first[row : row + 1])[:, -1]
+            torch.testing.assert_close(together[row : row + 1], alone, rtol=0, atol=1e-5)

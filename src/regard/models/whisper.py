@@ -117,6 +117,10 @@ class Whisper(Transformer):
     ) -> Tensor | Packed | list[Tensor]:
         return super().decode(target, encoded, None if source_mask is None else source_mask[:, ::2])
 
+    def begin(self, source: Inputs, source_mask: Tensor | None = None) -> tuple[State, Tensor]:
+        mask = None if source_mask is None else source_mask[:, ::2]
+        return self.begin_from(self.encode(source, source_mask), mask)
+
     def generate(
         self,
         source: Inputs,
