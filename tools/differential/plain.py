@@ -57,7 +57,12 @@ def multi_head(
     k = k if self.key_norm is None else self.key_norm(k)
     q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # (B, H, N, D)
     if (turn := self.rotary) is not None:
-        options = {"base": turn.base, "width": turn.width, "interleaved": turn.interleaved, "scaling": turn.scaling}
+        options: dict[str, Any] = {
+            "base": turn.base,
+            "width": turn.width,
+            "interleaved": turn.interleaved,
+            "scaling": turn.scaling,
+        }
         q = rg.rotary(q, shared.positions, **options)
         k = rg.rotary(k, shared.positions if source is None else None, **options)
     out = shared.attend(self.attend)(q, k, v)

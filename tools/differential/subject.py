@@ -40,7 +40,7 @@ class Subject:
     """
 
     build: Callable[[], nn.Module]
-    items: list[Item]
+    items: Sequence[Item]
     plain: Callable[[Any, Item], Tensor]
     forms: dict[str, Form]
     forward_only: frozenset[str] = frozenset()
@@ -225,9 +225,9 @@ def vary(module: nn.Module, seed: int) -> nn.Module:
     generator = torch.Generator().manual_seed(seed)
     for parameter in module.parameters():
         if parameter.dim() < 2:
-            parameter += 0.2 * torch.randn(parameter.shape, generator=generator)
+            parameter.add_(0.2 * torch.randn(parameter.shape, generator=generator))
         elif parameter.numel() > 1 and parameter.std() < 0.1:
-            parameter *= 0.5 / max(float(parameter.std()), 1e-6)
+            parameter.mul_(0.5 / max(float(parameter.std()), 1e-6))
     return module
 
 

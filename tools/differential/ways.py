@@ -79,8 +79,10 @@ class Yardstick:
         for n, (result, right) in enumerate(zip(found, expected, strict=True)):
             own = None if dtype == torch.float64 else self.outputs(dtype)[n]
             if isinstance(result, Rows):
-                result, right, own = result.values, right[result.at], None if own is None else own[result.at]
-            compare(f"sequence {n}", result, right, own, scale, dtype)
+                own = None if own is None else own[result.at]
+                compare(f"sequence {n}", result.values, right[result.at], own, scale, dtype)
+            else:
+                compare(f"sequence {n}", result, right, own, scale, dtype)
 
     def judge_gradients(self, found: Mapping[str, Tensor], dtype: torch.dtype) -> None:
         expected = self.gradients()
@@ -133,10 +135,10 @@ def inputs(items: Sequence[Item]) -> dict[str, Tensor]:
 
 
 def gradients(
-    module: nn.Module, items: Sequence[Item], outs: Sequence[Tensor], weights: Sequence[Tensor]
+    module: nn.Module, items: Sequence[Item], outs: Sequence[Any], weights: Sequence[Tensor]
 ) -> dict[str, Tensor]:
     """Gradients of a weighted sum of results, by the names of parameters and inputs; 0 where there is none."""
-    wanted = {name: each for name, each in module.named_parameters() if each.requires_grad}
+    wanted: dict[str, Tensor] = {name: each for name, each in module.named_parameters() if each.requires_grad}
     wanted |= {
         f"input {n}.{m}": part for n, item in enumerate(items) for m, part in enumerate(item) if part.requires_grad
     }
@@ -255,7 +257,7 @@ def checkpointing(run: Run) -> None:
     if not stacks:
         raise NotApplicable
     for stack in stacks:
-        stack.checkpointing = True
+        stack.checkpointing = True  # type: ignore[assignment]
     if run.name in run.subject.forward_only:
         run.check(module, torch.float64)
     else:

@@ -55,7 +55,7 @@ def hidden(draw: Draw, lengths: Sequence[int], width: int, name: str = "x") -> l
 
 def chunks(draw: Draw, length: int) -> list[int]:
     """Sizes of the pieces in which a cached sequence comes."""
-    largest, random, found = draw.pick("largest chunk", [1, 3, 7]), draw.random("chunks"), []
+    largest, random, found = draw.pick("largest chunk", [1, 3, 7]), draw.random("chunks"), list[int]()
     while sum(found) < length:
         found.append(min(random.randint(1, largest), length - sum(found)))
     return found
@@ -77,12 +77,9 @@ def stack_forms(
         x, mask = layout.fill([item[0] for item in items], blank), layout.mask
         positions = (mask.cumsum(1) - 1).clamp(min=0)
         given = draw.pick("form of the mask", ["key_mask", "dense", "tensor"])
-        keys = {
-            "key_mask": rg.nn.key_mask,
-            "dense": lambda m: rg.dense(m[:, None, None]),
-            "tensor": lambda m: m[:, None, None],
-        }
-        return layout.rows(call(module, x, shared=Shared(keys[given](mask), positions=positions)))
+        wide = mask[:, None, None]
+        keys = rg.nn.key_mask(mask) if given == "key_mask" else rg.dense(wide) if given == "dense" else wide
+        return layout.rows(call(module, x, shared=Shared(keys, positions=positions)))
 
     def packed(module: nn.Module, items: Sequence[Item]) -> list[Tensor]:
         batch = rg.pack([item[0] for item in items])
@@ -347,7 +344,7 @@ POOLINGS: dict[str, Callable[[int], nn.Module]] = {
     "mean": lambda width: rg.nn.Mean(), "max": lambda width: rg.nn.Max(), "first": lambda width: rg.nn.First(),
     "last": lambda width: rg.nn.Last(), "attention": rg.nn.AttentionPooling,
 }  # fmt: skip
-EXPECTED: dict[str, Callable[[nn.Module, Tensor], Tensor]] = {
+EXPECTED: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "mean": lambda module, x: x.sum(0) / len(x), "max": lambda module, x: x.max(0).values,
     "first": lambda module, x: x[0], "last": lambda module, x: x[-1],
     "attention": lambda module, x: (x @ module.query / x.shape[-1] ** 0.5).softmax(0) @ x,

@@ -91,7 +91,8 @@ def text(draw: Draw) -> Subject:
 def language_config(draw: Draw) -> models.LanguageConfig:
     sizes = common(draw)
     turn = rg.nn.Rotary(100.0, draw.pick("rotary width", [None, 4]), draw.pick("interleaved", [False, True]))
-    scaled = rg.nn.Rotary(scaling=draw.pick("scaling", [rg.positions.Linear(2.0), rg.positions.Yarn(4.0, 16)]))
+    scalings: list[rg.positions.Scaling] = [rg.positions.Linear(2.0), rg.positions.Yarn(4.0, 16)]
+    scaled = rg.nn.Rotary(scaling=draw.pick("scaling", scalings))
     return models.LanguageConfig(
         VOCABULARY, **sizes, groups=draw.pick("groups", [None, 1]), head_width=draw.pick("head width", [None, 8]),
         positions=160, rotary=draw.pick("rotary", [None, turn, scaled]),
