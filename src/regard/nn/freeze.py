@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import ctypes
 import gc
-import sys
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from regard.engines.native import release_free_memory
 from regard.engines.packed_linear import PackedWeight, why_not
 
 
@@ -53,7 +52,7 @@ def freeze(model: nn.Module) -> dict[str, str]:
     for module in model.modules():
         if any(isinstance(each, PackedWeight) for each in module._parameters.values()):
             _add_hooks(module)
-    _release_free_memory()
+    release_free_memory()
     return unpacked
 
 
@@ -65,7 +64,7 @@ def thaw(model: nn.Module) -> None:
             _swap(name, weight, weight.unpack())
     for module in model.modules():
         _remove_hooks(module)
-    _release_free_memory()
+    release_free_memory()
 
 
 def _projections(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -97,13 +96,6 @@ def _swap(name: str, weight: Tensor, replacement: Tensor) -> None:
         ) from error
     finally:
         weight.grad = grad
-
-
-def _release_free_memory() -> None:
-    """Give freed memory back to the system: the C library keeps blocks of the size of a weight."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
-    if trim is not None:
-        trim(0)
 
 
 def _add_hooks(module: nn.Module) -> None:
