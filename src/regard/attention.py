@@ -15,6 +15,7 @@ from regard import arguments
 from regard.arguments import Index
 from regard.description import Description, snapshot
 from regard.engines import look, native
+from regard.engines.derivatives import mode_of
 from regard.engines.dropout import draw_seed
 from regard.engines.look import Statistics
 from regard.engines.problem import Engine, Problem, check_tensors
@@ -177,7 +178,7 @@ class Attention(Description):
                 query.is_cpu or query.device, key.is_cpu or key.device, value.is_cpu or value.device, engine, lse,
                 torch.is_grad_enabled() and tuple([tensor.requires_grad for tensor in (query, key, value, *own)]),
                 own and tuple([(tensor.shape, tensor.dtype, tensor.device) for tensor in own]), self.training,
-                torch._C._functorch.peek_interpreter_stack() is None,
+                mode_of((query, key, value, *own)),
             )  # fmt: skip
             plan = plans.get(asked)
         except (AttributeError, TypeError):  # not tensors: the check says so better
@@ -213,9 +214,8 @@ class Attention(Description):
         asked = (("heads", heads, frame.H), ("rows", rows, frame.Q), ("columns", columns, frame.K))
         parts = [arguments.places(*each) for each in asked]
         part = len(parts[1]) < frame.Q
-        fused = (
-            _fused(problem, part) and not problem.grad and all(map(len, parts)) and native.takes_rows(problem, parts[1])
-        )
+        derived = problem.grad or problem.tangent or problem.functional
+        fused = not derived and _fused(problem, part) and all(map(len, parts)) and native.takes_rows(problem, parts[1])
         with _plain(query.device):
             found = (native if fused else look).weights(
                 problem, lead(query), lead(key), *(part.to(query.device) for part in parts)
@@ -225,7 +225,8 @@ class Attention(Description):
     def map(self, query: Tensor, key: Tensor, *, size: tuple[int, int] = (64, 64)) -> Tensor:
         """The exact weights averaged to `size`, (B, H, *size), for any length in O((Q + K)·D + size) memory.
 
-        It is what `torch.nn.functional.adaptive_avg_pool2d(weights, size)` gives, without the weights.
+        It is what `torch.nn.functional.adaptive_avg_pool2d(weights, size)` gives, without the weights. Not
+        differentiable: a tangent raises.
 
         >>> import regard as rg, torch
         >>> q, k = torch.randn(2, 1, 2, 1000, 8)
@@ -234,7 +235,7 @@ class Attention(Description):
         """
         arguments.check_size(size)
         query, key = _autocast(query, key)
-        problem = self._seen(query, key)
+        problem = self._constant("map", query, key)
         with torch.no_grad(), _plain(query.device):
             found = (native if _fused(problem) else look).pooled(problem, lead(query), lead(key), (size[0], size[1]))
         return found.reshape(found.shape[4 - query.dim() :])
@@ -243,7 +244,7 @@ class Attention(Description):
         """Of every row of the weights: lse, entropy, max_logit, distance, top_keys, top_weights; in O(Q) memory.
 
         With `mass_on`, keys given as `columns` are to `weights`, also `mass`: what these keys have of each row. It is
-        the last field of the tuple, and None if it was not asked for.
+        the last field of the tuple, and None if it was not asked for. Not differentiable: a tangent raises.
 
         >>> import regard as rg, torch
         >>> q, k = torch.randn(2, 1, 2, 1000, 8)
@@ -253,7 +254,7 @@ class Attention(Description):
         """
         arguments.check_top(top)
         query, key = _autocast(query, key)
-        problem = self._seen(query, key)
+        problem = self._constant("statistics", query, key)
         chosen = None if mass_on is None else arguments.places("mass_on", mass_on, problem.frame.K).to(query.device)
         with torch.no_grad(), _plain(query.device):
             found = (native if _fused(problem) else look).statistics(problem, lead(query), lead(key), top, chosen)
@@ -281,6 +282,16 @@ class Attention(Description):
             )
         return self._problem(query, key, None, False)
 
+    def _constant(self, name: str, query: Tensor, key: Tensor) -> Problem:
+        """The same for what is not differentiable."""
+        problem = self._seen(query, key)
+        if problem.tangent:
+            raise NotImplementedError(
+                f"{name} is not differentiable, but was given a tensor with a tangent; take weights, which are, "
+                "or detach the tensors"
+            )
+        return problem
+
     def _problem(self, query: Tensor, key: Tensor, value: Tensor | None, lse: bool) -> Problem:
         check_tensors(query, key, value)
         shape, shared = (1,) * (4 - query.dim()) + tuple(query.shape), (1,) * (4 - key.dim()) + tuple(key.shape)
@@ -298,6 +309,7 @@ class Attention(Description):
         tensors = [t for t in (query, key, value, self.sink) if isinstance(t, Tensor)] + list(score.tensors())
         tensors += bias.tensors() if bias is not None else ()
         learned = any(t.requires_grad for t in tensors) or score.closes_over_learned(query.device)
+        tangent, torch_only, _ = mode_of(tensors)
         return Problem(
             frame=frame,
             G=shared[1],
@@ -313,6 +325,8 @@ class Attention(Description):
             dropout=float(self.dropout) if self.training else 0.0,
             grad=learned and torch.is_grad_enabled(),
             lse=lse,
+            tangent=tangent or score.closes_over_tangent(query.device),
+            torch_only=torch_only,
         )
 
     def check(self, frame: Frame, width: int, value_width: int) -> None:
@@ -413,7 +427,7 @@ def _plain_attention(
 
 def _fused(problem: Problem, part: bool = False) -> bool:
     """Whether the kernels look at the weights of a problem, or at a part of them."""
-    if torch.compiler.is_compiling() or native.why_not(problem):
+    if torch.compiler.is_compiling() or problem.functional or native.why_not(problem):
         return False
     return part or not native.why_rather_not(problem)
 

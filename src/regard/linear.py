@@ -11,17 +11,17 @@ On a CPU, causal calls go to a fused kernel where it can do as much with the fea
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from regard.engines import native
+from regard.engines import derivatives, native
 from regard.geometry import Frame, lead, shape_of
 from regard.masks.algebra import And, Mask
 from regard.masks.patterns import Causal, Padding
@@ -192,7 +192,9 @@ class LinearAttention:
         Q, K, tracing = q.shape[-2], k.shape[-2], torch.compiler.is_compiling()
         if tracing or q.device.type != "cpu" or not 0 < K <= Q or not q.numel() * v.numel() or native.missing():
             return None
-        if torch._C._functorch.peek_interpreter_stack() is not None:  # a torch.func transform
+        if (
+            derivatives.transforms() or derivatives.tangents_of((q, k, v)) is not None
+        ):  # torch's operators have all modes
             return None
         queries, keys, values = lead(q)[:, :, Q - K :], lead(k), lead(v)
         real = self._real(lead(q), keys)
@@ -215,10 +217,7 @@ class LinearAttention:
             return None
         if real is not None:  # of the least number there is, elu makes the feature 0
             keys = torch.where(real, keys, torch.finfo(keys.dtype).min if elu else 0)
-        if torch.is_grad_enabled() and any(x.requires_grad for x in (queries, keys, values)):
-            output = _Fused.apply(elu, queries, keys, values)
-        else:
-            output, _ = native.linear_forward(queries, keys, values, elu)
+        output, _ = derivatives.apply(_Fused(elu), queries, keys, values)
         output = F.pad(output, (0, 0, Q - K, 0)) if K < Q else output
         return output.reshape(*q.shape[:-1], v.shape[-1]).to(q.dtype)
 
@@ -256,25 +255,31 @@ def _within(x: Tensor, low: float, high: float) -> bool:
     return bool((low < least) & (greatest < high))
 
 
-class _Fused(torch.autograd.Function):
+@dataclass(frozen=True)
+class _Fused(derivatives.Operator):
     """The compiled kernel on queries (B, H, N, M), keys (B, G, N, M) and values (B, G, N, E)."""
 
-    @staticmethod
-    def forward(ctx: Any, elu: bool, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        output, norm = native.linear_forward(queries, keys, values, elu)
-        ctx.elu = elu
-        ctx.save_for_backward(queries, keys, values, output, norm)
-        return output
+    elu: bool
+    outputs = 1  # the other is the norm
 
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        *inputs, output, norm = ctx.saved_tensors
-        if not torch.is_grad_enabled():
-            queries, keys, values = inputs
-            return None, *native.linear_backward(queries, keys, values, ctx.elu, output, norm, grad)
-        wanted = [x for x, want in zip(inputs, ctx.needs_input_grad[1:], strict=True) if want]
-        found = iter(torch.autograd.grad(_by_logs(ctx.elu, *inputs), wanted, grad, create_graph=True))
-        return None, *(next(found) if want else None for want in ctx.needs_input_grad[1:])
+    def compute(self, tensors: derivatives.Tensors) -> tuple[Tensor, ...]:
+        queries, keys, values = tensors
+        return native.linear_forward(queries, keys, values, self.elu)
+
+    def gradients(
+        self,
+        tensors: derivatives.Tensors,
+        results: derivatives.Tensors,
+        grads: derivatives.Tensors,
+        wanted: Sequence[bool],
+    ) -> derivatives.Tensors:
+        (queries, keys, values), (output, norm), (grad,) = tensors, results, grads
+        if grad is None:
+            return None, None, None
+        return native.linear_backward(queries, keys, values, self.elu, output, norm, grad)
+
+    def differentiable(self, tensors: derivatives.Tensors, save: bool) -> tuple[Tensor, ...]:
+        return (_by_logs(self.elu, *tensors),)
 
 
 def _by_logs(elu: bool, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
@@ -401,7 +406,8 @@ def _elu_logs(x: Tensor) -> Tensor:
 
 
 def _directions(count: int, width: int, seed: int) -> Tensor:
-    return _drawn(count, width, seed)
+    with derivatives.outside_transforms():
+        return _drawn(count, width, seed)
 
 
 # What torch.compiler.assume_constant_result does, without its import of the whole compiler.

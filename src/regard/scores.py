@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
+import torch.autograd.forward_ad as forward_ad
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -34,6 +35,10 @@ class Score(Description):
 
     def closes_over_learned(self, device: torch.device) -> bool:
         """Whether it holds tensors that require grad and are not among `tensors()`."""
+        return False
+
+    def closes_over_tangent(self, device: torch.device) -> bool:
+        """Whether it holds tensors that have a tangent in forward mode and are not among `tensors()`."""
         return False
 
     def check(self, heads: int, width: int) -> None:
@@ -220,9 +225,19 @@ class Modified(Score):
         return changed.to(scores.dtype)
 
     def closes_over_learned(self, device: torch.device) -> bool:
-        b, h, p, j = torch.zeros(4, 1, 1, 1, 1, dtype=torch.int64, device=device)
-        changed = self.function(torch.zeros(1, 1, 1, 1, device=device), b, h, p, j)
+        changed = self._tried(device)
         return isinstance(changed, Tensor) and changed.requires_grad
+
+    def closes_over_tangent(self, device: torch.device) -> bool:
+        if forward_ad._current_level < 0:
+            return False
+        changed = self._tried(device)
+        return isinstance(changed, Tensor) and forward_ad.unpack_dual(changed).tangent is not None
+
+    def _tried(self, device: torch.device) -> object:
+        """What the function makes of one score."""
+        b, h, p, j = torch.zeros(4, 1, 1, 1, 1, dtype=torch.int64, device=device)
+        return self.function(torch.zeros(1, 1, 1, 1, device=device), b, h, p, j)
 
     def scale_for(self, width: int) -> float | Tensor:
         return self.score.scale_for(width)

@@ -14,6 +14,7 @@ from regard.distributed.part import digest, tensors_of, whole_frame
 from regard.distributed.plan import Sizes, plan
 from regard.distributed.ring import Call, ring
 from regard.distributed.wire import Wire
+from regard.engines.derivatives import may_have_tangent
 from regard.engines.dropout import draw_seed
 from regard.engines.problem import FLOATS, check_tensors
 from regard.geometry import lead
@@ -32,6 +33,11 @@ def attend_over(
     query, key, value = lead(query), lead(key), lead(value)
     (B, H, _, D), (_, G, _, E) = query.shape, value.shape
     tensors = tuple(tensors_of(attend, query.device))
+    if any(map(may_have_tangent, (query, key, value, *tensors))):
+        raise NotImplementedError(
+            "a shared sequence has no forward mode: tangents do not travel between processes; compute the tangent of "
+            "whole sequences, outside of regard.distributed.sequence"
+        )
     grads = [torch.is_grad_enabled() and tensor.requires_grad for tensor in (query, key, value, *tensors)]
     card = (
         query.shape[2], key.shape[2], B, H, G, D, E, len(shape), FLOATS.index(query.dtype),

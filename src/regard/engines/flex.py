@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from regard.engines import tiled
+from regard.engines.derivatives import Tensors, differentiable_twice
 from regard.engines.problem import Engine, Problem
 from regard.engines.reference import finite, sink_of
 from regard.engines.sdpa import as_dot
@@ -20,6 +22,18 @@ from regard.scores import Additive, Bilinear, Cosine, Dot, Modified
 
 
 def run(problem: Problem, query: Tensor, key: Tensor, value: Tensor, seed: Tensor | None) -> tuple[Tensor, Tensor]:
+    closed = problem.score.closes_over_learned(query.device)
+    if not problem.grad or closed or torch.compiler.is_compiling():
+        return _attend(problem, query, key, value)
+
+    def kernel(tensors: Tensors) -> tuple[Tensor, Tensor]:
+        return _attend(tiled.with_tensors(problem, tensors[3:]), *tensors[:3])
+
+    output, lse = differentiable_twice(kernel, tiled.Tiled(problem, None), query, key, value, *problem.tensors)
+    return output, lse
+
+
+def _attend(problem: Problem, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
     from torch.nn.attention.flex_attention import AuxRequest, create_block_mask
 
     frame, blocks, bad = problem.frame, None, None
@@ -119,6 +133,8 @@ def why_not(problem: Problem) -> list[str]:
         reasons.append("it has no place for the value half of shaw")
     if problem.device.type == "cpu" and problem.grad:
         reasons.append("FlexAttention cannot train on a CPU")
+    if problem.tangent:
+        reasons.append("its kernel has no forward mode")
     if problem.functional:
         reasons.append("it uses vmap itself, and does not nest in one")
     return reasons

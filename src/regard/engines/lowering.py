@@ -6,7 +6,6 @@ becomes one vector; torch differentiates these. What a second derivative needs i
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -147,10 +146,8 @@ class _LoweredBias(Bias):
         return (at.j - at.p).clamp(-self.radius, self.radius) + self.radius
 
 
-def differentiable(
-    x: Lowered, fixed: Fixed, grads: Sequence[Tensor | None], wanted: Sequence[bool]
-) -> tuple[Tensor | None, ...]:
-    """The gradients by the tiled engine, which autograd can differentiate again."""
+def by_tiles(x: Lowered, fixed: Fixed, save: bool) -> tuple[Tensor, ...]:
+    """Output, log-sum-exp and, where it is wanted, mass by distance, by torch's operators."""
     assert fixed.problem is not None
     scale, softcap, _, _ = fixed.numbers
     value, width = x.value, x.value.shape[-1]
@@ -163,13 +160,6 @@ def differentiable(
         score=Dot(scale, softcap or None) if x.weight is None else Additive(x.weight[0, :, 0]),
         bias=_LoweredBias(x.diagonal, x.row_table, x.bias, fixed.sizes[0], width if fixed.sizes[1] else 0),
         sink=x.sink,
-        grad=True,
-        lse=True,
     )
-    output, lse = tiled.run(problem, x.query, x.key, value, fixed.seed)
-    results = (output[..., :width], lse, output[..., width:])
-    pairs = [(result, grad) for result, grad in zip(results, grads, strict=True) if grad is not None]
-    inputs = [tensor for tensor, want in zip(x, wanted, strict=True) if want and tensor is not None]
-    outputs, given = [result for result, _ in pairs], [grad for _, grad in pairs]
-    found = iter(torch.autograd.grad(outputs, inputs, given, create_graph=True, allow_unused=True))
-    return tuple(next(found) if want and tensor is not None else None for tensor, want in zip(x, wanted, strict=True))
+    output, lse = tiled.walk(problem, x.query, x.key, value, fixed.seed, save)
+    return (output[..., :width], lse, output[..., width:].to(lse))[: 2 + fixed.sizes[1]]

@@ -35,6 +35,8 @@ class Problem:
     dropout: float
     grad: bool  # whether anything requires grad
     lse: bool  # whether the log-sum-exp was asked for
+    tangent: bool = False  # whether anything has a tangent, or may have one behind a torch.func transform
+    torch_only: bool = False  # whether derivatives may be asked for that only torch's own operators give
     memo: dict = field(default_factory=dict, init=False)  # what engines remember of the problem
 
     @property
@@ -61,6 +63,8 @@ class Problem:
     @property
     def functional(self) -> bool:
         """Whether a torch.func transform such as vmap is running."""
+        if torch.compiler.is_compiling():
+            return False
         return torch._C._functorch.peek_interpreter_stack() is not None
 
 

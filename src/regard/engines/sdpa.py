@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from regard.engines import tiled
+from regard.engines.derivatives import Tensors, differentiable_twice
 from regard.engines.problem import Engine, Problem
 from regard.engines.reference import finite
 from regard.geometry import lead
@@ -18,13 +19,25 @@ DENSE_BYTES = 1 << 27  # a mask or bias, which torch must be given densely, may 
 
 
 def run(problem: Problem, query: Tensor, key: Tensor, value: Tensor, seed: Tensor | None) -> tuple[Tensor, None]:
+    if not problem.grad or problem.functional or torch.compiler.is_compiling():
+        return _attend(problem, query, key, value), None
+
+    def kernel(tensors: Tensors) -> tuple[Tensor]:
+        given = tiled.with_tensors(problem, tensors[3:])
+        return (_attend(given, *tensors[:3]),)
+
+    (output,) = differentiable_twice(kernel, tiled.Tiled(problem, None), query, key, value, *problem.tensors)
+    return output, None
+
+
+def _attend(problem: Problem, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     reached = None
     if problem.mask is not None:
         clean_key, clean_value, bad = finite(key, value)
         if problem.functional or torch.compiler.is_compiling():
             key, value, reached = clean_key, clean_value, _reached(problem, bad)
         elif bool(bad.any()):
-            return tiled.run(problem, query, key, value, seed)[0], None
+            return tiled.run(problem, query, key, value, None)[0]
     bias, nothing = _dense(problem, query)
     query, key, scale = as_dot(problem, query, key)
     if (repeats := problem.frame.H // problem.G) > 1:
@@ -36,7 +49,7 @@ def run(problem: Problem, query: Tensor, key: Tensor, value: Tensor, seed: Tenso
         output = output.masked_fill(nothing, 0.0)
     if reached is not None:
         output = output * torch.where(reached, float("nan"), 1.0).to(output)
-    return output, None
+    return output
 
 
 def as_dot(problem: Problem, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor, float]:
@@ -98,6 +111,8 @@ def why_not(problem: Problem) -> list[str]:
         reasons.append("its kernel has no sink")
     if problem.lse:
         reasons.append("it returns no log-sum-exp")
+    if problem.tangent:
+        reasons.append("its kernel has no forward mode")
     if problem.dropout:
         reasons.append("its dropout takes a dense path, and cannot be made anew in backward")
     if problem.bias is not None and any(isinstance(part, Shaw) for part in problem.bias.parts()):

@@ -2,12 +2,12 @@
 
 A tile gives its unnormalised sums relative to its own largest logit; sums of tiles are merged as they come. That
 largest logit is a constant to autograd, because the result does not depend on it. Backward computes every tile anew
-and lets autograd differentiate it, whatever the description holds.
+and lets autograd differentiate it, whatever the description holds. Tangents pass through the same operators.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from regard.engines.derivatives import Operator, Tensors, apply, holds_transformed, push_forward, transforms
 from regard.engines.dropout import keep
 from regard.engines.problem import Engine, Problem
 from regard.engines.reference import finite, logits, sink_of
@@ -27,11 +28,16 @@ TILE_ELEMENTS = 1 << 21  # what the largest intermediate of a tile may hold
 
 
 def run(problem: Problem, query: Tensor, key: Tensor, value: Tensor, seed: Tensor | None) -> tuple[Tensor, Tensor]:
-    if not problem.grad:
-        return _walk(problem, query, key, value, seed)
-    if problem.score.closes_over_learned(query.device):
-        return _walk(problem, query, key, value, seed, save=True)
-    return _Tiled.apply(problem, seed, query, key, value, *problem.tensors)
+    inputs, running = (query, key, value), transforms()
+    modified = isinstance(problem.score, Modified)
+    if problem.torch_only or (running and (modified or problem.dropout or "Grad" not in running)):
+        return walk(problem, *inputs, seed)
+    if modified and problem.score.closes_over_learned(query.device):
+        return walk(problem, *inputs, seed, save=problem.grad and not problem.tangent)
+    if not problem.grad and not running:  # tangents pass through torch's operators
+        return walk(problem, *inputs, seed)
+    output, lse = apply(Tiled(problem, seed), *inputs, *problem.tensors)
+    return output, lse
 
 
 @dataclass(frozen=True)
@@ -109,7 +115,8 @@ class Pieces:
         self.keys, self.values = (
             _cut(tensor, (0, self.batch), (1, self.shared), (2, self.size[1])) for tensor in (key, value)
         )
-        known_good = bad is None or (not problem.functional and not bool(bad.any()))
+        unread = problem.functional or problem.torch_only
+        known_good = bad is None or (not unread and not bool(bad.any()))
         self.bad = None if known_good else bad
 
     def query(self, row: Row) -> Tensor:
@@ -138,7 +145,7 @@ def _cut(tensor: Tensor, *cuts: tuple[int, int]) -> list:
     return [_cut(piece, *rest) for piece in pieces] if rest else pieces
 
 
-def _walk(
+def walk(
     problem: Problem, query: Tensor, key: Tensor, value: Tensor, seed: Tensor | None, save: bool = False
 ) -> tuple[Tensor, Tensor]:
     """Output and log-sum-exp; with `save`, every tile is a checkpoint for autograd."""
@@ -194,28 +201,43 @@ def _anchor(largest: Tensor) -> Tensor:
     return largest.masked_fill(largest == float("-inf"), 0.0)
 
 
-class _Tiled(torch.autograd.Function):
-    """The walk without a graph; its backward walks again, with a graph of one tile at a time."""
+@dataclass(frozen=True, eq=False)
+class Tiled(Operator):
+    """The walk without a graph, of query, key, value and the description's tensors.
 
-    @staticmethod
-    def forward(ctx: Any, problem: Problem, seed: Tensor | None, *tensors: Tensor) -> tuple[Tensor, Tensor]:
+    Its gradients walk again, with a graph of one tile at a time.
+    """
+
+    problem: Problem
+    seed: Tensor | None
+    outputs = 2
+
+    def compute(self, tensors: Tensors) -> tuple[Tensor, Tensor]:
+        return self.differentiable(tensors, False)
+
+    def gradients(self, tensors: Tensors, results: Tensors, grads: Tensors, wanted: Sequence[bool]) -> Tensors:
+        output, lse = results
+        given = [torch.zeros_like(x) if grad is None else grad for x, grad in zip(results, grads, strict=True)]
+        return gradients(self._given(tensors), self.seed, list(tensors), list(wanted), output, lse, *given)
+
+    def tangents(self, tensors: Tensors, tangents: Tensors) -> tuple[Tensor, ...]:
+        return push_forward(lambda duals: self.differentiable(duals, False), tensors, tangents)
+
+    def differentiable(self, tensors: Tensors, save: bool) -> tuple[Tensor, Tensor]:
         query, key, value, *_ = tensors
-        output, lse = _walk(problem, query, key, value, seed)
-        ctx.problem, ctx.seed = problem, seed
-        ctx.save_for_backward(output, lse, *tensors)
-        return output, lse
+        return walk(self._given(tensors), query, key, value, self.seed, save)
 
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        output, lse, *tensors = ctx.saved_tensors
-        wanted = list(ctx.needs_input_grad[2:])
-        if torch.is_grad_enabled():  # a second derivative is asked for: differentiate a walk that saves its tiles
-            query, key, value, *_ = tensors
-            again = _walk(ctx.problem, query, key, value, ctx.seed, save=True)
-            inputs = [tensor for tensor, want in zip(tensors, wanted, strict=True) if want]
-            found = iter(torch.autograd.grad(again, inputs, grads, create_graph=True, allow_unused=True))
-            return (None, None, *(next(found) if want else None for want in wanted))
-        return (None, None, *gradients(ctx.problem, ctx.seed, tensors, wanted, output, lse, *grads))
+    def _given(self, tensors: Tensors) -> Problem:
+        return with_tensors(self.problem, tensors[3:])
+
+
+def with_tensors(problem: Problem, tensors: Tensors) -> Problem:
+    """The problem with other tensors in place of its description's."""
+    known: dict[int, Tensor] = {}
+    for old, new in zip(problem.tensors, tensors, strict=True):
+        known.setdefault(id(old), new)
+    sink = known.get(id(problem.sink), problem.sink)
+    return replace(problem, score=with_leaves(problem.score, known), bias=with_leaves(problem.bias, known), sink=sink)
 
 
 def gradients(
@@ -232,6 +254,8 @@ def gradients(
     rest = grad_lse.unsqueeze(-1) - (grad_output.to(problem.arithmetic) * output).sum(-1, keepdim=True)
     pairing = torch.cat([grad_output.to(problem.arithmetic), rest], -1)  # (B, H, Q, E + 1)
     leaves: dict[int, Tensor] = {}
+    for tensor, want in zip(problem.tensors, wanted[3:], strict=True):
+        leaves.setdefault(id(tensor), tensor.detach().requires_grad_(want))
     problem = replace(problem, score=with_leaves(problem.score, leaves), bias=with_leaves(problem.bias, leaves))
     pieces = Pieces(problem, query.detach(), key.detach(), value.detach())
     for row in rows_of(problem):
@@ -288,8 +312,8 @@ def why_not(problem: Problem) -> list[str]:
         reasons.append("an axis is empty")
     if torch.compiler.is_compiling():
         reasons.append("torch.compile would unroll its loop over tiles")
-    if problem.functional and problem.grad:
-        reasons.append("torch.func transforms do not go through its backward")
+    if problem.functional and holds_transformed(problem.mask):
+        reasons.append("it reads the mask, which a torch.func transform holds")
     return reasons
 
 

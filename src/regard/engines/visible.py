@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from regard.engines.derivatives import outside_transforms
 from regard.geometry import At, Frame
 from regard.masks import Mask, tiles
 
@@ -20,7 +21,8 @@ Visible = tuple[tuple[Tensor, ...], tuple[int, int]]
 
 def visible_keys(mask: Mask, key: tuple) -> Visible:
     """The keys that each row sees, as the kernel reads them, and the strides of a tile table."""
-    return _remembered(mask, key)
+    with outside_transforms():
+        return _remembered(mask, key)
 
 
 @lru_cache(maxsize=128)

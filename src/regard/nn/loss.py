@@ -142,3 +142,10 @@ class _TokenLoss(torch.autograd.Function):
     def backward(ctx: Any, given: Tensor) -> tuple[Tensor | None, ...]:
         saved = zip(ctx.saved_tensors, ctx.dtypes, strict=True)
         return *(None if each is None else (each * given).to(dtype) for each, dtype in saved), None, None, None, None
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        raise NotImplementedError(
+            "token_loss has no forward mode; where tangents are needed, take "
+            "F.cross_entropy(F.linear(hidden, weight, bias), targets, reduction='sum')"
+        )

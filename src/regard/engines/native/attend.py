@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from regard.engines.derivatives import Operator, Tensors, push_forward
 from regard.engines.dropout import threshold_and_scale
-from regard.engines.lowering import Fixed, Lowered, differentiable
+from regard.engines.lowering import Fixed, Lowered, by_tiles
 from regard.engines.native.binding import (
     ABSENT,
     DTYPES,
@@ -120,28 +122,35 @@ def backward(
     return dq, dk, dv, d_diagonal, d_table, d_bias, d_sink, d_weight
 
 
-class Attend(torch.autograd.Function):
-    """The kernel in eager mode."""
+@dataclass(frozen=True, eq=False)
+class Attend(Operator):
+    """The kernel in eager mode, of the tensors of `Lowered`."""
 
-    @staticmethod
-    def forward(ctx: Any, fixed: Fixed, *tensors: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        x = Lowered(*tensors)  # type: ignore[arg-type]
-        results = forward(x, fixed)
-        ctx.save_for_backward(*tensors, *results)
-        ctx.fixed = fixed
-        ctx.set_materialize_grads(False)
-        if not fixed.sizes[1]:
-            ctx.mark_non_differentiable(results[2])
-        return results
+    fixed: Fixed
 
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        *tensors, output, lse, mass = ctx.saved_tensors
-        x = Lowered(*tensors)
-        if torch.is_grad_enabled():
-            return None, *differentiable(x, ctx.fixed, grads, ctx.needs_input_grad[1:])
-        found = backward(x, ctx.fixed, (output, lse, mass), grads, ctx.needs_input_grad[6])
-        return None, *(grad if wanted else None for grad, wanted in zip(found, ctx.needs_input_grad[1:], strict=True))
+    @property
+    def outputs(self) -> int:  # type: ignore[override]
+        return 2 + self.fixed.sizes[1]
+
+    def compute(self, tensors: Tensors) -> tuple[Tensor, ...]:
+        return forward(Lowered(*tensors), self.fixed)
+
+    def gradients(self, tensors: Tensors, results: Tensors, grads: Tensors, wanted: Sequence[bool]) -> Tensors:
+        x, given = Lowered(*tensors), (*grads, *(None,) * (3 - self.outputs))
+        return _wanted(backward(x, self.fixed, results, given, wanted[5]), wanted)
+
+    def tangents(self, tensors: Tensors, tangents: Tensors) -> tuple[Tensor, ...]:
+        found = push_forward(lambda duals: self.differentiable(duals, False), tensors, tangents)
+        if self.outputs == 3:
+            return found
+        return *found[:2], found[1].new_empty(0), *found[2:]
+
+    def differentiable(self, tensors: Tensors, save: bool) -> tuple[Tensor, ...]:
+        return by_tiles(Lowered(*tensors), self.fixed, save)
+
+
+def _wanted(found: Tensors, wanted: Sequence[bool]) -> Tensors:
+    return [grad if want else None for grad, want in zip(found, wanted, strict=True)]
 
 
 # The same as operators, for torch.compile and torch.export

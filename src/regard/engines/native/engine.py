@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from regard.engines import sdpa
+from regard.engines import reference
+from regard.engines.derivatives import apply, holds_transformed
 from regard.engines.lowering import Fixed, Lowered, lower
 from regard.engines.native.attend import Attend, backward, forward, laid_like, output_of, packed
 from regard.engines.native.binding import ABSENT, ADDRESS, PROBLEM, RESULT, TENSOR, call, missing, place
@@ -18,7 +19,7 @@ from regard.engines.visible import visible_keys
 from regard.positions.biases import DenseBias, Diagonal, Shaw
 from regard.scores import Additive, Bilinear, Cosine, Dot
 
-SMALL = 1 << 15  # multiplications below which training is all set-up
+SMALL = 1 << 24  # bytes of dense weights below which torch.func is served by torch's own operators
 BITS_BYTES = 1 << 28  # what the bits of partial tiles may take
 LONGEST = 2**31 - 1 - 1024  # the kernels number keys and queries with 32 bits
 
@@ -37,13 +38,14 @@ def run(
 ) -> tuple[Tensor, Tensor | None]:
     tracing = torch.compiler.is_compiling()
     plain = seed is None and problem.bias is None and problem.sink is None and isinstance(problem.score, Dot)
-    if plain and not problem.grad and not problem.score.tensors() and not tracing:
+    derived = problem.grad or problem.tangent or problem.functional
+    if plain and not derived and not problem.score.tensors() and not tracing:
         return _plain_forward(problem, query, key, value)
     x, shaw, fixed = prepared(problem, query, key, value, seed)
     if tracing:
         output, lse, mass = torch.ops.regard.dot(*x, *fixed[:-1])
-    elif torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in x):
-        output, lse, mass = Attend.apply(fixed, *x)
+    elif derived:
+        output, lse, mass = apply(Attend(fixed), *x)
     elif not problem.lse and not fixed.sizes[1]:
         return output_of(x, fixed), None
     else:
@@ -142,17 +144,19 @@ def why_not(problem: Problem) -> list[str]:
             reasons.append("torch.compile cannot tell what a tensor of offsets leaves visible")
         if problem.mask is not None and problem.mask.traced:
             reasons.append("torch.compile cannot read a mask that is made inside the compiled function")
-    elif problem.functional:
-        reasons.append("a torch.func transform is running")
+    if problem.torch_only:
+        reasons.append("transforms are nested deeper than its derivatives go")
+    if problem.functional and problem.dropout:
+        reasons.append("a torch.func transform may hold the seed of dropout")
+    if problem.functional and holds_transformed(problem.mask):
+        reasons.append("it reads the mask, which a torch.func transform holds")
     return reasons
 
 
 def why_rather_not(problem: Problem) -> list[str]:
     frame = problem.frame
-    work = frame.B * frame.H * frame.Q * frame.K * (problem.D + problem.E)
-    lays_out = sdpa.peak_bytes(problem) > 0
-    if problem.grad and work < SMALL and not lays_out and not sdpa.why_not(problem) + sdpa.why_rather_not(problem):
-        return ["so small a call to train takes longer to set up than to compute, and torch sets up less"]
+    if problem.functional and reference.peak_bytes(problem) < SMALL:
+        return ["so small a call within torch.func is left to torch's operators, which take many at once"]
     if problem.mask is None or problem.empty or not problem.mask.opaque:
         return []
     batch, heads = problem.mask.extent(frame)

@@ -1,0 +1,400 @@
+"""Derivatives of what kernels compute: reverse mode, forward mode, and one over the other.
+
+A kernel is outside of torch, which therefore has to be told every derivative of it. An `Operator` knows the kernel, its
+gradients, its tangents, and the same results by torch's own operators, from which all further derivatives follow.
+`apply` chooses what a call needs. Nothing is dropped: what is not known here raises.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, fields, is_dataclass
+from typing import Any
+
+import torch
+import torch.autograd.forward_ad as forward_ad
+from torch import Tensor
+from torch._C import _functorch
+
+Tensors = Sequence[Any]  # each of them a tensor, or None where it is absent
+
+
+class Operator:
+    """A function of tensors, some of which may be absent. Every method but `differentiable` gets plain tensors."""
+
+    outputs: int  # so many results, the first ones, are differentiable; those after them only serve the gradients
+
+    def compute(self, tensors: Tensors) -> tuple[Tensor, ...]:
+        """The results."""
+        raise NotImplementedError
+
+    def gradients(self, tensors: Tensors, results: Tensors, grads: Tensors, wanted: Sequence[bool]) -> Tensors:
+        """The gradients of the tensors, given those of the results (None: zero)."""
+        raise NotImplementedError
+
+    def tangents(self, tensors: Tensors, tangents: Tensors) -> tuple[Tensor, ...]:
+        """The results, and behind them the tangents of the differentiable ones, given those of the tensors."""
+        raise NotImplementedError
+
+    def differentiable(self, tensors: Tensors, save: bool) -> tuple[Tensor, ...]:
+        """The differentiable results by torch's operators; `save` keeps memory small, but not within torch.func."""
+        raise NotImplementedError
+
+
+def apply(operator: Operator, *tensors: Tensor | None) -> tuple[Tensor, ...]:
+    """The results with all the derivatives that the call may be asked for."""
+    found = tangents_of(tensors)
+    if transforms():
+        if found is None:
+            return _Transformed.apply(operator, None, *tensors)
+        return _duals(operator, _Both.apply(operator, None, *map(primal_of, tensors), *found))
+    if torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors):
+        return _Call.apply(operator, None if found is None else _Known(found), *tensors)
+    if found is None:
+        return operator.compute(tensors)
+    return _duals(operator, operator.tangents([primal_of(tensor) for tensor in tensors], found))
+
+
+def differentiable_twice(
+    kernel: Callable[[Tensors], tuple[Tensor, ...]], operator: Operator, *tensors: Tensor
+) -> tuple[Tensor, ...]:
+    """A kernel of torch, which has a backward of its own; where that cannot be differentiated, the operator can."""
+    return _Twice.apply(kernel, operator, *tensors)
+
+
+def transforms() -> list[str]:
+    """The torch.func transforms that are running, outermost first: "Grad", "Jvp", "Vmap" and others."""
+    if _functorch.peek_interpreter_stack() is None:
+        return []
+    return [interpreter.key().name for interpreter in _functorch.get_interpreter_stack() or ()]
+
+
+def outside_transforms() -> AbstractContextManager:
+    """Within, no torch.func transform is running: what is remembered is not one of its tensors."""
+    if torch.compiler.is_compiling() or _functorch.peek_interpreter_stack() is None:
+        return nullcontext()
+    from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+
+    return temporarily_clear_interpreter_stack()
+
+
+def tangent_of(tensor: Tensor | None) -> Tensor | None:
+    """The tangent of a tensor in forward mode, as the innermost transform sees it."""
+    if tensor is None or forward_ad._current_level < 0 or _functorch.is_batchedtensor(tensor):
+        return None
+    return forward_ad.unpack_dual(tensor).tangent
+
+
+def may_have_tangent(tensor: Tensor) -> bool:
+    """Whether a tensor has a tangent, or may have one that is hidden behind another transform."""
+    if forward_ad._current_level < 0:
+        return False
+    if tangent_of(tensor) is not None:
+        return True
+    return _functorch.is_functorch_wrapped_tensor(tensor) and "Jvp" in transforms()
+
+
+def tangents_of(tensors: Tensors) -> list[Tensor | None] | None:
+    """The tangents, or None where there are none."""
+    if forward_ad._current_level < 0:
+        return None
+    found = [tangent_of(tensor) for tensor in tensors]
+    return None if all(tangent is None for tangent in found) else found
+
+
+def primal_of(tensor: Tensor | None) -> Tensor | None:
+    """The tensor without its tangent."""
+    return tensor if tangent_of(tensor) is None else forward_ad.unpack_dual(tensor).primal
+
+
+def mode_of(tensors: Tensors) -> tuple[bool, bool, tuple[str, ...]]:
+    """What a plan depends on: whether anything may have a tangent, whether only torch's operators serve, transforms."""
+    if torch.compiler.is_compiling():  # which traces forward mode, but cannot look at a tangent
+        forward = forward_ad._current_level >= 0
+        return forward, forward, ()
+    if forward_ad._current_level < 0 and _functorch.peek_interpreter_stack() is None:
+        return False, False, ()
+    tangent = any(tensor is not None and may_have_tangent(tensor) for tensor in tensors)
+    return tangent, needs_torch_operators(tensors), tuple(transforms())
+
+
+def needs_torch_operators(tensors: Tensors) -> bool:
+    """Whether only torch's own operators give all derivatives: transforms nested deeper than the kernels know.
+
+    These are two or more of grad and jvp, tangents of torch's first vmap, and tangents that are being traced.
+    """
+    running = transforms()
+    if sum(kind in ("Grad", "Jvp") for kind in running) > 1 or "Functionalize" in running:
+        return True
+    found = tangents_of(tensors)
+    if found is None:
+        return False
+    tracing = torch._C._len_torch_dispatch_stack() > 0
+    return tracing or any(tangent is not None and _functorch.is_legacy_batchedtensor(tangent) for tangent in found)
+
+
+def holds_transformed(part: Any) -> bool:
+    """Whether a mask, or another part of a description, holds a tensor that a torch.func transform wraps."""
+    if isinstance(part, Tensor):
+        return _functorch.is_functorch_wrapped_tensor(part)
+    if isinstance(part, list | tuple):
+        return any(map(holds_transformed, part))
+    if is_dataclass(part):
+        return any(holds_transformed(getattr(part, field.name)) for field in fields(part))
+    return False
+
+
+def push_forward(
+    function: Callable[[Tensors], tuple[Tensor, ...]], tensors: Tensors, tangents: Tensors
+) -> tuple[Tensor, ...]:
+    """The results of a function of torch's operators, and behind them their tangents, zeros where there are none."""
+    level = forward_ad.dual_level() if forward_ad._current_level < 0 else nullcontext()
+    with level, forward_ad._set_fwd_grad_enabled(True), torch.no_grad():
+        duals = [
+            tensor if tensor is None or tangent is None else forward_ad.make_dual(tensor.detach(), tangent.to(tensor))
+            for tensor, tangent in zip(map(primal_of, tensors), map(primal_of, tangents), strict=True)
+        ]
+        found = [forward_ad.unpack_dual(result) for result in function(duals)]
+        zeros = [torch.zeros_like(primal) if tangent is None else tangent for primal, tangent in found]
+        return *(primal for primal, _ in found), *zeros
+
+
+def _duals(operator: Operator, found: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """Results that carry their tangents."""
+    count = len(found) - operator.outputs
+    results, tangents = found[:count], found[count:]
+    pairs = zip(results[: operator.outputs], tangents, strict=True)
+    return *(forward_ad.make_dual(result, tangent) for result, tangent in pairs), *results[operator.outputs :]
+
+
+@dataclass
+class _Known:
+    """Tangents that are known before the results are computed: one pass of the kernel then gives both."""
+
+    tangents: Tensors
+    found: tuple[Tensor, ...] | None = None
+
+
+def _is_plain(tensors: Tensors) -> bool:
+    """Whether a kernel may be called with these: no transform is running, and none has a tangent."""
+    return not transforms() and tangents_of(tensors) is None
+
+
+class _Call(torch.autograd.Function):
+    """An operator's results, outside of torch.func, which costs time to be ready for."""
+
+    @staticmethod
+    def forward(ctx: Any, operator: Operator, known: _Known | None, *tensors: Tensor | None) -> tuple[Tensor, ...]:
+        if known is None:
+            results = operator.compute(tensors)
+        else:
+            known.found = operator.tangents(tensors, known.tangents)
+            results = known.found[: len(known.found) - operator.outputs]
+        _remember(ctx, operator, known, tensors, results)
+        return results
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        saved, wanted = ctx.saved_tensors, ctx.needs_input_grad[2:]
+        tensors, results, given = saved[: ctx.count], saved[ctx.count :], grads[: ctx.operator.outputs]
+        if transforms():
+            found = _Gradients.apply(ctx.operator, wanted, ctx.count, *tensors, *results, *given)
+        elif torch.is_grad_enabled() or not _is_plain((*tensors, *given)):
+            found = _differentiated(ctx.operator, tensors, given, wanted)
+        else:
+            found = ctx.operator.gradients(tensors, results, given, wanted)
+        return None, None, *_only(found, wanted)
+
+    @staticmethod
+    def jvp(ctx: Any, _: None, __: None, *tangents: Tensor | None) -> tuple[Tensor | None, ...]:
+        operator, tensors = ctx.operator, map(primal_of, ctx.saved_tensors)
+        found = _Both.apply(operator, ctx.known, *tensors, *tangents)
+        count = len(found) - operator.outputs
+        return *found[count:], *(None,) * (count - operator.outputs)
+
+
+def _remember(ctx: Any, operator: Operator, known: _Known | None, tensors: Tensors, results: Tensors) -> None:
+    ctx.operator, ctx.known, ctx.count = operator, known, len(tensors)
+    ctx.save_for_backward(*tensors, *results)
+    if forward_ad._current_level >= 0:
+        ctx.save_for_forward(*tensors)
+    ctx.set_materialize_grads(False)
+    if len(results) > operator.outputs:
+        ctx.mark_non_differentiable(*results[operator.outputs :])
+
+
+class _Transformed(_Call):
+    """The same within torch.func."""
+
+    @staticmethod
+    def forward(operator: Operator, known: None, *tensors: Tensor | None) -> tuple[Tensor, ...]:  # type: ignore[override]
+        return operator.compute(tensors)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple, output: tuple[Tensor, ...]) -> None:
+        operator, _, *tensors = inputs
+        _remember(ctx, operator, None, tensors, output)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple, operator: Operator, known: None, *tensors: Tensor | None) -> tuple:
+        return _each(info, in_dims[2:], tensors, lambda some: apply(operator, *some))
+
+
+class _Gradients(torch.autograd.Function):
+    """An operator's gradients, where a torch.func transform is running."""
+
+    @staticmethod
+    def forward(operator: Operator, wanted: Sequence[bool], count: int, *given: Tensor | None) -> tuple:
+        tensors, results, grads = given[:count], given[count : -operator.outputs], given[-operator.outputs :]
+        found = operator.gradients(tensors, results, grads, wanted)
+        return tuple(found)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple, output: tuple) -> None:
+        ctx.operator, ctx.wanted, ctx.count, *given = inputs
+        ctx.save_for_backward(*given)
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    def backward(ctx: Any, *by: Tensor | None) -> tuple[Tensor | None, ...]:
+        if transforms():
+            raise NotImplementedError("a gradient of a gradient of the kernels is not known within torch.func")
+        operator, given = ctx.operator, ctx.saved_tensors
+        tensors, grads = given[: ctx.count], given[-operator.outputs :]
+        again = torch.is_grad_enabled()
+        with torch.enable_grad():
+            tensors, grads = ([_leaf(x, again) for x in some] for some in (tensors, grads))
+            found = _differentiated(operator, tensors, grads, ctx.wanted)
+            inputs = [*tensors, *(None,) * (len(given) - ctx.count - operator.outputs), *grads]
+            return None, None, None, *_pull_back(found, inputs, by, again)
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        raise NotImplementedError("the tangent of a gradient of the kernels is not known here; nest torch.func.jvp")
+
+    @staticmethod
+    def vmap(
+        info: Any, in_dims: tuple, operator: Operator, wanted: Sequence[bool], count: int, *given: Tensor | None
+    ) -> tuple:
+        return _each(info, in_dims[3:], given, lambda some: _Gradients.apply(operator, wanted, count, *some))
+
+
+class _Both(torch.autograd.Function):
+    """An operator's results, and behind them their tangents: a function of tensors, and behind them their tangents."""
+
+    @staticmethod
+    def forward(operator: Operator, known: _Known | None, *pairs: Tensor | None) -> tuple[Tensor, ...]:
+        half = len(pairs) // 2
+        if known is not None and known.found is not None:
+            return tuple(tensor.detach() for tensor in known.found)
+        return operator.tangents(pairs[:half], pairs[half:])
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple, output: tuple[Tensor, ...]) -> None:
+        ctx.operator, _, *pairs = inputs
+        ctx.results = len(output) - ctx.operator.outputs
+        ctx.save_for_backward(*pairs)
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(*output[ctx.operator.outputs : ctx.results])
+
+    @staticmethod
+    def backward(ctx: Any, *by: Tensor | None) -> tuple[Tensor | None, ...]:
+        if transforms():
+            raise NotImplementedError("a gradient of a tangent of the kernels is not known within torch.func")
+        operator, pairs = ctx.operator, ctx.saved_tensors
+        again = torch.is_grad_enabled()
+        with torch.enable_grad():
+            pairs = [_leaf(x, again) for x in pairs]
+            tensors, tangents = pairs[: len(pairs) // 2], pairs[len(pairs) // 2 :]
+            results = operator.differentiable(tensors, True)
+            # A tangent is linear in the tangents of the tensors: it is the gradient of a gradient, by a placeholder.
+            holders = [torch.zeros_like(result).requires_grad_() for result in results]
+            wanted = [tangent is not None for tangent in tangents]
+            found = _gradients_of(results, tensors, holders, wanted)
+            moved = _pull_back(found, holders, tangents, True)
+            grads = _pull_back([*results, *moved], pairs, [*by[: operator.outputs], *by[ctx.results :]], again)
+        return None, None, *grads
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        raise NotImplementedError("the tangent of a tangent of the kernels is not known here; nest torch.func.jvp")
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple, operator: Operator, known: None, *pairs: Tensor | None) -> tuple:
+        return _each(info, in_dims[2:], pairs, lambda some: _Both.apply(operator, None, *some))
+
+
+class _Twice(torch.autograd.Function):
+    """The kernel's own graph, held for its backward."""
+
+    @staticmethod
+    def forward(ctx: Any, kernel: Callable[[Tensors], tuple[Tensor, ...]], operator: Operator, *tensors: Tensor) -> Any:
+        with torch.enable_grad():
+            ctx.leaves = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in tensors]
+            ctx.results = kernel(ctx.leaves)
+        ctx.operator = operator
+        ctx.save_for_backward(*tensors)
+        ctx.set_materialize_grads(False)
+        return tuple(result.detach() for result in ctx.results)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        tensors, wanted = ctx.saved_tensors, ctx.needs_input_grad[2:]
+        if torch.is_grad_enabled() or not _is_plain((*tensors, *grads)):
+            given = (*grads, *(None,) * (ctx.operator.outputs - len(grads)))
+            return None, None, *_differentiated(ctx.operator, tensors, given, wanted)
+        keep = torch._C._autograd._get_current_graph_task_keep_graph()
+        return None, None, *_pull_back(ctx.results, ctx.leaves, grads, False, keep)
+
+
+def _differentiated(operator: Operator, tensors: Tensors, grads: Tensors, wanted: Sequence[bool]) -> Tensors:
+    """The gradients as torch can differentiate them again, in either mode."""
+    with torch.enable_grad():
+        tensors = [_leaf(tensor, True) for tensor in tensors]
+        return _gradients_of(operator.differentiable(tensors, not transforms()), tensors, grads, wanted)
+
+
+def _gradients_of(results: Tensors, tensors: Tensors, grads: Tensors, wanted: Sequence[bool]) -> Tensors:
+    asked = [tensor if want else None for tensor, want in zip(tensors, wanted, strict=True)]
+    return _pull_back(results, asked, grads, True)
+
+
+def _pull_back(
+    results: Tensors, inputs: Tensors, by: Tensors, again: bool, keep: bool | None = None
+) -> list[Tensor | None]:
+    """The gradients of the inputs that require one, given those of the results; both may be absent."""
+    pairs = [(x, grad) for x, grad in zip(results, by, strict=True) if x is not None and grad is not None]
+    pairs = [(x, grad.to(x.dtype)) for x, grad in pairs if x.requires_grad]
+    asked = [x for x in inputs if x is not None and x.requires_grad]
+    if not pairs or not asked:
+        return [None] * len(inputs)
+    outputs, given = [x for x, _ in pairs], [grad for _, grad in pairs]
+    found = iter(torch.autograd.grad(outputs, asked, given, keep, again, allow_unused=True))
+    return [next(found) if x is not None and x.requires_grad else None for x in inputs]
+
+
+def _leaf(tensor: Tensor | None, again: bool) -> Tensor | None:
+    """The tensor as a variable of its own: one of the others may have been computed from it.
+
+    With its history where it is to be differentiated further.
+    """
+    if tensor is None:
+        return None
+    return tensor.view_as(tensor) if again else tensor.detach().requires_grad_(tensor.requires_grad)
+
+
+def _only(found: Tensors, wanted: Sequence[bool]) -> list[Tensor | None]:
+    return [grad if want else None for grad, want in zip(found, wanted, strict=True)]
+
+
+def _each(
+    info: Any, in_dims: tuple, tensors: Tensors, function: Callable[[Tensors], tuple[Tensor | None, ...]]
+) -> tuple[tuple, tuple]:
+    """vmap as a loop: a kernel computes one entry after the other."""
+    rows = []
+    for n in range(info.batch_size):
+        pairs = zip(tensors, in_dims, strict=True)
+        rows.append(function([x if x is None or axis is None else x.select(axis, n) for x, axis in pairs]))
+    joined = tuple(None if some[0] is None else torch.stack(some) for some in zip(*rows, strict=True))
+    return joined, tuple(None if x is None else 0 for x in joined)

@@ -1,0 +1,521 @@
+"""Tangents: every description, engine and transform against a dense definition that shares no code with the library."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.autograd.forward_ad as forward_ad
+from hypothesis import assume, given, settings
+from torch import Tensor
+
+import regard as rg
+from regard.engines import native
+from regard.engines.select import ENGINES, CannotCompute
+from regard.positions.biases import Bias
+from regard.scores import Score
+from tests.strategies import Call, calls
+
+B, H, G, Q, K, D, E, R = 2, 4, 2, 7, 9, 5, 3, 2
+OFFSET = K - Q
+i, j = torch.arange(Q)[:, None], torch.arange(K)
+DISTANCE = j - (i + OFFSET)
+CLIPPED = DISTANCE.clamp(-R, R) + R
+NEEDED = ("native", "tiled", "reference")
+Tensors = tuple[Tensor, ...]
+
+
+def normal(*shape: int, seed: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def qkv(seed: int = 0) -> Tensors:
+    return normal(B, H, Q, D, seed=seed), normal(B, G, K, D, seed=seed + 1), normal(B, G, K, E, seed=seed + 2)
+
+
+def heads(x: Tensor) -> Tensor:
+    return x.repeat_interleave(H // G, 1)
+
+
+def products(q: Tensor, k: Tensor, scale: float | Tensor | None = None) -> Tensor:
+    return (q * (1 / math.sqrt(D) if scale is None else scale)) @ heads(k).mT
+
+
+class Case(NamedTuple):
+    """Shapes of the tensors of a description, the description, its logits, and the rest of the definition."""
+
+    shapes: tuple[tuple[int, ...], ...]
+    describe: Callable[..., dict[str, Any]]
+    logits: Callable[..., Tensor]
+    allowed: Tensor | None = None
+    sink: Callable[..., Tensor] | None = None
+    values: Callable[..., Tensor] | None = None  # Shaw's (2R + 1, E)
+
+
+def unit(x: Tensor) -> Tensor:
+    return x / x.square().sum(-1, keepdim=True).sqrt()
+
+
+def per_head(x: Tensor) -> Tensor:
+    return x[:, None, None]
+
+
+BUCKETS = torch.where(DISTANCE > 0, 2, 0) + DISTANCE.abs().clamp(max=1)  # t5 with four: near and far, each side
+SLOPES = 2.0 ** (-8 * torch.arange(1, H + 1, dtype=torch.float64) / H)  # of alibi, for a power of two of heads
+SCATTERED = (i + 2 * j) % 3 != 0
+CASES = {
+    "dot": Case((), dict, products),
+    "causal": Case((), lambda: {"mask": rg.causal()}, products, DISTANCE <= 0),
+    "rows that see nothing": Case(
+        (), lambda: {"mask": rg.causal() & rg.dense(i > 1)}, products, (DISTANCE <= 0) & (i > 1)
+    ),
+    "tiles of a mask": Case((), lambda: {"mask": SCATTERED}, products, SCATTERED),
+    "temperature": Case((), lambda: {"temperature": 0.6}, lambda q, k: products(q, k) / 0.6),
+    "a learned scale": Case((H,), lambda s: {"score": rg.Dot(scale=s)}, lambda q, k, s: products(q, k, per_head(s))),
+    "softcap": Case(
+        (), lambda: {"score": rg.Dot(softcap=1.5), "temperature": 0.7},
+        lambda q, k: 1.5 * (products(q, k) / 1.5).tanh() / 0.7,
+    ),
+    "cosine": Case(
+        (H,), lambda s: {"score": rg.Cosine(scale=s)}, lambda q, k, s: products(unit(q), unit(k), per_head(s))
+    ),
+    "bilinear": Case(
+        (H, D, D), lambda m: {"score": rg.Bilinear(m), "mask": rg.causal()}, lambda q, k, m: products(q @ m, k, 1.0),
+        DISTANCE <= 0,
+    ),
+    "additive": Case(
+        (H, D), lambda w: {"score": rg.Additive(w)},
+        lambda q, k, w: ((q[:, :, :, None] + heads(k)[:, :, None]).tanh() * w[:, None, None]).sum(-1),
+    ),
+    "a function with a tensor": Case(
+        (H,), lambda s: {"score": lambda x, b, h, p, j: x.sin() - s[h] * (p - j).abs()},
+        lambda q, k, s: products(q, k).sin() - per_head(s) * DISTANCE.abs(),
+    ),
+    "relative": Case(
+        (H, 2 * R + 1), lambda t: {"bias": rg.relative(t), "mask": rg.causal(), "temperature": 1.4},
+        lambda q, k, t: (products(q, k) + t[:, CLIPPED]) / 1.4, DISTANCE <= 0,
+    ),
+    "t5": Case(
+        (4, H), lambda t: {"bias": rg.t5(t, max_distance=2)},
+        lambda q, k, t: products(q, k) + t[BUCKETS].permute(2, 0, 1),
+    ),
+    "shaw": Case(
+        (2 * R + 1, D), lambda a: {"bias": rg.shaw(a), "mask": SCATTERED},
+        lambda q, k, a: products(q, k) + ((q / math.sqrt(D)) @ a.T).gather(-1, CLIPPED.expand(B, H, Q, K)), SCATTERED,
+    ),
+    "a dense bias and alibi": Case(
+        (H, Q, 1), lambda x: {"bias": rg.dense_bias(x) + rg.alibi(H), "temperature": 0.8},
+        lambda q, k, x: (products(q, k) + x - per_head(SLOPES) * DISTANCE.abs()) / 0.8,
+    ),
+    "sink": Case(
+        (H,), lambda s: {"sink": s, "mask": rg.causal()}, lambda q, k, s: products(q, k), DISTANCE <= 0,
+        sink=lambda s: per_head(s),
+    ),
+}  # fmt: skip
+CASES = {name: case._replace(shapes=(case.shapes,) if case.shapes else ()) for name, case in CASES.items()}
+CASES["shaw with values, and a sink"] = Case(
+    ((2 * R + 1, D), (2 * R + 1, E), (1,)),
+    lambda a, b, s: {"bias": rg.shaw(a, b), "sink": s},
+    lambda q, k, a, b, s: products(q, k) + ((q / math.sqrt(D)) @ a.T).gather(-1, CLIPPED.expand(B, H, Q, K)),
+    sink=lambda a, b, s: s[:, None, None],
+    values=lambda a, b, s: b,
+)
+
+
+def tensors_of(case: Case, seed: int = 0) -> Tensors:
+    return *qkv(seed), *(normal(*shape, seed=seed + 10 + n) for n, shape in enumerate(case.shapes))
+
+
+def dense(case: Case, q: Tensor, k: Tensor, v: Tensor, *own: Tensor) -> tuple[Tensor, Tensor]:
+    """The definition: output and log-sum-exp."""
+    logits = case.logits(q, k, *own).expand(B, H, Q, K)
+    if case.allowed is not None:
+        logits = logits.masked_fill(~case.allowed, -math.inf)
+    sees = torch.ones(Q, 1, dtype=torch.bool) if case.allowed is None else case.allowed.expand(Q, K).any(-1, True)
+    if case.sink is not None:
+        logits = torch.cat([logits, case.sink(*own).expand(B, H, Q, 1)], -1)
+        sees = torch.ones_like(sees)
+    logits = logits.masked_fill(~sees, 0.0)
+    top = logits.detach().amax(-1, keepdim=True)
+    weights = (logits - top).exp() / (logits - top).exp().sum(
+        -1, keepdim=True
+    )  # torch's softmax fails in reverse over forward
+    weights = weights[..., :K] * sees
+    output = weights @ heads(v)
+    if case.values is not None:
+        output = output + torch.einsum("bhqk,qke->bhqe", weights, case.values(*own)[CLIPPED])
+    lse = (logits - top).exp().sum(-1).log() + top.squeeze(-1)
+    return output, lse.masked_fill(~sees[:, 0], -math.inf)
+
+
+def ours(case: Case, engine: str | None) -> Callable[..., tuple[Tensor, Tensor]]:
+    def call(q: Tensor, k: Tensor, v: Tensor, *own: Tensor) -> tuple[Tensor, Tensor]:
+        return rg.attention(q, k, v, engine=engine, return_lse=True, **case.describe(*own))
+
+    return call
+
+
+def can(case: Case, engine: str | None, tensors: Tensors) -> bool:
+    problem = rg.Attention(**case.describe(*tensors[3:]))._problem(*tensors[:3], True)
+    return engine is None or not ENGINES[engine].why_not(problem)
+
+
+def by_duals(call: Callable, tensors: Tensors, tangents: tuple[Tensor | None, ...]) -> list[Tensor]:
+    """Results, and behind them their tangents."""
+    with forward_ad.dual_level():
+        pairs = zip(tensors, tangents, strict=True)
+        found = [
+            forward_ad.unpack_dual(x) for x in call(*(x if t is None else forward_ad.make_dual(x, t) for x, t in pairs))
+        ]
+        assert all(tangent is not None for _, tangent in found), "a tangent was dropped"
+        return [x for x, _ in found] + [tangent for _, tangent in found]
+
+
+def close(found: Any, wanted: Any, tolerance: float = 1e-10) -> None:
+    for a, b in zip(found, wanted, strict=True):
+        torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance)
+
+
+def finite(tangents: list[Tensor]) -> list[Tensor]:
+    """A log-sum-exp of -inf has no tangent: any zero or NaN of it is as good as another."""
+    return [torch.nan_to_num(x) for x in tangents]
+
+
+@pytest.mark.parametrize("engine", [None, *NEEDED])
+@pytest.mark.parametrize("name", CASES)
+def test_every_description_has_the_tangents_of_the_definition(name: str, engine: str | None) -> None:
+    case = CASES[name]
+    tensors, tangents = tensors_of(case), tensors_of(case, seed=50)
+    with forward_ad.dual_level():
+        duals = tuple(forward_ad.make_dual(x, t) for x, t in zip(tensors, tangents, strict=True))
+        if not can(case, engine, duals):
+            pytest.skip(f"{engine} does not take it")
+    wanted, moved = torch.func.jvp(lambda *x: dense(case, *x), tensors, tangents)
+    found = by_duals(ours(case, engine), tensors, tangents)
+    close(found[:2], wanted)
+    close(finite(found[2:]), finite(list(moved)))
+
+
+@pytest.mark.parametrize("engine", NEEDED)
+@pytest.mark.parametrize("name", ["causal", "shaw with values, and a sink", "cosine", "a dense bias and alibi", "sink"])
+def test_any_subset_of_the_tensors_may_have_tangents(name: str, engine: str) -> None:
+    case = CASES[name]
+    tensors, tangents = tensors_of(case), tensors_of(case, seed=50)
+    for n in range(len(tensors)):
+        given = tuple(t if m == n else None for m, t in enumerate(tangents))
+        zeros = tuple(t if m == n else torch.zeros_like(t) for m, t in enumerate(tangents))
+        _, moved = torch.func.jvp(lambda *x: dense(case, *x), tensors, zeros)
+        with forward_ad.dual_level():
+            duals = [x if t is None else forward_ad.make_dual(x, t) for x, t in zip(tensors, given, strict=True)]
+            output, lse = (forward_ad.unpack_dual(x).tangent for x in ours(case, engine)(*duals))
+        assert output is not None, "a tangent was dropped"
+        close([output], moved[:1])
+        close([torch.zeros_like(moved[1]) if lse is None else lse], moved[1:])
+
+
+def test_a_tangent_is_the_limit_of_differences() -> None:
+    case = CASES["shaw with values, and a sink"]
+    tensors, tangents = tensors_of(case), tensors_of(case, seed=50)
+    call, step = ours(case, "native" if not native.missing() else "tiled"), 1e-6
+    ahead, behind = (call(*(x + s * t for x, t in zip(tensors, tangents, strict=True))) for s in (step, -step))
+    found = by_duals(call, tensors, tangents)[2:]
+    close(found, [(a - b) / (2 * step) for a, b in zip(ahead, behind, strict=True)], 1e-6)
+
+
+@pytest.mark.parametrize("engine", ["native", "tiled"])
+@pytest.mark.parametrize("learned", [False, True])
+@given(call=calls())
+@settings(max_examples=60, deadline=None)
+def test_tangents_equal_those_of_the_reference(engine: str, learned: bool, call: Call) -> None:
+    tensors = (call.query, call.key, call.value)
+    tangents = (
+        [torch.randn_like(x, generator=None) for x in tensors]
+        if False
+        else [normal(*x.shape, seed=n) for n, x in enumerate(tensors)]
+    )
+    found = []
+    with forward_ad.dual_level():
+        own = {id(x): forward_ad.make_dual(x.detach(), normal(*x.shape, seed=9)) for x in call.learned}
+        description = call.description
+        if learned:  # the description's own tensors have tangents too
+            assume(call.learned and isinstance(description.get("score", rg.Dot()), Score))
+            description = {name: substituted(part, own) for name, part in description.items()}
+        duals = [forward_ad.make_dual(x, t) for x, t in zip(tensors, tangents, strict=True)]
+        problem = rg.Attention(**description)._problem(*duals, True)
+        assume(not ENGINES[engine].why_not(problem))
+        with torch.no_grad():
+            for name in (engine, "reference"):
+                results = rg.attention(*duals, engine=name, return_lse=True, **description)
+                found.append([x for pair in map(forward_ad.unpack_dual, results) for x in pair])
+    (out, d_out, lse, d_lse), (out2, d_out2, lse2, d_lse2) = found
+    assert d_out is not None, "a tangent was dropped"
+    close((out, d_out, lse), (out2, d_out2, lse2))
+    close(finite([torch.zeros_like(lse) if d_lse is None else d_lse]), finite([d_lse2]))
+
+
+def substituted(part: Any, tensors: dict[int, Tensor]) -> Any:
+    from regard.engines.tiled import with_leaves
+
+    if isinstance(part, Tensor):
+        return tensors.get(id(part), part)
+    return with_leaves(part, dict(tensors)) if isinstance(part, Bias | Score) else part
+
+
+@pytest.mark.parametrize("engine", ["native", "tiled"])
+@pytest.mark.parametrize(
+    "description", [{}, {"mask": rg.causal()}, {"bias": rg.shaw(normal(5, D, seed=1), normal(5, E, seed=2))}]
+)
+def test_dropout_drops_the_same_weights_from_the_tangent(engine: str, description: dict) -> None:
+    tensors, tangents, found = qkv(), qkv(50), []
+    for name in (engine, "reference"):
+        torch.manual_seed(0)
+        call = lambda *x, name=name: rg.attention(*x, engine=name, return_lse=True, dropout=0.3, **description)  # noqa: E731
+        found.append(by_duals(call, tensors, tangents))
+    close(*found)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("engine", ["native", "tiled"])
+def test_tangents_of_narrow_numbers(engine: str, dtype: torch.dtype) -> None:
+    case = CASES["causal"]
+    tensors, tangents = (tuple(x.to(dtype) for x in qkv(seed)) for seed in (0, 50))
+    found = by_duals(ours(case, engine), tensors, tangents)
+    wide = tuple(tuple(x.double() for x in some) for some in (tensors, tangents))
+    results, moved = torch.func.jvp(lambda *x: dense(case, *x), *wide)
+    tolerance = 2e-5 if dtype == torch.float32 else 16 * torch.finfo(dtype).eps
+    close([x.double() for x in found], [*results, *moved], tolerance)
+    assert [x.dtype for x in found] == 2 * [dtype, torch.float32]
+
+
+@pytest.mark.parametrize("axes", [2, 3])
+def test_tensors_of_fewer_axes(axes: int) -> None:
+    tensors, tangents = (tuple(normal(*(2, 6, 4)[3 - axes :], seed=n + s) for n in range(3)) for s in (0, 9))
+    plain = lambda q, k, v: (q @ k.mT / 2).softmax(-1) @ v  # noqa: E731
+    _, moved = torch.func.jvp(plain, tensors, tangents)
+    close(by_duals(lambda *x: (rg.attention(*x),), tensors, tangents)[1:], [moved])
+
+
+NESTED = {
+    "jvp": lambda f, x, t: torch.func.jvp(f, (x,), (t,))[1],
+    "jacfwd": lambda f, x, t: torch.func.jacfwd(f)(x),
+    "jacrev": lambda f, x, t: torch.func.jacrev(f)(x),
+    "hessian": lambda f, x, t: torch.func.hessian(lambda x: f(x).sin().sum())(x),
+    "linearize": lambda f, x, t: torch.func.linearize(f, x)[1](t),
+    "jvp of jvp": lambda f, x, t: torch.func.jvp(lambda x: torch.func.jvp(f, (x,), (t,))[1], (x,), (t,))[1],
+    "jvp of grad": lambda f, x, t: torch.func.jvp(torch.func.grad(lambda x: f(x).sin().sum()), (x,), (t,))[1],
+    "grad of jvp": lambda f, x, t: torch.func.grad(lambda x: torch.func.jvp(f, (x,), (t,))[1].sin().sum())(x),
+    "grad of grad": lambda f, x, t: torch.func.grad(
+        lambda x: torch.func.grad(lambda x: f(x).sin().sum())(x).cos().sum()
+    )(x),
+    "vmap of jvp": lambda f, x, t: torch.func.vmap(lambda t: torch.func.jvp(f, (x,), (t,))[1])(torch.stack([t, x, t])),
+    "jvp of vmap": lambda f, x, t: torch.func.jvp(torch.func.vmap(f), (torch.stack([x, t]),), (torch.stack([t, x]),))[
+        1
+    ],
+    "vmap of grad": lambda f, x, t: torch.func.vmap(torch.func.grad(lambda x: f(x).sin().sum()))(torch.stack([x, t])),
+    "vjp under vmap": lambda f, x, t: torch.func.vmap(lambda g: torch.func.vjp(f, x)[1](g)[0])(
+        torch.stack([f(x), f(t)])
+    ),
+    "autograd.functional.jvp": lambda f, x, t: torch.autograd.functional.jvp(f, x, t)[1],
+    "autograd.functional.hvp": lambda f, x, t: torch.autograd.functional.hvp(lambda x: f(x).sin().sum(), x, t)[1],
+    "autograd.functional.jacobian": lambda f, x, t: torch.autograd.functional.jacobian(
+        f, x, strategy="forward-mode", vectorize=True
+    ),
+}
+
+
+@pytest.mark.parametrize("engine", [None, "native", "tiled"])
+@pytest.mark.parametrize("transform", NESTED)
+@pytest.mark.parametrize("which", [0, 1, 2])
+@pytest.mark.filterwarnings("ignore")
+def test_transforms_nest(transform: str, engine: str | None, which: int) -> None:
+    case, tensors = CASES["causal"], qkv()
+    tangent = qkv(50)[which]
+    small = tuple(x[:1, :, :4] for x in tensors)
+
+    def wanted(x: Tensor) -> Tensor:
+        q, k, v = (*small[:which], x, *small[which + 1 :])
+        allowed = torch.ones(4, 4, dtype=torch.bool).tril()
+        return (q / math.sqrt(D) @ heads(k).mT).masked_fill(~allowed, -math.inf).softmax(-1) @ heads(v)
+
+    def found(x: Tensor) -> Tensor:
+        inputs = (*small[:which], x, *small[which + 1 :])
+        try:
+            return rg.attention(*inputs, engine=engine, **case.describe())
+        except CannotCompute:
+            assert engine is not None
+            return rg.attention(*inputs, **case.describe())  # an engine that cannot says so, and is passed over
+
+    x, t = small[which], tangent[:1, :, :4]
+    close([NESTED[transform](found, x, t)], [NESTED[transform](wanted, x, t)])
+
+
+@pytest.mark.parametrize("engine", [None, *NEEDED])
+@pytest.mark.parametrize("name", ["causal", "a learned scale", "shaw with values, and a sink", "softcap"])
+@pytest.mark.parametrize("functional", [False, True])
+def test_a_loss_that_contains_a_jvp_has_gradients(name: str, engine: str | None, functional: bool) -> None:
+    case, results = CASES[name], []
+    for call in (lambda *x: dense(case, *x), ours(case, engine)):
+        tensors = [x.requires_grad_() for x in tensors_of(case)]
+        tangents = [x.requires_grad_() for x in tensors_of(case, seed=50)]
+        if functional:
+            values, moved = torch.func.jvp(call, tuple(tensors), tuple(tangents))
+            loss = sum(x.sin().sum() for x in (*values, *moved))
+        else:
+            with forward_ad.dual_level():
+                duals = [forward_ad.make_dual(x, t) for x, t in zip(tensors, tangents, strict=True)]
+                found = [x for pair in map(forward_ad.unpack_dual, call(*duals)) for x in pair]
+                loss = sum(x.sin().sum() for x in found)
+        results.append(torch.autograd.grad(loss, [*tensors, *tangents]))
+    close(*results)
+
+
+@pytest.mark.parametrize("engine", [None, *NEEDED])
+@pytest.mark.parametrize("name", [name for name in CASES if name != "rows that see nothing"])
+def test_a_gradient_within_a_dual_level_has_a_tangent(name: str, engine: str | None) -> None:
+    case, results = CASES[name], []
+    if not can(case, engine, tensors_of(case)):
+        pytest.skip(f"{engine} does not take it")
+    for call in (lambda *x: dense(case, *x), ours(case, engine)):
+        tensors, tangents = [x.requires_grad_() for x in tensors_of(case)], tensors_of(case, seed=50)
+        with forward_ad.dual_level():
+            duals = [forward_ad.make_dual(x, t) for x, t in zip(tensors, tangents, strict=True)]
+            loss = sum(x.sin().sum() for x in call(*duals))
+            grads = torch.autograd.grad(loss, tensors)
+            results.append([x for pair in map(forward_ad.unpack_dual, grads) for x in pair])
+    close(*results)
+
+
+@pytest.mark.parametrize("engine", [None, *NEEDED, "sdpa"])
+def test_a_gradient_of_a_dual_gradient_has_a_tangent(engine: str | None) -> None:
+    """The call itself has no tangents, the gradient of its output has."""
+    case, results = CASES["causal"], []
+    for call in (lambda *x: dense(case, *x)[0], lambda *x: rg.attention(*x, engine=engine, **case.describe())):
+        tensors = [x.requires_grad_() for x in qkv()]
+        output = call(*tensors)
+        with forward_ad.dual_level():
+            by = forward_ad.make_dual(normal(*output.shape, seed=7), normal(*output.shape, seed=8))
+            grads = torch.autograd.grad(output, tensors, by)
+            results.append([x for pair in map(forward_ad.unpack_dual, grads) for x in pair])
+    close(*results)
+
+
+@pytest.mark.parametrize("engine", [None, "native", "tiled", "sdpa", "reference"])
+@pytest.mark.parametrize("order", [2, 3])
+def test_small_calls_can_be_differentiated_again(engine: str | None, order: int) -> None:
+    results = []
+    for call in (lambda q, k, v: (q @ k.mT / 2).softmax(-1) @ v, lambda *x: rg.attention(*x, engine=engine)):
+        tensors = [normal(6, 4, seed=n).requires_grad_() for n in range(3)]
+        total = call(*tensors).sin().sum()
+        for _ in range(order):
+            grads = torch.autograd.grad(total, tensors, create_graph=True)
+            total = sum(x.sin().sum() for x in grads)
+        results.append(grads)
+    close(*results)
+
+
+@pytest.mark.parametrize("engine", ["native", "tiled", "sdpa"])
+@pytest.mark.parametrize("name", [name for name in CASES if name != "rows that see nothing"])
+def test_second_derivatives_are_those_of_the_definition(name: str, engine: str) -> None:
+    case, results = CASES[name], []
+    call = lambda *x: rg.attention(*x[:3], engine=engine, **case.describe(*x[3:]))  # noqa: E731
+    problem = rg.Attention(**case.describe(*tensors_of(case)[3:]))._problem(*qkv(), False)
+    if ENGINES[engine].why_not(problem):
+        pytest.skip(f"{engine} does not take it")
+    for function in (lambda *x: dense(case, *x)[0], call):
+        tensors = [x.requires_grad_() for x in tensors_of(case)]
+        grads = torch.autograd.grad(function(*tensors).sin().sum(), tensors, create_graph=True, materialize_grads=True)
+        again = torch.autograd.grad(sum(x.sin().sum() for x in grads), tensors)
+        results.append([*grads, *again])
+    close(*results)
+
+
+def test_a_gradient_of_a_loss_with_a_jvp_can_be_differentiated_again() -> None:
+    results = []
+    for call in (lambda q, k, v: (q @ k.mT / 2).softmax(-1) @ v, lambda *x: rg.attention(*x)):
+        tensors, tangents = ([normal(6, 4, seed=n + s).requires_grad_() for n in range(3)] for s in (0, 9))
+        _, moved = torch.func.jvp(call, tuple(tensors), tuple(tangents))
+        grads = torch.autograd.grad(moved.sin().sum(), [*tensors, *tangents], create_graph=True)
+        results.append(torch.autograd.grad(sum(x.sin().sum() for x in grads), [*tensors, *tangents]))
+    close(*results)
+
+
+def test_weights_have_tangents_and_what_is_not_differentiable_says_so() -> None:
+    q, k, _ = qkv()
+    t, _, _ = qkv(50)
+    attend = rg.Attention(mask=rg.causal())
+    plain = lambda q: products(q, k).masked_fill(DISTANCE > 0, -math.inf).softmax(-1)  # noqa: E731
+    wanted = torch.func.jvp(plain, (q,), (t,))[1]
+    close([torch.func.jvp(lambda q: attend.weights(q, k), (q,), (t,))[1]], [wanted])
+    close(by_duals(lambda q: (attend.weights(q, k),), (q,), (t,))[1:], [wanted])
+    close(by_duals(lambda q: (attend.weights(q, k, rows=[2, 3]),), (q,), (t,))[1:], [wanted[:, :, 2:4]])
+    for refused in (attend.map, attend.statistics):
+        with pytest.raises(NotImplementedError, match="not differentiable"):
+            by_duals(lambda q, refused=refused: refused(q, k), (q,), (t,))
+        with pytest.raises(NotImplementedError, match="not differentiable"):
+            torch.func.jvp(lambda q, refused=refused: refused(q, k), (q,), (t,))
+
+
+@pytest.mark.parametrize("features", ["elu", rg.favor(6)])
+@pytest.mark.parametrize("mask", [None, rg.causal()])
+def test_linear_attention_has_tangents(features: Any, mask: Any) -> None:
+    attend = rg.LinearAttention(features, mask=mask)
+    tensors, tangents = (tuple(normal(1, 2, 6, 4, seed=n + s) for n in range(3)) for s in (0, 9))
+
+    def plain(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        if features == "elu":
+            a, b = (torch.where(x > 0, x + 1, x.clamp(max=0).exp()) for x in (q, k))
+        else:
+            a, b = features.logs(q).exp(), features.logs(k).exp()
+        weights = a @ b.mT
+        weights = weights if mask is None else weights.tril()
+        return weights / weights.sum(-1, keepdim=True) @ v
+
+    wanted = torch.func.jvp(plain, tensors, tangents)
+    close(by_duals(lambda *x: (attend(*x),), tensors, tangents), wanted)
+    close(torch.func.jvp(attend, tensors, tangents), wanted)
+    by, moved = normal(1, 2, 6, 4, seed=20), normal(1, 2, 6, 4, seed=21)
+    results = []
+    for call in (plain, attend):
+        leaves = [x.clone().requires_grad_() for x in tensors]
+        output = call(*leaves)
+        with forward_ad.dual_level():
+            grads = torch.autograd.grad(output, leaves, forward_ad.make_dual(by, moved))
+            results.append([x for pair in map(forward_ad.unpack_dual, grads) for x in pair])
+    close(*results)
+
+
+def test_a_loss_without_forward_mode_says_so() -> None:
+    hidden, weight = normal(5, 4, seed=0), normal(9, 4, seed=1)
+    with pytest.raises(NotImplementedError, match="token_loss has no forward mode"):
+        by_duals(lambda x: (rg.nn.token_loss(x, weight, torch.arange(5)),), (hidden,), (hidden,))
+
+
+def test_a_compiled_jvp_keeps_its_tangent() -> None:
+    q, k, v = qkv()
+    t, _, _ = qkv(50)
+    call = lambda q, t: torch.func.jvp(lambda q: rg.attention(q, k, v, mask=rg.causal()), (q,), (t,))  # noqa: E731
+    torch._dynamo.reset()
+    close(torch.compile(call, backend="aot_eager")(q, t), call(q, t))
+
+
+@pytest.mark.skipif(bool(native.missing()), reason="needs the compiled library")
+@pytest.mark.parametrize("transform", ["jvp", "grad", "vmap of grad"])
+def test_long_sequences_stay_with_the_engines_that_need_no_dense_weights(transform: str) -> None:
+    chosen = []
+    attend = rg.Attention(mask=rg.causal())
+
+    def call(q: Tensor) -> Tensor:
+        chosen.append(attend.explain(q, q, q).engine)
+        return q
+
+    q = torch.zeros(1, 8, 4096, 8)
+    if transform == "jvp":
+        torch.func.jvp(call, (q,), (q,))
+    elif transform == "grad":
+        torch.func.grad(lambda q: call(q).sum())(q)
+    else:
+        torch.func.vmap(torch.func.grad(lambda q: call(q).sum()))(q[None])
+    assert chosen == ["native"]
