@@ -24,6 +24,7 @@ FREEZE = "tests/nn/test_freeze.py"
 LOSS = "tests/nn/test_loss.py"
 MODEL_MASKS = "tests/models/test_masks.py"
 POOLING = "tests/nn/test_pooling.py"
+CACHES = "tests/nn/test_positions_and_caches.py"
 # An installed project is found before any path: the copy must be, so its finder goes.
 RUN = """
 import sys
@@ -173,6 +174,26 @@ MUTANTS = (
     Mutant(
         "a model that copies may copy from an empty source", "models/copying.py",
         "gate.masked_fill(~mask.any(1, keepdim=True), math.inf)", "gate", MODEL_MASKS,
+    ),
+    Mutant(
+        "a dropped token shifts the positions of a cache", "nn/placement.py",
+        "slice(0, count), slice(dropped, seen)", "slice(0, count), slice(0, seen - dropped)", CACHES,
+    ),
+    Mutant(
+        "an offset of the description ignores what the cache has seen", "nn/placement.py",
+        "first: int | Tensor = seen - count + (", "first: int | Tensor = (", CACHES,
+    ),
+    Mutant(
+        "keys of a source are rotated by the positions of the queries", "nn/shared.py",
+        "self.key_positions if of_source else self.positions", "self.positions", CACHES,
+    ),
+    Mutant(
+        "the repeats of a layer share the first cache", "nn/stacks.py",
+        "None if caches is None else caches[n])", "None if caches is None else caches[n - n % self.repeat])", CACHES,
+    ),
+    Mutant(
+        "a block that is drawn does not see the one that drew it", "masks/explicit.py",
+        " | (self._draw(column) == row.unsqueeze(-1)).any(-1)", "", MASKS,
     ),
 )  # fmt: skip
 

@@ -20,7 +20,7 @@ from regard.engines.dropout import draw_seed
 from regard.engines.look import Statistics
 from regard.engines.problem import Engine, Problem, check_tensors
 from regard.engines.select import Explanation, explain, select
-from regard.geometry import Frame, lead, shape_of
+from regard.geometry import Frame, Part, lead, shape_of
 from regard.masks import Mask, dense
 from regard.positions.biases import Bias, dense_bias
 from regard.scores import Dot, Modified, Score
@@ -100,6 +100,22 @@ class Attention(Description):
         other = replace(self, **changes)
         object.__setattr__(other, "training", self.training)
         return other
+
+    def part(self, frame: Frame, part: Part) -> Attention:
+        """The description of some heads, queries and keys of a call, as a call of their own."""
+        assert isinstance(self.score, Score)
+        assert not isinstance(self.mask, Tensor)
+        assert not isinstance(self.bias, Tensor)
+        sink = self.sink
+        if isinstance(sink, Tensor) and sink.numel() > 1:
+            sink = sink.reshape(-1)[part.heads]
+        return self.replace(
+            score=self.score.part(part),
+            mask=None if self.mask is None else self.mask.part(frame, part),
+            bias=None if self.bias is None else self.bias.part(part),
+            offset=frame.offset + part.rows.start - part.columns.start,
+            sink=sink,
+        )
 
     if TYPE_CHECKING:
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 import regard as rg
 import regard.distributed as rd
-from regard.distributed.part import closed_over, digest, part_of, whole_frame
+from regard.distributed.part import closed_over, digest, whole_frame
 from regard.distributed.plan import Plan, plan
 from regard.geometry import Part
 from tests.strategies import Call, calls
@@ -49,7 +49,7 @@ def test_the_blocks_of_all_ranks_are_the_whole(drawn: tuple[Call, rd.Layout, rd.
             for block in found.blocks[t][r]:
                 assert any(a <= block.columns[0] and block.columns[1] <= b for a, b in found.pieces[t][r])
                 rows, columns = slice(*block.rows), slice(*block.columns)
-                own = part_of(without, frame, Part(slice(0, H), rows, columns))
+                own = without.part(frame, Part(slice(0, H), rows, columns))
                 tensors = call.query[:, :, rows], call.key[:, :, columns], call.value[:, :, columns]
                 part, part_lse = own(*tensors, return_lse=True)
                 output[:, :, rows], lse[:, :, rows] = (
@@ -70,7 +70,7 @@ def test_heads_alone_are_what_they_are_among_others(call: Call, ranks: int) -> N
     wanted = attend(call.query, call.key, call.value, engine="reference").detach()
     for r in range(ranks):
         heads, shared = (slice(r * n // ranks, (r + 1) * n // ranks) for n in (H, G))
-        own = part_of(attend, whole_frame(attend, B, H, Q, K), Part(heads, slice(0, Q), slice(0, K)))
+        own = attend.part(whole_frame(attend, B, H, Q, K), Part(heads, slice(0, Q), slice(0, K)))
         found = own(call.query[:, heads], call.key[:, shared], call.value[:, shared]).detach()
         torch.testing.assert_close(found, wanted[:, heads], atol=1e-11, rtol=1e-11)
 

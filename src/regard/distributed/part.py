@@ -1,10 +1,10 @@
-"""A description for a part of a call, and what it holds."""
+"""The frame of a whole call, and the tensors that a description holds."""
 
 from __future__ import annotations
 
 import zlib
 from collections.abc import Iterator
-from dataclasses import fields, is_dataclass, replace
+from dataclasses import fields, is_dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -12,28 +12,10 @@ import torch
 from torch import Tensor
 
 from regard.attention import Attention
-from regard.geometry import Frame, Part
+from regard.geometry import Frame
 from regard.masks import Mask
 from regard.positions.biases import Bias
 from regard.scores import Modified, Score
-
-
-def part_of(attend: Attention, frame: Frame, part: Part) -> Attention:
-    """The description of some heads, queries and keys of a call, as a call of their own."""
-    assert isinstance(attend.score, Score)
-    assert not isinstance(attend.mask, Tensor)
-    assert not isinstance(attend.bias, Tensor)
-    sink = attend.sink
-    if isinstance(sink, Tensor) and sink.numel() > 1:
-        sink = sink.reshape(-1)[part.heads]
-    return replace(
-        attend,
-        score=attend.score.part(part),
-        mask=None if attend.mask is None else attend.mask.part(frame, part),
-        bias=None if attend.bias is None else attend.bias.part(part),
-        offset=frame.offset + part.rows.start - part.columns.start,
-        sink=sink,
-    )
 
 
 def whole_frame(attend: Attention, B: int, H: int, Q: int, K: int) -> Frame:

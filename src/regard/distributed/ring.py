@@ -23,7 +23,6 @@ from torch.autograd.function import once_differentiable
 
 from regard.attention import Attention
 from regard.distributed.layout import Span
-from regard.distributed.part import part_of
 from regard.distributed.plan import Block, Plan, Sizes, portion
 from regard.distributed.wire import Posted, Wire
 from regard.engines import gradients_within, merge_into
@@ -50,7 +49,7 @@ class Call:
 
     def compute(self, attend: Attention, part: Part, *tensors: Tensor) -> tuple[Tensor, Tensor]:
         """Output and log-sum-exp of a part of the call."""
-        own = part_of(attend, self.frame, part)
+        own = attend.part(self.frame, part)
         with self.seeded(part):
             return own.here(*tensors, engine=self.engine, return_lse=True)
 
@@ -166,7 +165,7 @@ def _of_block(
     """The gradients of inputs by one block of queries and keys."""
     device = whole[0].device
     with torch.enable_grad():
-        own = part_of(attend, call.frame, part)
+        own = attend.part(call.frame, part)
         assert isinstance(own.score, Score)
         if not own.score.closes_over_learned(device):
             seed = None

@@ -15,7 +15,7 @@ from regard.geometry import At, Frame, Part, shape_of
 from regard.masks.algebra import Boxes, Intervals, Kinds, Mask, integers, kinds, made, positions_of, short, whole
 
 
-class _ByDistance(Mask):
+class ByDistance(Mask):
     """What masks share that only the distance `j - p` tells: every part of them is the same mask."""
 
     def part(self, frame: Frame, part: Part) -> Mask:
@@ -23,7 +23,7 @@ class _ByDistance(Mask):
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Causal(_ByDistance):
+class Causal(ByDistance):
     def allows(self, at: At) -> Tensor:
         return at.j <= at.p
 
@@ -39,7 +39,7 @@ class Causal(_ByDistance):
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Window(_ByDistance):
+class Window(ByDistance):
     before: int
     after: int
 
@@ -66,7 +66,7 @@ class Window(_ByDistance):
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Dilated(_ByDistance):
+class Dilated(ByDistance):
     width: int
     step: int
 

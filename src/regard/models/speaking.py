@@ -151,8 +151,8 @@ class Watched(Shared):
         super().__init__(*args)  # type: ignore[arg-type]
         self.seen: list[Tensor] = []
 
-    def attend(self, own: Attention, dropped: int = 0) -> Attention:
-        made = super().attend(own, dropped)
+    def attend(self, own: Attention, *, cached: bool = False, dropped: int = 0) -> Attention:
+        made = super().attend(own, cached=cached, dropped=dropped)
 
         def watched(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
             self.seen.append(made.weights(query, key))

@@ -206,7 +206,7 @@ class Transformer(nn.Module):
             return logits.index_fill_(-1, never, -math.inf) if len(never) else logits
 
         first = torch.full((len(encoded), 1), self.config.start, device=encoded.device)
-        return State(forward, cache.own), first
+        return State(forward, [*cache.own, *cache.source]), first
 
     @torch.no_grad()
     def coverage(self, source: Tensor, target: Tensor) -> Tensor:

@@ -97,6 +97,8 @@ class Whisper(Transformer):
     config: WhisperConfig
 
     def __init__(self, config: WhisperConfig) -> None:
+        if config.window:
+            raise ValueError(f"the encoder of Whisper sees every frame: window must be 0, but is {config.window}")
         super().__init__(config)
         self.front = Front(config.features, config.width, (1, 2))
         self.position = Learned(config.frames, config.width)

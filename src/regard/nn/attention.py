@@ -10,11 +10,10 @@ from torch import Tensor, nn
 from regard.attention import Attention
 from regard.engines.packed_linear import project
 from regard.masks import Mask
-from regard.masks.algebra import And
-from regard.masks.patterns import Window
 from regard.nn.cache import Cache, Memory, WindowCache
+from regard.nn.placement import at_cache, by_key, look_back
 from regard.nn.rotary import Rotary
-from regard.nn.shared import Shared
+from regard.nn.shared import Shared, check_unshared
 from regard.positions import Bias
 from regard.scores import Additive, Modified
 from regard.sharding import sharding
@@ -89,6 +88,11 @@ class MultiHeadAttention(nn.Module):
             raise ValueError(f"d_model = {d_model} is no multiple of heads = {heads}; choose others, or give d_head")
         self.d_head = d_model // heads if d_head is None else d_head
         self.d_value = self.d_head if d_value is None else d_value
+        if rotary is not None and not 2 <= (width := rotary.width or self.d_head) - width % 2 == width <= self.d_head:
+            raise ValueError(
+                f"the rotary width must be even and between 2 and d_head = {self.d_head}, but is {width}; "
+                "Rotary(width=...) rotates a part of a head"
+            )
         self.widths = [heads * self.d_head, self.groups * self.d_head, self.groups * self.d_value]  # of q, k, v
         apart = d_source is not None and d_source != d_model
         self.qkv = linear(d_model, self.widths[0] if apart else sum(self.widths), bias=bias)
@@ -111,33 +115,48 @@ class MultiHeadAttention(nn.Module):
         """x (B, N, d_model) to (B, N, d_model); it looks at itself, or at the source (B, K, d_source).
 
         `shared` stands for mask, bias and positions where many layers have the same. With a `Cache` the tokens of x
-        come after those that it holds; with a `Memory` the source is projected at the first call only.
+        come after those that it has seen: rotary positions, masks, biases and the description's offset count from the
+        first of all. Of those that may be seen, a token sees what came so far. With a `Memory` the source is projected
+        at the first call only, and the tokens of x come after those of the calls before.
         """
         if shared is None:
             shared = Shared(mask, bias, positions)
-        elif sharding() is not None and not shared.parted:
-            raise ValueError(
-                "where sequences are shared with other processes, a layer takes `shared.own()` and own tokens"
-            )
+            if positions is not None and self.rotary is None:
+                raise ValueError(
+                    "positions are for rotary parts, but this attention has none; give it `rotary=Rotary()`"
+                )
+        else:
+            check_unshared(mask=mask, bias=bias, positions=positions)
+            if sharding() is not None and not shared.parted:
+                raise ValueError(
+                    "where sequences are shared with other processes, a layer takes `shared.own()` and own tokens"
+                )
         if cache is not None and sharding() is not None:
             raise ValueError("a cache belongs to one process: generate outside of regard.distributed.sequence")
         if isinstance(cache, Memory):
             return self._recall(x, source, shared, cache)
-        dropped = 0
-        if source is None and self.query_norm is None and shared.query_position is None:
-            q, k, v = self._from_one(x, shared)
+        if source is None and self.source is not None:
+            raise ValueError(f"this attention has d_source = {self.source.in_features}, so it needs a source")
+        if source is not None and cache is not None:
+            raise ValueError("the keys of a source do not grow: decode with a Memory instead of a Cache")
+        start = 0 if cache is None else cache.seen
+        changed = (self.query_norm, self.key_norm, shared.query_position, shared.key_position)
+        if source is None and all(part is None for part in changed):
+            q, k, v = self._from_one(x, shared, start)
         else:
-            q = self._turned(self._query(x, shared), shared)
+            q = self._rotate(self._query(x, shared), shared, start)
             k, v = self._key_value(x if source is None else source, shared)
-            k = self._turned(k, shared)
+            k = self._rotate(k, shared, start, of_source=source is not None)
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-        if cache is not None:
+        if cache is None:
+            attend = shared.attend(self.attend)
+        else:
             k, v = cache.append(k, v)
-            dropped = cache.dropped
-        out = shared.attend(self.attend, dropped)(q, k, v)  # (B, H, N, E), laid out as q is
+            attend = at_cache(shared.attend(self.attend, cached=True, dropped=cache.dropped), cache, q, v)
+        out = attend(q, k, v)  # (B, H, N, E), laid out as q is
         return project(out.transpose(1, 2).flatten(2), self.output.weight, self.output.bias)
 
-    def _from_one(self, x: Tensor, shared: Shared) -> tuple[Tensor, Tensor, Tensor]:
+    def _from_one(self, x: Tensor, shared: Shared, start: int) -> tuple[Tensor, Tensor, Tensor]:
         """Self-attention by one product: (B, N, H, D), (B, N, G, D), (B, N, G, E)."""
         B, N, _ = x.shape
         H, G, D = self.heads, self.groups, self.d_head
@@ -146,7 +165,7 @@ class MultiHeadAttention(nn.Module):
             q, k, v = together.view(B, N, H + 2 * G, D).split((H, G, G), 2)
             return q, k, v
         turning, v = together.split((self.widths[0] + self.widths[1], self.widths[2]), -1)
-        q, k = self._turned(turning.view(B, N, H + G, D), shared).split((H, G), 2)
+        q, k = self._rotate(turning.view(B, N, H + G, D), shared, start).split((H, G), 2)
         return q, k, v.view(B, N, G, self.d_value)
 
     def _query(self, x: Tensor, shared: Shared) -> Tensor:
@@ -167,25 +186,43 @@ class MultiHeadAttention(nn.Module):
         k, v = k.unflatten(-1, (self.groups, self.d_head)), v.unflatten(-1, (self.groups, self.d_value))
         return k if self.key_norm is None else self.key_norm(k), v
 
-    def _turned(self, x: Tensor, shared: Shared) -> Tensor:
-        return x if self.rotary is None else self.rotary(x, shared.table(self.rotary, self.d_head, x))
+    def _rotate(self, x: Tensor, shared: Shared, start: int = 0, *, of_source: bool = False) -> Tensor:
+        if self.rotary is None:
+            return x
+        return self.rotary(x, shared.table(self.rotary, self.d_head, x, start=start, of_source=of_source))
 
     def _recall(self, x: Tensor, source: Tensor | None, shared: Shared, memory: Memory) -> Tensor:
-        """Cross-attention on a source that was projected before. Its beams, rows of x, are queries of one call."""
+        """Cross-attention on a source that was projected before, for the beams (rows of x) of each source."""
         if memory.kept is None:
             if source is None:
                 raise ValueError("a Memory that holds nothing yet needs the source at its first call")
             k, v = self._key_value(source, shared)
-            memory.kept = k.transpose(1, 2).contiguous(), v.transpose(1, 2).contiguous()
-        k, v = memory.kept
-        rows = x.view(len(k), -1, x.shape[-1])
-        q = self._query(rows, shared).transpose(1, 2)
-        out = shared.attend(self.attend)(q, k, v)
+            k = self._rotate(k, shared, of_source=True)
+            memory.hold(source, k.transpose(1, 2).contiguous(), v.transpose(1, 2).contiguous())
+        memory.check_source(source)
+        assert memory.kept is not None
+        (k, v), start, (rows, count) = memory.kept, memory.seen, x.shape[:2]
+        beams = memory.beams(rows, count)
+        q = self._rotate(self._query(x, shared), shared, start)  # (B * beams, N, H, D)
+        attend = shared.attend(self.attend)
+        if by_key(attend):  # all beams of a source are queries of one call
+            q = q.reshape(len(k), beams * count, self.heads, self.d_head)
+        else:
+            if attend.offset is None:
+                raise ValueError(
+                    f"{attend!r} depends on positions of queries, which by default are counted from the last of all, "
+                    "and that has not come yet; give the description an offset, such as offset=0"
+                )
+            if start:
+                attend = attend.replace(offset=attend.offset + start)  # type: ignore[operator]
+            if beams > 1:
+                k, v = k.repeat_interleave(beams, 0), v.repeat_interleave(beams, 0)
+        out = attend(q.transpose(1, 2), k, v)
         return project(out.transpose(1, 2).flatten(2), self.output.weight, self.output.bias).view(x.shape)
 
     def cache(self) -> Cache:
         """An empty cache that suits the description: where it looks back so far and no farther, no more is held."""
-        reach = look_back(self.attend.mask)
+        reach = look_back(self.attend)
         return Cache() if reach is None else WindowCache(reach + 1)
 
 
@@ -231,9 +268,3 @@ def _registered(attend: Attention) -> Attention:
             "register; write it as an nn.Module with forward(score, b, h, q_index, k_index) that holds them"
         )
     return attend
-
-
-def look_back(mask: Mask | Tensor | None) -> int | None:
-    """How many tokens before its own place a query sees at most, where a window says so."""
-    parts = mask.parts if isinstance(mask, And) else (mask,)
-    return min((part.before for part in parts if isinstance(part, Window)), default=None)

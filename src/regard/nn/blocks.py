@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from regard.nn.cache import Cache, Memory
 from regard.nn.dropout import dropout
-from regard.nn.shared import Shared
+from regard.nn.shared import Shared, check_unshared
 
 Norm = Callable[[int], nn.Module]
 """Makes a norm of a width, such as `nn.LayerNorm`, `nn.RMSNorm`, or a `partial` of one with another eps."""
@@ -146,9 +146,19 @@ class Block(nn.Module):
         memory: Memory | None = None,
     ) -> Tensor:
         """x (B, N, d_model), source (B, K, d_source); `shared` and `across` stand for the masks in a stack."""
-        shared = Shared(mask).own() if shared is None else shared
+        if shared is None:
+            shared = Shared(mask).own()
+        else:
+            check_unshared(mask=mask)
+        if self.cross is None and any(part is not None for part in (source, source_mask, across, memory)):
+            raise ValueError("the block has no cross-attention, so it takes no source; give it `cross=`")
         x = self.attention_residual(x, self.attention, shared=shared, cache=cache)
         if self.cross is not None and self.cross_residual is not None:
-            across = Shared(source_mask).own() if across is None else across
+            if source is None and memory is None:
+                raise ValueError("the cross-attention of the block needs a source")
+            if across is None:
+                across = Shared(source_mask).own()
+            else:
+                check_unshared(source_mask=source_mask)
             x = self.cross_residual(x, self.cross, source, shared=across, cache=memory)
         return self.feedforward_residual(x, self.feedforward)

@@ -32,6 +32,7 @@ class Cache:
 
     def append(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Remember keys and values (B, G, n, D) of n tokens; all that their queries may see comes back, as views."""
+        self._check(key, value)
         start, stop = self.length, self.length + key.shape[2]
         if self._keys is None or self._values is None or stop > self._keys.shape[2]:
             self._make_room(key, value, stop)
@@ -54,6 +55,25 @@ class Cache:
             for held in (self._keys, self._values):
                 part = held[:, :, start : self.length]
                 part[changed] = part[rows[changed]]
+
+    def _check(self, key: Tensor, value: Tensor) -> None:
+        """Raise unless the tokens fit those that are held: an assignment would broadcast or convert them."""
+        for name, new, held in (("key", key, self._keys), ("value", value, self._values)):
+            if held is None:
+                continue
+            expected, came = (
+                (x.shape[0], x.shape[1], x.shape[3], x.dtype, str(x.device)) for x in (held, new)
+            )  # fmt: skip
+            if expected != came:
+                raise ValueError(
+                    f"{name} must be (B, G, n, D) with B, G, D, dtype and device of the tokens that the cache holds, "
+                    f"{expected}, but they are {came}; begin another batch with an empty cache"
+                )
+        if key.shape[:3] != value.shape[:3]:
+            raise ValueError(
+                f"key and value must be (B, G, n, D) and (B, G, n, E) of the same tokens, but are {tuple(key.shape)} "
+                f"and {tuple(value.shape)}"
+            )
 
     def _make_room(self, key: Tensor, value: Tensor, needed: int) -> None:
         room = max(self.capacity, needed)
@@ -107,6 +127,7 @@ class WindowCache(Cache):
         self._first = 0  # where the held tokens begin
 
     def append(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        self._check(key, value)
         count = key.shape[2]
         keep = min(self.length, self.window - 1)  # what the first of the new queries may see of the old
         self._forget(self.length - keep)
@@ -146,7 +167,51 @@ class WindowCache(Cache):
 
 
 class Memory:
-    """Keys and values of a source, as cross-attention reads them: worked out once, shared by all beams of a source."""
+    """Keys and values of a source, as cross-attention reads them: computed once, shared by all beams of a source.
+
+    `seen` is how many query tokens came so far, so that those of the next call follow them.
+    """
 
     def __init__(self) -> None:
         self.kept: tuple[Tensor, Tensor] | None = None
+        self.seen = 0
+        self._rows = 0  # of the last call: the beams of a source are neighbours
+        self._source: Tensor | None = None
+
+    def hold(self, source: Tensor, key: Tensor, value: Tensor) -> None:
+        """Hold keys and values (B, G, K, D) of a source."""
+        self.kept, self._source = (key, value), source
+
+    def check_source(self, source: Tensor | None) -> None:
+        """Raise if a source is given that is not the one whose keys and values are held."""
+        if source is None or source is self._source or self._source is None:
+            return
+        if source.shape != self._source.shape or not torch.equal(source, self._source):
+            raise ValueError(
+                "the Memory holds keys and values of another source than the one given; begin with an empty Memory"
+            )
+
+    def beams(self, rows: int, count: int) -> int:
+        """How many of the rows (of `count` query tokens each) of a call belong to each source."""
+        assert self.kept is not None
+        sources = len(self.kept[0])
+        if not sources or rows % sources:
+            raise ValueError(
+                f"the rows of x must be a multiple of the {sources} sources that the Memory holds, but they are {rows}"
+            )
+        self.seen, self._rows = self.seen + count, rows
+        return rows // sources
+
+    def reorder(self, rows: Tensor, start: int = 0) -> None:
+        """Batch row b continues what row `rows[b]` was: a row of the same source, since keys and masks stay."""
+        if self.kept is None or not self._rows:
+            return
+        sources = len(self.kept[0])
+        beams, before = len(rows) // sources, self._rows // sources
+        own = torch.arange(len(rows), device=rows.device) // max(beams, 1)
+        if len(rows) % sources or not torch.equal(rows // before, own):
+            raise ValueError(
+                f"a row must continue a row of its own source: the Memory holds {sources} sources of {before} rows "
+                f"each, but rows are {rows.tolist()}"
+            )
+        self._rows = len(rows)

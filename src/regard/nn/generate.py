@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from regard.nn.cache import Cache
+from regard.nn.cache import Cache, Memory
 from regard.nn.shared import Shared
 
 
@@ -17,13 +17,17 @@ class State:
     """A model in the midst of generating: `step` takes tokens and gives the logits of what comes next.
 
     forward: ids (R, n) and what their layers share to logits (R, vocabulary) of the last token; it holds the caches.
-    caches: all of them, one a layer. filler: how many tokens at the front of each row are filler.
+    caches: all of them, of every layer. filler: how many tokens at the front of each row are filler.
     """
 
     def __init__(
-        self, forward: Callable[[Tensor, Shared], Tensor], caches: Sequence[Cache], filler: Tensor | None = None
+        self,
+        forward: Callable[[Tensor, Shared], Tensor],
+        caches: Sequence[Cache | Memory],
+        filler: Tensor | None = None,
     ) -> None:
-        self.forward, self.caches, self.filler, self.seen = forward, caches, filler, 0
+        self.forward, self.caches, self.filler = forward, caches, filler
+        self.seen = next((cache.seen for cache in caches if isinstance(cache, Cache)), 0)
         self._shared = Shared(filler=filler)
 
     def step(self, ids: Tensor) -> Tensor:

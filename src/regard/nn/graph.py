@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from regard.attention import Attention
 from regard.engines.packed_linear import project
 from regard.nn.attention import linear
-from regard.nn.shared import Shared
+from regard.nn.shared import Shared, check_unshared
 from regard.scores import Additive
 
 
@@ -41,7 +41,12 @@ class GraphAttention(nn.Module):
 
     def forward(self, x: Tensor, *, mask: Any = None, shared: Shared | None = None, cache: None = None) -> Tensor:
         """x (B, N, d_model) to the same; `shared` stands for the mask in a stack."""
-        shared = Shared(mask) if shared is None else shared
+        if shared is None:
+            shared = Shared(mask)
+        else:
+            check_unshared(mask=mask)
+        if cache is not None or shared.query_position is not None or shared.key_position is not None:
+            raise ValueError("GraphAttention takes no cache, query_position or key_position")
         together = project(x, self.qkv.weight, self.qkv.bias).unflatten(-1, (3, self.heads, -1))
         q, k, v = together.permute(2, 0, 3, 1, 4)  # (B, H, N, D)
         attend = Attention(Additive(self.weight), dropout=self.dropout if self.training else 0.0)

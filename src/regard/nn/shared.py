@@ -10,8 +10,9 @@ from torch import Tensor
 
 from regard.attention import Attention
 from regard.masks import Mask, dense, padding
+from regard.nn.placement import by_distance
 from regard.nn.rotary import Rotary, Table
-from regard.positions import Bias
+from regard.positions import Bias, Dynamic
 from regard.positions.biases import dense_bias
 from regard.sharding import sharding
 
@@ -21,7 +22,8 @@ class Shared:
 
     mask: who may look at whom, beside what a layer's own description says.
     bias: added to the scores of every layer, beside a layer's own (T5's is one for all layers).
-    positions: where the queries stand, (N,) or (B, N) whole numbers, for rotary parts; none is 0 ... N - 1.
+    positions: of the queries, (N,) or (B, N) whole numbers, for rotary parts; none is 0 ... N - 1, after those that a
+        cache has seen. In self-attention they are also the keys'; those of a source are `key_positions`, likewise.
     filler: how many tokens at the front of each batch row are filler, (B,): prompts of different lengths, cached.
     query_position, key_position: added to what queries and keys are projected from, but not values (DETR).
 
@@ -35,33 +37,45 @@ class Shared:
         bias: Bias | Tensor | None = None,
         positions: Tensor | None = None,
         *,
+        key_positions: Tensor | None = None,
         filler: Tensor | None = None,
         query_position: Tensor | None = None,
         key_position: Tensor | None = None,
     ) -> None:
         self.mask = dense(mask) if isinstance(mask, Tensor) else mask
         self.bias = dense_bias(bias) if isinstance(bias, Tensor) else bias
-        self.positions = positions
-        self.filler = filler
+        self.positions, self.key_positions = positions, key_positions
+        self.filler, self._longest_filler = filler, 0 if filler is None else int(filler.max())
         self.query_position, self.key_position = query_position, key_position
         self.parted = False
-        self._made: dict[tuple[Attention, int], Attention] = {}
-        self._tables: dict[tuple[Rotary, int], Table] = {}
+        self._made: dict[tuple[Attention, bool, bool], Attention] = {}
+        self._tables: dict[tuple, Table] = {}
 
-    def attend(self, own: Attention, dropped: int = 0) -> Attention:
-        """A layer's own description and what this call adds; layers that share theirs share this one, and its plans."""
-        if self.mask is None and self.bias is None and self.filler is None:
+    def attend(self, own: Attention, *, cached: bool = False, dropped: int = 0) -> Attention:
+        """A layer's own description and what this call adds; layers that share theirs share this one, and its plans.
+
+        cached: whether the queries follow the tokens of a cache, which dropped so many of the first.
+        """
+        filler = self.filler if self._longest_filler > dropped else None
+        moves = cached and isinstance(own.offset, int) and own.offset == 0  # which is the default without a cache
+        if self.mask is None and self.bias is None and filler is None and not moves:
             return own
-        known = self._made.get((own, dropped))
+        known = self._made.get((own, moves, filler is None))
         if known is None:
             mask, bias = own.mask, own.bias
             if self.mask is not None:
                 mask = self.mask if mask is None else mask & self.mask
-            if self.filler is not None and bool((left := (self.filler - dropped).clamp(min=0)).any()):
-                mask = ~padding(left) if mask is None else mask & ~padding(left)
+            if filler is not None:
+                if not by_distance(own):
+                    raise ValueError(
+                        f"{own!r} counts positions from the first key, which is filler in some rows of the batch; "
+                        "generate from prompts of one length at a time"
+                    )
+                mask = ~padding(filler) if mask is None else mask & ~padding(filler)
             if self.bias is not None:
                 bias = self.bias if bias is None else bias + self.bias
-            known = self._made[own, dropped] = own.replace(mask=mask, bias=bias)
+            known = own.replace(mask=mask, bias=bias, offset=None if moves else own.offset)
+            self._made[own, moves, filler is None] = known
         return known
 
     def biased(self, bias: Bias) -> Shared:
@@ -83,28 +97,51 @@ class Shared:
             return self
         other = copy(self)
         other.parted, other._tables = True, {}
-        for name, dim in (("positions", -1), ("query_position", -2), ("key_position", -2)):
+        for name, dim in (("positions", -1), ("key_positions", -1), ("query_position", -2), ("key_position", -2)):
             if (whole := getattr(self, name)) is not None:
                 setattr(other, name, together.own(whole, dim))
         return other
 
-    def table(self, rotary: Rotary, width: int, like: Tensor) -> Table:
-        """The table of a rotary part for the tokens of `like` (B, N, ...)."""
-        known = self._tables.get((rotary, width))
+    def table(self, rotary: Rotary, width: int, like: Tensor, *, start: int = 0, of_source: bool = False) -> Table:
+        """The table of a rotary part for the tokens of `like` (B, N, ...), by default at `start` ... start + N - 1.
+
+        of_source: whether they are the keys of cross-attention.
+        """
+        key = rotary, width, like.shape[1], start, of_source
+        known = self._tables.get(key)
         if known is None:
-            at, together = self.positions, sharding()
+            at, together = self.key_positions if of_source else self.positions, sharding()
             here = None
             if together is not None and (at is None or rotary.scaling is not None):
                 here = together.positions(like.shape[1], like.device)
             if at is None:
-                at = torch.arange(like.shape[1], device=like.device) if here is None else here
+                at = torch.arange(start, start + like.shape[1], device=like.device) if here is None else here
+            elif tuple(at.shape) not in {(like.shape[1],), (1, like.shape[1]), tuple(like.shape[:2])}:
+                raise ValueError(
+                    f"positions must be (N,) or (B, N) for {tuple(like.shape[:2])} tokens, but are {tuple(at.shape)}"
+                )
+            if start and isinstance(rotary.scaling, Dynamic) and int(at.max()) >= rotary.scaling.original:
+                raise ValueError(
+                    f"{rotary.scaling!r} turns every key by the length of the whole sequence beyond "
+                    f"{rotary.scaling.original} tokens, but a cache holds keys of a shorter one; compute the whole "
+                    "sequence without a cache, or use Yarn, Linear or Llama3 scaling"
+                )
             if here is None or together is None or rotary.scaling is None:
                 known = rotary.table(at, width, like.dtype)
             else:  # a scaling looks at the whole
                 cos, sin = rotary.table(together.whole(at, -1), width, like.dtype)
                 known = cos.index_select(-3, here), sin.index_select(-3, here)
-            self._tables[rotary, width] = known
+            self._tables[key] = known
         return known
+
+
+def check_unshared(**given: object) -> None:
+    """Raise if a call gives what its `shared` (or `across`) stands for."""
+    named = [name for name, value in given.items() if value is not None]
+    if named:
+        raise ValueError(
+            f"{' and '.join(named)} cannot be given next to the Shared that stands for it; put it into the Shared"
+        )
 
 
 def check_mask(mask: Tensor, shape: Sequence[int] | None = None) -> None:

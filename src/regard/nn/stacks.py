@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -14,7 +14,7 @@ from regard.masks import Mask
 from regard.nn.attention import MultiHeadAttention
 from regard.nn.blocks import Block
 from regard.nn.cache import Cache, Memory
-from regard.nn.shared import Shared
+from regard.nn.shared import Shared, check_unshared
 from regard.positions import Bias, t5
 from regard.sharding import sharding
 
@@ -86,35 +86,65 @@ class Encoder(nn.Module):
         shared: Shared | None = None,
         caches: Sequence[Cache] | None = None,
     ) -> Tensor:
-        """(B, N, d_model) to the same; `shared` stands for a mask, bias or positions, `caches` are one a layer."""
-        shared = Shared(mask) if shared is None else shared
+        """(B, N, d_model) to the same; `shared` stands for a mask, bias or positions.
+
+        caches: as `caches()` gives them. The tokens of x come after those that they have seen.
+        """
+        if shared is None:
+            shared = Shared(mask)
+        else:
+            check_unshared(mask=mask)
         if (together := None if shared.parted else sharding()) is not None:
             x, shared = together.own(x, 1), shared.own()
         if self.bias is not None:
             shared = shared.biased(self.bias())
-        for n, layer in enumerate(self.layers):
-            cache = None if caches is None else caches[n]
-            for _ in range(self.repeat):
-                if self.checkpointing and self.training and torch.is_grad_enabled():
-                    x = checkpoint(layer, x, shared=shared, use_reentrant=False)
-                else:
-                    x = layer(x, shared=shared, cache=cache)
+        recompute = self._recomputes(caches)
+        for n, layer in enumerate(self._runs()):
+            if recompute:
+                x = checkpoint(layer, x, shared=shared, use_reentrant=False)
+            else:
+                x = layer(x, shared=shared, cache=None if caches is None else caches[n])
         x = x if self.norm is None else self.norm(x)
         return x if together is None else together.whole(x, 1)
 
     def caches(self) -> list[Cache]:
-        """Empty caches, one a layer, each as its attention needs it."""
-        return [self._attention(block).cache() for block in self.layers]
+        """Empty caches, one for each layer and each time that it runs, each as its attention needs it."""
+        return [self._attention(block).cache() for block in self._runs()]
+
+    def _runs(self) -> Iterator[nn.Module]:
+        """The layers in the order in which they run, each `repeat` times."""
+        return (layer for layer in self.layers for _ in range(self.repeat))
+
+    def _recomputes(self, caches: Sequence[object] | None) -> bool:
+        """Whether blocks are computed again in backward; raise if the caches do not fit that, or the layers."""
+        recompute = self.checkpointing and self.training and torch.is_grad_enabled()
+        if caches is None:
+            return recompute
+        if recompute:
+            raise ValueError(
+                "checkpointing computes blocks again in backward, which would append to the caches again; decode in "
+                "eval mode or under torch.no_grad(), or train without caches"
+            )
+        needed, different = len(self.layers) * self.repeat, len(set(map(id, caches)))
+        if not len(caches) == different == needed:
+            raise ValueError(
+                f"caches must be {needed} different ones, one for each layer and each time that it runs, but "
+                f"{len(caches)} came, of which {different} are different; take those that `caches()` gives"
+            )
+        return False
 
     def _attention(self, block: nn.Module) -> MultiHeadAttention:
         attention = block.attention
-        assert isinstance(attention, MultiHeadAttention)
+        if not isinstance(attention, MultiHeadAttention):
+            raise TypeError(
+                f"only blocks of MultiHeadAttention have caches, but this one has {type(attention).__name__}"
+            )
         return attention
 
 
 @dataclass(frozen=True, eq=False)
 class DecoderCache:
-    """What a decoder remembers: keys and values of its own tokens, and of the source; one of each a layer."""
+    """Keys and values of a decoder's own tokens, and of the source: one of each for every run of a layer."""
 
     own: list[Cache]
     source: list[Memory]
@@ -145,15 +175,22 @@ class Decoder(Encoder):
         cache: DecoderCache | None = None,
     ) -> Tensor:
         """x (B, N, d_model), source (B, K, d_source). With a cache, the source is needed at the first call only."""
-        shared = Shared(mask) if shared is None else shared
-        across = Shared(source_mask) if across is None else across
+        if shared is None:
+            shared = Shared(mask)
+        else:
+            check_unshared(mask=mask)
+        if across is None:
+            across = Shared(source_mask)
+        else:
+            check_unshared(source_mask=source_mask)
         if (together := None if shared.parted else sharding()) is not None:
             x, shared, across = together.own(x, 1), shared.own(), across.own()
             source = None if source is None else together.own(source, 1)
         if self.bias is not None:
             shared = shared.biased(self.bias())
-        for n, layer in enumerate(self.layers):
-            if self.checkpointing and self.training and torch.is_grad_enabled():
+        recompute = self._recomputes(None if cache is None else cache.own)
+        for n, layer in enumerate(self._runs()):
+            if recompute:
                 x = checkpoint(layer, x, source, shared=shared, across=across, use_reentrant=False)
             elif cache is None:
                 x = layer(x, source, shared=shared, across=across)
@@ -164,4 +201,4 @@ class Decoder(Encoder):
 
     def cache(self) -> DecoderCache:
         """An empty cache."""
-        return DecoderCache(self.caches(), [Memory() for _ in self.layers])
+        return DecoderCache(self.caches(), [Memory() for _ in self._runs()])
