@@ -206,9 +206,11 @@ class RandomBlocks(_Cells):
         return torch.stack(drawn, -1)
 
     def _cells(self, frame: Frame) -> tuple[int, tuple[np.ndarray, ...]]:
-        last = max(frame.K, max(frame.offsets(), default=0) + frame.Q)
-        table = self._draw(torch.arange(-(-last // self.size))).numpy()
-        drawing, drawn = np.repeat(np.arange(len(table)), self.per_row), table.reshape(-1)
+        # The blocks of keys and of queries only: an offset may be far from both.
+        edges = [(0, frame.K), *((max(first, 0), first + frame.Q) for first in frame.offsets())]
+        blocks = np.unique(np.concatenate([np.arange(a // self.size, -(-b // self.size)) for a, b in edges]))
+        table = self._draw(torch.from_numpy(blocks)).numpy()
+        drawing, drawn = np.repeat(blocks, self.per_row), table.reshape(-1)
         drawing, drawn = drawing[drawn >= 0], drawn[drawn >= 0]
         rows, columns = np.concatenate((drawing, drawn)), np.concatenate((drawn, drawing))
         return self.size, (np.zeros_like(rows), np.zeros_like(rows), rows, columns)
