@@ -13,7 +13,8 @@ namespace {
 template <class T> struct HeadRows {
   int64_t Q, D, E, pitch;
   int64_t cut, per_cut, strips;  // strips begin anew at every row tile of a tile table
-  T *query_strips, *query_panels, *grad_strips, *grad_panels, *lse, *delta;
+  T *query_strips, *query_panels, *grad_strips, *grad_panels, *delta;
+  LogSum<T>* lse;
   Row<T>* rows;
   Span* spans;
 
@@ -32,7 +33,7 @@ template <class T> struct HeadRows {
             layout.add(pitch, round_up(p.D, NR<T>), sizeof(T)),
             layout.add(strips, strip_size<T>(p.E), sizeof(T)),
             layout.add(pitch, round_up(p.E, NR<T>), sizeof(T)),
-            layout.add(p.Q, 1, sizeof(T)),
+            layout.add(p.Q, 1, sizeof(LogSum<T>)),
             layout.add(p.Q, 1, sizeof(T)),
             layout.add(p.Q, 1, sizeof(Row<T>)),
             layout.add(strips, 1, sizeof(Span))};
@@ -42,7 +43,7 @@ template <class T> struct HeadRows {
       : Q(p.Q), D(p.D), E(p.E), pitch(p.Q + NR<T>), cut(cut_of(p)), per_cut((cut + MR - 1) / MR), strips(strips_of(p)),
         query_strips((T*)(memory + at.query_strips)), query_panels((T*)(memory + at.query_panels)),
         grad_strips((T*)(memory + at.grad_strips)), grad_panels((T*)(memory + at.grad_panels)),
-        lse((T*)(memory + at.lse)), delta((T*)(memory + at.delta)), rows((Row<T>*)(memory + at.rows)),
+        delta((T*)(memory + at.delta)), lse((LogSum<T>*)(memory + at.lse)), rows((Row<T>*)(memory + at.rows)),
         spans((Span*)(memory + at.spans)) {}
 
   int64_t first(int64_t strip) const { return strip / per_cut * cut + strip % per_cut * MR; }
@@ -88,10 +89,10 @@ template <class T> struct HeadRows {
     }
     if (g.d_lse.data) sum -= *real_row<T>(g.d_lse, row.b, row.h, i);
     if (g.delta.data) *const_cast<T*>(real_row<T>(g.delta, row.b, row.h, i)) = sum;
-    const T x = T(double(*real_row<T>(g.lse, row.b, row.h, i)) * log2_e);
+    const double x = double(*real_row<T>(g.lse, row.b, row.h, i)) * log2_e, above = double(infinity);
     // A row that saw nothing has weights 2^(logit - infinity) = 0.
-    lse[i] = x == T(-infinity) ? T(infinity) : x == T(infinity) ? T(__builtin_nanf("")) : x;
-    delta[i] = x == T(-infinity) ? T(0) : sum;
+    lse[i] = LogSum<T>(x == -above ? above : x == above ? __builtin_nan("") : x);
+    delta[i] = x == -above ? T(0) : sum;
   }
 
   // A row whose query or gradient is not finite makes every weight that it sees NaN. Its own numbers become zeros: in a
@@ -103,7 +104,7 @@ template <class T> struct HeadRows {
         continue;
       const int64_t i = first(s) + r;
       queries.row[r] = grads.row[r] = nullptr;
-      lse[i] = T(__builtin_nanf(""));
+      lse[i] = LogSum<T>(__builtin_nan(""));
       delta[i] = 0;
       for (int64_t c = 0; c < D; c += NR<T>)
         __builtin_memset(query_panels + c * pitch + i * NR<T>, 0, NR<T> * sizeof(T));

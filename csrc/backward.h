@@ -30,18 +30,42 @@ template <class T> __attribute__((noinline)) void dot_rows(const Matrix& x, cons
   });
 }
 
-// 2^(logit - log-sum-exp), which is no more than 1: where both are so large that their digits do not tell them apart, the
-// difference may say otherwise. NaN stays NaN.
-template <class T> REGARD_INLINE Vec<T> weight_of(Vec<T> logit, Vec<T> lse) { return exp2(min(Vec<T>{}, logit - lse)); }
+// A log-sum-exp in base two: the nearest integer, and 2^(integer - log-sum-exp). To round it to one number would cost every
+// weight of the row as many digits as it has before the point.
+template <class T> struct LogSum {
+  T lse, factor;
+
+  LogSum() = default;
+  explicit LogSum(double exact) : lse(T(exact)), factor(1) {
+    if (near()) factor = T(exp2(broadcast(double(zero()) - exact))[0]);
+  }
+  bool near() const { return lse >= -far_peak<T> && lse <= far_peak<T>; }
+  T zero() const { return (lse + rounder<T>)-rounder<T>; }
+
+  // Calls use(weight), where weight(logit) is 2^(logit - log-sum-exp). Far from zero it is made no more than 1: where the
+  // digits of both do not tell them apart, the difference may say otherwise. NaN stays NaN.
+  template <class F> REGARD_INLINE void weigh(F&& use) const {
+    if (near()) {
+      const Vec<T> least = broadcast(zero() + least_exponent<T>), round = broadcast(rounder<T> - zero());
+      const Vec<T> f = broadcast(factor);
+      use([&](Vec<T> logit) __attribute__((always_inline)) { return exp2_above(logit, least, round) * f; });
+    } else {
+      const Vec<T> l = broadcast(lse);
+      use([&](Vec<T> logit) __attribute__((always_inline)) { return exp2(min(Vec<T>{}, logit - l)); });
+    }
+  }
+};
 
 // Logits become weights, gradients of weights become gradients of logits.
-template <class T> REGARD_INLINE void weigh_row(T* s, T* d, int64_t lo, int64_t hi, T lse, T delta) {
-  const Vec<T> l = broadcast(lse), e = broadcast(delta);
-  for (int64_t c = lo; c < hi; c += lanes<T>) {
-    const Vec<T> weight = weight_of<T>(load(s + c), l);
-    store(s + c, weight);
-    store(d + c, weight * (load(d + c) - e));
-  }
+template <class T> REGARD_INLINE void weigh_row(T* s, T* d, int64_t lo, int64_t hi, const LogSum<T>& lse, T delta) {
+  const Vec<T> e = broadcast(delta);
+  lse.weigh([&](auto weight_of) __attribute__((always_inline)) {
+    for (int64_t c = lo; c < hi; c += lanes<T>) {
+      const Vec<T> weight = weight_of(load(s + c));
+      store(s + c, weight);
+      store(d + c, weight * (load(d + c) - e));
+    }
+  });
 }
 
 // The same where scores are capped or biased, weights dropped, or gradients of a bias wanted.
@@ -69,7 +93,8 @@ template <class T> struct RowGradients {
   }
 
   // `slope` receives the derivative of the cap, where there is one.
-  void weigh(const Row<T>& row, int64_t j0, T* s, T* d, int64_t lo, int64_t hi, T lse, T delta, T* slope) const {
+  void weigh(const Row<T>& row, int64_t j0, T* s, T* d, int64_t lo, int64_t hi, const LogSum<T>& lse, T delta,
+             T* slope) const {
     if (scales.cap != 0) {
       for (int64_t c = lo; c < hi; c += lanes<T>) {
         const Vec<T> t = tanh(load(s + c));
@@ -82,14 +107,16 @@ template <class T> struct RowGradients {
       add_table(real_row<T>(gradient.d_out_table, row.b, row.h, row.i), row.first, p.radius, T(1), j0, d, lo, hi);
     if (!p.dropout_threshold) return weigh_row(s, d, lo, hi, lse, delta);
 
-    const Vec<T> l = broadcast(lse), e = broadcast(delta);
+    const Vec<T> e = broadcast(delta);
     const T scale = T(p.dropout_scale);
-    for (int64_t c = lo; c < hi; c += lanes<T>) {
-      const auto kept = dropout_keeps<T>(row.dropout_key, uint32_t(j0 + c), p.dropout_threshold);
-      const Vec<T> weight = weight_of<T>(load(s + c), l);
-      store(s + c, select(kept, weight * scale, Vec<T>{}));
-      store(d + c, weight * (select(kept, load(d + c) * scale, Vec<T>{}) - e));
-    }
+    lse.weigh([&](auto weight_of) __attribute__((always_inline)) {
+      for (int64_t c = lo; c < hi; c += lanes<T>) {
+        const auto kept = dropout_keeps<T>(row.dropout_key, uint32_t(j0 + c), p.dropout_threshold);
+        const Vec<T> weight = weight_of(load(s + c));
+        store(s + c, select(kept, weight * scale, Vec<T>{}));
+        store(d + c, weight * (select(kept, load(d + c) * scale, Vec<T>{}) - e));
+      }
+    });
   }
 
   // Hands the gradients of a row's logits to the biases, then takes them through the cap.

@@ -1,7 +1,8 @@
-"""What must hold of any call, however hostile: every engine gives what the reference gives in float64.
+"""What must hold of any call, however hostile: every engine is within the rounding bound of the exact result.
 
-What should not be there (NaN, infinities, absurd numbers) may spoil the rows that see it, and no others. So the
-reference computes the call without it, and what it cannot reach is compared.
+What should not be there (NaN, infinities, absurd numbers) may spoil the rows that see it, and no others. So the exact
+result is that of the call without it, and what it cannot reach is compared. Nothing of the library is used to tell what
+is right: see `tests.definition` and `tests.bounds`.
 """
 
 from __future__ import annotations
@@ -13,8 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import regard as rg
-from regard.engines.problem import Problem
 from regard.engines.select import ENGINES, select
+from tests.bounds import Judged, Rounding, judge
+from tests.definition import Places, visible
 from tests.strategies import ABSURD, Hostile
 
 REFUSED = "refused"
@@ -29,18 +31,34 @@ class Found:
     gradients: list[Tensor | None]
 
 
+def cotangents(case: Hostile) -> tuple[Tensor, Tensor]:
+    """What output and log-sum-exp are multiplied by in the loss whose gradients are compared."""
+    B, H, Q, _ = case.call.query.shape
+    shape, generator = (B, H, Q, case.call.value.shape[-1]), torch.Generator().manual_seed(1)
+    d_output = torch.randn(shape, generator=generator, dtype=torch.float64).to(case.dtype)
+    d_lse = torch.randn(shape[:3], generator=generator, dtype=torch.float64).to(case.dtype)
+    if case.spread:
+        d_output = d_output.new_ones(()).expand(shape)
+    return d_output, d_lse.to(torch.float64 if case.dtype == torch.float64 else torch.float32)
+
+
+def dropout_seed(case: Hostile) -> int | None:
+    """The seed that a call draws from torch's generator."""
+    torch.manual_seed(5)
+    return int(torch.randint(2**62, (), dtype=torch.int64)) if case.call.description.get("dropout") else None
+
+
 def compute(case: Hostile, tensors: list[Tensor], engine: str | None) -> Found:
     inputs = [tensor.detach().requires_grad_() for tensor in tensors]
     torch.manual_seed(5)
     output, lse = rg.attention(*inputs, engine=engine, return_lse=True, **case.call.description)
-    generator = torch.Generator().manual_seed(1)
-    shape = (1,) * 4 if case.spread else output.shape
-    weight = torch.randn(shape, generator=generator, dtype=torch.float64).to(output.dtype)
-    loss = (output * weight).sum() if not case.spread else output.sum()
-    if lse.requires_grad:
-        loss = loss + lse.masked_fill(lse == float("-inf"), 0.0).sin().sum().to(loss)
+    d_output, d_lse = cotangents(case)
+    d_lse = d_lse.masked_fill(lse.isneginf(), 0.0)  # where nothing is seen there is nothing to differentiate
+    pairs = [(y, d) for y, d in ((output, d_output), (lse, d_lse)) if y.requires_grad]
     learned = [*inputs, *case.call.learned]
-    gradients = torch.autograd.grad(loss, learned, allow_unused=True) if loss.requires_grad else [None] * len(learned)
+    if not pairs:
+        return Found(output, lse, [None] * len(learned))
+    gradients = torch.autograd.grad([y for y, _ in pairs], learned, [d for _, d in pairs], allow_unused=True)
     return Found(output.detach(), lse.detach(), list(gradients))
 
 
@@ -52,46 +70,46 @@ class Reach:
     keys: Tensor
 
     @classmethod
-    def of(cls, case: Hostile, problem: Problem) -> Reach:
+    def of(cls, case: Hostile) -> Reach:
         query, key, value = (~(t.double().abs() <= ABSURD) for t in case.tensors())
-        frame, G = problem.frame, key.shape[1]
-        at = frame.at()
-        shape = (frame.B, frame.H, frame.Q, frame.K)
-        visible = torch.ones(shape, dtype=torch.bool) if problem.mask is None else problem.mask.allows(at).expand(shape)
+        (B, H, Q, _), (_, G, K, _) = query.shape, key.shape
+        seen = visible(case.call.description.get("mask"), Places.of((B, H, Q, K), case.call.description.get("offset")))
         absurd = key.any(-1) | value.any(-1)  # (B, G, K)
-        repeats = frame.H // max(G, 1)
-        spoiled = query.any(-1) | (visible & absurd.repeat_interleave(repeats, 1).unsqueeze(-2)).any(-1)
-        met = (visible & spoiled.unsqueeze(-1)).any(-2)  # (B, H, K)
-        met = met.view(frame.B, G, repeats, frame.K).any(2) if met.numel() else absurd
+        repeats = H // max(G, 1)
+        spoiled = query.any(-1) | (seen & absurd.repeat_interleave(repeats, 1).unsqueeze(-2)).any(-1)
+        met = (seen & spoiled.unsqueeze(-1)).any(-2)  # (B, H, K)
+        met = met.view(B, G, repeats, K).any(2) if met.numel() else absurd
         return cls(~spoiled, ~(met | absurd))
 
 
 def check(case: Hostile) -> str:
     """The engine that computed, or `REFUSED`; an AssertionError where it is wrong."""
     torch.set_num_threads(case.threads)
-    exact_inputs = case.tensors(torch.float64, clean=True)
+    tensors = case.tensors()
     try:
-        exact = compute(case, exact_inputs, "reference")
+        problem = rg.Attention(**case.call.description).problem(*tensors)
     except (ValueError, TypeError):  # a description that does not fit the call: then it fits no engine
         refuses(case)
         return REFUSED
-    tensors = case.tensors()
-    problem = rg.Attention(**case.call.description)._problem(*tensors, True)
     engine = case.engine if case.engine and not ENGINES[case.engine].why_not(problem) else None
     ours, again = compute(case, tensors, engine), compute(case, tensors, engine)
     same_bits(ours, again)
-    plain = compute(case, case.tensors(clean=True), "reference")
-    reach = Reach.of(case, problem)
+    d_output, d_lse = (d.double() for d in cotangents(case))
+    exact_inputs = case.tensors(torch.float64, clean=True)
+    judged = judge(
+        exact_inputs, case.call.description, case.call.learned, case.dtype, d_output, d_lse, dropout_seed(case)
+    )
+    reach = Reach.of(case)
     chosen = select(problem, engine).name
-    if chosen != "native" and absurd(case, problem, reach):
-        ours.gradients = exact.gradients = plain.gradients = []
-    compare(case, problem, reach, ours, exact, plain)
+    if chosen != "native" and absurd(case, reach):
+        ours.gradients = []
+    compare(case, reach, ours, judged)
     if not case.call.description.get("dropout"):
-        looks(case, problem, reach, exact_inputs, exact.lse)
+        looks(case, reach, judged)
     return chosen
 
 
-def absurd(case: Hostile, problem: Problem, reach: Reach) -> bool:
+def absurd(case: Hostile, reach: Reach) -> bool:
     """Whether dense products take something absurd to gradients of what does not see it: zero times it is no zero."""
     finite = any(ABSURD < abs(number) < float("inf") for _, _, number in case.planted)
     return finite or not reach.rows.all()
@@ -102,7 +120,7 @@ def refuses(case: Hostile) -> None:
         compute(case, case.tensors(), case.engine)
     except (ValueError, TypeError):
         return
-    raise AssertionError("the reference refuses this call, and another engine does not")
+    raise AssertionError("the description does not fit the call, and an engine computes it")
 
 
 def same_bits(ours: Found, again: Found) -> None:
@@ -112,90 +130,86 @@ def same_bits(ours: Found, again: Found) -> None:
             assert torch.equal(one.nan_to_num(7.0), other.nan_to_num(7.0)), "a second call gives other bits"
 
 
-def resolution(problem: Problem) -> float:
-    """Of logits. Unit vectors, and queries times a learned scale, are kept in the dtype of the call."""
-    lowered = not isinstance(problem.score, rg.Dot) or isinstance(problem.scale, Tensor)
-    return torch.finfo(problem.dtype if lowered else problem.arithmetic).eps
+def within(name: str, ours: Tensor, exact: Tensor, bound: Tensor, where: Tensor | None = None) -> None:
+    """Raise unless every number is within its bound; those too large for the dtype may be infinite."""
+    largest = torch.finfo(ours.dtype).max
+    ours, exact, bound = (t.detach().double() for t in (ours, exact, bound))
+    assert ours.shape == exact.shape == bound.shape, f"{name} has the shape {tuple(ours.shape)}"
+    if where is not None:
+        ours, exact, bound = ours[where], exact[where], bound[where]
+    fits = (exact.abs() + bound < largest) & exact.isfinite()
+    error, bound = (ours - exact)[fits].abs(), bound[fits]
+    if not error.numel():
+        return
+    assert error.isfinite().all(), f"{name} is not finite where nothing absurd is seen"
+    worst = int((error / bound.clamp(min=1e-300)).argmax())
+    assert bool((error <= bound).all()), (
+        f"{name} is off by {error[worst]:.3g}, where rounding allows {bound[worst]:.3g}"
+    )
 
 
-def largest_logit(case: Hostile, exact: Found) -> float:
-    """How far from zero logits lie where weights count: also under a sink that takes nearly all, where the log-sum-exp
-    tells of the sink alone."""
-    lse = [exact.lse]
-    if case.call.description.get("sink") is not None:
-        bare = rg.Attention(**{**case.call.description, "sink": None, "dropout": 0.0})
-        lse.append(bare(*case.tensors(torch.float64, clean=True), engine="reference", return_lse=True)[1])
-    return max([1.0, *(float(x.abs().max()) for each in lse if len(x := each[each.isfinite()]))])
+def compare(case: Hostile, reach: Reach, ours: Found, judged: Judged) -> None:
+    assert torch.equal(ours.lse.isneginf()[reach.rows], judged.lse.isneginf()[reach.rows]), "lse is -inf elsewhere"
+    within("output", ours.output, judged.output, judged.output_bound, reach.rows)
+    within("lse", ours.lse, judged.lse, judged.lse_bound, reach.rows)
+    names = ("the gradient of query", "the gradient of key", "the gradient of value")
+    wheres = (reach.rows, reach.keys, reach.keys)
+    for n, mine in enumerate(ours.gradients):
+        exact, bound = judged.gradients[n], judged.gradient_bounds[n]
+        mine = torch.zeros_like(exact, dtype=case.dtype) if mine is None else mine
+        if n < 3:
+            within(names[n], mine, exact, bound, wheres[n])
+        elif reach.rows.all():
+            within(f"the gradient of learned tensor {n - 3}", mine, exact, bound)
 
 
-def compare(case: Hostile, problem: Problem, reach: Reach, ours: Found, exact: Found, plain: Found) -> None:
-    logit = largest_logit(case, exact)
-    eps, single = torch.finfo(case.dtype).eps, resolution(problem)
-    double = case.dtype == torch.float64
-    assert torch.equal(ours.lse.isneginf()[reach.rows], exact.lse.isneginf()[reach.rows]), "lse is -inf elsewhere"
-
-    def close(name: str, mine: Tensor, best: Tensor, other: Tensor, where: Tensor, floor: float) -> None:
-        mine, best, other = mine.double()[where], best.double()[where], other.double()[where]
-        mine, best, other = (t.masked_fill(t.isneginf(), 0.0) for t in (mine, best, other))
-        if not mine.numel():
-            return
-        assert mine.isfinite().all(), f"{name} is not finite where nothing absurd is seen"
-        error, allowed = float((mine - best).abs().max()), 2 * float((other - best).abs().max()) + floor
-        assert error <= allowed, f"{name} is off by {error:.3g}, where {allowed:.3g} is allowed"
-
-    size = float(exact.output.abs().max()) if exact.output.numel() else 0.0
-    floor = 1e-12 * logit * max(1.0, size) if double else 4 * single * logit * max(size, 1e-30)
-    close("output", ours.output, exact.output, plain.output, reach.rows, floor + (not double) * eps * size)
-    close("lse", ours.lse, exact.lse, plain.lse, reach.rows, (1e-12 if double else 4 * single) * logit)
-
-    # An error of a weight's gradient is one of what it is the difference of, however small the difference.
-    numbers = [float(t.abs().max()) if t.numel() else 0.0 for t in case.tensors(torch.float64, clean=True)]
-    natural = (1 + 4 * numbers[2] * max(1, problem.E) ** 0.5) * max(1.0, *numbers) * logit
-    natural *= max(1, problem.frame.B * problem.frame.Q) ** 0.5 / min(1.0, problem.temperature)
-    wheres = [reach.rows, reach.keys, reach.keys]
-    for n, (mine, best, other) in enumerate(zip(ours.gradients, exact.gradients, plain.gradients, strict=True)):
-        if best is None:
-            continue
-        mine, other = (torch.zeros_like(best) if t is None else t for t in (mine, other))
-        name = f"the gradient of {('query', 'key', 'value', 'what is learned')[min(n, 3)]}"
-        everywhere = torch.full(best.shape, bool(reach.rows.all()))
-        largest = float(best.abs().max()) if best.numel() else 0.0
-        floor = (1e-12 if double else 8 * eps) * (natural + largest)
-        close(name, mine, best, other, wheres[n] if n < 3 else everywhere, floor)
-
-
-def looks(case: Hostile, problem: Problem, reach: Reach, exact_inputs: list[Tensor], lse: Tensor) -> None:
-    """Statistics and pooled maps, against the weights laid out in float64."""
+def looks(case: Hostile, reach: Reach, judged: Judged) -> None:
+    """Statistics and pooled maps, against the exact weights."""
     attend = rg.Attention(**case.call.description)
     query, key = (t.detach() for t in case.tensors()[:2])
     with torch.no_grad():
-        weights = attend.weights(*exact_inputs[:2])  # (B, H, Q, K)
         found = attend.statistics(query, key, top=3)
-    frame = problem.frame
-    if not reach.rows.any() or not frame.K:
+        expect_statistics(case, reach, judged, found)
+        x, unit = judged.exact, Rounding(case.dtype)
+        Q, K = x.at.shape[2:]
+        if bool(reach.rows.all()) and Q and K:
+            size = (min(Q, 5), min(K, 3))
+            pooled, bound = (F.adaptive_avg_pool2d(t, size) for t in (judged.weights, judged.weights_bound))
+            cell = (Q // size[0] + 2) * (K // size[1] + 2)
+            bound = unit.store(pooled, bound + (cell + 8) * unit.u * pooled)
+            within("map", attend.map(query, key, size=size), pooled, bound)
+
+
+def expect_statistics(case: Hostile, reach: Reach, judged: Judged, found: rg.Statistics) -> None:
+    x, u = judged.exact, Rounding(case.dtype).u
+    K = x.at.shape[3]
+    if not K:
         return
-    unit = 1e-10 if case.dtype == torch.float64 else 200 * resolution(problem)
-    unit *= max(1.0, float(lse[lse.isfinite()].abs().max()) if lse.isfinite().any() else 1.0)
-    total = weights.sum(-1)
-    taken = torch.zeros_like(total) if problem.sink is None else (1 - total).clamp(min=0)
-    entropy = -torch.special.xlogy(weights, weights).sum(-1) - torch.special.xlogy(taken, taken)
-    at = frame.at()
-    away = (weights * (at.p - at.j).abs()).sum(-1) / total
-    kept = torch.where(found.top_keys < 0, 0.0, weights.gather(-1, found.top_keys.clamp(min=0)))
-    best = weights.topk(min(3, frame.K), -1).values
-    best = F.pad(best, (0, 3 - best.shape[-1]))
+    weights, off = judged.weights, judged.weights_bound
+    lse = judged.lse.masked_fill(judged.lse.isneginf(), 0.0)
+    logits = torch.where(x.visible, x.logits, 0.0).detach()
+    below = torch.where(x.visible, logits - lse.unsqueeze(-1), 0.0)
+    n = (x.visible.sum(-1) + 16) * u
+    entropy = -(weights * below).sum(-1)
+    rough = (off * (below.abs() + 1) + weights * judged.logit_bound).sum(-1) + judged.lse_bound
+    size = (weights * (logits.abs() + below.abs())).sum(-1) + lse.abs()
+    if x.sink is not None:
+        sink = x.sink.detach().squeeze(-1).expand_as(lse)
+        share = (sink - lse).exp()
+        entropy = entropy + share * (lse - sink)
+        rough = rough + share.clamp(max=1) * ((lse - sink).abs() + 1) * (judged.lse_bound + 2 * u * sink.abs() + 8 * u)
+        size = size + share * (sink.abs() + (lse - sink).abs())
+    within("lse of statistics", found.lse, judged.lse, judged.lse_bound + 4 * u * lse.abs(), reach.rows)
+    within("entropy", found.entropy, entropy, rough + n * size, reach.rows)
 
-    def close(name: str, mine: Tensor, wanted: Tensor, where: Tensor, reach: float = 1.0) -> None:
-        error = (mine.double() - wanted)[where]
-        assert bool((error.abs() <= unit * reach).all()), f"{name} is off by {float(error.abs().max()):.3g}"
-
+    total, distance = weights.sum(-1), (x.at.p - x.at.j).abs().double()
     shown = reach.rows & (total > 1e-6)
-    close("entropy", found.entropy, entropy, reach.rows, 1 + frame.K**0.5)
-    close("distance", found.distance, away, shown, 1 + float((at.p - at.j).abs().max()))
-    close("top_weights", found.top_weights, best, reach.rows)
-    close("the weight of top_keys", kept, best, reach.rows)
-    if bool(reach.rows.all()) and frame.Q:
-        size = (min(frame.Q, 5), min(frame.K, 3))
-        pooled = F.adaptive_avg_pool2d(weights, size)
-        rounded = 1 + torch.finfo(case.dtype).eps / unit
-        close("map", attend.map(query, key, size=size), pooled, torch.full(pooled.shape, True), rounded)
+    away = (weights * distance).sum(-1) / total
+    rough = ((off * distance).sum(-1) + away * off.sum(-1)) / total
+    within("distance", found.distance, away, rough + 4 * n * (away + distance.amax(-1)), shown)
+
+    best = F.pad(weights.topk(min(3, K), -1).values, (0, 3 - min(3, K)))
+    kept = torch.where(found.top_keys < 0, 0.0, weights.gather(-1, found.top_keys.clamp(min=0)))
+    most = off.amax(-1, keepdim=True).expand_as(best)
+    within("top_weights", found.top_weights, best, most, reach.rows)
+    within("the weight of top_keys", kept, best, 2 * most, reach.rows)

@@ -22,9 +22,22 @@ class Call:
     description: dict[str, Any]
     learned: list[Tensor] = field(default_factory=list)
 
+    def tensors(self) -> list[Tensor]:
+        return [self.query, self.key, self.value]
+
     def __repr__(self) -> str:
         shapes = ", ".join(str(tuple(t.shape)) for t in (self.query, self.key, self.value))
         return f"Call({shapes}, offset={self.description.get('offset')}, {rg.Attention(**self.description)})"
+
+
+@dataclass(frozen=True)
+class Waves:
+    """A modifier with a learned tensor; its fields say what it computes."""
+
+    steepness: Tensor  # (H,)
+
+    def __call__(self, s: Tensor, b: Tensor, h: Tensor, p: Tensor, j: Tensor) -> Tensor:
+        return s.sin() - self.steepness[h] * (p - j).abs()
 
 
 def one_a_row(B: int, numbers: st.SearchStrategy[int]) -> st.SearchStrategy:
@@ -128,8 +141,7 @@ def calls(
         if kind == 4:
             return rg.Dot(scale=table(H))
         if kind == 8:
-            steepness = table(H)
-            return lambda s, b, h, p, j: s.sin() - steepness[h] * (p - j).abs()
+            return Waves(table(H))
         return rg.Dot()
 
     def biases() -> Any:

@@ -1,4 +1,4 @@
-"""Every engine agrees with the reference, and the reference with the oracle."""
+"""Every engine agrees with the reference in float64; test_rounding.py compares all of them with the definition."""
 
 from __future__ import annotations
 
@@ -78,8 +78,7 @@ def test_a_thousand_random_calls_of_the_native_engine_equal_the_reference_in_flo
 def test_output_equals_the_reference_in_float64(engine: str, call: Call) -> None:
     with torch.no_grad():
         lse = can(call, engine)
-        if not can(call, engine, lse):
-            return
+        assume(can(call, engine, lse))
         for ours, theirs in zip(results(call, engine, lse), results(call, "reference", lse), strict=True):
             if ours is not None and theirs is not None:
                 assert_close(ours, theirs, 1e-12)
@@ -90,43 +89,5 @@ def test_output_equals_the_reference_in_float64(engine: str, call: Call) -> None
 @given(call=calls(longest=24))
 def test_gradients_equal_the_reference_in_float64(engine: str, call: Call) -> None:
     lse = can(call, engine)
-    if not can(call, engine, lse):
-        return
+    assume(can(call, engine, lse))
     assert_close_gradients(everything(call, engine, lse)[2:], everything(call, "reference", lse)[2:])
-
-
-@pytest.mark.parametrize("engine", [*FAST, "reference"])
-@settings(max_examples=60)
-@given(call=calls())
-def test_float32_is_within_twice_the_error_of_dense_torch(engine: str, call: Call) -> None:
-    with torch.no_grad():
-        if not can(call, engine, False):
-            return
-        exact, _ = results(call, "reference", False)
-        single = Call(call.query.float(), call.key.float(), call.value.float(), call.description)
-        dense = plain_torch(single)
-        ours, _ = results(single, engine, False)
-        error, allowed = (ours - exact).abs().max(), 2 * (dense - exact).abs().max()
-        rounding = 4 * torch.finfo(torch.float32).eps * exact.abs().max()  # where dense torch happens to be exact
-        assert error <= allowed + rounding
-
-
-def plain_torch(call: Call) -> Tensor:
-    """The same call as a user of torch would write it: dense logits, torch.softmax, matmul."""
-    attend = rg.Attention(**call.description)
-    problem = attend._problem(call.query, call.key, call.value, False)
-    from regard.engines.reference import logits
-
-    at = problem.frame.at()
-    repeats = call.query.shape[1] // call.key.shape[1]
-    key, value = call.key.repeat_interleave(repeats, 1), call.value.repeat_interleave(repeats, 1)
-    scores = logits(problem, call.query, key, at, problem.bias, None)
-    if problem.sink is not None:
-        sink = torch.as_tensor(problem.sink).to(scores).reshape(-1, 1, 1).expand(*scores.shape[:-1], 1)
-        weights = torch.softmax(torch.cat([scores, sink], -1), -1)[..., :-1]
-    else:
-        weights = torch.softmax(scores, -1)
-    weights = weights.nan_to_num(0.0)
-    output = weights @ value
-    more = None if problem.bias is None else problem.bias.aggregate(at, weights)
-    return output if more is None else output + more

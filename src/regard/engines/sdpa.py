@@ -57,13 +57,18 @@ def as_dot(problem: Problem, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor
     score, at, scale = problem.score, problem.frame.at(device=query.device), problem.scale
     if isinstance(score, Cosine):
         good = key.isfinite().all(-1, keepdim=True)  # a bad key stays bad, but without a gradient that would spread
-        key = torch.where(good, F.normalize(torch.where(good, key, 0.0), dim=-1), float("nan"))
-        query = F.normalize(query, dim=-1)
+        key = torch.where(good, _unit(problem, torch.where(good, key, 0.0)), float("nan"))
+        query = _unit(problem, query)
     elif isinstance(score, Bilinear):
         query = score.project(query.to(problem.arithmetic), at).to(query.dtype)  # a matrix of more digits keeps them
     if isinstance(scale, Tensor):
         query, scale = (query * at.per_head(scale.reshape(-1))).to(query.dtype), 1.0
     return query, key, scale
+
+
+def _unit(problem: Problem, vectors: Tensor) -> Tensor:
+    """Unit vectors, rounded once: float16 has no number as small as the least length that they are divided by."""
+    return F.normalize(vectors.to(problem.arithmetic), dim=-1).to(vectors.dtype)
 
 
 def _plain_causal(problem: Problem) -> bool:

@@ -259,12 +259,13 @@ def gradients(
     problem = replace(problem, score=with_leaves(problem.score, leaves), bias=with_leaves(problem.bias, leaves))
     pieces = Pieces(problem, query.detach(), key.detach(), value.detach())
     for row in rows_of(problem):
-        leaf = pieces.query(row).detach().requires_grad_(wanted[0])
+        # Leaves are in the dtype of the sums: the gradients of tiles are added up before they are rounded.
+        leaf = pieces.query(row).detach().to(problem.arithmetic).requires_grad_(wanted[0])
         anchor = _anchor(lse[row.box]).unsqueeze(-1)
         shared = pieces.shared_heads(row)
         for columns, full in row.columns:
             tile = pieces.tile(row, columns, full)
-            key_leaf, value_leaf = tile.key.detach(), tile.value.detach()
+            key_leaf, value_leaf = (t.detach().to(problem.arithmetic) for t in (tile.key, tile.value))
             key_leaf.requires_grad_(wanted[1]), value_leaf.requires_grad_(wanted[2])
             with torch.enable_grad():
                 bias = None if problem.bias is None else problem.bias.cut(tile.at)
