@@ -185,12 +185,8 @@ def cross_attention(draw: Draw) -> Subject:
     def stepwise(module: Any, items: Sequence[Item]) -> list[Tensor]:
         found = []
         for x, source in items:
-            memory, start, parts = rg.nn.Memory(), 0, []
-            for piece in x.split(chunks(draw, len(x))):
-                at = torch.arange(start, start + len(piece))
-                parts.append(module(piece[None], source[None], positions=at, cache=memory)[0])
-                start += len(piece)
-            found.append(torch.cat(parts))
+            memory, pieces = rg.nn.Memory(), x.split(chunks(draw, len(x)))
+            found.append(torch.cat([module(piece[None], source[None], cache=memory)[0] for piece in pieces]))
         return found
 
     plain = by_itself(call)
