@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from regard.check import Target
 
@@ -412,6 +413,47 @@ def mask_forgotten_in_the_gradient(q: Tensor, k: Tensor, v: Tensor, *, mask: Any
 @bug("double-backward")
 def gradient_cut_off(q: Tensor, k: Tensor, v: Tensor, **asked: Any) -> Tensor:
     return attention(q, k, v, **asked) if asked else Backward.apply(q, k, v, "")
+
+
+@bug("second-derivatives")
+def gradient_of_a_single_query_cut_off(q: Tensor, k: Tensor, v: Tensor, **asked: Any) -> Tensor:
+    return attention(q, k, v, **asked) if asked or q.shape[2] > 1 else Backward.apply(q, k, v, "")
+
+
+def constant(x: Tensor) -> Tensor:
+    """Without its tangent, if it has one."""
+    return x if forward_ad.unpack_dual(x).tangent is None else x.detach()
+
+
+def in_a_transform(x: Tensor) -> bool:
+    return torch._C._functorch.is_functorch_wrapped_tensor(x)
+
+
+@bug("tangents")
+def tangent_of_the_keys_dropped(q: Tensor, k: Tensor, v: Tensor, **asked: Any) -> Tensor:
+    return attention(q, constant(k) if forward_ad._current_level >= 0 else k, v, **asked)
+
+
+@bug("mask-tangents")
+def mask_forgotten_in_the_tangent(q: Tensor, k: Tensor, v: Tensor, *, mask: Any = None, **asked: Any) -> Tensor:
+    out = attention(q, k, v, mask=mask, **asked)
+    if mask is None or forward_ad._current_level < 0:
+        return out
+    return forward_ad.make_dual(out.detach(), forward_ad.unpack_dual(attention(q, k, v, **asked)).tangent)
+
+
+@bug("jvp")
+def tangent_of_the_values_dropped_in_a_transform(q: Tensor, k: Tensor, v: Tensor, **asked: Any) -> Tensor:
+    return attention(q, k, v.detach() if in_a_transform(v) else v, **asked)
+
+
+@bug("reverse-over-forward")
+def tangent_without_a_gradient(q: Tensor, k: Tensor, v: Tensor, **asked: Any) -> Tensor:
+    out = attention(q, k, v, **asked)
+    if forward_ad._current_level < 0 or in_a_transform(q):
+        return out
+    value, along = forward_ad.unpack_dual(out)
+    return out if along is None or not along.requires_grad else forward_ad.make_dual(value, along.detach() + 0 * value)
 
 
 @bug("masked-row-gradients")

@@ -116,7 +116,7 @@ def test_a_function_promises_what_it_has_parameters_for(tmp_path: Path, monkeypa
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("flash", "package.module:function or one of regard-native"),
+        ("flash", "package.module:function or one of regard-selected"),
         ("no.such.module:f", "no.such.module:f cannot be imported: No module named 'no'"),
         ("torch:no_such", "torch:no_such cannot be imported"),
         ("torch:__version__", "must be a function or a regard.check.Target, but is"),

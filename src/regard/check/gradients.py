@@ -1,4 +1,4 @@
-"""What training needs: gradients of the definition, and nothing from what is masked."""
+"""What training needs: derivatives of the definition in both modes, and nothing from what is masked."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from torch import Tensor
 from regard.check.case import Case, also_float64
 from regard.check.demand import Attend, demanded
 from regard.check.masks import LONG
-from regard.check.oracle import error, exact, gradients
+from regard.check.oracle import error, exact, gradients, tangent
 
+TINY = (Case(Q=1, D=1), Case(Q=1, K=6, D=4), Case(Q=6, K=6, D=4))
 SIZES = (Case(Q=1, K=1, D=1), Case(), Case(B=2, H=2, Q=3, K=5, D=4), Case(H=2, Q=33, K=65, D=8))
 
 
@@ -95,3 +96,66 @@ def double_backward(attend: Attend, q: Tensor, k: Tensor, v: Tensor) -> None:
     for name, grad, right in zip("qkv", *twice, strict=True):
         far = error(grad, right)
         assert far < 256, f"the second gradient of {name} differs from the definition's by {far:.3g} roundings"
+
+
+@demanded("gradients", "double-backward", cases=also_float64(TINY))
+def second_derivatives(attend: Attend, q: Tensor, k: Tensor, v: Tensor) -> None:
+    """Calls as small as those of a tutorial have second derivatives too: they often go to another kernel."""
+    q, k, v = q.requires_grad_(), k.requires_grad_(), v.requires_grad_()
+    twice = []
+    for out in (attend(q, k, v), exact(q, k, v)):
+        once = torch.cat([grad.flatten() for grad in gradients(out, q, k, v, again=True)])
+        twice.append(gradients(once, q, k, v))
+    for name, grad, right in zip("qkv", *twice, strict=True):
+        far = error(grad, right)
+        assert far < 256, f"the second gradient of {name} differs from the definition's by {far:.3g} roundings"
+
+
+@demanded("gradients", "forward-mode", cases=also_float64(SIZES))
+def tangents(attend: Attend, q: Tensor, k: Tensor, v: Tensor) -> None:
+    """Dual tensors give the derivative along a direction: of every input alone, and of all; none is dropped."""
+    inputs, along = (q, k, v), [torch.cos(3 * x) for x in (q, k, v)]
+    wide, wide_along = [x.double() for x in inputs], [x.double() for x in along]
+    for names in ("qkv", "q", "k", "v"):
+        chosen, right = (
+            [x if name in names else None for name, x in zip("qkv", each, strict=True)] for each in (along, wide_along)
+        )
+        far = error(tangent(attend, inputs, chosen), tangent(exact, wide, right))
+        assert far < 64, f"the tangent for directions of {names} is off by {far:.3g} roundings"
+
+
+@demanded("mask", "gradients", "forward-mode", cases=(*SIZES, *LONG))
+def mask_tangents(attend: Attend, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> None:
+    """Under a mask tangents are those of the definition; what a masked key or value changes by reaches none of them."""
+    mask[..., 1:2] = False
+    inputs, along = (q, k, v), [torch.cos(3 * x) for x in (q, k, v)]
+    for of in along[1:]:
+        of[:, :, 1:2] = 1e3
+    found = tangent(lambda q, k, v: attend(q, k, v, mask=mask), inputs, along)
+    right = tangent(lambda q, k, v: exact(q, k, v, mask), [x.double() for x in inputs], [x.double() for x in along])
+    far = error(found, right)
+    assert far < 64, f"the tangent under a mask is off by {far:.3g} roundings"
+
+
+@demanded("gradients", "forward-mode", cases=also_float64(SIZES))
+def jvp(attend: Attend, q: Tensor, k: Tensor, v: Tensor) -> None:
+    """torch.func.jvp gives the output and the derivative along a direction: jacfwd and hessian are made of it."""
+    inputs, along = (q, k, v), tuple(torch.cos(3 * x) for x in (q, k, v))
+    right = tangent(exact, [x.double() for x in inputs], [x.double() for x in along])
+    out, found = torch.func.jvp(attend, inputs, along)
+    far = error(out, exact(*inputs))
+    assert far < 32, f"the output that comes with the derivative is off by {far:.3g} roundings"
+    far = error(found, right)
+    assert far < 64, f"the derivative is off by {far:.3g} roundings"
+
+
+@demanded("gradients", "forward-mode", "double-backward", cases=also_float64(SIZES))
+def reverse_over_forward(attend: Attend, q: Tensor, k: Tensor, v: Tensor) -> None:
+    """A loss that contains a tangent has gradients: consistency and flow models train by them."""
+    along = [torch.cos(3 * x) for x in (q, k, v)]
+    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+    found = gradients(tangent(attend, leaves, along), *leaves)
+    right = gradients(tangent(exact, [x.double() for x in leaves], [x.double() for x in along]), *leaves)
+    for name, grad, expected in zip("qkv", found, right, strict=True):
+        far = error(grad, expected)
+        assert far < 256, f"the gradient of {name} of a loss of the tangent is off by {far:.3g} roundings"

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from regard.check.targets.target import Refused
 
@@ -21,10 +22,12 @@ def exact(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor
     """
     q, k, v = q.double(), k.double(), v.double()
     logits = q @ k.transpose(-2, -1) / q.shape[-1] ** 0.5
-    if mask is None:
-        return logits.softmax(-1) @ v
-    weights = torch.where(mask, logits, -1e300).softmax(-1)
-    return torch.where(mask, weights, 0.0) @ v
+    if mask is not None:
+        logits = torch.where(mask, logits, -1e300)
+    # torch's own softmax raises if a loss of its tangent is differentiated
+    weights = (logits - logits.detach().amax(-1, keepdim=True)).exp()
+    weights = weights / weights.sum(-1, keepdim=True)
+    return (weights if mask is None else torch.where(mask, weights, 0.0)) @ v
 
 
 def error(found: Tensor, expected: Tensor) -> float:
@@ -44,6 +47,21 @@ def gradients(output: Tensor, *inputs: Tensor, again: bool = False) -> tuple[Ten
     return torch.autograd.grad((output.double() * weight).sum(), inputs, create_graph=again)
 
 
+def tangent(function: Callable[..., Tensor], inputs: Sequence[Tensor], directions: Sequence[Tensor | None]) -> Tensor:
+    """The derivative of a function along directions, in forward mode by dual tensors; None is a constant input.
+
+    >>> import torch
+    >>> tangent(torch.sin, [torch.zeros(2)], [torch.ones(2)])
+    tensor([1., 1.])
+    """
+    with forward_ad.dual_level():
+        pairs = zip(inputs, directions, strict=True)
+        found = function(*(x if along is None else forward_ad.make_dual(x, along) for x, along in pairs))
+        along = forward_ad.unpack_dual(found).tangent
+    assert along is not None, "the output has no tangent: derivatives of the inputs are dropped"
+    return along
+
+
 def peak_bytes(call: Callable[[], Tensor]) -> int:
     """What a call adds to the memory of this process at its peak, as Linux counts it."""
 
@@ -60,4 +78,4 @@ def peak_bytes(call: Callable[[], Tensor]) -> int:
     return max(0, status("VmHWM") - before)
 
 
-HELPERS = (error, exact, gradients, peak_bytes)
+HELPERS = (error, exact, gradients, tangent, peak_bytes)

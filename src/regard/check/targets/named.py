@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from regard.check.targets.own import engine
+from regard.check.targets.own import SELECTED, engine
 from regard.check.targets.peers import PEERS, peer
 from regard.check.targets.target import Target
 from regard.engines.select import ENGINES
@@ -32,12 +32,12 @@ def target(name: str) -> Target:
     >>> target("torch.nn.functional:scaled_dot_product_attention").alignment
     'top-left'
     """
-    if name.removeprefix(OWN) in ENGINES and name.startswith(OWN):
+    if name.removeprefix(OWN) in (SELECTED, *ENGINES) and name.startswith(OWN):
         return engine(name.removeprefix(OWN))
     if name in PEERS:
         return peer(name)
     if ":" not in name:
-        known = ", ".join([*(OWN + each for each in ENGINES), *PEERS])
+        known = ", ".join([*(OWN + each for each in (SELECTED, *ENGINES)), *PEERS])
         raise UnknownTarget(f"target must be package.module:function or one of {known}, but is {name!r}")
     found = _imported(name)
     if isinstance(found, Target):

@@ -1,4 +1,4 @@
-"""The engines of this installation."""
+"""The engines of this installation, and the one that a call selects."""
 
 from __future__ import annotations
 
@@ -14,11 +14,18 @@ from regard.scores import Dot
 DENSE = {"reference", "flex"}  # these lay weights out on a CPU
 
 MOST = {"flex": 3}  # it is traced anew for every shape
-WITHOUT = {"sdpa": {"double-backward": "torch's fused kernel for CPUs cannot be differentiated twice"}}
+SELECTED = "selected"
+WITHOUT = {
+    "sdpa": {
+        "double-backward": "torch's fused kernel for CPUs cannot be differentiated twice",
+        "forward-mode": "torch's fused kernel for CPUs has no forward mode",
+    },
+}
 
 
 def engine(name: str, alignment: Alignment = "bottom-right") -> Target:
-    """One engine by name, asked for explicitly; what it says it cannot compute is not applicable."""
+    """One engine by name, asked for explicitly, or "selected"; what it says it cannot compute is not applicable."""
+    chosen = None if name == SELECTED else name
 
     def attention(
         q: Tensor,
@@ -36,11 +43,11 @@ def engine(name: str, alignment: Alignment = "bottom-right") -> Target:
             given = causal_mask() if given is None else given & causal_mask()
         try:
             attend = Attention(score=Dot(scale=scale), mask=given, dropout=dropout, offset=offset)
-            return attend(q, k, v, engine=name)
+            return attend(q, k, v, engine=chosen)
         except CannotCompute as error:
             raise Refused("; ".join(error.reasons)) from None
 
-    growth, setup = 2 if name in DENSE else 1, SETUP.format(name=name)
+    growth, setup = 2 if name in DENSE else 1, SETUP.format(name=chosen)
     return Target(name, attention, WITHOUT.get(name, {}), alignment, growth, setup=setup, most=MOST.get(name))
 
 
@@ -55,5 +62,5 @@ def attend(q, k, v, *, mask=None, causal=False, scale=None, dropout=0.0):
 
 
 def installation() -> list[Target]:
-    """Every engine."""
-    return [engine(name) for name in ENGINES]
+    """The engine that a call selects, and every engine."""
+    return [engine(name) for name in (SELECTED, *ENGINES)]

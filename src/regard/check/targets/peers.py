@@ -78,7 +78,7 @@ def transformers_eager(
         below = torch.ones(Q, K, dtype=torch.bool).tril(K - Q)
         mask = below if mask is None else mask & below
     if mask is not None:  # as its eager masks are: 0, or the lowest number
-        mask = torch.where(mask, 0.0, torch.finfo(q.dtype).min).to(q.dtype)
+        mask = torch.zeros(mask.shape, dtype=q.dtype).masked_fill(~mask, torch.finfo(q.dtype).min)
     scale = D**-0.5 if scale is None else scale
     return eager_attention_forward(module, q, k, v, mask, scale, dropout)[0].transpose(1, 2)
 
@@ -115,16 +115,28 @@ NAN = (
     "fill what is masked with 0 before."
 )
 NANS = dict.fromkeys(("nan-leaks", "causal-nan-leaks", "nan-gradients"), NAN)
-TWICE = {
-    "double-backward": "An error, not a wrong number: the fused kernel for CPUs has no second derivative. The dense "
-    "one has: `with torch.nn.attention.sdpa_kernel(SDPBackend.MATH)`."
+SECOND = (
+    "An error, not a wrong number: the fused kernel for CPUs has no second derivative. The dense one has: `with "
+    "torch.nn.attention.sdpa_kernel(SDPBackend.MATH)`."
+)
+FORWARD = (
+    "An error, not a wrong number: the fused kernel for CPUs has no forward mode. The dense one has: `with "
+    "torch.nn.attention.sdpa_kernel(SDPBackend.MATH)`."
+)
+TWICE = dict.fromkeys(("double-backward", "second-derivatives"), SECOND)
+TWICE |= dict.fromkeys(("tangents", "mask-tangents", "jvp", "reverse-over-forward"), FORWARD)
+SOFTMAX = {
+    "reverse-over-forward": "An error, not a wrong number: the tangent of torch's softmax is computed in place, and "
+    "cannot be differentiated again."
 }
 LOWEST = (
     "By construction: masked logits are the lowest number and not -inf, so that softmax never meets a row of -inf, and "
     "such a row is the plain mean of what is hidden. Harmless where such rows are thrown away."
 )
 SINGLE = "Softmax is always computed in float32: right for bfloat16 and float16, but float64 keeps 7 digits only."
-IN_FLOAT32 = dict.fromkeys(("definition", "gradient"), SINGLE)
+IN_FLOAT32 = dict.fromkeys(
+    ("definition", "mask-definition", "gradient", "second-derivatives", "tangents", "jvp"), SINGLE
+)
 RANGE = {
     "half-range": "Products are kept in float16 before they are scaled, where 65504 is the largest number; fused "
     "kernels keep them in float32. A defect where float16 is meant to be used."
@@ -146,6 +158,7 @@ def _torch() -> Target:
 
 def _mha(name: str, need_weights: bool) -> Target:
     rows = "A defect: the same module with need_weights=False gives 0, and need_weights=True is the default."
+    dense = dict.fromkeys(("masked-rows", "masked-row-gradients"), rows) | SOFTMAX
     return Target(
         name,
         partial(torch_mha, need_weights=need_weights),
@@ -159,7 +172,7 @@ def _mha(name: str, need_weights: bool) -> Target:
         alignment="top-left",
         growth=2 if need_weights else 1,
         setup=_source(torch_mha, f"need_weights={need_weights}"),
-        remarks=NANS | (dict.fromkeys(("masked-rows", "masked-row-gradients"), rows) if need_weights else TWICE),
+        remarks=NANS | (dense if need_weights else TWICE),
         version=f"torch {torch.__version__}, nn.MultiheadAttention, need_weights={need_weights}",
     )
 
@@ -177,6 +190,7 @@ def _flex() -> Target:
             "empty": "not asked: without keys its kernel for CPUs divides by zero and ends the process (SIGFPE)",
             "dropout": "it has no dropout",
             "gradients": "FlexAttention cannot be differentiated on a CPU",
+            "forward-mode": "FlexAttention cannot be differentiated on a CPU",
             "alignment": "its mask is a function of places: where it stands is said by the caller",
             "causal-empty-rows": "its mask is a function of places",
             "causal-and-mask": "both would be one function, joined by our adapter",
@@ -202,7 +216,7 @@ def _transformers() -> Target:
             "mask-broadcast": "the mask is added, and broadcast by torch",
         },
         setup=_source(transformers_eager),
-        remarks=NANS | IN_FLOAT32 | RANGE | dict.fromkeys(("masked-rows", "causal-empty-rows"), LOWEST),
+        remarks=NANS | IN_FLOAT32 | RANGE | SOFTMAX | dict.fromkeys(("masked-rows", "causal-empty-rows"), LOWEST),
         version=f"transformers {version('transformers')}, eager_attention_forward of Llama",
     )
 
@@ -215,7 +229,7 @@ def _x_transformers(name: str, flash: bool) -> Target:
         partial(x_transformers, flash=flash),
         growth=1 if flash else 2,
         setup=_source(x_transformers, f"flash={flash}"),
-        remarks=NANS | rows | (TWICE if flash else IN_FLOAT32 | RANGE),
+        remarks=NANS | rows | (TWICE if flash else IN_FLOAT32 | RANGE | SOFTMAX),
         version=f"x-transformers {version('x-transformers')}, Attend(flash={flash})",
     )
 

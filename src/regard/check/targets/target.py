@@ -21,6 +21,7 @@ CAPABILITIES = {
     "empty": "takes axes without entries",
     "gradients": "can be differentiated",
     "double-backward": "can be differentiated twice",
+    "forward-mode": "can be differentiated in forward mode: dual tensors and torch.func.jvp",
     "threads": "may be called from several threads at once",
     "memory": "is to be measured on 6144 keys",
 }
