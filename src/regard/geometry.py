@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -95,6 +96,24 @@ class At:
 def lead(tensor: Tensor, dims: int = 4) -> Tensor:
     """The tensor with missing leading axes of size 1."""
     return tensor.reshape((1,) * (dims - tensor.dim()) + tuple(tensor.shape))
+
+
+def as_numpy(tensor: Tensor) -> np.ndarray:
+    """The values of a tensor without a gradient, also within torch.func's transforms, where tensors have no storage.
+
+    >>> import torch
+    >>> from regard.geometry import as_numpy
+    >>> torch.func.grad(lambda x: x * int(as_numpy(torch.tensor([1, 3])).sum()))(torch.tensor(2.0))
+    tensor(4.)
+    """
+    if torch._C._functorch.peek_interpreter_stack() is None:
+        return tensor.cpu().numpy()
+    from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+
+    while torch._C._functorch.is_gradtrackingtensor(tensor):
+        tensor = torch._C._functorch.get_unwrapped(tensor)
+    with temporarily_clear_interpreter_stack():
+        return tensor.cpu().numpy()
 
 
 def shape_of(tensor: Tensor | Sequence[int]) -> str:

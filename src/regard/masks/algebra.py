@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from regard.geometry import At, Frame, Part, shape_of
+from regard.geometry import At, Frame, Part, as_numpy, shape_of
 
 EMPTY, PARTIAL, FULL = 0, 1, 2
 Kinds = np.ndarray
@@ -170,7 +170,7 @@ def _same(a: Any, b: Any) -> bool:
 
 
 def _digest(value: Any) -> Any:
-    return (tuple(value.shape), hash(value.cpu().numpy().tobytes())) if isinstance(value, Tensor) else value
+    return (tuple(value.shape), hash(as_numpy(value).tobytes())) if isinstance(value, Tensor) else value
 
 
 @dataclass(frozen=True, eq=False)

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from regard.geometry import At, Frame, lead, shape_of
+from regard.geometry import At, Frame, as_numpy, lead, shape_of
 from regard.masks.algebra import Boxes, Intervals, Kinds, Mask, integers, kinds, made, positions_of, short
 
 
@@ -28,7 +28,7 @@ class Documents(Mask):
 
     @cached_property
     def _ranks(self) -> np.ndarray:
-        ids = lead(self.ids, 2).cpu().numpy()
+        ids = as_numpy(lead(self.ids, 2))
         return np.unique(ids, return_inverse=True)[1].reshape(ids.shape).astype(np.int32)
 
     @cached_property
@@ -96,7 +96,7 @@ class Ranges(Mask):
         return (at.j >= start[row, q]) & (at.j < stop[row, q]) & (p >= 0) & (p < n)
 
     def intervals(self, frame: Frame) -> Intervals:
-        return _of_rows(frame, *(lead(x, 2).cpu().numpy() for x in (self.start, self.stop)))
+        return _of_rows(frame, *(as_numpy(lead(x, 2)) for x in (self.start, self.stop)))
 
     def kinds(self, boxes: Boxes) -> Kinds:
         row, n = (boxes.b if len(lead(self.start, 2)) > 1 else np.zeros_like(boxes.b)), self.start.shape[-1]
@@ -114,7 +114,7 @@ class Ranges(Mask):
     @cached_property
     def _edges(self) -> tuple[_RangeMinMax, _RangeMinMax]:
         most = np.iinfo(np.int32)  # no key stands beyond it
-        start, stop = (lead(x, 2).cpu().numpy().clip(most.min, most.max) for x in (self.start, self.stop))
+        start, stop = (as_numpy(lead(x, 2)).clip(most.min, most.max) for x in (self.start, self.stop))
         return _RangeMinMax(start.astype(np.int32)), _RangeMinMax(stop.astype(np.int32))
 
     def check(self, frame: Frame) -> None:

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from regard.geometry import At, Frame, Part, lead, shape_of
+from regard.geometry import At, Frame, Part, as_numpy, lead, shape_of
 from regard.hashing import hash32
 from regard.masks.algebra import EMPTY, PARTIAL, Boxes, Kinds, Mask, integers, kinds, made, short, whole
 
@@ -25,7 +25,7 @@ class Dense(Mask):
 
     def kinds(self, boxes: Boxes) -> Kinds:
         rows, columns = boxes.size
-        least = most = self.tensor.cpu().numpy().view(np.uint8)
+        least = most = as_numpy(self.tensor).view(np.uint8)
         for axis, size in ((3, columns), (2, rows)):
             cuts = np.arange(0, least.shape[axis], size)
             least, most = np.minimum.reduceat(least, cuts, axis), np.maximum.reduceat(most, cuts, axis)
@@ -149,7 +149,7 @@ class Blocks(_Cells):
 
     @cached_property
     def _set(self) -> tuple[np.ndarray, ...]:
-        return np.nonzero(self.layout.cpu().numpy())
+        return np.nonzero(as_numpy(self.layout))
 
     def _cells(self, frame: Frame) -> tuple[int, tuple[np.ndarray, ...]]:
         return self.size, self._set
@@ -234,7 +234,7 @@ class Edges(_Cells):
         return known[torch.searchsorted(known, asked).clamp(max=len(known) - 1)] == asked
 
     def _cells(self, frame: Frame) -> tuple[int, tuple[np.ndarray, ...]]:
-        rows, columns = self.pairs.cpu().numpy()
+        rows, columns = as_numpy(self.pairs)
         return 1, (np.zeros_like(rows), np.zeros_like(rows), rows, columns)
 
     def check(self, frame: Frame) -> None:

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from regard.geometry import At, Frame, Part, shape_of
+from regard.geometry import At, Frame, Part, as_numpy, shape_of
 from regard.masks.algebra import Boxes, Intervals, Kinds, Mask, integers, kinds, made, positions_of, short, whole
 
 
@@ -191,7 +191,7 @@ class GlobalTokens(Mask):
 
 
 def _lengths(value: int | Tensor) -> np.ndarray:
-    return np.atleast_1d(np.asarray(value.cpu() if isinstance(value, Tensor) else value, np.int64))
+    return np.atleast_1d(np.asarray(as_numpy(value) if isinstance(value, Tensor) else value, np.int64))
 
 
 def _per_row(value: int | Tensor, at: At) -> int | Tensor:

@@ -13,7 +13,7 @@ from functools import lru_cache
 import numpy as np
 import torch
 
-from regard.geometry import At, Frame
+from regard.geometry import At, Frame, as_numpy
 from regard.masks.algebra import EMPTY, FULL, PARTIAL, Boxes, Intervals, Kinds, Mask, kinds
 
 START_BOXES = 1 << 14  # boxes of the grid at which the search begins
@@ -183,7 +183,7 @@ def _kinds_by_bits(mask: Mask, frame: Frame, size: tuple[int, int], *corners: np
     i = (i + torch.arange(size[0])[:, None]).clamp(max=frame.Q - 1)
     j = (j + torch.arange(size[1])).clamp(max=frame.K - 1)
     bits = mask.allows(At(frame, b, h, i, j)).expand(len(b), *size)
-    places = bits.cpu().numpy().reshape(len(b), -1)  # numpy stops at the first place that decides
+    places = as_numpy(bits).reshape(len(b), -1)  # numpy stops at the first place that decides
     return kinds(full=np.logical_and.reduce(places, 1), empty=~np.logical_or.reduce(places, 1))
 
 
