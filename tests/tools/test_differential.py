@@ -18,6 +18,7 @@ from regard.models import parts
 from regard.nn import shared
 
 WAYS = ["float32", "float64", "gradients-float64", "state-dict", "functional-call"]
+MODES = ["float64", "duals-float64", "jvp-float64", "frozen", "bfloat16"]
 ABSTRACT = {rg.nn.Residual}
 
 
@@ -32,7 +33,7 @@ def one_thread() -> Any:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_family_holds_in_a_few_configurations(family: str) -> None:
-    found = [*check(family, 0, WAYS, fixed={}), *check(family, 2, WAYS)]
+    found = [*check(family, 0, WAYS, fixed={}), *check(family, 1, WAYS), *check(family, 2, MODES)]
     assert [str(finding) for finding in found] == []
 
 
