@@ -180,11 +180,16 @@ def test_tones_are_learnt_and_beat_the_baselines(trained: tuple[Run, Examples]) 
     assert figures["real_time_factor"] > 0
 
 
-def test_a_clip_that_cannot_be_taken_counts_as_nothing_heard(trained: tuple[Run, Examples], tmp_path: Path) -> None:
-    run, _ = trained
+def test_a_letter_that_training_never_had_counts_as_an_error(trained: tuple[Run, Examples]) -> None:
+    """The clip can be heard, so model and baselines are held to all of its text."""
+    run, examples = trained
     model, _ = run.model()
-    rows = [Row("t:1", (str(tmp_path / "gone.wav"), "ab"))]
-    assert run.task.evaluate(model, run.kit, rows) == {"cer": 1.0, "wer": 1.0, "real_time_factor": 0.0}
+    row = examples.test[0]
+    strange = Row("t:1", (row.values[0], "x" * 9))
+    assert run.task.measured(run.kit, [row, strange], Bad()) == [row, strange]
+    assert run.task.evaluate(model, run.kit, [strange])["cer"] == 1
+    baselines = run.task.baselines(run.kit, examples.train, [strange])
+    assert [figures["cer"] for figures in baselines.values()] == [1, 1]
 
 
 def test_the_command_prints_text_score_and_real_time_factor(trained: tuple[Run, Examples], tmp_path: Path) -> None:

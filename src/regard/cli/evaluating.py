@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.table import Table
@@ -12,7 +12,9 @@ from rich.table import Table
 from regard.cli.options import Json, RunFolder, SkipBad
 from regard.cli.terminal import shown, tell_bad
 from regard.tasks import Run, Sources, Task, Trouble
-from regard.tasks.sources import gather
+from regard.tasks.figures import measure
+from regard.tasks.sources import Examples, gather
+from regard.tasks.trouble import Bad
 
 
 def evaluate(
@@ -33,11 +35,14 @@ def evaluate(
     run = Run.open(folder)
     task = run.task if longest is None else _reading(run, longest)
     sources = Sources.of(run.about["sources"])
-    sources = replace(sources, test=tuple(data or sources.test), skip_bad=skip_bad or sources.skip_bad)
-    examples = gather(task, sources, run.recipe.seed)
-    task.items(run.kit, examples.test, examples.bad)  # what cannot be taken is told here, with its place
-    tell_bad(examples.bad)
-    tell_figures(run, examples, as_json, task=task, keep=not data)
+    sources = replace(sources, skip_bad=skip_bad or sources.skip_bad)
+    examples = gather(run.task, sources, run.recipe.seed)  # as in training, whatever it is measured on
+    bad = examples.bad
+    if data:
+        bad = Bad(skip=sources.skip_bad)
+        examples = examples._replace(test=[row for source in data for row in task.read(source, bad)])
+    tell_figures(run, examples, bad, as_json, task=task, keep=not data)
+    tell_bad(bad)
 
 
 def _reading(run: Run, longest: int) -> Task:
@@ -51,25 +56,30 @@ def _reading(run: Run, longest: int) -> Task:
     return replace(run.task, longest=longest)  # type: ignore[type-var]
 
 
-def tell_figures(run: Run, examples: Any, as_json: bool, *, task: Task | None = None, keep: bool = True) -> None:
-    """Figures of a run beside those of its baselines, kept in run.json too where they are of its own data."""
+def tell_figures(
+    run: Run, examples: Examples, bad: Bad, as_json: bool, *, task: Task | None = None, keep: bool = True
+) -> None:
+    """Print the figures of a run next to those of its baselines; keep them in run.json where they are of its own data.
+
+    bad: takes the held-out rows that the model cannot take.
+    """
     task = task or run.task
     model, step = run.model(frozen=True)
-    figures = task.evaluate(model, run.kit, examples.test)
-    baselines = task.baselines(run.kit, examples.train, examples.test)
-    found = {
-        "step": step, "minutes": run.minutes(), "trained_on": len(examples.train), "held_out": len(examples.test),
-        "figures": figures, "baselines": baselines,
-    } | ({"longest": task.longest} if hasattr(task, "longest") else {})  # fmt: skip
+    # Baselines train on what the run trained on, which may be longer than what is measured, or shorter.
+    longer = {"longest": max(run.task.longest, task.longest)} if hasattr(task, "longest") else {}  # type: ignore[attr-defined]
+    baseline = replace(task, **longer)  # type: ignore[type-var]
+    measured = measure(task, model, run.kit, examples.train, examples.test, bad, baseline=baseline)
+    found = {"step": step, "minutes": run.minutes()} | measured._asdict()
+    found |= {"longest": task.longest} if hasattr(task, "longest") else {}
     if keep and not run.shipped:
         run.about["results"] = found
         run.note()
     if as_json:
         print(json.dumps(found, indent=1))
         return
-    table = Table(f"{task.name}, {len(examples.test)} held out", f"{run.folder.name} (step {step})", *baselines)
-    for name, value in figures.items():
-        table.add_row(
-            name, f"{value:.4g}", *(f"{each[name]:.4g}" if name in each else "" for each in baselines.values())
-        )
+    rows = f"{measured.held_out} held out" + (f", {measured.left_out} left out" if measured.left_out else "")
+    table = Table(f"{task.name}, {rows}", f"{run.folder.name} (step {step})", *measured.baselines)
+    for name, value in measured.figures.items():
+        others = (f"{each[name]:.4g}" if name in each else "" for each in measured.baselines.values())
+        table.add_row(name, f"{value:.4g}", *others)
     shown.print(table)

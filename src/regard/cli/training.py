@@ -17,6 +17,7 @@ from regard.cli.evaluating import tell_figures
 from regard.cli.options import Json, RunFolder
 from regard.cli.terminal import shown, tell, tell_bad, told
 from regard.tasks import Recipe, Run, Sources, Task, Trouble, begin, tasks, train
+from regard.tasks.trouble import Bad
 
 training = typer.Typer(
     no_args_is_help=True, rich_markup_mode="markdown",
@@ -142,4 +143,4 @@ def _train(run: Run, examples: Any, as_json: bool) -> None:
         raise typer.Exit(130)
     if bar.examples is not None:
         tell_bad(bar.examples.bad)
-        tell_figures(run, bar.examples, as_json)
+        tell_figures(run, bar.examples, Bad(skip=bar.examples.bad.skip), as_json)

@@ -117,10 +117,8 @@ class Answer(Task):
         return replace(kit, settled={"threshold": threshold})
 
     def evaluate(self, model: nn.Module, kit: Kit, rows: Sequence[Row]) -> Figures:
-        found = self._found(model, self.items(kit, rows, Bad(skip=True)))
-        said = {each.number: self._said(kit, each) for each in found}
-        # a question that the model cannot take counts, as one without an answer
-        return metrics.answers([said.get(n, "") for n in range(len(rows))], [_references(row.values) for row in rows])
+        found = self._found(model, self.items(kit, rows, Bad()))
+        return metrics.answers([self._said(kit, each) for each in found], [_references(row.values) for row in rows])
 
     def baselines(self, kit: Kit, train: Sequence[Row], held: Sequence[Row]) -> dict[str, Figures]:
         """Of the names and numbers of the context: the first, the most frequent, and that with most of the question's

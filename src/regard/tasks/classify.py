@@ -82,13 +82,13 @@ class Classify(Task):
         return F.cross_entropy(model(batch.inputs), batch.targets, reduction="sum", label_smoothing=smoothing)
 
     def evaluate(self, model: nn.Module, kit: Kit, rows: Sequence[Row]) -> Figures:
-        items = self.items(kit, rows, Bad(skip=True))
+        items = self.items(kit, rows, Bad())
         scores = _scores(model, items, len(kit.labels))
         targets = torch.from_numpy(items.targets)
         return {"loss": float(F.cross_entropy(scores.log(), targets))} | metrics.classification(scores, targets)
 
     def baselines(self, kit: Kit, train: Sequence[Row], held: Sequence[Row]) -> dict[str, Figures]:
-        (train, ours), (held, theirs) = (known(kit.labels, rows, Bad(skip=True)) for rows in (train, held))
+        (train, ours), (held, theirs) = (known(kit.labels, rows, Bad()) for rows in (train, held))
         texts, held_texts = [row.values[0] for row in train], [row.values[0] for row in held]
         targets, held_targets = ours.tolist(), theirs.tolist()
         return {

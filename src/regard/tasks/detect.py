@@ -145,11 +145,11 @@ class Detect(Task):
         return model.loss(images, objects, by=LOSS) * len(images)
 
     def evaluate(self, model: nn.Module, kit: Kit, rows: Sequence[Row]) -> Figures:
-        items = self.items(kit, rows, Bad(skip=True))
+        items = self.items(kit, rows, Bad())
         return metrics.detection(self._found(model, items), items.found, len(kit.labels))
 
     def baselines(self, kit: Kit, train: Sequence[Row], held: Sequence[Row]) -> dict[str, Figures]:
-        ours, theirs = self.items(kit, train[:5000], Bad(skip=True)), self.items(kit, held, Bad(skip=True))
+        ours, theirs = self.items(kit, train[:5000], Bad()), self.items(kit, held, Bad())
         usual = coco.by_frequency(ours.found, theirs.found, self.queries)
         pieces = coco.by_components(
             ours.pixels, [ours.scaled(n) for n in range(len(ours.found))], theirs.pixels, len(kit.labels)

@@ -17,7 +17,7 @@ from regard.nn import Packed
 from regard.tasks import metrics
 from regard.tasks.batches import Ragged, in_order
 from regard.tasks.data import Row
-from regard.tasks.task import Batch, Figures, Kit, Prediction, Recipe, Task, option
+from regard.tasks.task import Batch, Figures, Kit, Prediction, Recipe, Task, option, usable
 from regard.tasks.texts import encoded, encoder_config, pretrained, started
 from regard.tasks.tokens import learn
 from regard.tasks.trouble import Bad
@@ -86,14 +86,27 @@ class Embed(Task):
         back = F.cross_entropy(scores.T, own, reduction="sum", label_smoothing=smoothing)
         return (there + back) / 2
 
+    def measured(self, kit: Kit, rows: Sequence[Row], bad: Bad) -> list[Row]:
+        """One row for every text and every other: with several right answers, finding one's own would be chance."""
+        rows = usable(self, kit, rows, bad)
+        seen: tuple[set[bytes], set[bytes]] = (set(), set())
+        found = []
+        for row, *pair in zip(rows, *(self._encoded(kit, rows, n, Bad())[0] for n in (0, 1)), strict=True):
+            keys = [ids.tobytes() for ids in pair]
+            if not any(key in known for key, known in zip(keys, seen, strict=True)):
+                for key, known in zip(keys, seen, strict=True):
+                    known.add(key)
+                found.append(row)
+        return found
+
     def evaluate(self, model: nn.Module, kit: Kit, rows: Sequence[Row]) -> Figures:
-        items = self.items(kit, _first(rows), Bad(skip=True))
+        items = self.items(kit, rows, Bad())
         return metrics.retrieval(vectors(model, items.texts), vectors(model, items.others))
 
     def baselines(self, kit: Kit, train: Sequence[Row], held: Sequence[Row]) -> dict[str, Figures]:
         from sklearn.feature_extraction.text import TfidfVectorizer
 
-        held, found = _first(held), {}
+        found = {}
         for name, analyzer, ngrams in (("words", "word", (1, 1)), ("letters", "char_wb", (2, 5))):
             tfidf = TfidfVectorizer(analyzer=analyzer, ngram_range=ngrams)
             tfidf.fit(text for row in train for text in row.values)
@@ -152,14 +165,3 @@ def vectors(model: nn.Module, texts: Ragged) -> Tensor:
         made = model(packed.holding(packed.values.to(device))).float().cpu()
         found |= dict(zip(chosen.tolist(), made, strict=True))
     return torch.stack([found[n] for n in range(len(texts))])
-
-
-def _first(rows: Sequence[Row]) -> list[Row]:
-    """One row for every text and every other: with several right answers, finding one's own would be chance."""
-    texts, others, found = set(), set(), []
-    for row in rows:
-        if row.values[0] not in texts and row.values[1] not in others:
-            texts.add(row.values[0])
-            others.add(row.values[1])
-            found.append(row)
-    return found

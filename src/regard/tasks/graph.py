@@ -140,12 +140,12 @@ class Graph(Task):
         return F.cross_entropy(said, batch.targets, reduction="sum", label_smoothing=smoothing)
 
     def evaluate(self, model: nn.Module, kit: Kit, rows: Sequence[Row]) -> Figures:
-        items = self.items(kit, rows, Bad(skip=True))
+        items = self.items(kit, rows, Bad())
         said, targets = _said(model, items.graph)[items.nodes], torch.from_numpy(items.targets)
         return {"loss": float(F.cross_entropy(said, targets))} | metrics.classification(said, targets)
 
     def baselines(self, kit: Kit, train: Sequence[Row], held: Sequence[Row]) -> dict[str, Figures]:
-        ours, theirs = (self.items(kit, rows, Bad(skip=True)) for rows in (train, held))
+        ours, theirs = (self.items(kit, rows, Bad()) for rows in (train, held))
         classes, targets = len(kit.labels), torch.from_numpy(theirs.targets)
         first = Counter(ours.targets.tolist()).most_common(1)[0][0]
         found = {"most frequent class": baselines.most_frequent(ours.targets.tolist(), targets.tolist(), classes)}

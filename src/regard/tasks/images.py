@@ -114,13 +114,13 @@ class Images(Task):
         return F.cross_entropy(scores, batch.targets, reduction="sum", label_smoothing=smoothing)
 
     def evaluate(self, model: nn.Module, kit: Kit, rows: Sequence[Row]) -> Figures:
-        items = self.items(kit, rows, Bad(skip=True))
+        items = self.items(kit, rows, Bad())
         scores, targets = _scores(model, items), torch.from_numpy(items.targets)
         return {"loss": float(F.cross_entropy(scores.log(), targets))} | metrics.classification(scores, targets)
 
     def baselines(self, kit: Kit, train: Sequence[Row], held: Sequence[Row]) -> dict[str, Figures]:
         classes = len(kit.labels)
-        ours, theirs = (self.items(kit, rows, Bad(skip=True)) for rows in (train, held))
+        ours, theirs = (self.items(kit, rows, Bad()) for rows in (train, held))
         return {
             "most frequent class": baselines.most_frequent(ours.targets.tolist(), theirs.targets.tolist(), classes),
             "logistic regression on pixels": baselines.pixel_regression(

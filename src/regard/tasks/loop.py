@@ -136,6 +136,8 @@ class _Trainer:
         )
         self.items: Items = run.task.items(run.kit, examples.train, examples.bad)
         self.held: Items = run.task.items(run.kit, examples.valid, examples.bad)
+        if examples.test is not examples.valid:
+            run.task.measured(run.kit, examples.test, examples.bad)  # before the training, not at its end
         if not len(self.items.sizes) or not len(self.held.sizes):
             raise Trouble(
                 f"{run.folder}: no example is left to {'train on' if not len(self.items.sizes) else 'hold out'}"

@@ -63,7 +63,7 @@ class Masked(Task):
 
     @torch.no_grad()
     def evaluate(self, model: nn.Module, kit: Kit, rows: Sequence[Row]) -> Figures:
-        items, right, total, count = self.items(kit, rows, Bad(skip=True)), 0, 0.0, 0
+        items, right, total, count = self.items(kit, rows, Bad()), 0, 0.0, 0
         for batch in items.all():
             logits = _told(model, batch).float()
             right += int((logits.argmax(-1) == batch.targets).sum())
@@ -73,10 +73,10 @@ class Masked(Task):
     def baselines(self, kit: Kit, train: Sequence[Row], held: Sequence[Row]) -> dict[str, Figures]:
         """By how often each token comes in training."""
         size = kit.texts().get_vocab_size()
-        often = np.bincount(self.items(kit, train, Bad(skip=True)).ids.values, minlength=size) + 1.0
+        often = np.bincount(self.items(kit, train, Bad()).ids.values, minlength=size) + 1.0
         often[: len(SPECIAL)] = 1e-9
         said, right, total, count = np.log(often / often.sum()), 0, 0.0, 0
-        for batch in self.items(kit, held, Bad(skip=True)).all():
+        for batch in self.items(kit, held, Bad()).all():
             targets = batch.targets.numpy()
             right += int((targets == said.argmax()).sum())
             total, count = total - float(said[targets].sum()), count + batch.count

@@ -144,7 +144,7 @@ class Match(Task):
         return loss + self.contrast * loss_among(scores, right.nonzero()[:, 0], others, smoothing=smoothing)
 
     def evaluate(self, model: nn.Module, kit: Kit, rows: Sequence[Row]) -> Figures:
-        items = self.items(kit, rows, Bad(skip=True))
+        items = self.items(kit, rows, Bad())
         said, targets = _said(model, items), torch.from_numpy(items.targets)
         scores = torch.stack((-said, said), -1)
         loss = F.binary_cross_entropy_with_logits(said, targets.float())

@@ -129,6 +129,15 @@ class Recommend(Task):
         after, others = batch.targets
         return model.loss(batch.inputs, after, smoothing=smoothing, others=others if len(others) else None)
 
+    def measured(self, kit: Kit, rows: Sequence[Row], bad: Bad) -> list[Row]:
+        number, found = _numbers(kit), []
+        for row in rows:
+            if any(item in number for item in row.values[1][:-1]):
+                found.append(row)
+            else:
+                bad(f"{row.place}: the user {row.values[0]!r} has no item before the last that training had")
+        return found
+
     def evaluate(self, model: nn.Module, kit: Kit, rows: Sequence[Row]) -> Figures:
         assert isinstance(model, Recommender)
         asked, device = Asked(kit, rows), next(model.parameters()).device
@@ -219,8 +228,8 @@ class Asked:
         number = _numbers(kit)
         known = [[number.get(item, -1) for item in row.values[1]] for row in rows]
         pairs = [(np.array([n for n in ids[:-1] if n >= 0], np.int64), ids[-1]) for ids in known]
-        self.before = [before for before, _ in pairs if len(before)]
-        self.last = torch.tensor([last for before, last in pairs if len(before)], dtype=torch.int64)
+        self.before = [before for before, _ in pairs]
+        self.last = torch.tensor([last for _, last in pairs], dtype=torch.int64)
 
     def ranks(self, score: Callable[[np.ndarray], Tensor], *, again: bool) -> Tensor:
         """Where the last item stands among all items, from 1; what was there before does not count, unless `again`.

@@ -135,7 +135,7 @@ class Sets(Task):
         return F.cross_entropy(said, batch.targets, reduction="sum", label_smoothing=smoothing)
 
     def evaluate(self, model: nn.Module, kit: Kit, rows: Sequence[Row]) -> Figures:
-        items = self.items(kit, rows, Bad(skip=True))
+        items = self.items(kit, rows, Bad())
         said, targets = _said(model, items), torch.from_numpy(items.targets)
         if self.number:
             return metrics.regression(self._told(kit, said[:, 0]), self._told(kit, targets))
@@ -147,7 +147,7 @@ class Sets(Task):
         return values.double().numpy() * kit.config["spread"] + kit.config["middle"]
 
     def baselines(self, kit: Kit, train: Sequence[Row], held: Sequence[Row]) -> dict[str, Figures]:
-        ours, theirs = (self.items(kit, rows, Bad(skip=True)) for rows in (train, held))
+        ours, theirs = (self.items(kit, rows, Bad()) for rows in (train, held))
         if self.number:
             true = self._told(kit, torch.from_numpy(theirs.targets))
             fitted = baselines.linear(ours.summary(), ours.targets, theirs.summary())

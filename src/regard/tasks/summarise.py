@@ -61,12 +61,17 @@ class Summarise(Task):
         source, before = batch.inputs
         return model.loss(source, before, batch.targets, smoothing=smoothing)
 
+    def measured(self, kit: Kit, rows: Sequence[Row], bad: Bad) -> list[Row]:
+        """A summary that is longer than the model's may be is a reference all the same."""
+        _, kept = sources_of(kit, rows, bad, longest=self.longest, cut=self.cut, more=CUT)
+        return [rows[n] for n in kept]
+
     def evaluate(self, model: nn.Module, kit: Kit, rows: Sequence[Row]) -> Figures:
         assert isinstance(model, PointerTransformer)
-        sources, kept = sources_of(kit, rows, Bad(skip=True), longest=self.longest, cut=self.cut)
-        outputs = [""] * len(rows)  # a text that the model cannot take counts, as an empty summary
+        sources, _ = sources_of(kit, rows, Bad(), longest=self.longest, cut=self.cut, more=CUT)
+        outputs = [""] * len(rows)
         for n, ids, _ in written(model, sources, beam=self.beam, limit=self.limit):
-            outputs[kept[n]] = kit.texts().decode(ids.tolist())
+            outputs[n] = kit.texts().decode(ids.tolist())
         return metrics.summaries(outputs, [row.values[1] for row in rows])
 
     def baselines(self, kit: Kit, train: Sequence[Row], held: Sequence[Row]) -> dict[str, Figures]:

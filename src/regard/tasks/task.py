@@ -237,17 +237,21 @@ class Task(ABC):
     def loss(self, model: nn.Module, batch: Batch, smoothing: float) -> Tensor:
         """The sum of the losses of a batch, over `batch.count`."""
 
+    def measured(self, kit: Kit, rows: Sequence[Row], bad: Bad) -> list[Row]:
+        """The rows that figures are measured on: those that the model can take; others are bad."""
+        return usable(self, kit, rows, bad)
+
     def settle(self, model: nn.Module, kit: Kit, rows: Sequence[Row]) -> Kit:
         """What a trained model's kit is to be, by rows held out for choosing. As it was, unless a task has a choice."""
         return kit
 
     @abstractmethod
     def evaluate(self, model: nn.Module, kit: Kit, rows: Sequence[Row]) -> Figures:
-        """How good it is on held-out rows, by the metrics of its field."""
+        """How good it is on held-out rows, by the metrics of its field; a row that it cannot take raises."""
 
     @abstractmethod
     def baselines(self, kit: Kit, train: Sequence[Row], held: Sequence[Row]) -> dict[str, Figures]:
-        """What simple means reach on the same rows: the same figures, by the name of the means."""
+        """The same figures of baselines, by name, on the same rows; a row that the model cannot take raises."""
 
     @abstractmethod
     def predict(self, model: nn.Module, kit: Kit, rows: Sequence[Row], bad: Bad) -> Iterator[Prediction]:
@@ -269,6 +273,13 @@ class Task(ABC):
     def sample(self, kit: Kit) -> tuple[Any, ...] | None:
         """Padded inputs to export the model with, where it can be exported to ONNX; none where it cannot."""
         return None
+
+
+def usable(task: Task, kit: Kit, rows: Sequence[Row], bad: Bad) -> list[Row]:
+    """The rows that a task can make ready for its model; others are bad."""
+    before = bad.count
+    taken = set(task.items(kit, rows, bad).places)
+    return list(rows) if bad.count == before else [row for row in rows if row.place in taken]
 
 
 def tasks() -> dict[str, type[Task]]:

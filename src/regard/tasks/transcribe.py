@@ -159,25 +159,34 @@ class Transcribe(Task):
         shares = pad_sequence(list(said)).float().log_softmax(-1)  # (frames, B, labels)
         return F.ctc_loss(shares, torch.cat(batch.targets), frames, labels, reduction="sum", zero_infinity=True)
 
+    def _clips(self, rows: Sequence[Row], bad: Bad) -> Iterator[tuple[Row, np.ndarray, str]]:
+        """The rows that have a sound and a text, with both; others are bad."""
+        for row in rows:
+            text = self.spelled(row.values[1])
+            if not text:
+                bad(f"{row.place}: {row.values[1]!r} has no letter")
+            elif (wave := wave_of(row, bad)) is not None:
+                yield row, wave, text
+
+    def measured(self, kit: Kit, rows: Sequence[Row], bad: Bad) -> list[Row]:
+        """A letter that training never had counts as an error, of the model and of the baselines."""
+        return [row for row, _, _ in self._clips(rows, bad)]
+
     def evaluate(self, model: nn.Module, kit: Kit, rows: Sequence[Row]) -> Figures:
-        found = {made.input: made for made in self.predict(model, kit, rows, Bad(skip=True))}
-        # a clip that the model cannot take counts, as an empty transcript
-        pairs = [
-            (found[row.values[0]].output if row.values[0] in found else "", said)
-            for row in rows
-            if (said := self.spelled(row.values[1]))
-        ]
-        slow = sum(made.more["seconds"] * made.more["real_time_factor"] for made in found.values())
-        heard = sum(made.more["seconds"] for made in found.values())
-        outputs, references = zip(*pairs, strict=True) if pairs else ((), ())
-        return metrics.transcription(outputs, references) | {"real_time_factor": slow / max(heard, 1e-9)}
+        texts = [text for _, _, text in self._clips(rows, Bad())]
+        found = list(self.predict(model, kit, rows, Bad()))
+        slow = sum(made.more["seconds"] * made.more["real_time_factor"] for made in found)
+        heard = sum(made.more["seconds"] for made in found)
+        return metrics.transcription([made.output for made in found], texts) | {"real_time_factor": slow / heard}
 
     def baselines(self, kit: Kit, train: Sequence[Row], held: Sequence[Row]) -> dict[str, Figures]:
-        ours, theirs = (self.items(kit, rows, Bad(skip=True)) for rows in (train, held))
-        said = ["".join(kit.labels[n] for n in labels) for labels in theirs.targets]
-        known = ["".join(kit.labels[n] for n in labels) for labels in ours.targets]
+        clips, held_clips = (
+            [(features_of(wave, self.features), text) for _, wave, text in self._clips(rows, Bad())]
+            for rows in (train, held)
+        )
+        known, said = [text for _, text in clips], [text for _, text in held_clips]
         often, _ = Counter(known).most_common(1)[0]
-        like = nearest(ours.sounds.clips, theirs.sounds.clips) if said else []
+        like = nearest([clip for clip, _ in clips], [clip for clip, _ in held_clips])
         return {
             "most frequent transcript": metrics.transcription([often] * len(said), said),
             "nearest training clip": metrics.transcription([known[n] for n in like], said),

@@ -55,12 +55,16 @@ class Translate(Task):
         source, before = batch.inputs
         return model.loss(source, before, batch.targets, smoothing=smoothing)
 
+    def measured(self, kit: Kit, rows: Sequence[Row], bad: Bad) -> list[Row]:
+        """A translation that is longer than the model's may be is a reference all the same."""
+        return [rows[n] for n in sources_of(kit, rows, bad, longest=self.longest)[1]]
+
     def evaluate(self, model: nn.Module, kit: Kit, rows: Sequence[Row]) -> Figures:
         references = _references(rows)
-        one = [Row("", (source,)) for source in references]
-        outputs = {made.input: made.output for made in self.predict(model, kit, one, Bad(skip=True))}
-        # a sentence that the model cannot take counts, as an empty translation
-        return metrics.translation([outputs.get(source, "") for source in references], list(references.values()))
+        places = {row.values[0]: row.place for row in reversed(rows)}  # the first of each
+        one = [Row(places[source], (source,)) for source in references]
+        outputs = [made.output for made in self.predict(model, kit, one, Bad())]
+        return metrics.translation(outputs, list(references.values()))
 
     def baselines(self, kit: Kit, train: Sequence[Row], held: Sequence[Row]) -> dict[str, Figures]:
         references = _references(held)
