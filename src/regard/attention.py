@@ -13,7 +13,7 @@ from torch import Tensor
 
 from regard import arguments
 from regard.arguments import Index
-from regard.description import Description, snapshot
+from regard.description import HOOKS, Description, snapshot
 from regard.engines import look, native
 from regard.engines.derivatives import mode_of
 from regard.engines.dropout import draw_seed
@@ -22,8 +22,8 @@ from regard.engines.problem import Engine, Problem, check_tensors
 from regard.engines.select import Explanation, explain, select
 from regard.geometry import Frame, Part, lead, shape_of
 from regard.masks import Mask, dense
-from regard.positions.biases import Bias, dense_bias
-from regard.scores import Dot, Modified, Score
+from regard.positions.biases import Bias, built_in, dense_bias
+from regard.scores import BUILT_IN, Dot, Modified, Score
 from regard.sharding import sharding
 
 PLANS = 256  # that an attention remembers
@@ -31,6 +31,16 @@ _DOT = Dot()
 _CPU = torch.device("cpu")
 WATCHERS: ContextVar[tuple[Callable[[Attention, Tensor, Tensor], None], ...]] = ContextVar("watchers", default=())
 """Who is told of every call that is computed here and now: its description, query and key."""
+
+
+class _Plans(dict[tuple, tuple[Problem, Engine]]):
+    """Problems and their engines. They hold addresses and tensors with a history, so that a copy begins anew."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Plans:
+        return _Plans()
+
+    def __reduce__(self) -> Any:
+        return _Plans, ()
 
 
 @dataclass(eq=False, repr=False)
@@ -87,11 +97,13 @@ class Attention(Description):
         arguments.check_temperature(self.temperature)
         arguments.check_dropout(self.dropout)
         arguments.check_sink(self.sink)
-        object.__setattr__(self, "_plans", {})
+        object.__setattr__(self, "_plans", _Plans())
+        custom = type(self.score) not in BUILT_IN or not (self.bias is None or built_in(self.bias))  # type: ignore[arg-type]
+        object.__setattr__(self, "_custom", custom)
         object.__setattr__(self, "_holds_tensors", bool(self.tensors()))
 
     def replace(self, **changes: Any) -> Attention:
-        """The same description with other fields, in the same mode (`train` or `eval`).
+        """The same description with other fields, in the same mode (`train` or `eval`), with the same hooks.
 
         >>> import regard as rg
         >>> rg.Attention(mask=rg.causal(), dropout=0.1).replace(dropout=0.0)
@@ -99,6 +111,9 @@ class Attention(Description):
         """
         other = replace(self, **changes)
         object.__setattr__(other, "training", self.training)
+        for name in HOOKS:
+            if hooks := self.__dict__[name]:
+                object.__setattr__(other, name, hooks)
         return other
 
     def part(self, frame: Frame, part: Part) -> Attention:
@@ -182,11 +197,12 @@ class Attention(Description):
         compiling = torch.compiler.is_compiling()
         if not compiling:  # a graph is not bound to who watches
             self.tell(query, key)
-        if compiling or isinstance(self.score, Modified):  # a modifier may close over anything
+        if compiling or self.__dict__["_custom"]:  # code of the user may close over anything
             problem = self._problem(query, key, value, lse)
             return problem, select(problem, engine)
-        plans: dict[tuple, tuple[Problem, Engine]] = self.__dict__["_plans"]
+        plans: _Plans = self.__dict__["_plans"]
         own = self.tensors() if self.__dict__["_holds_tensors"] else ()
+        offset = tuple(self.offset.tolist()) if isinstance(self.offset, Tensor) else None
         asked: tuple = ()
         try:
             asked = (
@@ -194,7 +210,7 @@ class Attention(Description):
                 query.is_cpu or query.device, key.is_cpu or key.device, value.is_cpu or value.device, engine, lse,
                 torch.is_grad_enabled() and tuple([tensor.requires_grad for tensor in (query, key, value, *own)]),
                 own and tuple([(tensor.shape, tensor.dtype, tensor.device) for tensor in own]), self.training,
-                mode_of((query, key, value, *own)),
+                mode_of((query, key, value, *own)), offset,
             )  # fmt: skip
             plan = plans.get(asked)
         except (AttributeError, TypeError):  # not tensors: the check says so better
@@ -319,12 +335,17 @@ class Attention(Description):
         assert not isinstance(bias, Tensor)
         offset = shared[2] - shape[2] if self.offset is None else self.offset
         assert isinstance(offset, int | Tensor)
+        if isinstance(offset, Tensor) and not torch.compiler.is_compiling():
+            offset = offset.clone()  # a plan keeps its positions where the buffer is written to
         frame = Frame(shape[0], shape[1], shape[2], shared[2], offset)
         width = 0 if value is None else value.shape[-1]
         self.check(frame, shape[3], width)
         tensors = [t for t in (query, key, value, self.sink) if isinstance(t, Tensor)] + list(score.tensors())
         tensors += bias.tensors() if bias is not None else ()
-        learned = any(t.requires_grad for t in tensors) or score.closes_over_learned(query.device)
+        custom = [part for part in (score, bias) if part is not None] if self.__dict__["_custom"] else []
+        learned = any(t.requires_grad for t in tensors) or any(
+            part.closes_over_learned(query.device) for part in custom
+        )
         tangent, torch_only, _ = mode_of(tensors)
         return Problem(
             frame=frame,
@@ -341,7 +362,7 @@ class Attention(Description):
             dropout=float(self.dropout) if self.training else 0.0,
             grad=learned and torch.is_grad_enabled(),
             lse=lse,
-            tangent=tangent or score.closes_over_tangent(query.device),
+            tangent=tangent or any(part.closes_over_tangent(query.device) for part in custom),
             torch_only=torch_only,
         )
 
@@ -363,10 +384,6 @@ class Attention(Description):
             raise ValueError(
                 f"sink must be one logit or one for each of the {frame.H} heads, but is {shape_of(self.sink)}"
             )
-
-    def __getstate__(self) -> dict[str, Any]:
-        """A copy plans for itself: plans hold addresses."""
-        return self.__dict__ | {"_plans": {}}
 
     def __repr__(self) -> str:
         shown = []

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import Field, dataclass
-from functools import partial
 from inspect import get_annotations
 from typing import Any, TypeVar
 
+import torch
 from torch import Tensor, nn
-from torch.func import functional_call
+from torch.autograd import forward_ad
 from torch.nn.utils.parametrize import is_parametrized
+from torch.utils._pytree import tree_leaves
 
 # The state of an empty module, which __new__ makes because torch.compile cannot trace nn.Module.__init__.
 _CONSTANTS = {name: value for name, value in nn.Module().__dict__.items() if not isinstance(value, dict | set)}
 _CONTAINERS = {name: type(value) for name, value in nn.Module().__dict__.items() if isinstance(value, dict | set)}
+HOOKS = tuple(name for name in _CONTAINERS if "hooks" in name)
 Part = TypeVar("Part")
 
 
@@ -35,7 +38,8 @@ class Description(nn.Module):
 
     Subclasses are dataclasses (`@dataclass(eq=False)`). A field that is an `nn.Parameter` is a parameter of the module,
     any other tensor is a buffer, and a description, a module or a tuple of descriptions is a submodule. A module that
-    holds a description as an attribute therefore trains, saves, loads, moves and converts its tensors.
+    holds a description as an attribute therefore trains, saves, loads, moves and converts its tensors. Several tensors
+    or modules in one field are an `nn.ParameterList` or `nn.ModuleList`.
 
     The tensors are those that were given, never copies or views of them. Only torch replaces them, as in
     `load_state_dict(assign=True)` or `functional_call`; every other field keeps the value it was made with.
@@ -53,6 +57,8 @@ class Description(nn.Module):
                 setattr(cls, name, _Default(name, cls.__dict__[name]))
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        if cls.__hash__ is None:
+            raise TypeError(f"{cls.__name__} must be declared with @dataclass(eq=False): torch keeps modules in sets")
         self = super().__new__(cls)
         for name, value in _CONSTANTS.items():
             object.__setattr__(self, name, value)
@@ -85,6 +91,47 @@ class Description(nn.Module):
                     found.append(one)
         return tuple(found)
 
+    def closes_over_learned(self, device: torch.device) -> bool:
+        """Whether it uses tensors that require grad and are not among `tensors()`."""
+        return any(tensor.requires_grad for tensor in self.hidden_tensors()) or any(
+            part.closes_over_learned(device) for part in self._modules.values() if isinstance(part, Description)
+        )
+
+    def closes_over_tangent(self, device: torch.device) -> bool:
+        """Whether it uses tensors that have a tangent in forward mode and are not among `tensors()`."""
+        if forward_ad._current_level < 0:
+            return False
+        return any(forward_ad.unpack_dual(tensor).tangent is not None for tensor in self.hidden_tensors()) or any(
+            part.closes_over_tangent(device) for part in self._modules.values() if isinstance(part, Description)
+        )
+
+    def hidden_tensors(self) -> list[Tensor]:
+        """The tensors of modules that it holds, and those that are no field."""
+        if not _holds_tensors(self):
+            return []
+        listed = {id(tensor) for tensor in self.tensors()}
+        return [t for t in (*self.parameters(), *self.buffers()) if t.is_floating_point() and id(t) not in listed]
+
+    def register_forward_pre_hook(self, *args: Any, **kwargs: Any) -> Any:
+        return self._callable().register_forward_pre_hook(*args, **kwargs)
+
+    def register_forward_hook(self, *args: Any, **kwargs: Any) -> Any:
+        return self._callable().register_forward_hook(*args, **kwargs)
+
+    def register_full_backward_pre_hook(self, *args: Any, **kwargs: Any) -> Any:
+        return self._callable().register_full_backward_pre_hook(*args, **kwargs)
+
+    def register_full_backward_hook(self, *args: Any, **kwargs: Any) -> Any:
+        return self._callable().register_full_backward_hook(*args, **kwargs)
+
+    def _callable(self) -> Any:
+        if type(self).forward is nn.Module.forward:
+            raise TypeError(
+                f"a {type(self).__name__} is not called as a module, so its hooks would never run; register them on "
+                "the Attention, and change a tensor with torch.nn.utils.parametrize"
+            )
+        return super()
+
     def _set(self, name: str, value: Any) -> None:
         """Set a field that may be set already."""
         for held in (self.__dict__, self._parameters, self._buffers, self._modules):
@@ -96,8 +143,8 @@ class Description(nn.Module):
             object.__setattr__(self, name, value)
             if isinstance(value, nn.Module):
                 self._modules[name] = value
-            elif isinstance(value, tuple):
-                self._modules |= {str(n): one for n, one in enumerate(value) if isinstance(one, Description)}
+            elif isinstance(value, tuple | list | dict):
+                self._register_many(name, value)
             return
         if isinstance(value, nn.Parameter):
             self._parameters[name] = value
@@ -108,30 +155,52 @@ class Description(nn.Module):
                 f"{type(self).__name__}.{name}: give its default as a plain value, not by field(default=...)"
             )
 
+    def _register_many(self, name: str, values: Any) -> None:
+        parts = values if isinstance(values, tuple) and all(isinstance(one, Description) for one in values) else ()
+        if not parts and any(isinstance(one, Tensor | nn.Module) for one in tree_leaves(values)):
+            raise TypeError(
+                f"{type(self).__name__}.{name}: torch does not see tensors and modules in a {type(values).__name__}; "
+                "give one per field, an nn.ParameterList or an nn.ModuleList"
+            )
+        if parts and "0" in self._modules:
+            raise TypeError(
+                f"{type(self).__name__}.{name}: only one field may be a tuple of descriptions; give an nn.ModuleList"
+            )
+        self._modules |= {str(n): one for n, one in enumerate(parts)}
+
 
 def snapshot(part: Part) -> Part:
     """The same description over the tensors that it holds now.
 
     A backward pass reads it after `functional_call` has put other tensors back.
     """
-    if isinstance(part, Description):
-        if not _holds_tensors(part):
-            return part
-        fields = {name: snapshot(getattr(part, name)) for name in part.__dataclass_fields__}
-        kind = type(part).__mro__[1] if is_parametrized(part) else type(part)  # torch derives a class to parametrize
-        return kind(**fields)
-    if isinstance(part, tuple):
-        return tuple(snapshot(one) for one in part)  # type: ignore[return-value]
-    if isinstance(part, nn.Module):  # a score function
-        tensors = dict(part.named_parameters()) | dict(part.named_buffers())
-        return partial(_call_with, part, tensors) if tensors else part  # type: ignore[return-value]
-    return part
+    return replace_tensors(part, lambda tensor: tensor)
+
+
+def replace_tensors(part: Part, replacement: Callable[[Tensor], Tensor]) -> Part:
+    """A copy of a description, or of a module that it holds, with other tensors; the rest is shared."""
+    if not isinstance(part, nn.Module) or isinstance(part, torch.jit.ScriptModule) or not _holds_tensors(part):
+        return part
+    computed = {}
+    if isinstance(part, Description) and is_parametrized(part):
+        computed = {name: replacement(getattr(part, name)) for name in part.parametrizations}  # type: ignore[union-attr]
+    made: Any = object.__new__(type(part).__mro__[1] if computed else type(part))  # not the class for parametrizations
+    state = dict(part.__dict__)
+    for held in ("_parameters", "_buffers"):
+        state[held] = {name: t if t is None else replacement(t) for name, t in part.__dict__[held].items()}
+    state["_buffers"] |= computed
+    state["_modules"] = {name: replace_tensors(one, replacement) for name, one in state["_modules"].items()}
+    if computed:
+        del state["_modules"]["parametrizations"]
+    for name in part.__dataclass_fields__ if isinstance(part, Description) else ():
+        if name in state["_modules"]:
+            state[name] = state["_modules"][name]
+        elif isinstance(state.get(name), tuple) and any(isinstance(one, Description) for one in state[name]):
+            state[name] = tuple(state["_modules"][str(n)] for n in range(len(state[name])))
+    made.__dict__.update(state)
+    return made
 
 
 def _holds_tensors(module: nn.Module) -> bool:
     inside = module._modules.values()
     return bool(module._parameters or module._buffers) or any(_holds_tensors(one) for one in inside if one is not None)
-
-
-def _call_with(module: nn.Module, tensors: dict[str, Tensor], *arguments: Tensor) -> Any:
-    return functional_call(module, tensors, arguments)

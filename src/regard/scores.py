@@ -31,15 +31,10 @@ class Score(Description):
 
     def part(self, part: Part) -> Score:
         """The score of a part of a call, whose heads and positions are counted from the first that it has."""
-        return self
-
-    def closes_over_learned(self, device: torch.device) -> bool:
-        """Whether it holds tensors that require grad and are not among `tensors()`."""
-        return False
-
-    def closes_over_tangent(self, device: torch.device) -> bool:
-        """Whether it holds tensors that have a tangent in forward mode and are not among `tensors()`."""
-        return False
+        raise NotImplementedError(
+            f"{type(self).__name__} in a part of a call, as in a WindowCache or a shared sequence: define part(part), "
+            "which returns it with heads and positions counted from the first of the part"
+        )
 
     def check(self, heads: int, width: int) -> None:
         """Raise if the score does not fit H heads of width D."""
@@ -226,18 +221,22 @@ class Modified(Score):
 
     def closes_over_learned(self, device: torch.device) -> bool:
         changed = self._tried(device)
-        return isinstance(changed, Tensor) and changed.requires_grad
+        return (isinstance(changed, Tensor) and changed.requires_grad) or super().closes_over_learned(device)
 
     def closes_over_tangent(self, device: torch.device) -> bool:
-        if forward_ad._current_level < 0:
-            return False
+        if super().closes_over_tangent(device) or forward_ad._current_level < 0:
+            return forward_ad._current_level >= 0
         changed = self._tried(device)
         return isinstance(changed, Tensor) and forward_ad.unpack_dual(changed).tangent is not None
 
     def _tried(self, device: torch.device) -> object:
-        """What the function makes of one score."""
+        """What the function makes of one score; random numbers that it draws for this are drawn again by the call."""
         b, h, p, j = torch.zeros(4, 1, 1, 1, 1, dtype=torch.int64, device=device)
-        return self.function(torch.zeros(1, 1, 1, 1, device=device), b, h, p, j)
+        score = torch.zeros(1, 1, 1, 1, device=device)
+        if torch.compiler.is_compiling():
+            return self.function(score, b, h, p, j)
+        with torch.random.fork_rng([] if device.type == "cpu" else [device], device_type=device.type):
+            return self.function(score, b, h, p, j)
 
     def scale_for(self, width: int) -> float | Tensor:
         return self.score.scale_for(width)
@@ -254,8 +253,12 @@ class Modified(Score):
         self.score.check(heads, width)
 
     def __repr__(self) -> str:
-        name = getattr(self.function, "__name__", repr(self.function))
+        name = getattr(self.function, "__name__", None) or repr(self.function)  # a method would print its module
         return f"Modified({name})" if repr(self.score) == "Dot()" else f"Modified({name}, {self.score!r})"
+
+
+BUILT_IN = (Dot, Cosine, Additive, Bilinear)
+"""The scores that kernels know. A subclass may compute anything, so types are compared, not instances."""
 
 
 def _per_head(scale: float | Tensor, at: At, like: Tensor) -> float | Tensor:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from regard.attention import Attention
+from regard.description import Description
 from regard.geometry import Frame
 from regard.masks import Mask
 from regard.positions.biases import Bias
@@ -34,6 +35,9 @@ def tensors_of(attend: Attention, device: torch.device) -> list[Tensor]:
     if isinstance(attend.sink, Tensor):
         found.append(attend.sink)
     found += closed_over(attend.score, device)
+    for part in (attend.score, attend.bias):
+        if isinstance(part, Description):
+            found += part.hidden_tensors()
     return list({id(tensor): tensor for tensor in found}.values())
 
 

@@ -29,6 +29,7 @@ from regard.engines import gradients_within, merge_into
 from regard.engines.dropout import draw_seed
 from regard.engines.tiled import with_leaves
 from regard.geometry import Frame, Part
+from regard.positions.biases import Bias
 from regard.scores import Score
 
 _GOLDEN = 0x9E3779B97F4A7C15
@@ -167,7 +168,8 @@ def _of_block(
     with torch.enable_grad():
         own = attend.part(call.frame, part)
         assert isinstance(own.score, Score)
-        if not own.score.closes_over_learned(device):
+        bias = own.bias if isinstance(own.bias, Bias) else None
+        if not any(part.closes_over_learned(device) for part in (own.score, bias) if part is not None):
             seed = None
             if own.dropout:
                 with call.seeded(part):

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 from torch import Tensor
 
@@ -37,3 +40,21 @@ def keep(seed: Tensor, dropout: float, at: At) -> Tensor:
         bits = ((bits ^ (bits >> shift)) * factor) & LOW
     bits = bits ^ (bits >> 15)
     return (bits >= threshold).to(torch.float64) * scale
+
+
+class Generators:
+    """The state of torch's default generators, of the CPU and of a device, so that the same numbers are drawn again."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device, self.state = device, torch.get_rng_state()
+        self.of_device = None if device.type == "cpu" else torch.get_device_module(device).get_rng_state(device)
+
+    @contextmanager
+    def again(self) -> Iterator[None]:
+        """Within, numbers are drawn from that state on; afterwards the generators are as they were before."""
+        devices = [] if self.of_device is None else [self.device]
+        with torch.random.fork_rng(devices, device_type=self.device.type):
+            torch.set_rng_state(self.state)
+            if self.of_device is not None:
+                torch.get_device_module(self.device).set_rng_state(self.of_device, self.device)
+            yield

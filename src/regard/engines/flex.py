@@ -17,8 +17,8 @@ from regard.engines.reference import finite, sink_of
 from regard.engines.sdpa import as_dot
 from regard.geometry import At
 from regard.masks import Mask
-from regard.positions.biases import Bias, Diagonal, Shaw, Sum
-from regard.scores import Additive, Bilinear, Cosine, Dot, Modified
+from regard.positions.biases import Bias, Diagonal, Shaw, Sum, built_in
+from regard.scores import Bilinear, Cosine, Dot, Modified
 
 
 def run(problem: Problem, query: Tensor, key: Tensor, value: Tensor, seed: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -125,8 +125,10 @@ def why_not(problem: Problem) -> list[str]:
     reasons = []
     if problem.empty:
         reasons.append("an axis is empty")
-    if isinstance(base, Additive) or not isinstance(base, Dot | Cosine | Bilinear):
+    if type(base) not in (Dot, Cosine, Bilinear):
         reasons.append(f"its kernel knows dot products, not {base!r}")
+    if problem.bias is not None and not built_in(problem.bias):
+        reasons.append(f"its kernel does not know {problem.bias!r}")
     if problem.dropout:
         reasons.append("it has no dropout")
     if any(isinstance(part, Shaw) and part.values is not None for part in parts):

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from regard.geometry import Frame, shape_of
 from regard.masks import Mask
-from regard.positions.biases import Bias
-from regard.scores import Score
+from regard.positions.biases import Bias, built_in
+from regard.scores import BUILT_IN, Score
 
 FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
@@ -59,6 +59,16 @@ class Problem:
         """The description's own tensors that may require grad; a modifier may close over more."""
         own = self.score.tensors() + (self.bias.tensors() if self.bias is not None else ())
         return own + ((self.sink,) if isinstance(self.sink, Tensor) else ())
+
+    @property
+    def custom(self) -> bool:
+        """Whether score or bias is code of the user, which may use any tensors and draw random numbers."""
+        return type(self.score) not in BUILT_IN or not (self.bias is None or built_in(self.bias))
+
+    def closes_over_learned(self) -> bool:
+        """Whether score or bias uses tensors that require grad and are not among `tensors`."""
+        parts = [part for part in (self.score, self.bias) if part is not None]
+        return self.custom and any(part.closes_over_learned(self.device) for part in parts)
 
     @property
     def functional(self) -> bool:

@@ -12,7 +12,7 @@ from regard.engines.problem import Engine, Problem
 from regard.engines.reference import finite
 from regard.geometry import lead
 from regard.masks.patterns import Causal
-from regard.positions.biases import Shaw
+from regard.positions.biases import Shaw, built_in
 from regard.scores import Bilinear, Cosine, Dot
 
 DENSE_BYTES = 1 << 27  # a mask or bias, which torch must be given densely, may take this much
@@ -108,7 +108,7 @@ def why_not(problem: Problem) -> list[str]:
     score, reasons = problem.score, []
     if problem.empty:
         reasons.append("an axis is empty")
-    if not isinstance(score, Dot | Cosine | Bilinear):
+    if type(score) not in (Dot, Cosine, Bilinear):
         reasons.append(f"its kernel knows dot products, not {score!r}")
     elif isinstance(score, Dot) and score.softcap is not None:
         reasons.append("its kernel has no softcap")
@@ -120,7 +120,9 @@ def why_not(problem: Problem) -> list[str]:
         reasons.append("its kernel has no forward mode")
     if problem.dropout:
         reasons.append("its dropout takes a dense path, and cannot be made anew in backward")
-    if problem.bias is not None and any(isinstance(part, Shaw) for part in problem.bias.parts()):
+    if problem.bias is not None and not built_in(problem.bias):
+        reasons.append(f"it cannot tell whether {problem.bias!r} has a value half")
+    elif problem.bias is not None and any(isinstance(part, Shaw) for part in problem.bias.parts()):
         reasons.append("shaw would have to be laid out densely, and has a value half")
     return reasons
 

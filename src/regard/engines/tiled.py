@@ -8,35 +8,37 @@ and lets autograd differentiate it, whatever the description holds. Tangents pas
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from regard.description import replace_tensors
 from regard.engines.derivatives import Operator, Tensors, apply, holds_transformed, push_forward, transforms
-from regard.engines.dropout import keep
+from regard.engines.dropout import Generators, keep
 from regard.engines.problem import Engine, Problem
 from regard.engines.reference import finite, logits, sink_of
 from regard.geometry import At, lead
 from regard.masks import tiles
 from regard.positions.biases import Bias
-from regard.scores import Additive, Modified, Score
+from regard.scores import Additive, Modified
 
 TILE_ELEMENTS = 1 << 21  # what the largest intermediate of a tile may hold
 
 
 def run(problem: Problem, query: Tensor, key: Tensor, value: Tensor, seed: Tensor | None) -> tuple[Tensor, Tensor]:
     inputs, running = (query, key, value), transforms()
-    modified = isinstance(problem.score, Modified)
-    if problem.torch_only or (running and (modified or problem.dropout or "Grad" not in running)):
+    if problem.torch_only or (running and (problem.custom or problem.dropout or "Grad" not in running)):
         return walk(problem, *inputs, seed)
-    if modified and problem.score.closes_over_learned(query.device):
+    if problem.closes_over_learned():
         return walk(problem, *inputs, seed, save=problem.grad and not problem.tangent)
     if not problem.grad and not running:  # tangents pass through torch's operators
         return walk(problem, *inputs, seed)
-    output, lse = apply(Tiled(problem, seed), *inputs, *problem.tensors)
+    generators = Generators(query.device) if problem.custom else None
+    output, lse = apply(Tiled(problem, seed, generators), *inputs, *problem.tensors)
     return output, lse
 
 
@@ -170,7 +172,10 @@ def _row(problem: Problem, pieces: Pieces, row: Row, seed: Tensor | None, save: 
     for columns, full in row.columns:
         tile = pieces.tile(row, columns, full)
         if save:
-            part, own = checkpoint(_tile, problem, tile, seed, use_reentrant=False, preserve_rng_state=False)
+            known: list[Tensor] | None = [] if problem.custom else None
+            part, own = checkpoint(
+                _tile, problem, tile, seed, known, use_reentrant=False, preserve_rng_state=problem.custom
+            )
         else:
             part, own = _tile(problem, tile, seed)
         larger = largest.maximum(own)
@@ -183,12 +188,23 @@ def _row(problem: Problem, pieces: Pieces, row: Row, seed: Tensor | None, save: 
     return torch.cat([sums[..., :-1] / total, lse], -1)
 
 
-def _tile(problem: Problem, tile: Tile, seed: Tensor | None) -> tuple[Tensor, Tensor]:
-    """The sums of a tile, weights times values and weights, (b, h, q, E + 1), and its largest logits (b, h, q, 1)."""
+def _tile(
+    problem: Problem, tile: Tile, seed: Tensor | None, known: list[Tensor] | None = None
+) -> tuple[Tensor, Tensor]:
+    """The sums of a tile, weights times values and weights, (b, h, q, E + 1), and its largest logits (b, h, q, 1).
+
+    A tile that is computed twice must give the same as what is `known` from the first time.
+    """
     key, value, bad = tile.of_heads(problem)
     scores = logits(problem, tile.query.to(problem.arithmetic), key, tile.at, tile.bias, bad, tile.full)
     largest = scores.detach().amax(-1, keepdim=True)
     weights = (scores - _anchor(largest)).exp()
+    if known is not None:  # checked here, because a checkpoint stops where it has all that backward needs
+        mass = weights.detach().sum(-1, keepdim=True).log() + largest
+        if not known:
+            known.append(mass)
+        elif not torch.allclose(mass, known[0], rtol=1e-5, atol=1e-3, equal_nan=True):
+            raise _differs(problem)
     dropped = weights if seed is None else weights * keep(seed, problem.dropout, tile.at).to(weights)
     output = dropped @ value
     if tile.bias is not None and (more := tile.bias.aggregate(tile.at, dropped)) is not None:
@@ -210,20 +226,32 @@ class Tiled(Operator):
 
     problem: Problem
     seed: Tensor | None
+    generators: Generators | None = None  # before the walk, if the description may draw random numbers
     outputs = 2
 
     def compute(self, tensors: Tensors) -> tuple[Tensor, Tensor]:
-        return self.differentiable(tensors, False)
+        return self._walk(tensors, False)
 
     def gradients(self, tensors: Tensors, results: Tensors, grads: Tensors, wanted: Sequence[bool]) -> Tensors:
         output, lse = results
         given = [torch.zeros_like(x) if grad is None else grad for x, grad in zip(results, grads, strict=True)]
-        return gradients(self._given(tensors), self.seed, list(tensors), list(wanted), output, lse, *given)
+        with self._drawing():
+            return gradients(
+                self._given(tensors), self.seed, list(tensors), list(wanted), output, lse, *given, whole=True
+            )
 
     def tangents(self, tensors: Tensors, tangents: Tensors) -> tuple[Tensor, ...]:
-        return push_forward(lambda duals: self.differentiable(duals, False), tensors, tangents)
+        with self._drawing():
+            return push_forward(lambda duals: self._walk(duals, False), tensors, tangents)
 
     def differentiable(self, tensors: Tensors, save: bool) -> tuple[Tensor, Tensor]:
+        with self._drawing():
+            return self._walk(tensors, save)
+
+    def _drawing(self) -> AbstractContextManager:
+        return nullcontext() if self.generators is None else self.generators.again()
+
+    def _walk(self, tensors: Tensors, save: bool) -> tuple[Tensor, Tensor]:
         query, key, value, *_ = tensors
         return walk(self._given(tensors), query, key, value, self.seed, save)
 
@@ -242,9 +270,9 @@ def with_tensors(problem: Problem, tensors: Tensors) -> Problem:
 
 def gradients(
     problem: Problem, seed: Tensor | None, tensors: list[Tensor], wanted: list[bool], output: Tensor, lse: Tensor,
-    grad_output: Tensor, grad_lse: Tensor,
+    grad_output: Tensor, grad_lse: Tensor, *, whole: bool = False,
 ) -> list[Tensor | None]:  # fmt: skip
-    """The gradients of query, key, value and the description's tensors.
+    """The gradients of query, key, value and the description's tensors; `whole` if output and lse are of no more keys.
 
     With output = sums / total and lse = log(total), the gradient of a tile's sums is grad_output / total, and that of
     its weights' sum (grad_lse - grad_output · output) / total.
@@ -263,6 +291,7 @@ def gradients(
         leaf = pieces.query(row).detach().to(problem.arithmetic).requires_grad_(wanted[0])
         anchor = _anchor(lse[row.box]).unsqueeze(-1)
         shared = pieces.shared_heads(row)
+        mass = torch.zeros_like(anchor)
         for columns, full in row.columns:
             tile = pieces.tile(row, columns, full)
             key_leaf, value_leaf = (t.detach().to(problem.arithmetic) for t in (tile.key, tile.value))
@@ -271,6 +300,7 @@ def gradients(
                 bias = None if problem.bias is None else problem.bias.cut(tile.at)
                 own = replace(tile, query=leaf, key=key_leaf, value=value_leaf, bias=bias)
                 part, largest = _tile(problem, own, seed)
+            mass += part[..., -1:].detach() * (largest - anchor).exp()
             inputs = [leaf, key_leaf, value_leaf, *problem.score.tensors(), *(() if bias is None else bias.tensors())]
             boxes = [row.box, *[(row.batch, shared, columns)] * 2]
             first = {id(tensor): n for n, tensor in reversed(list(enumerate(inputs)))}  # one tensor may serve twice
@@ -285,6 +315,8 @@ def gradients(
                     cut = n >= 3 and grad.shape != grads[n].shape
                     target = tile.at.take(lead(grads[n])) if cut else grads[n][boxes[n]] if n < 3 else grads[n]
                     target += grad
+        if whole and problem.custom and not _sums_to_one(problem, row, mass, lse[row.box].unsqueeze(-1)):
+            raise _differs(problem)
     if problem.mask is not None:  # what was not finite was replaced by a constant
         for n, tensor in ((1, key), (2, value)):
             grads[n].masked_fill_(~tensor.isfinite(), 0.0)
@@ -298,13 +330,26 @@ def gradients(
 
 def with_leaves(part: Any, leaves: dict[int, Tensor]) -> Any:
     """A score or bias over tensors that have no history, so that one made from another is not counted twice."""
-    if isinstance(part, Tensor):
-        return leaves.setdefault(id(part), part.detach().requires_grad_(part.requires_grad))
-    if isinstance(part, tuple):
-        return tuple(with_leaves(one, leaves) for one in part)
-    if isinstance(part, Score | Bias):
-        return replace(part, **{f.name: with_leaves(getattr(part, f.name), leaves) for f in fields(part)})
-    return part
+    return replace_tensors(
+        part, lambda tensor: leaves.setdefault(id(tensor), tensor.detach().requires_grad_(tensor.requires_grad))
+    )
+
+
+def _sums_to_one(problem: Problem, row: Row, mass: Tensor, lse: Tensor) -> bool:
+    """Whether the weights of a row, computed again, are those that the log-sum-exp is of."""
+    if (sink := sink_of(problem, problem.frame.at(*row.box, slice(0, 0), mass.device), lse)) is not None:
+        mass = mass + (sink - _anchor(lse)).exp()
+    allowed = 1e-3 + 8 * torch.finfo(lse.dtype).eps * lse.abs()
+    return not bool(((mass - 1).abs() > allowed)[lse > float("-inf")].any())
+
+
+def _differs(problem: Problem) -> RuntimeError:
+    what = " and ".join(repr(part) for part in (problem.score, problem.bias) if part is not None)
+    return RuntimeError(
+        f"{what} gave other values in the backward pass than in the forward pass; code that uses tensors which are "
+        "replaced in between, as by torch.func.functional_call, must hold them: write it as an nn.Module, and draw "
+        "random numbers only from torch's default generator"
+    )
 
 
 def why_not(problem: Problem) -> list[str]:

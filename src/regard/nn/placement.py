@@ -11,18 +11,18 @@ from regard.masks.algebra import And, Not, Or
 from regard.masks.explicit import Dense
 from regard.masks.patterns import ByDistance, Dilated, Padding, Window
 from regard.nn.cache import Cache, WindowCache
-from regard.positions.biases import Bias, DenseBias, Diagonal, Shaw, Sum
-from regard.scores import Modified
+from regard.positions.biases import Bias, DenseBias, Diagonal, Shaw, Sum, built_in
+from regard.scores import BUILT_IN
 
 
 def by_distance(attend: Attention) -> bool:
     """Whether only distances between queries and keys matter, so that both may move together."""
-    return not isinstance(attend.score, Modified) and _mask_by_distance(attend.mask) and _bias_by_distance(attend.bias)
+    return type(attend.score) in BUILT_IN and _mask_by_distance(attend.mask) and _bias_by_distance(attend.bias)
 
 
 def by_key(attend: Attention) -> bool:
     """Whether it does not matter at which position a query is."""
-    return not isinstance(attend.score, Modified) and _mask_by_key(attend.mask) and _bias_by_key(attend.bias)
+    return type(attend.score) in BUILT_IN and _mask_by_key(attend.mask) and _bias_by_key(attend.bias)
 
 
 def look_back(attend: Attention) -> int | None:
@@ -86,6 +86,8 @@ def _mask_by_key(mask: Mask | Tensor | None) -> bool:
 
 
 def _bias_by_distance(bias: Bias | Tensor | None) -> bool:
+    if isinstance(bias, Bias) and not built_in(bias):
+        return False
     if isinstance(bias, Sum):
         return all(map(_bias_by_distance, bias.terms))
     if isinstance(bias, DenseBias):
@@ -94,6 +96,8 @@ def _bias_by_distance(bias: Bias | Tensor | None) -> bool:
 
 
 def _bias_by_key(bias: Bias | Tensor | None) -> bool:
+    if isinstance(bias, Bias) and not built_in(bias):
+        return False
     if isinstance(bias, Sum):
         return all(map(_bias_by_key, bias.terms))
     if isinstance(bias, DenseBias):

@@ -39,7 +39,10 @@ class Bias(Description):
 
     def part(self, part: Part) -> Bias:
         """The bias of a part of a call, whose heads, queries and keys are counted from the first that it has."""
-        return self
+        raise NotImplementedError(
+            f"{type(self).__name__} in a part of a call, as in a WindowCache or a shared sequence: define part(part), "
+            "which returns it with heads and positions counted from the first of the part"
+        )
 
     def parts(self) -> tuple[Bias, ...]:
         return (self,)
@@ -278,6 +281,15 @@ class _Cut(Bias):
 
     def tile(self, at: At, query: Tensor, scale: float | Tensor) -> Tensor:
         return self.tensor.to(query)
+
+
+def built_in(bias: Bias) -> bool:
+    """Whether kernels know the bias: a subclass may compute anything, but one that only says `along` is Diagonal."""
+    if isinstance(bias, Sum):
+        return type(bias) is Sum and all(map(built_in, bias.terms))
+    kind = type(bias)
+    diagonal = issubclass(kind, Diagonal) and kind.tile is Diagonal.tile and kind.vector is Diagonal.vector
+    return kind in (Shaw, DenseBias) or (diagonal and kind.aggregate is Bias.aggregate)
 
 
 def _of_heads(table: Tensor, axis: int, part: Part) -> Tensor:

@@ -16,8 +16,8 @@ from regard.engines.native.attend import Attend, backward, forward, laid_like, o
 from regard.engines.native.binding import ABSENT, ADDRESS, PROBLEM, RESULT, TENSOR, call, missing, place
 from regard.engines.problem import Engine, Problem
 from regard.engines.visible import visible_keys
-from regard.positions.biases import DenseBias, Diagonal, Shaw
-from regard.scores import Additive, Bilinear, Cosine, Dot
+from regard.positions.biases import Shaw, built_in
+from regard.scores import BUILT_IN, Dot
 
 SMALL = 1 << 24  # bytes of dense weights below which torch.func is served by torch's own operators
 BITS_BYTES = 1 << 28  # what the bits of partial tiles may take
@@ -131,11 +131,11 @@ def why_not(problem: Problem) -> list[str]:
     for axis, n in sizes.items():
         if n > LONGEST:
             reasons.append(f"its kernels count to {LONGEST:,} along an axis, but {axis} is {n:,}")
-    if not isinstance(score, Dot | Cosine | Bilinear | Additive):
+    if type(score) not in BUILT_IN:
         reasons.append(f"its kernels know dot products and the additive score, not {score!r}")
     if problem.bias is not None:
         parts = problem.bias.parts()
-        if any(not isinstance(part, Diagonal | Shaw | DenseBias) for part in parts):
+        if not built_in(problem.bias):
             reasons.append(f"its kernels do not know {problem.bias!r}")
         if sum(isinstance(part, Shaw) for part in parts) > 1:
             reasons.append("its kernels take one shaw")
