@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 
 import regard as rg
+from regard.view.digits import encode
+from regard.view.seen import Window
 
 MARKUP = ["<script>alert(1)</script>", "</script>", "<img src=x onerror=alert(1)>"]
 HOSTILE = [*MARKUP, "\u202eabc", "\u200f", "", " ", "\n"]
@@ -25,24 +27,29 @@ class Made:
     arrays: dict[str, np.ndarray] = field(default_factory=dict)
     weights: dict[str, Tensor] = field(default_factory=dict)
 
-    def window(self, attention: str, head: int, *, rows: tuple, columns: tuple, size: tuple) -> np.ndarray:
-        """As a record answers it: mean over rows, sum over columns, in bands that torch's adaptive pooling has."""
+    def window(self, attention: str, head: int, *, rows: tuple, columns: tuple, size: tuple) -> Window:
+        """As a record answers it: the means of the bands that torch's adaptive pooling has."""
         part = self.weights[attention][head, rows[0] : rows[1], columns[0] : columns[1]]
-        return pooled(part[None], size)[0].numpy()
+        found = pooled(part[None], size)[0].numpy()
+        edges = [
+            np.array([[n * size // count, -(-(n + 1) * size // count)] for n in range(count)])
+            for size, count in zip(part.shape, found.shape, strict=True)
+        ]
+        return Window(found, rows[0] + edges[0], columns[0] + edges[1])
 
 
 def made(title: str, **streams: list[str]) -> Made:
     about = {
-        "format": "regard.view/1", "title": title, "note": "", "image": None, "spectrogram": None, "rollout": None,
+        "format": "regard.view/2", "title": title, "note": "", "image": None, "spectrogram": None, "rollout": None,
         "streams": {name: {"tokens": tokens, "special": [0]} for name, tokens in streams.items()}, "attentions": [],
     }  # fmt: skip
     return Made(about)
 
 
 def pooled(weights: Tensor, size: tuple[int, int]) -> Tensor:
-    """(heads, Q, K) to (heads, *size): mean mass of a row band on a column band; exact where sizes divide."""
+    """(heads, Q, K) to (heads, *size): the means of bands."""
     size = (min(size[0], weights.shape[1]), min(size[1], weights.shape[2]))
-    return torch.nn.functional.adaptive_avg_pool2d(weights, size) * (weights.shape[2] / size[1])
+    return torch.nn.functional.adaptive_avg_pool2d(weights, size)
 
 
 def add(
@@ -66,7 +73,7 @@ def add(
         document.weights[number] = maps
     else:
         size = (min(side, Q), min(side, K))
-        maps = attend.map(q, k, size=size)[0] * (K / size[1])
+        maps = attend.map(q, k, size=size)[0]
         if Q * K <= 1 << 20:
             document.weights[number] = attend.weights(q, k)[0]
     rows = torch.arange(Q) if tops_of is None else ((torch.arange(tops_of) + 0.5) * Q / tops_of).long()
@@ -77,16 +84,17 @@ def add(
     step = max(1, Q // 1024)
 
     def put(name: str, tensor: Tensor, dtype: str = "float16") -> str:
-        document.arrays[f"{number}-{name}"] = tensor.numpy().astype(dtype)
+        array = tensor.numpy()
+        document.arrays[f"{number}-{name}"] = encode(array) if dtype == "weights" else array.astype(dtype)
         return f"{number}-{name}"
 
     about["attentions"].append(
         {
             "id": number, "name": f"{kind}.layers.{layer}.attention", "layer": layer, "kind": kind, "queries": queries,
             "keys": keys, "heads": list(range(heads)), "formula": repr(attend), "Q": Q, "K": K,
-            "maps": put("maps", maps), "exact": tuple(maps.shape[1:]) == (Q, K),
+            "maps": put("maps", maps, "weights"), "exact": tuple(maps.shape[1:]) == (Q, K),
             "top_keys": put("top_keys", statistics.top_keys[0][:, rows], "uint16"),
-            "top_weights": put("top_weights", statistics.top_weights[0][:, rows]),
+            "top_weights": put("top_weights", statistics.top_weights[0][:, rows], "weights"),
             "top_rows": None if tops_of is None else put("top_rows", rows, "int32"),
             "statistics": {name: put(name, curve[:, ::step]) for name, curve in curves.items()},
             "means": {
@@ -115,8 +123,9 @@ def translation() -> Made:
     for number in range(3):
         layers = (0.5 * document.weights[str(number)].mean(0) + 0.5 * torch.eye(N)) @ layers
         found.append(layers)
-    document.arrays["rollout"] = found[-1].numpy().astype("float16")
-    document.arrays["rollout-layers"] = torch.stack(found).numpy().astype("float16")
+    document.weights["rollout"] = torch.stack(found)
+    document.arrays["rollout-layers"] = encode(document.weights["rollout"].numpy())
+    document.arrays["rollout"] = document.arrays["rollout-layers"][-1]
     document.about["rollout"] = {"stream": "source", "map": "rollout", "layers": "rollout-layers"}
     return document
 

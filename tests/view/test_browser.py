@@ -47,8 +47,8 @@ def test_all_heads_of_the_chosen_kind_are_drawn(tab: Open) -> None:
     assert opened.page.locator(".thumb").count() == 8
 
 
-def test_a_cell_that_holds_what_is_left_over_is_no_paler(tab: Open) -> None:
-    opened = tab("even")  # 151 keys: 50 cells of three, and one of one
+def test_equal_weights_have_one_colour(tab: Open) -> None:
+    opened = tab("even")  # 151 keys: 50 thumbnail cells of three, and one of one
     opened.page.wait_for_selector(".thumb canvas[width='51']")
     colours = opened.page.evaluate(
         """() => { const one = document.querySelector('.thumb canvas');
@@ -68,15 +68,15 @@ def test_a_cell_of_the_map_tells_its_weight(tab: Open, made: dict[str, Made]) ->
         assert f"Key {column}" in opened.tip()
 
 
-def test_a_cell_of_a_pooled_map_tells_its_mass_and_the_weight_of_a_top_key(tab: Open, made: dict[str, Made]) -> None:
+def test_a_cell_of_a_pooled_map_tells_its_mean_and_the_weight_of_a_top_key(tab: Open, made: dict[str, Made]) -> None:
     opened = tab("long", "view=map&attention=1&head=2")
     weights = made["long"].weights["1"]
-    mass = pooled(weights, (32, 32))[2]
+    means = pooled(weights, (32, 32))[2]
     opened.point(5, 9, 32, 32)
     assert "Queries 40–47" in opened.tip()
     assert "Keys 72–79" in opened.tip()
-    assert near(opened.tip().split("Mass")[1], mass[5, 9].item())
-    assert "pooled" in opened.tip()
+    assert near(opened.tip().split("Pooled weight")[1], means[5, 9].item())
+    assert "mean of 8 x 8 weights" in opened.tip()
     query = 44
     key = weights[2, query].argmax().item()
     opened.point(query, key, 256, 256)
@@ -192,7 +192,7 @@ def test_words_show_where_they_look_in_time(tab: Open, made: dict[str, Made]) ->
 
 def test_rollout_is_read_layer_by_layer(tab: Open, made: dict[str, Made]) -> None:
     opened = tab("translation", "view=rollout")
-    layers = made["translation"].arrays["rollout-layers"]
+    layers = made["translation"].weights["rollout"]
     opened.point(2, 9, 18, 18)
     assert near(opened.tip().split("Weight")[1], float(layers[-1][2, 9]))
     opened.page.locator(".slider").focus()

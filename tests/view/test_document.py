@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import regard as rg
+from regard.view.digits import encode
 from regard.view.document import Document, document, sizes
 from regard.view.page import page
 from regard.view.record import Record
@@ -23,6 +24,29 @@ def seeded() -> None:
     torch.set_num_threads(1)
 
 
+def numbers(codes: np.ndarray) -> np.ndarray:
+    """What codes of `digits.encode` mean, by its docstring."""
+    codes = codes.astype(np.int64)
+    power = np.maximum(0, (codes - 1000) // 9000)
+    return np.where(codes == 64_000, 0.0, (codes - 9000 * power) * 10.0 ** (power - 9))
+
+
+def test_codes_are_decimal_digits() -> None:
+    x = 10.0 ** np.random.default_rng(0).uniform(-10, 0.9, 5000)
+    found = numbers(encode(x))
+    assert [f"{value:.3e}" for value in x[x >= 1e-6]] == [f"{value:.3e}" for value in found[x >= 1e-6]]
+    np.testing.assert_allclose(found[x < 1e-6], x[x < 1e-6], rtol=0, atol=0.5e-9)
+    assert encode(np.array([0.0, 1e-15, 1.0, 0.99996])).tolist() == [0, 64_000, 55_000, 55_000]
+    assert encode(np.array([0.5, 20.0])).dtype == np.float32  # too large for a code
+
+
+@pytest.mark.parametrize(("layers", "tokens"), [(12, 100), (12, 204), (2, 500)])
+def test_every_weight_is_kept_up_to_a_few_hundred_tokens(layers: int, tokens: int) -> None:
+    record = Record("a")
+    record.attentions = [Sized(12, tokens) for _ in range(layers)]  # type: ignore[misc]
+    assert sizes(record).side == tokens
+
+
 def test_small_attentions_are_whole() -> None:
     record = translated()
     made = document(record)
@@ -32,34 +56,31 @@ def test_small_attentions_are_whole() -> None:
         weights = seen.weights().numpy()
         assert about["id"] == str(number)
         assert about["exact"]
-        np.testing.assert_allclose(made.arrays[about["maps"]], weights, atol=5e-4)
-        keys, tops = made.arrays[about["top_keys"]].astype(int), made.arrays[about["top_weights"]]
-        np.testing.assert_allclose(np.where(tops > 0, np.take_along_axis(weights, keys, 2), 0), tops, atol=5e-4)
-        np.testing.assert_allclose(tops, -np.sort(-weights, -1)[:, :, : tops.shape[-1]], atol=5e-4)
+        np.testing.assert_allclose(numbers(made.arrays[about["maps"]]), weights, rtol=5.1e-4)
+        assert about["top_keys"] is None  # the map says it
         entropy = -(weights * np.log(weights.clip(1e-30))).sum(-1)
         np.testing.assert_allclose(made.arrays[about["statistics"]["entropy"]], entropy, atol=2e-3)
         np.testing.assert_allclose(about["means"]["entropy"], entropy.mean(-1), atol=1e-4)
         np.testing.assert_allclose(about["means"]["sink"], weights[:, :, 0].mean(-1), atol=1e-4)
     assert made.about["streams"]["target"]["tokens"] == [str(n) for n in range(7)]
-    np.testing.assert_allclose(made.arrays["rollout"], record.rollout("encoder"), atol=5e-4)
+    np.testing.assert_allclose(numbers(made.arrays["rollout"]), record.rollout("encoder"), rtol=5.1e-4)
 
 
-def test_large_attentions_are_pooled_and_rows_still_sum_to_one() -> None:
+def test_large_attentions_are_pooled() -> None:
     query = torch.randn(1, 3, 700, 8)
     record = attended(rg.Attention(mask=rg.causal()), query)
     made = document(record, budget=20_000)
     about = made.about["attentions"][0]
     assert not about["exact"]
-    maps, rows = made.arrays[about["maps"]].astype(np.float32), made.arrays[about["top_rows"]]
-    np.testing.assert_allclose(maps.sum(-1), 1, atol=2e-3)
-    weights = record.weights(0).numpy()
-    side = maps.shape[-1]
-    band = weights[:, : -(-700 // side)].mean(1)
-    np.testing.assert_allclose(maps[:, 0, 0], band[:, : 700 // side].sum(-1), atol=1e-3)
+    maps, rows = numbers(made.arrays[about["maps"]]), made.arrays[about["top_rows"]]
+    weights, side = record.weights(0), maps.shape[-1]
+    means = torch.nn.functional.adaptive_avg_pool2d(weights, side)
+    np.testing.assert_allclose(maps, means, rtol=5.1e-4, atol=1e-9)
+    weights = weights.numpy()
     keys = made.arrays[about["top_keys"]].astype(int)
     expected = np.take_along_axis(weights[:, rows], keys, 2)
-    tops = made.arrays[about["top_weights"]]
-    np.testing.assert_allclose(tops, np.where(tops > 0, expected, 0), atol=5e-4)
+    tops = numbers(made.arrays[about["top_weights"]])
+    np.testing.assert_allclose(tops, np.where(tops > 0, expected, 0), rtol=5.1e-4)
     assert sum(array.nbytes for array in made.arrays.values()) < 30_000
 
 
@@ -68,7 +89,7 @@ def test_heads_that_were_chosen() -> None:
     record.heads = (1, 3)
     made = document(record)
     assert made.about["attentions"][0]["heads"] == [1, 3]
-    np.testing.assert_allclose(made.arrays["0-maps"], record.weights(0)[[1, 3]], atol=5e-4)
+    np.testing.assert_allclose(numbers(made.arrays["0-maps"]), record.weights(0)[[1, 3]], rtol=5.1e-4)
 
 
 def test_rows_that_see_nothing_are_finite() -> None:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
-
 import pytest
 import torch
 
 import regard as rg
 from regard.view import Record, seen
-from regard.view.pool import pooled_columns, pooled_rows
+from regard.view.pool import bands
 from regard.view.rollout import rollout
 from tests.view.models import attended, of_logits, translated
 
@@ -47,13 +45,14 @@ def test_weights_and_their_parts(pair: tuple[Record, torch.Tensor]) -> None:
 
 
 @pytest.mark.parametrize("size", [(45, 45), (9, 5), (7, 11), (45, 4), (1, 1), (64, 64)])
-def test_a_map_is_the_mass_of_bands(pair: tuple[Record, torch.Tensor], size: tuple[int, int]) -> None:
+def test_a_map_has_the_means_of_bands(pair: tuple[Record, torch.Tensor], size: tuple[int, int]) -> None:
     record, weights = pair
     rows, columns = min(45, size[0]), min(45, size[1])
-    edges = [n * 45 // columns for n in range(columns + 1)]
-    mass = torch.stack([weights[..., a:b].sum(-1) for a, b in pairwise(edges)], -1)
     found = record.attentions[0].map(size)
-    close(found, torch.nn.functional.adaptive_avg_pool2d(mass, (rows, columns)))
+    assert found.shape[1:] == (rows, columns)
+    for n, (top, bottom) in enumerate(bands(45, rows).tolist()):
+        for m, (left, right) in enumerate(bands(45, columns).tolist()):
+            close(found[:, n, m], weights[:, top:bottom, left:right].mean((1, 2)))
 
 
 def test_keys_of_each_querys_own(pair: tuple[Record, torch.Tensor]) -> None:
@@ -65,28 +64,36 @@ def test_keys_of_each_querys_own(pair: tuple[Record, torch.Tensor]) -> None:
     close(record.attentions[0].looked_at(keys[[7, 30]], rows=[7, 30]), expected[:, [7, 30]])
 
 
-@pytest.mark.parametrize("known", [True, False])
-def test_a_window_holds_single_weights(pair: tuple[Record, torch.Tensor], known: bool) -> None:
+@pytest.mark.parametrize("direct", [True, False])
+def test_a_window_holds_weights_or_means(
+    pair: tuple[Record, torch.Tensor], direct: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     record, weights = pair
-    each = record.attentions[0]
-    each._forget()
-    if known:
-        assert each.statistics.lse.shape == (1, 4, 45)
-    close(record.window("0", 3, (4, 20), (10, 45)), weights[3, 4:20, 10:45])
+    if direct:
+        monkeypatch.setattr(seen, "DIRECT", 1600)  # rows of 45 keys are too many: by their log-sum-exp
+    close(record.window("0", 3, (4, 20), (10, 45)).weights, weights[3, 4:20, 10:45])
     found = record.window("0", 1, (0, 40), (5, 45), (8, 10))
-    close(found, weights[1, :40, 5:].reshape(8, 5, 10, 4).sum(-1).mean(1))
+    close(found.weights, weights[1, :40, 5:].reshape(8, 5, 10, 4).mean((1, 3)))
+    assert found.columns[1].tolist() == [9, 13]
+    found = record.window("0", 1, (2, 40), (5, 43), (7, 9))
+    for n, (top, bottom) in enumerate(found.rows.tolist()):
+        for m, (left, right) in enumerate(found.columns.tolist()):
+            close(found.weights[n, m], weights[1, top:bottom, left:right].mean())
 
 
-def test_a_window_of_too_many_weights_is_read_from_a_map(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("count", [64, 61])
+def test_a_window_of_too_many_weights_has_the_cells_of_a_map(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
     monkeypatch.setattr(seen, "DIRECT", 8)
     monkeypatch.setattr(seen, "CELLS", 16)
-    query = torch.randn(1, 2, 64, 8)
+    query = torch.randn(1, 2, count, 8)
     record, weights = attended(rg.Attention(), query), rg.Attention().weights(query, query)[0]
-    assert record.attentions[0].statistics is not None
-    close(record.window("0", 1, (0, 64), (0, 64), (8, 8)), weights[1].reshape(8, 8, 8, 8).sum(-1).mean(1))
-    close(
-        record.window("0", 0, (16, 48), (32, 64), (4, 2)), weights[0, 16:48, 32:].reshape(4, 8, 2, 16).sum(-1).mean(1)
-    )
+    found = record.window("0", 1, (9, 50), (0, count), (4, 4))
+    assert found.weights.shape[1] == 16
+    assert found.rows[0, 0] <= 9 < found.rows[0, 1]
+    assert found.rows[-1, 0] < 50 <= found.rows[-1, 1]
+    for n, (top, bottom) in enumerate(found.rows.tolist()):
+        for m, (left, right) in enumerate(found.columns.tolist()):
+            close(found.weights[n, m], weights[1, top:bottom, left:right].mean())
 
 
 @pytest.mark.parametrize("count", [64, 60, 61])
@@ -98,7 +105,7 @@ def test_the_map_that_windows_are_read_from_is_made_when_they_are_to_be_ready(
     query = torch.randn(1, 2, count, 8)
     record, weights = attended(rg.Attention(), query), rg.Attention().weights(query, query)[0]
     one = record.attentions[0]
-    small = pooled_rows(pooled_columns(weights, 4), 4)
+    small = torch.nn.functional.adaptive_avg_pool2d(weights, 4)
     close(one.map((4, 4)), small)
     assert list(one._maps) == [(4, 4, 0)]
     record.ready()
@@ -154,8 +161,8 @@ def test_rollout_is_the_product_of_layers() -> None:
 
 def test_rollout_of_long_sequences_is_that_of_pooled_maps() -> None:
     record = of_logits(torch.randn(2, 12, 12))
-    mean = record.attentions[0].map((4, 4)).mean(0)
-    close(record.rollout(size=4), 0.5 * mean + 0.5 * torch.eye(4))
+    mass = 3 * record.attentions[0].map((4, 4)).mean(0)  # of three keys
+    close(record.rollout(size=4), 0.5 * mass + 0.5 * torch.eye(4))
 
 
 def test_the_page_is_written_whole_or_not_at_all(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -63,16 +63,17 @@ def test_a_text_is_run_and_windows_are_of_it(client: TestClient, session: Sessio
     answer = client.post("/api/run", json={"text": "another text, 你好"})
     assert answer.status_code == 200
     assert answer.json()["about"]["streams"]["source"]["tokens"][:3] == ["a", "n", "o"]
-    assert answer.json()["arrays"]["0-maps"]["dtype"] == "float16"
+    assert answer.json()["arrays"]["0-maps"]["dtype"] == "uint16"
 
 
 def test_a_window_is_exact(client: TestClient, session: Session) -> None:
     client.post("/api/run", json={"text": "a text of some length"})
     answer = client.post("/api/window", json=window())
     assert answer.headers["content-type"] == "application/octet-stream"
-    found = np.frombuffer(answer.content, "<f4").reshape(
-        int(answer.headers["x-rows"]), int(answer.headers["x-columns"])
-    )
+    assert np.frombuffer(answer.content[:8], "<i4").tolist() == [4, 7]
+    edges = np.frombuffer(answer.content[8 : 8 + 8 * 11], "<i4").reshape(11, 2)
+    assert edges.tolist() == [[n, n + 1] for n in (*range(4), *range(2, 9))]
+    found = np.frombuffer(answer.content[8 + 8 * 11 :], "<f4").reshape(4, 7)
     expected = session.record.weights(0, 1, rows=slice(0, 4), columns=slice(2, 9))
     np.testing.assert_allclose(found, expected, atol=1e-6)
 

@@ -58,7 +58,9 @@ def test_a_window_is_answered_with_its_weights(document: Made, sent: list) -> No
     }
     viewer._handle_custom_msg(asked, [])
     (content, buffers), *rest = sent
-    assert content == {"id": 7, "rows": 4, "columns": 50}
+    assert content == {
+        "id": 7, "rows": [[n, n + 1] for n in range(10, 14)], "columns": [[n, n + 4] for n in range(0, 200, 4)],
+    }  # fmt: skip
     assert rest == []
     found = np.frombuffer(buffers[0], "<f4").reshape(4, 50)
     np.testing.assert_allclose(found, pooled(document.weights["0"][1:2, 10:14], (4, 50))[0], rtol=1e-5)
@@ -124,8 +126,8 @@ def test_the_front_end_reads_single_weights_from_the_kernel(browser: Any, docume
             question["attention"], question["head"], rows=question["rows"], columns=question["columns"],
             size=question["size"],
         )  # fmt: skip
-        data = base64.b64encode(np.ascontiguousarray(found, "<f4").tobytes()).decode()
-        return {"data": data, "rows": found.shape[0], "columns": found.shape[1]}
+        data = base64.b64encode(np.ascontiguousarray(found.weights, "<f4").tobytes()).decode()
+        return {"data": data, "rows": found.rows.tolist(), "columns": found.columns.tolist()}
 
     opened = Tab(browser)
     opened.page.expose_function("kernel", kernel)

@@ -11,14 +11,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from regard.view.digits import encode
 from regard.view.heads import find
 from regard.view.page import packed
-from regard.view.pool import pooled_columns, pooled_rows
+from regard.view.pool import pooled
 from regard.view.record import NOTHING, Record
 from regard.view.rollout import rollout
 from regard.view.seen import TOP
 
-FORMAT = "regard.view/1"
+FORMAT = "regard.view/2"
+WHOLE = 12_000_000  # bytes of maps up to which every weight is in a page: 12 x 12 heads up to 204 tokens, 24 up to 500
 SHORT, LONG = 3_000_000, 9_000_000  # bytes of arrays: of short sequences, and of those of 32,768 tokens or more
 POINTS = 1024  # of a curve over the queries
 ROLLED = 512  # tokens up to which the rollout is exact
@@ -26,7 +28,7 @@ ROLLED = 512  # tokens up to which the rollout is exact
 
 @dataclass(frozen=True, eq=False)
 class Document:
-    """about: JSON. arrays: by name, little-endian uint16, int32 or float16."""
+    """about: JSON. arrays: by name, little-endian. Weights are codes of `digits.encode`, curves are float16."""
 
     about: dict[str, Any]
     arrays: dict[str, np.ndarray]
@@ -51,9 +53,15 @@ class Sizes:
 
 
 def sizes(record: Record, budget: int | None = None) -> Sizes:
-    """What fits into a number of bytes: a quarter for curves, 45% for maps, the rest for the strongest keys."""
+    """What fits into a number of bytes: a quarter for curves, 45% for maps, the rest for the strongest keys.
+
+    Without a number, every weight is kept up to a few hundred tokens.
+    """
     longest = max(max(seen.Q, seen.K) for seen in record.attentions)
     heads = sum(len(record.shown_heads(seen)) for seen in record.attentions)
+    whole = sum(2 * len(record.shown_heads(seen)) * seen.Q * seen.K for seen in record.attentions)
+    if budget is None and whole <= WHOLE:
+        return Sizes(longest, 1, longest, min(longest, POINTS))
     if budget is None:
         budget = SHORT + int((LONG - SHORT) * min(1.0, longest / 32768))
     points = min(longest, POINTS, max(16, budget // 4 // (8 * heads)))
@@ -69,7 +77,7 @@ def sizes(record: Record, budget: int | None = None) -> Sizes:
 
 
 def document(record: Record, budget: int | None = None) -> Document:
-    """What a page shows of a record. Of long sequences maps are pooled, exactly, and the strongest keys are those of
+    """What a page shows of a record. Maps of long sequences are pooled to means, and the strongest keys are those of
     some queries; budget: about how many bytes the arrays may take.
 
     >>> import regard as rg, regard.view, torch
@@ -105,15 +113,16 @@ def _attention(record: Record, number: int, fitting: Sizes, arrays: dict[str, np
     heads = record.shown_heads(seen)
     queries, keys = record.ends(seen)
 
-    def put(name: str, tensor: Tensor, dtype: type = np.float16) -> str:
+    def put(name: str, tensor: Tensor, dtype: type | None = None) -> str:
         array = tensor.detach().cpu().numpy()
         if dtype is np.float16:
             array = np.nan_to_num(array.astype(np.float32), nan=0.0).clip(-65504, 65504)
-        arrays[f"{number}-{name}"] = array.astype(np.dtype(dtype).newbyteorder("<"))
+        arrays[f"{number}-{name}"] = encode(array) if dtype is None else array.astype(np.dtype(dtype).newbyteorder("<"))
         return f"{number}-{name}"
 
     statistics = seen.statistics
     maps = seen.map((fitting.side, fitting.side))[heads]
+    exact = tuple(maps.shape[1:]) == (seen.Q, seen.K)
     rows = torch.arange(seen.Q)
     if fitting.rows < seen.Q:
         rows = ((torch.arange(fitting.rows) + 0.5) * seen.Q / fitting.rows).long()
@@ -129,6 +138,11 @@ def _attention(record: Record, number: int, fitting: Sizes, arrays: dict[str, np
     }
     curves = {name: torch.nan_to_num(curve[0, heads].float(), 0.0, 0.0, 0.0) for name, curve in curves.items()}
     names = {"first": "sink"}
+    tops: dict[str, str | None] = {"top_keys": None, "top_weights": None, "top_rows": None}
+    if not exact:  # else the maps say it
+        tops["top_keys"] = put("top_keys", top_keys, np.uint16 if seen.K <= 1 << 16 else np.int32)
+        tops["top_weights"] = put("top_weights", top_weights)
+        tops["top_rows"] = None if len(rows) == seen.Q else put("top_rows", rows, np.int32)
     return {
         "id": str(number),
         "name": seen.name,
@@ -142,16 +156,12 @@ def _attention(record: Record, number: int, fitting: Sizes, arrays: dict[str, np
         "K": seen.K,
         "offset": seen.offset,
         "maps": put("maps", maps),
-        "exact": tuple(maps.shape[1:]) == (seen.Q, seen.K),
-        "top_keys": put("top_keys", top_keys, np.uint16 if seen.K <= 1 << 16 else np.int32),
-        "top_weights": put("top_weights", top_weights),
-        "top_rows": None if len(rows) == seen.Q else put("top_rows", rows, np.int32),
-        "statistics": {name: put(name, _curve(curve, fitting.points)) for name, curve in curves.items()},
-        "means": {
-            names.get(name, name): [round(float(mean), 5) for mean in curve.mean(-1)] for name, curve in curves.items()
-        },
+        "exact": exact,
+        **tops,
+        "statistics": {name: put(name, _curve(curve, fitting.points), np.float16) for name, curve in curves.items()},
+        "means": {names.get(name, name): curve.mean(-1).tolist() for name, curve in curves.items()},
         "found": [
-            {"head": each.head, "name": each.name, "score": round(each.score, 4)}
+            {"head": each.head, "name": each.name, "score": each.score}
             | ({} if each.offset is None else {"offset": each.offset})
             for each in find(record, number)
         ],
@@ -160,7 +170,7 @@ def _attention(record: Record, number: int, fitting: Sizes, arrays: dict[str, np
 
 def _curve(curve: Tensor, points: int) -> Tensor:
     """(heads, Q) to at most so many points."""
-    return pooled_rows(curve[..., None], min(points, curve.shape[-1]))[..., 0]
+    return pooled(curve[:, None], (1, points))[:, 0]
 
 
 def _rollout(record: Record, fitting: Sizes, arrays: dict[str, np.ndarray]) -> dict[str, Any] | None:
@@ -169,8 +179,10 @@ def _rollout(record: Record, fitting: Sizes, arrays: dict[str, np.ndarray]) -> d
         return None
     kind = max(("encoder", "decoder"), key=lambda kind: sum(seen.kind == kind for seen in stack))
     first = next(seen for seen in stack if seen.kind == kind)
-    side = min(fitting.side, first.K)
-    layers = rollout(record, kind, ROLLED if first.K <= ROLLED else side)  # type: ignore[arg-type]
-    small = pooled_rows(pooled_columns(layers, side), side).numpy().astype("<f2")
+    side, exact = min(fitting.side, first.K), first.K <= ROLLED
+    layers = rollout(record, kind, ROLLED if exact else side)  # type: ignore[arg-type]
+    if not exact:  # mass of a band of keys, to the mean of them
+        layers = layers / (torch.arange(side + 1) * first.K // side).diff()
+    small = encode(pooled(layers, (side, side)).numpy())
     arrays["rollout"], arrays["rollout-layers"] = small[-1], small
-    return {"stream": record.ends(first)[1], "map": "rollout", "layers": "rollout-layers"}
+    return {"stream": record.ends(first)[1], "map": "rollout", "layers": "rollout-layers", "exact": exact}

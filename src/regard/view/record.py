@@ -8,13 +8,12 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 from torch import Tensor
 
 from regard.arguments import Index
 from regard.engines.look import Statistics
 from regard.files import whole_text
-from regard.view.seen import Kind, Seen
+from regard.view.seen import Kind, Seen, Window
 
 if TYPE_CHECKING:
     from regard.view.document import Document
@@ -209,9 +208,9 @@ class Record:
         columns: tuple[int, int],
         size: tuple[int, int] = (512, 512),
         kind: Kind | None = None,
-    ) -> np.ndarray:
-        """The exact weights of a window, rows and columns from and to; where it is larger than `size`, the mean mass
-        that the queries of a band put on the keys of a band. (r, c) float32."""
+    ) -> Window:
+        """The weights of a window, rows and columns from and to; where it is larger than `size`, the means of cells.
+        `Window.rows` and `columns` say which weights a cell is the mean of."""
         return self.attention(attention, kind).window(head, rows, columns, size)
 
     @property

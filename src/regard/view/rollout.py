@@ -16,7 +16,7 @@ def rollout(record: Record, kind: Kind | None = None, size: int = 512, batch: in
 
     The identity stands for the residual connection. kind: encoder or decoder; the one with more layers unless told
     otherwise. Up to `size` tokens it is exact. Of more, it is the rollout of the maps pooled to size x size: within a
-    band of tokens, mass is then taken to be spread evenly.
+    band of tokens, mass is then assumed to be spread evenly, so it is an estimate.
     """
     stacks: dict[Kind, list] = {"encoder": [], "decoder": []}
     for seen in record.attentions:
@@ -28,10 +28,11 @@ def rollout(record: Record, kind: Kind | None = None, size: int = 512, batch: in
     if not stack:
         raise ValueError(f"rollout needs layers of self-attention, but no whole {kind} was captured")
     n = min(size, stack[0].K)
+    edges = torch.arange(n + 1) * stack[0].K // n
     through, found = torch.eye(n), []
     for seen in stack:
-        mean = seen.map((n, n), batch).mean(0)  # (n, n)
-        step = 0.5 * mean + 0.5 * torch.eye(n)
+        mass = seen.map((n, n), batch).mean(0) * edges.diff()  # (n, n), of a band of keys
+        step = 0.5 * mass + 0.5 * torch.eye(n)
         through = step / step.sum(-1, keepdim=True) @ through  # rows with a sink, or nothing to see, have less than 1
         found.append(through)
     return torch.stack(found)

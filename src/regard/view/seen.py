@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -17,13 +17,13 @@ from regard.engines.look import Statistics
 from regard.engines.problem import Problem
 from regard.engines.reference import logits, operands
 from regard.geometry import At
-from regard.view.pool import bands, overlaps, pooled_columns, pooled_rows
+from regard.view.pool import bands, pooled
 
 Kind = Literal["encoder", "decoder", "cross"]
 TOP = 8  # strongest keys of a query that are kept
-DIRECT = 1 << 23  # weights of one window that are worked out for it; a larger one is read from a map
+DIRECT = 1 << 24  # weights of one window that are computed for it; a larger one consists of cells of a map
 CELLS = 1024  # rows and columns of that map
-BLOCK = 1 << 18  # weights that are worked out at a time
+BLOCK = 1 << 18  # weights that are computed at once
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,6 +34,17 @@ class Call:
     query: Tensor
     first: int
     stop: int
+
+
+class Window(NamedTuple):
+    """A part of a map. A cell is the mean of the weights of its rows and columns; a cell of one of each is a weight."""
+
+    weights: np.ndarray
+    """(r, c) float32"""
+    rows: np.ndarray
+    """from and to of the queries of each cell, (r, 2)"""
+    columns: np.ndarray
+    """from and to of its keys, (c, 2)"""
 
 
 class Seen:
@@ -182,11 +193,7 @@ class Seen:
 
     @torch.no_grad()
     def map(self, size: tuple[int, int], batch: int = 0) -> Tensor:
-        """(H, rows, columns): the mean mass that the queries of a band put on the keys of a band; rows sum to 1.
-
-        Bands of queries are those of adaptive_avg_pool2d, which may share a row with their neighbour; bands of keys
-        are cut at floor(n * K / columns), and share none.
-        """
+        """(H, rows, columns): the means of the weights over `bands` of queries and keys, as `Attention.map` gives."""
         rows, columns = min(size[0], self.Q), min(size[1], self.K)
         if (rows, columns, batch) not in self._maps:
             self._maps[rows, columns, batch] = self._map(rows, columns, batch)
@@ -195,33 +202,15 @@ class Seen:
     def _map(self, rows: int, columns: int, batch: int) -> Tensor:
         cells = self._maps.get((CELLS, CELLS, batch))
         if cells is not None and not (self.Q % CELLS or self.K % CELLS or CELLS % rows or CELLS % columns):
-            return cells.view(self.heads, rows, CELLS // rows, columns, CELLS // columns).mean(2).sum(-1)
-        if len(self.calls) > 1 or (rows, columns) == (self.Q, self.K):
-            found = torch.zeros(self.heads, self.Q, columns)
-            for some in torch.arange(self.Q).split(max(1, DIRECT // max(1, self.heads * self.K))):
-                found[:, some] = pooled_columns(self.weights(rows=some, batch=batch).float(), columns)
-            return pooled_rows(found, rows)
-        call = self.calls[0]
-        found = call.attend.map(call.query, self.key(call), size=(rows, columns))[batch].float()
-        start, stop = bands(self.K, columns)
-        found = found * (stop - start)
-        shared = (start[1:] < stop[:-1]).nonzero()[:, 0]  # bands of keys that end within the first key of the next
-        if len(shared):
-            found[:, :, shared] -= pooled_rows(self._given_to(start[1:][shared], batch), rows)
-        return found.clamp(min=0)
-
-    def _given_to(self, keys: Tensor, batch: int) -> Tensor:
-        """What every query gives to some keys (m,) by its known log-sum-exp, (H, Q, m)."""
-        call, problem, lse = self.calls[0], self._problem(self.calls[0]), self.statistics.lse[batch, :, :, None]
-        (query, key, _), bad = operands(problem, call.query, self.key(call), self.key(call)[..., :0])
-        key, bad = key[batch, None][:, :, keys], None if bad is None else bad[batch, None][:, :, keys]
-        place = torch.full((1, 1, 1, 1), batch), torch.arange(self.heads)[:, None, None]
-        found = torch.zeros(self.heads, self.Q, len(keys))
-        for some in torch.arange(self.Q).split(max(1, BLOCK // (self.heads * len(keys)))):
-            at = At(problem.frame, *place, some[:, None], keys)
-            scores = logits(problem, query[batch, None][:, :, some], key, at, problem.bias, bad)[0]
-            total = lse[:, some]
-            found[:, some] = (scores - total.masked_fill(total == -torch.inf, 0.0)).exp().float()
+            return pooled(cells, (rows, columns))
+        if (rows, columns) == (self.Q, self.K):
+            return self.weights(batch=batch).float()
+        if len(self.calls) == 1:
+            call = self.calls[0]
+            return call.attend.map(call.query, self.key(call), size=(rows, columns))[batch].float()
+        found = torch.zeros(self.heads, rows, columns)
+        for n, (first, stop) in enumerate(bands(self.Q, rows).tolist()):
+            found[:, n] = pooled(self.weights(rows=slice(first, stop), batch=batch).float(), (1, columns))[:, 0]
         return found
 
     def ready(self) -> None:
@@ -265,30 +254,36 @@ class Seen:
     @torch.no_grad()
     def window(
         self, head: int, rows: tuple[int, int], columns: tuple[int, int], size: tuple[int, int], batch: int = 0
-    ) -> np.ndarray:
-        """The weights of a window, (r, c) float32, pooled as in `map` where it is larger than `size`.
+    ) -> Window:
+        """The weights of a window; where it is larger than `size`, their means over `bands`.
 
-        Only the window is worked out, or, of a window of many millions of weights, nothing: it is read from a map of
-        1024 x 1024 cells, which is made once. Mass is then taken to be spread evenly within a cell.
+        A window of many millions of weights consists of the cells of a map of 1024 x 1024 that it touches. That map is
+        computed once, and its cells may reach beyond the window.
         """
         (top, bottom), (left, right) = _inside("rows", rows, self.Q), _inside("columns", columns, self.K)
-        tall, wide = min(size[0], bottom - top), min(size[1], right - left)
-        whole, part = (bottom - top) * self.K, (bottom - top) * (right - left)
-        known = "statistics" in self.__dict__ and len(self.calls) == 1
-        if known and part <= DIRECT and 2 * part <= whole:
-            found = self._by_lse(head, (top, bottom), (left, right), wide, batch)
-        elif whole <= DIRECT * (2 if known else 16):  # the kernel is quicker, but reads whole rows
-            weights = self.weights(heads=[head], rows=slice(top, bottom), columns=slice(left, right), batch=batch)[0]
-            found = pooled_columns(weights.float(), wide)
-        else:
+        size = (min(size[0], bottom - top), min(size[1], right - left))
+        if (bottom - top) * (right - left) > DIRECT:
             cells = self.map((CELLS, CELLS), batch)[head]
-            down = overlaps((top, bottom), tall, self.Q, cells.shape[0])  # (r, rows of cells), in cells
-            across = overlaps((left, right), wide, self.K, cells.shape[1])
-            return (down / down.sum(-1, keepdim=True) @ cells @ across.mT).numpy()
-        return pooled_rows(found, tall).numpy()
+            down, across = bands(self.Q, cells.shape[0]), bands(self.K, cells.shape[1])
+            i, j = ((each[:, 1] > first) & (each[:, 0] < last) for each, first, last in
+                    ((down, top, bottom), (across, left, right)))  # fmt: skip
+            return Window(cells[i][:, j].numpy(), down[i].numpy(), across[j].numpy())
+        found = pooled(self._part(head, (top, bottom), (left, right), batch)[None], size)[0]
+        return Window(
+            found.numpy(), (top + bands(bottom - top, size[0])).numpy(), (left + bands(right - left, size[1])).numpy()
+        )
 
-    def _by_lse(self, head: int, rows: tuple[int, int], columns: tuple[int, int], count: int, batch: int) -> Tensor:
-        """Weights by the rows' known log-sum-exp, their columns pooled to `count`: no key beyond the window is read."""
+    def _part(self, head: int, rows: tuple[int, int], columns: tuple[int, int], batch: int) -> Tensor:
+        """The weights of a window: of whole rows where they are few, else by the rows' known log-sum-exp."""
+        if len(self.calls) == 1 and (rows[1] - rows[0]) * self.K > DIRECT:
+            return self._by_lse(head, rows, columns, batch)
+        step = max(1, DIRECT // self.K)
+        parts = [slice(first, min(first + step, rows[1])) for first in range(*rows, step)]
+        weights = [self.weights(heads=[head], rows=i, columns=slice(*columns), batch=batch)[0] for i in parts]
+        return torch.cat(weights).float()
+
+    def _by_lse(self, head: int, rows: tuple[int, int], columns: tuple[int, int], batch: int) -> Tensor:
+        """Weights by the rows' known log-sum-exp: no key beyond the window is read."""
         call, b, h, j = self.calls[0], slice(batch, batch + 1), slice(head, head + 1), slice(*columns)
         problem, key = self._problem(call), self.key(call)
         group = head * key.shape[1] // self.heads
@@ -296,16 +291,15 @@ class Seen:
         if problem.mask is not None:
             good = some.isfinite()
             some, bad = torch.where(good, some, 0.0), ~good.all(-1)
-        found = []
+        found = torch.empty(rows[1] - rows[0], columns[1] - columns[0])
         step = max(1, BLOCK // (columns[1] - columns[0]))  # few enough to stay in the cache
         for first in range(*rows, step):
             i = slice(first, min(first + step, rows[1]))
             query = call.query[b, h, i].to(problem.arithmetic)
             scores = logits(problem, query, some, problem.frame.at(b, h, i, j), problem.bias, bad)[0, 0]
             lse = self.statistics.lse[batch, head, i, None]
-            weights = scores.sub_(lse.masked_fill(lse == -torch.inf, 0.0)).exp_()
-            found.append(pooled_columns(weights.float(), count))
-        return torch.cat(found)
+            found[i.start - rows[0] : i.stop - rows[0]] = scores.sub_(lse.masked_fill(lse == -torch.inf, 0.0)).exp_()
+        return found
 
     def visible(self, rows: Index = None, batch: int = 0) -> Tensor:
         """How many keys each of some queries may look at, (1 or H, rows)."""

@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 import anyio
+import numpy as np
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, JSONResponse, Response
@@ -105,8 +106,9 @@ def application(session: Session, *, lang: str = "en", hosts: Sequence[str] = LO
         if not 0 <= head < seen.heads:
             raise Refused(422, f"head must be in 0 ... {seen.heads - 1}, but is {head}")
         found = await _in_time(session, lambda: record.window(name, head, (top, bottom), (left, right), (tall, wide)))
-        shape = {"X-Rows": str(found.shape[0]), "X-Columns": str(found.shape[1])}
-        return Response(found.astype("<f4").tobytes(), media_type="application/octet-stream", headers=shape)
+        sizes = np.array(found.weights.shape, "<i4")
+        parts = (sizes, found.rows.astype("<i4"), found.columns.astype("<i4"), found.weights.astype("<f4"))
+        return Response(b"".join(part.tobytes() for part in parts), media_type="application/octet-stream")
 
     async def refuse(request: Request, error: Exception) -> Response:
         if isinstance(error, Refused):

@@ -13,6 +13,7 @@ except ImportError as error:
     raise ImportError(f"the notebook widget needs {error.name}: pip install 'regard[view]'") from error
 
 from regard.view.page import LANGUAGES, Pages, bundle, finite, packed, static
+from regard.view.seen import Window
 
 
 class Records(Protocol):
@@ -23,7 +24,7 @@ class Records(Protocol):
 
     def window(
         self, attention: str, head: int, rows: tuple[int, int], columns: tuple[int, int], size: tuple[int, int]
-    ) -> np.ndarray: ...
+    ) -> Window: ...
 
 
 class Viewer(anywidget.AnyWidget):
@@ -58,5 +59,5 @@ class Viewer(anywidget.AnyWidget):
         except Exception as error:  # the browser waits for an answer, whatever went wrong
             self.send({"id": asked.get("id"), "error": f"{type(error).__name__}: {error}"})
             return
-        found = np.ascontiguousarray(found, "<f4")
-        self.send({"id": asked["id"], "rows": found.shape[0], "columns": found.shape[1]}, buffers=[found.tobytes()])
+        answer = {"id": asked["id"], "rows": found.rows.tolist(), "columns": found.columns.tolist()}
+        self.send(answer, buffers=[np.ascontiguousarray(found.weights, "<f4").tobytes()])

@@ -1,6 +1,6 @@
 // What is written around and into a map: texts with places, for the canvas and for SVG alike.
 import { el } from "./dom.js";
-import { brief, number, short } from "./text.js";
+import { number, short } from "./text.js";
 
 const GAP = 9.5; // pixels that a label needs
 
@@ -15,15 +15,15 @@ export function axes(field, view, size, level, palette, top) {
     found.push({ x: (token + 0.5 - view.left) * across, y: -8, text, strong, size: Math.min(11, Math.max(9.5, across)), align: "left", turn: -55 });
   }
   found.push({ x: -8, y: -12, text: field.corner, size: 11, align: "right", soft: true });
-  const single = level.rows && level.rowEdges[1] - level.rowEdges[0] === 1 && level.columnEdges[1] - level.columnEdges[0] === 1;
-  if (single && across >= 40 && down >= 18) {
+  const single = level.rows && level.rowEdges[level.rows] - level.rowEdges[0] === level.rows && level.columnEdges[level.columns] - level.columnEdges[0] === level.columns;
+  if (single && across >= 48 && down >= 18) {
     for (let i = 0; i < level.rows; i++) {
       for (let j = 0; j < level.columns; j++) {
         const [x, y] = [(level.columnEdges[j] + 0.5 - view.left) * across, (level.rowEdges[i] + 0.5 - view.top) * down];
         if (x < 0 || y < 0 || x > size.width || y > size.height) continue;
         const value = level.data[i * level.columns + j];
         if (value > 0) {
-          const text = value < 0.0005 ? "<.001" : value.toFixed(3).replace(/^0/, "");
+          const text = value < 0.001 ? "<.001" : number(value).replace(/^0/, "");
           found.push({ x, y, text, size: 11, align: "center", fill: palette.ink(value, top) });
         }
       }
@@ -63,13 +63,18 @@ function* cycle(items) {
   for (;;) yield* items;
 }
 
+// The end of a scale, which has two digits.
+function scale(top) {
+  return top && top < 0.001 ? top.toExponential(1) : String(Number(top.toPrecision(2)));
+}
+
 export function legend(element, palette, top, label) {
   const stops = Array.from({ length: 9 }, (_, n) => palette.at(n / 8)).join(", ");
-  const bar = el("span", { class: "legend-bar", role: "img", "aria-label": `${label}: 0 – ${number(top)}` });
+  const bar = el("span", { class: "legend-bar", role: "img", "aria-label": `${label}: 0 – ${scale(top)}` });
   bar.style.background = `linear-gradient(to right, ${stops})`;
   element.replaceChildren(
     el("span", { text: "0" }),
     bar,
-    el("span", { text: top < 0.01 ? number(top) : brief(top) }),
+    el("span", { text: scale(top) }),
   );
 }

@@ -1,6 +1,6 @@
 // All heads as thumbnails: a row for each layer, or one flow when they are sorted or filtered otherwise.
 import { el, svg } from "./dom.js";
-import { joined, most } from "./levels.js";
+import { joined, topOf } from "./levels.js";
 import { coloured } from "./raster.js";
 import { brief } from "./text.js";
 import { role } from "./words.js";
@@ -155,7 +155,7 @@ function paint(canvas, level, palette) {
   const context = canvas.getContext("2d");
   const image = context.createImageData(level.columns, level.rows);
   const pixels = new Uint32Array(image.data.buffer);
-  const top = most(level.data);
+  const top = topOf(level.data);
   pixels.set(coloured(level, palette, top));
   context.putImageData(image, 0, 0);
 }

@@ -1,28 +1,42 @@
-// Levels: weights of one head pooled to a grid. A cell is the mean mass that a query of its rows puts on its columns,
-// so rows are averaged and columns are summed. Edges are token positions: cell i covers [edges[i], edges[i + 1]).
+// Levels: the weights of one head as a grid of cells. A cell is the mean of the weights of its rows and columns, and a
+// cell of one row and one column is a weight. Bands are [from, to] pairs, flat; a cell is drawn from where its band starts
+// to where the next one does, since neighbours may share one token.
 
-export function edges(cells, tokens) {
-  return Int32Array.from({ length: cells + 1 }, (_, i) => Math.floor((i * tokens) / cells));
+// Band n of N over a length L, as in pool.py: from floor(n L / N) to ceil((n + 1) L / N).
+export function bands(length, count) {
+  const found = new Int32Array(2 * count);
+  for (let n = 0; n < count; n++) {
+    found[2 * n] = Math.floor((n * length) / count);
+    found[2 * n + 1] = Math.ceil(((n + 1) * length) / count);
+  }
+  return found;
 }
 
-export function level(data, rows, columns, Q, K) {
-  return { data, rows, columns, rowEdges: edges(rows, Q), columnEdges: edges(columns, K) };
+export function level(data, rows, columns) {
+  return { data, rows: rows.length / 2, columns: columns.length / 2, rowBands: rows, columnBands: columns, rowEdges: edges(rows), columnEdges: edges(columns) };
 }
 
-// The same level with at most `rows` x `columns` cells: exact, since whole cells are joined.
+function edges(pairs) {
+  const found = new Int32Array(pairs.length / 2 + 1);
+  for (let n = 0; n < found.length - 1; n++) found[n] = pairs[2 * n];
+  found[found.length - 1] = pairs[pairs.length - 1];
+  return found;
+}
+
+// The same with at most `rows` x `columns` cells, for colours: numbers are read from the level itself.
 export function joined(fine, rows, columns) {
   const down = Math.ceil(fine.rows / rows);
   const across = Math.ceil(fine.columns / columns);
   if (down <= 1 && across <= 1) return fine;
-  const rowEdges = every(fine.rowEdges, down);
-  const columnEdges = every(fine.columnEdges, across);
-  const made = { rows: rowEdges.length - 1, columns: columnEdges.length - 1, rowEdges, columnEdges };
+  const made = { rows: Math.ceil(fine.rows / down), columns: Math.ceil(fine.columns / across), rowEdges: every(fine.rowEdges, down), columnEdges: every(fine.columnEdges, across) };
   const data = new Float32Array(made.rows * made.columns);
+  const share = (all, n, joinedEdges, to) => (all[n + 1] - all[n]) / (joinedEdges[to + 1] - joinedEdges[to]);
   for (let i = 0; i < fine.rows; i++) {
-    const to = Math.floor(i / down);
-    const share = (fine.rowEdges[i + 1] - fine.rowEdges[i]) / (rowEdges[to + 1] - rowEdges[to]);
+    const y = Math.floor(i / down);
+    const tall = share(fine.rowEdges, i, made.rowEdges, y);
     for (let j = 0; j < fine.columns; j++) {
-      data[to * made.columns + Math.floor(j / across)] += share * fine.data[i * fine.columns + j];
+      const x = Math.floor(j / across);
+      data[y * made.columns + x] += tall * share(fine.columnEdges, j, made.columnEdges, x) * fine.data[i * fine.columns + j];
     }
   }
   return { ...made, data };
@@ -35,7 +49,7 @@ function every(all, step) {
   return Int32Array.from(kept);
 }
 
-// The cells of a level that a window of tokens touches.
+// The cells that a window of tokens touches, for colours.
 export function cut(whole, [top, bottom], [left, right]) {
   const r = [find(whole.rowEdges, top), find(whole.rowEdges, bottom - 1) + 1];
   const c = [find(whole.columnEdges, left), find(whole.columnEdges, right - 1) + 1];
@@ -53,7 +67,17 @@ export function cut(whole, [top, bottom], [left, right]) {
   };
 }
 
-// The cell that holds a token.
+// The cell at a token: its bands, and its value.
+export function cellAt(whole, query, key) {
+  const i = find(whole.rowEdges, query);
+  const j = find(whole.columnEdges, key);
+  const rows = [...whole.rowBands.subarray(2 * i, 2 * i + 2)];
+  const columns = [...whole.columnBands.subarray(2 * j, 2 * j + 2)];
+  const single = rows[1] - rows[0] === 1 && columns[1] - columns[0] === 1;
+  return { rows, columns, single, value: whole.data[i * whole.columns + j] };
+}
+
+// Where a token lies among edges.
 export function find(all, token) {
   let low = 0;
   let high = all.length - 2;
@@ -71,40 +95,10 @@ export function most(data) {
   return found;
 }
 
-// Parts of [from, to) that divide into cells of `size` tokens, and what is left over: asked for apart, so that
-// every cell is exactly what its edges say.
-export function parts(from, to, size) {
-  const whole = Math.floor((to - from) / size);
-  const middle = from + whole * size;
-  const found = whole ? [[from, middle, whole]] : [];
-  if (middle < to) found.push([middle, to, 1]);
-  return found;
-}
-
-// A level from the answers to such parts, asked for one after the other.
-export async function stitched(fetch, rows, columns) {
-  const rowEdges = [rows[0][0]];
-  const columnEdges = [columns[0][0]];
-  const bands = [];
-  for (const [from, to, count] of rows) {
-    const row = [];
-    for (const [left, right, across] of columns) row.push(await fetch([from, to], [left, right], [count, across]));
-    bands.push(row);
-    rowEdges.push(...row[0].rowEdges.slice(1));
-  }
-  for (const part of bands[0]) columnEdges.push(...part.columnEdges.slice(1));
-  const whole = { rows: rowEdges.length - 1, columns: columnEdges.length - 1, rowEdges: Int32Array.from(rowEdges), columnEdges: Int32Array.from(columnEdges) };
-  const data = new Float32Array(whole.rows * whole.columns);
-  let down = 0;
-  for (const row of bands) {
-    let across = 0;
-    for (const part of row) {
-      for (let i = 0; i < part.rows; i++) {
-        data.set(part.data.subarray(i * part.columns, (i + 1) * part.columns), (down + i) * whole.columns + across);
-      }
-      across += part.columns;
-    }
-    down += row[0].rows;
-  }
-  return { ...whole, data };
+// The end of a colour scale: the largest value, up to the next number of two digits, so that the legend says what it is.
+export function topOf(data) {
+  const value = most(data);
+  if (!(value > 0)) return 0;
+  const step = 10 ** (Math.floor(Math.log10(value)) - 1);
+  return Number((Math.ceil(value / step - 1e-9) * step).toPrecision(2));
 }

@@ -1,5 +1,5 @@
 // What a token looks at and who looks at it, as well as the source knows: every weight, or the top keys only.
-import { find } from "./levels.js";
+import { cellAt, find } from "./levels.js";
 
 const PIECE = 4096;
 
@@ -23,7 +23,7 @@ export function createLook(source, remembered = 64) {
     if (!attention.top_keys) return null;
     const [keys, weights, only] = await Promise.all([
       source.array(attention.top_keys),
-      source.array(attention.top_weights),
+      source.weights(attention.top_weights),
       attention.top_rows ? source.array(attention.top_rows) : null,
     ]);
     const [, count, width] = keys.shape;
@@ -111,7 +111,7 @@ export function createLook(source, remembered = 64) {
     return inverse.get(name);
   }
 
-  // A number for every key, for pictures: exact where known, else the mass of the pooled cell shared among its keys.
+  // A number for every key, for pictures: the weight where it is known, else the mean of the pooled cell.
   async function spread(attention, head, token, from) {
     const found = await (from === "key" ? look.column : look.row)(attention, head, token);
     if (found.all) return { values: found.all, sure: null, top: found.top };
@@ -120,9 +120,7 @@ export function createLook(source, remembered = 64) {
     const values = new Float32Array(length);
     for (let other = 0; other < length; other++) {
       const [query, key] = from === "key" ? [other, token] : [token, other];
-      const j = find(pooled.columnEdges, key);
-      const width = pooled.columnEdges[j + 1] - pooled.columnEdges[j];
-      values[other] = pooled.data[find(pooled.rowEdges, query) * pooled.columns + j] / Math.max(1, width);
+      values[other] = cellAt(pooled, query, key).value;
     }
     const sure = new Set();
     for (const [other, weight] of found.top) {

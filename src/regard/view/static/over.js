@@ -55,7 +55,7 @@ export function overView(app, stage) {
     const rows = [[stage.name(token), app.tokens(stream())[token] ?? ""]];
     if (app.state.token !== null || !own(attention, side)) {
       const sure = !found.sure || found.sure.has(token);
-      rows.push([t(sure ? "weight" : "share"), null, number(found.values[token])]);
+      rows.push([t(sure ? "weight" : "pooled"), null, number(found.values[token])]);
     } else {
       for (const [other, weight] of found.top.slice(0, 4)) rows.push([`${t(side === "query" ? "looks" : "looked")} ${label(other)}`, null, number(weight)]);
     }

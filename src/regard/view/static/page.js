@@ -29,8 +29,13 @@ async function post(path, body) {
 const remote = {
   async window(asked) {
     const answer = await post("api/window", asked);
-    const data = new Float32Array(await answer.arrayBuffer());
-    return { data, rows: Number(answer.headers.get("X-Rows")), columns: Number(answer.headers.get("X-Columns")) };
+    const body = await answer.arrayBuffer();
+    const [rows, columns] = new Int32Array(body, 0, 2);
+    return {
+      rows: new Int32Array(body, 8, 2 * rows),
+      columns: new Int32Array(body, 8 + 8 * rows, 2 * columns),
+      data: new Float32Array(body, 8 + 8 * (rows + columns)),
+    };
   },
   async run(text) {
     const { about, arrays } = await (await post("api/run", { text })).json();

@@ -1,7 +1,7 @@
 // A matrix of weights that is zoomed and read: canvas, axes, tooltip, keys. Knows nothing of heads or layers.
 import { axes, legend } from "./axes.js";
 import { debounced, el, framed, svg } from "./dom.js";
-import { cut, find, joined, most, parts, stitched } from "./levels.js";
+import { cellAt, cut, joined, topOf } from "./levels.js";
 import { createPanel } from "./panel.js";
 import { raster } from "./raster.js";
 import { isolated, number, short, span } from "./text.js";
@@ -25,7 +25,8 @@ export function createPlane(app, onWindow) {
   let field = null;
   let frame = null; // the window
   let detail = null; // what a live source said last
-  let drawn = null; // the level on the screen
+  let drawn = null; // the level on the screen: colours
+  let base = null; // the level that numbers are read from
   let size = { width: 0, height: 0 };
   let pointer = null;
   let cursor = null;
@@ -35,15 +36,15 @@ export function createPlane(app, onWindow) {
   const ask = debounced(async () => {
     const now = ++asked;
     const { view } = frame;
-    const base = field.level;
     const cell = Math.max(1, Math.ceil(Math.max(view.bottom - view.top, view.right - view.left) / CELLS));
-    const finest = Math.min(field.Q / base.rows, field.K / base.columns);
+    const finest = Math.min(field.Q / field.level.rows, field.K / field.level.columns);
     if (!field.fetch || cell >= finest || covers(detail, view, cell)) return;
-    const rows = parts(Math.floor(view.top / cell) * cell, Math.min(field.Q, Math.ceil(view.bottom / cell) * cell), cell);
-    const columns = parts(Math.floor(view.left / cell) * cell, Math.min(field.K, Math.ceil(view.right / cell) * cell), cell);
+    // From and to at multiples of a cell, so that cells stay what they are while the map moves.
+    const rows = [Math.floor(view.top / cell) * cell, Math.min(field.Q, Math.ceil(view.bottom / cell) * cell)];
+    const columns = [Math.floor(view.left / cell) * cell, Math.min(field.K, Math.ceil(view.right / cell) * cell)];
     const { key } = field;
     try {
-      const found = await stitched(field.fetch, rows, columns);
+      const found = await field.fetch(rows, columns, [rows, columns].map(([from, to]) => Math.ceil((to - from) / cell)));
       if (now !== asked || key !== field.key) return;
       detail = { ...found, cell };
       draw();
@@ -79,7 +80,8 @@ export function createPlane(app, onWindow) {
 
   function choose() {
     const { view } = frame;
-    if (detail && covers(detail, view, Infinity)) return detail;
+    base = detail && covers(detail, view, Infinity) ? detail : field.level;
+    if (base === detail) return detail;
     const cells = [size.height, size.width].map((pixels) => Math.max(1, pixels));
     const shares = [(view.bottom - view.top) / field.Q, (view.right - view.left) / field.K];
     return joined(field.level, Math.ceil(cells[0] / shares[0]), Math.ceil(cells[1] / shares[1]));
@@ -91,8 +93,7 @@ export function createPlane(app, onWindow) {
     const palette = app.palette();
     drawn = choose();
     const visible = cut(drawn, [Math.floor(view.top), Math.ceil(view.bottom)], [Math.floor(view.left), Math.ceil(view.right)]);
-    const top = most(visible.data);
-    drawn.most = top;
+    const top = topOf(visible.data);
     const ratio = devicePixelRatio || 1;
     const context = canvas.getContext("2d");
     context.setTransform(1, 0, 0, 1, 0, 0);
@@ -122,7 +123,7 @@ export function createPlane(app, onWindow) {
 
   function outline(context, spot, colour) {
     if (!spot) return;
-    const cell = cellAt(spot);
+    const cell = cellAt(base, spot.query, spot.key);
     const { view } = frame;
     const x = (token) => ((token - view.left) / (view.right - view.left)) * size.width;
     const y = (token) => ((token - view.top) / (view.bottom - view.top)) * size.height;
@@ -141,31 +142,24 @@ export function createPlane(app, onWindow) {
     context.restore();
   }
 
-  function cellAt({ query, key }) {
-    const i = find(drawn.rowEdges, query);
-    const j = find(drawn.columnEdges, key);
-    const rows = [drawn.rowEdges[i], drawn.rowEdges[i + 1]];
-    const columns = [drawn.columnEdges[j], drawn.columnEdges[j + 1]];
-    const single = rows[1] - rows[0] === 1 && columns[1] - columns[0] === 1;
-    return { rows, columns, single, value: drawn.data[i * drawn.columns + j] };
-  }
-
   function lines(spot) {
     const { t } = app;
-    const cell = cellAt(spot);
+    const cell = cellAt(base, spot.query, spot.key);
     const side = (label, [from, to], text) => [
       `${t(label)} ${span(from, to)}`,
       to - from === 1 ? text(from) : `${short(text(from), 14)} … ${short(text(to - 1), 14)}`,
     ];
-    const what = cell.single ? "weight" : "mass";
     return {
       cell,
       lines: [
         side(cell.rows[1] - cell.rows[0] === 1 ? "query" : "queries", cell.rows, field.rowText),
         side(cell.columns[1] - cell.columns[0] === 1 ? "key" : "keys", cell.columns, field.columnText),
-        [t(what), null, number(cell.value)],
+        [t(cell.single ? "weight" : "pooled"), null, number(cell.value)],
       ],
-      note: cell.single ? "" : `${t("pooled")}: ${t("mass.long")}`,
+      note: [
+        cell.single ? "" : t("pooled.long", { rows: cell.rows[1] - cell.rows[0], columns: cell.columns[1] - cell.columns[0] }),
+        field.estimate ? t("estimate") : "",
+      ].filter(Boolean).join("; "),
     };
   }
 
@@ -260,7 +254,7 @@ export function createPlane(app, onWindow) {
     }
     if (!cursor) cursor = { query: Math.floor(frame.view.top), key: Math.floor(frame.view.left) };
     else {
-      const cell = cellAt(cursor);
+      const cell = cellAt(base, cursor.query, cursor.key);
       const step = (from, [low, high], by, count) => Math.max(0, Math.min(count - 1, by > 0 ? high : by < 0 ? low - 1 : from));
       cursor = { query: step(cursor.query, cell.rows, way[1], field.Q), key: step(cursor.key, cell.columns, way[0], field.K) };
     }
@@ -285,6 +279,7 @@ export function createPlane(app, onWindow) {
     show(next, rows, columns) {
       if (field?.key !== next.key) {
         detail = cursor = pointer = null;
+        base = next.level; // no number of the map before
         readout.textContent = "";
         panel.clear(app.t(next.row ? "hint.cell" : "hint.map"));
       }
@@ -317,8 +312,9 @@ export function createPlane(app, onWindow) {
     figure() {
       const { view } = frame;
       const palette = app.palette();
+      drawn = choose();
       const visible = cut(drawn, [Math.floor(view.top), Math.ceil(view.bottom)], [Math.floor(view.left), Math.ceil(view.right)]);
-      const top = most(visible.data);
+      const top = topOf(visible.data);
       const plot = el("canvas", { width: size.width * 2, height: size.height * 2 });
       plot.getContext("2d").putImageData(raster(visible, view, plot.width, plot.height, palette, top), 0, 0);
       const inside = svg("g", { transform: `translate(${LEFT} ${TOP})` });

@@ -1,15 +1,8 @@
 // A level as pixels.
-import { find, most } from "./levels.js";
+import { find } from "./levels.js";
 
-// The colours of the cells, as if all had as many keys as the widest: one that holds what is left over is no paler for
-// being narrow.
 export function coloured(level, palette, top) {
-  const widths = Float32Array.from({ length: level.columns }, (_, j) => level.columnEdges[j + 1] - level.columnEdges[j]);
-  const widest = most(widths);
-  return Uint32Array.from(
-    level.data,
-    (value, n) => palette.pixels[palette.index((value * widest) / widths[n % level.columns], top)],
-  );
+  return Uint32Array.from(level.data, (value) => palette.pixels[palette.index(value, top)]);
 }
 
 // Every pixel gets the colour of the cell that it lies in.

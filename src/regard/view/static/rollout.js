@@ -1,6 +1,6 @@
 // Attention rolled out through the layers: what reaches each position of the last layer, and from where.
 import { el } from "./dom.js";
-import { level } from "./levels.js";
+import { bands, level } from "./levels.js";
 import { ranked } from "./look.js";
 import { createPlane } from "./plane.js";
 
@@ -21,7 +21,7 @@ export function rolloutView(app) {
       const now = ++turn;
       const { rollout } = app.source.about;
       const { step, rows, columns } = app.state;
-      const [whole, layers] = await Promise.all([app.source.array(rollout.map), rollout.layers ? app.source.array(rollout.layers) : null]);
+      const [whole, layers] = await Promise.all([app.source.weights(rollout.map), rollout.layers ? app.source.weights(rollout.layers) : null]);
       if (now !== turn) return;
       const count = layers?.shape[0] ?? 0;
       const at = step >= 0 && step < count ? step : -1;
@@ -42,7 +42,7 @@ export function rolloutView(app) {
       const answer = (all) => ({ all, top: ranked(all) });
       plane.show(
         {
-          key: `${app.version}/rollout/${at}`, Q: N, K: N, level: level(data, height, width, N, N), fetch: null, top: null, words: ["from", "into"],
+          key: `${app.version}/rollout/${at}`, Q: N, K: N, level: level(data, bands(N, height), bands(N, width)), estimate: rollout.exact === false, fetch: null, top: null, words: ["from", "into"],
           row: exact ? async (n) => answer(rowOf(n)) : null, column: exact ? async (n) => answer(columnOf(n)) : null,
           rowText: text, columnText: text, rowMarks: app.matches(rollout.stream), columnMarks: app.matches(rollout.stream),
         },

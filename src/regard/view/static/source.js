@@ -1,6 +1,8 @@
 // Where the numbers come from: a page, a server, or a notebook's kernel. One interface:
-//   source.about, source.live, source.array(name), source.window({attention, head, rows, columns, size}), source.run(text)
-import { cut, joined, level } from "./levels.js";
+//   source.about, source.live, source.array(name), source.weights(name), source.level(attention, head),
+//   source.window({attention, head, rows, columns, size}), source.run(text)
+import { decoded } from "./digits.js";
+import { bands, level } from "./levels.js";
 
 const TYPES = { uint8: Uint8Array, uint16: Uint16Array, int32: Int32Array, float32: Float32Array };
 let halves = null;
@@ -47,6 +49,7 @@ async function unpacked({ dtype, shape, bytes }) {
 // `load(name)` gives {dtype, shape, bytes in gzip}; `remote`, where there is one, has window() and perhaps run().
 export function createSource(about, load, remote = null) {
   let known = new Map();
+  let numbers = new Map();
 
   const source = {
     about,
@@ -56,31 +59,29 @@ export function createSource(about, load, remote = null) {
       if (!known.has(name)) known.set(name, Promise.resolve(load(name)).then(unpacked));
       return known.get(name);
     },
+    // An array of weights, as numbers.
+    weights(name) {
+      if (!numbers.has(name)) numbers.set(name, source.array(name).then(decoded));
+      return numbers.get(name);
+    },
     async level(attention, head) {
-      const { data, shape } = await source.array(attention.maps);
+      const { data, shape } = await source.weights(attention.maps);
       const [, rows, columns] = shape;
       const at = Math.max(0, attention.heads.indexOf(head));
       const size = rows * columns;
-      return level(data.subarray(at * size, (at + 1) * size), rows, columns, attention.Q, attention.K);
+      return level(data.subarray(at * size, (at + 1) * size), bands(attention.Q, rows), bands(attention.K, columns));
     },
-    // A level of the window; `single` says whether its cells are single weights. A static page knows its maps only.
+    // A level of a window, of which the host says what its cells are; only of a live source.
     async window({ attention, head, rows, columns, size }) {
-      if (remote?.window) {
-        const found = await remote.window({ attention: attention.id, head, rows, columns, size });
-        const made = level(found.data, found.rows, found.columns, rows[1] - rows[0], columns[1] - columns[0]);
-        return {
-          ...made,
-          rowEdges: made.rowEdges.map((edge) => edge + rows[0]),
-          columnEdges: made.columnEdges.map((edge) => edge + columns[0]),
-        };
-      }
-      return joined(cut(await source.level(attention, head), rows, columns), ...size);
+      const found = await remote.window({ attention: attention.id, head, rows, columns, size });
+      return level(found.data, found.rows, found.columns);
     },
     // Answers may come out of order: one that is no longer `wanted` is dropped.
     async run(text, wanted) {
       const answer = await remote.run(text);
       if (!wanted()) return;
       known = new Map();
+      numbers = new Map();
       source.about = answer.about;
       load = answer.load;
     },

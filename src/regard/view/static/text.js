@@ -22,13 +22,16 @@ export function isolated(text) {
   return `\u2068${text}\u2069`;
 }
 
-// Four digits after the point, or as many as a small weight needs.
+// The digits that a page holds: four, and multiples of 1e-9 below 1e-6 (digits.js).
 export function number(value) {
   if (value === null || value === undefined || Number.isNaN(value)) return "–";
   if (!Number.isFinite(value)) return value > 0 ? "∞" : "−∞";
   const size = Math.abs(value);
-  if (size !== 0 && size < 0.001) return value.toExponential(2);
-  return value.toFixed(size >= 100 ? 1 : size >= 10 ? 2 : 4);
+  if (size === 0) return "0";
+  if (size < 9.5e-10) return "<1e-9";
+  if (size < 9.995e-7) return value.toExponential(Math.max(0, Math.floor(Math.log10(size * (1 + 1e-6))) + 9));
+  if (size < 0.001) return value.toExponential(3);
+  return size >= 1000 ? value.toFixed(0) : value.toPrecision(4);
 }
 
 export function brief(value) {

@@ -19,7 +19,7 @@ function kernel(model) {
     if (message.error) asked.reject(new Error(message.error));
     else {
       const bytes = bytesOf(buffers[0]).slice(); // a copy starts at a multiple of four
-      asked.resolve({ data: new Float32Array(bytes.buffer), rows: message.rows, columns: message.columns });
+      asked.resolve({ data: new Float32Array(bytes.buffer), rows: Int32Array.from(message.rows.flat()), columns: Int32Array.from(message.columns.flat()) });
     }
   };
   model.on("msg:custom", answered);
