@@ -161,15 +161,16 @@ def twice(rank: int) -> list[str]:
     """What is said to who wants a second derivative."""
     found = []
     ways = (
-        lambda q, k, v: rd.attention(q, k, v, how="ring"),
-        lambda q, k, v: rd.attention(q, k, v, how="heads"),
-        lambda q, k, v: rd.gather(q * k.sum(), 2),
+        lambda q, k, v: rd.attention(q, k, v, how="ring"),  # whose gradient has no history by the sum, but by q
+        lambda q, k, v: rd.attention(q, k, v, how="ring").square(),
+        lambda q, k, v: rd.attention(q, k, v, how="heads").square(),
+        lambda q, k, v: rd.gather(q * k.sum(), 2).square(),
     )
     for attend in ways:
         q, k, v = own(8)
         try:
-            (grad,) = torch.autograd.grad(attend(q, k, v).square().sum(), q, create_graph=True)
-            grad.sum().backward()
+            (grad,) = torch.autograd.grad(attend(q, k, v).sum(), q, create_graph=True)
+            (grad.sum() + q.sum()).backward()
             found.append("taken")
         except RuntimeError as error:
             found.append(str(error))

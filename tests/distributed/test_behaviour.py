@@ -105,4 +105,4 @@ def test_other_dtypes_and_axes_are_taken(found: list[dict]) -> None:
 def test_second_derivatives_are_refused(found: list[dict]) -> None:
     for rank in range(RANKS):
         for said in found[rank]["twice"]:
-            assert "once_differentiable" in said
+            assert "once_differentiable" in said or "has no second derivatives" in said

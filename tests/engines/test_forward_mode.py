@@ -487,12 +487,6 @@ def test_linear_attention_has_tangents(features: Any, mask: Any) -> None:
     close(*results)
 
 
-def test_a_loss_without_forward_mode_says_so() -> None:
-    hidden, weight = normal(5, 4, seed=0), normal(9, 4, seed=1)
-    with pytest.raises(NotImplementedError, match="token_loss has no forward mode"):
-        by_duals(lambda x: (rg.nn.token_loss(x, weight, torch.arange(5)),), (hidden,), (hidden,))
-
-
 def test_a_compiled_jvp_keeps_its_tangent() -> None:
     q, k, v = qkv()
     t, _, _ = qkv(50)

@@ -141,3 +141,55 @@ def test_a_loss_among_allowed_classes_is_that_without_the_others(smoothing: floa
     torch.testing.assert_close(found, right)
     for mine, other in zip(torch.autograd.grad(found, logits), torch.autograd.grad(right, logits), strict=True):
         torch.testing.assert_close(mine, other)
+
+
+def call(loss: Callable[..., Tensor], ignored: bool = True) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    targets = torch.tensor([3, -100 if ignored else 0, 12, 0, -100 if ignored else 7])
+
+    def called(hidden: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        if loss is token_loss:
+            return token_loss(hidden, weight, targets, bias=bias, smoothing=0.1, softcap=3.0)
+        logits = 3 * (F.linear(hidden, weight, bias) / 3).tanh()
+        return F.cross_entropy(logits, targets, reduction="sum", label_smoothing=0.1)
+
+    return called
+
+
+def tensors() -> list[Tensor]:
+    torch.manual_seed(0)
+    return [torch.randn(*shape, dtype=torch.float64, requires_grad=True) for shape in ((5, 4), (13, 4), (13,))]
+
+
+def test_a_penalty_on_the_gradient_is_differentiated() -> None:
+    """A loss with the gradient of a loss in it, which is where a lost second derivative goes unnoticed."""
+    found = []
+    for loss in (token_loss, F.cross_entropy):
+        inputs = tensors()
+        total = call(loss)(*inputs)
+        first = torch.autograd.grad(total, inputs, create_graph=True)
+        total = total + sum(grad.square().sum() for grad in first)
+        found.append(torch.autograd.grad(total, inputs))
+    for mine, other in zip(*found, strict=True):
+        torch.testing.assert_close(mine, other)
+
+
+def test_forward_mode_and_transforms_are_those_of_cross_entropy() -> None:
+    inputs, directions = [x.detach() for x in tensors()], [torch.randn_like(x) for x in tensors()]
+    for transform in (
+        lambda f: torch.func.jvp(f, tuple(inputs), tuple(directions))[1],
+        lambda f: torch.func.grad(f, (0, 1, 2))(*inputs),
+        lambda f: torch.vmap(f, (0, None, None))(torch.stack([inputs[0], 2 * inputs[0]]), *inputs[1:]),
+        lambda f: torch.func.hessian(f)(*inputs),
+    ):
+        torch.testing.assert_close(transform(call(token_loss)), transform(call(F.cross_entropy)))
+
+
+@pytest.mark.parametrize("ignored", [False, True])
+def test_targets_are_left_out_where_it_is_compiled(ignored: bool) -> None:
+    torch._dynamo.reset()
+    inputs = tensors()
+    ours = torch.compile(call(token_loss, ignored), backend="aot_eager")(*inputs)
+    theirs = call(F.cross_entropy, ignored)(*inputs)
+    torch.testing.assert_close(ours, theirs)
+    for mine, other in zip(torch.autograd.grad(ours, inputs), torch.autograd.grad(theirs, inputs), strict=True):
+        torch.testing.assert_close(mine, other)

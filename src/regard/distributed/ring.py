@@ -19,7 +19,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from regard.attention import Attention
 from regard.distributed.layout import Span
@@ -93,8 +92,12 @@ class _Ring(torch.autograd.Function):
         return output, lse
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():  # torch's once_differentiable lets pass what has no history, and drops the rest
+            raise NotImplementedError(
+                "a shared sequence has no second derivatives: call backward without create_graph, or compute them for "
+                "whole sequences, outside of regard.distributed.sequence"
+            )
         output, lse, *tensors = ctx.saved_tensors
         wanted = ctx.needs_input_grad[1:]
         found = _gradients(ctx.call, tensors, wanted, output, lse, *grads)

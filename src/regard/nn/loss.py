@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from regard.engines.derivatives import tangents_of, transforms
 from regard.engines.packed_linear import PackedWeight
 
 ROWS = 512  # tokens whose logits are held at a time
@@ -30,7 +31,7 @@ def token_loss(
     the hidden states if that is wider; everything else, and the loss that is returned, in float32 at least.
 
     Logits are computed for a few hundred tokens at a time, and their share of the gradients at once, in place: (N,
-    vocabulary) is never held, nor passed over thrice. Differentiable once.
+    vocabulary) is held only for second derivatives, forward mode and within torch.func.
 
     >>> import torch
     >>> import torch.nn.functional as F
@@ -46,7 +47,10 @@ def token_loss(
         )
     if isinstance(weight, PackedWeight):
         weight = weight.clone()
-    if not torch.compiler.is_compiling():
+    compiling = torch.compiler.is_compiling()
+    if not compiling and (transforms() or tangents_of((hidden, weight, bias)) is not None):
+        return _cross_entropy(hidden, weight, bias, targets, smoothing, softcap)
+    if not compiling:
         if bool((ignored := targets == IGNORED).any()):
             hidden, targets = hidden[~ignored], targets[~ignored]
         wrong = targets[(targets < 0) | (targets >= len(weight))]
@@ -59,7 +63,22 @@ def token_loss(
             each is not None and each.requires_grad for each in (hidden, weight, bias)
         )
         dtype = torch.promote_types(hidden.dtype, weight.dtype)
-        return _TokenLoss.apply(hidden.to(dtype), weight.to(dtype), bias, targets, smoothing, softcap, wanted)
+        inputs = hidden.to(dtype), weight.to(dtype), bias, targets
+        return _TokenLoss.apply(*inputs, smoothing, softcap, wanted, compiling)
+
+
+def _cross_entropy(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, smoothing: float, softcap: float | None
+) -> Tensor:
+    """The same by torch's operators, which have all derivatives."""
+    with torch.autocast(hidden.device.type, enabled=False):
+        dtype = torch.promote_types(hidden.dtype, weight.dtype)
+        logits = (hidden.to(dtype) @ weight.to(dtype).t()).to(torch.promote_types(dtype, torch.float32))
+        if bias is not None:
+            logits = logits + bias.to(logits.dtype)
+        if softcap is not None:
+            logits = softcap * (logits / softcap).tanh()
+        return F.cross_entropy(logits, targets, reduction="sum", label_smoothing=smoothing)
 
 
 def loss_among(logits: Tensor, targets: Tensor, allowed: Tensor, *, smoothing: float = 0.0) -> Tensor:
@@ -93,6 +112,7 @@ class _TokenLoss(torch.autograd.Function):
         smoothing: float,
         softcap: float | None,
         wanted: bool,
+        may_ignore: bool,
     ) -> Tensor:
         vocabulary, wide = weight.shape[0], torch.promote_types(weight.dtype, torch.float32)
         total = hidden.new_zeros((), dtype=wide)
@@ -102,6 +122,8 @@ class _TokenLoss(torch.autograd.Function):
         room = hidden.new_empty(min(ROWS, len(hidden)), vocabulary)
         for start in range(0, len(hidden), ROWS):
             x, target = hidden[start : start + ROWS], targets[start : start + ROWS, None]
+            real = target != IGNORED if may_ignore else None
+            target = target if real is None else target.where(real, 0)
             logits = torch.mm(x, weight.t(), out=room[: len(x)]).to(wide)
             if bias is not None:
                 logits += bias
@@ -116,7 +138,8 @@ class _TokenLoss(torch.autograd.Function):
             top = logits.amax(1, keepdim=True)
             exponentials = logits.sub_(top).exp_()
             sums = exponentials.sum(1, keepdim=True)
-            total += (sums.log() + top - said).sum()
+            losses = sums.log() + top - said
+            total += (losses if real is None else losses * real).sum()
             if d_hidden is None or d_weight is None:
                 continue
             d_logits = exponentials.mul_(1 / sums)
@@ -125,6 +148,8 @@ class _TokenLoss(torch.autograd.Function):
             d_logits.scatter_add_(1, target, d_logits.new_full(target.shape, smoothing - 1))
             if slope is not None:
                 d_logits *= slope
+            if real is not None:
+                d_logits *= real
             if d_bias is not None:
                 d_bias += d_logits.sum(0)
             narrow = d_logits.to(x.dtype)
@@ -133,19 +158,18 @@ class _TokenLoss(torch.autograd.Function):
                 d_weight.addmm_(narrow.t(), x)
             else:
                 d_weight += narrow.t() @ x
-        ctx.save_for_backward(d_hidden, d_weight, d_bias)
-        ctx.dtypes = hidden.dtype, weight.dtype, None if bias is None else bias.dtype
+        ctx.save_for_backward(d_hidden, d_weight, d_bias, hidden, weight, bias, targets)
+        ctx.options = smoothing, softcap
         return total
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, given: Tensor) -> tuple[Tensor | None, ...]:
-        saved = zip(ctx.saved_tensors, ctx.dtypes, strict=True)
-        return *(None if each is None else (each * given).to(dtype) for each, dtype in saved), None, None, None, None
-
-    @staticmethod
-    def jvp(ctx: Any, *tangents: Any) -> Any:
-        raise NotImplementedError(
-            "token_loss has no forward mode; where tangents are needed, take "
-            "F.cross_entropy(F.linear(hidden, weight, bias), targets, reduction='sum')"
-        )
+        grads, inputs, targets = ctx.saved_tensors[:3], ctx.saved_tensors[3:6], ctx.saved_tensors[6]
+        needed = ctx.needs_input_grad[:3]
+        if torch.is_grad_enabled():  # a second derivative may be asked for
+            loss = _cross_entropy(*inputs, targets, *ctx.options)  # type: ignore[call-arg]
+            learned = [x for x, need in zip(inputs, needed, strict=True) if need]
+            found = iter(torch.autograd.grad(loss, learned, given, create_graph=True))
+            return *(next(found) if need else None for need in needed), *(None,) * 5
+        pairs = zip(grads, inputs, strict=True)
+        return *(None if grad is None else (grad * given).to(x.dtype) for grad, x in pairs), *(None,) * 5
