@@ -46,7 +46,7 @@ sanitize: $(READY)
 mutants: $(READY)
 	$(BIN)/python -m tests.mutants
 
-# Random calls for MINUTES from SEED, on plain and sanitized kernels, compared with the reference: docs/fuzzing.md.
+# Random calls for MINUTES from SEED, on plain and sanitized kernels, within the rounding bound: docs/fuzzing.md.
 fuzz: $(READY)
 	$(BIN)/python -m tests.fuzz --minutes $(MINUTES) --seed $(SEED)
 
@@ -58,6 +58,13 @@ differential: $(READY)
 WEIGHTS ?= weights
 real-weights: $(READY)
 	REGARD_WEIGHTS=$(WEIGHTS) $(BIN)/python -m pytest tests/real
+
+# Mean errors of the engines compared with dense torch, and errors of the kernels' functions: docs/inside/rounding.md.
+errors: $(READY)
+	$(BIN)/python -m tests.rounding
+
+functions: $(READY)
+	$(BIN)/python -m tools.functions
 
 # Speed lives here and in no test: ratios to peers, measured side by side, written to docs/benchmarks.md.
 bench: $(BENCH)

@@ -42,7 +42,7 @@ REGARD_INLINE VecF reciprocal_plus(VecF x, VecF c) { return 1.0f / x + c; }
 REGARD_INLINE VecD quotient_plus(VecD n, VecD x, VecD c) { return n / x + c; }
 REGARD_INLINE VecD reciprocal_plus(VecD x, VecD c) { return 1.0 / x + c; }
 
-// tanh(x) for |x| up to 0.625, relative also near zero.
+// tanh(x) for |x| up to 0.625, relative also near zero: the polynomial of Cephes (tanhf.c).
 REGARD_INLINE VecF small_tanh(VecF x) {
   const VecF z = x * x;
   VecF p = broadcast(-5.70498872745e-3f);

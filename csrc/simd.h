@@ -325,8 +325,9 @@ template <class T> constexpr T rounder = sizeof(T) == 8 ? T(6755399441055744.0) 
 template <class T> constexpr T least_exponent = sizeof(T) == 8 ? T(-1023) : T(-127);
 
 // 2^(x - zero) for an integer `zero` and x from least_exponent to 127 (1023) above it, given rounder - zero: the difference
-// itself is never formed. Relative error 9e-8 (1e-16). At the least exponent it is exactly 0, because the polynomial is
-// exactly 1 at 0. NaN stays NaN.
+// itself is never formed. Relative error 1.9e-7 (2e-16), of which the polynomial has 9.2e-8 (2.8e-17). At the least exponent it
+// is exactly 0, because the polynomial is exactly 1 at 0. NaN stays NaN. The coefficients are the minimax ones with p(0) = 1
+// on [-1/2, 1/2] for the relative error: tools/polynomials.py computes them.
 REGARD_INLINE VecF exp2_within(VecF x, VecF round) {
   const VecF shifted = x + round, f = x - (shifted - round);
   VecF p = broadcast(0.0013264714114021637717f);
@@ -361,7 +362,8 @@ REGARD_INLINE VecF exp2(VecF x) { return exp2_above(x, broadcast(least_exponent<
 REGARD_INLINE VecD exp2(VecD x) { return exp2_above(x, broadcast(least_exponent<double>), broadcast(rounder<double>)); }
 
 // e^y for |y| up to 87 (709), to within about one rounding. The argument is reduced in two steps, since rounding
-// y * log2(e) to one number would cost as many digits as the exponent has.
+// y * log2(e) to one number would cost as many digits as the exponent has. In float ln(2) is split as in Cephes' expf, and
+// the coefficients are Taylor's, 1/n!; in double ln(2) is split as in fdlibm.
 REGARD_INLINE VecF exp(VecF y) {
   const VecF shifted = y * float(log2_e) + rounder<float>, n = shifted - rounder<float>;
   const VecF f = (y - n * 0.693359375f) + n * 2.12194440e-4f;
@@ -382,7 +384,8 @@ REGARD_INLINE VecD exp(VecD y) {
   return bits_as<VecD>(power + (bits_as<Word64>(shifted) << 52));
 }
 
-// log2(x) for normal x > 0: the exponent, and the mantissa m in [sqrt(1/2), sqrt(2)) by the series of artanh((m-1)/(m+1)).
+// log2(x) for normal x > 0: the exponent, and the mantissa m in [sqrt(1/2), sqrt(2)) by the series of artanh((m-1)/(m+1)),
+// whose coefficients are 2 log2(e) / n for odd n.
 REGARD_INLINE VecF log2(VecF x) {
   using I = IntVec<float>;
   const I bits = bits_as<I>(x), exponent = (bits - 0x3f3504f3) >> 23;
@@ -419,7 +422,7 @@ REGARD_INLINE void log2_exactly(VecF x, double* out) {
 }
 REGARD_INLINE void log2_exactly(VecD x, double* out) { store(out, log2(x)); }
 
-// 1/x to within about one rounding, for normal x whose reciprocal is normal.
+// 1/x to within 3 units in the last place, for normal x whose reciprocal is normal: an estimate and a step of Newton.
 REGARD_INLINE VecF reciprocal(VecF x) {
 #if defined(__AVX512F__)
   const VecF r = _mm512_rcp14_ps(x);
@@ -435,7 +438,8 @@ REGARD_INLINE VecD reciprocal(VecD x) { return 1.0 / x; }
 
 // tanh to a few roundings, relative also near zero (where 1 - 2/(1+e^2x) would lose digits). In float a quotient of odd
 // and even polynomials, and exactly 1 where no other number is as close: gradients are multiplied by 1 - tanh^2, and where
-// all is saturated nothing must be left of them.
+// all is saturated nothing must be left of them. The float quotient is that of Eigen (generic_fast_tanh_float in
+// MathFunctionsImpl.h), the double one below 0.625 that of Cephes (tanh.c).
 REGARD_INLINE VecF tanh(VecF x) {
   const VecF limit = broadcast(7.90531110763549805f), one = broadcast(1.0f);
   const VecF c = max(-limit, min(limit, x)), z = c * c;
@@ -450,7 +454,7 @@ REGARD_INLINE VecF tanh(VecF x) {
   q = q * z + 1.18534705686654e-04f;
   q = q * z + 2.26843463243900e-03f;
   q = q * z + 4.89352518554385e-03f;
-  const VecF y = c * p / q;
+  const VecF y = c * (p / q);
   return select(x > 9.0109f, one, select(x < -9.0109f, -one, y));
 }
 REGARD_INLINE VecD tanh(VecD x) {

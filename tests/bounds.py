@@ -30,8 +30,8 @@ from tests.definition import (
     weight_of,
 )  # fmt: skip
 
-TANH = 10  # roundings of 1 that the error of a tanh, or of 1 - tanh^2, may have: docs/inside/rounding.md
-CAP_TANH = 8  # roundings of a tanh that its error may have, where it caps a score
+TANH = 20  # roundings of 1 that the error of a tanh, or of 1 - tanh^2, may have: docs/inside/rounding.md
+CAP_TANH = 14  # roundings of a tanh that its error may have, where it caps a score
 
 
 @dataclass
@@ -246,7 +246,7 @@ class _Bounds:
             outs = [output_of(w, value, self.bias, read, x.at) for w in weights]
             leaves = [value, *read.leaves.values()]
             rough, sums = (torch.autograd.grad(out, leaves, d_output.abs()) for out in outs)
-        e_value = rough[0] + (Q * H + 8) * u * sums[0]
+        e_value = rough[0] + ((Q * H + 8) * u + self._per_head()) * sums[0]
         for key, e, s in zip(read.leaves, rough[1:], sums[1:], strict=True):
             add(key, e + (B * H * Q + K + 8) * u * s)
 
@@ -331,20 +331,24 @@ class _Bounds:
         along, size_along = (n * bound).sum(-1, keepdim=True), (n * size).sum(-1, keepdim=True)
         return (bound + n * along + (D / 2 + 8) * u * size + (5 * D / 2 + 16) * u * n * size_along) / length
 
+    def _per_head(self) -> float:
+        """What it costs that gradients of shared keys and values are stored for every head before they are added up."""
+        own = score_kind(self.score) == "Additive" and self.score.weight.dim() == 2
+        return self.unit.lowered if own else 0.0
+
     def _of_additive(self, Gs: Tensor, e_Gs: Tensor, add: Any) -> tuple[Tensor, Tensor]:
         x, u = self.x, self.unit.u
         (B, H, Q, K), D = x.at.shape, x.query.shape[-1]
         t = terms_of(x.query, x.key)
         slope, weight = 1 - t * t, weight_of(self.score, Reader(magnitudes=True))
-        stored = self.unit.lowered
 
-        def sums(over: int, n: int) -> Tensor:
+        def sums(over: int, n: int, stored: float) -> Tensor:
             size, rough = (Gs.unsqueeze(-1) * slope).sum(over), (e_Gs.unsqueeze(-1) * slope).sum(over)
             flat = (Gs + e_Gs).sum(over).unsqueeze(-1)
             of_head = weight if weight.dim() == 1 else weight.reshape(-1, 1, D)
             return of_head * (rough + (n * u + stored) * size + TANH * u * flat)
 
-        e_query, e_key = sums(3, K + 10), sums(2, Q * H + 10)
+        e_query, e_key = sums(3, K + 10, 0.0), sums(2, Q * H + 10, self._per_head())
         size = (Gs.unsqueeze(-1) * t.abs()).sum((2, 3))
         rough = (e_Gs.unsqueeze(-1) * (t.abs() + TANH * u) + TANH * u * Gs.unsqueeze(-1)).sum((2, 3))
         e_weight = (rough + (B * H * Q * K + 10) * u * size).sum(0)  # (H, D)

@@ -72,7 +72,7 @@ class Reader:
 
 def visible(mask: Any, at: Places) -> Tensor:
     """Which keys a query may attend to, (B, H, Q, K)."""
-    if mask is None:
+    if mask is None or 0 in at.shape:
         return torch.ones(at.shape, dtype=torch.bool)
     if isinstance(mask, Tensor):
         return at.whole(mask)
