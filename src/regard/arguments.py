@@ -78,11 +78,11 @@ def check_top(value: Any) -> None:
 
 def places(name: str, index: Index, size: int) -> Tensor:
     """The places (n,) that an index means along an axis of this size; negative ones count from its end."""
-    everything = torch.arange(size)
+    everything = torch.arange(size, device="cpu")
     try:
         if index is None or isinstance(index, slice):
-            return everything if index is None else torch.tensor(range(size)[index], dtype=torch.int64)
-        chosen = torch.as_tensor(index).cpu()
+            return everything if index is None else torch.tensor(range(size)[index], dtype=torch.int64, device="cpu")
+        chosen = torch.as_tensor(index, device="cpu")
         if not chosen.numel():
             return everything[:0]
         if isinstance(index, bool) or chosen.is_floating_point() or chosen.dim() > 1:

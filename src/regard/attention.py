@@ -18,7 +18,8 @@ from regard.engines import look, native
 from regard.engines.derivatives import mode_of
 from regard.engines.dropout import draw_seed
 from regard.engines.look import Statistics
-from regard.engines.problem import Engine, Problem, check_tensors
+from regard.engines.plain import direct, is_sharded
+from regard.engines.problem import Engine, Problem, batch_of, broadcast, check_layout, check_tensors
 from regard.engines.select import Explanation, explain, select
 from regard.geometry import Frame, Part, lead, shape_of
 from regard.masks import Mask, dense
@@ -166,6 +167,8 @@ class Attention(Description):
             with _plain(query.device):
                 return self.forward(query, key, value, engine=engine, return_lse=return_lse)
         if (together := sharding()) is not None:
+            check_tensors(query, key, value)
+            query, key, value = broadcast(query, key, value)
             attend = self if self.training else self.replace(dropout=0.0)
             return together.attend(attend, query, key, value, engine=engine, return_lse=return_lse)
         return self.here(query, key, value, engine=engine, return_lse=return_lse)
@@ -179,6 +182,8 @@ class Attention(Description):
         problem, chosen = self._plan(query, key, value, engine, return_lse)
         seed = draw_seed(query.device) if problem.dropout else None
         if query.dim() == 4:
+            if problem.broadcasts:
+                query, key, value = broadcast(query, key, value)
             output, lse = chosen.run(problem, query, key, value, seed)
             return (output, lse) if return_lse else output
         output, lse = chosen.run(problem, lead(query), lead(key), lead(value), seed)
@@ -209,24 +214,29 @@ class Attention(Description):
                 query.shape, key.shape, value.shape, query.dtype, key.dtype, value.dtype,
                 query.is_cpu or query.device, key.is_cpu or key.device, value.is_cpu or value.device, engine, lse,
                 torch.is_grad_enabled() and tuple([tensor.requires_grad for tensor in (query, key, value, *own)]),
-                own and tuple([(tensor.shape, tensor.dtype, tensor.device) for tensor in own]), self.training,
+                own and tuple([(t.shape, t.dtype, t.device, type(t), t.is_neg()) for t in own]), self.training,
+                type(query) is type(key) is type(value) is Tensor or (type(query), type(key), type(value)),
+                query.is_neg() or key.is_neg() or value.is_neg(), torch._C._len_torch_dispatch_stack(),
                 mode_of((query, key, value, *own)), offset,
             )  # fmt: skip
             plan = plans.get(asked)
-        except (AttributeError, TypeError):  # not tensors: the check says so better
-            plan = None
+        except (AttributeError, TypeError, RuntimeError):
+            asked, plan = (), None  # not tensors, or nested ones, which the check refuses; or sizes that are symbols
         if plan is None or (own and any(was is not now for was, now in zip(plan[0].tensors, own, strict=True))):
             problem = self._problem(query, key, value, lse)
             plan = problem, select(problem, engine)
             if len(plans) >= PLANS:
                 plans.clear()
-            plans[asked] = plan
+            if asked:
+                plans[asked] = plan
         return plan
 
     def tell(self, query: Tensor, key: Tensor) -> None:
         """Tell those who watch of a call; a call tells by itself, and only who computes in another way needs this."""
-        for watcher in WATCHERS.get():
-            watcher(self, query, key)
+        if watchers := WATCHERS.get():
+            query, key = broadcast(query, key)
+            for watcher in watchers:
+                watcher(self, query, key)
 
     def weights(
         self, query: Tensor, key: Tensor, *, rows: Index = None, columns: Index = None, heads: Index = None
@@ -242,6 +252,7 @@ class Attention(Description):
         """
         query, key = _autocast(query, key)
         problem = self._seen(query, key)
+        query, key = broadcast(query, key)
         frame = problem.frame
         asked = (("heads", heads, frame.H), ("rows", rows, frame.Q), ("columns", columns, frame.K))
         parts = [arguments.places(*each) for each in asked]
@@ -268,6 +279,7 @@ class Attention(Description):
         arguments.check_size(size)
         query, key = _autocast(query, key)
         problem = self._constant("map", query, key)
+        query, key = broadcast(query, key)
         with torch.no_grad(), _plain(query.device):
             found = (native if _fused(problem) else look).pooled(problem, lead(query), lead(key), (size[0], size[1]))
         return found.reshape(found.shape[4 - query.dim() :])
@@ -287,6 +299,7 @@ class Attention(Description):
         arguments.check_top(top)
         query, key = _autocast(query, key)
         problem = self._constant("statistics", query, key)
+        query, key = broadcast(query, key)
         chosen = None if mass_on is None else arguments.places("mass_on", mass_on, problem.frame.K).to(query.device)
         with torch.no_grad(), _plain(query.device):
             found = (native if _fused(problem) else look).statistics(problem, lead(query), lead(key), top, chosen)
@@ -325,8 +338,11 @@ class Attention(Description):
         return problem
 
     def _problem(self, query: Tensor, key: Tensor, value: Tensor | None, lse: bool) -> Problem:
+        if torch._C._get_tracing_state() is not None and not torch.compiler.is_compiling():
+            raise RuntimeError("torch.jit.trace cannot record an attention; use torch.export.export")
         check_tensors(query, key, value)
         shape, shared = (1,) * (4 - query.dim()) + tuple(query.shape), (1,) * (4 - key.dim()) + tuple(key.shape)
+        batch = batch_of(query, key) if value is None else batch_of(query, key, value)
         score, mask, bias = self.score, self.mask, self.bias
         if not torch.compiler.is_compiling():
             score, bias = snapshot(score), snapshot(bias)
@@ -334,14 +350,16 @@ class Attention(Description):
         assert not isinstance(mask, Tensor)
         assert not isinstance(bias, Tensor)
         offset = shared[2] - shape[2] if self.offset is None else self.offset
-        assert isinstance(offset, int | Tensor)
+        assert isinstance(offset, int | torch.SymInt | Tensor)
         if isinstance(offset, Tensor) and not torch.compiler.is_compiling():
             offset = offset.clone()  # a plan keeps its positions where the buffer is written to
-        frame = Frame(shape[0], shape[1], shape[2], shared[2], offset)
+        frame = Frame(batch, shape[1], shape[2], shared[2], offset)
         width = 0 if value is None else value.shape[-1]
         self.check(frame, shape[3], width)
         tensors = [t for t in (query, key, value, self.sink) if isinstance(t, Tensor)] + list(score.tensors())
         tensors += bias.tensors() if bias is not None else ()
+        for tensor in tensors:
+            _check_own(tensor, query)
         custom = [part for part in (score, bias) if part is not None] if self.__dict__["_custom"] else []
         learned = any(t.requires_grad for t in tensors) or any(
             part.closes_over_learned(query.device) for part in custom
@@ -364,6 +382,9 @@ class Attention(Description):
             lse=lse,
             tangent=tangent or any(part.closes_over_tangent(query.device) for part in custom),
             torch_only=torch_only,
+            direct=torch.compiler.is_compiling() or direct(tensors),
+            sharded=is_sharded(tensors),
+            broadcasts=any(t is not None and t.dim() == 4 and t.shape[0] != batch for t in (query, key, value)),
         )
 
     def check(self, frame: Frame, width: int, value_width: int) -> None:
@@ -460,9 +481,19 @@ def _plain_attention(
 
 def _fused(problem: Problem, part: bool = False) -> bool:
     """Whether the kernels look at the weights of a problem, or at a part of them."""
-    if torch.compiler.is_compiling() or problem.functional or native.why_not(problem):
+    if torch.compiler.is_compiling() or problem.functional or not problem.direct or native.why_not(problem):
         return False
     return part or not native.why_rather_not(problem)
+
+
+def _check_own(tensor: Tensor, query: Tensor) -> None:
+    """Raise unless a tensor of the description can be read with this query."""
+    check_layout("a tensor of the description", tensor)
+    if query.is_cpu and not tensor.is_cpu:
+        raise ValueError(
+            f"the tensors of the description must be on the device of the query, {query.device}, but one of shape "
+            f"{shape_of(tensor)} is on {tensor.device}; move the description, as in attend.to(query.device)"
+        )
 
 
 def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:

@@ -53,7 +53,7 @@ class Frame:
 
     def offsets(self) -> list[int]:
         """One offset if all batch rows share it, else one a row."""
-        return [self.offset] if isinstance(self.offset, int) else self.offset.tolist()
+        return self.offset.tolist() if isinstance(self.offset, Tensor) else [self.offset]
 
     def key(self) -> tuple:
         """The frame as a hashable value."""
@@ -75,7 +75,7 @@ class At:
     def p(self) -> Tensor:
         """Where the queries stand among the keys."""
         offset = self.frame.offset
-        return self.i + (offset if isinstance(offset, int) else offset.to(self.i.device)[self.b])
+        return self.i + (offset.to(self.i.device)[self.b] if isinstance(offset, Tensor) else offset)
 
     def take(self, tensor: Tensor) -> Tensor:
         """What a tensor that broadcasts to (B, H, Q, K) holds at these places."""

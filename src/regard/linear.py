@@ -22,6 +22,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from regard.engines import derivatives, native
+from regard.engines.plain import direct
+from regard.engines.problem import batch_of, broadcast, check_layout
 from regard.geometry import Frame, lead, shape_of
 from regard.masks.algebra import And, Mask
 from regard.masks.patterns import Causal, Padding
@@ -137,6 +139,7 @@ class LinearAttention:
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         _check(q, k, v)
+        q, k, v = broadcast(q, k, v)
         Q, K = q.shape[-2], k.shape[-2]
         causal = any(isinstance(part, Causal) for part in self._masks)
         with torch.autocast(q.device.type, enabled=False):
@@ -168,6 +171,7 @@ class LinearAttention:
         if any(isinstance(part, Padding) for part in self._masks):
             raise ValueError(f"mask must be None or causal() for step, but is {self.mask!r}; pass the real tokens only")
         _check(q, k, v)
+        q, k, v = broadcast(q, k, v)
         if q.shape[-2] != k.shape[-2]:
             raise ValueError(
                 f"q and k must have the same number of tokens in step, but are {shape_of(q)} and {shape_of(k)}; "
@@ -192,10 +196,8 @@ class LinearAttention:
         Q, K, tracing = q.shape[-2], k.shape[-2], torch.compiler.is_compiling()
         if tracing or q.device.type != "cpu" or not 0 < K <= Q or not q.numel() * v.numel() or native.missing():
             return None
-        if (
-            derivatives.transforms() or derivatives.tangents_of((q, k, v)) is not None
-        ):  # torch's operators have all modes
-            return None
+        if derivatives.transforms() or derivatives.tangents_of((q, k, v)) is not None or not direct((q, k, v)):
+            return None  # torch's operators have all modes, and subclasses and modes see them
         queries, keys, values = lead(q)[:, :, Q - K :], lead(k), lead(v)
         real = self._real(lead(q), keys)
         if real is not None:
@@ -276,6 +278,10 @@ class _Fused(derivatives.Operator):
         (queries, keys, values), (output, norm), (grad,) = tensors, results, grads
         if grad is None:
             return None, None, None
+        if not direct((*tensors, *results, grad)):
+            with torch.enable_grad():
+                leaves = [tensor.detach().requires_grad_() for tensor in tensors]
+                return torch.autograd.grad(_by_logs(self.elu, *leaves), leaves, grad)
         return native.linear_backward(queries, keys, values, self.elu, output, norm, grad)
 
     def differentiable(self, tensors: derivatives.Tensors, save: bool) -> tuple[Tensor, ...]:
@@ -430,6 +436,7 @@ def _check(q: Tensor, k: Tensor, v: Tensor) -> None:
     for name, x in (("q", q), ("k", k), ("v", v)):
         if not isinstance(x, Tensor):
             raise TypeError(f"{name} must be a tensor, but is {type(x).__name__}; try torch.as_tensor({name})")
+        check_layout(name, x)
         if x.dtype not in _DTYPES:
             raise TypeError(
                 f"{name} must be float32, float64, bfloat16 or float16, but is {x.dtype}; try {name}.float()"
@@ -444,7 +451,7 @@ def _check(q: Tensor, k: Tensor, v: Tensor) -> None:
             raise ValueError(
                 f"{name} must be on the device of q, {q.device}, but is on {x.device}; try {name}.to(q.device)"
             )
-    (B, H, _, D), (_, G, K, _) = lead(q).shape, lead(k).shape
+    (_, H, _, D), (_, G, K, _) = lead(q).shape, lead(k).shape
     if D == 0 or k.shape[-1] != D:
         raise ValueError(f"k must have the width of q, at least 1, but q is {shape_of(q)} and k is {shape_of(k)}")
     if v.shape[-2] != K:
@@ -456,11 +463,11 @@ def _check(q: Tensor, k: Tensor, v: Tensor) -> None:
             f"q must have a multiple of the heads of k, but has H = {H} for G = {G}; "
             "each key head serves H / G query heads"
         )
-    for name, x in (("k", k), ("v", v)):
-        if lead(x).shape[0] != B:
-            raise ValueError(
-                f"{name} must have the batch size of q, {B}, but is {shape_of(x)}; try {name}.expand({B}, -1, -1, -1)"
-            )
+    if any(lead(x).shape[0] not in (1, batch_of(q, k, v)) for x in (q, k, v)):
+        raise ValueError(
+            "q, k and v must have the same batch size, or 1 where it is shared, but are "
+            f"{shape_of(q)}, {shape_of(k)} and {shape_of(v)}"
+        )
 
 
 def _check_state(state: LinearState | None, new: LinearState) -> None:

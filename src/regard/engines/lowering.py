@@ -73,7 +73,8 @@ def lower(problem: Problem, query: Tensor, key: Tensor, value: Tensor) -> tuple[
         if dense.requires_grad and dense.shape[3] != frame.K:
             dense = dense.expand(-1, -1, -1, frame.K)  # the kernel sums over the other axes, torch over this one
     if problem.sink is not None:
-        sink = torch.as_tensor(problem.sink, dtype=problem.arithmetic).reshape(-1).expand(frame.H).contiguous()
+        sink = torch.as_tensor(problem.sink, dtype=problem.arithmetic, device=query.device)
+        sink = sink.reshape(-1).expand(frame.H).contiguous()
     return Lowered(query, key, value, diagonal, row_table, dense, sink, weight), shaw, scale
 
 

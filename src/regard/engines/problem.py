@@ -37,6 +37,9 @@ class Problem:
     lse: bool  # whether the log-sum-exp was asked for
     tangent: bool = False  # whether anything has a tangent, or may have one behind a torch.func transform
     torch_only: bool = False  # whether derivatives may be asked for that only torch's own operators give
+    direct: bool = True  # whether the kernels may read the tensors in place, see `plain.direct`
+    broadcasts: bool = False  # whether query, key or value has a batch of 1 that stands for more
+    sharded: bool = False  # whether one of the tensors is a DTensor
     memo: dict = field(default_factory=dict, init=False)  # what engines remember of the problem
 
     @property
@@ -117,9 +120,9 @@ def check_tensors(query: Tensor, key: Tensor, value: Tensor | None) -> None:
         )
     if value is not None and value.shape[-2] != key.shape[-2]:
         raise ValueError(f"value must have one row for each of the {key.shape[-2]} keys, but is {shape_of(value)}")
-    if query.dim() == 4 and any(tensor.shape[0] != query.shape[0] for tensor in named.values()):
+    if query.dim() == 4 and any(tensor.shape[0] not in (1, batch_of(*named.values())) for tensor in named.values()):
         raise ValueError(
-            f"{_list(named)} must share the batch axis B, but are {_shapes(named)}; use .expand for a shared one"
+            f"{_list(named)} must have the same batch axis B, or 1 where it is shared, but are {_shapes(named)}"
         )
     if query.dim() >= 3:
         heads, shared = query.shape[-3], key.shape[-3]
@@ -131,9 +134,36 @@ def check_tensors(query: Tensor, key: Tensor, value: Tensor | None) -> None:
             )
 
 
+def batch_of(*tensors: Tensor) -> int:
+    """The batch axis that tensors share, some of which may have a batch of 1, or no such axis."""
+    return next((tensor.shape[0] for tensor in tensors if tensor.dim() == 4 and tensor.shape[0] != 1), 1)
+
+
+def broadcast(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Tensors of four axes as views that share one batch axis, where some have a batch of 1."""
+    if tensors[0].dim() < 4:
+        return tensors
+    batch = batch_of(*tensors)
+    return tuple(tensor if tensor.shape[0] == batch else tensor.expand(batch, -1, -1, -1) for tensor in tensors)
+
+
+def check_layout(name: str, tensor: Tensor) -> None:
+    """Raise unless the tensor has one number for each index, in strided memory."""
+    if tensor.is_nested:
+        raise TypeError(
+            f"{name} must be one dense tensor, but is nested; join its sequences along one axis with "
+            "mask=rg.documents(ids), or pad them with mask=rg.padding(lengths)"
+        )
+    if tensor.is_quantized:
+        raise TypeError(f"{name} must be floating-point, but is quantised ({tensor.dtype}); pass {name}.dequantize()")
+    if tensor.layout is not torch.strided:
+        raise TypeError(f"{name} must be a dense tensor, but has the layout {tensor.layout}; pass {name}.to_dense()")
+
+
 def _check_tensor(name: str, tensor: Any) -> None:
     if not isinstance(tensor, Tensor):
         raise TypeError(f"{name} must be a torch.Tensor, but is {type(tensor).__name__}; use torch.as_tensor")
+    check_layout(name, tensor)
     if tensor.dtype not in FLOATS:
         raise TypeError(
             f"{name} must be float32, float64, bfloat16 or float16, but is {tensor.dtype}; convert with {name}.float()"

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import lru_cache
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from regard.engines.derivatives import outside_transforms
 from regard.geometry import At, Frame
@@ -25,7 +28,15 @@ def visible_keys(mask: Mask, key: tuple) -> Visible:
         return _remembered(mask, key)
 
 
+@contextmanager
+def _eager() -> Iterator[None]:
+    """Within, tensors are real ones on the CPU: what is visible is a constant, whatever modes and devices are set."""
+    with _disable_current_modes(), torch.device("cpu"):
+        yield
+
+
 @lru_cache(maxsize=128)
+@_eager()
 def _remembered(mask: Mask, key: tuple) -> Visible:
     B, H, Q, K, offsets = key
     frame = Frame(B, H, Q, K, offsets[0] if len(offsets) == 1 else torch.tensor(offsets))
@@ -41,6 +52,7 @@ def _remembered(mask: Mask, key: tuple) -> Visible:
     return tuple(torch.from_numpy(np.ascontiguousarray(array)) for array in arrays), strides
 
 
+@_eager()
 def visible_to(mask: Mask, frame: Frame, rows: Tensor) -> Visible:
     """The same for some rows, numbered anew. Only these are asked for: a few rows of a long call cost little."""
     if (intervals := mask.intervals(frame)) is not None:

@@ -26,6 +26,7 @@ from regard.engines.native.binding import (
     place,
     rows_of,
 )
+from regard.engines.plain import address, direct
 
 
 def packed(x: Lowered, fixed: Fixed) -> bytes:
@@ -43,11 +44,11 @@ def packed(x: Lowered, fixed: Fixed) -> bytes:
         mask, table = TILES, (*(tensor.data_ptr() for tensor in fixed.visible), *strides)
     return PROBLEM.pack(
         B, H, G, Q, K, D, E, DTYPES[x.query.dtype], torch.get_num_threads(), mask, x.sink is not None,
-        scale, softcap, temperature, x.query.data_ptr(), *x.query.stride(), 1, x.key.data_ptr(), *x.key.stride(), 1,
-        x.value.data_ptr(), *x.value.stride(), 1,
+        scale, softcap, temperature, address(x.query), *x.query.stride(), 1, address(x.key), *x.key.stride(), 1,
+        address(x.value), *x.value.stride(), 1,
         *intervals, *table, *rows_of(x.diagonal), *rows_of(x.row_table), *place(x.bias),
         0 if x.bias is None else DTYPES[x.bias.dtype], wants, radius,
-        0 if fixed.offset is None else fixed.offset.data_ptr(), 0 if x.sink is None else x.sink.data_ptr(),
+        0 if fixed.offset is None else fixed.offset.data_ptr(), 0 if x.sink is None else address(x.sink),
         0 if fixed.seed is None else int(fixed.seed) & 0xFFFFFFFFFFFFFFFF,
         threshold, 0, dropout_scale, *rows_of(x.weight),
     )  # fmt: skip
@@ -137,6 +138,8 @@ class Attend(Operator):
 
     def gradients(self, tensors: Tensors, results: Tensors, grads: Tensors, wanted: Sequence[bool]) -> Tensors:
         x, given = Lowered(*tensors), (*grads, *(None,) * (3 - self.outputs))
+        if not direct((*tensors, *results, *grads)):
+            return _wanted(_backward_by_operator(x, self.fixed[:5], results, given), wanted)
         return _wanted(backward(x, self.fixed, results, given, wanted[5]), wanted)
 
     def tangents(self, tensors: Tensors, tangents: Tensors) -> tuple[Tensor, ...]:
@@ -194,6 +197,14 @@ def _(*arguments: Any) -> list[Tensor]:
     ]
 
 
+def _backward_by_operator(
+    x: Sequence[Tensor | None], fixed: Sequence[Any], results: Sequence[Tensor], grads: Sequence[Tensor | None]
+) -> tuple[Tensor | None, ...]:
+    """Gradients in the order of `Lowered`."""
+    found = iter(torch.ops.regard.dot_backward(*x, *fixed, *results, *grads))
+    return tuple(None if tensor is None else next(found) for tensor in x)
+
+
 def _remember(ctx: Any, inputs: tuple, output: tuple[Tensor, ...]) -> None:
     visible, offset, seed, *ctx.rest = inputs[_TENSORS:]
     ctx.save_for_backward(*inputs[:_TENSORS], *visible, offset, seed, *output)
@@ -203,8 +214,8 @@ def _remember(ctx: Any, inputs: tuple, output: tuple[Tensor, ...]) -> None:
 def _differentiate(ctx: Any, *grads: Tensor | None) -> tuple:
     saved = ctx.saved_tensors
     x, visible, (offset, seed), results = saved[:_TENSORS], saved[_TENSORS:-5], saved[-5:-3], saved[-3:]
-    found = iter(torch.ops.regard.dot_backward(*x, visible, offset, seed, *ctx.rest, *results, *grads))
-    return *(None if tensor is None else next(found) for tensor in x), [None] * len(visible), None, None, None, None
+    found = _backward_by_operator(x, (visible, offset, seed, *ctx.rest), results, grads)
+    return *found, [None] * len(visible), None, None, None, None
 
 
 _dot.register_autograd(_differentiate, setup_context=_remember)

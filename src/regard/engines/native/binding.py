@@ -14,6 +14,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
+from regard.engines.plain import NoMemory, address
 from regard.engines.visible import TILE
 
 INTERFACE = 9  # of csrc/regard.h
@@ -23,7 +24,7 @@ _ERRORS = {
     -1: (MemoryError, "the native engine found no memory to work in; fewer threads or shorter sequences need less"),
     -2: (ValueError, "the native engine was given what its interface does not allow"),
     -3: (ValueError, "the native engine cannot address so large a problem"),
-    -4: (ValueError, "the native engine was given a tensor without memory: its storage was freed or never allocated"),
+    -4: (NoMemory, "the native engine was given a tensor without memory: its storage was freed or never allocated"),
 }
 _NUMBERS = {
     "FLOAT32": 0, "FLOAT64": 1, "BFLOAT16": 2, "FLOAT16": 3, "NO_MEMORY": -1, "BAD_ARGUMENT": -2, "TOO_LARGE": -3,
@@ -209,7 +210,7 @@ def place(tensor: Tensor | None) -> tuple[int, ...]:
     if tensor is None:
         return ABSENT
     strides = [0 if n == 1 else step for n, step in zip(tensor.shape, tensor.stride(), strict=True)]
-    return tensor.data_ptr(), *strides, *(0,) * (4 - len(strides)), 1
+    return address(tensor), *strides, *(0,) * (4 - len(strides)), 1
 
 
 def rows_of(tensor: Tensor | None) -> tuple[int, ...]:

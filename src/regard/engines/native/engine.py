@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from regard.engines.derivatives import apply, holds_transformed
 from regard.engines.lowering import Fixed, Lowered, lower
 from regard.engines.native.attend import Attend, backward, forward, laid_like, output_of, packed
 from regard.engines.native.binding import ABSENT, ADDRESS, PROBLEM, RESULT, TENSOR, call, missing, place
+from regard.engines.plain import LOWEST, NoMemory, address, direct, materialised
 from regard.engines.problem import Engine, Problem
 from regard.engines.visible import visible_keys
 from regard.positions.biases import Shaw, built_in
@@ -36,23 +38,47 @@ constant(visible_keys)
 def run(
     problem: Problem, query: Tensor, key: Tensor, value: Tensor, seed: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
-    tracing = torch.compiler.is_compiling()
-    plain = seed is None and problem.bias is None and problem.sink is None and isinstance(problem.score, Dot)
-    derived = problem.grad or problem.tangent or problem.functional
-    if plain and not derived and not problem.score.tensors() and not tracing:
-        return _plain_forward(problem, query, key, value)
+    if torch.compiler.is_compiling() or not problem.direct:
+        return _indirect(problem, query, key, value, seed)
+    try:
+        plain = seed is None and problem.bias is None and problem.sink is None and isinstance(problem.score, Dot)
+        derived = problem.grad or problem.tangent or problem.functional
+        if plain and not derived and not problem.score.tensors():
+            return _plain_forward(problem, query, key, value)
+        x, shaw, fixed = prepared(problem, query, key, value, seed)
+        return _in_place(problem, x, shaw, fixed)
+    except NoMemory:  # zeros without storage, or memory that was freed
+        return _indirect(replace(problem, direct=False), query, key, value, seed)
+
+
+def _indirect(
+    problem: Problem, query: Tensor, key: Tensor, value: Tensor, seed: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
+    """Pending negations and zeros get memory of their own; what is not plain then goes to the registered operator."""
     x, shaw, fixed = prepared(problem, query, key, value, seed)
-    if tracing:
-        output, lse, mass = torch.ops.regard.dot(*x, *fixed[:-1])
-    elif derived:
+    if not torch.compiler.is_compiling():
+        x = Lowered(*(None if tensor is None else materialised(tensor) for tensor in x))  # type: ignore[arg-type]
+        if direct(x):
+            return _in_place(problem, x, shaw, fixed)
+    output, lse, mass = torch.ops.regard.dot(*x, *fixed[:-1])
+    return _with_values(problem, shaw, output, mass), lse
+
+
+def _in_place(problem: Problem, x: Lowered, shaw: Shaw | None, fixed: Fixed) -> tuple[Tensor, Tensor | None]:
+    if problem.grad or problem.tangent or problem.functional:
         output, lse, mass = apply(Attend(fixed), *x)
     elif not problem.lse and not fixed.sizes[1]:
         return output_of(x, fixed), None
     else:
         output, lse, mass = forward(x, fixed)
-    if shaw is not None and shaw.values is not None:
-        output = (output.to(mass) + mass @ shaw.values.to(mass)).to(problem.dtype)
-    return output, lse
+    return _with_values(problem, shaw, output, mass), lse
+
+
+def _with_values(problem: Problem, shaw: Shaw | None, output: Tensor, mass: Tensor) -> Tensor:
+    """The output with the value half of Shaw's positions."""
+    if shaw is None or shaw.values is None:
+        return output
+    return (output.to(mass) + mass @ shaw.values.to(mass)).to(problem.dtype)
 
 
 def gradients(
@@ -83,9 +109,11 @@ def prepared(
         *axes, offsets = frame.key()
         # Sizes as plain numbers: where they are symbols, tracing fixes them, since what is visible depends on them.
         visible, strides = visible_keys(problem.mask, (*map(operator.index, axes), tuple(map(operator.index, offsets))))
+        if not problem.direct:  # constants, as modes want them: fake tensors, proxies
+            visible = tuple(torch.ops.aten.lift_fresh_copy(tensor) for tensor in visible)
     offset, radius, wants = None, 0, 0
     if shaw is not None:
-        offset = torch.tensor(frame.offsets()).expand(frame.B).contiguous()
+        offset = torch.tensor(frame.offsets(), device="cpu").expand(frame.B).contiguous()
         radius, wants = shaw.reach, int(shaw.values is not None)
     softcap = problem.score.softcap if isinstance(problem.score, Dot) else None
     numbers = (scale, softcap or 0.0, problem.temperature, problem.dropout)
@@ -109,10 +137,13 @@ def _plain_forward(problem: Problem, query: Tensor, key: Tensor, value: Tensor) 
         known = problem.memo[layout] = cuts, fixed.visible  # the addresses of what is visible are packed
     (head, q, k, v), _ = known
     output = laid_like(query, problem.E)
-    lse = torch.empty((frame.B, frame.H, frame.Q), dtype=problem.arithmetic) if problem.lse else None
+    lse = query.new_empty((frame.B, frame.H, frame.Q), dtype=problem.arithmetic) if problem.lse else None
+    at_query, at_key, at_value = query.data_ptr(), key.data_ptr(), value.data_ptr()
+    if at_query < LOWEST or at_key < LOWEST or at_value < LOWEST:
+        at_query, at_key, at_value = address(query), address(key), address(value)
     call(
         "regard_dot_forward",
-        head + ADDRESS(query.data_ptr()) + q + ADDRESS(key.data_ptr()) + k + ADDRESS(value.data_ptr()) + v,
+        head + ADDRESS(at_query) + q + ADDRESS(at_key) + k + ADDRESS(at_value) + v,
         RESULT.pack(output.data_ptr(), *output.stride(), 1, *place(lse), *ABSENT),
     )
     return output, lse
@@ -139,7 +170,14 @@ def why_not(problem: Problem) -> list[str]:
             reasons.append(f"its kernels do not know {problem.bias!r}")
         if sum(isinstance(part, Shaw) for part in parts) > 1:
             reasons.append("its kernels take one shaw")
+    if not problem.direct and (problem.tangent or problem.functional):
+        reasons.append("tangents and torch.func transforms of tensors that are not plain are left to torch's operators")
+    if problem.sharded:
+        reasons.append("its operator has no rule for DTensor; pass the part of this process, .to_local()")
     if torch.compiler.is_compiling():
+        fixed = all(type(n) is int for n in sizes.values())
+        if torch.compiler.is_exporting() and problem.mask is not None and not fixed:
+            reasons.append("the graph holds what a mask leaves visible, which lengths that are dynamic do not fix")
         if isinstance(problem.frame.offset, Tensor):
             reasons.append("torch.compile cannot tell what a tensor of offsets leaves visible")
         if problem.mask is not None and problem.mask.traced:

@@ -24,8 +24,8 @@ def weights(problem: Problem, query: Tensor, key: Tensor, heads: Tensor, rows: T
     if not whole and problem.mask is not None:
         visible, strides = visible_to(problem.mask, frame, some)
         fixed = fixed._replace(visible=visible, sizes=(*fixed.sizes[:2], *strides))
-    every = len(heads) == frame.H and bool((heads == torch.arange(frame.H)).all())
-    found = torch.empty((frame.B, len(heads), len(some), len(picked)), dtype=problem.arithmetic)
+    every = len(heads) == frame.H and bool((heads == torch.arange(frame.H, device="cpu")).all())
+    found = torch.empty((frame.B, len(heads), len(some), len(picked)), dtype=problem.arithmetic, device="cpu")
     for n, head in enumerate([None] if every else heads.tolist()):
         one, own = part_of(x, fixed, head, some)
         room = found if head is None else found[:, n : n + 1]
@@ -45,7 +45,7 @@ def takes_rows(problem: Problem, rows: Tensor) -> bool:
 def pooled(problem: Problem, query: Tensor, key: Tensor, size: tuple[int, int]) -> Tensor:
     """As `look.pooled`, in one pass."""
     x, _, fixed = prepared(problem, query, key, key[..., :0], None)
-    found = torch.empty((*query.shape[:2], *size), dtype=problem.arithmetic)
+    found = torch.empty((*query.shape[:2], *size), dtype=problem.arithmetic, device="cpu")
     call("regard_dot_map", packed(x, fixed), POOL.pack(*rows_of(found), *size))
     return found.to(problem.dtype)
 
@@ -56,13 +56,14 @@ def statistics(
     """As `look.statistics`."""
     x, _, fixed = prepared(problem, query, key, key[..., :0], None)
     rows = query.shape[:3]
-    numbers = [torch.empty(rows, dtype=problem.arithmetic) for _ in range(4)]
-    keys, weights = torch.empty((*rows, top), dtype=torch.int64), torch.empty((*rows, top), dtype=problem.arithmetic)
-    offset = torch.tensor(problem.frame.offsets()).expand(problem.frame.B).contiguous()
+    numbers = [torch.empty(rows, dtype=problem.arithmetic, device="cpu") for _ in range(4)]
+    keys = torch.empty((*rows, top), dtype=torch.int64, device="cpu")
+    weights = torch.empty((*rows, top), dtype=problem.arithmetic, device="cpu")
+    offset = torch.tensor(problem.frame.offsets(), device="cpu").expand(problem.frame.B).contiguous()
     places = [n for tensor in numbers for n in place(tensor)]
-    mass, runs = None, torch.empty((2, 0), dtype=torch.int64)
+    mass, runs = None, torch.empty((2, 0), dtype=torch.int64, device="cpu")
     if chosen is not None:
-        mass, runs = torch.empty(rows, dtype=problem.arithmetic), runs_of(chosen)
+        mass, runs = torch.empty(rows, dtype=problem.arithmetic, device="cpu"), runs_of(chosen)
     call(
         "regard_dot_look",
         packed(x, fixed._replace(offset=offset)),
@@ -77,7 +78,7 @@ def statistics(
 def runs_of(places: Tensor) -> Tensor:
     """Starts and stops of the runs of neighbours among places, (2, runs)."""
     places = places.unique()
-    edge = torch.ones(len(places) + 1, dtype=torch.bool)
+    edge = torch.ones(len(places) + 1, dtype=torch.bool, device="cpu")
     edge[1:-1] = places.diff() > 1
     edge[0] = edge[-1] = len(places) > 0
     return torch.stack([places[edge[:-1]], places[edge[1:]] + 1])

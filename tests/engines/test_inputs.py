@@ -1,0 +1,453 @@
+"""Tensors that are more than memory: pending negations, zeros without storage, subclasses, fake tensors, modes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map
+from torch.utils.flop_counter import FlopCounterMode
+
+import regard as rg
+from regard.attention import WATCHERS
+from regard.engines import native
+
+pytestmark = pytest.mark.skipif(bool(native.missing()), reason=native.missing() or "the library is there")
+B, H, N, D = 2, 2, 70, 16  # more than a tile, and more than torch's engine takes for its own
+
+
+@pytest.fixture(autouse=True)
+def nan_in_new_memory() -> Iterator[None]:
+    """What is not written shows: torch fills new memory with NaN."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def normal(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def inputs() -> dict[str, Tensor]:
+    shapes = {
+        "query": (B, H, N, D), "key": (B, H, N, D), "value": (B, H, N, D), "bias": (H, N, N), "sink": (H,),
+        "scale": (H,), "weight": (H, D), "matrix": (H, D, D),
+    }  # fmt: skip
+    return {name: normal(*shape, seed=seed) for seed, (name, shape) in enumerate(shapes.items())}
+
+
+SCORES: dict[str, Callable[[dict[str, Tensor]], rg.Score]] = {
+    "dot": lambda x: rg.Dot(scale=x["scale"]),
+    "cosine": lambda x: rg.Cosine(scale=x["scale"]),
+    "additive": lambda x: rg.Additive(x["weight"]),
+    "bilinear": lambda x: rg.Bilinear(x["matrix"]),
+}
+READ = {"dot": "scale", "cosine": "scale", "additive": "weight", "bilinear": "matrix"}
+CASES = [("plain", name) for name in ("query", "key", "value")]
+CASES += [("dot", name) for name in ("query", "key", "value", "bias", "sink", "scale")]
+CASES += [(score, name) for score, name in READ.items() if score != "dot"]
+
+
+def attention(score: str, x: dict[str, Tensor]) -> rg.Attention:
+    if score == "plain":
+        return rg.Attention(mask=rg.causal())
+    return rg.Attention(SCORES[score](x), rg.causal(), x["bias"], sink=x["sink"])
+
+
+def dense(score: str, x: dict[str, Tensor]) -> Tensor:
+    """The same in dense torch."""
+    q, k, scale = x["query"], x["key"], x["scale"][:, None, None]
+    if score == "plain":
+        logits = q @ k.mT / D**0.5
+    elif score == "dot":
+        logits = scale * (q @ k.mT)
+    elif score == "cosine":
+        logits = scale * (q / q.norm(dim=-1, keepdim=True)) @ (k / k.norm(dim=-1, keepdim=True)).mT
+    elif score == "additive":
+        logits = ((q.unsqueeze(-2) + k.unsqueeze(-3)).tanh() * x["weight"][:, None, None]).sum(-1)
+    else:
+        logits = q @ x["matrix"] @ k.mT  # the matrix is the whole scale
+    sink = torch.full((B, H, N, 1), -torch.inf, dtype=q.dtype)
+    if score != "plain":
+        logits = logits + x["bias"]
+        sink = x["sink"][:, None, None].expand(B, H, N, 1)
+    logits = logits.masked_fill(torch.ones(N, N, dtype=torch.bool).triu(1), -torch.inf)
+    return torch.cat([logits, sink], -1).softmax(-1)[..., :-1] @ x["value"]
+
+
+def negated(tensor: Tensor) -> Tensor:
+    """The same numbers, as a view of memory that holds their negatives."""
+    view = torch.complex(torch.zeros_like(tensor), -tensor).conj().imag
+    assert view.is_neg()
+    return view
+
+
+class Wrapper(Tensor):
+    """A tensor around another, without memory of its own, that lists the operators it is asked for."""
+
+    inner: Tensor
+    seen: list[str]
+
+    @staticmethod
+    def __new__(cls, inner: Tensor) -> Wrapper:
+        made: Wrapper = Tensor._make_wrapper_subclass(cls, inner.shape, strides=inner.stride(), dtype=inner.dtype)
+        made.inner = inner
+        return made
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        Wrapper.seen.append(str(func))
+
+        def unwrap(x: Any) -> Any:
+            return x.inner if isinstance(x, Wrapper) else x
+
+        found = func(*tree_map(unwrap, args), **tree_map(unwrap, kwargs or {}))
+        return tree_map(lambda x: Wrapper(x) if isinstance(x, Tensor) else x, found)
+
+
+def unwrap(tensor: Tensor) -> Tensor:
+    return tensor.inner if isinstance(tensor, Wrapper) else tensor
+
+
+class Listing(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize(("score", "name"), CASES)
+def test_a_negated_view_is_read_with_its_sign(score: str, name: str, grad: bool) -> None:
+    x = inputs()
+    wanted = dense(score, x)
+    given = x | {name: negated(x[name])}
+    if grad:
+        given["value"].requires_grad_()
+    found = attention(score, given)(given["query"], given["key"], given["value"], engine="native")
+    torch.testing.assert_close(found.detach(), wanted, rtol=1e-11, atol=1e-11)
+
+
+def test_a_negated_gradient_is_read_with_its_sign() -> None:
+    x, grad = inputs(), normal(B, H, N, D, seed=9)
+    found = []
+    for each in (grad, negated(grad)):
+        tensors = [x[name].clone().requires_grad_() for name in ("query", "key", "value", "bias")]
+        output = rg.attention(*tensors[:3], bias=tensors[3], engine="native")
+        found.append(torch.autograd.grad(output, tensors, each))
+    for ours, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("name", ["query", "key", "bias"])
+def test_inspection_reads_negated_views(name: str) -> None:
+    x = inputs()
+    given = x | {name: negated(x[name])}
+    plain, viewed = (rg.Attention(mask=rg.causal(), bias=each["bias"]) for each in (x, given))
+    for call in (
+        lambda attend, q, k: attend.weights(q, k, rows=[1, 2]),
+        lambda attend, q, k: attend.map(q, k, size=(4, 4)),
+        lambda attend, q, k: attend.statistics(q, k).entropy,
+    ):
+        wanted = call(plain, x["query"], x["key"])
+        torch.testing.assert_close(call(viewed, given["query"], given["key"]), wanted, rtol=1e-11, atol=1e-11)
+
+
+@pytest.mark.parametrize("name", ["q", "k", "v", "gradient"])
+def test_linear_attention_reads_negated_views(name: str) -> None:
+    x = dict(zip(("q", "k", "v", "gradient"), normal(4, B, H, N, D).unbind(), strict=True))
+    found = []
+    for given in (x, x | {name: negated(x[name])}):
+        tensors = [given[each].detach().requires_grad_() for each in "qkv"]
+        output = rg.LinearAttention(mask=rg.causal())(*tensors)
+        found.append([output, *torch.autograd.grad(output, tensors, given["gradient"])])
+    for ours, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize(("score", "name"), CASES)
+def test_zeros_without_storage_are_zeros(score: str, name: str) -> None:
+    x = inputs()
+    if name == "query" or (score == "cosine" and name == "key"):
+        score = "dot"
+    given = x | {name: torch._efficientzerotensor(x[name].shape, dtype=torch.float64)}
+    wanted = dense(score, x | {name: torch.zeros_like(x[name])})
+    found = attention(score, given)(given["query"], given["key"], given["value"], engine="native")
+    torch.testing.assert_close(found, wanted, rtol=1e-11, atol=1e-11)
+
+
+def test_a_view_of_zeros_without_storage_is_zero() -> None:
+    x = inputs()
+    zeros = torch._efficientzerotensor((2, H, N, N), dtype=torch.float64)[1]
+    wanted = dense("dot", x | {"bias": torch.zeros_like(x["bias"])})
+    attend = attention("dot", x | {"bias": zeros})
+    torch.testing.assert_close(attend(x["query"], x["key"], x["value"], engine="native"), wanted)
+
+
+@pytest.mark.parametrize(("score", "name"), CASES)
+def test_a_wrapper_is_handed_the_operator(score: str, name: str) -> None:
+    x = inputs()
+    Wrapper.seen = []
+    given = x | {name: Wrapper(x[name])}
+    found = attention(score, given)(given["query"], given["key"], given["value"], engine="native")
+    assert "regard.dot.default" in Wrapper.seen
+    torch.testing.assert_close(unwrap(found), dense(score, x), rtol=1e-11, atol=1e-11)
+
+
+def test_a_wrapper_is_read_by_inspection_and_linear_attention() -> None:
+    x = inputs()
+    Wrapper.seen = []
+    query, bias = Wrapper(x["query"]), Wrapper(x["bias"])
+    plain, wrapped = rg.Attention(bias=x["bias"]), rg.Attention(bias=bias)
+    torch.testing.assert_close(unwrap(wrapped.weights(query, x["key"])), plain.weights(x["query"], x["key"]))
+    linear = rg.LinearAttention(mask=rg.causal())
+    wanted = linear(x["query"], x["key"], x["value"])
+    torch.testing.assert_close(unwrap(linear(query, x["key"], x["value"])), wanted)
+
+
+def freed(tensor: Tensor) -> Tensor:
+    copy = tensor.clone()
+    copy.untyped_storage().resize_(0)
+    return copy
+
+
+def freed_view(tensor: Tensor) -> Tensor:
+    """As a shard of a flat parameter whose memory was freed: its address is its offset, not null."""
+    flat = torch.cat([torch.zeros(100, dtype=tensor.dtype), tensor.flatten()])
+    view = flat[100:].view(tensor.shape)
+    flat.untyped_storage().resize_(0)
+    assert view.data_ptr()
+    return view
+
+
+# Without those that torch reads before the kernels do: it has no check, and the process ends.
+@pytest.mark.parametrize("free", [freed, freed_view])
+@pytest.mark.parametrize(
+    ("score", "name"),
+    [("plain", "query"), ("plain", "key"), ("plain", "value"), ("dot", "key"), ("dot", "value"), ("dot", "bias"),
+     ("dot", "sink"), ("additive", "weight")],
+)  # fmt: skip
+def test_freed_memory_is_an_error(score: str, name: str, free: Callable[[Tensor], Tensor]) -> None:
+    x = inputs()
+    given = x | {name: free(x[name])}
+    with pytest.raises((ValueError, RuntimeError), match=r"without memory|out of bounds for storage of size 0"):
+        attention(score, given)(given["query"], given["key"], given["value"], engine="native")
+
+
+@pytest.mark.parametrize("free", [freed, freed_view])
+def test_freed_memory_is_an_error_in_linear_attention(free: Callable[[Tensor], Tensor]) -> None:
+    q, k, v = normal(3, B, H, N, D).unbind()
+    with pytest.raises(ValueError, match="without memory"):
+        rg.LinearAttention(mask=rg.causal())(q, k, free(v))
+
+
+@pytest.mark.parametrize("mask", [rg.causal(), rg.causal() & rg.where(lambda b, h, i, j: (i + j) % 3 > 0)], ids=str)
+def test_fake_tensors_stay_fake_and_leave_nothing_behind(mask: rg.Mask) -> None:
+    x = inputs()
+    attend = rg.Attention(mask=mask, bias=rg.alibi(H))
+    with FakeTensorMode():
+        fake = attend(*(torch.empty(B, H, N, D, dtype=torch.float64) for _ in range(3)), engine="native")
+    assert isinstance(fake, FakeTensor)
+    assert fake.shape == (B, H, N, D)
+    tensors = x["query"], x["key"], x["value"]
+    torch.testing.assert_close(attend(*tensors, engine="native"), attend(*tensors, engine="reference"))
+
+
+@pytest.mark.parametrize("tracing", ["real", "fake", "symbolic"])
+@pytest.mark.parametrize("score", ["plain", *SCORES])
+def test_make_fx_records_the_operator(score: str, tracing: str) -> None:
+    def call(*tensors: Tensor) -> Tensor:
+        given = dict(zip(x, tensors, strict=True))
+        return attention(score, given)(given["query"], given["key"], given["value"], engine="native")
+
+    x = inputs()
+    graph = make_fx(call, tracing_mode=tracing)(*x.values())
+    assert "regard.dot.default" in {str(node.target) for node in graph.graph.nodes}
+    other = {name: tensor.flip(0) + 1 for name, tensor in x.items()}
+    torch.testing.assert_close(graph(*other.values()), dense(score, other), rtol=1e-11, atol=1e-11)
+
+
+def test_make_fx_records_the_gradients() -> None:
+    def call(query: Tensor, key: Tensor, value: Tensor, grad: Tensor) -> Any:
+        tensors = [each.detach().requires_grad_() for each in (query, key, value)]
+        output = rg.attention(*tensors, mask=rg.causal(), engine="native")
+        return torch.autograd.grad(output, tensors, grad)
+
+    x, other = normal(4, B, H, N, D, seed=1), normal(4, B, H, N, D, seed=2)
+    graph = make_fx(call)(*x)
+    for ours, theirs in zip(graph(*other), call(*other), strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+@pytest.mark.parametrize("backward_too", [False, True])
+def test_a_mode_sees_the_operator(backward_too: bool) -> None:
+    x = inputs()
+    tensors = [x[name].clone().requires_grad_(backward_too) for name in ("query", "key", "value")]
+    with Listing() as listing:
+        found = rg.attention(*tensors, mask=rg.causal(), engine="native")
+        if backward_too:
+            found.sum().backward()
+    assert "regard.dot.default" in listing.seen
+    assert ("regard.dot_backward.default" in listing.seen) is backward_too
+    torch.testing.assert_close(found.detach(), dense("plain", x), rtol=1e-11, atol=1e-11)
+
+
+def test_a_mode_around_the_backward_pass_sees_it() -> None:
+    x = inputs()
+    query = x["query"].clone().requires_grad_()
+    found = [rg.attention(query, x["key"], x["value"], engine="native").sum() for _ in range(2)]
+    (wanted,) = torch.autograd.grad(found[0], query)
+    with Listing() as listing:
+        (ours,) = torch.autograd.grad(found[1], query)
+    assert "regard.dot_backward.default" in listing.seen
+    torch.testing.assert_close(ours, wanted, rtol=0, atol=0)
+
+
+def test_results_are_the_same_where_operations_are_counted() -> None:
+    x = inputs()
+    with FlopCounterMode(display=False):
+        found = rg.attention(x["query"], x["key"], x["value"], mask=rg.causal())
+        linear = rg.LinearAttention(mask=rg.causal())(x["query"], x["key"], x["value"])
+    torch.testing.assert_close(found, dense("plain", x), rtol=1e-11, atol=1e-11)
+    assert not linear.isnan().any()
+
+
+@pytest.mark.parametrize("device", ["meta", "cpu"])
+def test_the_default_device_is_not_that_of_the_call(device: str) -> None:
+    x = inputs()
+    mask = rg.causal() & rg.where(lambda b, h, i, j: (i + j) % 3 > -1)
+    with torch.device(device):
+        attend = rg.Attention(mask=mask, sink=-torch.inf)
+        found, lse = attend(x["query"], x["key"], x["value"], return_lse=True, engine="native")
+        entropy = attend.statistics(x["query"], x["key"]).entropy
+        rows = attend.weights(x["query"], x["key"], rows=[3, 9])
+    torch.testing.assert_close(found, dense("plain", x), rtol=1e-11, atol=1e-11)
+    for each in (lse, entropy, rows):
+        assert each.device.type == "cpu"
+        assert not each.isnan().any()
+
+
+def test_a_tensor_of_the_description_on_another_device_is_an_error() -> None:
+    x = inputs()
+    for description in ({"bias": x["bias"].to("meta")}, {"sink": x["sink"].to("meta")}):
+        with pytest.raises(ValueError, match=r"on the device of the query, cpu, but one of shape .* is on meta"):
+            rg.attention(x["query"], x["key"], x["value"], **description)
+
+
+def test_inference_tensors_are_read_in_place() -> None:
+    with torch.inference_mode():
+        x = inputs()
+        found = rg.attention(x["query"], x["key"], x["value"], mask=rg.causal(), engine="native")
+    torch.testing.assert_close(found, dense("plain", x), rtol=1e-11, atol=1e-11)
+
+
+class Marked(Tensor):
+    """A subclass with memory of its own."""
+
+
+def test_a_subclass_with_memory_stays_itself() -> None:
+    x = inputs()
+    found = rg.attention(x["query"].as_subclass(Marked), x["key"], x["value"], mask=rg.causal(), engine="native")
+    assert type(found) is Marked
+    torch.testing.assert_close(found.as_subclass(Tensor), dense("plain", x), rtol=1e-11, atol=1e-11)
+
+
+class Causal(nn.Module):
+    def __init__(self, mask: rg.Mask | None) -> None:
+        super().__init__()
+        self.attend = rg.Attention(mask=mask)
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return self.attend(q, k, v)
+
+
+@pytest.mark.parametrize("mask", [None, rg.causal(), rg.causal() & rg.window(9, 0)], ids=str)
+def test_export_takes_dynamic_lengths(mask: rg.Mask | None) -> None:
+    length = torch.export.Dim("length", min=2, max=4096)
+    x = normal(3, 1, H, 12, D).unbind()
+    exported = torch.export.export(Causal(mask), tuple(x), dynamic_shapes=({2: length},) * 3).module()
+    other = normal(3, 1, H, N, D, seed=2).unbind()
+    torch.testing.assert_close(exported(*other), rg.attention(*other, mask=mask, engine="reference"))
+
+
+def test_a_trace_of_torchscript_is_refused() -> None:
+    q = normal(1, H, 12, D)
+    with pytest.raises(RuntimeError, match=r"use torch\.export\.export"):
+        torch.jit.trace(Causal(None), (q, q, q))
+
+
+# A batch axis of 1
+
+
+@pytest.mark.parametrize("engine", ["native", "sdpa", "reference", "tiled", None])
+@pytest.mark.parametrize("shared", [("query",), ("key",), ("value",), ("key", "value"), ("query", "value")], ids=str)
+def test_a_batch_of_one_broadcasts(shared: tuple[str, ...], engine: str | None) -> None:
+    x = {name: normal(1 if name in shared else 3, 4 if name == "query" else 2, 9, 8, seed=len(name)) for name in
+         ("query", "key", "value")}  # fmt: skip
+    given = {name: tensor.clone().requires_grad_() for name, tensor in x.items()}
+    wide = {name: tensor.expand(3, -1, -1, -1).clone().requires_grad_() for name, tensor in x.items()}
+    lengths = torch.tensor([9, 4, 1])
+    description = {"mask": rg.padding(lengths)} if engine != "sdpa" else {}
+    found = rg.attention(**given, engine=engine, **description)
+    key, value = (wide[name].repeat_interleave(2, 1) for name in ("key", "value"))
+    logits = wide["query"] @ key.mT / 8**0.5
+    if description:
+        logits = logits.masked_fill(torch.arange(9) >= lengths[:, None, None, None], -torch.inf)
+    wanted = logits.softmax(-1) @ value
+    torch.testing.assert_close(found, wanted, rtol=1e-11, atol=1e-11)
+    grad = normal(*wanted.shape, seed=7)
+    ours = torch.autograd.grad(found, [*given.values()], grad)
+    theirs = torch.autograd.grad(wanted, [*wide.values()], grad)
+    for name, one, other in zip(given, ours, theirs, strict=True):
+        assert one.shape == x[name].shape
+        torch.testing.assert_close(one, other.sum_to_size(one.shape), rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("shared", ["query", "key"])
+def test_inspection_broadcasts_a_batch_of_one(shared: str) -> None:
+    x = {name: normal(1 if name == shared else 3, 2, 70, 8, seed=len(name)) for name in ("query", "key")}
+    wide = {name: tensor.expand(3, -1, -1, -1).contiguous() for name, tensor in x.items()}
+    bias, offset = normal(3, 1, 70, 70), [0, 1, -2]
+    attend = rg.Attention(mask=rg.causal(), bias=bias, offset=offset)
+    for call in (
+        lambda **tensors: attend.weights(**tensors),
+        lambda **tensors: attend.weights(**tensors, rows=[3], heads=[1]),
+        lambda **tensors: attend.map(**tensors, size=(5, 6)),
+        lambda **tensors: attend.statistics(**tensors, mass_on=[0]).mass,
+        lambda **tensors: attend.statistics(**tensors).entropy,
+    ):
+        found = call(**x)
+        assert found.shape[0] == 3
+        torch.testing.assert_close(found, call(**wide), rtol=0, atol=0)
+    explained = attend.explain(x["query"], x["key"], x["key"])
+    assert explained.sizes["B"] == 3
+    seen: list[tuple[int, int]] = []
+    token = WATCHERS.set((lambda _, query, key: seen.append((len(query), len(key))),))
+    attend(x["query"], x["key"], x["key"])
+    WATCHERS.reset(token)
+    assert seen == [(3, 3)]
+
+
+def test_linear_attention_broadcasts_a_batch_of_one() -> None:
+    q, k, v = normal(3, 2, 9, 8), normal(1, 2, 9, 8, seed=1).requires_grad_(), normal(3, 2, 9, 8, seed=2)
+    linear = rg.LinearAttention(mask=rg.causal())
+    found, wanted = linear(q, k, v), linear(q, k.repeat(3, 1, 1, 1), v)
+    torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
+    ours, theirs = (torch.autograd.grad(each.square().sum(), k)[0] for each in (found, wanted))
+    torch.testing.assert_close(ours, theirs, rtol=1e-11, atol=1e-11)
+    assert linear.step(q, k, v)[0].shape == (3, 2, 9, 8)
+
+
+@pytest.mark.parametrize("batches", [(0, 1, 1), (1, 0, 0)])
+def test_an_empty_batch_broadcasts(batches: tuple[int, int, int]) -> None:
+    q, k, v = (torch.zeros(n, 2, 5, 8) for n in batches)
+    assert rg.attention(q, k, v).shape == (0, 2, 5, 8)
