@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 import regard as rg
+from regard.nn.generate import stop_tokens
 
 B, H, G, Q, K, D, E = 2, 4, 2, 5, 7, 8, 6
 
@@ -21,6 +22,7 @@ def normal(*shape: int) -> Tensor:
 
 q, k, v = normal(B, H, Q, D), normal(B, G, K, D), normal(B, G, K, E)
 bits = torch.ones(Q, K, dtype=torch.bool)
+LAYER, HIDDEN = rg.nn.MultiHeadAttention(8, 2), normal(1, 3, 8)
 
 
 def call(**description: Any) -> Callable[[], Any]:
@@ -56,17 +58,63 @@ WRONG: dict[str, tuple[Callable[[], Any], type[Exception], list[str]]] = {
         call(key=k[..., :5]), ValueError, ["same width D", "(2, 4, 5, 8)", "(2, 2, 7, 5)", "project"],
     ),
     "as many values as keys": (call(value=v[:, :, :4]), ValueError, ["value", "7 keys", "(2, 2, 4, 6)"]),
-    "batches differ": (call(key=k[:1], value=v[:1]), ValueError, ["batch axis B", "key (1, 2, 7, 8)", "expand"]),
-    "batch of values differs": (call(value=v[:1]), ValueError, ["batch axis B", "value (1, 2, 7, 6)"]),
+    "batches differ": (
+        call(query=normal(3, H, Q, D)), ValueError, ["batch axis B", "or 1", "query (3, 4, 5, 8)", "key (2, 2, 7, 8)"],
+    ),
+    "batch of values differs": (call(value=v.repeat(2, 1, 1, 1)), ValueError, ["batch axis B", "value (4, 2, 7, 6)"]),
+    "sparse query": (call(query=q.to_sparse()), TypeError, ["query", "dense", "torch.sparse_coo", "query.to_dense()"]),
+    "mkldnn value": (call(value=v.to_mkldnn()), TypeError, ["value", "dense", "mkldnn", "value.to_dense()"]),
+    "quantised key": (
+        lambda: rg.attention(q, torch.quantize_per_tensor(k, 0.1, 0, torch.qint8), v), TypeError,
+        ["key", "qint8", "key.dequantize()"],
+    ),
+    "nested query": (
+        lambda: rg.attention(torch.nested.nested_tensor([q[0], q[1]]), k, v), TypeError,
+        ["query", "nested", "rg.documents", "rg.padding(lengths)"],
+    ),
+    "jagged query": (
+        lambda: rg.attention(torch.nested.nested_tensor([q[0], q[1]], layout=torch.jagged), k, v), TypeError,
+        ["query", "nested"],
+    ),
+    "sparse bias": (call(bias=normal(Q, K).to_sparse()), TypeError, ["tensor of the description", "dense", "sparse"]),
+    "sparse query of linear attention": (
+        lambda: rg.LinearAttention()(q.to_sparse(), k, v), TypeError, ["q", "dense", "q.to_dense()"],
+    ),
     "heads of keys and values differ": (call(value=v[:, :1]), ValueError, ["key and value", "heads G", "(2, 1, 7, 6)"]),
     "H is no multiple of G": (
         call(query=normal(B, 3, Q, D)), ValueError, ["heads H", "multiple", "heads G", "3 and 2", "(2, 3, 5, 8)"],
     ),
     "G is larger than H": (call(query=q[:, :1]), ValueError, ["heads H", "multiple", "heads G", "1 and 2"]),
     # words that attention does not know
-    "is_causal": (call(is_causal=True), TypeError, ["unexpected keyword", "'is_causal'"]),
-    "attn_mask": (call(attn_mask=bits), TypeError, ["unexpected keyword", "'attn_mask'"]),
-    "scale": (call(scale=0.5), TypeError, ["unexpected keyword", "'scale'"]),
+    "is_causal": (call(is_causal=True), TypeError, ["attention()", "'is_causal'", "mask=rg.causal()", "offset=0"]),
+    "attn_mask": (call(attn_mask=bits), TypeError, ["unexpected keyword", "'attn_mask'", "mask=", "bias="]),
+    "scale": (call(scale=0.5), TypeError, ["unexpected keyword", "'scale'", "score=rg.Dot(scale=...)"]),
+    "dropout_p": (call(dropout_p=0.1), TypeError, ["unexpected keyword", "'dropout_p'", "dropout="]),
+    "enable_gqa": (call(enable_gqa=True), TypeError, ["unexpected keyword", "'enable_gqa'", "fewer heads"]),
+    "is_causal of a description": (
+        lambda: rg.Attention(is_causal=True), TypeError, ["Attention()", "'is_causal'", "mask=rg.causal()"],
+    ),
+    "attn_mask of a call": (
+        lambda: rg.Attention()(q, k, v, attn_mask=bits), TypeError, ["Attention.forward()", "'attn_mask'", "mask="],
+    ),
+    "a slip in a call": (lambda: rg.Attention()(q, k, v, lse=True), TypeError, ["unexpected keyword", "'lse'"]),
+    "embed_dim": (lambda: rg.nn.MultiHeadAttention(embed_dim=8, heads=2), TypeError, ["'embed_dim'", "d_model="]),
+    "num_heads": (lambda: rg.nn.MultiHeadAttention(8, num_heads=2), TypeError, ["'num_heads'", "heads="]),
+    "batch_first": (
+        lambda: rg.nn.MultiHeadAttention(8, 2, batch_first=True), TypeError,
+        ["'batch_first'", "always (B, N, d_model)"],
+    ),
+    "dropout of a module": (
+        lambda: rg.nn.MultiHeadAttention(8, 2, dropout=0.1), TypeError,
+        ["'dropout'", "attend=rg.Attention(dropout=...)"],
+    ),
+    "key_padding_mask": (
+        lambda: LAYER(HIDDEN, key_padding_mask=bits), TypeError, ["'key_padding_mask'", "rg.padding(lengths)"],
+    ),
+    "attn_mask of a module": (lambda: LAYER(HIDDEN, attn_mask=bits), TypeError, ["'attn_mask'", "mask=", "bias="]),
+    "is_causal of a module": (lambda: LAYER(HIDDEN, is_causal=True), TypeError, ["'is_causal'", "mask=rg.causal()"]),
+    "need_weights": (lambda: LAYER(HIDDEN, need_weights=True), TypeError, ["'need_weights'", "weights"]),
+    "stop as text": (lambda: stop_tokens("eos"), TypeError, ["stop", "token id or a list", "'eos'"]),
     "a slip of the pen": (lambda: rg.Attention(temperatur=2.0), TypeError, ["unexpected keyword", "'temperatur'"]),
     "a mask by its place": (lambda: rg.attention(q, k, v, rg.causal()), TypeError, ["3 positional arguments"]),
     # score

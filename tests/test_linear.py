@@ -404,7 +404,7 @@ STATE = ATTEND.step(Q, K, V)[1]
             ValueError,
             "q must have a multiple of the heads of k, but has H = 3 for G = 2",
         ),
-        (lambda: ATTEND(Q, K[:1], V), ValueError, r"k must have the batch size of q, 2, .* try k.expand\(2"),
+        (lambda: ATTEND(Q, K.repeat(2, 1, 1, 1), V), ValueError, r"must have the same batch size, or 1 where"),
         (lambda: LinearAttention(mask=padding([9, 1]))(Q, K, V), ValueError, "lengths must be at most .*K = 5.* is 9"),
         (lambda: LinearAttention(mask=padding([1, 1, 1]))(Q, K, V), ValueError, "lengths must be one number for each"),
         (

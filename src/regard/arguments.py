@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from functools import wraps
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -31,6 +32,54 @@ def offset(value: Any) -> int | Tensor | None:
             f"offset must be a whole number or one per batch row, but is {tensor.dtype} of shape {shape_of(tensor)}"
         )
     return tensor.detach().clone().to(torch.int64).reshape(-1)
+
+
+_TORCH = {
+    "is_causal": "mask=rg.causal(), with offset=0 where Q and K differ, since torch aligns the first query and key",
+    "attn_mask": "mask= for a bool tensor (True means that a key may be attended to), bias= for a float tensor",
+    "dropout_p": "dropout=",
+    "scale": "score=rg.Dot(scale=...)",
+    "enable_gqa": "no word: key and value may have fewer heads than the query",
+}
+_TORCH_MODULE = _TORCH | {
+    "embed_dim": "d_model=",
+    "num_heads": "heads=",
+    "kdim": "d_source=",
+    "vdim": "d_source=, which key and value share",
+    "dropout": "attend=rg.Attention(dropout=...)",
+    "scale": "attend=rg.Attention(score=rg.Dot(scale=...))",
+    "add_zero_attn": "attend=rg.Attention(sink=0.0)",
+    "add_bias_kv": "attend=rg.Attention(sink=...), a logit without a value",
+    "batch_first": "no word: tokens are always (B, N, d_model)",
+    "key_padding_mask": "mask=rg.padding(lengths), or mask=~key_padding_mask[:, None, None]: True means a real token",
+    "need_weights": "regard.view.capture(), or layer.attend.weights(q, k)",
+    "average_attn_weights": "regard.view.capture(), or layer.attend.weights(q, k)",
+}
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def refuse(name: str, unknown: Mapping[str, Any], ours: Mapping[str, str] = _TORCH) -> None:
+    """Raise for keywords that a function does not take; for torch's, name ours."""
+    for word in unknown:
+        advice = f"; it takes {ours[word]}" if word in ours else ""
+        raise TypeError(f"{name}() got an unexpected keyword argument {word!r}{advice}")
+
+
+def knows_torch(name: str, *, module: bool = False) -> Callable[[Function], Function]:
+    """Decorate a function so that torch's keywords raise an error that names ours."""
+    ours = _TORCH_MODULE if module else _TORCH
+
+    def decorate(function: Function) -> Function:
+        @wraps(function)
+        def checked(*args: Any, **kwargs: Any) -> Any:
+            for word in kwargs:
+                if word in ours:
+                    refuse(name, {word: None}, ours)
+            return function(*args, **kwargs)
+
+        return checked  # type: ignore[return-value]
+
+    return decorate
 
 
 def check_temperature(value: Any) -> None:

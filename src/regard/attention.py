@@ -156,12 +156,21 @@ class Attention(Description):
         def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
 
     def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, *, engine: str | None = None, return_lse: bool = False
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        engine: str | None = None,
+        return_lse: bool = False,
+        **unknown: Any,
     ) -> Any:
         """The output (B, H, Q, E), and with `return_lse=True` also the log-sum-exp (B, H, Q).
 
         `engine` forces an engine by name; left out, the fastest that can compute the call is taken.
         """
+        if unknown:
+            arguments.refuse("Attention.forward", unknown)
         if torch._C._is_any_autocast_enabled() and torch.is_autocast_enabled(getattr(query, "device", _CPU).type):
             query, key, value = _autocast(query, key, value)
             with _plain(query.device):
@@ -417,6 +426,9 @@ class Attention(Description):
         return f"Attention({', '.join(shown)})"
 
 
+Attention.__init__ = arguments.knows_torch("Attention")(Attention.__init__)  # type: ignore[method-assign]
+
+
 class Words(TypedDict, total=False):
     """What `attention` takes beside its tensors, for those who check types."""
 
@@ -440,6 +452,7 @@ def attention(
 ) -> tuple[Tensor, Tensor]: ...
 @overload
 def attention(query: Tensor, key: Tensor, value: Tensor, *, return_lse: bool, **words: Unpack[Words]) -> Any: ...
+@arguments.knows_torch("attention")
 def attention(
     query: Tensor,
     key: Tensor,

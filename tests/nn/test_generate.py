@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -73,6 +74,16 @@ def test_a_beam_weighs_length_as_it_is_told(penalty: float) -> None:
         whole = [*ended, *itertools.product(range(1, 5), repeat=4)]
         best = max(whole, key=lambda t, s=start: chain.score(s, t) / len(t) ** penalty)
         assert (*tokens.tolist(), 0)[: len(best)] == best
+
+
+@pytest.mark.parametrize("strategy", [Greedy(), Beam(width=3)], ids=["greedy", "beam"])
+def test_one_stop_token_need_not_be_a_list(strategy: Greedy | Beam) -> None:
+    whole = generate(Chain().state(), PROMPTS, strategy=strategy, limit=8)
+    token = whole[0][3]
+    several = generate(Chain().state(), PROMPTS, strategy=strategy, limit=8, stop=[int(token)])
+    for one in (int(token), np.int64(int(token))):
+        found = generate(Chain().state(), PROMPTS, strategy=strategy, limit=8, stop=one)
+        assert [row.tolist() for row in found] == [row.tolist() for row in several]
 
 
 def test_a_row_ends_before_its_stop_token() -> None:

@@ -29,7 +29,7 @@ from regard.nn import (
     linear,
 )
 from regard.nn.dropout import dropout
-from regard.nn.generate import Greedy, Sample, State, Strategy, follow, generate
+from regard.nn.generate import Greedy, Sample, State, Strategy, follow, generate, stop_tokens
 from regard.nn.loss import token_loss
 from regard.scores import Dot
 
@@ -170,7 +170,7 @@ class LanguageModel(nn.Module):
 
     def generate(
         self, prompts: Tensor | Sequence[Tensor], *, limit: int = 64, strategy: Strategy | None = None,
-        stop: Sequence[int] = (),
+        stop: int | Sequence[int] = (),
     ) -> list[Tensor]:  # fmt: skip
         """What follows each prompt, at most `limit` tokens, ending before a stop token; greedy unless told otherwise.
 
@@ -181,10 +181,16 @@ class LanguageModel(nn.Module):
             return generate(state, first, strategy=strategy or Greedy(), limit=limit, stop=stop)
 
     def stream(
-        self, prompt: Tensor, *, limit: int = 64, strategy: Greedy | Sample | None = None, stop: Sequence[int] = ()
+        self,
+        prompt: Tensor,
+        *,
+        limit: int = 64,
+        strategy: Greedy | Sample | None = None,
+        stop: int | Sequence[int] = (),
     ) -> Iterator[int]:
         """The tokens that follow one prompt (n,), each as soon as it is there, ending before a stop token."""
         state, first = self.begin([prompt])
+        stop = stop_tokens(stop)
         for token in follow(state, first, strategy or Greedy(), limit=limit, stop=stop):
             if (found := int(token)) in stop:
                 return

@@ -7,6 +7,7 @@ import math
 import torch
 from torch import Tensor, nn
 
+from regard.arguments import knows_torch
 from regard.attention import Attention
 from regard.engines.packed_linear import project
 from regard.masks import Mask
@@ -64,6 +65,7 @@ class MultiHeadAttention(nn.Module):
     torch.Size([2, 10, 64])
     """
 
+    @knows_torch("MultiHeadAttention", module=True)
     def __init__(
         self,
         d_model: int,
@@ -101,6 +103,7 @@ class MultiHeadAttention(nn.Module):
         self.rotary, self.query_norm, self.key_norm = rotary, query_norm, key_norm
         self.attend = _registered(attend or Attention())
 
+    @knows_torch("MultiHeadAttention.forward", module=True)
     def forward(
         self,
         x: Tensor,

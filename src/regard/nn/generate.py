@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import operator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -123,10 +124,26 @@ class Beam:
 Strategy = Greedy | Sample | Beam
 
 
-def generate(state: State, first: Tensor, *, strategy: Strategy, limit: int, stop: Sequence[int] = ()) -> list[Tensor]:
+def stop_tokens(stop: int | Sequence[int]) -> tuple[int, ...]:
+    """The tokens that end generation, given as one token or as several.
+
+    >>> from regard.nn.generate import stop_tokens
+    >>> stop_tokens(2), stop_tokens([2, 3])
+    ((2,), (2, 3))
+    """
+    try:
+        return tuple(operator.index(token) for token in (stop if isinstance(stop, Iterable) else (stop,)))
+    except TypeError:
+        raise TypeError(f"stop must be a token id or a list of them, but is {stop!r}") from None
+
+
+def generate(
+    state: State, first: Tensor, *, strategy: Strategy, limit: int, stop: int | Sequence[int] = ()
+) -> list[Tensor]:
     """What comes after the ids `first` (R, n), at most `limit` tokens a row, without the stop token that ended it."""
     if isinstance(strategy, Beam):
         return beam(state, first, strategy, limit=limit, stop=stop)
+    stop = stop_tokens(stop)
     steps = list(follow(state, first, strategy, limit=limit, stop=stop))
     if not steps:
         return [first.new_empty(0) for _ in first]
@@ -137,10 +154,11 @@ def generate(state: State, first: Tensor, *, strategy: Strategy, limit: int, sto
 
 
 def follow(
-    state: State, first: Tensor, strategy: Greedy | Sample, *, limit: int, stop: Sequence[int] = ()
+    state: State, first: Tensor, strategy: Greedy | Sample, *, limit: int, stop: int | Sequence[int] = ()
 ) -> Iterator[Tensor]:
     """The tokens (R,) of one step after the other, until every row has met a stop token, which comes too."""
-    choose, stops = strategy.chooser(), torch.tensor(list(stop), device=first.device)
+    stop = stop_tokens(stop)
+    choose, stops = strategy.chooser(), torch.tensor(stop, device=first.device)
     going = torch.ones(len(first), dtype=torch.bool, device=first.device)
     ids = first
     for _ in range(limit):
@@ -155,8 +173,9 @@ def follow(
 
 
 @torch.inference_mode()
-def beam(state: State, first: Tensor, strategy: Beam, *, limit: int, stop: Sequence[int] = ()) -> list[Tensor]:
+def beam(state: State, first: Tensor, strategy: Beam, *, limit: int, stop: int | Sequence[int] = ()) -> list[Tensor]:
     """Beam search. A row's beams are neighbours: beam w of row r is row r * width + w of the state."""
+    stop = stop_tokens(stop)
     width, rows, penalty = strategy.width, len(first), strategy.length_penalty
     finished: list[list[tuple[float, np.ndarray]]] = [[] for _ in range(rows)]
     done = [limit == 0] * rows
