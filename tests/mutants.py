@@ -19,6 +19,8 @@ MASKS = "tests/masks/test_patterns.py"
 TILES = "tests/masks/test_tiles.py"
 NATIVE = "tests/engines/test_native.py"
 LOOK = "tests/engines/test_look.py"
+INPUTS = "tests/engines/test_inputs.py"
+SAFETY = "tests/engines/test_safety.py"
 PACKED = "tests/engines/test_packed_linear.py"
 FREEZE = "tests/nn/test_freeze.py"
 LOSS = "tests/nn/test_loss.py"
@@ -92,9 +94,9 @@ MUTANTS = (
     Mutant(
         "heads of a tile table share the first head's tiles", "engines/visible.py",
         "rows if table.extent[1] > 1 else 0)\n    return tuple(torch.from_numpy(np.ascontiguousarray(array)) for array "
-        "in arrays), strides\n\n\ndef visible_to",
+        "in arrays), strides\n\n\n@_eager()",
         "0)\n    return tuple(torch.from_numpy(np.ascontiguousarray(array)) for array "
-        "in arrays), strides\n\n\ndef visible_to", NATIVE,
+        "in arrays), strides\n\n\n@_eager()", NATIVE,
     ),
     Mutant(
         "some rows are numbered as if they were the first", "engines/lowering.py",
@@ -104,6 +106,38 @@ MUTANTS = (
     Mutant(
         "the kernel is told the strides of an axis of size 1", "engines/native/binding.py",
         "[0 if n == 1 else step for", "[step for", NATIVE,
+    ),
+    Mutant(
+        "a negated view is taken for plain memory", "engines/plain.py",
+        " or tensor.is_neg()", "", INPUTS,
+    ),
+    Mutant(
+        "a subclass is taken for plain memory", "engines/plain.py",
+        "(type(tensor) not in _TYPES or tensor.is_neg()", "(tensor.is_neg()", INPUTS,
+    ),
+    Mutant(
+        "modes do not see the call", "engines/plain.py",
+        "if torch._C._len_torch_dispatch_stack():", "if False:", INPUTS,
+    ),
+    Mutant(
+        "a view of freed memory has an address", "engines/plain.py",
+        "found == tensor.storage_offset() * tensor.element_size()", "found == 0", INPUTS,
+    ),
+    Mutant(
+        "a mode around the backward pass does not see it", "engines/native/attend.py",
+        "if not direct((*tensors, *results, *grads)):", "if False:", INPUTS,
+    ),
+    Mutant(
+        "a batch of one is read past its end", "attention.py",
+        "broadcasts=any(t is not None and", "broadcasts=any(t is None and", INPUTS,
+    ),
+    Mutant(
+        "the order of a structure's fields is not compared", "engines/native/binding.py",
+        "if names != self.fields:", "if False:", SAFETY,
+    ),
+    Mutant(
+        "a field's place is not compared", "engines/native/binding.py",
+        'if struct.calcsize("@" + self.format) != field.offset + field.size:', "if False:", SAFETY,
     ),
     Mutant(
         "dropout's rescaling is left out", "engines/native/attend.py",
