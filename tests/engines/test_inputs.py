@@ -17,6 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import regard as rg
 from regard.attention import WATCHERS
 from regard.engines import native
+from regard.engines.plain import address
 
 pytestmark = pytest.mark.skipif(bool(native.missing()), reason=native.missing() or "the library is there")
 B, H, N, D = 2, 2, 70, 16  # more than a tile, and more than torch's engine takes for its own
@@ -227,6 +228,12 @@ def freed_view(tensor: Tensor) -> Tensor:
     flat.untyped_storage().resize_(0)
     assert view.data_ptr()
     return view
+
+
+def test_a_view_of_freed_memory_has_no_address() -> None:
+    tensor = normal(3)
+    assert address(tensor[1:]) == tensor.data_ptr() + 8
+    assert address(freed(tensor)) == address(freed_view(tensor)) == 0
 
 
 # Without those that torch reads before the kernels do: it has no check, and the process ends.
