@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import regard as rg
+from regard.attention import WATCHERS
 from regard.integrations.torch import replace
 from regard.view import Record, capture
 
@@ -79,7 +80,7 @@ def test_the_model_gives_the_same_bits_and_keeps_no_hook() -> None:
     with capture(model):
         assert torch.equal(model(inputs), before)
     assert all(not module._forward_hooks and not module._forward_pre_hooks for module in model.modules())
-    assert rg.attention.__globals__["WATCHERS"].get() == ()
+    assert WATCHERS.get() == ()
 
 
 def test_an_exception_inside_leaves_the_model_clean() -> None:
