@@ -76,6 +76,7 @@ WRONG: dict[str, tuple[Callable[[], Any], type[Exception], list[str]]] = {
         lambda: rg.attention(torch.nested.nested_tensor([q[0], q[1]], layout=torch.jagged), k, v), TypeError,
         ["query", "nested"],
     ),
+    "sparse mask": (call(mask=bits.to_sparse()), TypeError, ["mask", "dense", "sparse_coo", "mask.to_dense()"]),
     "sparse bias": (call(bias=normal(Q, K).to_sparse()), TypeError, ["tensor of the description", "dense", "sparse"]),
     "sparse query of linear attention": (
         lambda: rg.LinearAttention()(q.to_sparse(), k, v), TypeError, ["q", "dense", "q.to_dense()"],

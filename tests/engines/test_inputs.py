@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -17,6 +18,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import regard as rg
 from regard.attention import WATCHERS
 from regard.engines import native
+from regard.engines.packed_linear import PackedWeight
 from regard.engines.plain import address
 
 pytestmark = pytest.mark.skipif(bool(native.missing()), reason=native.missing() or "the library is there")
@@ -356,6 +358,37 @@ def test_inference_tensors_are_read_in_place() -> None:
         x = inputs()
         found = rg.attention(x["query"], x["key"], x["value"], mask=rg.causal(), engine="native")
     torch.testing.assert_close(found, dense("plain", x), rtol=1e-11, atol=1e-11)
+
+
+def test_packed_weights_take_zeros_without_storage_and_negated_views() -> None:
+    x, weight = normal(3, 8).float(), normal(64, 8).float()
+    packed = PackedWeight.pack(weight)
+    with torch.no_grad():
+        assert not F.linear(torch._efficientzerotensor((3, 8), dtype=torch.float32), packed).any()
+        torch.testing.assert_close(F.linear(negated(x), packed), x @ weight.T)
+
+
+@pytest.fixture
+def mesh() -> Iterator[Any]:
+    store = torch.distributed.HashStore()
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    yield torch.distributed.init_device_mesh("cpu", (1,))
+    torch.distributed.destroy_process_group()
+
+
+def test_dtensors_are_left_to_torch_and_not_mixed_with_others(mesh: Any) -> None:
+    from torch.distributed.tensor import distribute_tensor
+
+    x = inputs()
+    tensors = [x[name] for name in ("query", "key", "value")]
+    sharded = [distribute_tensor(tensor, mesh) for tensor in tensors]
+    found = rg.attention(*sharded)
+    torch.testing.assert_close(found.full_tensor(), rg.attention(*tensors, engine="reference"))
+    with pytest.raises(ValueError, match="no rule for DTensor"):
+        rg.attention(*sharded, engine="native")
+    for description in ({"bias": distribute_tensor(x["bias"], mesh)}, {"sink": distribute_tensor(x["sink"], mesh)}):
+        with pytest.raises(TypeError, match=r"must all be DTensors, or none; .*\.to_local\(\)"):
+            rg.attention(*tensors, **description)
 
 
 class Marked(Tensor):

@@ -200,6 +200,7 @@ def _is_plain(x: Tensor) -> bool:
         and x.is_cpu
         and x.layout == torch.strided
         and not x.is_neg()
+        and not x._is_zerotensor()
         and not torch._C._functorch.is_functorch_wrapped_tensor(x)
         and (x.untyped_storage().nbytes() > 0 or not x.numel())
     )

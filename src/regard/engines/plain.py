@@ -55,6 +55,14 @@ def address(tensor: Tensor) -> int:
 
 
 def is_sharded(tensors: Iterable[Tensor | None]) -> bool:
-    """Whether one of them is a DTensor."""
+    """Whether they are DTensors, all or none."""
     module = sys.modules.get("torch.distributed.tensor")
-    return module is not None and any(isinstance(tensor, module.DTensor) for tensor in tensors)
+    if module is None:
+        return False
+    found = [isinstance(tensor, module.DTensor) for tensor in tensors if tensor is not None]
+    if any(found) and not all(found):
+        raise TypeError(
+            "query, key, value and the tensors of the description must all be DTensors, or none; "
+            "pass the part of this process, .to_local(), or the whole, .full_tensor()"
+        )
+    return any(found)

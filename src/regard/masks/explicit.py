@@ -265,6 +265,8 @@ def dense(tensor: Tensor) -> Mask:
         else:
             hint = "call it, as in causal()" if callable(tensor) else "make it one with torch.as_tensor"
         raise TypeError(f"mask must be a mask or a bool tensor in which True means may attend, but is {came}; {hint}")
+    if tensor.layout is not torch.strided:
+        raise TypeError(f"mask must be a dense tensor, but has the layout {tensor.layout}; pass mask.to_dense()")
     if tensor.dim() > 4:
         raise ValueError(f"mask must have at most four axes (B, H, Q, K), but is {shape_of(tensor)}")
     return made(Dense(lead(tensor.detach().clone())))
