@@ -26,11 +26,11 @@ PAGE = Path("docs/results.md")
 KEPT = Path("docs/results.json")
 HEAD = """# What the tasks reach
 
-Figures on rows that were neither trained on nor used to choose the weights, beside what simple means reach on the same
-rows. `make results` runs all of it anew. Minutes are those of the training steps, on a machine with 2 cores that others
-may have used meanwhile.
+Figures on rows that were neither trained on nor, unless a line says so, used to choose the weights, next to those of
+baselines on the same rows. `make results` runs all of it again. Minutes are those of the training steps, on a machine
+with 2 cores that others may have used meanwhile.
 
-| task | data | figure | reached | to reach | simple means | minutes | threads |
+| task | data | figure | reached | to reach | baselines | minutes | threads |
 | --- | --- | --- | --- | --- | --- | --- | --- |
 """
 
@@ -66,9 +66,10 @@ RESULTS = (
         "--tokens 2048 --width 64 --layers 1",
     ),
     Result(
-        "wikitext", "WikiText-2, validation", "perplexity",
+        "wikitext", "WikiText-2", "perplexity",
         "language --data {data}/language_modelling/wikitext2-train.raw.gz "
-        "--valid {data}/language_modelling/wikitext2-valid.raw.gz --width 192 --steps 3000 --tokens 2048 --warmup 300",
+        "--valid {data}/language_modelling/wikitext2-valid.raw.gz "
+        "--test {data}/language_modelling/wikitext2-test.raw.gz --width 192 --steps 3000 --tokens 2048 --warmup 300",
         low=True,
     ),
     Result(
@@ -209,9 +210,17 @@ def _unlike(words: str, given: dict[str, Any]) -> str:
     """The first option of a command that was not given; paths do not count."""
     for option, value in re.findall(r"--([a-z-]+) (\S+)", words):
         known = given.get(option.replace("-", "_"))
+        if known == []:  # no file was given for it
+            return f"--{option}"
         if isinstance(known, int | float) and not isinstance(known, bool) and float(value) != float(known):
             return f"--{option}"
     return ""
+
+
+def title(result: Result, about: dict[str, Any]) -> str:
+    """What a result is of; and whether the rows that it was measured on also chose the weights."""
+    chose = "--valid" in about["words"] and "--test" not in about["words"]
+    return result.about + (", validation rows, which also chose the weights" if chose else "")
 
 
 def row(result: Result, about: dict[str, Any]) -> str:
@@ -224,7 +233,7 @@ def row(result: Result, about: dict[str, Any]) -> str:
     best = result.at_least if result.at_least is not None else (min if result.low else max)(rivals)
     met = "" if (reached <= best if result.low else reached >= best) else " (short)"
     return (
-        f"| {about['task']} | {result.about} | {result.figure} | **{reached:.4g}**{met} | {aim} | {against} | "
+        f"| {about['task']} | {title(result, about)} | {result.figure} | **{reached:.4g}**{met} | {aim} | {against} | "
         f"{about['minutes']:.0f} | {about['threads']} |\n"
     )
 
@@ -241,7 +250,7 @@ def write(runs: Path) -> None:
         figures = ", ".join(f"{name} {value:.4g}" for name, value in about["figures"].items())
         then = f"    regard evaluate runs/{result.name} {about['evaluate']}\n" if about.get("evaluate") else ""
         more.append(
-            f"\n## {result.about}\n\n    regard {shlex.join(words)}\n{then}\n"
+            f"\n## {title(result, about)}\n\n    regard {shlex.join(words)}\n{then}\n"
             f"{about['trained_on']:,} examples, {about['held_out']:,} held out; step {about['step']} of "
             f"{about['steps']}; seed {about['seed']}; {about['date']}; torch {about['torch']}.\n\n{figures}.\n"
         )

@@ -169,6 +169,16 @@ def test_rows_left_out_of_training_are_not_said_to_be_trained_on(tmp_path: Path)
         "--skip-bad", "--json", "--out", tmp_path / "run", *TINY,
     )  # fmt: skip
     assert told["trained_on"] == 120
+    assert told["chose_weights"]  # --valid is all that is held out
+
+
+def test_the_table_says_that_the_rows_also_chose_the_weights(tmp_path: Path) -> None:
+    (tmp_path / "valid.csv").write_text("text,label\na cat sees,cat\none dog hears,none\n")
+    run = ["train", "classify", "--data", classes(tmp_path), "--valid", str(tmp_path / "valid.csv")]
+    asked = CliRunner().invoke(app, [*run, "--out", str(tmp_path / "run"), *TINY])
+    assert "held-out rows also chose the weights" in " ".join(asked.stdout.split())
+    told = regard("evaluate", tmp_path / "run", "--data", tmp_path / "classes.csv", "--json")
+    assert not told["chose_weights"]
 
 
 def test_other_data_is_measured_with_baselines_of_what_the_run_trained_on(tmp_path: Path) -> None:

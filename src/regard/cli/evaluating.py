@@ -11,9 +11,9 @@ from rich.table import Table
 
 from regard.cli.options import Json, RunFolder, SkipBad
 from regard.cli.terminal import shown, tell_bad
-from regard.tasks import Run, Sources, Task, Trouble
+from regard.tasks import Run, Task, Trouble
 from regard.tasks.figures import measure
-from regard.tasks.sources import Examples, gather
+from regard.tasks.sources import Examples, gather_again
 from regard.tasks.trouble import Bad
 
 
@@ -34,12 +34,10 @@ def evaluate(
     """
     run = Run.open(folder)
     task = run.task if longest is None else _reading(run, longest)
-    sources = Sources.of(run.about["sources"])
-    sources = replace(sources, skip_bad=skip_bad or sources.skip_bad)
-    examples = gather(run.task, sources, run.recipe.seed)  # as in training, whatever it is measured on
+    examples = gather_again(run, skip_bad=skip_bad)
     bad = examples.bad
     if data:
-        bad = Bad(skip=sources.skip_bad)
+        bad = Bad(skip=bad.skip)
         examples = examples._replace(test=[row for source in data for row in task.read(source, bad)])
     tell_figures(run, examples, bad, as_json, task=task, keep=not data)
     tell_bad(bad)
@@ -69,7 +67,8 @@ def tell_figures(
     longer = {"longest": max(run.task.longest, task.longest)} if hasattr(task, "longest") else {}  # type: ignore[attr-defined]
     baseline = replace(task, **longer)  # type: ignore[type-var]
     measured = measure(task, model, run.kit, examples.train, examples.test, bad, baseline=baseline)
-    found = {"step": step, "minutes": run.minutes()} | measured._asdict()
+    chose = examples.test is examples.valid  # there are no others: they chose the weights, too
+    found = {"step": step, "minutes": run.minutes(), "chose_weights": chose} | measured._asdict()
     found |= {"longest": task.longest} if hasattr(task, "longest") else {}
     if keep and not run.shipped:
         run.about["results"] = found
@@ -79,6 +78,7 @@ def tell_figures(
         return
     rows = f"{measured.held_out} held out" + (f", {measured.left_out} left out" if measured.left_out else "")
     table = Table(f"{task.name}, {rows}", f"{run.folder.name} (step {step})", *measured.baselines)
+    table.caption = "The held-out rows also chose the weights." if chose else None
     for name, value in measured.figures.items():
         others = (f"{each[name]:.4g}" if name in each else "" for each in measured.baselines.values())
         table.add_row(name, f"{value:.4g}", *others)

@@ -8,6 +8,7 @@ import gzip
 import hashlib
 import json
 import lzma
+import unicodedata
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
@@ -112,6 +113,21 @@ def fingerprint(source: str) -> dict[str, Any]:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
     where = source if path.parent == EMBEDDED else str(path.resolve())
     return {"source": where, "bytes": path.stat().st_size, "sha256": digest}
+
+
+def as_seen(text: str, *, loosely: bool) -> str:
+    """The same for texts that a tokenizer sees alike.
+
+    loosely: also for those that differ in capitals, accents and spaces, which a tokenizer may take off.
+
+    >>> from regard.tasks.data import as_seen
+    >>> as_seen(" Caf\u00e9 noir", loosely=False), as_seen(" Caf\u00e9 noir", loosely=True)
+    ('Caf\u00e9 noir', 'cafenoir')
+    """
+    if not loosely:
+        return unicodedata.normalize("NFC", text).strip()
+    letters = unicodedata.normalize("NFKD", unicodedata.normalize("NFKD", text).casefold())
+    return "".join(each for each in letters if unicodedata.category(each)[0] not in "MZC")
 
 
 def split(rows: Sequence[Row], group: Callable[[Row], str], held: int, seed: int) -> tuple[list[Row], list[Row]]:

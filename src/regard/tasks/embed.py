@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
@@ -16,7 +17,7 @@ from regard.models.text import POOLINGS, SentenceEmbedder
 from regard.nn import Packed
 from regard.tasks import metrics
 from regard.tasks.batches import Ragged, in_order
-from regard.tasks.data import Row
+from regard.tasks.data import Row, split
 from regard.tasks.task import Batch, Figures, Kit, Prediction, Recipe, Task, option, usable
 from regard.tasks.texts import encoded, encoder_config, pretrained, started
 from regard.tasks.tokens import learn
@@ -52,6 +53,14 @@ class Embed(Task):
     def __post_init__(self) -> None:
         super().__post_init__()
         choose("pooling", self.pooling, POOLINGS)
+
+    def hold_out(self, rows: Sequence[Row], held: int, seed: int) -> tuple[list[Row], list[Row]]:
+        """Pairs with a text in common, on either side, belong together; what links most of the rows is trained on."""
+        group = dict(zip(rows, _linked([[self.seen(text) for text in row.values] for row in rows]), strict=True))
+        sizes = Counter(group.values())
+        _, out = split([row for row in rows if 2 * sizes[group[row]] <= len(rows)], group.__getitem__, held, seed)
+        chosen = set(out)
+        return [row for row in rows if row not in chosen], out
 
     def learn(self, rows: Sequence[Row]) -> Kit:
         if self.start:
@@ -148,6 +157,21 @@ class TextPairs:
         own = np.eye(len(chosen), dtype=bool)
         same = [torch.from_numpy((kinds[chosen, None] == kinds[chosen]) & ~own) for kinds in self.kinds]
         return Batch(packed, tuple(same), len(packed.values), len(chosen))
+
+
+def _linked(pairs: Sequence[Sequence[str]]) -> list[str]:
+    """A name for each pair, the same for pairs that share a text, or that others link: the first of all their texts."""
+    above: dict[str, str] = {}
+
+    def top(text: str) -> str:
+        while above.setdefault(text, text) != text:
+            above[text] = text = above[above[text]]  # halve the way for those who come after
+        return text
+
+    for one, other in pairs:
+        first, last = sorted((top(one), top(other)))
+        above[last] = first
+    return [top(one) for one, _ in pairs]
 
 
 def _kinds(rows: Sequence[np.ndarray]) -> np.ndarray:

@@ -27,7 +27,7 @@ from regard.nn import Packed
 from regard.tasks.batches import in_order, plan, shards
 from regard.tasks.faults import first_fault, first_gradient
 from regard.tasks.runs import Log, Progress, Run, load, machine, vacant
-from regard.tasks.sources import Examples, Sources, gather
+from regard.tasks.sources import Examples, Sources, gather, gather_again, split_digest
 from regard.tasks.task import Batch, Items, Recipe, Task, tasks
 from regard.tasks.trouble import Trouble
 
@@ -87,7 +87,7 @@ def begin(folder: Path, task: Task, recipe: Recipe, sources: Sources) -> tuple[R
         vacant(folder)
         examples = gather(task, sources, recipe.seed)
         _set_seed(recipe.seed)
-        Run.create(folder, task, recipe, sources, task.learn(examples.train))
+        Run.create(folder, task, recipe, sources, task.learn(examples.train), split_digest(examples))
         accelerator.wait_for_everyone()
         return Run.open(folder), examples
     accelerator.wait_for_everyone()
@@ -108,7 +108,7 @@ def train(run: Run, examples: Examples | None = None, watch: Watch | None = None
             f"{run.folder.name}: comes with the package and is finished; regard train makes a run of your own"
         )
     if examples is None:
-        examples = gather(run.task, Sources.of(run.about["sources"]), run.recipe.seed)
+        examples = gather_again(run)
     trainer = _Trainer(run, examples, watch)
     try:
         progress = trainer.run_to_end()

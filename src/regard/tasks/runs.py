@@ -58,14 +58,15 @@ class Run:
         self.folder, self.about, self.task, self.recipe, self.kit = folder, about, task, recipe, kit
 
     @staticmethod
-    def create(folder: Path, task: Task, recipe: Recipe, sources: Sources, kit: Kit) -> Run:
-        """A new run; nothing that is there is overwritten."""
+    def create(folder: Path, task: Task, recipe: Recipe, sources: Sources, kit: Kit, split: str) -> Run:
+        """A new run; nothing that is there is overwritten. split: the digest of what is held out."""
         vacant(folder)
         about = {
             "task": task.name,
             "options": asdict(task),  # type: ignore[call-overload]
             "recipe": asdict(recipe),
             "sources": sources.settled().about(),
+            "split": split,
             "command": sys.argv,
             "began": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
             "machine": machine(),

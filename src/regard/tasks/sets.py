@@ -16,7 +16,7 @@ from regard.models.sets import SetConfig, SetTransformer
 from regard.nn import Packed
 from regard.tasks import baselines, metrics
 from regard.tasks.batches import Ragged, in_order
-from regard.tasks.data import Row
+from regard.tasks.data import Row, split
 from regard.tasks.labels import classes_of, unseen
 from regard.tasks.task import Batch, Figures, Kit, Prediction, Recipe, Task, check_least, option
 from regard.tasks.trouble import Bad, Trouble
@@ -48,6 +48,9 @@ class Sets(Task):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_least(self, points=1, seeds=1)
+
+    def hold_out(self, rows: Sequence[Row], held: int, seed: int) -> tuple[list[Row], list[Row]]:
+        return split(rows, _elements, held, seed)
 
     def learn(self, rows: Sequence[Row]) -> Kit:
         sets, kept = self._read(rows, 0, Bad(skip=True))
@@ -224,6 +227,14 @@ def points_of(text: str) -> np.ndarray:
     if not np.isfinite(points).all():
         raise ValueError(f"expected finite numbers, but {text[:40]!r} came")
     return points
+
+
+def _elements(row: Row) -> str:
+    """The same for sets of the same elements, in any order and written in any way."""
+    try:
+        return json.dumps(sorted(points_of(row.values[0]).tolist()))
+    except ValueError:  # `items` tells what is wrong with it
+        return str(row.values[0])
 
 
 def _parted(text: str) -> list[list[float]]:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from regard.tasks.data import Row, fingerprint
 from regard.tasks.task import Task
 from regard.tasks.trouble import Bad, Trouble
+
+if TYPE_CHECKING:
+    from regard.tasks.runs import Run
 
 
 @dataclass(frozen=True)
@@ -64,6 +68,24 @@ class Examples(NamedTuple):
     valid: list[Row]
     test: list[Row]
     bad: Bad
+
+
+def split_digest(examples: Examples) -> str:
+    """A digest of which rows are held out; of their files only the names count, so that data may move."""
+    places = (Path(row.place).name for part in (examples.valid, examples.test) for row in (*part, Row("", ())))
+    return hashlib.sha256("\n".join(places).encode()).hexdigest()
+
+
+def gather_again(run: Run, *, skip_bad: bool = False) -> Examples:
+    """The examples of a run, which must be those that it began with."""
+    sources = Sources.of(run.about["sources"])
+    examples = gather(run.task, replace(sources, skip_bad=skip_bad or sources.skip_bad), run.recipe.seed)
+    drawn = not (sources.valid and sources.test)
+    if drawn and run.about.get("split") != split_digest(examples):
+        raise Trouble(
+            f"{run.folder}: holds out other rows than when it began, with another version of regard; begin another run"
+        )
+    return examples
 
 
 def gather(task: Task, sources: Sources, seed: int) -> Examples:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
 import numpy as np
 from torch import Tensor, nn
 
-from regard.tasks.data import Row, read, split
+from regard.tasks.data import Row, as_seen, read, split
 from regard.tasks.trouble import Bad, Trouble
 
 if TYPE_CHECKING:
@@ -206,8 +206,12 @@ class Task(ABC):
         return None
 
     def hold_out(self, rows: Sequence[Row], held: int, seed: int) -> tuple[list[Row], list[Row]]:
-        """Rows to train on and rows held out: `held` of them, where those that begin alike count as one."""
-        return split(rows, lambda row: str(row.values[0]), held, seed)
+        """Rows to train on and rows held out: `held` of them, where those with the same input count as one."""
+        return split(rows, lambda row: self.seen(str(row.values[0])), held, seed)
+
+    def seen(self, text: str) -> str:
+        """The same for texts that the model sees alike: such are never on two sides of a split."""
+        return as_seen(text, loosely=bool(getattr(self, "lower", False) or getattr(self, "start", "")))
 
     def choose_by(self, rows: Sequence[Row], held: int, seed: int) -> tuple[list[Row], list[Row]]:
         """Rows to train on and rows to choose the best weights by, of those left where `held` are to be measured on."""
