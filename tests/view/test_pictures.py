@@ -25,12 +25,12 @@ def closed():
 
 
 def test_a_heat_map_shows_weights_and_tokens() -> None:
-    record = translated().tokens(list("abcdefghi"), target=[" to", "$x$", "\n", *"defg"])
+    record = translated().tokens(list("abcdefghi"), target=["<s>", " to", "$x$", "\n", *"def"])
     _, mine = plt.subplots()
     ax = pictures.heatmap(record, 1, 2, kind="cross", ax=mine)
     assert ax is mine
     np.testing.assert_allclose(ax.images[0].get_array(), record.weights(1, 2, kind="cross"), atol=1e-6)
-    assert [text.get_text() for text in ax.get_yticklabels()] == ["to", "$x$", "⏎", *"defg"]
+    assert [text.get_text() for text in ax.get_yticklabels()] == ["to", "$x$", "⏎", *"def", "?"]
     assert not ax.get_yticklabels()[1].get_parse_math()
     part = pictures.heatmap(record, 0, kind="encoder", rows=slice(2, 5), columns=[0, 8])
     expected = record.weights(0, rows=slice(2, 5), columns=[0, 8], kind="encoder").mean(0)
@@ -82,9 +82,10 @@ def test_a_profile_shows_means() -> None:
 
 def test_an_alignment_frames_the_strongest() -> None:
     record = translated()
-    ax = pictures.alignment(record)
-    best = record.weights(1, kind="cross").mean(0).argmax(-1).tolist()
-    assert [patch.get_x() + 0.5 for patch in ax.patches] == best
+    for head in (1, 3):
+        ax = pictures.alignment(record, 0, head)
+        best = record.weights(0, head, kind="cross").argmax(-1).tolist()
+        assert [patch.get_x() + 0.5 for patch in ax.patches] == best
 
 
 def test_patches_lie_over_the_image(tmp_path) -> None:

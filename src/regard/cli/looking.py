@@ -83,6 +83,7 @@ class RunLooker:
         if not made:
             raise Trouble(bad.first[0] if bad.first else "the model said nothing of it")
         record.title = f"{self.run.task.name}, {self.run.folder.resolve().name}"
+        record.text = text
         record.note = f"{made[0].output} ({made[0].score:.2f})"
         self.run.task.name_tokens(self.model, self.run.kit, record, made[0])
         return record

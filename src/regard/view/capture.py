@@ -19,7 +19,7 @@ from regard.masks import Mask
 from regard.masks.algebra import And
 from regard.masks.patterns import Causal
 from regard.nn.cache import Memory
-from regard.view.inputs import inputs_of
+from regard.view.inputs import inputs_of, next_token
 from regard.view.record import Record
 from regard.view.seen import Kind, Seen
 
@@ -98,7 +98,9 @@ class _Watch:
 
     def leaving(self, module: nn.Module, args: tuple, output: Any) -> None:
         if self in WATCHERS.get() and self.inside:
-            self.inside.pop()
+            name = self.inside.pop()[0]
+            if not name:
+                self.record.next_token = next_token(output)
 
     def __call__(self, attend: Attention, query: Tensor, key: Tensor) -> None:
         if not self.inside:  # not of this model

@@ -11,11 +11,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from regard.view.alignment import best_head
 from regard.view.digits import encode
 from regard.view.heads import find
 from regard.view.page import packed
 from regard.view.pool import pooled
-from regard.view.record import NOTHING, Record
+from regard.view.record import GENERATED, NOTHING, Record
 from regard.view.rollout import rollout
 from regard.view.seen import TOP
 
@@ -95,7 +96,9 @@ def document(record: Record, budget: int | None = None) -> Document:
     about = {
         "format": FORMAT,
         "title": record.title,
+        "text": record.text,
         "note": record.note,
+        "opens": _opens(record),
         "streams": {
             name: {"tokens": list(stream.tokens), "special": list(stream.special)}
             for name, stream in record.streams.items()
@@ -166,6 +169,14 @@ def _attention(record: Record, number: int, fitting: Sizes, arrays: dict[str, np
             for each in find(record, number)
         ],
     }
+
+
+def _opens(record: Record) -> dict[str, Any] | None:
+    """The attention and head that a page shows first: of what generates a text, the best alignment with its source."""
+    if GENERATED not in record.streams:
+        return None
+    number, head = best_head(record)
+    return {"attention": str(number), "head": head}
 
 
 def _curve(curve: Tensor, points: int) -> Tensor:

@@ -60,7 +60,8 @@ def find(record: Record, number: int) -> list[Found]:
 
 def habits(seen: Seen, rows: Tensor, tokens: Sequence[str]) -> list[tuple[str, Tensor, Tensor, Tensor | None]]:
     """Name, score (H,), chance (H,) and offset of every habit that can be told of these queries."""
-    at, visible = rows + seen.offset, seen.visible(rows).clamp(min=1).float()  # (R,), (1 or H, R)
+    at = rows if seen.kind == "cross" else rows + seen.offset  # (R,); across, words are counted from the first
+    visible = seen.visible(rows).clamp(min=1).float()  # (1 or H, R)
     found: list[tuple[str, Tensor, Tensor, Tensor | None]] = []
 
     def tell(name: str, mass: Tensor, count: Tensor | float, valid: Tensor, offset: Tensor | None = None) -> None:
@@ -72,7 +73,7 @@ def habits(seen: Seen, rows: Tensor, tokens: Sequence[str]) -> list[tuple[str, T
     more = visible.amin(0) > 1  # who can choose
     statistics = seen.statistics
     assert statistics.mass is not None
-    tell("first token", statistics.mass[0][:, rows].float(), 1.0, more & (at > 0))
+    tell("first token", statistics.mass[0][:, rows].float(), 1.0, more & ((at > 0) | (seen.kind == "cross")))
     effective = statistics.entropy[0][:, rows].float().exp() / visible
     found.append(("uniform", effective[:, more].mean(-1) if more.any() else torch.zeros(seen.heads),
                   torch.full((seen.heads,), 2 / 3), None))  # fmt: skip

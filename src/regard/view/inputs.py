@@ -35,6 +35,16 @@ def inputs_of(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> dict[st
     return found
 
 
+def next_token(output: Any) -> int | None:
+    """The likeliest token behind those that a model was given, where its output is logits (B, n, vocabulary)."""
+    logits = getattr(output, "logits", output)
+    if isinstance(logits, Packed):
+        last = logits.values[logits.lengths[0] - 1] if logits.lengths and logits.values.dim() == 2 else None
+    else:
+        last = logits[0, -1] if isinstance(logits, Tensor) and logits.dim() == 3 and logits.numel() else None
+    return None if last is None or not last.is_floating_point() else int(last.argmax())
+
+
 def _one(value: Any) -> Tensor | None:
     if isinstance(value, Packed):
         same = len(set(value.lengths)) == 1  # such are a batch to the model, of which the first is shown

@@ -30,6 +30,7 @@ def look_at_text(model: nn.Module, tokenizer: Any, text: str) -> Record:
         raise ValueError("the text has no tokens; write at least one word")
     with capture(model) as record:
         output = model(ids)
+    record.text = text
     record.decode(tokenizer)
     if writes:
         record.note = "next: " + _best(output[0, -1], tokenizer)
@@ -57,6 +58,8 @@ def _translated(model: Any, tokenizer: Any, text: str) -> Record:
     target = torch.cat([made.new_tensor([model.config.start]), made])[None]
     with capture(model) as record:
         model(source, target)
+    record.next_token = model.config.stop  # it ended here; the beam's best need not be the likeliest step by step
+    record.text = text
     record.decode(tokenizer)
     record.note = tokenizer.decode(made.tolist())
     return record

@@ -11,6 +11,7 @@ from torch import Tensor
 from regard.arguments import Index, places
 from regard.geometry import Frame
 from regard.masks import Mask
+from regard.view.alignment import best_head
 from regard.view.record import NOTHING, Record
 from regard.view.seen import Kind, Seen
 
@@ -61,19 +62,24 @@ def heatmap(
 
 
 def alignment(record: Record, layer: int | None = None, head: int | None = None, *, ax: Axes | None = None) -> Axes:
-    """Which words of the source each word of a translation looks at: cross-attention of a layer, the last unless told.
+    """Which words of the source each generated word looks at: a head of the cross-attention.
 
-    The strongest source token of each target token is framed.
+    The head that aligns best, of all layers or of `layer`, unless one is given; `head` without `layer` is of the last
+    layer. The strongest source token of each generated token is framed.
     """
-    seen = _cross(record, layer)
+    if head is None:
+        number, head = best_head(record, layer)
+        seen = record.attentions[number]
+    else:
+        seen = _cross(record, layer)
     ax = heatmap(record, seen.name, head, ax=ax)
     if seen.Q <= LARGEST and seen.K <= LARGEST:
         from matplotlib.patches import Rectangle
 
-        weights = seen.weights(heads=None if head is None else [head]).float().mean(0)
+        weights = seen.weights(heads=[head])[0].float()
         for row, column in enumerate(weights.argmax(-1).tolist()):
             ax.add_patch(Rectangle((column - 0.5, row - 0.5), 1, 1, fill=False, edgecolor="tab:blue", linewidth=1.2))
-    ax.set(xlabel="source", ylabel="target")
+    ax.set(xlabel="source", ylabel=record.ends(seen)[0])
     return ax
 
 

@@ -24,6 +24,8 @@ NOTHING = (
     'attn_implementation="regard", others regard.integrations.torch.replace(model)'
 )
 
+GENERATED, BOTH = "generated", "target → generated"  # streams of the rows of a decoder
+
 
 @dataclass(frozen=True)
 class Stream:
@@ -36,7 +38,11 @@ class Stream:
 class Record:
     """The attentions that `capture` saw, in the order in which the model computed them.
 
-    title, note: what it is, and what the model said. image, spectrogram: what the tokens are parts of, if they are.
+    title, text, note: what it is, what the model read, and what it said. image, spectrogram: what the tokens are parts
+    of, if they are.
+
+    The rows of a decoder are named by the word that is generated there: its cross-attention by that word, its own
+    attention by both, as in "nous → aider", where "nous" is the input.
 
     >>> import regard as rg, regard.view, torch
     >>> model = rg.models.TextEncoder(rg.models.TextConfig(100, width=32, layers=2, heads=4, hidden=64)).eval()
@@ -47,12 +53,13 @@ class Record:
     """
 
     def __init__(self, title: str = "", *, heads: Sequence[int] | None = None) -> None:
-        self.title, self.note = title, ""
+        self.title, self.text, self.note = title, "", ""
         self.attentions: list[Seen] = []
         self.heads = None if heads is None else tuple(heads)
         self.image: dict[str, Any] | None = None
         self.spectrogram: dict[str, Any] | None = None
         self.inputs: dict[str, Tensor] = {}  # of the last call of the whole model
+        self.next_token: int | None = None  # the likeliest behind them
         self._tokens: dict[str, Stream] = {}
 
     def __repr__(self) -> str:
@@ -91,7 +98,10 @@ class Record:
         two = any(each.kind == "cross" for each in self.attentions)
         own = "target" if seen.kind == "cross" or (seen.kind == "decoder" and two) else "source"
         keys = "source" if seen.kind == "cross" else own
-        return self._stream(own, seen.Q), self._stream(keys, seen.K)
+        queries = self._stream(own, seen.Q)
+        if queries == "target" and GENERATED in self._tokens:
+            queries = GENERATED if seen.kind == "cross" else BOTH
+        return queries, self._stream(keys, seen.K)
 
     def _stream(self, role: str, length: int) -> str:
         return role if self._lengths.get(role, length) == length else f"{role} {length}"
@@ -118,6 +128,10 @@ class Record:
             for name, length in zip(self.ends(seen), (seen.Q, seen.K), strict=True):
                 if name not in found:
                     found[name] = self._tokens.get(name) or Stream(tuple(map(str, range(length))))
+        if BOTH in found:
+            target, generated = found["target"], self._tokens[GENERATED]
+            pairs = zip(target.tokens, generated.tokens, strict=True)
+            found[BOTH] = Stream(tuple(f"{given.strip()} → {made.strip()}" for given, made in pairs), target.special)
         return found
 
     def tokens(
@@ -126,11 +140,23 @@ class Record:
         target: Sequence[str] | None = None,
         *,
         special: Sequence[str] = (),
+        generated: Sequence[str] | None = None,
         **others: Sequence[str],
     ) -> Record:
-        """Tell what the tokens are; the same record comes back. `special` are texts of tokens that are no words."""
+        """Name the tokens; the same record comes back. `special` are texts of tokens that are no words.
+
+        target: the inputs of a decoder. generated: what it generates at each of them; unless given, the input that
+        comes next, and "?" for the last. An empty list keeps the names of the inputs.
+        """
         there = self.streams
-        given = {"source": source, "target": target} | others
+        decodes = any(seen.kind == "decoder" and self.ends(seen)[1] == "target" for seen in self.attentions)
+        if generated is None and target is not None and decodes:
+            generated = [*target[1:], "?"]
+        if target is not None:
+            self._tokens.pop(GENERATED, None)
+        if generated:
+            there[GENERATED] = there.get("target", Stream(()))
+        given = {"source": source, "target": target, GENERATED: generated or None} | others
         for name, tokens in given.items():
             if tokens is None:
                 continue
@@ -154,6 +180,10 @@ class Record:
                 texts, special = texts_of(tokenizer, ids.tolist())
                 self.tokens(**{name: texts})
                 self._tokens[name] = Stream(tuple(texts), tuple(special))
+                if name == "target" and GENERATED in self._tokens:
+                    after = ids.tolist()[1:] + ([] if self.next_token is None else [self.next_token])
+                    texts, special = texts_of(tokenizer, after)
+                    self._tokens[GENERATED] = Stream((*texts, "?")[: len(ids)], tuple(special))
         return self
 
     def over_image(
@@ -168,7 +198,7 @@ class Record:
         before = ["[CLS]"] if first == 1 else [f"[{n}]" for n in range(first)]
         patches = [f"{r},{c}" for r in range(rows) for c in range(columns)]
         after = [f"[{n}]" for n in range(first + rows * columns, length)]
-        self.tokens(**{stream: [*before, *patches, *after]}, special=(*before, *after))
+        self.tokens(**{stream: [*before, *patches, *after]}, special=(*before, *after), generated=[])
         href = image if isinstance(image, str) else picture(image)
         self.image = {"stream": stream, "href": href, "grid": [rows, columns], "first": first}
         return self
@@ -178,7 +208,7 @@ class Record:
         from regard.view.inputs import picture
 
         frames = len(self.streams[stream].tokens)
-        self.tokens(**{stream: [f"{(n + 0.5) * seconds / frames:.2f} s" for n in range(frames)]})
+        self.tokens(**{stream: [f"{(n + 0.5) * seconds / frames:.2f} s" for n in range(frames)]}, generated=[])
         href = picture(values.mT.flip(0))
         self.spectrogram = {"stream": stream, "href": href, "frames": frames, "seconds": float(seconds)}
         return self

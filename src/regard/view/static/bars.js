@@ -46,6 +46,7 @@ export function createHeader(app) {
       const { t, source } = app;
       title.textContent = source.about.title;
       note.replaceChildren();
+      if (source.about.text && !source.canRun) note.append(el("span", { class: "note-label", text: t("text") }), el("bdi", { class: "note-text", text: source.about.text }));
       if (source.about.note) note.append(el("span", { class: "note-label", text: t("said") }), el("bdi", { text: source.about.note }));
       language.textContent = app.language === "zh" ? "EN" : "中";
       language.title = t("language");

@@ -74,6 +74,11 @@ export function fitted(state, about) {
   const found = { ...DEFAULTS, ...state };
   const all = about.attentions;
   let chosen = all.find((attention) => attention.id === found.attention);
+  const opens = all.find((attention) => attention.id === about.opens?.attention);
+  if (!chosen && !found.kind && opens) {
+    chosen = opens;
+    found.head = state.head ?? about.opens.head;
+  }
   if (!chosen) chosen = all.find((attention) => attention.kind === found.kind) ?? all[0];
   found.attention = chosen?.id ?? "";
   found.kind = chosen?.kind ?? "";

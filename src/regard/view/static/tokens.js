@@ -86,7 +86,7 @@ export function tokensView(app) {
     const spot = focusSpot();
     const name = spot ? `${app.version}/${attention.id}/${head}/${spot.side}/${spot.token}` : "";
     if (name !== told) {
-      const self = attention.queries === attention.keys && attention.Q === attention.K;
+      const self = attention.kind !== "cross" && attention.Q === attention.K;
       let answers = [null, null];
       if (spot) {
         try {
