@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 import regard as rg
-from regard.geometry import At
+from regard.geometry import At, Part
 from regard.positions.biases import Bias, DenseBias, Relative
 from regard.scores import Dot, Score
 
@@ -68,6 +68,11 @@ def test_a_subclass_of_a_bias_computes_what_it_says() -> None:
     expected = attention(dots + 2 * table[:, DISTANCE.clamp(-2, 2) + 2], v)
     assert torch.allclose(rg.attention(q, k, v, bias=DoubleRelative(table)), expected)
     assert torch.allclose(rg.attention(q, k, v, bias=DoubleDense(dense)), attention(dots + 2 * dense, v))
+    dense.requires_grad_()
+    for engine in ENGINES:
+        output, expected = rg.attention(q, k, v, bias=DoubleDense(dense), engine=engine), attention(dots + 2 * dense, v)
+        (found,) = torch.autograd.grad(output.square().sum(), dense)
+        assert torch.allclose(found, torch.autograd.grad(expected.square().sum(), dense)[0])
     both = attention(dots + 2 * dense + dense, v)
     assert torch.allclose(rg.attention(q, k, v, bias=DoubleDense(dense) + rg.dense_bias(dense)), both)
 
@@ -394,3 +399,18 @@ def test_a_part_of_a_call_needs_a_part_of_the_score() -> None:
         layer(token, cache=cache)
     with pytest.raises(NotImplementedError, match=r"define part\(part\)"):
         layer(x[:, 3:4], cache=cache)
+
+
+def test_a_part_of_a_subclass_is_of_the_subclass() -> None:
+    """Every built-in part, subclassed without a change, keeps its class and mode in a part of a call."""
+    part = Part(slice(1, 2), slice(0, 1), slice(1, N))
+    tables = torch.randn(H, 5), torch.randn(8, H), torch.randn(H, 5, D), torch.randn(1, H, N, N)
+    made = [rg.Dot(torch.ones(H)), rg.Cosine(), rg.Additive(torch.ones(H, D)), rg.Bilinear(torch.ones(H, D, D))]
+    made += [rg.Modified(abs), rg.alibi(H), rg.relative(tables[0]), rg.t5(tables[1])]  # type: ignore[arg-type, list-item]
+    made += [rg.shaw(tables[2]), rg.dense_bias(tables[3]), rg.alibi(H) + rg.alibi(H)]  # type: ignore[list-item]
+    for one in made:
+        kind = type("Subclass", (type(one),), {})
+        subclassed = kind(**{each.name: getattr(one, each.name) for each in fields(one)}).eval()
+        found = subclassed.part(part)
+        assert type(found) is kind
+        assert not found.training

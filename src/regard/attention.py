@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack, overload
 
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from regard import arguments
 from regard.arguments import Index
-from regard.description import HOOKS, Description, snapshot
+from regard.description import Description, snapshot
 from regard.engines import look, native
 from regard.engines.derivatives import mode_of
 from regard.engines.dropout import draw_seed
@@ -102,20 +102,6 @@ class Attention(Description):
         custom = type(self.score) not in BUILT_IN or not (self.bias is None or built_in(self.bias))  # type: ignore[arg-type]
         object.__setattr__(self, "_custom", custom)
         object.__setattr__(self, "_holds_tensors", bool(self.tensors()))
-
-    def replace(self, **changes: Any) -> Attention:
-        """The same description with other fields, in the same mode (`train` or `eval`), with the same hooks.
-
-        >>> import regard as rg
-        >>> rg.Attention(mask=rg.causal(), dropout=0.1).replace(dropout=0.0)
-        Attention(mask=causal())
-        """
-        other = replace(self, **changes)
-        object.__setattr__(other, "training", self.training)
-        for name in HOOKS:
-            if hooks := self.__dict__[name]:
-                object.__setattr__(other, name, hooks)
-        return other
 
     def part(self, frame: Frame, part: Part) -> Attention:
         """The description of some heads, queries and keys of a call, as a call of their own."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import Field, dataclass
+from dataclasses import Field, dataclass, replace
 from inspect import get_annotations
 from typing import Any, TypeVar
 
@@ -72,12 +72,26 @@ class Description(nn.Module):
         elif name in self.__dict__:
             raise AttributeError(
                 f"{type(self).__name__}.{name} cannot be changed: a description is immutable; "
-                f"make another with dataclasses.replace(description, {name}=...)"
+                f"make another with description.replace({name}=...)"
             )
         elif name in self._parameters or name in self._buffers:
             super().__setattr__(name, value)  # torch replaces a tensor, as load_state_dict(assign=True) does
         else:
             self._register(name, value)
+
+    def replace(self, **changes: Any) -> Any:
+        """The same description with other fields, in the same mode (`train` or `eval`), with the same hooks.
+
+        >>> import regard as rg
+        >>> rg.Attention(mask=rg.causal(), dropout=0.1).replace(dropout=0.0)
+        Attention(mask=causal())
+        """
+        other = replace(self, **changes)
+        object.__setattr__(other, "training", self.training)
+        for name in HOOKS:
+            if hooks := self.__dict__[name]:
+                object.__setattr__(other, name, hooks)
+        return other
 
     def tensors(self) -> tuple[Tensor, ...]:
         """The floating-point tensors of the description, in the order of its fields; each may require grad."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 import torch.autograd.forward_ad as forward_ad
@@ -72,7 +72,7 @@ class Dot(Score):
         return 1 / math.sqrt(max(width, 1)) if self.scale is None else self.scale
 
     def part(self, part: Part) -> Score:
-        return replace(self, scale=_scale_of(self.scale, part))
+        return self.replace(scale=_scale_of(self.scale, part))
 
     def check(self, heads: int, width: int) -> None:
         _check_scale(self.scale, heads)
@@ -103,7 +103,7 @@ class Cosine(Score):
         return 1.0 if self.scale is None else self.scale
 
     def part(self, part: Part) -> Score:
-        return Cosine(_scale_of(self.scale, part))
+        return self.replace(scale=_scale_of(self.scale, part))
 
     def check(self, heads: int, width: int) -> None:
         _check_scale(self.scale, heads)
@@ -132,7 +132,7 @@ class Additive(Score):
         return (hidden @ weight) if weight.dim() == 1 else (hidden @ weight.mT).squeeze(-1)
 
     def part(self, part: Part) -> Score:
-        return Additive(_of_heads(self.weight, 1, part))
+        return self.replace(weight=_of_heads(self.weight, 1, part))
 
     def check(self, heads: int, width: int) -> None:
         if not _fits(self.weight, (width,), heads):
@@ -168,7 +168,7 @@ class Bilinear(Score):
         return query @ (matrix if matrix.dim() == 2 else matrix.squeeze(-3).squeeze(-3))
 
     def part(self, part: Part) -> Score:
-        return Bilinear(_of_heads(self.matrix, 2, part))
+        return self.replace(matrix=_of_heads(self.matrix, 2, part))
 
     def check(self, heads: int, width: int) -> None:
         if not _fits(self.matrix, (width, width), heads):
@@ -247,7 +247,7 @@ class Modified(Score):
         def within(scores: Tensor, b: Tensor, h: Tensor, p: Tensor, j: Tensor) -> Tensor:
             return function(scores, b, h + top, p + left, j + left)
 
-        return Modified(within if top or left else function, self.score.part(part))
+        return self.replace(function=within if top or left else function, score=self.score.part(part))
 
     def check(self, heads: int, width: int) -> None:
         self.score.check(heads, width)

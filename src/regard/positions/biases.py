@@ -79,10 +79,10 @@ class Sum(Bias):
         return total
 
     def cut(self, at: At) -> Bias:
-        return Sum(tuple(term.cut(at) for term in self.terms))
+        return self.replace(terms=tuple(term.cut(at) for term in self.terms))
 
     def part(self, part: Part) -> Bias:
-        return Sum(tuple(term.part(part) for term in self.terms))
+        return self.replace(terms=tuple(term.part(part) for term in self.terms))
 
     def parts(self) -> tuple[Bias, ...]:
         return self.terms
@@ -128,7 +128,7 @@ class Alibi(Diagonal):
         return torch.tensor((first + between)[some], dtype=torch.float64, device=device)
 
     def part(self, part: Part) -> Bias:
-        return self if part.heads == slice(0, self.heads) else Alibi(self.heads, (part.heads.start, part.heads.stop))
+        return self if part.heads == slice(0, self.heads) else self.replace(some=(part.heads.start, part.heads.stop))
 
     def along(self, h: Tensor, distance: Tensor) -> Tensor:
         return -self.slopes(h.device)[h] * distance.abs()
@@ -150,7 +150,7 @@ class Relative(Diagonal):
         return self.table[h if len(self.table) > 1 else torch.zeros_like(h), distance.clamp(-reach, reach) + reach]
 
     def part(self, part: Part) -> Bias:
-        return Relative(_of_heads(self.table, 0, part))
+        return self.replace(table=_of_heads(self.table, 0, part))
 
     def check(self, frame: Frame, width: int, value_width: int) -> None:
         if len(self.table) not in (1, frame.H):
@@ -170,7 +170,7 @@ class T5(Diagonal):
         return self.table[self.bucket(distance), h if self.table.shape[1] > 1 else torch.zeros_like(h)]
 
     def part(self, part: Part) -> Bias:
-        return T5(_of_heads(self.table, 1, part), self.bidirectional, self.max_distance)
+        return self.replace(table=_of_heads(self.table, 1, part))
 
     def bucket(self, distance: Tensor) -> Tensor:
         """The bucket of a distance `j - p`: one each while near, then ever wider, the last beyond `max_distance`."""
@@ -225,7 +225,7 @@ class Shaw(Bias):
     def part(self, part: Part) -> Bias:
         keys, values = (t if t is None or t.dim() == 2 else _of_heads(t, 0, part) for t in (self.keys, self.values))
         assert keys is not None
-        return Shaw(keys, values)
+        return self.replace(keys=keys, values=values)
 
     def _index(self, at: At) -> Tensor:
         return (at.j - at.p).clamp(-self.reach, self.reach) + self.reach
@@ -255,13 +255,15 @@ class DenseBias(Bias):
         return at.take(lead(self.tensor)).to(query)
 
     def cut(self, at: At) -> Bias:
+        if type(self) is not DenseBias:  # a subclass may compute a tile in another way
+            return self
         part = at.take(lead(self.tensor.detach()))
         return _Cut(part.requires_grad_(self.tensor.requires_grad))
 
     def part(self, part: Part) -> Bias:
         tensor = lead(self.tensor)
         axes = zip(tensor.shape, (slice(None), part.heads, part.rows, part.columns), strict=True)
-        return DenseBias(tensor[tuple(slice(None) if n == 1 else edge for n, edge in axes)])
+        return self.replace(tensor=tensor[tuple(slice(None) if n == 1 else edge for n, edge in axes)])
 
     def check(self, frame: Frame, width: int, value_width: int) -> None:
         sizes = (frame.B, frame.H, frame.Q, frame.K)
