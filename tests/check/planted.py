@@ -266,6 +266,11 @@ def memory_read_as_if_contiguous(q: Tensor, k: Tensor, v: Tensor, **asked: Any) 
     return attention(q, read(k), v, **asked)
 
 
+@bug("negative-bit")
+def sign_of_a_view_ignored(q: Tensor, k: Tensor, v: Tensor, **asked: Any) -> Tensor:
+    return attention(q, -k if k.is_neg() else k, v, **asked)
+
+
 @bug("edited-mask")
 def mask_remembered_by_its_address(q: Tensor, k: Tensor, v: Tensor, *, mask: Any = None, **asked: Any) -> Tensor:
     if mask is not None:

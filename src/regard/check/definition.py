@@ -139,6 +139,17 @@ def strides(attend: Attend, q: Tensor, k: Tensor, v: Tensor) -> None:
     assert far < 32, f"expanded keys and values (stride 0): differ from contiguous ones by {far:.3g} roundings"
 
 
+@demanded(cases=also_float64((Case(Q=1, D=1), Case(B=2, H=2, Q=3, K=5, D=4), Case(B=2, H=3, Q=33, K=65, D=16))))
+def negative_bit(attend: Attend, q: Tensor, k: Tensor, v: Tensor) -> None:
+    """A view with torch's negative bit is read with its sign: the imaginary part of a conjugate is such a view."""
+    out = attend(q, k, v)
+    for names in ("q", "k", "v", "qkv"):
+        given = zip("qkv", (q, k, v), strict=True)
+        views = [torch.complex(x, -x).conj().imag if name in names else x for name, x in given]
+        far = error(attend(*views), out)
+        assert far < 32, f"the imaginary part of a conjugate as {names} differs from its copy by {far:.3g} roundings"
+
+
 @demanded("empty", cases=(Case(K=0), Case(Q=0), Case(B=0), Case(B=2, H=3, Q=4, K=0, D=8)))
 def empty_axes(attend: Attend, q: Tensor, k: Tensor, v: Tensor) -> None:
     """No batch rows, queries or keys is no error: the output has its shape, and is 0 where there is nothing to see."""
