@@ -345,3 +345,104 @@ def test_pooling_by_attention_has_a_stream_of_its_own() -> None:
     assert seen.kind == "cross"
     assert record.ends(seen) == ("target", "source")
     assert len(record.streams["target"].tokens) == 1
+
+
+def small(name: str) -> nn.Module:
+    """A model of Transformers of one layer."""
+    hf = pytest.importorskip("transformers")
+    from regard.integrations.transformers import enable
+
+    enable()
+    sizes = {
+        "T5ForConditionalGeneration": hf.T5Config(
+            vocab_size=100, d_model=32, d_kv=8, d_ff=64, num_layers=1, num_heads=4, decoder_start_token_id=0,
+        ),
+        "BartForConditionalGeneration": hf.BartConfig(
+            vocab_size=100, d_model=32, encoder_layers=1, decoder_layers=1, encoder_attention_heads=4,
+            decoder_attention_heads=4, encoder_ffn_dim=64, decoder_ffn_dim=64, max_position_embeddings=64,
+            decoder_start_token_id=2, forced_eos_token_id=None,
+        ),
+        "GPT2LMHeadModel": hf.GPT2Config(vocab_size=100, n_embd=32, n_layer=1, n_head=4, n_positions=64),
+        "LlamaForCausalLM": hf.LlamaConfig(
+            vocab_size=100, hidden_size=32, num_hidden_layers=1, num_attention_heads=4, intermediate_size=64,
+        ),
+    }  # fmt: skip
+    return getattr(hf, name)._from_config(sizes[name], attn_implementation="regard").eval()
+
+
+GENERATED = [
+    ("T5ForConditionalGeneration", 7, {}), ("BartForConditionalGeneration", 7, {}), ("GPT2LMHeadModel", 1, {}),
+    ("LlamaForCausalLM", 7, {"cache_implementation": "static"}), ("GPT2LMHeadModel", 4, {"num_beams": 3}),
+    ("T5ForConditionalGeneration", 7, {"cache_implementation": "static"}),
+    ("T5ForConditionalGeneration", 7, {"num_beams": 3}), ("BartForConditionalGeneration", 5, {"num_beams": 4}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "length", "how"), GENERATED, ids=str)
+def test_what_transformers_generates_is_one_pass_over_it(name: str, length: int, how: dict) -> None:
+    """Kinds, rows and weights are those of one pass over the tokens that were embedded, whatever the cache."""
+    model, source = small(name), ids(1, length)
+    with torch.no_grad(), capture(model) as steps:
+        model.generate(source, max_new_tokens=6, do_sample=False, eos_token_id=None, pad_token_id=0, **how)
+    pair = hasattr(model.config, "decoder_start_token_id") and "Conditional" in name
+    written = steps.attentions[-1].ids[0][None]
+    with torch.no_grad(), capture(model) as once:
+        model(source, decoder_input_ids=written) if pair else model(written)
+    count = 6 if pair else length + 5
+    assert [(seen.name, seen.kind, seen.layer) for seen in steps.attentions] == [
+        (seen.name, seen.kind, seen.layer) for seen in once.attentions
+    ]
+    assert [seen.kind for seen in steps.attentions] == (["encoder", "decoder", "cross"] if pair else ["decoder"])
+    assert count == steps.attentions[-1].Q
+    assert apart(steps, once) < 1e-5
+    assert {seen.layer for seen in steps.attentions} == {0}
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_beams_are_rows_and_no_queries(rows: int) -> None:
+    """Each source shows the best beam at the end: its rows are those of one pass over its tokens."""
+    model, source = rg.models.Transformer(PAIR).eval(), ids(rows, 9)
+    with capture(model) as steps:
+        model.generate(source, limit=7, strategy=rg.nn.Beam(3))
+    written = steps.attentions[-1].ids
+    assert written.shape == (rows, 7)
+    assert [(seen.kind, seen.Q, seen.K, seen.batch) for seen in steps.attentions[2:]] == [
+        ("decoder", 7, 7, rows), ("cross", 7, 9, rows),
+    ] * 2  # fmt: skip
+    with capture(model) as once:
+        model(source, written)
+    for batch in range(rows):
+        for one, other in zip(steps.attentions, once.attentions, strict=True):
+            torch.testing.assert_close(one.weights(batch=batch), other.weights(batch=batch), atol=1e-6, rtol=1e-5)
+
+
+def test_a_kind_is_that_of_the_last_pass() -> None:
+    class Either(nn.Module):
+        def forward(self, x: torch.Tensor, causal: bool) -> torch.Tensor:
+            return rg.attention(x, x, x, mask=rg.causal() if causal else None)
+
+    model, x = Either(), torch.randn(1, 2, 6, 8)
+    with capture(model) as record:
+        model(x, False)
+        model(x, True)
+    assert record.attentions[0].kind == "decoder"
+
+
+def test_decode_names_what_was_generated() -> None:
+    from regard.tasks.tokens import learn
+
+    tokenizer = learn(["the cat sat on the mat and a dog ran"] * 5, 300)
+    count = tokenizer.get_vocab_size()
+    model = rg.models.Transformer(
+        rg.models.TransformerConfig(**{**vars(PAIR), "vocabulary": count, "never": (0, 1, 2, 3)})
+    ).eval()
+    source = torch.tensor([tokenizer.encode("the cat sat on the mat").ids])
+    with capture(model) as record:
+        made = model.generate(source, limit=5)[0]
+    record.decode(tokenizer)
+    assert [token.strip() for token in record.streams["source"].tokens][:3] == ["the", "cat", "sat"]
+    names = [tokenizer.id_to_token(token) for token in made.tolist()]
+    shown = record.streams["generated"].tokens
+    assert len(shown) == len(made) == 5
+    assert [name.strip("Ġ") for name in names[:4]] == [text.strip() for text in shown[:4]]
+    assert shown[-1] == "?"  # never embedded

@@ -10,7 +10,9 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from regard.attention import WATCHERS, Attention
 from regard.description import Description
@@ -39,8 +41,8 @@ def capture(
 
     layers: which layers are kept, as numbers; all unless told otherwise. heads: which heads pages and pictures show.
 
-    Tokens generated one by one, with a cache, are rows of one attention. Where a module computes once more, and does
-    not go on from what it had, the last time counts (beam search, which exchanges rows, leaves its last steps).
+    Tokens generated one by one, with a cache, are rows of one attention; of beam search, it is that of the best beam
+    at its end. Where a module computes once more, and does not go on from what it had, the last time counts.
 
     >>> import regard as rg, regard.view, torch
     >>> config = rg.models.TextConfig(vocabulary=100, width=32, layers=2, heads=4, hidden=64)
@@ -66,13 +68,26 @@ def capture(
             stack.callback(before.remove)
             after = module.register_forward_hook(watch.leaving, always_call=True)
             stack.callback(after.remove)
+        stack.enter_context(_Embeddings(watch))
         token = WATCHERS.set((*WATCHERS.get(), watch))
         try:
             yield record
         finally:
             WATCHERS.reset(token)
-            for seen in record.attentions:
-                seen.end()
+            watch.end()
+
+
+class _Embeddings(TorchFunctionMode):
+    """Tells a watch which tokens are embedded, whether by a module or by a function."""
+
+    def __init__(self, watch: _Watch) -> None:
+        super().__init__()
+        self.watch = watch
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is F.embedding:
+            self.watch.embed(args[0] if args else kwargs["input"])
+        return function(*args, **(kwargs or {}))
 
 
 class _Watch:
@@ -84,12 +99,31 @@ class _Watch:
         self.turns: Counter[str] = Counter()  # calls by module, since the outermost began
         self.known: dict[tuple[str, int], Seen] = {}
         self.counts: Counter[Kind] = Counter()
+        self.ids: Tensor | None = None  # the tokens that were embedded last
+        self.attended = True  # since then
+        self.parents: Tensor | None = None  # what the decoder's own attention goes on from, in this pass of the model
+        self.anew = False  # whether it began anew in this pass
+
+    def embed(self, ids: Tensor) -> None:
+        """Of several tables, the words' comes first: positions and segments are added to it."""
+        if self.attended and not ids.is_floating_point():
+            self.ids, self.attended = ids.detach(), False
+
+    def end(self) -> None:
+        """The model has run: number the layers by the kinds that they turned out to be."""
+        counts: Counter[Kind] = Counter()
+        for seen in self.known.values():
+            seen.layer = counts[seen.kind]
+            counts[seen.kind] += 1
+        for seen in self.record.attentions:
+            seen.end()
 
     def entering(self, name: str) -> Any:
         def enter(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
             if self in WATCHERS.get():
                 if not self.inside:
                     self.turns.clear()
+                    self.parents, self.anew = None, False
                 if not name:
                     self.record.inputs = inputs_of(module, args, kwargs)
                 self.inside.append((name, module, args, kwargs))
@@ -107,11 +141,14 @@ class _Watch:
             return
         name, module, args, kwargs = self.inside[-1]
         query, key = lead(query.detach()), lead(key.detach())
+        kind = kind_of(module, args, kwargs, attend, query, key)
+        if kind == "cross":
+            query = _beams_apart(query, key, args)
+        self.attended = True
         turn = self.turns[name]
         self.turns[name] += 1
         seen = self.known.get((name, turn))
         if seen is None:
-            kind = kind_of(module, args, kwargs, attend, query, key)
             shown = (name or type(module).__name__) + (f" ({turn + 1})" if turn else "")
             seen = self.known[name, turn] = Seen(shown, self.counts[kind], kind)
             self.counts[kind] += 1
@@ -120,8 +157,16 @@ class _Watch:
             self.record.attentions.append(seen)
         elif not self._wanted(seen.layer):
             return
-        if not seen.go_on(attend, query, key):
-            seen.begin(attend, query, key)
+        ids = _of_queries(self.ids, query)
+        if kind == "cross":
+            if self.anew or not seen.go_on_across(attend, query, key, ids, self.parents):
+                seen.begin(kind, attend, query, key, ids)
+            return
+        parents = seen.go_on(attend, query, key, ids)
+        if parents is None:
+            seen.begin(kind, attend, query, key, ids)
+        if seen.kind == "decoder":
+            self.parents, self.anew = parents, parents is None
 
     def _wanted(self, layer: int) -> bool:
         if self.layers is None:
@@ -129,6 +174,28 @@ class _Watch:
         if isinstance(self.layers, slice):
             return layer in range(*self.layers.indices(layer + 1))
         return layer == self.layers if isinstance(self.layers, int) else layer in self.layers
+
+
+def _of_queries(ids: Tensor | None, query: Tensor) -> Tensor | None:
+    """The tokens of queries (B, H, Q, D), (B, Q), if so many were embedded."""
+    if ids is None:
+        return None
+    ids = ids[None] if ids.dim() == 1 else ids
+    return ids.clone() if ids.shape == (len(query), query.shape[2]) else None
+
+
+def _beams_apart(query: Tensor, key: Tensor, args: tuple) -> Tensor:
+    """Queries (B, H, beams * n, D) of the beams of each source, which one call computes together, as rows of their own.
+
+    The module's input (B * beams, n, width) shows that they are beams.
+    """
+    x = args[0] if args else None
+    if not isinstance(x, Tensor) or x.dim() != 3 or len(x) <= len(key) or len(query) != len(key):
+        return query
+    beams, rest = divmod(len(x), len(key))
+    if rest or query.shape[2] != beams * x.shape[1]:
+        return query
+    return query.unflatten(2, (beams, -1)).transpose(1, 2).flatten(0, 1)
 
 
 def kind_of(
@@ -139,12 +206,21 @@ def kind_of(
         return "cross"
     Q, K = query.shape[2], key.shape[2]
     offset = K - Q if attend.offset is None else attend.offset
-    if Q != K and not (isinstance(offset, int) and offset == K - Q):
-        return "cross"
     assert isinstance(offset, int | Tensor)
     assert not isinstance(attend.mask, Tensor)
     frame = Frame(len(query), query.shape[1], Q, K, offset)
-    return "decoder" if _looks_back(attend.mask, frame) else "encoder"
+    if Q == K == 1:  # the weights do not tell: it sees itself
+        return "decoder" if _decodes(module, attend.mask) else "encoder"
+    if (attend.mask is not None or offset == K - Q) and _looks_back(attend.mask, frame):  # also of a static cache
+        return "decoder"
+    return "encoder" if Q == K or (isinstance(offset, int) and offset == K - Q) else "cross"
+
+
+def _decodes(module: nn.Module, mask: Mask | None) -> bool:
+    parts = mask.parts if isinstance(mask, And) else (mask,)
+    return any(isinstance(part, Causal) for part in parts) or any(
+        bool(getattr(module, name, False)) for name in ("is_decoder", "is_causal")
+    )
 
 
 def _across(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> bool:

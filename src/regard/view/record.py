@@ -175,7 +175,9 @@ class Record:
         from regard.view.inputs import texts_of
 
         there = self.streams
-        for name, ids in self.inputs.items():
+        for name, ids in {**self._embedded, **self.inputs}.items():
+            if ids.dim() == 1 and name in there and len(ids) != len(there[name].tokens):
+                ids = self._embedded.get(name, ids)  # the model was given the rest before
             if ids.dim() == 1 and name in there and len(ids) == len(there[name].tokens):
                 texts, special = texts_of(tokenizer, ids.tolist())
                 self.tokens(**{name: texts})
@@ -185,6 +187,16 @@ class Record:
                     texts, special = texts_of(tokenizer, after)
                     self._tokens[GENERATED] = Stream((*texts, "?")[: len(ids)], tuple(special))
         return self
+
+    @property
+    def _embedded(self) -> dict[str, Tensor]:
+        """The tokens of source and target, as the model embedded them while it was captured."""
+        found: dict[str, Tensor] = {}
+        for seen in self.attentions:
+            ids, queries = seen.ids, self.ends(seen)[0]
+            if ids is not None:
+                found.setdefault("target" if queries in (GENERATED, BOTH) else queries, ids[0])
+        return found
 
     def over_image(
         self, image: str | Tensor, grid: tuple[int, int], *, first: int = 0, stream: str = "source"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal, NamedTuple
 
@@ -28,12 +28,22 @@ BLOCK = 1 << 18  # weights that are computed at once
 
 @dataclass(frozen=True, eq=False)
 class Call:
-    """One call: query (B, H, Q, D), and which of the keys it saw, `first` to `stop`."""
+    """One call: query (B, H, Q, D), and which of the keys it was given, `first` to `stop`.
+
+    ids: the tokens of the queries, (B, Q), if they are known. parents: the rows of the call before that its rows go on
+    from, where beam search exchanged them.
+    """
 
     attend: Attention
     query: Tensor
     first: int
     stop: int
+    ids: Tensor | None = None
+    parents: Tensor | None = None
+
+    def of_rows(self, rows: Tensor) -> Call:
+        """The same of some batch rows."""
+        return replace(self, query=self.query[rows], ids=None if self.ids is None else self.ids[rows], parents=None)
 
 
 class Window(NamedTuple):
@@ -59,6 +69,7 @@ class Seen:
         self._keys: Tensor | None = None  # (B, G, room, D)
         self._maps: dict[tuple[int, int, int], Tensor] = {}
         self._given: Tensor | None = None  # the keys of the last call themselves, while the model runs
+        self.K = 0  # keys that were used: those of a static cache may be more
 
     def __repr__(self) -> str:
         return f"<{self.kind} {self.layer}: {self.name}, {self.heads} heads, {self.Q} x {self.K}, {self.formula}>"
@@ -76,8 +87,10 @@ class Seen:
         return sum(call.query.shape[2] for call in self.calls)
 
     @property
-    def K(self) -> int:
-        return self.calls[-1].stop
+    def ids(self) -> Tensor | None:
+        """The tokens of the queries, (B, Q), if the model embedded them while it was captured."""
+        parts = [call.ids for call in self.calls if call.ids is not None]
+        return torch.cat(parts, 1) if len(parts) == len(self.calls) else None
 
     @property
     def formula(self) -> str:
@@ -98,46 +111,91 @@ class Seen:
 
     # Filling, while the model runs
 
-    def begin(self, attend: Attention, query: Tensor, key: Tensor) -> None:
+    def begin(self, kind: Kind, attend: Attention, query: Tensor, key: Tensor, ids: Tensor | None = None) -> None:
         """The first call: query (B, H, Q, D), key (B, G, K, D)."""
         self._forget()
-        self._given = key
+        self.kind, self._given = kind, key
+        place = _place(attend, query, key) if kind == "decoder" else None
+        self.K = key.shape[2] if place is None else min(key.shape[2], place + query.shape[2])
         with torch.inference_mode(False), torch.no_grad():
             self._keys = key.detach().clone()
-            self.calls = [Call(attend, query.detach().clone(), 0, key.shape[2])]
+            self.calls = [Call(attend, query.detach().clone(), 0, key.shape[2], ids)]
 
-    def go_on(self, attend: Attention, query: Tensor, key: Tensor) -> bool:
-        """A call that goes on from those before: the same keys, or these (the last of them) and as many more as there
-        are queries, as in generation with a cache. False, and nothing done, where it does not."""
-        if self._keys is None or not self.calls:
-            return False
-        held, last = self._keys, self.calls[-1].query
-        count, old = query.shape[2], key.shape[2] - query.shape[2]
-        if (*key.shape[:2], key.shape[3]) != (*held.shape[:2], held.shape[3]) or query.shape[:2] != last.shape[:2]:
-            return False
-        if self.kind == "cross":  # the same tensor: equal ones may be those of another pass over the same source
-            if self._given is None or key.data_ptr() != self._given.data_ptr():
-                return False
-            old, count = key.shape[2], 0
-        offset = attend.offset
-        if not 0 < old <= self.K or (count and offset is not None and not (isinstance(offset, int) and offset == old)):
-            return False
-        if not torch.equal(key[:, :, :old], held[:, :, self.K - old : self.K]):
-            return False
-        first, stop = self.K - old, self.K + count
+    def go_on(self, attend: Attention, query: Tensor, key: Tensor, ids: Tensor | None = None) -> Tensor | None:
+        """A call of self-attention that goes on from those before, as in generation with a cache. The keys are those
+        that were there (the last of them, or all of a static cache) and as many more as there are queries.
+
+        Return the rows of the call before that its rows go on from, (B,); None, with nothing done, where it does not.
+        """
+        if self._keys is None or not self.calls or self.kind == "cross":
+            return None
+        held, count, place = self._keys, query.shape[2], _place(attend, query, key)
+        same = (key.shape[1], key.shape[3]) == (held.shape[1], held.shape[3])
+        if not same or place is None or query.shape[1] != self.heads:
+            return None
+        static = self.calls[-1].stop > self.K
+        old = self.K if static else key.shape[2] - count
+        first = 0 if static else self.K - old
+        if not 0 < old <= self.K or place != old or (static and key.shape[2] != self.calls[-1].stop):
+            return None
+        parents = _parents(key[:, :, :old], held[:, :, self.K - old : self.K])
+        if parents is None:
+            return None
+        moved = len(parents) != len(held) or not torch.equal(parents, torch.arange(len(held), device=parents.device))
+        stop, end = (key.shape[2], old + count) if static else (self.K + count, self.K + count)
         self._forget()
         with torch.inference_mode(False), torch.no_grad():
+            if moved:
+                held = self._keys = held[parents]
             if stop > held.shape[2]:
                 self._keys = held.new_empty(*held.shape[:2], 2 * stop, held.shape[3])
-                self._keys[:, :, : first + old] = held[:, :, : first + old]
-            assert self._keys is not None
-            self._keys[:, :, first + old : stop] = key[:, :, old:].detach()
-            self.calls.append(Call(attend, query.detach().clone(), first, stop))
+                self._keys[:, :, : self.K] = held[:, :, : self.K]
+            self._keys[:, :, self.K : end] = key[:, :, old : old + count].detach()
+            self.calls.append(
+                Call(attend, query.detach().clone(), first, stop, ids, parents.clone() if moved else None)
+            )
+        self.K, self.kind = end, "decoder"
+        return parents
+
+    def go_on_across(
+        self, attend: Attention, query: Tensor, key: Tensor, ids: Tensor | None, parents: Tensor | None
+    ) -> bool:
+        """A call of cross-attention that looks at the same source for more queries. parents: what `go_on` of the
+        decoder's own attention returned; None where that is not known, and then the keys must be the same tensor,
+        since equal ones may be those of another pass over the same source."""
+        if self._keys is None or not self.calls or self.kind != "cross" or query.shape[1] != self.heads:
+            return False
+        before = len(self.calls[-1].query)
+        same = self._given is not None and key.data_ptr() == self._given.data_ptr()
+        alike = parents is not None and key.shape == self._keys.shape and torch.equal(key, self._keys)
+        if not same and not alike:
+            return False
+        if len(query) != (before if parents is None else len(parents)):
+            return False
+        self._forget()
+        with torch.inference_mode(False), torch.no_grad():
+            rows = None if parents is None else parents.clone()
+            self.calls.append(Call(attend, query.detach().clone(), 0, key.shape[2], ids, rows))
         return True
 
     def end(self) -> None:
-        """The model has run."""
+        """The model has run. Of beams that changed places, each row gets its own past; of beams that were one row at
+        first, the first is kept."""
         self._given = None
+        if self._keys is None or all(call.parents is None for call in self.calls):
+            return
+        sources, beams = len(self.calls[0].query), len(self.calls[-1].query)
+        rows = torch.arange(beams, device=self._keys.device)
+        if beams > sources and beams % sources == 0:
+            rows = rows[:: beams // sources]
+        with torch.inference_mode(False), torch.no_grad():
+            if len(self._keys) == beams:
+                self._keys = self._keys[rows]
+            calls = []
+            for call in reversed(self.calls):
+                calls.append(call.of_rows(rows))
+                rows = rows if call.parents is None else call.parents[rows]
+        self.calls = calls[::-1]
 
     def _forget(self) -> None:
         self.__dict__.pop("statistics", None)
@@ -205,8 +263,8 @@ class Seen:
             return pooled(cells, (rows, columns))
         if (rows, columns) == (self.Q, self.K):
             return self.weights(batch=batch).float()
-        if len(self.calls) == 1:
-            call = self.calls[0]
+        call = self.calls[0]
+        if len(self.calls) == 1 and call.stop == self.K:
             return call.attend.map(call.query, self.key(call), size=(rows, columns))[batch].float()
         found = torch.zeros(self.heads, rows, columns)
         for n, (first, stop) in enumerate(bands(self.Q, rows).tolist()):
@@ -330,6 +388,26 @@ class Seen:
         for at, count in parts:
             found[:, at] = count.to(torch.int64)
         return found
+
+
+def _place(attend: Attention, query: Tensor, key: Tensor) -> int | None:
+    """Where the first query is among the keys, if that is one number."""
+    if attend.offset is None:
+        return key.shape[2] - query.shape[2]
+    return attend.offset if isinstance(attend.offset, int) else None
+
+
+def _parents(new: Tensor, old: Tensor) -> Tensor | None:
+    """For each row of keys (B', G, n, D), the row of others (B, G, n, D) that is equal; None if there is none."""
+    if new.shape == old.shape and torch.equal(new, old):
+        return torch.arange(len(old), device=old.device)
+    if new.shape[1:] != old.shape[1:] or max(len(new), len(old)) > 1024:
+        return None
+    alike = (new[:, None, :, -1] == old[None, :, :, -1]).all(-1).all(-1)  # (B', B), by the last key
+    found = []
+    for row, others in zip(new, alike.tolist(), strict=True):
+        found.append(next((n for n, like in enumerate(others) if like and torch.equal(row, old[n])), -1))
+    return None if -1 in found else torch.tensor(found, device=old.device)
 
 
 def _inside(name: str, edges: tuple[int, int], size: int) -> tuple[int, int]:
