@@ -15,7 +15,7 @@ from benchmarks.case import qkv
 from benchmarks.timing import clock, interleaved
 from regard.geometry import Frame
 from regard.masks import tiles as tile_tables
-from regard.masks.tiles import _tiles, tiles
+from regard.masks.tiles import tiles
 
 Report = dict[str, Any]
 
@@ -78,7 +78,7 @@ def mask_tables(quick: bool) -> Iterator[Report]:
     mask, N = rg.causal() & rg.window(255, 0), 16384
 
     def ours(length: int = N) -> tile_tables.Tiles:
-        _tiles.cache_clear()
+        rg.clear_cache()
         return tiles(mask, Frame(1, 1, length, length, 0), (128, 128))
 
     def theirs() -> Any:
@@ -106,7 +106,7 @@ def million_keys() -> Callable[[], Any]:
     mask = rg.causal() & rg.window(255, 0)
 
     def build() -> Any:
-        _tiles.cache_clear()
+        rg.clear_cache()
         return tiles(mask, Frame(1, 1, 1 << 20, 1 << 20, 0), (64, 64))
 
     return build

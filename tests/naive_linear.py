@@ -25,6 +25,7 @@ def naive(features, mask, q, k, v):
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
     Q, K = q.shape[2], k.shape[2]
     allowed = torch.ones(q.shape[0], 1, Q, K, dtype=torch.bool)
+    mask = None if mask is None else mask.snapshot()
     for part in getattr(mask, "parts", (mask,)):
         if part == causal():
             allowed &= torch.arange(K) <= torch.arange(Q)[:, None] + K - Q

@@ -2,6 +2,7 @@
 
 from regard import models, nn
 from regard.attention import Attention, attention
+from regard.cache import CacheInfo, cache_info, clear_cache, set_cache_limit
 from regard.engines import Explanation, Statistics, merge
 from regard.linear import LinearAttention, LinearState, favor
 from regard.masks import (
@@ -36,6 +37,11 @@ __all__ = [
     "merge",
     "Explanation",
     "Statistics",
+    # memory
+    "CacheInfo",
+    "cache_info",
+    "clear_cache",
+    "set_cache_limit",
     # scores
     "Additive",
     "Bilinear",

@@ -18,7 +18,7 @@ Index = int | slice | Sequence[int] | Tensor | None
 
 
 def offset(value: Any) -> int | Tensor | None:
-    """Where the queries stand: none, a number, or (B,) whole numbers of its own."""
+    """Where the queries stand: none, a number, or a tensor of one whole number per batch row, as it was given."""
     if value is None or (isinstance(value, int) and not isinstance(value, bool)):
         return value
     if isinstance(value, np.integer):
@@ -31,7 +31,12 @@ def offset(value: Any) -> int | Tensor | None:
         raise TypeError(
             f"offset must be a whole number or one per batch row, but is {tensor.dtype} of shape {shape_of(tensor)}"
         )
-    return tensor.detach().clone().to(torch.int64).reshape(-1)
+    return tensor
+
+
+def read_offset(value: Any) -> int | Tensor:
+    """The offset as calls take it: a number, or (B,) int64 numbers that nobody else can write to."""
+    return value.detach().to(torch.int64, copy=True).reshape(-1) if isinstance(value, Tensor) else value
 
 
 _TORCH = {

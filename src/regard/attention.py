@@ -13,6 +13,7 @@ from torch import Tensor
 
 from regard import arguments
 from regard.arguments import Index
+from regard.cache import CACHE
 from regard.description import Description, snapshot
 from regard.engines import look, native
 from regard.engines.derivatives import mode_of
@@ -20,7 +21,7 @@ from regard.engines.dropout import draw_seed
 from regard.engines.look import Statistics
 from regard.engines.plain import direct, is_sharded
 from regard.engines.problem import Engine, Problem, batch_of, broadcast, check_layout, check_tensors
-from regard.engines.select import Explanation, explain, select
+from regard.engines.select import ENGINES, Explanation, explain, select
 from regard.geometry import Frame, Part, lead, shape_of
 from regard.masks import Mask, dense
 from regard.positions.biases import Bias, built_in, dense_bias
@@ -28,6 +29,7 @@ from regard.scores import BUILT_IN, Dot, Modified, Score
 from regard.sharding import sharding
 
 PLANS = 256  # that an attention remembers
+PLAN_BYTES = 4096  # that a plan takes, roughly
 _DOT = Dot()
 _CPU = torch.device("cpu")
 WATCHERS: ContextVar[tuple[Callable[[Attention, Tensor, Tensor], None], ...]] = ContextVar("watchers", default=())
@@ -101,6 +103,7 @@ class Attention(Description):
         object.__setattr__(self, "_plans", _Plans())
         custom = type(self.score) not in BUILT_IN or not (self.bias is None or built_in(self.bias))  # type: ignore[arg-type]
         object.__setattr__(self, "_custom", custom)
+        object.__setattr__(self, "_epoch", 0)  # of the cache, when a plan was last used
         object.__setattr__(self, "_holds_tensors", bool(self.tensors()))
 
     def part(self, frame: Frame, part: Part) -> Attention:
@@ -118,6 +121,13 @@ class Attention(Description):
             offset=frame.offset + part.rows.start - part.columns.start,
             sink=sink,
         )
+
+    def snapshot(self) -> Attention:
+        """The description with what the tensors of its mask and offset hold now: itself where it has none."""
+        mask = self.mask.snapshot() if isinstance(self.mask, Mask) else None
+        if mask is self.mask and not isinstance(self.offset, Tensor):
+            return self
+        return self.replace(mask=mask, offset=arguments.read_offset(self.offset))
 
     if TYPE_CHECKING:
 
@@ -202,7 +212,8 @@ class Attention(Description):
             return problem, select(problem, engine)
         plans: _Plans = self.__dict__["_plans"]
         own = self.tensors() if self.__dict__["_holds_tensors"] else ()
-        offset = tuple(self.offset.tolist()) if isinstance(self.offset, Tensor) else None
+        offset = tuple(self.offset.flatten().tolist()) if isinstance(self.offset, Tensor) else None
+        mask = self.mask.snapshot() if isinstance(self.mask, Mask) else None
         asked: tuple = ()
         try:
             asked = (
@@ -212,18 +223,26 @@ class Attention(Description):
                 own and tuple([(t.shape, t.dtype, t.device, type(t), t.is_neg()) for t in own]), self.training,
                 type(query) is type(key) is type(value) is Tensor or (type(query), type(key), type(value)),
                 query.is_neg() or key.is_neg() or value.is_neg(), torch._C._len_torch_dispatch_stack(),
-                mode_of((query, key, value, *own)), offset,
+                mode_of((query, key, value, *own)), offset, tuple(ENGINES),
             )  # fmt: skip
             plan = plans.get(asked)
         except (AttributeError, TypeError, RuntimeError):
             asked, plan = (), None  # not tensors, or nested ones, which the check refuses; or sizes that are symbols
-        if plan is None or (own and any(was is not now for was, now in zip(plan[0].tensors, own, strict=True))):
-            problem = self._problem(query, key, value, lse)
+        replaced = plan is not None and (
+            plan[0].mask is not mask
+            or (own and any(was is not now for was, now in zip(plan[0].tensors, own, strict=True)))
+        )
+        if plan is None or replaced:
+            problem = self._problem(query, key, value, lse, mask)
             plan = problem, select(problem, engine)
-            if len(plans) >= PLANS:
-                plans.clear()
+            if len(plans) >= PLANS or any(other.mask is not mask for other, _ in plans.values()):
+                plans.clear()  # too many, or those of a mask that has changed
             if asked:
                 plans[asked] = plan
+                CACHE.put(("plans", id(plans)), plans, PLAN_BYTES * len(plans), owner=self, drop=dict.clear)
+        elif self.__dict__["_epoch"] != CACHE.epoch:
+            CACHE.touch(("plans", id(plans)))
+        object.__setattr__(self, "_epoch", CACHE.epoch)
         return plan
 
     def tell(self, query: Tensor, key: Tensor) -> None:
@@ -332,22 +351,24 @@ class Attention(Description):
             )
         return problem
 
-    def _problem(self, query: Tensor, key: Tensor, value: Tensor | None, lse: bool) -> Problem:
+    def _problem(
+        self, query: Tensor, key: Tensor, value: Tensor | None, lse: bool, mask: Mask | None = None
+    ) -> Problem:
+        """The call as engines take it, over a snapshot of the mask: the one given, or one taken now."""
         if torch._C._get_tracing_state() is not None and not torch.compiler.is_compiling():
             raise RuntimeError("torch.jit.trace cannot record an attention; use torch.export.export")
         check_tensors(query, key, value)
         shape, shared = (1,) * (4 - query.dim()) + tuple(query.shape), (1,) * (4 - key.dim()) + tuple(key.shape)
         batch = batch_of(query, key) if value is None else batch_of(query, key, value)
-        score, mask, bias = self.score, self.mask, self.bias
+        score, bias = self.score, self.bias
         if not torch.compiler.is_compiling():
             score, bias = snapshot(score), snapshot(bias)
+        if mask is None and isinstance(self.mask, Mask):
+            mask = self.mask.snapshot()
         assert isinstance(score, Score)
-        assert not isinstance(mask, Tensor)
         assert not isinstance(bias, Tensor)
-        offset = shared[2] - shape[2] if self.offset is None else self.offset
+        offset = shared[2] - shape[2] if self.offset is None else arguments.read_offset(self.offset)
         assert isinstance(offset, int | torch.SymInt | Tensor)
-        if isinstance(offset, Tensor) and not torch.compiler.is_compiling():
-            offset = offset.clone()  # a plan keeps its positions where the buffer is written to
         frame = Frame(batch, shape[1], shape[2], shared[2], offset)
         width = 0 if value is None else value.shape[-1]
         self.check(frame, shape[3], width)
@@ -470,11 +491,21 @@ def attention(
     return attend(query, key, value, engine=engine, return_lse=return_lse)
 
 
+def _plain_attention(mask: Mask | None, offset: Any, temperature: float, sink: Any, dropout: float) -> Attention:
+    """A description that holds no tensors but its mask's, remembered with its plans by what the mask holds."""
+    if mask is None or mask.small:
+        return _small_attention(mask, offset, temperature, sink, dropout)
+    snapshot = mask.snapshot()
+    content, numbers = snapshot.content(), (offset, temperature, sink, dropout)
+    known = None if content is None else ("attention", content, numbers, tuple(map(type, numbers)))
+    return CACHE.remember(
+        known, lambda: Attention(_DOT, snapshot, None, offset, temperature, sink, dropout), owner=mask
+    )
+
+
 @lru_cache(maxsize=64, typed=True)
-def _plain_attention(
-    mask: Any, offset: int | None, temperature: float, sink: float | None, dropout: float
-) -> Attention:
-    """A description that holds no tensors but its mask's, remembered with its plans."""
+def _small_attention(mask: Mask | None, offset: Any, temperature: float, sink: Any, dropout: float) -> Attention:
+    """A description without tensors: it takes no memory to speak of, and its plans are in the cache."""
     return Attention(_DOT, mask, None, offset, temperature, sink, dropout)
 
 

@@ -135,7 +135,8 @@ class LinearAttention:
     def _masks(self) -> tuple[Mask, ...]:
         if self.mask is None:
             return ()
-        return self.mask.parts if isinstance(self.mask, And) else (self.mask,)
+        mask = self.mask.snapshot()
+        return mask.parts if isinstance(mask, And) else (mask,)
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         _check(q, k, v)

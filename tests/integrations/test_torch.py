@@ -5,11 +5,13 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
 
 from regard.integrations.torch import MultiheadAttention, Report, replace
 
@@ -357,3 +359,80 @@ def test_eval_at_8192_tokens_holds_no_matrix_of_weights() -> None:
     with torch.no_grad(), Largest():
         ours(x, x, x, need_weights=False)
     assert 0 < largest <= 3 * x.numel() * 4
+
+
+class TestAMaskThatIsWrittenInto:
+    """Modules are given the same mask tensor again and again, with other content: by ways that no version counts."""
+
+    def modules(self) -> tuple[nn.MultiheadAttention, nn.MultiheadAttention, Tensor]:
+        torch.manual_seed(0)
+        theirs = nn.MultiheadAttention(16, 2, batch_first=True).eval()
+        ours = MultiheadAttention(16, 2, batch_first=True).eval()
+        ours.load_state_dict(theirs.state_dict())
+        return ours, theirs, torch.randn(2, 6, 16)
+
+    @pytest.mark.parametrize("need_weights", [True, False])
+    @pytest.mark.parametrize("write", ["numpy", "data", "inference", "dlpack"])
+    @pytest.mark.parametrize("name", ["key_padding_mask", "attn_mask"])
+    @pytest.mark.parametrize("dtype", [torch.bool, torch.float32])
+    def test_is_read_again(self, name: str, write: str, dtype: torch.dtype, need_weights: bool) -> None:
+        ours, theirs, x = self.modules()
+        shape = (2, 6) if name == "key_padding_mask" else (6, 6)
+        array = np.zeros(shape, dtype=bool if dtype == torch.bool else np.float32)
+        mask = torch.from_numpy(array)
+        for n in range(3):
+            content = torch.zeros(shape, dtype=dtype)
+            content[:, n + 2 :] = True if dtype == torch.bool else float("-inf")
+            content[:, 0] = 0.0
+            if write == "numpy":
+                array[:] = content.numpy()
+            elif write == "data":
+                mask.data.copy_(content)
+            elif write == "dlpack":
+                torch.from_dlpack(mask.view(torch.uint8) if dtype == torch.bool else mask).copy_(content)
+            else:
+                with torch.inference_mode():
+                    mask.copy_(content)
+            given = {name: mask, "need_weights": need_weights}
+            expected = theirs(x, x, x, **(given | {name: content.clone()}))[0]
+            torch.testing.assert_close(ours(x, x, x, **given)[0], expected)
+
+    def test_by_a_collective_is_read_again(self, tmp_path: Path) -> None:
+        ours, theirs, x = self.modules()
+        mask = torch.zeros(2, 6, dtype=torch.bool)
+        ours(x, x, x, key_padding_mask=mask)
+        distributed.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
+        try:
+            gathered = [mask]  # all_gather writes into the tensors that it is given
+            distributed.all_gather(gathered, torch.tensor([[False] * 4 + [True] * 2] * 2))
+        finally:
+            distributed.destroy_process_group()
+        assert mask.any()
+        expected = theirs(x, x, x, key_padding_mask=mask.clone())[0]
+        torch.testing.assert_close(ours(x, x, x, key_padding_mask=mask)[0], expected)
+
+    @pytest.mark.parametrize("name", ["key_padding_mask", "attn_mask"])
+    @pytest.mark.parametrize("value", [0.0, 0.5])
+    def test_may_be_unfrozen_after_its_first_use(self, name: str, value: float) -> None:
+        ours, theirs, x = self.modules()
+        mask = torch.full((2, 6) if name == "key_padding_mask" else (6, 6), value)
+        ours(x, x, x, **{name: mask}, need_weights=False)
+        grads = []
+        mask.requires_grad_()
+        for module in (ours, theirs):
+            module(x, x, x, **{name: mask}, need_weights=False)[0].sin().sum().backward()
+            assert mask.grad is not None
+            grads.append(mask.grad)
+            mask.grad = None
+        torch.testing.assert_close(*grads)
+
+    def test_does_not_change_what_equal_masks_mean(self) -> None:
+        """What was read is remembered by content: a mask that was edited since must not speak for another."""
+        ours, theirs, x = self.modules()
+        first, hidden = torch.zeros(6, 6, dtype=torch.bool), torch.zeros(6, 6, dtype=torch.bool)
+        for mask in (first, hidden):
+            mask[1, 3] = mask[4, 0] = True
+        ours(x, x, x, attn_mask=first)
+        first.data[:, 2:] = True
+        expected = theirs(x, x, x, attn_mask=hidden)[0]
+        torch.testing.assert_close(ours(x, x, x, attn_mask=hidden)[0], expected)

@@ -28,6 +28,7 @@ def attend_over(
     engine: str | None, return_lse: bool,
 ) -> Any:  # fmt: skip
     """The same for a description, over a wire."""
+    attend = attend.snapshot()
     check_tensors(query, key, value)
     shape = query.shape[:-1]
     query, key, value = lead(query), lead(key), lead(value)

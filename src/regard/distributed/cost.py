@@ -23,12 +23,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from weakref import WeakKeyDictionary
 
 import torch.nn.functional as F
 from torch import nn
 
 from regard.attention import Attention
+from regard.cache import CACHE
 from regard.distributed.layout import Layout
 from regard.distributed.plan import Sizes, bytes_moved, portion
 from regard.engines.cost import backward_flops, forward_flops, places
@@ -269,9 +270,14 @@ def _attention(attend: Attention, layer: Layer, split: Split, sequence: int) -> 
     return forward_flops(count, attend.score, layer.D, layer.E) + backward_flops(count, attend.score, layer.D, layer.E)
 
 
-@lru_cache(maxsize=1024)
 def _places(mask: Mask | None, sequence: int, ranks: int) -> int:
     """Of one head: the most that the first, the middle or the last of the ranks has."""
+    content = "all" if mask is None else mask.snapshot().content()
+    known = None if content is None else ("places", content, sequence, ranks)
+    return CACHE.remember(known, lambda: _count_places(mask, sequence, ranks))
+
+
+def _count_places(mask: Mask | None, sequence: int, ranks: int) -> int:
     spans = Layout.even(sequence, ranks, LAYOUT).spans
     some = {0, ranks // 2, ranks - 1}
     return max(sum(places(mask, Frame(1, 1, b - a, sequence, a)) for a, b in spans[rank] if b > a) for rank in some)
@@ -305,10 +311,18 @@ def _portion(layer: Layer, tokens: int) -> int:
 
 def _around(layer: Layer, split: Split, sequence: int) -> int:
     """What the busiest rank sends for the attention of one sequence, forward and backward."""
-    return _counted(layer.attend, layer.H, layer.G, layer.D, layer.E, sequence, split.sequence, split.how)
+    asked = layer.H, layer.G, layer.D, layer.E, sequence, split.sequence, split.how
+    mask = layer.attend.mask
+    content = mask.snapshot().content() if isinstance(mask, Mask) else None
+    known = _COUNTED.setdefault(layer.attend, {})
+    if (content, asked) not in known:
+        known[content, asked] = _counted(layer.attend, *asked)
+    return known[content, asked]
 
 
-@lru_cache(maxsize=1024)
+_COUNTED: WeakKeyDictionary[Attention, dict[tuple, int]] = WeakKeyDictionary()
+
+
 def _counted(attend: Attention, H: int, G: int, D: int, E: int, sequence: int, ranks: int, how: str) -> int:
     counted = min(ranks, COUNTED) if how == "ring" else ranks
     moved = bytes_moved(attend, ranks=counted, B=1, H=H, G=G, Q=sequence, D=D, E=E, layout=LAYOUT, how=how)

@@ -5,12 +5,12 @@ from __future__ import annotations
 import zlib
 from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
-from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from regard.arguments import read_offset
 from regard.attention import Attention
 from regard.description import Description
 from regard.geometry import Frame
@@ -21,8 +21,7 @@ from regard.scores import Modified, Score
 
 def whole_frame(attend: Attention, B: int, H: int, Q: int, K: int) -> Frame:
     """The frame of the whole call."""
-    offset = K - Q if attend.offset is None else attend.offset
-    assert isinstance(offset, int | Tensor)
+    offset = K - Q if attend.offset is None else read_offset(attend.offset)
     return Frame(B, H, Q, K, offset)
 
 
@@ -65,16 +64,7 @@ def closed_over(score: Any, device: torch.device) -> Iterator[Tensor]:
 def digest(value: Any) -> int:
     """A number that two ranks have in common if they describe the same; values of learned tensors do not count."""
     if isinstance(value, Mask):
-        return _of_mask(value)
-    return _digest(value)
-
-
-@lru_cache(maxsize=256)
-def _of_mask(mask: Mask) -> int:
-    return _digest(mask)
-
-
-def _digest(value: Any) -> int:
+        value = value.snapshot()
     if isinstance(value, Tensor):
         known = repr((value.dtype, tuple(value.shape))).encode()
         return zlib.crc32(known if value.is_floating_point() else known + value.cpu().numpy().tobytes())

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 
 import torch
 
 from regard.attention import Attention
+from regard.cache import CACHE
 from regard.distributed.layout import Layout, Span
 from regard.distributed.part import whole_frame
 from regard.geometry import Frame, Part
@@ -114,11 +114,13 @@ def portion(sizes: Sizes, keys: int, described: int = 0) -> int:
 
 
 def plan(mask: Mask | None, frame: Frame, queries: Layout, keys: Layout) -> Plan:
-    """The plan of a call whose tokens are split like this, remembered by the mask's value."""
-    return _plan(mask, frame.key(), queries, keys)
+    """The plan of a call whose tokens are split like this, remembered by the mask's content."""
+    mask, key = None if mask is None else mask.snapshot(), frame.key()
+    content = "all" if mask is None else mask.content()
+    known = None if content is None else ("ring", content, key, queries, keys)
+    return CACHE.remember(known, lambda: _plan(mask, key, queries, keys), owner=mask)
 
 
-@lru_cache(maxsize=64)
 def _plan(mask: Mask | None, key: tuple, queries: Layout, keys: Layout) -> Plan:
     B, H, Q, K, offsets = key
     frame = Frame(B, H, Q, K, offsets[0] if len(offsets) == 1 else torch.tensor(offsets, dtype=torch.int64))

@@ -150,6 +150,8 @@ class _LoweredBias(Bias):
 def by_tiles(x: Lowered, fixed: Fixed, save: bool) -> tuple[Tensor, ...]:
     """Output, log-sum-exp and, where it is wanted, mass by distance, by torch's operators."""
     assert fixed.problem is not None
+    if fixed.problem.mask is not None:
+        fixed.problem.mask.check_unchanged()
     scale, softcap, _, _ = fixed.numbers
     value, width = x.value, x.value.shape[-1]
     if fixed.sizes[1]:

@@ -233,6 +233,8 @@ class Tiled(Operator):
         return self._walk(tensors, False)
 
     def gradients(self, tensors: Tensors, results: Tensors, grads: Tensors, wanted: Sequence[bool]) -> Tensors:
+        if self.problem.mask is not None:
+            self.problem.mask.check_unchanged()
         output, lse = results
         given = [torch.zeros_like(x) if grad is None else grad for x, grad in zip(results, grads, strict=True)]
         with self._drawing():

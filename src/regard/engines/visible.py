@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
-from contextlib import contextmanager
-from functools import lru_cache
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import _disable_current_modes
 
-from regard.engines.derivatives import outside_transforms
+from regard.cache import CACHE
+from regard.fingerprint import as_data
 from regard.geometry import At, Frame
 from regard.masks import Mask, tiles
 
@@ -24,24 +22,33 @@ Visible = tuple[tuple[Tensor, ...], tuple[int, int]]
 
 def visible_keys(mask: Mask, key: tuple) -> Visible:
     """The keys that each row sees, as the kernel reads them, and the strides of a tile table."""
-    with outside_transforms():
-        return _remembered(mask, key)
+    layout = mask_layout(mask, key)
+    return layout.tensors, layout.strides
 
 
-@contextmanager
-def _eager() -> Iterator[None]:
-    """Within, tensors are real ones on the CPU: what is visible is a constant, whatever modes and devices are set."""
-    with _disable_current_modes(), torch.device("cpu"):
-        yield
+@dataclass(frozen=True, eq=False)
+class MaskLayout:
+    """What the kernels read of a mask; addresses of its tensors hold while it lives."""
+
+    tensors: tuple[Tensor, ...]
+    strides: tuple[int, int]
 
 
-@lru_cache(maxsize=128)
-@_eager()
-def _remembered(mask: Mask, key: tuple) -> Visible:
+def mask_layout(mask: Mask, key: tuple) -> MaskLayout:
+    """The layout of a mask for the frame with this key, remembered by the mask's content."""
+    mask = mask.snapshot()
+    content = mask.content()
+    known = None if content is None else ("layout", content, key)
+    with as_data():
+        return CACHE.remember(known, lambda: MaskLayout(*_visible(mask, key)), owner=mask)
+
+
+def _visible(mask: Mask, key: tuple) -> Visible:
     B, H, Q, K, offsets = key
     frame = Frame(B, H, Q, K, offsets[0] if len(offsets) == 1 else torch.tensor(offsets))
     if (intervals := mask.intervals(frame)) is not None:
         edges = np.broadcast_arrays(*(np.clip(edge, 0, frame.K).astype(np.int32) for edge in intervals))
+        mask.forget()
         return tuple(torch.from_numpy(np.ascontiguousarray(edge)) for edge in edges), (0, 0)
     table = tiles(mask, frame, (TILE, TILE))
     counts = np.where(table.full, 0, table.stop - table.start)
@@ -52,9 +59,13 @@ def _remembered(mask: Mask, key: tuple) -> Visible:
     return tuple(torch.from_numpy(np.ascontiguousarray(array)) for array in arrays), strides
 
 
-@_eager()
 def visible_to(mask: Mask, frame: Frame, rows: Tensor) -> Visible:
     """The same for some rows, numbered anew. Only these are asked for: a few rows of a long call cost little."""
+    with as_data():
+        return _visible_to(mask, frame, rows)
+
+
+def _visible_to(mask: Mask, frame: Frame, rows: Tensor) -> Visible:
     if (intervals := mask.intervals(frame)) is not None:
         edges = (np.clip(edge, 0, frame.K).astype(np.int32) for edge in np.broadcast_arrays(*intervals))
         return tuple(torch.from_numpy(np.ascontiguousarray(edge[:, :, rows.numpy()])) for edge in edges), (0, 0)

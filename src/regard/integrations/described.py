@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
-from functools import lru_cache
-from typing import Any
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from regard.attention import Attention
+from regard.cache import CACHE, SHARED_BYTES, size_of
 from regard.masks import Mask
 from regard.scores import Dot
-
-SHARED = 1 << 16  # numbers that a mask may hold to be remembered from one pass to the next
 
 
 @dataclass(frozen=True, eq=False)
 class Pattern:
     """Who may look at whom, and where the queries stand; `mask=None` lets everybody look at everything.
 
+    The mask is a snapshot: what is written into its tensors afterwards is for the next pass.
     `attentions` remembers the descriptions made of it, so that all layers of a model share one, and its plans. A
     `brief` pattern lives as long as one pass through a model.
     """
@@ -28,6 +26,10 @@ class Pattern:
     offset: int | None = None
     brief: bool = False
     attentions: dict[tuple, tuple[Attention, Tensor | None, Tensor | None]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.mask is not None and not torch.compiler.is_compiling():
+            object.__setattr__(self, "mask", self.mask.snapshot())
 
 
 EVERYTHING = Pattern()
@@ -61,10 +63,13 @@ def describe(
     if (known := pattern.attentions.get(asked)) is not None:
         return known[0]
     plain = bias is None and sink is None
-    if plain and _size(pattern.mask) <= SHARED:
-        made = _shared(pattern.mask, pattern.offset, scale, softcap, dropout)
-    else:
-        made = _make(pattern.mask, pattern.offset, scale, softcap, dropout, bias, sink)
+    mask, offset = pattern.mask, pattern.offset
+    content = None
+    if plain and size_of(mask) <= SHARED_BYTES:  # from one pass to the next
+        content = "all" if mask is None else mask.content()
+    numbers = (offset, scale, softcap, dropout)
+    known_by = None if content is None else ("described", content, numbers, tuple(map(type, numbers)))
+    made = CACHE.remember(known_by, lambda: _make(mask, offset, scale, softcap, dropout, bias, sink))
     if plain or pattern.brief:  # nothing that lasts holds a pass's tensors
         pattern.attentions[asked] = made, bias, sink  # held, so that their ids stay theirs
     return made
@@ -81,15 +86,3 @@ def _make(
 ) -> Attention:
     scale = scale if scale is None or isinstance(scale, Tensor) else float(scale)
     return Attention(Dot(scale, softcap), mask, bias, offset, sink=sink, dropout=float(dropout))
-
-
-_shared = lru_cache(maxsize=128, typed=True)(_make)
-
-
-def _size(part: Any) -> int:
-    """How many numbers a mask holds."""
-    if isinstance(part, Tensor):
-        return part.numel()
-    if isinstance(part, tuple):
-        return sum(map(_size, part))
-    return sum(_size(getattr(part, field.name)) for field in fields(part)) if isinstance(part, Mask) else 1

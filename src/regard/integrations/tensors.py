@@ -1,7 +1,8 @@
 """Masks that come as tensors, read as descriptions: who may look, and what there is to add besides.
 
-What was read is remembered while the tensor lives and nobody writes into it, since every layer is given the same.
-Where torch is tracing, values cannot be read, and all is added.
+What was read is remembered by the content of the tensor, since every layer is given the same. A version counter is not
+enough: writes through `.data`, numpy or `torch.distributed` do not count. Where torch is tracing, values cannot be
+read, and all is added.
 """
 
 from __future__ import annotations
@@ -11,14 +12,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.weak import WeakTensorKeyDictionary
 
+from regard.cache import CACHE
+from regard.fingerprint import fingerprint
 from regard.geometry import lead
 from regard.integrations.described import EVERYTHING, Pattern
 from regard.masks import Mask, causal, dense, padding
 
 Keys = tuple[Mask, ...]
-_known = WeakTensorKeyDictionary()  # {how it was read: (version, what was found, whether there is more)}
 
 
 def permitted(mask: Tensor) -> tuple[Pattern, Tensor | None]:
@@ -58,17 +59,12 @@ def tracing() -> bool:
     return torch.compiler.is_compiling() or functional
 
 
-def version_of(tensor: Tensor) -> int | None:
-    """How often it was written into; None for tensors of inference mode, of which nobody knows."""
-    return None if tensor.is_inference() else tensor._version
-
-
 def _remembered(mask: Tensor, read: Callable[[Tensor], tuple[Any, bool]]) -> tuple[Any, Tensor | None]:
-    now, readings = version_of(mask), _known.setdefault(mask, {})
-    if now is None or readings.get(read, (None,))[0] != now:
-        found, more = read(mask.detach())
-        readings[read] = now, found, more or mask.requires_grad
-    _, found, more = readings[read]
+    content = fingerprint(mask)
+    known = None if content is None else ("read", read.__name__, content)
+    owner = mask if mask._base is None else mask._base  # a view is often made for one call
+    found, more = CACHE.remember(known, lambda: read(mask.detach()), owner=owner)
+    more = more or mask.requires_grad
     if more and found is not EVERYTHING and found != ():
         mask = mask.masked_fill(
             _hidden(mask.detach()), 0.0
@@ -117,7 +113,7 @@ def _pattern(allowed: Tensor) -> Pattern:
     offset = int(allowed[0, 0, 0].sum()) - 1
     if queries > 1 and keys > 1 and _is_causal(allowed, offset):
         return Pattern(causal(), offset)
-    return Pattern(dense(allowed))
+    return Pattern(dense(allowed).snapshot())
 
 
 def _is_causal(allowed: Tensor, offset: int) -> bool:
@@ -147,9 +143,9 @@ def seen(keys: Tensor) -> Keys:
     start = torch.where(count > 0, bits.argmax(-1), 0)
     stop = torch.where(count > 0, length - bits.flip(-1).argmax(-1), 0)
     if not torch.equal(stop - start, count):
-        return (dense(keys[:, None, None, :]),)  # there are holes
-    ends = () if bool((stop == length).all()) else (padding(stop),)
-    return (*ends, ~padding(start)) if bool(start.any()) else ends
+        return (dense(keys[:, None, None, :]).snapshot(),)  # there are holes
+    ends = () if bool((stop == length).all()) else (padding(stop).snapshot(),)
+    return (*ends, ~padding(start).snapshot()) if bool(start.any()) else ends
 
 
 def all_of(parts: Keys) -> Mask | None:

@@ -1,5 +1,8 @@
 """Masks are values: they combine with `&`, `|` and `~`, compare by value, print their formula and draw themselves.
 
+A mask of tensors holds the tensors that it was given (`from_tensors.py`). Every call takes a `snapshot`: the mask with
+copies of what its tensors hold now. Engines and caches see snapshots only, so none of them can be out of date.
+
 A mask answers two questions. Which places are allowed: `allows(at)`, bits. What is a box of places: `kinds(boxes)`,
 empty, partial or full. With EMPTY < PARTIAL < FULL as numbers, `&` is the minimum, `|` the maximum and `~` the
 difference from FULL, which is three-valued logic: a composed mask costs what its parts cost.
@@ -8,6 +11,7 @@ difference from FULL, which is three-valued logic: a composed mask costs what it
 from __future__ import annotations
 
 import operator
+from collections.abc import Hashable
 from dataclasses import dataclass, fields, replace
 from typing import Any, SupportsIndex
 
@@ -15,7 +19,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from regard.geometry import At, Frame, Part, as_numpy, shape_of
+from regard.cache import size_of
+from regard.fingerprint import fingerprint
+from regard.geometry import At, Frame, Part, shape_of
 
 EMPTY, PARTIAL, FULL = 0, 1, 2
 Kinds = np.ndarray
@@ -54,6 +60,46 @@ class Mask:
     >>> (rg.causal() & rg.window(2, 0)) == (rg.causal() & rg.window(2, 0))
     True
     """
+
+    def snapshot(self) -> Mask:
+        """The mask with copies of what its tensors hold now; the same object until they change."""
+        return self
+
+    def read(self) -> Mask:
+        """A snapshot, also where torch.compile is tracing."""
+        return self
+
+    @property
+    def live(self) -> bool:
+        """Whether it may change: it looks at tensors that it was given, or at what a function reads."""
+        return False
+
+    @property
+    def small(self) -> bool:
+        """Whether it holds neither tensors nor functions, so that keeping it costs nothing."""
+        known = self.__dict__.get("_small")
+        if known is None:
+            known = not self.live and not size_of(self)
+            object.__setattr__(self, "_small", known)
+        return known
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        """The tensors that it was given and looks at in every call; a snapshot has none."""
+        return ()
+
+    def content(self) -> Hashable | None:
+        """What caches know a snapshot by: equal for equal masks, and small. None where nothing can tell."""
+        if "_content" not in self.__dict__:
+            parts = [_content(value) for value in self._values()]
+            known = None if None in parts else (type(self).__name__, *parts)
+            object.__setattr__(self, "_content", known)
+        return self.__dict__["_content"]
+
+    def check_unchanged(self) -> None:
+        """Raise if a snapshot would not answer as it did when it was taken: a function may read what has changed."""
+
+    def forget(self) -> None:
+        """Drop what was worked out to answer `kinds` and `intervals`."""
 
     def allows(self, at: At) -> Tensor:
         """Bool tensor that broadcasts to the places: may they be attended to?"""
@@ -98,14 +144,14 @@ class Mask:
 
     @property
     def traced(self) -> bool:
-        """Whether it was made from tensors inside a function that torch.compile traces: then nobody can read them."""
+        """Whether it was made inside a function that torch.compile traces: then it cannot be read."""
         return self.__dict__.get("_traced", False)
 
     def __and__(self, other: Mask) -> Mask:
-        return And(_flat(And, self, _mask(other)))
+        return _combined(And(_flat(And, self, _mask(other))))
 
     def __or__(self, other: Mask) -> Mask:
-        return Or(_flat(Or, self, _mask(other)))
+        return _combined(Or(_flat(Or, self, _mask(other))))
 
     def __rand__(self, other: Any) -> Mask:
         return _mask(other) & self
@@ -117,17 +163,22 @@ class Mask:
         raise TypeError("a mask is neither true nor false: combine masks with &, | and ~ instead of and, or and not")
 
     def __invert__(self) -> Mask:
-        return Not(self)
+        return _combined(Not(self))
 
     def __eq__(self, other: object) -> bool:
-        if type(self) is not type(other):
-            return NotImplemented if not isinstance(other, Mask) else False
-        return self is other or all(_same(a, b) for a, b in zip(self._values(), other._values(), strict=True))
+        if not isinstance(other, Mask):
+            return NotImplemented
+        ours, theirs = self.snapshot(), other.snapshot()
+        if type(ours) is not type(theirs):
+            return False
+        return ours is theirs or all(_same(a, b) for a, b in zip(ours._values(), theirs._values(), strict=True))
 
     def __hash__(self) -> int:
         known = self.__dict__.get("_hash")
         if known is None:
-            known = hash((type(self).__name__, *map(_digest, self._values())))
+            # What tensors hold does not count: a hash must stay as it is when they change.
+            kept = [value for value in self._values() if not isinstance(value, Tensor)]
+            known = hash((type(self).__name__, *kept))
             object.__setattr__(self, "_hash", known)
         return known
 
@@ -159,6 +210,13 @@ def _mask(value: Any) -> Mask:
     return value
 
 
+def _combined(mask: Mask) -> Mask:
+    """The mask, with a note if a graph that torch.compile traces combines it: then only the graph has it."""
+    if torch.compiler.is_compiling():
+        object.__setattr__(mask, "_traced", True)
+    return mask
+
+
 def _flat(kind: type, *parts: Mask) -> tuple[Mask, ...]:
     return tuple(inner for part in parts for inner in (part.parts if isinstance(part, kind) else (part,)))  # type: ignore[attr-defined]
 
@@ -169,15 +227,113 @@ def _same(a: Any, b: Any) -> bool:
     return not isinstance(a, Tensor) and not isinstance(b, Tensor) and a == b
 
 
-def _digest(value: Any) -> Any:
-    return (tuple(value.shape), hash(as_numpy(value).tobytes())) if isinstance(value, Tensor) else value
+def _content(value: Any) -> Hashable | None:
+    if isinstance(value, Tensor):
+        return fingerprint(value)
+    if isinstance(value, Mask):
+        return value.content()
+    if isinstance(value, tuple):
+        parts = tuple(map(_content, value))
+        return None if None in parts else parts
+    return value
+
+
+# torch.compile reads a mask once, while it traces. The graph checks in every call that the tensors still hold the same.
+
+
+def _read_now(mask: Mask) -> str:
+    """Take a snapshot, which the mask keeps, and return what it was taken of."""
+    mask.read()
+    return repr([fingerprint(tensor) for tensor in mask.tensors()])
+
+
+_read_now._dynamo_marked_constant = True  # type: ignore[attr-defined]
+_CHECKED = torch.zeros(0)  # the check says that it writes here, so that no compiler leaves it out
+
+
+@torch.library.custom_op("regard::check_mask", mutates_args=("checked",))
+def _check_mask(checked: Tensor, tensors: list[Tensor], before: str) -> None:
+    if repr([fingerprint(tensor) for tensor in tensors]) != before:
+        raise RuntimeError(
+            "a tensor of a mask was changed after torch.compile had read it; make the mask inside the compiled "
+            "function, of a tensor that is an argument, or call torch.compiler.reset() after the change"
+        )
+
+
+@_check_mask.register_fake
+def _(checked: Tensor, tensors: list[Tensor], before: str) -> None:
+    return None
+
+
+def snapshot_in_graph(mask: Mask) -> Mask:
+    """The snapshot of a mask that was made before the graph."""
+    if not mask.tensors():
+        return mask
+    torch.ops.regard.check_mask(_CHECKED, list(mask.tensors()), _read_now(mask))
+    return mask._snapshot  # type: ignore[attr-defined]
+
+
+class _Composed(Mask):
+    """What masks made of masks share: they are snapshots if their parts are."""
+
+    def _masks(self) -> tuple[Mask, ...]:
+        raise NotImplementedError
+
+    def _over(self, masks: tuple[Mask, ...]) -> Mask:
+        """The same of other masks."""
+        raise NotImplementedError
+
+    @property
+    def traced(self) -> bool:
+        return self.__dict__.get("_traced", False) or any(mask.traced for mask in self._masks())
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        return tuple(tensor for mask in self._masks() for tensor in mask.tensors())
+
+    def snapshot(self) -> Mask:
+        if torch.compiler.is_compiling():
+            if not self.traced:
+                return snapshot_in_graph(self)
+            return _combined(self._over(tuple(mask.snapshot() for mask in self._masks())))
+        return self.read() if self.live else self
+
+    @property
+    def live(self) -> bool:
+        if "_live" not in self.__dict__:
+            object.__setattr__(self, "_live", any(mask.live for mask in self._masks()))
+        return self.__dict__["_live"]
+
+    def read(self) -> Mask:
+        masks = self._masks()
+        now = tuple([mask.read() for mask in masks])
+        if all(a is b for a, b in zip(now, masks, strict=True)):
+            return self
+        known = self.__dict__.get("_snapshot")
+        if known is None or any(a is not b for a, b in zip(now, known._masks(), strict=True)):
+            known = self._over(now)
+            object.__setattr__(self, "_snapshot", known)
+        return known
+
+    def check_unchanged(self) -> None:
+        for mask in self._masks():
+            mask.check_unchanged()
+
+    def forget(self) -> None:
+        for mask in self._masks():
+            mask.forget()
 
 
 @dataclass(frozen=True, eq=False)
-class _Several(Mask):
+class _Several(_Composed):
     """What `&` and `|` share: their parts are asked, their answers folded."""
 
     parts: tuple[Mask, ...]
+
+    def _masks(self) -> tuple[Mask, ...]:
+        return self.parts
+
+    def _over(self, masks: tuple[Mask, ...]) -> Mask:
+        return type(self)(masks)
 
     def check(self, frame: Frame) -> None:
         for part in self.parts:
@@ -199,10 +355,6 @@ class _Several(Mask):
     @property
     def opaque(self) -> bool:
         return any(part.opaque for part in self.parts)
-
-    @property
-    def traced(self) -> bool:
-        return any(part.traced for part in self.parts)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -251,10 +403,16 @@ class Or(_Several):
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Not(Mask):
+class Not(_Composed):
     """Allowed where the part is not."""
 
     negated: Mask
+
+    def _masks(self) -> tuple[Mask, ...]:
+        return (self.negated,)
+
+    def _over(self, masks: tuple[Mask, ...]) -> Mask:
+        return Not(*masks)
 
     def allows(self, at: At) -> Tensor:
         return ~self.negated.allows(at)
@@ -289,10 +447,6 @@ class Not(Mask):
     def opaque(self) -> bool:
         return self.negated.opaque
 
-    @property
-    def traced(self) -> bool:
-        return self.negated.traced
-
     def __invert__(self) -> Mask:
         return self.negated
 
@@ -301,7 +455,7 @@ class Not(Mask):
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Within(Mask):
+class Within(_Composed):
     """A mask seen from a part of its call: heads and positions are counted from the first that the part has."""
 
     mask: Mask
@@ -309,6 +463,12 @@ class Within(Mask):
     keys: int  # of the whole, K
     top: int  # the first head of the part
     left: int  # its first key
+
+    def _masks(self) -> tuple[Mask, ...]:
+        return (self.mask,)
+
+    def _over(self, masks: tuple[Mask, ...]) -> Mask:
+        return replace(self, mask=masks[0])
 
     def allows(self, at: At) -> Tensor:
         box = None
@@ -346,10 +506,6 @@ class Within(Mask):
     def opaque(self) -> bool:
         return self.mask.opaque
 
-    @property
-    def traced(self) -> bool:
-        return self.mask.traced
-
     def _whole(self, frame: Frame) -> Frame:
         return Frame(frame.B, self.heads, frame.Q, self.keys, frame.offset + self.left)
 
@@ -360,13 +516,6 @@ class Within(Mask):
 def positions_of(frame: Frame) -> np.ndarray:
     """Where the queries stand, (B or 1, 1, Q): one row if all batch rows share an offset."""
     return np.asarray(frame.offsets(), np.int64)[:, None, None] + np.arange(frame.Q)
-
-
-def made(mask: Mask) -> Mask:
-    """The mask, with a note of where its tensors come from."""
-    if torch.compiler.is_compiling():
-        object.__setattr__(mask, "_traced", True)
-    return mask
 
 
 def short(value: int | Tensor) -> str:
@@ -387,11 +536,11 @@ def whole(name: str, value: object, least: int) -> int:
 
 
 def integers(name: str, value: Any, form: str) -> Tensor:
-    """A tensor of whole numbers of its own, from whatever torch takes for one."""
+    """A tensor of whole numbers, from whatever torch takes for one."""
     try:
         tensor = torch.as_tensor(value)
     except (TypeError, ValueError, RuntimeError):
         raise TypeError(f"{name} must be {form}, but is {type(value).__name__}") from None
     if tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool:
         raise TypeError(f"{name} must be {form}, but is {tensor.dtype} of shape {shape_of(tensor)}")
-    return tensor.detach().clone().to(torch.int64)
+    return tensor.detach().to(torch.int64)

@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from regard.geometry import At, Frame, as_numpy, lead, shape_of
-from regard.masks.algebra import Boxes, Intervals, Kinds, Mask, integers, kinds, made, positions_of, short
+from regard.masks.algebra import Boxes, Intervals, Kinds, Mask, integers, kinds, positions_of, short
+from regard.masks.from_tensors import from_tensors
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -43,6 +45,10 @@ class Documents(Mask):
                 return None
             start[:], stop[:] = np.repeat(edges[:-1], np.diff(edges)), np.repeat(edges[1:], np.diff(edges))
         return starts, stops
+
+    def forget(self) -> None:
+        for name in ("_ranks", "_runs", "_ranges"):
+            self.__dict__.pop(name, None)
 
     def intervals(self, frame: Frame) -> Intervals | None:
         return None if self._runs is None else _of_rows(frame, *self._runs)
@@ -111,6 +117,9 @@ class Ranges(Mask):
             empty=(p1 <= p0) | (high <= boxes.j0) | (boxes.j1 <= low),
         )
 
+    def forget(self) -> None:
+        self.__dict__.pop("_edges", None)
+
     @cached_property
     def _edges(self) -> tuple[_RangeMinMax, _RangeMinMax]:
         most = np.iinfo(np.int32)  # no key stands beyond it
@@ -176,10 +185,14 @@ def documents(ids: Sequence[int] | Tensor) -> Mask:
     ··███
     ··███
     """
+    return from_tensors(_documents, ids)
+
+
+def _documents(ids: Any) -> Mask:
     tensor = integers("documents: ids", ids, "whole numbers (K,) or (B, K)")
     if tensor.dim() not in (1, 2):
         raise ValueError(f"documents: ids must be whole numbers (K,) or (B, K), but is of shape {shape_of(tensor)}")
-    return made(Documents(tensor))
+    return Documents(tensor)
 
 
 def ranges(start: Sequence[int] | Tensor, stop: Sequence[int] | Tensor) -> Mask:
@@ -194,6 +207,10 @@ def ranges(start: Sequence[int] | Tensor, stop: Sequence[int] | Tensor) -> Mask:
     ██·
     ·██
     """
+    return from_tensors(_ranges, start, stop)
+
+
+def _ranges(start: Any, stop: Any) -> Mask:
     first = integers("ranges: start", start, "whole numbers (N,) or (B, N)")
     last = integers("ranges: stop", stop, "whole numbers (N,) or (B, N)")
     if first.shape != last.shape or first.dim() not in (1, 2):
@@ -201,4 +218,4 @@ def ranges(start: Sequence[int] | Tensor, stop: Sequence[int] | Tensor) -> Mask:
             "ranges: start and stop must both be whole numbers (N,) or (B, N), but are of shapes "
             f"{shape_of(first)} and {shape_of(last)}"
         )
-    return made(Ranges(first, last))
+    return Ranges(first, last)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -11,9 +11,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from regard.fingerprint import reads_tensors, state_of
 from regard.geometry import At, Frame, Part, as_numpy, lead, shape_of
 from regard.hashing import hash32
-from regard.masks.algebra import EMPTY, PARTIAL, Boxes, Kinds, Mask, integers, kinds, made, short, whole
+from regard.masks.algebra import EMPTY, PARTIAL, Boxes, Kinds, Mask, integers, kinds, short, whole
+from regard.masks.from_tensors import from_tensors
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -60,6 +62,40 @@ class Dense(Mask):
 class Where(Mask):
     function: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
+    def snapshot(self) -> Mask:
+        return self if torch.compiler.is_compiling() else self.read()
+
+    def read(self) -> Mask:
+        """The same function, with a note of all that it reads; the same object until that changes."""
+        if "_content" in self.__dict__:
+            return self
+        known, now = self.__dict__.get("_snapshot"), state_of(self.function)
+        if known is None or now is None or known.content() != now:
+            known = Where(self.function)
+            object.__setattr__(known, "_content", now)
+            object.__setattr__(self, "_snapshot", known)
+        return known
+
+    @property
+    def live(self) -> bool:
+        return "_content" not in self.__dict__
+
+    def content(self) -> Hashable | None:
+        return self.__dict__.get("_content")
+
+    @property
+    def traced(self) -> bool:
+        """Also where the function reads tensors: a graph that has read them once would not see them change."""
+        return self.__dict__.get("_traced", False) or (torch.compiler.is_compiling() and _reads_tensors(self))
+
+    def check_unchanged(self) -> None:
+        before = self.content()
+        if before is not None and state_of(self.function) != before:
+            raise RuntimeError(
+                f"{self!r}: what the function reads was changed between the forward pass and the backward pass, which "
+                "asks it again; change it after backward, or close over a copy"
+            )
+
     def allows(self, at: At) -> Tensor:
         bits = self.function(at.b, at.h, at.p, at.j)
         if not isinstance(bits, Tensor) or bits.dtype != torch.bool:
@@ -80,6 +116,13 @@ class Where(Mask):
 
     def __repr__(self) -> str:
         return f"where({getattr(self.function, '__name__', repr(self.function))})"
+
+
+def _reads_tensors(mask: Where) -> bool:
+    return reads_tensors(mask.function)
+
+
+_reads_tensors._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 class _Cells(Mask):
@@ -150,6 +193,9 @@ class Blocks(_Cells):
     @cached_property
     def _set(self) -> tuple[np.ndarray, ...]:
         return np.nonzero(as_numpy(self.layout))
+
+    def forget(self) -> None:
+        self.__dict__.pop("_set", None)
 
     def _cells(self, frame: Frame) -> tuple[int, tuple[np.ndarray, ...]]:
         return self.size, self._set
@@ -254,10 +300,16 @@ class Edges(_Cells):
 def dense(tensor: Tensor) -> Mask:
     """Any pattern as a bool tensor that broadcasts to (B, H, Q, K); `True` means may attend.
 
+    The tensor is held, not copied: what is written into it is seen by the next call.
+
     >>> import regard as rg, torch
     >>> rg.dense(torch.eye(3, dtype=torch.bool)).draw().splitlines()[1]
     '·█·'
     """
+    return from_tensors(_dense, tensor) if isinstance(tensor, Tensor) else _dense(tensor)
+
+
+def _dense(tensor: Any) -> Mask:
     if not isinstance(tensor, Tensor) or tensor.dtype != torch.bool:
         came = f"{tensor.dtype}" if isinstance(tensor, Tensor) else type(tensor).__name__
         if isinstance(tensor, Tensor):
@@ -269,11 +321,14 @@ def dense(tensor: Tensor) -> Mask:
         raise TypeError(f"mask must be a dense tensor, but has the layout {tensor.layout}; pass mask.to_dense()")
     if tensor.dim() > 4:
         raise ValueError(f"mask must have at most four axes (B, H, Q, K), but is {shape_of(tensor)}")
-    return made(Dense(lead(tensor.detach().clone())))
+    return Dense(lead(tensor.detach()))
 
 
 def where(function: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]) -> Mask:
-    """Any rule as a function of index tensors `(b, h, p, j)` that returns bools, and always the same ones.
+    """Any rule as a function of index tensors `(b, h, p, j)` that returns bools.
+
+    It may read tensors and numbers besides, from closures, defaults and globals: a change of these is seen by the next
+    call. A function that reads more than that, such as attributes of an object, is asked anew in every call.
 
     >>> import regard as rg
     >>> print(rg.where(lambda b, h, p, j: (p + j) % 2 == 0).draw(3))
@@ -296,6 +351,10 @@ def blocks(layout: Tensor, size: int) -> Mask:
     ████
     ████
     """
+    return from_tensors(_blocks, layout, size)
+
+
+def _blocks(layout: Any, size: int) -> Mask:
     try:
         layout = torch.as_tensor(layout)
     except (TypeError, ValueError, RuntimeError):
@@ -305,7 +364,7 @@ def blocks(layout: Tensor, size: int) -> Mask:
             f"blocks: layout must be a bool tensor (rows, columns), (H, ...) or (B, H, ...), "
             f"but is {layout.dtype} of shape {shape_of(layout)}"
         )
-    return made(Blocks(lead(layout.detach().clone()), whole("size", size, 1)))
+    return Blocks(lead(layout.detach()), whole("size", size, 1))
 
 
 def random_blocks(per_row: int, size: int, seed: int = 0) -> Mask:
@@ -336,6 +395,10 @@ def edges(pairs: Tensor | Iterable[tuple[int, int]]) -> Mask:
     >>> rg.edges(torch.tensor([[0, 1, 2], [0, 2, 1]])) == rg.edges([(0, 0), (1, 2), (2, 1)])
     True
     """
+    return from_tensors(_edges, pairs)
+
+
+def _edges(pairs: Any) -> Mask:
     form = "(query, key) tuples of whole numbers, or a tensor of whole numbers (2, E), queries over keys"
     if isinstance(pairs, Iterable) and not isinstance(pairs, Tensor | np.ndarray):
         tensor = _from_tuples(list(pairs), form)
@@ -347,7 +410,7 @@ def edges(pairs: Tensor | Iterable[tuple[int, int]]) -> Mask:
         )
     if tensor.numel() and int(tensor.min()) < 0:
         raise ValueError(f"edges: pairs must not be negative, but the least is {int(tensor.min())}")
-    return made(Edges(tensor.unique(dim=1)))
+    return Edges(tensor.unique(dim=1))
 
 
 def _from_tuples(pairs: list[Any], form: str) -> Tensor:

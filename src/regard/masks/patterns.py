@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from regard.geometry import At, Frame, Part, as_numpy, shape_of
-from regard.masks.algebra import Boxes, Intervals, Kinds, Mask, integers, kinds, made, positions_of, short, whole
+from regard.masks.algebra import Boxes, Intervals, Kinds, Mask, integers, kinds, positions_of, short, whole
+from regard.masks.from_tensors import from_tensors
 
 
 class ByDistance(Mask):
@@ -108,7 +109,7 @@ class Prefix(Mask):
         _check_rows("length", self.length, frame)
 
     def extent(self, frame: Frame) -> tuple[int, int]:
-        return len(_lengths(self.length)), 1
+        return _count(self.length), 1
 
     def span(self) -> int:
         return max(16, 2 * int(_lengths(self.length).max(initial=0)))
@@ -141,7 +142,7 @@ class Padding(Mask):
             )
 
     def extent(self, frame: Frame) -> tuple[int, int]:
-        return len(_lengths(self.lengths)), 1
+        return _count(self.lengths), 1
 
     def span(self) -> int:
         return max(16, int(_lengths(self.lengths).max(initial=0) * 4 // 3))
@@ -153,6 +154,9 @@ class Padding(Mask):
 @dataclass(frozen=True, eq=False, repr=False)
 class GlobalTokens(Mask):
     positions: tuple[tuple[int, ...], ...]  # one list for all batch rows, or one a row
+
+    def __hash__(self) -> int:
+        return hash(GlobalTokens)  # positions may come from a tensor, and change
 
     def allows(self, at: At) -> Tensor:
         longest = max(map(len, self.positions))
@@ -194,6 +198,10 @@ def _lengths(value: int | Tensor) -> np.ndarray:
     return np.atleast_1d(np.asarray(as_numpy(value) if isinstance(value, Tensor) else value, np.int64))
 
 
+def _count(value: int | Tensor) -> int:
+    return len(value) if isinstance(value, Tensor) else 1
+
+
 def _per_row(value: int | Tensor, at: At) -> int | Tensor:
     if not isinstance(value, Tensor):
         return value
@@ -201,7 +209,7 @@ def _per_row(value: int | Tensor, at: At) -> int | Tensor:
 
 
 def _row(value: int | Tensor, boxes: Boxes) -> np.ndarray:
-    return boxes.b if len(_lengths(value)) > 1 else np.zeros_like(boxes.b)
+    return boxes.b if _count(value) > 1 else np.zeros_like(boxes.b)
 
 
 def _check_rows(name: str, value: int | Tensor, frame: Frame) -> None:
@@ -276,7 +284,11 @@ def prefix(length: int | Sequence[int] | Tensor) -> Mask:
     ███·
     ████
     """
-    return made(Prefix(_integers("length", length)))
+    return from_tensors(_prefix, length)
+
+
+def _prefix(length: Any) -> Mask:
+    return Prefix(_integers("length", length))
 
 
 def padding(lengths: int | Sequence[int] | Tensor) -> Mask:
@@ -288,7 +300,11 @@ def padding(lengths: int | Sequence[int] | Tensor) -> Mask:
     ██··
     ██··
     """
-    return made(Padding(_integers("lengths", lengths)))
+    return from_tensors(_padding, lengths)
+
+
+def _padding(lengths: Any) -> Mask:
+    return Padding(_integers("lengths", lengths))
 
 
 def global_tokens(positions: Iterable[int] | Iterable[Iterable[int]] | Tensor) -> Mask:
@@ -301,6 +317,10 @@ def global_tokens(positions: Iterable[int] | Iterable[Iterable[int]] | Tensor) -
     █···
     █···
     """
+    return from_tensors(_global_tokens, positions)
+
+
+def _global_tokens(positions: Any) -> Mask:
     rows: Any = positions.tolist() if isinstance(positions, Tensor) else positions
     try:
         rows = [row.tolist() if isinstance(row, Tensor) else row for row in rows]

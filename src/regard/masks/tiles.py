@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import lru_cache
 
 import numpy as np
 import torch
 
+from regard.cache import CACHE
+from regard.fingerprint import as_data
 from regard.geometry import At, Frame, as_numpy
 from regard.masks.algebra import EMPTY, FULL, PARTIAL, Boxes, Intervals, Kinds, Mask, kinds
 
@@ -78,20 +79,27 @@ class Tiles:
 
 
 def tiles(mask: Mask | None, frame: Frame, size: tuple[int, int]) -> Tiles:
-    """The tile table of a mask, remembered by the mask's value."""
-    return _tiles(mask, frame.key(), size)
+    """The tile table of a mask, remembered by the mask's content."""
+    mask, key = None if mask is None else mask.snapshot(), frame.key()
+    content = "all" if mask is None else mask.content()
+    known = None if content is None else ("tiles", content, key, size)
+    with as_data():
+        return CACHE.remember(known, lambda: build_tiles(mask, key, size), owner=mask)
 
 
-@lru_cache(maxsize=256)
-def _tiles(mask: Mask | None, key: tuple, size: tuple[int, int]) -> Tiles:
+def build_tiles(mask: Mask | None, key: tuple, size: tuple[int, int]) -> Tiles:
+    """The tile table of a snapshot of a mask, for the frame with this key."""
     B, H, Q, K, offsets = key
     frame = Frame(B, H, Q, K, offsets[0] if len(offsets) == 1 else torch.tensor(offsets))
     if mask is None:
         start = np.zeros((1, 1, frame.Q), np.int64)
         return _from_intervals(frame, size, (start, start + frame.K))
     if (intervals := mask.intervals(frame)) is not None:
-        return _from_intervals(frame, size, intervals)
-    return _from_boxes(mask, frame, size)
+        found = _from_intervals(frame, size, intervals)
+    else:
+        found = _from_boxes(mask, frame, size)
+    mask.forget()
+    return found
 
 
 def _from_intervals(frame: Frame, size: tuple[int, int], intervals: Intervals) -> Tiles:

@@ -22,7 +22,8 @@ def by_distance(attend: Attention) -> bool:
 
 def by_key(attend: Attention) -> bool:
     """Whether it does not matter at which position a query is."""
-    return type(attend.score) in BUILT_IN and _mask_by_key(attend.mask) and _bias_by_key(attend.bias)
+    mask = attend.mask.snapshot() if isinstance(attend.mask, Mask) else None
+    return type(attend.score) in BUILT_IN and _mask_by_key(mask) and _bias_by_key(attend.bias)
 
 
 def look_back(attend: Attention) -> int | None:

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from regard.arguments import read_offset
 from regard.attention import WATCHERS, Attention
 from regard.description import Description
 from regard.geometry import At, Frame, lead
@@ -157,6 +158,7 @@ class _Watch:
             self.record.attentions.append(seen)
         elif not self._wanted(seen.layer):
             return
+        attend = attend.snapshot()
         ids = _of_queries(self.ids, query)
         if kind == "cross":
             if self.anew or not seen.go_on_across(attend, query, key, ids, self.parents):
@@ -205,7 +207,7 @@ def kind_of(
     if _across(module, args, kwargs):
         return "cross"
     Q, K = query.shape[2], key.shape[2]
-    offset = K - Q if attend.offset is None else attend.offset
+    offset = K - Q if attend.offset is None else read_offset(attend.offset)
     assert isinstance(offset, int | Tensor)
     assert not isinstance(attend.mask, Tensor)
     frame = Frame(len(query), query.shape[1], Q, K, offset)

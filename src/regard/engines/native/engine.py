@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import operator
+import weakref
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from regard.cache import CACHE
 from regard.engines import reference
 from regard.engines.derivatives import apply, holds_transformed
 from regard.engines.lowering import Fixed, Lowered, lower
@@ -17,11 +19,12 @@ from regard.engines.native.attend import Attend, backward, forward, laid_like, o
 from regard.engines.native.binding import ABSENT, ADDRESS, PROBLEM, RESULT, TENSOR, call, missing, place
 from regard.engines.plain import LOWEST, NoMemory, address, direct, materialised
 from regard.engines.problem import Engine, Problem
-from regard.engines.visible import visible_keys
+from regard.engines.visible import mask_layout, visible_keys
 from regard.positions.biases import Shaw, built_in
 from regard.scores import BUILT_IN, Dot
 
 SMALL = 1 << 24  # bytes of dense weights below which torch.func is served by torch's own operators
+LAYOUTS = 16  # of query, key and value, for which a problem is packed beforehand
 BITS_BYTES = 1 << 28  # what the bits of partial tiles may take
 LONGEST = 2**31 - 1 - 1024  # the kernels number keys and queries with 32 bits
 
@@ -120,11 +123,27 @@ def prepared(
     return x, shaw, Fixed(visible, offset, seed, numbers, (radius, wants, *strides), problem)
 
 
+class Packed(NamedTuple):
+    """A problem as the kernel takes it, cut where the addresses of query, key and value belong."""
+
+    cuts: list[bytes]
+    epoch: int  # of the cache, when its mask layout was last seen there
+    mask_layout: Any  # a weak reference, or None without a mask
+
+
 def _plain_forward(problem: Problem, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor | None]:
     """What was packed before, but for the addresses: a small call is all packing."""
     layout = (query.stride(), key.stride(), value.stride(), torch.get_num_threads())
-    known = problem.memo.get(layout)
-    frame = problem.frame
+    known, frame, mask = problem.memo.get(layout), problem.frame, problem.mask
+    held = None  # addresses of the mask layout are packed, so it must live until the kernel is done
+    if known is not None and mask is not None:
+        held = known.mask_layout()
+        if held is None or known.epoch != CACHE.epoch:  # it may have gone, and else counts as used
+            epoch, now = CACHE.epoch, mask_layout(mask, frame.key())
+            known = known._replace(epoch=epoch) if now is held else None
+            held = now
+            if known is not None:
+                problem.memo[layout] = known
     if known is None:
         x, _, fixed = prepared(problem, query, key, value, None)
         whole, before = packed(x, fixed), 0
@@ -134,8 +153,15 @@ def _plain_forward(problem: Problem, query: Tensor, key: Tensor, value: Tensor) 
             cuts.append(whole[before:at])
             before = at + len(ADDRESS(0))
         cuts.append(whole[before:])
-        known = problem.memo[layout] = cuts, fixed.visible  # the addresses of what is visible are packed
-    (head, q, k, v), _ = known
+        known = Packed(cuts, CACHE.epoch, None)
+        if mask is not None:
+            held = mask_layout(mask, frame.key())
+            known = known._replace(mask_layout=weakref.ref(held))
+        if len(problem.memo) >= LAYOUTS:
+            problem.memo.clear()
+        if held is None or held.tensors is fixed.visible:  # not where the cache keeps nothing
+            problem.memo[layout] = known
+    head, q, k, v = known.cuts
     output = laid_like(query, problem.E)
     lse = query.new_empty((frame.B, frame.H, frame.Q), dtype=problem.arithmetic) if problem.lse else None
     at_query, at_key, at_value = query.data_ptr(), key.data_ptr(), value.data_ptr()

@@ -1,0 +1,219 @@
+"""One cache, with a limit in bytes, for all that is derived from descriptions: plans, tile tables, mask layouts.
+
+What was not used for the longest time goes first. An entry may belong to an object, and then goes with it.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import OrderedDict, deque
+from collections.abc import Callable, Hashable
+from dataclasses import fields, is_dataclass
+from threading import Lock
+from typing import Any, NamedTuple, TypeVar
+
+import numpy as np
+from torch import Tensor
+
+LIMIT = 256 * 2**20  # bytes, unless set_cache_limit says otherwise
+OVERHEAD = 512  # bytes that Python's own objects take for an entry, roughly
+SHARED_BYTES = 2**16  # an entry up to this size may outlive its owner, to serve equal masks that come later
+
+T = TypeVar("T")
+
+
+class CacheInfo(NamedTuple):
+    """What the cache holds, and how often it had what was asked for; see `cache_info`.
+
+    >>> import regard as rg
+    >>> rg.cache_info().limit // 2**20
+    256
+    """
+
+    nbytes: int
+    limit: int
+    entries: int
+    hits: int
+    misses: int
+
+
+class _Entry(NamedTuple):
+    value: Any
+    nbytes: int
+    drop: Callable[[Any], None] | None  # called with the value when the entry goes
+    owner: weakref.ref | None
+
+
+class Cache:
+    """A least-recently-used cache whose limit is in bytes. Threads may share it.
+
+    >>> cache = Cache(limit=10_000)
+    >>> cache.remember("zeros", lambda: np.zeros(100)).nbytes
+    800
+    >>> cache.remember("zeros", lambda: np.ones(100)).max()
+    0.0
+    >>> cache.info().entries
+    1
+    """
+
+    def __init__(self, limit: int) -> None:
+        self.epoch = 0  # counts changes of what is held: within one, what was used once need not be touched again
+        self._limit, self._nbytes, self._hits, self._misses = limit, 0, 0, 0
+        self._entries: OrderedDict[Hashable, _Entry] = OrderedDict()
+        self._lock = Lock()
+        self._orphans: deque[tuple[Hashable, weakref.ref]] = deque()  # whose owner died while the lock was taken
+
+    def remember(self, key: Hashable | None, build: Callable[[], T], owner: Any = None) -> T:
+        """The value of a key, built if it is not there. With `key=None` it is built every time, and not kept.
+
+        An entry of more than `SHARED_BYTES` goes with its owner, if that holds tensors.
+        """
+        if key is None:
+            return build()
+        with self._lock:
+            if (known := self._entries.get(key)) is not None:
+                self._entries.move_to_end(key)
+                self._hits += 1
+                return known.value
+            self._misses += 1
+        value = build()
+        nbytes = size_of(value)
+        self.put(key, value, nbytes, owner if nbytes > SHARED_BYTES and size_of(owner) else None)
+        return value
+
+    def put(
+        self, key: Hashable, value: Any, nbytes: int, owner: Any = None, drop: Callable[[Any], None] | None = None
+    ) -> None:
+        """Keep a value, as long as its owner lives and the limit allows it; `drop(value)` is called when it goes."""
+        reference = None if owner is None else weakref.ref(owner, lambda dead: self._orphaned(key, dead))
+        gone = []
+        with self._lock:
+            gone += [entry for entry in self._pop(key) if entry.value is not value]
+            gone += self._collect()
+            self._entries[key] = _Entry(value, nbytes + OVERHEAD, drop, reference)
+            self.epoch += 1
+            self._nbytes += nbytes + OVERHEAD
+            gone += self._shrink()
+        _drop(gone)
+
+    def touch(self, key: Hashable) -> None:
+        """Count a use of what somebody else holds."""
+        with self._lock:
+            if key in self._entries:
+                self._entries.move_to_end(key)
+                self._hits += 1
+
+    def clear(self) -> None:
+        with self._lock:
+            gone = list(self._entries.values())
+            self.epoch += 1
+            self._entries.clear()
+            self._orphans.clear()
+            self._nbytes = self._hits = self._misses = 0
+        _drop(gone)
+
+    def set_limit(self, limit: int) -> None:
+        with self._lock:
+            self._limit = limit
+            gone = self._shrink()
+        _drop(gone)
+
+    def info(self) -> CacheInfo:
+        with self._lock:
+            gone = self._collect()
+            found = CacheInfo(self._nbytes, self._limit, len(self._entries), self._hits, self._misses)
+        _drop(gone)
+        return found
+
+    def _orphaned(self, key: Hashable, dead: weakref.ref) -> None:
+        # An object may die anywhere, also where this thread holds the lock: then who holds it next does the work.
+        self._orphans.append((key, dead))
+        if self._lock.acquire(blocking=False):
+            try:
+                gone = self._collect()
+            finally:
+                self._lock.release()
+            _drop(gone)
+
+    def _collect(self) -> list[_Entry]:
+        gone = []
+        while self._orphans:
+            key, dead = self._orphans.popleft()
+            if (entry := self._entries.get(key)) is not None and entry.owner is dead:
+                gone += self._pop(key)
+        return gone
+
+    def _pop(self, key: Hashable) -> list[_Entry]:
+        entry = self._entries.pop(key, None)
+        if entry is None:
+            return []
+        self.epoch += 1
+        self._nbytes -= entry.nbytes
+        return [entry]
+
+    def _shrink(self) -> list[_Entry]:
+        gone = []
+        while self._nbytes > self._limit and self._entries:
+            gone += self._pop(next(iter(self._entries)))
+        return gone
+
+
+def _drop(entries: list[_Entry]) -> None:
+    """Outside of the lock: what goes may end other objects' lives."""
+    for entry in entries:
+        if entry.drop is not None:
+            entry.drop(entry.value)
+
+
+def size_of(value: Any) -> int:
+    """The bytes of all tensors and arrays in a value."""
+    if isinstance(value, Tensor):
+        return value.numel() * value.element_size() if value.device.type != "meta" else 0
+    if isinstance(value, np.ndarray):
+        return value.nbytes
+    if isinstance(value, tuple | list):
+        return sum(map(size_of, value))
+    if is_dataclass(value) and not isinstance(value, type):
+        return sum(size_of(getattr(value, field.name)) for field in fields(value))
+    return 0
+
+
+CACHE = Cache(LIMIT)
+
+
+def set_cache_limit(nbytes: int) -> None:
+    """Set the bytes that plans, tile tables and mask layouts may take together; 256 MB unless set. 0 keeps nothing.
+
+    >>> import regard as rg
+    >>> rg.set_cache_limit(64 * 2**20)
+    >>> rg.cache_info().limit == 64 * 2**20
+    True
+    >>> rg.set_cache_limit(256 * 2**20)
+    """
+    if isinstance(nbytes, bool) or not isinstance(nbytes, int) or nbytes < 0:
+        raise ValueError(
+            f"nbytes must be a whole number of bytes, at least 0, but is {nbytes!r}; 256 MB are 256 * 2**20"
+        )
+    CACHE.set_limit(nbytes)
+
+
+def cache_info() -> CacheInfo:
+    """Return what the cache of plans, tile tables and mask layouts holds: nbytes, limit, entries, hits, misses.
+
+    >>> import regard as rg
+    >>> info = rg.cache_info()
+    >>> info.nbytes <= info.limit
+    True
+    """
+    return CACHE.info()
+
+
+def clear_cache() -> None:
+    """Drop all plans, tile tables and mask layouts; they are built again when they are needed.
+
+    >>> import regard as rg
+    >>> rg.clear_cache()
+    >>> rg.cache_info().entries
+    0
+    """
+    CACHE.clear()

@@ -1,0 +1,125 @@
+"""Masks of tensors: they hold the tensors that they were given, and see what is written into these."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext, suppress
+from copy import copy
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from regard.fingerprint import as_data, data_of, fingerprint
+from regard.geometry import At, Frame, Part
+from regard.masks.algebra import Boxes, Intervals, Kinds, Mask, snapshot_in_graph
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class FromTensors(Mask):
+    """The mask `build(*given)`, built again of copies whenever the content of a given tensor has changed."""
+
+    build: Callable[..., Mask]
+    given: tuple[Any, ...]
+
+    def snapshot(self) -> Mask:
+        return snapshot_in_graph(self) if torch.compiler.is_compiling() else self.read()
+
+    def read(self) -> Mask:
+        now = _fingerprints(self.given)
+        known, mask = self.__dict__.get("_known", (None, None))
+        if mask is None or now is None or now != known:
+            with nullcontext() if now is None else as_data():
+                mask = self.build(*map(_copy, self.given))
+            object.__setattr__(self, "_known", (now, mask))  # together, for other threads
+            object.__setattr__(self, "_snapshot", mask)
+        return mask
+
+    @property
+    def live(self) -> bool:
+        return True
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        return tuple([value for value in self.given if isinstance(value, Tensor)])
+
+    def content(self) -> None:
+        return None  # only snapshots have a content that lasts
+
+    def __hash__(self) -> int:
+        return hash(self.snapshot())
+
+    def allows(self, at: At) -> Tensor:
+        return self.snapshot().allows(at)
+
+    def kinds(self, boxes: Boxes) -> Kinds:
+        return self.snapshot().kinds(boxes)
+
+    def intervals(self, frame: Frame) -> Intervals | None:
+        return self.snapshot().intervals(frame)
+
+    def check(self, frame: Frame) -> None:
+        self.snapshot().check(frame)
+
+    def extent(self, frame: Frame) -> tuple[int, int]:
+        return self.snapshot().extent(frame)
+
+    def part(self, frame: Frame, part: Part) -> Mask:
+        return self.snapshot().part(frame, part)
+
+    def span(self) -> int:
+        return self.snapshot().span()
+
+    def made_for(self) -> tuple[int, int] | None:
+        return self.snapshot().made_for()
+
+    @property
+    def opaque(self) -> bool:
+        return self.snapshot().opaque
+
+    def __repr__(self) -> str:
+        return repr(self.snapshot())
+
+
+def from_tensors(build: Callable[..., Mask], *given: Any) -> Mask:
+    """`build(*given)`; if tensors or numpy arrays are among them, a mask that holds them and sees their changes.
+
+    Lists and numbers are read once, here.
+    """
+    if torch.compiler.is_compiling():
+        mask = build(*given)  # of tensors of the graph
+        object.__setattr__(mask, "_traced", True)
+        return mask
+    held = tuple(map(_held, given))
+    if not any(isinstance(value, Tensor) for value in held):
+        with nullcontext() if any(map(_lists_tensors, held)) else as_data():
+            return build(*held)
+    mask = FromTensors(build, held)
+    mask.snapshot()  # raises where the values do not fit
+    return mask
+
+
+def _lists_tensors(value: Any) -> bool:
+    return isinstance(value, list | tuple) and any(isinstance(one, Tensor) for one in value)
+
+
+def _held(value: Any) -> Any:
+    """A tensor as it is, an array as a tensor over the same memory, anything else as a copy."""
+    if isinstance(value, Tensor):
+        return value
+    if isinstance(value, np.ndarray):
+        with warnings.catch_warnings(), suppress(TypeError):  # of arrays that are read-only, or of no numbers
+            warnings.simplefilter("ignore")
+            return torch.from_numpy(value)
+    return tuple(value) if isinstance(value, Iterator) else copy(value)
+
+
+def _fingerprints(given: tuple[Any, ...]) -> tuple | None:
+    found = tuple(fingerprint(value) for value in given if isinstance(value, Tensor))
+    return None if None in found else found
+
+
+def _copy(value: Any) -> Any:
+    return data_of(value).detach().clone(memory_format=torch.contiguous_format) if isinstance(value, Tensor) else value
