@@ -252,6 +252,38 @@ int regard_dot_backward(const regard_dot* problem, const regard_dot_gradient* gr
   return regard::chosen.dot_backward(regard::as_the_kernels_take_it(*problem), *gradient);
 }
 
+int regard_dot_jvp(const regard_dot* problem, const regard_dot_tangent* tangent, const regard_dot_result* result) {
+  if (!problem || !tangent || !result) return REGARD_BAD_ARGUMENT;
+  const regard_dot& p = *problem;
+  regard_dot_tangent t = *tangent;
+  int status = regard::check(p);
+  if (status != REGARD_OK) return status;
+  if (p.B == 0 || p.H == 0 || p.Q == 0) return REGARD_OK;
+  if (p.weight.present || !result->lse.present || !t.d_lse.present ||
+      (p.E && !(result->out.present && t.d_out.present)))
+    return REGARD_BAD_ARGUMENT;
+  if (result->out_table.present != t.d_out_table.present) return REGARD_BAD_ARGUMENT;
+  status = regard::check_presence(result->lse, result->out_table, t.d_lse, t.d_out_table, t.d_row_table);
+  if (status == REGARD_OK) status = regard::check_presence(int32_t(t.has_d_sink), t.d_sink);
+  if (status == REGARD_OK && p.E) status = regard::check_presence(result->out, t.d_out);
+  if (status == REGARD_OK && p.D) status = regard::check_presence(t.d_q);
+  if (status == REGARD_OK && p.K && p.D) status = regard::check_presence(t.d_k);
+  if (status == REGARD_OK && p.K && p.E) status = regard::check_presence(t.d_v);
+  if (status == REGARD_OK && p.K) status = regard::check_presence(t.d_diagonal, t.d_bias);
+  if (status != REGARD_OK) return status;
+  if ((t.d_diagonal.data && !p.diagonal.data) || (t.d_row_table.data && !p.row_table.data) ||
+      (t.d_bias.data && !p.bias.data) || (t.d_sink && !p.sink))
+    return REGARD_BAD_ARGUMENT;
+  if ((t.d_diagonal.data && t.d_diagonal.stride[3] != 1) || (t.d_row_table.data && t.d_row_table.stride[3] != 1))
+    return REGARD_BAD_ARGUMENT;
+  if (result->out_table.data && (!p.offset || result->out_table.stride[3] != 1 || t.d_out_table.stride[3] != 1))
+    return REGARD_BAD_ARGUMENT;
+  regard::settle_strides(t.d_q, p.B, p.H, p.Q, p.D);
+  regard::settle_strides(t.d_k, p.B, p.G, p.K, p.D);
+  regard::settle_strides(t.d_v, p.B, p.G, p.K, p.E);
+  return regard::chosen.dot_jvp(regard::as_the_kernels_take_it(p), t, *result);
+}
+
 int regard_dot_look(const regard_dot* problem, const regard_dot_statistics* statistics) {
   if (!problem || !statistics) return REGARD_BAD_ARGUMENT;
   const int status = regard::check(*problem);

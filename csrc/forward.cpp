@@ -90,7 +90,7 @@ template <class T, class Score> struct Forward : Strips<T, Forward<T, Score>, Sc
       }
       store(factor + r,
             select(total == 0, Vec<T>{}, shrink / total * (p.dropout_threshold ? T(p.dropout_scale) : T(1))));
-      if (result.lse.data) store_lse(total, peak, lse + r);
+      if (result.lse.data) store_lse<T>(total, peak, lse + r);
     }
     for (int r = 0; r < m; ++r)
       if (w.poisoned[s * MR + r]) factor[r] = lse[r] = T(__builtin_nanf(""));
@@ -98,17 +98,6 @@ template <class T, class Score> struct Forward : Strips<T, Forward<T, Score>, Sc
       const int count = int(least<int64_t>(m - r, p.Q - w.rows[s * MR + r].i));
       finish_rows(room, w, s * MR + r, count, factor + r, lse + r);
       r += count;
-    }
-  }
-
-  static void store_lse(Vec<T> total, Vec<T> peak, T* lse) {
-    alignas(vector_bytes) double logs[lanes<T>];
-    log2_exactly(total, logs);
-    alignas(vector_bytes) T sums[lanes<T>], peaks[lanes<T>];
-    store(sums, total), store(peaks, peak);
-    for (int i = 0; i < lanes<T>; ++i) {
-      const T sum = T((double(peaks[i]) + logs[i]) * ln_2);
-      lse[i] = sums[i] == 0 ? T(-infinity) : sums[i] > 0 ? sum : sums[i];
     }
   }
 

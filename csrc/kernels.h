@@ -8,6 +8,7 @@ struct Kernels {
   const char* name;
   int (*dot_forward)(const regard_dot&, const regard_dot_result&);
   int (*dot_backward)(const regard_dot&, const regard_dot_gradient&);
+  int (*dot_jvp)(const regard_dot&, const regard_dot_tangent&, const regard_dot_result&);
   int (*dot_statistics)(const regard_dot&, const regard_dot_statistics&);
   int (*dot_weights)(const regard_dot&, const regard_dot_columns&);
   int (*dot_map)(const regard_dot&, const regard_dot_pool&);

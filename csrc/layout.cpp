@@ -69,6 +69,10 @@ STRUCTURE(regard_dot_gradient)
   FIELD(out), FIELD(lse), FIELD(out_table), FIELD(d_out), FIELD(d_lse), FIELD(d_out_table), FIELD(d_q), FIELD(d_k),
   FIELD(d_v), FIELD(d_diagonal), FIELD(d_row_table), FIELD(d_bias), FIELD(delta), FIELD(d_weight)
 END
+STRUCTURE(regard_dot_tangent)
+  FIELD(d_q), FIELD(d_k), FIELD(d_v), FIELD(d_diagonal), FIELD(d_row_table), FIELD(d_bias), FIELD(d_out), FIELD(d_lse),
+  FIELD(d_out_table), FIELD(d_sink), FIELD(has_d_sink)
+END
 STRUCTURE(regard_dot_statistics)
   FIELD(lse), FIELD(entropy), FIELD(max_logit), FIELD(distance), FIELD(top), FIELD(top_keys), FIELD(top_weights),
   FIELD(mass), FIELD(chosen_start), FIELD(chosen_stop), FIELD(chosen_count)
@@ -147,8 +151,9 @@ class Description {
 
 const Description description(Layout<regard_tensor>{}, Layout<regard_intervals>{}, Layout<regard_tiles>{},
                               Layout<regard_dot>{}, Layout<regard_dot_result>{}, Layout<regard_dot_gradient>{},
-                              Layout<regard_dot_statistics>{}, Layout<regard_dot_columns>{}, Layout<regard_dot_pool>{},
-                              Layout<regard_linear>{}, Layout<regard_linear_result>{}, Layout<regard_linear_gradient>{},
+                              Layout<regard_dot_tangent>{}, Layout<regard_dot_statistics>{},
+                              Layout<regard_dot_columns>{}, Layout<regard_dot_pool>{}, Layout<regard_linear>{},
+                              Layout<regard_linear_result>{}, Layout<regard_linear_gradient>{},
                               Layout<regard_product>{});
 
 }  // namespace

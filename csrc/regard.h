@@ -120,6 +120,16 @@ typedef struct {
   regard_tensor d_weight;  // Real (B, H, 1, D): of the additive score, for each head of each batch row
 } regard_dot_gradient;
 
+// The tangents of the inputs of a problem (absent: zero), and where those of its results go. The score is the product.
+typedef struct {
+  regard_tensor d_q, d_k, d_v;              // shapes and dtype of q, k, v
+  regard_tensor d_diagonal, d_row_table;    // Real, shapes of diagonal and row_table, last stride 1
+  regard_tensor d_bias;                     // of type bias_dtype, any strides
+  regard_tensor d_out, d_lse, d_out_table;  // shapes of the results, and present where these are
+  const void* d_sink;                       // Real (H)
+  int64_t has_d_sink;                       // 1, or 0
+} regard_dot_tangent;
+
 // Of every row of the weights, before dropout. The problem has no values: E is 0 and v absent; offset is needed.
 typedef struct {
   regard_tensor lse, entropy, max_logit, distance;  // Real (B, H, Q): entropy in nats, with the sink's; mean of |p - j|
@@ -196,6 +206,9 @@ REGARD_EXPORT int regard_has_threads(void);
 
 REGARD_EXPORT int regard_dot_forward(const regard_dot* problem, const regard_dot_result* result);
 REGARD_EXPORT int regard_dot_backward(const regard_dot* problem, const regard_dot_gradient* gradient);
+// Results and their tangents in one pass; out and lse are needed.
+REGARD_EXPORT int regard_dot_jvp(const regard_dot* problem, const regard_dot_tangent* tangent,
+                                 const regard_dot_result* result);
 REGARD_EXPORT int regard_dot_look(const regard_dot* problem, const regard_dot_statistics* statistics);
 REGARD_EXPORT int regard_dot_weights(const regard_dot* problem, const regard_dot_columns* columns);
 REGARD_EXPORT int regard_dot_map(const regard_dot* problem, const regard_dot_pool* pool);

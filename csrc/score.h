@@ -24,10 +24,10 @@ template <class T> struct DotScore {
   void ready_keys(T*) const {}
   void ready_rows(T*, int64_t, int64_t, T) const {}
 
-  template <int ARow, int AStep>
+  template <int ARow, int AStep, Into into = Into::overwrite>
   void multiply_parts(int rows, Panels panels, const T* queries, int64_t row_stride, const T* turned, T* scores,
                       int64_t stride) const {
-    multiply_wanted<T, ARow, AStep>(rows, panels, part, queries, turned, NR<T> * D, scores, stride, row_stride);
+    multiply_wanted<T, ARow, AStep, into>(rows, panels, part, queries, turned, NR<T> * D, scores, stride, row_stride);
     for (int64_t d = part; d < D; d += part)
       multiply_wanted<T, ARow, AStep, Into::add>(rows, panels, least(part, D - d), queries + d * AStep,
                                                  turned + d * NR<T>, NR<T> * D, scores, stride, row_stride);

@@ -103,6 +103,18 @@ __attribute__((noinline)) bool softmax_below(T bound, T* s, int64_t lo, int64_t 
   return true;
 }
 
+// The log-sum-exp, as a natural logarithm, of rows whose weights add up to `total` in units of 2^peak.
+template <class T> void store_lse(Vec<T> total, Vec<T> peak, T* lse) {
+  alignas(vector_bytes) double logs[lanes<T>];
+  log2_exactly(total, logs);
+  alignas(vector_bytes) T sums[lanes<T>], peaks[lanes<T>];
+  store(sums, total), store(peaks, peak);
+  for (int i = 0; i < lanes<T>; ++i) {
+    const T sum = T((double(peaks[i]) + logs[i]) * ln_2);
+    lse[i] = sums[i] == 0 ? T(-infinity) : sums[i] > 0 ? sum : sums[i];
+  }
+}
+
 // Dropped weights become zero. The factor 1 / (1 - probability) is left to the end.
 template <class T>
 void drop_row(uint32_t row_key, uint32_t threshold, int64_t j0, T* s, int64_t lo, int64_t hi) {

@@ -38,7 +38,10 @@ template <class T> struct Walk {
   uint8_t* poisoned;  // a row that has seen a bad key
   T* longest;         // of each strip: at least the sum of squares of any query; infinity if it is not known
   Ahead ahead;
-  bool hidden;  // some of the logits in hand are hidden
+  bool hidden;            // some of the logits in hand are hidden
+  const uint64_t* words;  // of the rows of the strip in hand, the bits of a tile, or null
+
+  const uint64_t* word(int r) const { return words ? words + r : nullptr; }
 };
 
 template <class T, class Visitor, class Score = DotScore<T>> struct Strips {
@@ -120,7 +123,8 @@ template <class T, class Visitor, class Score = DotScore<T>> struct Strips {
               (uint8_t*)(memory + at.poisoned),
               (T*)(memory + at.longest),
               {},
-              false};
+              false,
+              nullptr};
     const auto& visitor = static_cast<const Visitor&>(*this);
     auto room = visitor.room(memory);
     int64_t head = -1;
@@ -212,6 +216,7 @@ template <class T, class Visitor, class Score = DotScore<T>> struct Strips {
         for (int r = 0; r < m; ++r)
           hide(rows[r], words ? words + r : nullptr, j0, w.scores + r * chunk, lo, hi, T(-infinity));
       w.hidden = columns.hidden;
+      w.words = words;
       w.ahead.some();
     } while (!visitor.take(room, w, s, m, j0, lo, hi));
   }

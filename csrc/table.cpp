@@ -10,7 +10,7 @@ namespace regard::REGARD_ISA {
 
 extern const Kernels kernels;
 const Kernels kernels = {
-    REGARD_STRING(REGARD_ISA), dot_forward, dot_backward, dot_statistics, dot_weights, dot_map, linear_forward,
+    REGARD_STRING(REGARD_ISA), dot_forward, dot_backward, dot_jvp, dot_statistics, dot_weights, dot_map, linear_forward,
     linear_backward,           packed_size, product,
 };
 

@@ -17,7 +17,7 @@ from regard.engines import native
 from regard.engines.select import ENGINES, CannotCompute
 from regard.positions.biases import Bias
 from regard.scores import Score
-from tests.strategies import Call, calls
+from tests.strategies import Call, calls, lay_out
 
 B, H, G, Q, K, D, E, R = 2, 4, 2, 7, 9, 5, 3, 2
 OFFSET = K - Q
@@ -262,6 +262,62 @@ def substituted(part: Any, tensors: dict[int, Tensor]) -> Any:
     if isinstance(part, Tensor):
         return tensors.get(id(part), part)
     return with_leaves(part, dict(tensors)) if isinstance(part, Bias | Score) else part
+
+
+LONG = {
+    "plain": {},
+    "causal": {"mask": rg.causal(), "sink": 0.3},
+    "tiles": {"mask": rg.where(lambda b, h, p, j: (p * j + h) % 5 != 0)},
+    "a window, softcap and alibi": {"mask": rg.window(70, 300), "score": rg.Dot(softcap=9.0), "bias": rg.alibi(4)},
+    "shaw": {"bias": rg.shaw(normal(9, 6, seed=1), normal(9, 5, seed=2)), "temperature": 0.5},
+    "dropout": {"mask": rg.causal(), "dropout": 0.4},
+}
+
+
+@pytest.mark.parametrize("steep", [1.0, 40.0])
+@pytest.mark.parametrize("name", LONG)
+def test_many_steps_of_the_kernel_agree_with_the_reference(name: str, steep: float) -> None:
+    """Keys come in several steps, and the largest logits last: everything summed so far is scaled down."""
+    shapes = (2, 4, 101, 6), (2, 2, 901, 6), (2, 2, 901, 5)
+    tensors, tangents = (tuple(normal(*shape, seed=n + s) for n, shape in enumerate(shapes)) for s in (0, 9))
+    tensors = (tensors[0], tensors[1] * torch.linspace(0.1, steep, 901, dtype=torch.float64)[:, None], tensors[2])
+    found = []
+    for engine in ("native", "reference"):
+        torch.manual_seed(0)
+        call = lambda *x, engine=engine: rg.attention(*x, engine=engine, return_lse=True, **LONG[name])  # noqa: E731
+        found.append(by_duals(call, tensors, tangents))
+    close(*found)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("which", [0, 1, 2])
+@pytest.mark.parametrize("moved", [False, True])
+def test_what_is_not_finite_reaches_only_the_rows_that_see_it(which: int, moved: bool, dtype: torch.dtype) -> None:
+    """A NaN in a tensor or in its tangent: tangents of rows that may not look at it are as without it."""
+    tensors, tangents = ([normal(1, 2, 70, 8, seed=n + s).to(dtype) for n in range(3)] for s in (0, 9))
+    attend = rg.Attention(mask=rg.causal())
+    call = lambda *x: attend(*x, engine="native", return_lse=True)  # noqa: E731
+    clean = by_duals(call, tuple(tensors), tuple(tangents))
+    (tangents if moved else tensors)[which][0, :, 40, 3] = math.nan
+    found = by_duals(call, tuple(tensors), tuple(tangents))
+    rows = torch.zeros(70, dtype=torch.bool)
+    rows[40 : 41 if which == 0 else 70] = True
+    for n, (a, b) in enumerate(zip(found, clean, strict=True)):
+        torch.testing.assert_close(a[:, :, ~rows], b[:, :, ~rows])
+        of_rows = a[:, :, rows]
+        if n == 2 or not moved:
+            assert of_rows.isnan().all()
+        elif n < 2:
+            torch.testing.assert_close(of_rows, b[:, :, rows])
+
+
+@pytest.mark.parametrize("layout", ["heads last", "turned", "apart", "expanded"])
+def test_tangents_of_any_strides(layout: str) -> None:
+    tensors, tangents = qkv(), tuple(lay_out(x, layout) for x in qkv(50))
+    call = ours(CASES["causal"], "native")
+    close(by_duals(call, tensors, tangents), by_duals(call, tensors, tuple(x.contiguous() for x in tangents)), 1e-14)
+    turned = tuple((1j * x).conj().imag for x in qkv(50))  # read with a minus that is only noted
+    close(by_duals(call, tensors, turned), by_duals(call, tensors, tuple(-x for x in qkv(50))), 1e-14)
 
 
 @pytest.mark.parametrize("engine", ["native", "tiled"])

@@ -83,6 +83,7 @@ def run_python(code: str, **environment: str) -> str:
 
 FORCED = """
 import torch, regard as rg
+from torch.autograd import forward_ad
 from regard.engines import native
 q, k, v = (torch.randn(2, 4, n, 33, dtype=torch.float64, requires_grad=True) for n in (70, 130, 130))
 for dtype, tolerance in ((torch.float64, 1e-12), (torch.float32, 1e-4), (torch.bfloat16, 0.1), (torch.float16, 0.02)):
@@ -95,6 +96,11 @@ for dtype, tolerance in ((torch.float64, 1e-12), (torch.float32, 1e-4), (torch.b
             x = [t.detach().to(dtype).requires_grad_() for t in (q, k, v)]
             out = rg.attention(*x, engine=engine, **description)
             found.append([out, *torch.autograd.grad(out.float().sin().sum(), x)])
+            torch.manual_seed(0)
+            with torch.no_grad(), forward_ad.dual_level():
+                duals = [forward_ad.make_dual(t.detach(), t.detach().flip(2)) for t in x]
+                out = rg.attention(*duals, engine=engine, **description)
+                found[-1].append(forward_ad.unpack_dual(out).tangent)
         for a, b in zip(*found):
             torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance)
 for features in ("elu", rg.favor(24)):

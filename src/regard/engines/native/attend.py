@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from regard.engines.derivatives import Operator, Tensors, push_forward
 from regard.engines.dropout import threshold_and_scale
-from regard.engines.lowering import Fixed, Lowered, by_tiles
+from regard.engines.lowering import Fixed, Lowered
 from regard.engines.native.binding import (
     ABSENT,
     DTYPES,
@@ -26,7 +24,7 @@ from regard.engines.native.binding import (
     place,
     rows_of,
 )
-from regard.engines.plain import address, direct
+from regard.engines.plain import address
 
 
 def packed(x: Lowered, fixed: Fixed) -> bytes:
@@ -123,39 +121,6 @@ def backward(
     return dq, dk, dv, d_diagonal, d_table, d_bias, d_sink, d_weight
 
 
-@dataclass(frozen=True, eq=False)
-class Attend(Operator):
-    """The kernel in eager mode, of the tensors of `Lowered`."""
-
-    fixed: Fixed
-
-    @property
-    def outputs(self) -> int:  # type: ignore[override]
-        return 2 + self.fixed.sizes[1]
-
-    def compute(self, tensors: Tensors) -> tuple[Tensor, ...]:
-        return forward(Lowered(*tensors), self.fixed)
-
-    def gradients(self, tensors: Tensors, results: Tensors, grads: Tensors, wanted: Sequence[bool]) -> Tensors:
-        x, given = Lowered(*tensors), (*grads, *(None,) * (3 - self.outputs))
-        if not direct((*tensors, *results, *grads)):
-            return _wanted(_backward_by_operator(x, self.fixed[:5], results, given), wanted)
-        return _wanted(backward(x, self.fixed, results, given, wanted[5]), wanted)
-
-    def tangents(self, tensors: Tensors, tangents: Tensors) -> tuple[Tensor, ...]:
-        found = push_forward(lambda duals: self.differentiable(duals, False), tensors, tangents)
-        if self.outputs == 3:
-            return found
-        return *found[:2], found[1].new_empty(0), *found[2:]
-
-    def differentiable(self, tensors: Tensors, save: bool) -> tuple[Tensor, ...]:
-        return by_tiles(Lowered(*tensors), self.fixed, save)
-
-
-def _wanted(found: Tensors, wanted: Sequence[bool]) -> Tensors:
-    return [grad if want else None for grad, want in zip(found, wanted, strict=True)]
-
-
 # The same as operators, for torch.compile and torch.export
 
 _INPUTS = (
@@ -197,7 +162,7 @@ def _(*arguments: Any) -> list[Tensor]:
     ]
 
 
-def _backward_by_operator(
+def backward_by_operator(
     x: Sequence[Tensor | None], fixed: Sequence[Any], results: Sequence[Tensor], grads: Sequence[Tensor | None]
 ) -> tuple[Tensor | None, ...]:
     """Gradients in the order of `Lowered`."""
@@ -214,7 +179,7 @@ def _remember(ctx: Any, inputs: tuple, output: tuple[Tensor, ...]) -> None:
 def _differentiate(ctx: Any, *grads: Tensor | None) -> tuple:
     saved = ctx.saved_tensors
     x, visible, (offset, seed), results = saved[:_TENSORS], saved[_TENSORS:-5], saved[-5:-3], saved[-3:]
-    found = _backward_by_operator(x, (visible, offset, seed, *ctx.rest), results, grads)
+    found = backward_by_operator(x, (visible, offset, seed, *ctx.rest), results, grads)
     return *found, [None] * len(visible), None, None, None, None
 
 

@@ -98,6 +98,9 @@ GRADIENT = Structure(
     "dot_gradient",
     "out lse out_table d_out d_lse d_out_table d_q d_k d_v d_diagonal d_row_table d_bias delta d_weight",
 )
+TANGENT = Structure(
+    "dot_tangent", "d_q d_k d_v d_diagonal d_row_table d_bias d_out d_lse d_out_table d_sink has_d_sink"
+)
 STATISTICS = Structure(
     "dot_statistics",
     "lse entropy max_logit distance top top_keys top_weights mass chosen_start chosen_stop chosen_count",
@@ -158,6 +161,7 @@ def library() -> ctypes.CDLL | str:
     names = ("dot_forward", "dot_backward", "dot_look", "dot_weights", "dot_map", "linear_forward", "linear_backward")
     for name in (f"regard_{name}" for name in names):
         getattr(found, name).argtypes = [ctypes.c_char_p, ctypes.c_char_p]
+    found.regard_dot_jvp.argtypes = [ctypes.c_char_p] * 3
     long, pointer = ctypes.c_int64, ctypes.c_void_p
     found.regard_packed_size.restype, found.regard_packed_size.argtypes = long, [long, long]
     found.regard_multiply.argtypes = [ctypes.c_char_p]

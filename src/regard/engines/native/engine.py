@@ -13,10 +13,11 @@ from torch import Tensor
 
 from regard.cache import CACHE
 from regard.engines import reference
-from regard.engines.derivatives import apply, holds_transformed
+from regard.engines.derivatives import apply, holds_transformed, outside_transforms
 from regard.engines.lowering import Fixed, Lowered, lower
-from regard.engines.native.attend import Attend, backward, forward, laid_like, output_of, packed
+from regard.engines.native.attend import backward, forward, laid_like, output_of, packed
 from regard.engines.native.binding import ABSENT, ADDRESS, PROBLEM, RESULT, TENSOR, call, missing, place
+from regard.engines.native.jvp import Attend
 from regard.engines.plain import LOWEST, NoMemory, address, direct, materialised
 from regard.engines.problem import Engine, Problem
 from regard.engines.visible import mask_layout, visible_keys
@@ -116,7 +117,8 @@ def prepared(
             visible = tuple(torch.ops.aten.lift_fresh_copy(tensor) for tensor in visible)
     offset, radius, wants = None, 0, 0
     if shaw is not None:
-        offset = torch.tensor(frame.offsets(), device="cpu").expand(frame.B).contiguous()
+        with outside_transforms():
+            offset = torch.tensor(frame.offsets(), device="cpu").expand(frame.B).contiguous()
         radius, wants = shaw.reach, int(shaw.values is not None)
     softcap = problem.score.softcap if isinstance(problem.score, Dot) else None
     numbers = (scale, softcap or 0.0, problem.temperature, problem.dropout)
@@ -210,6 +212,8 @@ def why_not(problem: Problem) -> list[str]:
             reasons.append("torch.compile cannot read a mask that is made inside the compiled function")
     if problem.torch_only:
         reasons.append("transforms are nested deeper than its derivatives go")
+    if problem.tangent and not problem.direct:
+        reasons.append("its registered operator, which tensors that are not plain go to, has no forward mode")
     if problem.functional and problem.dropout:
         reasons.append("a torch.func transform may hold the seed of dropout")
     if problem.functional and holds_transformed(problem.mask):
