@@ -184,6 +184,25 @@ def _narrow_rows(x: Inputs, rows: Tensor) -> Tensor:
     return _PLAIN(x | {"v": x["v"][..., :1]}, rows)
 
 
+def forward_mode() -> Iterator[Case]:
+    """The tangent of the output: six products with tangents of query, key and value, against two of the forward."""
+    N, H = 2048, 8
+    forward = torch_peer("our forward", plain, reference=_PLAIN, ours=True)
+
+    def inputs(names: str) -> Inputs:
+        moved = {f"d{name}": normal(1, H, N, 64, seed=4 + n) for n, name in enumerate(names)}
+        return qkv(1, H, N, 64) | moved
+
+    for told, names in (("query, key and value", "qkv"), ("the query", "q")):
+        math = peers.sdpa_math_tangent()
+        yield Case(
+            f"forward mode, tangent of {told}, N = 2,048", "forward mode", lambda names=names: inputs(names),
+            lambda x: peers.tangent(plain, x), define.tangent(_PLAIN), (math, forward),
+            (Target(math.name, 3.0), Target(forward.name, at_most=2.6)), linear_memory=True,
+            flops=4 * (3 if names == "qkv" else 2) * H * N * N * 64, quick=names == "q",
+        )  # fmt: skip
+
+
 def linear() -> Iterator[Case]:
     def softmax_features(x: Tensor) -> Tensor:
         return x.softmax(-1) * x.shape[-1] ** -0.5
@@ -221,4 +240,4 @@ def _favor_rows(count: int) -> Callable[[Inputs, Tensor], Tensor]:
     return define.linear_attention(features, features)
 
 
-MAKERS = (windows, window_training, sparse, biases, learned_biases, additive, statistics, linear)
+MAKERS = (windows, window_training, sparse, biases, learned_biases, additive, statistics, forward_mode, linear)

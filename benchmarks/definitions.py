@@ -52,6 +52,18 @@ def softmax_attention(
     return reference
 
 
+def tangent(reference: Reference) -> Reference:
+    """The tangent of another definition, for tangents `dq`, `dk`, `dv` of those inputs that have one."""
+
+    def moved(x: Inputs, rows: Tensor) -> Tensor:
+        names = [name for name in "qkv" if f"d{name}" in x]
+        primals, tangents = tuple(x[name] for name in names), tuple(x[f"d{name}"] for name in names)
+        call = lambda *given: reference(x | dict(zip(names, given, strict=True)), rows)  # noqa: E731
+        return torch.func.jvp(call, primals, tangents)[1]
+
+    return moved
+
+
 def additive(x: Inputs, rows: Tensor) -> Tensor:
     q, k = x["q"][:, :, rows], x["k"]
     return ((q.unsqueeze(-2) + k.unsqueeze(-3)).tanh() @ x["weight"]).softmax(-1) @ x["v"]

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd import forward_ad
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks.case import Inputs, Peer, Reference, torch_peer
 
@@ -52,6 +54,23 @@ def sdpa_given(bias: Callable[[Inputs], Tensor], name: str = "SDPA, materialised
         return lambda: F.scaled_dot_product_attention(x["q"], x["k"], x["v"], attn_mask=ready)
 
     return Peer(name, build)
+
+
+def tangent(call: Callable[[Inputs], Tensor], x: Inputs) -> Tensor:
+    """The tangent of a call's result, for inputs `q`, `k`, `v` and tangents `dq`, `dk`, `dv` of those that have one."""
+    with forward_ad.dual_level():
+        duals = {name: forward_ad.make_dual(x[name], x[f"d{name}"]) if f"d{name}" in x else x[name] for name in "qkv"}
+        return forward_ad.unpack_dual(call(duals)).tangent
+
+
+def sdpa_math_tangent() -> Peer:
+    """torch's dense path, the only one of its kernels with a forward mode."""
+
+    def call(x: Inputs) -> Tensor:
+        with sdpa_kernel(SDPBackend.MATH):
+            return F.scaled_dot_product_attention(x["q"], x["k"], x["v"])
+
+    return torch_peer("SDPA's math path", lambda x: tangent(call, x))
 
 
 def _tokens(x: Inputs, names: str = "qkv") -> list[Tensor]:
