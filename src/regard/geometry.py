@@ -106,7 +106,7 @@ def as_numpy(tensor: Tensor) -> np.ndarray:
     >>> torch.func.grad(lambda x: x * int(as_numpy(torch.tensor([1, 3])).sum()))(torch.tensor(2.0))
     tensor(4.)
     """
-    if torch._C._functorch.peek_interpreter_stack() is None:
+    if torch.compiler.is_compiling() or torch._C._functorch.peek_interpreter_stack() is None:
         return tensor.cpu().numpy()
     from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
