@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -404,3 +405,40 @@ def test_only_what_is_shown_is_decoded(tab: Open) -> None:
     opened.page.click("[data-view=heads]")
     opened.page.wait_for_selector(".thumb canvas[width='32']")
     assert opened.page.evaluate("() => window.decoded") == 4  # and the maps of two
+
+
+def test_statistics_that_are_sorted_are_saved_by_layer(tab: Open, made: dict[str, Made], tmp_path: Path) -> None:
+    opened = tab("translation", "view=statistics&kind=encoder&sort=entropy&down=1")
+    with opened.page.expect_download() as download:
+        opened.page.click("[data-act=svg]")
+    download.value.save_as(tmp_path / "out.svg")
+    texts = [
+        (float(node.get("y")), float(node.get("x")), node.text)
+        for node in ElementTree.parse(tmp_path / "out.svg").iter("{http://www.w3.org/2000/svg}text")
+        if node.get("font-size") in ("11", "8") and node.get("y") and float(node.get("y")) > 40
+    ]
+    rows = {y: text for y, x, text in texts if x == 38}
+    about = made["translation"].about["attentions"]
+    assert len(rows) == 3
+    for y, layer in rows.items():
+        means = about[int(layer)]["means"]["entropy"]
+        values = [text for top, x, text in sorted(texts) if top == y and x != 38]
+        heads = [int(text.split()[-1]) for top, x, text in sorted(texts) if top == y + 19]
+        assert values == [f"{means[head]:.2f}" for head in heads]
+        assert [means[head] for head in heads] == sorted(means, reverse=True)
+
+
+def test_ticks_are_round_numbers_where_they_stand(tab: Open) -> None:
+    opened = tab("translation", "view=statistics&kind=decoder")
+    opened.page.wait_for_selector(".chart .tick")
+    ticks = opened.page.evaluate(
+        """() => [...document.querySelectorAll(".chart .tick")].map((tick) =>
+        [Number(tick.getAttribute("x")), Number(tick.getAttribute("y")), tick.textContent])"""
+    )
+    across = [(x, text) for x, y, text in ticks if y == 142]
+    assert [text for _, text in across] == ["0", "2", "4", "6", "8"]  # of ten queries
+    for x, text in across:
+        assert x == pytest.approx(44 + 586 * int(text) / 9)
+    down = [(y, float(text)) for _, y, text in ticks if y != 142]
+    steps = {round((b[0] - a[0]) / (b[1] - a[1]), 6) for a, b in pairwise(down)}
+    assert len(steps) == 1

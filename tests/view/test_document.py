@@ -92,10 +92,30 @@ def test_heads_that_were_chosen() -> None:
     np.testing.assert_allclose(numbers(made.arrays["0-maps"]), record.weights(0)[[1, 3]], rtol=5.1e-4)
 
 
-def test_rows_that_see_nothing_are_finite() -> None:
+def test_rows_that_see_nothing_have_no_statistics() -> None:
     made = document(attended(rg.Attention(mask=rg.padding([0])), torch.randn(1, 2, 5, 8)))
-    assert all(np.isfinite(array.astype(np.float64)).all() for array in made.arrays.values())
+    assert np.isnan(made.arrays["0-entropy"]).all()
+    assert not made.arrays["0-maps"].any()
+    assert made.about["attentions"][0]["means"]["entropy"] == [None, None]
     json.dumps(made.about, allow_nan=False)
+
+
+def test_means_are_over_rows_that_see_a_key() -> None:
+    sees = torch.arange(6) % 3 != 0
+    mask = rg.dense(sees[:, None].expand(6, 6).clone())
+    record = attended(rg.Attention(mask=mask), torch.randn(1, 2, 6, 8))
+    made, weights = document(record), record.weights(0)
+    means = made.about["attentions"][0]["means"]
+    entropy = torch.special.entr(weights[:, sees]).sum(-1)
+    np.testing.assert_allclose(means["entropy"], entropy.mean(-1), rtol=1e-5)
+    np.testing.assert_allclose(means["sink"], weights[:, sees, 0].mean(-1), rtol=1e-5)
+    assert np.isnan(made.arrays["0-entropy"][:, 0]).all()
+
+
+def test_cross_attention_has_no_distance() -> None:
+    """Its queries and keys are of two texts."""
+    about = document(translated()).about["attentions"]
+    assert [("distance" in each["means"]) for each in about] == [each["kind"] != "cross" for each in about]
 
 
 def test_json_holds_the_arrays() -> None:

@@ -77,3 +77,29 @@ def test_where_else_a_token_stands() -> None:
     assert same_tokens(tokens, [2, 3, 4], 0, ahead=False).tolist() == [[0, -1], [-1, -1], [2, 0]]
     assert same_tokens(tokens, [2], 0, ahead=True).tolist() == [[0, 4]]
     assert same_tokens(tokens, [4], 1, ahead=False).tolist() == [[3, 1]]
+
+
+def test_two_tokens_are_not_uniform() -> None:
+    """Of two keys, almost every head looks at both."""
+    torch.manual_seed(0)
+    for size in (2, 4):
+        assert of_logits(torch.randn(50, size, size)).found == []
+
+
+def test_an_induction_head_is_not_positional() -> None:
+    """Of a text that comes twice, what came after a token is always at one distance."""
+    at = torch.arange(40)
+    logits = torch.zeros(40, 40)
+    logits[at[20:], at[20:] - 19] = 2 * SURE
+    record = of_logits(logits[None], rg.causal()).tokens([f"w{n % 20}" for n in range(40)])
+    assert [each.name for each in record.found] == ["induction"]
+    unnamed = of_logits(logits[None], rg.causal())
+    assert [(each.name, each.offset) for each in unnamed.found] == [("positional", -19)]
+
+
+def test_words_of_a_translation_are_counted_from_the_first() -> None:
+    """A head across that looks at the word of the same number has offset 0, whatever the lengths."""
+    at = torch.arange(12)
+    logits = torch.zeros(12, 30)
+    logits[at, at] = SURE
+    assert [(each.name, each.offset) for each in of_logits(logits[None]).found] == [("positional", 0)]

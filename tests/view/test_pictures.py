@@ -13,7 +13,7 @@ from matplotlib import pyplot as plt
 import regard as rg
 from regard.view import look_at_image, pictures
 from regard.view.lettering import families, label
-from tests.view.models import translated
+from tests.view.models import attended, translated
 
 matplotlib.use("Agg")
 
@@ -141,3 +141,40 @@ def test_labels_are_short_and_never_nothing() -> None:
     assert label(" cat") == "cat"
     assert label("   ") == "␣"
     assert label("a" * 40) == "a" * 13 + "…"
+
+
+def test_coverage_has_letters_of_every_script(tmp_path) -> None:
+    from matplotlib.font_manager import fontManager
+
+    tokens = ["注意力", "机制", *"cdefghi"]
+    ax = pictures.coverage(translated().tokens(tokens), letters=10)
+    assert ax.texts[0].get_fontfamily() == ["monospace", *families(frozenset("".join(tokens)))]
+    assert [patch.get_width() for patch in ax.patches[:3]] == [6, 4, 1]  # letters that are twice as wide
+    if any("CJK" in font.name for font in fontManager.ttflist):
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")  # matplotlib warns of a letter that no font has
+            ax.figure.savefig(tmp_path / "out.png")
+
+
+def test_pooled_pictures_start_at_zero_and_have_a_bar() -> None:
+    record = attended(rg.Attention(), torch.randn(1, 1, 600, 4))
+    ax = pictures.heatmap(record, 0)
+    drawn = ax.images[0]
+    assert drawn.get_clim()[0] == 0
+    assert drawn.colorbar is not None
+    means = torch.nn.functional.adaptive_avg_pool2d(record.weights(0), 512)[0]
+    np.testing.assert_allclose(drawn.get_array(), means, rtol=1e-4)
+    ax = pictures.spectrogram(translated().over_spectrogram(torch.randn(30, 8), 1.5))
+    assert ax.images[0].get_clim()[0] == 0
+    assert ax.images[0].colorbar is not None
+
+
+def test_a_profile_shows_the_heads_that_were_chosen() -> None:
+    record = translated()
+    record.heads = (1, 3)
+    ax = pictures.profile(record, kind="encoder")
+    expected = [record.statistics[f"encoder.layers.{n}.attention"].entropy[0, [1, 3]].mean(-1) for n in (0, 1)]
+    np.testing.assert_allclose(ax.images[0].get_array(), torch.stack(expected), rtol=1e-5)
+    assert [text.get_text() for text in ax.get_xticklabels()] == ["1", "3"]
+    with pytest.raises(ValueError, match="cross-attention has no distance"):
+        pictures.profile(record, "distance", "cross")

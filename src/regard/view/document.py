@@ -119,7 +119,7 @@ def _attention(record: Record, number: int, fitting: Sizes, arrays: dict[str, np
     def put(name: str, tensor: Tensor, dtype: type | None = None) -> str:
         array = tensor.detach().cpu().numpy()
         if dtype is np.float16:
-            array = np.nan_to_num(array.astype(np.float32), nan=0.0).clip(-65504, 65504)
+            array = array.astype(np.float32).clip(-65504, 65504)
         arrays[f"{number}-{name}"] = encode(array) if dtype is None else array.astype(np.dtype(dtype).newbyteorder("<"))
         return f"{number}-{name}"
 
@@ -139,7 +139,10 @@ def _attention(record: Record, number: int, fitting: Sizes, arrays: dict[str, np
         "max_logit": statistics.max_logit,
         "first": statistics.mass,
     }
-    curves = {name: torch.nan_to_num(curve[0, heads].float(), 0.0, 0.0, 0.0) for name, curve in curves.items()}
+    if seen.kind == "cross":  # queries and keys are of two texts: there is no distance
+        del curves["distance"]
+    sees = statistics.max_logit[0, heads].isfinite()  # rows that see a key
+    curves = {name: curve[0, heads].float().masked_fill(~sees, torch.nan) for name, curve in curves.items()}
     names = {"first": "sink"}
     tops: dict[str, str | None] = {"top_keys": None, "top_weights": None, "top_rows": None}
     if not exact:  # else the maps say it
@@ -162,7 +165,10 @@ def _attention(record: Record, number: int, fitting: Sizes, arrays: dict[str, np
         "exact": exact,
         **tops,
         "statistics": {name: put(name, _curve(curve, fitting.points), np.float16) for name, curve in curves.items()},
-        "means": {names.get(name, name): curve.mean(-1).tolist() for name, curve in curves.items()},
+        "means": {
+            names.get(name, name): [mean if math.isfinite(mean) else None for mean in curve.nanmean(-1).tolist()]
+            for name, curve in curves.items()
+        },
         "found": [
             {"head": each.head, "name": each.name, "score": each.score}
             | ({} if each.offset is None else {"offset": each.offset})
@@ -180,8 +186,10 @@ def _opens(record: Record) -> dict[str, Any] | None:
 
 
 def _curve(curve: Tensor, points: int) -> Tensor:
-    """(heads, Q) to at most so many points."""
-    return pooled(curve[:, None], (1, points))[:, 0]
+    """(heads, Q) to at most so many points: means over the queries that see a key, NaN where there are none."""
+    sees = (~curve.isnan()).float()
+    sums, counts = (pooled(x[:, None], (1, points))[:, 0] for x in (curve.nan_to_num(), sees))
+    return sums / counts
 
 
 def _rollout(record: Record, fitting: Sizes, arrays: dict[str, np.ndarray]) -> dict[str, Any] | None:

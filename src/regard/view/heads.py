@@ -20,6 +20,11 @@ OCCURRENCES = 16
 FEWEST = 3  # queries that must tell of a habit
 NEAR = 2  # tokens to each side that are local
 NAMED = 0.4  # of the way from chance to always
+MANY = 8  # keys that a query must see to look at all of them alike: of two, almost every head does
+SAYS_MORE = {
+    "local": ("previous token", "same token", "next token"),  # "local" is not added to one of these
+    "positional": ("induction", "duplicate token"),  # of a text that repeats, these are at one distance
+}
 
 
 @dataclass(frozen=True)
@@ -47,9 +52,8 @@ def find(record: Record, number: int) -> list[Found]:
     named: dict[str, list[bool]] = {}
     for name, score, chance, offset in habits(seen, rows, keys):
         sure = (score - chance >= NAMED * (1 - chance)).tolist()
-        if name == "local":  # it says no more than these
-            sure = [yes and not any(named[n][h] for n in ("previous token", "same token", "next token") if n in named)
-                    for h, yes in enumerate(sure)]  # fmt: skip
+        better = [named[other] for other in SAYS_MORE.get(name, ()) if other in named]
+        sure = [yes and not any(other[h] for other in better) for h, yes in enumerate(sure)]
         named[name] = sure
         for head in record.shown_heads(seen):
             if sure[head]:
@@ -75,8 +79,9 @@ def habits(seen: Seen, rows: Tensor, tokens: Sequence[str]) -> list[tuple[str, T
     assert statistics.mass is not None
     tell("first token", statistics.mass[0][:, rows].float(), 1.0, more & ((at > 0) | (seen.kind == "cross")))
     effective = statistics.entropy[0][:, rows].float().exp() / visible
-    found.append(("uniform", effective[:, more].mean(-1) if more.any() else torch.zeros(seen.heads),
-                  torch.full((seen.heads,), 2 / 3), None))  # fmt: skip
+    many = visible.amin(0) >= MANY
+    if int(many.sum()) >= FEWEST:
+        found.append(("uniform", effective[:, many].mean(-1), torch.full((seen.heads,), 2 / 3), None))
     if seen.kind != "cross":
         steps = torch.arange(-NEAR, NEAR + 1)
         near = at[:, None] + steps

@@ -21,6 +21,18 @@ def label(token: str) -> str:
     return in_order(text if len(text) <= LONGEST else text[: LONGEST - 1] + "…")
 
 
+def columns_of(text: str) -> int:
+    """How many columns of a monospaced font a text takes: letters of Chinese, Japanese and Korean take two.
+
+    >>> from regard.view.lettering import columns_of
+    >>> columns_of("ab"), columns_of("注意")
+    (2, 4)
+    """
+    from unicodedata import east_asian_width
+
+    return sum(2 if east_asian_width(letter) in "WF" else 1 for letter in text)
+
+
 def in_order(text: str) -> str:
     """Letters of right-to-left scripts in the order in which they are drawn, where matplotlib does not do it itself.
 

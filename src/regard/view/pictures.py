@@ -53,7 +53,9 @@ def heatmap(
             raise ValueError(f"a part must be at most {LARGEST} x {LARGEST}, but is {len(i)} x {len(j)}; try a smaller")
         maps = seen.map((LARGEST, LARGEST))
         picture = maps.mean(0) if head is None else maps[head]
-        ax.imshow(picture.numpy(), cmap=COLOURS, aspect="auto", extent=(0, seen.K, seen.Q, 0), interpolation="nearest")
+        extent = (0, seen.K, seen.Q, 0)
+        drawn = ax.imshow(picture.numpy(), cmap=COLOURS, vmin=0, aspect="auto", extent=extent, interpolation="nearest")
+        ax.figure.colorbar(drawn, ax=ax, fraction=0.04, label="mean weight of a cell")
     else:
         weights = seen.weights(heads=None if head is None else [head], rows=i, columns=j)
         _cells(ax, weights.float().mean(0), [queries[n] for n in i], [keys[n] for n in j])
@@ -91,23 +93,25 @@ def coverage(record: Record, *, letters: int = 90, ax: Axes | None = None) -> Ax
     from matplotlib import colormaps
     from matplotlib.patches import Rectangle
 
+    from regard.view.lettering import columns_of, families, in_order
+
     last = _cross(record, None)
     across = [seen for seen in record.attentions if seen.kind == last.kind]
     looked = torch.stack([seen.weights().float().sum(1).mean(0) for seen in across]).mean(0)
     tokens = [token.replace("\n", "⏎") for token in record.streams[record.ends(last)[1]].tokens]
     places, row, column = [], 0, 0
     for token in tokens:
-        if column and column + len(token) > letters:
+        if column and column + columns_of(token) > letters:
             row, column = row + 1, 0
         places.append((column, row))
-        column += len(token)
+        column += columns_of(token)
     ax = _axes(ax, (letters * 0.08, 0.5 + 0.22 * (row + 1)))
+    fonts = ["monospace", *families(frozenset("".join(tokens)))]
     for token, (left, top), share in zip(tokens, places, (looked / looked.max()).tolist(), strict=True):
-        ax.add_patch(
-            Rectangle((left, top - 0.5), len(token), 0.95, color=colormaps[COLOURS](0.75 * share), linewidth=0)
-        )
+        colour = colormaps[COLOURS](0.75 * share)
+        ax.add_patch(Rectangle((left, top - 0.5), columns_of(token), 0.95, color=colour, linewidth=0))
         ax.text(
-            left, top, token, family="monospace", fontsize=9, va="center", parse_math=False,
+            left, top, in_order(token), family=fonts, fontsize=9, va="center", parse_math=False,
             color="white" if share > 0.6 else "black",
         )  # fmt: skip
     ax.set(xlim=(0, letters), ylim=(row + 0.6, -0.6), title=record.note)
@@ -150,17 +154,24 @@ MEASURES = {
 
 
 def profile(record: Record, measure: str = "entropy", kind: Kind | None = None, *, ax: Axes | None = None) -> Axes:
-    """One number for every layer and head, the mean over the queries: entropy, distance, max_logit or first."""
+    """One number for every layer and head, the mean over the queries that see a key: entropy, distance, max_logit or
+    first."""
     if measure not in MEASURES:
         raise ValueError(f"measure must be one of {', '.join(MEASURES)}, but is {measure!r}")
     words, take = MEASURES[measure]
     seens = _of_kind(record, kind)
-    across = max(seen.heads for seen in seens)
+    if measure == "distance":  # across, queries and keys are of two texts
+        seens = [seen for seen in seens if seen.kind != "cross"]
+        if not seens:
+            raise ValueError("cross-attention has no distance: its queries and keys are of two texts")
+    heads = sorted({head for seen in seens for head in record.shown_heads(seen)})
+    across = len(heads)
     table = np.full((len(seens), across), np.nan)
     for n, seen in enumerate(seens):
-        rows = take(seen)[0].float()
-        finite = rows.isfinite()
-        table[n, : seen.heads] = (torch.where(finite, rows, 0.0).sum(-1) / finite.sum(-1).clamp(min=1)).numpy()
+        sees = seen.statistics.max_logit[0].isfinite()  # rows that see a key
+        means = take(seen)[0].float().masked_fill(~sees, torch.nan).nanmean(-1)
+        for head in record.shown_heads(seen):
+            table[n, heads.index(head)] = means[head]
     ax = _axes(ax, (2.5 + 0.55 * across, 1.5 + 0.4 * len(seens)))
     drawn = ax.imshow(table, cmap="viridis", aspect="auto")
     middle = (np.nanmin(table) + np.nanmax(table)) / 2
@@ -168,7 +179,7 @@ def profile(record: Record, measure: str = "entropy", kind: Kind | None = None, 
         if not np.isnan(value):
             colour = "white" if value < middle else "black"
             ax.text(m, n, f"{value:.3g}", ha="center", va="center", fontsize=7, color=colour)
-    ax.set_xticks(range(across), [str(m) for m in range(across)])
+    ax.set_xticks(range(across), [str(head) for head in heads])
     ax.set_yticks(range(len(seens)), [f"{seen.kind} {seen.layer}" for seen in seens])
     ax.set(xlabel="head", title=words)
     ax.figure.colorbar(drawn, ax=ax, fraction=0.04)
@@ -206,6 +217,8 @@ def spectrogram(record: Record, layer: int | None = None, head: int | None = Non
     """When each token was said: cross-attention over time, of a transcript or of a speaker, below the spectrogram."""
     if record.spectrogram is None:
         raise ValueError("the record is not of speech; tell which with record.over_spectrogram(values, seconds)")
+    from mpl_toolkits.axes_grid1 import make_axes_locatable
+
     seen, seconds = _cross(record, layer), record.spectrogram["seconds"]
     maps = seen.map((LARGEST, LARGEST)) if max(seen.Q, seen.K) > LARGEST else seen.weights().float()
     picture, (queries, keys) = maps.mean(0) if head is None else maps[head], record.ends(seen)
@@ -215,12 +228,12 @@ def spectrogram(record: Record, layer: int | None = None, head: int | None = Non
     tokens = record.streams[said].tokens
     ax = _axes(ax, (8, 2.5 + 0.22 * min(len(tokens), 40)))
     extent = (0, seconds, len(tokens) - 0.5, -0.5)
-    ax.imshow(picture.numpy(), cmap=COLOURS, aspect="auto", extent=extent, interpolation="nearest")
+    drawn = ax.imshow(picture.numpy(), cmap=COLOURS, vmin=0, aspect="auto", extent=extent, interpolation="nearest")
     _names(ax, "y", tokens)
+    above_and_beside = make_axes_locatable(ax)
+    ax.figure.colorbar(drawn, cax=above_and_beside.append_axes("right", size="2%", pad=0.08), label="weight")
     ax.set(xlabel="seconds", ylabel="token")
-    from mpl_toolkits.axes_grid1 import make_axes_locatable
-
-    above = make_axes_locatable(ax).append_axes("top", size="35%", pad=0.08, sharex=ax)
+    above = above_and_beside.append_axes("top", size="35%", pad=0.08, sharex=ax)
     above.imshow(_image(record.spectrogram["href"]), aspect="auto", extent=(0, seconds, 0, 1), cmap="gray_r")
     above.set(yticks=[], ylabel="frequency")
     box = {"facecolor": "white", "alpha": 0.8, "linewidth": 0}

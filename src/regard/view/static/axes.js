@@ -1,5 +1,5 @@
 // What is written around and into a map: texts with places, for the canvas and for SVG alike.
-import { el } from "./dom.js";
+import { el, svg } from "./dom.js";
 import { number, short } from "./text.js";
 
 const GAP = 9.5; // pixels that a label needs
@@ -69,7 +69,7 @@ function scale(top) {
 }
 
 export function legend(element, palette, top, label) {
-  const stops = Array.from({ length: 9 }, (_, n) => palette.at(n / 8)).join(", ");
+  const stops = Array.from({ length: 33 }, (_, n) => palette.css(n / 32, 1)).join(", "); // along the weights
   const bar = el("span", { class: "legend-bar", role: "img", "aria-label": `${label}: 0 – ${scale(top)}` });
   bar.style.background = `linear-gradient(to right, ${stops})`;
   element.replaceChildren(
@@ -77,4 +77,16 @@ export function legend(element, palette, top, label) {
     bar,
     el("span", { text: scale(top) }),
   );
+}
+
+// The same on a saved picture, from (x, y), with the texts of its two ends. `even` says that colours go with the numbers
+// themselves, and not with their square roots.
+export function colourBar(x, y, palette, [from, to], even = false) {
+  const bar = svg("g", { class: "colour-bar", transform: `translate(${x} ${y})` });
+  bar.append(svg("text", { x: 0, y: 10, "font-size": 11, text: from }));
+  for (let n = 0; n < 60; n++) {
+    bar.append(svg("rect", { x: 50 + 2 * n, y: 0, width: 2.2, height: 12, fill: palette.css(even ? (n / 59) ** 2 : n / 59, 1) }));
+  }
+  bar.append(svg("text", { x: 178, y: 10, "font-size": 11, text: to }));
+  return bar;
 }

@@ -1,4 +1,5 @@
 // Numbers of every head, the heads whose role was found, and a curve along the queries of one head.
+import { colourBar } from "./axes.js";
 import { choice, el, svg } from "./dom.js";
 import { brief, number } from "./text.js";
 import { STATISTICS } from "./state.js";
@@ -6,6 +7,20 @@ import { role } from "./words.js";
 
 const [WIDTH, HEIGHT] = [640, 150];
 const ARRAYS = { sink: "first" }; // the array of a statistic, where its name is another
+
+// Round numbers within [low, high], about so many: multiples of 1, 2 or 5 times a power of ten.
+function ticks(low, high, count) {
+  const rough = (high - low) / count || 1;
+  const power = 10 ** Math.floor(Math.log10(rough));
+  const step = [1, 2, 5, 10].map((factor) => factor * power).find((each) => each >= rough * (1 - 1e-9));
+  const found = [];
+  for (let n = Math.ceil(low / step - 1e-9); n * step <= high * (1 + 1e-9); n++) found.push(Number((n * step).toPrecision(12)));
+  return found;
+}
+
+function tickText(value) {
+  return value && Math.abs(value) < 0.001 ? value.toExponential(0) : String(value);
+}
 
 export function statisticsView(app) {
   const which = choice("", (statistic) => app.set({ statistic }));
@@ -28,20 +43,26 @@ export function statisticsView(app) {
     const entries = app.heads();
     const values = entries.map((entry) => entry[state.statistic]).filter(Number.isFinite);
     const [low, high] = [Math.min(0, ...values), Math.max(...values, 1e-9)];
+    const sorted = state.sort !== "layer";
+    const rows = byLayer(entries, sorted);
+    const widest = Math.max(0, ...rows.map((row) => row.length));
+    const head = el("tr", {}, el("th", { scope: "col", text: t("layer") }));
+    if (!sorted && !state.named) for (let n = 0; n < widest; n++) head.append(el("th", { scope: "col", text: app.attentions()[0].heads[n] ?? n }));
+    const body = rows.map((row) =>
+      el("tr", {}, el("th", { scope: "row", text: row[0].attention.layer }), row.map((entry) => cell(entry, palette, low, high))),
+    );
+    table.replaceChildren(el("table", { class: "matrix" }, el("thead", {}, head), el("tbody", {}, body)));
+  }
+
+  // A row for each layer, in the order in which its first head comes.
+  function byLayer(entries, sorted) {
     const layers = new Map();
     for (const entry of entries) {
       if (!layers.has(entry.attention.id)) layers.set(entry.attention.id, []);
       layers.get(entry.attention.id).push(entry);
     }
-    const sorted = state.sort !== "layer";
     if (!sorted) for (const row of layers.values()) row.sort((a, b) => a.head - b.head);
-    const widest = Math.max(0, ...[...layers.values()].map((row) => row.length));
-    const head = el("tr", {}, el("th", { scope: "col", text: t("layer") }));
-    if (!sorted && !state.named) for (let n = 0; n < widest; n++) head.append(el("th", { scope: "col", text: app.attentions()[0].heads[n] ?? n }));
-    const body = [...layers.values()].map((row) =>
-      el("tr", {}, el("th", { scope: "row", text: row[0].attention.layer }), row.map((entry) => cell(entry, palette, low, high))),
-    );
-    table.replaceChildren(el("table", { class: "matrix" }, el("thead", {}, head), el("tbody", {}, body)));
+    return [...layers.values()];
   }
 
   function cell(entry, palette, low, high) {
@@ -110,15 +131,15 @@ export function statisticsView(app) {
     const path = Array.from(values, (value, n) => (Number.isFinite(value) ? `${x(n).toFixed(1)} ${y(value).toFixed(1)}` : null)).filter(Boolean);
     title.textContent = t("curve", { statistic: t(state.statistic), layer: attention.layer, head: state.head });
     curve.setAttribute("aria-label", title.textContent);
-    for (const value of [low, (low + high) / 2, high]) {
+    for (const value of ticks(low, high, 4)) {
       curve.append(
         svg("line", { class: "grid", x1: 44, x2: WIDTH - 10, y1: y(value), y2: y(value) }),
-        svg("text", { class: "tick", x: 38, y: y(value), "text-anchor": "end", "dominant-baseline": "central", text: brief(value) }),
+        svg("text", { class: "tick", x: 38, y: y(value), "text-anchor": "end", "dominant-baseline": "central", text: tickText(value) }),
       );
     }
-    for (const share of [0, 0.25, 0.5, 0.75, 1]) {
-      const token = Math.round(share * Math.max(0, attention.Q - 1));
-      curve.append(svg("text", { class: "tick", x: 44 + (WIDTH - 54) * share, y: HEIGHT - 8, "text-anchor": "middle", text: token }));
+    const last = Math.max(1, attention.Q - 1);
+    for (const token of ticks(0, last, 8).filter(Number.isInteger)) {
+      curve.append(svg("text", { class: "tick", x: 44 + ((WIDTH - 54) * token) / last, y: HEIGHT - 8, "text-anchor": "middle", text: token }));
     }
     if (path.length) curve.append(svg("path", { class: "curve-line", d: `M${path.join("L")}` }));
   }
@@ -141,18 +162,24 @@ export function statisticsView(app) {
       const entries = app.heads();
       const values = entries.map((entry) => entry[state.statistic]).filter(Number.isFinite);
       const [low, high] = [Math.min(0, ...values), Math.max(...values, 1e-9)];
-      const across = Math.max(1, ...app.attentions().map(({ heads }) => heads.length));
-      const drawing = svg("svg", { width: 60 + across * 52, height: 44 + Math.ceil(entries.length / across) * 30 });
+      const rows = byLayer(entries, state.sort !== "layer");
+      const across = Math.max(1, ...rows.map((row) => row.length));
+      const drawing = svg("svg", { width: Math.max(240, 60 + across * 52), height: 78 + rows.length * 40 });
       drawing.append(svg("text", { x: 12, y: 22, "font-size": 13, "font-weight": 600, text: app.t(state.statistic) }));
-      for (const [n, entry] of entries.entries()) {
-        const [x, y] = [48 + (n % across) * 52, 36 + Math.floor(n / across) * 30];
-        const share = Number.isFinite(entry[state.statistic]) ? (entry[state.statistic] - low) / (high - low) : 0;
-        if (n % across === 0) drawing.append(svg("text", { x: 38, y: y + 18, "font-size": 11, "text-anchor": "end", text: entry.attention.layer }));
-        drawing.append(
-          svg("rect", { x, y, width: 50, height: 28, rx: 3, fill: palette.css(share * share, 1) }),
-          svg("text", { x: x + 25, y: y + 18, "font-size": 11, "text-anchor": "middle", fill: palette.ink(share * share, 1), text: brief(entry[state.statistic]) }),
-        );
+      for (const [r, row] of rows.entries()) {
+        const y = 36 + r * 40;
+        drawing.append(svg("text", { x: 38, y: y + 18, "font-size": 11, "text-anchor": "end", text: row[0].attention.layer }));
+        for (const [n, entry] of row.entries()) {
+          const x = 48 + n * 52;
+          const share = Number.isFinite(entry[state.statistic]) ? (entry[state.statistic] - low) / (high - low) : 0;
+          drawing.append(
+            svg("rect", { x, y, width: 50, height: 28, rx: 3, fill: palette.css(share * share, 1) }),
+            svg("text", { x: x + 25, y: y + 18, "font-size": 11, "text-anchor": "middle", fill: palette.ink(share * share, 1), text: brief(entry[state.statistic]) }),
+            svg("text", { x: x + 25, y: y + 37, "font-size": 8, "text-anchor": "middle", text: `${app.t("head")} ${entry.head}` }),
+          );
+        }
       }
+      drawing.append(colourBar(48, 52 + rows.length * 40, palette, [low, high].map(brief), true));
       return drawing;
     },
   };
