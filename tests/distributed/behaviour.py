@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from typing import Any
 
 import torch
@@ -178,3 +180,17 @@ def twice(rank: int) -> list[str]:
 
 
 PARTS = {"twice": twice, "moved": moved, "refused": refused, "dropped": dropped, "joined": joined, "low": low}
+
+
+def destroyed(rank: int, how: str) -> tuple[bool, str]:
+    """The group goes while the graph of a result is there: whether it is gone, and what backward says."""
+    q, k, v = (torch.randn(1, 3, 5, 4, requires_grad=True) for _ in range(3))
+    out = rd.attention(q, k, v, how=how)
+    held = weakref.ref(dist.group.WORLD)
+    dist.destroy_process_group()
+    gc.collect()
+    try:
+        out.sum().backward()
+    except RuntimeError as error:
+        return held() is None, str(error)
+    return held() is None, "computed"

@@ -106,3 +106,11 @@ def test_second_derivatives_are_refused(found: list[dict]) -> None:
     for rank in range(RANKS):
         for said in found[rank]["twice"]:
             assert "once_differentiable" in said or "has no second derivatives" in said
+
+
+@pytest.mark.parametrize("how", ["ring", "heads"])
+def test_a_result_does_not_keep_a_process_group_open(how: str) -> None:
+    """Closed while the process ends, a group aborts it where another rank has gone."""
+    for gone, said in all_well(run(behaviour.destroyed, 3, how)):
+        assert gone
+        assert said == "the process group was destroyed; call backward before destroy_process_group()"

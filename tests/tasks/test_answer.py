@@ -482,3 +482,27 @@ def test_a_checkpoint_of_transformers_answers_as_it_does_there(tmp_path: Path) -
     export(run, tmp_path / "out", onnx=False)
     assert json.loads((tmp_path / "out" / "config.json").read_text())["architectures"] == ["BertForQuestionAnswering"]
     assert isinstance(regard.load(tmp_path / "out"), QuestionAnswering)
+
+
+def test_the_best_threshold_never_parts_questions_of_equal_absence() -> None:
+    """Two are equally absent, one of them right: a cut between them cannot be, whatever their order."""
+    chance = np.random.default_rng(1)
+    for _ in range(60):
+        absences = chance.integers(0, 4, 7).astype(float).tolist()
+        right = chance.integers(0, 3, 7).tolist()  # answered right, answered wrong, or none is right
+        references = [["cat"] if kind < 2 else [] for kind in right]
+        outputs = ["dog" if kind == 1 else "cat" for kind in right]
+
+        def f1(threshold: float, given: tuple[Any, ...] = (absences, outputs, references)) -> float:
+            said = ["" if absence > threshold else output for absence, output, _ in zip(*given, strict=True)]
+            return metrics.answers(said, given[2])["f1"]
+
+        highest = max(f1(threshold) for threshold in (-1.0, 0.5, 1.5, 2.5, 4.0))
+        assert f1(metrics.best_threshold(absences, outputs, references)) == pytest.approx(highest)
+
+
+def test_the_best_threshold_parts_neighbouring_numbers() -> None:
+    low = float(np.nextafter(1.0, 2))
+    high = float(np.nextafter(low, 2))  # their middle is rounded to it
+    threshold = metrics.best_threshold([low, high], ["cat", "dog"], [["cat"], []])
+    assert low <= threshold < high

@@ -212,3 +212,26 @@ def test_the_embedded_sentences_come_with_who_wrote_them() -> None:
     assert next(read(TATOEBA, {"source": "", "target": ""}, Bad())).values == ("Go.", "Va !")
     assert fingerprint(TATOEBA)["source"] == TATOEBA
     assert (EMBEDDED / f"{TATOEBA}.tsv.xz").stat().st_size < 4e6
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("a.tsv", "text\tlabel\na\tx\nb\tmore\ty\n"),
+        ("a.tsv", "a\tx\nb\tmore\ty\n"),
+        ("a.csv", "text,label\na,x\nb,more,y\n"),
+    ],
+)
+def test_a_row_with_more_cells_than_the_first_is_bad(name: str, content: str, tmp_path: Path) -> None:
+    """Its cells would stand under the wrong names."""
+    (tmp_path / name).write_text(content)
+    line = len(content.splitlines())
+    with pytest.raises(Trouble, match=rf"{name}:{line}: expected 2 columns, but 3 came"):
+        values(tmp_path / name, LABELLED)
+    assert values(tmp_path / name, LABELLED, skip=True) == [("a", "x")]
+
+
+def test_a_row_with_more_cells_is_bad_where_columns_are_numbers_too(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text("x,a\ny,b,more\n")
+    with pytest.raises(Trouble, match=r"a.csv:2: expected 2 columns, but 3 came"):
+        values(tmp_path / "a.csv", {"text": "2", "label": "1"})

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable, Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import torch
 from typer.testing import CliRunner
 
 from regard.cli import app
-from regard.tasks import Task, Trouble, tasks
+from regard.tasks import Recipe, Task, Trouble, tasks
 from regard.tasks.baselines import Trigrams
 from regard.tasks.data import Row
 from regard.tasks.trouble import Bad
@@ -46,6 +47,7 @@ def detected(folder: Path) -> Given:
     task = tasks()["detect"](**scenery.SMALL["detect"])
     rows = task.read(str(scenery.scenes(folder, 12)), Bad())
     path, (thing,), size = rows[0].values
+    rows[0] = Row(rows[0].place, (path, (thing,) * 3, size))
     strange = (path, (thing._replace(label="strange"),), size)
     return task, rows, [Row("t:1", strange), Row("t:2", (path, (thing,) * 9, size))]
 
@@ -237,3 +239,16 @@ def test_trigrams_are_measured_on_every_token_that_the_model_is() -> None:
     found = task.baselines(kit, rows, rows[:1])["Kneser-Ney trigrams"]
     assert len(chances) == len(line)
     assert found["loss"] == pytest.approx(-np.log(chances).mean())
+
+
+def test_the_help_names_the_tasks_whose_objective_depends_on_the_parts_of_a_step(given: Given) -> None:
+    task, rows, _ = given
+    model, kit = model_of(task, rows)
+    items, random = task.items(kit, rows[:6], Bad()), np.random.default_rng(0)
+    with torch.no_grad():
+        whole, *parts = (
+            float(task.loss(model, items.batch(np.array(part), random), 0.0)) for part in ([0, 1, 2, 3], [0, 1], [2, 3])
+        )
+    same = whole == pytest.approx(sum(parts), rel=1e-4)
+    (told,) = (each.metadata["help"] for each in fields(Recipe) if each.name == "accumulate")
+    assert same != (task.name in told.replace(",", " ").split())

@@ -256,3 +256,21 @@ def test_smoothing_is_refused_where_the_loss_has_no_labels(name: str, options: d
     task = tasks()[name](**options)
     with pytest.raises(Trouble, match=r"--smoothing 0.1.*no labels"):
         begin(tmp_path / "run", task, replace(task.recipe, smoothing=0.1), Sources(("data",)))
+
+
+def test_a_held_out_loss_that_is_no_number_does_not_stop_later_ones_from_being_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    losses = iter([3.0, float("nan"), 2.0, float("nan")])
+    monkeypatch.setattr("regard.tasks.loop._Trainer.held_out", lambda self: next(losses))
+    run = begun(tmp_path, steps=8, evaluate_every=2)
+    assert train(run).best == 2.0
+    assert run.model()[1] == 6
+
+
+def test_a_first_held_out_loss_that_is_no_number_keeps_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    losses = iter([float("nan"), 5.0])
+    monkeypatch.setattr("regard.tasks.loop._Trainer.held_out", lambda self: next(losses))
+    run = begun(tmp_path, steps=8, evaluate_every=4)
+    assert train(run).best == 5.0
+    assert (run.folder / "best.safetensors").exists()

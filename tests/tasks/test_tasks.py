@@ -111,7 +111,7 @@ def test_hidden_words_are_filled_in(trained: dict[str, tuple[Run, Examples]]) ->
     (made,) = said(trained["masked"][0], "the <mask> dog")
     first, middle, last = made.output.split()
     assert (first, last) == ("the", "dog")
-    assert next(iter(made.more["words"][0])) == middle
+    assert made.more["words"][0][0][0] == middle
     with pytest.raises(Trouble, match="input 1: expected <mask> where words are to be filled in"):
         said(trained["masked"][0], "the dog")
 
@@ -326,3 +326,35 @@ def test_pairs_that_are_equal_are_not_held_against_one_another(tmp_path: Path) -
     same_text, same_other = task.items(kit, rows, Bad()).batch(np.arange(3), np.random.default_rng(0)).targets
     assert same_text.nonzero().tolist() == [[0, 1], [1, 0]]
     assert same_other.nonzero().tolist() == [[0, 2], [2, 0]]
+
+
+def test_words_that_are_spelled_alike_all_come_with_their_chances(
+    trained: dict[str, tuple[Run, Examples]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of two tokens that decode to the same word, none is lost."""
+    run, _ = trained["masked"]
+    model, _ = run.model()
+    kit = run.kit
+    monkeypatch.setattr(type(kit), "texts", lambda self: Alike(kit.tokenizer))
+    (made,) = run.task.predict(model, kit, [Row("a", ("the <mask> sees",))], Bad())
+    (words,) = made.more["words"]
+    assert [word for word, _ in words] == ["same"] * 5
+    chances = [chance for _, chance in words]
+    assert chances == sorted(chances, reverse=True)
+    assert 0 < sum(chances) <= 1
+
+
+class Alike:
+    """A tokenizer that decodes single tokens to one word."""
+
+    def __init__(self, own: Any) -> None:
+        self.__dict__["own"] = own
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.own, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self.own, name, value)
+
+    def decode(self, ids: list[int]) -> str:
+        return "same" if len(ids) == 1 else self.own.decode(ids)

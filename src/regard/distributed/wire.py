@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from math import prod
 from typing import TypeVar
+from weakref import ReferenceType, ref
 
 import torch
 import torch.distributed as dist
@@ -56,9 +57,13 @@ def traffic() -> Iterator[Traffic]:
 
 @dataclass(frozen=True, eq=False)
 class Wire:
-    """A process group, where this rank stands in it, and how long it waits for the others."""
+    """A process group, where this rank stands in it, and how long it waits for the others.
 
-    group: Group
+    The group is held weakly: the graph of a result that lives on must not keep it open once it is destroyed, since it
+    would then be closed while the process ends, which aborts where another rank has gone.
+    """
+
+    held: ReferenceType[Group]
     rank: int
     ranks: int
     timeout: timedelta | None
@@ -75,15 +80,23 @@ class Wire:
             raise ValueError("this rank does not belong to the group")
         if timeout is not None and not timeout > 0:
             raise ValueError(f"timeout must be a positive number of seconds, but is {timeout}")
-        return Wire(own, rank, dist.get_world_size(own), None if timeout is None else timedelta(seconds=timeout))
+        return Wire(ref(own), rank, dist.get_world_size(own), None if timeout is None else timedelta(seconds=timeout))
+
+    @property
+    def group(self) -> Group:
+        """The process group, as long as it is there."""
+        group = self.held()
+        if group is None or not dist.is_initialized():
+            raise RuntimeError("the process group was destroyed; call backward before destroy_process_group()")
+        return group
 
     def cards(self, card: Sequence[int], device: torch.device) -> list[list[int]]:
         """What every rank says of itself: a few whole numbers each."""
         own = torch.tensor(card, dtype=torch.int64, device=device)
         if self.ranks == 1:
             return [list(card)]
-        found = [torch.empty_like(own) for _ in range(self.ranks)]
-        self._wait(self._start(lambda: dist.all_gather(found, own, group=self.group, async_op=True)), "all other ranks")
+        found, group = [torch.empty_like(own) for _ in range(self.ranks)], self.group
+        self._wait(self._start(lambda: dist.all_gather(found, own, group=group, async_op=True)), "all other ranks")
         return [tensor.tolist() for tensor in found]
 
     def exchange(self, parts: Sequence[Sequence[Tensor]], shapes: Sequence[Sequence[tuple[int, ...]]]) -> list[list]:
@@ -94,8 +107,9 @@ class Wire:
         sizes = [sum(prod(shape) for shape in some) * like.element_size() for some in shapes]
         room = out.new_empty(sum(sizes))
         if self.ranks > 1:
+            group = self.group
             self._wait(
-                self._start(lambda: dist.all_to_all_single(room, out, sizes, sent, group=self.group, async_op=True)),
+                self._start(lambda: dist.all_to_all_single(room, out, sizes, sent, group=group, async_op=True)),
                 "all other ranks",
             )
         else:

@@ -141,7 +141,7 @@ class LanguageModel(nn.Module):
 
         Where sequences are shared with other processes, it is the sum over the tokens of this one.
         """
-        whole = rows_of(inputs, None)
+        whole = rows_of(inputs, batched=True)
         rows = whole.own()
         after = rows.beside(after.view(whole.values.shape)).flatten()
         return self.token_loss(self.hidden(rows.values, rows.positions, rows.shared).flatten(0, -2), after, smoothing)

@@ -50,7 +50,7 @@ def sides_of(target: Inputs, encoded: Inputs, source_mask: Tensor | None = None)
     packed = target if isinstance(target, Packed) else pack(list(target))
     across = packed.over(source)
     if len(set(packed.lengths)) == 1 == len(set(source.lengths)) and packed.lengths[0] and source.lengths[0]:
-        rows = rows_of(packed)  # equal lengths on both sides are a plain batch
+        rows = rows_of(packed, batched=True)  # equal lengths on both sides are a plain batch
         states = source.values.unflatten(0, (len(source), -1))
         return Sides(rows.values, rows.positions, rows.shared, states, Shared(), target, packed)
     shared = Shared(packed.mask, positions=packed.positions)

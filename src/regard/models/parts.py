@@ -141,8 +141,12 @@ def check_leading(mask: Tensor, tokens: Tensor) -> None:
         raise ValueError(message)
 
 
-def rows_of(inputs: Inputs, mask: Tensor | None = None) -> Rows:
-    """Inputs (B, N, ...) with a (B, N) mask, packed, or a list of (n, ...), which is packed."""
+def rows_of(inputs: Inputs, mask: Tensor | None = None, *, batched: bool | None = None) -> Rows:
+    """Inputs (B, N, ...) with a (B, N) mask, packed, or a list of (n, ...), which is packed.
+
+    batched: whether packed sequences of equal lengths become a plain batch (B, N, ...). Unless specified, they do where
+        sequences are not shared with other processes: there the form of the result must not depend on the lengths.
+    """
     if isinstance(inputs, Tensor):
         if inputs.dim() < 2:
             raise ValueError(
@@ -154,7 +158,8 @@ def rows_of(inputs: Inputs, mask: Tensor | None = None) -> Rows:
         raise ValueError("mask goes with inputs (B, N); packed inputs and lists say their lengths themselves")
     packed = inputs if isinstance(inputs, Packed) else pack(inputs)
     listed = not isinstance(inputs, Packed)
-    if len(set(packed.lengths)) == 1 and packed.lengths[0]:  # equal lengths are a plain batch
+    batched = sharding() is None if batched is None else batched
+    if batched and len(set(packed.lengths)) == 1 and packed.lengths[0]:
         values = packed.values.unflatten(0, (len(packed), -1))
         positions = torch.arange(values.shape[1], device=values.device)
         return Rows(values, positions, Shared(positions=positions), None, packed, listed)

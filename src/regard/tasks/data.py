@@ -205,9 +205,13 @@ class _Layout(NamedTuple):
 
     names: tuple[str, ...]
     at: tuple[int, ...]
-    header: int | None  # how many columns it has, where there is one
+    header: bool  # whether the first line names them
+    width: int  # cells of the first line
 
     def row(self, place: str, cells: Sequence[str], bad: Bad, empty: frozenset[str]) -> Row | None:
+        if len(cells) > self.width:  # some cell holds what parts the others, and all behind it are elsewhere
+            bad(f"{place}: expected {self.width} columns, but {len(cells)} came; quote cells of a CSV that hold commas")
+            return None
         if len(cells) <= max(self.at):
             missing = " and ".join(f"{name} is {at + 1}" for name, at in zip(self.names, self.at, strict=True))
             bad(f"{place}: expected at least {max(self.at) + 1} columns ({missing}), but {len(cells)} came")
@@ -227,11 +231,11 @@ def _layout(place: str, first: Sequence[str], columns: Mapping[str, str], *, bar
     if all(said.isdigit() for said in chosen):
         if "0" in chosen:
             raise Trouble(f"{place}: columns are numbered from 1, but --{names[chosen.index('0')]} is 0")
-        return _Layout(names, tuple(int(said) - 1 for said in chosen), None)
+        return _Layout(names, tuple(int(said) - 1 for said in chosen), False, len(cells))
     if all(said in cells for said in chosen):
-        return _Layout(names, tuple(cells.index(said) for said in chosen), len(cells))
+        return _Layout(names, tuple(cells.index(said) for said in chosen), True, len(cells))
     if bare and not any(columns.values()):
-        return _Layout(names, tuple(range(len(names))), None)
+        return _Layout(names, tuple(range(len(names))), False, len(cells))
     lacking = next(said for said in chosen if said not in cells)
     options = " ".join(f"--{name} {number}" for number, name in enumerate(names, 1))
     raise Trouble(
@@ -248,7 +252,7 @@ def _tsv(path: Path, columns: Mapping[str, str], bad: Bad, empty: frozenset[str]
         cells = line.rstrip("\r\n").split("\t")
         if layout is None:
             layout = _layout(place, cells, columns, bare=True)
-            if layout.header is not None:
+            if layout.header:
                 continue
         if row := layout.row(place, cells, bad, empty):
             yield row
@@ -279,11 +283,9 @@ def _csv(path: Path, columns: Mapping[str, str], bad: Bad, empty: frozenset[str]
             continue
         if layout is None:
             layout = _layout(start, cells, columns, bare=False)
-            if layout.header is not None:
+            if layout.header:
                 continue
-        if layout.header is not None and len(cells) > layout.header:
-            bad(f"{start}: expected {layout.header} columns, but {len(cells)} came; quote cells that hold commas")
-        elif row := layout.row(start, cells, bad, empty):
+        if row := layout.row(start, cells, bad, empty):
             yield row
 
 

@@ -25,7 +25,7 @@ def first_fault(model: nn.Module, compute: Callable[[], Any]) -> str:
         return hook
 
     for name, module in model.named_modules():
-        if name:  # the whole is no layer
+        if name and type(module).forward is not nn.Module.forward:  # the whole is no layer, nor is a description
             hooks.append(module.register_forward_hook(watch(name), with_kwargs=True))
     try:
         with torch.no_grad():

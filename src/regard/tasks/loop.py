@@ -254,12 +254,12 @@ class _Trainer:
         """The loss on what is held out, with the average for weights; the best are kept."""
         with self.average.instead() if self.average is not None else nullcontext():
             loss = self.held_out()
-            better = loss < self.progress.best
+            better = math.isfinite(loss) and not loss >= self.progress.best
             stale = 0 if better else self.progress.stale + 1
             patience = self.recipe.patience
             self.progress = replace(
                 self.progress,
-                best=min(loss, self.progress.best),
+                best=loss if better else self.progress.best,
                 stale=stale,
                 done=self.progress.step >= self.recipe.steps or bool(patience and stale >= patience),
             )

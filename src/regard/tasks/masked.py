@@ -101,7 +101,8 @@ class Masked(Task):
             filled = ids.copy()
             filled[at] = tokens[:, 0].cpu().numpy()
             words = [[tokenizer.decode([token]) for token in each] for each in tokens.tolist()]
-            more = [dict(zip(word, chance, strict=True)) for word, chance in zip(words, best.tolist(), strict=True)]
+            # pairs, since several tokens may be spelled alike
+            more = [list(zip(word, chance, strict=True)) for word, chance in zip(words, best.tolist(), strict=True)]
             output = tokenizer.decode(filled.tolist())
             yield Prediction(row.values[0], output, float(best[:, 0].log().mean().exp()), {"words": more})
 

@@ -210,9 +210,12 @@ def best_threshold(absences: Sequence[float], outputs: Sequence[str], references
     """
     order = np.argsort(np.array(absences), kind="stable")
     gains = [answer(outputs[n], references[n])[1] - answer("", references[n])[1] for n in order]
-    count = int(np.argmax(np.concatenate([[0.0], np.cumsum(gains)])))  # so many, of least absence, are answered
-    known = [absences[order[0]] - 2, *(absences[n] for n in order), absences[order[-1]] + 2]
-    return float(known[count] + known[count + 1]) / 2
+    known = np.array([absences[order[0]] - 2, *(absences[n] for n in order), absences[order[-1]] + 2])
+    total = np.concatenate([[0.0], np.cumsum(gains)])  # where so many, of least absence, are answered
+    total[known[:-1] == known[1:]] = -np.inf  # no threshold lies between equal ones
+    low, high = known[np.argmax(total) :][:2].tolist()
+    middle = (low + high) / 2
+    return middle if middle < high else low  # of neighbouring numbers there is none between
 
 
 def summaries(outputs: Sequence[str], references: Sequence[str]) -> Figures:

@@ -43,7 +43,11 @@ class Recipe:
 
     steps: int = option(2000, "optimizer steps")
     tokens: int = option(4096, "real tokens in a step, over all processes and accumulated parts")
-    accumulate: int = option(1, "parts in which a process takes its share of a step, to save memory")
+    accumulate: int = option(
+        1,
+        "parts in which a process takes its share of a step, to save memory; detect divides by the objects of a part, "
+        "and embed and match compare within a part, so that what they minimise depends on it and on the processes",
+    )
     rate: float = option(1e-3, "highest learning rate")
     warmup: int = option(200, "steps over which the rate rises")
     decay: float = option(0.01, "weight decay of matrices")
