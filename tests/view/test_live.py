@@ -23,6 +23,7 @@ def told(text: str) -> Made:
     document = made(text, source=text.split() or [""])
     add(document, "encoder", 0, "source", "source", heads=2)
     document.about["note"] = f"{len(text.split())} words"
+    document.about["record"] = text
     return document
 
 
@@ -39,6 +40,7 @@ class Answers(BaseHTTPRequestHandler):
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         type(self).asked.append(body)
         if self.path == "/api/window":
+            assert body.pop("record") == type(self).document.about["record"]
             attention, head = body.pop("attention"), body.pop("head")
             found = type(self).document.window(attention, head, **body)
             parts = (np.array(found.weights.shape), found.rows, found.columns)
@@ -68,7 +70,9 @@ class Answers(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def live(browser: Any) -> Iterator[tuple[Tab, type[Answers]]]:
-    answers = type("Answers", (Answers,), {"document": long(301, 1, 2, side=25, tops=4), "asked": []})
+    first = long(301, 1, 2, side=25, tops=4)
+    first.about["record"] = "first"
+    answers = type("Answers", (Answers,), {"document": first, "asked": []})
     server = ThreadingHTTPServer(("127.0.0.1", 0), answers)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     opened = Tab(browser).open(f"http://127.0.0.1:{server.server_port}/")
@@ -154,3 +158,9 @@ def test_a_text_that_is_refused_says_why(live: tuple[Tab, type[Answers]]) -> Non
     opened.page.wait_for_function("() => document.querySelector('.busy').textContent.includes('failed')")
     assert opened.page.inner_text(".busy") == "failed: the text is <b>bad</b>"
     assert opened.page.inner_text("h1") == "301 tokens"
+    assert not opened.page.is_visible(".main")  # what was there is of another text
+    opened.page.fill("textarea", "a good text")
+    opened.page.wait_for_function("() => document.querySelector('.note').textContent.includes('3 words')")
+    assert opened.page.is_visible(".main")
+    opened.page.fill("textarea", "")
+    assert not opened.page.is_visible(".main")

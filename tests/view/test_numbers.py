@@ -20,7 +20,7 @@ from tests.view.browser import Tab, write
 from tests.view.models import Attends
 
 pytest.importorskip("uvicorn")
-from regard.view.server import Session, application
+from regard.view.server import Session, application, configured
 
 # In the page: the pointer goes to each of some places of the map, and what the tip says is read.
 MAP = """(places) => { const canvas = document.querySelector("canvas.plane"), box = canvas.getBoundingClientRect();
@@ -75,8 +75,7 @@ def recorded(text: str) -> Record:
 def served(session: Session) -> Iterator[str]:
     import uvicorn
 
-    config = uvicorn.Config(application(session), host="127.0.0.1", port=0, log_level="warning", lifespan="off")
-    server = uvicorn.Server(config)
+    server = uvicorn.Server(configured(application(session), 0))
     thread = threading.Thread(target=lambda: asyncio.run(server.serve()), daemon=True)
     thread.start()
     while not server.started:

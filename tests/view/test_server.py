@@ -14,7 +14,7 @@ pytest.importorskip("starlette")
 from starlette.testclient import TestClient
 
 import regard as rg
-from regard.view import Record, capture
+from regard.view import Record, capture, server
 from regard.view.server import BODY, Session, application
 
 HOST = "http://127.0.0.1:8765"
@@ -47,7 +47,9 @@ def client(session: Session) -> Iterator[TestClient]:
 
 
 def window(**changed: Any) -> dict[str, Any]:
-    return {"attention": "0", "head": 1, "rows": [0, 4], "columns": [2, 9], "size": [64, 64]} | changed
+    return {
+        "record": "last", "attention": "0", "head": 1, "rows": [0, 4], "columns": [2, 9], "size": [64, 64],
+    } | changed  # fmt: skip
 
 
 def test_the_page_is_live(client: TestClient) -> None:
@@ -67,8 +69,8 @@ def test_a_text_is_run_and_windows_are_of_it(client: TestClient, session: Sessio
 
 
 def test_a_window_is_exact(client: TestClient, session: Session) -> None:
-    client.post("/api/run", json={"text": "a text of some length"})
-    answer = client.post("/api/window", json=window())
+    made = client.post("/api/run", json={"text": "a text of some length"}).json()
+    answer = client.post("/api/window", json=window(record=made["about"]["record"]))
     assert answer.headers["content-type"] == "application/octet-stream"
     assert np.frombuffer(answer.content[:8], "<i4").tolist() == [4, 7]
     edges = np.frombuffer(answer.content[8 : 8 + 8 * 11], "<i4").reshape(11, 2)
@@ -109,20 +111,22 @@ def test_its_own_origin_may(client: TestClient) -> None:
     ("body", "status", "words"),
     [
         (window(head=7), 422, "head must be in 0 ... 1, but is 7"),
-        (window(head=True), 422, "expected {attention, head"),
+        (window(head=True), 422, "expected {record, attention, head"),
         (window(attention="9"), 422, "no attention of layer '9'"),
         (window(rows=[3, 3]), 422, "rows must be from and to"),
         (window(rows=[0, 10**30]), 422, "rows must be from and to"),
         (window(columns=[-4, 2]), 422, "columns must be from and to"),
         (window(size=[0, 4]), 422, "size must be 1 ... 4096"),
         (window(size=[4096, 4096]), 422, "4,194,304 together"),
-        (window(rows=[0.5, 2]), 422, "expected {attention"),
-        ({}, 422, "expected {attention"),
+        (window(rows=[0.5, 2]), 422, "expected {record, attention"),
+        ({}, 422, "expected {record, attention"),
         ([1], 400, "expected a JSON object"),
     ],
 )
 def test_a_window_that_cannot_be_is_told(client: TestClient, body: Any, status: int, words: str) -> None:
-    client.post("/api/run", json={"text": "some text here"})
+    made = client.post("/api/run", json={"text": "some text here"}).json()
+    if isinstance(body, dict) and body.get("record") == "last":
+        body = body | {"record": made["about"]["record"]}
     answer = client.post("/api/window", json=body)
     assert answer.status_code == status
     assert words in answer.json()["error"]
@@ -161,3 +165,78 @@ def test_there_is_nothing_else(client: TestClient) -> None:
     for answer in (client.get("/other"), client.get("/api/run"), client.get("/../../etc/passwd"), client.post("/")):
         assert answer.status_code in (404, 405)
         assert answer.json() == {"error": "there is no such page"}
+
+
+def test_two_tabs_get_windows_of_their_own_texts(client: TestClient) -> None:
+    texts = {"the first of two texts": None, "another one": None}
+    for text in texts:
+        texts[text] = client.post("/api/run", json={"text": text}).json()["about"]["record"]
+    for text, record in texts.items():
+        size = [0, len(text)]
+        answer = client.post("/api/window", json=window(record=record, rows=size, columns=size))
+        assert np.frombuffer(answer.content[:8], "<i4").tolist() == [len(text)] * 2
+    for n in range(4):
+        client.post("/api/run", json={"text": f"text {n}"})
+    answer = client.post("/api/window", json=window(record=record))
+    assert answer.status_code == 410
+    assert answer.json() == {"error": "the server no longer holds this text; send it again"}
+
+
+def test_half_a_pair_of_letters_is_no_error(client: TestClient, caplog: pytest.LogCaptureFixture) -> None:
+    kind = {"Content-Type": "application/json"}
+    answer = client.post("/api/run", content=b'{"text": "a \\ud83d b \\ud83d\\ude00"}', headers=kind)
+    assert answer.status_code == 200
+    assert answer.json()["about"]["streams"]["source"]["tokens"] == list("a \ufffd b \U0001f600")
+    answer = client.post(
+        "/api/window", content=b'{"record": "\\ud800", "attention": "\\ud800", "head": 0}', headers=kind
+    )
+    assert answer.status_code == 422
+    assert caplog.records == []
+
+
+def test_a_request_that_ends_early_is_no_error(session: Session, caplog: pytest.LogCaptureFixture) -> None:
+    import anyio
+
+    sent: list[Any] = []
+
+    async def receive() -> dict[str, Any]:
+        return {"type": "http.disconnect"}
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    headers = [(b"host", b"127.0.0.1:8765"), (b"content-type", b"application/json")]
+    scope = {
+        "type": "http", "method": "POST", "path": "/api/run", "headers": headers, "query_string": b"", "root_path": "",
+        "raw_path": b"/api/run", "scheme": "http", "server": ("127.0.0.1", 8765), "http_version": "1.1",
+    }  # fmt: skip
+    anyio.run(application(session), scope, receive, send)
+    assert caplog.records == []
+    assert sent[0]["status"] == 400
+
+
+@pytest.mark.parametrize("part", [b"", b"GET / HT", b"GET / HTTP/1.1\r\nHost: 127.0.0.1\r\nX-A: b"])
+def test_a_connection_that_asks_for_nothing_is_closed(
+    session: Session, monkeypatch: pytest.MonkeyPatch, part: bytes
+) -> None:
+    import asyncio
+    import socket
+    import threading
+
+    uvicorn = pytest.importorskip("uvicorn")
+    monkeypatch.setattr(server, "ASKING", 0.3)
+    running = uvicorn.Server(server.configured(application(session), 0))
+    thread = threading.Thread(target=lambda: asyncio.run(running.serve()), daemon=True)
+    thread.start()
+    while not running.started:
+        thread.join(0.01)
+    port = running.servers[0].sockets[0].getsockname()[1]
+    with socket.create_connection(("127.0.0.1", port), timeout=5) as slow:
+        if part:
+            slow.sendall(part)
+        assert slow.recv(100) == b""  # closed; a server that waits would let this time out
+    with socket.create_connection(("127.0.0.1", port), timeout=5) as whole:
+        whole.sendall(b"GET / HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n")
+        assert whole.recv(15) == b"HTTP/1.1 200 OK"
+    running.should_exit = True
+    thread.join(10)

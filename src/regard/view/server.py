@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import json
 import logging
+import secrets
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import anyio
 import numpy as np
 from starlette.applications import Starlette
-from starlette.requests import Request
-from starlette.responses import HTMLResponse, JSONResponse, Response
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import HTMLResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from regard.view.page import finite, page
+from regard.view.document import Document, document
+from regard.view.page import as_json, page
 from regard.view.record import Record
 
 LOCAL = ("127.0.0.1", "localhost", "[::1]")
@@ -26,6 +28,8 @@ BODY = 1 << 20  # bytes of a request
 SIDE = 4096  # cells of a window each way
 CELLS = 1 << 22  # and all of them
 SECONDS = 120.0  # of one answer
+ASKING = 10.0  # seconds that a request may take to arrive
+KEPT = 4  # records of earlier texts, which other tabs may still show
 HEADERS = {
     "Cache-Control": "no-store",
     "X-Content-Type-Options": "nosniff",
@@ -34,6 +38,7 @@ HEADERS = {
     "Cross-Origin-Resource-Policy": "same-origin",
     "Cross-Origin-Opener-Policy": "same-origin",
 }
+LIVE = 3_000_000  # bytes of a document: what it does not hold is asked for
 log = logging.getLogger("regard.view")
 
 Look = Callable[[str], Record]
@@ -48,36 +53,57 @@ class Refused(Exception):
         self.status = status
 
 
+@dataclass(frozen=True, eq=False)
+class Shown:
+    """A record, its id, its text, and the document of a page that shows it and asks for windows."""
+
+    id: str
+    text: str
+    record: Record
+    document: Document
+
+
 class Session:
-    """The record that is shown. One text is looked at at a time."""
+    """The records of the last texts, by id. One text is looked at at once."""
 
     def __init__(self, look: Look, first: str, *, longest: int = 250_000, seconds: float = SECONDS) -> None:
         self.look, self.longest, self.seconds = look, longest, seconds
         self.busy = threading.Lock()
-        self.record, self.text = look(first).ready(), first
+        self.held: dict[str, Shown] = {}
+        self.last = self.run(first)
 
-    def run(self, text: str) -> Record:
-        """Look at another text; windows are of this from now on."""
+    @property
+    def record(self) -> Record:
+        return self.last.record
+
+    def run(self, text: str) -> Shown:
+        """Look at another text."""
         if not self.busy.acquire(timeout=self.seconds / 2):
             raise Refused(503, "another text is being looked at; try again")
         try:
-            record = self.look(text)
-            record.ready().document  # noqa: B018  worked out here, where one waits for it
-            self.record, self.text = record, text
-            return record
+            record = self.look(text).ready()
+            made, name = document(record, LIVE), secrets.token_hex(8)
+            about = made.about | {"text": text, "record": name}
+            self.last = self.held[name] = Shown(name, text, record, replace(made, about=about))
+            while len(self.held) > KEPT:
+                del self.held[next(iter(self.held))]
+            return self.last
         finally:
             self.busy.release()
+
+    def shown(self, name: Any) -> Shown:
+        """The record with an id."""
+        found = self.held.get(name) if isinstance(name, str) else None
+        if found is None:
+            raise Refused(410, "the server no longer holds this text; send it again")
+        return found
 
 
 def application(session: Session, *, lang: str = "en", hosts: Sequence[str] = LOCAL) -> ASGIApp:
     """The pages and the two questions that they ask: `api/run` and `api/window`."""
 
     async def home(request: Request) -> Response:
-        def written() -> str:
-            shown = session.record.document
-            return page(replace(shown, about=shown.about | {"text": session.text}), lang, live=True)
-
-        return HTMLResponse(await _in_time(session, written))
+        return HTMLResponse(await _in_time(session, lambda: page(session.last.document, lang, live=True)))
 
     async def run(request: Request) -> Response:
         asked = await _asked(request)
@@ -86,8 +112,9 @@ def application(session: Session, *, lang: str = "en", hosts: Sequence[str] = LO
             raise Refused(422, "text must be a string of at least one word")
         if len(text) > session.longest:
             raise Refused(422, f"text must have at most {session.longest:,} letters, but has {len(text):,}")
-        made = await _in_time(session, lambda: session.run(text).document.json())
-        return JSONResponse(finite(made))
+        whole = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")  # half of a pair is no letter
+        made = await _in_time(session, lambda: session.run(whole).document.json())
+        return _json(made)
 
     async def window(request: Request) -> Response:
         asked = await _asked(request)
@@ -97,11 +124,11 @@ def application(session: Session, *, lang: str = "en", hosts: Sequence[str] = LO
             (top, bottom), (left, right), (tall, wide) = rows, columns, size
         except (KeyError, TypeError, ValueError):
             raise Refused(
-                422, "expected {attention, head, rows: [from, to], columns: [from, to], size: [rows, columns]}"
+                422, "expected {record, attention, head, rows: [from, to], columns: [from, to], size: [rows, columns]}"
             ) from None
         if not 0 < tall <= SIDE or not 0 < wide <= SIDE or tall * wide > CELLS:
             raise Refused(422, f"size must be 1 ... {SIDE} each way and {CELLS:,} together, but is {tall} x {wide}")
-        record = session.record
+        record = session.shown(asked.get("record")).record
         seen = record.attention(name)
         if not 0 <= head < seen.heads:
             raise Refused(422, f"head must be in 0 ... {seen.heads - 1}, but is {head}")
@@ -112,14 +139,14 @@ def application(session: Session, *, lang: str = "en", hosts: Sequence[str] = LO
 
     async def refuse(request: Request, error: Exception) -> Response:
         if isinstance(error, Refused):
-            return JSONResponse({"error": str(error)}, error.status)
+            return _json({"error": str(error)}, error.status)
         if isinstance(error, ValueError):  # of what was asked
-            return JSONResponse({"error": str(error)}, 422)
-        return JSONResponse({"error": "there is no such page"}, getattr(error, "status_code", 404))
+            return _json({"error": str(error)}, 422)
+        return _json({"error": "there is no such page"}, getattr(error, "status_code", 404))
 
     async def fail(request: Request, error: Exception) -> Response:
         log.error("a request failed", exc_info=error)  # told here, not to the browser
-        return JSONResponse({"error": "it failed; the terminal of regard serve says why"}, 500)
+        return _json({"error": "it failed; the terminal of regard serve says why"}, 500)
 
     routes = [
         Route("/", home, methods=["GET"]),
@@ -144,7 +171,7 @@ class _Guard:
             return
         refusal = self._why_not(Request(scope))
         if refusal is not None:
-            await JSONResponse({"error": refusal}, 403, HEADERS)(scope, receive, send)
+            await _json({"error": refusal}, 403, HEADERS)(scope, receive, send)
             return
 
         async def with_headers(message: Any) -> None:
@@ -168,6 +195,11 @@ class _Guard:
         return None
 
 
+def _json(data: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
+    """JSON in which any text of a model can be, half pairs of letters too."""
+    return Response(as_json(data), status, headers, media_type="application/json")
+
+
 def _name(host: str) -> str:
     """A host without its port."""
     name, colon, port = host.rpartition(":")
@@ -185,10 +217,16 @@ async def _asked(request: Request) -> dict[str, Any]:
     if request.headers.get("content-type", "").partition(";")[0].strip() != "application/json":
         raise Refused(415, "expected application/json")  # a form of another site cannot send it unasked
     held = bytearray()
-    async for part in request.stream():
-        held += part
-        if len(held) > BODY:
-            raise Refused(413, f"a request may have {BODY:,} bytes")
+    try:
+        with anyio.fail_after(ASKING):
+            async for part in request.stream():
+                held += part
+                if len(held) > BODY:
+                    raise Refused(413, f"a request may have {BODY:,} bytes")
+    except TimeoutError:
+        raise Refused(408, f"the request did not arrive within {ASKING:g} seconds") from None
+    except ClientDisconnect:
+        raise Refused(400, "the request ended early") from None  # which nobody reads
     try:
         found = json.loads(held)
     except (ValueError, RecursionError):
@@ -207,14 +245,49 @@ async def _in_time(session: Session, work: Callable[[], Any]) -> Any:
         raise Refused(503, f"it took longer than {session.seconds:g} seconds; try a shorter text") from None
 
 
+def configured(app: ASGIApp, port: int) -> Any:
+    """How the server runs: a connection whose request does not arrive in time is closed."""
+    import uvicorn
+    from uvicorn.protocols.http.h11_impl import H11Protocol
+
+    class Patient(H11Protocol):
+        """Closes a connection that has sent no whole header ASKING seconds after it began to."""
+
+        timer: Any = None
+
+        def connection_made(self, transport: Any) -> None:
+            super().connection_made(transport)
+            self._wait()
+
+        def data_received(self, data: bytes) -> None:
+            super().data_received(data)
+            if self.cycle is not None and not self.cycle.response_complete:  # a request is being answered
+                self._rest()
+            elif self.timer is None:
+                self._wait()
+
+        def connection_lost(self, exc: Exception | None) -> None:
+            self._rest()
+            super().connection_lost(exc)
+
+        def _wait(self) -> None:
+            self.timer = self.loop.call_later(ASKING, self.transport.close)
+
+        def _rest(self) -> None:
+            if self.timer is not None:
+                self.timer.cancel()
+                self.timer = None
+
+    return uvicorn.Config(
+        app, host="127.0.0.1", port=port, log_level="warning", server_header=False, http=Patient, lifespan="off",
+        h11_max_incomplete_event_size=1 << 16, timeout_keep_alive=30, limit_concurrency=64,
+    )  # fmt: skip
+
+
 def serve(session: Session, *, port: int = 8765, lang: str = "en", told: Callable[[str], None] = print) -> None:
     """Serve at 127.0.0.1 until Ctrl-C; `told` hears the address."""
     import uvicorn
 
-    config = uvicorn.Config(
-        application(session, lang=lang), host="127.0.0.1", port=port, log_level="warning", server_header=False,
-        h11_max_incomplete_event_size=1 << 16, timeout_keep_alive=30, limit_concurrency=64,
-    )  # fmt: skip
-    server = uvicorn.Server(config)
+    server = uvicorn.Server(configured(application(session, lang=lang), port))
     told(f"http://127.0.0.1:{port}/")
     server.run()

@@ -99,20 +99,32 @@ export function start(root, source, { language = "en", address = false, keys = r
       reveal();
     },
 
+    // What is shown is of another text than the one in the box: paler while it is computed, hidden where that failed.
+    stale(how) {
+      if (how) {
+        root.dataset.stale = how;
+        app.tip.hide();
+      } else delete root.dataset.stale;
+    },
+
     async run(text) {
       const now = ++running;
+      app.stale("busy");
       header.busy(app.t("text.busy"));
       try {
         await app.source.run(text, () => now === running);
         if (now !== running) return;
         header.busy("");
+        app.stale("");
         app.version++;
         app.look.forget();
         found.clear();
         for (const view of Object.values(views)) view.forget?.();
         app.set({});
       } catch (error) {
-        if (now === running) header.busy(app.t("text.failed", { reason: error.message }));
+        if (now !== running) return;
+        app.stale("failed");
+        header.busy(app.t("text.failed", { reason: error.message }));
       }
     },
 

@@ -30,6 +30,7 @@ export function createHeader(app) {
   const run = debounced(() => text.value.trim() && app.run(text.value), 300);
   text.addEventListener("input", () => {
     busy.textContent = text.value.trim() ? app.t("text.busy") : "";
+    app.stale(text.value.trim() ? "busy" : "failed");
     run();
   });
   let filled = false;

@@ -40,11 +40,12 @@ export function createLook(source, remembered = 64) {
   // A whole row or column of single weights, asked for in pieces that a server answers.
   async function line(length, question) {
     const all = new Float32Array(length);
+    const { about } = source;
     const pieces = Array.from({ length: Math.ceil(length / PIECE) }, (_, n) => [n * PIECE, Math.min(length, (n + 1) * PIECE)]);
     try {
       await Promise.all(pieces.map(async ([from, to]) => all.set((await source.window(question(from, to))).data, from)));
     } catch (error) {
-      gone = true; // from now on what the document holds is shown: its top keys
+      if (source.about === about) gone = true; // from now on what the document holds is shown: its top keys
       throw error;
     }
     return all;

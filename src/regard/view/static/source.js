@@ -73,7 +73,8 @@ export function createSource(about, load, remote = null) {
     },
     // A level of a window, of which the host says what its cells are; only of a live source.
     async window({ attention, head, rows, columns, size }) {
-      const found = await remote.window({ attention: attention.id, head, rows, columns, size });
+      const { record } = source.about;
+      const found = await remote.window({ ...(record ? { record } : {}), attention: attention.id, head, rows, columns, size });
       return level(found.data, found.rows, found.columns);
     },
     // Answers may come out of order: one that is no longer `wanted` is dropped.
