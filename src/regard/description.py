@@ -126,26 +126,6 @@ class Description(nn.Module):
         listed = {id(tensor) for tensor in self.tensors()}
         return [t for t in (*self.parameters(), *self.buffers()) if t.is_floating_point() and id(t) not in listed]
 
-    def register_forward_pre_hook(self, *args: Any, **kwargs: Any) -> Any:
-        return self._callable().register_forward_pre_hook(*args, **kwargs)
-
-    def register_forward_hook(self, *args: Any, **kwargs: Any) -> Any:
-        return self._callable().register_forward_hook(*args, **kwargs)
-
-    def register_full_backward_pre_hook(self, *args: Any, **kwargs: Any) -> Any:
-        return self._callable().register_full_backward_pre_hook(*args, **kwargs)
-
-    def register_full_backward_hook(self, *args: Any, **kwargs: Any) -> Any:
-        return self._callable().register_full_backward_hook(*args, **kwargs)
-
-    def _callable(self) -> Any:
-        if type(self).forward is nn.Module.forward:
-            raise TypeError(
-                f"a {type(self).__name__} is not called as a module, so its hooks would never run; register them on "
-                "the Attention, and change a tensor with torch.nn.utils.parametrize"
-            )
-        return super()
-
     def _set(self, name: str, value: Any) -> None:
         """Set a field that may be set already."""
         for held in (self.__dict__, self._parameters, self._buffers, self._modules):

@@ -92,7 +92,7 @@ class Model:
         outside = tuple(tuple(weight.shape) for weight in model.parameters() if id(weight) not in inside)
         within = {id(part) for block in blocks for part in block.modules()}
         kept = sum(_kept_by_norm(part) for part in model.modules() if id(part) not in within)
-        kept += config.width + (config.width if config.dropout else 0) + 2  # ids have 64 bits
+        kept += 2 * config.width + (config.width // FLOAT if config.dropout else 0) + 2  # ids have 64 bits, dropout 8
         layers = tuple(map(_layer, blocks))
         kept += 2 * layers[0].D if getattr(config, "rotary", None) is not None else 2  # tables, or positions
         return Model(layers, outside, config.width, config.vocabulary, kept)
@@ -352,7 +352,7 @@ def _layer(block: Block) -> Layer:
         part for residual in block.children() if isinstance(residual, Residual) for part in residual.modules()
     ):
         kept += _kept_by_norm(part)
-        kept += width if isinstance(part, Residual) and part.dropout else 0
+        kept += width // FLOAT if isinstance(part, Residual) and part.dropout else 0  # one byte for each number
     return Layer(
         tuple(tuple(weight.shape) for weight in block.parameters()),
         sum(part.weight.numel() for part in block.modules() if isinstance(part, nn.Linear)),
