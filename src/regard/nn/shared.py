@@ -107,7 +107,8 @@ class Shared:
 
         of_source: whether they are the keys of cross-attention.
         """
-        key = rotary, width, like.shape[1], start, of_source
+        # A length that is a symbol must not become a key: tracing would fix it.
+        key = rotary, width, 0 if torch.compiler.is_compiling() else like.shape[1], start, of_source
         known = self._tables.get(key)
         if known is None:
             at, together = self.key_positions if of_source else self.positions, sharding()
@@ -116,7 +117,7 @@ class Shared:
                 here = together.positions(like.shape[1], like.device)
             if at is None:
                 at = torch.arange(start, start + like.shape[1], device=like.device) if here is None else here
-            elif tuple(at.shape) not in {(like.shape[1],), (1, like.shape[1]), tuple(like.shape[:2])}:
+            elif at.shape[-1:] != like.shape[1:2] or at.shape[:-1] not in ((), (1,), like.shape[:1]):
                 raise ValueError(
                     f"positions must be (N,) or (B, N) for {tuple(like.shape[:2])} tokens, but are {tuple(at.shape)}"
                 )
