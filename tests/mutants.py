@@ -27,6 +27,7 @@ FREEZE = "tests/nn/test_freeze.py"
 LOSS = "tests/nn/test_loss.py"
 MODEL_MASKS = "tests/models/test_masks.py"
 POOLING = "tests/nn/test_pooling.py"
+FORWARD_MODE = "tests/engines/test_forward_mode.py"
 CACHES = "tests/nn/test_positions_and_caches.py"
 # An installed project is found before any path: the copy must be, so its finder goes.
 RUN = """
@@ -261,6 +262,31 @@ MUTANTS = (
     Mutant(
         "a block that is drawn does not see the one that drew it", "masks/explicit.py",
         " | (self._draw(column) == row.unsqueeze(-1)).any(-1)", "", MASKS,
+    ),
+    Mutant(
+        "the kernel is not told the tangent of the keys", "engines/native/jvp.py",
+        "place(dq), place(dk), place(dv)", "place(dq), ABSENT, place(dv)", FORWARD_MODE,
+    ),
+    Mutant(
+        "the tangent of the sink is dropped", "engines/native/jvp.py",
+        "of_sink = (0, 0) if sink is None else (address(sink), 1)", "of_sink = (0, 0)", FORWARD_MODE,
+    ),
+    Mutant(
+        "a gradient drops the tangents of what it is computed from", "engines/derivatives.py",
+        "elif torch.is_grad_enabled() or not _is_plain((*tensors, *given)):", "elif torch.is_grad_enabled():",
+        FORWARD_MODE,
+    ),
+    Mutant(
+        "a second derivative counts a tensor twice of which another was computed", "engines/derivatives.py",
+        "return tensor.view_as(tensor) if again", "return tensor if again", FORWARD_MODE,
+    ),
+    Mutant(
+        "the kernel is given an offset that a transform wraps", "engines/native/engine.py",
+        "with outside_transforms():\n            offset =", "if True:\n            offset =", FORWARD_MODE,
+    ),
+    Mutant(
+        "the kernels are given a tangent that only torch's operators can read", "engines/derivatives.py",
+        "return tracing or any(", "return any(", FORWARD_MODE,
     ),
 )  # fmt: skip
 
