@@ -21,7 +21,7 @@ NATIVE = "tests/engines/test_native.py"
 LOOK = "tests/engines/test_look.py"
 INPUTS = "tests/engines/test_inputs.py"
 SAFETY = "tests/engines/test_safety.py"
-CACHES = "tests/engines/test_caches.py"
+ENGINE_CACHES = "tests/engines/test_caches.py"
 PACKED = "tests/engines/test_packed_linear.py"
 FREEZE = "tests/nn/test_freeze.py"
 LOSS = "tests/nn/test_loss.py"
@@ -54,27 +54,28 @@ class Mutant(NamedTuple):
 MUTANTS = (
     Mutant(
         "a mask is read once and never again", "masks/from_tensors.py",
-        "if mask is None or now is None or now != known:", "if mask is None:", CACHES,
+        "if mask is None or now is None or now != known:", "if mask is None:", ENGINE_CACHES,
     ),
     Mutant(
         "the fingerprint reads the shape and not the content", "fingerprint.py",
         "return value.dtype, tuple(value.shape), repeated, _digest(array)",
-        "return value.dtype, tuple(value.shape), repeated", CACHES,
+        "return value.dtype, tuple(value.shape), repeated", ENGINE_CACHES,
     ),
     Mutant(
         "what a function closes over does not count", "fingerprint.py",
-        "yield name, cell.cell_contents", "yield name, type(cell.cell_contents)", CACHES,
+        "yield name, cell.cell_contents", "yield name, type(cell.cell_contents)", ENGINE_CACHES,
     ),
     Mutant(
         "the cache drops what was used last", "cache.py",
-        "gone += self._pop(next(iter(self._entries)))", "gone += self._pop(next(reversed(self._entries)))", CACHES,
+        "gone += self._pop(next(iter(self._entries)))", "gone += self._pop(next(reversed(self._entries)))",
+        ENGINE_CACHES,
     ),
     Mutant(
         "an entry outlives its owner", "cache.py",
-        "owner if nbytes > SHARED_BYTES and size_of(owner) else None", "None", CACHES,
+        "owner if nbytes > SHARED_BYTES and size_of(owner) else None", "None", ENGINE_CACHES,
     ),
     Mutant(
-        "a plan of an old mask is used", "attention.py", "plan[0].mask is not mask", "False", CACHES,
+        "a plan of an old mask is used", "attention.py", "plan[0].mask is not mask", "False", ENGINE_CACHES,
     ),
     Mutant(
         "a mask tensor that is unfrozen stays without a gradient", "integrations/tensors.py",
@@ -82,7 +83,7 @@ MUTANTS = (
     ),
     Mutant(
         "a compiled graph does not check the masks that it has read", "masks/algebra.py",
-        "if repr([fingerprint(tensor) for tensor in tensors]) != before:", "if False:", CACHES,
+        "if repr([fingerprint(tensor) for tensor in tensors]) != before:", "if False:", ENGINE_CACHES,
     ),
     Mutant(
         "a document sees the first token of the next", "masks/by_position.py",

@@ -122,4 +122,7 @@ def _fingerprints(given: tuple[Any, ...]) -> tuple | None:
 
 
 def _copy(value: Any) -> Any:
-    return data_of(value).detach().clone(memory_format=torch.contiguous_format) if isinstance(value, Tensor) else value
+    if not isinstance(value, Tensor):
+        return value
+    value = data_of(value).detach()
+    return value.clone(memory_format=torch.contiguous_format) if value.layout == torch.strided else value
