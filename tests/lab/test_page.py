@@ -128,3 +128,22 @@ def test_labels_are_chinese_where_there_is_a_font(monkeypatch: pytest.MonkeyPatc
     assert draw.saying("zh")("weight", "权重") == "权重"
     assert draw.saying("en")("weight", "权重") == "weight"
     assert chinese_font() is None or isinstance(chinese_font(), str)
+
+
+def test_costs_within_a_decade_have_labels() -> None:
+    """Bytes from 200 to 900 thousand hold no power of ten."""
+    from matplotlib.figure import Figure
+
+    from regard.lab.draw import powers
+
+    figure = Figure()
+    axis = figure.subplots()
+    powers(axis, {"lengths": [64, 128], "bytes": [2.1e5, 8.9e5]}, [("bytes", "n^2")], lambda en, zh: en)
+    figure.canvas.draw()
+    low, high = axis.get_ylim()
+    shown = [
+        label.get_text()
+        for at, label in zip(axis.get_yticks(), axis.get_yticklabels(), strict=True)
+        if low <= at <= high
+    ]
+    assert len([text for text in shown if text]) >= 2

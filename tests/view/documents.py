@@ -126,7 +126,9 @@ def translation() -> Made:
     document.weights["rollout"] = torch.stack(found)
     document.arrays["rollout-layers"] = encode(document.weights["rollout"].numpy())
     document.arrays["rollout"] = document.arrays["rollout-layers"][-1]
-    document.about["rollout"] = {"stream": "source", "map": "rollout", "layers": "rollout-layers"}
+    document.about["rollout"] = {
+        "stream": "source", "kind": "encoder", "map": "rollout", "layers": "rollout-layers", "exact": True,
+    }  # fmt: skip
     return document
 
 

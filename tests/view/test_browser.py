@@ -171,9 +171,11 @@ def test_patches_show_their_weights_over_the_image(tab: Open, made: dict[str, Ma
     pixels = opened.page.evaluate(
         "() => [...document.querySelector('.heat').getContext('2d').getImageData(0, 0, 8, 6).data]"
     )
-    alpha = pixels[3::4]
-    assert alpha[weights[patch, 1:].argmax().item()] == max(alpha)
-    assert alpha[weights[patch, 1:].argmin().item()] == min(alpha) < max(alpha)
+    light = [sum(pixels[n : n + 3]) for n in range(0, len(pixels), 4)]
+    assert light[weights[patch, 1:].argmax().item()] == max(light)
+    assert light[weights[patch, 1:].argmin().item()] == min(light) < max(light)
+    opened.page.locator(".opacity").fill("0")
+    assert opened.page.evaluate("() => document.querySelector('.heat').style.opacity") == "0"  # the image itself
 
 
 def test_words_show_where_they_look_in_time(tab: Open, made: dict[str, Made]) -> None:
@@ -376,7 +378,7 @@ def test_the_interface_speaks_chinese(tab: Open) -> None:
 
 
 @pytest.mark.parametrize("document", ["translation", "picture", "sound"])
-def test_every_view_is_saved_as_png_and_svg(tab: Open, document: str, tmp_path: Path) -> None:
+def test_every_view_is_saved_as_png_and_svg(tab: Open, made: dict[str, Made], document: str, tmp_path: Path) -> None:
     views = {"picture": ["image"], "sound": ["sound"]}
     opened = tab(document, "token=2")
     for view in views.get(document, ["heads", "map", "tokens", "rollout", "statistics"]):
@@ -387,10 +389,18 @@ def test_every_view_is_saved_as_png_and_svg(tab: Open, document: str, tmp_path: 
                 opened.page.click(f"[data-act={kind}]")
             path = tmp_path / download.value.suggested_filename
             download.value.save_as(path)
-            assert path.name.startswith(f"regard-{view}")
+            name = {"map": "map-encoder-0-0", "tokens": "tokens-encoder-0-0", "image": "image-encoder-0-0",
+                    "sound": "sound-encoder-0-0"}.get(view, f"{view}-encoder")  # fmt: skip
+            assert path.name == f"regard-{name}.{kind}"
             saved = path.read_bytes()
             assert saved.startswith(start)
             assert len(saved) > 4000 if kind == "png" else len(list(ElementTree.fromstring(saved).iter())) > 3
+            if kind == "svg":
+                text = saved.decode()
+                assert "Encoder" in text
+                assert ("colour-bar" in text) == (view not in ("tokens", "sound"))
+                if view == "image":
+                    assert text.count(made["picture"].about["image"]["href"]) == 2  # as it is, and below the weights
 
 
 def test_only_what_is_shown_is_decoded(tab: Open) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import math
 import re
 from collections.abc import Callable, Sequence
 from functools import lru_cache
@@ -112,9 +113,15 @@ def heat(
 
 def powers(axis: Any, found: Found, series: Sequence[tuple[str, str]], say: Say) -> None:
     """Costs against length on logarithmic axes; each series is a name of `found` and its label."""
+    from matplotlib.ticker import LogFormatterSciNotation, LogLocator
+
     for name, label in series:
         axis.loglog(found["lengths"], found[name], "o-", label=label)
     axis.set_xlabel(say("length n", "长度 n"))
     axis.set_xticks(found["lengths"], [str(n) for n in found["lengths"]])
     axis.minorticks_off()
+    low, high = axis.get_ylim()
+    if high < 20 * low:  # one decade has one power of ten at most
+        axis.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+        axis.yaxis.set_major_formatter(LogFormatterSciNotation(minor_thresholds=(math.inf, math.inf)))
     axis.legend()

@@ -204,4 +204,6 @@ def _rollout(record: Record, fitting: Sizes, arrays: dict[str, np.ndarray]) -> d
         layers = layers / (torch.arange(side + 1) * first.K // side).diff()
     small = encode(pooled(layers, (side, side)).numpy())
     arrays["rollout"], arrays["rollout-layers"] = small[-1], small
-    return {"stream": record.ends(first)[1], "map": "rollout", "layers": "rollout-layers", "exact": exact}
+    return {
+        "stream": record.ends(first)[1], "kind": kind, "map": "rollout", "layers": "rollout-layers", "exact": exact,
+    }  # fmt: skip

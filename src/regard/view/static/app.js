@@ -131,10 +131,12 @@ export function start(root, source, { language = "en", address = false, keys = r
     async save(kind) {
       try {
         const attention = app.attention();
-        const title = [app.source.about.title, app.t(`view.${app.state.view}`), attention && app.t("heads.one", { layer: attention.layer, head: app.state.head })];
+        const shown = app.state.view === "rollout" ? app.source.about.rollout.kind : app.state.kind;
+        const title = [app.source.about.title, app.t(`view.${app.state.view}`), shown && app.t(`kind.${shown}`), attention && app.t("heads.one", { layer: attention.layer, head: app.state.head })];
         const drawing = await views[app.state.view].figure();
-        const name = `regard-${app.state.view}-${attention?.layer ?? 0}-${app.state.head}`;
-        const whole = ["heads", "statistics", "rollout"].includes(app.state.view) ? title.slice(0, 2) : title;
+        const all = ["heads", "statistics", "rollout"].includes(app.state.view); // of all heads
+        const name = ["regard", app.state.view, shown, ...(all ? [] : [attention?.layer ?? 0, app.state.head])].filter((part) => part !== undefined && part !== "").join("-");
+        const whole = all ? title.slice(0, 3) : title;
         say(app.t("saved", { name: await save(drawing, kind, name, whole.filter(Boolean).join(" · "), dark()) }));
       } catch (error) {
         app.trouble(error);

@@ -64,18 +64,18 @@ function* cycle(items) {
 }
 
 // The end of a scale, which has two digits.
-function scale(top) {
+export function scaleText(top) {
   return top && top < 0.001 ? top.toExponential(1) : String(Number(top.toPrecision(2)));
 }
 
 export function legend(element, palette, top, label) {
   const stops = Array.from({ length: 33 }, (_, n) => palette.css(n / 32, 1)).join(", "); // along the weights
-  const bar = el("span", { class: "legend-bar", role: "img", "aria-label": `${label}: 0 – ${scale(top)}` });
+  const bar = el("span", { class: "legend-bar", role: "img", "aria-label": `${label}: 0 – ${scaleText(top)}` });
   bar.style.background = `linear-gradient(to right, ${stops})`;
   element.replaceChildren(
     el("span", { text: "0" }),
     bar,
-    el("span", { text: scale(top) }),
+    el("span", { text: scaleText(top) }),
   );
 }
 

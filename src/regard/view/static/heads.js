@@ -1,4 +1,5 @@
 // All heads as thumbnails: a row for each layer, or one flow when they are sorted or filtered otherwise.
+import { colourBar } from "./axes.js";
 import { el, svg } from "./dom.js";
 import { joined, topOf } from "./levels.js";
 import { coloured } from "./raster.js";
@@ -133,7 +134,8 @@ export function headsView(app) {
       const palette = app.palette();
       const across = Math.min(entries.length, Math.max(...app.attentions().map(({ heads }) => heads.length), 1));
       const down = Math.ceil(entries.length / across);
-      const drawing = svg("svg", { width: across * 108 + 16, height: down * 124 + 16 });
+      const drawing = svg("svg", { width: Math.max(380, across * 108 + 16), height: down * 124 + 40 });
+      drawing.append(colourBar(12, down * 124 + 18, palette, ["0", app.t("strongest")]));
       for (const [n, { attention, head, found }] of entries.entries()) {
         const level = joined(await app.source.level(attention, head), SIDE, SIDE);
         const canvas = el("canvas");

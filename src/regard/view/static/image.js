@@ -1,4 +1,5 @@
 // Patches over an image.
+import { colourBar, scaleText } from "./axes.js";
 import { el, svg } from "./dom.js";
 import { overView } from "./over.js";
 import { palette } from "./colours.js";
@@ -9,10 +10,16 @@ export function imageView(app) {
   const mark = el("div", { class: "patch", hidden: true });
   const stage = el("div", { class: "picture", tabindex: "0", role: "img" }, picture, heat, mark);
   const about = () => app.source.about.image;
+  // From the image alone to the weights alone.
+  const opacity = el("input", { type: "range", min: 0, max: 100, value: 75, class: "slider opacity" });
+  opacity.addEventListener("input", () => (heat.style.opacity = opacity.value / 100));
+  heat.style.opacity = 0.75;
+  let top = 0;
 
   const view = overView(app, {
     element: stage,
     kind: "image",
+    control: opacity,
     hit(event) {
       const box = stage.getBoundingClientRect();
       const [rows, columns] = about().grid;
@@ -34,6 +41,8 @@ export function imageView(app) {
     prepare() {
       if (picture.getAttribute("src") !== about().href) picture.src = about().href;
       stage.setAttribute("aria-label", app.t("view.image"));
+      opacity.setAttribute("aria-label", app.t("opacity"));
+      opacity.title = app.t("opacity");
     },
     clear() {
       heat.width = heat.width;
@@ -42,6 +51,7 @@ export function imageView(app) {
     paint({ values, token, largest }) {
       const { first, grid } = about();
       const [rows, columns] = grid;
+      top = largest;
       heat.width = columns;
       heat.height = rows;
       const context = heat.getContext("2d");
@@ -50,7 +60,7 @@ export function imageView(app) {
       for (let n = 0; n < rows * columns; n++) {
         const weight = values[first + n] ?? 0;
         image.data.set(colours.bytes(weight, largest), 4 * n);
-        image.data[4 * n + 3] = 130 + 70 * Math.sqrt(largest > 0 ? Math.max(0, weight) / largest : 0);
+        image.data[4 * n + 3] = 255;
       }
       context.putImageData(image, 0, 0);
       const at = token === null ? -1 : token - first;
@@ -65,9 +75,11 @@ export function imageView(app) {
       const [width, height] = [640, Math.round((640 * (picture.naturalHeight || 1)) / (picture.naturalWidth || 1))];
       return svg(
         "svg",
-        { width, height },
+        { width: 2 * width + 12, height: height + 30 },
         svg("image", { width, height, href: about().href, preserveAspectRatio: "none" }),
-        svg("image", { width, height, href: heat.toDataURL(), preserveAspectRatio: "none", "image-rendering": "pixelated" }),
+        svg("image", { x: width + 12, width, height, href: about().href, preserveAspectRatio: "none" }),
+        svg("image", { x: width + 12, width, height, href: heat.toDataURL(), preserveAspectRatio: "none", "image-rendering": "pixelated", opacity: opacity.value / 100 }),
+        colourBar(width + 12, height + 10, palette(true), ["0", `${scaleText(top)}  ${app.t("weight")}`]),
       );
     },
   });

@@ -12,7 +12,7 @@ export function overView(app, stage) {
   const element = el(
     "section",
     { class: `view view-over view-${stage.kind}` },
-    el("div", { class: "over-main" }, el("div", { class: "bar" }, sides.element, readout), stage.element),
+    el("div", { class: "over-main" }, el("div", { class: "bar" }, sides.element, stage.control, readout), stage.element),
     list.element,
   );
   let outside = []; // tokens of the chosen side that are no part of the picture

@@ -1,5 +1,5 @@
 // A matrix of weights that is zoomed and read: canvas, axes, tooltip, keys. Knows nothing of heads or layers.
-import { axes, legend } from "./axes.js";
+import { axes, colourBar, legend, scaleText } from "./axes.js";
 import { debounced, el, framed, svg } from "./dom.js";
 import { cellAt, cut, joined, topOf } from "./levels.js";
 import { createPanel } from "./panel.js";
@@ -329,7 +329,9 @@ export function createPlane(app, onWindow) {
           }),
         );
       }
-      return svg("svg", { width: size.width + LEFT + EDGE, height: size.height + TOP + EDGE }, inside);
+      const single = base.rows === field.Q && base.columns === field.K;
+      const bar = colourBar(LEFT, size.height + TOP + 18, palette, ["0", `${scaleText(top)}  ${app.t(single ? "weight" : "pooled")}`]);
+      return svg("svg", { width: Math.max(440, size.width + LEFT + EDGE), height: size.height + TOP + 40 }, inside, bar);
     },
   };
   new ResizeObserver(framed(() => plane.resize())).observe(box);

@@ -81,11 +81,18 @@ export function soundView(app) {
     figure() {
       const drawing = svg(
         "svg",
-        { width: 1000, height: 340 },
+        { width: 1000, height: 356 },
         svg("image", { width: 1000, height: 200, href: about().href, preserveAspectRatio: "none" }),
         svg("image", { width: 1000, height: 200, href: veil.toDataURL(), preserveAspectRatio: "none", "image-rendering": "pixelated" }),
       );
-      if (shown) drawing.append(svg("path", { transform: "translate(0 210)", fill: "#4553d6", d: shape(shown.values, shown.largest) }));
+      const { seconds } = about();
+      for (let n = 0; n <= 5; n++) drawing.append(svg("text", { x: 4 + 196 * n, y: 348, "font-size": 12, text: `${brief((seconds * n) / 5)} s` }));
+      if (shown) {
+        drawing.append(
+          svg("path", { transform: "translate(0 210)", fill: "#4553d6", d: shape(shown.values, shown.largest) }),
+          svg("text", { x: 4, y: 224, "font-size": 12, text: `${app.t("weight")}: 0 – ${number(shown.largest)}` }),
+        );
+      }
       return drawing;
     },
   });
