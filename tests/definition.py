@@ -76,6 +76,8 @@ def visible(mask: Any, at: Places) -> Tensor:
         return torch.ones(at.shape, dtype=torch.bool)
     if isinstance(mask, Tensor):
         return at.whole(mask)
+    if kind(mask) == "FromTensors":  # the mask of the tensors as they are now
+        mask = mask.snapshot()
     return at.whole(MASKS[kind(mask)](mask, at))
 
 

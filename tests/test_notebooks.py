@@ -46,7 +46,7 @@ def test_the_widget_answers_through_a_kernel(tmp_path: Path, monkeypatch: pytest
     """A window is asked as the browser asks it, by a message to the widget's comm, and comes back over the wire."""
     monkeypatch.setenv("MPLBACKEND", "module://matplotlib_inline.backend_inline")
     book, client = opened("look", tmp_path)
-    book.cells.append(nbformat.v4.new_code_cell('record.window("0", 1, (0, 4), (0, 5)).tolist()'))
+    book.cells.append(nbformat.v4.new_code_cell('record.window("0", 1, (0, 4), (0, 5)).weights.tolist()'))
     book.cells.append(nbformat.v4.new_code_cell("record"))
     with client.setup_kernel():
         for number, cell in enumerate(book.cells):
@@ -73,7 +73,7 @@ def test_the_widget_answers_through_a_kernel(tmp_path: Path, monkeypatch: pytest
         }
         content, buffers = answer(client, comm, asked)
         wrong, _ = answer(client, comm, asked | {"id": 8, "attention": "none"})
-    assert content == {"id": 7, "rows": 4, "columns": 5}
+    assert content == {"id": 7, "rows": [[n, n + 1] for n in range(4)], "columns": [[n, n + 1] for n in range(5)]}
     expected = np.array(ast.literal_eval(book.cells[-2].outputs[0]["data"]["text/plain"]))
     np.testing.assert_allclose(np.frombuffer(buffers[0], "<f4").reshape(4, 5), expected, rtol=1e-6)
     assert "<iframe srcdoc=" in book.cells[-1].outputs[0]["data"]["text/html"]  # a record shows itself as a page

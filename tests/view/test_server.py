@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -210,7 +211,8 @@ def test_a_request_that_ends_early_is_no_error(session: Session, caplog: pytest.
         "type": "http", "method": "POST", "path": "/api/run", "headers": headers, "query_string": b"", "root_path": "",
         "raw_path": b"/api/run", "scheme": "http", "server": ("127.0.0.1", 8765), "http_version": "1.1",
     }  # fmt: skip
-    anyio.run(application(session), scope, receive, send)
+    with ThreadPoolExecutor(1) as pool:  # this thread may have a loop that the browser's driver runs
+        pool.submit(anyio.run, application(session), scope, receive, send).result()
     assert caplog.records == []
     assert sent[0]["status"] == 400
 
