@@ -340,9 +340,11 @@ def test_hooks_run_with_and_without_an_added_mask() -> None:
     layer(x)
     layer(x, mask=rg.causal())
     assert calls == ["before", "after"] * 2
-    for module in layer.modules():  # as profilers and summaries do; a score is not called, like an nn.ModuleList
-        module.register_forward_hook(lambda *_: None)
+    # As profilers and summaries do; a score is not called, like an nn.ModuleList, and `Dot()` is one for all.
+    handles = [module.register_forward_hook(lambda *_: None) for module in layer.modules()]
     layer(x)
+    for handle in handles:
+        handle.remove()
 
 
 def test_positions_that_are_written_to_are_seen() -> None:
