@@ -253,7 +253,7 @@ template <class T> struct LinearForward : LinearProblem<T> {
 
   int add_up(const Scratch& s, int thread, int threads) const {
     const int64_t parts = split.parts() - split.segments,
-                  work = split.heads * parts;  // nobody waits for the last segment
+                  work = split.heads * parts;  // nothing depends on the last segment
     for (int64_t w = share(work, thread, threads); w < share(work, thread + 1, threads); ++w) {
       const int64_t head = w / parts, part = w % parts;
       T* state = states + (head * split.parts() + part) * state_size;

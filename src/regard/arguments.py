@@ -35,7 +35,7 @@ def offset(value: Any) -> int | Tensor | None:
 
 
 def read_offset(value: Any) -> int | Tensor:
-    """The offset as calls take it: a number, or (B,) int64 numbers that nobody else can write to."""
+    """The offset as calls take it: a number, or a private copy of (B,) int64 numbers."""
     return value.detach().to(torch.int64, copy=True).reshape(-1) if isinstance(value, Tensor) else value
 
 

@@ -57,7 +57,7 @@ def traffic() -> Iterator[Traffic]:
 
 @dataclass(frozen=True, eq=False)
 class Wire:
-    """A process group, where this rank stands in it, and how long it waits for the others.
+    """A process group, the index of this rank in it, and the timeout of its messages.
 
     The group is held weakly: the graph of a result that lives on must not keep it open once it is destroyed, since it
     would then be closed while the process ends, which aborts where another rank has gone.

@@ -1,6 +1,6 @@
 """Derivatives of what kernels compute: reverse mode, forward mode, and one over the other.
 
-A kernel is outside of torch, which therefore has to be told every derivative of it. An `Operator` knows the kernel, its
+Torch cannot differentiate a kernel, so every derivative is given to it here. An `Operator` knows the kernel, its
 gradients, its tangents, and the same results by torch's own operators, from which all further derivatives follow.
 `apply` chooses what a call needs. Nothing is dropped: what is not known here raises.
 """

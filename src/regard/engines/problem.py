@@ -38,7 +38,7 @@ class Problem:
     tangent: bool = False  # whether anything has a tangent, or may have one behind a torch.func transform
     torch_only: bool = False  # whether derivatives may be asked for that only torch's own operators give
     direct: bool = True  # whether the kernels may read the tensors in place, see `plain.direct`
-    broadcasts: bool = False  # whether query, key or value has a batch of 1 that stands for more
+    broadcasts: bool = False  # whether query, key or value has a batch axis of 1 that broadcasts
     sharded: bool = False  # whether one of the tensors is a DTensor
     memo: dict = field(default_factory=dict, init=False)  # what engines remember of the problem
 
