@@ -109,28 +109,31 @@ class _Bounds:
         K = x.at.shape[3]
         self.in_sum = self.count.clamp(max=K / 8) + 16.0  # roundings in the sum of the weights
         self.d, self.slope, self.e_slope = self._logits()
+        empty = x.lse.isneginf()
+        seen = x.visible & ~empty.unsqueeze(-1)
+        # In logs, since a weight that is 0 in float64 may be large where its logit is off by more than it is away.
+        log_weights = torch.where(seen, x.logits - x.lse.unsqueeze(-1), -torch.inf)
         self.away = torch.where(x.visible, (x.logits - x.lse.unsqueeze(-1)).abs(), 0.0)
         self.d_sink = 2 * u * x.sink.abs() if x.sink is not None else None
 
         # How far errors of logits move the log-sum-exp: the log of the mean of e^d over the weights.
-        shift = torch.where(x.visible & (x.weights > 0), x.weights.log() + self.d, -torch.inf)
+        shift = log_weights + self.d
         spread = 2 * u * (x.weights * self.away).sum(-1)
         self.sink_weight = None
         if x.sink is not None and self.d_sink is not None:
             log_share = x.sink - x.lse.unsqueeze(-1)  # (B, H, Q, 1)
-            self.sink_weight = log_share.exp()
+            self.log_sink_weight, self.sink_weight = log_share, log_share.exp()
             shift = torch.cat([shift, log_share + self.d_sink], -1)
             spread = spread + 2 * u * (self.sink_weight * log_share.abs()).squeeze(-1)
-        empty = x.lse.isneginf()
         size = x.lse.abs().masked_fill(empty, 0.0)
         moved = shift.logsumexp(-1).clamp(min=0) if shift.shape[-1] else torch.zeros_like(x.lse)
         moved = moved.masked_fill(empty, 0.0)
         self.lse = moved + spread + self.in_sum * u + 4 * u * size + unit.tiny
 
         theta = self.d + (moved + self.in_sum * u).unsqueeze(-1) + 2 * u * self.away
-        self.e_weights = self._of_weights(theta, x.weights) * x.visible
+        self.e_weights = self._of_weights(theta, log_weights) * x.visible
         self.theta = self.d + (self.lse + 3 * u * size + 6 * u).unsqueeze(-1) + 2 * u * self.away
-        self.e_again = self._of_weights(self.theta, x.weights) * x.visible  # from the stored log-sum-exp
+        self.e_again = self._of_weights(self.theta, log_weights) * x.visible  # from the stored log-sum-exp
         self.size = size
 
         self.P = x.weights if x.keep is None else x.weights * x.keep
@@ -145,9 +148,11 @@ class _Bounds:
             bound = unit.store(plain, bound) if unit.lowered else bound
         self.output = unit.store(x.output, bound)
 
-    def _of_weights(self, theta: Tensor, weights: Tensor) -> Tensor:
+    def _of_weights(self, theta: Tensor, log_weights: Tensor) -> Tensor:
         """The bound of weights off by a factor within e^±theta. No weight is negative, nor above 1 but for rounding."""
-        return (weights * theta.clamp(max=700).expm1()).clamp(max=1 + 16 * self.unit.u) + self.unit.tiny
+        near = log_weights.exp() * theta.clamp(max=1).expm1()
+        far = (log_weights + theta.clamp(max=1e300)).clamp(max=1).exp()
+        return torch.where(theta < 1, near, far).clamp(max=1 + 16 * self.unit.u) + self.unit.tiny
 
     def _values(self, weights: Tensor, read: Reader) -> Tensor:
         return output_of(weights, self.x.value.abs(), self.bias, read, self.x.at)
@@ -246,7 +251,7 @@ class _Bounds:
             outs = [output_of(w, value, self.bias, read, x.at) for w in weights]
             leaves = [value, *read.leaves.values()]
             rough, sums = (torch.autograd.grad(out, leaves, d_output.abs()) for out in outs)
-        e_value = rough[0] + ((Q * H + 8) * u + self._per_head()) * sums[0]
+        e_value = rough[0] + (Q * H + 8) * u * sums[0]
         for key, e, s in zip(read.leaves, rough[1:], sums[1:], strict=True):
             add(key, e + (B * H * Q + K + 8) * u * s)
 
@@ -268,16 +273,16 @@ class _Bounds:
                 if e is None:
                     continue
                 bound = e + (K + B * H * Q + D if kind(part) == "Shaw" else n) * u * s + 8 * u * s
-                if key is None:  # is stored before it is added to the rest
-                    e_query = e_query + bound + unit.lowered * s
+                if key is None:
+                    e_query = e_query + bound
                 else:
                     add(key, bound)
 
         # The sink.
         if isinstance(self.sink, Tensor) and self.sink_weight is not None and self.d_sink is not None:
-            share = self.sink_weight.squeeze(-1)
-            theta = self.d_sink.squeeze(-1) + self.lse + (3 * self.size + 2 * share.log().clamp(min=-1e9).abs() + 6) * u
-            off = self._of_weights(theta, share)
+            share, log_share = self.sink_weight.squeeze(-1), self.log_sink_weight.squeeze(-1)
+            theta = self.d_sink.squeeze(-1) + self.lse + (3 * self.size + 2 * log_share.clamp(min=-1e9).abs() + 6) * u
+            off = self._of_weights(theta, log_share)
             e_sink = off * (delta.abs() + e_delta) + share * e_delta + (B * Q + 4) * u * share * delta.abs()
             e_sink = e_sink.sum((0, 2))
             add(Reader.place(self.sink), e_sink if self.sink.numel() > 1 else e_sink.sum())
@@ -331,24 +336,19 @@ class _Bounds:
         along, size_along = (n * bound).sum(-1, keepdim=True), (n * size).sum(-1, keepdim=True)
         return (bound + n * along + (D / 2 + 8) * u * size + (5 * D / 2 + 16) * u * n * size_along) / length
 
-    def _per_head(self) -> float:
-        """What it costs that gradients of shared keys and values are stored for every head before they are added up."""
-        own = score_kind(self.score) == "Additive" and self.score.weight.dim() == 2
-        return self.unit.lowered if own else 0.0
-
     def _of_additive(self, Gs: Tensor, e_Gs: Tensor, add: Any) -> tuple[Tensor, Tensor]:
         x, u = self.x, self.unit.u
         (B, H, Q, K), D = x.at.shape, x.query.shape[-1]
         t = terms_of(x.query, x.key)
         slope, weight = 1 - t * t, weight_of(self.score, Reader(magnitudes=True))
 
-        def sums(over: int, n: int, stored: float) -> Tensor:
+        def sums(over: int, n: int) -> Tensor:
             size, rough = (Gs.unsqueeze(-1) * slope).sum(over), (e_Gs.unsqueeze(-1) * slope).sum(over)
             flat = (Gs + e_Gs).sum(over).unsqueeze(-1)
             of_head = weight if weight.dim() == 1 else weight.reshape(-1, 1, D)
-            return of_head * (rough + (n * u + stored) * size + TANH * u * flat)
+            return of_head * (rough + n * u * size + TANH * u * flat)
 
-        e_query, e_key = sums(3, K + 10, 0.0), sums(2, Q * H + 10, self._per_head())
+        e_query, e_key = sums(3, K + 10), sums(2, Q * H + 10)
         size = (Gs.unsqueeze(-1) * t.abs()).sum((2, 3))
         rough = (e_Gs.unsqueeze(-1) * (t.abs() + TANH * u) + TANH * u * Gs.unsqueeze(-1)).sum((2, 3))
         e_weight = (rough + (B * H * Q * K + 10) * u * size).sum(0)  # (H, D)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, fields
 from functools import lru_cache
@@ -30,7 +31,7 @@ from regard.sharding import sharding
 
 PLANS = 256  # that an attention remembers
 PLAN_BYTES = 4096  # that a plan takes, roughly
-_DOT = Dot()
+_DOT = Dot()  # the default score: each description replaces it by a module of its own
 _CPU = torch.device("cpu")
 WATCHERS: ContextVar[tuple[Callable[[Attention, Tensor, Tensor], None], ...]] = ContextVar("watchers", default=())
 """Who is told of every call that is computed here and now: its description, query and key."""
@@ -85,13 +86,15 @@ class Attention(Description):
     dropout: float = 0.0
 
     def __post_init__(self) -> None:
-        if not isinstance(self.score, Score):
+        if self.score is _DOT:  # one module for all would share its hooks
+            self._set("score", Dot())
+        elif not isinstance(self.score, Score):
             if not callable(self.score) or isinstance(self.score, type):
                 raise TypeError(
                     "score must be Dot(), Cosine(), Additive(weight), Bilinear(matrix) or a function of "
                     f"(score, b, h, q_index, k_index), but is {arguments.came(self.score)}"
                 )
-            self._set("score", Modified(self.score, _DOT))
+            self._set("score", Modified(self.score, Dot()))
         if self.mask is not None and not isinstance(self.mask, Mask):
             self._set("mask", dense(self.mask))
         if self.bias is not None and not isinstance(self.bias, Bias):
@@ -167,7 +170,7 @@ class Attention(Description):
         """
         if unknown:
             arguments.refuse("Attention.forward", unknown)
-        if torch._C._is_any_autocast_enabled() and torch.is_autocast_enabled(getattr(query, "device", _CPU).type):
+        if torch._C._is_any_autocast_enabled() and _autocasts(getattr(query, "device", _CPU)):
             query, key, value = _autocast(query, key, value)
             with _plain(query.device):
                 return self.forward(query, key, value, engine=engine, return_lse=return_lse)
@@ -223,6 +226,7 @@ class Attention(Description):
                 own and tuple([(t.shape, t.dtype, t.device, type(t), t.is_neg()) for t in own]), self.training,
                 type(query) is type(key) is type(value) is Tensor or (type(query), type(key), type(value)),
                 query.is_neg() or key.is_neg() or value.is_neg(), torch._C._len_torch_dispatch_stack(),
+                query.layout is key.layout is value.layout is torch.strided,
                 mode_of((query, key, value, *own)), offset, tuple(ENGINES),
             )  # fmt: skip
             plan = plans.get(asked)
@@ -235,14 +239,15 @@ class Attention(Description):
         if plan is None or replaced:
             problem = self._problem(query, key, value, lse, mask)
             plan = problem, select(problem, engine)
-            if len(plans) >= PLANS or any(other.mask is not mask for other, _ in plans.values()):
+            if len(plans) >= PLANS or any(other.mask is not mask for other, _ in list(plans.values())):
                 plans.clear()  # too many, or those of a mask that has changed
             if asked:
                 plans[asked] = plan
                 CACHE.put(("plans", id(plans)), plans, PLAN_BYTES * len(plans), owner=self, drop=dict.clear)
         elif self.__dict__["_epoch"] != CACHE.epoch:
             CACHE.touch(("plans", id(plans)))
-        object.__setattr__(self, "_epoch", CACHE.epoch)
+        if self.__dict__["_epoch"] != CACHE.epoch:
+            object.__setattr__(self, "_epoch", CACHE.epoch)
         return plan
 
     def tell(self, query: Tensor, key: Tensor) -> None:
@@ -344,6 +349,8 @@ class Attention(Description):
     def _constant(self, name: str, query: Tensor, key: Tensor) -> Problem:
         """The same for what is not differentiable."""
         problem = self._seen(query, key)
+        if problem.device.type == "meta":
+            raise ValueError(f"{name} reads numbers, and tensors on meta have none; pass tensors on another device")
         if problem.tangent:
             raise NotImplementedError(
                 f"{name} is not differentiable, but was given a tensor with a tangent; take weights, which are, "
@@ -488,7 +495,7 @@ def attention(
         attend = _plain_attention(mask, offset, temperature, sink, dropout)
     else:
         attend = Attention(score, mask, bias, offset, temperature, sink, dropout)
-    return attend(query, key, value, engine=engine, return_lse=return_lse)
+    return attend.forward(query, key, value, engine=engine, return_lse=return_lse)
 
 
 def _plain_attention(mask: Mask | None, offset: Any, temperature: float, sink: Any, dropout: float) -> Attention:
@@ -528,16 +535,20 @@ def _check_own(tensor: Tensor, query: Tensor) -> None:
 
 def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
     """As torch's own kernel does: under autocast, floats are taken in the autocast dtype."""
-    device = tensors[0].device.type if isinstance(tensors[0], Tensor) else "cpu"
-    if not torch.is_autocast_enabled(device):
+    device = tensors[0].device if isinstance(tensors[0], Tensor) else _CPU
+    if not _autocasts(device):
         return tensors
-    dtype = torch.get_autocast_dtype(device)
+    dtype = torch.get_autocast_dtype(device.type)
     return tuple(
         t.to(dtype) if isinstance(t, Tensor) and t.is_floating_point() and t.dtype != torch.float64 else t
         for t in tensors
     )
 
 
-def _plain(device: torch.device) -> torch.autocast:
+def _autocasts(device: torch.device) -> bool:
+    return device.type != "meta" and torch.is_autocast_enabled(device.type)
+
+
+def _plain(device: torch.device) -> AbstractContextManager:
     """The arithmetic inside an engine keeps its own dtype."""
-    return torch.autocast(device.type, enabled=False)
+    return nullcontext() if device.type == "meta" else torch.autocast(device.type, enabled=False)

@@ -95,8 +95,8 @@ def _digest(array: np.ndarray) -> bytes:
 def state_of(function: Any) -> Hashable | None:
     """A value that changes when the function, or a tensor, number or function that it reads, does; None if unknown.
 
-    Known are closures, defaults, globals and `functools.partial`, as far as they are numbers, strings, tensors,
-    arrays, containers of these, and functions. An object of a class may read anything, and is unknown.
+    Known are closures, defaults, attributes, globals and `functools.partial`, as far as they are numbers, strings,
+    tensors, arrays, containers of these, and functions. An object of a class may read anything, and is unknown.
 
     >>> limit = torch.tensor(3)
     >>> rule = lambda b, h, p, j: j < limit
@@ -158,6 +158,7 @@ def _reads(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
     """What a function reads beside its arguments, by name."""
     yield "defaults", function.__defaults__
     yield "keyword defaults", function.__kwdefaults__
+    yield "attributes", function.__dict__
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
         try:
             yield name, cell.cell_contents

@@ -40,6 +40,14 @@ class Score(Description):
         """Raise if the score does not fit H heads of width D."""
 
 
+def _check_scale_type(scale: object) -> None:
+    if isinstance(scale, Tensor) and not scale.is_floating_point():
+        raise TypeError(
+            "scale must be a number or a floating-point tensor, one or per head, but is a tensor of "
+            f"{scale.dtype}; convert with scale.float()"
+        )
+
+
 @dataclass(eq=False, repr=False)
 class Dot(Score):
     """Scaled dot product: `scale * q · k`, scale `1/sqrt(D)` unless given as a number or a tensor, one or per head.
@@ -55,6 +63,7 @@ class Dot(Score):
     softcap: float | None = None
 
     def __post_init__(self) -> None:
+        _check_scale_type(self.scale)
         if self.softcap is None:
             return
         if isinstance(self.softcap, bool) or not isinstance(self.softcap, int | float):
@@ -81,7 +90,7 @@ class Dot(Score):
         return _call("Dot", scale=self.scale, softcap=self.softcap)
 
 
-_DOT = Dot()
+_DOT = Dot()  # the default of `Modified`, which replaces it by a module of its own
 
 
 @dataclass(eq=False, repr=False)
@@ -94,6 +103,9 @@ class Cosine(Score):
     """
 
     scale: float | Tensor | None = None
+
+    def __post_init__(self) -> None:
+        _check_scale_type(self.scale)
 
     def tile(self, query: Tensor, key: Tensor, at: At) -> Tensor:
         scale = _per_head(self.scale_for(query.shape[-1]), at, query)
@@ -205,6 +217,8 @@ class Modified(Score):
                 "Modified: function must be a function of (score, b, h, q_index, k_index), "
                 f"but is {type(self.function).__name__}; a score to be modified comes second"
             )
+        if self.score is _DOT:
+            self._set("score", Dot())
         if not isinstance(self.score, Score):
             raise TypeError(f"Modified: score must be a score such as Dot(), but is {type(self.score).__name__}")
 

@@ -374,3 +374,30 @@ def test_a_row_whose_logits_all_lie_far_below_zero_is_not_taken_for_a_masked_one
     torch.testing.assert_close(out, v.mean(2, keepdim=True).expand(1, 1, queries, 4))
     torch.testing.assert_close(lse, torch.full((1, 1, queries), logit))
     assert torch.isfinite(rg.Attention().statistics(q, k).lse).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_gradients_of_a_key_that_heads_share_are_rounded_once(dtype: torch.dtype) -> None:
+    query, key, value = torch.randn(1, 8, 5, 16), 1e-3 * torch.randn(1, 1, 6, 16), torch.randn(1, 1, 6, 16)
+    halves = [tensor.to(dtype).requires_grad_() for tensor in (query, key, value)]
+    wide = [tensor.detach().float().requires_grad_() for tensor in halves]
+    attend = rg.Attention(score=rg.Additive(torch.randn(8, 16)), mask=rg.causal())
+    attend(*halves, engine="native").sum().backward()
+    attend(*wide, engine="native").sum().backward()
+    for half, full in zip(halves, wide, strict=True):
+        assert half.grad is not None
+        assert full.grad is not None
+        assert torch.equal(half.grad, full.grad.to(dtype))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_gradients_of_a_query_with_shaw_are_rounded_once(dtype: torch.dtype) -> None:
+    halves = [torch.randn(1, 2, 5, 16).to(dtype).requires_grad_() for _ in range(3)]
+    wide = [tensor.detach().float().requires_grad_() for tensor in halves]
+    attend = rg.Attention(bias=rg.shaw(torch.randn(7, 16), torch.randn(7, 16)))
+    attend(*halves, engine="native").sum().backward()
+    attend(*wide, engine="native").sum().backward()
+    for half, full in zip(halves, wide, strict=True):
+        assert half.grad is not None
+        assert full.grad is not None
+        assert torch.equal(half.grad, full.grad.to(dtype))

@@ -125,6 +125,8 @@ def why_not(problem: Problem) -> list[str]:
     reasons = []
     if problem.empty:
         reasons.append("an axis is empty")
+    if problem.device.type == "meta":
+        reasons.append("it reads numbers, and tensors on meta have none")
     if type(base) not in (Dot, Cosine, Bilinear):
         reasons.append(f"its kernel knows dot products, not {base!r}")
     if problem.bias is not None and not built_in(problem.bias):

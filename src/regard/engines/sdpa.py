@@ -31,25 +31,40 @@ def run(problem: Problem, query: Tensor, key: Tensor, value: Tensor, seed: Tenso
 
 
 def _attend(problem: Problem, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    reached = None
-    if problem.mask is not None:
-        clean_key, clean_value, bad = finite(key, value)
-        if problem.functional or torch.compiler.is_compiling():
-            key, value, reached = clean_key, clean_value, _reached(problem, bad)
-        elif bool(bad.any()):
-            return tiled.run(problem, query, key, value, None)[0]
+    given, spoiled = (query, key, value), None
+    traced = problem.functional or torch.compiler.is_compiling()
+    if traced:
+        spoiled = query.isnan().any(-1, keepdim=True)
+        if problem.mask is not None:
+            key, value, bad = finite(key, value)
+            spoiled = spoiled | _reached(problem, bad)
     bias, nothing = _dense(problem, query)
     query, key, scale = as_dot(problem, query, key)
+    scale /= problem.temperature
+    if not traced and _is_risky(problem, query, key, value, bias, scale):
+        return tiled.run(problem, *given, None)[0]
     if (repeats := problem.frame.H // problem.G) > 1:
         key, value = key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)
     output = F.scaled_dot_product_attention(
-        query, key, value, attn_mask=bias, is_causal=_plain_causal(problem), scale=scale / problem.temperature
+        query, key, value, attn_mask=bias, is_causal=_plain_causal(problem), scale=scale
     )
     if nothing is not None:
         output = output.masked_fill(nothing, 0.0)
-    if reached is not None:
-        output = output * torch.where(reached, float("nan"), 1.0).to(output)
+    if spoiled is not None:
+        output = output * torch.where(spoiled, float("nan"), 1.0).to(output)
     return output
+
+
+def _is_risky(problem: Problem, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, scale: float) -> bool:
+    """Whether torch's kernel may be wrong: a row of NaN is an empty one to it, and -inf is added to what is masked."""
+    largest = [tensor.detach().abs().amax().double() for tensor in (query, key)]  # NaN and inf stay what they are
+    bound = largest[0] * largest[1] * (problem.D * abs(scale))
+    risky = ~(bound < torch.finfo(problem.arithmetic).max)
+    if problem.mask is not None:
+        risky = risky | ~value.detach().isfinite().all()
+    if bias is not None and bias.is_floating_point():
+        risky = risky | bias.detach().isnan().any()
+    return bool(risky)
 
 
 def as_dot(problem: Problem, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor, float]:
@@ -108,6 +123,8 @@ def why_not(problem: Problem) -> list[str]:
     score, reasons = problem.score, []
     if problem.empty:
         reasons.append("an axis is empty")
+    if problem.device.type == "meta":
+        reasons.append("it reads numbers, and tensors on meta have none")
     if type(score) not in (Dot, Cosine, Bilinear):
         reasons.append(f"its kernel knows dot products, not {score!r}")
     elif isinstance(score, Dot) and score.softcap is not None:

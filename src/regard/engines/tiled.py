@@ -358,6 +358,8 @@ def why_not(problem: Problem) -> list[str]:
     reasons = []
     if problem.empty:
         reasons.append("an axis is empty")
+    if problem.device.type == "meta":
+        reasons.append("it reads numbers, and tensors on meta have none")
     if torch.compiler.is_compiling():
         reasons.append("torch.compile would unroll its loop over tiles")
     if problem.functional and holds_transformed(problem.mask):

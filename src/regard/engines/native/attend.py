@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -109,7 +110,7 @@ def backward(
         place(dk), place(dv), rows_of(d_diagonal), rows_of(d_table), place(d_bias), place(delta),
         place(d_weight),
     )  # fmt: skip
-    call("regard_dot_backward", packed(x, fixed), GRADIENT.pack(*(n for place in places for n in place)))
+    call("regard_dot_backward", packed(x, fixed), GRADIENT.pack(*chain.from_iterable(places)))
     d_sink = None
     if x.sink is not None and delta is not None:
         share = (x.sink[:, None] - lse).exp()  # what the sink takes of each row

@@ -22,7 +22,7 @@ from regard.engines.plain import LOWEST, NoMemory, address, direct, materialised
 from regard.engines.problem import Engine, Problem
 from regard.engines.visible import mask_layout, visible_keys
 from regard.positions.biases import Shaw, built_in
-from regard.scores import BUILT_IN, Dot
+from regard.scores import BUILT_IN, Additive, Dot
 
 SMALL = 1 << 24  # bytes of dense weights below which torch.func is served by torch's own operators
 LAYOUTS = 16  # of query, key and value, for which a problem is packed beforehand
@@ -42,9 +42,14 @@ constant(visible_keys)
 def run(
     problem: Problem, query: Tensor, key: Tensor, value: Tensor, seed: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
+    if (problem.grad or problem.tangent) and (wide := _without_half(problem)) is not None:
+        output, lse = run(wide, query.to(wide.dtype), key.to(wide.dtype), value.to(wide.dtype), seed)
+        return output.to(problem.dtype), lse
     if torch.compiler.is_compiling() or not problem.direct:
         return _indirect(problem, query, key, value, seed)
     try:
+        if problem.memo and seed is None:  # packed before, so plain; the plan belongs to this mode of differentiation
+            return _plain_forward(problem, query, key, value)
         plain = seed is None and problem.bias is None and problem.sink is None and isinstance(problem.score, Dot)
         derived = problem.grad or problem.tangent or problem.functional
         if plain and not derived and not problem.score.tensors():
@@ -53,6 +58,17 @@ def run(
         return _in_place(problem, x, shaw, fixed)
     except NoMemory:  # zeros without storage, or memory that was freed
         return _indirect(replace(problem, direct=False), query, key, value, seed)
+
+
+def _without_half(problem: Problem) -> Problem | None:
+    """The problem in float32, where a gradient in half precision would be rounded in parts before they are added up."""
+    if problem.dtype == problem.arithmetic:
+        return None
+    per_head = isinstance(problem.score, Additive) and problem.score.weight.numel() > problem.D
+    in_parts = (per_head and problem.G < problem.frame.H) or any(
+        isinstance(part, Shaw) for part in (problem.bias.parts() if problem.bias is not None else ())
+    )
+    return replace(problem, dtype=problem.arithmetic) if in_parts else None
 
 
 def _indirect(
@@ -93,6 +109,9 @@ def gradients(
 
     Without a sink and without Shaw's values.
     """
+    if (wide := _without_half(problem)) is not None:
+        problem, tensors = wide, [tensor.to(wide.dtype) for tensor in tensors]
+        output, grad_output = output.to(wide.dtype), grad_output.to(wide.dtype)
     query, key, value = tensors
     x, _, fixed = prepared(problem, query, key, value, seed)
     with torch.no_grad():
