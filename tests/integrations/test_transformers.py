@@ -266,9 +266,7 @@ def test_packed_sequences_do_not_see_one_another(name: str) -> None:
 def test_packed_edges_alone_keep_sequences_apart() -> None:
     query, key, value = torch.randn(3, 1, 2, 13, 8)
     edges = packed()[2]
-    module = nn.Module()
-    module.is_causal = True  # type: ignore[assignment]
-    output, _ = attend(module, query, key, value, None, cu_seq_lens_q=edges)
+    output, _ = attend(nn.Module(), query, key, value, None, is_causal=True, cu_seq_lens_q=edges)
     for start, stop in zip(edges[:-1].tolist(), edges[1:].tolist(), strict=True):
         part = [tensor[:, :, start:stop] for tensor in (query, key, value)]
         expected = nn.functional.scaled_dot_product_attention(*part, is_causal=True)
@@ -290,29 +288,114 @@ def test_a_causal_model_looks_both_ways_when_asked_to() -> None:
 
 
 @pytest.mark.parametrize(
-    ("keyword", "attribute", "queries", "looks_back_only"),
+    ("keyword", "attribute", "queries", "causal"),
     [
-        (None, True, 5, True),
         (None, False, 5, False),
         (True, False, 5, True),
         (False, True, 5, False),
         (None, True, 1, False),
+        (True, True, 1, False),
     ],
 )
-def test_without_a_mask_the_keyword_decides_and_else_the_module(
-    keyword: bool | None, attribute: bool, queries: int, looks_back_only: bool
-) -> None:
+def test_without_a_mask_the_keyword_decides(keyword: bool | None, attribute: bool, queries: int, causal: bool) -> None:
     module = nn.Module()
     module.is_causal = attribute  # type: ignore[assignment]
     key, value = torch.randn(2, 1, 2, 5, 8)
     query = torch.randn(1, 4, queries, 8)
     output, weights = attend(module, query, key, value, None, is_causal=keyword)
     expected = nn.functional.scaled_dot_product_attention(
-        query, key, value, is_causal=looks_back_only, enable_gqa=True
+        query, key, value, is_causal=causal, enable_gqa=True
     ).transpose(1, 2)
     torch.testing.assert_close(output, expected, atol=1e-5, rtol=1e-5)
     assert output.is_contiguous()
     assert weights is None
+
+
+def test_without_a_mask_what_eager_and_sdpa_read_differently_is_refused() -> None:
+    module = nn.Module()
+    module.is_causal = True  # type: ignore[assignment]
+    query, key, value = torch.randn(3, 1, 2, 5, 8)
+    with pytest.raises(ValueError, match=r"is_causal=True and passes no mask.*create_causal_mask"):
+        attend(module, query, key, value, None)
+    with pytest.raises(ValueError, match="3 queries and 5 keys, which does not say"):
+        attend(module, query[:, :, :3], key, value, None, is_causal=True)
+
+
+def bridgetower() -> tuple[Any, dict]:
+    text = {"vocab_size": 99, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    vision = {"hidden_size": 64, "num_hidden_layers": 2, "image_size": 32, "patch_size": 8}
+    config = hf.BridgeTowerConfig(
+        hidden_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        text_config=text | {"intermediate_size": 37, "max_position_embeddings": 64},
+        vision_config=vision,
+    )
+    return hf.BridgeTowerModel._from_config(config, attn_implementation="eager"), tokens("right") | {
+        "pixel_values": torch.randn(3, 3, 32, 32, generator=torch.Generator().manual_seed(0))
+    }
+
+
+def qwen2_moe() -> tuple[Any, dict]:
+    config = hf.Qwen2MoeConfig(
+        vocab_size=99,
+        hidden_size=32,
+        intermediate_size=37,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=16,
+        shared_expert_intermediate_size=16,
+    )
+    assert config.sliding_window == 0  # "unused"
+    return hf.Qwen2MoeForCausalLM._from_config(config, attn_implementation="eager"), tokens("right")
+
+
+def qformer() -> tuple[Any, dict]:
+    config = hf.Blip2QFormerConfig(
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        intermediate_size=37,
+        encoder_hidden_size=24,
+        cross_attention_frequency=1,
+    )
+    mask = torch.ones(27, 5, dtype=torch.long)
+    mask[3, 2:] = 0
+    inputs = {
+        "query_embeds": torch.randn(1, 3, 32, generator=torch.Generator().manual_seed(0)),
+        "encoder_hidden_states": torch.randn(27, 5, 24, generator=torch.Generator().manual_seed(1)),
+        "encoder_attention_mask": mask,
+    }
+    return hf.Blip2QFormerModel._from_config(config, attn_implementation="eager"), inputs
+
+
+@pytest.mark.parametrize("family", [bridgetower, qwen2_moe, qformer])
+def test_families_with_unusual_calls_give_what_eager_gives(family: Any, calls: list[dict]) -> None:
+    """An unmasked stream of causal modules, a window of 0 that is in no use, queries that all batch rows share."""
+    torch.manual_seed(0)
+    model, inputs = family()
+    model.eval()
+    for parameter in model.parameters():
+        if parameter.dim() > 1:
+            nn.init.normal_(parameter, std=0.15)
+    real = inputs.get("attention_mask")
+    with torch.no_grad():
+        expected = model(**inputs, output_attentions=True)
+        model.set_attn_implementation("regard")
+        ours = model(**inputs, output_attentions=True)
+    assert calls
+    found, wanted = (torch.utils._pytree.tree_flatten_with_path(dict(output))[0] for output in (ours, expected))
+    assert len(found) == len(wanted) > 2
+    for (path, a), (_, b) in zip(found, wanted, strict=True):
+        if isinstance(b, Tensor):  # the rest is a cache
+            assert a.shape == b.shape, path
+            apart = (a - b).abs().transpose(1, -2 if "attentions" in str(path) else 1)
+            if real is not None and apart.shape[:2] == real.shape:
+                apart = apart[real.bool()]
+            assert apart.max() < 1e-4, path
 
 
 def test_a_row_that_may_look_at_nothing_is_zero() -> None:
@@ -351,7 +434,7 @@ def test_a_model_that_tells_its_attention_nothing_still_returns_weights() -> Non
     assert len(ours.decoder_attentions) == 1
 
 
-@pytest.mark.parametrize("name", ["indices", "block_indices", "cache"])
+@pytest.mark.parametrize("name", ["indices", "block_indices", "cache", "sinks"])
 def test_what_is_not_taken_is_refused_and_not_ignored(name: str) -> None:
     query, key, value = torch.randn(3, 1, 2, 5, 8)
     with pytest.raises(NotImplementedError, match=f"passes '{name}' to its attention.*set_attn_implementation"):

@@ -37,6 +37,8 @@ def parts_of(function: Callable[..., Any], keys: int, first: int) -> tuple[Mask,
         for mask in each[1:]:
             either = either | mask  # type: ignore[operator]
         return (either,)  # type: ignore[return-value]
+    if kind == "sliding_window_overlay" and held["sliding_window"] == 0:  # such a mask is built, but in no use
+        return (~causal(),)
     if kind == "sliding_window_overlay":
         return (window(held["sliding_window"] - 1, FAR),)
     if kind == "sliding_window_bidirectional_overlay":

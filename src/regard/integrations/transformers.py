@@ -11,6 +11,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 import sys
 from collections.abc import Callable
 from functools import cache, wraps
@@ -125,15 +126,14 @@ def attend(
 
     The weights come second where `output_attentions=True` was asked for: those before dropout, (B, H, Q, K).
     """
-    for name in ("cache", "indices", "block_indices"):
+    for name in ("cache", "indices", "block_indices", "sinks"):
         if kwargs.get(name) is not None:
             raise NotImplementedError(
                 f"{type(module).__name__} passes {name!r} to its attention, which attn_implementation={NAME!r} does "
                 'not take; use model.set_attn_implementation("eager")'
             )
     if attention_mask is None:
-        is_causal = getattr(module, "is_causal", False) if is_causal is None else is_causal
-        pattern, bias = _TOP_LEFT if is_causal and query.shape[2] > 1 else EVERYTHING, None
+        pattern, bias = _without_mask(module, is_causal, query.shape[2], key.shape[2]), None
     elif isinstance(attention_mask, MaskTensor) and attention_mask.intact:
         pattern, bias = attention_mask.pattern, None
     else:
@@ -145,6 +145,30 @@ def attend(
     described = describe(pattern, scale=scaling, softcap=softcap, dropout=dropout, bias=bias, sink=s_aux)
     output = described(query, key, value).transpose(1, 2).contiguous()
     return output, described.weights(query, key) if _wanted(module, kwargs) else None
+
+
+def _without_mask(module: nn.Module, is_causal: bool | None, queries: int, keys: int) -> Pattern:
+    """The pattern of a call that has no mask.
+
+    `mask_of` returns None only where nothing is masked, and no model of Transformers builds a mask for eager attention
+    alone. So None masks nothing, as in eager attention, even if `module.is_causal` is True (BridgeTower's image
+    stream). For classes from elsewhere there is no such evidence: sdpa would mask, and eager attention would not.
+    """
+    if queries == 1 or is_causal is False:
+        return EVERYTHING
+    if is_causal:
+        if queries != keys:
+            raise ValueError(
+                f"{type(module).__name__} passes is_causal=True and no mask for {queries} queries and {keys} keys, "
+                "which does not say at which keys the queries are; pass a mask, as create_causal_mask builds it"
+            )
+        return _TOP_LEFT
+    if getattr(module, "is_causal", False) and not type(module).__module__.startswith("transformers."):
+        raise ValueError(
+            f"{type(module).__name__} has is_causal=True and passes no mask, which is causal with sdpa and not with "
+            "eager attention; pass is_causal=True or is_causal=False, or a mask, as create_causal_mask builds it"
+        )
+    return EVERYTHING
 
 
 def _read(mask: Tensor, query: Tensor) -> tuple[Pattern, Tensor | None]:
@@ -170,14 +194,14 @@ def _wanted(module: nn.Module, kwargs: dict[str, Any]) -> bool:
         return bool(told)
     if (collected := _active_collector.get()) is not None:
         return any("attentions" in name for name in collected)
-    return _never_tells(type(module).__module__)
+    return _collects(type(module).__module__)
 
 
 @cache
-def _never_tells(module: str) -> bool:
-    """Whether models decide about weights in their own layers and do not tell their attention, as a few still do."""
+def _collects(module: str) -> bool:
+    """Whether the models of a file collect weights in their own layers without telling their attention, as a few do."""
     try:
         code = inspect.getsource(sys.modules[module])
     except (OSError, TypeError, KeyError):
         return False
-    return "output_attentions=output_attentions" in code and "capture_outputs" not in code
+    return bool(re.search(r"attentions\.append\(|attentions \+=? \(|output_attentions=output_attentions", code))
