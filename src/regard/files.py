@@ -1,13 +1,77 @@
-"""Files that are there whole or not at all."""
+"""Files that are read only if they are files, and written whole or not at all."""
 
 from __future__ import annotations
 
+import errno
+import json
 import os
 import shutil
+import stat
 import uuid
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+LARGEST_TEXT = 200_000_000  # bytes of a text that is read at once; the largest tokenizers have a fifth of that
+KINDS = {
+    stat.S_IFIFO: "a FIFO",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+    stat.S_IFDIR: "a folder",
+}
+
+
+class NotAFile(OSError):
+    """A path that names a FIFO, a socket, a device or a folder where a file is expected."""
+
+    def __str__(self) -> str:
+        return f"{self.filename}: {self.strerror}"
+
+
+def regular(path: str | os.PathLike[str]) -> Path:
+    """The path, if it names a regular file: to open anything else may wait forever, or never end.
+
+    >>> from regard.files import regular
+    >>> regular("/dev/zero")
+    Traceback (most recent call last):
+    regard.files.NotAFile: /dev/zero: is a device, but a regular file is expected; copy what it holds into one
+    """
+    mode = os.stat(path).st_mode
+    if not stat.S_ISREG(mode):
+        kind = KINDS.get(stat.S_IFMT(mode), "no file")
+        what = f"is {kind}, but a regular file is expected; copy what it holds into one"
+        raise NotAFile(errno.EISDIR if stat.S_ISDIR(mode) else errno.EINVAL, what, str(path))
+    return Path(path)
+
+
+def read_text(path: Path) -> str:
+    """The UTF-8 of a regular file that is not absurdly large; anything else is an error that names it."""
+    if (size := regular(path).stat().st_size) > LARGEST_TEXT:
+        raise ValueError(f"{path} must have at most {LARGEST_TEXT} bytes, but has {size}; is it the right file?")
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is no text: {error}") from None
+
+
+def read_json(path: Path) -> Any:
+    """The value that a JSON file holds; what is no JSON, and a key that comes twice, is an error that names it."""
+    text = read_text(path)
+    try:
+        return json.loads(text, object_pairs_hook=unique_keys)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is no JSON: {str(error)[:300]}") from None
+
+
+def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """The object of these pairs, for `json.loads`; a key that comes twice is an error."""
+    found: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in found:
+            raise ValueError(f"the key {key[:80]!r} comes twice")
+        found[key] = value
+    return found
 
 
 def whole(path: Path, write: Callable[[Path], Any]) -> Path:
@@ -51,3 +115,33 @@ def sync(path: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+class Unwritable(OSError):
+    """A file that cannot be written, and what to do."""
+
+    def __str__(self) -> str:
+        return f"{self.filename}: {self.strerror}"
+
+
+def check_writable(path: Path, *, parents: bool = False) -> None:
+    """Raise unless `whole` can write this file; to be called before long work whose result goes there.
+
+    parents: folders that are not there will be made.
+    """
+    above = path.absolute().parents
+    folder = next(each for each in above if each.exists()) if parents else above[0]
+    if path.is_dir():
+        raise Unwritable(errno.EISDIR, "is a folder; name a file", str(path))
+    if path.exists() and not path.is_file():
+        raise Unwritable(errno.EINVAL, "is no regular file; choose another name", str(path))
+    if not folder.is_dir():
+        raise Unwritable(errno.ENOTDIR, f"there is no folder {folder}", str(path))
+    probe = folder / f".{uuid.uuid4().hex}.part"
+    try:
+        probe.touch(exist_ok=False)
+        probe.unlink()
+    except OSError as error:
+        raise Unwritable(
+            error.errno, f"cannot be written ({error.strerror}); choose another place", str(path)
+        ) from error

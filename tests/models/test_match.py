@@ -76,8 +76,9 @@ def test_what_does_not_go_together_is_told() -> None:
         model_of()(torch.randn(2, 1, 16, 24).double(), torch.tensor([[4, 5]]))
 
 
-def test_a_matcher_comes_back(tmp_path: Path) -> None:
-    model, images, text = model_of(), torch.randn(1, 1, 16, 24).double(), torch.tensor([[4, 5, 6]])
+@pytest.mark.parametrize("layers", [0, 2])
+def test_saved_matcher_loads_unchanged(tmp_path: Path, layers: int) -> None:
+    model, images, text = model_of(layers), torch.randn(1, 1, 16, 24).double(), torch.tensor([[4, 5, 6]])
     rg.save(model, tmp_path)
     again = rg.load(tmp_path)
     assert again.config == model.config

@@ -102,10 +102,10 @@ class Whisper(Transformer):
         super().__init__(config)
         self.front = Front(config.features, config.width, (1, 2))
         self.position = Learned(config.frames, config.width)
-        with torch.no_grad():
-            table = sinusoidal(config.frames, config.width)
-            self.position.embedding.weight.copy_(torch.cat((table[:, 0::2], table[:, 1::2]), -1))
-        self.position.embedding.weight.requires_grad_(False)
+        table = self.position.embedding.weight.requires_grad_(False)
+        if not table.is_meta:
+            waves = sinusoidal(config.frames, config.width)
+            table.copy_(torch.cat((waves[:, 0::2], waves[:, 1::2]), -1))
 
     def encode(self, source: Inputs, source_mask: Tensor | None = None) -> Tensor | Packed | list[Tensor]:
         """Hidden states (B, (N + 1) // 2, width) of the sound; of packed sources packed, of a list a list."""

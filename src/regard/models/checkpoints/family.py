@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import nn
 
+from regard.field_types import check_value, hints, quoted
 from regard.models.checkpoints.names import Extras, Rule, table
 
 Values = dict[str, Any]
@@ -19,6 +20,44 @@ NEEDED, NO_EXTRAS = object(), Extras()
 
 def same(value: Any) -> Any:
     return value
+
+
+SIDES = int | list[int]
+TYPES: dict[str, Any] = {
+    "architectures": list[str], "model_type": str, "id2label": dict[str, Any], "num_labels": int,
+    "rope_parameters": dict[str, float | str | bool | None], "rope_scaling": dict[str, float | str | bool | None],
+    "rope_theta": float, "partial_rotary_factor": float, "layer_types": list[str], "sliding_window": int,
+    "max_window_layers": int, "use_sliding_window": bool, "attention_bias": bool, "mlp_bias": bool,
+    "attn_logit_softcapping": float, "final_logit_softcapping": float, "query_pre_attn_scalar": float,
+    "scale_embedding": bool, "share_encoder_decoder_embeddings": bool, "decoder_vocab_size": int,
+    "scale_decoder_outputs": bool, "feed_forward_proj": str, "tie_word_embeddings": bool, "n_inner": int,
+    "decoder_start_token_id": int, "pad_token_id": int, "eos_token_id": SIDES, "bad_words_ids": list[list[int]],
+    "suppress_tokens": list[int], "begin_suppress_tokens": list[int], "forced_decoder_ids": list[list[int | None]],
+    "lang_to_id": dict[str, int], "task_to_id": dict[str, int], "no_timestamps_token_id": int,
+    "max_initial_timestamp_index": int, "image_size": SIDES, "patch_size": SIDES, "conv_dim": list[int],
+    "conv_kernel": list[int], "conv_stride": list[int], "backbone": str, "use_timm_backbone": bool,
+    "backbone_config": dict[str, Any], "is_decoder": bool, "add_cross_attention": bool, "dilation": bool,
+    "do_stable_layer_norm": bool, "conv_bias": bool, "qkv_bias": bool, "add_adapter": bool, "normalize_before": bool,
+    "normalize_embedding": bool, "add_final_layer_norm": bool, "static_position_embeddings": bool,
+    "add_bias_logits": bool, "scale_attn_weights": bool, "scale_attn_by_inverse_layer_idx": bool,
+    "use_bidirectional_attention": bool,
+}  # fmt: skip
+"""What values of config.json and generation_config.json are, of all families, beyond `Family.fields`; or null."""
+
+BACKBONE: dict[str, Any] = {
+    "model_type": str, "hidden_act": str, "layer_type": str, "embedding_size": int, "num_channels": int,
+    "hidden_sizes": list[int], "depths": list[int], "out_features": list[str], "backbone": str,
+    "downsample_in_first_stage": bool, "downsample_in_bottleneck": bool,
+}  # fmt: skip
+"""The same within backbone_config."""
+
+
+def check_types(theirs: Mapping[str, Any]) -> None:
+    """Raise ValueError where a value of theirs is of another type than it must be."""
+    inner = theirs.get("backbone_config")
+    for types, values, before in ((TYPES, theirs, ""), (BACKBONE, inner or {}, "backbone_config.")):
+        for name, wanted in types.items() if isinstance(values, dict) else ():
+            check_value(before + name, values.get(name), wanted | None)
 
 
 @dataclass(frozen=True)
@@ -37,8 +76,9 @@ def named(ours: str, theirs: str, default: Any, names: Mapping[Any, Any]) -> Fie
     back = {own: other for other, own in reversed(list(names.items()))}
 
     def read(value: Any) -> Any:
-        if value not in names:
-            raise ValueError(f"{theirs} = {value!r} is not supported; supported are {', '.join(map(repr, names))}")
+        if not _hashable(value) or value not in names:
+            listed = ", ".join(map(repr, names))
+            raise ValueError(f"{theirs} = {quoted(value)} is not supported; supported are {listed}")
         return names[value]
 
     def write(value: Any) -> Any:
@@ -47,6 +87,10 @@ def named(ours: str, theirs: str, default: Any, names: Mapping[Any, Any]) -> Fie
         return back[value]
 
     return Field(ours, theirs, default, read, write)
+
+
+def _hashable(value: Any) -> bool:
+    return not isinstance(value, (list, dict))
 
 
 def activation(ours: str, theirs: str, default: str) -> Field:
@@ -108,11 +152,12 @@ class Family:
 
     def config_of(self, theirs: Values) -> Any:
         """Their configuration as ours; what we cannot do is an error."""
+        check_types(theirs)
         for name, allowed in self.only.items():
             value = theirs.get(name)
             if value is not None and value not in allowed:
                 raise ValueError(
-                    f"{name} = {value!r} is not supported for {self.model_type}; supported is "
+                    f"{name} = {quoted(value)} is not supported for {self.model_type}; supported is "
                     f"{' or '.join(map(repr, allowed))}"
                 )
         values = dict(self.fixed)
@@ -121,8 +166,14 @@ class Family:
             value = entry.default if value is None else value
             if value is NEEDED:
                 raise ValueError(f"config.json must say {entry.theirs}")
-            values[entry.ours] = entry.read(value)
-        return brief(self.config(**(values | self.read(theirs))))
+            try:
+                values[entry.ours] = entry.read(value)
+            except (TypeError, ArithmeticError) as error:
+                raise ValueError(f"{entry.theirs} = {quoted(value)} is not supported: {error}") from error
+            check_size(entry.theirs, entry.ours, values[entry.ours], hints(self.config)[entry.ours])
+        config = self.config(**(values | self.read(theirs)))
+        check_config(config, {entry.ours: entry.theirs for entry in self.fields})
+        return brief(config)
 
     def values_of(self, config: Any) -> Values:
         """Our configuration as theirs."""
@@ -140,6 +191,65 @@ class Family:
             if before != after and entry.name not in architecture.unused:
                 return f"{entry.name} = {before!r} would come back as {after!r}"
         return None
+
+
+MAY_BE_ZERO = frozenset({
+    "start", "stop", "never", "never_first", "prompt", "languages", "tasks", "no_timestamps", "max_first_timestamp",
+    "first_position", "segments", "window", "before", "after", "halvings", "narrow", "layers", "decoder_layers",
+})  # fmt: skip
+"""Integer fields of configurations that may be 0: token ids, and counts of which there may be none."""
+
+TOKENS = ("start", "stop", "never", "never_first", "prompt", "no_timestamps")
+MOST_LAYERS = 10_000
+"""Of a stack. The number of tensors bounds them too; this is for what counts layers before a model is built."""
+
+
+def check_config(config: Any, names: Mapping[str, str] | None = None) -> None:
+    """Raise ValueError unless every value of a configuration of ours, and of what is in it, has its type and range.
+
+    names: what the fields are called in the file, where that is something else.
+    """
+    values = {entry.name: getattr(config, entry.name) for entry in dataclasses.fields(config)}
+    kind: type = type(config)
+    for name, value in values.items():
+        check_size((names or {}).get(name, name), name, value, hints(kind)[name])
+        if dataclasses.is_dataclass(value):
+            check_config(value)
+    words = values.get("target_vocabulary") or values.get("vocabulary")
+    for name in TOKENS:
+        for token in _numbers(values.get(name)):
+            if words is not None and token >= words:
+                said = (names or {}).get(name, name)
+                raise ValueError(f"{said} must be of tokens below {words}, the vocabulary, but has {token}")
+    width, heads = values.get("width"), values.get("heads")
+    if width and heads and values.get("head_width") is None and width % heads:
+        wide, many = ((names or {}).get(name, name) for name in ("width", "heads"))
+        raise ValueError(f"{wide} must be a multiple of {many}, but they are {width} and {heads}")
+    for name in ("dropout", "attention_dropout", "squeeze"):
+        if not 0 <= (values.get(name) or 0) < 1:
+            raise ValueError(f"{(names or {}).get(name, name)} must be in [0, 1), but is {values[name]}")
+    if values.get("base") is not None and values["base"] <= 0:
+        raise ValueError(f"the base of rotary positions must be positive, but is {values['base']}")
+
+
+def check_size(said: str, name: str, value: Any, wanted: Any) -> None:
+    """Raise ValueError, by what it is called in the file, unless a value has the type and the range of a field."""
+    check_value(said, value, wanted)
+    least = 0 if name in MAY_BE_ZERO else 1
+    for number in _numbers(value):
+        if number < least:
+            raise ValueError(f"{said} must be at least {least}, but is {quoted(value)}")
+        if number > MOST_LAYERS and name in ("layers", "decoder_layers", "distinct", "depths"):
+            raise ValueError(f"{said} must be at most {MOST_LAYERS}, but is {quoted(value)}")
+
+
+def _numbers(value: Any) -> Iterator[int]:
+    """The whole numbers in a value."""
+    if isinstance(value, tuple):
+        for each in value:
+            yield from _numbers(each)
+    elif isinstance(value, int) and not isinstance(value, bool):
+        yield value
 
 
 def brief(config: Any) -> Any:
@@ -186,12 +296,14 @@ def labels(config: Any) -> Values:
 def classes(theirs: Values) -> int:
     """How many classes there are."""
     named_ones = theirs.get("id2label")
-    return len(named_ones) if named_ones else int(theirs.get("num_labels") or 2)
+    return len(named_ones) if named_ones else theirs.get("num_labels") or 2
 
 
 def agreed(theirs: Values, *names: str) -> Any:
     """The one value that several names have."""
     found = {name: theirs.get(name) for name in names}
+    for name, value in found.items():
+        check_value(name, value, int)
     if len(set(found.values())) != 1:
-        raise ValueError(f"{' and '.join(f'{name} = {value!r}' for name, value in found.items())} must be the same")
+        raise ValueError(f"{' and '.join(f'{name} = {value}' for name, value in found.items())} must be the same")
     return found[names[0]]

@@ -12,7 +12,8 @@ from typing import Any
 
 from torch import Tensor
 
-from regard.files import whole, whole_text
+from regard.files import read_json as read_value
+from regard.files import regular, unique_keys, whole, whole_text
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 CONFIG, GENERATION = "config.json", "generation_config.json"
@@ -57,27 +58,12 @@ def inside(folder: Path, name: object) -> Path:
     return folder / name
 
 
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for key, value in pairs:
-        if key in found:
-            raise ValueError(f"the key {key!r} comes twice")
-        found[key] = value
-    return found
-
-
 def read_json(path: Path) -> dict[str, Any]:
     """A JSON object; anything else, and a key that comes twice, is an error that names the file."""
     try:
-        text = path.read_text(encoding="utf-8")
+        read = read_value(path)
     except FileNotFoundError:
         raise FileNotFoundError(f"{path.parent} has no {path.name}; is it the folder of a checkpoint?") from None
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is no text: {error}") from None
-    try:
-        read = json.loads(text, object_pairs_hook=_once)
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path} is no JSON: {_first_line(error)}") from None
     if not isinstance(read, dict):
         raise ValueError(f"{path} must hold a JSON object, but holds {type(read).__name__}")
     return read
@@ -122,10 +108,11 @@ class Weights:
                 from safetensors import safe_open
             except ImportError:
                 raise ImportError("checkpoints need safetensors: pip install 'regard[checkpoints]'") from None
+            regular(path)
             try:
                 self._files[path] = safe_open(path, framework="pt")
                 with path.open("rb") as file:  # of two tensors of one name, the library would take one
-                    json.loads(file.read(int.from_bytes(file.read(8), "little")), object_pairs_hook=_once)
+                    json.loads(file.read(int.from_bytes(file.read(8), "little")), object_pairs_hook=unique_keys)
             except Exception as error:
                 raise ValueError(f"{path} is no whole safetensors file: {_first_line(error)}") from None
         return self._files[path]

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from regard.field_types import quoted
 from regard.models.checkpoints import own, sentences, tokens
 from regard.models.checkpoints.families import FAMILIES, family_of
-from regard.models.checkpoints.family import TENSORS, Architecture, Values
+from regard.models.checkpoints.family import TENSORS, Architecture, Values, check_types
 from regard.models.checkpoints.files import CONFIG, GENERATION, Weights, float_types, folder_of, read_json
 from regard.models.checkpoints.names import NOTHING, Move, find, moves, some
+from regard.models.outline import outline as meta
 from regard.models.text import SentenceEmbedder
 
 
@@ -33,34 +36,39 @@ def outline(path: Path) -> nn.Module:
     """The model that a config.json describes, or a folder with one, without its weights: on the device "meta"."""
     file = path / CONFIG if path.is_dir() else path
     said = read_json(file)
-    try:
+    with _naming(file):
         architecture, config = _described(said, {}, (), bare=False)
-        with torch.device("meta"):
-            return architecture.model(config)
-    except (ValueError, KeyError, TypeError) as error:
-        what = f"{error} is missing" if isinstance(error, KeyError) else str(error)
-        raise ValueError(f"{file}: {what}") from error
+        return meta(lambda: architecture.model(config))
 
 
 def read(path: Path, *, dtype: torch.dtype | None, bare: bool = False) -> nn.Module:
     """The model of a folder; `bare` is the base model where the checkpoint does not say an architecture."""
     said = read_json(path / CONFIG)
     weights = Weights(path)
-    try:
+    with _naming(path / CONFIG):
         architecture, config = _described(said, _spoken(path), weights.names(), bare)
-    except (ValueError, KeyError, TypeError) as error:
-        what = f"{error} is missing" if isinstance(error, KeyError) else str(error)
-        raise ValueError(f"{path / CONFIG}: {what}") from error
-    try:
+    with _naming(path):
         model = _filled(weights, architecture, config, dtype)
-    except (ValueError, TypeError, RuntimeError) as error:
-        raise ValueError(f"{path}: {error}") from error
     model.__dict__["origin"] = said
     return model.eval()
 
 
+@contextmanager
+def _naming(path: Path) -> Iterator[None]:
+    """Within, what a file makes our code raise, of any kind, is one error that names the file."""
+    try:
+        yield
+    except OSError:
+        raise
+    except Exception as error:
+        what = {KeyError: f"{error} is missing", ValueError: str(error)}.get(type(error))
+        words = what or f"it is not what is expected there ({type(error).__name__}: {error})"
+        raise ValueError(f"{path}: {' '.join(words.split())[:1000]}") from error
+
+
 def _described(said: Values, spoken: Values, tensors: Iterable[str], bare: bool) -> tuple[Architecture, Any]:
     """The architecture and our configuration that config.json describes."""
+    check_types(said)
     if said.get("model_type") == own.MODEL_TYPE:
         return own.described(said)
     for name in ("auto_map", "quantization_config"):
@@ -69,12 +77,12 @@ def _described(said: Values, spoken: Values, tensors: Iterable[str], bare: bool)
     family = family_of(said.get("model_type"))
     if family is None:
         listed = ", ".join(family.model_type for family in FAMILIES)
-        raise ValueError(f"model_type = {said.get('model_type')!r} is not supported; supported: {listed}")
+        raise ValueError(f"model_type = {quoted(said.get('model_type'))} is not supported; supported: {listed}")
     names = said.get("architectures") or ([next(iter(family.architectures))] if bare else [])
     architecture = next((family.architectures[name] for name in names if name in family.architectures), None)
     if architecture is None:
         listed = ", ".join(family.architectures)
-        raise ValueError(f"architectures = {names} is not supported; supported: {listed}")
+        raise ValueError(f"architectures = {quoted(names)} is not supported; supported: {listed}")
     return architecture, family.config_of(said | spoken | {TENSORS: frozenset(tensors)})
 
 
@@ -85,15 +93,13 @@ def _spoken(path: Path) -> dict[str, Any]:
         "decoder_start_token_id", "eos_token_id", "bad_words_ids", "suppress_tokens", "begin_suppress_tokens",
         "forced_decoder_ids", "lang_to_id", "task_to_id", "no_timestamps_token_id", "max_initial_timestamp_index",
     )  # fmt: skip
+    with _naming(path / GENERATION):
+        check_types(said)
     return {name: said[name] for name in names if said.get(name) is not None}
 
 
 def _filled(weights: Weights, architecture: Architecture, config: Any, dtype: torch.dtype | None) -> nn.Module:
-    layers, held = getattr(config, "distinct", None) or getattr(config, "layers", None), len(list(weights.names()))
-    if layers is not None and layers > held:  # before so many are built
-        raise ValueError(f"the configuration has {layers} layers, but the checkpoint has {held} tensors")
-    with torch.device("meta"):  # shapes alone: every tensor comes from the file
-        model = architecture.model(config)
+    model = meta(lambda: architecture.model(config), held=len(list(weights.names())))  # all tensors come from the file
     wanted = moves(model, architecture.rules(config))
     found = find(weights, wanted, architecture.extras, architecture.prefix)
     fill(model, read_moves(weights, wanted, found, dtype))

@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from regard import models, positions
-from regard.models.checkpoints.family import Architecture
+from regard.models.checkpoints.family import Architecture, check_config
 from regard.models.checkpoints.names import Rule
 from regard.nn import Rotary
 
@@ -43,8 +43,9 @@ def described(said: dict[str, Any]) -> tuple[Architecture, Any]:
         config = _made(said["config"])
         if not dataclasses.is_dataclass(config):
             raise ValueError("config is no configuration")
+        check_config(config)
         return Architecture(found, lambda _: RULES), config
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
         raise ValueError(f"it was not written by regard.save, or by another version of it: {error}") from error
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+from regard.field_types import quoted
 from regard.models.checkpoints.families import turning
 from regard.models.checkpoints.family import Architecture, Family, Field, Values, activation, listed, settled
 from regard.models.checkpoints.names import Extras
@@ -128,7 +129,7 @@ def read_windows(theirs: Values, kinds: list[str]) -> Values:
     unknown = set(kinds) - {"full_attention", "sliding_attention"}
     if unknown or len(kinds) != theirs["num_hidden_layers"]:
         raise ValueError(
-            f"layer_types = {kinds} is not supported; it must say for every layer full or sliding attention"
+            f"layer_types = {quoted(kinds)} is not supported; it must say for every layer full or sliding attention"
         )
     windows = tuple(size if kind == "sliding_attention" else None for kind in kinds)
     return {"windows": windows if any(windows) else ()}
@@ -191,7 +192,8 @@ MISTRAL = Family(
 
 
 def read_qwen2(theirs: Values) -> Values:
-    first = theirs.get("max_window_layers", 28) if theirs.get("use_sliding_window") else math.inf
+    said = theirs.get("max_window_layers")
+    first = (28 if said is None else said) if theirs.get("use_sliding_window") else math.inf
     kinds = ["sliding_attention" if n >= first else "full_attention" for n in range(theirs["num_hidden_layers"])]
     return read_rotary(theirs) | read_windows(theirs, kinds)
 

@@ -129,7 +129,7 @@ WAV2VEC2_NAMES = """
 
 
 def numbers(value: Any) -> tuple[int, ...]:
-    return tuple(int(each) for each in value)
+    return tuple(value)
 
 
 WAV2VEC2 = Family(

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from regard.field_types import quoted
 from regard.models.checkpoints.family import TENSORS, Architecture, Family, Field, Values, activation, agreed
 from regard.models.checkpoints.names import Extras, Rule, table
 from regard.models.translation import Transformer, TransformerConfig
@@ -17,9 +18,9 @@ from regard.positions import sinusoidal
 def token(value: Any) -> int:
     """The one token that ends a target."""
     if isinstance(value, list) and len(value) == 1:
-        return int(value[0])
-    if not isinstance(value, int):
-        raise ValueError(f"eos_token_id = {value!r} is not supported; it must be one token")
+        return token(value[0])
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise ValueError(f"eos_token_id = {quoted(value)} is not supported; it must be one token")
     return value
 
 
@@ -27,13 +28,13 @@ def never(theirs: Values) -> tuple[int, ...]:
     """Single tokens that are not to be generated."""
     words = theirs.get("bad_words_ids") or []
     if any(len(word) != 1 for word in words):
-        raise ValueError(f"bad_words_ids = {words} is not supported; each must be one token")
+        raise ValueError(f"bad_words_ids = {quoted(words)} is not supported; each must be one token")
     return tuple(word[0] for word in words)
 
 
 def start(theirs: Values) -> int:
     found = theirs.get("decoder_start_token_id")
-    return int(theirs.get("pad_token_id") or 0) if found is None else int(found)
+    return theirs.get("pad_token_id") or 0 if found is None else found
 
 
 def spoken(config: TransformerConfig) -> Values:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import MISSING, fields
 from typing import Any
 
+from regard.field_types import check_fields, check_value
 from regard.nn import Rotary
 from regard.positions import Dynamic, Linear, Llama3, Yarn
 
@@ -39,7 +41,9 @@ def read(theirs: dict[str, Any], *, base: float) -> Rotary:
         raise ValueError(f"rope_parameters = {newer} and rope_scaling = {older} differ; remove one from config.json")
     given = newer or older or {}
     kind = given.get("rope_type") or given.get("type") or "default"
-    base = float(given.get("rope_theta") or theirs.get("rope_theta") or base)
+    for theta in (theirs.get("rope_theta"), given.get("rope_theta")):  # the one within counts
+        base = base if theta is None else theta
+    check_value("rope_theta", base, float)
     for share in (given.get("partial_rotary_factor"), theirs.get("partial_rotary_factor")):
         if share is not None and share != 1:  # Transformers ignores it where rope_type is default, and fails elsewhere
             raise ValueError(
@@ -48,15 +52,21 @@ def read(theirs: dict[str, Any], *, base: float) -> Rotary:
             )
     if kind != "default" and kind not in SCALINGS:
         raise ValueError(f"rope_type = {kind!r} is not supported; supported are default, {', '.join(SCALINGS)}")
-    make, names = SCALINGS.get(kind, (None, {}))
+    make, names = SCALINGS.get(str(kind), (None, {}))
     at_hand = {"max_position_embeddings": theirs.get("max_position_embeddings")} | given
     if ORIGINAL in names.values():
         at_hand = {ORIGINAL: theirs.get("max_position_embeddings")} | at_hand
     unknown = set(given) - KNOWN - {*names.values(), ORIGINAL}
     if unknown:
         raise ValueError(f"{', '.join(sorted(unknown))} of rope_type {kind!r} is not supported")
-    scaling = make and make(**{own: at_hand[name] for own, name in names.items() if at_hand.get(name) is not None})
-    return Rotary(base=base, scaling=scaling)
+    if make is None:
+        return Rotary(base=float(base))
+    values = {own: at_hand[name] for own, name in names.items() if at_hand.get(name) is not None}
+    check_fields(make, values, names)
+    for each in fields(make):
+        if each.default is MISSING and each.name not in values:
+            raise ValueError(f"rope_type = {kind!r} needs {names[each.name]}")
+    return Rotary(base=float(base), scaling=make(**values))
 
 
 def write(rotary: Rotary | None, head_width: int) -> dict[str, Any]:

@@ -50,7 +50,7 @@ IN_MEMORY = (
 def sides(value: Any) -> tuple[int, int]:
     """Height and width, of a number or a pair."""
     height, width = value if isinstance(value, (list, tuple)) else (value, value)
-    return int(height), int(width)
+    return height, width
 
 
 def read_vit(theirs: Values) -> Values:

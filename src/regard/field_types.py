@@ -1,0 +1,119 @@
+"""Values that come from a file, checked against the types of a dataclass's fields."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import types
+import typing
+from collections.abc import Mapping
+from functools import cache
+from typing import Any, Literal, Union, get_args, get_origin
+
+LARGEST = 2**31 - 1  # of a whole number: no size, position or token is larger
+LONGEST = 10_000  # characters of a string
+
+
+def quoted(value: object, most: int = 80) -> str:
+    """What a value looks like in an error: cut, however long or deep it is.
+
+    >>> from regard.field_types import quoted
+    >>> quoted("a" * 1000, 10)
+    "'aaaaaaaaa..."
+    """
+    try:
+        text = repr(value[: 2 * most]) if isinstance(value, str) else repr(value)
+    except (RecursionError, ValueError):  # nested too deeply, or a number of too many digits
+        text = f"a {type(value).__name__} that is too large to print"
+    return text if len(text) <= most else text[:most] + "..."
+
+
+def check_fields(kind: type, values: Mapping[str, Any], names: Mapping[str, str] | None = None) -> None:
+    """Raise ValueError unless every value has the type that the dataclass says for the field of its name.
+
+    names: what the fields are called in the file, where that is something else.
+
+    >>> from dataclasses import dataclass
+    >>> from regard.field_types import check_fields
+    >>> @dataclass
+    ... class Size:
+    ...     width: int
+    >>> check_fields(Size, {"width": 1.5})
+    Traceback (most recent call last):
+    ValueError: width must be a whole number, but is 1.5
+    """
+    wanted = hints(kind)
+    for name, value in values.items():
+        if name in wanted:
+            check_value((names or {}).get(name, name), value, wanted[name])
+
+
+def check_value(name: str, value: Any, wanted: Any) -> None:
+    """Raise ValueError, with the name, unless a value is of a type."""
+    if not _fits(value, wanted):
+        raise ValueError(f"{name} must be {_described(wanted)}, but is {quoted(value)}")
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        held = {each.name: getattr(value, each.name) for each in dataclasses.fields(value)}
+        check_fields(type(value), held, {inner: f"{name}.{inner}" for inner in held})
+
+
+@cache
+def hints(kind: type) -> dict[str, Any]:
+    """The types of a dataclass's fields, by name."""
+    return typing.get_type_hints(kind)
+
+
+def _fits(value: Any, wanted: Any) -> bool:
+    """Whether a value is of a type: one of a field, not any that Python has."""
+    origin, parts = get_origin(wanted), get_args(wanted)
+    if wanted is Any:
+        return True
+    if wanted is None or wanted is type(None):
+        return value is None
+    if origin in (Union, types.UnionType):
+        return any(_fits(value, part) for part in parts)
+    if origin is Literal:
+        return value in parts
+    if origin is tuple:
+        if not isinstance(value, tuple):
+            return False
+        if len(parts) == 2 and parts[1] is Ellipsis:
+            return all(_fits(each, parts[0]) for each in value)
+        return len(value) == len(parts) and all(map(_fits, value, parts))
+    if origin is list:
+        return isinstance(value, list) and all(_fits(each, parts[0]) for each in value)
+    if origin is dict:
+        return isinstance(value, dict) and all(_fits(each, parts[1]) for each in value.values())
+    if wanted is bool:
+        return isinstance(value, bool)
+    if wanted is int:
+        return isinstance(value, int) and not isinstance(value, bool) and abs(value) <= LARGEST
+    if wanted is float:
+        number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        return number and (abs(value) < 2**1023 if isinstance(value, int) else math.isfinite(value))
+    if wanted is str:
+        return isinstance(value, str) and len(value) <= LONGEST
+    if getattr(wanted, "_is_protocol", False):  # a part of ours, which checks itself
+        return dataclasses.is_dataclass(value)
+    return isinstance(value, origin or wanted)
+
+
+def _described(wanted: Any) -> str:
+    """A type in words."""
+    origin, parts = get_origin(wanted), get_args(wanted)
+    if wanted is None or wanted is type(None):
+        return "null"
+    if origin in (Union, types.UnionType):
+        return " or ".join(map(_described, parts))
+    if origin is Literal:
+        return " or ".join(map(repr, parts))
+    if origin is tuple:
+        kinds = parts[:1] if parts[1:] == (Ellipsis,) else parts
+        return f"a list of {' and '.join(dict.fromkeys(map(_described, kinds)))}"
+    if origin is list:
+        return f"a list, each {_described(parts[0])}"
+    if origin is dict:
+        return f"an object, each {_described(parts[1])}"
+    words: dict[Any, str] = {dict: "an object", list: "a list", Any: "anything"}
+    words |= {bool: "true or false", int: "a whole number", float: "a finite number", str: "a short text"}
+    return words.get(wanted) or f"a {getattr(wanted, '__name__', wanted)}"
