@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from socket import socket
 
 import pytest
 import torch
@@ -40,7 +41,7 @@ def test_mistakes_are_told_in_one_line(tmp_path: Path, regard: Command) -> None:
     train(run, None)
     for words, said in (
         (("view", run.folder, "no hidden word"), "expected <mask>"),
-        (("view", run.folder, "the <mask> cat", "-o", tmp_path / "no" / "page.html"), "there is no such folder"),
+        (("view", run.folder, "the <mask> cat", "-o", tmp_path / "no" / "page.html"), "there is no folder"),
         (("view", run.folder, "the <mask> cat", "--lang", "xx"), "--lang must be en or zh"),
         (("view", tmp_path / "nowhere", "text"), "there is no such run"),
     ):
@@ -82,8 +83,9 @@ def test_serve_looks_at_a_first_text_and_tells_the_address(
     train(run, None)
     served: list[server.Session] = []
 
-    def serve(session: server.Session, *, port: int, lang: str, told: object) -> None:
+    def serve(session: server.Session, listener: socket, *, lang: str, told: object) -> None:
         served.append(session)
+        listener.close()
 
     monkeypatch.setattr(server, "serve", serve)
     assert regard("serve", run.folder, "--port", 9001).code == 0

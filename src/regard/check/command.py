@@ -14,7 +14,7 @@ from regard.check import reports
 from regard.check.demand import Property
 from regard.check.runner import PROPERTIES, Outcome, check
 from regard.check.targets import PEERS, Refused, UnknownTarget, installation, target
-from regard.files import whole_text
+from regard.files import Unwritable, check_writable, whole_text
 
 HOLDS, BROKEN, UNCHECKED = 0, 1, 2
 
@@ -32,7 +32,9 @@ def run(
     try:
         targets = [target(name) for name in names] if names else installation()
         demands = chosen(only)
-    except (UnknownTarget, Refused) as error:
+        if junit is not None:
+            check_writable(junit)
+    except (UnknownTarget, Refused, Unwritable) as error:
         told.print(f"[bold red]regard:[/] {escape(str(error))}", soft_wrap=True)
         return UNCHECKED
     outcomes: list[Outcome] = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 
 import typer
@@ -29,6 +30,13 @@ app.add_typer(training, name="train")
 
 def main() -> None:
     """The command; what the user can mend is told in one line."""
+    for word in sys.argv[1:]:
+        if any("\ud800" <= letter <= "\udfff" for letter in word):  # how Python keeps bytes that are no UTF-8
+            came = os.fsencode(word).decode("utf-8", "backslashreplace")
+            tell_trouble(
+                Trouble(f"expected UTF-8 on the command line, got {came}; convert the text, or rename the file")
+            )
+            sys.exit(2)
     try:
         app()
     except Exception as error:

@@ -10,9 +10,10 @@ import typer
 from rich.table import Table
 
 from regard.cli.options import Json, RunFolder, SkipBad
-from regard.cli.terminal import shown, tell_bad
+from regard.cli.terminal import shown, tell, tell_bad
 from regard.tasks import Run, Task, Trouble
-from regard.tasks.figures import measure
+from regard.tasks.figures import Measured, measure
+from regard.tasks.lock import Busy
 from regard.tasks.sources import Examples, gather_again
 from regard.tasks.trouble import Bad
 
@@ -70,12 +71,18 @@ def tell_figures(
     chose = examples.test is examples.valid  # there are no others: they chose the weights, too
     found = {"step": step, "minutes": run.minutes(), "chose_weights": chose} | measured._asdict()
     found |= {"longest": task.longest} if hasattr(task, "longest") else {}
-    if keep and not run.shipped:
-        run.about["results"] = found
-        run.note()
     if as_json:
         print(json.dumps(found, indent=1))
-        return
+    else:
+        _show(run, task, measured, step, chose)
+    if keep and not run.shipped:
+        try:
+            run.keep_results(found)
+        except (Busy, OSError) as error:
+            tell(f"the figures are not kept in run.json: {error}")
+
+
+def _show(run: Run, task: Task, measured: Measured, step: int, chose: bool) -> None:
     rows = f"{measured.held_out} held out" + (f", {measured.left_out} left out" if measured.left_out else "")
     table = Table(f"{task.name}, {rows}", f"{run.folder.name} (step {step})", *measured.baselines)
     table.caption = "The held-out rows also chose the weights." if chose else None

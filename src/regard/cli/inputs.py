@@ -1,42 +1,143 @@
-"""What a model is asked: texts, files of them, or standard input."""
+"""What a model is asked: texts, files of them, or standard input; one row for each input."""
 
 from __future__ import annotations
 
+import json
 import sys
-from collections.abc import Iterator
+import tempfile
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import BinaryIO
 
-from regard.tasks import Task
-from regard.tasks.data import Row, decoded, text_of
+from regard.tasks import Task, Trouble
+from regard.tasks.data import (
+    FORMATS,
+    OPENERS,
+    TABS,
+    TEXT,
+    Row,
+    cells_of,
+    decoded,
+    format_of,
+    lines_of,
+    text_of,
+    with_gaps,
+)
+from regard.tasks.pictures import SUFFIXES as IMAGES
+from regard.tasks.task import Prediction
 from regard.tasks.trouble import Bad
 
+STREAM = "standard input"
+SOUNDS = (".wav", ".flac", ".ogg", ".oga", ".opus", ".mp3", ".aiff", ".m4a")
+FILES = (*FORMATS, *TABS, *OPENERS, *IMAGES, *SOUNDS, ".json")
 
-def asked(task: Task, inputs: list[str], bad: Bad) -> Iterator[Row]:
-    """What to predict: arguments, lines of files, or lines of standard input."""
-    if task.takes != "text":
-        yield from (Row(given, (given,)) for given in inputs)
-        return
+
+def inputs_of(task: Task, inputs: list[str], bad: Bad, form: str = "") -> Iterator[Row]:
+    """What to predict: arguments, rows of files, or lines of standard input.
+
+    A row without values is an input that has no output: a blank line of a text, or one that is bad.
+    form: of standard input, where it is not a text a line: "csv", "tsv" or "jsonl"; "txt" is a text a line for certain.
+    """
+    if form and (inputs or form not in ("txt", "csv", "tsv", "jsonl")):
+        raise Trouble(f"--format must be txt, csv, tsv or jsonl, and is of standard input alone, but is {form!r}")
     if not inputs and not sys.stdin.isatty():
-        yield from _lines("standard input", sys.stdin.buffer, bad)
+        yield from _of_stream(task, form, bad)
     for n, given in enumerate(inputs, 1):
-        path = Path(given)
-        if len(given) < 256 and path.is_file():
-            own = task.asked(path, bad)
-            with path.open("rb") as file:
-                yield from _lines(given, file, bad) if own is None else own
+        if not given.strip():
+            raise Trouble(f"input {n}: is empty; give a text or a file")
+        if not _exists(given):
+            if task.takes == "text" and looks_like_path(given):
+                raise Trouble(f"{given}: there is no such file; if it is a text, give it by standard input")
+            yield Row(given if task.takes != "text" else f"input {n}", (given,))
+            continue
+        path, suffix = Path(given), format_of(Path(given))
+        if task.takes == "text" and path.is_file() and suffix in TEXT:
+            yield from with_gaps(_texts(task, lines_of(path, bad), bad, table_hint="name it ."), bad)
+        elif task.takes == "text" or path.is_dir() or suffix in (*FORMATS, ".json") or "idx3" in path.name:
+            yield from with_gaps(task.read_inputs(given, bad), bad)
         else:
-            yield Row(f"input {n}", (given,))
+            yield Row(given, (given,))
+
+
+def looks_like_path(text: str) -> bool:
+    """Whether an argument is meant as a path: it ends like the files that are read, or is one word with a slash.
+
+    >>> from regard.cli.inputs import looks_like_path
+    >>> [looks_like_path(text) for text in ("my reviews.csv", "data/reviews", "./all of them", "Cats and/or dogs.")]
+    [True, True, True, False]
+    """
+    if text.startswith(("/", "./", "../", "~")):
+        return "\n" not in text and "\t" not in text
+    return text.lower().endswith(FILES) or ("/" in text and len(text.split()) == 1)
 
 
 def with_context(row: Row, context: Path | None) -> Row:
     """An input, and behind a tab the text of the file that it is about, if there is one."""
-    if context is None or len(row.values) > 1:
+    if context is None or len(row.values) != 1:
         return row
     return Row(row.place, (f"{row.values[0]}\t{text_of(context).strip()}",))
 
 
-def _lines(name: str, file: BinaryIO, bad: Bad) -> Iterator[Row]:
-    for n, line in enumerate(file, 1):
-        if text := (decoded(name, n, line, bad) or "").strip():
-            yield Row(f"{name}:{n}", (text,))
+def matched(rows: Iterable[Row], predictions: Iterator[Prediction]) -> Iterator[tuple[Row, Prediction | None]]:
+    """Every input with its prediction; None of one that the model was not asked, or could not take."""
+    waiting = next(predictions, None)
+    for row in rows:
+        if waiting is not None and row.values and waiting.place == row.place:
+            yield row, waiting
+            waiting = next(predictions, None)
+        else:
+            yield row, None
+    if waiting is not None:
+        raise RuntimeError(f"a prediction has the place {waiting.place!r}, which is that of no input")
+
+
+def _exists(given: str) -> bool:
+    try:
+        return Path(given).exists()
+    except (OSError, ValueError):  # longer than a name may be: a text
+        return False
+
+
+def _of_stream(task: Task, form: str, bad: Bad) -> Iterator[Row]:
+    if form in ("", "txt"):
+        texts = ((f"{STREAM}:{n}", decoded(STREAM, n, line, bad)) for n, line in enumerate(sys.stdin.buffer, 1))
+        lines = ((place, text) for place, text in texts if text is not None)
+        yield from with_gaps(_texts(task, lines, bad, table_hint="" if form else "say --format "), bad)
+        return
+    if task.takes != "text" or "image" in task.columns:
+        raise Trouble("--format: a table of files must be a file, since their paths are next to it")
+    with tempfile.TemporaryDirectory() as folder:
+        copy = Path(folder, f"{STREAM}.{form}")
+        copy.write_bytes(sys.stdin.buffer.read())
+        yield from with_gaps(task.read_inputs(str(copy), bad), bad)
+
+
+def _texts(task: Task, lines: Iterable[tuple[str, str]], bad: Bad, *, table_hint: str) -> Iterator[Row]:
+    """A text a line; blank lines are rows without values.
+
+    table_hint: what to do about a table, whose answers would be taken for a part of the inputs; empty if it is none.
+    """
+    first = True
+    for place, line in lines:
+        text = line.strip()
+        if first and text and table_hint and (kind := _table_kind(task, text)):
+            raise Trouble(f"{place}: expected a text, but {text[:60]!r} begins a table; {table_hint}{kind}")
+        first = first and not text
+        if "\t" in text and table_hint and len(task.columns) > 1 and not task.takes_tabs:
+            bad(f"{place}: expected a text, but it has a tab, as tables do; {table_hint}tsv if it is one")
+        else:
+            yield Row(place, (text,) if text else ())
+
+
+def _table_kind(task: Task, first: str) -> str:
+    """The format of the table whose first line this is, or nothing."""
+    names = [getattr(task, name, "") or name for name in task.columns]
+    if first.startswith("{"):
+        try:
+            record = json.loads(first)
+        except ValueError:
+            return ""
+        return "jsonl" if any(name.split(".")[0] in record for name in names) else ""
+    for kind, delimiter in (("csv", ","), ("tsv", "\t")):
+        if len(names) > 1 and set(names) <= set(cells_of(first, delimiter)):
+            return kind
+    return ""

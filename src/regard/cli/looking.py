@@ -12,6 +12,7 @@ import typer
 from regard.cli.inputs import with_context
 from regard.cli.options import Context, Json, Lang, RunFolder
 from regard.cli.terminal import tell
+from regard.files import check_writable
 from regard.tasks import Run, Task, Trouble
 from regard.tasks.data import Row
 from regard.tasks.trouble import Bad
@@ -30,8 +31,7 @@ def view(
     regard view runs/en-fr "I am hungry." -o hungry.html
     """
     _check_lang(lang)
-    if not out.parent.is_dir():
-        raise Trouble(f"{out.parent}: there is no such folder")
+    check_writable(out)
     record = looker(folder)(with_context(Row("the text", (text,)), context).values[0])
     record.save(out, lang)
     if as_json:
@@ -54,17 +54,21 @@ def serve(
     regard serve runs/en-fr
     """
     _check_lang(lang)
-    look = looker(folder)
     try:
-        from regard.view.server import Session
+        from regard.view.server import Session, listen
         from regard.view.server import serve as serve_at
     except ImportError as error:
         raise Trouble(f"regard serve needs {error.name}: pip install 'regard[view]'") from error
+    try:
+        listener = listen(port)
+    except OSError as error:
+        raise Trouble(f"port {port} at 127.0.0.1: {error.strerror}; choose another with --port") from error
+    look = looker(folder)
     if text is None and isinstance(look, RunLooker) and look.run.task.takes != "text":
         kind = look.run.task.takes
         raise Trouble(f'give the path of an {kind} file first: regard serve {folder} "{kind}.file"')
     first = text or (look.run.task.shown if isinstance(look, RunLooker) else Task.shown)
-    serve_at(Session(look, first), port=port, lang=lang, told=tell)
+    serve_at(Session(look, first), listener, lang=lang, told=tell)
 
 
 class RunLooker:

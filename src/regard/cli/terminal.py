@@ -29,7 +29,9 @@ def tell(line: str) -> None:
 
 def tell_trouble(error: Exception) -> None:
     """A mistake that the user can mend, in one line."""
-    told.print(f"[bold red]regard:[/] {escape(str(error))}", soft_wrap=True)
+    of_a_file = isinstance(error, OSError) and error.filename is not None
+    words = f"{error.filename}: {error.strerror}" if of_a_file else str(error)  # type: ignore[attr-defined]
+    told.print(f"[bold red]regard:[/] {escape(words)}", soft_wrap=True)
 
 
 def tell_bad(bad: Bad) -> None:

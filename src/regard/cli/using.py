@@ -9,22 +9,26 @@ from typing import Annotated
 
 import typer
 
-from regard.cli.inputs import asked, with_context
+from regard.cli.inputs import inputs_of, matched, with_context
 from regard.cli.options import Context, Json, RunFolder, SkipBad
 from regard.cli.terminal import tell, tell_bad
-from regard.files import whole, whole_text
+from regard.files import check_writable, whole, whole_text
 from regard.tasks import Run, Trouble
 from regard.tasks.export import export as export_run
 from regard.tasks.trouble import Bad
 
 SUFFIXES = {"audio": ".wav"}  # of the files that tasks make
+ONE_LINE = str.maketrans({"\n": "\\n", "\r": "\\r", "\t": "\\t"})  # so that line n is the output of input n
 
 
 def predict(
     folder: RunFolder,
     inputs: Annotated[
         list[str] | None,
-        typer.Argument(help="Texts, files of a text a line, images or sounds; none reads standard input."),
+        typer.Argument(
+            help="Texts, images or sounds; or files of them: .csv, .tsv and .jsonl with the columns of the run's data, "
+            "or .txt, a text a line. Without any, standard input is read."
+        ),
     ] = None,
     out: Annotated[
         Path | None,
@@ -35,17 +39,23 @@ def predict(
         ),
     ] = None,
     context: Context = None,
+    form: Annotated[
+        str, typer.Option("--format", help="Of standard input: txt (unless told otherwise), csv, tsv or jsonl.")
+    ] = "",
     skip_bad: SkipBad = False,
     as_json: Json = False,
 ) -> None:
-    """What a run's model says, and how sure it is.
+    """What a run's model says, and how sure it is: one line for each input, in order.
 
-    regard predict runs/reviews "What a film!"
-    regard predict runs/reviews reviews.txt
-    cat reviews.txt | regard predict runs/reviews --json
-    regard predict runs/squad "Who wrote it?" --context article.txt
-    regard predict runs/squad dev-v2.0.json --out predictions.json
-    regard predict runs/voice "one two" --out said.wav
+    Tables are read as in training; labels need not be there, and are never read. A blank line of a text, and an input
+    that --skip-bad leaves out, give an empty line; with --json, an output of null.
+
+        regard predict runs/reviews "What a film!"
+        regard predict runs/reviews reviews.csv
+        cat reviews.txt | regard predict runs/reviews --json
+        regard predict runs/squad "Who wrote it?" --context article.txt
+        regard predict runs/squad dev-v2.0.json --out predictions.json
+        regard predict runs/voice "one two" --out said.wav
     """
     run = Run.open(folder)
     suffix = SUFFIXES.get(run.task.makes, "")
@@ -54,16 +64,25 @@ def predict(
     if out is not None and not suffix and out.suffix != ".json":
         raise Trouble(f"{out}: what {run.task.name} says is written as JSON; name it {out.stem}.json")
     bad = Bad(skip=skip_bad)
-    rows = [with_context(row, context) for row in asked(run.task, inputs or [], bad)]
-    if not rows:
+    rows = [with_context(row, context) for row in inputs_of(run.task, inputs or [], bad, form)]
+    if not any(row.values for row in rows):
         raise Trouble('nothing to predict; give texts or files: regard predict RUN "..."')
+    if out is not None:
+        one = not suffix or (out.suffix == suffix and len(rows) == 1)
+        check_writable(out if one else out / f"0001{suffix}", parents=bool(suffix))
     model, _ = run.model(frozen=True)
-    said = run.task.predict(model, run.kit, rows, bad)
+    said = run.task.predict(model, run.kit, [row for row in rows if row.values], bad)
     if out is not None and not suffix:
         answers = {made.more.get("id", made.input): made.output for made in said}
         whole_text(out, json.dumps(answers, indent=1, ensure_ascii=False))
         tell(f"{out}: {len(answers)} answers")
-    for n, made in enumerate(said, 1):
+        tell_bad(bad)
+        return
+    for n, (row, made) in enumerate(matched(rows, iter(said)), 1):
+        if made is None:
+            given = " ".join(map(str, row.values[:1]))
+            print(json.dumps({"input": given, "output": None, "score": None}, ensure_ascii=False) if as_json else "")
+            continue
         where = made.input if run.task.takes != "text" else ""
         more = dict(made.more)
         if out is not None:
@@ -75,7 +94,8 @@ def predict(
             told_of = {"input": made.input, "output": made.output, "score": made.score}
             print(json.dumps(told_of | more, ensure_ascii=False))
         else:
-            print("\t".join((made.output, f"{made.score:.3f}", *filter(None, (where, made.note)))))
+            cells = (made.output, f"{made.score:.3f}", *filter(None, (where, made.note)))
+            print("\t".join(cell.translate(ONE_LINE) for cell in cells))
     tell_bad(bad)
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from rich.text import Text as Line
 
-from regard.files import whole_text
+from regard.files import check_writable, whole_text
 from regard.lab.claim import LANGUAGES, Claim, Result, Verdict
 from regard.lab.notebook import notebook
 from regard.lab.page import page
@@ -37,10 +37,7 @@ class Asked:
             out = Path("lab.html")
         for path in (out, notebook):
             if path is not None:
-                if path.is_dir():
-                    raise ValueError(f"{path}: is a folder; say the name of a file")
-                if not path.absolute().parent.is_dir():
-                    raise ValueError(f"{path}: there is no folder {path.absolute().parent}")
+                check_writable(path)
         needs = {"matplotlib", "jinja2", "latex2mathml", "pygments"} if out else set()
         needs |= {"matplotlib", "nbformat"} if notebook else set()
         if missing := sorted(name for name in needs if find_spec(name) is None):

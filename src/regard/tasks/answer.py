@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
@@ -16,7 +16,7 @@ from regard.models.text import QuestionAnswering
 from regard.nn import Packed
 from regard.tasks import baselines, metrics
 from regard.tasks.batches import Ragged, in_order
-from regard.tasks.data import FORMATS, Row, format_of
+from regard.tasks.data import Row, format_of
 from regard.tasks.squad import Asked, read_squad, read_table
 from regard.tasks.task import Batch, Figures, Kit, Prediction, Recipe, Task, option
 from regard.tasks.texts import encoder_config, encoder_of, loaded, started, too_long
@@ -38,6 +38,8 @@ class Answer(Task):
     does: ClassVar[str] = "a question about a text to the part of the text that answers it"
     example: ClassVar[str] = "context,question,answer\nMarie Curie was born in Warsaw.,Where was she born?,Warsaw"
     columns: ClassVar[tuple[str, ...]] = ("context", "question", "answer")
+    input_columns: ClassVar[tuple[str, ...]] = ("context", "question")
+    takes_tabs: ClassVar[bool] = True
     shown: ClassVar[str] = "Who sat on the mat?\tThe cat sat on the mat."
     recipe: ClassVar[Recipe] = Recipe(
         steps=1000,
@@ -135,18 +137,17 @@ class Answer(Task):
     def predict(self, model: nn.Module, kit: Kit, rows: Sequence[Row], bad: Bad) -> Iterator[Prediction]:
         asked = [Row(row.place, question) for row in rows if (question := _one(row, bad)) is not None]
         for each in self._found(model, self.items(kit, asked, bad)):
-            said = self._said(kit, each)
+            said, place = self._said(kit, each), asked[each.number].place
             score = each.chance if said else each.none
             more = {"start": each.start if said else None, "best": each.text, "chance": each.chance, "none": each.none}
             name = {"id": each.asked.id} if each.asked.id else {}
-            yield Prediction(each.asked.question, said, score, name | more)
+            yield Prediction(each.asked.question, said, score, name | more, place=place)
 
-    def asked(self, path: Path, bad: Bad) -> Iterator[Row] | None:
-        if format_of(path) == ".json":
-            return read_squad(path, bad, answers=False)
-        if format_of(path) in FORMATS[:3]:
-            return read_table(str(path), {name: getattr(self, name) for name in self.columns[:2]}, bad)
-        return None
+    def read_inputs(self, source: str, bad: Bad) -> Iterable[Row]:
+        if format_of(Path(source)) == ".json":
+            return read_squad(Path(source), bad, answers=False)
+        asked = ((row.place, *row.values) for row in super().read_inputs(source, bad))
+        return (Row(place, Asked(context, question, (), place)) for place, context, question in asked)
 
     def sample(self, kit: Kit) -> tuple[Tensor, Tensor] | None:
         if kit.config is not None and kit.config["segments"]:

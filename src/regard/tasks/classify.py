@@ -103,7 +103,8 @@ class Classify(Task):
         scores = _scores(model, ClassifiedTexts(ids, (), np.zeros(len(ids), np.int64)), len(kit.labels))
         for n, row in zip(kept, scores.tolist(), strict=True):
             best = int(np.argmax(row))
-            yield Prediction(rows[n].values[0], kit.labels[best], row[best], dict(zip(kit.labels, row, strict=True)))
+            more = dict(zip(kit.labels, row, strict=True))
+            yield Prediction(rows[n].values[0], kit.labels[best], row[best], more, place=rows[n].place)
 
     def sample(self, kit: Kit) -> tuple[Tensor, Tensor]:
         return torch.full((2, 7), 5), torch.tensor([[True] * 7, [True] * 4 + [False] * 3])

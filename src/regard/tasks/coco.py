@@ -63,20 +63,30 @@ def coco_rows(source: str, pictures: str, bad: Bad) -> Iterator[Row]:
             yield Row(f"{source}: image {entry['id']}", (str(path), tuple(things.pop(entry["id"])), sizes[entry["id"]]))
 
 
-def _held(source: str) -> dict[str, Any]:
+def coco_images(source: str, pictures: str, bad: Bad) -> Iterator[Row]:
+    """A row for each image of a COCO file, with its path; annotations need not be there."""
+    images = _held(source, needed=("images",))["images"]
+    named = [entry for entry in images if isinstance(entry, dict) and isinstance(entry.get("file_name"), str)]
+    folder = _folder(source, pictures, named)
+    for n, entry in enumerate(images):
+        if not isinstance(entry, dict) or not isinstance(entry.get("file_name"), str):
+            bad(f"{source}: an image must have file_name, but is {_short(entry)}")
+        else:
+            yield Row(f"{source}: image {entry.get('id', n)}", (str(folder / entry["file_name"]),))
+
+
+def _held(source: str, needed: Sequence[str] = ("images", "annotations", "categories")) -> dict[str, Any]:
     try:
         held = json.loads(Path(source).read_bytes())
     except FileNotFoundError:
         raise Trouble(f"{source}: there is no such file; give a COCO file, such as instances_train.json") from None
     except ValueError as error:
         raise Trouble(f"{source}: is no JSON ({error}); is it the COCO file?") from error
-    lacking = [
-        name
-        for name in ("images", "annotations", "categories")
-        if not isinstance(held, dict) or not isinstance(held.get(name), list)
-    ]
+    lacking = [name for name in needed if not isinstance(held, dict) or not isinstance(held.get(name), list)]
     if lacking:
-        raise Trouble(f"{source}: a COCO file has images, annotations and categories, but this has no {lacking[0]}")
+        *others, last = needed
+        parts = f"{', '.join(others)} and {last}" if others else last
+        raise Trouble(f"{source}: a COCO file has {parts}, but this has no {lacking[0]}")
     if not held["images"]:
         raise Trouble(f"{source}: has no images; is it the right file?")
     return held

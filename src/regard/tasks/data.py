@@ -36,13 +36,22 @@ class Row(NamedTuple):
         return self.place if self.place == str(self.values[0]) else f"{self.place}: {self.values[0]}"
 
 
-def read(source: str, columns: Mapping[str, str], bad: Bad, *, empty: frozenset[str] = NONE) -> Iterator[Row]:
+def read(
+    source: str,
+    columns: Mapping[str, str],
+    bad: Bad,
+    *,
+    empty: frozenset[str] = NONE,
+    only: Sequence[str] | None = None,
+) -> Iterator[Row]:
     """The rows of a file, of a dataset `name` or `name:split` of the hub, or of the embedded `tatoeba-en-fr`.
 
     columns: what is wanted, by name, in order; the value is the name of the column in the file, its number from 1 where
         there is no header line, or empty. Empty is the wanted name itself; a TSV whose first line does not hold it has
         no header, and its columns come in the order of `columns`.
     empty: which of them may have nothing in it.
+    only: which of them a row is to have, where the others are not needed: they may be missing, but where there is no
+        header, columns are counted as if they were there.
 
     >>> from pathlib import Path
     >>> from tempfile import TemporaryDirectory
@@ -56,7 +65,7 @@ def read(source: str, columns: Mapping[str, str], bad: Bad, *, empty: frozenset[
     if not path.exists():
         if suffix in FORMATS or path.is_absolute() or source.startswith("."):
             raise Trouble(f"{source}: there is no such file; give a file, or the name of a dataset of the hub")
-        return _hub(source, columns, bad, empty)
+        return _hub(source, _Wanted(columns, empty, only), bad)
     if path.is_dir():
         raise Trouble(f"{source}: is a folder; expected a file {', '.join(FORMATS)}")
     if suffix not in FORMATS:
@@ -67,9 +76,24 @@ def read(source: str, columns: Mapping[str, str], bad: Bad, *, empty: frozenset[
     if suffix in TEXT:
         if len(columns) > 1:
             raise Trouble(f"{source}: is plain text, but {' and '.join(columns)} are needed; try TSV, CSV or JSONL")
-        return _checked(source, (Row(place, (line.strip(),)) for place, line in _lines(path, bad) if line.strip()))
+        return _checked(source, (Row(place, (line.strip(),)) for place, line in lines_of(path, bad) if line.strip()))
     reader = {".tsv": _tsv, ".csv": _csv, ".jsonl": _jsonl}[suffix]
-    return _checked(source, reader(path, columns, bad, empty))
+    return _checked(source, reader(path, _Wanted(columns, empty, only), bad))
+
+
+def beside(table: Path, rows: Iterable[Row]) -> Iterator[Row]:
+    """Rows of a table whose first value is a path next to it."""
+    return (Row(row.place, (str(table.parent / row.values[0]), *row.values[1:])) for row in rows)
+
+
+def with_gaps(rows: Iterable[Row], bad: Bad) -> Iterator[Row]:
+    """Rows as they are read, and a row without values for each that was bad: so outputs can be matched with inputs."""
+    count = bad.count
+    for row in rows:
+        yield from (Row("", ()) for _ in range(bad.count - count))
+        count = bad.count
+        yield row
+    yield from (Row("", ()) for _ in range(bad.count - count))
 
 
 def _path(source: str) -> Path:
@@ -91,8 +115,13 @@ def first_cells(source: str, bad: Bad) -> list[str]:
     parted = {".tsv": "\t", ".csv": ","}.get(format_of(path))
     if parted is None or not path.is_file():
         return []
-    line = next((line for _, line in _lines(path, bad) if line.strip()), "")
-    return [cell.strip() for cell in next(csv.reader([line.strip("\r\n")], delimiter=parted), [])]
+    line = next((line for _, line in lines_of(path, bad) if line.strip()), "")
+    return cells_of(line, parted)
+
+
+def cells_of(line: str, delimiter: str) -> list[str]:
+    """The cells of a line of a table, spaces around them taken off."""
+    return [cell.strip() for cell in next(csv.reader([line.strip("\r\n")], delimiter=delimiter), [])]
 
 
 def fingerprint(source: str) -> dict[str, Any]:
@@ -174,8 +203,8 @@ def decoded(source: str, number: int, line: bytes, bad: Bad) -> str | None:
         return None
 
 
-def _lines(path: Path, bad: Bad) -> Iterator[tuple[str, str]]:
-    """Lines with their places."""
+def lines_of(path: Path, bad: Bad) -> Iterator[tuple[str, str]]:
+    """The lines of a file, compressed or not, with their places."""
     opener = OPENERS.get(path.suffix.lower(), open)
     file: BinaryIO
     number = 0
@@ -198,6 +227,23 @@ def _checked(source: str, rows: Iterator[Row]) -> Iterator[Row]:
         raise Trouble(
             f"{source}:1: expected at least one line that can be used, but there is none; is it the right file?"
         )
+
+
+class _Wanted(NamedTuple):
+    """What is asked of a table: see `read`."""
+
+    columns: Mapping[str, str]
+    empty: frozenset[str]
+    only: Sequence[str] | None
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The columns that a row is to have."""
+        return tuple(name for name in self.columns if self.only is None or name in self.only)
+
+    def called(self, name: str) -> str:
+        """What a column is called in the table, or its number."""
+        return self.columns[name] or name
 
 
 class _Layout(NamedTuple):
@@ -224,46 +270,56 @@ class _Layout(NamedTuple):
         return Row(place, values)
 
 
-def _layout(place: str, first: Sequence[str], columns: Mapping[str, str], *, bare: bool) -> _Layout:
+def _layout(place: str, first: Sequence[str], wanted: _Wanted, *, bare: bool) -> _Layout:
     """Find the columns by the first line. bare: without names, and if it is no header, they come in order."""
-    names, cells = tuple(columns), [cell.strip() for cell in first]
-    chosen = [said or name for name, said in columns.items()]
+    every, names, cells = tuple(wanted.columns), wanted.names, [cell.strip() for cell in first]
+    chosen, called = [wanted.called(name) for name in every], [wanted.called(name) for name in names]
+    bare = bare and not any(wanted.columns.values())
     if all(said.isdigit() for said in chosen):
         if "0" in chosen:
-            raise Trouble(f"{place}: columns are numbered from 1, but --{names[chosen.index('0')]} is 0")
-        return _Layout(names, tuple(int(said) - 1 for said in chosen), False, len(cells))
-    if all(said in cells for said in chosen):
-        return _Layout(names, tuple(cells.index(said) for said in chosen), True, len(cells))
-    if bare and not any(columns.values()):
-        return _Layout(names, tuple(range(len(names))), False, len(cells))
-    lacking = next(said for said in chosen if said not in cells)
+            raise Trouble(f"{place}: columns are numbered from 1, but --{every[chosen.index('0')]} is 0")
+        return _Layout(names, tuple(int(said) - 1 for said in called), False, len(cells))
+    if all(said in cells for said in called):
+        absent = next((said for said in chosen if said not in cells), None)
+        if bare and absent and len(cells) >= len(every):
+            raise Trouble(
+                f"{place}: may be a header or an example, since it has {called[0]!r} but not {absent!r}; put a line "
+                f"{' '.join(map(repr, every))} with tabs before it, or make it a CSV, which always has a header"
+            )
+        return _Layout(names, tuple(cells.index(said) for said in called), True, len(cells))
+    if bare:
+        return _Layout(names, tuple(every.index(name) for name in names), False, len(cells))
+    lacking = next(said for said in called if said not in cells)
+    came = f"expected a column {lacking!r}, but they are {', '.join(map(repr, cells[:8]))}"
+    if wanted.only is not None:
+        raise Trouble(f"{place}: {came}; give it the name that it has in the data of the run")
     options = " ".join(f"--{name} {number}" for number, name in enumerate(names, 1))
     raise Trouble(
-        f"{place}: expected a column {lacking!r}, but they are {', '.join(map(repr, cells[:8]))}; "
-        f"say which it is (--{names[chosen.index(lacking)]} NAME), or by number where there is no header ({options})"
+        f"{place}: {came}; say which it is (--{names[called.index(lacking)]} NAME), or by number where there is no "
+        f"header ({options})"
     )
 
 
-def _tsv(path: Path, columns: Mapping[str, str], bad: Bad, empty: frozenset[str]) -> Iterator[Row]:
+def _tsv(path: Path, wanted: _Wanted, bad: Bad) -> Iterator[Row]:
     layout = None
-    for place, line in _lines(path, bad):
+    for place, line in lines_of(path, bad):
         if not line.strip():
             continue
         cells = line.rstrip("\r\n").split("\t")
         if layout is None:
-            layout = _layout(place, cells, columns, bare=True)
+            layout = _layout(place, cells, wanted, bare=True)
             if layout.header:
                 continue
-        if row := layout.row(place, cells, bad, empty):
+        if row := layout.row(place, cells, bad, wanted.empty):
             yield row
 
 
-def _csv(path: Path, columns: Mapping[str, str], bad: Bad, empty: frozenset[str]) -> Iterator[Row]:
+def _csv(path: Path, wanted: _Wanted, bad: Bad) -> Iterator[Row]:
     csv.field_size_limit(1 << 27)  # reviews and articles are longer than the default of 128 KB
     layout, start, places = None, f"{path}:1", list[str]()
 
     def watched() -> Iterator[str]:
-        for place, line in _lines(path, bad):
+        for place, line in lines_of(path, bad):
             places.append(place)
             yield line
 
@@ -282,15 +338,15 @@ def _csv(path: Path, columns: Mapping[str, str], bad: Bad, empty: frozenset[str]
         if not any(cell.strip() for cell in cells):
             continue
         if layout is None:
-            layout = _layout(start, cells, columns, bare=False)
+            layout = _layout(start, cells, wanted, bare=False)
             if layout.header:
                 continue
-        if row := layout.row(start, cells, bad, empty):
+        if row := layout.row(start, cells, bad, wanted.empty):
             yield row
 
 
-def _jsonl(path: Path, columns: Mapping[str, str], bad: Bad, empty: frozenset[str]) -> Iterator[Row]:
-    for place, line in _lines(path, bad):
+def _jsonl(path: Path, wanted: _Wanted, bad: Bad) -> Iterator[Row]:
+    for place, line in lines_of(path, bad):
         if not line.strip():
             continue
         try:
@@ -298,28 +354,29 @@ def _jsonl(path: Path, columns: Mapping[str, str], bad: Bad, empty: frozenset[st
         except json.JSONDecodeError as error:
             bad(f"{place}: is no JSON ({error.msg} at {error.colno})")
             continue
-        if row := _record(place, record, columns, bad, empty):
+        if row := _record(place, record, wanted, bad):
             yield row
 
 
-def _record(place: str, record: Any, columns: Mapping[str, str], bad: Bad, empty: frozenset[str]) -> Row | None:
+def _record(place: str, record: Any, wanted: _Wanted, bad: Bad) -> Row | None:
     values = []
-    for name, said in columns.items():
+    for name in wanted.names:
         value = record
-        for key in (said or name).split("."):  # translation.en, as datasets of translations have it
+        for key in wanted.called(name).split("."):  # translation.en, as datasets of translations have it
             value = value.get(key) if isinstance(value, dict) else None
-        if name in empty and (value is None or value == ""):
+        if name in wanted.empty and (value is None or value == ""):
             values.append("")
             continue
         if value is None or value == "":
             keys = ", ".join(map(repr, list(record)[:8])) if isinstance(record, dict) else type(record).__name__
-            bad(f"{place}: expected a value for {said or name!r}, but it has {keys}; try --{name} NAME")
+            hint = f"; try --{name} NAME" if wanted.only is None else ""
+            bad(f"{place}: expected a value for {wanted.called(name)!r}, but it has {keys}{hint}")
             return None
         values.append(value if isinstance(value, str) else json.dumps(value) if isinstance(value, dict) else str(value))
     return Row(place, tuple(values))
 
 
-def _hub(source: str, columns: Mapping[str, str], bad: Bad, empty: frozenset[str]) -> Iterator[Row]:
+def _hub(source: str, wanted: _Wanted, bad: Bad) -> Iterator[Row]:
     name, _, part = source.partition(":")
     try:
         from datasets import load_dataset  # type: ignore[import-not-found, unused-ignore]
@@ -331,7 +388,5 @@ def _hub(source: str, columns: Mapping[str, str], bad: Bad, empty: frozenset[str
         found: Iterable[Any] = load_dataset(name, split=part or "train")
     except Exception as error:  # the library raises many kinds: no connection, no such name, no such split
         raise Trouble(f"{source}: could not be fetched ({first_line(error)}); is the name right?") from error
-    records = (
-        _record(f"{name}[{part or 'train'}]:{n}", record, columns, bad, empty) for n, record in enumerate(found, 1)
-    )
+    records = (_record(f"{name}[{part or 'train'}]:{n}", record, wanted, bad) for n, record in enumerate(found, 1))
     return _checked(source, (row for row in records if row is not None))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -68,6 +68,11 @@ class Detect(Task):
                 raise Trouble(f"{source}: holds {' and '.join(part.name for part in parts)}; say which of them it is")
             raise Trouble(f"{source}: is a folder; expected a COCO file, such as {source}/instances_train.json")
         return list(coco.coco_rows(source, self.pictures, bad))
+
+    def read_inputs(self, source: str, bad: Bad) -> Iterable[Row]:
+        if Path(source).is_dir():
+            self.read(source, bad)  # raises, and says which file is expected
+        return coco.coco_images(source, self.pictures, bad)
 
     def parts(self, folder: Path) -> tuple[Path, Path] | None:
         return _parts(folder)
@@ -174,7 +179,7 @@ class Detect(Task):
                 f"{each['label']} at {' '.join(f'{side:.0f}' for side in each['box'])}" for each in objects
             )
             score = float(one.scores[sure].min()) if objects else 1 - float(one.scores.max(initial=0.0))
-            yield Prediction(rows[n].values[0], said or "nothing", score, {"objects": objects})
+            yield Prediction(rows[n].values[0], said or "nothing", score, {"objects": objects}, place=rows[n].place)
 
     @torch.no_grad()
     def _found(self, model: nn.Module, items: DetectedImages) -> list[Found]:

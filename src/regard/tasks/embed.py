@@ -137,7 +137,8 @@ class Embed(Task):
             output, score = (
                 (rows[kept[best]].values[0], float(near[n, best])) if len(kept) > 1 else (rows[row].values[0], 1.0)
             )
-            yield Prediction(rows[row].values[0], output, score, {"vector": found[n].tolist()})
+            more = {"vector": found[n].tolist()}
+            yield Prediction(rows[row].values[0], output, score, more, place=rows[row].place)
 
     def sample(self, kit: Kit) -> tuple[Tensor, Tensor]:
         return torch.full((2, 7), 5), torch.tensor([[True] * 7, [True] * 4 + [False] * 3])

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from regard.engines.select import without
-from regard.files import whole_text
+from regard.files import check_writable, whole_text
 from regard.models.checkpoints import save
 from regard.tasks.runs import Run
 from regard.tasks.trouble import Trouble
@@ -21,6 +21,7 @@ def export(run: Run, folder: Path, *, onnx: bool = True) -> list[str]:
     """Write the folder; a note for each thing that was written, or could not be."""
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise Trouble(f"{folder}: is there and not empty; choose another folder")
+    check_writable(folder / "task.json", parents=True)
     model, step = run.model()
     folder.mkdir(parents=True, exist_ok=True)
     save(model, folder)

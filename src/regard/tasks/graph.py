@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -80,6 +80,10 @@ class Graph(Task):
         ends = np.array([[number[end] for end in pair] for pair in pairs], np.int64).reshape(-1, 2).T
         web = Web(tuple(number), ends, {row.values[0]: row.values[2] for row in good} if told else {})
         return [Row(row.place, (*row.values[:2], web)) for row in good]
+
+    def read_inputs(self, source: str, bad: Bad) -> Iterable[Row]:
+        path = Path(source)
+        return super().read_inputs(str(_table(path, "nodes")) if path.is_dir() else source, bad)
 
     def hold_out(self, rows: Sequence[Row], held: int, seed: int) -> tuple[list[Row], list[Row]]:
         """`labelled` nodes of each class, and the others."""
@@ -175,7 +179,7 @@ class Graph(Task):
             chances = said[graph.number[row.values[0]]].tolist()
             best = int(np.argmax(chances))
             more = dict(zip(kit.labels, chances, strict=True))
-            yield Prediction(row.values[0], kit.labels[best], chances[best], more)
+            yield Prediction(row.values[0], kit.labels[best], chances[best], more, place=row.place)
 
     def name_tokens(self, model: nn.Module, kit: Kit, record: Any, said: Prediction) -> None:
         assert kit.config is not None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
@@ -14,9 +14,21 @@ from torch import Tensor, nn
 
 from regard.models.vision import ImageClassifier, VisionConfig
 from regard.tasks import baselines, metrics
-from regard.tasks.data import Row, read, split
+from regard.tasks.data import Row, beside, read, split
 from regard.tasks.labels import classes_of, known
-from regard.tasks.pictures import Form, content, cropped, drawn, folder_of_classes, idx_rows, learnt, pixels_of, shaken
+from regard.tasks.pictures import (
+    Form,
+    content,
+    cropped,
+    drawn,
+    folder_of_classes,
+    idx_images,
+    idx_rows,
+    learnt,
+    named,
+    pixels_of,
+    shaken,
+)
 from regard.tasks.task import Batch, Figures, Kit, Prediction, Recipe, Task, check_least, option
 from regard.tasks.trouble import Bad, Trouble
 
@@ -69,8 +81,15 @@ class Images(Task):
             return rows
         if "idx3" in path.name:
             return list(idx_rows(source))
-        listed = read(source, {"image": self.image, "label": self.label}, bad)
-        return [Row(row.place, (str(path.parent / row.values[0]), row.values[1])) for row in listed]
+        return list(beside(path, read(source, {"image": self.image, "label": self.label}, bad)))
+
+    def read_inputs(self, source: str, bad: Bad) -> Iterable[Row]:
+        path = Path(source)
+        if path.is_dir():
+            return [Row(row.place, row.values[:1]) for row in self.read(source, bad)]
+        if "idx3" in path.name:
+            return idx_images(source)
+        return beside(path, super().read_inputs(source, bad))
 
     def parts(self, folder: Path) -> tuple[Path, Path] | None:
         return _parts(folder)
@@ -134,7 +153,8 @@ class Images(Task):
         scores = _scores(model, ClassifiedImages(self, form, pixels, np.zeros(len(kept), np.int64), ()))
         for n, row in zip(kept, scores.tolist(), strict=True):
             best = int(np.argmax(row))
-            yield Prediction(rows[n].values[0], kit.labels[best], row[best], dict(zip(kit.labels, row, strict=True)))
+            name, more = named(rows[n]), dict(zip(kit.labels, row, strict=True))
+            yield Prediction(name, kit.labels[best], row[best], more, place=rows[n].place)
 
     def sample(self, kit: Kit) -> tuple[Tensor]:
         form = Form.of(kit)

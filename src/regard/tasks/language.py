@@ -110,7 +110,8 @@ class Language(Task):
             with torch.no_grad():
                 logits = model(torch.cat((prompt, made))[None])[0, len(prompt) - 1 : -1].float()
             said = -F.cross_entropy(logits, made, reduction="none") if len(made) else torch.zeros(1)
-            yield Prediction(row.values[0], kit.texts().decode(made.tolist()), float(said.mean().exp()))
+            output = kit.texts().decode(made.tolist())
+            yield Prediction(row.values[0], output, float(said.mean().exp()), place=row.place)
 
 
 class _Stream:

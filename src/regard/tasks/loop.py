@@ -26,7 +26,8 @@ from torch import Tensor, nn
 from regard.nn import Packed
 from regard.tasks.batches import in_order, plan, shards
 from regard.tasks.faults import first_fault, first_gradient
-from regard.tasks.runs import Log, Progress, Run, load, machine, vacant
+from regard.tasks.lock import locked
+from regard.tasks.runs import Log, Progress, Run, claimed, has_steps, load, machine
 from regard.tasks.sources import Examples, Sources, gather, gather_again, split_digest
 from regard.tasks.task import Batch, Items, Recipe, Task, tasks
 from regard.tasks.trouble import Trouble
@@ -84,10 +85,10 @@ def begin(folder: Path, task: Task, recipe: Recipe, sources: Sources) -> tuple[R
     accelerator = _accelerator(task, recipe)
     restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0 and (folder / "run.json").exists()
     if accelerator.is_main_process and not restarted:
-        vacant(folder)
-        examples = gather(task, sources, recipe.seed)
-        _set_seed(recipe.seed)
-        Run.create(folder, task, recipe, sources, task.learn(examples.train), split_digest(examples))
+        with claimed(folder, task.name):
+            examples = gather(task, sources, recipe.seed)
+            _set_seed(recipe.seed)
+            Run.create(folder, task, recipe, sources, task.learn(examples.train), split_digest(examples))
         accelerator.wait_for_everyone()
         return Run.open(folder), examples
     accelerator.wait_for_everyone()
@@ -107,16 +108,18 @@ def train(run: Run, examples: Examples | None = None, watch: Watch | None = None
         raise Trouble(
             f"{run.folder.name}: comes with the package and is finished; regard train makes a run of your own"
         )
-    if examples is None:
-        examples = gather_again(run)
-    trainer = _Trainer(run, examples, watch)
-    try:
-        progress = trainer.run_to_end()
-        if progress.done and trainer.main:
-            run.settle(examples.valid)
-        return progress
-    finally:
-        trainer.close()
+    main = _accelerator(run.task, run.recipe).is_main_process
+    with locked(run.folder) if main else nullcontext():  # the first process writes for all
+        if examples is None:
+            examples = gather_again(run)
+        trainer = _Trainer(run, examples, watch)
+        try:
+            progress = trainer.run_to_end()
+            if progress.done and main:
+                run.settle(examples.valid)
+            return progress
+        finally:
+            trainer.close()
 
 
 class _Trainer:
@@ -163,6 +166,8 @@ class _Trainer:
         if found is not None:
             state.restore(found[0], *self._held())
             self.progress = found[1]
+        elif self.main and has_steps(run.folder):
+            watch.said(f"{run.folder}: there is no checkpoint to go on from; the training begins again at step 1")
         self.log = Log(run.folder, self.progress.step) if self.main else None
         now = machine()
         differs = [key for key in ("torch", "threads", "processes") if now[key] != run.about["machine"][key]]
@@ -170,6 +175,8 @@ class _Trainer:
             watch.said(f"{' and '.join(differs)} differ from when the run began: the last bits may differ too")
         if self.main:
             watch.begun(run, self.progress, examples)
+        if math.isfinite(self.progress.best):
+            self._replace_lost_best()
 
     def run_to_end(self) -> Progress:
         if self.progress.done:
@@ -252,7 +259,7 @@ class _Trainer:
 
     def _evaluate(self) -> None:
         """The loss on what is held out, with the average for weights; the best are kept."""
-        with self.average.instead() if self.average is not None else nullcontext():
+        with self._averaged():
             loss = self.held_out()
             better = math.isfinite(loss) and not loss >= self.progress.best
             stale = 0 if better else self.progress.stale + 1
@@ -264,13 +271,30 @@ class _Trainer:
                 done=self.progress.step >= self.recipe.steps or bool(patience and stale >= patience),
             )
             if better:
-                weights = self.state.weights(self.objective)
-                if self.main:
-                    self.run.keep_best(weights, self.progress)
+                self._keep_best()
         if self.main:
             assert self.log is not None
             self.log(self.progress.step, held_out_loss=loss)
             self.watch.evaluated(self.progress.step, loss, better)
+
+    def _averaged(self) -> AbstractContextManager[None]:
+        """Within, the model has the average for its weights, if there is one."""
+        return self.average.instead() if self.average is not None else nullcontext()
+
+    def _keep_best(self) -> None:
+        weights = self.state.weights(self.objective)
+        if self.main:
+            self.run.keep_best(weights, self.progress)
+
+    def _replace_lost_best(self) -> None:
+        """Where the best weights are gone or damaged, keep those of the checkpoint, which are the next best."""
+        wrong = self._heard(self.run.lacks_best() if self.main else "")[0]
+        if wrong:
+            if self.main:
+                self.watch.said(f"{wrong}; the weights of step {self.progress.step} are kept in its place")
+            with self._averaged():
+                self.progress = replace(self.progress, best=self.held_out(), stale=0)
+                self._keep_best()
 
     @torch.no_grad()
     def held_out(self) -> float:

@@ -104,7 +104,8 @@ class Masked(Task):
             # pairs, since several tokens may be spelled alike
             more = [list(zip(word, chance, strict=True)) for word, chance in zip(words, best.tolist(), strict=True)]
             output = tokenizer.decode(filled.tolist())
-            yield Prediction(row.values[0], output, float(best[:, 0].log().mean().exp()), {"words": more})
+            score = float(best[:, 0].log().mean().exp())
+            yield Prediction(row.values[0], output, score, {"words": more}, place=row.place)
 
     def sample(self, kit: Kit) -> tuple[Tensor, Tensor]:
         return torch.full((2, 7), 5), torch.tensor([[True] * 7, [True] * 4 + [False] * 3])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -19,12 +19,12 @@ from regard.models.text import TextConfig
 from regard.models.vision import VisionConfig
 from regard.nn.loss import loss_among
 from regard.tasks import baselines, metrics
-from regard.tasks.data import Row, read, split
+from regard.tasks.data import Row, beside, read, split
 from regard.tasks.pictures import SUFFIXES, Form, content, cropped, drawn, learnt, pixels_of, shaken
 from regard.tasks.task import Batch, Figures, Kit, Prediction, Recipe, Task, check_least, option
 from regard.tasks.texts import encoded
 from regard.tasks.tokens import learn
-from regard.tasks.trouble import Bad
+from regard.tasks.trouble import Bad, Trouble
 
 YES, NO = ("yes", "1", "true", "match"), ("no", "0", "false", "mismatch")
 AMONG = 20  # texts of which one is right
@@ -42,6 +42,8 @@ class Match(Task):
         "image,text,label\nscenes/1.png,a seven left of a two,yes\nscenes/1.png,a two above a six,no"
     )
     columns: ClassVar[tuple[str, ...]] = ("image", "text", "label")
+    input_columns: ClassVar[tuple[str, ...]] = ("image", "text")
+    takes_tabs: ClassVar[bool] = True
     recipe: ClassVar[Recipe] = Recipe(
         steps=3000, tokens=2048, rate=1e-3, warmup=100, decay=0.05, ema=0.99, evaluate_every=250, save_every=250
     )
@@ -73,9 +75,12 @@ class Match(Task):
             raise ValueError(f"patch must be a multiple of 2 to the power of stem = {self.stem}, but is {self.patch}")
 
     def read(self, source: str, bad: Bad) -> list[Row]:
-        folder = Path(source).parent
-        listed = read(source, {name: getattr(self, name) for name in self.columns}, bad)
-        return [Row(row.place, (str(folder / row.values[0]), *row.values[1:])) for row in listed]
+        return list(beside(Path(source), read(source, {name: getattr(self, name) for name in self.columns}, bad)))
+
+    def read_inputs(self, source: str, bad: Bad) -> Iterable[Row]:
+        if Path(source).suffix.lower() in SUFFIXES:
+            raise Trouble(f'{source}: expected a text behind the image, such as: "{source} a seven above a two"')
+        return beside(Path(source), super().read_inputs(source, bad))
 
     def hold_out(self, rows: Sequence[Row], held: int, seed: int) -> tuple[list[Row], list[Row]]:
         """`held` images with all their texts: no image is on two sides."""
@@ -182,14 +187,14 @@ class Match(Task):
         """Of `scene.png a seven left of a two`: yes or no, and the probability of yes."""
         given = []
         for row in rows:
-            if parts := parted(row.values[0]):
-                given.append(Row(row.place, (*parts, row.values[0])))
+            if parts := row.values if len(row.values) == 2 else parted(row.values[0]):
+                given.append(Row(row.place, (*parts, " ".join(row.values))))
             else:
                 bad(f"{row.place}: expected the path of an image and a text, such as: scene.png a seven above a two")
         items, kept = self._described(kit, given, bad)
         for n, logit in zip(kept, _said(model, items).tolist(), strict=True):
             yes = 1 / (1 + float(np.exp(-logit)))
-            yield Prediction(given[n].values[2], "yes" if yes > 0.5 else "no", yes)
+            yield Prediction(given[n].values[2], "yes" if yes > 0.5 else "no", yes, place=given[n].place)
 
     def name_tokens(self, model: nn.Module, kit: Kit, record: Any, said: Prediction) -> None:
         """Words, and patches over the image."""

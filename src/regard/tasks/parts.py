@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
 from regard.files import sync
+from regard.tasks import checksum
 
 NOTES = "notes.json"
 
@@ -32,8 +33,9 @@ def save(folder: Path, tensors: dict[str, Tensor], notes: dict[str, str]) -> Non
         beside.mkdir(exist_ok=True)
     _agreed(lambda: dcp.save(tensors, storage_writer=dcp.HuggingFaceStorageWriter(str(beside), save_distributed=True)))
     if first:
-        files = {path.name: path.stat().st_size for path in sorted(beside.iterdir())}
-        (beside / NOTES).write_text(json.dumps({"files": files, **notes}, indent=1), encoding="utf-8")
+        about = {"files": {path.name: checksum.of_file(path) for path in sorted(beside.iterdir())}, **notes}
+        about[checksum.NAME] = checksum.of_notes(about)
+        (beside / NOTES).write_text(json.dumps(about, indent=1), encoding="utf-8")
         for path in (beside / NOTES, beside):
             sync(path)
         shutil.rmtree(folder, ignore_errors=True)  # one that could not be read, and was passed over
@@ -46,17 +48,35 @@ def save(folder: Path, tensors: dict[str, Tensor], notes: dict[str, str]) -> Non
 def load(folder: Path, into: dict[str, Tensor] | None = None) -> tuple[dict[str, Tensor], dict[str, str]]:
     """The tensors and notes of a folder: whole, or `into` those of which each process has a part."""
     notes = json.loads((folder / NOTES).read_text(encoding="utf-8"))
-    for name, size in notes.pop("files").items():
-        if not (folder / name).exists() or (folder / name).stat().st_size != size:
-            raise ValueError(f"{name} is missing or not as it was written")
-    reader = dcp.HuggingFaceStorageReader(str(folder))
+    said = notes.pop(checksum.NAME, None)
+    if said is not None and said != checksum.of_notes(notes):
+        raise ValueError(f"{NOTES}: {checksum.DAMAGED}")
     alone = into is None
+    _check(folder, notes.pop("files"), together=not alone and dist.is_initialized())
+    reader = dcp.HuggingFaceStorageReader(str(folder))
     if into is None:
         kept: Any = reader.read_metadata().state_dict_metadata
         into = {name: torch.empty(each.size, dtype=each.properties.dtype) for name, each in kept.items()}
     tensors = into
     _agreed(lambda: dcp.load(tensors, storage_reader=reader, no_dist=alone or not dist.is_initialized()))
     return tensors, notes
+
+
+def _check(folder: Path, files: dict[str, Any], *, together: bool) -> None:
+    """Raise if a file is missing or damaged; together, each process reads some of them, and all raise alike."""
+    rank, world = (dist.get_rank(), dist.get_world_size()) if together else (0, 1)
+    wrong = None
+    for name, said in list(files.items())[rank::world]:
+        path = folder / name
+        # Earlier versions noted the size.
+        if not path.exists() or said != (path.stat().st_size if isinstance(said, int) else checksum.of_file(path)):
+            wrong = f"{name} is missing or not as it was written"
+            break
+    heard = [wrong] * world
+    if together:
+        dist.all_gather_object(heard, wrong)
+    if first := next(filter(None, heard), None):
+        raise ValueError(first)
 
 
 def _agreed(work: Callable[[], Any]) -> None:

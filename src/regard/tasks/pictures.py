@@ -179,6 +179,11 @@ def pillow(name: str) -> Any:
         raise Trouble("images need Pillow: pip install 'regard[images]'") from None
 
 
+def named(row: Row) -> str:
+    """What the image of a row is called: its path, or its place in an IDX file."""
+    return row.place if isinstance(row.values[0], np.ndarray) else row.values[0]
+
+
 def content(row: Row) -> str:
     """The same for images of the same bytes, wherever they are: such are never on both sides of a split."""
     given = row.values[0]
@@ -212,6 +217,14 @@ def read_idx(source: str) -> np.ndarray:
         said = " x ".join(map(str, shape))
         raise Trouble(f"{source}: says that it holds {said} bytes, but {len(values)} are there; fetch it again")
     return values.reshape(shape)
+
+
+def idx_images(source: str) -> Iterator[Row]:
+    """The images of an IDX file."""
+    images = read_idx(source)
+    if images.ndim != 3:
+        raise Trouble(f"{source}: expected images (n, height, width), but it has {images.shape}; is it the right file?")
+    yield from (Row(f"{source}:{n}", (image,)) for n, image in enumerate(images, 1))
 
 
 def idx_rows(source: str) -> Iterator[Row]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from functools import partial
@@ -40,6 +40,7 @@ class Recommend(Task):
     does: ClassVar[str] = "histories of items to what comes next"
     example: ClassVar[str] = "user,item,time\n7,Alien,881250949\n7,Aliens,881251000"
     columns: ClassVar[tuple[str, ...]] = ("user", "item", "time")
+    takes_tabs: ClassVar[bool] = True
     recipe: ClassVar[Recipe] = Recipe(
         steps=2000, tokens=4096, rate=1e-3, warmup=100, decay=0.1, ema=0.99, evaluate_every=100, save_every=200,
         patience=5,
@@ -165,13 +166,17 @@ class Recommend(Task):
         }
         return {name: metrics.ranking(asked.ranks(score, again=self.again)) for name, score in ways.items()}
 
+    def read_inputs(self, source: str, bad: Bad) -> Iterable[Row]:
+        """Everybody's history, all of it."""
+        return self.read(source, bad)
+
     @torch.no_grad()
     def predict(self, model: nn.Module, kit: Kit, rows: Sequence[Row], bad: Bad) -> Iterator[Prediction]:
         """Items that come next, those that are there already left out. Items are parted by | or tabs, or by spaces."""
         assert isinstance(model, Recommender)
         number, device = _numbers(kit), next(model.parameters()).device
         for row in rows:
-            said = items_of(row.values[0], number)
+            said = items_of(row.values[0], number) if len(row.values) == 1 else row.values[1]
             if not said:
                 bad(f"{row.place}: expected items, parted by |, but there are none")
                 continue
@@ -185,7 +190,7 @@ class Recommend(Task):
             chances, best = (each.tolist() for each in logits.softmax(-1).topk(min(10, len(kit.labels))))
             found = {kit.labels[n]: chance for n, chance in zip(best, chances, strict=True) if chance > 0}
             told = " | ".join(f"{item} {chance:.3f}" for item, chance in found.items())
-            yield Prediction(row.values[0], told, chances[0], {"items": found})
+            yield Prediction(row.values[0], told, chances[0], {"items": found}, place=row.place)
 
     def name_tokens(self, model: nn.Module, kit: Kit, record: Any, said: Prediction) -> None:
         record.tokens([kit.labels[n] for n in record.inputs["source"].tolist()])

@@ -10,7 +10,7 @@ import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, fields
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -21,7 +21,10 @@ from torch import Tensor, nn
 
 from regard.files import sweep, whole, whole_text
 from regard.nn import freeze
+from regard.tasks import checksum
 from regard.tasks.data import EMBEDDED, Row
+from regard.tasks.lock import NAME as LOCK
+from regard.tasks.lock import Busy, locked
 from regard.tasks.sources import Sources
 from regard.tasks.task import Kit, Recipe, Task, tasks
 from regard.tasks.trouble import Trouble, first_line
@@ -29,6 +32,7 @@ from regard.tasks.trouble import Trouble, first_line
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 SHIPPED = ("en-fr",)
 KEEP = 2  # checkpoints; the one before the last is there should the last be damaged
+WRITTEN = ("run.json", "kit.json", "tokenizer.json", "checkpoints", "log.jsonl", "tensorboard")  # before a step is made
 Read = Callable[[Path], tuple[dict[str, Tensor], dict[str, str]]]
 
 
@@ -52,6 +56,7 @@ class Run:
     checkpoints/    the last two, weights and optimizer; one file each, or a folder where processes share the weights
     best.safetensors  the weights with the lowest held-out loss; model.safetensors in what comes with the package
     log.jsonl       one line a step; tensorboard/ has the same
+    run.lock        locked by the process that writes
     """
 
     def __init__(self, folder: Path, about: dict[str, Any], task: Task, recipe: Recipe, kit: Kit) -> None:
@@ -60,7 +65,7 @@ class Run:
     @staticmethod
     def create(folder: Path, task: Task, recipe: Recipe, sources: Sources, kit: Kit, split: str) -> Run:
         """A new run; nothing that is there is overwritten. split: the digest of what is held out."""
-        vacant(folder)
+        vacant(folder, task.name)
         about = {
             "task": task.name,
             "options": asdict(task),  # type: ignore[call-overload]
@@ -73,6 +78,7 @@ class Run:
             "results": {},
         }
         folder.mkdir(parents=True, exist_ok=True)
+        _remove(folder)
         kit.save(folder)
         (folder / "checkpoints").mkdir(exist_ok=True)
         run = Run(folder, about, task, recipe, kit)
@@ -106,18 +112,24 @@ class Run:
         with _room(self.folder):
             whole_text(self.folder / "run.json", json.dumps(self.about, indent=1, ensure_ascii=False))
 
+    def keep_results(self, results: dict[str, Any]) -> None:
+        """Write figures of the best weights into run.json; `Busy` if a training writes, or has written others."""
+        with locked(self.folder):
+            best = self.folder / "best.safetensors"
+            if best.exists() and _step(_notes(best)) != results["step"]:
+                raise Busy(f"{best}: was replaced while it was measured; run the command again")
+            self.about = json.loads((self.folder / "run.json").read_text(encoding="utf-8")) | {"results": results}
+            self.note()
+
     def checkpoints(self) -> list[Path]:
         """The newest first."""
         return sorted((self.folder / "checkpoints").glob("step-*"), reverse=True)
 
     def save(self, tensors: dict[str, Tensor], progress: Progress) -> Path:
         """A checkpoint in one file. The last good one stays until this one is safe on the disk."""
-        from safetensors.torch import save_file
-
         path = self.folder / "checkpoints" / f"step-{progress.step:08}.safetensors"
-        notes = {"progress": json.dumps(asdict(progress))}
-        with _room(self.folder):
-            whole(path, lambda there: save_file(tensors, str(there), notes))
+        path.parent.mkdir(exist_ok=True)
+        self._write(path, tensors, progress)
         self._clear()
         return path
 
@@ -126,6 +138,7 @@ class Run:
         from regard.tasks import parts
 
         path = self.folder / "checkpoints" / f"step-{progress.step:08}"
+        path.parent.mkdir(exist_ok=True)
         with _room(self.folder):
             parts.save(path, tensors, {"progress": json.dumps(asdict(progress))})
         self._clear()
@@ -161,11 +174,24 @@ class Run:
 
     def keep_best(self, weights: dict[str, Tensor], progress: Progress) -> None:
         """The weights to predict with."""
+        self._write(self.folder / "best.safetensors", weights, progress)
+
+    def _write(self, path: Path, tensors: dict[str, Tensor], progress: Progress) -> None:
         from safetensors.torch import save_file
 
         notes = {"progress": json.dumps(asdict(progress))}
+        notes[checksum.NAME] = checksum.of_tensors(tensors, notes)
         with _room(self.folder):
-            whole(self.folder / "best.safetensors", lambda there: save_file(weights, str(there), notes))
+            whole(path, lambda there: save_file(tensors, str(there), notes))
+
+    def lacks_best(self) -> str:
+        """What is wrong with the best weights; nothing where they can be read."""
+        path = self.folder / "best.safetensors"
+        try:
+            load(path)
+        except Exception as error:  # any damage
+            return f"{path}: {f'cannot be read ({first_line(error)})' if path.exists() else 'is gone'}"
+        return ""
 
     def minutes(self) -> float:
         """That its steps took, all together."""
@@ -188,12 +214,9 @@ class Run:
             try:
                 weights, notes = load(path)
             except Exception as error:
-                raise Trouble(
-                    f"{path}: cannot be read ({first_line(error)}); regard resume {self.folder} writes it anew"
-                ) from error
-            step = (
-                Progress(**json.loads(notes["progress"])).step if "progress" in notes else self.about["results"]["step"]
-            )
+                mend = "install regard again" if self.shipped else f"regard resume {self.folder} writes it anew"
+                raise Trouble(f"{path}: cannot be read ({first_line(error)}); {mend}") from error
+            step = _step(notes) if "progress" in notes else self.about["results"]["step"]
         else:
             found = self.latest()
             if found is None:
@@ -273,7 +296,7 @@ def full(error: BaseException) -> bool:
 
 
 def load(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Tensors and notes of a file, or of a folder to which processes wrote their parts; whole."""
+    """Tensors and notes of a file, or of a folder to which processes wrote their parts; whole, with their checksum."""
     from safetensors import safe_open
 
     if path.is_dir():
@@ -282,18 +305,83 @@ def load(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
         return parts.load(path)
 
     with safe_open(str(path), "pt") as file:
-        return {name: file.get_tensor(name) for name in file.keys()}, file.metadata() or {}  # noqa: SIM118
+        tensors, notes = {name: file.get_tensor(name) for name in file.keys()}, file.metadata() or {}  # noqa: SIM118
+    said = notes.pop(checksum.NAME, None)  # runs of earlier versions have none
+    if said is not None and said != checksum.of_tensors(tensors, notes):
+        raise ValueError(checksum.DAMAGED)
+    return tensors, notes
 
 
-def vacant(folder: Path) -> None:
-    """A run may be made here."""
-    if (folder / "run.json").exists():
-        there = json.loads((folder / "run.json").read_text(encoding="utf-8")).get("task", "?")
-        raise Trouble(f"{folder}: holds a run of {there}; go on with regard resume {folder}, or choose another --out")
+def _notes(path: Path) -> dict[str, str]:
+    from safetensors import safe_open
+
+    with safe_open(str(path), "pt") as file:
+        return file.metadata() or {}
+
+
+def _step(notes: dict[str, str]) -> int:
+    return Progress(**json.loads(notes["progress"])).step
+
+
+@contextmanager
+def claimed(folder: Path, task: str) -> Iterator[None]:
+    """Within, a run may be made in this folder, by this process alone. If it fails, the folder is as it was."""
+    vacant(folder, task)
+    created = [each for each in (folder, *folder.parents) if not each.exists()]
+    folder.mkdir(parents=True, exist_ok=True)
+    with locked(folder):
+        vacant(folder, task)  # another process may have made one before this one had the lock
+        try:
+            yield
+        except BaseException:
+            if not (folder / "run.json").exists():
+                _remove(folder)
+                with suppress(OSError):
+                    (folder / LOCK).unlink()
+                    for each in created:
+                        each.rmdir()
+            raise
+
+
+def vacant(folder: Path, task: str) -> None:
+    """Raise unless a run of a task may be made here: in place of nothing, or of one that made no step."""
     if folder.exists() and not folder.is_dir():
         raise Trouble(f"{folder}: is a file; choose another --out")
-    if folder.exists() and any(folder.iterdir()):
+    if (folder / "run.json").exists():
+        try:
+            there = json.loads((folder / "run.json").read_text(encoding="utf-8"))["task"]
+        except (ValueError, KeyError, TypeError):
+            raise Trouble(f"{folder}: holds a run whose run.json cannot be read; choose another --out") from None
+        if there != task or has_steps(folder):
+            raise Trouble(
+                f"{folder}: holds a run of {there}; go on with regard resume {folder}, or choose another --out"
+            )
+        return
+    names = {path.name for path in folder.iterdir()} if folder.exists() else set()
+    # With the lock, what a process that was killed while it made a run left behind.
+    left = {LOCK, *WRITTEN, *(name for name in names if name.startswith(".") and name.endswith(".part"))}
+    if names and not (LOCK in names and names <= left):
         raise Trouble(f"{folder}: is not empty and holds no run; choose another --out")
+
+
+def has_steps(folder: Path) -> bool:
+    """Whether the run in a folder made a step, so that there is something to lose."""
+    kept = [path.name.partition(".")[0] for path in (folder / "checkpoints").glob("step-*")]
+    return (
+        (folder / "best.safetensors").exists()
+        or any(name != f"step-{0:08}" for name in kept)
+        or any(line.get("step") for line in lines(folder / "log.jsonl"))
+    )
+
+
+def _remove(folder: Path) -> None:
+    """Delete what a run without steps has written; run.json first, since a folder with it is whole."""
+    for path in (folder / name for name in WRITTEN):
+        if path.is_dir():
+            shutil.rmtree(path)
+        else:
+            path.unlink(missing_ok=True)
+    sweep(folder)
 
 
 def made(kind: Any, values: dict[str, Any]) -> Any:

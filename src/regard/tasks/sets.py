@@ -176,12 +176,12 @@ class Sets(Task):
         for n, row in zip(kept, said, strict=True):
             if self.number:
                 value = float(self._told(kit, row)[0])
-                yield Prediction(rows[n].values[0], f"{value:.6g}", value)
+                yield Prediction(rows[n].values[0], f"{value:.6g}", value, place=rows[n].place)
                 continue
             chances = row.softmax(-1).tolist()
             best = int(np.argmax(chances))
             more = dict(zip(kit.labels, chances, strict=True))
-            yield Prediction(rows[n].values[0], kit.labels[best], chances[best], more)
+            yield Prediction(rows[n].values[0], kit.labels[best], chances[best], more, place=rows[n].place)
 
     def name_tokens(self, model: nn.Module, kit: Kit, record: Any, said: Prediction) -> None:
         """Elements by their numbers; induced points and seeds are numbered."""

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from regard.models.sound import RATE, log_mel
 from regard.nn import Packed
-from regard.tasks.data import Row, read
+from regard.tasks.data import Row, beside, read
 from regard.tasks.task import Kit
 from regard.tasks.trouble import Bad, Trouble, first_line
 
@@ -121,6 +121,12 @@ def _soundfile() -> Any:
 
 def read_clips(source: str, columns: Mapping[str, str], bad: Bad) -> list[Row]:
     """Rows of a table, or of the table in a folder; paths are those beside the table."""
+    table = table_of(source)
+    return list(beside(table, read(str(table), columns, bad)))
+
+
+def table_of(source: str) -> Path:
+    """A table of clips: the source itself, or the one in a folder."""
     table = Path(source)
     if table.is_dir():
         if parts := parts_of(table):
@@ -129,8 +135,7 @@ def read_clips(source: str, columns: Mapping[str, str], bad: Bad) -> list[Row]:
         if found is None:
             raise Trouble(f"{source}: expected a table of its clips, {', '.join(TABLES[:3])}, but there is none")
         table = found
-    rows = read(str(table), columns, bad)
-    return [Row(row.place, (str(table.parent / row.values[0]), *row.values[1:])) for row in rows]
+    return table
 
 
 def parts_of(folder: Path) -> tuple[Path, Path] | None:

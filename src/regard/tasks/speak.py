@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -28,6 +28,7 @@ from regard.tasks.sounds import (
     plain,
     read_clips,
     shown,
+    table_of,
     wave_of,
 )
 from regard.tasks.task import Batch, Figures, Kit, Prediction, Recipe, Task, check_least, option
@@ -47,6 +48,7 @@ class Speak(Task):
     does: ClassVar[str] = "a text to speech"
     example: ClassVar[str] = "audio\ttext\nclips/1.wav\tone two three\nclips/2.ogg\tfour"
     columns: ClassVar[tuple[str, ...]] = ("audio", "text")
+    input_columns: ClassVar[tuple[str, ...]] = ("text",)
     makes: ClassVar[str] = "audio"
     held: ClassVar[int] = 50
     recipe: ClassVar[Recipe] = Recipe(
@@ -75,6 +77,9 @@ class Speak(Task):
 
     def read(self, source: str, bad: Bad) -> list[Row]:
         return read_clips(source, {"audio": self.audio, "text": self.text}, bad)
+
+    def read_inputs(self, source: str, bad: Bad) -> Iterable[Row]:
+        return super().read_inputs(str(table_of(source)), bad)
 
     def parts(self, folder: Path) -> tuple[Path, Path] | None:
         return parts_of(folder)
@@ -199,8 +204,9 @@ class Speak(Task):
             (said,) = _said(model, kit, [ids], self.longest)
             seconds = len(said.wave) / RATE
             yield Prediction(
-                plain(row.values[0]), f"{seconds:.2f} s", said.score, {"seconds": seconds}, file=_wav(said.wave)
-            )
+                plain(row.values[0]), f"{seconds:.2f} s", said.score, {"seconds": seconds}, file=_wav(said.wave),
+                place=row.place,
+            )  # fmt: skip
 
     def name_tokens(self, model: nn.Module, kit: Kit, record: Any, said: Prediction) -> None:
         if not record.inputs:  # it generated, and was never called as a whole

@@ -51,9 +51,9 @@ def read_table(source: str, columns: Mapping[str, str], bad: Bad) -> Iterator[Ro
     {"text": [...], "answer_start": [...]}.
     """
     for row in read(source, columns, bad, empty=frozenset({"answer"})):
-        context, question, *rest = row.values
+        context, question, answer = row.values
         try:
-            answers = _told(context, rest[0]) if rest else ()
+            answers = _told(context, answer)
         except _Wrong as wrong:
             bad(f"{row.place}: {wrong}")
             continue

@@ -93,9 +93,8 @@ class Summarise(Task):
         for n, row in enumerate(kept):
             text = rows[row].values[0]
             output = kit.texts().decode(made[n].ids.tolist())
-            yield Prediction(
-                text, output, made[n].score, {"coverage": covered(model, kit, text, sources[n], made[n].ids)}
-            )
+            more = {"coverage": covered(model, kit, text, sources[n], made[n].ids)}
+            yield Prediction(text, output, made[n].score, more, place=rows[row].place)
 
 
 def lead(text: str, count: int) -> str:

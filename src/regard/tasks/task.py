@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from types import MappingProxyType
@@ -159,6 +159,7 @@ class Prediction(NamedTuple):
     more: Mapping[str, Any] = MappingProxyType({})  # alternatives, vectors, boxes: for --json
     note: str = ""  # for those who read along, such as how fast it was
     file: bytes = b""  # what no text can say, such as a sound
+    place: str = ""  # of the row
 
 
 Figures = dict[str, float]
@@ -169,7 +170,9 @@ class Task(ABC):
 
     name, does, example: how it is called, what it does, a few lines of its data.
     columns: what a row of its data holds, in order; each is also the name of a field that says which column it is.
+    input_columns: those of them that a model predicts from; the first unless told otherwise.
     takes: what `regard predict` is given: "text", or "image" or "audio" for paths of such files.
+    takes_tabs: whether a tab in a text parts what the model is given, such as a question and its context.
     makes: what `regard predict` gives: "text", or "audio" for files of it.
     shown: what the viewer begins with, where nothing is said.
     """
@@ -178,7 +181,9 @@ class Task(ABC):
     does: ClassVar[str]
     example: ClassVar[str]
     columns: ClassVar[tuple[str, ...]] = ()
+    input_columns: ClassVar[tuple[str, ...]] = ()
     takes: ClassVar[str] = "text"
+    takes_tabs: ClassVar[bool] = False
     makes: ClassVar[str] = "text"
     shown: ClassVar[str] = "The cat sat on the mat."
     recipe: ClassVar[Recipe] = Recipe()
@@ -263,12 +268,15 @@ class Task(ABC):
 
     @abstractmethod
     def predict(self, model: nn.Module, kit: Kit, rows: Sequence[Row], bad: Bad) -> Iterator[Prediction]:
-        """What the model says of each input, in order: rows of one value, the text or the path of a file, or such as
-        `asked` gives."""
+        """What the model says of each input, in order, with the places of the rows; inputs that it cannot take are bad.
 
-    def asked(self, path: Path, bad: Bad) -> Iterator[Row] | None:
-        """What is to be predicted of a file, where it has a format of the task's own; none is a text a line."""
-        return None
+        Rows have one value, the text or the path of a file, or are such as `read_inputs` gives.
+        """
+
+    def read_inputs(self, source: str, bad: Bad) -> Iterable[Row]:
+        """The inputs of a source, read as `read` does, without what is to be predicted, which need not be there."""
+        columns = {name: getattr(self, name) for name in self.columns}
+        return read(source, columns, bad, only=self.input_columns or self.columns[:1])
 
     def name_tokens(self, model: nn.Module, kit: Kit, record: Any, said: Prediction) -> None:
         """Tell a record of `regard.view` what its tokens are: words of the tokenizer, patches of an image."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -21,7 +21,7 @@ from regard.models.sound import HOP, RATE
 from regard.models.speech import SpeechConfig, SpeechRecognizer
 from regard.nn import Packed, unpack
 from regard.tasks import metrics
-from regard.tasks.data import Row, split
+from regard.tasks.data import Row, beside, split
 from regard.tasks.sounds import (
     Form,
     Sounds,
@@ -33,6 +33,7 @@ from regard.tasks.sounds import (
     plain,
     read_clips,
     shown,
+    table_of,
     wave_of,
 )
 from regard.tasks.task import Batch, Figures, Kit, Prediction, Recipe, Task, check_least, option
@@ -79,6 +80,10 @@ class Transcribe(Task):
 
     def read(self, source: str, bad: Bad) -> list[Row]:
         return read_clips(source, {"audio": self.audio, "text": self.text}, bad)
+
+    def read_inputs(self, source: str, bad: Bad) -> Iterable[Row]:
+        table = table_of(source)
+        return beside(table, super().read_inputs(str(table), bad))
 
     def parts(self, folder: Path) -> tuple[Path, Path] | None:
         return parts_of(folder)
@@ -209,7 +214,7 @@ class Transcribe(Task):
             text, score = self.heard(model, kit, wave)
             slow = (time.perf_counter() - started) / (len(wave) / RATE)
             more = {"seconds": len(wave) / RATE, "real_time_factor": slow}
-            yield Prediction(row.values[0], text, score, more, f"{slow:.3f} x real time")
+            yield Prediction(row.values[0], text, score, more, f"{slow:.3f} x real time", place=row.place)
 
     def name_tokens(self, model: nn.Module, kit: Kit, record: Any, said: Prediction) -> None:
         record.over_spectrogram(*shown(Path(said.input).read_bytes()))

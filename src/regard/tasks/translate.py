@@ -77,7 +77,7 @@ class Translate(Task):
         for n, ids, score in written(model, sources, beam=self.beam, limit=self.longest):
             outputs[n], scores[n] = kit.texts().decode(ids.tolist()), score
         for row, output, score in zip(kept, outputs, scores, strict=True):
-            yield Prediction(rows[row].values[0], output, score)
+            yield Prediction(rows[row].values[0], output, score, place=rows[row].place)
 
 
 def _references(rows: Sequence[Row]) -> dict[str, list[str]]:

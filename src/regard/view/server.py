@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import secrets
+import socket
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -284,10 +286,25 @@ def configured(app: ASGIApp, port: int) -> Any:
     )  # fmt: skip
 
 
-def serve(session: Session, *, port: int = 8765, lang: str = "en", told: Callable[[str], None] = print) -> None:
-    """Serve at 127.0.0.1 until Ctrl-C; `told` hears the address."""
+def listen(port: int) -> socket.socket:
+    """A socket that listens at 127.0.0.1; taken before a model is loaded, so that a port in use raises at once."""
+    listener = socket.socket()
+    try:
+        if os.name == "posix":  # elsewhere it would share the port
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(("127.0.0.1", port))
+        listener.listen()
+    except OSError:
+        listener.close()
+        raise
+    return listener
+
+
+def serve(session: Session, listener: socket.socket, *, lang: str = "en", told: Callable[[str], None] = print) -> None:
+    """Serve at a socket of `listen` until Ctrl-C; `told` hears the address."""
     import uvicorn
 
+    port = listener.getsockname()[1]
     server = uvicorn.Server(configured(application(session, lang=lang), port))
     told(f"http://127.0.0.1:{port}/")
-    server.run()
+    server.run(sockets=[listener])

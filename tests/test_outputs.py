@@ -1,0 +1,130 @@
+"""What cannot be written, bound or decoded is found before long work, and reported in one line."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("typer")
+
+from regard.files import check_writable
+from regard.tasks import Run, loop, train
+from tests.conftest import Command
+from tests.tasks.toy import begun, classes
+
+
+@pytest.fixture(scope="module")
+def reviews(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    torch.set_num_threads(1)
+    run = begun(tmp_path_factory.mktemp("reviews"), "classify", steps=2)
+    train(run)
+    return run
+
+
+@pytest.fixture
+def closed(tmp_path: Path) -> Iterator[Path]:
+    """A folder that this user cannot write to."""
+    folder = tmp_path / "closed"
+    folder.mkdir()
+    folder.chmod(0o555)
+    yield Path("/proc") if os.access(folder, os.W_OK) else folder  # root may write anywhere but there
+    folder.chmod(0o755)
+
+
+def too_late(*args: Any, **more: Any) -> Any:
+    raise AssertionError("the work began")
+
+
+@pytest.mark.parametrize(
+    ("words", "work"),
+    [
+        (["train", "classify", "--data", "DATA", "--out", "CLOSED/run"], (loop, "gather")),
+        (["predict", "RUN", "the cat", "--out", "CLOSED/said.json"], (Run, "model")),
+        (["export", "RUN", "CLOSED/out"], (Run, "model")),
+        (["view", "RUN", "the cat", "-o", "CLOSED/page.html"], (Run, "model")),
+        (["lab", "equivariance", "-o", "CLOSED/lab.html"], ("regard.lab.command", "run")),
+        (["lab", "equivariance", "--notebook", "CLOSED/lab.ipynb"], ("regard.lab.command", "run")),
+        (["check", "--junit", "CLOSED/a.xml"], ("regard.check.command", "check")),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else "",
+)
+def test_a_folder_without_permission_is_told_before_the_work(
+    words: list[str], work: tuple[Any, str], reviews: Run, closed: Path, tmp_path: Path,
+    regard: Command, monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    owner, name = work
+    monkeypatch.setattr(*((f"{owner}.{name}",) if isinstance(owner, str) else (owner, name)), too_late)
+    places = {"RUN": str(reviews.folder), "DATA": classes(tmp_path)}
+    said = regard(*(places.get(word, word.replace("CLOSED", str(closed))) for word in words))
+    assert said.code == (2 if words[0] == "check" else 1)
+    assert said.out == ""
+    assert said.err.count("\n") == 1
+    assert f"regard: {closed}" in said.err
+    assert "Errno" not in said.err
+
+
+def test_figures_of_a_run_that_cannot_be_written_are_told(
+    reviews: Run, regard: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def denied(*args: Any) -> None:
+        raise PermissionError(13, "Permission denied", "run.lock")
+
+    monkeypatch.setattr("regard.tasks.runs.locked", denied)
+    said = regard("evaluate", reviews.folder)
+    assert said.code == 0
+    assert "accuracy" in said.out
+    assert "the figures are not kept in run.json: " in said.err
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [("here", "is a folder; name a file"), ("none/page.html", "there is no folder"), ("pipe", "is no regular file")],
+)
+def test_a_place_that_is_no_file_is_told(name: str, words: str, tmp_path: Path) -> None:
+    (tmp_path / "here").mkdir()
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(OSError, match=f"{name}: {words}"):
+        check_writable(tmp_path / name)
+
+
+def test_a_place_that_can_be_written_is_left_as_it_was(tmp_path: Path) -> None:
+    (tmp_path / "page.html").write_text("before")
+    check_writable(tmp_path / "page.html")
+    check_writable(tmp_path / "a" / "b" / "new.html", parents=True)
+    assert [path.name for path in tmp_path.iterdir()] == ["page.html"]
+    assert (tmp_path / "page.html").read_text() == "before"
+
+
+def test_a_port_in_use_is_told_before_a_model_is_loaded(
+    reviews: Run, regard: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("starlette")
+    monkeypatch.setattr(Run, "model", too_late)
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        said = regard("serve", reviews.folder, "--port", port)
+    assert said.code == 1
+    assert said.err == f"regard: port {port} at 127.0.0.1: Address already in use; choose another with --port\n"
+
+
+@pytest.mark.parametrize("words", [[b"predict", b"RUN", b"caf\xe9"], [b"resume", b"caf\xe9"], [b"caf\xe9"]])
+def test_bytes_that_are_no_utf8_are_wrong_usage(words: list[bytes], reviews: Run) -> None:
+    words = [str(reviews.folder).encode() if word == b"RUN" else word for word in words]
+    code = "from regard.cli import main; main()"
+    ended = subprocess.run(
+        [sys.executable, "-c", code, *words], capture_output=True, timeout=120, env=os.environ | {"LC_ALL": "C.UTF-8"}
+    )
+    assert ended.returncode == 2
+    assert ended.stdout == b""
+    expected = rb"regard: expected UTF-8 on the command line, got caf\xe9; convert the text, or rename the file"
+    assert ended.stderr.strip() == expected
