@@ -10,7 +10,7 @@ DATA    ?= ../shared/data
 MINUTES ?= 30
 SEED    ?= $(shell date +%s)
 
-.PHONY: demo test coverage real-weights lint format docs sanitize mutants fuzz differential bench bench-quick results findings clean
+.PHONY: demo test coverage real-weights lint format docs sanitize mutants tooltips fuzz differential bench bench-quick results findings clean
 
 demo: $(READY)
 	$(BIN)/python examples/demo.py
@@ -45,6 +45,10 @@ sanitize: $(READY)
 # Bugs planted in masks, tiles and the kernels' binding: the tests must see each.
 mutants: $(READY)
 	$(BIN)/python -m tests.mutants
+
+# Every number that the viewer prints at 30, 100, 513 and 5,003 tokens, read in a browser and compared with the weights.
+tooltips: $(READY)
+	$(BIN)/python -m tests.view.tooltips
 
 # Random calls for MINUTES from SEED, on plain and sanitized kernels, within the rounding bound: docs/fuzzing.md.
 fuzz: $(READY)

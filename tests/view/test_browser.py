@@ -14,6 +14,16 @@ from tests.view.browser import Tab
 from tests.view.documents import MARKUP, Made, pooled
 
 Open = Callable[..., Tab]
+# What the saved picture of each view says: names of heads, what colours and lines mean, and the chosen token.
+SAVED = {
+    "heads": ["Layer 2, head 3", "Induction", "largest weight of each head"],
+    "map": ["Weight"],
+    "tokens": ["Queries: source", "Keys: source", "Weight", "0.5"],
+    "rollout": ["Share"],
+    "statistics": ["Entropy", "Layer", "Head 3"],
+    "image": ["Patch 0, 1 · Attends to", "Weight"],
+    "sound": ["0.08 to 0.12 s · Attends to", "2.40 s"],
+}
 
 
 def near(text: str, weight: float) -> bool:
@@ -162,7 +172,7 @@ def test_patches_show_their_weights_over_the_image(tab: Open, made: dict[str, Ma
     patch = 1 + 2 * 8 + 3
     opened.page.mouse.move(box["x"] + 3.5 * box["width"] / 8, box["y"] + 2.5 * box["height"] / 6)
     opened.page.wait_for_function("() => document.querySelector('.tip').textContent.includes('Patch 2, 3')")
-    assert near(opened.tip().split("Looks at")[1], weights[patch].max().item())
+    assert near(opened.tip().split("Attends to")[1], weights[patch].max().item())
     opened.page.mouse.down()
     opened.page.mouse.up()  # kept: from now on the pointer reads numbers
     opened.page.mouse.move(box["x"] + 5.5 * box["width"] / 8, box["y"] + 4.5 * box["height"] / 6)
@@ -190,20 +200,22 @@ def test_words_show_where_they_look_in_time(tab: Open, made: dict[str, Made]) ->
     box = opened.page.locator(".sound-picture").bounding_box()
     opened.page.mouse.move(box["x"] + 20.5 * box["width"] / 60, box["y"] + 50)
     opened.page.wait_for_function("() => document.querySelector('.tip').textContent.includes('0.80 to 0.84')")
-    assert near(opened.tip().split("Looks at")[1][-7:], made["sound"].weights["0"][0][20].max().item())
+    assert near(opened.tip().split("Attends to")[1][-7:], made["sound"].weights["0"][0][20].max().item())
 
 
 def test_rollout_is_read_layer_by_layer(tab: Open, made: dict[str, Made]) -> None:
     opened = tab("translation", "view=rollout")
     layers = made["translation"].weights["rollout"]
     opened.point(2, 9, 18, 18)
-    assert near(opened.tip().split("Weight")[1], float(layers[-1][2, 9]))
+    assert near(opened.tip().split("Share")[1], float(layers[-1][2, 9]))
     opened.page.locator(".slider").focus()
     opened.page.keyboard.press("Home")
-    opened.page.wait_for_function("() => document.querySelector('.slider-label').textContent === 'Up to layer 0'")
+    opened.page.wait_for_function(
+        "() => document.querySelector('.slider-label').textContent === 'Encoder self-attention: Up to layer 0'"
+    )
     opened.point(3, 9, 18, 18)
     opened.point(2, 9, 18, 18)
-    assert near(opened.tip().split("Weight")[1], float(layers[0][2, 9]))
+    assert near(opened.tip().split("Share")[1], float(layers[0][2, 9]))
 
 
 def test_statistics_are_the_means_of_the_document(tab: Open, made: dict[str, Made]) -> None:
@@ -390,15 +402,21 @@ def test_every_view_is_saved_as_png_and_svg(tab: Open, made: dict[str, Made], do
             path = tmp_path / download.value.suggested_filename
             download.value.save_as(path)
             name = {"map": "map-encoder-0-0", "tokens": "tokens-encoder-0-0", "image": "image-encoder-0-0",
-                    "sound": "sound-encoder-0-0"}.get(view, f"{view}-encoder")  # fmt: skip
+                    "sound": "sound-encoder-0-0", "statistics": "statistics-encoder-entropy"}.get(
+                        view, f"{view}-encoder")  # fmt: skip
             assert path.name == f"regard-{name}.{kind}"
             saved = path.read_bytes()
             assert saved.startswith(start)
             assert len(saved) > 4000 if kind == "png" else len(list(ElementTree.fromstring(saved).iter())) > 3
             if kind == "svg":
                 text = saved.decode()
-                assert "Encoder" in text
+                assert "Encoder self-attention" in text
+                whole = ElementTree.fromstring(saved)
+                title = next(node.text for node in whole.iter() if node.get("font-size") == "14")
+                assert float(whole.get("width")) > 7 * len(title)  # none of it is cut off
                 assert ("colour-bar" in text) == (view not in ("tokens", "sound"))
+                for word in SAVED[view]:
+                    assert f">{word}<" in text, word
                 if view == "image":
                     assert text.count(made["picture"].about["image"]["href"]) == 2  # as it is, and below the weights
 

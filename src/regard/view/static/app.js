@@ -40,6 +40,7 @@ export function start(root, source, { language = "en", address = false, keys = r
     attentions: () => app.source.about.attentions.filter(({ kind }) => kind === app.state.kind),
     tokens: (stream) => app.source.about.streams[stream]?.tokens ?? [],
     text: (stream, token) => app.tokens(stream)[token] ?? String(token),
+    streamName: (stream) => (app.t(`stream.${stream}`) === `stream.${stream}` ? stream : app.t(`stream.${stream}`)),
     special: (stream) => new Set(app.source.about.streams[stream]?.special ?? []),
 
     // The heads of the chosen kind, sorted and filtered as the state says.
@@ -132,11 +133,14 @@ export function start(root, source, { language = "en", address = false, keys = r
       try {
         const attention = app.attention();
         const shown = app.state.view === "rollout" ? app.source.about.rollout.kind : app.state.kind;
-        const title = [app.source.about.title, app.t(`view.${app.state.view}`), shown && app.t(`kind.${shown}`), attention && app.t("heads.one", { layer: attention.layer, head: app.state.head })];
+        const title = [app.source.about.title, app.t(`view.${app.state.view}`), shown && app.t(`kind.${shown}.long`), attention && app.t("heads.one", { layer: attention.layer, head: app.state.head })];
         const drawing = await views[app.state.view].figure();
         const all = ["heads", "statistics", "rollout"].includes(app.state.view); // of all heads
-        const name = ["regard", app.state.view, shown, ...(all ? [] : [attention?.layer ?? 0, app.state.head])].filter((part) => part !== undefined && part !== "").join("-");
+        const { step, statistic, view } = app.state;
+        const which = view === "statistics" ? [statistic] : view === "rollout" && step >= 0 ? [step] : all ? [] : [attention?.layer ?? 0, app.state.head];
+        const name = ["regard", view, shown, ...which].filter((part) => part !== undefined && part !== "").join("-");
         const whole = all ? title.slice(0, 3) : title;
+        if (view === "rollout") whole.push(step >= 0 ? app.t("step", { layer: step }) : app.t("step.all"));
         say(app.t("saved", { name: await save(drawing, kind, name, whole.filter(Boolean).join(" · "), dark()) }));
       } catch (error) {
         app.trouble(error);

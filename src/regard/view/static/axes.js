@@ -15,8 +15,7 @@ export function axes(field, view, size, level, palette, top) {
     found.push({ x: (token + 0.5 - view.left) * across, y: -8, text, strong, size: Math.min(11, Math.max(9.5, across)), align: "left", turn: -55 });
   }
   found.push({ x: -8, y: -12, text: field.corner, size: 11, align: "right", soft: true });
-  const single = level.rows && level.rowEdges[level.rows] - level.rowEdges[0] === level.rows && level.columnEdges[level.columns] - level.columnEdges[0] === level.columns;
-  if (single && across >= 48 && down >= 18) {
+  if (isSingle(level) && across >= 48 && down >= 18) {
     for (let i = 0; i < level.rows; i++) {
       for (let j = 0; j < level.columns; j++) {
         const [x, y] = [(level.columnEdges[j] + 0.5 - view.left) * across, (level.rowEdges[i] + 0.5 - view.top) * down];
@@ -76,17 +75,26 @@ export function legend(element, palette, top, label) {
     el("span", { text: "0" }),
     bar,
     el("span", { text: scaleText(top) }),
+    el("span", { class: "legend-label", text: label }),
   );
 }
 
-// The same on a saved picture, from (x, y), with the texts of its two ends. `even` says that colours go with the numbers
-// themselves, and not with their square roots.
-export function colourBar(x, y, palette, [from, to], even = false) {
+// The same on a saved picture, from (x, y): what the colours mean, and the texts of the two ends. `even` says that colours
+// go with the numbers themselves, and not with their square roots.
+export function colourBar(x, y, palette, label, [from, to], even = false) {
   const bar = svg("g", { class: "colour-bar", transform: `translate(${x} ${y})` });
+  const start = 8 + 7 * from.length;
   bar.append(svg("text", { x: 0, y: 10, "font-size": 11, text: from }));
   for (let n = 0; n < 60; n++) {
-    bar.append(svg("rect", { x: 50 + 2 * n, y: 0, width: 2.2, height: 12, fill: palette.css(even ? (n / 59) ** 2 : n / 59, 1) }));
+    bar.append(svg("rect", { x: start + 2 * n, y: 0, width: 2.2, height: 12, fill: palette.css(even ? (n / 59) ** 2 : n / 59, 1) }));
   }
-  bar.append(svg("text", { x: 178, y: 10, "font-size": 11, text: to }));
+  const end = svg("text", { x: start + 128, y: 10, "font-size": 11 }, to);
+  if (label) end.append(svg("tspan", { dx: 10, "font-weight": 600, text: label }));
+  bar.append(end);
   return bar;
+}
+
+// Whether every cell of a level is one query and one key.
+export function isSingle({ rows, columns, rowEdges, columnEdges }) {
+  return Boolean(rows && rowEdges[rows] - rowEdges[0] === rows && columnEdges[columns] - columnEdges[0] === columns);
 }

@@ -1,11 +1,20 @@
 // A view as a file. Every view draws itself as SVG; a PNG is that drawing at twice its size.
 import { svg } from "./dom.js";
 
+const FONT = "system-ui, sans-serif";
+
+function widthOf(title) {
+  const context = document.createElement("canvas").getContext("2d");
+  context.font = `600 14px ${FONT}`;
+  return Math.ceil(context.measureText(title).width);
+}
+
 function finished(drawing, title, dark) {
-  const [width, height] = ["width", "height"].map((name) => Number(drawing.getAttribute(name)));
+  const height = Number(drawing.getAttribute("height"));
+  const width = Math.max(Number(drawing.getAttribute("width")), 24 + widthOf(title));
   const whole = svg(
     "svg",
-    { xmlns: "http://www.w3.org/2000/svg", width, height: height + 34, viewBox: `0 0 ${width} ${height + 34}`, "font-family": "system-ui, sans-serif", fill: dark ? "#e8eaf2" : "#1b2030" },
+    { xmlns: "http://www.w3.org/2000/svg", width, height: height + 34, viewBox: `0 0 ${width} ${height + 34}`, "font-family": FONT, fill: dark ? "#e8eaf2" : "#1b2030" },
     svg("rect", { width: "100%", height: "100%", fill: dark ? "#14161f" : "#ffffff" }),
     svg("text", { x: 12, y: 22, "font-size": 14, "font-weight": 600, text: title }),
   );

@@ -134,16 +134,17 @@ export function headsView(app) {
       const palette = app.palette();
       const across = Math.min(entries.length, Math.max(...app.attentions().map(({ heads }) => heads.length), 1));
       const down = Math.ceil(entries.length / across);
-      const drawing = svg("svg", { width: Math.max(380, across * 108 + 16), height: down * 124 + 40 });
-      drawing.append(colourBar(12, down * 124 + 18, palette, ["0", app.t("strongest")]));
+      const drawing = svg("svg", { width: Math.max(380, across * 108 + 16), height: down * 138 + 40 });
+      drawing.append(colourBar(12, down * 138 + 18, palette, "", ["0", app.t("strongest")]));
       for (const [n, { attention, head, found }] of entries.entries()) {
         const level = joined(await app.source.level(attention, head), SIDE, SIDE);
         const canvas = el("canvas");
         paint(canvas, level, palette);
-        const [x, y] = [12 + (n % across) * 108, 12 + Math.floor(n / across) * 124];
+        const [x, y] = [12 + (n % across) * 108, 12 + Math.floor(n / across) * 138];
         drawing.append(
           svg("image", { x, y, width: 100, height: 100, href: canvas.toDataURL(), preserveAspectRatio: "none", "image-rendering": "pixelated" }),
-          svg("text", { x, y: y + 113, "font-size": 10, text: `${attention.layer}·${head} ${found[0] ? role(app.t, found[0]) : ""}` }),
+          svg("text", { x, y: y + 112, "font-size": 10, text: app.t("heads.one", { layer: attention.layer, head }) }),
+          svg("text", { x, y: y + 123, "font-size": 9, fill: palette.theme === "dark" ? "#8ea2ff" : "#4553d6", text: found[0] ? role(app.t, found[0]) : "" }),
         );
       }
       return drawing;

@@ -1,6 +1,7 @@
 // Patches over an image.
-import { colourBar, scaleText } from "./axes.js";
+import { colourBar, legend, scaleText } from "./axes.js";
 import { el, svg } from "./dom.js";
+import { roundedUp } from "./levels.js";
 import { overView } from "./over.js";
 import { palette } from "./colours.js";
 
@@ -14,12 +15,15 @@ export function imageView(app) {
   const opacity = el("input", { type: "range", min: 0, max: 100, value: 75, class: "slider opacity" });
   opacity.addEventListener("input", () => (heat.style.opacity = opacity.value / 100));
   heat.style.opacity = 0.75;
+  const opacityName = el("span");
+  const scale = el("div", { class: "legend" });
   let top = 0;
+  let pooled = false;
 
   const view = overView(app, {
     element: stage,
     kind: "image",
-    control: opacity,
+    control: el("div", { class: "group" }, el("label", { class: "picker" }, opacityName, opacity), scale),
     hit(event) {
       const box = stage.getBoundingClientRect();
       const [rows, columns] = about().grid;
@@ -41,17 +45,18 @@ export function imageView(app) {
     prepare() {
       if (picture.getAttribute("src") !== about().href) picture.src = about().href;
       stage.setAttribute("aria-label", app.t("view.image"));
-      opacity.setAttribute("aria-label", app.t("opacity"));
-      opacity.title = app.t("opacity");
+      opacityName.textContent = app.t("opacity");
     },
     clear() {
       heat.width = heat.width;
+      scale.replaceChildren();
       mark.hidden = true;
     },
-    paint({ values, token, largest }) {
+    paint({ values, token, largest, pooled: means }) {
       const { first, grid } = about();
       const [rows, columns] = grid;
-      top = largest;
+      top = roundedUp(largest);
+      pooled = means;
       heat.width = columns;
       heat.height = rows;
       const context = heat.getContext("2d");
@@ -59,10 +64,11 @@ export function imageView(app) {
       const colours = palette(true);
       for (let n = 0; n < rows * columns; n++) {
         const weight = values[first + n] ?? 0;
-        image.data.set(colours.bytes(weight, largest), 4 * n);
+        image.data.set(colours.bytes(weight, top), 4 * n);
         image.data[4 * n + 3] = 255;
       }
       context.putImageData(image, 0, 0);
+      legend(scale, colours, top, app.t(pooled ? "weight.pooled" : "weight"));
       const at = token === null ? -1 : token - first;
       mark.hidden = at < 0 || at >= rows * columns;
       if (mark.hidden) return;
@@ -71,15 +77,21 @@ export function imageView(app) {
       mark.style.width = `${100 / columns}%`;
       mark.style.height = `${100 / rows}%`;
     },
-    figure() {
+    figure(caption) {
       const [width, height] = [640, Math.round((640 * (picture.naturalHeight || 1)) / (picture.naturalWidth || 1))];
+      const share = (name) => parseFloat(mark.style[name]) / 100;
       return svg(
         "svg",
-        { width: 2 * width + 12, height: height + 30 },
+        { width: 2 * width + 12, height: height + 34 },
+        svg("text", { x: 12, y: height + 22, "font-size": 13, text: caption }),
         svg("image", { width, height, href: about().href, preserveAspectRatio: "none" }),
         svg("image", { x: width + 12, width, height, href: about().href, preserveAspectRatio: "none" }),
         svg("image", { x: width + 12, width, height, href: heat.toDataURL(), preserveAspectRatio: "none", "image-rendering": "pixelated", opacity: opacity.value / 100 }),
-        colourBar(width + 12, height + 10, palette(true), ["0", `${scaleText(top)}  ${app.t("weight")}`]),
+        mark.hidden ? null : svg("rect", {
+          x: width + 12 + share("left") * width, y: share("top") * height, width: share("width") * width, height: share("height") * height,
+          fill: "none", stroke: "#ffffff", "stroke-width": 3,
+        }),
+        colourBar(width + 12, height + 12, palette(true), app.t(pooled ? "weight.pooled" : "weight"), ["0", scaleText(top)]),
       );
     },
   });

@@ -97,7 +97,10 @@ export function most(data) {
 
 // The end of a colour scale: the largest value, up to the next number of two digits, so that the legend says what it is.
 export function topOf(data) {
-  const value = most(data);
+  return roundedUp(most(data));
+}
+
+export function roundedUp(value) {
   if (!(value > 0)) return 0;
   const step = 10 ** (Math.floor(Math.log10(value)) - 1);
   return Number((Math.ceil(value / step - 1e-9) * step).toPrecision(2));

@@ -1,4 +1,5 @@
-// What a token looks at and who looks at it, as well as the source knows: every weight, or the top keys only.
+// The keys that a query attends to and the queries that attend to a key, as far as the source holds them: every weight, or
+// the top keys only.
 import { cellAt, find } from "./levels.js";
 
 const PIECE = 4096;
@@ -112,23 +113,22 @@ export function createLook(source, remembered = 64) {
     return inverse.get(name);
   }
 
-  // A number for every key, for pictures: the weight where it is known, else the mean of the pooled cell.
+  // A number for every key, for pictures: the weight where it is known, else the mean of the pooled cell, which `cell` of
+  // the other token describes.
   async function spread(attention, head, token, from) {
     const found = await (from === "key" ? look.column : look.row)(attention, head, token);
-    if (found.all) return { values: found.all, sure: null, top: found.top };
+    if (found.all) return { values: found.all, sure: null, top: found.top, cell: null };
     const pooled = await source.level(attention, head);
     const length = from === "key" ? attention.Q : attention.K;
     const values = new Float32Array(length);
-    for (let other = 0; other < length; other++) {
-      const [query, key] = from === "key" ? [other, token] : [token, other];
-      values[other] = cellAt(pooled, query, key).value;
-    }
+    const cell = (other) => cellAt(pooled, ...(from === "key" ? [other, token] : [token, other]));
+    for (let other = 0; other < length; other++) values[other] = cell(other).value;
     const sure = new Set();
     for (const [other, weight] of found.top) {
       values[other] = weight;
       sure.add(other);
     }
-    return { values, sure, top: found.top };
+    return { values, sure, top: found.top, cell };
   }
 
   // [query, key, weight] of the strongest few keys of the queries [from, to), of what is known without asking.

@@ -1,10 +1,10 @@
-// A token of a picture is chosen, in the picture or in a list, and the picture shows where it looks or who looks at it.
+// A token is chosen, in a picture or in a list, and the picture shows the weights of its row, or of its column.
 import { createList } from "./column.js";
 import { choice, el, framed } from "./dom.js";
-import { number } from "./text.js";
+import { number, span } from "./text.js";
 
 // A stage: {element, kind: a key of about, hit(event) -> token or null, inside(token) -> bool, name(token) -> text,
-// paint({values, token, side, largest}), clear(), prepare(), figure()}.
+// paint({values, token, side, largest, pooled}), clear(), prepare(), figure(caption)}.
 export function overView(app, stage) {
   const sides = choice("", (side) => app.set({ side, token: null }));
   const list = createList({ hover: (row) => point(row === null ? null : outside[row]), pick: (row) => pick(outside[row]) });
@@ -18,6 +18,7 @@ export function overView(app, stage) {
   let outside = []; // tokens of the chosen side that are no part of the picture
   let hovered = null;
   let found = null;
+  let caption = ""; // what the picture shows: a token, and the side it is read from
   let turn = 0;
   let at = null; // the last pointer event over the picture
 
@@ -53,13 +54,19 @@ export function overView(app, stage) {
     }
     const { t } = app;
     const rows = [[stage.name(token), app.tokens(stream())[token] ?? ""]];
+    let note = "";
     if (app.state.token !== null || !own(attention, side)) {
-      const sure = !found.sure || found.sure.has(token);
-      rows.push([t(sure ? "weight" : "pooled"), null, number(found.values[token])]);
+      const cell = found.sure && !found.sure.has(token) ? found.cell(token) : null;
+      if (cell && !cell.single) {
+        const [tall, wide] = [cell.rows, cell.columns].map(([from, to]) => to - from);
+        rows.push([`${t(tall === 1 ? "query" : "queries")} ${span(...cell.rows)}`, null], [`${t(wide === 1 ? "key" : "keys")} ${span(...cell.columns)}`, null]);
+        note = t("weight.mean", { rows: tall, columns: wide });
+      }
+      rows.push([t(note ? "weight.pooled" : "weight"), null, number(found.values[token])]);
     } else {
       for (const [other, weight] of found.top.slice(0, 4)) rows.push([`${t(side === "query" ? "looks" : "looked")} ${label(other)}`, null, number(weight)]);
     }
-    app.tip.show(at.clientX, at.clientY, rows);
+    app.tip.show(at.clientX, at.clientY, rows, note);
   }
   stage.element.addEventListener("pointerleave", () => {
     at = null;
@@ -86,6 +93,7 @@ export function overView(app, stage) {
     const token = current();
     if (token === null) {
       found = null;
+      caption = "";
       readout.textContent = app.t(`hint.${app.state.view}`);
       stage.clear();
     } else {
@@ -100,11 +108,12 @@ export function overView(app, stage) {
       found = answer;
       let largest = 0;
       for (let n = 0; n < found.values.length; n++) if (stage.inside(n) && found.values[n] > largest) largest = found.values[n];
-      stage.paint({ values: found.values, token: own(attention, side) ? token : null, side, largest });
+      stage.paint({ values: found.values, token: own(attention, side) ? token : null, side, largest, pooled: Boolean(found.sure) });
       const texts = app.tokens(side === "query" ? attention.queries : attention.keys);
       const name = own(attention, side) && stage.inside(token) ? stage.name(token) : texts[token] ?? String(token);
-      const best = found.top.slice(0, 3).map(([other, weight]) => `${label(other)} ${number(weight)}`).join(", ");
-      readout.textContent = `${name} → ${app.t(side === "query" ? "looks" : "looked")}: ${best}`;
+      const best = found.top.slice(0, 3).map(([other, weight]) => `${label(other)} (${number(weight)})`).join(", ");
+      caption = `${name} · ${app.t(side === "query" ? "looks" : "looked")}`;
+      readout.textContent = `${caption} ${best}`;
     }
     renderList();
     if (at) tell();
@@ -156,7 +165,7 @@ export function overView(app, stage) {
       app.set({ token });
     },
     focus: () => (list.element.hidden ? stage.element : list.element.querySelector(".column")).focus(),
-    figure: async () => stage.figure(),
+    figure: async () => stage.figure(caption),
     hint: `hint.${stage.kind === "image" ? "image" : "sound"}`,
     key(event) {
       const attention = app.attention();

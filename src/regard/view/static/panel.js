@@ -1,4 +1,4 @@
-// Beside the lines: the keys that a token looks at and the queries that look at it, with numbers.
+// Next to a map or the lines: the keys that a query attends to and the queries that attend to a key, with numbers.
 import { el } from "./dom.js";
 import { number, visible } from "./text.js";
 
@@ -50,7 +50,7 @@ export function createPanel(app, jump, shown = 14) {
     clear(text) {
       element.replaceChildren(el("p", { class: "muted", text }));
     },
-    // A cell of a map: what its query looks at, and who looks at its key.
+    // A cell of a map: the keys of its query, and the queries of its key.
     pair({ query, key }, { rowText, columnText, words = ["looks", "looked"] }, looks, looked) {
       const { t } = app;
       element.replaceChildren(

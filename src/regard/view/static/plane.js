@@ -1,5 +1,5 @@
 // A matrix of weights that is zoomed and read: canvas, axes, tooltip, keys. Knows nothing of heads or layers.
-import { axes, colourBar, legend, scaleText } from "./axes.js";
+import { axes, colourBar, isSingle, legend, scaleText } from "./axes.js";
 import { debounced, el, framed, svg } from "./dom.js";
 import { cellAt, cut, joined, topOf } from "./levels.js";
 import { createPanel } from "./panel.js";
@@ -13,7 +13,8 @@ const EDGE = 10;
 const CELLS = 192; // along a side that are asked of a live source at once
 
 // A field: {key, Q, K, level, fetch(rows, columns, size) or null, rowText(i), columnText(j), rowMarks, columnMarks,
-// top(query) -> promise of [[key, weight], ...], row(query) and column(key) -> promises of what look.js answers}.
+// top(query) -> promise of [[key, weight], ...], row(query) and column(key) -> promises of what look.js answers,
+// value: "weight" unless it is another key of the dictionary, of which `${value}.pooled` and `${value}.mean` are others}.
 export function createPlane(app, onWindow) {
   const canvas = el("canvas", { class: "plane", tabindex: "0", role: "application" });
   const readout = el("output", { class: "readout", "aria-live": "polite" });
@@ -118,8 +119,13 @@ export function createPlane(app, onWindow) {
     context.strokeStyle = ink("--line");
     context.strokeRect(-0.5, -0.5, size.width + 1, size.height + 1);
     outline(context, pointer ?? cursor, ink("--mark"));
-    legend(scale, palette, top, app.t("scale"));
+    legend(scale, palette, top, valueName(isSingle(visible)));
   });
+
+  function valueName(single) {
+    const value = field.value ?? "weight";
+    return app.t(single ? value : `${value}.pooled`);
+  }
 
   function outline(context, spot, colour) {
     if (!spot) return;
@@ -154,10 +160,10 @@ export function createPlane(app, onWindow) {
       lines: [
         side(cell.rows[1] - cell.rows[0] === 1 ? "query" : "queries", cell.rows, field.rowText),
         side(cell.columns[1] - cell.columns[0] === 1 ? "key" : "keys", cell.columns, field.columnText),
-        [t(cell.single ? "weight" : "pooled"), null, number(cell.value)],
+        [valueName(cell.single), null, number(cell.value)],
       ],
       note: [
-        cell.single ? "" : t("pooled.long", { rows: cell.rows[1] - cell.rows[0], columns: cell.columns[1] - cell.columns[0] }),
+        cell.single ? "" : t(`${field.value ?? "weight"}.mean`, { rows: cell.rows[1] - cell.rows[0], columns: cell.columns[1] - cell.columns[0] }),
         field.estimate ? t("estimate") : "",
       ].filter(Boolean).join("; "),
     };
@@ -329,8 +335,7 @@ export function createPlane(app, onWindow) {
           }),
         );
       }
-      const single = base.rows === field.Q && base.columns === field.K;
-      const bar = colourBar(LEFT, size.height + TOP + 18, palette, ["0", `${scaleText(top)}  ${app.t(single ? "weight" : "pooled")}`]);
+      const bar = colourBar(LEFT, size.height + TOP + 18, palette, valueName(isSingle(visible)), ["0", scaleText(top)]);
       return svg("svg", { width: Math.max(440, size.width + LEFT + EDGE), height: size.height + TOP + 40 }, inside, bar);
     },
   };

@@ -29,7 +29,7 @@ export function rolloutView(app) {
       slider.value = at < 0 ? slider.max : at;
       slider.hidden = count < 2;
       slider.setAttribute("aria-label", app.t("steps"));
-      label.textContent = at < 0 ? app.t("step.all") : app.t("step", { layer: at });
+      label.textContent = `${app.t(`kind.${rollout.kind}.long`)}: ${at < 0 ? app.t("step.all") : app.t("step", { layer: at })}`;
       slider.setAttribute("aria-valuetext", label.textContent);
       const [height, width] = whole.shape;
       const data = at < 0 ? whole.data : layers.data.subarray(at * height * width, (at + 1) * height * width);
@@ -42,7 +42,7 @@ export function rolloutView(app) {
       const answer = (all) => ({ all, top: ranked(all) });
       plane.show(
         {
-          key: `${app.version}/rollout/${at}`, Q: N, K: N, level: level(data, bands(N, height), bands(N, width)), estimate: rollout.exact === false, fetch: null, top: null, words: ["from", "into"],
+          key: `${app.version}/rollout/${at}`, Q: N, K: N, level: level(data, bands(N, height), bands(N, width)), estimate: rollout.exact === false, fetch: null, top: null, words: ["from", "into"], value: "share",
           row: exact ? async (n) => answer(rowOf(n)) : null, column: exact ? async (n) => answer(columnOf(n)) : null,
           rowText: text, columnText: text, rowMarks: app.matches(rollout.stream), columnMarks: app.matches(rollout.stream),
         },

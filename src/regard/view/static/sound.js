@@ -1,4 +1,4 @@
-// Attention over time: a curve under the spectrogram, and a veil over what is not looked at.
+// Attention over time: a curve of the weights under the spectrogram, which is darker where they are small.
 import { el, svg } from "./dom.js";
 import { overView } from "./over.js";
 import { brief, number } from "./text.js";
@@ -61,10 +61,10 @@ export function soundView(app) {
       peak.textContent = "";
       mark.hidden = true;
     },
-    paint({ values, token, largest }) {
-      shown = { values, largest };
+    paint({ values, token, largest, pooled }) {
+      shown = { values, largest, name: app.t(pooled ? "weight.pooled" : "weight") };
       curve.replaceChildren(svg("path", { class: "area", d: shape(values, largest) }));
-      peak.textContent = number(largest);
+      peak.textContent = `${shown.name} 0 – ${number(largest)}`;
       const { frames } = about();
       veil.width = frames;
       veil.height = 1;
@@ -78,19 +78,23 @@ export function soundView(app) {
       mark.style.left = `${(100 * (token ?? 0)) / frames}%`;
       mark.style.width = `${100 / frames}%`;
     },
-    figure() {
+    figure(caption) {
       const drawing = svg(
         "svg",
-        { width: 1000, height: 356 },
+        { width: 1000, height: 382 },
         svg("image", { width: 1000, height: 200, href: about().href, preserveAspectRatio: "none" }),
         svg("image", { width: 1000, height: 200, href: veil.toDataURL(), preserveAspectRatio: "none", "image-rendering": "pixelated" }),
       );
       const { seconds } = about();
-      for (let n = 0; n <= 5; n++) drawing.append(svg("text", { x: 4 + 196 * n, y: 348, "font-size": 12, text: `${brief((seconds * n) / 5)} s` }));
+      for (let n = 0; n <= 5; n++) {
+        const anchor = n === 0 ? "start" : n === 5 ? "end" : "middle";
+        drawing.append(svg("text", { x: n === 0 ? 4 : n === 5 ? 996 : 200 * n, y: 348, "font-size": 12, "text-anchor": anchor, text: `${brief((seconds * n) / 5)} s` }));
+      }
+      drawing.append(svg("text", { x: 12, y: 372, "font-size": 13, text: caption }));
       if (shown) {
         drawing.append(
           svg("path", { transform: "translate(0 210)", fill: "#4553d6", d: shape(shown.values, shown.largest) }),
-          svg("text", { x: 4, y: 224, "font-size": 12, text: `${app.t("weight")}: 0 – ${number(shown.largest)}` }),
+          svg("text", { x: 4, y: 224, "font-size": 12, text: `${shown.name} 0 – ${number(shown.largest)}` }),
         );
       }
       return drawing;

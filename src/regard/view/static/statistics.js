@@ -165,7 +165,8 @@ export function statisticsView(app) {
       const rows = byLayer(entries, state.sort !== "layer");
       const across = Math.max(1, ...rows.map((row) => row.length));
       const drawing = svg("svg", { width: Math.max(240, 60 + across * 52), height: 78 + rows.length * 40 });
-      drawing.append(svg("text", { x: 12, y: 22, "font-size": 13, "font-weight": 600, text: app.t(state.statistic) }));
+      drawing.append(svg("text", { x: 48, y: 22, "font-size": 13, "font-weight": 600, text: app.t(state.statistic) }));
+      drawing.append(svg("text", { x: 38, y: 22, "font-size": 9, "text-anchor": "end", text: app.t("layer") }));
       for (const [r, row] of rows.entries()) {
         const y = 36 + r * 40;
         drawing.append(svg("text", { x: 38, y: y + 18, "font-size": 11, "text-anchor": "end", text: row[0].attention.layer }));
@@ -179,7 +180,7 @@ export function statisticsView(app) {
           );
         }
       }
-      drawing.append(colourBar(48, 52 + rows.length * 40, palette, [low, high].map(brief), true));
+      drawing.append(colourBar(48, 52 + rows.length * 40, palette, "", [low, high].map(brief), true));
       return drawing;
     },
   };

@@ -1,4 +1,4 @@
-// Queries on the left, keys on the right, and lines for who looks at whom.
+// Queries on the left, keys on the right, and a line for each weight.
 import { createColumn, ROW } from "./column.js";
 import { el, framed, svg } from "./dom.js";
 import { createPanel } from "./panel.js";
@@ -123,6 +123,10 @@ export function tokensView(app) {
     ]);
   }
 
+  function heading(side, stream) {
+    return `${app.t(side)}: ${app.streamName(stream)}`;
+  }
+
   function visibleRows(count) {
     const from = Math.floor(scroller.scrollTop / ROW);
     return [Math.min(count, from), Math.min(count, Math.ceil((scroller.scrollTop + scroller.clientHeight) / ROW))];
@@ -171,7 +175,7 @@ export function tokensView(app) {
     const [from, to] = [query, key].map((token) => (token + 0.5) * ROW - scroll);
     return svg("path", {
       d: `M0 ${from} C${width * 0.45} ${from} ${width * 0.55} ${to} ${width} ${to}`,
-      class: `line line-${way}`, "stroke-width": (0.6 + 5 * weight).toFixed(2), "stroke-opacity": Math.min(1, 0.12 + Math.sqrt(weight)).toFixed(2),
+      class: `line line-${way}`, ...strokes(weight),
     });
   }
 
@@ -184,8 +188,8 @@ export function tokensView(app) {
     async update() {
       const attention = app.attention();
       if (!attention) return;
-      titles[0].textContent = app.t("queries");
-      titles[1].textContent = app.t("keys");
+      titles[0].textContent = heading("queries", attention.queries);
+      titles[1].textContent = heading("keys", attention.keys);
       space.style.height = `${Math.max(attention.Q, attention.K) * ROW}px`;
       told = "?";
       await read();
@@ -200,23 +204,39 @@ export function tokensView(app) {
       const attention = app.attention();
       const [from, to] = visibleRows(Math.max(attention.Q, attention.K));
       const top = from * ROW;
-      const drawing = svg("svg", { width: 640, height: (to - from) * ROW + 20 });
-      const middle = svg("svg", { x: 200, y: 10, width: 240, height: (to - from) * ROW });
+      const below = 34 + (to - from) * ROW;
+      const spot = focusSpot();
+      const drawing = svg("svg", { width: 640, height: below + 30 });
+      const middle = svg("svg", { x: 200, y: 30, width: 240, height: (to - from) * ROW });
       const colour = app.palette().theme === "dark" ? { faint: "#8fa3c8", looks: "#8ea2ff", looked: "#ffab70" } : { faint: "#5b6f97", looks: "#4553d6", looked: "#c2570c" };
-      for (const line of drawnLines(focusSpot())) {
+      for (const line of drawnLines(spot)) {
         const drawn = path(line, 240, top);
         drawn.setAttribute("stroke", colour[line[3]]);
         drawn.setAttribute("fill", "none");
         middle.append(drawn);
       }
       drawing.append(middle);
-      for (const [stream, count, x, anchor] of [[attention.queries, attention.Q, 192, "end"], [attention.keys, attention.K, 448, "start"]]) {
+      for (const [side, stream, count, x, anchor] of [["query", attention.queries, attention.Q, 192, "end"], ["key", attention.keys, attention.K, 448, "start"]]) {
+        drawing.append(svg("text", { x, y: 20, "font-size": 12, "font-weight": 600, "text-anchor": anchor, text: heading(side === "key" ? "keys" : "queries", stream) }));
         for (let token = from; token < Math.min(to, count); token++) {
-          const y = (token + 0.5) * ROW - top + 10;
-          drawing.append(svg("text", { x, y, "font-size": 12, "text-anchor": anchor, "dominant-baseline": "central", text: isolated(short(app.tokens(stream)[token] ?? String(token), 24)) }));
+          const y = (token + 0.5) * ROW - top + 30;
+          const chosen = spot?.side === side && spot.token === token;
+          drawing.append(svg("text", { x, y, "font-size": 12, "font-weight": chosen ? 700 : 400, "text-anchor": anchor, "dominant-baseline": "central", text: isolated(short(app.tokens(stream)[token] ?? String(token), 24)) }));
         }
+      }
+      // What the width of a line means.
+      drawing.append(svg("text", { x: 192, y: below + 12, "font-size": 11, "text-anchor": "end", "dominant-baseline": "central", text: app.t("weight") }));
+      for (const [n, weight] of [0.1, 0.5, 1].entries()) {
+        drawing.append(
+          svg("line", { ...strokes(weight), class: "line-legend", x1: 204 + 84 * n, x2: 234 + 84 * n, y1: below + 12, y2: below + 12, stroke: colour.looks }),
+          svg("text", { x: 240 + 84 * n, y: below + 12, "font-size": 11, "dominant-baseline": "central", text: String(weight) }),
+        );
       }
       return drawing;
     },
   };
+}
+
+function strokes(weight) {
+  return { "stroke-width": (0.6 + 5 * weight).toFixed(2), "stroke-opacity": Math.min(1, 0.12 + Math.sqrt(weight)).toFixed(2) };
 }
