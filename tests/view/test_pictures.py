@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import shutil
+import subprocess
 import warnings
+from typing import Any
 
 import matplotlib
 import numpy as np
@@ -126,10 +129,7 @@ def test_a_kind_that_was_not_captured_is_told() -> None:
 
 @pytest.mark.parametrize("text", ["注意力", "日本語", "שלום", "مرحبا", "Привет"])
 def test_letters_of_every_script_have_a_font(text: str, tmp_path) -> None:
-    from matplotlib.font_manager import fontManager
-
-    families(frozenset(text))
-    if text in ("注意力", "日本語") and not any("CJK" in font.name for font in fontManager.ttflist):
+    if text in ("注意力", "日本語") and not has_chinese():
         pytest.skip("no font with these letters is installed")
     record = translated().tokens([text] * 9)
     with warnings.catch_warnings():
@@ -143,17 +143,102 @@ def test_labels_are_short_and_never_nothing() -> None:
     assert label("a" * 40) == "a" * 13 + "…"
 
 
-def test_coverage_has_letters_of_every_script(tmp_path) -> None:
-    from matplotlib.font_manager import fontManager
+def has_chinese() -> bool:
+    """Whether a font of this machine has Chinese letters, by fontconfig, which the code under test does not use."""
+    listed = subprocess.run(["fc-list", ":lang=zh", "family"], capture_output=True, text=True, check=False)
+    return bool(listed.stdout.strip())
 
+
+@pytest.mark.skipif(shutil.which("fc-list") is None, reason="no fontconfig")
+def test_coverage_has_letters_of_every_script(tmp_path) -> None:
     tokens = ["注意力", "机制", *"cdefghi"]
-    ax = pictures.coverage(translated().tokens(tokens), letters=10)
+    record = translated().tokens(tokens)
+    record.note = "注意力 costs $5 or $6"
+    if not has_chinese():
+        with pytest.warns(UserWarning, match="no installed font has"):
+            pictures.coverage(record, letters=10)
+        return
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # matplotlib warns of a letter that no font has
+        ax = pictures.coverage(record, letters=10)
+        ax.figure.savefig(tmp_path / "out.png")
     assert ax.texts[0].get_fontfamily() == ["monospace", *families(frozenset("".join(tokens)))]
     assert [patch.get_width() for patch in ax.patches[:3]] == [6, 4, 1]  # letters that are twice as wide
-    if any("CJK" in font.name for font in fontManager.ttflist):
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")  # matplotlib warns of a letter that no font has
+    assert ax.get_title() == record.note
+
+
+def test_a_letter_without_a_font_is_a_box_and_one_warning(tmp_path) -> None:
+    record = translated().tokens(["\ufdd0", "\ufdd1x", *"cdefghi"])
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for ax, texts in (
+            (pictures.coverage(record), lambda ax: [text.get_text() for text in ax.texts]),
+            (pictures.heatmap(record, 0, 0, kind="encoder"), lambda ax: [t.get_text() for t in ax.get_xticklabels()]),
+        ):
             ax.figure.savefig(tmp_path / "out.png")
+            assert texts(ax)[:3] == ["□", "□x", "c"]
+    messages = {str(each.message) for each in caught}
+    assert len(messages) == 1
+    assert "fonts-noto-cjk" in messages.pop()
+
+
+def test_a_family_without_a_regular_font_is_used(monkeypatch) -> None:
+    """WenQuanYi Zen Hei, for one, has weight 500 only."""
+    from matplotlib.font_manager import FontEntry, fontManager
+
+    from regard.view import lettering
+
+    monkeypatch.setattr(
+        lettering, "_letters", lambda path: frozenset([0xE000]) if path == "medium.ttf" else frozenset()
+    )
+    monkeypatch.setattr(lettering, "_fonts_since", lambda: None)
+    entries = [FontEntry(fname="black.ttf", name="A", weight=900), FontEntry(fname="medium.ttf", name="A", weight=500)]
+    monkeypatch.setattr(fontManager, "ttflist", entries)
+    lettering._cover.cache_clear()
+    assert lettering._cover(frozenset("\ue000")) == (["A"], frozenset())
+    lettering._cover.cache_clear()
+
+
+def drawn_pictures() -> dict[str, Any]:
+    record = translated().tokens(list("abcdefghi"), ["<s>", "t", "u", "v", "w", "x", "a long last word"])
+    record.note = "A note that is much longer than the picture is wide, which happens to every summary of a text. " * 2
+    record.title = "A model with a title that is longer than its picture is wide, and then some"
+    sound = translated().over_spectrogram(torch.randn(30, 8), 1.5)
+    image = attended(rg.Attention(), torch.randn(1, 2, 13, 8)).over_image(torch.rand(3, 30, 40), (3, 4), first=1)
+    long = attended(rg.Attention(mask=rg.causal()), torch.randn(1, 2, 600, 8))
+    return {
+        "heatmap": lambda: pictures.heatmap(record, 0, 0, kind="decoder"),
+        "pooled heatmap": lambda: pictures.heatmap(long, 0),
+        "alignment": lambda: pictures.alignment(record),
+        "coverage": lambda: pictures.coverage(record),
+        "head grid": lambda: pictures.head_grid(record),
+        "profile": lambda: pictures.profile(record, "max_logit"),
+        "patches": lambda: pictures.patches(image, 0, 1, query=4),
+        "spectrogram": lambda: pictures.spectrogram(sound),
+        "pooled mask": lambda: pictures.mask(rg.causal() & rg.window(300, 0), 1100),
+    }
+
+
+@pytest.mark.parametrize("name", drawn_pictures())
+def test_pictures_have_a_colour_bar_and_nothing_is_cut_off(name: str) -> None:
+    figure = drawn_pictures()[name]().figure
+    figure.canvas.draw()
+    axes = [each for ax in figure.axes for each in (ax, *ax.child_axes)]
+    labels = [ax.get_ylabel() or ax.get_xlabel() for ax in axes if ax.get_label() == "<colorbar>"]
+    assert len(labels) == 1
+    assert labels[0] or name == "profile"  # its title says what the numbers are
+    for ax in axes:
+        box, page = ax.get_tightbbox(figure.canvas.get_renderer()), figure.bbox
+        assert box.x0 >= page.x0 - 1, ax
+        assert box.y0 >= page.y0 - 1, ax
+        assert box.x1 <= page.x1 + 1, ax
+        assert box.y1 <= page.y1 + 1, ax
+
+
+def test_titles_name_kind_layer_and_head() -> None:
+    record = translated()
+    assert pictures.heatmap(record, 1, 2, kind="cross").get_title() == "cross-attention, layer 1, head 2"
+    assert pictures.heatmap(record, 1, kind="decoder").get_title() == "decoder self-attention, layer 1, mean over heads"
 
 
 def test_pooled_pictures_start_at_zero_and_have_a_bar() -> None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from typing import Any
 
+BOX = "□"
+REGULAR = ("normal", "regular", "book", "roman")
 LONGEST = 14  # letters of a label
 SIGNS = {"\n": "⏎", "\r": "⏎", "\t": "⇥"}
 LIKED = (
@@ -18,7 +21,7 @@ LIKED = (
 def label(token: str) -> str:
     """A token as it stands at an axis: short, and visible where it is only space."""
     text = "".join(SIGNS.get(letter, letter) for letter in token).strip() or "␣" * bool(token)
-    return in_order(text if len(text) <= LONGEST else text[: LONGEST - 1] + "…")
+    return text if len(text) <= LONGEST else text[: LONGEST - 1] + "…"
 
 
 def columns_of(text: str) -> int:
@@ -56,9 +59,27 @@ def _version(text: str) -> tuple[int, int]:
     return int(first), int("".join(filter(str.isdigit, second)) or 0)
 
 
-@lru_cache(maxsize=256)
 def families(letters: frozenset[str]) -> list[str]:
     """Names of installed fonts that together have all the letters, or as many as there are fonts for."""
+    return _cover(letters)[0]
+
+
+def drawable(texts: Sequence[str]) -> list[str]:
+    """The texts with a box for every letter that no installed font has; a warning names these letters."""
+    missing = _cover(frozenset("".join(texts)))[1]
+    if missing:
+        some = "".join(sorted(missing)[:8])
+        warnings.warn(
+            f"no installed font has {some!r}{' and others' if len(missing) > 8 else ''}: drawn as {BOX}. Install a "
+            "font that has these letters, such as the Debian package fonts-noto-cjk for Chinese, Japanese and Korean",
+            stacklevel=2,
+        )
+    return [in_order("".join(BOX if letter in missing else letter for letter in text)) for text in texts]
+
+
+@lru_cache(maxsize=256)
+def _cover(letters: frozenset[str]) -> tuple[list[str], frozenset[str]]:
+    """Fonts for the letters, and the letters that none of them has."""
     from matplotlib.font_manager import fontManager
 
     chosen: list[str] = []
@@ -66,8 +87,8 @@ def families(letters: frozenset[str]) -> list[str]:
     for look in (lambda: None, _fonts_since):  # matplotlib remembers the fonts of its first start
         look()
         plain: dict[str, str] = {}
-        for font in fontManager.ttflist:
-            if font.style == "normal" and font.weight in (400, "normal", "regular", "book"):
+        for font in sorted(fontManager.ttflist, key=_boldness):
+            if font.style == "normal":
                 plain.setdefault(font.name, font.fname)
         others = sorted(name for name in set(plain) - set(LIKED) if "Last Resort" not in name)  # that has boxes
         for name in (*(name for name in LIKED if name in plain), *others):
@@ -77,7 +98,12 @@ def families(letters: frozenset[str]) -> list[str]:
                 missing -= have
         if not missing:
             break
-    return chosen or ["sans-serif"]
+    return chosen or ["sans-serif"], frozenset(map(chr, missing))
+
+
+def _boldness(font: Any) -> int:
+    """How far a font is from the regular weight. Some families have no regular one, as WenQuanYi Zen Hei."""
+    return abs(font.weight - 400) if isinstance(font.weight, int) else 0 if font.weight in REGULAR else 1000
 
 
 @lru_cache(maxsize=1)
@@ -107,7 +133,7 @@ def name(ax: Any, axis: str, tokens: Sequence[str], *, at: Sequence[float] | Non
     """Put tokens at an axis, "x" or "y": all, or where there are many, some at equal distances."""
     step = max(1, -(-len(tokens) // most))
     places = list(range(0, len(tokens), step))
-    texts = [label(tokens[n]) for n in places]
+    texts = drawable([label(tokens[n]) for n in places])
     where = [n if at is None else at[n] for n in places]
     (ax.set_xticks if axis == "x" else ax.set_yticks)(where, texts)
     labels = ax.get_xticklabels() if axis == "x" else ax.get_yticklabels()
@@ -116,6 +142,12 @@ def name(ax: Any, axis: str, tokens: Sequence[str], *, at: Sequence[float] | Non
         each.set_fontsize(8 if len(places) <= 32 else 6)
         if axis == "x":
             each.set_rotation(90)
+
+
+def put_title(ax: Any, text: str, **how: Any) -> None:
+    """Any text as the title of a picture, in as many lines as it needs."""
+    ax.set_title(drawable([text])[0], wrap=True, **how)
+    dress([ax.title])
 
 
 def dress(texts: Iterable[Any]) -> None:

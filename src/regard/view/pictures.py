@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 LARGEST = 512  # cells of a picture each way
 LABELLED = 256  # tokens above which an axis tells numbers
 COLOURS = "magma_r"  # dark where attention is
+KINDS = {"encoder": "encoder self-attention", "decoder": "decoder self-attention", "cross": "cross-attention"}
 
 
 def heatmap(
@@ -42,7 +43,7 @@ def heatmap(
     >>> with rg.view.capture(model) as record:
     ...     hidden = model(torch.tensor([[5, 6, 7]]))
     >>> rg.view.pictures.heatmap(record, 1, head=2).get_title()
-    'encoder 1, head 2'
+    'encoder self-attention, layer 1, head 2'
     """
     seen = record.attention(layer, kind)
     queries, keys = (record.streams[name].tokens for name in record.ends(seen))
@@ -64,7 +65,7 @@ def heatmap(
 
 
 def alignment(record: Record, layer: int | None = None, head: int | None = None, *, ax: Axes | None = None) -> Axes:
-    """Which words of the source each generated word looks at: a head of the cross-attention.
+    """The words of the source that each generated word attends to: a head of the cross-attention.
 
     The head that aligns best, of all layers or of `layer`, unless one is given; `head` without `layer` is of the last
     layer. The strongest source token of each generated token is framed.
@@ -81,19 +82,21 @@ def alignment(record: Record, layer: int | None = None, head: int | None = None,
         weights = seen.weights(heads=[head])[0].float()
         for row, column in enumerate(weights.argmax(-1).tolist()):
             ax.add_patch(Rectangle((column - 0.5, row - 0.5), 1, 1, fill=False, edgecolor="tab:blue", linewidth=1.2))
-    ax.set(xlabel="source", ylabel=record.ends(seen)[0])
+    ax.set(xlabel="source", ylabel=record.ends(seen)[0], title=f"{ax.get_title()}\nframed: the largest weight of a row")
     return ax
 
 
 def coverage(record: Record, *, letters: int = 90, ax: Axes | None = None) -> Axes:
-    """The source as a text of lines of so many letters, each token as dark as all of the target looked at it.
+    """The source as a text of lines of so many letters, each token as dark as the weight that it receives.
 
-    How much that is, is cross-attention summed over the target, the mean over heads and layers.
+    That is its cross-attention summed over the target, the mean over heads and layers.
     """
     from matplotlib import colormaps
+    from matplotlib.cm import ScalarMappable
+    from matplotlib.colors import ListedColormap, Normalize
     from matplotlib.patches import Rectangle
 
-    from regard.view.lettering import columns_of, families, in_order
+    from regard.view.lettering import columns_of, drawable, families, put_title
 
     last = _cross(record, None)
     across = [seen for seen in record.attentions if seen.kind == last.kind]
@@ -105,22 +108,29 @@ def coverage(record: Record, *, letters: int = 90, ax: Axes | None = None) -> Ax
             row, column = row + 1, 0
         places.append((column, row))
         column += columns_of(token)
-    ax = _axes(ax, (letters * 0.08, 0.5 + 0.22 * (row + 1)))
+    ax = _axes(ax, (max(5.0, letters * 0.08), 1.4 + 0.22 * (row + 1)))
     fonts = ["monospace", *families(frozenset("".join(tokens)))]
-    for token, (left, top), share in zip(tokens, places, (looked / looked.max()).tolist(), strict=True):
-        colour = colormaps[COLOURS](0.75 * share)
-        ax.add_patch(Rectangle((left, top - 0.5), columns_of(token), 0.95, color=colour, linewidth=0))
+    light = ListedColormap(colormaps[COLOURS](np.linspace(0, 0.75, 256)))
+    colours = ScalarMappable(Normalize(0, float(looked.max())), light)
+    shown = zip(tokens, drawable(tokens), places, looked.tolist(), strict=True)
+    for token, text, (left, top), weight in shown:
+        ax.add_patch(Rectangle((left, top - 0.5), columns_of(token), 0.95, color=colours.to_rgba(weight), linewidth=0))
         ax.text(
-            left, top, in_order(token), family=fonts, fontsize=9, va="center", parse_math=False,
-            color="white" if share > 0.6 else "black",
+            left, top, text, family=fonts, fontsize=9, va="center", parse_math=False,
+            color="white" if weight > 0.6 * float(looked.max()) else "black",
         )  # fmt: skip
-    ax.set(xlim=(0, letters), ylim=(row + 0.6, -0.6), title=record.note)
+    ax.set(xlim=(0, letters), ylim=(row + 0.6, -0.6))
+    put_title(ax, record.note, fontsize=10)
     ax.axis("off")
+    words = f"cross-attention summed over {last.Q} target tokens"
+    ax.figure.colorbar(colours, ax=ax, location="bottom", shrink=0.5, aspect=40, label=words)
     return ax
 
 
 def head_grid(record: Record, kind: Kind | None = None, *, side: int = 48, ax: Axes | None = None) -> Axes:
-    """Every head of every layer as a small map: layers down, heads across. Each is as dark as its own strongest."""
+    """Every head of every layer as a small map: layers down, heads across. Each is scaled to its own largest weight."""
+    from regard.view.lettering import put_title
+
     seens = _of_kind(record, kind)
     across, gap = max(len(record.shown_heads(seen)) for seen in seens), max(1, side // 16)
     whole = np.full((len(seens) * (side + gap), across * (side + gap)), np.nan, np.float32)
@@ -131,14 +141,16 @@ def head_grid(record: Record, kind: Kind | None = None, *, side: int = 48, ax: A
             small = torch.nn.functional.interpolate(small[None, None], size=(side, side), mode="nearest")[0, 0]
             top, left = n * (side + gap), m * (side + gap)
             whole[top : top + side, left : left + side] = small / small.max().clamp(min=1e-12)
-    ax = _axes(ax, (1.5 + 0.8 * across, 1 + 0.8 * len(seens)))
-    ax.imshow(whole, cmap=COLOURS, vmin=0, vmax=1, interpolation="nearest")
+    ax = _axes(ax, (2.8 + 0.8 * across, 1 + 0.8 * len(seens)))
+    drawn = ax.imshow(whole, cmap=COLOURS, vmin=0, vmax=1, interpolation="nearest")
+    ax.figure.colorbar(drawn, ax=ax, fraction=0.04, label="weight / largest weight of the head")
     middle = side / 2 - 0.5
     ax.set_xticks(
         [middle + m * (side + gap) for m in range(across)], [str(m) for m in record.heads or range(across)][:across]
     )
     ax.set_yticks([middle + n * (side + gap) for n in range(len(seens))], [f"{s.kind} {s.layer}" for s in seens])
-    ax.set(xlabel="head", title=record.title)
+    ax.set(xlabel="head", ylabel="layer")
+    put_title(ax, record.title)
     ax.tick_params(length=0)
     for edge in ax.spines.values():
         edge.set_visible(False)
@@ -181,7 +193,7 @@ def profile(record: Record, measure: str = "entropy", kind: Kind | None = None, 
             ax.text(m, n, f"{value:.3g}", ha="center", va="center", fontsize=7, color=colour)
     ax.set_xticks(range(across), [str(head) for head in heads])
     ax.set_yticks(range(len(seens)), [f"{seen.kind} {seen.layer}" for seen in seens])
-    ax.set(xlabel="head", title=words)
+    ax.set(xlabel="head", ylabel="layer", title=words)
     ax.figure.colorbar(drawn, ax=ax, fraction=0.04)
     return ax
 
@@ -189,7 +201,12 @@ def profile(record: Record, measure: str = "entropy", kind: Kind | None = None, 
 def patches(
     record: Record, layer: int | str, head: int | None = None, *, query: int = 0, ax: Axes | None = None
 ) -> Axes:
-    """Where one token looks, over the image; `query` 0 is the class token of a Vision Transformer, or a first word."""
+    """The weights of one query over the image; query 0 is the class token of a Vision Transformer, or a first word."""
+    from matplotlib.cm import ScalarMappable
+    from matplotlib.colors import LinearSegmentedColormap, PowerNorm
+
+    from regard.view.lettering import put_title
+
     if record.image is None:
         raise ValueError("the record is not of an image; tell which with record.over_image(pixels, grid, first=1)")
     seen, image = record.attention(layer, None), _image(record.image["href"])
@@ -200,25 +217,25 @@ def patches(
     extent = (0, columns, rows, 0)
     ax.imshow(image, extent=extent, cmap="gray")
     shade = (over / over.max().clamp(min=1e-12)).numpy()
-    veil = 0.75 * (1 - np.sqrt(shade))  # where it does not look, the image is dark
+    veil = 0.75 * (1 - np.sqrt(shade))  # the image is dark where weights are small
     ax.imshow(np.zeros_like(shade), cmap="gray", extent=extent, alpha=veil, interpolation="nearest")
     if query >= first and record.ends(seen)[0] == record.image["stream"]:
         from matplotlib.patches import Rectangle
 
         at = query - first
         ax.add_patch(Rectangle((at % columns, at // columns), 1, 1, fill=False, edgecolor="tab:red", linewidth=2))
-    ax.set(
-        xticks=[], yticks=[], title=f"{_title(seen, head)}, from {record.streams[record.ends(seen)[0]].tokens[query]}"
-    )
+    ax.set(xticks=[], yticks=[])
+    put_title(ax, f"{_title(seen, head)}, query {record.streams[record.ends(seen)[0]].tokens[query]}", fontsize=10)
+    greys = LinearSegmentedColormap.from_list("greys", ["0.25", "1"])
+    norm = PowerNorm(0.5, 0, max(float(over.max()), 1e-12))
+    ax.figure.colorbar(ScalarMappable(norm, greys), ax=ax, fraction=0.04, label="weight")
     return ax
 
 
 def spectrogram(record: Record, layer: int | None = None, head: int | None = None, *, ax: Axes | None = None) -> Axes:
-    """When each token was said: cross-attention over time, of a transcript or of a speaker, below the spectrogram."""
+    """The time of each token: cross-attention of a transcript, or of a speaker, over time, below the spectrogram."""
     if record.spectrogram is None:
         raise ValueError("the record is not of speech; tell which with record.over_spectrogram(values, seconds)")
-    from mpl_toolkits.axes_grid1 import make_axes_locatable
-
     seen, seconds = _cross(record, layer), record.spectrogram["seconds"]
     maps = seen.map((LARGEST, LARGEST)) if max(seen.Q, seen.K) > LARGEST else seen.weights().float()
     picture, (queries, keys) = maps.mean(0) if head is None else maps[head], record.ends(seen)
@@ -226,20 +243,17 @@ def spectrogram(record: Record, layer: int | None = None, head: int | None = Non
     if record.spectrogram["stream"] == queries:  # a speaker: what is said looks at the text
         picture, said = picture.mT, keys
     tokens = record.streams[said].tokens
-    ax = _axes(ax, (8, 2.5 + 0.22 * min(len(tokens), 40)))
+    ax = _axes(ax, (8, 3 + 0.22 * min(len(tokens), 40)))
     extent = (0, seconds, len(tokens) - 0.5, -0.5)
     drawn = ax.imshow(picture.numpy(), cmap=COLOURS, vmin=0, aspect="auto", extent=extent, interpolation="nearest")
     _names(ax, "y", tokens)
-    above_and_beside = make_axes_locatable(ax)
-    ax.figure.colorbar(drawn, cax=above_and_beside.append_axes("right", size="2%", pad=0.08), label="weight")
-    ax.set(xlabel="seconds", ylabel="token")
-    above = above_and_beside.append_axes("top", size="35%", pad=0.08, sharex=ax)
-    above.imshow(_image(record.spectrogram["href"]), aspect="auto", extent=(0, seconds, 0, 1), cmap="gray_r")
-    above.set(yticks=[], ylabel="frequency")
-    box = {"facecolor": "white", "alpha": 0.8, "linewidth": 0}
-    above.text(0.01, 0.94, _title(seen, head), transform=above.transAxes, va="top", fontsize=9, bbox=box)
-    above.tick_params(labelbottom=False)
-    ax.set_xlim(0, seconds)
+    ax.figure.colorbar(drawn, ax=ax, fraction=0.04, label="weight")
+    low = -0.5 - 0.03 * len(tokens)  # in the same axes, so that time is the same in both
+    high = low - 0.4 * len(tokens)
+    heard = _image(record.spectrogram["href"])
+    ax.imshow(heard, aspect="auto", extent=(0, seconds, low, high), cmap="gray_r", interpolation="nearest")
+    ax.set(xlabel="seconds", ylabel="token", xlim=(0, seconds), ylim=(len(tokens) - 0.5, high))
+    ax.set_title(_title(seen, head), fontsize=10)
     return ax
 
 
@@ -247,7 +261,7 @@ def mask(
     pattern: Mask, queries: int | None = None, keys: int | None = None, *, offset: int | None = None,
     ax: Axes | None = None,
 ) -> Axes:  # fmt: skip
-    """The mask itself: dark where a query may look at a key. Above 512, each cell is the share that it may look at.
+    """The mask itself: dark where a query may attend to a key. Above 512, a cell is the share of pairs that may.
 
     >>> import regard as rg, regard.view
     >>> rg.view.pictures.mask(rg.causal() & rg.window(3, 0), 16).get_title()
@@ -270,7 +284,7 @@ def mask(
         shares[n].index_add_(0, across, share)
     shares /= torch.bincount(across)
     ax = _axes(ax, (4.5, 4.5 * min(2, max(0.5, queries / keys))))
-    ax.imshow(
+    drawn = ax.imshow(
         shares.numpy(),
         cmap="Blues",
         vmin=0,
@@ -280,6 +294,9 @@ def mask(
         aspect="auto",
     )
     ax.set(xlabel="key", ylabel="query")
+    ax.locator_params(integer=True)
+    if max(queries, keys) > LARGEST:
+        ax.figure.colorbar(drawn, ax=ax, fraction=0.04, label="share of pairs that may attend")
     title = repr(pattern)
     ax.set_title(title if len(title) <= 60 else title[:57] + "...", fontsize=9)
     return ax
@@ -299,7 +316,7 @@ def _cells(ax: Axes, weights: Tensor, queries: list[str], keys: list[str]) -> No
     drawn = ax.imshow(weights.numpy(), cmap=COLOURS, vmin=0, aspect="auto", interpolation="nearest")
     _names(ax, "y", queries)
     _names(ax, "x", keys)
-    ax.figure.colorbar(drawn, ax=ax, fraction=0.04)
+    ax.figure.colorbar(drawn, ax=ax, fraction=0.04, label="weight")
 
 
 def _names(ax: Axes, axis: str, tokens: Any) -> None:
@@ -310,7 +327,7 @@ def _names(ax: Axes, axis: str, tokens: Any) -> None:
 
 
 def _title(seen: Seen, head: int | None) -> str:
-    return f"{seen.kind} {seen.layer}, " + ("mean over heads" if head is None else f"head {head}")
+    return f"{KINDS[seen.kind]}, layer {seen.layer}, " + ("mean over heads" if head is None else f"head {head}")
 
 
 def _of_kind(record: Record, kind: Kind | None) -> list[Seen]:
