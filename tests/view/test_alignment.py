@@ -40,6 +40,8 @@ def test_cross_attention_is_named_by_what_is_generated() -> None:
     assert queries.tokens == ("<s> → t", "t → u", "u → v", "v → w", "w → x", "x → y", "y → ?")
     assert queries.special == keys.special == (0,)
     assert keys.tokens == ("<s>", *"tuvwxy")
+    spaced = translated().tokens(target=["<s>", "a", "\u202f", " b", *"cde"])
+    assert spaced.streams["target → generated"].tokens[1:3] == ("a → ␣", "␣ → b")
     assert record.tokens(generated=list("ABCDEFG")).streams["generated"].tokens == tuple("ABCDEFG")
     with pytest.raises(ValueError, match="generated has 7 tokens, but 2 came"):
         record.tokens(generated=["a", "b"])

@@ -97,6 +97,15 @@ def test_an_induction_head_is_not_positional() -> None:
     assert [(each.name, each.offset) for each in unnamed.found] == [("positional", -19)]
 
 
+def test_a_translation_in_nearly_the_same_order_is_not_positional() -> None:
+    """Half of the words are at one distance: that is the order of words, and no habit of the head."""
+    at = torch.arange(14)
+    keys = torch.tensor([0, 2, 1, 1, 1, 3, 4, 4, 7, 6, 6, 8, 9, 10])
+    logits = torch.zeros(14, 11)
+    logits[at, keys] = SURE
+    assert of_logits(logits[None]).found == []
+
+
 def test_words_of_a_translation_are_counted_from_the_first() -> None:
     """A head across that looks at the word of the same number has offset 0, whatever the lengths."""
     at = torch.arange(12)

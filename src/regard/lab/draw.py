@@ -13,8 +13,8 @@ from regard.lab.claim import Claim, Found, Say
 
 INK = "#010203"  # no picture has this colour for itself; in the page it becomes that of the text
 COLOURS = ("#4c7fb8", "#d9633f", "#4d9a57", "#9b6fb5", "#c2982f", "#4aa3a1")
-CHINESE = ("Noto Sans CJK SC", "Noto Sans CJK JP", "Source Han Sans SC", "WenQuanYi Micro Hei", "Microsoft YaHei",
-           "PingFang SC", "SimHei", "Noto Serif CJK SC")  # fmt: skip
+CHINESE = ("Noto Sans CJK SC", "Noto Sans CJK JP", "Source Han Sans SC", "WenQuanYi Micro Hei", "WenQuanYi Zen Hei",
+           "Microsoft YaHei", "PingFang SC", "SimHei", "Noto Serif CJK SC")  # fmt: skip
 
 
 @lru_cache(maxsize=1)
@@ -22,8 +22,9 @@ def chinese_font() -> str | None:
     """A font with Chinese letters, if the machine has one."""
     from matplotlib import font_manager
 
+    known = {font.fname for font in font_manager.fontManager.ttflist}
     for path in font_manager.findSystemFonts():  # the list that matplotlib keeps may be older than the font
-        if "SansCJK" in path and "Regular" in path:
+        if path not in known and any(name in path for name in ("SansCJK-Regular", "wqy-")):
             font_manager.fontManager.addfont(path)
     there = {font.name for font in font_manager.fontManager.ttflist}
     return next((name for name in CHINESE if name in there), None)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import sys
+import warnings
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -26,6 +27,10 @@ from regard.view.inputs import inputs_of, next_token
 from regard.view.record import Record
 from regard.view.seen import Kind, Seen
 
+BEAMS = (
+    "beam search was captured: the record holds the beam that is first at the last step, which need not be the one "
+    "that was returned; for the weights of the returned tokens, capture one forward pass over them"
+)
 FROM_ELSEWHERE = ("source", "key_value_states", "encoder_hidden_states")
 
 
@@ -42,8 +47,10 @@ def capture(
 
     layers: which layers are kept, as numbers; all unless told otherwise. heads: which heads pages and pictures show.
 
-    Tokens generated one by one, with a cache, are rows of one attention; of beam search, it is that of the best beam
-    at its end. Where a module computes once more, and does not go on from what it had, the last time counts.
+    Tokens generated one by one, with a cache, are rows of one attention. Where a module computes once more, and does
+    not continue from what it had, the last time counts. Of beam search, the record holds the beam that is first at the
+    last step, which need not be the one that is returned, and a warning says so; for the weights of the returned
+    tokens, capture one forward pass over them.
 
     >>> import regard as rg, regard.view, torch
     >>> config = rg.models.TextConfig(vocabulary=100, width=32, layers=2, heads=4, hidden=64)
@@ -116,6 +123,9 @@ class _Watch:
         for seen in self.known.values():
             seen.layer = counts[seen.kind]
             counts[seen.kind] += 1
+        own = [seen for seen in self.record.attentions if seen.kind == "decoder"]
+        if any(call.parents is not None for seen in own for call in seen.calls):
+            warnings.warn(BEAMS, stacklevel=4)
         for seen in self.record.attentions:
             seen.end()
 

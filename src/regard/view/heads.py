@@ -20,6 +20,7 @@ OCCURRENCES = 16
 FEWEST = 3  # queries that must tell of a habit
 NEAR = 2  # tokens to each side that are local
 NAMED = 0.4  # of the way from chance to always
+IN_STEP = 0.8  # the same for "positional" between two texts: words of a translation are often in the same order
 MANY = 8  # keys that a query must see to look at all of them alike: of two, almost every head does
 SAYS_MORE = {
     "local": ("previous token", "same token", "next token"),  # "local" is not added to one of these
@@ -51,7 +52,8 @@ def find(record: Record, number: int) -> list[Found]:
     found = []
     named: dict[str, list[bool]] = {}
     for name, score, chance, offset in habits(seen, rows, keys):
-        sure = (score - chance >= NAMED * (1 - chance)).tolist()
+        least = IN_STEP if name == "positional" and seen.kind == "cross" else NAMED
+        sure = (score - chance >= least * (1 - chance)).tolist()
         better = [named[other] for other in SAYS_MORE.get(name, ()) if other in named]
         sure = [yes and not any(other[h] for other in better) for h, yes in enumerate(sure)]
         named[name] = sure

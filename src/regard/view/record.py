@@ -35,6 +35,11 @@ class Stream:
     special: tuple[int, ...] = ()
 
 
+def _visible(token: str) -> str:
+    """A token without the space in front of it, or a sign for one that is only space."""
+    return token.strip() or "␣" * len(token)
+
+
 class Record:
     """The attentions that `capture` saw, in the order in which the model computed them.
 
@@ -131,7 +136,9 @@ class Record:
         if BOTH in found:
             target, generated = found["target"], self._tokens[GENERATED]
             pairs = zip(target.tokens, generated.tokens, strict=True)
-            found[BOTH] = Stream(tuple(f"{given.strip()} → {made.strip()}" for given, made in pairs), target.special)
+            found[BOTH] = Stream(
+                tuple(f"{_visible(given)} → {_visible(made)}" for given, made in pairs), target.special
+            )
         return found
 
     def tokens(
