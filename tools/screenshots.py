@@ -1,0 +1,91 @@
+"""Remake the pictures of docs/view: the viewer in Chromium, with the translator of the package.
+
+python -m tools.screenshots docs/view
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from tests.view import documents
+from tests.view.browser import Tab, launched, write
+from tests.view.tooltips import served
+
+from regard.cli.looking import RunLooker
+from regard.view import Record, capture
+from regard.view.page import page
+from regard.view.server import Session
+
+SIZE = {"width": 1280, "height": 780}
+SENTENCE = "He told me that he would help us tomorrow, but I have not seen my brother since last week."
+STORY = "The cat sat on the mat because the cat was tired, and the dog that chased the cat sat down next to it. "
+
+
+def long_text(translator: RunLooker) -> Callable[[str], Record]:
+    """The encoder over a text that is longer than a page holds every weight of."""
+
+    def look(text: str) -> Record:
+        ids = translator.run.kit.tokenizer.encode(text).ids
+        with torch.no_grad(), capture(translator.model) as record:
+            translator.model.encode(torch.tensor([ids]))
+        record.title = "The encoder of en-fr"
+        return record.decode(translator.run.kit.tokenizer)
+
+    return look
+
+
+def main(folder: Path) -> None:
+    translator = RunLooker(Path("en-fr"))
+    record = translator(SENTENCE)
+    number = next(n for n, seen in enumerate(record.attentions) if seen.kind == "cross" and seen.layer == 1)
+    with tempfile.TemporaryDirectory() as pages, launched() as browser:
+        urls = {
+            "text": write(Path(pages) / "text.html", record.html()),
+            "picture": write(Path(pages) / "picture.html", page(documents.picture(9, 12))),
+            "sound": write(Path(pages) / "sound.html", page(documents.sound())),
+        }
+
+        def shot(name: str, url: str, address: str, act: Callable[[Any], None], dark: bool = False) -> None:
+            tab = Tab(browser, color_scheme="dark" if dark else "light")
+            tab.page.set_viewport_size(SIZE)
+            tab.open(urls.get(url, url), address)
+            tab.page.wait_for_timeout(800)
+            act(tab.page)
+            tab.page.wait_for_timeout(800)
+            tab.page.screenshot(path=folder / f"{name}.png")
+            assert tab.trouble == [], tab.trouble
+            tab.context.close()
+
+        def chinese(opened: Any) -> None:
+            opened.click("[data-act=language]")
+            opened.hover(".thumb >> nth=6")
+
+        def typed(opened: Any) -> None:
+            opened.fill("textarea", "I have never seen such a beautiful garden.")
+            opened.wait_for_function(
+                "() => document.querySelector('.note').textContent.includes('jardin')", timeout=60_000
+            )
+            opened.hover(".column-query .row >> text=jardin")
+
+        one = f"attention={number}&head=3"
+        shot("heads", "text", "", lambda opened: opened.hover(".thumb >> nth=6"))
+        shot("heads-zh-dark", "text", "", chinese, dark=True)
+        shot("map", "text", f"view=map&{one}", lambda opened: opened.mouse.move(395, 440))
+        shot("tokens", "text", f"view=tokens&{one}", lambda opened: opened.hover(".column-query .row >> text=aider"))
+        shot("rollout", "text", "view=rollout", lambda opened: opened.mouse.move(420, 520))
+        shot("statistics", "text", f"view=statistics&{one}", lambda opened: None, dark=True)
+        shot("image", "picture", "view=image&token=45", lambda opened: opened.mouse.move(500, 600))
+        shot("sound", "sound", "view=sound&kind=cross&token=2", lambda opened: opened.mouse.move(700, 330), dark=True)
+        with served(Session(translator, SENTENCE)) as server:
+            shot("live", server, "view=tokens", typed)
+        with served(Session(long_text(translator), 40 * STORY)) as server:
+            shot("zoom", server, "view=map&rows=420-434&columns=418-430&search=cat", lambda opened: None, dark=True)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
