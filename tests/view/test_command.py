@@ -88,7 +88,9 @@ def test_serve_looks_at_a_first_text_and_tells_the_address(
         listener.close()
 
     monkeypatch.setattr(server, "serve", serve)
-    assert regard("serve", run.folder, "--port", 9001).code == 0
+    with server.listen(0) as free:  # a port that nothing else uses
+        port = free.getsockname()[1]
+    assert regard("serve", run.folder, "--port", port).code == 0
     assert "<mask>" in served[0].record.streams["source"].tokens
     with pytest.raises(ValueError, match="expected <mask>"):
         served[0].run("nothing hidden")

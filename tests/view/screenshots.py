@@ -1,6 +1,6 @@
 """Remake the pictures of docs/view: the viewer in Chromium, with the translator of the package.
 
-python -m tools.screenshots docs/view
+python -m tests.view.screenshots docs/view
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tests.view import documents
-from tests.view.browser import Tab, launched, write
-from tests.view.tooltips import served
 
 from regard.cli.looking import RunLooker
 from regard.view import Record, capture
 from regard.view.page import page
 from regard.view.server import Session
+from tests.view import documents
+from tests.view.browser import Tab, launched, write
+from tests.view.tooltips import served
 
 SIZE = {"width": 1280, "height": 780}
 SENTENCE = "He told me that he would help us tomorrow, but I have not seen my brother since last week."
