@@ -16,6 +16,7 @@ import sys
 from collections.abc import Callable
 from functools import cache, wraps
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -26,48 +27,86 @@ from transformers.utils.import_utils import is_tracing
 from transformers.utils.output_capturing import _active_collector
 
 from regard.integrations.carrier import MaskTensor
+from regard.integrations.coverage import NAME, Coverage, coverage, missing_parts, unreached_configs
 from regard.integrations.described import EVERYTHING, Pattern, describe
 from regard.integrations.mask_functions import Unknown, parts_of, together
 from regard.integrations.tensors import permitted, seen
 from regard.masks import causal, dense, documents
 
-NAME = "regard"
+__all__ = ["Coverage", "attend", "coverage", "enable", "mask_of"]
+
 _log = logging.get_logger(__name__)
 _TOP_LEFT = Pattern(causal(), offset=0)
+_REQUESTED: WeakSet[PreTrainedModel] = WeakSet()  # models for which regard was requested
 
 
 def enable() -> None:
-    """Make `attn_implementation="regard"` known to Transformers: the attention, its masks, and who may use them.
+    """Register `attn_implementation="regard"` with Transformers: the attention function and its masks.
 
-    A model whose classes do not ask Transformers for an attention (Longformer, BigBird, Bloom, MPT, GPT-J ...) cannot
-    be given one: it says so in a warning, and runs as with `attn_implementation="eager"`.
+    Attention modules that do not ask Transformers for an attention function (all of Longformer, Bloom or GPT-J, the
+    vision encoder of SAM) cannot run regard. A model that has such modules names them in one warning; its other
+    modules run regard. `coverage` lists them all.
     """
     AttentionInterface.register(NAME, attend)
     AttentionMaskInterface.register(NAME, mask_of)
-    decide = PreTrainedModel.get_correct_attn_implementation
-    if not hasattr(decide, "_regard"):
-
-        @wraps(decide)
-        def get_correct_attn_implementation(self: Any, requested: str | None, *args: Any, **kwargs: Any) -> str:
-            return decide(self, _possible(type(self)) if requested == NAME else requested, *args, **kwargs)
-
-        get_correct_attn_implementation._regard = True  # type: ignore[attr-defined]
-        PreTrainedModel.get_correct_attn_implementation = get_correct_attn_implementation
+    if not hasattr(PreTrainedModel.post_init, "_regard"):
+        _wrap("get_correct_attn_implementation", _choose_implementation)
+        _wrap("post_init", _warn_after_building)
+        _wrap("set_attn_implementation", _set_everywhere)
 
 
-def _possible(model: type[PreTrainedModel]) -> str:
-    """Our name if the model's classes ask for an attention by name; else the one that all of them have."""
-    module = sys.modules.get(model.__module__)
-    for name, classes in vars(module).items():
+def _wrap(name: str, around: Callable[..., Any]) -> None:
+    """Replace a method of PreTrainedModel by `around(method, model, ...)`."""
+    method = getattr(PreTrainedModel, name)
+
+    @wraps(method)
+    def wrapper(model: Any, *args: Any, **kwargs: Any) -> Any:
+        return around(method, model, *args, **kwargs)
+
+    wrapper._regard = True  # type: ignore[attr-defined]
+    setattr(PreTrainedModel, name, wrapper)
+
+
+def _choose_implementation(method: Callable, model: Any, requested_attention: str | None, *args: Any, **kw: Any) -> str:
+    """Our name if classes in the model's file ask for an attention by name; else `eager`, which all of them have."""
+    if requested_attention != NAME:
+        return method(model, requested_attention, *args, **kw)
+    _REQUESTED.add(model)
+    for name, classes in vars(sys.modules[type(model).__module__]).items():
         if name.endswith("_ATTENTION_CLASSES") and isinstance(classes, dict) and "eager" in classes:
-            classes.setdefault(NAME, classes["eager"])  # such parts are chosen when a model is built, and know no other
-    if model._can_set_attn_implementation():
-        return NAME
-    _log.warning_once(
-        f"{model.__name__} computes its attention itself and does not ask Transformers for one, so "
-        f'attn_implementation="{NAME}" cannot reach it; it runs as with attn_implementation="eager".'
-    )
-    return "eager"
+            classes.setdefault(NAME, classes.get("sdpa", classes["eager"]))  # looked up when the model is built
+    return method(model, NAME if model._can_set_attn_implementation() else "eager", *args, **kw)
+
+
+def _warn_after_building(method: Callable, model: Any) -> None:
+    method(model)
+    if not _is_being_built_inside(model) and any(part in _REQUESTED for part in model.modules()):
+        _warn(model)
+
+
+def _is_being_built_inside(model: Any) -> bool:
+    """Whether the model is built by the constructor of another one, which will warn about all of its parts."""
+    frame = sys._getframe()
+    while (frame := frame.f_back) is not None:  # type: ignore[assignment]
+        if frame.f_code.co_name == "__init__":
+            around = frame.f_locals.get("self")
+            if isinstance(around, PreTrainedModel) and around is not model:
+                return True
+    return False
+
+
+def _set_everywhere(method: Callable, model: Any, attn_implementation: str | dict, *args: Any, **kwargs: Any) -> None:
+    method(model, attn_implementation, *args, **kwargs)
+    for config, around in unreached_configs(model):
+        if NAME in (config._attn_implementation, around._attn_implementation):
+            config._attn_implementation_internal = around._attn_implementation
+    if NAME in torch.utils._pytree.tree_leaves(attn_implementation):
+        _warn(model)
+
+
+def _warn(model: Any) -> None:
+    if (missing := missing_parts(model)) is not None:
+        _log.warning_once(missing)
 
 
 def mask_of(
