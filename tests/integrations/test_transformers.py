@@ -11,11 +11,12 @@ import pytest
 import torch
 import transformers as hf
 from torch import Tensor, nn
+from transformers.utils.output_capturing import _active_collector
 
 from regard.integrations import carrier
 from regard.integrations.carrier import MaskTensor
 from regard.integrations.transformers import attend, enable
-from tests.integrations.families import APART, DECODERS, ENCODERS, OTHERS, PAIRS, build, tokens
+from tests.integrations.families import APART, DECODERS, ENCODERS, GROUPED, OTHERS, PAIRS, build, tokens
 
 ALL = [*DECODERS, *ENCODERS, *PAIRS, *OTHERS]
 
@@ -373,9 +374,16 @@ def qformer() -> tuple[Any, dict]:
     return hf.Blip2QFormerModel._from_config(config, attn_implementation="eager"), inputs
 
 
-@pytest.mark.parametrize("family", [bridgetower, qwen2_moe, qformer])
+def granite_swa() -> tuple[Any, dict]:
+    config = hf.GraniteSWAConfig(**GROUPED, sliding_window=4)
+    return hf.GraniteSWAForCausalLM._from_config(config, attn_implementation="eager"), tokens("right")
+
+
+@pytest.mark.parametrize("family", [bridgetower, qwen2_moe, qformer, granite_swa])
 def test_families_with_unusual_calls_give_what_eager_gives(family: Any, calls: list[dict]) -> None:
-    """An unmasked stream of causal modules, a window of 0 that is in no use, queries that all batch rows share."""
+    """An unmasked stream of causal modules, a window of 0 that is in no use, queries that all batch rows share,
+    returned weights without the sink.
+    """
     torch.manual_seed(0)
     model, inputs = family()
     model.eval()
@@ -397,6 +405,17 @@ def test_families_with_unusual_calls_give_what_eager_gives(family: Any, calls: l
             if real is not None and apart.shape[:2] == real.shape:
                 apart = apart[real.bool()]
             assert apart.max() < 1e-4, path
+
+
+def test_weights_are_collected_also_if_the_layer_says_no() -> None:
+    """Some layers pass `output_attentions=False` by default while the model collects their weights by hooks."""
+    query, key, value = torch.randn(3, 1, 2, 5, 8)
+    token = _active_collector.set({"attentions": []})
+    try:
+        assert attend(nn.Module(), query, key, value, None, output_attentions=False)[1] is not None
+    finally:
+        _active_collector.reset(token)
+    assert attend(nn.Module(), query, key, value, None, output_attentions=False)[1] is None
 
 
 def test_a_row_that_may_look_at_nothing_is_zero() -> None:

@@ -183,7 +183,11 @@ def attend(
         bias = position_bias if bias is None else position_bias + bias
     described = describe(pattern, scale=scaling, softcap=softcap, dropout=dropout, bias=bias, sink=s_aux)
     output = described(query, key, value).transpose(1, 2).contiguous()
-    return output, described.weights(query, key) if _wanted(module, kwargs) else None
+    if not _wanted(module, kwargs):
+        return output, None
+    if s_aux is not None and _returns_weights_without_sink(type(module).__module__):
+        described = describe(pattern, scale=scaling, softcap=softcap, dropout=dropout, bias=bias)
+    return output, described.weights(query, key)
 
 
 def _without_mask(module: nn.Module, is_causal: bool | None, queries: int, keys: int) -> Pattern:
@@ -228,19 +232,28 @@ def _packed(pattern: Pattern, edges: Tensor, key_edges: Tensor | None, queries: 
 
 
 def _wanted(module: nn.Module, kwargs: dict[str, Any]) -> bool:
-    """Whether somebody will ask for the weights."""
-    if (told := kwargs.get("output_attentions")) is not None:
-        return bool(told)
-    if (collected := _active_collector.get()) is not None:
-        return any("attentions" in name for name in collected)
-    return _collects(type(module).__module__)
+    """Whether the weights will be returned by the model."""
+    asked, collected = kwargs.get("output_attentions"), _active_collector.get()
+    if asked or (collected is not None and any("attentions" in name for name in collected)):
+        return True
+    return asked is None and collected is None and _collects(type(module).__module__)
 
 
 @cache
 def _collects(module: str) -> bool:
     """Whether the models of a file collect weights in their own layers without telling their attention, as a few do."""
+    pattern = r"attentions\.append\(|attentions \+=? \(|output_attentions=output_attentions"
+    return bool(re.search(pattern, _file_source(module)))
+
+
+@cache
+def _returns_weights_without_sink(module: str) -> bool:
+    """Whether the eager attention of a file returns weights that sum to 1, and applies the sink to the output."""
+    return bool(re.search(r"sink_scale\b.*\bsigmoid\(", _file_source(module)))
+
+
+def _file_source(module: str) -> str:
     try:
-        code = inspect.getsource(sys.modules[module])
+        return inspect.getsource(sys.modules[module])
     except (OSError, TypeError, KeyError):
-        return False
-    return bool(re.search(r"attentions\.append\(|attentions \+=? \(|output_attentions=output_attentions", code))
+        return ""
