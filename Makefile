@@ -58,6 +58,11 @@ fuzz: $(READY)
 differential: $(READY)
 	$(BIN)/python -m tools.differential --minutes $(MINUTES) --seed $(SEED)
 
+# Tiny models of all architectures of Transformers with regard, eager and sdpa, written to docs/architectures.md; half an hour on 2 cores,
+# and it goes on where it stopped.
+architectures: $(READY)
+	$(BIN)/python -m tools.architectures
+
 # Real checkpoints under WEIGHTS (whisper-base, smollm2), compared with transformers on real speech and text.
 WEIGHTS ?= weights
 real-weights: $(READY)

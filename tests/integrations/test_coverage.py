@@ -230,7 +230,23 @@ class Mixture(nn.Module):
     """A softmax that is no attention."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return x.softmax(-1)
+        return x[:, None].softmax(-1)[:, 0]
+
+
+class DeformableAttention(nn.Module):
+    """One attention in two modules."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = InnerAttention()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.attention(x, x[:, None].softmax(-1))
+
+
+class InnerAttention(nn.Module):
+    def forward(self, x: Tensor, weights: Tensor) -> Tensor:
+        return x * weights[:, 0]
 
 
 class OwnModel(PreTrainedModel):
@@ -239,20 +255,20 @@ class OwnModel(PreTrainedModel):
     def __init__(self, config: Any) -> None:
         super().__init__(config)
         self.first, self.second, self.unused = Asking(config), Asking(config), Asking(config)
-        self.pool, self.mixture = Pooler(), Mixture()
+        self.pool, self.mixture, self.deformable = Pooler(), Mixture(), DeformableAttention()
         self.dropout = nn.Dropout(0.5)
         self.post_init()
 
     def forward(self, x: Tensor, itself: bool = False) -> Tensor:
         assert not self.training
         x = self.dropout(self.second(self.first(x), itself=itself))
-        return self.mixture(self.pool(self.second(x)))
+        return self.deformable(self.mixture(self.pool(self.second(x))))
 
 
 def test_calls_are_counted_and_attention_outside_attention_modules_is_found() -> None:
     model = OwnModel._from_config(hf.BertConfig(), attn_implementation="regard").train()
     found = {part.name: part for part in coverage(model, x=torch.randn(2, 5, 8), itself=True).parts}
-    assert found.keys() == {"first", "second", "unused", "pool"}
+    assert found.keys() == {"first", "second", "unused", "pool", "deformable.attention"}
     assert (found["first"].calls, found["first"].computed, found["first"].reason) == (1, 1, None)
     assert (found["second"].calls, found["second"].computed) == (2, 1)
     assert found["second"].reason == "asked for regard in 1 of 2 calls"

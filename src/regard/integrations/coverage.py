@@ -20,7 +20,7 @@ from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 NAME = "regard"
 ITSELF = "computes its attention itself"
 _UNCALLED = "not called with these inputs"
-_NAMED = re.compile(r"Att(entio)?n(\d+d?)?$")
+_NAMED = re.compile(r"Att(entio)?n(\d+d?|Pool\w*)?$")
 _ASKS = re.compile(r"ALL_ATTENTION_FUNCTIONS(\.get_interface\(|\[self\.config)")
 _ASKING: dict[type, bool] = {}  # what `_asks` found
 _SOFTMAX = {torch.softmax, nn.functional.softmax, Tensor.softmax}
@@ -96,7 +96,7 @@ def coverage(model: PreTrainedModel, **inputs: Any) -> Coverage:
     """
     expected = {id(module): (name, module, reason) for name, module, reason in attention_modules(model)}
     names = {id(module): name for name, module in model.named_modules()}
-    watch = _Watch(set(expected), set(names))
+    watch = _Watch(set(expected))
     with _evaluating(model), _computed_noted(watch), _calls_noted(model, watch), torch.no_grad(), watch:
         model(**inputs)
     parts = []
@@ -225,9 +225,9 @@ def _layers(name: str) -> str:
 class _Watch(TorchFunctionMode):
     """What happens in a forward pass: module calls, attention by regard, attention outside any attention module."""
 
-    def __init__(self, expected: set[int], inside: set[int]) -> None:
+    def __init__(self, expected: set[int]) -> None:
         super().__init__()
-        self.expected, self.inside = expected, inside
+        self.expected = expected
         self.calls: Counter[int] = Counter()
         self.computed: Counter[int] = Counter()
         self.elsewhere: dict[int, nn.Module] = {}
@@ -236,14 +236,13 @@ class _Watch(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if not self.regard and (func is nn.functional.scaled_dot_product_attention or _over_keys(func, args, kwargs)):
-            self.note()
-        return func(*args, **kwargs)
-
-    def note(self) -> None:
-        if not any(id(module) in self.expected for module in self.stack):
+        if not self.regard and self.stack and not any(id(module) in self.expected for module in self.stack):
             module = next(m for m in reversed(self.stack) if not type(m).__module__.startswith("torch."))
-            self.elsewhere[id(module)] = module
+            named = "Att" in type(module).__name__ and _over_keys(func, args, kwargs)
+            parted = any(id(part) in self.expected for part in module.modules())  # its attention is listed by that part
+            if not parted and (named or func is nn.functional.scaled_dot_product_attention):
+                self.elsewhere[id(module)] = module
+        return func(*args, **kwargs)
 
 
 def _over_keys(func: Any, args: Any, kwargs: Any) -> bool:

@@ -1,0 +1,255 @@
+"""One architecture: `regard` compared with `eager` and `sdpa` in every way that the model offers."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten_with_path
+
+from regard.integrations.coverage import missing_parts
+from regard.integrations.transformers import coverage, enable
+from tools.architectures.build import NotBuiltError, build, inputs_of
+
+CLOSE = 2e-4  # of the largest number of a tensor
+Result = dict[str, Tensor]
+
+
+def compare(model_type: str, built: Callable[[], Any]) -> dict[str, Any]:
+    """A row of the table: status, checks and notes. `built` is called when eager works, before regard runs."""
+    enable()
+    row: dict[str, Any] = {"architecture": model_type, "checks": {}, "notes": []}
+    try:
+        eager = build(model_type, "eager")
+        inputs = inputs_of(eager)
+    except Exception as error:
+        return row | {"status": "not built", "notes": [_short(error)]}
+    row |= {"class": type(eager).__name__, "inputs": sorted(inputs)}
+    built()
+    try:
+        ours = build(model_type, "regard")
+        ours.load_state_dict(eager.state_dict())
+        row["missed"] = _cover(ours, inputs, row)
+    except Exception as error:
+        return row | {"status": "failed", "notes": [f"build: {_short(error)}"]}
+    for name, check in _checks(eager, inputs).items():
+        try:
+            expected = check(eager)
+            again = check(eager)
+        except Exception as error:
+            row["notes"].append(f"{name}: eager itself raises {_short(error)}") if name == "plain" else None
+            continue
+        if not expected:
+            continue
+        row["checks"][name] = _judge(name, check, eager, ours, expected, again, row)
+    return row | {"status": _status(row)}
+
+
+def _judge(name: str, check: Callable, eager: Any, ours: Any, expected: Result, again: Result, row: dict) -> str:
+    try:
+        found = check(ours)
+    except NotImplementedError as error:
+        if (note := _short(error)) not in row["notes"]:
+            row["notes"].append(note)
+        return "refused"
+    except Exception as error:
+        row["notes"].append(f"{name}: {_short(error)}")
+        return "failed"
+    apart = _differences(found, expected)
+    if not apart:
+        return "exact"
+    noise = _differences(again, expected)
+    if set(apart) <= set(noise):
+        row["notes"].append(f"{name}: eager differs from itself")
+        return "eager differs from itself"
+    if _equal_in_float64(check, eager, ours):
+        worst = max(apart, key=lambda key: apart[key])
+        row["notes"].append(f"{name}: {worst} differs by {apart[worst]:.1g} in float32 and is equal in float64")
+        return "exact"
+    worst = max(apart, key=lambda key: apart[key])
+    theirs = float("nan")
+    for implementation in ("sdpa", None):  # None: sdpa in the parts that have it
+        try:
+            other = build(row["architecture"], implementation)
+            other.load_state_dict(eager.state_dict())
+            sdpa = check(other)
+        except Exception:  # many models refuse sdpa
+            continue
+        if len(expected) - len(found) > row.get("others", 0):
+            break  # what sdpa does not return is missing only from modules that do not run regard
+        same = not _differences(found, sdpa) and not _differences(sdpa, found)
+        if same or _equal_in_float64(check, other, ours):
+            row["notes"].append(f"{name}: sdpa differs from eager in {worst} by {apart[worst]:.1g}, regard equals sdpa")
+            return "as sdpa"
+        theirs = _differences(sdpa, expected).get(worst, 0.0)
+    row["notes"].append(f"{name}: {worst} differs by {apart[worst]:.1g} (sdpa: {theirs:.1g})")
+    return "wrong"
+
+
+def _equal_in_float64(check: Callable, eager: Any, ours: Any) -> bool:
+    """Whether a difference is one of rounding."""
+    try:
+        expected, found = (check(copy.deepcopy(model).double()) for model in (eager, ours))
+    except Exception:
+        return False
+    return all(value.isfinite().all() for value in expected.values()) and not _differences(found, expected)
+
+
+def _cast(model: Any, inputs: dict[str, Tensor]) -> dict[str, Any]:
+    dtype = next(model.parameters()).dtype
+    return {
+        key: one.to(dtype) if isinstance(one, Tensor) and one.is_floating_point() else one
+        for key, one in inputs.items()
+    }
+
+
+def _status(row: dict[str, Any]) -> str:
+    checks = row["checks"].values()
+    for status in ("wrong", "failed", "refused"):
+        if status in checks:
+            return status
+    if not checks:
+        return "not built"
+    if row["missed"] == "none":
+        return "no attention"
+    if row["missed"]:
+        return "warned"
+    return "as sdpa" if "as sdpa" in checks else "exact"
+
+
+def _cover(model: Any, inputs: dict, row: dict) -> list[str] | str:
+    """The modules that do not run regard; a note for each that ran without it and is in no warning."""
+    try:
+        found = coverage(model, **inputs)
+    except NotImplementedError:
+        return []
+    row["computed"], row["others"], row["modules"] = len(found.covered), len(found.missed), len(found.parts)
+    if not found.parts:
+        return "none"
+    warning = missing_parts(model) or ""
+    silent = sorted(
+        {f"{part.kind} is in no warning: {part.reason}" for part in found.missed if part.kind not in warning}
+    )
+    row["notes"] += silent
+    reasons = {f"{part.kind} {part.reason}" for part in (*found.missed, *found.uncalled) if part.kind in warning}
+    return sorted(reasons) or silent
+
+
+def _checks(model: Any, inputs: dict[str, Tensor]) -> dict[str, Callable[[Any], Result]]:
+    accepted = inspect.signature(model.forward).parameters
+
+    def plain(one: Any) -> Result:
+        return _forward(one, inputs)
+
+    def attentions(one: Any) -> Result:
+        if "output_attentions" not in accepted and "kwargs" not in accepted:
+            return {}
+        found = _forward(one, inputs | {"output_attentions": True})
+        return {key: value for key, value in found.items() if "attentions" in key}
+
+    def gradient(one: Any) -> Result:
+        torch.manual_seed(0)
+        one.zero_grad(set_to_none=True)
+        with torch.enable_grad():
+            outputs = [t for t in _tensors(one(**_cast(one, inputs))).values() if t.requires_grad]
+            if not outputs:
+                return {}
+            weights = torch.Generator().manual_seed(2)
+            loss = sum(
+                (t * torch.randn(t.shape, generator=weights)).sum() / t.abs().mean().clamp(min=1e-6) for t in outputs
+            )
+            loss.backward()  # type: ignore[union-attr]
+        grads = {f"grad.{key}": p.grad.clone() for key, p in one.named_parameters() if p.grad is not None}
+        one.zero_grad(set_to_none=True)
+        return grads
+
+    checks: dict[str, Callable[[Any], Result]] = {"plain": plain, "attentions": attentions, "gradient": gradient}
+    if "input_ids" in inputs and "attention_mask" in accepted:
+        checks |= {f"padding {side}": _padded(inputs, side) for side in ("left", "right")}
+    if getattr(model, "can_generate", bool)() and "input_ids" in inputs | {"input_ids": None}:
+        checks["generation"] = _generation(inputs)
+    return checks
+
+
+def _padded(inputs: dict[str, Tensor], side: str) -> Callable[[Any], Result]:
+    mask = torch.ones(inputs["input_ids"].shape[:2], dtype=torch.long)
+    mask[0, :4] = 0
+    mask = mask.flip(1) if side == "right" else mask
+
+    def check(one: Any) -> Result:
+        found = {}
+        for key, value in _forward(one, inputs | {"attention_mask": mask}).items():
+            more = value.shape[1] - mask.shape[1] if value.dim() > 1 else 0
+            if (
+                "attentions" not in key and value.dim() == 3 and 0 <= more <= 1
+            ):  # padding has no meaning; one may follow
+                found[key] = value[nn.functional.pad(mask, (0, more), value=1).bool()]
+            elif value.dim() == 2 or "decoder" in key:
+                found[key] = value
+        return found
+
+    return check
+
+
+def _generation(inputs: dict[str, Tensor]) -> Callable[[Any], Result]:
+    given = {key: value for key, value in inputs.items() if not key.startswith("decoder_")}
+
+    def check(one: Any) -> Result:
+        torch.manual_seed(0)
+        asked = {"max_new_tokens": 4, "min_new_tokens": 4, "do_sample": False, "num_beams": 1, "output_logits": True}
+        with torch.no_grad():
+            found = one.generate(**_cast(one, given), **asked, return_dict_in_generate=True)
+        return {f"step {n}": step for n, step in enumerate(found.logits or ())}
+
+    return check
+
+
+def _forward(model: Any, inputs: dict) -> Result:
+    torch.manual_seed(0)
+    with torch.no_grad():
+        return _tensors(model(**_cast(model, inputs)))
+
+
+def _tensors(output: Any) -> Result:
+    output = dict(output) if hasattr(output, "items") else {"output": output}
+    output = {key: value for key, value in output.items() if "past_key_values" not in key and "cache" not in key}
+    leaves = tree_flatten_with_path(output)[0]
+    return {
+        "".join(map(str, path)): value
+        for path, value in leaves
+        if isinstance(value, Tensor) and value.is_floating_point() and value.numel()
+    }
+
+
+def _differences(found: Result, expected: Result) -> dict[str, float]:
+    """The relative differences above `CLOSE`; a tensor that is missing, or of another shape, differs infinitely."""
+    apart = {}
+    largest = max((_size(value) for key, value in expected.items() if key.startswith("grad.")), default=0.0)
+    for key, value in expected.items():
+        other = found.get(key)
+        if other is None or other.shape != value.shape:
+            apart[key] = float("inf")
+            continue
+        real = value.isfinite()
+        scale = max(_size(value), 1e-3 * largest, 1e-6)
+        difference = (other - value)[real].abs().max().item() / scale if real.any() else 0.0
+        if not difference <= CLOSE:
+            apart[key] = difference if difference == difference else float("inf")
+    return apart
+
+
+def _size(value: Tensor) -> float:
+    value = value[value.isfinite()]
+    return value.abs().max().item() if value.numel() else 0.0
+
+
+def _short(error: BaseException) -> str:
+    frames = traceback.extract_tb(error.__traceback__)
+    where = frames[-1].name if frames and not isinstance(error, NotBuiltError) else ""
+    text = " ".join(str(error).split())[:160]
+    return f"{type(error).__name__}: {text}" + (f" (in {where})" if where else "")
