@@ -10,7 +10,7 @@ DATA    ?= ../shared/data
 MINUTES ?= 30
 SEED    ?= $(shell date +%s)
 
-.PHONY: demo test coverage real-weights lint format docs sanitize mutants tooltips fuzz differential bench bench-quick results findings clean
+.PHONY: demo test coverage real-weights architectures lint format docs sanitize mutants tooltips fuzz differential bench bench-quick results findings clean
 
 demo: $(READY)
 	$(BIN)/python examples/demo.py

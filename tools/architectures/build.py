@@ -46,7 +46,7 @@ def _mappings() -> dict[str, dict[str, Any]]:
 
 def model_class(model_type: str) -> type[PreTrainedModel]:
     mappings = _mappings()
-    if "text_config" in CONFIG_MAPPING[model_type].sub_configs:
+    if {"text_config", "decoder"} & set(CONFIG_MAPPING[model_type].sub_configs):
         mappings.pop("MODEL_FOR_CAUSAL_LM")  # which may be that of the text alone
     for names in mappings.values():
         if model_type in names:
@@ -151,7 +151,17 @@ def _media(model: PreTrainedModel, accepted: Any) -> Iterator[dict[str, Tensor]]
     for name in ("input_features", "input_values", "audio_values", "audio_input", "waveform"):
         if name not in accepted:
             continue
-        mels = _get(config, "num_mel_bins", "feature_size", "input_dim", "input_feat_per_channel") or 16
+        mels = (
+            _get(
+                config,
+                "num_mel_bins",
+                "feature_size",
+                "feature_projection_input_dim",
+                "input_dim",
+                "input_feat_per_channel",
+            )
+            or 16
+        )
         yield {name: _normal(2, mels, 2 * (_get(config, "max_source_positions") or 20))}
         yield {name: _normal(2, 24, mels)}
         yield {name: _normal(2, 4000)}

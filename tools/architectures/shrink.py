@@ -66,6 +66,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "autoformer": {"prediction_length": 4, "context_length": 8},
     "informer": {"prediction_length": 4, "context_length": 8},
     "time_series_transformer": {"prediction_length": 4, "context_length": 8},
+    "xmod": {"default_language": "en_XX"},
     "esm": {"vocab_size": 99},
     "gpt_neo": {"attention_types": [[["global", "local"], 1]], "num_layers": 2},
     "jamba": {"num_hidden_layers": 2, "attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2},
@@ -74,7 +75,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
 }
 # values for fields whose default is None where a model needs a number
 MISSING = {"num_experts_per_tok": 2, "n_routed_experts": 4, "n_shared_experts": 1, "n_group": 1, "topk_group": 1}
-MISSING |= {"head_dim": WIDTH // HEADS}
+MISSING |= {"head_dim": WIDTH // HEADS, "num_key_value_heads": HEADS}
 _COUNTS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 
 

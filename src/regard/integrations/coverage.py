@@ -20,7 +20,7 @@ from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 NAME = "regard"
 ITSELF = "computes its attention itself"
 _UNCALLED = "not called with these inputs"
-_NAMED = re.compile(r"Att(entio)?n(\d+d?|Pool\w*)?$")
+_NAMED = re.compile(r"Att(entio)?n(\d+d?|Pool\w*|Subsample)?$")
 _ASKS = re.compile(r"ALL_ATTENTION_FUNCTIONS(\.get_interface\(|\[self\.config)")
 _ASKING: dict[type, bool] = {}  # what `_asks` found
 _SOFTMAX = {torch.softmax, nn.functional.softmax, Tensor.softmax}
