@@ -38,7 +38,7 @@ LIMITS: list[tuple[str, int]] = [
     (r"hidden|d_model|n_embd|embed|intermediate|ffn|d_ff|mlp|inner|dim$|dims$|width|channels?$|_size$|filters", WIDTH),
 ]
 KEEP = re.compile(
-    r"num_channels|in_channels|in_chans|temporal_patch|conv_kernel|kernel|num_labels|merge_size|downsample|feat_extract_layers|expand"
+    r"^num_channels$|^in_channels$|in_chans|temporal_patch|conv_kernel|kernel|num_labels|merge_size|downsample|feat_extract_layers|expand"
 )
 
 _BACKBONE = {

@@ -12,7 +12,7 @@ import transformers
 STATUSES = {
     "exact": "all attention modules that were called ran regard; every result is that of `eager`",
     "as sdpa": "the same, but `eager` and `sdpa` differ from each other, and regard gives what `sdpa` gives",
-    "warned": "every result is that of `eager`; a warning names modules that compute their attention themselves",
+    "warned": "as `exact` or `as sdpa`, and a warning names modules that compute their attention themselves",
     "no attention": "there is no attention module; the results are those of `eager`",
     "refused": "a clear error: the model passes something to its attention that regard does not take",
     "wrong": "some result differs from that of `eager`",
