@@ -18,7 +18,18 @@ SOURCE = Path(regard.__file__).parent
 ROOT = SOURCE.parent.parent
 
 LAYERS = [
-    {"arguments", "cache", "description", "field_types", "files", "fingerprint", "geometry", "hashing", "sharding"},
+    {
+        "arguments",
+        "cache",
+        "description",
+        "field_types",
+        "files",
+        "fingerprint",
+        "geometry",
+        "hashing",
+        "printable",
+        "sharding",
+    },
     {"scores", "masks", "positions"},
     {"engines"},
     {"attention"},

@@ -28,7 +28,8 @@ def load(
     Llama, Mistral, Qwen2, Gemma 2, T5, Marian, ViT, DETR, Whisper, Wav2Vec2 with CTC, a folder of
     sentence-transformers, or what `regard.save` wrote. Weights keep their type unless `dtype` is given. Only
     safetensors are opened. A tensor that is missing, unknown or of another shape, and a configuration that our models
-    cannot follow, is an error.
+    cannot follow, is an error. Weights of parts that our models do not have, such as BERT's pooler, are listed in a
+    warning.
 
     revision: a branch, tag or commit on the Hub. local_files_only: look only at what was fetched before.
     frozen: pack the weights for inference by `regard.nn.freeze`, which says when called again what it did not pack.

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import sys
+import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,6 +21,7 @@ from regard.models.checkpoints.files import CONFIG, GENERATION, Weights, float_t
 from regard.models.checkpoints.names import NOTHING, Move, find, moves, some
 from regard.models.outline import outline as meta
 from regard.models.text import SentenceEmbedder
+from regard.printable import printable
 
 
 def load(
@@ -63,7 +66,7 @@ def _naming(path: Path) -> Iterator[None]:
     except Exception as error:
         what = {KeyError: f"{error} is missing", ValueError: str(error)}.get(type(error))
         words = what or f"it is not what is expected there ({type(error).__name__}: {error})"
-        raise ValueError(f"{path}: {' '.join(words.split())[:1000]}") from error
+        raise ValueError(f"{path}: {printable(' '.join(words.split()))[:1000]}") from error
 
 
 def _described(said: Values, spoken: Values, tensors: Iterable[str], bare: bool) -> tuple[Architecture, Any]:
@@ -101,13 +104,26 @@ def _spoken(path: Path) -> dict[str, Any]:
 def _filled(weights: Weights, architecture: Architecture, config: Any, dtype: torch.dtype | None) -> nn.Module:
     model = meta(lambda: architecture.model(config), held=len(list(weights.names())))  # all tensors come from the file
     wanted = moves(model, architecture.rules(config))
-    found = find(weights, wanted, architecture.extras, architecture.prefix)
+    found, unused = find(weights, wanted, architecture.extras, architecture.prefix, config)
     fill(model, read_moves(weights, wanted, found, dtype))
     if dtype is None and len(types := float_types(model.state_dict().values())) > 1:
         raise ValueError(
             f"the tensors are of {' and '.join(types)}; give the one that you want, as dtype=torch.float32"
         )
+    if unused:
+        warn(
+            f"{weights.folder}: {some(unused)} are not used, since {type(model).__name__} has no such part; "
+            "its outputs do not depend on them"
+        )
     return model
+
+
+def warn(message: str) -> None:
+    """A warning at the line that called into this package."""
+    frame, level = sys._getframe(1), 2
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] == "regard":
+        frame, level = frame.f_back, level + 1
+    warnings.warn(printable(message), UserWarning, stacklevel=level)
 
 
 def read_moves(

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
+
+from regard.printable import printable
 
 Shape = tuple[int, ...]
 
@@ -141,29 +144,44 @@ def _move(model: nn.Module, name: str, tensor: Tensor, theirs: tuple[str, ...], 
 
 def some(names: Iterable[str], most: int = 8) -> str:
     """Names in order, and how many more there are."""
-    names = sorted(names)
+    names = sorted(map(printable, names))
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+
+
+Difference = Callable[[Any, Tensor], Tensor]
+"""By how much a stored tensor differs from what a model of this configuration computes."""
 
 
 @dataclass(frozen=True)
 class Extras:
-    """What a checkpoint may hold beside what the model has.
+    """Tensors that a checkpoint may hold and the model does not have; their names are patterns.
 
-    ignored: patterns of names that are left out. copies: names that repeat another tensor, the first of those given
-    that the model has; they must be equal, and stand for it where it is absent. renamed: regular expressions of other
-    names, and what they are here. computed: tensors that the model computes, from their shape; stored ones must agree.
+    ignored: without influence on any output, such as counters.
+    reported: weights of parts that the model does not have, such as a pooler; a warning lists them.
+    computed: what the model computes; the stored tensors must agree with that.
+    copies: names that repeat another tensor, the first of those given that the model has; they must be equal, and are
+        used in its place where it is absent.
+    renamed: regular expressions of other names, and what they are here.
     """
 
     ignored: tuple[str, ...] = ()
     copies: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     renamed: tuple[tuple[str, str], ...] = ()
-    computed: Mapping[str, Callable[[Shape], Tensor]] = field(default_factory=dict)
+    computed: Mapping[str, Difference] = field(default_factory=dict)
+    reported: tuple[str, ...] = ()
 
 
-def find(source: Tensors, wanted: Iterable[Move], extras: Extras, prefix: str) -> dict[str, str]:
-    """Where each tensor that is wanted stands in the checkpoint, by their name; the base may have a prefix or not.
+class Located(NamedTuple):
+    """Where the tensors of a model are in a checkpoint, by their name there, and the tensors that it has no use for."""
 
-    Missing tensors, unknown ones, other shapes and copies that differ are errors that list them.
+    found: dict[str, str]
+    unused: list[str]
+
+
+def find(source: Tensors, wanted: Iterable[Move], extras: Extras, prefix: str, config: Any) -> Located:
+    """Locate each tensor that is wanted in a checkpoint; the base may have a prefix or not.
+
+    Missing tensors, unknown ones, other shapes, and copies and computed tensors that differ are errors that list them.
     """
     needed = {name: shape for move in wanted for name, shape in zip(move.theirs, move.shapes, strict=True)}
     needed.pop(NOTHING, None)
@@ -173,8 +191,8 @@ def find(source: Tensors, wanted: Iterable[Move], extras: Extras, prefix: str) -
         if any(name in needed for name in names)
     }
     found: dict[str, str] = {}
-    copied: dict[str, str] = {}
-    unknown = []
+    copied: list[tuple[str, str]] = []
+    unused, unknown = [], []
     for stored in source.names():
         name = stored
         for old, new in extras.renamed:
@@ -183,16 +201,17 @@ def find(source: Tensors, wanted: Iterable[Move], extras: Extras, prefix: str) -
         here = next((form for form in forms if form in needed), None)
         if here is not None:
             if here in found:
-                raise ValueError(f"{stored} and {found[here]} are both {here}; one of them has to go")
+                raise ValueError(f"{printable(stored)} and {found[here]} are both {here}; one of them has to go")
             found[here] = stored
-        elif any(form in copies for form in forms):
-            copied[next(form for form in forms if form in copies)] = stored
-        elif (here := next((form for form in forms if form in extras.computed), None)) is not None:
-            _check_computed(stored, source.read(stored), extras.computed[here])
-        elif not any(_pattern(pattern).fullmatch(form) for pattern in extras.ignored for form in forms):
+        elif (here := next((form for form in forms if form in copies), None)) is not None:
+            copied.append((copies[here], stored))
+        elif (here := _matching(extras.computed, forms)) is not None:
+            _check_computed(stored, source.read(stored), config, extras.computed[here])
+        elif _matching(extras.reported, forms) is not None:
+            unused.append(stored)
+        elif _matching(extras.ignored, forms) is None:
             unknown.append(stored)
-    for copy, stored in copied.items():
-        original = copies[copy]
+    for original, stored in copied:
         if original not in found:
             found[original] = stored
         elif not torch.equal(source.read(stored), source.read(found[original])):
@@ -212,17 +231,26 @@ def find(source: Tensors, wanted: Iterable[Move], extras: Extras, prefix: str) -
     ]
     if other:
         raise ValueError(f"the tensors do not have the shapes that config.json says: {'; '.join(other[:8])}")
-    return found
+    return Located(found, unused)
 
 
-def _check_computed(name: str, stored: Tensor, compute: Callable[[Shape], Tensor]) -> None:
+def _matching(patterns: Iterable[str], forms: Iterable[str]) -> str | None:
+    """The first pattern that a form of a name matches."""
+    return next((each for each in patterns if any(_pattern(each).fullmatch(form) for form in forms)), None)
+
+
+def _check_computed(name: str, stored: Tensor, config: Any, difference: Difference) -> None:
     """Raise if a stored tensor is not the one that the model computes."""
-    expected = compute(tuple(stored.shape))
-    apart = (stored.double() - expected.double()).abs().max().item() if stored.numel() else 0.0
-    if not apart <= max(1e-4, 2 * torch.finfo(stored.dtype).eps):
+    try:
+        apart = difference(config, stored.double()).abs().max().item()
+    except (RuntimeError, IndexError, TypeError, ValueError):  # no such shape, or nothing in it
+        apart = float("nan")
+    eps = torch.finfo(stored.dtype).eps if stored.is_floating_point() else 0.0
+    if not apart <= max(1e-4, 2 * eps):
+        how = f"its shape is {tuple(stored.shape)}" if math.isnan(apart) else f"they differ by up to {apart:.2g}"
         raise ValueError(
-            f"{name} is not the table that the model computes: they differ by up to {apart:.2g}; such a checkpoint "
-            "was trained with positions of its own, which are not supported"
+            f"{name} is not the tensor that the model computes: {how}; checkpoints that were trained with another one "
+            "are not supported; if it is of no use, remove it from the file"
         )
 
 

@@ -4,15 +4,24 @@ from __future__ import annotations
 
 import math
 
+import torch
+from torch import Tensor
+
 from regard.field_types import quoted
 from regard.models.checkpoints.families import turning
 from regard.models.checkpoints.family import Architecture, Family, Field, Values, activation, listed, settled
 from regard.models.checkpoints.names import Extras
 from regard.models.language import LanguageConfig, LanguageModel
+from regard.nn import Rotary
 
 
 def gpt2_hidden(theirs: Values) -> Values:
     return {"hidden": theirs.get("n_inner") or 4 * theirs["n_embd"]}
+
+
+def gpt2_mask(_: LanguageConfig, stored: Tensor) -> Tensor:
+    """Older releases store the causal mask, (1, 1, positions, positions)."""
+    return stored - torch.ones(stored.shape[-2:]).tril()
 
 
 GPT2_NAMES = """
@@ -36,7 +45,8 @@ GPT2 = Family(
             LanguageModel,
             listed(GPT2_NAMES),
             Extras(
-                ignored=("transformer.h.*.attn.bias", "transformer.h.*.attn.masked_bias"),
+                ignored=("transformer.h.*.attn.masked_bias",),  # the score of a masked key in older releases
+                computed={"transformer.h.*.attn.bias": gpt2_mask},
                 copies={"lm_head.weight": ("transformer.wte.weight",)},
             ),
             prefix="transformer.",
@@ -65,6 +75,12 @@ GPT2 = Family(
 )
 
 
+def rotary_frequencies(config: LanguageConfig, stored: Tensor) -> Tensor:
+    """Older releases store the frequencies of rotary positions, before any scaling."""
+    width, base = settled(config, "head_width"), (config.rotary or Rotary()).base
+    return stored / base ** (-torch.arange(0, width, 2).double() / width) - 1
+
+
 def causal(norms: str) -> Architecture:
     """The names of Llama's kin, which differ in their norms alone."""
     names = f"""
@@ -78,7 +94,7 @@ def causal(norms: str) -> Architecture:
         head                               lm_head
     """
     extras = Extras(
-        ignored=("model.layers.*.self_attn.rotary_emb.inv_freq",),
+        computed={"model.layers.*.self_attn.rotary_emb.inv_freq": rotary_frequencies},
         copies={"lm_head.weight": ("model.embed_tokens.weight",)},
     )
     return Architecture(LanguageModel, listed(names), extras, prefix="model.")

@@ -140,7 +140,7 @@ WAV2VEC2 = Family(
             Wav2Vec2,
             listed(WAV2VEC2_NAMES),
             Extras(
-                ignored=("wav2vec2.masked_spec_embed",),
+                reported=("wav2vec2.masked_spec_embed",),  # trained with: it replaces frames that are masked
                 renamed=((r"(pos_conv_embed\.conv\.)weight_g$", r"\1parametrizations.weight.original0"),
                          (r"(pos_conv_embed\.conv\.)weight_v$", r"\1parametrizations.weight.original1")),
             ),

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import torch
+
 from regard.models.checkpoints.family import (
     Architecture,
     Family,
@@ -16,7 +18,7 @@ from regard.models.checkpoints.family import (
     named,
     settled,
 )
-from regard.models.checkpoints.names import Extras
+from regard.models.checkpoints.names import Difference, Extras
 from regard.models.text import (
     MaskedLanguageModel,
     QuestionAnswering,
@@ -35,7 +37,8 @@ def architectures(
     heads: Mapping[str, str],
     *,
     prefix: str,
-    ignored: tuple[str, ...],
+    computed: Mapping[str, Difference],
+    reported: tuple[str, ...] = (),
     copies: Mapping[str, tuple[str, ...]],
     renamed: tuple[tuple[str, str], ...] = (),
 ) -> dict[str, Architecture]:
@@ -54,7 +57,7 @@ def architectures(
             continue
         bare = model is TextEncoder
         rules = listed(base, ours="" if bare else "encoder.", theirs="" if bare else prefix, head=heads[kind])
-        extras = Extras(ignored, copies, renamed)
+        extras = Extras(copies=copies, renamed=renamed, computed=computed, reported=reported)
         found[start + kind] = Architecture(model, rules, extras, prefix, unused, written=kind != "ForPreTraining")
     return found
 
@@ -71,6 +74,11 @@ BASE = """
     stack.layers.*.feedforward.output       encoder.layer.*.output.dense
     stack.layers.*.feedforward_residual.norm  encoder.layer.*.output.LayerNorm
 """
+NUMBERS: dict[str, Difference] = {
+    "embeddings.position_ids": lambda _, stored: stored - torch.arange(stored.shape[-1]),
+    "embeddings.token_type_ids": lambda _, stored: stored,
+}
+"""Buffers of older releases: positions 0, 1, ... and segments of 0."""
 LEGACY = ((r"LayerNorm\.gamma$", "LayerNorm.weight"), (r"LayerNorm\.beta$", "LayerNorm.bias"))
 PREDICTIONS = """
     transform   cls.predictions.transform.dense
@@ -119,7 +127,8 @@ BERT = Family(
             "ForQuestionAnswering": "ends qa_outputs",
         },
         prefix="bert.",
-        ignored=("embeddings.position_ids", "embeddings.token_type_ids", "pooler", "cls.seq_relationship"),
+        computed=NUMBERS,
+        reported=("pooler", "cls.seq_relationship"),
         copies={
             "cls.predictions.decoder.weight": ("bert.embeddings.word_embeddings.weight",),
             "cls.predictions.decoder.bias": ("cls.predictions.bias",),
@@ -155,7 +164,8 @@ def roberta(model_type: str, start: str) -> Family:
                 "ForQuestionAnswering": "ends qa_outputs",
             },
             prefix="roberta.",
-            ignored=("embeddings.position_ids", "embeddings.token_type_ids", "pooler"),
+            computed=NUMBERS,
+            reported=("pooler",),
             copies={
                 "lm_head.decoder.weight": ("roberta.embeddings.word_embeddings.weight",),
                 "lm_head.decoder.bias": ("lm_head.bias",),
@@ -198,7 +208,7 @@ DISTILBERT = Family(
             "ForQuestionAnswering": "ends qa_outputs",
         },
         prefix="distilbert.",
-        ignored=("embeddings.position_ids",),
+        computed=NUMBERS,
         copies={"vocab_projector.weight": ("distilbert.embeddings.word_embeddings.weight",)},
     ),
     (
@@ -252,7 +262,8 @@ ALBERT = Family(
             "ForQuestionAnswering": "ends qa_outputs",
         },
         prefix="albert.",
-        ignored=("embeddings.position_ids", "embeddings.token_type_ids", "pooler", "sop_classifier"),
+        computed=NUMBERS,
+        reported=("pooler", "sop_classifier"),
         copies={
             "predictions.decoder.weight": ("albert.embeddings.word_embeddings.weight",),
             "predictions.decoder.bias": ("predictions.bias",),

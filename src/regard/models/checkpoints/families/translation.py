@@ -126,7 +126,7 @@ def t5(model_type: str, name: str, *, forward: str, scales: bool) -> Family:
                 Transformer,
                 t5_names,
                 Extras(
-                    ignored=("decoder.block.0.layer.1.EncDecAttention.relative_attention_bias",),
+                    reported=("decoder.block.0.layer.1.EncDecAttention.relative_attention_bias",),
                     copies=dict.fromkeys(
                         ("encoder.embed_tokens.weight", "decoder.embed_tokens.weight", "lm_head.weight"),
                         ("shared.weight",),
@@ -217,12 +217,10 @@ def write_marian(config: TransformerConfig) -> Values:
     }
 
 
-def sines_first(shape: tuple[int, ...]) -> Tensor:
+def marian_positions(_: TransformerConfig, stored: Tensor) -> Tensor:
     """Marian's table of positions: sines in the first half of its columns, cosines in the second."""
-    if len(shape) != 2:
-        raise ValueError(f"a table of positions has two axes, not the shape {shape}")
-    table = sinusoidal(*shape)
-    return torch.cat((table[:, 0::2], table[:, 1::2]), -1)
+    table = sinusoidal(*stored.shape)
+    return stored - torch.cat((table[:, 0::2], table[:, 1::2]), -1)
 
 
 MARIAN = Family(
@@ -234,7 +232,7 @@ MARIAN = Family(
             marian_names,
             Extras(
                 computed=dict.fromkeys(
-                    ("model.encoder.embed_positions.weight", "model.decoder.embed_positions.weight"), sines_first
+                    ("model.encoder.embed_positions.weight", "model.decoder.embed_positions.weight"), marian_positions
                 ),
                 copies={
                     "model.encoder.embed_tokens.weight": ("model.shared.weight",),

@@ -72,14 +72,14 @@ VIT = Family(
         "ViTModel": Architecture(
             VisionTransformer,
             listed(VIT_BASE),
-            Extras(ignored=("pooler",), renamed=IN_MEMORY),
+            Extras(reported=("pooler",), renamed=IN_MEMORY),
             prefix="vit.",
             unused=("classes",),
         ),
         "ViTForImageClassification": Architecture(
             ImageClassifier,
             listed(VIT_BASE, ours="encoder.", theirs="vit.", head="classifier classifier"),
-            Extras(ignored=("vit.pooler",), renamed=IN_MEMORY),
+            Extras(reported=("vit.pooler",), renamed=IN_MEMORY),
             prefix="vit.",
         ),
     },
