@@ -35,11 +35,11 @@ MEMORY, SECONDS = 1_500_000_000, 20
 
 
 def places(value: Any, at: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """Where something can be changed in JSON: of lists only the first entry."""
+    """Where something can be changed in JSON: of lists only the first entry, of vocabularies the first and the last."""
     if at:
         yield at
     if isinstance(value, dict):
-        for key in value:
+        for key in list(value) if len(value) < 100 else [next(iter(value)), next(reversed(value))]:
             yield from places(value[key], (*at, key))
     elif isinstance(value, list) and value:
         yield from places(value[0], (*at, 0))
@@ -109,8 +109,9 @@ def attempt(title: str, job: Callable[[], Any]) -> str | None:
 
 def allowed() -> tuple[type, ...]:
     from regard.tasks import Trouble
+    from regard.tasks.run_files import BadFile
 
-    return (ValueError, FileNotFoundError, Trouble)
+    return (ValueError, FileNotFoundError, Trouble, BadFile)
 
 
 def sweep(folder: Path, files: list[str], job: Callable[[], Any], every: int) -> Iterator[str]:
@@ -152,15 +153,29 @@ def load_checkpoint(folder: Path) -> None:
     rg.load(folder)
 
 
-def open_run(folder: Path) -> None:
+def use_run(folder: Path) -> None:
+    """What `regard predict` and `regard evaluate` do, but for baselines."""
     from regard.tasks import Run
+    from regard.tasks.sources import gather_again
+    from regard.tasks.trouble import Bad
 
-    opened = Run.open(folder)
-    opened.model()
-    opened.minutes()
+    run = Run.open(folder)
+    examples = gather_again(run)
+    model, _ = run.model(frozen=True)
+    run.minutes()
+    rows = run.task.measured(run.kit, examples.test, Bad(skip=True))[:2]
+    if rows:
+        run.task.evaluate(model, run.kit, rows)
+        list(run.task.predict(model, run.kit, [row._replace(values=row.values[:1]) for row in rows], Bad(skip=True)))
 
 
-JOBS = {"checkpoint": load_checkpoint, "run": open_run}
+def resume_run(folder: Path) -> None:
+    from regard.tasks import Run, train
+
+    train(Run.open(folder))
+
+
+JOBS = {"checkpoint": load_checkpoint, "run": use_run, "resume": resume_run}
 
 
 def main(job: str, *arguments: str) -> None:

@@ -19,7 +19,8 @@ import torch
 import regard as rg
 from regard.tasks import Run, Trouble, train
 from regard.tasks.export import export
-from regard.tasks.runs import lines, load
+from regard.tasks.run_files import read_lines as lines
+from regard.tasks.runs import load
 from tests.tasks.conftest import Start
 from tests.tasks.toy import begun, sharded_by_two, trained_by_one_of
 

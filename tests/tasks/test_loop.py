@@ -17,7 +17,8 @@ from torch import nn
 
 from regard.tasks import Run, Sources, Trouble, begin, tasks, train
 from regard.tasks.masked import HiddenWords
-from regard.tasks.runs import lines, load
+from regard.tasks.run_files import read_lines as lines
+from regard.tasks.runs import load
 from regard.tasks.sources import gather
 from regard.tasks.task import Batch, Recipe
 from tests.tasks.conftest import Start

@@ -88,7 +88,7 @@ def test_a_folder_that_holds_no_run_is_told(tmp_path: Path) -> None:
     ("change", "message"),
     [
         ({"task": "knit"}, "the task 'knit' is not known; known are answer, classify, "),
-        ({"options": {"colour": 3}}, "has no colour.*another version"),
+        ({"options": {"colour": 3}}, "options has .colour., which Masked does not have.*another version"),
         ({"recipe": {"pace": 3}}, "Recipe has no pace"),
     ],
 )

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from regard.files import regular
+
 NAME = "sha256"
 DAMAGED = "it is damaged: its checksum does not match its content"
 
@@ -31,5 +33,5 @@ def of_tensors(tensors: Mapping[str, Tensor], notes: Mapping[str, Any]) -> str:
 
 def of_file(path: Path) -> str:
     """The checksum of the bytes of a file."""
-    with path.open("rb") as file:
+    with regular(path).open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

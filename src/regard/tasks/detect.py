@@ -20,7 +20,7 @@ from regard.tasks.data import Row, split
 from regard.tasks.labels import unseen
 from regard.tasks.metrics import Found
 from regard.tasks.pictures import Form, content, drawn, framed, header, learnt, pixels_of, scale_to, shaken
-from regard.tasks.task import Batch, Figures, Kit, Prediction, Recipe, Task, check_least, option
+from regard.tasks.task import Batch, Figures, Kit, Prediction, Recipe, Task, check_least, check_most, option
 from regard.tasks.trouble import Bad, Trouble
 
 LOSS = SetLoss(class_weight=2.0)
@@ -59,6 +59,7 @@ class Detect(Task):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_least(self, size=0, shift=0, queries=1, channels=1, stages=1, layers=1, decoder_layers=1)
+        check_most(self, stages=10)
         if self.width % 4:
             raise ValueError(f"width must be a multiple of 4, but is {self.width}")
 

@@ -107,14 +107,13 @@ class Graph(Task):
         return Kit(labels=classes_of(rows), config=rows[0].values[2].told())
 
     def model(self, kit: Kit) -> nn.Module:
-        assert kit.config is not None
         return NodeClassifier(
             GraphConfig(
                 width=self.width,
                 layers=self.layers,
                 heads=self.heads,
                 hidden=2 * self.width,
-                features=kit.config["features"],
+                features=Stored.of(kit).features,
                 classes=len(kit.labels),
                 dropout=self.dropout,
             )
@@ -182,8 +181,7 @@ class Graph(Task):
             yield Prediction(row.values[0], kit.labels[best], chances[best], more, place=row.place)
 
     def name_tokens(self, model: nn.Module, kit: Kit, record: Any, said: Prediction) -> None:
-        assert kit.config is not None
-        record.tokens(kit.config["nodes"])
+        record.tokens(list(Stored.of(kit).nodes))
 
 
 @dataclass(frozen=True, eq=False)
@@ -215,15 +213,47 @@ class Web:
         }
 
 
+@dataclass(frozen=True)
+class Stored:
+    """A graph as a kit holds it: see `Web.told`."""
+
+    nodes: tuple[str, ...]
+    edges: tuple[list[int], ...]
+    features: int
+    numbers: tuple[list[float], ...] | None = None
+    words: tuple[list[int], ...] | None = None
+
+    @staticmethod
+    def of(kit: Kit) -> Stored:
+        """What `Graph.learn` left in a kit."""
+        held = kit.settings_as(Stored)
+        count = len(held.nodes)
+        if not count or len(set(held.nodes)) != count or held.features < 1:
+            raise Trouble("config must have nodes with different names, and features")
+        if len(held.edges) != 2 or len(held.edges[0]) != len(held.edges[1]):
+            raise Trouble("config.edges must be two lists of nodes, of the same length")
+        if any(not 0 <= end < count for ends in held.edges for end in ends):
+            raise Trouble(f"config.edges must be of nodes 0 to {count - 1}")
+        if held.numbers is not None and {len(row) for row in (*held.numbers, [0] * held.features)} != {held.features}:
+            raise Trouble(f"config.numbers must have {held.features} numbers of each node")
+        if held.words is not None and any(not 0 <= word < held.features for row in held.words for word in row):
+            raise Trouble(f"config.words must be 0 to {held.features - 1}")
+        for table in (held.numbers, held.words):
+            if table is not None and len(table) != count:
+                raise Trouble(f"config must say the features of {count} nodes, but says those of {len(table)}")
+        if held.numbers is None and held.words is None and held.features != count:
+            raise Trouble(f"config.features must be {count}, as there are nodes, but is {held.features}")
+        return held
+
+
 class Known:
     """The graph of a kit, as a model takes it."""
 
     def __init__(self, kit: Kit, directed: bool) -> None:
-        assert kit.config is not None
-        self.config: dict[str, Any] = kit.config
-        self.nodes: list[str] = self.config["nodes"]
+        self.stored = Stored.of(kit)
+        self.nodes: list[str] = list(self.stored.nodes)
         self.number = {node: n for n, node in enumerate(self.nodes)}
-        ends = torch.tensor(self.config["edges"], dtype=torch.int64).reshape(2, -1)
+        ends = torch.tensor(self.stored.edges, dtype=torch.int64).reshape(2, -1)
         self.ends = torch.unique(ends if directed else torch.cat((ends, ends.flip(0)), 1), dim=1)
 
     @cached_property
@@ -235,14 +265,14 @@ class Known:
     @cached_property
     def inputs(self) -> Tensor:
         """(1, N, features): numbers by mean and deviation, words as vectors of length 1."""
-        if self.config["numbers"] is not None:
-            table = torch.tensor(self.config["numbers"])
+        if self.stored.numbers is not None:
+            table = torch.tensor(self.stored.numbers)
             return ((table - table.mean(0)) / table.std(0, correction=0).clamp(min=1e-6))[None]
-        table = torch.zeros(len(self.number), self.config["features"])
-        if self.config["words"] is None:
+        table = torch.zeros(len(self.number), self.stored.features)
+        if self.stored.words is None:
             table[self.ends[0], self.ends[1]] = 1
             table.fill_diagonal_(1)
-        for n, words in enumerate(self.config["words"] or ()):
+        for n, words in enumerate(self.stored.words or ()):
             table[n, words] = 1
         return F.normalize(table, dim=-1)[None]
 

@@ -29,7 +29,7 @@ from regard.tasks.pictures import (
     pixels_of,
     shaken,
 )
-from regard.tasks.task import Batch, Figures, Kit, Prediction, Recipe, Task, check_least, option
+from regard.tasks.task import Batch, Figures, Kit, Prediction, Recipe, Task, check_least, check_most, option
 from regard.tasks.trouble import Bad, Trouble
 
 TRAIN, VALID = ("train", "training"), ("valid", "val", "validation", "test", "t10k")
@@ -67,6 +67,7 @@ class Images(Task):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_least(self, size=0, shift=0, stem=0, layers=1)
+        check_most(self, stem=10)
         if self.patch < 1 or self.patch % 2**self.stem:
             raise ValueError(f"patch must be a multiple of 2 to the power of stem = {self.stem}, but is {self.patch}")
 

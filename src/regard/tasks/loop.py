@@ -129,6 +129,7 @@ class _Trainer:
         # Only who trains pays for these imports.
         from regard.tasks import state
 
+        run.check_checkpoint()
         self.state, self.run, self.recipe, self.watch = state, run, run.recipe, watch
         self.accelerator = _accelerator(run.task, run.recipe)
         self.main = self.accelerator.is_main_process
@@ -170,7 +171,7 @@ class _Trainer:
             watch.said(f"{run.folder}: there is no checkpoint to go on from; the training begins again at step 1")
         self.log = Log(run.folder, self.progress.step) if self.main else None
         now = machine()
-        differs = [key for key in ("torch", "threads", "processes") if now[key] != run.about["machine"][key]]
+        differs = [key for key in ("torch", "threads", "processes") if now[key] != run.about["machine"].get(key)]
         if found is not None and differs and self.main:
             watch.said(f"{' and '.join(differs)} differ from when the run began: the last bits may differ too")
         if self.main:

@@ -21,7 +21,7 @@ from regard.nn.loss import loss_among
 from regard.tasks import baselines, metrics
 from regard.tasks.data import Row, beside, read, split
 from regard.tasks.pictures import SUFFIXES, Form, content, cropped, drawn, learnt, pixels_of, shaken
-from regard.tasks.task import Batch, Figures, Kit, Prediction, Recipe, Task, check_least, option
+from regard.tasks.task import Batch, Figures, Kit, Prediction, Recipe, Task, check_least, check_most, option
 from regard.tasks.texts import encoded
 from regard.tasks.tokens import learn
 from regard.tasks.trouble import Bad, Trouble
@@ -71,6 +71,7 @@ class Match(Task):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_least(self, size=0, shift=0, stem=0, fusion=0, layers=1)
+        check_most(self, stem=10)
         if self.patch < 1 or self.patch % 2**self.stem:
             raise ValueError(f"patch must be a multiple of 2 to the power of stem = {self.stem}, but is {self.patch}")
 

@@ -19,7 +19,9 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
-from regard.files import sync
+from regard.field_types import quoted
+from regard.files import read_json, regular, sync
+from regard.models.checkpoints.files import inside
 from regard.tasks import checksum
 
 NOTES = "notes.json"
@@ -47,7 +49,7 @@ def save(folder: Path, tensors: dict[str, Tensor], notes: dict[str, str]) -> Non
 
 def load(folder: Path, into: dict[str, Tensor] | None = None) -> tuple[dict[str, Tensor], dict[str, str]]:
     """The tensors and notes of a folder: whole, or `into` those of which each process has a part."""
-    notes = json.loads((folder / NOTES).read_text(encoding="utf-8"))
+    notes = _notes(folder)
     said = notes.pop(checksum.NAME, None)
     if said is not None and said != checksum.of_notes(notes):
         raise ValueError(f"{NOTES}: {checksum.DAMAGED}")
@@ -62,14 +64,32 @@ def load(folder: Path, into: dict[str, Tensor] | None = None) -> tuple[dict[str,
     return tensors, notes
 
 
+def shapes_of(folder: Path) -> dict[str, tuple[int, ...]]:
+    """The shapes of all tensors of a folder."""
+    _notes(folder)
+    for path in folder.iterdir():
+        regular(path)
+    kept: Any = dcp.HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata
+    return {name: tuple(each.size) for name, each in kept.items()}
+
+
+def _notes(folder: Path) -> dict[str, Any]:
+    notes = read_json(folder / NOTES)
+    if not isinstance(notes, dict) or not isinstance(notes.get("files"), dict):
+        raise ValueError(f"{NOTES} must be an object with files, but is {quoted(notes)}")
+    return notes
+
+
 def _check(folder: Path, files: dict[str, Any], *, together: bool) -> None:
     """Raise if a file is missing or damaged; together, each process reads some of them, and all raise alike."""
     rank, world = (dist.get_rank(), dist.get_world_size()) if together else (0, 1)
     wrong = None
     for name, said in list(files.items())[rank::world]:
-        path = folder / name
+        path = inside(folder, name)
         # Earlier versions noted the size.
-        if not path.exists() or said != (path.stat().st_size if isinstance(said, int) else checksum.of_file(path)):
+        if not path.exists() or said != (
+            regular(path).stat().st_size if isinstance(said, int) else checksum.of_file(path)
+        ):
             wrong = f"{name} is missing or not as it was written"
             break
     heard = [wrong] * world

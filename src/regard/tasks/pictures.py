@@ -15,8 +15,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from regard.field_types import quoted
 from regard.tasks.data import Row
-from regard.tasks.task import Kit
+from regard.tasks.task import Kit, check_least
 from regard.tasks.trouble import Bad, Trouble, first_line
 
 SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm")
@@ -47,7 +48,13 @@ class Form:
     @staticmethod
     def of(kit: Kit) -> Form:
         """What `learnt` left in a kit."""
-        return Form(**kit.settings())
+        form = kit.settings_as(Form)
+        check_least(form, height=1, width=1)
+        if form.channels not in (1, 3) or not len(form.mean) == len(form.deviation) == form.channels:
+            raise Trouble(f"config must have 1 or 3 channels with a mean and a deviation each, but is {quoted(form)}")
+        if min(form.deviation) <= 0:
+            raise Trouble(f"config.deviation must be positive, but is {quoted(form.deviation)}")
+        return form
 
     def ready(self, pixels: Tensor) -> Tensor:
         """Bytes (B, C, height, width) as numbers around 0."""

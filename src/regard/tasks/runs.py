@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -19,12 +19,26 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from regard.field_types import quoted
 from regard.files import sweep, whole, whole_text
+from regard.models.outline import outline
 from regard.nn import freeze
 from regard.tasks import checksum
 from regard.tasks.data import EMBEDDED, Row
 from regard.tasks.lock import NAME as LOCK
 from regard.tasks.lock import Busy, locked
+from regard.tasks.run_files import (
+    Shapes,
+    build,
+    check_model,
+    naming,
+    read_about,
+    read_lines,
+    read_notes,
+    read_progress,
+    shapes_of,
+)
+from regard.tasks.run_files import read_tensors as load
 from regard.tasks.sources import Sources
 from regard.tasks.task import Kit, Recipe, Task, tasks
 from regard.tasks.trouble import Trouble, first_line
@@ -95,17 +109,13 @@ class Run:
             raise Trouble(f"{folder}: there is no such run; regard train TASK --out {folder} makes one")
         if not (folder / "run.json").exists():
             raise Trouble(f"{folder}: holds no run (there is no run.json); is it the folder that --out named?")
-        try:
-            about = json.loads((folder / "run.json").read_text(encoding="utf-8"))
-            known = tasks()
+        about, known = read_about(folder), tasks()
+        with naming(folder / "run.json"):
             if about["task"] not in known:
-                raise Trouble(
-                    f"{folder}/run.json: the task {about['task']!r} is not known; known are {', '.join(known)}"
-                )
-            task = made(known[about["task"]], about["options"])
-            return Run(folder, about, task, made(Recipe, about["recipe"]), Kit.load(folder))
-        except (json.JSONDecodeError, KeyError, TypeError, OSError) as error:
-            raise Trouble(f"{folder}/run.json: cannot be read ({error}); was it written by another version?") from error
+                raise Trouble(f"the task {quoted(about['task'])} is not known; known are {', '.join(known)}")
+            task = build(known[about["task"]], about["options"], "options")
+            recipe = build(Recipe, about["recipe"], "recipe")
+        return Run(folder, about, task, recipe, Kit.load(folder))
 
     def note(self) -> None:
         """Write run.json."""
@@ -116,9 +126,11 @@ class Run:
         """Write figures of the best weights into run.json; `Busy` if a training writes, or has written others."""
         with locked(self.folder):
             best = self.folder / "best.safetensors"
-            if best.exists() and _step(_notes(best)) != results["step"]:
-                raise Busy(f"{best}: was replaced while it was measured; run the command again")
-            self.about = json.loads((self.folder / "run.json").read_text(encoding="utf-8")) | {"results": results}
+            if best.exists():
+                with naming(best):
+                    if _step(read_notes(best)) != results["step"]:
+                        raise Busy(f"{best}: was replaced while it was measured; run the command again")
+            self.about = read_about(self.folder) | {"results": results}
             self.note()
 
     def checkpoints(self) -> list[Path]:
@@ -165,7 +177,7 @@ class Run:
         for path in paths:
             try:
                 tensors, notes = (read or load)(path)
-                return tensors, Progress(**json.loads(notes["progress"]))
+                return tensors, read_progress(Progress, notes)
             except Exception as error:  # whatever is wrong with it, there may be another
                 tell(f"{path}: cannot be read ({first_line(error)}); the one before it is taken")
         if paths:
@@ -196,8 +208,8 @@ class Run:
     def minutes(self) -> float:
         """That its steps took, all together."""
         if self.shipped:
-            return self.about["results"]["minutes"]
-        return sum(line.get("seconds", 0.0) for line in lines(self.folder / "log.jsonl")) / 60
+            return self.about["results"].get("minutes", 0.0)
+        return sum(line.get("seconds", 0.0) for line in read_lines(self.folder / "log.jsonl")) / 60
 
     @property
     def shipped(self) -> bool:
@@ -211,12 +223,12 @@ class Run:
         """
         path = self.folder / ("model.safetensors" if self.shipped else "best.safetensors")
         if path.exists():
-            try:
+            mend = "install regard again" if self.shipped else f"regard resume {self.folder} writes it anew"
+            with naming(path, mend):
+                shapes = shapes_of(path)
+                self.check_model(path, shapes)
                 weights, notes = load(path)
-            except Exception as error:
-                mend = "install regard again" if self.shipped else f"regard resume {self.folder} writes it anew"
-                raise Trouble(f"{path}: cannot be read ({first_line(error)}); {mend}") from error
-            step = _step(notes) if "progress" in notes else self.about["results"]["step"]
+                step = _step(notes) if "progress" in notes else self.about["results"].get("step", 0)
         else:
             found = self.latest()
             if found is None:
@@ -224,13 +236,32 @@ class Run:
             tensors, progress = found
             prefix = "average." if any(name.startswith("average.") for name in tensors) else "model."
             weights = {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
+            self.check_model(self.folder / "checkpoints", {name: tuple(x.shape) for name, x in weights.items()})
             step = progress.step
-        with torch.random.fork_rng():
+        with naming(self.folder), torch.random.fork_rng():
             model = self.task.model(self.kit)
-        model.load_state_dict(weights)
+            model.load_state_dict(weights)
         if frozen:
             freeze(model)
         return model.eval(), step
+
+    def check_model(self, path: Path, shapes: Shapes) -> None:
+        """Raise unless run.json, kit.json and tokenizer.json describe a model with the tensors of this file."""
+        with naming(f"{self.folder}/run.json or kit.json"):
+            model = outline(lambda: self.task.model(self.kit), held=len(shapes))
+        with naming(path, "do these files belong together?"):
+            check_model(model, shapes)
+
+    def check_checkpoint(self) -> None:
+        """The same for the newest checkpoint that can be read, before a training builds its model."""
+        for path in self.checkpoints():
+            try:
+                shapes = shapes_of(path)
+            except Exception:  # `latest` reports it
+                continue
+            own = {name.removeprefix("model."): shape for name, shape in shapes.items() if name.startswith("model.")}
+            self.check_model(path, own)
+            break
 
     def settle(self, rows: Sequence[Row]) -> None:
         """Let the task choose what is to be chosen after training, by rows held out for that, and keep it."""
@@ -248,7 +279,7 @@ class Log:
         from torch.utils.tensorboard import SummaryWriter
 
         path = folder / "log.jsonl"
-        kept = [line for line in lines(path) if line["step"] <= step]
+        kept = [line for line in read_lines(path) if line["step"] <= step]
         with _room(folder):
             whole_text(path, "".join(json.dumps(line) + "\n" for line in kept))
         self.file = path.open("a", buffering=1, encoding="utf-8")
@@ -262,15 +293,6 @@ class Log:
     def close(self) -> None:
         self.file.close()
         self.board.close()
-
-
-def lines(path: Path) -> Iterator[dict[str, Any]]:
-    """The lines of a log; one that was cut short is left out."""
-    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
-        try:
-            yield json.loads(line)
-        except json.JSONDecodeError:
-            continue
 
 
 @contextmanager
@@ -295,32 +317,8 @@ def full(error: BaseException) -> bool:
     return type(error).__name__ == "SafetensorError" and any(f"(os error {n})" in str(error) for n in NO_ROOM)
 
 
-def load(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Tensors and notes of a file, or of a folder to which processes wrote their parts; whole, with their checksum."""
-    from safetensors import safe_open
-
-    if path.is_dir():
-        from regard.tasks import parts
-
-        return parts.load(path)
-
-    with safe_open(str(path), "pt") as file:
-        tensors, notes = {name: file.get_tensor(name) for name in file.keys()}, file.metadata() or {}  # noqa: SIM118
-    said = notes.pop(checksum.NAME, None)  # runs of earlier versions have none
-    if said is not None and said != checksum.of_tensors(tensors, notes):
-        raise ValueError(checksum.DAMAGED)
-    return tensors, notes
-
-
-def _notes(path: Path) -> dict[str, str]:
-    from safetensors import safe_open
-
-    with safe_open(str(path), "pt") as file:
-        return file.metadata() or {}
-
-
 def _step(notes: dict[str, str]) -> int:
-    return Progress(**json.loads(notes["progress"])).step
+    return read_progress(Progress, notes).step
 
 
 @contextmanager
@@ -349,8 +347,8 @@ def vacant(folder: Path, task: str) -> None:
         raise Trouble(f"{folder}: is a file; choose another --out")
     if (folder / "run.json").exists():
         try:
-            there = json.loads((folder / "run.json").read_text(encoding="utf-8"))["task"]
-        except (ValueError, KeyError, TypeError):
+            there = read_about(folder)["task"]
+        except Trouble:
             raise Trouble(f"{folder}: holds a run whose run.json cannot be read; choose another --out") from None
         if there != task or has_steps(folder):
             raise Trouble(
@@ -370,7 +368,7 @@ def has_steps(folder: Path) -> bool:
     return (
         (folder / "best.safetensors").exists()
         or any(name != f"step-{0:08}" for name in kept)
-        or any(line.get("step") for line in lines(folder / "log.jsonl"))
+        or any(line["step"] for line in read_lines(folder / "log.jsonl"))
     )
 
 
@@ -382,14 +380,6 @@ def _remove(folder: Path) -> None:
         else:
             path.unlink(missing_ok=True)
     sweep(folder)
-
-
-def made(kind: Any, values: dict[str, Any]) -> Any:
-    """A dataclass of what was written; JSON has lists for tuples."""
-    known = {each.name for each in fields(kind)}
-    if unknown := set(values) - known:
-        raise TypeError(f"{kind.__name__} has no {', '.join(sorted(unknown))}")
-    return kind(**{name: tuple(value) if isinstance(value, list) else value for name, value in values.items()})
 
 
 def machine() -> dict[str, Any]:

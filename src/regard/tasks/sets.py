@@ -23,6 +23,27 @@ from regard.tasks.trouble import Bad, Trouble
 
 
 @dataclass(frozen=True)
+class Form:
+    """What points are brought to before a model sees them, and what a number is brought back by."""
+
+    features: int
+    mean: tuple[float, ...]
+    deviation: tuple[float, ...]
+    middle: float = 0.0
+    spread: float = 1.0
+
+    @staticmethod
+    def of(kit: Kit) -> Form:
+        """What `Sets.learn` left in a kit."""
+        form = kit.settings_as(Form)
+        if not len(form.mean) == len(form.deviation) == form.features or min(form.deviation, default=0) <= 0:
+            raise Trouble("config must have as many means and positive deviations as features")
+        if form.spread <= 0:
+            raise Trouble(f"config.spread must be positive, but is {form.spread}")
+        return form
+
+
+@dataclass(frozen=True)
 class Sets(Task):
     """A Set Transformer: induced points, and pooling by attention. The order of the elements changes nothing."""
 
@@ -70,10 +91,9 @@ class Sets(Task):
         return Kit(labels=labels, config=config)
 
     def model(self, kit: Kit) -> nn.Module:
-        assert kit.config is not None
         return SetTransformer(
             SetConfig(
-                features=kit.config["features"],
+                features=Form.of(kit).features,
                 width=self.width,
                 layers=self.layers,
                 heads=self.heads,
@@ -108,19 +128,19 @@ class Sets(Task):
         return found, kept
 
     def items(self, kit: Kit, rows: Sequence[Row], bad: Bad) -> LabelledSets:
-        assert kit.config is not None
+        form = Form.of(kit)
         known, good, targets = {label: n for n, label in enumerate(kit.labels)}, [], []
         for row in rows:
             label = row.values[1]
             target = _number(label) if self.number else known.get(label)
             if target is not None:
                 good.append(row)
-                targets.append((target - kit.config["middle"]) / kit.config["spread"] if self.number else target)
+                targets.append((target - form.middle) / form.spread if self.number else target)
             elif self.number:
                 bad(f"{row.place}: expected a number, but {label!r} came")
             else:
                 bad(unseen(row.place, "label", label, kit.labels))
-        sets, kept = self._read(good, kit.config["features"], bad)
+        sets, kept = self._read(good, form.features, bad)
         kind = np.float32 if self.number else np.int64
         return LabelledSets(
             [_ready(points, kit) for points in sets], [good[n].place for n in kept],
@@ -146,8 +166,8 @@ class Sets(Task):
 
     def _told(self, kit: Kit, values: Tensor) -> np.ndarray:
         """What the model says as numbers of the data."""
-        assert kit.config is not None
-        return values.double().numpy() * kit.config["spread"] + kit.config["middle"]
+        form = Form.of(kit)
+        return values.double().numpy() * form.spread + form.middle
 
     def baselines(self, kit: Kit, train: Sequence[Row], held: Sequence[Row]) -> dict[str, Figures]:
         ours, theirs = (self.items(kit, rows, Bad()) for rows in (train, held))
@@ -170,8 +190,7 @@ class Sets(Task):
 
     def predict(self, model: nn.Module, kit: Kit, rows: Sequence[Row], bad: Bad) -> Iterator[Prediction]:
         """The class and its probability; of numbers, the number twice."""
-        assert kit.config is not None
-        sets, kept = self._read(rows, kit.config["features"], bad)
+        sets, kept = self._read(rows, Form.of(kit).features, bad)
         said = _said(model, LabelledSets([_ready(points, kit) for points in sets], (), np.zeros(len(sets))))
         for n, row in zip(kept, said, strict=True):
             if self.number:
@@ -185,8 +204,8 @@ class Sets(Task):
 
     def name_tokens(self, model: nn.Module, kit: Kit, record: Any, said: Prediction) -> None:
         """Elements by their numbers; induced points and seeds are numbered."""
-        assert kit.config is not None
-        points = record.inputs["source"] * torch.tensor(kit.config["deviation"]) + torch.tensor(kit.config["mean"])
+        form = Form.of(kit)
+        points = record.inputs["source"] * torch.tensor(form.deviation) + torch.tensor(form.mean)
         names = [" ".join(f"{value:.3g}" for value in point) for point in points.tolist()]
         for stream, held in record.streams.items():
             if len(held.tokens) == len(names) != self.points:
@@ -242,8 +261,8 @@ def _parted(text: str) -> list[list[float]]:
 
 
 def _ready(points: np.ndarray, kit: Kit) -> np.ndarray:
-    assert kit.config is not None
-    return ((points - np.array(kit.config["mean"])) / np.array(kit.config["deviation"])).astype(np.float32)
+    form = Form.of(kit)
+    return ((points - np.array(form.mean)) / np.array(form.deviation)).astype(np.float32)
 
 
 def _number(text: str) -> float | None:

@@ -42,7 +42,10 @@ class Form:
     @staticmethod
     def of(kit: Kit) -> Form:
         """What `learnt` left in a kit."""
-        return Form(**kit.settings())
+        form = kit.settings_as(Form)
+        if not len(form.mean) == len(form.deviation) == form.features or min(form.deviation, default=0) <= 0:
+            raise Trouble("config must have as many means and positive deviations as features")
+        return form
 
     def ready(self, values: Tensor) -> Tensor:
         """log-mel (..., features) as numbers around 0."""

@@ -13,7 +13,9 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
 import numpy as np
 from torch import Tensor, nn
 
+from regard.field_types import check_fields, check_value, quoted
 from regard.tasks.data import Row, as_seen, read, split
+from regard.tasks.run_files import build, naming, read_object
 from regard.tasks.trouble import Bad, Trouble
 
 if TYPE_CHECKING:
@@ -23,6 +25,18 @@ if TYPE_CHECKING:
 def option(default: Any, help: str) -> Any:
     """A field of a task or a recipe that the command takes as an option."""
     return field(default=default, metadata={"help": help})
+
+
+def check_options(options: Any) -> None:
+    """Raise unless every field of a task or a recipe has its type."""
+    check_fields(type(options), {each.name: getattr(options, each.name) for each in fields(options)})
+
+
+def check_most(options: Any, **most: int) -> None:
+    """Raise if an option is more than it may be."""
+    for name, bound in most.items():
+        if getattr(options, name) > bound:
+            raise ValueError(f"{name} must be at most {bound}, but is {getattr(options, name)}")
 
 
 def check_least(options: Any, **least: int) -> None:
@@ -63,8 +77,9 @@ class Recipe:
     sequence_ranks: int = option(1, "processes that share one sequence, for long ones; a divisor of all processes")
 
     def __post_init__(self) -> None:
+        check_options(self)
         check_least(self, steps=1, tokens=1, accumulate=1, evaluate_every=1, save_every=1, sequence_ranks=1)
-        check_least(self, warmup=0, patience=0)
+        check_least(self, warmup=0, patience=0, seed=0)
         if not 0 <= self.ema < 1 or not 0 <= self.smoothing < 1:
             raise ValueError(f"ema and smoothing must be in [0, 1), but are {self.ema} and {self.smoothing}")
         if not self.rate > 0 or not self.clip > 0:
@@ -103,8 +118,13 @@ class Kit:
 
     def settings(self) -> dict[str, Any]:
         """What `config` holds, its lists as tuples, as they were before JSON."""
-        assert self.config is not None
+        if self.config is None:
+            raise Trouble("the run has no config in kit.json; is it whole?")
         return {key: tuple(value) if isinstance(value, list) else value for key, value in self.config.items()}
+
+    def settings_as(self, kind: Any) -> Any:
+        """What `config` holds as a dataclass, each value of the type of its field."""
+        return build(kind, self.settings(), "config")
 
     def save(self, folder: Path) -> None:
         """Write tokenizer.json, if there is one, and kit.json."""
@@ -122,11 +142,35 @@ class Kit:
         """What `save` wrote."""
         tokenizer = None
         if (folder / "tokenizer.json").exists():
-            from tokenizers import Tokenizer
+            tokenizer = _tokenizer(folder / "tokenizer.json")
+        path = folder / "kit.json"
+        kit = read_object(path)
+        with naming(path):
+            labels, config, settled = kit.get("labels"), kit.get("config"), kit.get("settled")
+            if not isinstance(labels, list) or not all(isinstance(each, str) for each in labels):
+                raise ValueError(f"labels must be a list of texts, but is {quoted(labels)}")
+            if len(set(labels)) != len(labels):
+                raise ValueError(f"labels must differ, but two are the same: {quoted(labels)}")
+            check_value("config", config, dict[str, Any] | None)
+            check_value("settled", settled, dict[str, float] | None)
+            rows = (config or {}).get("vocabulary", 0)
+            check_value("config.vocabulary", rows, int)
+        if tokenizer is not None:
+            largest, rows = max(tokenizer.get_vocab().values(), default=-1), max(rows, tokenizer.get_vocab_size())
+            if largest >= rows:
+                raise Trouble(f"{folder / 'tokenizer.json'}: has a token {largest}, but must have them below {rows}")
+        return Kit(tokenizer, tuple(labels), config, settled)
 
-            tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-        kit = json.loads((folder / "kit.json").read_text(encoding="utf-8"))
-        return Kit(tokenizer, tuple(kit["labels"]), kit["config"], kit.get("settled"))
+
+def _tokenizer(path: Path) -> Tokenizer:
+    """The tokenizer of a run, which gives every token its id and nothing else."""
+    from regard.models.checkpoints.tokens import read_tokenizer
+
+    with naming(path):
+        found = read_tokenizer(path)
+        if found.padding is not None or found.truncation is not None:
+            raise ValueError("pads or cuts texts, which the tokenizer of a run must not; was it changed?")
+    return found
 
 
 @dataclass(frozen=True)
@@ -193,6 +237,7 @@ class Task(ABC):
 
     def __post_init__(self) -> None:
         """Raise if options cannot be, before any data is read. A task that asks more of its own calls this first."""
+        check_options(self)
         told = {each.name: getattr(self, each.name) for each in fields(self)}  # type: ignore[arg-type]
         if not told.get("start"):  # else both are those of the model that it begins with
             check_least(self, **{name: 1 for name in ("width", "heads") if name in told})

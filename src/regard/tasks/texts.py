@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 from torch import nn
 
+from regard.models.checkpoints.family import check_config
 from regard.models.text import TextConfig, TextEncoder
 from regard.tasks.batches import Ragged
 from regard.tasks.data import Row
@@ -70,7 +71,9 @@ class Shape(Protocol):
 def encoder_config(kit: Kit, shape: Shape, **more: Any) -> TextConfig:
     """An encoder of this shape, or that which a pretrained model brought along."""
     if kit.config is not None:
-        return TextConfig(**(kit.config | {"dropout": shape.dropout} | more))
+        config = TextConfig(**(kit.settings() | {"dropout": shape.dropout} | more))
+        check_config(config)
+        return config
     return TextConfig(
         vocabulary=kit.texts().get_vocab_size(), width=shape.width, layers=shape.layers, heads=shape.heads,
         hidden=4 * shape.width, positions=shape.longest, dropout=shape.dropout,
@@ -92,13 +95,12 @@ def loaded(start: str) -> tuple[nn.Module, Tokenizer]:
         return run.model()[0], run.kit.texts()
     if not (folder / "config.json").exists():
         raise Trouble(f"{start}: holds neither a run nor a checkpoint (run.json or config.json); check --start")
-    from tokenizers import Tokenizer
-
     from regard.models.checkpoints import load
+    from regard.models.checkpoints.tokens import read_tokenizer
 
     if not (folder / "tokenizer.json").exists():
         raise Trouble(f"{start}: there is no tokenizer.json beside the checkpoint; put its tokenizer there")
-    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    tokenizer = read_tokenizer(folder / "tokenizer.json")
     tokenizer.no_padding()
     tokenizer.no_truncation()
     return load(folder), tokenizer

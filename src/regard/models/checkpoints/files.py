@@ -43,7 +43,7 @@ def folder_of(name: str | os.PathLike[str], *, revision: str | None = None, loca
     except Exception as error:  # the library has one of its own for every way in which a network can fail
         where = "among the files kept here" if local_files_only else "on the Hub"
         raise FileNotFoundError(
-            f"{name} is no folder, and was not found {where} ({type(error).__name__}: {_first_line(error)}); "
+            f"{name} is no folder, and was not found {where} ({type(error).__name__}: {first_line(error)}); "
             "check the name and the network, or give a folder"
         ) from error
 
@@ -114,7 +114,7 @@ class Weights:
                 with path.open("rb") as file:  # of two tensors of one name, the library would take one
                     json.loads(file.read(int.from_bytes(file.read(8), "little")), object_pairs_hook=unique_keys)
             except Exception as error:
-                raise ValueError(f"{path} is no whole safetensors file: {_first_line(error)}") from None
+                raise ValueError(f"{path} is no whole safetensors file: {first_line(error)}") from None
         return self._files[path]
 
     def names(self) -> Iterable[str]:
@@ -128,7 +128,7 @@ class Weights:
         try:
             return self._open(path).get_tensor(name)
         except Exception as error:
-            raise ValueError(f"{path}: {name} cannot be read: {_first_line(error)}") from None
+            raise ValueError(f"{path}: {name} cannot be read: {first_line(error)}") from None
 
 
 def _nothing_safe(folder: Path) -> str:
@@ -178,7 +178,7 @@ def write_json(path: Path, content: Any) -> None:
     whole_text(path, text)
 
 
-def _first_line(error: BaseException) -> str:
+def first_line(error: BaseException) -> str:
     return str(error).strip().split("\n")[0][:300]
 
 

@@ -6,9 +6,10 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from regard.files import whole
-from regard.models.checkpoints.files import CONFIG, folder_of, read_json, write_json
+from regard.files import read_text, whole
+from regard.models.checkpoints.files import CONFIG, first_line, folder_of, read_json, write_json
 from regard.models.text import SentenceEmbedder, TextEncoder
+from regard.printable import printable
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -16,15 +17,12 @@ if TYPE_CHECKING:
 TOKENIZER, TOKENIZER_CONFIG, LETTERS, LENGTH = (
     "tokenizer.json", "tokenizer_config.json", "vocab.json", "sentence_bert_config.json",
 )  # fmt: skip
+LONGEST = 1 << 20  # tokens that a text may be padded to
 
 
 def tokenizer(folder: str | os.PathLike[str]) -> Tokenizer:
     """See `regard.models.checkpoints.calls`."""
     path = folder_of(folder) / TOKENIZER
-    try:
-        import tokenizers
-    except ImportError:
-        raise ImportError("tokenizers are read by tokenizers: pip install 'regard[checkpoints]'") from None
     if not path.exists() and (path.parent / LETTERS).exists() and _listens(path.parent):
         return _letters(path.parent)
     if not path.exists():
@@ -32,10 +30,32 @@ def tokenizer(folder: str | os.PathLike[str]) -> Tokenizer:
             f"{path.parent} has no {TOKENIZER}; in transformers, "
             "AutoTokenizer.from_pretrained(folder).save_pretrained(folder) writes one from other files"
         )
+    return read_tokenizer(path)
+
+
+def read_tokenizer(path: Path) -> Tokenizer:
+    """The tokenizer of a tokenizer.json; one that would pad texts to absurd lengths is an error."""
     try:
-        return tokenizers.Tokenizer.from_file(str(path))
-    except Exception as error:
-        raise ValueError(f"{path} is no tokenizer: {error}") from None
+        import tokenizers
+    except ImportError:
+        raise ImportError("tokenizers are read by tokenizers: pip install 'regard[checkpoints]'") from None
+    text = read_text(path)
+    try:
+        found = tokenizers.Tokenizer.from_str(text)
+    except BaseException as error:  # what the library raises of a panic is no Exception
+        if isinstance(error, KeyboardInterrupt | SystemExit):
+            raise
+        raise ValueError(f"{path} is no tokenizer: {printable(first_line(error))[:300]}") from None
+    padding, cut = found.padding or {}, found.truncation or {}
+    for name in ("length", "pad_to_multiple_of"):
+        if (padding.get(name) or 0) > LONGEST:
+            raise ValueError(f"{path}: {name} of padding must be at most {LONGEST}, but is {padding[name]}")
+    if cut and not 0 <= cut["stride"] < cut["max_length"]:
+        raise ValueError(
+            f"{path}: stride of truncation must be less than max_length, but they are {cut['stride']} and "
+            f"{cut['max_length']}"
+        )
+    return found
 
 
 def _listens(folder: Path) -> bool:
