@@ -93,9 +93,9 @@ def attempt(title: str, job: Callable[[], Any]) -> str | None:
     started = time.perf_counter()
     try:
         job()
-    except (ValueError, FileNotFoundError) as error:
+    except (ValueError, OSError) as error:
         text = str(error)
-        if type(error) not in allowed():
+        if type(error) not in allowed():  # and so no kind of them that the library did not mean, as UnicodeDecodeError
             return f"{title}: {type(error).__name__}: {text[:200]}"
         if "\n" in text or len(text) > 3000:
             return f"{title}: {len(text)} characters, {text.count(chr(10)) + 1} lines: {text[:200]}"
@@ -108,10 +108,11 @@ def attempt(title: str, job: Callable[[], Any]) -> str | None:
 
 
 def allowed() -> tuple[type, ...]:
+    from regard.files import NotAFile
     from regard.tasks import Trouble
     from regard.tasks.run_files import BadFile
 
-    return (ValueError, FileNotFoundError, Trouble, BadFile)
+    return (ValueError, FileNotFoundError, Trouble, BadFile, NotAFile)
 
 
 def sweep(folder: Path, files: list[str], job: Callable[[], Any], every: int) -> Iterator[str]:

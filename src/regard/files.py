@@ -45,6 +45,14 @@ def regular(path: str | os.PathLike[str]) -> Path:
     return Path(path)
 
 
+def is_regular(path: str | os.PathLike[str]) -> bool:
+    """Whether the path names a regular file; one that is no possible name does not."""
+    try:
+        return stat.S_ISREG(os.stat(path).st_mode)
+    except (OSError, ValueError):
+        return False
+
+
 def read_text(path: Path) -> str:
     """The UTF-8 of a regular file that is not absurdly large; anything else is an error that names it."""
     if (size := regular(path).stat().st_size) > LARGEST_TEXT:

@@ -89,7 +89,7 @@ def test_a_folder_that_holds_no_run_is_told(tmp_path: Path) -> None:
     [
         ({"task": "knit"}, "the task 'knit' is not known; known are answer, classify, "),
         ({"options": {"colour": 3}}, "options has .colour., which Masked does not have.*another version"),
-        ({"recipe": {"pace": 3}}, "Recipe has no pace"),
+        ({"recipe": {"pace": 3}}, "recipe has 'pace', which Recipe does not have"),
     ],
 )
 def test_a_run_of_another_version_is_told(change: dict[str, Any], message: str, tmp_path: Path) -> None:

@@ -10,9 +10,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from regard.tasks.data import Row
+from regard.field_types import quoted
+from regard.files import is_regular
+from regard.tasks.data import Row, text_of
 from regard.tasks.metrics import Found
-from regard.tasks.trouble import Bad, Trouble
+from regard.tasks.trouble import Bad, Trouble, first_line
 
 SLACK = 1.0  # pixels by which boxes may stand out: tools round
 
@@ -33,10 +35,15 @@ def coco_rows(source: str, pictures: str, bad: Bad) -> Iterator[Row]:
     pictures: the folder of the images; empty looks beside the file, in folders named as people name them.
     """
     held = _held(source)
-    names = {entry.get("id"): str(entry.get("name", entry.get("id"))) for entry in held["categories"]}
+    names: dict[Any, str] = {}
+    for entry in held["categories"]:
+        if not isinstance(entry, dict) or not _is_id(entry.get("id")):
+            bad(f"{source}: a category must have an id, a number or a text, but is {_short(entry)}")
+        else:
+            names[entry["id"]] = str(entry.get("name", entry["id"]))
     things: dict[Any, list[Thing]] = {}
     for entry in held["images"]:
-        if not isinstance(entry, dict) or "id" not in entry or not isinstance(entry.get("file_name"), str):
+        if not isinstance(entry, dict) or not _is_id(entry.get("id")) or not isinstance(entry.get("file_name"), str):
             bad(f"{source}: an image must have id and file_name, but is {_short(entry)}")
         elif entry["id"] in things:
             bad(f"{source}: image {entry['id']}: there are two of this id")
@@ -45,19 +52,19 @@ def coco_rows(source: str, pictures: str, bad: Bad) -> Iterator[Row]:
     sizes = {
         entry["id"]: (entry.get("width"), entry.get("height"))
         for entry in held["images"]
-        if isinstance(entry, dict) and "id" in entry
+        if isinstance(entry, dict) and _is_id(entry.get("id"))
     }
     for entry in held["annotations"]:
-        at = f"{source}: annotation {entry.get('id', '?') if isinstance(entry, dict) else '?'}"
+        at = f"{source}: annotation {_short(entry.get('id', '?')) if isinstance(entry, dict) else '?'}"
         found = _thing(at, entry, names, sizes, bad)
         if found is not None and entry["image_id"] in things:
             things[entry["image_id"]].append(found)
     folder = _folder(source, pictures, held["images"])
     for entry in held["images"]:
-        if not isinstance(entry, dict) or entry.get("id") not in things:
+        if not isinstance(entry, dict) or not _is_id(entry.get("id")) or entry["id"] not in things:
             continue
         path = folder / entry["file_name"]
-        if not path.is_file():
+        if not is_regular(path):
             bad(f"{source}: image {entry['id']}: {path}: there is no such file; --pictures FOLDER says where they are")
         else:
             yield Row(f"{source}: image {entry['id']}", (str(path), tuple(things.pop(entry["id"])), sizes[entry["id"]]))
@@ -76,12 +83,13 @@ def coco_images(source: str, pictures: str, bad: Bad) -> Iterator[Row]:
 
 
 def _held(source: str, needed: Sequence[str] = ("images", "annotations", "categories")) -> dict[str, Any]:
+    if not Path(source).exists():
+        raise Trouble(f"{source}: there is no such file; give a COCO file, such as instances_train.json")
+    text = text_of(Path(source))
     try:
-        held = json.loads(Path(source).read_bytes())
-    except FileNotFoundError:
-        raise Trouble(f"{source}: there is no such file; give a COCO file, such as instances_train.json") from None
-    except ValueError as error:
-        raise Trouble(f"{source}: is no JSON ({error}); is it the COCO file?") from error
+        held = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise Trouble(f"{source}: is no JSON ({first_line(error)}); is it the COCO file?") from error
     lacking = [name for name in needed if not isinstance(held, dict) or not isinstance(held.get(name), list)]
     if lacking:
         *others, last = needed
@@ -98,12 +106,12 @@ def _thing(at: str, entry: Any, names: dict[Any, str], sizes: dict[Any, Any], ba
         return None
     if entry.get("iscrowd"):
         return None
-    if entry["image_id"] not in sizes:
-        bad(f"{at}: is of image {entry['image_id']}, which is none of the images")
+    if not _is_id(entry["image_id"]) or entry["image_id"] not in sizes:
+        bad(f"{at}: is of image {_short(entry['image_id'])}, which is none of the images")
         return None
-    if entry["category_id"] not in names:
+    if not _is_id(entry["category_id"]) or entry["category_id"] not in names:
         known = ", ".join(str(key) for key in list(names)[:6]) + (", ..." if len(names) > 6 else "")
-        bad(f"{at}: category_id {entry['category_id']} is none of the categories, which are {known or 'none'}")
+        bad(f"{at}: category_id {_short(entry['category_id'])} is none of the categories, which are {known or 'none'}")
         return None
     box = entry["bbox"]
     if not isinstance(box, list) or len(box) != 4 or not all(_number(side) for side in box):
@@ -123,11 +131,16 @@ def _thing(at: str, entry: Any, names: dict[Any, str], sizes: dict[Any, Any], ba
 
 
 def _number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    """Whether a value is a number that can be one of pixels."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= 2**31
+
+
+def _is_id(value: Any) -> bool:
+    return isinstance(value, int | str)
 
 
 def _short(value: Any) -> str:
-    text = json.dumps(value)
+    text = quoted(value)
     return text if len(text) < 60 else text[:57] + "..."
 
 
@@ -138,8 +151,9 @@ def _folder(source: str, pictures: str, images: Sequence[Any]) -> Path:
     path = Path(source)
     named = path.stem.removeprefix("instances_")
     places = [path.parent, *(base / name for base in (path.parent, path.parent.parent) for name in (named, "images"))]
-    first = [entry["file_name"] for entry in images[:20] if isinstance(entry, dict) and "file_name" in entry]
-    return next((place for place in places if any((place / name).is_file() for name in first)), places[1])
+    told = (entry.get("file_name") for entry in images[:20] if isinstance(entry, dict))
+    first = [name for name in told if isinstance(name, str)]
+    return next((place for place in places if any(is_regular(place / name) for name in first)), places[1])
 
 
 def by_frequency(train: Sequence[Found], held: Sequence[Found], count: int) -> list[Found]:

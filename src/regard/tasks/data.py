@@ -9,10 +9,14 @@ import hashlib
 import json
 import lzma
 import unicodedata
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import count
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
+from regard.files import regular, unique_keys
 from regard.tasks.trouble import Bad, Trouble, first_line
 
 OPENERS: dict[str, Callable[..., Any]] = {".gz": gzip.open, ".xz": lzma.open, ".bz2": bz2.open}
@@ -22,6 +26,9 @@ TABS = (".data", ".inter")  # tables with tabs by other names: MovieLens's, RecB
 EMBEDDED = Path(__file__).with_name("embedded")  # data and a trained run that come with the package
 TATOEBA = "tatoeba-en-fr"
 NONE = frozenset[str]()
+LONGEST_LINE = 1 << 27  # bytes; articles and sets are shorter, and what is not text may have no line at all
+LARGEST_JSON = 2 << 30  # bytes of a file that is read at once; COCO's largest has a fifth of that
+DAMAGED = (EOFError, lzma.LZMAError, gzip.BadGzipFile, zlib.error)
 
 
 class Row(NamedTuple):
@@ -179,9 +186,12 @@ def text_of(path: Path) -> str:
     """The text of a file that is read at once, such as JSON."""
     if not path.exists():
         raise Trouble(f"{path}: there is no such file")
+    with opened(path) as file:
+        small = path.suffix.lower() in OPENERS or path.stat().st_size <= LARGEST_JSON
+        held = file.read(LARGEST_JSON + 1) if small else b""
+    if not small or len(held) > LARGEST_JSON:
+        raise Trouble(f"{path}: expected at most {LARGEST_JSON} bytes, but has more; is it the right file?")
     try:
-        with OPENERS.get(path.suffix.lower(), open)(path, "rb") as file:
-            held: bytes = file.read()
         return held.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         line = held[: error.start].count(b"\n") + 1
@@ -189,8 +199,6 @@ def text_of(path: Path) -> str:
         raise Trouble(
             f"{path}:{line}: expected UTF-8, but {came} is not; iconv -f latin1 -t utf-8 converts a file"
         ) from error
-    except (EOFError, lzma.LZMAError, gzip.BadGzipFile) as error:
-        raise Trouble(f"{path}: the archive is damaged ({error}); fetch it again") from error
 
 
 def decoded(source: str, number: int, line: bytes, bad: Bad) -> str | None:
@@ -203,19 +211,32 @@ def decoded(source: str, number: int, line: bytes, bad: Bad) -> str | None:
         return None
 
 
+@contextmanager
+def opened(path: Path) -> Iterator[BinaryIO]:
+    """The bytes of a regular file, unpacked if it is an archive; a damaged archive is an error that names it."""
+    try:
+        with OPENERS.get(path.suffix.lower(), open)(regular(path), "rb") as file:
+            yield file
+    except DAMAGED as error:
+        raise Trouble(f"{path}: the archive is damaged ({first_line(error)}); fetch it again") from error
+    except OSError as error:
+        if error.errno is not None:
+            raise
+        raise Trouble(f"{path}: the archive is damaged ({first_line(error)}); fetch it again") from error  # bz2
+
+
 def lines_of(path: Path, bad: Bad) -> Iterator[tuple[str, str]]:
     """The lines of a file, compressed or not, with their places."""
-    opener = OPENERS.get(path.suffix.lower(), open)
-    file: BinaryIO
-    number = 0
-    try:
-        with opener(path, "rb") as file:
-            for number, line in enumerate(file, 1):
-                text = decoded(str(path), number, line, bad)
-                if text is not None:
-                    yield f"{path}:{number}", text
-    except (EOFError, lzma.LZMAError, gzip.BadGzipFile) as error:
-        raise Trouble(f"{path}:{number + 1}: the archive is damaged ({error}); fetch it again") from error
+    with opened(path) as file:
+        for number in count(1):
+            line = file.readline(LONGEST_LINE + 1)
+            if not line:
+                return
+            if len(line) > LONGEST_LINE:
+                raise Trouble(f"{path}:{number}: is longer than {LONGEST_LINE} bytes; is it the right file?")
+            text = decoded(str(path), number, line, bad)
+            if text is not None:
+                yield f"{path}:{number}", text
 
 
 def _checked(source: str, rows: Iterator[Row]) -> Iterator[Row]:
@@ -350,9 +371,12 @@ def _jsonl(path: Path, wanted: _Wanted, bad: Bad) -> Iterator[Row]:
         if not line.strip():
             continue
         try:
-            record = json.loads(line)
+            record = json.loads(line, object_pairs_hook=unique_keys)
         except json.JSONDecodeError as error:
             bad(f"{place}: is no JSON ({error.msg} at {error.colno})")
+            continue
+        except (ValueError, RecursionError) as error:  # a key that comes twice, too many digits, too deep
+            bad(f"{place}: is no JSON that can be used ({first_line(error)})")
             continue
         if row := _record(place, record, wanted, bad):
             yield row

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import platform
+import stat
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -36,7 +37,7 @@ def locked(folder: Path) -> Iterator[None]:
 
 def _take(path: Path) -> TextIO:
     while True:
-        file = path.open("a+", encoding="utf-8", errors="replace")
+        file = _open(path)
         try:
             _lock(file)
             if path.exists() and os.path.samestat(os.fstat(file.fileno()), path.stat()):
@@ -53,6 +54,21 @@ def _take(path: Path) -> TextIO:
                 f"{path.parent}: is in use by {holder}; wait until it ends, or stop it, before you start or resume here"
             ) from error
         file.close()  # its name was deleted meanwhile: another process may lock a new file of that name
+
+
+def _open(path: Path) -> TextIO:
+    """The file of a lock, created if need be; a link or a special file is refused, as its target would be changed."""
+    flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
+    try:
+        handle = os.open(path, flags, 0o666)
+    except OSError as error:
+        if error.errno not in (errno.ELOOP, errno.ENXIO, errno.EISDIR):
+            raise
+        raise Trouble(f"{path}: is no regular file; delete it") from error
+    if not stat.S_ISREG(os.fstat(handle).st_mode):
+        os.close(handle)
+        raise Trouble(f"{path}: is no regular file; delete it")
+    return os.fdopen(handle, "a+", encoding="utf-8", errors="replace")
 
 
 def _lock(file: TextIO) -> None:

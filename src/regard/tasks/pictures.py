@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import gzip
 import hashlib
+import math
 import tempfile
+import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -16,6 +18,7 @@ import torch
 from torch import Tensor
 
 from regard.field_types import quoted
+from regard.files import is_regular, regular
 from regard.tasks.data import Row
 from regard.tasks.task import Kit, check_least
 from regard.tasks.trouble import Bad, Trouble, first_line
@@ -139,15 +142,16 @@ def decoded(row: Row, bad: Bad) -> Any:
     given = row.values[0]
     if isinstance(given, np.ndarray):
         return pillow("Image").fromarray(given)
+    pillow("Image")
     try:
-        with pillow("Image").open(given) as image:
+        with pillow("Image").open(regular(given)) as image:
             if image.mode.startswith("I;16"):  # Pillow would cut off what is above 255
                 return pillow("Image").fromarray((np.asarray(image) >> 8).astype(np.uint8))
             image.load()
             return pillow("ImageOps").exif_transpose(image)
     except FileNotFoundError:
         bad(f"{row.at}: there is no such file")
-    except _wrong() as error:
+    except Exception as error:  # damaged files make Pillow raise of any kind
         bad(f"{row.at}: is no image that can be read ({_why(error)}); save it again as PNG or JPEG")
     return None
 
@@ -157,18 +161,14 @@ def header(row: Row) -> tuple[int, int, bool] | None:
     given = row.values[0]
     if isinstance(given, np.ndarray):
         return given.shape[0], given.shape[1], given.ndim == 3
+    pillow("Image")
     try:
-        with pillow("Image").open(given) as image:
+        with pillow("Image").open(regular(given)) as image:
             turned = image.getexif().get(0x0112, 1) >= 5  # EXIF's orientation: on its side
             height, width = image.size if turned else image.size[::-1]
             return height, width, not (image.mode in ("1", "L", "LA", "F") or image.mode.startswith("I"))
-    except _wrong():
+    except Exception:
         return None
-
-
-def _wrong() -> tuple[type[BaseException], ...]:
-    """What Pillow raises of files that are damaged, or no images, or larger than it dares to decode."""
-    return OSError, SyntaxError, ValueError, EOFError, pillow("Image").DecompressionBombError
 
 
 def _why(error: BaseException) -> str:
@@ -194,9 +194,7 @@ def named(row: Row) -> str:
 def content(row: Row) -> str:
     """The same for images of the same bytes, wherever they are: such are never on both sides of a split."""
     given = row.values[0]
-    held = (
-        given.tobytes() if isinstance(given, np.ndarray) else Path(given).read_bytes() if Path(given).is_file() else b""
-    )
+    held = given.tobytes() if isinstance(given, np.ndarray) else Path(given).read_bytes() if is_regular(given) else b""
     return hashlib.blake2b(held, digest_size=16).hexdigest() if held else str(given)
 
 
@@ -211,19 +209,22 @@ def folder_of_classes(folder: Path) -> Iterator[Row]:
 def read_idx(source: str) -> np.ndarray:
     """The bytes of an IDX file, as MNIST has it, compressed or not: (n, height, width) of images, (n,) of labels."""
     try:
-        held = Path(source).read_bytes()
-        held = gzip.decompress(held) if held[:2] == b"\x1f\x8b" else held
-    except (OSError, EOFError) as error:
-        raise Trouble(f"{source}: cannot be read ({error}); fetch it again") from error
-    axes = held[3] if len(held) > 3 and held[:3] == b"\0\0\x08" else 0
-    if not axes or len(held) < 4 + 4 * axes:
-        raise Trouble(f"{source}: is no IDX file of bytes, which begins with 00 00 08; is it the right file?")
-    shape = np.frombuffer(held, ">u4", axes, 4).astype(np.int64)
-    values = np.frombuffer(held, np.uint8, -1, 4 + 4 * axes)
-    if len(values) != shape.prod():
-        said = " x ".join(map(str, shape))
-        raise Trouble(f"{source}: says that it holds {said} bytes, but {len(values)} are there; fetch it again")
-    return values.reshape(shape)
+        with regular(source).open("rb") as plain:
+            packed = plain.read(2) == b"\x1f\x8b"
+        with gzip.open(source) if packed else open(source, "rb") as file:
+            first = file.read(4)
+            axes = first[3] if len(first) == 4 and first[:3] == b"\0\0\x08" else 0
+            sizes = file.read(4 * axes)
+            if not 0 < axes <= 8 or len(sizes) < 4 * axes:
+                raise Trouble(f"{source}: is no IDX file of bytes, which begins with 00 00 08; is it the right file?")
+            shape = np.frombuffer(sizes, ">u4").tolist()
+            held = file.read(math.prod(shape) + 1)
+    except (OSError, EOFError, zlib.error, MemoryError, OverflowError) as error:
+        raise Trouble(f"{source}: cannot be read ({first_line(error)}); fetch it again") from error
+    if len(held) != math.prod(shape):
+        said, came = " x ".join(map(str, shape)), "more" if len(held) > math.prod(shape) else len(held)
+        raise Trouble(f"{source}: says that it holds {said} bytes, but {came} are there; fetch it again")
+    return np.frombuffer(held, np.uint8).reshape(shape)
 
 
 def idx_images(source: str) -> Iterator[Row]:

@@ -281,7 +281,10 @@ def _moment(text: str) -> float:
     try:
         at = float(text)
     except ValueError:
-        at = datetime.fromisoformat(text).timestamp()
+        try:
+            at = datetime.fromisoformat(text).timestamp()
+        except (OverflowError, OSError) as error:
+            raise ValueError(text) from error
     if not np.isfinite(at):
         raise ValueError(text)
     return at

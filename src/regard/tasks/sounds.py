@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from regard.files import regular
 from regard.models.sound import RATE, log_mel
 from regard.nn import Packed
 from regard.tasks.data import Row, beside, read
@@ -22,6 +23,8 @@ from regard.tasks.trouble import Bad, Trouble, first_line
 TABLES = tuple(f"{name}.{form}" for name in ("transcripts", "metadata") for form in ("tsv", "csv", "jsonl"))
 TRAIN, VALID = ("train",), ("valid", "test", "dev")
 LEAST = 0.5  # deviation of a band, 5 dB: one that is silent in training must not be all that counts where it is not
+RATES = (1000, 768_000)  # samples a second
+MOST_SAMPLES = 1 << 29  # of a clip: three hours at 48 kHz
 SAMPLE = 200  # clips that mean and deviation are taken of
 
 
@@ -75,13 +78,19 @@ def features_of(wave: np.ndarray, features: int) -> np.ndarray:
 
 def wave_of(row: Row, bad: Bad) -> np.ndarray | None:
     """The sound of a row, whose first value is a path: one channel at 16 kHz, float32; none if it is bad."""
-    path = Path(row.values[0])
-    if not path.is_file():
+    path, reader = Path(row.values[0]), _soundfile()
+    try:
+        with reader.SoundFile(str(regular(path))) as file:
+            rate = file.samplerate
+            if not RATES[0] <= rate <= RATES[1]:
+                raise ValueError(f"it has {rate} samples a second, but must have {RATES[0]} to {RATES[1]}")
+            if file.frames * file.channels > MOST_SAMPLES:
+                raise ValueError(f"it has {file.frames} samples in {file.channels} channels; cut it into parts")
+            samples = file.read(dtype="float32", always_2d=True)
+    except FileNotFoundError:
         bad(f"{row.at}: there is no such file")
         return None
-    try:
-        samples, rate = _soundfile().read(str(path), dtype="float32", always_2d=True)
-    except (RuntimeError, OSError, ValueError) as error:
+    except Exception as error:  # damaged files make the library raise of any kind
         why = first_line(error).rsplit(": ", 1)[-1].rstrip(".")
         bad(f"{row.at}: is no sound that can be read ({why}); save it again as WAV or FLAC")
         return None

@@ -7,8 +7,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from regard.field_types import quoted
 from regard.tasks.data import Row, read, text_of
-from regard.tasks.trouble import Bad, Trouble
+from regard.tasks.trouble import Bad, Trouble, first_line
 
 
 class Asked(NamedTuple):
@@ -27,6 +28,8 @@ def read_squad(path: Path, bad: Bad, *, answers: bool = True) -> Iterator[Row]:
         articles = json.loads(text)["data"]
     except json.JSONDecodeError as error:
         raise Trouble(f"{path}:{error.lineno}: is no JSON ({error.msg} at {error.colno}); is it whole?") from error
+    except (ValueError, RecursionError) as error:  # too many digits, or too deep
+        raise Trouble(f"{path}: is no JSON that can be used ({first_line(error)}); is it whole?") from error
     except (KeyError, TypeError):
         raise Trouble(
             f'{path}: expected SQuAD\'s JSON, {{"data": [{{"paragraphs": [...]}}]}}, but it is other'
@@ -67,8 +70,8 @@ class _Wrong(Exception):
 def _questions(path: str, articles: Any, bad: Bad) -> Iterator[tuple[str, dict[str, Any]]]:
     """Every question with its place and its context."""
     for a, article in enumerate(articles if isinstance(articles, list) else ()):
-        for p, paragraph in enumerate(article.get("paragraphs", ()) if isinstance(article, dict) else ()):
-            for q, said in enumerate(paragraph.get("qas", ()) if isinstance(paragraph, dict) else ()):
+        for p, paragraph in enumerate(_list(article, "paragraphs")):
+            for q, said in enumerate(_list(paragraph, "qas")):
                 place = f"{path}:data[{a}].paragraphs[{p}].qas[{q}]"
                 if isinstance(said, dict):
                     yield place, {"context": paragraph.get("context"), **said}
@@ -76,10 +79,16 @@ def _questions(path: str, articles: Any, bad: Bad) -> Iterator[tuple[str, dict[s
                     bad(f"{place}: expected a question, but {type(said).__name__} came")
 
 
+def _list(held: Any, name: str) -> list[Any]:
+    """The list of this name in an object; none where there is none."""
+    found = held.get(name) if isinstance(held, dict) else None
+    return found if isinstance(found, list) else []
+
+
 def _asked(said: dict[str, Any], answers: bool) -> Asked:
     for name in ("context", "question"):
         if not isinstance(said.get(name), str) or not said[name].strip():
-            raise _Wrong(f"expected a {name}, but it has {said.get(name)!r}")
+            raise _Wrong(f"expected a {name}, but it has {quoted(said.get(name))}")
     if "id" not in said:
         raise _Wrong("expected an id, but it has none")
     context, found = said["context"], []
@@ -89,8 +98,8 @@ def _asked(said: dict[str, Any], answers: bool) -> Asked:
     for answer in listed:
         try:
             text, start = answer["text"], int(answer["answer_start"])
-        except (KeyError, TypeError, ValueError):
-            raise _Wrong(f"expected an answer with text and answer_start, but it is {answer!r}") from None
+        except (KeyError, TypeError, ValueError, OverflowError):
+            raise _Wrong(f"expected an answer with text and answer_start, but it is {quoted(answer)}") from None
         found.append(_placed(context, text, start))
     return Asked(context, said["question"].strip(), tuple(dict.fromkeys(found)), str(said["id"]))
 
@@ -103,14 +112,14 @@ def _told(context: str, answer: str) -> tuple[tuple[str, int], ...]:
             listed = json.loads(answer)
             pairs = zip(listed["text"], listed["answer_start"], strict=True)
             return tuple(dict.fromkeys(_placed(context, text, int(start)) for text, start in pairs))
-        except (json.JSONDecodeError, KeyError, TypeError, ValueError):
+        except (KeyError, TypeError, ValueError, OverflowError, RecursionError):
             pass  # a text that begins with a brace
     return (_placed(context, answer, context.find(answer)),)
 
 
 def _placed(context: str, text: Any, start: int) -> tuple[str, int]:
     if not isinstance(text, str) or not text.strip():
-        raise _Wrong(f"expected the text of an answer, but it is {text!r}")
+        raise _Wrong(f"expected the text of an answer, but it is {quoted(text)}")
     if start < 0 or context[start : start + len(text)] != text:
         at = context.find(text)
         where = f"it stands at {at}, not {start}" if at >= 0 else "it does not stand there"

@@ -243,6 +243,7 @@ class Task(ABC):
             check_least(self, **{name: 1 for name in ("width", "heads") if name in told})
             if told.get("width", 0) % told.get("heads", 1):
                 raise ValueError(f"width must be a multiple of heads = {told['heads']}, but is {told['width']}")
+        check_most(self, **{name: 1000 for name in ("beam",) if name in told})
         if not 0 <= told.get("dropout", 0) < 1:
             raise ValueError(f"dropout must be a share in [0, 1), but is {told['dropout']}")
 

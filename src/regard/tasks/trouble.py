@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+LONGEST = 2000  # characters of a message; it may quote what a file holds
+
 
 class Trouble(ValueError):
     """A mistake in data, options or a run folder. The command prints it without a traceback."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message if len(message) <= LONGEST else f"{message[:LONGEST]}...")
 
 
 def first_line(error: BaseException) -> str:

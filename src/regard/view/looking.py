@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from regard.files import regular
 from regard.nn.generate import Beam
 from regard.view.capture import capture
 from regard.view.inputs import address
@@ -79,7 +80,7 @@ def look_at_image(model: nn.Module, path: str | os.PathLike[str], *, mean: float
     if config is None:
         raise TypeError(f"model must be or hold a VisionTransformer, but is {type(model).__name__}")
     height, width = config.image
-    with Image.open(path) as file:
+    with Image.open(regular(path)) as file:
         image = ImageOps.exif_transpose(file).convert("L" if config.channels == 1 else "RGB")
     image = image.resize((width, height), Image.Resampling.BICUBIC)
     pixels = torch.from_numpy(np.array(image, np.float32) / 255)
