@@ -2,31 +2,36 @@
 
 from __future__ import annotations
 
-import unicodedata
+import json
+import re
+from typing import Any
 
+UNSAFE = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff\U000e0000-\U000e007f]")
+"""Control characters, line separators, characters that reorder what is around them, lone surrogates and tags."""
 SHORT = {"\n": "\\n", "\r": "\\r", "\t": "\\t"}
-INVISIBLE = ("Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp")  # control, format, surrogates, unassigned, line separators
-JOINERS = "\u200c\u200d"  # Persian, Indic scripts and emoji are not written without them
 
 
 def printable(text: object, *, keep: str = "") -> str:
-    """The text with every character that a terminal would act on, or that cannot be seen, as an escape sequence.
+    """The text in one line, every character that a terminal would act on as an escape sequence.
 
-    That is control characters (ESC, newlines), characters that reorder text, lone surrogates and unassigned ones.
     keep: characters to leave as they are, such as newlines.
 
     >>> from regard.printable import printable
     >>> printable("caf\u00e9\\x1b[2J\\n\u202egnp.exe")
     'caf\u00e9\\\\x1b[2J\\\\n\\\\u202egnp.exe'
     """
-    text = str(text)
-    if text.isascii() and text.isprintable():
-        return text
-    return "".join(each if each in keep or _is_visible(each) else _escaped(each) for each in text)
+    return UNSAFE.sub(lambda found: found[0] if found[0] in keep else _escaped(found[0]), str(text))
 
 
-def _is_visible(letter: str) -> bool:
-    return letter in JOINERS or unicodedata.category(letter) not in INVISIBLE
+def printable_json(value: Any, *, indent: int | None = None) -> str:
+    """JSON that may be printed as well: `json.loads` gives the value back.
+
+    >>> from regard.printable import printable_json
+    >>> printable_json({"label": "\\x9b2J\u202e\u00e9"})
+    '{"label": "\\\\u009b2J\\\\u202e\u00e9"}'
+    """
+    text = json.dumps(value, indent=indent, ensure_ascii=False)
+    return UNSAFE.sub(lambda found: found[0] if found[0] == "\n" else json.dumps(found[0])[1:-1], text)
 
 
 def _escaped(letter: str) -> str:

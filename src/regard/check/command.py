@@ -15,8 +15,10 @@ from regard.check.demand import Property
 from regard.check.runner import PROPERTIES, Outcome, check
 from regard.check.targets import PEERS, Refused, UnknownTarget, installation, target
 from regard.files import Unwritable, check_writable, whole_text
+from regard.printable import printable, printable_json
 
 HOLDS, BROKEN, UNCHECKED = 0, 1, 2
+LINES = "\n\t"  # of programs and tables
 
 
 def run(
@@ -35,7 +37,7 @@ def run(
         if junit is not None:
             check_writable(junit)
     except (UnknownTarget, Refused, Unwritable) as error:
-        told.print(f"[bold red]regard:[/] {escape(str(error))}", soft_wrap=True)
+        told.print(f"[bold red]regard:[/] {escape(printable(error))}", soft_wrap=True)
         return UNCHECKED
     outcomes: list[Outcome] = []
     with told.status("checking") as status:
@@ -46,9 +48,9 @@ def run(
     if junit is not None:
         whole_text(junit, reports.junit(outcomes))
     if form == "json":
-        print(json.dumps(reports.as_json(outcomes), indent=1))
+        print(printable_json(reports.as_json(outcomes), indent=1))
     elif form == "markdown":
-        print(reports.markdown(targets, outcomes), end="")
+        print(printable(reports.markdown(targets, outcomes), keep=LINES), end="")
     else:
         show(shown, outcomes)
     return BROKEN if any(outcome.status == "failed" for outcome in outcomes) else HOLDS
@@ -59,11 +61,10 @@ def show(shown: Console, outcomes: Sequence[Outcome]) -> None:
     shown.print(reports.table(outcomes))
     for outcome in outcomes:
         if outcome.status == "failed":
-            shown.print(
-                f"\n[bold red]✗ {outcome.target}: {outcome.property}[/]  {escape(outcome.reason)}", soft_wrap=True
-            )
+            name, reason = (escape(printable(text)) for text in (outcome.target, outcome.reason))
+            shown.print(f"\n[bold red]✗ {name}: {outcome.property}[/]  {reason}", soft_wrap=True)
             shown.print(f"[dim]{escape(PROPERTIES[outcome.property].demand)}[/]", soft_wrap=True)
-            shown.print(f"\n{escape(outcome.code)}", soft_wrap=True)
+            shown.print(f"\n{escape(printable(outcome.code, keep=LINES))}", soft_wrap=True)
     shown.print(reports.summary(outcomes))
 
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from regard.check.runner import PROPERTIES, Outcome
 from regard.check.targets.target import Target
+from regard.printable import printable
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -31,10 +32,10 @@ def table(outcomes: Sequence[Outcome]) -> Table:
     from rich.table import Table
 
     names = list(dict.fromkeys(outcome.target for outcome in outcomes))
-    made = Table("property", *names, "why", title_justify="left")
+    made = Table("property", *(escape(printable(name)) for name in names), "why", title_justify="left")
     for name, row in by_property(outcomes).items():
         cells = {outcome.target: SIGNS[outcome.status] for outcome in row}
-        why = [f"{label}{escape(reason)}" for label, reason in _reasons(row, len(names) > 1)]
+        why = [f"{label}{escape(printable(reason))}" for label, reason in _reasons(row, len(names) > 1)]
         made.add_row(name, *(cells.get(target, "") for target in names), "\n".join(why))
     return made
 
@@ -45,7 +46,9 @@ def _reasons(row: Sequence[Outcome], several: bool) -> list[tuple[str, str]]:
     for outcome in row:
         if outcome.reason:
             shared.setdefault(outcome.reason, []).append(outcome.target)
-    return [(f"[bold]{', '.join(targets)}[/]: " if several else "", reason) for reason, targets in shared.items()]
+    return [
+        (f"[bold]{printable(', '.join(targets))}[/]: " if several else "", reason) for reason, targets in shared.items()
+    ]
 
 
 def by_property(outcomes: Sequence[Outcome]) -> dict[str, list[Outcome]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from typing import Annotated
 
@@ -10,7 +9,7 @@ import typer
 from rich.table import Table
 
 from regard.cli.options import Json, RunFolder, SkipBad
-from regard.cli.terminal import shown, tell, tell_bad
+from regard.cli.terminal import print_json, quoted, shown, tell, tell_bad
 from regard.tasks import Run, Task, Trouble
 from regard.tasks.figures import Measured, measure
 from regard.tasks.lock import Busy
@@ -72,7 +71,7 @@ def tell_figures(
     found = {"step": step, "minutes": run.minutes(), "chose_weights": chose} | measured._asdict()
     found |= {"longest": task.longest} if hasattr(task, "longest") else {}
     if as_json:
-        print(json.dumps(found, indent=1))
+        print_json(found)
     else:
         _show(run, task, measured, step, chose)
     if keep and not run.shipped:
@@ -84,9 +83,9 @@ def tell_figures(
 
 def _show(run: Run, task: Task, measured: Measured, step: int, chose: bool) -> None:
     rows = f"{measured.held_out} held out" + (f", {measured.left_out} left out" if measured.left_out else "")
-    table = Table(f"{task.name}, {rows}", f"{run.folder.name} (step {step})", *measured.baselines)
+    table = Table(f"{task.name}, {rows}", f"{quoted(run.folder.name)} (step {step})", *map(quoted, measured.baselines))
     table.caption = "The held-out rows also chose the weights." if chose else None
     for name, value in measured.figures.items():
         others = (f"{each[name]:.4g}" if name in each else "" for each in measured.baselines.values())
-        table.add_row(name, f"{value:.4g}", *others)
+        table.add_row(quoted(name), f"{value:.4g}", *others)
     shown.print(table)

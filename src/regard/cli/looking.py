@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
@@ -11,7 +10,7 @@ import typer
 
 from regard.cli.inputs import with_context
 from regard.cli.options import Context, Json, Lang, RunFolder
-from regard.cli.terminal import tell
+from regard.cli.terminal import print_json, print_line, tell
 from regard.files import check_writable
 from regard.tasks import Run, Task, Trouble
 from regard.tasks.data import Row
@@ -36,9 +35,9 @@ def view(
     record.save(out, lang)
     if as_json:
         about = {"page": str(out), "note": record.note, "attentions": [repr(seen) for seen in record.attentions]}
-        print(json.dumps(about, indent=1, ensure_ascii=False))
+        print_json(about)
     else:
-        print(f"{out}: {len(record)} attentions, {out.stat().st_size / 1e6:.1f} MB")
+        print_line(f"{out}: {len(record)} attentions, {out.stat().st_size / 1e6:.1f} MB")
 
 
 def serve(

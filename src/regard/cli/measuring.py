@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from regard.cli.options import Json
-from regard.cli.terminal import Patient, shown, tell, told
+from regard.cli.terminal import Patient, print_json, print_line, shown, tell, told
 from regard.tasks import Trouble
 
 
@@ -21,7 +20,11 @@ def info(as_json: Json = False) -> None:
     from regard.info import info as about
 
     found = about()
-    print(json.dumps(found, indent=1) if as_json else "\n".join(f"{name:16} {value}" for name, value in found.items()))
+    if as_json:
+        print_json(found)
+        return
+    for name, value in found.items():
+        print_line(f"{name:16} {value}")
 
 
 def lab(
@@ -51,8 +54,11 @@ def lab(
         raise Trouble(f"{error}") from error
     if show:
         listed = [{"claim": claim.name, "title": claim.title.told(language)} for claim in asked.claims]
-        lines = "\n".join(f"{each['claim']:22} {each['title']}" for each in listed)
-        print(json.dumps(listed, indent=1, ensure_ascii=False) if as_json else lines)
+        if as_json:
+            print_json(listed)
+            return
+        for each in listed:
+            print_line(f"{each['claim']:22} {each['title']}")
         return
     results, patient = [], Patient(highlight=False)
     with told.status("") as status:
@@ -61,7 +67,7 @@ def lab(
             if not as_json:
                 patient.print(command.line(result, language))
     if as_json:
-        print(json.dumps([result.as_json(language) for result in results], indent=1, ensure_ascii=False))
+        print_json([result.as_json(language) for result in results])
     for path in command.written(asked, results):
         tell(str(path))
 

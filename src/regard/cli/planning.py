@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from dataclasses import fields, replace
 from pathlib import Path
@@ -12,7 +11,7 @@ import torch
 import typer
 
 from regard.cli.options import Json
-from regard.cli.terminal import shown, told
+from regard.cli.terminal import print_json, shown, told
 from regard.tasks import Run, Trouble
 
 
@@ -63,7 +62,7 @@ def plan(
     except (ValueError, RuntimeError) as error:
         raise Trouble(f"{error}") from error
     if as_json:
-        print(json.dumps(found.as_json(), indent=1))
+        print_json(found.as_json())
     else:
         shown.print(found.table())
         for line in (found.sentence(), *found.reasons()):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import json
 from collections.abc import Callable
 from dataclasses import fields, replace
 from pathlib import Path
@@ -15,7 +14,7 @@ from rich.table import Table
 
 from regard.cli.evaluating import tell_figures
 from regard.cli.options import Json, RunFolder
-from regard.cli.terminal import shown, tell, tell_bad, told
+from regard.cli.terminal import print_json, shown, tell, tell_bad, told
 from regard.tasks import Recipe, Run, Sources, Task, Trouble, begin, tasks, train
 from regard.tasks.trouble import Bad
 
@@ -36,7 +35,7 @@ def show_tasks(as_json: Json = False) -> None:
             name: {"does": kind.does, "columns": kind.columns, "takes": kind.takes, "example": kind.example}
             for name, kind in known.items()
         }
-        print(json.dumps(about, indent=1, ensure_ascii=False))
+        print_json(about)
         return
     table = Table("task", "does", "columns", "a file of it", show_lines=True)
     for name, kind in known.items():

@@ -11,14 +11,14 @@ import typer
 
 from regard.cli.inputs import inputs_of, matched, with_context
 from regard.cli.options import Context, Json, RunFolder, SkipBad
-from regard.cli.terminal import tell, tell_bad
+from regard.cli.terminal import print_json, print_line, tell, tell_bad
 from regard.files import check_writable, whole, whole_text
+from regard.printable import printable
 from regard.tasks import Run, Trouble
 from regard.tasks.export import export as export_run
 from regard.tasks.trouble import Bad
 
 SUFFIXES = {"audio": ".wav"}  # of the files that tasks make
-ONE_LINE = str.maketrans({"\n": "\\n", "\r": "\\r", "\t": "\\t"})  # so that line n is the output of input n
 
 
 def predict(
@@ -81,7 +81,10 @@ def predict(
     for n, (row, made) in enumerate(matched(rows, iter(said)), 1):
         if made is None:
             given = " ".join(map(str, row.values[:1]))
-            print(json.dumps({"input": given, "output": None, "score": None}, ensure_ascii=False) if as_json else "")
+            if as_json:
+                print_json({"input": given, "output": None, "score": None}, indent=None)
+            else:
+                print_line("")
             continue
         where = made.input if run.task.takes != "text" else ""
         more = dict(made.more)
@@ -92,10 +95,10 @@ def predict(
             where = more["file"] = str(path)
         if as_json:
             told_of = {"input": made.input, "output": made.output, "score": made.score}
-            print(json.dumps(told_of | more, ensure_ascii=False))
+            print_json(told_of | more, indent=None)
         else:
             cells = (made.output, f"{made.score:.3f}", *filter(None, (where, made.note)))
-            print("\t".join(cell.translate(ONE_LINE) for cell in cells))
+            print_line("\t".join(map(printable, cells)))  # line n is the output of input n
     tell_bad(bad)
 
 
@@ -109,4 +112,4 @@ def export(
     regard export runs/reviews reviews-model
     """
     for note in export_run(Run.open(folder), out, onnx=onnx):
-        print(f"{out}: {note}")
+        print_line(f"{out}: {note}")

@@ -6,6 +6,7 @@ import os
 import time
 from typing import TYPE_CHECKING, Any
 
+from regard.printable import printable
 from regard.tasks.loop import Step
 from regard.tasks.runs import Progress, Run
 from regard.tasks.sources import Examples
@@ -64,4 +65,4 @@ class Bar:
         self.console.print(f"step {step}: held-out loss {loss:.4f}{', the best so far' if best else ''}")
 
     def said(self, line: str) -> None:
-        self.console.print(line, soft_wrap=True, markup=False)
+        self.console.print(printable(line), soft_wrap=True, markup=False)

@@ -123,7 +123,7 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
 def read_progress(kind: Any, notes: Mapping[str, str]) -> Any:
     """The progress that the notes of a checkpoint hold."""
     values = json.loads(notes["progress"])
-    best = values.pop("best", None)
+    best = values.pop("best", math.inf)
     if isinstance(best, bool) or not isinstance(best, float | int) or math.isnan(best):
         raise ValueError(f"progress.best must be a number, or infinite, but is {quoted(best)}")
     found = build(kind, values, "progress")

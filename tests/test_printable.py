@@ -1,0 +1,132 @@
+"""Text of unknown origin never reaches a terminal as it is: labels, texts, file names, messages."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from regard.cli import app
+from regard.printable import UNSAFE, printable, printable_json
+from regard.tasks import train
+from tests.tasks import toy
+
+HOSTILE = "\x1b]0;owned\x07\x1b[2J\r\n\x9b31m\u202egnp\u2066\u2028[red]x[/red]\x7f"
+
+
+def safe(output: str) -> bool:
+    """Whether nothing but the ends of lines is left that a terminal would act on."""
+    return not UNSAFE.search(output.replace("\n", "").replace("\t", ""))
+
+
+def test_what_people_write_is_left_as_it_is() -> None:
+    for text in (
+        "naïve café",
+        "日本語",
+        "مرحبا\u200f!",
+        "می\u200cخواهم",
+        "👩\u200d👩\u200d👧",
+        "soft\u00adhyphen",
+        "\\n",
+    ):
+        assert printable(text) == text
+
+
+def test_what_a_terminal_acts_on_is_escaped_in_one_line() -> None:
+    assert safe(printable(HOSTILE))
+    assert "\n" not in printable(HOSTILE)
+    assert printable("a\nb\ud800") == "a\\nb\\ud800"
+
+
+@pytest.mark.parametrize("indent", [None, 1])
+def test_json_can_be_printed_and_read_back(indent: int | None) -> None:
+    value = {HOSTILE: [HOSTILE, "é\U000e0041\ud800", {"a": "\n\t"}]}
+    text = printable_json(value, indent=indent)
+    assert safe(text)
+    assert json.loads(text) == value
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A classifier whose labels, and the name of whose folder, are hostile."""
+    begun = toy.begun(tmp_path_factory.mktemp("printable"), "classify")
+    train(begun)
+    path = begun.folder / "kit.json"
+    kit = json.loads(path.read_text())
+    path.write_text(json.dumps(kit | {"labels": [HOSTILE, HOSTILE + "2"]}))
+    folder = begun.folder.with_name(f"run {HOSTILE.replace('/', '')}")
+    shutil.copytree(begun.folder, folder)
+    return folder
+
+
+def invoked(*arguments: Any) -> str:
+    done = CliRunner().invoke(app, [str(each) for each in arguments])
+    assert done.exit_code == 0, done.output
+    return done.stdout
+
+
+def test_labels_and_texts_of_predictions(run: Path, tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text(json.dumps({"text": "the cat"}) + "\n" + json.dumps({"text": f"the {HOSTILE} cat"}) + "\n")
+    said = invoked("predict", run, path)
+    assert safe(said)
+    assert len(said.splitlines()) == 2
+    assert "\\x1b]0;owned\\x07" in said
+    lines = invoked("predict", run, path, "--json").splitlines()
+    assert safe("".join(lines))
+    assert [json.loads(line)["input"] for line in lines] == ["the cat", f"the {HOSTILE} cat".strip()]
+    assert json.loads(lines[0])["output"] in (HOSTILE, HOSTILE + "2")
+
+
+def test_the_table_of_an_evaluation(run: Path, tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text(
+        "".join(json.dumps({"text": f"the cat {n}", "label": HOSTILE + "2" * (n % 2)}) + "\n" for n in range(8))
+    )
+    (run / "kit.json").write_text((run / "kit.json").read_text())
+    done = CliRunner().invoke(app, ["evaluate", str(run), "--data", str(tmp_path / "a.jsonl")])
+    assert safe(done.output)
+
+
+def command(*arguments: Any) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "regard", *map(str, arguments)], capture_output=True, text=True, timeout=300, check=False
+    )
+
+
+def test_errors_are_one_line(run: Path, tmp_path: Path) -> None:
+    name = tmp_path / f"{HOSTILE.replace('/', '')}.csv"
+    name.write_text(f'text,label\n"{HOSTILE}\n')
+    for arguments in (
+        ("predict", run, name),
+        ("predict", run, f"{name}.gz".replace("\n", "")),
+        ("predict", run / "no", "a"),
+        ("evaluate", run),
+        ("train", "classify", "--data", name, "--out", tmp_path / "out"),
+        ("check", "--target", HOSTILE),
+    ):
+        done = command(*arguments)
+        assert done.returncode in (1, 2), done
+        assert "Traceback" not in done.stderr
+        assert done.stderr.startswith("regard:"), done.stderr
+        assert safe(done.stderr)
+        assert len(done.stderr.splitlines()) == 1, done.stderr
+
+
+def test_bad_lines_and_exports(run: Path, tmp_path: Path) -> None:
+    path = tmp_path / f"{HOSTILE.replace('/', '')}.jsonl"
+    path.write_text('{"text": "the cat"}\n{"text": 1, "text": 2}\n')
+    done = command("predict", run, path, "--skip-bad")
+    assert done.returncode == 0, done.stderr
+    assert "1 bad lines" in done.stderr
+    assert safe(done.stderr + done.stdout)
+    out = tmp_path / f"out {HOSTILE.replace('/', '')}"
+    done = command("export", run, out, "--no-onnx")
+    assert done.returncode == 0, done.stderr
+    assert safe(done.stdout)
+    assert "config.json" in done.stdout
