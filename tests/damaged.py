@@ -108,11 +108,11 @@ def attempt(title: str, job: Callable[[], Any]) -> str | None:
 
 
 def allowed() -> tuple[type, ...]:
-    from regard.files import NotAFile
+    from regard.files import NotAFile, Unwritable
     from regard.tasks import Trouble
     from regard.tasks.run_files import BadFile
 
-    return (ValueError, FileNotFoundError, Trouble, BadFile, NotAFile)
+    return (ValueError, FileNotFoundError, Trouble, BadFile, NotAFile, Unwritable)
 
 
 def sweep(folder: Path, files: list[str], job: Callable[[], Any], every: int) -> Iterator[str]:

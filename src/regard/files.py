@@ -84,6 +84,8 @@ def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def whole(path: Path, write: Callable[[Path], Any]) -> Path:
     """Write beside the path, let it reach the disk, and only then give it its name and the rights of any new file."""
+    if path.is_dir():
+        raise Unwritable(errno.EISDIR, "is a folder, but a file is to be written there; remove it", str(path))
     beside = path.with_name(f".{path.name}.{uuid.uuid4().hex}.part")
     try:
         write(beside)
