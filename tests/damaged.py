@@ -176,7 +176,26 @@ def resume_run(folder: Path) -> None:
     train(Run.open(folder))
 
 
-JOBS = {"checkpoint": load_checkpoint, "run": use_run, "resume": resume_run}
+def embed_sentences(folder: Path) -> None:
+    import regard as rg
+
+    model: Any = rg.load(folder)
+    model.embed(["the cat sat", "a dog"])
+
+
+def spell_letters(folder: Path) -> None:
+    import regard as rg
+
+    rg.models.tokenizer(folder).decode([1, 2, 2, 0])
+
+
+JOBS = {
+    "checkpoint": load_checkpoint,
+    "sentences": embed_sentences,
+    "letters": spell_letters,
+    "run": use_run,
+    "resume": resume_run,
+}
 
 
 def main(job: str, *arguments: str) -> None:

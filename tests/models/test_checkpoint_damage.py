@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
+import regard as rg
+from regard.models import SentenceEmbedder, TextConfig
+from regard.tasks.tokens import learn
 from tests import damaged
 from tests.models import theirs as t
 
@@ -16,3 +20,30 @@ FAMILIES = (
 def test_every_change_to_a_checkpoint_loads_or_is_one_error(tmp_path: Path) -> None:
     folders = [t.stored(name, tmp_path / name) for name in FAMILIES]
     assert damaged.run("checkpoint", folders, every=25) == []
+
+
+def test_every_change_to_a_sentence_embedder_loads_or_is_one_error(tmp_path: Path) -> None:
+    config = TextConfig(vocabulary=300, width=16, layers=1, heads=2, hidden=32, positions=40, pooling="mean", unit=True)
+    model = SentenceEmbedder(config)
+    model.tokenizer = learn(["the cat sat on a mat"] * 5, 300)
+    model.tokenizer.enable_truncation(30)
+    rg.save(model, tmp_path / "sentences")
+    (tmp_path / "sentences" / "config_sentence_transformers.json").write_text('{"default_prompt_name": null}')
+    (tmp_path / "sentences" / "tokenizer_config.json").write_text('{"model_max_length": 20}')
+    assert damaged.run("sentences", [tmp_path / "sentences"], every=25) == []
+
+
+def test_every_change_to_letters_of_speech_is_read_or_is_one_error(tmp_path: Path) -> None:
+    folder = tmp_path / "letters"
+    folder.mkdir()
+    held = {
+        "config.json": {"model_type": "wav2vec2"},
+        "vocab.json": {"<pad>": 0, "a": 1, "b": 2, "|": 3, "<unk>": 4},
+        "tokenizer_config.json": {
+            "tokenizer_class": "Wav2Vec2CTCTokenizer", "pad_token": {"content": "<pad>"}, "unk_token": "<unk>",
+            "word_delimiter_token": "|",
+        },
+    }  # fmt: skip
+    for name, content in held.items():
+        (folder / name).write_text(json.dumps(content))
+    assert damaged.run("letters", [folder], every=1) == []

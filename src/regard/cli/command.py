@@ -41,7 +41,9 @@ def main() -> None:
         app()
     except Exception as error:
         of_a_file = isinstance(error, OSError) and error.filename is not None
-        if not (isinstance(error, Trouble) or of_a_file or full(error)):
+        if isinstance(error, MemoryError) or "can't allocate memory" in str(error):  # torch raises a RuntimeError
+            error = Trouble("there is not enough memory; give smaller inputs, or use a machine that has more")
+        elif not (isinstance(error, Trouble) or of_a_file or full(error)):
             raise
         tell_trouble(error)
         sys.exit(1)

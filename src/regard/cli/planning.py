@@ -74,17 +74,17 @@ def plan(
 def _outline(model: str) -> Any:
     """The model that `regard plan` is asked about, without its weights."""
     from regard.models import LanguageConfig, LanguageModel
+    from regard.models.outline import outline
     from regard.nn import Rotary
 
     path = Path(model)
     if (path / "run.json").exists():
         run = Run.open(path)
-        with torch.device("meta"):
-            return run.task.model(run.kit)
+        return outline(lambda: run.task.model(run.kit))
     if path.exists():
-        from regard.models.checkpoints.loading import outline
+        from regard.models.checkpoints import loading
 
-        return outline(path)
+        return loading.outline(path)
     if "=" not in model:
         raise Trouble(
             f"{model}: there is no such run or checkpoint; or say layers=12,width=768,heads=12,vocabulary=50257"

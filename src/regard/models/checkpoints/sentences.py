@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -11,6 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from regard.field_types import quoted
+from regard.files import read_json as read_value
 from regard.models.checkpoints.files import inside, read_json, write_json
 from regard.models.checkpoints.tokens import with_tokenizer
 from regard.models.text import SentenceEmbedder, TextEncoder
@@ -67,14 +68,11 @@ def save(model: SentenceEmbedder, folder: Path) -> None:
 
 
 def _modules(folder: Path) -> list[tuple[str, Path]]:
-    try:
-        listed = json.loads((folder / MODULES).read_text(encoding="utf-8"))
-        entries = [(str(entry["type"]).rsplit(".", 1)[-1], entry["path"]) for entry in listed]
-    except (json.JSONDecodeError, UnicodeDecodeError, TypeError, KeyError) as error:
-        raise ValueError(
-            f"{folder / MODULES} must be a list of modules, each with its type and path: {error}"
-        ) from None
-    return [(kind, inside(folder, path) if path else folder) for kind, path in entries]
+    listed = read_value(folder / MODULES)
+    if not isinstance(listed, list) or not all(isinstance(entry, dict) for entry in listed):
+        raise ValueError(f"{folder / MODULES} must be a list of modules, but is {quoted(listed)}")
+    entries = [(str(entry.get("type"))[:200].rsplit(".", 1)[-1], entry.get("path")) for entry in listed]
+    return [(kind, folder if path == "" else inside(folder, path)) for kind, path in entries]
 
 
 def _pooling(said: dict[str, Any]) -> str:

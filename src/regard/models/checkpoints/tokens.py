@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from regard.field_types import LARGEST, quoted
 from regard.files import read_text, whole
 from regard.models.checkpoints.files import CONFIG, first_line, folder_of, read_json, write_json
 from regard.models.text import SentenceEmbedder, TextEncoder
@@ -71,18 +72,28 @@ def _letters(folder: Path) -> Tokenizer:
 
     said = read_json(folder / TOKENIZER_CONFIG) if (folder / TOKENIZER_CONFIG).exists() else {}
     known = read_json(folder / LETTERS)
-    if not all(isinstance(number, int) for number in known.values()):
+    numbers = list(known.values())
+    if not all(type(number) is int and 0 <= number < LARGEST for number in numbers) or len({*numbers}) < len(numbers):
         raise ValueError(f"{folder / LETTERS} must number the letters; vocabularies of several languages are not read")
-    blank, between = (
-        str(name["content"] if isinstance(name, dict) else name)
-        for name in (said.get("pad_token") or "<pad>", said.get("word_delimiter_token") or "|")
+    blank, between, unknown = (
+        _token(folder, said, name, default)
+        for name, default in (("pad_token", "<pad>"), ("word_delimiter_token", "|"), ("unk_token", "<unk>"))
     )
-    made = Tokenizer(models.WordLevel(known, unk_token=str(said.get("unk_token") or "<unk>")))
+    made = Tokenizer(models.WordLevel(known, unk_token=unknown))
     ctc = decoders.CTC(pad_token=blank, word_delimiter_token=between, cleanup=False)
     spaces = decoders.Replace(between, " ")
     around = decoders.Replace(Regex("^ +| +$"), "")
     made.decoder = decoders.Sequence([ctc, spaces, decoders.Fuse(), around])
     return made
+
+
+def _token(folder: Path, said: dict[str, Any], name: str, default: str) -> str:
+    """A special token of tokenizer_config.json: a text, or an object that holds one."""
+    found = said.get(name) or default
+    found = found.get("content") if isinstance(found, dict) else found
+    if not isinstance(found, str) or not 0 < len(found) < 100:
+        raise ValueError(f"{folder / TOKENIZER_CONFIG}: {name} must be a token, but is {quoted(said[name])}")
+    return found
 
 
 def with_tokenizer(model: SentenceEmbedder, folder: Path) -> SentenceEmbedder:
@@ -98,6 +109,10 @@ def _cutting(kept: Tokenizer, folder: Path, encoder: TextEncoder) -> Tokenizer:
     if said.get("do_lower_case"):
         raise ValueError(f"{folder / LENGTH}: do_lower_case is not supported; put it into {TOKENIZER}")
     known = encoder.config.positions - encoder.config.first_position
+    for file, name, most in ((LENGTH, "max_seq_length", said), (TOKENIZER_CONFIG, "model_max_length", also)):
+        value = most.get(name)  # transformers writes 1e30 where there is no limit
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int | float) or not value >= 1):
+            raise ValueError(f"{folder / file}: {name} must be a number of at least 1, but is {quoted(value)}")
     kept.no_padding()
     kept.enable_truncation(int(min(said.get("max_seq_length") or also.get("model_max_length") or known, known)))
     return kept
