@@ -199,7 +199,7 @@ def collect(runs: Path) -> dict[str, dict[str, Any]]:
                 "seed": about["recipe"]["seed"], "steps": about["recipe"]["steps"], "step": found["step"],
                 "minutes": round(found["minutes"], 1),
                 "threads": about["machine"]["threads"], "torch": about["machine"]["torch"],
-                "trained_on": found["trained_on"], "held_out": found["held_out"],
+                "rows": {name: count for name, count in found["rows"].items() if name != "left_out"},
                 "figures": found["figures"], "baselines": found["baselines"],
             }  # fmt: skip
     KEPT.write_text(json.dumps({result.name: kept[result.name] for result in RESULTS if result.name in kept}, indent=1))
@@ -251,7 +251,7 @@ def write(runs: Path) -> None:
         then = f"    regard evaluate runs/{result.name} {about['evaluate']}\n" if about.get("evaluate") else ""
         more.append(
             f"\n## {title(result, about)}\n\n    regard {shlex.join(words)}\n{then}\n"
-            f"{about['trained_on']:,} examples, {about['held_out']:,} held out; step {about['step']} of "
+            f"{', '.join(f'{count:,} {name}' for name, count in about['rows'].items())}; step {about['step']} of "
             f"{about['steps']}; seed {about['seed']}; {about['date']}; torch {about['torch']}.\n\n{figures}.\n"
         )
     PAGE.write_text(HEAD + "".join(lines) + "".join(more))

@@ -50,13 +50,14 @@ def main(run: Path, out: Path) -> None:
     model, step = Run.open(run).model()
     save(model.half(), out)  # config.json and model.safetensors: `regard.load` reads the folder too
     about["command"] = ["regard", *about["command"][1:-1], "runs/en-fr"]
+    about["exported"] = {"step": step, "minutes": about["results"]["minutes"]}
     (out / "run.json").write_text(json.dumps(about, indent=1, ensure_ascii=False))
     results, options = about["results"], about["options"]
     (copied,) = results["baselines"].values()
     card = CARD.format(
         **{name: options[name] for name in ("layers", "width", "heads", "vocabulary", "beam")},
         parameters=sum(weight.numel() for weight in model.parameters()) / 1e6,
-        train=results["trained_on"], sentences=about["sources"]["held"], pairs=results["held_out"],
+        train=results["rows"]["train"], sentences=about["sources"]["held"], pairs=results["rows"]["test"],
         command=" ".join(about["command"]), torch=about["machine"]["torch"],
         threads=about["machine"]["threads"], date=about["began"][:10], minutes=results["minutes"], step=step,
         steps=about["recipe"]["steps"],

@@ -50,7 +50,7 @@ def test_evaluation_takes_other_data(regard: Command, reviews: Run, tmp_path: Pa
     (tmp_path / "test.csv").write_text("text,label\nthe cat sees,cat\na dog hears,none\n")
     before = (reviews.folder / "run.json").read_text()
     said = regard("evaluate", reviews.folder, "--data", tmp_path / "test.csv", "--json")
-    assert json.loads(said.out)["held_out"] == 2
+    assert json.loads(said.out)["rows"]["test"] == 2
     assert (reviews.folder / "run.json").read_text() == before  # the run's own figures stay
     (tmp_path / "test.csv").write_text("text,label\nthe cat sees,cat\na dog hears,what\n")
     said = regard("evaluate", reviews.folder, "--data", tmp_path / "test.csv")
@@ -290,3 +290,15 @@ def test_processes_that_share_sequences_are_told_when_a_run_goes_on(regard: Comm
     assert said.code == 1
     assert "--sequence-ranks 2 must divide the number of processes, which is 1" in said.err
     assert "shard must be data or fsdp, but is 'all'" in regard("resume", run.folder, "--shard", "all").err
+
+
+def test_the_three_splits_are_named(regard: Command, tmp_path: Path) -> None:
+    said = regard("train", "classify", "--data", classes(tmp_path), "--held", 12, "--out", tmp_path / "run", *TINY)
+    rows = "90 train, 8 validation, 22 test"
+    assert f"classify: {rows}; 4 steps" in said.err
+    assert rows in said.out
+    assert "step 4: validation loss" in said.err
+    about = json.loads((tmp_path / "run" / "run.json").read_text())
+    assert about["rows"] == {"train": 90, "validation": 8, "test": 22}
+    assert about["results"]["rows"] == about["rows"] | {"left_out": 0}
+    assert rows in regard("evaluate", tmp_path / "run").out

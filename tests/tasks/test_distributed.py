@@ -65,7 +65,7 @@ def test_several_processes_get_the_losses_of_one_for_the_same_global_batch(
     train(one)
     more = together(tmp_path / "more", world, shard=shard)
     assert losses(more) == pytest.approx(losses(one), rel=2e-5)
-    assert losses(more, "held_out_loss") == pytest.approx(losses(one, "held_out_loss"), rel=2e-5)
+    assert losses(more, "validation_loss") == pytest.approx(losses(one, "validation_loss"), rel=2e-5)
 
 
 @pytest.mark.parametrize(("world", "ranks", "shard", "context"), [(4, 2, "data", 23), (2, 2, "fsdp", 24)])
@@ -77,7 +77,7 @@ def test_processes_that_share_sequences_get_the_losses_of_one(
     train(one)
     more = together(tmp_path / "more", world, shard=shard, sequence_ranks=ranks)
     assert losses(more) == pytest.approx(losses(one), rel=2e-5)
-    assert losses(more, "held_out_loss") == pytest.approx(losses(one, "held_out_loss"), rel=2e-5)
+    assert losses(more, "validation_loss") == pytest.approx(losses(one, "validation_loss"), rel=2e-5)
     assert tokens(more) == pytest.approx(tokens(one))
 
 

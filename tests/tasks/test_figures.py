@@ -142,9 +142,9 @@ def test_model_and_baselines_are_measured_on_the_same_rows(given: Given, monkeyp
     assert bad.count == len(wrong)
     assert measured[0] == measured[1]
     assert set(measured[0]) <= {row.place for row in rows[:4]}
-    assert found.held_out == len(measured[0])
-    assert found.left_out == 4 + len(wrong) - found.held_out
-    assert found.trained_on == len(rows)
+    assert found.test == len(measured[0])
+    assert found.left_out == 4 + len(wrong) - found.test
+    assert found.train == len(rows)
 
 
 def test_a_test_file_with_rows_that_cannot_be_taken_stops_before_training(tmp_path: Path) -> None:
@@ -158,8 +158,8 @@ def test_a_test_file_with_rows_that_cannot_be_taken_stops_before_training(tmp_pa
     assert "test.csv:22: the label 'strange' was never seen in training" in said
     assert not list((tmp_path / "run" / "checkpoints").iterdir())
     told = regard(*words, "--skip-bad", "--out", tmp_path / "other")
-    assert (told["held_out"], told["left_out"]) == (20, 2)
-    assert regard("evaluate", tmp_path / "other", "--json")["held_out"] == 20
+    assert told["rows"] == {"train": 103, "validation": 17, "test": 20, "left_out": 2}
+    assert regard("evaluate", tmp_path / "other", "--json")["rows"] == told["rows"]
 
 
 def test_rows_left_out_of_training_are_not_said_to_be_trained_on(tmp_path: Path) -> None:
@@ -170,7 +170,7 @@ def test_rows_left_out_of_training_are_not_said_to_be_trained_on(tmp_path: Path)
         "train", "classify", "--data", tmp_path / "classes.csv", "--valid", tmp_path / "test.csv", "--longest", 30,
         "--skip-bad", "--json", "--out", tmp_path / "run", *TINY,
     )  # fmt: skip
-    assert told["trained_on"] == 120
+    assert told["rows"]["train"] == 120
     assert told["chose_weights"]  # --valid is all that is held out
 
 
@@ -178,7 +178,7 @@ def test_the_table_says_that_the_rows_also_chose_the_weights(tmp_path: Path) -> 
     (tmp_path / "valid.csv").write_text("text,label\na cat sees,cat\none dog hears,none\n")
     run = ["train", "classify", "--data", classes(tmp_path), "--valid", str(tmp_path / "valid.csv")]
     asked = CliRunner().invoke(app, [*run, "--out", str(tmp_path / "run"), *TINY])
-    assert "held-out rows also chose the weights" in " ".join(asked.stdout.split())
+    assert "test rows also chose the weights" in " ".join(asked.stdout.split())
     told = regard("evaluate", tmp_path / "run", "--data", tmp_path / "classes.csv", "--json")
     assert not told["chose_weights"]
 
@@ -194,7 +194,7 @@ def test_other_data_is_measured_with_baselines_of_what_the_run_trained_on(tmp_pa
     lines = [",".join(row.values) for row in examples.test]
     (tmp_path / "again.csv").write_text("text,label\n" + "\n".join(lines) + "\n")
     told = regard("evaluate", out, "--data", tmp_path / "again.csv", "--json")
-    assert told["trained_on"] == own["trained_on"] == len(examples.train)
+    assert told["rows"] == own["rows"] == examples.rows() | {"left_out": 0}
     assert told["baselines"] == own["baselines"]
     assert told["figures"] == own["figures"]
 
@@ -205,9 +205,9 @@ def test_a_run_of_a_folder_with_its_own_split_is_measured_on_other_data(tmp_path
     shutil.move(tmp_path / "data" / "more", tmp_path / "more")
     options = ["--width", 16, "--layers", 1, "--heads", 2, "--patch", 4, "--stem", 1, "--steps", 2, "--tokens", 64]
     own = regard("train", "images", "--data", tmp_path / "data", "--out", tmp_path / "run", "--json", *options)
-    assert own["held_out"] == 8
+    assert own["rows"]["test"] == 8
     told = regard("evaluate", tmp_path / "run", "--data", tmp_path / "more", "--json")
-    assert (told["trained_on"], told["held_out"]) == (own["trained_on"], 6)
+    assert told["rows"] == own["rows"] | {"test": 6}
 
 
 def test_a_history_of_nothing_known_is_told_and_not_dropped(tmp_path: Path) -> None:
@@ -223,7 +223,7 @@ def test_a_history_of_nothing_known_is_told_and_not_dropped(tmp_path: Path) -> N
         with pytest.raises(Trouble, match=f"{row.place}: .* before the last"):
             measure(task, model, kit, rows, [*rows, row], Bad())
     found = measure(task, model, kit, rows, [*rows, *strange], Bad(skip=True))
-    assert (found.held_out, found.left_out) == (8, 2)
+    assert (found.test, found.left_out) == (8, 2)
 
 
 def test_trigrams_are_measured_on_every_token_that_the_model_is() -> None:

@@ -18,6 +18,7 @@ from regard.cli.inputs import looks_like_path
 from regard.tasks import Run, Sources, Trouble, tasks
 from regard.tasks.data import read
 from regard.tasks.runs import Progress
+from regard.tasks.sources import Examples
 from regard.tasks.trouble import Bad
 from tests.conftest import Command
 from tests.tasks.scenery import scenes, stripes
@@ -47,7 +48,7 @@ def untrained(folder: Path, name: str, source: Path, options: dict[str, Any]) ->
     torch.manual_seed(0)
     task = tasks()[name](**options)
     kit = task.learn(task.read(str(source), Bad()))
-    run = Run.create(folder / "run", task, task.recipe, Sources((str(source),)), kit, "")
+    run = Run.create(folder / "run", task, task.recipe, Sources((str(source),)), kit, Examples([], [], [], Bad()))
     run.keep_best(task.model(kit).state_dict(), Progress(step=1))
     return run
 

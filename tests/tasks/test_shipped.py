@@ -44,7 +44,7 @@ def test_it_loads_as_a_checkpoint_too(run: Run) -> None:
 
 
 def test_it_is_never_written_to(run: Run) -> None:
-    with pytest.raises(Trouble, match="en-fr: comes with the package and is finished; regard train makes a run"):
+    with pytest.raises(Trouble, match="en-fr: is exported and has no checkpoint to go on from"):
         train(run)
 
 

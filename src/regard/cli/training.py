@@ -72,13 +72,14 @@ def _trainer(kind: type[Task]) -> Callable[..., None]:
     unsaid = f" [default: {kind.data}]" if kind.data else ""
     parameters = [
         option("data", list[str] | None, None, f"Files or a dataset of the hub, to train on.{unsaid}", "Data"),
-        option("valid", list[str] | None, None, "Files held out, to choose the best weights by.", "Data"),
-        option("test", list[str] | None, None, "Files held out, to tell how good they are; without, --valid.", "Data"),
+        option("valid", list[str] | None, None, "Files for validation, to choose the best weights by.", "Data"),
+        option("test", list[str] | None, None, "Files for the test, to measure on; without, --valid.", "Data"),
         option(
             "held",
             int | None,
             None,
-            f"Examples of the data held out, where no file is given. [default: {kind.held}]",
+            f"Rows of the data for the test, where no file is given; half as many are for validation. "
+            f"[default: {kind.held}]",
             "Data",
         ),
         option("skip_bad", bool, False, "Count bad lines and go on.", "Data", "--skip-bad"),

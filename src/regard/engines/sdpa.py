@@ -89,7 +89,9 @@ def _unit(problem: Problem, vectors: Tensor) -> Tensor:
 def _plain_causal(problem: Problem) -> bool:
     """torch's causal mask stands at the top left; and it takes no bias beside it."""
     offset = problem.frame.offset
-    return isinstance(problem.mask, Causal) and problem.bias is None and isinstance(offset, int) and offset == 0
+    if isinstance(offset, Tensor) or offset != 0:  # a branch: of symbolic sizes torch takes no SymBool for `is_causal`
+        return False
+    return isinstance(problem.mask, Causal) and problem.bias is None
 
 
 def _dense(problem: Problem, query: Tensor) -> tuple[Tensor | None, Tensor | None]:

@@ -77,7 +77,14 @@ class PointerTransformer(Transformer):
         self, source: Inputs, target: Inputs, source_mask: Tensor | None = None
     ) -> Tensor | Packed | list[Tensor]:
         """Log-probabilities (B, N, vocabulary); of packed targets packed, of a list a list."""
-        encoded = self.encode(source, source_mask)
+        return self.decode(target, self.encode(source, source_mask), source_mask, source=source)
+
+    def decode(
+        self, target: Inputs, encoded: Inputs, source_mask: Tensor | None = None, *, source: Inputs | None = None
+    ) -> Tensor | Packed | list[Tensor]:
+        """Log-probabilities of a target, by what `encode` returned for its source; tokens are copied from `source`."""
+        if source is None:
+            raise TypeError("a model that copies needs its source to decode: pass `source=` ids")
         sides = sides_of(target, encoded, source_mask)
         hidden = self._decoded(sides)
         if sides.packed is None:
@@ -85,12 +92,6 @@ class PointerTransformer(Transformer):
         apart = _apart(hidden, sides.packed, source, encoded)
         said = self.copying(self.logits(apart.hidden), apart.hidden, apart.encoded, apart.ids, apart.mask)
         return sides.back(said[apart.real][None])
-
-    def decode(
-        self, target: Inputs, encoded: Inputs, source_mask: Tensor | None = None
-    ) -> Tensor | Packed | list[Tensor]:
-        """Not without the source: its tokens are what is copied."""
-        raise TypeError("a model that copies needs its source to decode; call model(source, target, source_mask)")
 
     def loss(self, source: Packed, target: Packed, after: Tensor, *, smoothing: float = 0.0) -> Tensor:
         """The sum of the cross entropies of the tokens `after` each of the target (N,).

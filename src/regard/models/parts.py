@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from regard.geometry import shape_of
-from regard.masks import Mask, global_tokens, window
+from regard.masks import Mask, dense, global_tokens, window
 from regard.nn import Packed, PostNorm, PreNorm, Residual, SandwichNorm, Shared, UnitRMSNorm, key_mask, pack, unpack
 from regard.nn.shared import check_mask
 from regard.sharding import sharding
@@ -101,6 +101,11 @@ class Rows(NamedTuple):
     def near(self, width: int) -> Shared:
         """What tokens share that see `width` to each side, and the first of their sequence: Longformer's mask."""
         starts: list[int] | list[list[int]] = [0]
+        if self.mask is not None and torch.compiler.is_compiling():  # a graph cannot read where rows start
+            at = torch.arange(self.mask.shape[1], device=self.mask.device)
+            first = at == self.mask.int().argmax(1, keepdim=True)  # (B, N)
+            visible = ((at[:, None] - at).abs() <= width) | first[:, None] | first[:, :, None]
+            return Shared(dense(visible[:, None] & self.mask[:, None, None]), positions=self.positions)
         if self.mask is not None:
             starts = [[first] for first in self.mask.int().argmax(1).tolist()]
         elif self.packed is not None and len(self.values) == 1:

@@ -39,13 +39,14 @@ class Sinusoidal(nn.Module):
 
     def table(self, like: Tensor, length: int) -> Tensor:
         """At least `length` rows, of the dtype and on the device of `like`."""
-        known = self._table
+        known = None if torch.compiler.is_exporting() else self._table  # a graph for any length needs a table for it
         if known is None or len(known) < length or known.dtype != like.dtype or known.device != like.device:
             with torch.inference_mode(False):
                 known = sinusoidal(max(2 * length, 64), self.width, dtype=like.dtype, device=like.device)
                 if self.halves:
                     known = torch.cat((known[:, 0::2], known[:, 1::2]), -1)
-            self._table = known
+            if not torch.compiler.is_exporting():
+                self._table = known
         return known
 
 

@@ -104,10 +104,8 @@ class Speaker(nn.Module):
         last = F.pad(target[:, step - 1 : -1 : step], (0, 0, 1, 0))  # of every group, one group later
         keys = key_mask(source_mask, source)
         across = Watched(keys) if weights else Shared(keys)
-        at = torch.arange(last.shape[1], device=last.device)
-        hidden = self.decoder(self._squeezed(last, at), self.encode(source, source_mask), across=across)
-        seen = across.seen if isinstance(across, Watched) else []
-        return Spoken(self.frames(hidden).view(target.shape), self.end(hidden)[..., 0], seen)
+        frames, ends = self._decoded(last, self.encode(source, source_mask), across)
+        return Spoken(frames.view(target.shape), ends, across.seen if isinstance(across, Watched) else [])
 
     def encode(self, source: Tensor, source_mask: Tensor | None = None) -> Tensor:
         """Hidden states (B, K, width) of the letters."""
@@ -115,6 +113,19 @@ class Speaker(nn.Module):
         x = self.position(embedded(rows.values, self.embedding), rows.positions)
         x = dropout(x, self.config.dropout) if self.config.dropout and self.training else x
         return self.encoder(x, shared=rows.shared)
+
+    def decode(self, last: Tensor, encoded: Tensor, source_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """The frames (B, S, reduction, features) of each step, and the logits (B, S) that it is the last.
+
+        last (B, S, features): the last frame of the step before each step, zeros for the first. encoded (B, K, width).
+        """
+        return self._decoded(last, encoded, Shared(key_mask(source_mask, encoded)))
+
+    def _decoded(self, last: Tensor, encoded: Tensor, across: Shared) -> tuple[Tensor, Tensor]:
+        at = torch.arange(last.shape[1], device=last.device)
+        hidden = self.decoder(self._squeezed(last, at), encoded, across=across)
+        frames = self.frames(hidden).unflatten(-1, (self.config.reduction, self.config.features))
+        return frames, self.end(hidden)[..., 0]
 
     def _squeezed(self, frames: Tensor, positions: Tensor) -> Tensor:
         x = frames

@@ -17,6 +17,7 @@ from regard.nn import Packed
 from regard.tasks import baselines, metrics
 from regard.tasks.batches import Ragged, in_order
 from regard.tasks.data import Row, format_of
+from regard.tasks.graphs import Graph, text_graph
 from regard.tasks.squad import Asked, read_squad, read_table
 from regard.tasks.task import Batch, Figures, Kit, Prediction, Recipe, Task, option
 from regard.tasks.texts import encoder_config, encoder_of, loaded, started, too_long
@@ -149,10 +150,8 @@ class Answer(Task):
         asked = ((row.place, *row.values) for row in super().read_inputs(source, bad))
         return (Row(place, Asked(context, question, (), place)) for place, context, question in asked)
 
-    def sample(self, kit: Kit) -> tuple[Tensor, Tensor] | None:
-        if kit.config is not None and kit.config["segments"]:
-            return None
-        return torch.full((2, 7), 5), torch.tensor([[True] * 7, [True] * 4 + [False] * 3])
+    def graphs(self, model: nn.Module, kit: Kit) -> tuple[Graph, ...]:
+        return () if kit.config is not None and kit.config["segments"] else (text_graph(model),)
 
     def _said(self, kit: Kit, found: Found) -> str:
         return "" if found.absence > (kit.settled or {}).get("threshold", math.inf) else found.text

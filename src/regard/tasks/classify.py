@@ -16,6 +16,7 @@ from regard.models.text import POOLINGS, SequenceClassifier
 from regard.tasks import baselines, metrics
 from regard.tasks.batches import in_order
 from regard.tasks.data import Row
+from regard.tasks.graphs import Graph, text_graph
 from regard.tasks.labels import classes_of, known
 from regard.tasks.task import Batch, Figures, Kit, Prediction, Recipe, Task, option
 from regard.tasks.texts import TextItems, encoded, encoder_config, pretrained, started
@@ -106,8 +107,8 @@ class Classify(Task):
             more = dict(zip(kit.labels, row, strict=True))
             yield Prediction(rows[n].values[0], kit.labels[best], row[best], more, place=rows[n].place)
 
-    def sample(self, kit: Kit) -> tuple[Tensor, Tensor]:
-        return torch.full((2, 7), 5), torch.tensor([[True] * 7, [True] * 4 + [False] * 3])
+    def graphs(self, model: nn.Module, kit: Kit) -> tuple[Graph, ...]:
+        return (text_graph(model),)
 
 
 class ClassifiedTexts(TextItems):

@@ -17,6 +17,7 @@ from regard.models.detection import Detr, DetrConfig
 from regard.models.resnet import ResNetConfig
 from regard.tasks import coco, metrics
 from regard.tasks.data import Row, split
+from regard.tasks.graphs import Graph, image_graph
 from regard.tasks.labels import unseen
 from regard.tasks.metrics import Found
 from regard.tasks.pictures import Form, content, drawn, framed, header, learnt, pixels_of, scale_to, shaken
@@ -198,9 +199,9 @@ class Detect(Task):
                 found.append(items.unscaled(int(n), Found(sides, label[order], score[order].astype(np.float64))))
         return found
 
-    def sample(self, kit: Kit) -> tuple[Tensor]:
+    def graphs(self, model: nn.Module, kit: Kit) -> tuple[Graph, ...]:
         form = Form.of(kit)
-        return (torch.zeros(2, form.channels, form.height, form.width),)
+        return (image_graph(model, (form.channels, form.height, form.width), "logits", "boxes"),)
 
 
 class DetectedImages:

@@ -18,6 +18,7 @@ from regard.nn import Packed
 from regard.tasks import metrics
 from regard.tasks.batches import Ragged, in_order
 from regard.tasks.data import Row, split
+from regard.tasks.graphs import Graph, text_graph
 from regard.tasks.task import Batch, Figures, Kit, Prediction, Recipe, Task, option, usable
 from regard.tasks.texts import encoded, encoder_config, pretrained, started
 from regard.tasks.tokens import learn
@@ -140,8 +141,8 @@ class Embed(Task):
             more = {"vector": found[n].tolist()}
             yield Prediction(rows[row].values[0], output, score, more, place=rows[row].place)
 
-    def sample(self, kit: Kit) -> tuple[Tensor, Tensor]:
-        return torch.full((2, 7), 5), torch.tensor([[True] * 7, [True] * 4 + [False] * 3])
+    def graphs(self, model: nn.Module, kit: Kit) -> tuple[Graph, ...]:
+        return (text_graph(model),)
 
 
 class TextPairs:

@@ -1,60 +1,90 @@
-"""A run as a folder that others can use: safetensors, config, tokenizer, and ONNX where the model allows it."""
+"""A run as a folder for others: safetensors, config, tokenizer, and ONNX where the model can be traced."""
 
 from __future__ import annotations
 
 import json
+import logging
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import torch
-from torch import nn
 
 from regard.engines.select import without
 from regard.files import check_writable, whole_text
 from regard.models.checkpoints import save
+from regard.models.translation import Transformer
+from regard.tasks.graphs import Graph
 from regard.tasks.runs import Run
 from regard.tasks.trouble import Trouble
 
+KEPT = ("task", "options", "recipe", "sources", "split", "rows", "machine", "results")  # of run.json
+
 
 def export(run: Run, folder: Path, *, onnx: bool = True) -> list[str]:
-    """Write the folder; a note for each thing that was written, or could not be."""
+    """Write the folder, which every command that reads a run takes in its place. Return a line for each file.
+
+    If it fails, nothing is left behind.
+    """
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise Trouble(f"{folder}: is there and not empty; choose another folder")
-    check_writable(folder / "task.json", parents=True)
+    check_writable(folder / "run.json", parents=True)
     model, step = run.model()
+    about = {key: run.about[key] for key in KEPT if key in run.about}
+    about["exported"] = {"step": step, "minutes": run.minutes()}
+    if isinstance(model, Transformer):
+        about["generation"] = {"start": model.config.start, "stop": model.config.stop}
+    created = not folder.exists()
     folder.mkdir(parents=True, exist_ok=True)
-    save(model, folder)
-    run.kit.save(folder)
-    about = {key: run.about[key] for key in ("task", "options", "recipe", "machine", "results")} | {"step": step}
-    whole_text(folder / "task.json", json.dumps(about, indent=1, ensure_ascii=False))
-    sample, why_not = run.task.sample(run.kit), ""
-    if onnx and sample is None:
-        why_not = f"what {run.task.name} computes is no single graph of ids, or of pixels, to one output"
-    elif onnx and sample is not None:
-        why_not = _onnx(model, sample, folder / "model.onnx", run.task.takes)
+    try:
+        save(model, folder)
+        run.kit.save(folder)
+        why_not = _write_graphs(run.task.graphs(model, run.kit), folder) if onnx else ""
+        whole_text(folder / "run.json", json.dumps(about, indent=1, ensure_ascii=False))  # last: then it is complete
+    except BaseException:
+        for path in folder.iterdir():
+            path.unlink()
+        if created:
+            folder.rmdir()
+        raise
     notes = [f"{path.name} ({path.stat().st_size / 1e6:.2f} MB)" for path in sorted(folder.iterdir())]
-    return notes + ([f"no model.onnx: {why_not}"] if why_not else [])
+    return notes + ([f"no ONNX: {why_not}"] if why_not else [])
 
 
-def _onnx(model: nn.Module, sample: tuple[Any, ...], path: Path, takes: str) -> str:
-    """Write a graph: of token ids or sounds and their mask, of any batch and length, or of pixels; else why not."""
+def _write_graphs(graphs: tuple[Graph, ...], folder: Path) -> str:
+    """Write an ONNX file for each graph, of torch's own operators; or return why there is none."""
+    if not graphs:
+        return "this model cannot be traced"
     try:
         import onnxscript  # noqa: F401
     except ImportError:
-        return "it needs pip install onnx onnxscript"
-    free = torch.export.Dim.DYNAMIC
-    named, axes = {
-        "text": (["ids", "mask"], {0: free, 1: free}),
-        "audio": (["features", "mask"], {0: free, 1: free}),
-        "image": (["pixels"], {0: free}),
-    }[takes]
-    with warnings.catch_warnings(), torch.no_grad(), without("native"):
-        warnings.simplefilter("ignore")
-        outputs = ["logits", "boxes"] if isinstance(model(*sample), tuple) else ["output"]
-        graph = torch.export.export(model, sample, dynamic_shapes=(axes,) * len(sample), strict=True)
-        torch.onnx.export(
-            graph, (), str(path), dynamo=True, external_data=False, verbose=False,
-            input_names=named, output_names=outputs,
-        )  # fmt: skip
+        return "it needs pip install 'regard[export]'"
+    with _quiet(), torch.no_grad(), without("native"):
+        for graph in graphs:
+            _write_onnx(graph, folder / f"{graph.name}.onnx")
     return ""
+
+
+def _write_onnx(graph: Graph, path: Path) -> None:
+    names = [dict(enumerate(axes)) for _, axes in graph.inputs.values()]
+    shapes = [dict.fromkeys(axes, torch.export.Dim.DYNAMIC) for axes in names]
+    example = tuple(value for value, _ in graph.inputs.values())
+    program = torch.export.export(graph.module, example, dynamic_shapes=(tuple(shapes)), strict=True)
+    torch.onnx.export(
+        program, (), str(path), dynamo=True, external_data=False, verbose=False, dynamic_shapes=tuple(names),
+        input_names=list(graph.inputs), output_names=list(graph.outputs),
+    )  # fmt: skip
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Within, torch's exporter says nothing of packages that it does not need and of its own deprecations."""
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(before)

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from regard.models.vision import ImageClassifier, VisionConfig
 from regard.tasks import baselines, metrics
 from regard.tasks.data import Row, beside, read, split
+from regard.tasks.graphs import Graph, image_graph
 from regard.tasks.labels import classes_of, known
 from regard.tasks.pictures import (
     Form,
@@ -157,9 +158,9 @@ class Images(Task):
             name, more = named(rows[n]), dict(zip(kit.labels, row, strict=True))
             yield Prediction(name, kit.labels[best], row[best], more, place=rows[n].place)
 
-    def sample(self, kit: Kit) -> tuple[Tensor]:
+    def graphs(self, model: nn.Module, kit: Kit) -> tuple[Graph, ...]:
         form = Form.of(kit)
-        return (torch.zeros(2, form.channels, form.height, form.width),)
+        return (image_graph(model, (form.channels, form.height, form.width), "output"),)
 
 
 class ClassifiedImages:

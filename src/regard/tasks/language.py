@@ -15,6 +15,7 @@ from regard.models.language import LanguageConfig, LanguageModel
 from regard.nn import Packed, Rotary, Sample
 from regard.tasks import baselines
 from regard.tasks.data import Row
+from regard.tasks.graphs import Graph, text_graph
 from regard.tasks.task import Batch, Figures, Kit, Prediction, Recipe, Task, option
 from regard.tasks.texts import too_long
 from regard.tasks.tokens import END, encode, learn, special
@@ -112,6 +113,9 @@ class Language(Task):
             said = -F.cross_entropy(logits, made, reduction="none") if len(made) else torch.zeros(1)
             output = kit.texts().decode(made.tolist())
             yield Prediction(row.values[0], output, float(said.mean().exp()), place=row.place)
+
+    def graphs(self, model: nn.Module, kit: Kit) -> tuple[Graph, ...]:
+        return (text_graph(model, "logits"),)
 
 
 class _Stream:

@@ -28,7 +28,7 @@ from regard.tasks.batches import in_order, plan, shards
 from regard.tasks.faults import first_fault, first_gradient
 from regard.tasks.lock import locked
 from regard.tasks.runs import Log, Progress, Run, claimed, has_steps, load, machine
-from regard.tasks.sources import Examples, Sources, gather, gather_again, split_digest
+from regard.tasks.sources import Examples, Sources, gather, gather_again
 from regard.tasks.task import Batch, Items, Recipe, Task, tasks
 from regard.tasks.trouble import Trouble
 
@@ -88,7 +88,7 @@ def begin(folder: Path, task: Task, recipe: Recipe, sources: Sources) -> tuple[R
         with claimed(folder, task.name):
             examples = gather(task, sources, recipe.seed)
             _set_seed(recipe.seed)
-            Run.create(folder, task, recipe, sources, task.learn(examples.train), split_digest(examples))
+            Run.create(folder, task, recipe, sources, task.learn(examples.train), examples)
         accelerator.wait_for_everyone()
         return Run.open(folder), examples
     accelerator.wait_for_everyone()
@@ -104,9 +104,10 @@ def train(run: Run, examples: Examples | None = None, watch: Watch | None = None
     The result is `done` when there is nothing left to do.
     """
     watch = watch or Unseen()
-    if run.shipped:
+    if run.exported:
         raise Trouble(
-            f"{run.folder.name}: comes with the package and is finished; regard train makes a run of your own"
+            f"{run.folder}: is exported and has no checkpoint to go on from; resume the run that it was exported from, "
+            "or make a run of your own with regard train"
         )
     main = _accelerator(run.task, run.recipe).is_main_process
     with locked(run.folder) if main else nullcontext():  # the first process writes for all
@@ -275,7 +276,7 @@ class _Trainer:
                 self._keep_best()
         if self.main:
             assert self.log is not None
-            self.log(self.progress.step, held_out_loss=loss)
+            self.log(self.progress.step, validation_loss=loss)
             self.watch.evaluated(self.progress.step, loss, better)
 
     def _averaged(self) -> AbstractContextManager[None]:

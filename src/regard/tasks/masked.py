@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from regard.models.text import MaskedLanguageModel
 from regard.tasks.batches import in_order
 from regard.tasks.data import Row
+from regard.tasks.graphs import Graph, text_graph
 from regard.tasks.task import Batch, Figures, Kit, Prediction, Recipe, Task, option
 from regard.tasks.texts import TextItems, encoder_config, too_long
 from regard.tasks.tokens import BEGIN, END, MASK, SPECIAL, encode, learn, special
@@ -107,8 +108,8 @@ class Masked(Task):
             score = float(best[:, 0].log().mean().exp())
             yield Prediction(row.values[0], output, score, {"words": more}, place=row.place)
 
-    def sample(self, kit: Kit) -> tuple[Tensor, Tensor]:
-        return torch.full((2, 7), 5), torch.tensor([[True] * 7, [True] * 4 + [False] * 3])
+    def graphs(self, model: nn.Module, kit: Kit) -> tuple[Graph, ...]:
+        return (text_graph(model),)
 
 
 class HiddenWords(TextItems):

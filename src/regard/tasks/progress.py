@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from regard.printable import printable
 from regard.tasks.loop import Step
 from regard.tasks.runs import Progress, Run
-from regard.tasks.sources import Examples
+from regard.tasks.sources import Examples, splits
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -37,7 +37,7 @@ class Bar:
 
     def begun(self, run: Run, progress: Progress, examples: Examples) -> None:
         self.examples = examples
-        size = f"{len(examples.train):,} examples, {len(examples.test):,} held out"
+        size = splits(examples.rows(), shared=examples.test is examples.valid)
         where = f", from step {progress.step}" if progress.step else ""
         self.said(f"{run.task.name}: {size}; {run.recipe.steps} steps{where}; {run.folder}")
         if self.console.is_terminal:
@@ -62,7 +62,7 @@ class Bar:
             self.console.print(f"step {step.step}/{self.run.recipe.steps}: {words}")
 
     def evaluated(self, step: int, loss: float, best: bool) -> None:
-        self.console.print(f"step {step}: held-out loss {loss:.4f}{', the best so far' if best else ''}")
+        self.console.print(f"step {step}: validation loss {loss:.4f}{', the best so far' if best else ''}")
 
     def said(self, line: str) -> None:
         self.console.print(printable(line), soft_wrap=True, markup=False)

@@ -19,6 +19,7 @@ from regard.models.recommend import Recommender
 from regard.tasks import baselines, metrics
 from regard.tasks.batches import Ragged
 from regard.tasks.data import Row, first_cells, read, split
+from regard.tasks.graphs import Graph, text_graph
 from regard.tasks.labels import unseen
 from regard.tasks.task import Batch, Figures, Kit, Prediction, Recipe, Task, check_least, option
 from regard.tasks.trouble import Bad, Trouble
@@ -195,8 +196,8 @@ class Recommend(Task):
     def name_tokens(self, model: nn.Module, kit: Kit, record: Any, said: Prediction) -> None:
         record.tokens([kit.labels[n] for n in record.inputs["source"].tolist()])
 
-    def sample(self, kit: Kit) -> tuple[Tensor, Tensor]:
-        return torch.ones(2, 7, dtype=torch.int64), torch.tensor([[True] * 7, [True] * 4 + [False] * 3])
+    def graphs(self, model: nn.Module, kit: Kit) -> tuple[Graph, ...]:
+        return (text_graph(model),)
 
 
 class Histories:

@@ -23,7 +23,7 @@ Shapes = Mapping[str, tuple[int, ...]]
 ABOUT: dict[str, Any] = {
     "task": str, "options": dict[str, Any], "recipe": dict[str, Any], "sources": dict[str, Any],
     "machine": dict[str, str | int], "results": dict[str, Any], "split": str | None, "command": list[Any] | None,
-    "began": str | None,
+    "began": str | None, "rows": dict[str, int], "exported": dict[str, int | float] | None,
 }  # fmt: skip
 SOURCES: dict[str, Any] = {
     "data": list[str], "valid": list[str], "test": list[str], "held": int, "skip_bad": bool,
@@ -78,6 +78,9 @@ def read_about(folder: Path) -> dict[str, Any]:
         check_values(about["sources"], SOURCES, "sources.")
         for each in about["sources"]["files"]:
             check_value("sources.files.source", each.get("source"), str)
+        if (exported := about.get("exported")) is not None:
+            check_value("exported.step", exported.get("step"), int)
+            check_value("exported.minutes", exported.get("minutes"), float)
         results = about["results"]
         check_value("results.step", results.get("step"), int | None)
         check_value("results.minutes", results.get("minutes"), float | None)

@@ -39,7 +39,7 @@ from regard.tasks.run_files import (
     shapes_of,
 )
 from regard.tasks.run_files import read_tensors as load
-from regard.tasks.sources import Sources
+from regard.tasks.sources import Examples, Sources, split_digest
 from regard.tasks.task import Kit, Recipe, Task, tasks
 from regard.tasks.trouble import Trouble, first_line
 
@@ -63,12 +63,12 @@ class Progress:
 
 
 class Run:
-    """A folder with a run in it.
+    """A run directory, or what `regard export` wrote of one, which is only read.
 
-    run.json        what is needed to repeat it, and what it reached
+    run.json        what is needed to repeat it, and what it reached; `exported` in an exported one
     kit.json        labels and the like; tokenizer.json beside it
     checkpoints/    the last two, weights and optimizer; one file each, or a folder where processes share the weights
-    best.safetensors  the weights with the lowest held-out loss; model.safetensors in what comes with the package
+    best.safetensors  the weights with the lowest validation loss; config.json and model.safetensors in an exported one
     log.jsonl       one line a step; tensorboard/ has the same
     run.lock        locked by the process that writes
     """
@@ -77,15 +77,16 @@ class Run:
         self.folder, self.about, self.task, self.recipe, self.kit = folder, about, task, recipe, kit
 
     @staticmethod
-    def create(folder: Path, task: Task, recipe: Recipe, sources: Sources, kit: Kit, split: str) -> Run:
-        """A new run; nothing that is there is overwritten. split: the digest of what is held out."""
+    def create(folder: Path, task: Task, recipe: Recipe, sources: Sources, kit: Kit, examples: Examples) -> Run:
+        """A new run; nothing that is there is overwritten."""
         vacant(folder, task.name)
         about = {
             "task": task.name,
             "options": asdict(task),  # type: ignore[call-overload]
             "recipe": asdict(recipe),
             "sources": sources.settled().about(),
-            "split": split,
+            "split": split_digest(examples),
+            "rows": examples.rows(),
             "command": sys.argv,
             "began": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
             "machine": machine(),
@@ -101,14 +102,17 @@ class Run:
 
     @staticmethod
     def open(folder: Path | str) -> Run:
-        """The run that a folder holds, or the one of that name that comes with the package."""
+        """The run, or the exported one, that a folder holds; or the one of that name that comes with the package."""
         folder = Path(folder)
         if not folder.exists() and str(folder) in SHIPPED:
             folder = EMBEDDED / folder
         if not folder.exists():
             raise Trouble(f"{folder}: there is no such run; regard train TASK --out {folder} makes one")
         if not (folder / "run.json").exists():
-            raise Trouble(f"{folder}: holds no run (there is no run.json); is it the folder that --out named?")
+            raise Trouble(
+                f"{folder}: holds no run (there is no run.json); name the folder that regard train --out or "
+                "regard export wrote"
+            )
         about, known = read_about(folder), tasks()
         with naming(folder / "run.json"):
             if about["task"] not in known:
@@ -207,28 +211,29 @@ class Run:
 
     def minutes(self) -> float:
         """That its steps took, all together."""
-        if self.shipped:
-            return self.about["results"].get("minutes", 0.0)
+        if self.exported:
+            return self.about["exported"]["minutes"]
         return sum(line.get("seconds", 0.0) for line in read_lines(self.folder / "log.jsonl")) / 60
 
     @property
-    def shipped(self) -> bool:
-        """Whether it came with the package, where nothing is ever written."""
-        return self.folder.parent == EMBEDDED
+    def exported(self) -> bool:
+        """Whether it is a model to use, without checkpoints to go on from: nothing is written to its folder."""
+        return self.about.get("exported") is not None
 
     def model(self, *, frozen: bool = False) -> tuple[nn.Module, int]:
         """The model with its best weights, ready to predict, and the step that they are of.
 
         frozen: pack the weights for inference (`regard.nn.freeze`).
         """
-        path = self.folder / ("model.safetensors" if self.shipped else "best.safetensors")
+        if self.exported:
+            return self._exported_model(frozen), self.about["exported"]["step"]
+        path = self.folder / "best.safetensors"
         if path.exists():
-            mend = "install regard again" if self.shipped else f"regard resume {self.folder} writes it anew"
-            with naming(path, mend):
+            with naming(path, f"regard resume {self.folder} writes it anew"):
                 shapes = shapes_of(path)
                 self.check_model(path, shapes)
                 weights, notes = load(path)
-                step = _step(notes) if "progress" in notes else self.about["results"].get("step", 0)
+                step = _step(notes)
         else:
             found = self.latest()
             if found is None:
@@ -262,6 +267,12 @@ class Run:
             own = {name.removeprefix("model."): shape for name, shape in shapes.items() if name.startswith("model.")}
             self.check_model(path, own)
             break
+
+    def _exported_model(self, frozen: bool) -> nn.Module:
+        from regard.models import load as load_checkpoint
+
+        with naming(self.folder, "export the run again"):
+            return load_checkpoint(self.folder, dtype=torch.float32, frozen=frozen)
 
     def settle(self, rows: Sequence[Row]) -> None:
         """Let the task choose what is to be chosen after training, by rows held out for that, and keep it."""
@@ -350,7 +361,7 @@ def vacant(folder: Path, task: str) -> None:
             there = read_about(folder)["task"]
         except Trouble:
             raise Trouble(f"{folder}: holds a run whose run.json cannot be read; choose another --out") from None
-        if there != task or has_steps(folder):
+        if there != task or (folder / "config.json").exists() or has_steps(folder):  # config.json: an exported run
             raise Trouble(
                 f"{folder}: holds a run of {there}; go on with regard resume {folder}, or choose another --out"
             )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -14,6 +14,10 @@ from regard.tasks.trouble import Bad, Trouble
 
 if TYPE_CHECKING:
     from regard.tasks.runs import Run
+
+
+class DataGone(Trouble):
+    """A file that a run was trained on is not there."""
 
 
 @dataclass(frozen=True)
@@ -55,8 +59,12 @@ class Sources:
         for known in about["files"] if check else ():
             now = fingerprint(known["source"])
             if "sha256" in known and now != known:
-                what = "changed" if "sha256" in now else "is gone"
-                raise Trouble(f"{known['source']}: {what} since the run began; put it back, or begin another run")
+                if "sha256" not in now:
+                    raise DataGone(
+                        f"{known['source']}: is gone since the run began; put it back, begin another run, or measure "
+                        "other data with --data FILE"
+                    )
+                raise Trouble(f"{known['source']}: changed since the run began; put it back, or begin another run")
         data, valid, test = (tuple(about[name]) for name in ("data", "valid", "test"))
         return Sources(data, valid, test, about["held"], about["skip_bad"])
 
@@ -68,6 +76,24 @@ class Examples(NamedTuple):
     valid: list[Row]
     test: list[Row]
     bad: Bad
+
+    def rows(self) -> dict[str, int]:
+        """How many there are, by the names of the splits."""
+        return {"train": len(self.train), "validation": len(self.valid), "test": len(self.test)}
+
+
+def splits(rows: Mapping[str, int], *, shared: bool = False) -> str:
+    """How many rows the splits have. shared: whether the validation rows are the test rows.
+
+    >>> from regard.tasks.sources import splits
+    >>> splits({"train": 1192, "validation": 35, "test": 73})
+    '1,192 train, 35 validation, 73 test'
+    >>> splits({"train": 1192, "validation": 35, "test": 35}, shared=True)
+    '1,192 train, 35 validation and test (the same rows)'
+    """
+    if shared:
+        return f"{rows['train']:,} train, {rows['validation']:,} validation and test (the same rows)"
+    return ", ".join(f"{rows[name]:,} {name}" for name in ("train", "validation", "test"))
 
 
 def split_digest(examples: Examples) -> str:

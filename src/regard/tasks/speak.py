@@ -18,6 +18,7 @@ from regard.models.sound import HOP, RATE, to_wave
 from regard.models.speaking import Speaker, SpeakerConfig, guidance
 from regard.tasks import metrics
 from regard.tasks.data import Row, split
+from regard.tasks.graphs import Graph, speaker_graphs
 from regard.tasks.sounds import (
     Form,
     Sounds,
@@ -213,6 +214,10 @@ class Speak(Task):
             record.inputs["source"] = torch.tensor(kit.texts().encode(said.input).ids)
         record.decode(kit.tokenizer)
         record.over_spectrogram(*shown(said.file), stream="target")
+
+    def graphs(self, model: nn.Module, kit: Kit) -> tuple[Graph, ...]:
+        assert isinstance(model, Speaker)
+        return speaker_graphs(model)
 
 
 class Utterances:

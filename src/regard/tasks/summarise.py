@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from regard.models.copying import PointerTransformer
 from regard.tasks import metrics
 from regard.tasks.data import Row
+from regard.tasks.graphs import Graph, pair_graphs
 from regard.tasks.task import Batch, Figures, Kit, Prediction, Recipe, Task, option
 from regard.tasks.tokens import END, learn
 from regard.tasks.trouble import Bad
@@ -95,6 +96,10 @@ class Summarise(Task):
             output = kit.texts().decode(made[n].ids.tolist())
             more = {"coverage": covered(model, kit, text, sources[n], made[n].ids)}
             yield Prediction(text, output, made[n].score, more, place=rows[row].place)
+
+    def graphs(self, model: nn.Module, kit: Kit) -> tuple[Graph, ...]:
+        assert isinstance(model, PointerTransformer)
+        return pair_graphs(model)
 
 
 def lead(text: str, count: int) -> str:

@@ -21,6 +21,8 @@ from regard.tasks.trouble import Bad, Trouble
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
+    from regard.tasks.graphs import Graph
+
 
 def option(default: Any, help: str) -> Any:
     """A field of a task or a recipe that the command takes as an option."""
@@ -69,7 +71,7 @@ class Recipe:
     smoothing: float = option(0.0, "label smoothing")
     ema: float = option(0.998, "decay of the moving average of the weights, which is what is evaluated; 0 for none")
     patience: int = option(0, "stop after so many evaluations without a better loss; 0 for never")
-    evaluate_every: int = option(250, "steps between evaluations on held-out data")
+    evaluate_every: int = option(250, "steps between evaluations on validation data")
     save_every: int = option(250, "steps between checkpoints")
     precision: str = option("no", "mixed precision: no, bf16 or fp16")
     seed: int = option(1, "of weights, order and dropout")
@@ -332,9 +334,9 @@ class Task(ABC):
         if self.takes == "image" and hasattr(config, "grid") and "source" in record.inputs:
             record.over_image(record.inputs["source"], config.grid, first=1)
 
-    def sample(self, kit: Kit) -> tuple[Any, ...] | None:
-        """Padded inputs to export the model with, where it can be exported to ONNX; none where it cannot."""
-        return None
+    def graphs(self, model: nn.Module, kit: Kit) -> tuple[Graph, ...]:
+        """The parts of the model that `regard export` writes as ONNX; none where it cannot be traced."""
+        return ()
 
 
 def usable(task: Task, kit: Kit, rows: Sequence[Row], bad: Bad) -> list[Row]:

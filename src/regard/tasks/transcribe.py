@@ -22,6 +22,7 @@ from regard.models.speech import SpeechConfig, SpeechRecognizer
 from regard.nn import Packed, unpack
 from regard.tasks import metrics
 from regard.tasks.data import Row, beside, split
+from regard.tasks.graphs import Graph, sound_graph
 from regard.tasks.sounds import (
     Form,
     Sounds,
@@ -219,8 +220,8 @@ class Transcribe(Task):
     def name_tokens(self, model: nn.Module, kit: Kit, record: Any, said: Prediction) -> None:
         record.over_spectrogram(*shown(Path(said.input).read_bytes()))
 
-    def sample(self, kit: Kit) -> tuple[Tensor, Tensor]:
-        return torch.zeros(2, 200, self.features), torch.arange(200) < torch.tensor([[200], [120]])
+    def graphs(self, model: nn.Module, kit: Kit) -> tuple[Graph, ...]:
+        return (sound_graph(model, self.features),)
 
 
 class Clips:

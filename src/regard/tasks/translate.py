@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from regard.models.translation import Transformer
 from regard.tasks import metrics
 from regard.tasks.data import TATOEBA, Row
+from regard.tasks.graphs import Graph, pair_graphs
 from regard.tasks.task import Batch, Figures, Kit, Prediction, Recipe, Task, option
 from regard.tasks.tokens import learn
 from regard.tasks.trouble import Bad
@@ -78,6 +79,10 @@ class Translate(Task):
             outputs[n], scores[n] = kit.texts().decode(ids.tolist()), score
         for row, output, score in zip(kept, outputs, scores, strict=True):
             yield Prediction(rows[row].values[0], output, score, place=rows[row].place)
+
+    def graphs(self, model: nn.Module, kit: Kit) -> tuple[Graph, ...]:
+        assert isinstance(model, Transformer)
+        return pair_graphs(model)
 
 
 def _references(rows: Sequence[Row]) -> dict[str, list[str]]:
