@@ -31,6 +31,7 @@ def regard(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) 
     pytest.importorskip("typer")
     from regard.cli import main, terminal
 
+    monkeypatch.setattr("regard.cli.stages.FIRST", 1e6)  # on a busy machine any stage may be a long one
     for console in (terminal.told, terminal.shown):
         monkeypatch.setattr(console, "size", (200, 50))
 

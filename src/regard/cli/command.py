@@ -11,6 +11,7 @@ from regard.cli.evaluating import evaluate
 from regard.cli.looking import serve, view
 from regard.cli.measuring import check, info, lab
 from regard.cli.planning import plan
+from regard.cli.stages import reporting_stages
 from regard.cli.terminal import tell_trouble
 from regard.cli.training import resume, show_tasks, training
 from regard.cli.using import export, predict
@@ -38,7 +39,8 @@ def main() -> None:
             )
             sys.exit(2)
     try:
-        app()
+        with reporting_stages():
+            app()
     except Exception as error:
         of_a_file = isinstance(error, OSError) and error.filename is not None
         if isinstance(error, MemoryError) or "can't allocate memory" in str(error):  # torch raises a RuntimeError

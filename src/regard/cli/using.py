@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import sys
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Annotated
@@ -16,6 +18,8 @@ from regard.files import check_writable, whole, whole_text
 from regard.printable import printable
 from regard.tasks import Run, Trouble
 from regard.tasks.export import export as export_run
+from regard.tasks.stages import stage
+from regard.tasks.task import Prediction
 from regard.tasks.trouble import Bad
 
 SUFFIXES = {"audio": ".wav"}  # of the files that tasks make
@@ -64,14 +68,16 @@ def predict(
     if out is not None and not suffix and out.suffix != ".json":
         raise Trouble(f"{out}: what {run.task.name} says is written as JSON; name it {out.stem}.json")
     bad = Bad(skip=skip_bad)
-    rows = [with_context(row, context) for row in inputs_of(run.task, inputs or [], bad, form)]
+    with stage("reading inputs"):
+        rows = [with_context(row, context) for row in inputs_of(run.task, inputs or [], bad, form)]
     if not any(row.values for row in rows):
         raise Trouble('nothing to predict; give texts or files: regard predict RUN "..."')
     if out is not None:
         one = not suffix or (out.suffix == suffix and len(rows) == 1)
         check_writable(out if one else out / f"0001{suffix}", parents=bool(suffix))
     model, _ = run.model(frozen=True)
-    said = run.task.predict(model, run.kit, [row for row in rows if row.values], bad)
+    asked = [row for row in rows if row.values]
+    said = _reported(run.task.predict(model, run.kit, asked, bad), f"predicting {len(asked):,} inputs", out)
     if out is not None and not suffix:
         answers = {made.more.get("id", made.input): made.output for made in said}
         whole_text(out, json.dumps(answers, indent=1, ensure_ascii=False))
@@ -100,6 +106,19 @@ def predict(
             cells = (made.output, f"{made.score:.3f}", *filter(None, (where, made.note)))
             print_line("\t".join(map(printable, cells)))  # line n is the output of input n
     tell_bad(bad)
+
+
+def _reported(predictions: Iterator[Prediction], label: str, out: Path | None) -> Iterator[Prediction]:
+    """The predictions, made within a stage. Where they appear on a terminal, it ends with the first of them."""
+    if out is None and sys.stdout.isatty():
+        with stage(label):
+            first = next(predictions, None)
+        if first is not None:
+            yield first
+            yield from predictions
+    else:
+        with stage(label):
+            yield from predictions
 
 
 def export(

@@ -19,6 +19,7 @@ from regard.tasks.batches import Ragged, in_order
 from regard.tasks.data import Row, format_of
 from regard.tasks.graphs import Graph, text_graph
 from regard.tasks.squad import Asked, read_squad, read_table
+from regard.tasks.stages import track
 from regard.tasks.task import Batch, Figures, Kit, Prediction, Recipe, Task, option
 from regard.tasks.texts import encoder_config, encoder_of, loaded, started, too_long
 from regard.tasks.tokens import BEGIN, END, learn, special
@@ -160,7 +161,7 @@ class Answer(Task):
     def _found(self, model: nn.Module, items: Questions) -> list[Found]:
         """The best answer to every question, over all windows of its context."""
         found, device = dict[int, Found](), next(model.parameters()).device
-        for chosen in in_order(items.sizes, budget=8192) if len(items.sizes) else ():
+        for chosen in track(in_order(items.sizes, budget=8192)) if len(items.sizes) else ():
             ids, segments, allowed, parts = items.batch(chosen, np.random.default_rng(0)).inputs
             ids, segments = (each.holding(each.values.to(device)) for each in (ids, segments))
             logits = model(ids, segments=segments).values.float().cpu().masked_fill(~allowed[:, None], -torch.inf)

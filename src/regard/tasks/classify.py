@@ -18,6 +18,7 @@ from regard.tasks.batches import in_order
 from regard.tasks.data import Row
 from regard.tasks.graphs import Graph, text_graph
 from regard.tasks.labels import classes_of, known
+from regard.tasks.stages import track
 from regard.tasks.task import Batch, Figures, Kit, Prediction, Recipe, Task, option
 from regard.tasks.texts import TextItems, encoded, encoder_config, pretrained, started
 from regard.tasks.tokens import learn
@@ -128,7 +129,7 @@ def _scores(model: nn.Module, items: ClassifiedTexts, classes: int) -> Tensor:
     """Probabilities (n, classes)."""
     scores = torch.zeros(len(items.sizes), classes)
     device = next(model.parameters()).device
-    for chosen in in_order(items.sizes, budget=8192):
+    for chosen in track(in_order(items.sizes, budget=8192)):
         packed = items.ids.pack(chosen)
         scores[chosen] = model(packed.holding(packed.values.to(device))).float().softmax(-1).cpu()
     return scores

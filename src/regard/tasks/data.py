@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 from regard.files import regular, unique_keys
+from regard.tasks.stages import track
 from regard.tasks.trouble import Bad, Trouble, first_line
 
 OPENERS: dict[str, Callable[..., Any]] = {".gz": gzip.open, ".xz": lzma.open, ".bz2": bz2.open}
@@ -228,15 +229,21 @@ def opened(path: Path) -> Iterator[BinaryIO]:
 def lines_of(path: Path, bad: Bad) -> Iterator[tuple[str, str]]:
     """The lines of a file, compressed or not, with their places."""
     with opened(path) as file:
-        for number in count(1):
-            line = file.readline(LONGEST_LINE + 1)
-            if not line:
-                return
-            if len(line) > LONGEST_LINE:
-                raise Trouble(f"{path}:{number}: is longer than {LONGEST_LINE} bytes; is it the right file?")
+        for number, line in enumerate(track(_bounded_lines(path, file)), 1):
             text = decoded(str(path), number, line, bad)
             if text is not None:
                 yield f"{path}:{number}", text
+
+
+def _bounded_lines(path: Path, file: BinaryIO) -> Iterator[bytes]:
+    """Yield the lines of a file; one that is too long to be a row is an error."""
+    for number in count(1):
+        line = file.readline(LONGEST_LINE + 1)
+        if not line:
+            return
+        if len(line) > LONGEST_LINE:
+            raise Trouble(f"{path}:{number}: is longer than {LONGEST_LINE} bytes; is it the right file?")
+        yield line
 
 
 def _checked(source: str, rows: Iterator[Row]) -> Iterator[Row]:

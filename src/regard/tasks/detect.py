@@ -21,6 +21,7 @@ from regard.tasks.graphs import Graph, image_graph
 from regard.tasks.labels import unseen
 from regard.tasks.metrics import Found
 from regard.tasks.pictures import Form, content, drawn, framed, header, learnt, pixels_of, scale_to, shaken
+from regard.tasks.stages import track
 from regard.tasks.task import Batch, Figures, Kit, Prediction, Recipe, Task, check_least, check_most, option
 from regard.tasks.trouble import Bad, Trouble
 
@@ -187,7 +188,7 @@ class Detect(Task):
     def _found(self, model: nn.Module, items: DetectedImages) -> list[Found]:
         """What the model finds in each image, the surest first, in pixels of the image."""
         device, found = next(model.parameters()).device, []
-        for first in range(0, len(items.pixels), 64):
+        for first in track(range(0, len(items.pixels), 64)):
             chosen = np.arange(first, min(first + 64, len(items.pixels)))
             logits, boxes = model(items.images(chosen).to(device))
             scores, labels = logits.float().softmax(-1)[..., :-1].max(-1)

@@ -19,6 +19,7 @@ from regard.tasks import metrics
 from regard.tasks.batches import Ragged, in_order
 from regard.tasks.data import Row, split
 from regard.tasks.graphs import Graph, text_graph
+from regard.tasks.stages import track
 from regard.tasks.task import Batch, Figures, Kit, Prediction, Recipe, Task, option, usable
 from regard.tasks.texts import encoded, encoder_config, pretrained, started
 from regard.tasks.tokens import learn
@@ -186,7 +187,7 @@ def _kinds(rows: Sequence[np.ndarray]) -> np.ndarray:
 def vectors(model: nn.Module, texts: Ragged) -> Tensor:
     """Unit vectors (n, width)."""
     found, device = dict[int, Tensor](), next(model.parameters()).device
-    for chosen in in_order(texts.lengths, budget=8192):
+    for chosen in track(in_order(texts.lengths, budget=8192)):
         packed = texts.pack(chosen)
         made = model(packed.holding(packed.values.to(device))).float().cpu()
         found |= dict(zip(chosen.tolist(), made, strict=True))

@@ -17,6 +17,7 @@ from regard.models.checkpoints import save
 from regard.models.translation import Transformer
 from regard.tasks.graphs import Graph
 from regard.tasks.runs import Run
+from regard.tasks.stages import stage
 from regard.tasks.trouble import Trouble
 
 KEPT = ("task", "options", "recipe", "sources", "split", "rows", "machine", "results")  # of run.json
@@ -62,7 +63,8 @@ def _write_graphs(graphs: tuple[Graph, ...], folder: Path) -> str:
         return "it needs pip install 'regard[export]'"
     with _quiet(), torch.no_grad(), without("native"):
         for graph in graphs:
-            _write_onnx(graph, folder / f"{graph.name}.onnx")
+            with stage(f"writing {graph.name}.onnx"):
+                _write_onnx(graph, folder / f"{graph.name}.onnx")
     return ""
 
 

@@ -8,6 +8,7 @@ from typing import NamedTuple
 from torch import nn
 
 from regard.tasks.data import Row
+from regard.tasks.stages import stage
 from regard.tasks.task import Figures, Kit, Task, usable
 from regard.tasks.trouble import Bad, Trouble
 
@@ -37,13 +38,16 @@ def measure(
     baseline: the task that reads the training rows, where it is not the one that is measured.
     """
     baseline = baseline or task
-    rows = task.measured(kit, test, bad)
+    with stage("preparing test rows"):
+        rows = task.measured(kit, test, bad)
     if not rows:
         raise Trouble("no test row is left to measure on; check the data, or --longest")
-    figures = task.evaluate(model, kit, rows)
+    with stage(f"evaluating {len(rows):,} test rows"):
+        figures = task.evaluate(model, kit, rows)
     left_out = len(test) - len(rows)
     if train is None:
         return Measured(None, len(rows), left_out, figures, {})
     # Rows that training could not take raised there, unless they were to be left out.
-    train = usable(baseline, kit, train, Bad(skip=True)) if bad.skip else list(train)
-    return Measured(len(train), len(rows), left_out, figures, baseline.baselines(kit, train, rows))
+    with stage("measuring baselines"):
+        train = usable(baseline, kit, train, Bad(skip=True)) if bad.skip else list(train)
+        return Measured(len(train), len(rows), left_out, figures, baseline.baselines(kit, train, rows))

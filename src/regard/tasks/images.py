@@ -30,6 +30,7 @@ from regard.tasks.pictures import (
     pixels_of,
     shaken,
 )
+from regard.tasks.stages import track
 from regard.tasks.task import Batch, Figures, Kit, Prediction, Recipe, Task, check_least, check_most, option
 from regard.tasks.trouble import Bad, Trouble
 
@@ -188,7 +189,7 @@ def _scores(model: nn.Module, items: ClassifiedImages) -> Tensor:
     device = next(model.parameters()).device
     found = [
         model(items.images(chosen).to(device)).float().softmax(-1).cpu()
-        for chosen in np.array_split(np.arange(len(items.pixels)), max(1, round(items.sizes.sum() / 16384)))
+        for chosen in track(np.array_split(np.arange(len(items.pixels)), max(1, round(items.sizes.sum() / 16384))))
         if len(chosen)
     ]
     return torch.cat(found) if found else torch.zeros(0, 1)

@@ -16,6 +16,7 @@ from regard.nn import Packed, Rotary, Sample
 from regard.tasks import baselines
 from regard.tasks.data import Row
 from regard.tasks.graphs import Graph, text_graph
+from regard.tasks.stages import track
 from regard.tasks.task import Batch, Figures, Kit, Prediction, Recipe, Task, option
 from regard.tasks.texts import too_long
 from regard.tasks.tokens import END, encode, learn, special
@@ -84,7 +85,8 @@ class Language(Task):
         stream = _stream(kit, rows)
         windows = Windows(stream, self.context, max(1, self.context // 2))
         total, count, device = 0.0, 0, next(model.parameters()).device
-        for chosen in np.array_split(np.arange(len(windows.sizes)), max(1, len(windows.sizes) * self.context // 4096)):
+        parts = np.array_split(np.arange(len(windows.sizes)), max(1, len(windows.sizes) * self.context // 4096))
+        for chosen in track(parts):
             batch = windows.batch(chosen, np.random.default_rng(0))
             inputs = batch.inputs.holding(batch.inputs.values.to(device))
             losses = F.cross_entropy(model(inputs).values, batch.targets.to(device), reduction="none")
@@ -101,7 +103,7 @@ class Language(Task):
     def predict(self, model: nn.Module, kit: Kit, rows: Sequence[Row], bad: Bad) -> Iterator[Prediction]:
         assert isinstance(model, LanguageModel)
         end, device = special(kit.texts(), END), next(model.parameters()).device
-        for row, ids in zip(rows, encode(kit.texts(), [row.values[0] for row in rows]), strict=True):
+        for row, ids in zip(track(rows), encode(kit.texts(), [row.values[0] for row in rows]), strict=True):
             prompt = torch.from_numpy(np.concatenate([[end], ids])).to(device)
             if len(prompt) >= self.context:
                 bad(too_long(row.place, len(prompt), self.context - 1, option="context"))

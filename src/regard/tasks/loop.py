@@ -29,6 +29,7 @@ from regard.tasks.faults import first_fault, first_gradient
 from regard.tasks.lock import locked
 from regard.tasks.runs import Log, Progress, Run, claimed, has_steps, load, machine
 from regard.tasks.sources import Examples, Sources, gather, gather_again
+from regard.tasks.stages import stage
 from regard.tasks.task import Batch, Items, Recipe, Task, tasks
 from regard.tasks.trouble import Trouble
 
@@ -54,6 +55,7 @@ class Watch(Protocol):
     def step(self, step: Step) -> None: ...
     def evaluated(self, step: int, loss: float, best: bool) -> None: ...
     def said(self, line: str) -> None: ...
+    def ended(self) -> None: ...
 
 
 class Unseen:
@@ -63,6 +65,7 @@ class Unseen:
     def step(self, step: Step) -> None: ...
     def evaluated(self, step: int, loss: float, best: bool) -> None: ...
     def said(self, line: str) -> None: ...
+    def ended(self) -> None: ...
 
 
 class Objective(nn.Module):
@@ -88,7 +91,10 @@ def begin(folder: Path, task: Task, recipe: Recipe, sources: Sources) -> tuple[R
         with claimed(folder, task.name):
             examples = gather(task, sources, recipe.seed)
             _set_seed(recipe.seed)
-            Run.create(folder, task, recipe, sources, task.learn(examples.train), examples)
+            with stage("preparing tokenizer and labels"):
+                kit = task.learn(examples.train)
+            with stage("writing the run"):
+                Run.create(folder, task, recipe, sources, kit, examples)
         accelerator.wait_for_everyone()
         return Run.open(folder), examples
     accelerator.wait_for_everyone()
@@ -116,6 +122,7 @@ def train(run: Run, examples: Examples | None = None, watch: Watch | None = None
         trainer = _Trainer(run, examples, watch)
         try:
             progress = trainer.run_to_end()
+            watch.ended()
             if progress.done and main:
                 run.settle(examples.valid)
             return progress
@@ -139,10 +146,11 @@ class _Trainer:
         self.group, self.groups = (
             n // self.sharing for n in (self.accelerator.process_index, self.accelerator.num_processes)
         )
-        self.items: Items = run.task.items(run.kit, examples.train, examples.bad)
-        self.held: Items = run.task.items(run.kit, examples.valid, examples.bad)
-        if examples.test is not examples.valid:
-            run.task.measured(run.kit, examples.test, examples.bad)  # before the training, not at its end
+        with stage("preparing examples"):
+            self.items: Items = run.task.items(run.kit, examples.train, examples.bad)
+            self.held: Items = run.task.items(run.kit, examples.valid, examples.bad)
+            if examples.test is not examples.valid:
+                run.task.measured(run.kit, examples.test, examples.bad)  # before the training, not at its end
         if not len(self.items.sizes) or not len(self.held.sizes):
             raise Trouble(
                 f"{run.folder}: no example is left to {'train on' if not len(self.items.sizes) else 'hold out'}"

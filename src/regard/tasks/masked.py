@@ -15,6 +15,7 @@ from regard.models.text import MaskedLanguageModel
 from regard.tasks.batches import in_order
 from regard.tasks.data import Row
 from regard.tasks.graphs import Graph, text_graph
+from regard.tasks.stages import track
 from regard.tasks.task import Batch, Figures, Kit, Prediction, Recipe, Task, option
 from regard.tasks.texts import TextItems, encoder_config, too_long
 from regard.tasks.tokens import BEGIN, END, MASK, SPECIAL, encode, learn, special
@@ -88,7 +89,7 @@ class Masked(Task):
     def predict(self, model: nn.Module, kit: Kit, rows: Sequence[Row], bad: Bad) -> Iterator[Prediction]:
         tokenizer, device = kit.texts(), next(model.parameters()).device
         begin, end, mask = (special(tokenizer, name) for name in (BEGIN, END, MASK))
-        for row, ids in zip(rows, encode(tokenizer, [row.values[0] for row in rows], special=True), strict=True):
+        for row, ids in zip(track(rows), encode(tokenizer, [row.values[0] for row in rows], special=True), strict=True):
             at = np.flatnonzero(ids == mask)
             if not len(at):
                 bad(f"{row.place}: expected {MASK} where words are to be filled in, but there is none")
@@ -133,7 +134,7 @@ class HiddenWords(TextItems):
 
     def all(self) -> Iterator[Batch]:
         """Every piece once, always with the same tokens hidden."""
-        for n, chosen in enumerate(in_order(self.sizes, budget=8192)):
+        for n, chosen in enumerate(track(in_order(self.sizes, budget=8192))):
             yield self.batch(chosen, np.random.default_rng(n))
 
 

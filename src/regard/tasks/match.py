@@ -21,6 +21,7 @@ from regard.nn.loss import loss_among
 from regard.tasks import baselines, metrics
 from regard.tasks.data import Row, beside, read, split
 from regard.tasks.pictures import SUFFIXES, Form, content, cropped, drawn, learnt, pixels_of, shaken
+from regard.tasks.stages import track
 from regard.tasks.task import Batch, Figures, Kit, Prediction, Recipe, Task, check_least, check_most, option
 from regard.tasks.texts import encoded
 from regard.tasks.tokens import learn
@@ -260,7 +261,7 @@ def parted(given: str) -> tuple[str, str] | None:
 def _said(model: nn.Module, items: Described) -> Tensor:
     """Logits (n,)."""
     device, said = next(model.parameters()).device, torch.zeros(len(items.sizes))
-    for chosen in np.array_split(np.arange(len(said)), max(1, round(items.sizes.sum() / 8192))):
+    for chosen in track(np.array_split(np.arange(len(said)), max(1, round(items.sizes.sum() / 8192)))):
         if len(chosen):
             said[chosen] = model(*(each.to(device) for each in items.inputs(chosen))).float().cpu()
     return said

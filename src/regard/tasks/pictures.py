@@ -20,6 +20,7 @@ from torch import Tensor
 from regard.field_types import quoted
 from regard.files import is_regular, regular
 from regard.tasks.data import Row
+from regard.tasks.stages import track
 from regard.tasks.task import Kit, check_least
 from regard.tasks.trouble import Bad, Trouble, first_line
 
@@ -69,7 +70,7 @@ def learnt(rows: Sequence[Row], size: int, fit: Fit, patch: int = 1) -> dict[str
     """The form of images for a kit: their own size, if all have the same, or `size` each way, in whole patches."""
     shapes: Counter[tuple[int, int]] = Counter()
     colour = False
-    for row in rows:
+    for row in track(rows):
         found = header(row)
         if found is not None:
             shapes[found[:2]] += 1
@@ -124,7 +125,7 @@ def pixels_of(rows: Sequence[Row], form: Form, bad: Bad, fit: Fit) -> tuple[np.n
     else:
         held = np.zeros(shape, np.uint8)
     kept: list[int] = []
-    for n, row in enumerate(rows):
+    for n, row in enumerate(track(rows)):
         given = decoded(row, bad)
         if given is None:
             continue

@@ -32,15 +32,14 @@ class Bar:
         return self
 
     def __exit__(self, *error: object) -> None:
-        if self._bar is not None:
-            self._bar.stop()
+        self.ended()
 
     def begun(self, run: Run, progress: Progress, examples: Examples) -> None:
         self.examples = examples
         size = splits(examples.rows(), shared=examples.test is examples.valid)
         where = f", from step {progress.step}" if progress.step else ""
         self.said(f"{run.task.name}: {size}; {run.recipe.steps} steps{where}; {run.folder}")
-        if self.console.is_terminal:
+        if self.console.is_interactive:
             from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
             from rich.progress import Progress as Bars
 
@@ -63,6 +62,10 @@ class Bar:
 
     def evaluated(self, step: int, loss: float, best: bool) -> None:
         self.console.print(f"step {step}: validation loss {loss:.4f}{', the best so far' if best else ''}")
+
+    def ended(self) -> None:
+        if self._bar is not None:
+            self._bar.stop()
 
     def said(self, line: str) -> None:
         self.console.print(printable(line), soft_wrap=True, markup=False)

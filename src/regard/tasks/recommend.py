@@ -21,6 +21,7 @@ from regard.tasks.batches import Ragged
 from regard.tasks.data import Row, first_cells, read, split
 from regard.tasks.graphs import Graph, text_graph
 from regard.tasks.labels import unseen
+from regard.tasks.stages import track
 from regard.tasks.task import Batch, Figures, Kit, Prediction, Recipe, Task, check_least, option
 from regard.tasks.trouble import Bad, Trouble
 
@@ -243,7 +244,7 @@ class Asked:
         Of equal scores the item that was named first wins. An item that was never seen is behind all others.
         """
         found = []
-        for chosen in np.array_split(np.arange(len(self.before)), max(1, -(-len(self.before) // ROWS))):
+        for chosen in track(np.array_split(np.arange(len(self.before)), max(1, -(-len(self.before) // ROWS)))):
             scores, last = score(chosen).clone(), self.last[chosen]
             own = scores.gather(1, last.clamp(min=0)[:, None])
             if not again:

@@ -40,6 +40,7 @@ from regard.tasks.run_files import (
 )
 from regard.tasks.run_files import read_tensors as load
 from regard.tasks.sources import Examples, Sources, split_digest
+from regard.tasks.stages import stage
 from regard.tasks.task import Kit, Recipe, Task, tasks
 from regard.tasks.trouble import Trouble, first_line
 
@@ -225,6 +226,10 @@ class Run:
 
         frozen: pack the weights for inference (`regard.nn.freeze`).
         """
+        with stage("loading the model"):
+            return self._model(frozen)
+
+    def _model(self, frozen: bool) -> tuple[nn.Module, int]:
         if self.exported:
             return self._exported_model(frozen), self.about["exported"]["step"]
         path = self.folder / "best.safetensors"
@@ -276,7 +281,9 @@ class Run:
 
     def settle(self, rows: Sequence[Row]) -> None:
         """Let the task choose what is to be chosen after training, by rows held out for that, and keep it."""
-        kit = self.task.settle(self.model(frozen=True)[0], self.kit, rows)
+        model, _ = self.model(frozen=True)
+        with stage("calibrating"):
+            kit = self.task.settle(model, self.kit, rows)
         if kit is not self.kit:
             self.kit = kit
             with _room(self.folder):

@@ -18,6 +18,7 @@ from regard.tasks import baselines, metrics
 from regard.tasks.batches import Ragged, in_order
 from regard.tasks.data import Row, split
 from regard.tasks.labels import classes_of, unseen
+from regard.tasks.stages import track
 from regard.tasks.task import Batch, Figures, Kit, Prediction, Recipe, Task, check_least, option
 from regard.tasks.trouble import Bad, Trouble
 
@@ -278,7 +279,7 @@ def _said(model: nn.Module, items: LabelledSets) -> Tensor:
     """What the model says of each set, (sets, classes)."""
     device = next(model.parameters()).device
     said = torch.zeros(len(items.sizes), model.config.classes)  # type: ignore[union-attr, arg-type]
-    for chosen in in_order(items.sizes, budget=16384):
+    for chosen in track(in_order(items.sizes, budget=16384)):
         packed = items.sets.pack(chosen)
         said[chosen] = model(Packed(packed.values.to(device), packed.lengths)).float().cpu()
     return said

@@ -17,6 +17,7 @@ from regard.files import regular
 from regard.models.sound import RATE, log_mel
 from regard.nn import Packed
 from regard.tasks.data import Row, beside, read
+from regard.tasks.stages import track
 from regard.tasks.task import Kit
 from regard.tasks.trouble import Bad, Trouble, first_line
 
@@ -62,7 +63,7 @@ class Form:
 def learnt(rows: Sequence[Row], features: int) -> dict[str, Any]:
     """The form of sounds for a kit."""
     step = max(1, len(rows) // SAMPLE)
-    waves = (wave_of(row, Bad(skip=True)) for row in rows[::step])
+    waves = (wave_of(row, Bad(skip=True)) for row in track(rows[::step]))
     found = [features_of(wave, features) for wave in waves if wave is not None]
     if not found:
         raise Trouble(f"{rows[0].place}: is no sound that can be read, nor are others; is it the right data?")

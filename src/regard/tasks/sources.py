@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from regard.tasks.data import Row, fingerprint
+from regard.tasks.stages import stage
 from regard.tasks.task import Task
 from regard.tasks.trouble import Bad, Trouble
 
@@ -104,7 +105,8 @@ def split_digest(examples: Examples) -> str:
 
 def gather_again(run: Run, *, skip_bad: bool = False) -> Examples:
     """The examples of a run, which must be those that it began with."""
-    sources = Sources.of(run.about["sources"])
+    with stage("checking that the data is the same"):
+        sources = Sources.of(run.about["sources"])
     examples = gather(run.task, replace(sources, skip_bad=skip_bad or sources.skip_bad), run.recipe.seed)
     drawn = not (sources.valid and sources.test)
     if drawn and run.about.get("split") != split_digest(examples):
@@ -116,6 +118,11 @@ def gather_again(run: Run, *, skip_bad: bool = False) -> Examples:
 
 def gather(task: Task, sources: Sources, seed: int) -> Examples:
     """Read all of it."""
+    with stage("reading data"):
+        return _gather(task, sources, seed)
+
+
+def _gather(task: Task, sources: Sources, seed: int) -> Examples:
     bad = Bad(skip=sources.skip_bad)
     data, measured = (sources.data, sources.test) if sources.test or sources.valid else task.parted(sources.data)
     train, valid, test = (

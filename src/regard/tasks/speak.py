@@ -32,6 +32,7 @@ from regard.tasks.sounds import (
     table_of,
     wave_of,
 )
+from regard.tasks.stages import track
 from regard.tasks.task import Batch, Figures, Kit, Prediction, Recipe, Task, check_least, option
 from regard.tasks.trouble import Bad, Trouble
 
@@ -109,7 +110,7 @@ class Speak(Task):
     def items(self, kit: Kit, rows: Sequence[Row], bad: Bad) -> Utterances:
         clips: list[np.ndarray] = []
         texts, places = list[Tensor](), list[str]()
-        for row in rows:
+        for row in track(rows):
             ids = self._letters(kit, row.place, row.values[1], bad)
             wave = None if ids is None else wave_of(row, bad)
             if ids is None or wave is None:
@@ -198,7 +199,7 @@ class Speak(Task):
 
     @torch.no_grad()
     def predict(self, model: nn.Module, kit: Kit, rows: Sequence[Row], bad: Bad) -> Iterator[Prediction]:
-        for row in rows:
+        for row in track(rows):
             ids = self._letters(kit, row.place, row.values[0], bad)
             if ids is None:
                 continue
@@ -246,7 +247,7 @@ def _said(model: nn.Module, kit: Kit, texts: Sequence[Tensor], longest: float) -
     """Texts as waves."""
     assert isinstance(model, Speaker)
     device, form = next(model.parameters()).device, Form.of(kit)
-    for ids in texts:
+    for ids in track(texts):
         (uttered,) = model.generate([ids.to(device)], limit=int(longest * RATE / HOP))
         wave = to_wave(form.back(uttered.frames.float().cpu())).numpy()
         yield _Said(wave / max(1.0, float(np.abs(wave).max()) / 0.95), uttered.score)

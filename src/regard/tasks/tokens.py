@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from regard.tasks.stages import stage
 from regard.tasks.trouble import Trouble
 
 if TYPE_CHECKING:
@@ -38,7 +39,8 @@ def learn(texts: Iterable[str], size: int, *, lower: bool = False) -> Tokenizer:
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
-    tokenizer.train_from_iterator(texts, trainer)
+    with stage("training a tokenizer"):
+        tokenizer.train_from_iterator(texts, trainer)
     return tokenizer
 
 

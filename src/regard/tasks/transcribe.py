@@ -37,6 +37,7 @@ from regard.tasks.sounds import (
     table_of,
     wave_of,
 )
+from regard.tasks.stages import track
 from regard.tasks.task import Batch, Figures, Kit, Prediction, Recipe, Task, check_least, option
 from regard.tasks.trouble import Bad
 
@@ -121,7 +122,7 @@ class Transcribe(Task):
         known, config = {letter: n for n, letter in enumerate(kit.labels)}, self.config(kit)
         clips: list[np.ndarray] = []
         targets, places = list[list[int]](), list[str]()
-        for row in rows:
+        for row in track(rows):
             text = self.spelled(row.values[1])
             if not text:
                 bad(f"{row.place}: {row.values[1]!r} has no letter")
@@ -167,7 +168,7 @@ class Transcribe(Task):
 
     def _clips(self, rows: Sequence[Row], bad: Bad) -> Iterator[tuple[Row, np.ndarray, str]]:
         """The rows that have a sound and a text, with both; others are bad."""
-        for row in rows:
+        for row in track(rows):
             text = self.spelled(row.values[1])
             if not text:
                 bad(f"{row.place}: {row.values[1]!r} has no letter")
@@ -207,7 +208,7 @@ class Transcribe(Task):
         return "".join(kit.labels[n] for n in found.labels), math.exp(found.score / max(1, len(found.labels)))
 
     def predict(self, model: nn.Module, kit: Kit, rows: Sequence[Row], bad: Bad) -> Iterator[Prediction]:
-        for row in rows:
+        for row in track(rows):
             wave = wave_of(row, bad)
             if wave is None:
                 continue

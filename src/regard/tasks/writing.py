@@ -15,6 +15,7 @@ from regard.nn import Beam, Packed
 from regard.nn.generate import Strategy
 from regard.tasks.batches import Ragged, in_order
 from regard.tasks.data import Row
+from regard.tasks.stages import track
 from regard.tasks.task import Batch, Kit
 from regard.tasks.texts import Shape, too_long
 from regard.tasks.tokens import BEGIN, END, MASK, PAD, encode, special
@@ -103,7 +104,7 @@ def written(model: Transformer, sources: Sequence[np.ndarray], *, beam: int, lim
     """The targets of sources, those of like length together; at most `limit` tokens, and about twice the source's."""
     ragged, device = Ragged(sources), next(model.parameters()).device
     strategy: Strategy | None = Beam(beam) if beam > 1 else None
-    for chosen in in_order(ragged.lengths, budget=512) if len(ragged) else ():
+    for chosen in track(in_order(ragged.lengths, budget=512)) if len(ragged) else ():
         packed = ragged.pack(chosen)
         packed = packed.holding(packed.values.to(device))
         made = model.generate(packed, limit=min(limit, 2 * max(packed.lengths) + 16), strategy=strategy)
