@@ -57,6 +57,16 @@ def test_a_checkpoint_with_a_changed_bit_is_passed_over_for_the_one_before(tmp_p
     assert all(torch.equal(value, again[name]) for name, value in whole.items())
 
 
+def test_where_no_checkpoint_can_be_read_no_other_is_promised(tmp_path: Path) -> None:
+    run = begun(tmp_path)
+    path = run.save({"model.a": torch.randn(3, 2)}, Progress(step=3))
+    flip(path, -5)
+    lines: list[str] = []
+    with pytest.raises(Trouble, match="no checkpoint can be read; begin another run"):
+        run.latest(lines.append)
+    assert [line.endswith("its checksum does not match its content)") for line in lines] == [True]
+
+
 def test_checkpoints_of_earlier_versions_have_no_checksum(tmp_path: Path) -> None:
     run = begun(tmp_path)
     path = run.save({"model.a": torch.ones(3)}, Progress(step=3))

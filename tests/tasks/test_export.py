@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -295,7 +296,8 @@ def test_an_export_says_nothing_but_what_it_wrote(translator: Run, tmp_path: Pat
     words = [sys.executable, "-m", "regard", "export", str(translator.folder), str(tmp_path / "out")]
     said = subprocess.run(words, capture_output=True, text=True, check=False)
     assert said.returncode == 0, said.stderr
-    assert said.stderr == ""
+    stages = re.compile(r"(loading the model|writing \w+\.onnx) \.\.\.")  # on a slow machine they are reported
+    assert [line for line in said.stderr.splitlines() if not stages.fullmatch(line)] == []
     written_names = {line.split(": ")[1].split(" (")[0] for line in said.stdout.splitlines()}
     assert written_names == {
         "config.json", "decoder.onnx", "encoder.onnx", "kit.json", "model.safetensors", "run.json", "tokenizer.json"

@@ -112,7 +112,7 @@ def test_a_checkpoint_whose_fault_has_no_words_is_passed_over_too(tmp_path: Path
     found = run.latest(told.append, read)
     assert found is not None
     assert found[1].step == 1
-    assert "step-00000002.safetensors: cannot be read (EOFError); the one before it is taken" in told[0]
+    assert "step-00000002.safetensors: cannot be read (EOFError); step-00000001.safetensors is tried instead" in told[0]
 
 
 def test_a_run_that_is_not_trained_cannot_predict(tmp_path: Path) -> None:

@@ -179,12 +179,13 @@ class Run:
     ) -> tuple[dict[str, Tensor], Progress] | None:
         """The newest checkpoint that can be read; `tell` hears of those that cannot."""
         paths = self.checkpoints()
-        for path in paths:
+        for path, before in zip(paths, [*paths[1:], None], strict=False):
             try:
                 tensors, notes = (read or load)(path)
                 return tensors, read_progress(Progress, notes)
             except Exception as error:  # whatever is wrong with it, there may be another
-                tell(f"{path}: cannot be read ({first_line(error)}); the one before it is taken")
+                then = f"; {before.name} is tried instead" if before is not None else ""
+                tell(f"{path}: cannot be read ({first_line(error)}){then}")
         if paths:
             raise Trouble(f"{paths[0].parent}: no checkpoint can be read; begin another run")
         return None
