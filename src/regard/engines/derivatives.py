@@ -7,6 +7,7 @@ gradients, its tangents, and the same results by torch's own operators, from whi
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, fields, is_dataclass
@@ -341,11 +342,19 @@ class _Twice(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         tensors, wanted = ctx.saved_tensors, ctx.needs_input_grad[2:]
+        given = (*grads, *(None,) * (ctx.operator.outputs - len(grads)))
         if torch.is_grad_enabled() or not _is_plain((*tensors, *grads)):
-            given = (*grads, *(None,) * (ctx.operator.outputs - len(grads)))
             return None, None, *_differentiated(ctx.operator, tensors, given, wanted)
         keep = torch._C._autograd._get_current_graph_task_keep_graph()
-        return None, None, *_pull_back(ctx.results, ctx.leaves, grads, False, keep)
+        found = _pull_back(ctx.results, ctx.leaves, grads, False, keep)
+        # A kernel on a CPU multiplies what is masked by 0, which gives NaN where it is not finite or overflows.
+        if tensors[0].is_cpu and not all(grad is None or _is_finite(grad) for grad in found):
+            found = ctx.operator.gradients(tensors, ctx.operator.compute(tensors), given, wanted)
+        return None, None, *found
+
+
+def _is_finite(tensor: Tensor) -> bool:
+    return bool(torch.linalg.vector_norm(tensor, math.inf) < math.inf) if tensor.numel() else True
 
 
 def _differentiated(operator: Operator, tensors: Tensors, grads: Tensors, wanted: Sequence[bool]) -> Tensors:

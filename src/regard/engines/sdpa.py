@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -31,40 +33,66 @@ def run(problem: Problem, query: Tensor, key: Tensor, value: Tensor, seed: Tenso
 
 
 def _attend(problem: Problem, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    given, spoiled = (query, key, value), None
-    traced = problem.functional or torch.compiler.is_compiling()
-    if traced:
-        spoiled = query.isnan().any(-1, keepdim=True)
-        if problem.mask is not None:
-            key, value, bad = finite(key, value)
-            spoiled = spoiled | _reached(problem, bad)
     bias, nothing = _dense(problem, query)
-    query, key, scale = as_dot(problem, query, key)
-    scale /= problem.temperature
-    if not traced and _is_risky(problem, query, key, value, bias, scale):
-        return tiled.run(problem, *given, None)[0]
-    if (repeats := problem.frame.H // problem.G) > 1:
-        key, value = key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)
-    output = F.scaled_dot_product_attention(
-        query, key, value, attn_mask=bias, is_causal=_plain_causal(problem), scale=scale
-    )
+    if not _may_read(problem):
+        output = _spoiled(problem, query, key, value, bias)
+        return output if nothing is None else output.masked_fill(nothing, 0.0)
+    output = _kernel(problem, *as_dot(problem, query, key), value, bias)
     if nothing is not None:
         output = output.masked_fill(nothing, 0.0)
-    if spoiled is not None:
-        output = output * torch.where(spoiled, float("nan"), 1.0).to(output)
-    return output
+    return tiled.run(problem, query, key, value, None)[0] if _is_doubtful(output, nothing) else output
 
 
-def _is_risky(problem: Problem, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, scale: float) -> bool:
-    """Whether torch's kernel may be wrong: a row of NaN is an empty one to it, and -inf is added to what is masked."""
-    largest = [tensor.detach().abs().amax().double() for tensor in (query, key)]  # NaN and inf stay what they are
-    bound = largest[0] * largest[1] * (problem.D * abs(scale))
-    risky = ~(bound < torch.finfo(problem.arithmetic).max)
+def _kernel(problem: Problem, query: Tensor, key: Tensor, scale: float, value: Tensor, bias: Tensor | None) -> Tensor:
+    if (repeats := problem.frame.H // problem.G) > 1:
+        key, value = key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)
+    scale /= problem.temperature
+    return F.scaled_dot_product_attention(
+        query, key, value, attn_mask=bias, is_causal=_plain_causal(problem), scale=scale
+    )
+
+
+def _may_read(problem: Problem) -> bool:
+    """Whether the output may decide what to do next: not in a graph, nor on a device that would have to be awaited."""
+    return problem.device.type == "cpu" and not problem.functional and not torch.compiler.is_compiling()
+
+
+def _is_doubtful(output: Tensor, nothing: Tensor | None) -> bool:
+    """Whether torch's CPU kernel may have gone wrong.
+
+    It adds -inf to the logits that are masked, so that one that is not finite becomes NaN, and multiplies the values
+    that are masked by 0: both show as NaN. Where a row's largest logit is -inf, it takes the row for empty and gives
+    exactly 0; since NaN may be passed over in the search for the largest, a row of NaN can end there too. Every other
+    NaN shows. So a row is good if it is finite and not all 0.
+    """
+    largest = torch.linalg.vector_norm(output.detach(), math.inf, -1, keepdim=True)
+    good = (largest > 0) & (largest < math.inf)
+    return not bool((good if nothing is None else good | nothing).all())
+
+
+def _spoiled(problem: Problem, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None) -> Tensor:
+    """The output without reading a number: what is masked is made finite first, rows of NaN are made NaN behind.
+
+    A key that is so large that its product with some query may overflow counts as one that is not finite.
+    """
+    bad = None
     if problem.mask is not None:
-        risky = risky | ~value.detach().isfinite().all()
+        key, value, bad = finite(key, value)
+    query, key, scale = as_dot(problem, query, key)
+    spoiled = query.isnan().any(-1, keepdim=True)
+    if bad is None:
+        seen = key.isnan().any(-1).any(-1)
+        spoiled = spoiled | seen.repeat_interleave(problem.frame.H // problem.G, 1)[..., None, None]
+    else:
+        bound = query.abs().amax().double() * problem.D * abs(scale / problem.temperature)
+        fits = key.abs().amax(-1, keepdim=True) * bound < torch.finfo(problem.arithmetic).max
+        fits = fits | bound.isnan()  # which is the queries' own
+        key = torch.where(fits, key, 0.0)
+        spoiled = spoiled | _reached(problem, bad | ~fits.squeeze(-1))
     if bias is not None and bias.is_floating_point():
-        risky = risky | bias.detach().isnan().any()
-    return bool(risky)
+        spoiled = spoiled | bias.isnan().any(-1, keepdim=True)
+    output = _kernel(problem, query, key, scale, value, bias)
+    return output * torch.where(spoiled, float("nan"), 1.0).to(output)  # not filled: gradients become NaN as well
 
 
 def as_dot(problem: Problem, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor, float]:
