@@ -77,7 +77,7 @@ WRONG: dict[str, tuple[Callable[[], Any], type[Exception], list[str]]] = {
         ["query", "nested"],
     ),
     "sparse mask": (call(mask=bits.to_sparse()), TypeError, ["mask", "dense", "sparse_coo", "mask.to_dense()"]),
-    "sparse bias": (call(bias=normal(Q, K).to_sparse()), TypeError, ["tensor of the description", "dense", "sparse"]),
+    "sparse bias": (call(bias=normal(Q, K).to_sparse()), TypeError, ["bias", "dense", "sparse", "bias.to_dense()"]),
     "sparse query of linear attention": (
         lambda: rg.LinearAttention()(q.to_sparse(), k, v), TypeError, ["q", "dense", "q.to_dense()"],
     ),

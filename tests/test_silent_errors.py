@@ -88,3 +88,48 @@ def test_tensors_on_meta_give_shapes_or_a_clear_error() -> None:
     assert attend.weights(query, query).shape == (2, 4, 6, 6)
     with pytest.raises(ValueError, match="meta"):
         attend.statistics(query, query)
+
+
+NESTED = {
+    "strided": torch.nested.nested_tensor([torch.zeros(4), torch.zeros(3)]),
+    "jagged": torch.nested.nested_tensor([torch.zeros(4), torch.zeros(3)], layout=torch.jagged),
+}
+HOLDERS: dict[str, Callable[[Tensor], object]] = {
+    "sink": lambda x: rg.Attention(sink=x),
+    "bias": lambda x: rg.Attention(bias=x),
+    "dense_bias": rg.dense_bias,
+    "relative": rg.relative,
+    "t5": rg.t5,
+    "shaw": rg.shaw,
+    "Dot": lambda x: rg.Dot(scale=x),
+    "Cosine": lambda x: rg.Cosine(scale=x),
+    "Additive": rg.Additive,
+    "Bilinear": rg.Bilinear,
+    "offset": lambda x: rg.Attention(offset=x),
+    "mask": lambda x: rg.Attention(mask=x),
+    "padding": rg.padding,
+    "documents": rg.documents,
+}
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("layout", NESTED)
+@pytest.mark.parametrize("holder", HOLDERS)
+def test_nested_tensors_are_refused_wherever_a_tensor_may_be_given(holder: str, layout: str) -> None:
+    with pytest.raises(TypeError, match="nested"):
+        HOLDERS[holder](NESTED[layout])
+
+
+@pytest.mark.parametrize("use", ["call", "weights", "whole", "functional_call"])
+def test_an_offset_that_vmap_maps_over_is_refused(use: str) -> None:
+    query, key, value = inputs()
+
+    def attend(offset: Tensor) -> Tensor:
+        if use == "functional_call":
+            held = rg.Attention(mask=rg.causal(), offset=torch.tensor([0, 1]))
+            return torch.func.functional_call(held, {"offset": offset.expand(2)}, (query, key, value))
+        made = rg.Attention(mask=rg.causal(), offset=offset if use == "whole" else offset.expand(2))
+        return made.weights(query, key) if use == "weights" else made(query, key, value)
+
+    with pytest.raises(NotImplementedError, match="offset is read as numbers"):
+        torch.func.vmap(attend)(torch.arange(3))

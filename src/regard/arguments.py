@@ -27,6 +27,7 @@ def offset(value: Any) -> int | Tensor | None:
         tensor = torch.as_tensor(value)
     except (TypeError, ValueError, RuntimeError):
         raise TypeError(f"offset must be a whole number or one per batch row, but is {type(value).__name__}") from None
+    check_layout("offset", tensor, sequences=False)
     if tensor.is_floating_point() or tensor.dtype == torch.bool or tensor.dim() > 1:
         raise TypeError(
             f"offset must be a whole number or one per batch row, but is {tensor.dtype} of shape {shape_of(tensor)}"
@@ -36,7 +37,19 @@ def offset(value: Any) -> int | Tensor | None:
 
 def read_offset(value: Any) -> int | Tensor:
     """The offset as calls take it: a number, or a private copy of (B,) int64 numbers."""
-    return value.detach().to(torch.int64, copy=True).reshape(-1) if isinstance(value, Tensor) else value
+    if not isinstance(value, Tensor):
+        return value
+    check_unmapped(value)
+    return value.detach().to(torch.int64, copy=True).reshape(-1)
+
+
+def check_unmapped(offset: Tensor) -> None:
+    """Raise for an offset that vmap maps over: what a mask leaves visible is worked out from its numbers."""
+    if not torch.compiler.is_compiling() and torch._C._functorch.is_functorch_wrapped_tensor(offset):
+        raise NotImplementedError(
+            "offset is read as numbers, which a torch.func transform such as vmap hides; map over query, key and value "
+            "and keep the offset fixed, or make its axis the batch axis, with one offset per row"
+        )
 
 
 _TORCH = {
@@ -85,6 +98,19 @@ def knows_torch(name: str, *, module: bool = False) -> Callable[[Function], Func
         return checked  # type: ignore[return-value]
 
     return decorate
+
+
+def check_layout(name: str, tensor: Tensor, *, sequences: bool = True) -> None:
+    """Raise unless the tensor has one number for each index, in strided memory. sequences: whether it holds some."""
+    if tensor.is_nested:
+        advice = "join its sequences along one axis with mask=rg.documents(ids), or pad them with rg.padding(lengths)"
+        raise TypeError(
+            f"{name} must be one dense tensor, but is nested; {advice if sequences else 'stack its parts, or pad them'}"
+        )
+    if tensor.is_quantized:
+        raise TypeError(f"{name} must be floating-point, but is quantised ({tensor.dtype}); pass {name}.dequantize()")
+    if tensor.layout is not torch.strided:
+        raise TypeError(f"{name} must be a dense tensor, but has the layout {tensor.layout}; pass {name}.to_dense()")
 
 
 def check_temperature(value: Any) -> None:

@@ -21,7 +21,7 @@ from regard.engines.derivatives import mode_of
 from regard.engines.dropout import draw_seed
 from regard.engines.look import Statistics
 from regard.engines.plain import direct, is_sharded
-from regard.engines.problem import Engine, Problem, batch_of, broadcast, check_layout, check_tensors
+from regard.engines.problem import Engine, Problem, batch_of, broadcast, check_tensors
 from regard.engines.select import ENGINES, Explanation, explain, select
 from regard.geometry import Frame, Part, lead, shape_of
 from regard.masks import Mask, dense
@@ -215,7 +215,10 @@ class Attention(Description):
             return problem, select(problem, engine)
         plans: _Plans = self.__dict__["_plans"]
         own = self.tensors() if self.__dict__["_holds_tensors"] else ()
-        offset = tuple(self.offset.flatten().tolist()) if isinstance(self.offset, Tensor) else None
+        offset = None
+        if isinstance(self.offset, Tensor):
+            arguments.check_unmapped(self.offset)
+            offset = tuple(self.offset.flatten().tolist())
         mask = self.mask.snapshot() if isinstance(self.mask, Mask) else None
         asked: tuple = ()
         try:
@@ -525,7 +528,7 @@ def _fused(problem: Problem, part: bool = False) -> bool:
 
 def _check_own(tensor: Tensor, query: Tensor) -> None:
     """Raise unless a tensor of the description can be read with this query."""
-    check_layout("a tensor of the description", tensor)
+    arguments.check_layout("a tensor of the description", tensor, sequences=False)
     if query.is_cpu and not tensor.is_cpu:
         raise ValueError(
             f"the tensors of the description must be on the device of the query, {query.device}, but one of shape "

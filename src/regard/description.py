@@ -13,6 +13,8 @@ from torch.autograd import forward_ad
 from torch.nn.utils.parametrize import is_parametrized
 from torch.utils._pytree import tree_leaves
 
+from regard.arguments import check_layout
+
 # The state of an empty module, which __new__ makes because torch.compile cannot trace nn.Module.__init__.
 _CONSTANTS = {name: value for name, value in nn.Module().__dict__.items() if not isinstance(value, dict | set)}
 _CONTAINERS = {name: type(value) for name, value in nn.Module().__dict__.items() if isinstance(value, dict | set)}
@@ -140,6 +142,7 @@ class Description(nn.Module):
             elif isinstance(value, tuple | list | dict):
                 self._register_many(name, value)
             return
+        check_layout(name, value, sequences=False)
         if isinstance(value, nn.Parameter):
             self._parameters[name] = value
         else:

@@ -43,9 +43,9 @@ class Frame:
         columns: slice | None = None,
         device: torch.device | str | None = None,
     ) -> At:
-        """The places of a box; an axis that is not given is whole."""
+        """The places of a box; an axis that is not given is whole. Slices have a start and a stop, neither negative."""
         box = tuple(
-            slice(0, n) if part is None else slice(*part.indices(n)[:2])
+            slice(0, n) if part is None else slice(part.start, min(part.stop, n))  # n may be a symbol
             for part, n in zip((batch, heads, rows, columns), (self.B, self.H, self.Q, self.K), strict=True)
         )
         b, h, i, j = (torch.arange(part.start, part.stop, device=device) for part in box)

@@ -21,9 +21,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from regard.arguments import check_layout
 from regard.engines import derivatives, native
 from regard.engines.plain import direct
-from regard.engines.problem import batch_of, broadcast, check_layout
+from regard.engines.problem import batch_of, broadcast
 from regard.geometry import Frame, lead, shape_of
 from regard.masks.algebra import And, Mask
 from regard.masks.patterns import Causal, Padding

@@ -93,3 +93,38 @@ def test_a_memory_projects_its_source_once_and_serves_all_beams() -> None:
         torch.testing.assert_close(layer(x, None, shared=shared, cache=memory), expected, rtol=0, atol=1e-5)
     with pytest.raises(ValueError, match="needs the source at its first call"):
         layer(x, None, cache=Memory())
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("write", ["in place", "data", "numpy"])
+def test_a_memory_refuses_a_source_that_was_written_to(write: str) -> None:
+    layer = MultiHeadAttention(16, heads=2, attend=rg.Attention(offset=0)).eval()
+    source, x, memory = torch.randn(2, 5, 16), torch.randn(2, 1, 16), Memory()
+    layer(x, source, cache=memory)
+    layer(x, source, cache=memory)
+    if write == "in place":
+        source[1, 4, 3] += 1
+    elif write == "data":
+        source.data[1, 4, 3] += 1
+    else:
+        source.numpy()[1, 4, 3] += 1
+    with pytest.raises(ValueError, match="was written to since"):
+        layer(x, source, cache=memory)
+    layer(x, None, cache=memory)
+
+
+@torch.no_grad()
+def test_a_decoder_refuses_a_source_that_was_written_to() -> None:
+    def block() -> rg.nn.Block:
+        own = MultiHeadAttention(16, heads=2, attend=rg.Attention(mask=rg.causal()))
+        cross = MultiHeadAttention(16, heads=2, attend=rg.Attention(offset=0))
+        return rg.nn.Block(own, rg.nn.FeedForward(16, 64), cross=cross, residual=lambda: rg.nn.PostNorm(16))
+
+    decoder = rg.nn.Decoder([block() for _ in range(2)]).eval()
+    source, x, cache = torch.randn(2, 5, 16), torch.randn(2, 1, 16), decoder.cache()
+    assert not cache.holds_source
+    decoder(x, source, cache=cache)
+    assert cache.holds_source
+    source[0, 0] = 0
+    with pytest.raises(ValueError, match="was written to since"):
+        decoder(x, source, cache=cache)

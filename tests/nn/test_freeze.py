@@ -3,9 +3,11 @@
 import copy
 import gc
 import io
+import pickle
 import subprocess
 import sys
 import warnings
+import weakref
 
 import pytest
 import torch
@@ -388,6 +390,47 @@ def test_other_dtypes_need_a_thawed_model(convert):
         getattr(model, convert)()
     rg.nn.thaw(model)
     getattr(model, convert)()
+
+
+@needs_kernels
+def test_a_conversion_that_fails_changes_nothing():
+    model = frozen(nn.Sequential(nn.LayerNorm(64), nn.Linear(64, 96), nn.Linear(96, 3)))
+    outer = nn.Sequential(model)
+    for converted in (model, outer, copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        with pytest.raises(RuntimeError, match=THAW):
+            converted.double()
+        assert {tensor.dtype for tensor in converted.state_dict().values()} == {torch.float32}
+        assert converted.float().to("cpu") is converted
+    rg.nn.thaw(model)
+    assert {tensor.dtype for tensor in outer.double().state_dict().values()} == {torch.float64}
+
+
+@needs_kernels
+def test_a_frozen_model_is_freed_when_it_is_not_used_any_more():
+    model = frozen()
+    reference = weakref.ref(model)
+    gc.disable()
+    try:
+        del model
+        assert reference() is None
+    finally:
+        gc.enable()
+
+
+@needs_kernels
+@torch.no_grad()
+def test_the_state_of_a_module_outside_that_shares_a_weight_is_the_original_weight():
+    model = language_model()
+    head, before = nn.Linear(64, 5000, bias=False), model.embedding.weight.detach().clone()
+    head.weight = model.embedding.weight
+    rg.nn.freeze(model)
+    assert isinstance(head.weight, PackedWeight)
+    (found,) = head.state_dict().values()
+    assert type(found) is torch.Tensor
+    assert torch.equal(found, before)
+    assert head.state_dict(keep_vars=True)["weight"] is head.weight
+    rg.nn.thaw(model)
+    assert torch.equal(head.weight, before)
 
 
 @needs_kernels

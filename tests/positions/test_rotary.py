@@ -147,10 +147,21 @@ def test_dynamic_scaling_starts_beyond_the_original_length_and_follows_the_longe
     # 12 positions of 4: 2 * 12 / 4 - 1 = 5, and 8 / (8 - 2) = 4 / 3
     stretched = rotary(x, base=10000.0 * 5 ** (4 / 3))
     got = Dynamic(2.0, original=4).frequencies(10000.0, 8, torch.tensor([[3, 0], [1, 11]]))
-    torch.testing.assert_close(got.tolist(), plain(10000.0 * 5 ** (4 / 3), 8))
+    torch.testing.assert_close(got.tolist(), [plain(10000.0, 8), plain(10000.0 * 5 ** (4 / 3), 8)])
     long = torch.cat((x, x, x), dim=2)
     out = rotary(long, scaling=Dynamic(2.0, original=4))
     torch.testing.assert_close(out[:, :, :4], stretched)
+
+
+def test_dynamic_scaling_of_a_row_does_not_depend_on_the_others():
+    x, scaling = torch.randn(3, 2, 12, 8), Dynamic(2.0, original=4)
+    positions = torch.arange(12).minimum(torch.tensor([[11], [2], [6]]))
+    together = rotary(x, positions, scaling=scaling)
+    for row in range(3):
+        alone = rotary(x[row : row + 1], positions[row : row + 1], scaling=scaling)
+        torch.testing.assert_close(together[row : row + 1], alone)
+    one = rotary(x[2:, :, :7], scaling=scaling)
+    torch.testing.assert_close(together[2:, :, :7], one)
 
 
 def test_dynamic_scaling_of_one_pair_changes_nothing_since_no_base_does():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
@@ -17,6 +18,7 @@ from regard.engines import native
 PADDING = 1.1  # rows of the packed form per row of the weight, at most
 _aten = torch.ops.aten
 _SAME = (_aten.detach.default, _aten.alias.default)
+_SAVES_STATE = nn.Module._save_to_state_dict.__code__
 # Methods that hand out or replace memory, which a packed weight does not have in its own layout.
 _MEMORY = {
     Tensor.data.__set__, Tensor.data_ptr, Tensor.numpy, Tensor.__array__, Tensor.tolist, Tensor.storage,  # type: ignore[attr-defined]
@@ -81,6 +83,9 @@ class PackedWeight(Tensor):
             return _linear(*args, **kwargs)
         if func is F.embedding and type(_second(args, kwargs)) is PackedWeight:
             return _embedding(*args, **kwargs)
+        # A state dict holds plain copies. It may be that of any module that shares the weight, so hooks are no help.
+        if func is Tensor.detach and not torch.compiler.is_compiling() and sys._getframe(1).f_code is _SAVES_STATE:
+            return args[0].unpack()
         if func in _MEMORY:
             _refuse(getattr(func, "__name__", str(func)))
         with torch._C.DisableTorchFunctionSubclass():

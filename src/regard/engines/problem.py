@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from regard.arguments import check_layout
 from regard.geometry import Frame, shape_of
 from regard.masks import Mask
 from regard.positions.biases import Bias, built_in
@@ -102,6 +103,13 @@ class Engine:
     dense: Callable[[Problem], bool]
 
 
+def exceeds(needed: int, limit: int) -> bool:
+    """Whether an engine needs more memory than is reasonable; an exported graph has one engine for all lengths."""
+    if torch.compiler.is_exporting() and isinstance(needed, torch.SymInt):
+        return False
+    return needed > limit
+
+
 def check_tensors(query: Tensor, key: Tensor, value: Tensor | None) -> None:
     """Raise unless query, key and value fit one another."""
     named = {"query": query, "key": key} | ({} if value is None else {"value": value})
@@ -145,19 +153,6 @@ def broadcast(*tensors: Tensor) -> tuple[Tensor, ...]:
         return tensors
     batch = batch_of(*tensors)
     return tuple(tensor if tensor.shape[0] == batch else tensor.expand(batch, -1, -1, -1) for tensor in tensors)
-
-
-def check_layout(name: str, tensor: Tensor) -> None:
-    """Raise unless the tensor has one number for each index, in strided memory."""
-    if tensor.is_nested:
-        raise TypeError(
-            f"{name} must be one dense tensor, but is nested; join its sequences along one axis with "
-            "mask=rg.documents(ids), or pad them with mask=rg.padding(lengths)"
-        )
-    if tensor.is_quantized:
-        raise TypeError(f"{name} must be floating-point, but is quantised ({tensor.dtype}); pass {name}.dequantize()")
-    if tensor.layout is not torch.strided:
-        raise TypeError(f"{name} must be a dense tensor, but has the layout {tensor.layout}; pass {name}.to_dense()")
 
 
 def _check_tensor(name: str, tensor: Any) -> None:

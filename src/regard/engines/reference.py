@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from regard.engines.dropout import keep
-from regard.engines.problem import Engine, Problem
+from regard.engines.problem import Engine, Problem, exceeds
 from regard.geometry import At
 from regard.positions.biases import Bias
 from regard.scores import Additive
@@ -108,7 +108,7 @@ def why_not(problem: Problem) -> list[str]:
 
 
 def why_rather_not(problem: Problem) -> list[str]:
-    if (needed := peak_bytes(problem)) > DENSE_BYTES:
+    if exceeds(needed := peak_bytes(problem), DENSE_BYTES):
         return [f"its dense weights take {needed / 1e6:,.0f} MB"]
     return []
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from regard.engines import tiled
 from regard.engines.derivatives import Tensors, differentiable_twice
-from regard.engines.problem import Engine, Problem
+from regard.engines.problem import Engine, Problem, exceeds
 from regard.engines.reference import finite
 from regard.geometry import lead
 from regard.masks.patterns import Causal
@@ -180,7 +180,7 @@ def why_rather_not(problem: Problem) -> list[str]:
         reasons.append(f"widths differ, D = {problem.D} and E = {problem.E}: it takes its dense path")
     if problem.bias is not None and torch.is_grad_enabled() and any(t.requires_grad for t in problem.bias.tensors()):
         reasons.append("a bias that requires grad takes its dense path")
-    if (needed := peak_bytes(problem)) > DENSE_BYTES:
+    if exceeds(needed := peak_bytes(problem), DENSE_BYTES):
         reasons.append(f"the mask or bias, laid out densely, takes {needed / 1e6:,.0f} MB")
     if problem.functional:
         reasons.append("vmap runs its kernel one slice at a time")

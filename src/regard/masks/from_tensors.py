@@ -108,6 +108,8 @@ def _lists_tensors(value: Any) -> bool:
 def _held(value: Any) -> Any:
     """A tensor as it is, an array as a tensor over the same memory, anything else as a copy."""
     if isinstance(value, Tensor):
+        if value.is_nested:
+            raise TypeError("a mask takes dense tensors, but was given a nested one; stack its parts, or pad them")
         return value
     if isinstance(value, np.ndarray):
         with warnings.catch_warnings(), suppress(TypeError):  # of arrays that are read-only, or of no numbers

@@ -117,14 +117,15 @@ class Rows(NamedTuple):
 def positions_of(inputs: Tensor, mask: Tensor | None = None) -> Tensor:
     """Positions of tokens (B, N, ...), counted from the first real token of each row: (N,), or (B, N) if rows differ.
 
-    Filler before the first token is at 0. A hole counts, so that distances are those of relative positions, windows and
-    biases, which know nothing of the mask. A row has the same positions in any batch, compiled or not.
+    Filler before the first token is at 0, filler behind the last of a row is where that is. A hole counts, so that
+    distances are those of relative positions, windows and biases, which know nothing of the mask. A row has
+    the same positions in any batch, compiled or not.
 
     >>> import torch
     >>> from regard.models.parts import positions_of
     >>> positions_of(torch.zeros(2, 5), torch.tensor([[0, 0, 1, 1, 1], [1, 0, 1, 1, 0]]).bool())
     tensor([[0, 0, 0, 1, 2],
-            [0, 1, 2, 3, 4]])
+            [0, 1, 2, 3, 3]])
     """
     at = torch.arange(inputs.shape[1], device=inputs.device)
     if mask is None or not mask.shape[1]:
@@ -132,7 +133,8 @@ def positions_of(inputs: Tensor, mask: Tensor | None = None) -> Tensor:
     first = mask.int().argmax(1, keepdim=True)
     if not torch.compiler.is_compiling() and not bool(first.any()):
         return at
-    return (at - first).clamp(min=0)
+    last = mask.shape[1] - 1 - mask.flip(1).int().argmax(1, keepdim=True)
+    return (at.minimum(last) - first).clamp(min=0)
 
 
 def check_leading(mask: Tensor, tokens: Tensor) -> None:

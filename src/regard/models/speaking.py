@@ -144,7 +144,8 @@ class Speaker(nn.Module):
         last, said, score = encoded.new_zeros(1, 1, self.config.features), list[Tensor](), 0.0
         for n in range(max(1, limit // self.config.reduction)):
             at = torch.tensor([n], device=encoded.device)
-            hidden = self.decoder(self._squeezed(last, at), encoded, shared=Shared(positions=at), cache=cache)
+            given = None if cache.holds_source else encoded
+            hidden = self.decoder(self._squeezed(last, at), given, shared=Shared(positions=at), cache=cache)
             frames = self.frames(hidden).view(-1, self.config.features)
             said.append(frames)
             last = frames[None, -1:]

@@ -201,7 +201,8 @@ class Transformer(nn.Module):
             assert shared.positions is not None
             table = self.target_embedding or self.embedding
             x = self._embedded(ids, shared.positions, table, self.target_position)
-            hidden = self.decoder(x, encoded, shared=shared, across=across, cache=cache)
+            source = None if cache.holds_source else encoded
+            hidden = self.decoder(x, source, shared=shared, across=across, cache=cache)
             logits = say(hidden[:, -1])
             return logits.index_fill_(-1, never, -math.inf) if len(never) else logits
 

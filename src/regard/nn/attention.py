@@ -120,7 +120,8 @@ class MultiHeadAttention(nn.Module):
         `shared` stands for mask, bias and positions where many layers have the same. With a `Cache` the tokens of x
         come after those that it has seen: rotary positions, masks, biases and the description's offset count from the
         first of all. Of those that may be seen, a token sees what came so far. With a `Memory` the source is projected
-        at the first call only, and the tokens of x come after those of the calls before.
+        at the first call only, and the tokens of x come after those of the calls before; a source that is given again
+        is compared with the first, which takes time.
         """
         if shared is None:
             shared = Shared(mask, bias, positions)
@@ -202,7 +203,8 @@ class MultiHeadAttention(nn.Module):
             k, v = self._key_value(source, shared)
             k = self._rotate(k, shared, of_source=True)
             memory.hold(source, k.transpose(1, 2).contiguous(), v.transpose(1, 2).contiguous())
-        memory.check_source(source)
+        else:
+            memory.check_source(source)
         assert memory.kept is not None
         (k, v), start, (rows, count) = memory.kept, memory.seen, x.shape[:2]
         beams = memory.beams(rows, count)

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
+
 import torch
 from torch import Tensor
+
+from regard.fingerprint import fingerprint
 
 
 class Cache:
@@ -169,26 +173,33 @@ class WindowCache(Cache):
 class Memory:
     """Keys and values of a source, as cross-attention reads them: computed once, shared by all beams of a source.
 
-    `seen` is how many query tokens came so far, so that those of the next call follow them.
+    `seen` is how many query tokens came so far, so that those of the next call follow them. Of the source it holds a
+    fingerprint: a source that is given again must have the same content, also where it is the same tensor.
     """
 
     def __init__(self) -> None:
         self.kept: tuple[Tensor, Tensor] | None = None
         self.seen = 0
         self._rows = 0  # of the last call: the beams of a source are neighbours
-        self._source: Tensor | None = None
+        self._source: Hashable = None
 
     def hold(self, source: Tensor, key: Tensor, value: Tensor) -> None:
         """Hold keys and values (B, G, K, D) of a source."""
-        self.kept, self._source = (key, value), source
+        self.kept, self._source = (key, value), fingerprint(source)
 
     def check_source(self, source: Tensor | None) -> None:
-        """Raise if a source is given that is not the one whose keys and values are held."""
-        if source is None or source is self._source or self._source is None:
+        """Raise if a source is given whose content is not that whose keys and values are held."""
+        if source is None:
             return
-        if source.shape != self._source.shape or not torch.equal(source, self._source):
+        if self._source is None:
             raise ValueError(
-                "the Memory holds keys and values of another source than the one given; begin with an empty Memory"
+                f"the Memory cannot tell whether its source, a {type(source).__name__}, has changed; give the source "
+                "at the first call only, and None after it"
+            )
+        if fingerprint(source) != self._source:
+            raise ValueError(
+                "the Memory holds keys and values of another source than the one given, or the source was written to "
+                "since; begin with an empty Memory"
             )
 
     def beams(self, rows: int, count: int) -> int:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -18,7 +19,8 @@ def freeze(model: nn.Module) -> dict[str, str]:
     """Pack the weights of a model for inference on a CPU, in place, which makes small batches faster.
 
     Packed are the float32 weights on a CPU of `nn.Linear` layers, and embeddings that also give the logits. Each is
-    held once, in the layout of the kernel, and is read-only: what would write to it raises until `thaw`. Values and
+    held once, in the layout of the kernel, and is read-only: what would write to it raises until `thaw`, and so does a
+    change of dtype, before any part of the model is converted. Values and
     derivatives are those of the plain weights, but only calls without gradients are fast: use `torch.inference_mode()`.
     `state_dict()` and `regard.save` give plain copies of the weights. To freeze a frozen model changes nothing.
 
@@ -50,7 +52,7 @@ def freeze(model: nn.Module) -> dict[str, str]:
         thaw(model)
         raise
     for module in model.modules():
-        if any(isinstance(each, PackedWeight) for each in module._parameters.values()):
+        if any(isinstance(each, PackedWeight) for each in module.parameters()):
             _add_hooks(module)
     release_free_memory()
     return unpacked
@@ -100,24 +102,37 @@ def _swap(name: str, weight: Tensor, replacement: Tensor) -> None:
 
 def _add_hooks(module: nn.Module) -> None:
     _remove_hooks(module)
-    module._register_state_dict_hook(_unpack_state)
     module.register_load_state_dict_pre_hook(_refuse_to_load)
+    module.__dict__["_apply"] = _AllOrNothing(module)
 
 
 def _remove_hooks(module: nn.Module) -> None:
-    for hooks, own in (
-        (module._state_dict_hooks, _unpack_state),
-        (module._load_state_dict_pre_hooks, _refuse_to_load),
-    ):
-        for key in [key for key, hook in hooks.items() if getattr(hook, "hook", hook) is own]:
-            del hooks[key]
+    hooks = module._load_state_dict_pre_hooks
+    for key in [key for key, hook in hooks.items() if getattr(hook, "hook", hook) is _refuse_to_load]:
+        del hooks[key]
+    module.__dict__.pop("_apply", None)
 
 
-def _unpack_state(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
-    for name, parameter in module._parameters.items():
-        found = state.get(prefix + name)
-        if isinstance(found, PackedWeight) and found is not parameter:  # with keep_vars it is the parameter
-            state[prefix + name] = found.unpack()
+class _AllOrNothing:
+    """`module._apply`, which `to` and `double` call: nothing is converted where a packed weight refuses to be."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = weakref.ref(module)
+
+    def __call__(self, function: Callable[[Tensor], Tensor], *args: Any, **options: Any) -> nn.Module:
+        module = self.module()
+        assert module is not None
+        for weight in module.parameters():
+            if isinstance(weight, PackedWeight):
+                with torch.no_grad():
+                    function(weight)
+        return type(module)._apply(module, function, *args, **options)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _AllOrNothing:
+        return _AllOrNothing(memo[id(self.module())])
+
+    def __reduce__(self) -> Any:
+        return _AllOrNothing, (self.module(),)
 
 
 def _refuse_to_load(module: nn.Module, *_: Any) -> None:

@@ -17,7 +17,7 @@ from regard.scores import BUILT_IN
 
 def by_distance(attend: Attention) -> bool:
     """Whether only distances between queries and keys matter, so that both may move together."""
-    return type(attend.score) in BUILT_IN and _mask_by_distance(attend.mask) and _bias_by_distance(attend.bias)
+    return type(attend.score) in BUILT_IN and mask_by_distance(attend.mask) and _bias_by_distance(attend.bias)
 
 
 def by_key(attend: Attention) -> bool:
@@ -72,10 +72,11 @@ def _look_back(mask: Mask | Tensor | None) -> int | None:
     return None
 
 
-def _mask_by_distance(mask: Mask | Tensor | None) -> bool:
+def mask_by_distance(mask: Mask | Tensor | None) -> bool:
+    """Whether the mask only tells distances between queries and keys."""
     if isinstance(mask, And | Or):
-        return all(map(_mask_by_distance, mask.parts))
-    return _mask_by_distance(mask.negated) if isinstance(mask, Not) else mask is None or isinstance(mask, ByDistance)
+        return all(map(mask_by_distance, mask.parts))
+    return mask_by_distance(mask.negated) if isinstance(mask, Not) else mask is None or isinstance(mask, ByDistance)
 
 
 def _mask_by_key(mask: Mask | Tensor | None) -> bool:

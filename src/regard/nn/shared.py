@@ -10,7 +10,7 @@ from torch import Tensor
 
 from regard.attention import Attention
 from regard.masks import Mask, dense, padding
-from regard.nn.placement import by_distance
+from regard.nn.placement import by_distance, mask_by_distance
 from regard.nn.rotary import Rotary, Table
 from regard.positions import Bias, Dynamic
 from regard.positions.biases import dense_bias
@@ -121,12 +121,8 @@ class Shared:
                 raise ValueError(
                     f"positions must be (N,) or (B, N) for {tuple(like.shape[:2])} tokens, but are {tuple(at.shape)}"
                 )
-            if start and isinstance(rotary.scaling, Dynamic) and int(at.max()) >= rotary.scaling.original:
-                raise ValueError(
-                    f"{rotary.scaling!r} turns every key by the length of the whole sequence beyond "
-                    f"{rotary.scaling.original} tokens, but a cache holds keys of a shorter one; compute the whole "
-                    "sequence without a cache, or use Yarn, Linear or Llama3 scaling"
-                )
+            if isinstance(rotary.scaling, Dynamic):
+                self._check_dynamic(rotary.scaling, at, start)
             if here is None or together is None or rotary.scaling is None:
                 known = rotary.table(at, width, like.dtype)
             else:  # a scaling looks at the whole
@@ -134,6 +130,23 @@ class Shared:
                 known = cos.index_select(-3, here), sin.index_select(-3, here)
             self._tables[key] = known
         return known
+
+    def _check_dynamic(self, scaling: Dynamic, at: Tensor, start: int) -> None:
+        """Raise where the length of a sequence, which the scaling depends on, is not that of its positions."""
+        if torch.compiler.is_compiling() or not at.numel() or int(at.max()) < scaling.original:
+            return
+        if start:
+            raise ValueError(
+                f"{scaling!r} turns every key by the length of the whole sequence beyond {scaling.original} tokens, "
+                "but a cache holds keys of a shorter one; compute the whole sequence without a cache, or use Yarn, "
+                "Linear or Llama3 scaling"
+            )
+        if at.dim() == 1 and (not mask_by_distance(self.mask) or bool((at.diff() < 1).any())):
+            raise ValueError(
+                f"{scaling!r} depends on the length of each sequence beyond {scaling.original} tokens, which one row "
+                "of positions for padded or packed sequences does not tell; pad on the left, or give positions (B, N) "
+                "that repeat the last position of a row where it is padded"
+            )
 
 
 def check_unshared(**given: object) -> None:

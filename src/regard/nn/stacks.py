@@ -149,6 +149,11 @@ class DecoderCache:
     own: list[Cache]
     source: list[Memory]
 
+    @property
+    def holds_source(self) -> bool:
+        """Whether a call was made, so that the source need not be given again."""
+        return all(memory.kept is not None for memory in self.source)
+
 
 class Decoder(Encoder):
     """Blocks with cross-attention: they look at themselves and at a source.
@@ -195,7 +200,9 @@ class Decoder(Encoder):
             elif cache is None:
                 x = layer(x, source, shared=shared, across=across)
             else:
-                x = layer(x, source, shared=shared, across=across, cache=cache.own[n], memory=cache.source[n])
+                memory = cache.source[n]
+                given = source if n == 0 or memory.kept is None else None  # compared with what is held once, not by all
+                x = layer(x, given, shared=shared, across=across, cache=cache.own[n], memory=memory)
         x = x if self.norm is None else self.norm(x)
         return x if together is None else together.whole(x, 1)
 

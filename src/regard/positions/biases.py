@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from regard.arguments import check_layout
 from regard.description import Description
 from regard.geometry import At, Frame, Part, lead, shape_of
 
@@ -104,8 +105,8 @@ class Diagonal(Bias):
         raise NotImplementedError
 
     def tile(self, at: At, query: Tensor, scale: float | Tensor) -> Tensor:
-        if at.box is None or not at.i.numel() or not at.j.numel():
-            return self.along(at.h, at.j - at.p).to(query)
+        if torch.compiler.is_exporting() or at.box is None or not at.i.numel() or not at.j.numel():
+            return self.along(at.h, at.j - at.p).to(query)  # unfold would fix a length that is dynamic
         return self.vector(at).to(query).unfold(-1, at.j.shape[-1], 1).flip(-2)  # query i reads from q - 1 - i on
 
     def vector(self, at: At) -> Tensor:
@@ -301,6 +302,8 @@ def _of_heads(table: Tensor, axis: int, part: Part) -> Tensor:
 
 
 def _table(name: str, table: Tensor, axes: tuple[int, ...], form: str) -> Tensor:
+    if isinstance(table, Tensor):
+        check_layout(name, table, sequences=False)
     if not isinstance(table, Tensor) or not table.is_floating_point() or table.dim() not in axes:
         came = f"{table.dtype} of shape {shape_of(table)}" if isinstance(table, Tensor) else type(table).__name__
         raise TypeError(f"{name} must be a floating-point tensor {form}, but is {came}")

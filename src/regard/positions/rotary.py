@@ -18,7 +18,10 @@ class Scaling(Protocol):
         """What the turned channels are multiplied by."""
 
     def frequencies(self, base: float, width: int, positions: Tensor) -> Tensor:
-        """The angle by which each pair turns from one position to the next, `(width / 2,)`."""
+        """The angle by which each pair turns from one position to the next, `(width / 2,)`.
+
+        Positions are (..., N); an angle may depend on the row, and is then (..., width / 2).
+        """
 
 
 def rotary(
@@ -76,7 +79,7 @@ def rotary_table(
         frequencies, magnitude = _frequencies(base, width, positions.device), 1.0
     else:
         frequencies, magnitude = scaling.frequencies(base, width, positions), scaling.magnitude
-    angles = positions[..., None].to(frequencies.dtype) * frequencies
+    angles = positions[..., None].to(frequencies.dtype) * frequencies.unsqueeze(-2)
     return (angles.cos() * magnitude).to(dtype), (angles.sin() * magnitude).to(dtype)
 
 
@@ -105,12 +108,13 @@ class Linear:
 
 @dataclass(frozen=True)
 class Dynamic:
-    """NTK-aware scaling that starts beyond `original` positions: the base grows with the length of the call.
+    """NTK-aware scaling that starts beyond `original` positions: the base grows with the length of a sequence.
 
         length = max(largest position + 1, original)
         base   = base * (factor * length / original - factor + 1)^(width / (width - 2))
 
-    The length is that of the positions given, as a tensor, so nothing waits for it and nothing is remembered.
+    With positions (B, N) every row has its own length, so that a row gives the same in any batch. Transformers takes
+    the longest row of the batch for all, and keeps it for later calls; the two agree on a single sequence.
 
     >>> import regard as rg
     >>> x = torch.randn(16, 8)
@@ -132,9 +136,11 @@ class Dynamic:
     def frequencies(self, base: float, width: int, positions: Tensor) -> Tensor:
         if width == 2:  # the only pair turns by 1 whatever the base
             return _frequencies(base, width, positions.device)
-        length = (positions.max() + 1).clamp(min=self.original).to(_precision(positions.device))
+        if not positions.shape[-1]:
+            return _frequencies(base, width, positions.device)
+        length = (positions.amax(-1) + 1).clamp(min=self.original).to(_precision(positions.device))
         growth = self.factor * length / self.original - (self.factor - 1)
-        return _frequencies(base * growth ** (width / (width - 2)), width, positions.device)
+        return _frequencies(base * growth.unsqueeze(-1) ** (width / (width - 2)), width, positions.device)
 
 
 @dataclass(frozen=True)

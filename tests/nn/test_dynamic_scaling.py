@@ -1,0 +1,58 @@
+"""Dynamic rotary scaling in batches: a sequence gives the same alone, or the batch is refused."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+import regard as rg
+from regard.positions import Dynamic
+
+
+@pytest.fixture
+def model() -> rg.models.LanguageModel:
+    torch.manual_seed(0)
+    rotary = rg.nn.Rotary(scaling=Dynamic(2.0, original=4))
+    config = rg.models.LanguageConfig(vocabulary=50, width=16, layers=2, heads=2, hidden=32, rotary=rotary)
+    return rg.models.LanguageModel(config).eval().double()
+
+
+SHORT, LONG = torch.arange(5), torch.arange(9) + 20
+
+
+def padded(side: str) -> tuple[Tensor, Tensor]:
+    ids, mask = torch.zeros(2, 9, dtype=torch.long), torch.zeros(2, 9, dtype=torch.bool)
+    for row, sequence in enumerate((SHORT, LONG)):
+        at = slice(0, len(sequence)) if side == "right" else slice(9 - len(sequence), 9)
+        ids[row, at], mask[row, at] = sequence, True
+    return ids, mask
+
+
+@torch.no_grad()
+def test_a_row_padded_on_the_left_gives_the_same_alone(model: rg.models.LanguageModel) -> None:
+    ids, mask = padded("left")
+    found = model(ids, mask=mask)
+    torch.testing.assert_close(found[0, 4:], model(SHORT[None])[0])
+    torch.testing.assert_close(found[1], model(LONG[None])[0])
+
+
+@torch.no_grad()
+def test_rows_whose_length_cannot_be_told_are_refused(model: rg.models.LanguageModel) -> None:
+    ids, mask = padded("right")
+    with pytest.raises(ValueError, match="pad on the left"):
+        model(ids, mask=mask)
+    with pytest.raises(ValueError, match="pad on the left"):
+        model([SHORT, LONG])
+    model(ids[:, :4], mask=mask[:, :4])  # within the original length
+    model(ids)
+
+
+@torch.no_grad()
+def test_positions_of_each_row_tell_its_length() -> None:
+    torch.manual_seed(0)
+    layer = rg.nn.MultiHeadAttention(16, 2, rotary=rg.nn.Rotary(scaling=Dynamic(2.0, original=4))).double()
+    x, positions = torch.randn(2, 9, 16, dtype=torch.float64), torch.arange(9).minimum(torch.tensor([[4], [8]]))
+    found = layer(x, mask=rg.padding([5, 9]), positions=positions)
+    torch.testing.assert_close(found[:1, :5], layer(x[:1, :5]))
+    torch.testing.assert_close(found[1:], layer(x[1:]))
