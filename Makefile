@@ -26,6 +26,7 @@ lint: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/clang-format --dry-run -Werror csrc/*
+	$(BIN)/python -m tools.style
 	$(BIN)/mypy
 	MYPYPATH=src $(BIN)/mypy --config-file= --strict --follow-imports=silent tests/typed/user.py
 
