@@ -222,7 +222,7 @@ def test_an_exported_run_loads_to_the_same_model(
 ) -> None:
     run, _ = trained[name]
     notes = export(run, tmp_path / "out", onnx=False)
-    assert {"config.json", "model.safetensors", "tokenizer.json", "task.json"} <= {
+    assert {"config.json", "model.safetensors", "tokenizer.json", "run.json"} <= {
         path.name for path in (tmp_path / "out").iterdir()
     }
     assert notes
