@@ -11,6 +11,4 @@ Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 SkipBad = Annotated[bool, typer.Option("--skip-bad", help="Count bad lines and go on.")]
 Context = Annotated[Path | None, typer.Option(help="A text file that the inputs are questions about.")]
 Lang = Annotated[str, typer.Option(help="Of the page: en or zh.")]
-RunFolder = Annotated[
-    Path, typer.Argument(metavar="RUN", help="The folder of a run, or of its export.", show_default=False)
-]
+RunFolder = Annotated[Path, typer.Argument(metavar="RUN", help="A run or its export.", show_default=False)]
