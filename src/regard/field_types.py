@@ -59,8 +59,16 @@ def check_value(name: str, value: Any, wanted: Any) -> None:
 
 @cache
 def hints(kind: type) -> dict[str, Any]:
-    """The types of a dataclass's fields, by name."""
-    return typing.get_type_hints(kind)
+    """The types of a dataclass's fields, by name; Any for one that names what its module does not have."""
+    found: dict[str, Any] = {}
+    for base in reversed(kind.__mro__):
+        for name, annotation in vars(base).get("__annotations__", {}).items():
+            alone = type("alone", (), {"__annotations__": {name: annotation}, "__module__": base.__module__})
+            try:
+                found |= typing.get_type_hints(alone)
+            except NameError:  # imported for type checkers only, or within a function
+                found[name] = Any
+    return found
 
 
 def _fits(value: Any, wanted: Any) -> bool:
