@@ -187,6 +187,29 @@ def test_a_mistake_is_told_in_one_line(
     assert not Path("run").exists()
 
 
+@pytest.mark.parametrize("error", [MemoryError(), RuntimeError("DefaultCPUAllocator: can't allocate memory: 9 bytes")])
+def test_a_lack_of_memory_is_one_line(error: Exception, regard: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(folder: Path) -> None:
+        raise error
+
+    monkeypatch.setattr(Run, "open", fails)
+    said = regard("predict", "run", "text")
+    assert (said.code, said.out) == (1, "")
+    assert said.err.startswith("regard: there is not enough memory")
+    assert len(said.err.splitlines()) == 1
+
+
+def test_a_damaged_checkpoint_to_start_from_is_one_line(regard: Command, tmp_path: Path) -> None:
+    (tmp_path / "start").mkdir()
+    for name, text in (("config.json", '{"model_type": "bert"}'), ("tokenizer.json", "{}")):
+        (tmp_path / "start" / name).write_text(text)
+    words = ("--data", classes(tmp_path), "--held", 10, "--start", tmp_path / "start", "--out", tmp_path / "run")
+    said = regard("train", "classify", *words)
+    assert said.code == 1
+    assert len(said.err.splitlines()) == 1
+    assert "tokenizer.json is no tokenizer" in said.err
+
+
 def test_bad_lines_are_counted_and_left_out_when_asked_to(regard: Command, tmp_path: Path) -> None:
     path = Path(pairs(tmp_path))
     path.write_bytes(path.read_bytes() + b"caf\xe9\tz\nonly one\n")

@@ -280,7 +280,10 @@ class Task(ABC):
 
     @abstractmethod
     def model(self, kit: Kit) -> nn.Module:
-        """A new model. Its weights are drawn from torch's generator."""
+        """A new model. Its weights are drawn from torch's generator.
+
+        Before a run's weights are read, it is also built on the device "meta", to compare its shapes with theirs.
+        """
 
     def begin(self, model: nn.Module) -> None:  # noqa: B027
         """Put pretrained weights in, before the first step. Nothing, unless a task can."""

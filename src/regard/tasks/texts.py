@@ -15,6 +15,7 @@ from regard.models.checkpoints.family import check_config
 from regard.models.text import TextConfig, TextEncoder
 from regard.tasks.batches import Ragged
 from regard.tasks.data import Row
+from regard.tasks.run_files import naming
 from regard.tasks.runs import Run
 from regard.tasks.task import Kit
 from regard.tasks.tokens import BEGIN, END, encode, special
@@ -100,10 +101,11 @@ def loaded(start: str) -> tuple[nn.Module, Tokenizer]:
 
     if not (folder / "tokenizer.json").exists():
         raise Trouble(f"{start}: there is no tokenizer.json beside the checkpoint; put its tokenizer there")
-    tokenizer = read_tokenizer(folder / "tokenizer.json")
-    tokenizer.no_padding()
-    tokenizer.no_truncation()
-    return load(folder), tokenizer
+    with naming(start, "check --start"):
+        tokenizer = read_tokenizer(folder / "tokenizer.json")
+        tokenizer.no_padding()
+        tokenizer.no_truncation()
+        return load(folder), tokenizer
 
 
 def started(start: str) -> Kit:
