@@ -84,7 +84,7 @@ def _spoiled(problem: Problem, query: Tensor, key: Tensor, value: Tensor, bias: 
         seen = key.isnan().any(-1).any(-1)
         spoiled = spoiled | seen.repeat_interleave(problem.frame.H // problem.G, 1)[..., None, None]
     else:
-        bound = query.abs().amax().double() * problem.D * abs(scale / problem.temperature)
+        bound = query.abs().flatten().amax(0).double() * problem.D * abs(scale / problem.temperature)
         fits = key.abs().amax(-1, keepdim=True) * bound < torch.finfo(problem.arithmetic).max
         fits = fits | bound.isnan()  # which is the queries' own
         key = torch.where(fits, key, 0.0)
