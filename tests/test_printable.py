@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +13,7 @@ from typer.testing import CliRunner
 from regard.cli import app
 from regard.printable import UNSAFE, printable, printable_json
 from regard.tasks import train
+from tests.conftest import Command
 from tests.tasks import toy
 
 HOSTILE = "\x1b]0;owned\x07\x1b[2J\r\n\x9b31m\u202egnp\u2066\u2028[red]x[/red]\x7f"
@@ -84,22 +83,19 @@ def test_labels_and_texts_of_predictions(run: Path, tmp_path: Path) -> None:
     assert json.loads(lines[0])["output"] in (HOSTILE, HOSTILE + "2")
 
 
-def test_the_table_of_an_evaluation(run: Path, tmp_path: Path) -> None:
-    (tmp_path / "a.jsonl").write_text(
-        "".join(json.dumps({"text": f"the cat {n}", "label": HOSTILE + "2" * (n % 2)}) + "\n" for n in range(8))
-    )
-    (run / "kit.json").write_text((run / "kit.json").read_text())
-    done = CliRunner().invoke(app, ["evaluate", str(run), "--data", str(tmp_path / "a.jsonl")])
-    assert safe(done.output)
+def test_the_table_of_an_evaluation(run: Path) -> None:
+    kit = json.loads((run / "kit.json").read_text())
+    (run / "kit.json").write_text(json.dumps(kit | {"labels": ["cat", "none"]}))  # those of its data
+    try:
+        said = invoked("evaluate", run)
+    finally:
+        (run / "kit.json").write_text(json.dumps(kit))
+    assert "accuracy" in said
+    assert "\\x1b" in said
+    assert safe(said)
 
 
-def command(*arguments: Any) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "regard", *map(str, arguments)], capture_output=True, text=True, timeout=300, check=False
-    )
-
-
-def test_errors_are_one_line(run: Path, tmp_path: Path) -> None:
+def test_errors_are_one_line(run: Path, tmp_path: Path, regard: Command) -> None:
     name = tmp_path / f"{HOSTILE.replace('/', '')}.csv"
     name.write_text(f'text,label\n"{HOSTILE}\n')
     for arguments in (
@@ -110,23 +106,23 @@ def test_errors_are_one_line(run: Path, tmp_path: Path) -> None:
         ("train", "classify", "--data", name, "--out", tmp_path / "out"),
         ("check", "--target", HOSTILE),
     ):
-        done = command(*arguments)
-        assert done.returncode in (1, 2), done
-        assert "Traceback" not in done.stderr
-        assert done.stderr.startswith("regard:"), done.stderr
-        assert safe(done.stderr)
-        assert len(done.stderr.splitlines()) == 1, done.stderr
+        done = regard(*arguments)
+        assert done.code in (1, 2), done
+        assert "Traceback" not in done.err
+        assert done.err.startswith("regard:"), done.err
+        assert safe(done.err)
+        assert len(done.err.splitlines()) == 1, done.err
 
 
-def test_bad_lines_and_exports(run: Path, tmp_path: Path) -> None:
+def test_bad_lines_and_exports(run: Path, tmp_path: Path, regard: Command) -> None:
     path = tmp_path / f"{HOSTILE.replace('/', '')}.jsonl"
     path.write_text('{"text": "the cat"}\n{"text": 1, "text": 2}\n')
-    done = command("predict", run, path, "--skip-bad")
-    assert done.returncode == 0, done.stderr
-    assert "1 bad lines" in done.stderr
-    assert safe(done.stderr + done.stdout)
+    done = regard("predict", run, path, "--skip-bad")
+    assert done.code == 0, done.err
+    assert "1 bad lines" in done.err
+    assert safe(done.err + done.out)
     out = tmp_path / f"out {HOSTILE.replace('/', '')}"
-    done = command("export", run, out, "--no-onnx")
-    assert done.returncode == 0, done.stderr
-    assert safe(done.stdout)
-    assert "config.json" in done.stdout
+    done = regard("export", run, out, "--no-onnx")
+    assert done.code == 0, done.err
+    assert safe(done.out)
+    assert "config.json" in done.out

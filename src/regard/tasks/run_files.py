@@ -54,7 +54,8 @@ def _reason(error: Exception, path: Path | str) -> str:
         return "needs more memory than there is"
     if isinstance(error, OSError) and error.strerror:
         return error.strerror[:1].lower() + error.strerror[1:]
-    words = printable(" ".join(str(error).removeprefix(str(path)).removeprefix(":").split()))[:600]
+    text = str(error).removeprefix(f"{path}:").removeprefix(f"{path} ")
+    words = printable(" ".join(text.split()))[:600]
     if isinstance(error, KeyError):
         return f"{words} is missing"
     return words if isinstance(error, ValueError) and words else f"cannot be read ({type(error).__name__}: {words})"
