@@ -41,11 +41,11 @@ docs: $(READY)
 
 # The kernels' tests on a build that reports every read out of bounds and every overflow.
 sanitize: $(READY)
-	$(BIN)/python -m tests.sanitize
+	$(BIN)/python -m tools.sanitize
 
 # Bugs planted in masks, tiles and the kernels' binding: the tests must see each.
 mutants: $(READY)
-	$(BIN)/python -m tests.mutants
+	$(BIN)/python -m tools.mutants
 
 # Every number that the viewer prints at 30, 100, 513 and 5,003 tokens, read in a browser and compared with the weights.
 tooltips: $(READY)
@@ -53,7 +53,7 @@ tooltips: $(READY)
 
 # Random calls for MINUTES from SEED, on plain and sanitized kernels, within the rounding bound: docs/fuzzing.md.
 fuzz: $(READY)
-	$(BIN)/python -m tests.fuzz --minutes $(MINUTES) --seed $(SEED)
+	$(BIN)/python -m tools.fuzz --minutes $(MINUTES) --seed $(SEED)
 
 # Random modules and models for MINUTES from SEED, run in many ways, compared with one plain path in float64.
 differential: $(READY)
@@ -71,7 +71,7 @@ real-weights: $(READY)
 
 # Mean errors of the engines compared with dense torch, and errors of the kernels' functions: docs/inside/rounding.md.
 errors: $(READY)
-	$(BIN)/python -m tests.rounding
+	$(BIN)/python -m tools.rounding
 
 functions: $(READY)
 	$(BIN)/python -m tools.functions

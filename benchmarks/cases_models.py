@@ -37,7 +37,7 @@ def embedder() -> Any:
 
 
 def as_rows(found: Any) -> Tensor:
-    """(n, width) as the check reads it: (1, 1, n, width)."""
+    """(n, d_model) as the check reads it: (1, 1, n, d_model)."""
     return torch.as_tensor(found)[None, None]
 
 
@@ -98,7 +98,7 @@ def generation() -> Iterator[Case]:
         yield Case(
             f"GPT-2, greedy, 32 tokens after 32, batch {batch}", "models",
             lambda batch=batch: {"ids": tokens(50257, batch, 32)},
-            lambda x: as_tokens(torch.stack(peers_models.our_gpt2().generate(x["ids"], limit=32))),
+            lambda x: as_tokens(torch.stack(peers_models.our_gpt2().generate(x["ids"], max_new_tokens=32))),
             lambda x, rows: as_tokens(peers_models.their_gpt2_generates(x["ids"]))[:, :, rows].double(),
             (torch_peer(peers_models.TRANSFORMERS, lambda x: as_tokens(peers_models.their_gpt2_generates(x["ids"]))),),
             (Target(peers_models.TRANSFORMERS, 1.5),), tolerance=1e-9, smallest=True, threads=2,

@@ -12,7 +12,7 @@ from benchmarks import definitions as define
 from benchmarks import peers
 from benchmarks.case import Case, Inputs, Peer, Target, normal, qkv, torch_peer
 from benchmarks.definitions import softmax_attention
-from regard.geometry import At, Frame
+from regard.geometry import Frame, Indices
 
 FORWARD, BOTH = "forward", "forward + backward"
 
@@ -81,7 +81,7 @@ def _share_of_dense(mask: rg.Mask, N: int) -> Peer:
 def _bits(mask: rg.Mask, N: int) -> define.Allowed:
     """The mask's own bits, since only it knows which blocks it drew."""
     zero = torch.zeros((), dtype=torch.int64)
-    return lambda i, j: mask.allows(At(Frame(1, 1, N, N, 0), zero, zero, i, j))
+    return lambda i, j: mask.allows(Indices(Frame(1, 1, N, N, 0), zero, zero, i, j))
 
 
 def biases() -> Iterator[Case]:

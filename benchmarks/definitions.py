@@ -79,7 +79,7 @@ def statistics(x: Inputs, rows: Tensor) -> Tensor:
 
 
 def layer(heads: int) -> Reference:
-    """Projections, attention and projection, on tokens (1, B, N, width)."""
+    """Projections, attention and projection, on tokens (1, B, N, d_model)."""
 
     def reference(x: Inputs, rows: Tensor) -> Tensor:
         q, k, v = (split_heads(t, heads) for t in (x["tokens"][0] @ x["inward"].T).chunk(3, -1))
@@ -90,7 +90,7 @@ def layer(heads: int) -> Reference:
 
 
 def split_heads(tokens: Tensor, heads: int) -> Tensor:
-    """(B, N, width) to (B, H, N, width / H)"""
+    """(B, N, d_model) to (B, H, N, width / H)"""
     return tokens.unflatten(-1, (heads, -1)).transpose(1, 2)
 
 

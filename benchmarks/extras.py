@@ -120,7 +120,7 @@ def frozen_model() -> Callable[[], Any]:
     def build() -> Any:
         with folder:
             model = rg.load(folder.name, frozen=True)
-        model.generate(torch.zeros(1, 8, dtype=torch.long), limit=2)
+        model.generate(torch.zeros(1, 8, dtype=torch.long), max_new_tokens=2)
         return model
 
     return build

@@ -122,7 +122,7 @@ def describe() -> dict[str, str]:
     names = ["torch", "numpy", "onnxruntime", "openvino", "jax", "x-transformers", "local-attention", "transformers"]
     names += ["linear-attention-transformer", "performer-pytorch"]
     found = {"cpu": _cpu(), "system": f"{platform.system()} {platform.release()}, Python {platform.python_version()}"}
-    found["regard"] = f"{regard.__version__} ({native.missing() or native.about()['instruction set']})"
+    found["regard"] = f"{regard.__version__} ({native.why_missing() or native.build_info()['instruction set']})"
     for name in names:
         try:
             found[name] = version(name)

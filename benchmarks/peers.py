@@ -246,7 +246,7 @@ def performer(directions: Callable[[], Tensor], reference: Reference) -> Peer:
 
 
 def torch_module(heads: int) -> Peer:
-    """nn.MultiheadAttention on tokens (1, B, N, width), weights `inward` (3 * width, width) and `outward`."""
+    """nn.MultiheadAttention on tokens (1, B, N, d_model), weights `inward` (3 * width, width) and `outward`."""
 
     def build(x: Inputs, threads: int) -> Callable[[], Tensor]:
         layer = torch.nn.MultiheadAttention(x["tokens"].shape[-1], heads, bias=False, batch_first=True)

@@ -19,7 +19,7 @@ ONNXRUNTIME = "onnxruntime"
 TRANSFORMERS = "transformers"
 LENGTH = 256  # tokens at which MiniLM cuts
 
-Embed = Callable[[list[str]], Any]  # sentences to unit vectors (n, width)
+Embed = Callable[[list[str]], Any]  # sentences to unit vectors (n, d_model)
 
 
 def minilm_folder() -> str:
@@ -124,7 +124,7 @@ def onnxruntime(run: Callable[[Embed], Tensor]) -> Peer:
 
 
 def hidden_of(model: Any) -> Callable[[Tensor], Tensor]:
-    """(1, n) ids to (1, n, width)."""
+    """(1, n) ids to (1, n, d_model)."""
 
     def call(ids: Tensor) -> Tensor:
         with torch.inference_mode():
@@ -212,7 +212,7 @@ def _marian() -> tuple[Any, Any]:
 
 def our_marian_translates(ids: Tensor) -> Tensor:
     model = _marian()[1]
-    return torch.stack(model.generate(ids, strategy=rg.nn.Beam(4), limit=32))
+    return torch.stack(model.generate(ids, strategy=rg.nn.Beam(4), max_new_tokens=32))
 
 
 def their_marian_translates(ids: Tensor) -> Tensor:

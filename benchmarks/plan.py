@@ -27,15 +27,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from regard.cli.plan_report import format_quantity
 from regard.distributed import traffic
-from regard.distributed.command import units
-from regard.distributed.cost import Machine, Model, Split, cost
-from regard.distributed.speed import measured, wire
+from regard.distributed.cost import Machine, ModelShape, Split, cost
+from regard.distributed.speed import benchmark_communication, measure_compute
 from regard.models import LanguageConfig, LanguageModel
 from regard.nn import Packed, Rotary
 
 CONFIG = LanguageConfig(
-    vocabulary=4000, width=256, layers=6, heads=8, hidden=704, rotary=Rotary(), norm="rms", activation="silu",
+    vocabulary=4000, d_model=256, layers=6, heads=8, d_hidden=704, rotary=Rotary(), norm="rms", activation="silu",
     gated=True, bias=False,
 )  # fmt: skip
 SEQUENCE, BATCH, STEPS = 1024, 4, 2
@@ -79,13 +79,13 @@ def main() -> None:
 
 def row(name: str, real: float, said: float) -> str:
     error = f"{said / real - 1:+.1%}" if real else ""
-    shown = (f"{units(each)}B" if name in ("memory", "sent") else f"{each:.2f} s" for each in (real, said))
+    shown = (f"{format_quantity(each)}B" if name in ("memory", "sent") else f"{each:.2f} s" for each in (real, said))
     return " | ".join((*shown, error))
 
 
-def described() -> Model:
+def described() -> ModelShape:
     with torch.device("meta"):
-        return Model.of(LanguageModel(CONFIG))
+        return ModelShape.of(LanguageModel(CONFIG))
 
 
 def run(split: Split) -> dict[str, float]:
@@ -108,14 +108,14 @@ def run(split: Split) -> dict[str, float]:
 
 def train(split: Split) -> None:
     """One of the processes: the steps of `regard train`, without its data, logs and checkpoints."""
-    from regard.tasks import state
-    from regard.tasks.loop import _optimizer
-    from regard.tasks.task import Recipe
+    from regard.training import state
+    from regard.training.loop import _optimizer
+    from regard.training.recipe import Recipe
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     rank, world = dist.get_rank(), dist.get_world_size()
-    warm = LanguageModel(LanguageConfig(vocabulary=100, width=64, layers=1, heads=8, hidden=64, rotary=Rotary()))
+    warm = LanguageModel(LanguageConfig(vocabulary=100, d_model=64, layers=1, heads=8, d_hidden=64, rotary=Rotary()))
     ids = torch.randint(100, (128,))
     warm.loss(Packed(ids, (128,)), ids).backward()
     del warm
@@ -134,7 +134,7 @@ def train(split: Split) -> None:
     elif world > 1:
         objective = torch.nn.parallel.DistributedDataParallel(objective)
     optimizer = _optimizer(model, Recipe())
-    average = state.Average(objective, 0.99)
+    average = state.WeightAverage(objective, 0.99)
     turns, times, worked, moved = BATCH // split.data, [], [], []
     speeds: list[Machine] = []
     for step in range(1, STEPS + 4):
@@ -142,7 +142,9 @@ def train(split: Split) -> None:
             peak = resident("VmHWM") - before
             exact_memory(False)  # page by page, all would take longer
         if step > 3:
-            speeds.append(measured(described(), Machine(**(wire() if world > 1 else {})), SEQUENCE))
+            speeds.append(
+                measure_compute(described(), Machine(**(benchmark_communication() if world > 1 else {})), SEQUENCE)
+            )
         dist.barrier()
         start, before_it, cpu, counting = time.perf_counter(), loopback(), time.process_time(), ExitStack()
         own = counting.enter_context(traffic())  # of the shared sequence: ranks send more or less of it

@@ -57,30 +57,31 @@ RESULTS = (
     ),
     Result(
         "rotten-minilm", "Rotten Tomatoes, fine-tuned from MiniLM", "accuracy",
-        "classify --data {data}/sentiment_text_classification/rotten_tomatoes_8530.csv --start {minilm} --rate 1e-4 "
+        "classify --data {data}/sentiment_text_classification/rotten_tomatoes_8530.csv --pretrained {minilm} "
+        "--learning-rate 1e-4 "
         "--dropout 0.1 --steps 400 --tokens 2048",
     ),
     Result(
         "rotten-scratch", "Rotten Tomatoes, from scratch", "accuracy",
         "classify --data {data}/sentiment_text_classification/rotten_tomatoes_8530.csv --dropout 0.5 --steps 500 "
-        "--tokens 2048 --width 64 --layers 1",
+        "--tokens 2048 --d-model 64 --layers 1",
     ),
     Result(
         "wikitext", "WikiText-2", "perplexity",
         "language --data {data}/language_modelling/wikitext2-train.raw.gz "
-        "--valid {data}/language_modelling/wikitext2-valid.raw.gz "
-        "--test {data}/language_modelling/wikitext2-test.raw.gz --width 192 --steps 3000 --tokens 2048 --warmup 300",
+        "--validation {data}/language_modelling/wikitext2-valid.raw.gz "
+        "--test {data}/language_modelling/wikitext2-test.raw.gz --d-model 192 --steps 3000 --tokens 2048 --warmup 300",
         low=True,
     ),
     Result(
         "fashion", "Fashion-MNIST (Debian's dataset-fashion-mnist), official test images", "accuracy",
-        "images --data {runs}/fashion-mnist --held 4000 --flip --shift 1 --steps 7000", 0.9,
+        "images --data {runs}/fashion-mnist --held-out 4000 --flip --shift 1 --steps 7000", 0.9,
     ),
     Result("digits", "scenes of MNIST digits (examples/digit_scenes.py)", "ap50", "detect --data {runs}/scenes", 0.9),
     Result(
         "imdb-minilm", "IMDB, official split, fine-tuned from MiniLM", "accuracy",
-        "classify --data {runs}/imdb/train.csv --test {runs}/imdb/test.csv --held 1000 --start {minilm} --cut "
-        "--longest 256 --rate 1e-4 --dropout 0.1 --steps 1000 --warmup 100 --tokens 4096 "
+        "classify --data {runs}/imdb/train.csv --test {runs}/imdb/test.csv --held-out 1000 --pretrained {minilm} --cut "
+        "--longest 256 --learning-rate 1e-4 --dropout 0.1 --steps 1000 --warmup 100 --tokens 4096 "
         "--evaluate-every 200 --save-every 50", evaluate="--longest 512",
     ),
     Result(
@@ -89,24 +90,27 @@ RESULTS = (
     ),
     Result(
         "fillets", "1,702 Czech lines of a game (examples/fillets.py)", "cer",
-        "transcribe --data {runs}/fillets.tsv --width 96 --steps 1800 --tokens 600 --warmup 100 --held 150 --hide 0.2 "
+        "transcribe --data {runs}/fillets.tsv --d-model 96 --steps 1800 --tokens 600 --warmup 100 --held-out 150 "
+        "--mask-ratio "
+        "0.2 "
         "--skip-bad --evaluate-every 300 --save-every 300", low=True,
     ),
     Result(
         "speak", "spoken digits (examples/spoken_digits.py), against the clip of the nearest text", "mcd",
-        "speak --data {runs}/voice --steps 1600 --tokens 600 --rate 2e-3 --warmup 60 --evaluate-every 200 "
-        "--save-every 200 --judge {runs}/spoken-digits", low=True, against="clip of the nearest text",
+        "speak --data {runs}/voice --steps 1600 --tokens 600 --learning-rate 2e-3 --warmup 60 --evaluate-every 200 "
+        "--save-every 200 --transcriber {runs}/spoken-digits", low=True, against="clip of the nearest text",
     ),
     Result(
         "cloze", "blanks of WikiText-2 (examples/cloze.py), fine-tuned from MiniLM", "f1",
-        "answer --data {runs}/cloze-data/train.json --valid {runs}/cloze-data/valid.json "
-        "--test {runs}/cloze-data/test.json --start {minilm} --longest 256 --tokens 2048 --steps 1000 --warmup 100 "
-        "--rate 2e-4 --evaluate-every 250 --save-every 50",
+        "answer --data {runs}/cloze-data/train.json --validation {runs}/cloze-data/valid.json "
+        "--test {runs}/cloze-data/test.json --pretrained {minilm} --longest 256 --tokens 2048 --steps 1000 --warmup "
+        "100 "
+        "--learning-rate 2e-4 --evaluate-every 250 --save-every 50",
     ),
     Result(
         "packages", "Debian's package descriptions (examples/package_summaries.py)", "rouge1",
-        "summarise --data {runs}/packages-data/train.tsv --valid {runs}/packages-data/valid.tsv "
-        "--test {runs}/packages-data/test.tsv --cut --longest 96 --width 128 --window 48 --steps 4000 --warmup 200 "
+        "summarise --data {runs}/packages-data/train.tsv --validation {runs}/packages-data/valid.tsv "
+        "--test {runs}/packages-data/test.tsv --cut --longest 96 --d-model 128 --window 48 --steps 4000 --warmup 200 "
         "--evaluate-every 500 --save-every 200",
     ),
     Result(
@@ -123,22 +127,22 @@ RESULTS = (
     ),
     Result(
         "cora", "Cora (examples/graphs.py), labels drawn", "accuracy",
-        "graph --data {runs}/cora-data --labelled 20 --width 32 --dropout 0.5 --steps 100",
+        "graph --data {runs}/cora-data --labelled 20 --d-model 32 --dropout 0.5 --steps 100",
     ),
     Result(
         "points", "MNIST digits as sets of points (examples/digit_points.py)", "accuracy",
         "sets --data {runs}/points.jsonl --tokens 8192 --steps 900",
     ),
     Result(
-        "described", "scenes of two digits and their descriptions (examples/described_digits.py)", "accuracy",
-        "match --data {runs}/described-data/train.csv --valid {runs}/described-data/valid.csv "
-        "--test {runs}/described-data/test.csv --layers 1 --fusion 1 --tokens 1536 --rate 2e-3 --warmup 50 "
+        "described", "scenes of two digits and their descriptions (examples/digit_captions.py)", "accuracy",
+        "match --data {runs}/described-data/train.csv --validation {runs}/described-data/valid.csv "
+        "--test {runs}/described-data/test.csv --layers 1 --fusion 1 --tokens 1536 --learning-rate 2e-3 --warmup 50 "
         "--steps 4000 --evaluate-every 500",
     ),
     Result(
         "described-apart", "scenes of two digits and their descriptions, as two vectors apart", "accuracy",
-        "match --data {runs}/described-data/train.csv --valid {runs}/described-data/valid.csv "
-        "--test {runs}/described-data/test.csv --layers 1 --fusion 0 --tokens 1536 --rate 2e-3 --warmup 50 "
+        "match --data {runs}/described-data/train.csv --validation {runs}/described-data/valid.csv "
+        "--test {runs}/described-data/test.csv --layers 1 --fusion 0 --tokens 1536 --learning-rate 2e-3 --warmup 50 "
         "--steps 4000 --evaluate-every 500",
     ),
 )  # fmt: skip
@@ -200,7 +204,7 @@ def collect(runs: Path) -> dict[str, dict[str, Any]]:
                 "minutes": round(found["minutes"], 1),
                 "threads": about["machine"]["threads"], "torch": about["machine"]["torch"],
                 "rows": {name: count for name, count in found["rows"].items() if name != "left_out"},
-                "figures": found["figures"], "baselines": found["baselines"],
+                "metrics": found["metrics"], "baselines": found["baselines"],
             }  # fmt: skip
     KEPT.write_text(json.dumps({result.name: kept[result.name] for result in RESULTS if result.name in kept}, indent=1))
     return kept
@@ -219,13 +223,13 @@ def _unlike(words: str, given: dict[str, Any]) -> str:
 
 def title(result: Result, about: dict[str, Any]) -> str:
     """What a result is of; and whether the rows that it was measured on also chose the weights."""
-    chose = "--valid" in about["words"] and "--test" not in about["words"]
+    chose = "--validation" in about["words"] and "--test" not in about["words"]
     return result.about + (", validation rows, which also chose the weights" if chose else "")
 
 
 def row(result: Result, about: dict[str, Any]) -> str:
     """A line of the table."""
-    reached = about["figures"][result.figure]
+    reached = about["metrics"][result.figure]
     means = {name: each[result.figure] for name, each in about["baselines"].items() if result.figure in each}
     aim = f"{result.at_least:g}" if result.at_least is not None else ""
     against = ", ".join(f"{name} {value:.4g}" for name, value in means.items())
@@ -247,7 +251,7 @@ def write(runs: Path) -> None:
         lines.append(row(result, about))
         told = Result(result.name, result.about, result.figure, about["words"])
         words = command(told, {"data": "DATA", "runs": "runs", "minilm": "MINILM"})
-        figures = ", ".join(f"{name} {value:.4g}" for name, value in about["figures"].items())
+        figures = ", ".join(f"{name} {value:.4g}" for name, value in about["metrics"].items())
         then = f"    regard evaluate runs/{result.name} {about['evaluate']}\n" if about.get("evaluate") else ""
         more.append(
             f"\n## {title(result, about)}\n\n    regard {shlex.join(words)}\n{then}\n"

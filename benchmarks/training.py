@@ -19,16 +19,16 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
 from benchmarks.timing import clock
+from regard.data.batches import Ragged, plan
+from regard.data.readers import Row
+from regard.errors import BadRows
 from regard.models import LanguageConfig, LanguageModel, save
 from regard.positions import sinusoidal
-from regard.tasks.batches import Ragged, plan
-from regard.tasks.data import Row
 from regard.tasks.language import Language, Windows, _stream
-from regard.tasks.loop import Objective, _optimizer
-from regard.tasks.task import Recipe
 from regard.tasks.translate import Translate
-from regard.tasks.trouble import Bad
-from regard.tasks.writing import Pairs
+from regard.training.loop import Objective, _optimizer
+from regard.training.recipe import Recipe
+from regard.training.seq2seq import SourceTargetPairs
 
 DROPOUT, SMOOTHING = 0.1, 0.1
 TOKENS = 4096  # in a batch
@@ -39,10 +39,10 @@ class TorchTranslator(nn.Module):
 
     def __init__(self, vocabulary: int, task: Translate) -> None:
         super().__init__()
-        self.embedding = nn.Embedding(vocabulary, task.width)
-        self.register_buffer("positions", sinusoidal(task.longest, task.width))
+        self.embedding = nn.Embedding(vocabulary, task.d_model)
+        self.register_buffer("positions", sinusoidal(task.longest, task.d_model))
         self.body = nn.Transformer(
-            task.width, task.heads, task.layers, task.layers, 4 * task.width, DROPOUT,
+            task.d_model, task.heads, task.layers, task.layers, 4 * task.d_model, DROPOUT,
             batch_first=True, norm_first=True,
         )  # fmt: skip
 
@@ -124,17 +124,17 @@ def compare(
 
 def sentences(count: int) -> list[Row]:
     """Some of the sentences that come with the package, and their translations."""
-    rows = Translate().read(Translate.data, Bad(skip=True))
+    rows = Translate().read(Translate.data, BadRows(skip=True))
     return [rows[n] for n in np.random.default_rng(1).permutation(len(rows))[:count]]
 
 
 def translate(steps: int) -> Iterator[dict[str, Any]]:
     """3 + 3 layers, 256 wide."""
-    task, bad, rows = Translate(dropout=DROPOUT), Bad(skip=True), sentences(20000)
-    kit = task.learn(rows)
-    items: Pairs = task.items(kit, rows, bad)
-    ours = Objective(task, task.model(kit), SMOOTHING)
-    theirs = TorchTranslator(kit.texts().get_vocab_size(), task)
+    task, bad, rows = Translate(dropout=DROPOUT), BadRows(skip=True), sentences(20000)
+    processor = task.fit_processor(rows)
+    items: SourceTargetPairs = task.dataset(processor, rows, bad)
+    ours = Objective(task, task.model(processor), SMOOTHING)
+    theirs = TorchTranslator(processor.require_tokenizer().get_vocab_size(), task)
     same_weights(ours.model, theirs)
 
     def our_loss(chosen: np.ndarray) -> Tensor:
@@ -159,10 +159,17 @@ def language(steps: int) -> Iterator[dict[str, Any]]:
     from transformers import GPT2LMHeadModel
 
     task, rows = Language(context=256), [Row(row.place, row.values[:1]) for row in sentences(60000)]
-    kit = task.learn(rows)
-    windows = Windows(_stream(kit, rows), 256, 256)
+    processor = task.fit_processor(rows)
+    windows = Windows(_stream(processor, rows), 256, 256)
     ours = LanguageModel(
-        LanguageConfig(kit.texts().get_vocab_size(), width=384, layers=6, heads=6, hidden=1536, dropout=DROPOUT)
+        LanguageConfig(
+            processor.require_tokenizer().get_vocab_size(),
+            d_model=384,
+            layers=6,
+            heads=6,
+            d_hidden=1536,
+            dropout=DROPOUT,
+        )
     )
     with tempfile.TemporaryDirectory() as folder:
         save(ours, folder)

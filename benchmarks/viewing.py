@@ -33,7 +33,9 @@ PAINT = "() => performance.getEntriesByName('first-contentful-paint')[0].startTi
 @torch.no_grad()
 def captured(tokens: int, layers: int, heads: int) -> rg.view.Record:
     torch.manual_seed(0)
-    config = rg.models.LanguageConfig(1000, width=64 * heads, layers=layers, heads=heads, hidden=256, positions=tokens)
+    config = rg.models.LanguageConfig(
+        1000, d_model=64 * heads, layers=layers, heads=heads, d_hidden=256, positions=tokens
+    )
     model = rg.models.LanguageModel(config).eval()
     rg.nn.freeze(model)
     with rg.view.capture(model) as record:
@@ -62,7 +64,7 @@ def windows(tokens: int) -> None:
     """Live, of one layer of 12 causal heads; once it is ready."""
     record = captured(tokens, 1, 12)
     began = time.perf_counter()
-    record.ready()
+    record.precompute()
     print(f"{tokens:,} tokens, 12 heads: ready in {time.perf_counter() - began:.0f} s")
     middle = tokens // 2
     for tall, wide in ((64, 64), (512, 512), (512, tokens), (4000, 4000), (tokens, 512), (tokens, tokens)):

@@ -84,7 +84,7 @@ template <class T> struct AdditiveRange {
   }
   __attribute__((noinline)) void include(const Matrix& x) {
     Vec<T> low{}, high{};
-    Watch<T> watch;
+    NonFiniteCheck<T> watch;
     with_storage<T>(x.dtype, [&](auto stored) __attribute__((always_inline)) {
       using S = typename decltype(stored)::type;
       for (int64_t r = 0; r < x.rows; ++r)

@@ -146,7 +146,7 @@ template <class T, class Score> struct Backward {
         diagonals(gradient.d_diagonal.data ? diagonal_heads(p, gradient) * (p.Q + p.K - 1) : 0),
         per_head(p.Q * (Dp + table) + score.sums()), part(group * per_head), row_gradients(p, gradient, scales) {
     at.rows = HeadRows<T>::place(p, layout);
-    at.reach = layout.add(blocks, 1, sizeof(Seen));
+    at.reach = layout.add(blocks, 1, sizeof(VisibleColumns));
     at.keys = layout.add(key_tile, p.D, sizeof(T));
     at.values = layout.add(key_tile, p.E, sizeof(T));
     at.key_panels = layout.add(key_tile + NR<T>, Dp, sizeof(T));
@@ -172,9 +172,9 @@ template <class T, class Score> struct Backward {
 
   struct Work {
     HeadRows<T> rows;
-    Seen* reach;  // of each block, from the first key that one of its rows may see to the last
+    VisibleColumns* reach;  // of each block, from the first key that one of its rows may see to the last
     T *keys, *values, *key_panels, *d_keys, *d_values, *scores, *grads, *extra, *d_queries, *d_table, *sums, *diagonal;
-    Ahead ahead;
+    Prefetcher prefetcher;
   };
 
   int run() {
@@ -217,7 +217,7 @@ template <class T, class Score> struct Backward {
     char* memory = (char*)thread_scratch(layout.bytes);
     if (!memory) return REGARD_NO_MEMORY;
     Work w{HeadRows<T>(p, memory, at.rows),
-           (Seen*)(memory + at.reach),
+           (VisibleColumns*)(memory + at.reach),
            (T*)(memory + at.keys),
            (T*)(memory + at.values),
            (T*)(memory + at.key_panels),
@@ -262,7 +262,7 @@ template <class T, class Score> struct Backward {
         w.diagonal = (T*)diagonal_sums.data + thread * diagonals + at * (p.Q + p.K - 1);
       }
       w.rows.load(score, p, gradient, b, h);
-      look_ahead(w.ahead, b, h, last - first);
+      prefetch_head(w.prefetcher, b, h, last - first);
       find_reach(w);
       for (int64_t tile = first; tile < last; ++tile) run_tile(w, b, g, n, tile, group > 1 ? tile - first : 0);
       if (!shared) store_queries(b, h, w.d_queries);
@@ -270,18 +270,18 @@ template <class T, class Score> struct Backward {
   }
 
   // What is fetched while a head is computed: what the next one needs, and where its own gradients go.
-  void look_ahead(Ahead& ahead, int64_t b, int64_t h, int64_t own_tiles) const {
+  void prefetch_head(Prefetcher& prefetcher, int64_t b, int64_t h, int64_t own_tiles) const {
     const int64_t next = b * p.H + h + 1, b1 = next / p.H, h1 = next % p.H;
-    ahead.begin(3 * own_tiles * HeadRows<T>::strips_of(p));
-    ahead.add(matrix_of(gradient.d_q, p.dtype, b, h, p.Q, p.D));
-    ahead.add(matrix_of(gradient.d_k, p.dtype, b, h / group, p.K, p.D));
-    ahead.add(matrix_of(gradient.d_v, p.dtype, b, h / group, p.K, p.E));
+    prefetcher.reset(3 * own_tiles * HeadRows<T>::strips_of(p));
+    prefetcher.add(matrix_of(gradient.d_q, p.dtype, b, h, p.Q, p.D));
+    prefetcher.add(matrix_of(gradient.d_k, p.dtype, b, h / group, p.K, p.D));
+    prefetcher.add(matrix_of(gradient.d_v, p.dtype, b, h / group, p.K, p.E));
     if (b1 == p.B) return;
-    ahead.add(matrix_of(p.q, p.dtype, b1, h1, p.Q, p.D));
-    ahead.add(matrix_of(gradient.out, p.dtype, b1, h1, p.Q, p.E));
-    ahead.add(matrix_of(gradient.d_out, p.dtype, b1, h1, p.Q, p.E));
-    ahead.add(matrix_of(p.k, p.dtype, b1, h1 / group, p.K, p.D));
-    ahead.add(matrix_of(p.v, p.dtype, b1, h1 / group, p.K, p.E));
+    prefetcher.add(matrix_of(p.q, p.dtype, b1, h1, p.Q, p.D));
+    prefetcher.add(matrix_of(gradient.out, p.dtype, b1, h1, p.Q, p.E));
+    prefetcher.add(matrix_of(gradient.d_out, p.dtype, b1, h1, p.Q, p.E));
+    prefetcher.add(matrix_of(p.k, p.dtype, b1, h1 / group, p.K, p.D));
+    prefetcher.add(matrix_of(p.v, p.dtype, b1, h1 / group, p.K, p.E));
   }
 
   void find_reach(Work& w) const {
@@ -326,8 +326,8 @@ template <class T, class Score> struct Backward {
     const Matrix k = matrix_of(p.k, p.dtype, b, g, p.K, p.D), v = matrix_of(p.v, p.dtype, b, g, p.K, p.E);
     bool bad = false;
     for (int64_t j = 0; j < keys; j += NR<T>) {
-      bad |= pack_turned<T>(k, j0 + j, score.key_factor(scales.key), w.keys + j * p.D);
-      bad |= pack_turned<T>(v, j0 + j, T(1), w.values + j * p.E);
+      bad |= pack_transposed<T>(k, j0 + j, score.key_factor(scales.key), w.keys + j * p.D);
+      bad |= pack_transposed<T>(v, j0 + j, T(1), w.values + j * p.E);
       pack_panels<T>(k, j0 + j, NR<T>, w.key_panels + j * NR<T>, (key_tile + NR<T>)*NR<T>);
     }
     if (!bad || !(p.intervals.start || p.tiles.pointer)) return;
@@ -350,12 +350,12 @@ template <class T, class Score> struct Backward {
     Step steps[key_tile / REGARD_TILE];  // a tile of bits, or a full run, is at least one tile wide
     int step_count = 0;
     if (p.tiles.pointer)
-      walk_tiles(p, w.rows.rows[i0].b, w.rows.rows[i0].h, i0 / REGARD_TILE, j0, j1, key_tile,
+      for_each_tile_step(p, w.rows.rows[i0].b, w.rows.rows[i0].h, i0 / REGARD_TILE, j0, j1, key_tile,
                  [&](const Step& s) { steps[step_count++] = s; });
     else steps[step_count++] = Step{j0, j1, nullptr};
     if (step_count == 0) return;
 
-    Seen seen[most_rows / MR];
+    VisibleColumns seen[most_rows / MR];
     int strips = 0;
     bool any = false;
     for (int64_t r = 0; r < count; r += MR, ++strips) {
@@ -365,7 +365,7 @@ template <class T, class Score> struct Backward {
     if (!any) return;
 
     for (int64_t c = 0; c < j1 - j0; c += MR) {
-      w.ahead.some();
+      w.prefetcher.prefetch_next();
       const int m = int(least<int64_t>(MR, j1 - j0 - c));
       int from = 0, to = strips;
       while (from < to && !seen[from].meets(c, c + m)) ++from;
@@ -381,7 +381,7 @@ template <class T, class Score> struct Backward {
                                                 d_keys + c * Dp, Dp);
     }
     for (int s = 0; s < strips; ++s) {
-      w.ahead.some();
+      w.prefetcher.prefetch_next();
       const int64_t lo = seen[s].lo, keys = seen[s].count();
       if (keys <= 0) continue;
       const int m = int(least<int64_t>(MR, count - s * MR));
@@ -397,15 +397,15 @@ template <class T, class Score> struct Backward {
     }
   }
 
-  Seen run_strip(Work& w, int64_t i0, int64_t r0, int m, const Step* steps, int step_count, int64_t j0,
+  VisibleColumns run_strip(Work& w, int64_t i0, int64_t r0, int m, const Step* steps, int step_count, int64_t j0,
                  int64_t width) const {
-    w.ahead.some();
+    w.prefetcher.prefetch_next();
     const int64_t i = i0 + r0;
     const Row<T>* rows = w.rows.rows + i;
     const Span& span = w.rows.spans[w.rows.strip_at(i)];
     T *scores = w.scores + r0 * score_stride, *grads = w.grads + r0 * score_stride;
     Columns columns[key_tile / REGARD_TILE];
-    Seen seen{width, 0};
+    VisibleColumns seen{width, 0};
     int64_t done = 0;
     const auto clear_up_to = [&](int64_t column) {
       for (int r = 0; r < m; ++r)
@@ -433,7 +433,7 @@ template <class T, class Score> struct Backward {
     for (int n = 0; n < step_count; ++n) {
       const int64_t lo = columns[n].lo, hi = columns[n].hi, base = steps[n].j0 - j0;
       if (lo >= hi) continue;
-      const Panels panels = panels_of<T>(seen_of(span, steps[n].j0, lo, hi), lo, hi);
+      const Panels panels = panels_of<T>(visible_columns(span, steps[n].j0, lo, hi), lo, hi);
       const int64_t strip = w.rows.strip_at(i);
       score.fill(rows[0].h, m, panels, w.rows.query_strips + strip * strip_size<T>(p.D), w.keys + (base + lo) * p.D,
                  scores + base + lo, score_stride);
@@ -443,18 +443,18 @@ template <class T, class Score> struct Backward {
       for (int r = 0; r < m; ++r) {
         T *s = scores + r * score_stride + base, *d = grads + r * score_stride + base;
         const uint64_t* word = words ? words + r : nullptr;
-        if (row_gradients.plain) weigh_row(s, d, lo, hi, w.rows.lse[i + r], w.rows.delta[i + r]);
-        else row_gradients.weigh(rows[r], steps[n].j0, s, d, lo, hi, w.rows.lse[i + r], w.rows.delta[i + r], w.extra);
+        if (row_gradients.plain) weights_and_gradients(s, d, lo, hi, w.rows.lse[i + r], w.rows.delta[i + r]);
+        else row_gradients.weigh_logits(rows[r], steps[n].j0, s, d, lo, hi, w.rows.lse[i + r], w.rows.delta[i + r], w.extra);
         if (columns[n].hidden) {
-          hide(rows[r], word, steps[n].j0, s, lo, hi, T(0));
-          hide(rows[r], word, steps[n].j0, d, lo, hi, T(0));
+          mask_scores(rows[r], word, steps[n].j0, s, lo, hi, T(0));
+          mask_scores(rows[r], word, steps[n].j0, d, lo, hi, T(0));
         }
         if (!row_gradients.plain)
           row_gradients.add(rows[r], steps[n].j0, d, lo, hi, w.extra, w.diagonal,
                             table ? w.d_table + (i + r) * table : nullptr);
       }
     }
-    return seen_of(span, j0, seen.lo, seen.hi);
+    return visible_columns(span, j0, seen.lo, seen.hi);
   }
 
   void store_queries(int64_t b, int64_t h, T* d_queries) const {

@@ -3,7 +3,7 @@
 #include "dot.h"
 #include "score.h"
 #include "softmax.h"
-#include "walk.h"
+#include "schedule.h"
 
 namespace regard::REGARD_ISA {
 
@@ -44,7 +44,7 @@ template <class T> struct LogSum {
 
   // Calls use(weight), where weight(logit) is 2^(logit - log-sum-exp). Far from zero it is made no more than 1: where the
   // digits of both do not tell them apart, the difference may say otherwise. NaN stays NaN.
-  template <class F> REGARD_INLINE void weigh(F&& use) const {
+  template <class F> REGARD_INLINE void with_weights(F&& use) const {
     if (near()) {
       const Vec<T> least = broadcast(zero() + least_exponent<T>), round = broadcast(rounder<T> - zero());
       const Vec<T> f = broadcast(factor);
@@ -57,9 +57,9 @@ template <class T> struct LogSum {
 };
 
 // Logits become weights, gradients of weights become gradients of logits.
-template <class T> REGARD_INLINE void weigh_row(T* s, T* d, int64_t lo, int64_t hi, const LogSum<T>& lse, T delta) {
+template <class T> REGARD_INLINE void weights_and_gradients(T* s, T* d, int64_t lo, int64_t hi, const LogSum<T>& lse, T delta) {
   const Vec<T> e = broadcast(delta);
-  lse.weigh([&](auto weight_of) __attribute__((always_inline)) {
+  lse.with_weights([&](auto weight_of) __attribute__((always_inline)) {
     for (int64_t c = lo; c < hi; c += lanes<T>) {
       const Vec<T> weight = weight_of(load(s + c));
       store(s + c, weight);
@@ -79,7 +79,7 @@ template <class T> struct RowGradients {
 
   RowGradients(const regard_dot& p, const regard_dot_gradient& gradient, const Scales<T>& scales)
       : p(p), gradient(gradient), scales(scales), bias_factor(T(1 / p.temperature)),
-        plain(!scales.changes_scores && !p.dropout_threshold && !gradient.d_out_table.data),
+        plain(!scales.changes_logits && !p.dropout_threshold && !gradient.d_out_table.data),
         fresh_bias(!p.intervals.start && !p.tiles.pointer && (gradient.d_bias.stride[0] || p.B == 1) &&
                    (gradient.d_bias.stride[1] || p.H == 1) && (gradient.d_bias.stride[2] || p.Q == 1)) {}
 
@@ -93,7 +93,7 @@ template <class T> struct RowGradients {
   }
 
   // `slope` receives the derivative of the cap, where there is one.
-  void weigh(const Row<T>& row, int64_t j0, T* s, T* d, int64_t lo, int64_t hi, const LogSum<T>& lse, T delta,
+  void weigh_logits(const Row<T>& row, int64_t j0, T* s, T* d, int64_t lo, int64_t hi, const LogSum<T>& lse, T delta,
              T* slope) const {
     if (scales.cap != 0) {
       for (int64_t c = lo; c < hi; c += lanes<T>) {
@@ -105,11 +105,11 @@ template <class T> struct RowGradients {
     add_biases(p, scales, row, j0, s, lo, hi);
     if (gradient.d_out_table.data)
       add_table(real_row<T>(gradient.d_out_table, row.b, row.h, row.i), row.first, p.radius, T(1), j0, d, lo, hi);
-    if (!p.dropout_threshold) return weigh_row(s, d, lo, hi, lse, delta);
+    if (!p.dropout_threshold) return weights_and_gradients(s, d, lo, hi, lse, delta);
 
     const Vec<T> e = broadcast(delta);
     const T scale = T(p.dropout_scale);
-    lse.weigh([&](auto weight_of) __attribute__((always_inline)) {
+    lse.with_weights([&](auto weight_of) __attribute__((always_inline)) {
       for (int64_t c = lo; c < hi; c += lanes<T>) {
         const auto kept = dropout_keeps<T>(row.dropout_key, uint32_t(j0 + c), p.dropout_threshold);
         const Vec<T> weight = weight_of(load(s + c));
@@ -155,7 +155,7 @@ template <class T> void key_tile_costs(const regard_dot& p, int64_t first, int64
     for (int64_t h = g * group; h < (g + 1) * group; ++h) {
       if (p.tiles.pointer) {
         for (int64_t t = 0; t * REGARD_TILE < p.Q; ++t)
-          walk_tiles(p, b, h, t, 0, p.K, p.K, [&](const Step& s) { add(cost, s.j0, s.j1, double(REGARD_TILE) / MR); });
+          for_each_tile_step(p, b, h, t, 0, p.K, p.K, [&](const Step& s) { add(cost, s.j0, s.j1, double(REGARD_TILE) / MR); });
       } else if (!p.intervals.start) {
         add(cost, 0, p.K, double(strips));
       } else {

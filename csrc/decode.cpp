@@ -4,7 +4,7 @@
 // sum and unnormalised values; the pieces of a row are then put together, always in the same order.
 #include "dot.h"
 #include "softmax.h"
-#include "walk.h"
+#include "schedule.h"
 
 namespace regard::REGARD_ISA {
 namespace {
@@ -42,7 +42,7 @@ void score_keys(const T* q, const Matrix& k, int64_t first, int64_t count, T* s)
 
 // out[0 .. N * lanes) = sum over c of weight[c] * value (first + c).
 template <class T, class S, int N>
-REGARD_INLINE void add_values(const T* weight, const S* v, int64_t stride, int64_t count, Watch<T>& watch, bool checks,
+REGARD_INLINE void add_values(const T* weight, const S* v, int64_t stride, int64_t count, NonFiniteCheck<T>& watch, bool checks,
                               T* out) {
   Vec<T> sums[N];
   REGARD_UNROLL
@@ -64,7 +64,7 @@ REGARD_INLINE void add_values(const T* weight, const S* v, int64_t stride, int64
 }
 
 template <class T, class S>
-void weigh_values(const T* weight, const Matrix& v, int64_t first, int64_t count, Watch<T>& watch, bool checks,
+void add_weighted_values(const T* weight, const Matrix& v, int64_t first, int64_t count, NonFiniteCheck<T>& watch, bool checks,
                   T* out) {
   constexpr int L = lanes<T>;
   const S* from = at<S>(v, first, 0);
@@ -111,7 +111,7 @@ template <class T> struct Decode {
     };
     const int status = parallel(int(least<int64_t>(p.threads, units)), body);
     if (status != REGARD_OK) return status;
-    for (int64_t n = 0; n < p.B * p.G * rows; ++n) put_together(n / rows, n % rows);
+    for (int64_t n = 0; n < p.B * p.G * rows; ++n) merge_pieces(n / rows, n % rows);
     return REGARD_OK;
   }
 
@@ -148,12 +148,12 @@ template <class T> struct Decode {
       store(query + d, load_some(at<S>(q, row.i, d), q.column_stride, p.D - d) * scales.key);
 
     // Whole vectors from the first visible key's on; what is not visible is hidden before it is used.
-    Watch<T> watch;
+    NonFiniteCheck<T> watch;
     const int64_t lo = (first - j0) / L * L, hi = round_up(last - j0, L);
     score_keys<T, S>(query, k, j0 + lo, least(hi, p.K - j0) - lo, s + lo);
     // A product with a key that is not finite is not finite.
     for (int64_t c = first - j0; checks && c < last - j0; ++c) watch(broadcast(s[c]));
-    if (scales.changes_scores) change_scores(p, scales, row, j0, s, lo, hi);
+    if (scales.changes_logits) scores_to_logits(p, scales, row, j0, s, lo, hi);
     for (int64_t c = lo; c < first - j0; ++c) s[c] = -infinity;
     for (int64_t c = last - j0; c < hi; ++c) s[c] = -infinity;
 
@@ -166,13 +166,13 @@ template <class T> struct Decode {
       store(s + c, weight);
       sums += weight;
     }
-    if (p.dropout_threshold) drop_row(row.dropout_key, p.dropout_threshold, j0, s, lo, hi);
-    weigh_values<T, S>(s + (first - j0), v, first, last - first, watch, checks, out);
+    if (p.dropout_threshold) apply_dropout(row.dropout_key, p.dropout_threshold, j0, s, lo, hi);
+    add_weighted_values<T, S>(s + (first - j0), v, first, last - first, watch, checks, out);
     out[Ep] = peak;
     out[Ep + 1] = checks && watch.bad() ? T(__builtin_nanf("")) : reduce_add<T>(sums);
   }
 
-  void put_together(int64_t head, int64_t r) const {
+  void merge_pieces(int64_t head, int64_t r) const {
     const int64_t b = head / p.G, h = head % p.G * (rows / p.Q) + r / p.Q, i = r % p.Q;
     T sink = p.sink ? ((const T*)p.sink)[h] * T(log2_e) : T(-infinity), peak = greatest(sink, no_peak<T>);
     for (int64_t n = 0; n < pieces; ++n) peak = greatest(peak, part_of(head, n, r)[Ep]);

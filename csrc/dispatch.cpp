@@ -152,7 +152,7 @@ int check(const regard_linear& x) {
 }
 
 // Whether start[n] .. stop[n], or single keys where stop is null, are runs of some of `keys` keys, ascending and apart.
-bool are_runs(const int64_t* start, const int64_t* stop, int64_t count, int64_t keys) {
+bool are_key_ranges(const int64_t* start, const int64_t* stop, int64_t count, int64_t keys) {
   if (count < 0 || (count > 0 && !start)) return false;
   int64_t last = 0;
   for (int64_t n = 0; n < count; ++n) {
@@ -164,7 +164,7 @@ bool are_runs(const int64_t* start, const int64_t* stop, int64_t count, int64_t 
 }
 
 // An axis of one has any stride, and to step over it, though never read there, may overflow.
-void settle_strides(regard_tensor& t, int64_t batch, int64_t heads, int64_t rows, int64_t columns) {
+void normalize_strides(regard_tensor& t, int64_t batch, int64_t heads, int64_t rows, int64_t columns) {
   const int64_t sizes[] = {batch, heads, rows, columns};
   for (int axis = 0; axis < 4; ++axis)
     if (sizes[axis] == 1) t.stride[axis] = axis == 3;
@@ -173,12 +173,12 @@ void settle_strides(regard_tensor& t, int64_t batch, int64_t heads, int64_t rows
 constexpr int32_t most_threads = 1024;  // OpenMP ends the process where it cannot start as many as it is asked for
 
 // Waking a thread takes longer than a million multiply-adds: small problems are not worth it.
-regard_dot as_the_kernels_take_it(const regard_dot& p) {
+regard_dot normalized(const regard_dot& p) {
   regard_dot copy = p;
   copy.threads = p.threads < most_threads ? p.threads : most_threads;
-  settle_strides(copy.q, p.B, p.H, p.Q, p.D);
-  settle_strides(copy.k, p.B, p.G, p.K, p.D);
-  settle_strides(copy.v, p.B, p.G, p.K, p.E);
+  normalize_strides(copy.q, p.B, p.H, p.Q, p.D);
+  normalize_strides(copy.k, p.B, p.G, p.K, p.D);
+  normalize_strides(copy.v, p.B, p.G, p.K, p.E);
   const double per_pair = double(p.D) * (p.weight.data ? 8 : 1) + double(p.E);
   const double work = double(p.B) * double(p.H) * double(p.Q) * double(p.K) * per_pair;
   const double useful = 1 + work / 1e6;
@@ -186,12 +186,12 @@ regard_dot as_the_kernels_take_it(const regard_dot& p) {
   return copy;
 }
 
-regard_linear as_the_kernels_take_it(const regard_linear& x) {
+regard_linear normalized(const regard_linear& x) {
   regard_linear copy = x;
   copy.threads = x.threads < most_threads ? x.threads : most_threads;
-  settle_strides(copy.q, x.B, x.H, x.N, x.M);
-  settle_strides(copy.k, x.B, x.G, x.N, x.M);
-  settle_strides(copy.v, x.B, x.G, x.N, x.E);
+  normalize_strides(copy.q, x.B, x.H, x.N, x.M);
+  normalize_strides(copy.k, x.B, x.G, x.N, x.M);
+  normalize_strides(copy.v, x.B, x.G, x.N, x.E);
   const double useful = 1 + 4 * double(x.B) * double(x.H) * double(x.N) * double(x.M) * double(x.E) / 1e6;
   if (useful < copy.threads) copy.threads = int(useful);
   return copy;
@@ -223,7 +223,7 @@ int regard_dot_forward(const regard_dot* problem, const regard_dot_result* resul
   if (const int absent = regard::check_presence(result->lse, result->out_table)) return absent;
   if (const int absent = problem->E ? regard::check_presence(result->out) : REGARD_OK) return absent;
   if (result->out_table.data && (!problem->offset || result->out_table.stride[3] != 1)) return REGARD_BAD_ARGUMENT;
-  return regard::chosen.dot_forward(regard::as_the_kernels_take_it(*problem), *result);
+  return regard::chosen.dot_forward(regard::normalized(*problem), *result);
 }
 
 int regard_dot_backward(const regard_dot* problem, const regard_dot_gradient* gradient) {
@@ -249,7 +249,7 @@ int regard_dot_backward(const regard_dot* problem, const regard_dot_gradient* gr
     return REGARD_BAD_ARGUMENT;
   if ((g.d_diagonal.data && !problem->diagonal.data) || (g.d_row_table.data && !problem->row_table.data))
     return REGARD_BAD_ARGUMENT;
-  return regard::chosen.dot_backward(regard::as_the_kernels_take_it(*problem), *gradient);
+  return regard::chosen.dot_backward(regard::normalized(*problem), *gradient);
 }
 
 int regard_dot_jvp(const regard_dot* problem, const regard_dot_tangent* tangent, const regard_dot_result* result) {
@@ -278,13 +278,13 @@ int regard_dot_jvp(const regard_dot* problem, const regard_dot_tangent* tangent,
     return REGARD_BAD_ARGUMENT;
   if (result->out_table.data && (!p.offset || result->out_table.stride[3] != 1 || t.d_out_table.stride[3] != 1))
     return REGARD_BAD_ARGUMENT;
-  regard::settle_strides(t.d_q, p.B, p.H, p.Q, p.D);
-  regard::settle_strides(t.d_k, p.B, p.G, p.K, p.D);
-  regard::settle_strides(t.d_v, p.B, p.G, p.K, p.E);
-  return regard::chosen.dot_jvp(regard::as_the_kernels_take_it(p), t, *result);
+  regard::normalize_strides(t.d_q, p.B, p.H, p.Q, p.D);
+  regard::normalize_strides(t.d_k, p.B, p.G, p.K, p.D);
+  regard::normalize_strides(t.d_v, p.B, p.G, p.K, p.E);
+  return regard::chosen.dot_jvp(regard::normalized(p), t, *result);
 }
 
-int regard_dot_look(const regard_dot* problem, const regard_dot_statistics* statistics) {
+int regard_dot_row_statistics(const regard_dot* problem, const regard_dot_statistics* statistics) {
   if (!problem || !statistics) return REGARD_BAD_ARGUMENT;
   const int status = regard::check(*problem);
   if (status != REGARD_OK) return status;
@@ -296,9 +296,9 @@ int regard_dot_look(const regard_dot* problem, const regard_dot_statistics* stat
   int64_t kept = 0;
   if (__builtin_mul_overflow(problem->B * problem->H * problem->Q, s.top, &kept)) return REGARD_TOO_LARGE;
   if (problem->E != 0 || s.top < 0 || (s.top > 0 && (!s.top_keys || !s.top_weights))) return REGARD_BAD_ARGUMENT;
-  if (s.mass.data && !regard::are_runs(s.chosen_start, s.chosen_stop, s.chosen_count, problem->K))
+  if (s.mass.data && !regard::are_key_ranges(s.chosen_start, s.chosen_stop, s.chosen_count, problem->K))
     return REGARD_BAD_ARGUMENT;
-  return regard::chosen.dot_statistics(regard::as_the_kernels_take_it(*problem), s);
+  return regard::chosen.dot_statistics(regard::normalized(*problem), s);
 }
 
 int64_t regard_packed_size(int64_t N, int64_t K) {
@@ -309,9 +309,9 @@ int64_t regard_packed_size(int64_t N, int64_t K) {
   return regard::chosen.packed_size(N, K);
 }
 
-int regard_multiply(const regard_product* problem) {
+int regard_multiply(const regard_packed_linear* problem) {
   if (!problem || problem->M < 0 || problem->threads < 1) return REGARD_BAD_ARGUMENT;
-  regard_product p = *problem;
+  regard_packed_linear p = *problem;
   const int64_t size = regard_packed_size(p.N, p.K);
   if (size < 0) return int(size);
   if (p.M == 0 || p.N == 0) return REGARD_OK;
@@ -320,7 +320,7 @@ int regard_multiply(const regard_product* problem) {
   if (p.threads > regard::most_threads) p.threads = regard::most_threads;
   const double useful = 1 + double(p.M) * double(p.N) * double(p.K) / 1e6;
   if (useful < p.threads) p.threads = int(useful);
-  return regard::chosen.product(p);
+  return regard::chosen.packed_linear(p);
 }
 
 int regard_dot_weights(const regard_dot* problem, const regard_dot_columns* columns) {
@@ -330,8 +330,8 @@ int regard_dot_weights(const regard_dot* problem, const regard_dot_columns* colu
   if (problem->B == 0 || problem->H == 0 || problem->Q == 0 || columns->count == 0) return REGARD_OK;
   if (problem->E != 0 || !columns->out.present || columns->out.stride[3] != 1) return REGARD_BAD_ARGUMENT;
   if (const int absent = regard::check_presence(columns->out)) return absent;
-  if (!regard::are_runs(columns->columns, nullptr, columns->count, problem->K)) return REGARD_BAD_ARGUMENT;
-  return regard::chosen.dot_weights(regard::as_the_kernels_take_it(*problem), *columns);
+  if (!regard::are_key_ranges(columns->columns, nullptr, columns->count, problem->K)) return REGARD_BAD_ARGUMENT;
+  return regard::chosen.dot_weights(regard::normalized(*problem), *columns);
 }
 
 int regard_dot_map(const regard_dot* problem, const regard_dot_pool* pool) {
@@ -343,7 +343,7 @@ int regard_dot_map(const regard_dot* problem, const regard_dot_pool* pool) {
   if (const int absent = regard::check_presence(pool->out)) return absent;
   if (problem->E != 0 || problem->Q == 0 || problem->K == 0) return REGARD_BAD_ARGUMENT;
   if (pool->rows > INT32_MAX || pool->columns > INT32_MAX) return REGARD_TOO_LARGE;
-  return regard::chosen.dot_map(regard::as_the_kernels_take_it(*problem), *pool);
+  return regard::chosen.dot_map(regard::normalized(*problem), *pool);
 }
 
 int regard_linear_forward(const regard_linear* problem, const regard_linear_result* result) {
@@ -353,7 +353,7 @@ int regard_linear_forward(const regard_linear* problem, const regard_linear_resu
   if (problem->B == 0 || problem->H == 0 || problem->N == 0) return REGARD_OK;
   if (const int absent = regard::check_presence(result->norm)) return absent;
   if (const int absent = problem->E ? regard::check_presence(result->out) : REGARD_OK) return absent;
-  return regard::chosen.linear_forward(regard::as_the_kernels_take_it(*problem), *result);
+  return regard::chosen.linear_forward(regard::normalized(*problem), *result);
 }
 
 int regard_linear_backward(const regard_linear* problem, const regard_linear_gradient* gradient) {
@@ -368,7 +368,7 @@ int regard_linear_backward(const regard_linear* problem, const regard_linear_gra
   if (problem->E && absent == REGARD_OK) absent = regard::check_presence(g.out, g.d_out, g.d_v);
   if (problem->M && absent == REGARD_OK) absent = regard::check_presence(g.d_q, g.d_k);
   if (absent != REGARD_OK) return absent;
-  return regard::chosen.linear_backward(regard::as_the_kernels_take_it(*problem), *gradient);
+  return regard::chosen.linear_backward(regard::normalized(*problem), *gradient);
 }
 
 }  // extern "C"

@@ -24,64 +24,64 @@ template <class T, class Score> struct Forward : Strips<T, Forward<T, Score>, Sc
     at.fresh = layout.add(strips, 1, 1);
   }
 
-  struct Room {
+  struct Workspace {
     Vec<T>* sums;
     T *out, *table, *peak;
     uint8_t* fresh;  // a strip that has no output yet
   };
-  Room room(char* memory) const {
+  Workspace workspace(char* memory) const {
     return {(Vec<T>*)(memory + at.sums), (T*)(memory + at.out), (T*)(memory + at.table), (T*)(memory + at.peak),
             (uint8_t*)(memory + at.fresh)};
   }
 
-  void begin(Room& room, int64_t s) const {
-    room.fresh[s] = 1;
-    for (int r = 0; r < strip_lanes<T>; ++r) room.peak[s * strip_lanes<T> + r] = -infinity;
-    for (int r = 0; r < MR; ++r) room.sums[s * MR + r] = Vec<T>{};
-    if (table) __builtin_memset(room.table + s * MR * table, 0, size_t(MR * table) * sizeof(T));
+  void start_strip(Workspace& workspace, int64_t s) const {
+    workspace.fresh[s] = 1;
+    for (int r = 0; r < strip_lanes<T>; ++r) workspace.peak[s * strip_lanes<T> + r] = -infinity;
+    for (int r = 0; r < MR; ++r) workspace.sums[s * MR + r] = Vec<T>{};
+    if (table) __builtin_memset(workspace.table + s * MR * table, 0, size_t(MR * table) * sizeof(T));
   }
 
-  bool take(Room& room, const Walk<T>& w, int64_t s, int m, int64_t j0, int64_t lo, int64_t hi) const {
+  bool consume(Workspace& workspace, const ThreadState<T>& w, int64_t s, int m, int64_t j0, int64_t lo, int64_t hi) const {
     const Row<T>* rows = w.rows + s * MR;
-    if (room.fresh[s]) fetch_rows(matrix_of(result.out, p.dtype, rows[0].b, rows[0].h, p.Q, p.E), rows[0].i, m);
+    if (workspace.fresh[s]) fetch_rows(matrix_of(result.out, p.dtype, rows[0].b, rows[0].h, p.Q, p.E), rows[0].i, m);
     T alpha[strip_lanes<T>];
-    if (!this->softmax(w, s, m, lo, hi, room.peak + s * strip_lanes<T>, room.sums + s * MR, alpha)) return false;
+    if (!this->softmax(w, s, m, lo, hi, workspace.peak + s * strip_lanes<T>, workspace.sums + s * MR, alpha)) return false;
     if (p.dropout_threshold)
-      for (int r = 0; r < m; ++r) drop_row(rows[r].dropout_key, p.dropout_threshold, j0, w.scores + r * chunk, lo, hi);
-    if (table) gather_table(room, w, s, m, alpha, j0, lo, hi);
+      for (int r = 0; r < m; ++r) apply_dropout(rows[r].dropout_key, p.dropout_threshold, j0, w.scores + r * chunk, lo, hi);
+    if (table) gather_table(workspace, w, s, m, alpha, j0, lo, hi);
 
-    T* out = room.out + s * MR * Ep;
-    const Seen seen = seen_of(w.spans[s], j0, lo, hi);
+    T* out = workspace.out + s * MR * Ep;
+    const VisibleColumns seen = visible_columns(w.spans[s], j0, lo, hi);
     const auto v = w.keys.values_at(j0 + seen.lo, w.v);
     const T* weights = w.scores + seen.lo;
-    if (room.fresh[s])
+    if (workspace.fresh[s])
       multiply<T, chunk, 1, Into::overwrite>(m, Ep / NR<T>, seen.count(), weights, v.first, v.panel, out, Ep, alpha,
                                              v.row);
     else
       multiply<T, chunk, 1, Into::rescale>(m, Ep / NR<T>, seen.count(), weights, v.first, v.panel, out, Ep, alpha,
                                            v.row);
-    room.fresh[s] = 0;
+    workspace.fresh[s] = 0;
     return true;
   }
 
-  void gather_table(Room& room, const Walk<T>& w, int64_t s, int m, const T* alpha, int64_t j0, int64_t lo,
+  void gather_table(Workspace& workspace, const ThreadState<T>& w, int64_t s, int m, const T* alpha, int64_t j0, int64_t lo,
                     int64_t hi) const {
     for (int r = 0; r < m; ++r) {
-      T* sums = room.table + (s * MR + r) * table;
+      T* sums = workspace.table + (s * MR + r) * table;
       for (int64_t t = 0; t < table; ++t) sums[t] *= alpha[r];
       sum_by_distance<T>(sums, w.rows[s * MR + r].first, p.radius, j0, w.scores + r * chunk, lo, hi);
     }
   }
 
-  void finish(Room& room, const Walk<T>& w, int64_t s, int m) const {
+  void finish(Workspace& workspace, const ThreadState<T>& w, int64_t s, int m) const {
     T factor[strip_lanes<T>], lse[strip_lanes<T>], sink[strip_lanes<T>] = {};
     if (p.sink)
       for (int r = 0; r < m; ++r) sink[r] = ((const T*)p.sink)[w.rows[s * MR + r].h];
     for (int r = 0; r < m; r += lanes<T>) {
       Vec<T> rows[lanes<T>];
       REGARD_UNROLL
-      for (int i = 0; i < lanes<T>; ++i) rows[i] = r + i < MR ? room.sums[s * MR + r + i] : Vec<T>{};
-      Vec<T> peak = load(room.peak + s * strip_lanes<T> + r), total = sum_of_each<T>(rows), shrink = broadcast(T(1));
+      for (int i = 0; i < lanes<T>; ++i) rows[i] = r + i < MR ? workspace.sums[s * MR + r + i] : Vec<T>{};
+      Vec<T> peak = load(workspace.peak + s * strip_lanes<T> + r), total = sum_of_each<T>(rows), shrink = broadcast(T(1));
       if (p.sink) {
         const Vec<T> extra = load(sink + r) * T(log2_e), top = max(max(peak, extra), broadcast(no_peak<T>));
         shrink = exp2(peak - top);
@@ -96,23 +96,23 @@ template <class T, class Score> struct Forward : Strips<T, Forward<T, Score>, Sc
       if (w.poisoned[s * MR + r]) factor[r] = lse[r] = T(__builtin_nanf(""));
     for (int r = 0; r < m;) {
       const int count = int(least<int64_t>(m - r, p.Q - w.rows[s * MR + r].i));
-      finish_rows(room, w, s * MR + r, count, factor + r, lse + r);
+      finish_rows(workspace, w, s * MR + r, count, factor + r, lse + r);
       r += count;
     }
   }
 
   // Rows of one head.
-  void finish_rows(Room& room, const Walk<T>& w, int64_t first, int count, const T* factor, const T* lse) const {
+  void finish_rows(Workspace& workspace, const ThreadState<T>& w, int64_t first, int count, const T* factor, const T* lse) const {
     const Row<T>& row = w.rows[first];
-    T* out = room.out + first * Ep;
+    T* out = workspace.out + first * Ep;
     for (int r = 0; r < count; ++r)
-      if (room.fresh[first / MR] || factor[r] == 0) __builtin_memset(out + r * Ep, 0, size_t(Ep) * sizeof(T));
+      if (workspace.fresh[first / MR] || factor[r] == 0) __builtin_memset(out + r * Ep, 0, size_t(Ep) * sizeof(T));
     unpack_rows<T>(matrix_of(result.out, p.dtype, row.b, row.h, p.Q, p.E), row.i, count, out, Ep, factor, 1);
     if (result.lse.data)
       for (int r = 0; r < count; ++r) *const_cast<T*>(real_row<T>(result.lse, row.b, row.h, row.i + r)) = lse[r];
     for (int r = 0; table && r < count; ++r) {
       T* to = const_cast<T*>(real_row<T>(result.out_table, row.b, row.h, row.i + r));
-      for (int64_t t = 0; t < table; ++t) to[t] = room.table[(first + r) * table + t] * factor[r];
+      for (int64_t t = 0; t < table; ++t) to[t] = workspace.table[(first + r) * table + t] * factor[r];
     }
   }
 };

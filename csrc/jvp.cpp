@@ -9,7 +9,7 @@ namespace regard::REGARD_ISA {
 namespace {
 
 // The problem with tangents in the places of their tensors; a width of 0 where there are none.
-inline regard_dot moved(regard_dot p, const regard_dot_tangent& t) {
+inline regard_dot tangent_problem(regard_dot p, const regard_dot_tangent& t) {
   p.q = t.d_q, p.k = t.d_k, p.v = t.d_v;
   p.diagonal = t.d_diagonal, p.row_table = t.d_row_table, p.bias = t.d_bias;
   if (!t.d_k.data) p.D = 0;
@@ -33,7 +33,7 @@ template <class T> struct Jvp : Strips<T, Jvp<T>> {
   } at;
 
   Jvp(const regard_dot& p, const regard_dot_tangent& tangent, const regard_dot_result& result)
-      : Base(p), tangent(tangent), result(result), d(moved(p, tangent)),
+      : Base(p), tangent(tangent), result(result), d(tangent_problem(p, tangent)),
         of_biases(d.diagonal.data || d.row_table.data || d.bias.data), of_logits(of_biases || d.q.data || d.k.data),
         of_values(d.v.data), Ep(round_up(p.E, NR<T>)), table(result.out_table.data ? 2 * p.radius + 1 : 0) {
     this->direct = false;  // packed queries meet two sets of keys
@@ -53,7 +53,7 @@ template <class T> struct Jvp : Strips<T, Jvp<T>> {
     at.poisoned = layout.add(strips * MR, 1, 1);
   }
 
-  struct Room {
+  struct Workspace {
     PackedKeys<T> keys;  // the tangents of keys and values
     Matrix k, v;
     int64_t head;  // of the keys that are packed
@@ -63,7 +63,7 @@ template <class T> struct Jvp : Strips<T, Jvp<T>> {
     T *out, *d_out, *table, *d_table, *peak;
     uint8_t *fresh, *poisoned;  // a strip that has no output yet; a row that has seen a bad tangent of a key
   };
-  Room room(char* memory) const {
+  Workspace workspace(char* memory) const {
     const bool direct = this->direct_values && of_values && PackedKeys<T>::values_fit(d);
     return {PackedKeys<T>(d, memory, at.keys, false, direct),
             {},
@@ -84,61 +84,61 @@ template <class T> struct Jvp : Strips<T, Jvp<T>> {
             (uint8_t*)(memory + at.poisoned)};
   }
 
-  void begin(Room& room, int64_t s) const {
-    room.fresh[s] = 1;
-    for (int r = 0; r < strip_lanes<T>; ++r) room.peak[s * strip_lanes<T> + r] = -infinity;
+  void start_strip(Workspace& workspace, int64_t s) const {
+    workspace.fresh[s] = 1;
+    for (int r = 0; r < strip_lanes<T>; ++r) workspace.peak[s * strip_lanes<T> + r] = -infinity;
     for (int r = 0; r < MR; ++r) {
-      room.sums[s * MR + r] = room.d_sums[s * MR + r] = Vec<T>{};
-      room.poisoned[s * MR + r] = 0;
+      workspace.sums[s * MR + r] = workspace.d_sums[s * MR + r] = Vec<T>{};
+      workspace.poisoned[s * MR + r] = 0;
     }
-    __builtin_memset(room.table + s * MR * table, 0, size_t(MR * table) * sizeof(T));
-    __builtin_memset(room.d_table + s * MR * table, 0, size_t(MR * table) * sizeof(T));
+    __builtin_memset(workspace.table + s * MR * table, 0, size_t(MR * table) * sizeof(T));
+    __builtin_memset(workspace.d_table + s * MR * table, 0, size_t(MR * table) * sizeof(T));
   }
 
   // What a strip needs once it is known to see anything.
-  void prepare(Room& room, const Walk<T>& w, int64_t s, int m) const {
+  void prepare(Workspace& workspace, const ThreadState<T>& w, int64_t s, int m) const {
     const Row<T>* rows = w.rows + s * MR;
     const int64_t head = rows[0].b * p.G + rows[0].h / (p.H / p.G);
-    if (head != room.head) {
-      room.head = head;
-      room.k = matrix_of(d.k, p.dtype, head / p.G, head % p.G, p.K, d.D);
-      room.v = matrix_of(d.v, p.dtype, head / p.G, head % p.G, p.K, d.E);
-      room.keys.forget();
+    if (head != workspace.head) {
+      workspace.head = head;
+      workspace.k = matrix_of(d.k, p.dtype, head / p.G, head % p.G, p.K, d.D);
+      workspace.v = matrix_of(d.v, p.dtype, head / p.G, head % p.G, p.K, d.E);
+      workspace.keys.forget();
     }
-    for (int r = 0; of_biases && r < m; ++r) set_row(room.rows[s * MR + r], d, rows[r].b, rows[r].h, rows[r].i);
+    for (int r = 0; of_biases && r < m; ++r) set_row(workspace.rows[s * MR + r], d, rows[r].b, rows[r].h, rows[r].i);
     if (!d.q.data) return;
     RowPointers queries{{}, p.D, d.q.stride[3], p.dtype};
     for (int r = 0; r < m; ++r)
       queries.row[r] = row_of(matrix_of(d.q, p.dtype, rows[r].b, rows[r].h, p.Q, p.D), rows[r].i);
-    pack_strip<T>(queries, room.queries + s * strip_size<T>(p.D));
+    pack_strip<T>(queries, workspace.queries + s * strip_size<T>(p.D));
   }
 
-  bool take(Room& room, const Walk<T>& w, int64_t s, int m, int64_t j0, int64_t lo, int64_t hi) const {
+  bool consume(Workspace& workspace, const ThreadState<T>& w, int64_t s, int m, int64_t j0, int64_t lo, int64_t hi) const {
     const Row<T>* rows = w.rows + s * MR;
     T alpha[strip_lanes<T>];
-    if (!this->softmax(w, s, m, lo, hi, room.peak + s * strip_lanes<T>, room.sums + s * MR, alpha)) return false;
-    if (room.fresh[s]) prepare(room, w, s, m);
-    room.keys.need(score, room.k, room.v, scales.key, j0 + lo, j0 + hi);
-    if (room.keys.any_bad)
-      for (int r = 0; r < m; ++r) room.poisoned[s * MR + r] |= sees_bad_key(room.keys, rows[r], w.word(r), j0, lo, hi);
+    if (!this->softmax(w, s, m, lo, hi, workspace.peak + s * strip_lanes<T>, workspace.sums + s * MR, alpha)) return false;
+    if (workspace.fresh[s]) prepare(workspace, w, s, m);
+    workspace.keys.need(score, workspace.k, workspace.v, scales.key, j0 + lo, j0 + hi);
+    if (workspace.keys.any_bad)
+      for (int r = 0; r < m; ++r) workspace.poisoned[s * MR + r] |= attends_bad_key(workspace.keys, rows[r], w.word(r), j0, lo, hi);
     if (of_logits) {
-      move_logits(room, w, s, m, j0, lo, hi);
+      move_logits(workspace, w, s, m, j0, lo, hi);
       for (int r = 0; r < m; ++r) {
-        Vec<T>& sum = room.d_sums[s * MR + r];
-        sum = sum * alpha[r] + move_weights(w.scores + r * chunk, room.scores + r * chunk, lo, hi);
+        Vec<T>& sum = workspace.d_sums[s * MR + r];
+        sum = sum * alpha[r] + move_weights(w.scores + r * chunk, workspace.scores + r * chunk, lo, hi);
       }
     }
     for (int r = 0; p.dropout_threshold && r < m; ++r) {
-      drop_row(rows[r].dropout_key, p.dropout_threshold, j0, w.scores + r * chunk, lo, hi);
-      if (of_logits) drop_row(rows[r].dropout_key, p.dropout_threshold, j0, room.scores + r * chunk, lo, hi);
+      apply_dropout(rows[r].dropout_key, p.dropout_threshold, j0, w.scores + r * chunk, lo, hi);
+      if (of_logits) apply_dropout(rows[r].dropout_key, p.dropout_threshold, j0, workspace.scores + r * chunk, lo, hi);
     }
     for (int r = 0; table && r < m; ++r) {
-      gather(room.table + (s * MR + r) * table, alpha[r], rows[r], j0, w.scores + r * chunk, lo, hi);
+      gather(workspace.table + (s * MR + r) * table, alpha[r], rows[r], j0, w.scores + r * chunk, lo, hi);
       if (of_logits)
-        gather(room.d_table + (s * MR + r) * table, alpha[r], rows[r], j0, room.scores + r * chunk, lo, hi);
+        gather(workspace.d_table + (s * MR + r) * table, alpha[r], rows[r], j0, workspace.scores + r * chunk, lo, hi);
     }
 
-    const Seen seen = seen_of(w.spans[s], j0, lo, hi);
+    const VisibleColumns seen = visible_columns(w.spans[s], j0, lo, hi);
     const auto v = w.keys.values_at(j0 + seen.lo, w.v);
     const auto add = [&](const T* weights, const auto& values, T* out, bool fresh,
                          bool more) __attribute__((always_inline)) {
@@ -150,11 +150,11 @@ template <class T> struct Jvp : Strips<T, Jvp<T>> {
       else if (fresh) into(Kept<Into::overwrite>{});
       else into(Kept<Into::rescale>{});
     };
-    T *out = room.out + s * MR * Ep, *d_out = room.d_out + s * MR * Ep;
-    add(w.scores, v, out, room.fresh[s], false);
-    if (of_logits) add(room.scores, v, d_out, room.fresh[s], false);
-    if (of_values) add(w.scores, room.keys.values_at(j0 + seen.lo, room.v), d_out, room.fresh[s], of_logits);
-    room.fresh[s] = 0;
+    T *out = workspace.out + s * MR * Ep, *d_out = workspace.d_out + s * MR * Ep;
+    add(w.scores, v, out, workspace.fresh[s], false);
+    if (of_logits) add(workspace.scores, v, d_out, workspace.fresh[s], false);
+    if (of_values) add(w.scores, workspace.keys.values_at(j0 + seen.lo, workspace.v), d_out, workspace.fresh[s], of_logits);
+    workspace.fresh[s] = 0;
     return true;
   }
   template <Into into> struct Kept {
@@ -162,29 +162,29 @@ template <class T> struct Jvp : Strips<T, Jvp<T>> {
   };
 
   // room.scores = the tangents of the logits, in base two.
-  void move_logits(Room& room, const Walk<T>& w, int64_t s, int m, int64_t j0, int64_t lo, int64_t hi) const {
-    const Panels panels = panels_of<T>(seen_of(w.spans[s], j0, lo, hi), lo, hi);
-    const T *queries = w.queries + s * strip_size<T>(p.D), *keys = w.keys.turned_at(j0 + lo);
-    T* to = room.scores + lo;
-    if (d.q.data) score.fill(0, m, panels, room.queries + s * strip_size<T>(p.D), keys, to, chunk);
-    if (d.k.data && !d.q.data) score.fill(0, m, panels, queries, room.keys.turned_at(j0 + lo), to, chunk);
+  void move_logits(Workspace& workspace, const ThreadState<T>& w, int64_t s, int m, int64_t j0, int64_t lo, int64_t hi) const {
+    const Panels panels = panels_of<T>(visible_columns(w.spans[s], j0, lo, hi), lo, hi);
+    const T *queries = w.queries + s * strip_size<T>(p.D), *keys = w.keys.transposed_at(j0 + lo);
+    T* to = workspace.scores + lo;
+    if (d.q.data) score.fill(0, m, panels, workspace.queries + s * strip_size<T>(p.D), keys, to, chunk);
+    if (d.k.data && !d.q.data) score.fill(0, m, panels, queries, workspace.keys.transposed_at(j0 + lo), to, chunk);
     if (d.k.data && d.q.data)
-      score.template multiply_parts<1, MR, Into::add>(m, panels, queries, 0, room.keys.turned_at(j0 + lo), to, chunk);
+      score.template multiply_parts<1, MR, Into::add>(m, panels, queries, 0, workspace.keys.transposed_at(j0 + lo), to, chunk);
     if (!d.q.data && !d.k.data)
       for (int r = 0; r < m; ++r) __builtin_memset(to + r * chunk, 0, size_t(hi - lo) * sizeof(T));
     else if (scales.cap != 0) {
-      score.fill(0, m, panels, queries, keys, room.slopes + lo, chunk);
+      score.fill(0, m, panels, queries, keys, workspace.slopes + lo, chunk);
       for (int r = 0; r < m; ++r)
         for (int64_t c = lo; c < hi; c += lanes<T>) {
-          const Vec<T> y = tanh(load(room.slopes + r * chunk + c));
-          T* x = room.scores + r * chunk + c;
+          const Vec<T> y = tanh(load(workspace.slopes + r * chunk + c));
+          T* x = workspace.scores + r * chunk + c;
           store(x, load(x) * ((1 - y * y) * scales.cap));
         }
     }
     for (int r = 0; of_biases && r < m; ++r)
-      add_biases(d, scales, room.rows[s * MR + r], j0, room.scores + r * chunk, lo, hi);
+      add_biases(d, scales, workspace.rows[s * MR + r], j0, workspace.scores + r * chunk, lo, hi);
     for (int r = 0; w.hidden && r < m; ++r)
-      hide(w.rows[s * MR + r], w.word(r), j0, room.scores + r * chunk, lo, hi, T(0));
+      mask_scores(w.rows[s * MR + r], w.word(r), j0, workspace.scores + r * chunk, lo, hi, T(0));
   }
 
   // Tangents of logits become those of weights, but for the change of the sum of all; returns their sums lane by lane.
@@ -211,7 +211,7 @@ template <class T> struct Jvp : Strips<T, Jvp<T>> {
     T factor[strip_lanes<T>], d_factor[strip_lanes<T>], lse[strip_lanes<T>], d_lse[strip_lanes<T>];
   };
 
-  void finish(Room& room, const Walk<T>& w, int64_t s, int m) const {
+  void finish(Workspace& workspace, const ThreadState<T>& w, int64_t s, int m) const {
     Numbers n;
     T sink[strip_lanes<T>] = {}, d_sink[strip_lanes<T>] = {};
     for (int r = 0; p.sink && r < m; ++r) {
@@ -222,10 +222,10 @@ template <class T> struct Jvp : Strips<T, Jvp<T>> {
       Vec<T> rows[lanes<T>], d_rows[lanes<T>];
       REGARD_UNROLL
       for (int i = 0; i < lanes<T>; ++i) {
-        rows[i] = r + i < MR ? room.sums[s * MR + r + i] : Vec<T>{};
-        d_rows[i] = r + i < MR ? room.d_sums[s * MR + r + i] : Vec<T>{};
+        rows[i] = r + i < MR ? workspace.sums[s * MR + r + i] : Vec<T>{};
+        d_rows[i] = r + i < MR ? workspace.d_sums[s * MR + r + i] : Vec<T>{};
       }
-      Vec<T> peak = load(room.peak + s * strip_lanes<T> + r), shrink = broadcast(T(1));
+      Vec<T> peak = load(workspace.peak + s * strip_lanes<T> + r), shrink = broadcast(T(1));
       Vec<T> total = sum_of_each<T>(rows), d_total = sum_of_each<T>(d_rows);
       if (p.sink) {
         const Vec<T> extra = load(sink + r) * T(log2_e), top = max(max(peak, extra), broadcast(no_peak<T>));
@@ -242,12 +242,12 @@ template <class T> struct Jvp : Strips<T, Jvp<T>> {
     }
     for (int r = 0; r < m; ++r) {
       if (w.poisoned[s * MR + r]) n.factor[r] = n.lse[r] = n.d_lse[r] = T(__builtin_nanf(""));
-      if (room.poisoned[s * MR + r]) n.d_lse[r] = T(__builtin_nanf(""));
-      n.d_factor[r] = room.poisoned[s * MR + r] ? T(__builtin_nanf("")) : n.factor[r];
+      if (workspace.poisoned[s * MR + r]) n.d_lse[r] = T(__builtin_nanf(""));
+      n.d_factor[r] = workspace.poisoned[s * MR + r] ? T(__builtin_nanf("")) : n.factor[r];
     }
     for (int r = 0; r < m;) {
       const int count = int(least<int64_t>(m - r, p.Q - w.rows[s * MR + r].i));
-      finish_rows(room, w, s * MR + r, count, n, r);
+      finish_rows(workspace, w, s * MR + r, count, n, r);
       r += count;
     }
   }
@@ -257,11 +257,11 @@ template <class T> struct Jvp : Strips<T, Jvp<T>> {
   }
 
   // Rows of one head, the first of which is number r of its strip.
-  void finish_rows(Room& room, const Walk<T>& w, int64_t first, int count, const Numbers& n, int r) const {
+  void finish_rows(Workspace& workspace, const ThreadState<T>& w, int64_t first, int count, const Numbers& n, int r) const {
     const Row<T>& row = w.rows[first];
-    T *out = room.out + first * Ep, *d_out = room.d_out + first * Ep;
+    T *out = workspace.out + first * Ep, *d_out = workspace.d_out + first * Ep;
     for (int i = 0; i < count; ++i) {
-      const bool nothing = room.fresh[first / MR] || n.factor[r + i] == 0;
+      const bool nothing = workspace.fresh[first / MR] || n.factor[r + i] == 0;
       if (nothing) __builtin_memset(out + i * Ep, 0, size_t(Ep) * sizeof(T));
       if (nothing || !(of_logits || of_values)) __builtin_memset(d_out + i * Ep, 0, size_t(Ep) * sizeof(T));
       move_row(d_out + i * Ep, out + i * Ep, n.d_lse[r + i], p.E);
@@ -274,7 +274,7 @@ template <class T> struct Jvp : Strips<T, Jvp<T>> {
       *const_cast<T*>(real_row<T>(tangent.d_lse, row.b, row.h, row.i + i)) = n.d_lse[r + i];
     }
     for (int i = 0; table && i < count; ++i) {
-      T *sums = room.table + (first + i) * table, *d_sums = room.d_table + (first + i) * table;
+      T *sums = workspace.table + (first + i) * table, *d_sums = workspace.d_table + (first + i) * table;
       T* to = const_cast<T*>(real_row<T>(result.out_table, row.b, row.h, row.i + i));
       T* d_to = const_cast<T*>(real_row<T>(tangent.d_out_table, row.b, row.h, row.i + i));
       move_row(d_sums, sums, n.d_lse[r + i], table);

@@ -15,7 +15,7 @@ struct Kernels {
   int (*linear_forward)(const regard_linear&, const regard_linear_result&);
   int (*linear_backward)(const regard_linear&, const regard_linear_gradient&);
   int64_t (*packed_size)(int64_t N, int64_t K);
-  int (*product)(const regard_product&);
+  int (*packed_linear)(const regard_packed_linear&);
 };
 
 }  // namespace regard

@@ -1,13 +1,13 @@
 // The keys and values of one key/value head in packed form. Panels are packed when first visited.
 #pragma once
-#include "walk.h"
+#include "schedule.h"
 
 namespace regard::REGARD_ISA {
 
 // Keys that hold NaN or an infinity, in their key or in their value, are *bad*. Where a mask may hide them they are
 // packed as zeros and remembered: a row that sees one becomes NaN, any other row is untouched.
 template <class T> struct PackedKeys {
-  T* turned;       // keys, NR side by side: [panel][D][NR]
+  T* transposed;       // keys, NR side by side: [panel][D][NR]
   T* values;       // [E / NR][pitch][NR]
   uint8_t* ready;  // one for each panel
   uint32_t* bad;   // one bit for each key of a panel
@@ -18,7 +18,7 @@ template <class T> struct PackedKeys {
   bool direct;  // values are read where they lie: few rows use them, so that packing would not pay; until one is bad
 
   struct Places {
-    size_t turned, values, ready, bad;
+    size_t transposed, values, ready, bad;
   };
 
   static int64_t panels_of(const regard_dot& p) { return (p.K + NR<T> - 1) / NR<T>; }
@@ -37,7 +37,7 @@ template <class T> struct PackedKeys {
   }
 
   PackedKeys(const regard_dot& p, char* memory, const Places& at, bool measures, bool direct)
-      : turned((T*)(memory + at.turned)), values((T*)(memory + at.values)), ready((uint8_t*)(memory + at.ready)),
+      : transposed((T*)(memory + at.transposed)), values((T*)(memory + at.values)), ready((uint8_t*)(memory + at.ready)),
         bad((uint32_t*)(memory + at.bad)), panels(panels_of(p)), pitch(pitch_of(p)), D(p.D), E(p.E),
         checks(p.intervals.start || p.tiles.pointer), any_bad(false), longest(infinity), measures(measures),
         direct(direct) {}
@@ -59,11 +59,11 @@ template <class T> struct PackedKeys {
     for (int64_t panel = first; panel < last; ++panel)
       if (!ready[panel]) {
         pack(k, v, factor, panel);
-        score.ready_keys(turned + panel * NR<T> * D);
+        score.ready_keys(transposed + panel * NR<T> * D);
       }
   }
 
-  const T* turned_at(int64_t key) const { return turned + key * D; }
+  const T* transposed_at(int64_t key) const { return transposed + key * D; }
 
   // The values from a key on, as the right operand of a product.
   struct Values {
@@ -80,19 +80,19 @@ template <class T> struct PackedKeys {
     const int64_t key = panel * NR<T>;
     fetch_rows(k, key + NR<T>, NR<T>);
     fetch_rows(v, key + NR<T>, NR<T>);
-    T* const turned_panel = turned + key * D;
+    T* const transposed_panel = transposed + key * D;
     T* const value_rows = values + key * NR<T>;
-    bool found = pack_turned<T>(k, key, factor, turned_panel);
+    bool found = pack_transposed<T>(k, key, factor, transposed_panel);
     if (!direct) found |= pack_panels<T>(v, key, NR<T>, value_rows, pitch * NR<T>);
     ready[panel] = 1;
     bad[panel] = 0;
-    if (measures) longest = found ? T(infinity) : greatest(longest, longest_square(turned_panel));
+    if (measures) longest = found ? T(infinity) : greatest(longest, longest_square(transposed_panel));
     if (!found || !checks) return;
     for (int64_t lane = 0; lane < NR<T> && key + lane < k.rows; ++lane) {
       if (!row_is_bad<T>(row_of(k, key + lane), D, k.column_stride, k.dtype) &&
           !row_is_bad<T>(row_of(v, key + lane), E, v.column_stride, v.dtype))
         continue;
-      for (int64_t d = 0; d < D; ++d) turned_panel[d * NR<T> + lane] = 0;
+      for (int64_t d = 0; d < D; ++d) transposed_panel[d * NR<T> + lane] = 0;
       for (int64_t e = 0; e < E; e += NR<T>)
         for (int c = 0; c < NR<T>; ++c) value_rows[e * pitch + lane * NR<T> + c] = 0;
       bad[panel] |= uint32_t(1) << lane;
@@ -113,12 +113,12 @@ template <class T> struct PackedKeys {
 
 // Whether a row sees a bad key among the columns [lo, hi) of a step.
 template <class T>
-bool sees_bad_key(const PackedKeys<T>& keys, const Row<T>& row, const uint64_t* word, int64_t j0, int64_t lo,
+bool attends_bad_key(const PackedKeys<T>& keys, const Row<T>& row, const uint64_t* word, int64_t j0, int64_t lo,
                   int64_t hi) {
   for (int64_t c = lo; c < hi; c += NR<T>) {
     const uint32_t bad = keys.bad[(j0 + c) / NR<T>];
     for (int lane = 0; bad && lane < NR<T>; ++lane)
-      if ((bad >> lane & 1) && sees(row, word, j0, c + lane)) return true;
+      if ((bad >> lane & 1) && may_attend(row, word, j0, c + lane)) return true;
   }
   return false;
 }

@@ -93,7 +93,7 @@ END
 STRUCTURE(regard_linear_gradient)
   FIELD(out), FIELD(norm), FIELD(d_out), FIELD(d_q), FIELD(d_k), FIELD(d_v)
 END
-STRUCTURE(regard_product)
+STRUCTURE(regard_packed_linear)
   FIELD(M), FIELD(N), FIELD(K), FIELD(x_row), FIELD(out_row), FIELD(x), FIELD(packed), FIELD(bias), FIELD(out), FIELD(threads), FIELD(has_bias)
 END
     // clang-format on
@@ -154,7 +154,7 @@ const Description description(Layout<regard_tensor>{}, Layout<regard_intervals>{
                               Layout<regard_dot_tangent>{}, Layout<regard_dot_statistics>{},
                               Layout<regard_dot_columns>{}, Layout<regard_dot_pool>{}, Layout<regard_linear>{},
                               Layout<regard_linear_result>{}, Layout<regard_linear_gradient>{},
-                              Layout<regard_product>{});
+                              Layout<regard_packed_linear>{});
 
 }  // namespace
 

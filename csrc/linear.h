@@ -42,25 +42,25 @@ template <class T, class F> REGARD_INLINE void for_blocks(int64_t rows, bool alo
 
 // The left operand of a product over columns, rows [row, ...) of a turned matrix; and of a product over rows, columns
 // [column, ...) of panels. Both are read in steps of NR.
-template <class T> REGARD_INLINE const T* turned_at(const T* turned, int64_t depth, int64_t row) {
-  return turned + row / NR<T> * depth * NR<T> + row % NR<T>;
+template <class T> REGARD_INLINE const T* transposed_at(const T* transposed, int64_t depth, int64_t row) {
+  return transposed + row / NR<T> * depth * NR<T> + row % NR<T>;
 }
 template <class T> REGARD_INLINE const T* panels_at(const T* panels, int64_t panel, int64_t column) {
   return panels + column / NR<T> * panel + column % NR<T>;
 }
 
 // Up to a chunk of rows, turned, each panel with room for `depth` >= columns rows. Returns whether NaN or an infinity was met.
-template <class T> bool turn_rows(const Matrix& x, int64_t row, int64_t rows, int64_t depth, T* out) {
+template <class T> bool transpose_rows(const Matrix& x, int64_t row, int64_t rows, int64_t depth, T* out) {
   bool bad = false;
-  for (int64_t p = 0; p < rows; p += NR<T>) bad |= pack_turned<T>(x, row + p, T(1), out + p * depth);
+  for (int64_t p = 0; p < rows; p += NR<T>) bad |= pack_transposed<T>(x, row + p, T(1), out + p * depth);
   return bad;
 }
 
 // The same from rows that are panels already.
-template <class T> void turn_panels(const T* panels, int64_t rows, int64_t columns, int64_t depth, T* out) {
+template <class T> void transpose_panels(const T* panels, int64_t rows, int64_t columns, int64_t depth, T* out) {
   for (int64_t c = 0; c < columns; c += NR<T>) {
     const Matrix panel{panels + c * chunk_rows, NR<T>, 1, rows, least<int64_t>(NR<T>, columns - c), dtype_of<T>};
-    turn_rows<T>(panel, 0, rows, depth, out + c * NR<T>);
+    transpose_rows<T>(panel, 0, rows, depth, out + c * NR<T>);
   }
 }
 
@@ -109,7 +109,7 @@ struct LinearSplit {
 
 // products[r][j] of query i + r and key j, and 0 where the key lies behind the query.
 template <int ARow, int AStep, class T>
-REGARD_INLINE void multiply_seen(int count, int64_t i, int64_t depth, const T* queries, const T* keys, T* products,
+REGARD_INLINE void multiply_visible(int count, int64_t i, int64_t depth, const T* queries, const T* keys, T* products,
                                  int64_t a_row = 0) {
   const int64_t seen = i + count, width = round_up(seen, NR<T>);
   multiply_wanted<T, ARow, AStep>(count, {width / NR<T>, false, width - seen >= lanes<T>}, depth, queries, keys,
@@ -142,7 +142,7 @@ template <class T> struct LinearProblem {
       for (int64_t m = 0; m < wide_m; m += NR<T>) make_features(out + m * chunk_rows, rows * NR<T>);
     return bad;
   }
-  void turn_features(const T* panels, int64_t rows, T* out) const { turn_panels<T>(panels, rows, M, M, out); }
+  void transpose_features(const T* panels, int64_t rows, T* out) const { transpose_panels<T>(panels, rows, M, M, out); }
 
   // From the gradients of the features of row `row + i`, its own: the derivative of a feature is itself up to 1, and then 1.
   void store_row(const T* panels, int64_t i, const Matrix& to, int64_t row, T* gradient) const {
@@ -166,12 +166,12 @@ template <class T> struct Parts {
   }
 };
 
-// Scratch for every thread, the states of the parts for all of them, then the passes: add_up where heads are cut into
+// Scratch for every thread, the states of the parts for all of them, then the passes: sum_states where heads are cut into
 // segments, and walk.
 template <class T, class Job> int run_passes(Job& job, int threads, bool segmented, const Layout& shared, T*& states) {
   Buffer buffer;
   Parts<T> sizes{};
-  job.lay_out(sizes);
+  job.allocate_scratch(sizes);
   if (!shared.ok || !sizes.layout.ok) return REGARD_TOO_LARGE;
   if (!buffer.reserve(shared.bytes)) return REGARD_NO_MEMORY;
   states = (T*)buffer.data;
@@ -179,8 +179,8 @@ template <class T, class Job> int run_passes(Job& job, int threads, bool segment
   auto body = [&](int thread, int count) {
     Parts<T> parts{(char*)thread_scratch(sizes.layout.bytes), {}};
     if (!parts.base) return int(REGARD_NO_MEMORY);
-    const auto scratch = job.lay_out(parts);
-    const int status = walking ? job.walk(scratch, thread, count) : job.add_up(scratch, thread, count);
+    const auto scratch = job.allocate_scratch(parts);
+    const int status = walking ? job.attend_chunks(scratch, thread, count) : job.sum_states(scratch, thread, count);
     if (walking) trim_thread_scratch();
     return status;
   };
@@ -202,9 +202,9 @@ template <class T> struct LinearForward : LinearProblem<T> {
       : Problem(x), result(result), state_size(M * wide_e + wide_m) {}
 
   struct Scratch {
-    T *state, *keys, *turned_keys, *values, *query_rows, *queries, *products, *norms, *out;
+    T *state, *keys, *transposed_keys, *values, *query_rows, *queries, *products, *norms, *out;
   };
-  Scratch lay_out(Parts<T>& part) const {
+  Scratch allocate_scratch(Parts<T>& part) const {
     return {part(1, state_size),      part(chunk_rows, wide_m), part(chunk_rows, M),
             part(chunk_rows, wide_e), part(chunk_rows, wide_m), part(chunk_rows, M),
             part(MR, chunk_rows),     part(1, chunk_rows),      part(MR, wide_e)};
@@ -227,14 +227,14 @@ template <class T> struct LinearForward : LinearProblem<T> {
     const Matrix out = matrix_of(result.out, x.dtype, b, h, x.N, E);
     T* norm = (T*)result.norm.data + b * result.norm.stride[0] + h * result.norm.stride[1];
     this->feature_panels(q, row, rows, s.query_rows);
-    this->turn_features(s.query_rows, rows, s.queries);
+    this->transpose_features(s.query_rows, rows, s.queries);
     for (int64_t p = 0; p < rows; p += NR<T>)
       multiply<T, 0, 1, Into::overwrite>(1, 1, M, s.state + M * wide_e, s.queries + p * M, 0, s.norms + p, 0);
 
     for_blocks<T>(rows, alone, [&](int64_t i, int count) {
-      const T* queries = turned_at(s.queries, M, i);
+      const T* queries = transposed_at(s.queries, M, i);
       fetch_rows(q, next + i, count);
-      multiply_seen<1, NR<T>>(count, i, M, queries, s.turned_keys, s.products);
+      multiply_visible<1, NR<T>>(count, i, M, queries, s.transposed_keys, s.products);
       fetch_rows(k, next + i, count);
       multiply<T, 1, NR<T>, Into::overwrite>(count, wide_e / NR<T>, M, queries, s.state, M * NR<T>, s.out, wide_e);
       fetch_rows(v, next + i, count);
@@ -251,7 +251,7 @@ template <class T> struct LinearForward : LinearProblem<T> {
     });
   }
 
-  int add_up(const Scratch& s, int thread, int threads) const {
+  int sum_states(const Scratch& s, int thread, int threads) const {
     const int64_t parts = split.parts() - split.segments,
                   work = split.heads * parts;  // nothing depends on the last segment
     for (int64_t w = share(work, thread, threads); w < share(work, thread + 1, threads); ++w) {
@@ -266,7 +266,7 @@ template <class T> struct LinearForward : LinearProblem<T> {
     return REGARD_OK;
   }
 
-  int walk(const Scratch& s, int thread, int threads) const {
+  int attend_chunks(const Scratch& s, int thread, int threads) const {
     const int64_t work = split.heads * split.segments, group = x.H / x.G;
     for (int64_t w = share(work, thread, threads); w < share(work, thread + 1, threads); ++w) {
       const int64_t head = w / split.segments, segment = w % split.segments, g = head % x.G;
@@ -278,7 +278,7 @@ template <class T> struct LinearForward : LinearProblem<T> {
       for (int64_t c = split.first_chunk(segment * split.segments); c < end; ++c) {
         const int64_t row = c * chunk_rows, rows = this->rows_of(c);
         const bool bad = pack(k, v, row, rows, s);
-        this->turn_features(s.keys, rows, s.turned_keys);
+        this->transpose_features(s.keys, rows, s.transposed_keys);
         for (int64_t h = g * group; h < (g + 1) * group; ++h) attend(head, h, row, rows, bad, s);
         if (c + 1 < end) extend_state(rows, s, s.state);
       }

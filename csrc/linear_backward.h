@@ -24,18 +24,18 @@ template <class T> struct LinearBackward : LinearProblem<T> {
         pitch(round_up(E + 1, NR<T>)) {}
 
   struct Scratch {
-    T *past, *future, *turned_future;
-    T *keys, *turned_keys, *values, *turned_values, *queries, *turned_queries;  // a chunk of rows each
+    T *past, *future, *transposed_future;
+    T *keys, *transposed_keys, *values, *transposed_values, *queries, *transposed_queries;  // a chunk of rows each
     T *rows, *appended;                                                         // n with m at its end, and m alone
     T *scores, *products, *d_keys, *d_values;
   };
-  Scratch lay_out(Parts<T>& part) const {
+  Scratch allocate_scratch(Parts<T>& part) const {
     const int64_t n = chunk_rows;
     Scratch s;
-    s.past = part(1, past_size), s.future = part(1, future_size), s.turned_future = part(1, past_size);
-    s.keys = part(n, wide_m), s.turned_keys = part(n, M);
-    s.values = part(n, wide_e), s.turned_values = part(n, E + 1);
-    s.queries = part(n, wide_m), s.turned_queries = part(n, M);
+    s.past = part(1, past_size), s.future = part(1, future_size), s.transposed_future = part(1, past_size);
+    s.keys = part(n, wide_m), s.transposed_keys = part(n, M);
+    s.values = part(n, wide_e), s.transposed_values = part(n, E + 1);
+    s.queries = part(n, wide_m), s.transposed_queries = part(n, M);
     s.rows = part(n, pitch), s.appended = part(1, n);
     s.scores = part(n, n), s.products = part(n, n), s.d_keys = part(n, wide_m), s.d_values = part(n, wide_e);
     return s;
@@ -50,9 +50,9 @@ template <class T> struct LinearBackward : LinearProblem<T> {
   void pack_values(int64_t head, int64_t row, int64_t rows, const Scratch& s) const {
     pack_panels<T>(this->values(head), row, rows, s.values, chunk_rows * NR<T>);
   }
-  void turn_values(int64_t head, int64_t row, int64_t rows, const Scratch& s) const {
-    turn_rows<T>(this->values(head), row, rows, E + 1, s.turned_values);
-    for (int64_t p = 0; p < rows; p += NR<T>) fill<T>(s.turned_values + p * (E + 1) + E * NR<T>, NR<T>, 1);
+  void transpose_values(int64_t head, int64_t row, int64_t rows, const Scratch& s) const {
+    transpose_rows<T>(this->values(head), row, rows, E + 1, s.transposed_values);
+    for (int64_t p = 0; p < rows; p += NR<T>) fill<T>(s.transposed_values + p * (E + 1) + E * NR<T>, NR<T>, 1);
   }
   bool pack_queries(int64_t b, int64_t h, int64_t row, int64_t rows, const Scratch& s) const {
     return this->feature_panels(this->queries(b, h), row, rows, s.queries);
@@ -62,7 +62,7 @@ template <class T> struct LinearBackward : LinearProblem<T> {
   bool prepare(int64_t b, int64_t h, int64_t row, int64_t rows, const Scratch& s) const {
     const Matrix out = outputs(b, h), d_out = d_outputs(b, h);
     const T* norm = (const T*)gradient.norm.data + b * gradient.norm.stride[0] + h * gradient.norm.stride[1];
-    Watch<T> watch;
+    NonFiniteCheck<T> watch;
     with_storage<T>(x.dtype, [&](auto stored) {
       using S = typename decltype(stored)::type;
       for (int64_t i = 0; i < rows; ++i) {
@@ -90,13 +90,13 @@ template <class T> struct LinearBackward : LinearProblem<T> {
     multiply<T, 0, 1, Into::add>(1, wide_m / NR<T>, rows, s.appended, s.queries, chunk_rows * NR<T>,
                                  future + M * wide_e, 0);
   }
-  void turn_future(const Scratch& s) const {
+  void transpose_future(const Scratch& s) const {
     for (int64_t e = 0; e < E; e += NR<T>) {
       const Matrix panel{s.future + e * M, NR<T>, 1, M, least<int64_t>(NR<T>, E - e), dtype_of<T>};
-      turn_rows<T>(panel, 0, M, E + 1, s.turned_future + e * NR<T>);
+      transpose_rows<T>(panel, 0, M, E + 1, s.transposed_future + e * NR<T>);
     }
     for (int64_t m = 0; m < wide_m; m += NR<T>)
-      for (int64_t c = 0; c < NR<T>; ++c) s.turned_future[m * (E + 1) + E * NR<T> + c] = s.future[M * wide_e + m + c];
+      for (int64_t c = 0; c < NR<T>; ++c) s.transposed_future[m * (E + 1) + E * NR<T> + c] = s.future[M * wide_e + m + c];
   }
 
   void query_gradients(int64_t head, int64_t h, int64_t row, int64_t rows, bool alone, const Scratch& s) const {
@@ -109,7 +109,7 @@ template <class T> struct LinearBackward : LinearProblem<T> {
       const T* left = s.rows + i * pitch;
       fetch_rows(q, next + i, count);
       fetch_rows(k, next + i, count);
-      multiply_seen<any_row, 1>(count, i, E + 1, left, s.turned_values, s.products, pitch);
+      multiply_visible<any_row, 1>(count, i, E + 1, left, s.transposed_values, s.products, pitch);
       fetch_rows(v, next + i, count);
       fetch_rows(out, next + i, count);
       multiply<T, any_row, 1, Into::overwrite>(count, wide_m / NR<T>, E + 1, left, s.past, (E + 1) * NR<T>, s.d_keys,
@@ -127,11 +127,11 @@ template <class T> struct LinearBackward : LinearProblem<T> {
     const int64_t next = row - chunk_rows;
     const Matrix q = this->queries(b, h), out = outputs(b, h), d_out = d_outputs(b, h);
     const bool bad_rows = prepare(b, h, row, rows, s), bad_queries = pack_queries(b, h, row, rows, s);
-    this->turn_features(s.queries, rows, s.turned_queries);
+    this->transpose_features(s.queries, rows, s.transposed_queries);
     for_blocks<T>(rows, false, [&](int64_t i, int count) {
       fetch_rows(q, next + i, count);
-      multiply_seen<1, NR<T>>(count, i, M, turned_at(s.turned_queries, M, i), s.turned_keys, s.scores + i * chunk_rows);
-      multiply_seen<any_row, 1>(count, i, E + 1, s.rows + i * pitch, s.turned_values, s.products + i * chunk_rows,
+      multiply_visible<1, NR<T>>(count, i, M, transposed_at(s.transposed_queries, M, i), s.transposed_keys, s.scores + i * chunk_rows);
+      multiply_visible<any_row, 1>(count, i, E + 1, s.rows + i * pitch, s.transposed_values, s.products + i * chunk_rows,
                                 pitch);
     });
     for_blocks<T>(rows, bad_rows || bad_queries, [&](int64_t j, int count) {
@@ -146,14 +146,14 @@ template <class T> struct LinearBackward : LinearProblem<T> {
     extend_future(rows, s, s.future);
   }
 
-  void walk_forward(int64_t head, int64_t segment, const Scratch& s) const {
+  void scan_forward(int64_t head, int64_t segment, const Scratch& s) const {
     const int64_t end = split.first_chunk((segment + 1) * split.segments), group = x.H / x.G;
     fill<T>(s.past, past_size, 0);
     for (int64_t part = 0; part < segment * split.segments; ++part) accumulate(s.past, past_of(head, part), past_size);
     for (int64_t c = split.first_chunk(segment * split.segments); c < end; ++c) {
       const int64_t row = c * chunk_rows, rows = this->rows_of(c), first = head % x.G * group;
       const bool bad = pack_keys(head, row, rows, s);
-      turn_values(head, row, rows, s);
+      transpose_values(head, row, rows, s);
       for (int64_t h = first; h < first + group; ++h) query_gradients(head, h, row, rows, bad, s);
       if (c + 1 == end) break;
       pack_values(head, row, rows, s);
@@ -161,7 +161,7 @@ template <class T> struct LinearBackward : LinearProblem<T> {
     }
   }
 
-  void walk_backward(int64_t head, int64_t segment, const Scratch& s) const {
+  void scan_backward(int64_t head, int64_t segment, const Scratch& s) const {
     const int64_t start = split.first_chunk(segment * split.segments), b = head / x.G, g = head % x.G,
                   group = x.H / x.G;
     const Matrix k = this->keys(head), v = this->values(head);
@@ -173,18 +173,18 @@ template <class T> struct LinearBackward : LinearProblem<T> {
     for (int64_t c = split.first_chunk((segment + 1) * split.segments) - 1; c >= start; --c) {
       const int64_t row = c * chunk_rows, rows = this->rows_of(c), next = row - chunk_rows;
       pack_keys(head, row, rows, s);
-      this->turn_features(s.keys, rows, s.turned_keys);
-      turn_values(head, row, rows, s);
-      turn_future(s);
+      this->transpose_features(s.keys, rows, s.transposed_keys);
+      transpose_values(head, row, rows, s);
+      transpose_future(s);
       for_blocks<T>(rows, false, [&](int64_t j, int count) {
         fetch_rows(k, next + j, count);
         fetch_rows(d_k, row + j, count);
-        multiply<T, 1, NR<T>, Into::overwrite>(count, wide_e / NR<T>, M, turned_at(s.turned_keys, M, j), s.future,
+        multiply<T, 1, NR<T>, Into::overwrite>(count, wide_e / NR<T>, M, transposed_at(s.transposed_keys, M, j), s.future,
                                                M * NR<T>, s.d_values + j * wide_e, wide_e);
         fetch_rows(v, next + j, count);
         fetch_rows(d_v, row + j, count);
-        multiply<T, 1, NR<T>, Into::overwrite>(count, wide_m / NR<T>, E + 1, turned_at(s.turned_values, E + 1, j),
-                                               s.turned_future, (E + 1) * NR<T>, s.d_keys + j * wide_m, wide_m);
+        multiply<T, 1, NR<T>, Into::overwrite>(count, wide_m / NR<T>, E + 1, transposed_at(s.transposed_values, E + 1, j),
+                                               s.transposed_future, (E + 1) * NR<T>, s.d_keys + j * wide_m, wide_m);
       });
       for (int64_t h = g * group; h < (g + 1) * group; ++h) key_gradients(b, h, row, rows, s);
       for (int64_t j = 0; j < rows; ++j) {
@@ -199,7 +199,7 @@ template <class T> struct LinearBackward : LinearProblem<T> {
   }
   T* future_of(int64_t head, int64_t part) const { return past_of(head, part) + past_size; }
 
-  int add_up(const Scratch& s, int thread, int threads) const {
+  int sum_states(const Scratch& s, int thread, int threads) const {
     const int64_t work = split.heads * split.parts(), group = x.H / x.G;
     for (int64_t w = share(work, thread, threads); w < share(work, thread + 1, threads); ++w) {
       const int64_t head = w / split.parts(), part = w % split.parts(), b = head / x.G, first = head % x.G * group;
@@ -222,11 +222,11 @@ template <class T> struct LinearBackward : LinearProblem<T> {
     return REGARD_OK;
   }
 
-  int walk(const Scratch& s, int thread, int threads) const {
+  int attend_chunks(const Scratch& s, int thread, int threads) const {
     const int64_t work = split.heads * split.segments;
     for (int64_t w = share(work, thread, threads); w < share(work, thread + 1, threads); ++w) {
-      walk_forward(w / split.segments, w % split.segments, s);
-      walk_backward(w / split.segments, w % split.segments, s);
+      scan_forward(w / split.segments, w % split.segments, s);
+      scan_backward(w / split.segments, w % split.segments, s);
     }
     return REGARD_OK;
   }

@@ -52,18 +52,18 @@ REGARD_INLINE void fetch_rows(const Matrix& x, int64_t row, int64_t rows) {
 }
 
 // What will be needed, asked for a little at a time between the products of a head: as one burst it would be in their way.
-struct Ahead {
+struct Prefetcher {
   static constexpr int64_t most_bytes = 256 << 10;  // more would drive out what is in use
   Matrix parts[8];
   int count = 0;
   int64_t turn = 0, turns = 0, bytes = 0;
 
-  void begin(int64_t wanted_turns) { count = 0, turn = 0, turns = wanted_turns, bytes = 0; }
+  void reset(int64_t wanted_turns) { count = 0, turn = 0, turns = wanted_turns, bytes = 0; }
   void add(const Matrix& x) {
     parts[count++] = x;
     bytes += x.rows * x.columns * int64_t(storage_bytes(x.dtype));
   }
-  REGARD_INLINE void some() {
+  REGARD_INLINE void prefetch_next() {
     if (turn >= turns || bytes > most_bytes) return;
     for (int n = 0; n < count; ++n) {
       const int64_t from = parts[n].rows * turn / turns;
@@ -87,7 +87,7 @@ template <class T> __attribute__((noinline)) bool row_is_bad(const void* row, in
 
 // Gathers whether a NaN or an infinity passed by, for one multiply-add a vector: only these times zero are not zero. Vectors
 // that take turns do not wait for one another.
-template <class T> struct Watch {
+template <class T> struct NonFiniteCheck {
   Vec<T> sum[4]{};
   REGARD_INLINE Vec<T> operator()(Vec<T> x, int turn = 0) {
     sum[turn % 4] += x * T(0);
@@ -98,7 +98,7 @@ template <class T> struct Watch {
 
 // Whether one of rows [row, row + NR), of whole panels of T, holds NaN or an infinity.
 template <class T> __attribute__((noinline)) bool panel_is_bad(const Matrix& x, int64_t row) {
-  Watch<T> watch;
+  NonFiniteCheck<T> watch;
   for (const int64_t end = least(row + NR<T>, x.rows); row < end; ++row) {
     const T* from = (const T*)row_of(x, row);
     for (int64_t c = 0; c < x.columns; c += NR<T>) watch(load(from + c), 0), watch(load(from + c + lanes<T>), 1);
@@ -117,9 +117,9 @@ template <bool whole, class S> REGARD_INLINE Vec<Computed<S>> load_row(const S* 
 }
 
 // Rows [row, row + NR) side by side: out[column][NR]. Returns whether any of them holds NaN or an infinity.
-template <class T> __attribute__((noinline)) bool pack_turned(const Matrix& x, int64_t row, T factor, T* out) {
+template <class T> __attribute__((noinline)) bool pack_transposed(const Matrix& x, int64_t row, T factor, T* out) {
   constexpr int L = lanes<T>;
-  Watch<T> watch;
+  NonFiniteCheck<T> watch;
   with_storage<T>(x.dtype, [&](auto stored) __attribute__((always_inline)) {
     using S = typename decltype(stored)::type;
     const auto squares = [&](auto whole, int64_t from, int64_t to) __attribute__((always_inline)) {
@@ -153,7 +153,7 @@ template <class T> __attribute__((noinline)) bool pack_turned(const Matrix& x, i
 template <class T>
 __attribute__((noinline)) bool pack_panels(const Matrix& x, int64_t row, int64_t count, T* out, int64_t panel) {
   constexpr int L = lanes<T>;
-  Watch<T> watch;
+  NonFiniteCheck<T> watch;
   with_storage<T>(x.dtype, [&](auto stored) __attribute__((always_inline)) {
     using S = typename decltype(stored)::type;
     const int64_t whole = x.column_stride == 1 ? x.columns / NR<T> * NR<T> : 0;
@@ -211,7 +211,7 @@ template <class T> __attribute__((noinline)) T squares_bound(const RowPointers& 
 // MR rows side by side: out[column][MR]. Returns whether NaN or an infinity was met.
 template <class T> __attribute__((noinline)) bool pack_strip(const RowPointers& x, T* out) {
   constexpr int L = lanes<T>, blocks = (MR + L - 1) / L;
-  Watch<T> watch;
+  NonFiniteCheck<T> watch;
   with_storage<T>(x.dtype, [&](auto stored) __attribute__((always_inline)) {
     using S = typename decltype(stored)::type;
     const auto squares = [&](auto whole, int64_t from, int64_t to) __attribute__((always_inline)) {

@@ -18,7 +18,7 @@ extern "C" {
 
 // Changes whenever the meaning of a structure or a signature below does; the caller compares it before anything else.
 // The layout of the structures is not a matter of this number: regard_layout describes it, and the caller reads that.
-enum { REGARD_INTERFACE = 9 };
+enum { REGARD_INTERFACE = 10 };
 
 enum { REGARD_FLOAT32 = 0, REGARD_FLOAT64 = 1, REGARD_BFLOAT16 = 2, REGARD_FLOAT16 = 3 };
 
@@ -188,7 +188,7 @@ typedef struct {
   float* out;
   int32_t threads;
   int32_t has_bias;  // 1, or 0
-} regard_product;
+} regard_packed_linear;
 
 REGARD_EXPORT int regard_interface(void);
 // The structures and numbers of this file as text, one to a line: "structure NAME SIZE", then for each of its fields
@@ -209,7 +209,7 @@ REGARD_EXPORT int regard_dot_backward(const regard_dot* problem, const regard_do
 // Results and their tangents in one pass; out and lse are needed.
 REGARD_EXPORT int regard_dot_jvp(const regard_dot* problem, const regard_dot_tangent* tangent,
                                  const regard_dot_result* result);
-REGARD_EXPORT int regard_dot_look(const regard_dot* problem, const regard_dot_statistics* statistics);
+REGARD_EXPORT int regard_dot_row_statistics(const regard_dot* problem, const regard_dot_statistics* statistics);
 REGARD_EXPORT int regard_dot_weights(const regard_dot* problem, const regard_dot_columns* columns);
 REGARD_EXPORT int regard_dot_map(const regard_dot* problem, const regard_dot_pool* pool);
 REGARD_EXPORT int regard_linear_forward(const regard_linear* problem, const regard_linear_result* result);
@@ -217,7 +217,7 @@ REGARD_EXPORT int regard_linear_backward(const regard_linear* problem, const reg
 
 // How many numbers a packed weight (N, K) takes, or a negative status. It holds for the instruction set in use.
 REGARD_EXPORT int64_t regard_packed_size(int64_t N, int64_t K);
-REGARD_EXPORT int regard_multiply(const regard_product* problem);
+REGARD_EXPORT int regard_multiply(const regard_packed_linear* problem);
 
 #ifdef __cplusplus
 }

@@ -25,20 +25,20 @@ template <class T> struct DotScore {
   void ready_rows(T*, int64_t, int64_t, T) const {}
 
   template <int ARow, int AStep, Into into = Into::overwrite>
-  void multiply_parts(int rows, Panels panels, const T* queries, int64_t row_stride, const T* turned, T* scores,
+  void multiply_parts(int rows, Panels panels, const T* queries, int64_t row_stride, const T* transposed, T* scores,
                       int64_t stride) const {
-    multiply_wanted<T, ARow, AStep, into>(rows, panels, part, queries, turned, NR<T> * D, scores, stride, row_stride);
+    multiply_wanted<T, ARow, AStep, into>(rows, panels, part, queries, transposed, NR<T> * D, scores, stride, row_stride);
     for (int64_t d = part; d < D; d += part)
       multiply_wanted<T, ARow, AStep, Into::add>(rows, panels, least(part, D - d), queries + d * AStep,
-                                                 turned + d * NR<T>, NR<T> * D, scores, stride, row_stride);
+                                                 transposed + d * NR<T>, NR<T> * D, scores, stride, row_stride);
   }
-  void fill(int64_t, int rows, Panels panels, const T* strip, const T* turned, T* scores, int64_t stride) const {
-    multiply_parts<1, MR>(rows, panels, strip, 0, turned, scores, stride);
+  void fill(int64_t, int rows, Panels panels, const T* strip, const T* transposed, T* scores, int64_t stride) const {
+    multiply_parts<1, MR>(rows, panels, strip, 0, transposed, scores, stride);
   }
   // The same for queries that were not packed: rows that lie row_stride apart.
-  void fill_direct(int rows, Panels panels, const T* queries, int64_t row_stride, const T* turned, T* scores,
+  void fill_direct(int rows, Panels panels, const T* queries, int64_t row_stride, const T* transposed, T* scores,
                    int64_t stride) const {
-    multiply_parts<any_row, 1>(rows, panels, queries, row_stride, turned, scores, stride);
+    multiply_parts<any_row, 1>(rows, panels, queries, row_stride, transposed, scores, stride);
   }
 
   int64_t sums() const { return 0; }
@@ -108,8 +108,8 @@ template <class T> struct AdditiveScore {
     for (int64_t d = 0; d < D; ++d)
       for (int r = 0; r < MR; ++r) strip[d * MR + r] *= inverse[d];
   }
-  void ready_keys(T* turned) const {
-    if (!plain()) exponentials(turned, D * NR<T>, T(1));
+  void ready_keys(T* transposed) const {
+    if (!plain()) exponentials(transposed, D * NR<T>, T(1));
   }
   // Rows as panels [width / NR][row][NR], which the gradients read: with the factor 1/2 for queries, 1 for keys.
   void ready_rows(T* panels, int64_t rows, int64_t panel, T factor) const {
@@ -123,15 +123,15 @@ template <class T> struct AdditiveScore {
     }
   }
 
-  void fill(int64_t h, int rows, Panels wanted, const T* strip, const T* turned, T* scores, int64_t stride) const {
+  void fill(int64_t h, int rows, Panels wanted, const T* strip, const T* transposed, T* scores, int64_t stride) const {
     const int64_t panels = wanted.count;
     if (mode == AdditiveMode::paired)
-      fill_in<AdditiveMode::paired>(weight(h), rows, panels, strip, turned, scores, stride);
+      fill_in<AdditiveMode::paired>(weight(h), rows, panels, strip, transposed, scores, stride);
     else if (mode == AdditiveMode::small)
-      fill_in<AdditiveMode::small>(weight(h), rows, panels, strip, turned, scores, stride);
+      fill_in<AdditiveMode::small>(weight(h), rows, panels, strip, transposed, scores, stride);
     else if (mode == AdditiveMode::single)
-      fill_in<AdditiveMode::single>(weight(h), rows, panels, strip, turned, scores, stride);
-    else fill_in<AdditiveMode::direct>(weight(h), rows, panels, strip, turned, scores, stride);
+      fill_in<AdditiveMode::single>(weight(h), rows, panels, strip, transposed, scores, stride);
+    else fill_in<AdditiveMode::direct>(weight(h), rows, panels, strip, transposed, scores, stride);
   }
 
   // Numbers gathered besides the gradients of queries and keys: the gradient of -weight.
@@ -166,10 +166,10 @@ template <class T> struct AdditiveScore {
 
   template <AdditiveMode chosen>
   __attribute__((noinline)) void fill_in(const AdditiveWeight<T>& w, int rows, int64_t panels, const T* strip,
-                                         const T* turned, T* scores, int64_t stride) const {
+                                         const T* transposed, T* scores, int64_t stride) const {
     with_rows(rows, [&](auto m) __attribute__((always_inline)) {
       for (int64_t p = 0; p < panels; ++p)
-        additive_scores<chosen, T, decltype(m)::value>(w, strip, turned + p * NR<T> * D, scores + p * NR<T>, stride,
+        additive_scores<chosen, T, decltype(m)::value>(w, strip, transposed + p * NR<T> * D, scores + p * NR<T>, stride,
                                                        scale);
     });
   }

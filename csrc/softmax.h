@@ -14,13 +14,13 @@ template <class T> constexpr T no_peak = std::numeric_limits<T>::lowest();
 template <class T> constexpr T far_peak = T(1 << 20);
 
 // Logits no larger than this in size are *tame*: 2^(logit - bound) does not vanish, so that their largest need not be known.
-template <class T> constexpr T tame_logit = 30;
+template <class T> constexpr T max_safe_logit = 30;
 
 // Arrays with one number for each row of a strip are read and written in whole vectors.
 template <class T> constexpr int strip_lanes = (MR + lanes<T> - 1) / lanes<T> * lanes<T>;
 
 // x[c] = weight(x[c]) for c in [lo, hi); returns their sums lane by lane.
-template <class T, class F> REGARD_INLINE Vec<T> weigh(T* x, int64_t lo, int64_t hi, F&& weight) {
+template <class T, class F> REGARD_INLINE Vec<T> map_and_sum(T* x, int64_t lo, int64_t hi, F&& weight) {
   Vec<T> left{}, right{};
   for (int64_t c = lo; c < hi; c += 2 * lanes<T>) {
     const Vec<T> a = weight(load(x + c)), b = weight(load(x + c + lanes<T>));
@@ -33,9 +33,9 @@ template <class T, class F> REGARD_INLINE Vec<T> weigh(T* x, int64_t lo, int64_t
 }
 
 // x[c] = 2^(x[c] - peak), for a peak of any size; adds the weights to sums.
-template <class T> __attribute__((noinline, cold)) void weigh_wild(T* x, int64_t lo, int64_t hi, T peak, Vec<T>& sums) {
+template <class T> __attribute__((noinline, cold)) void exp2_and_sum_any_peak(T* x, int64_t lo, int64_t hi, T peak, Vec<T>& sums) {
   const Vec<T> top = broadcast(greatest(peak, no_peak<T>));
-  sums += weigh(x, lo, hi, [&](Vec<T> x) __attribute__((always_inline)) { return exp2(x - top); });
+  sums += map_and_sum(x, lo, hi, [&](Vec<T> x) __attribute__((always_inline)) { return exp2(x - top); });
 }
 
 // s[r][lo..hi) are logits and become 2^(logit - peak[r]) for the new peak; sums[r] gathers them lane by lane and alpha[r]
@@ -71,12 +71,12 @@ __attribute__((noinline)) void softmax_strip(T* s, int64_t lo, int64_t hi, T* pe
     sums[r] *= alpha[r];
     // Each row decides for itself: rows that are not in use hold anything, and must not change the digits of others.
     if (!(zero[r] >= -far_peak<T> && zero[r] <= far_peak<T>)) {
-      weigh_wild<T>(s + r * stride, lo, hi, peak[r], sums[r]);
+      exp2_and_sum_any_peak<T>(s + r * stride, lo, hi, peak[r], sums[r]);
       continue;
     }
     const V least = broadcast(zero[r] + least_exponent<T>), round = broadcast(rounder<T> - zero[r]);
     sums[r] +=
-        weigh(s + r * stride, lo, hi, [&](V x) __attribute__((always_inline)) { return exp2_above(x, least, round); });
+        map_and_sum(s + r * stride, lo, hi, [&](V x) __attribute__((always_inline)) { return exp2_above(x, least, round); });
   }
 }
 
@@ -94,8 +94,8 @@ __attribute__((noinline)) bool softmax_below(T bound, T* s, int64_t lo, int64_t 
     T* row = s + r * stride;
     total[r] = sums[r] * alpha[r];
     if (hidden)
-      total[r] += weigh(row, lo, hi, [&](V x) __attribute__((always_inline)) { return exp2_above(x, least, round); });
-    else total[r] += weigh(row, lo, hi, [&](V x) __attribute__((always_inline)) { return exp2_within(x, round); });
+      total[r] += map_and_sum(row, lo, hi, [&](V x) __attribute__((always_inline)) { return exp2_above(x, least, round); });
+    else total[r] += map_and_sum(row, lo, hi, [&](V x) __attribute__((always_inline)) { return exp2_within(x, round); });
     if (!any_lane(total[r] > little) && any_lane(total[r] > 0)) return false;
   }
   for (int r = 0; r < m; ++r) sums[r] = total[r];
@@ -117,7 +117,7 @@ template <class T> void store_lse(Vec<T> total, Vec<T> peak, T* lse) {
 
 // Dropped weights become zero. The factor 1 / (1 - probability) is left to the end.
 template <class T>
-void drop_row(uint32_t row_key, uint32_t threshold, int64_t j0, T* s, int64_t lo, int64_t hi) {
+void apply_dropout(uint32_t row_key, uint32_t threshold, int64_t j0, T* s, int64_t lo, int64_t hi) {
   for (int64_t c = lo; c < hi; c += lanes<T>)
     store(s + c, select(dropout_keeps<T>(row_key, uint32_t(j0 + c), threshold), load(s + c), Vec<T>{}));
 }

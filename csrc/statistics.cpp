@@ -1,5 +1,5 @@
 // What the rows of the weights are like, without the weights: one walk over the logits.
-#include "runs.h"
+#include "key_ranges.h"
 #include "strips.h"
 
 namespace regard::REGARD_ISA {
@@ -20,7 +20,7 @@ template <class T, class Score> struct Statistics : Strips<T, Statistics<T, Scor
   using Base::layout, Base::p, Base::strips;
   const regard_dot_statistics& result;
   const int64_t top;
-  const Runs chosen;
+  const KeyRanges chosen;
 
   struct Places {
     size_t sums, top_logits, top_keys;
@@ -36,37 +36,37 @@ template <class T, class Score> struct Statistics : Strips<T, Statistics<T, Scor
     at.top_keys = layout.add(strips * MR, top, sizeof(int64_t));
   }
 
-  struct Room {
+  struct Workspace {
     Sums<T>* sums;
     T* top_logits;  // of each row, largest first
     int64_t* top_keys;
   };
-  Room room(char* memory) const {
+  Workspace workspace(char* memory) const {
     return {(Sums<T>*)(memory + at.sums), (T*)(memory + at.top_logits), (int64_t*)(memory + at.top_keys)};
   }
 
-  void begin(Room& room, int64_t s) const {
+  void start_strip(Workspace& workspace, int64_t s) const {
     for (int64_t r = s * MR; r < (s + 1) * MR; ++r) {
-      room.sums[r] = Sums<T>{Vec<T>{}, Vec<T>{}, Vec<T>{}, Vec<T>{}, T(-infinity), T(-infinity)};
+      workspace.sums[r] = Sums<T>{Vec<T>{}, Vec<T>{}, Vec<T>{}, Vec<T>{}, T(-infinity), T(-infinity)};
       for (int64_t t = 0; t < top; ++t) {
-        room.top_logits[r * top + t] = -infinity;
-        room.top_keys[r * top + t] = -1;
+        workspace.top_logits[r * top + t] = -infinity;
+        workspace.top_keys[r * top + t] = -1;
       }
     }
   }
 
-  bool take(Room& room, const Walk<T>& w, int64_t s, int m, int64_t j0, int64_t lo, int64_t hi) const {
+  bool consume(Workspace& workspace, const ThreadState<T>& w, int64_t s, int m, int64_t j0, int64_t lo, int64_t hi) const {
     const int64_t first = chosen.ending_behind(j0 + lo), last = chosen.beginning_from(j0 + hi);
     for (int r = 0; r < m; ++r) {
       const T* logits = w.scores + r * chunk;
       const Row<T>& row = w.rows[s * MR + r];
-      Sums<T>& sums = room.sums[s * MR + r];
+      Sums<T>& sums = workspace.sums[s * MR + r];
       const Vec<T> peaks = add(sums, logits, T(double(p.offset[row.b]) + double(row.i - j0)), lo, hi);
       if (result.mass.data)
         for (int64_t n = first; n < last; ++n)
           add_chosen(sums, logits, greatest(chosen.start[n] - j0, lo), least(chosen.end(n) - j0, hi));
-      if (top && any_lane(peaks > room.top_logits[(s * MR + r) * top + top - 1]))
-        keep_largest(room, s * MR + r, logits, peaks, j0, lo, hi);
+      if (top && any_lane(peaks > workspace.top_logits[(s * MR + r) * top + top - 1]))
+        keep_largest(workspace, s * MR + r, logits, peaks, j0, lo, hi);
     }
     return true;
   }
@@ -125,9 +125,9 @@ template <class T, class Score> struct Statistics : Strips<T, Statistics<T, Scor
 
   // Few logits pass the smallest one kept, so that a test is all that most of them cost. `peaks` are the largest of each
   // lane: at the beginning, with nothing kept, what is below the last of them that would be is not even tried.
-  void keep_largest(Room& room, int64_t r, const T* logits, Vec<T> peaks, int64_t j0, int64_t lo, int64_t hi) const {
-    T* kept = room.top_logits + r * top;
-    int64_t* keys = room.top_keys + r * top;
+  void keep_largest(Workspace& workspace, int64_t r, const T* logits, Vec<T> peaks, int64_t j0, int64_t lo, int64_t hi) const {
+    T* kept = workspace.top_logits + r * top;
+    int64_t* keys = workspace.top_keys + r * top;
     T least = -infinity;
     if (kept[top - 1] == T(-infinity) && top <= lanes<T>)
       for (int64_t t = 0; t < top; ++t) {
@@ -150,10 +150,10 @@ template <class T, class Score> struct Statistics : Strips<T, Statistics<T, Scor
     }
   }
 
-  void finish(Room& room, const Walk<T>& w, int64_t s, int m) const {
+  void finish(Workspace& workspace, const ThreadState<T>& w, int64_t s, int m) const {
     for (int64_t r = s * MR; r < s * MR + m; ++r) {
       const Row<T>& row = w.rows[r];
-      const Sums<T>& sums = room.sums[r];
+      const Sums<T>& sums = workspace.sums[r];
       const double seen = double(reduce_add<T>(sums.mass)), away = double(reduce_add<T>(sums.distance));
       double part = double(reduce_add<T>(sums.chosen)), mass = seen, logit = double(reduce_add<T>(sums.logit)),
              peak = double(greatest(sums.zero, no_peak<T>));
@@ -178,8 +178,8 @@ template <class T, class Score> struct Statistics : Strips<T, Statistics<T, Scor
       if (result.mass.data) put_number(result.mass, row, chosen_mass);
       const int64_t first = ((row.b * p.H + row.h) * p.Q + row.i) * top;
       for (int64_t t = 0; t < top; ++t) {
-        const T x = room.top_logits[r * top + t];
-        result.top_keys[first + t] = room.top_keys[r * top + t];
+        const T x = workspace.top_logits[r * top + t];
+        result.top_keys[first + t] = workspace.top_keys[r * top + t];
         ((T*)result.top_weights)[first + t] =
             x == T(-infinity) || lse != lse ? T(0) : T(power(double(x) - (peak + logs)));
       }

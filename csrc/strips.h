@@ -1,9 +1,9 @@
 // The walk that the forward and all looking share: blocks of query rows over steps of keys, strip by strip.
 //
 // A strip is MR rows. Its scores for a step are computed, biased and masked; what becomes of them is the visitor's:
-//   room(memory)                               what it keeps for a block
+//   workspace(memory)                               what it keeps for a block
 //   begin(room, strip)                         nothing seen yet
-//   take(room, walk, strip, rows, j0, lo, hi)  the logits of columns [lo, hi) of a step that begins at key j0; false if they
+//   consume(room, walk, strip, rows, j0, lo, hi)  the logits of columns [lo, hi) of a step that begins at key j0; false if they
 //                                              are to be computed once more
 //   finish(room, walk, strip, rows)            all seen
 // and, if it has something to prepare,
@@ -29,7 +29,7 @@ constexpr double many_keys = 400;  // for a strip: where there are more, measuri
 #endif
 
 // What one thread has in hand while it walks. Rows are numbered within the block: strip * MR + r.
-template <class T> struct Walk {
+template <class T> struct ThreadState {
   PackedKeys<T> keys;
   Matrix k, v;
   T *queries, *scores;
@@ -37,7 +37,7 @@ template <class T> struct Walk {
   Span* spans;
   uint8_t* poisoned;  // a row that has seen a bad key
   T* longest;         // of each strip: at least the sum of squares of any query; infinity if it is not known
-  Ahead ahead;
+  Prefetcher prefetcher;
   bool hidden;            // some of the logits in hand are hidden
   const uint64_t* words;  // of the rows of the strip in hand, the bits of a tile, or null
 
@@ -67,7 +67,7 @@ template <class T, class Visitor, class Score = DotScore<T>> struct Strips {
         strips((blocks.rows_per_block + MR - 1) / MR),
         direct(Score::is_product && p.H == p.G && p.dtype == (sizeof(T) == 8 ? REGARD_FLOAT64 : REGARD_FLOAT32) &&
                p.q.stride[3] == 1 && p.q.stride[2] % (one_set / int64_t(sizeof(T))) != 0),
-        direct_values(PackedKeys<T>::values_fit(p)), measures(Score::is_product && !scales.changes_scores) {
+        direct_values(PackedKeys<T>::values_fit(p)), measures(Score::is_product && !scales.changes_logits) {
     at.keys = PackedKeys<T>::place(p, layout);
     at.queries = layout.add(strips, strip_size<T>(p.D), sizeof(T));
     at.scores = layout.add(MR, chunk, sizeof(T));
@@ -113,7 +113,7 @@ template <class T, class Visitor, class Score = DotScore<T>> struct Strips {
   int run_units(int64_t first, int64_t last) const {
     char* memory = (char*)thread_scratch(layout.bytes);
     if (!memory) return REGARD_NO_MEMORY;
-    Walk<T> w{PackedKeys<T>(p, memory, at.keys, measures, direct_values),
+    ThreadState<T> w{PackedKeys<T>(p, memory, at.keys, measures, direct_values),
               {},
               {},
               (T*)(memory + at.queries),
@@ -126,7 +126,7 @@ template <class T, class Visitor, class Score = DotScore<T>> struct Strips {
               false,
               nullptr};
     const auto& visitor = static_cast<const Visitor&>(*this);
-    auto room = visitor.room(memory);
+    auto workspace = visitor.workspace(memory);
     int64_t head = -1;
     for (int64_t unit = first; unit < last; ++unit) {
       if (unit / blocks.per_group != head) {
@@ -134,18 +134,18 @@ template <class T, class Visitor, class Score = DotScore<T>> struct Strips {
         w.k = keys_of(head);
         w.v = values_of(head);
         w.keys.forget();
-        w.ahead.begin((head + 1) * blocks.per_group < last ? 2 * blocks.per_group * strips : 0);
-        w.ahead.add(keys_of(head + 1));
-        w.ahead.add(values_of(head + 1));
+        w.prefetcher.reset((head + 1) * blocks.per_group < last ? 2 * blocks.per_group * strips : 0);
+        w.prefetcher.add(keys_of(head + 1));
+        w.prefetcher.add(values_of(head + 1));
       }
-      run_block(w, visitor, room, head / p.G, head % p.G, unit % blocks.per_group);
+      run_block(w, visitor, workspace, head / p.G, head % p.G, unit % blocks.per_group);
     }
     trim_thread_scratch();
     return REGARD_OK;
   }
 
-  template <class Room>
-  void run_block(Walk<T>& w, const Visitor& visitor, Room& room, int64_t b, int64_t g, int64_t block) const {
+  template <class Workspace>
+  void run_block(ThreadState<T>& w, const Visitor& visitor, Workspace& workspace, int64_t b, int64_t g, int64_t block) const {
     const int64_t first = blocks.first_row(block), count = blocks.row_count(block);
     int64_t lo = p.K, hi = 0;
     for (int64_t r = 0, h = g * blocks.group + first / p.Q, i = first % p.Q; r < count; ++r) {
@@ -159,14 +159,14 @@ template <class T, class Visitor, class Score = DotScore<T>> struct Strips {
       lo = least(lo, w.spans[s].lo);
       hi = greatest(hi, w.spans[s].hi);
       read_queries(w, s, in_strip(s));
-      visitor.begin(room, s);
+      visitor.start_strip(workspace, s);
     }
     const auto visit = [&](const Step& step) {
-      for (int64_t s = 0; s * MR < count; ++s) run_strip(w, visitor, room, s, in_strip(s), step);
+      for (int64_t s = 0; s * MR < count; ++s) run_strip(w, visitor, workspace, s, in_strip(s), step);
     };
-    if (blocks.tiled) walk_tiles(p, b, w.rows[0].h, w.rows[0].i / REGARD_TILE, 0, p.K, chunk, visit);
-    else walk_interval<T>(lo, hi, chunk, visit);
-    for (int64_t s = 0; s * MR < count; ++s) visitor.finish(room, w, s, in_strip(s));
+    if (blocks.tiled) for_each_tile_step(p, b, w.rows[0].h, w.rows[0].i / REGARD_TILE, 0, p.K, chunk, visit);
+    else for_each_interval_step<T>(lo, hi, chunk, visit);
+    for (int64_t s = 0; s * MR < count; ++s) visitor.finish(workspace, w, s, in_strip(s));
   }
 
   const void* query_of(const Row<T>& row) const {
@@ -174,7 +174,7 @@ template <class T, class Visitor, class Score = DotScore<T>> struct Strips {
     return (const char*)p.q.data + at * int64_t(storage_bytes(p.dtype));
   }
 
-  void read_queries(Walk<T>& w, int64_t s, int m) const {
+  void read_queries(ThreadState<T>& w, int64_t s, int m) const {
     w.longest[s] = infinity;
     if (direct && !measures) return;
     RowPointers rows{{}, p.D, p.q.stride[3], p.dtype};
@@ -192,8 +192,8 @@ template <class T, class Visitor, class Score = DotScore<T>> struct Strips {
     if constexpr (Score::is_product) score.fill_direct(m, panels, queries, apart, keys, scores, chunk);
   }
 
-  template <class Room>
-  void run_strip(Walk<T>& w, const Visitor& visitor, Room& room, int64_t s, int m, const Step& step) const {
+  template <class Workspace>
+  void run_strip(ThreadState<T>& w, const Visitor& visitor, Workspace& workspace, int64_t s, int m, const Step& step) const {
     const Row<T>* rows = w.rows + s * MR;
     const uint64_t* words = step.bits ? step.bits + rows[0].i % REGARD_TILE : nullptr;
     const Columns columns = columns_of<T>(w.spans[s], step, words, m);
@@ -201,30 +201,30 @@ template <class T, class Visitor, class Score = DotScore<T>> struct Strips {
     if (lo >= hi) return;
     w.keys.need(score, w.k, w.v, score.key_factor(scales.key), j0 + lo, j0 + hi);
 
-    w.ahead.some();
-    const Panels panels = panels_of<T>(seen_of(w.spans[s], j0, lo, hi), lo, hi);
-    const T* const keys = w.keys.turned_at(j0 + lo);
+    w.prefetcher.prefetch_next();
+    const Panels panels = panels_of<T>(visible_columns(w.spans[s], j0, lo, hi), lo, hi);
+    const T* const keys = w.keys.transposed_at(j0 + lo);
     if (w.keys.any_bad)
       for (int r = 0; r < m; ++r)
-        w.poisoned[s * MR + r] |= sees_bad_key(w.keys, rows[r], words ? words + r : nullptr, j0, lo, hi);
+        w.poisoned[s * MR + r] |= attends_bad_key(w.keys, rows[r], words ? words + r : nullptr, j0, lo, hi);
     do {
       if (direct) fill_direct(rows[0], m, panels, keys, w.scores + lo);
       else score.fill(rows[0].h, m, panels, w.queries + s * strip_size<T>(p.D), keys, w.scores + lo, chunk);
-      if (scales.changes_scores)
-        for (int r = 0; r < m; ++r) change_scores(p, scales, rows[r], j0, w.scores + r * chunk, lo, hi);
+      if (scales.changes_logits)
+        for (int r = 0; r < m; ++r) scores_to_logits(p, scales, rows[r], j0, w.scores + r * chunk, lo, hi);
       if (columns.hidden)
         for (int r = 0; r < m; ++r)
-          hide(rows[r], words ? words + r : nullptr, j0, w.scores + r * chunk, lo, hi, T(-infinity));
+          mask_scores(rows[r], words ? words + r : nullptr, j0, w.scores + r * chunk, lo, hi, T(-infinity));
       w.hidden = columns.hidden;
       w.words = words;
-      w.ahead.some();
-    } while (!visitor.take(room, w, s, m, j0, lo, hi));
+      w.prefetcher.prefetch_next();
+    } while (!visitor.consume(workspace, w, s, m, j0, lo, hi));
   }
 
   // Logits become weights, for visitors that want these. False if the logits have to be computed once more.
-  bool softmax(const Walk<T>& w, int64_t s, int m, int64_t lo, int64_t hi, T* peak, Vec<T>* sums, T* alpha) const {
+  bool softmax(const ThreadState<T>& w, int64_t s, int m, int64_t lo, int64_t hi, T* peak, Vec<T>* sums, T* alpha) const {
     const T square = w.longest[s] * w.keys.longest;
-    if (!(square <= tame_logit<T> * tame_logit<T>)) {
+    if (!(square <= max_safe_logit<T> * max_safe_logit<T>)) {
       softmax_strip<T, chunk>(w.scores, lo, hi, peak, sums, alpha);
       return true;
     }

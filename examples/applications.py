@@ -20,31 +20,31 @@ from typing import Any
 import numpy as np
 import torch
 
+from regard.data.readers import Row
+from regard.errors import BadRows
 from regard.tasks import Run, Sources
-from regard.tasks.data import Row
-from regard.tasks.sources import gather
-from regard.tasks.trouble import Bad
+from regard.training.sources import read_examples
 from regard.view import capture, pictures
 
 
 def looked(run: Run, model: Any, *given: Any) -> tuple[Any, Any]:
     """What a run's model says of an input, and the record of its attention."""
     with capture(model) as record:
-        (made,) = run.task.predict(model, run.kit, [Row("the input", given)], Bad())
-    run.task.name_tokens(model, run.kit, record, made)
+        (made,) = run.task.predict(model, run.processor, [Row("the input", given)], BadRows())
+    run.task.name_tokens(model, run.processor, record, made)
     return made, record
 
 
 def held_out(run: Run) -> list[Row]:
     """The examples that the figures of a run are of."""
-    return list(gather(run.task, Sources.of(run.about["sources"], check=False), run.recipe.seed).test)
+    return list(read_examples(run.task, Sources.from_json(run.about["sources"], check=False), run.recipe.seed).test)
 
 
 def answer(run: Run, data: Path | None) -> Any:
     """Where the words of a short question and its text look, in the last layer; of those answered right, the surest."""
     model, _ = run.model()
     short = [row for row in held_out(run) if len(row.values[0]) + len(row.values[1]) < 300]
-    said = run.task.predict(model, run.kit, short, Bad())
+    said = run.task.predict(model, run.processor, short, BadRows())
     right = [(made, row) for made, row in zip(said, short, strict=True) if made.output in dict(row.values[2])]
     _, row = max(right, key=lambda pair: pair[0].score or 0)
     made, record = looked(run, model, *row.values)
@@ -110,14 +110,14 @@ def graph(run: Run, data: Path | None) -> Any:
     import networkx
 
     model, _ = run.model()
-    assert run.kit.config is not None
-    nodes = run.kit.config["nodes"]
+    assert run.processor.config is not None
+    nodes = run.processor.config["nodes"]
     _, record = looked(run, model, nodes[0])
-    said = list(run.task.predict(model, run.kit, [Row("", (node,)) for node in nodes], Bad()))
-    examples = gather(run.task, Sources.of(run.about["sources"], check=False), run.recipe.seed)
+    said = list(run.task.predict(model, run.processor, [Row("", (node,)) for node in nodes], BadRows()))
+    examples = read_examples(run.task, Sources.from_json(run.about["sources"], check=False), run.recipe.seed)
     known = {row.values[0] for row in examples.train}
     true = {row.values[0]: row.values[1] for row in (*examples.train, *examples.test)}
-    web = networkx.Graph(zip(*run.kit.config["edges"], strict=True))
+    web = networkx.Graph(zip(*run.processor.config["edges"], strict=True))
     place = networkx.spring_layout(web, seed=4, k=0.35)
     figure, axes = plt.subplots(1, 2, figsize=(11, 5.2), width_ratios=(1.1, 1), layout="constrained")
     weights = record.weights(0).mean(0)
@@ -127,7 +127,7 @@ def graph(run: Run, data: Path | None) -> Any:
     for n, made in enumerate(said):
         wrong = true.get(nodes[n], made.output) != made.output
         axes[0].scatter(
-            *place[n], s=260 if nodes[n] in known else 130, color=colours(run.kit.labels.index(made.output)),
+            *place[n], s=260 if nodes[n] in known else 130, color=colours(run.processor.labels.index(made.output)),
             edgecolors="red" if wrong else "black" if nodes[n] in known else "white", linewidths=2, zorder=2,
         )  # fmt: skip
         axes[0].annotate(nodes[n], place[n], ha="center", va="center", fontsize=7, color="white", zorder=3)
@@ -151,7 +151,7 @@ def match(run: Run, data: Path | None) -> Any:
     for row, line in zip(axes, right[:3], strict=True):
         made, record = looked(run, model, f"{data.parent / line['image']} {line['text']}")
         across = [seen for seen in record.attentions if seen.kind == "cross"][::2][-1]  # from words to patches
-        words = record.streams[record.ends(across)[0]].tokens
+        words = record.streams[record.stream_names(across)[0]].tokens
         row[0].imshow(plt.imread(data.parent / line["image"]), cmap="gray")
         row[0].set(xticks=[], yticks=[])
         row[0].set_title(f"{line['text']}: {made.output} ({made.score:.2f})", fontsize=9)

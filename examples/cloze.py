@@ -1,6 +1,6 @@
 """Questions with a blank, made of real text: articles of WikiText to SQuAD's JSON.
 
-    python examples/cloze.py --out cloze --train wikitext2-train.raw.gz --valid wikitext2-valid.raw.gz \\
+    python examples/cloze.py --out cloze --train wikitext2-train.raw.gz --validation wikitext2-valid.raw.gz \\
         --test wikitext2-test.raw.gz
 
 writes cloze/train.json, valid.json and test.json, version 2.0. A question is a sentence in which a name or a number is
@@ -116,14 +116,14 @@ def main() -> None:
     for name in ("train", "valid", "test"):
         parser.add_argument(f"--{name}", required=True, type=Path, help="a file of WikiText, .gz")
     parser.add_argument("--out", required=True, type=Path)
-    parser.add_argument("--most", type=int, default=2, help="questions of a paragraph at most")
-    parser.add_argument("--held", type=int, default=500, help="questions of valid, and of test, at most")
+    parser.add_argument("--max-answer-length", type=int, default=2, help="questions of a paragraph at most")
+    parser.add_argument("--held-out", type=int, default=500, help="questions of valid, and of test, at most")
     parser.add_argument("--keep", action="store_true", help="leave the sentence of the question in the context")
     parser.add_argument("--seed", type=int, default=1)
     given = parser.parse_args()
     given.out.mkdir(parents=True)
     write(given.train, given.out / "train.json", given)
-    write(given.valid, given.out / "valid.json", given, given.held)
+    write(given.validation, given.out / "valid.json", given, given.held)
     write(given.test, given.out / "test.json", given, given.held)
 
 

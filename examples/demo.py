@@ -12,7 +12,7 @@ import matplotlib
 
 matplotlib.use("Agg")
 from regard.tasks import Run
-from regard.view import look_at_text, pictures
+from regard.view import capture_text, pictures
 
 SENTENCES = (
     "I am hungry.", "Where is the station?", "She doesn't like coffee.", "We have to go home now.",
@@ -31,15 +31,35 @@ def main() -> None:
     run = OUT / "run"
     shutil.rmtree(run, ignore_errors=True)  # of the last time
     regard(
-        "train", "translate", "--width", "128", "--layers", "2", "--vocabulary", "4000", "--held", "500",
-        "--steps", "900", "--warmup", "100", "--rate", "4e-3", "--tokens", "3072", "--ema", "0.99", "--out", str(run),
-    )  # fmt: skip
+        "train",
+        "translate",
+        "--d-model",
+        "128",
+        "--layers",
+        "2",
+        "--vocabulary",
+        "4000",
+        "--held-out",
+        "500",
+        "--steps",
+        "900",
+        "--warmup",
+        "100",
+        "--learning-rate",
+        "4e-3",
+        "--tokens",
+        "3072",
+        "--ema",
+        "0.99",
+        "--out",
+        str(run),
+    )
     regard("predict", str(run), *SENTENCES)
     print("\nThe same by the translator that comes with the package, which was trained for longer:")
     regard("predict", "en-fr", *SENTENCES)
 
     translator = Run.open("en-fr")
-    record = look_at_text(translator.model()[0], translator.kit.tokenizer, SENTENCES[-1])
+    record = capture_text(translator.model()[0], translator.processor.tokenizer, SENTENCES[-1])
     axes = pictures.alignment(record)
     axes.figure.savefig(OUT / "alignment.png", dpi=120)
     record.save(OUT / "alignment.html")

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from regard.tasks.pictures import read_idx
+from regard.data.images import read_idx
 
 
 def main() -> None:

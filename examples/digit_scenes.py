@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from regard.tasks.pictures import read_idx
+from regard.data.images import read_idx
 
 
 def cut(digit: np.ndarray) -> np.ndarray:
@@ -81,7 +81,7 @@ def main() -> None:
     parser.add_argument("--labels", required=True, help="their labels, IDX")
     parser.add_argument("--out", required=True, type=Path)
     parser.add_argument("--train", type=int, default=12000, help="scenes to train on")
-    parser.add_argument("--valid", type=int, default=1000, help="scenes held out")
+    parser.add_argument("--validation", type=int, default=1000, help="scenes held out")
     parser.add_argument("--size", type=int, default=64, help="pixels of a side")
     parser.add_argument("--seed", type=int, default=1)
     given = parser.parse_args()
@@ -89,7 +89,7 @@ def main() -> None:
     order = np.random.default_rng(given.seed).permutation(len(digits))
     train, valid = order[: len(order) * 4 // 5], order[len(order) * 4 // 5 :]
     write("train", given.out, digits[train], labels[train], given.train, given.size, given.seed + 1)
-    write("valid", given.out, digits[valid], labels[valid], given.valid, given.size, given.seed + 2)
+    write("valid", given.out, digits[valid], labels[valid], given.validation, given.size, given.seed + 2)
 
 
 if __name__ == "__main__":

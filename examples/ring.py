@@ -65,10 +65,10 @@ def main() -> None:
             )  # fmt: skip
         forward = best(options.repeat, lambda attend=attend: attend(*own[:3]))
         both = best(options.repeat, lambda attend=attend: results(own, attend))
-        figures = torch.tensor([error, moved.sent.total(), forward, both], dtype=torch.float64)
-        dist.all_reduce(figures, dist.ReduceOp.MAX)
+        metrics = torch.tensor([error, moved.sent.total(), forward, both], dtype=torch.float64)
+        dist.all_reduce(metrics, dist.ReduceOp.MAX)
         if rank == 0:
-            error, sent, forward, both = figures.tolist()
+            error, sent, forward, both = metrics.tolist()
             predicted = f"{told / 1e6:8.2f} MB" if told else "          -"
             print(f"{how:7s} {error:.1e}   {sent / 1e6:20.2f} MB   {predicted}   {forward:6.2f} s   {both:6.2f} s")
     dist.destroy_process_group()
@@ -97,7 +97,7 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--length", type=int, default=2048)
     parser.add_argument("--heads", type=int, default=8)
-    parser.add_argument("--width", type=int, default=64)
+    parser.add_argument("--d-model", type=int, default=64)
     parser.add_argument("--mask", choices=MASKS, default="causal")
     parser.add_argument("--layout", choices=rd.LAYOUTS, default="contiguous")
     parser.add_argument("--repeat", type=int, default=3)

@@ -16,7 +16,7 @@ import numpy as np
 import soundfile
 from scipy.signal import resample_poly
 
-RATE = 16000
+SAMPLE_RATE = 16000
 DIGITS = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine"]
 
 
@@ -29,8 +29,8 @@ def recorded(folder: Path, letters: bool) -> dict[str, np.ndarray]:
 
 
 def cut(samples: np.ndarray, rate: int) -> np.ndarray:
-    common = np.gcd(rate, RATE)
-    wave = resample_poly(samples, RATE // common, rate // common)
+    common = np.gcd(rate, SAMPLE_RATE)
+    wave = resample_poly(samples, SAMPLE_RATE // common, rate // common)
     loud = np.flatnonzero(np.abs(wave) > 0.02 * np.abs(wave).max())
     return wave[max(0, loud[0] - 320) : loud[-1] + 320]
 
@@ -38,11 +38,11 @@ def cut(samples: np.ndarray, rate: int) -> np.ndarray:
 def said(words: list[str], sounds: dict[str, np.ndarray], chance: np.random.Generator, vary: float) -> np.ndarray:
     """One clip of these words; `vary` is by how much speed and loudness differ."""
     gain = 10 ** (vary * chance.uniform(-1, 0.5))
-    parts = [np.zeros(int(chance.uniform(0.05, 0.2) * RATE))]
+    parts = [np.zeros(int(chance.uniform(0.05, 0.2) * SAMPLE_RATE))]
     for word in words:
         speed = 100 + round(100 * vary * chance.uniform(-1, 1))
         wave = resample_poly(sounds[word], 100, speed) * gain * 10 ** (0.3 * vary * chance.uniform(-1, 1))
-        parts += [wave, np.zeros(int(chance.uniform(0.03, 0.25) * RATE))]
+        parts += [wave, np.zeros(int(chance.uniform(0.03, 0.25) * SAMPLE_RATE))]
     clip = np.concatenate(parts)
     clip = clip + chance.normal(0, 0.002 * vary, len(clip))
     return (clip / max(1.0, np.abs(clip).max() / 0.95)).astype(np.float32)
@@ -53,7 +53,7 @@ def main() -> None:
     parser.add_argument("--sounds", required=True, type=Path, help="folder of the sounds of a voice")
     parser.add_argument("--out", required=True, type=Path)
     parser.add_argument("--train", type=int, default=1500, help="clips to train on")
-    parser.add_argument("--valid", type=int, default=200, help="clips held out")
+    parser.add_argument("--validation", type=int, default=200, help="clips held out")
     parser.add_argument("--words", type=int, default=6, help="words of a clip at most")
     parser.add_argument("--vary", type=float, default=0.15, help="by how much speed and loudness differ")
     parser.add_argument("--digits", action="store_true", help="digits alone")
@@ -63,7 +63,7 @@ def main() -> None:
     known = list(sounds)
     (given.out / "clips").mkdir(parents=True)
     seen: set[str] = set()
-    for name, count in (("train", given.train), ("valid", given.valid)):
+    for name, count in (("train", given.train), ("valid", given.validation)):
         lines, seconds = [], 0.0
         while len(lines) < count:
             words = [known[n] for n in chance.integers(0, len(known), chance.integers(2, given.words + 1))]
@@ -72,9 +72,9 @@ def main() -> None:
                 continue
             seen.add(text)
             clip, path = said(words, sounds, chance, given.vary), f"clips/{name}-{len(lines):05}.flac"
-            soundfile.write(given.out / path, clip, RATE)
+            soundfile.write(given.out / path, clip, SAMPLE_RATE)
             lines.append(f"{path}\t{text}\n")
-            seconds += len(clip) / RATE
+            seconds += len(clip) / SAMPLE_RATE
         (given.out / f"{name}.tsv").write_text("audio\ttext\n" + "".join(lines))
         print(f"{given.out / name}.tsv: {count} clips, {seconds / 60:.1f} minutes")
 

@@ -2,7 +2,7 @@
 
     python examples/tile_walk.py docs/inside/walk.svg
 
-Sizes are those of csrc (gemm.h, strips.h, walk.h) for AVX2 and float32; what is visible comes from the masks.
+Sizes are those of csrc (gemm.h, strips.h, schedule.h) for AVX2 and float32; what is visible comes from the masks.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 import regard as rg
-from regard.geometry import Frame, lead
+from regard.geometry import Frame, pad_leading
 from regard.masks import Mask, tiles
 
 STRIP, PANEL, BLOCK, TILE = 6, 16, 96, 64  # rows, keys, rows, rows and keys
@@ -24,7 +24,7 @@ INK, GREY = "#1a1a2e", "#8a8fa8"
 
 def bits_of(mask: Mask, length: int) -> torch.Tensor:
     """(length, length) bool."""
-    return lead(mask.allows(Frame(1, 1, length, length, 0).at()))[0, 0].expand(length, length)
+    return pad_leading(mask.allows(Frame(1, 1, length, length, 0).indices()))[0, 0].expand(length, length)
 
 
 def by_intervals(bits: torch.Tensor, first: int, stop: int) -> Iterator[tuple[int, int, int, int]]:

@@ -1,7 +1,7 @@
 """What made the translator that comes with the package: a run, made small.
 
     regard train translate --vocabulary 6000 --steps 3000 --warmup 300 --seed 1 --out runs/en-fr
-    python examples/translator.py runs/en-fr src/regard/tasks/embedded/en-fr
+    python examples/translator.py runs/en-fr src/regard/data/embedded/en-fr
 
 Weights are stored in half precision; everything else of the run that a prediction needs is copied as it is.
 """
@@ -26,7 +26,7 @@ The Transformer with {layers} + {layers} layers, {width} wide, {heads} heads, {v
 Trained on the {train:,} pairs of Tatoeba (CC-BY 2.0, tatoeba.org and manythings.org/anki) that are not held out, by
 
     {command}
-    python examples/translator.py runs/en-fr src/regard/tasks/embedded/en-fr
+    python examples/translator.py runs/en-fr src/regard/data/embedded/en-fr
 
 with torch {torch}, {threads} thread, {date}; {minutes:.0f} minutes on one core of a busy machine.
 
@@ -45,7 +45,7 @@ it may repeat the biases of its sources. Licence of the weights: CC-BY 2.0, as o
 def main(run: Path, out: Path) -> None:
     about = json.loads((run / "run.json").read_text())
     out.mkdir(parents=True, exist_ok=True)
-    for name in ("kit.json", "tokenizer.json"):
+    for name in ("processor.json", "tokenizer.json"):
         shutil.copyfile(run / name, out / name)
     model, step = Run.open(run).model()
     save(model.half(), out)  # config.json and model.safetensors: `regard.load` reads the folder too
@@ -55,13 +55,13 @@ def main(run: Path, out: Path) -> None:
     results, options = about["results"], about["options"]
     (copied,) = results["baselines"].values()
     card = CARD.format(
-        **{name: options[name] for name in ("layers", "width", "heads", "vocabulary", "beam")},
+        **{name: options[name] for name in ("layers", "d_model", "heads", "vocabulary", "beam")},
         parameters=sum(weight.numel() for weight in model.parameters()) / 1e6,
         train=results["rows"]["train"], sentences=about["sources"]["held"], pairs=results["rows"]["test"],
         command=" ".join(about["command"]), torch=about["machine"]["torch"],
         threads=about["machine"]["threads"], date=about["began"][:10], minutes=results["minutes"], step=step,
         steps=about["recipe"]["steps"],
-        rows="\n".join(f"| {name} | {value:.1f} | {copied[name]:.1f} |" for name, value in results["figures"].items()),
+        rows="\n".join(f"| {name} | {value:.1f} | {copied[name]:.1f} |" for name, value in results["metrics"].items()),
     )  # fmt: skip
     (out / "README.md").write_text(card)
     print(card)

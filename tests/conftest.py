@@ -16,26 +16,26 @@ settings.register_profile("regard", **quick, phases=(Phase.explicit, Phase.gener
 settings.load_profile("regard")
 
 
-class Said(NamedTuple):
+class CommandResult(NamedTuple):
     code: int
     out: str
     err: str
 
 
-Command = Callable[..., Said]
+Command = Callable[..., CommandResult]
 
 
 @pytest.fixture
 def regard(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Command:
     """Runs `regard` with these words on a terminal of 200 columns."""
     pytest.importorskip("typer")
-    from regard.cli import main, terminal
+    from regard.cli import console, main
 
     monkeypatch.setattr("regard.cli.stages.FIRST", 1e6)  # on a busy machine any stage may be a long one
-    for console in (terminal.told, terminal.shown):
-        monkeypatch.setattr(console, "size", (200, 50))
+    for stream in (console.stderr, console.stdout):
+        monkeypatch.setattr(stream, "size", (200, 50))
 
-    def run(*words: object, given: bytes = b"") -> Said:
+    def run(*words: object, given: bytes = b"") -> CommandResult:
         monkeypatch.setattr(sys, "argv", ["regard", *map(str, words)])
         monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(given)))
         capsys.readouterr()
@@ -44,6 +44,6 @@ def regard(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) 
             main()
         except SystemExit as end:
             code = int(end.code or 0)
-        return Said(code, *capsys.readouterr())
+        return CommandResult(code, *capsys.readouterr())
 
     return run

@@ -185,15 +185,15 @@ MASKS: dict[str, Callable[[Any, Places], Tensor]] = {
 }
 
 
-def scale_of(score: Any, width: int, read: Reader) -> float | Tensor:
+def scale_of(score: Any, d_head: int, read: Reader) -> float | Tensor:
     """What the products of a score are multiplied by; a tensor is (H or 1, 1, 1)."""
     if kind(score) == "Modified":
-        return scale_of(score.score, width, read)
+        return scale_of(score.score, d_head, read)
     if kind(score) not in ("Dot", "Cosine"):
         return 1.0
     if isinstance(score.scale, Tensor):
         return read(score.scale).reshape(-1, 1, 1)
-    return read.number(score.scale if score.scale is not None else width**-0.5 if kind(score) == "Dot" else 1.0)
+    return read.number(score.scale if score.scale is not None else d_head**-0.5 if kind(score) == "Dot" else 1.0)
 
 
 def length(x: Tensor) -> Tensor:

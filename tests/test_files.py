@@ -8,34 +8,34 @@ from pathlib import Path
 
 import pytest
 
-from regard.files import sweep, whole, whole_text
+from regard.files import remove_partial_files, write_atomically, write_text_atomically
 
 
 def test_a_file_that_cannot_be_finished_leaves_the_old_one_and_nothing_else(tmp_path: Path) -> None:
-    path = whole_text(tmp_path / "a.txt", "old\r\n")
+    path = write_text_atomically(tmp_path / "a.txt", "old\r\n")
 
     def half(beside: Path) -> None:
         beside.write_bytes(b"ne")
         raise OSError("no room")
 
     with pytest.raises(OSError, match="no room"):
-        whole(path, half)
+        write_atomically(path, half)
     assert path.read_bytes() == b"old\r\n"
     assert list(tmp_path.iterdir()) == [path]
 
 
 def test_what_a_killed_writer_left_is_swept_and_nothing_else(tmp_path: Path) -> None:
-    kept = [whole_text(tmp_path / name, "x") for name in (".hidden", "a.part")]
+    kept = [write_text_atomically(tmp_path / name, "x") for name in (".hidden", "a.part")]
     names: list[Path] = []
 
     def watched(beside: Path) -> None:
         names.append(beside)
         beside.write_text("y")
 
-    kept.append(whole(tmp_path / "b", watched))
+    kept.append(write_atomically(tmp_path / "b", watched))
     names[0].write_text("half")
     (tmp_path / ".folder.part").mkdir()
-    sweep(tmp_path)
+    remove_partial_files(tmp_path)
     assert sorted(tmp_path.iterdir()) == sorted(kept)
 
 
@@ -44,7 +44,9 @@ def test_what_a_killed_writer_left_is_swept_and_nothing_else(tmp_path: Path) -> 
 def test_a_new_file_has_the_rights_of_any_new_file(tmp_path: Path, mask: int) -> None:
     before = os.umask(mask)
     try:
-        path = whole(tmp_path / "a", lambda beside: os.close(os.open(beside, os.O_CREAT | os.O_WRONLY, 0o600)))
+        path = write_atomically(
+            tmp_path / "a", lambda beside: os.close(os.open(beside, os.O_CREAT | os.O_WRONLY, 0o600))
+        )
     finally:
         os.umask(before)
     assert stat.S_IMODE(path.stat().st_mode) == 0o666 & ~mask

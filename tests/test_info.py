@@ -23,7 +23,7 @@ def test_it_tells_versions_engines_and_what_the_kernels_run_on() -> None:
     found = told()
     assert found["torch"] == torch.__version__
     assert found["engines"].startswith("native, ")
-    assert native.missing() or found["instruction set"] in found["compiled for"].split()
+    assert native.why_missing() or found["instruction set"] in found["compiled for"].split()
 
 
 def test_it_tells_why_there_are_no_kernels() -> None:

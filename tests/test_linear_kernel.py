@@ -10,7 +10,7 @@ from regard.linear import LinearAttention
 from regard.masks import causal, padding
 from tests.naive_linear import FEATURES, draw
 
-compiled = pytest.mark.skipif(bool(native.missing()), reason=native.missing() or "the library is there")
+compiled = pytest.mark.skipif(bool(native.why_missing()), reason=native.why_missing() or "the library is there")
 SIZES = [(1, 1, 1, 1, 1, 1), (2, 4, 2, 33, 5, 3), (1, 2, 1, 130, 17, 33), (1, 3, 1, 64, 16, 1), (1, 1, 1, 300, 64, 64)]
 
 
@@ -21,7 +21,7 @@ def both_ways(monkeypatch, attend, inputs):
     monkeypatch.setattr(native, "linear_forward", lambda *given: calls.append(1) or forward(*given))
     found = []
     for reason in ("", "not now"):
-        monkeypatch.setattr(native, "missing", lambda reason=reason: reason)
+        monkeypatch.setattr(native, "why_missing", lambda reason=reason: reason)
         leaves = [x.detach().requires_grad_() for x in inputs]
         output = attend(*leaves)
         found.append([output, *torch.autograd.grad(output.sin().sum(), leaves)])
@@ -56,7 +56,7 @@ def test_the_kernel_knows_padding_and_queries_before_the_first_key(monkeypatch, 
 def test_the_kernel_is_as_near_to_float64_as_torch(monkeypatch, features, dtype):
     attend, exact = LinearAttention(features, causal()), [x.to(dtype).double() for x in draw(1, 2, 2, 200, 200, 16, 8)]
     ours, theirs = both_ways(monkeypatch, attend, [x.to(dtype) for x in exact])
-    monkeypatch.setattr(native, "missing", lambda: "not now")
+    monkeypatch.setattr(native, "why_missing", lambda: "not now")
     leaves = [x.requires_grad_() for x in exact]
     best = attend(*leaves)
     best = [best, *torch.autograd.grad(best.sin().sum(), leaves)]

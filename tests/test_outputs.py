@@ -16,15 +16,16 @@ import torch
 pytest.importorskip("typer")
 
 from regard.files import check_writable
-from regard.tasks import Run, loop, train
+from regard.tasks import Run, train
+from regard.training import loop
 from tests.conftest import Command
-from tests.tasks.toy import begun, classes
+from tests.tasks.tiny_runs import classes, new_run
 
 
 @pytest.fixture(scope="module")
 def reviews(tmp_path_factory: pytest.TempPathFactory) -> Run:
     torch.set_num_threads(1)
-    run = begun(tmp_path_factory.mktemp("reviews"), "classify", steps=2)
+    run = new_run(tmp_path_factory.mktemp("reviews"), "classify", steps=2)
     train(run)
     return run
 
@@ -50,9 +51,9 @@ def too_late(*args: Any, **more: Any) -> Any:
         (["predict", "RUN", "the cat", "--out", "CLOSED/said.json"], (Run, "model")),
         (["export", "RUN", "CLOSED/out"], (Run, "model")),
         (["view", "RUN", "the cat", "-o", "CLOSED/page.html"], (Run, "model")),
-        (["lab", "equivariance", "-o", "CLOSED/lab.html"], ("regard.lab.command", "run")),
-        (["lab", "equivariance", "--notebook", "CLOSED/lab.ipynb"], ("regard.lab.command", "run")),
-        (["check", "--junit", "CLOSED/a.xml"], ("regard.check.command", "check")),
+        (["lab", "equivariance", "-o", "CLOSED/lab.html"], ("regard.cli.lab_report", "run")),
+        (["lab", "equivariance", "--notebook", "CLOSED/lab.ipynb"], ("regard.cli.lab_report", "run")),
+        (["check", "--junit", "CLOSED/a.xml"], ("regard.cli.check_report", "check")),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",
 )
@@ -77,7 +78,7 @@ def test_figures_of_a_run_that_cannot_be_written_are_told(
     def denied(*args: Any) -> None:
         raise PermissionError(13, "Permission denied", "run.lock")
 
-    monkeypatch.setattr("regard.tasks.runs.locked", denied)
+    monkeypatch.setattr("regard.training.runs.locked", denied)
     said = regard("evaluate", reviews.folder)
     assert said.code == 0
     assert "accuracy" in said.out

@@ -14,7 +14,7 @@ from regard.cli import app
 from regard.printable import UNSAFE, printable, printable_json
 from regard.tasks import train
 from tests.conftest import Command
-from tests.tasks import toy
+from tests.tasks import tiny_runs
 
 HOSTILE = "\x1b]0;owned\x07\x1b[2J\r\n\x9b31m\u202egnp\u2066\u2028[red]x[/red]\x7f"
 
@@ -54,13 +54,13 @@ def test_json_can_be_printed_and_read_back(indent: int | None) -> None:
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A classifier whose labels, and the name of whose folder, are hostile."""
-    begun = toy.begun(tmp_path_factory.mktemp("printable"), "classify")
-    train(begun)
-    path = begun.folder / "kit.json"
-    kit = json.loads(path.read_text())
-    path.write_text(json.dumps(kit | {"labels": [HOSTILE, HOSTILE + "2"]}))
-    folder = begun.folder.with_name(f"run {HOSTILE.replace('/', '')}")
-    shutil.copytree(begun.folder, folder)
+    new_run = tiny_runs.begun(tmp_path_factory.mktemp("printable"), "classify")
+    train(new_run)
+    path = new_run.folder / "processor.json"
+    processor = json.loads(path.read_text())
+    path.write_text(json.dumps(processor | {"labels": [HOSTILE, HOSTILE + "2"]}))
+    folder = new_run.folder.with_name(f"run {HOSTILE.replace('/', '')}")
+    shutil.copytree(new_run.folder, folder)
     return folder
 
 
@@ -84,12 +84,12 @@ def test_labels_and_texts_of_predictions(run: Path, tmp_path: Path) -> None:
 
 
 def test_the_table_of_an_evaluation(run: Path) -> None:
-    kit = json.loads((run / "kit.json").read_text())
-    (run / "kit.json").write_text(json.dumps(kit | {"labels": ["cat", "none"]}))  # those of its data
+    processor = json.loads((run / "processor.json").read_text())
+    (run / "processor.json").write_text(json.dumps(processor | {"labels": ["cat", "none"]}))  # those of its data
     try:
         said = invoked("evaluate", run)
     finally:
-        (run / "kit.json").write_text(json.dumps(kit))
+        (run / "processor.json").write_text(json.dumps(processor))
     assert "accuracy" in said
     assert "\\x1b" in said
     assert safe(said)

@@ -18,10 +18,10 @@ from rich.console import Console
 
 from regard.cli import stages
 from regard.cli.stages import Stages
+from regard.progress import reporting, stage, track
 from regard.tasks import Run, train
-from regard.tasks.stages import reporting, stage, track
 from tests.conftest import Command
-from tests.tasks.toy import begun, classes
+from tests.tasks.tiny_runs import classes, new_run
 
 
 class Immediate:
@@ -90,7 +90,7 @@ def test_stages_are_silent_without_a_reporter(capsys: pytest.CaptureFixture[str]
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     torch.set_num_threads(1)
-    run = begun(tmp_path_factory.mktemp("run"), "classify")
+    run = new_run(tmp_path_factory.mktemp("run"), "classify")
     train(run)
     return run
 
@@ -116,7 +116,7 @@ def labels(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 def test_every_long_part_of_a_command_is_a_stage(regard: Command, run: Run, labels: list[str], tmp_path: Path) -> None:
     tiny = [
-        "--width",
+        "--d-model",
         "16",
         "--layers",
         "1",

@@ -40,7 +40,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     except UnknownTarget as error:
         raise pytest.UsageError(str(error)) from None
     pairs = [(each, PROPERTIES[name]) for each in targets for name in only]
-    names = [f"{each.name}-{demand.name}" if len(targets) > 1 else demand.name for each, demand in pairs]
+    names = [f"{each.name}-{prop.name}" if len(targets) > 1 else prop.name for each, prop in pairs]
     metafunc.parametrize("conformance", pairs, ids=names, indirect=True)
 
 
@@ -54,7 +54,7 @@ def conformance(request: pytest.FixtureRequest) -> Callable[[], None]:
         if outcome.status == "not applicable":
             pytest.skip(outcome.reason)
         if outcome.status == "failed":
-            demand = request.param[1].demand
-            pytest.fail(f"{outcome.property}: {outcome.reason}\n\n{demand}\n\n{outcome.code}", pytrace=False)
+            prop = request.param[1].statement
+            pytest.fail(f"{outcome.property}: {outcome.reason}\n\n{prop}\n\n{outcome.code}", pytrace=False)
 
     return run

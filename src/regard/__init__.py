@@ -3,7 +3,7 @@
 from regard import models, nn
 from regard.attention import Attention, attention
 from regard.cache import CacheInfo, cache_info, clear_cache, set_cache_limit
-from regard.engines import Explanation, Statistics, merge
+from regard.engines import CannotCompute, Explanation, Statistics, merge
 from regard.linear import LinearAttention, LinearState, favor
 from regard.masks import (
     Mask,
@@ -35,6 +35,7 @@ __all__ = [
     "Attention",
     "attention",
     "merge",
+    "CannotCompute",
     "Explanation",
     "Statistics",
     # memory

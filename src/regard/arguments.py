@@ -11,13 +11,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from regard.geometry import shape_of
+from regard.geometry import format_shape
 
 Index = int | slice | Sequence[int] | Tensor | None
 """Some places along an axis; None is all of them."""
 
 
-def offset(value: Any) -> int | Tensor | None:
+def check_offset(value: Any) -> int | Tensor | None:
     """Where the queries stand: none, a number, or a tensor of one whole number per batch row, as it was given."""
     if value is None or (isinstance(value, int) and not isinstance(value, bool)):
         return value
@@ -30,7 +30,7 @@ def offset(value: Any) -> int | Tensor | None:
     check_layout("offset", tensor, sequences=False)
     if tensor.is_floating_point() or tensor.dtype == torch.bool or tensor.dim() > 1:
         raise TypeError(
-            f"offset must be a whole number or one per batch row, but is {tensor.dtype} of shape {shape_of(tensor)}"
+            f"offset must be a whole number or one per batch row, but is {tensor.dtype} of shape {format_shape(tensor)}"
         )
     return tensor
 
@@ -76,14 +76,14 @@ _TORCH_MODULE = _TORCH | {
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
-def refuse(name: str, unknown: Mapping[str, Any], ours: Mapping[str, str] = _TORCH) -> None:
+def reject_keywords(name: str, unknown: Mapping[str, Any], ours: Mapping[str, str] = _TORCH) -> None:
     """Raise for keywords that a function does not take; for torch's, name ours."""
     for word in unknown:
         advice = f"; it takes {ours[word]}" if word in ours else ""
         raise TypeError(f"{name}() got an unexpected keyword argument {word!r}{advice}")
 
 
-def knows_torch(name: str, *, module: bool = False) -> Callable[[Function], Function]:
+def explain_torch_keywords(name: str, *, module: bool = False) -> Callable[[Function], Function]:
     """Decorate a function so that torch's keywords raise an error that names ours."""
     ours = _TORCH_MODULE if module else _TORCH
 
@@ -92,7 +92,7 @@ def knows_torch(name: str, *, module: bool = False) -> Callable[[Function], Func
         def checked(*args: Any, **kwargs: Any) -> Any:
             for word in kwargs:
                 if word in ours:
-                    refuse(name, {word: None}, ours)
+                    reject_keywords(name, {word: None}, ours)
             return function(*args, **kwargs)
 
         return checked  # type: ignore[return-value]
@@ -114,7 +114,7 @@ def check_layout(name: str, tensor: Tensor, *, sequences: bool = True) -> None:
 
 
 def check_temperature(value: Any) -> None:
-    if not _number(value):
+    if not _is_number(value):
         raise TypeError(
             f"temperature must be a number, but is {type(value).__name__}; "
             "for a learned one pass a tensor as the score's scale"
@@ -124,7 +124,7 @@ def check_temperature(value: Any) -> None:
 
 
 def check_dropout(value: Any) -> None:
-    if not _number(value):
+    if not _is_number(value):
         raise TypeError(f"dropout must be a share in [0, 1), but is {type(value).__name__}; leave it out for none")
     if not 0 <= value < 1:
         raise ValueError(f"dropout must be a share in [0, 1), but is {value}")
@@ -133,9 +133,9 @@ def check_dropout(value: Any) -> None:
 def check_sink(value: Any) -> None:
     if value is None or (isinstance(value, Tensor) and value.is_floating_point()):
         return
-    if not _number(value):
+    if not _is_number(value):
         raise TypeError(
-            f"sink must be a logit, a number or a floating-point tensor of one per head, but is {came(value)}"
+            f"sink must be a logit, a number or a floating-point tensor of one per head, but is {describe_value(value)}"
         )
     if not value < math.inf:
         raise ValueError(f"sink must be a logit below infinity, but is {value}")
@@ -156,7 +156,7 @@ def check_top(value: Any) -> None:
         raise ValueError(f"top must be a whole number of at least 0, but is {value!r}")
 
 
-def places(name: str, index: Index, size: int) -> Tensor:
+def resolve_index(name: str, index: Index, size: int) -> Tensor:
     """The places (n,) that an index means along an axis of this size; negative ones count from its end."""
     everything = torch.arange(size, device="cpu")
     try:
@@ -174,12 +174,12 @@ def places(name: str, index: Index, size: int) -> Tensor:
         raise ValueError(f"{name} must be between {-size} and {size - 1}, but is {index!r}") from None
 
 
-def came(value: object) -> str:
+def describe_value(value: object) -> str:
     """What was given, for a message."""
     if isinstance(value, type):
         return f"the class {value.__name__}; make one with {value.__name__}()"
-    return f"{value.dtype} of shape {shape_of(value)}" if isinstance(value, Tensor) else type(value).__name__
+    return f"{value.dtype} of shape {format_shape(value)}" if isinstance(value, Tensor) else type(value).__name__
 
 
-def _number(value: object) -> bool:
+def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)

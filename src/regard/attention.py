@@ -16,24 +16,24 @@ from regard import arguments
 from regard.arguments import Index
 from regard.cache import CACHE
 from regard.description import Description, snapshot
-from regard.engines import look, native
-from regard.engines.derivatives import mode_of
+from regard.engines import inspection, native
+from regard.engines.derivatives import transform_state
 from regard.engines.dropout import draw_seed
-from regard.engines.look import Statistics
-from regard.engines.plain import direct, is_sharded
-from regard.engines.problem import Engine, Problem, batch_of, broadcast, check_tensors
+from regard.engines.inspection import Statistics
+from regard.engines.problem import Engine, Problem, batch_size, broadcast_batch, check_tensors
 from regard.engines.select import ENGINES, Explanation, explain, select
-from regard.geometry import Frame, Part, lead, shape_of
+from regard.engines.tensor_memory import is_direct, is_sharded
+from regard.geometry import CallSlice, Frame, format_shape, pad_leading
 from regard.masks import Mask, dense
-from regard.positions.biases import Bias, built_in, dense_bias
+from regard.positions.biases import Bias, dense_bias, is_built_in
 from regard.scores import BUILT_IN, Dot, Modified, Score
-from regard.sharding import sharding
+from regard.sharding import current_sharding
 
-PLANS = 256  # that an attention remembers
+MAX_PLANS = 256  # that an attention remembers
 PLAN_BYTES = 4096  # that a plan takes, roughly
 _DOT = Dot()  # the default score: each description replaces it by a module of its own
 _CPU = torch.device("cpu")
-WATCHERS: ContextVar[tuple[Callable[[Attention, Tensor, Tensor], None], ...]] = ContextVar("watchers", default=())
+OBSERVERS: ContextVar[tuple[Callable[[Attention, Tensor, Tensor], None], ...]] = ContextVar("observers", default=())
 """Who is told of every call that is computed here and now: its description, query and key."""
 
 
@@ -92,24 +92,24 @@ class Attention(Description):
             if not callable(self.score) or isinstance(self.score, type):
                 raise TypeError(
                     "score must be Dot(), Cosine(), Additive(weight), Bilinear(matrix) or a function of "
-                    f"(score, b, h, q_index, k_index), but is {arguments.came(self.score)}"
+                    f"(score, b, h, q_index, k_index), but is {arguments.describe_value(self.score)}"
                 )
             self._set("score", Modified(self.score, Dot()))
         if self.mask is not None and not isinstance(self.mask, Mask):
             self._set("mask", dense(self.mask))
         if self.bias is not None and not isinstance(self.bias, Bias):
             self._set("bias", dense_bias(self.bias))
-        self._set("offset", arguments.offset(self.offset))
+        self._set("offset", arguments.check_offset(self.offset))
         arguments.check_temperature(self.temperature)
         arguments.check_dropout(self.dropout)
         arguments.check_sink(self.sink)
         object.__setattr__(self, "_plans", _Plans())
-        custom = type(self.score) not in BUILT_IN or not (self.bias is None or built_in(self.bias))  # type: ignore[arg-type]
+        custom = type(self.score) not in BUILT_IN or not (self.bias is None or is_built_in(self.bias))  # type: ignore[arg-type]
         object.__setattr__(self, "_custom", custom)
         object.__setattr__(self, "_epoch", 0)  # of the cache, when a plan was last used
         object.__setattr__(self, "_holds_tensors", bool(self.tensors()))
 
-    def part(self, frame: Frame, part: Part) -> Attention:
+    def narrow(self, frame: Frame, part: CallSlice) -> Attention:
         """The description of some heads, queries and keys of a call, as a call of their own."""
         assert isinstance(self.score, Score)
         assert not isinstance(self.mask, Tensor)
@@ -118,9 +118,9 @@ class Attention(Description):
         if isinstance(sink, Tensor) and sink.numel() > 1:
             sink = sink.reshape(-1)[part.heads]
         return self.replace(
-            score=self.score.part(part),
-            mask=None if self.mask is None else self.mask.part(frame, part),
-            bias=None if self.bias is None else self.bias.part(part),
+            score=self.score.narrow(part),
+            mask=None if self.mask is None else self.mask.narrow(frame, part),
+            bias=None if self.bias is None else self.bias.narrow(part),
             offset=frame.offset + part.rows.start - part.columns.start,
             sink=sink,
         )
@@ -169,19 +169,19 @@ class Attention(Description):
         `engine` forces an engine by name; left out, the fastest that can compute the call is taken.
         """
         if unknown:
-            arguments.refuse("Attention.forward", unknown)
-        if torch._C._is_any_autocast_enabled() and _autocasts(getattr(query, "device", _CPU)):
+            arguments.reject_keywords("Attention.forward", unknown)
+        if torch._C._is_any_autocast_enabled() and _autocast_enabled(getattr(query, "device", _CPU)):
             query, key, value = _autocast(query, key, value)
-            with _plain(query.device):
+            with _no_autocast(query.device):
                 return self.forward(query, key, value, engine=engine, return_lse=return_lse)
-        if (together := sharding()) is not None:
+        if (sharding := current_sharding()) is not None:
             check_tensors(query, key, value)
-            query, key, value = broadcast(query, key, value)
+            query, key, value = broadcast_batch(query, key, value)
             attend = self if self.training else self.replace(dropout=0.0)
-            return together.attend(attend, query, key, value, engine=engine, return_lse=return_lse)
-        return self.here(query, key, value, engine=engine, return_lse=return_lse)
+            return sharding.attend(attend, query, key, value, engine=engine, return_lse=return_lse)
+        return self.forward_local(query, key, value, engine=engine, return_lse=return_lse)
 
-    def here(
+    def forward_local(
         self, query: Tensor, key: Tensor, value: Tensor, *, engine: str | None = None, return_lse: bool = False
     ) -> Any:
         """The same of these tensors alone, also where a sequence is shared with other processes."""
@@ -191,10 +191,10 @@ class Attention(Description):
         seed = draw_seed(query.device) if problem.dropout else None
         if query.dim() == 4:
             if problem.broadcasts:
-                query, key, value = broadcast(query, key, value)
+                query, key, value = broadcast_batch(query, key, value)
             output, lse = chosen.run(problem, query, key, value, seed)
             return (output, lse) if return_lse else output
-        output, lse = chosen.run(problem, lead(query), lead(key), lead(value), seed)
+        output, lse = chosen.run(problem, pad_leading(query), pad_leading(key), pad_leading(value), seed)
         output = output.reshape(*query.shape[:-1], value.shape[-1])
         if not return_lse:
             return output
@@ -209,7 +209,7 @@ class Attention(Description):
         """The problem and its engine, remembered by what they depend on, so that small calls are not all planning."""
         compiling = torch.compiler.is_compiling()
         if not compiling:  # a graph is not bound to who watches
-            self.tell(query, key)
+            self.notify_observers(query, key)
         if compiling or self.__dict__["_custom"]:  # code of the user may close over anything
             problem = self._problem(query, key, value, lse)
             return problem, select(problem, engine)
@@ -230,7 +230,7 @@ class Attention(Description):
                 type(query) is type(key) is type(value) is Tensor or (type(query), type(key), type(value)),
                 query.is_neg() or key.is_neg() or value.is_neg(), torch._C._len_torch_dispatch_stack(),
                 query.layout is key.layout is value.layout is torch.strided,
-                mode_of((query, key, value, *own)), offset, tuple(ENGINES),
+                transform_state((query, key, value, *own)), offset, tuple(ENGINES),
             )  # fmt: skip
             plan = plans.get(asked)
         except (AttributeError, TypeError, RuntimeError):
@@ -242,7 +242,7 @@ class Attention(Description):
         if plan is None or replaced:
             problem = self._problem(query, key, value, lse, mask)
             plan = problem, select(problem, engine)
-            if len(plans) >= PLANS or any(other.mask is not mask for other, _ in list(plans.values())):
+            if len(plans) >= MAX_PLANS or any(other.mask is not mask for other, _ in list(plans.values())):
                 plans.clear()  # too many, or those of a mask that has changed
             if asked:
                 plans[asked] = plan
@@ -253,12 +253,12 @@ class Attention(Description):
             object.__setattr__(self, "_epoch", CACHE.epoch)
         return plan
 
-    def tell(self, query: Tensor, key: Tensor) -> None:
+    def notify_observers(self, query: Tensor, key: Tensor) -> None:
         """Tell those who watch of a call; a call tells by itself, and only who computes in another way needs this."""
-        if watchers := WATCHERS.get():
-            query, key = broadcast(query, key)
-            for watcher in watchers:
-                watcher(self, query, key)
+        if observers := OBSERVERS.get():
+            query, key = broadcast_batch(query, key)
+            for observer in observers:
+                observer(self, query, key)
 
     def weights(
         self, query: Tensor, key: Tensor, *, rows: Index = None, columns: Index = None, heads: Index = None
@@ -273,17 +273,22 @@ class Attention(Description):
         torch.Size([1, 2, 1, 6])
         """
         query, key = _autocast(query, key)
-        problem = self._seen(query, key)
-        query, key = broadcast(query, key)
+        problem = self._inspection_problem(query, key)
+        query, key = broadcast_batch(query, key)
         frame = problem.frame
         asked = (("heads", heads, frame.H), ("rows", rows, frame.Q), ("columns", columns, frame.K))
-        parts = [arguments.places(*each) for each in asked]
+        parts = [arguments.resolve_index(*each) for each in asked]
         part = len(parts[1]) < frame.Q
-        derived = problem.grad or problem.tangent or problem.functional
-        fused = not derived and _fused(problem, part) and all(map(len, parts)) and native.takes_rows(problem, parts[1])
-        with _plain(query.device):
-            found = (native if fused else look).weights(
-                problem, lead(query), lead(key), *(part.to(query.device) for part in parts)
+        derived = problem.grad or problem.tangent or problem.in_transform
+        fused = (
+            not derived
+            and _uses_native(problem, part)
+            and all(map(len, parts))
+            and native.can_select_rows(problem, parts[1])
+        )
+        with _no_autocast(query.device):
+            found = (native if fused else inspection).weights(
+                problem, pad_leading(query), pad_leading(key), *(part.to(query.device) for part in parts)
             )
         return found.reshape(found.shape[4 - query.dim() :])
 
@@ -300,10 +305,12 @@ class Attention(Description):
         """
         arguments.check_size(size)
         query, key = _autocast(query, key)
-        problem = self._constant("map", query, key)
-        query, key = broadcast(query, key)
-        with torch.no_grad(), _plain(query.device):
-            found = (native if _fused(problem) else look).pooled(problem, lead(query), lead(key), (size[0], size[1]))
+        problem = self._nondifferentiable_problem("map", query, key)
+        query, key = broadcast_batch(query, key)
+        with torch.no_grad(), _no_autocast(query.device):
+            found = (native if _uses_native(problem) else inspection).pooled_weights(
+                problem, pad_leading(query), pad_leading(key), (size[0], size[1])
+            )
         return found.reshape(found.shape[4 - query.dim() :])
 
     def statistics(self, query: Tensor, key: Tensor, *, top: int = 4, mass_on: Index = None) -> Statistics:
@@ -320,11 +327,15 @@ class Attention(Description):
         """
         arguments.check_top(top)
         query, key = _autocast(query, key)
-        problem = self._constant("statistics", query, key)
-        query, key = broadcast(query, key)
-        chosen = None if mass_on is None else arguments.places("mass_on", mass_on, problem.frame.K).to(query.device)
-        with torch.no_grad(), _plain(query.device):
-            found = (native if _fused(problem) else look).statistics(problem, lead(query), lead(key), top, chosen)
+        problem = self._nondifferentiable_problem("statistics", query, key)
+        query, key = broadcast_batch(query, key)
+        chosen = (
+            None if mass_on is None else arguments.resolve_index("mass_on", mass_on, problem.frame.K).to(query.device)
+        )
+        with torch.no_grad(), _no_autocast(query.device):
+            found = (native if _uses_native(problem) else inspection).statistics(
+                problem, pad_leading(query), pad_leading(key), top, chosen
+            )
         return Statistics(*(None if x is None else x.reshape(x.shape[4 - query.dim() :]) for x in found))  # type: ignore
 
     def explain(
@@ -340,18 +351,18 @@ class Attention(Description):
         query, key, value = _autocast(query, key, value)
         return explain(self._problem(query, key, value, return_lse), repr(self), engine)
 
-    def _seen(self, query: Tensor, key: Tensor) -> Problem:
+    def _inspection_problem(self, query: Tensor, key: Tensor) -> Problem:
         """What there is to look at; of whole tensors, since a look is not shared."""
-        if sharding() is not None:
+        if current_sharding() is not None:
             raise ValueError(
                 "weights, maps and statistics are of whole sequences: call them outside of "
                 "regard.distributed.sequence, with what regard.distributed.gather joins"
             )
         return self._problem(query, key, None, False)
 
-    def _constant(self, name: str, query: Tensor, key: Tensor) -> Problem:
+    def _nondifferentiable_problem(self, name: str, query: Tensor, key: Tensor) -> Problem:
         """The same for what is not differentiable."""
-        problem = self._seen(query, key)
+        problem = self._inspection_problem(query, key)
         if problem.device.type == "meta":
             raise ValueError(f"{name} reads numbers, and tensors on meta have none; pass tensors on another device")
         if problem.tangent:
@@ -369,7 +380,7 @@ class Attention(Description):
             raise RuntimeError("torch.jit.trace cannot record an attention; use torch.export.export")
         check_tensors(query, key, value)
         shape, shared = (1,) * (4 - query.dim()) + tuple(query.shape), (1,) * (4 - key.dim()) + tuple(key.shape)
-        batch = batch_of(query, key) if value is None else batch_of(query, key, value)
+        batch = batch_size(query, key) if value is None else batch_size(query, key, value)
         score, bias = self.score, self.bias
         if not torch.compiler.is_compiling():
             score, bias = snapshot(score), snapshot(bias)
@@ -380,22 +391,22 @@ class Attention(Description):
         offset = shared[2] - shape[2] if self.offset is None else arguments.read_offset(self.offset)
         assert isinstance(offset, int | torch.SymInt | Tensor)
         frame = Frame(batch, shape[1], shape[2], shared[2], offset)
-        width = 0 if value is None else value.shape[-1]
-        self.check(frame, shape[3], width)
+        d_value = 0 if value is None else value.shape[-1]
+        self.check(frame, shape[3], d_value)
         tensors = [t for t in (query, key, value, self.sink) if isinstance(t, Tensor)] + list(score.tensors())
         tensors += bias.tensors() if bias is not None else ()
         for tensor in tensors:
-            _check_own(tensor, query)
+            _check_description_tensor(tensor, query)
         custom = [part for part in (score, bias) if part is not None] if self.__dict__["_custom"] else []
         learned = any(t.requires_grad for t in tensors) or any(
-            part.closes_over_learned(query.device) for part in custom
+            part.closes_over_trainable(query.device) for part in custom
         )
-        tangent, torch_only, _ = mode_of(tensors)
+        tangent, torch_only, _ = transform_state(tensors)
         return Problem(
             frame=frame,
             G=shared[1],
             D=shape[3],
-            E=width,
+            E=d_value,
             dtype=query.dtype,
             device=query.device,
             score=score,
@@ -408,12 +419,12 @@ class Attention(Description):
             lse=lse,
             tangent=tangent or any(part.closes_over_tangent(query.device) for part in custom),
             torch_only=torch_only,
-            direct=torch.compiler.is_compiling() or direct(tensors),
+            direct=torch.compiler.is_compiling() or is_direct(tensors),
             sharded=is_sharded(tensors),
             broadcasts=any(t is not None and t.dim() == 4 and t.shape[0] != batch for t in (query, key, value)),
         )
 
-    def check(self, frame: Frame, width: int, value_width: int) -> None:
+    def check(self, frame: Frame, d_head: int, d_value: int) -> None:
         """Raise if the description does not fit a call of this size."""
         assert isinstance(self.score, Score)
         offset = frame.offset
@@ -422,14 +433,14 @@ class Attention(Description):
                 f"offset must be one number or one for each of the {frame.B} batch rows, but {len(offset)} came; "
                 "pass a plain number if all rows share it"
             )
-        self.score.check(frame.H, width)
+        self.score.check(frame.H, d_head)
         if isinstance(self.mask, Mask):
             self.mask.check(frame)
         if isinstance(self.bias, Bias):
-            self.bias.check(frame, width, value_width)
+            self.bias.check(frame, d_head, d_value)
         if isinstance(self.sink, Tensor) and self.sink.numel() not in (1, frame.H):
             raise ValueError(
-                f"sink must be one logit or one for each of the {frame.H} heads, but is {shape_of(self.sink)}"
+                f"sink must be one logit or one for each of the {frame.H} heads, but is {format_shape(self.sink)}"
             )
 
     def __repr__(self) -> str:
@@ -437,16 +448,16 @@ class Attention(Description):
         for field in fields(self):
             value = getattr(self, field.name)
             if isinstance(value, Tensor):
-                shown.append(f"{field.name}={shape_of(value)}")
+                shown.append(f"{field.name}={format_shape(value)}")
             elif value != field.default and repr(value) != "Dot()":
                 shown.append(f"{field.name}={value!r}")
         return f"Attention({', '.join(shown)})"
 
 
-Attention.__init__ = arguments.knows_torch("Attention")(Attention.__init__)  # type: ignore[method-assign]
+Attention.__init__ = arguments.explain_torch_keywords("Attention")(Attention.__init__)  # type: ignore[method-assign]
 
 
-class Words(TypedDict, total=False):
+class AttentionOptions(TypedDict, total=False):
     """What `attention` takes beside its tensors, for those who check types."""
 
     score: Score | Callable[..., Tensor]
@@ -461,15 +472,22 @@ class Words(TypedDict, total=False):
 
 @overload
 def attention(
-    query: Tensor, key: Tensor, value: Tensor, *, return_lse: Literal[False] = False, **words: Unpack[Words]
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    return_lse: Literal[False] = False,
+    **options: Unpack[AttentionOptions],
 ) -> Tensor: ...
 @overload
 def attention(
-    query: Tensor, key: Tensor, value: Tensor, *, return_lse: Literal[True], **words: Unpack[Words]
+    query: Tensor, key: Tensor, value: Tensor, *, return_lse: Literal[True], **options: Unpack[AttentionOptions]
 ) -> tuple[Tensor, Tensor]: ...
 @overload
-def attention(query: Tensor, key: Tensor, value: Tensor, *, return_lse: bool, **words: Unpack[Words]) -> Any: ...
-@arguments.knows_torch("attention")
+def attention(
+    query: Tensor, key: Tensor, value: Tensor, *, return_lse: bool, **options: Unpack[AttentionOptions]
+) -> Any: ...
+@arguments.explain_torch_keywords("attention")
 def attention(
     query: Tensor,
     key: Tensor,
@@ -508,7 +526,7 @@ def _plain_attention(mask: Mask | None, offset: Any, temperature: float, sink: A
     snapshot = mask.snapshot()
     content, numbers = snapshot.content(), (offset, temperature, sink, dropout)
     known = None if content is None else ("attention", content, numbers, tuple(map(type, numbers)))
-    return CACHE.remember(
+    return CACHE.get_or_build(
         known, lambda: Attention(_DOT, snapshot, None, offset, temperature, sink, dropout), owner=mask
     )
 
@@ -519,27 +537,27 @@ def _small_attention(mask: Mask | None, offset: Any, temperature: float, sink: A
     return Attention(_DOT, mask, None, offset, temperature, sink, dropout)
 
 
-def _fused(problem: Problem, part: bool = False) -> bool:
+def _uses_native(problem: Problem, part: bool = False) -> bool:
     """Whether the kernels look at the weights of a problem, or at a part of them."""
-    if torch.compiler.is_compiling() or problem.functional or not problem.direct or native.why_not(problem):
+    if torch.compiler.is_compiling() or problem.in_transform or not problem.direct or native.why_not(problem):
         return False
-    return part or not native.why_rather_not(problem)
+    return part or not native.why_avoid(problem)
 
 
-def _check_own(tensor: Tensor, query: Tensor) -> None:
+def _check_description_tensor(tensor: Tensor, query: Tensor) -> None:
     """Raise unless a tensor of the description can be read with this query."""
     arguments.check_layout("a tensor of the description", tensor, sequences=False)
     if query.is_cpu and not tensor.is_cpu:
         raise ValueError(
             f"the tensors of the description must be on the device of the query, {query.device}, but one of shape "
-            f"{shape_of(tensor)} is on {tensor.device}; move the description, as in attend.to(query.device)"
+            f"{format_shape(tensor)} is on {tensor.device}; move the description, as in attend.to(query.device)"
         )
 
 
 def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
     """As torch's own kernel does: under autocast, floats are taken in the autocast dtype."""
     device = tensors[0].device if isinstance(tensors[0], Tensor) else _CPU
-    if not _autocasts(device):
+    if not _autocast_enabled(device):
         return tensors
     dtype = torch.get_autocast_dtype(device.type)
     return tuple(
@@ -548,10 +566,10 @@ def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
     )
 
 
-def _autocasts(device: torch.device) -> bool:
+def _autocast_enabled(device: torch.device) -> bool:
     return device.type != "meta" and torch.is_autocast_enabled(device.type)
 
 
-def _plain(device: torch.device) -> AbstractContextManager:
+def _no_autocast(device: torch.device) -> AbstractContextManager:
     """The arithmetic inside an engine keeps its own dtype."""
     return nullcontext() if device.type == "meta" else torch.autocast(device.type, enabled=False)

@@ -48,9 +48,9 @@ class Cache:
     """A least-recently-used cache whose limit is in bytes. Threads may share it.
 
     >>> cache = Cache(limit=10_000)
-    >>> cache.remember("zeros", lambda: np.zeros(100)).nbytes
+    >>> cache.get_or_build("zeros", lambda: np.zeros(100)).nbytes
     800
-    >>> float(cache.remember("zeros", lambda: np.ones(100)).max())
+    >>> float(cache.get_or_build("zeros", lambda: np.ones(100)).max())
     0.0
     >>> cache.info().entries
     1
@@ -63,7 +63,7 @@ class Cache:
         self._lock = Lock()
         self._orphans: deque[tuple[Hashable, weakref.ref]] = deque()  # whose owner died while the lock was taken
 
-    def remember(self, key: Hashable | None, build: Callable[[], T], owner: Any = None) -> T:
+    def get_or_build(self, key: Hashable | None, build: Callable[[], T], owner: Any = None) -> T:
         """The value of a key, built if it is not there. With `key=None` it is built every time, and not kept.
 
         An entry of more than `SHARED_BYTES` goes with its owner, if that holds tensors.

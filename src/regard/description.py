@@ -19,7 +19,7 @@ from regard.arguments import check_layout
 _CONSTANTS = {name: value for name, value in nn.Module().__dict__.items() if not isinstance(value, dict | set)}
 _CONTAINERS = {name: type(value) for name, value in nn.Module().__dict__.items() if isinstance(value, dict | set)}
 HOOKS = tuple(name for name in _CONTAINERS if "hooks" in name)
-Part = TypeVar("Part")
+Module = TypeVar("Module")
 
 
 class _Default:
@@ -107,10 +107,10 @@ class Description(nn.Module):
                     found.append(one)
         return tuple(found)
 
-    def closes_over_learned(self, device: torch.device) -> bool:
+    def closes_over_trainable(self, device: torch.device) -> bool:
         """Whether it uses tensors that require grad and are not among `tensors()`."""
         return any(tensor.requires_grad for tensor in self.hidden_tensors()) or any(
-            part.closes_over_learned(device) for part in self._modules.values() if isinstance(part, Description)
+            part.closes_over_trainable(device) for part in self._modules.values() if isinstance(part, Description)
         )
 
     def closes_over_tangent(self, device: torch.device) -> bool:
@@ -166,7 +166,7 @@ class Description(nn.Module):
         self._modules |= {str(n): one for n, one in enumerate(parts)}
 
 
-def snapshot(part: Part) -> Part:
+def snapshot(part: Module) -> Module:
     """The same description over the tensors that it holds now.
 
     A backward pass reads it after `functional_call` has put other tensors back.
@@ -174,7 +174,7 @@ def snapshot(part: Part) -> Part:
     return replace_tensors(part, lambda tensor: tensor)
 
 
-def replace_tensors(part: Part, replacement: Callable[[Tensor], Tensor]) -> Part:
+def replace_tensors(part: Module, replacement: Callable[[Tensor], Tensor]) -> Module:
     """A copy of a description, or of a module that it holds, with other tensors; the rest is shared."""
     if not isinstance(part, nn.Module) or isinstance(part, torch.jit.ScriptModule) or not _holds_tensors(part):
         return part

@@ -10,15 +10,15 @@ from collections.abc import Mapping
 from functools import cache
 from typing import Any, Literal, Union, get_args, get_origin
 
-LARGEST = 2**31 - 1  # of a whole number: no size, position or token is larger
-LONGEST = 10_000  # characters of a string
+MAX_INT = 2**31 - 1  # of a whole number: no size, position or token is larger
+MAX_CHARACTERS = 10_000  # characters of a string
 
 
-def quoted(value: object, most: int = 80) -> str:
+def short_repr(value: object, most: int = 80) -> str:
     """What a value looks like in an error: cut, however long or deep it is.
 
-    >>> from regard.field_types import quoted
-    >>> quoted("a" * 1000, 10)
+    >>> from regard.field_types import short_repr
+    >>> short_repr("a" * 1000, 10)
     "'aaaaaaaaa..."
     """
     try:
@@ -38,7 +38,7 @@ def check_fields(kind: type, values: Mapping[str, Any], names: Mapping[str, str]
     >>> @dataclass
     ... class Size:
     ...     width: int
-    >>> check_fields(Size, {"width": 1.5})
+    >>> check_fields(Size, {"d_model": 1.5})
     Traceback (most recent call last):
     ValueError: width must be a whole number, but is 1.5
     """
@@ -51,7 +51,7 @@ def check_fields(kind: type, values: Mapping[str, Any], names: Mapping[str, str]
 def check_value(name: str, value: Any, wanted: Any) -> None:
     """Raise ValueError, with the name, unless a value is of a type."""
     if not _fits(value, wanted):
-        raise ValueError(f"{name} must be {_described(wanted)}, but is {quoted(value)}")
+        raise ValueError(f"{name} must be {_describe_type(wanted)}, but is {short_repr(value)}")
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         held = {each.name: getattr(value, each.name) for each in dataclasses.fields(value)}
         check_fields(type(value), held, {inner: f"{name}.{inner}" for inner in held})
@@ -95,33 +95,33 @@ def _fits(value: Any, wanted: Any) -> bool:
     if wanted is bool:
         return isinstance(value, bool)
     if wanted is int:
-        return isinstance(value, int) and not isinstance(value, bool) and abs(value) <= LARGEST
+        return isinstance(value, int) and not isinstance(value, bool) and abs(value) <= MAX_INT
     if wanted is float:
         number = isinstance(value, (int, float)) and not isinstance(value, bool)
         return number and (abs(value) < 2**1023 if isinstance(value, int) else math.isfinite(value))
     if wanted is str:
-        return isinstance(value, str) and len(value) <= LONGEST
+        return isinstance(value, str) and len(value) <= MAX_CHARACTERS
     if getattr(wanted, "_is_protocol", False):  # a part of ours, which checks itself
         return dataclasses.is_dataclass(value)
     return isinstance(value, origin or wanted)
 
 
-def _described(wanted: Any) -> str:
+def _describe_type(wanted: Any) -> str:
     """A type in words."""
     origin, parts = get_origin(wanted), get_args(wanted)
     if wanted is None or wanted is type(None):
         return "null"
     if origin in (Union, types.UnionType):
-        return " or ".join(map(_described, parts))
+        return " or ".join(map(_describe_type, parts))
     if origin is Literal:
         return " or ".join(map(repr, parts))
     if origin is tuple:
         kinds = parts[:1] if parts[1:] == (Ellipsis,) else parts
-        return f"a list of {' and '.join(dict.fromkeys(map(_described, kinds)))}"
+        return f"a list of {' and '.join(dict.fromkeys(map(_describe_type, kinds)))}"
     if origin is list:
-        return f"a list, each {_described(parts[0])}"
+        return f"a list, each {_describe_type(parts[0])}"
     if origin is dict:
-        return f"an object, each {_described(parts[1])}"
+        return f"an object, each {_describe_type(parts[1])}"
     words: dict[Any, str] = {dict: "an object", list: "a list", Any: "anything"}
     words |= {bool: "true or false", int: "a whole number", float: "a finite number", str: "a short text"}
     return words.get(wanted) or f"a {getattr(wanted, '__name__', wanted)}"

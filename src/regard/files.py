@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-LARGEST_TEXT = 200_000_000  # bytes of a text that is read at once; the largest tokenizers have a fifth of that
+MAX_TEXT_BYTES = 200_000_000  # bytes of a text that is read at once; the largest tokenizers have a fifth of that
 KINDS = {
     stat.S_IFIFO: "a FIFO",
     stat.S_IFSOCK: "a socket",
@@ -29,11 +29,11 @@ class NotAFile(OSError):
         return f"{self.filename}: {self.strerror}"
 
 
-def regular(path: str | os.PathLike[str]) -> Path:
+def require_file(path: str | os.PathLike[str]) -> Path:
     """The path, if it names a regular file: to open anything else may wait forever, or never end.
 
-    >>> from regard.files import regular
-    >>> regular("/dev/zero")
+    >>> from regard.files import require_file
+    >>> require_file("/dev/zero")
     Traceback (most recent call last):
     regard.files.NotAFile: /dev/zero: is a device, but a regular file is expected; copy what it holds into one
     """
@@ -55,8 +55,8 @@ def is_regular(path: str | os.PathLike[str]) -> bool:
 
 def read_text(path: Path) -> str:
     """The UTF-8 of a regular file that is not absurdly large; anything else is an error that names it."""
-    if (size := regular(path).stat().st_size) > LARGEST_TEXT:
-        raise ValueError(f"{path} must have at most {LARGEST_TEXT} bytes, but has {size}; is it the right file?")
+    if (size := require_file(path).stat().st_size) > MAX_TEXT_BYTES:
+        raise ValueError(f"{path} must have at most {MAX_TEXT_BYTES} bytes, but has {size}; is it the right file?")
     try:
         return path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
@@ -82,7 +82,7 @@ def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def whole(path: Path, write: Callable[[Path], Any]) -> Path:
+def write_atomically(path: Path, write: Callable[[Path], Any]) -> Path:
     """Write beside the path, let it reach the disk, and only then give it its name and the rights of any new file."""
     if path.is_dir():
         raise Unwritable(errno.EISDIR, "is a folder, but a file is to be written there; remove it", str(path))
@@ -102,12 +102,12 @@ def whole(path: Path, write: Callable[[Path], Any]) -> Path:
     return path
 
 
-def whole_text(path: Path, text: str) -> Path:
+def write_text_atomically(path: Path, text: str) -> Path:
     """The same for UTF-8, with line ends as they are."""
-    return whole(path, lambda beside: beside.write_text(text, encoding="utf-8", newline=""))
+    return write_atomically(path, lambda beside: beside.write_text(text, encoding="utf-8", newline=""))
 
 
-def sweep(folder: Path) -> None:
+def remove_partial_files(folder: Path) -> None:
     """Delete what writers that were killed left half written. Nobody may be writing there meanwhile."""
     for left in folder.glob(".*.part"):
         if left.is_dir():

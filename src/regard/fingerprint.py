@@ -20,13 +20,13 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 TENSOR = object()  # what stands before the fingerprint of a tensor in a state
-FEW = 32  # numbers that are their own fingerprint
+MAX_INLINE = 32  # numbers that are their own fingerprint
 CONSTANT_MODULES = {"torch", "numpy", "math", "operator", "functools", "itertools", "builtins", "regard"}
 OPEN_BUILTINS = {"__import__", "eval", "exec", "getattr", "globals", "locals", "next", "open", "vars"}
 VALUES = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.layout)
 
 
-class _Unknown(Exception):
+class _UnknownContent(Exception):
     """Something whose content cannot be told."""
 
 
@@ -41,14 +41,14 @@ def readable(tensor: Tensor) -> bool:
     )
 
 
-def data_of(tensor: Tensor) -> Tensor:
+def unwrap(tensor: Tensor) -> Tensor:
     """The tensor that a derivative of torch.func wraps; itself where none does."""
     while torch._C._functorch.is_gradtrackingtensor(tensor):
         tensor = torch._C._functorch.get_unwrapped(tensor)
     return tensor
 
 
-def as_data() -> AbstractContextManager:
+def without_transforms() -> AbstractContextManager:
     """Within, tensors are data: no torch.func transform and no mode is running, and new ones are on the CPU."""
     transformed = torch._C._functorch.peek_interpreter_stack() is not None
     modes = torch._C._len_torch_dispatch_stack() + torch._C._len_torch_function_stack()
@@ -75,11 +75,11 @@ def fingerprint(value: Tensor) -> Hashable | None:
     >>> fingerprint(a) == before, fingerprint(torch.tensor([True, False])) == before
     (False, True)
     """
-    value = data_of(value)
+    value = unwrap(value)
     if not readable(value):
         return None
-    with as_data():
-        if value.numel() <= FEW and not value.is_floating_point() and not value.is_complex():
+    with without_transforms():
+        if value.numel() <= MAX_INLINE and not value.is_floating_point() and not value.is_complex():
             return value.dtype, tuple(value.shape), tuple(value.flatten().tolist())
         repeated = tuple([step == 0 and n > 1 for step, n in zip(value.stride(), value.shape, strict=True)])
         once = value.detach()[tuple([slice(0, 1) if again else slice(None) for again in repeated])]
@@ -92,7 +92,7 @@ def _digest(array: np.ndarray) -> bytes:
     return hashlib.blake2b(array.data, digest_size=16).digest()
 
 
-def state_of(function: Any) -> Hashable | None:
+def function_state(function: Any) -> Hashable | None:
     """A value that changes when the function, or a tensor, number or function that it reads, does; None if unknown.
 
     Known are closures, defaults, attributes, globals and `functools.partial`, as far as they are numbers, strings,
@@ -108,7 +108,7 @@ def state_of(function: Any) -> Hashable | None:
     """
     try:
         return _state(function, ())
-    except _Unknown:
+    except _UnknownContent:
         return None
 
 
@@ -118,23 +118,23 @@ def reads_tensors(function: Any) -> bool:
     def among(state: Any) -> bool:
         return state is TENSOR or (isinstance(state, tuple) and any(map(among, state)))
 
-    return (state := state_of(function)) is None or among(state)
+    return (state := function_state(function)) is None or among(state)
 
 
 def _state(value: Any, inside: tuple[int, ...]) -> Hashable:
     if isinstance(value, np.ndarray):
         if value.dtype.hasobject:
-            raise _Unknown
+            raise _UnknownContent
         return TENSOR, value.dtype.str, value.shape, _digest(np.ascontiguousarray(value).reshape(-1).view(np.uint8))
     if isinstance(value, Tensor):
         if (found := fingerprint(value)) is None:
-            raise _Unknown
+            raise _UnknownContent
         return TENSOR, found
     if type(value) in VALUES:
         return type(value), value
     if isinstance(value, types.ModuleType):
         if value.__name__.split(".")[0] not in CONSTANT_MODULES:
-            raise _Unknown
+            raise _UnknownContent
         return "module", value.__name__
     if isinstance(value, types.BuiltinFunctionType) and isinstance(value.__self__, types.ModuleType | type(None)):
         return "builtin", value.__module__, value.__qualname__
@@ -144,17 +144,17 @@ def _state(value: Any, inside: tuple[int, ...]) -> Hashable:
         return "again", inside.index(id(value))
     inside = (*inside, id(value))
     if isinstance(value, types.FunctionType):
-        return "function", value.__code__, tuple((name, _state(part, inside)) for name, part in _reads(value))
+        return "function", value.__code__, tuple((name, _state(part, inside)) for name, part in _captured_values(value))
     if type(value) is partial:
         return "partial", *(_state(part, inside) for part in (value.func, value.args, value.keywords))
     if type(value) in (tuple, list):
         return type(value), *(_state(part, inside) for part in value)
     if type(value) is dict:
         return dict, *((_state(name, inside), _state(part, inside)) for name, part in value.items())
-    raise _Unknown
+    raise _UnknownContent
 
 
-def _reads(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
+def _captured_values(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
     """What a function reads beside its arguments, by name."""
     yield "defaults", function.__defaults__
     yield "keyword defaults", function.__kwdefaults__
@@ -163,12 +163,12 @@ def _reads(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
         try:
             yield name, cell.cell_contents
         except ValueError:
-            raise _Unknown from None
+            raise _UnknownContent from None
     for name in _names(function.__code__):
         if name in function.__globals__:
             yield name, function.__globals__[name]
         elif name in OPEN_BUILTINS:
-            raise _Unknown
+            raise _UnknownContent
 
 
 @lru_cache(maxsize=256)

@@ -17,7 +17,7 @@ Offset = int | Tensor
 
 
 @dataclass(frozen=True)
-class Part:
+class CallSlice:
     """A part of a call: some heads, queries and keys that are neighbours."""
 
     heads: slice
@@ -35,33 +35,33 @@ class Frame:
     K: int
     offset: Offset  # a number, or (B,)
 
-    def at(
+    def indices(
         self,
         batch: slice | None = None,
         heads: slice | None = None,
         rows: slice | None = None,
         columns: slice | None = None,
         device: torch.device | str | None = None,
-    ) -> At:
+    ) -> Indices:
         """The places of a box; an axis that is not given is whole. Slices have a start and a stop, neither negative."""
         box = tuple(
             slice(0, n) if part is None else slice(part.start, min(part.stop, n))  # n may be a symbol
             for part, n in zip((batch, heads, rows, columns), (self.B, self.H, self.Q, self.K), strict=True)
         )
         b, h, i, j = (torch.arange(part.start, part.stop, device=device) for part in box)
-        return At(self, b[:, None, None, None], h[:, None, None], i[:, None], j, box)
+        return Indices(self, b[:, None, None, None], h[:, None, None], i[:, None], j, box)
 
     def offsets(self) -> list[int]:
         """One offset if all batch rows share it, else one a row."""
         return self.offset.tolist() if isinstance(self.offset, Tensor) else [self.offset]
 
-    def key(self) -> tuple:
+    def cache_key(self) -> tuple:
         """The frame as a hashable value."""
         return self.B, self.H, self.Q, self.K, tuple(self.offsets())
 
 
 @dataclass(frozen=True, eq=False)
-class At:
+class Indices:
     """Places `(b, h, i, j)`: index tensors that broadcast against each other, from a box or from anywhere."""
 
     frame: Frame
@@ -93,17 +93,17 @@ class At:
         return tensor
 
 
-def lead(tensor: Tensor, dims: int = 4) -> Tensor:
+def pad_leading(tensor: Tensor, dims: int = 4) -> Tensor:
     """The tensor with missing leading axes of size 1."""
     return tensor.reshape((1,) * (dims - tensor.dim()) + tuple(tensor.shape))
 
 
-def as_numpy(tensor: Tensor) -> np.ndarray:
+def to_numpy(tensor: Tensor) -> np.ndarray:
     """The values of a tensor without a gradient, also within torch.func's transforms, where tensors have no storage.
 
     >>> import torch
-    >>> from regard.geometry import as_numpy
-    >>> torch.func.grad(lambda x: x * int(as_numpy(torch.tensor([1, 3])).sum()))(torch.tensor(2.0))
+    >>> from regard.geometry import to_numpy
+    >>> torch.func.grad(lambda x: x * int(to_numpy(torch.tensor([1, 3])).sum()))(torch.tensor(2.0))
     tensor(4.)
     """
     if torch.compiler.is_compiling() or torch._C._functorch.peek_interpreter_stack() is None:
@@ -116,6 +116,6 @@ def as_numpy(tensor: Tensor) -> np.ndarray:
         return tensor.cpu().numpy()
 
 
-def shape_of(tensor: Tensor | Sequence[int]) -> str:
+def format_shape(tensor: Tensor | Sequence[int]) -> str:
     """A shape as people write it."""
     return str(tuple(tensor.shape if isinstance(tensor, Tensor) else tensor))

@@ -27,7 +27,7 @@ def info() -> dict[str, str]:
         "numpy": numpy.__version__,
         "machine": f"{platform.system()} {platform.machine()}, {torch.get_num_threads()} threads",
         "engines": ", ".join(ENGINES),
-        **native.about(),
+        **native.build_info(),
     }
 
 

@@ -23,9 +23,9 @@ from torch import Tensor
 
 from regard.arguments import check_layout
 from regard.engines import derivatives, native
-from regard.engines.plain import direct
-from regard.engines.problem import batch_of, broadcast
-from regard.geometry import Frame, lead, shape_of
+from regard.engines.problem import batch_size, broadcast_batch
+from regard.engines.tensor_memory import is_direct
+from regard.geometry import Frame, format_shape, pad_leading
 from regard.masks.algebra import And, Mask
 from regard.masks.patterns import Causal, Padding
 
@@ -141,7 +141,7 @@ class LinearAttention:
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         _check(q, k, v)
-        q, k, v = broadcast(q, k, v)
+        q, k, v = broadcast_batch(q, k, v)
         Q, K = q.shape[-2], k.shape[-2]
         causal = any(isinstance(part, Causal) for part in self._masks)
         with torch.autocast(q.device.type, enabled=False):
@@ -149,7 +149,7 @@ class LinearAttention:
                 return fused
             queries, keys, values = self._logs(q, k, v)
             if not causal:
-                read = _whole(queries, _gather(keys, values))
+                read = _read_all(queries, _gather(keys, values))
             else:
                 start, blind = max(K - Q, 0), max(Q - K, 0)  # keys before the first query, queries before the first key
                 past = _gather(keys[:, :, :start], values[:, :, :start]) if start else None
@@ -173,10 +173,11 @@ class LinearAttention:
         if any(isinstance(part, Padding) for part in self._masks):
             raise ValueError(f"mask must be None or causal() for step, but is {self.mask!r}; pass the real tokens only")
         _check(q, k, v)
-        q, k, v = broadcast(q, k, v)
+        q, k, v = broadcast_batch(q, k, v)
         if q.shape[-2] != k.shape[-2]:
             raise ValueError(
-                f"q and k must have the same number of tokens in step, but are {shape_of(q)} and {shape_of(k)}; "
+                f"q and k must have the same number of tokens in step, but are {format_shape(q)} and "
+                f"{format_shape(k)}; "
                 "earlier keys are in the state"
             )
         with torch.autocast(q.device.type, enabled=False):
@@ -185,7 +186,7 @@ class LinearAttention:
             _check_state(state, new)
             joined = new if state is None else _join(state, new)
             if q.shape[-2] == 1:  # sees all that is in the state, so the cheap way is open
-                return _output(_whole(queries, joined), q), joined
+                return _output(_read_all(queries, joined), q), joined
             return _output(_causal(queries, keys, values, state), q), joined
 
     def _fused(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor | None:
@@ -196,12 +197,16 @@ class LinearAttention:
         features that float32 holds with room to spare, and with all their digits in every sum that they dominate.
         """
         Q, K, tracing = q.shape[-2], k.shape[-2], torch.compiler.is_compiling()
-        if tracing or q.device.type != "cpu" or not 0 < K <= Q or not q.numel() * v.numel() or native.missing():
+        if tracing or q.device.type != "cpu" or not 0 < K <= Q or not q.numel() * v.numel() or native.why_missing():
             return None
-        if derivatives.transforms() or derivatives.tangents_of((q, k, v)) is not None or not direct((q, k, v)):
+        if (
+            derivatives.active_transforms()
+            or derivatives.tangents_of((q, k, v)) is not None
+            or not is_direct((q, k, v))
+        ):
             return None  # torch's operators have all modes, and subclasses and modes see them
-        queries, keys, values = lead(q)[:, :, Q - K :], lead(k), lead(v)
-        real = self._real(lead(q), keys)
+        queries, keys, values = pad_leading(q)[:, :, Q - K :], pad_leading(k), pad_leading(v)
+        real = self._real(pad_leading(q), keys)
         if real is not None:
             keys, values = torch.where(real, keys, 0), torch.where(real, values, 0)
         elu = not isinstance(self.features, Favor)
@@ -212,16 +217,16 @@ class LinearAttention:
                 self.features.logs(keys.to(dtype)),
                 values.to(dtype),
             )
-            fits = _within(keys, -40, 30)
+            fits = _in_range(keys, -40, 30)
             if fits:
                 queries, keys = (queries - queries.detach().amax(-1, keepdim=True)).exp(), keys.exp()
         else:
-            fits = _within(queries, -20, 1e4) and _within(keys, -20, 1e4)
+            fits = _in_range(queries, -20, 1e4) and _in_range(keys, -20, 1e4)
         if not fits:
             return None
         if real is not None:  # of the least number there is, elu makes the feature 0
             keys = torch.where(real, keys, torch.finfo(keys.dtype).min if elu else 0)
-        output, _ = derivatives.apply(_Fused(elu), queries, keys, values)
+        output, _ = derivatives.apply(_NativeOperator(elu), queries, keys, values)
         output = F.pad(output, (0, 0, Q - K, 0)) if K < Q else output
         return output.reshape(*q.shape[:-1], v.shape[-1]).to(q.dtype)
 
@@ -229,7 +234,7 @@ class LinearAttention:
         """Log features of queries (B, G, Q, H / G, M) and keys (B, G, K, M), values and a 1 beside (B, G, K, E + 1)."""
         logs: Callable[[Tensor], Tensor] = self.features.logs if isinstance(self.features, Favor) else _elu_logs
         dtype = torch.promote_types(q.dtype, torch.float32)
-        q, k, v = lead(q).to(dtype), lead(k).to(dtype), lead(v).to(dtype)
+        q, k, v = pad_leading(q).to(dtype), pad_leading(k).to(dtype), pad_leading(v).to(dtype)
         real = self._real(q, k)
         if real is not None:  # before anything is computed from them, so that a NaN reaches no gradient
             k, v = torch.where(real, k, 0), torch.where(real, v, 0)
@@ -251,7 +256,7 @@ class LinearAttention:
         return real
 
 
-def _within(x: Tensor, low: float, high: float) -> bool:
+def _in_range(x: Tensor, low: float, high: float) -> bool:
     """Whether all that is finite is between the two."""
     least, greatest = x.detach().aminmax()
     if not bool((greatest - least).isfinite()):
@@ -260,7 +265,7 @@ def _within(x: Tensor, low: float, high: float) -> bool:
 
 
 @dataclass(frozen=True)
-class _Fused(derivatives.Operator):
+class _NativeOperator(derivatives.Operator):
     """The compiled kernel on queries (B, H, N, M), keys (B, G, N, M) and values (B, G, N, E)."""
 
     elu: bool
@@ -280,17 +285,17 @@ class _Fused(derivatives.Operator):
         (queries, keys, values), (output, norm), (grad,) = tensors, results, grads
         if grad is None:
             return None, None, None
-        if not direct((*tensors, *results, grad)):
+        if not is_direct((*tensors, *results, grad)):
             with torch.enable_grad():
                 leaves = [tensor.detach().requires_grad_() for tensor in tensors]
-                return torch.autograd.grad(_by_logs(self.elu, *leaves), leaves, grad)
+                return torch.autograd.grad(_attend_by_logs(self.elu, *leaves), leaves, grad)
         return native.linear_backward(queries, keys, values, self.elu, output, norm, grad)
 
     def differentiable(self, tensors: derivatives.Tensors, save: bool) -> tuple[Tensor, ...]:
-        return (_by_logs(self.elu, *tensors),)
+        return (_attend_by_logs(self.elu, *tensors),)
 
 
-def _by_logs(elu: bool, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+def _attend_by_logs(elu: bool, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
     """What the kernel computes, in a form that can be differentiated twice."""
     dtype = torch.promote_types(queries.dtype, torch.float32)
     logs = _elu_logs if elu else _feature_logs
@@ -306,12 +311,12 @@ def _feature_logs(x: Tensor) -> Tensor:
 def _gather(keys: Tensor, values: Tensor) -> LinearState:
     """The state of keys (..., K, M) and values (..., K, E + 1)."""
     if keys.shape[-2] == 0:
-        return _nothing(keys, values)
+        return _empty_state(keys, values)
     scale = keys.detach().amax(-2, keepdim=True)
     return LinearState(scale.mT, (keys - scale).exp().mT @ values)
 
 
-def _nothing(keys: Tensor, values: Tensor) -> LinearState:
+def _empty_state(keys: Tensor, values: Tensor) -> LinearState:
     """The state of no keys."""
     shape = (*keys.shape[:-2], keys.shape[-1])
     return LinearState(keys.new_full((*shape, 1), _lowest(keys)), keys.new_zeros((*shape, values.shape[-1])))
@@ -329,7 +334,7 @@ def _read(state: LinearState, queries: Tensor) -> LinearState:
     return LinearState(scale, (queries - scale).exp() @ state.sums)
 
 
-def _meet(queries: Tensor, keys: Tensor, values: Tensor) -> LinearState:
+def _attend_block(queries: Tensor, keys: Tensor, values: Tensor) -> LinearState:
     """`_read(_gather(keys, values), queries)` by way of their products: less work where the keys are few."""
     top = keys.detach().amax(-2, keepdim=True)
     queries = queries + top
@@ -337,7 +342,7 @@ def _meet(queries: Tensor, keys: Tensor, values: Tensor) -> LinearState:
     return LinearState(scale, (queries - scale).exp() @ (keys - top).exp().mT @ values)
 
 
-def _whole(queries: Tensor, state: LinearState) -> Tensor:
+def _read_all(queries: Tensor, state: LinearState) -> Tensor:
     """What queries (B, G, N, R, M) find in one state: sums (B, G, N, R, E + 1)."""
     return _read(state, queries.flatten(2, 3)).sums.unflatten(2, queries.shape[2:4])
 
@@ -356,11 +361,11 @@ def _causal(queries: Tensor, keys: Tensor, values: Tensor, past: LinearState | N
     queries = F.pad(queries, (0, 0, 0, 0, 0, extra))
     keys, values = F.pad(keys, (0, 0, 0, extra)), F.pad(values, (0, 0, 0, extra))
 
-    found = _meet(queries, keys[:, :, :, None], values[:, :, :, None])  # its own key
+    found = _attend_block(queries, keys[:, :, :, None], values[:, :, :, None])  # its own key
     block = 1
     while block < size:
         (_, q), (k, _), (v, _) = (_halves(x, block) for x in (queries, keys, values))
-        met = LinearState(*(x.unflatten(3, (block, rows)) for x in _meet(q.flatten(3, 4), k, v)))
+        met = LinearState(*(x.unflatten(3, (block, rows)) for x in _attend_block(q.flatten(3, 4), k, v)))
         left, right = (LinearState(*half) for half in zip(*(_halves(x, block) for x in found), strict=True))
         right = _join(right, met)
         found = LinearState(*(torch.stack(pair, 3).flatten(2, 4) for pair in zip(left, right, strict=True)))
@@ -368,21 +373,21 @@ def _causal(queries: Tensor, keys: Tensor, values: Tensor, past: LinearState | N
 
     if past is not None or length > size:
         q, k, v = (x.unflatten(2, (-1, size)) for x in (queries, keys, values))
-        past = _nothing(keys, values) if past is None else past
-        far = _read(_before(_gather(k, v), past), q.flatten(3, 4))
-        found = _join(found, _each(lambda x: x.unflatten(3, (size, rows)).flatten(2, 3), far))
+        past = _empty_state(keys, values) if past is None else past
+        far = _read(_prefix_states(_gather(k, v), past), q.flatten(3, 4))
+        found = _join(found, _map_state(lambda x: x.unflatten(3, (size, rows)).flatten(2, 3), far))
     return found.sums[:, :, :length]
 
 
-def _before(states: LinearState, past: LinearState) -> LinearState:
+def _prefix_states(states: LinearState, past: LinearState) -> LinearState:
     """For every state of a row of them (axis 2): the past joined with all that come before it, in O(log n) steps."""
     count = states.scale.shape[2]
     if count <= 1:
-        return _each(lambda x: x.unsqueeze(2)[:, :, :count], past)
+        return _map_state(lambda x: x.unsqueeze(2)[:, :, :count], past)
     if count % 2:  # nobody comes after the one added
-        states = _each(lambda x: F.pad(x, (0, 0, 0, 0, 0, 1)), states)
-    left, right = _each(lambda x: x[:, :, 0::2], states), _each(lambda x: x[:, :, 1::2], states)
-    pairs = _before(_join(left, right), past)
+        states = _map_state(lambda x: F.pad(x, (0, 0, 0, 0, 0, 1)), states)
+    left, right = _map_state(lambda x: x[:, :, 0::2], states), _map_state(lambda x: x[:, :, 1::2], states)
+    pairs = _prefix_states(_join(left, right), past)
     both = zip(pairs, _join(pairs, left), strict=True)
     return LinearState(*(torch.stack(pair, 3).flatten(2, 3)[:, :, :count] for pair in both))
 
@@ -394,7 +399,7 @@ def _output(sums: Tensor, q: Tensor) -> Tensor:
     return output.reshape(*q.shape[:-1], value.shape[-1]).to(q.dtype)
 
 
-def _each(function: Callable[[Tensor], Tensor], state: LinearState) -> LinearState:
+def _map_state(function: Callable[[Tensor], Tensor], state: LinearState) -> LinearState:
     return LinearState(function(state.scale), function(state.sums))
 
 
@@ -413,9 +418,9 @@ def _elu_logs(x: Tensor) -> Tensor:
     return torch.where(x > 0, F.relu(x).log1p(), x)
 
 
-def _directions(count: int, width: int, seed: int) -> Tensor:
+def _directions(count: int, d_head: int, seed: int) -> Tensor:
     with derivatives.outside_transforms():
-        return _drawn(count, width, seed)
+        return _draw_directions(count, d_head, seed)
 
 
 # What torch.compiler.assume_constant_result does, without its import of the whole compiler.
@@ -423,14 +428,14 @@ _directions._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 @lru_cache(maxsize=64)
-def _drawn(count: int, width: int, seed: int) -> Tensor:
+def _draw_directions(count: int, d_head: int, seed: int) -> Tensor:
     """(count, width): orthogonal in blocks of `width`, each as long as a normal vector of its own."""
     random = np.random.RandomState(seed)  # numpy promises never to change its stream
     blocks = []
-    for _ in range(-(-count // width)):
-        rotation, upper = np.linalg.qr(random.standard_normal((width, width)))
+    for _ in range(-(-count // d_head)):
+        rotation, upper = np.linalg.qr(random.standard_normal((d_head, d_head)))
         blocks.append((rotation * np.sign(np.diag(upper))).T)  # with these signs it is uniform, and one on all machines
-    lengths = np.linalg.norm(random.standard_normal((count, width)), axis=1, keepdims=True)
+    lengths = np.linalg.norm(random.standard_normal((count, d_head)), axis=1, keepdims=True)
     return torch.from_numpy(np.concatenate(blocks)[:count] * lengths)
 
 
@@ -444,31 +449,33 @@ def _check(q: Tensor, k: Tensor, v: Tensor) -> None:
                 f"{name} must be float32, float64, bfloat16 or float16, but is {x.dtype}; try {name}.float()"
             )
         if x.dim() not in (2, 3, 4):
-            raise ValueError(f"{name} must have 2, 3 or 4 axes (B, H, N, D), but has the shape {shape_of(x)}")
+            raise ValueError(f"{name} must have 2, 3 or 4 axes (B, H, N, D), but has the shape {format_shape(x)}")
         if x.dim() != q.dim():
-            raise ValueError(f"{name} must have as many axes as q, {q.dim()}, but has the shape {shape_of(x)}")
+            raise ValueError(f"{name} must have as many axes as q, {q.dim()}, but has the shape {format_shape(x)}")
         if x.dtype != q.dtype:
             raise TypeError(f"{name} must have the dtype of q, {q.dtype}, but is {x.dtype}; try {name}.to(q.dtype)")
         if x.device != q.device:
             raise ValueError(
                 f"{name} must be on the device of q, {q.device}, but is on {x.device}; try {name}.to(q.device)"
             )
-    (_, H, _, D), (_, G, K, _) = lead(q).shape, lead(k).shape
+    (_, H, _, D), (_, G, K, _) = pad_leading(q).shape, pad_leading(k).shape
     if D == 0 or k.shape[-1] != D:
-        raise ValueError(f"k must have the width of q, at least 1, but q is {shape_of(q)} and k is {shape_of(k)}")
+        raise ValueError(
+            f"k must have the width of q, at least 1, but q is {format_shape(q)} and k is {format_shape(k)}"
+        )
     if v.shape[-2] != K:
-        raise ValueError(f"v must have one row a key, {K}, but k is {shape_of(k)} and v is {shape_of(v)}")
-    if lead(v).shape[1] != G:
-        raise ValueError(f"v must have the heads of k, {G}, but k is {shape_of(k)} and v is {shape_of(v)}")
+        raise ValueError(f"v must have one row a key, {K}, but k is {format_shape(k)} and v is {format_shape(v)}")
+    if pad_leading(v).shape[1] != G:
+        raise ValueError(f"v must have the heads of k, {G}, but k is {format_shape(k)} and v is {format_shape(v)}")
     if G == 0 or H % G:
         raise ValueError(
             f"q must have a multiple of the heads of k, but has H = {H} for G = {G}; "
             "each key head serves H / G query heads"
         )
-    if any(lead(x).shape[0] not in (1, batch_of(q, k, v)) for x in (q, k, v)):
+    if any(pad_leading(x).shape[0] not in (1, batch_size(q, k, v)) for x in (q, k, v)):
         raise ValueError(
             "q, k and v must have the same batch size, or 1 where it is shared, but are "
-            f"{shape_of(q)}, {shape_of(k)} and {shape_of(v)}"
+            f"{format_shape(q)}, {format_shape(k)} and {format_shape(v)}"
         )
 
 
@@ -479,7 +486,8 @@ def _check_state(state: LinearState | None, new: LinearState) -> None:
         raise TypeError(f"state must be what step returned, or None, but is {type(state).__name__}")
     if state.sums.shape != new.sums.shape or state.scale.shape != new.scale.shape:
         raise ValueError(
-            f"state must fit this call: sums of shape {shape_of(new.sums)}, but they are {shape_of(state.sums)}; "
+            f"state must fit this call: sums of shape {format_shape(new.sums)}, but they are "
+            f"{format_shape(state.sums)}; "
             "a state goes with the batch, heads, widths and features that made it"
         )
     if state.sums.dtype != new.sums.dtype:

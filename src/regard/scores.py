@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from regard.description import Description
-from regard.geometry import At, Part, shape_of
+from regard.geometry import CallSlice, Indices, format_shape
 
 Modifier = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 
@@ -21,22 +21,23 @@ Modifier = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 class Score(Description):
     """What the scores share. Tensors among their fields may require grad."""
 
-    def tile(self, query: Tensor, key: Tensor, at: At) -> Tensor:
+    def tile(self, query: Tensor, key: Tensor, at: Indices) -> Tensor:
         """(b, h, q, D) and (b, h, k, D) to scores (b, h, q, k)."""
         raise NotImplementedError
 
-    def scale_for(self, width: int) -> float | Tensor:
+    def scale_for(self, d_head: int) -> float | Tensor:
         """What products of queries and keys of this width are multiplied by."""
         return 1.0
 
-    def part(self, part: Part) -> Score:
+    def narrow(self, part: CallSlice) -> Score:
         """The score of a part of a call, whose heads and positions are counted from the first that it has."""
         raise NotImplementedError(
-            f"{type(self).__name__} in a part of a call, as in a WindowCache or a shared sequence: define part(part), "
+            f"{type(self).__name__} in a part of a call, as in a WindowCache or a shared sequence: define "
+            "narrow(part), "
             "which returns it with heads and positions counted from the first of the part"
         )
 
-    def check(self, heads: int, width: int) -> None:
+    def check(self, heads: int, d_head: int) -> None:
         """Raise if the score does not fit H heads of width D."""
 
 
@@ -73,21 +74,21 @@ class Dot(Score):
         if not 0 < self.softcap < math.inf:
             raise ValueError(f"softcap must be a positive number, but is {self.softcap}; leave it out for none")
 
-    def tile(self, query: Tensor, key: Tensor, at: At) -> Tensor:
+    def tile(self, query: Tensor, key: Tensor, at: Indices) -> Tensor:
         scores = (query * _per_head(self.scale_for(query.shape[-1]), at, query)) @ key.mT
         return scores if self.softcap is None else self.softcap * (scores / self.softcap).tanh()
 
-    def scale_for(self, width: int) -> float | Tensor:
-        return 1 / math.sqrt(max(width, 1)) if self.scale is None else self.scale
+    def scale_for(self, d_head: int) -> float | Tensor:
+        return 1 / math.sqrt(max(d_head, 1)) if self.scale is None else self.scale
 
-    def part(self, part: Part) -> Score:
-        return self.replace(scale=_scale_of(self.scale, part))
+    def narrow(self, part: CallSlice) -> Score:
+        return self.replace(scale=_select_scale(self.scale, part))
 
-    def check(self, heads: int, width: int) -> None:
+    def check(self, heads: int, d_head: int) -> None:
         _check_scale(self.scale, heads)
 
     def __repr__(self) -> str:
-        return _call("Dot", scale=self.scale, softcap=self.softcap)
+        return _format_call("Dot", scale=self.scale, softcap=self.softcap)
 
 
 _DOT = Dot()  # the default of `Modified`, which replaces it by a module of its own
@@ -107,21 +108,21 @@ class Cosine(Score):
     def __post_init__(self) -> None:
         _check_scale_type(self.scale)
 
-    def tile(self, query: Tensor, key: Tensor, at: At) -> Tensor:
+    def tile(self, query: Tensor, key: Tensor, at: Indices) -> Tensor:
         scale = _per_head(self.scale_for(query.shape[-1]), at, query)
         return (F.normalize(query, dim=-1) * scale) @ F.normalize(key, dim=-1).mT
 
-    def scale_for(self, width: int) -> float | Tensor:
+    def scale_for(self, d_head: int) -> float | Tensor:
         return 1.0 if self.scale is None else self.scale
 
-    def part(self, part: Part) -> Score:
-        return self.replace(scale=_scale_of(self.scale, part))
+    def narrow(self, part: CallSlice) -> Score:
+        return self.replace(scale=_select_scale(self.scale, part))
 
-    def check(self, heads: int, width: int) -> None:
+    def check(self, heads: int, d_head: int) -> None:
         _check_scale(self.scale, heads)
 
     def __repr__(self) -> str:
-        return _call("Cosine", scale=self.scale)
+        return _format_call("Cosine", scale=self.scale)
 
 
 @dataclass(eq=False, repr=False)
@@ -138,23 +139,23 @@ class Additive(Score):
     def __post_init__(self) -> None:
         _check_floats("Additive: weight", self.weight, "(D,) or (H, D)")
 
-    def tile(self, query: Tensor, key: Tensor, at: At) -> Tensor:
+    def tile(self, query: Tensor, key: Tensor, at: Indices) -> Tensor:
         weight = at.per_head(self.weight.to(query), axes=1)  # (D,) or (h, 1, 1, D)
         hidden = (query.unsqueeze(-2) + key.unsqueeze(-3)).tanh()  # (b, h, q, k, D)
         return (hidden @ weight) if weight.dim() == 1 else (hidden @ weight.mT).squeeze(-1)
 
-    def part(self, part: Part) -> Score:
-        return self.replace(weight=_of_heads(self.weight, 1, part))
+    def narrow(self, part: CallSlice) -> Score:
+        return self.replace(weight=_select_heads(self.weight, 1, part))
 
-    def check(self, heads: int, width: int) -> None:
-        if not _fits(self.weight, (width,), heads):
+    def check(self, heads: int, d_head: int) -> None:
+        if not _fits(self.weight, (d_head,), heads):
             raise ValueError(
-                f"Additive: weight must be (D,) or (H, D) with H = {heads} and D = {width}, "
-                f"but is {shape_of(self.weight)}"
+                f"Additive: weight must be (D,) or (H, D) with H = {heads} and D = {d_head}, "
+                f"but is {format_shape(self.weight)}"
             )
 
     def __repr__(self) -> str:
-        return f"Additive({shape_of(self.weight)})"
+        return f"Additive({format_shape(self.weight)})"
 
 
 @dataclass(eq=False, repr=False)
@@ -171,26 +172,26 @@ class Bilinear(Score):
     def __post_init__(self) -> None:
         _check_floats("Bilinear: matrix", self.matrix, "(D, D) or (H, D, D)")
 
-    def tile(self, query: Tensor, key: Tensor, at: At) -> Tensor:
+    def tile(self, query: Tensor, key: Tensor, at: Indices) -> Tensor:
         return self.project(query, at) @ key.mT
 
-    def project(self, query: Tensor, at: At) -> Tensor:
+    def project(self, query: Tensor, at: Indices) -> Tensor:
         """The queries whose plain dot product with a key is the score."""
         matrix = at.per_head(self.matrix.to(query), axes=2)  # (D, D) or (h, 1, 1, D, D)
         return query @ (matrix if matrix.dim() == 2 else matrix.squeeze(-3).squeeze(-3))
 
-    def part(self, part: Part) -> Score:
-        return self.replace(matrix=_of_heads(self.matrix, 2, part))
+    def narrow(self, part: CallSlice) -> Score:
+        return self.replace(matrix=_select_heads(self.matrix, 2, part))
 
-    def check(self, heads: int, width: int) -> None:
-        if not _fits(self.matrix, (width, width), heads):
+    def check(self, heads: int, d_head: int) -> None:
+        if not _fits(self.matrix, (d_head, d_head), heads):
             raise ValueError(
-                f"Bilinear: matrix must be (D, D) or (H, D, D) with H = {heads} and D = {width}, "
-                f"but is {shape_of(self.matrix)}"
+                f"Bilinear: matrix must be (D, D) or (H, D, D) with H = {heads} and D = {d_head}, "
+                f"but is {format_shape(self.matrix)}"
             )
 
     def __repr__(self) -> str:
-        return f"Bilinear({shape_of(self.matrix)})"
+        return f"Bilinear({format_shape(self.matrix)})"
 
 
 @dataclass(eq=False, repr=False)
@@ -222,28 +223,30 @@ class Modified(Score):
         if not isinstance(self.score, Score):
             raise TypeError(f"Modified: score must be a score such as Dot(), but is {type(self.score).__name__}")
 
-    def tile(self, query: Tensor, key: Tensor, at: At) -> Tensor:
+    def tile(self, query: Tensor, key: Tensor, at: Indices) -> Tensor:
         scores = self.score.tile(query, key, at)
         changed = self.function(scores, at.b, at.h, at.p, at.j)
         if not isinstance(changed, Tensor) or changed.shape != scores.shape:
-            came = f"a tensor of shape {shape_of(changed)}" if isinstance(changed, Tensor) else type(changed).__name__
+            came = (
+                f"a tensor of shape {format_shape(changed)}" if isinstance(changed, Tensor) else type(changed).__name__
+            )
             raise TypeError(
                 "score: the function must return the changed scores, a tensor of the shape of its first argument, "
-                f"{shape_of(scores)}, but returned {came}"
+                f"{format_shape(scores)}, but returned {came}"
             )
         return changed.to(scores.dtype)
 
-    def closes_over_learned(self, device: torch.device) -> bool:
-        changed = self._tried(device)
-        return (isinstance(changed, Tensor) and changed.requires_grad) or super().closes_over_learned(device)
+    def closes_over_trainable(self, device: torch.device) -> bool:
+        changed = self._trial_call(device)
+        return (isinstance(changed, Tensor) and changed.requires_grad) or super().closes_over_trainable(device)
 
     def closes_over_tangent(self, device: torch.device) -> bool:
         if super().closes_over_tangent(device) or forward_ad._current_level < 0:
             return forward_ad._current_level >= 0
-        changed = self._tried(device)
+        changed = self._trial_call(device)
         return isinstance(changed, Tensor) and forward_ad.unpack_dual(changed).tangent is not None
 
-    def _tried(self, device: torch.device) -> object:
+    def _trial_call(self, device: torch.device) -> object:
         """What the function makes of one score; random numbers that it draws for this are drawn again by the call."""
         b, h, p, j = torch.zeros(4, 1, 1, 1, 1, dtype=torch.int64, device=device)
         score = torch.zeros(1, 1, 1, 1, device=device)
@@ -252,19 +255,19 @@ class Modified(Score):
         with torch.random.fork_rng([] if device.type == "cpu" else [device], device_type=device.type):
             return self.function(score, b, h, p, j)
 
-    def scale_for(self, width: int) -> float | Tensor:
-        return self.score.scale_for(width)
+    def scale_for(self, d_head: int) -> float | Tensor:
+        return self.score.scale_for(d_head)
 
-    def part(self, part: Part) -> Score:
+    def narrow(self, part: CallSlice) -> Score:
         function, top, left = self.function, part.heads.start, part.columns.start
 
         def within(scores: Tensor, b: Tensor, h: Tensor, p: Tensor, j: Tensor) -> Tensor:
             return function(scores, b, h + top, p + left, j + left)
 
-        return self.replace(function=within if top or left else function, score=self.score.part(part))
+        return self.replace(function=within if top or left else function, score=self.score.narrow(part))
 
-    def check(self, heads: int, width: int) -> None:
-        self.score.check(heads, width)
+    def check(self, heads: int, d_head: int) -> None:
+        self.score.check(heads, d_head)
 
     def __repr__(self) -> str:
         name = getattr(self.function, "__name__", None) or repr(self.function)  # a method would print its module
@@ -275,15 +278,15 @@ BUILT_IN = (Dot, Cosine, Additive, Bilinear)
 """The scores that kernels know. A subclass may compute anything, so types are compared, not instances."""
 
 
-def _per_head(scale: float | Tensor, at: At, like: Tensor) -> float | Tensor:
+def _per_head(scale: float | Tensor, at: Indices, like: Tensor) -> float | Tensor:
     return at.per_head(scale.to(like).reshape(-1)) if isinstance(scale, Tensor) else scale
 
 
-def _scale_of(scale: float | Tensor | None, part: Part) -> float | Tensor | None:
+def _select_scale(scale: float | Tensor | None, part: CallSlice) -> float | Tensor | None:
     return scale.reshape(-1)[part.heads] if isinstance(scale, Tensor) and scale.numel() > 1 else scale
 
 
-def _of_heads(tensor: Tensor, axes: int, part: Part) -> Tensor:
+def _select_heads(tensor: Tensor, axes: int, part: CallSlice) -> Tensor:
     """What a tensor of one entry a head, each with so many axes, or of one for all, has for the heads of a part."""
     return tensor if tensor.dim() <= axes or len(tensor) == 1 else tensor[part.heads]
 
@@ -304,11 +307,13 @@ def _check_floats(name: str, tensor: Tensor, form: str) -> None:
 def _check_scale(scale: float | Tensor | None, heads: int) -> None:
     if isinstance(scale, Tensor):
         if scale.numel() not in (1, heads):
-            raise ValueError(f"scale must be one number or one for each of the {heads} heads, but is {shape_of(scale)}")
+            raise ValueError(
+                f"scale must be one number or one for each of the {heads} heads, but is {format_shape(scale)}"
+            )
     elif scale is not None and (isinstance(scale, bool) or not isinstance(scale, int | float)):
         raise TypeError(f"scale must be a number or a tensor, one or per head, but is {type(scale).__name__}")
 
 
-def _call(name: str, **values: object) -> str:
-    shown = (f"{k}={shape_of(v) if isinstance(v, Tensor) else v!r}" for k, v in values.items() if v is not None)
+def _format_call(name: str, **values: object) -> str:
+    shown = (f"{k}={format_shape(v) if isinstance(v, Tensor) else v!r}" for k, v in values.items() if v is not None)
     return f"{name}({', '.join(shown)})"

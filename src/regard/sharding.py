@@ -18,30 +18,30 @@ class Sharding(Protocol):
     ) -> Any:
         """What the `Attention` gives over the tokens of all processes, for the queries of this one."""
 
-    def own(self, x: Tensor, dim: int) -> Tensor:
+    def to_local(self, x: Tensor, dim: int) -> Tensor:
         """The tokens of this process, from the whole."""
 
-    def whole(self, x: Tensor, dim: int) -> Tensor:
+    def full_tensor(self, x: Tensor, dim: int) -> Tensor:
         """The tokens of all processes, from those of this one."""
 
     def positions(self, count: int, device: torch.device) -> Tensor:
         """Where the tokens of this process stand, if it has so many."""
 
 
-_SHARDING: Sharding | None = None  # of the process, not of a thread: autograd computes in threads of its own
+_current: Sharding | None = None  # of the process, not of a thread: autograd computes in threads of its own
 
 
-def sharding() -> Sharding | None:
+def current_sharding() -> Sharding | None:
     """With whom the sequences are shared, if with anybody."""
-    return _SHARDING
+    return _current
 
 
 @contextmanager
-def sharded(together: Sharding | None) -> Iterator[None]:
+def use_sharding(sharding: Sharding | None) -> Iterator[None]:
     """Within, sequences are shared like this, or not at all."""
-    global _SHARDING
-    before, _SHARDING = _SHARDING, together
+    global _current
+    before, _current = _current, sharding
     try:
         yield
     finally:
-        _SHARDING = before
+        _current = before

@@ -14,22 +14,34 @@ from torch import Tensor
 
 pytest.importorskip("typer")
 
-from regard.check import PROPERTIES, Case, Refused, Target, UnknownTarget, check, examine, installation, target
+from regard.check import (
+    PROPERTIES,
+    Case,
+    NotSupported,
+    Target,
+    UnknownTarget,
+    check,
+    examine,
+    installed_engines,
+    target,
+)
 from regard.check.reports import junit, markdown
-from tests.check.planted import BUGS, attention
+from tests.check.broken_attentions import BUGS, attention
 from tests.conftest import Command
 
 QUICK = ["output-shape", "mask-polarity"]
 
 
-@pytest.mark.parametrize("engine", [each for each in installation() if each.name != "flex"], ids=lambda each: each.name)
+@pytest.mark.parametrize(
+    "engine", [each for each in installed_engines() if each.name != "flex"], ids=lambda each: each.name
+)
 def test_an_engine_of_this_installation_conforms(engine: Target) -> None:
     failed = [outcome for outcome in check([engine]) if outcome.status == "failed"]
     assert [(outcome.property, outcome.reason) for outcome in failed] == []
 
 
 def test_the_flex_engine_conforms_where_it_is_quick_to_trace() -> None:
-    flex = next(each for each in installation() if each.name == "flex")
+    flex = next(each for each in installed_engines() if each.name == "flex")
     statuses = {outcome.property: outcome.status for outcome in check([flex], [PROPERTIES[name] for name in QUICK])}
     assert set(statuses.values()) == {"passed"}
 
@@ -47,7 +59,7 @@ def test_a_property_can_be_taken_back_by_its_own_name() -> None:
 def test_cases_that_a_target_refuses_are_counted_and_told() -> None:
     def refusing(q: Tensor, k: Tensor, v: Tensor, **asked: Any) -> Tensor:
         if q.shape[2] > 3:
-            raise Refused("no more than three queries")
+            raise NotSupported("no more than three queries")
         return attention(q, k, v, **asked)
 
     outcome = examine(Target("mine", refusing), PROPERTIES["query-independence"])
@@ -58,7 +70,7 @@ def test_cases_that_a_target_refuses_are_counted_and_told() -> None:
 
 def test_a_target_that_refuses_everything_does_not_pass() -> None:
     def refusing(q: Tensor, k: Tensor, v: Tensor, **asked: Any) -> Tensor:
-        raise Refused("not today")
+        raise NotSupported("not today")
 
     assert {outcome.status for outcome in check([Target("mine", refusing)])} == {"not applicable"}
 
@@ -107,10 +119,10 @@ def test_a_function_promises_what_it_has_parameters_for(tmp_path: Path, monkeypa
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path)])
     plain, torchs = target("their_attention:plain"), target("their_attention:torchs")
-    assert sorted(plain.without) == ["causal", "dropout", "mask"]
-    assert plain.without["mask"] == "the function takes no mask"
-    assert (torchs.without["dropout"], torchs.alignment) == ("the function takes no dropout_p", "top-left")
-    assert "mask" not in torchs.without
+    assert sorted(plain.unsupported) == ["causal", "dropout", "mask"]
+    assert plain.unsupported["mask"] == "the function takes no mask"
+    assert (torchs.unsupported["dropout"], torchs.alignment) == ("the function takes no dropout_p", "top-left")
+    assert "mask" not in torchs.unsupported
 
 
 @pytest.mark.parametrize(
@@ -145,7 +157,9 @@ def test_reports_say_the_same() -> None:
 
 
 def test_the_command_passes_what_holds(regard: Command, tmp_path: Path) -> None:
-    said = regard("check", "--target", "tests.check.planted:CLEAN", "--only", "row-sums", "--junit", tmp_path / "a.xml")
+    said = regard(
+        "check", "--target", "tests.check.broken_attentions:CLEAN", "--only", "row-sums", "--junit", tmp_path / "a.xml"
+    )
     assert said.code == 0
     assert "row-sums" in said.out
     assert "1 passed, 0 failed" in said.out

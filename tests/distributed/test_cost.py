@@ -10,23 +10,23 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 import regard as rg
-from regard.distributed.command import Plan, amount, units
-from regard.distributed.cost import LAYOUT, Machine, Model, Split, cost, splits
-from regard.engines.cost import backward_flops, forward_flops, places
+from regard.cli.plan_report import PlanReport, format_quantity, parse_amount
+from regard.distributed.cost import LAYOUT, Machine, ModelShape, Split, cost, splits
+from regard.engines.cost import backward_flops, forward_flops, visited_entries
 from regard.geometry import Frame
 from regard.models import LanguageConfig, LanguageModel, TextConfig, TextEncoder
 from regard.nn import Packed, Rotary
-from tests.distributed import stepped
+from tests.distributed import training_step
 from tests.distributed.world import all_well, run
 
 LLAMA: dict[str, Any] = {
-    "vocabulary": 50, "width": 32, "layers": 2, "heads": 4, "hidden": 40,
+    "vocabulary": 50, "d_model": 32, "layers": 2, "heads": 4, "d_hidden": 40,
     "rotary": Rotary(), "norm": "rms", "activation": "silu", "gated": True, "bias": False,
 }  # fmt: skip
-GPT: dict[str, Any] = {"vocabulary": 50, "width": 32, "layers": 3, "heads": 4, "hidden": 40, "positions": 300}
+GPT: dict[str, Any] = {"vocabulary": 50, "d_model": 32, "layers": 3, "heads": 4, "d_hidden": 40, "positions": 300}
 KINDS: list[dict[str, Any]] = [
-    LLAMA, GPT, LLAMA | {"dropout": 0.1, "groups": 2}, LLAMA | {"arrangement": "sandwich"},
-    GPT | {"arrangement": "post"}, LLAMA | {"qk_norm": True}, LLAMA | {"tied": False, "head_width": 16},
+    LLAMA, GPT, LLAMA | {"dropout": 0.1, "kv_heads": 2}, LLAMA | {"arrangement": "sandwich"},
+    GPT | {"arrangement": "post"}, LLAMA | {"qk_norm": True}, LLAMA | {"tied": False, "d_head": 16},
     GPT | {"activation": "relu"}, GPT | {"dropout": 0.1, "windows": (16, None)},
 ]  # fmt: skip
 
@@ -39,10 +39,10 @@ def made(**values: Any) -> LanguageModel:
 @pytest.mark.parametrize("values", KINDS)
 def test_weights_and_what_backward_keeps_are_counted_to_the_byte(values: dict[str, Any]) -> None:
     model = made(**values)
-    told = Model.of(model)
+    told = ModelShape.of(model)
     assert told.count == sum(weight.numel() for weight in model.parameters())
     ids = torch.randint(50, (256,))
-    with stepped.kept(model) as found:
+    with training_step.kept(model) as found:
         model.loss(Packed(ids, (256,)), ids)
     predicted = cost(told, Split(), Machine(), sequence=256, batch=1).memory["activations"]
     assert predicted == found[0]
@@ -54,7 +54,7 @@ def test_flops_of_products_are_those_that_torch_counts(values: dict[str, Any]) -
     ids = torch.randint(50, (1, 128))
     with FlopCounterMode(display=False) as counted:  # the kernels of attention are no products to it
         torch.nn.functional.cross_entropy(model(ids)[0], ids[0]).backward()
-    told = cost(Model.of(model), Split(), Machine(), sequence=128, batch=1)
+    told = cost(ModelShape.of(model), Split(), Machine(), sequence=128, batch=1)
     assert told.flops["dense"] == counted.get_total_flops()
 
 
@@ -65,18 +65,18 @@ def test_flops_of_attention_are_those_that_torch_counts_and_those_that_explain_t
         out = attend(q, k, v, engine="reference")
     with FlopCounterMode(display=False) as backward:
         out.sum().backward()
-    count = places(None, Frame(1, 4, 128, 128, 0))
+    count = visited_entries(None, Frame(1, 4, 128, 128, 0))
     assert forward_flops(count, attend.score, 16, 16) == forward.get_total_flops()  # type: ignore[arg-type]
     again = 2 * 16 * count  # scores are not kept, but computed again
     assert backward_flops(count, attend.score, 16, 16) == backward.get_total_flops() + again  # type: ignore[arg-type]
     causal = rg.Attention(mask=rg.causal())
-    told = cost(Model.of(made(**LLAMA)), Split(), Machine(), sequence=128, batch=1).flops["attention"]
+    told = cost(ModelShape.of(made(**LLAMA)), Split(), Machine(), sequence=128, batch=1).flops["attention"]
     explained = causal.explain(*torch.randn(3, 1, 4, 128, 8)).flops
     assert told == LLAMA["layers"] * explained * 3.5  # 4 + 10 D for 4 D
 
 
 def test_the_busiest_of_ranks_with_balanced_shards_has_its_share_of_the_work() -> None:
-    model = Model.of(made(**LLAMA))
+    model = ModelShape.of(made(**LLAMA))
     alone, shared = (
         cost(model, split, Machine(), sequence=4096, batch=1) for split in (Split(), Split(sequence=4, how="ring"))
     )
@@ -86,17 +86,17 @@ def test_the_busiest_of_ranks_with_balanced_shards_has_its_share_of_the_work() -
 
 
 def test_bytes_that_ranks_send_in_a_step_are_those_that_are_told() -> None:
-    model = Model.of(LanguageModel(stepped.CONFIG))
-    found = all_well(run(stepped.steps, 2))
-    for split in stepped.SPLITS:
-        told = cost(model, split, Machine(), sequence=stepped.SEQUENCE, batch=stepped.BATCH).sent
+    model = ModelShape.of(LanguageModel(training_step.CONFIG))
+    found = all_well(run(training_step.steps, 2))
+    for split in training_step.SPLITS:
+        told = cost(model, split, Machine(), sequence=training_step.SEQUENCE, batch=training_step.BATCH).sent
         told |= {name: size // 2 for name, size in told.items() if name == "reduce-scatter"}  # gloo adds up everywhere
         most = {name: max(each[str(split)][name] for each in found) for name in told}
         assert most == told, split
 
 
 def test_bytes_of_a_long_ring_follow_from_those_of_a_short_one() -> None:
-    model = Model.of(made(**LLAMA))
+    model = ModelShape.of(made(**LLAMA))
     short, long = (
         cost(model, Split(sequence=ranks, how="ring"), Machine(), sequence=4096, batch=1).sent["ring"]
         for ranks in (16, 32)
@@ -109,7 +109,7 @@ def test_bytes_of_a_long_ring_follow_from_those_of_a_short_one() -> None:
 
 
 def test_a_rank_that_shares_all_holds_a_part_and_what_is_gathered() -> None:
-    model = Model.of(made(**GPT))
+    model = ModelShape.of(made(**GPT))
     whole, shared = (
         cost(model, Split(data=4, fsdp=fsdp), Machine(), sequence=64, batch=4).memory for fsdp in (False, True)
     )
@@ -121,58 +121,62 @@ def test_a_rank_that_shares_all_holds_a_part_and_what_is_gathered() -> None:
 
 
 def test_a_machine_with_fewer_cores_than_threads_is_slower() -> None:
-    model, machine = Model.of(made(**LLAMA)), Machine(bandwidth=1e9)
+    model, machine = ModelShape.of(made(**LLAMA)), Machine(bandwidth=1e9)
     crowded = replace(machine, ranks=4, cores=2)
     times = [cost(model, Split(data=4), each, sequence=64, batch=4).seconds for each in (machine, crowded)]
     assert times[1]["dense"] == 2 * times[0]["dense"]
-    assert times[1]["wire"] == 2 * times[0]["wire"]  # between processes of one machine, cores carry it
+    assert (
+        times[1]["communication"] == 2 * times[0]["communication"]
+    )  # between processes of one machine, cores carry it
     apart = replace(crowded, ranks=2, cores=1)
-    assert cost(model, Split(data=4), apart, sequence=64, batch=4).seconds["wire"] == times[0]["wire"]
+    assert cost(model, Split(data=4), apart, sequence=64, batch=4).seconds["communication"] == times[0]["communication"]
 
 
 def test_the_layout_to_take_is_the_fastest_that_fits() -> None:
-    model = Model.of(made(**LLAMA))
+    model = ModelShape.of(made(**LLAMA))
     ways = [str(split) for split in splits(model, 4, sequence=512, batch=4)]
     assert ways == [
         "data 4", "data 4, fsdp", "data 2 x ring 2", "data 2 x ring 2, fsdp", "data 2 x heads 2",
         "data 2 x heads 2, fsdp", "ring 4", "ring 4, fsdp", "heads 4", "heads 4, fsdp",
     ]  # fmt: skip
-    roomy = Plan.of(model, Machine(memory=1e12), sequence=512, ranks=4, batch=4)
+    roomy = PlanReport.of(model, Machine(memory=1e12), sequence=512, ranks=4, batch=4)
     assert roomy.best is not None
     assert roomy.best.time == min(each.time for each in roomy.costs)
-    tight = Plan.of(model, Machine(memory=1.5 * min(each.peak for each in roomy.costs)), sequence=512, ranks=4, batch=4)
+    tight = PlanReport.of(
+        model, Machine(memory=1.5 * min(each.peak for each in roomy.costs)), sequence=512, ranks=4, batch=4
+    )
     assert tight.best is not None
     assert tight.best.time == min(each.time for each in roomy.costs if each.peak <= tight.machine.memory)
     assert tight.best.split != roomy.best.split
     assert any("needs" in reason and "of it for activations" in reason for reason in tight.reasons())
-    none = Plan.of(model, Machine(memory=1e3), sequence=512, ranks=4, batch=4)
+    none = PlanReport.of(model, Machine(memory=1e3), sequence=512, ranks=4, batch=4)
     assert none.best is None
-    assert none.sentence().startswith("No layout fits: ")
+    assert none.recommendation().startswith("No layout fits: ")
 
 
 def test_grouped_heads_cannot_be_dealt_to_more_ranks_than_there_are() -> None:
-    model = Model.of(made(**LLAMA | {"groups": 2}))
+    model = ModelShape.of(made(**LLAMA | {"kv_heads": 2}))
     assert {split.sequence for split in splits(model, 4, sequence=512, batch=4) if split.how == "heads"} == {2}
 
 
 def test_what_is_no_language_model_is_refused() -> None:
-    encoder = TextEncoder(TextConfig(vocabulary=50, width=32, layers=1, heads=4, hidden=40))
+    encoder = TextEncoder(TextConfig(vocabulary=50, d_model=32, layers=1, heads=4, d_hidden=40))
     with pytest.raises(ValueError, match="a TextEncoder cannot be planned; language models can"):
-        Model.of(encoder)
+        ModelShape.of(encoder)
 
 
 @pytest.mark.parametrize(
     ("text", "value"), [("16GB", 16e9), ("1 GiB", 2**30), ("10Gbit/s", 1.25e9), ("50G", 5e10), ("1e9", 1e9)]
 )
 def test_amounts_have_units(text: str, value: float) -> None:
-    assert amount("memory", text) == value
+    assert parse_amount("memory", text) == value
 
 
 @pytest.mark.parametrize("text", ["much", "", "-1GB", "0", "3XB", "1..2"])
 def test_amounts_that_are_none_are_told(text: str) -> None:
     with pytest.raises(ValueError, match="--memory must be"):
-        amount("memory", text)
+        parse_amount("memory", text)
 
 
 def test_units_keep_three_digits() -> None:
-    assert [units(n) for n in (0, 999, 1234, 999_600, 2.5e15)] == ["0 ", "999 ", "1.23 k", "1 M", "2.5 P"]
+    assert [format_quantity(n) for n in (0, 999, 1234, 999_600, 2.5e15)] == ["0 ", "999 ", "1.23 k", "1 M", "2.5 P"]

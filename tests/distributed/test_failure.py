@@ -7,7 +7,7 @@ import time
 import pytest
 
 import regard.distributed as rd
-from tests.distributed import failing
+from tests.distributed import failing_ranks
 from tests.distributed.world import run
 
 
@@ -17,17 +17,17 @@ from tests.distributed.world import run
 )
 def test_a_rank_that_is_killed_ends_the_others(how: str, moment: str) -> None:
     started = time.monotonic()
-    found = run(failing.killed, 3 if how == "ring" else 2, how, moment, timeout=30)
+    found = run(failing_ranks.killed, 3 if how == "ring" else 2, how, moment, timeout=30)
     assert time.monotonic() - started < 45  # the group's timeout, and time to start
     assert found[1] is None, "it was to be killed"
     for rank in (0, *range(2, len(found))):
-        assert isinstance(found[rank], rd.Lost), found[rank]
+        assert isinstance(found[rank], rd.PeerLost), found[rank]
         assert f"rank {rank} of {len(found)} waited for" in str(found[rank])
         assert "was one killed, does it hang, or does it run other code?" in str(found[rank])
 
 
 def test_a_rank_that_hangs_is_awaited_as_long_as_was_said() -> None:
-    found = run(failing.hanging, 2, "ring", timeout=60, grace=0)
-    assert isinstance(found[0], rd.Lost)
+    found = run(failing_ranks.hanging, 2, "ring", timeout=60, grace=0)
+    assert isinstance(found[0], rd.PeerLost)
     assert float(found[0].__notes__[0].split()[0]) < 20
     assert isinstance(found[1], TimeoutError)

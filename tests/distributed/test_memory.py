@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from tests.distributed import measured
+from tests.distributed import peak_memory
 from tests.distributed.world import all_well, run
 
 LENGTH = 8192
 
 
 def test_the_memory_of_a_rank_falls_as_the_number_of_ranks_rises() -> None:
-    found = all_well(run(measured.memory, 4, LENGTH))
+    found = all_well(run(peak_memory.memory, 4, LENGTH))
     for rank in range(4):
         most = {key: found[rank].get(key, found[0][key]) for key in found[0]}
         # Loose by some tensors, since what was sent is let go by another thread, a little later.

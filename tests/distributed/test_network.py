@@ -12,7 +12,7 @@ from tests.distributed import network
 def test_what_the_links_carry_is_what_was_predicted() -> None:
     if reason := network.why_not():
         pytest.skip(reason)
-    printed, sent = network.run(3, "200mbit", ["-m", "tests.distributed.across"], seconds=120)
+    printed, sent = network.run(3, "200mbit", ["-m", "tests.distributed.network_step"], seconds=120)
     for text, on_the_link in zip(printed, sent, strict=True):
         found = json.loads(text.strip().splitlines()[-1])
         assert found["error"] < 1e-5

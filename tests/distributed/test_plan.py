@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 
 import regard as rg
 import regard.distributed as rd
-from regard.distributed.part import closed_over, digest, whole_frame
+from regard.distributed.description import closure_tensors, description_digest, full_frame
 from regard.distributed.plan import Plan, plan
-from regard.geometry import Part
+from regard.geometry import CallSlice
 from tests.strategies import Call, calls
 
 
@@ -29,7 +29,7 @@ def split(draw: st.DrawFn) -> tuple[Call, rd.Layout, rd.Layout]:
 
 
 def planned(attend: rg.Attention, B: int, H: int, queries: rd.Layout, keys: rd.Layout) -> Plan:
-    return plan(attend.mask, whole_frame(attend, B, H, queries.length, keys.length), queries, keys)
+    return plan(attend.mask, full_frame(attend, B, H, queries.length, keys.length), queries, keys)
 
 
 @settings(max_examples=60)
@@ -38,7 +38,7 @@ def test_the_blocks_of_all_ranks_are_the_whole(drawn: tuple[Call, rd.Layout, rd.
     call, queries, keys = drawn
     attend, (B, H, Q, _), E = rg.Attention(**call.description), call.query.shape, call.value.shape[3]
     found = planned(attend, B, H, queries, keys)
-    frame = whole_frame(attend, B, H, Q, keys.length)
+    frame = full_frame(attend, B, H, Q, keys.length)
     output = call.query.new_zeros(B, H, Q, E)
     lse = call.query.new_full((B, H, Q), float("-inf"))
     if attend.sink is not None:
@@ -49,7 +49,7 @@ def test_the_blocks_of_all_ranks_are_the_whole(drawn: tuple[Call, rd.Layout, rd.
             for block in found.blocks[t][r]:
                 assert any(a <= block.columns[0] and block.columns[1] <= b for a, b in found.pieces[t][r])
                 rows, columns = slice(*block.rows), slice(*block.columns)
-                own = without.part(frame, Part(slice(0, H), rows, columns))
+                own = without.narrow(frame, CallSlice(slice(0, H), rows, columns))
                 tensors = call.query[:, :, rows], call.key[:, :, columns], call.value[:, :, columns]
                 part, part_lse = own(*tensors, return_lse=True)
                 output[:, :, rows], lse[:, :, rows] = (
@@ -69,7 +69,7 @@ def test_heads_alone_are_what_they_are_among_others(call: Call, ranks: int) -> N
     wanted = attend(call.query, call.key, call.value, engine="reference").detach()
     for r in range(ranks):
         heads, shared = (slice(r * n // ranks, (r + 1) * n // ranks) for n in (H, G))
-        own = attend.part(whole_frame(attend, B, H, Q, K), Part(heads, slice(0, Q), slice(0, K)))
+        own = attend.narrow(full_frame(attend, B, H, Q, K), CallSlice(heads, slice(0, Q), slice(0, K)))
         found = own(call.query[:, heads], call.key[:, shared], call.value[:, shared]).detach()
         torch.testing.assert_close(found, wanted[:, heads], atol=1e-11, rtol=1e-11)
 
@@ -146,7 +146,7 @@ def test_layouts_that_are_none_are_refused() -> None:
 def test_descriptions_that_differ_have_other_digests() -> None:
     def made(**change: object) -> int:
         given = {"mask": rg.causal() & rg.documents([0, 0, 1]), "bias": rg.alibi(2), "temperature": 0.5}
-        return digest(rg.Attention(**given | change))
+        return description_digest(rg.Attention(**given | change))
 
     others = (
         {"mask": rg.causal() & rg.documents([0, 1, 1])},
@@ -166,5 +166,5 @@ def test_what_a_score_function_learns_is_found() -> None:
     a, b, fixed = torch.ones(3, requires_grad=True), torch.ones((), requires_grad=True), torch.ones(3)
     made = (a * 2).exp()
     score = rg.Modified(lambda s, *_: s + made.sum() + fixed.sum(), rg.Modified(lambda s, *_: s * b))
-    assert {id(leaf) for leaf in closed_over(score, torch.device("cpu"))} == {id(a), id(b)}
-    assert list(closed_over(rg.Modified(lambda s, *_: s), torch.device("cpu"))) == []
+    assert {id(leaf) for leaf in closure_tensors(score, torch.device("cpu"))} == {id(a), id(b)}
+    assert list(closure_tensors(rg.Modified(lambda s, *_: s), torch.device("cpu"))) == []

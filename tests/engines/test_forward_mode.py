@@ -219,7 +219,7 @@ def test_any_subset_of_the_tensors_may_have_tangents(name: str, engine: str) -> 
 def test_a_tangent_is_the_limit_of_differences() -> None:
     case = CASES["shaw with values, and a sink"]
     tensors, tangents = tensors_of(case), tensors_of(case, seed=50)
-    call, step = ours(case, "native" if not native.missing() else "tiled"), 1e-6
+    call, step = ours(case, "native" if not native.why_missing() else "tiled"), 1e-6
     ahead, behind = (call(*(x + s * t for x, t in zip(tensors, tangents, strict=True))) for s in (step, -step))
     found = by_duals(call, tensors, tangents)[2:]
     close(found, [(a - b) / (2 * step) for a, b in zip(ahead, behind, strict=True)], 1e-6)
@@ -257,11 +257,11 @@ def test_tangents_equal_those_of_the_reference(engine: str, learned: bool, call:
 
 
 def substituted(part: Any, tensors: dict[int, Tensor]) -> Any:
-    from regard.engines.tiled import with_leaves
+    from regard.engines.tiled import replace_leaves
 
     if isinstance(part, Tensor):
         return tensors.get(id(part), part)
-    return with_leaves(part, dict(tensors)) if isinstance(part, Bias | Score) else part
+    return replace_leaves(part, dict(tensors)) if isinstance(part, Bias | Score) else part
 
 
 LONG = {
@@ -551,7 +551,7 @@ def test_a_compiled_jvp_keeps_its_tangent() -> None:
     close(torch.compile(call, backend="aot_eager")(q, t), call(q, t))
 
 
-@pytest.mark.skipif(bool(native.missing()), reason="needs the compiled library")
+@pytest.mark.skipif(bool(native.why_missing()), reason="needs the compiled library")
 @pytest.mark.parametrize("transform", ["jvp", "grad", "vmap of grad"])
 def test_long_sequences_stay_with_the_engines_that_need_no_dense_weights(transform: str) -> None:
     chosen = []

@@ -16,12 +16,12 @@ from torch.utils._pytree import tree_map
 from torch.utils.flop_counter import FlopCounterMode
 
 import regard as rg
-from regard.attention import WATCHERS
+from regard.attention import OBSERVERS
 from regard.engines import native
 from regard.engines.packed_linear import PackedWeight
-from regard.engines.plain import address
+from regard.engines.tensor_memory import data_address
 
-pytestmark = pytest.mark.skipif(bool(native.missing()), reason=native.missing() or "the library is there")
+pytestmark = pytest.mark.skipif(bool(native.why_missing()), reason=native.why_missing() or "the library is there")
 B, H, N, D = 2, 2, 70, 16  # more than a tile, and more than torch's engine takes for its own
 
 
@@ -234,8 +234,8 @@ def freed_view(tensor: Tensor) -> Tensor:
 
 def test_a_view_of_freed_memory_has_no_address() -> None:
     tensor = normal(3)
-    assert address(tensor[1:]) == tensor.data_ptr() + 8
-    found = [address(free(tensor)) for free in (freed, freed_view)]  # pytest cannot print what was freed
+    assert data_address(tensor[1:]) == tensor.data_ptr() + 8
+    found = [data_address(free(tensor)) for free in (freed, freed_view)]  # pytest cannot print what was freed
     assert found == [0, 0]
 
 
@@ -486,9 +486,9 @@ def test_inspection_broadcasts_a_batch_of_one(shared: str) -> None:
     explained = attend.explain(x["query"], x["key"], x["key"])
     assert explained.sizes["B"] == 3
     seen: list[tuple[int, int]] = []
-    token = WATCHERS.set((lambda _, query, key: seen.append((len(query), len(key))),))
+    token = OBSERVERS.set((lambda _, query, key: seen.append((len(query), len(key))),))
     attend(x["query"], x["key"], x["key"])
-    WATCHERS.reset(token)
+    OBSERVERS.reset(token)
     assert seen == [(3, 3)]
 
 

@@ -22,7 +22,7 @@ class TestMerge:
         """The call over parts of its keys; a mask and a bias are cut with them, and only the last part has the sink."""
         query, key, value = call.query, call.key, call.value
         sizes = (query.shape[0], query.shape[1], query.shape[2], key.shape[2])
-        at = Frame(*sizes, offset=0).at()
+        at = Frame(*sizes, offset=0).indices()
         mask, bias = call.description["mask"], call.description["bias"]
         edges = [0, *cuts, sizes[3]]
         results = []

@@ -8,11 +8,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import regard as rg
-from regard.engines import look, native
+from regard.engines import inspection, native
 from regard.scores import Score
 from tests.engines.calls import gradients, tensors
 
-pytestmark = pytest.mark.skipif(bool(native.missing()), reason=native.missing() or "the library is there")
+pytestmark = pytest.mark.skipif(bool(native.why_missing()), reason=native.why_missing() or "the library is there")
 
 
 def assert_like_reference(inputs: list[Tensor], tolerance: float = 1e-10, **description: object) -> None:
@@ -361,7 +361,7 @@ def test_statistics_agree_with_those_of_the_tiles(name: str) -> None:
     query, key, _ = (t.detach() for t in tensors((2, 4, 70, 16), (2, 2, 100, 16), (2, 2, 100, 24), seed=7))
     problem = rg.Attention(**description)._problem(query, key, None, False)  # type: ignore[arg-type]
     with torch.no_grad():
-        ours, theirs = native.statistics(problem, query, key, 3), look.statistics(problem, query, key, 3)
+        ours, theirs = native.statistics(problem, query, key, 3), inspection.statistics(problem, query, key, 3)
     for mine, other in zip(ours, theirs, strict=True):
         torch.testing.assert_close(mine, other, rtol=1e-10, atol=1e-10)
 

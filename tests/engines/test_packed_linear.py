@@ -13,7 +13,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from regard.engines import native
 from regard.engines.packed_linear import PackedWeight, project, why_not
 
-pytestmark = pytest.mark.skipif(bool(native.missing()), reason="needs the compiled library")
+pytestmark = pytest.mark.skipif(bool(native.why_missing()), reason="needs the compiled library")
 SIZES = [(1, 1), (16, 8), (17, 33), (64, 1), (50, 33), (131, 600), (64, 1100)]
 
 

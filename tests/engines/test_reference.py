@@ -58,7 +58,7 @@ class TestTheDefinition:
         query, key, value = inputs(B, H, G, Q, K, D, E)
         bias = normal(B, H, Q, K, seed=8)
         score, one = self.score(kind, H, D)
-        at = Frame(B, H, Q, K, offset if isinstance(offset, int) else torch.tensor(offset)).at()
+        at = Frame(B, H, Q, K, offset if isinstance(offset, int) else torch.tensor(offset)).indices()
         allowed = torch.ones(B, H, Q, K, dtype=torch.bool) if mask is None else mask.allows(at).expand(B, H, Q, K)
         description = {"score": score, "mask": mask, "bias": bias, "offset": offset, "temperature": temperature,
                        "sink": sink}  # fmt: skip
@@ -108,7 +108,7 @@ class TestARowThatMayAttendToNothing:
     @staticmethod
     def empty_rows(description: dict[str, Any]) -> Tensor:
         frame = Frame(2, 4, 6, 9, description.get("offset", 3))
-        empty = ~description["mask"].allows(frame.at()).expand(2, 4, 6, 9).any(-1)
+        empty = ~description["mask"].allows(frame.indices()).expand(2, 4, 6, 9).any(-1)
         assert empty.any()
         return empty
 
@@ -297,7 +297,7 @@ def test_the_error_in_a_small_dtype_is_within_twice_that_of_dense_torch(
 ) -> None:
     exact = inputs(H=4, G=4, Q=70, K=70, D=32, E=32)
     small = [tensor.to(dtype) for tensor in exact]
-    allowed = torch.ones(70, 70, dtype=torch.bool) if mask is None else mask.allows(Frame(1, 1, 70, 70, 0).at())
+    allowed = torch.ones(70, 70, dtype=torch.bool) if mask is None else mask.allows(Frame(1, 1, 70, 70, 0).indices())
 
     def dense(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         return (query @ key.mT * 32**-0.5).masked_fill(~allowed, -INF).softmax(-1) @ value

@@ -16,7 +16,7 @@ from regard.engines import native
 from regard.engines.problem import Problem
 from tests.engines.calls import gradients, tensors
 
-pytestmark = pytest.mark.skipif(bool(native.missing()), reason=native.missing() or "the library is there")
+pytestmark = pytest.mark.skipif(bool(native.why_missing()), reason=native.why_missing() or "the library is there")
 
 
 COMPILED = {
@@ -113,7 +113,7 @@ print(native.about()["instruction set"])
 """
 
 
-@pytest.mark.parametrize("isa", native.about().get("compiled for", "").split())
+@pytest.mark.parametrize("isa", native.build_info().get("compiled for", "").split())
 def test_every_instruction_set_agrees_when_forced(isa: str) -> None:
     used = run_python(FORCED, REGARD_ISA=isa).strip()
     if used != isa:

@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from tools.rounding import mean_errors, random_call
 from torch import Tensor
 
 import regard as rg
@@ -16,7 +17,6 @@ from tests.bounds import judge
 from tests.definition import Reader, dense
 from tests.engines.calls import normal
 from tests.hostile import Found, check, within
-from tests.rounding import mean_errors, random_call
 from tests.strategies import Call, Hostile, calls
 
 WITH_LSE = [name for name in ENGINES if name not in ("sdpa", "flex")]

@@ -17,8 +17,8 @@ import regard as rg
 from regard.engines import native
 from regard.engines.native import binding
 
-if native.missing():
-    pytest.skip(native.missing(), allow_module_level=True)
+if native.why_missing():
+    pytest.skip(native.why_missing(), allow_module_level=True)
 
 OK, NO_MEMORY, BAD_ARGUMENT, TOO_LARGE, NO_DATA = 0, -1, -2, -3, -4
 BILLION = 1 << 30
@@ -41,7 +41,7 @@ def structures() -> dict[str, type]:
 
 
 def described() -> str:
-    library = ctypes.CDLL(native.about()["native"])
+    library = ctypes.CDLL(native.build_info()["native"])
     library.regard_layout.restype = ctypes.c_char_p
     return library.regard_layout().decode()
 
@@ -51,7 +51,7 @@ TYPES = structures()
 Place, Intervals, Tiles, Problem, Result, Gradient, Statistics, Columns, Pool, Product = (
     TYPES[f"regard_{name}"]
     for name in ("tensor", "intervals", "tiles", "dot", "dot_result", "dot_gradient", "dot_statistics", "dot_columns",
-                 "dot_pool", "product")
+                 "dot_pool", "packed_linear")
 )  # fmt: skip
 
 
@@ -86,7 +86,7 @@ def problem(**changes: object) -> Problem:
 
 
 def call(name: str, *arguments: ctypes.Structure | None) -> int:
-    function = getattr(ctypes.CDLL(native.about()["native"]), name)
+    function = getattr(ctypes.CDLL(native.build_info()["native"]), name)
     function.argtypes = [ctypes.c_void_p] * 2
     return function(*(None if x is None else ctypes.addressof(x) for x in arguments))
 
@@ -123,7 +123,7 @@ def test_the_structures_are_packed_as_the_compiler_lays_them_out() -> None:
         assert {field: getattr(TYPES[name], field).offset for field, _ in TYPES[name]._fields_} == structure.offsets
     assert forward(problem()) == OK
     assert call("regard_dot_backward", problem(), gradient()) == OK
-    assert call("regard_dot_look", looking(), statistics()) == OK
+    assert call("regard_dot_row_statistics", looking(), statistics()) == OK
 
 
 CHANGED = {
@@ -153,11 +153,11 @@ def test_a_library_with_another_layout_is_missing(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setitem(binding._NUMBERS, "TILE", 32)
     native.library.cache_clear()
     try:
-        assert "another layout of structures: TILE is 64, but 32 is needed; reinstall regard" in native.missing()
+        assert "another layout of structures: TILE is 64, but 32 is needed; reinstall regard" in native.why_missing()
     finally:
         monkeypatch.undo()
         native.library.cache_clear()
-    assert not native.missing()
+    assert not native.why_missing()
 
 
 def test_what_looks_at_weights_refuses_columns_and_sizes_that_are_none() -> None:
@@ -176,7 +176,7 @@ def test_what_looks_at_weights_refuses_columns_and_sizes_that_are_none() -> None
 
 
 def test_products_refuse_sizes_that_are_none_and_pointers_that_are_not_there() -> None:
-    library = ctypes.CDLL(native.about()["native"])
+    library = ctypes.CDLL(native.build_info()["native"])
     library.regard_packed_size.restype = ctypes.c_int64
     library.regard_packed_size.argtypes = [ctypes.c_int64, ctypes.c_int64]
     assert library.regard_packed_size(-1, 4) == BAD_ARGUMENT
@@ -252,7 +252,7 @@ def test_the_c_interface_refuses(name: str) -> None:
     assert forward(problem(**WRONG[name])) == BAD_ARGUMENT
     assert call("regard_dot_backward", problem(**WRONG[name]), gradient()) == BAD_ARGUMENT
     if "v" not in WRONG[name] and "row_table" not in WRONG[name]:
-        assert call("regard_dot_look", looking(**WRONG[name]), statistics()) == BAD_ARGUMENT
+        assert call("regard_dot_row_statistics", looking(**WRONG[name]), statistics()) == BAD_ARGUMENT
 
 
 @pytest.mark.parametrize("name", NO_MEMORY_BEHIND)
@@ -260,7 +260,7 @@ def test_a_tensor_that_is_present_has_memory(name: str) -> None:
     assert forward(problem(**NO_MEMORY_BEHIND[name])) == NO_DATA
     assert call("regard_dot_backward", problem(**NO_MEMORY_BEHIND[name]), gradient()) == NO_DATA
     if name != "value":
-        assert call("regard_dot_look", looking(**NO_MEMORY_BEHIND[name]), statistics()) == NO_DATA
+        assert call("regard_dot_row_statistics", looking(**NO_MEMORY_BEHIND[name]), statistics()) == NO_DATA
 
 
 @pytest.mark.parametrize("part", ["out", "lse", "d_out", "d_lse", "d_q", "d_k", "d_v", "d_bias", "delta", "d_weight"])
@@ -275,11 +275,11 @@ def test_a_result_that_is_present_has_memory(part: str) -> None:
 def test_the_c_interface_says_that_this_is_too_large(name: str) -> None:
     assert forward(problem(**LARGE[name])) == TOO_LARGE
     assert call("regard_dot_backward", problem(**LARGE[name]), gradient()) == TOO_LARGE
-    assert call("regard_dot_look", looking(**LARGE[name] | {"E": 0}), statistics()) == TOO_LARGE
+    assert call("regard_dot_row_statistics", looking(**LARGE[name] | {"E": 0}), statistics()) == TOO_LARGE
 
 
 def test_the_c_interface_refuses_null_pointers() -> None:
-    for name, good in (("forward", Result(place(OUT))), ("backward", gradient()), ("look", statistics())):
+    for name, good in (("forward", Result(place(OUT))), ("backward", gradient()), ("row_statistics", statistics())):
         assert call(f"regard_dot_{name}", None, good) == BAD_ARGUMENT
         assert call(f"regard_dot_{name}", problem(), None) == BAD_ARGUMENT
     assert forward(problem(), Result()) == BAD_ARGUMENT
@@ -289,11 +289,11 @@ def test_the_c_interface_refuses_null_pointers() -> None:
     for part in ("d_diagonal", "d_row_table", "d_out_table"):
         assert call("regard_dot_backward", problem(), gradient(**{part: place(OUT)})) == BAD_ARGUMENT
     for part in ("lse", "entropy", "max_logit", "distance"):
-        assert call("regard_dot_look", looking(), statistics(**{part: Place()})) == BAD_ARGUMENT
-    assert call("regard_dot_look", looking(), statistics(top=3)) == BAD_ARGUMENT
-    assert call("regard_dot_look", looking(), statistics(top=-1)) == BAD_ARGUMENT
-    assert call("regard_dot_look", looking(), statistics(top=2**62)) == TOO_LARGE
-    assert call("regard_dot_look", looking(offset=None), statistics()) == BAD_ARGUMENT
+        assert call("regard_dot_row_statistics", looking(), statistics(**{part: Place()})) == BAD_ARGUMENT
+    assert call("regard_dot_row_statistics", looking(), statistics(top=3)) == BAD_ARGUMENT
+    assert call("regard_dot_row_statistics", looking(), statistics(top=-1)) == BAD_ARGUMENT
+    assert call("regard_dot_row_statistics", looking(), statistics(top=2**62)) == TOO_LARGE
+    assert call("regard_dot_row_statistics", looking(offset=None), statistics()) == BAD_ARGUMENT
 
 
 @pytest.mark.parametrize(
@@ -302,7 +302,7 @@ def test_the_c_interface_refuses_null_pointers() -> None:
 def test_the_c_interface_takes_empty_axes(empty: dict[str, int]) -> None:
     assert forward(problem(**empty)) == OK
     assert call("regard_dot_backward", problem(**empty), gradient()) == OK
-    assert call("regard_dot_look", looking(**empty | {"E": 0}), statistics()) == OK
+    assert call("regard_dot_row_statistics", looking(**empty | {"E": 0}), statistics()) == OK
 
 
 def test_the_c_interface_takes_more_threads_than_there_can_be() -> None:
@@ -445,11 +445,11 @@ def test_a_library_of_another_interface_is_refused(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(binding, "INTERFACE", binding.INTERFACE + 1)
     native.library.cache_clear()
     try:
-        assert "reinstall regard" in native.missing()
+        assert "reinstall regard" in native.why_missing()
     finally:
         monkeypatch.undo()
         native.library.cache_clear()
-    assert not native.missing()
+    assert not native.why_missing()
 
 
 def test_threads_of_different_sizes_and_both_directions_do_not_meet() -> None:

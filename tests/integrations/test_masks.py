@@ -10,10 +10,10 @@ from torch import Tensor
 from transformers import masking_utils as hf
 
 import regard as rg
-from regard.integrations.carrier import MaskTensor
-from regard.integrations.described import Pattern, describe
-from regard.integrations.tensors import permitted, seen
-from regard.integrations.transformers import mask_of
+from regard.integrations.dense_masks import key_masks, read_keep_mask
+from regard.integrations.mask_tensor import MaskTensor
+from regard.integrations.pattern import Pattern, build_attention
+from regard.integrations.transformers import build_mask
 
 LENGTHS = [(7, 7, 0, 0), (1, 9, 8, 0), (4, 12, 8, 0), (3, 6, 9, 6), (5, 16, 0, 0), (5, 16, 6, 0)]  # Q, K, their starts
 BLOCKS = torch.tensor([[0, 0, -1, 1, 1, 1, -1, -1, 2, 2, -1, -1, 3, 3, -1, 0]])
@@ -47,7 +47,7 @@ def both(sizes: tuple[int, ...], function: str, padding: str, skip: bool) -> tup
     }  # fmt: skip
     expected = hf.sdpa_mask(**given, allow_is_causal_skip=False, allow_is_bidirectional_skip=False)
     assert expected is not None
-    return mask_of(**given, allow_is_bidirectional_skip=skip), expected.expand(2, 1, queries, keys)
+    return build_mask(**given, allow_is_bidirectional_skip=skip), expected.expand(2, 1, queries, keys)
 
 
 @pytest.mark.parametrize("padding", PADDING)
@@ -61,7 +61,7 @@ def test_a_mask_function_is_read_as_what_it_means(sizes: tuple[int, ...], functi
     assert isinstance(mask, MaskTensor)
     assert torch.equal(mask == 0, expected)
     query, key = torch.randn(2, 2, 2, max(sizes[:2]), 8)
-    described = describe(mask.pattern).weights(query[:, :, : sizes[0]], key[:, :, : sizes[1]]) > 0
+    described = build_attention(mask.pattern).weights(query[:, :, : sizes[0]], key[:, :, : sizes[1]]) > 0
     assert torch.equal(described, expected.expand(-1, 2, -1, -1))
 
 
@@ -86,7 +86,7 @@ def test_what_is_read_is_a_description(function: str, padding: str, sizes: tuple
 
 
 def test_an_offset_may_be_a_tensor_as_static_caches_have_it() -> None:
-    mask = mask_of(batch_size=1, q_length=2, kv_length=9, q_offset=torch.tensor([4]))
+    mask = build_mask(batch_size=1, q_length=2, kv_length=9, q_offset=torch.tensor([4]))
     assert isinstance(mask, MaskTensor)
     assert mask.pattern.offset == 4
     assert (mask == 0).sum() == 5 + 6
@@ -132,7 +132,7 @@ def test_whoever_looks_finds_the_tensor_that_models_expect(look) -> None:  # typ
 def test_whoever_passes_it_on_lays_nothing_out(pass_on) -> None:  # type: ignore[no-untyped-def]
     mask = pass_on(carrier())
     assert isinstance(mask, MaskTensor)
-    assert mask._laid.tensor is None
+    assert mask._dense_state.tensor is None
     assert mask.intact
     assert (mask.dtype, mask.shape, mask.device.type) == (torch.float32, (2, 1, 5, 5), "cpu")
 
@@ -176,14 +176,14 @@ def test_tensors_are_read_as_the_pattern_that_they_are() -> None:
         (square.triu(), "dense((1, 1, 5, 5))", None),
         (square.tril() & (torch.arange(5) != 2), "dense((1, 1, 5, 5))", None),
     ):
-        pattern, added = permitted(tensor)
+        pattern, added = read_keep_mask(tensor)
         assert (repr(pattern.mask), pattern.offset) == (mask, offset)
         assert added is None
 
 
 def test_numbers_that_are_added_stay_and_those_that_hide_do_not() -> None:
     tensor = torch.tensor([[0.5, float("-inf")], [1.5, torch.finfo(torch.float32).min]], requires_grad=True)
-    pattern, added = permitted(tensor)
+    pattern, added = read_keep_mask(tensor)
     assert isinstance(pattern.mask, rg.Mask)
     assert added is not None
     assert added.tolist() == [[0.5, 0.0], [1.5, 0.0]]
@@ -194,6 +194,6 @@ def test_numbers_that_are_added_stay_and_those_that_hide_do_not() -> None:
 
 def test_keys_that_are_seen_are_intervals_unless_there_are_holes() -> None:
     rows = torch.tensor([[0, 1, 1, 1, 0], [1, 1, 1, 1, 1], [0, 0, 0, 0, 0]]).bool()
-    assert seen(rows) == (rg.padding([4, 5, 0]), ~rg.padding([1, 0, 0]))
-    assert seen(rows[1:2]) == ()
-    assert repr(seen(torch.tensor([[True, False, True]]))) == "(dense([[[[True, False, True]]]]),)"
+    assert key_masks(rows) == (rg.padding([4, 5, 0]), ~rg.padding([1, 0, 0]))
+    assert key_masks(rows[1:2]) == ()
+    assert repr(key_masks(torch.tensor([[True, False, True]]))) == "(dense([[[[True, False, True]]]]),)"

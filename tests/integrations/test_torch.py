@@ -42,7 +42,7 @@ def both(made: nn.Module) -> tuple[Any, Any]:
 
 def report_of(model: nn.Module) -> Report:
     said: list[Report] = []
-    assert replace(model, say=said.append) is model
+    assert replace(model, report=said.append) is model
     return said[0]
 
 

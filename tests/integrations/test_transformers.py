@@ -13,8 +13,8 @@ import transformers as hf
 from torch import Tensor, nn
 from transformers.utils.output_capturing import _active_collector
 
-from regard.integrations import carrier
-from regard.integrations.carrier import MaskTensor
+from regard.integrations import mask_tensor
+from regard.integrations.mask_tensor import MaskTensor
 from regard.integrations.transformers import attend, enable
 from tests.integrations.families import APART, DECODERS, ENCODERS, GROUPED, OTHERS, PAIRS, build, tokens
 
@@ -84,12 +84,12 @@ def test_logits_hidden_states_and_attentions_are_those_of_eager(name: str, calls
 def test_no_mask_is_laid_out_where_the_model_does_not_look_inside(
     name: str, calls: list[dict], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def forbidden(*_: Any) -> None:
+    def read_ignore_mask(*_: Any) -> None:
         raise AssertionError("a mask was laid out")
 
     model, inputs = build(name)
     model.set_attn_implementation("regard")
-    monkeypatch.setattr(carrier, "additive", forbidden)
+    monkeypatch.setattr(mask_tensor, "additive_mask", read_ignore_mask)
     with torch.no_grad():
         model(**inputs)
     given = [call["mask"] for call in calls if call["mask"] is not None]

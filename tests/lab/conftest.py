@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from regard.lab import CLAIMS, Claim, Result
-from regard.lab.clock import one_thread
+from regard.lab.complexity import one_thread
 
 
 def alone(claim: Claim, **arguments: Any) -> dict[str, Any]:

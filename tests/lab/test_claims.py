@@ -9,7 +9,7 @@ from xml.etree import ElementTree
 import pytest
 
 from regard.lab import CLAIMS, ITEMS, QUICK, THEMES, Result, Verdict, measure
-from regard.lab.draw import _style, saying
+from regard.lab.draw import _style, label_picker
 
 THEORY = [
     *(f"mechanism {n}" for n in range(1, 10)),
@@ -39,7 +39,7 @@ def test_the_shown_code_measures_alone_and_gives_numbers_for_both_languages(
     assert isinstance(result.verdict, Verdict)
     for language in ("en", "zh"):
         json.dumps(result.as_json(language), allow_nan=False)
-        finding = result.claim.finding.told(language, result.found)
+        finding = result.claim.finding.render(language, result.found)
         assert "{" not in finding
         assert bool(CHINESE.search(finding)) == (language == "zh")
 
@@ -70,7 +70,7 @@ def test_a_picture_is_drawn_of_what_was_found(name: str, results: dict[str, Resu
 
     figure = Figure()
     with matplotlib.rc_context(_style("#222222", "en")):
-        results[name].claim.draw(figure, results[name].found, saying("en"))
+        results[name].claim.draw(figure, results[name].found, label_picker("en"))
     assert all(axis.has_data() for axis in figure.axes)
 
 

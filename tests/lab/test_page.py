@@ -35,8 +35,8 @@ def test_a_page_has_every_claim_with_verdict_formula_picture_and_code(pages: dic
         assert text.count("<article") == text.count("<svg") == text.count("<math") == text.count("<pre>") == len(FEW)
         for result in few:
             assert f'id="{result.claim.name}"' in text
-            assert result.claim.title.told(language).replace('"', "&#34;") in text
-            assert result.verdict.text.told(language) in text
+            assert result.claim.title.render(language).replace('"', "&#34;") in text
+            assert result.verdict.text.render(language) in text
 
 
 def test_a_page_fetches_nothing_and_runs_nothing(pages: dict[str, str]) -> None:
@@ -123,17 +123,17 @@ def test_a_browser_shows_the_page_without_errors_or_requests(
     assert all(width > 40 for width in drawn)
     assert wide
     for text, result in zip(shown, few, strict=True):
-        assert result.claim.says.told(language)[:20] in text
+        assert result.claim.says.render(language)[:20] in text
 
 
 def test_labels_are_chinese_where_there_is_a_font(monkeypatch: pytest.MonkeyPatch) -> None:
     from regard.lab import draw
 
     monkeypatch.setattr(draw, "chinese_font", lambda: None)
-    assert draw.saying("zh")("weight", "权重") == "weight"
+    assert draw.label_picker("zh")("weight", "权重") == "weight"
     monkeypatch.setattr(draw, "chinese_font", lambda: "Noto Sans CJK JP")
-    assert draw.saying("zh")("weight", "权重") == "权重"
-    assert draw.saying("en")("weight", "权重") == "weight"
+    assert draw.label_picker("zh")("weight", "权重") == "权重"
+    assert draw.label_picker("en")("weight", "权重") == "weight"
     assert chinese_font() is None or isinstance(chinese_font(), str)
 
 
@@ -141,11 +141,11 @@ def test_costs_within_a_decade_have_labels() -> None:
     """Bytes from 200 to 900 thousand hold no power of ten."""
     from matplotlib.figure import Figure
 
-    from regard.lab.draw import powers
+    from regard.lab.draw import plot_growth
 
     figure = Figure()
     axis = figure.subplots()
-    powers(axis, {"lengths": [64, 128], "bytes": [2.1e5, 8.9e5]}, [("bytes", "n^2")], lambda en, zh: en)
+    plot_growth(axis, {"lengths": [64, 128], "bytes": [2.1e5, 8.9e5]}, [("bytes", "n^2")], lambda en, zh: en)
     figure.canvas.draw()
     low, high = axis.get_ylim()
     shown = [

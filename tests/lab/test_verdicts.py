@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 import regard as rg
 from regard.lab import CLAIMS, QUICK, Budget, Result, Verdict, measure
-from regard.lab.rivals import build
-from regard.lab.tiny import heads_of, translator
+from regard.lab.architectures import build
+from regard.lab.toy_translator import project_heads, translator
 
 HOLDS, NEARLY, FALSE = Verdict.HOLDS, Verdict.NEARLY, Verdict.FALSE
 
@@ -93,7 +93,7 @@ OPPOSITE: dict[str, tuple[Verdict, dict[str, Any]]] = {
     "receptive-field": (FALSE, {"bodies": lambda kind, size: build("CNN", size)}),
     "parallelism": (FALSE, {"kinds": ("RNN", "CNN", "RNN")}),
     "memory-length": (FALSE, {"attend": rg.attention}),
-    "encoder-decoder": (FALSE, {"cross": lambda layer, x, source: heads_of(layer, x, x)}),
+    "encoder-decoder": (FALSE, {"cross": lambda layer, x, source: project_heads(layer, x, x)}),
     "example-weights": (HOLDS, {"attend": lambda q, k, v: torch.tensor([[12.74, 13.51, 14.28]]).double()}),
     "example-softmax-3": (HOLDS, {"softmax": printed(0.95, 0.05)}),
     "example-softmax-8": (HOLDS, {"softmax": printed(0.87, 0.09, 0.04)}),
@@ -158,5 +158,5 @@ def test_without_trained_weights_a_tiny_translator_is_taken(monkeypatch: pytest.
     result = measure(CLAIMS["heads"], budget=QUICK)
     weights.sample.cache_clear()
     assert result.verdict is HOLDS
-    assert "tiny translator" in CLAIMS["heads"].finding.told("en", result.found)
-    assert "微型翻译模型" in CLAIMS["heads"].finding.told("zh", result.found)
+    assert "tiny translator" in CLAIMS["heads"].finding.render("en", result.found)
+    assert "微型翻译模型" in CLAIMS["heads"].finding.render("zh", result.found)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import regard as rg
-from regard.geometry import At, Frame
+from regard.geometry import Frame, Indices
 
 B, H = 2, 2
 Predicate = Callable[[int, int, int, int], bool]
@@ -122,7 +122,7 @@ FRAMES = {
 
 
 def bits(mask: rg.Mask, frame: Frame) -> Tensor:
-    return mask.allows(frame.at()).expand(frame.B, frame.H, frame.Q, frame.K)
+    return mask.allows(frame.indices()).expand(frame.B, frame.H, frame.Q, frame.K)
 
 
 def expected(predicate: Predicate, frame: Frame) -> Tensor:
@@ -148,7 +148,7 @@ def test_a_pattern_says_the_same_of_single_places_as_of_a_box(name: str, frame: 
     mask = PATTERNS[name][0](frame.K)
     sizes = (frame.B, frame.H, frame.Q, frame.K)
     b, h, i, j = (torch.arange(n) for n in sizes)
-    scattered = At(frame, b[:, None, None, None], h[:, None, None], i[:, None], j)
+    scattered = Indices(frame, b[:, None, None, None], h[:, None, None], i[:, None], j)
     torch.testing.assert_close(mask.allows(scattered).expand(sizes), bits(mask, frame))
 
 
@@ -156,7 +156,7 @@ def test_a_pattern_says_the_same_of_single_places_as_of_a_box(name: str, frame: 
 def test_a_part_of_a_pattern_is_that_part_of_the_whole(name: str) -> None:
     frame = FRAMES["per row"]
     mask = PATTERNS[name][0](frame.K)
-    part = mask.allows(frame.at(slice(1, 2), slice(1, 2), slice(2, 5), slice(3, 8)))
+    part = mask.allows(frame.indices(slice(1, 2), slice(1, 2), slice(2, 5), slice(3, 8)))
     torch.testing.assert_close(part.expand(1, 1, 3, 5), bits(mask, frame)[1:, 1:, 2:5, 3:8])
 
 
@@ -404,7 +404,9 @@ def test_what_a_mask_of_first_keys_leaves_is_an_interval(mask: rg.Mask) -> None:
     assert edges is not None
     start, stop = (torch.tensor(edge)[..., None] for edge in edges)
     j = torch.arange(7)
-    assert torch.equal(((j >= start) & (j < stop)).expand(3, 1, 5, 7), (~mask).allows(frame.at()).expand(3, 1, 5, 7))
+    assert torch.equal(
+        ((j >= start) & (j < stop)).expand(3, 1, 5, 7), (~mask).allows(frame.indices()).expand(3, 1, 5, 7)
+    )
 
 
 def test_what_a_window_leaves_is_no_interval() -> None:

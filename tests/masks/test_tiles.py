@@ -35,8 +35,8 @@ def test_a_rule_is_asked_for_many_tiles_at_once_and_always_finds_the_same(monkey
         return bits
 
     frame, tables = Frame(1, 2, 300, 250, 0), []
-    for places in (1, 1000, module.ASKED_PLACES):
-        monkeypatch.setattr(module, "ASKED_PLACES", places)
+    for places in (1, 1000, module.CHUNK_ENTRIES):
+        monkeypatch.setattr(module, "CHUNK_ENTRIES", places)
         asked.clear()
         tables.append(made(rg.where(rule), frame, (8, 8)))
         assert max(asked) <= max(64, places)
@@ -58,11 +58,11 @@ def cases(draw: st.DrawFn) -> tuple[rg.Mask, Frame, tuple[int, int]]:
 
 
 def made(mask: rg.Mask | None, frame: Frame, size: tuple[int, int]) -> Tiles:
-    return fresh_tiles(None if mask is None else mask.snapshot(), frame.key(), size)
+    return fresh_tiles(None if mask is None else mask.snapshot(), frame.cache_key(), size)
 
 
 def bits_of(mask: rg.Mask, frame: Frame) -> Tensor:
-    return mask.allows(frame.at()).expand(frame.B, frame.H, frame.Q, frame.K)
+    return mask.allows(frame.indices()).expand(frame.B, frame.H, frame.Q, frame.K)
 
 
 def laid_out(table: Tiles) -> np.ndarray:
@@ -209,13 +209,13 @@ def test_no_mask_is_one_full_run_a_row() -> None:
     table = made(None, Frame(2, 3, 100, 70, 0), (32, 32))
     assert [list(table.runs(1, 2, r)) for r in range(4)] == [[(0, 3, True)]] * 4
     assert table.visited == table.total == 12
-    assert table.places() == 7000
+    assert table.entries() == 7000
 
 
 def test_a_table_counts_its_tiles_and_places() -> None:
     table = made(rg.causal(), Frame(1, 1, 100, 100, 0), (32, 32))
     assert (table.visited, table.partial, table.total) == (10, 4, 16)
-    assert table.places() == 32 * 32 * 6 + 32 * 4 * 3 + 4 * 4
+    assert table.entries() == 32 * 32 * 6 + 32 * 4 * 3 + 4 * 4
     assert [columns for columns, _ in table.row(0, 0, 3)] == [
         slice(0, 32),
         slice(32, 64),

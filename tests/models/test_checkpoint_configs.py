@@ -16,14 +16,14 @@ KNOWN: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # what config.json 
         {"model_type": "gpt2", "activation_function": "gelu_new", "attn_pdrop": 0.1, "embd_pdrop": 0.1, "n_ctx": 1024,
          "layer_norm_epsilon": 1e-05, "n_embd": 768, "n_head": 12, "n_layer": 12, "n_positions": 1024,
          "resid_pdrop": 0.1, "vocab_size": 50257},
-        {"hidden": 3072, "tied": True, "activation": "gelu_tanh", "attention_dropout": None, "dropout": 0.1},
+        {"d_hidden": 3072, "tied": True, "activation": "gelu_tanh", "attention_dropout": None, "dropout": 0.1},
     ),
     "llama 2": (
         {"model_type": "llama", "hidden_act": "silu", "hidden_size": 4096, "intermediate_size": 11008,
          "max_position_embeddings": 4096, "num_attention_heads": 32, "num_hidden_layers": 32, "pretraining_tp": 1,
          "num_key_value_heads": 32, "rms_norm_eps": 1e-05, "rope_scaling": None, "tie_word_embeddings": False,
          "vocab_size": 32000},
-        {"groups": None, "head_width": None, "rotary": rg.nn.Rotary(10000.0), "bias": False, "tied": False},
+        {"kv_heads": None, "d_head": None, "rotary": rg.nn.Rotary(10000.0), "bias": False, "tied": False},
     ),
     "llama 3.1": (
         {"model_type": "llama", "attention_bias": False, "hidden_act": "silu", "hidden_size": 4096,
@@ -31,14 +31,14 @@ KNOWN: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # what config.json 
          "num_hidden_layers": 32, "num_key_value_heads": 8, "rms_norm_eps": 1e-05, "rope_theta": 500000.0,
          "rope_scaling": {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "rope_type": "llama3",
                           "original_max_position_embeddings": 8192}, "vocab_size": 128256},
-        {"groups": 8, "rotary": rg.nn.Rotary(500000.0, scaling=rg.positions.Llama3(8.0, 1.0, 4.0, 8192))},
+        {"kv_heads": 8, "rotary": rg.nn.Rotary(500000.0, scaling=rg.positions.Llama3(8.0, 1.0, 4.0, 8192))},
     ),
     "mistral 0.3": (
         {"model_type": "mistral", "hidden_act": "silu", "hidden_size": 4096, "intermediate_size": 14336,
          "max_position_embeddings": 32768, "num_attention_heads": 32, "num_hidden_layers": 32,
          "num_key_value_heads": 8, "rms_norm_eps": 1e-05, "rope_theta": 1000000.0, "sliding_window": None,
          "vocab_size": 32768},
-        {"windows": (), "groups": 8},
+        {"windows": (), "kv_heads": 8},
     ),
     "qwen 2.5 with YaRN": (
         {"model_type": "qwen2", "hidden_act": "silu", "hidden_size": 3584, "intermediate_size": 18944,

@@ -6,10 +6,10 @@ import json
 from pathlib import Path
 
 import regard as rg
+from regard.data.tokenizer import train_tokenizer
 from regard.models import SentenceEmbedder, TextConfig
-from regard.tasks.tokens import learn
-from tests import damaged
-from tests.models import theirs as t
+from tests import damaged_files
+from tests.models import transformers_models as t
 
 FAMILIES = (
     "bert-sequence", "roberta-mlm", "distilbert", "albert-mlm", "gpt2", "llama-yarn", "mistral", "qwen2-window",
@@ -19,18 +19,20 @@ FAMILIES = (
 
 def test_every_change_to_a_checkpoint_loads_or_is_one_error(tmp_path: Path) -> None:
     folders = [t.stored(name, tmp_path / name) for name in FAMILIES]
-    assert damaged.run("checkpoint", folders, every=25) == []
+    assert damaged_files.run("checkpoint", folders, every=25) == []
 
 
 def test_every_change_to_a_sentence_embedder_loads_or_is_one_error(tmp_path: Path) -> None:
-    config = TextConfig(vocabulary=300, width=16, layers=1, heads=2, hidden=32, positions=40, pooling="mean", unit=True)
+    config = TextConfig(
+        vocabulary=300, d_model=16, layers=1, heads=2, d_hidden=32, positions=40, pooling="mean", unit=True
+    )
     model = SentenceEmbedder(config)
-    model.tokenizer = learn(["the cat sat on a mat"] * 5, 300)
+    model.tokenizer = train_tokenizer(["the cat sat on a mat"] * 5, 300)
     model.tokenizer.enable_truncation(30)
     rg.save(model, tmp_path / "sentences")
     (tmp_path / "sentences" / "config_sentence_transformers.json").write_text('{"default_prompt_name": null}')
     (tmp_path / "sentences" / "tokenizer_config.json").write_text('{"model_max_length": 20}')
-    assert damaged.run("sentences", [tmp_path / "sentences"], every=25) == []
+    assert damaged_files.run("sentences", [tmp_path / "sentences"], every=25) == []
 
 
 def test_every_change_to_letters_of_speech_is_read_or_is_one_error(tmp_path: Path) -> None:
@@ -46,4 +48,4 @@ def test_every_change_to_letters_of_speech_is_read_or_is_one_error(tmp_path: Pat
     }  # fmt: skip
     for name, content in held.items():
         (folder / name).write_text(json.dumps(content))
-    assert damaged.run("letters", [folder], every=1) == []
+    assert damaged_files.run("letters", [folder], every=1) == []

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import regard as rg
-from tests.models.folders import edit, small
+from tests.models.checkpoint_folders import edit, small
 
 
 @pytest.mark.parametrize("file", ["pytorch_model.bin", "model.pt", "tf_model.h5"])
@@ -37,7 +37,7 @@ def test_a_folder_without_weights_or_configuration_says_so(tmp_path: Path) -> No
     "file", ["../x.safetensors", "/etc/passwd", "a/../../x", "..\\x", "C:\\x", "\\x", "", "a\0b", 3]
 )
 def test_an_index_that_leads_out_of_the_folder_is_refused(file: Any, tmp_path: Path) -> None:
-    rg.save(small(), tmp_path / "a", limit=2000)
+    rg.save(small(), tmp_path / "a", max_shard_size=2000)
     path = tmp_path / "a" / "model.safetensors.index.json"
     index = json.loads(path.read_text())
     name = next(iter(index["weight_map"]))
@@ -94,7 +94,7 @@ def test_a_tensor_that_a_header_names_twice_is_refused(tmp_path: Path) -> None:
 
 
 def test_shards_that_disagree_with_their_index_are_refused(tmp_path: Path) -> None:
-    rg.save(small(), tmp_path, limit=2000)
+    rg.save(small(), tmp_path, max_shard_size=2000)
     path = tmp_path / "model.safetensors.index.json"
     index = json.loads(path.read_text())
     first, *_, last = sorted(set(index["weight_map"].values()))

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import regard as rg
-from tests.models.folders import same, small
+from tests.models.checkpoint_folders import same, small
 
 
 def test_a_name_goes_through_the_hub_and_asks_for_nothing_unsafe(

@@ -12,8 +12,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 import regard as rg
-from tests.models import theirs as t
-from tests.models.folders import edit, rewrite, same, small
+from tests.models import transformers_models as t
+from tests.models.checkpoint_folders import edit, rewrite, same, small
 
 
 def test_missing_and_unknown_tensors_are_listed(tmp_path: Path) -> None:

@@ -14,8 +14,8 @@ from torch import Tensor
 
 import regard as rg
 from regard.models.checkpoints.families import family_of
-from regard.models.checkpoints.names import moves
-from tests.models import theirs as t
+from regard.models.checkpoints.tensor_names import tensor_mappings
+from tests.models import transformers_models as t
 
 
 @pytest.fixture(scope="module")
@@ -109,7 +109,7 @@ def test_transformers_reads_what_was_saved_and_computes_the_same(name: str, fold
 def test_greedy_generation_of_language_models_is_that_of_transformers(name: str, folder: Any) -> None:
     model = rg.load(folder(name))
     prompts = [row[mask] for row, mask in zip(t.IDS, t.LEFT, strict=True)]
-    found = model.generate(prompts, limit=12)
+    found = model.generate(prompts, max_new_tokens=12)
     expected = t.made(name).generate(
         t.IDS, attention_mask=t.LEFT.long(), max_new_tokens=12, do_sample=False, pad_token_id=0, eos_token_id=None
     )
@@ -119,7 +119,7 @@ def test_greedy_generation_of_language_models_is_that_of_transformers(name: str,
 @pytest.mark.parametrize("name", t.PAIRS)
 def test_greedy_generation_of_encoder_decoders_is_that_of_transformers(name: str, folder: Any) -> None:
     model = rg.load(folder(name))
-    found = model.generate(t.IDS, t.RIGHT, limit=10)
+    found = model.generate(t.IDS, t.RIGHT, max_new_tokens=10)
     expected = t.made(name).generate(
         t.IDS, attention_mask=t.RIGHT.long(), max_new_tokens=10, do_sample=False, num_beams=1,
         use_cache=False,  # theirs counts the encoder's layers
@@ -130,14 +130,14 @@ def test_greedy_generation_of_encoder_decoders_is_that_of_transformers(name: str
 
 def test_words_that_generation_leaves_out_come_along(folder: Any, tmp_path: Path) -> None:
     place = t.stored("marian", tmp_path / "theirs")
-    free = rg.load(place).generate(t.IDS, t.RIGHT, limit=4)
+    free = rg.load(place).generate(t.IDS, t.RIGHT, max_new_tokens=4)
     banned = int(free[0][0])
     (place / "generation_config.json").write_text(json.dumps({"bad_words_ids": [[banned]]}))
     model = rg.load(place)
     rg.save(model, tmp_path / "ours")
     again = rg.load(tmp_path / "ours")
-    assert again.config.never == model.config.never == (banned,)
-    assert banned not in again.generate(t.IDS, t.RIGHT, limit=4)[0].tolist()
+    assert again.config.suppress_tokens == model.config.suppress_tokens == (banned,)
+    assert banned not in again.generate(t.IDS, t.RIGHT, max_new_tokens=4)[0].tolist()
 
 
 @pytest.mark.parametrize("name", ["bert-mlm", "gpt2", "t5", "t5-1.1", "llama", "gemma2"])
@@ -150,7 +150,7 @@ def test_the_gradients_of_a_training_step_are_those_of_transformers(name: str, f
     family = family_of(model.origin["model_type"])
     assert family is not None
     parameters, found = dict(model.named_parameters()), {}
-    for move in moves(model, family.architectures[t.CASES[name][0]].rules(model.config)):
+    for move in tensor_mappings(model, family.architectures[t.CASES[name][0]].rules(model.config)):
         found |= dict(move.split(parameters[move.ours].grad))
     assert found.keys() == expected.keys()
     most = max(float(gradient.abs().max()) for gradient in expected.values())
@@ -172,17 +172,17 @@ def test_whisper_says_what_transformers_generates(folder: Any) -> None:
     expected = transformers.GenerationMixin.generate(
         other, input_features=t.HEARD.mT, generation_config=settings, max_new_tokens=12, do_sample=False
     )
-    found = model.generate(t.HEARD, limit=12)
+    found = model.generate(t.HEARD, max_new_tokens=12)
     rows = [[*row.tolist(), model.config.stop] for row in expected[:, 1:]]
     assert [row.tolist() for row in found] == [row[: row.index(model.config.stop)] for row in rows]
-    assert model.config.never == (7, 8)
-    assert model.config.never_first == (5, 98)
+    assert model.config.suppress_tokens == (7, 8)
+    assert model.config.begin_suppress_tokens == (5, 98)
     assert not any(token in (7, 8) for row in found for token in row.tolist())
 
 
 def test_whisper_goes_on_from_a_prompt(folder: Any) -> None:
     model, other = rg.load(folder("whisper")), t.made("whisper")
-    found = model.generate(t.HEARD[:1], limit=8, prompt=(11, 12))[0].tolist()
+    found = model.generate(t.HEARD[:1], max_new_tokens=8, prompt=(11, 12))[0].tolist()
     ids = torch.tensor([[model.config.start, 11, 12, *found[:-1]]])
     with torch.no_grad():
         logits = other(input_features=t.HEARD[:1].mT, decoder_input_ids=ids).logits[0, 2:]
@@ -197,8 +197,8 @@ def test_whisper_hears_a_masked_sound_as_a_short_one(folder: Any) -> None:
     close(both[:1], model(t.HEARD[:1, :31], target[:1]), 1e-5)
     packed = model([t.HEARD[0, :31], t.HEARD[1]], list(target))
     close(torch.stack(packed), both, 1e-5)
-    both_said = model.generate(t.HEARD[:2], mask, limit=6)
-    assert both_said[0].tolist() == model.generate(t.HEARD[:1, :31], limit=6)[0].tolist()
+    both_said = model.generate(t.HEARD[:2], mask, max_new_tokens=6)
+    assert both_said[0].tolist() == model.generate(t.HEARD[:1, :31], max_new_tokens=6)[0].tolist()
 
 
 @pytest.mark.parametrize("name", ["wav2vec2", "wav2vec2-large"])
@@ -230,7 +230,7 @@ def test_names_of_weights_from_older_releases_are_read(folder: Any, tmp_path: Pa
 
 
 def test_the_features_of_whisper_are_those_of_transformers() -> None:
-    from regard.models.sound import levelled, whisper_features
+    from regard.models.audio import normalize_waveform, whisper_features
 
     wave = torch.randn(20011, generator=torch.Generator().manual_seed(3)) * torch.linspace(0, 1, 20011)
     for features in (80, 128):
@@ -238,4 +238,4 @@ def test_the_features_of_whisper_are_those_of_transformers() -> None:
         expected = theirs(wave.numpy(), sampling_rate=16000, return_tensors="pt").input_features[0]
         close(whisper_features(wave, features, seconds=2), expected.mT, 1e-5)
     other = transformers.Wav2Vec2FeatureExtractor(do_normalize=True)
-    close(levelled(wave), other(wave.numpy(), sampling_rate=16000, return_tensors="pt").input_values[0], 1e-5)
+    close(normalize_waveform(wave), other(wave.numpy(), sampling_rate=16000, return_tensors="pt").input_values[0], 1e-5)

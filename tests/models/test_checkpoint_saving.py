@@ -12,13 +12,13 @@ import torch
 
 import regard as rg
 from regard.models.checkpoints import files
-from tests.models import theirs as t
-from tests.models.folders import edit, rewrite, same, small
+from tests.models import transformers_models as t
+from tests.models.checkpoint_folders import edit, rewrite, same, small
 
 
 def test_large_models_are_written_in_shards_that_transformers_reads(tmp_path: Path) -> None:
     model = rg.load(t.stored("llama", tmp_path / "whole"))
-    rg.save(model, tmp_path, limit=10_000)
+    rg.save(model, tmp_path, max_shard_size=10_000)
     shards = sorted(path.name for path in tmp_path.glob("*.safetensors"))
     assert len(shards) > 3
     assert all((tmp_path / shard).stat().st_size < 15_000 for shard in shards[1:-1])
@@ -29,10 +29,10 @@ def test_large_models_are_written_in_shards_that_transformers_reads(tmp_path: Pa
 
 
 def test_what_an_earlier_save_left_is_removed(tmp_path: Path) -> None:
-    rg.save(small(), tmp_path, limit=2000)
+    rg.save(small(), tmp_path, max_shard_size=2000)
     rg.save(small(), tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["config.json", "model.safetensors"]
-    rg.save(small(), tmp_path, limit=2000)
+    rg.save(small(), tmp_path, max_shard_size=2000)
     assert not (tmp_path / "model.safetensors").exists()
     same(rg.load(tmp_path), small())
 

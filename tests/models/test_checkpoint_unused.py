@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 import regard as rg
-from tests.models import theirs as t
-from tests.models.folders import rewrite, same, small
+from tests.models import transformers_models as t
+from tests.models.checkpoint_folders import rewrite, same, small
 
 
 @pytest.mark.parametrize(

@@ -13,12 +13,14 @@ from torch import Tensor
 
 import regard
 from regard.models import RESNETS, Detr, DetrConfig, Objects, ResNet, ResNetConfig, SetLoss
-from regard.models.boxes import corners, giou
-from regard.models.detection import near_positions, sine_positions
+from regard.models.boxes import giou, to_corners
+from regard.models.detection import local_sine_positions, sine_positions
 from regard.models.resnet import FrozenBatchNorm
 
 BACKBONE = ResNetConfig(stem=8, widths=(8, 16), depths=(1, 2), bottleneck=False, norm="batch")
-CONFIG = DetrConfig(classes=4, queries=6, width=32, layers=2, heads=4, hidden=48, decoder_layers=3, backbone=BACKBONE)
+CONFIG = DetrConfig(
+    classes=4, queries=6, d_model=32, layers=2, heads=4, d_hidden=48, decoder_layers=3, backbone=BACKBONE
+)
 
 
 def model_of(config: DetrConfig = CONFIG) -> Detr:
@@ -64,11 +66,11 @@ def test_matching_has_the_least_cost_of_all_assignments(count: int) -> None:
     torch.manual_seed(count)
     logits, boxes, loss = torch.randn(2, 4, 5), torch.rand(2, 4, 4), SetLoss()
     objects = objects_of(count, max(count - 1, 0))
-    for image, (query, which) in enumerate(loss.matched(logits, boxes, objects)):
+    for image, (query, which) in enumerate(loss.match(logits, boxes, objects)):
         labels, true = objects[image]
         cost = torch.zeros(4, len(labels))
         for q, n in itertools.product(range(4), range(len(labels))):
-            overlap = giou(corners(boxes[image, q]), corners(true[n]))
+            overlap = giou(to_corners(boxes[image, q]), to_corners(true[n]))
             distance = (boxes[image, q] - true[n]).abs().sum()
             cost[q, n] = 5 * distance - 2 * overlap - logits[image, q].softmax(-1)[labels[n]]
         pairs = min(4, len(labels))
@@ -89,7 +91,7 @@ def test_the_loss_is_what_its_formula_says() -> None:
         objects_of(2, 0, 1),
     )
     label, weights, distance, overlap = 0.0, 0.0, 0.0, 0.0
-    for image, (query, which) in enumerate(loss.matched(logits, boxes, objects)):
+    for image, (query, which) in enumerate(loss.match(logits, boxes, objects)):
         matched = dict(zip(query.tolist(), which.tolist(), strict=True))
         for q in range(4):
             true, weight = 4, 0.2
@@ -97,7 +99,7 @@ def test_the_loss_is_what_its_formula_says() -> None:
                 true, weight = int(objects[image].labels[matched[q]]), 1.0
                 box = objects[image].boxes[matched[q]]
                 distance += (boxes[image, q] - box).abs().sum() / 3
-                overlap += (1 - giou(corners(boxes[image, q]), corners(box))) / 3
+                overlap += (1 - giou(to_corners(boxes[image, q]), to_corners(box))) / 3
             label, weights = label - weight * logits[image, q].log_softmax(-1)[true], weights + weight
     got = loss(logits, boxes, objects)
     torch.testing.assert_close(got.label, label / weights)
@@ -115,7 +117,7 @@ def test_a_batch_without_any_object_has_a_loss() -> None:
 def test_predictions_that_diverged_are_matched_last() -> None:
     logits, boxes = torch.randn(1, 4, 5), torch.rand(1, 4, 4)
     logits[0, 0], boxes[0, 1] = float("nan"), float("inf")
-    [(query, _)] = SetLoss().matched(logits, boxes, objects_of(2))
+    [(query, _)] = SetLoss().match(logits, boxes, objects_of(2))
     assert sorted(query.tolist()) == [2, 3]
 
 
@@ -179,7 +181,7 @@ def test_queries_with_anchors_begin_on_a_grid_and_look_near_their_points(tmp_pat
     grid = torch.tensor([[0.25, 0.25], [0.75, 0.25], [0.25, 0.75], [0.75, 0.75]])
     torch.testing.assert_close(boxes[..., :2], grid.expand(2, -1, -1))
     cross = model.decoder.layers[0].cross
-    place = near_positions(torch.zeros(1, 1, 8, 8), 32)[0]
+    place = local_sine_positions(torch.zeros(1, 1, 8, 8), 32)[0]
     query = cross.qkv(place[[9, 54]])[:, :32]  # at (1, 1) and at (6, 6)
     nearest = (query @ cross.qkv(place)[:, 32:64].T).view(2, 8, 8)
     assert nearest[0, :4, :4].mean() > nearest[0, 4:, 4:].mean()
@@ -200,7 +202,7 @@ def test_detections_are_sorted_cut_at_the_threshold_and_given_by_their_corners()
         torch.testing.assert_close(score.sort().values, scores[n][kept].sort().values)
         best = scores[n].argmax()
         assert label[0] == labels[n, best]
-        torch.testing.assert_close(box[0], corners(boxes[n, best]))
+        torch.testing.assert_close(box[0], to_corners(boxes[n, best]))
 
 
 def test_pixels_that_the_mask_leaves_out_do_not_reach_the_result() -> None:
@@ -260,7 +262,7 @@ def test_a_fresh_backbone_with_norms_that_learn_keeps_features_within_bounds_at_
 def test_matching_says_which_extra_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "scipy.optimize", None)
     with pytest.raises(ImportError, match=r"pip install 'regard\[detect\]'"):
-        SetLoss().matched(torch.randn(1, 4, 5), torch.rand(1, 4, 4), objects_of(2))
+        SetLoss().match(torch.randn(1, 4, 5), torch.rand(1, 4, 4), objects_of(2))
 
 
 def test_queries_with_anchors_are_computed_in_bfloat16() -> None:

@@ -12,15 +12,15 @@ import regard as rg
 from regard.models import LanguageConfig, LanguageModel
 from regard.nn import Beam, Cache, Rotary, Sample, WindowCache
 
-GPT2 = LanguageConfig(vocabulary=100, width=32, layers=3, heads=4, hidden=128, positions=64)
+GPT2 = LanguageConfig(vocabulary=100, d_model=32, layers=3, heads=4, d_hidden=128, positions=64)
 LLAMA = LanguageConfig(
-    vocabulary=100, width=32, layers=3, heads=4, groups=2, hidden=48, rotary=Rotary(), norm="rms", eps=1e-6,
+    vocabulary=100, d_model=32, layers=3, heads=4, kv_heads=2, d_hidden=48, rotary=Rotary(), norm="rms", eps=1e-6,
     activation="silu", gated=True, bias=False, tied=False,
 )  # fmt: skip
 MISTRAL = dataclasses.replace(LLAMA, windows=(4,))
 QWEN2 = dataclasses.replace(LLAMA, qkv_bias=True)
 GEMMA2 = dataclasses.replace(
-    LLAMA, norm="unit_rms", activation="gelu_tanh", tied=True, arrangement="sandwich", head_width=16, windows=(4, None),
+    LLAMA, norm="unit_rms", activation="gelu_tanh", tied=True, arrangement="sandwich", d_head=16, windows=(4, None),
     scale=24**-0.5, softcap=50.0, final_softcap=30.0, embedding_scale=32**0.5,
 )  # fmt: skip
 FAMILIES = {"gpt2": GPT2, "llama": LLAMA, "mistral": MISTRAL, "qwen2": QWEN2, "gemma2": GEMMA2}
@@ -111,7 +111,7 @@ def test_a_family_gives_the_logits_of_transformers_with_and_without_a_cache(pair
     model, other = pair
     expected = other(IDS).logits
     torch.testing.assert_close(model(IDS), expected, rtol=1e-5, atol=1e-5)
-    state, first = model.begin(IDS[:, :5])
+    state, first = model.start_generation(IDS[:, :5])
     steps = [state.step(first)] + [state.step(IDS[:, n : n + 1]) for n in range(5, 12)]
     torch.testing.assert_close(torch.stack(steps, 1), expected[:, 4:], rtol=1e-5, atol=1e-5)
 
@@ -119,11 +119,13 @@ def test_a_family_gives_the_logits_of_transformers_with_and_without_a_cache(pair
 def test_a_family_generates_what_transformers_generates(pair: tuple[LanguageModel, Any]) -> None:
     model, other = pair
     prompts = [IDS[0, :7], IDS[1, :3]]
-    for tokens, prompt in zip(model.generate(prompts, limit=10), prompts, strict=True):
+    for tokens, prompt in zip(model.generate(prompts, max_new_tokens=10), prompts, strict=True):
         expected = other.generate(prompt[None], max_new_tokens=10, do_sample=False, eos_token_id=None, pad_token_id=0)
         assert tokens.tolist() == expected[0, len(prompt) :].tolist()
-    stop = int(model.generate(prompts, limit=3, strategy=Beam(4))[0][-1])
-    for tokens, prompt in zip(model.generate(prompts, limit=10, strategy=Beam(4), stop=[stop]), prompts, strict=True):
+    stop = int(model.generate(prompts, max_new_tokens=3, strategy=Beam(4))[0][-1])
+    for tokens, prompt in zip(
+        model.generate(prompts, max_new_tokens=10, strategy=Beam(4), stop=[stop]), prompts, strict=True
+    ):
         expected = other.generate(
             prompt[None], max_new_tokens=10, do_sample=False, num_beams=4, eos_token_id=stop, pad_token_id=0
         )[0, len(prompt) :].tolist()
@@ -157,30 +159,34 @@ def test_packed_padded_and_lone_sequences_have_the_same_logits(model: LanguageMo
 def test_prompts_of_different_lengths_are_continued_as_if_alone(model: LanguageModel) -> None:
     prompts = [IDS[0, :9], IDS[1, :2], IDS[0, 3:8]]
     for strategy in (None, Beam(3)):
-        together = model.generate(prompts, limit=8, strategy=strategy)
+        together = model.generate(prompts, max_new_tokens=8, strategy=strategy)
         for tokens, prompt in zip(together, prompts, strict=True):
-            assert tokens.tolist() == model.generate([prompt], limit=8, strategy=strategy)[0].tolist()
+            assert tokens.tolist() == model.generate([prompt], max_new_tokens=8, strategy=strategy)[0].tolist()
 
 
 def test_tokens_can_be_streamed(model: LanguageModel) -> None:
-    expected = model.generate(IDS[:1, :4], limit=6)[0].tolist()
-    stream = model.stream(IDS[0, :4], limit=6)
+    expected = model.generate(IDS[:1, :4], max_new_tokens=6)[0].tolist()
+    stream = model.stream(IDS[0, :4], max_new_tokens=6)
     assert next(stream) == expected[0]
     assert list(stream) == expected[1:]
-    assert list(model.stream(IDS[0, :4], limit=6, stop=[expected[2]])) == expected[: expected.index(expected[2])]
-    drawn = [model.generate(IDS[:, :4], limit=6, strategy=Sample(top_p=0.9, seed=3))[1].tolist() for _ in range(2)]
+    assert (
+        list(model.stream(IDS[0, :4], max_new_tokens=6, stop=[expected[2]])) == expected[: expected.index(expected[2])]
+    )
+    drawn = [
+        model.generate(IDS[:, :4], max_new_tokens=6, strategy=Sample(top_p=0.9, seed=3))[1].tolist() for _ in range(2)
+    ]
     assert drawn[0] == drawn[1]
 
 
 def test_layers_with_a_window_hold_no_more_than_it() -> None:
-    kinds = [type(cache) for cache in LanguageModel(GEMMA2).stack.caches()]
+    kinds = [type(cache) for cache in LanguageModel(GEMMA2).stack.cache()]
     assert kinds == [WindowCache, Cache, WindowCache]
 
 
 def test_a_model_says_when_its_positions_are_used_up() -> None:
     model = LanguageModel(dataclasses.replace(GPT2, positions=8)).eval()
     with pytest.raises(ValueError, match="knows 8 positions, but token 9 came"):
-        model.generate(IDS[:, :5], limit=9)
+        model.generate(IDS[:, :5], max_new_tokens=9)
 
 
 def test_training_lowers_the_loss_on_packed_sequences() -> None:

@@ -28,11 +28,11 @@ from regard.models import (
     TransformerConfig,
     VisionConfig,
 )
-from regard.models.speaking import Speaker, SpeakerConfig
-from regard.models.speech import SpeechConfig, SpeechRecognizer
+from regard.models.speech_recognition import SpeechConfig, SpeechRecognizer
+from regard.models.speech_synthesis import SpeechSynthesizer, SpeechSynthesizerConfig
 from regard.models.wav2vec2 import Wav2Vec2, Wav2Vec2Config
 
-SIZES: dict[str, Any] = {"vocabulary": 50, "width": 16, "layers": 1, "heads": 2, "hidden": 24}
+SIZES: dict[str, Any] = {"vocabulary": 50, "d_model": 16, "layers": 1, "heads": 2, "d_hidden": 24}
 TARGETS = torch.tensor([[1, 5, 6], [1, 9, 2], [1, 7, 7], [1, 3, 4]])
 FRAMES = torch.randn(4, 6, 5, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
 IMAGES = torch.randn(4, 3, 16, 16, generator=torch.Generator().manual_seed(4), dtype=torch.float64)
@@ -71,7 +71,7 @@ CASES = {
     "language, rotary": Case(lambda: language(rotary=rg.nn.Rotary(), norm="rms", gated=True), by_ids, True),
     "language, window": Case(lambda: language(windows=(3,)), by_ids, True),
     "recommender": Case(
-        lambda: Recommender(LanguageConfig(**SIZES)), lambda model, ids, mask, rows: model.following(ids, mask)
+        lambda: Recommender(LanguageConfig(**SIZES)), lambda model, ids, mask, rows: model.next_item_logits(ids, mask)
     ),
     "translation": Case(translator, with_targets),
     "translation, learned": Case(lambda: translator(position="learned"), with_targets),
@@ -79,19 +79,19 @@ CASES = {
     "translation, window": Case(lambda: translator(window=1), with_targets),
     "translation, copying": Case(lambda: translator(PointerTransformer), with_targets),
     "speaker": Case(
-        lambda: Speaker(SpeakerConfig(**SIZES, features=5, reduction=3)),
+        lambda: SpeechSynthesizer(SpeechSynthesizerConfig(**SIZES, features=5, reduction=3)),
         lambda model, ids, mask, rows: model(ids, FRAMES[rows], mask),
     ),
     "match": Case(
         lambda: ImageTextMatcher(
             MatchConfig(
-                TextConfig(**SIZES), VisionConfig(width=16, layers=1, heads=2, hidden=24, image=(16, 16), patch=8)
+                TextConfig(**SIZES), VisionConfig(d_model=16, layers=1, heads=2, d_hidden=24, image=(16, 16), patch=8)
             )
         ),
         lambda model, ids, mask, rows: model(IMAGES[rows], ids, mask),
     ),
     "sets": Case(
-        lambda: SetTransformer(SetConfig(features=1, width=16, layers=1, heads=2, hidden=24, points=3)),
+        lambda: SetTransformer(SetConfig(features=1, d_model=16, layers=1, heads=2, d_hidden=24, points=3)),
         lambda model, ids, mask, rows: model(ids[..., None].double(), mask),
     ),
 }
@@ -182,7 +182,7 @@ def test_holes_count_as_positions_as_in_transformers(config: Any, kind: str, tmp
 @pytest.mark.parametrize("compiled", [False, True])
 def test_a_wave_whose_samples_do_not_come_first_is_an_error(compiled: bool) -> None:
     sizes = {"channels": (8,), "kernels": (4,), "strides": (2,), "position_kernel": 4, "position_groups": 2}
-    config = Wav2Vec2Config(labels=5, width=16, layers=1, heads=2, hidden=24, **sizes)  # type: ignore[arg-type]
+    config = Wav2Vec2Config(labels=5, d_model=16, layers=1, heads=2, d_hidden=24, **sizes)  # type: ignore[arg-type]
     model: Any = Wav2Vec2(config).eval()
     model = torch.compile(model, backend="eager") if compiled else model
     waves, mask = torch.randn(2, 40), torch.arange(40) < torch.tensor([[40], [22]])
@@ -243,7 +243,9 @@ def test_a_model_that_copies_writes_from_its_vocabulary_where_the_source_is_empt
 
 def test_a_sound_without_a_frame_gives_no_frames() -> None:
     torch.manual_seed(0)
-    model = SpeechRecognizer(SpeechConfig(labels=5, width=16, layers=1, heads=2, hidden=24, features=4)).double().eval()
+    model = (
+        SpeechRecognizer(SpeechConfig(labels=5, d_model=16, layers=1, heads=2, d_hidden=24, features=4)).double().eval()
+    )
     sound, silent = torch.randn(9, 4).double(), torch.zeros(0, 4).double()
     found = model([silent, sound, silent])
     assert [len(each) for each in found] == [0, 3, 0]

@@ -12,8 +12,8 @@ import regard as rg
 import regard.view
 from regard.models import ImageTextMatcher, MatchConfig, TextConfig, VisionConfig
 
-TEXT = TextConfig(vocabulary=50, width=16, layers=1, heads=2, hidden=24, segments=0, arrangement="pre", eps=1e-5)
-VISION = VisionConfig(width=16, layers=1, heads=2, hidden=24, image=(16, 24), patch=8, channels=1, eps=1e-6)
+TEXT = TextConfig(vocabulary=50, d_model=16, layers=1, heads=2, d_hidden=24, segments=0, arrangement="pre", eps=1e-5)
+VISION = VisionConfig(d_model=16, layers=1, heads=2, d_hidden=24, image=(16, 24), patch=8, channels=1, eps=1e-6)
 CONFIG = MatchConfig(TEXT, VISION, layers=2)
 
 
@@ -63,7 +63,7 @@ def test_a_word_is_shown_over_the_image_without_the_frame_of_a_patch() -> None:
     model = model_of()
     with rg.view.capture(model) as record:
         model(torch.randn(1, 1, 16, 24).double(), torch.tensor([[4, 5, 6]]))
-    record.over_image(record.inputs["source"], model.config.grid, first=1)
+    record.set_image(record.inputs["source"], model.config.grid, first=1)
     cross = next(seen.name for seen in record.attentions if seen.kind == "cross")
     assert not rg.view.pictures.patches(record, cross, query=2).patches
     assert rg.view.pictures.patches(record, record.attentions[0].name, query=2).patches
@@ -71,7 +71,7 @@ def test_a_word_is_shown_over_the_image_without_the_frame_of_a_patch() -> None:
 
 def test_what_does_not_go_together_is_told() -> None:
     with pytest.raises(ValueError, match="one width, but have 16 and 32"):
-        ImageTextMatcher(MatchConfig(TEXT, replace(VISION, width=32)))
+        ImageTextMatcher(MatchConfig(TEXT, replace(VISION, d_model=32)))
     with pytest.raises(ValueError, match="as many, but are 2 and 1"):
         model_of()(torch.randn(2, 1, 16, 24).double(), torch.tensor([[4, 5]]))
 

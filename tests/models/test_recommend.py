@@ -12,7 +12,7 @@ import torch.nn.functional as F
 import regard as rg
 from regard.models import LanguageConfig, Recommender
 
-CONFIG = LanguageConfig(vocabulary=30, width=16, layers=2, heads=2, hidden=32, positions=12)
+CONFIG = LanguageConfig(vocabulary=30, d_model=16, layers=2, heads=2, d_hidden=32, positions=12)
 HISTORIES = [torch.tensor([3, 7, 7, 1]), torch.tensor([29]), torch.tensor([0, 5, 6, 2, 11, 4, 9])]
 
 
@@ -23,13 +23,13 @@ def model_of() -> Recommender:
 
 def test_what_follows_a_history_is_asked_of_its_last_item() -> None:
     model = model_of()
-    found = model.following(HISTORIES)
+    found = model.next_item_logits(HISTORIES)
     for one, came in zip(HISTORIES, found, strict=True):
         torch.testing.assert_close(came, model(one[None])[0, -1], rtol=0, atol=1e-12)
     padded = torch.zeros(3, 7, dtype=torch.int64)
     mask = torch.arange(7) < torch.tensor([4, 1, 7])[:, None]
     padded[mask] = torch.cat(HISTORIES)
-    torch.testing.assert_close(model.following(padded, mask), found, rtol=0, atol=1e-12)
+    torch.testing.assert_close(model.next_item_logits(padded, mask), found, rtol=0, atol=1e-12)
 
 
 def test_no_item_sees_those_behind_it() -> None:
@@ -55,40 +55,40 @@ def test_the_loss_is_of_what_is_asked_for_among_all_items() -> None:
 def test_no_loss_leaves_out_smoothing_or_the_cap_of_logits(drawn: bool, cap: float | None, smoothing: float) -> None:
     torch.manual_seed(0)
     model, packed = Recommender(replace(CONFIG, final_softcap=cap)).double().eval(), rg.pack(HISTORIES)
-    others = torch.tensor([5, 8, 8, 21]) if drawn else None
+    negatives = torch.tensor([5, 8, 8, 21]) if drawn else None
     after = torch.tensor([7, -1, 1, 2, 5, 5, 6, -1, 11, 4, 9, 20])
     expected = torch.zeros(()).double()
     for logits, target in zip(model(packed).values, after.tolist(), strict=True):
         if target >= 0:
-            rest = range(30) if others is None else others.tolist()
+            rest = range(30) if negatives is None else negatives.tolist()
             among = [target, *(n for n in rest if n != target)]
             shares = (logits[among].exp() / logits[among].exp().sum()).log()
             expected -= (1 - smoothing) * shares[0] + smoothing * shares.mean()
-    found = model.loss(packed, after, smoothing=smoothing, others=others)
+    found = model.loss(packed, after, smoothing=smoothing, negatives=negatives)
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-10)
 
 
 def test_the_loss_of_bfloat16_is_summed_in_float32() -> None:
     torch.manual_seed(0)
     model = Recommender(replace(CONFIG, final_softcap=2.0)).bfloat16().eval()
-    packed, others = rg.pack(HISTORIES * 60), torch.tensor([5, 8, 8, 21])
+    packed, negatives = rg.pack(HISTORIES * 60), torch.tensor([5, 8, 8, 21])
     after = torch.tensor([7, -1, 1, 2, 5, 5, 6, -1, 11, 4, 9, 20] * 60)
     once = rg.pack(HISTORIES)
-    for chosen in (None, others):
-        one, all_of_them = (model.loss(x, y, others=chosen) for x, y in ((once, after[:12]), (packed, after)))
+    for chosen in (None, negatives):
+        one, all_of_them = (model.loss(x, y, negatives=chosen) for x, y in ((once, after[:12]), (packed, after)))
         assert all_of_them.dtype == torch.float32
         torch.testing.assert_close(all_of_them, 60 * one, rtol=1e-3, atol=0)
 
 
 def test_the_loss_among_drawn_items_has_the_right_one_once() -> None:
-    model, packed, others = model_of(), rg.pack(HISTORIES), torch.tensor([5, 8, 8, 21])
+    model, packed, negatives = model_of(), rg.pack(HISTORIES), torch.tensor([5, 8, 8, 21])
     after = torch.tensor([7, -1, 1, 2, 5, 5, 6, -1, 11, 4, 9, 20])
     expected = torch.zeros(()).double()
     for logits, target in zip(model(packed).values, after.tolist(), strict=True):
         if target >= 0:
-            among = [target, *(n for n in others.tolist() if n != target)]
+            among = [target, *(n for n in negatives.tolist() if n != target)]
             expected += F.cross_entropy(logits[among], torch.tensor(0))
-    torch.testing.assert_close(model.loss(packed, after, others=others), expected, rtol=0, atol=1e-10)
+    torch.testing.assert_close(model.loss(packed, after, negatives=negatives), expected, rtol=0, atol=1e-10)
 
 
 def test_a_recommender_is_saved_as_one(tmp_path: Path) -> None:
@@ -96,4 +96,4 @@ def test_a_recommender_is_saved_as_one(tmp_path: Path) -> None:
     rg.save(model, tmp_path)
     again = rg.load(tmp_path)
     assert type(again) is Recommender
-    torch.testing.assert_close(again.following(HISTORIES), model.following(HISTORIES), rtol=0, atol=0)
+    torch.testing.assert_close(again.next_item_logits(HISTORIES), model.next_item_logits(HISTORIES), rtol=0, atol=0)

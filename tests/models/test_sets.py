@@ -10,8 +10,8 @@ import torch
 import regard as rg
 from regard.models import GraphConfig, NodeClassifier, SetConfig, SetTransformer
 
-CONFIG = SetConfig(features=3, width=16, layers=2, heads=4, hidden=24, points=5, seeds=2, classes=4)
-GRAPH = GraphConfig(features=7, width=16, layers=2, heads=4, hidden=24, classes=3)
+CONFIG = SetConfig(features=3, d_model=16, layers=2, heads=4, d_hidden=24, points=5, seeds=2, classes=4)
+GRAPH = GraphConfig(features=7, d_model=16, layers=2, heads=4, d_hidden=24, classes=3)
 EDGES = torch.tensor([[0, 1, 2, 3, 4, 5, 6, 0, 1, 1, 2, 5], [0, 1, 2, 3, 4, 5, 6, 1, 0, 2, 1, 6]])
 
 

@@ -11,13 +11,13 @@ import torch
 import torch.nn.functional as F
 
 import regard as rg
-from regard.models import Speaker, SpeakerConfig, SpeechConfig, SpeechRecognizer
-from regard.models.ctc import frames_needed, greedy, prefix_beam
-from regard.models.sound import log_mel, mel_bands, to_wave
-from regard.models.speaking import guidance
+from regard.models import SpeechConfig, SpeechRecognizer, SpeechSynthesizer, SpeechSynthesizerConfig
+from regard.models.audio import griffin_lim, log_mel, mel_bands
+from regard.models.ctc import greedy, min_frames, prefix_beam
+from regard.models.speech_synthesis import guided_attention
 from regard.view import capture
 
-SMALL = {"labels": 7, "width": 24, "layers": 3, "heads": 2, "hidden": 40, "features": 11}
+SMALL = {"labels": 7, "d_model": 24, "layers": 3, "heads": 2, "d_hidden": 40, "features": 11}
 
 
 def recognizer(**more: int) -> SpeechRecognizer:
@@ -66,11 +66,11 @@ def test_a_wave_made_of_features_has_these_features() -> None:
     t = torch.arange(8000) / 16000
     wave = torch.sin(2 * math.pi * 440 * t) * (t * 8).sin() + 0.3 * torch.sin(2 * math.pi * 2000 * t)
     values = log_mel(wave)
-    made = to_wave(values)
+    made = griffin_lim(values)
     assert made.shape == wave.shape
     loud = values > values.max() - 3
     assert float((log_mel(made) - values)[loud].abs().mean()) < 0.12
-    assert torch.equal(made, to_wave(values))
+    assert torch.equal(made, griffin_lim(values))
 
 
 def spelled(path: tuple[int, ...]) -> tuple[int, ...]:
@@ -98,7 +98,7 @@ def test_greedy_merges_repeats_and_keeps_letters_that_a_blank_parts() -> None:
     frames = F.one_hot(torch.tensor([0, 2, 2, 0, 2, 1, 1, 0]), 3) * 9.0
     assert greedy(frames).labels == prefix_beam(frames).labels == [2, 2, 1]
     assert greedy(frames[:0]).labels == prefix_beam(frames[:0]).labels == []
-    assert frames_needed([2, 2, 1]) == 4
+    assert min_frames([2, 2, 1]) == 4
     with pytest.raises(ValueError, match="width must be at least 1, but is 0"):
         prefix_beam(frames, width=0)
 
@@ -176,9 +176,11 @@ def test_a_configuration_that_makes_no_sense_is_told() -> None:
         recognizer(before=-1)
 
 
-def speaker() -> Speaker:
+def speaker() -> SpeechSynthesizer:
     torch.manual_seed(0)
-    return Speaker(SpeakerConfig(vocabulary=9, width=16, layers=2, heads=2, hidden=24, features=5, reduction=3)).eval()
+    return SpeechSynthesizer(
+        SpeechSynthesizerConfig(vocabulary=9, d_model=16, layers=2, heads=2, d_hidden=24, features=5, reduction=3)
+    ).eval()
 
 
 def test_models_of_speech_come_back_from_a_folder(tmp_path: Path) -> None:
@@ -196,12 +198,12 @@ def test_what_is_said_step_by_step_is_what_is_said_of_the_whole() -> None:
     model, text = speaker(), torch.tensor([3, 1, 4, 1, 5])
     with torch.no_grad():
         model.end.bias.fill_(-9.0)
-    said = model.generate([text], limit=21)[0]
+    said = model.generate([text], max_frames=21)[0]
     assert (said.frames.shape, said.score) == ((21, 5), 0.0)  # it never came to an end
     with torch.no_grad():
         torch.testing.assert_close(model(text[None], said.frames[None])[0], said.frames, rtol=1e-4, atol=1e-5)
         model.end.bias.fill_(9.0)
-    ended = model.generate([text], limit=21)[0]
+    ended = model.generate([text], max_frames=21)[0]
     assert len(ended.frames) == 3
     assert ended.score > 0.9
 
@@ -224,7 +226,7 @@ def test_a_step_sees_only_what_was_said_before_it() -> None:
 def test_guidance_is_the_sum_of_its_definition_and_teaches_the_attention() -> None:
     model, frames = speaker(), torch.randn(2, 12, 5)
     text, mask = torch.tensor([[3, 1, 4], [5, 2, 0]]), torch.tensor([[True, True, True], [True, True, False]])
-    seen = model.say(text, frames, mask, weights=True).weights
+    seen = model.predict_frames(text, frames, mask, weights=True).weights
     assert [tuple(each.shape) for each in seen] == [(2, 2, 4, 3)] * 2
     steps, letters = torch.tensor([4, 2]), torch.tensor([3, 2])
     weights = seen[0].detach()
@@ -233,7 +235,7 @@ def test_guidance_is_the_sum_of_its_definition_and_teaches_the_attention() -> No
         for b, h, i, j in itertools.product(range(2), range(2), range(4), range(3))
         if i < steps[b] and j < letters[b]
     )
-    found = guidance(seen[0], steps, letters)
+    found = guided_attention(seen[0], steps, letters)
     assert math.isclose(float(found.detach()), expected, rel_tol=1e-5)
     found.backward()
     assert float(model.decoder.layers[0].cross.qkv.weight.grad.abs().max()) > 0

@@ -18,7 +18,7 @@ from regard.models import (
     TokenClassifier,
 )
 
-BERT = TextConfig(vocabulary=100, width=32, layers=3, heads=4, hidden=64, positions=40)
+BERT = TextConfig(vocabulary=100, d_model=32, layers=3, heads=4, d_hidden=64, positions=40)
 LENGTHS = (12, 9, 1)
 IDS = torch.randint(3, 100, (3, 12), generator=torch.Generator().manual_seed(0))
 REAL = torch.arange(12) < torch.tensor(LENGTHS)[:, None]
@@ -83,7 +83,7 @@ def test_an_encoder_gives_the_hidden_states_of_transformers(family: str) -> None
     other = filled(getattr(transformers, f"{family}Model")(getattr(transformers, f"{family}Config")(**SIZES, **more)))
     config = {
         "Bert": BERT, "Roberta": dataclasses.replace(BERT, first_position=2),
-        "Albert": dataclasses.replace(BERT, embedding_width=16, distinct=1),
+        "Albert": dataclasses.replace(BERT, d_embedding=16, distinct=1),
     }[family]  # fmt: skip
     eps = other.config.layer_norm_eps
     model = TextEncoder(dataclasses.replace(config, eps=eps, segments=other.config.type_vocab_size)).eval()

@@ -12,14 +12,14 @@ import regard as rg
 from regard.models import Transformer, TransformerConfig
 from regard.nn import Beam, Greedy
 
-CLASSIC = TransformerConfig(vocabulary=23, width=32, layers=2, heads=4, hidden=48, decoder_layers=3)
+CLASSIC = TransformerConfig(vocabulary=23, d_model=32, layers=2, heads=4, d_hidden=48, decoder_layers=3)
 KINDS = {
     "classic": CLASSIC,
     "after": replace(CLASSIC, arrangement="post", position="learned", positions=16),
     "two vocabularies": replace(CLASSIC, target_vocabulary=19, tied=False),
     "marian": replace(CLASSIC, position="halves", arrangement="post", activation="silu", logits_bias=True),
     "t5": replace(CLASSIC, position="relative", buckets=8, max_distance=10, norm="rms", bias=False, scale=1.0,
-                  embedding_scale=1.0, output_scale=32**-0.5, head_width=10),
+                  embedding_scale=1.0, output_scale=32**-0.5, d_head=10),
     "t5 1.1": replace(CLASSIC, position="relative", norm="rms", bias=False, scale=1.0, embedding_scale=1.0,
                       activation="gelu_tanh", gated=True, tied=False),
 }  # fmt: skip
@@ -118,9 +118,9 @@ def test_greedy_generation_follows_the_most_likely_token_without_a_cache(model: 
             made = torch.cat((made, model(ids[None], made[None])[0, -1:].argmax(-1)))
         want.append([token for token in made[1:].tolist() if token != model.config.stop])
     if form == "padded":
-        got = model.generate(*padded(source), limit=12)
+        got = model.generate(*padded(source), max_new_tokens=12)
     else:
-        got = model.generate(rg.pack(source) if form == "packed" else source, limit=12, strategy=Greedy())
+        got = model.generate(rg.pack(source) if form == "packed" else source, max_new_tokens=12, strategy=Greedy())
     assert [row.tolist() for row in got] == want
 
 
@@ -132,20 +132,23 @@ def log_probability(model: Transformer, source: Tensor, tokens: list[int]) -> fl
 @pytest.mark.parametrize("penalty", [0.0, 1.0])
 @pytest.mark.parametrize("kind", ["classic", "marian", "t5"])
 def test_a_wide_beam_finds_the_best_of_all_sequences(kind: str, penalty: float) -> None:
-    model = model_of(replace(KINDS[kind], vocabulary=5, start=0, stop=1, never=(0,)))
+    model = model_of(replace(KINDS[kind], vocabulary=5, start=0, stop=1, suppress_tokens=(0,)))
     for weight in model.parameters():
         weight.data *= 1.5  # so that the choice of a token tells on those after it
-    limit, (source, _) = 3, batch([4, 2], [1, 1])
+    max_new_tokens, (source, _) = 3, batch([4, 2], [1, 1])
     source = [ids % 5 for ids in source]
-    every = torch.cartesian_prod(*[torch.arange(1, 5)] * limit)  # (64, 3): all that can be said in three tokens
+    # (64, 3): all that can be said in three tokens
+    every = torch.cartesian_prod(*[torch.arange(1, 5)] * max_new_tokens)
     before = torch.cat((torch.zeros_like(every[:, :1]), every[:, :-1]), 1)
-    for ids, got in zip(source, model.generate(source, limit=limit, strategy=Beam(27, penalty)), strict=True):
+    for ids, got in zip(
+        source, model.generate(source, max_new_tokens=max_new_tokens, strategy=Beam(27, penalty)), strict=True
+    ):
         logits = model(ids.expand(64, -1), before)
         logits[..., 0] = -float("inf")  # what is never generated has no share
         chosen = logits.log_softmax(-1).gather(-1, every[..., None])[..., 0].cumsum(1)  # (64, 3)
         best = (-float("inf"), [])
         for tokens, sums in zip(every.tolist(), chosen.tolist(), strict=True):
-            length = tokens.index(1) + 1 if 1 in tokens else limit
+            length = tokens.index(1) + 1 if 1 in tokens else max_new_tokens
             best = max(best, (sums[length - 1] / length**penalty, [token for token in tokens[:length] if token != 1]))
         assert got.tolist() == best[1]
 
@@ -156,7 +159,8 @@ def test_a_beam_of_one_is_greedy_and_a_wider_one_is_no_less_likely() -> None:
         weight.data *= 1.5
     source, _ = batch([5, 3, 8, 6], [1, 1, 1, 1])
     greedy, one, wide = (
-        model.generate(source, limit=8, strategy=strategy) for strategy in (Greedy(), Beam(1, 0.0), Beam(6, 0.0))
+        model.generate(source, max_new_tokens=8, strategy=strategy)
+        for strategy in (Greedy(), Beam(1, 0.0), Beam(6, 0.0))
     )
     assert [row.tolist() for row in one] == [row.tolist() for row in greedy]
     likely = [[log_probability(model, ids, [*row.tolist(), 2][:8]) for ids, row in zip(source, rows, strict=True)]
@@ -172,7 +176,7 @@ def test_the_source_is_encoded_and_projected_once(monkeypatch: pytest.MonkeyPatc
     project, projected = cross._key_value, []
     monkeypatch.setattr(cross, "_key_value", lambda *args: projected.append(len(args[0])) or project(*args))
     source, _ = batch([5, 5], [1, 1])
-    model.generate(torch.stack(source), limit=6, strategy=Beam(4))
+    model.generate(torch.stack(source), max_new_tokens=6, strategy=Beam(4))
     assert len(calls) == 1
     assert projected == [2]  # the two sources, not their eight beams
 

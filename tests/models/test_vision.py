@@ -11,7 +11,7 @@ import torch
 import regard
 from regard.models import ImageClassifier, VisionConfig, VisionTransformer
 
-CONFIG = VisionConfig(width=32, layers=2, heads=4, hidden=48, image=(24, 40), patch=8, classes=7)
+CONFIG = VisionConfig(d_model=32, layers=2, heads=4, d_hidden=48, image=(24, 40), patch=8, classes=7)
 
 
 def model_of(config: VisionConfig = CONFIG) -> VisionTransformer:

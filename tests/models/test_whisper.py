@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import regard as rg
-from regard.models.sound import HOP, RATE, whisper_features
+from regard.models.audio import HOP, SAMPLE_RATE, whisper_features
 from regard.models.whisper import Transcript, Whisper
 
 transformers = pytest.importorskip("transformers")
@@ -58,14 +58,14 @@ def test_generation_is_that_of_transformers(pair: tuple[Whisper, Any], language:
     times = list(
         range(NO_TIMES + 1, model.config.vocabulary)
     )  # without them transformers takes the sound as one window
-    model.config = replace(model.config, never=(*model.config.never, *times))
+    model.config = replace(model.config, suppress_tokens=(*model.config.suppress_tokens, *times))
     other.generation_config.suppress_tokens = [*SPOKEN["suppress_tokens"], *times]  # type: ignore[misc]
     try:
         for sound in SOUNDS:
             expected = other.generate(sound.T[None], language=language, task=task)[0]
             assert model.generate(sound[None], language=language, task=task)[0].tolist() == text(expected)
     finally:
-        model.config = replace(model.config, never=tuple(SPOKEN["suppress_tokens"]))  # type: ignore[arg-type]
+        model.config = replace(model.config, suppress_tokens=tuple(SPOKEN["suppress_tokens"]))  # type: ignore[arg-type]
         other.generation_config.suppress_tokens = SPOKEN["suppress_tokens"]
 
 
@@ -82,7 +82,7 @@ def test_every_row_has_its_own_language(pair: tuple[Whisper, Any]) -> None:
 def test_sounds_of_any_length_are_those_of_transformers(pair: tuple[Whisper, Any], windows: float) -> None:
     model, other = pair
     wave = torch.randn(int(windows * 2 * FRAMES * HOP), generator=torch.Generator().manual_seed(5))
-    features = whisper_features(wave, seconds=None if windows > 1 else 2 * FRAMES * HOP / RATE)
+    features = whisper_features(wave, seconds=None if windows > 1 else 2 * FRAMES * HOP / SAMPLE_RATE)
     mask = torch.arange(len(features))[None] < len(wave) // HOP
     expected = other.generate(
         features.T[None], attention_mask=mask.long(), task="transcribe", return_timestamps=True, return_segments=True
@@ -127,11 +127,13 @@ def test_what_a_checkpoint_does_not_know_is_an_error(pair: tuple[Whisper, Any], 
 
 def test_a_state_begun_with_a_mask_gives_what_the_sound_alone_gives() -> None:
     torch.manual_seed(0)
-    config = rg.models.WhisperConfig(vocabulary=20, width=16, layers=1, heads=2, hidden=32, features=80, frames=FRAMES)
+    config = rg.models.WhisperConfig(
+        vocabulary=20, d_model=16, layers=1, heads=2, d_hidden=32, features=80, frames=FRAMES
+    )
     model = Whisper(config).eval()
     mask = torch.arange(2 * FRAMES) < torch.tensor([[2 * FRAMES], [31]])
     with torch.no_grad():
-        state, first = model.begin(SOUNDS[:2], mask)
+        state, first = model.start_generation(SOUNDS[:2], mask)
         together = state.step(first)
         for row, length in enumerate((2 * FRAMES, 31)):
             alone = model(SOUNDS[row : row + 1, :length], first[row : row + 1])[:, -1]

@@ -11,7 +11,17 @@ from torch import Tensor, nn
 
 import regard as rg
 from regard.models import Whisper, WhisperConfig
-from regard.nn import Block, Cache, Decoder, Encoder, GraphAttention, Memory, MultiHeadAttention, Rotary, Shared
+from regard.nn import (
+    Block,
+    Cache,
+    CrossCache,
+    Decoder,
+    Encoder,
+    GraphAttention,
+    LayerContext,
+    MultiHeadAttention,
+    Rotary,
+)
 
 H, D = 2, 4
 PARTS = ("query_norm", "key_norm", "query_position", "key_position", "rotary", "source")
@@ -24,7 +34,7 @@ def random(*shape: int) -> Tensor:
 
 def by_hand(layer: MultiHeadAttention, x: Tensor, source: Tensor, *positions: Tensor) -> Tensor:
     """Attention with its projections in plain torch; positions are added to what queries and keys are made of."""
-    D, E, G = layer.d_head, layer.d_value, layer.groups
+    D, E, G = layer.d_head, layer.d_value, layer.kv_heads
     holders = (layer.qkv,) if layer.source is None else (layer.qkv, layer.source)
     rows = [(row, number) for holder in holders for row, number in zip(holder.weight, holder.bias, strict=True)]
     cuts = (0, layer.heads * D, layer.heads * D + G * D, len(rows))
@@ -47,7 +57,7 @@ def by_hand(layer: MultiHeadAttention, x: Tensor, source: Tensor, *positions: Te
     [
         (given, widths)
         for given in COMBINATIONS
-        for widths in ({}, {"d_head": 6, "d_value": 3, "groups": 1}, {"d_source": 5})
+        for widths in ({}, {"d_head": 6, "d_value": 3, "kv_heads": 1}, {"d_source": 5})
         if "d_source" not in widths or "source" in given
     ],
     ids=str,
@@ -69,14 +79,14 @@ def test_every_combination_of_parts_is_computed(given: list[str], widths: dict) 
     x = random(2, 5, H * D)
     source = random(2, 3, d_source) if "source" in given else None
     places = {"query_position": random(5, H * D), "key_position": random(*(x if source is None else source).shape[1:])}
-    shared = Shared(**{name: place for name, place in places.items() if name in given})
+    shared = LayerContext(**{name: place for name, place in places.items() if name in given})
     none = torch.zeros((), dtype=torch.float64)
     expected = by_hand(
         layer, x, x if source is None else source, *(places[name] if name in given else none for name in places)
     )
-    torch.testing.assert_close(layer(x, source, shared=shared), expected, rtol=0, atol=1e-12)
-    cache = Cache() if source is None else Memory()
-    torch.testing.assert_close(layer(x, source, shared=shared, cache=cache), expected, rtol=0, atol=1e-12)
+    torch.testing.assert_close(layer(x, source, context=shared), expected, rtol=0, atol=1e-12)
+    cache = Cache() if source is None else CrossCache()
+    torch.testing.assert_close(layer(x, source, context=shared, cache=cache), expected, rtol=0, atol=1e-12)
 
 
 def block(cross: bool = False) -> Block:
@@ -87,46 +97,50 @@ def block(cross: bool = False) -> Block:
 
 X, SOURCE, MASK = torch.randn(1, 5, H * D), torch.randn(1, 3, H * D), rg.causal()
 REFUSED: dict[str, tuple[Callable[[], object], str]] = {
-    "attention: mask": (lambda: MultiHeadAttention(8, 2)(X, mask=MASK, shared=Shared()), "mask cannot be given next"),
+    "attention: mask": (lambda: MultiHeadAttention(8, 2)(X, mask=MASK, context=LayerContext()),
+    "mask cannot be given next"),
     "attention: bias": (
-        lambda: MultiHeadAttention(8, 2)(X, bias=rg.alibi(2), shared=Shared()), "bias cannot be given next to"
+        lambda: MultiHeadAttention(8, 2)(X, bias=rg.alibi(2), context=LayerContext()), "bias cannot be given next to"
     ),
     "attention: positions": (
-        lambda: MultiHeadAttention(8, 2, rotary=Rotary())(X, positions=torch.arange(5), shared=Shared()),
+        lambda: MultiHeadAttention(8, 2, rotary=Rotary())(X, positions=torch.arange(5), context=LayerContext()),
         "positions cannot be given next to",
     ),
     "attention: no rotary": (lambda: MultiHeadAttention(8, 2)(X, positions=torch.arange(5)), "has none"),
     "attention: no source": (lambda: MultiHeadAttention(8, 2, d_source=6)(X), "d_source = 6, so it needs a source"),
     "attention: cache of a source": (
-        lambda: MultiHeadAttention(8, 2)(X, SOURCE, cache=Cache()), "decode with a Memory instead of a Cache"
+        lambda: MultiHeadAttention(8, 2)(X, SOURCE, cache=Cache()), "decode with a CrossCache instead of a Cache"
     ),
-    "attention: odd rotary": (lambda: MultiHeadAttention(8, 2, rotary=Rotary(width=3)), "even and between 2 and"),
-    "attention: wide rotary": (lambda: MultiHeadAttention(8, 2, rotary=Rotary(width=8)), "even and between 2 and"),
+    "attention: odd rotary": (lambda: MultiHeadAttention(8, 2, rotary=Rotary(d_rotary=3)), "even and between 2 and"),
+    "attention: wide rotary": (lambda: MultiHeadAttention(8, 2, rotary=Rotary(d_rotary=8)), "even and between 2 and"),
     "attention: odd head": (lambda: MultiHeadAttention(6, 2, rotary=Rotary()), "even and between 2 and"),
-    "block: mask": (lambda: block()(X, mask=MASK, shared=Shared()), "mask cannot be given next to"),
+    "block: mask": (lambda: block()(X, mask=MASK, context=LayerContext()), "mask cannot be given next to"),
     "block: source_mask": (
-        lambda: block(True)(X, SOURCE, source_mask=MASK, across=Shared()), "source_mask cannot be given next to"
+        lambda: block(True)(X, SOURCE, source_mask=MASK, cross_context=LayerContext()),
+        "source_mask cannot be given next to"
     ),
     "block: source": (lambda: block()(X, SOURCE), "no cross-attention, so it takes no source"),
     "block: source mask": (lambda: block()(X, source_mask=MASK), "no cross-attention, so it takes no source"),
-    "block: memory": (lambda: block()(X, memory=Memory()), "no cross-attention, so it takes no source"),
+    "block: memory": (lambda: block()(X, cross_cache=CrossCache()), "no cross-attention, so it takes no source"),
     "block: no source": (lambda: block(True)(X), "needs a source"),
-    "encoder: mask": (lambda: Encoder([block()])(X, mask=MASK, shared=Shared()), "mask cannot be given next to"),
+    "encoder: mask": (lambda: Encoder([block()])(X, mask=MASK, context=LayerContext()), "mask cannot be given next to"),
     "encoder: cross": (lambda: Encoder([block(True)])(X), "needs a source"),
-    "decoder: mask": (lambda: Decoder([block(True)])(X, SOURCE, mask=MASK, shared=Shared()), "mask cannot be given"),
+    "decoder: mask": (lambda: Decoder([block(True)])(X, SOURCE, mask=MASK, context=LayerContext()),
+    "mask cannot be given"),
     "decoder: source_mask": (
-        lambda: Decoder([block(True)])(X, SOURCE, source_mask=MASK, across=Shared()), "source_mask cannot be given"
+        lambda: Decoder([block(True)])(X, SOURCE, source_mask=MASK, cross_context=LayerContext()),
+        "source_mask cannot be given"
     ),
     "decoder: no cross": (lambda: Decoder([block()])(X, SOURCE), "no cross-attention, so it takes no source"),
-    "graph: mask": (lambda: GraphAttention(8, 2)(X, mask=MASK, shared=Shared()), "mask cannot be given next to"),
+    "graph: mask": (lambda: GraphAttention(8, 2)(X, mask=MASK, context=LayerContext()), "mask cannot be given next to"),
     "graph: cache": (lambda: GraphAttention(8, 2)(X, cache=Cache()), "takes no cache"),  # type: ignore[arg-type]
-    "graph: position": (lambda: GraphAttention(8, 2)(X, shared=Shared(key_position=X)), "takes no cache"),
+    "graph: position": (lambda: GraphAttention(8, 2)(X, context=LayerContext(key_position=X)), "takes no cache"),
     "graph: caches": (
-        lambda: Encoder([Block(GraphAttention(8, 2), nn.Identity(), residual=rg.nn.Residual)]).caches(),
+        lambda: Encoder([Block(GraphAttention(8, 2), nn.Identity(), residual=rg.nn.Residual)]).cache(),
         "only blocks of MultiHeadAttention have caches",
     ),
     "whisper: window": (
-        lambda: Whisper(WhisperConfig(vocabulary=9, width=8, layers=1, heads=2, hidden=8, window=3)), "window"
+        lambda: Whisper(WhisperConfig(vocabulary=9, d_model=8, layers=1, heads=2, d_hidden=8, window=3)), "window"
     ),
 }  # fmt: skip
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import regard as rg
-from regard.nn import AdditiveAttention, MultiHeadAttention, Rotary, SelfAttention, Shared
+from regard.nn import AdditiveAttention, LayerContext, MultiHeadAttention, Rotary, SelfAttention
 
 
 @pytest.fixture(autouse=True)
@@ -57,7 +57,7 @@ def test_multi_head_attention_is_torchs_forward_and_backward(cross: bool) -> Non
 
 
 def test_heads_that_share_keys_see_what_repeated_keys_give() -> None:
-    layer, x = MultiHeadAttention(24, heads=6, groups=2, d_head=5, d_value=3), torch.randn(2, 8, 24)
+    layer, x = MultiHeadAttention(24, heads=6, kv_heads=2, d_head=5, d_value=3), torch.randn(2, 8, 24)
     q, k, v = layer.qkv(x).split(layer.widths, -1)
     q, k, v = (t.unflatten(-1, (n, -1)).transpose(1, 2) for t, n in ((q, 6), (k, 2), (v, 2)))
     k, v = k.repeat_interleave(3, 1), v.repeat_interleave(3, 1)
@@ -74,11 +74,13 @@ def test_rotary_turns_queries_and_keys_by_their_positions() -> None:
 
 
 @pytest.mark.parametrize(
-    "rotary", [Rotary(), Rotary(width=4), Rotary(interleaved=True), Rotary(width=6, interleaved=True)]
+    "rotary", [Rotary(), Rotary(d_rotary=4), Rotary(interleaved=True), Rotary(d_rotary=6, interleaved=True)]
 )
 def test_the_part_turns_as_the_function_does(rotary: Rotary) -> None:
     x, at = torch.randn(2, 5, 3, 8), torch.randint(0, 99, (2, 5))
-    expected = rg.rotary(x.transpose(1, 2), at, width=rotary.width, interleaved=rotary.interleaved).transpose(1, 2)
+    expected = rg.rotary(x.transpose(1, 2), at, d_rotary=rotary.d_rotary, interleaved=rotary.interleaved).transpose(
+        1, 2
+    )
     close(rotary(x, rotary.table(at, 8, x.dtype)), expected)
 
 
@@ -98,8 +100,8 @@ def test_positions_may_be_added_to_queries_and_keys_but_not_to_values(cross: boo
     of_query, of_key = torch.randn(5, 24), torch.randn(7 if cross else 5, 24)
     seen = source if cross else x
     expected = torch_module(layer, 24, 4)(x + of_query, seen + of_key, seen)[0]
-    shared = Shared(query_position=of_query, key_position=of_key)
-    close(layer(x, source if cross else None, shared=shared), expected)
+    shared = LayerContext(query_position=of_query, key_position=of_key)
+    close(layer(x, source if cross else None, context=shared), expected)
 
 
 def test_a_source_of_another_width_has_a_weight_of_its_own() -> None:
@@ -125,9 +127,9 @@ def test_dropout_is_for_training_only() -> None:
 def test_layers_that_share_a_description_share_its_plans() -> None:
     attend = rg.Attention(mask=rg.causal())
     first, second = (MultiHeadAttention(16, heads=2, attend=attend) for _ in range(2))
-    shared = Shared(rg.padding([6, 4]))
-    assert shared.attend(first.attend) is shared.attend(second.attend)
-    assert Shared().attend(attend) is attend
+    shared = LayerContext(rg.padding([6, 4]))
+    assert shared.combine(first.attend) is shared.combine(second.attend)
+    assert LayerContext().combine(attend) is attend
 
 
 def test_a_copied_module_plans_for_itself() -> None:
@@ -149,5 +151,5 @@ def test_the_output_is_laid_out_as_the_query_is() -> None:
 def test_heads_must_divide_the_width() -> None:
     with pytest.raises(ValueError, match="d_model = 10 is no multiple of heads = 3"):
         MultiHeadAttention(10, heads=3)
-    with pytest.raises(ValueError, match="multiple of groups, but they are 4 and 3"):
-        MultiHeadAttention(12, heads=4, groups=3)
+    with pytest.raises(ValueError, match="multiple of kv_heads, but they are 4 and 3"):
+        MultiHeadAttention(12, heads=4, kv_heads=3)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import regard as rg
-from regard.nn import Cache, FixedCache, Memory, MultiHeadAttention, Rotary, Shared, WindowCache
+from regard.nn import Cache, CrossCache, FixedCache, LayerContext, MultiHeadAttention, Rotary, WindowCache
 
 
 def tokens(n: int) -> torch.Tensor:
@@ -33,7 +33,7 @@ def test_a_window_cache_holds_what_the_next_queries_may_see(window: int) -> None
         expected = came[:, :, -(window - 1 + n) :]
         assert torch.equal(keys, expected)
         assert torch.equal(values, expected)
-        assert cache.seen == came.shape[2]
+        assert cache.seen_tokens == came.shape[2]
 
 
 @pytest.mark.parametrize(("cache", "most"), [(Cache(), 8), (WindowCache(16), 40)])
@@ -70,14 +70,15 @@ def test_rows_go_on_from_other_rows(made) -> None:
 @pytest.mark.parametrize("filler", [None, torch.tensor([0, 2])])
 def test_cached_steps_give_what_the_whole_sequence_gives(mask: rg.Mask, filler: torch.Tensor | None) -> None:
     torch.manual_seed(0)
-    layer = MultiHeadAttention(16, heads=4, groups=2, rotary=Rotary(), attend=rg.Attention(mask=mask)).eval()
+    layer = MultiHeadAttention(16, heads=4, kv_heads=2, rotary=Rotary(), attend=rg.Attention(mask=mask)).eval()
     x, cache = torch.randn(2, 12, 16), layer.cache()
     whole = mask if filler is None else mask & ~rg.padding(filler)
     with torch.no_grad():
         expected = layer(x, mask=whole)
         steps = [(0, 5), (5, 6), (6, 7), (7, 10), (10, 11), (11, 12)]
         found = [
-            layer(x[:, a:b], shared=Shared(positions=torch.arange(a, b), filler=filler), cache=cache) for a, b in steps
+            layer(x[:, a:b], context=LayerContext(positions=torch.arange(a, b), left_padding=filler), cache=cache)
+            for a, b in steps
         ]
     torch.testing.assert_close(torch.cat(found, 1), expected, rtol=0, atol=1e-5)
 
@@ -85,21 +86,21 @@ def test_cached_steps_give_what_the_whole_sequence_gives(mask: rg.Mask, filler: 
 def test_a_memory_projects_its_source_once_and_serves_all_beams() -> None:
     torch.manual_seed(0)
     layer = MultiHeadAttention(16, heads=2, attend=rg.Attention(offset=0)).eval()
-    source, x, memory = torch.randn(2, 5, 16), torch.randn(6, 1, 16), Memory()
-    shared = Shared(rg.padding([5, 3]))
+    source, x, memory = torch.randn(2, 5, 16), torch.randn(6, 1, 16), CrossCache()
+    shared = LayerContext(rg.padding([5, 3]))
     with torch.no_grad():
         expected = layer(x, source.repeat_interleave(3, 0), mask=rg.padding([5, 5, 5, 3, 3, 3]))
-        torch.testing.assert_close(layer(x, source, shared=shared, cache=memory), expected, rtol=0, atol=1e-5)
-        torch.testing.assert_close(layer(x, None, shared=shared, cache=memory), expected, rtol=0, atol=1e-5)
+        torch.testing.assert_close(layer(x, source, context=shared, cache=memory), expected, rtol=0, atol=1e-5)
+        torch.testing.assert_close(layer(x, None, context=shared, cache=memory), expected, rtol=0, atol=1e-5)
     with pytest.raises(ValueError, match="needs the source at its first call"):
-        layer(x, None, cache=Memory())
+        layer(x, None, cache=CrossCache())
 
 
 @torch.no_grad()
 @pytest.mark.parametrize("write", ["in place", "data", "numpy"])
 def test_a_memory_refuses_a_source_that_was_written_to(write: str) -> None:
     layer = MultiHeadAttention(16, heads=2, attend=rg.Attention(offset=0)).eval()
-    source, x, memory = torch.randn(2, 5, 16), torch.randn(2, 1, 16), Memory()
+    source, x, memory = torch.randn(2, 5, 16), torch.randn(2, 1, 16), CrossCache()
     layer(x, source, cache=memory)
     layer(x, source, cache=memory)
     if write == "in place":

@@ -14,7 +14,7 @@ from regard.positions import Dynamic
 def model() -> rg.models.LanguageModel:
     torch.manual_seed(0)
     rotary = rg.nn.Rotary(scaling=Dynamic(2.0, original=4))
-    config = rg.models.LanguageConfig(vocabulary=50, width=16, layers=2, heads=2, hidden=32, rotary=rotary)
+    config = rg.models.LanguageConfig(vocabulary=50, d_model=16, layers=2, heads=2, d_hidden=32, rotary=rotary)
     return rg.models.LanguageModel(config).eval().double()
 
 

@@ -19,8 +19,8 @@ import regard as rg
 from regard.engines import native
 from regard.engines.packed_linear import PackedWeight
 
-needs_kernels = pytest.mark.skipif(bool(native.missing()), reason="needs the compiled library")
-CONFIG = rg.models.LanguageConfig(vocabulary=5000, width=64, layers=2, heads=4, hidden=96, positions=16)
+needs_kernels = pytest.mark.skipif(bool(native.why_missing()), reason="needs the compiled library")
+CONFIG = rg.models.LanguageConfig(vocabulary=5000, d_model=64, layers=2, heads=4, d_hidden=96, positions=16)
 IDS = torch.arange(12).view(2, 6) * 400
 THAW = r"rg\.nn\.thaw\(model\)"
 
@@ -237,7 +237,7 @@ def test_what_cannot_be_packed_stays_and_is_returned():
     left = rg.nn.freeze(model)
     assert left.keys() == {"wide.weight", "narrow.weight", "small.weight", "meta.weight"}
     assert not any(isinstance(each, PackedWeight) for each in model.parameters())
-    if not native.missing():
+    if not native.why_missing():
         assert "float64" in left["wide.weight"]
         assert "padded" in left["small.weight"]
 
@@ -266,7 +266,7 @@ MODELS = {
     "untied": lambda: (
         rg.models.LanguageModel(
             rg.models.LanguageConfig(
-                320, 64, 2, 4, 96, groups=2, rotary=rg.nn.Rotary(), norm="rms", gated=True, bias=False, tied=False
+                320, 64, 2, 4, 96, kv_heads=2, rotary=rg.nn.Rotary(), norm="rms", gated=True, bias=False, tied=False
             )
         ),
         (IDS // 20,),
@@ -306,7 +306,7 @@ def test_models_give_the_same_values_and_gradients(name):
 @needs_kernels
 def test_generation_and_loss_of_a_frozen_model():
     plain, model = language_model(), frozen()
-    for mine, theirs in zip(model.generate(IDS, limit=5), plain.generate(IDS, limit=5), strict=True):
+    for mine, theirs in zip(model.generate(IDS, max_new_tokens=5), plain.generate(IDS, max_new_tokens=5), strict=True):
         assert torch.equal(mine, theirs)
     packed = rg.pack(list(IDS))
     torch.testing.assert_close(model.loss(packed, IDS.flatten()), plain.loss(packed, IDS.flatten()))
@@ -316,7 +316,7 @@ def test_generation_and_loss_of_a_frozen_model():
 
 @needs_kernels
 def test_cross_attention_takes_rows_of_a_packed_weight():
-    for options in ({}, {"d_source": 48}, {"d_head": 12, "groups": 1}):
+    for options in ({}, {"d_source": 48}, {"d_head": 12, "kv_heads": 1}):
         plain = rg.nn.MultiHeadAttention(64, 4, **options)
         layer = frozen(copy.deepcopy(plain))
         x, source = torch.randn(2, 5, 64), torch.randn(2, 7, options.get("d_source", 64))

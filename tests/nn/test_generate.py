@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from regard.nn import Beam, Greedy, Sample, State
-from regard.nn.generate import follow, generate
+from regard.nn import Beam, GenerationState, Greedy, Sample
+from regard.nn.generate import generate, generate_steps
 
 
 class Chain:
@@ -20,7 +20,7 @@ class Chain:
         self.table = torch.randn(vocabulary, vocabulary, vocabulary, generator=torch.Generator().manual_seed(seed)) * 2
         self.ids = torch.empty(0, 0, dtype=torch.long)
 
-    def state(self) -> State:
+    def state(self) -> GenerationState:
         chain = self
 
         class Tokens:
@@ -31,7 +31,7 @@ class Chain:
             self.ids = ids if not self.ids.numel() else torch.cat([self.ids, ids], 1)
             return self.table[self.ids[:, -2], self.ids[:, -1]]
 
-        return State(forward, [Tokens()])  # type: ignore[list-item]
+        return GenerationState(forward, [Tokens()])  # type: ignore[list-item]
 
     def score(self, start: list[int], tokens: tuple[int, ...]) -> float:
         ids, total = [*start], 0.0
@@ -45,7 +45,7 @@ PROMPTS = torch.tensor([[0, 1], [2, 3], [4, 4]])
 
 
 def test_greedy_takes_the_most_likely_token() -> None:
-    found = generate(Chain().state(), PROMPTS, strategy=Greedy(), limit=6)
+    found = generate(Chain().state(), PROMPTS, strategy=Greedy(), max_new_tokens=6)
     chain = Chain()
     for start, tokens in zip(PROMPTS.tolist(), found, strict=True):
         ids = list(start)
@@ -56,7 +56,7 @@ def test_greedy_takes_the_most_likely_token() -> None:
 
 @pytest.mark.parametrize("seed", range(5))
 def test_a_wide_beam_finds_the_best_sequence_of_all(seed: int) -> None:
-    found = generate(Chain(seed=seed).state(), PROMPTS, strategy=Beam(width=125), limit=4)
+    found = generate(Chain(seed=seed).state(), PROMPTS, strategy=Beam(width=125), max_new_tokens=4)
     chain = Chain(seed=seed)
     for start, tokens in zip(PROMPTS.tolist(), found, strict=True):
         best = max(itertools.product(range(5), repeat=4), key=lambda t, s=start: chain.score(s, t))
@@ -66,7 +66,7 @@ def test_a_wide_beam_finds_the_best_sequence_of_all(seed: int) -> None:
 @pytest.mark.parametrize("penalty", [0.0, 1.0, 2.0])
 def test_a_beam_weighs_length_as_it_is_told(penalty: float) -> None:
     found = generate(
-        Chain(seed=3).state(), PROMPTS, strategy=Beam(width=200, length_penalty=penalty), limit=4, stop=[0]
+        Chain(seed=3).state(), PROMPTS, strategy=Beam(width=200, length_penalty=penalty), max_new_tokens=4, stop=[0]
     )
     chain = Chain(seed=3)
     for start, tokens in zip(PROMPTS.tolist(), found, strict=True):
@@ -78,19 +78,19 @@ def test_a_beam_weighs_length_as_it_is_told(penalty: float) -> None:
 
 @pytest.mark.parametrize("strategy", [Greedy(), Beam(width=3)], ids=["greedy", "beam"])
 def test_one_stop_token_need_not_be_a_list(strategy: Greedy | Beam) -> None:
-    whole = generate(Chain().state(), PROMPTS, strategy=strategy, limit=8)
+    whole = generate(Chain().state(), PROMPTS, strategy=strategy, max_new_tokens=8)
     token = whole[0][3]
-    several = generate(Chain().state(), PROMPTS, strategy=strategy, limit=8, stop=[int(token)])
+    several = generate(Chain().state(), PROMPTS, strategy=strategy, max_new_tokens=8, stop=[int(token)])
     for one in (int(token), np.int64(int(token))):
-        found = generate(Chain().state(), PROMPTS, strategy=strategy, limit=8, stop=one)
+        found = generate(Chain().state(), PROMPTS, strategy=strategy, max_new_tokens=8, stop=one)
         assert [row.tolist() for row in found] == [row.tolist() for row in several]
 
 
 def test_a_row_ends_before_its_stop_token() -> None:
-    whole = generate(Chain().state(), PROMPTS, strategy=Greedy(), limit=8)
+    whole = generate(Chain().state(), PROMPTS, strategy=Greedy(), max_new_tokens=8)
     stop = int(whole[0][3])
     for tokens, all_tokens in zip(
-        generate(Chain().state(), PROMPTS, strategy=Greedy(), limit=8, stop=[stop]), whole, strict=True
+        generate(Chain().state(), PROMPTS, strategy=Greedy(), max_new_tokens=8, stop=[stop]), whole, strict=True
     ):
         before = all_tokens.tolist()
         assert tokens.tolist() == (before[: before.index(stop)] if stop in before else before)
@@ -98,7 +98,7 @@ def test_a_row_ends_before_its_stop_token() -> None:
 
 def test_nothing_is_computed_after_the_last_token() -> None:
     chain = Chain()
-    steps = list(follow(chain.state(), PROMPTS, Greedy(), limit=3))
+    steps = list(generate_steps(chain.state(), PROMPTS, Greedy(), max_new_tokens=3))
     assert len(steps) == 3
     assert chain.ids.shape[1] == 2 + 2
 
@@ -116,7 +116,7 @@ def test_sampling_keeps_to_the_most_likely() -> None:
 
 
 def test_a_seed_makes_sampling_reproducible() -> None:
-    found = [generate(Chain().state(), PROMPTS, strategy=Sample(seed=7), limit=9) for _ in range(2)]
+    found = [generate(Chain().state(), PROMPTS, strategy=Sample(seed=7), max_new_tokens=9) for _ in range(2)]
     assert [t.tolist() for t in found[0]] == [t.tolist() for t in found[1]]
 
 

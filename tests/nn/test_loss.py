@@ -11,7 +11,7 @@ from torch import Tensor
 
 from regard.nn import loss as module
 from regard.nn import token_loss
-from regard.nn.loss import loss_among
+from regard.nn.loss import restricted_loss
 
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
@@ -20,7 +20,7 @@ from regard.nn.loss import loss_among
 def test_loss_and_gradients_are_those_of_cross_entropy(
     monkeypatch: pytest.MonkeyPatch, count: int, biased: bool, smoothing: float
 ) -> None:
-    monkeypatch.setattr(module, "ROWS", 8)
+    monkeypatch.setattr(module, "CHUNK_ROWS", 8)
     torch.manual_seed(count)
     hidden, weight = (torch.randn(n, 5, dtype=torch.float64, requires_grad=True) for n in (count, 13))
     bias = torch.randn(13, dtype=torch.float64, requires_grad=True) if biased else None
@@ -62,7 +62,7 @@ def test_sums_over_many_tokens_are_at_least_as_exact_as_those_of_torch(dtype: to
 def test_capped_logits_give_the_loss_and_gradients_of_cross_entropy(
     monkeypatch: pytest.MonkeyPatch, smoothing: float
 ) -> None:
-    monkeypatch.setattr(module, "ROWS", 4)
+    monkeypatch.setattr(module, "CHUNK_ROWS", 4)
     torch.manual_seed(0)
     leaves = [torch.randn(n, 5, dtype=torch.float64, requires_grad=True) for n in (9, 13)]
     bias = torch.randn(13, dtype=torch.float64, requires_grad=True)
@@ -134,7 +134,7 @@ def test_a_loss_among_allowed_classes_is_that_without_the_others(smoothing: floa
     torch.manual_seed(0)
     logits, targets = torch.randn(6, 9, dtype=torch.float64, requires_grad=True), torch.randint(0, 9, (6,))
     allowed = (torch.rand(6, 9) < 0.5).index_put((torch.arange(6), targets), torch.tensor(True))
-    found, right = loss_among(logits, targets, allowed, smoothing=smoothing), torch.zeros(()).double()
+    found, right = restricted_loss(logits, targets, allowed, smoothing=smoothing), torch.zeros(()).double()
     for row, target, classes in zip(logits, targets, allowed, strict=True):
         place = classes[:target].sum()[None]
         right = right + F.cross_entropy(row[classes][None], place, label_smoothing=smoothing)

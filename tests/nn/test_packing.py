@@ -15,13 +15,13 @@ from regard.nn import (
     Encoder,
     FeedForward,
     First,
+    LayerContext,
     Max,
     Mean,
     MultiHeadAttention,
     PostNorm,
     RelativeBias,
     Rotary,
-    Shared,
 )
 
 LENGTHS = (5, 1, 9, 3)
@@ -53,7 +53,7 @@ def test_a_packed_batch_gives_what_a_padded_one_gives_and_its_gradients(mask, re
     torch.manual_seed(0)
     encoder = Encoder([block(mask=mask) for _ in range(2)], bias=RelativeBias(2) if relative else None)
     packed = rg.pack([torch.randn(n, 16) for n in LENGTHS])
-    ours = encoder(packed.values[None], shared=Shared(packed.mask, positions=packed.positions))[0]
+    ours = encoder(packed.values[None], context=LayerContext(packed.mask, positions=packed.positions))[0]
     real = torch.arange(9) < torch.tensor(LENGTHS)[:, None]
     theirs = encoder(padded(packed), mask=rg.padding(LENGTHS))[real]
     torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5)
@@ -69,8 +69,8 @@ def test_packed_targets_look_at_their_own_packed_sources() -> None:
     torch.manual_seed(0)
     decoder = Decoder([block(cross=True, mask=rg.causal()) for _ in range(2)])
     target, source = (rg.pack([torch.randn(n, 16) for n in lengths]) for lengths in (LENGTHS, (2, 7, 4, 6)))
-    shared = Shared(target.mask, positions=target.positions)
-    ours = decoder(target.values[None], source.values[None], shared=shared, source_mask=target.over(source))[0]
+    shared = LayerContext(target.mask, positions=target.positions)
+    ours = decoder(target.values[None], source.values[None], context=shared, source_mask=target.cross_mask(source))[0]
     real = torch.arange(9) < torch.tensor(LENGTHS)[:, None]
     theirs = decoder(padded(target), padded(source), source_mask=rg.padding((2, 7, 4, 6)))[real]
     torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5)
@@ -105,6 +105,6 @@ def test_packing_says_what_it_takes() -> None:
     with pytest.raises(TypeError, match=r"must come from regard\.pack"):
         rg.unpack([torch.zeros(2)])
     with pytest.raises(ValueError, match="must hold as many sequences, but hold 1 and 2"):
-        rg.pack([[1], [2]]).over(rg.pack([[1]]))
+        rg.pack([[1], [2]]).cross_mask(rg.pack([[1]]))
     with pytest.raises(ValueError, match="sum to the 3 packed tokens, but sum to 2"):
         rg.Packed(torch.zeros(3), (1, 1))

@@ -17,13 +17,13 @@ from regard.models import LanguageConfig, LanguageModel, Transformer, Transforme
 from regard.nn import (
     Block,
     Cache,
+    CrossCache,
     Decoder,
     Encoder,
     FixedCache,
-    Memory,
+    LayerContext,
     MultiHeadAttention,
     Rotary,
-    Shared,
     WindowCache,
 )
 
@@ -42,7 +42,7 @@ def later_is_better(score: Tensor, b: Tensor, h: Tensor, q_index: Tensor, k_inde
 SCHEMES: dict[str, dict] = {
     "none": {},
     "rotary": {"rotary": Rotary()},
-    "part of a head, interleaved": {"rotary": Rotary(width=2, interleaved=True)},
+    "part of a head, interleaved": {"rotary": Rotary(d_rotary=2, interleaved=True)},
     "yarn": {"rotary": Rotary(scaling=rg.positions.Yarn(4.0, original=8))},
     "dynamic within its length": {"rotary": Rotary(scaling=rg.positions.Dynamic(2.0, original=N))},
     "alibi": {"bias": rg.alibi(H)},
@@ -98,7 +98,7 @@ def attention(scheme: str, mask: str, **more: object) -> MultiHeadAttention:
     torch.manual_seed(0)
     described = {name: part for name, part in SCHEMES[scheme].items() if name != "rotary"}
     attend = rg.Attention(mask=MASKS[mask], **described)
-    layer = MultiHeadAttention(H * D, H, groups=2, attend=attend, rotary=SCHEMES[scheme].get("rotary"), **more)
+    layer = MultiHeadAttention(H * D, H, kv_heads=2, attend=attend, rotary=SCHEMES[scheme].get("rotary"), **more)
     return layer.double().eval()
 
 
@@ -124,7 +124,7 @@ def test_a_module_decodes_what_the_whole_pass_computes(scheme: str, mask: str, x
     for cache, steps in ((layer.cache(), STEPS[0]), (Cache(2), STEPS[1]), (FixedCache(N), STEPS[2])):
         found = [layer(x[:, at], cache=cache) for at in spans(steps)]
         close(torch.cat(found, 1), layer(x, mask=seen_so_far(steps)))
-        assert cache.seen == N
+        assert cache.seen_tokens == N
 
 
 @pytest.mark.parametrize("mask", [mask for mask in MASKS if "window" in mask])
@@ -241,7 +241,9 @@ def test_a_rotation_by_the_length_of_the_whole_raises_beyond_it(x: Tensor) -> No
 def test_rows_that_begin_with_filler_are_as_those_that_do_not(scheme: str, mask: str, x: Tensor) -> None:
     layer, filler = attention(scheme, mask), torch.tensor([0, 5])
     for cache in (layer.cache(), Cache()):
-        found = torch.cat([layer(x[:, at], shared=Shared(filler=filler), cache=cache) for at in spans((7, 1, 1, 3))], 1)
+        found = torch.cat(
+            [layer(x[:, at], context=LayerContext(left_padding=filler), cache=cache) for at in spans((7, 1, 1, 3))], 1
+        )
         close(found[:1], layer(x[:1]))
         close(found[1:, 5:], layer(x[1:, 5:]))
 
@@ -249,7 +251,7 @@ def test_rows_that_begin_with_filler_are_as_those_that_do_not(scheme: str, mask:
 def test_filler_next_to_what_counts_from_the_first_key_raises(x: Tensor) -> None:
     for scheme, mask in (("none", "window or global"), ("none", "bigbird"), ("a score function", "causal")):
         with pytest.raises(ValueError, match="counts positions from the first key, which is filler"):
-            attention(scheme, mask)(x, shared=Shared(filler=torch.tensor([0, 5])), cache=Cache())
+            attention(scheme, mask)(x, context=LayerContext(left_padding=torch.tensor([0, 5])), cache=Cache())
 
 
 @pytest.mark.parametrize("mask", ["causal", "window", "window and where", "window or global"])
@@ -299,20 +301,20 @@ def test_cross_attention_decodes_what_the_whole_pass_computes(case: str, d_sourc
     layer = MultiHeadAttention(
         H * D, H, attend=attend, d_source=d_source, rotary=described.get("rotary"), query_norm=nn.LayerNorm(D)
     )
-    layer, source, shared = layer.double().eval(), table(2, 5, d_source or H * D), Shared(mask)
+    layer, source, shared = layer.double().eval(), table(2, 5, d_source or H * D), LayerContext(mask)
     expected = layer(x, source, mask=mask)
     for steps in STEPS:
-        memory = Memory()
+        memory = CrossCache()
         found = [layer(x[:, at], source if at.start == 0 else None, mask=mask, cache=memory) for at in spans(steps)]
         close(torch.cat(found, 1), expected)
     beams = x.repeat_interleave(3, 0) + table(6, N, 1)
     if case in ("a window and lengths",):
         with pytest.raises(ValueError, match="one number for each of the 6 batch rows"):
-            layer(beams[:, :1], source, shared=shared, cache=Memory())
+            layer(beams[:, :1], source, context=shared, cache=CrossCache())
         return
     lengths = rg.padding([5, 5, 5, 3, 3, 3]) if case == "lengths" else mask
-    expected, memory = layer(beams, source.repeat_interleave(3, 0), mask=lengths), Memory()
-    found = [layer(beams[:, at], source, shared=shared, cache=memory) for at in spans(STEPS[1])]
+    expected, memory = layer(beams, source.repeat_interleave(3, 0), mask=lengths), CrossCache()
+    found = [layer(beams[:, at], source, context=shared, cache=memory) for at in spans(STEPS[1])]
     close(torch.cat(found, 1), expected)
 
 
@@ -339,25 +341,25 @@ def test_queries_and_sources_of_other_lengths_are_rotated_by_their_own_positions
         expected = out @ layer.output.weight.T + layer.output.bias
         at = torch.arange(start, start + q.shape[2])
         close(layer(query, source, positions=at), expected)
-        close(layer(query, source, shared=Shared(positions=at, key_positions=torch.arange(5))), expected)
+        close(layer(query, source, context=LayerContext(positions=at, key_positions=torch.arange(5))), expected)
         if not start:
             close(layer(query, source), expected)
-            close(layer(query, source, cache=Memory()), expected)
+            close(layer(query, source, cache=CrossCache()), expected)
 
 
 @torch.no_grad()
 def test_a_memory_raises_for_what_it_does_not_hold(x: Tensor) -> None:
-    layer, source, memory = attention("none", "none"), table(2, 5, H * D), Memory()
+    layer, source, memory = attention("none", "none"), table(2, 5, H * D), CrossCache()
     layer(x[:, :1], source, cache=memory)
     layer(x[:, 1:2], source.clone(), cache=memory)
     with pytest.raises(ValueError, match="keys and values of another source"):
         layer(x[:, 1:2], source + 1, cache=memory)
     with pytest.raises(ValueError, match="a multiple of the 2 sources"):
         layer(x[:1, 1:2], None, cache=memory)
-    with pytest.raises(ValueError, match="decode with a Memory"):
+    with pytest.raises(ValueError, match="decode with a CrossCache"):
         layer(x[:, :1], source, cache=Cache())
     with pytest.raises(ValueError, match="give the description an offset"):
-        attention("none", "window")(x[:, :1], source, cache=Memory())
+        attention("none", "window")(x[:, :1], source, cache=CrossCache())
     memory.reorder(torch.tensor([0, 0, 1, 1]))
     memory.reorder(torch.tensor([1, 0, 2, 2]))
     with pytest.raises(ValueError, match="a row of its own source"):
@@ -392,8 +394,8 @@ def test_an_encoder_decodes_what_the_whole_pass_computes(parts: str, bias: bool,
     stack = Encoder([block(*part) for part in STACKS[parts]], bias=relative, repeat=repeat, norm=nn.LayerNorm(H * D))
     stack = stack.double().eval()
     for steps in STEPS[:2]:
-        expected, caches = stack(x, mask=seen_so_far(steps)), stack.caches()
-        close(torch.cat([stack(x[:, at], caches=caches) for at in spans(steps)], 1), expected)
+        expected, caches = stack(x, mask=seen_so_far(steps)), stack.cache()
+        close(torch.cat([stack(x[:, at], cache=caches) for at in spans(steps)], 1), expected)
 
 
 @pytest.mark.parametrize("repeat", [1, 2])
@@ -419,19 +421,19 @@ def test_checkpointing_and_caches_raise_together(x: Tensor) -> None:
     encoder = Encoder([block("rotary", "causal")], checkpointing=True).double()
     decoder = Decoder([block("rotary", "causal", True)], checkpointing=True).double()
     with pytest.raises(ValueError, match="checkpointing computes blocks again"):
-        encoder(x, caches=encoder.caches())
+        encoder(x, cache=encoder.cache())
     with pytest.raises(ValueError, match="checkpointing computes blocks again"):
         decoder(x, table(2, 5, H * D), cache=decoder.cache())
-    caches, expected = encoder.caches(), encoder(x)
+    caches, expected = encoder.cache(), encoder(x)
     with torch.no_grad():
-        close(torch.cat([encoder(x[:, at], caches=caches) for at in spans(STEPS[1])], 1), expected.detach())
+        close(torch.cat([encoder(x[:, at], cache=caches) for at in spans(STEPS[1])], 1), expected.detach())
 
 
 def test_every_run_of_a_layer_has_a_cache(x: Tensor) -> None:
     stack = Encoder([block("rotary", "causal"), block("rotary", "window")], repeat=2).double()
-    for caches in ([Cache()] * 4, [Cache(), Cache()], stack.caches()[:3]):
-        with pytest.raises(ValueError, match="caches must be 4 different ones"):
-            stack(x, caches=caches)
+    for caches in ([Cache()] * 4, [Cache(), Cache()], stack.cache()[:3]):
+        with pytest.raises(ValueError, match="cache must be 4 different ones"):
+            stack(x, cache=caches)
 
 
 def test_gradients_through_one_step_with_a_cache_are_those_without(x: Tensor) -> None:
@@ -448,21 +450,27 @@ def test_gradients_through_one_step_with_a_cache_are_those_without(x: Tensor) ->
 @torch.no_grad()
 def test_a_compiled_stack_decodes_what_the_whole_pass_computes(parts: str, x: Tensor) -> None:
     stack = Encoder([block(*part) for part in STACKS[parts]]).double().eval()
-    compiled, caches = torch.compile(stack, backend="eager"), stack.caches()
-    found = [compiled(x[:, at], caches=caches) for at in spans((6, 1, 1, 4))]
+    compiled, caches = torch.compile(stack, backend="eager"), stack.cache()
+    found = [compiled(x[:, at], cache=caches) for at in spans((6, 1, 1, 4))]
     close(torch.cat(found, 1), stack(x))
 
 
 # Models
 
 
-SIZE = {"vocabulary": 20, "width": 16, "layers": 2, "heads": 4, "hidden": 16}
+SIZE = {"vocabulary": 20, "d_model": 16, "layers": 2, "heads": 4, "d_hidden": 16}
 LANGUAGE = {
     "learned": {},
     "rotary": {"rotary": Rotary()},
     "windows": {"rotary": Rotary(), "windows": (4, None)},
-    "llama": {"rotary": Rotary(scaling=rg.positions.Linear(2.0)), "norm": "rms", "gated": True, "groups": 2},
-    "gemma": {"rotary": Rotary(width=2), "qk_norm": True, "windows": (3,), "softcap": 5.0, "arrangement": "sandwich"},
+    "llama": {"rotary": Rotary(scaling=rg.positions.Linear(2.0)), "norm": "rms", "gated": True, "kv_heads": 2},
+    "gemma": {
+        "rotary": Rotary(d_rotary=2),
+        "qk_norm": True,
+        "windows": (3,),
+        "softcap": 5.0,
+        "arrangement": "sandwich",
+    },
 }
 
 
@@ -474,11 +482,11 @@ def test_a_language_model_decodes_what_the_whole_pass_computes(kind: str) -> Non
     ids = torch.randint(20, (2, N))
     expected = model(ids)
     for steps in STEPS:
-        state, _ = model.begin(ids)
+        state, _ = model.start_generation(ids)
         for at in spans(steps):
             close(state.step(ids[:, at]), expected[:, at.stop - 1])
     prompts = [ids[0, :7], ids[1, :2]]
-    state, first = model.begin(prompts)
+    state, first = model.start_generation(prompts)
     state.step(first)
     for at in (slice(0, 1), slice(1, 4), slice(4, 5)):
         found = state.step(ids[:, 7:][:, at])
@@ -504,13 +512,13 @@ def test_a_transformer_decodes_what_the_whole_pass_computes(position: str, lengt
     )
     expected = model(source, target, mask)
     for steps in STEPS:
-        state, _ = model.begin(source, mask)
+        state, _ = model.start_generation(source, mask)
         for at in spans(steps):
             close(state.step(target[:, at]), expected[:, at.stop - 1])
     beams = target[[0, 1, 0, 1]].flip(1)
     beams[:, 0] = target[[0, 0, 1, 1], 0]
     expected = model(source[[0, 0, 1, 1]], beams, mask[[0, 0, 1, 1]])
-    state, _ = model.begin(source, mask)
+    state, _ = model.start_generation(source, mask)
     state.step(target[:, :1])
     state.reorder(torch.tensor([0, 0, 1, 1]))
     for at in (slice(1, 4), slice(4, 5)):
@@ -528,6 +536,6 @@ def test_whisper_decodes_what_the_whole_pass_computes() -> None:
     sound, target = table(2, 9, 6), torch.randint(20, (2, N))
     mask = torch.arange(9) < torch.tensor([9, 4])[:, None]
     expected = model(sound, target, mask)
-    state, _ = model.begin(sound, mask)
+    state, _ = model.start_generation(sound, mask)
     for at in spans(STEPS[1]):
         close(state.step(target[:, at]), expected[:, at.stop - 1])

@@ -14,12 +14,12 @@ from regard.nn import (
     Encoder,
     FeedForward,
     GatedFeedForward,
+    LayerContext,
     MultiHeadAttention,
     PostNorm,
     PreNorm,
     RelativeBias,
     SandwichNorm,
-    Shared,
     UnitRMSNorm,
 )
 
@@ -86,7 +86,7 @@ def test_one_relative_bias_serves_all_layers_and_learns() -> None:
     without = stack(PreNorm)
     without.load_state_dict({k: v for k, v in encoder.state_dict().items() if not k.startswith("bias")})
     table = encoder.bias.table
-    torch.testing.assert_close(encoder(x), without(x, shared=Shared(bias=rg.t5(table))))
+    torch.testing.assert_close(encoder(x), without(x, context=LayerContext(bias=rg.t5(table))))
     encoder(x).square().sum().backward()
     assert table.grad is not None
     assert bool(table.grad.any())

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.autograd import gradcheck
 
 import regard as rg
-from regard.geometry import At, Frame
+from regard.geometry import Frame, Indices
 from regard.positions.biases import T5, Alibi, Bias
 
 B, H, Q, K, D, E = 2, 3, 5, 7, 4, 3
@@ -25,7 +25,7 @@ def normal(*shape: int, seed: int = 0) -> Tensor:
 def tile(bias: Bias, offset: int | Tensor, query: Tensor | None = None, scale: float | Tensor = 1.0) -> Tensor:
     """What the bias adds to the logits of a whole call."""
     query = normal(B, H, Q, D) if query is None else query
-    return bias.tile(Frame(B, H, Q, K, offset).at(), query, scale).expand(B, H, Q, K)
+    return bias.tile(Frame(B, H, Q, K, offset).indices(), query, scale).expand(B, H, Q, K)
 
 
 def looped(function, offset: int | Tensor) -> Tensor:
@@ -153,10 +153,10 @@ def test_a_bias_is_the_same_in_a_part_and_at_single_places(bias: Bias, offset: i
     frame, query = Frame(B, H, Q, K, offset), normal(B, H, Q, D)
     whole = tile(bias, offset, query)
     box = (slice(1, 2), slice(1, 3), slice(2, 5), slice(3, 6))
-    part = bias.tile(frame.at(*box), query[box[:3]], 1.0)
+    part = bias.tile(frame.indices(*box), query[box[:3]], 1.0)
     torch.testing.assert_close(part.expand(1, 2, 3, 3), whole[box])
     b, h, i, j = (torch.arange(n) for n in (B, H, Q, K))
-    scattered = At(frame, b[:, None, None, None], h[:, None, None], i[:, None], j)
+    scattered = Indices(frame, b[:, None, None, None], h[:, None, None], i[:, None], j)
     torch.testing.assert_close(bias.tile(scattered, query, 1.0).expand(whole.shape), whole)
 
 
@@ -224,8 +224,10 @@ def test_a_sum_of_biases_adds_what_each_adds(offset: int | Tensor) -> None:
 def test_a_sum_of_two_shaws_adds_both_value_halves() -> None:
     frame, weights = Frame(B, H, Q, K, 0), normal(B, H, Q, K).softmax(-1)
     one, other = rg.shaw(normal(3, D), normal(3, E)), rg.shaw(normal(5, D), normal(5, E, seed=1))
-    both = (one + rg.alibi(H) + other).aggregate(frame.at(), weights)
-    torch.testing.assert_close(both, one.aggregate(frame.at(), weights) + other.aggregate(frame.at(), weights))
+    both = (one + rg.alibi(H) + other).aggregate(frame.indices(), weights)
+    torch.testing.assert_close(
+        both, one.aggregate(frame.indices(), weights) + other.aggregate(frame.indices(), weights)
+    )
 
 
 @pytest.mark.parametrize("engine", ["reference", "tiled"])
@@ -269,7 +271,7 @@ def test_gradients_of_tables_equal_finite_differences(name: str, engine: str, mo
         )
 
     # rows that see nothing have log-sum-exp -inf, of which there is no finite difference
-    visible = rg.window(4, 2).allows(Frame(B, H, Q, K, torch.tensor([2, -1])).at()).any(-1).expand(B, H, Q)
+    visible = rg.window(4, 2).allows(Frame(B, H, Q, K, torch.tensor([2, -1])).indices()).any(-1).expand(B, H, Q)
 
     def finite_outputs(table: Tensor) -> tuple[Tensor, Tensor]:
         output, lse = outputs(table)

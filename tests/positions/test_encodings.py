@@ -8,18 +8,18 @@ import torch
 from regard.positions.encodings import learned, sinusoidal
 
 
-def formula(length, width):
-    table = torch.empty(length, width, dtype=torch.float64)
+def formula(length, d_model):
+    table = torch.empty(length, d_model, dtype=torch.float64)
     for pos in range(length):
-        for channel in range(width):
-            angle = pos / 10000 ** (2 * (channel // 2) / width)
+        for channel in range(d_model):
+            angle = pos / 10000 ** (2 * (channel // 2) / d_model)
             table[pos, channel] = math.cos(angle) if channel % 2 else math.sin(angle)
     return table
 
 
-@pytest.mark.parametrize(("length", "width"), [(1, 1), (7, 2), (33, 8), (20, 5), (3, 64), (0, 4)])
-def test_the_sinusoidal_table_is_the_formula_also_for_odd_widths(length, width):
-    torch.testing.assert_close(sinusoidal(length, width, dtype=torch.float64), formula(length, width))
+@pytest.mark.parametrize(("length", "d_model"), [(1, 1), (7, 2), (33, 8), (20, 5), (3, 64), (0, 4)])
+def test_the_sinusoidal_table_is_the_formula_also_for_odd_widths(length, d_model):
+    torch.testing.assert_close(sinusoidal(length, d_model, dtype=torch.float64), formula(length, d_model))
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
@@ -59,15 +59,15 @@ def test_a_learned_table_is_a_parameter_with_the_asked_spread_and_follows_the_se
     ("call", "kind", "message"),
     [
         (lambda: sinusoidal(-1, 4), ValueError, "length must be at least 0, but is -1"),
-        (lambda: sinusoidal(4, 0), ValueError, "width must be at least 1, but is 0"),
+        (lambda: sinusoidal(4, 0), ValueError, "d_model must be at least 1, but is 0"),
         (lambda: sinusoidal(4.0, 4), TypeError, "length must be an integer, but is float 4.0"),
-        (lambda: sinusoidal(4, True), TypeError, "width must be an integer, but is bool"),
+        (lambda: sinusoidal(4, True), TypeError, "d_model must be an integer, but is bool"),
         (
             lambda: sinusoidal(4, 4, dtype=torch.int64),
             TypeError,
             "dtype must be a floating point dtype, but is torch.int64",
         ),
-        (lambda: learned(4, "8"), TypeError, "width must be an integer, but is str"),
+        (lambda: learned(4, "8"), TypeError, "d_model must be an integer, but is str"),
         (lambda: learned(4, 8, std=-1.0), ValueError, "std must be finite and not negative, but is -1.0"),
         (lambda: learned(4, 8, std="big"), TypeError, "std must be a number, but is str"),
     ],

@@ -13,39 +13,39 @@ LLAMA3 = Llama3(8.0, low_frequency=1.0, high_frequency=4.0, original=64)
 SCALINGS = [None, Linear(4.0), Dynamic(2.0, original=4), Yarn(4.0, original=64), LLAMA3]
 
 
-def turned(vector, position, frequencies, width, interleaved, magnitude=1.0):
+def turned(vector, position, frequencies, d_rotary, interleaved, magnitude=1.0):
     """One token: each pair of channels is a complex number, multiplied by exp(i angle)."""
     result = list(vector)
     for i, frequency in enumerate(frequencies):
-        at = (2 * i, 2 * i + 1) if interleaved else (i, i + width // 2)
+        at = (2 * i, 2 * i + 1) if interleaved else (i, i + d_rotary // 2)
         z = complex(vector[at[0]], vector[at[1]]) * cmath.rect(magnitude, position * frequency)
         result[at[0]], result[at[1]] = z.real, z.imag
     return result
 
 
-def plain(base, width):
-    return [base ** (-2 * i / width) for i in range(width // 2)]
+def plain(base, d_rotary):
+    return [base ** (-2 * i / d_rotary) for i in range(d_rotary // 2)]
 
 
-def naive(x, positions, base, width, interleaved):
+def naive(x, positions, base, d_rotary, interleaved):
     flat = torch.empty_like(x)
     for b in range(x.shape[0]):
         for h in range(x.shape[1]):
             for n in range(x.shape[2]):
                 position = int(positions[b][n])
-                values = turned(x[b, h, n].tolist(), position, plain(base, width), width, interleaved)
+                values = turned(x[b, h, n].tolist(), position, plain(base, d_rotary), d_rotary, interleaved)
                 flat[b, h, n] = torch.tensor(values, dtype=x.dtype)
     return flat
 
 
 @pytest.mark.parametrize("interleaved", [False, True])
-@pytest.mark.parametrize(("size", "width"), [(8, None), (8, 4), (7, 6), (6, 2)])
+@pytest.mark.parametrize(("size", "d_rotary"), [(8, None), (8, 4), (7, 6), (6, 2)])
 @pytest.mark.parametrize("base", [10000.0, 500])
-def test_every_pair_of_channels_turns_by_its_position_times_its_frequency(interleaved, size, width, base):
+def test_every_pair_of_channels_turns_by_its_position_times_its_frequency(interleaved, size, d_rotary, base):
     x = torch.randn(2, 3, 5, size, dtype=torch.float64)
     positions = torch.tensor([[0, 1, 2, 3, 4], [7, 7, 0, 1000, -3]])
-    out = rotary(x, positions, base=base, width=width, interleaved=interleaved)
-    torch.testing.assert_close(out, naive(x, positions, base, width or size, interleaved), rtol=0, atol=1e-12)
+    out = rotary(x, positions, base=base, d_rotary=d_rotary, interleaved=interleaved)
+    torch.testing.assert_close(out, naive(x, positions, base, d_rotary or size, interleaved), rtol=0, atol=1e-12)
 
 
 def test_positions_may_be_left_out_be_a_start_be_shared_or_be_one_row_each():
@@ -86,7 +86,7 @@ def test_gradients_are_those_of_finite_differences(scaling, interleaved):
     positions = torch.arange(3, 8)
 
     def run(x):
-        return rotary(x, positions, width=4, interleaved=interleaved, scaling=scaling)
+        return rotary(x, positions, d_rotary=4, interleaved=interleaved, scaling=scaling)
 
     assert torch.autograd.gradcheck(run, x)
     assert torch.autograd.gradgradcheck(run, x)
@@ -130,8 +130,8 @@ def test_inputs_that_are_expanded_transposed_or_empty_are_fine():
 
 def test_the_channels_beyond_the_width_pass_through():
     x = torch.randn(1, 1, 4, 10)
-    assert torch.equal(rotary(x, width=4)[..., 4:], x[..., 4:])
-    torch.testing.assert_close(rotary(x, width=4)[..., :4], rotary(x[..., :4]))
+    assert torch.equal(rotary(x, d_rotary=4)[..., 4:], x[..., 4:])
+    torch.testing.assert_close(rotary(x, d_rotary=4)[..., :4], rotary(x[..., :4]))
 
 
 def test_linear_scaling_divides_every_angle():
@@ -170,7 +170,7 @@ def test_dynamic_scaling_of_one_pair_changes_nothing_since_no_base_does():
 
 
 def test_yarn_keeps_fast_pairs_divides_slow_ones_and_ramps_between():
-    # base 10000, width 64, 4096 positions: pair(32) = 64 ln(4096 / 64 pi) / (2 ln 10000) = 10.47 -> 10,
+    # base 10000, d_rotary 64, 4096 positions: pair(32) = 64 ln(4096 / 64 pi) / (2 ln 10000) = 10.47 -> 10,
     # pair(1) = 64 ln(4096 / 2 pi) / (2 ln 10000) = 22.51 -> 23
     got = Yarn(4.0, original=4096).frequencies(10000.0, 64, torch.arange(3)).tolist()
     for i, (frequency, kept) in enumerate(zip(got, plain(10000.0, 64), strict=True)):
@@ -182,7 +182,7 @@ def test_yarn_keeps_fast_pairs_divides_slow_ones_and_ramps_between():
     ("base", "original", "first", "last"),
     [
         (100.0, 4096, 2, 6),  # pairs 2.62 and 5.63, of which only 0 ... 3 exist
-        (100.0, 100_000, 5, 7),  # pairs 5.39 and 8.40: the ramp ends at width - 1 at the latest
+        (100.0, 100_000, 5, 7),  # pairs 5.39 and 8.40: the ramp ends at d_rotary - 1 at the latest
         (10000.0, 64, 0, 2),  # pairs -0.50 and 1.01: it starts at 0 at the earliest
     ],
 )
@@ -224,7 +224,7 @@ def test_yarn_without_truncation_ramps_from_where_the_turns_are_met_exactly():
 def test_the_turned_channels_grow_by_the_magnitude_and_the_others_do_not(scaling, magnitude):
     assert scaling.magnitude == pytest.approx(magnitude, rel=1e-6)
     x = torch.randn(3, 12, dtype=torch.float64)
-    out = rotary(x, width=8, scaling=scaling)
+    out = rotary(x, d_rotary=8, scaling=scaling)
     torch.testing.assert_close(out[:, :8].norm(dim=1), x[:, :8].norm(dim=1) * scaling.magnitude)
     assert torch.equal(out[:, 8:], x[:, 8:])
 
@@ -252,8 +252,8 @@ def test_any_object_with_frequencies_and_a_magnitude_is_a_scaling():
     class Still:
         magnitude: float = 3.0
 
-        def frequencies(self, base, width, positions):
-            return torch.zeros(width // 2, dtype=torch.float64)
+        def frequencies(self, base, d_rotary, positions):
+            return torch.zeros(d_rotary // 2, dtype=torch.float64)
 
     x = torch.randn(5, 8)
     torch.testing.assert_close(rotary(x, scaling=Still()), 3 * x)
@@ -276,10 +276,10 @@ X = torch.zeros(2, 3, 5, 8)
         (lambda: rotary([1.0]), TypeError, "x must be a tensor, but is list; try torch.as_tensor"),
         (lambda: rotary(X.long()), TypeError, "x must be floating point, but is torch.int64; try x.float"),
         (lambda: rotary(X[0, 0, 0]), ValueError, "x must have the shape .* but its shape is .8,."),
-        (lambda: rotary(X[..., :7]), ValueError, "x must have an even width D .* but it is 7; try width=6"),
-        (lambda: rotary(X, width=3), ValueError, "width must be even and between 2 and D = 8, but is 3"),
-        (lambda: rotary(X, width=10), ValueError, "width must be even and between 2 and D = 8, but is 10"),
-        (lambda: rotary(X, width=0.5), TypeError, "width must be an integer, but is float 0.5"),
+        (lambda: rotary(X[..., :7]), ValueError, "x must have an even width D .* but it is 7; try d_rotary=6"),
+        (lambda: rotary(X, d_rotary=3), ValueError, "d_rotary must be even and between 2 and D = 8, but is 3"),
+        (lambda: rotary(X, d_rotary=10), ValueError, "d_rotary must be even and between 2 and D = 8, but is 10"),
+        (lambda: rotary(X, d_rotary=0.5), TypeError, "d_rotary must be an integer, but is float 0.5"),
         (lambda: rotary(X, base=0.0), ValueError, "base must be finite and greater than 1, but is 0.0"),
         (lambda: rotary(X, base="big"), TypeError, "base must be a number, but is str"),
         (

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import regard as rg
-from regard.models.sound import whisper_features
+from regard.models.audio import whisper_features
 
 WEIGHTS = Path(os.environ.get("REGARD_WEIGHTS", "weights")) / "whisper-base"
 CLIPS = sorted(Path(os.environ.get("REGARD_CLIPS", "/usr/share/pocketsphinx/test/data/librivox")).glob("*.wav"))

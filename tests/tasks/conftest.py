@@ -24,7 +24,13 @@ def start() -> Start:
     """Starts a function in a process of its own, which is cheap: a server has imported everything already."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(
-        ["tests.tasks.toy", "regard.tasks.parts", "regard.tasks.state", "accelerate", "torch.utils.tensorboard"]
+        [
+            "tests.tasks.tiny_runs",
+            "regard.training.sharded_checkpoint",
+            "regard.training.state",
+            "accelerate",
+            "torch.utils.tensorboard",
+        ]
     )
 
     def started(function: Callable[..., None], *args: Any) -> Any:

@@ -18,16 +18,17 @@ from typer.testing import CliRunner
 
 import regard
 from regard.cli import app
+from regard.data.readers import Row
+from regard.data.squad import SquadExample
+from regard.errors import BadRows
 from regard.models import QuestionAnswering
-from regard.tasks import Run, Sources, Trouble, begin, metrics, train
-from regard.tasks.answer import Answer, best
-from regard.tasks.data import Row
-from regard.tasks.export import export
-from regard.tasks.squad import Asked
-from regard.tasks.trouble import Bad
-from tests.models.theirs import randomised
-from tests.tasks.toy import begun as begun_other
-from tests.tasks.toy import sentences
+from regard.tasks import Run, Sources, UserError, create_run, train
+from regard.tasks.answer import Answer, best_answer
+from regard.training import metrics
+from regard.training.export import export
+from tests.models.transformers_models import randomize
+from tests.tasks.tiny_runs import new_run as new_other_run
+from tests.tasks.tiny_runs import sentences
 
 COLOURS, WHO = ("red", "blue"), ("cat", "dog", "bird")
 
@@ -52,60 +53,67 @@ def squad(folder: Path, paragraphs: Any, name: str = "data.json") -> Path:
 
 
 def small(**options: Any) -> Answer:
-    return Answer(**({"width": 32, "layers": 2, "heads": 2, "vocabulary": 300, "dropout": 0.0} | options))
+    return Answer(**({"d_model": 32, "layers": 2, "heads": 2, "vocabulary": 300, "dropout": 0.0} | options))
 
 
-def begun(folder: Path, paragraphs: Any = None, *, options: dict[str, Any] | None = None, **recipe: Any) -> Run:
+def new_run(folder: Path, paragraphs: Any = None, *, options: dict[str, Any] | None = None, **recipe: Any) -> Run:
     task = small(**(options or {}))
-    known = {"steps": 4, "tokens": 300, "warmup": 2, "evaluate_every": 50, "save_every": 50, "rate": 5e-3} | recipe
+    known = {
+        "steps": 4,
+        "tokens": 300,
+        "warmup": 2,
+        "evaluate_every": 50,
+        "save_every": 50,
+        "learning_rate": 5e-3,
+    } | recipe
     path = squad(folder, toys() if paragraphs is None else paragraphs)
-    return begin(folder / "run", task, replace(task.recipe, **known), Sources((str(path),), held=30))[0]
+    return create_run(folder / "run", task, replace(task.recipe, **known), Sources((str(path),), held_out=30))[0]
 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Run:
     torch.set_num_threads(1)
-    run = begun(tmp_path_factory.mktemp("answer"), steps=150, tokens=600)
+    run = new_run(tmp_path_factory.mktemp("answer"), steps=150, tokens=600)
     assert train(run).done
     return Run.open(run.folder)
 
 
 def said(run: Run, *given: str, skip: bool = False) -> list[Any]:
     rows = [Row(f"input {n}", (text,)) for n, text in enumerate(given, 1)]
-    return list(run.task.predict(run.model()[0], run.kit, rows, Bad(skip=skip)))
+    return list(run.task.predict(run.model()[0], run.processor, rows, BadRows(skip=skip)))
 
 
 def kit_of(*texts: str, **options: Any) -> Any:
-    return small(**options).learn([Row("", Asked(text, text, (), "")) for text in texts])
+    return small(**options).fit_processor([Row("", SquadExample(text, text, (), "")) for text in texts])
 
 
 # Learning
 
 
 def test_questions_are_answered_better_than_by_simple_means_and_those_without_an_answer_are_known(trained: Run) -> None:
-    rows = trained.task.read(trained.about["sources"]["data"][0], Bad())[:80]
-    ours = trained.task.evaluate(trained.model()[0], trained.kit, rows)
+    rows = trained.task.read(trained.about["sources"]["data"][0], BadRows())[:80]
+    ours = trained.task.evaluate(trained.model()[0], trained.processor, rows)
     assert ours["exact"] > 85
     assert ours["exact_unanswerable"] > 70
-    for theirs in trained.task.baselines(trained.kit, [], rows).values():
+    for theirs in trained.task.baselines(trained.processor, [], rows).values():
         assert ours["f1"] > theirs["f1"]
 
 
 def test_the_threshold_of_no_answer_is_settled_after_training_and_kept(trained: Run) -> None:
-    assert set(trained.kit.settled or {}) == {"threshold"}
+    assert set(trained.processor.calibration or {}) == {"threshold"}
     colour, none = said(trained, "which colour\tthe red cat sees", "which colour\tthe cat sees")
     assert (colour.output, none.output) == ("red", "")
     assert colour.score > 0.5 < none.score
-    always = replace(trained.kit, settled={"threshold": -1e9})
+    always = replace(trained.processor, calibration={"threshold": -1e9})
     rows = [Row("", ("which colour\tthe red cat sees",))]
-    assert next(trained.task.predict(trained.model()[0], always, rows, Bad())).output == ""
+    assert next(trained.task.predict(trained.model()[0], always, rows, BadRows())).output == ""
 
 
 def test_without_unanswerable_questions_everything_is_answered(tmp_path: Path) -> None:
     asked = [each for each in toys() if each["qas"][0]["answers"]]
-    run = begun(tmp_path, asked)
+    run = new_run(tmp_path, asked)
     assert train(run).done
-    assert run.kit.settled is None
+    assert run.processor.calibration is None
     assert all(made.output for made in said(run, "who does it\tthe cat sees", "zzz\tqqq"))
 
 
@@ -125,22 +133,25 @@ def test_an_answer_is_exactly_what_stands_in_the_context(context: str, trained: 
 def test_a_run_that_is_resumed_settles_on_the_same(trained: Run) -> None:
     again = Run.open(trained.folder)
     assert train(again).done
-    assert again.kit.settled == trained.kit.settled
+    assert again.processor.calibration == trained.processor.calibration
 
 
 # Windows
 
 
-def questions(task: Answer, kit: Any, *asked: Asked) -> Any:
-    return task.items(kit, [Row(f"row {n}", each) for n, each in enumerate(asked)], Bad())
+def questions(task: Answer, processor: Any, *asked: SquadExample) -> Any:
+    return task.dataset(processor, [Row(f"row {n}", each) for n, each in enumerate(asked)], BadRows())
 
 
 def test_windows_cover_a_long_context_and_share_tokens_and_are_one_item() -> None:
     task = small(longest=30, overlap=8)
     context = " ".join(f"w{n}" for n in range(60))
-    kit = kit_of(context)
+    processor = kit_of(context)
     items = questions(
-        task, kit, Asked(context, "w1", (("w33", context.index("w33")),), "a"), Asked("w2", "w1", (), "b")
+        task,
+        processor,
+        SquadExample(context, "w1", (("w33", context.index("w33")),), "a"),
+        SquadExample("w2", "w1", (), "b"),
     )
     parts, count = items.questions[0].windows, len(items.questions[0].offsets)
     assert len(parts) > 3
@@ -154,7 +165,14 @@ def test_windows_cover_a_long_context_and_share_tokens_and_are_one_item() -> Non
     assert max(ids.lengths) <= 30
     assert sizes == tuple(items.sizes.tolist())
     assert segments.lengths == ids.lengths
-    read = "".join(sorted({kit.texts().decode([int(t)]) for t in ids.values[allowed.bool() & (segments.values == 1)]}))
+    read = "".join(
+        sorted(
+            {
+                processor.require_tokenizer().decode([int(t)])
+                for t in ids.values[allowed.bool() & (segments.values == 1)]
+            }
+        )
+    )
     assert "3" in read
     assert bool((batch.targets.any(1) <= allowed).all())
 
@@ -163,11 +181,11 @@ def test_the_loss_is_over_all_windows_and_all_places_that_are_right() -> None:
     """By a loop in float64: right in two windows that overlap, and no answer where there is none."""
     task = small(longest=24, overlap=10)
     context = " ".join(f"w{n % 7}{n % 5}" for n in range(30))
-    kit = kit_of(context)
-    asked = [Asked(context, "w1", (("w33", context.index("w33")),), "a"), Asked(context, "w2", (), "b")]
-    items = questions(task, kit, *asked)
+    processor = kit_of(context)
+    asked = [SquadExample(context, "w1", (("w33", context.index("w33")),), "a"), SquadExample(context, "w2", (), "b")]
+    items = questions(task, processor, *asked)
     torch.manual_seed(0)
-    model = task.model(kit).double().eval()
+    model = task.model(processor).double().eval()
     batch = items.batch(np.arange(2), np.random.default_rng(0))
     found = task.loss(model, batch, 0.0)
     ids, segments, _, _ = batch.inputs
@@ -196,10 +214,10 @@ def test_the_loss_is_over_all_windows_and_all_places_that_are_right() -> None:
 def test_an_answer_that_is_cut_by_a_window_counts_in_the_window_that_has_all_of_it() -> None:
     task = small(longest=24, overlap=6)
     context = " ".join(f"w{n}" for n in range(40))
-    kit = kit_of(context)
+    processor = kit_of(context)
     for n in range(38):
         answer = f"w{n} w{n + 1}"
-        items = questions(task, kit, Asked(context, "w1", ((answer, context.index(answer)),), "a"))
+        items = questions(task, processor, SquadExample(context, "w1", ((answer, context.index(answer)),), "a"))
         targets = items.batch(np.array([0]), np.random.default_rng(0)).targets
         assert targets[:, 0].sum() == targets[:, 1].sum() >= 1, answer
 
@@ -207,8 +225,8 @@ def test_an_answer_that_is_cut_by_a_window_counts_in_the_window_that_has_all_of_
 def test_the_best_span_is_that_of_all_windows_and_no_longer_than_asked() -> None:
     task = small(longest=24, overlap=8)
     context = " ".join(f"w{n}" for n in range(30))
-    kit = kit_of(context)
-    items = questions(task, kit, Asked(context, "w1", (), "a"))
+    processor = kit_of(context)
+    items = questions(task, processor, SquadExample(context, "w1", (), "a"))
     draw = torch.Generator().manual_seed(0)
     for most in (1, 3, 100):
         windows = []
@@ -221,7 +239,7 @@ def test_the_best_span_is_that_of_all_windows_and_no_longer_than_asked() -> None
                 for j in range(i, min(part.stop, i + most)):
                     shift = part.before - part.first
                     most_likely = max(most_likely, (float(chances[i + shift, 0] + chances[j + shift, 1]), i, j))
-        found = best(items.questions[0], windows, most)
+        found = best_answer(items.questions[0], windows, most)
         first, last = (
             int(items.questions[0].offsets[most_likely[1], 0]),
             int(items.questions[0].offsets[most_likely[2], 1]),
@@ -236,10 +254,12 @@ def test_the_best_span_is_that_of_all_windows_and_no_longer_than_asked() -> None
 def test_a_long_context_is_answered_from_any_of_its_windows(trained: Run) -> None:
     task = replace(trained.task, longest=40, overlap=10)
     filler = "the dog hears the dog . " * 12
-    asked = [Asked(f"{filler}{middle}{filler}", "which colour", (), "") for middle in ("", "the red cat sees . ")]
-    items = task.items(trained.kit, [Row("", each) for each in asked], Bad())
+    asked = [
+        SquadExample(f"{filler}{middle}{filler}", "which colour", (), "") for middle in ("", "the red cat sees . ")
+    ]
+    items = task.dataset(trained.processor, [Row("", each) for each in asked], BadRows())
     assert len(items.questions[1].windows) > 4
-    _, found = task._found(trained.model()[0], items)
+    _, found = task._find_answers(trained.model()[0], items)
     assert found.text == "red"
     assert asked[1].context[found.start : found.start + 3] == "red"
 
@@ -259,22 +279,22 @@ def test_both_versions_of_squad_and_tables_are_read_to_the_same_questions(tmp_pa
         {"id": "b", "question": "Who is Bob?", "answers": [], "is_impossible": True, "plausible_answers": answers},
     ]}  # fmt: skip
     task = small()
-    first, second = task.read(str(squad(tmp_path, [paragraph])), Bad())
-    assert first.values == Asked(context, "Where does she live?", (("Rome", 14), ("Rome", 20)), "a")
-    assert second.values == Asked(context, "Who is Bob?", (), "b")
+    first, second = task.read(str(squad(tmp_path, [paragraph])), BadRows())
+    assert first.values == SquadExample(context, "Where does she live?", (("Rome", 14), ("Rome", 20)), "a")
+    assert second.values == SquadExample(context, "Who is Bob?", (), "b")
     assert first.place.endswith("data.json:data[0].paragraphs[0].qas[0]")
     with (tmp_path / "a.csv").open("w", newline="") as file:
         csv.writer(file).writerows(
             [["question", "context", "answer"], ["Where?", context, "Rome"], ["Who?", context, ""]]
         )
-    known, none = task.read(str(tmp_path / "a.csv"), Bad())
+    known, none = task.read(str(tmp_path / "a.csv"), BadRows())
     assert known.values[:3] == (context, "Where?", (("Rome", 14),))
     assert none.values[:3] == (context, "Who?", ())
     records = [{"context": context, "question": "Where?", "answers": {"text": ["Rome"], "answer_start": [20]}},
              {"context": context, "question": "Who?", "answers": {"text": [], "answer_start": []}},
              {"context": context, "question": "Who?"}]  # fmt: skip
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(line) + "\n" for line in records))
-    hub = small(answer="answers").read(str(tmp_path / "a.jsonl"), Bad())
+    hub = small(answer="answers").read(str(tmp_path / "a.jsonl"), BadRows())
     assert [row.values[2] for row in hub] == [(("Rome", 20),), (), ()]
 
 
@@ -307,8 +327,8 @@ def test_a_bad_file_is_told_with_its_place(
     path = tmp_path / name
     if content is not None:
         path.write_bytes(content if isinstance(content, bytes) else content.encode())
-    with pytest.raises(Trouble, match=message):
-        small().read(str(path), Bad())
+    with pytest.raises(UserError, match=message):
+        small().read(str(path), BadRows())
 
 
 @pytest.mark.parametrize(
@@ -330,28 +350,32 @@ def test_a_bad_file_is_told_with_its_place(
 )
 def test_a_bad_question_is_told_with_its_place_or_counted(paragraph: Any, message: str, tmp_path: Path) -> None:
     path = squad(tmp_path, [{"context": "Rome", "qas": [QA]}, paragraph])
-    with pytest.raises(Trouble, match=rf"data.json:data\[0\].paragraphs\[1\].qas\[0\]: .*{message}"):
-        small().read(str(path), Bad())
-    rows = small().read(str(path), bad := Bad(skip=True))
+    with pytest.raises(UserError, match=rf"data.json:data\[0\].paragraphs\[1\].qas\[0\]: .*{message}"):
+        small().read(str(path), BadRows())
+    rows = small().read(str(path), bad := BadRows(skip=True))
     assert (len(rows), bad.count) == (1, 1)
 
 
 @pytest.mark.parametrize("windows", [True, False])
 def test_what_the_model_cannot_take_is_told_with_its_place(windows: bool, trained: Run) -> None:
     task = replace(trained.task, windows=windows, longest=40)
-    long = Row("file:3", Asked("cat " * 60, "cat " * (40 if windows else 3), (), ""))
+    long = Row("file:3", SquadExample("cat " * 60, "cat " * (40 if windows else 3), (), ""))
     more = "" if windows else " or read it in --windows,"
     with pytest.raises(
-        Trouble, match=rf"file:3: has \d+ tokens, but the model takes 40; train with --longest \d+,{more}"
+        UserError, match=rf"file:3: has \d+ tokens, but the model takes 40; train with --longest \d+,{more}"
     ):
-        task.items(trained.kit, [long], Bad())
-    items = task.items(trained.kit, [long, Row("", Asked("a cat", "who", (), ""))], bad := Bad(skip=True))
+        task.dataset(trained.processor, [long], BadRows())
+    items = task.dataset(
+        trained.processor, [long, Row("", SquadExample("a cat", "who", (), ""))], bad := BadRows(skip=True)
+    )
     assert (len(items.sizes), bad.count) == (1, 1)
 
 
 def test_a_question_without_its_text_is_told(trained: Run) -> None:
     for given in ("who does it", "who does it\t ", "\tthe cat"):
-        with pytest.raises(Trouble, match="input 1: expected a question, a tab and the text that it is about; or give"):
+        with pytest.raises(
+            UserError, match="input 1: expected a question, a tab and the text that it is about; or give"
+        ):
             said(trained, given)
     assert [made.output for made in said(trained, "who", "who does it\nthe cat sees", skip=True)] == ["cat"]
 
@@ -431,12 +455,12 @@ def test_the_command_answers_about_a_file_and_writes_squads_predictions(trained:
 
 
 def test_what_is_no_run_of_answers_is_told(trained: Run, tmp_path: Path) -> None:
-    other = begun_other(tmp_path, "translate")
+    other = new_other_run(tmp_path, "translate")
     train(other)
-    with pytest.raises(Trouble, match="is a Transformer, which has no text encoder"):
-        begun(tmp_path / "..", options={"start": str(other.folder)})
-    with pytest.raises(Trouble, match="holds a run of answer; go on with regard resume"):
-        begin(trained.folder, small(), small().recipe, Sources((trained.about["sources"]["data"][0],)))
+    with pytest.raises(UserError, match="is a Transformer, which has no text encoder"):
+        new_run(tmp_path / "..", options={"pretrained": str(other.folder)})
+    with pytest.raises(UserError, match="holds a run of answer; go on with regard resume"):
+        create_run(trained.folder, small(), small().recipe, Sources((trained.about["sources"]["data"][0],)))
 
 
 def test_a_truncated_checkpoint_is_told(trained: Run, tmp_path: Path) -> None:
@@ -446,7 +470,7 @@ def test_a_truncated_checkpoint_is_told(trained: Run, tmp_path: Path) -> None:
     shutil.copytree(trained.folder, folder)
     held = (folder / "best.safetensors").read_bytes()
     (folder / "best.safetensors").write_bytes(held[: len(held) // 2])
-    with pytest.raises(Trouble, match=r"best.safetensors: cannot be read .*; regard resume .* writes it anew"):
+    with pytest.raises(UserError, match=r"best.safetensors: cannot be read .*; regard resume .* writes it anew"):
         Run.open(folder).model()
 
 
@@ -459,10 +483,17 @@ def test_a_checkpoint_of_transformers_answers_as_it_does_there(tmp_path: Path) -
         vocab_size=len(tokenizer), hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=48,
         max_position_embeddings=64,
     )  # fmt: skip
-    theirs = randomised(transformers.BertForQuestionAnswering(config))
+    theirs = randomize(transformers.BertForQuestionAnswering(config))
     theirs.save_pretrained(tmp_path / "theirs")
     tokenizer.save_pretrained(tmp_path / "theirs")
-    run = begun(tmp_path, options={"start": str(tmp_path / "theirs")}, steps=1, rate=1e-12, ema=0.0, decay=0.0)
+    run = new_run(
+        tmp_path,
+        options={"pretrained": str(tmp_path / "theirs")},
+        steps=1,
+        learning_rate=1e-12,
+        ema=0.0,
+        weight_decay=0.0,
+    )
     assert train(run).done
     model, _ = run.model()
     assert isinstance(model, QuestionAnswering)
@@ -471,9 +502,9 @@ def test_a_checkpoint_of_transformers_answers_as_it_does_there(tmp_path: Path) -
         other = theirs(**inputs)
         ours = model(inputs["input_ids"], segments=inputs["token_type_ids"])
     torch.testing.assert_close(ours, torch.stack((other.start_logits, other.end_logits), -1), atol=1e-4, rtol=1e-4)
-    task = replace(run.task, most=99)
-    (found,) = task._found(
-        model, task.items(run.kit, [Row("", Asked("the red cat sees", "who sees ?", (), ""))], Bad())
+    task = replace(run.task, max_answer_length=99)
+    (found,) = task._find_answers(
+        model, task.dataset(run.processor, [Row("", SquadExample("the red cat sees", "who sees ?", (), ""))], BadRows())
     )
     begins, ends = (each[0, 5:9].log_softmax(0) for each in (other.start_logits, other.end_logits))
     scores = (begins[:, None] + ends).triu() + torch.full((4, 4), -1e9).tril(-1)

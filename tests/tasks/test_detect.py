@@ -13,25 +13,27 @@ import torch
 from PIL import Image
 
 import regard
-from regard.models.boxes import Objects, corners
-from regard.tasks import Run, Sources, Trouble, tasks, train
-from regard.tasks.data import Row
-from regard.tasks.detect import DetectedImages, _shaken_boxes
-from regard.tasks.export import export
-from regard.tasks.metrics import Found, detection
-from regard.tasks.pictures import Form, shaken
-from regard.tasks.runs import load
-from regard.tasks.sources import Examples, gather
-from regard.tasks.trouble import Bad
-from tests.tasks.scenery import Dies, begun, scenes
+from regard.data.coco import Detections
+from regard.data.images import ImageFormat, shift_and_flip
+from regard.data.readers import Row
+from regard.errors import BadRows
+from regard.models.boxes import Objects, to_corners
+from regard.tasks import Run, Sources, UserError, tasks, train
+from regard.tasks.detect import DetectedImages, _shift_and_flip_boxes
+from regard.training.export import export
+from regard.training.metrics import detection
+from regard.training.runs import load
+from regard.training.sources import Examples, read_examples
+from tests.tasks.tiny_images import DieAtStep, new_run, scenes
 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Run, Examples]:
     torch.set_num_threads(1)
     folder = tmp_path_factory.mktemp("detect")
-    run, examples = begun(
-        folder, "detect", scenes(folder / "data", 200), options={"shift": 0, "flip": False}, steps=700, rate=2e-3,
+    run, examples = new_run(
+        folder, "detect", scenes(folder / "data", 200), options={"shift": 0, "flip": False}, steps=700,
+        learning_rate=2e-3,
         warmup=20, tokens=256, evaluate_every=700, save_every=700,
     )  # fmt: skip
     assert train(run, examples).done
@@ -72,9 +74,9 @@ def test_what_is_wrong_in_a_coco_file_is_told_or_left_out(
     change: Callable[[dict[str, Any]], Any], message: str, tmp_path: Path
 ) -> None:
     path, task = spoilt(tmp_path, change), tasks()["detect"]()
-    with pytest.raises(Trouble, match=f"objects.json: {message}.*--skip-bad"):
-        task.read(str(path), Bad())
-    rows = task.read(str(path), bad := Bad(skip=True))
+    with pytest.raises(UserError, match=f"objects.json: {message}.*--skip-bad"):
+        task.read(str(path), BadRows())
+    rows = task.read(str(path), bad := BadRows(skip=True))
     assert bad.count >= 1
     assert len(rows) >= 5
 
@@ -88,32 +90,34 @@ def test_what_is_wrong_in_a_coco_file_is_told_or_left_out(
         ('{"images": [], "annotations": [], "categories": []}', "has no images"),
     ],
 )
-def test_what_is_no_coco_file_is_told(content: str, message: str, tmp_path: Path) -> None:
-    (tmp_path / "a.json").write_text(content)
-    with pytest.raises(Trouble, match=f"a.json: .*{message}"):
-        tasks()["detect"]().read(str(tmp_path / "a.json"), Bad())
-    with pytest.raises(Trouble, match="there is no such file"):
-        tasks()["detect"]().read(str(tmp_path / "b.json"), Bad())
+def test_what_is_no_coco_file_is_told(content_hash: str, message: str, tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_text(content_hash)
+    with pytest.raises(UserError, match=f"a.json: .*{message}"):
+        tasks()["detect"]().read(str(tmp_path / "a.json"), BadRows())
+    with pytest.raises(UserError, match="there is no such file"):
+        tasks()["detect"]().read(str(tmp_path / "b.json"), BadRows())
 
 
 def test_images_that_cannot_be_used_are_told_with_file_and_number(tmp_path: Path) -> None:
     path, task = scenes(tmp_path, 6), tasks()["detect"](queries=1)
-    rows = task.read(str(path), Bad())
-    kit = task.learn(rows)
+    rows = task.read(str(path), BadRows())
+    processor = task.fit_processor(rows)
     picture = tmp_path / "images" / "4.png"
     picture.write_bytes(picture.read_bytes()[:200])
-    with pytest.raises(Trouble, match=r"objects.json: image 4: .*4.png: is no image that can be read"):
-        task.items(kit, rows, Bad())
-    assert len(task.items(kit, rows, Bad(skip=True)).sizes) == 5
+    with pytest.raises(UserError, match=r"objects.json: image 4: .*4.png: is no image that can be read"):
+        task.dataset(processor, rows, BadRows())
+    assert len(task.dataset(processor, rows, BadRows(skip=True)).sizes) == 5
     Image.fromarray(np.zeros((32, 40), np.uint8)).save(picture)
-    with pytest.raises(Trouble, match=r"image 4: .*4.png: is 40 x 32 pixels, but the COCO file says 32 x 32"):
-        task.items(kit, rows, Bad())
+    with pytest.raises(UserError, match=r"image 4: .*4.png: is 40 x 32 pixels, but the COCO file says 32 x 32"):
+        task.dataset(processor, rows, BadRows())
     crowded = [rows[0]._replace(values=(rows[0].values[0], rows[0].values[1] * 2, (32, 32)))]
-    with pytest.raises(Trouble, match="image 0: has 2 objects, but --queries 1 finds no more"):
-        task.items(kit, crowded, Bad())
+    with pytest.raises(UserError, match="image 0: has 2 objects, but --queries 1 finds no more"):
+        task.dataset(processor, crowded, BadRows())
     strange = [rows[0]._replace(values=(rows[0].values[0], (rows[0].values[1][0]._replace(label="cow"),), (32, 32)))]
-    with pytest.raises(Trouble, match="image 0: the category 'cow' was never seen in training, which has bar, square"):
-        task.items(kit, strange, Bad())
+    with pytest.raises(
+        UserError, match="image 0: the category 'cow' was never seen in training, which has bar, square"
+    ):
+        task.dataset(processor, strange, BadRows())
 
 
 def test_files_named_as_cocos_are_found_with_their_images(tmp_path: Path) -> None:
@@ -123,23 +127,23 @@ def test_files_named_as_cocos_are_found_with_their_images(tmp_path: Path) -> Non
     (tmp_path / "annotations").mkdir()
     for part in ("train", "val"):
         (tmp_path / f"{part}.json").rename(tmp_path / "annotations" / f"instances_{part}2017.json")
-    examples = gather(tasks()["detect"](), Sources((str(tmp_path),)), 1)
+    examples = read_examples(tasks()["detect"](), Sources((str(tmp_path),)), 1)
     assert Path(examples.train[0].values[0]).parent.name == "train2017"
     assert Path(examples.test[0].values[0]).parent.name == "val2017"
-    with pytest.raises(Trouble, match=r"holds instances_train2017.json and instances_val2017.json; say which"):
-        tasks()["detect"]().read(str(tmp_path), Bad())
+    with pytest.raises(UserError, match=r"holds instances_train2017.json and instances_val2017.json; say which"):
+        tasks()["detect"]().read(str(tmp_path), BadRows())
 
 
 def test_a_library_that_is_missing_is_told_before_training(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("regard.tasks.detect.find_spec", lambda name: None if name == "pycocotools" else name)
-    with pytest.raises(Trouble, match=r"detect needs pycocotools: pip install 'regard\[detect\]'"):
-        tasks()["detect"]().learn([])
+    with pytest.raises(UserError, match=r"detect needs pycocotools: pip install 'regard\[detect\]'"):
+        tasks()["detect"]().fit_processor([])
 
 
 def test_precision_is_one_for_what_is_true_and_falls_as_boxes_move() -> None:
     chance = np.random.default_rng(0)
     true = [
-        Found(np.concatenate([chance.uniform(0, 40, (3, 2)), np.full((3, 2), 20.0)], 1), np.arange(3), np.ones(3))
+        Detections(np.concatenate([chance.uniform(0, 40, (3, 2)), np.full((3, 2), 20.0)], 1), np.arange(3), np.ones(3))
         for _ in range(5)
     ]
     moved = [one._replace(boxes=one.boxes + np.array([5, 0, 0, 0])) for one in true]
@@ -150,7 +154,7 @@ def test_precision_is_one_for_what_is_true_and_falls_as_boxes_move() -> None:
     assert 0 < detection(moved, true, 3)["ap"] < 0.5
     assert detection(gone, true, 3)["ap50"] == 0
     assert detection(renamed, true, 3)["ap50"] == 0
-    nothing = Found(np.zeros((0, 4)), np.zeros(0, np.int64), np.zeros(0))
+    nothing = Detections(np.zeros((0, 4)), np.zeros(0, np.int64), np.zeros(0))
     assert detection([nothing] * 5, true, 3)["ap"] == 0
 
 
@@ -160,17 +164,19 @@ def test_boxes_move_with_their_images(down: int, right: int, mirror: bool) -> No
     images[0, 0, 8:14, 12:22] = 1
     objects = [Objects(torch.tensor([0]), torch.tensor([[17 / 32, 11 / 32, 10 / 32, 6 / 32]]))]
     by, mirrored = torch.tensor([[down], [right]]), torch.tensor([mirror])
-    lit = shaken(images, by, mirrored)[0, 0].nonzero()
-    (moved,) = _shaken_boxes(objects, by, mirrored, images)
-    edges = (corners(moved.boxes)[0] * 32).round().int().tolist()
+    lit = shift_and_flip(images, by, mirrored)[0, 0].nonzero()
+    (moved,) = _shift_and_flip_boxes(objects, by, mirrored, images)
+    edges = (to_corners(moved.boxes)[0] * 32).round().int().tolist()
     assert edges == [*lit.min(0).values.flip(0).tolist(), *(lit.max(0).values.flip(0) + 1).tolist()]
 
 
 def test_boxes_are_told_in_pixels_of_the_image_whatever_the_model_sees(tmp_path: Path) -> None:
     Image.fromarray(np.zeros((100, 200), np.uint8)).save(tmp_path / "a.png")
-    found = Found(np.array([[20.0, 10.0, 150.0, 80.0]]), np.array([0]), np.ones(1))
+    found = Detections(np.array([[20.0, 10.0, 150.0, 80.0]]), np.array([0]), np.ones(1))
     row = Row("a", (str(tmp_path / "a.png"), ()))
-    items = DetectedImages(tasks()["detect"](), Form(1, 64, 64, (0,), (1,)), np.zeros((1, 1, 64, 64)), [found], [row])
+    items = DetectedImages(
+        tasks()["detect"](), ImageFormat(1, 64, 64, (0,), (1,)), np.zeros((1, 1, 64, 64)), [found], [row]
+    )
     np.testing.assert_allclose(items.scaled(0).boxes, found.boxes * 0.32)
     np.testing.assert_allclose(items.unscaled(0, items.scaled(0)).boxes, found.boxes)
 
@@ -180,10 +186,10 @@ def test_a_run_that_died_ends_with_the_same_bits(tmp_path: Path) -> None:
     ended = []
     for name, dies in (("whole", 99), ("died", 5)):
         (tmp_path / name).mkdir()
-        run, examples = begun(tmp_path / name, "detect", source, options={"dropout": 0.1})
+        run, examples = new_run(tmp_path / name, "detect", source, options={"dropout": 0.1})
         if dies < 99:
             with pytest.raises(KeyboardInterrupt):
-                train(run, examples, Dies(dies))
+                train(run, examples, DieAtStep(dies))
         assert train(Run.open(run.folder)).done
         ended.append(load(run.folder / "checkpoints" / "step-00000008.safetensors")[0])
     assert [key for key in ended[0] if not torch.equal(ended[0][key], ended[1][key])] == []
@@ -192,13 +198,15 @@ def test_a_run_that_died_ends_with_the_same_bits(tmp_path: Path) -> None:
 def test_a_toy_problem_is_learned_and_told_with_boxes_and_scores(trained: tuple[Run, Examples]) -> None:
     run, examples = trained
     model, _ = run.model()
-    figures = run.task.evaluate(model, run.kit, examples.test)
-    baselines = run.task.baselines(run.kit, examples.train, examples.test)
+    figures = run.task.evaluate(model, run.processor, examples.test)
+    baselines = run.task.baselines(run.processor, examples.train, examples.test)
     assert figures["ap50"] > 0.25  # a few seconds of training
     assert figures["ap50"] > 3 * baselines["most frequent boxes"]["ap50"]
     # it finds every box, but pieces of one brightness are all alike to it: what it says is one of the two classes
     assert 0.25 < baselines["connected pieces, nearest mean"]["ap50"] < 0.75
-    made = list(run.task.predict(model, run.kit, [Row("one", row.values[:1]) for row in examples.test], Bad()))
+    made = list(
+        run.task.predict(model, run.processor, [Row("one", row.values[:1]) for row in examples.test], BadRows())
+    )
     right = 0
     for row, each in zip(examples.test, made, strict=True):
         (thing,), objects = row.values[1], each.more["objects"]

@@ -22,14 +22,14 @@ pytest.importorskip("onnxscript")
 import onnxruntime
 
 from regard.models import LanguageConfig, LanguageModel, PointerTransformer, Transformer, TransformerConfig
-from regard.models.places import Sinusoidal
-from regard.models.speaking import Speaker, SpeakerConfig
+from regard.models.position_embeddings import Sinusoidal
+from regard.models.speech_synthesis import Speaker, SpeakerConfig
 from regard.nn import Rotary
-from regard.tasks import Run, Trouble, tasks, train
-from regard.tasks.export import _write_graphs, export
-from regard.tasks.graphs import pair_graphs, speaker_graphs, text_graph
+from regard.tasks import Run, UserError, tasks, train
+from regard.training.export import _write_graphs, export
+from regard.training.onnx_graphs import pair_graphs, speaker_graphs, text_graph
 from tests.conftest import Command
-from tests.tasks.toy import begun, classes, pairs
+from tests.tasks.tiny_runs import classes, new_run, pairs
 
 Graphs = dict[str, Any]
 SIZES = [(1, 1), (1, 9), (3, 5), (4, 90), (2, 300)]  # batch and source; positions beyond any cached table
@@ -53,7 +53,7 @@ def sources(batch: int, length: int, vocabulary: int) -> tuple[Tensor, Tensor]:
 
 
 def writers() -> dict[str, Transformer]:
-    shape = {"vocabulary": 60, "width": 16, "layers": 2, "heads": 2, "hidden": 32, "never": (0, 1, 3)}
+    shape = {"vocabulary": 60, "d_model": 16, "layers": 2, "heads": 2, "d_hidden": 32, "suppress_tokens": (0, 1, 3)}
     torch.manual_seed(0)
     made = {
         "translator": Transformer(TransformerConfig(**shape)),
@@ -105,7 +105,7 @@ def test_a_greedy_loop_in_onnxruntime_writes_what_generate_does(
         (logits,) = graphs["decoder"].run(None, given | {"target_ids": target})
         target = np.concatenate((target, logits[:, -1:].argmax(-1)), 1)
     found = [row[1 : np.argmax(row == config.stop) if config.stop in row else None].tolist() for row in target]
-    expected = [row.tolist() for row in model.generate(ids, mask, limit=12)]
+    expected = [row.tolist() for row in model.generate(ids, mask, max_new_tokens=12)]
     assert found == expected
     assert any(expected)
 
@@ -113,7 +113,7 @@ def test_a_greedy_loop_in_onnxruntime_writes_what_generate_does(
 def test_axes_have_names(writer: tuple[Transformer, Graphs]) -> None:
     model, graphs = writer
     copies = isinstance(model, PointerTransformer)
-    width, size = model.config.width, model.config.target_vocabulary or model.config.vocabulary
+    width, size = model.config.d_model, model.config.target_vocabulary or model.config.vocabulary
     source, target = ["batch", "source"], ["batch", "target"]
     assert shapes(graphs["encoder"]) == (
         {"source_ids": source, "source_mask": source},
@@ -133,7 +133,7 @@ def shapes(graph: Any) -> tuple[dict[str, list[Any]], dict[str, list[Any]]]:
 
 def test_a_speaker_says_the_same_in_onnxruntime(tmp_path: Path) -> None:
     torch.manual_seed(0)
-    config = SpeakerConfig(vocabulary=30, width=16, layers=2, heads=2, hidden=32, features=8, reduction=3)
+    config = SpeakerConfig(vocabulary=30, d_model=16, layers=2, heads=2, d_hidden=32, features=8, reduction=3)
     model = Speaker(config).eval()
     graphs = written(speaker_graphs(model), tmp_path)
     assert shapes(graphs["decoder"])[1] == {"frames": ["batch", "steps", 3, 8], "end_logits": ["batch", "steps"]}
@@ -153,14 +153,16 @@ def test_a_speaker_says_the_same_in_onnxruntime(tmp_path: Path) -> None:
         last = np.concatenate((last, frames[:, -1:, -1]), 1)
         if ends[0, -1] > 0:
             break
-    (uttered,) = model.generate([ids[0]], limit=60)
+    (uttered,) = model.generate([ids[0]], max_new_tokens=60)
     torch.testing.assert_close(torch.from_numpy(np.concatenate(said)), uttered.frames, rtol=1e-3, atol=1e-4)
 
 
 def test_a_language_model_computes_the_same_in_onnxruntime(tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = LanguageModel(
-        LanguageConfig(vocabulary=60, width=16, layers=2, heads=2, hidden=32, rotary=Rotary(), norm="rms", gated=True)
+        LanguageConfig(
+            vocabulary=60, d_model=16, layers=2, heads=2, d_hidden=32, rotary=Rotary(), norm="rms", gated=True
+        )
     ).eval()
     graph = written((text_graph(model, "logits"),), tmp_path)["model"]
     assert shapes(graph)[0] == {"ids": ["batch", "length"], "mask": ["batch", "length"]}
@@ -194,7 +196,7 @@ def test_an_exported_table_of_positions_has_any_length(called: bool) -> None:
 @pytest.fixture(scope="module")
 def translator(tmp_path_factory: pytest.TempPathFactory) -> Run:
     torch.set_num_threads(1)
-    run = begun(tmp_path_factory.mktemp("translator"), "translate", options={"beam": 1}, steps=6)
+    run = new_run(tmp_path_factory.mktemp("translator"), "translate", options={"beam": 1}, steps=6)
     assert train(run).done
     return run
 
@@ -202,7 +204,7 @@ def translator(tmp_path_factory: pytest.TempPathFactory) -> Run:
 @pytest.fixture(scope="module")
 def classifier(tmp_path_factory: pytest.TempPathFactory) -> Run:
     torch.set_num_threads(1)
-    run = begun(tmp_path_factory.mktemp("classifier"), "classify", steps=30, rate=1e-2, tokens=600)
+    run = new_run(tmp_path_factory.mktemp("classifier"), "classify", steps=30, learning_rate=1e-2, tokens=600)
     assert train(run).done
     return run
 
@@ -239,7 +241,7 @@ def test_where_the_training_data_is_gone_other_data_is_measured_without_baseline
     regard: Command, tmp_path: Path
 ) -> None:
     (tmp_path / "there").mkdir()
-    run = begun(tmp_path / "there", "classify")
+    run = new_run(tmp_path / "there", "classify")
     train(run)
     regard("export", run.folder, tmp_path / "out", "--no-onnx")
     shutil.rmtree(tmp_path / "there")
@@ -300,20 +302,26 @@ def test_an_export_says_nothing_but_what_it_wrote(translator: Run, tmp_path: Pat
     assert [line for line in said.stderr.splitlines() if not stages.fullmatch(line)] == []
     written_names = {line.split(": ")[1].split(" (")[0] for line in said.stdout.splitlines()}
     assert written_names == {
-        "config.json", "decoder.onnx", "encoder.onnx", "kit.json", "model.safetensors", "run.json", "tokenizer.json"
-    }  # fmt: skip
+        "config.json",
+        "decoder.onnx",
+        "encoder.onnx",
+        "processor.json",
+        "model.safetensors",
+        "run.json",
+        "tokenizer.json",
+    }
     about = json.loads((tmp_path / "out" / "run.json").read_text())
-    assert about["generation"] == {"start": 1, "stop": 2}
+    assert about["generation"] == {"pretrained": 1, "stop": 2}
     Run.open(tmp_path / "out").model()
 
 
 def test_a_task_without_graphs_says_so(classifier: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    graphs: Callable[..., tuple[()]] = lambda task, model, kit: ()  # noqa: E731
+    graphs: Callable[..., tuple[()]] = lambda task, model, processor: ()  # noqa: E731
     monkeypatch.setattr(tasks()["classify"], "graphs", graphs)
     assert export(classifier, tmp_path / "out")[-1] == "no ONNX: this model cannot be traced"
 
 
 def test_a_folder_that_is_not_empty_is_left_alone(classifier: Run, tmp_path: Path) -> None:
     (tmp_path / "mine").write_text("mine")
-    with pytest.raises(Trouble, match="is there and not empty"):
+    with pytest.raises(UserError, match="is there and not empty"):
         export(classifier, tmp_path)

@@ -18,27 +18,27 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from regard.data.audio import wave_of
+from regard.data.coco import coco_images, coco_rows
+from regard.data.images import decoded, header, idx_images
+from regard.data.readers import Row, read_rows
+from regard.data.squad import read_squad, read_table
+from regard.errors import BadRows
 from regard.tasks import tasks
-from regard.tasks.coco import coco_images, coco_rows
-from regard.tasks.data import Row, read
-from regard.tasks.pictures import decoded, header, idx_images
 from regard.tasks.recommend import Recommend
-from regard.tasks.sounds import wave_of
-from regard.tasks.squad import read_squad, read_table
-from regard.tasks.trouble import Bad
-from tests.damaged import attempt
+from tests.damaged_files import attempt
 
 DEEP = "[" * 100_000
 DIGITS = "9" * 5000
 LABELLED = {"text": "", "label": ""}
 
 
-def checked(job: Callable[[Bad], Any]) -> None:
+def checked(job: Callable[[BadRows], Any]) -> None:
     """With and without --skip-bad: it succeeds, or raises one error of ours."""
     for skip in (False, True):
 
         def once(skip: bool = skip) -> None:
-            found = job(Bad(skip=skip))
+            found = job(BadRows(skip=skip))
             if isinstance(found, Iterable) and not isinstance(found, np.ndarray):
                 list(found)
 
@@ -65,13 +65,13 @@ TABLES = {
 def test_tables(name: str, tmp_path: Path) -> None:
     path = tmp_path / name
     path.write_text(TABLES[name], newline="")
-    checked(lambda bad: read(str(path), LABELLED, bad))
+    checked(lambda bad: read_rows(str(path), LABELLED, bad))
 
 
 def test_a_key_that_comes_twice_is_bad(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"text": "a", "label": "x", "label": "y"}\n{"text": "b", "label": "z"}\n')
-    bad = Bad(skip=True)
-    assert [row.values for row in read(str(tmp_path / "a.jsonl"), LABELLED, bad)] == [("b", "z")]
+    bad = BadRows(skip=True)
+    assert [row.values for row in read_rows(str(tmp_path / "a.jsonl"), LABELLED, bad)] == [("b", "z")]
     assert "comes twice" in bad.first[0]
 
 
@@ -82,7 +82,7 @@ def test_archives_with_changed_bytes(suffix: str, tmp_path: Path) -> None:
     path = tmp_path / f"a.tsv.{suffix}"
     for at in range(0, len(packed), max(1, len(packed) // 40)):
         path.write_bytes(packed[:at] + bytes([packed[at] ^ 0x55]) + packed[at + 1 :])
-        checked(lambda bad: read(str(path), LABELLED, bad))
+        checked(lambda bad: read_rows(str(path), LABELLED, bad))
         checked(lambda bad: read_squad(path.rename(path.with_name(f"a.json.{suffix}")), bad))
         path.with_name(f"a.json.{suffix}").rename(path)
 
@@ -94,11 +94,11 @@ def sparse(path: Path, size: int = 1 << 40) -> Path:
     return path
 
 
-READERS: dict[str, Callable[[Path, Bad], Any]] = {
-    "a.csv": lambda path, bad: read(str(path), LABELLED, bad),
-    "a.tsv": lambda path, bad: read(str(path), LABELLED, bad),
-    "a.jsonl": lambda path, bad: read(str(path), LABELLED, bad),
-    "a.txt": lambda path, bad: read(str(path), {"text": ""}, bad),
+READERS: dict[str, Callable[[Path, BadRows], Any]] = {
+    "a.csv": lambda path, bad: read_rows(str(path), LABELLED, bad),
+    "a.tsv": lambda path, bad: read_rows(str(path), LABELLED, bad),
+    "a.jsonl": lambda path, bad: read_rows(str(path), LABELLED, bad),
+    "a.txt": lambda path, bad: read_rows(str(path), {"text": ""}, bad),
     "squad.json": read_squad,
     "coco.json": lambda path, bad: coco_rows(str(path), "", bad),
     "images-idx3-ubyte": lambda path, bad: idx_images(str(path)),
@@ -133,7 +133,7 @@ def test_huge_lines_within_small_archives_are_refused(tmp_path: Path) -> None:
         for _ in range(400):
             file.write(packer.compress(bytes(1 << 20)))
         file.write(packer.flush())
-    checked(lambda bad: read(str(tmp_path / "a.tsv.gz"), LABELLED, bad))
+    checked(lambda bad: read_rows(str(tmp_path / "a.tsv.gz"), LABELLED, bad))
 
 
 COCO: dict[str, Any] = {
@@ -252,7 +252,8 @@ def wav(rate: int = 16000, channels: int = 1, length: int | None = None, samples
 @pytest.mark.parametrize(
     "content",
     [
-        wav(rate=0), wav(rate=1), wav(rate=2**31 - 1), wav(rate=999_983), wav(channels=0), wav(channels=65535),
+        wav(learning_rate=0), wav(learning_rate=1), wav(rate=2**31 - 1), wav(rate=999_983), wav(channels=0),
+        wav(channels=65535),
         wav(length=2**32 - 1), wav(samples=0), b"RIFF", b"", b"fLaC" + b"\xff" * 60, b"OggS" + bytes(60),
     ],
 )  # fmt: skip
@@ -282,7 +283,7 @@ def test_sounds_with_changed_bytes(form: str, tmp_path: Path) -> None:
 
 def test_names_of_files_that_cannot_be(tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_text("image,label\nx\0y.png,a\n" + "x" * 5000 + ".png,b\n/dev/zero,c\n")
-    rows = list(tasks()["images"]().read(str(tmp_path / "a.csv"), Bad()))
+    rows = list(tasks()["images"]().read(str(tmp_path / "a.csv"), BadRows()))
     for row in rows:
         checked(lambda bad, row=row: decoded(row, bad))
         checked(lambda bad, row=row: wave_of(row, bad))

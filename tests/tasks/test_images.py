@@ -14,14 +14,14 @@ import torch
 from PIL import Image
 
 import regard
-from regard.tasks import Run, Sources, Trouble, tasks, train
-from regard.tasks.data import Row, fingerprint
-from regard.tasks.export import export
-from regard.tasks.pictures import Form, cropped, learnt, pixels_of
-from regard.tasks.runs import load
-from regard.tasks.sources import Examples, gather
-from regard.tasks.trouble import Bad
-from tests.tasks.scenery import Dies, begun, folder_of, stripes
+from regard.data.images import ImageFormat, center_crop, fit_image_format, load_pixels
+from regard.data.readers import Row, fingerprint
+from regard.errors import BadRows
+from regard.tasks import Run, Sources, UserError, tasks, train
+from regard.training.export import export
+from regard.training.runs import load
+from regard.training.sources import Examples, read_examples
+from tests.tasks.tiny_images import DieAtStep, folder_of, new_run, stripes
 
 PICTURES = stripes(60)
 
@@ -40,15 +40,16 @@ def idx_files(folder: Path, name: str = "train") -> Path:
 
 
 def rows_of(source: Path | str, *, skip: bool = False, **options: Any) -> list[Row]:
-    return tasks()["images"](**options).read(str(source), Bad(skip=skip))
+    return tasks()["images"](**options).read(str(source), BadRows(skip=skip))
 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Run, Examples]:
     torch.set_num_threads(1)
     folder = tmp_path_factory.mktemp("images")
-    run, examples = begun(
-        folder, "images", folder_of(folder / "data", stripes(160)), steps=150, rate=1e-2, warmup=10, evaluate_every=50,
+    run, examples = new_run(
+        folder, "images", folder_of(folder / "data", stripes(160)), steps=150, learning_rate=1e-2, warmup=10,
+        evaluate_every=50,
         save_every=500,
     )  # fmt: skip
     assert train(run, examples).done
@@ -72,7 +73,7 @@ def test_the_same_images_come_from_every_format(form: str, tmp_path: Path) -> No
     else:
         source = idx_files(tmp_path)
     rows = rows_of(source)
-    pixels, kept = pixels_of(rows, Form(**learnt(rows, 0, cropped)), Bad(), cropped)
+    pixels, kept = load_pixels(rows, ImageFormat(**fit_image_format(rows, 0, center_crop)), BadRows(), center_crop)
     names = {"0": "lies", "1": "stands"}
     came = {(names.get(rows[n].values[1], rows[n].values[1]), pixels[n].tobytes()) for n in kept}
     assert came == {(label, image.tobytes()) for label, image in PICTURES}
@@ -82,17 +83,17 @@ def test_the_same_images_come_from_every_format(form: str, tmp_path: Path) -> No
 def test_a_folder_that_holds_both_parts_says_what_is_held_out(names: tuple[str, str], tmp_path: Path) -> None:
     folder_of(tmp_path / names[0], PICTURES[:40])
     folder_of(tmp_path / names[1], PICTURES[40:])
-    examples = gather(tasks()["images"](), Sources((str(tmp_path),)), 1)
-    assert (len(examples.train), len(examples.valid), len(examples.test)) == (36, 4, 20)
-    with pytest.raises(Trouble, match=r"holds .* and .*; say which of them it is"):
+    examples = read_examples(tasks()["images"](), Sources((str(tmp_path),)), 1)
+    assert (len(examples.train), len(examples.validation), len(examples.test)) == (36, 4, 20)
+    with pytest.raises(UserError, match=r"holds .* and .*; say which of them it is"):
         rows_of(tmp_path)
 
 
 def test_a_folder_of_mnist_files_says_what_is_held_out(tmp_path: Path) -> None:
     idx_files(tmp_path)
     idx_files(tmp_path, "t10k")
-    examples = gather(tasks()["images"](), Sources((str(tmp_path),)), 1)
-    assert (len(examples.train), len(examples.valid), len(examples.test)) == (54, 6, 60)
+    examples = read_examples(tasks()["images"](), Sources((str(tmp_path),)), 1)
+    assert (len(examples.train), len(examples.validation), len(examples.test)) == (54, 6, 60)
     assert "t10k" in examples.test[0].place
 
 
@@ -116,11 +117,11 @@ def test_an_image_that_cannot_be_read_is_told_with_its_file_or_left_out(how: str
     folder = folder_of(tmp_path / "data", PICTURES)
     rows = rows_of(folder)
     task = tasks()["images"](patch=4, stem=1)
-    kit = task.learn(rows)
+    processor = task.fit_processor(rows)
     told = broken(folder / "lies" / "004.png", how)
-    with pytest.raises(Trouble, match=rf"lies/004.png: {told}.*--skip-bad"):
-        task.items(kit, rows, Bad())
-    items = task.items(kit, rows, bad := Bad(skip=True))
+    with pytest.raises(UserError, match=rf"lies/004.png: {told}.*--skip-bad"):
+        task.dataset(processor, rows, BadRows())
+    items = task.dataset(processor, rows, bad := BadRows(skip=True))
     assert (len(items.sizes), bad.count) == (59, 1)
     assert "lies/004.png" not in " ".join(items.places)
 
@@ -129,9 +130,9 @@ def test_an_image_of_a_table_that_is_missing_is_told_with_file_and_line(tmp_path
     folder_of(tmp_path, PICTURES)
     (tmp_path / "list.csv").write_text("image,label\nlies/000.png,lies\nstands/999.png,stands\n")
     task = tasks()["images"](patch=4, stem=1)
-    rows = task.read(str(tmp_path / "list.csv"), Bad())
-    with pytest.raises(Trouble, match=r"list.csv:3: .*stands/999.png: there is no such file"):
-        task.items(task.learn(rows * 2), rows, Bad())
+    rows = task.read(str(tmp_path / "list.csv"), BadRows())
+    with pytest.raises(UserError, match=r"list.csv:3: .*stands/999.png: there is no such file"):
+        task.dataset(task.fit_processor(rows * 2), rows, BadRows())
 
 
 @pytest.mark.parametrize(
@@ -157,28 +158,32 @@ def test_what_is_wrong_with_idx_files_is_told(what: str, message: str, tmp_path:
         path.write_bytes(b"PNG and more")
     else:
         labels.write_bytes(gzip.compress(idx(np.zeros(59, np.uint8))))
-    with pytest.raises(Trouble, match=message):
+    with pytest.raises(UserError, match=message):
         rows_of(path)
 
 
 def test_images_of_different_sizes_ask_for_one_size(tmp_path: Path) -> None:
     folder = folder_of(tmp_path, [*stripes(6), *[("wide", np.zeros((5, 9), np.uint8))] * 6])
     rows = rows_of(folder)
-    with pytest.raises(Trouble, match=r"images have 2 sizes, such as .*8 x 8.*; say how many pixels .* --size 64"):
-        tasks()["images"](patch=4, stem=1).learn(rows)
-    assert Form.of(tasks()["images"](patch=4, stem=1, size=16).learn(rows)).height == 16
+    with pytest.raises(UserError, match=r"images have 2 sizes, such as .*8 x 8.*; say how many pixels .* --size 64"):
+        tasks()["images"](patch=4, stem=1).fit_processor(rows)
+    assert ImageFormat.from_processor(tasks()["images"](patch=4, stem=1, size=16).fit_processor(rows)).height == 16
 
 
 def test_sizes_are_whole_patches_and_colour_is_kept(tmp_path: Path) -> None:
     images = [(label, np.stack([image, image // 2, image // 4], -1)) for label, image in stripes(10, 9)]
-    form = Form.of(tasks()["images"](patch=4, stem=1).learn(rows_of(folder_of(tmp_path, images))))
+    form = ImageFormat.from_processor(
+        tasks()["images"](patch=4, stem=1).fit_processor(rows_of(folder_of(tmp_path, images)))
+    )
     assert (form.channels, form.height, form.width) == (3, 12, 12)
     assert form.mean[0] > form.mean[1] > form.mean[2]
 
 
 def test_images_of_sixteen_bits_keep_their_shades(tmp_path: Path) -> None:
     Image.fromarray(np.arange(64, dtype=np.uint16).reshape(8, 8) * 1000).save(tmp_path / "a.png")
-    pixels, _ = pixels_of([Row("a", (str(tmp_path / "a.png"),))], Form(1, 8, 8, (0,), (1,)), Bad(), cropped)
+    pixels, _ = load_pixels(
+        [Row("a", (str(tmp_path / "a.png"),))], ImageFormat(1, 8, 8, (0,), (1,)), BadRows(), center_crop
+    )
     assert pixels.ravel().tolist() == [n * 1000 // 256 for n in range(64)]
 
 
@@ -186,7 +191,7 @@ def test_the_same_image_is_never_on_both_sides(tmp_path: Path) -> None:
     folder = folder_of(tmp_path, PICTURES[:20])
     for path in list(folder.rglob("*.png")):
         path.with_name(f"copy-{path.name}").write_bytes(path.read_bytes())
-    examples = gather(tasks()["images"](), Sources((str(folder),), held=5), 1)
+    examples = read_examples(tasks()["images"](), Sources((str(folder),), held_out=5), 1)
     assert len(examples.test) == 10
     held = {Path(row.values[0]).read_bytes() for row in examples.test}
     assert not any(Path(row.values[0]).read_bytes() in held for row in examples.train)
@@ -208,7 +213,7 @@ def test_a_folder_that_changed_is_noticed(tmp_path: Path) -> None:
         ("images", {"patch": 6, "stem": 2}, "patch must be a multiple of 2 to the power of stem = 2, but is 6"),
         ("detect", {"shift": -1}, "shift must be at least 0, but is -1"),
         ("detect", {"queries": 0}, "queries must be at least 1, but is 0"),
-        ("detect", {"width": 18, "heads": 2}, "width must be a multiple of 4, but is 18"),
+        ("detect", {"d_model": 18, "heads": 2}, "d_model must be a multiple of 4, but is 18"),
     ],
 )
 def test_options_that_cannot_be_are_told(name: str, options: dict[str, Any], message: str) -> None:
@@ -219,7 +224,7 @@ def test_options_that_cannot_be_are_told(name: str, options: dict[str, Any], mes
 def test_only_training_moves_images(trained: tuple[Run, Examples]) -> None:
     run, examples = trained
     model, _ = run.model()
-    items, chosen = run.task.items(run.kit, examples.test, Bad()), np.arange(8)
+    items, chosen = run.task.dataset(run.processor, examples.test, BadRows()), np.arange(8)
     one, other = (items.batch(chosen, np.random.default_rng(seed)) for seed in (1, 2))
     assert torch.equal(run.task.loss(model, one, 0.0), run.task.loss(model, other, 0.0))
     assert not torch.equal(run.task.loss(model.train(), one, 0.0), run.task.loss(model, other, 0.0))
@@ -230,10 +235,10 @@ def test_a_run_that_died_ends_with_the_same_bits(tmp_path: Path) -> None:
     ended = []
     for name, dies in (("whole", 99), ("died", 5)):
         (tmp_path / name).mkdir()
-        run, examples = begun(tmp_path / name, "images", source, options={"flip": True, "dropout": 0.1})
+        run, examples = new_run(tmp_path / name, "images", source, options={"flip": True, "dropout": 0.1})
         if dies < 99:
             with pytest.raises(KeyboardInterrupt):
-                train(run, examples, Dies(dies))
+                train(run, examples, DieAtStep(dies))
         assert train(Run.open(run.folder)).done
         ended.append(load(run.folder / "checkpoints" / "step-00000008.safetensors")[0])
     assert [key for key in ended[0] if not torch.equal(ended[0][key], ended[1][key])] == []
@@ -242,18 +247,18 @@ def test_a_run_that_died_ends_with_the_same_bits(tmp_path: Path) -> None:
 def test_a_toy_problem_is_learned_and_told_with_its_probability(trained: tuple[Run, Examples], tmp_path: Path) -> None:
     run, examples = trained
     model, _ = run.model()
-    figures = run.task.evaluate(model, run.kit, examples.test)
-    baselines = run.task.baselines(run.kit, examples.train, examples.test)
+    figures = run.task.evaluate(model, run.processor, examples.test)
+    baselines = run.task.baselines(run.processor, examples.train, examples.test)
     assert figures["accuracy"] == 1
     assert baselines["most frequent class"]["accuracy"] < 1
     assert 0 <= baselines["logistic regression on pixels"]["accuracy"] <= 1
     folder = folder_of(tmp_path, stripes(6, seed=9))
     rows = [Row(str(path), (str(path),)) for path in sorted(folder.rglob("*.png"))]
-    made = list(run.task.predict(model, run.kit, rows, Bad()))
+    made = list(run.task.predict(model, run.processor, rows, BadRows()))
     assert [each.output for each in made] == ["lies"] * 3 + ["stands"] * 3
     assert all(0.5 < each.score <= 1 and sum(each.more.values()) == pytest.approx(1, abs=1e-5) for each in made)
-    with pytest.raises(Trouble, match=r"nowhere.png: there is no such file"):
-        list(run.task.predict(model, run.kit, [Row("nowhere.png", ("nowhere.png",))], Bad()))
+    with pytest.raises(UserError, match=r"nowhere.png: there is no such file"):
+        list(run.task.predict(model, run.processor, [Row("nowhere.png", ("nowhere.png",))], BadRows()))
 
 
 def test_an_exported_image_classifier_computes_the_same(trained: tuple[Run, Examples], tmp_path: Path) -> None:

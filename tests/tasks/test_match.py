@@ -12,15 +12,15 @@ import pytest
 import torch
 from PIL import Image
 
-from regard.cli.looking import RunLooker
-from regard.tasks import Run, Sources, Trouble, begin, train
-from regard.tasks.data import Row
-from regard.tasks.match import AMONG, Match, parted
-from regard.tasks.sources import gather
-from regard.tasks.trouble import Bad
-from tests.tasks.scenery import stripes
+from regard.cli.view import RunCapture
+from regard.data.readers import Row
+from regard.errors import BadRows
+from regard.tasks import Run, Sources, UserError, create_run, train
+from regard.tasks.match import CANDIDATES, Match, split_input
+from regard.training.sources import read_examples
+from tests.tasks.tiny_images import stripes
 
-SMALL: dict[str, Any] = {"width": 16, "layers": 1, "fusion": 1, "heads": 2, "patch": 4, "stem": 1, "shift": 0,
+SMALL: dict[str, Any] = {"d_model": 16, "layers": 1, "fusion": 1, "heads": 2, "patch": 4, "stem": 1, "shift": 0,
                          "vocabulary": 300}  # fmt: skip
 
 
@@ -42,23 +42,23 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Run, Any, Path]:
     torch.set_num_threads(1)
     folder = tmp_path_factory.mktemp("match")
     task = Match(**SMALL)
-    recipe = replace(task.recipe, steps=150, tokens=300, rate=1e-2, warmup=10, evaluate_every=50, ema=0.9)
-    run, examples = begin(folder / "run", task, recipe, Sources((str(table(folder)),), held=15))
+    recipe = replace(task.recipe, steps=150, tokens=300, learning_rate=1e-2, warmup=10, evaluate_every=50, ema=0.9)
+    run, examples = create_run(folder / "run", task, recipe, Sources((str(table(folder)),), held_out=15))
     assert train(run, examples).done
     return run, examples, folder
 
 
 def test_no_image_is_on_two_sides(tmp_path: Path) -> None:
-    examples = gather(Match(**SMALL), Sources((str(table(tmp_path, 40)),), held=10), 1)
-    sides = [{row.values[0] for row in part} for part in (examples.train, examples.valid, examples.test)]
+    examples = read_examples(Match(**SMALL), Sources((str(table(tmp_path, 40)),), held_out=10), 1)
+    sides = [{row.values[0] for row in part} for part in (examples.train, examples.validation, examples.test)]
     assert sum(map(len, sides)) == len(set.union(*sides)) == 40
     assert len(examples.test) == 2 * len(sides[2])
 
 
 def test_an_image_of_many_texts_is_decoded_once(tmp_path: Path) -> None:
     task = Match(**SMALL)
-    rows = task.read(str(table(tmp_path, 6)), Bad())
-    items = task.items(task.learn(rows), rows, Bad())
+    rows = task.read(str(table(tmp_path, 6)), BadRows())
+    items = task.dataset(task.fit_processor(rows), rows, BadRows())
     assert (len(items.pixels), len(items.sizes)) == (6, 12)
     images, text, mask = items.inputs(np.array([0, 1, 4]))
     assert torch.equal(images[0], images[1])
@@ -69,11 +69,11 @@ def test_an_image_of_many_texts_is_decoded_once(tmp_path: Path) -> None:
 
 def test_the_loss_is_of_the_answers_and_of_the_right_text_among_those_of_the_batch(tmp_path: Path) -> None:
     task = Match(**SMALL, contrast=0.5)
-    rows = task.read(str(table(tmp_path, 3)), Bad())
-    kit = task.learn(rows)
-    model, items = task.model(kit).eval(), task.items(kit, rows, Bad())
+    rows = task.read(str(table(tmp_path, 3)), BadRows())
+    processor = task.fit_processor(rows)
+    model, items = task.model(processor).eval(), task.dataset(processor, rows, BadRows())
     batch = items.batch(np.arange(6), np.random.default_rng(0))
-    logits, seen, told = model.matched(*items.inputs(np.arange(6)))  # type: ignore[operator]
+    logits, seen, told = model.match(*items.inputs(np.arange(6)))  # type: ignore[operator]
     right = torch.tensor([1.0, 0, 1, 0, 1, 0])
     expected = torch.nn.functional.binary_cross_entropy_with_logits(logits, right, reduction="sum")
     for n in (0, 2, 4):  # the same text of another image is not wrong
@@ -85,17 +85,17 @@ def test_the_loss_is_of_the_answers_and_of_the_right_text_among_those_of_the_bat
 @pytest.mark.parametrize("how", ["no image", "missing"])
 def test_an_image_that_cannot_be_read_is_told_or_left_out_with_all_its_texts(how: str, tmp_path: Path) -> None:
     task = Match(**SMALL)
-    rows = task.read(str(table(tmp_path, 6)), Bad())
-    kit = task.learn(rows)
+    rows = task.read(str(table(tmp_path, 6)), BadRows())
+    processor = task.fit_processor(rows)
     path = tmp_path / "seen" / "2.png"
     if how == "missing":
         path.unlink()
     else:
         path.write_text("hello")
     told = "there is no such file" if how == "missing" else "is no image that can be read"
-    with pytest.raises(Trouble, match=rf"list.csv:6: .*seen/2.png: {told}.*--skip-bad"):
-        task.items(kit, rows, Bad())
-    items = task.items(kit, rows, bad := Bad(skip=True))
+    with pytest.raises(UserError, match=rf"list.csv:6: .*seen/2.png: {told}.*--skip-bad"):
+        task.dataset(processor, rows, BadRows())
+    items = task.dataset(processor, rows, bad := BadRows(skip=True))
     assert (len(items.sizes), bad.count) == (10, 1)
     assert items.targets.tolist() == [1, 0] * 5
 
@@ -111,29 +111,29 @@ BAD = {
 @pytest.mark.parametrize("how", list(BAD))
 def test_what_is_wrong_with_a_table_is_told_with_file_and_line(how: str, tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_bytes(BAD[how][0])
-    with pytest.raises(Trouble, match=BAD[how][1]):
-        Match().read(str(tmp_path / "a.csv"), Bad())
+    with pytest.raises(UserError, match=BAD[how][1]):
+        Match().read(str(tmp_path / "a.csv"), BadRows())
 
 
 def test_answers_and_texts_that_the_model_cannot_take_are_told(tmp_path: Path) -> None:
     task = Match(**SMALL, longest=8)
-    rows = task.read(str(table(tmp_path, 4)), Bad())
-    kit = task.learn(rows)
+    rows = task.read(str(table(tmp_path, 4)), BadRows())
+    processor = task.fit_processor(rows)
     image = rows[0].values[0]
-    with pytest.raises(Trouble, match=r"b:1: expected yes or no, or 1 or 0, but the label is 'maybe'"):
-        task.items(kit, [Row("b:1", (image, "it lies", "maybe"))], Bad())
-    with pytest.raises(Trouble, match=r"b:2: has \d+ tokens, but the model takes 8; train with --longest"):
-        task.items(kit, [Row("b:2", (image, "it stands and it lies and it stands", "no"))], Bad())
-    assert task.items(kit, [Row("b:3", (image, "it lies", "FALSE"))], Bad()).targets.tolist() == [0]
+    with pytest.raises(UserError, match=r"b:1: expected yes or no, or 1 or 0, but the label is 'maybe'"):
+        task.dataset(processor, [Row("b:1", (image, "it lies", "maybe"))], BadRows())
+    with pytest.raises(UserError, match=r"b:2: has \d+ tokens, but the model takes 8; train with --longest"):
+        task.dataset(processor, [Row("b:2", (image, "it stands and it lies and it stands", "no"))], BadRows())
+    assert task.dataset(processor, [Row("b:3", (image, "it lies", "FALSE"))], BadRows()).targets.tolist() == [0]
 
 
 def test_a_text_of_an_image_is_known_from_one_that_is_not(trained: tuple[Run, Any, Path]) -> None:
     run, examples, _ = trained
     model, _ = run.model()
-    found = run.task.evaluate(model, run.kit, examples.test)
+    found = run.task.evaluate(model, run.processor, examples.test)
     assert found["accuracy"] > 0.9
-    assert f"right of {AMONG}" not in found  # there are only two texts
-    rivals = run.task.baselines(run.kit, examples.train, examples.test)
+    assert f"right of {CANDIDATES}" not in found  # there are only two texts
+    rivals = run.task.baselines(run.processor, examples.train, examples.test)
     assert all(each["accuracy"] < 0.7 for each in rivals.values())
 
 
@@ -145,8 +145,8 @@ def test_the_right_text_is_looked_for_among_others(tmp_path: Path) -> None:
     with (tmp_path / "list.csv").open("w", newline="") as file:
         csv.writer(file).writerows(rows)
     task = Match(**SMALL)
-    listed = task.read(str(tmp_path / "list.csv"), Bad())
-    kit = task.learn(listed)
+    listed = task.read(str(tmp_path / "list.csv"), BadRows())
+    processor = task.fit_processor(listed)
 
     class Knows(torch.nn.Module):
         """Tells from brightness and the last words whether they belong together."""
@@ -156,14 +156,22 @@ def test_the_right_text_is_looked_for_among_others(tmp_path: Path) -> None:
             self.weight, self.sign = torch.nn.Parameter(torch.zeros(())), sign
 
         def forward(self, images: torch.Tensor, text: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-            known = {task.items(kit, [row], Bad()).inputs(np.array([0]))[0][0, 0, 0, 0].item(): row for row in listed}
-            said = [kit.texts().decode(ids[real].tolist()) for ids, real in zip(text, mask, strict=True)]
+            known = {
+                task.dataset(processor, [row], BadRows()).inputs(np.array([0]))[0][0, 0, 0, 0].item(): row
+                for row in listed
+            }
+            said = [
+                processor.require_tokenizer().decode(ids[real].tolist()) for ids, real in zip(text, mask, strict=True)
+            ]
             right = [known[image[0, 0, 0].item()].values[1] for image in images]
             return self.sign * torch.tensor([float(a == b) for a, b in zip(said, right, strict=True)])
 
-    items = task.items(kit, listed, Bad())
-    assert task._found(Knows(1), items) == {f"right of {AMONG}": 1.0, "mrr": 1.0}
-    assert task._found(Knows(-1), items) == {f"right of {AMONG}": 0.0, "mrr": pytest.approx(1 / AMONG)}
+    items = task.dataset(processor, listed, BadRows())
+    assert task._ranking_metrics(Knows(1), items) == {f"right of {CANDIDATES}": 1.0, "mrr": 1.0}
+    assert task._ranking_metrics(Knows(-1), items) == {
+        f"right of {CANDIDATES}": 0.0,
+        "mrr": pytest.approx(1 / CANDIDATES),
+    }
 
 
 @pytest.mark.parametrize("between", [" ", "\t", ": "])
@@ -172,7 +180,7 @@ def test_an_image_and_a_text_are_given_in_one_line(trained: tuple[Run, Any, Path
     model, _ = run.model()
     path = examples.test[0].values[0]
     right = next(row.values[1] for row in examples.test if row.values[0] == path and row.values[2] == "yes")
-    (made,) = run.task.predict(model, run.kit, [Row("input 1", (f"{path}{between}{right}",))], Bad())
+    (made,) = run.task.predict(model, run.processor, [Row("input 1", (f"{path}{between}{right}",))], BadRows())
     assert (made.output, made.score > 0.5) == ("yes", True)
 
 
@@ -180,19 +188,19 @@ def test_what_is_no_image_and_text_is_told(trained: tuple[Run, Any, Path]) -> No
     run, _, _ = trained
     model, _ = run.model()
     for given in ("it lies", "a.png", "a.png  "):
-        assert parted(given) is None
-        with pytest.raises(Trouble, match=r"input 1: expected the path of an image and a text, such as: scene.png"):
-            list(run.task.predict(model, run.kit, [Row("input 1", (given,))], Bad()))
-    with pytest.raises(Trouble, match=r"input 1: nowhere.png: there is no such file"):
-        list(run.task.predict(model, run.kit, [Row("input 1", ("nowhere.png it lies",))], Bad()))
+        assert split_input(given) is None
+        with pytest.raises(UserError, match=r"input 1: expected the path of an image and a text, such as: scene.png"):
+            list(run.task.predict(model, run.processor, [Row("input 1", (given,))], BadRows()))
+    with pytest.raises(UserError, match=r"input 1: nowhere.png: there is no such file"):
+        list(run.task.predict(model, run.processor, [Row("input 1", ("nowhere.png it lies",))], BadRows()))
 
 
 def test_words_and_patches_are_the_tokens_of_a_view(trained: tuple[Run, Any, Path]) -> None:
     run, examples, _ = trained
-    record = RunLooker(run.folder)(f"{examples.test[0].values[0]} it stands")
+    record = RunCapture(run.folder)(f"{examples.test[0].values[0]} it stands")
     across = [seen for seen in record.attentions if seen.kind == "cross"]
-    words, patches = (record.streams[name].tokens for name in record.ends(across[0]))
+    words, patches = (record.streams[name].tokens for name in record.stream_names(across[0]))
     assert (words[0], words[-1], patches[:3]) == ("<s>", "</s>", ("[CLS]", "0,0", "0,1"))
-    assert tuple(record.streams[name].tokens for name in record.ends(across[1])) == (patches, words)
+    assert tuple(record.streams[name].tokens for name in record.stream_names(across[1])) == (patches, words)
     assert record.image is not None
     assert record.image["grid"] == [2, 2]

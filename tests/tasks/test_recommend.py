@@ -12,15 +12,15 @@ import numpy as np
 import pytest
 import torch
 
-from regard.cli.looking import RunLooker
-from regard.tasks import Run, Sources, Trouble, begin, tasks, train
-from regard.tasks.baselines import Neighbours
-from regard.tasks.data import Row
-from regard.tasks.metrics import ranking
-from regard.tasks.recommend import Asked, Recommend
-from regard.tasks.sources import gather
-from regard.tasks.task import Kit
-from regard.tasks.trouble import Bad
+from regard.cli.view import RunCapture
+from regard.data.processor import Processor
+from regard.data.readers import Row
+from regard.errors import BadRows
+from regard.tasks import Run, Sources, UserError, create_run, tasks, train
+from regard.tasks.recommend import HeldOutItems, Recommend
+from regard.training.baselines import Neighbours
+from regard.training.metrics import ranking
+from regard.training.sources import read_examples
 
 ITEMS = [f"film {n}" for n in range(12)]
 
@@ -41,18 +41,18 @@ def table(folder: Path, users: int = 60) -> Path:
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Run:
     torch.set_num_threads(1)
     folder = tmp_path_factory.mktemp("recommend")
-    task = Recommend(width=16, layers=1, heads=2, dropout=0.0, longest=5)
-    recipe = replace(task.recipe, steps=120, tokens=200, rate=1e-2, warmup=5, evaluate_every=40, ema=0.9)
-    run, examples = begin(folder / "run", task, recipe, Sources((str(table(folder)),), held=1000))
+    task = Recommend(d_model=16, layers=1, heads=2, dropout=0.0, longest=5)
+    recipe = replace(task.recipe, steps=120, tokens=200, learning_rate=1e-2, warmup=5, evaluate_every=40, ema=0.9)
+    run, examples = create_run(folder / "run", task, recipe, Sources((str(table(folder)),), held_out=1000))
     assert train(run, examples).done
     return run
 
 
 def test_the_last_item_is_measured_on_and_the_one_before_it_chooses(tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_text("user,item,time\nx,a,5\nx,c,7\nx,b,6\nx,d,8\ny,a,1\ny,b,2\n")
-    examples = gather(Recommend(), Sources((str(tmp_path / "a.csv"),), held=10), 1)
+    examples = read_examples(Recommend(), Sources((str(tmp_path / "a.csv"),), held_out=10), 1)
     assert [row.values for row in examples.test] == [("x", ("a", "b", "c", "d"), 3)]
-    assert [row.values for row in examples.valid] == [("x", ("a", "b", "c"), 2)]
+    assert [row.values for row in examples.validation] == [("x", ("a", "b", "c"), 2)]
     assert [row.values for row in examples.train] == [("x", ("a", "b"), 1), ("y", ("a", "b"), 1)]
 
 
@@ -68,7 +68,7 @@ FORMS: dict[str, str] = {
 @pytest.mark.parametrize("name", list(FORMS))
 def test_the_same_history_comes_from_every_format(name: str, tmp_path: Path) -> None:
     (tmp_path / name).write_text(FORMS[name])
-    (row,) = Recommend().read(str(tmp_path / name), Bad())
+    (row,) = Recommend().read(str(tmp_path / name), BadRows())
     assert row.values == ("7", ("9", "12"), 1)
     assert row.place.endswith(f"{name}:{1 if name in ('u.data', 'plain.tsv', 'lines.jsonl') else 2}")
 
@@ -87,26 +87,26 @@ BAD: dict[str, tuple[bytes, str]] = {
 def test_what_is_wrong_with_a_table_is_told_with_file_and_line(how: str, tmp_path: Path) -> None:
     path = tmp_path / "views.csv"
     path.write_bytes(BAD[how][0])
-    with pytest.raises(Trouble, match=BAD[how][1]):
-        Recommend().read(str(path), Bad())
+    with pytest.raises(UserError, match=BAD[how][1]):
+        Recommend().read(str(path), BadRows())
 
 
 def test_bad_lines_are_counted_and_left_out(tmp_path: Path) -> None:
     path = tmp_path / "views.csv"
     path.write_bytes(b"user,item,time\na,b,noon\na,c,1\na,\xff,3\na,d,2\n")
-    (row,) = Recommend().read(str(path), bad := Bad(skip=True))
+    (row,) = Recommend().read(str(path), bad := BadRows(skip=True))
     assert (row.values[1], bad.count) == (("c", "d"), 2)
 
 
 def test_too_few_items_to_hold_any_out_are_told(tmp_path: Path) -> None:
     (tmp_path / "views.csv").write_text("user,item,time\na,b,1\na,c,2\n")
-    with pytest.raises(Trouble, match=r"views.csv:2: expected users with at least 3 items"):
-        gather(Recommend(), Sources((str(tmp_path / "views.csv"),)), 1)
+    with pytest.raises(UserError, match=r"views.csv:2: expected users with at least 3 items"):
+        read_examples(Recommend(), Sources((str(tmp_path / "views.csv"),)), 1)
 
 
 def test_long_histories_are_learnt_from_in_windows_that_ask_every_item_once() -> None:
-    task, kit = Recommend(longest=4), Kit(labels=tuple("abcdefghijk"))
-    items = task.items(kit, [Row("here", ("u", tuple("abcdefghijk"), 1))], Bad())
+    task, processor = Recommend(longest=4), Processor(labels=tuple("abcdefghijk"))
+    items = task.dataset(processor, [Row("here", ("u", tuple("abcdefghijk"), 1))], BadRows())
     asked = [n for at in range(len(items.sizes)) for n in items.after[at].tolist()]
     assert sorted(asked) == list(range(1, 11))
     assert items.sizes.max() == 4
@@ -115,21 +115,23 @@ def test_long_histories_are_learnt_from_in_windows_that_ask_every_item_once() ->
 
 
 def test_items_that_training_has_never_seen_are_left_out_of_histories_and_count_as_misses() -> None:
-    kit = Kit(labels=("a", "b", "c"))
+    processor = Processor(labels=("a", "b", "c"))
     rows = [Row("one", ("u", ("a", "new", "b"), 2)), Row("two", ("v", ("c", "new"), 1))]
-    asked = Asked(kit, rows)
+    asked = HeldOutItems(processor, rows)
     assert [before.tolist() for before in asked.before] == [[0], [2]]
-    ranks = asked.ranks(lambda chosen: torch.tensor([[9.0, 1.0, 2.0], [9.0, 1.0, 0.0]])[chosen], again=False)
+    ranks = asked.ranks(lambda chosen: torch.tensor([[9.0, 1.0, 2.0], [9.0, 1.0, 0.0]])[chosen], allow_repeats=False)
     assert ranks.tolist() == [2, 4]  # a is there before; nothing is behind what is not known
-    items = Recommend().items(kit, rows, Bad())
+    items = Recommend().dataset(processor, rows, BadRows())
     assert [items.after[n].tolist() for n in range(len(items.sizes))] == [[1]]
 
 
-@pytest.mark.parametrize(("again", "expected"), [(False, [1, 2]), (True, [2, 3])])
-def test_ranks_are_among_all_items_and_ties_go_to_the_first_named(again: bool, expected: list[int]) -> None:
-    asked = Asked(Kit(labels=("a", "b", "c", "d")), [Row("", ("u", ("a", "c"), 1)), Row("", ("v", ("a", "d"), 1))])
+@pytest.mark.parametrize(("allow_repeats", "expected"), [(False, [1, 2]), (True, [2, 3])])
+def test_ranks_are_among_all_items_and_ties_go_to_the_first_named(allow_repeats: bool, expected: list[int]) -> None:
+    asked = HeldOutItems(
+        Processor(labels=("a", "b", "c", "d")), [Row("", ("u", ("a", "c"), 1)), Row("", ("v", ("a", "d"), 1))]
+    )
     scores = torch.tensor([[5.0, 1.0, 2.0, 2.0], [5.0, 1.0, 3.0, 3.0]])
-    assert asked.ranks(lambda chosen: scores[chosen], again=again).tolist() == expected
+    assert asked.ranks(lambda chosen: scores[chosen], allow_repeats=allow_repeats).tolist() == expected
 
 
 def test_the_figures_are_those_of_torchmetrics() -> None:
@@ -169,11 +171,11 @@ def test_nearest_items_are_by_the_cosine_of_who_had_them() -> None:
 
 
 def test_an_order_is_learned_better_than_by_popularity_or_neighbours(trained: Run) -> None:
-    examples = gather(trained.task, Sources.of(trained.about["sources"]), 1)
+    examples = read_examples(trained.task, Sources.from_json(trained.about["sources"]), 1)
     model, _ = trained.model()
-    found = trained.task.evaluate(model, trained.kit, examples.test)
+    found = trained.task.evaluate(model, trained.processor, examples.test)
     assert found["ndcg@10"] > 0.95
-    rivals = trained.task.baselines(trained.kit, examples.train, examples.test)
+    rivals = trained.task.baselines(trained.processor, examples.train, examples.test)
     assert list(rivals) == ["most popular", "nearest items", "nearest to the last 10"]
     assert all(each["ndcg@10"] < 0.9 for each in rivals.values())
 
@@ -181,7 +183,7 @@ def test_an_order_is_learned_better_than_by_popularity_or_neighbours(trained: Ru
 @pytest.mark.parametrize("given", ["film 3 | film 4 | film 5", "film 3\tfilm 4\tfilm 5"])
 def test_what_comes_next_is_told_with_probabilities(trained: Run, given: str) -> None:
     model, _ = trained.model()
-    (made,) = trained.task.predict(model, trained.kit, [Row("input 1", (given,))], Bad())
+    (made,) = trained.task.predict(model, trained.processor, [Row("input 1", (given,))], BadRows())
     assert made.output.startswith("film 6 0.")
     assert next(iter(made.more["items"])) == "film 6"
     assert not {"film 3", "film 4", "film 5"} & set(made.more["items"])
@@ -191,29 +193,29 @@ def test_what_comes_next_is_told_with_probabilities(trained: Run, given: str) ->
 def test_a_history_longer_than_the_model_sees_is_asked_by_its_end(trained: Run) -> None:
     model, _ = trained.model()
     given = " | ".join(ITEMS[(3 + n) % 12] for n in range(9))
-    (made,) = trained.task.predict(model, trained.kit, [Row("input 1", (given,))], Bad())
+    (made,) = trained.task.predict(model, trained.processor, [Row("input 1", (given,))], BadRows())
     assert made.output.startswith("film 0 ")
 
 
 def test_an_item_that_was_never_seen_is_told(trained: Run) -> None:
     model, _ = trained.model()
     rows = [Row("input 1", ("film 3 | film 99",)), Row("input 2", ("film 3",)), Row("input 3", (" | ",))]
-    with pytest.raises(Trouble, match=r"input 1: the item 'film 99' was never seen in training, which has film 0"):
-        list(trained.task.predict(model, trained.kit, rows, Bad()))
-    assert len(list(trained.task.predict(model, trained.kit, rows, bad := Bad(skip=True)))) == 1
+    with pytest.raises(UserError, match=r"input 1: the item 'film 99' was never seen in training, which has film 0"):
+        list(trained.task.predict(model, trained.processor, rows, BadRows()))
+    assert len(list(trained.task.predict(model, trained.processor, rows, bad := BadRows(skip=True)))) == 1
     assert bad.count == 2
 
 
 def test_drawn_items_to_tell_apart_are_the_same_for_the_same_chance() -> None:
-    task = Recommend(others=7)
-    items = task.items(Kit(labels=tuple("abcd")), [Row("here", ("u", tuple("abcd"), 1))], Bad())
+    task = Recommend(negatives=7)
+    items = task.dataset(Processor(labels=tuple("abcd")), [Row("here", ("u", tuple("abcd"), 1))], BadRows())
     one, other = (items.batch(np.array([0]), np.random.default_rng(3)).targets[1] for _ in range(2))
     assert one.shape == (7,)
     assert torch.equal(one, other)
 
 
 def test_items_are_the_tokens_of_a_view(trained: Run) -> None:
-    record = RunLooker(trained.folder)("film 3 | film 4")
+    record = RunCapture(trained.folder)("film 3 | film 4")
     assert record.streams["source"].tokens == ("film 3", "film 4")
     assert record.note.startswith("film 5")
 

@@ -12,24 +12,24 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file, save_file
 
-from regard.tasks import Run, Trouble, train
-from tests import damaged
-from tests.tasks import scenery, toy
+from regard.tasks import Run, UserError, train
+from tests import damaged_files
+from tests.tasks import tiny_images, tiny_runs
 
 
 def trained(folder: Path, name: str) -> Path:
     """A small run of a task, trained to its end."""
     folder.mkdir()
-    if name in scenery.SMALL:
+    if name in tiny_images.SMALL:
         source = (
-            scenery.folder_of(folder / "data", scenery.stripes(40))
+            tiny_images.folder_of(folder / "data", tiny_images.stripes(40))
             if name == "images"
-            else scenery.scenes(folder / "data", 40)
+            else tiny_images.scenes(folder / "data", 40)
         )
-        run, examples = scenery.begun(folder, name, source)
+        run, examples = tiny_images.on_start(folder, name, source)
         train(run, examples)
     else:
-        run = toy.begun(folder, name)
+        run = tiny_runs.on_start(folder, name)
         train(run)
     return run.folder
 
@@ -37,7 +37,7 @@ def trained(folder: Path, name: str) -> Path:
 @pytest.mark.parametrize("job", ["run", "resume"])
 def test_every_change_to_a_run_works_or_is_one_error(job: str, tmp_path: Path) -> None:
     folders = [trained(tmp_path / name, name) for name in ("classify", "translate", "images")]
-    assert damaged.run(job, folders, every=400) == []
+    assert damaged_files.run(job, folders, every=400) == []
 
 
 @pytest.fixture(scope="module")
@@ -55,15 +55,15 @@ def edit(path: Path, change: Callable[[Any], Any]) -> None:
 
 
 def test_sizes_that_the_tensors_do_not_have_are_refused_before_anything_is_allocated(folder: Path) -> None:
-    edit(folder / "run.json", lambda about: about | {"options": about["options"] | {"width": 3_000_000}})
-    for job in (damaged.use_run, damaged.resume_run):
-        with pytest.raises(Trouble, match=r"safetensors: its tensors are not those of the model .*3000000"):
+    edit(folder / "run.json", lambda about: about | {"options": about["options"] | {"d_model": 3_000_000}})
+    for job in (damaged_files.use_run, damaged_files.resume_run):
+        with pytest.raises(UserError, match=r"safetensors: its tensors are not those of the model .*3000000"):
             job(folder)
 
 
 def test_a_number_of_layers_that_the_file_does_not_have_is_refused(folder: Path) -> None:
     edit(folder / "run.json", lambda about: about | {"options": about["options"] | {"layers": 2_000_000_000}})
-    with pytest.raises(Trouble, match=r"run\.json or kit\.json: the configuration describes a model of more than"):
+    with pytest.raises(UserError, match=r"run\.json or kit\.json: the configuration describes a model of more than"):
         Run.open(folder).model()
 
 
@@ -72,17 +72,17 @@ def test_a_tokenizer_that_pads_is_refused(strategy: Any, folder: Path) -> None:
     padding = {"strategy": strategy, "direction": "Right", "pad_to_multiple_of": None, "pad_id": 0, "pad_type_id": 0,
                "pad_token": "<pad>"}  # fmt: skip
     edit(folder / "tokenizer.json", lambda held: held | {"padding": padding})
-    with pytest.raises(Trouble, match=r"tokenizer\.json: .*pad"):
+    with pytest.raises(UserError, match=r"tokenizer\.json: .*pad"):
         Run.open(folder)
 
 
 def test_a_tokenizer_that_cuts_is_refused(folder: Path) -> None:
     cut = {"direction": "Right", "max_length": 1, "strategy": "LongestFirst", "stride": 10}
     edit(folder / "tokenizer.json", lambda held: held | {"truncation": cut})
-    with pytest.raises(Trouble, match=r"tokenizer\.json: .*stride"):
+    with pytest.raises(UserError, match=r"tokenizer\.json: .*stride"):
         Run.open(folder)
     edit(folder / "tokenizer.json", lambda held: held | {"truncation": cut | {"stride": 0, "max_length": 5}})
-    with pytest.raises(Trouble, match=r"tokenizer\.json: .*cuts"):
+    with pytest.raises(UserError, match=r"tokenizer\.json: .*cuts"):
         Run.open(folder)
 
 
@@ -93,15 +93,15 @@ def test_a_token_without_a_row_in_the_table_of_embeddings_is_refused(folder: Pat
         return held
 
     edit(folder / "tokenizer.json", moved)
-    with pytest.raises(Trouble, match=r"tokenizer\.json: has a token 1000000"):
+    with pytest.raises(UserError, match=r"tokenizer\.json: has a token 1000000"):
         Run.open(folder)
 
 
-FILES = ("run.json", "kit.json", "tokenizer.json", "best.safetensors", "log.jsonl", "run.lock",
+FILES = ("run.json", "processor.json", "tokenizer.json", "best.safetensors", "log.jsonl", "run.lock",
          "checkpoints/step-00000008.safetensors")  # fmt: skip
 
 
-def special(path: Path, kind: str) -> None:
+def special_id(path: Path, kind: str) -> None:
     path.unlink()
     if kind == "fifo":
         os.mkfifo(path)
@@ -117,9 +117,9 @@ def special(path: Path, kind: str) -> None:
 @pytest.mark.parametrize("kind", ["fifo", "folder", "sparse", "device"])
 @pytest.mark.parametrize("name", FILES)
 def test_special_files_are_refused_or_not_needed(name: str, kind: str, folder: Path) -> None:
-    special(folder / name, kind)
-    for job in (damaged.use_run, damaged.resume_run):
-        assert damaged.attempt(f"{name}: {kind}", lambda job=job: job(folder)) is None
+    special_id(folder / name, kind)
+    for job in (damaged_files.use_run, damaged_files.resume_run):
+        assert damaged_files.attempt(f"{name}: {kind}", lambda job=job: job(folder)) is None
 
 
 def test_the_target_of_a_link_in_place_of_the_lock_is_not_changed(folder: Path) -> None:
@@ -127,8 +127,8 @@ def test_the_target_of_a_link_in_place_of_the_lock_is_not_changed(folder: Path) 
     target.write_text("precious")
     (folder / "run.lock").unlink()
     (folder / "run.lock").symlink_to(target)
-    with pytest.raises(Trouble, match=r"run\.lock: is no regular file"):
-        damaged.resume_run(folder)
+    with pytest.raises(UserError, match=r"run\.lock: is no regular file"):
+        damaged_files.resume_run(folder)
     assert target.read_text() == "precious"
 
 
@@ -140,7 +140,7 @@ def test_weights_of_another_model_are_refused(folder: Path) -> None:
         held | {"odd\x1b": held["classifier.bias"] + 1},
     ):
         save_file(changed, path, {"progress": "{}"})
-        with pytest.raises(Trouble, match=r"best\.safetensors: its tensors are not those of the model") as raised:
+        with pytest.raises(UserError, match=r"best\.safetensors: its tensors are not those of the model") as raised:
             Run.open(folder).model()
         assert str(raised.value).isprintable()
 
@@ -149,5 +149,5 @@ def test_weights_of_another_model_are_refused(folder: Path) -> None:
 def test_a_log_with_a_line_that_is_no_step_is_an_error_that_names_it(line: str, folder: Path) -> None:
     held = (folder / "log.jsonl").read_text()
     (folder / "log.jsonl").write_text(f"{line}\n{held}")
-    with pytest.raises(Trouble, match=r"log\.jsonl: .*line 1"):
+    with pytest.raises(UserError, match=r"log\.jsonl: .*line 1"):
         Run.open(folder).minutes()

@@ -16,15 +16,15 @@ import torch
 from typer.testing import CliRunner
 
 from regard.cli import app
-from regard.tasks import Run, Sources, Trouble, begin, tasks, train
-from regard.tasks.data import Row
-from regard.tasks.metrics import aligned, cepstral_distortion
-from regard.tasks.sounds import features_of
-from regard.tasks.sources import Examples
-from regard.tasks.trouble import Bad
-from tests.tasks.tones import folder_of, tones, words
+from regard.data.audio import log_mel_features
+from regard.data.readers import Row
+from regard.errors import BadRows
+from regard.tasks import Run, Sources, UserError, create_run, tasks, train
+from regard.training.metrics import cepstral_distortion, dtw_path
+from regard.training.sources import Examples
+from tests.tasks.tiny_audio import folder_of, tones, words
 
-SMALL = {"features": 40, "width": 32, "layers": 1, "heads": 2, "dropout": 0.0, "longest": 2.0}
+SMALL = {"features": 40, "d_model": 32, "layers": 1, "heads": 2, "dropout": 0.0, "longest": 2.0}
 
 
 @pytest.fixture(scope="module")
@@ -33,10 +33,10 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Run, Examples]:
     folder = tmp_path_factory.mktemp("voice")
     task = tasks()["speak"](**SMALL)
     recipe = replace(
-        task.recipe, steps=160, tokens=300, rate=5e-3, warmup=20, evaluate_every=80, save_every=500, ema=0.9
+        task.recipe, steps=160, tokens=300, learning_rate=5e-3, warmup=20, evaluate_every=80, save_every=500, ema=0.9
     )
     table = folder_of(folder / "data", words(60))
-    run, examples = begin(folder / "run", task, recipe, Sources((str(table),), held=8))
+    run, examples = create_run(folder / "run", task, recipe, Sources((str(table),), held_out=8))
     assert train(run, examples).done
     return run, examples
 
@@ -44,8 +44,8 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Run, Examples]:
 def test_tones_are_said_and_beat_the_mean_of_all_frames(trained: tuple[Run, Examples]) -> None:
     run, examples = trained
     model, _ = run.model()
-    figures = run.task.evaluate(model, run.kit, examples.test)
-    baselines = run.task.baselines(run.kit, examples.train, examples.test)
+    figures = run.task.evaluate(model, run.processor, examples.test)
+    baselines = run.task.baselines(run.processor, examples.train, examples.test)
     assert figures["mcd"] < 0.8 * baselines["mean of all frames"]["mcd"]
     assert baselines["recording by Griffin-Lim"]["mcd"] < figures["mcd"]
     assert baselines["recording"]["mcd"] == 0
@@ -86,35 +86,37 @@ def test_the_viewer_shows_letters_against_the_sound(trained: tuple[Run, Examples
 def test_texts_that_cannot_be_said_are_told(text: str, told: str, trained: tuple[Run, Examples]) -> None:
     run, _ = trained
     model, _ = run.model()
-    with pytest.raises(Trouble, match=f"input 1: {told}"):
-        list(run.task.predict(model, run.kit, [Row("input 1", (text,))], Bad()))
-    skipped = Bad(skip=True)
-    made = list(run.task.predict(model, run.kit, [Row("input 1", (text,)), Row("input 2", ("ab",))], skipped))
+    with pytest.raises(UserError, match=f"input 1: {told}"):
+        list(run.task.predict(model, run.processor, [Row("input 1", (text,))], BadRows()))
+    skipped = BadRows(skip=True)
+    made = list(run.task.predict(model, run.processor, [Row("input 1", (text,)), Row("input 2", ("ab",))], skipped))
     assert (len(made), skipped.count) == (1, 1)
 
 
 def test_a_judge_listens(trained: tuple[Run, Examples], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run, examples = trained
-    options = {"features": 40, "width": 16, "layers": 1, "heads": 2}
+    options = {"features": 40, "d_model": 16, "layers": 1, "heads": 2}
     listener = tasks()["transcribe"](**options)
     recipe = replace(listener.recipe, steps=2, tokens=100, warmup=1, evaluate_every=2)
     table = folder_of(tmp_path / "data", words(20))
-    judge, heard = begin(tmp_path / "judge", listener, recipe, Sources((str(table),), held=2))
+    judge, heard = create_run(tmp_path / "judge", listener, recipe, Sources((str(table),), held_out=2))
     train(judge, heard)
-    task = replace(run.task, judge=str(judge.folder))  # type: ignore[type-var]
-    monkeypatch.setattr(type(judge.task), "heard", lambda self, model, kit, wave: ("ab", 1.0))
+    task = replace(run.task, transcriber=str(judge.folder))  # type: ignore[type-var]
+    monkeypatch.setattr(type(judge.task), "transcribe", lambda self, model, processor, wave: ("ab", 1.0))
     model, _ = run.model()
     rows = examples.test[:2]
-    found = task.evaluate(model, run.kit, rows)["cer"]
+    found = task.evaluate(model, run.processor, rows)["cer"]
     assert found > 0
-    assert found == task.baselines(run.kit, examples.train, rows)["recording"]["cer"]
-    with pytest.raises(ValueError, match=r"judge must be the folder of a run of transcribe, but .* has no run\.json"):
-        replace(run.task, judge=str(tmp_path))  # type: ignore[type-var]
-    with pytest.raises(Trouble, match="is a run of speak, but one of transcribe is needed to judge"):
-        replace(run.task, judge=str(run.folder)).evaluate(model, run.kit, rows)  # type: ignore[type-var]
+    assert found == task.baselines(run.processor, examples.train, rows)["recording"]["cer"]
+    with pytest.raises(
+        ValueError, match=r"transcriber must be the folder of a run of transcribe, but .* has no run\.json"
+    ):
+        replace(run.task, transcriber=str(tmp_path))  # type: ignore[type-var]
+    with pytest.raises(UserError, match="is a run of speak, but one of transcribe is needed to judge"):
+        replace(run.task, transcriber=str(run.folder)).evaluate(model, run.processor, rows)  # type: ignore[type-var]
 
 
-@pytest.mark.parametrize("wrong", [{"width": 30, "heads": 4}, {"guide": -1.0}, {"reduction": 0}])
+@pytest.mark.parametrize("wrong", [{"d_model": 30, "heads": 4}, {"guidance_weight": -1.0}, {"reduction": 0}])
 def test_options_that_make_no_sense_are_told(wrong: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="must"):
         tasks()["speak"](**wrong)
@@ -130,7 +132,7 @@ def test_warping_takes_the_cheapest_way(shape: tuple[int, int]) -> None:
         before = [(a, b) for a, b in ((i - 1, j), (i, j - 1), (i - 1, j - 1)) if a >= 0 and b >= 0]
         return far[i, j] + min(least(a, b) for a, b in before)
 
-    pairs = aligned(far)
+    pairs = dtw_path(far)
     assert (pairs[0], pairs[-1]) == ((0, 0), (shape[0] - 1, shape[1] - 1))
     steps = {(b[0] - a[0], b[1] - a[1]) for a, b in pairwise(pairs)}
     assert steps <= {(0, 1), (1, 0), (1, 1)}
@@ -143,13 +145,13 @@ def test_distortion_is_in_decibels_of_the_spectrum() -> None:
     ripple = flat + 0.3 * np.cos(np.pi * 4 * (np.arange(80) + 0.5) / 80)  # 3 dB
     assert cepstral_distortion([ripple], [flat]) == pytest.approx(3 / np.sqrt(2))
     chance = np.random.default_rng(0)
-    same, other = (features_of(tones(word, chance), 40) for word in ("ab", "dc"))
+    same, other = (log_mel_features(tones(word, chance), 40) for word in ("ab", "dc"))
     assert cepstral_distortion([same], [same]) == 0 < cepstral_distortion([same], [other])
 
 
 def test_a_file_holds_what_was_said(trained: tuple[Run, Examples]) -> None:
     run, _ = trained
     model, _ = run.model()
-    (made,) = run.task.predict(model, run.kit, [Row("input 1", ("ab",))], Bad())
+    (made,) = run.task.predict(model, run.processor, [Row("input 1", ("ab",))], BadRows())
     wave, rate = soundfile.read(io.BytesIO(made.file))
     assert (made.output, rate) == (f"{len(wave) / 16000:.2f} s", 16000)

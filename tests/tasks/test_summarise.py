@@ -15,12 +15,13 @@ from typer.testing import CliRunner
 
 import regard
 from regard.cli import app
+from regard.data.readers import Row
+from regard.errors import BadRows
 from regard.models import PointerTransformer
-from regard.tasks import Run, Sources, Trouble, begin, metrics, train
-from regard.tasks.data import Row
-from regard.tasks.export import export
+from regard.tasks import Run, Sources, UserError, create_run, train
 from regard.tasks.summarise import Summarise, lead
-from regard.tasks.trouble import Bad
+from regard.training import metrics
+from regard.training.export import export
 
 WORDS = [f"{one}{two}" for one in ("ka", "mo", "ri", "su") for two in ("bel", "dan", "fim", "got", "hux")]
 
@@ -39,35 +40,42 @@ def articles(folder: Path, count: int = 200) -> str:
 
 
 def small(**options: Any) -> Summarise:
-    known = {"width": 32, "layers": 1, "heads": 2, "vocabulary": 400, "dropout": 0.0, "beam": 2, "limit": 12}
+    known = {"d_model": 32, "layers": 1, "heads": 2, "vocabulary": 400, "dropout": 0.0, "beam": 2, "max_new_tokens": 12}
     return Summarise(**(known | options))
 
 
-def begun(folder: Path, data: str, *, options: dict[str, Any] | None = None, **recipe: Any) -> Run:
+def new_run(folder: Path, data: str, *, options: dict[str, Any] | None = None, **recipe: Any) -> Run:
     task = small(**(options or {}))
-    known = {"steps": 2, "tokens": 700, "warmup": 20, "evaluate_every": 50, "save_every": 500, "rate": 1e-2} | recipe
-    return begin(folder / "run", task, replace(task.recipe, **known), Sources((data,), held=20))[0]
+    known = {
+        "steps": 2,
+        "tokens": 700,
+        "warmup": 20,
+        "evaluate_every": 50,
+        "save_every": 500,
+        "learning_rate": 1e-2,
+    } | recipe
+    return create_run(folder / "run", task, replace(task.recipe, **known), Sources((data,), held_out=20))[0]
 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Run:
     torch.set_num_threads(1)
     folder = tmp_path_factory.mktemp("summarise")
-    run = begun(folder, articles(folder), steps=200)
+    run = new_run(folder, articles(folder), steps=200)
     assert train(run).done
     return run
 
 
 def said(run: Run, *given: str, skip: bool = False, **options: Any) -> list[Any]:
     rows = [Row(f"input {n}", (text,)) for n, text in enumerate(given, 1)]
-    return list(replace(run.task, **options).predict(run.model()[0], run.kit, rows, Bad(skip=skip)))
+    return list(replace(run.task, **options).predict(run.model()[0], run.processor, rows, BadRows(skip=skip)))
 
 
 def test_a_summary_beats_the_beginning_of_the_text(trained: Run) -> None:
-    rows = trained.task.read(trained.about["sources"]["data"][0], Bad())[:40]
-    ours = trained.task.evaluate(trained.model()[0], trained.kit, rows)
+    rows = trained.task.read(trained.about["sources"]["data"][0], BadRows())[:40]
+    ours = trained.task.evaluate(trained.model()[0], trained.processor, rows)
     assert ours["rougeL"] > 90
-    means = trained.task.baselines(trained.kit, rows, rows)
+    means = trained.task.baselines(trained.processor, rows, rows)
     assert list(means) == ["lead-1", "lead-3", "first 3 words"]
     for theirs in means.values():
         assert all(ours[name] > theirs[name] for name in ("rouge1", "rouge2", "rougeL"))
@@ -79,7 +87,7 @@ def test_what_a_summary_looked_at_is_told_of_every_token_as_it_stands_in_the_tex
     tokens, looked = zip(*made.more["coverage"], strict=True)
     assert "".join(tokens[:-1]).split() == text.split()
     assert all(token in text for token in tokens[:-1])
-    count = len(trained.kit.texts().encode(made.output, add_special_tokens=False).ids) + 1
+    count = len(trained.processor.require_tokenizer().encode(made.output, add_special_tokens=False).ids) + 1
     assert sum(looked) == pytest.approx(count, abs=1e-3)
     assert min(looked) >= 0
     assert 0 < made.score <= 1
@@ -99,7 +107,7 @@ def test_beam_search_finds_what_is_at_least_as_likely(trained: Run) -> None:
 
 
 def test_texts_longer_than_the_window_are_read_whole(tmp_path: Path) -> None:
-    run = begun(tmp_path, articles(tmp_path), options={"window": 4, "longest": 2000})
+    run = new_run(tmp_path, articles(tmp_path), options={"window": 4, "longest": 2000})
     assert train(run).done
     assert isinstance(run.model()[0], PointerTransformer)
     (made,) = said(run, "It is of kabel. " * 200)
@@ -162,28 +170,30 @@ def test_rouge_is_that_of_its_library() -> None:
 )
 def test_a_bad_file_is_told_with_its_place(name: str, content: str | bytes, message: str, tmp_path: Path) -> None:
     (tmp_path / name).write_bytes(content if isinstance(content, bytes) else content.encode())
-    with pytest.raises(Trouble, match=message):
-        small().read(str(tmp_path / name), Bad())
+    with pytest.raises(UserError, match=message):
+        small().read(str(tmp_path / name), BadRows())
 
 
 def test_bad_lines_are_counted_when_asked_to(tmp_path: Path) -> None:
     (tmp_path / "a.tsv").write_bytes(b"caf\xe9\tx\none\ta\nonly\ntwo\tb\n")
-    rows = small().read(str(tmp_path / "a.tsv"), bad := Bad(skip=True))
+    rows = small().read(str(tmp_path / "a.tsv"), bad := BadRows(skip=True))
     assert ([row.values for row in rows], bad.count) == ([("one", "a"), ("two", "b")], 2)
 
 
 def test_a_text_or_a_summary_that_is_too_long_is_told_or_cut_or_left_out(trained: Run) -> None:
     long = "It is of kabel. " * 400
     with pytest.raises(
-        Trouble, match=r"input 2: has \d+ tokens, but the model takes 1024; .* or cut long texts with --cut,"
+        UserError, match=r"input 2: has \d+ tokens, but the model takes 1024; .* or cut long texts with --cut,"
     ):
         said(trained, "It is.", long)
     assert len(said(trained, "It is.", long, skip=True)) == 1
     assert len(said(trained, "It is.", long, cut=True)) == 2
     rows = [Row("file:7", ("It is.", "kabel " * 40)), Row("file:8", ("It is.", "kabel"))]
-    with pytest.raises(Trouble, match=r"file:7: has \d+ tokens, but the model takes 12; train with --limit \d+"):
-        trained.task.items(trained.kit, rows, Bad())
-    assert len(trained.task.items(trained.kit, rows, Bad(skip=True)).sizes) == 1
+    with pytest.raises(
+        UserError, match=r"file:7: has \d+ tokens, but the model takes 12; train with --max-new-tokens \d+"
+    ):
+        trained.task.dataset(trained.processor, rows, BadRows())
+    assert len(trained.task.dataset(trained.processor, rows, BadRows(skip=True)).sizes) == 1
 
 
 def test_a_truncated_checkpoint_and_a_run_of_another_task_are_told(trained: Run, tmp_path: Path) -> None:
@@ -191,7 +201,7 @@ def test_a_truncated_checkpoint_and_a_run_of_another_task_are_told(trained: Run,
     shutil.copytree(trained.folder, folder)
     held = (folder / "best.safetensors").read_bytes()
     (folder / "best.safetensors").write_bytes(held[: len(held) // 2])
-    with pytest.raises(Trouble, match=r"best.safetensors: cannot be read .*; regard resume .* writes it anew"):
+    with pytest.raises(UserError, match=r"best.safetensors: cannot be read .*; regard resume .* writes it anew"):
         Run.open(folder).model()
-    with pytest.raises(Trouble, match="holds a run of summarise"):
-        begun(trained.folder.parent, trained.about["sources"]["data"][0])
+    with pytest.raises(UserError, match="holds a run of summarise"):
+        new_run(trained.folder.parent, trained.about["sources"]["data"][0])

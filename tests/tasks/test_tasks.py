@@ -10,26 +10,27 @@ import pytest
 import torch
 
 import regard
-from regard.tasks import Run, Sources, Task, Trouble, begin, tasks, train
-from regard.tasks.baselines import Trigrams
-from regard.tasks.data import Row
-from regard.tasks.export import export
-from regard.tasks.metrics import retrieval, translation
-from regard.tasks.sources import Examples, gather
-from regard.tasks.task import Kit, Prediction
-from regard.tasks.texts import encoded
-from regard.tasks.tokens import learn
-from regard.tasks.trouble import Bad
-from tests.tasks.toy import DATA, begun, classes, pairs, small, texts
+from regard.data.processor import Processor
+from regard.data.readers import Row
+from regard.data.text import encode_texts
+from regard.data.tokenizer import train_tokenizer
+from regard.errors import BadRows
+from regard.tasks import Run, Sources, Task, UserError, create_run, tasks, train
+from regard.training.baselines import Trigrams
+from regard.training.export import export
+from regard.training.metrics import retrieval, translation
+from regard.training.sources import Examples, read_examples
+from regard.training.task import Prediction
+from tests.tasks.tiny_runs import DATA, classes, new_run, pairs, small, texts
 
 LEARNS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "classify": ({"dropout": 0.1}, {"steps": 60, "rate": 1e-2, "tokens": 600}),
-    "embed": ({}, {"steps": 30, "rate": 3e-3, "tokens": 600}),
-    "language": ({"context": 32, "dropout": 0.0, "width": 32}, {"steps": 200, "rate": 1e-2, "tokens": 512}),
-    "masked": ({"dropout": 0.0, "share": 0.3}, {"steps": 60, "rate": 5e-3, "tokens": 600}),
+    "classify": ({"dropout": 0.1}, {"steps": 60, "learning_rate": 1e-2, "tokens": 600}),
+    "embed": ({}, {"steps": 30, "learning_rate": 3e-3, "tokens": 600}),
+    "language": ({"context": 32, "dropout": 0.0, "d_model": 32}, {"steps": 200, "learning_rate": 1e-2, "tokens": 512}),
+    "masked": ({"dropout": 0.0, "mask_ratio": 0.3}, {"steps": 60, "learning_rate": 5e-3, "tokens": 600}),
     "translate": (
-        {"dropout": 0.0, "width": 32, "beam": 2},
-        {"steps": 250, "rate": 1e-2, "tokens": 600, "smoothing": 0.0},
+        {"dropout": 0.0, "d_model": 32, "beam": 2},
+        {"steps": 250, "learning_rate": 1e-2, "tokens": 600, "label_smoothing": 0.0},
     ),
 }
 
@@ -40,8 +41,10 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Run, Ex
     found = {}
     for name, (options, recipe) in LEARNS.items():
         folder = tmp_path_factory.mktemp(name)
-        run = begun(folder, name, options=options, **({"warmup": 10, "evaluate_every": 50, "save_every": 500} | recipe))
-        examples = gather(run.task, Sources.of(run.about["sources"]), 1)
+        run = new_run(
+            folder, name, options=options, **({"warmup": 10, "evaluate_every": 50, "save_every": 500} | recipe)
+        )
+        examples = read_examples(run.task, Sources.from_json(run.about["sources"]), 1)
         train(run, examples)
         found[name] = run, examples
     return found
@@ -51,7 +54,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Run, Ex
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"width": 10, "heads": 4}, "width must be a multiple of heads = 4, but is 10"),
+        ({"d_model": 10, "heads": 4}, "d_model must be a multiple of heads = 4, but is 10"),
         ({"heads": 0}, "heads must be at least 1, but is 0"),
         ({"dropout": 1.5}, r"dropout must be a share in \[0, 1\), but is 1.5"),
     ],
@@ -67,7 +70,7 @@ def said(run: Run, *given: str, skip: bool = False) -> list[Prediction]:
     model, _ = run.model()
     return list(
         run.task.predict(
-            model, run.kit, [Row(f"input {n}", (text,)) for n, text in enumerate(given, 1)], Bad(skip=skip)
+            model, run.processor, [Row(f"input {n}", (text,)) for n, text in enumerate(given, 1)], BadRows(skip=skip)
         )
     )
 
@@ -84,8 +87,8 @@ def test_a_task_beats_simple_means_on_a_toy_problem(
 ) -> None:
     run, examples = trained[name]
     model, _ = run.model()
-    ours = run.task.evaluate(model, run.kit, examples.test)
-    for means, theirs in run.task.baselines(run.kit, examples.train, examples.test).items():
+    ours = run.task.evaluate(model, run.processor, examples.test)
+    for means, theirs in run.task.baselines(run.processor, examples.train, examples.test).items():
         if means.startswith("TF-IDF + logistic"):  # one word decides: nothing beats it here
             assert ours[figure] >= theirs[figure] - 0.1
         elif low:
@@ -112,7 +115,7 @@ def test_hidden_words_are_filled_in(trained: dict[str, tuple[Run, Examples]]) ->
     first, middle, last = made.output.split()
     assert (first, last) == ("the", "dog")
     assert made.more["words"][0][0][0] == middle
-    with pytest.raises(Trouble, match="input 1: expected <mask> where words are to be filled in"):
+    with pytest.raises(UserError, match="input 1: expected <mask> where words are to be filled in"):
         said(trained["masked"][0], "the dog")
 
 
@@ -137,7 +140,7 @@ def test_a_text_that_is_too_long_is_told_with_its_place_or_left_out(
     run, _ = trained[name]
     long = "cat " * 600
     with pytest.raises(
-        Trouble, match=r"input 2: has \d+ tokens, but the model takes \d+; train with --(longest|context) \d+"
+        UserError, match=r"input 2: has \d+ tokens, but the model takes \d+; train with --(longest|context) \d+"
     ):
         said(run, "the cat", long)
     assert len(said(run, "the cat", long, "one dog", skip=True)) == 2
@@ -145,31 +148,32 @@ def test_a_text_that_is_too_long_is_told_with_its_place_or_left_out(
 
 @pytest.mark.parametrize("name", ["classify", "embed", "translate"])
 def test_a_row_that_is_too_long_to_train_on_is_told_with_file_and_line(name: str, tmp_path: Path) -> None:
-    run = begun(tmp_path, name, options={"longest": 5})
-    with pytest.raises(Trouble, match=r"(pairs.tsv|classes.csv):\d+: has \d+ tokens, but the model takes 5"):
+    run = new_run(tmp_path, name, options={"longest": 5})
+    with pytest.raises(UserError, match=r"(pairs.tsv|classes.csv):\d+: has \d+ tokens, but the model takes 5"):
         train(run)
 
 
 def test_long_texts_are_cut_when_asked_to(tmp_path: Path) -> None:
-    assert train(begun(tmp_path, "classify", options={"longest": 5, "cut": True}, steps=1)).done
+    assert train(new_run(tmp_path, "classify", options={"longest": 5, "cut": True}, steps=1)).done
 
 
 def test_the_middle_of_a_long_text_is_left_out() -> None:
     words = "one two three four five six seven eight nine ten"
-    tokenizer = learn([words] * 3, 100)
+    tokenizer = train_tokenizer([words] * 3, 100)
     whole, cut = (
-        encoded(tokenizer, [Row("a:1", (words,))], 0, Bad(), longest=longest, cut=True)[0][0] for longest in (99, 10)
+        encode_texts(tokenizer, [Row("a:1", (words,))], 0, BadRows(), longest=longest, cut=True)[0][0]
+        for longest in (99, 10)
     )
     assert len(cut) == 10
     assert cut.tolist() == [*whole[:3], *whole[-7:]]
 
 
 def test_a_label_never_seen_in_training_is_told_with_file_and_line(tmp_path: Path) -> None:
-    run = begun(tmp_path, "classify")
+    run = new_run(tmp_path, "classify")
     rows = [Row("test.csv:7", ("a dog", "dog"))]
-    with pytest.raises(Trouble, match=r"test.csv:7: the label 'dog' was never seen in training, which has cat, none"):
-        run.task.items(run.kit, rows, Bad())
-    run.task.items(run.kit, rows, bad := Bad(skip=True))
+    with pytest.raises(UserError, match=r"test.csv:7: the label 'dog' was never seen in training, which has cat, none"):
+        run.task.dataset(run.processor, rows, BadRows())
+    run.task.dataset(run.processor, rows, bad := BadRows(skip=True))
     assert bad.count == 1
 
 
@@ -183,8 +187,8 @@ def test_a_label_never_seen_in_training_is_told_with_file_and_line(tmp_path: Pat
 def test_labels_that_make_no_sense_are_told(content: str, message: str, tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_text(content)
     task = small("classify")
-    with pytest.raises(Trouble, match=message):
-        begin(tmp_path / "run", task, task.recipe, Sources((str(tmp_path / "a.csv"),), held=1))
+    with pytest.raises(UserError, match=message):
+        create_run(tmp_path / "run", task, task.recipe, Sources((str(tmp_path / "a.csv"),), held_out=1))
 
 
 @pytest.mark.parametrize("name", ["classify", "embed"])
@@ -193,27 +197,31 @@ def test_fine_tuning_begins_with_the_encoder_of_a_run(
 ) -> None:
     masked, _ = trained["masked"]
     source, _ = masked.model()
-    run = begun(tmp_path, name, options={"start": str(masked.folder), "width": 999}, steps=1, rate=1e-9, ema=0.0)
+    run = new_run(
+        tmp_path, name, options={"pretrained": str(masked.folder), "d_model": 999}, steps=1, learning_rate=1e-9, ema=0.0
+    )
     assert train(run).done
     model, _ = Run.open(run.folder).model()
     ours, theirs = model.encoder.state_dict(), source.encoder.state_dict()  # type: ignore[union-attr, operator]
     assert all(torch.allclose(ours[key], theirs[key], atol=1e-6) for key in theirs)
-    assert run.kit.texts().to_str() == masked.kit.texts().to_str()
+    assert run.processor.require_tokenizer().to_str() == masked.processor.require_tokenizer().to_str()
 
 
 def test_fine_tuning_begins_with_a_checkpoint_folder(tmp_path: Path, trained: dict[str, tuple[Run, Examples]]) -> None:
     export(trained["embed"][0], tmp_path / "exported", onnx=False)
-    run = begun(tmp_path, "classify", options={"start": str(tmp_path / "exported")}, steps=1)
+    run = new_run(tmp_path, "classify", options={"pretrained": str(tmp_path / "exported")}, steps=1)
     assert train(run).done
 
 
 def test_what_is_no_start_is_told(tmp_path: Path, trained: dict[str, tuple[Run, Examples]]) -> None:
-    with pytest.raises(Trouble, match="is a Transformer, which has no text encoder; --start takes runs of masked"):
-        begun(tmp_path, "classify", options={"start": str(trained["translate"][0].folder)})
-    with pytest.raises(Trouble, match="holds neither a run nor a checkpoint"):
-        begun(tmp_path, "classify", options={"start": str(tmp_path)})
-    with pytest.raises(Trouble, match=r"the run has no tokenizer; is it one on texts, with tokenizer.json"):
-        Kit().texts()
+    with pytest.raises(
+        UserError, match="is a Transformer, which has no text encoder; --pretrained takes runs of masked"
+    ):
+        new_run(tmp_path, "classify", options={"pretrained": str(trained["translate"][0].folder)})
+    with pytest.raises(UserError, match="holds neither a run nor a checkpoint"):
+        new_run(tmp_path, "classify", options={"pretrained": str(tmp_path)})
+    with pytest.raises(UserError, match=r"the run has no tokenizer; is it one on texts, with tokenizer.json"):
+        Processor().require_tokenizer()
 
 
 @pytest.mark.parametrize("name", list(LEARNS))
@@ -231,7 +239,7 @@ def test_an_exported_run_loads_to_the_same_model(
     assert type(theirs) is type(ours)
     for mine, other in zip(ours.parameters(), theirs.parameters(), strict=True):
         assert torch.equal(mine, other)
-    with pytest.raises(Trouble, match="not empty"):
+    with pytest.raises(UserError, match="not empty"):
         export(run, tmp_path / "out")
 
 
@@ -254,19 +262,19 @@ def test_a_task_that_is_one_class_is_known_and_trains(tmp_path: Path) -> None:
     from typing import ClassVar
 
     from regard.tasks.classify import Classify
-    from regard.tasks.task import option
+    from regard.training.recipe import option
 
     @dataclass(frozen=True)
     class Moods(Classify):
         name: ClassVar[str] = "moods"
-        does: ClassVar[str] = "text to its mood"
+        description: ClassVar[str] = "text to its mood"
         mildness: float = option(1.0, "how mild")
 
     try:
         assert tasks()["moods"] is Moods
-        task = Moods(width=16, layers=1, heads=2, vocabulary=300)
+        task = Moods(d_model=16, layers=1, heads=2, vocabulary=300)
         recipe = replace(task.recipe, steps=2)
-        run, examples = begin(tmp_path / "run", task, recipe, Sources((classes(tmp_path),), held=10))
+        run, examples = create_run(tmp_path / "run", task, recipe, Sources((classes(tmp_path),), held_out=10))
         assert train(run, examples).done
         assert Run.open(tmp_path / "run").task == task
     finally:
@@ -280,14 +288,14 @@ def test_a_task_that_is_one_class_is_known_and_trains(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", list(DATA))
 def test_every_task_tells_what_it_is(name: str) -> None:
     kind: type[Task] = tasks()[name]
-    assert kind.does
+    assert kind.description
     assert kind.example
     assert len(kind.columns) in (1, 2)
 
 
 def test_lines_of_a_language_model_are_held_out_from_the_end(tmp_path: Path) -> None:
     task = small("language")
-    examples = gather(task, Sources((texts(tmp_path),), held=5), 1)
+    examples = read_examples(task, Sources((texts(tmp_path),), held_out=5), 1)
     assert [Path(row.place).name for row in examples.test] == [f"texts.txt:{n}" for n in range(56, 61)]
 
 
@@ -318,12 +326,14 @@ def test_pairs_that_are_equal_are_not_held_against_one_another(tmp_path: Path) -
     task = small("embed")
     path = Path(pairs(tmp_path, 30))
     path.write_text(path.read_text() + "one cat\teno tac\none cat\ta cat\n")
-    examples = gather(task, Sources((str(path),), held=3), 1)
-    kit = task.learn(examples.train)
+    examples = read_examples(task, Sources((str(path),), held_out=3), 1)
+    processor = task.fit_processor(examples.train)
     rows = [Row("1", ("one cat", "x")), Row("2", ("one cat", "y")), Row("3", ("a dog", "x"))]
     import numpy as np
 
-    same_text, same_other = task.items(kit, rows, Bad()).batch(np.arange(3), np.random.default_rng(0)).targets
+    same_text, same_other = (
+        task.dataset(processor, rows, BadRows()).batch(np.arange(3), np.random.default_rng(0)).targets
+    )
     assert same_text.nonzero().tolist() == [[0, 1], [1, 0]]
     assert same_other.nonzero().tolist() == [[0, 2], [2, 0]]
 
@@ -334,9 +344,9 @@ def test_words_that_are_spelled_alike_all_come_with_their_chances(
     """Of two tokens that decode to the same word, none is lost."""
     run, _ = trained["masked"]
     model, _ = run.model()
-    kit = run.kit
-    monkeypatch.setattr(type(kit), "texts", lambda self: Alike(kit.tokenizer))
-    (made,) = run.task.predict(model, kit, [Row("a", ("the <mask> sees",))], Bad())
+    processor = run.processor
+    monkeypatch.setattr(type(processor), "require_tokenizer", lambda self: Alike(processor.tokenizer))
+    (made,) = run.task.predict(model, processor, [Row("a", ("the <mask> sees",))], BadRows())
     (words,) = made.more["words"]
     assert [word for word, _ in words] == ["same"] * 5
     chances = [chance for _, chance in words]

@@ -15,24 +15,40 @@ from typer.testing import CliRunner
 
 import regard
 from regard.cli import app
-from regard.tasks import Run, Sources, Trouble, begin, tasks, train
-from regard.tasks.data import Row
-from regard.tasks.export import export
-from regard.tasks.runs import load
-from regard.tasks.sounds import Form, features_of, learnt, nearest, plain, wave_of
-from regard.tasks.sources import Examples, gather
-from regard.tasks.transcribe import hidden
-from regard.tasks.trouble import Bad
-from tests.tasks.scenery import Dies
-from tests.tasks.tones import folder_of, tones, words
+from regard.data.audio import (
+    AudioFormat,
+    fit_audio_format,
+    load_waveform,
+    log_mel_features,
+    nearest_clips,
+    normalize_transcript,
+)
+from regard.data.readers import Row
+from regard.errors import BadRows
+from regard.tasks import Run, Sources, UserError, create_run, tasks, train
+from regard.tasks.transcribe import spec_augment_mask
+from regard.training.export import export
+from regard.training.runs import load
+from regard.training.sources import Examples, read_examples
+from tests.tasks.tiny_audio import folder_of, tones, words
+from tests.tasks.tiny_images import DieAtStep
 
-SMALL = {"features": 40, "width": 32, "layers": 1, "heads": 2, "before": 8, "after": 4, "dropout": 0.0, "hide": 0.1}
+SMALL = {
+    "features": 40,
+    "d_model": 32,
+    "layers": 1,
+    "heads": 2,
+    "before": 8,
+    "after": 4,
+    "dropout": 0.0,
+    "mask_ratio": 0.1,
+}
 
 
 def started(folder: Path, source: Path, **recipe: Any) -> tuple[Run, Examples]:
     task = tasks()["transcribe"](**SMALL)
     known = {"steps": 8, "tokens": 100, "warmup": 2, "evaluate_every": 4, "save_every": 3, "ema": 0.9} | recipe
-    return begin(folder / "run", task, replace(task.recipe, **known), Sources((str(source),), held=10))
+    return create_run(folder / "run", task, replace(task.recipe, **known), Sources((str(source),), held_out=10))
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +56,8 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Run, Examples]:
     torch.set_num_threads(1)
     folder = tmp_path_factory.mktemp("tones")
     run, examples = started(
-        folder, folder_of(folder / "data", words(100)), steps=180, rate=5e-3, warmup=20, tokens=300, evaluate_every=90,
+        folder, folder_of(folder / "data", words(100)), steps=180, learning_rate=5e-3, warmup=20, tokens=300,
+        evaluate_every=90,
         save_every=500,
     )  # fmt: skip
     assert train(run, examples).done
@@ -50,10 +67,10 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Run, Examples]:
 @pytest.mark.parametrize(("form", "suffix"), [("tsv", ".wav"), ("csv", ".flac"), ("jsonl", ".ogg"), ("folder", ".wav")])
 def test_the_same_clips_come_from_every_table_and_format(form: str, suffix: str, tmp_path: Path) -> None:
     table = folder_of(tmp_path, ["ab", "cad"], form="tsv" if form == "folder" else form, suffix=suffix)
-    rows = tasks()["transcribe"]().read(str(tmp_path if form == "folder" else table), Bad())
+    rows = tasks()["transcribe"]().read(str(tmp_path if form == "folder" else table), BadRows())
     assert [row.values[1] for row in rows] == ["ab", "cad"]
     plainly = tones("ab", np.random.default_rng(7))
-    wave = wave_of(rows[0], Bad())
+    wave = load_waveform(rows[0], BadRows())
     assert wave is not None
     assert wave.shape == plainly.shape
     assert float(np.abs(wave - plainly).mean()) < (0.01 if suffix == ".ogg" else 1e-4)
@@ -63,10 +80,10 @@ def test_the_same_clips_come_from_every_table_and_format(form: str, suffix: str,
 def test_other_rates_and_channels_sound_the_same(rate: int, channels: int, tmp_path: Path) -> None:
     samples = tones("abca", np.random.default_rng(1), rate)
     soundfile.write(tmp_path / "a.wav", np.stack([samples] * channels, 1), rate)
-    wave = wave_of(Row("here", (str(tmp_path / "a.wav"),)), Bad())
+    wave = load_waveform(Row("here", (str(tmp_path / "a.wav"),)), BadRows())
     assert wave is not None
-    expected = features_of(tones("abca", np.random.default_rng(1)), 40).astype(np.float32)
-    found = features_of(wave, 40).astype(np.float32)
+    expected = log_mel_features(tones("abca", np.random.default_rng(1)), 40).astype(np.float32)
+    found = log_mel_features(wave, 40).astype(np.float32)
     assert abs(len(found) - len(expected)) <= 1
     both = min(len(found), len(expected))
     loud = expected[:both] > 0
@@ -126,20 +143,20 @@ def spoilt(folder: Path, how: str) -> str:
 def test_a_bad_clip_stops_with_file_and_line_or_is_left_out(how: str, tmp_path: Path) -> None:
     folder_of(tmp_path, ["ab", "abc", "dba"])
     task = tasks()["transcribe"](**SMALL)
-    kit = task.learn(task.read(str(tmp_path), Bad()))
-    told, skipped = spoilt(tmp_path, how), Bad(skip=True)
-    with pytest.raises(Trouble, match=told):
-        task.items(kit, task.read(str(tmp_path), Bad()), Bad())
-    items = task.items(kit, task.read(str(tmp_path), skipped), skipped)
+    processor = task.fit_processor(task.read(str(tmp_path), BadRows()))
+    told, skipped = spoilt(tmp_path, how), BadRows(skip=True)
+    with pytest.raises(UserError, match=told):
+        task.dataset(processor, task.read(str(tmp_path), BadRows()), BadRows())
+    items = task.dataset(processor, task.read(str(tmp_path), skipped), skipped)
     assert (len(items.places), skipped.count) == (2, 1)
 
 
 def test_a_letter_that_was_never_seen_is_told(tmp_path: Path) -> None:
     task = tasks()["transcribe"](**SMALL)
-    kit = task.learn(task.read(str(folder_of(tmp_path / "one", ["ab"])), Bad()))
-    other = task.read(str(folder_of(tmp_path / "two", ["ac"])), Bad())
-    with pytest.raises(Trouble, match=r"transcripts\.tsv:2: 'c' in 'ac' was never seen in training"):
-        task.items(kit, other, Bad())
+    processor = task.fit_processor(task.read(str(folder_of(tmp_path / "one", ["ab"])), BadRows()))
+    other = task.read(str(folder_of(tmp_path / "two", ["ac"])), BadRows())
+    with pytest.raises(UserError, match=r"transcripts\.tsv:2: 'c' in 'ac' was never seen in training"):
+        task.dataset(processor, other, BadRows())
 
 
 def test_a_folder_that_holds_both_parts_says_what_is_held_out(tmp_path: Path) -> None:
@@ -148,23 +165,27 @@ def test_a_folder_that_holds_both_parts_says_what_is_held_out(tmp_path: Path) ->
     (tmp_path / "transcripts.tsv").unlink()
     (tmp_path / "train.tsv").write_text("\n".join(lines[:16]) + "\n")
     (tmp_path / "valid.tsv").write_text("\n".join([lines[0], *lines[16:]]) + "\n")
-    examples = gather(tasks()["transcribe"](), Sources((str(tmp_path),)), 1)
-    assert (len(examples.train), len(examples.valid), len(examples.test)) == (14, 1, 5)
-    with pytest.raises(Trouble, match=r"holds train\.tsv and valid\.tsv; say which of them it is"):
-        tasks()["transcribe"]().read(str(tmp_path), Bad())
+    examples = read_examples(tasks()["transcribe"](), Sources((str(tmp_path),)), 1)
+    assert (len(examples.train), len(examples.validation), len(examples.test)) == (14, 1, 5)
+    with pytest.raises(UserError, match=r"holds train\.tsv and valid\.tsv; say which of them it is"):
+        tasks()["transcribe"]().read(str(tmp_path), BadRows())
     (tmp_path / "clips" / "x").mkdir()
-    with pytest.raises(Trouble, match=r"expected a table of its clips, transcripts\.tsv"):
-        tasks()["transcribe"]().read(str(tmp_path / "clips"), Bad())
+    with pytest.raises(UserError, match=r"expected a table of its clips, transcripts\.tsv"):
+        tasks()["transcribe"]().read(str(tmp_path / "clips"), BadRows())
 
 
 def test_the_same_words_are_never_on_two_sides(tmp_path: Path) -> None:
     rows = [Row(f"t:{n}", (f"{n}.wav", text)) for n, text in enumerate(["Ano.", "ano", "Ne!", "ne", "tak"] * 3)]
     train, held = tasks()["transcribe"]().hold_out(rows, 2, 1)
-    assert not {plain(row.values[1]) for row in train} & {plain(row.values[1]) for row in held}
+    assert not {normalize_transcript(row.values[1]) for row in train} & {
+        normalize_transcript(row.values[1]) for row in held
+    }
     assert len(train) + len(held) == 15
 
 
-@pytest.mark.parametrize("wrong", [{"width": 30, "heads": 4}, {"width": 12, "heads": 4}, {"before": -1}, {"hide": 1.0}])
+@pytest.mark.parametrize(
+    "wrong", [{"d_model": 30, "heads": 4}, {"d_model": 12, "heads": 4}, {"before": -1}, {"mask_ratio": 1.0}]
+)
 def test_options_that_make_no_sense_are_told(wrong: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="must"):
         tasks()["transcribe"](**wrong)
@@ -173,8 +194,8 @@ def test_options_that_make_no_sense_are_told(wrong: dict[str, Any]) -> None:
 def test_tones_are_learnt_and_beat_the_baselines(trained: tuple[Run, Examples]) -> None:
     run, examples = trained
     model, _ = run.model()
-    figures = run.task.evaluate(model, run.kit, examples.test)
-    baselines = run.task.baselines(run.kit, examples.train, examples.test)
+    figures = run.task.evaluate(model, run.processor, examples.test)
+    baselines = run.task.baselines(run.processor, examples.train, examples.test)
     assert figures["cer"] <= 0.1 < baselines["nearest training clip"]["cer"]
     assert figures["cer"] < baselines["most frequent transcript"]["cer"]
     assert figures["real_time_factor"] > 0
@@ -186,9 +207,9 @@ def test_a_letter_that_training_never_had_counts_as_an_error(trained: tuple[Run,
     model, _ = run.model()
     row = examples.test[0]
     strange = Row("t:1", (row.values[0], "x" * 9))
-    assert run.task.measured(run.kit, [row, strange], Bad()) == [row, strange]
-    assert run.task.evaluate(model, run.kit, [strange])["cer"] == 1
-    baselines = run.task.baselines(run.kit, examples.train, [strange])
+    assert run.task.evaluable_rows(run.processor, [row, strange], BadRows()) == [row, strange]
+    assert run.task.evaluate(model, run.processor, [strange])["cer"] == 1
+    baselines = run.task.baselines(run.processor, examples.train, [strange])
     assert [figures["cer"] for figures in baselines.values()] == [1, 1]
 
 
@@ -225,7 +246,7 @@ def test_a_run_that_was_killed_ends_with_the_same_bits(tmp_path: Path) -> None:
     assert train(whole, examples).done
     broken, examples = started(tmp_path / "broken", table)
     with pytest.raises(KeyboardInterrupt):
-        train(broken, examples, Dies(5))
+        train(broken, examples, DieAtStep(5))
     assert train(Run.open(broken.folder)).done
     ours, theirs = (load(run.folder / "best.safetensors")[0] for run in (whole, broken))
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
@@ -248,22 +269,22 @@ def test_an_exported_model_is_read_by_regard(trained: tuple[Run, Examples], tmp_
 def test_what_is_hidden_is_no_more_than_its_share() -> None:
     heard = regard.pack([torch.zeros(100, 40), torch.zeros(30, 40)])
     for seed in range(20):
-        shown = hidden(heard, 0.4, np.random.default_rng(seed))
+        shown = spec_augment_mask(heard, 0.4, np.random.default_rng(seed))
         for clip in (shown[:100], shown[100:]):
             assert clip.any(1).mean() >= 0.6
             assert clip.any(0).mean() >= 0.6
-    assert hidden(heard, 0.0, np.random.default_rng(0)).all()
+    assert spec_augment_mask(heard, 0.0, np.random.default_rng(0)).all()
 
 
 def test_the_nearest_clip_of_a_clip_is_itself() -> None:
     chance = np.random.default_rng(0)
     clips = [chance.normal(size=(n, 40)) for n in (30, 7, 50, 3)]
-    assert nearest(clips, clips) == [0, 1, 2, 3]
+    assert nearest_clips(clips, clips) == [0, 1, 2, 3]
 
 
 def test_a_band_that_is_silent_in_training_is_not_all_that_counts_later(tmp_path: Path) -> None:
     chance = np.random.default_rng(0)
     soundfile.write(tmp_path / "a.wav", chance.normal(0, 0.1, 8000), 8000)  # nothing above 4 kHz
-    form = Form(**learnt([Row("here", (str(tmp_path / "a.wav"),))], 80))
-    hiss = features_of(chance.normal(0, 0.003, 16000).astype(np.float32), 80)
-    assert float(form.ready(torch.from_numpy(hiss).float())[:, 70:].abs().max()) < 10
+    form = AudioFormat(**fit_audio_format([Row("here", (str(tmp_path / "a.wav"),))], 80))
+    hiss = log_mel_features(chance.normal(0, 0.003, 16000).astype(np.float32), 80)
+    assert float(form.normalize(torch.from_numpy(hiss).float())[:, 70:].abs().max()) < 10

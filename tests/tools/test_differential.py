@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 import regard as rg
 from regard import models
-from regard.models import parts
-from regard.nn import shared
+from regard.models import inputs
+from regard.nn import context
 
 WAYS = ["float32", "float64", "gradients-float64", "state-dict", "functional-call"]
 MODES = ["float64", "duals-float64", "jvp-float64", "frozen", "bfloat16"]
@@ -58,36 +58,36 @@ def first(family: str, ways: list[str], fixed: dict[str, int]) -> Finding:
 
 
 def test_a_mask_that_is_off_by_one_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = shared.key_mask
+    right = context.key_mask
 
     def wrong(mask: Tensor | None, *rest: Any) -> Any:
         return right(mask if mask is None else mask | mask.roll(1, 1), *rest)
 
-    monkeypatch.setattr(parts, "key_mask", wrong)
+    monkeypatch.setattr(inputs, "key_mask", wrong)
     found = first("language", ["float32"], {"spare columns": 2})
     assert found.way in ("right/float32", "left/float32")
 
 
 def test_a_projection_that_is_wrong_in_every_form_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = rg.nn.MultiHeadAttention._from_one
+    right = rg.nn.MultiHeadAttention._fused_projection
 
     def wrong(self: Any, *args: Any) -> Any:
         q, k, v = right(self, *args)
         return q, k, v * 1.001
 
-    monkeypatch.setattr(rg.nn.MultiHeadAttention, "_from_one", wrong)
+    monkeypatch.setattr(rg.nn.MultiHeadAttention, "_fused_projection", wrong)
     found = first("encoder", ["float64"], {})
     assert found.way == "alone/float64"
 
 
 def test_a_gradient_that_is_cut_off_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = rg.nn.MultiHeadAttention._from_one
+    right = rg.nn.MultiHeadAttention._fused_projection
 
     def wrong(self: Any, *args: Any) -> Any:
         q, k, v = right(self, *args)
         return q, k.detach(), v
 
-    monkeypatch.setattr(rg.nn.MultiHeadAttention, "_from_one", wrong)
+    monkeypatch.setattr(rg.nn.MultiHeadAttention, "_fused_projection", wrong)
     assert list(check("multi-head-attention", 0, ["float64"], fixed={})) == []
     assert "gradient of qkv.weight" in first("multi-head-attention", ["gradients-float64"], {}).reason
 
@@ -110,7 +110,7 @@ def test_a_finding_is_made_simpler_and_can_be_replayed(monkeypatch: pytest.Monke
 
     right = rg.nn.Last.forward
     monkeypatch.setattr(rg.nn.Last, "forward", last_column)
-    chosen = {"pooling": 3, "width": 2, "number of lengths": 2, "filler": 1, "spare columns": 2}
+    chosen = {"pooling": 3, "d_model": 2, "number of lengths": 2, "filler": 1, "spare columns": 2}
     found = first("pooling", ["float32"], chosen)
     small = simplest(found)
     assert set(small.fixed) <= {"pooling", "spare columns", "number of lengths"}

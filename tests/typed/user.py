@@ -46,16 +46,16 @@ class Block(nn.Module):
 
 
 def models(folder: Path) -> list[Tensor]:
-    model = LanguageModel(LanguageConfig(100, width=32, layers=1, heads=2, hidden=64))
+    model = LanguageModel(LanguageConfig(100, d_model=32, layers=1, heads=2, d_hidden=64))
     rg.save(model, folder)
     assert_type(rg.load(folder), nn.Module)
     packed = rg.pack([torch.tensor([1, 2]), torch.tensor([3])])
     assert_type(packed, Packed)
-    return model.generate([torch.tensor([1, 2])], limit=4, strategy=Beam(2))
+    return model.generate([torch.tensor([1, 2])], max_new_tokens=4, strategy=Beam(2))
 
 
 def seen() -> Record:
-    model = TextEncoder(TextConfig(100, width=32, layers=1, heads=2, hidden=64))
+    model = TextEncoder(TextConfig(100, d_model=32, layers=1, heads=2, d_hidden=64))
     replace(nn.MultiheadAttention(8, 2))
     with capture(model) as record:
         model(torch.tensor([[1, 2, 3]]))

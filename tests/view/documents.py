@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 import regard as rg
+from regard.view.captured_attention import Window
 from regard.view.digits import encode
-from regard.view.seen import Window
 
 MARKUP = ["<script>alert(1)</script>", "</script>", "<img src=x onerror=alert(1)>"]
 HOSTILE = [*MARKUP, "\u202eabc", "\u200f", "", " ", "\n"]

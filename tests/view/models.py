@@ -8,7 +8,7 @@ from torch import Tensor, nn
 import regard as rg
 from regard.view import Record, capture
 
-PAIR = rg.models.TransformerConfig(vocabulary=100, width=32, layers=2, heads=4, hidden=64)
+PAIR = rg.models.TransformerConfig(vocabulary=100, d_model=32, layers=2, heads=4, d_hidden=64)
 
 
 class Attends(nn.Module):

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from regard.cli.looking import RunLooker
+from regard.cli.view import RunCapture
 from regard.view import Record, capture
 from regard.view.page import page
 from regard.view.server import Session
@@ -26,21 +26,21 @@ SENTENCE = "He told me that he would help us tomorrow, but I have not seen my br
 STORY = "The cat sat on the mat because the cat was tired, and the dog that chased the cat sat down next to it. "
 
 
-def long_text(translator: RunLooker) -> Callable[[str], Record]:
+def long_text(translator: RunCapture) -> Callable[[str], Record]:
     """The encoder over a text that is longer than a page holds every weight of."""
 
     def look(text: str) -> Record:
-        ids = translator.run.kit.tokenizer.encode(text).ids
+        ids = translator.run.processor.tokenizer.encode(text).ids
         with torch.no_grad(), capture(translator.model) as record:
             translator.model.encode(torch.tensor([ids]))
         record.title = "The encoder of en-fr"
-        return record.decode(translator.run.kit.tokenizer)
+        return record.decode(translator.run.processor.tokenizer)
 
     return look
 
 
 def main(folder: Path) -> None:
-    translator = RunLooker(Path("en-fr"))
+    translator = RunCapture(Path("en-fr"))
     record = translator(SENTENCE)
     number = next(n for n, seen in enumerate(record.attentions) if seen.kind == "cross" and seen.layer == 1)
     with tempfile.TemporaryDirectory() as pages, launched() as browser:

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 import regard as rg
-from regard.cli.looking import RunLooker
+from regard.cli.view import RunCapture
 from regard.tasks import Run
-from regard.view import Record, look_at_text, pictures
+from regard.view import Record, capture_text, pictures
 from regard.view.alignment import best_head
 from tests.view.browser import Tab, write
 from tests.view.models import attended, translated
@@ -27,36 +27,36 @@ def demo() -> Record:
     """What `make demo` ends with, by the translator of the package."""
     torch.set_num_threads(1)
     translator = Run.open("en-fr")
-    return look_at_text(translator.model()[0], translator.kit.tokenizer, DEMO)
+    return capture_text(translator.model()[0], translator.processor.tokenizer, DEMO)
 
 
 def test_cross_attention_is_named_by_what_is_generated() -> None:
-    record = translated().tokens(list("abcdefghi"), ["<s>", *"tuvwxy"], special=["<s>"])
+    record = translated().set_tokens(list("abcdefghi"), ["<s>", *"tuvwxy"], special=["<s>"])
     cross, own = record.attention(0, "cross"), record.attention(0, "decoder")
-    queries, keys = (record.streams[name] for name in record.ends(cross))
+    queries, keys = (record.streams[name] for name in record.stream_names(cross))
     assert queries.tokens == (*"tuvwxy", "?")
     assert keys.tokens == tuple("abcdefghi")
-    queries, keys = (record.streams[name] for name in record.ends(own))
+    queries, keys = (record.streams[name] for name in record.stream_names(own))
     assert queries.tokens == ("<s> → t", "t → u", "u → v", "v → w", "w → x", "x → y", "y → ?")
     assert queries.special == keys.special == (0,)
     assert keys.tokens == ("<s>", *"tuvwxy")
-    spaced = translated().tokens(target=["<s>", "a", "\u202f", " b", *"cde"])
+    spaced = translated().set_tokens(target=["<s>", "a", "\u202f", " b", *"cde"])
     assert spaced.streams["target → generated"].tokens[1:3] == ("a → ␣", "␣ → b")
-    assert record.tokens(generated=list("ABCDEFG")).streams["generated"].tokens == tuple("ABCDEFG")
+    assert record.set_tokens(generated=list("ABCDEFG")).streams["generated"].tokens == tuple("ABCDEFG")
     with pytest.raises(ValueError, match="generated has 7 tokens, but 2 came"):
-        record.tokens(generated=["a", "b"])
+        record.set_tokens(generated=["a", "b"])
 
 
 def test_targets_that_are_not_decoded_keep_their_names() -> None:
     """Queries of a detector, or of a pooling, are no words that follow one another."""
     record = attended(rg.Attention(), torch.randn(1, 2, 4, 8), torch.randn(1, 2, 6, 8))
-    record.tokens(list("abcdef"), list("wxyz"))
-    assert record.ends(record.attentions[0]) == ("target", "source")
+    record.set_tokens(list("abcdef"), list("wxyz"))
+    assert record.stream_names(record.attentions[0]) == ("target", "source")
 
 
 def test_the_last_word_is_the_likeliest_behind_the_inputs() -> None:
     torch.manual_seed(0)
-    model = rg.models.Transformer(rg.models.TransformerConfig(100, width=32, layers=1, heads=4, hidden=64)).eval()
+    model = rg.models.Transformer(rg.models.TransformerConfig(100, d_model=32, layers=1, heads=4, d_hidden=64)).eval()
     with rg.view.capture(model) as record:
         logits = model(torch.randint(5, 100, (1, 9)), torch.randint(5, 100, (1, 7)))
     assert record.next_token == int(logits[0, -1].argmax())
@@ -78,9 +78,13 @@ def test_every_content_word_of_the_demo_is_on_its_own_source_word(demo: Record) 
 
 
 def test_the_command_names_rows_alike() -> None:
-    record = RunLooker(Path("en-fr"))(DEMO)
+    record = RunCapture(Path("en-fr"))(DEMO)
     cross = record.attention(2, "cross")
-    assert [token.strip() for token in record.streams[record.ends(cross)[0]].tokens][-3:] == ["demain", ".", "</s>"]
+    assert [token.strip() for token in record.streams[record.stream_names(cross)[0]].tokens][-3:] == [
+        "demain",
+        ".",
+        "</s>",
+    ]
     assert record.text == DEMO
 
 

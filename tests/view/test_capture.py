@@ -9,13 +9,13 @@ import torch
 from torch import nn
 
 import regard as rg
-from regard.attention import WATCHERS
+from regard.attention import OBSERVERS
 from regard.integrations.torch import replace
 from regard.view import Record, capture
 
-TEXT = rg.models.TextConfig(vocabulary=100, width=32, layers=3, heads=4, hidden=64)
-LANGUAGE = rg.models.LanguageConfig(vocabulary=100, width=32, layers=2, heads=4, groups=2, hidden=64)
-PAIR = rg.models.TransformerConfig(vocabulary=100, width=32, layers=2, heads=4, hidden=64)
+TEXT = rg.models.TextConfig(vocabulary=100, d_model=32, layers=3, heads=4, d_hidden=64)
+LANGUAGE = rg.models.LanguageConfig(vocabulary=100, d_model=32, layers=2, heads=4, kv_heads=2, d_hidden=64)
+PAIR = rg.models.TransformerConfig(vocabulary=100, d_model=32, layers=2, heads=4, d_hidden=64)
 
 
 @pytest.fixture(autouse=True)
@@ -51,13 +51,13 @@ def test_every_layer_is_seen_by_its_name_and_kind() -> None:
         ("decoder.layers.1.attention", 1, "decoder", 7, 7),
         ("decoder.layers.1.cross", 1, "cross", 7, 9),
     ]
-    assert [record.ends(seen) for seen in record.attentions[1:4]] == [
+    assert [record.stream_names(seen) for seen in record.attentions[1:4]] == [
         ("source", "source"), ("target", "target"), ("target", "source"),
     ]  # fmt: skip
 
 
 def test_the_weights_are_those_that_the_layer_computes() -> None:
-    layer = rg.nn.MultiHeadAttention(32, heads=4, groups=2, attend=rg.Attention(mask=rg.causal(), bias=rg.alibi(4)))
+    layer = rg.nn.MultiHeadAttention(32, heads=4, kv_heads=2, attend=rg.Attention(mask=rg.causal(), bias=rg.alibi(4)))
     x, given = torch.randn(2, 11, 32), {}
 
     def note(self: rg.Attention, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
@@ -80,7 +80,7 @@ def test_the_model_gives_the_same_bits_and_keeps_no_hook() -> None:
     with capture(model):
         assert torch.equal(model(inputs), before)
     assert all(not module._forward_hooks and not module._forward_pre_hooks for module in model.modules())
-    assert WATCHERS.get() == ()
+    assert OBSERVERS.get() == ()
 
 
 def test_an_exception_inside_leaves_the_model_clean() -> None:
@@ -151,7 +151,7 @@ def test_packed_inputs_see_their_own_sequence_only() -> None:
 
 
 def test_a_layer_that_runs_many_times_is_many_layers() -> None:
-    config = rg.models.TextConfig(vocabulary=100, width=32, layers=4, distinct=1, heads=4, hidden=64)
+    config = rg.models.TextConfig(vocabulary=100, d_model=32, layers=4, distinct=1, heads=4, d_hidden=64)
     model = rg.models.TextEncoder(config).eval()
     with capture(model) as record:
         model(ids(1, 6))
@@ -164,12 +164,12 @@ def test_a_layer_that_runs_many_times_is_many_layers() -> None:
 @pytest.mark.parametrize("windows", [(), (4,)], ids=["all", "window"])
 def test_generation_with_a_cache_is_one_attention(windows: tuple) -> None:
     config = rg.models.LanguageConfig(
-        vocabulary=100, width=32, layers=2, heads=4, groups=2, hidden=64, rotary=rg.nn.Rotary(), windows=windows
+        vocabulary=100, d_model=32, layers=2, heads=4, kv_heads=2, d_hidden=64, rotary=rg.nn.Rotary(), windows=windows
     )
     model = rg.models.LanguageModel(config).eval()
     prompt = ids(2, 6)
     with capture(model) as steps:
-        made = model.generate(prompt, limit=9)
+        made = model.generate(prompt, max_new_tokens=9)
     whole = torch.cat([prompt, torch.stack(made)], 1)[:, :-1]
     with capture(model) as once:
         model(whole)
@@ -181,15 +181,15 @@ def test_generation_with_a_cache_is_one_attention(windows: tuple) -> None:
         torch.testing.assert_close(one.statistics.mass, other.statistics.mass, atol=1e-5, rtol=1e-5)
         assert torch.equal(one.statistics.top_keys[..., 0], other.statistics.top_keys[..., 0])
         keys = torch.randint(0, 14, (14, 3))
-        torch.testing.assert_close(one.looked_at(keys), other.looked_at(keys))
+        torch.testing.assert_close(one.weights_at(keys), other.weights_at(keys))
 
 
 def test_a_translation_that_is_generated_is_seen_whole() -> None:
     model = rg.models.Transformer(PAIR).eval()
     source = ids(1, 9)
     with capture(model) as steps:
-        made = model.generate(source, limit=7)[0]
-        made = model.generate(source, limit=7)[0]  # once more: it begins anew
+        made = model.generate(source, max_new_tokens=7)[0]
+        made = model.generate(source, max_new_tokens=7)[0]  # once more: it begins anew
     target = torch.cat([torch.tensor([1]), made])[None, : steps.attentions[-1].Q]
     with capture(model) as once:
         model(source, target)
@@ -200,14 +200,14 @@ def test_prompts_of_different_lengths_keep_their_filler() -> None:
     model = rg.models.LanguageModel(LANGUAGE).eval()
     prompts = [ids(7), ids(3)]
     with capture(model) as record:
-        model.generate(prompts, limit=4)
+        model.generate(prompts, max_new_tokens=4)
     assert not record.weights(0, batch=1)[:, 4:, :4].any()
     torch.testing.assert_close(record.weights(0, batch=1)[:, 4:].sum(-1), torch.ones(4, 6))
 
 
 def test_torch_modules_after_replace() -> None:
     model = nn.Transformer(32, 4, 2, 2, 64, batch_first=True).eval()
-    replace(model, say=lambda report: None)
+    replace(model, report=lambda report: None)
     source, target = torch.randn(1, 9, 32), torch.randn(1, 7, 32)
     causal = nn.Transformer.generate_square_subsequent_mask(7)
     with capture(model) as record:
@@ -222,7 +222,7 @@ def test_torch_modules_after_replace() -> None:
 
 @pytest.mark.parametrize("need_weights", [True, False])
 def test_one_torch_module_gives_its_own_weights(need_weights: bool) -> None:
-    module = replace(nn.MultiheadAttention(32, 4, batch_first=True), say=lambda report: None).eval()
+    module = replace(nn.MultiheadAttention(32, 4, batch_first=True), report=lambda report: None).eval()
     x = torch.randn(1, 6, 32)
     _, expected = module(x, x, x, average_attn_weights=False)
     with capture(module) as record:
@@ -312,12 +312,12 @@ def test_gradients_flow_as_before_and_nothing_of_the_graph_is_held() -> None:
 def test_a_capture_of_sixteen_thousand_tokens_holds_queries_and_keys_only() -> None:
     """Memory grows with the tokens, not with their square: no weights are there until they are asked for."""
     config = rg.models.LanguageConfig(
-        vocabulary=50, width=8, layers=1, heads=2, hidden=8, positions=1 << 14, windows=(64,)
+        vocabulary=50, d_model=8, layers=1, heads=2, d_hidden=8, positions=1 << 14, windows=(64,)
     )
     model, held = rg.models.LanguageModel(config).eval(), {}
     for length in (1 << 12, 1 << 14):
         with torch.no_grad(), capture(model) as record:
-            model.hidden(torch.zeros(1, length, dtype=torch.long), torch.arange(length), rg.nn.Shared())
+            model.hidden(torch.zeros(1, length, dtype=torch.long), torch.arange(length), rg.nn.LayerContext())
         held[length] = sum(seen.nbytes for seen in record.attentions)
         assert held[length] == 2 * length * 8 * 4
     assert held[1 << 14] == 4 * held[1 << 12]
@@ -337,13 +337,13 @@ def test_what_is_no_model_is_told() -> None:
 
 
 def test_pooling_by_attention_has_a_stream_of_its_own() -> None:
-    config = rg.models.TextConfig(vocabulary=100, width=32, layers=1, heads=4, hidden=64, pooling="attention")
+    config = rg.models.TextConfig(vocabulary=100, d_model=32, layers=1, heads=4, d_hidden=64, pooling="attention")
     model = rg.models.SentenceEmbedder(config).eval()
     with capture(model) as record:
         model(ids(1, 6))
     seen = record.attention("pooling")
     assert seen.kind == "cross"
-    assert record.ends(seen) == ("target", "source")
+    assert record.stream_names(seen) == ("target", "source")
     assert len(record.streams["target"].tokens) == 1
 
 
@@ -404,7 +404,7 @@ def test_beams_are_rows_and_no_queries(rows: int) -> None:
     """Each source shows the first beam at the end: its rows are those of one pass over its tokens."""
     model, source = rg.models.Transformer(PAIR).eval(), ids(rows, 9)
     with pytest.warns(UserWarning, match="need not be the one that was returned"), capture(model) as steps:
-        model.generate(source, limit=7, strategy=rg.nn.Beam(3))
+        model.generate(source, max_new_tokens=7, strategy=rg.nn.Beam(3))
     written = steps.attentions[-1].ids
     assert written.shape == (rows, 7)
     assert [(seen.kind, seen.Q, seen.K, seen.batch) for seen in steps.attentions[2:]] == [
@@ -430,16 +430,16 @@ def test_a_kind_is_that_of_the_last_pass() -> None:
 
 
 def test_decode_names_what_was_generated() -> None:
-    from regard.tasks.tokens import learn
+    from regard.data.tokenizer import train_tokenizer
 
-    tokenizer = learn(["the cat sat on the mat and a dog ran"] * 5, 300)
+    tokenizer = train_tokenizer(["the cat sat on the mat and a dog ran"] * 5, 300)
     count = tokenizer.get_vocab_size()
     model = rg.models.Transformer(
-        rg.models.TransformerConfig(**{**vars(PAIR), "vocabulary": count, "never": (0, 1, 2, 3)})
+        rg.models.TransformerConfig(**{**vars(PAIR), "vocabulary": count, "suppress_tokens": (0, 1, 2, 3)})
     ).eval()
     source = torch.tensor([tokenizer.encode("the cat sat on the mat").ids])
     with capture(model) as record:
-        made = model.generate(source, limit=5)[0]
+        made = model.generate(source, max_new_tokens=5)[0]
     record.decode(tokenizer)
     assert [token.strip() for token in record.streams["source"].tokens][:3] == ["the", "cat", "sat"]
     names = [tokenizer.id_to_token(token) for token in made.tolist()]

@@ -12,7 +12,7 @@ import torch
 
 import regard as rg
 from regard.view.digits import encode
-from regard.view.document import Document, document, sizes
+from regard.view.document import Document, choose_sizes, document
 from regard.view.page import page
 from regard.view.record import Record
 from tests.view.models import attended, translated
@@ -44,7 +44,7 @@ def test_codes_are_decimal_digits() -> None:
 def test_every_weight_is_kept_up_to_a_few_hundred_tokens(layers: int, tokens: int) -> None:
     record = Record("a")
     record.attentions = [Sized(12, tokens) for _ in range(layers)]  # type: ignore[misc]
-    assert sizes(record).side == tokens
+    assert choose_sizes(record).side == tokens
 
 
 def test_small_attentions_are_whole() -> None:
@@ -120,9 +120,9 @@ def test_cross_attention_has_no_distance() -> None:
 
 def test_json_holds_the_arrays() -> None:
     made = document(translated())
-    for name, packed in made.json()["arrays"].items():
-        data = np.frombuffer(gzip.decompress(base64.b64decode(packed["data"])), packed["dtype"])
-        np.testing.assert_array_equal(data.reshape(packed["shape"]), made.arrays[name])
+    for name, pack_array in made.json()["arrays"].items():
+        data = np.frombuffer(gzip.decompress(base64.b64decode(pack_array["data"])), pack_array["dtype"])
+        np.testing.assert_array_equal(data.reshape(pack_array["shape"]), made.arrays[name])
 
 
 class Sized:
@@ -137,7 +137,7 @@ def test_pages_are_small_enough(layers: int, heads: int, length: int, megabytes:
     """Random numbers of the sizes that are chosen: real ones compress better."""
     record = Record("a")
     record.attentions = [Sized(heads, length) for _ in range(layers)]  # type: ignore[misc]
-    chosen, random = sizes(record), np.random.default_rng(0)
+    chosen, random = choose_sizes(record), np.random.default_rng(0)
     assert chosen.side >= 64
     assert chosen.keys >= 4
     assert chosen.rows == min(length, chosen.rows) >= 512

@@ -25,7 +25,7 @@ def place(keys: Tensor) -> Tensor:
 
 def names(record: Record) -> list[list[str]]:
     found = [[] for _ in range(record.attentions[0].heads)]
-    for each in record.found:
+    for each in record.head_patterns:
         found[each.head].append(each.name)
     return found
 
@@ -38,14 +38,14 @@ def test_each_habit_has_its_name() -> None:
     assert names(record) == [
         ["previous token"], ["next token"], ["same token"], ["first token"], ["positional"], ["local"], ["uniform"],
     ]  # fmt: skip
-    assert next(each.offset for each in record.found if each.name == "positional") == 5
+    assert next(each.offset for each in record.head_patterns if each.name == "positional") == 5
 
 
 def test_the_score_is_the_mean_mass() -> None:
     record = of_logits(place(torch.arange(N) - 1))
     weights = record.weights(0)[0]
     expected = weights[range(1, N), range(N - 1)].mean().item()
-    assert record.found[0].score == pytest.approx(expected, abs=1e-6)
+    assert record.head_patterns[0].score == pytest.approx(expected, abs=1e-6)
 
 
 def test_induction_and_duplicates_are_told_by_tokens() -> None:
@@ -54,22 +54,22 @@ def test_induction_and_duplicates_are_told_by_tokens() -> None:
     after = torch.where(at >= half, at - half + 1, 0)  # a text that comes twice: what came after it the first time
     same = torch.where(at >= half, at - half, 0)
     logits = torch.cat([place(after), place(same)])
-    record = of_logits(logits, rg.causal()).tokens([f"w{n % half}" for n in range(N)])
+    record = of_logits(logits, rg.causal()).set_tokens([f"w{n % half}" for n in range(N)])
     found = names(record)
     assert "induction" in found[0]
     assert "duplicate token" in found[1]
     assert "induction" not in found[1]
     unnamed = of_logits(logits, rg.causal())  # every token is another
-    assert not {"induction", "duplicate token"} & {each.name for each in unnamed.found}
+    assert not {"induction", "duplicate token"} & {each.name for each in unnamed.head_patterns}
 
 
 def test_random_heads_have_no_name() -> None:
     torch.manual_seed(0)
-    assert of_logits(2 * torch.randn(6, N, N)).found == []
+    assert of_logits(2 * torch.randn(6, N, N)).head_patterns == []
 
 
 def test_short_texts_tell_of_no_habit() -> None:
-    assert [each.name for each in of_logits(SURE * torch.eye(2)[None]).found] == []
+    assert [each.name for each in of_logits(SURE * torch.eye(2)[None]).head_patterns] == []
 
 
 def test_where_else_a_token_stands() -> None:
@@ -83,7 +83,7 @@ def test_two_tokens_are_not_uniform() -> None:
     """Of two keys, almost every head looks at both."""
     torch.manual_seed(0)
     for size in (2, 4):
-        assert of_logits(torch.randn(50, size, size)).found == []
+        assert of_logits(torch.randn(50, size, size)).head_patterns == []
 
 
 def test_an_induction_head_is_not_positional() -> None:
@@ -91,10 +91,10 @@ def test_an_induction_head_is_not_positional() -> None:
     at = torch.arange(40)
     logits = torch.zeros(40, 40)
     logits[at[20:], at[20:] - 19] = 2 * SURE
-    record = of_logits(logits[None], rg.causal()).tokens([f"w{n % 20}" for n in range(40)])
-    assert [each.name for each in record.found] == ["induction"]
+    record = of_logits(logits[None], rg.causal()).set_tokens([f"w{n % 20}" for n in range(40)])
+    assert [each.name for each in record.head_patterns] == ["induction"]
     unnamed = of_logits(logits[None], rg.causal())
-    assert [(each.name, each.offset) for each in unnamed.found] == [("positional", -19)]
+    assert [(each.name, each.offset) for each in unnamed.head_patterns] == [("positional", -19)]
 
 
 def test_a_translation_in_nearly_the_same_order_is_not_positional() -> None:
@@ -103,7 +103,7 @@ def test_a_translation_in_nearly_the_same_order_is_not_positional() -> None:
     keys = torch.tensor([0, 2, 1, 1, 1, 3, 4, 4, 7, 6, 6, 8, 9, 10])
     logits = torch.zeros(14, 11)
     logits[at, keys] = SURE
-    assert of_logits(logits[None]).found == []
+    assert of_logits(logits[None]).head_patterns == []
 
 
 def test_words_of_a_translation_are_counted_from_the_first() -> None:
@@ -111,4 +111,4 @@ def test_words_of_a_translation_are_counted_from_the_first() -> None:
     at = torch.arange(12)
     logits = torch.zeros(12, 30)
     logits[at, at] = SURE
-    assert [(each.name, each.offset) for each in of_logits(logits[None]).found] == [("positional", 0)]
+    assert [(each.name, each.offset) for each in of_logits(logits[None]).head_patterns] == [("positional", 0)]

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from regard.view.page import as_json, packed, page
+from regard.view.page import pack_array, page, script_json
 from tests.view.browser import Tab
 from tests.view.documents import Made, add, long, made
 
@@ -52,9 +52,9 @@ class Answers(BaseHTTPRequestHandler):
         type(self).document = told(body["text"])
         arrays = {}
         for name, array in self.document.arrays.items():
-            dtype, shape, data = packed(array)
+            dtype, shape, data = pack_array(array)
             arrays[name] = {"dtype": dtype, "shape": shape, "data": base64.b64encode(data).decode()}
-        self._send(as_json({"about": self.document.about, "arrays": arrays}).encode(), {})
+        self._send(script_json({"about": self.document.about, "arrays": arrays}).encode(), {})
 
     def _send(self, body: bytes, headers: dict, status: int = 200) -> None:
         self.send_response(status)

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from regard.view.page import bundle, packed, page
+from regard.view.page import bundle, pack_array, page
 from tests.view.documents import HOSTILE, Made, long, translation
 
 STATIC = files("regard.view").joinpath("static")
@@ -111,7 +111,7 @@ def test_small_files_each_with_one_idea() -> None:
 
 
 def test_arrays_travel_in_little_endian() -> None:
-    dtype, shape, data = packed(np.array([[1.5, -2]], ">f4"))
+    dtype, shape, data = pack_array(np.array([[1.5, -2]], ">f4"))
     assert (dtype, shape) == ("float32", [1, 2])
     assert gzip.decompress(data) == np.array([1.5, -2], "<f4").tobytes()
 

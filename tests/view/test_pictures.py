@@ -14,8 +14,8 @@ import torch
 from matplotlib import pyplot as plt
 
 import regard as rg
-from regard.view import look_at_image, pictures
-from regard.view.lettering import families, label
+from regard.view import capture_image, pictures, token_labels
+from regard.view.token_labels import font_families, label
 from tests.view.models import attended, translated
 
 matplotlib.use("Agg")
@@ -28,7 +28,7 @@ def closed():
 
 
 def test_a_heat_map_shows_weights_and_tokens() -> None:
-    record = translated().tokens(list("abcdefghi"), target=["<s>", " to", "$x$", "\n", *"def"])
+    record = translated().set_tokens(list("abcdefghi"), target=["<s>", " to", "$x$", "\n", *"def"])
     _, mine = plt.subplots()
     ax = pictures.heatmap(record, 1, 2, kind="cross", ax=mine)
     assert ax is mine
@@ -41,7 +41,7 @@ def test_a_heat_map_shows_weights_and_tokens() -> None:
 
 
 def test_every_picture_draws_into_the_axes_that_it_is_given() -> None:
-    record = translated().over_spectrogram(torch.randn(30, 8), 1.5)
+    record = translated().set_spectrogram(torch.randn(30, 8), 1.5)
     for draw in (
         lambda ax: pictures.alignment(record, ax=ax),
         lambda ax: pictures.head_grid(record, "encoder", ax=ax),
@@ -55,7 +55,7 @@ def test_every_picture_draws_into_the_axes_that_it_is_given() -> None:
 
 
 def test_coverage_is_the_text_with_what_all_of_the_target_looked_at() -> None:
-    record = translated().tokens(["One", " long", "\n", " $x$", *"efghi"])
+    record = translated().set_tokens(["One", " long", "\n", " $x$", *"efghi"])
     ax = pictures.coverage(record, letters=10)
     assert [text.get_text() for text in ax.texts] == ["One", " long", "⏎", " $x$", *"efghi"]
     looked = torch.stack([record.weights(n, kind="cross").sum(1).mean(0) for n in (0, 1)]).mean(0)
@@ -68,7 +68,7 @@ def test_coverage_is_the_text_with_what_all_of_the_target_looked_at() -> None:
 
 @pytest.mark.parametrize("stream", ["source", "target"])
 def test_time_goes_across_whether_it_is_heard_or_said(stream: str) -> None:
-    record = translated().over_spectrogram(torch.randn(30, 8), 1.5, stream=stream)
+    record = translated().set_spectrogram(torch.randn(30, 8), 1.5, stream=stream)
     found = pictures.spectrogram(record, 1).images[0].get_array()
     weights = record.weights(1, kind="cross").mean(0)
     np.testing.assert_allclose(found, weights if stream == "source" else weights.mT, atol=1e-6)
@@ -94,8 +94,8 @@ def test_an_alignment_frames_the_strongest() -> None:
 def test_patches_lie_over_the_image(tmp_path) -> None:
     Image = pytest.importorskip("PIL.Image")
     Image.fromarray(np.arange(48 * 64 * 3, dtype=np.uint8).reshape(48, 64, 3)).save(tmp_path / "in.jpg")
-    config = rg.models.VisionConfig(width=16, layers=1, heads=2, hidden=16, image=(16, 24), patch=8, classes=3)
-    record = look_at_image(rg.models.ImageClassifier(config).eval(), tmp_path / "in.jpg")
+    config = rg.models.VisionConfig(d_model=16, layers=1, heads=2, d_hidden=16, image=(16, 24), patch=8, classes=3)
+    record = capture_image(rg.models.ImageClassifier(config).eval(), tmp_path / "in.jpg")
     assert record.image["grid"] == [2, 3]
     assert record.streams["source"].tokens == ("[CLS]", "0,0", "0,1", "0,2", "1,0", "1,1", "1,2")
     assert record.note.startswith("class ")
@@ -119,7 +119,7 @@ def test_the_mask_itself(size: int) -> None:
 
 
 def test_a_kind_that_was_not_captured_is_told() -> None:
-    model = rg.models.TextEncoder(rg.models.TextConfig(100, width=16, layers=1, heads=2, hidden=16)).eval()
+    model = rg.models.TextEncoder(rg.models.TextConfig(100, d_model=16, layers=1, heads=2, d_hidden=16)).eval()
     with rg.view.capture(model) as record:
         model(torch.tensor([[5, 6, 7]]))
     for draw in (pictures.profile, pictures.head_grid):
@@ -131,7 +131,7 @@ def test_a_kind_that_was_not_captured_is_told() -> None:
 def test_letters_of_every_script_have_a_font(text: str, tmp_path) -> None:
     if text in ("注意力", "日本語") and not has_chinese():
         pytest.skip("no font with these letters is installed")
-    record = translated().tokens([text] * 9)
+    record = translated().set_tokens([text] * 9)
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # matplotlib warns of a letter that no font has
         pictures.heatmap(record, 0, 0, kind="encoder").figure.savefig(tmp_path / "out.png")
@@ -152,7 +152,7 @@ def has_chinese() -> bool:
 @pytest.mark.skipif(shutil.which("fc-list") is None, reason="no fontconfig")
 def test_coverage_has_letters_of_every_script(tmp_path) -> None:
     tokens = ["注意力", "机制", *"cdefghi"]
-    record = translated().tokens(tokens)
+    record = translated().set_tokens(tokens)
     record.note = "注意力 costs $5 or $6"
     if not has_chinese():
         with pytest.warns(UserWarning, match="no installed font has"):
@@ -162,13 +162,13 @@ def test_coverage_has_letters_of_every_script(tmp_path) -> None:
         warnings.simplefilter("error")  # matplotlib warns of a letter that no font has
         ax = pictures.coverage(record, letters=10)
         ax.figure.savefig(tmp_path / "out.png")
-    assert ax.texts[0].get_fontfamily() == ["monospace", *families(frozenset("".join(tokens)))]
+    assert ax.texts[0].get_fontfamily() == ["monospace", *font_families(frozenset("".join(tokens)))]
     assert [patch.get_width() for patch in ax.patches[:3]] == [6, 4, 1]  # letters that are twice as wide
     assert ax.get_title() == record.note
 
 
 def test_a_letter_without_a_font_is_a_box_and_one_warning(tmp_path) -> None:
-    record = translated().tokens(["\ufdd0", "\ufdd1x", *"cdefghi"])
+    record = translated().set_tokens(["\ufdd0", "\ufdd1x", *"cdefghi"])
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for ax, texts in (
@@ -186,25 +186,23 @@ def test_a_family_without_a_regular_font_is_used(monkeypatch) -> None:
     """WenQuanYi Zen Hei, for one, has weight 500 only."""
     from matplotlib.font_manager import FontEntry, fontManager
 
-    from regard.view import lettering
-
     monkeypatch.setattr(
-        lettering, "_letters", lambda path: frozenset([0xE000]) if path == "medium.ttf" else frozenset()
+        token_labels, "_letters", lambda path: frozenset([0xE000]) if path == "medium.ttf" else frozenset()
     )
-    monkeypatch.setattr(lettering, "_fonts_since", lambda: None)
+    monkeypatch.setattr(token_labels, "_fonts_since", lambda: None)
     entries = [FontEntry(fname="black.ttf", name="A", weight=900), FontEntry(fname="medium.ttf", name="A", weight=500)]
     monkeypatch.setattr(fontManager, "ttflist", entries)
-    lettering._cover.cache_clear()
-    assert lettering._cover(frozenset("\ue000")) == (["A"], frozenset())
-    lettering._cover.cache_clear()
+    token_labels._cover.cache_clear()
+    assert token_labels._cover(frozenset("\ue000")) == (["A"], frozenset())
+    token_labels._cover.cache_clear()
 
 
 def drawn_pictures() -> dict[str, Any]:
-    record = translated().tokens(list("abcdefghi"), ["<s>", "t", "u", "v", "w", "x", "a long last word"])
+    record = translated().set_tokens(list("abcdefghi"), ["<s>", "t", "u", "v", "w", "x", "a long last word"])
     record.note = "A note that is much longer than the picture is wide, which happens to every summary of a text. " * 2
     record.title = "A model with a title that is longer than its picture is wide, and then some"
-    sound = translated().over_spectrogram(torch.randn(30, 8), 1.5)
-    image = attended(rg.Attention(), torch.randn(1, 2, 13, 8)).over_image(torch.rand(3, 30, 40), (3, 4), first=1)
+    sound = translated().set_spectrogram(torch.randn(30, 8), 1.5)
+    image = attended(rg.Attention(), torch.randn(1, 2, 13, 8)).set_image(torch.rand(3, 30, 40), (3, 4), first=1)
     long = attended(rg.Attention(mask=rg.causal()), torch.randn(1, 2, 600, 8))
     return {
         "heatmap": lambda: pictures.heatmap(record, 0, 0, kind="decoder"),
@@ -249,7 +247,7 @@ def test_pooled_pictures_start_at_zero_and_have_a_bar() -> None:
     assert drawn.colorbar is not None
     means = torch.nn.functional.adaptive_avg_pool2d(record.weights(0), 512)[0]
     np.testing.assert_allclose(drawn.get_array(), means, rtol=1e-4)
-    ax = pictures.spectrogram(translated().over_spectrogram(torch.randn(30, 8), 1.5))
+    ax = pictures.spectrogram(translated().set_spectrogram(torch.randn(30, 8), 1.5))
     assert ax.images[0].get_clim()[0] == 0
     assert ax.images[0].colorbar is not None
 

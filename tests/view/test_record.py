@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import regard as rg
-from regard.view import Record, seen
+from regard.view import Record, captured_attention
 from regard.view.pool import bands
 from regard.view.rollout import rollout
 from tests.view.models import attended, of_logits, translated
@@ -60,8 +60,8 @@ def test_keys_of_each_querys_own(pair: tuple[Record, torch.Tensor]) -> None:
     keys = torch.randint(-3, 48, (45, 6))
     there = (keys >= 0) & (keys < 45)
     expected = weights.gather(2, keys.clamp(0, 44).expand(4, -1, -1)) * there
-    close(record.attentions[0].looked_at(keys), expected)
-    close(record.attentions[0].looked_at(keys[[7, 30]], rows=[7, 30]), expected[:, [7, 30]])
+    close(record.attentions[0].weights_at(keys), expected)
+    close(record.attentions[0].weights_at(keys[[7, 30]], rows=[7, 30]), expected[:, [7, 30]])
 
 
 @pytest.mark.parametrize("direct", [True, False])
@@ -70,7 +70,7 @@ def test_a_window_holds_weights_or_means(
 ) -> None:
     record, weights = pair
     if direct:
-        monkeypatch.setattr(seen, "DIRECT", 1600)  # rows of 45 keys are too many: by their log-sum-exp
+        monkeypatch.setattr(captured_attention, "DIRECT", 1600)  # rows of 45 keys are too many: by their log-sum-exp
     close(record.window("0", 3, (4, 20), (10, 45)).weights, weights[3, 4:20, 10:45])
     found = record.window("0", 1, (0, 40), (5, 45), (8, 10))
     close(found.weights, weights[1, :40, 5:].reshape(8, 5, 10, 4).mean((1, 3)))
@@ -83,8 +83,8 @@ def test_a_window_holds_weights_or_means(
 
 @pytest.mark.parametrize("count", [64, 61])
 def test_a_window_of_too_many_weights_has_the_cells_of_a_map(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
-    monkeypatch.setattr(seen, "DIRECT", 8)
-    monkeypatch.setattr(seen, "CELLS", 16)
+    monkeypatch.setattr(captured_attention, "DIRECT", 8)
+    monkeypatch.setattr(captured_attention, "CELLS", 16)
     query = torch.randn(1, 2, count, 8)
     record, weights = attended(rg.Attention(), query), rg.Attention().weights(query, query)[0]
     found = record.window("0", 1, (9, 50), (0, count), (4, 4))
@@ -100,15 +100,15 @@ def test_a_window_of_too_many_weights_has_the_cells_of_a_map(monkeypatch: pytest
 def test_the_map_that_windows_are_read_from_is_made_when_they_are_to_be_ready(
     monkeypatch: pytest.MonkeyPatch, count: int
 ) -> None:
-    monkeypatch.setattr(seen, "DIRECT", 8)
-    monkeypatch.setattr(seen, "CELLS", 16)
+    monkeypatch.setattr(captured_attention, "DIRECT", 8)
+    monkeypatch.setattr(captured_attention, "CELLS", 16)
     query = torch.randn(1, 2, count, 8)
     record, weights = attended(rg.Attention(), query), rg.Attention().weights(query, query)[0]
     one = record.attentions[0]
     small = torch.nn.functional.adaptive_avg_pool2d(weights, 4)
     close(one.map((4, 4)), small)
     assert list(one._maps) == [(4, 4, 0)]
-    record.ready()
+    record.precompute()
     assert (16, 16, 0) in one._maps
     one._maps.pop((4, 4, 0))
     close(one.map((4, 4)), small)  # now from the larger one, where it divides
@@ -124,7 +124,7 @@ def test_statistics_are_those_of_the_description(pair: tuple[Record, torch.Tenso
 def test_how_many_keys_are_visible(pair: tuple[Record, torch.Tensor]) -> None:
     record, weights = pair
     if record.attentions[0].calls[0].attend.sink is None:
-        count = record.attentions[0].visible().expand(4, -1)
+        count = record.attentions[0].visible_counts().expand(4, -1)
         assert torch.equal(count, (weights > 0).sum(-1))
 
 
@@ -141,12 +141,12 @@ def test_layers_are_found_by_number_kind_and_name() -> None:
 
 def test_tokens_must_be_as_many_as_there_are() -> None:
     record = translated()
-    record.tokens(list("abcdefghi"), target=["<s>", *"bcdefg"], special=["<s>"])
+    record.set_tokens(list("abcdefghi"), target=["<s>", *"bcdefg"], special=["<s>"])
     assert record.streams["target"].special == (0,)
     with pytest.raises(ValueError, match="source has 9 tokens, but 2 came"):
-        record.tokens(["a", "b"])
+        record.set_tokens(["a", "b"])
     with pytest.raises(ValueError, match="there is no stream 'other'; the streams are source, target"):
-        record.tokens(other=["a"])
+        record.set_tokens(other=["a"])
 
 
 def test_rollout_is_the_product_of_layers() -> None:

@@ -25,7 +25,7 @@ HOST = "http://127.0.0.1:8765"
 def session() -> Session:
     torch.manual_seed(0)
     torch.set_num_threads(1)
-    model = rg.models.TextEncoder(rg.models.TextConfig(300, width=16, layers=1, heads=2, hidden=16)).eval()
+    model = rg.models.TextEncoder(rg.models.TextConfig(300, d_model=16, layers=1, heads=2, d_hidden=16)).eval()
 
     def look(text: str) -> Record:
         if text == "fail":
@@ -36,7 +36,7 @@ def session() -> Session:
             raise ValueError("the text: has no words; write some")
         with capture(model) as record:
             model(torch.tensor([[ord(letter) % 300 for letter in text[:200]]]))
-        return record.tokens(list(text[:200]))
+        return record.set_tokens(list(text[:200]))
 
     return Session(look, "first text", longest=5000)
 
@@ -226,8 +226,8 @@ def test_a_connection_that_asks_for_nothing_is_closed(
     import threading
 
     uvicorn = pytest.importorskip("uvicorn")
-    monkeypatch.setattr(server, "ASKING", 0.3)
-    running = uvicorn.Server(server.configured(application(session), 0))
+    monkeypatch.setattr(server, "REQUEST_SECONDS", 0.3)
+    running = uvicorn.Server(server.server_config(application(session), 0))
     thread = threading.Thread(target=lambda: asyncio.run(running.serve()), daemon=True)
     thread.start()
     while not running.started:

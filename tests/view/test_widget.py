@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from regard.view.page import bundle, packed, static
+from regard.view.page import bundle, pack_array, static
 from tests.view.browser import Tab
 from tests.view.documents import Made, long, pooled
 
@@ -106,7 +106,7 @@ def hosted(document: Made, folder: Path, *, live: bool, style: str = "") -> str:
     """The address of a page that does what a notebook does with the widget."""
     arrays = {}
     for name, array in document.arrays.items():
-        dtype, shape, data = packed(array)
+        dtype, shape, data = pack_array(array)
         arrays[name] = {"dtype": dtype, "shape": shape, "data": base64.b64encode(data).decode()}
     state = {"_about": document.about, "_arrays": arrays, "_lang": "en", "_live": live}
     text = HOST.replace("STYLE", static("style.css")).replace("STATE", json.dumps(state))

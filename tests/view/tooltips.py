@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 import regard as rg
 from regard.view import Record, capture
-from regard.view.server import Session, application, configured
+from regard.view.server import Session, application, server_config
 from tests.view.browser import Tab, launched, write
 from tests.view.models import Attends
 
@@ -135,8 +135,8 @@ def record_of(case: Case) -> Record:
     model = Layers(attend, len(queries))
     with capture(model) as record:
         model(queries, keys)
-    record.over_spectrogram(torch.rand(50, 8), 10.0)
-    return record.over_image(torch.rand(3, 40, 40), case.grid, first=2)
+    record.set_spectrogram(torch.rand(50, 8), 10.0)
+    return record.set_image(torch.rand(3, 40, 40), case.grid, first=2)
 
 
 def look(text: str) -> Record:
@@ -148,7 +148,7 @@ def look(text: str) -> Record:
 def served(session: Session) -> Iterator[str]:
     import uvicorn
 
-    server = uvicorn.Server(configured(application(session), 0))
+    server = uvicorn.Server(server_config(application(session), 0))
     thread = threading.Thread(target=lambda: asyncio.run(server.serve()), daemon=True)
     thread.start()
     while not server.started:

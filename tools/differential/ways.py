@@ -19,7 +19,7 @@ from torch.autograd import forward_ad
 import regard as rg
 from regard.engines import packed_linear
 from tools.differential.draw import Draw
-from tools.differential.plain import plainly
+from tools.differential.reference import plainly
 from tools.differential.subject import Form, Item, Padded, Result, Rows, Subject
 
 FLOAT64 = 1e-9  # of the largest number

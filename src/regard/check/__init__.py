@@ -1,11 +1,11 @@
 """A conformance suite for any implementation of attention."""
 
 from regard.check.case import Case
-from regard.check.demand import Property
+from regard.check.property import Property
 from regard.check.runner import PROPERTIES, Outcome, check, examine
-from regard.check.targets import PEERS, Refused, Target, UnknownTarget, installation, target
+from regard.check.targets import PEERS, NotSupported, Target, UnknownTarget, installed_engines, target
 
 __all__ = [
-    "PEERS", "PROPERTIES", "Case", "Outcome", "Property", "Refused", "Target", "UnknownTarget", "check", "examine",
-    "installation", "target",
+    "PEERS", "PROPERTIES", "Case", "Outcome", "Property", "NotSupported", "Target", "UnknownTarget", "check", "examine",
+    "installed_engines", "target",
 ]  # fmt: skip

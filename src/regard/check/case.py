@@ -68,6 +68,6 @@ class Case:
         return ", ".join(f"{name}={str(value).removeprefix('torch.')}" for name, value in own if value is not None)
 
 
-def also_float64(cases: Iterable[Case]) -> tuple[Case, ...]:
+def with_float64(cases: Iterable[Case]) -> tuple[Case, ...]:
     """Every case, and behind it the same in float64."""
     return tuple(made for case in cases for made in (case, replace(case, dtype=torch.float64)))

@@ -6,9 +6,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from regard.check.case import Case, also_float64
-from regard.check.demand import Attend, demanded
+from regard.check.case import Case, with_float64
 from regard.check.oracle import error, exact
+from regard.check.property import Attend, conformance_property
 
 SIZES = (
     Case(Q=1, K=1, D=1),
@@ -20,14 +20,14 @@ SIZES = (
 LENGTHS = (1, 2, 3, 5, 7, 8, 9, 15, 16, 17, 31, 33, 63, 65, 127, 129, 257)
 
 
-@demanded(cases=SIZES)
+@conformance_property(cases=SIZES)
 def output_shape(attend: Attend, q: Tensor, k: Tensor, v: Tensor) -> None:
     """Query (B, H, Q, D), key and value (B, H, K, D) give an output of (B, H, Q, D): what callers build on."""
     out = attend(q, k, v)
     assert out.shape == q.shape, f"the output is {tuple(out.shape)}, expected {tuple(q.shape)}"
 
 
-@demanded("value-width", cases=(Case(D=1, E=2), Case(D=4, E=2), Case(H=2, Q=5, K=9, D=8, E=24)))
+@conformance_property("value-width", cases=(Case(D=1, E=2), Case(D=4, E=2), Case(H=2, Q=5, K=9, D=8, E=24)))
 def value_width(attend: Attend, q: Tensor, k: Tensor, v: Tensor) -> None:
     """Values may be wider or narrower than keys, and are averaged just the same: latent attentions need it."""
     out, halves = attend(q, k, v), v.split(1, -1)
@@ -37,7 +37,7 @@ def value_width(attend: Attend, q: Tensor, k: Tensor, v: Tensor) -> None:
     assert far < 32, f"columns of values, one at a time, differ by {far:.3g} roundings"
 
 
-@demanded(cases=SIZES[1:])
+@conformance_property(cases=SIZES[1:])
 def query_independence(attend: Attend, q: Tensor, k: Tensor, v: Tensor) -> None:
     """A query's output does not depend on the other queries: softmax runs over keys."""
     together = attend(q, k, v)
@@ -46,7 +46,7 @@ def query_independence(attend: Attend, q: Tensor, k: Tensor, v: Tensor) -> None:
     assert far < 32, f"queries one at a time differ from all at once by {far:.3g} roundings"
 
 
-@demanded(cases=(Case(B=2), Case(H=2), Case(B=2, H=3, Q=3, K=5, D=4), Case(B=3, H=5, Q=9, K=33, D=8)))
+@conformance_property(cases=(Case(B=2), Case(H=2), Case(B=2, H=3, Q=3, K=5, D=4), Case(B=3, H=5, Q=9, K=33, D=8)))
 def batch_and_heads(attend: Attend, q: Tensor, k: Tensor, v: Tensor) -> None:
     """Batch rows and heads do not see one another: else one user's text answers another's."""
     together = attend(q, k, v)
@@ -57,14 +57,14 @@ def batch_and_heads(attend: Attend, q: Tensor, k: Tensor, v: Tensor) -> None:
             assert far < 32, f"batch row {b}, head {h} alone differs by {far:.3g} roundings"
 
 
-@demanded(cases=(Case(Q=1, K=1), Case(Q=1), *SIZES[2:], Case(Q=3, K=1000)))
+@conformance_property(cases=(Case(Q=1, K=1), Case(Q=1), *SIZES[2:], Case(Q=3, K=1000)))
 def row_sums(attend: Attend, q: Tensor, k: Tensor, v: Tensor) -> None:
     """A row's weights sum to 1: where all values are 1, so is the output."""
     far = error(attend(3 * q, 3 * k, torch.ones_like(v)), torch.ones_like(q))
     assert far < 64, f"the mean of ones is off by {far:.3g} roundings"
 
 
-@demanded(cases=[Case(Q=n, K=n, D=4) for n in LENGTHS])
+@conformance_property(cases=[Case(Q=n, K=n, D=4) for n in LENGTHS])
 def odd_lengths(attend: Attend, q: Tensor, k: Tensor, v: Tensor) -> None:
     """Every length is computed to its end, also where it is no multiple of a tile or a vector register."""
     q, k = torch.ones_like(q), torch.zeros_like(k)
@@ -75,7 +75,7 @@ def odd_lengths(attend: Attend, q: Tensor, k: Tensor, v: Tensor) -> None:
     )
 
 
-@demanded(cases=(Case(Q=1), Case(Q=3, K=5), Case(H=2, Q=5, K=130, D=4), Case(Q=130, K=300, D=4)))
+@conformance_property(cases=(Case(Q=1), Case(Q=3, K=5), Case(H=2, Q=5, K=130, D=4), Case(Q=130, K=300, D=4)))
 def permutation(attend: Attend, q: Tensor, k: Tensor, v: Tensor) -> None:
     """Keys in any order, with their values, give the same output: without positions, attention sees a set."""
     out = attend(q, k, v)
@@ -88,7 +88,7 @@ def permutation(attend: Attend, q: Tensor, k: Tensor, v: Tensor) -> None:
     assert far < 32, f"queries in another order are not the same rows, but differ by {far:.3g} roundings"
 
 
-@demanded(cases=(Case(Q=1, D=1), Case(Q=1, D=2), Case(Q=1, D=4), Case(B=2, H=2, Q=3, D=64)))
+@conformance_property(cases=(Case(Q=1, D=1), Case(Q=1, D=2), Case(Q=1, D=4), Case(B=2, H=2, Q=3, D=64)))
 def default_scale(attend: Attend, q: Tensor, k: Tensor, v: Tensor) -> None:
     """Products are scaled by 1 / sqrt(D) unless told otherwise: trained weights are wrong with another scale."""
     q, k, v = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
@@ -97,7 +97,7 @@ def default_scale(attend: Attend, q: Tensor, k: Tensor, v: Tensor) -> None:
     assert abs(found - expected) < 1e-4, f"the scale for D = {q.shape[-1]} is {found:.5g}, expected {expected:.5g}"
 
 
-@demanded("scale", cases=(Case(Q=1, D=1), Case(Q=1, D=4), Case(B=2, H=2, Q=3, D=64)))
+@conformance_property("scale", cases=(Case(Q=1, D=1), Case(Q=1, D=4), Case(B=2, H=2, Q=3, D=64)))
 def scale(attend: Attend, q: Tensor, k: Tensor, v: Tensor) -> None:
     """A scale that is given is what products are multiplied by: instead of 1 / sqrt(D), not beside it."""
     q, k, v = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
@@ -107,7 +107,7 @@ def scale(attend: Attend, q: Tensor, k: Tensor, v: Tensor) -> None:
         assert abs(found - given) < 1e-4, f"scale={given} for D = {q.shape[-1]} works as {found:.5g}"
 
 
-@demanded(
+@conformance_property(
     "grouped", cases=(Case(H=2, G=1), Case(H=4, G=2), Case(B=2, H=6, G=3, Q=3, K=5, D=4), Case(H=6, G=2, Q=33, K=65))
 )
 def grouped_heads(attend: Attend, q: Tensor, k: Tensor, v: Tensor) -> None:
@@ -121,7 +121,7 @@ def grouped_heads(attend: Attend, q: Tensor, k: Tensor, v: Tensor) -> None:
     assert far < 32, f"differs from keys and values repeated for each query head by {far:.3g} roundings{which}"
 
 
-@demanded(cases=(Case(Q=1, D=1), Case(B=2, H=2, Q=3, K=5, D=4), Case(B=2, H=3, Q=33, K=65, D=16)))
+@conformance_property(cases=(Case(Q=1, D=1), Case(B=2, H=2, Q=3, K=5, D=4), Case(B=2, H=3, Q=33, K=65, D=16)))
 def strides(attend: Attend, q: Tensor, k: Tensor, v: Tensor) -> None:
     """Tensors are read by their strides: projections hand over transposed, sliced and expanded ones."""
     layouts = {
@@ -139,7 +139,9 @@ def strides(attend: Attend, q: Tensor, k: Tensor, v: Tensor) -> None:
     assert far < 32, f"expanded keys and values (stride 0): differ from contiguous ones by {far:.3g} roundings"
 
 
-@demanded(cases=also_float64((Case(Q=1, D=1), Case(B=2, H=2, Q=3, K=5, D=4), Case(B=2, H=3, Q=33, K=65, D=16))))
+@conformance_property(
+    cases=with_float64((Case(Q=1, D=1), Case(B=2, H=2, Q=3, K=5, D=4), Case(B=2, H=3, Q=33, K=65, D=16)))
+)
 def negative_bit(attend: Attend, q: Tensor, k: Tensor, v: Tensor) -> None:
     """A view with torch's negative bit is read with its sign: the imaginary part of a conjugate is such a view."""
     out = attend(q, k, v)
@@ -150,7 +152,7 @@ def negative_bit(attend: Attend, q: Tensor, k: Tensor, v: Tensor) -> None:
         assert far < 32, f"the imaginary part of a conjugate as {names} differs from its copy by {far:.3g} roundings"
 
 
-@demanded("empty", cases=(Case(K=0), Case(Q=0), Case(B=0), Case(B=2, H=3, Q=4, K=0, D=8)))
+@conformance_property("empty", cases=(Case(K=0), Case(Q=0), Case(B=0), Case(B=2, H=3, Q=4, K=0, D=8)))
 def empty_axes(attend: Attend, q: Tensor, k: Tensor, v: Tensor) -> None:
     """No batch rows, queries or keys is no error: the output has its shape, and is 0 where there is nothing to see."""
     out = attend(q, k, v)
@@ -158,7 +160,7 @@ def empty_axes(attend: Attend, q: Tensor, k: Tensor, v: Tensor) -> None:
     assert (out == 0).all(), f"without keys the output is {out.flatten()[0].item()}, expected 0"
 
 
-@demanded(cases=also_float64(SIZES))
+@conformance_property(cases=with_float64(SIZES))
 def definition(attend: Attend, q: Tensor, k: Tensor, v: Tensor) -> None:
     """The output is softmax(q kᵀ / sqrt(D)) v: as close to float64 as the roundings of its dtype allow."""
     far = error(attend(q, k, v), exact(q, k, v))

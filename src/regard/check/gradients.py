@@ -5,16 +5,16 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from regard.check.case import Case, also_float64
-from regard.check.demand import Attend, demanded
+from regard.check.case import Case, with_float64
 from regard.check.masks import LONG
 from regard.check.oracle import error, exact, gradients, tangent
+from regard.check.property import Attend, conformance_property
 
 TINY = (Case(Q=1, D=1), Case(Q=1, K=6, D=4), Case(Q=6, K=6, D=4))
 SIZES = (Case(Q=1, K=1, D=1), Case(), Case(B=2, H=2, Q=3, K=5, D=4), Case(H=2, Q=33, K=65, D=8))
 
 
-@demanded("gradients", cases=(Case(), Case(B=2, H=2, Q=33, K=65, D=8)))
+@conformance_property("gradients", cases=(Case(), Case(B=2, H=2, Q=33, K=65, D=8)))
 def gradient_determinism(attend: Attend, q: Tensor, k: Tensor, v: Tensor) -> None:
     """The same backward pass gives the same bits: sums over threads keep their order."""
     q, k, v = q.requires_grad_(), k.requires_grad_(), v.requires_grad_()
@@ -24,7 +24,9 @@ def gradient_determinism(attend: Attend, q: Tensor, k: Tensor, v: Tensor) -> Non
             assert torch.equal(was, now), f"the gradient of {name} differs by {error(now, was):.3g} roundings"
 
 
-@demanded("mask", "gradients", cases=(Case(Q=1, K=1, D=1), Case(Q=2, K=3), Case(B=2, H=2, Q=9, K=33, D=4), *LONG))
+@conformance_property(
+    "mask", "gradients", cases=(Case(Q=1, K=1, D=1), Case(Q=2, K=3), Case(B=2, H=2, Q=9, K=33, D=4), *LONG)
+)
 def masked_row_gradients(attend: Attend, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> None:
     """A row that may attend to nothing has gradient 0: one NaN there, and the whole model is NaN after a step."""
     mask[..., [i for i in range(q.shape[2]) if i % 64 == 0], :] = False
@@ -35,7 +37,7 @@ def masked_row_gradients(attend: Attend, q: Tensor, k: Tensor, v: Tensor, mask: 
         assert grad.isfinite().all(), f"the gradient of {name} is not finite where a row may attend to nothing"
 
 
-@demanded("mask", "gradients", cases=(Case(Q=1), Case(Q=3, K=5), Case(B=2, H=2, Q=9, K=33, D=4), *LONG))
+@conformance_property("mask", "gradients", cases=(Case(Q=1), Case(Q=3, K=5), Case(B=2, H=2, Q=9, K=33, D=4), *LONG))
 def nan_gradients(attend: Attend, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> None:
     """NaN and infinity in masked keys and values do not reach any gradient."""
     hidden = [j for j in range(1, k.shape[2]) if j == k.shape[2] - 1 or j % 64 in (0, 63)]  # also at edges of tiles
@@ -50,7 +52,7 @@ def nan_gradients(attend: Attend, q: Tensor, k: Tensor, v: Tensor, mask: Tensor)
                 assert grad.isfinite().all(), f"{bad} in a masked {name} makes the gradient of {of} {bad}"
 
 
-@demanded("mask", "gradients", cases=(*SIZES, *LONG))
+@conformance_property("mask", "gradients", cases=(*SIZES, *LONG))
 def mask_gradients(attend: Attend, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> None:
     """Under a mask gradients are those of the definition, and 0 for keys that nobody sees."""
     mask[..., 1:2] = False
@@ -63,7 +65,7 @@ def mask_gradients(attend: Attend, q: Tensor, k: Tensor, v: Tensor, mask: Tensor
     assert (found[2][:, :, 1:2] == 0).all(), "a value that nobody may see has a gradient"
 
 
-@demanded("gradients", "grouped", cases=(Case(H=2, G=1), Case(B=2, H=6, G=3, Q=3, K=5, D=4)))
+@conformance_property("gradients", "grouped", cases=(Case(H=2, G=1), Case(B=2, H=6, G=3, Q=3, K=5, D=4)))
 def grouped_gradients(attend: Attend, q: Tensor, k: Tensor, v: Tensor) -> None:
     """A key head that several query heads share has the sum of their gradients."""
     q, k, v = q.requires_grad_(), k.requires_grad_(), v.requires_grad_()
@@ -75,7 +77,7 @@ def grouped_gradients(attend: Attend, q: Tensor, k: Tensor, v: Tensor) -> None:
         assert far < 64, f"the gradient of {name} differs from the sum over its query heads by {far:.3g} roundings"
 
 
-@demanded("gradients", cases=also_float64(SIZES))
+@conformance_property("gradients", cases=with_float64(SIZES))
 def gradient(attend: Attend, q: Tensor, k: Tensor, v: Tensor) -> None:
     """Gradients of q, k and v are those of the definition in float64: a wrong factor trains, but to a worse model."""
     q, k, v = q.requires_grad_(), k.requires_grad_(), v.requires_grad_()
@@ -85,7 +87,7 @@ def gradient(attend: Attend, q: Tensor, k: Tensor, v: Tensor) -> None:
         assert far < 64, f"the gradient of {name} differs from the definition's by {far:.3g} roundings"
 
 
-@demanded("gradients", "double-backward", cases=SIZES[1:])
+@conformance_property("gradients", "double-backward", cases=SIZES[1:])
 def double_backward(attend: Attend, q: Tensor, k: Tensor, v: Tensor) -> None:
     """Gradients of gradients are right too: penalties on gradients and meta-learning differentiate twice."""
     q, k, v = q.requires_grad_(), k.requires_grad_(), v.requires_grad_()
@@ -98,7 +100,7 @@ def double_backward(attend: Attend, q: Tensor, k: Tensor, v: Tensor) -> None:
         assert far < 256, f"the second gradient of {name} differs from the definition's by {far:.3g} roundings"
 
 
-@demanded("gradients", "double-backward", cases=also_float64(TINY))
+@conformance_property("gradients", "double-backward", cases=with_float64(TINY))
 def second_derivatives(attend: Attend, q: Tensor, k: Tensor, v: Tensor) -> None:
     """Calls as small as those of a tutorial have second derivatives too: they often go to another kernel."""
     q, k, v = q.requires_grad_(), k.requires_grad_(), v.requires_grad_()
@@ -111,7 +113,7 @@ def second_derivatives(attend: Attend, q: Tensor, k: Tensor, v: Tensor) -> None:
         assert far < 256, f"the second gradient of {name} differs from the definition's by {far:.3g} roundings"
 
 
-@demanded("gradients", "forward-mode", cases=also_float64(SIZES))
+@conformance_property("gradients", "forward-mode", cases=with_float64(SIZES))
 def tangents(attend: Attend, q: Tensor, k: Tensor, v: Tensor) -> None:
     """Dual tensors give the derivative along a direction: of every input alone, and of all; none is dropped."""
     inputs, along = (q, k, v), [torch.cos(3 * x) for x in (q, k, v)]
@@ -124,7 +126,7 @@ def tangents(attend: Attend, q: Tensor, k: Tensor, v: Tensor) -> None:
         assert far < 64, f"the tangent for directions of {names} is off by {far:.3g} roundings"
 
 
-@demanded("mask", "gradients", "forward-mode", cases=(*SIZES, *LONG))
+@conformance_property("mask", "gradients", "forward-mode", cases=(*SIZES, *LONG))
 def mask_tangents(attend: Attend, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> None:
     """Under a mask tangents are those of the definition; what a masked key or value changes by reaches none of them."""
     mask[..., 1:2] = False
@@ -137,7 +139,7 @@ def mask_tangents(attend: Attend, q: Tensor, k: Tensor, v: Tensor, mask: Tensor)
     assert far < 64, f"the tangent under a mask is off by {far:.3g} roundings"
 
 
-@demanded("gradients", "forward-mode", cases=also_float64(SIZES))
+@conformance_property("gradients", "forward-mode", cases=with_float64(SIZES))
 def jvp(attend: Attend, q: Tensor, k: Tensor, v: Tensor) -> None:
     """torch.func.jvp gives the output and the derivative along a direction: jacfwd and hessian are made of it."""
     inputs, along = (q, k, v), tuple(torch.cos(3 * x) for x in (q, k, v))
@@ -149,7 +151,7 @@ def jvp(attend: Attend, q: Tensor, k: Tensor, v: Tensor) -> None:
     assert far < 64, f"the derivative is off by {far:.3g} roundings"
 
 
-@demanded("gradients", "forward-mode", "double-backward", cases=also_float64(SIZES))
+@conformance_property("gradients", "forward-mode", "double-backward", cases=with_float64(SIZES))
 def reverse_over_forward(attend: Attend, q: Tensor, k: Tensor, v: Tensor) -> None:
     """A loss that contains a tangent has gradients: consistency and flow models train by them."""
     along = [torch.cos(3 * x) for x in (q, k, v)]

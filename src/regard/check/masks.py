@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from regard.check.case import Case, also_float64
-from regard.check.demand import Attend, demanded
+from regard.check.case import Case, with_float64
 from regard.check.oracle import error, exact
-from regard.check.targets.target import Refused
+from regard.check.property import Attend, conformance_property
+from regard.check.targets.target import NotSupported
 
 SIZES = (Case(Q=1), Case(Q=3, K=5), Case(B=2, H=2, Q=9, K=33, D=4), Case(B=2, H=3, Q=65, K=130, D=8))
 SQUARE = (Case(Q=1, K=1), Case(), Case(H=2, Q=5, K=5, D=4), Case(B=2, H=2, Q=19, K=19, D=8))
@@ -18,7 +18,7 @@ LONG_ROWS = tuple(Case(B=2, H=2, Q=3, K=n, D=4) for n in BEYOND)
 LONG_SQUARE = tuple(Case(Q=n, K=n, D=4) for n in BEYOND)
 
 
-@demanded("mask", cases=(Case(Q=1, D=1), Case(H=2, Q=3), *LONG))
+@conformance_property("mask", cases=(Case(Q=1, D=1), Case(H=2, Q=3), *LONG))
 def mask_polarity(attend: Attend, q: Tensor, k: Tensor, v: Tensor) -> None:
     """`True` means may attend: one convention, since the wrong one still trains, on what it should not see."""
     seen = torch.arange(k.shape[2]) < k.shape[2] // 2
@@ -27,7 +27,7 @@ def mask_polarity(attend: Attend, q: Tensor, k: Tensor, v: Tensor) -> None:
     assert (out > 0).all(), "values of keys with True are 1 and the others -1, but the output is negative"
 
 
-@demanded(
+@conformance_property(
     "mask",
     cases=(Case(B=2, Q=1), Case(H=2, Q=1), Case(B=2, H=3, Q=3, K=5), Case(B=3, H=2, Q=33, K=65, D=8), *LONG_ROWS),
 )
@@ -43,7 +43,7 @@ def mask_per_head(attend: Attend, q: Tensor, k: Tensor, v: Tensor, mask: Tensor)
             assert far < 32, f"batch row {b}, head {h} alone, with its mask, differs by {far:.3g} roundings"
 
 
-@demanded("mask", cases=(*SIZES, *LONG))
+@conformance_property("mask", cases=(*SIZES, *LONG))
 def mask_excludes(attend: Attend, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> None:
     """A key that is masked has weight 0, not a small one: whatever it holds, the output stays the same."""
     hidden = [j for j in range(1, k.shape[2]) if j == k.shape[2] - 1 or j % 64 in (0, 63)]  # also at edges of tiles
@@ -55,7 +55,7 @@ def mask_excludes(attend: Attend, q: Tensor, k: Tensor, v: Tensor, mask: Tensor)
     assert far < 8, f"what a masked key and value hold changes the output by {far:.3g} roundings"
 
 
-@demanded("mask", cases=(Case(), Case(B=2, H=3, Q=4, K=6), Case(B=3, H=2, Q=33, K=65, D=8), *LONG_ROWS))
+@conformance_property("mask", cases=(Case(), Case(B=2, H=3, Q=4, K=6), Case(B=3, H=2, Q=33, K=65, D=8), *LONG_ROWS))
 def mask_broadcast(attend: Attend, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> None:
     """A mask of size 1 along an axis stands for all of it: (B, 1, 1, K) is padding, (1, 1, Q, K) one for all heads."""
     whole = mask.shape
@@ -66,7 +66,7 @@ def mask_broadcast(attend: Attend, q: Tensor, k: Tensor, v: Tensor, mask: Tensor
         )
 
 
-@demanded("mask", cases=(Case(Q=1, K=1, D=1), Case(Q=2, K=3), Case(B=2, H=2, Q=9, K=33, D=4), *LONG_SQUARE))
+@conformance_property("mask", cases=(Case(Q=1, K=1, D=1), Case(Q=2, K=3), Case(B=2, H=2, Q=9, K=33, D=4), *LONG_SQUARE))
 def masked_rows(attend: Attend, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> None:
     """A query that may attend to nothing gives 0, not NaN and not a mean of what is hidden: padding makes such rows."""
     hidden = [i for i in range(q.shape[2]) if i % 64 in (0, 63)]
@@ -75,7 +75,7 @@ def masked_rows(attend: Attend, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -
     assert (out == 0).all(), f"a row without any visible key gives {out.flatten()[0].item():.5g}, expected 0"
 
 
-@demanded("mask", cases=(*SIZES, *LONG))
+@conformance_property("mask", cases=(*SIZES, *LONG))
 def nan_leaks(attend: Attend, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> None:
     """NaN and infinity in masked keys and values do not reach the output: padding is often uninitialised memory."""
     hidden = [j for j in range(1, k.shape[2]) if j == k.shape[2] - 1 or j % 64 in (0, 63)]  # also at edges of tiles
@@ -90,7 +90,7 @@ def nan_leaks(attend: Attend, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> 
             assert error(out, before) < 8, f"{bad} in a masked {name} changes the output"
 
 
-@demanded("mask", cases=(Case(Q=1, K=3), Case(B=2, H=2, Q=5, K=9, D=4), *LONG))
+@conformance_property("mask", cases=(Case(Q=1, K=3), Case(B=2, H=2, Q=5, K=9, D=4), *LONG))
 def edited_mask(attend: Attend, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> None:
     """A mask that is edited in place between two calls is read again: buffers of masks are reused."""
 
@@ -112,14 +112,14 @@ def edited_mask(attend: Attend, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -
         assert far < 8, f"a mask edited {how} gives what it gave before, {far:.3g} roundings from a copy of it"
 
 
-@demanded("mask", cases=also_float64((*SIZES, *LONG, *LONG_SQUARE)))
+@conformance_property("mask", cases=with_float64((*SIZES, *LONG, *LONG_SQUARE)))
 def mask_definition(attend: Attend, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> None:
     """Under a mask the output is that of the definition in float64, for any number of keys."""
     far = error(attend(q, k, v, mask=mask), exact(q, k, v, mask))
     assert far < 32, f"differs from the definition under a mask by {far:.3g} roundings"
 
 
-@demanded("causal", cases=(*SQUARE, *LONG_SQUARE))
+@conformance_property("causal", cases=(*SQUARE, *LONG_SQUARE))
 def causal(attend: Attend, q: Tensor, k: Tensor, v: Tensor) -> None:
     """Where there are as many queries as keys, query i sees keys 0 to i: itself, and nothing of the future."""
     out = attend(q, k, v, causal=True)
@@ -131,7 +131,7 @@ def causal(attend: Attend, q: Tensor, k: Tensor, v: Tensor) -> None:
         assert far < 32, f"query {i} is not that of keys 0 to {i}, but differs by {far:.3g} roundings"
 
 
-@demanded(
+@conformance_property(
     "causal",
     cases=(
         Case(Q=1, K=2), Case(Q=2, K=3), Case(Q=2, K=1), Case(H=2, Q=4, K=19), *LONG,
@@ -157,7 +157,7 @@ def alignment(attend: Attend, q: Tensor, k: Tensor, v: Tensor, alignment: str) -
     return f"causal mask at the {alignment}, as promised"
 
 
-@demanded(
+@conformance_property(
     "causal",
     cases=(
         Case(Q=2, K=1), Case(Q=3, K=2), Case(B=2, H=2, Q=19, K=5, D=4), *(Case(Q=2 * n, K=n, D=4) for n in BEYOND)
@@ -166,14 +166,14 @@ def alignment(attend: Attend, q: Tensor, k: Tensor, v: Tensor, alignment: str) -
 def causal_empty_rows(attend: Attend, q: Tensor, k: Tensor, v: Tensor, alignment: str) -> None:
     """With more queries than keys and a mask at the bottom right, the first queries see nothing and give 0."""
     if alignment == "top-left":
-        raise Refused("at the top left every query sees the first key")
+        raise NotSupported("at the top left every query sees the first key")
     out = attend(q, k, v, causal=True)[:, :, : q.shape[2] - k.shape[2]]
     assert (out == 0).all(), (
         f"query 0 of {q.shape[2]} may see none of {k.shape[2]} keys, but gives {out.flatten()[0].item():.5g}"
     )
 
 
-@demanded("causal", cases=(Case(), Case(H=2, Q=5, K=5, D=4), Case(B=2, H=2, Q=33, K=33, D=8), *LONG_SQUARE))
+@conformance_property("causal", cases=(Case(), Case(H=2, Q=5, K=5, D=4), Case(B=2, H=2, Q=33, K=33, D=8), *LONG_SQUARE))
 def causal_nan_leaks(attend: Attend, q: Tensor, k: Tensor, v: Tensor) -> None:
     """NaN in the future does not reach the past: a buffer is filled as far as the text goes."""
     before = attend(q, k, v, causal=True)
@@ -187,7 +187,7 @@ def causal_nan_leaks(attend: Attend, q: Tensor, k: Tensor, v: Tensor) -> None:
             )
 
 
-@demanded(
+@conformance_property(
     "causal", "mask", "causal-and-mask",
     cases=(Case(), Case(H=2, Q=5, K=5, D=4), Case(B=2, H=2, Q=33, K=33, D=8), *LONG_SQUARE),
 )  # fmt: skip

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from regard.check.targets.target import Refused
+from regard.check.targets.target import NotSupported
 
 
 def exact(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
@@ -70,7 +70,7 @@ def peak_bytes(call: Callable[[], Tensor]) -> int:
             return next(int(line.split()[1]) * 1024 for line in file if line.startswith(name))
 
     if not os.access("/proc/self/clear_refs", os.W_OK):
-        raise Refused("peak memory is read from /proc/self, which Linux has")
+        raise NotSupported("peak memory is read from /proc/self, which Linux has")
     with open("/proc/self/clear_refs", "w") as file:
         file.write("5")
     before = status("VmRSS")

@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 
 from regard.check.case import Case
-from regard.check.demand import Attend, demanded
 from regard.check.oracle import error
+from regard.check.property import Attend, conformance_property
 
 MANY = (Case(Q=64, K=16, D=16), Case(B=2, H=4, Q=64, K=32, D=32))
 
 
-@demanded(cases=(Case(), Case(B=2, H=2, Q=33, K=65, D=8), Case(H=2, Q=128, K=300, D=16)))
+@conformance_property(cases=(Case(), Case(B=2, H=2, Q=33, K=65, D=8), Case(H=2, Q=128, K=300, D=16)))
 def determinism(attend: Attend, q: Tensor, k: Tensor, v: Tensor) -> None:
     """The same call after the same seed gives the same bits: else no run can be repeated, and no bug hunted."""
     torch.manual_seed(1)
@@ -26,7 +26,7 @@ def determinism(attend: Attend, q: Tensor, k: Tensor, v: Tensor) -> None:
         assert torch.equal(first, again), f"the same call differs by {error(again, first):.3g} roundings"
 
 
-@demanded(cases=(Case(), Case(B=2, H=2, Q=33, K=65, D=8)))
+@conformance_property(cases=(Case(), Case(B=2, H=2, Q=33, K=65, D=8)))
 def dropout_off(attend: Attend, q: Tensor, k: Tensor, v: Tensor) -> None:
     """Nothing is dropped unless asked for: the seed neither changes the output nor is used up."""
     torch.manual_seed(1)
@@ -37,7 +37,7 @@ def dropout_off(attend: Attend, q: Tensor, k: Tensor, v: Tensor) -> None:
     assert torch.equal(first, attend(q, k, v)), "a call without dropout depends on the seed"
 
 
-@demanded("dropout", cases=MANY, shrinks=False)
+@conformance_property("dropout", cases=MANY, shrinks=False)
 def dropout_rate(attend: Attend, q: Tensor, k: Tensor, v: Tensor) -> None:
     """A dropout of p sets that share of the weights to 0: not the share of 1 - p, and not whole rows."""
     v = torch.eye(k.shape[2]).expand_as(v)
@@ -46,7 +46,7 @@ def dropout_rate(attend: Attend, q: Tensor, k: Tensor, v: Tensor) -> None:
     assert abs(share - 0.25) < 5 * spread, f"dropout=0.25 drops {share:.1%} of {dropped.numel()} weights"
 
 
-@demanded("dropout", cases=MANY, shrinks=False)
+@conformance_property("dropout", cases=MANY, shrinks=False)
 def dropout_rescaling(attend: Attend, q: Tensor, k: Tensor, v: Tensor) -> None:
     """Weights that are kept are divided by 1 - p: so that the mean is what it is without dropout, when predicting."""
     v = torch.eye(k.shape[2]).expand_as(v)
@@ -58,7 +58,7 @@ def dropout_rescaling(attend: Attend, q: Tensor, k: Tensor, v: Tensor) -> None:
     )
 
 
-@demanded(
+@conformance_property(
     "dropout",
     cases=(Case(H=2, Q=64, K=16, D=16), Case(B=2, Q=64, K=16, D=16), Case(B=2, H=3, Q=64, K=32, D=32)),
     shrinks=False,
@@ -74,7 +74,7 @@ def dropout_independence(attend: Attend, q: Tensor, k: Tensor, v: Tensor) -> Non
             assert abs(alike) < 6 * spread, f"what neighbouring {name} drop is correlated by {alike:.2f}, expected 0"
 
 
-@demanded("dropout", cases=MANY, shrinks=False)
+@conformance_property("dropout", cases=MANY, shrinks=False)
 def dropout_seed(attend: Attend, q: Tensor, k: Tensor, v: Tensor) -> None:
     """torch.manual_seed makes dropout anew, and calls after it differ: runs repeat, steps do not."""
     torch.manual_seed(3)
@@ -84,7 +84,7 @@ def dropout_seed(attend: Attend, q: Tensor, k: Tensor, v: Tensor) -> None:
     assert torch.equal(first, attend(q, k, v, dropout=0.5)), "the same seed drops other weights"
 
 
-@demanded("dropout", "gradients", cases=(Case(Q=8, K=8, D=4), Case(H=2, Q=33, K=65, D=8)))
+@conformance_property("dropout", "gradients", cases=(Case(Q=8, K=8, D=4), Case(H=2, Q=33, K=65, D=8)))
 def dropout_gradients(attend: Attend, q: Tensor, k: Tensor, v: Tensor) -> None:
     """The backward pass drops what the forward pass dropped: the output is linear in the values, with its gradient."""
     v = v.requires_grad_()

@@ -118,7 +118,7 @@ def markdown(targets: Sequence[Target], outcomes: Sequence[Outcome]) -> str:
                     "",
                     f"### {target.name}: {outcome.property}",
                     "",
-                    f"*{PROPERTIES[outcome.property].demand}*",
+                    f"*{PROPERTIES[outcome.property].statement}*",
                     "",
                 ]
                 lines += [f"Found: {outcome.reason}.", ""]
@@ -133,10 +133,10 @@ def markdown(targets: Sequence[Target], outcomes: Sequence[Outcome]) -> str:
                     "",
                 ]
                 lines += ["</details>"]
-        without = {
+        unsupported = {
             o.reason: [p.property for p in own if p.reason == o.reason] for o in own if o.status == "not applicable"
         }
-        if without:
+        if unsupported:
             lines += ["", "Not applicable:", ""]
-            lines += [f"- {', '.join(properties)}: {reason}" for reason, properties in without.items()]
+            lines += [f"- {', '.join(properties)}: {reason}" for reason, properties in unsupported.items()]
     return "\n".join(lines) + "\n"

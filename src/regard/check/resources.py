@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 
 from regard.check.case import Case
-from regard.check.demand import Attend, demanded
 from regard.check.oracle import error, peak_bytes
+from regard.check.property import Attend, conformance_property
 
 SMALL = (Case(Q=1, K=1, D=1), Case(B=2, H=2, Q=3, K=5, D=4), Case(B=2, H=2, Q=33, K=65, D=8))
 
 
-@demanded(cases=SMALL)
+@conformance_property(cases=SMALL)
 def inputs_untouched(attend: Attend, q: Tensor, k: Tensor, v: Tensor) -> None:
     """A call does not write to its inputs: keys and values are caches that the next call reads again."""
     before = [x.clone() for x in (q, k, v)]
@@ -24,7 +24,7 @@ def inputs_untouched(attend: Attend, q: Tensor, k: Tensor, v: Tensor) -> None:
         assert torch.equal(was, now), f"the call changed {name} from {was.flatten()[0]:.5g} to {now.flatten()[0]:.5g}"
 
 
-@demanded(cases=SMALL)
+@conformance_property(cases=SMALL)
 def own_output(attend: Attend, q: Tensor, k: Tensor, v: Tensor) -> None:
     """The output belongs to the caller: no later call changes it, and writing to it changes no input."""
     first = attend(q, k, v)
@@ -35,7 +35,7 @@ def own_output(attend: Attend, q: Tensor, k: Tensor, v: Tensor) -> None:
     assert torch.equal(v, values), "the output shares memory with the values"
 
 
-@demanded(cases=SMALL[:2])
+@conformance_property(cases=SMALL[:2])
 def global_state(attend: Attend, q: Tensor, k: Tensor, v: Tensor) -> None:
     """A call leaves torch's settings as they were: default dtype, threads, gradients, determinism."""
     settings = {
@@ -50,7 +50,7 @@ def global_state(attend: Attend, q: Tensor, k: Tensor, v: Tensor) -> None:
         assert setting() == before[name], f"the call changed torch's {name} from {before[name]} to {setting()}"
 
 
-@demanded("threads", cases=(Case(Q=4, K=8), Case(H=2, Q=33, K=65, D=8)))
+@conformance_property("threads", cases=(Case(Q=4, K=8), Case(H=2, Q=33, K=65, D=8)))
 def threads(attend: Attend, q: Tensor, k: Tensor, v: Tensor) -> None:
     """Calls from several threads do not disturb one another: servers make them."""
     inputs = [(q * n, k, v * n) for n in (1, 2, 3, 4)]
@@ -65,7 +65,7 @@ def threads(attend: Attend, q: Tensor, k: Tensor, v: Tensor) -> None:
             assert far < 8, f"thread {n} beside three others differs from itself alone by {far:.3g} roundings"
 
 
-@demanded("memory", cases=(Case(Q=6144, K=6144, D=8),), shrinks=False)
+@conformance_property("memory", cases=(Case(Q=6144, K=6144, D=8),), shrinks=False)
 def memory(attend: Attend, q: Tensor, k: Tensor, v: Tensor, growth: float) -> str:
     """Memory grows with length as promised: n for n keys if weights are never laid out, n² if they are."""
     n = q.shape[2]

@@ -12,12 +12,12 @@ import torch
 
 from regard.check import definition, gradients, masks, numbers, randomness, resources
 from regard.check.case import Case
-from regard.check.demand import Property
+from regard.check.property import Property
 from regard.check.reproduce import script
-from regard.check.targets.own import engine
-from regard.check.targets.target import Refused, Target
+from regard.check.targets.engines import engine
+from regard.check.targets.target import NotSupported, Target
 
-SHRINKING = 5.0  # seconds that are spent on a smaller input
+SHRINK_SECONDS = 5.0  # seconds that are spent on a smaller input
 
 _FIRST = (
     resources.inputs_untouched, resources.own_output, resources.global_state, definition.output_shape,
@@ -71,52 +71,52 @@ def check(targets: Iterable[Target], properties: Sequence[Property] | None = Non
             yield examine(target, each)
 
 
-def examine(target: Target, demand: Property) -> Outcome:
+def examine(target: Target, prop: Property) -> Outcome:
     """One property on one target."""
     if not __debug__:
         raise RuntimeError("properties are asserted: run Python without -O")
     started = time.perf_counter()
-    for need in (demand.name, *sorted(demand.needs)):
-        if need in target.without:
-            return Outcome(target.name, demand.name, "not applicable", target.without[need])
+    for need in (prop.name, *sorted(prop.needs)):
+        if need in target.unsupported:
+            return Outcome(target.name, prop.name, "not applicable", target.unsupported[need])
     ran, refusals, remark = 0, [], ""
-    for case in demand.cases[: target.most]:
+    for case in prop.cases[: target.max_cases]:
         if case.dtype not in target.dtypes:
             refusals.append(f"it does not take {str(case.dtype).removeprefix('torch.')}")
             continue
         try:
-            remark = _run(target, demand, case) or remark
+            remark = _run(target, prop, case) or remark
             ran += 1
-        except Refused as refused:
+        except NotSupported as refused:
             refusals.append(str(refused))
         except Exception as error:
-            case, error = _shrunk(target, demand, case, error)
-            reason = _told(error)
+            case, error = _shrink(target, prop, case, error)
+            reason = _describe_error(error)
             return Outcome(
-                target.name, demand.name, "failed", reason, script(target, demand, case, reason), str(case), ran + 1,
+                target.name, prop.name, "failed", reason, script(target, prop, case, reason), str(case), ran + 1,
                 len(refusals), time.perf_counter() - started,
             )  # fmt: skip
     seconds = time.perf_counter() - started
     why = "; ".join(dict.fromkeys(refusals))
     if not ran:
-        return Outcome(target.name, demand.name, "not applicable", why, refused=len(refusals), seconds=seconds)
-    if len(demand.cases) > (target.most or len(demand.cases)):
-        remark = f"{remark + '; ' if remark else ''}the first {target.most} of {len(demand.cases)} cases"
+        return Outcome(target.name, prop.name, "not applicable", why, refused=len(refusals), seconds=seconds)
+    if len(prop.cases) > (target.max_cases or len(prop.cases)):
+        remark = f"{remark + '; ' if remark else ''}the first {target.max_cases} of {len(prop.cases)} cases"
     if refusals:
         remark = (
             f"{remark + '; ' if remark else ''}{len(refusals)} of {ran + len(refusals)} cases not applicable: {why}"
         )
-    return Outcome(target.name, demand.name, "passed", remark, "", "", ran, len(refusals), seconds)
+    return Outcome(target.name, prop.name, "passed", remark, "", "", ran, len(refusals), seconds)
 
 
-def _run(target: Target, demand: Property, case: Case) -> str | None:
-    with _kept_state():
+def _run(target: Target, prop: Property, case: Case) -> str | None:
+    with _preserve_state():
         given = {"attend": target.attention, "alignment": target.alignment, "growth": target.growth, **case.tensors()}
-        return demand.body(**{name: given[name] for name in demand.parameters})
+        return prop.body(**{name: given[name] for name in prop.parameters})
 
 
 @contextmanager
-def _kept_state() -> Iterator[None]:
+def _preserve_state() -> Iterator[None]:
     """torch's generator, dtype and threads are as before, whatever a target does to them."""
     dtype, threads = torch.get_default_dtype(), torch.get_num_threads()
     deterministic, grad = torch.are_deterministic_algorithms_enabled(), torch.is_grad_enabled()
@@ -132,11 +132,11 @@ def _kept_state() -> Iterator[None]:
                 torch.set_num_threads(threads)
 
 
-def _shrunk(target: Target, demand: Property, case: Case, error: Exception) -> tuple[Case, Exception]:
+def _shrink(target: Target, prop: Property, case: Case, error: Exception) -> tuple[Case, Exception]:
     """The smallest case, found axis by axis, that fails in the same way."""
-    until = time.perf_counter() + SHRINKING if demand.shrinks else 0.0
+    until = time.perf_counter() + SHRINK_SECONDS if prop.shrinks else 0.0
     right = engine("reference", target.alignment)  # where it fails too, the property means nothing
-    least = {axis: min(getattr(each, axis) for each in demand.cases) for axis in ("B", "H", "Q", "K", "D")}
+    least = {axis: min(getattr(each, axis) for each in prop.cases) for axis in ("B", "H", "Q", "K", "D")}
     again = True
     while again:
         again = False
@@ -144,24 +144,24 @@ def _shrunk(target: Target, demand: Property, case: Case, error: Exception) -> t
             if time.perf_counter() > until:
                 break
             try:
-                _run(target, demand, smaller)
-            except Refused:
+                _run(target, prop, smaller)
+            except NotSupported:
                 continue
             except Exception as found:
-                if type(found) is type(error) and _holds(right, demand, smaller):
+                if type(found) is type(error) and _holds(right, prop, smaller):
                     case, error, again = smaller, found, True
                     break
     return case, error
 
 
-def _holds(target: Target, demand: Property, case: Case) -> bool:
+def _holds(target: Target, prop: Property, case: Case) -> bool:
     try:
-        _run(target, demand, case)
+        _run(target, prop, case)
     except Exception:
         return False
     return True
 
 
-def _told(error: Exception) -> str:
+def _describe_error(error: Exception) -> str:
     lines = str(error).strip().splitlines() or [""]
     return lines[0] if isinstance(error, AssertionError) else f"raises {type(error).__name__}: {lines[0]}"

@@ -1,7 +1,7 @@
 """The `regard` command."""
 
 try:
-    from regard.cli.command import app, main
+    from regard.cli.commands import app, main
 except ModuleNotFoundError as error:
     if error.name not in ("typer", "rich"):
         raise

@@ -8,52 +8,52 @@ import tempfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from regard.tasks import Task, Trouble
-from regard.tasks.data import (
+from regard.data.images import SUFFIXES as IMAGES
+from regard.data.readers import (
     FORMATS,
     OPENERS,
     TABS,
     TEXT,
     Row,
-    cells_of,
-    decoded,
-    format_of,
-    lines_of,
-    text_of,
-    with_gaps,
+    decode_line,
+    file_format,
+    read_lines,
+    read_text,
+    split_cells,
+    with_placeholders,
 )
-from regard.tasks.pictures import SUFFIXES as IMAGES
-from regard.tasks.task import Prediction
-from regard.tasks.trouble import Bad
+from regard.errors import BadRows
+from regard.tasks import Task, UserError
+from regard.training.task import Prediction
 
 STREAM = "standard input"
 SOUNDS = (".wav", ".flac", ".ogg", ".oga", ".opus", ".mp3", ".aiff", ".m4a")
 FILES = (*FORMATS, *TABS, *OPENERS, *IMAGES, *SOUNDS, ".json")
 
 
-def inputs_of(task: Task, inputs: list[str], bad: Bad, form: str = "") -> Iterator[Row]:
+def read_inputs(task: Task, inputs: list[str], bad: BadRows, form: str = "") -> Iterator[Row]:
     """What to predict: arguments, rows of files, or lines of standard input.
 
     A row without values is an input that has no output: a blank line of a text, or one that is bad.
     form: of standard input, where it is not a text a line: "csv", "tsv" or "jsonl"; "txt" is a text a line for certain.
     """
     if form and (inputs or form not in ("txt", "csv", "tsv", "jsonl")):
-        raise Trouble(f"--format must be txt, csv, tsv or jsonl, and is of standard input alone, but is {form!r}")
+        raise UserError(f"--format must be txt, csv, tsv or jsonl, and is of standard input alone, but is {form!r}")
     if not inputs and not sys.stdin.isatty():
         yield from _of_stream(task, form, bad)
     for n, given in enumerate(inputs, 1):
         if not given.strip():
-            raise Trouble(f"input {n}: is empty; give a text or a file")
+            raise UserError(f"input {n}: is empty; give a text or a file")
         if not _exists(given):
-            if task.takes == "text" and looks_like_path(given):
-                raise Trouble(f"{given}: there is no such file; if it is a text, give it by standard input")
-            yield Row(given if task.takes != "text" else f"input {n}", (given,))
+            if task.input_kind == "text" and looks_like_path(given):
+                raise UserError(f"{given}: there is no such file; if it is a text, give it by standard input")
+            yield Row(given if task.input_kind != "text" else f"input {n}", (given,))
             continue
-        path, suffix = Path(given), format_of(Path(given))
-        if task.takes == "text" and path.is_file() and suffix in TEXT:
-            yield from with_gaps(_texts(task, lines_of(path, bad), bad, table_hint="name it ."), bad)
-        elif task.takes == "text" or path.is_dir() or suffix in (*FORMATS, ".json") or "idx3" in path.name:
-            yield from with_gaps(task.read_inputs(given, bad), bad)
+        path, suffix = Path(given), file_format(Path(given))
+        if task.input_kind == "text" and path.is_file() and suffix in TEXT:
+            yield from with_placeholders(_texts(task, read_lines(path, bad), bad, table_hint="name it ."), bad)
+        elif task.input_kind == "text" or path.is_dir() or suffix in (*FORMATS, ".json") or "idx3" in path.name:
+            yield from with_placeholders(task.read_inputs(given, bad), bad)
         else:
             yield Row(given, (given,))
 
@@ -74,10 +74,10 @@ def with_context(row: Row, context: Path | None) -> Row:
     """An input, and behind a tab the text of the file that it is about, if there is one."""
     if context is None or len(row.values) != 1:
         return row
-    return Row(row.place, (f"{row.values[0]}\t{text_of(context).strip()}",))
+    return Row(row.place, (f"{row.values[0]}\t{read_text(context).strip()}",))
 
 
-def matched(rows: Iterable[Row], predictions: Iterator[Prediction]) -> Iterator[tuple[Row, Prediction | None]]:
+def pair_predictions(rows: Iterable[Row], predictions: Iterator[Prediction]) -> Iterator[tuple[Row, Prediction | None]]:
     """Every input with its prediction; None of one that the model was not asked, or could not take."""
     waiting = next(predictions, None)
     for row in rows:
@@ -97,21 +97,21 @@ def _exists(given: str) -> bool:
         return False
 
 
-def _of_stream(task: Task, form: str, bad: Bad) -> Iterator[Row]:
+def _of_stream(task: Task, form: str, bad: BadRows) -> Iterator[Row]:
     if form in ("", "txt"):
-        texts = ((f"{STREAM}:{n}", decoded(STREAM, n, line, bad)) for n, line in enumerate(sys.stdin.buffer, 1))
+        texts = ((f"{STREAM}:{n}", decode_line(STREAM, n, line, bad)) for n, line in enumerate(sys.stdin.buffer, 1))
         lines = ((place, text) for place, text in texts if text is not None)
-        yield from with_gaps(_texts(task, lines, bad, table_hint="" if form else "say --format "), bad)
+        yield from with_placeholders(_texts(task, lines, bad, table_hint="" if form else "say --format "), bad)
         return
-    if task.takes != "text" or "image" in task.columns:
-        raise Trouble("--format: a table of files must be a file, since their paths are next to it")
+    if task.input_kind != "text" or "image" in task.columns:
+        raise UserError("--format: a table of files must be a file, since their paths are next to it")
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder, f"{STREAM}.{form}")
         copy.write_bytes(sys.stdin.buffer.read())
-        yield from with_gaps(task.read_inputs(str(copy), bad), bad)
+        yield from with_placeholders(task.read_inputs(str(copy), bad), bad)
 
 
-def _texts(task: Task, lines: Iterable[tuple[str, str]], bad: Bad, *, table_hint: str) -> Iterator[Row]:
+def _texts(task: Task, lines: Iterable[tuple[str, str]], bad: BadRows, *, table_hint: str) -> Iterator[Row]:
     """A text a line; blank lines are rows without values.
 
     table_hint: what to do about a table, whose answers would be taken for a part of the inputs; empty if it is none.
@@ -120,10 +120,10 @@ def _texts(task: Task, lines: Iterable[tuple[str, str]], bad: Bad, *, table_hint
     for place, line in lines:
         text = line.strip()
         if first and text and table_hint and (kind := _table_kind(task, text)):
-            raise Trouble(f"{place}: expected a text, but {text[:60]!r} begins a table; {table_hint}{kind}")
+            raise UserError(f"{place}: expected a text, but {text[:60]!r} begins a table; {table_hint}{kind}")
         first = first and not text
-        if "\t" in text and table_hint and len(task.columns) > 1 and not task.takes_tabs:
-            bad(f"{place}: expected a text, but it has a tab, as tables do; {table_hint}tsv if it is one")
+        if "\t" in text and table_hint and len(task.columns) > 1 and not task.splits_at_tabs:
+            bad.add(f"{place}: expected a text, but it has a tab, as tables do; {table_hint}tsv if it is one")
         else:
             yield Row(place, (text,) if text else ())
 
@@ -138,6 +138,6 @@ def _table_kind(task: Task, first: str) -> str:
             return ""
         return "jsonl" if any(name.split(".")[0] in record for name in names) else ""
     for kind, delimiter in (("csv", ","), ("tsv", "\t")):
-        if len(names) > 1 and set(names) <= set(cells_of(first, delimiter)):
+        if len(names) > 1 and set(names) <= set(split_cells(first, delimiter)):
             return kind
     return ""

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from regard.cli.terminal import told
-from regard.tasks.stages import reporting
+from regard.cli.console import stderr
+from regard.progress import reporting
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -26,7 +26,7 @@ def reporting_stages() -> Iterator[None]:
     if os.environ.get("RANK", "0") != "0":
         yield
         return
-    stages = Stages(told)
+    stages = Stages(stderr)
     try:
         with reporting(stages):
             yield
@@ -42,7 +42,7 @@ class Stages:
         self._stages: list[_Stage] = []
         self._bar: Any = None
 
-    def begin(self, label: str) -> None:
+    def start(self, label: str) -> None:
         if self.console.is_interactive:
             if self._bar is None:
                 self._bar = _bar(self.console)

@@ -1,9 +1,9 @@
 """Sequences larger than one machine: every rank of a process group holds a part of the tokens. On torch.distributed."""
 
+from regard.distributed.communication import PeerLost, Traffic, traffic
 from regard.distributed.layout import LAYOUTS, Layout, gather, positions, shard
-from regard.distributed.plan import Moved, bytes_moved
+from regard.distributed.plan import BytesMoved, bytes_moved
 from regard.distributed.sequence import attention, sequence
-from regard.distributed.wire import Lost, Traffic, traffic
 
 __all__ = [
     # the operator, and models under it
@@ -16,8 +16,8 @@ __all__ = [
     "positions",
     "shard",
     # what it moves
-    "Lost",
-    "Moved",
+    "PeerLost",
+    "BytesMoved",
     "Traffic",
     "bytes_moved",
     "traffic",

@@ -32,7 +32,7 @@ from regard.attention import Attention
 from regard.cache import CACHE
 from regard.distributed.layout import Layout
 from regard.distributed.plan import Sizes, bytes_moved, portion
-from regard.engines.cost import backward_flops, forward_flops, places
+from regard.engines.cost import backward_flops, forward_flops, visited_entries
 from regard.geometry import Frame
 from regard.masks import Mask
 from regard.nn import Block, FeedForward, GatedFeedForward, MultiHeadAttention, Residual, UnitRMSNorm
@@ -47,7 +47,7 @@ ROWS = 512  # tokens whose logits are held at a time
 
 
 @dataclass(frozen=True, eq=False)
-class Layer:
+class LayerShape:
     """A block, as far as it costs. `kept` are numbers that backward needs of every token."""
 
     weights: tuple[tuple[int, ...], ...]
@@ -62,26 +62,26 @@ class Layer:
 
 
 @dataclass(frozen=True, eq=False)
-class Model:
+class ModelShape:
     """A language model, as far as it costs.
 
     >>> import torch
-    >>> from regard.distributed.cost import Model
+    >>> from regard.distributed.cost import ModelShape
     >>> from regard.models import LanguageConfig, LanguageModel
     >>> with torch.device("meta"):
-    ...     made = LanguageModel(LanguageConfig(vocabulary=100, width=32, layers=2, heads=4, hidden=64))
-    >>> Model.of(made).count == sum(weight.numel() for weight in made.parameters())
+    ...     made = LanguageModel(LanguageConfig(vocabulary=100, d_model=32, layers=2, heads=4, d_hidden=64))
+    >>> ModelShape.of(made).count == sum(weight.numel() for weight in made.parameters())
     True
     """
 
-    layers: tuple[Layer, ...]
+    layers: tuple[LayerShape, ...]
     outside: tuple[tuple[int, ...], ...]  # weights that belong to no block
-    width: int
+    d_model: int
     vocabulary: int
     kept: int  # of every token, outside the blocks
 
     @staticmethod
-    def of(model: nn.Module) -> Model:
+    def of(model: nn.Module) -> ModelShape:
         """The costs of a language model, which may be on the device "meta"."""
         config = getattr(model, "config", None)
         blocks = [module for module in model.modules() if isinstance(module, Block)]
@@ -92,10 +92,11 @@ class Model:
         outside = tuple(tuple(weight.shape) for weight in model.parameters() if id(weight) not in inside)
         within = {id(part) for block in blocks for part in block.modules()}
         kept = sum(_kept_by_norm(part) for part in model.modules() if id(part) not in within)
-        kept += 2 * config.width + (config.width // FLOAT if config.dropout else 0) + 2  # ids have 64 bits, dropout 8
+        # ids have 64 bits, dropout 8
+        kept += 2 * config.d_model + (config.d_model // FLOAT if config.dropout else 0) + 2
         layers = tuple(map(_layer, blocks))
         kept += 2 * layers[0].D if getattr(config, "rotary", None) is not None else 2  # tables, or positions
-        return Model(layers, outside, config.width, config.vocabulary, kept)
+        return ModelShape(layers, outside, config.d_model, config.vocabulary, kept)
 
     @property
     def count(self) -> int:
@@ -125,7 +126,7 @@ class Split:
         parts += [f"{self.how} {self.sequence}"] if self.sequence > 1 else []
         return " x ".join(parts) + (", fsdp" if self.fsdp else "")
 
-    def words(self) -> str:
+    def cli_options(self) -> str:
         """The options of `regard train` that say it."""
         return (" --shard fsdp" if self.fsdp else "") + (
             f" --sequence-ranks {self.sequence}" if self.sequence > 1 else ""
@@ -149,12 +150,12 @@ class Machine:
     ranks: int = 1  # on one machine
     threads: int = 1
 
-    def told(self, flops: float) -> Machine:
+    def with_flops(self, flops: float) -> Machine:
         """The machine of which nothing is known but its FLOP/s: attention has half of them, and 10 for a byte."""
         return replace(self, flops=flops, attention=flops / 2, touched=flops / 10)
 
     @property
-    def crowded(self) -> float:
+    def slowdown(self) -> float:
         """How much slower a rank computes than alone."""
         return max(1.0, self.ranks * self.threads / self.cores)
 
@@ -178,7 +179,7 @@ class Cost:
         return sum(self.seconds.values())
 
 
-def splits(model: Model, ranks: int, *, sequence: int, batch: int) -> Iterator[Split]:
+def splits(model: ModelShape, ranks: int, *, sequence: int, batch: int) -> Iterator[Split]:
     """Every way to share the work among the ranks."""
     for shared in (n for n in range(1, ranks + 1) if ranks % n == 0):
         data = ranks // shared
@@ -193,38 +194,38 @@ def splits(model: Model, ranks: int, *, sequence: int, batch: int) -> Iterator[S
                 yield Split(data, shared, how, fsdp=True)
 
 
-def cost(model: Model, split: Split, machine: Machine, *, sequence: int, batch: int, average: bool = True) -> Cost:
+def cost(model: ModelShape, split: Split, machine: Machine, *, sequence: int, batch: int, average: bool = True) -> Cost:
     """What a step of `batch` sequences of `sequence` tokens costs the busiest rank; `average` is one of the weights."""
     tokens, turns = -(-sequence // split.sequence), -(-batch // split.data)
-    held = _held(model, split, tokens, turns, average)
+    held = _memory(model, split, tokens, turns, average)
     flops = {name: turns * count for name, count in _flops(model, split, sequence).items()}
-    sent, messages = _sent(model, split, sequence, turns)
+    sent, messages = _bytes_sent(model, split, sequence, turns)
     touched = turns * TOUCHED * held["activations"] + STEPPED * held["weights"]
     here = split.ranks <= machine.ranks  # then the wire is work for the cores, too
     seconds = {
-        "dense": machine.crowded * flops["dense"] / machine.flops,
-        "attention": machine.crowded * flops["attention"] / machine.attention,
-        "memory": machine.crowded * touched / machine.touched,
-        "wire": (machine.crowded if here else 1)
+        "dense": machine.slowdown * flops["dense"] / machine.flops,
+        "attention": machine.slowdown * flops["attention"] / machine.attention,
+        "memory": machine.slowdown * touched / machine.touched,
+        "communication": (machine.slowdown if here else 1)
         * (sum(sent.values()) / machine.bandwidth + messages * machine.latency),
     }
     return Cost(split, held, flops, sent, seconds)
 
 
-def _held(model: Model, split: Split, tokens: int, turns: int, average: bool) -> dict[str, int]:
+def _memory(model: ModelShape, split: Split, tokens: int, turns: int, average: bool) -> dict[str, int]:
     """Bytes at the peak, between forward and backward; `working` are what is there for a moment only.
 
     Gradients come while activations go. So they count where those of sequences before are held already.
     """
     share = split.ranks if split.fsdp else 1
-    own = FLOAT * sum(_filled(shape, share) // share for shape in model.shapes)
+    own = FLOAT * sum(_padded_size(shape, share) // share for shape in model.shapes)
     largest = max(FLOAT * sum(map(math.prod, layer.weights)) for layer in model.layers)
     outside = FLOAT * sum(map(math.prod, model.outside))
     kept = FLOAT * tokens * (model.kept + sum(layer.kept for layer in model.layers))
-    table = FLOAT * model.vocabulary * model.width  # the gradient of the logits' weight, from the loss on
+    table = FLOAT * model.vocabulary * model.d_model  # the gradient of the logits' weight, from the loss on
     working = max(
         FLOAT * min(ROWS, tokens) * model.vocabulary,
-        table + FLOAT * tokens * model.width,
+        table + FLOAT * tokens * model.d_model,
         FLOAT * tokens * max(layer.working for layer in model.layers),
     )
     if split.fsdp:
@@ -249,17 +250,17 @@ def _held(model: Model, split: Split, tokens: int, turns: int, average: bool) ->
     return held
 
 
-def _flops(model: Model, split: Split, sequence: int) -> dict[str, int]:
+def _flops(model: ModelShape, split: Split, sequence: int) -> dict[str, int]:
     """Of one sequence."""
     tokens = -(-sequence // split.sequence)
-    matrices = sum(layer.matrices for layer in model.layers) + model.vocabulary * model.width
+    matrices = sum(layer.matrices for layer in model.layers) + model.vocabulary * model.d_model
     return {
         "dense": 6 * tokens * matrices,
         "attention": sum(_attention(layer.attend, layer, split, sequence) for layer in model.layers),
     }
 
 
-def _attention(attend: Attention, layer: Layer, split: Split, sequence: int) -> int:
+def _attention(attend: Attention, layer: LayerShape, split: Split, sequence: int) -> int:
     """FLOPs of the busiest rank, forward and backward."""
     heads = layer.H
     if split.how == "heads":
@@ -274,21 +275,23 @@ def _places(mask: Mask | None, sequence: int, ranks: int) -> int:
     """Of one head: the most that the first, the middle or the last of the ranks has."""
     content = "all" if mask is None else mask.snapshot().content()
     known = None if content is None else ("places", content, sequence, ranks)
-    return CACHE.remember(known, lambda: _count_places(mask, sequence, ranks))
+    return CACHE.get_or_build(known, lambda: _count_places(mask, sequence, ranks))
 
 
 def _count_places(mask: Mask | None, sequence: int, ranks: int) -> int:
     spans = Layout.even(sequence, ranks, LAYOUT).spans
     some = {0, ranks // 2, ranks - 1}
-    return max(sum(places(mask, Frame(1, 1, b - a, sequence, a)) for a, b in spans[rank] if b > a) for rank in some)
+    return max(
+        sum(visited_entries(mask, Frame(1, 1, b - a, sequence, a)) for a, b in spans[rank] if b > a) for rank in some
+    )
 
 
-def _sent(model: Model, split: Split, sequence: int, turns: int) -> tuple[dict[str, int], int]:
+def _bytes_sent(model: ModelShape, split: Split, sequence: int, turns: int) -> tuple[dict[str, int], int]:
     """Bytes that a rank sends in a step, and messages."""
     ranks, sent, messages = split.ranks, {}, 0
     if split.fsdp:
-        blocks = sum(_filled(shape, ranks) for layer in model.layers for shape in layer.weights)
-        outside = sum(_filled(shape, ranks) for shape in model.outside)
+        blocks = sum(_padded_size(shape, ranks) for layer in model.layers for shape in layer.weights)
+        outside = sum(_padded_size(shape, ranks) for shape in model.outside)
         sent["all-gather"] = turns * FLOAT * (2 * blocks + outside) * (ranks - 1) // ranks
         sent["reduce-scatter"] = 2 * turns * FLOAT * (blocks + outside) * (ranks - 1) // ranks
         messages += turns * (ranks - 1) * 3 * (len(model.layers) + 1)
@@ -296,7 +299,7 @@ def _sent(model: Model, split: Split, sequence: int, turns: int) -> tuple[dict[s
         sent["all-reduce"] = 2 * FLOAT * model.count * (ranks - 1) // ranks
         messages += 2 * (ranks - 1) * max(1, FLOAT * model.count // (25 << 20))  # buckets of 25 MiB
     if split.sequence > 1:
-        sent[split.how] = turns * sum(_around(layer, split, sequence) for layer in model.layers)
+        sent[split.how] = turns * sum(_attention_bytes(layer, split, sequence) for layer in model.layers)
         tokens, around = -(-sequence // split.sequence), 3 * (split.sequence - 1)
         messages += turns * sum(
             around * -(-layer.G // _portion(layer, tokens)) if split.how == "ring" else 8 for layer in model.layers
@@ -304,59 +307,59 @@ def _sent(model: Model, split: Split, sequence: int, turns: int) -> tuple[dict[s
     return sent, messages
 
 
-def _portion(layer: Layer, tokens: int) -> int:
+def _portion(layer: LayerShape, tokens: int) -> int:
     """How many heads of its keys and values go round at a time."""
     return portion(Sizes(1, layer.H, layer.G, layer.D, layer.E, FLOAT), tokens)
 
 
-def _around(layer: Layer, split: Split, sequence: int) -> int:
+def _attention_bytes(layer: LayerShape, split: Split, sequence: int) -> int:
     """What the busiest rank sends for the attention of one sequence, forward and backward."""
     asked = layer.H, layer.G, layer.D, layer.E, sequence, split.sequence, split.how
     mask = layer.attend.mask
     content = mask.snapshot().content() if isinstance(mask, Mask) else None
     known = _COUNTED.setdefault(layer.attend, {})
     if (content, asked) not in known:
-        known[content, asked] = _counted(layer.attend, *asked)
+        known[content, asked] = _count_bytes(layer.attend, *asked)
     return known[content, asked]
 
 
 _COUNTED: WeakKeyDictionary[Attention, dict[tuple, int]] = WeakKeyDictionary()
 
 
-def _counted(attend: Attention, H: int, G: int, D: int, E: int, sequence: int, ranks: int, how: str) -> int:
+def _count_bytes(attend: Attention, H: int, G: int, D: int, E: int, sequence: int, ranks: int, how: str) -> int:
     counted = min(ranks, COUNTED) if how == "ring" else ranks
     moved = bytes_moved(attend, ranks=counted, B=1, H=H, G=G, Q=sequence, D=D, E=E, layout=LAYOUT, how=how)
     most = max(moved.sent)
     return most if counted == ranks else most * counted * (ranks - 1) // ((counted - 1) * ranks)
 
 
-def _filled(shape: tuple[int, ...], ranks: int) -> int:
+def _padded_size(shape: tuple[int, ...], ranks: int) -> int:
     """Numbers in a weight whose first axis is filled up to a multiple of the ranks."""
     return -(-shape[0] // ranks) * ranks * math.prod(shape[1:]) if shape else ranks
 
 
-def _layer(block: Block) -> Layer:
+def _layer(block: Block) -> LayerShape:
     attention, feedforward = block.attention, block.feedforward
     assert isinstance(attention, MultiHeadAttention)
     assert isinstance(feedforward, FeedForward | GatedFeedForward)
-    H, G, D, E = attention.heads, attention.groups, attention.d_head, attention.d_value
-    width, hidden = feedforward.output.weight.shape
-    kept = 2 * width + H * (D + E + 1) + G * (D + E)  # what is projected, q, k, v, output and its log-sum-exp
+    H, G, D, E = attention.heads, attention.kv_heads, attention.d_head, attention.d_value
+    d_model, d_hidden = feedforward.output.weight.shape
+    kept = 2 * d_model + H * (D + E + 1) + G * (D + E)  # what is projected, q, k, v, output and its log-sum-exp
     kept += (H + G) * D if attention.rotary is not None else 0  # q and k before they are turned
     kept += (H + G) * (D + 1) if attention.query_norm is not None else 0
     if isinstance(feedforward, GatedFeedForward):
-        kept += 4 * hidden
+        kept += 4 * d_hidden
     else:
-        kept += hidden if feedforward.activation is F.relu else 2 * hidden  # whose gradient is told by its output
+        kept += d_hidden if feedforward.activation is F.relu else 2 * d_hidden  # whose gradient is told by its output
     for part in (
         part for residual in block.children() if isinstance(residual, Residual) for part in residual.modules()
     ):
         kept += _kept_by_norm(part)
-        kept += width // FLOAT if isinstance(part, Residual) and part.dropout else 0  # one byte for each number
-    return Layer(
+        kept += d_model // FLOAT if isinstance(part, Residual) and part.dropout else 0  # one byte for each number
+    return LayerShape(
         tuple(tuple(weight.shape) for weight in block.parameters()),
         sum(part.weight.numel() for part in block.modules() if isinstance(part, nn.Linear)),
-        kept, 2 * width + 3 * hidden, H, G, D, E, attention.attend,
+        kept, 2 * d_model + 3 * d_hidden, H, G, D, E, attention.attend,
     )  # fmt: skip
 
 

@@ -8,69 +8,71 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from regard.distributed.communication import Communicator
 from regard.distributed.layout import Layout
-from regard.distributed.ring import Call
-from regard.distributed.wire import Wire
-from regard.geometry import Part
+from regard.distributed.ring import ShardedCall
+from regard.geometry import CallSlice
 
 
-def by_heads(call: Call, query: Tensor, key: Tensor, value: Tensor, lse_too: bool) -> tuple[Tensor, Tensor | None]:
+def attend_by_heads(
+    call: ShardedCall, query: Tensor, key: Tensor, value: Tensor, lse_too: bool
+) -> tuple[Tensor, Tensor | None]:
     """Output (B, H, Q_r, E), and the log-sum-exp (B, H, Q_r) if it is asked for."""
-    wire, plan, frame = call.wire, call.plan, call.frame
-    count = frame.H // wire.ranks
-    heads = slice(wire.rank * count, (wire.rank + 1) * count)
-    query, key, value = _ToHeads.apply(wire, (plan.queries, plan.keys, plan.keys), query, key, value)
-    output, lse = call.compute(call.attend, Part(heads, slice(0, frame.Q), slice(0, frame.K)), query, key, value)
-    (output,) = _ToTokens.apply(wire, (plan.queries,), output)
+    comm, plan, frame = call.comm, call.plan, call.frame
+    count = frame.H // comm.ranks
+    heads = slice(comm.rank * count, (comm.rank + 1) * count)
+    query, key, value = _ToHeads.apply(comm, (plan.queries, plan.keys, plan.keys), query, key, value)
+    output, lse = call.compute(call.attend, CallSlice(heads, slice(0, frame.Q), slice(0, frame.K)), query, key, value)
+    (output,) = _ToTokens.apply(comm, (plan.queries,), output)
     if not lse_too:
         return output, None
-    (lse,) = _ToTokens.apply(wire, (plan.queries,), lse.unsqueeze(-1))
+    (lse,) = _ToTokens.apply(comm, (plan.queries,), lse.unsqueeze(-1))
     return output, lse.squeeze(-1)
 
 
 class _ToHeads(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, wire: Wire, layouts: tuple[Layout, ...], *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.given = wire, layouts
-        return _to_heads(wire, layouts, tensors)
+    def forward(ctx: Any, comm: Communicator, layouts: tuple[Layout, ...], *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.given = comm, layouts
+        return _to_heads(comm, layouts, tensors)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        wire, layouts = ctx.given
-        return None, None, *_to_tokens(wire, layouts, grads)
+        comm, layouts = ctx.given
+        return None, None, *_to_tokens(comm, layouts, grads)
 
 
 class _ToTokens(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, wire: Wire, layouts: tuple[Layout, ...], *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.given = wire, layouts
-        return _to_tokens(wire, layouts, tensors)
+    def forward(ctx: Any, comm: Communicator, layouts: tuple[Layout, ...], *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.given = comm, layouts
+        return _to_tokens(comm, layouts, tensors)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        wire, layouts = ctx.given
-        return None, None, *_to_heads(wire, layouts, grads)
+        comm, layouts = ctx.given
+        return None, None, *_to_heads(comm, layouts, grads)
 
 
-def _to_heads(wire: Wire, layouts: tuple[Layout, ...], tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+def _to_heads(comm: Communicator, layouts: tuple[Layout, ...], tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     """(B, heads, tokens of this rank, ...) to (B, heads of this rank, tokens, ...)."""
-    parts = list(zip(*(x.chunk(wire.ranks, 1) for x in tensors), strict=True))
+    parts = list(zip(*(x.chunk(comm.ranks, 1) for x in tensors), strict=True))
     shapes = [
         [
-            (len(x), x.shape[1] // wire.ranks, layout.lengths[r], x.shape[3])
+            (len(x), x.shape[1] // comm.ranks, layout.lengths[r], x.shape[3])
             for x, layout in zip(tensors, layouts, strict=True)
         ]
-        for r in range(wire.ranks)
+        for r in range(comm.ranks)
     ]
-    found = wire.exchange(parts, shapes)
+    found = comm.all_to_all(parts, shapes)
     return tuple(layout.join([some[n] for some in found], 2) for n, layout in enumerate(layouts))
 
 
-def _to_tokens(wire: Wire, layouts: tuple[Layout, ...], tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+def _to_tokens(comm: Communicator, layouts: tuple[Layout, ...], tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     """(B, heads of this rank, tokens, ...) to (B, heads, tokens of this rank, ...)."""
-    parts = [[layout.own(x, 2, r) for x, layout in zip(tensors, layouts, strict=True)] for r in range(wire.ranks)]
-    shape = [(*x.shape[:2], layout.lengths[wire.rank], x.shape[3]) for x, layout in zip(tensors, layouts, strict=True)]
-    found = wire.exchange(parts, [shape] * wire.ranks)
+    parts = [[layout.own(x, 2, r) for x, layout in zip(tensors, layouts, strict=True)] for r in range(comm.ranks)]
+    shape = [(*x.shape[:2], layout.lengths[comm.rank], x.shape[3]) for x, layout in zip(tensors, layouts, strict=True)]
+    found = comm.all_to_all(parts, [shape] * comm.ranks)
     return tuple(torch.cat([some[n] for some in found], 1) for n in range(len(tensors)))

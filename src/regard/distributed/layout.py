@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from regard.distributed.wire import Group, Wire
+from regard.distributed.communication import Communicator, Group
 
 LAYOUTS = ("contiguous", "balanced")
 Span = tuple[int, int]
@@ -37,12 +37,12 @@ class Layout:
     @staticmethod
     def even(length: int, ranks: int, layout: str = "contiguous") -> Layout:
         """A sequence of this length, split as evenly as it goes: what `shard` does."""
-        return _even(length, ranks, named(layout))
+        return _even(length, ranks, check_layout(layout))
 
     @staticmethod
     def of(lengths: Sequence[int], layout: str = "contiguous") -> Layout:
         """The layout in which the ranks hold so many tokens; a balanced one must be what `even` gives."""
-        if named(layout) == "contiguous":
+        if check_layout(layout) == "contiguous":
             return Layout(tuple(((a, b),) for a, b in pairwise(accumulate(lengths, initial=0))))
         made = Layout.even(sum(lengths), len(lengths), layout)
         if list(made.lengths) != list(lengths):
@@ -89,7 +89,7 @@ def _even(length: int, ranks: int, layout: str) -> Layout:
     return Layout(tuple((spans[r], spans[chunks - 1 - r]) for r in range(ranks)))
 
 
-def named(layout: str) -> str:
+def check_layout(layout: str) -> str:
     if layout not in LAYOUTS:
         raise ValueError(f"layout must be one of {', '.join(LAYOUTS)}, but is {layout!r}")
     return layout
@@ -101,8 +101,8 @@ def shard(x: Tensor, dim: int = 1, *, group: Group | None = None, layout: str = 
     Differentiable: the gradient of the whole is 0 where other ranks hold the tokens, so that the sum over the ranks is
     the whole gradient.
     """
-    wire = Wire.of(group)
-    return Layout.even(x.shape[dim], wire.ranks, layout).own(x, dim, wire.rank)
+    comm = Communicator.of(group)
+    return Layout.even(x.shape[dim], comm.ranks, layout).own(x, dim, comm.rank)
 
 
 def gather(
@@ -113,37 +113,37 @@ def gather(
     Differentiable: a rank's gradient is the sum of what all ranks do with its tokens. Lengths may be uneven where the
     layout is contiguous.
     """
-    return gathered(Wire.of(group, timeout), x, dim, layout)
+    return gather_over(Communicator.of(group, timeout), x, dim, layout)
 
 
-def gathered(wire: Wire, x: Tensor, dim: int, layout: str) -> Tensor:
+def gather_over(comm: Communicator, x: Tensor, dim: int, layout: str) -> Tensor:
     """The same over a wire."""
-    held = Layout.of([n for (n,) in wire.cards([x.shape[dim]], x.device)], layout)
-    return _Gather.apply(x, dim % x.dim(), wire, held)
+    held = Layout.of([n for (n,) in comm.all_gather_ints([x.shape[dim]], x.device)], layout)
+    return _Gather.apply(x, dim % x.dim(), comm, held)
 
 
 def positions(
     length: int, *, group: Group | None = None, layout: str = "contiguous", device: torch.device | str | None = None
 ) -> Tensor:
     """Where this rank's tokens stand in a sequence of this length that `shard` has split, (N_r,)."""
-    wire = Wire.of(group)
-    return Layout.even(length, wire.ranks, layout).positions(wire.rank, device)
+    comm = Communicator.of(group)
+    return Layout.even(length, comm.ranks, layout).positions(comm.rank, device)
 
 
 class _Gather(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, dim: int, wire: Wire, held: Layout) -> Tensor:
-        ctx.given = dim, wire, held, x.shape
+    def forward(ctx: Any, x: Tensor, dim: int, comm: Communicator, held: Layout) -> Tensor:
+        ctx.given = dim, comm, held, x.shape
         shapes = [((*x.shape[:dim], n, *x.shape[dim + 1 :]),) for n in held.lengths]
-        found = wire.exchange([(x,)] * wire.ranks, shapes)
+        found = comm.all_to_all([(x,)] * comm.ranks, shapes)
         return held.join([part for (part,) in found], dim)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        dim, wire, held, shape = ctx.given
-        parts = [(held.own(grad, dim, r),) for r in range(wire.ranks)]
-        found = wire.exchange(parts, [(tuple(shape),)] * wire.ranks)
+        dim, comm, held, shape = ctx.given
+        parts = [(held.own(grad, dim, r),) for r in range(comm.ranks)]
+        found = comm.all_to_all(parts, [(tuple(shape),)] * comm.ranks)
         total = found[0][0].clone()
         for (part,) in found[1:]:
             total += part

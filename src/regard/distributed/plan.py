@@ -13,14 +13,14 @@ import torch
 
 from regard.attention import Attention
 from regard.cache import CACHE
+from regard.distributed.description import full_frame
 from regard.distributed.layout import Layout, Span
-from regard.distributed.part import whole_frame
-from regard.geometry import Frame, Part
+from regard.geometry import CallSlice, Frame
 from regard.masks import Mask, tiles
 
 SIDE = 64  # tiles that a span is looked at in, at most
 PORTION = 1 << 20  # bytes of keys and values that go round at a time
-HOWS = ("ring", "heads")
+METHODS = ("ring", "heads")
 
 
 @dataclass(frozen=True)
@@ -87,8 +87,8 @@ class Plan:
 
     def choose(self, how: str | None, sizes: Sizes) -> str:
         """The way that was asked for, or the one that moves fewer bytes over the busiest rank."""
-        if how is not None and how not in HOWS:
-            raise ValueError(f"how must be one of {', '.join(HOWS)}, or None, but is {how!r}")
+        if how is not None and how not in METHODS:
+            raise ValueError(f"how must be one of {', '.join(METHODS)}, or None, but is {how!r}")
         if how == "heads" and sizes.G % self.ranks:
             raise ValueError(
                 f"how='heads' needs key/value heads G that are a multiple of the {self.ranks} ranks, but G is "
@@ -115,10 +115,10 @@ def portion(sizes: Sizes, keys: int, described: int = 0) -> int:
 
 def plan(mask: Mask | None, frame: Frame, queries: Layout, keys: Layout) -> Plan:
     """The plan of a call whose tokens are split like this, remembered by the mask's content."""
-    mask, key = None if mask is None else mask.snapshot(), frame.key()
+    mask, key = None if mask is None else mask.snapshot(), frame.cache_key()
     content = "all" if mask is None else mask.content()
     known = None if content is None else ("ring", content, key, queries, keys)
-    return CACHE.remember(known, lambda: _plan(mask, key, queries, keys), owner=mask)
+    return CACHE.get_or_build(known, lambda: _plan(mask, key, queries, keys), owner=mask)
 
 
 def _plan(mask: Mask | None, key: tuple, queries: Layout, keys: Layout) -> Plan:
@@ -130,10 +130,10 @@ def _plan(mask: Mask | None, key: tuple, queries: Layout, keys: Layout) -> Plan:
         for columns in keys.spans:
             found, held = [], []
             for span in columns:
-                seen = [(row, part) for row in rows if (part := _seen(mask, frame, row, span)) is not None]
-                found += [Block(row, part) for row, part in seen]
-                if seen:
-                    held.append((min(a for _, (a, _) in seen), max(b for _, (_, b) in seen)))
+                visible = [(row, part) for row in rows if (part := _visible_span(mask, frame, row, span)) is not None]
+                found += [Block(row, part) for row, part in visible]
+                if visible:
+                    held.append((min(a for _, (a, _) in visible), max(b for _, (_, b) in visible)))
             blocks_of.append(tuple(found))
             pieces_of.append(tuple(held))
         blocks.append(tuple(blocks_of))
@@ -141,14 +141,14 @@ def _plan(mask: Mask | None, key: tuple, queries: Layout, keys: Layout) -> Plan:
     return Plan(queries, keys, tuple(blocks), tuple(pieces))
 
 
-def _seen(mask: Mask | None, frame: Frame, rows: Span, columns: Span) -> Span | None:
+def _visible_span(mask: Mask | None, frame: Frame, rows: Span, columns: Span) -> Span | None:
     """The keys of a span from the first to the last that any of some queries may see."""
     (top, bottom), (left, right) = rows, columns
     if top == bottom or left == right or not frame.B or not frame.H:
         return None
     if mask is None:
         return columns
-    part = mask.part(frame, Part(slice(0, frame.H), slice(top, bottom), slice(left, right)))
+    part = mask.narrow(frame, CallSlice(slice(0, frame.H), slice(top, bottom), slice(left, right)))
     here = Frame(frame.B, frame.H, bottom - top, right - left, frame.offset + top - left)
     size = max(16, -(-max(here.Q, here.K) // SIDE))
     table = tiles(part, here, (size, size))
@@ -158,7 +158,7 @@ def _seen(mask: Mask | None, frame: Frame, rows: Span, columns: Span) -> Span | 
 
 
 @dataclass(frozen=True)
-class Moved:
+class BytesMoved:
     """How a call is computed, "ring" or "heads", and the bytes that each rank sends."""
 
     how: str
@@ -180,7 +180,7 @@ def bytes_moved(
     layout: str = "contiguous",
     how: str | None = None,
     backward: bool = True,
-) -> Moved:
+) -> BytesMoved:
     """The bytes that each rank sends in one call, to the byte, without a process group: what a plan needs.
 
     Q and K are whole lengths, split evenly, or one length a rank. K, G and E are Q, H and D unless told otherwise.
@@ -198,6 +198,6 @@ def bytes_moved(
     )
     sizes = Sizes(B, H, H if G is None else G, D, D if E is None else E, dtype.itemsize, backward, backward)
     assert attend.mask is None or isinstance(attend.mask, Mask)
-    found = plan(attend.mask, whole_frame(attend, B, H, queries.length, keys.length), queries, keys)
+    found = plan(attend.mask, full_frame(attend, B, H, queries.length, keys.length), queries, keys)
     way = found.choose(how, sizes)
-    return Moved(way, tuple(found.ring_bytes(sizes) if way == "ring" else found.head_bytes(sizes)))
+    return BytesMoved(way, tuple(found.ring_bytes(sizes) if way == "ring" else found.head_bytes(sizes)))

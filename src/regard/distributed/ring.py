@@ -21,13 +21,13 @@ import torch
 from torch import Tensor
 
 from regard.attention import Attention
+from regard.distributed.communication import Communicator, PendingTransfer
 from regard.distributed.layout import Span
 from regard.distributed.plan import Block, Plan, Sizes, portion
-from regard.distributed.wire import Posted, Wire
-from regard.engines import gradients_within, merge_into
+from regard.engines import merge_into, shard_gradients
 from regard.engines.dropout import draw_seed
-from regard.engines.tiled import with_leaves
-from regard.geometry import Frame, Part
+from regard.engines.tiled import replace_leaves
+from regard.geometry import CallSlice, Frame
 from regard.positions.biases import Bias
 from regard.scores import Score
 
@@ -35,26 +35,26 @@ _GOLDEN = 0x9E3779B97F4A7C15
 
 
 @dataclass(frozen=True, eq=False)
-class Call:
+class ShardedCall:
     """One call, as all ranks know it."""
 
     attend: Attention
     frame: Frame  # of the whole
     sizes: Sizes
     plan: Plan
-    wire: Wire
+    comm: Communicator
     engine: str | None
     tensors: tuple[Tensor, ...]  # the description's own
     seed: int  # of this rank's dropout
 
-    def compute(self, attend: Attention, part: Part, *tensors: Tensor) -> tuple[Tensor, Tensor]:
+    def compute(self, attend: Attention, part: CallSlice, *tensors: Tensor) -> tuple[Tensor, Tensor]:
         """Output and log-sum-exp of a part of the call."""
-        own = attend.part(self.frame, part)
+        own = attend.narrow(self.frame, part)
         with self.seeded(part):
-            return own.here(*tensors, engine=self.engine, return_lse=True)
+            return own.forward_local(*tensors, engine=self.engine, return_lse=True)
 
     @contextmanager
-    def seeded(self, part: Part) -> Iterator[None]:
+    def seeded(self, part: CallSlice) -> Iterator[None]:
         """Within, dropout of a part begins from a seed of its own; behind, torch's generator is where it was."""
         if not self.attend.dropout:
             yield
@@ -66,7 +66,7 @@ class Call:
 
 
 @dataclass(frozen=True)
-class Turn:
+class RingStep:
     """One step of the ring, of some heads of the queries and the groups of keys and values that they look at."""
 
     heads: slice
@@ -75,7 +75,7 @@ class Turn:
     tag: int
 
 
-def ring(call: Call, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+def ring(call: ShardedCall, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
     """Output (B, H, Q_r, E) and log-sum-exp (B, H, Q_r)."""
     if call.sizes.grad:
         return _Ring.apply(call, query, key, value, *call.tensors)
@@ -84,7 +84,7 @@ def ring(call: Call, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor,
 
 class _Ring(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, call: Call, *tensors: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, call: ShardedCall, *tensors: Tensor) -> tuple[Tensor, Tensor]:
         query, key, value, *_ = tensors
         output, lse = _forward(call, query, key, value)
         ctx.call = call
@@ -104,80 +104,81 @@ class _Ring(torch.autograd.Function):
         return None, *(grad if want else None for grad, want in zip(found, wanted, strict=True))
 
 
-def _forward(call: Call, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-    rank, real = call.wire.rank, _real(query)
+def _forward(call: ShardedCall, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    rank, real = call.comm.rank, _accumulation_dtype(query)
     attend, own = replace(call.attend, sink=None), call.plan.queries.spans[rank]
     output = query.new_zeros((*query.shape[:3], value.shape[3]), dtype=real)
     lse = _sink(call, output)  # a shard that takes weight and has no value
-    for turn, source, held in _arrivals(call, key, value):
+    for ring_step, source, held in _arrivals(call, key, value):
         for block in call.plan.blocks[rank][source]:
-            rows, columns = _within(own, block.rows), _columns(call, source, block)
-            inputs = query[:, turn.heads, rows], held[0][:, :, columns], held[1][:, :, columns]
-            found = call.compute(attend, _part(turn, block), *inputs)
-            merge_into(output[:, turn.heads, rows], lse[:, turn.heads, rows], *found)
+            rows, columns = _locate(own, block.rows), _columns(call, source, block)
+            inputs = query[:, ring_step.heads, rows], held[0][:, :, columns], held[1][:, :, columns]
+            found = call.compute(attend, _part(ring_step, block), *inputs)
+            merge_into(output[:, ring_step.heads, rows], lse[:, ring_step.heads, rows], *found)
     return output.to(query.dtype), lse
 
 
 def _gradients(
-    call: Call, tensors: Sequence[Tensor], wanted: Sequence[bool], output: Tensor, lse: Tensor, grad_output: Tensor,
+    call: ShardedCall, tensors: Sequence[Tensor], wanted: Sequence[bool], output: Tensor, lse: Tensor,
+    grad_output: Tensor,
     grad_lse: Tensor,
 ) -> list[Tensor]:  # fmt: skip
     """The gradients of query, key, value and the description's tensors, in this order."""
     query, key, value, *_ = tensors
-    rank, real = call.wire.rank, lse.dtype
+    rank, real = call.comm.rank, lse.dtype
     sums = [torch.zeros_like(tensor, dtype=real) for tensor in tensors]
     leaves: dict[int, Tensor] = {}
     attend = replace(
         call.attend,
-        score=with_leaves(call.attend.score, leaves),
-        bias=with_leaves(call.attend.bias, leaves),
+        score=replace_leaves(call.attend.score, leaves),
+        bias=replace_leaves(call.attend.bias, leaves),
         sink=None,
     )
     learned = [leaves.get(id(tensor), tensor) for tensor in call.tensors]
     whole = output, lse, grad_output, grad_lse
-    returning: Return | None = None
-    for turn, source, held in _arrivals(call, key, value):
+    returning: GradientReturn | None = None
+    for ring_step, source, held in _arrivals(call, key, value):
         shard = [torch.zeros_like(x, dtype=real) for x in held]
         for block in call.plan.blocks[rank][source]:
-            rows, columns = _within(call.plan.queries.spans[rank], block.rows), _columns(call, source, block)
-            inputs = [query[:, turn.heads, rows], held[0][:, :, columns], held[1][:, :, columns]]
+            rows, columns = _locate(call.plan.queries.spans[rank], block.rows), _columns(call, source, block)
+            inputs = [query[:, ring_step.heads, rows], held[0][:, :, columns], held[1][:, :, columns]]
             inputs = [x.detach().requires_grad_(want) for x, want in zip(inputs, wanted, strict=False)] + learned
             asked = [n for n, x in enumerate(inputs) if x.requires_grad]
-            own = [x[:, turn.heads, rows] for x in whole]
-            found = _of_block(call, attend, _part(turn, block), inputs[:3], own, [inputs[n] for n in asked])
-            targets = [sums[0][:, turn.heads, rows], *(x[:, :, columns] for x in shard), *sums[3:]]
+            own = [x[:, ring_step.heads, rows] for x in whole]
+            found = _block_gradients(call, attend, _part(ring_step, block), inputs[:3], own, [inputs[n] for n in asked])
+            targets = [sums[0][:, ring_step.heads, rows], *(x[:, :, columns] for x in shard), *sums[3:]]
             for n, grad in zip(asked, found, strict=True):
                 if grad is not None:
                     targets[n] += grad
         if returning is not None:
             returning.add(sums)
             returning = None
-        if not turn.step:
-            _add(call, rank, turn, shard, sums)
+        if not ring_step.step:
+            _add(call, rank, ring_step, shard, sums)
         elif call.sizes.grad_keys:
-            returning = _give_back(call, turn, source, [x.to(key.dtype) for x in shard], key)
+            returning = _return_gradients(call, ring_step, source, [x.to(key.dtype) for x in shard], key)
     if returning is not None:
         returning.add(sums)
     _sink_gradient(call, sums, *whole)
     return [total.to(tensor.dtype) for total, tensor in zip(sums, tensors, strict=True)]
 
 
-def _of_block(
-    call: Call, attend: Attention, part: Part, tensors: Sequence[Tensor], whole: Sequence[Tensor],
+def _block_gradients(
+    call: ShardedCall, attend: Attention, part: CallSlice, tensors: Sequence[Tensor], whole: Sequence[Tensor],
     inputs: Sequence[Tensor],
 ) -> Sequence[Tensor | None]:  # fmt: skip
     """The gradients of inputs by one block of queries and keys."""
     device = whole[0].device
     with torch.enable_grad():
-        own = attend.part(call.frame, part)
+        own = attend.narrow(call.frame, part)
         assert isinstance(own.score, Score)
         bias = own.bias if isinstance(own.bias, Bias) else None
-        if not any(part.closes_over_learned(device) for part in (own.score, bias) if part is not None):
+        if not any(part.closes_over_trainable(device) for part in (own.score, bias) if part is not None):
             seed = None
             if own.dropout:
                 with call.seeded(part):
                     seed = draw_seed(device)
-            return gradients_within(own.problem(*tensors), tensors, seed, inputs, *whole)
+            return shard_gradients(own.problem(*tensors), tensors, seed, inputs, *whole)
         found, found_lse = call.compute(attend, part, *tensors)
     by = _pairing(found.detach(), found_lse.detach(), *whole)
     return torch.autograd.grad((found, found_lse), inputs, by, allow_unused=True, retain_graph=True)
@@ -192,77 +193,79 @@ def _pairing(
     return (share.unsqueeze(-1) * grad_output).to(part.dtype), share * rest
 
 
-def _turns(call: Call) -> list[Turn]:
+def _ring_steps(call: ShardedCall) -> list[RingStep]:
     """Every step of every portion of the heads, own keys first."""
-    sizes, ranks = call.sizes, call.wire.ranks
+    sizes, ranks = call.sizes, call.comm.ranks
     each, some = sizes.H // max(1, sizes.G), max(1, sizes.G)
     if ranks > 1:
         some = portion(sizes, max(call.plan.keys.lengths), sum(tensor.nbytes for tensor in call.tensors))
     groups = [slice(g, min(g + some, sizes.G)) for g in range(0, sizes.G, some)]
     return [
-        Turn(slice(each * own.start, each * own.stop), own, step, 4 * (n * ranks + step))
+        RingStep(slice(each * own.start, each * own.stop), own, step, 4 * (n * ranks + step))
         for n, own in enumerate(groups)
         for step in range(ranks)
     ]
 
 
-def _arrivals(call: Call, key: Tensor, value: Tensor) -> Iterator[tuple[Turn, int, list[Tensor]]]:
+def _arrivals(call: ShardedCall, key: Tensor, value: Tensor) -> Iterator[tuple[RingStep, int, list[Tensor]]]:
     """Turn, rank and its keys and values that this rank needs; the next are always on their way."""
-    wire, plan = call.wire, call.plan
-    spans = plan.keys.spans[wire.rank]
+    comm, plan = call.comm, call.plan
+    spans = plan.keys.spans[comm.rank]
 
-    def begin(turn: Turn) -> tuple[Posted | None, list[Tensor]]:
-        target, source = (wire.rank + turn.step) % wire.ranks, (wire.rank - turn.step) % wire.ranks
-        out = [_take(x[:, turn.groups], spans, plan.pieces[target][wire.rank]) for x in (key, value)]
-        if not turn.step:
+    def start_transfer(ring_step: RingStep) -> tuple[PendingTransfer | None, list[Tensor]]:
+        target, source = (comm.rank + ring_step.step) % comm.ranks, (comm.rank - ring_step.step) % comm.ranks
+        out = [_select(x[:, ring_step.groups], spans, plan.pieces[target][comm.rank]) for x in (key, value)]
+        if not ring_step.step:
             return None, out
-        room = _room(call, turn, plan.count(wire.rank, source), key)
-        return wire.post(target, out, source, room, turn.tag), room
+        room = _receive_buffers(call, ring_step, plan.count(comm.rank, source), key)
+        return comm.post(target, out, source, room, ring_step.tag), room
 
-    turns = _turns(call)
-    coming = begin(turns[0]) if turns else None
-    for turn, following in zip(turns, [*turns[1:], None], strict=True):
+    ring_steps = _ring_steps(call)
+    coming = start_transfer(ring_steps[0]) if ring_steps else None
+    for ring_step, following in zip(ring_steps, [*ring_steps[1:], None], strict=True):
         assert coming is not None
         posted, held = coming
         if posted is not None:
             posted.wait()
         del posted  # and what was sent
-        coming = begin(following) if following is not None else None
-        yield turn, (wire.rank - turn.step) % wire.ranks, held
+        coming = start_transfer(following) if following is not None else None
+        yield ring_step, (comm.rank - ring_step.step) % comm.ranks, held
 
 
 @dataclass(frozen=True, eq=False)
-class Return:
+class GradientReturn:
     """Gradients of keys and values on their way: of another rank's to it, and of this rank's from another."""
 
-    call: Call
-    posted: Posted
-    turn: Turn
+    call: ShardedCall
+    posted: PendingTransfer
+    ring_step: RingStep
     target: int
     room: list[Tensor]
 
     def add(self, sums: Sequence[Tensor]) -> None:
         self.posted.wait()
-        _add(self.call, self.target, self.turn, self.room, sums)
+        _add(self.call, self.target, self.ring_step, self.room, sums)
 
 
-def _give_back(call: Call, turn: Turn, source: int, grads: list[Tensor], key: Tensor) -> Return:
-    wire = call.wire
-    target = (wire.rank + turn.step) % wire.ranks
-    room = _room(call, turn, call.plan.count(target, wire.rank), key)
-    return Return(call, wire.post(source, grads, target, room, turn.tag + 2), turn, target, room)
+def _return_gradients(
+    call: ShardedCall, ring_step: RingStep, source: int, grads: list[Tensor], key: Tensor
+) -> GradientReturn:
+    comm = call.comm
+    target = (comm.rank + ring_step.step) % comm.ranks
+    room = _receive_buffers(call, ring_step, call.plan.count(target, comm.rank), key)
+    return GradientReturn(call, comm.post(source, grads, target, room, ring_step.tag + 2), ring_step, target, room)
 
 
-def _add(call: Call, target: int, turn: Turn, grads: Sequence[Tensor], sums: Sequence[Tensor]) -> None:
+def _add(call: ShardedCall, target: int, ring_step: RingStep, grads: Sequence[Tensor], sums: Sequence[Tensor]) -> None:
     """Add the gradients of those of this rank's keys that another (or this one) has used."""
-    first, spans = 0, call.plan.keys.spans[call.wire.rank]
-    for a, b in call.plan.pieces[target][call.wire.rank]:
+    first, spans = 0, call.plan.keys.spans[call.comm.rank]
+    for a, b in call.plan.pieces[target][call.comm.rank]:
         for total, grad in zip(sums[1:3], grads, strict=True):
-            total[:, turn.groups, _within(spans, (a, b))] += grad[:, :, first : first + b - a]
+            total[:, ring_step.groups, _locate(spans, (a, b))] += grad[:, :, first : first + b - a]
         first += b - a
 
 
-def _sink(call: Call, output: Tensor) -> Tensor:
+def _sink(call: ShardedCall, output: Tensor) -> Tensor:
     """The log-sum-exp before any key is seen, (B, H, Q_r): the sink's logit, or -inf."""
     sink = float("-inf") if call.attend.sink is None else call.attend.sink
     logit = torch.as_tensor(sink, dtype=output.dtype, device=output.device).detach().reshape(-1, 1)
@@ -270,7 +273,7 @@ def _sink(call: Call, output: Tensor) -> Tensor:
 
 
 def _sink_gradient(
-    call: Call, sums: Sequence[Tensor], output: Tensor, lse: Tensor, grad_output: Tensor,
+    call: ShardedCall, sums: Sequence[Tensor], output: Tensor, lse: Tensor, grad_output: Tensor,
     grad_lse: Tensor,
 ) -> None:  # fmt: skip
     sink = call.attend.sink
@@ -282,22 +285,22 @@ def _sink_gradient(
     total += (by_head if sink.numel() > 1 else by_head.sum()).reshape(total.shape)
 
 
-def _room(call: Call, turn: Turn, count: int, like: Tensor) -> list[Tensor]:
+def _receive_buffers(call: ShardedCall, ring_step: RingStep, count: int, like: Tensor) -> list[Tensor]:
     """Room for so many keys and values."""
-    sizes, groups = call.sizes, turn.groups.stop - turn.groups.start
+    sizes, groups = call.sizes, ring_step.groups.stop - ring_step.groups.start
     return [like.new_empty(sizes.B, groups, count, width) for width in (sizes.D, sizes.E)]
 
 
-def _part(turn: Turn, block: Block) -> Part:
-    return Part(turn.heads, slice(*block.rows), slice(*block.columns))
+def _part(ring_step: RingStep, block: Block) -> CallSlice:
+    return CallSlice(ring_step.heads, slice(*block.rows), slice(*block.columns))
 
 
-def _columns(call: Call, source: int, block: Block) -> slice:
+def _columns(call: ShardedCall, source: int, block: Block) -> slice:
     """Where a block's keys are among those that came from a rank."""
-    return _within(call.plan.pieces[call.wire.rank][source], block.columns)
+    return _locate(call.plan.pieces[call.comm.rank][source], block.columns)
 
 
-def _within(spans: Sequence[Span], span: Span) -> slice:
+def _locate(spans: Sequence[Span], span: Span) -> slice:
     """Where a span of the sequence lies in a tensor that has some spans end to end."""
     first = 0
     for a, b in spans:
@@ -307,11 +310,11 @@ def _within(spans: Sequence[Span], span: Span) -> slice:
     raise AssertionError(f"{span} is in none of {spans}")
 
 
-def _take(x: Tensor, spans: Sequence[Span], pieces: Sequence[Span]) -> Tensor:
+def _select(x: Tensor, spans: Sequence[Span], pieces: Sequence[Span]) -> Tensor:
     """Some pieces (B, G, n, ...) of what a rank holds."""
-    found = [x[:, :, _within(spans, piece)] for piece in pieces]
+    found = [x[:, :, _locate(spans, piece)] for piece in pieces]
     return found[0] if len(found) == 1 else torch.cat(found, 2) if found else x[:, :, :0]
 
 
-def _real(x: Tensor) -> torch.dtype:
+def _accumulation_dtype(x: Tensor) -> torch.dtype:
     return torch.float64 if x.dtype == torch.float64 else torch.float32

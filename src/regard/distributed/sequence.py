@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from regard.attention import Attention
-from regard.distributed.call import attend_over
-from regard.distributed.layout import Layout, gathered, named
-from regard.distributed.plan import HOWS
-from regard.distributed.wire import Group, Wire
-from regard.sharding import sharded
+from regard.distributed.communication import Communicator, Group
+from regard.distributed.layout import Layout, check_layout, gather_over
+from regard.distributed.plan import METHODS
+from regard.distributed.sharded_attention import sharded_attention
+from regard.sharding import use_sharding
 
 
 @contextmanager
@@ -33,9 +33,9 @@ def sequence(
     Gradients of parameters are those of this rank's part: their sum over the ranks is the gradient of the sum of
     the ranks' losses. Where activations are checkpointed, backward belongs within, too.
     """
-    if how is not None and how not in HOWS:
-        raise ValueError(f"how must be one of {', '.join(HOWS)}, or None, but is {how!r}")
-    with sharded(_Together(Wire.of(group, timeout), named(layout), how)):
+    if how is not None and how not in METHODS:
+        raise ValueError(f"how must be one of {', '.join(METHODS)}, or None, but is {how!r}")
+    with use_sharding(_SequenceSharding(Communicator.of(group, timeout), check_layout(layout), how)):
         yield
 
 
@@ -72,26 +72,26 @@ def attention(
 
 
 @dataclass(frozen=True, eq=False)
-class _Together:
+class _SequenceSharding:
     """What `regard.sharding.sharding` tells the modules."""
 
-    wire: Wire
+    comm: Communicator
     layout: str
     how: str | None
 
     def attend(
         self, attend: Attention, query: Tensor, key: Tensor, value: Tensor, *, engine: str | None, return_lse: bool
     ) -> Any:
-        return attend_over(
-            self.wire, attend, query, key, value, layout=self.layout, how=self.how, engine=engine, return_lse=return_lse
+        return sharded_attention(
+            self.comm, attend, query, key, value, layout=self.layout, how=self.how, engine=engine, return_lse=return_lse
         )
 
-    def own(self, x: Tensor, dim: int) -> Tensor:
-        return Layout.even(x.shape[dim], self.wire.ranks, self.layout).own(x, dim, self.wire.rank)
+    def to_local(self, x: Tensor, dim: int) -> Tensor:
+        return Layout.even(x.shape[dim], self.comm.ranks, self.layout).own(x, dim, self.comm.rank)
 
-    def whole(self, x: Tensor, dim: int) -> Tensor:
-        return gathered(self.wire, x, dim, self.layout)
+    def full_tensor(self, x: Tensor, dim: int) -> Tensor:
+        return gather_over(self.comm, x, dim, self.layout)
 
     def positions(self, count: int, device: torch.device) -> Tensor:
-        held = Layout.of([n for (n,) in self.wire.cards([count], device)], self.layout)
-        return held.positions(self.wire.rank, device)
+        held = Layout.of([n for (n,) in self.comm.all_gather_ints([count], device)], self.layout)
+        return held.positions(self.comm.rank, device)

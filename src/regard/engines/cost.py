@@ -9,7 +9,7 @@ from regard.scores import Additive, Score
 TILE = (64, 64)
 
 
-def places(mask: Mask | None, frame: Frame, size: tuple[int, int] = TILE) -> int:
+def visited_entries(mask: Mask | None, frame: Frame, size: tuple[int, int] = TILE) -> int:
     """How many places (b, h, i, j) lie in tiles that a mask does not leave empty.
 
     >>> import regard as rg
@@ -18,7 +18,7 @@ def places(mask: Mask | None, frame: Frame, size: tuple[int, int] = TILE) -> int
     81920
     """
     table = tiles(mask, frame, size)
-    return table.places() * (frame.B // max(table.extent[0], 1)) * (frame.H // max(table.extent[1], 1))
+    return table.entries() * (frame.B // max(table.extent[0], 1)) * (frame.H // max(table.extent[1], 1))
 
 
 def forward_flops(count: int, score: Score, D: int, E: int) -> int:

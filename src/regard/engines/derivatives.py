@@ -46,12 +46,12 @@ class Operator:
 def apply(operator: Operator, *tensors: Tensor | None) -> tuple[Tensor, ...]:
     """The results with all the derivatives that the call may be asked for."""
     found = tangents_of(tensors)
-    if transforms():
+    if active_transforms():
         if found is None:
             return _Transformed.apply(operator, None, *tensors)
-        return _duals(operator, _Both.apply(operator, None, *map(primal_of, tensors), *found))
+        return _duals(operator, _ResultsAndTangents.apply(operator, None, *map(primal_of, tensors), *found))
     if torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors):
-        return _Call.apply(operator, None if found is None else _Known(found), *tensors)
+        return _Call.apply(operator, None if found is None else _KnownTangents(found), *tensors)
     if found is None:
         return operator.compute(tensors)
     return _duals(operator, operator.tangents([primal_of(tensor) for tensor in tensors], found))
@@ -61,10 +61,10 @@ def differentiable_twice(
     kernel: Callable[[Tensors], tuple[Tensor, ...]], operator: Operator, *tensors: Tensor
 ) -> tuple[Tensor, ...]:
     """A kernel of torch, which has a backward of its own; where that cannot be differentiated, the operator can."""
-    return _Twice.apply(kernel, operator, *tensors)
+    return _DoubleBackward.apply(kernel, operator, *tensors)
 
 
-def transforms() -> list[str]:
+def active_transforms() -> list[str]:
     """The torch.func transforms that are running, outermost first: "Grad", "Jvp", "Vmap" and others."""
     if _functorch.peek_interpreter_stack() is None:
         return []
@@ -93,7 +93,7 @@ def may_have_tangent(tensor: Tensor) -> bool:
         return False
     if tangent_of(tensor) is not None:
         return True
-    return _functorch.is_functorch_wrapped_tensor(tensor) and "Jvp" in transforms()
+    return _functorch.is_functorch_wrapped_tensor(tensor) and "Jvp" in active_transforms()
 
 
 def tangents_of(tensors: Tensors) -> list[Tensor | None] | None:
@@ -109,7 +109,7 @@ def primal_of(tensor: Tensor | None) -> Tensor | None:
     return tensor if tangent_of(tensor) is None else forward_ad.unpack_dual(tensor).primal
 
 
-def mode_of(tensors: Tensors) -> tuple[bool, bool, tuple[str, ...]]:
+def transform_state(tensors: Tensors) -> tuple[bool, bool, tuple[str, ...]]:
     """What a plan depends on: whether anything may have a tangent, whether only torch's operators serve, transforms."""
     if torch.compiler.is_compiling():  # which traces forward mode, but cannot look at a tangent
         forward = forward_ad._current_level >= 0
@@ -117,7 +117,7 @@ def mode_of(tensors: Tensors) -> tuple[bool, bool, tuple[str, ...]]:
     if forward_ad._current_level < 0 and _functorch.peek_interpreter_stack() is None:
         return False, False, ()
     tangent = any(tensor is not None and may_have_tangent(tensor) for tensor in tensors)
-    return tangent, needs_torch_operators(tensors), tuple(transforms())
+    return tangent, needs_torch_operators(tensors), tuple(active_transforms())
 
 
 def needs_torch_operators(tensors: Tensors) -> bool:
@@ -125,7 +125,7 @@ def needs_torch_operators(tensors: Tensors) -> bool:
 
     These are two or more of grad and jvp, tangents of torch's first vmap, and tangents that are being traced.
     """
-    running = transforms()
+    running = active_transforms()
     if sum(kind in ("Grad", "Jvp") for kind in running) > 1 or "Functionalize" in running:
         return True
     found = tangents_of(tensors)
@@ -170,7 +170,7 @@ def _duals(operator: Operator, found: Sequence[Tensor]) -> tuple[Tensor, ...]:
 
 
 @dataclass
-class _Known:
+class _KnownTangents:
     """Tangents that are known before the results are computed: one pass of the kernel then gives both."""
 
     tangents: Tensors
@@ -179,43 +179,47 @@ class _Known:
 
 def _is_plain(tensors: Tensors) -> bool:
     """Whether a kernel may be called with these: no transform is running, and none has a tangent."""
-    return not transforms() and tangents_of(tensors) is None
+    return not active_transforms() and tangents_of(tensors) is None
 
 
 class _Call(torch.autograd.Function):
     """An operator's results, outside of torch.func, which costs time to be ready for."""
 
     @staticmethod
-    def forward(ctx: Any, operator: Operator, known: _Known | None, *tensors: Tensor | None) -> tuple[Tensor, ...]:
+    def forward(
+        ctx: Any, operator: Operator, known: _KnownTangents | None, *tensors: Tensor | None
+    ) -> tuple[Tensor, ...]:
         if known is None:
             results = operator.compute(tensors)
         else:
             known.found = operator.tangents(tensors, known.tangents)
             results = known.found[: len(known.found) - operator.outputs]
-        _remember(ctx, operator, known, tensors, results)
+        _save_context(ctx, operator, known, tensors, results)
         return results
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         saved, wanted = ctx.saved_tensors, ctx.needs_input_grad[2:]
         tensors, results, given = saved[: ctx.count], saved[ctx.count :], grads[: ctx.operator.outputs]
-        if transforms():
+        if active_transforms():
             found = _Gradients.apply(ctx.operator, wanted, ctx.count, *tensors, *results, *given)
         elif torch.is_grad_enabled() or not _is_plain((*tensors, *given)):
-            found = _differentiated(ctx.operator, tensors, given, wanted)
+            found = _gradients_with_graph(ctx.operator, tensors, given, wanted)
         else:
             found = ctx.operator.gradients(tensors, results, given, wanted)
-        return None, None, *_only(found, wanted)
+        return None, None, *_select_wanted(found, wanted)
 
     @staticmethod
     def jvp(ctx: Any, _: None, __: None, *tangents: Tensor | None) -> tuple[Tensor | None, ...]:
         operator, tensors = ctx.operator, map(primal_of, ctx.saved_tensors)
-        found = _Both.apply(operator, ctx.known, *tensors, *tangents)
+        found = _ResultsAndTangents.apply(operator, ctx.known, *tensors, *tangents)
         count = len(found) - operator.outputs
         return *found[count:], *(None,) * (count - operator.outputs)
 
 
-def _remember(ctx: Any, operator: Operator, known: _Known | None, tensors: Tensors, results: Tensors) -> None:
+def _save_context(
+    ctx: Any, operator: Operator, known: _KnownTangents | None, tensors: Tensors, results: Tensors
+) -> None:
     ctx.operator, ctx.known, ctx.count = operator, known, len(tensors)
     ctx.save_for_backward(*tensors, *results)
     if forward_ad._current_level >= 0:
@@ -235,11 +239,11 @@ class _Transformed(_Call):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple, output: tuple[Tensor, ...]) -> None:
         operator, _, *tensors = inputs
-        _remember(ctx, operator, None, tensors, output)
+        _save_context(ctx, operator, None, tensors, output)
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple, operator: Operator, known: None, *tensors: Tensor | None) -> tuple:
-        return _each(info, in_dims[2:], tensors, lambda some: apply(operator, *some))
+        return _vmap_loop(info, in_dims[2:], tensors, lambda some: apply(operator, *some))
 
 
 class _Gradients(torch.autograd.Function):
@@ -259,14 +263,14 @@ class _Gradients(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *by: Tensor | None) -> tuple[Tensor | None, ...]:
-        if transforms():
+        if active_transforms():
             raise NotImplementedError("a gradient of a gradient of the kernels is not known within torch.func")
         operator, given = ctx.operator, ctx.saved_tensors
         tensors, grads = given[: ctx.count], given[-operator.outputs :]
         again = torch.is_grad_enabled()
         with torch.enable_grad():
             tensors, grads = ([_leaf(x, again) for x in some] for some in (tensors, grads))
-            found = _differentiated(operator, tensors, grads, ctx.wanted)
+            found = _gradients_with_graph(operator, tensors, grads, ctx.wanted)
             inputs = [*tensors, *(None,) * (len(given) - ctx.count - operator.outputs), *grads]
             return None, None, None, *_pull_back(found, inputs, by, again)
 
@@ -278,14 +282,14 @@ class _Gradients(torch.autograd.Function):
     def vmap(
         info: Any, in_dims: tuple, operator: Operator, wanted: Sequence[bool], count: int, *given: Tensor | None
     ) -> tuple:
-        return _each(info, in_dims[3:], given, lambda some: _Gradients.apply(operator, wanted, count, *some))
+        return _vmap_loop(info, in_dims[3:], given, lambda some: _Gradients.apply(operator, wanted, count, *some))
 
 
-class _Both(torch.autograd.Function):
+class _ResultsAndTangents(torch.autograd.Function):
     """An operator's results, and behind them their tangents: a function of tensors, and behind them their tangents."""
 
     @staticmethod
-    def forward(operator: Operator, known: _Known | None, *pairs: Tensor | None) -> tuple[Tensor, ...]:
+    def forward(operator: Operator, known: _KnownTangents | None, *pairs: Tensor | None) -> tuple[Tensor, ...]:
         half = len(pairs) // 2
         if known is not None and known.found is not None:
             return tuple(tensor.detach() for tensor in known.found)
@@ -301,7 +305,7 @@ class _Both(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *by: Tensor | None) -> tuple[Tensor | None, ...]:
-        if transforms():
+        if active_transforms():
             raise NotImplementedError("a gradient of a tangent of the kernels is not known within torch.func")
         operator, pairs = ctx.operator, ctx.saved_tensors
         again = torch.is_grad_enabled()
@@ -323,10 +327,10 @@ class _Both(torch.autograd.Function):
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple, operator: Operator, known: None, *pairs: Tensor | None) -> tuple:
-        return _each(info, in_dims[2:], pairs, lambda some: _Both.apply(operator, None, *some))
+        return _vmap_loop(info, in_dims[2:], pairs, lambda some: _ResultsAndTangents.apply(operator, None, *some))
 
 
-class _Twice(torch.autograd.Function):
+class _DoubleBackward(torch.autograd.Function):
     """The kernel's own graph, held for its backward."""
 
     @staticmethod
@@ -344,7 +348,7 @@ class _Twice(torch.autograd.Function):
         tensors, wanted = ctx.saved_tensors, ctx.needs_input_grad[2:]
         given = (*grads, *(None,) * (ctx.operator.outputs - len(grads)))
         if torch.is_grad_enabled() or not _is_plain((*tensors, *grads)):
-            return None, None, *_differentiated(ctx.operator, tensors, given, wanted)
+            return None, None, *_gradients_with_graph(ctx.operator, tensors, given, wanted)
         keep = torch._C._autograd._get_current_graph_task_keep_graph()
         found = _pull_back(ctx.results, ctx.leaves, grads, False, keep)
         # A kernel on a CPU multiplies what is masked by 0, which gives NaN where it is not finite or overflows.
@@ -357,11 +361,11 @@ def _is_finite(tensor: Tensor) -> bool:
     return bool(torch.linalg.vector_norm(tensor, math.inf) < math.inf) if tensor.numel() else True
 
 
-def _differentiated(operator: Operator, tensors: Tensors, grads: Tensors, wanted: Sequence[bool]) -> Tensors:
+def _gradients_with_graph(operator: Operator, tensors: Tensors, grads: Tensors, wanted: Sequence[bool]) -> Tensors:
     """The gradients as torch can differentiate them again, in either mode."""
     with torch.enable_grad():
         tensors = [_leaf(tensor, True) for tensor in tensors]
-        return _gradients_of(operator.differentiable(tensors, not transforms()), tensors, grads, wanted)
+        return _gradients_of(operator.differentiable(tensors, not active_transforms()), tensors, grads, wanted)
 
 
 def _gradients_of(results: Tensors, tensors: Tensors, grads: Tensors, wanted: Sequence[bool]) -> Tensors:
@@ -393,11 +397,11 @@ def _leaf(tensor: Tensor | None, again: bool) -> Tensor | None:
     return tensor.view_as(tensor) if again else tensor.detach().requires_grad_(tensor.requires_grad)
 
 
-def _only(found: Tensors, wanted: Sequence[bool]) -> list[Tensor | None]:
+def _select_wanted(found: Tensors, wanted: Sequence[bool]) -> list[Tensor | None]:
     return [grad if want else None for grad, want in zip(found, wanted, strict=True)]
 
 
-def _each(
+def _vmap_loop(
     info: Any, in_dims: tuple, tensors: Tensors, function: Callable[[Tensors], tuple[Tensor | None, ...]]
 ) -> tuple[tuple, tuple]:
     """vmap as a loop: a kernel computes one entry after the other."""

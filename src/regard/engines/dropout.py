@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from regard.geometry import At
+from regard.geometry import Indices
 from regard.hashing import LOW, hash32, signed
 
 
@@ -30,7 +30,7 @@ def threshold_and_scale(dropout: float) -> tuple[int, float]:
     return threshold, 2**32 / (2**32 - threshold)
 
 
-def keep(seed: Tensor, dropout: float, at: At) -> Tensor:
+def dropout_factors(seed: Tensor, dropout: float, at: Indices) -> Tensor:
     """What the weights at these places are multiplied by: 0, or the scale of `threshold_and_scale`."""
     threshold, scale = threshold_and_scale(dropout)
     frame = at.frame
@@ -42,7 +42,7 @@ def keep(seed: Tensor, dropout: float, at: At) -> Tensor:
     return (bits >= threshold).to(torch.float64) * scale
 
 
-class Generators:
+class RandomState:
     """The state of torch's default generators, of the CPU and of a device, so that the same numbers are drawn again."""
 
     def __init__(self, device: torch.device) -> None:
@@ -50,7 +50,7 @@ class Generators:
         self.of_device = None if device.type == "cpu" else torch.get_device_module(device).get_rng_state(device)
 
     @contextmanager
-    def again(self) -> Iterator[None]:
+    def replay(self) -> Iterator[None]:
         """Within, numbers are drawn from that state on; afterwards the generators are as they were before."""
         devices = [] if self.of_device is None else [self.device]
         with torch.random.fork_rng(devices, device_type=self.device.type):

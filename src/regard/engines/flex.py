@@ -13,23 +13,23 @@ from torch import Tensor
 from regard.engines import tiled
 from regard.engines.derivatives import Tensors, differentiable_twice
 from regard.engines.problem import Engine, Problem
-from regard.engines.reference import finite, sink_of
+from regard.engines.reference import replace_nonfinite, sink_logit
 from regard.engines.sdpa import as_dot
-from regard.geometry import At
+from regard.geometry import Indices
 from regard.masks import Mask
-from regard.positions.biases import Bias, Diagonal, Shaw, Sum, built_in
+from regard.positions.biases import Bias, Diagonal, Shaw, Sum, is_built_in
 from regard.scores import Bilinear, Cosine, Dot, Modified
 
 
 def run(problem: Problem, query: Tensor, key: Tensor, value: Tensor, seed: Tensor | None) -> tuple[Tensor, Tensor]:
-    closed = problem.score.closes_over_learned(query.device)
+    closed = problem.score.closes_over_trainable(query.device)
     if not problem.grad or closed or torch.compiler.is_compiling():
         return _attend(problem, query, key, value)
 
     def kernel(tensors: Tensors) -> tuple[Tensor, Tensor]:
         return _attend(tiled.with_tensors(problem, tensors[3:]), *tensors[:3])
 
-    output, lse = differentiable_twice(kernel, tiled.Tiled(problem, None), query, key, value, *problem.tensors)
+    output, lse = differentiable_twice(kernel, tiled.TiledOperator(problem, None), query, key, value, *problem.tensors)
     return output, lse
 
 
@@ -38,7 +38,7 @@ def _attend(problem: Problem, query: Tensor, key: Tensor, value: Tensor) -> tupl
 
     frame, blocks, bad = problem.frame, None, None
     if problem.mask is not None:
-        key, value, bad = finite(key, value)
+        key, value, bad = replace_nonfinite(key, value)
         batch, heads = problem.mask.extent(frame)
         batch = max(batch, len(frame.offsets()))
         blocks = create_block_mask(
@@ -51,10 +51,10 @@ def _attend(problem: Problem, query: Tensor, key: Tensor, value: Tensor) -> tupl
         query, key, value, score_mod=modifier, block_mask=blocks, scale=scale, enable_gqa=problem.G != frame.H,
         return_aux=AuxRequest(lse=True),
     )  # fmt: skip
-    lse = aux.lse.to(problem.arithmetic)
+    lse = aux.lse.to(problem.compute_dtype)
     if problem.sink is not None:
-        at = frame.at(device=query.device)
-        sink = sink_of(problem, at, lse)
+        at = frame.indices(device=query.device)
+        sink = sink_logit(problem, at, lse)
         assert sink is not None
         total = torch.logaddexp(lse.unsqueeze(-1), sink)
         output = (output * (lse.unsqueeze(-1) - total).exp()).to(problem.dtype)
@@ -78,12 +78,12 @@ def _kernel(device: str) -> Callable[..., Any]:
     return eager
 
 
-def _places(problem: Problem, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> At:
-    return At(problem.frame, b, h, i, j)
+def _indices(problem: Problem, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Indices:
+    return Indices(problem.frame, b, h, i, j)
 
 
 def _mask_mod(problem: Problem, mask: Mask) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
-    return lambda b, h, i, j: mask.allows(_places(problem, b, h, i, j))
+    return lambda b, h, i, j: mask.allows(_indices(problem, b, h, i, j))
 
 
 def _score_mod(problem: Problem, query: Tensor, bad: Tensor | None) -> Callable[..., Tensor]:
@@ -92,11 +92,11 @@ def _score_mod(problem: Problem, query: Tensor, bad: Tensor | None) -> Callable[
     modifier = score.function if isinstance(score, Modified) else None
     base = score.score if isinstance(score, Modified) else score
     softcap = base.softcap if isinstance(base, Dot) else None
-    biases = [] if problem.bias is None else [_looked_up(problem, part, query) for part in problem.bias.parts()]
+    biases = [] if problem.bias is None else [_bias_lookup(problem, part, query) for part in problem.bias.parts()]
     repeats = problem.frame.H // problem.G
 
     def score_mod(s: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-        at = _places(problem, b, h, i, j)
+        at = _indices(problem, b, h, i, j)
         if softcap is not None:
             s = softcap * (s / softcap).tanh()
         if modifier is not None:
@@ -109,12 +109,12 @@ def _score_mod(problem: Problem, query: Tensor, bad: Tensor | None) -> Callable[
     return score_mod
 
 
-def _looked_up(problem: Problem, bias: Bias, query: Tensor) -> Callable[[At], Tensor]:
+def _bias_lookup(problem: Problem, bias: Bias, query: Tensor) -> Callable[[Indices], Tensor]:
     """The bias at one place; what depends on the query is computed before."""
     if isinstance(bias, Diagonal):
-        return lambda at: bias.along(at.h, at.j - at.p).to(problem.arithmetic)
+        return lambda at: bias.along(at.h, at.j - at.p).to(problem.compute_dtype)
     if isinstance(bias, Shaw):
-        table = bias.table(problem.frame.at(device=query.device), query, problem.scale)
+        table = bias.table(problem.frame.indices(device=query.device), query, problem.scale)
         return lambda at: table[at.b, at.h, at.i, (at.j - at.p).clamp(-bias.reach, bias.reach) + bias.reach]
     return lambda at: bias.tile(at, query, problem.scale)
 
@@ -129,7 +129,7 @@ def why_not(problem: Problem) -> list[str]:
         reasons.append("it reads numbers, and tensors on meta have none")
     if type(base) not in (Dot, Cosine, Bilinear):
         reasons.append(f"its kernel knows dot products, not {base!r}")
-    if problem.bias is not None and not built_in(problem.bias):
+    if problem.bias is not None and not is_built_in(problem.bias):
         reasons.append(f"its kernel does not know {problem.bias!r}")
     if problem.dropout:
         reasons.append("it has no dropout")
@@ -139,12 +139,12 @@ def why_not(problem: Problem) -> list[str]:
         reasons.append("FlexAttention cannot train on a CPU")
     if problem.tangent:
         reasons.append("its kernel has no forward mode")
-    if problem.functional:
+    if problem.in_transform:
         reasons.append("it uses vmap itself, and does not nest in one")
     return reasons
 
 
-def why_rather_not(problem: Problem) -> list[str]:
+def why_avoid(problem: Problem) -> list[str]:
     reasons = []
     if problem.device.type == "cpu":
         reasons.append("on a CPU it computes densely, and compiles for many seconds to do better")
@@ -157,7 +157,7 @@ def peak_bytes(problem: Problem) -> int:
     if problem.device.type != "cpu":
         return 0
     frame = problem.frame
-    return 3 * torch.empty((), dtype=problem.arithmetic).element_size() * frame.B * frame.H * frame.Q * frame.K
+    return 3 * torch.empty((), dtype=problem.compute_dtype).element_size() * frame.B * frame.H * frame.Q * frame.K
 
 
-ENGINE = Engine("flex", why_not, why_rather_not, run, peak_bytes, dense=lambda problem: problem.device.type == "cpu")
+ENGINE = Engine("flex", why_not, why_avoid, run, peak_bytes, dense=lambda problem: problem.device.type == "cpu")

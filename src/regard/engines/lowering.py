@@ -14,15 +14,16 @@ from torch import Tensor
 
 from regard.engines import sdpa, tiled
 from regard.engines.problem import Problem
-from regard.geometry import At, lead
+from regard.geometry import Indices, pad_leading
 from regard.positions.biases import Bias, DenseBias, Diagonal, Shaw
 from regard.scores import Additive, Dot
 
 
-class Fixed(NamedTuple):
+class LoweredConstants(NamedTuple):
     """What of a call is not differentiated."""
 
-    visible: tuple[Tensor, ...]  # nothing, (start, stop), or (pointer, start, stop, bits_index, bits) of a tile table
+    # nothing, (start, stop), or (pointer, start, stop, bits_index, bits) of a tile table
+    mask_layout: tuple[Tensor, ...]
     offset: Tensor | None  # (B,) int64, with Shaw's tables only
     seed: Tensor | None
     numbers: tuple[float, float, float, float]  # scale, softcap or 0, temperature, dropout
@@ -30,7 +31,7 @@ class Fixed(NamedTuple):
     problem: Problem | None = None  # for a second differentiation
 
 
-class Lowered(NamedTuple):
+class LoweredTensors(NamedTuple):
     """The tensors that are differentiated."""
 
     query: Tensor
@@ -43,14 +44,14 @@ class Lowered(NamedTuple):
     weight: Tensor | None  # (1, H or 1, 1, D), of the additive score
 
 
-def lower(problem: Problem, query: Tensor, key: Tensor, value: Tensor) -> tuple[Lowered, Shaw | None, float]:
+def lower(problem: Problem, query: Tensor, key: Tensor, value: Tensor) -> tuple[LoweredTensors, Shaw | None, float]:
     score, scale, shaw, frame = problem.score, problem.scale, None, problem.frame
     diagonal = row_table = dense = sink = weight = None
     if type(score) is Dot and type(scale) is float and problem.bias is None and problem.sink is None:
-        return Lowered(query, key, value, None, None, None, None, None), None, scale
+        return LoweredTensors(query, key, value, None, None, None, None, None), None, scale
     original = query
     if isinstance(score, Additive):
-        weight, scale = score.weight.to(problem.arithmetic).reshape(1, -1, 1, problem.D).contiguous(), 1.0
+        weight, scale = score.weight.to(problem.compute_dtype).reshape(1, -1, 1, problem.D).contiguous(), 1.0
         if weight.shape[1] > 1 and problem.G < frame.H:  # the kernel has one weight for the heads that share a key
             key, value = (t.repeat_interleave(frame.H // problem.G, 1) for t in (key, value))
     elif isinstance(scale, Tensor) or not isinstance(score, Dot):
@@ -58,27 +59,29 @@ def lower(problem: Problem, query: Tensor, key: Tensor, value: Tensor) -> tuple[
     assert not isinstance(scale, Tensor)
     for part in () if problem.bias is None else problem.bias.parts():
         if isinstance(part, Diagonal):
-            vector = part.vector(frame.at(device=query.device)).to(problem.arithmetic).unsqueeze(-2)
+            vector = part.vector(frame.indices(device=query.device)).to(problem.compute_dtype).unsqueeze(-2)
             diagonal = vector if diagonal is None else diagonal + vector
         elif isinstance(part, Shaw):
-            at, shaw = frame.at(device=query.device), part
-            row_table = part.table(at, original.to(problem.arithmetic), problem.scale).contiguous()
+            at, shaw = frame.indices(device=query.device), part
+            row_table = part.table(at, original.to(problem.compute_dtype), problem.scale).contiguous()
         elif isinstance(part, DenseBias):
-            dense = lead(part.tensor) if dense is None else dense + lead(part.tensor)
+            dense = pad_leading(part.tensor) if dense is None else dense + pad_leading(part.tensor)
     if diagonal is not None:
         diagonal = diagonal.contiguous()
     if dense is not None:
-        if dense.dtype not in (problem.dtype, problem.arithmetic):
-            dense = dense.to(problem.arithmetic)
+        if dense.dtype not in (problem.dtype, problem.compute_dtype):
+            dense = dense.to(problem.compute_dtype)
         if dense.requires_grad and dense.shape[3] != frame.K:
             dense = dense.expand(-1, -1, -1, frame.K)  # the kernel sums over the other axes, torch over this one
     if problem.sink is not None:
-        sink = torch.as_tensor(problem.sink, dtype=problem.arithmetic, device=query.device)
+        sink = torch.as_tensor(problem.sink, dtype=problem.compute_dtype, device=query.device)
         sink = sink.reshape(-1).expand(frame.H).contiguous()
-    return Lowered(query, key, value, diagonal, row_table, dense, sink, weight), shaw, scale
+    return LoweredTensors(query, key, value, diagonal, row_table, dense, sink, weight), shaw, scale
 
 
-def part_of(x: Lowered, fixed: Fixed, head: int | None, rows: Tensor) -> tuple[Lowered, Fixed]:
+def select_part(
+    x: LoweredTensors, fixed: LoweredConstants, head: int | None, rows: Tensor
+) -> tuple[LoweredTensors, LoweredConstants]:
     """The same for one head, or all, and some rows, ascending; what is visible is already that of the rows.
 
     Along a diagonal, and with Shaw's table, the rows must be neighbours.
@@ -100,20 +103,20 @@ def part_of(x: Lowered, fixed: Fixed, head: int | None, rows: Tensor) -> tuple[L
 
     query = of_rows(x.query)
     assert query is not None
-    diagonal, visible, strides = x.diagonal, fixed.visible, fixed.sizes[2:]
+    diagonal, layout, strides = x.diagonal, fixed.mask_layout, fixed.sizes[2:]
     if diagonal is not None:
         diagonal = of_head(diagonal)[..., Q - first - count : Q - first + K - 1]
-    if len(visible) == 2:
-        visible = of_head(visible[0]), of_head(visible[1])
-    elif visible and head is not None:
-        visible, strides = (visible[0][head * strides[1] :], *visible[1:]), (strides[0], 0)
-    part = Lowered(
+    if len(layout) == 2:
+        layout = of_head(layout[0]), of_head(layout[1])
+    elif layout and head is not None:
+        layout, strides = (layout[0][head * strides[1] :], *layout[1:]), (strides[0], 0)
+    part = LoweredTensors(
         query, of_head(x.key), of_head(x.value), diagonal, of_rows(x.row_table), of_rows(x.bias),
         x.sink if head is None or x.sink is None else x.sink[head : head + 1],
         None if x.weight is None else of_head(x.weight),
     )  # fmt: skip
     offset = None if fixed.offset is None else fixed.offset + first
-    return part, fixed._replace(visible=visible, offset=offset, sizes=(*fixed.sizes[:2], *strides))
+    return part, fixed._replace(mask_layout=layout, offset=offset, sizes=(*fixed.sizes[:2], *strides))
 
 
 @dataclass(eq=False)
@@ -126,7 +129,7 @@ class _LoweredBias(Bias):
     radius: int
     values: int  # columns of the output before those of the mass; 0 without a mass by distance
 
-    def tile(self, at: At, query: Tensor, scale: float | Tensor) -> Tensor:
+    def tile(self, at: Indices, query: Tensor, scale: float | Tensor) -> Tensor:
         total = query.new_zeros(())
         if self.diagonal is not None:
             vector = self.diagonal[:, :, 0]
@@ -136,24 +139,24 @@ class _LoweredBias(Bias):
             total = total + self.row_table[at.b, at.h, at.i, self._index(at)]
         return total if self.dense is None else total + at.take(self.dense).to(query)
 
-    def aggregate(self, at: At, weights: Tensor) -> Tensor | None:
+    def aggregate(self, at: Indices, weights: Tensor) -> Tensor | None:
         if not self.values:
             return None
         mass = weights.new_zeros(*weights.shape[:-1], 2 * self.radius + 1)
         mass = mass.scatter_add(-1, self._index(at).expand(weights.shape), weights)
         return torch.cat([weights.new_zeros(*weights.shape[:-1], self.values), mass], -1)
 
-    def _index(self, at: At) -> Tensor:
+    def _index(self, at: Indices) -> Tensor:
         return (at.j - at.p).clamp(-self.radius, self.radius) + self.radius
 
 
-def by_tiles(x: Lowered, fixed: Fixed, save: bool) -> tuple[Tensor, ...]:
+def attend_lowered(x: LoweredTensors, fixed: LoweredConstants, save: bool) -> tuple[Tensor, ...]:
     """Output, log-sum-exp and, where it is wanted, mass by distance, by torch's operators."""
     assert fixed.problem is not None
     if fixed.problem.mask is not None:
         fixed.problem.mask.check_unchanged()
     scale, softcap, _, _ = fixed.numbers
-    value, width = x.value, x.value.shape[-1]
+    value, d_value = x.value, x.value.shape[-1]
     if fixed.sizes[1]:
         value = torch.cat([value, value.new_zeros(*value.shape[:-1], 2 * fixed.sizes[0] + 1)], -1)
     problem = replace(
@@ -161,8 +164,8 @@ def by_tiles(x: Lowered, fixed: Fixed, save: bool) -> tuple[Tensor, ...]:
         G=value.shape[1],
         E=value.shape[-1],
         score=Dot(scale, softcap or None) if x.weight is None else Additive(x.weight[0, :, 0]),
-        bias=_LoweredBias(x.diagonal, x.row_table, x.bias, fixed.sizes[0], width if fixed.sizes[1] else 0),
+        bias=_LoweredBias(x.diagonal, x.row_table, x.bias, fixed.sizes[0], d_value if fixed.sizes[1] else 0),
         sink=x.sink,
     )
-    output, lse = tiled.walk(problem, x.query, x.key, value, fixed.seed, save)
-    return (output[..., :width], lse, output[..., width:].to(lse))[: 2 + fixed.sizes[1]]
+    output, lse = tiled.attend_by_tiles(problem, x.query, x.key, value, fixed.seed, save)
+    return (output[..., :d_value], lse, output[..., d_value:].to(lse))[: 2 + fixed.sizes[1]]

@@ -60,11 +60,11 @@ class PackedWeight(Tensor):
         side, (N, K) = native.panel_rows(), weight.shape
         with torch.no_grad():
             panels = F.pad(weight, (0, 0, 0, -N % side)).view(-1, side, K).transpose(1, 2)
-            return PackedWeight(_copied(panels), N, weight.requires_grad)
+            return PackedWeight(_copy(panels), N, weight.requires_grad)
 
     def unpack(self) -> Tensor:
         """Return the weight (N, K) in the plain layout, bit for bit; `clone()` is the same with derivatives."""
-        plain = _copied(self.panels.transpose(1, 2)).flatten(0, 1)
+        plain = _copy(self.panels.transpose(1, 2)).flatten(0, 1)
         return plain if len(plain) == self.rows else plain[: self.rows].clone()
 
     def __tensor_flatten__(self) -> tuple[list[str], tuple[int, bool]]:
@@ -79,9 +79,9 @@ class PackedWeight(Tensor):
         cls, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func is F.linear and type(_second(args, kwargs)) is PackedWeight:
+        if func is F.linear and type(_weight_argument(args, kwargs)) is PackedWeight:
             return _linear(*args, **kwargs)
-        if func is F.embedding and type(_second(args, kwargs)) is PackedWeight:
+        if func is F.embedding and type(_weight_argument(args, kwargs)) is PackedWeight:
             return _embedding(*args, **kwargs)
         # A state dict holds plain copies. It may be that of any module that shares the weight, so hooks are no help.
         if func is Tensor.detach and not torch.compiler.is_compiling() and sys._getframe(1).f_code is _SAVES_STATE:
@@ -108,7 +108,7 @@ class PackedWeight(Tensor):
             given = args[n] if n < len(args) else kwargs.get(argument.name)
             if argument.alias_info is not None and any(isinstance(each, PackedWeight) for each in tree_leaves(given)):
                 _refuse(str(func))
-        return func(*tree_map(_plain, args), **tree_map(_plain, kwargs))
+        return func(*tree_map(_unpack_if_packed, args), **tree_map(_unpack_if_packed, kwargs))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PackedWeight:
         made = PackedWeight(self.panels.clone(), self.rows, self.requires_grad)
@@ -142,7 +142,7 @@ def project(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, rows: tupl
 
 def why_not(weight: Tensor) -> str:
     """Why a weight cannot be packed, or nothing."""
-    if problem := native.missing():
+    if problem := native.why_missing():
         return problem
     if type(weight) not in (Tensor, nn.Parameter):
         return f"it is a {type(weight).__name__}"
@@ -230,15 +230,15 @@ def _refuse(what: str) -> NoReturn:
     )
 
 
-def _second(args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+def _weight_argument(args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     return args[1] if len(args) > 1 else kwargs.get("weight")
 
 
-def _copied(x: Tensor) -> Tensor:
+def _copy(x: Tensor) -> Tensor:
     return x.clone(memory_format=torch.contiguous_format)  # contiguous() of panels of one column is no copy
 
 
-def _plain(value: Any) -> Any:
+def _unpack_if_packed(value: Any) -> Any:
     return value.unpack() if isinstance(value, PackedWeight) else value
 
 

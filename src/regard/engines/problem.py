@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from regard.arguments import check_layout
-from regard.geometry import Frame, shape_of
+from regard.geometry import Frame, format_shape
 from regard.masks import Mask
-from regard.positions.biases import Bias, built_in
+from regard.positions.biases import Bias, is_built_in
 from regard.scores import BUILT_IN, Score
 
 FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
@@ -38,13 +38,13 @@ class Problem:
     lse: bool  # whether the log-sum-exp was asked for
     tangent: bool = False  # whether anything has a tangent, or may have one behind a torch.func transform
     torch_only: bool = False  # whether derivatives may be asked for that only torch's own operators give
-    direct: bool = True  # whether the kernels may read the tensors in place, see `plain.direct`
+    direct: bool = True  # whether the kernels may read the tensors in place, see `tensor_memory.is_direct`
     broadcasts: bool = False  # whether query, key or value has a batch axis of 1 that broadcasts
     sharded: bool = False  # whether one of the tensors is a DTensor
     memo: dict = field(default_factory=dict, init=False)  # what engines remember of the problem
 
     @property
-    def arithmetic(self) -> torch.dtype:
+    def compute_dtype(self) -> torch.dtype:
         """What sums are kept in: float32 at least."""
         return torch.float64 if self.dtype == torch.float64 else torch.float32
 
@@ -67,29 +67,29 @@ class Problem:
     @property
     def custom(self) -> bool:
         """Whether score or bias is code of the user, which may use any tensors and draw random numbers."""
-        return type(self.score) not in BUILT_IN or not (self.bias is None or built_in(self.bias))
+        return type(self.score) not in BUILT_IN or not (self.bias is None or is_built_in(self.bias))
 
-    def closes_over_learned(self) -> bool:
+    def closes_over_trainable(self) -> bool:
         """Whether score or bias uses tensors that require grad and are not among `tensors`."""
         parts = [part for part in (self.score, self.bias) if part is not None]
-        return self.custom and any(part.closes_over_learned(self.device) for part in parts)
+        return self.custom and any(part.closes_over_trainable(self.device) for part in parts)
 
     @property
-    def functional(self) -> bool:
+    def in_transform(self) -> bool:
         """Whether a torch.func transform such as vmap is running."""
         if torch.compiler.is_compiling():
             return False
         return torch._C._functorch.peek_interpreter_stack() is not None
 
 
-Run = Callable[[Problem, Tensor, Tensor, Tensor, "Tensor | None"], tuple[Tensor, "Tensor | None"]]
+RunFunction = Callable[[Problem, Tensor, Tensor, Tensor, "Tensor | None"], tuple[Tensor, "Tensor | None"]]
 
 
 @dataclass(frozen=True)
 class Engine:
     """One way to compute a problem.
 
-    `why_not(problem)` gives the reasons why it cannot, and `why_rather_not(problem)` why it can but should be left to
+    `why_not(problem)` gives the reasons why it cannot, and `why_avoid(problem)` why it can but should be left to
     those who ask for it by name. `run(problem, query, key, value, seed)` gives the output (B, H, Q, E) and the
     log-sum-exp (B, H, Q), or None where an engine has none. `peak_bytes(problem)` is what it needs beyond inputs and
     output; `dense(problem)` tells whether it also computes the tiles that the mask leaves empty.
@@ -97,8 +97,8 @@ class Engine:
 
     name: str
     why_not: Callable[[Problem], list[str]]
-    why_rather_not: Callable[[Problem], list[str]]
-    run: Run
+    why_avoid: Callable[[Problem], list[str]]
+    run: RunFunction
     peak_bytes: Callable[[Problem], int]
     dense: Callable[[Problem], bool]
 
@@ -116,42 +116,47 @@ def check_tensors(query: Tensor, key: Tensor, value: Tensor | None) -> None:
     for name, tensor in named.items():
         _check_tensor(name, tensor)
     if len({tensor.dim() for tensor in named.values()}) > 1:
-        raise ValueError(f"{_list(named)} must have the same number of axes, but are {_shapes(named)}")
+        raise ValueError(f"{_join_names(named)} must have the same number of axes, but are {_format_shapes(named)}")
     for attribute in ("dtype", "device"):
         if len({getattr(tensor, attribute) for tensor in named.values()}) > 1:
             came = ", ".join(f"{name} {getattr(tensor, attribute)}" for name, tensor in named.items())
-            raise TypeError(f"{_list(named)} must share one {attribute}, but came as {came}; convert with .to(...)")
+            raise TypeError(
+                f"{_join_names(named)} must share one {attribute}, but came as {came}; convert with .to(...)"
+            )
     if query.shape[-1] != key.shape[-1]:
         raise ValueError(
-            f"query and key must have the same width D, but query is {shape_of(query)} and key {shape_of(key)}; "
+            f"query and key must have the same width D, but query is {format_shape(query)} and key "
+            f"{format_shape(key)}; "
             "project one of them to the other's width"
         )
     if value is not None and value.shape[-2] != key.shape[-2]:
-        raise ValueError(f"value must have one row for each of the {key.shape[-2]} keys, but is {shape_of(value)}")
-    if query.dim() == 4 and any(tensor.shape[0] not in (1, batch_of(*named.values())) for tensor in named.values()):
+        raise ValueError(f"value must have one row for each of the {key.shape[-2]} keys, but is {format_shape(value)}")
+    if query.dim() == 4 and any(tensor.shape[0] not in (1, batch_size(*named.values())) for tensor in named.values()):
         raise ValueError(
-            f"{_list(named)} must have the same batch axis B, or 1 where it is shared, but are {_shapes(named)}"
+            f"{_join_names(named)} must have the same batch axis B, or 1 where it is shared, but are "
+            f"{_format_shapes(named)}"
         )
     if query.dim() >= 3:
         heads, shared = query.shape[-3], key.shape[-3]
         if value is not None and value.shape[-3] != shared:
-            raise ValueError(f"key and value must have the same number of heads G, but are {_shapes(named)}")
+            raise ValueError(f"key and value must have the same number of heads G, but are {_format_shapes(named)}")
         if heads != shared and (shared == 0 or heads % shared):
             raise ValueError(
-                f"query heads H must be a multiple of key/value heads G, not {heads} and {shared} ({_shapes(named)})"
+                f"query heads H must be a multiple of key/value heads G, not {heads} and {shared} "
+                f"({_format_shapes(named)})"
             )
 
 
-def batch_of(*tensors: Tensor) -> int:
+def batch_size(*tensors: Tensor) -> int:
     """The batch axis that tensors share, some of which may have a batch of 1, or no such axis."""
     return next((tensor.shape[0] for tensor in tensors if tensor.dim() == 4 and tensor.shape[0] != 1), 1)
 
 
-def broadcast(*tensors: Tensor) -> tuple[Tensor, ...]:
+def broadcast_batch(*tensors: Tensor) -> tuple[Tensor, ...]:
     """Tensors of four axes as views that share one batch axis, where some have a batch of 1."""
     if tensors[0].dim() < 4:
         return tensors
-    batch = batch_of(*tensors)
+    batch = batch_size(*tensors)
     return tuple(tensor if tensor.shape[0] == batch else tensor.expand(batch, -1, -1, -1) for tensor in tensors)
 
 
@@ -166,14 +171,14 @@ def _check_tensor(name: str, tensor: Any) -> None:
     if not 2 <= tensor.dim() <= 4:
         raise ValueError(
             f"{name} must have two to four axes, (length, width) and before them heads, and batch before these, "
-            f"but is {shape_of(tensor)}"
+            f"but is {format_shape(tensor)}"
         )
 
 
-def _list(named: dict[str, Tensor]) -> str:
+def _join_names(named: dict[str, Tensor]) -> str:
     *first, last = named
     return f"{', '.join(first)} and {last}"
 
 
-def _shapes(named: dict[str, Tensor]) -> str:
-    return ", ".join(f"{name} {shape_of(tensor)}" for name, tensor in named.items())
+def _format_shapes(named: dict[str, Tensor]) -> str:
+    return ", ".join(f"{name} {format_shape(tensor)}" for name, tensor in named.items())

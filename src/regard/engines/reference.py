@@ -10,9 +10,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from regard.engines.dropout import keep
+from regard.engines.dropout import dropout_factors
 from regard.engines.problem import Engine, Problem, exceeds
-from regard.geometry import At
+from regard.geometry import Indices
 from regard.positions.biases import Bias
 from regard.scores import Additive
 
@@ -20,12 +20,12 @@ DENSE_BYTES = 1 << 28  # above this, dense weights are left to an engine that ne
 
 
 def run(problem: Problem, query: Tensor, key: Tensor, value: Tensor, seed: Tensor | None) -> tuple[Tensor, Tensor]:
-    at = problem.frame.at(device=query.device)
-    (query, key, value), bad = operands(problem, query, key, value)
+    at = problem.frame.indices(device=query.device)
+    (query, key, value), bad = prepare_operands(problem, query, key, value)
     scores = logits(problem, query, key, at, problem.bias, bad)  # (B, H, Q, K)
-    weights, lse = softmax(scores, sink_of(problem, at, scores))
+    weights, lse = softmax(scores, sink_logit(problem, at, scores))
     if seed is not None:
-        weights = weights * keep(seed, problem.dropout, at).to(weights)
+        weights = weights * dropout_factors(seed, problem.dropout, at).to(weights)
     output = weights @ value  # (B, H, Q, E)
     if problem.bias is not None and (more := problem.bias.aggregate(at, weights)) is not None:
         output = output + more
@@ -33,7 +33,7 @@ def run(problem: Problem, query: Tensor, key: Tensor, value: Tensor, seed: Tenso
 
 
 def logits(
-    problem: Problem, query: Tensor, key: Tensor, at: At, bias: Bias | None, bad: Tensor | None, full: bool = False
+    problem: Problem, query: Tensor, key: Tensor, at: Indices, bias: Bias | None, bad: Tensor | None, full: bool = False
 ) -> Tensor:
     """The logits of some queries (b, h, q, D) and keys (b, h, k, D) at their places; `full` needs no mask.
 
@@ -70,7 +70,7 @@ def softmax(logits: Tensor, sink: Tensor | None) -> tuple[Tensor, Tensor]:
     return weights / total, (largest + total.log()).masked_fill(nothing, float("-inf")).squeeze(-1)
 
 
-def operands(
+def prepare_operands(
     problem: Problem, query: Tensor, key: Tensor, value: Tensor
 ) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor | None]:
     """Query, key and value in the dtype of the arithmetic, with one key and value head for each query head.
@@ -78,24 +78,24 @@ def operands(
     Under a mask, keys and values that are not finite are replaced by 0, so that they cannot reach those who may not
     look at them, and told beside: (B, H, K) bool.
     """
-    query, key, value = (tensor.to(problem.arithmetic) for tensor in (query, key, value))
+    query, key, value = (tensor.to(problem.compute_dtype) for tensor in (query, key, value))
     bad = None
     if problem.mask is not None:
-        key, value, bad = finite(key, value)
+        key, value, bad = replace_nonfinite(key, value)
     if (repeats := problem.frame.H // max(problem.G, 1)) > 1:
         key, value = key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)
         bad = None if bad is None else bad.repeat_interleave(repeats, 1)
     return (query, key, value), bad
 
 
-def finite(key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def replace_nonfinite(key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Key and value with 0 for what is not finite, and which rows had such: (B, G, K)."""
     good_key, good_value = key.isfinite(), value.isfinite()
     bad = ~(good_key.all(-1) & good_value.all(-1))
     return torch.where(good_key, key, 0.0), torch.where(good_value, value, 0.0), bad
 
 
-def sink_of(problem: Problem, at: At, like: Tensor) -> Tensor | None:
+def sink_logit(problem: Problem, at: Indices, like: Tensor) -> Tensor | None:
     """The sink's logit beside (b, h, q, 1)."""
     if problem.sink is None:
         return None
@@ -107,7 +107,7 @@ def why_not(problem: Problem) -> list[str]:
     return []
 
 
-def why_rather_not(problem: Problem) -> list[str]:
+def why_avoid(problem: Problem) -> list[str]:
     if exceeds(needed := peak_bytes(problem), DENSE_BYTES):
         return [f"its dense weights take {needed / 1e6:,.0f} MB"]
     return []
@@ -115,9 +115,9 @@ def why_rather_not(problem: Problem) -> list[str]:
 
 def peak_bytes(problem: Problem) -> int:
     frame = problem.frame
-    width = 8 if problem.arithmetic == torch.float64 else 4
+    itemsize = 8 if problem.compute_dtype == torch.float64 else 4
     hidden = problem.D if isinstance(problem.score, Additive) else 1
-    return 3 * width * hidden * frame.B * frame.H * frame.Q * frame.K
+    return 3 * itemsize * hidden * frame.B * frame.H * frame.Q * frame.K
 
 
-ENGINE = Engine("reference", why_not, why_rather_not, run, peak_bytes, dense=lambda problem: True)
+ENGINE = Engine("reference", why_not, why_avoid, run, peak_bytes, dense=lambda problem: True)

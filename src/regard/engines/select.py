@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from regard.engines import flex, native, reference, sdpa, tiled
-from regard.engines.cost import TILE, forward_flops, places
+from regard.engines.cost import TILE, forward_flops, visited_entries
 from regard.engines.problem import Engine, Problem
 from regard.engines.tiled import tile_size
 from regard.masks import tiles
@@ -17,7 +17,16 @@ ENGINES: dict[str, Engine] = {engine.ENGINE.name: engine.ENGINE for engine in (n
 
 
 class CannotCompute(ValueError):
-    """An engine was asked for by name that cannot compute the problem, for these `reasons`."""
+    """The engine that was asked for by name cannot compute the call, for these `reasons`.
+
+    >>> import regard as rg, torch
+    >>> q, k, v = torch.randn(3, 1, 1, 4, 8)
+    >>> try:
+    ...     rg.attention(q, k, v, sink=0.0, engine="sdpa")
+    ... except rg.CannotCompute as error:
+    ...     print(error.reasons)
+    ['its kernel has no sink']
+    """
 
     def __init__(self, name: str, reasons: list[str], able: list[str]) -> None:
         super().__init__(f"engine {name!r} cannot compute this: {'; '.join(reasons)}. These can: {', '.join(able)}")
@@ -34,13 +43,13 @@ def select(problem: Problem, name: str | None = None) -> Engine:
             raise CannotCompute(name, reasons, able)
         return ENGINES[name]
     for engine in ENGINES.values():
-        if not engine.why_not(problem) and not engine.why_rather_not(problem):
+        if not engine.why_not(problem) and not engine.why_avoid(problem):
             return engine
     return next(engine for engine in reversed(ENGINES.values()) if not engine.why_not(problem))
 
 
 @contextmanager
-def without(name: str) -> Iterator[None]:
+def exclude_engine(name: str) -> Iterator[None]:
     """Within, an engine is passed over: a graph that others are to run is made of torch's own operators."""
     before = dict(ENGINES)
     ENGINES.pop(name)
@@ -92,14 +101,14 @@ def explain(problem: Problem, description: str, name: str | None = None) -> Expl
     engine, frame = select(problem, name), problem.frame
     order = list(ENGINES)
     reasons = {
-        other: ENGINES[other].why_not(problem) + ENGINES[other].why_rather_not(problem)
+        other: ENGINES[other].why_not(problem) + ENGINES[other].why_avoid(problem)
         for other in order
         if other != engine.name
     }
     size = tile_size(problem) if engine.name == "tiled" else TILE
     table = tiles(problem.mask, frame, size)
     dense = engine.dense(problem)
-    computed = frame.B * frame.H * frame.Q * frame.K if dense else places(problem.mask, frame, size)
+    computed = frame.B * frame.H * frame.Q * frame.K if dense else visited_entries(problem.mask, frame, size)
     return Explanation(
         description=description,
         sizes={"B": frame.B, "H": frame.H, "G": problem.G, "Q": frame.Q, "K": frame.K, "D": problem.D, "E": problem.E},

@@ -17,11 +17,11 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from regard.description import replace_tensors
-from regard.engines.derivatives import Operator, Tensors, apply, holds_transformed, push_forward, transforms
-from regard.engines.dropout import Generators, keep
+from regard.engines.derivatives import Operator, Tensors, active_transforms, apply, holds_transformed, push_forward
+from regard.engines.dropout import RandomState, dropout_factors
 from regard.engines.problem import Engine, Problem
-from regard.engines.reference import finite, logits, sink_of
-from regard.geometry import At, lead
+from regard.engines.reference import logits, replace_nonfinite, sink_logit
+from regard.geometry import Indices, pad_leading
 from regard.masks import tiles
 from regard.positions.biases import Bias
 from regard.scores import Additive, Modified
@@ -30,20 +30,20 @@ TILE_ELEMENTS = 1 << 21  # what the largest intermediate of a tile may hold
 
 
 def run(problem: Problem, query: Tensor, key: Tensor, value: Tensor, seed: Tensor | None) -> tuple[Tensor, Tensor]:
-    inputs, running = (query, key, value), transforms()
+    inputs, running = (query, key, value), active_transforms()
     if problem.torch_only or (running and (problem.custom or problem.dropout or "Grad" not in running)):
-        return walk(problem, *inputs, seed)
-    if problem.closes_over_learned():
-        return walk(problem, *inputs, seed, save=problem.grad and not problem.tangent)
+        return attend_by_tiles(problem, *inputs, seed)
+    if problem.closes_over_trainable():
+        return attend_by_tiles(problem, *inputs, seed, save=problem.grad and not problem.tangent)
     if not problem.grad and not running:  # tangents pass through torch's operators
-        return walk(problem, *inputs, seed)
-    generators = Generators(query.device) if problem.custom else None
-    output, lse = apply(Tiled(problem, seed, generators), *inputs, *problem.tensors)
+        return attend_by_tiles(problem, *inputs, seed)
+    random_state = RandomState(query.device) if problem.custom else None
+    output, lse = apply(TiledOperator(problem, seed, random_state), *inputs, *problem.tensors)
     return output, lse
 
 
 @dataclass(frozen=True)
-class Row:
+class TileRow:
     """A row of tiles of some batch rows and heads: its place, and the columns (and fullness) of its tiles."""
 
     batch: slice
@@ -66,7 +66,7 @@ def tile_size(problem: Problem) -> tuple[int, int]:
     return rows, columns
 
 
-def rows_of(problem: Problem) -> Iterator[Row]:
+def tile_rows(problem: Problem) -> Iterator[TileRow]:
     """The rows of tiles that the mask leaves; batch rows and heads go together unless the mask tells them apart."""
     frame, size = problem.frame, tile_size(problem)
     table = tiles(problem.mask, frame, size)
@@ -76,7 +76,7 @@ def rows_of(problem: Problem) -> Iterator[Row]:
             heads = slice(h, h + 1) if table.extent[1] > 1 else slice(0, frame.H)
             for r in range(table.grid[0]):
                 rows = slice(r * size[0], min((r + 1) * size[0], frame.Q))
-                yield Row(batch, heads, rows, list(table.row(b, h, r)))
+                yield TileRow(batch, heads, rows, list(table.row(b, h, r)))
 
 
 @dataclass(frozen=True)
@@ -88,19 +88,19 @@ class Tile:
     value: Tensor  # (b, g, k, E)
     bad: Tensor | None  # (b, g, k)
     bias: Bias | None
-    at: At
+    at: Indices
     full: bool
 
-    def of_heads(self, problem: Problem) -> tuple[Tensor, Tensor, Tensor | None]:
+    def expand_heads(self, problem: Problem) -> tuple[Tensor, Tensor, Tensor | None]:
         """Key, value and bad keys, one for each query head, in the dtype of the arithmetic."""
-        key, value, bad = self.key.to(problem.arithmetic), self.value.to(problem.arithmetic), self.bad
+        key, value, bad = self.key.to(problem.compute_dtype), self.value.to(problem.compute_dtype), self.bad
         if (repeats := self.query.shape[1] // key.shape[1]) > 1:
             key, value = key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)
             bad = None if bad is None else bad.repeat_interleave(repeats, 1)
         return key, value, bad
 
 
-class Pieces:
+class TiledInputs:
     """Query, key and value cut into tiles. Cut once: autograd then joins the gradients of the pieces once."""
 
     def __init__(self, problem: Problem, query: Tensor, key: Tensor, value: Tensor | None) -> None:
@@ -108,51 +108,51 @@ class Pieces:
         extent = tiles(problem.mask, problem.frame, self.size).extent
         self.batch = 1 if extent[0] > 1 else problem.frame.B
         self.heads = 1 if extent[1] > 1 else problem.frame.H
-        self.shared = 1 if extent[1] > 1 else problem.G
+        self.kv_heads = 1 if extent[1] > 1 else problem.G
         value = key[..., :0] if value is None else value
         bad = None
         if problem.mask is not None:
-            key, value, bad = finite(key, value)
-        self.queries = _cut(query, (0, self.batch), (1, self.heads), (2, self.size[0]))
+            key, value, bad = replace_nonfinite(key, value)
+        self.queries = _split(query, (0, self.batch), (1, self.heads), (2, self.size[0]))
         self.keys, self.values = (
-            _cut(tensor, (0, self.batch), (1, self.shared), (2, self.size[1])) for tensor in (key, value)
+            _split(tensor, (0, self.batch), (1, self.kv_heads), (2, self.size[1])) for tensor in (key, value)
         )
-        unread = problem.functional or problem.torch_only
+        unread = problem.in_transform or problem.torch_only
         known_good = bad is None or (not unread and not bool(bad.any()))
         self.bad = None if known_good else bad
 
-    def query(self, row: Row) -> Tensor:
+    def query(self, row: TileRow) -> Tensor:
         """(b, h, q, D)"""
         return self.queries[row.batch.start // self.batch][row.heads.start // self.heads][
             row.rows.start // self.size[0]
         ]
 
-    def tile(self, row: Row, columns: slice, full: bool) -> Tile:
+    def tile(self, row: TileRow, columns: slice, full: bool) -> Tile:
         b, c = row.batch.start // self.batch, columns.start // self.size[1]
-        shared = self.shared_heads(row)
-        key, value = (pieces[b][shared.start // self.shared][c] for pieces in (self.keys, self.values))
+        shared = self.kv_head_slice(row)
+        key, value = (pieces[b][shared.start // self.kv_heads][c] for pieces in (self.keys, self.values))
         bad = None if self.bad is None else self.bad[row.batch, shared, columns]
-        at = self.problem.frame.at(*row.box, columns, key.device)
+        at = self.problem.frame.indices(*row.box, columns, key.device)
         return Tile(self.query(row), key, value, bad, self.problem.bias, at, full)
 
-    def shared_heads(self, row: Row) -> slice:
+    def kv_head_slice(self, row: TileRow) -> slice:
         """The key/value heads of the row's query heads."""
         repeats = self.problem.frame.H // self.problem.G
         return slice(row.heads.start // repeats, (row.heads.stop - 1) // repeats + 1)
 
 
-def _cut(tensor: Tensor, *cuts: tuple[int, int]) -> list:
+def _split(tensor: Tensor, *cuts: tuple[int, int]) -> list:
     (axis, size), *rest = cuts
     pieces = list(tensor.split(size, axis))
-    return [_cut(piece, *rest) for piece in pieces] if rest else pieces
+    return [_split(piece, *rest) for piece in pieces] if rest else pieces
 
 
-def walk(
+def attend_by_tiles(
     problem: Problem, query: Tensor, key: Tensor, value: Tensor, seed: Tensor | None, save: bool = False
 ) -> tuple[Tensor, Tensor]:
     """Output and log-sum-exp; with `save`, every tile is a checkpoint for autograd."""
-    pieces = Pieces(problem, query, key, value)
-    rows = [_row(problem, pieces, row, seed, save) for row in rows_of(problem)]
+    pieces = TiledInputs(problem, query, key, value)
+    rows = [_attend_row(problem, pieces, row, seed, save) for row in tile_rows(problem)]
     heads = problem.frame.H // pieces.heads
     per_head = len(rows) // (heads * (problem.frame.B // pieces.batch))
     bands = [torch.cat(rows[n : n + per_head], 2) for n in range(0, len(rows), per_head)]
@@ -160,13 +160,13 @@ def walk(
     return joined[..., :-1].to(problem.dtype), joined[..., -1].contiguous()
 
 
-def _row(problem: Problem, pieces: Pieces, row: Row, seed: Tensor | None, save: bool) -> Tensor:
+def _attend_row(problem: Problem, pieces: TiledInputs, row: TileRow, seed: Tensor | None, save: bool) -> Tensor:
     """Output and log-sum-exp of a row of tiles, (b, h, q, E + 1)."""
     query = pieces.query(row)
-    sums = query[..., :1].to(problem.arithmetic).masked_fill(query.new_ones((), dtype=torch.bool), 0.0)
+    sums = query[..., :1].to(problem.compute_dtype).masked_fill(query.new_ones((), dtype=torch.bool), 0.0)
     sums = sums * sums.new_zeros(problem.E + 1)
     largest = sums.new_full((*query.shape[:-1], 1), float("-inf"))
-    if (sink := sink_of(problem, problem.frame.at(*row.box, slice(0, 0), query.device), sums)) is not None:
+    if (sink := sink_logit(problem, problem.frame.indices(*row.box, slice(0, 0), query.device), sums)) is not None:
         largest = largest.maximum(sink.detach())
         sums = torch.cat([sums[..., :-1], sums[..., -1:] + (sink - _anchor(largest)).exp()], -1)
     for columns, full in row.columns:
@@ -174,10 +174,10 @@ def _row(problem: Problem, pieces: Pieces, row: Row, seed: Tensor | None, save: 
         if save:
             known: list[Tensor] | None = [] if problem.custom else None
             part, own = checkpoint(
-                _tile, problem, tile, seed, known, use_reentrant=False, preserve_rng_state=problem.custom
+                _attend_tile, problem, tile, seed, known, use_reentrant=False, preserve_rng_state=problem.custom
             )
         else:
-            part, own = _tile(problem, tile, seed)
+            part, own = _attend_tile(problem, tile, seed)
         larger = largest.maximum(own)
         sums = sums * (largest - _anchor(larger)).exp() + part * (own - _anchor(larger)).exp()
         largest = larger
@@ -188,15 +188,15 @@ def _row(problem: Problem, pieces: Pieces, row: Row, seed: Tensor | None, save: 
     return torch.cat([sums[..., :-1] / total, lse], -1)
 
 
-def _tile(
+def _attend_tile(
     problem: Problem, tile: Tile, seed: Tensor | None, known: list[Tensor] | None = None
 ) -> tuple[Tensor, Tensor]:
     """The sums of a tile, weights times values and weights, (b, h, q, E + 1), and its largest logits (b, h, q, 1).
 
     A tile that is computed twice must give the same as what is `known` from the first time.
     """
-    key, value, bad = tile.of_heads(problem)
-    scores = logits(problem, tile.query.to(problem.arithmetic), key, tile.at, tile.bias, bad, tile.full)
+    key, value, bad = tile.expand_heads(problem)
+    scores = logits(problem, tile.query.to(problem.compute_dtype), key, tile.at, tile.bias, bad, tile.full)
     largest = scores.detach().amax(-1, keepdim=True)
     weights = (scores - _anchor(largest)).exp()
     if known is not None:  # checked here, because a checkpoint stops where it has all that backward needs
@@ -204,8 +204,8 @@ def _tile(
         if not known:
             known.append(mass)
         elif not torch.allclose(mass, known[0], rtol=1e-5, atol=1e-3, equal_nan=True):
-            raise _differs(problem)
-    dropped = weights if seed is None else weights * keep(seed, problem.dropout, tile.at).to(weights)
+            raise _mismatch_error(problem)
+    dropped = weights if seed is None else weights * dropout_factors(seed, problem.dropout, tile.at).to(weights)
     output = dropped @ value
     if tile.bias is not None and (more := tile.bias.aggregate(tile.at, dropped)) is not None:
         output = output + more
@@ -218,7 +218,7 @@ def _anchor(largest: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True, eq=False)
-class Tiled(Operator):
+class TiledOperator(Operator):
     """The walk without a graph, of query, key, value and the description's tensors.
 
     Its gradients walk again, with a graph of one tile at a time.
@@ -226,38 +226,38 @@ class Tiled(Operator):
 
     problem: Problem
     seed: Tensor | None
-    generators: Generators | None = None  # before the walk, if the description may draw random numbers
+    random_state: RandomState | None = None  # before the walk, if the description may draw random numbers
     outputs = 2
 
     def compute(self, tensors: Tensors) -> tuple[Tensor, Tensor]:
-        return self._walk(tensors, False)
+        return self._attend(tensors, False)
 
     def gradients(self, tensors: Tensors, results: Tensors, grads: Tensors, wanted: Sequence[bool]) -> Tensors:
         if self.problem.mask is not None:
             self.problem.mask.check_unchanged()
         output, lse = results
         given = [torch.zeros_like(x) if grad is None else grad for x, grad in zip(results, grads, strict=True)]
-        with self._drawing():
+        with self._replay_random():
             return gradients(
-                self._given(tensors), self.seed, list(tensors), list(wanted), output, lse, *given, whole=True
+                self._problem_with(tensors), self.seed, list(tensors), list(wanted), output, lse, *given, whole=True
             )
 
     def tangents(self, tensors: Tensors, tangents: Tensors) -> tuple[Tensor, ...]:
-        with self._drawing():
-            return push_forward(lambda duals: self._walk(duals, False), tensors, tangents)
+        with self._replay_random():
+            return push_forward(lambda duals: self._attend(duals, False), tensors, tangents)
 
     def differentiable(self, tensors: Tensors, save: bool) -> tuple[Tensor, Tensor]:
-        with self._drawing():
-            return self._walk(tensors, save)
+        with self._replay_random():
+            return self._attend(tensors, save)
 
-    def _drawing(self) -> AbstractContextManager:
-        return nullcontext() if self.generators is None else self.generators.again()
+    def _replay_random(self) -> AbstractContextManager:
+        return nullcontext() if self.random_state is None else self.random_state.replay()
 
-    def _walk(self, tensors: Tensors, save: bool) -> tuple[Tensor, Tensor]:
+    def _attend(self, tensors: Tensors, save: bool) -> tuple[Tensor, Tensor]:
         query, key, value, *_ = tensors
-        return walk(self._given(tensors), query, key, value, self.seed, save)
+        return attend_by_tiles(self._problem_with(tensors), query, key, value, self.seed, save)
 
-    def _given(self, tensors: Tensors) -> Problem:
+    def _problem_with(self, tensors: Tensors) -> Problem:
         return with_tensors(self.problem, tensors[3:])
 
 
@@ -267,7 +267,9 @@ def with_tensors(problem: Problem, tensors: Tensors) -> Problem:
     for old, new in zip(problem.tensors, tensors, strict=True):
         known.setdefault(id(old), new)
     sink = known.get(id(problem.sink), problem.sink)
-    return replace(problem, score=with_leaves(problem.score, known), bias=with_leaves(problem.bias, known), sink=sink)
+    return replace(
+        problem, score=replace_leaves(problem.score, known), bias=replace_leaves(problem.bias, known), sink=sink
+    )
 
 
 def gradients(
@@ -280,28 +282,28 @@ def gradients(
     its weights' sum (grad_lse - grad_output · output) / total.
     """
     query, key, value, *_ = tensors
-    grads = [torch.zeros_like(t, dtype=problem.arithmetic) for t in tensors]
-    rest = grad_lse.unsqueeze(-1) - (grad_output.to(problem.arithmetic) * output).sum(-1, keepdim=True)
-    pairing = torch.cat([grad_output.to(problem.arithmetic), rest], -1)  # (B, H, Q, E + 1)
+    grads = [torch.zeros_like(t, dtype=problem.compute_dtype) for t in tensors]
+    rest = grad_lse.unsqueeze(-1) - (grad_output.to(problem.compute_dtype) * output).sum(-1, keepdim=True)
+    pairing = torch.cat([grad_output.to(problem.compute_dtype), rest], -1)  # (B, H, Q, E + 1)
     leaves: dict[int, Tensor] = {}
     for tensor, want in zip(problem.tensors, wanted[3:], strict=True):
         leaves.setdefault(id(tensor), tensor.detach().requires_grad_(want))
-    problem = replace(problem, score=with_leaves(problem.score, leaves), bias=with_leaves(problem.bias, leaves))
-    pieces = Pieces(problem, query.detach(), key.detach(), value.detach())
-    for row in rows_of(problem):
+    problem = replace(problem, score=replace_leaves(problem.score, leaves), bias=replace_leaves(problem.bias, leaves))
+    pieces = TiledInputs(problem, query.detach(), key.detach(), value.detach())
+    for row in tile_rows(problem):
         # Leaves are in the dtype of the sums: the gradients of tiles are added up before they are rounded.
-        leaf = pieces.query(row).detach().to(problem.arithmetic).requires_grad_(wanted[0])
+        leaf = pieces.query(row).detach().to(problem.compute_dtype).requires_grad_(wanted[0])
         anchor = _anchor(lse[row.box]).unsqueeze(-1)
-        shared = pieces.shared_heads(row)
+        shared = pieces.kv_head_slice(row)
         mass = torch.zeros_like(anchor)
         for columns, full in row.columns:
             tile = pieces.tile(row, columns, full)
-            key_leaf, value_leaf = (t.detach().to(problem.arithmetic) for t in (tile.key, tile.value))
+            key_leaf, value_leaf = (t.detach().to(problem.compute_dtype) for t in (tile.key, tile.value))
             key_leaf.requires_grad_(wanted[1]), value_leaf.requires_grad_(wanted[2])
             with torch.enable_grad():
                 bias = None if problem.bias is None else problem.bias.cut(tile.at)
                 own = replace(tile, query=leaf, key=key_leaf, value=value_leaf, bias=bias)
-                part, largest = _tile(problem, own, seed)
+                part, largest = _attend_tile(problem, own, seed)
             mass += part[..., -1:].detach() * (largest - anchor).exp()
             inputs = [leaf, key_leaf, value_leaf, *problem.score.tensors(), *(() if bias is None else bias.tensors())]
             boxes = [row.box, *[(row.batch, shared, columns)] * 2]
@@ -315,37 +317,37 @@ def gradients(
             for n, grad in zip(asked, found, strict=True):
                 if grad is not None:
                     cut = n >= 3 and grad.shape != grads[n].shape
-                    target = tile.at.take(lead(grads[n])) if cut else grads[n][boxes[n]] if n < 3 else grads[n]
+                    target = tile.at.take(pad_leading(grads[n])) if cut else grads[n][boxes[n]] if n < 3 else grads[n]
                     target += grad
         if whole and problem.custom and not _sums_to_one(problem, row, mass, lse[row.box].unsqueeze(-1)):
-            raise _differs(problem)
+            raise _mismatch_error(problem)
     if problem.mask is not None:  # what was not finite was replaced by a constant
         for n, tensor in ((1, key), (2, value)):
             grads[n].masked_fill_(~tensor.isfinite(), 0.0)
     if isinstance(problem.sink, Tensor):
-        sink = sink_of(problem, problem.frame.at(device=query.device), lse)
+        sink = sink_logit(problem, problem.frame.indices(device=query.device), lse)
         assert sink is not None
         mass = ((sink - lse.unsqueeze(-1)).exp() * rest).sum((0, 2, 3))  # (H,)
         grads[-1] = (mass if problem.sink.numel() > 1 else mass.sum()).reshape(problem.sink.shape)
     return [grad.to(tensor.dtype) if want else None for grad, tensor, want in zip(grads, tensors, wanted, strict=True)]
 
 
-def with_leaves(part: Any, leaves: dict[int, Tensor]) -> Any:
+def replace_leaves(part: Any, leaves: dict[int, Tensor]) -> Any:
     """A score or bias over tensors that have no history, so that one made from another is not counted twice."""
     return replace_tensors(
         part, lambda tensor: leaves.setdefault(id(tensor), tensor.detach().requires_grad_(tensor.requires_grad))
     )
 
 
-def _sums_to_one(problem: Problem, row: Row, mass: Tensor, lse: Tensor) -> bool:
+def _sums_to_one(problem: Problem, row: TileRow, mass: Tensor, lse: Tensor) -> bool:
     """Whether the weights of a row, computed again, are those that the log-sum-exp is of."""
-    if (sink := sink_of(problem, problem.frame.at(*row.box, slice(0, 0), mass.device), lse)) is not None:
+    if (sink := sink_logit(problem, problem.frame.indices(*row.box, slice(0, 0), mass.device), lse)) is not None:
         mass = mass + (sink - _anchor(lse)).exp()
     allowed = 1e-3 + 8 * torch.finfo(lse.dtype).eps * lse.abs()
     return not bool(((mass - 1).abs() > allowed)[lse > float("-inf")].any())
 
 
-def _differs(problem: Problem) -> RuntimeError:
+def _mismatch_error(problem: Problem) -> RuntimeError:
     what = " and ".join(repr(part) for part in (problem.score, problem.bias) if part is not None)
     return RuntimeError(
         f"{what} gave other values in the backward pass than in the forward pass; code that uses tensors which are "
@@ -362,21 +364,21 @@ def why_not(problem: Problem) -> list[str]:
         reasons.append("it reads numbers, and tensors on meta have none")
     if torch.compiler.is_compiling():
         reasons.append("torch.compile would unroll its loop over tiles")
-    if problem.functional and holds_transformed(problem.mask):
+    if problem.in_transform and holds_transformed(problem.mask):
         reasons.append("it reads the mask, which a torch.func transform holds")
     return reasons
 
 
-def why_rather_not(problem: Problem) -> list[str]:
+def why_avoid(problem: Problem) -> list[str]:
     return []
 
 
 def peak_bytes(problem: Problem) -> int:
     frame, (rows, columns) = problem.frame, tile_size(problem)
-    width = 8 if problem.arithmetic == torch.float64 else 4
+    itemsize = 8 if problem.compute_dtype == torch.float64 else 4
     hidden = problem.D if isinstance(problem.score, Additive) else 1
-    tile = 4 * width * frame.B * frame.H * min(rows, frame.Q) * min(columns, frame.K) * hidden
-    return tile + width * frame.B * frame.H * frame.Q * (problem.E + 1)
+    tile = 4 * itemsize * frame.B * frame.H * min(rows, frame.Q) * min(columns, frame.K) * hidden
+    return tile + itemsize * frame.B * frame.H * frame.Q * (problem.E + 1)
 
 
-ENGINE = Engine("tiled", why_not, why_rather_not, run, peak_bytes, dense=lambda problem: False)
+ENGINE = Engine("tiled", why_not, why_avoid, run, peak_bytes, dense=lambda problem: False)

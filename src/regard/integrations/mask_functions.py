@@ -9,18 +9,18 @@ import torch
 from torch import Tensor
 from transformers import masking_utils
 
-from regard.integrations.tensors import all_of, seen
+from regard.integrations.dense_masks import intersect, key_masks
 from regard.masks import Mask, causal, documents, window
 from regard.masks.patterns import Causal, Window
 
 FAR = 2**31 - 1  # farther than any key
 
 
-class Unknown(LookupError):
+class UnknownMaskFunction(LookupError):
     """A mask function that is nobody's here: only its bits tell."""
 
 
-def parts_of(function: Callable[..., Any], keys: int, first: int) -> tuple[Mask, ...]:
+def to_masks(function: Callable[..., Any], keys: int, first: int) -> tuple[Mask, ...]:
     """The masks whose `&` the function is, over `keys` keys from `first` on; none if it forbids nothing."""
     if function is masking_utils.causal_mask_function:
         return (causal(),)
@@ -28,9 +28,9 @@ def parts_of(function: Callable[..., Any], keys: int, first: int) -> tuple[Mask,
         return ()
     kind, held = _closure(function)
     if kind == "and_masks":
-        return tuple(part for one in held["mask_functions"] for part in parts_of(one, keys, first))
+        return tuple(part for one in held["mask_functions"] for part in to_masks(one, keys, first))
     if kind == "or_masks":
-        each = [all_of(parts_of(one, keys, first)) for one in held["mask_functions"]]
+        each = [intersect(to_masks(one, keys, first)) for one in held["mask_functions"]]
         if any(mask is None for mask in each):
             return ()
         either = each[0]
@@ -50,13 +50,13 @@ def parts_of(function: Callable[..., Any], keys: int, first: int) -> tuple[Mask,
         return (documents(_cut(held["packed_sequence_mask"], keys, first)),)
     if kind == "blockwise_overlay":
         ids = _cut(held["block_sequence_ids"], keys, first)
-        return documents(ids), *seen(ids >= 0)
+        return documents(ids), *key_masks(ids >= 0)
     if kind == "padding_mask_function":
-        return seen(_cut(held["padding_mask"], keys, first).bool())
-    raise Unknown(kind)
+        return key_masks(_cut(held["padding_mask"], keys, first).bool())
+    raise UnknownMaskFunction(kind)
 
 
-def together(parts: tuple[Mask, ...], queries: int, keys: int, offset: int) -> Mask | None:
+def combine(parts: tuple[Mask, ...], queries: int, keys: int, offset: int) -> Mask | None:
     """The `&` of the parts without those that forbid nothing at this size; None if nothing is left."""
     if any(isinstance(part, Causal) for part in parts):
         parts = tuple(window(part.before, 0) if isinstance(part, Window) else part for part in parts)
@@ -68,19 +68,19 @@ def together(parts: tuple[Mask, ...], queries: int, keys: int, offset: int) -> M
         or (isinstance(part, Window) and last - part.before <= 0 and offset + part.after >= keys - 1)
         for part in parts
     ]
-    return all_of(tuple(part for part, forbids_nothing in zip(parts, idle, strict=True) if not forbids_nothing))
+    return intersect(tuple(part for part, forbids_nothing in zip(parts, idle, strict=True) if not forbids_nothing))
 
 
 def _closure(function: Callable[..., Any]) -> tuple[str, dict[str, Any]]:
     """The maker of a mask function, and what it holds."""
     code, cells = getattr(function, "__code__", None), getattr(function, "__closure__", None) or ()
     if code is None or getattr(function, "__module__", None) != masking_utils.__name__:
-        raise Unknown(repr(function))
+        raise UnknownMaskFunction(repr(function))
     held = dict(zip(code.co_freevars, (cell.cell_contents for cell in cells), strict=True))
     return function.__qualname__.split(".")[0], held
 
 
 def _cut(ids: Tensor, keys: int, first: int) -> Tensor:
     if ids.shape[-1] < first + keys:
-        raise Unknown(f"{ids.shape[-1]} positions for {keys} keys from {first} on")
+        raise UnknownMaskFunction(f"{ids.shape[-1]} positions for {keys} keys from {first} on")
     return ids[:, first : first + keys]

@@ -18,9 +18,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from regard.geometry import shape_of
-from regard.integrations.described import EVERYTHING, Pattern, describe
-from regard.integrations.tensors import all_of, forbidden, keys_forbidden
+from regard.geometry import format_shape
+from regard.integrations.dense_masks import intersect, read_ignore_mask, read_key_ignore_mask
+from regard.integrations.pattern import NO_MASK, Pattern, build_attention
 from regard.masks import causal, padding
 
 NESTED = (
@@ -42,10 +42,10 @@ class Report:
         return "\n".join([*lines, *(f"left alone {name}: {why}" for name, why in self.left.items())])
 
 
-def replace(model: nn.Module, *, say: Callable[[Report], object] = print) -> nn.Module:
+def replace(model: nn.Module, *, report: Callable[[Report], object] = print) -> nn.Module:
     """Let regard compute every `nn.MultiheadAttention` of a model, the model itself included, and say which.
 
-    The same model comes back, and `say` is given a `Report`.
+    The same model comes back, and `report` is given a `Report`.
 
     The modules stay where they are, with their parameters, hooks and state_dict keys, so optimizers and checkpoints go
     on as before, and so does the contract: in masks True forbids, numbers are added. What changes: a query that may
@@ -61,7 +61,7 @@ def replace(model: nn.Module, *, say: Callable[[Report], object] = print) -> nn.
             replaced.append(name)
         elif isinstance(module, nn.MultiheadAttention):
             left[name] = f"{type(module).__name__} is a class of its own, and may compute something else"
-    say(Report(tuple(replaced), left))
+    report(Report(tuple(replaced), left))
     return model
 
 
@@ -126,12 +126,12 @@ class MultiheadAttention(nn.MultiheadAttention):
         pattern, bias = self._masks(attn_mask, key_padding_mask, is_causal and attn_mask is None, keys)
         dropout, weights = self.dropout if self.training else 0.0, None
         if need_weights:  # laid out anyhow, and then they are what the values are weighted by, as in torch
-            described = describe(pattern, bias=bias)
-            described.tell(q, k)
+            described = build_attention(pattern, bias=bias)
+            described.notify_observers(q, k)
             laid_out = F.dropout(described.weights(q, k), dropout)
             weights, output = laid_out.mean(1) if average_attn_weights else laid_out, laid_out @ v
         else:
-            output = describe(pattern, dropout=dropout, bias=bias)(q, k, v)
+            output = build_attention(pattern, dropout=dropout, bias=bias)(q, k, v)
         output = output.permute(0, 2, 1, 3) if self.batch_first or not batched else output.permute(2, 0, 1, 3)
         output = self.out_proj(output.flatten(-2))
         return (output, weights) if batched else (output[0], None if weights is None else weights[0])
@@ -164,7 +164,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         self, attn_mask: Tensor | None, key_padding_mask: Tensor | None, causal_hint: bool, keys: int
     ) -> tuple[Pattern, Tensor | None]:
         """Who may look at whom, and what is added to the scores."""
-        pattern, bias = _TOP_LEFT if causal_hint else EVERYTHING, None
+        pattern, bias = _TOP_LEFT if causal_hint else NO_MASK, None
         more = (self.bias_k is not None) + bool(self.add_zero_attn)  # keys behind the others, that everybody sees
         if more and causal_hint:
             pattern = Pattern(causal() | ~padding(keys), offset=0)
@@ -172,12 +172,12 @@ class MultiheadAttention(nn.MultiheadAttention):
             attn_mask = F.pad(attn_mask, (0, more)) if more else attn_mask
             if attn_mask.dim() == 3:
                 attn_mask = attn_mask.unflatten(0, (-1, self.num_heads))
-            pattern, bias = forbidden(attn_mask)
+            pattern, bias = read_ignore_mask(attn_mask)
         if key_padding_mask is not None:
-            parts, added = keys_forbidden(F.pad(key_padding_mask, (0, more)) if more else key_padding_mask)
+            parts, added = read_key_ignore_mask(F.pad(key_padding_mask, (0, more)) if more else key_padding_mask)
             if parts:
                 parts = parts if pattern.mask is None else (pattern.mask, *parts)
-                pattern = Pattern(all_of(parts), pattern.offset)
+                pattern = Pattern(intersect(parts), pattern.offset)
             if added is not None:
                 bias = added[:, None, None, :] + (0 if bias is None else bias)
         return pattern, bias
@@ -210,15 +210,15 @@ def _check(
         if tensor.dim() not in (2, 3) or tensor.dim() != query.dim() or tensor.shape[-1] != width:
             raise ValueError(
                 f"{name} must be {'(B, N, E)' if module.batch_first else '(N, B, E)'}, or (N, E) if query, key and "
-                f"value all are, with E = {width}, but is {shape_of(tensor)}"
+                f"value all are, with E = {width}, but is {format_shape(tensor)}"
             )
     one = query.dim() == 2
     batch = 1 if one else query.shape[0 if module.batch_first else 1]
     queries, keys = (x.shape[0 if one or not module.batch_first else 1] for x in (query, key))
     if key.shape[:-1] != value.shape[:-1] or (not one and key.shape[0 if module.batch_first else 1] != batch):
         raise ValueError(
-            f"key and value must have the same number of rows, and query's batch, but query is {shape_of(query)}, "
-            f"key {shape_of(key)} and value {shape_of(value)}; batch_first is {module.batch_first}"
+            f"key and value must have the same number of rows, and query's batch, but query is {format_shape(query)}, "
+            f"key {format_shape(key)} and value {format_shape(value)}; batch_first is {module.batch_first}"
         )
     fits = {
         "key_padding_mask": (key_padding_mask, [(keys,)] if one else [(batch, keys)]),
@@ -228,7 +228,7 @@ def _check(
         if mask is None:
             continue
         if tuple(mask.shape) not in shapes:
-            raise ValueError(f"{name} must be {' or '.join(map(str, shapes))}, but is {shape_of(mask)}")
+            raise ValueError(f"{name} must be {' or '.join(map(str, shapes))}, but is {format_shape(mask)}")
         if mask.dtype != torch.bool and not mask.is_floating_point():
             raise TypeError(
                 f"{name} must be bool, in which True forbids, or numbers that are added to the scores, "

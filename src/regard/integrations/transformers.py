@@ -26,14 +26,14 @@ from transformers.utils import logging
 from transformers.utils.import_utils import is_tracing
 from transformers.utils.output_capturing import _active_collector
 
-from regard.integrations.carrier import MaskTensor
 from regard.integrations.coverage import NAME, Coverage, coverage, missing_parts, unreached_configs
-from regard.integrations.described import EVERYTHING, Pattern, describe
-from regard.integrations.mask_functions import Unknown, parts_of, together
-from regard.integrations.tensors import permitted, seen
+from regard.integrations.dense_masks import key_masks, read_keep_mask
+from regard.integrations.mask_functions import UnknownMaskFunction, combine, to_masks
+from regard.integrations.mask_tensor import MaskTensor
+from regard.integrations.pattern import NO_MASK, Pattern, build_attention
 from regard.masks import causal, dense, documents
 
-__all__ = ["Coverage", "attend", "coverage", "enable", "mask_of"]
+__all__ = ["Coverage", "attend", "coverage", "enable", "build_mask"]
 
 _log = logging.get_logger(__name__)
 _TOP_LEFT = Pattern(causal(), offset=0)
@@ -48,7 +48,7 @@ def enable() -> None:
     modules run regard. `coverage` lists them all.
     """
     AttentionInterface.register(NAME, attend)
-    AttentionMaskInterface.register(NAME, mask_of)
+    AttentionMaskInterface.register(NAME, build_mask)
     if not hasattr(PreTrainedModel.post_init, "_regard"):
         _wrap("get_correct_attn_implementation", _choose_implementation)
         _wrap("post_init", _warn_after_building)
@@ -109,7 +109,7 @@ def _warn(model: Any) -> None:
         _log.warning_once(missing)
 
 
-def mask_of(
+def build_mask(
     batch_size: int,
     q_length: int,
     kv_length: int,
@@ -133,17 +133,18 @@ def mask_of(
         return eager_mask(**sizes, **given, dtype=dtype, allow_is_bidirectional_skip=allow_is_bidirectional_skip)
     offset = int(q_offset) - kv_offset
     try:
-        parts = (causal(),) if mask_function is None else parts_of(mask_function, kv_length, kv_offset)
+        parts = (causal(),) if mask_function is None else to_masks(mask_function, kv_length, kv_offset)
         if (keys := prepare_padding_mask(attention_mask, kv_length, kv_offset)) is not None:
-            parts += seen(keys[:, kv_offset : kv_offset + kv_length].bool())
-        mask = together(parts, q_length, kv_length, offset)
-    except Unknown:
+            parts += key_masks(keys[:, kv_offset : kv_offset + kv_length].bool())
+        mask = combine(parts, q_length, kv_length, offset)
+    except UnknownMaskFunction:
         given |= {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
         mask = dense(sdpa_mask(**sizes, **given))
     if mask is None and allow_is_bidirectional_skip:
         return None
     shape = batch_size, 1, q_length, kv_length
-    pattern = Pattern(mask, None if mask is None else offset, brief=True)  # who sees all stands nowhere, to share plans
+    # who sees all stands nowhere, to share plans
+    pattern = Pattern(mask, None if mask is None else offset, transient=True)
     return MaskTensor(pattern, shape, dtype, torch.device(device))
 
 
@@ -181,24 +182,25 @@ def attend(
         pattern = _packed(pattern, edges, kwargs.get("cu_seq_lens_k"), query.shape[2], key.shape[2])
     if position_bias is not None:
         bias = position_bias if bias is None else position_bias + bias
-    described = describe(pattern, scale=scaling, softcap=softcap, dropout=dropout, bias=bias, sink=s_aux)
+    described = build_attention(pattern, scale=scaling, softcap=softcap, dropout=dropout, bias=bias, sink=s_aux)
     output = described(query, key, value).transpose(1, 2).contiguous()
-    if not _wanted(module, kwargs):
+    if not _wants_weights(module, kwargs):
         return output, None
     if s_aux is not None and _returns_weights_without_sink(type(module).__module__):
-        described = describe(pattern, scale=scaling, softcap=softcap, dropout=dropout, bias=bias)
+        described = build_attention(pattern, scale=scaling, softcap=softcap, dropout=dropout, bias=bias)
     return output, described.weights(query, key)
 
 
 def _without_mask(module: nn.Module, is_causal: bool | None, queries: int, keys: int) -> Pattern:
     """The pattern of a call that has no mask.
 
-    `mask_of` returns None only where nothing is masked, and no model of Transformers builds a mask for eager attention
+    `build_mask` returns None only where nothing is masked, and no model of Transformers builds a mask for eager
+    attention
     alone. So None masks nothing, as in eager attention, even if `module.is_causal` is True (BridgeTower's image
     stream). For classes from elsewhere there is no such evidence: sdpa would mask, and eager attention would not.
     """
     if queries == 1 or is_causal is False:
-        return EVERYTHING
+        return NO_MASK
     if is_causal:
         if queries != keys:
             raise ValueError(
@@ -211,13 +213,13 @@ def _without_mask(module: nn.Module, is_causal: bool | None, queries: int, keys:
             f"{type(module).__name__} has is_causal=True and passes no mask, which is causal with sdpa and not with "
             "eager attention; pass is_causal=True or is_causal=False, or a mask, as create_causal_mask builds it"
         )
-    return EVERYTHING
+    return NO_MASK
 
 
 def _read(mask: Tensor, query: Tensor) -> tuple[Pattern, Tensor | None]:
     """A mask that came as a tensor: who may look, and what is added to the scores."""
     mask = mask.dense if isinstance(mask, MaskTensor) else mask
-    return permitted(mask if mask.dtype == torch.bool or mask.is_floating_point() else mask.to(query.dtype))
+    return read_keep_mask(mask if mask.dtype == torch.bool or mask.is_floating_point() else mask.to(query.dtype))
 
 
 def _packed(pattern: Pattern, edges: Tensor, key_edges: Tensor | None, queries: int, keys: int) -> Pattern:
@@ -231,16 +233,16 @@ def _packed(pattern: Pattern, edges: Tensor, key_edges: Tensor | None, queries: 
     return Pattern(inside if pattern.mask is None else pattern.mask & inside, pattern.offset)
 
 
-def _wanted(module: nn.Module, kwargs: dict[str, Any]) -> bool:
+def _wants_weights(module: nn.Module, kwargs: dict[str, Any]) -> bool:
     """Whether the weights will be returned by the model."""
     asked, collected = kwargs.get("output_attentions"), _active_collector.get()
     if asked or (collected is not None and any("attentions" in name for name in collected)):
         return True
-    return asked is None and collected is None and _collects(type(module).__module__)
+    return asked is None and collected is None and _collects_weights(type(module).__module__)
 
 
 @cache
-def _collects(module: str) -> bool:
+def _collects_weights(module: str) -> bool:
     """Whether the models of a file collect weights in their own layers without telling their attention, as a few do."""
     pattern = r"attentions\.append\(|attentions \+=? \(|output_attentions=output_attentions"
     return bool(re.search(pattern, _file_source(module)))

@@ -1,7 +1,7 @@
 """The theory's claims, measured: `regard lab`."""
 
 from regard.lab.claim import FULL, QUICK, Budget, Claim, Result, Text, Verdict
-from regard.lab.runner import CLAIMS, chosen, measure, run
+from regard.lab.runner import CLAIMS, measure, run, select_claims
 from regard.lab.theory import ITEMS, THEMES
 
 __all__ = [
@@ -15,7 +15,7 @@ __all__ = [
     "Result",
     "Text",
     "Verdict",
-    "chosen",
+    "select_claims",
     "measure",
     "run",
 ]

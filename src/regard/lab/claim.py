@@ -11,10 +11,10 @@ from typing import Any
 
 LANGUAGES = ("en", "zh")
 
-Found = dict[str, Any]
+Findings = dict[str, Any]
 """What a measurement returns: numbers and words by name, and lists of them for the picture."""
 
-Say = Callable[[str, str], str]
+PickLabel = Callable[[str, str], str]
 """Picks the English or the Chinese of two wordings, for labels in pictures."""
 
 
@@ -23,14 +23,14 @@ class Text:
     """The same in both languages.
 
     >>> from regard.lab.claim import Text
-    >>> Text("{n} keys", "{n} 个键").told("zh", {"n": 3})
+    >>> Text("{n} keys", "{n} 个键").render("zh", {"n": 3})
     '3 个键'
     """
 
     en: str
     zh: str
 
-    def told(self, language: str, found: Found | None = None) -> str:
+    def render(self, language: str, found: Findings | None = None) -> str:
         """In a language, with what was found filled in."""
         said = self.zh if language == "zh" else self.en
         return said if found is None else said.format_map(found)
@@ -48,11 +48,11 @@ class Verdict(Enum):
         return Text(self.value, {"HOLDS": "成立", "NEARLY": "近似成立", "FALSE": "原文有误"}[self.name])
 
 
-def graded(holds: bool, nearly: bool = False) -> Verdict:
+def grade(holds: bool, nearly: bool = False) -> Verdict:
     """The verdict on what is exactly so, nearly so, or not so.
 
-    >>> from regard.lab.claim import graded
-    >>> graded(False, nearly=True).value
+    >>> from regard.lab.claim import grade
+    >>> grade(False, nearly=True).value
     'holds approximately'
     """
     return Verdict.HOLDS if holds else Verdict.NEARLY if nearly else Verdict.FALSE
@@ -75,10 +75,10 @@ class Claim:
     title: Text
     says: Text
     formula: str
-    measure: Callable[..., Found]
-    judge: Callable[[Found], Verdict]
+    measure: Callable[..., Findings]
+    judge: Callable[[Findings], Verdict]
     finding: Text
-    draw: Callable[[Any, Found, Say], None]
+    draw: Callable[[Any, Findings, PickLabel], None]
     caption: Text
     quick: Mapping[str, Any] = field(default_factory=dict)
 
@@ -104,7 +104,7 @@ class Result:
     """A claim that was measured."""
 
     claim: Claim
-    found: Found
+    found: Findings
     verdict: Verdict
     seed: int
     cpu_seconds: float
@@ -114,9 +114,9 @@ class Result:
         return {
             "claim": self.claim.name,
             "theory": list(self.claim.of),
-            "title": self.claim.title.told(language),
+            "title": self.claim.title.render(language),
             "verdict": self.verdict.value,
-            "finding": self.claim.finding.told(language, self.found),
+            "finding": self.claim.finding.render(language, self.found),
             "cpu_seconds": round(self.cpu_seconds, 3),
             "found": self.found,
         }

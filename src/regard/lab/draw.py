@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any
 
-from regard.lab.claim import Claim, Found, Say
+from regard.lab.claim import Claim, Findings, PickLabel
 
 INK = "#010203"  # no picture has this colour for itself; in the page it becomes that of the text
 COLOURS = ("#4c7fb8", "#d9633f", "#4d9a57", "#9b6fb5", "#c2982f", "#4aa3a1")
@@ -30,7 +30,7 @@ def chinese_font() -> str | None:
     return next((name for name in CHINESE if name in there), None)
 
 
-def saying(language: str) -> Say:
+def label_picker(language: str) -> PickLabel:
     """Picks the wording of labels: Chinese where it is asked for and there is a font for it."""
     return (lambda en, zh: zh) if language == "zh" and chinese_font() else (lambda en, zh: en)
 
@@ -56,7 +56,7 @@ def _cycle() -> Any:
     return cycler(color=COLOURS)
 
 
-def _drawn(claim: Claim, found: Found, language: str, save: Callable[[Any], None], ink: str) -> None:
+def _draw(claim: Claim, found: Findings, language: str, save: Callable[[Any], None], ink: str) -> None:
     import matplotlib
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -65,14 +65,14 @@ def _drawn(claim: Claim, found: Found, language: str, save: Callable[[Any], None
     with matplotlib.rc_context(style):
         figure = Figure(figsize=(7.6, 3.1))
         FigureCanvasAgg(figure)
-        claim.draw(figure, found, saying(language))
+        claim.draw(figure, found, label_picker(language))
         save(figure)
 
 
-def svg(claim: Claim, found: Found, language: str) -> str:
+def svg(claim: Claim, found: Findings, language: str) -> str:
     """The picture as an element of a page; its ids begin with the claim's name, so that pictures do not meet."""
     held = io.StringIO()
-    _drawn(claim, found, language, lambda figure: figure.savefig(held, format="svg", metadata={"Date": None}), INK)
+    _draw(claim, found, language, lambda figure: figure.savefig(held, format="svg", metadata={"Date": None}), INK)
     text = held.getvalue()
     text = text[text.index("<svg") :]
     text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
@@ -83,36 +83,36 @@ def svg(claim: Claim, found: Found, language: str) -> str:
     return text.replace(INK, "currentColor").strip()
 
 
-def png(claim: Claim, found: Found, language: str) -> bytes:
+def png(claim: Claim, found: Findings, language: str) -> bytes:
     """The picture, black on white, for a notebook."""
     held = io.BytesIO()
-    _drawn(
+    _draw(
         claim, found, language,
         lambda figure: figure.savefig(held, format="png", dpi=110, facecolor="white"), "#222222",
     )  # fmt: skip
     return held.getvalue()
 
 
-def heat(
+def heatmap(
     axis: Any,
     matrix: Sequence[Sequence[float]],
     title: str,
     rows: Sequence[str] = (),
     columns: Sequence[str] = (),
-    **looks: Any,
+    **options: Any,
 ) -> Any:
     """A matrix as a picture, its rows and columns named where names are given."""
-    drawn = axis.imshow(matrix, aspect="auto", **({"cmap": "viridis"} | looks))
+    image = axis.imshow(matrix, aspect="auto", **({"cmap": "viridis"} | options))
     axis.set_title(title)
     axis.grid(False)
     for names, ticks, turn in ((rows, axis.set_yticks, 0), (columns, axis.set_xticks, 90)):
         ticks(range(len(names)), names, rotation=turn, fontsize=7) if names else ticks([])
     for spine in axis.spines.values():
         spine.set_visible(False)
-    return drawn
+    return image
 
 
-def powers(axis: Any, found: Found, series: Sequence[tuple[str, str]], say: Say) -> None:
+def plot_growth(axis: Any, found: Findings, series: Sequence[tuple[str, str]], say: PickLabel) -> None:
     """Costs against length on logarithmic axes; each series is a name of `found` and its label."""
     from matplotlib.ticker import LogFormatterSciNotation, LogLocator
 

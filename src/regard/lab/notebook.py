@@ -19,17 +19,17 @@ def notebook(results: Sequence[Result], language: str = "en") -> str:
     import nbformat
     from nbformat import v4
 
-    cells = [v4.new_markdown_cell(f"# {WORDS['title'].told(language)}\n\n{WORDS['lead'].told(language)}")]
+    cells = [v4.new_markdown_cell(f"# {WORDS['title'].render(language)}\n\n{WORDS['lead'].render(language)}")]
     theme = None
     for number, result in enumerate(results, 1):
         claim = result.claim
         if claim.theme != theme:
             theme = claim.theme
-            cells.append(v4.new_markdown_cell(f"## {THEMES[theme].told(language)}"))
+            cells.append(v4.new_markdown_cell(f"## {THEMES[theme].render(language)}"))
         cells.append(
             v4.new_markdown_cell(
-                f"### {claim.title.told(language)}\n\n{claim.says.told(language)}\n\n$${claim.formula}$$\n\n"
-                f"**{result.verdict.text.told(language)}** — {claim.finding.told(language, result.found)}"
+                f"### {claim.title.render(language)}\n\n{claim.says.render(language)}\n\n$${claim.formula}$$\n\n"
+                f"**{result.verdict.text.render(language)}** — {claim.finding.render(language, result.found)}"
             )
         )
         shown = (
@@ -42,7 +42,7 @@ def notebook(results: Sequence[Result], language: str = "en") -> str:
                 "display_data",
                 {
                     "image/png": base64.b64encode(png(claim, result.found, language)).decode(),
-                    "text/plain": claim.caption.told(language),
+                    "text/plain": claim.caption.render(language),
                 },
             ),
         ]

@@ -46,19 +46,19 @@ def page(results: Sequence[Result], language: str = "en") -> str:
     for name, title in THEMES.items():
         items = [_item(result, language) for result in results if result.claim.theme == name]
         if items:
-            themes.append({"name": name, "title": title.told(language), "results": items})
+            themes.append({"name": name, "title": title.render(language), "results": items})
     said = {
         "claims": len(results), "seconds": sum(result.cpu_seconds for result in results),
         "seed": results[0].seed if results else 0, "torch": torch.__version__, "python": platform.python_version(),
         "machine": platform.machine(),
     }  # fmt: skip
     tally = [
-        (verdict.name.lower(), verdict.text.told(language), sum(result.verdict is verdict for result in results))
+        (verdict.name.lower(), verdict.text.render(language), sum(result.verdict is verdict for result in results))
         for verdict in Verdict
     ]
     return shelf.get_template("page.html").render(
-        language=language, themes=themes, tally=tally, about=ABOUT.told(language, said),
-        words={name: text.told(language) for name, text in WORDS.items()},
+        language=language, themes=themes, tally=tally, about=ABOUT.render(language, said),
+        words={name: text.render(language) for name, text in WORDS.items()},
     )  # fmt: skip
 
 
@@ -69,11 +69,11 @@ def _item(result: Result, language: str) -> dict[str, Any]:
     return {
         "name": claim.name,
         "kind": result.verdict.name.lower(),
-        "verdict": result.verdict.text.told(language),
-        "title": claim.title.told(language),
-        "says": claim.says.told(language),
-        "finding": raised(claim.finding.told(language, result.found)),
-        "caption": claim.caption.told(language),
+        "verdict": result.verdict.text.render(language),
+        "title": claim.title.render(language),
+        "says": claim.says.render(language),
+        "finding": raised(claim.finding.render(language, result.found)),
+        "caption": claim.caption.render(language),
         # what follows was made by libraries that escape for themselves
         "formula": Markup(mathml(claim.formula)),
         "picture": Markup(svg(claim, result.found, language)),

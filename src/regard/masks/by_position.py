@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from regard.geometry import At, Frame, as_numpy, lead, shape_of
-from regard.masks.algebra import Boxes, Intervals, Kinds, Mask, integers, kinds, positions_of, short
+from regard.geometry import Frame, Indices, format_shape, pad_leading, to_numpy
+from regard.masks.algebra import Boxes, Intervals, Kinds, Mask, check_int_tensor, kinds, query_positions, short_repr
 from regard.masks.from_tensors import from_tensors
 
 
@@ -20,8 +20,8 @@ from regard.masks.from_tensors import from_tensors
 class Documents(Mask):
     ids: Tensor  # (N,) or (B, N)
 
-    def allows(self, at: At) -> Tensor:
-        ids, p = lead(self.ids, 2).to(at.p.device), at.p
+    def allows(self, at: Indices) -> Tensor:
+        ids, p = pad_leading(self.ids, 2).to(at.p.device), at.p
         if not ids.shape[1]:
             return p == at.j  # there are no keys, so there are no bits
         row = at.b if len(ids) > 1 else torch.zeros_like(at.b)
@@ -30,7 +30,7 @@ class Documents(Mask):
 
     @cached_property
     def _ranks(self) -> np.ndarray:
-        ids = as_numpy(lead(self.ids, 2))
+        ids = to_numpy(pad_leading(self.ids, 2))
         return np.unique(ids, return_inverse=True)[1].reshape(ids.shape).astype(np.int32)
 
     @cached_property
@@ -46,12 +46,12 @@ class Documents(Mask):
             start[:], stop[:] = np.repeat(edges[:-1], np.diff(edges)), np.repeat(edges[1:], np.diff(edges))
         return starts, stops
 
-    def forget(self) -> None:
+    def drop_cached(self) -> None:
         for name in ("_ranks", "_runs", "_ranges"):
             self.__dict__.pop(name, None)
 
     def intervals(self, frame: Frame) -> Intervals | None:
-        return None if self._runs is None else _of_rows(frame, *self._runs)
+        return None if self._runs is None else _query_intervals(frame, *self._runs)
 
     @cached_property
     def _ranges(self) -> _RangeMinMax:
@@ -76,16 +76,18 @@ class Documents(Mask):
                 f"{self.ids.shape[-1]}; ids are per key, also for queries that start later (they stand at offset + i)"
             )
         if self.ids.dim() == 2 and len(self.ids) not in (1, frame.B):
-            raise ValueError(f"documents: ids must be (K,) or (B, K) with B = {frame.B}, but is {shape_of(self.ids)}")
+            raise ValueError(
+                f"documents: ids must be (K,) or (B, K) with B = {frame.B}, but is {format_shape(self.ids)}"
+            )
 
     def extent(self, frame: Frame) -> tuple[int, int]:
-        return len(lead(self.ids, 2)), 1
+        return len(pad_leading(self.ids, 2)), 1
 
-    def made_for(self) -> tuple[int, int]:
+    def expected_size(self) -> tuple[int, int]:
         return self.ids.shape[-1], self.ids.shape[-1]
 
     def __repr__(self) -> str:
-        return f"documents({short(self.ids)})"
+        return f"documents({short_repr(self.ids)})"
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -93,8 +95,8 @@ class Ranges(Mask):
     start: Tensor  # (N,) or (B, N), N positions of queries
     stop: Tensor
 
-    def allows(self, at: At) -> Tensor:
-        (start, stop), p = (lead(x, 2).to(at.j.device) for x in (self.start, self.stop)), at.p
+    def allows(self, at: Indices) -> Tensor:
+        (start, stop), p = (pad_leading(x, 2).to(at.j.device) for x in (self.start, self.stop)), at.p
         row, n = (at.b if len(start) > 1 else torch.zeros_like(at.b)), start.shape[1]
         if not n:
             return (p < 0) & (at.j < 0)
@@ -102,10 +104,10 @@ class Ranges(Mask):
         return (at.j >= start[row, q]) & (at.j < stop[row, q]) & (p >= 0) & (p < n)
 
     def intervals(self, frame: Frame) -> Intervals:
-        return _of_rows(frame, *(as_numpy(lead(x, 2)) for x in (self.start, self.stop)))
+        return _query_intervals(frame, *(to_numpy(pad_leading(x, 2)) for x in (self.start, self.stop)))
 
     def kinds(self, boxes: Boxes) -> Kinds:
-        row, n = (boxes.b if len(lead(self.start, 2)) > 1 else np.zeros_like(boxes.b)), self.start.shape[-1]
+        row, n = (boxes.b if len(pad_leading(self.start, 2)) > 1 else np.zeros_like(boxes.b)), self.start.shape[-1]
         p0, p1 = boxes.p0.clip(0, n), boxes.p1.clip(0, n)
         if not n:
             return kinds(full=np.zeros(len(row), bool), empty=np.ones(len(row), bool))
@@ -117,34 +119,34 @@ class Ranges(Mask):
             empty=(p1 <= p0) | (high <= boxes.j0) | (boxes.j1 <= low),
         )
 
-    def forget(self) -> None:
+    def drop_cached(self) -> None:
         self.__dict__.pop("_edges", None)
 
     @cached_property
     def _edges(self) -> tuple[_RangeMinMax, _RangeMinMax]:
         most = np.iinfo(np.int32)  # no key stands beyond it
-        start, stop = (as_numpy(lead(x, 2)).clip(most.min, most.max) for x in (self.start, self.stop))
+        start, stop = (to_numpy(pad_leading(x, 2)).clip(most.min, most.max) for x in (self.start, self.stop))
         return _RangeMinMax(start.astype(np.int32)), _RangeMinMax(stop.astype(np.int32))
 
     def check(self, frame: Frame) -> None:
         if self.start.dim() == 2 and len(self.start) not in (1, frame.B):
             raise ValueError(
-                f"ranges: start and stop must be (N,) or (B, N) with B = {frame.B}, but are {shape_of(self.start)}"
+                f"ranges: start and stop must be (N,) or (B, N) with B = {frame.B}, but are {format_shape(self.start)}"
             )
 
     def extent(self, frame: Frame) -> tuple[int, int]:
-        return len(lead(self.start, 2)), 1
+        return len(pad_leading(self.start, 2)), 1
 
-    def made_for(self) -> tuple[int, int]:
+    def expected_size(self) -> tuple[int, int]:
         return self.start.shape[-1], int(self.stop.max()) if self.stop.numel() else 0
 
     def __repr__(self) -> str:
-        return f"ranges({short(self.start)}, {short(self.stop)})"
+        return f"ranges({short_repr(self.start)}, {short_repr(self.stop)})"
 
 
-def _of_rows(frame: Frame, starts: np.ndarray, stops: np.ndarray) -> Intervals:
+def _query_intervals(frame: Frame, starts: np.ndarray, stops: np.ndarray) -> Intervals:
     """Intervals told position by position, (B or 1, N), as the queries of a call have them; beyond N they see none."""
-    p, n = positions_of(frame)[:, 0], starts.shape[1]
+    p, n = query_positions(frame)[:, 0], starts.shape[1]
     if not n:
         return np.zeros((1, 1, frame.Q), np.int64), np.zeros((1, 1, frame.Q), np.int64)
     p = np.broadcast_to(p, (max(len(p), len(starts)), frame.Q))
@@ -189,9 +191,9 @@ def documents(ids: Sequence[int] | Tensor) -> Mask:
 
 
 def _documents(ids: Any) -> Mask:
-    tensor = integers("documents: ids", ids, "whole numbers (K,) or (B, K)")
+    tensor = check_int_tensor("documents: ids", ids, "whole numbers (K,) or (B, K)")
     if tensor.dim() not in (1, 2):
-        raise ValueError(f"documents: ids must be whole numbers (K,) or (B, K), but is of shape {shape_of(tensor)}")
+        raise ValueError(f"documents: ids must be whole numbers (K,) or (B, K), but is of shape {format_shape(tensor)}")
     return Documents(tensor)
 
 
@@ -211,11 +213,11 @@ def ranges(start: Sequence[int] | Tensor, stop: Sequence[int] | Tensor) -> Mask:
 
 
 def _ranges(start: Any, stop: Any) -> Mask:
-    first = integers("ranges: start", start, "whole numbers (N,) or (B, N)")
-    last = integers("ranges: stop", stop, "whole numbers (N,) or (B, N)")
+    first = check_int_tensor("ranges: start", start, "whole numbers (N,) or (B, N)")
+    last = check_int_tensor("ranges: stop", stop, "whole numbers (N,) or (B, N)")
     if first.shape != last.shape or first.dim() not in (1, 2):
         raise ValueError(
             "ranges: start and stop must both be whole numbers (N,) or (B, N), but are of shapes "
-            f"{shape_of(first)} and {shape_of(last)}"
+            f"{format_shape(first)} and {format_shape(last)}"
         )
     return Ranges(first, last)

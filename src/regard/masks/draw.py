@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from regard.geometry import Frame
-from regard.masks.algebra import Mask, whole
+from regard.masks.algebra import Mask, check_int
 from regard.masks.tiles import tiles
 
 
 def draw(mask: Mask, queries: int | None, keys: int | None, width: int) -> str:
     """One character a tile of the first batch row and head: `█` full, `▒` partial, `·` empty."""
     if queries is None and keys is None:
-        queries, keys = mask.made_for() or (mask.span(), mask.span())
+        queries, keys = mask.expected_size() or (mask.preview_size(), mask.preview_size())
         if not queries or not keys:
             return ""  # made for no tokens
-    keys = whole("keys", queries if keys is None else keys, 1)
-    queries, width = whole("queries", keys if queries is None else queries, 1), whole("width", width, 1)
+    keys = check_int("keys", queries if keys is None else keys, 1)
+    queries, width = check_int("queries", keys if queries is None else queries, 1), check_int("width", width, 1)
     size = max(-(-keys // width), -(-queries // width), 1)
     batch, heads = mask.extent(Frame(1, 1, 1, 1, 0))
     frame = Frame(batch, heads, queries, keys, keys - queries)

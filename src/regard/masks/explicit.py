@@ -11,10 +11,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from regard.fingerprint import reads_tensors, state_of
-from regard.geometry import At, Frame, Part, as_numpy, lead, shape_of
+from regard.fingerprint import function_state, reads_tensors
+from regard.geometry import CallSlice, Frame, Indices, format_shape, pad_leading, to_numpy
 from regard.hashing import hash32
-from regard.masks.algebra import EMPTY, PARTIAL, Boxes, Kinds, Mask, integers, kinds, short, whole
+from regard.masks.algebra import EMPTY, PARTIAL, Boxes, Kinds, Mask, check_int, check_int_tensor, kinds, short_repr
 from regard.masks.from_tensors import from_tensors
 
 
@@ -22,12 +22,12 @@ from regard.masks.from_tensors import from_tensors
 class Dense(Mask):
     tensor: Tensor  # bool, four axes, each whole or 1
 
-    def allows(self, at: At) -> Tensor:
+    def allows(self, at: Indices) -> Tensor:
         return at.take(self.tensor.to(at.j.device))
 
     def kinds(self, boxes: Boxes) -> Kinds:
         rows, columns = boxes.size
-        least = most = as_numpy(self.tensor).view(np.uint8)
+        least = most = to_numpy(self.tensor).view(np.uint8)
         for axis, size in ((3, columns), (2, rows)):
             cuts = np.arange(0, least.shape[axis], size)
             least, most = np.minimum.reduceat(least, cuts, axis), np.maximum.reduceat(most, cuts, axis)
@@ -39,23 +39,23 @@ class Dense(Mask):
         sizes = (frame.B, frame.H, frame.Q, frame.K)
         if any(n not in (1, size) for n, size in zip(self.tensor.shape, sizes, strict=True)):
             raise ValueError(
-                f"mask must broadcast to (B, H, Q, K) = {sizes}, but is {shape_of(self.tensor)}; "
+                f"mask must broadcast to (B, H, Q, K) = {sizes}, but is {format_shape(self.tensor)}; "
                 "a (B, K) key mask is written mask[:, None, None, :]"
             )
 
     def extent(self, frame: Frame) -> tuple[int, int]:
         return self.tensor.shape[0], self.tensor.shape[1]
 
-    def part(self, frame: Frame, part: Part) -> Mask:
+    def narrow(self, frame: Frame, part: CallSlice) -> Mask:
         axes = zip(self.tensor.shape, (slice(None), part.heads, part.rows, part.columns), strict=True)
         return Dense(self.tensor[tuple(slice(None) if n == 1 else edge for n, edge in axes)])
 
-    def made_for(self) -> tuple[int, int]:
+    def expected_size(self) -> tuple[int, int]:
         rows, columns = self.tensor.shape[2:]
         return rows if rows > 1 else columns, columns if columns > 1 else rows
 
     def __repr__(self) -> str:
-        return f"dense({short(self.tensor)})"
+        return f"dense({short_repr(self.tensor)})"
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -69,7 +69,7 @@ class Where(Mask):
         """The same function, with a note of all that it reads; the same object until that changes."""
         if "_content" in self.__dict__:
             return self
-        known, now = self.__dict__.get("_snapshot"), state_of(self.function)
+        known, now = self.__dict__.get("_snapshot"), function_state(self.function)
         if known is None or now is None or known.content() != now:
             known = Where(self.function)
             object.__setattr__(known, "_content", now)
@@ -90,13 +90,13 @@ class Where(Mask):
 
     def check_unchanged(self) -> None:
         before = self.content()
-        if before is not None and state_of(self.function) != before:
+        if before is not None and function_state(self.function) != before:
             raise RuntimeError(
                 f"{self!r}: what the function reads was changed between the forward pass and the backward pass, which "
                 "asks it again; change it after backward, or close over a copy"
             )
 
-    def allows(self, at: At) -> Tensor:
+    def allows(self, at: Indices) -> Tensor:
         bits = self.function(at.b, at.h, at.p, at.j)
         if not isinstance(bits, Tensor) or bits.dtype != torch.bool:
             came = f"a {bits.dtype} tensor" if isinstance(bits, Tensor) else type(bits).__name__
@@ -107,7 +107,7 @@ class Where(Mask):
 
     def extent(self, frame: Frame) -> tuple[int, int]:
         one = slice(0, 1)
-        bits = lead(self.allows(frame.at(rows=one, columns=one)))
+        bits = pad_leading(self.allows(frame.indices(rows=one, columns=one)))
         return bits.shape[0], bits.shape[1]
 
     @property
@@ -152,7 +152,7 @@ def _kinds_by_cells(side: int, cells: tuple[np.ndarray, ...], boxes: Boxes, at: 
     for r in range(int((r1 - r0).max(initial=0)) + 1):
         for c in range(int((c1 - c0).max(initial=0)) + 1):
             inside = (r0 + r <= r1) & (c0 + c <= c1)
-            found += inside & _among((*at, r0 + r, c0 + c), cells)
+            found += inside & _is_member((*at, r0 + r, c0 + c), cells)
     return kinds(full=found == (r1 - r0 + 1) * (c1 - c0 + 1), empty=found == 0)
 
 
@@ -164,11 +164,11 @@ def _kinds_by_boxes(
     top, left = rows * side - offsets[b if len(offsets) > 1 else 0], columns * side - boxes.left
     corners = [(i // height, j // width) for i in (top, top + side - 1) for j in (left, left + side - 1)]
     touched = np.tile(b, 4), np.tile(h, 4), *(np.concatenate(axis) for axis in zip(*corners, strict=True))
-    found = _among((*at, boxes.i0 // height, (boxes.j0 - boxes.left) // width), touched)
+    found = _is_member((*at, boxes.i0 // height, (boxes.j0 - boxes.left) // width), touched)
     return np.where(found, PARTIAL, EMPTY).astype(np.int8)
 
 
-def _among(asked: tuple[np.ndarray, ...], known: tuple[np.ndarray, ...]) -> np.ndarray:
+def _is_member(asked: tuple[np.ndarray, ...], known: tuple[np.ndarray, ...]) -> np.ndarray:
     """Which of the places asked for (b, h, row, column) are known: each becomes one number, no larger than needed."""
     a, k = np.zeros(len(asked[0]), np.int64), np.zeros(len(known[0]), np.int64)
     for ours, theirs in zip(asked, known, strict=True):
@@ -183,7 +183,7 @@ class Blocks(_Cells):
     layout: Tensor  # bool, (B or 1, H or 1, rows, columns)
     size: int
 
-    def allows(self, at: At) -> Tensor:
+    def allows(self, at: Indices) -> Tensor:
         layout = self.layout.to(at.j.device)
         row, column = at.p.div(self.size, rounding_mode="floor"), at.j // self.size
         inside = (row >= 0) & (row < layout.shape[2])
@@ -192,9 +192,9 @@ class Blocks(_Cells):
 
     @cached_property
     def _set(self) -> tuple[np.ndarray, ...]:
-        return np.nonzero(as_numpy(self.layout))
+        return np.nonzero(to_numpy(self.layout))
 
-    def forget(self) -> None:
+    def drop_cached(self) -> None:
         self.__dict__.pop("_set", None)
 
     def _cells(self, frame: Frame) -> tuple[int, tuple[np.ndarray, ...]]:
@@ -206,7 +206,7 @@ class Blocks(_Cells):
         if batch not in (1, frame.B) or heads not in (1, frame.H):
             raise ValueError(
                 f"blocks: layout must be (rows, columns), (H, ...) or (B, H, ...) with B = {frame.B}, H = {frame.H}, "
-                f"but is {shape_of(self.layout)}"
+                f"but is {format_shape(self.layout)}"
             )
         if columns * self.size < frame.K or rows * self.size < last:
             raise ValueError(
@@ -217,11 +217,11 @@ class Blocks(_Cells):
     def extent(self, frame: Frame) -> tuple[int, int]:
         return self.layout.shape[0], self.layout.shape[1]
 
-    def made_for(self) -> tuple[int, int]:
+    def expected_size(self) -> tuple[int, int]:
         return self.layout.shape[2] * self.size, self.layout.shape[3] * self.size
 
     def __repr__(self) -> str:
-        return f"blocks({shape_of(self.layout)}, {self.size})"
+        return f"blocks({format_shape(self.layout)}, {self.size})"
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -230,7 +230,7 @@ class RandomBlocks(_Cells):
     size: int
     seed: int
 
-    def allows(self, at: At) -> Tensor:
+    def allows(self, at: Indices) -> Tensor:
         row, column = at.p.div(self.size, rounding_mode="floor"), at.j // self.size
         drawn = (self._draw(row) == column.unsqueeze(-1)).any(-1) | (self._draw(column) == row.unsqueeze(-1)).any(-1)
         return drawn & (row >= 0)
@@ -261,7 +261,7 @@ class RandomBlocks(_Cells):
         rows, columns = np.concatenate((drawing, drawn)), np.concatenate((drawn, drawing))
         return self.size, (np.zeros_like(rows), np.zeros_like(rows), rows, columns)
 
-    def span(self) -> int:
+    def preview_size(self) -> int:
         return 16 * self.size
 
     def __repr__(self) -> str:
@@ -272,7 +272,7 @@ class RandomBlocks(_Cells):
 class Edges(_Cells):
     pairs: Tensor  # (2, E), sorted, each once
 
-    def allows(self, at: At) -> Tensor:
+    def allows(self, at: Indices) -> Tensor:
         known = (self.pairs[0] * at.frame.K + self.pairs[1]).to(at.j.device)
         asked = at.p * at.frame.K + at.j
         if not len(known):
@@ -280,7 +280,7 @@ class Edges(_Cells):
         return known[torch.searchsorted(known, asked).clamp(max=len(known) - 1)] == asked
 
     def _cells(self, frame: Frame) -> tuple[int, tuple[np.ndarray, ...]]:
-        rows, columns = as_numpy(self.pairs)
+        rows, columns = to_numpy(self.pairs)
         return 1, (np.zeros_like(rows), np.zeros_like(rows), rows, columns)
 
     def check(self, frame: Frame) -> None:
@@ -289,12 +289,12 @@ class Edges(_Cells):
         if int(self.pairs[1].max()) >= frame.K:
             raise ValueError(f"edges: pairs name key {int(self.pairs[1].max())}, but there are only {frame.K} keys")
 
-    def span(self) -> int:
+    def preview_size(self) -> int:
         return int(self.pairs.max()) + 1 if self.pairs.numel() else 16
 
     def __repr__(self) -> str:
         few = self.pairs.numel() <= 8
-        return f"edges({list(map(tuple, self.pairs.T.tolist())) if few else shape_of(self.pairs)})"
+        return f"edges({list(map(tuple, self.pairs.T.tolist())) if few else format_shape(self.pairs)})"
 
 
 def dense(tensor: Tensor) -> Mask:
@@ -320,8 +320,8 @@ def _dense(tensor: Any) -> Mask:
     if tensor.layout is not torch.strided:
         raise TypeError(f"mask must be a dense tensor, but has the layout {tensor.layout}; pass mask.to_dense()")
     if tensor.dim() > 4:
-        raise ValueError(f"mask must have at most four axes (B, H, Q, K), but is {shape_of(tensor)}")
-    return Dense(lead(tensor.detach()))
+        raise ValueError(f"mask must have at most four axes (B, H, Q, K), but is {format_shape(tensor)}")
+    return Dense(pad_leading(tensor.detach()))
 
 
 def where(function: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]) -> Mask:
@@ -362,9 +362,9 @@ def _blocks(layout: Any, size: int) -> Mask:
     if layout.dtype != torch.bool or not 2 <= layout.dim() <= 4 or not layout.numel():
         raise TypeError(
             f"blocks: layout must be a bool tensor (rows, columns), (H, ...) or (B, H, ...), "
-            f"but is {layout.dtype} of shape {shape_of(layout)}"
+            f"but is {layout.dtype} of shape {format_shape(layout)}"
         )
-    return Blocks(lead(layout.detach()), whole("size", size, 1))
+    return Blocks(pad_leading(layout.detach()), check_int("size", size, 1))
 
 
 def random_blocks(per_row: int, size: int, seed: int = 0) -> Mask:
@@ -378,7 +378,7 @@ def random_blocks(per_row: int, size: int, seed: int = 0) -> Mask:
     >>> rg.random_blocks(2, 4, seed=1).draw(16) == rg.random_blocks(2, 4, seed=1).draw(16)
     True
     """
-    return RandomBlocks(whole("per_row", per_row, 1), whole("size", size, 1), whole("seed", seed, 0))
+    return RandomBlocks(check_int("per_row", per_row, 1), check_int("size", size, 1), check_int("seed", seed, 0))
 
 
 def edges(pairs: Tensor | Iterable[tuple[int, int]]) -> Mask:
@@ -403,10 +403,10 @@ def _edges(pairs: Any) -> Mask:
     if isinstance(pairs, Iterable) and not isinstance(pairs, Tensor | np.ndarray):
         tensor = _from_tuples(list(pairs), form)
     else:
-        tensor = integers("edges: pairs", pairs, form)
+        tensor = check_int_tensor("edges: pairs", pairs, form)
     if tensor.dim() != 2 or len(tensor) != 2:
         raise ValueError(
-            f"edges: pairs must be {form}, but is of shape {shape_of(tensor)}; transpose a tensor (E, 2) by .T"
+            f"edges: pairs must be {form}, but is of shape {format_shape(tensor)}; transpose a tensor (E, 2) by .T"
         )
     if tensor.numel() and int(tensor.min()) < 0:
         raise ValueError(f"edges: pairs must not be negative, but the least is {int(tensor.min())}")
@@ -421,4 +421,4 @@ def _from_tuples(pairs: list[Any], form: str) -> Tensor:
             f"edges: pairs must be {form}, got {pairs[:4]!r}; write pairs as tuples, [(0, 1), (2, 3)], "
             "or queries and keys as a tensor, torch.tensor([queries, keys])"
         )
-    return integers("edges: pairs", pairs, form).T if pairs else torch.zeros(2, 0, dtype=torch.int64)
+    return check_int_tensor("edges: pairs", pairs, form).T if pairs else torch.zeros(2, 0, dtype=torch.int64)

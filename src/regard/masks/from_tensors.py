@@ -13,8 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from regard.fingerprint import as_data, data_of, fingerprint
-from regard.geometry import At, Frame, Part
+from regard.fingerprint import fingerprint, unwrap, without_transforms
+from regard.geometry import CallSlice, Frame, Indices
 from regard.masks.algebra import Boxes, Intervals, Kinds, Mask, snapshot_in_graph
 
 
@@ -32,7 +32,7 @@ class FromTensors(Mask):
         now = _fingerprints(self.given)
         known, mask = self.__dict__.get("_known", (None, None))
         if mask is None or now is None or now != known:
-            with nullcontext() if now is None else as_data():
+            with nullcontext() if now is None else without_transforms():
                 mask = self.build(*map(_copy, self.given))
             object.__setattr__(self, "_known", (now, mask))  # together, for other threads
             object.__setattr__(self, "_snapshot", mask)
@@ -51,7 +51,7 @@ class FromTensors(Mask):
     def __hash__(self) -> int:
         return hash(self.snapshot())
 
-    def allows(self, at: At) -> Tensor:
+    def allows(self, at: Indices) -> Tensor:
         return self.snapshot().allows(at)
 
     def kinds(self, boxes: Boxes) -> Kinds:
@@ -66,14 +66,14 @@ class FromTensors(Mask):
     def extent(self, frame: Frame) -> tuple[int, int]:
         return self.snapshot().extent(frame)
 
-    def part(self, frame: Frame, part: Part) -> Mask:
-        return self.snapshot().part(frame, part)
+    def narrow(self, frame: Frame, part: CallSlice) -> Mask:
+        return self.snapshot().narrow(frame, part)
 
-    def span(self) -> int:
-        return self.snapshot().span()
+    def preview_size(self) -> int:
+        return self.snapshot().preview_size()
 
-    def made_for(self) -> tuple[int, int] | None:
-        return self.snapshot().made_for()
+    def expected_size(self) -> tuple[int, int] | None:
+        return self.snapshot().expected_size()
 
     @property
     def opaque(self) -> bool:
@@ -92,9 +92,9 @@ def from_tensors(build: Callable[..., Mask], *given: Any) -> Mask:
         mask = build(*given)  # of tensors of the graph
         object.__setattr__(mask, "_traced", True)
         return mask
-    held = tuple(map(_held, given))
+    held = tuple(map(_as_tensor, given))
     if not any(isinstance(value, Tensor) for value in held):
-        with nullcontext() if any(map(_lists_tensors, held)) else as_data():
+        with nullcontext() if any(map(_lists_tensors, held)) else without_transforms():
             return build(*held)
     mask = FromTensors(build, held)
     mask.snapshot()  # raises where the values do not fit
@@ -105,7 +105,7 @@ def _lists_tensors(value: Any) -> bool:
     return isinstance(value, list | tuple) and any(isinstance(one, Tensor) for one in value)
 
 
-def _held(value: Any) -> Any:
+def _as_tensor(value: Any) -> Any:
     """A tensor as it is, an array as a tensor over the same memory, anything else as a copy."""
     if isinstance(value, Tensor):
         if value.is_nested:
@@ -126,5 +126,5 @@ def _fingerprints(given: tuple[Any, ...]) -> tuple | None:
 def _copy(value: Any) -> Any:
     if not isinstance(value, Tensor):
         return value
-    value = data_of(value).detach()
+    value = unwrap(value).detach()
     return value.clone(memory_format=torch.contiguous_format) if value.layout == torch.strided else value

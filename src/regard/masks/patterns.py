@@ -11,28 +11,38 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from regard.geometry import At, Frame, Part, as_numpy, shape_of
-from regard.masks.algebra import Boxes, Intervals, Kinds, Mask, integers, kinds, positions_of, short, whole
+from regard.geometry import CallSlice, Frame, Indices, format_shape, to_numpy
+from regard.masks.algebra import (
+    Boxes,
+    Intervals,
+    Kinds,
+    Mask,
+    check_int,
+    check_int_tensor,
+    kinds,
+    query_positions,
+    short_repr,
+)
 from regard.masks.from_tensors import from_tensors
 
 
-class ByDistance(Mask):
+class DistanceMask(Mask):
     """What masks share that only the distance `j - p` tells: every part of them is the same mask."""
 
-    def part(self, frame: Frame, part: Part) -> Mask:
+    def narrow(self, frame: Frame, part: CallSlice) -> Mask:
         return self
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Causal(ByDistance):
-    def allows(self, at: At) -> Tensor:
+class Causal(DistanceMask):
+    def allows(self, at: Indices) -> Tensor:
         return at.j <= at.p
 
     def kinds(self, boxes: Boxes) -> Kinds:
         return kinds(full=boxes.j1 - 1 <= boxes.p0, empty=boxes.j0 > boxes.p1 - 1)
 
     def intervals(self, frame: Frame) -> Intervals:
-        stop = positions_of(frame) + 1
+        stop = query_positions(frame) + 1
         return np.zeros_like(stop), stop
 
     def __repr__(self) -> str:
@@ -40,11 +50,11 @@ class Causal(ByDistance):
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Window(ByDistance):
+class Window(DistanceMask):
     before: int
     after: int
 
-    def allows(self, at: At) -> Tensor:
+    def allows(self, at: Indices) -> Tensor:
         distance = at.j - at.p
         return (distance >= -self.before) & (distance <= self.after)
 
@@ -56,10 +66,10 @@ class Window(ByDistance):
         )
 
     def intervals(self, frame: Frame) -> Intervals:
-        p = positions_of(frame)
+        p = query_positions(frame)
         return p - self.before, p + self.after + 1
 
-    def span(self) -> int:
+    def preview_size(self) -> int:
         return max(16, 4 * (max(self.before, self.after) + 1))
 
     def __repr__(self) -> str:
@@ -67,11 +77,11 @@ class Window(ByDistance):
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Dilated(ByDistance):
+class Dilated(DistanceMask):
     width: int
     step: int
 
-    def allows(self, at: At) -> Tensor:
+    def allows(self, at: Indices) -> Tensor:
         distance = at.p - at.j
         return (distance.abs() <= self.width * self.step) & (distance % self.step == 0)
 
@@ -83,7 +93,7 @@ class Dilated(ByDistance):
         first, last = -(-nearest.clip(-reach) // self.step), farthest.clip(max=reach) // self.step
         return kinds(full=nearest == farthest, empty=first > last)
 
-    def span(self) -> int:
+    def preview_size(self) -> int:
         return max(16, 3 * (self.width + 1) * self.step)
 
     def __repr__(self) -> str:
@@ -94,7 +104,7 @@ class Dilated(ByDistance):
 class Prefix(Mask):
     length: int | Tensor
 
-    def allows(self, at: At) -> Tensor:
+    def allows(self, at: Indices) -> Tensor:
         return (at.j < _per_row(self.length, at)) | (at.j <= at.p)
 
     def kinds(self, boxes: Boxes) -> Kinds:
@@ -102,7 +112,7 @@ class Prefix(Mask):
         return np.maximum(kinds(full=boxes.j1 <= length, empty=boxes.j0 >= length), Causal().kinds(boxes))
 
     def intervals(self, frame: Frame) -> Intervals:
-        stop = np.maximum(positions_of(frame) + 1, _lengths(self.length)[:, None, None])
+        stop = np.maximum(query_positions(frame) + 1, _lengths(self.length)[:, None, None])
         return np.zeros_like(stop), stop
 
     def check(self, frame: Frame) -> None:
@@ -111,18 +121,18 @@ class Prefix(Mask):
     def extent(self, frame: Frame) -> tuple[int, int]:
         return _count(self.length), 1
 
-    def span(self) -> int:
+    def preview_size(self) -> int:
         return max(16, 2 * int(_lengths(self.length).max(initial=0)))
 
     def __repr__(self) -> str:
-        return f"prefix({short(self.length)})"
+        return f"prefix({short_repr(self.length)})"
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Padding(Mask):
     lengths: int | Tensor
 
-    def allows(self, at: At) -> Tensor:
+    def allows(self, at: Indices) -> Tensor:
         return at.j < _per_row(self.lengths, at)
 
     def kinds(self, boxes: Boxes) -> Kinds:
@@ -144,11 +154,11 @@ class Padding(Mask):
     def extent(self, frame: Frame) -> tuple[int, int]:
         return _count(self.lengths), 1
 
-    def span(self) -> int:
+    def preview_size(self) -> int:
         return max(16, int(_lengths(self.lengths).max(initial=0) * 4 // 3))
 
     def __repr__(self) -> str:
-        return f"padding({short(self.lengths)})"
+        return f"padding({short_repr(self.lengths)})"
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -158,7 +168,7 @@ class GlobalTokens(Mask):
     def __hash__(self) -> int:
         return hash(GlobalTokens)  # positions may come from a tensor, and change
 
-    def allows(self, at: At) -> Tensor:
+    def allows(self, at: Indices) -> Tensor:
         longest = max(map(len, self.positions))
         padded = [(*row, *[-(2**62)] * (longest - len(row))) for row in self.positions]  # where nobody stands
         table = torch.tensor(padded, dtype=torch.int64, device=at.j.device).reshape(len(padded), longest)
@@ -186,7 +196,7 @@ class GlobalTokens(Mask):
     def extent(self, frame: Frame) -> tuple[int, int]:
         return len(self.positions), 1
 
-    def span(self) -> int:
+    def preview_size(self) -> int:
         return max(16, 2 * max((p + 1 for row in self.positions for p in row), default=0))
 
     def __repr__(self) -> str:
@@ -195,14 +205,14 @@ class GlobalTokens(Mask):
 
 
 def _lengths(value: int | Tensor) -> np.ndarray:
-    return np.atleast_1d(np.asarray(as_numpy(value) if isinstance(value, Tensor) else value, np.int64))
+    return np.atleast_1d(np.asarray(to_numpy(value) if isinstance(value, Tensor) else value, np.int64))
 
 
 def _count(value: int | Tensor) -> int:
     return len(value) if isinstance(value, Tensor) else 1
 
 
-def _per_row(value: int | Tensor, at: At) -> int | Tensor:
+def _per_row(value: int | Tensor, at: Indices) -> int | Tensor:
     if not isinstance(value, Tensor):
         return value
     return value.to(at.j.device)[at.b if len(value) > 1 else torch.zeros_like(at.b)]
@@ -222,10 +232,12 @@ def _check_rows(name: str, value: int | Tensor, frame: Frame) -> None:
 
 def _integers(name: str, value: int | Sequence[int] | Tensor) -> int | Tensor:
     if isinstance(value, int) and not isinstance(value, bool):
-        return whole(name, value, 0)
-    tensor = integers(name, value, "whole numbers, one or one per batch row")
+        return check_int(name, value, 0)
+    tensor = check_int_tensor(name, value, "whole numbers, one or one per batch row")
     if tensor.dim() > 1:
-        raise TypeError(f"{name} must be whole numbers, one or one per batch row, but is of shape {shape_of(tensor)}")
+        raise TypeError(
+            f"{name} must be whole numbers, one or one per batch row, but is of shape {format_shape(tensor)}"
+        )
     if not torch.compiler.is_compiling() and tensor.numel() and int(tensor.min()) < 0:
         raise ValueError(f"{name} must not be negative, but the least is {int(tensor.min())}")
     return tensor.reshape(-1)
@@ -257,7 +269,7 @@ def window(before: int, after: int) -> Mask:
     ·███
     ··██
     """
-    return Window(whole("before", before, 0), whole("after", after, 0))
+    return Window(check_int("before", before, 0), check_int("after", after, 0))
 
 
 def dilated(width: int, step: int) -> Mask:
@@ -271,7 +283,7 @@ def dilated(width: int, step: int) -> Mask:
     ·█·█·
     ··█·█
     """
-    return Dilated(whole("width", width, 0), whole("step", step, 1))
+    return Dilated(check_int("width", width, 0), check_int("step", step, 1))
 
 
 def prefix(length: int | Sequence[int] | Tensor) -> Mask:

@@ -13,13 +13,14 @@ import numpy as np
 import torch
 
 from regard.cache import CACHE
-from regard.fingerprint import as_data
-from regard.geometry import At, Frame, as_numpy
+from regard.fingerprint import without_transforms
+from regard.geometry import Frame, Indices, to_numpy
 from regard.masks.algebra import EMPTY, FULL, PARTIAL, Boxes, Intervals, Kinds, Mask, kinds
 
 START_BOXES = 1 << 14  # boxes of the grid at which the search begins
-OPAQUE_PLACES = 1 << 26  # up to here, the tiles of an opaque mask are told by their bits; beyond, they count as partial
-ASKED_PLACES = 1 << 20  # places that an opaque mask is asked for at once
+# up to here, the tiles of an opaque mask are told by their bits; beyond, they count as partial
+OPAQUE_ENTRIES = 1 << 26
+CHUNK_ENTRIES = 1 << 20  # places that an opaque mask is asked for at once
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,7 +60,7 @@ class Tiles:
     def partial(self) -> int:
         return int((self.stop - self.start)[~self.full].sum())
 
-    def places(self) -> int:
+    def entries(self) -> int:
         """How many places (b', h', i, j) the visited tiles hold."""
         rows = np.repeat(np.arange(len(self.pointer) - 1) % max(self.grid[0], 1), np.diff(self.pointer))
         height = np.minimum((rows + 1) * self.size[0], self.frame.Q) - rows * self.size[0]
@@ -80,11 +81,11 @@ class Tiles:
 
 def tiles(mask: Mask | None, frame: Frame, size: tuple[int, int]) -> Tiles:
     """The tile table of a mask, remembered by the mask's content."""
-    mask, key = None if mask is None else mask.snapshot(), frame.key()
+    mask, key = None if mask is None else mask.snapshot(), frame.cache_key()
     content = "all" if mask is None else mask.content()
     known = None if content is None else ("tiles", content, key, size)
-    with as_data():
-        return CACHE.remember(known, lambda: build_tiles(mask, key, size), owner=mask)
+    with without_transforms():
+        return CACHE.get_or_build(known, lambda: build_tiles(mask, key, size), owner=mask)
 
 
 def build_tiles(mask: Mask | None, key: tuple, size: tuple[int, int]) -> Tiles:
@@ -98,7 +99,7 @@ def build_tiles(mask: Mask | None, key: tuple, size: tuple[int, int]) -> Tiles:
         found = _from_intervals(frame, size, intervals)
     else:
         found = _from_boxes(mask, frame, size)
-    mask.forget()
+    mask.drop_cached()
     return found
 
 
@@ -149,7 +150,7 @@ def _from_boxes(mask: Mask, frame: Frame, size: tuple[int, int]) -> Tiles:
         kind = _kinds(mask, frame, size, level, batch, heads, lead, r, c)
         full = kind == FULL
         done = full if level else kind != EMPTY
-        found.append(_rows_of(lead[done], r[done], c[done], full[done], level, down, across))
+        found.append(_split_rows(lead[done], r[done], c[done], full[done], level, down, across))
         if not level:
             break
         rest = kind == PARTIAL
@@ -161,7 +162,7 @@ def _from_boxes(mask: Mask, frame: Frame, size: tuple[int, int]) -> Tiles:
         )
         inside = (r < -(-down >> level)) & (c < -(-across >> level))
         lead, r, c = lead[inside], r[inside], c[inside]
-    return _joined(frame, size, (batch, heads), np.concatenate(found), down)
+    return _merge_runs(frame, size, (batch, heads), np.concatenate(found), down)
 
 
 def _kinds(
@@ -175,9 +176,9 @@ def _kinds(
     offset = offsets[b if len(offsets) > 1 else np.zeros_like(b)]
     boxes = Boxes(frame, (height, width), b, lead % heads, i0, i1, i0 + offset, i1 + offset, j0, j1)
     found = mask.kinds(boxes)
-    if level == 0 and mask.opaque and batch * heads * frame.Q * frame.K <= OPAQUE_PLACES:
+    if level == 0 and mask.opaque and batch * heads * frame.Q * frame.K <= OPAQUE_ENTRIES:
         found = found.copy()
-        unknown, some = np.flatnonzero(found == PARTIAL), max(1, ASKED_PLACES // (height * width))
+        unknown, some = np.flatnonzero(found == PARTIAL), max(1, CHUNK_ENTRIES // (height * width))
         for first in range(0, len(unknown), some):
             part = unknown[first : first + some]
             found[part] = _kinds_by_bits(mask, frame, size, *(x[part] for x in (b, lead % heads, i0, j0)))
@@ -190,12 +191,12 @@ def _kinds_by_bits(mask: Mask, frame: Frame, size: tuple[int, int], *corners: np
     # Places past the edge repeat the last one inside, which changes neither "all" nor "any".
     i = (i + torch.arange(size[0])[:, None]).clamp(max=frame.Q - 1)
     j = (j + torch.arange(size[1])).clamp(max=frame.K - 1)
-    bits = mask.allows(At(frame, b, h, i, j)).expand(len(b), *size)
-    places = as_numpy(bits).reshape(len(b), -1)  # numpy stops at the first place that decides
+    bits = mask.allows(Indices(frame, b, h, i, j)).expand(len(b), *size)
+    places = to_numpy(bits).reshape(len(b), -1)  # numpy stops at the first place that decides
     return kinds(full=np.logical_and.reduce(places, 1), empty=~np.logical_or.reduce(places, 1))
 
 
-def _rows_of(
+def _split_rows(
     lead: np.ndarray, r: np.ndarray, c: np.ndarray, full: np.ndarray, level: int, down: int, across: int
 ) -> np.ndarray:
     """Boxes of a level as one run for each tile row that they cover."""
@@ -206,7 +207,7 @@ def _rows_of(
     return runs[rows < down]
 
 
-def _joined(frame: Frame, size: tuple[int, int], extent: tuple[int, int], runs: np.ndarray, down: int) -> Tiles:
+def _merge_runs(frame: Frame, size: tuple[int, int], extent: tuple[int, int], runs: np.ndarray, down: int) -> Tiles:
     """Sort the runs, and join neighbours of one kind."""
     runs = runs[np.lexsort((runs[:, 2], runs[:, 1], runs[:, 0]))]
     lead, row, start, stop, full = runs.T

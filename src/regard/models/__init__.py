@@ -2,16 +2,16 @@
 
 from regard.models.boxes import Objects, SetLoss
 from regard.models.checkpoints import load, save, tokenizer
-from regard.models.copying import PointerTransformer
 from regard.models.detection import Detr, DetrConfig
 from regard.models.graph import GraphConfig, NodeClassifier
 from regard.models.language import LanguageConfig, LanguageModel
 from regard.models.match import ImageTextMatcher, MatchConfig
+from regard.models.pointer import PointerTransformer
 from regard.models.recommend import Recommender
 from regard.models.resnet import RESNETS, ResNet, ResNetConfig
 from regard.models.sets import SetConfig, SetTransformer
-from regard.models.speaking import Speaker, SpeakerConfig
-from regard.models.speech import SpeechConfig, SpeechRecognizer
+from regard.models.speech_recognition import SpeechConfig, SpeechRecognizer
+from regard.models.speech_synthesis import SpeechSynthesizer, SpeechSynthesizerConfig
 from regard.models.text import (
     MaskedLanguageModel,
     QuestionAnswering,
@@ -49,8 +49,8 @@ __all__ = [
     "SetConfig",
     "SetLoss",
     "SetTransformer",
-    "Speaker",
-    "SpeakerConfig",
+    "SpeechSynthesizer",
+    "SpeechSynthesizerConfig",
     "SpeechConfig",
     "SpeechRecognizer",
     "TextConfig",

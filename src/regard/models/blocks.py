@@ -8,7 +8,7 @@ from typing import Protocol
 from torch import nn
 
 from regard.attention import Attention
-from regard.models.parts import ARRANGEMENTS, choose
+from regard.models.components import ARRANGEMENTS, choose
 from regard.nn import ACTIVATIONS, Block, FeedForward, MultiHeadAttention
 
 
@@ -16,11 +16,11 @@ class BlockConfig(Protocol):
     """What the configurations of models have in common."""
 
     @property
-    def width(self) -> int: ...
+    def d_model(self) -> int: ...
     @property
     def heads(self) -> int: ...
     @property
-    def hidden(self) -> int: ...
+    def d_hidden(self) -> int: ...
     @property
     def arrangement(self) -> str: ...
     @property
@@ -31,7 +31,7 @@ class BlockConfig(Protocol):
     def attention_dropout(self) -> float | None: ...
 
 
-def blocks(
+def build_blocks(
     config: BlockConfig, count: int, norm: Callable[[int], nn.Module], *, cross: bool = False, qkv_bias: bool = True
 ) -> list[Block]:
     """So many blocks; with `cross` each also looks at another sequence."""
@@ -41,13 +41,13 @@ def blocks(
     activation = choose("activation", config.activation, ACTIVATIONS)
 
     def attention(attend: Attention) -> MultiHeadAttention:
-        return MultiHeadAttention(config.width, config.heads, attend=attend, bias=qkv_bias, output_bias=True)
+        return MultiHeadAttention(config.d_model, config.heads, attend=attend, bias=qkv_bias, output_bias=True)
 
     return [
         Block(
             attention(own),
-            FeedForward(config.width, config.hidden, activation=activation),
-            residual=lambda: arrangement(config.width, norm, dropout=config.dropout),
+            FeedForward(config.d_model, config.d_hidden, activation=activation),
+            residual=lambda: arrangement(config.d_model, norm, dropout=config.dropout),
             cross=attention(across) if cross else None,
         )
         for _ in range(count)

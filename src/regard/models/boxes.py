@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from regard.models.parts import wide
+from regard.models.components import upcast
 
 
 class Objects(NamedTuple):
@@ -28,12 +28,12 @@ class Losses(NamedTuple):
     giou: Tensor
 
 
-def corners(boxes: Tensor) -> Tensor:
+def to_corners(boxes: Tensor) -> Tensor:
     """Boxes (..., 4) as centre and size to left, top, right, bottom.
 
     >>> import torch
     >>> from regard.models.boxes import corners
-    >>> corners(torch.tensor([0.5, 0.5, 0.25, 0.5]))
+    >>> to_corners(torch.tensor([0.5, 0.5, 0.25, 0.5]))
     tensor([0.3750, 0.2500, 0.6250, 0.7500])
     """
     centre, size = boxes.split(2, -1)
@@ -90,8 +90,8 @@ class SetLoss:
         """logits (B, Q, classes + 1), boxes (B, Q, 4), and the objects of each of the B images."""
         if len(objects) != len(logits):
             raise ValueError(f"objects must be one for each of the {len(logits)} images, but {len(objects)} came")
-        logits, boxes = wide(logits), wide(boxes)
-        pairs = self.matched(logits, boxes, objects)
+        logits, boxes = upcast(logits), upcast(boxes)
+        pairs = self.match(logits, boxes, objects)
         image = torch.cat([torch.full_like(query, n) for n, (query, _) in enumerate(pairs)])
         query = torch.cat([query for query, _ in pairs])
         classes = logits.shape[-1] - 1
@@ -104,7 +104,7 @@ class SetLoss:
         true = torch.cat([one.boxes[which] for one, (_, which) in zip(objects, pairs, strict=True)]).to(found)
         count = max(sum(len(one.labels) for one in objects), 1)
         return Losses(
-            label, (found - true).abs().sum() / count, (1 - giou(corners(found), corners(true))).sum() / count
+            label, (found - true).abs().sum() / count, (1 - giou(to_corners(found), to_corners(true))).sum() / count
         )
 
     def total(self, losses: Losses) -> Tensor:
@@ -112,7 +112,7 @@ class SetLoss:
         return self.class_weight * losses.label + self.box_weight * losses.box + self.giou_weight * losses.giou
 
     @torch.no_grad()
-    def matched(self, logits: Tensor, boxes: Tensor, objects: Sequence[Objects]) -> list[tuple[Tensor, Tensor]]:
+    def match(self, logits: Tensor, boxes: Tensor, objects: Sequence[Objects]) -> list[tuple[Tensor, Tensor]]:
         """For each image, which predictions are matched to which objects: two index tensors of min(Q, n)."""
         try:
             from scipy.optimize import linear_sum_assignment
@@ -124,11 +124,11 @@ class SetLoss:
             torch.tensor(counts, device=logits.device)
         )
         labels, true = torch.cat([one.labels for one in objects]), torch.cat([one.boxes for one in objects])
-        found, true = wide(boxes)[image], true.to(logits.device, wide(boxes).dtype)[:, None]
-        chance = wide(logits).softmax(-1)[image, :, labels.to(logits.device, torch.int64)]
+        found, true = upcast(boxes)[image], true.to(logits.device, upcast(boxes).dtype)[:, None]
+        chance = upcast(logits).softmax(-1)[image, :, labels.to(logits.device, torch.int64)]
         cost = -self.class_weight * chance
         cost += self.box_weight * (found - true).abs().sum(-1)
-        cost -= self.giou_weight * giou(corners(found), corners(true))
+        cost -= self.giou_weight * giou(to_corners(found), to_corners(true))
         # What has diverged is matched last rather than refused: the loss then shows it.
         cost = cost.nan_to_num(nan=1e9, posinf=1e9, neginf=-1e9).cpu()
         pairs = []

@@ -13,14 +13,14 @@ from torch import Tensor
 UNLIKELY = 1e-5  # labels of a frame that are less probable begin no new path
 
 
-class Spelled(NamedTuple):
+class Hypothesis(NamedTuple):
     """What frames spell, and the log-probability of all paths that were followed to it."""
 
     labels: list[int]
     score: float
 
 
-def greedy(logits: Tensor, *, blank: int = 0) -> Spelled:
+def greedy(logits: Tensor, *, blank: int = 0) -> Hypothesis:
     """The best label of every frame, repeats once, without blanks; logits (N, labels).
 
     >>> import torch
@@ -30,10 +30,10 @@ def greedy(logits: Tensor, *, blank: int = 0) -> Spelled:
     """
     score, best = logits.float().log_softmax(-1).max(-1)
     labels = torch.unique_consecutive(best)
-    return Spelled(labels[labels != blank].tolist(), float(score.sum()))
+    return Hypothesis(labels[labels != blank].tolist(), float(score.sum()))
 
 
-def prefix_beam(logits: Tensor, *, width: int = 8, blank: int = 0) -> Spelled:
+def prefix_beam(logits: Tensor, *, width: int = 8, blank: int = 0) -> Hypothesis:
     """The most probable spelling of frames, summed over its paths, of `width` followed at a time; logits (N, labels).
 
     A spelling has two sums, of paths that end with a blank and of paths that end with its last label: after the latter
@@ -47,33 +47,33 @@ def prefix_beam(logits: Tensor, *, width: int = 8, blank: int = 0) -> Spelled:
     """
     if width < 1:
         raise ValueError(f"width must be at least 1, but is {width}")
-    shares = logits.detach().double().log_softmax(-1).cpu().numpy()
-    followed: dict[tuple[int, ...], tuple[float, float]] = {(): (0.0, -math.inf)}
+    log_probabilities = logits.detach().double().log_softmax(-1).cpu().numpy()
+    beams: dict[tuple[int, ...], tuple[float, float]] = {(): (0.0, -math.inf)}
     floor = math.log(UNLIKELY)
-    for frame in shares:
+    for frame in log_probabilities:
         likely = [int(label) for label in np.flatnonzero(frame > floor) if label != blank]
-        made: dict[tuple[int, ...], tuple[float, float]] = {}
+        extended: dict[tuple[int, ...], tuple[float, float]] = {}
 
-        def add(spelled: tuple[int, ...], ends_blank: float, ends_label: float, made: dict = made) -> None:
-            before = made.get(spelled, (-math.inf, -math.inf))
-            made[spelled] = _sum(before[0], ends_blank), _sum(before[1], ends_label)
+        def add(prefix: tuple[int, ...], ends_blank: float, ends_label: float, extended: dict = extended) -> None:
+            before = extended.get(prefix, (-math.inf, -math.inf))
+            extended[prefix] = _sum(before[0], ends_blank), _sum(before[1], ends_label)
 
-        for spelled, (by_blank, by_label) in followed.items():
+        for prefix, (by_blank, by_label) in beams.items():
             either = _sum(by_blank, by_label)
-            last = spelled[-1] if spelled else blank
-            add(spelled, either + frame[blank], by_label + frame[last] if spelled else -math.inf)
+            last = prefix[-1] if prefix else blank
+            add(prefix, either + frame[blank], by_label + frame[last] if prefix else -math.inf)
             for label in likely:
-                add((*spelled, label), -math.inf, (by_blank if label == last else either) + frame[label])
-        followed = dict(sorted(made.items(), key=lambda pair: -_sum(*pair[1]))[:width])
-    best, sums = max(followed.items(), key=lambda pair: _sum(*pair[1]))
-    return Spelled(list(best), _sum(*sums))
+                add((*prefix, label), -math.inf, (by_blank if label == last else either) + frame[label])
+        beams = dict(sorted(extended.items(), key=lambda pair: -_sum(*pair[1]))[:width])
+    best, sums = max(beams.items(), key=lambda pair: _sum(*pair[1]))
+    return Hypothesis(list(best), _sum(*sums))
 
 
-def frames_needed(labels: list[int]) -> int:
+def min_frames(labels: list[int]) -> int:
     """How many frames a spelling needs at least: one for each label, and a blank between two that are the same.
 
-    >>> from regard.models.ctc import frames_needed
-    >>> frames_needed([5, 5, 7])
+    >>> from regard.models.ctc import min_frames
+    >>> min_frames([5, 5, 7])
     4
     """
     return len(labels) + sum(one == other for one, other in pairwise(labels))

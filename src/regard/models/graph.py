@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from regard.masks import Mask
-from regard.models.parts import choose
-from regard.nn import ACTIVATIONS, Block, Encoder, FeedForward, GraphAttention, PreNorm, Shared, linear
+from regard.models.components import choose
+from regard.nn import ACTIVATIONS, Block, Encoder, FeedForward, GraphAttention, LayerContext, PreNorm, linear
 
 
 @dataclass(frozen=True)
@@ -19,15 +19,15 @@ class GraphConfig:
     features: numbers of a node. dropout: of features, of what layers add and of the weights of attention.
 
     >>> from regard.models.graph import GraphConfig
-    >>> GraphConfig(features=5, width=16, layers=2, heads=2, hidden=32).classes
+    >>> GraphConfig(features=5, d_model=16, layers=2, heads=2, d_hidden=32).classes
     2
     """
 
     features: int
-    width: int
+    d_model: int
     layers: int
     heads: int
-    hidden: int
+    d_hidden: int
     classes: int = 2
     activation: str = "gelu"
     dropout: float = 0.0
@@ -39,7 +39,7 @@ class NodeClassifier(nn.Module):
     The mask says which nodes each may look at: `regard.edges(pairs)`, both ways and itself among them.
 
     >>> import regard as rg, torch
-    >>> config = rg.models.GraphConfig(features=5, width=16, layers=2, heads=2, hidden=32)
+    >>> config = rg.models.GraphConfig(features=5, d_model=16, layers=2, heads=2, d_hidden=32)
     >>> model = rg.models.NodeClassifier(config).eval()
     >>> model(torch.randn(1, 3, 5), rg.edges(torch.tensor([[0, 1, 2, 0, 1], [0, 1, 2, 1, 0]]))).shape
     torch.Size([1, 3, 2])
@@ -49,23 +49,23 @@ class NodeClassifier(nn.Module):
         super().__init__()
         self.config = config
         activation = choose("activation", config.activation, ACTIVATIONS)
-        self.embedding = linear(config.features, config.width)
+        self.embedding = linear(config.features, config.d_model)
         self.stack = Encoder(
             [
                 Block(
-                    GraphAttention(config.width, config.heads, dropout=config.dropout),
-                    FeedForward(config.width, config.hidden, activation=activation),
-                    residual=lambda: PreNorm(config.width, dropout=config.dropout),
+                    GraphAttention(config.d_model, config.heads, dropout=config.dropout),
+                    FeedForward(config.d_model, config.d_hidden, activation=activation),
+                    residual=lambda: PreNorm(config.d_model, dropout=config.dropout),
                 )
                 for _ in range(config.layers)
             ],
-            norm=nn.LayerNorm(config.width),
+            norm=nn.LayerNorm(config.d_model),
         )
-        self.classifier = linear(config.width, config.classes)
+        self.classifier = linear(config.d_model, config.classes)
 
     def forward(self, inputs: Tensor, mask: Mask | None = None) -> Tensor:
         """Logits (B, N, classes)."""
         x = self.embedding(F.dropout(inputs, self.config.dropout, self.training))
         x = F.dropout(x, self.config.dropout, self.training)
-        x = self.stack(x, shared=Shared(mask))
+        x = self.stack(x, context=LayerContext(mask))
         return self.classifier(F.dropout(x, self.config.dropout, self.training))

@@ -11,10 +11,11 @@ from torch import Tensor, nn
 
 from regard.attention import Attention
 from regard.engines.packed_linear import project
-from regard.geometry import shape_of
+from regard.geometry import format_shape
 from regard.masks import causal, window
-from regard.models.parts import ARRANGEMENTS, Inputs, choose, embedded, embedding, norm_named, rows_of
-from regard.models.places import reach
+from regard.models.components import ARRANGEMENTS, choose, embed_tokens, make_embedding, norm_factory
+from regard.models.inputs import Inputs, prepare_inputs
+from regard.models.position_embeddings import table_length
 from regard.nn import (
     ACTIVATIONS,
     Block,
@@ -22,14 +23,14 @@ from regard.nn import (
     Encoder,
     FeedForward,
     GatedFeedForward,
+    LayerContext,
     MultiHeadAttention,
     Packed,
     Rotary,
-    Shared,
     linear,
 )
 from regard.nn.dropout import dropout
-from regard.nn.generate import Greedy, Sample, State, Strategy, follow, generate, stop_tokens
+from regard.nn.generate import GenerationState, Greedy, Sample, Strategy, generate, generate_steps, stop_tokens
 from regard.nn.loss import token_loss
 from regard.scores import Dot
 
@@ -38,7 +39,7 @@ from regard.scores import Dot
 class LanguageConfig:
     """A language model. The defaults are GPT-2's; Llama's kin have `rotary`, `norm="rms"`, `gated` and no `bias`.
 
-    groups: key/value heads, as many as heads unless told otherwise. head_width: width / heads unless told otherwise.
+    kv_heads: key/value heads, as many as heads unless told otherwise. d_head: d_model / heads unless told otherwise.
     rotary: how q and k are turned by position; none is a learned table of `positions` rows.
     arrangement: "pre", "post" or "sandwich". norm: "layer", "rms", or "unit_rms" (1 + weight).
     windows: how many tokens the layers see, in turn, none for all: (4096, None) alternates, (4096,) is every layer.
@@ -46,17 +47,17 @@ class LanguageConfig:
     attention_dropout: of the weights, dropout unless told otherwise.
 
     >>> from regard.models.language import LanguageConfig
-    >>> LanguageConfig(vocabulary=100, width=32, layers=2, heads=4, hidden=64).norm
+    >>> LanguageConfig(vocabulary=100, d_model=32, layers=2, heads=4, d_hidden=64).norm
     'layer'
     """
 
     vocabulary: int
-    width: int
+    d_model: int
     layers: int
     heads: int
-    hidden: int
-    groups: int | None = None
-    head_width: int | None = None
+    d_hidden: int
+    kv_heads: int | None = None
+    d_head: int | None = None
     positions: int = 1024
     rotary: Rotary | None = None
     arrangement: str = "pre"
@@ -81,46 +82,48 @@ class LanguageModel(nn.Module):
     """Token ids to the logits of the token that follows each: (B, N) to (B, N, vocabulary).
 
     Inputs are ids (B, N) with a (B, N) bool mask, packed ids, or a list of ids, whose logits come in the same form.
-    Embeddings start from N(0, 0.02^2); a head that is not tied from N(0, 1 / width).
+    Embeddings start from N(0, 0.02^2); a head that is not tied from N(0, 1 / d_model).
 
     >>> import torch
     >>> from regard.models.language import LanguageConfig, LanguageModel
-    >>> model = LanguageModel(LanguageConfig(vocabulary=100, width=32, layers=2, heads=4, hidden=64)).eval()
+    >>> model = LanguageModel(LanguageConfig(vocabulary=100, d_model=32, layers=2, heads=4, d_hidden=64)).eval()
     >>> model(torch.tensor([[5, 6, 7]])).shape
     torch.Size([1, 3, 100])
-    >>> [len(tokens) for tokens in model.generate([torch.tensor([5, 6, 7]), torch.tensor([8])], limit=4)]
+    >>> [len(tokens) for tokens in model.generate([torch.tensor([5, 6, 7]), torch.tensor([8])], max_new_tokens=4)]
     [4, 4]
     """
 
     def __init__(self, config: LanguageConfig) -> None:
         super().__init__()
         self.config = config
-        self.embedding = embedding(config.vocabulary, config.width)
-        self.position = None if config.rotary is not None else embedding(config.positions, config.width)
-        norm = norm_named(config.norm, config.eps)
-        self.stack = Encoder(_blocks(config), norm=None if config.arrangement == "post" else norm(config.width))
-        self.head = None if config.tied else linear(config.width, config.vocabulary, bias=False)
+        self.embedding = make_embedding(config.vocabulary, config.d_model)
+        self.position = None if config.rotary is not None else make_embedding(config.positions, config.d_model)
+        norm = norm_factory(config.norm, config.eps)
+        self.stack = Encoder(_build_blocks(config), norm=None if config.arrangement == "post" else norm(config.d_model))
+        self.head = None if config.tied else linear(config.d_model, config.vocabulary, bias=False)
 
     def forward(self, inputs: Inputs, mask: Tensor | None = None) -> Tensor | Packed | list[Tensor]:
         """Logits (B, N, vocabulary); of packed inputs packed, of a list a list."""
-        rows = rows_of(inputs, mask).own()
-        return rows.back(self.logits(self.hidden(rows.values, rows.positions, rows.shared)))
+        rows = prepare_inputs(inputs, mask).to_local()
+        return rows.to_input_form(self.logits(self.hidden(rows.values, rows.positions, rows.context)))
 
-    def hidden(self, ids: Tensor, positions: Tensor, shared: Shared, caches: Sequence[Cache] | None = None) -> Tensor:
-        """Ids (B, N) to hidden states (B, N, width)."""
-        x = embedded(ids, self.embedding)
+    def hidden(
+        self, ids: Tensor, positions: Tensor, context: LayerContext, cache: Sequence[Cache] | None = None
+    ) -> Tensor:
+        """Ids (B, N) to hidden states (B, N, d_model)."""
+        x = embed_tokens(ids, self.embedding)
         if self.config.embedding_scale != 1:
             x = x * self.config.embedding_scale
         if self.position is not None:
-            if not torch.compiler.is_compiling() and reach(positions) > self.config.positions:
+            if not torch.compiler.is_compiling() and table_length(positions) > self.config.positions:
                 raise ValueError(
-                    f"the model knows {self.config.positions} positions, but token {reach(positions)} came; "
-                    "shorten the prompt or lower limit"
+                    f"the model knows {self.config.positions} positions, but token {table_length(positions)} came; "
+                    "shorten the prompt or lower max_new_tokens"
                 )
             x = x + F.embedding(positions, self.position.weight)
         if self.config.dropout and self.training:
             x = dropout(x, self.config.dropout)
-        return self.stack(x, shared=shared, caches=caches)
+        return self.stack(x, context=context, cache=cache)
 
     @property
     def output_layer(self) -> nn.Embedding | nn.Linear:
@@ -128,103 +131,104 @@ class LanguageModel(nn.Module):
         return self.embedding if self.head is None else self.head
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Hidden states (..., width) to logits (..., vocabulary)."""
-        return self.capped(project(hidden, self.output_layer.weight))
+        """Hidden states (..., d_model) to logits (..., vocabulary)."""
+        return self.apply_softcap(project(hidden, self.output_layer.weight))
 
-    def capped(self, logits: Tensor) -> Tensor:
+    def apply_softcap(self, logits: Tensor) -> Tensor:
         """Logits within `final_softcap`, if there is one."""
         cap = self.config.final_softcap
         return logits if cap is None else cap * torch.tanh(logits / cap)
 
-    def loss(self, inputs: Packed, after: Tensor, *, smoothing: float = 0.0) -> Tensor:
-        """The sum of the cross entropies of the tokens `after` each of the inputs (N,).
+    def loss(self, inputs: Packed, labels: Tensor, *, smoothing: float = 0.0) -> Tensor:
+        """The sum of the cross entropies of the tokens `labels` each of the inputs (N,).
 
         Where sequences are shared with other processes, it is the sum over the tokens of this one.
         """
-        whole = rows_of(inputs, batched=True)
-        rows = whole.own()
-        after = rows.beside(after.view(whole.values.shape)).flatten()
-        return self.token_loss(self.hidden(rows.values, rows.positions, rows.shared).flatten(0, -2), after, smoothing)
+        whole = prepare_inputs(inputs, batched=True)
+        rows = whole.to_local()
+        labels = rows.shard_like(labels.view(whole.values.shape)).flatten()
+        return self.token_loss(self.hidden(rows.values, rows.positions, rows.context).flatten(0, -2), labels, smoothing)
 
-    def token_loss(self, hidden: Tensor, after: Tensor, smoothing: float) -> Tensor:
-        """The same of hidden states (N, width)."""
+    def token_loss(self, hidden: Tensor, labels: Tensor, smoothing: float) -> Tensor:
+        """The same of hidden states (N, d_model)."""
         weight = self.output_layer.weight
-        return token_loss(hidden, weight, after, smoothing=smoothing, softcap=self.config.final_softcap)
+        return token_loss(hidden, weight, labels, smoothing=smoothing, softcap=self.config.final_softcap)
 
-    def begin(self, prompts: Tensor | Sequence[Tensor]) -> tuple[State, Tensor]:
+    def start_generation(self, prompts: Tensor | Sequence[Tensor]) -> tuple[GenerationState, Tensor]:
         """A state to generate from, and the prompts as one tensor (R, n), filled up at the front."""
         rows = list(prompts)
         if not rows or any(row.dim() != 1 or not len(row) for row in rows):
-            came = ", ".join(shape_of(row) for row in rows[:4]) or "none"
+            came = ", ".join(format_shape(row) for row in rows[:4]) or "none"
             raise ValueError(f"prompts must be ids (B, N), or a list of ids (n,) of at least one token, but are {came}")
         longest = max(map(len, rows))
-        filler = torch.tensor([longest - len(row) for row in rows], device=rows[0].device)
+        left_padding = torch.tensor([longest - len(row) for row in rows], device=rows[0].device)
         first = torch.stack([F.pad(row, (longest - len(row), 0)) for row in rows])
-        caches = self.stack.caches()
+        cache = self.stack.cache()
 
-        def forward(ids: Tensor, shared: Shared) -> Tensor:
-            assert shared.positions is not None
-            return self.logits(self.hidden(ids, shared.positions, shared, caches)[:, -1])
+        def forward(ids: Tensor, context: LayerContext) -> Tensor:
+            assert context.positions is not None
+            return self.logits(self.hidden(ids, context.positions, context, cache)[:, -1])
 
-        return State(forward, caches, filler if bool(filler.any()) else None), first
+        return GenerationState(forward, cache, left_padding if bool(left_padding.any()) else None), first
 
     def generate(
-        self, prompts: Tensor | Sequence[Tensor], *, limit: int = 64, strategy: Strategy | None = None,
+        self, prompts: Tensor | Sequence[Tensor], *, max_new_tokens: int = 64, strategy: Strategy | None = None,
         stop: int | Sequence[int] = (),
     ) -> list[Tensor]:  # fmt: skip
-        """What follows each prompt, at most `limit` tokens, ending before a stop token; greedy unless told otherwise.
+        """What follows each prompt, at most `max_new_tokens` tokens, ending before a stop token; greedy unless told
+        otherwise.
 
         Prompts are ids (B, N), or a list of ids of different lengths.
         """
         with torch.inference_mode():
-            state, first = self.begin(prompts)
-            return generate(state, first, strategy=strategy or Greedy(), limit=limit, stop=stop)
+            state, first = self.start_generation(prompts)
+            return generate(state, first, strategy=strategy or Greedy(), max_new_tokens=max_new_tokens, stop=stop)
 
     def stream(
         self,
         prompt: Tensor,
         *,
-        limit: int = 64,
+        max_new_tokens: int = 64,
         strategy: Greedy | Sample | None = None,
         stop: int | Sequence[int] = (),
     ) -> Iterator[int]:
         """The tokens that follow one prompt (n,), each as soon as it is there, ending before a stop token."""
-        state, first = self.begin([prompt])
+        state, first = self.start_generation([prompt])
         stop = stop_tokens(stop)
-        for token in follow(state, first, strategy or Greedy(), limit=limit, stop=stop):
+        for token in generate_steps(state, first, strategy or Greedy(), max_new_tokens=max_new_tokens, stop=stop):
             if (found := int(token)) in stop:
                 return
             yield found
 
 
-def _blocks(config: LanguageConfig) -> list[Block]:
-    norm = norm_named(config.norm, config.eps)
+def _build_blocks(config: LanguageConfig) -> list[Block]:
+    norm = norm_factory(config.norm, config.eps)
     arrangement = choose("arrangement", config.arrangement, ARRANGEMENTS)
     activation = choose("activation", config.activation, ACTIVATIONS)
     feedforward = GatedFeedForward if config.gated else FeedForward
-    d_head = config.head_width or config.width // config.heads
+    d_head = config.d_head or config.d_model // config.heads
     # Layers that look as far share one description, and so its plans.
-    described: dict[int | None, Attention] = {}
-    dropped = config.dropout if config.attention_dropout is None else config.attention_dropout
+    attentions: dict[int | None, Attention] = {}
+    attention_dropout = config.dropout if config.attention_dropout is None else config.attention_dropout
     for back in config.windows or (None,):
         mask = causal() if back is None else causal() & window(back - 1, 0)
-        described[back] = Attention(Dot(config.scale, config.softcap), mask, dropout=dropped)
+        attentions[back] = Attention(Dot(config.scale, config.softcap), mask, dropout=attention_dropout)
     blocks = []
     for n in range(config.layers):
         attention = MultiHeadAttention(
-            config.width,
+            config.d_model,
             config.heads,
-            groups=config.groups,
+            kv_heads=config.kv_heads,
             d_head=d_head,
-            attend=described[config.windows[n % len(config.windows)] if config.windows else None],
+            attend=attentions[config.windows[n % len(config.windows)] if config.windows else None],
             rotary=config.rotary,
             query_norm=norm(d_head) if config.qk_norm else None,
             key_norm=norm(d_head) if config.qk_norm else None,
             bias=config.bias if config.qkv_bias is None else config.qkv_bias,
             output_bias=config.bias,
         )
-        hidden = feedforward(config.width, config.hidden, activation=activation, bias=config.bias)
+        hidden = feedforward(config.d_model, config.d_hidden, activation=activation, bias=config.bias)
         blocks.append(
-            Block(attention, hidden, residual=lambda: arrangement(config.width, norm, dropout=config.dropout))
+            Block(attention, hidden, residual=lambda: arrangement(config.d_model, norm, dropout=config.dropout))
         )
     return blocks

@@ -9,12 +9,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from regard.models.blocks import blocks
-from regard.models.parts import norm_named, rows_of
+from regard.models.blocks import build_blocks
+from regard.models.components import norm_factory
+from regard.models.inputs import prepare_inputs
 from regard.models.text import TextConfig, TextEncoder
 from regard.models.vision import VisionConfig, VisionTransformer
-from regard.nn import Mean, Shared, linear
-from regard.sharding import sharding
+from regard.nn import LayerContext, Mean, linear
+from regard.sharding import current_sharding
 
 
 @dataclass(frozen=True)
@@ -25,8 +26,8 @@ class MatchConfig:
         vectors that know nothing of each other, and their cosine.
 
     >>> from regard.models import MatchConfig, TextConfig, VisionConfig
-    >>> text = TextConfig(vocabulary=100, width=32, layers=1, heads=4, hidden=64)
-    >>> MatchConfig(text, VisionConfig(width=32, layers=1, heads=4, hidden=64, image=(32, 32), patch=8)).layers
+    >>> text = TextConfig(vocabulary=100, d_model=32, layers=1, heads=4, d_hidden=64)
+    >>> MatchConfig(text, VisionConfig(d_model=32, layers=1, heads=4, d_hidden=64, image=(32, 32), patch=8)).layers
     2
     """
 
@@ -46,20 +47,21 @@ class Fusion(nn.Module):
     def __init__(self, config: MatchConfig) -> None:
         super().__init__()
         self.text, self.image = (
-            blocks(side, 1, norm_named(side.norm, side.eps), cross=True)[0] for side in (config.text, config.vision)
+            build_blocks(side, 1, norm_factory(side.norm, side.eps), cross=True)[0]
+            for side in (config.text, config.vision)
         )
 
-    def forward(self, words: Tensor, patches: Tensor, mask: Shared) -> tuple[Tensor, Tensor]:
-        """words (B, N, width) and patches (B, 1 + patches, width); mask: of words."""
-        every = Shared()
-        if (together := sharding()) is not None:
-            words, patches = together.own(words, 1), together.own(patches, 1)
-            mask, every = mask.own(), every.own()
+    def forward(self, words: Tensor, patches: Tensor, mask: LayerContext) -> tuple[Tensor, Tensor]:
+        """words (B, N, d_model) and patches (B, 1 + patches, d_model); mask: of words."""
+        unmasked = LayerContext()
+        if (sharding := current_sharding()) is not None:
+            words, patches = sharding.to_local(words, 1), sharding.to_local(patches, 1)
+            mask, unmasked = mask.to_local(), unmasked.to_local()
         found = (
-            self.text(words, patches, shared=mask, across=every),
-            self.image(patches, words, shared=every, across=mask),
+            self.text(words, patches, context=mask, cross_context=unmasked),
+            self.image(patches, words, context=unmasked, cross_context=mask),
         )
-        return found if together is None else (together.whole(found[0], 1), together.whole(found[1], 1))
+        return found if sharding is None else (sharding.full_tensor(found[0], 1), sharding.full_tensor(found[1], 1))
 
 
 class ImageTextMatcher(nn.Module):
@@ -69,8 +71,8 @@ class ImageTextMatcher(nn.Module):
 
     >>> import torch
     >>> from regard.models import ImageTextMatcher, MatchConfig, TextConfig, VisionConfig
-    >>> text = TextConfig(vocabulary=100, width=32, layers=1, heads=4, hidden=64)
-    >>> vision = VisionConfig(width=32, layers=1, heads=4, hidden=64, image=(32, 32), patch=8)
+    >>> text = TextConfig(vocabulary=100, d_model=32, layers=1, heads=4, d_hidden=64)
+    >>> vision = VisionConfig(d_model=32, layers=1, heads=4, d_hidden=64, image=(32, 32), patch=8)
     >>> model = ImageTextMatcher(MatchConfig(text, vision)).eval()
     >>> model(torch.randn(2, 3, 32, 32), torch.tensor([[5, 6], [7, 8]])).shape
     torch.Size([2])
@@ -79,33 +81,36 @@ class ImageTextMatcher(nn.Module):
     def __init__(self, config: MatchConfig) -> None:
         super().__init__()
         self.config = config
-        width = config.text.width
-        if width != config.vision.width:
-            raise ValueError(f"text and vision must have one width, but have {width} and {config.vision.width}")
+        d_model = config.text.d_model
+        if d_model != config.vision.d_model:
+            raise ValueError(f"text and vision must have one width, but have {d_model} and {config.vision.d_model}")
         self.image, self.text = VisionTransformer(config.vision), TextEncoder(config.text)
         self.layers = nn.ModuleList(Fusion(config) for _ in range(config.layers))
         self.pooling = Mean()
         if config.layers:
-            self.norm = nn.LayerNorm(2 * width)
-            self.transform, self.classifier = linear(2 * width, width), linear(width, 1)
+            self.norm = nn.LayerNorm(2 * d_model)
+            self.transform, self.classifier = linear(2 * d_model, d_model), linear(d_model, 1)
         else:
             self.scale, self.bias = nn.Parameter(torch.tensor(math.log(10.0))), nn.Parameter(torch.zeros(()))
 
     def forward(self, images: Tensor, text: Tensor, mask: Tensor | None = None) -> Tensor:
         """Logits (B,)."""
-        return self.matched(images, text, mask)[0]
+        return self.match(images, text, mask)[0]
 
-    def matched(self, images: Tensor, text: Tensor, mask: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
-        """Logits (B,), and what the encoders say before they meet: unit vectors of images and of texts, (B, width)."""
+    def match(self, images: Tensor, text: Tensor, mask: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+        """Logits (B,), and what the encoders say before they meet: unit vectors of images and of texts, (B,
+        d_model)."""
         if len(images) != len(text):
             raise ValueError(f"images and texts must be as many, but are {len(images)} and {len(text)}")
-        rows = rows_of(text, mask)
+        rows = prepare_inputs(text, mask)
         patches, words = self.image(images), self.text.hidden(rows)
-        seen, said = (F.normalize(each, dim=-1) for each in (patches[:, 1:].mean(1), self.pooling(words, mask)))
+        image_vectors, text_vectors = (
+            F.normalize(each, dim=-1) for each in (patches[:, 1:].mean(1), self.pooling(words, mask))
+        )
         if not self.config.layers:
-            return (seen * said).sum(-1) * self.scale.exp() + self.bias, seen, said
-        shared = Shared(rows.shared.mask)
+            return (image_vectors * text_vectors).sum(-1) * self.scale.exp() + self.bias, image_vectors, text_vectors
+        context = LayerContext(rows.context.mask)
         for layer in self.layers:
-            words, patches = layer(words, patches, shared)
+            words, patches = layer(words, patches, context)
         pooled = self.norm(torch.cat((self.pooling(words, mask), patches[:, 1:].mean(1)), -1))
-        return self.classifier(F.gelu(self.transform(pooled)))[:, 0], seen, said
+        return self.classifier(F.gelu(self.transform(pooled)))[:, 0], image_vectors, text_vectors

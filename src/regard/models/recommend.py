@@ -6,10 +6,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from regard.models.inputs import Inputs, prepare_inputs
 from regard.models.language import LanguageModel
-from regard.models.parts import Inputs, rows_of
 from regard.nn import Last, Packed
-from regard.nn.loss import loss_among
+from regard.nn.loss import restricted_loss
 
 
 class Recommender(LanguageModel):
@@ -17,35 +17,38 @@ class Recommender(LanguageModel):
 
     >>> import torch
     >>> from regard.models import LanguageConfig, Recommender
-    >>> model = Recommender(LanguageConfig(vocabulary=100, width=32, layers=2, heads=2, hidden=64)).eval()
-    >>> model.following([torch.tensor([5, 6, 7]), torch.tensor([8])]).shape
+    >>> model = Recommender(LanguageConfig(vocabulary=100, d_model=32, layers=2, heads=2, d_hidden=64)).eval()
+    >>> model.next_item_logits([torch.tensor([5, 6, 7]), torch.tensor([8])]).shape
     torch.Size([2, 100])
     """
 
-    def following(self, inputs: Inputs, mask: Tensor | None = None) -> Tensor:
+    def next_item_logits(self, inputs: Inputs, mask: Tensor | None = None) -> Tensor:
         """Logits (B, items) of what comes after the last item of each history."""
-        rows = rows_of(inputs, mask)
-        hidden = self.hidden(rows.values, rows.positions, rows.shared)
-        return self.logits(rows.pooled(Last(), hidden))
+        rows = prepare_inputs(inputs, mask)
+        hidden = self.hidden(rows.values, rows.positions, rows.context)
+        return self.logits(rows.pool(Last(), hidden))
 
-    def loss(self, inputs: Packed, after: Tensor, *, smoothing: float = 0.0, others: Tensor | None = None) -> Tensor:
-        """The sum of the cross entropies of the items `after` each (N,); -1 is not asked for.
+    def loss(
+        self, inputs: Packed, labels: Tensor, *, smoothing: float = 0.0, negatives: Tensor | None = None
+    ) -> Tensor:
+        """The sum of the cross entropies of the items `labels` each (N,); -1 is not asked for.
 
-        others: (n,) items drawn evenly from all, to tell those after from; from all items unless told otherwise. Where
+        negatives: (n,) items drawn evenly from all, to tell those after from; from all items unless told otherwise.
+            Where
         one of them is the item after, it does not count, and `smoothing` is spread evenly over those that do.
         """
-        rows = rows_of(inputs, None)
-        hidden = self.hidden(rows.values, rows.positions, rows.shared).flatten(0, -2)
-        asked = after >= 0
-        hidden, after = hidden[asked], after[asked]
-        if others is None:
-            return self.token_loss(hidden, after, smoothing)
+        rows = prepare_inputs(inputs, None)
+        hidden = self.hidden(rows.values, rows.positions, rows.context).flatten(0, -2)
+        has_label = labels >= 0
+        hidden, labels = hidden[has_label], labels[has_label]
+        if negatives is None:
+            return self.token_loss(hidden, labels, smoothing)
         table = self.output_layer.weight
         dtype = torch.promote_types(torch.promote_types(hidden.dtype, table.dtype), torch.float32)
         with torch.autocast(hidden.device.type, enabled=False):
             hidden = hidden.to(dtype)
-            own = (hidden * F.embedding(after, table).to(dtype)).sum(-1, keepdim=True)
-            theirs = hidden @ F.embedding(others, table).to(dtype).mT
-        logits = self.capped(torch.cat((own, theirs), -1))
-        others_differ = F.pad(after[:, None] != others, (1, 0), value=True)
-        return loss_among(logits, torch.zeros_like(after), others_differ, smoothing=smoothing)
+            own = (hidden * F.embedding(labels, table).to(dtype)).sum(-1, keepdim=True)
+            negative_logits = hidden @ F.embedding(negatives, table).to(dtype).mT
+        logits = self.apply_softcap(torch.cat((own, negative_logits), -1))
+        is_negative = F.pad(labels[:, None] != negatives, (1, 0), value=True)
+        return restricted_loss(logits, torch.zeros_like(labels), is_negative, smoothing=smoothing)

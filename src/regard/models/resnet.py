@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from regard.models.parts import choose
+from regard.models.components import choose
 
 
 class FrozenBatchNorm(nn.Module):
@@ -23,11 +23,11 @@ class FrozenBatchNorm(nn.Module):
     (True, [])
     """
 
-    def __init__(self, width: int, eps: float = 1e-5) -> None:
+    def __init__(self, channels: int, eps: float = 1e-5) -> None:
         super().__init__()
         self.eps = eps
-        self.weight, self.bias = nn.Buffer(torch.ones(width)), nn.Buffer(torch.zeros(width))
-        self.running_mean, self.running_var = nn.Buffer(torch.zeros(width)), nn.Buffer(torch.ones(width))
+        self.weight, self.bias = nn.Buffer(torch.ones(channels)), nn.Buffer(torch.zeros(channels))
+        self.running_mean, self.running_var = nn.Buffer(torch.zeros(channels)), nn.Buffer(torch.ones(channels))
 
     def forward(self, x: Tensor) -> Tensor:
         return F.batch_norm(x, self.running_mean, self.running_var, self.weight, self.bias, eps=self.eps)
@@ -38,7 +38,7 @@ NORMS: dict[str, Norm] = {
     "frozen": FrozenBatchNorm,
     "batch": nn.BatchNorm2d,
     # Groups of one channel would blow up the noise of a channel that sees nothing to the size of what others see.
-    "group": lambda width: nn.GroupNorm(math.gcd(32, max(1, width // 8), width), width),
+    "group": lambda channels: nn.GroupNorm(math.gcd(32, max(1, channels // 8), channels), channels),
 }
 
 
@@ -87,12 +87,12 @@ class ResNet(nn.Module):
         self.config = config
         norm = choose("norm", config.norm, NORMS)
         self.stem = Convolution(config.channels, config.stem, 7, norm, stride=2)
-        stages, width = [], config.stem
+        stages, channels = [], config.stem
         for n, (wide, depth) in enumerate(zip(config.widths, config.depths, strict=True)):
-            blocks = [_Block(width, wide, norm, stride=2 if n else 1, bottleneck=config.bottleneck)]
+            blocks = [_Block(channels, wide, norm, stride=2 if n else 1, bottleneck=config.bottleneck)]
             blocks += [_Block(wide, wide, norm, bottleneck=config.bottleneck) for _ in range(depth - 1)]
             stages.append(nn.Sequential(*blocks))
-            width = wide
+            channels = wide
         self.stages = nn.Sequential(*stages)
 
     def forward(self, images: Tensor) -> Tensor:

@@ -8,7 +8,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from regard.attention import Attention
-from regard.models.parts import Inputs, choose, rows_of
+from regard.models.components import choose
+from regard.models.inputs import Inputs, prepare_inputs
 from regard.nn import (
     ACTIVATIONS,
     CrossBlock,
@@ -29,15 +30,15 @@ class SetConfig:
     seeds: vectors that the set is pooled to. classes: how many are told apart; 1 for a number.
 
     >>> from regard.models.sets import SetConfig
-    >>> SetConfig(features=3, width=32, layers=2, heads=4, hidden=64).points
+    >>> SetConfig(features=3, d_model=32, layers=2, heads=4, d_hidden=64).points
     16
     """
 
     features: int
-    width: int
+    d_model: int
     layers: int
     heads: int
-    hidden: int
+    d_hidden: int
     points: int = 16
     seeds: int = 1
     classes: int = 2
@@ -53,7 +54,7 @@ class SetTransformer(nn.Module):
 
     >>> import torch
     >>> from regard.models.sets import SetConfig, SetTransformer
-    >>> model = SetTransformer(SetConfig(features=3, width=32, layers=2, heads=4, hidden=64, classes=10)).eval()
+    >>> model = SetTransformer(SetConfig(features=3, d_model=32, layers=2, heads=4, d_hidden=64, classes=10)).eval()
     >>> model([torch.randn(5, 3), torch.randn(2, 3)]).shape
     torch.Size([2, 10])
     """
@@ -66,28 +67,28 @@ class SetTransformer(nn.Module):
 
         def block() -> CrossBlock:
             return CrossBlock(
-                MultiHeadAttention(config.width, config.heads, attend=attend),
-                FeedForward(config.width, config.hidden, activation=activation),
-                residual=lambda: PostNorm(config.width, dropout=config.dropout),
+                MultiHeadAttention(config.d_model, config.heads, attend=attend),
+                FeedForward(config.d_model, config.d_hidden, activation=activation),
+                residual=lambda: PostNorm(config.d_model, dropout=config.dropout),
             )
 
-        self.embedding = linear(config.features, config.width)
+        self.embedding = linear(config.features, config.d_model)
         self.layers = nn.ModuleList(
-            InducedBlock(config.width, config.points, block(), block()) for _ in range(config.layers)
+            InducedBlock(config.d_model, config.points, block(), block()) for _ in range(config.layers)
         )
-        self.pooling = SeedPooling(config.width, config.seeds, block())
-        self.classifier = linear(config.seeds * config.width, config.classes)
+        self.pooling = SeedPooling(config.d_model, config.seeds, block())
+        self.classifier = linear(config.seeds * config.d_model, config.classes)
 
     def forward(self, inputs: Inputs, mask: Tensor | None = None) -> Tensor:
         """Logits (B, classes)."""
-        rows = rows_of(inputs, mask)
+        rows = prepare_inputs(inputs, mask)
         if rows.values.dim() != 3 or rows.values.shape[-1] != self.config.features:
             raise ValueError(
                 f"sets must be (B, N, {self.config.features}), but the elements have {tuple(rows.values.shape[2:])}"
             )
         x = self.embedding(rows.values)
         if rows.packed is not None and len(x) != len(rows.packed):
-            x = rows.packed.holding(x[0])
+            x = rows.packed.with_values(x[0])
         for layer in self.layers:
             x = layer(x, rows.mask)
         pooled = self.pooling(x, rows.mask).flatten(1)

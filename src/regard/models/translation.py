@@ -10,12 +10,13 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
-from regard.attention import WATCHERS, Attention
+from regard.attention import OBSERVERS, Attention
 from regard.engines.packed_linear import project
 from regard.masks import causal
-from regard.models.pairs import Sides, padded, sides_of
-from regard.models.parts import ARRANGEMENTS, Inputs, choose, embedded, embedding, norm_named, rows_of
-from regard.models.places import POSITIONS
+from regard.models.components import ARRANGEMENTS, choose, embed_tokens, make_embedding, norm_factory
+from regard.models.decoder_inputs import DecoderInputs, pad_sources, prepare_decoder_inputs
+from regard.models.inputs import Inputs, prepare_inputs
+from regard.models.position_embeddings import POSITIONS
 from regard.nn import (
     ACTIVATIONS,
     Block,
@@ -23,15 +24,15 @@ from regard.nn import (
     Encoder,
     FeedForward,
     GatedFeedForward,
+    LayerContext,
     MultiHeadAttention,
     Packed,
     RelativeBias,
-    Shared,
     key_mask,
     linear,
 )
 from regard.nn.dropout import dropout
-from regard.nn.generate import Greedy, State, Strategy, generate
+from regard.nn.generate import GenerationState, Greedy, Strategy, generate
 from regard.nn.loss import token_loss
 from regard.scores import Dot
 
@@ -47,11 +48,11 @@ class TransformerConfig:
     an output that is not tied (1.1).
 
     target_vocabulary: none is the source's, and then both sides share one embedding.
-    decoder_layers: as many as layers unless told otherwise. head_width: width / heads unless told otherwise.
+    decoder_layers: as many as layers unless told otherwise. d_head: d_model / heads unless told otherwise.
     position: "sinusoidal", "halves" (sines first, then cosines), "learned", of `positions` rows, or "relative",
         one table of `buckets` distances up to `max_distance` for all layers of the encoder, one for the decoder's.
     arrangement: "pre" or "post". norm: "layer" or "rms". scale: of the scores, 1 / sqrt(head_width) if none.
-    embedding_scale: of the embedded tokens, sqrt(width) if none. tied: logits are products with the target embedding.
+    embedding_scale: of the embedded tokens, sqrt(d_model) if none. tied: logits are products with the target embedding.
     output_scale: of what the logits are computed from. logits_bias: whether a bias is added to the logits.
     attention_dropout: of the weights, dropout unless told otherwise.
     window: how many tokens to each side the encoder sees, beside the first of the source, which sees all and is seen by
@@ -59,18 +60,18 @@ class TransformerConfig:
     start: the token before the first target token. stop: the token that ends a target. never: tokens not generated.
 
     >>> from regard.models.translation import TransformerConfig
-    >>> TransformerConfig(vocabulary=100, width=32, layers=2, heads=4, hidden=64).position
+    >>> TransformerConfig(vocabulary=100, d_model=32, layers=2, heads=4, d_hidden=64).position
     'sinusoidal'
     """
 
     vocabulary: int
-    width: int
+    d_model: int
     layers: int
     heads: int
-    hidden: int
+    d_hidden: int
     target_vocabulary: int | None = None
     decoder_layers: int | None = None
-    head_width: int | None = None
+    d_head: int | None = None
     position: str = "sinusoidal"
     positions: int = 512
     buckets: int = 32
@@ -88,7 +89,7 @@ class TransformerConfig:
     logits_bias: bool = False
     start: int = 1
     stop: int = 2
-    never: tuple[int, ...] = ()
+    suppress_tokens: tuple[int, ...] = ()
     dropout: float = 0.0
     attention_dropout: float | None = None
     window: int = 0
@@ -103,29 +104,29 @@ class Transformer(nn.Module):
 
     >>> import torch
     >>> from regard.models.translation import Transformer, TransformerConfig
-    >>> model = Transformer(TransformerConfig(vocabulary=100, width=32, layers=2, heads=4, hidden=64)).eval()
+    >>> model = Transformer(TransformerConfig(vocabulary=100, d_model=32, layers=2, heads=4, d_hidden=64)).eval()
     >>> model(torch.tensor([[5, 6, 7]]), torch.tensor([[1, 8]])).shape
     torch.Size([1, 2, 100])
     >>> sources = [torch.tensor([5, 6, 7]), torch.tensor([9])]
     >>> [len(logits) for logits in model(sources, [torch.tensor([1, 8]), torch.tensor([1])])]
     [2, 1]
-    >>> len(model.generate(sources, limit=5))
+    >>> len(model.generate(sources, max_new_tokens=5))
     2
     """
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
         self.config = config
-        width, self.scale = config.width, config.embedding_scale or math.sqrt(config.width)
+        d_model, self.scale = config.d_model, config.embedding_scale or math.sqrt(config.d_model)
         targets = config.target_vocabulary or config.vocabulary
-        self.embedding = embedding(config.vocabulary, width, std=1 / self.scale)
+        self.embedding = make_embedding(config.vocabulary, d_model, std=1 / self.scale)
         apart = config.target_vocabulary is not None
-        self.target_embedding = embedding(targets, width, std=1 / self.scale) if apart else None
+        self.target_embedding = make_embedding(targets, d_model, std=1 / self.scale) if apart else None
         position = choose("position", config.position, POSITIONS)
-        self.position, self.target_position = position(config.positions, width), position(config.positions, width)
+        self.position, self.target_position = position(config.positions, d_model), position(config.positions, d_model)
         self.encoder = _stack(config, Encoder, config.layers)
         self.decoder = _stack(config, Decoder, config.decoder_layers or config.layers)
-        self.head = None if config.tied else linear(width, targets, bias=False)
+        self.head = None if config.tied else linear(d_model, targets, bias=False)
         self.logits_bias = nn.Parameter(torch.zeros(targets)) if config.logits_bias else None
 
     def forward(
@@ -135,18 +136,18 @@ class Transformer(nn.Module):
         return self.decode(target, self.encode(source, source_mask), source_mask)
 
     def encode(self, source: Inputs, source_mask: Tensor | None = None) -> Tensor | Packed | list[Tensor]:
-        """Hidden states (B, K, width) of the source; of packed sources packed, of a list a list."""
-        rows = rows_of(source, source_mask)
-        x = self._embedded(rows.values, rows.positions, self.embedding, self.position)
-        shared = rows.near(self.config.window) if self.config.window else rows.shared
-        return rows.back(self.encoder(x, shared=shared))
+        """Hidden states (B, K, d_model) of the source; of packed sources packed, of a list a list."""
+        rows = prepare_inputs(source, source_mask)
+        x = self._embed(rows.values, rows.positions, self.embedding, self.position)
+        context = rows.local_context(self.config.window) if self.config.window else rows.context
+        return rows.to_input_form(self.encoder(x, context=context))
 
     def decode(
         self, target: Inputs, encoded: Inputs, source_mask: Tensor | None = None
     ) -> Tensor | Packed | list[Tensor]:
         """Logits of a target, by what `encode` gave of its source."""
-        sides = sides_of(target, encoded, source_mask)
-        return sides.back(self.logits(self._decoded(sides)))
+        inputs = prepare_decoder_inputs(target, encoded, source_mask)
+        return inputs.to_input_form(self.logits(self._decode_hidden(inputs)))
 
     @property
     def output_layer(self) -> nn.Embedding | nn.Linear:
@@ -154,60 +155,68 @@ class Transformer(nn.Module):
         return self.head or self.target_embedding or self.embedding
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Hidden states of the decoder (..., width) to logits (..., vocabulary)."""
-        return project(self._scaled(hidden), self.output_layer.weight, self.logits_bias)
+        """Hidden states of the decoder (..., d_model) to logits (..., vocabulary)."""
+        return project(self._scale_output(hidden), self.output_layer.weight, self.logits_bias)
 
-    def loss(self, source: Packed, target: Packed, after: Tensor, *, smoothing: float = 0.0) -> Tensor:
-        """The sum of the cross entropies of the tokens `after` each of the target (N,), by `token_loss`."""
-        hidden = self._scaled(self._decoded(sides_of(target, self.encode(source))))
+    def loss(self, source: Packed, target: Packed, labels: Tensor, *, smoothing: float = 0.0) -> Tensor:
+        """The sum of the cross entropies of the tokens `labels` each of the target (N,), by `token_loss`."""
+        hidden = self._scale_output(self._decode_hidden(prepare_decoder_inputs(target, self.encode(source))))
         weight = self.output_layer.weight
-        return token_loss(hidden.flatten(0, -2), weight, after, bias=self.logits_bias, smoothing=smoothing)
+        return token_loss(hidden.flatten(0, -2), weight, labels, bias=self.logits_bias, smoothing=smoothing)
 
-    def _decoded(self, sides: Sides) -> Tensor:
-        x = self._embedded(sides.ids, sides.positions, self.target_embedding or self.embedding, self.target_position)
-        return self.decoder(x, sides.encoded, shared=sides.shared, across=sides.across)
+    def _decode_hidden(self, inputs: DecoderInputs) -> Tensor:
+        x = self._embed(inputs.ids, inputs.positions, self.target_embedding or self.embedding, self.target_position)
+        return self.decoder(x, inputs.encoded, context=inputs.context, cross_context=inputs.cross_context)
 
-    def _scaled(self, hidden: Tensor) -> Tensor:
+    def _scale_output(self, hidden: Tensor) -> Tensor:
         return hidden * self.config.output_scale if self.config.output_scale != 1 else hidden
 
     def generate(
-        self, source: Inputs, source_mask: Tensor | None = None, *, limit: int = 64, strategy: Strategy | None = None
+        self,
+        source: Inputs,
+        source_mask: Tensor | None = None,
+        *,
+        max_new_tokens: int = 64,
+        strategy: Strategy | None = None,
     ) -> list[Tensor]:
-        """The target of each source, at most `limit` tokens, without start and stop; greedy unless told otherwise.
+        """The target of each source, at most `max_new_tokens` tokens, without start and stop; greedy unless told
+        otherwise.
 
         Keys and values of the source are computed once; the beams of a source share them.
         """
         with torch.inference_mode():
-            state, first = self.begin(source, source_mask)
-            return generate(state, first, strategy=strategy or Greedy(), limit=limit, stop=(self.config.stop,))
+            state, first = self.start_generation(source, source_mask)
+            return generate(
+                state, first, strategy=strategy or Greedy(), max_new_tokens=max_new_tokens, stop=(self.config.stop,)
+            )
 
-    def begin(self, source: Inputs, source_mask: Tensor | None = None) -> tuple[State, Tensor]:
+    def start_generation(self, source: Inputs, source_mask: Tensor | None = None) -> tuple[GenerationState, Tensor]:
         """A state to generate from, and the start token of every source, (B, 1)."""
-        return self.begin_from(self.encode(source, source_mask), source_mask)
+        return self.start_generation_from(self.encode(source, source_mask), source_mask)
 
-    def begin_from(
-        self, encoded: Inputs, source_mask: Tensor | None = None, say: Callable[[Tensor], Tensor] | None = None
-    ) -> tuple[State, Tensor]:
+    def start_generation_from(
+        self, encoded: Inputs, source_mask: Tensor | None = None, to_logits: Callable[[Tensor], Tensor] | None = None
+    ) -> tuple[GenerationState, Tensor]:
         """The same, by what `encode` gave of the source.
 
-        say: hidden states (R, width) to logits (R, vocabulary), where it is not `logits`; R is a multiple of B.
+        to_logits: hidden states (R, d_model) to logits (R, vocabulary), where it is not `logits`; R is a multiple of B.
         """
-        encoded, source_mask = padded(encoded, source_mask)
-        say = say or self.logits
-        across, cache = Shared(key_mask(source_mask, encoded)), self.decoder.cache()
-        never = torch.tensor(self.config.never, dtype=torch.long, device=encoded.device)
+        encoded, source_mask = pad_sources(encoded, source_mask)
+        to_logits = to_logits or self.logits
+        cross_context, cache = LayerContext(key_mask(source_mask, encoded)), self.decoder.cache()
+        suppress_tokens = torch.tensor(self.config.suppress_tokens, dtype=torch.long, device=encoded.device)
 
-        def forward(ids: Tensor, shared: Shared) -> Tensor:
-            assert shared.positions is not None
+        def forward(ids: Tensor, context: LayerContext) -> Tensor:
+            assert context.positions is not None
             table = self.target_embedding or self.embedding
-            x = self._embedded(ids, shared.positions, table, self.target_position)
+            x = self._embed(ids, context.positions, table, self.target_position)
             source = None if cache.holds_source else encoded
-            hidden = self.decoder(x, source, shared=shared, across=across, cache=cache)
-            logits = say(hidden[:, -1])
-            return logits.index_fill_(-1, never, -math.inf) if len(never) else logits
+            hidden = self.decoder(x, source, context=context, cross_context=cross_context, cache=cache)
+            logits = to_logits(hidden[:, -1])
+            return logits.index_fill_(-1, suppress_tokens, -math.inf) if len(suppress_tokens) else logits
 
         first = torch.full((len(encoded), 1), self.config.start, device=encoded.device)
-        return State(forward, [*cache.own, *cache.source]), first
+        return GenerationState(forward, [*cache.self_attention, *cache.cross_attention]), first
 
     @torch.no_grad()
     def coverage(self, source: Tensor, target: Tensor) -> Tensor:
@@ -216,16 +225,16 @@ class Transformer(nn.Module):
         The mean over heads and layers; it sums to N.
         """
         seen: list[tuple[Attention, Tensor, Tensor]] = []
-        token = WATCHERS.set((*WATCHERS.get(), lambda *call: seen.append(call)))
+        token = OBSERVERS.set((*OBSERVERS.get(), lambda *call: seen.append(call)))
         try:
             self(source[None], target[None])
         finally:
-            WATCHERS.reset(token)
+            OBSERVERS.reset(token)
         across = seen[len(self.encoder.layers) + 1 :: 2]  # a block looks at the target, then at the source
         return torch.stack([attend.weights(q, k)[0].sum(1).mean(0) for attend, q, k in across]).mean(0)
 
-    def _embedded(self, ids: Tensor, positions: Tensor, table: nn.Embedding, position: nn.Module) -> Tensor:
-        x = embedded(ids, table)
+    def _embed(self, ids: Tensor, positions: Tensor, table: nn.Embedding, position: nn.Module) -> Tensor:
+        x = embed_tokens(ids, table)
         if self.scale != 1:
             x = x * self.scale
         x = position(x, positions)
@@ -235,7 +244,7 @@ class Transformer(nn.Module):
 def _stack(config: TransformerConfig, kind: type[S], layers: int) -> S:
     """An encoder, or a decoder, of the parts that the configuration names: the one place where they are chosen."""
     decoding = issubclass(kind, Decoder)
-    norm = norm_named(config.norm, config.eps)
+    norm = norm_factory(config.norm, config.eps)
     arrangement = choose("arrangement", config.arrangement, ARRANGEMENTS)
     activation = choose("activation", config.activation, ACTIVATIONS)
     feedforward = GatedFeedForward if config.gated else FeedForward
@@ -245,13 +254,13 @@ def _stack(config: TransformerConfig, kind: type[S], layers: int) -> S:
     across = Attention(score, offset=0, dropout=dropped)
 
     def attention(attend: Attention) -> MultiHeadAttention:
-        return MultiHeadAttention(config.width, config.heads, d_head=config.head_width, attend=attend, bias=config.bias)
+        return MultiHeadAttention(config.d_model, config.heads, d_head=config.d_head, attend=attend, bias=config.bias)
 
     blocks = [
         Block(
             attention(own),
-            feedforward(config.width, config.hidden, activation=activation, bias=config.bias),
-            residual=lambda: arrangement(config.width, norm, dropout=config.dropout),
+            feedforward(config.d_model, config.d_hidden, activation=activation, bias=config.bias),
+            residual=lambda: arrangement(config.d_model, norm, dropout=config.dropout),
             cross=attention(across) if decoding else None,
         )
         for _ in range(layers)
@@ -261,4 +270,4 @@ def _stack(config: TransformerConfig, kind: type[S], layers: int) -> S:
         bias = RelativeBias(
             config.heads, buckets=config.buckets, max_distance=config.max_distance, bidirectional=not decoding
         )
-    return kind(blocks, norm=None if config.arrangement == "post" else norm(config.width), bias=bias)
+    return kind(blocks, norm=None if config.arrangement == "post" else norm(config.d_model), bias=bias)

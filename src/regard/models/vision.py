@@ -10,11 +10,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from regard.geometry import shape_of
-from regard.models.blocks import blocks
-from regard.models.parts import norm_named
+from regard.geometry import format_shape
+from regard.models.blocks import build_blocks
+from regard.models.components import norm_factory
 from regard.models.resnet import NORMS, Convolution
-from regard.nn import Encoder, Shared, key_mask, linear
+from regard.nn import Encoder, LayerContext, key_mask, linear
 from regard.positions import learned
 
 
@@ -29,14 +29,14 @@ class VisionConfig:
     attention_dropout: of the weights, dropout unless told otherwise.
 
     >>> from regard.models.vision import VisionConfig
-    >>> VisionConfig(width=32, layers=2, heads=4, hidden=64, image=(32, 48), patch=8).grid
+    >>> VisionConfig(d_model=32, layers=2, heads=4, d_hidden=64, image=(32, 48), patch=8).grid
     (4, 6)
     """
 
-    width: int
+    d_model: int
     layers: int
     heads: int
-    hidden: int
+    d_hidden: int
     image: tuple[int, int] = (224, 224)
     patch: int = 16
     channels: int = 3
@@ -57,7 +57,7 @@ class VisionConfig:
 
 
 class VisionTransformer(nn.Module):
-    """Pixels to hidden states, (B, C, height, width) to (B, 1 + patches, width); the first is the class token's.
+    """Pixels to hidden states, (B, C, height, width) to (B, 1 + patches, d_model); the first is the class token's.
 
     Height and width are at least one patch; what is left over at the right and the bottom is not looked at. Sizes other
     than `config.image` read the table of positions interpolated (bicubic). mask (B, patches): True where a patch, row
@@ -65,7 +65,7 @@ class VisionTransformer(nn.Module):
 
     >>> import torch
     >>> from regard.models.vision import VisionConfig, VisionTransformer
-    >>> config = VisionConfig(width=32, layers=2, heads=4, hidden=64, image=(32, 32), patch=8)
+    >>> config = VisionConfig(d_model=32, layers=2, heads=4, d_hidden=64, image=(32, 32), patch=8)
     >>> model = VisionTransformer(config).eval()
     >>> model(torch.randn(2, 3, 32, 32)).shape, model(torch.randn(2, 3, 40, 24)).shape
     (torch.Size([2, 17, 32]), torch.Size([2, 16, 32]))
@@ -85,33 +85,33 @@ class VisionTransformer(nn.Module):
         seen = (config.channels, *config.stem)
         halves = (Convolution(*pair, 3, NORMS["group"], stride=2) for pair in pairwise(seen))
         self.stem = nn.Sequential(*(part for half in halves for part in (half, nn.ReLU())))
-        self.patches = nn.Conv2d(seen[-1], config.width, left, stride=left)
+        self.patches = nn.Conv2d(seen[-1], config.d_model, left, stride=left)
         nn.init.normal_(self.patches.weight, std=1 / math.sqrt(self.patches.weight[0].numel()))
         assert self.patches.bias is not None
         nn.init.zeros_(self.patches.bias)
-        self.first = learned(1, config.width)
-        self.position = learned(1 + rows * columns, config.width)
-        norm = norm_named(config.norm, config.eps)
+        self.first = learned(1, config.d_model)
+        self.position = learned(1 + rows * columns, config.d_model)
+        norm = norm_factory(config.norm, config.eps)
         self.stack = Encoder(
-            blocks(config, config.layers, norm, qkv_bias=config.qkv_bias),
-            norm=None if config.arrangement == "post" else norm(config.width),
+            build_blocks(config, config.layers, norm, qkv_bias=config.qkv_bias),
+            norm=None if config.arrangement == "post" else norm(config.d_model),
         )
 
     def forward(self, images: Tensor, mask: Tensor | None = None) -> Tensor:
-        """Hidden states (B, 1 + patches, width)."""
+        """Hidden states (B, 1 + patches, d_model)."""
         patch, channels = self.config.patch, self.config.channels
         if images.dim() != 4 or images.shape[1] != channels or min(images.shape[2:]) < patch:
             raise ValueError(
                 f"images must be (B, {channels}, height, width) of at least {patch} x {patch} pixels, "
-                f"but are {shape_of(images)}"
+                f"but are {format_shape(images)}"
             )
-        x = self.patches(self.stem(images))  # (B, width, rows, columns)
+        x = self.patches(self.stem(images))  # (B, d_model, rows, columns)
         positions = self.positions((x.shape[2], x.shape[3]))
         x = torch.cat((self.first.expand(len(x), 1, -1), x.flatten(2).mT), 1) + positions
         if self.config.dropout and self.training:
             x = F.dropout(x, self.config.dropout)
         seen = None if mask is None else key_mask(F.pad(mask, (1, 0), value=True), x)
-        return self.stack(x, shared=Shared(seen))
+        return self.stack(x, context=LayerContext(seen))
 
     def positions(self, grid: tuple[int, int]) -> Tensor:
         """The table for a grid of patches, (1 + rows * columns, width)."""
@@ -127,7 +127,7 @@ class ImageClassifier(nn.Module):
 
     >>> import torch
     >>> from regard.models.vision import ImageClassifier, VisionConfig
-    >>> config = VisionConfig(width=32, layers=2, heads=4, hidden=64, image=(32, 32), patch=8, classes=10)
+    >>> config = VisionConfig(d_model=32, layers=2, heads=4, d_hidden=64, image=(32, 32), patch=8, classes=10)
     >>> ImageClassifier(config).eval()(torch.randn(2, 3, 32, 32)).shape
     torch.Size([2, 10])
     """
@@ -136,7 +136,7 @@ class ImageClassifier(nn.Module):
         super().__init__()
         self.config = config
         self.encoder = VisionTransformer(config)
-        self.classifier = linear(config.width, config.classes)
+        self.classifier = linear(config.d_model, config.classes)
 
     def forward(self, images: Tensor, mask: Tensor | None = None) -> Tensor:
         """Logits (B, classes)."""

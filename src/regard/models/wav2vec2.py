@@ -9,10 +9,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from regard.geometry import shape_of
-from regard.models.blocks import blocks
-from regard.models.parts import check_leading, choose, norm_named
-from regard.nn import ACTIVATIONS, Encoder, Shared, key_mask, linear
+from regard.geometry import format_shape
+from regard.models.blocks import build_blocks
+from regard.models.components import choose, norm_factory
+from regard.models.inputs import check_right_padding
+from regard.nn import ACTIVATIONS, Encoder, LayerContext, key_mask, linear
 
 Count = TypeVar("Count", int, Tensor)
 
@@ -27,15 +28,15 @@ class Wav2Vec2Config:
     position_kernel, position_groups: of the convolution that tells frames where they are.
 
     >>> from regard.models.wav2vec2 import Wav2Vec2Config
-    >>> Wav2Vec2Config(labels=32, width=32, layers=2, heads=4, hidden=64).length(16000)
+    >>> Wav2Vec2Config(labels=32, d_model=32, layers=2, heads=4, d_hidden=64).length(16000)
     49
     """
 
     labels: int
-    width: int
+    d_model: int
     layers: int
     heads: int
-    hidden: int
+    d_hidden: int
     channels: tuple[int, ...] = (512,) * 7
     kernels: tuple[int, ...] = (10, 3, 3, 3, 3, 2, 2)
     strides: tuple[int, ...] = (5, 2, 2, 2, 2, 2, 2)
@@ -73,11 +74,11 @@ class Wav2Vec2(nn.Module):
     """Waves to the logits of labels, (B, samples) at 16 kHz to (B, frames, labels); label 0 is CTC's blank.
 
     mask (B, samples): True for real samples, which come first. Models with conv_norm "group" were trained without
-    masks, on waves filled up with zeros. Waves are to have mean 0 and deviation 1: `regard.models.sound.levelled`.
+    masks, on waves filled up with zeros. Waves are to have mean 0 and deviation 1: `regard.models.audio.levelled`.
 
     >>> import torch
     >>> from regard.models.wav2vec2 import Wav2Vec2, Wav2Vec2Config
-    >>> config = Wav2Vec2Config(labels=32, width=32, layers=2, heads=4, hidden=64, channels=(16,) * 7)
+    >>> config = Wav2Vec2Config(labels=32, d_model=32, layers=2, heads=4, d_hidden=64, channels=(16,) * 7)
     >>> Wav2Vec2(config).eval()(torch.randn(2, 16000)).shape
     torch.Size([2, 49, 32])
     """
@@ -85,30 +86,30 @@ class Wav2Vec2(nn.Module):
     def __init__(self, config: Wav2Vec2Config) -> None:
         super().__init__()
         self.config = config
-        width, norm = config.width, norm_named("layer", config.eps)
+        d_model, norm = config.d_model, norm_factory("layer", config.eps)
         self.front = nn.ModuleList(_Layer(config, n) for n in range(len(config.channels)))
         self.front_norm = norm(config.channels[-1])
-        self.project = linear(config.channels[-1], width)
+        self.project = linear(config.channels[-1], d_model)
         conv = nn.Conv1d(
-            width, width, config.position_kernel, padding=config.position_kernel // 2, groups=config.position_groups
+            d_model, d_model, config.position_kernel, padding=config.position_kernel // 2, groups=config.position_groups
         )
         self.position = nn.utils.parametrizations.weight_norm(conv, dim=2)
-        self.first_norm = None if config.arrangement == "pre" else norm(width)
-        last = norm(width) if config.arrangement == "pre" else None
-        self.stack = Encoder(blocks(config, config.layers, norm), norm=last)
-        self.head = linear(width, config.labels)
+        self.first_norm = None if config.arrangement == "pre" else norm(d_model)
+        last = norm(d_model) if config.arrangement == "pre" else None
+        self.stack = Encoder(build_blocks(config, config.layers, norm), norm=last)
+        self.head = linear(d_model, config.labels)
 
     def forward(self, inputs: Tensor, mask: Tensor | None = None) -> Tensor:
         """Logits (B, frames, labels)."""
         if not isinstance(inputs, Tensor) or inputs.dim() != 2 or not self.config.length(inputs.shape[1]):
-            came = shape_of(inputs) if isinstance(inputs, Tensor) else type(inputs).__name__
+            came = format_shape(inputs) if isinstance(inputs, Tensor) else type(inputs).__name__
             raise ValueError(f"inputs must be waves (B, samples) of at least one frame, but are {came}")
         x = inputs[:, None]  # (B, 1, samples)
         for layer in self.front:
             x = layer(x)
         x = self.project(self.front_norm(x.mT))
         if mask is not None:
-            check_leading(mask, inputs)
+            check_right_padding(mask, inputs)
         kept = None if mask is None else self._frames(mask, x)
         if kept is not None:
             x = x.masked_fill(~kept[..., None], 0.0)
@@ -117,7 +118,7 @@ class Wav2Vec2(nn.Module):
         x = x if self.first_norm is None else self.first_norm(x)
         if self.config.dropout and self.training:
             x = F.dropout(x, self.config.dropout)
-        return self.head(self.stack(x, shared=Shared(key_mask(kept))))
+        return self.head(self.stack(x, context=LayerContext(key_mask(kept))))
 
     def _frames(self, mask: Tensor, like: Tensor) -> Tensor:
         """(B, frames) True where all samples of a frame are real."""

@@ -12,19 +12,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from regard.models.pairs import padded
-from regard.models.parts import Inputs, rows_of
-from regard.models.places import Learned
-from regard.models.sound import HOP, RATE, whisper_features
-from regard.models.speech import Front
+from regard.models.audio import HOP, SAMPLE_RATE, whisper_features
+from regard.models.decoder_inputs import pad_sources
+from regard.models.inputs import Inputs, prepare_inputs
+from regard.models.position_embeddings import LearnedPositions
+from regard.models.speech_recognition import ConvSubsampling
 from regard.models.translation import Transformer, TransformerConfig
 from regard.nn import Packed
+from regard.nn.context import LayerContext
 from regard.nn.dropout import dropout
-from regard.nn.generate import Beam, Greedy, State, Strategy, generate
-from regard.nn.shared import Shared
+from regard.nn.generate import Beam, GenerationState, Greedy, Strategy, generate
 from regard.positions import sinusoidal
 
-FRAME_SECONDS, STEP_SECONDS = HOP / RATE, 2 * HOP / RATE  # from one frame, and one timestamp, to the next
+FRAME_SECONDS, STEP_SECONDS = HOP / SAMPLE_RATE, 2 * HOP / SAMPLE_RATE  # from one frame, and one timestamp, to the next
 
 
 @dataclass(frozen=True)
@@ -33,14 +33,14 @@ class WhisperConfig(TransformerConfig):
 
     features: mel bands of a frame. frames: positions of the encoder, each two frames of the input.
     prompt: tokens after `start` that every target begins with, where neither language nor task is chosen.
-    never_first: tokens, other than those of `never`, that are not generated right after the prompt.
+    begin_suppress_tokens: tokens, other than those of `suppress_tokens`, that are not generated right after the prompt.
     languages: the token of each language, by its code, as ("en", 50259); none for a model of English alone.
     tasks: the token of each task, by its name.
     no_timestamps: the token that asks for text without timestamps. The next one is the timestamp of 0 s, and each after
         it is 0.02 s later. max_first_timestamp: the latest that the first one of a window may be, in such steps.
 
     >>> from regard.models.whisper import WhisperConfig
-    >>> WhisperConfig(vocabulary=100, width=32, layers=2, heads=4, hidden=64).position
+    >>> WhisperConfig(vocabulary=100, d_model=32, layers=2, heads=4, d_hidden=64).position
     'learned'
     """
 
@@ -51,7 +51,7 @@ class WhisperConfig(TransformerConfig):
     features: int = 80
     frames: int = 1500
     prompt: tuple[int, ...] = ()
-    never_first: tuple[int, ...] = ()
+    begin_suppress_tokens: tuple[int, ...] = ()
     languages: tuple[tuple[str, int], ...] = ()
     tasks: tuple[tuple[str, int], ...] = ()
     no_timestamps: int | None = None
@@ -81,16 +81,16 @@ class Transcript(NamedTuple):
 class Whisper(Transformer):
     """Features and target ids to the logits of the token that follows each: (B, N, features), (B, M) to (B, M, words).
 
-    Sources are what `regard.models.sound.whisper_features` gives, at most 2 * config.frames frames; the original is
+    Sources are what `regard.models.audio.whisper_features` gives, at most 2 * config.frames frames; the original is
     always given 30 seconds. source_mask (B, N): True for real frames, which come first. `generate` gives the text of
     sounds that fit, `transcribe` that of a sound of any length.
 
     >>> import torch
     >>> from regard.models.whisper import Whisper, WhisperConfig
-    >>> model = Whisper(WhisperConfig(vocabulary=100, width=32, layers=2, heads=4, hidden=64, frames=50)).eval()
+    >>> model = Whisper(WhisperConfig(vocabulary=100, d_model=32, layers=2, heads=4, d_hidden=64, frames=50)).eval()
     >>> model(torch.randn(1, 100, 80), torch.tensor([[1, 8]])).shape
     torch.Size([1, 2, 100])
-    >>> len(model.generate(torch.randn(2, 100, 80), limit=5))
+    >>> len(model.generate(torch.randn(2, 100, 80), max_new_tokens=5))
     2
     """
 
@@ -100,46 +100,46 @@ class Whisper(Transformer):
         if config.window:
             raise ValueError(f"the encoder of Whisper sees every frame: window must be 0, but is {config.window}")
         super().__init__(config)
-        self.front = Front(config.features, config.width, (1, 2))
-        self.position = Learned(config.frames, config.width)
+        self.front = ConvSubsampling(config.features, config.d_model, (1, 2))
+        self.position = LearnedPositions(config.frames, config.d_model)
         table = self.position.embedding.weight.requires_grad_(False)
         if not table.is_meta:
-            waves = sinusoidal(config.frames, config.width)
+            waves = sinusoidal(config.frames, config.d_model)
             table.copy_(torch.cat((waves[:, 0::2], waves[:, 1::2]), -1))
 
     def encode(self, source: Inputs, source_mask: Tensor | None = None) -> Tensor | Packed | list[Tensor]:
-        """Hidden states (B, (N + 1) // 2, width) of the sound; of packed sources packed, of a list a list."""
-        rows = rows_of(*self.front(source, source_mask))
+        """Hidden states (B, (N + 1) // 2, d_model) of the sound; of packed sources packed, of a list a list."""
+        rows = prepare_inputs(*self.front(source, source_mask))
         x = self.position(rows.values, rows.positions)
         x = dropout(x, self.config.dropout) if self.config.dropout and self.training else x
-        return rows.back(self.encoder(x, shared=rows.shared))
+        return rows.to_input_form(self.encoder(x, context=rows.context))
 
     def decode(
         self, target: Inputs, encoded: Inputs, source_mask: Tensor | None = None
     ) -> Tensor | Packed | list[Tensor]:
         return super().decode(target, encoded, None if source_mask is None else source_mask[:, ::2])
 
-    def begin(self, source: Inputs, source_mask: Tensor | None = None) -> tuple[State, Tensor]:
+    def start_generation(self, source: Inputs, source_mask: Tensor | None = None) -> tuple[GenerationState, Tensor]:
         mask = None if source_mask is None else source_mask[:, ::2]
-        return self.begin_from(self.encode(source, source_mask), mask)
+        return self.start_generation_from(self.encode(source, source_mask), mask)
 
     def generate(
         self,
         source: Inputs,
         source_mask: Tensor | None = None,
         *,
-        limit: int | None = None,
+        max_new_tokens: int | None = None,
         strategy: Strategy | None = None,
         language: str | None = None,
         task: str = "transcribe",
         timestamps: bool = False,
         prompt: Sequence[int] | None = None,
     ) -> list[Tensor]:
-        """The target of each source, at most `limit` tokens, without start, prompt and stop.
+        """The target of each source, at most `max_new_tokens` tokens, without start, prompt and stop.
 
         language: its code, such as "en"; None detects that of each source. task: "transcribe", or "translate" into
         English. timestamps: whether timestamp tokens are generated, too. prompt: tokens to begin with in place of
-        those that language, task and timestamps ask for. limit: None is as many as there are positions for.
+        those that language, task and timestamps ask for. max_new_tokens: None is as many as there are positions for.
         """
         if timestamps and isinstance(strategy, Beam):
             raise ValueError("timestamps need a Greedy() or Sample() strategy: their rules follow one sequence per row")
@@ -147,11 +147,13 @@ class Whisper(Transformer):
             encoded = self.encode(source, source_mask)
             mask = None if source_mask is None else source_mask[:, ::2]
             first = self._prompt(encoded, mask, language, task, timestamps, prompt)
-            state, _ = self.begin_from(encoded, mask)
-            self._restrict(state, first.shape[1], timestamps)
+            state, _ = self.start_generation_from(encoded, mask)
+            self._suppress(state, first.shape[1], timestamps)
             room = self.config.positions - first.shape[1]
-            limit = room if limit is None else min(limit, room)
-            return generate(state, first, strategy=strategy or Greedy(), limit=limit, stop=(self.config.stop,))
+            max_new_tokens = room if max_new_tokens is None else min(max_new_tokens, room)
+            return generate(
+                state, first, strategy=strategy or Greedy(), max_new_tokens=max_new_tokens, stop=(self.config.stop,)
+            )
 
     def detect_language(self, source: Inputs, source_mask: Tensor | None = None) -> list[str]:
         """The code of the language that each source is most likely in."""
@@ -177,18 +179,18 @@ class Whisper(Transformer):
         if wave.dim() != 1:
             raise ValueError(f"wave must be one sound (samples,), but is {tuple(wave.shape)}; mix its channels down")
         size, segments = 2 * self.config.frames, list[Segment]()
-        seconds, like = size * HOP / RATE, next(self.parameters())
+        seconds, like = size * HOP / SAMPLE_RATE, next(self.parameters())
         whole = wave.shape[0] > size * HOP
         features = whisper_features(wave, self.config.features, seconds=None if whole else seconds).to(like)
         frames = len(features) if whole else min(size, max(1, wave.shape[0] // HOP))
         at = 0
         while at < frames:
             window = features[at : at + size]
-            heard, window = min(len(window), frames - at), F.pad(window, (0, 0, 0, size - len(window)))
+            frame_count, window = min(len(window), frames - at), F.pad(window, (0, 0, 0, size - len(window)))
             if language is None and self.config.languages:
                 language = self.detect_language(window[None])[0]
             tokens = self.generate(window[None], language=language, task=task, timestamps=True)[0].tolist()
-            found, step = self._segments(tokens, heard)
+            found, step = self._segments(tokens, frame_count)
             for segment in (Segment(at * FRAME_SECONDS + a, at * FRAME_SECONDS + b, ids) for a, b, ids in found):
                 segments.append(segment)
                 if on_segment is not None:
@@ -196,7 +198,7 @@ class Whisper(Transformer):
             at += max(step, 1)
         return Transcript(segments, language)
 
-    def _segments(self, tokens: list[int], heard: int) -> tuple[list[Segment], int]:
+    def _segments(self, tokens: list[int], frame_count: int) -> tuple[list[Segment], int]:
         """The segments of a window of so many frames, and after how many frames the next window starts.
 
         Two timestamps next to each other end one segment and start the next. A window that ends within a segment is
@@ -212,13 +214,13 @@ class Whisper(Transformer):
 
         cuts = [n for n in range(1, len(tokens)) if is_time[n - 1] and is_time[n]]
         if not cuts:
-            last = max((token for token in tokens if token > zero), default=zero + heard // 2)
-            return [segment(tokens, zero, last)], heard
+            last = max((token for token in tokens if token > zero), default=zero + frame_count // 2)
+            return [segment(tokens, zero, last)], frame_count
         ended = len(tokens) > 1 and is_time[-1] and not is_time[-2]
         edges = [0, *cuts, *([len(tokens)] if ended else [])]
         parts = [tokens[a:b] for a, b in pairwise(edges)]
         found = [segment(part, part[0], part[-1]) for part in parts]
-        return found, heard if ended else 2 * (tokens[cuts[-1] - 1] - zero)
+        return found, frame_count if ended else 2 * (tokens[cuts[-1] - 1] - zero)
 
     def _prompt(
         self, encoded: Inputs, mask: Tensor | None, language: str | None, task: str, timestamps: bool,
@@ -260,28 +262,30 @@ class Whisper(Transformer):
         """The token (B,) of the language that follows the start token with the largest logit."""
         if not self.config.languages:
             raise ValueError("this checkpoint names no languages: its generation_config.json has no lang_to_id")
-        encoded, mask = padded(encoded, mask)
+        encoded, mask = pad_sources(encoded, mask)
         first = torch.full((len(encoded), 1), self.config.start, device=encoded.device)
         logits = super().decode(first, encoded, mask)
         assert isinstance(logits, Tensor)
         tokens = torch.tensor([token for _, token in self.config.languages], device=first.device)
         return tokens[logits[:, -1, tokens].argmax(-1)]
 
-    def _restrict(self, state: State, prompt: int, timestamps: bool) -> None:
+    def _suppress(self, state: GenerationState, prompt: int, timestamps: bool) -> None:
         """Have a state leave out the tokens that may not come next."""
         forward, config = state.forward, self.config
         history: list[Tensor] = []
 
-        def restricted(ids: Tensor, shared: Shared) -> Tensor:
+        def suppressed(ids: Tensor, context: LayerContext) -> Tensor:
             history.append(ids)
-            logits = forward(ids, shared)
-            if len(history) == 1 and config.never_first:
-                logits = logits.index_fill(-1, torch.tensor(config.never_first, device=ids.device), -math.inf)
-            return self._in_order(torch.cat(history, 1)[:, prompt:], logits.clone()) if timestamps else logits
+            logits = forward(ids, context)
+            if len(history) == 1 and config.begin_suppress_tokens:
+                logits = logits.index_fill(-1, torch.tensor(config.begin_suppress_tokens, device=ids.device), -math.inf)
+            return (
+                self._apply_timestamp_rules(torch.cat(history, 1)[:, prompt:], logits.clone()) if timestamps else logits
+            )
 
-        state.forward = restricted
+        state.forward = suppressed
 
-    def _in_order(self, said: Tensor, logits: Tensor) -> Tensor:
+    def _apply_timestamp_rules(self, generated: Tensor, logits: Tensor) -> Tensor:
         """Logits without timestamps that break their rules, by the tokens (R, n) after the prompt.
 
         They come in pairs, except for the first, and never go back; a window starts with one; and where they are more
@@ -291,7 +295,7 @@ class Whisper(Transformer):
         assert config.no_timestamps is not None
         zero = config.no_timestamps + 1
         logits[:, config.no_timestamps] = -math.inf
-        for row, tokens in enumerate(said.tolist()):
+        for row, tokens in enumerate(generated.tolist()):
             if not tokens:
                 logits[row, :zero] = -math.inf
                 if config.max_first_timestamp is not None:

@@ -2,17 +2,17 @@
 
 from regard.nn.attention import AdditiveAttention, MultiHeadAttention, SelfAttention, linear
 from regard.nn.blocks import Block, PostNorm, PreNorm, Residual, SandwichNorm, UnitRMSNorm
-from regard.nn.cache import Cache, FixedCache, Memory, WindowCache
+from regard.nn.cache import Cache, CrossCache, FixedCache, WindowCache
+from regard.nn.context import LayerContext, key_mask
 from regard.nn.feedforward import ACTIVATIONS, FeedForward, GatedFeedForward
 from regard.nn.freeze import freeze, thaw
-from regard.nn.generate import Beam, Greedy, Sample, State
+from regard.nn.generate import Beam, GenerationState, Greedy, Sample
 from regard.nn.graph import GraphAttention
 from regard.nn.loss import token_loss
 from regard.nn.packing import Packed, pack, unpack
 from regard.nn.pooling import AttentionPooling, First, Last, Max, Mean
 from regard.nn.rotary import Rotary
 from regard.nn.sets import CrossBlock, InducedBlock, SeedPooling
-from regard.nn.shared import Shared, key_mask
 from regard.nn.stacks import Decoder, DecoderCache, Encoder, RelativeBias
 
 __all__ = [
@@ -36,7 +36,7 @@ __all__ = [
     "Last",
     "Max",
     "Mean",
-    "Memory",
+    "CrossCache",
     "MultiHeadAttention",
     "Packed",
     "PostNorm",
@@ -48,8 +48,8 @@ __all__ = [
     "SandwichNorm",
     "SeedPooling",
     "SelfAttention",
-    "Shared",
-    "State",
+    "LayerContext",
+    "GenerationState",
     "UnitRMSNorm",
     "WindowCache",
     "freeze",

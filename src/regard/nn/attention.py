@@ -7,17 +7,17 @@ import math
 import torch
 from torch import Tensor, nn
 
-from regard.arguments import knows_torch
+from regard.arguments import explain_torch_keywords
 from regard.attention import Attention
 from regard.engines.packed_linear import project
 from regard.masks import Mask
-from regard.nn.cache import Cache, Memory, WindowCache
-from regard.nn.placement import at_cache, by_key, look_back
+from regard.nn.cache import Cache, CrossCache, WindowCache
+from regard.nn.cached_attention import ignores_query_position, max_lookback, shift_to_cache
+from regard.nn.context import LayerContext, check_not_in_context
 from regard.nn.rotary import Rotary
-from regard.nn.shared import Shared, check_unshared
 from regard.positions import Bias
 from regard.scores import Additive, Modified
-from regard.sharding import sharding
+from regard.sharding import current_sharding
 
 
 class SelfAttention(nn.Module):
@@ -38,18 +38,18 @@ class SelfAttention(nn.Module):
         super().__init__()
         self.query, self.key = linear(d_model, d_key), linear(d_model, d_key)
         self.value, self.output = linear(d_model, d_value), linear(d_value, d_model)
-        self.attend = _registered(attend or Attention())
+        self.attend = _check_registered(attend or Attention())
 
     def forward(self, x: Tensor, *, mask: Mask | Tensor | None = None, bias: Bias | Tensor | None = None) -> Tensor:
         """(B, N, d_model) to (B, N, d_model)."""
         q, k, v = (part(x).unsqueeze(-3) for part in (self.query, self.key, self.value))  # (B, 1, N, ...)
-        return self.output(Shared(mask, bias).attend(self.attend)(q, k, v).squeeze(-3))
+        return self.output(LayerContext(mask, bias).combine(self.attend)(q, k, v).squeeze(-3))
 
 
 class MultiHeadAttention(nn.Module):
     """Attention of `heads` heads with its projections; self-attention, or cross-attention where a `source` is given.
 
-    heads, groups: H query heads and G key/value heads; groups = heads is plain, 1 is multi-query attention.
+    heads, kv_heads: H query heads and G key/value heads; kv_heads = heads is plain, 1 is multi-query attention.
     d_head, d_value: widths D and E of a head, d_model / heads unless told otherwise.
     d_source: width of the source, d_model unless told otherwise.
     attend: the description: score, mask, bias, sink, and dropout, which is for training only. Its tensors are
@@ -60,18 +60,18 @@ class MultiHeadAttention(nn.Module):
     one product. Weights start from N(0, 1 / fan_in), biases from 0; a stack may shrink the output's.
 
     >>> import regard as rg, torch
-    >>> layer = rg.nn.MultiHeadAttention(64, heads=8, groups=2, attend=rg.Attention(mask=rg.causal()))
+    >>> layer = rg.nn.MultiHeadAttention(64, heads=8, kv_heads=2, attend=rg.Attention(mask=rg.causal()))
     >>> layer(torch.randn(2, 10, 64), mask=rg.padding([10, 7])).shape
     torch.Size([2, 10, 64])
     """
 
-    @knows_torch("MultiHeadAttention", module=True)
+    @explain_torch_keywords("MultiHeadAttention", module=True)
     def __init__(
         self,
         d_model: int,
         heads: int,
         *,
-        groups: int | None = None,
+        kv_heads: int | None = None,
         d_head: int | None = None,
         d_value: int | None = None,
         d_source: int | None = None,
@@ -83,27 +83,30 @@ class MultiHeadAttention(nn.Module):
         output_bias: bool | None = None,
     ) -> None:
         super().__init__()
-        self.heads, self.groups = heads, heads if groups is None else groups
-        if heads < 1 or self.groups < 1 or heads % self.groups:
-            raise ValueError(f"heads must be a positive multiple of groups, but they are {heads} and {self.groups}")
+        self.heads, self.kv_heads = heads, heads if kv_heads is None else kv_heads
+        if heads < 1 or self.kv_heads < 1 or heads % self.kv_heads:
+            raise ValueError(f"heads must be a positive multiple of kv_heads, but they are {heads} and {self.kv_heads}")
         if d_head is None and d_model % heads:
             raise ValueError(f"d_model = {d_model} is no multiple of heads = {heads}; choose others, or give d_head")
         self.d_head = d_model // heads if d_head is None else d_head
         self.d_value = self.d_head if d_value is None else d_value
-        if rotary is not None and not 2 <= (width := rotary.width or self.d_head) - width % 2 == width <= self.d_head:
+        if (
+            rotary is not None
+            and not 2 <= (d_rotary := rotary.d_rotary or self.d_head) - d_rotary % 2 == d_rotary <= self.d_head
+        ):
             raise ValueError(
-                f"the rotary width must be even and between 2 and d_head = {self.d_head}, but is {width}; "
-                "Rotary(width=...) rotates a part of a head"
+                f"d_rotary must be even and between 2 and d_head = {self.d_head}, but is {d_rotary}; "
+                "Rotary(d_rotary=...) rotates a part of a head"
             )
-        self.widths = [heads * self.d_head, self.groups * self.d_head, self.groups * self.d_value]  # of q, k, v
+        self.widths = [heads * self.d_head, self.kv_heads * self.d_head, self.kv_heads * self.d_value]  # of q, k, v
         apart = d_source is not None and d_source != d_model
         self.qkv = linear(d_model, self.widths[0] if apart else sum(self.widths), bias=bias)
         self.source = linear(d_source or d_model, sum(self.widths[1:]), bias=bias) if apart else None
         self.output = linear(heads * self.d_value, d_model, bias=bias if output_bias is None else output_bias)
         self.rotary, self.query_norm, self.key_norm = rotary, query_norm, key_norm
-        self.attend = _registered(attend or Attention())
+        self.attend = _check_registered(attend or Attention())
 
-    @knows_torch("MultiHeadAttention.forward", module=True)
+    @explain_torch_keywords("MultiHeadAttention.forward", module=True)
     def forward(
         self,
         x: Tensor,
@@ -112,105 +115,106 @@ class MultiHeadAttention(nn.Module):
         mask: Mask | Tensor | None = None,
         bias: Bias | Tensor | None = None,
         positions: Tensor | None = None,
-        shared: Shared | None = None,
-        cache: Cache | Memory | None = None,
+        context: LayerContext | None = None,
+        cache: Cache | CrossCache | None = None,
     ) -> Tensor:
         """x (B, N, d_model) to (B, N, d_model); it looks at itself, or at the source (B, K, d_source).
 
-        `shared` stands for mask, bias and positions where many layers have the same. With a `Cache` the tokens of x
+        `context` stands for mask, bias and positions where many layers have the same. With a `Cache` the tokens of x
         come after those that it has seen: rotary positions, masks, biases and the description's offset count from the
-        first of all. Of those that may be seen, a token sees what came so far. With a `Memory` the source is projected
+        first of all. Of those that may be seen, a token sees what came so far. With a `CrossCache` the source is
+        projected
         at the first call only, and the tokens of x come after those of the calls before; a source that is given again
         is compared with the first, which takes time.
         """
-        if shared is None:
-            shared = Shared(mask, bias, positions)
+        if context is None:
+            context = LayerContext(mask, bias, positions)
             if positions is not None and self.rotary is None:
                 raise ValueError(
                     "positions are for rotary parts, but this attention has none; give it `rotary=Rotary()`"
                 )
         else:
-            check_unshared(mask=mask, bias=bias, positions=positions)
-            if sharding() is not None and not shared.parted:
+            check_not_in_context(mask=mask, bias=bias, positions=positions)
+            if current_sharding() is not None and not context.is_local:
                 raise ValueError(
-                    "where sequences are shared with other processes, a layer takes `shared.own()` and own tokens"
+                    "where sequences are shared with other processes, a layer takes `context.to_local()` and own tokens"
                 )
-        if cache is not None and sharding() is not None:
+        if cache is not None and current_sharding() is not None:
             raise ValueError("a cache belongs to one process: generate outside of regard.distributed.sequence")
-        if isinstance(cache, Memory):
-            return self._recall(x, source, shared, cache)
+        if isinstance(cache, CrossCache):
+            return self._cross_attend(x, source, context, cache)
         if source is None and self.source is not None:
             raise ValueError(f"this attention has d_source = {self.source.in_features}, so it needs a source")
         if source is not None and cache is not None:
-            raise ValueError("the keys of a source do not grow: decode with a Memory instead of a Cache")
-        start = 0 if cache is None else cache.seen
-        changed = (self.query_norm, self.key_norm, shared.query_position, shared.key_position)
+            raise ValueError("the keys of a source do not grow: decode with a CrossCache instead of a Cache")
+        start = 0 if cache is None else cache.seen_tokens
+        changed = (self.query_norm, self.key_norm, context.query_position, context.key_position)
         if source is None and all(part is None for part in changed):
-            q, k, v = self._from_one(x, shared, start)
+            q, k, v = self._fused_projection(x, context, start)
         else:
-            q = self._rotate(self._query(x, shared), shared, start)
-            k, v = self._key_value(x if source is None else source, shared)
-            k = self._rotate(k, shared, start, of_source=source is not None)
+            q = self._rotate(self._query(x, context), context, start)
+            k, v = self._key_value(x if source is None else source, context)
+            k = self._rotate(k, context, start, of_source=source is not None)
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
         if cache is None:
-            attend = shared.attend(self.attend)
+            attend = context.combine(self.attend)
         else:
             k, v = cache.append(k, v)
-            attend = at_cache(shared.attend(self.attend, cached=True, dropped=cache.dropped), cache, q, v)
+            attend = shift_to_cache(context.combine(self.attend, cached=True, dropped=cache.dropped), cache, q, v)
         out = attend(q, k, v)  # (B, H, N, E), laid out as q is
         return project(out.transpose(1, 2).flatten(2), self.output.weight, self.output.bias)
 
-    def _from_one(self, x: Tensor, shared: Shared, start: int) -> tuple[Tensor, Tensor, Tensor]:
+    def _fused_projection(self, x: Tensor, context: LayerContext, start: int) -> tuple[Tensor, Tensor, Tensor]:
         """Self-attention by one product: (B, N, H, D), (B, N, G, D), (B, N, G, E)."""
         B, N, _ = x.shape
-        H, G, D = self.heads, self.groups, self.d_head
-        together = project(x, self.qkv.weight, self.qkv.bias)
+        H, G, D = self.heads, self.kv_heads, self.d_head
+        qkv = project(x, self.qkv.weight, self.qkv.bias)
         if self.rotary is None and self.d_value == D:
-            q, k, v = together.view(B, N, H + 2 * G, D).split((H, G, G), 2)
+            q, k, v = qkv.view(B, N, H + 2 * G, D).split((H, G, G), 2)
             return q, k, v
-        turning, v = together.split((self.widths[0] + self.widths[1], self.widths[2]), -1)
-        q, k = self._rotate(turning.view(B, N, H + G, D), shared, start).split((H, G), 2)
+        turning, v = qkv.split((self.widths[0] + self.widths[1], self.widths[2]), -1)
+        q, k = self._rotate(turning.view(B, N, H + G, D), context, start).split((H, G), 2)
         return q, k, v.view(B, N, G, self.d_value)
 
-    def _query(self, x: Tensor, shared: Shared) -> Tensor:
-        if shared.query_position is not None:
-            x = x + shared.query_position
+    def _query(self, x: Tensor, context: LayerContext) -> Tensor:
+        if context.query_position is not None:
+            x = x + context.query_position
         q = project(x, self.qkv.weight, self.qkv.bias, rows=(0, self.widths[0]))
         q = q.unflatten(-1, (self.heads, self.d_head))
         return q if self.query_norm is None else self.query_norm(q)
 
-    def _key_value(self, source: Tensor, shared: Shared) -> tuple[Tensor, Tensor]:
+    def _key_value(self, source: Tensor, context: LayerContext) -> tuple[Tensor, Tensor]:
         holder, first = (self.qkv, self.widths[0]) if self.source is None else (self.source, 0)
         middle, last = first + self.widths[1], first + sum(self.widths[1:])
-        if shared.key_position is None:
+        if context.key_position is None:
             k, v = project(source, holder.weight, holder.bias, rows=(first, last)).split(self.widths[1:], -1)
         else:
-            k = project(source + shared.key_position, holder.weight, holder.bias, rows=(first, middle))
+            k = project(source + context.key_position, holder.weight, holder.bias, rows=(first, middle))
             v = project(source, holder.weight, holder.bias, rows=(middle, last))
-        k, v = k.unflatten(-1, (self.groups, self.d_head)), v.unflatten(-1, (self.groups, self.d_value))
+        k, v = k.unflatten(-1, (self.kv_heads, self.d_head)), v.unflatten(-1, (self.kv_heads, self.d_value))
         return k if self.key_norm is None else self.key_norm(k), v
 
-    def _rotate(self, x: Tensor, shared: Shared, start: int = 0, *, of_source: bool = False) -> Tensor:
+    def _rotate(self, x: Tensor, context: LayerContext, start: int = 0, *, of_source: bool = False) -> Tensor:
         if self.rotary is None:
             return x
-        return self.rotary(x, shared.table(self.rotary, self.d_head, x, start=start, of_source=of_source))
+        return self.rotary(x, context.table(self.rotary, self.d_head, x, start=start, of_source=of_source))
 
-    def _recall(self, x: Tensor, source: Tensor | None, shared: Shared, memory: Memory) -> Tensor:
+    def _cross_attend(self, x: Tensor, source: Tensor | None, context: LayerContext, cross_cache: CrossCache) -> Tensor:
         """Cross-attention on a source that was projected before, for the beams (rows of x) of each source."""
-        if memory.kept is None:
+        if cross_cache.keys_values is None:
             if source is None:
-                raise ValueError("a Memory that holds nothing yet needs the source at its first call")
-            k, v = self._key_value(source, shared)
-            k = self._rotate(k, shared, of_source=True)
-            memory.hold(source, k.transpose(1, 2).contiguous(), v.transpose(1, 2).contiguous())
+                raise ValueError("a CrossCache that holds nothing yet needs the source at its first call")
+            k, v = self._key_value(source, context)
+            k = self._rotate(k, context, of_source=True)
+            cross_cache.store(source, k.transpose(1, 2).contiguous(), v.transpose(1, 2).contiguous())
         else:
-            memory.check_source(source)
-        assert memory.kept is not None
-        (k, v), start, (rows, count) = memory.kept, memory.seen, x.shape[:2]
-        beams = memory.beams(rows, count)
-        q = self._rotate(self._query(x, shared), shared, start)  # (B * beams, N, H, D)
-        attend = shared.attend(self.attend)
-        if by_key(attend):  # all beams of a source are queries of one call
+            cross_cache.check_source(source)
+        assert cross_cache.keys_values is not None
+        (k, v), start, (rows, count) = cross_cache.keys_values, cross_cache.seen_tokens, x.shape[:2]
+        beams = cross_cache.beams(rows, count)
+        q = self._rotate(self._query(x, context), context, start)  # (B * beams, N, H, D)
+        attend = context.combine(self.attend)
+        if ignores_query_position(attend):  # all beams of a source are queries of one call
             q = q.reshape(len(k), beams * count, self.heads, self.d_head)
         else:
             if attend.offset is None:
@@ -227,7 +231,7 @@ class MultiHeadAttention(nn.Module):
 
     def cache(self) -> Cache:
         """An empty cache that suits the description: where it looks back so far and no farther, no more is held."""
-        reach = look_back(self.attend)
+        reach = max_lookback(self.attend)
         return Cache() if reach is None else WindowCache(reach + 1)
 
 
@@ -263,11 +267,11 @@ def linear(inputs: int, outputs: int, *, bias: bool = True) -> nn.Linear:
     return made
 
 
-def _registered(attend: Attention) -> Attention:
+def _check_registered(attend: Attention) -> Attention:
     """The description, if torch sees every tensor that it learns."""
     score = attend.score
     hidden = isinstance(score, Modified) and not isinstance(score.function, nn.Module)
-    if hidden and score.closes_over_learned(torch.get_default_device()):  # type: ignore[union-attr]
+    if hidden and score.closes_over_trainable(torch.get_default_device()):  # type: ignore[union-attr]
         raise TypeError(
             f"attend: the score function {score!r} uses tensors that require grad and that this module cannot "
             "register; write it as an nn.Module with forward(score, b, h, q_index, k_index) that holds them"

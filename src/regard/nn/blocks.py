@@ -9,9 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from regard.nn.cache import Cache, Memory
+from regard.nn.cache import Cache, CrossCache
+from regard.nn.context import LayerContext, check_not_in_context
 from regard.nn.dropout import dropout
-from regard.nn.shared import Shared, check_unshared
 
 Norm = Callable[[int], nn.Module]
 """Makes a norm of a width, such as `nn.LayerNorm`, `nn.RMSNorm`, or a `partial` of one with another eps."""
@@ -25,9 +25,9 @@ class UnitRMSNorm(nn.Module):
     torch.Size([2, 8])
     """
 
-    def __init__(self, width: int, eps: float = 1e-6) -> None:
+    def __init__(self, d_model: int, eps: float = 1e-6) -> None:
         super().__init__()
-        self.weight, self.eps = nn.Parameter(torch.zeros(width)), eps
+        self.weight, self.eps = nn.Parameter(torch.zeros(d_model)), eps
 
     def forward(self, x: Tensor) -> Tensor:
         dtype = torch.promote_types(x.dtype, torch.float32)  # in bfloat16, 1 + weight would lose small weights
@@ -41,10 +41,10 @@ class Residual(nn.Module):
         super().__init__()
         self.dropout = dropout
 
-    def dropped(self, x: Tensor) -> Tensor:
+    def apply_dropout(self, x: Tensor) -> Tensor:
         return dropout(x, self.dropout) if self.dropout and self.training else x
 
-    def shrink(self, sublayer: nn.Module, share: float) -> None:
+    def scale_output(self, sublayer: nn.Module, share: float) -> None:
         """Multiply what a fresh sublayer adds by a share, so that many add up to O(1); nothing where a norm follows."""
 
     def forward(self, x: Tensor, sublayer: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
@@ -59,17 +59,17 @@ class PreNorm(Residual):
     torch.Size([2, 8])
     """
 
-    def __init__(self, width: int, norm: Norm = nn.LayerNorm, dropout: float = 0.0) -> None:
+    def __init__(self, d_model: int, norm: Norm = nn.LayerNorm, dropout: float = 0.0) -> None:
         super().__init__(dropout)
-        self.norm = norm(width)
+        self.norm = norm(d_model)
 
     @torch.no_grad()
-    def shrink(self, sublayer: nn.Module, share: float) -> None:
+    def scale_output(self, sublayer: nn.Module, share: float) -> None:
         if isinstance(output := getattr(sublayer, "output", None), nn.Linear):
             output.weight *= share
 
     def forward(self, x: Tensor, sublayer: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
-        return x + self.dropped(sublayer(self.norm(x), *args, **kwargs))
+        return x + self.apply_dropout(sublayer(self.norm(x), *args, **kwargs))
 
 
 class PostNorm(Residual):
@@ -80,12 +80,12 @@ class PostNorm(Residual):
     torch.Size([2, 8])
     """
 
-    def __init__(self, width: int, norm: Norm = nn.LayerNorm, dropout: float = 0.0) -> None:
+    def __init__(self, d_model: int, norm: Norm = nn.LayerNorm, dropout: float = 0.0) -> None:
         super().__init__(dropout)
-        self.norm = norm(width)
+        self.norm = norm(d_model)
 
     def forward(self, x: Tensor, sublayer: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
-        return self.norm(x + self.dropped(sublayer(x, *args, **kwargs)))
+        return self.norm(x + self.apply_dropout(sublayer(x, *args, **kwargs)))
 
 
 class SandwichNorm(Residual):
@@ -96,17 +96,17 @@ class SandwichNorm(Residual):
     torch.Size([2, 8])
     """
 
-    def __init__(self, width: int, norm: Norm = nn.LayerNorm, dropout: float = 0.0) -> None:
+    def __init__(self, d_model: int, norm: Norm = nn.LayerNorm, dropout: float = 0.0) -> None:
         super().__init__(dropout)
-        self.norm, self.after = norm(width), norm(width)
+        self.norm, self.after = norm(d_model), norm(d_model)
 
     @torch.no_grad()
-    def shrink(self, sublayer: nn.Module, share: float) -> None:
+    def scale_output(self, sublayer: nn.Module, share: float) -> None:
         assert isinstance(self.after.weight, Tensor)
         self.after.weight.fill_(share - 1 if isinstance(self.after, UnitRMSNorm) else share)
 
     def forward(self, x: Tensor, sublayer: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
-        return x + self.dropped(self.after(sublayer(self.norm(x), *args, **kwargs)))
+        return x + self.apply_dropout(self.after(sublayer(self.norm(x), *args, **kwargs)))
 
 
 class Block(nn.Module):
@@ -140,25 +140,25 @@ class Block(nn.Module):
         *,
         mask: Any = None,
         source_mask: Any = None,
-        shared: Shared | None = None,
-        across: Shared | None = None,
+        context: LayerContext | None = None,
+        cross_context: LayerContext | None = None,
         cache: Cache | None = None,
-        memory: Memory | None = None,
+        cross_cache: CrossCache | None = None,
     ) -> Tensor:
-        """x (B, N, d_model), source (B, K, d_source); `shared` and `across` stand for the masks in a stack."""
-        if shared is None:
-            shared = Shared(mask).own()
+        """x (B, N, d_model), source (B, K, d_source); `context` and `cross_context` stand for the masks in a stack."""
+        if context is None:
+            context = LayerContext(mask).to_local()
         else:
-            check_unshared(mask=mask)
-        if self.cross is None and any(part is not None for part in (source, source_mask, across, memory)):
+            check_not_in_context(mask=mask)
+        if self.cross is None and any(part is not None for part in (source, source_mask, cross_context, cross_cache)):
             raise ValueError("the block has no cross-attention, so it takes no source; give it `cross=`")
-        x = self.attention_residual(x, self.attention, shared=shared, cache=cache)
+        x = self.attention_residual(x, self.attention, context=context, cache=cache)
         if self.cross is not None and self.cross_residual is not None:
-            if source is None and memory is None:
+            if source is None and cross_cache is None:
                 raise ValueError("the cross-attention of the block needs a source")
-            if across is None:
-                across = Shared(source_mask).own()
+            if cross_context is None:
+                cross_context = LayerContext(source_mask).to_local()
             else:
-                check_unshared(source_mask=source_mask)
-            x = self.cross_residual(x, self.cross, source, shared=across, cache=memory)
+                check_not_in_context(source_mask=source_mask)
+            x = self.cross_residual(x, self.cross, source, context=cross_context, cache=cross_cache)
         return self.feedforward_residual(x, self.feedforward)

@@ -30,7 +30,7 @@ class Cache:
         self._values: Tensor | None = None
 
     @property
-    def seen(self) -> int:
+    def seen_tokens(self) -> int:
         """How many tokens came so far."""
         return self.length + self.dropped
 
@@ -39,7 +39,7 @@ class Cache:
         self._check(key, value)
         start, stop = self.length, self.length + key.shape[2]
         if self._keys is None or self._values is None or stop > self._keys.shape[2]:
-            self._make_room(key, value, stop)
+            self._reserve(key, value, stop)
         assert self._keys is not None
         assert self._values is not None
         self._keys[:, :, start:stop] = key
@@ -79,13 +79,13 @@ class Cache:
                 f"and {tuple(value.shape)}"
             )
 
-    def _make_room(self, key: Tensor, value: Tensor, needed: int) -> None:
+    def _reserve(self, key: Tensor, value: Tensor, needed: int) -> None:
         room = max(self.capacity, needed)
         if self._keys is not None:
             room = max(room, 2 * self._keys.shape[2])
-        self._keys, self._values = self._moved(self._keys, key, room), self._moved(self._values, value, room)
+        self._keys, self._values = self._reallocate(self._keys, key, room), self._reallocate(self._values, value, room)
 
-    def _moved(self, held: Tensor | None, like: Tensor, room: int) -> Tensor:
+    def _reallocate(self, held: Tensor | None, like: Tensor, room: int) -> Tensor:
         made = like.new_empty(*like.shape[:2], room, like.shape[3])
         if held is not None:
             made[:, :, : self.length] = held[:, :, : self.length]
@@ -101,13 +101,13 @@ class FixedCache(Cache):
     torch.Size([1, 2, 4, 8])
     """
 
-    def _make_room(self, key: Tensor, value: Tensor, needed: int) -> None:
+    def _reserve(self, key: Tensor, value: Tensor, needed: int) -> None:
         if needed > self.capacity:
             raise ValueError(
                 f"the cache has room for {self.capacity} tokens, but {needed} are needed; "
                 "make it larger, or take a Cache, which grows"
             )
-        super()._make_room(key, value, needed)
+        super()._reserve(key, value, needed)
 
 
 class WindowCache(Cache):
@@ -121,7 +121,7 @@ class WindowCache(Cache):
     >>> cache = WindowCache(4)
     >>> for _ in range(9):
     ...     keys, values = cache.append(torch.randn(1, 2, 1, 8), torch.randn(1, 2, 1, 8))
-    >>> keys.shape, cache.seen
+    >>> keys.shape, cache.seen_tokens
     (torch.Size([1, 2, 4, 8]), 9)
     """
 
@@ -134,7 +134,7 @@ class WindowCache(Cache):
         self._check(key, value)
         count = key.shape[2]
         keep = min(self.length, self.window - 1)  # what the first of the new queries may see of the old
-        self._forget(self.length - keep)
+        self._drop_first(self.length - keep)
         stop = self._first + keep + count
         if self._keys is None or self._values is None or stop > self._keys.shape[2]:
             room = max(self.capacity, keep + count)
@@ -155,7 +155,7 @@ class WindowCache(Cache):
         for tensor in (self._keys, self._values):
             tensor[:, :, held] = tensor[rows, :, held]
 
-    def _forget(self, count: int) -> None:
+    def _drop_first(self, count: int) -> None:
         self._first += count
         self.length -= count
         self.dropped += count
@@ -170,22 +170,23 @@ class WindowCache(Cache):
         return made
 
 
-class Memory:
+class CrossCache:
     """Keys and values of a source, as cross-attention reads them: computed once, shared by all beams of a source.
 
-    `seen` is how many query tokens came so far, so that those of the next call follow them. Of the source it holds a
+    `seen_tokens` is how many query tokens came so far, so that those of the next call follow them. Of the source it
+    holds a
     fingerprint: a source that is given again must have the same content, also where it is the same tensor.
     """
 
     def __init__(self) -> None:
-        self.kept: tuple[Tensor, Tensor] | None = None
-        self.seen = 0
+        self.keys_values: tuple[Tensor, Tensor] | None = None
+        self.seen_tokens = 0
         self._rows = 0  # of the last call: the beams of a source are neighbours
         self._source: Hashable = None
 
-    def hold(self, source: Tensor, key: Tensor, value: Tensor) -> None:
+    def store(self, source: Tensor, key: Tensor, value: Tensor) -> None:
         """Hold keys and values (B, G, K, D) of a source."""
-        self.kept, self._source = (key, value), fingerprint(source)
+        self.keys_values, self._source = (key, value), fingerprint(source)
 
     def check_source(self, source: Tensor | None) -> None:
         """Raise if a source is given whose content is not that whose keys and values are held."""
@@ -193,36 +194,39 @@ class Memory:
             return
         if self._source is None:
             raise ValueError(
-                f"the Memory cannot tell whether its source, a {type(source).__name__}, has changed; give the source "
+                f"the CrossCache cannot tell whether its source, a {type(source).__name__}, has changed; give the "
+                "source "
                 "at the first call only, and None after it"
             )
         if fingerprint(source) != self._source:
             raise ValueError(
-                "the Memory holds keys and values of another source than the one given, or the source was written to "
-                "since; begin with an empty Memory"
+                "the CrossCache holds keys and values of another source than the one given, or the source was written "
+                "to "
+                "since; begin with an empty CrossCache"
             )
 
     def beams(self, rows: int, count: int) -> int:
         """How many of the rows (of `count` query tokens each) of a call belong to each source."""
-        assert self.kept is not None
-        sources = len(self.kept[0])
+        assert self.keys_values is not None
+        sources = len(self.keys_values[0])
         if not sources or rows % sources:
             raise ValueError(
-                f"the rows of x must be a multiple of the {sources} sources that the Memory holds, but they are {rows}"
+                f"the rows of x must be a multiple of the {sources} sources that the CrossCache holds, but they are "
+                f"{rows}"
             )
-        self.seen, self._rows = self.seen + count, rows
+        self.seen_tokens, self._rows = self.seen_tokens + count, rows
         return rows // sources
 
     def reorder(self, rows: Tensor, start: int = 0) -> None:
         """Batch row b continues what row `rows[b]` was: a row of the same source, since keys and masks stay."""
-        if self.kept is None or not self._rows:
+        if self.keys_values is None or not self._rows:
             return
-        sources = len(self.kept[0])
+        sources = len(self.keys_values[0])
         beams, before = len(rows) // sources, self._rows // sources
         own = torch.arange(len(rows), device=rows.device) // max(beams, 1)
         if len(rows) % sources or not torch.equal(rows // before, own):
             raise ValueError(
-                f"a row must continue a row of its own source: the Memory holds {sources} sources of {before} rows "
+                f"a row must continue a row of its own source: the CrossCache holds {sources} sources of {before} rows "
                 f"each, but rows are {rows.tolist()}"
             )
         self._rows = len(rows)

@@ -10,42 +10,42 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from regard.nn.cache import Cache, Memory
-from regard.nn.shared import Shared
+from regard.nn.cache import Cache, CrossCache
+from regard.nn.context import LayerContext
 
 
-class State:
+class GenerationState:
     """A model in the midst of generating: `step` takes tokens and gives the logits of what comes next.
 
     forward: ids (R, n) and what their layers share to logits (R, vocabulary) of the last token; it holds the caches.
-    caches: all of them, of every layer. filler: how many tokens at the front of each row are filler.
+    caches: all of them, of every layer. left_padding: how many tokens at the front of each row are filler.
     """
 
     def __init__(
         self,
-        forward: Callable[[Tensor, Shared], Tensor],
-        caches: Sequence[Cache | Memory],
-        filler: Tensor | None = None,
+        forward: Callable[[Tensor, LayerContext], Tensor],
+        caches: Sequence[Cache | CrossCache],
+        left_padding: Tensor | None = None,
     ) -> None:
-        self.forward, self.caches, self.filler = forward, caches, filler
-        self.seen = next((cache.seen for cache in caches if isinstance(cache, Cache)), 0)
-        self._shared = Shared(filler=filler)
+        self.forward, self.caches, self.left_padding = forward, caches, left_padding
+        self.seen_tokens = next((cache.seen_tokens for cache in caches if isinstance(cache, Cache)), 0)
+        self._context = LayerContext(left_padding=left_padding)
 
     def step(self, ids: Tensor) -> Tensor:
         """(R, n) ids that come after those before, to logits (R, vocabulary)."""
-        positions = torch.arange(self.seen, self.seen + ids.shape[1], device=ids.device)
-        if self.filler is not None:
-            positions = (positions - self.filler[:, None]).clamp(min=0)
-        self.seen += ids.shape[1]
-        return self.forward(ids, self._shared.moved(positions))
+        positions = torch.arange(self.seen_tokens, self.seen_tokens + ids.shape[1], device=ids.device)
+        if self.left_padding is not None:
+            positions = (positions - self.left_padding[:, None]).clamp(min=0)
+        self.seen_tokens += ids.shape[1]
+        return self.forward(ids, self._context.with_positions(positions))
 
     def reorder(self, rows: Tensor, start: int = 0) -> None:
         """Row r goes on from what row `rows[r]` was; where they differ, they agree on the tokens before `start`."""
         for cache in self.caches:
             cache.reorder(rows, start)
-        if self.filler is not None:
-            self.filler = self.filler[rows]
-            self._shared = Shared(filler=self.filler)
+        if self.left_padding is not None:
+            self.left_padding = self.left_padding[rows]
+            self._context = LayerContext(left_padding=self.left_padding)
 
 
 @dataclass(frozen=True)
@@ -138,13 +138,14 @@ def stop_tokens(stop: int | Sequence[int]) -> tuple[int, ...]:
 
 
 def generate(
-    state: State, first: Tensor, *, strategy: Strategy, limit: int, stop: int | Sequence[int] = ()
+    state: GenerationState, first: Tensor, *, strategy: Strategy, max_new_tokens: int, stop: int | Sequence[int] = ()
 ) -> list[Tensor]:
-    """What comes after the ids `first` (R, n), at most `limit` tokens a row, without the stop token that ended it."""
+    """What comes after the ids `first` (R, n), at most `max_new_tokens` tokens a row, without the stop token that ended
+    it."""
     if isinstance(strategy, Beam):
-        return beam(state, first, strategy, limit=limit, stop=stop)
+        return beam_search(state, first, strategy, max_new_tokens=max_new_tokens, stop=stop)
     stop = stop_tokens(stop)
-    steps = list(follow(state, first, strategy, limit=limit, stop=stop))
+    steps = list(generate_steps(state, first, strategy, max_new_tokens=max_new_tokens, stop=stop))
     if not steps:
         return [first.new_empty(0) for _ in first]
     rows = torch.stack(steps, 1)  # (R, n)
@@ -153,15 +154,20 @@ def generate(
     return [row[:n] for row, n in zip(rows, lengths, strict=True)]
 
 
-def follow(
-    state: State, first: Tensor, strategy: Greedy | Sample, *, limit: int, stop: int | Sequence[int] = ()
+def generate_steps(
+    state: GenerationState,
+    first: Tensor,
+    strategy: Greedy | Sample,
+    *,
+    max_new_tokens: int,
+    stop: int | Sequence[int] = (),
 ) -> Iterator[Tensor]:
     """The tokens (R,) of one step after the other, until every row has met a stop token, which comes too."""
     stop = stop_tokens(stop)
     choose, stops = strategy.chooser(), torch.tensor(stop, device=first.device)
     going = torch.ones(len(first), dtype=torch.bool, device=first.device)
     ids = first
-    for _ in range(limit):
+    for _ in range(max_new_tokens):
         with torch.inference_mode():
             token = choose(state.step(ids))
             ids = token[:, None]
@@ -173,18 +179,20 @@ def follow(
 
 
 @torch.inference_mode()
-def beam(state: State, first: Tensor, strategy: Beam, *, limit: int, stop: int | Sequence[int] = ()) -> list[Tensor]:
+def beam_search(
+    state: GenerationState, first: Tensor, strategy: Beam, *, max_new_tokens: int, stop: int | Sequence[int] = ()
+) -> list[Tensor]:
     """Beam search. A row's beams are neighbours: beam w of row r is row r * width + w of the state."""
     stop = stop_tokens(stop)
     width, rows, penalty = strategy.width, len(first), strategy.length_penalty
     finished: list[list[tuple[float, np.ndarray]]] = [[] for _ in range(rows)]
-    done = [limit == 0] * rows
-    history = np.zeros((rows * width, limit), np.int64)
+    done = [max_new_tokens == 0] * rows
+    history = np.zeros((rows * width, max_new_tokens), np.int64)
     logits, prompt = state.step(first), first.shape[1]
     state.reorder(torch.arange(rows, device=first.device).repeat_interleave(width))
     vocabulary = logits.shape[-1]
     scores = torch.zeros(rows, 1, device=first.device)
-    for n in range(limit):
+    for n in range(max_new_tokens):
         # The best of each beam are enough to find the best of all, and need no log-softmax over the vocabulary.
         each = min((len(stop) + 1) * width, vocabulary)
         values, tokens = logits.float().topk(each, -1)
@@ -208,17 +216,17 @@ def beam(state: State, first: Tensor, strategy: Beam, *, limit: int, stop: int |
                 done[row] = True
             chosen += kept
         sources = np.array([source for source, _, _ in chosen])
-        start = _agree(history, sources, n)
+        start = _common_length(history, sources, n)
         history = history[sources]
         history[:, n] = [token for _, token, _ in chosen]
         scores = torch.tensor([score for _, _, score in chosen], device=first.device).view(rows, width)
-        if all(done) or n + 1 == limit:
+        if all(done) or n + 1 == max_new_tokens:
             break
         if n:
             state.reorder(torch.from_numpy(sources).to(first.device), prompt + start)
         logits = state.step(torch.from_numpy(history[:, n : n + 1]).to(first.device))
     for row in range(rows):
-        if not done[row] and limit:
+        if not done[row] and max_new_tokens:
             length = n + 1
             for w, score in enumerate(scores[row].tolist()):
                 finished[row].append((score / length**penalty, history[row * width + w, :length].copy()))
@@ -226,7 +234,7 @@ def beam(state: State, first: Tensor, strategy: Beam, *, limit: int, stop: int |
     return [torch.from_numpy(tokens).to(first.device) for tokens in best]
 
 
-def _agree(history: np.ndarray, sources: np.ndarray, count: int) -> int:
+def _common_length(history: np.ndarray, sources: np.ndarray, count: int) -> int:
     """How many tokens all rows have in common with the row that they go on from."""
     changed = np.flatnonzero(sources != np.arange(len(sources)))
     if not len(changed) or not count:

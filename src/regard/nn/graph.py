@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from regard.attention import Attention
 from regard.engines.packed_linear import project
 from regard.nn.attention import linear
-from regard.nn.shared import Shared, check_unshared
+from regard.nn.context import LayerContext, check_not_in_context
 from regard.scores import Additive
 
 
@@ -39,16 +39,18 @@ class GraphAttention(nn.Module):
         self.qkv, self.output = linear(d_model, 3 * d_model), linear(d_model, d_model)
         self.weight = nn.Parameter(torch.randn(heads, d_model // heads) / math.sqrt(d_model // heads))
 
-    def forward(self, x: Tensor, *, mask: Any = None, shared: Shared | None = None, cache: None = None) -> Tensor:
-        """x (B, N, d_model) to the same; `shared` stands for the mask in a stack."""
-        if shared is None:
-            shared = Shared(mask)
+    def forward(
+        self, x: Tensor, *, mask: Any = None, context: LayerContext | None = None, cache: None = None
+    ) -> Tensor:
+        """x (B, N, d_model) to the same; `context` stands for the mask in a stack."""
+        if context is None:
+            context = LayerContext(mask)
         else:
-            check_unshared(mask=mask)
-        if cache is not None or shared.query_position is not None or shared.key_position is not None:
+            check_not_in_context(mask=mask)
+        if cache is not None or context.query_position is not None or context.key_position is not None:
             raise ValueError("GraphAttention takes no cache, query_position or key_position")
-        together = project(x, self.qkv.weight, self.qkv.bias).unflatten(-1, (3, self.heads, -1))
-        q, k, v = together.permute(2, 0, 3, 1, 4)  # (B, H, N, D)
+        qkv = project(x, self.qkv.weight, self.qkv.bias).unflatten(-1, (3, self.heads, -1))
+        q, k, v = qkv.permute(2, 0, 3, 1, 4)  # (B, H, N, D)
         attend = Attention(Additive(self.weight), dropout=self.dropout if self.training else 0.0)
-        out = shared.attend(attend)(q, k, v)
+        out = context.combine(attend)(q, k, v)
         return project(out.transpose(1, 2).flatten(2), self.output.weight, self.output.bias)

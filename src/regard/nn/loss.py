@@ -8,11 +8,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from regard.engines.derivatives import tangents_of, transforms
+from regard.engines.derivatives import active_transforms, tangents_of
 from regard.engines.packed_linear import PackedWeight
 
-ROWS = 512  # tokens whose logits are held at a time
-IGNORED = -100  # target of tokens that are left out, as in torch
+CHUNK_ROWS = 512  # tokens whose logits are held at a time
+IGNORE_INDEX = -100  # target of tokens that are left out, as in torch
 
 
 def token_loss(
@@ -26,7 +26,7 @@ def token_loss(
 ) -> Tensor:
     """`F.cross_entropy(F.linear(hidden, weight, bias), targets, reduction="sum", label_smoothing=smoothing)`.
 
-    hidden (N, width), weight (vocabulary, width), targets (N,); tokens of target -100 are left out, as in torch.
+    hidden (N, d_model), weight (vocabulary, d_model), targets (N,); tokens of target -100 are left out, as in torch.
     softcap: logits are `softcap * tanh(logits / softcap)`. The products are computed in the dtype of the weights, or of
     the hidden states if that is wider; everything else, and the loss that is returned, in float32 at least.
 
@@ -42,21 +42,22 @@ def token_loss(
     """
     if hidden.dim() != 2 or weight.dim() != 2 or targets.shape != hidden.shape[:1]:
         raise ValueError(
-            "expected hidden (N, width), weight (vocabulary, width) and targets (N,), but came "
+            "expected hidden (N, d_model), weight (vocabulary, d_model) and targets (N,), but came "
             f"{tuple(hidden.shape)}, {tuple(weight.shape)} and {tuple(targets.shape)}; flatten batches first"
         )
     if isinstance(weight, PackedWeight):
         weight = weight.clone()
     compiling = torch.compiler.is_compiling()
-    if not compiling and (transforms() or tangents_of((hidden, weight, bias)) is not None):
+    if not compiling and (active_transforms() or tangents_of((hidden, weight, bias)) is not None):
         return _cross_entropy(hidden, weight, bias, targets, smoothing, softcap)
     if not compiling:
-        if bool((ignored := targets == IGNORED).any()):
+        if bool((ignored := targets == IGNORE_INDEX).any()):
             hidden, targets = hidden[~ignored], targets[~ignored]
         wrong = targets[(targets < 0) | (targets >= len(weight))]
         if len(wrong):
             raise ValueError(
-                f"targets must be in 0 ... {len(weight) - 1}, or {IGNORED} to leave a token out, got {int(wrong[0])}"
+                f"targets must be in 0 ... {len(weight) - 1}, or {IGNORE_INDEX} to leave a token out, got "
+                f"{int(wrong[0])}"
             )
     with torch.autocast(hidden.device.type, enabled=False):
         wanted = torch.is_grad_enabled() and any(
@@ -81,15 +82,15 @@ def _cross_entropy(
         return F.cross_entropy(logits, targets, reduction="sum", label_smoothing=smoothing)
 
 
-def loss_among(logits: Tensor, targets: Tensor, allowed: Tensor, *, smoothing: float = 0.0) -> Tensor:
+def restricted_loss(logits: Tensor, targets: Tensor, allowed: Tensor, *, smoothing: float = 0.0) -> Tensor:
     """The sum of cross entropies over the classes that are allowed, (N, classes), among them the targets (N,).
 
     `smoothing` is spread evenly over the allowed classes of each row, as `F.cross_entropy` does over all.
 
     >>> import torch
-    >>> from regard.nn.loss import loss_among
+    >>> from regard.nn.loss import restricted_loss
     >>> logits, allowed = torch.zeros(1, 3), torch.tensor([[True, True, False]])
-    >>> bool(loss_among(logits, torch.tensor([0]), allowed).exp() == 2)
+    >>> bool(restricted_loss(logits, torch.tensor([0]), allowed).exp() == 2)
     True
     """
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32)).masked_fill(~allowed, -torch.inf)
@@ -119,10 +120,10 @@ class _TokenLoss(torch.autograd.Function):
         d_hidden = torch.empty_like(hidden) if wanted else None
         d_weight = torch.zeros_like(weight, dtype=wide) if wanted else None
         d_bias = torch.zeros_like(bias, dtype=wide) if wanted and bias is not None else None
-        room = hidden.new_empty(min(ROWS, len(hidden)), vocabulary)
-        for start in range(0, len(hidden), ROWS):
-            x, target = hidden[start : start + ROWS], targets[start : start + ROWS, None]
-            real = target != IGNORED if may_ignore else None
+        room = hidden.new_empty(min(CHUNK_ROWS, len(hidden)), vocabulary)
+        for start in range(0, len(hidden), CHUNK_ROWS):
+            x, target = hidden[start : start + CHUNK_ROWS], targets[start : start + CHUNK_ROWS, None]
+            real = target != IGNORE_INDEX if may_ignore else None
             target = target if real is None else target.where(real, 0)
             logits = torch.mm(x, weight.t(), out=room[: len(x)]).to(wide)
             if bias is not None:
@@ -153,7 +154,7 @@ class _TokenLoss(torch.autograd.Function):
             if d_bias is not None:
                 d_bias += d_logits.sum(0)
             narrow = d_logits.to(x.dtype)
-            torch.mm(narrow, weight, out=d_hidden[start : start + ROWS])
+            torch.mm(narrow, weight, out=d_hidden[start : start + CHUNK_ROWS])
             if x.dtype == wide:
                 d_weight.addmm_(narrow.t(), x)
             else:

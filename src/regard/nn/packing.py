@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from regard.geometry import shape_of
+from regard.geometry import format_shape
 from regard.masks import Mask, documents, ranges
 
 
@@ -47,7 +47,7 @@ class Packed:
         return len(self.lengths)
 
     @cached_property
-    def edges(self) -> np.ndarray:
+    def cu_seqlens(self) -> np.ndarray:
         """Where the sequences start, and behind them N: (sequences + 1,)."""
         return np.concatenate([[0], np.cumsum(self.lengths, dtype=np.int64)])
 
@@ -59,20 +59,20 @@ class Packed:
     @cached_property
     def positions(self) -> Tensor:
         """Where each token stands in its sequence, (N,): it restarts at 0 in every one."""
-        return torch.from_numpy(np.arange(len(self.values)) - self.edges[self.ids]).to(self.values.device)
+        return torch.from_numpy(np.arange(len(self.values)) - self.cu_seqlens[self.ids]).to(self.values.device)
 
     @cached_property
     def mask(self) -> Mask:
         """Tokens see their own sequence."""
         return documents(torch.from_numpy(self.ids))
 
-    def over(self, source: Packed) -> Mask:
+    def cross_mask(self, source: Packed) -> Mask:
         """Tokens see the sequence of the same number in another packed batch, as in translation; with `offset=0`."""
         if len(self) != len(source):
             raise ValueError(
                 f"packed source and target must hold as many sequences, but hold {len(source)} and {len(self)}"
             )
-        return ranges(torch.from_numpy(source.edges[self.ids]), torch.from_numpy(source.edges[self.ids + 1]))
+        return ranges(torch.from_numpy(source.cu_seqlens[self.ids]), torch.from_numpy(source.cu_seqlens[self.ids + 1]))
 
     def padded(self) -> tuple[Tensor, Tensor]:
         """Values (B, longest, ...) with zeros behind each sequence, and the (B, longest) mask of real tokens.
@@ -87,10 +87,10 @@ class Packed:
         filled[mask] = self.values
         return filled, mask
 
-    def holding(self, values: Tensor) -> Packed:
+    def with_values(self, values: Tensor) -> Packed:
         """The same sequences of other values, (N, ...); what was worked out about lengths is kept."""
         other = Packed(values, self.lengths)
-        for name in ("edges", "ids", "positions", "mask"):
+        for name in ("cu_seqlens", "ids", "positions", "mask"):
             if name in self.__dict__:
                 other.__dict__[name] = self.__dict__[name]
         return other
@@ -104,11 +104,11 @@ def pack(sequences: Sequence[Tensor] | Sequence[Sequence[int]]) -> Packed:
     (3, 2)
     """
     if isinstance(sequences, Tensor) or not isinstance(sequences, Sequence) or not len(sequences):
-        came = f"a tensor {shape_of(sequences)}" if isinstance(sequences, Tensor) else f"{type(sequences).__name__}"
+        came = f"a tensor {format_shape(sequences)}" if isinstance(sequences, Tensor) else f"{type(sequences).__name__}"
         raise TypeError(f"sequences must be a list of at least one tensor (n, ...), but is {came}; try list(batch)")
     tensors = [torch.as_tensor(sequence) for sequence in sequences]
     if any(not tensor.dim() for tensor in tensors) or len({tensor.shape[1:] for tensor in tensors}) > 1:
-        shapes = ", ".join(sorted({shape_of(tensor) for tensor in tensors})[:4])
+        shapes = ", ".join(sorted({format_shape(tensor) for tensor in tensors})[:4])
         raise ValueError(f"sequences must be (n, ...) and differ in n only, but are of shapes {shapes}")
     return Packed(torch.cat(tensors), tuple(len(tensor) for tensor in tensors))
 

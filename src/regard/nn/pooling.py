@@ -1,4 +1,4 @@
-"""One vector for a sequence. Every pooling takes (B, N, width) with a (B, N) mask, or a packed batch.
+"""One vector for a sequence. Every pooling takes (B, N, d_model) with a (B, N) mask, or a packed batch.
 
 A sequence without a real token gives zeros, as does a query that sees no key. Sums are in float32 at least.
 """
@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from regard.attention import Attention
 from regard.masks import ranges
+from regard.nn.context import check_mask, key_mask
 from regard.nn.packing import Packed, unpack
-from regard.nn.shared import check_mask, key_mask
 from regard.scores import Dot
 
 
@@ -93,33 +93,33 @@ class Last(nn.Module):
 
 
 class AttentionPooling(nn.Module):
-    """A learned query looks at the real tokens: `softmax(x · query / sqrt(width)) x`; the query starts from N(0, 1).
+    """A learned query looks at the real tokens: `softmax(x · query / sqrt(d_model)) x`; the query starts from N(0, 1).
 
     >>> import regard as rg, torch
     >>> rg.nn.AttentionPooling(16)(torch.randn(2, 5, 16), torch.ones(2, 5, dtype=torch.bool)).shape
     torch.Size([2, 16])
     """
 
-    def __init__(self, width: int) -> None:
+    def __init__(self, d_model: int) -> None:
         super().__init__()
-        self.query = nn.Parameter(torch.randn(width))
+        self.query = nn.Parameter(torch.randn(d_model))
 
     def forward(self, x: Tensor | Packed, mask: Tensor | None = None) -> Tensor:
         values = _values(x, mask)
         if isinstance(x, Packed):
-            tokens, edges = values[None, None], torch.from_numpy(x.edges)
+            tokens, edges = values[None, None], torch.from_numpy(x.cu_seqlens)
             query = self.query.expand(1, 1, len(x), -1).to(tokens)
-            return Attention(Dot(), ranges(edges[:-1], edges[1:]), offset=0).here(query, tokens, tokens)[0, 0]
+            return Attention(Dot(), ranges(edges[:-1], edges[1:]), offset=0).forward_local(query, tokens, tokens)[0, 0]
         tokens = values.unsqueeze(1)
         query = self.query.expand(len(values), 1, 1, -1).to(values)
-        return Attention(Dot(), key_mask(mask), offset=0).here(query, tokens, tokens)[:, 0, 0]
+        return Attention(Dot(), key_mask(mask), offset=0).forward_local(query, tokens, tokens)[:, 0, 0]
 
 
 def _values(x: Tensor | Packed, mask: Tensor | None) -> Tensor:
-    """The tokens, (B, N, width) or packed (N, width); a mask that does not go with them is an error."""
+    """The tokens, (B, N, d_model) or packed (N, d_model); a mask that does not go with them is an error."""
     if isinstance(x, Packed):
         if mask is not None:
-            raise ValueError("mask goes with (B, N, width); a packed batch has its lengths")
+            raise ValueError("mask goes with (B, N, d_model); a packed batch has its lengths")
         return x.values
     if mask is not None:
         check_mask(mask, x.shape[:2])
@@ -127,7 +127,7 @@ def _values(x: Tensor | Packed, mask: Tensor | None) -> Tensor:
 
 
 def _each(x: Packed, pool: Callable[[Tensor], Tensor]) -> Tensor:
-    """Sequences (n, width) pooled one by one; an empty one is zeros, which a sum over nothing is."""
+    """Sequences (n, d_model) pooled one by one; an empty one is zeros, which a sum over nothing is."""
     rows = [pool(tokens) if len(tokens) else tokens.sum(0) for tokens in unpack(x)]
     return torch.stack(rows) if rows else x.values
 

@@ -25,14 +25,14 @@ class Rotary:
     """
 
     base: float = 10000.0
-    width: int | None = None
+    d_rotary: int | None = None
     interleaved: bool = False
     scaling: Scaling | None = None
 
-    def table(self, positions: Tensor, width: int, dtype: torch.dtype) -> Table:
-        """Cosines and signed sines for positions (N,) or (B, N) and heads of this width: (N or B N, 1, width)."""
+    def table(self, positions: Tensor, d_head: int, dtype: torch.dtype) -> Table:
+        """Cosines and signed sines for positions (N,) or (B, N) and heads of width d_head: (N or B N, 1, d_rotary)."""
         compute = torch.promote_types(dtype, torch.float32)
-        cos, sin = rotary_table(positions, self.width or width, base=self.base, scaling=self.scaling, dtype=compute)
+        cos, sin = rotary_table(positions, self.d_rotary or d_head, base=self.base, scaling=self.scaling, dtype=compute)
         cos, sin = cos.unsqueeze(-2), sin.unsqueeze(-2)
         if self.interleaved:
             return cos.repeat_interleave(2, -1), torch.stack((-sin, sin), -1).flatten(-2)
@@ -41,11 +41,11 @@ class Rotary:
     def __call__(self, x: Tensor, table: Table) -> Tensor:
         """Turn `x` (B, N, H, D) by a table of its positions."""
         cos, sin = table
-        width = cos.shape[-1]
-        turning = x if width == x.shape[-1] else x[..., :width]
+        d_rotary = cos.shape[-1]
+        turning = x if d_rotary == x.shape[-1] else x[..., :d_rotary]
         if self.interleaved:
             swapped = turning.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
         else:
-            swapped = turning.roll(width // 2, -1)
+            swapped = turning.roll(d_rotary // 2, -1)
         turned = torch.addcmul(turning * cos, swapped, sin).to(x.dtype)
-        return turned if width == x.shape[-1] else torch.cat((turned, x[..., width:]), -1)
+        return turned if d_rotary == x.shape[-1] else torch.cat((turned, x[..., d_rotary:]), -1)

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from regard.nn.blocks import Residual
+from regard.nn.context import LayerContext, key_mask
 from regard.nn.packing import Packed
-from regard.nn.shared import Shared, key_mask
-from regard.sharding import sharding
+from regard.sharding import current_sharding
 
 
 class CrossBlock(nn.Module):
@@ -29,18 +29,18 @@ class CrossBlock(nn.Module):
         self.cross, self.cross_residual = cross, residual()
         self.feedforward, self.feedforward_residual = feedforward, residual()
 
-    def forward(self, x: Tensor, source: Tensor, *, across: Shared | None = None) -> Tensor:
+    def forward(self, x: Tensor, source: Tensor, *, cross_context: LayerContext | None = None) -> Tensor:
         """x (B, Q, d_model), source (B, K, d_source)."""
-        across = Shared() if across is None else across
-        if (together := None if across.parted else sharding()) is not None:
-            x, source, across = together.own(x, 1), together.own(source, 1), across.own()
-        x = self.cross_residual(x, self.cross, source, shared=across)
+        cross_context = LayerContext() if cross_context is None else cross_context
+        if (sharding := None if cross_context.is_local else current_sharding()) is not None:
+            x, source, cross_context = sharding.to_local(x, 1), sharding.to_local(source, 1), cross_context.to_local()
+        x = self.cross_residual(x, self.cross, source, context=cross_context)
         x = self.feedforward_residual(x, self.feedforward)
-        return x if together is None else together.whole(x, 1)
+        return x if sharding is None else sharding.full_tensor(x, 1)
 
 
 class SeedPooling(nn.Module):
-    """Learned seeds look at a set: (B, N, width) with a (B, N) mask, or packed sets, to (B, seeds, width).
+    """Learned seeds look at a set: (B, N, d_model) with a (B, N) mask, or packed sets, to (B, seeds, d_model).
 
     block: a `CrossBlock` whose attention has `offset=0`. Seeds start from N(0, 1).
 
@@ -51,18 +51,18 @@ class SeedPooling(nn.Module):
     torch.Size([2, 3, 16])
     """
 
-    def __init__(self, width: int, seeds: int, block: CrossBlock) -> None:
+    def __init__(self, d_model: int, seeds: int, block: CrossBlock) -> None:
         super().__init__()
-        self.seeds, self.block = nn.Parameter(torch.randn(seeds, width)), block
+        self.seeds, self.block = nn.Parameter(torch.randn(seeds, d_model)), block
 
     def forward(self, x: Tensor | Packed, mask: Tensor | None = None) -> Tensor:
         if isinstance(x, Packed):
             if mask is not None:
-                raise ValueError("mask goes with (B, N, width); packed sets have their lengths")
-            seeds = repeated(self.seeds, x)
-            found = self.block(seeds.values[None], x.values[None], across=Shared(seeds.over(x)))
+                raise ValueError("mask goes with (B, N, d_model); packed sets have their lengths")
+            seeds = repeat_points(self.seeds, x)
+            found = self.block(seeds.values[None], x.values[None], cross_context=LayerContext(seeds.cross_mask(x)))
             return found.view(len(x), *self.seeds.shape)
-        return self.block(self.seeds.expand(len(x), -1, -1), x, across=Shared(key_mask(mask, x)))
+        return self.block(self.seeds.expand(len(x), -1, -1), x, cross_context=LayerContext(key_mask(mask, x)))
 
 
 class InducedBlock(nn.Module):
@@ -71,7 +71,8 @@ class InducedBlock(nn.Module):
         gathered = gather(points, x)        points look at the set
         x        = spread(x, gathered)      the set looks at them
 
-    gather, spread: blocks whose attention has `offset=0`. Sets are (B, N, width) with a (B, N) mask, or packed, and the
+    gather, spread: blocks whose attention has `offset=0`. Sets are (B, N, d_model) with a (B, N) mask, or packed, and
+        the
     result has the same form. Points start from N(0, 1).
 
     >>> import regard as rg, torch
@@ -82,18 +83,20 @@ class InducedBlock(nn.Module):
     torch.Size([2, 9, 16])
     """
 
-    def __init__(self, width: int, points: int, gather: CrossBlock, spread: CrossBlock) -> None:
+    def __init__(self, d_model: int, points: int, gather: CrossBlock, spread: CrossBlock) -> None:
         super().__init__()
-        self.gather, self.spread = SeedPooling(width, points, gather), spread
+        self.gather, self.spread = SeedPooling(d_model, points, gather), spread
 
     def forward(self, x: Tensor | Packed, mask: Tensor | None = None) -> Tensor | Packed:
-        gathered = self.gather(x, mask)  # (B, points, width)
+        gathered = self.gather(x, mask)  # (B, points, d_model)
         if isinstance(x, Packed):
             points = Packed(gathered.flatten(0, 1), (gathered.shape[1],) * len(x))
-            return x.holding(self.spread(x.values[None], points.values[None], across=Shared(x.over(points)))[0])
+            return x.with_values(
+                self.spread(x.values[None], points.values[None], cross_context=LayerContext(x.cross_mask(points)))[0]
+            )
         return self.spread(x, gathered)
 
 
-def repeated(points: Tensor, sets: Packed) -> Packed:
-    """The same points (n, width) for each of the sets."""
+def repeat_points(points: Tensor, sets: Packed) -> Packed:
+    """The same points (n, d_model) for each of the sets."""
     return Packed(points.repeat(len(sets), 1), (len(points),) * len(sets))

@@ -13,10 +13,10 @@ from torch.utils.checkpoint import checkpoint
 from regard.masks import Mask
 from regard.nn.attention import MultiHeadAttention
 from regard.nn.blocks import Block
-from regard.nn.cache import Cache, Memory
-from regard.nn.shared import Shared, check_unshared
+from regard.nn.cache import Cache, CrossCache
+from regard.nn.context import LayerContext, check_not_in_context
 from regard.positions import Bias, t5
-from regard.sharding import sharding
+from regard.sharding import current_sharding
 
 
 class RelativeBias(nn.Module):
@@ -69,45 +69,45 @@ class Encoder(nn.Module):
         self.layers, self.norm, self.bias = nn.ModuleList(layers), norm, bias
         self.repeat, self.checkpointing = repeat, checkpointing
         if self.layers:
-            self._shrink()
+            self._scale_outputs()
 
-    def _shrink(self) -> None:
+    def _scale_outputs(self) -> None:
         names = [name for name in ("attention", "cross", "feedforward") if getattr(self.layers[0], name) is not None]
         share = 1 / math.sqrt(len(names) * len(self.layers) * self.repeat)
         for block in self.layers:
             for name in names:
-                getattr(block, f"{name}_residual").shrink(getattr(block, name), share)
+                getattr(block, f"{name}_residual").scale_output(getattr(block, name), share)
 
     def forward(
         self,
         x: Tensor,
         *,
         mask: Mask | Tensor | None = None,
-        shared: Shared | None = None,
-        caches: Sequence[Cache] | None = None,
+        context: LayerContext | None = None,
+        cache: Sequence[Cache] | None = None,
     ) -> Tensor:
-        """(B, N, d_model) to the same; `shared` stands for a mask, bias or positions.
+        """(B, N, d_model) to the same; `context` stands for a mask, bias or positions.
 
-        caches: as `caches()` gives them. The tokens of x come after those that they have seen.
+        cache: as `cache()` gives them. The tokens of x come after those that they have seen.
         """
-        if shared is None:
-            shared = Shared(mask)
+        if context is None:
+            context = LayerContext(mask)
         else:
-            check_unshared(mask=mask)
-        if (together := None if shared.parted else sharding()) is not None:
-            x, shared = together.own(x, 1), shared.own()
+            check_not_in_context(mask=mask)
+        if (sharding := None if context.is_local else current_sharding()) is not None:
+            x, context = sharding.to_local(x, 1), context.to_local()
         if self.bias is not None:
-            shared = shared.biased(self.bias())
-        recompute = self._recomputes(caches)
+            context = context.with_bias(self.bias())
+        recompute = self._recomputes(cache)
         for n, layer in enumerate(self._runs()):
             if recompute:
-                x = checkpoint(layer, x, shared=shared, use_reentrant=False)
+                x = checkpoint(layer, x, context=context, use_reentrant=False)
             else:
-                x = layer(x, shared=shared, cache=None if caches is None else caches[n])
+                x = layer(x, context=context, cache=None if cache is None else cache[n])
         x = x if self.norm is None else self.norm(x)
-        return x if together is None else together.whole(x, 1)
+        return x if sharding is None else sharding.full_tensor(x, 1)
 
-    def caches(self) -> list[Cache]:
+    def cache(self) -> list[Cache]:
         """Empty caches, one for each layer and each time that it runs, each as its attention needs it."""
         return [self._attention(block).cache() for block in self._runs()]
 
@@ -115,21 +115,21 @@ class Encoder(nn.Module):
         """The layers in the order in which they run, each `repeat` times."""
         return (layer for layer in self.layers for _ in range(self.repeat))
 
-    def _recomputes(self, caches: Sequence[object] | None) -> bool:
+    def _recomputes(self, cache: Sequence[object] | None) -> bool:
         """Whether blocks are computed again in backward; raise if the caches do not fit that, or the layers."""
         recompute = self.checkpointing and self.training and torch.is_grad_enabled()
-        if caches is None:
+        if cache is None:
             return recompute
         if recompute:
             raise ValueError(
                 "checkpointing computes blocks again in backward, which would append to the caches again; decode in "
                 "eval mode or under torch.no_grad(), or train without caches"
             )
-        needed, different = len(self.layers) * self.repeat, len(set(map(id, caches)))
-        if not len(caches) == different == needed:
+        needed, different = len(self.layers) * self.repeat, len(set(map(id, cache)))
+        if not len(cache) == different == needed:
             raise ValueError(
-                f"caches must be {needed} different ones, one for each layer and each time that it runs, but "
-                f"{len(caches)} came, of which {different} are different; take those that `caches()` gives"
+                f"cache must be {needed} different ones, one for each layer and each time that it runs, but "
+                f"{len(cache)} came, of which {different} are different; take those that `cache()` gives"
             )
         return False
 
@@ -146,13 +146,13 @@ class Encoder(nn.Module):
 class DecoderCache:
     """Keys and values of a decoder's own tokens, and of the source: one of each for every run of a layer."""
 
-    own: list[Cache]
-    source: list[Memory]
+    self_attention: list[Cache]
+    cross_attention: list[CrossCache]
 
     @property
     def holds_source(self) -> bool:
         """Whether a call was made, so that the source need not be given again."""
-        return all(memory.kept is not None for memory in self.source)
+        return all(cross_cache.keys_values is not None for cross_cache in self.cross_attention)
 
 
 class Decoder(Encoder):
@@ -175,37 +175,45 @@ class Decoder(Encoder):
         *,
         mask: Mask | Tensor | None = None,
         source_mask: Mask | Tensor | None = None,
-        shared: Shared | None = None,
-        across: Shared | None = None,
+        context: LayerContext | None = None,
+        cross_context: LayerContext | None = None,
         cache: DecoderCache | None = None,
     ) -> Tensor:
         """x (B, N, d_model), source (B, K, d_source). With a cache, the source is needed at the first call only."""
-        if shared is None:
-            shared = Shared(mask)
+        if context is None:
+            context = LayerContext(mask)
         else:
-            check_unshared(mask=mask)
-        if across is None:
-            across = Shared(source_mask)
+            check_not_in_context(mask=mask)
+        if cross_context is None:
+            cross_context = LayerContext(source_mask)
         else:
-            check_unshared(source_mask=source_mask)
-        if (together := None if shared.parted else sharding()) is not None:
-            x, shared, across = together.own(x, 1), shared.own(), across.own()
-            source = None if source is None else together.own(source, 1)
+            check_not_in_context(source_mask=source_mask)
+        if (sharding := None if context.is_local else current_sharding()) is not None:
+            x, context, cross_context = sharding.to_local(x, 1), context.to_local(), cross_context.to_local()
+            source = None if source is None else sharding.to_local(source, 1)
         if self.bias is not None:
-            shared = shared.biased(self.bias())
-        recompute = self._recomputes(None if cache is None else cache.own)
+            context = context.with_bias(self.bias())
+        recompute = self._recomputes(None if cache is None else cache.self_attention)
         for n, layer in enumerate(self._runs()):
             if recompute:
-                x = checkpoint(layer, x, source, shared=shared, across=across, use_reentrant=False)
+                x = checkpoint(layer, x, source, context=context, cross_context=cross_context, use_reentrant=False)
             elif cache is None:
-                x = layer(x, source, shared=shared, across=across)
+                x = layer(x, source, context=context, cross_context=cross_context)
             else:
-                memory = cache.source[n]
-                given = source if n == 0 or memory.kept is None else None  # compared with what is held once, not by all
-                x = layer(x, given, shared=shared, across=across, cache=cache.own[n], memory=memory)
+                cross_cache = cache.cross_attention[n]
+                # compared with what is held once, not by all
+                given = source if n == 0 or cross_cache.keys_values is None else None
+                x = layer(
+                    x,
+                    given,
+                    context=context,
+                    cross_context=cross_context,
+                    cache=cache.self_attention[n],
+                    cross_cache=cross_cache,
+                )
         x = x if self.norm is None else self.norm(x)
-        return x if together is None else together.whole(x, 1)
+        return x if sharding is None else sharding.full_tensor(x, 1)
 
-    def cache(self) -> DecoderCache:
+    def cache(self) -> DecoderCache:  # type: ignore[override]
         """An empty cache."""
-        return DecoderCache(self.caches(), [Memory() for _ in self._runs()])
+        return DecoderCache(super().cache(), [CrossCache() for _ in self._runs()])

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from regard.arguments import check_layout
 from regard.description import Description
-from regard.geometry import At, Frame, Part, lead, shape_of
+from regard.geometry import CallSlice, Frame, Indices, format_shape, pad_leading
 
 
 @dataclass(eq=False)
@@ -26,29 +26,30 @@ class Bias(Description):
     alibi(heads=2) + relative((2, 9))
     """
 
-    def tile(self, at: At, query: Tensor, scale: float | Tensor) -> Tensor:
+    def tile(self, at: Indices, query: Tensor, scale: float | Tensor) -> Tensor:
         """What the tile's scores get added; broadcasts to (b, h, q, k). `query` is (b, h, q, D)."""
         raise NotImplementedError
 
-    def aggregate(self, at: At, weights: Tensor) -> Tensor | None:
+    def aggregate(self, at: Indices, weights: Tensor) -> Tensor | None:
         """What the tile's output gets added for its weights (b, h, q, k): a value half, or None."""
         return None
 
-    def cut(self, at: At) -> Bias:
+    def cut(self, at: Indices) -> Bias:
         """The bias for the tiles of one box alone: a tensor that lies along Q and K is replaced by its part there."""
         return self
 
-    def part(self, part: Part) -> Bias:
+    def narrow(self, part: CallSlice) -> Bias:
         """The bias of a part of a call, whose heads, queries and keys are counted from the first that it has."""
         raise NotImplementedError(
-            f"{type(self).__name__} in a part of a call, as in a WindowCache or a shared sequence: define part(part), "
+            f"{type(self).__name__} in a part of a call, as in a WindowCache or a shared sequence: define "
+            "narrow(part), "
             "which returns it with heads and positions counted from the first of the part"
         )
 
     def parts(self) -> tuple[Bias, ...]:
         return (self,)
 
-    def check(self, frame: Frame, width: int, value_width: int) -> None:
+    def check(self, frame: Frame, d_head: int, d_value: int) -> None:
         """Raise if the bias does not fit a call of this size."""
 
     def __add__(self, other: Bias) -> Bias:
@@ -66,31 +67,31 @@ class Bias(Description):
 class Sum(Bias):
     terms: tuple[Bias, ...]
 
-    def tile(self, at: At, query: Tensor, scale: float | Tensor) -> Tensor:
+    def tile(self, at: Indices, query: Tensor, scale: float | Tensor) -> Tensor:
         first, *rest = (term.tile(at, query, scale) for term in self.terms)
         for bias in rest:
             first = first + bias
         return first
 
-    def aggregate(self, at: At, weights: Tensor) -> Tensor | None:
+    def aggregate(self, at: Indices, weights: Tensor) -> Tensor | None:
         total = None
         for term in self.terms:
             if (value := term.aggregate(at, weights)) is not None:
                 total = value if total is None else total + value
         return total
 
-    def cut(self, at: At) -> Bias:
+    def cut(self, at: Indices) -> Bias:
         return self.replace(terms=tuple(term.cut(at) for term in self.terms))
 
-    def part(self, part: Part) -> Bias:
-        return self.replace(terms=tuple(term.part(part) for term in self.terms))
+    def narrow(self, part: CallSlice) -> Bias:
+        return self.replace(terms=tuple(term.narrow(part) for term in self.terms))
 
     def parts(self) -> tuple[Bias, ...]:
         return self.terms
 
-    def check(self, frame: Frame, width: int, value_width: int) -> None:
+    def check(self, frame: Frame, d_head: int, d_value: int) -> None:
         for term in self.terms:
-            term.check(frame, width, value_width)
+            term.check(frame, d_head, d_value)
 
     def __repr__(self) -> str:
         return " + ".join(map(repr, self.terms))
@@ -104,12 +105,12 @@ class Diagonal(Bias):
         """The bias of heads `h` at distances `j - p`; both are index tensors that broadcast."""
         raise NotImplementedError
 
-    def tile(self, at: At, query: Tensor, scale: float | Tensor) -> Tensor:
+    def tile(self, at: Indices, query: Tensor, scale: float | Tensor) -> Tensor:
         if torch.compiler.is_exporting() or at.box is None or not at.i.numel() or not at.j.numel():
             return self.along(at.h, at.j - at.p).to(query)  # unfold would fix a length that is dynamic
         return self.vector(at).to(query).unfold(-1, at.j.shape[-1], 1).flip(-2)  # query i reads from q - 1 - i on
 
-    def vector(self, at: At) -> Tensor:
+    def vector(self, at: Indices) -> Tensor:
         """The bias of a box at its distances, from the last query and first key on: (b or 1, h or 1, q + k - 1)."""
         steps = torch.arange(at.i.shape[-2] + at.j.shape[-1] - 1, device=at.j.device)
         nearest = (at.j[..., 0] - at.p[..., -1, 0]).reshape(-1, 1, 1)  # (b or 1, 1, 1)
@@ -128,13 +129,13 @@ class Alibi(Diagonal):
         some = slice(None) if self.some is None else slice(*self.some)
         return torch.tensor((first + between)[some], dtype=torch.float64, device=device)
 
-    def part(self, part: Part) -> Bias:
+    def narrow(self, part: CallSlice) -> Bias:
         return self if part.heads == slice(0, self.heads) else self.replace(some=(part.heads.start, part.heads.stop))
 
     def along(self, h: Tensor, distance: Tensor) -> Tensor:
         return -self.slopes(h.device)[h] * distance.abs()
 
-    def check(self, frame: Frame, width: int, value_width: int) -> None:
+    def check(self, frame: Frame, d_head: int, d_value: int) -> None:
         if (self.heads if self.some is None else self.some[1] - self.some[0]) != frame.H:
             raise ValueError(f"alibi was made for heads={self.heads}, but the query has H = {frame.H} heads")
 
@@ -150,15 +151,15 @@ class Relative(Diagonal):
         reach = self.table.shape[1] // 2
         return self.table[h if len(self.table) > 1 else torch.zeros_like(h), distance.clamp(-reach, reach) + reach]
 
-    def part(self, part: Part) -> Bias:
-        return self.replace(table=_of_heads(self.table, 0, part))
+    def narrow(self, part: CallSlice) -> Bias:
+        return self.replace(table=_select_heads(self.table, 0, part))
 
-    def check(self, frame: Frame, width: int, value_width: int) -> None:
+    def check(self, frame: Frame, d_head: int, d_value: int) -> None:
         if len(self.table) not in (1, frame.H):
-            raise ValueError(f"relative: table must be (H, 2R+1) with H = {frame.H}, but is {shape_of(self.table)}")
+            raise ValueError(f"relative: table must be (H, 2R+1) with H = {frame.H}, but is {format_shape(self.table)}")
 
     def __repr__(self) -> str:
-        return f"relative({shape_of(self.table)})"
+        return f"relative({format_shape(self.table)})"
 
 
 @dataclass(eq=False, repr=False)
@@ -170,8 +171,8 @@ class T5(Diagonal):
     def along(self, h: Tensor, distance: Tensor) -> Tensor:
         return self.table[self.bucket(distance), h if self.table.shape[1] > 1 else torch.zeros_like(h)]
 
-    def part(self, part: Part) -> Bias:
-        return self.replace(table=_of_heads(self.table, 1, part))
+    def narrow(self, part: CallSlice) -> Bias:
+        return self.replace(table=_select_heads(self.table, 1, part))
 
     def bucket(self, distance: Tensor) -> Tensor:
         """The bucket of a distance `j - p`: one each while near, then ever wider, the last beyond `max_distance`."""
@@ -188,12 +189,12 @@ class T5(Diagonal):
         wide = (exact + (ratio * (buckets - exact)).long()).clamp(max=buckets - 1)
         return first + torch.where(away < exact, away, wide)
 
-    def check(self, frame: Frame, width: int, value_width: int) -> None:
+    def check(self, frame: Frame, d_head: int, d_value: int) -> None:
         if self.table.shape[1] not in (1, frame.H):
-            raise ValueError(f"t5: table must be (buckets, H) with H = {frame.H}, but is {shape_of(self.table)}")
+            raise ValueError(f"t5: table must be (buckets, H) with H = {frame.H}, but is {format_shape(self.table)}")
 
     def __repr__(self) -> str:
-        return f"t5({shape_of(self.table)}, bidirectional={self.bidirectional}, max_distance={self.max_distance})"
+        return f"t5({format_shape(self.table)}, bidirectional={self.bidirectional}, max_distance={self.max_distance})"
 
 
 @dataclass(eq=False, repr=False)
@@ -205,75 +206,75 @@ class Shaw(Bias):
     def reach(self) -> int:
         return self.keys.shape[-2] // 2
 
-    def table(self, at: At, query: Tensor, scale: float | Tensor) -> Tensor:
+    def table(self, at: Indices, query: Tensor, scale: float | Tensor) -> Tensor:
         """scale * q · keys: what each query gives to each distance, (b, h, q, 2R+1)."""
         keys = self._of_heads(self.keys.to(query), at)
         scale = at.per_head(scale.to(query).reshape(-1)) if isinstance(scale, Tensor) else scale
         return (query * scale) @ keys.mT
 
-    def tile(self, at: At, query: Tensor, scale: float | Tensor) -> Tensor:
+    def tile(self, at: Indices, query: Tensor, scale: float | Tensor) -> Tensor:
         index = self._index(at)
         table = self.table(at, query, scale)
         return table.gather(-1, index.expand(*table.shape[:-1], index.shape[-1]))
 
-    def aggregate(self, at: At, weights: Tensor) -> Tensor | None:
+    def aggregate(self, at: Indices, weights: Tensor) -> Tensor | None:
         if self.values is None:
             return None
         index = self._index(at).expand(weights.shape)
         mass = weights.new_zeros(*weights.shape[:-1], 2 * self.reach + 1).scatter_add(-1, index, weights)
         return mass @ self._of_heads(self.values.to(weights), at)
 
-    def part(self, part: Part) -> Bias:
-        keys, values = (t if t is None or t.dim() == 2 else _of_heads(t, 0, part) for t in (self.keys, self.values))
+    def narrow(self, part: CallSlice) -> Bias:
+        keys, values = (t if t is None or t.dim() == 2 else _select_heads(t, 0, part) for t in (self.keys, self.values))
         assert keys is not None
         return self.replace(keys=keys, values=values)
 
-    def _index(self, at: At) -> Tensor:
+    def _index(self, at: Indices) -> Tensor:
         return (at.j - at.p).clamp(-self.reach, self.reach) + self.reach
 
-    def _of_heads(self, table: Tensor, at: At) -> Tensor:
+    def _of_heads(self, table: Tensor, at: Indices) -> Tensor:
         return table if table.dim() == 2 else at.per_head(table, axes=2).squeeze(-3).squeeze(-3)
 
-    def check(self, frame: Frame, width: int, value_width: int) -> None:
-        for name, table, size, letter in (("keys", self.keys, width, "D"), ("values", self.values, value_width, "E")):
+    def check(self, frame: Frame, d_head: int, d_value: int) -> None:
+        for name, table, size, letter in (("keys", self.keys, d_head, "D"), ("values", self.values, d_value, "E")):
             if table is not None and (table.shape[-1] != size or (table.dim() == 3 and len(table) not in (1, frame.H))):
-                if name == "values" and not value_width:
+                if name == "values" and not d_value:
                     continue  # no values are in play where only weights are asked for
                 raise ValueError(
                     f"shaw: {name} must be (2R+1, {letter}) or (H, 2R+1, {letter}), H = {frame.H}, {letter} = {size}, "
-                    f"but is {shape_of(table)}"
+                    f"but is {format_shape(table)}"
                 )
 
     def __repr__(self) -> str:
-        return f"shaw({shape_of(self.keys)}{'' if self.values is None else ', ' + shape_of(self.values)})"
+        return f"shaw({format_shape(self.keys)}{'' if self.values is None else ', ' + format_shape(self.values)})"
 
 
 @dataclass(eq=False, repr=False)
 class DenseBias(Bias):
     tensor: Tensor  # as it was given: a view of it would miss what torch puts in its place
 
-    def tile(self, at: At, query: Tensor, scale: float | Tensor) -> Tensor:
-        return at.take(lead(self.tensor)).to(query)
+    def tile(self, at: Indices, query: Tensor, scale: float | Tensor) -> Tensor:
+        return at.take(pad_leading(self.tensor)).to(query)
 
-    def cut(self, at: At) -> Bias:
+    def cut(self, at: Indices) -> Bias:
         if type(self) is not DenseBias:  # a subclass may compute a tile in another way
             return self
-        part = at.take(lead(self.tensor.detach()))
+        part = at.take(pad_leading(self.tensor.detach()))
         return _Cut(part.requires_grad_(self.tensor.requires_grad))
 
-    def part(self, part: Part) -> Bias:
-        tensor = lead(self.tensor)
+    def narrow(self, part: CallSlice) -> Bias:
+        tensor = pad_leading(self.tensor)
         axes = zip(tensor.shape, (slice(None), part.heads, part.rows, part.columns), strict=True)
         return self.replace(tensor=tensor[tuple(slice(None) if n == 1 else edge for n, edge in axes)])
 
-    def check(self, frame: Frame, width: int, value_width: int) -> None:
+    def check(self, frame: Frame, d_head: int, d_value: int) -> None:
         sizes = (frame.B, frame.H, frame.Q, frame.K)
         shape = (1,) * (4 - self.tensor.dim()) + tuple(self.tensor.shape)
         if any(n not in (1, size) for n, size in zip(shape, sizes, strict=True)):
-            raise ValueError(f"bias must broadcast to (B, H, Q, K) = {sizes}, but is {shape_of(self.tensor)}")
+            raise ValueError(f"bias must broadcast to (B, H, Q, K) = {sizes}, but is {format_shape(self.tensor)}")
 
     def __repr__(self) -> str:
-        return f"dense_bias({shape_of(self.tensor)})"
+        return f"dense_bias({format_shape(self.tensor)})"
 
 
 @dataclass(eq=False)
@@ -282,35 +283,35 @@ class _Cut(Bias):
 
     tensor: Tensor  # (b or 1, h or 1, q or 1, k or 1)
 
-    def tile(self, at: At, query: Tensor, scale: float | Tensor) -> Tensor:
+    def tile(self, at: Indices, query: Tensor, scale: float | Tensor) -> Tensor:
         return self.tensor.to(query)
 
 
-def built_in(bias: Bias) -> bool:
+def is_built_in(bias: Bias) -> bool:
     """Whether kernels know the bias: a subclass may compute anything, but one that only says `along` is Diagonal."""
     if isinstance(bias, Sum):
-        return type(bias) is Sum and all(map(built_in, bias.terms))
+        return type(bias) is Sum and all(map(is_built_in, bias.terms))
     kind = type(bias)
     diagonal = issubclass(kind, Diagonal) and kind.tile is Diagonal.tile and kind.vector is Diagonal.vector
     return kind in (Shaw, DenseBias) or (diagonal and kind.aggregate is Bias.aggregate)
 
 
-def _of_heads(table: Tensor, axis: int, part: Part) -> Tensor:
+def _select_heads(table: Tensor, axis: int, part: CallSlice) -> Tensor:
     """What a table with an axis of heads, or of one for all, has for those of a part."""
     heads = part.heads
     return table if table.shape[axis] == 1 else table.narrow(axis, heads.start, heads.stop - heads.start)
 
 
-def _table(name: str, table: Tensor, axes: tuple[int, ...], form: str) -> Tensor:
+def _check_table(name: str, table: Tensor, axes: tuple[int, ...], form: str) -> Tensor:
     if isinstance(table, Tensor):
         check_layout(name, table, sequences=False)
     if not isinstance(table, Tensor) or not table.is_floating_point() or table.dim() not in axes:
-        came = f"{table.dtype} of shape {shape_of(table)}" if isinstance(table, Tensor) else type(table).__name__
+        came = f"{table.dtype} of shape {format_shape(table)}" if isinstance(table, Tensor) else type(table).__name__
         raise TypeError(f"{name} must be a floating-point tensor {form}, but is {came}")
     return table
 
 
-def _odd(name: str, size: int) -> None:
+def _check_odd(name: str, size: int) -> None:
     if size % 2 == 0:
         raise ValueError(f"{name} must have an odd number of distances, 2R+1 for -R..R, but has {size}")
 
@@ -334,7 +335,7 @@ def relative(table: Tensor) -> Bias:
     >>> rg.relative(torch.zeros(8, 33))
     relative((8, 33))
     """
-    _odd("relative: table", _table("relative: table", table, (2,), "(H, 2R+1)").shape[1])
+    _check_odd("relative: table", _check_table("relative: table", table, (2,), "(H, 2R+1)").shape[1])
     return Relative(table)
 
 
@@ -345,7 +346,7 @@ def t5(table: Tensor, bidirectional: bool = True, max_distance: int = 128) -> Bi
     >>> rg.t5(torch.zeros(32, 8), bidirectional=False)
     t5((32, 8), bidirectional=False, max_distance=128)
     """
-    _table("t5: table", table, (2,), "(buckets, H)")
+    _check_table("t5: table", table, (2,), "(buckets, H)")
     if isinstance(max_distance, bool) or not isinstance(max_distance, int):
         raise TypeError(f"t5: max_distance must be a whole number, but is {type(max_distance).__name__}")
     exact = len(table) // (4 if bidirectional else 2)
@@ -367,9 +368,9 @@ def shaw(keys: Tensor, values: Tensor | None = None) -> Bias:
     >>> rg.shaw(torch.zeros(17, 64), torch.zeros(17, 64))
     shaw((17, 64), (17, 64))
     """
-    _odd("shaw: keys", _table("shaw: keys", keys, (2, 3), "(2R+1, D) or (H, 2R+1, D)").shape[-2])
+    _check_odd("shaw: keys", _check_table("shaw: keys", keys, (2, 3), "(2R+1, D) or (H, 2R+1, D)").shape[-2])
     if values is not None:
-        _table("shaw: values", values, (2, 3), "(2R+1, E) or (H, 2R+1, E)")
+        _check_table("shaw: values", values, (2, 3), "(2R+1, E) or (H, 2R+1, E)")
         if values.shape[-2] != keys.shape[-2]:
             raise ValueError(
                 f"shaw: values must have as many distances as keys, {keys.shape[-2]}, but have {values.shape[-2]}"
@@ -390,4 +391,4 @@ def dense_bias(tensor: Tensor) -> Bias:
         )
     if callable(tensor):
         raise TypeError(f"bias must be a bias or a tensor, but is {type(tensor).__name__}; call it, as in alibi(heads)")
-    return DenseBias(_table("bias", tensor, (0, 1, 2, 3, 4), "that broadcasts to (B, H, Q, K)"))
+    return DenseBias(_check_table("bias", tensor, (0, 1, 2, 3, 4), "that broadcasts to (B, H, Q, K)"))

@@ -17,10 +17,10 @@ class Scaling(Protocol):
     def magnitude(self) -> float:
         """What the turned channels are multiplied by."""
 
-    def frequencies(self, base: float, width: int, positions: Tensor) -> Tensor:
-        """The angle by which each pair turns from one position to the next, `(width / 2,)`.
+    def frequencies(self, base: float, d_rotary: int, positions: Tensor) -> Tensor:
+        """The angle by which each pair turns from one position to the next, `(d_rotary / 2,)`.
 
-        Positions are (..., N); an angle may depend on the row, and is then (..., width / 2).
+        Positions are (..., N); an angle may depend on the row, and is then (..., d_rotary / 2).
         """
 
 
@@ -29,18 +29,18 @@ def rotary(
     positions: Tensor | int | None = None,
     *,
     base: float = 10000.0,
-    width: int | None = None,
+    d_rotary: int | None = None,
     interleaved: bool = False,
     scaling: Scaling | None = None,
 ) -> Tensor:
     """Turn `x` `(B, H, N, D)` by its positions; q·k of two turned vectors depends on their distance only.
 
-        angle = positions * base^(-2i / width)                        i = 0 ... width / 2 - 1
+        angle = positions * base^(-2i / d_rotary)                        i = 0 ... d_rotary / 2 - 1
         (a, b) -> (a cos(angle) - b sin(angle), b cos(angle) + a sin(angle))
 
     positions: integers `(N,)` or `(B, N)`; a number is where the first token stands; none is 0 ... N - 1.
-    width: how many leading channels turn, D unless told otherwise; the others pass through.
-    interleaved: channel pairs are (2i, 2i + 1) when true (GPT-J), (i, i + width / 2) when false (Llama, GPT-NeoX).
+    d_rotary: how many leading channels turn, D unless told otherwise; the others pass through.
+    interleaved: channel pairs are (2i, 2i + 1) when true (GPT-J), (i, i + d_rotary / 2) when false (Llama, GPT-NeoX).
     scaling: `Linear`, `Dynamic`, `Yarn` or `Llama3` of `regard.positions`, for more positions than were trained.
 
     `(N, D)` and `(H, N, D)` are taken too. Angles are computed in float64, the product in float32 at least, and the
@@ -51,34 +51,34 @@ def rotary(
     >>> torch.allclose(rg.rotary(q, 5)[:, :, 0], rg.rotary(q, torch.arange(5, 15))[:, :, 0])
     True
     """
-    width = _check(x, base, width, scaling)
+    d_rotary = _check(x, base, d_rotary, scaling)
     angled = _positions(x, positions)
     if x.numel() == 0:
         return x
     compute = torch.promote_types(x.dtype, torch.float32)
-    cos, sin = rotary_table(angled, width, base=base, scaling=scaling, dtype=compute)
+    cos, sin = rotary_table(angled, d_rotary, base=base, scaling=scaling, dtype=compute)
 
-    turned = x[..., :width].to(compute)
+    turned = x[..., :d_rotary].to(compute)
     a, b = (turned[..., 0::2], turned[..., 1::2]) if interleaved else turned.chunk(2, dim=-1)
     a, b = a * cos - b * sin, b * cos + a * sin
     turned = torch.stack((a, b), dim=-1).flatten(-2) if interleaved else torch.cat((a, b), dim=-1)
     turned = turned.to(x.dtype)
-    return turned if width == x.shape[-1] else torch.cat((turned, x[..., width:]), dim=-1)
+    return turned if d_rotary == x.shape[-1] else torch.cat((turned, x[..., d_rotary:]), dim=-1)
 
 
 def rotary_table(
-    positions: Tensor, width: int, *, base: float = 10000.0, scaling: Scaling | None = None, dtype: torch.dtype
+    positions: Tensor, d_rotary: int, *, base: float = 10000.0, scaling: Scaling | None = None, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """Cosines and sines by which `width` channels turn at integer positions, `(*positions, width / 2)` each.
+    """Cosines and sines by which `d_rotary` channels turn at integer positions, `(*positions, d_rotary / 2)` each.
 
     >>> cos, sin = rotary_table(torch.arange(4), 8, dtype=torch.float32)
     >>> cos.shape, cos[0].tolist()
     (torch.Size([4, 4]), [1.0, 1.0, 1.0, 1.0])
     """
     if scaling is None:
-        frequencies, magnitude = _frequencies(base, width, positions.device), 1.0
+        frequencies, magnitude = _frequencies(base, d_rotary, positions.device), 1.0
     else:
-        frequencies, magnitude = scaling.frequencies(base, width, positions), scaling.magnitude
+        frequencies, magnitude = scaling.frequencies(base, d_rotary, positions), scaling.magnitude
     angles = positions[..., None].to(frequencies.dtype) * frequencies.unsqueeze(-2)
     return (angles.cos() * magnitude).to(dtype), (angles.sin() * magnitude).to(dtype)
 
@@ -102,8 +102,8 @@ class Linear:
     def magnitude(self) -> float:
         return 1.0
 
-    def frequencies(self, base: float, width: int, positions: Tensor) -> Tensor:
-        return _frequencies(base, width, positions.device) / self.factor
+    def frequencies(self, base: float, d_rotary: int, positions: Tensor) -> Tensor:
+        return _frequencies(base, d_rotary, positions.device) / self.factor
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,7 @@ class Dynamic:
     """NTK-aware scaling that starts beyond `original` positions: the base grows with the length of a sequence.
 
         length = max(largest position + 1, original)
-        base   = base * (factor * length / original - factor + 1)^(width / (width - 2))
+        base   = base * (factor * length / original - factor + 1)^(d_rotary / (d_rotary - 2))
 
     With positions (B, N) every row has its own length, so that a row gives the same in any batch. Transformers takes
     the longest row of the batch for all, and keeps it for later calls; the two agree on a single sequence.
@@ -133,14 +133,14 @@ class Dynamic:
     def magnitude(self) -> float:
         return 1.0
 
-    def frequencies(self, base: float, width: int, positions: Tensor) -> Tensor:
-        if width == 2:  # the only pair turns by 1 whatever the base
-            return _frequencies(base, width, positions.device)
+    def frequencies(self, base: float, d_rotary: int, positions: Tensor) -> Tensor:
+        if d_rotary == 2:  # the only pair turns by 1 whatever the base
+            return _frequencies(base, d_rotary, positions.device)
         if not positions.shape[-1]:
-            return _frequencies(base, width, positions.device)
+            return _frequencies(base, d_rotary, positions.device)
         length = (positions.amax(-1) + 1).clamp(min=self.original).to(_precision(positions.device))
         growth = self.factor * length / self.original - (self.factor - 1)
-        return _frequencies(base * growth.unsqueeze(-1) ** (width / (width - 2)), width, positions.device)
+        return _frequencies(base * growth.unsqueeze(-1) ** (d_rotary / (d_rotary - 2)), d_rotary, positions.device)
 
 
 @dataclass(frozen=True)
@@ -193,18 +193,18 @@ class Yarn:
             return grown(self.mscale) / grown(self.mscale_all_dim)
         return grown(1.0)
 
-    def frequencies(self, base: float, width: int, positions: Tensor) -> Tensor:
+    def frequencies(self, base: float, d_rotary: int, positions: Tensor) -> Tensor:
         def pair(turns: float) -> float:
             """The pair, not a whole one, that makes so many turns within the original length."""
-            return width * math.log(self.original / (turns * 2 * math.pi)) / (2 * math.log(base))
+            return d_rotary * math.log(self.original / (turns * 2 * math.pi)) / (2 * math.log(base))
 
         first, last = pair(self.beta_fast), pair(self.beta_slow)
         if self.truncate:
             first, last = math.floor(first), math.ceil(last)
-        first, last = max(first, 0), min(last, width - 1)
+        first, last = max(first, 0), min(last, d_rotary - 1)
         span = last - first if last != first else 0.001
-        kept = _frequencies(base, width, positions.device)  # (width / 2,)
-        ramp = (torch.arange(width // 2, dtype=kept.dtype, device=kept.device) - first) / span
+        kept = _frequencies(base, d_rotary, positions.device)  # (d_rotary / 2,)
+        ramp = (torch.arange(d_rotary // 2, dtype=kept.dtype, device=kept.device) - first) / span
         return torch.lerp(kept, kept / self.factor, ramp.clamp(0, 1))
 
 
@@ -241,15 +241,15 @@ class Llama3:
     def magnitude(self) -> float:
         return 1.0
 
-    def frequencies(self, base: float, width: int, positions: Tensor) -> Tensor:
-        kept = _frequencies(base, width, positions.device)
+    def frequencies(self, base: float, d_rotary: int, positions: Tensor) -> Tensor:
+        kept = _frequencies(base, d_rotary, positions.device)
         turns = self.original * kept / (2 * math.pi)
         share = ((turns - self.low_frequency) / (self.high_frequency - self.low_frequency)).clamp(0, 1)
         return torch.lerp(kept / self.factor, kept, share)
 
 
-def _frequencies(base: float | Tensor, width: int, device: torch.device) -> Tensor:
-    return base ** (-torch.arange(0, width, 2, dtype=_precision(device), device=device) / width)
+def _frequencies(base: float | Tensor, d_rotary: int, device: torch.device) -> Tensor:
+    return base ** (-torch.arange(0, d_rotary, 2, dtype=_precision(device), device=device) / d_rotary)
 
 
 def _precision(device: torch.device) -> torch.dtype:
@@ -288,7 +288,7 @@ def _positions(x: Tensor, positions: Tensor | int | None) -> Tensor:
     return positions[:, None] if x.ndim == 4 else positions[0]
 
 
-def _check(x: Tensor, base: float, width: int | None, scaling: Scaling | None) -> int:
+def _check(x: Tensor, base: float, d_rotary: int | None, scaling: Scaling | None) -> int:
     if not isinstance(x, Tensor):
         raise TypeError(f"x must be a tensor, but is {type(x).__name__}; try torch.as_tensor(x)")
     if not x.is_floating_point():
@@ -302,17 +302,19 @@ def _check(x: Tensor, base: float, width: int | None, scaling: Scaling | None) -
             "try scaling=regard.positions.Linear(2.0)"
         )
     size = x.shape[-1]
-    if width is None:
+    if d_rotary is None:
         if size % 2:
             raise ValueError(
-                f"x must have an even width D to be turned in pairs, but it is {size}; try width={size - 1}"
+                f"x must have an even width D to be turned in pairs, but it is {size}; try d_rotary={size - 1}"
             )
         return size
-    if isinstance(width, bool) or not isinstance(width, int):
-        raise TypeError(f"width must be an integer, but is {type(width).__name__} {width!r}; try width=int(...)")
-    if width % 2 or not 2 <= width <= size:
-        raise ValueError(f"width must be even and between 2 and D = {size}, but is {width}")
-    return width
+    if isinstance(d_rotary, bool) or not isinstance(d_rotary, int):
+        raise TypeError(
+            f"d_rotary must be an integer, but is {type(d_rotary).__name__} {d_rotary!r}; try d_rotary=int(...)"
+        )
+    if d_rotary % 2 or not 2 <= d_rotary <= size:
+        raise ValueError(f"d_rotary must be even and between 2 and D = {size}, but is {d_rotary}")
+    return d_rotary
 
 
 def _check_number(name: str, value: float, *, least: float = -math.inf, above: float = -math.inf) -> None:

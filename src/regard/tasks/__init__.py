@@ -1,9 +1,10 @@
 """Tasks: data to training to metrics to prediction, one file a task."""
 
-from regard.tasks.loop import begin, train
-from regard.tasks.runs import Run
-from regard.tasks.sources import Sources
-from regard.tasks.task import Recipe, Task, tasks
-from regard.tasks.trouble import Trouble
+from regard.errors import UserError
+from regard.training.loop import create_run, train
+from regard.training.recipe import Recipe
+from regard.training.runs import Run
+from regard.training.sources import Sources
+from regard.training.task import Task, tasks
 
-__all__ = ["Recipe", "Run", "Sources", "Task", "Trouble", "begin", "tasks", "train"]
+__all__ = ["Recipe", "Run", "Sources", "Task", "UserError", "create_run", "tasks", "train"]

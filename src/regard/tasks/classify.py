@@ -11,18 +11,21 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from regard.models.parts import choose
+from regard.data.batches import in_order
+from regard.data.labels import collect_classes, encode_labels
+from regard.data.processor import Processor
+from regard.data.readers import Row
+from regard.data.text import TextDataset, encode_texts
+from regard.data.tokenizer import train_tokenizer
+from regard.errors import BadRows, UserError
+from regard.models.components import choose
 from regard.models.text import POOLINGS, SequenceClassifier
-from regard.tasks import baselines, metrics
-from regard.tasks.batches import in_order
-from regard.tasks.data import Row
-from regard.tasks.graphs import Graph, text_graph
-from regard.tasks.labels import classes_of, known
-from regard.tasks.stages import track
-from regard.tasks.task import Batch, Figures, Kit, Prediction, Recipe, Task, option
-from regard.tasks.texts import TextItems, encoded, encoder_config, pretrained, started
-from regard.tasks.tokens import learn
-from regard.tasks.trouble import Bad, Trouble
+from regard.progress import track
+from regard.training import baselines, metrics
+from regard.training.onnx_graphs import Graph, text_graph
+from regard.training.pretrained import encoder_config, load_encoder, processor_from_pretrained
+from regard.training.recipe import Recipe, option
+from regard.training.task import Batch, Metrics, Prediction, Task
 
 
 @dataclass(frozen=True)
@@ -30,19 +33,29 @@ class Classify(Task):
     """An encoder of text and a head on the mean of its hidden states."""
 
     name: ClassVar[str] = "classify"
-    does: ClassVar[str] = "text to one of a few classes"
+    description: ClassVar[str] = "text to one of a few classes"
     example: ClassVar[str] = "text,label\na gorgeous film,positive\ndull from the first minute,negative"
     columns: ClassVar[tuple[str, ...]] = ("text", "label")
     recipe: ClassVar[Recipe] = Recipe(
-        steps=600, tokens=4096, rate=1e-3, warmup=60, decay=0.1, ema=0.99, evaluate_every=50, save_every=100, patience=5
+        steps=600,
+        tokens=4096,
+        learning_rate=1e-3,
+        warmup=60,
+        weight_decay=0.1,
+        ema=0.99,
+        evaluate_every=50,
+        save_every=100,
+        patience=5,
     )
 
     text: str = option("", "column of the text: a name, or a number from 1 where there is no header")
     label: str = option("", "column of the class")
-    start: str = option("", "begin with the encoder and tokenizer of this run (masked, embed) or checkpoint folder")
+    pretrained: str = option(
+        "", "begin with the encoder and tokenizer of this run (masked, embed) or checkpoint folder"
+    )
     vocabulary: int = option(8000, "tokens that the tokenizer learns at most")
     lower: bool = option(True, "the tokenizer makes all letters small")
-    width: int = option(128, "of the hidden states")
+    d_model: int = option(128, "width of the hidden states")
     layers: int = option(2, "of the encoder")
     heads: int = option(4, "of the attention")
     dropout: float = option(0.3, "in training")
@@ -54,65 +67,69 @@ class Classify(Task):
         super().__post_init__()
         choose("pooling", self.pooling, POOLINGS)
 
-    def learn(self, rows: Sequence[Row]) -> Kit:
-        labels = classes_of(rows)
+    def fit_processor(self, rows: Sequence[Row]) -> Processor:
+        labels = collect_classes(rows)
         if len(labels) > max(2, len(rows) // 2):
-            raise Trouble(f"{rows[0].place}: {len(labels)} classes in {len(rows)} rows; is --label the right column?")
-        if self.start:
-            kit = started(self.start)
-            return Kit(kit.tokenizer, labels, kit.config)
-        return Kit(learn((row.values[0] for row in rows), self.vocabulary, lower=self.lower), labels)
+            raise UserError(f"{rows[0].place}: {len(labels)} classes in {len(rows)} rows; is --label the right column?")
+        if self.pretrained:
+            processor = processor_from_pretrained(self.pretrained)
+            return Processor(processor.tokenizer, labels, processor.config)
+        return Processor(train_tokenizer((row.values[0] for row in rows), self.vocabulary, lower=self.lower), labels)
 
-    def model(self, kit: Kit) -> nn.Module:
-        return SequenceClassifier(encoder_config(kit, self, pooling=self.pooling, classes=len(kit.labels)))
+    def model(self, processor: Processor) -> nn.Module:
+        return SequenceClassifier(encoder_config(processor, self, pooling=self.pooling, classes=len(processor.labels)))
 
-    def begin(self, model: nn.Module) -> None:
-        if self.start:
+    def load_pretrained(self, model: nn.Module) -> None:
+        if self.pretrained:
             assert isinstance(model, SequenceClassifier)
-            model.encoder.load_state_dict(pretrained(self.start)[0].state_dict())
+            model.encoder.load_state_dict(load_encoder(self.pretrained)[0].state_dict())
 
-    def items(self, kit: Kit, rows: Sequence[Row], bad: Bad) -> ClassifiedTexts:
-        good, targets = known(kit.labels, rows, bad)
-        ids, kept = self._encoded(kit, good, bad)
+    def dataset(self, processor: Processor, rows: Sequence[Row], bad: BadRows) -> ClassifiedTexts:
+        good, targets = encode_labels(processor.labels, rows, bad)
+        ids, kept = self._encoded(processor, good, bad)
         return ClassifiedTexts(ids, [good[n].place for n in kept], targets[kept])
 
-    def _encoded(self, kit: Kit, rows: Sequence[Row], bad: Bad) -> tuple[list[np.ndarray], np.ndarray]:
-        longest = self.longest if kit.config is None else min(self.longest, kit.config["positions"])
-        return encoded(kit.texts(), rows, 0, bad, longest=longest, cut=self.cut)
+    def _encoded(self, processor: Processor, rows: Sequence[Row], bad: BadRows) -> tuple[list[np.ndarray], np.ndarray]:
+        longest = self.longest if processor.config is None else min(self.longest, processor.config["positions"])
+        return encode_texts(processor.require_tokenizer(), rows, 0, bad, longest=longest, cut=self.cut)
 
     def loss(self, model: nn.Module, batch: Batch, smoothing: float) -> Tensor:
         return F.cross_entropy(model(batch.inputs), batch.targets, reduction="sum", label_smoothing=smoothing)
 
-    def evaluate(self, model: nn.Module, kit: Kit, rows: Sequence[Row]) -> Figures:
-        items = self.items(kit, rows, Bad())
-        scores = _scores(model, items, len(kit.labels))
+    def evaluate(self, model: nn.Module, processor: Processor, rows: Sequence[Row]) -> Metrics:
+        items = self.dataset(processor, rows, BadRows())
+        scores = _scores(model, items, len(processor.labels))
         targets = torch.from_numpy(items.targets)
         return {"loss": float(F.cross_entropy(scores.log(), targets))} | metrics.classification(scores, targets)
 
-    def baselines(self, kit: Kit, train: Sequence[Row], held: Sequence[Row]) -> dict[str, Figures]:
-        (train, ours), (held, theirs) = (known(kit.labels, rows, Bad()) for rows in (train, held))
-        texts, held_texts = [row.values[0] for row in train], [row.values[0] for row in held]
-        targets, held_targets = ours.tolist(), theirs.tolist()
+    def baselines(self, processor: Processor, train: Sequence[Row], held_out: Sequence[Row]) -> dict[str, Metrics]:
+        (train, ours), (held_out, theirs) = (
+            encode_labels(processor.labels, rows, BadRows()) for rows in (train, held_out)
+        )
+        texts, held_out_texts = [row.values[0] for row in train], [row.values[0] for row in held_out]
+        targets, held_out_targets = ours.tolist(), theirs.tolist()
         return {
-            "most frequent class": baselines.most_frequent(targets, held_targets, len(kit.labels)),
+            "most frequent class": baselines.most_frequent(targets, held_out_targets, len(processor.labels)),
             "TF-IDF + logistic regression": baselines.tfidf_regression(
-                texts, targets, held_texts, held_targets, len(kit.labels)
+                texts, targets, held_out_texts, held_out_targets, len(processor.labels)
             ),
         }
 
-    def predict(self, model: nn.Module, kit: Kit, rows: Sequence[Row], bad: Bad) -> Iterator[Prediction]:
-        ids, kept = self._encoded(kit, rows, bad)
-        scores = _scores(model, ClassifiedTexts(ids, (), np.zeros(len(ids), np.int64)), len(kit.labels))
+    def predict(
+        self, model: nn.Module, processor: Processor, rows: Sequence[Row], bad: BadRows
+    ) -> Iterator[Prediction]:
+        ids, kept = self._encoded(processor, rows, bad)
+        scores = _scores(model, ClassifiedTexts(ids, (), np.zeros(len(ids), np.int64)), len(processor.labels))
         for n, row in zip(kept, scores.tolist(), strict=True):
             best = int(np.argmax(row))
-            more = dict(zip(kit.labels, row, strict=True))
-            yield Prediction(rows[n].values[0], kit.labels[best], row[best], more, place=rows[n].place)
+            more = dict(zip(processor.labels, row, strict=True))
+            yield Prediction(rows[n].values[0], processor.labels[best], row[best], more, place=rows[n].place)
 
-    def graphs(self, model: nn.Module, kit: Kit) -> tuple[Graph, ...]:
+    def graphs(self, model: nn.Module, processor: Processor) -> tuple[Graph, ...]:
         return (text_graph(model),)
 
 
-class ClassifiedTexts(TextItems):
+class ClassifiedTexts(TextDataset):
     """Texts with their classes (n,)."""
 
     def __init__(self, ids: Sequence[np.ndarray], places: Sequence[str], targets: np.ndarray) -> None:
@@ -131,5 +148,5 @@ def _scores(model: nn.Module, items: ClassifiedTexts, classes: int) -> Tensor:
     device = next(model.parameters()).device
     for chosen in track(in_order(items.sizes, budget=8192)):
         packed = items.ids.pack(chosen)
-        scores[chosen] = model(packed.holding(packed.values.to(device))).float().softmax(-1).cpu()
+        scores[chosen] = model(packed.with_values(packed.values.to(device))).float().softmax(-1).cpu()
     return scores

@@ -14,13 +14,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from regard.data.labels import collect_classes, unseen_message
+from regard.data.processor import Processor
+from regard.data.readers import FORMATS, OPENERS, Row, first_cells, read_rows
+from regard.data.splits import split
+from regard.errors import BadRows, UserError
 from regard.masks import Mask, edges
 from regard.models.graph import GraphConfig, NodeClassifier
-from regard.tasks import baselines, metrics
-from regard.tasks.data import FORMATS, OPENERS, Row, first_cells, read, split
-from regard.tasks.labels import classes_of, unseen
-from regard.tasks.task import Batch, Figures, Kit, Prediction, Recipe, Task, check_least, option
-from regard.tasks.trouble import Bad, Trouble
+from regard.training import baselines, metrics
+from regard.training.recipe import Recipe, check_minimum, option
+from regard.training.task import Batch, Metrics, Prediction, Task
 
 
 @dataclass(frozen=True)
@@ -32,13 +35,20 @@ class Graph(Task):
     """
 
     name: ClassVar[str] = "graph"
-    does: ClassVar[str] = "nodes of a graph to a class each, of which few are labelled"
+    description: ClassVar[str] = "nodes of a graph to a class each, of which few are labelled"
     example: ClassVar[str] = "a folder with edges.csv and nodes.csv:\nsource,target\nann,bob\nnode,label\nann,chess"
     columns: ClassVar[tuple[str, ...]] = ("node", "label")
     recipe: ClassVar[Recipe] = Recipe(
-        steps=200, tokens=4096, rate=5e-3, warmup=10, decay=0.1, ema=0.9, evaluate_every=20, save_every=100
+        steps=200,
+        tokens=4096,
+        learning_rate=5e-3,
+        warmup=10,
+        weight_decay=0.1,
+        ema=0.9,
+        evaluate_every=20,
+        save_every=100,
     )
-    held: ClassVar[int] = 1_000_000  # nodes at most: all that are not labelled
+    held_out: ClassVar[int] = 1_000_000  # nodes at most: all that are not labelled
 
     node: str = option("", "column of the node, in the table of nodes: a name, or a number from 1")
     label: str = option("", "column of its class; nodes without a label are in the table of edges only")
@@ -47,87 +57,89 @@ class Graph(Task):
     target: str = option("", "column of the other end")
     directed: bool = option(False, "a node sees those that it points to, and not those that point to it")
     labelled: int = option(20, "nodes of each class that are learnt from")
-    width: int = option(64, "of the hidden states")
+    d_model: int = option(64, "width of the hidden states")
     layers: int = option(2, "of the encoder: how many edges far a node sees")
     heads: int = option(4, "of the attention")
     dropout: float = option(0.6, "in training")
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_least(self, layers=1, labelled=1)
+        check_minimum(self, layers=1, labelled=1)
 
-    def read(self, source: str, bad: Bad) -> list[Row]:
+    def read(self, source: str, bad: BadRows) -> list[Row]:
         """The labelled nodes of a folder, or of a table of nodes that has the edges beside it; each with the graph."""
         path = Path(source)
-        table = _table(path, "nodes") if path.is_dir() else path
+        table = _find_table(path, "nodes") if path.is_dir() else path
         columns = {"node": self.node, "label": self.label}
-        told = self.features or ("features" if "features" in first_cells(str(table), Bad(skip=True)) else "")
-        rows = list(read(str(table), columns | ({"features": told} if told else {}), bad))
+        features = self.features or ("features" if "features" in first_cells(str(table), BadRows(skip=True)) else "")
+        rows = list(read_rows(str(table), columns | ({"features": features} if features else {}), bad))
         pairs = [
             row.values
-            for row in read(str(_table(table.parent, "edges")), {"source": self.source, "target": self.target}, bad)
+            for row in read_rows(
+                str(_find_table(table.parent, "edges")), {"source": self.source, "target": self.target}, bad
+            )
         ]
         known: dict[str, str] = {}
         good = []
         for row in rows:
             node = row.values[0]
             if node in known:
-                bad(f"{row.place}: the node {node!r} was told before, in {known[node]}")
+                bad.add(f"{row.place}: the node {node!r} was told before, in {known[node]}")
                 continue
             known[node] = row.place
             good.append(row)
         number = {node: n for n, node in enumerate(dict.fromkeys([*known, *(end for pair in pairs for end in pair)]))}
         ends = np.array([[number[end] for end in pair] for pair in pairs], np.int64).reshape(-1, 2).T
-        web = Web(tuple(number), ends, {row.values[0]: row.values[2] for row in good} if told else {})
-        return [Row(row.place, (*row.values[:2], web)) for row in good]
+        graph_data = GraphData(tuple(number), ends, {row.values[0]: row.values[2] for row in good} if features else {})
+        return [Row(row.place, (*row.values[:2], graph_data)) for row in good]
 
-    def read_inputs(self, source: str, bad: Bad) -> Iterable[Row]:
+    def read_inputs(self, source: str, bad: BadRows) -> Iterable[Row]:
         path = Path(source)
-        return super().read_inputs(str(_table(path, "nodes")) if path.is_dir() else source, bad)
+        return super().read_inputs(str(_find_table(path, "nodes")) if path.is_dir() else source, bad)
 
-    def hold_out(self, rows: Sequence[Row], held: int, seed: int) -> tuple[list[Row], list[Row]]:
+    def hold_out(self, rows: Sequence[Row], held_out: int, seed: int) -> tuple[list[Row], list[Row]]:
         """`labelled` nodes of each class, and the others."""
         train: list[Row] = []
         for label, count in sorted(Counter(row.values[1] for row in rows).items()):
             own = [row for row in rows if row.values[1] == label]
             if count <= self.labelled:
-                raise Trouble(
+                raise UserError(
                     f"{own[0].place}: the class {label!r} has {count} nodes, of which {self.labelled} are to be "
                     "learnt from, and none would be left; try a lower --labelled"
                 )
             train += split(own, lambda row: str(row.values[0]), self.labelled, seed)[1]
         learnt = {row.values[0] for row in train}
         rest = [row for row in rows if row.values[0] not in learnt]
-        return train, rest if held >= len(rest) else split(rest, lambda row: str(row.values[0]), held, seed)[1]
+        return train, rest if held_out >= len(rest) else split(rest, lambda row: str(row.values[0]), held_out, seed)[1]
 
-    def choose_by(self, rows: Sequence[Row], held: int, seed: int) -> tuple[list[Row], list[Row]]:
+    def split_validation(self, rows: Sequence[Row], held_out: int, seed: int) -> tuple[list[Row], list[Row]]:
         return list(rows), list(rows)
 
-    def learn(self, rows: Sequence[Row]) -> Kit:
-        return Kit(labels=classes_of(rows), config=rows[0].values[2].told())
+    def fit_processor(self, rows: Sequence[Row]) -> Processor:
+        return Processor(labels=collect_classes(rows), config=rows[0].values[2].to_json())
 
-    def model(self, kit: Kit) -> nn.Module:
+    def model(self, processor: Processor) -> nn.Module:
         return NodeClassifier(
             GraphConfig(
-                width=self.width,
+                d_model=self.d_model,
                 layers=self.layers,
                 heads=self.heads,
-                hidden=2 * self.width,
-                features=Stored.of(kit).features,
-                classes=len(kit.labels),
+                d_hidden=2 * self.d_model,
+                features=Stored.of(processor).features,
+                classes=len(processor.labels),
                 dropout=self.dropout,
             )
         )
 
-    def items(self, kit: Kit, rows: Sequence[Row], bad: Bad) -> LabelledNodes:
-        classes, graph = {label: n for n, label in enumerate(kit.labels)}, Known(kit, self.directed)
+    def dataset(self, processor: Processor, rows: Sequence[Row], bad: BadRows) -> LabelledNodes:
+        classes, graph = {label: n for n, label in enumerate(processor.labels)}, GraphInputs(processor, self.directed)
         good = []
         for row in rows:
             node, label = row.values[:2]
             if node not in graph.number:
-                bad(unseen(row.place, "node", node, graph.nodes))
+                bad.add(unseen_message(row.place, "node", node, graph.nodes))
             elif label not in classes:
-                bad(unseen(row.place, "label", label, kit.labels))
+                bad.add(unseen_message(row.place, "label", label, processor.labels))
             else:
                 good.append(row)
         return LabelledNodes(
@@ -139,17 +151,17 @@ class Graph(Task):
 
     def loss(self, model: nn.Module, batch: Batch, smoothing: float) -> Tensor:
         inputs, mask, chosen = batch.inputs
-        said = model(inputs, mask)[0, chosen]
-        return F.cross_entropy(said, batch.targets, reduction="sum", label_smoothing=smoothing)
+        logits = model(inputs, mask)[0, chosen]
+        return F.cross_entropy(logits, batch.targets, reduction="sum", label_smoothing=smoothing)
 
-    def evaluate(self, model: nn.Module, kit: Kit, rows: Sequence[Row]) -> Figures:
-        items = self.items(kit, rows, Bad())
-        said, targets = _said(model, items.graph)[items.nodes], torch.from_numpy(items.targets)
-        return {"loss": float(F.cross_entropy(said, targets))} | metrics.classification(said, targets)
+    def evaluate(self, model: nn.Module, processor: Processor, rows: Sequence[Row]) -> Metrics:
+        items = self.dataset(processor, rows, BadRows())
+        logits, targets = _predict_logits(model, items.graph)[items.nodes], torch.from_numpy(items.targets)
+        return {"loss": float(F.cross_entropy(logits, targets))} | metrics.classification(logits, targets)
 
-    def baselines(self, kit: Kit, train: Sequence[Row], held: Sequence[Row]) -> dict[str, Figures]:
-        ours, theirs = (self.items(kit, rows, Bad()) for rows in (train, held))
-        classes, targets = len(kit.labels), torch.from_numpy(theirs.targets)
+    def baselines(self, processor: Processor, train: Sequence[Row], held_out: Sequence[Row]) -> dict[str, Metrics]:
+        ours, theirs = (self.dataset(processor, rows, BadRows()) for rows in (train, held_out))
+        classes, targets = len(processor.labels), torch.from_numpy(theirs.targets)
         first = Counter(ours.targets.tolist()).most_common(1)[0][0]
         found = {"most frequent class": baselines.most_frequent(ours.targets.tolist(), targets.tolist(), classes)}
         votes = torch.zeros(len(ours.graph.number), classes)
@@ -158,57 +170,61 @@ class Graph(Task):
         near[:, first] += 0.5  # where there is no vote
         found["neighbours' vote"] = metrics.classification(near[theirs.nodes], targets)
         found["label propagation"] = metrics.classification(
-            baselines.propagated(ours.graph.ends.numpy(), ours.nodes, ours.targets, len(votes), classes)[theirs.nodes],
+            baselines.propagate_labels(ours.graph.ends.numpy(), ours.nodes, ours.targets, len(votes), classes)[
+                theirs.nodes
+            ],
             targets,
         )
         table = ours.graph.inputs[0].numpy()
-        found["logistic regression on features"] = baselines.logistic(
+        found["logistic regression on features"] = baselines.logistic_regression(
             table[ours.nodes], ours.targets, table[theirs.nodes], theirs.targets, classes, scaled=False
         )
         return found
 
-    def predict(self, model: nn.Module, kit: Kit, rows: Sequence[Row], bad: Bad) -> Iterator[Prediction]:
+    def predict(
+        self, model: nn.Module, processor: Processor, rows: Sequence[Row], bad: BadRows
+    ) -> Iterator[Prediction]:
         """The class of each node that is named."""
-        graph = Known(kit, self.directed)
-        said = _said(model, graph).softmax(-1)
+        graph = GraphInputs(processor, self.directed)
+        logits = _predict_logits(model, graph).softmax(-1)
         for row in rows:
             if row.values[0] not in graph.number:
-                bad(unseen(row.place, "node", row.values[0], graph.nodes))
+                bad.add(unseen_message(row.place, "node", row.values[0], graph.nodes))
                 continue
-            chances = said[graph.number[row.values[0]]].tolist()
+            chances = logits[graph.number[row.values[0]]].tolist()
             best = int(np.argmax(chances))
-            more = dict(zip(kit.labels, chances, strict=True))
-            yield Prediction(row.values[0], kit.labels[best], chances[best], more, place=row.place)
+            more = dict(zip(processor.labels, chances, strict=True))
+            yield Prediction(row.values[0], processor.labels[best], chances[best], more, place=row.place)
 
-    def name_tokens(self, model: nn.Module, kit: Kit, record: Any, said: Prediction) -> None:
-        record.tokens(list(Stored.of(kit).nodes))
+    def name_tokens(self, model: nn.Module, processor: Processor, record: Any, prediction: Prediction) -> None:
+        record.set_tokens(list(Stored.of(processor).nodes))
 
 
 @dataclass(frozen=True, eq=False)
-class Web:
+class GraphData:
     """A graph as it was read: the names of its nodes, edges (2, E) by their numbers, and what features say of nodes."""
 
     nodes: tuple[str, ...]
     ends: np.ndarray
     features: dict[str, str]
 
-    def told(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, Any]:
         """For a kit: features are rows of numbers, or of the numbers of words."""
         words = [self.features.get(node, "").split() for node in self.nodes]
         counts = {len(each) for each in words if each}
-        held: list[list[float]] = []
+        numeric: list[list[float]] = []
         if len(counts) == 1:
             try:
-                held = [[float(word) for word in each] or [0.0] * max(counts) for each in words]
+                numeric = [[float(word) for word in each] or [0.0] * max(counts) for each in words]
             except ValueError:
-                held = []
-        numbers = bool(held) and bool(np.isfinite(held).all())
+                numeric = []
+        numbers = bool(numeric) and bool(np.isfinite(numeric).all())
         known = {word: n for n, word in enumerate(sorted({word for each in words for word in each}))}
         return {
             "nodes": list(self.nodes),
             "edges": self.ends.tolist(),
             "features": max(counts) if numbers else len(known) or len(self.nodes),
-            "numbers": held if numbers else None,
+            "numbers": numeric if numbers else None,
             "words": [[known[word] for word in each] for each in words] if known and not numbers else None,
         }
 
@@ -224,33 +240,37 @@ class Stored:
     words: tuple[list[int], ...] | None = None
 
     @staticmethod
-    def of(kit: Kit) -> Stored:
+    def of(processor: Processor) -> Stored:
         """What `Graph.learn` left in a kit."""
-        held = kit.settings_as(Stored)
-        count = len(held.nodes)
-        if not count or len(set(held.nodes)) != count or held.features < 1:
-            raise Trouble("config must have nodes with different names, and features")
-        if len(held.edges) != 2 or len(held.edges[0]) != len(held.edges[1]):
-            raise Trouble("config.edges must be two lists of nodes, of the same length")
-        if any(not 0 <= end < count for ends in held.edges for end in ends):
-            raise Trouble(f"config.edges must be of nodes 0 to {count - 1}")
-        if held.numbers is not None and {len(row) for row in (*held.numbers, [0] * held.features)} != {held.features}:
-            raise Trouble(f"config.numbers must have {held.features} numbers of each node")
-        if held.words is not None and any(not 0 <= word < held.features for row in held.words for word in row):
-            raise Trouble(f"config.words must be 0 to {held.features - 1}")
-        for table in (held.numbers, held.words):
+        held_out = processor.settings_as(Stored)
+        count = len(held_out.nodes)
+        if not count or len(set(held_out.nodes)) != count or held_out.features < 1:
+            raise UserError("config must have nodes with different names, and features")
+        if len(held_out.edges) != 2 or len(held_out.edges[0]) != len(held_out.edges[1]):
+            raise UserError("config.edges must be two lists of nodes, of the same length")
+        if any(not 0 <= end < count for ends in held_out.edges for end in ends):
+            raise UserError(f"config.edges must be of nodes 0 to {count - 1}")
+        if held_out.numbers is not None and {len(row) for row in (*held_out.numbers, [0] * held_out.features)} != {
+            held_out.features
+        }:
+            raise UserError(f"config.numbers must have {held_out.features} numbers of each node")
+        if held_out.words is not None and any(
+            not 0 <= word < held_out.features for row in held_out.words for word in row
+        ):
+            raise UserError(f"config.words must be 0 to {held_out.features - 1}")
+        for table in (held_out.numbers, held_out.words):
             if table is not None and len(table) != count:
-                raise Trouble(f"config must say the features of {count} nodes, but says those of {len(table)}")
-        if held.numbers is None and held.words is None and held.features != count:
-            raise Trouble(f"config.features must be {count}, as there are nodes, but is {held.features}")
-        return held
+                raise UserError(f"config must say the features of {count} nodes, but says those of {len(table)}")
+        if held_out.numbers is None and held_out.words is None and held_out.features != count:
+            raise UserError(f"config.features must be {count}, as there are nodes, but is {held_out.features}")
+        return held_out
 
 
-class Known:
+class GraphInputs:
     """The graph of a kit, as a model takes it."""
 
-    def __init__(self, kit: Kit, directed: bool) -> None:
-        self.stored = Stored.of(kit)
+    def __init__(self, processor: Processor, directed: bool) -> None:
+        self.stored = Stored.of(processor)
         self.nodes: list[str] = list(self.stored.nodes)
         self.number = {node: n for n, node in enumerate(self.nodes)}
         ends = torch.tensor(self.stored.edges, dtype=torch.int64).reshape(2, -1)
@@ -280,7 +300,7 @@ class Known:
 class LabelledNodes:
     """Nodes (n,) of a graph with their classes (n,). Every batch has all of the graph."""
 
-    def __init__(self, graph: Known, nodes: np.ndarray, targets: np.ndarray, places: Sequence[str]) -> None:
+    def __init__(self, graph: GraphInputs, nodes: np.ndarray, targets: np.ndarray, places: Sequence[str]) -> None:
         self.graph, self.nodes, self.targets, self.places = graph, nodes, targets, places
         self.sizes = np.ones(len(nodes), np.int64)
 
@@ -290,16 +310,16 @@ class LabelledNodes:
 
 
 @torch.no_grad()
-def _said(model: nn.Module, graph: Known) -> Tensor:
+def _predict_logits(model: nn.Module, graph: GraphInputs) -> Tensor:
     """Logits (N, classes)."""
     device = next(model.parameters()).device
     return model(graph.inputs.to(device), graph.mask)[0].float().cpu()
 
 
-def _table(folder: Path, name: str) -> Path:
+def _find_table(folder: Path, name: str) -> Path:
     """The table of a name in a folder, in any format."""
     for ending in ("", *OPENERS):
         for suffix in FORMATS[:3]:
             if (path := folder / f"{name}{suffix}{ending}").is_file():
                 return path
-    raise Trouble(f"{folder}: expected a table {name}.csv (or .tsv, .jsonl) in it, but there is none")
+    raise UserError(f"{folder}: expected a table {name}.csv (or .tsv, .jsonl) in it, but there is none")

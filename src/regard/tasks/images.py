@@ -12,27 +12,30 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from regard.models.vision import ImageClassifier, VisionConfig
-from regard.tasks import baselines, metrics
-from regard.tasks.data import Row, beside, read, split
-from regard.tasks.graphs import Graph, image_graph
-from regard.tasks.labels import classes_of, known
-from regard.tasks.pictures import (
-    Form,
-    content,
-    cropped,
-    drawn,
+from regard.data.images import (
+    ImageFormat,
+    center_crop,
+    content_hash,
+    fit_image_format,
     folder_of_classes,
     idx_images,
     idx_rows,
-    learnt,
-    named,
-    pixels_of,
-    shaken,
+    image_name,
+    load_pixels,
+    random_shifts,
+    shift_and_flip,
 )
-from regard.tasks.stages import track
-from regard.tasks.task import Batch, Figures, Kit, Prediction, Recipe, Task, check_least, check_most, option
-from regard.tasks.trouble import Bad, Trouble
+from regard.data.labels import collect_classes, encode_labels
+from regard.data.processor import Processor
+from regard.data.readers import Row, read_rows, resolve_paths
+from regard.data.splits import split
+from regard.errors import BadRows, UserError
+from regard.models.vision import ImageClassifier, VisionConfig
+from regard.progress import track
+from regard.training import baselines, metrics
+from regard.training.onnx_graphs import Graph, image_graph
+from regard.training.recipe import Recipe, check_maximum, check_minimum, option
+from regard.training.task import Batch, Metrics, Prediction, Task
 
 TRAIN, VALID = ("train", "training"), ("valid", "val", "validation", "test", "t10k")
 
@@ -42,14 +45,21 @@ class Images(Task):
     """A Vision Transformer, with convolutions before its patches."""
 
     name: ClassVar[str] = "images"
-    does: ClassVar[str] = "an image to one of a few classes"
+    description: ClassVar[str] = "an image to one of a few classes"
     example: ClassVar[str] = (
         "a folder photos/cat/1.png photos/dog/2.png, IDX files as MNIST has, or:\nimage,label\nphotos/1.png,cat"
     )
     columns: ClassVar[tuple[str, ...]] = ("image", "label")
-    takes: ClassVar[str] = "image"
+    input_kind: ClassVar[str] = "image"
     recipe: ClassVar[Recipe] = Recipe(
-        steps=4000, tokens=1024, rate=7e-4, warmup=100, decay=0.05, ema=0.998, evaluate_every=500, save_every=250
+        steps=4000,
+        tokens=1024,
+        learning_rate=7e-4,
+        warmup=100,
+        weight_decay=0.05,
+        ema=0.998,
+        evaluate_every=500,
+        save_every=250,
     )
 
     image: str = option("", "column of the path of the image, beside the file: a name, or a number from 1")
@@ -59,7 +69,7 @@ class Images(Task):
     )
     patch: int = option(8, "pixels of a patch each way")
     stem: int = option(3, "convolutions before the patches, each of which halves the image")
-    width: int = option(128, "of the hidden states")
+    d_model: int = option(128, "width of the hidden states")
     layers: int = option(4, "of the encoder")
     heads: int = option(4, "of the attention")
     dropout: float = option(0.0, "in training")
@@ -68,81 +78,83 @@ class Images(Task):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_least(self, size=0, shift=0, stem=0, layers=1)
-        check_most(self, stem=10)
+        check_minimum(self, size=0, shift=0, stem=0, layers=1)
+        check_maximum(self, stem=10)
         if self.patch < 1 or self.patch % 2**self.stem:
             raise ValueError(f"patch must be a multiple of 2 to the power of stem = {self.stem}, but is {self.patch}")
 
-    def read(self, source: str, bad: Bad) -> list[Row]:
+    def read(self, source: str, bad: BadRows) -> list[Row]:
         path = Path(source)
         if path.is_dir():
-            if parts := _parts(path):
-                raise Trouble(f"{source}: holds {' and '.join(part.name for part in parts)}; say which of them it is")
+            if parts := _find_splits(path):
+                raise UserError(f"{source}: holds {' and '.join(part.name for part in parts)}; say which of them it is")
             rows = list(folder_of_classes(path))
             if not rows:
-                raise Trouble(f"{source}: expected folders of images, one for each class, but there are none")
+                raise UserError(f"{source}: expected folders of images, one for each class, but there are none")
             return rows
         if "idx3" in path.name:
             return list(idx_rows(source))
-        return list(beside(path, read(source, {"image": self.image, "label": self.label}, bad)))
+        return list(resolve_paths(path, read_rows(source, {"image": self.image, "label": self.label}, bad)))
 
-    def read_inputs(self, source: str, bad: Bad) -> Iterable[Row]:
+    def read_inputs(self, source: str, bad: BadRows) -> Iterable[Row]:
         path = Path(source)
         if path.is_dir():
             return [Row(row.place, row.values[:1]) for row in self.read(source, bad)]
         if "idx3" in path.name:
             return idx_images(source)
-        return beside(path, super().read_inputs(source, bad))
+        return resolve_paths(path, super().read_inputs(source, bad))
 
-    def parts(self, folder: Path) -> tuple[Path, Path] | None:
-        return _parts(folder)
+    def find_splits(self, folder: Path) -> tuple[Path, Path] | None:
+        return _find_splits(folder)
 
-    def hold_out(self, rows: Sequence[Row], held: int, seed: int) -> tuple[list[Row], list[Row]]:
-        return split(rows, content, held, seed)
+    def hold_out(self, rows: Sequence[Row], held_out: int, seed: int) -> tuple[list[Row], list[Row]]:
+        return split(rows, content_hash, held_out, seed)
 
-    def learn(self, rows: Sequence[Row]) -> Kit:
-        labels = classes_of(rows)
+    def fit_processor(self, rows: Sequence[Row]) -> Processor:
+        labels = collect_classes(rows)
         if len(labels) > max(2, len(rows) // 2):
-            raise Trouble(f"{rows[0].place}: {len(labels)} classes of {len(rows)} images; is --label the right column?")
-        return Kit(labels=labels, config=learnt(rows, self.size, cropped, self.patch))
+            raise UserError(
+                f"{rows[0].place}: {len(labels)} classes of {len(rows)} images; is --label the right column?"
+            )
+        return Processor(labels=labels, config=fit_image_format(rows, self.size, center_crop, self.patch))
 
-    def model(self, kit: Kit) -> nn.Module:
-        form = Form.of(kit)
+    def model(self, processor: Processor) -> nn.Module:
+        form = ImageFormat.from_processor(processor)
         return ImageClassifier(
             VisionConfig(
-                width=self.width,
+                d_model=self.d_model,
                 layers=self.layers,
                 heads=self.heads,
-                hidden=2 * self.width,
+                d_hidden=2 * self.d_model,
                 image=(form.height, form.width),
                 patch=self.patch,
                 channels=form.channels,
                 stem=tuple(32 * 2**n for n in range(self.stem)),
-                classes=len(kit.labels),
+                classes=len(processor.labels),
                 eps=1e-6,
                 dropout=self.dropout,
             )
         )
 
-    def items(self, kit: Kit, rows: Sequence[Row], bad: Bad) -> ClassifiedImages:
-        good, targets = known(kit.labels, rows, bad)
-        form = Form.of(kit)
-        pixels, kept = pixels_of(good, form, bad, cropped)
+    def dataset(self, processor: Processor, rows: Sequence[Row], bad: BadRows) -> ClassifiedImages:
+        good, targets = encode_labels(processor.labels, rows, bad)
+        form = ImageFormat.from_processor(processor)
+        pixels, kept = load_pixels(good, form, bad, center_crop)
         return ClassifiedImages(self, form, pixels, targets[kept], [good[n].place for n in kept])
 
     def loss(self, model: nn.Module, batch: Batch, smoothing: float) -> Tensor:
         images, by, mirrored = batch.inputs
-        scores = model(shaken(images, by, mirrored) if model.training else images)
+        scores = model(shift_and_flip(images, by, mirrored) if model.training else images)
         return F.cross_entropy(scores, batch.targets, reduction="sum", label_smoothing=smoothing)
 
-    def evaluate(self, model: nn.Module, kit: Kit, rows: Sequence[Row]) -> Figures:
-        items = self.items(kit, rows, Bad())
+    def evaluate(self, model: nn.Module, processor: Processor, rows: Sequence[Row]) -> Metrics:
+        items = self.dataset(processor, rows, BadRows())
         scores, targets = _scores(model, items), torch.from_numpy(items.targets)
         return {"loss": float(F.cross_entropy(scores.log(), targets))} | metrics.classification(scores, targets)
 
-    def baselines(self, kit: Kit, train: Sequence[Row], held: Sequence[Row]) -> dict[str, Figures]:
-        classes = len(kit.labels)
-        ours, theirs = (self.items(kit, rows, Bad()) for rows in (train, held))
+    def baselines(self, processor: Processor, train: Sequence[Row], held_out: Sequence[Row]) -> dict[str, Metrics]:
+        classes = len(processor.labels)
+        ours, theirs = (self.dataset(processor, rows, BadRows()) for rows in (train, held_out))
         return {
             "most frequent class": baselines.most_frequent(ours.targets.tolist(), theirs.targets.tolist(), classes),
             "logistic regression on pixels": baselines.pixel_regression(
@@ -150,17 +162,19 @@ class Images(Task):
             ),
         }
 
-    def predict(self, model: nn.Module, kit: Kit, rows: Sequence[Row], bad: Bad) -> Iterator[Prediction]:
-        form = Form.of(kit)
-        pixels, kept = pixels_of(rows, form, bad, cropped)
+    def predict(
+        self, model: nn.Module, processor: Processor, rows: Sequence[Row], bad: BadRows
+    ) -> Iterator[Prediction]:
+        form = ImageFormat.from_processor(processor)
+        pixels, kept = load_pixels(rows, form, bad, center_crop)
         scores = _scores(model, ClassifiedImages(self, form, pixels, np.zeros(len(kept), np.int64), ()))
         for n, row in zip(kept, scores.tolist(), strict=True):
             best = int(np.argmax(row))
-            name, more = named(rows[n]), dict(zip(kit.labels, row, strict=True))
-            yield Prediction(name, kit.labels[best], row[best], more, place=rows[n].place)
+            name, more = image_name(rows[n]), dict(zip(processor.labels, row, strict=True))
+            yield Prediction(name, processor.labels[best], row[best], more, place=rows[n].place)
 
-    def graphs(self, model: nn.Module, kit: Kit) -> tuple[Graph, ...]:
-        form = Form.of(kit)
+    def graphs(self, model: nn.Module, processor: Processor) -> tuple[Graph, ...]:
+        form = ImageFormat.from_processor(processor)
         return (image_graph(model, (form.channels, form.height, form.width), "output"),)
 
 
@@ -168,17 +182,17 @@ class ClassifiedImages:
     """Images as bytes (n, C, height, width), with their classes (n,)."""
 
     def __init__(
-        self, task: Images, form: Form, pixels: np.ndarray, targets: np.ndarray, places: Sequence[str]
+        self, task: Images, form: ImageFormat, pixels: np.ndarray, targets: np.ndarray, places: Sequence[str]
     ) -> None:
         self.task, self.form, self.pixels, self.targets, self.places = task, form, pixels, targets, places
         self.sizes = np.full(len(pixels), form.height * form.width // task.patch**2)
 
     def images(self, chosen: np.ndarray) -> Tensor:
         """As the model takes them."""
-        return self.form.ready(torch.from_numpy(self.pixels[chosen]))
+        return self.form.normalize(torch.from_numpy(self.pixels[chosen]))
 
     def batch(self, chosen: np.ndarray, random: np.random.Generator) -> Batch:
-        moves = drawn(random, len(chosen), self.task.shift, self.task.flip)
+        moves = random_shifts(random, len(chosen), self.task.shift, self.task.flip)
         targets = torch.from_numpy(self.targets[chosen])
         return Batch((self.images(chosen), *moves), targets, int(self.sizes[chosen].sum()), len(chosen))
 
@@ -195,7 +209,7 @@ def _scores(model: nn.Module, items: ClassifiedImages) -> Tensor:
     return torch.cat(found) if found else torch.zeros(0, 1)
 
 
-def _parts(folder: Path) -> tuple[Path, Path] | None:
+def _find_splits(folder: Path) -> tuple[Path, Path] | None:
     """Where a folder holds what to train on and what is held out: folders of classes, or IDX files."""
     if not folder.is_dir():
         return None

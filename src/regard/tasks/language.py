@@ -11,16 +11,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from regard.data.processor import Processor
+from regard.data.readers import Row
+from regard.data.text import too_long_message
+from regard.data.tokenizer import END, encode, special_id, train_tokenizer
+from regard.errors import BadRows, UserError
 from regard.models.language import LanguageConfig, LanguageModel
 from regard.nn import Packed, Rotary, Sample
-from regard.tasks import baselines
-from regard.tasks.data import Row
-from regard.tasks.graphs import Graph, text_graph
-from regard.tasks.stages import track
-from regard.tasks.task import Batch, Figures, Kit, Prediction, Recipe, Task, option
-from regard.tasks.texts import too_long
-from regard.tasks.tokens import END, encode, learn, special
-from regard.tasks.trouble import Bad, Trouble
+from regard.progress import track
+from regard.training import baselines
+from regard.training.onnx_graphs import Graph, text_graph
+from regard.training.recipe import Recipe, option
+from regard.training.task import Batch, Metrics, Prediction, Task
 
 
 @dataclass(frozen=True)
@@ -28,42 +30,50 @@ class Language(Task):
     """A model of the Llama kind, on windows of one stream of tokens; each line ends with a token for its end."""
 
     name: ClassVar[str] = "language"
-    does: ClassVar[str] = "text goes on: a language model from left to right"
+    description: ClassVar[str] = "text goes on: a language model from left to right"
     example: ClassVar[str] = "Any text, a paragraph a line.\nThe next one."
     columns: ClassVar[tuple[str, ...]] = ("text",)
-    shares_sequences: ClassVar[bool] = True
+    supports_sequence_parallel: ClassVar[bool] = True
     recipe: ClassVar[Recipe] = Recipe(
-        steps=2000, tokens=4096, rate=2e-3, warmup=200, decay=0.1, ema=0.995, evaluate_every=250, save_every=250
+        steps=2000,
+        tokens=4096,
+        learning_rate=2e-3,
+        warmup=200,
+        weight_decay=0.1,
+        ema=0.995,
+        evaluate_every=250,
+        save_every=250,
     )
 
     text: str = option("", "column of the text, in files that have columns")
     vocabulary: int = option(8000, "tokens that the tokenizer learns at most")
-    width: int = option(256, "of the hidden states")
+    d_model: int = option(256, "width of the hidden states")
     layers: int = option(4, "of the model")
     heads: int = option(4, "of the attention")
     dropout: float = option(0.1, "in training")
     context: int = option(256, "tokens that the model sees at most")
 
-    def hold_out(self, rows: Sequence[Row], held: int, seed: int) -> tuple[list[Row], list[Row]]:
+    def hold_out(self, rows: Sequence[Row], held_out: int, seed: int) -> tuple[list[Row], list[Row]]:
         """The last lines are held out: lines from between others would tell of their neighbours."""
-        if held >= len(rows):
-            raise Trouble(
-                f"{held} lines are to be held out, but there are only {len(rows)}; give more data, a lower --held, "
-                "or a file with --valid"
+        if held_out >= len(rows):
+            raise UserError(
+                f"{held_out} lines are to be held out, but there are only {len(rows)}; give more data, a lower "
+                "--held-out, "
+                "or a file with --validation"
             )
-        return list(rows[:-held]), list(rows[-held:])
+        return list(rows[:-held_out]), list(rows[-held_out:])
 
-    def learn(self, rows: Sequence[Row]) -> Kit:
-        return Kit(learn((row.values[0] for row in rows), self.vocabulary))
+    def fit_processor(self, rows: Sequence[Row]) -> Processor:
+        return Processor(train_tokenizer((row.values[0] for row in rows), self.vocabulary))
 
-    def model(self, kit: Kit) -> nn.Module:
+    def model(self, processor: Processor) -> nn.Module:
         return LanguageModel(
             LanguageConfig(
-                vocabulary=kit.texts().get_vocab_size(),
-                width=self.width,
+                vocabulary=processor.require_tokenizer().get_vocab_size(),
+                d_model=self.d_model,
                 layers=self.layers,
                 heads=self.heads,
-                hidden=-(-8 * self.width // 24) * 8,  # gated, it has three matrices: 8/3 for 4, in whole vectors
+                d_hidden=-(-8 * self.d_model // 24) * 8,  # gated, it has three matrices: 8/3 for 4, in whole vectors
                 rotary=Rotary(),
                 norm="rms",
                 activation="silu",
@@ -73,50 +83,59 @@ class Language(Task):
             )
         )
 
-    def items(self, kit: Kit, rows: Sequence[Row], bad: Bad) -> Windows:
-        return Windows(_stream(kit, rows), self.context, self.context)
+    def dataset(self, processor: Processor, rows: Sequence[Row], bad: BadRows) -> Windows:
+        return Windows(_stream(processor, rows), self.context, self.context)
 
     def loss(self, model: nn.Module, batch: Batch, smoothing: float) -> Tensor:
         assert isinstance(model, LanguageModel)
         return model.loss(batch.inputs, batch.targets, smoothing=smoothing)
 
     @torch.no_grad()
-    def evaluate(self, model: nn.Module, kit: Kit, rows: Sequence[Row]) -> Figures:
-        stream = _stream(kit, rows)
+    def evaluate(self, model: nn.Module, processor: Processor, rows: Sequence[Row]) -> Metrics:
+        stream = _stream(processor, rows)
         windows = Windows(stream, self.context, max(1, self.context // 2))
         total, count, device = 0.0, 0, next(model.parameters()).device
         parts = np.array_split(np.arange(len(windows.sizes)), max(1, len(windows.sizes) * self.context // 4096))
         for chosen in track(parts):
             batch = windows.batch(chosen, np.random.default_rng(0))
-            inputs = batch.inputs.holding(batch.inputs.values.to(device))
+            inputs = batch.inputs.with_values(batch.inputs.values.to(device))
             losses = F.cross_entropy(model(inputs).values, batch.targets.to(device), reduction="none")
             fresh = windows.fresh(chosen).to(device)  # tokens that no window before has predicted
             total, count = total + float(losses[fresh].double().sum()), count + int(fresh.sum())
         return _perplexity(total / count, count, rows)
 
-    def baselines(self, kit: Kit, train: Sequence[Row], held: Sequence[Row]) -> dict[str, Figures]:
-        trigrams = baselines.Trigrams(_stream(kit, train).tokens, kit.texts().get_vocab_size())
-        tokens = _stream(kit, held).tokens  # the first is the end of a line that is not there; trigrams see it twice
+    def baselines(self, processor: Processor, train: Sequence[Row], held_out: Sequence[Row]) -> dict[str, Metrics]:
+        trigrams = baselines.Trigrams(_stream(processor, train).tokens, processor.require_tokenizer().get_vocab_size())
+        # the first is the end of a line that is not there; trigrams see it twice
+        tokens = _stream(processor, held_out).tokens
         perplexity = trigrams.perplexity(np.concatenate([tokens[:1], tokens]))
-        return {"Kneser-Ney trigrams": _perplexity(float(np.log(perplexity)), len(tokens) - 1, held)}
+        return {"Kneser-Ney trigrams": _perplexity(float(np.log(perplexity)), len(tokens) - 1, held_out)}
 
-    def predict(self, model: nn.Module, kit: Kit, rows: Sequence[Row], bad: Bad) -> Iterator[Prediction]:
+    def predict(
+        self, model: nn.Module, processor: Processor, rows: Sequence[Row], bad: BadRows
+    ) -> Iterator[Prediction]:
         assert isinstance(model, LanguageModel)
-        end, device = special(kit.texts(), END), next(model.parameters()).device
-        for row, ids in zip(track(rows), encode(kit.texts(), [row.values[0] for row in rows]), strict=True):
+        end, device = special_id(processor.require_tokenizer(), END), next(model.parameters()).device
+        for row, ids in zip(
+            track(rows), encode(processor.require_tokenizer(), [row.values[0] for row in rows]), strict=True
+        ):
             prompt = torch.from_numpy(np.concatenate([[end], ids])).to(device)
             if len(prompt) >= self.context:
-                bad(too_long(row.place, len(prompt), self.context - 1, option="context"))
+                bad.add(too_long_message(row.place, len(prompt), self.context - 1, option="context"))
                 continue
-            limit = min(64, self.context - len(prompt))
-            made = model.generate([prompt], limit=limit, strategy=Sample(0.8, top_p=0.9, seed=1), stop=(end,))[0]
+            max_new_tokens = min(64, self.context - len(prompt))
+            generated = model.generate(
+                [prompt], max_new_tokens=max_new_tokens, strategy=Sample(0.8, top_p=0.9, seed=1), stop=(end,)
+            )[0]
             with torch.no_grad():
-                logits = model(torch.cat((prompt, made))[None])[0, len(prompt) - 1 : -1].float()
-            said = -F.cross_entropy(logits, made, reduction="none") if len(made) else torch.zeros(1)
-            output = kit.texts().decode(made.tolist())
-            yield Prediction(row.values[0], output, float(said.mean().exp()), place=row.place)
+                logits = model(torch.cat((prompt, generated))[None])[0, len(prompt) - 1 : -1].float()
+            log_probabilities = (
+                -F.cross_entropy(logits, generated, reduction="none") if len(generated) else torch.zeros(1)
+            )
+            output = processor.require_tokenizer().decode(generated.tolist())
+            yield Prediction(row.values[0], output, float(log_probabilities.mean().exp()), place=row.place)
 
-    def graphs(self, model: nn.Module, kit: Kit) -> tuple[Graph, ...]:
+    def graphs(self, model: nn.Module, processor: Processor) -> tuple[Graph, ...]:
         return (text_graph(model, "logits"),)
 
 
@@ -127,10 +146,10 @@ class _Stream:
         self.tokens, self.edges, self.places = tokens, edges, places
 
 
-def _stream(kit: Kit, rows: Sequence[Row]) -> _Stream:
+def _stream(processor: Processor, rows: Sequence[Row]) -> _Stream:
     """All rows end to end, the token for the end before the first and after each."""
-    end = special(kit.texts(), END)
-    parts = [np.append(ids, end) for ids in encode(kit.texts(), [row.values[0] for row in rows])]
+    end = special_id(processor.require_tokenizer(), END)
+    parts = [np.append(ids, end) for ids in encode(processor.require_tokenizer(), [row.values[0] for row in rows])]
     edges = np.cumsum([1, *map(len, parts)])[:-1]
     return _Stream(np.concatenate([[end], *parts]), edges, [row.place for row in rows])
 
@@ -161,7 +180,7 @@ class Windows:
         return torch.cat([torch.arange(int(n)) >= seen for n, seen in zip(lengths, known, strict=True)])
 
 
-def _perplexity(loss: float, tokens: int, rows: Sequence[Row]) -> Figures:
+def _perplexity(loss: float, tokens: int, rows: Sequence[Row]) -> Metrics:
     """Of tokens; and of words, which does not depend on the tokenizer: ends of lines count as words."""
     words = sum(len(row.values[0].split()) + 1 for row in rows)
     return {"perplexity": float(np.exp(loss)), "word_perplexity": float(np.exp(loss * tokens / words)), "loss": loss}

@@ -1,4 +1,4 @@
-"""Text with words hidden: an encoder learns to fill them in, and others begin with it (`--start`)."""
+"""Text with words hidden: an encoder learns to fill them in, and others begin with it (`--pretrained`)."""
 
 from __future__ import annotations
 
@@ -11,15 +11,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from regard.data.batches import in_order
+from regard.data.processor import Processor
+from regard.data.readers import Row
+from regard.data.text import TextDataset, too_long_message
+from regard.data.tokenizer import BEGIN, END, MASK, SPECIAL, encode, special_id, train_tokenizer
+from regard.errors import BadRows
 from regard.models.text import MaskedLanguageModel
-from regard.tasks.batches import in_order
-from regard.tasks.data import Row
-from regard.tasks.graphs import Graph, text_graph
-from regard.tasks.stages import track
-from regard.tasks.task import Batch, Figures, Kit, Prediction, Recipe, Task, option
-from regard.tasks.texts import TextItems, encoder_config, too_long
-from regard.tasks.tokens import BEGIN, END, MASK, SPECIAL, encode, learn, special
-from regard.tasks.trouble import Bad
+from regard.progress import track
+from regard.training.onnx_graphs import Graph, text_graph
+from regard.training.pretrained import encoder_config
+from regard.training.recipe import Recipe, option
+from regard.training.task import Batch, Metrics, Prediction, Task
 
 
 @dataclass(frozen=True)
@@ -27,75 +30,77 @@ class Masked(Task):
     """BERT's objective: of the tokens chosen, most are hidden, some are others, some stay; all are to be told."""
 
     name: ClassVar[str] = "masked"
-    does: ClassVar[str] = "hidden words of a text: a masked language model, to fine-tune others from"
+    description: ClassVar[str] = "hidden words of a text: a masked language model, to fine-tune others from"
     example: ClassVar[str] = "Any text, a paragraph a line.\nThe next one."
     columns: ClassVar[tuple[str, ...]] = ("text",)
-    shown: ClassVar[str] = "The cat sat on the <mask>."
+    viewer_text: ClassVar[str] = "The cat sat on the <mask>."
     recipe: ClassVar[Recipe] = Recipe(
-        steps=2000, tokens=4096, rate=1e-3, warmup=200, ema=0.995, evaluate_every=250, save_every=250
+        steps=2000, tokens=4096, learning_rate=1e-3, warmup=200, ema=0.995, evaluate_every=250, save_every=250
     )
 
     text: str = option("", "column of the text, in files that have columns")
     vocabulary: int = option(8000, "tokens that the tokenizer learns at most")
     lower: bool = option(True, "the tokenizer makes all letters small")
-    width: int = option(256, "of the hidden states")
+    d_model: int = option(256, "width of the hidden states")
     layers: int = option(4, "of the encoder")
     heads: int = option(4, "of the attention")
     dropout: float = option(0.1, "in training")
     longest: int = option(512, "tokens that the model takes; longer texts are taken in pieces")
-    share: float = option(0.15, "of the tokens that are to be told")
+    mask_ratio: float = option(0.15, "of the tokens that are to be told")
 
-    def learn(self, rows: Sequence[Row]) -> Kit:
-        return Kit(learn((row.values[0] for row in rows), self.vocabulary, lower=self.lower))
+    def fit_processor(self, rows: Sequence[Row]) -> Processor:
+        return Processor(train_tokenizer((row.values[0] for row in rows), self.vocabulary, lower=self.lower))
 
-    def model(self, kit: Kit) -> nn.Module:
-        return MaskedLanguageModel(encoder_config(kit, self))
+    def model(self, processor: Processor) -> nn.Module:
+        return MaskedLanguageModel(encoder_config(processor, self))
 
-    def items(self, kit: Kit, rows: Sequence[Row], bad: Bad) -> HiddenWords:
-        begin, end = special(kit.texts(), BEGIN), special(kit.texts(), END)
+    def dataset(self, processor: Processor, rows: Sequence[Row], bad: BadRows) -> MaskedTexts:
+        begin, end = special_id(processor.require_tokenizer(), BEGIN), special_id(processor.require_tokenizer(), END)
         pieces, places, room = [], [], self.longest - 2
-        for row, ids in zip(rows, encode(kit.texts(), [row.values[0] for row in rows]), strict=True):
+        for row, ids in zip(rows, encode(processor.require_tokenizer(), [row.values[0] for row in rows]), strict=True):
             for start in range(0, len(ids), room):
                 pieces.append(np.concatenate([[begin], ids[start : start + room], [end]]))
                 places.append(row.place)
-        return HiddenWords(pieces, places, kit, self.share)
+        return MaskedTexts(pieces, places, processor, self.mask_ratio)
 
     def loss(self, model: nn.Module, batch: Batch, smoothing: float) -> Tensor:
-        return F.cross_entropy(_told(model, batch), batch.targets, reduction="sum", label_smoothing=smoothing)
+        return F.cross_entropy(_masked_logits(model, batch), batch.targets, reduction="sum", label_smoothing=smoothing)
 
     @torch.no_grad()
-    def evaluate(self, model: nn.Module, kit: Kit, rows: Sequence[Row]) -> Figures:
-        items, right, total, count = self.items(kit, rows, Bad()), 0, 0.0, 0
+    def evaluate(self, model: nn.Module, processor: Processor, rows: Sequence[Row]) -> Metrics:
+        items, right, total, count = self.dataset(processor, rows, BadRows()), 0, 0.0, 0
         for batch in items.all():
-            logits = _told(model, batch).float()
+            logits = _masked_logits(model, batch).float()
             right += int((logits.argmax(-1) == batch.targets).sum())
             total, count = total + float(F.cross_entropy(logits, batch.targets, reduction="sum")), count + batch.count
         return {"accuracy": right / count, "perplexity": float(np.exp(total / count)), "loss": total / count}
 
-    def baselines(self, kit: Kit, train: Sequence[Row], held: Sequence[Row]) -> dict[str, Figures]:
+    def baselines(self, processor: Processor, train: Sequence[Row], held_out: Sequence[Row]) -> dict[str, Metrics]:
         """By how often each token comes in training."""
-        size = kit.texts().get_vocab_size()
-        often = np.bincount(self.items(kit, train, Bad()).ids.values, minlength=size) + 1.0
+        size = processor.require_tokenizer().get_vocab_size()
+        often = np.bincount(self.dataset(processor, train, BadRows()).ids.values, minlength=size) + 1.0
         often[: len(SPECIAL)] = 1e-9
-        said, right, total, count = np.log(often / often.sum()), 0, 0.0, 0
-        for batch in self.items(kit, held, Bad()).all():
+        log_probabilities, right, total, count = np.log(often / often.sum()), 0, 0.0, 0
+        for batch in self.dataset(processor, held_out, BadRows()).all():
             targets = batch.targets.numpy()
-            right += int((targets == said.argmax()).sum())
-            total, count = total - float(said[targets].sum()), count + batch.count
+            right += int((targets == log_probabilities.argmax()).sum())
+            total, count = total - float(log_probabilities[targets].sum()), count + batch.count
         figures = {"accuracy": right / count, "perplexity": float(np.exp(total / count)), "loss": total / count}
         return {"most frequent token": figures}
 
     @torch.no_grad()
-    def predict(self, model: nn.Module, kit: Kit, rows: Sequence[Row], bad: Bad) -> Iterator[Prediction]:
-        tokenizer, device = kit.texts(), next(model.parameters()).device
-        begin, end, mask = (special(tokenizer, name) for name in (BEGIN, END, MASK))
+    def predict(
+        self, model: nn.Module, processor: Processor, rows: Sequence[Row], bad: BadRows
+    ) -> Iterator[Prediction]:
+        tokenizer, device = processor.require_tokenizer(), next(model.parameters()).device
+        begin, end, mask = (special_id(tokenizer, name) for name in (BEGIN, END, MASK))
         for row, ids in zip(track(rows), encode(tokenizer, [row.values[0] for row in rows], special=True), strict=True):
             at = np.flatnonzero(ids == mask)
             if not len(at):
-                bad(f"{row.place}: expected {MASK} where words are to be filled in, but there is none")
+                bad.add(f"{row.place}: expected {MASK} where words are to be filled in, but there is none")
                 continue
             if len(ids) + 2 > self.longest:
-                bad(too_long(row.place, len(ids) + 2, self.longest))
+                bad.add(too_long_message(row.place, len(ids) + 2, self.longest))
                 continue
             inputs = torch.from_numpy(np.concatenate([[begin], ids, [end]])).to(device)
             chances = model(inputs[None])[0, at + 1].float().softmax(-1)
@@ -109,22 +114,28 @@ class Masked(Task):
             score = float(best[:, 0].log().mean().exp())
             yield Prediction(row.values[0], output, score, {"words": more}, place=row.place)
 
-    def graphs(self, model: nn.Module, kit: Kit) -> tuple[Graph, ...]:
+    def graphs(self, model: nn.Module, processor: Processor) -> tuple[Graph, ...]:
         return (text_graph(model),)
 
 
-class HiddenWords(TextItems):
+class MaskedTexts(TextDataset):
     """Pieces of text; a batch hides some of their tokens."""
 
-    def __init__(self, ids: Sequence[np.ndarray], places: Sequence[str], kit: Kit, share: float) -> None:
+    def __init__(
+        self, ids: Sequence[np.ndarray], places: Sequence[str], processor: Processor, mask_ratio: float
+    ) -> None:
         super().__init__(ids, places)
-        self.share, self.size, self.mask = share, kit.texts().get_vocab_size(), special(kit.texts(), MASK)
+        self.mask_ratio, self.size, self.mask = (
+            mask_ratio,
+            processor.require_tokenizer().get_vocab_size(),
+            special_id(processor.require_tokenizer(), MASK),
+        )
 
     def batch(self, chosen: np.ndarray, random: np.random.Generator) -> Batch:
         packed = self.ids.pack(chosen)
         ids = packed.values.numpy()
         words = np.flatnonzero(ids >= len(SPECIAL))
-        count = max(1, round(self.share * len(words)))
+        count = max(1, round(self.mask_ratio * len(words)))
         at = np.sort(random.choice(words, count, replace=False)) if len(words) else np.zeros(0, np.int64)
         targets, lot = ids[at].copy(), random.random(len(at))
         ids[at[lot < 0.8]] = self.mask
@@ -138,7 +149,7 @@ class HiddenWords(TextItems):
             yield self.batch(chosen, np.random.default_rng(n))
 
 
-def _told(model: nn.Module, batch: Batch) -> Tensor:
+def _masked_logits(model: nn.Module, batch: Batch) -> Tensor:
     """Logits of the tokens that are to be told, and of no other: they are few, and the vocabulary is large."""
     assert isinstance(model, MaskedLanguageModel)
     packed, at = batch.inputs

@@ -14,16 +14,19 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from regard.data.batches import Ragged
+from regard.data.labels import unseen_message
+from regard.data.processor import Processor
+from regard.data.readers import Row, first_cells, read_rows
+from regard.data.splits import split
+from regard.errors import BadRows, UserError
 from regard.models.language import LanguageConfig
 from regard.models.recommend import Recommender
-from regard.tasks import baselines, metrics
-from regard.tasks.batches import Ragged
-from regard.tasks.data import Row, first_cells, read, split
-from regard.tasks.graphs import Graph, text_graph
-from regard.tasks.labels import unseen
-from regard.tasks.stages import track
-from regard.tasks.task import Batch, Figures, Kit, Prediction, Recipe, Task, check_least, option
-from regard.tasks.trouble import Bad, Trouble
+from regard.progress import track
+from regard.training import baselines, metrics
+from regard.training.onnx_graphs import Graph, text_graph
+from regard.training.recipe import Recipe, check_minimum, option
+from regard.training.task import Batch, Metrics, Prediction, Task
 
 NAMES = {
     "user": ("user", "userId", "user_id", "user_id:token"),
@@ -39,22 +42,23 @@ class Recommend(Task):
     """A causal encoder over histories of items. Of everybody, the last item is measured on, the one before chooses."""
 
     name: ClassVar[str] = "recommend"
-    does: ClassVar[str] = "histories of items to what comes next"
+    description: ClassVar[str] = "histories of items to what comes next"
     example: ClassVar[str] = "user,item,time\n7,Alien,881250949\n7,Aliens,881251000"
     columns: ClassVar[tuple[str, ...]] = ("user", "item", "time")
-    takes_tabs: ClassVar[bool] = True
+    splits_at_tabs: ClassVar[bool] = True
     recipe: ClassVar[Recipe] = Recipe(
-        steps=2000, tokens=4096, rate=1e-3, warmup=100, decay=0.1, ema=0.99, evaluate_every=100, save_every=200,
+        steps=2000, tokens=4096, learning_rate=1e-3, warmup=100, weight_decay=0.1, ema=0.99, evaluate_every=100,
+        save_every=200,
         patience=5,
     )  # fmt: skip
-    held: ClassVar[int] = 1_000_000  # users at most: the last item of each
+    held_out: ClassVar[int] = 1_000_000  # users at most: the last item of each
 
     user: str = option("", "column of the user: a name, or a number from 1 where there is no header")
     item: str = option("", "column of the item")
     time: str = option("", "column of the time: a number, or 2024-01-31T12:00")
-    again: bool = option(False, "what somebody has had may be recommended again")
-    others: int = option(0, "items drawn for a step to tell the right ones from; 0 for all items")
-    width: int = option(64, "of the hidden states")
+    allow_repeats: bool = option(False, "what somebody has had may be recommended again")
+    negatives: int = option(0, "items drawn for a step to tell the right ones from; 0 for all items")
+    d_model: int = option(64, "width of the hidden states")
     layers: int = option(2, "of the encoder")
     heads: int = option(2, "of the attention")
     dropout: float = option(0.3, "in training")
@@ -62,101 +66,101 @@ class Recommend(Task):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_least(self, layers=1, longest=1, others=0)
+        check_minimum(self, layers=1, longest=1, negatives=0)
 
-    def read(self, source: str, bad: Bad) -> list[Row]:
+    def read(self, source: str, bad: BadRows) -> list[Row]:
         """A row for each user, in the order of the file: the user, the items in order of time, and the first asked."""
         histories: dict[str, list[tuple[float, str]]] = {}
         places: dict[str, str] = {}
-        for row in read(source, self._columns(source), bad):
+        for row in read_rows(source, self._columns(source), bad):
             user, item, time = row.values
             try:
-                at = _moment(time)
+                at = _parse_time(time)
             except ValueError:
-                bad(f"{row.place}: expected a time, a number or such as 2024-01-31T12:00, but {time!r} came")
+                bad.add(f"{row.place}: expected a time, a number or such as 2024-01-31T12:00, but {time!r} came")
                 continue
             histories.setdefault(user, []).append((at, item))
             places.setdefault(user, row.place)
         if not histories:
-            raise Trouble(f"{source}:1: expected at least one line that can be used, but there is none")
+            raise UserError(f"{source}:1: expected at least one line that can be used, but there is none")
         return [
-            Row(places[user], (user, tuple(item for _, item in sorted(held, key=lambda one: one[0])), 1))
-            for user, held in histories.items()
+            Row(places[user], (user, tuple(item for _, item in sorted(history, key=lambda one: one[0])), 1))
+            for user, history in histories.items()
         ]
 
     def _columns(self, source: str) -> dict[str, str]:
-        said = {name: getattr(self, name) for name in self.columns}
-        if any(said.values()):
-            return said
-        cells = first_cells(source, Bad(skip=True))
+        columns = {name: getattr(self, name) for name in self.columns}
+        if any(columns.values()):
+            return columns
+        cells = first_cells(source, BadRows(skip=True))
         found = {name: next((each for each in known if each in cells), "") for name, known in NAMES.items()}
         return MOVIELENS if ".data" in Path(source).suffixes else found
 
-    def hold_out(self, rows: Sequence[Row], held: int, seed: int) -> tuple[list[Row], list[Row]]:
+    def hold_out(self, rows: Sequence[Row], held_out: int, seed: int) -> tuple[list[Row], list[Row]]:
         """Histories without their last item to train on, and whole ones, of which the last is asked for."""
         long = [row for row in rows if len(row.values[1]) > 2]
         if not long:
-            raise Trouble(f"{rows[0].place}: expected users with at least 3 items, but there are none; check --user")
-        chosen = long if held >= len(long) else split(long, lambda row: str(row.values[0]), held, seed)[1]
+            raise UserError(f"{rows[0].place}: expected users with at least 3 items, but there are none; check --user")
+        chosen = long if held_out >= len(long) else split(long, lambda row: str(row.values[0]), held_out, seed)[1]
         users = {row.values[0] for row in chosen}
         train = [_without_last(row) if row.values[0] in users else row for row in rows]
         return train, [Row(row.place, (*row.values[:2], len(row.values[1]) - 1)) for row in chosen]
 
-    def choose_by(self, rows: Sequence[Row], held: int, seed: int) -> tuple[list[Row], list[Row]]:
-        return self.hold_out(rows, held, seed)
+    def split_validation(self, rows: Sequence[Row], held_out: int, seed: int) -> tuple[list[Row], list[Row]]:
+        return self.hold_out(rows, held_out, seed)
 
-    def learn(self, rows: Sequence[Row]) -> Kit:
+    def fit_processor(self, rows: Sequence[Row]) -> Processor:
         labels = tuple(sorted({item for row in rows for item in row.values[1]}))
         if len(labels) < 2:
-            raise Trouble(f"{rows[0].place}: expected at least 2 items, but all are {labels[0]!r}; check --item")
-        return Kit(labels=labels)
+            raise UserError(f"{rows[0].place}: expected at least 2 items, but all are {labels[0]!r}; check --item")
+        return Processor(labels=labels)
 
-    def model(self, kit: Kit) -> nn.Module:
+    def model(self, processor: Processor) -> nn.Module:
         return Recommender(
             LanguageConfig(
-                vocabulary=len(kit.labels),
-                width=self.width,
+                vocabulary=len(processor.labels),
+                d_model=self.d_model,
                 layers=self.layers,
                 heads=self.heads,
-                hidden=4 * self.width,
+                d_hidden=4 * self.d_model,
                 positions=self.longest,
                 dropout=self.dropout,
             )
         )
 
-    def items(self, kit: Kit, rows: Sequence[Row], bad: Bad) -> Histories:
-        return Histories(self, kit, rows)
+    def dataset(self, processor: Processor, rows: Sequence[Row], bad: BadRows) -> Histories:
+        return Histories(self, processor, rows)
 
     def loss(self, model: nn.Module, batch: Batch, smoothing: float) -> Tensor:
         assert isinstance(model, Recommender)
-        after, others = batch.targets
-        return model.loss(batch.inputs, after, smoothing=smoothing, others=others if len(others) else None)
+        after, negatives = batch.targets
+        return model.loss(batch.inputs, after, smoothing=smoothing, negatives=negatives if len(negatives) else None)
 
-    def measured(self, kit: Kit, rows: Sequence[Row], bad: Bad) -> list[Row]:
-        number, found = _numbers(kit), []
+    def evaluable_rows(self, processor: Processor, rows: Sequence[Row], bad: BadRows) -> list[Row]:
+        number, found = _item_ids(processor), []
         for row in rows:
             if any(item in number for item in row.values[1][:-1]):
                 found.append(row)
             else:
-                bad(f"{row.place}: the user {row.values[0]!r} has no item before the last that training had")
+                bad.add(f"{row.place}: the user {row.values[0]!r} has no item before the last that training had")
         return found
 
-    def evaluate(self, model: nn.Module, kit: Kit, rows: Sequence[Row]) -> Figures:
+    def evaluate(self, model: nn.Module, processor: Processor, rows: Sequence[Row]) -> Metrics:
         assert isinstance(model, Recommender)
-        asked, device = Asked(kit, rows), next(model.parameters()).device
+        asked, device = HeldOutItems(processor, rows), next(model.parameters()).device
 
         @torch.no_grad()
         def score(chosen: np.ndarray) -> Tensor:
             known = [torch.from_numpy(asked.before[n][-self.longest :]).to(device) for n in chosen]
-            return model.following(known).float().cpu()
+            return model.next_item_logits(known).float().cpu()
 
-        return metrics.ranking(asked.ranks(score, again=self.again))
+        return metrics.ranking(asked.ranks(score, allow_repeats=self.allow_repeats))
 
-    def baselines(self, kit: Kit, train: Sequence[Row], held: Sequence[Row]) -> dict[str, Figures]:
-        asked, number = Asked(kit, held), _numbers(kit)
+    def baselines(self, processor: Processor, train: Sequence[Row], held_out: Sequence[Row]) -> dict[str, Metrics]:
+        asked, number = HeldOutItems(processor, held_out), _item_ids(processor)
         past = [np.array([number[item] for item in row.values[1]], np.int64) for row in train]
-        count = torch.from_numpy(np.bincount(np.concatenate(past), minlength=len(kit.labels)).astype(np.float32))
-        neighbours = baselines.Neighbours(past, len(kit.labels))
+        count = torch.from_numpy(np.bincount(np.concatenate(past), minlength=len(processor.labels)).astype(np.float32))
+        neighbours = baselines.Neighbours(past, len(processor.labels))
 
         def near(chosen: np.ndarray, last: int = 0) -> Tensor:
             return torch.from_numpy(neighbours.scores([asked.before[n][-last:] for n in chosen]))
@@ -166,47 +170,51 @@ class Recommend(Task):
             "nearest items": near,
             "nearest to the last 10": partial(near, last=10),
         }
-        return {name: metrics.ranking(asked.ranks(score, again=self.again)) for name, score in ways.items()}
+        return {
+            name: metrics.ranking(asked.ranks(score, allow_repeats=self.allow_repeats)) for name, score in ways.items()
+        }
 
-    def read_inputs(self, source: str, bad: Bad) -> Iterable[Row]:
+    def read_inputs(self, source: str, bad: BadRows) -> Iterable[Row]:
         """Everybody's history, all of it."""
         return self.read(source, bad)
 
     @torch.no_grad()
-    def predict(self, model: nn.Module, kit: Kit, rows: Sequence[Row], bad: Bad) -> Iterator[Prediction]:
+    def predict(
+        self, model: nn.Module, processor: Processor, rows: Sequence[Row], bad: BadRows
+    ) -> Iterator[Prediction]:
         """Items that come next, those that are there already left out. Items are parted by | or tabs, or by spaces."""
         assert isinstance(model, Recommender)
-        number, device = _numbers(kit), next(model.parameters()).device
+        number, device = _item_ids(processor), next(model.parameters()).device
         for row in rows:
-            said = items_of(row.values[0], number) if len(row.values) == 1 else row.values[1]
-            if not said:
-                bad(f"{row.place}: expected items, parted by |, but there are none")
+            history_items = parse_items(row.values[0], number) if len(row.values) == 1 else row.values[1]
+            if not history_items:
+                bad.add(f"{row.place}: expected items, parted by |, but there are none")
                 continue
-            if unknown := next((item for item in said if item not in number), None):
-                bad(f"{unseen(row.place, 'item', unknown, kit.labels)}; part items by |")
+            if unknown := next((item for item in history_items if item not in number), None):
+                bad.add(f"{unseen_message(row.place, 'item', unknown, processor.labels)}; part items by |")
                 continue
-            ids = torch.tensor([number[item] for item in said], device=device)
+            ids = torch.tensor([number[item] for item in history_items], device=device)
             logits = model(ids[None, -self.longest :])[0, -1].float()  # a whole call, which a viewer sees
-            if not self.again:
+            if not self.allow_repeats:
                 logits[ids] = -torch.inf
-            chances, best = (each.tolist() for each in logits.softmax(-1).topk(min(10, len(kit.labels))))
-            found = {kit.labels[n]: chance for n, chance in zip(best, chances, strict=True) if chance > 0}
-            told = " | ".join(f"{item} {chance:.3f}" for item, chance in found.items())
-            yield Prediction(row.values[0], told, chances[0], {"items": found}, place=row.place)
+            chances, best = (each.tolist() for each in logits.softmax(-1).topk(min(10, len(processor.labels))))
+            found = {processor.labels[n]: chance for n, chance in zip(best, chances, strict=True) if chance > 0}
+            listed = " | ".join(f"{item} {chance:.3f}" for item, chance in found.items())
+            yield Prediction(row.values[0], listed, chances[0], {"items": found}, place=row.place)
 
-    def name_tokens(self, model: nn.Module, kit: Kit, record: Any, said: Prediction) -> None:
-        record.tokens([kit.labels[n] for n in record.inputs["source"].tolist()])
+    def name_tokens(self, model: nn.Module, processor: Processor, record: Any, prediction: Prediction) -> None:
+        record.set_tokens([processor.labels[n] for n in record.inputs["source"].tolist()])
 
-    def graphs(self, model: nn.Module, kit: Kit) -> tuple[Graph, ...]:
+    def graphs(self, model: nn.Module, processor: Processor) -> tuple[Graph, ...]:
         return (text_graph(model),)
 
 
 class Histories:
     """Histories in windows of at most `longest` items, each of which is asked what comes after."""
 
-    def __init__(self, task: Recommend, kit: Kit, rows: Sequence[Row]) -> None:
-        self.others, self.count = task.others, len(kit.labels)
-        number, parts, after, places = _numbers(kit), [], [], list[str]()
+    def __init__(self, task: Recommend, processor: Processor, rows: Sequence[Row]) -> None:
+        self.negatives, self.count = task.negatives, len(processor.labels)
+        number, parts, after, places = _item_ids(processor), [], [], list[str]()
         for row in rows:
             ids = np.array([number.get(item, -1) for item in row.values[1]], np.int64)
             asked = (np.arange(len(ids)) >= row.values[2]) & (ids >= 0)
@@ -224,22 +232,23 @@ class Histories:
 
     def batch(self, chosen: np.ndarray, random: np.random.Generator) -> Batch:
         packed, after = self.ids.pack(chosen), self.after.pack(chosen).values
-        others = torch.from_numpy(random.integers(0, self.count, self.others))
-        return Batch(packed, (after, others), len(packed.values), int((after >= 0).sum()))
+        negatives = torch.from_numpy(random.integers(0, self.count, self.negatives))
+        return Batch(packed, (after, negatives), len(packed.values), int((after >= 0).sum()))
 
 
-class Asked:
+class HeldOutItems:
     """What is asked of histories: what came before, and the last item, -1 where training has never seen it."""
 
-    def __init__(self, kit: Kit, rows: Sequence[Row]) -> None:
-        number = _numbers(kit)
+    def __init__(self, processor: Processor, rows: Sequence[Row]) -> None:
+        number = _item_ids(processor)
         known = [[number.get(item, -1) for item in row.values[1]] for row in rows]
         pairs = [(np.array([n for n in ids[:-1] if n >= 0], np.int64), ids[-1]) for ids in known]
         self.before = [before for before, _ in pairs]
         self.last = torch.tensor([last for _, last in pairs], dtype=torch.int64)
 
-    def ranks(self, score: Callable[[np.ndarray], Tensor], *, again: bool) -> Tensor:
-        """Where the last item stands among all items, from 1; what was there before does not count, unless `again`.
+    def ranks(self, score: Callable[[np.ndarray], Tensor], *, allow_repeats: bool) -> Tensor:
+        """Where the last item stands among all items, from 1; what was there before does not count, unless
+        `allow_repeats`.
 
         Of equal scores the item that was named first wins. An item that was never seen is behind all others.
         """
@@ -247,7 +256,7 @@ class Asked:
         for chosen in track(np.array_split(np.arange(len(self.before)), max(1, -(-len(self.before) // ROWS)))):
             scores, last = score(chosen).clone(), self.last[chosen]
             own = scores.gather(1, last.clamp(min=0)[:, None])
-            if not again:
+            if not allow_repeats:
                 for row, n in enumerate(chosen):
                     scores[row, torch.from_numpy(self.before[n])] = -torch.inf
             first = torch.arange(scores.shape[1]) < last[:, None]
@@ -256,11 +265,11 @@ class Asked:
         return torch.cat(found)
 
 
-def items_of(text: str, known: dict[str, int]) -> list[str]:
+def parse_items(text: str, known: dict[str, int]) -> list[str]:
     """The items that a text names: one, or parted by | or tabs, or by spaces.
 
-    >>> from regard.tasks.recommend import items_of
-    >>> items_of("Alien | Star Wars", {}), items_of("Star Wars", {"Star Wars": 0}), items_of("7 12", {})
+    >>> from regard.tasks.recommend import parse_items
+    >>> parse_items("Alien | Star Wars", {}), parse_items("Star Wars", {"Star Wars": 0}), parse_items("7 12", {})
     (['Alien', 'Star Wars'], ['Star Wars'], ['7', '12'])
     """
     if text in known:
@@ -269,8 +278,8 @@ def items_of(text: str, known: dict[str, int]) -> list[str]:
     return [part.strip() for part in parts if part.strip()]
 
 
-def _numbers(kit: Kit) -> dict[str, int]:
-    return {label: n for n, label in enumerate(kit.labels)}
+def _item_ids(processor: Processor) -> dict[str, int]:
+    return {label: n for n, label in enumerate(processor.labels)}
 
 
 def _without_last(row: Row) -> Row:
@@ -278,7 +287,7 @@ def _without_last(row: Row) -> Row:
     return Row(row.place, (user, items[:-1], first))
 
 
-def _moment(text: str) -> float:
+def _parse_time(text: str) -> float:
     """Seconds, or whatever the number counts."""
     try:
         at = float(text)

@@ -12,15 +12,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from regard.data.batches import Ragged, in_order
+from regard.data.labels import collect_classes, unseen_message
+from regard.data.processor import Processor
+from regard.data.readers import Row
+from regard.data.splits import split
+from regard.errors import BadRows, UserError
 from regard.models.sets import SetConfig, SetTransformer
 from regard.nn import Packed
-from regard.tasks import baselines, metrics
-from regard.tasks.batches import Ragged, in_order
-from regard.tasks.data import Row, split
-from regard.tasks.labels import classes_of, unseen
-from regard.tasks.stages import track
-from regard.tasks.task import Batch, Figures, Kit, Prediction, Recipe, Task, check_least, option
-from regard.tasks.trouble import Bad, Trouble
+from regard.progress import track
+from regard.training import baselines, metrics
+from regard.training.recipe import Recipe, check_minimum, option
+from regard.training.task import Batch, Metrics, Prediction, Task
 
 
 @dataclass(frozen=True)
@@ -34,13 +37,13 @@ class Form:
     spread: float = 1.0
 
     @staticmethod
-    def of(kit: Kit) -> Form:
-        """What `Sets.learn` left in a kit."""
-        form = kit.settings_as(Form)
+    def from_processor(processor: Processor) -> Form:
+        """The form that `Sets.fit_processor` saved."""
+        form = processor.settings_as(Form)
         if not len(form.mean) == len(form.deviation) == form.features or min(form.deviation, default=0) <= 0:
-            raise Trouble("config must have as many means and positive deviations as features")
+            raise UserError("config must have as many means and positive deviations as features")
         if form.spread <= 0:
-            raise Trouble(f"config.spread must be positive, but is {form.spread}")
+            raise UserError(f"config.spread must be positive, but is {form.spread}")
         return form
 
 
@@ -49,17 +52,24 @@ class Sets(Task):
     """A Set Transformer: induced points, and pooling by attention. The order of the elements changes nothing."""
 
     name: ClassVar[str] = "sets"
-    does: ClassVar[str] = "a set of points to a class, or to a number"
+    description: ClassVar[str] = "a set of points to a class, or to a number"
     example: ClassVar[str] = 'set,label\n0.5 1; 2 3.5; 1 1,round\n4 4; 5 5,straight\nor {"set": [[0.5, 1]], "label": 7}'
     columns: ClassVar[tuple[str, ...]] = ("set", "label")
     recipe: ClassVar[Recipe] = Recipe(
-        steps=2000, tokens=4096, rate=1e-3, warmup=100, decay=0.05, ema=0.99, evaluate_every=200, save_every=200
+        steps=2000,
+        tokens=4096,
+        learning_rate=1e-3,
+        warmup=100,
+        weight_decay=0.05,
+        ema=0.99,
+        evaluate_every=200,
+        save_every=200,
     )
 
     set: str = option("", "column of the set, `1 2; 3 4` or [[1, 2], [3, 4]]: a name, or a number from 1")
     label: str = option("", "column of the class or the number")
     number: bool = option(False, "what is said of a set is a number, and no class")
-    width: int = option(64, "of the hidden states")
+    d_model: int = option(64, "width of the hidden states")
     layers: int = option(2, "blocks of induced points")
     points: int = option(16, "induced points of a block")
     seeds: int = option(1, "vectors that a set is pooled to")
@@ -69,57 +79,59 @@ class Sets(Task):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_least(self, points=1, seeds=1)
+        check_minimum(self, points=1, seeds=1)
 
-    def hold_out(self, rows: Sequence[Row], held: int, seed: int) -> tuple[list[Row], list[Row]]:
-        return split(rows, _elements, held, seed)
+    def hold_out(self, rows: Sequence[Row], held_out: int, seed: int) -> tuple[list[Row], list[Row]]:
+        return split(rows, _set_key, held_out, seed)
 
-    def learn(self, rows: Sequence[Row]) -> Kit:
-        sets, kept = self._read(rows, 0, Bad(skip=True))
+    def fit_processor(self, rows: Sequence[Row]) -> Processor:
+        sets, kept = self._read(rows, 0, BadRows(skip=True))
         if not sets:
-            self._read(rows[:1], 0, Bad())  # tells what is wrong with it
+            self._read(rows[:1], 0, BadRows())  # tells what is wrong with it
         every = np.concatenate(sets)
         scale = np.maximum(every.std(0), 1e-6)
         config = {"features": every.shape[1], "mean": every.mean(0).tolist(), "deviation": scale.tolist()}
         if self.number:
-            told = [value for n in kept if (value := _number(rows[n].values[1])) is not None]
-            if not told:
-                raise Trouble(f"{rows[0].place}: expected a number, but {rows[0].values[1]!r} came; check --label")
-            return Kit(config=config | {"middle": float(np.mean(told)), "spread": float(np.std(told)) or 1.0})
-        labels = classes_of(rows)
+            numbers = [value for n in kept if (value := _parse_number(rows[n].values[1])) is not None]
+            if not numbers:
+                raise UserError(f"{rows[0].place}: expected a number, but {rows[0].values[1]!r} came; check --label")
+            return Processor(
+                config=config | {"middle": float(np.mean(numbers)), "spread": float(np.std(numbers)) or 1.0}
+            )
+        labels = collect_classes(rows)
         if len(labels) > max(2, len(rows) // 2):
-            raise Trouble(f"{rows[0].place}: {len(labels)} classes in {len(rows)} rows; are they numbers (--number)?")
-        return Kit(labels=labels, config=config)
+            raise UserError(f"{rows[0].place}: {len(labels)} classes in {len(rows)} rows; are they numbers (--number)?")
+        return Processor(labels=labels, config=config)
 
-    def model(self, kit: Kit) -> nn.Module:
+    def model(self, processor: Processor) -> nn.Module:
         return SetTransformer(
             SetConfig(
-                features=Form.of(kit).features,
-                width=self.width,
+                features=Form.from_processor(processor).features,
+                d_model=self.d_model,
                 layers=self.layers,
                 heads=self.heads,
-                hidden=2 * self.width,
+                d_hidden=2 * self.d_model,
                 points=self.points,
                 seeds=self.seeds,
-                classes=1 if self.number else len(kit.labels),
+                classes=1 if self.number else len(processor.labels),
                 dropout=self.dropout,
             )
         )
 
-    def _read(self, rows: Sequence[Row], features: int, bad: Bad) -> tuple[list[np.ndarray], list[int]]:
+    def _read(self, rows: Sequence[Row], features: int, bad: BadRows) -> tuple[list[np.ndarray], list[int]]:
         """Sets (n, features) and which rows they are of; features: as many as there must be, 0 as the first has."""
         found, kept = [], []
         for n, row in enumerate(rows):
             try:
-                points = points_of(row.values[0])
+                points = parse_set(row.values[0])
             except ValueError as error:
-                bad(f"{row.place}: {error}")
+                bad.add(f"{row.place}: {error}")
                 continue
             features = features or points.shape[1]
             if points.shape[1] != features:
-                bad(f"{row.place}: expected elements of {features} numbers, but they have {points.shape[1]}")
+                bad.add(f"{row.place}: expected elements of {features} numbers, but they have {points.shape[1]}")
             elif len(points) > self.longest:
-                bad(
+                bad.add(
                     f"{row.place}: has {len(points)} elements, but the model takes {self.longest}; "
                     f"train with --longest {len(points)}"
                 )
@@ -128,89 +140,97 @@ class Sets(Task):
                 kept.append(n)
         return found, kept
 
-    def items(self, kit: Kit, rows: Sequence[Row], bad: Bad) -> LabelledSets:
-        form = Form.of(kit)
-        known, good, targets = {label: n for n, label in enumerate(kit.labels)}, [], []
+    def dataset(self, processor: Processor, rows: Sequence[Row], bad: BadRows) -> LabelledSets:
+        form = Form.from_processor(processor)
+        known, good, targets = {label: n for n, label in enumerate(processor.labels)}, [], []
         for row in rows:
             label = row.values[1]
-            target = _number(label) if self.number else known.get(label)
+            target = _parse_number(label) if self.number else known.get(label)
             if target is not None:
                 good.append(row)
                 targets.append((target - form.middle) / form.spread if self.number else target)
             elif self.number:
-                bad(f"{row.place}: expected a number, but {label!r} came")
+                bad.add(f"{row.place}: expected a number, but {label!r} came")
             else:
-                bad(unseen(row.place, "label", label, kit.labels))
+                bad.add(unseen_message(row.place, "label", label, processor.labels))
         sets, kept = self._read(good, form.features, bad)
         kind = np.float32 if self.number else np.int64
         return LabelledSets(
-            [_ready(points, kit) for points in sets], [good[n].place for n in kept],
+            [_normalize(points, processor) for points in sets], [good[n].place for n in kept],
             np.array([targets[n] for n in kept], kind),
         )  # fmt: skip
 
     @property
-    def smooths(self) -> bool:
+    def supports_label_smoothing(self) -> bool:
         return not self.number
 
     def loss(self, model: nn.Module, batch: Batch, smoothing: float) -> Tensor:
-        said = model(batch.inputs)
+        outputs = model(batch.inputs)
         if self.number:
-            return F.mse_loss(said[:, 0], batch.targets, reduction="sum")
-        return F.cross_entropy(said, batch.targets, reduction="sum", label_smoothing=smoothing)
+            return F.mse_loss(outputs[:, 0], batch.targets, reduction="sum")
+        return F.cross_entropy(outputs, batch.targets, reduction="sum", label_smoothing=smoothing)
 
-    def evaluate(self, model: nn.Module, kit: Kit, rows: Sequence[Row]) -> Figures:
-        items = self.items(kit, rows, Bad())
-        said, targets = _said(model, items), torch.from_numpy(items.targets)
+    def evaluate(self, model: nn.Module, processor: Processor, rows: Sequence[Row]) -> Metrics:
+        items = self.dataset(processor, rows, BadRows())
+        outputs, targets = _predict(model, items), torch.from_numpy(items.targets)
         if self.number:
-            return metrics.regression(self._told(kit, said[:, 0]), self._told(kit, targets))
-        return {"loss": float(F.cross_entropy(said, targets))} | metrics.classification(said, targets)
+            return metrics.regression(
+                self._denormalize(processor, outputs[:, 0]), self._denormalize(processor, targets)
+            )
+        return {"loss": float(F.cross_entropy(outputs, targets))} | metrics.classification(outputs, targets)
 
-    def _told(self, kit: Kit, values: Tensor) -> np.ndarray:
+    def _denormalize(self, processor: Processor, values: Tensor) -> np.ndarray:
         """What the model says as numbers of the data."""
-        form = Form.of(kit)
+        form = Form.from_processor(processor)
         return values.double().numpy() * form.spread + form.middle
 
-    def baselines(self, kit: Kit, train: Sequence[Row], held: Sequence[Row]) -> dict[str, Figures]:
-        ours, theirs = (self.items(kit, rows, Bad()) for rows in (train, held))
+    def baselines(self, processor: Processor, train: Sequence[Row], held_out: Sequence[Row]) -> dict[str, Metrics]:
+        ours, theirs = (self.dataset(processor, rows, BadRows()) for rows in (train, held_out))
         if self.number:
-            true = self._told(kit, torch.from_numpy(theirs.targets))
-            fitted = baselines.linear(ours.summary(), ours.targets, theirs.summary())
+            true = self._denormalize(processor, torch.from_numpy(theirs.targets))
+            fitted = baselines.ridge_regression(ours.summary(), ours.targets, theirs.summary())
             return {
-                "always the mean": metrics.regression(np.full(len(true), self._told(kit, torch.zeros(1))[0]), true),
+                "always the mean": metrics.regression(
+                    np.full(len(true), self._denormalize(processor, torch.zeros(1))[0]), true
+                ),
                 "linear on count, mean, deviation, least and most": metrics.regression(
-                    self._told(kit, torch.from_numpy(fitted)), true
+                    self._denormalize(processor, torch.from_numpy(fitted)), true
                 ),
             }
-        classes = len(kit.labels)
+        classes = len(processor.labels)
         return {
             "most frequent class": baselines.most_frequent(ours.targets.tolist(), theirs.targets.tolist(), classes),
-            "logistic regression on count, mean, deviation, least and most": baselines.logistic(
+            "logistic regression on count, mean, deviation, least and most": baselines.logistic_regression(
                 ours.summary(), ours.targets, theirs.summary(), theirs.targets, classes
             ),
         }
 
-    def predict(self, model: nn.Module, kit: Kit, rows: Sequence[Row], bad: Bad) -> Iterator[Prediction]:
+    def predict(
+        self, model: nn.Module, processor: Processor, rows: Sequence[Row], bad: BadRows
+    ) -> Iterator[Prediction]:
         """The class and its probability; of numbers, the number twice."""
-        sets, kept = self._read(rows, Form.of(kit).features, bad)
-        said = _said(model, LabelledSets([_ready(points, kit) for points in sets], (), np.zeros(len(sets))))
-        for n, row in zip(kept, said, strict=True):
+        sets, kept = self._read(rows, Form.from_processor(processor).features, bad)
+        outputs = _predict(
+            model, LabelledSets([_normalize(points, processor) for points in sets], (), np.zeros(len(sets)))
+        )
+        for n, row in zip(kept, outputs, strict=True):
             if self.number:
-                value = float(self._told(kit, row)[0])
+                value = float(self._denormalize(processor, row)[0])
                 yield Prediction(rows[n].values[0], f"{value:.6g}", value, place=rows[n].place)
                 continue
             chances = row.softmax(-1).tolist()
             best = int(np.argmax(chances))
-            more = dict(zip(kit.labels, chances, strict=True))
-            yield Prediction(rows[n].values[0], kit.labels[best], chances[best], more, place=rows[n].place)
+            more = dict(zip(processor.labels, chances, strict=True))
+            yield Prediction(rows[n].values[0], processor.labels[best], chances[best], more, place=rows[n].place)
 
-    def name_tokens(self, model: nn.Module, kit: Kit, record: Any, said: Prediction) -> None:
+    def name_tokens(self, model: nn.Module, processor: Processor, record: Any, prediction: Prediction) -> None:
         """Elements by their numbers; induced points and seeds are numbered."""
-        form = Form.of(kit)
+        form = Form.from_processor(processor)
         points = record.inputs["source"] * torch.tensor(form.deviation) + torch.tensor(form.mean)
         names = [" ".join(f"{value:.3g}" for value in point) for point in points.tolist()]
-        for stream, held in record.streams.items():
-            if len(held.tokens) == len(names) != self.points:
-                record.tokens(**{stream: names})
+        for stream, entry in record.streams.items():
+            if len(entry.tokens) == len(names) != self.points:
+                record.set_tokens(**{stream: names})
 
 
 class LabelledSets:
@@ -230,15 +250,15 @@ class LabelledSets:
         return np.stack([np.concatenate([[len(x)], x.mean(0), x.std(0), x.min(0), x.max(0)]) for x in sets])
 
 
-def points_of(text: str) -> np.ndarray:
+def parse_set(text: str) -> np.ndarray:
     """A set as (n, features): `1 2; 3 4`, or [[1, 2], [3, 4]], or of single numbers [1, 3].
 
-    >>> from regard.tasks.sets import points_of
-    >>> points_of("1 2; 3 4").tolist(), points_of("[5, 6]").tolist()
+    >>> from regard.tasks.sets import parse_set
+    >>> parse_set("1 2; 3 4").tolist(), parse_set("[5, 6]").tolist()
     ([[1.0, 2.0], [3.0, 4.0]], [[5.0], [6.0]])
     """
     try:
-        given = json.loads(text) if text.lstrip().startswith("[") else _parted(text)
+        given = json.loads(text) if text.lstrip().startswith("[") else _parse_elements(text)
         points = np.array([each if isinstance(each, list) else [each] for each in given], np.float32)
     except (ValueError, TypeError, RecursionError) as error:
         raise ValueError(f"expected a set such as `1 2; 3 4` or [[1, 2], [3, 4]], but {text[:40]!r} came") from error
@@ -249,24 +269,24 @@ def points_of(text: str) -> np.ndarray:
     return points
 
 
-def _elements(row: Row) -> str:
+def _set_key(row: Row) -> str:
     """The same for sets of the same elements, in any order and written in any way."""
     try:
-        return json.dumps(sorted(points_of(row.values[0]).tolist()))
+        return json.dumps(sorted(parse_set(row.values[0]).tolist()))
     except ValueError:  # `items` tells what is wrong with it
         return str(row.values[0])
 
 
-def _parted(text: str) -> list[list[float]]:
+def _parse_elements(text: str) -> list[list[float]]:
     return [[float(value) for value in part.split()] for part in text.split(";") if part.strip()]
 
 
-def _ready(points: np.ndarray, kit: Kit) -> np.ndarray:
-    form = Form.of(kit)
+def _normalize(points: np.ndarray, processor: Processor) -> np.ndarray:
+    form = Form.from_processor(processor)
     return ((points - np.array(form.mean)) / np.array(form.deviation)).astype(np.float32)
 
 
-def _number(text: str) -> float | None:
+def _parse_number(text: str) -> float | None:
     try:
         value = float(text)
     except ValueError:
@@ -275,11 +295,11 @@ def _number(text: str) -> float | None:
 
 
 @torch.no_grad()
-def _said(model: nn.Module, items: LabelledSets) -> Tensor:
+def _predict(model: nn.Module, items: LabelledSets) -> Tensor:
     """What the model says of each set, (sets, classes)."""
     device = next(model.parameters()).device
-    said = torch.zeros(len(items.sizes), model.config.classes)  # type: ignore[union-attr, arg-type]
+    outputs = torch.zeros(len(items.sizes), model.config.classes)  # type: ignore[union-attr, arg-type]
     for chosen in track(in_order(items.sizes, budget=16384)):
         packed = items.sets.pack(chosen)
-        said[chosen] = model(Packed(packed.values.to(device), packed.lengths)).float().cpu()
-    return said
+        outputs[chosen] = model(Packed(packed.values.to(device), packed.lengths)).float().cpu()
+    return outputs

@@ -16,30 +16,33 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
-from regard.models.ctc import frames_needed, greedy, prefix_beam
-from regard.models.sound import HOP, RATE
-from regard.models.speech import SpeechConfig, SpeechRecognizer
-from regard.nn import Packed, unpack
-from regard.tasks import metrics
-from regard.tasks.data import Row, beside, split
-from regard.tasks.graphs import Graph, sound_graph
-from regard.tasks.sounds import (
-    Form,
-    Sounds,
-    features_of,
-    learnt,
-    letters_of,
-    nearest,
-    parts_of,
-    plain,
+from regard.data.audio import (
+    AudioClips,
+    AudioFormat,
+    collect_letters,
+    find_splits,
+    find_table,
+    fit_audio_format,
+    load_waveform,
+    log_mel_features,
+    nearest_clips,
+    normalize_transcript,
     read_clips,
-    shown,
-    table_of,
-    wave_of,
+    spectrogram,
 )
-from regard.tasks.stages import track
-from regard.tasks.task import Batch, Figures, Kit, Prediction, Recipe, Task, check_least, option
-from regard.tasks.trouble import Bad
+from regard.data.processor import Processor
+from regard.data.readers import Row, resolve_paths
+from regard.data.splits import split
+from regard.errors import BadRows
+from regard.models.audio import HOP, SAMPLE_RATE
+from regard.models.ctc import greedy, min_frames, prefix_beam
+from regard.models.speech_recognition import SpeechConfig, SpeechRecognizer
+from regard.nn import Packed, unpack
+from regard.progress import track
+from regard.training import metrics
+from regard.training.onnx_graphs import Graph, sound_graph
+from regard.training.recipe import Recipe, check_minimum, option
+from regard.training.task import Batch, Metrics, Prediction, Task
 
 BLANK = ""
 
@@ -49,179 +52,198 @@ class Transcribe(Task):
     """An encoder with truncated self-attention over log-mel features, with CTC over letters."""
 
     name: ClassVar[str] = "transcribe"
-    does: ClassVar[str] = "speech to what was said"
+    description: ClassVar[str] = "speech to what was said"
     example: ClassVar[str] = "audio\ttext\nclips/1.wav\tone two three\nclips/2.ogg\tfour"
     columns: ClassVar[tuple[str, ...]] = ("audio", "text")
-    takes: ClassVar[str] = "audio"
-    held: ClassVar[int] = 200
+    input_kind: ClassVar[str] = "audio"
+    held_out: ClassVar[int] = 200
     recipe: ClassVar[Recipe] = Recipe(
-        steps=2000, tokens=1500, rate=2e-3, warmup=200, decay=0.05, ema=0.998, evaluate_every=250, save_every=250
+        steps=2000,
+        tokens=1500,
+        learning_rate=2e-3,
+        warmup=200,
+        weight_decay=0.05,
+        ema=0.998,
+        evaluate_every=250,
+        save_every=250,
     )
 
     audio: str = option("", "column of the path of the clip, beside the file: a name, or a number from 1")
     text: str = option("", "column of what is said in it")
     exact: bool = option(False, "capitals and punctuation are to be told, too")
     features: int = option(80, "mel bands that are listened to")
-    width: int = option(144, "of the hidden states")
+    d_model: int = option(144, "width of the hidden states")
     layers: int = option(4, "of the encoder")
     heads: int = option(4, "of the attention")
     before: int = option(64, "frames of 40 ms that a layer sees before its own")
     after: int = option(16, "frames that it sees after its own; a stream waits for them")
     dropout: float = option(0.1, "in training")
-    hide: float = option(0.3, "largest share of a clip's time, and of its mel bands, that is hidden in training")
+    mask_ratio: float = option(0.3, "largest share of a clip's time, and of its mel bands, that is hidden in training")
     longest: float = option(30.0, "seconds of a clip at most")
     beam: int = option(8, "spellings that are followed at a time; 1 for the best letter of every frame")
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_least(self, features=1, layers=1, beam=1, before=0, after=0)
-        if self.width // self.heads % 2:
-            raise ValueError(f"width / heads must be even, but is {self.width // self.heads}")
-        if not 0 <= self.hide < 1 or not self.longest > 0:
-            raise ValueError(f"hide must be in [0, 1) and longest positive, but are {self.hide} and {self.longest}")
+        check_minimum(self, features=1, layers=1, beam=1, before=0, after=0)
+        if self.d_model // self.heads % 2:
+            raise ValueError(f"d_model / heads must be even, but is {self.d_model // self.heads}")
+        if not 0 <= self.mask_ratio < 1 or not self.longest > 0:
+            raise ValueError(
+                f"mask_ratio must be in [0, 1) and longest positive, but are {self.mask_ratio} and {self.longest}"
+            )
 
-    def read(self, source: str, bad: Bad) -> list[Row]:
+    def read(self, source: str, bad: BadRows) -> list[Row]:
         return read_clips(source, {"audio": self.audio, "text": self.text}, bad)
 
-    def read_inputs(self, source: str, bad: Bad) -> Iterable[Row]:
-        table = table_of(source)
-        return beside(table, super().read_inputs(str(table), bad))
+    def read_inputs(self, source: str, bad: BadRows) -> Iterable[Row]:
+        table = find_table(source)
+        return resolve_paths(table, super().read_inputs(str(table), bad))
 
-    def parts(self, folder: Path) -> tuple[Path, Path] | None:
-        return parts_of(folder)
+    def find_splits(self, folder: Path) -> tuple[Path, Path] | None:
+        return find_splits(folder)
 
-    def hold_out(self, rows: Sequence[Row], held: int, seed: int) -> tuple[list[Row], list[Row]]:
-        return split(rows, lambda row: self.spelled(row.values[1]), held, seed)
+    def hold_out(self, rows: Sequence[Row], held_out: int, seed: int) -> tuple[list[Row], list[Row]]:
+        return split(rows, lambda row: self.normalize(row.values[1]), held_out, seed)
 
-    def spelled(self, text: str) -> str:
+    def normalize(self, text: str) -> str:
         """What the model is to say of it."""
-        return " ".join(text.split()) if self.exact else plain(text)
+        return " ".join(text.split()) if self.exact else normalize_transcript(text)
 
-    def learn(self, rows: Sequence[Row]) -> Kit:
-        letters = letters_of(rows, [self.spelled(row.values[1]) for row in rows])
-        return Kit(labels=(BLANK, *letters), config=learnt(rows, self.features))
+    def fit_processor(self, rows: Sequence[Row]) -> Processor:
+        letters = collect_letters(rows, [self.normalize(row.values[1]) for row in rows])
+        return Processor(labels=(BLANK, *letters), config=fit_audio_format(rows, self.features))
 
-    def config(self, kit: Kit) -> SpeechConfig:
+    def config(self, processor: Processor) -> SpeechConfig:
         """Of the model."""
         return SpeechConfig(
-            labels=len(kit.labels),
-            width=self.width,
+            labels=len(processor.labels),
+            d_model=self.d_model,
             layers=self.layers,
             heads=self.heads,
-            hidden=4 * self.width,
+            d_hidden=4 * self.d_model,
             features=self.features,
             before=self.before,
             after=self.after,
             dropout=self.dropout,
         )
 
-    def model(self, kit: Kit) -> nn.Module:
-        return SpeechRecognizer(self.config(kit))
+    def model(self, processor: Processor) -> nn.Module:
+        return SpeechRecognizer(self.config(processor))
 
-    def items(self, kit: Kit, rows: Sequence[Row], bad: Bad) -> Clips:
-        known, config = {letter: n for n, letter in enumerate(kit.labels)}, self.config(kit)
+    def dataset(self, processor: Processor, rows: Sequence[Row], bad: BadRows) -> Clips:
+        known, config = {letter: n for n, letter in enumerate(processor.labels)}, self.config(processor)
         clips: list[np.ndarray] = []
         targets, places = list[list[int]](), list[str]()
         for row in track(rows):
-            text = self.spelled(row.values[1])
+            text = self.normalize(row.values[1])
             if not text:
-                bad(f"{row.place}: {row.values[1]!r} has no letter")
+                bad.add(f"{row.place}: {row.values[1]!r} has no letter")
                 continue
             if unknown := next((letter for letter in text if letter not in known), ""):
-                bad(f"{row.place}: {unknown!r} in {row.values[1]!r} was never seen in training")
+                bad.add(f"{row.place}: {unknown!r} in {row.values[1]!r} was never seen in training")
                 continue
-            clip, labels = self._heard(row, bad), [known[letter] for letter in text]
+            clip, labels = self._load_features(row, bad), [known[letter] for letter in text]
             if clip is None:
                 continue
-            if (frames := config.length(len(clip))) < (needed := frames_needed(labels)):
-                bad(
-                    f"{row.place}: {len(text)} letters need {needed * 2**config.halvings * HOP / RATE:.2f} s, but the "
-                    f"clip has {frames * 2**config.halvings * HOP / RATE:.2f} s; is it the right text?"
+            if (frames := config.length(len(clip))) < (needed := min_frames(labels)):
+                bad.add(
+                    f"{row.place}: {len(text)} letters need {needed * 2**config.halvings * HOP / SAMPLE_RATE:.2f} s, "
+                    "but the "
+                    f"clip has {frames * 2**config.halvings * HOP / SAMPLE_RATE:.2f} s; is it the right text?"
                 )
                 continue
             clips.append(clip)
             targets.append(labels)
             places.append(row.place)
-        return Clips(self, Sounds(clips, Form.of(kit)), config, targets, places)
+        return Clips(self, AudioClips(clips, AudioFormat.from_processor(processor)), config, targets, places)
 
-    def _heard(self, row: Row, bad: Bad) -> np.ndarray | None:
-        wave = wave_of(row, bad)
+    def _load_features(self, row: Row, bad: BadRows) -> np.ndarray | None:
+        wave = load_waveform(row, bad)
         if wave is None:
             return None
-        if len(wave) > self.longest * RATE:
-            bad(f"{row.place}: {len(wave) / RATE:.1f} s is longer than --longest {self.longest:g} s")
+        if len(wave) > self.longest * SAMPLE_RATE:
+            bad.add(f"{row.place}: {len(wave) / SAMPLE_RATE:.1f} s is longer than --longest {self.longest:g} s")
             return None
-        return features_of(wave, self.features)
+        return log_mel_features(wave, self.features)
 
     @property
-    def smooths(self) -> bool:
+    def supports_label_smoothing(self) -> bool:
         return False
 
     def loss(self, model: nn.Module, batch: Batch, smoothing: float) -> Tensor:
-        heard, shown = batch.inputs
+        packed, visible = batch.inputs
         if model.training:
-            heard = heard.holding(heard.values * shown)
-        said = unpack(model(heard))
-        frames, labels = torch.tensor([len(part) for part in said]), torch.tensor([len(part) for part in batch.targets])
-        shares = pad_sequence(list(said)).float().log_softmax(-1)  # (frames, B, labels)
+            packed = packed.with_values(packed.values * visible)
+        logits = unpack(model(packed))
+        frames, labels = (
+            torch.tensor([len(part) for part in logits]),
+            torch.tensor([len(part) for part in batch.targets]),
+        )
+        shares = pad_sequence(list(logits)).float().log_softmax(-1)  # (frames, B, labels)
         return F.ctc_loss(shares, torch.cat(batch.targets), frames, labels, reduction="sum", zero_infinity=True)
 
-    def _clips(self, rows: Sequence[Row], bad: Bad) -> Iterator[tuple[Row, np.ndarray, str]]:
+    def _clips(self, rows: Sequence[Row], bad: BadRows) -> Iterator[tuple[Row, np.ndarray, str]]:
         """The rows that have a sound and a text, with both; others are bad."""
         for row in track(rows):
-            text = self.spelled(row.values[1])
+            text = self.normalize(row.values[1])
             if not text:
-                bad(f"{row.place}: {row.values[1]!r} has no letter")
-            elif (wave := wave_of(row, bad)) is not None:
+                bad.add(f"{row.place}: {row.values[1]!r} has no letter")
+            elif (wave := load_waveform(row, bad)) is not None:
                 yield row, wave, text
 
-    def measured(self, kit: Kit, rows: Sequence[Row], bad: Bad) -> list[Row]:
+    def evaluable_rows(self, processor: Processor, rows: Sequence[Row], bad: BadRows) -> list[Row]:
         """A letter that training never had counts as an error, of the model and of the baselines."""
         return [row for row, _, _ in self._clips(rows, bad)]
 
-    def evaluate(self, model: nn.Module, kit: Kit, rows: Sequence[Row]) -> Figures:
-        texts = [text for _, _, text in self._clips(rows, Bad())]
-        found = list(self.predict(model, kit, rows, Bad()))
-        slow = sum(made.more["seconds"] * made.more["real_time_factor"] for made in found)
-        heard = sum(made.more["seconds"] for made in found)
-        return metrics.transcription([made.output for made in found], texts) | {"real_time_factor": slow / heard}
+    def evaluate(self, model: nn.Module, processor: Processor, rows: Sequence[Row]) -> Metrics:
+        texts = [text for _, _, text in self._clips(rows, BadRows())]
+        found = list(self.predict(model, processor, rows, BadRows()))
+        elapsed = sum(prediction.more["seconds"] * prediction.more["real_time_factor"] for prediction in found)
+        duration = sum(prediction.more["seconds"] for prediction in found)
+        return metrics.transcription([prediction.output for prediction in found], texts) | {
+            "real_time_factor": elapsed / duration
+        }
 
-    def baselines(self, kit: Kit, train: Sequence[Row], held: Sequence[Row]) -> dict[str, Figures]:
-        clips, held_clips = (
-            [(features_of(wave, self.features), text) for _, wave, text in self._clips(rows, Bad())]
-            for rows in (train, held)
+    def baselines(self, processor: Processor, train: Sequence[Row], held_out: Sequence[Row]) -> dict[str, Metrics]:
+        clips, held_out_clips = (
+            [(log_mel_features(wave, self.features), text) for _, wave, text in self._clips(rows, BadRows())]
+            for rows in (train, held_out)
         )
-        known, said = [text for _, text in clips], [text for _, text in held_clips]
+        known, references = [text for _, text in clips], [text for _, text in held_out_clips]
         often, _ = Counter(known).most_common(1)[0]
-        like = nearest([clip for clip, _ in clips], [clip for clip, _ in held_clips])
+        like = nearest_clips([clip for clip, _ in clips], [clip for clip, _ in held_out_clips])
         return {
-            "most frequent transcript": metrics.transcription([often] * len(said), said),
-            "nearest training clip": metrics.transcription([known[n] for n in like], said),
+            "most frequent transcript": metrics.transcription([often] * len(references), references),
+            "nearest training clip": metrics.transcription([known[n] for n in like], references),
         }
 
     @torch.no_grad()
-    def heard(self, model: nn.Module, kit: Kit, wave: np.ndarray) -> tuple[str, float]:
+    def transcribe(self, model: nn.Module, processor: Processor, wave: np.ndarray) -> tuple[str, float]:
         """What is said in a wave at 16 kHz, and how probable that is, letter for letter: the geometric mean."""
-        values = Form.of(kit).ready(torch.from_numpy(features_of(wave, self.features)).float())
+        values = AudioFormat.from_processor(processor).normalize(
+            torch.from_numpy(log_mel_features(wave, self.features)).float()
+        )
         logits = model(values[None].to(next(model.parameters()).device))[0]
         found = greedy(logits) if self.beam == 1 else prefix_beam(logits, width=self.beam)
-        return "".join(kit.labels[n] for n in found.labels), math.exp(found.score / max(1, len(found.labels)))
+        return "".join(processor.labels[n] for n in found.labels), math.exp(found.score / max(1, len(found.labels)))
 
-    def predict(self, model: nn.Module, kit: Kit, rows: Sequence[Row], bad: Bad) -> Iterator[Prediction]:
+    def predict(
+        self, model: nn.Module, processor: Processor, rows: Sequence[Row], bad: BadRows
+    ) -> Iterator[Prediction]:
         for row in track(rows):
-            wave = wave_of(row, bad)
+            wave = load_waveform(row, bad)
             if wave is None:
                 continue
             started = time.perf_counter()
-            text, score = self.heard(model, kit, wave)
-            slow = (time.perf_counter() - started) / (len(wave) / RATE)
-            more = {"seconds": len(wave) / RATE, "real_time_factor": slow}
-            yield Prediction(row.values[0], text, score, more, f"{slow:.3f} x real time", place=row.place)
+            text, score = self.transcribe(model, processor, wave)
+            elapsed = (time.perf_counter() - started) / (len(wave) / SAMPLE_RATE)
+            more = {"seconds": len(wave) / SAMPLE_RATE, "real_time_factor": elapsed}
+            yield Prediction(row.values[0], text, score, more, f"{elapsed:.3f} x real time", place=row.place)
 
-    def name_tokens(self, model: nn.Module, kit: Kit, record: Any, said: Prediction) -> None:
-        record.over_spectrogram(*shown(Path(said.input).read_bytes()))
+    def name_tokens(self, model: nn.Module, processor: Processor, record: Any, prediction: Prediction) -> None:
+        record.set_spectrogram(*spectrogram(Path(prediction.input).read_bytes()))
 
-    def graphs(self, model: nn.Module, kit: Kit) -> tuple[Graph, ...]:
+    def graphs(self, model: nn.Module, processor: Processor) -> tuple[Graph, ...]:
         return (sound_graph(model, self.features),)
 
 
@@ -231,7 +253,7 @@ class Clips:
     def __init__(
         self,
         task: Transcribe,
-        sounds: Sounds,
+        sounds: AudioClips,
         config: SpeechConfig,
         targets: Sequence[list[int]],
         places: Sequence[str],
@@ -240,20 +262,20 @@ class Clips:
         self.sizes = np.array([config.length(int(n)) for n in sounds.lengths], np.int64)
 
     def batch(self, chosen: np.ndarray, random: np.random.Generator) -> Batch:
-        heard = self.sounds.pack(chosen)
+        packed = self.sounds.pack(chosen)
         targets = [torch.tensor(self.targets[n]) for n in chosen]
-        shown = torch.from_numpy(hidden(heard, self.task.hide, random))
-        return Batch((heard, shown), targets, int(self.sizes[chosen].sum()), sum(map(len, targets)))
+        visible = torch.from_numpy(spec_augment_mask(packed, self.task.mask_ratio, random))
+        return Batch((packed, visible), targets, int(self.sizes[chosen].sum()), sum(map(len, targets)))
 
 
-def hidden(heard: Packed, most: float, random: np.random.Generator, parts: int = 2) -> np.ndarray:
+def spec_augment_mask(packed: Packed, most: float, random: np.random.Generator, parts: int = 2) -> np.ndarray:
     """False where a clip is hidden: `parts` spans of time and of mel bands, together at most a share; (N, features)."""
-    shown = np.ones(heard.values.shape, bool)
-    for start, length in zip(heard.edges, heard.lengths, strict=False):
-        clip = shown[start : start + length]
+    visible = np.ones(packed.values.shape, bool)
+    for start, length in zip(packed.cu_seqlens, packed.lengths, strict=False):
+        clip = visible[start : start + length]
         for axis, size in enumerate(clip.shape):
             for _ in range(parts):
                 wide = int(random.integers(0, int(size * most / parts) + 1))
                 at = int(random.integers(0, size - wide + 1))
                 clip[(slice(at, at + wide), slice(None)) if axis == 0 else (slice(None), slice(at, at + wide))] = False
-    return shown
+    return visible

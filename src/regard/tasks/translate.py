@@ -8,14 +8,22 @@ from typing import ClassVar
 
 from torch import Tensor, nn
 
+from regard.data.processor import Processor
+from regard.data.readers import TATOEBA, Row
+from regard.data.tokenizer import train_tokenizer
+from regard.errors import BadRows
 from regard.models.translation import Transformer
-from regard.tasks import metrics
-from regard.tasks.data import TATOEBA, Row
-from regard.tasks.graphs import Graph, pair_graphs
-from regard.tasks.task import Batch, Figures, Kit, Prediction, Recipe, Task, option
-from regard.tasks.tokens import learn
-from regard.tasks.trouble import Bad
-from regard.tasks.writing import Pairs, config_of, paired, sources_of, written
+from regard.training import metrics
+from regard.training.onnx_graphs import Graph, pair_graphs
+from regard.training.recipe import Recipe, option
+from regard.training.seq2seq import (
+    SourceTargetPairs,
+    encode_pairs,
+    encode_sources,
+    generate_targets,
+    transformer_config,
+)
+from regard.training.task import Batch, Metrics, Prediction, Task
 
 
 @dataclass(frozen=True)
@@ -23,64 +31,73 @@ class Translate(Task):
     """The Transformer, with one vocabulary for both languages and one table for all embeddings."""
 
     name: ClassVar[str] = "translate"
-    does: ClassVar[str] = "a sentence to its translation"
+    description: ClassVar[str] = "a sentence to its translation"
     example: ClassVar[str] = "I am hungry.\tJ'ai faim.\nGo home.\tRentre chez toi."
     columns: ClassVar[tuple[str, ...]] = ("source", "target")
     data: ClassVar[str] = TATOEBA
-    held: ClassVar[int] = 2000
+    held_out: ClassVar[int] = 2000
     recipe: ClassVar[Recipe] = Recipe(
-        steps=1200, tokens=4096, rate=2e-3, warmup=150, smoothing=0.1, ema=0.998, evaluate_every=250, save_every=250
+        steps=1200,
+        tokens=4096,
+        learning_rate=2e-3,
+        warmup=150,
+        label_smoothing=0.1,
+        ema=0.998,
+        evaluate_every=250,
+        save_every=250,
     )
 
     source: str = option("", "column of the sentence: a name, or a number from 1 where there is no header")
     target: str = option("", "column of its translation")
     vocabulary: int = option(8000, "tokens that the tokenizer learns at most, for both languages")
-    width: int = option(256, "of the hidden states")
+    d_model: int = option(256, "width of the hidden states")
     layers: int = option(3, "of the encoder, and of the decoder")
     heads: int = option(4, "of the attention")
     dropout: float = option(0.1, "in training")
     longest: int = option(256, "tokens of a sentence at most")
     beam: int = option(4, "sentences that are followed at a time when translating")
 
-    def learn(self, rows: Sequence[Row]) -> Kit:
-        return Kit(learn((text for row in rows for text in row.values), self.vocabulary))
+    def fit_processor(self, rows: Sequence[Row]) -> Processor:
+        return Processor(train_tokenizer((text for row in rows for text in row.values), self.vocabulary))
 
-    def model(self, kit: Kit) -> nn.Module:
-        return Transformer(config_of(kit, self))
+    def model(self, processor: Processor) -> nn.Module:
+        return Transformer(transformer_config(processor, self))
 
-    def items(self, kit: Kit, rows: Sequence[Row], bad: Bad) -> Pairs:
-        return paired(kit, rows, bad, longest=self.longest)
+    def dataset(self, processor: Processor, rows: Sequence[Row], bad: BadRows) -> SourceTargetPairs:
+        return encode_pairs(processor, rows, bad, longest=self.longest)
 
     def loss(self, model: nn.Module, batch: Batch, smoothing: float) -> Tensor:
         assert isinstance(model, Transformer)
         source, before = batch.inputs
         return model.loss(source, before, batch.targets, smoothing=smoothing)
 
-    def measured(self, kit: Kit, rows: Sequence[Row], bad: Bad) -> list[Row]:
+    def evaluable_rows(self, processor: Processor, rows: Sequence[Row], bad: BadRows) -> list[Row]:
         """A translation that is longer than the model's may be is a reference all the same."""
-        return [rows[n] for n in sources_of(kit, rows, bad, longest=self.longest)[1]]
+        return [rows[n] for n in encode_sources(processor, rows, bad, longest=self.longest)[1]]
 
-    def evaluate(self, model: nn.Module, kit: Kit, rows: Sequence[Row]) -> Figures:
+    def evaluate(self, model: nn.Module, processor: Processor, rows: Sequence[Row]) -> Metrics:
         references = _references(rows)
         places = {row.values[0]: row.place for row in reversed(rows)}  # the first of each
         one = [Row(places[source], (source,)) for source in references]
-        outputs = [made.output for made in self.predict(model, kit, one, Bad())]
+        outputs = [generated.output for generated in self.predict(model, processor, one, BadRows())]
         return metrics.translation(outputs, list(references.values()))
 
-    def baselines(self, kit: Kit, train: Sequence[Row], held: Sequence[Row]) -> dict[str, Figures]:
-        references = _references(held)
+    def baselines(self, processor: Processor, train: Sequence[Row], held_out: Sequence[Row]) -> dict[str, Metrics]:
+        references = _references(held_out)
         return {"copy of the source": metrics.translation(list(references), list(references.values()))}
 
-    def predict(self, model: nn.Module, kit: Kit, rows: Sequence[Row], bad: Bad) -> Iterator[Prediction]:
+    def predict(
+        self, model: nn.Module, processor: Processor, rows: Sequence[Row], bad: BadRows
+    ) -> Iterator[Prediction]:
         assert isinstance(model, Transformer)
-        sources, kept = sources_of(kit, rows, bad, longest=self.longest)
+        sources, kept = encode_sources(processor, rows, bad, longest=self.longest)
         outputs, scores = [""] * len(kept), [0.0] * len(kept)
-        for n, ids, score in written(model, sources, beam=self.beam, limit=self.longest):
-            outputs[n], scores[n] = kit.texts().decode(ids.tolist()), score
+        for n, ids, score in generate_targets(model, sources, beam=self.beam, max_new_tokens=self.longest):
+            outputs[n], scores[n] = processor.require_tokenizer().decode(ids.tolist()), score
         for row, output, score in zip(kept, outputs, scores, strict=True):
             yield Prediction(rows[row].values[0], output, score, place=rows[row].place)
 
-    def graphs(self, model: nn.Module, kit: Kit) -> tuple[Graph, ...]:
+    def graphs(self, model: nn.Module, processor: Processor) -> tuple[Graph, ...]:
         assert isinstance(model, Transformer)
         return pair_graphs(model)
 

@@ -2,7 +2,7 @@
 
 from regard.view import pictures
 from regard.view.capture import capture
-from regard.view.looking import look_at_image, look_at_text
+from regard.view.capture_inputs import capture_image, capture_text
 from regard.view.record import Record, Stream
 
-__all__ = ["Record", "Stream", "capture", "look_at_image", "look_at_text", "pictures"]
+__all__ = ["Record", "Stream", "capture", "capture_image", "capture_text", "pictures"]

@@ -14,28 +14,32 @@ def best_head(record: Record, layer: int | None = None) -> tuple[int, int]:
     looked at by one: the mean over rows of the largest weight, times the mean over columns of the largest weight.
     Special tokens count in neither, since heads with nothing to look at rest on them.
     """
-    chosen = [n for n, seen in enumerate(record.attentions) if seen.kind == "cross" and layer in (None, seen.layer)]
+    chosen = [
+        n
+        for n, captured in enumerate(record.attentions)
+        if captured.kind == "cross" and layer in (None, captured.layer)
+    ]
     if not chosen:
         raise ValueError(f"there is no cross-attention in {'the record' if layer is None else f'layer {layer}'}")
     scores = {
         (n, head): score
         for n in chosen
         for head, score in enumerate(_scores(record, n).tolist())
-        if head in record.shown_heads(record.attentions[n])
+        if head in record.displayed_heads(record.attentions[n])
     }
     return max(scores, key=lambda each: scores[each])
 
 
 def _scores(record: Record, number: int) -> Tensor:
     """(H,)"""
-    seen = record.attentions[number]
-    queries, keys = (record.streams[name] for name in record.ends(seen))
+    captured = record.attentions[number]
+    queries, keys = (record.streams[name] for name in record.stream_names(captured))
     rows, columns = (
         [n for n in range(len(stream.tokens)) if n not in stream.special] or list(range(len(stream.tokens)))
         for stream in (queries, keys)
     )
     if len(rows) * len(columns) <= 1 << 20:
-        weights = seen.weights(rows=rows, columns=columns).float()
+        weights = captured.weights(rows=rows, columns=columns).float()
     else:
-        weights = seen.map((512, 512))
+        weights = captured.map((512, 512))
     return weights.amax(-1).mean(-1) * weights.amax(-2).mean(-1)

@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 
 from regard.view.alignment import best_head
+from regard.view.captured_attention import TOP
 from regard.view.digits import encode
-from regard.view.heads import find
-from regard.view.page import packed
-from regard.view.pool import pooled
+from regard.view.heads import find_patterns
+from regard.view.page import pack_array
+from regard.view.pool import pool
 from regard.view.record import GENERATED, NOTHING, Record
 from regard.view.rollout import rollout
-from regard.view.seen import TOP
 
 FORMAT = "regard.view/2"
 WHOLE = 12_000_000  # bytes of maps up to which every weight is in a page: 12 x 12 heads up to 204 tokens, 24 up to 500
@@ -38,7 +38,7 @@ class Document:
         """Both as JSON: an array is its dtype, shape, and base64 of gzip."""
         arrays = {}
         for name, array in self.arrays.items():
-            dtype, shape, data = packed(array)
+            dtype, shape, data = pack_array(array)
             arrays[name] = {"dtype": dtype, "shape": shape, "data": base64.b64encode(data).decode("ascii")}
         return {"about": self.about, "arrays": arrays}
 
@@ -53,14 +53,14 @@ class Sizes:
     points: int
 
 
-def sizes(record: Record, budget: int | None = None) -> Sizes:
+def choose_sizes(record: Record, budget: int | None = None) -> Sizes:
     """What fits into a number of bytes: a quarter for curves, 45% for maps, the rest for the strongest keys.
 
     Without a number, every weight is kept up to a few hundred tokens.
     """
-    longest = max(max(seen.Q, seen.K) for seen in record.attentions)
-    heads = sum(len(record.shown_heads(seen)) for seen in record.attentions)
-    whole = sum(2 * len(record.shown_heads(seen)) * seen.Q * seen.K for seen in record.attentions)
+    longest = max(max(captured.Q, captured.K) for captured in record.attentions)
+    heads = sum(len(record.displayed_heads(captured)) for captured in record.attentions)
+    whole = sum(2 * len(record.displayed_heads(captured)) * captured.Q * captured.K for captured in record.attentions)
     if budget is None and whole <= WHOLE:
         return Sizes(longest, 1, longest, min(longest, POINTS))
     if budget is None:
@@ -82,7 +82,7 @@ def document(record: Record, budget: int | None = None) -> Document:
     some queries; budget: about how many bytes the arrays may take.
 
     >>> import regard as rg, regard.view, torch
-    >>> model = rg.models.TextEncoder(rg.models.TextConfig(100, width=32, layers=2, heads=4, hidden=64)).eval()
+    >>> model = rg.models.TextEncoder(rg.models.TextConfig(100, d_model=32, layers=2, heads=4, d_hidden=64)).eval()
     >>> with rg.view.capture(model) as record:
     ...     hidden = model(torch.tensor([[5, 6, 7]]))
     >>> from regard.view.document import document
@@ -92,29 +92,29 @@ def document(record: Record, budget: int | None = None) -> Document:
     """
     if not record.attentions:
         raise ValueError(NOTHING)
-    fitting, arrays = sizes(record, budget), dict[str, np.ndarray]()
+    sizes, arrays = choose_sizes(record, budget), dict[str, np.ndarray]()
     about = {
         "format": FORMAT,
         "title": record.title,
         "text": record.text,
         "note": record.note,
-        "opens": _opens(record),
+        "opens": _initial_selection(record),
         "streams": {
             name: {"tokens": list(stream.tokens), "special": list(stream.special)}
             for name, stream in record.streams.items()
         },
         "image": record.image,
         "spectrogram": record.spectrogram,
-        "attentions": [_attention(record, number, fitting, arrays) for number in range(len(record.attentions))],
-        "rollout": _rollout(record, fitting, arrays),
+        "attentions": [_attention(record, number, sizes, arrays) for number in range(len(record.attentions))],
+        "rollout": _rollout(record, sizes, arrays),
     }
     return Document(about, arrays)
 
 
-def _attention(record: Record, number: int, fitting: Sizes, arrays: dict[str, np.ndarray]) -> dict[str, Any]:
-    seen = record.attentions[number]
-    heads = record.shown_heads(seen)
-    queries, keys = record.ends(seen)
+def _attention(record: Record, number: int, sizes: Sizes, arrays: dict[str, np.ndarray]) -> dict[str, Any]:
+    captured = record.attentions[number]
+    heads = record.displayed_heads(captured)
+    queries, keys = record.stream_names(captured)
 
     def put(name: str, tensor: Tensor, dtype: type | None = None) -> str:
         array = tensor.detach().cpu().numpy()
@@ -123,13 +123,13 @@ def _attention(record: Record, number: int, fitting: Sizes, arrays: dict[str, np
         arrays[f"{number}-{name}"] = encode(array) if dtype is None else array.astype(np.dtype(dtype).newbyteorder("<"))
         return f"{number}-{name}"
 
-    statistics = seen.statistics
-    maps = seen.map((fitting.side, fitting.side))[heads]
-    exact = tuple(maps.shape[1:]) == (seen.Q, seen.K)
-    rows = torch.arange(seen.Q)
-    if fitting.rows < seen.Q:
-        rows = ((torch.arange(fitting.rows) + 0.5) * seen.Q / fitting.rows).long()
-    count = min(fitting.keys, seen.K)
+    statistics = captured.statistics
+    maps = captured.map((sizes.side, sizes.side))[heads]
+    exact = tuple(maps.shape[1:]) == (captured.Q, captured.K)
+    rows = torch.arange(captured.Q)
+    if sizes.rows < captured.Q:
+        rows = ((torch.arange(sizes.rows) + 0.5) * captured.Q / sizes.rows).long()
+    count = min(sizes.keys, captured.K)
     top_keys = statistics.top_keys[0, heads][:, rows, :count].clamp(min=0)
     top_weights = statistics.top_weights[0, heads][:, rows, :count]
     assert statistics.mass is not None
@@ -139,32 +139,32 @@ def _attention(record: Record, number: int, fitting: Sizes, arrays: dict[str, np
         "max_logit": statistics.max_logit,
         "first": statistics.mass,
     }
-    if seen.kind == "cross":  # queries and keys are of two texts: there is no distance
+    if captured.kind == "cross":  # queries and keys are of two texts: there is no distance
         del curves["distance"]
     sees = statistics.max_logit[0, heads].isfinite()  # rows that see a key
     curves = {name: curve[0, heads].float().masked_fill(~sees, torch.nan) for name, curve in curves.items()}
     names = {"first": "sink"}
     tops: dict[str, str | None] = {"top_keys": None, "top_weights": None, "top_rows": None}
     if not exact:  # else the maps say it
-        tops["top_keys"] = put("top_keys", top_keys, np.uint16 if seen.K <= 1 << 16 else np.int32)
+        tops["top_keys"] = put("top_keys", top_keys, np.uint16 if captured.K <= 1 << 16 else np.int32)
         tops["top_weights"] = put("top_weights", top_weights)
-        tops["top_rows"] = None if len(rows) == seen.Q else put("top_rows", rows, np.int32)
+        tops["top_rows"] = None if len(rows) == captured.Q else put("top_rows", rows, np.int32)
     return {
         "id": str(number),
-        "name": seen.name,
-        "layer": seen.layer,
-        "kind": seen.kind,
+        "name": captured.name,
+        "layer": captured.layer,
+        "kind": captured.kind,
         "queries": queries,
         "keys": keys,
         "heads": heads,
-        "formula": seen.formula,
-        "Q": seen.Q,
-        "K": seen.K,
-        "offset": seen.offset,
+        "formula": captured.formula,
+        "Q": captured.Q,
+        "K": captured.K,
+        "offset": captured.offset,
         "maps": put("maps", maps),
         "exact": exact,
         **tops,
-        "statistics": {name: put(name, _curve(curve, fitting.points), np.float16) for name, curve in curves.items()},
+        "statistics": {name: put(name, _curve(curve, sizes.points), np.float16) for name, curve in curves.items()},
         "means": {
             names.get(name, name): [mean if math.isfinite(mean) else None for mean in curve.nanmean(-1).tolist()]
             for name, curve in curves.items()
@@ -172,12 +172,12 @@ def _attention(record: Record, number: int, fitting: Sizes, arrays: dict[str, np
         "found": [
             {"head": each.head, "name": each.name, "score": each.score}
             | ({} if each.offset is None else {"offset": each.offset})
-            for each in find(record, number)
+            for each in find_patterns(record, number)
         ],
     }
 
 
-def _opens(record: Record) -> dict[str, Any] | None:
+def _initial_selection(record: Record) -> dict[str, Any] | None:
     """The attention and head that a page shows first: of what generates a text, the best alignment with its source."""
     if GENERATED not in record.streams:
         return None
@@ -188,22 +188,23 @@ def _opens(record: Record) -> dict[str, Any] | None:
 def _curve(curve: Tensor, points: int) -> Tensor:
     """(heads, Q) to at most so many points: means over the queries that see a key, NaN where there are none."""
     sees = (~curve.isnan()).float()
-    sums, counts = (pooled(x[:, None], (1, points))[:, 0] for x in (curve.nan_to_num(), sees))
+    sums, counts = (pool(x[:, None], (1, points))[:, 0] for x in (curve.nan_to_num(), sees))
     return sums / counts
 
 
-def _rollout(record: Record, fitting: Sizes, arrays: dict[str, np.ndarray]) -> dict[str, Any] | None:
-    stack = [seen for seen in record.attentions if seen.kind != "cross" and seen.Q == seen.K]
+def _rollout(record: Record, sizes: Sizes, arrays: dict[str, np.ndarray]) -> dict[str, Any] | None:
+    stack = [captured for captured in record.attentions if captured.kind != "cross" and captured.Q == captured.K]
     if not stack:
         return None
-    kind = max(("encoder", "decoder"), key=lambda kind: sum(seen.kind == kind for seen in stack))
-    first = next(seen for seen in stack if seen.kind == kind)
-    side, exact = min(fitting.side, first.K), first.K <= ROLLED
+    kind = max(("encoder", "decoder"), key=lambda kind: sum(captured.kind == kind for captured in stack))
+    first = next(captured for captured in stack if captured.kind == kind)
+    side, exact = min(sizes.side, first.K), first.K <= ROLLED
     layers = rollout(record, kind, ROLLED if exact else side)  # type: ignore[arg-type]
     if not exact:  # mass of a band of keys, to the mean of them
         layers = layers / (torch.arange(side + 1) * first.K // side).diff()
-    small = encode(pooled(layers, (side, side)).numpy())
+    small = encode(pool(layers, (side, side)).numpy())
     arrays["rollout"], arrays["rollout-layers"] = small[-1], small
     return {
-        "stream": record.ends(first)[1], "kind": kind, "map": "rollout", "layers": "rollout-layers", "exact": exact,
+        "stream": record.stream_names(first)[1], "kind": kind, "map": "rollout", "layers": "rollout-layers",
+        "exact": exact,
     }  # fmt: skip

@@ -12,24 +12,24 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from regard.view.captured_attention import CapturedAttention
 from regard.view.record import Record
-from regard.view.seen import Seen
 
 QUERIES = 2048
 OCCURRENCES = 16
-FEWEST = 3  # queries that must tell of a habit
+MIN_QUERIES = 3  # queries that must tell of a habit
 NEAR = 2  # tokens to each side that are local
-NAMED = 0.4  # of the way from chance to always
+THRESHOLD = 0.4  # of the way from chance to always
 IN_STEP = 0.8  # the same for "positional" between two texts: words of a translation are often in the same order
-MANY = 8  # keys that a query must see to look at all of them alike: of two, almost every head does
-SAYS_MORE = {
+MIN_KEYS = 8  # keys that a query must see to look at all of them alike: of two, almost every head does
+MORE_SPECIFIC = {
     "local": ("previous token", "same token", "next token"),  # "local" is not added to one of these
     "positional": ("induction", "duplicate token"),  # of a text that repeats, these are at one distance
 }
 
 
 @dataclass(frozen=True)
-class Found:
+class HeadPattern:
     """A head and its habit. score: the mean mass on what the name says. chance: the same if all keys were alike.
 
     For "uniform" the score is the share of its keys that a query looks at, as the exponential of its entropy tells;
@@ -44,69 +44,73 @@ class Found:
     offset: int | None = None
 
 
-def find(record: Record, number: int) -> list[Found]:
+def find_patterns(record: Record, number: int) -> list[HeadPattern]:
     """The heads of an attention that have a name, the clearest first."""
-    seen = record.attentions[number]
-    rows = torch.linspace(0, seen.Q - 1, min(seen.Q, QUERIES)).round().long()
-    keys = record.streams[record.ends(seen)[1]].tokens
+    captured = record.attentions[number]
+    rows = torch.linspace(0, captured.Q - 1, min(captured.Q, QUERIES)).round().long()
+    keys = record.streams[record.stream_names(captured)[1]].tokens
     found = []
     named: dict[str, list[bool]] = {}
-    for name, score, chance, offset in habits(seen, rows, keys):
-        least = IN_STEP if name == "positional" and seen.kind == "cross" else NAMED
+    for name, score, chance, offset in score_patterns(captured, rows, keys):
+        least = IN_STEP if name == "positional" and captured.kind == "cross" else THRESHOLD
         sure = (score - chance >= least * (1 - chance)).tolist()
-        better = [named[other] for other in SAYS_MORE.get(name, ()) if other in named]
+        better = [named[other] for other in MORE_SPECIFIC.get(name, ()) if other in named]
         sure = [yes and not any(other[h] for other in better) for h, yes in enumerate(sure)]
         named[name] = sure
-        for head in record.shown_heads(seen):
+        for head in record.displayed_heads(captured):
             if sure[head]:
                 at = None if offset is None else int(offset[head])
-                found.append(Found(number, head, name, float(score[head]), float(chance[head]), at))
+                found.append(HeadPattern(number, head, name, float(score[head]), float(chance[head]), at))
     return sorted(found, key=lambda each: -each.score)
 
 
-def habits(seen: Seen, rows: Tensor, tokens: Sequence[str]) -> list[tuple[str, Tensor, Tensor, Tensor | None]]:
+def score_patterns(
+    captured: CapturedAttention, rows: Tensor, tokens: Sequence[str]
+) -> list[tuple[str, Tensor, Tensor, Tensor | None]]:
     """Name, score (H,), chance (H,) and offset of every habit that can be told of these queries."""
-    at = rows if seen.kind == "cross" else rows + seen.offset  # (R,); across, words are counted from the first
-    visible = seen.visible(rows).clamp(min=1).float()  # (1 or H, R)
+    at = rows if captured.kind == "cross" else rows + captured.offset  # (R,); across, words are counted from the first
+    visible = captured.visible_counts(rows).clamp(min=1).float()  # (1 or H, R)
     found: list[tuple[str, Tensor, Tensor, Tensor | None]] = []
 
-    def tell(name: str, mass: Tensor, count: Tensor | float, valid: Tensor, offset: Tensor | None = None) -> None:
+    def add(name: str, mass: Tensor, count: Tensor | float, valid: Tensor, offset: Tensor | None = None) -> None:
         """mass (H, R) on `count` keys (R,), told of the queries that are valid, (R,)."""
-        if int(valid.sum()) >= FEWEST:
-            chance = (count / visible).clamp(max=1).expand(seen.heads, -1)
+        if int(valid.sum()) >= MIN_QUERIES:
+            chance = (count / visible).clamp(max=1).expand(captured.heads, -1)
             found.append((name, mass[:, valid].mean(-1), chance[:, valid].mean(-1), offset))
 
     more = visible.amin(0) > 1  # who can choose
-    statistics = seen.statistics
+    statistics = captured.statistics
     assert statistics.mass is not None
-    tell("first token", statistics.mass[0][:, rows].float(), 1.0, more & ((at > 0) | (seen.kind == "cross")))
+    add("first token", statistics.mass[0][:, rows].float(), 1.0, more & ((at > 0) | (captured.kind == "cross")))
     effective = statistics.entropy[0][:, rows].float().exp() / visible
-    many = visible.amin(0) >= MANY
-    if int(many.sum()) >= FEWEST:
-        found.append(("uniform", effective[:, many].mean(-1), torch.full((seen.heads,), 2 / 3), None))
-    if seen.kind != "cross":
+    many = visible.amin(0) >= MIN_KEYS
+    if int(many.sum()) >= MIN_QUERIES:
+        found.append(("uniform", effective[:, many].mean(-1), torch.full((captured.heads,), 2 / 3), None))
+    if captured.kind != "cross":
         steps = torch.arange(-NEAR, NEAR + 1)
         near = at[:, None] + steps
-        mass = seen.looked_at(near, rows)  # (H, R, 9)
-        there = (near >= 0) & (near < seen.K)
-        if seen.kind == "decoder":
+        mass = captured.weights_at(near, rows)  # (H, R, 9)
+        there = (near >= 0) & (near < captured.K)
+        if captured.kind == "decoder":
             there &= steps <= 0
         for name, step in (("previous token", -1), ("same token", 0), ("next token", 1)):
-            tell(name, mass[:, :, step + NEAR], 1.0, there[:, step + NEAR] & more)
-        tell("local", mass.sum(-1), there.sum(-1).float(), more & (visible.amin(0) > 4 * NEAR + 2))
+            add(name, mass[:, :, step + NEAR], 1.0, there[:, step + NEAR] & more)
+        add("local", mass.sum(-1), there.sum(-1).float(), more & (visible.amin(0) > 4 * NEAR + 2))
         for name, following in (("induction", 1), ("duplicate token", 0)):
-            places = same_tokens(tokens, at.tolist(), following, ahead=seen.kind == "encoder")
+            places = same_tokens(tokens, at.tolist(), following, ahead=captured.kind == "encoder")
             count = (places >= 0).sum(-1).float()
-            if int(((count > 0) & more).sum()) >= FEWEST:
-                tell(name, seen.looked_at(places, rows).sum(-1), count, (count > 0) & more)
+            if int(((count > 0) & more).sum()) >= MIN_QUERIES:
+                add(name, captured.weights_at(places, rows).sum(-1), count, (count > 0) & more)
     offset = (statistics.top_keys[0, :, :, 0][:, rows] - at).mode(-1).values  # (H,)
     each, which = offset.unique(return_inverse=True)
-    mass = seen.looked_at(at[:, None] + each, rows)  # (H, R, offsets)
+    mass = captured.weights_at(at[:, None] + each, rows)  # (H, R, offsets)
     mass = mass.gather(2, which[:, None, None].expand(-1, len(rows), 1))[..., 0]
-    inside = (at + offset[:, None] >= 0) & (at + offset[:, None] < seen.K) & more  # (H, R)
+    inside = (at + offset[:, None] >= 0) & (at + offset[:, None] < captured.K) & more  # (H, R)
     count = inside.sum(-1).clamp(min=1)
     score, chance = (mass * inside).sum(-1) / count, (inside / visible).sum(-1) / count
-    own = (inside.sum(-1) >= max(FEWEST, len(rows) // 4)) & ((offset.abs() > 1) if seen.kind != "cross" else True)
+    own = (inside.sum(-1) >= max(MIN_QUERIES, len(rows) // 4)) & (
+        (offset.abs() > 1) if captured.kind != "cross" else True
+    )
     found.append(("positional", score * own, chance, offset))
     return found
 

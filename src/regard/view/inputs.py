@@ -19,7 +19,7 @@ SOURCES = ("input_ids", "inputs", "source", "ids", "src", "pixel_values", "image
 TARGETS = ("decoder_input_ids", "target", "tgt", "text")
 
 
-def inputs_of(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> dict[str, Tensor]:
+def model_inputs(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> dict[str, Tensor]:
     """Source and target of a call of a whole model: ids (n,) of one sequence or of packed ones, pixels (C, h, w)."""
     try:
         given = dict(inspect.signature(module.forward).bind_partial(*args, **kwargs).arguments)
@@ -29,7 +29,7 @@ def inputs_of(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> dict[st
     found = {}
     for role, names in (("source", (*SOURCES, "0")), ("target", TARGETS)):
         for name in names:
-            if (tensor := _one(given.get(name))) is not None:
+            if (tensor := _first_sequence(given.get(name))) is not None:
                 found[role] = tensor
                 break
     return found
@@ -45,7 +45,7 @@ def next_token(output: Any) -> int | None:
     return None if last is None or not last.is_floating_point() else int(last.argmax())
 
 
-def _one(value: Any) -> Tensor | None:
+def _first_sequence(value: Any) -> Tensor | None:
     if isinstance(value, Packed):
         same = len(set(value.lengths)) == 1  # such are a batch to the model, of which the first is shown
         value = value.values[: value.lengths[0]] if same else value.values
@@ -59,7 +59,7 @@ def _one(value: Any) -> Tensor | None:
     return value.detach().clone() if ids or (value.dim() >= 2 and value.is_floating_point()) else None
 
 
-def texts_of(tokenizer: Any, ids: Sequence[int]) -> tuple[list[str], list[int]]:
+def token_texts(tokenizer: Any, ids: Sequence[int]) -> tuple[list[str], list[int]]:
     """The text of every token, spaces included, and which tokens are special.
 
     Tokens of bytes may end within a letter: such show `…`, and the token that completes the letter shows it.
@@ -95,7 +95,7 @@ def _byte_letters() -> dict[int, str]:
     return {byte: chr(byte) for byte in shown} | {byte: chr(256 + n) for n, byte in enumerate(others)}
 
 
-def picture(pixels: Tensor | np.ndarray) -> str:
+def png_url(pixels: Tensor | np.ndarray) -> str:
     """Numbers (C, h, w) or (h, w), of any range, as the address of a PNG."""
     from PIL import Image
 
@@ -104,10 +104,10 @@ def picture(pixels: Tensor | np.ndarray) -> str:
     low, high = float(array.min()), float(array.max())
     array = ((array - low) / max(high - low, 1e-12) * 255).round().astype(np.uint8)
     image = Image.fromarray(array[0] if len(array) != 3 else array.transpose(1, 2, 0))
-    return address(image)
+    return data_url(image)
 
 
-def address(image: Any) -> str:
+def data_url(image: Any) -> str:
     """A PIL image as a data: address of a PNG."""
     held = io.BytesIO()
     image.save(held, "PNG", optimize=True)

@@ -22,7 +22,7 @@ _EXPORT = re.compile(r"export (?:async )?(?:function|class|const) (\w+)")
 _UNSAFE = re.compile("[<>&\u2028\u2029\ud800-\udfff]")
 
 
-class Pages(Protocol):
+class PageContent(Protocol):
     """What a page is made of: `about` is JSON, `arrays` are the arrays that it names."""
 
     @property
@@ -32,7 +32,7 @@ class Pages(Protocol):
     def arrays(self) -> dict[str, np.ndarray]: ...
 
 
-def page(document: Pages, lang: str = "en", *, live: bool = False) -> str:
+def page(document: PageContent, lang: str = "en", *, live: bool = False) -> str:
     """The document as one HTML page that needs nothing else; `live=True` lets it ask the server that it came from.
 
     >>> from types import SimpleNamespace
@@ -70,10 +70,10 @@ def page(document: Pages, lang: str = "en", *, live: bool = False) -> str:
         "<body>",
         f'<div id="regard" class="regard" data-lang="{lang}"{" data-live" if live else ""}></div>',
         "<noscript>This page shows attention, and needs JavaScript for it.</noscript>",
-        f'<script type="application/json" id="about">{as_json(document.about)}</script>',
+        f'<script type="application/json" id="about">{script_json(document.about)}</script>',
     ]
     for name, array in document.arrays.items():
-        dtype, shape, data = packed(array)
+        dtype, shape, data = pack_array(array)
         parts.append(
             f'<script type="application/octet-stream" id="array-{html.escape(name)}" data-dtype="{dtype}" '
             f'data-shape="{",".join(map(str, shape))}">{base64.b64encode(data).decode()}</script>'
@@ -82,20 +82,20 @@ def page(document: Pages, lang: str = "en", *, live: bool = False) -> str:
     return "\n".join(parts)
 
 
-def packed(array: np.ndarray) -> tuple[str, list[int], bytes]:
+def pack_array(array: np.ndarray) -> tuple[str, list[int], bytes]:
     """How an array travels: the name of its dtype, its shape, its little-endian bytes in gzip.
 
-    >>> packed(np.zeros((2, 3), "uint8"))[:2]
+    >>> pack_array(np.zeros((2, 3), "uint8"))[:2]
     ('uint8', [2, 3])
     """
     data = np.ascontiguousarray(array, array.dtype.newbyteorder("<"))
     return array.dtype.name, list(array.shape), gzip.compress(data.tobytes(), 6, mtime=0)
 
 
-def as_json(value: Any) -> str:
+def script_json(value: Any) -> str:
     """JSON that can stand in a page: nothing in it ends a script, and what is no number is null.
 
-    >>> as_json({"a": "</script>", "b": float("nan")})
+    >>> script_json({"a": "</script>", "b": float("nan")})
     '{"a": "\\\\u003c/script\\\\u003e", "b": null}'
     """
     text = json.dumps(finite(value), ensure_ascii=False, allow_nan=False)
@@ -118,7 +118,7 @@ def bundle(entry: str) -> str:
                     add(found[2], False)
                 line = f"const {{ {found[1]} }} = ${found[2]};"
             elif found := _WORDS.fullmatch(line):
-                line = f"const {found[1]} = {as_json(json.loads(static(found[2])))};"
+                line = f"const {found[1]} = {script_json(json.loads(static(found[2])))};"
             elif (found := _EXPORT.match(line)) and not outermost:
                 exported.append(found[1])
                 line = line.removeprefix("export ")

@@ -8,12 +8,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from regard.arguments import Index, places
+from regard.arguments import Index, resolve_index
 from regard.geometry import Frame
 from regard.masks import Mask
 from regard.view.alignment import best_head
+from regard.view.captured_attention import CapturedAttention, Kind
 from regard.view.record import NOTHING, Record
-from regard.view.seen import Kind, Seen
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -39,28 +39,28 @@ def heatmap(
     More than 512 queries or keys are pooled, exactly; rows and columns choose a part.
 
     >>> import regard as rg, regard.view, torch
-    >>> model = rg.models.TextEncoder(rg.models.TextConfig(100, width=32, layers=2, heads=4, hidden=64)).eval()
+    >>> model = rg.models.TextEncoder(rg.models.TextConfig(100, d_model=32, layers=2, heads=4, d_hidden=64)).eval()
     >>> with rg.view.capture(model) as record:
     ...     hidden = model(torch.tensor([[5, 6, 7]]))
     >>> rg.view.pictures.heatmap(record, 1, head=2).get_title()
     'encoder self-attention, layer 1, head 2'
     """
-    seen = record.attention(layer, kind)
-    queries, keys = (record.streams[name].tokens for name in record.ends(seen))
-    i, j = places("rows", rows, seen.Q), places("columns", columns, seen.K)
+    captured = record.attention(layer, kind)
+    queries, keys = (record.streams[name].tokens for name in record.stream_names(captured))
+    i, j = resolve_index("rows", rows, captured.Q), resolve_index("columns", columns, captured.K)
     ax = _axes(ax, (min(9, 2.5 + 0.22 * len(j)), min(8, 2 + 0.22 * len(i))))
     if len(i) > LARGEST or len(j) > LARGEST:
         if rows is not None or columns is not None:
             raise ValueError(f"a part must be at most {LARGEST} x {LARGEST}, but is {len(i)} x {len(j)}; try a smaller")
-        maps = seen.map((LARGEST, LARGEST))
+        maps = captured.map((LARGEST, LARGEST))
         picture = maps.mean(0) if head is None else maps[head]
-        extent = (0, seen.K, seen.Q, 0)
+        extent = (0, captured.K, captured.Q, 0)
         drawn = ax.imshow(picture.numpy(), cmap=COLOURS, vmin=0, aspect="auto", extent=extent, interpolation="nearest")
         ax.figure.colorbar(drawn, ax=ax, fraction=0.04, label="mean weight of a cell")
     else:
-        weights = seen.weights(heads=None if head is None else [head], rows=i, columns=j)
+        weights = captured.weights(heads=None if head is None else [head], rows=i, columns=j)
         _cells(ax, weights.float().mean(0), [queries[n] for n in i], [keys[n] for n in j])
-    ax.set(xlabel="key", ylabel="query", title=_title(seen, head))
+    ax.set(xlabel="key", ylabel="query", title=_title(captured, head))
     return ax
 
 
@@ -72,17 +72,21 @@ def alignment(record: Record, layer: int | None = None, head: int | None = None,
     """
     if head is None:
         number, head = best_head(record, layer)
-        seen = record.attentions[number]
+        captured = record.attentions[number]
     else:
-        seen = _cross(record, layer)
-    ax = heatmap(record, seen.name, head, ax=ax)
-    if seen.Q <= LARGEST and seen.K <= LARGEST:
+        captured = _cross(record, layer)
+    ax = heatmap(record, captured.name, head, ax=ax)
+    if captured.Q <= LARGEST and captured.K <= LARGEST:
         from matplotlib.patches import Rectangle
 
-        weights = seen.weights(heads=[head])[0].float()
+        weights = captured.weights(heads=[head])[0].float()
         for row, column in enumerate(weights.argmax(-1).tolist()):
             ax.add_patch(Rectangle((column - 0.5, row - 0.5), 1, 1, fill=False, edgecolor="tab:blue", linewidth=1.2))
-    ax.set(xlabel="source", ylabel=record.ends(seen)[0], title=f"{ax.get_title()}\nframed: the largest weight of a row")
+    ax.set(
+        xlabel="source",
+        ylabel=record.stream_names(captured)[0],
+        title=f"{ax.get_title()}\nframed: the largest weight of a row",
+    )
     return ax
 
 
@@ -96,29 +100,37 @@ def coverage(record: Record, *, letters: int = 90, ax: Axes | None = None) -> Ax
     from matplotlib.colors import ListedColormap, Normalize
     from matplotlib.patches import Rectangle
 
-    from regard.view.lettering import columns_of, drawable, families, put_title
+    from regard.view.token_labels import display_width, drawable, font_families, put_title
 
     last = _cross(record, None)
-    across = [seen for seen in record.attentions if seen.kind == last.kind]
-    looked = torch.stack([seen.weights().float().sum(1).mean(0) for seen in across]).mean(0)
-    tokens = [token.replace("\n", "⏎") for token in record.streams[record.ends(last)[1]].tokens]
+    across = [captured for captured in record.attentions if captured.kind == last.kind]
+    looked = torch.stack([captured.weights().float().sum(1).mean(0) for captured in across]).mean(0)
+    tokens = [token.replace("\n", "⏎") for token in record.streams[record.stream_names(last)[1]].tokens]
     places, row, column = [], 0, 0
     for token in tokens:
-        if column and column + columns_of(token) > letters:
+        if column and column + display_width(token) > letters:
             row, column = row + 1, 0
         places.append((column, row))
-        column += columns_of(token)
+        column += display_width(token)
     ax = _axes(ax, (max(5.0, letters * 0.08), 1.4 + 0.22 * (row + 1)))
-    fonts = ["monospace", *families(frozenset("".join(tokens)))]
+    fonts = ["monospace", *font_families(frozenset("".join(tokens)))]
     light = ListedColormap(colormaps[COLOURS](np.linspace(0, 0.75, 256)))
     colours = ScalarMappable(Normalize(0, float(looked.max())), light)
     shown = zip(tokens, drawable(tokens), places, looked.tolist(), strict=True)
     for token, text, (left, top), weight in shown:
-        ax.add_patch(Rectangle((left, top - 0.5), columns_of(token), 0.95, color=colours.to_rgba(weight), linewidth=0))
+        ax.add_patch(
+            Rectangle((left, top - 0.5), display_width(token), 0.95, color=colours.to_rgba(weight), linewidth=0)
+        )
         ax.text(
-            left, top, text, family=fonts, fontsize=9, va="center", parse_math=False,
+            left,
+            top,
+            text,
+            family=fonts,
+            fontsize=9,
+            va="center",
+            parse_math=False,
             color="white" if weight > 0.6 * float(looked.max()) else "black",
-        )  # fmt: skip
+        )
     ax.set(xlim=(0, letters), ylim=(row + 0.6, -0.6))
     put_title(ax, record.note, fontsize=10)
     ax.axis("off")
@@ -129,26 +141,28 @@ def coverage(record: Record, *, letters: int = 90, ax: Axes | None = None) -> Ax
 
 def head_grid(record: Record, kind: Kind | None = None, *, side: int = 48, ax: Axes | None = None) -> Axes:
     """Every head of every layer as a small map: layers down, heads across. Each is scaled to its own largest weight."""
-    from regard.view.lettering import put_title
+    from regard.view.token_labels import put_title
 
-    seens = _of_kind(record, kind)
-    across, gap = max(len(record.shown_heads(seen)) for seen in seens), max(1, side // 16)
-    whole = np.full((len(seens) * (side + gap), across * (side + gap)), np.nan, np.float32)
-    for n, seen in enumerate(seens):
-        maps = seen.map((side, side))
-        for m, head in enumerate(record.shown_heads(seen)):
+    attentions = _of_kind(record, kind)
+    across, gap = max(len(record.displayed_heads(captured)) for captured in attentions), max(1, side // 16)
+    whole = np.full((len(attentions) * (side + gap), across * (side + gap)), np.nan, np.float32)
+    for n, captured in enumerate(attentions):
+        maps = captured.map((side, side))
+        for m, head in enumerate(record.displayed_heads(captured)):
             small = maps[head].float()
             small = torch.nn.functional.interpolate(small[None, None], size=(side, side), mode="nearest")[0, 0]
             top, left = n * (side + gap), m * (side + gap)
             whole[top : top + side, left : left + side] = small / small.max().clamp(min=1e-12)
-    ax = _axes(ax, (2.8 + 0.8 * across, 1 + 0.8 * len(seens)))
+    ax = _axes(ax, (2.8 + 0.8 * across, 1 + 0.8 * len(attentions)))
     drawn = ax.imshow(whole, cmap=COLOURS, vmin=0, vmax=1, interpolation="nearest")
     ax.figure.colorbar(drawn, ax=ax, fraction=0.04, label="weight / largest weight of the head")
     middle = side / 2 - 0.5
     ax.set_xticks(
         [middle + m * (side + gap) for m in range(across)], [str(m) for m in record.heads or range(across)][:across]
     )
-    ax.set_yticks([middle + n * (side + gap) for n in range(len(seens))], [f"{s.kind} {s.layer}" for s in seens])
+    ax.set_yticks(
+        [middle + n * (side + gap) for n in range(len(attentions))], [f"{s.kind} {s.layer}" for s in attentions]
+    )
     ax.set(xlabel="head", ylabel="layer")
     put_title(ax, record.title)
     ax.tick_params(length=0)
@@ -158,10 +172,10 @@ def head_grid(record: Record, kind: Kind | None = None, *, side: int = 48, ax: A
 
 
 MEASURES = {
-    "entropy": ("entropy (nats)", lambda seen: seen.statistics.entropy),
-    "distance": ("mean distance (tokens)", lambda seen: seen.statistics.distance),
-    "max_logit": ("largest logit", lambda seen: seen.statistics.max_logit),
-    "first": ("mass on the first key", lambda seen: seen.statistics.mass),
+    "entropy": ("entropy (nats)", lambda captured: captured.statistics.entropy),
+    "distance": ("mean distance (tokens)", lambda captured: captured.statistics.distance),
+    "max_logit": ("largest logit", lambda captured: captured.statistics.max_logit),
+    "first": ("mass on the first key", lambda captured: captured.statistics.mass),
 }
 
 
@@ -171,20 +185,20 @@ def profile(record: Record, measure: str = "entropy", kind: Kind | None = None, 
     if measure not in MEASURES:
         raise ValueError(f"measure must be one of {', '.join(MEASURES)}, but is {measure!r}")
     words, take = MEASURES[measure]
-    seens = _of_kind(record, kind)
+    attentions = _of_kind(record, kind)
     if measure == "distance":  # across, queries and keys are of two texts
-        seens = [seen for seen in seens if seen.kind != "cross"]
-        if not seens:
+        attentions = [captured for captured in attentions if captured.kind != "cross"]
+        if not attentions:
             raise ValueError("cross-attention has no distance: its queries and keys are of two texts")
-    heads = sorted({head for seen in seens for head in record.shown_heads(seen)})
+    heads = sorted({head for captured in attentions for head in record.displayed_heads(captured)})
     across = len(heads)
-    table = np.full((len(seens), across), np.nan)
-    for n, seen in enumerate(seens):
-        sees = seen.statistics.max_logit[0].isfinite()  # rows that see a key
-        means = take(seen)[0].float().masked_fill(~sees, torch.nan).nanmean(-1)
-        for head in record.shown_heads(seen):
+    table = np.full((len(attentions), across), np.nan)
+    for n, captured in enumerate(attentions):
+        sees = captured.statistics.max_logit[0].isfinite()  # rows that see a key
+        means = take(captured)[0].float().masked_fill(~sees, torch.nan).nanmean(-1)
+        for head in record.displayed_heads(captured):
             table[n, heads.index(head)] = means[head]
-    ax = _axes(ax, (2.5 + 0.55 * across, 1.5 + 0.4 * len(seens)))
+    ax = _axes(ax, (2.5 + 0.55 * across, 1.5 + 0.4 * len(attentions)))
     drawn = ax.imshow(table, cmap="viridis", aspect="auto")
     middle = (np.nanmin(table) + np.nanmax(table)) / 2
     for (n, m), value in np.ndenumerate(table):
@@ -192,7 +206,7 @@ def profile(record: Record, measure: str = "entropy", kind: Kind | None = None, 
             colour = "white" if value < middle else "black"
             ax.text(m, n, f"{value:.3g}", ha="center", va="center", fontsize=7, color=colour)
     ax.set_xticks(range(across), [str(head) for head in heads])
-    ax.set_yticks(range(len(seens)), [f"{seen.kind} {seen.layer}" for seen in seens])
+    ax.set_yticks(range(len(attentions)), [f"{captured.kind} {captured.layer}" for captured in attentions])
     ax.set(xlabel="head", ylabel="layer", title=words)
     ax.figure.colorbar(drawn, ax=ax, fraction=0.04)
     return ax
@@ -205,13 +219,13 @@ def patches(
     from matplotlib.cm import ScalarMappable
     from matplotlib.colors import LinearSegmentedColormap, PowerNorm
 
-    from regard.view.lettering import put_title
+    from regard.view.token_labels import put_title
 
     if record.image is None:
         raise ValueError("the record is not of an image; tell which with record.over_image(pixels, grid, first=1)")
-    seen, image = record.attention(layer, None), _image(record.image["href"])
+    captured, image = record.attention(layer, None), _image(record.image["href"])
     (rows, columns), first = record.image["grid"], record.image["first"]
-    weights = seen.weights(heads=None if head is None else [head], rows=[query]).float().mean(0)[0]
+    weights = captured.weights(heads=None if head is None else [head], rows=[query]).float().mean(0)[0]
     over = weights[first : first + rows * columns].reshape(rows, columns)
     ax = _axes(ax, (5, 5 * image.shape[0] / image.shape[1] + 0.4))
     extent = (0, columns, rows, 0)
@@ -219,13 +233,17 @@ def patches(
     shade = (over / over.max().clamp(min=1e-12)).numpy()
     veil = 0.75 * (1 - np.sqrt(shade))  # the image is dark where weights are small
     ax.imshow(np.zeros_like(shade), cmap="gray", extent=extent, alpha=veil, interpolation="nearest")
-    if query >= first and record.ends(seen)[0] == record.image["stream"]:
+    if query >= first and record.stream_names(captured)[0] == record.image["stream"]:
         from matplotlib.patches import Rectangle
 
         at = query - first
         ax.add_patch(Rectangle((at % columns, at // columns), 1, 1, fill=False, edgecolor="tab:red", linewidth=2))
     ax.set(xticks=[], yticks=[])
-    put_title(ax, f"{_title(seen, head)}, query {record.streams[record.ends(seen)[0]].tokens[query]}", fontsize=10)
+    put_title(
+        ax,
+        f"{_title(captured, head)}, query {record.streams[record.stream_names(captured)[0]].tokens[query]}",
+        fontsize=10,
+    )
     greys = LinearSegmentedColormap.from_list("greys", ["0.25", "1"])
     norm = PowerNorm(0.5, 0, max(float(over.max()), 1e-12))
     ax.figure.colorbar(ScalarMappable(norm, greys), ax=ax, fraction=0.04, label="weight")
@@ -236,9 +254,9 @@ def spectrogram(record: Record, layer: int | None = None, head: int | None = Non
     """The time of each token: cross-attention of a transcript, or of a speaker, over time, below the spectrogram."""
     if record.spectrogram is None:
         raise ValueError("the record is not of speech; tell which with record.over_spectrogram(values, seconds)")
-    seen, seconds = _cross(record, layer), record.spectrogram["seconds"]
-    maps = seen.map((LARGEST, LARGEST)) if max(seen.Q, seen.K) > LARGEST else seen.weights().float()
-    picture, (queries, keys) = maps.mean(0) if head is None else maps[head], record.ends(seen)
+    captured, seconds = _cross(record, layer), record.spectrogram["seconds"]
+    maps = captured.map((LARGEST, LARGEST)) if max(captured.Q, captured.K) > LARGEST else captured.weights().float()
+    picture, (queries, keys) = maps.mean(0) if head is None else maps[head], record.stream_names(captured)
     said = queries
     if record.spectrogram["stream"] == queries:  # a speaker: what is said looks at the text
         picture, said = picture.mT, keys
@@ -253,7 +271,7 @@ def spectrogram(record: Record, layer: int | None = None, head: int | None = Non
     heard = _image(record.spectrogram["href"])
     ax.imshow(heard, aspect="auto", extent=(0, seconds, low, high), cmap="gray_r", interpolation="nearest")
     ax.set(xlabel="seconds", ylabel="token", xlim=(0, seconds), ylim=(len(tokens) - 0.5, high))
-    ax.set_title(_title(seen, head), fontsize=10)
+    ax.set_title(_title(captured, head), fontsize=10)
     return ax
 
 
@@ -269,8 +287,8 @@ def mask(
     """
     if not isinstance(pattern, Mask):
         raise TypeError(f"pattern must be a mask such as causal(), but is {type(pattern).__name__}; try dense(tensor)")
-    made = pattern.made_for()
-    queries = queries or (made[0] if made else pattern.span())
+    made = pattern.expected_size()
+    queries = queries or (made[0] if made else pattern.preview_size())
     keys = keys or (made[1] if made else queries)
     frame = Frame(1, 1, queries, keys, keys - queries if offset is None else offset)
     pattern.check(frame)
@@ -279,7 +297,7 @@ def mask(
     edges = [[n * size // count for n in range(count + 1)] for size, count in ((queries, tall), (keys, wide))]
     across = torch.repeat_interleave(torch.arange(wide), torch.tensor(edges[1]).diff())
     for n in range(tall):
-        at = frame.at(rows=slice(edges[0][n], edges[0][n + 1]))
+        at = frame.indices(rows=slice(edges[0][n], edges[0][n + 1]))
         share = pattern.allows(at).expand(1, 1, edges[0][n + 1] - edges[0][n], keys)[0, 0].float().mean(0)
         shares[n].index_add_(0, across, share)
     shares /= torch.bincount(across)
@@ -320,28 +338,28 @@ def _cells(ax: Axes, weights: Tensor, queries: list[str], keys: list[str]) -> No
 
 
 def _names(ax: Axes, axis: str, tokens: Any) -> None:
-    from regard.view.lettering import name
+    from regard.view.token_labels import name
 
     if len(tokens) <= LABELLED:
         name(ax, axis, tokens)
 
 
-def _title(seen: Seen, head: int | None) -> str:
-    return f"{KINDS[seen.kind]}, layer {seen.layer}, " + ("mean over heads" if head is None else f"head {head}")
+def _title(captured: CapturedAttention, head: int | None) -> str:
+    return f"{KINDS[captured.kind]}, layer {captured.layer}, " + ("mean over heads" if head is None else f"head {head}")
 
 
-def _of_kind(record: Record, kind: Kind | None) -> list[Seen]:
+def _of_kind(record: Record, kind: Kind | None) -> list[CapturedAttention]:
     if not record.attentions:
         raise ValueError(NOTHING)
-    found = [seen for seen in record.attentions if kind in (None, seen.kind)]
+    found = [captured for captured in record.attentions if kind in (None, captured.kind)]
     if not found:
-        kinds = ", ".join(sorted({seen.kind for seen in record.attentions}))
+        kinds = ", ".join(sorted({captured.kind for captured in record.attentions}))
         raise ValueError(f"nothing of kind {kind!r} was captured; there is {kinds}")
     return found
 
 
-def _cross(record: Record, layer: int | None) -> Seen:
-    found = [seen for seen in record.attentions if seen.kind == "cross"]
+def _cross(record: Record, layer: int | None) -> CapturedAttention:
+    found = [captured for captured in record.attentions if captured.kind == "cross"]
     if not found:
         raise ValueError("there is no cross-attention in the record; heatmap(record, layer) draws the others")
     return found[-1] if layer is None else record.attention(layer, "cross")

@@ -23,7 +23,7 @@ def bands(length: int, count: int) -> Tensor:
     return torch.stack([n * length // count, -(-(n + 1) * length // count)], -1)
 
 
-def pooled(x: Tensor, size: tuple[int, int]) -> Tensor:
+def pool(x: Tensor, size: tuple[int, int]) -> Tensor:
     """The means of bands of rows and columns, (..., Q, K) to (..., *size); a smaller axis stays as it is."""
     size = (min(size[0], x.shape[-2]), min(size[1], x.shape[-1]))
     if size == x.shape[-2:]:

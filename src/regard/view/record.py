@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from regard.arguments import Index
-from regard.engines.look import Statistics
-from regard.files import whole_text
-from regard.view.seen import Kind, Seen, Window
+from regard.engines.inspection import Statistics
+from regard.files import write_text_atomically
+from regard.view.captured_attention import CapturedAttention, Kind, Window
 
 if TYPE_CHECKING:
     from regard.view.document import Document
-    from regard.view.heads import Found
+    from regard.view.heads import HeadPattern
 
 NOTHING = (
     "nothing was captured: the model computed no attention by regard inside the block. A model of Transformers needs "
@@ -50,16 +50,16 @@ class Record:
     attention by both, as in "nous → aider", where "nous" is the input.
 
     >>> import regard as rg, regard.view, torch
-    >>> model = rg.models.TextEncoder(rg.models.TextConfig(100, width=32, layers=2, heads=4, hidden=64)).eval()
+    >>> model = rg.models.TextEncoder(rg.models.TextConfig(100, d_model=32, layers=2, heads=4, d_hidden=64)).eval()
     >>> with rg.view.capture(model) as record:
     ...     hidden = model(torch.tensor([[5, 6, 7]]))
-    >>> record.tokens(["The", " cat", " sat"]).streams
+    >>> record.set_tokens(["The", " cat", " sat"]).streams
     {'source': Stream(tokens=('The', ' cat', ' sat'), special=())}
     """
 
     def __init__(self, title: str = "", *, heads: Sequence[int] | None = None) -> None:
         self.title, self.text, self.note = title, "", ""
-        self.attentions: list[Seen] = []
+        self.attentions: list[CapturedAttention] = []
         self.heads = None if heads is None else tuple(heads)
         self.image: dict[str, Any] | None = None
         self.spectrogram: dict[str, Any] | None = None
@@ -75,38 +75,38 @@ class Record:
 
     # Which attention
 
-    def attention(self, layer: int | str, kind: Kind | None = None) -> Seen:
+    def attention(self, layer: int | str, kind: Kind | None = None) -> CapturedAttention:
         """An attention by the number of its layer, and its kind where there are several; or by its name or id."""
         if not self.attentions:
             raise ValueError(NOTHING)
         if isinstance(layer, str):
-            for number, seen in enumerate(self.attentions):
-                if layer in (seen.name, str(number)) and kind in (None, seen.kind):
-                    return seen
-        found = [seen for seen in self.attentions if seen.layer == layer and kind in (None, seen.kind)]
+            for number, captured in enumerate(self.attentions):
+                if layer in (captured.name, str(number)) and kind in (None, captured.kind):
+                    return captured
+        found = [captured for captured in self.attentions if captured.layer == layer and kind in (None, captured.kind)]
         if len(found) == 1:
             return found[0]
         if found:
-            kinds = ", ".join(sorted({seen.kind for seen in found}))
+            kinds = ", ".join(sorted({captured.kind for captured in found}))
             raise ValueError(f"layer {layer} has several attentions; say which with kind=, one of {kinds}")
-        there = ", ".join(f"{seen.kind} {seen.layer}" for seen in self.attentions)
+        there = ", ".join(f"{captured.kind} {captured.layer}" for captured in self.attentions)
         raise ValueError(f"there is no {kind or 'attention'} of layer {layer!r}; captured were {there}")
 
-    def shown_heads(self, seen: Seen) -> list[int]:
+    def displayed_heads(self, captured: CapturedAttention) -> list[int]:
         """The heads that pages and pictures show."""
-        return [head for head in self.heads or range(seen.heads) if head < seen.heads]
+        return [head for head in self.heads or range(captured.heads) if head < captured.heads]
 
     # Tokens
 
-    def ends(self, seen: Seen) -> tuple[str, str]:
+    def stream_names(self, captured: CapturedAttention) -> tuple[str, str]:
         """The streams of an attention's queries and keys: source and target, and others of other lengths."""
         two = any(each.kind == "cross" for each in self.attentions)
-        own = "target" if seen.kind == "cross" or (seen.kind == "decoder" and two) else "source"
-        keys = "source" if seen.kind == "cross" else own
-        queries = self._stream(own, seen.Q)
+        own = "target" if captured.kind == "cross" or (captured.kind == "decoder" and two) else "source"
+        keys = "source" if captured.kind == "cross" else own
+        queries = self._stream(own, captured.Q)
         if queries == "target" and GENERATED in self._tokens:
-            queries = GENERATED if seen.kind == "cross" else BOTH
-        return queries, self._stream(keys, seen.K)
+            queries = GENERATED if captured.kind == "cross" else BOTH
+        return queries, self._stream(keys, captured.K)
 
     def _stream(self, role: str, length: int) -> str:
         return role if self._lengths.get(role, length) == length else f"{role} {length}"
@@ -115,22 +115,22 @@ class Record:
     def _lengths(self) -> dict[str, int]:
         """How many tokens source and target have: as many as the first attention between them says."""
         found: dict[str, int] = {}
-        two = any(seen.kind == "cross" for seen in self.attentions)
-        for seen in self.attentions:
-            if seen.kind != "cross":
-                found.setdefault("target" if seen.kind == "decoder" and two else "source", seen.K)
-        for seen in self.attentions:
-            if seen.kind == "cross":
-                found.setdefault("target", seen.Q)
-                found.setdefault("source", seen.K)
+        two = any(captured.kind == "cross" for captured in self.attentions)
+        for captured in self.attentions:
+            if captured.kind != "cross":
+                found.setdefault("target" if captured.kind == "decoder" and two else "source", captured.K)
+        for captured in self.attentions:
+            if captured.kind == "cross":
+                found.setdefault("target", captured.Q)
+                found.setdefault("source", captured.K)
         return found
 
     @property
     def streams(self) -> dict[str, Stream]:
         """The tokens by stream; those that were not told are numbered."""
         found: dict[str, Stream] = {}
-        for seen in self.attentions:
-            for name, length in zip(self.ends(seen), (seen.Q, seen.K), strict=True):
+        for captured in self.attentions:
+            for name, length in zip(self.stream_names(captured), (captured.Q, captured.K), strict=True):
                 if name not in found:
                     found[name] = self._tokens.get(name) or Stream(tuple(map(str, range(length))))
         if BOTH in found:
@@ -141,7 +141,7 @@ class Record:
             )
         return found
 
-    def tokens(
+    def set_tokens(
         self,
         source: Sequence[str] | None = None,
         target: Sequence[str] | None = None,
@@ -156,7 +156,9 @@ class Record:
         comes next, and "?" for the last. An empty list keeps the names of the inputs.
         """
         there = self.streams
-        decodes = any(seen.kind == "decoder" and self.ends(seen)[1] == "target" for seen in self.attentions)
+        decodes = any(
+            captured.kind == "decoder" and self.stream_names(captured)[1] == "target" for captured in self.attentions
+        )
         if generated is None and target is not None and decodes:
             generated = [*target[1:], "?"]
         if target is not None:
@@ -173,25 +175,25 @@ class Record:
                 raise ValueError(f"{name} has {len(there[name].tokens)} tokens, but {len(tokens)} came")
             texts = tuple(map(str, tokens))
             self._tokens[name] = Stream(texts, tuple(n for n, text in enumerate(texts) if text in special))
-        for made in ("found", "document"):  # of the tokens before
+        for made in ("head_patterns", "document"):  # of the tokens before
             self.__dict__.pop(made, None)
         return self
 
     def decode(self, tokenizer: Any) -> Record:
         """Tell what the tokens are by the ids that the model was given, with one of `tokenizers` or Transformers."""
-        from regard.view.inputs import texts_of
+        from regard.view.inputs import token_texts
 
         there = self.streams
         for name, ids in {**self._embedded, **self.inputs}.items():
             if ids.dim() == 1 and name in there and len(ids) != len(there[name].tokens):
                 ids = self._embedded.get(name, ids)  # the model was given the rest before
             if ids.dim() == 1 and name in there and len(ids) == len(there[name].tokens):
-                texts, special = texts_of(tokenizer, ids.tolist())
-                self.tokens(**{name: texts})
+                texts, special = token_texts(tokenizer, ids.tolist())
+                self.set_tokens(**{name: texts})
                 self._tokens[name] = Stream(tuple(texts), tuple(special))
                 if name == "target" and GENERATED in self._tokens:
                     after = ids.tolist()[1:] + ([] if self.next_token is None else [self.next_token])
-                    texts, special = texts_of(tokenizer, after)
+                    texts, special = token_texts(tokenizer, after)
                     self._tokens[GENERATED] = Stream((*texts, "?")[: len(ids)], tuple(special))
         return self
 
@@ -199,17 +201,17 @@ class Record:
     def _embedded(self) -> dict[str, Tensor]:
         """The tokens of source and target, as the model embedded them while it was captured."""
         found: dict[str, Tensor] = {}
-        for seen in self.attentions:
-            ids, queries = seen.ids, self.ends(seen)[0]
+        for captured in self.attentions:
+            ids, queries = captured.ids, self.stream_names(captured)[0]
             if ids is not None:
                 found.setdefault("target" if queries in (GENERATED, BOTH) else queries, ids[0])
         return found
 
-    def over_image(
+    def set_image(
         self, image: str | Tensor, grid: tuple[int, int], *, first: int = 0, stream: str = "source"
     ) -> Record:
         """Tell that token `first + row * columns + column` is a patch of an image: pixels (C, h, w), or its address."""
-        from regard.view.inputs import picture
+        from regard.view.inputs import png_url
 
         length, (rows, columns) = len(self.streams[stream].tokens), grid
         if first + rows * columns > length:
@@ -217,18 +219,18 @@ class Record:
         before = ["[CLS]"] if first == 1 else [f"[{n}]" for n in range(first)]
         patches = [f"{r},{c}" for r in range(rows) for c in range(columns)]
         after = [f"[{n}]" for n in range(first + rows * columns, length)]
-        self.tokens(**{stream: [*before, *patches, *after]}, special=(*before, *after), generated=[])
-        href = image if isinstance(image, str) else picture(image)
+        self.set_tokens(**{stream: [*before, *patches, *after]}, special=(*before, *after), generated=[])
+        href = image if isinstance(image, str) else png_url(image)
         self.image = {"stream": stream, "href": href, "grid": [rows, columns], "first": first}
         return self
 
-    def over_spectrogram(self, values: Tensor, seconds: float, *, stream: str = "source") -> Record:
+    def set_spectrogram(self, values: Tensor, seconds: float, *, stream: str = "source") -> Record:
         """Tell that the tokens are equal slots of time of a spectrogram, values (time, frequencies)."""
-        from regard.view.inputs import picture
+        from regard.view.inputs import png_url
 
         frames = len(self.streams[stream].tokens)
-        self.tokens(**{stream: [f"{(n + 0.5) * seconds / frames:.2f} s" for n in range(frames)]}, generated=[])
-        href = picture(values.mT.flip(0))
+        self.set_tokens(**{stream: [f"{(n + 0.5) * seconds / frames:.2f} s" for n in range(frames)]}, generated=[])
+        href = png_url(values.mT.flip(0))
         self.spectrogram = {"stream": stream, "href": href, "frames": frames, "seconds": float(seconds)}
         return self
 
@@ -245,8 +247,8 @@ class Record:
         batch: int = 0,
     ) -> Tensor:
         """The weights of a layer, (rows, columns) of a head, or (H, rows, columns) of all; a part costs its rows."""
-        seen = self.attention(layer, kind)
-        found = seen.weights(heads=None if head is None else [head], rows=rows, columns=columns, batch=batch)
+        captured = self.attention(layer, kind)
+        found = captured.weights(heads=None if head is None else [head], rows=rows, columns=columns, batch=batch)
         return found if head is None else found[0]
 
     def window(
@@ -265,14 +267,14 @@ class Record:
     @property
     def statistics(self) -> dict[str, Statistics]:
         """What the rows of every attention are like, by name: (B, H, Q), worked out once."""
-        return {seen.name: seen.statistics for seen in self.attentions}
+        return {captured.name: captured.statistics for captured in self.attentions}
 
     @cached_property
-    def found(self) -> list[Found]:
+    def head_patterns(self) -> list[HeadPattern]:
         """Heads whose habit has a name, over all attentions."""
-        from regard.view.heads import find
+        from regard.view.heads import find_patterns
 
-        return [each for number in range(len(self.attentions)) for each in find(self, number)]
+        return [each for number in range(len(self.attentions)) for each in find_patterns(self, number)]
 
     def rollout(self, kind: Kind | None = None, size: int = 512) -> Tensor:
         """Attention through all layers, (n, n): see `regard.view.rollout.rollout`."""
@@ -297,19 +299,19 @@ class Record:
 
     def save(self, path: str | Path, lang: str = "en") -> Path:
         """Write the page; it is there whole or not at all."""
-        return whole_text(Path(path), self.html(lang))
+        return write_text_atomically(Path(path), self.html(lang))
 
-    def ready(self) -> Record:
+    def precompute(self) -> Record:
         """Make now what windows of long sequences are read from, so that none of them waits."""
-        for seen in self.attentions:
-            seen.ready()
+        for captured in self.attentions:
+            captured.precompute()
         return self
 
     def show(self, lang: str = "en") -> Any:
         """The viewer in a notebook, with every weight within reach."""
         from regard.view.widget import Viewer
 
-        return Viewer(self.ready(), lang)
+        return Viewer(self.precompute(), lang)
 
     def _repr_mimebundle_(self, include: Any = None, exclude: Any = None, **more: Any) -> dict[str, str]:
         import html

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from regard.view.captured_attention import Kind
 from regard.view.record import Record
-from regard.view.seen import Kind
 
 
 def rollout(record: Record, kind: Kind | None = None, size: int = 512, batch: int = 0) -> Tensor:
@@ -19,19 +19,19 @@ def rollout(record: Record, kind: Kind | None = None, size: int = 512, batch: in
     band of tokens, mass is then assumed to be spread evenly, so it is an estimate.
     """
     stacks: dict[Kind, list] = {"encoder": [], "decoder": []}
-    for seen in record.attentions:
-        if seen.kind != "cross" and seen.Q == seen.K:
-            stacks[seen.kind].append(seen)
+    for captured in record.attentions:
+        if captured.kind != "cross" and captured.Q == captured.K:
+            stacks[captured.kind].append(captured)
     kind = kind or ("encoder" if len(stacks["encoder"]) >= len(stacks["decoder"]) else "decoder")
     stack = stacks.get(kind, [])
-    stack = [seen for seen in stack if seen.K == stack[0].K]
+    stack = [captured for captured in stack if captured.K == stack[0].K]
     if not stack:
         raise ValueError(f"rollout needs layers of self-attention, but no whole {kind} was captured")
     n = min(size, stack[0].K)
     edges = torch.arange(n + 1) * stack[0].K // n
     through, found = torch.eye(n), []
-    for seen in stack:
-        mass = seen.map((n, n), batch).mean(0) * edges.diff()  # (n, n), of a band of keys
+    for captured in stack:
+        mass = captured.map((n, n), batch).mean(0) * edges.diff()  # (n, n), of a band of keys
         step = 0.5 * mass + 0.5 * torch.eye(n)
         through = step / step.sum(-1, keepdim=True) @ through  # rows with a sink, or nothing to see, have less than 1
         found.append(through)

@@ -22,7 +22,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from regard.view.document import Document, document
-from regard.view.page import as_json, page
+from regard.view.page import page, script_json
 from regard.view.record import Record
 
 LOCAL = ("127.0.0.1", "localhost", "[::1]")
@@ -30,8 +30,8 @@ BODY = 1 << 20  # bytes of a request
 SIDE = 4096  # cells of a window each way
 CELLS = 1 << 22  # and all of them
 SECONDS = 120.0  # of one answer
-ASKING = 10.0  # seconds that a request may take to arrive
-KEPT = 4  # records of earlier texts, which other tabs may still show
+REQUEST_SECONDS = 10.0  # seconds that a request may take to arrive
+MAX_RECORDS = 4  # records of earlier texts, which other tabs may still show
 HEADERS = {
     "Cache-Control": "no-store",
     "X-Content-Type-Options": "nosniff",
@@ -43,11 +43,11 @@ HEADERS = {
 LIVE = 3_000_000  # bytes of a document: what it does not hold is asked for
 log = logging.getLogger("regard.view")
 
-Look = Callable[[str], Record]
+CaptureText = Callable[[str], Record]
 """From what is written into the text box to a record; a ValueError tells the reader what is wrong with the text."""
 
 
-class Refused(Exception):
+class RequestError(Exception):
     """A request that is not answered: a status, and a sentence."""
 
     def __init__(self, status: int, words: str) -> None:
@@ -56,7 +56,7 @@ class Refused(Exception):
 
 
 @dataclass(frozen=True, eq=False)
-class Shown:
+class CapturedText:
     """A record, its id, its text, and the document of a page that shows it and asks for windows."""
 
     id: str
@@ -68,36 +68,38 @@ class Shown:
 class Session:
     """The records of the last texts, by id. One text is looked at at once."""
 
-    def __init__(self, look: Look, first: str, *, longest: int = 250_000, seconds: float = SECONDS) -> None:
-        self.look, self.longest, self.seconds = look, longest, seconds
+    def __init__(
+        self, capture_text: CaptureText, first: str, *, longest: int = 250_000, seconds: float = SECONDS
+    ) -> None:
+        self.capture_text, self.longest, self.seconds = capture_text, longest, seconds
         self.busy = threading.Lock()
-        self.held: dict[str, Shown] = {}
+        self.records: dict[str, CapturedText] = {}
         self.last = self.run(first)
 
     @property
     def record(self) -> Record:
         return self.last.record
 
-    def run(self, text: str) -> Shown:
+    def run(self, text: str) -> CapturedText:
         """Look at another text."""
         if not self.busy.acquire(timeout=self.seconds / 2):
-            raise Refused(503, "another text is being looked at; try again")
+            raise RequestError(503, "another text is being looked at; try again")
         try:
-            record = self.look(text).ready()
+            record = self.capture_text(text).precompute()
             made, name = document(record, LIVE), secrets.token_hex(8)
             about = made.about | {"text": text, "record": name}
-            self.last = self.held[name] = Shown(name, text, record, replace(made, about=about))
-            while len(self.held) > KEPT:
-                del self.held[next(iter(self.held))]
+            self.last = self.records[name] = CapturedText(name, text, record, replace(made, about=about))
+            while len(self.records) > MAX_RECORDS:
+                del self.records[next(iter(self.records))]
             return self.last
         finally:
             self.busy.release()
 
-    def shown(self, name: Any) -> Shown:
+    def find(self, name: Any) -> CapturedText:
         """The record with an id."""
-        found = self.held.get(name) if isinstance(name, str) else None
+        found = self.records.get(name) if isinstance(name, str) else None
         if found is None:
-            raise Refused(410, "the server no longer holds this text; send it again")
+            raise RequestError(410, "the server no longer holds this text; send it again")
         return found
 
 
@@ -105,42 +107,46 @@ def application(session: Session, *, lang: str = "en", hosts: Sequence[str] = LO
     """The pages and the two questions that they ask: `api/run` and `api/window`."""
 
     async def home(request: Request) -> Response:
-        return HTMLResponse(await _in_time(session, lambda: page(session.last.document, lang, live=True)))
+        return HTMLResponse(await _with_timeout(session, lambda: page(session.last.document, lang, live=True)))
 
     async def run(request: Request) -> Response:
-        asked = await _asked(request)
+        asked = await _read_json(request)
         text = asked.get("text")
         if not isinstance(text, str) or not text.strip():
-            raise Refused(422, "text must be a string of at least one word")
+            raise RequestError(422, "text must be a string of at least one word")
         if len(text) > session.longest:
-            raise Refused(422, f"text must have at most {session.longest:,} letters, but has {len(text):,}")
+            raise RequestError(422, f"text must have at most {session.longest:,} letters, but has {len(text):,}")
         whole = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")  # half of a pair is no letter
-        made = await _in_time(session, lambda: session.run(whole).document.json())
+        made = await _with_timeout(session, lambda: session.run(whole).document.json())
         return _json(made)
 
     async def window(request: Request) -> Response:
-        asked = await _asked(request)
+        asked = await _read_json(request)
         try:
             name, head = str(asked["attention"]), _whole(asked["head"])
             rows, columns, size = ((_whole(edge) for edge in asked[part]) for part in ("rows", "columns", "size"))
             (top, bottom), (left, right), (tall, wide) = rows, columns, size
         except (KeyError, TypeError, ValueError):
-            raise Refused(
+            raise RequestError(
                 422, "expected {record, attention, head, rows: [from, to], columns: [from, to], size: [rows, columns]}"
             ) from None
         if not 0 < tall <= SIDE or not 0 < wide <= SIDE or tall * wide > CELLS:
-            raise Refused(422, f"size must be 1 ... {SIDE} each way and {CELLS:,} together, but is {tall} x {wide}")
-        record = session.shown(asked.get("record")).record
-        seen = record.attention(name)
-        if not 0 <= head < seen.heads:
-            raise Refused(422, f"head must be in 0 ... {seen.heads - 1}, but is {head}")
-        found = await _in_time(session, lambda: record.window(name, head, (top, bottom), (left, right), (tall, wide)))
+            raise RequestError(
+                422, f"size must be 1 ... {SIDE} each way and {CELLS:,} together, but is {tall} x {wide}"
+            )
+        record = session.find(asked.get("record")).record
+        captured = record.attention(name)
+        if not 0 <= head < captured.heads:
+            raise RequestError(422, f"head must be in 0 ... {captured.heads - 1}, but is {head}")
+        found = await _with_timeout(
+            session, lambda: record.window(name, head, (top, bottom), (left, right), (tall, wide))
+        )
         sizes = np.array(found.weights.shape, "<i4")
         parts = (sizes, found.rows.astype("<i4"), found.columns.astype("<i4"), found.weights.astype("<f4"))
         return Response(b"".join(part.tobytes() for part in parts), media_type="application/octet-stream")
 
     async def refuse(request: Request, error: Exception) -> Response:
-        if isinstance(error, Refused):
+        if isinstance(error, RequestError):
             return _json({"error": str(error)}, error.status)
         if isinstance(error, ValueError):  # of what was asked
             return _json({"error": str(error)}, 422)
@@ -155,7 +161,7 @@ def application(session: Session, *, lang: str = "en", hosts: Sequence[str] = LO
         Route("/api/run", run, methods=["POST"]),
         Route("/api/window", window, methods=["POST"]),
     ]
-    handlers: dict[Any, Any] = {Refused: refuse, ValueError: refuse, 404: refuse, 405: refuse, Exception: fail}
+    handlers: dict[Any, Any] = {RequestError: refuse, ValueError: refuse, 404: refuse, 405: refuse, Exception: fail}
     return _Guard(Starlette(routes=routes, exception_handlers=handlers), tuple(hosts))
 
 
@@ -199,7 +205,7 @@ class _Guard:
 
 def _json(data: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
     """JSON in which any text of a model can be, half pairs of letters too."""
-    return Response(as_json(data), status, headers, media_type="application/json")
+    return Response(script_json(data), status, headers, media_type="application/json")
 
 
 def _name(host: str) -> str:
@@ -214,45 +220,45 @@ def _whole(value: Any) -> int:
     return value
 
 
-async def _asked(request: Request) -> dict[str, Any]:
+async def _read_json(request: Request) -> dict[str, Any]:
     """The JSON of a request, of which not more is read than it may have."""
     if request.headers.get("content-type", "").partition(";")[0].strip() != "application/json":
-        raise Refused(415, "expected application/json")  # a form of another site cannot send it unasked
-    held = bytearray()
+        raise RequestError(415, "expected application/json")  # a form of another site cannot send it unasked
+    records = bytearray()
     try:
-        with anyio.fail_after(ASKING):
+        with anyio.fail_after(REQUEST_SECONDS):
             async for part in request.stream():
-                held += part
-                if len(held) > BODY:
-                    raise Refused(413, f"a request may have {BODY:,} bytes")
+                records += part
+                if len(records) > BODY:
+                    raise RequestError(413, f"a request may have {BODY:,} bytes")
     except TimeoutError:
-        raise Refused(408, f"the request did not arrive within {ASKING:g} seconds") from None
+        raise RequestError(408, f"the request did not arrive within {REQUEST_SECONDS:g} seconds") from None
     except ClientDisconnect:
-        raise Refused(400, "the request ended early") from None  # which nobody reads
+        raise RequestError(400, "the request ended early") from None  # which nobody reads
     try:
-        found = json.loads(held)
+        found = json.loads(records)
     except (ValueError, RecursionError):
-        raise Refused(400, "expected JSON") from None
+        raise RequestError(400, "expected JSON") from None
     if not isinstance(found, dict):
-        raise Refused(400, "expected a JSON object")
+        raise RequestError(400, "expected a JSON object")
     return found
 
 
-async def _in_time(session: Session, work: Callable[[], Any]) -> Any:
+async def _with_timeout(session: Session, work: Callable[[], Any]) -> Any:
     """Work in a thread, for so long and no longer; what a late thread finds is dropped."""
     try:
         with anyio.fail_after(session.seconds):
             return await anyio.to_thread.run_sync(work, abandon_on_cancel=True)
     except TimeoutError:
-        raise Refused(503, f"it took longer than {session.seconds:g} seconds; try a shorter text") from None
+        raise RequestError(503, f"it took longer than {session.seconds:g} seconds; try a shorter text") from None
 
 
-def configured(app: ASGIApp, port: int) -> Any:
+def server_config(app: ASGIApp, port: int) -> Any:
     """How the server runs: a connection whose request does not arrive in time is closed."""
     import uvicorn
     from uvicorn.protocols.http.h11_impl import H11Protocol
 
-    class Patient(H11Protocol):
+    class TimeoutProtocol(H11Protocol):
         """Closes a connection that has sent no whole header ASKING seconds after it began to."""
 
         timer: Any = None
@@ -273,7 +279,7 @@ def configured(app: ASGIApp, port: int) -> Any:
             super().connection_lost(exc)
 
         def _wait(self) -> None:
-            self.timer = self.loop.call_later(ASKING, self.transport.close)
+            self.timer = self.loop.call_later(REQUEST_SECONDS, self.transport.close)
 
         def _rest(self) -> None:
             if self.timer is not None:
@@ -281,7 +287,8 @@ def configured(app: ASGIApp, port: int) -> Any:
                 self.timer = None
 
     return uvicorn.Config(
-        app, host="127.0.0.1", port=port, log_level="warning", server_header=False, http=Patient, lifespan="off",
+        app, host="127.0.0.1", port=port, log_level="warning", server_header=False, http=TimeoutProtocol,
+        lifespan="off",
         h11_max_incomplete_event_size=1 << 16, timeout_keep_alive=30, limit_concurrency=64,
     )  # fmt: skip
 
@@ -300,11 +307,13 @@ def listen(port: int) -> socket.socket:
     return listener
 
 
-def serve(session: Session, listener: socket.socket, *, lang: str = "en", told: Callable[[str], None] = print) -> None:
-    """Serve at a socket of `listen` until Ctrl-C; `told` hears the address."""
+def serve(
+    session: Session, listener: socket.socket, *, lang: str = "en", report: Callable[[str], None] = print
+) -> None:
+    """Serve at a socket of `listen` until Ctrl-C; `report` hears the address."""
     import uvicorn
 
     port = listener.getsockname()[1]
-    server = uvicorn.Server(configured(application(session, lang=lang), port))
-    told(f"http://127.0.0.1:{port}/")
+    server = uvicorn.Server(server_config(application(session, lang=lang), port))
+    report(f"http://127.0.0.1:{port}/")
     server.run(sockets=[listener])

@@ -12,15 +12,15 @@ try:
 except ImportError as error:
     raise ImportError(f"the notebook widget needs {error.name}: pip install 'regard[view]'") from error
 
-from regard.view.page import LANGUAGES, Pages, bundle, finite, packed, static
-from regard.view.seen import Window
+from regard.view.captured_attention import Window
+from regard.view.page import LANGUAGES, PageContent, bundle, finite, pack_array, static
 
 
 class Records(Protocol):
     """What the widget shows: a document, and windows of exact weights."""
 
     @property
-    def document(self) -> Pages: ...
+    def document(self) -> PageContent: ...
 
     def window(
         self, attention: str, head: int, rows: tuple[int, int], columns: tuple[int, int], size: tuple[int, int]
@@ -43,7 +43,7 @@ class Viewer(anywidget.AnyWidget):
         document = record.document
         arrays = {}
         for name, array in document.arrays.items():
-            dtype, shape, data = packed(array)
+            dtype, shape, data = pack_array(array)
             arrays[name] = {"dtype": dtype, "shape": shape, "data": data}
         super().__init__(_about=finite(document.about), _arrays=arrays, _lang=lang)
         self._record = record

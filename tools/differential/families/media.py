@@ -95,25 +95,25 @@ def speaking(draw: Draw) -> Subject:
     sizes = common(draw)
     sizes.pop("activation")
     step = draw.pick("reduction", [1, 2, 4])
-    config = models.SpeakerConfig(VOCABULARY, **sizes, features=3, reduction=step, narrow=4, squeeze=0.0)
+    config = models.SpeechSynthesizerConfig(VOCABULARY, **sizes, features=3, reduction=step, narrow=4, squeeze=0.0)
     lengths = lengths_of(draw)
     groups = [draw.random(f"frames {n}").randint(1, 9) for n in range(len(lengths))]
     items = list(zip(ids(draw, lengths), hidden(draw, [step * n for n in groups], 3), strict=True))
 
     def plain(module: Any, item: Item) -> Tensor:
-        said = module.say(item[0][None], item[1][None])
+        said = module.predict_frames(item[0][None], item[1][None])
         return torch.cat((said.frames[0], said.ends[0].repeat_interleave(step)[:, None]), -1)
 
     def padded(layout: Any, module: Any, items: Sequence[Item]) -> list[Tensor]:
         own = right([len(target) for _, target in items])
-        said = module.say(layout.fill([s for s, _ in items]), own.fill([t for _, t in items]), layout.mask)
+        said = module.predict_frames(layout.fill([s for s, _ in items]), own.fill([t for _, t in items]), layout.mask)
         return own.rows(torch.cat((said.frames, said.ends.repeat_interleave(step, 1)[..., None]), -1))
 
     def generated(module: Any, items: Sequence[Item]) -> list[Tensor]:
         """What is said with a cache is what the same frames give at once."""
         found = []
         for source, target in items:
-            said = module.generate([source], limit=len(target))[0].frames
+            said = module.generate([source], max_frames=len(target))[0].frames
             again = plain(module, (source, said))
             found.append(plain(module, (source, target)) + (said - again[:, :3]).abs().max())
         return found
@@ -121,7 +121,7 @@ def speaking(draw: Draw) -> Subject:
     forms = padded_forms(draw, lengths, ("right", "left", "holes"), padded, gaps=True)
     forms |= {"alone": alone(plain), "generated": generated}
     return Subject(
-        fresh(lambda: models.Speaker(config), draw), items, plain, forms, frozenset({"generated"}), saves=True
+        fresh(lambda: models.SpeechSynthesizer(config), draw), items, plain, forms, frozenset({"generated"}), saves=True
     )
 
 
@@ -174,7 +174,7 @@ def detection(draw: Draw) -> Subject:
         stem=8, widths=(8, 16), depths=(1, 1), bottleneck=draw.pick("bottleneck", [False, True]), norm=norm
     )
     sizes = common(draw)
-    sizes["width"] *= 4 if sizes["width"] % 8 else 1  # sines and cosines of rows and of columns
+    sizes["d_model"] *= 4 if sizes["d_model"] % 8 else 1  # sines and cosines of rows and of columns
     config = models.DetrConfig(
         classes=3, queries=draw.pick("queries", [1, 5]), backbone=backbone, dropout=0.0, **sizes,
         arrangement=draw.pick("arrangement", ["post", "pre"]), anchors=draw.pick("anchors", [False, True]),

@@ -11,9 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import regard as rg
-from regard.nn import Shared
+from regard.nn import LayerContext
 from tools.differential.draw import Draw
-from tools.differential.families.parts import (
+from tools.differential.families.components import (
     NORMS,
     Described,
     Sizes,
@@ -79,12 +79,12 @@ def stack_forms(
         given = draw.pick("form of the mask", ["key_mask", "dense", "tensor"])
         wide = mask[:, None, None]
         keys = rg.nn.key_mask(mask) if given == "key_mask" else rg.dense(wide) if given == "dense" else wide
-        return layout.rows(call(module, x, shared=Shared(keys, positions=positions)))
+        return layout.rows(call(module, x, context=LayerContext(keys, positions=positions)))
 
     def packed(module: nn.Module, items: Sequence[Item]) -> list[Tensor]:
         batch = rg.pack([item[0] for item in items])
-        out = call(module, batch.values[None], shared=Shared(batch.mask, positions=batch.positions))
-        return rg.unpack(batch.holding(out[0]))
+        out = call(module, batch.values[None], context=LayerContext(batch.mask, positions=batch.positions))
+        return rg.unpack(batch.with_values(out[0]))
 
     def stepwise(module: nn.Module, items: Sequence[Item]) -> list[Tensor]:
         found = []
@@ -108,8 +108,8 @@ def self_attention(draw: Draw) -> Subject:
     about = described(draw, 1, size.d_head, size.d_value)
     plain = by_itself(forward)
 
-    def call(module: nn.Module, x: Tensor, shared: Shared) -> Tensor:
-        return module(x, mask=shared.mask)
+    def call(module: nn.Module, x: Tensor, context: LayerContext) -> Tensor:
+        return module(x, mask=context.mask)
 
     def build() -> nn.Module:
         return rg.nn.SelfAttention(size.d_model, size.d_head, size.d_value, attend=about.make())
@@ -123,8 +123,8 @@ def multi_head_attention(draw: Draw) -> Subject:
     size, lengths = sizes(draw), lengths_of(draw)
     about = described(draw, size.heads, size.d_head, size.d_value)
 
-    def call(module: nn.Module, x: Tensor, *, shared: Shared | None = None, cache: Any = None) -> Tensor:
-        return module(x, shared=shared, cache=cache)
+    def call(module: nn.Module, x: Tensor, *, context: LayerContext | None = None, cache: Any = None) -> Tensor:
+        return module(x, context=context, cache=cache)
 
     plain = by_itself(forward)
     caches = {
@@ -151,13 +151,19 @@ def pair_forms(draw: Draw, items: Sequence[Item], call: Callable[..., Tensor]) -
         blank = "noise" if filler == "nan" and torch.is_grad_enabled() else filler
         own = right([len(item[0]) for item in items])
         x, source = own.fill([item[0] for item in items]), layout.fill([item[1] for item in items], blank)
-        return own.rows(call(module, x, source, across=Shared(rg.nn.key_mask(layout.mask))))
+        return own.rows(call(module, x, source, cross_context=LayerContext(rg.nn.key_mask(layout.mask))))
 
     def packed(module: nn.Module, items: Sequence[Item]) -> list[Tensor]:
         x, source = (rg.pack(list(parts)) for parts in zip(*items, strict=True))
-        shared = Shared(x.mask, positions=x.positions)
-        out = call(module, x.values[None], source.values[None], shared=shared, across=Shared(x.over(source)))
-        return rg.unpack(x.holding(out[0]))
+        context = LayerContext(x.mask, positions=x.positions)
+        out = call(
+            module,
+            x.values[None],
+            source.values[None],
+            context=context,
+            cross_context=LayerContext(x.cross_mask(source)),
+        )
+        return rg.unpack(x.with_values(out[0]))
 
     found = padded_forms(draw, sources, ("right", "left", "holes"), padded)
     return {f"source {kind}": form for kind, form in found.items()} | {"packed": packed}
@@ -179,13 +185,19 @@ def cross_attention(draw: Draw) -> Subject:
             return cross
         return rg.nn.CrossBlock(cross, feedforward(draw, size.d_model), residual=residual(draw, size.d_model))
 
-    def call(module: Any, x: Tensor, source: Tensor, *, shared: Any = None, across: Shared | None = None) -> Tensor:
-        return module(x, source, shared=across) if kind == "attention" else module(x, source, across=across)
+    def call(
+        module: Any, x: Tensor, source: Tensor, *, context: Any = None, cross_context: LayerContext | None = None
+    ) -> Tensor:
+        return (
+            module(x, source, context=cross_context)
+            if kind == "attention"
+            else module(x, source, cross_context=cross_context)
+        )
 
     def stepwise(module: Any, items: Sequence[Item]) -> list[Tensor]:
         found = []
         for x, source in items:
-            memory, pieces = rg.nn.Memory(), x.split(chunks(draw, len(x)))
+            memory, pieces = rg.nn.CrossCache(), x.split(chunks(draw, len(x)))
             found.append(torch.cat([module(piece[None], source[None], cache=memory)[0] for piece in pieces]))
         return found
 
@@ -205,8 +217,10 @@ def additive_attention(draw: Draw) -> Subject:
     sources = [draw.random(f"source {n}").randint(1, 20) for n in range(len(lengths))]
     items = list(zip(hidden(draw, lengths, 6), hidden(draw, sources, 10, "source"), strict=True))
 
-    def call(module: Any, x: Tensor, source: Tensor, *, shared: Any = None, across: Shared | None = None) -> Tensor:
-        return module(x, source, mask=None if across is None else across.mask)
+    def call(
+        module: Any, x: Tensor, source: Tensor, *, context: Any = None, cross_context: LayerContext | None = None
+    ) -> Tensor:
+        return module(x, source, mask=None if cross_context is None else cross_context.mask)
 
     plain = by_itself(call)
     build = partial(rg.nn.AdditiveAttention, 6, 10, draw.pick("d_hidden", [4, 8, 24]))
@@ -294,11 +308,11 @@ def encoder(draw: Draw) -> Subject:
         )
         return rg.nn.Encoder(blocks, norm=nn.LayerNorm(size.d_model), bias=bias, repeat=repeat)
 
-    def call(module: nn.Module, x: Tensor, *, shared: Shared | None = None, cache: Any = None) -> Tensor:
-        return module(x, shared=shared, caches=cache)
+    def call(module: nn.Module, x: Tensor, *, context: LayerContext | None = None, cache: Any = None) -> Tensor:
+        return module(x, context=context, cache=cache)
 
     plain = by_itself(forward)
-    forms = {"alone": alone(plain)} | stack_forms(draw, lengths, call, lambda module: module.caches(), about)
+    forms = {"alone": alone(plain)} | stack_forms(draw, lengths, call, lambda module: module.cache(), about)
     items = [(x,) for x in hidden(draw, lengths, size.d_model)]
     return Subject(fresh(build, draw), items, plain, forms, frozenset({"stepwise"}), compiles=frozenset({"alone"}))
 
@@ -311,15 +325,15 @@ def decoder(draw: Draw) -> Subject:
     layers = draw.pick("layers", [1, 2])
 
     def build() -> nn.Module:
-        across = rg.Attention(offset=0)
+        cross_context = rg.Attention(offset=0)
         blocks = []
         for _ in range(layers):
-            cross = rg.nn.MultiHeadAttention(size.d_model, size.heads, d_head=size.d_head, attend=across)
+            cross = rg.nn.MultiHeadAttention(size.d_model, size.heads, d_head=size.d_head, attend=cross_context)
             blocks.append(block(draw, size, about.make(), cross))
         return rg.nn.Decoder(blocks, norm=nn.LayerNorm(size.d_model))
 
-    def call(module: Any, x: Tensor, source: Tensor, *, shared: Any = None, across: Any = None) -> Tensor:
-        return module(x, source, shared=shared, across=across)
+    def call(module: Any, x: Tensor, source: Tensor, *, context: Any = None, cross_context: Any = None) -> Tensor:
+        return module(x, source, context=context, cross_context=cross_context)
 
     def stepwise(module: Any, items: Sequence[Item]) -> list[Tensor]:
         found = []

@@ -43,8 +43,8 @@ def common(draw: Draw, *, layers: bool = True) -> dict[str, Any]:
     """Sizes that all configurations have."""
     heads = draw.pick("heads", [1, 2, 4])
     return {
-        "width": heads * draw.pick("width of a head", [4, 8, 12]), "heads": heads,
-        "hidden": draw.pick("hidden", [8, 24]), "layers": draw.pick("layers", [1, 2, 3]) if layers else 2,
+        "d_model": heads * draw.pick("width of a head", [4, 8, 12]), "heads": heads,
+        "d_hidden": draw.pick("hidden", [8, 24]), "layers": draw.pick("layers", [1, 2, 3]) if layers else 2,
         "activation": draw.pick("activation", sorted(ACTIVATIONS)),
     }  # fmt: skip
 
@@ -57,7 +57,7 @@ def text_config(draw: Draw) -> models.TextConfig:
     sizes = common(draw)
     return models.TextConfig(
         VOCABULARY, **sizes, positions=160, first_position=draw.pick("first position", [0, 2]),
-        segments=draw.pick("segments", [2, 0]), embedding_width=draw.pick("embedding width", [None, 6]),
+        segments=draw.pick("segments", [2, 0]), d_embedding=draw.pick("embedding width", [None, 6]),
         distinct=draw.pick("distinct layers", [None, 1]), norm=draw.pick("norm", ["layer", "rms", "unit_rms"]),
         arrangement=draw.pick("arrangement", ["post", "pre", "sandwich"]),
         pooling=draw.pick("pooling", ["first", "mean", "max", "attention"]),
@@ -94,7 +94,7 @@ def language_config(draw: Draw) -> models.LanguageConfig:
     scalings: list[rg.positions.Scaling] = [rg.positions.Linear(2.0), rg.positions.Yarn(4.0, 16)]
     scaled = rg.nn.Rotary(scaling=draw.pick("scaling", scalings))
     return models.LanguageConfig(
-        VOCABULARY, **sizes, groups=draw.pick("groups", [None, 1]), head_width=draw.pick("head width", [None, 8]),
+        VOCABULARY, **sizes, kv_heads=draw.pick("kv_heads", [None, 1]), d_head=draw.pick("head width", [None, 8]),
         positions=160, rotary=draw.pick("rotary", [None, turn, scaled]),
         arrangement=draw.pick("arrangement", ["pre", "post", "sandwich"]),
         norm=draw.pick("norm", ["layer", "rms", "unit_rms"]),
@@ -111,7 +111,7 @@ def generation(draw: Draw, module: Any, items: Sequence[Item]) -> list[Rows]:
     random = draw.random("prompts")
     prompts = [random.randint(1, len(x)) for (x,) in items]
     steps = min(len(x) - n for (x,), n in zip(items, prompts, strict=True))
-    state, first = module.begin([x[:n] for (x,), n in zip(items, prompts, strict=True)])
+    state, first = module.start_generation([x[:n] for (x,), n in zip(items, prompts, strict=True)])
     found = [[row] for row in state.step(first)]
     order = list(range(len(items)))
     if draw.pick("rows change order", [False, True]):
@@ -128,7 +128,7 @@ def pieces(draw: Draw, module: Any, items: Sequence[Item]) -> list[Rows]:
     """Logits by a cache, each sequence in pieces of several tokens: of the last token of each piece."""
     found = []
     for (x,) in items:
-        state, _ = module.begin([x])
+        state, _ = module.start_generation([x])
         counts = chunks(draw, len(x))
         ends = torch.tensor(counts).cumsum(0) - 1
         found.append(Rows(ends.tolist(), torch.cat([state.step(part[None]) for part in x.split(counts)])))
@@ -152,7 +152,7 @@ def recommender(draw: Draw) -> Subject:
     config, lengths = language_config(draw), lengths_of(draw)
 
     def call(module: Any, x: Any, mask: Tensor | None = None) -> Tensor:
-        return module.following(x, mask)
+        return module.next_item_logits(x, mask)
 
     def plain(module: Any, item: Item) -> Tensor:
         return module(item[0][None])[0, -1]
@@ -194,7 +194,7 @@ def pair_config(draw: Draw, kind: type = models.TransformerConfig, **others: Any
     sizes = common(draw)
     return kind(
         VOCABULARY, **sizes, decoder_layers=draw.pick("decoder layers", [None, 1]),
-        head_width=draw.pick("head width", [None, 8]), scale=draw.pick("scale", [None, 1.0]),
+        d_head=draw.pick("head width", [None, 8]), scale=draw.pick("scale", [None, 1.0]),
         arrangement=draw.pick("arrangement", ["pre", "post"]), norm=draw.pick("norm", ["layer", "rms"]),
         gated=draw.pick("gated", [False, True]), bias=draw.pick("bias", [True, False]),
         output_scale=draw.pick("output scale", [1.0, 0.3]), tied=draw.pick("tied", [True, False]),
@@ -222,9 +222,9 @@ def pair_forms(draw: Draw, items: Sequence[Item], kinds: Sequence[str], filler: 
 
     def stepwise(layout: Any, module: Any, items: Sequence[Item]) -> list[Rows]:
         if layout is None:
-            state, first = module.begin([s for s, _ in items])
+            state, first = module.start_generation([s for s, _ in items])
         else:
-            state, first = module.begin(layout.fill([s for s, _ in items], filler), layout.mask)
+            state, first = module.start_generation(layout.fill([s for s, _ in items], filler), layout.mask)
         steps, found = min(lengths), []
         for step in range(steps):
             found.append(state.step(first if not step else torch.stack([t[step] for _, t in items])[:, None]))

@@ -1,8 +1,17 @@
 """What can be checked: the engines of this installation, attentions of other libraries, and anybody's."""
 
-from regard.check.targets.named import UnknownTarget, of_function, target
-from regard.check.targets.own import installation
+from regard.check.targets.engines import installed_engines
+from regard.check.targets.lookup import UnknownTarget, of_function, target
 from regard.check.targets.peers import PEERS
-from regard.check.targets.target import CAPABILITIES, Refused, Target
+from regard.check.targets.target import CAPABILITIES, NotSupported, Target
 
-__all__ = ["CAPABILITIES", "PEERS", "Refused", "Target", "UnknownTarget", "installation", "of_function", "target"]
+__all__ = [
+    "CAPABILITIES",
+    "PEERS",
+    "NotSupported",
+    "Target",
+    "UnknownTarget",
+    "installed_engines",
+    "of_function",
+    "target",
+]

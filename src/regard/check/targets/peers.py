@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from regard.check.targets.target import Refused, Target
+from regard.check.targets.target import NotSupported, Target
 
 
 def torch_sdpa(
@@ -201,7 +201,7 @@ def _flex() -> Target:
         setup=_source(flex_compiled),
         remarks=NANS | {"memory": QUADRATIC},
         dtypes=(torch.float32, torch.bfloat16, torch.float16),
-        most=1,  # it is compiled anew for every shape, which takes ten seconds and more
+        max_cases=1,  # it is compiled anew for every shape, which takes ten seconds and more
         version=f"torch {torch.__version__}, FlexAttention under torch.compile",
     )
 
@@ -271,4 +271,4 @@ def peer(name: str) -> Target:
     try:
         return PEERS[name]()
     except PackageNotFoundError as error:
-        raise Refused(f"{error.name} is not installed; pip install {error.name}") from None
+        raise NotSupported(f"{error.name} is not installed; pip install {error.name}") from None

@@ -27,7 +27,7 @@ CAPABILITIES = {
 }
 
 
-class Refused(Exception):
+class NotSupported(Exception):
     """Raised by a target that cannot compute a call and says why: the case is then not applicable."""
 
 
@@ -36,34 +36,35 @@ class Target:
     """A function `attention(q, k, v, *, mask=None, causal=False, scale=None, dropout=0.0)` and its promises.
 
     Query is (B, H, Q, D), key (B, G, K, D), value (B, G, K, E), output (B, H, Q, E). Everything is promised that
-    `without` does not take back: it maps capabilities (`CAPABILITIES`), or names of properties, to the reason. A call
+    `unsupported` does not take back: it maps capabilities (`CAPABILITIES`), or names of properties, to the reason. A
+    call
     passes only what it asks for, so that a function needs no parameter for what it does not promise.
 
-    without: what is not promised, and why.
+    unsupported: what is not promised, and why.
     alignment: where the causal mask stands if Q and K differ.
     growth: the power of n with which memory grows.
     dtypes: those that are taken.
     setup: Python that makes `attend`, for reproductions; an import of the function unless given.
     remarks: for a property that fails: what the documentation says of it.
-    most: cases of each property that are run, from the smallest; all unless given.
+    max_cases: cases of each property that are run, from the smallest; all unless given.
     """
 
     name: str
     attention: Callable[..., Tensor]
-    without: Mapping[str, str] = field(default_factory=dict)
+    unsupported: Mapping[str, str] = field(default_factory=dict)
     alignment: Alignment = "bottom-right"
     growth: float = 2.0
     dtypes: tuple[torch.dtype, ...] = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
     setup: str = ""
     remarks: Mapping[str, str] = field(default_factory=dict)
-    most: int | None = None
+    max_cases: int | None = None
     version: str = ""
 
     def __post_init__(self) -> None:
         if self.alignment not in ("bottom-right", "top-left"):
             raise ValueError(f"alignment must be 'bottom-right' or 'top-left', but is {self.alignment!r}")
 
-    def lines(self) -> str:
+    def setup_code(self) -> str:
         """Python that makes `attend`."""
         if self.setup:
             return self.setup

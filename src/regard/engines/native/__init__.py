@@ -1,25 +1,25 @@
 """The compiled kernels: dot-product and additive scores, linear attention, products with weights."""
 
-from regard.engines.native.binding import about, library, missing, release_free_memory
-from regard.engines.native.engine import ENGINE, gradients, why_not, why_rather_not
-from regard.engines.native.looking import pooled, statistics, takes_rows, weights
-from regard.engines.native.products import linear_backward, linear_forward, multiply, panel_rows
+from regard.engines.native.binding import build_info, library, release_free_memory, why_missing
+from regard.engines.native.engine import ENGINE, gradients, why_avoid, why_not
+from regard.engines.native.inspection import can_select_rows, pooled_weights, statistics, weights
+from regard.engines.native.linear import linear_backward, linear_forward, multiply, panel_rows
 
 __all__ = [
     "ENGINE",
-    "about",
+    "build_info",
     "gradients",
     "library",
     "linear_backward",
     "linear_forward",
-    "missing",
+    "why_missing",
     "multiply",
     "panel_rows",
-    "pooled",
+    "pooled_weights",
     "release_free_memory",
     "statistics",
-    "takes_rows",
+    "can_select_rows",
     "weights",
     "why_not",
-    "why_rather_not",
+    "why_avoid",
 ]

@@ -14,10 +14,10 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from regard.engines.plain import NoMemory, address
-from regard.engines.visible import TILE
+from regard.engines.mask_layout import TILE
+from regard.engines.tensor_memory import NoMemory, data_address
 
-INTERFACE = 9  # of csrc/regard.h
+INTERFACE = 10  # of csrc/regard.h
 DTYPES = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3}
 NO_MASK, INTERVALS, TILES = 0, 1, 2  # of a problem's mask
 _ERRORS = {
@@ -53,7 +53,7 @@ class Structure:
         """The layout, where the library was not loaded before."""
         if name not in ("pack", "size", "offsets"):
             raise AttributeError(name)
-        if reason := missing():
+        if reason := why_missing():
             raise RuntimeError(reason)
         return self.__dict__[name]
 
@@ -110,10 +110,10 @@ POOL = Structure("dot_pool", "out rows columns")
 LINEAR = Structure("linear", "B H G N M E dtype threads map reserved q k v")
 LINEAR_RESULT = Structure("linear_result", "out norm")
 LINEAR_GRADIENT = Structure("linear_gradient", "out norm d_out d_q d_k d_v")
-PRODUCT = Structure("product", "M N K x_row out_row x packed bias out threads has_bias")
+PACKED_LINEAR = Structure("packed_linear", "M N K x_row out_row x packed bias out threads has_bias")
 ABSENT = (0, 0, 0, 0, 0, 0)
 ADDRESS = struct.Struct("@P").pack
-_LARGE = 1 << 22  # bytes in which at least one large page lies whole
+_LARGE_PAGE_BYTES = 1 << 22  # bytes in which at least one large page lies whole
 
 
 def _read_layout(text: str) -> str:
@@ -158,7 +158,15 @@ def library() -> ctypes.CDLL | str:
         getattr(found, name).restype = ctypes.c_char_p
     if reason := _read_layout(found.regard_layout().decode()):
         return f"the compiled library has another layout of structures: {reason}; reinstall regard"
-    names = ("dot_forward", "dot_backward", "dot_look", "dot_weights", "dot_map", "linear_forward", "linear_backward")
+    names = (
+        "dot_forward",
+        "dot_backward",
+        "dot_row_statistics",
+        "dot_weights",
+        "dot_map",
+        "linear_forward",
+        "linear_backward",
+    )
     for name in (f"regard_{name}" for name in names):
         getattr(found, name).argtypes = [ctypes.c_char_p, ctypes.c_char_p]
     found.regard_dot_jvp.argtypes = [ctypes.c_char_p] * 3
@@ -169,13 +177,13 @@ def library() -> ctypes.CDLL | str:
     return found
 
 
-def missing() -> str:
+def why_missing() -> str:
     """Why there is no library, or nothing."""
     found = library()
     return found if isinstance(found, str) else ""
 
 
-def about() -> dict[str, str]:
+def build_info() -> dict[str, str]:
     """What one would paste into a bug report."""
     found = library()
     if isinstance(found, str):
@@ -190,10 +198,10 @@ def about() -> dict[str, str]:
 
 def call(name: str, *arguments: bytes | int) -> None:
     if status := getattr(library(), name)(*arguments):
-        raise error(status, arguments[0])
+        raise status_error(status, arguments[0])
 
 
-def error(status: int, given: bytes | int = b"") -> Exception:
+def status_error(status: int, given: bytes | int = b"") -> Exception:
     kind, message = _ERRORS.get(status, (RuntimeError, f"the native engine failed with status {status}"))
     if isinstance(given, bytes) and len(given) == PROBLEM.size:
         sizes = zip("BHGQKDE", struct.unpack_from("@7q", given), strict=True)
@@ -201,25 +209,25 @@ def error(status: int, given: bytes | int = b"") -> Exception:
     return kind(message)
 
 
-def fresh(tensor: Tensor) -> Tensor:
+def prefer_large_pages(tensor: Tensor) -> Tensor:
     """The same, all of which is about to be written: on large pages, since to begin small ones may cost more."""
     found = library()
-    if tensor.nbytes >= _LARGE and not isinstance(found, str):
+    if tensor.nbytes >= _LARGE_PAGE_BYTES and not isinstance(found, str):
         found.regard_prefer_large_pages(tensor.data_ptr(), tensor.nbytes)
     return tensor
 
 
-def place(tensor: Tensor | None) -> tuple[int, ...]:
+def tensor_fields(tensor: Tensor | None) -> tuple[int, ...]:
     """The values of a `regard_tensor`: address, strides (0 along an axis of size 1) and presence."""
     if tensor is None:
         return ABSENT
     strides = [0 if n == 1 else step for n, step in zip(tensor.shape, tensor.stride(), strict=True)]
-    return address(tensor), *strides, *(0,) * (4 - len(strides)), 1
+    return data_address(tensor), *strides, *(0,) * (4 - len(strides)), 1
 
 
-def rows_of(tensor: Tensor | None) -> tuple[int, ...]:
+def row_fields(tensor: Tensor | None) -> tuple[int, ...]:
     """The same for rows that lie close."""
-    return ABSENT if tensor is None else (*place(tensor)[:4], 1, 1)
+    return ABSENT if tensor is None else (*tensor_fields(tensor)[:4], 1, 1)
 
 
 def release_free_memory() -> None:

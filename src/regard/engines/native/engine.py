@@ -14,87 +14,89 @@ from torch import Tensor
 from regard.cache import CACHE
 from regard.engines import reference
 from regard.engines.derivatives import apply, holds_transformed, outside_transforms
-from regard.engines.lowering import Fixed, Lowered, lower
-from regard.engines.native.attend import backward, forward, laid_like, output_of, packed
-from regard.engines.native.binding import ABSENT, ADDRESS, PROBLEM, RESULT, TENSOR, call, missing, place
-from regard.engines.native.jvp import Attend
-from regard.engines.plain import LOWEST, NoMemory, address, direct, materialised
+from regard.engines.lowering import LoweredConstants, LoweredTensors, lower
+from regard.engines.mask_layout import layout_tensors, mask_layout
+from regard.engines.native.attention import backward, empty_output, forward, forward_output, pack_problem
+from regard.engines.native.binding import ABSENT, ADDRESS, PROBLEM, RESULT, TENSOR, call, tensor_fields, why_missing
+from regard.engines.native.jvp import NativeOperator
 from regard.engines.problem import Engine, Problem
-from regard.engines.visible import mask_layout, visible_keys
-from regard.positions.biases import Shaw, built_in
+from regard.engines.tensor_memory import SMALLEST_ADDRESS, NoMemory, data_address, is_direct, materialize
+from regard.positions.biases import Shaw, is_built_in
 from regard.scores import BUILT_IN, Additive, Dot
 
 SMALL = 1 << 24  # bytes of dense weights below which torch.func is served by torch's own operators
-LAYOUTS = 16  # of query, key and value, for which a problem is packed beforehand
+MAX_PACKED = 16  # of query, key and value, for which a problem is packed beforehand
 BITS_BYTES = 1 << 28  # what the bits of partial tiles may take
-LONGEST = 2**31 - 1 - 1024  # the kernels number keys and queries with 32 bits
+MAX_SIZE = 2**31 - 1 - 1024  # the kernels number keys and queries with 32 bits
 
 
-def constant(function: Any) -> None:
+def assume_constant(function: Any) -> None:
     """What torch.compiler.assume_constant_result does, without loading the compiler: tracing does not enter it."""
     function._dynamo_marked_constant = True
 
 
-constant(missing)
-constant(visible_keys)
+assume_constant(why_missing)
+assume_constant(layout_tensors)
 
 
 def run(
     problem: Problem, query: Tensor, key: Tensor, value: Tensor, seed: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
-    if (problem.grad or problem.tangent) and (wide := _without_half(problem)) is not None:
+    if (problem.grad or problem.tangent) and (wide := _in_float32(problem)) is not None:
         output, lse = run(wide, query.to(wide.dtype), key.to(wide.dtype), value.to(wide.dtype), seed)
         return output.to(problem.dtype), lse
     if torch.compiler.is_compiling() or not problem.direct:
-        return _indirect(problem, query, key, value, seed)
+        return _run_operator(problem, query, key, value, seed)
     try:
         if problem.memo and seed is None:  # packed before, so plain; the plan belongs to this mode of differentiation
-            return _plain_forward(problem, query, key, value)
+            return _cached_forward(problem, query, key, value)
         plain = seed is None and problem.bias is None and problem.sink is None and isinstance(problem.score, Dot)
-        derived = problem.grad or problem.tangent or problem.functional
+        derived = problem.grad or problem.tangent or problem.in_transform
         if plain and not derived and not problem.score.tensors():
-            return _plain_forward(problem, query, key, value)
-        x, shaw, fixed = prepared(problem, query, key, value, seed)
-        return _in_place(problem, x, shaw, fixed)
+            return _cached_forward(problem, query, key, value)
+        x, shaw, fixed = prepare(problem, query, key, value, seed)
+        return _run_kernel(problem, x, shaw, fixed)
     except NoMemory:  # zeros without storage, or memory that was freed
-        return _indirect(replace(problem, direct=False), query, key, value, seed)
+        return _run_operator(replace(problem, direct=False), query, key, value, seed)
 
 
-def _without_half(problem: Problem) -> Problem | None:
+def _in_float32(problem: Problem) -> Problem | None:
     """The problem in float32, where a gradient in half precision would be rounded in parts before they are added up."""
-    if problem.dtype == problem.arithmetic:
+    if problem.dtype == problem.compute_dtype:
         return None
     per_head = isinstance(problem.score, Additive) and problem.score.weight.numel() > problem.D
     in_parts = (per_head and problem.G < problem.frame.H) or any(
         isinstance(part, Shaw) for part in (problem.bias.parts() if problem.bias is not None else ())
     )
-    return replace(problem, dtype=problem.arithmetic) if in_parts else None
+    return replace(problem, dtype=problem.compute_dtype) if in_parts else None
 
 
-def _indirect(
+def _run_operator(
     problem: Problem, query: Tensor, key: Tensor, value: Tensor, seed: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
     """Pending negations and zeros get memory of their own; what is not plain then goes to the registered operator."""
-    x, shaw, fixed = prepared(problem, query, key, value, seed)
+    x, shaw, fixed = prepare(problem, query, key, value, seed)
     if not torch.compiler.is_compiling():
-        x = Lowered(*(None if tensor is None else materialised(tensor) for tensor in x))  # type: ignore[arg-type]
-        if direct(x):
-            return _in_place(problem, x, shaw, fixed)
+        x = LoweredTensors(*(None if tensor is None else materialize(tensor) for tensor in x))  # type: ignore[arg-type]
+        if is_direct(x):
+            return _run_kernel(problem, x, shaw, fixed)
     output, lse, mass = torch.ops.regard.dot(*x, *fixed[:-1])
-    return _with_values(problem, shaw, output, mass), lse
+    return _add_shaw_values(problem, shaw, output, mass), lse
 
 
-def _in_place(problem: Problem, x: Lowered, shaw: Shaw | None, fixed: Fixed) -> tuple[Tensor, Tensor | None]:
-    if problem.grad or problem.tangent or problem.functional:
-        output, lse, mass = apply(Attend(fixed), *x)
+def _run_kernel(
+    problem: Problem, x: LoweredTensors, shaw: Shaw | None, fixed: LoweredConstants
+) -> tuple[Tensor, Tensor | None]:
+    if problem.grad or problem.tangent or problem.in_transform:
+        output, lse, mass = apply(NativeOperator(fixed), *x)
     elif not problem.lse and not fixed.sizes[1]:
-        return output_of(x, fixed), None
+        return forward_output(x, fixed), None
     else:
         output, lse, mass = forward(x, fixed)
-    return _with_values(problem, shaw, output, mass), lse
+    return _add_shaw_values(problem, shaw, output, mass), lse
 
 
-def _with_values(problem: Problem, shaw: Shaw | None, output: Tensor, mass: Tensor) -> Tensor:
+def _add_shaw_values(problem: Problem, shaw: Shaw | None, output: Tensor, mass: Tensor) -> Tensor:
     """The output with the value half of Shaw's positions."""
     if shaw is None or shaw.values is None:
         return output
@@ -109,11 +111,11 @@ def gradients(
 
     Without a sink and without Shaw's values.
     """
-    if (wide := _without_half(problem)) is not None:
+    if (wide := _in_float32(problem)) is not None:
         problem, tensors = wide, [tensor.to(wide.dtype) for tensor in tensors]
         output, grad_output = output.to(wide.dtype), grad_output.to(wide.dtype)
     query, key, value = tensors
-    x, _, fixed = prepared(problem, query, key, value, seed)
+    x, _, fixed = prepare(problem, query, key, value, seed)
     with torch.no_grad():
         wants_bias = x.bias is not None and x.bias.requires_grad
         found = backward(x, fixed, (output, lse, lse), (grad_output, grad_lse, None), wants_bias)
@@ -121,19 +123,21 @@ def gradients(
     return [given for given, _ in pairs], [grad for _, grad in pairs]
 
 
-def prepared(
+def prepare(
     problem: Problem, query: Tensor, key: Tensor, value: Tensor, seed: Tensor | None
-) -> tuple[Lowered, Shaw | None, Fixed]:
+) -> tuple[LoweredTensors, Shaw | None, LoweredConstants]:
     x, shaw, scale = lower(problem, query, key, value)
     frame = problem.frame
-    visible: tuple[Tensor, ...] = ()
+    layout: tuple[Tensor, ...] = ()
     strides = 0, 0
     if problem.mask is not None:
-        *axes, offsets = frame.key()
+        *axes, offsets = frame.cache_key()
         # Sizes as plain numbers: where they are symbols, tracing fixes them, since what is visible depends on them.
-        visible, strides = visible_keys(problem.mask, (*map(operator.index, axes), tuple(map(operator.index, offsets))))
+        layout, strides = layout_tensors(
+            problem.mask, (*map(operator.index, axes), tuple(map(operator.index, offsets)))
+        )
         if not problem.direct:  # constants, as modes want them: fake tensors, proxies
-            visible = tuple(torch.ops.aten.lift_fresh_copy(tensor) for tensor in visible)
+            layout = tuple(torch.ops.aten.lift_fresh_copy(tensor) for tensor in layout)
     offset, radius, wants = None, 0, 0
     if shaw is not None:
         with outside_transforms():
@@ -141,18 +145,18 @@ def prepared(
         radius, wants = shaw.reach, int(shaw.values is not None)
     softcap = problem.score.softcap if isinstance(problem.score, Dot) else None
     numbers = (scale, softcap or 0.0, problem.temperature, problem.dropout)
-    return x, shaw, Fixed(visible, offset, seed, numbers, (radius, wants, *strides), problem)
+    return x, shaw, LoweredConstants(layout, offset, seed, numbers, (radius, wants, *strides), problem)
 
 
-class Packed(NamedTuple):
+class PackedProblem(NamedTuple):
     """A problem as the kernel takes it, cut where the addresses of query, key and value belong."""
 
-    cuts: list[bytes]
+    segments: list[bytes]
     epoch: int  # of the cache, when its mask layout was last seen there
     mask_layout: Any  # a weak reference, or None without a mask
 
 
-def _plain_forward(problem: Problem, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor | None]:
+def _cached_forward(problem: Problem, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor | None]:
     """What was packed before, but for the addresses: a small call is all packing."""
     layout = (query.stride(), key.stride(), value.stride(), torch.get_num_threads())
     known, frame, mask = problem.memo.get(layout), problem.frame, problem.mask
@@ -160,45 +164,45 @@ def _plain_forward(problem: Problem, query: Tensor, key: Tensor, value: Tensor) 
     if known is not None and mask is not None:
         held = known.mask_layout()
         if held is None or known.epoch != CACHE.epoch:  # it may have gone, and else counts as used
-            epoch, now = CACHE.epoch, mask_layout(mask, frame.key())
+            epoch, now = CACHE.epoch, mask_layout(mask, frame.cache_key())
             known = known._replace(epoch=epoch) if now is held else None
             held = now
             if known is not None:
                 problem.memo[layout] = known
     if known is None:
-        x, _, fixed = prepared(problem, query, key, value, None)
-        whole, before = packed(x, fixed), 0
+        x, _, fixed = prepare(problem, query, key, value, None)
+        whole, before = pack_problem(x, fixed), 0
         cuts = []
         for name in "qkv":
             at = PROBLEM.offsets[name] + TENSOR.offsets["data"]
             cuts.append(whole[before:at])
             before = at + len(ADDRESS(0))
         cuts.append(whole[before:])
-        known = Packed(cuts, CACHE.epoch, None)
+        known = PackedProblem(cuts, CACHE.epoch, None)
         if mask is not None:
-            held = mask_layout(mask, frame.key())
+            held = mask_layout(mask, frame.cache_key())
             known = known._replace(mask_layout=weakref.ref(held))
-        if len(problem.memo) >= LAYOUTS:
+        if len(problem.memo) >= MAX_PACKED:
             problem.memo.clear()
-        if held is None or held.tensors is fixed.visible:  # not where the cache keeps nothing
+        if held is None or held.tensors is fixed.mask_layout:  # not where the cache keeps nothing
             problem.memo[layout] = known
-    head, q, k, v = known.cuts
-    output = laid_like(query, problem.E)
-    lse = query.new_empty((frame.B, frame.H, frame.Q), dtype=problem.arithmetic) if problem.lse else None
+    head, q, k, v = known.segments
+    output = empty_output(query, problem.E)
+    lse = query.new_empty((frame.B, frame.H, frame.Q), dtype=problem.compute_dtype) if problem.lse else None
     at_query, at_key, at_value = query.data_ptr(), key.data_ptr(), value.data_ptr()
-    if at_query < LOWEST or at_key < LOWEST or at_value < LOWEST:
-        at_query, at_key, at_value = address(query), address(key), address(value)
+    if at_query < SMALLEST_ADDRESS or at_key < SMALLEST_ADDRESS or at_value < SMALLEST_ADDRESS:
+        at_query, at_key, at_value = data_address(query), data_address(key), data_address(value)
     call(
         "regard_dot_forward",
         head + ADDRESS(at_query) + q + ADDRESS(at_key) + k + ADDRESS(at_value) + v,
-        RESULT.pack(output.data_ptr(), *output.stride(), 1, *place(lse), *ABSENT),
+        RESULT.pack(output.data_ptr(), *output.stride(), 1, *tensor_fields(lse), *ABSENT),
     )
     return output, lse
 
 
 def why_not(problem: Problem) -> list[str]:
     reasons, score = [], problem.score
-    if reason := missing():
+    if reason := why_missing():
         reasons.append(reason)
     if problem.device.type != "cpu":
         reasons.append(f"its kernels run on a CPU, not on {problem.device}")
@@ -207,17 +211,17 @@ def why_not(problem: Problem) -> list[str]:
     frame = problem.frame
     sizes = {"B": frame.B, "H": frame.H, "Q": frame.Q, "K": frame.K, "D": problem.D, "E": problem.E}
     for axis, n in sizes.items():
-        if n > LONGEST:
-            reasons.append(f"its kernels count to {LONGEST:,} along an axis, but {axis} is {n:,}")
+        if n > MAX_SIZE:
+            reasons.append(f"its kernels count to {MAX_SIZE:,} along an axis, but {axis} is {n:,}")
     if type(score) not in BUILT_IN:
         reasons.append(f"its kernels know dot products and the additive score, not {score!r}")
     if problem.bias is not None:
         parts = problem.bias.parts()
-        if not built_in(problem.bias):
+        if not is_built_in(problem.bias):
             reasons.append(f"its kernels do not know {problem.bias!r}")
         if sum(isinstance(part, Shaw) for part in parts) > 1:
             reasons.append("its kernels take one shaw")
-    if not problem.direct and (problem.tangent or problem.functional):
+    if not problem.direct and (problem.tangent or problem.in_transform):
         reasons.append("tangents and torch.func transforms of tensors that are not plain are left to torch's operators")
     if problem.sharded:
         reasons.append("its operator has no rule for DTensor; pass the part of this process, .to_local()")
@@ -233,16 +237,16 @@ def why_not(problem: Problem) -> list[str]:
         reasons.append("transforms are nested deeper than its derivatives go")
     if problem.tangent and not problem.direct:
         reasons.append("its registered operator, which tensors that are not plain go to, has no forward mode")
-    if problem.functional and problem.dropout:
+    if problem.in_transform and problem.dropout:
         reasons.append("a torch.func transform may hold the seed of dropout")
-    if problem.functional and holds_transformed(problem.mask):
+    if problem.in_transform and holds_transformed(problem.mask):
         reasons.append("it reads the mask, which a torch.func transform holds")
     return reasons
 
 
-def why_rather_not(problem: Problem) -> list[str]:
+def why_avoid(problem: Problem) -> list[str]:
     frame = problem.frame
-    if problem.functional and reference.peak_bytes(problem) < SMALL:
+    if problem.in_transform and reference.peak_bytes(problem) < SMALL:
         return ["so small a call within torch.func is left to torch's operators, which take many at once"]
     if problem.mask is None or problem.empty or not problem.mask.opaque:
         return []
@@ -253,8 +257,8 @@ def why_rather_not(problem: Problem) -> list[str]:
 
 
 def peak_bytes(problem: Problem) -> int:
-    frame, width = problem.frame, 8 if problem.arithmetic == torch.float64 else 4
-    return width * torch.get_num_threads() * frame.K * (problem.D + problem.E)
+    frame, itemsize = problem.frame, 8 if problem.compute_dtype == torch.float64 else 4
+    return itemsize * torch.get_num_threads() * frame.K * (problem.D + problem.E)
 
 
-ENGINE = Engine("native", why_not, why_rather_not, run, peak_bytes, dense=lambda problem: False)
+ENGINE = Engine("native", why_not, why_avoid, run, peak_bytes, dense=lambda problem: False)

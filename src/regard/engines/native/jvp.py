@@ -9,35 +9,42 @@ import torch
 from torch import Tensor
 
 from regard.engines.derivatives import Operator, Tensors, push_forward
-from regard.engines.lowering import Fixed, Lowered, by_tiles
-from regard.engines.native.attend import backward, backward_by_operator, forward, laid_like, packed, results
-from regard.engines.native.binding import ABSENT, RESULT, TANGENT, call, place, rows_of
-from regard.engines.plain import address, direct, materialised
+from regard.engines.lowering import LoweredConstants, LoweredTensors, attend_lowered
+from regard.engines.native.attention import (
+    backward,
+    backward_by_operator,
+    empty_output,
+    empty_results,
+    forward,
+    pack_problem,
+)
+from regard.engines.native.binding import ABSENT, RESULT, TANGENT, call, row_fields, tensor_fields
+from regard.engines.tensor_memory import data_address, is_direct, materialize
 
 
 @dataclass(frozen=True, eq=False)
-class Attend(Operator):
+class NativeOperator(Operator):
     """The kernel in eager mode, of the tensors of `Lowered`."""
 
-    fixed: Fixed
+    fixed: LoweredConstants
 
     @property
     def outputs(self) -> int:  # type: ignore[override]
         return 2 + self.fixed.sizes[1]
 
     def compute(self, tensors: Tensors) -> tuple[Tensor, ...]:
-        return forward(Lowered(*tensors), self.fixed)
+        return forward(LoweredTensors(*tensors), self.fixed)
 
     def gradients(self, tensors: Tensors, results: Tensors, grads: Tensors, wanted: Sequence[bool]) -> Tensors:
-        x, given = Lowered(*tensors), (*grads, *(None,) * (3 - self.outputs))
-        if not direct((*tensors, *results, *grads)):
-            return _wanted(backward_by_operator(x, self.fixed[:5], results, given), wanted)
-        return _wanted(backward(x, self.fixed, results, given, wanted[5]), wanted)
+        x, given = LoweredTensors(*tensors), (*grads, *(None,) * (3 - self.outputs))
+        if not is_direct((*tensors, *results, *grads)):
+            return _select_wanted(backward_by_operator(x, self.fixed[:5], results, given), wanted)
+        return _select_wanted(backward(x, self.fixed, results, given, wanted[5]), wanted)
 
     def tangents(self, tensors: Tensors, tangents: Tensors) -> tuple[Tensor, ...]:
-        x = Lowered(*tensors)
-        tangents = [None if t is None or t._is_zerotensor() else materialised(t) for t in tangents]
-        if x.weight is None and direct((*tensors, *tangents)):  # the additive score has no such kernel
+        x = LoweredTensors(*tensors)
+        tangents = [None if t is None or t._is_zerotensor() else materialize(t) for t in tangents]
+        if x.weight is None and is_direct((*tensors, *tangents)):  # the additive score has no such kernel
             return jvp(x, self.fixed, tangents)
         found = push_forward(lambda duals: self.differentiable(duals, False), tensors, tangents)
         if self.outputs == 3:
@@ -45,26 +52,27 @@ class Attend(Operator):
         return *found[:2], found[1].new_empty(0), *found[2:]
 
     def differentiable(self, tensors: Tensors, save: bool) -> tuple[Tensor, ...]:
-        return by_tiles(Lowered(*tensors), self.fixed, save)
+        return attend_lowered(LoweredTensors(*tensors), self.fixed, save)
 
 
-def _wanted(found: Tensors, wanted: Sequence[bool]) -> Tensors:
+def _select_wanted(found: Tensors, wanted: Sequence[bool]) -> Tensors:
     return [grad if want else None for grad, want in zip(found, wanted, strict=True)]
 
 
-def jvp(x: Lowered, fixed: Fixed, tangents: Tensors) -> tuple[Tensor, ...]:
+def jvp(x: LoweredTensors, fixed: LoweredConstants, tangents: Tensors) -> tuple[Tensor, ...]:
     """Output, log-sum-exp and mass by distance, and behind them their tangents; the mass's where it is wanted."""
     dq, dk, dv, diagonal, table, bias, sink, _ = tangents
-    output, lse, mass = results(x.query, x.value, fixed.sizes)
-    d_output, d_lse, d_mass = laid_like(x.query, x.value.shape[3]), torch.empty_like(lse), torch.empty_like(mass)
+    output, lse, mass = empty_results(x.query, x.value, fixed.sizes)
+    d_output, d_lse, d_mass = empty_output(x.query, x.value.shape[3]), torch.empty_like(lse), torch.empty_like(mass)
     wants = bool(fixed.sizes[1])
     diagonal, table, sink = (None if tangent is None else tangent.contiguous() for tangent in (diagonal, table, sink))
     places = (
-        place(dq), place(dk), place(dv), rows_of(diagonal), rows_of(table), place(bias), place(d_output), place(d_lse),
-        rows_of(d_mass) if wants else ABSENT,
+        tensor_fields(dq), tensor_fields(dk), tensor_fields(dv), row_fields(diagonal), row_fields(table),
+        tensor_fields(bias), tensor_fields(d_output), tensor_fields(d_lse),
+        row_fields(d_mass) if wants else ABSENT,
     )  # fmt: skip
-    of_sink = (0, 0) if sink is None else (address(sink), 1)
+    of_sink = (0, 0) if sink is None else (data_address(sink), 1)
     given = TANGENT.pack(*(n for place in places for n in place), *of_sink)
-    room = *place(output), *place(lse), *(rows_of(mass) if wants else ABSENT)
-    call("regard_dot_jvp", packed(x, fixed), given, RESULT.pack(*room))
+    room = *tensor_fields(output), *tensor_fields(lse), *(row_fields(mass) if wants else ABSENT)
+    call("regard_dot_jvp", pack_problem(x, fixed), given, RESULT.pack(*room))
     return (output, lse, mass, d_output, d_lse, d_mass)[: 5 + wants]

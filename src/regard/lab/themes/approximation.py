@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from regard.lab.claim import Claim, Found, Say, Text, Verdict, graded
+from regard.lab.claim import Claim, Findings, PickLabel, Text, Verdict, grade
 
 
 def linear_error(attend=None, spreads=(0.05, 0.1, 0.2, 0.5, 1.0, 2.0), length=256, width=32, seed=0):
@@ -24,7 +24,7 @@ def linear_error(attend=None, spreads=(0.05, 0.1, 0.2, 0.5, 1.0, 2.0), length=25
             "least": min(errors), "most": max(errors)}  # fmt: skip
 
 
-def draw_linear_error(figure: Any, found: Found, say: Say) -> None:
+def draw_linear_error(figure: Any, found: Findings, say: PickLabel) -> None:
     axis = figure.subplots()
     axis.loglog(found["spreads"], found["errors"], "o-", label=say("linear attention, ELU + 1", "线性注意力，ELU + 1"))
     axis.loglog(
@@ -41,7 +41,7 @@ def favor_error(features=None, counts=(16, 64, 256, 1024), length=128, width=32,
     import torch
 
     import regard as rg
-    from regard.lab.clock import growth
+    from regard.lab.complexity import growth
 
     torch.manual_seed(seed)
     q, k, v = torch.randn(3, 4, length, width)
@@ -59,12 +59,12 @@ def favor_error(features=None, counts=(16, 64, 256, 1024), length=128, width=32,
     return found
 
 
-def judge_favor(found: Found) -> Verdict:
+def judge_favor(found: Findings) -> Verdict:
     power = found["power narrow"]
-    return graded(-0.65 < power < -0.4, -0.85 < power < -0.2)
+    return grade(-0.65 < power < -0.4, -0.85 < power < -0.2)
 
 
-def draw_favor_error(figure: Any, found: Found, say: Say) -> None:
+def draw_favor_error(figure: Any, found: Findings, say: PickLabel) -> None:
     axis = figure.subplots()
     for name, spread in found["spreads"].items():
         axis.loglog(
@@ -101,7 +101,7 @@ def window_error(mask=None, reaches=(0, 1, 2, 4, 8, 16, 32, 64, 128, 255), lengt
     return found
 
 
-def draw_window_error(figure: Any, found: Found, say: Say) -> None:
+def draw_window_error(figure: Any, found: Findings, say: PickLabel) -> None:
     axis = figure.subplots()
     axis.semilogx(
         [r + 1 for r in found["reaches"]], found["near"], "o-", label=say("what is sought is near", "所寻之物在附近")
@@ -124,11 +124,12 @@ def draw_window_error(figure: Any, found: Found, say: Say) -> None:
 CLAIMS = (
     Claim(
         "linear-error", "approximation", ("mechanism 9", "approximation"),
-        Text("Linear attention with ELU is another kernel, no approximation of softmax", "使用 ELU 的线性注意力是另一种核，而不是 softmax 的近似"),
+        Text("Linear attention with ELU is another kernel, no approximation of softmax",
+        "使用 ELU 的线性注意力是另一种核，而不是 softmax 的近似"),
         Text("It takes elu(q)+1 times elu(k)+1 in place of the exponential of q·k. How near do the two come to one another?", "它以 (elu(q)+1)·(elu(k)+1) 代替 q·k 的指数。两者究竟有多接近？"),
         r"\phi(q)^\top\phi(k),\ \phi(x)=\operatorname{elu}(x)+1\quad\not\approx\quad e^{q\cdot k/\sqrt d}",
         linear_error,
-        lambda found: graded(found["at_one"] > 0.3, found["at_one"] > 0.05),
+        lambda found: grade(found["at_one"] > 0.3, found["at_one"] > 0.05),
         Text("At unit variance the outputs differ by {at_one:.0%} of their size. They agree ({least:.1%}) only where scores are so small that both are the mean of all values: a model must be trained with it.", "方差为 1 时，两者的输出相差 {at_one:.0%}。只有当分数小到两者都近乎“所有值的平均”时才一致（{least:.1%}）：必须用它来训练模型。"),
         draw_linear_error,
         Text("The relative error of the output against the spread of queries and keys.", "输出的相对误差随查询与键的离散程度的变化。"),
@@ -142,7 +143,8 @@ CLAIMS = (
         favor_error, judge_favor,
         Text("At a spread of 0.25 the error falls like m^{power narrow:.2f} (95%: {low narrow:.2f} to {high narrow:.2f}), to {last narrow:.1%} at the most features. At a spread of 1 it falls like m^{power wide:.2f} only and is still {last wide:.0%}: large scores are beyond it.", "标准差为 0.25 时，误差按 m^{power narrow:.2f} 下降（95% 区间：{low narrow:.2f} 至 {high narrow:.2f}），特征最多时为 {last narrow:.1%}。标准差为 1 时只按 m^{power wide:.2f} 下降，仍有 {last wide:.0%}：分数一大，它就力不从心。"),
         draw_favor_error,
-        Text("The relative error of the output against the number of features, for three spreads of queries and keys.", "三种离散程度下，输出的相对误差随特征数的变化。"),
+        Text("The relative error of the output against the number of features, for three spreads of queries and keys.",
+        "三种离散程度下，输出的相对误差随特征数的变化。"),
         {"length": 64, "counts": (16, 64, 256), "draws": 3},
     ),
     Claim(
@@ -151,7 +153,8 @@ CLAIMS = (
         Text("The error of a window falls as it widens, to 0 when it covers all; how fast depends on where the weight is.", "窗口越宽误差越小，覆盖全部时为 0；下降的快慢取决于权重在哪里。"),
         r"\left\lVert A_w-A\right\rVert\to 0\quad(w\to n)",
         window_error,
-        lambda found: graded(found["whole"] < 1e-5 and found["falls"] and found["near16"] < 0.1, found["whole"] < 1e-5 and found["near16"] < found["anywhere16"]),
+        lambda found: grade(found["whole"] < 1e-5 and found["falls"] and found["near16"] < 0.1,
+        found["whole"] < 1e-5 and found["near16"] < found["anywhere16"]),
         Text("With a reach of 16 the error is {near16:.1%} where neighbours resemble each other, and {anywhere16:.0%} where what is sought is 97 places away. At full reach it is {whole:.0e}.", "半径为 16 时，若相邻词元彼此相似，误差为 {near16:.1%}；若所寻之物在 97 个位置之外，误差为 {anywhere16:.0%}。完全覆盖时为 {whole:.0e}。"),
         draw_window_error,
         Text("The relative error of the output against the reach of the window.", "输出的相对误差随窗口半径的变化。"),

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from regard.lab.claim import Claim, Found, Say, Text, Verdict, graded
-from regard.lab.draw import powers
+from regard.lab.claim import Claim, Findings, PickLabel, Text, Verdict, grade
+from regard.lab.draw import plot_growth
 
 
 def dense_cost(attend=None, lengths=(256, 512, 1024, 2048, 4096), width=64, seed=0):
     import torch
 
-    from regard.lab.clock import costs
+    from regard.lab.complexity import costs
 
     torch.manual_seed(seed)
     attend = attend or (lambda q, k, v: torch.softmax(q @ k.mT / q.shape[-1] ** 0.5, -1) @ v)
@@ -20,30 +20,31 @@ def dense_cost(attend=None, lengths=(256, 512, 1024, 2048, 4096), width=64, seed
     return {**costs(attend, lengths, width), "at_1000": stored[0], "at_10000": stored[1]}
 
 
-def judge_dense(found: Found) -> Verdict:
+def judge_dense(found: Findings) -> Verdict:
     counted = grows(found, "flops", 2) and grows(found, "bytes", 2) and found["at_10000"] == 10**8
-    return graded(counted and timed(found, 2), counted)
+    return grade(counted and timed(found, 2), counted)
 
 
-def grows(found: Found, name: str, power: float, slack: float = 0.12) -> bool:
+def grows(found: Findings, name: str, power: float, slack: float = 0.12) -> bool:
     """Whether a count grows with that power: counts have no noise, but terms of lower order."""
     return abs(found[f"{name}_power"] - power) < slack
 
 
-def timed(found: Found, power: float) -> bool:
+def timed(found: Findings, power: float) -> bool:
     """Whether the interval of the measured time says the power, give or take what caches and calls cost."""
     return (
         found["time_low"] - 0.15 <= power <= found["time_high"] + 0.15 and found["time_high"] - found["time_low"] < 1.5
     )
 
 
-def draw_costs(figure: Any, found: Found, say: Say) -> None:
+def draw_costs(figure: Any, found: Findings, say: PickLabel) -> None:
     for axis, name, label in zip(
         figure.subplots(1, 3), ("flops", "bytes", "seconds"),
-        (say("operations", "运算次数"), say("bytes at the peak", "内存峰值（字节）"), say("seconds of one core", "单核时间（秒）")), strict=True,
+        (say("operations", "运算次数"), say("bytes at the peak", "内存峰值（字节）"), say("seconds of one core", "单核时间（秒）")),
+        strict=True,
     ):  # fmt: skip
         key = "time" if name == "seconds" else name
-        powers(axis, found, [(name, f"n^{found[key + '_power']:.2f}")], say)
+        plot_growth(axis, found, [(name, f"n^{found[key + '_power']:.2f}")], say)
         axis.set_title(label)
 
 
@@ -51,7 +52,7 @@ def tiled_cost(attend=None, lengths=(512, 1024, 2048, 4096, 8192), width=16, see
     import torch
 
     import regard as rg
-    from regard.lab.clock import costs
+    from regard.lab.complexity import costs
 
     torch.manual_seed(seed)
     attend = attend or (lambda q, k, v: rg.attention(q, k, v, engine="tiled"))  # exact, tile by tile, in plain torch
@@ -65,7 +66,7 @@ def window_cost(attend=None, lengths=(512, 1024, 2048, 4096, 8192), width=32, re
     import torch.nn.functional as F
 
     import regard as rg
-    from regard.lab.clock import costs, flops, growth
+    from regard.lab.complexity import costs, flops, growth
 
     def band(q, k, v, w=reach):  # every query meets its 2w + 1 neighbours and nobody else
         keys, values = (F.pad(x, (0, 0, w, w)).unfold(0, 2 * w + 1, 1) for x in (k, v))  # (n, d, 2w + 1)
@@ -86,7 +87,7 @@ def linear_cost(attend=None, lengths=(1024, 2048, 4096, 8192, 16384), width=32, 
     import torch
 
     import regard as rg
-    from regard.lab.clock import costs, flops, growth
+    from regard.lab.complexity import costs, flops, growth
 
     torch.manual_seed(seed)
     attend = attend or rg.LinearAttention("elu")
@@ -95,30 +96,33 @@ def linear_cost(attend=None, lengths=(1024, 2048, 4096, 8192, 16384), width=32, 
     return {**costs(attend, lengths, width), "width_power": wide.power}
 
 
-def judge_linear(found: Found) -> Verdict:
+def judge_linear(found: Findings) -> Verdict:
     counted = grows(found, "flops", 1) and found["bytes_power"] < 1.12
-    return graded(counted and timed(found, 1), counted)
+    return grade(counted and timed(found, 1), counted)
 
 
 def scaling_cost(scaled=None, lengths=(256, 512, 1024, 2048), width=64, seed=0):
     import torch
 
-    from regard.lab.clock import costs
+    from regard.lab.complexity import costs
 
     torch.manual_seed(seed)
     plain = costs(lambda q, k, v: torch.softmax(q @ k.mT, -1) @ v, lengths, width)
     scaled = costs(scaled or (lambda q, k, v: torch.softmax(q @ k.mT / width**0.5, -1) @ v), lengths, width)
     return {
         "lengths": list(lengths), "plain": plain["seconds"], "scaled": scaled["seconds"],
-        "flops_ratio": scaled["flops"][-1] / plain["flops"][-1], "bytes_ratio": scaled["bytes"][-1] / plain["bytes"][-1],
+        "flops_ratio": scaled["flops"][-1] / plain["flops"][-1],
+        "bytes_ratio": scaled["bytes"][-1] / plain["bytes"][-1],
         "plain_power": plain["flops_power"], "scaled_power": scaled["flops_power"],
         "plain_time": plain["time_power"], "scaled_time": scaled["time_power"],
     }  # fmt: skip
 
 
-def draw_scaling_cost(figure: Any, found: Found, say: Say) -> None:
+def draw_scaling_cost(figure: Any, found: Findings, say: PickLabel) -> None:
     axis = figure.subplots()
-    powers(axis, found, [("plain", say("without scaling", "不缩放")), ("scaled", say("with scaling", "缩放"))], say)
+    plot_growth(
+        axis, found, [("plain", say("without scaling", "不缩放")), ("scaled", say("with scaling", "缩放"))], say
+    )
     axis.set_ylabel(say("seconds of one core", "单核时间（秒）"))
 
 
@@ -126,7 +130,7 @@ def sparse_cost(masks=None, lengths=(1024, 2048, 4096, 8192), seed=0):
     import torch
 
     import regard as rg
-    from regard.lab.clock import growth
+    from regard.lab.complexity import growth
 
     patterns = masks or {
         "dense": lambda n: None,
@@ -148,10 +152,10 @@ def sparse_cost(masks=None, lengths=(1024, 2048, 4096, 8192), seed=0):
     return found
 
 
-def draw_sparse_cost(figure: Any, found: Found, say: Say) -> None:
+def draw_sparse_cost(figure: Any, found: Findings, say: PickLabel) -> None:
     axis = figure.subplots()
     names = {"dense": "稠密", "local": "局部", "truncated": "截断", "global": "全局"}
-    powers(
+    plot_growth(
         axis,
         found,
         [(name, f"{say(name, names.get(name, name))}, n^{found['power ' + name]:.2f}") for name in found["names"]],
@@ -164,7 +168,7 @@ def chunking(merge=None, chunks=8, length=2048, width=32, seed=0):
     import torch
 
     import regard as rg
-    from regard.lab.clock import peak_bytes
+    from regard.lab.complexity import peak_bytes
 
     def by_chunks(q, k, v):  # one share of the keys after the other, merged by their log-sum-exp
         pieces = [
@@ -181,7 +185,7 @@ def chunking(merge=None, chunks=8, length=2048, width=32, seed=0):
     return {"off": off, "whole": memory[0], "chunked": memory[1], "share": memory[1] / memory[0], "chunks": chunks}
 
 
-def draw_chunking(figure: Any, found: Found, say: Say) -> None:
+def draw_chunking(figure: Any, found: Findings, say: PickLabel) -> None:
     axis = figure.subplots()
     names = (
         say("all keys at once", "一次处理所有键"),
@@ -195,7 +199,7 @@ def checkpointing(flag=True, layers=6, length=256, width=32, seed=0):
     import torch
 
     import regard as rg
-    from regard.lab.clock import kept_bytes
+    from regard.lab.complexity import saved_bytes
 
     def stack(checkpointing):
         torch.manual_seed(seed)
@@ -206,13 +210,13 @@ def checkpointing(flag=True, layers=6, length=256, width=32, seed=0):
     x = torch.randn(1, length, width, requires_grad=True)
     kept, gradients = [], []
     for net in (stack(False), stack(flag)):
-        kept.append(kept_bytes(lambda: net(x), *net.parameters()))
+        kept.append(saved_bytes(lambda: net(x), *net.parameters()))
         gradients.append(torch.autograd.grad(net(x).square().sum(), list(net.parameters())))
     off = max((a - b).norm() / (a.norm() + 1e-30) for a, b in zip(*gradients)).item()
     return {"plain": kept[0], "checkpointed": kept[1], "share": kept[1] / kept[0], "off": off}
 
 
-def draw_checkpointing(figure: Any, found: Found, say: Say) -> None:
+def draw_checkpointing(figure: Any, found: Findings, say: PickLabel) -> None:
     axis = figure.subplots()
     names = (say("all kept", "全部保留"), say("checkpointed", "使用检查点"))
     axis.barh(names, [found["plain"] / 1e6, found["checkpointed"] / 1e6], 0.5, color=["C0", "C1"])
@@ -220,8 +224,10 @@ def draw_checkpointing(figure: Any, found: Found, say: Say) -> None:
 
 
 POWERS = Text(
-    "Operations grow like n^{flops_power:.2f}, peak memory like n^{bytes_power:.2f}, time like n^{time_power:.2f} (95%: {time_low:.2f} to {time_high:.2f}).",
-    "运算次数按 n^{flops_power:.2f} 增长，内存峰值按 n^{bytes_power:.2f}，时间按 n^{time_power:.2f}（95% 区间：{time_low:.2f} 至 {time_high:.2f}）。",
+    "Operations grow like n^{flops_power:.2f}, peak memory like n^{bytes_power:.2f}, time like n^{time_power:.2f} "
+    "(95%: {time_low:.2f} to {time_high:.2f}).",
+    "运算次数按 n^{flops_power:.2f} 增长，内存峰值按 n^{bytes_power:.2f}，时间按 n^{time_power:.2f}（95% 区间：{time_low:.2f} 至 "
+    "{time_high:.2f}）。",
 )
 GROWTH = Text(
     "Operations, peak memory and processor time against length; logarithmic axes, with fitted powers.",
@@ -237,8 +243,10 @@ def more(en: str, zh: str) -> Text:
 CLAIMS = (
     Claim(
         "dense-cost", "cost", ("claim 8",),
-        Text("Attention takes O(n²d) time, and O(n²) memory when weights are stored", "注意力需要 O(n²d) 的时间；若保存权重，还需 O(n²) 的内存"),
-        Text("A million weights at n = 1,000, and a hundred million at n = 10,000.", "n = 1000 时有一百万个权重，n = 10000 时有一亿个。"),
+        Text("Attention takes O(n²d) time, and O(n²) memory when weights are stored",
+        "注意力需要 O(n²d) 的时间；若保存权重，还需 O(n²) 的内存"),
+        Text("A million weights at n = 1,000, and a hundred million at n = 10,000.",
+        "n = 1000 时有一百万个权重，n = 10000 时有一亿个。"),
         r"T(n)=O(n^2 d),\qquad M(n)=O(n^2)",
         dense_cost, judge_dense,
         more("There are {at_1000:,} and {at_10000:,} weights.", "权重分别有 {at_1000:,} 与 {at_10000:,} 个。"),
@@ -251,7 +259,7 @@ CLAIMS = (
         Text("So says a heading over O(n·m). With n queries and n keys that is n²: doubling the length takes four times the work.", "有资料在 O(n·m) 上方写了这样的标题。n 个查询、n 个键时那就是 n²：长度加倍，工作量变为四倍。"),
         r"O(n\cdot m)\overset{?}{=}O(n)",
         dense_cost,
-        lambda found: graded(found["flops_power"] < 1.2 and found["time_low"] < 1.2),
+        lambda found: grade(found["flops_power"] < 1.2 and found["time_low"] < 1.2),
         more("Right is: quadratic.", "正确的说法是：二次复杂度。"),
         draw_costs, GROWTH,
         {"lengths": (64, 128, 256, 512)},
@@ -259,16 +267,17 @@ CLAIMS = (
     Claim(
         "tiled-cost", "cost", ("claim 8",),
         Text("Tiled attention is exact, in O(n²d) time and O(n) memory", "分块注意力是精确的：O(n²d) 时间，O(n) 内存"),
-        Text("Tile by tile with a running softmax, the weights are never stored, and nothing is approximated.", "逐块计算，softmax 随之更新：从不保存权重，也没有任何近似。"),
+        Text("Tile by tile with a running softmax, the weights are never stored, and nothing is approximated.",
+        "逐块计算，softmax 随之更新：从不保存权重，也没有任何近似。"),
         r"T(n)=O(n^2d),\qquad M(n)=O(n)",
         tiled_cost,
-        lambda found: graded(
+        lambda found: grade(
             found["off"] < 1e-12 and grows(found, "flops", 2) and found["bytes_power"] < 1.1 and timed(found, 2),
             found["off"] < 1e-12 and grows(found, "flops", 2) and found["bytes_power"] < 1.1,
         ),
         more("It differs from dense attention by {off:.0e}.", "与稠密注意力相差 {off:.0e}。"),
         draw_costs, GROWTH,
-        {"lengths": (256, 512, 1024), "width": 8},
+        {"lengths": (256, 512, 1024), "d_model": 8},
     ),
     Claim(
         "window-cost", "cost", ("claim 8",),
@@ -276,27 +285,28 @@ CLAIMS = (
         Text("A query that meets w neighbours costs the same, however long the text is.", "每个查询只看 w 个邻居，无论文本多长，代价都一样。"),
         r"T(n)=O(n\,w\,d),\qquad M(n)=O(n\,w)",
         window_cost,
-        lambda found: graded(
+        lambda found: grade(
             grows(found, "flops", 1) and grows(found, "bytes", 1) and grows(found, "width", 1) and timed(found, 1),
             grows(found, "flops", 1) and grows(found, "bytes", 1) and grows(found, "width", 1),
         ),
         more("Operations grow with the window like w^{width_power:.2f}. The band agrees with regard's window mask to {off:.0e}.", "运算次数随窗口按 w^{width_power:.2f} 增长。带状计算与 regard 的窗口掩码相差 {off:.0e}。"),
         draw_costs, GROWTH,
-        {"lengths": (128, 256, 512, 1024), "width": 16},
+        {"lengths": (128, 256, 512, 1024), "d_model": 16},
     ),
     Claim(
         "linear-cost", "cost", ("claim 8", "mechanism 9"),
         Text("Linear attention is O(n·d²)", "线性注意力为 O(n·d²)"),
-        Text("Sums over keys are taken first, into a state of d × d numbers that every query reads.", "先对所有键求和，得到一个 d × d 的状态，每个查询都只读这个状态。"),
+        Text("Sums over keys are taken first, into a state of d × d numbers that every query reads.",
+        "先对所有键求和，得到一个 d × d 的状态，每个查询都只读这个状态。"),
         r"o_i=\frac{\phi(q_i)^\top\sum_j\phi(k_j)v_j^\top}{\phi(q_i)^\top\sum_j\phi(k_j)}",
         linear_cost,
-        lambda found: graded(
+        lambda found: grade(
             judge_linear(found) is Verdict.HOLDS and grows(found, "width", 2),
             judge_linear(found) is not Verdict.FALSE and grows(found, "width", 2, 0.3),
         ),
         more("With the width, operations grow like d^{width_power:.2f}.", "运算次数随维度按 d^{width_power:.2f} 增长。"),
         draw_costs, GROWTH,
-        {"lengths": (256, 512, 1024), "width": 16},
+        {"lengths": (256, 512, 1024), "d_model": 16},
     ),
     Claim(
         "scaling-cost", "cost", ("claim 9",),
@@ -304,7 +314,7 @@ CLAIMS = (
         Text("Some sources offer the division by √d as the answer to the quadratic cost. It changes numbers, not how many there are.", "有些资料把“除以 √d”当作平方开销的解决办法。它改变的是数值，而不是数值的个数。"),
         r"\operatorname{cost}\!\left(\operatorname{softmax}\frac{QK^\top}{\sqrt d}V\right)\overset{?}{\ll}\operatorname{cost}\left(\operatorname{softmax}(QK^\top)V\right)",
         scaling_cost,
-        lambda found: graded(found["scaled_power"] < found["plain_power"] - 0.5),
+        lambda found: grade(found["scaled_power"] < found["plain_power"] - 0.5),
         Text("With scaling, operations are {flops_ratio:.2f} times and memory {bytes_ratio:.2f} times what they are without; both grow like n^{scaled_power:.2f} and n^{plain_power:.2f}. (Scaling answers saturation.)", "缩放之后，运算次数为不缩放时的 {flops_ratio:.2f} 倍，内存为 {bytes_ratio:.2f} 倍；两者分别按 n^{scaled_power:.2f} 与 n^{plain_power:.2f} 增长。（缩放解决的是饱和问题。）"),
         draw_scaling_cost,
         Text("Processor time with and without scaling.", "缩放与不缩放时的处理器时间。"),
@@ -316,7 +326,7 @@ CLAIMS = (
         Text("Local windows, truncated ones that look back only, a few global tokens, and Longformer, which is windows and global tokens together.", "局部窗口、只向后看的截断窗口、少量全局词元，以及把窗口与全局词元结合起来的 Longformer。"),
         r"\sum_i |\{j: M_{ij}=1\}| = O(n)",
         sparse_cost,
-        lambda found: graded(found["most"] < 1.15 and found["dense_power"] > 1.9),
+        lambda found: grade(found["most"] < 1.15 and found["dense_power"] > 1.9),
         Text("The work in the tiles that are visited grows at most like n^{most:.2f}, where all pairs grow like n^{dense_power:.2f}.", "在实际访问的块中，工作量至多按 n^{most:.2f} 增长；全部配对则按 n^{dense_power:.2f}。"),
         draw_sparse_cost,
         Text("Operations of regard's kernels against length, by mask.", "regard 的计算核在各种掩码下的运算次数随长度的变化。"),
@@ -324,11 +334,13 @@ CLAIMS = (
     Claim(
         "chunking", "cost", ("mechanism 9",),
         Text("Chunks of keys, merged, give the same in less memory", "把键分块计算再合并，结果相同而内存更少"),
-        Text("Each chunk gives its output and the logarithm of its sum; merged by these, they give exactly the whole.", "每一块给出自己的输出与对数和；据此合并，得到的正是整体的结果。"),
+        Text("Each chunk gives its output and the logarithm of its sum; merged by these, they give exactly the whole.",
+        "每一块给出自己的输出与对数和；据此合并，得到的正是整体的结果。"),
         r"o=\sum_c \frac{e^{\ell_c}}{\sum_{c'}e^{\ell_{c'}}}\,o_c",
         chunking,
-        lambda found: graded(found["off"] < 1e-12 and found["share"] < 0.5),
-        Text("The merged output differs by {off:.1e}; it took {share:.0%} of the memory.", "合并后的输出相差 {off:.1e}；所用内存为原来的 {share:.0%}。"),
+        lambda found: grade(found["off"] < 1e-12 and found["share"] < 0.5),
+        Text("The merged output differs by {off:.1e}; it took {share:.0%} of the memory.",
+        "合并后的输出相差 {off:.1e}；所用内存为原来的 {share:.0%}。"),
         draw_chunking,
         Text("Peak memory of 2,048 queries and keys.", "2048 个查询与键时的内存峰值。"),
         {"length": 1024},
@@ -336,11 +348,13 @@ CLAIMS = (
     Claim(
         "checkpointing", "cost", ("mechanism 9",),
         Text("Gradient checkpointing gives the same gradients in less memory", "梯度检查点：梯度相同，内存更少"),
-        Text("Only what enters a block is kept; the rest is computed again on the way back.", "只保留进入每个模块的张量，其余在反向传播时重新计算。"),
+        Text("Only what enters a block is kept; the rest is computed again on the way back.",
+        "只保留进入每个模块的张量，其余在反向传播时重新计算。"),
         r"M=O(L\cdot n\,d)\ll O\left(L\cdot n\,(c\,d+h)\right)",
         checkpointing,
-        lambda found: graded(found["off"] < 1e-5 and found["share"] < 0.5),
-        Text("Gradients differ by {off:.1e}; what is kept for the backward pass shrinks to {share:.0%}.", "梯度相差 {off:.1e}；为反向传播保留的内存缩减到 {share:.0%}。"),
+        lambda found: grade(found["off"] < 1e-5 and found["share"] < 0.5),
+        Text("Gradients differ by {off:.1e}; what is kept for the backward pass shrinks to {share:.0%}.",
+        "梯度相差 {off:.1e}；为反向传播保留的内存缩减到 {share:.0%}。"),
         draw_checkpointing,
         Text("What six blocks keep for their backward pass.", "六个模块为反向传播保留的内存。"),
     ),

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from regard.lab.claim import Claim, Found, Say, Text, Verdict, graded
-from regard.lab.draw import heat
+from regard.lab.claim import Claim, Findings, PickLabel, Text, Verdict, grade
+from regard.lab.draw import heatmap
 
 
 def gradient_path(attend=None, length=24, seed=0):
@@ -25,11 +25,11 @@ def gradient_path(attend=None, length=24, seed=0):
             "gradient": gradient.tolist(), "expected": expected.tolist(), "weights": weights.T.tolist()}  # fmt: skip
 
 
-def draw_gradient_path(figure: Any, found: Found, say: Say) -> None:
+def draw_gradient_path(figure: Any, found: Findings, say: PickLabel) -> None:
     left, middle, right = figure.subplots(1, 3)
-    heat(left, found["weights"], say("weights, transposed", "权重的转置"))
-    heat(middle, found["expected"], "αᵀ · dL/dout")
-    heat(right, found["gradient"], say("dL/dV by autograd", "自动求导得到的 dL/dV"))
+    heatmap(left, found["weights"], say("weights, transposed", "权重的转置"))
+    heatmap(middle, found["expected"], "αᵀ · dL/dout")
+    heatmap(right, found["gradient"], say("dL/dV by autograd", "自动求导得到的 dL/dV"))
 
 
 def gradient_distance(reader=None, length=64, width=64, repeats=4, seed=0):
@@ -38,7 +38,7 @@ def gradient_distance(reader=None, length=64, width=64, repeats=4, seed=0):
     import torch
 
     import regard as rg
-    from regard.lab.clock import slope
+    from regard.lab.complexity import slope
 
     def recurrent(kind, gain=1.0, forget=0.0):
         net = kind(width, width, batch_first=True)
@@ -73,15 +73,15 @@ def gradient_distance(reader=None, length=64, width=64, repeats=4, seed=0):
     return found
 
 
-def judge_gradient_distance(found: Found) -> Verdict:
+def judge_gradient_distance(found: Findings) -> Verdict:
     low, high = found["rates attention"]
     flat = low > 0.99 and high < 1.01
     fades = found["rates RNN"][1] < 0.9
     slower = [found["rate " + name] > found["rate RNN"] + 0.01 for name in ("LSTM", "LSTM, forget bias 2", "GRU")]
-    return graded(flat and fades and all(slower), flat and fades and any(slower))
+    return grade(flat and fades and all(slower), flat and fades and any(slower))
 
 
-def draw_gradient_distance(figure: Any, found: Found, say: Say) -> None:
+def draw_gradient_distance(figure: Any, found: Findings, say: PickLabel) -> None:
     axis = figure.subplots()
     names = {
         "attention": "注意力",
@@ -107,14 +107,15 @@ CLAIMS = (
         Text("One step leads from every output to every value, and its length is the weight.", "从每个输出到每个值只有一步，步长就是权重。"),
         r"\frac{\partial L}{\partial V_j}=\sum_i \alpha_{ij}\,\frac{\partial L}{\partial o_i}",
         gradient_path,
-        lambda found: graded(found["off"] < 1e-12),
+        lambda found: grade(found["off"] < 1e-12),
         Text("What autograd gives differs from the formula by {off:.1e}.", "自动求导的结果与公式相差 {off:.1e}。"),
         draw_gradient_path,
         Text("Weights, and the gradient of the values by the formula and by autograd.", "权重，以及由公式与自动求导得到的值的梯度。"),
     ),
     Claim(
         "gradient-distance", "gradients", ("claim 7",),
-        Text("Gradients do not fade with distance in attention; in an RNN they do, exponentially", "注意力中的梯度不随距离衰减；RNN 中则指数衰减"),
+        Text("Gradients do not fade with distance in attention; in an RNN they do, exponentially",
+        "注意力中的梯度不随距离衰减；RNN 中则指数衰减"),
         Text("For attention the gradient of the last output is flat over the distance. For a plain RNN it decays (or, with larger weights, grows) exponentially; for LSTM and GRU it decays more slowly.", "在注意力中，最后一个输出的梯度与距离无关。在普通 RNN 中，它指数衰减（权重较大时则指数增长）；在 LSTM 与 GRU 中衰减较慢。"),
         r"\left\lVert\frac{\partial o_n}{\partial x_{n-t}}\right\rVert\propto \rho^{\,t}",
         gradient_distance,
@@ -122,6 +123,6 @@ CLAIMS = (
         Text("Each step multiplies the gradient by {rate attention:.3f} in attention, {rate RNN:.2f} in an RNN ({rate RNN, larger weights:.2f} with larger weights), {rate GRU:.2f} in a GRU and {rate LSTM:.2f} in an LSTM as torch starts it, {rate LSTM, forget bias 2:.2f} with the forget gate open: what a gated network keeps depends on its gates.", "每一步，梯度在注意力中乘以 {rate attention:.3f}，在 RNN 中乘以 {rate RNN:.2f}（权重较大时为 {rate RNN, larger weights:.2f}），在 GRU 中乘以 {rate GRU:.2f}；在 LSTM 中，按 torch 默认初始化为 {rate LSTM:.2f}，遗忘门打开时为 {rate LSTM, forget bias 2:.2f}：门控网络能记住多少，取决于它的门。"),
         draw_gradient_distance,
         Text("The gradient of the last output with respect to inputs before it, at the start of training; all of width 64.", "训练开始时，最后一个输出对之前各输入的梯度；宽度均为 64。"),
-        {"length": 32, "width": 16, "repeats": 1},
+        {"length": 32, "d_model": 16, "repeats": 1},
     ),
 )  # fmt: skip

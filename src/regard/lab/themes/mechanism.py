@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from regard.lab.claim import Claim, Found, Say, Text, graded
-from regard.lab.draw import heat
+from regard.lab.claim import Claim, Findings, PickLabel, Text, grade
+from regard.lab.draw import heatmap
 
 
 def steps(attend=None, source=None, head=3, seed=0):
@@ -21,12 +21,12 @@ def steps(attend=None, source=None, head=3, seed=0):
     weights = torch.softmax(scaled, -1)  # 3. softmax
     output = weights @ v  # 4. weighted sum of the values
     once = (attend or rg.attention)(q, k, v)
-    return {**real.described(), "tokens": real.tokens, "scores": scores.tolist(), "scaled": scaled.tolist(),
+    return {**real.weight_names(), "tokens": real.tokens, "scores": scores.tolist(), "scaled": scaled.tolist(),
             "weights": weights.tolist(), "output": output.tolist(), "width": q.shape[-1],
             "off": ((once - output).norm() / output.norm()).item()}  # fmt: skip
 
 
-def draw_steps(figure: Any, found: Found, say: Say) -> None:
+def draw_steps(figure: Any, found: Findings, say: PickLabel) -> None:
     figure.set_size_inches(7.6, 5.6)
     axes = figure.subplots(2, 2).flatten()
     words = found["tokens"]
@@ -37,9 +37,9 @@ def draw_steps(figure: Any, found: Found, say: Say) -> None:
         ("weights", say("3. softmax: weights", "3. softmax：权重"), {"vmin": 0}),
     )
     for axis, (name, title, looks) in zip(axes, titles, strict=False):
-        figure.colorbar(heat(axis, found[name], title, words, words, **looks), ax=axis, shrink=0.8)
+        figure.colorbar(heatmap(axis, found[name], title, words, words, **looks), ax=axis, shrink=0.8)
     figure.colorbar(
-        heat(axes[3], found["output"], say("4. weighted sum: output", "4. 加权和：输出"), words, cmap="RdBu_r"),
+        heatmap(axes[3], found["output"], say("4. weighted sum: output", "4. 加权和：输出"), words, cmap="RdBu_r"),
         ax=axes[3],
         shrink=0.8,
     )
@@ -57,11 +57,12 @@ def layer(build=None, d_model=48, d_key=16, d_value=24, seed=0):
     q, k, v = net.query(x), net.key(x), net.value(x)  # d_model to d_key, d_key, d_value
     by_hand = net.output(torch.softmax(q @ k.mT / d_key**0.5, -1) @ v)  # and back to d_model
     return {"off": ((net(x) - by_hand).norm() / by_hand.norm()).item(), "shapes": [list(t.shape[1:]) for t in (x, q, k, v, by_hand)],
-            "parts": ["x", "q", "k", "v", "output"], "d_key": q.shape[-1], "d_value": v.shape[-1], "d_out": net(x).shape[-1],
+            "parts": ["x", "q", "k", "v", "output"], "d_key": q.shape[-1], "d_value": v.shape[-1],
+            "d_out": net(x).shape[-1],
             "values": [t[0].tolist() for t in (x, q, k, v, by_hand)]}  # fmt: skip
 
 
-def draw_layer(figure: Any, found: Found, say: Say) -> None:
+def draw_layer(figure: Any, found: Findings, say: PickLabel) -> None:
     widths = [shape[1] for shape in found["shapes"]]
     axes = figure.subplots(1, 5, width_ratios=[w + 8 for w in widths])
     names = {
@@ -72,7 +73,7 @@ def draw_layer(figure: Any, found: Found, say: Say) -> None:
         "output": say("output", "输出"),
     }
     for axis, part, values, width in zip(axes, found["parts"], found["values"], widths, strict=True):
-        heat(axis, values, names[part], cmap="RdBu_r", vmin=-3, vmax=3)
+        heatmap(axis, values, names[part], cmap="RdBu_r", vmin=-3, vmax=3)
         axis.set_xlabel(str(width))
     axes[0].set_ylabel(say("10 tokens", "10 个词元"))
 
@@ -94,11 +95,11 @@ def heads(combine=None, source=None, seed=0):
         whole = real.layer(real.x[None])[0]
     weights = torch.stack(weights)
     pairs = [(a - b).abs().sum(-1).mean().item() / 2 for n, a in enumerate(weights) for b in weights[n + 1 :]]
-    return {**real.described(), "tokens": real.tokens, "heads": len(weights), "weights": weights[:8].tolist(),
+    return {**real.weight_names(), "tokens": real.tokens, "heads": len(weights), "weights": weights[:8].tolist(),
             "apart": sum(pairs) / len(pairs), "off": ((by_hand - whole).norm() / whole.norm()).item()}  # fmt: skip
 
 
-def draw_heads(figure: Any, found: Found, say: Say) -> None:
+def draw_heads(figure: Any, found: Findings, say: PickLabel) -> None:
     count = len(found["weights"])
     columns = min(count, 4)
     figure.set_size_inches(7.6, 2.4 * -(-count // columns) + 0.3)
@@ -106,7 +107,7 @@ def draw_heads(figure: Any, found: Found, say: Say) -> None:
         zip(figure.subplots(-(-count // columns), columns, squeeze=False).flatten(), found["weights"], strict=False)
     ):
         first, bottom = n % columns == 0, n >= count - columns
-        heat(
+        heatmap(
             axis,
             weights,
             say(f"head {n + 1}", f"第 {n + 1} 个头"),
@@ -121,7 +122,7 @@ def scores(additive=None, widths=(8, 16, 32, 64), seed=0):
     import torch
 
     import regard as rg
-    from regard.lab.clock import growth
+    from regard.lab.complexity import growth
 
     torch.manual_seed(seed)
     q, k, w = torch.randn(6, 16).double(), torch.randn(9, 16).double(), torch.randn(16).double()
@@ -138,14 +139,15 @@ def scores(additive=None, widths=(8, 16, 32, 64), seed=0):
     count = lambda module: sum(p.numel() for p in module.parameters())
     sizes = [count((additive or rg.nn.AdditiveAttention)(d, d, d)) for d in widths]
     return {"widths": list(widths), "additive": sizes, "power": growth(widths, sizes).power, "last": sizes[-1],
-            "off": max(off), "names": list(pairs), "tables": [by_hand.tolist() for _, by_hand in pairs.values()], "dot": 0}  # fmt: skip
+            "off": max(off), "names": list(pairs), "tables": [by_hand.tolist() for _, by_hand in pairs.values()],
+            "dot": 0}  # fmt: skip
 
 
-def draw_scores(figure: Any, found: Found, say: Say) -> None:
+def draw_scores(figure: Any, found: Findings, say: PickLabel) -> None:
     axes = figure.subplots(1, 4)
     names = {"dot": say("dot", "点积"), "additive": say("additive", "加性"), "cosine": say("cosine", "余弦")}
     for axis, name, table in zip(axes, found["names"], found["tables"], strict=False):
-        heat(axis, table, names[name], cmap="RdBu_r")
+        heatmap(axis, table, names[name], cmap="RdBu_r")
     axes[3].loglog(found["widths"], found["additive"], "o-", label=f"d^{found['power']:.2f}")
     axes[3].set(title=say("parameters, additive", "加性打分的参数量"), xlabel="d")
     axes[3].minorticks_off()
@@ -169,7 +171,7 @@ def masks(attend=None, source=None, real_tokens=6, seed=0):
         "causal": torch.ones(n, n).tril().bool(),
     }
     attend = attend or (lambda mask: rg.Attention(mask=mask).weights(q, k))
-    found = {**real.described(), "tokens": real.tokens, "off": 0.0, "leaked": 0.0, "kinds": list(kinds)}
+    found = {**real.weight_names(), "tokens": real.tokens, "off": 0.0, "leaked": 0.0, "kinds": list(kinds)}
     for name, mask in kinds.items():
         by_hand = torch.softmax((q @ k.T / q.shape[-1] ** 0.5).masked_fill(~seen[name], -torch.inf), -1)
         weights = attend(mask)
@@ -179,7 +181,7 @@ def masks(attend=None, source=None, real_tokens=6, seed=0):
     return found
 
 
-def draw_masks(figure: Any, found: Found, say: Say) -> None:
+def draw_masks(figure: Any, found: Findings, say: PickLabel) -> None:
     figure.set_size_inches(7.6, 3.3)
     titles = {
         "none": say("no mask", "无掩码"),
@@ -187,7 +189,7 @@ def draw_masks(figure: Any, found: Found, say: Say) -> None:
         "causal": say("causal: j ≤ i", "因果掩码：j ≤ i"),
     }
     for n, (axis, name) in enumerate(zip(figure.subplots(1, 3), found["kinds"], strict=True)):
-        heat(axis, found[name], titles[name], found["tokens"] if n == 0 else (), found["tokens"], vmin=0, vmax=1)
+        heatmap(axis, found[name], titles[name], found["tokens"] if n == 0 else (), found["tokens"], vmin=0, vmax=1)
 
 
 def positions(table=None, length=64, width=32, seed=0):
@@ -209,12 +211,13 @@ def positions(table=None, length=64, width=32, seed=0):
     by_hand = torch.softmax((q @ k.T + torch.einsum("qd,qkd->qk", q, keys[distance])) / width**0.5, -1)
     shaw = rg.Attention(bias=rg.shaw(keys)).weights(q, k)
     return {"off": (pe - formula).abs().max().item(), "shaw": (shaw - by_hand).abs().max().item(), "learned": learned.requires_grad,
-            "drift": max((d.max() - d.min()).item() for d in along), "table": pe.tolist(), "along": [d.mean().item() for d in along]}  # fmt: skip
+            "drift": max((d.max() - d.min()).item() for d in along), "table": pe.tolist(),
+            "along": [d.mean().item() for d in along]}  # fmt: skip
 
 
-def draw_positions(figure: Any, found: Found, say: Say) -> None:
+def draw_positions(figure: Any, found: Findings, say: PickLabel) -> None:
     left, right = figure.subplots(1, 2)
-    heat(left, found["table"], say("sinusoidal table", "正弦位置编码"), cmap="RdBu_r")
+    heatmap(left, found["table"], say("sinusoidal table", "正弦位置编码"), cmap="RdBu_r")
     left.set(xlabel=say("coordinate", "维度"), ylabel=say("position", "位置"))
     right.plot(found["along"])
     right.set(xlabel=say("distance of two positions", "两个位置的距离"), ylabel=say("their product", "编码的内积"))
@@ -227,7 +230,7 @@ def model(classifier=None, seed=0):
 
     torch.manual_seed(seed)
     config = rg.models.TextConfig(
-        vocabulary=50, width=32, layers=3, heads=4, hidden=64, segments=0, pooling="mean", classes=3
+        vocabulary=50, d_model=32, layers=3, heads=4, d_hidden=64, segments=0, pooling="mean", classes=3
     )
     net = (classifier or rg.models.SequenceClassifier)(config).double().eval()
     ids, body = torch.randint(50, (1, 12)), net.encoder
@@ -251,11 +254,11 @@ def model(classifier=None, seed=0):
     }
 
 
-def draw_model(figure: Any, found: Found, say: Say) -> None:
+def draw_model(figure: Any, found: Findings, say: PickLabel) -> None:
     axes = figure.subplots(1, 3, width_ratios=[5, 5, 2])
-    heat(axes[0], found["states"], say("after the last block", "最后一个模块之后"), cmap="RdBu_r")
-    heat(axes[1], found["pooled"], say("pooled", "池化之后"), cmap="RdBu_r")
-    heat(axes[2], found["logits"], say("logits", "输出"), cmap="RdBu_r")
+    heatmap(axes[0], found["states"], say("after the last block", "最后一个模块之后"), cmap="RdBu_r")
+    heatmap(axes[1], found["pooled"], say("pooled", "池化之后"), cmap="RdBu_r")
+    heatmap(axes[2], found["logits"], say("logits", "输出"), cmap="RdBu_r")
 
 
 WEIGHTS = Text("The weights are those of {weights_en}.", "所用权重：{weights_zh}。")
@@ -264,24 +267,29 @@ CLAIMS = (
     Claim(
         "steps", "mechanism", ("mechanism 1",),
         Text("Attention in four steps", "注意力的四个步骤"),
-        Text("Similarity of queries with keys, scaling, softmax, weighted sum of the values.", "查询与键的相似度、缩放、softmax、对值加权求和。"),
+        Text("Similarity of queries with keys, scaling, softmax, weighted sum of the values.",
+        "查询与键的相似度、缩放、softmax、对值加权求和。"),
         r"\operatorname{Attention}(Q,K,V)=\operatorname{softmax}\!\left(\frac{QK^\top}{\sqrt{d_k}}\right)V",
         steps,
-        lambda found: graded(found["off"] < 1e-10),
-        Text(f"The four steps and one call of regard differ by {{off:.1e}}. {WEIGHTS.en}", f"四个步骤与 regard 的一次调用相差 {{off:.1e}}。{WEIGHTS.zh}"),
+        lambda found: grade(found["off"] < 1e-10),
+        Text(f"The four steps and one call of regard differ by {{off:.1e}}. {WEIGHTS.en}",
+        f"四个步骤与 regard 的一次调用相差 {{off:.1e}}。{WEIGHTS.zh}"),
         draw_steps,
         Text("One head on a sentence: each row is a query, each column a key.", "一个注意力头在一句话上的计算：每行是一个查询，每列是一个键。"),
     ),
     Claim(
         "scores", "mechanism", ("mechanism 2",),
         Text("Three scores: dot, additive, cosine", "三种打分：点积、加性、余弦"),
-        Text("The additive score learns O(d²) parameters in its two projections; the plain dot product none.", "加性打分的两个投影要学习 O(d²) 个参数，而点积一个也没有。"),
+        Text("The additive score learns O(d²) parameters in its two projections; the plain dot product none.",
+        "加性打分的两个投影要学习 O(d²) 个参数，而点积一个也没有。"),
         r"q\cdot k,\qquad v^\top\tanh(W_qq+W_kk),\qquad \frac{q\cdot k}{|q||k|}",
         scores,
-        lambda found: graded(found["off"] < 1e-12 and abs(found["power"] - 2) < 0.12 and found["dot"] == 0, found["off"] < 1e-12 and abs(found["power"] - 2) < 0.3),
+        lambda found: grade(found["off"] < 1e-12 and abs(found["power"] - 2) < 0.12 and found["dot"] == 0,
+        found["off"] < 1e-12 and abs(found["power"] - 2) < 0.3),
         Text("The formulas agree with regard's scores to {off:.0e}. The additive parameters grow like d^{power:.2f}, to {last:,} at d = 64; the dot product has {dot}.", "公式与 regard 的打分一致（误差 {off:.0e}）。加性打分的参数量按 d^{power:.2f} 增长，d = 64 时为 {last:,} 个；点积有 {dot} 个。"),
         draw_scores,
-        Text("The same queries and keys by three scores, and how many parameters the additive one has.", "同一组查询与键的三种打分，以及加性打分的参数量。"),
+        Text("The same queries and keys by three scores, and how many parameters the additive one has.",
+        "同一组查询与键的三种打分，以及加性打分的参数量。"),
     ),
     Claim(
         "layer", "mechanism", ("mechanism 4",),
@@ -289,18 +297,20 @@ CLAIMS = (
         Text("Three projections lead from d_model to d_key, d_key and d_value; attention; and a projection back to d_model.", "三个投影把 d_model 变为 d_key、d_key 与 d_value；做注意力；再投影回 d_model。"),
         r"\operatorname{softmax}\!\left(\frac{XW_Q(XW_K)^\top}{\sqrt{d_k}}\right)XW_V\,W_O",
         layer,
-        lambda found: graded(found["off"] < 1e-12),
-        Text("Projected by hand it differs by {off:.1e}; widths are {d_key}, {d_key}, {d_value}, and {d_out} again.", "逐步手算与模块相差 {off:.1e}；宽度依次为 {d_key}、{d_key}、{d_value}，最后回到 {d_out}。"),
+        lambda found: grade(found["off"] < 1e-12),
+        Text("Projected by hand it differs by {off:.1e}; widths are {d_key}, {d_key}, {d_value}, and {d_out} again.",
+        "逐步手算与模块相差 {off:.1e}；宽度依次为 {d_key}、{d_key}、{d_value}，最后回到 {d_out}。"),
         draw_layer,
         Text("Ten tokens on their way through a layer, and the width of each part.", "十个词元经过一层的过程，以及各部分的宽度。"),
     ),
     Claim(
         "heads", "mechanism", ("mechanism 5",),
         Text("Heads look at different things, side by side", "多个头并行地关注不同的内容"),
-        Text("h projections in parallel, their outputs concatenated and projected once more.", "h 组投影并行计算，把输出拼接起来，再做一次投影。"),
+        Text("h projections in parallel, their outputs concatenated and projected once more.",
+        "h 组投影并行计算，把输出拼接起来，再做一次投影。"),
         r"\operatorname{MultiHead}(X)=\operatorname{Concat}(\mathrm{head}_1,\dots,\mathrm{head}_h)W^O",
         heads,
-        lambda found: graded(found["off"] < 1e-5 and found["apart"] > 0.05),
+        lambda found: grade(found["off"] < 1e-5 and found["apart"] > 0.05),
         Text(f"The {{heads}} heads by themselves, concatenated and projected, differ from the layer by {{off:.1e}} (float32). Two heads differ in {{apart:.0%}} of their weight. {WEIGHTS.en}", f"{{heads}} 个头分别计算、拼接、投影，与整层相差 {{off:.1e}}（float32）。任意两个头平均有 {{apart:.0%}} 的权重不同。{WEIGHTS.zh}"),
         draw_heads,
         Text("The weights of the first heads on the same sentence.", "前几个头在同一句话上的权重。"),
@@ -308,10 +318,11 @@ CLAIMS = (
     Claim(
         "masks", "mechanism", ("mechanism 6",),
         Text("Masks: what may not be seen has no weight", "掩码：不可见之处权重为零"),
-        Text("Padding hides filler, the causal mask hides what comes later. Masked scores are −∞ before the softmax.", "填充掩码遮住填充符，因果掩码遮住后文。被遮住的分数在 softmax 之前为 −∞。"),
+        Text("Padding hides filler, the causal mask hides what comes later. Masked scores are −∞ before the softmax.",
+        "填充掩码遮住填充符，因果掩码遮住后文。被遮住的分数在 softmax 之前为 −∞。"),
         r"s_{ij}\leftarrow-\infty\quad(M_{ij}=0),\qquad M^{\text{causal}}_{ij}=[\,j\le i\,]",
         masks,
-        lambda found: graded(found["leaked"] == 0 and found["off"] < 1e-10),
+        lambda found: grade(found["leaked"] == 0 and found["off"] < 1e-10),
         Text(f"The weight on what is hidden is {{leaked:g}}, exactly; what is left agrees with −∞ before the softmax to {{off:.0e}}. {WEIGHTS.en}", f"被遮住之处的权重恰为 {{leaked:g}}；其余与“softmax 前置为 −∞”相差 {{off:.0e}}。{WEIGHTS.zh}"),
         draw_masks,
         Text("The same head without a mask, with padding and with a causal mask.", "同一个头：无掩码、填充掩码、因果掩码。"),
@@ -322,10 +333,11 @@ CLAIMS = (
         Text("Sines and cosines of falling frequency; a table that is trained; or, after Shaw et al., a vector for every distance.", "频率递减的正弦与余弦；可训练的表；或如 Shaw 等人那样，每个距离对应一个向量。"),
         r"PE_{p,2i}=\sin\frac{p}{10000^{2i/d}},\qquad PE_{p,2i+1}=\cos\frac{p}{10000^{2i/d}}",
         positions,
-        lambda found: graded(found["off"] < 1e-6 and found["shaw"] < 1e-12 and found["learned"] and found["drift"] < 1e-4),
+        lambda found: grade(found["off"] < 1e-6 and found["shaw"] < 1e-12 and found["learned"] and found["drift"] < 1e-4),
         Text("regard's table agrees with the formula to {off:.0e}, its relative scores with Shaw's to {shaw:.0e}. Products of two sinusoidal positions depend on their distance alone (to {drift:.0e}).", "regard 的编码表与公式相差 {off:.0e}，相对打分与 Shaw 的公式相差 {shaw:.0e}。两个正弦编码的内积只取决于它们的距离（误差 {drift:.0e}）。"),
         draw_positions,
-        Text("The sinusoidal table, and the product of two of its rows against their distance.", "正弦编码表，以及其中两行的内积随距离的变化。"),
+        Text("The sinusoidal table, and the product of two of its rows against their distance.",
+        "正弦编码表，以及其中两行的内积随距离的变化。"),
     ),
     Claim(
         "model", "mechanism", ("mechanism 8",),
@@ -333,9 +345,10 @@ CLAIMS = (
         Text("Embedding and position; N times self-attention and feed-forward, each with residual and layer norm; pooling; output layer.", "词嵌入与位置；N 次“自注意力 + 前馈”，各带残差与层归一化；池化；输出层。"),
         r"x\leftarrow\operatorname{LN}(x+\operatorname{MHA}(x)),\qquad x\leftarrow\operatorname{LN}(x+\operatorname{FFN}(x))",
         model,
-        lambda found: graded(found["off"] < 1e-10),
+        lambda found: grade(found["off"] < 1e-10),
         Text("Put together by hand in this order, it differs from regard's classifier by {off:.1e}.", "按此顺序手工拼装，与 regard 的分类模型相差 {off:.1e}。"),
         draw_model,
-        Text("Hidden states of twelve tokens, their mean, and the logits of three classes.", "十二个词元的隐状态、它们的平均，以及三个类别的输出。"),
+        Text("Hidden states of twelve tokens, their mean, and the logits of three classes.",
+        "十二个词元的隐状态、它们的平均，以及三个类别的输出。"),
     ),
 )  # fmt: skip

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from regard.lab.claim import Claim, Found, Say, Text, Verdict, graded
+from regard.lab.claim import Claim, Findings, PickLabel, Text, Verdict, grade
 
 
 def variance(scale=None, widths=(4, 16, 64, 256, 1024), pairs=100_000, seed=0):
@@ -24,7 +24,7 @@ def variance(scale=None, widths=(4, 16, 64, 256, 1024), pairs=100_000, seed=0):
             "off": max(off)}  # fmt: skip
 
 
-def draw_variance(figure: Any, found: Found, say: Say) -> None:
+def draw_variance(figure: Any, found: Findings, say: PickLabel) -> None:
     axis = figure.subplots()
     axis.loglog(found["widths"], found["plain"], "o-", label=say("q·k", "q·k"))
     axis.loglog(found["widths"], found["scaled"], "o-", label="q·k / √d")
@@ -50,7 +50,7 @@ def spread(scores=None, pairs=400_000, width=64, seed=0):
             "counts": counts.tolist(), "edges": edges.tolist(), "deviation": scores.std().item()}  # fmt: skip
 
 
-def draw_spread(figure: Any, found: Found, say: Say) -> None:
+def draw_spread(figure: Any, found: Findings, say: PickLabel) -> None:
     axis = figure.subplots()
     axis.stairs(found["counts"], found["edges"], fill=True, alpha=0.55)
     for bound, style in ((20, ":"), (24, "--")):
@@ -80,7 +80,7 @@ def saturation(scale=None, widths=(4, 16, 64, 256, 1024, 4096), keys=32, rows=25
     return found
 
 
-def draw_saturation(figure: Any, found: Found, say: Say) -> None:
+def draw_saturation(figure: Any, found: Findings, say: PickLabel) -> None:
     left, right = figure.subplots(1, 2)
     for name, label in (("plain", say("unscaled", "不缩放")), ("scaled", say("scaled by 1/√d", "除以 √d"))):
         left.semilogx(found["widths"], found["top_" + name], "o-", label=label)
@@ -108,7 +108,7 @@ def temperature(attend=None, temperatures=(0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0,
             "rises": all(b >= a - 1e-9 for a, b in zip(entropy, entropy[1:]))}  # fmt: skip
 
 
-def draw_temperature(figure: Any, found: Found, say: Say) -> None:
+def draw_temperature(figure: Any, found: Findings, say: PickLabel) -> None:
     left, right = figure.subplots(1, 2)
     chosen = [0, 2, 4, 6, 8]
     for n in chosen:
@@ -139,12 +139,12 @@ def overflow(softmax=None, seed=0):
     return found
 
 
-def judge_overflow(found: Found) -> Verdict:
+def judge_overflow(found: Findings) -> Verdict:
     breaks = found["from_float32"] is not None and abs(found["from_float32"] - found["log_max_float32"]) <= 1
-    return graded(breaks and found["stable_float32_worst"] < 1e-6)
+    return grade(breaks and found["stable_float32_worst"] < 1e-6)
 
 
-def draw_overflow(figure: Any, found: Found, say: Say) -> None:
+def draw_overflow(figure: Any, found: Findings, say: PickLabel) -> None:
     axis = figure.subplots()
     for n, name in enumerate(("float32", "bfloat16", "float16")):
         pairs = [(x, y) for x, y in zip(found["logits"], found[f"naive_{name}"], strict=True) if y is not None]
@@ -167,14 +167,16 @@ CLAIMS = (
         "variance", "softmax", ("claim 1",),
         Text("The variance of a dot product is d", "点积的方差等于维度 d"),
         Text(
-            "Queries and keys with entries of variance 1 have dot products of variance d; divided by √d they have variance 1 again.",
+            "Queries and keys with entries of variance 1 have dot products of variance d; divided by √d they have "
+            "variance 1 again.",
             "若查询与键的各分量方差为 1，则它们点积的方差为 d；除以 √d 之后，方差恢复为 1。",
         ),
         r"\operatorname{Var}(q\cdot k)=d_k,\qquad \operatorname{Var}\!\left(\frac{q\cdot k}{\sqrt{d_k}}\right)=1",
         variance,
-        lambda found: graded(found["off"] < 0.05, found["off"] < 0.2),
+        lambda found: grade(found["off"] < 0.05, found["off"] < 0.2),
         Text(
-            "At d = 64 the variance is {plain64:.1f}, and {scaled64:.3f} after scaling. No width is off by more than {off:.1%}.",
+            "At d = 64 the variance is {plain64:.1f}, and {scaled64:.3f} after scaling. No width is off by more than "
+            "{off:.1%}.",
             "d = 64 时方差为 {plain64:.1f}，缩放后为 {scaled64:.3f}。各个维度下的偏差都不超过 {off:.1%}。",
         ),
         draw_variance,
@@ -190,9 +192,10 @@ CLAIMS = (
         ),
         r"P\left(|q\cdot k|\le 3\sqrt{d_k}\right)\approx 0.997",
         spread,
-        lambda found: graded(found["within24"] > 0.995, found["within24"] > 0.95),
+        lambda found: grade(found["within24"] > 0.995, found["within24"] > 0.95),
         Text(
-            "Within ±24 lie {within24:.2%} (the normal law says {normal24:.2%}), within ±20 {within20:.1%}: the tails of a sum of products are a little heavier than normal ones.",
+            "Within ±24 lie {within24:.2%} (the normal law says {normal24:.2%}), within ±20 {within20:.1%}: the tails "
+            "of a sum of products are a little heavier than normal ones.",
             "落在 ±24 之内的有 {within24:.2%}（正态分布给出 {normal24:.2%}），±20 之内有 {within20:.1%}：乘积之和的尾部比正态分布略厚。",
         ),
         draw_spread,
@@ -203,17 +206,21 @@ CLAIMS = (
         "saturation", "softmax", ("claim 3",),
         Text("Without scaling, the softmax saturates and its gradient vanishes", "不缩放时，softmax 会饱和，梯度随之消失"),
         Text(
-            "As d grows, unscaled scores grow apart, one key takes all the weight, and the gradient of the softmax goes to 0. Scaled by 1/√d, nothing of this happens.",
+            "As d grows, unscaled scores grow apart, one key takes all the weight, and the gradient of the softmax "
+            "goes to 0. Scaled by 1/√d, nothing of this happens.",
             "随着 d 增大，未缩放的分数彼此拉开，一个键独占全部权重，softmax 的梯度趋于 0。除以 √d 之后，这一切都不会发生。",
         ),
         r"\frac{\partial \alpha_i}{\partial s_j}=\alpha_i(\delta_{ij}-\alpha_j)\;\to\;0\qquad(\alpha\to e_m)",
         saturation,
-        lambda found: graded(
+        lambda found: grade(
             found["kept_plain"] < 0.05 and found["last_plain"] > 0.9 and 0.5 < found["kept_scaled"] < 2 and found["last_scaled"] < 0.5
         ),
         Text(
-            "From the narrowest to the widest, {kept_plain:.1g} of the gradient is left without scaling, and {kept_scaled:.2f} with it. The largest of 32 weights is then {last_plain:.3f} without and {last_scaled:.2f} with scaling.",
-            "从最窄到最宽，不缩放时梯度只剩原来的 {kept_plain:.1g}，缩放后为 {kept_scaled:.2f}。此时 32 个权重中最大的一个：不缩放为 {last_plain:.3f}，缩放后为 {last_scaled:.2f}。",
+            "From the narrowest to the widest, {kept_plain:.1g} of the gradient is left without scaling, and "
+            "{kept_scaled:.2f} with it. The largest of 32 weights is then {last_plain:.3f} without and "
+            "{last_scaled:.2f} with scaling.",
+            "从最窄到最宽，不缩放时梯度只剩原来的 {kept_plain:.1g}，缩放后为 {kept_scaled:.2f}。此时 32 个权重中最大的一个：不缩放为 {last_plain:.3f}，缩放后为 "
+            "{last_scaled:.2f}。",
         ),
         draw_saturation,
         Text("The largest weight among 32 keys, and the size of the softmax's Jacobian (median), against the width.", "32 个键中最大的权重，以及 softmax 雅可比矩阵的范数（中位数）随维度的变化。"),
@@ -223,15 +230,18 @@ CLAIMS = (
         "temperature", "softmax", ("mechanism 3",),
         Text("Temperature leads from argmax to uniform", "温度：从 argmax 到均匀分布"),
         Text(
-            "softmax(x / T) sharpens as T falls to 0, where all weight is on the best key, and flattens as T grows, until all keys have the same.",
+            "softmax(x / T) sharpens as T falls to 0, where all weight is on the best key, and flattens as T grows, "
+            "until all keys have the same.",
             "softmax(x / T) 随 T 降向 0 而变尖，最终全部权重落在最匹配的键上；随 T 增大而变平，最终所有键权重相同。",
         ),
         r"\operatorname{softmax}(x/T)\;\to\;\begin{cases}e_{\operatorname{argmax} x} & T\to 0\\ 1/n & T\to\infty\end{cases}",
         temperature,
-        lambda found: graded(found["sharpest"] > 0.999 and found["flattest"] < 0.02 and found["rises"]),
+        lambda found: grade(found["sharpest"] > 0.999 and found["flattest"] < 0.02 and found["rises"]),
         Text(
-            "At T = 0.01 the best key has {sharpest:.4f} of the weight; at T = 100 weights differ by at most {flattest:.4f}, and the entropy is {entropy_last:.4f} of at most {uniform:.4f}.",
-            "T = 0.01 时，最匹配的键占 {sharpest:.4f}；T = 100 时，各权重之差不超过 {flattest:.4f}，熵为 {entropy_last:.4f}（上限 {uniform:.4f}）。",
+            "At T = 0.01 the best key has {sharpest:.4f} of the weight; at T = 100 weights differ by at most "
+            "{flattest:.4f}, and the entropy is {entropy_last:.4f} of at most {uniform:.4f}.",
+            "T = 0.01 时，最匹配的键占 {sharpest:.4f}；T = 100 时，各权重之差不超过 {flattest:.4f}，熵为 {entropy_last:.4f}（上限 "
+            "{uniform:.4f}）。",
         ),
         draw_temperature,
         Text("The weights of eight keys at five temperatures, and their entropy; the dashed line is that of the uniform distribution.", "八个键在五种温度下的权重，以及熵随温度的变化；虚线为均匀分布的熵。"),
@@ -240,15 +250,21 @@ CLAIMS = (
         "overflow", "softmax", ("claim 12", "stability"),
         Text("The softmax needs its maximum subtracted", "softmax 必须先减去最大值"),
         Text(
-            "exp overflows float32 beyond logits of about 88, and the naive softmax is then NaN. With the maximum subtracted, it is right for every logit.",
+            "exp overflows float32 beyond logits of about 88, and the naive softmax is then NaN. With the maximum "
+            "subtracted, it is right for every logit.",
             "在 float32 中，logit 超过约 88 时 exp 就会溢出，朴素的 softmax 变成 NaN。先减去最大值，则对任何 logit 都正确。",
         ),
         r"\frac{e^{x_i}}{\sum_j e^{x_j}}=\frac{e^{x_i-m}}{\sum_j e^{x_j-m}},\quad m=\max_j x_j",
         overflow,
         judge_overflow,
         Text(
-            "The naive form fails from a logit of {from_float32} in float32 (the logarithm of the largest float is {log_max_float32:.2f}), {from_bfloat16} in bfloat16 and already {from_float16} in float16. With the maximum subtracted the error stays at {stable_float32_worst:.0e}, {stable_bfloat16_worst:.0e} and {stable_float16_worst:.0e}.",
-            "朴素写法在 float32 中从 logit = {from_float32} 起失效（最大浮点数的对数为 {log_max_float32:.2f}），在 bfloat16 中从 {from_bfloat16} 起，在 float16 中从 {from_float16} 起。减去最大值后，误差始终只有 {stable_float32_worst:.0e}、{stable_bfloat16_worst:.0e} 和 {stable_float16_worst:.0e}。",
+            "The naive form fails from a logit of {from_float32} in float32 (the logarithm of the largest float is "
+            "{log_max_float32:.2f}), {from_bfloat16} in bfloat16 and already {from_float16} in float16. With the "
+            "maximum subtracted the error stays at {stable_float32_worst:.0e}, {stable_bfloat16_worst:.0e} and "
+            "{stable_float16_worst:.0e}.",
+            "朴素写法在 float32 中从 logit = {from_float32} 起失效（最大浮点数的对数为 {log_max_float32:.2f}），在 bfloat16 中从 "
+            "{from_bfloat16} 起，在 float16 中从 {from_float16} 起。减去最大值后，误差始终只有 "
+            "{stable_float32_worst:.0e}、{stable_bfloat16_worst:.0e} 和 {stable_float16_worst:.0e}。",
         ),
         draw_overflow,
         Text("The error of the weights against the largest logit; a cross marks the last logit before NaN. Dotted: with the maximum subtracted.", "权重误差随最大 logit 的变化；叉号为变成 NaN 之前的最后一点。点线：先减去最大值。"),

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from regard.lab.claim import Claim, Found, Say, Text, graded
-from regard.lab.draw import heat
+from regard.lab.claim import Claim, Findings, PickLabel, Text, grade
+from regard.lab.draw import heatmap
 
 
 def simplex(weights=None, seed=0):
@@ -31,7 +31,7 @@ def simplex(weights=None, seed=0):
     }
 
 
-def draw_simplex(figure: Any, found: Found, say: Say) -> None:
+def draw_simplex(figure: Any, found: Findings, say: PickLabel) -> None:
     axis = figure.subplots()
     for name, row in zip(found["names"], found["tops"], strict=True):
         axis.plot(range(1, len(row) + 1), row, label=name)
@@ -56,7 +56,7 @@ def hull(attend=None, queries=200, keys=9, seed=0):
     return {"beyond": beyond, "values": v.tolist(), "outputs": out.tolist()}
 
 
-def draw_hull(figure: Any, found: Found, say: Say) -> None:
+def draw_hull(figure: Any, found: Findings, say: PickLabel) -> None:
     axis = figure.subplots()
     points = sorted(map(tuple, found["values"]))
     around: list[Any] = []
@@ -96,12 +96,12 @@ def equivariance(attend=None, length=24, seed=0):
     }  # fmt: skip
 
 
-def draw_equivariance(figure: Any, found: Found, say: Say) -> None:
+def draw_equivariance(figure: Any, found: Findings, say: PickLabel) -> None:
     titles = (
         ("plain", "A(Q, K, V)"), ("moved", "A(PQ, PK, PV)"), ("back", "Pᵀ A(PQ, PK, PV)")
     )  # fmt: skip
     for axis, (name, title) in zip(figure.subplots(1, 3), titles, strict=True):
-        heat(axis, found[name], title)
+        heatmap(axis, found[name], title)
         axis.set_ylabel(say("query", "查询"))
 
 
@@ -122,7 +122,7 @@ def keys_values(attend=None, length=24, seed=0):
     }
 
 
-def draw_keys_values(figure: Any, found: Found, say: Say) -> None:
+def draw_keys_values(figure: Any, found: Findings, say: PickLabel) -> None:
     axis = figure.subplots()
     names = (say("keys and values together", "键与值一起置换"), say("keys alone", "只置换键"))
     axis.barh(names, [max(found["both"], 1e-17), found["keys"]], color=["C0", "C1"], height=0.5)
@@ -154,7 +154,7 @@ def positions_break(positions=None, length=24, width=16, seed=0):
             "without": max(moved[0], shuffled[0]), "with": min(moved[1:] + shuffled[1:])}  # fmt: skip
 
 
-def draw_positions_break(figure: Any, found: Found, say: Say) -> None:
+def draw_positions_break(figure: Any, found: Findings, say: PickLabel) -> None:
     axis = figure.subplots()
     for n, (name, label) in enumerate(
         (("equivariance", say("all permuted: off equivariance by", "全部置换：偏离等变性")),
@@ -202,7 +202,7 @@ def permutation_matrices(matrix=None, size=12, count=50, seed=0):
             "pa": (P @ A).tolist(), "ap": (A @ P).tolist()}  # fmt: skip
 
 
-def draw_permutation_matrices(figure: Any, found: Found, say: Say) -> None:
+def draw_permutation_matrices(figure: Any, found: Findings, say: PickLabel) -> None:
     titles = (
         ("example", "P"),
         ("a", "A"),
@@ -210,17 +210,18 @@ def draw_permutation_matrices(figure: Any, found: Found, say: Say) -> None:
         ("ap", say("AP: columns move", "AP：列被置换")),
     )
     for axis, (name, title) in zip(figure.subplots(1, 4), titles, strict=True):
-        heat(axis, found[name], title)
+        heatmap(axis, found[name], title)
 
 
 CLAIMS = (
     Claim(
         "simplex", "symmetry", ("claim 4",),
         Text("Weights are non-negative and every row sums to 1", "权重非负，且每行之和为 1"),
-        Text("Whatever the score, mask or bias: a row of the weights is a probability distribution over the keys.", "无论打分函数、掩码或偏置如何，每一行权重都是键上的一个概率分布。"),
+        Text("Whatever the score, mask or bias: a row of the weights is a probability distribution over the keys.",
+        "无论打分函数、掩码或偏置如何，每一行权重都是键上的一个概率分布。"),
         r"\alpha_{ij}\ge 0,\qquad \sum_j \alpha_{ij}=1",
         simplex,
-        lambda found: graded(found["least"] >= 0 and found["off"] < 1e-12),
+        lambda found: grade(found["least"] >= 0 and found["off"] < 1e-12),
         Text("Over five kinds of attention the least weight is {least:.1e}, and no row's sum is off 1 by more than {off:.1e}.", "在五种注意力中，最小的权重为 {least:.1e}，各行之和与 1 的偏差不超过 {off:.1e}。"),
         draw_simplex,
         Text("The weights of one row, added up from the heaviest: they end at 1.", "一行权重从大到小累加：最终都到达 1。"),
@@ -231,7 +232,7 @@ CLAIMS = (
         Text("A weighted mean cannot leave what it is a mean of: in no direction does an output lie farther out than the outermost value.", "加权平均无法越出被平均之物：沿任何方向，输出都不会比最外侧的值更远。"),
         r"o_i=\sum_j\alpha_{ij}v_j\in\operatorname{conv}\{v_1,\dots,v_m\}",
         hull,
-        lambda found: graded(found["beyond"] < 1e-12),
+        lambda found: grade(found["beyond"] < 1e-12),
         Text("In 3,600 directions, the output that comes nearest to leaving the hull is {beyond:.1e} beyond it (less than 0 is inside).", "在 3600 个方向上，最接近越出凸包的输出超出 {beyond:.1e}（负数表示在内部）。"),
         draw_hull,
         Text("200 outputs and the nine values that they are means of.", "200 个输出，以及它们所平均的九个值。"),
@@ -239,13 +240,16 @@ CLAIMS = (
     Claim(
         "equivariance", "symmetry", ("claim 5",),
         Text("Attention is permutation equivariant", "注意力具有置换等变性"),
-        Text("Permute the tokens and the outputs are permuted in the same way: nothing else changes.", "把词元置换，输出就以同样的方式被置换，除此之外什么也不变。"),
+        Text("Permute the tokens and the outputs are permuted in the same way: nothing else changes.",
+        "把词元置换，输出就以同样的方式被置换，除此之外什么也不变。"),
         r"\operatorname{Attention}(PQ,PK,PV)=P\,\operatorname{Attention}(Q,K,V)",
         equivariance,
-        lambda found: graded(found["equivariant"] < 1e-12),
-        Text("The two sides differ by {equivariant:.1e} of their size in float64.", "在 float64 下，等式两边的相对差为 {equivariant:.1e}。"),
+        lambda found: grade(found["equivariant"] < 1e-12),
+        Text("The two sides differ by {equivariant:.1e} of their size in float64.",
+        "在 float64 下，等式两边的相对差为 {equivariant:.1e}。"),
         draw_equivariance,
-        Text("The output, the output of permuted input, and the latter with its rows put back.", "输出、输入置换后的输出，以及把后者的行还原之后。"),
+        Text("The output, the output of permuted input, and the latter with its rows put back.",
+        "输出、输入置换后的输出，以及把后者的行还原之后。"),
     ),
     Claim(
         "invariance", "symmetry", ("claim 5",),
@@ -253,8 +257,9 @@ CLAIMS = (
         Text("So says the heading of a source above the equation of equivariance. Invariance would mean that the output does not change at all.", "有资料在等变性的公式上方写了这样的标题。若真是不变性，输出应当完全不变。"),
         r"\operatorname{Attention}(PQ,PK,PV)\overset{?}{=}\operatorname{Attention}(Q,K,V)",
         equivariance,
-        lambda found: graded(found["invariant"] < 1e-12),
-        Text("The output changes by {invariant:.2f} of its size. Right is: equivariant (off by {equivariant:.1e}).", "输出的相对变化为 {invariant:.2f}。正确的说法是等变性（偏差 {equivariant:.1e}）。"),
+        lambda found: grade(found["invariant"] < 1e-12),
+        Text("The output changes by {invariant:.2f} of its size. Right is: equivariant (off by {equivariant:.1e}).",
+        "输出的相对变化为 {invariant:.2f}。正确的说法是等变性（偏差 {equivariant:.1e}）。"),
         draw_equivariance,
         Text("Left and middle would be the same if attention were invariant.", "若注意力真具有不变性，左图与中图应当相同。"),
     ),
@@ -264,29 +269,34 @@ CLAIMS = (
         Text("This is the invariance that attention does have: a memory has no order.", "这才是注意力真正具有的不变性：记忆没有先后。"),
         r"\operatorname{Attention}(Q,PK,PV)=\operatorname{Attention}(Q,K,V)",
         keys_values,
-        lambda found: graded(found["both"] < 1e-12 and found["keys"] > 0.01),
-        Text("Keys and values permuted together change the output by {both:.1e}; keys alone, by {keys:.2f}.", "键与值一起置换，输出变化 {both:.1e}；只置换键，变化 {keys:.2f}。"),
+        lambda found: grade(found["both"] < 1e-12 and found["keys"] > 0.01),
+        Text("Keys and values permuted together change the output by {both:.1e}; keys alone, by {keys:.2f}.",
+        "键与值一起置换，输出变化 {both:.1e}；只置换键，变化 {keys:.2f}。"),
         draw_keys_values,
         Text("The change of the output, relative to its size.", "输出的相对变化。"),
     ),
     Claim(
         "positions-break", "symmetry", ("claim 5", "mechanism 7"),
         Text("Positions break both symmetries", "位置信息打破这两种对称"),
-        Text("Sinusoidal, rotary, ALiBi or relative: with any of them, order matters.", "无论正弦、旋转、ALiBi 还是相对位置：加入之后，顺序就起作用了。"),
+        Text("Sinusoidal, rotary, ALiBi or relative: with any of them, order matters.",
+        "无论正弦、旋转、ALiBi 还是相对位置：加入之后，顺序就起作用了。"),
         r"f(x)=\operatorname{Attention}(x+p):\quad f(Px)\ne P f(x)",
         positions_break,
-        lambda found: graded(found["without"] < 1e-12 and found["with"] > 0.01),
-        Text("Without positions the symmetries are off by at most {without:.1e}, with them by at least {with:.2f}.", "没有位置信息时，偏离对称性不超过 {without:.1e}；加入之后，至少偏离 {with:.2f}。"),
+        lambda found: grade(found["without"] < 1e-12 and found["with"] > 0.01),
+        Text("Without positions the symmetries are off by at most {without:.1e}, with them by at least {with:.2f}.",
+        "没有位置信息时，偏离对称性不超过 {without:.1e}；加入之后，至少偏离 {with:.2f}。"),
         draw_positions_break,
-        Text("How far from equivariance and invariance the output is, for five ways of telling positions.", "五种位置方案下，输出偏离等变性与不变性的程度。"),
+        Text("How far from equivariance and invariance the output is, for five ways of telling positions.",
+        "五种位置方案下，输出偏离等变性与不变性的程度。"),
     ),
     Claim(
         "permutation-matrices", "symmetry", ("claim 6",),
         Text("Permutation matrices are orthogonal, with determinant ±1", "置换矩阵是正交矩阵，行列式为 ±1"),
-        Text("PᵀP = I, so the inverse is the transpose; PA permutes the rows of A, AP its columns.", "PᵀP = I，故逆矩阵就是转置；PA 置换 A 的行，AP 置换 A 的列。"),
+        Text("PᵀP = I, so the inverse is the transpose; PA permutes the rows of A, AP its columns.",
+        "PᵀP = I，故逆矩阵就是转置；PA 置换 A 的行，AP 置换 A 的列。"),
         r"P^\top P=I,\quad P^{-1}=P^\top,\quad \det P=\pm 1",
         permutation_matrices,
-        lambda found: graded(found["worst"] < 1e-9),
+        lambda found: grade(found["worst"] < 1e-9),
         Text("Over 50 random permutations nothing is off by more than {worst:.1e}; determinants {signs} occur. (Row i of PA is row π(i) of A; with the same P, columns move the opposite way.)", "在 50 个随机置换中，各项偏差都不超过 {worst:.1e}；出现的行列式为 {signs}。（PA 的第 i 行是 A 的第 π(i) 行；同一个 P 对列的作用方向相反。）"),
         draw_permutation_matrices,
         Text("A permutation matrix, a matrix, and their two products.", "一个置换矩阵、一个矩阵，以及它们的两种乘积。"),

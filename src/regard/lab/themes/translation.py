@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from regard.lab.claim import Claim, Found, Say, Text, Verdict, graded
-from regard.lab.draw import heat
+from regard.lab.claim import Claim, Findings, PickLabel, Text, Verdict, grade
+from regard.lab.draw import heatmap
 
 
 def encoder_decoder(cross=None, steps=200, seed=0):
     import torch
 
-    from regard.lab.tiny import ENGLISH, FRENCH, START, heads_of, ids, pair, translator
+    from regard.lab.toy_translator import ENGLISH, FRENCH, START, ids, pair, project_heads, translator
 
     net = translator(seed, steps)
     words = pair("the black cat follows a red train".split())
@@ -26,17 +26,18 @@ def encoder_decoder(cross=None, steps=200, seed=0):
         net(source, target)
         hook.remove()
         x, encoded, out = kept  # what the decoder asks with, what the encoder made, what came of it
-        q, k, v = (cross or heads_of)(block.cross, x, encoded)  # queries of the decoder, keys and values of the encoder
+        # queries of the decoder, keys and values of the encoder
+        q, k, v = (cross or project_heads)(block.cross, x, encoded)
         a = torch.softmax(q @ k.mT / q.shape[-1] ** 0.5, -1)
         by_hand = block.cross.output((a @ v).transpose(1, 2).flatten(2))
     return {"off": ((by_hand - out).norm() / out.norm()).item(), "weights": a.mean(1)[0].tolist(),
             "source": [*words.source, "</s>"], "target": ["<s>", *words.target]}  # fmt: skip
 
 
-def draw_encoder_decoder(figure: Any, found: Found, say: Say) -> None:
+def draw_encoder_decoder(figure: Any, found: Findings, say: PickLabel) -> None:
     axis = figure.subplots()
     figure.colorbar(
-        heat(
+        heatmap(
             axis,
             found["weights"],
             say("weights, mean of the heads", "权重（各头平均）"),
@@ -54,32 +55,42 @@ def alignment(model=None, sentences=200, steps=200, seed=0):
 
     import torch
 
-    from regard.lab.tiny import FILLER, FRENCH, batch, draw_pair, ids, looks, pair, translator
+    from regard.lab.toy_translator import (
+        FILLER,
+        FRENCH,
+        batch,
+        cross_attention_weights,
+        draw_pair,
+        ids,
+        pair,
+        translator,
+    )
 
     net = model or translator(seed, steps)  # trained on word order alone: nobody told it where to look
     draw = random.Random(seed + 1)
     pairs = [draw_pair(draw) for _ in range(sentences)]
     source, target = batch(pairs)
-    made = net.generate(source, source != FILLER, limit=12)
+    made = net.generate(source, source != FILLER, max_new_tokens=12)
     right = sum(words.tolist() == ids(p.target, FRENCH)[:-1] for words, p in zip(made, pairs)) / sentences
-    best = looks(net, source, target[:, :-1]).argmax(-1)  # (sentence, head, word): where each head looks most
+    # (sentence, head, word): where each head looks most
+    best = cross_attention_weights(net, source, target[:, :-1]).argmax(-1)
     hits = torch.tensor([[best[n, h, i] == j for n, p in enumerate(pairs) for i, j in enumerate(p.comes_from)]
                          for h in range(best.shape[1])]).float().mean(1)  # fmt: skip
     chance = sum(len(p.target) / (len(p.source) + 1) for p in pairs) / sum(len(p.target) for p in pairs)
     shown = pair("the black cat follows a red train".split())
-    weights = looks(net, *(side for side in batch([shown])))[0, hits.argmax()]
+    weights = cross_attention_weights(net, *(side for side in batch([shown])))[0, hits.argmax()]
     return {"translated": right, "aligned": hits.max().item(), "heads": hits.tolist(), "chance": chance, "weights": weights[:-2].tolist(),
             "source": [*shown.source, "</s>"], "target": shown.target, "comes_from": shown.comes_from}  # fmt: skip
 
 
-def judge_alignment(found: Found) -> Verdict:
-    return graded(found["aligned"] > 0.9, found["aligned"] > 3 * found["chance"])
+def judge_alignment(found: Findings) -> Verdict:
+    return grade(found["aligned"] > 0.9, found["aligned"] > 3 * found["chance"])
 
 
-def draw_alignment(figure: Any, found: Found, say: Say) -> None:
+def draw_alignment(figure: Any, found: Findings, say: PickLabel) -> None:
     axis = figure.subplots()
     figure.colorbar(
-        heat(
+        heatmap(
             axis,
             found["weights"],
             say("where each word was looked up", "生成每个词时所看之处"),
@@ -108,7 +119,7 @@ CLAIMS = (
         Text("Cross-attention: queries come from the sentence that is being written, keys and values from the one that was read.", "交叉注意力：查询来自正在书写的句子，键与值来自已读的句子。"),
         r"Q=Y W_Q,\quad K=X W_K,\quad V=X W_V",
         encoder_decoder,
-        lambda found: graded(found["off"] < 1e-4),
+        lambda found: grade(found["off"] < 1e-4),
         Text("Computed so by hand, a layer of a small translator trained for this page differs by {off:.1e} (float32).", "在为本页训练的小型翻译模型中，按此手算与模块相差 {off:.1e}（float32）。"),
         draw_encoder_decoder,
         Text("Which source words the decoder looks at while it writes.", "解码器写每个词时关注哪些源语词。"),
@@ -122,7 +133,8 @@ CLAIMS = (
         alignment, judge_alignment,
         Text("The head that aligns best looks most at the right word in {aligned:.0%} of cases (chance: {chance:.0%}), in a translator that is right in {translated:.0%} of new sentences after seconds of training and was never told where to look.", "对齐最好的头有 {aligned:.0%} 的时候看向正确的词（随机为 {chance:.0%}）；该翻译模型只训练了几秒，在新句子上的正确率为 {translated:.0%}，且从未被告知该看哪里。"),
         draw_alignment,
-        Text("The weights of the best head; squares mark the words that the translation comes from.", "对齐最好的头的权重；方框标出每个词真正的来源。"),
+        Text("The weights of the best head; squares mark the words that the translation comes from.",
+        "对齐最好的头的权重；方框标出每个词真正的来源。"),
         {"steps": 30, "sentences": 20},
     ),
 )  # fmt: skip

@@ -10,15 +10,15 @@ from typing import Any
 
 from torch import nn
 
-from regard.field_types import check_value, hints, quoted
-from regard.models.checkpoints.names import Extras, Rule, table
+from regard.field_types import check_value, hints, short_repr
+from regard.models.checkpoints.tensor_names import Extras, Rule, table
 
 Values = dict[str, Any]
 TENSORS = "tensors of the checkpoint"  # their names, among the values of its configuration
-NEEDED, NO_EXTRAS = object(), Extras()
+REQUIRED, NO_EXTRAS = object(), Extras()
 
 
-def same(value: Any) -> Any:
+def identity(value: Any) -> Any:
     return value
 
 
@@ -66,19 +66,19 @@ class Field:
 
     ours: str
     theirs: str
-    default: Any = NEEDED
-    read: Callable[[Any], Any] = same
-    write: Callable[[Any], Any] = same
+    default: Any = REQUIRED
+    read: Callable[[Any], Any] = identity
+    write: Callable[[Any], Any] = identity
 
 
-def named(ours: str, theirs: str, default: Any, names: Mapping[Any, Any]) -> Field:
+def mapped_field(ours: str, theirs: str, default: Any, names: Mapping[Any, Any]) -> Field:
     """A value that has other names in theirs, {theirs: ours}; of several for one of ours, the first is written."""
     back = {own: other for other, own in reversed(list(names.items()))}
 
     def read(value: Any) -> Any:
         if not _hashable(value) or value not in names:
-            listed = ", ".join(map(repr, names))
-            raise ValueError(f"{theirs} = {quoted(value)} is not supported; supported are {listed}")
+            rule_table = ", ".join(map(repr, names))
+            raise ValueError(f"{theirs} = {short_repr(value)} is not supported; supported are {rule_table}")
         return names[value]
 
     def write(value: Any) -> Any:
@@ -97,7 +97,7 @@ def activation(ours: str, theirs: str, default: str) -> Field:
     """An activation by name."""
     names = {"gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu_fast": "gelu_tanh",
              "quick_gelu": "quick_gelu", "relu": "relu", "silu": "silu", "swish": "silu", "tanh": "tanh"}  # fmt: skip
-    return named(ours, theirs, default, names)
+    return mapped_field(ours, theirs, default, names)
 
 
 @dataclass(frozen=True)
@@ -117,12 +117,12 @@ class Architecture:
     written: bool = True
 
 
-def listed(text: str, *, ours: str = "", theirs: str = "", head: str = "") -> Callable[[Any], tuple[Rule, ...]]:
+def rule_table(text: str, *, ours: str = "", theirs: str = "", head: str = "") -> Callable[[Any], tuple[Rule, ...]]:
     """A table that is the same for every configuration, and a head's; read when it is needed, not at import."""
     return lambda _: table(text, ours=ours, theirs=theirs) + table(head)
 
 
-def nothing(_: Any) -> Values:
+def no_values(_: Any) -> Values:
     return {}
 
 
@@ -144,11 +144,11 @@ class Family:
     fields: tuple[Field, ...]
     fixed: Mapping[str, Any] = field(default_factory=dict)
     only: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
-    read: Callable[[Values], Values] = nothing
-    write: Callable[[Any], Values] = nothing
+    read: Callable[[Values], Values] = no_values
+    write: Callable[[Any], Values] = no_values
     dropped: tuple[str, ...] = ()
-    generation: Callable[[Any], Values] = nothing
-    absent: Callable[[Any], Values] = nothing
+    generation: Callable[[Any], Values] = no_values
+    absent: Callable[[Any], Values] = no_values
 
     def config_of(self, theirs: Values) -> Any:
         """Their configuration as ours; what we cannot do is an error."""
@@ -157,27 +157,27 @@ class Family:
             value = theirs.get(name)
             if value is not None and value not in allowed:
                 raise ValueError(
-                    f"{name} = {quoted(value)} is not supported for {self.model_type}; supported is "
+                    f"{name} = {short_repr(value)} is not supported for {self.model_type}; supported is "
                     f"{' or '.join(map(repr, allowed))}"
                 )
         values = dict(self.fixed)
         for entry in self.fields:
             value = theirs.get(entry.theirs)
             value = entry.default if value is None else value
-            if value is NEEDED:
+            if value is REQUIRED:
                 raise ValueError(f"config.json must say {entry.theirs}")
             try:
                 values[entry.ours] = entry.read(value)
             except (TypeError, ArithmeticError) as error:
-                raise ValueError(f"{entry.theirs} = {quoted(value)} is not supported: {error}") from error
+                raise ValueError(f"{entry.theirs} = {short_repr(value)} is not supported: {error}") from error
             check_size(entry.theirs, entry.ours, values[entry.ours], hints(self.config)[entry.ours])
         config = self.config(**(values | self.read(theirs)))
         check_config(config, {entry.ours: entry.theirs for entry in self.fields})
-        return brief(config)
+        return canonical(config)
 
     def values_of(self, config: Any) -> Values:
         """Our configuration as theirs."""
-        values = {entry.theirs: entry.write(settled(config, entry.ours)) for entry in self.fields}
+        values = {entry.theirs: entry.write(effective_value(config, entry.ours)) for entry in self.fields}
         return values | self.write(config)
 
     def why_not(self, config: Any, architecture: Architecture) -> str | None:
@@ -187,20 +187,38 @@ class Family:
         except ValueError as error:
             return str(error)
         for entry in dataclasses.fields(config):
-            before, after = settled(config, entry.name), settled(back, entry.name)
+            before, after = effective_value(config, entry.name), effective_value(back, entry.name)
             if before != after and entry.name not in architecture.unused:
                 return f"{entry.name} = {before!r} would come back as {after!r}"
         return None
 
 
-MAY_BE_ZERO = frozenset({
-    "start", "stop", "never", "never_first", "prompt", "languages", "tasks", "no_timestamps", "max_first_timestamp",
-    "first_position", "segments", "window", "before", "after", "halvings", "narrow", "layers", "decoder_layers",
-})  # fmt: skip
+MAY_BE_ZERO = frozenset(
+    {
+        "start",
+        "stop",
+        "suppress_tokens",
+        "begin_suppress_tokens",
+        "prompt",
+        "languages",
+        "tasks",
+        "no_timestamps",
+        "max_first_timestamp",
+        "first_position",
+        "segments",
+        "window",
+        "before",
+        "after",
+        "halvings",
+        "narrow",
+        "layers",
+        "decoder_layers",
+    }
+)
 """Integer fields of configurations that may be 0: token ids, and counts of which there may be none."""
 
-TOKENS = ("start", "stop", "never", "never_first", "prompt", "no_timestamps")
-MOST_LAYERS = 10_000
+TOKENS = ("start", "stop", "suppress_tokens", "begin_suppress_tokens", "prompt", "no_timestamps")
+MAX_LAYERS = 10_000
 """Of a stack. The number of tensors bounds them too; this is for what counts layers before a model is built."""
 
 
@@ -221,10 +239,10 @@ def check_config(config: Any, names: Mapping[str, str] | None = None) -> None:
             if words is not None and token >= words:
                 said = (names or {}).get(name, name)
                 raise ValueError(f"{said} must be of tokens below {words}, the vocabulary, but has {token}")
-    width, heads = values.get("width"), values.get("heads")
-    if width and heads and values.get("head_width") is None and width % heads:
-        wide, many = ((names or {}).get(name, name) for name in ("width", "heads"))
-        raise ValueError(f"{wide} must be a multiple of {many}, but they are {width} and {heads}")
+    d_model, heads = values.get("d_model"), values.get("heads")
+    if d_model and heads and values.get("d_head") is None and d_model % heads:
+        wide, many = ((names or {}).get(name, name) for name in ("d_model", "heads"))
+        raise ValueError(f"{wide} must be a multiple of {many}, but they are {d_model} and {heads}")
     for name in ("dropout", "attention_dropout", "squeeze"):
         if not 0 <= (values.get(name) or 0) < 1:
             raise ValueError(f"{(names or {}).get(name, name)} must be in [0, 1), but is {values[name]}")
@@ -238,9 +256,9 @@ def check_size(said: str, name: str, value: Any, wanted: Any) -> None:
     least = 0 if name in MAY_BE_ZERO else 1
     for number in _numbers(value):
         if number < least:
-            raise ValueError(f"{said} must be at least {least}, but is {quoted(value)}")
-        if number > MOST_LAYERS and name in ("layers", "decoder_layers", "distinct", "depths"):
-            raise ValueError(f"{said} must be at most {MOST_LAYERS}, but is {quoted(value)}")
+            raise ValueError(f"{said} must be at least {least}, but is {short_repr(value)}")
+        if number > MAX_LAYERS and name in ("layers", "decoder_layers", "distinct", "depths"):
+            raise ValueError(f"{said} must be at most {MAX_LAYERS}, but is {short_repr(value)}")
 
 
 def _numbers(value: Any) -> Iterator[int]:
@@ -252,35 +270,35 @@ def _numbers(value: Any) -> Iterator[int]:
         yield value
 
 
-def brief(config: Any) -> Any:
+def canonical(config: Any) -> Any:
     """The same configuration, with none where a value is what none means."""
     same_as_none = {
         entry.name: None
         for entry in dataclasses.fields(config)
         if entry.default is None
-        and getattr(config, entry.name) == settled(replace(config, **{entry.name: None}), entry.name)
+        and getattr(config, entry.name) == effective_value(replace(config, **{entry.name: None}), entry.name)
     }
     return replace(config, **same_as_none)
 
 
-def settled(config: Any, name: str) -> Any:
+def effective_value(config: Any, name: str) -> Any:
     """A value of a configuration, or what it means where it is none: the same as another value."""
     value = getattr(config, name)
     if name == "windows":
         return tuple(value[n % len(value)] for n in range(config.layers)) if any(value) else ()
-    if value is None and name == "head_width":
-        return config.width // config.heads
+    if value is None and name == "d_head":
+        return config.d_model // config.heads
     if value is None and name == "embedding_scale":
-        return math.sqrt(config.width)
+        return math.sqrt(config.d_model)
     if value is None and name in SIBLINGS:
         return getattr(config, SIBLINGS[name])
     return value
 
 
 SIBLINGS = {
-    "groups": "heads",
+    "kv_heads": "heads",
     "distinct": "layers",
-    "embedding_width": "width",
+    "d_embedding": "d_model",
     "qkv_bias": "bias",
     "attention_dropout": "dropout",
     "decoder_layers": "layers",
@@ -299,7 +317,7 @@ def classes(theirs: Values) -> int:
     return len(named_ones) if named_ones else theirs.get("num_labels") or 2
 
 
-def agreed(theirs: Values, *names: str) -> Any:
+def common_value(theirs: Values, *names: str) -> Any:
     """The one value that several names have."""
     found = {name: theirs.get(name) for name in names}
     for name, value in found.items():

@@ -13,14 +13,16 @@ from typing import Any
 from torch import Tensor
 
 from regard.files import read_json as read_value
-from regard.files import regular, unique_keys, whole, whole_text
+from regard.files import require_file, unique_keys, write_atomically, write_text_atomically
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 CONFIG, GENERATION = "config.json", "generation_config.json"
 PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.h5", "*.msgpack")
 
 
-def folder_of(name: str | os.PathLike[str], *, revision: str | None = None, local_files_only: bool = False) -> Path:
+def resolve_folder(
+    name: str | os.PathLike[str], *, revision: str | None = None, local_files_only: bool = False
+) -> Path:
     """The folder itself, or where the Hub's files of this name are kept."""
     if Path(name).is_dir():
         return Path(name)
@@ -48,7 +50,7 @@ def folder_of(name: str | os.PathLike[str], *, revision: str | None = None, loca
         ) from error
 
 
-def inside(folder: Path, name: object) -> Path:
+def path_inside(folder: Path, name: object) -> Path:
     """A path that a file of the folder names, which must not lead out of it."""
     if not isinstance(name, str) or not name or "\0" in name:
         raise ValueError(f"{folder} names {name!r} as a file, which is no name")
@@ -82,13 +84,13 @@ class Weights:
         elif index.exists():
             self._read_index(index)
         else:
-            raise FileNotFoundError(_nothing_safe(folder))
+            raise FileNotFoundError(_no_safetensors_message(folder))
 
     def _read_index(self, index: Path) -> None:
         named = read_json(index).get("weight_map")
         if not isinstance(named, dict) or not named:
             raise ValueError(f"{index} must have a weight_map of tensors and files")
-        self._where = {name: inside(self.folder, file) for name, file in named.items()}
+        self._where = {name: path_inside(self.folder, file) for name, file in named.items()}
         for path in sorted(set(self._where.values())):
             if not path.exists():
                 raise FileNotFoundError(f"{index} names {path.name}, which is not in the folder")
@@ -108,7 +110,7 @@ class Weights:
                 from safetensors import safe_open
             except ImportError:
                 raise ImportError("checkpoints need safetensors: pip install 'regard[checkpoints]'") from None
-            regular(path)
+            require_file(path)
             try:
                 self._files[path] = safe_open(path, framework="pt")
                 with path.open("rb") as file:  # of two tensors of one name, the library would take one
@@ -131,7 +133,7 @@ class Weights:
             raise ValueError(f"{path}: {name} cannot be read: {first_line(error)}") from None
 
 
-def _nothing_safe(folder: Path) -> str:
+def _no_safetensors_message(folder: Path) -> str:
     pickled = sorted(path.name for pattern in PICKLED for path in folder.glob(pattern))
     if not pickled:
         return f"{folder} has neither {WEIGHTS} nor {INDEX}; is it the folder of a checkpoint?"
@@ -142,14 +144,15 @@ def _nothing_safe(folder: Path) -> str:
     )
 
 
-def write_weights(folder: Path, tensors: Iterable[tuple[str, Tensor]], limit: int) -> None:
-    """One file, or shards of at most `limit` bytes and their index; what an earlier save left is removed last."""
+def write_weights(folder: Path, tensors: Iterable[tuple[str, Tensor]], max_shard_size: int) -> None:
+    """One file, or shards of at most `max_shard_size` bytes and their index; what an earlier save left is removed
+    last."""
     from safetensors.torch import save_file
 
     shards: list[dict[str, Tensor]] = [{}]
     size = total = 0
     for name, tensor in tensors:
-        if size and size + tensor.nbytes > limit:
+        if size and size + tensor.nbytes > max_shard_size:
             shards.append({})
             size = 0
         shards[-1][name] = tensor
@@ -158,16 +161,18 @@ def write_weights(folder: Path, tensors: Iterable[tuple[str, Tensor]], limit: in
     if len(shards) > 1:
         files = [f"model-{n + 1:05d}-of-{len(shards):05d}.safetensors" for n in range(len(shards))]
     for file, shard in zip(files, shards, strict=True):
-        whole(folder / file, partial(save_file, shard, metadata={"format": "pt"}))
+        write_atomically(folder / file, partial(save_file, shard, metadata={"format": "pt"}))
     if len(shards) > 1:
         where = {name: file for file, shard in zip(files, shards, strict=True) for name in shard}
         write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": where})
-    stale = set(_written(folder)) - {folder / file for file in files} - ({folder / INDEX} if len(shards) > 1 else set())
+    stale = (
+        set(_saved_files(folder)) - {folder / file for file in files} - ({folder / INDEX} if len(shards) > 1 else set())
+    )
     for path in stale:
         path.unlink()
 
 
-def _written(folder: Path) -> Iterator[Path]:
+def _saved_files(folder: Path) -> Iterator[Path]:
     yield from (path for path in (folder / WEIGHTS, folder / INDEX) if path.exists())
     shard = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
     yield from (path for path in folder.iterdir() if shard.fullmatch(path.name))
@@ -175,7 +180,7 @@ def _written(folder: Path) -> Iterator[Path]:
 
 def write_json(path: Path, content: Any) -> None:
     text = json.dumps(content, indent=2, sort_keys=True, ensure_ascii=False) + "\n"
-    whole_text(path, text)
+    write_text_atomically(path, text)
 
 
 def first_line(error: BaseException) -> str:

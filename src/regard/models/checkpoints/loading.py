@@ -13,13 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from regard.field_types import quoted
-from regard.models.checkpoints import own, sentences, tokens
+from regard.field_types import short_repr
+from regard.models.checkpoints import own_format, sentence_transformers, tokenizers
 from regard.models.checkpoints.families import FAMILIES, family_of
 from regard.models.checkpoints.family import TENSORS, Architecture, Values, check_types
-from regard.models.checkpoints.files import CONFIG, GENERATION, Weights, float_types, folder_of, read_json
-from regard.models.checkpoints.names import NOTHING, Move, find, moves, some
-from regard.models.outline import outline as meta
+from regard.models.checkpoints.files import CONFIG, GENERATION, Weights, float_types, read_json, resolve_folder
+from regard.models.checkpoints.tensor_names import NOTHING, TensorMapping, abbreviate, locate_tensors, tensor_mappings
+from regard.models.meta import build_on_meta as meta
 from regard.models.text import SentenceEmbedder
 from regard.printable import printable
 
@@ -27,20 +27,20 @@ from regard.printable import printable
 def load(
     folder: str | os.PathLike[str], *, dtype: torch.dtype | None, revision: str | None, local_files_only: bool
 ) -> nn.Module:
-    """See `regard.models.checkpoints.calls`."""
-    path = folder_of(folder, revision=revision, local_files_only=local_files_only)
-    if (path / sentences.MODULES).exists():
-        return sentences.load(path, lambda inner: read(inner, dtype=dtype, bare=True))
+    """See `regard.models.checkpoints.api`."""
+    path = resolve_folder(folder, revision=revision, local_files_only=local_files_only)
+    if (path / sentence_transformers.MODULES).exists():
+        return sentence_transformers.load(path, lambda inner: read(inner, dtype=dtype, bare=True))
     model = read(path, dtype=dtype)
-    return tokens.with_tokenizer(model, path) if isinstance(model, SentenceEmbedder) else model
+    return tokenizers.attach_tokenizer(model, path) if isinstance(model, SentenceEmbedder) else model
 
 
-def outline(path: Path) -> nn.Module:
+def meta_model(path: Path) -> nn.Module:
     """The model that a config.json describes, or a folder with one, without its weights: on the device "meta"."""
     file = path / CONFIG if path.is_dir() else path
     said = read_json(file)
-    with _naming(file):
-        architecture, config = _described(said, {}, (), bare=False)
+    with _name_file_in_errors(file):
+        architecture, config = _parse_config(said, {}, (), bare=False)
         return meta(lambda: architecture.model(config))
 
 
@@ -48,16 +48,16 @@ def read(path: Path, *, dtype: torch.dtype | None, bare: bool = False) -> nn.Mod
     """The model of a folder; `bare` is the base model where the checkpoint does not say an architecture."""
     said = read_json(path / CONFIG)
     weights = Weights(path)
-    with _naming(path / CONFIG):
-        architecture, config = _described(said, _spoken(path), weights.names(), bare)
-    with _naming(path):
-        model = _filled(weights, architecture, config, dtype)
+    with _name_file_in_errors(path / CONFIG):
+        architecture, config = _parse_config(said, _generation_config(path), weights.names(), bare)
+    with _name_file_in_errors(path):
+        model = _load_weights(weights, architecture, config, dtype)
     model.__dict__["origin"] = said
     return model.eval()
 
 
 @contextmanager
-def _naming(path: Path) -> Iterator[None]:
+def _name_file_in_errors(path: Path) -> Iterator[None]:
     """Within, what a file makes our code raise, of any kind, is one error that names the file."""
     try:
         yield
@@ -69,50 +69,51 @@ def _naming(path: Path) -> Iterator[None]:
         raise ValueError(f"{path}: {printable(' '.join(words.split()))[:1000]}") from error
 
 
-def _described(said: Values, spoken: Values, tensors: Iterable[str], bare: bool) -> tuple[Architecture, Any]:
+def _parse_config(said: Values, spoken: Values, tensors: Iterable[str], bare: bool) -> tuple[Architecture, Any]:
     """The architecture and our configuration that config.json describes."""
     check_types(said)
-    if said.get("model_type") == own.MODEL_TYPE:
-        return own.described(said)
+    if said.get("model_type") == own_format.MODEL_TYPE:
+        return own_format.parse_config(said)
     for name in ("auto_map", "quantization_config"):
         if said.get(name):
             raise ValueError(f"it has {name}: models with code or number formats of their own are not read")
     family = family_of(said.get("model_type"))
     if family is None:
         listed = ", ".join(family.model_type for family in FAMILIES)
-        raise ValueError(f"model_type = {quoted(said.get('model_type'))} is not supported; supported: {listed}")
+        raise ValueError(f"model_type = {short_repr(said.get('model_type'))} is not supported; supported: {listed}")
     names = said.get("architectures") or ([next(iter(family.architectures))] if bare else [])
     architecture = next((family.architectures[name] for name in names if name in family.architectures), None)
     if architecture is None:
         listed = ", ".join(family.architectures)
-        raise ValueError(f"architectures = {quoted(names)} is not supported; supported: {listed}")
+        raise ValueError(f"architectures = {short_repr(names)} is not supported; supported: {listed}")
     return architecture, family.config_of(said | spoken | {TENSORS: frozenset(tensors)})
 
 
-def _spoken(path: Path) -> dict[str, Any]:
+def _generation_config(path: Path) -> dict[str, Any]:
     """What generation_config.json says beyond config.json that is part of our configurations."""
     said = read_json(path / GENERATION) if (path / GENERATION).exists() else {}
     names = (
         "decoder_start_token_id", "eos_token_id", "bad_words_ids", "suppress_tokens", "begin_suppress_tokens",
         "forced_decoder_ids", "lang_to_id", "task_to_id", "no_timestamps_token_id", "max_initial_timestamp_index",
     )  # fmt: skip
-    with _naming(path / GENERATION):
+    with _name_file_in_errors(path / GENERATION):
         check_types(said)
     return {name: said[name] for name in names if said.get(name) is not None}
 
 
-def _filled(weights: Weights, architecture: Architecture, config: Any, dtype: torch.dtype | None) -> nn.Module:
-    model = meta(lambda: architecture.model(config), held=len(list(weights.names())))  # all tensors come from the file
-    wanted = moves(model, architecture.rules(config))
-    found, unused = find(weights, wanted, architecture.extras, architecture.prefix, config)
-    fill(model, read_moves(weights, wanted, found, dtype))
+def _load_weights(weights: Weights, architecture: Architecture, config: Any, dtype: torch.dtype | None) -> nn.Module:
+    # all tensors come from the file
+    model = meta(lambda: architecture.model(config), tensor_count=len(list(weights.names())))
+    wanted = tensor_mappings(model, architecture.rules(config))
+    found, unused = locate_tensors(weights, wanted, architecture.extras, architecture.prefix, config)
+    assign_tensors(model, read_tensors(weights, wanted, found, dtype))
     if dtype is None and len(types := float_types(model.state_dict().values())) > 1:
         raise ValueError(
             f"the tensors are of {' and '.join(types)}; give the one that you want, as dtype=torch.float32"
         )
     if unused:
         warn(
-            f"{weights.folder}: {some(unused)} are not used, since {type(model).__name__} has no such part; "
+            f"{weights.folder}: {abbreviate(unused)} are not used, since {type(model).__name__} has no such part; "
             "its outputs do not depend on them"
         )
     return model
@@ -126,8 +127,8 @@ def warn(message: str) -> None:
     warnings.warn(printable(message), UserWarning, stacklevel=level)
 
 
-def read_moves(
-    weights: Weights, wanted: Iterable[Move], found: dict[str, str], dtype: torch.dtype | None
+def read_tensors(
+    weights: Weights, wanted: Iterable[TensorMapping], found: dict[str, str], dtype: torch.dtype | None
 ) -> dict[str, Tensor]:
     """Our tensors by our names."""
     made = {}
@@ -141,7 +142,7 @@ def read_moves(
     return made
 
 
-def fill(model: nn.Module, tensors: dict[str, Tensor]) -> None:
+def assign_tensors(model: nn.Module, tensors: dict[str, Tensor]) -> None:
     """Give a model these tensors in place of its own; those that are tied stay tied."""
     given = {id(old): tensors[name] for name, old in model.state_dict(keep_vars=True).items() if name in tensors}
     parameters: dict[int, nn.Parameter] = {}
@@ -156,4 +157,4 @@ def fill(model: nn.Module, tensors: dict[str, Tensor]) -> None:
                 module._buffers[name] = given[id(buffer)]
     left = [name for name, tensor in (*model.named_parameters(), *model.named_buffers()) if tensor.is_meta]
     if left:
-        raise ValueError(f"{type(model).__name__} has tensors that no checkpoint gives: {some(left)}")
+        raise ValueError(f"{type(model).__name__} has tensors that no checkpoint gives: {abbreviate(left)}")

@@ -9,51 +9,51 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from regard.models.checkpoints import own, sentences, tokens
+from regard.models.checkpoints import own_format, sentence_transformers, tokenizers
 from regard.models.checkpoints.families import FAMILIES
 from regard.models.checkpoints.family import Family
 from regard.models.checkpoints.files import CONFIG, GENERATION, float_types, write_json, write_weights
-from regard.models.checkpoints.names import Move, moves
+from regard.models.checkpoints.tensor_names import TensorMapping, tensor_mappings
 from regard.models.text import SentenceEmbedder
 
 
-def save(model: nn.Module, folder: str | os.PathLike[str], *, limit: int) -> None:
-    """See `regard.models.checkpoints.calls`."""
+def save(model: nn.Module, folder: str | os.PathLike[str], *, max_shard_size: int) -> None:
+    """See `regard.models.checkpoints.api`."""
     if not isinstance(model, nn.Module) or not hasattr(model, "config"):
         raise TypeError(f"model must be one of regard.models, with a config, but is {type(model).__name__}")
-    if limit < 1:
-        raise ValueError(f"limit must be a number of bytes, at least 1, but is {limit}")
+    if max_shard_size < 1:
+        raise ValueError(f"limit must be a number of bytes, at least 1, but is {max_shard_size}")
     path = Path(folder)
     path.mkdir(parents=True, exist_ok=True)
     if isinstance(model, SentenceEmbedder):
-        tokens.save_tokenizer(model, path)
-        if sentences.said_by(model):
-            write(model.encoder, path, limit)
-            return sentences.save(model, path)
-    write(model, path, limit)
-    (path / sentences.MODULES).unlink(missing_ok=True)  # an embedder's, which this is not
+        tokenizers.save_tokenizer(model, path)
+        if sentence_transformers.can_save(model):
+            write(model.encoder, path, max_shard_size)
+            return sentence_transformers.save(model, path)
+    write(model, path, max_shard_size)
+    (path / sentence_transformers.MODULES).unlink(missing_ok=True)  # an embedder's, which this is not
     return None
 
 
-def write(model: nn.Module, path: Path, limit: int) -> None:
+def write(model: nn.Module, path: Path, max_shard_size: int) -> None:
     origin: dict[str, Any] = getattr(model, "origin", {})
     family, name = choose(model, origin)
     if family is None:
-        said, rules = own.values_of(model), own.RULES
+        said, rules = own_format.config_values(model), own_format.RULES
     else:
         architecture = family.architectures[name]
         said = _said(family, name, model, origin)
         rules = architecture.rules(model.config)
     if len(types := float_types(model.state_dict().values())) == 1:
         said["dtype"] = types[0]
-    write_weights(path, split(model, moves(model, rules)), limit)
+    write_weights(path, split(model, tensor_mappings(model, rules)), max_shard_size)
     if family is not None and (spoken := family.generation(model.config)):
         padding = {"pad_token_id": said["pad_token_id"]} if said.get("pad_token_id") is not None else {}
         write_json(path / GENERATION, spoken | padding)
     write_json(path / CONFIG, said)
 
 
-def split(model: nn.Module, planned: list[Move]) -> Iterator[tuple[str, Tensor]]:
+def split(model: nn.Module, planned: list[TensorMapping]) -> Iterator[tuple[str, Tensor]]:
     """The tensors of a model by their names."""
     tensors = model.state_dict()
     for move in planned:

@@ -6,7 +6,7 @@ import { save } from "./exports.js";
 import { headsView } from "./heads.js";
 import { createHelp } from "./help.js";
 import { imageView } from "./image.js";
-import { createLook } from "./look.js";
+import { createNeighbours } from "./neighbours.js";
 import { mapView } from "./map.js";
 import { rolloutView } from "./rollout.js";
 import { soundView } from "./sound.js";
@@ -27,7 +27,7 @@ export function start(root, source, { language = "en", address = false, keys = r
   const found = new Map(); // tokens that match the search, by stream
   const app = {
     source, language, theme: "auto", t: translator(language), version: 0, hit: 0, tip: createTip(),
-    look: createLook(source), state: fitted(address ? fromHash(location.hash) : {}, source.about),
+    look: createNeighbours(source), state: fitted(address ? fromHash(location.hash) : {}, source.about),
 
     set(patch) {
       const before = app.state;

@@ -13,7 +13,7 @@ const EDGE = 10;
 const CELLS = 192; // along a side that are asked of a live source at once
 
 // A field: {key, Q, K, level, fetch(rows, columns, size) or null, rowText(i), columnText(j), rowMarks, columnMarks,
-// top(query) -> promise of [[key, weight], ...], row(query) and column(key) -> promises of what look.js answers,
+// top(query) -> promise of [[key, weight], ...], row(query) and column(key) -> promises of what neighbours.js answers,
 // value: "weight" unless it is another key of the dictionary, of which `${value}.pooled` and `${value}.mean` are others}.
 export function createPlane(app, onWindow) {
   const canvas = el("canvas", { class: "plane", tabindex: "0", role: "application" });

@@ -1,7 +1,7 @@
 // Attention rolled out through the layers: what reaches each position of the last layer, and from where.
 import { el } from "./dom.js";
 import { bands, level } from "./levels.js";
-import { ranked } from "./look.js";
+import { ranked } from "./neighbours.js";
 import { createPlane } from "./plane.js";
 
 export function rolloutView(app) {

@@ -7,16 +7,24 @@ import math
 import torch
 from torch import Tensor
 
-from regard.field_types import quoted
-from regard.models.checkpoints.families import turning
-from regard.models.checkpoints.family import Architecture, Family, Field, Values, activation, listed, settled
-from regard.models.checkpoints.names import Extras
+from regard.field_types import short_repr
+from regard.models.checkpoints.families import rope
+from regard.models.checkpoints.family import (
+    Architecture,
+    Family,
+    Field,
+    Values,
+    activation,
+    effective_value,
+    rule_table,
+)
+from regard.models.checkpoints.tensor_names import Extras
 from regard.models.language import LanguageConfig, LanguageModel
 from regard.nn import Rotary
 
 
 def gpt2_hidden(theirs: Values) -> Values:
-    return {"hidden": theirs.get("n_inner") or 4 * theirs["n_embd"]}
+    return {"d_hidden": theirs.get("n_inner") or 4 * theirs["n_embd"]}
 
 
 def gpt2_mask(_: LanguageConfig, stored: Tensor) -> Tensor:
@@ -43,7 +51,7 @@ GPT2 = Family(
     {
         "GPT2LMHeadModel": Architecture(
             LanguageModel,
-            listed(GPT2_NAMES),
+            rule_table(GPT2_NAMES),
             Extras(
                 ignored=("transformer.h.*.attn.masked_bias",),  # the score of a masked key in older releases
                 computed={"transformer.h.*.attn.bias": gpt2_mask},
@@ -54,7 +62,7 @@ GPT2 = Family(
     },
     (
         Field("vocabulary", "vocab_size"),
-        Field("width", "n_embd"),
+        Field("d_model", "n_embd"),
         Field("layers", "n_layer"),
         Field("heads", "n_head"),
         Field("positions", "n_positions", 1024),
@@ -71,14 +79,14 @@ GPT2 = Family(
         "add_cross_attention": (False,),
     },
     read=gpt2_hidden,
-    write=lambda config: {"n_inner": config.hidden, "embd_pdrop": config.dropout},
+    write=lambda config: {"n_inner": config.d_hidden, "embd_pdrop": config.dropout},
 )
 
 
 def rotary_frequencies(config: LanguageConfig, stored: Tensor) -> Tensor:
     """Older releases store the frequencies of rotary positions, before any scaling."""
-    width, base = settled(config, "head_width"), (config.rotary or Rotary()).base
-    return stored / base ** (-torch.arange(0, width, 2).double() / width) - 1
+    d_model, base = effective_value(config, "d_head"), (config.rotary or Rotary()).base
+    return stored / base ** (-torch.arange(0, d_model, 2).double() / d_model) - 1
 
 
 def causal(norms: str) -> Architecture:
@@ -97,7 +105,7 @@ def causal(norms: str) -> Architecture:
         computed={"model.layers.*.self_attn.rotary_emb.inv_freq": rotary_frequencies},
         copies={"lm_head.weight": ("model.embed_tokens.weight",)},
     )
-    return Architecture(LanguageModel, listed(names), extras, prefix="model.")
+    return Architecture(LanguageModel, rule_table(names), extras, prefix="model.")
 
 
 PRE_NORMS = """
@@ -112,11 +120,11 @@ SANDWICH_NORMS = """
 """
 SIZES = (
     Field("vocabulary", "vocab_size"),
-    Field("width", "hidden_size"),
+    Field("d_model", "hidden_size"),
     Field("layers", "num_hidden_layers"),
     Field("heads", "num_attention_heads"),
-    Field("hidden", "intermediate_size"),
-    Field("head_width", "head_dim", None),
+    Field("d_hidden", "intermediate_size"),
+    Field("d_head", "head_dim", None),
     Field("positions", "max_position_embeddings", 2048),
     Field("eps", "rms_norm_eps", 1e-6),
     Field("attention_dropout", "attention_dropout", 0.0),
@@ -125,11 +133,11 @@ LLAMA_PARTS = {"arrangement": "pre", "norm": "rms", "gated": True, "dropout": 0.
 
 
 def read_rotary(theirs: Values, base: float = 10000.0) -> Values:
-    return {"rotary": turning.read(theirs, base=base)}
+    return {"rotary": rope.read(theirs, base=base)}
 
 
 def write_rotary(config: LanguageConfig) -> Values:
-    return turning.write(config.rotary, settled(config, "head_width"))
+    return rope.write(config.rotary, effective_value(config, "d_head"))
 
 
 def read_llama(theirs: Values) -> Values:
@@ -145,14 +153,14 @@ def read_windows(theirs: Values, kinds: list[str]) -> Values:
     unknown = set(kinds) - {"full_attention", "sliding_attention"}
     if unknown or len(kinds) != theirs["num_hidden_layers"]:
         raise ValueError(
-            f"layer_types = {quoted(kinds)} is not supported; it must say for every layer full or sliding attention"
+            f"layer_types = {short_repr(kinds)} is not supported; it must say for every layer full or sliding attention"
         )
     windows = tuple(size if kind == "sliding_attention" else None for kind in kinds)
     return {"windows": windows if any(windows) else ()}
 
 
 def write_windows(config: LanguageConfig) -> Values:
-    windows = settled(config, "windows") or (None,) * config.layers
+    windows = effective_value(config, "windows") or (None,) * config.layers
     sizes = {size for size in windows if size is not None}
     if len(sizes) > 1:
         raise ValueError(f"there must be one size of windows, but there are {sorted(sizes)}")
@@ -166,7 +174,7 @@ LLAMA = Family(
     {"LlamaForCausalLM": causal(PRE_NORMS)},
     (
         *SIZES,
-        Field("groups", "num_key_value_heads", None),
+        Field("kv_heads", "num_key_value_heads", None),
         Field("tied", "tie_word_embeddings", False),
         activation("activation", "hidden_act", "silu"),
     ),
@@ -174,7 +182,7 @@ LLAMA = Family(
     only={"pretraining_tp": (1,)},
     read=read_llama,
     write=lambda config: write_rotary(config) | {"attention_bias": config.bias, "mlp_bias": config.bias},
-    dropped=turning.NAMES,
+    dropped=rope.NAMES,
 )
 
 
@@ -196,14 +204,14 @@ MISTRAL = Family(
     {"MistralForCausalLM": causal(PRE_NORMS)},
     (
         *SIZES,
-        Field("groups", "num_key_value_heads", 8),
+        Field("kv_heads", "num_key_value_heads", 8),
         Field("tied", "tie_word_embeddings", False),
         activation("activation", "hidden_act", "silu"),
     ),
     fixed=LLAMA_PARTS | {"bias": False},
     read=read_mistral,
     write=write_mistral,
-    dropped=turning.NAMES,
+    dropped=rope.NAMES,
 )
 
 
@@ -225,14 +233,14 @@ QWEN2 = Family(
     {"Qwen2ForCausalLM": causal(PRE_NORMS)},
     (
         *SIZES,
-        Field("groups", "num_key_value_heads", 32),
+        Field("kv_heads", "num_key_value_heads", 32),
         Field("tied", "tie_word_embeddings", False),
         activation("activation", "hidden_act", "silu"),
     ),
     fixed=LLAMA_PARTS | {"bias": False, "qkv_bias": True},
     read=read_qwen2,
     write=write_qwen2,
-    dropped=(*turning.NAMES, "max_window_layers"),
+    dropped=(*rope.NAMES, "max_window_layers"),
 )
 
 
@@ -260,9 +268,9 @@ GEMMA2 = Family(
     {"Gemma2ForCausalLM": causal(SANDWICH_NORMS)},
     (
         *SIZES,
-        Field("groups", "num_key_value_heads", 4),
+        Field("kv_heads", "num_key_value_heads", 4),
         Field("tied", "tie_word_embeddings", True),
-        Field("scale", "query_pre_attn_scalar", 256, lambda width: width**-0.5, scalar),
+        Field("scale", "query_pre_attn_scalar", 256, lambda d_model: d_model**-0.5, scalar),
         Field("softcap", "attn_logit_softcapping", None),
         Field("final_softcap", "final_logit_softcapping", None),
         activation("activation", "hidden_activation", "gelu_pytorch_tanh"),
@@ -271,7 +279,7 @@ GEMMA2 = Family(
     only={"attention_bias": (False,), "use_bidirectional_attention": (False,)},
     read=read_gemma2,
     write=lambda config: write_rotary(config) | write_windows(config),
-    dropped=(*turning.NAMES, "hidden_act"),
+    dropped=(*rope.NAMES, "hidden_act"),
 )
 
 FAMILIES: tuple[Family, ...] = (GPT2, LLAMA, MISTRAL, QWEN2, GEMMA2)

@@ -4,9 +4,18 @@ from __future__ import annotations
 
 from typing import Any
 
-from regard.models.checkpoints.families.translation import CROSS, LAYERS, start, token
-from regard.models.checkpoints.family import Architecture, Family, Field, Values, activation, agreed, listed, named
-from regard.models.checkpoints.names import Extras
+from regard.models.checkpoints.families.translation import CROSS, LAYERS, start_token, stop_token
+from regard.models.checkpoints.family import (
+    Architecture,
+    Family,
+    Field,
+    Values,
+    activation,
+    common_value,
+    mapped_field,
+    rule_table,
+)
+from regard.models.checkpoints.tensor_names import Extras
 from regard.models.wav2vec2 import Wav2Vec2, Wav2Vec2Config
 from regard.models.whisper import Whisper, WhisperConfig
 
@@ -36,11 +45,11 @@ def prompt(theirs: Values) -> tuple[int, ...]:
 
 def read_whisper(theirs: Values) -> Values:
     return {
-        "heads": agreed(theirs, "encoder_attention_heads", "decoder_attention_heads"),
-        "hidden": agreed(theirs, "encoder_ffn_dim", "decoder_ffn_dim"),
-        "start": start(theirs),
-        "never": tuple(theirs.get("suppress_tokens") or ()),
-        "never_first": tuple(theirs.get("begin_suppress_tokens") or ()),
+        "heads": common_value(theirs, "encoder_attention_heads", "decoder_attention_heads"),
+        "d_hidden": common_value(theirs, "encoder_ffn_dim", "decoder_ffn_dim"),
+        "start": start_token(theirs),
+        "suppress_tokens": tuple(theirs.get("suppress_tokens") or ()),
+        "begin_suppress_tokens": tuple(theirs.get("begin_suppress_tokens") or ()),
         "prompt": prompt(theirs) if not theirs.get("lang_to_id") else (),
         "languages": tuple(sorted((name.strip("<|>"), int(n)) for name, n in (theirs.get("lang_to_id") or {}).items())),
         "tasks": tuple(sorted((str(name), int(n)) for name, n in (theirs.get("task_to_id") or {}).items())),
@@ -53,20 +62,20 @@ def write_whisper(config: WhisperConfig) -> Values:
     return {
         "encoder_attention_heads": config.heads,
         "decoder_attention_heads": config.heads,
-        "encoder_ffn_dim": config.hidden,
-        "decoder_ffn_dim": config.hidden,
+        "encoder_ffn_dim": config.d_hidden,
+        "decoder_ffn_dim": config.d_hidden,
         "decoder_start_token_id": config.start,
         "is_encoder_decoder": True,
     }
 
 
-def spoken(config: WhisperConfig) -> Values:
+def generation_values(config: WhisperConfig) -> Values:
     """What generation begins with, ends with and leaves out."""
     return {
         "decoder_start_token_id": config.start,
         "eos_token_id": config.stop,
-        "suppress_tokens": list(config.never),
-        "begin_suppress_tokens": list(config.never_first),
+        "suppress_tokens": list(config.suppress_tokens),
+        "begin_suppress_tokens": list(config.begin_suppress_tokens),
     } | {name: value for name, value in {
         "forced_decoder_ids": [list(pair) for pair in enumerate(config.prompt, 1)],
         "lang_to_id": {f"<|{name}|>": n for name, n in config.languages},
@@ -83,14 +92,14 @@ WHISPER = Family(
     {
         "WhisperForConditionalGeneration": Architecture(
             Whisper,
-            listed(WHISPER_NAMES),
+            rule_table(WHISPER_NAMES),
             Extras(copies={"proj_out.weight": ("model.decoder.embed_tokens.weight",)}),
             unused=("buckets", "max_distance"),
         )
     },
     (
         Field("vocabulary", "vocab_size"),
-        Field("width", "d_model"),
+        Field("d_model", "d_model"),
         Field("layers", "encoder_layers"),
         Field("decoder_layers", "decoder_layers"),
         Field("features", "num_mel_bins", 80),
@@ -98,7 +107,7 @@ WHISPER = Family(
         Field("positions", "max_target_positions", 448),
         Field("dropout", "dropout", 0.0),
         Field("attention_dropout", "attention_dropout", 0.0),
-        Field("stop", "eos_token_id", 50256, token),
+        Field("stop", "eos_token_id", 50256, stop_token),
         activation("activation", "activation_function", "gelu"),
     ),
     fixed={"position": "learned", "arrangement": "pre", "norm": "layer", "eps": 1e-5, "embedding_scale": 1.0},
@@ -106,7 +115,7 @@ WHISPER = Family(
     read=read_whisper,
     write=write_whisper,
     dropped=("suppress_tokens", "begin_suppress_tokens", "forced_decoder_ids"),
-    generation=spoken,
+    generation=generation_values,
     absent=lambda config: {"pad_token_id": config.stop, "bos_token_id": config.stop},
 )
 
@@ -138,7 +147,7 @@ WAV2VEC2 = Family(
     {
         "Wav2Vec2ForCTC": Architecture(
             Wav2Vec2,
-            listed(WAV2VEC2_NAMES),
+            rule_table(WAV2VEC2_NAMES),
             Extras(
                 reported=("wav2vec2.masked_spec_embed",),  # trained with: it replaces frames that are masked
                 renamed=((r"(pos_conv_embed\.conv\.)weight_g$", r"\1parametrizations.weight.original0"),
@@ -148,10 +157,10 @@ WAV2VEC2 = Family(
     },
     (
         Field("labels", "vocab_size", 32),
-        Field("width", "hidden_size"),
+        Field("d_model", "hidden_size"),
         Field("layers", "num_hidden_layers"),
         Field("heads", "num_attention_heads"),
-        Field("hidden", "intermediate_size"),
+        Field("d_hidden", "intermediate_size"),
         Field("channels", "conv_dim", (512,) * 7, numbers, list),
         Field("kernels", "conv_kernel", (10, 3, 3, 3, 3, 2, 2), numbers, list),
         Field("strides", "conv_stride", (5, 2, 2, 2, 2, 2, 2), numbers, list),
@@ -160,7 +169,7 @@ WAV2VEC2 = Family(
         activation("conv_activation", "feat_extract_activation", "gelu"),
         Field("position_kernel", "num_conv_pos_embeddings", 128),
         Field("position_groups", "num_conv_pos_embedding_groups", 16),
-        named("arrangement", "do_stable_layer_norm", False, {False: "post", True: "pre"}),
+        mapped_field("arrangement", "do_stable_layer_norm", False, {False: "post", True: "pre"}),
         Field("eps", "layer_norm_eps", 1e-5),
         Field("dropout", "hidden_dropout", 0.1),
         Field("attention_dropout", "attention_dropout", 0.1),

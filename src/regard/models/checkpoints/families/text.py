@@ -13,12 +13,12 @@ from regard.models.checkpoints.family import (
     Field,
     activation,
     classes,
+    effective_value,
     labels,
-    listed,
-    named,
-    settled,
+    mapped_field,
+    rule_table,
 )
-from regard.models.checkpoints.names import Difference, Extras
+from regard.models.checkpoints.tensor_names import Difference, Extras
 from regard.models.text import (
     MaskedLanguageModel,
     QuestionAnswering,
@@ -56,7 +56,7 @@ def architectures(
         if kind not in heads:
             continue
         bare = model is TextEncoder
-        rules = listed(base, ours="" if bare else "encoder.", theirs="" if bare else prefix, head=heads[kind])
+        rules = rule_table(base, ours="" if bare else "encoder.", theirs="" if bare else prefix, head=heads[kind])
         extras = Extras(copies=copies, renamed=renamed, computed=computed, reported=reported)
         found[start + kind] = Architecture(model, rules, extras, prefix, unused, written=kind != "ForPreTraining")
     return found
@@ -95,10 +95,10 @@ def some_segments(count: int) -> int:
 
 SIZES = (
     Field("vocabulary", "vocab_size"),
-    Field("width", "hidden_size"),
+    Field("d_model", "hidden_size"),
     Field("layers", "num_hidden_layers"),
     Field("heads", "num_attention_heads"),
-    Field("hidden", "intermediate_size"),
+    Field("d_hidden", "intermediate_size"),
     Field("positions", "max_position_embeddings", 512),
     Field("segments", "type_vocab_size", 2, write=some_segments),
     Field("eps", "layer_norm_eps", 1e-12),
@@ -173,7 +173,8 @@ def roberta(model_type: str, start: str) -> Family:
         ),
         (
             *SIZES,
-            named("activation", "hidden_act", "gelu", {"gelu": "gelu"}),  # its head for masked tokens has no other
+            # its head for masked tokens has no other
+            mapped_field("activation", "hidden_act", "gelu", {"gelu": "gelu"}),
             Field("first_position", "pad_token_id", 1, lambda pad: pad + 1, lambda first: first - 1),
         ),
         only=ONLY,
@@ -213,10 +214,10 @@ DISTILBERT = Family(
     ),
     (
         Field("vocabulary", "vocab_size"),
-        Field("width", "dim"),
+        Field("d_model", "dim"),
         Field("layers", "n_layers"),
         Field("heads", "n_heads"),
-        Field("hidden", "hidden_dim"),
+        Field("d_hidden", "hidden_dim"),
         Field("positions", "max_position_embeddings", 512),
         Field("dropout", "dropout", 0.1),
         Field("attention_dropout", "attention_dropout", 0.1),
@@ -230,7 +231,7 @@ DISTILBERT = Family(
 
 
 def albert_values(config: TextConfig) -> dict[str, Any]:
-    if settled(config, "embedding_width") == config.width:
+    if effective_value(config, "d_embedding") == config.d_model:
         raise ValueError("the embedding must have another width than the layers")
     return labels(config)
 
@@ -272,7 +273,7 @@ ALBERT = Family(
     (
         *SIZES,
         activation("activation", "hidden_act", "gelu_new"),
-        Field("embedding_width", "embedding_size", 128),
+        Field("d_embedding", "embedding_size", 128),
         Field("distinct", "num_hidden_groups", 1),
     ),
     only=ONLY | {"inner_group_num": (1,)},

@@ -8,38 +8,38 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from regard.field_types import quoted
-from regard.models.checkpoints.family import TENSORS, Architecture, Family, Field, Values, activation, agreed
-from regard.models.checkpoints.names import Extras, Rule, table
+from regard.field_types import short_repr
+from regard.models.checkpoints.family import TENSORS, Architecture, Family, Field, Values, activation, common_value
+from regard.models.checkpoints.tensor_names import Extras, Rule, table
 from regard.models.translation import Transformer, TransformerConfig
 from regard.positions import sinusoidal
 
 
-def token(value: Any) -> int:
+def stop_token(value: Any) -> int:
     """The one token that ends a target."""
     if isinstance(value, list) and len(value) == 1:
-        return token(value[0])
+        return stop_token(value[0])
     if not isinstance(value, int) or isinstance(value, bool):
-        raise ValueError(f"eos_token_id = {quoted(value)} is not supported; it must be one token")
+        raise ValueError(f"eos_token_id = {short_repr(value)} is not supported; it must be one token")
     return value
 
 
-def never(theirs: Values) -> tuple[int, ...]:
+def suppressed_tokens(theirs: Values) -> tuple[int, ...]:
     """Single tokens that are not to be generated."""
     words = theirs.get("bad_words_ids") or []
     if any(len(word) != 1 for word in words):
-        raise ValueError(f"bad_words_ids = {quoted(words)} is not supported; each must be one token")
+        raise ValueError(f"bad_words_ids = {short_repr(words)} is not supported; each must be one token")
     return tuple(word[0] for word in words)
 
 
-def start(theirs: Values) -> int:
+def start_token(theirs: Values) -> int:
     found = theirs.get("decoder_start_token_id")
     return theirs.get("pad_token_id") or 0 if found is None else found
 
 
-def spoken(config: TransformerConfig) -> Values:
+def generation_values(config: TransformerConfig) -> Values:
     """What generation begins with, ends with and leaves out."""
-    left_out = {"bad_words_ids": [[word] for word in config.never]} if config.never else {}
+    left_out = {"bad_words_ids": [[word] for word in config.suppress_tokens]} if config.suppress_tokens else {}
     return {"decoder_start_token_id": config.start, "eos_token_id": config.stop} | left_out
 
 
@@ -83,7 +83,7 @@ T5_FORWARD = {
 
 
 def t5(model_type: str, name: str, *, forward: str, scales: bool) -> Family:
-    """1.0 scales its outputs by 1 / sqrt(width) and ties them to the embedding; 1.1 does not, and has its own table.
+    """1.0 scales its outputs by 1 / sqrt(d_model) and ties them to the embedding; 1.1 does not, and has its own table.
 
     What `tie_word_embeddings` means for 1.1 depends on the release that wrote it; the tensors say whether it is tied.
     """
@@ -99,8 +99,8 @@ def t5(model_type: str, name: str, *, forward: str, scales: bool) -> Family:
             "gated": gated,
             "output_scale": theirs["d_model"] ** -0.5 if scaled else 1.0,
             "tied": bool(scaled) or "lm_head.weight" not in theirs.get(TENSORS, ()),
-            "start": start(theirs),
-            "never": never(theirs),
+            "start": start_token(theirs),
+            "suppress_tokens": suppressed_tokens(theirs),
         }
 
     def write(config: TransformerConfig) -> Values:
@@ -137,9 +137,9 @@ def t5(model_type: str, name: str, *, forward: str, scales: bool) -> Family:
         },
         (
             Field("vocabulary", "vocab_size"),
-            Field("width", "d_model"),
-            Field("head_width", "d_kv", 64),
-            Field("hidden", "d_ff"),
+            Field("d_model", "d_model"),
+            Field("d_head", "d_kv", 64),
+            Field("d_hidden", "d_ff"),
             Field("layers", "num_layers"),
             Field("decoder_layers", "num_decoder_layers", None),
             Field("heads", "num_heads"),
@@ -147,7 +147,7 @@ def t5(model_type: str, name: str, *, forward: str, scales: bool) -> Family:
             Field("max_distance", "relative_attention_max_distance", 128),
             Field("eps", "layer_norm_epsilon", 1e-6),
             Field("dropout", "dropout_rate", 0.1),
-            Field("stop", "eos_token_id", 1, token),
+            Field("stop", "eos_token_id", 1, stop_token),
         ),
         fixed={
             "position": "relative",
@@ -160,7 +160,7 @@ def t5(model_type: str, name: str, *, forward: str, scales: bool) -> Family:
         read=read,
         write=write,
         dropped=("dense_act_fn", "is_gated_act", "bad_words_ids"),
-        generation=spoken,
+        generation=generation_values,
     )
 
 
@@ -193,12 +193,12 @@ def read_marian(theirs: Values) -> Values:
     if shared and words != theirs["vocab_size"]:
         raise ValueError(f"decoder_vocab_size = {words} must be vocab_size where embeddings are shared")
     return {
-        "heads": agreed(theirs, "encoder_attention_heads", "decoder_attention_heads"),
-        "hidden": agreed(theirs, "encoder_ffn_dim", "decoder_ffn_dim"),
+        "heads": common_value(theirs, "encoder_attention_heads", "decoder_attention_heads"),
+        "d_hidden": common_value(theirs, "encoder_ffn_dim", "decoder_ffn_dim"),
         "target_vocabulary": None if shared else words,
         "embedding_scale": math.sqrt(theirs["d_model"]) if theirs.get("scale_embedding") else 1.0,
-        "start": start(theirs),
-        "never": never(theirs),
+        "start": start_token(theirs),
+        "suppress_tokens": suppressed_tokens(theirs),
     }
 
 
@@ -207,11 +207,11 @@ def write_marian(config: TransformerConfig) -> Values:
     return {
         "encoder_attention_heads": config.heads,
         "decoder_attention_heads": config.heads,
-        "encoder_ffn_dim": config.hidden,
-        "decoder_ffn_dim": config.hidden,
+        "encoder_ffn_dim": config.d_hidden,
+        "decoder_ffn_dim": config.d_hidden,
         "share_encoder_decoder_embeddings": words is None,
         "decoder_vocab_size": config.vocabulary if words is None else words,
-        "scale_embedding": config.embedding_scale is None or config.embedding_scale == math.sqrt(config.width),
+        "scale_embedding": config.embedding_scale is None or config.embedding_scale == math.sqrt(config.d_model),
         "decoder_start_token_id": config.start,
         "is_encoder_decoder": True,
     }
@@ -245,13 +245,13 @@ MARIAN = Family(
     },
     (
         Field("vocabulary", "vocab_size"),
-        Field("width", "d_model"),
+        Field("d_model", "d_model"),
         Field("layers", "encoder_layers"),
         Field("decoder_layers", "decoder_layers"),
         Field("positions", "max_position_embeddings", 1024),
         Field("dropout", "dropout", 0.1),
         Field("attention_dropout", "attention_dropout", 0.0),
-        Field("stop", "eos_token_id", 0, token),
+        Field("stop", "eos_token_id", 0, stop_token),
         activation("activation", "activation_function", "gelu"),
     ),
     fixed={"position": "halves", "arrangement": "post", "norm": "layer", "eps": 1e-5, "logits_bias": True},
@@ -260,7 +260,7 @@ MARIAN = Family(
     read=read_marian,
     write=write_marian,
     dropped=("bad_words_ids",),
-    generation=spoken,
+    generation=generation_values,
     absent=lambda config: {"pad_token_id": config.start},
 )
 

@@ -11,12 +11,12 @@ from regard.models.checkpoints.family import (
     Field,
     Values,
     activation,
-    agreed,
     classes,
+    common_value,
     labels,
-    listed,
+    rule_table,
 )
-from regard.models.checkpoints.names import Extras
+from regard.models.checkpoints.tensor_names import Extras
 from regard.models.detection import Detr, DetrConfig
 from regard.models.resnet import RESNETS, ResNetConfig
 from regard.models.vision import ImageClassifier, VisionConfig, VisionTransformer
@@ -71,23 +71,23 @@ VIT = Family(
     {
         "ViTModel": Architecture(
             VisionTransformer,
-            listed(VIT_BASE),
+            rule_table(VIT_BASE),
             Extras(reported=("pooler",), renamed=IN_MEMORY),
             prefix="vit.",
             unused=("classes",),
         ),
         "ViTForImageClassification": Architecture(
             ImageClassifier,
-            listed(VIT_BASE, ours="encoder.", theirs="vit.", head="classifier classifier"),
+            rule_table(VIT_BASE, ours="encoder.", theirs="vit.", head="classifier classifier"),
             Extras(reported=("vit.pooler",), renamed=IN_MEMORY),
             prefix="vit.",
         ),
     },
     (
-        Field("width", "hidden_size"),
+        Field("d_model", "hidden_size"),
         Field("layers", "num_hidden_layers"),
         Field("heads", "num_attention_heads"),
-        Field("hidden", "intermediate_size"),
+        Field("d_hidden", "intermediate_size"),
         Field("channels", "num_channels", 3),
         Field("eps", "layer_norm_eps", 1e-12),
         Field("qkv_bias", "qkv_bias", True),
@@ -163,8 +163,8 @@ def read_backbone(theirs: Values) -> ResNetConfig:
 
 def read_detr(theirs: Values) -> Values:
     return {
-        "heads": agreed(theirs, "encoder_attention_heads", "decoder_attention_heads"),
-        "hidden": agreed(theirs, "encoder_ffn_dim", "decoder_ffn_dim"),
+        "heads": common_value(theirs, "encoder_attention_heads", "decoder_attention_heads"),
+        "d_hidden": common_value(theirs, "encoder_ffn_dim", "decoder_ffn_dim"),
         "backbone": read_backbone(theirs),
         "classes": classes(theirs),
     }
@@ -175,8 +175,8 @@ def write_detr(config: DetrConfig) -> Values:
     return {
         "encoder_attention_heads": config.heads,
         "decoder_attention_heads": config.heads,
-        "encoder_ffn_dim": config.hidden,
-        "decoder_ffn_dim": config.hidden,
+        "encoder_ffn_dim": config.d_hidden,
+        "decoder_ffn_dim": config.d_hidden,
         "use_timm_backbone": False,
         "use_pretrained_backbone": False,
         "backbone_config": {
@@ -196,10 +196,10 @@ def write_detr(config: DetrConfig) -> Values:
 DETR = Family(
     "detr",
     DetrConfig,
-    {"DetrForObjectDetection": Architecture(Detr, listed(DETR_NAMES), Extras(ignored=COUNTERS, renamed=RENAMED))},
+    {"DetrForObjectDetection": Architecture(Detr, rule_table(DETR_NAMES), Extras(ignored=COUNTERS, renamed=RENAMED))},
     (
         Field("queries", "num_queries", 100),
-        Field("width", "d_model"),
+        Field("d_model", "d_model"),
         Field("layers", "encoder_layers"),
         Field("decoder_layers", "decoder_layers"),
         Field("dropout", "dropout", 0.1),

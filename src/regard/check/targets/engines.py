@@ -1,0 +1,68 @@
+"""The engines of this installation, and the one that a call selects."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from regard.attention import Attention
+from regard.check.targets.target import Alignment, NotSupported, Target
+from regard.engines.select import ENGINES, CannotCompute
+from regard.masks import causal as causal_mask
+from regard.masks import dense
+from regard.scores import Dot
+
+DENSE = {"reference", "flex"}  # these lay weights out on a CPU
+
+MAX_CASES = {"flex": 3}  # it is traced anew for every shape
+SELECTED = "selected"
+UNSUPPORTED = {
+    "sdpa": {
+        "double-backward": "torch's fused kernel for CPUs cannot be differentiated twice",
+        "forward-mode": "torch's fused kernel for CPUs has no forward mode",
+    },
+}
+
+
+def engine(name: str, alignment: Alignment = "bottom-right") -> Target:
+    """One engine by name, asked for explicitly, or "selected"; what it says it cannot compute is not applicable."""
+    chosen = None if name == SELECTED else name
+
+    def attention(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        mask: Tensor | None = None,
+        causal: bool = False,
+        scale: float | None = None,
+        dropout: float = 0.0,
+    ) -> Tensor:
+        offset = 0 if alignment == "top-left" else None
+        given = None if mask is None else dense(mask)
+        if causal:
+            given = causal_mask() if given is None else given & causal_mask()
+        try:
+            attend = Attention(score=Dot(scale=scale), mask=given, dropout=dropout, offset=offset)
+            return attend(q, k, v, engine=chosen)
+        except CannotCompute as error:
+            raise NotSupported("; ".join(error.reasons)) from None
+
+    growth, setup = 2 if name in DENSE else 1, SETUP.format(name=chosen)
+    return Target(
+        name, attention, UNSUPPORTED.get(name, {}), alignment, growth, setup=setup, max_cases=MAX_CASES.get(name)
+    )
+
+
+SETUP = """\
+import regard as rg
+
+def attend(q, k, v, *, mask=None, causal=False, scale=None, dropout=0.0):
+    given = None if mask is None else rg.dense(mask)
+    if causal:
+        given = rg.causal() if given is None else given & rg.causal()
+    return rg.attention(q, k, v, score=rg.Dot(scale=scale), mask=given, dropout=dropout, engine={name!r})"""
+
+
+def installed_engines() -> list[Target]:
+    """The engine that a call selects, and every engine."""
+    return [engine(name) for name in (SELECTED, *ENGINES)]

@@ -1,0 +1,92 @@
+"""`regard check`: what it prints, and its exit codes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from regard.check import reports
+from regard.check.property import Property
+from regard.check.runner import PROPERTIES, Outcome, check
+from regard.check.targets import PEERS, NotSupported, UnknownTarget, installed_engines, target
+from regard.files import Unwritable, check_writable, write_text_atomically
+from regard.printable import printable, printable_json
+
+PASSED, FAILED, NOT_CHECKED = 0, 1, 2
+LINES = "\n\t"  # of programs and tables
+
+
+def run(
+    stdout: Console,
+    stderr: Console,
+    names: Sequence[str],
+    only: Sequence[str],
+    *,
+    form: str = "table",
+    junit: Path | None = None,
+) -> int:
+    """Checks targets by name, prints the outcomes as `form` (table, json or markdown) and gives the exit code."""
+    try:
+        targets = [target(name) for name in names] if names else installed_engines()
+        properties = select_properties(only)
+        if junit is not None:
+            check_writable(junit)
+    except (UnknownTarget, NotSupported, Unwritable) as error:
+        stderr.print(f"[bold red]regard:[/] {escape(printable(error))}", soft_wrap=True)
+        return NOT_CHECKED
+    outcomes: list[Outcome] = []
+    with stderr.status("checking") as status:
+        for each in targets:
+            for prop in properties:
+                status.update(f"{each.name}: {prop.name}")
+                outcomes += check([each], [prop])
+    if junit is not None:
+        write_text_atomically(junit, reports.junit(outcomes))
+    if form == "json":
+        print(printable_json(reports.as_json(outcomes), indent=1))
+    elif form == "markdown":
+        print(printable(reports.markdown(targets, outcomes), keep=LINES), end="")
+    else:
+        show(stdout, outcomes)
+    return FAILED if any(outcome.status == "failed" for outcome in outcomes) else PASSED
+
+
+def show(stdout: Console, outcomes: Sequence[Outcome]) -> None:
+    """The table, then for every failure the program that reproduces it."""
+    stdout.print(reports.table(outcomes))
+    for outcome in outcomes:
+        if outcome.status == "failed":
+            name, reason = (escape(printable(text)) for text in (outcome.target, outcome.reason))
+            stdout.print(f"\n[bold red]✗ {name}: {outcome.property}[/]  {reason}", soft_wrap=True)
+            stdout.print(f"[dim]{escape(PROPERTIES[outcome.property].statement)}[/]", soft_wrap=True)
+            stdout.print(f"\n{escape(printable(outcome.code, keep=LINES))}", soft_wrap=True)
+    stdout.print(reports.summary(outcomes))
+
+
+def select_properties(only: Sequence[str]) -> list[Property]:
+    if unknown := [name for name in only if name not in PROPERTIES]:
+        raise UnknownTarget(f"--only must be one of {', '.join(PROPERTIES)}, but is {unknown[0]}")
+    return [PROPERTIES[name] for name in only] or list(PROPERTIES.values())
+
+
+def list_properties(stdout: Console, as_json: bool) -> None:
+    """Every property and what it demands."""
+    if as_json:
+        print(
+            json.dumps(
+                {each.name: {"demands": each.statement, "needs": sorted(each.needs)} for each in PROPERTIES.values()},
+                indent=1,
+            )
+        )
+        return
+    table = Table("property", "demands", "needs")
+    for each in PROPERTIES.values():
+        table.add_row(f"[bold]{each.name}[/]", escape(each.statement), ", ".join(sorted(each.needs)))
+    stdout.print(table)
+    own = [f"regard-{each.name}" for each in installed_engines()]
+    stdout.print(f"Targets by name: {', '.join([*own, *PEERS])}; or package.module:function.")

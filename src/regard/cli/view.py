@@ -1,0 +1,121 @@
+"""`regard view` and `regard serve`: what a model looks at."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from regard.cli.console import print_json, print_line, print_message
+from regard.cli.inputs import with_context
+from regard.cli.options import Context, Json, Lang, RunFolder
+from regard.data.readers import Row
+from regard.errors import BadRows
+from regard.files import check_writable
+from regard.tasks import Run, Task, UserError
+
+
+def view(
+    folder: RunFolder,
+    text: Annotated[str, typer.Argument(help="What the model is to read; for runs on images or sounds, a path.")],
+    out: Annotated[Path, typer.Option("--out", "-o", help="The page to write.")] = Path("attention.html"),
+    context: Context = None,
+    lang: Lang = "en",
+    as_json: Json = False,
+) -> None:
+    """The attention of a run's model, or of a checkpoint, over a text: one page that opens in any browser.
+
+    regard view runs/en-fr "I am hungry." -o hungry.html
+    """
+    _check_lang(lang)
+    check_writable(out)
+    record = make_capture(folder)(with_context(Row("the text", (text,)), context).values[0])
+    record.save(out, lang)
+    if as_json:
+        about = {"page": str(out), "note": record.note, "attentions": [repr(seen) for seen in record.attentions]}
+        print_json(about)
+    else:
+        print_line(f"{out}: {len(record)} attentions, {out.stat().st_size / 1e6:.1f} MB")
+
+
+def serve(
+    folder: RunFolder,
+    text: Annotated[str | None, typer.Argument(help="What is looked at first.")] = None,
+    port: Annotated[
+        int, typer.Option(help="At 127.0.0.1, which this machine alone can reach.", min=1, max=65535)
+    ] = 8765,
+    lang: Lang = "en",
+) -> None:
+    """The viewer at 127.0.0.1, with a text box and every weight within reach; Ctrl-C ends it.
+
+    regard serve runs/en-fr
+    """
+    _check_lang(lang)
+    try:
+        from regard.view.server import Session, listen
+        from regard.view.server import serve as serve_at
+    except ImportError as error:
+        raise UserError(f"regard serve needs {error.name}: pip install 'regard[view]'") from error
+    try:
+        listener = listen(port)
+    except OSError as error:
+        raise UserError(f"port {port} at 127.0.0.1: {error.strerror}; choose another with --port") from error
+    capture = make_capture(folder)
+    if text is None and isinstance(capture, RunCapture) and capture.run.task.input_kind != "text":
+        kind = capture.run.task.input_kind
+        raise UserError(f'give the path of an {kind} file first: regard serve {folder} "{kind}.file"')
+    first = text or (capture.run.task.viewer_text if isinstance(capture, RunCapture) else Task.viewer_text)
+    serve_at(Session(capture, first), listener, lang=lang, report=print_message)
+
+
+class RunCapture:
+    """Predicts as `regard predict` does, and watches: the last that the model computes is what is shown."""
+
+    def __init__(self, folder: Path) -> None:
+        self.run = Run.open(folder)
+        self.model, _ = self.run.model(frozen=True)
+
+    def __call__(self, text: str) -> Any:
+        from regard.view import capture
+
+        bad = BadRows(skip=True)
+        with capture(self.model) as record:
+            predictions = list(self.run.task.predict(self.model, self.run.processor, [Row("the text", (text,))], bad))
+        if not predictions:
+            raise UserError(bad.first[0] if bad.first else "the model said nothing of it")
+        record.title = f"{self.run.task.name}, {self.run.folder.resolve().name}"
+        record.text = text
+        record.note = f"{predictions[0].output} ({predictions[0].score:.2f})"
+        self.run.task.name_tokens(self.model, self.run.processor, record, predictions[0])
+        return record
+
+
+def make_capture(folder: Path) -> Callable[[str], Any]:
+    """From a text to the record of what the model of a run, or of a checkpoint with its tokenizer, makes of it."""
+    if (folder / "run.json").exists() or not (folder / "config.json").exists():
+        return RunCapture(folder)
+    from regard.models import load, tokenizer
+    from regard.view import capture_image, capture_text
+
+    try:
+        model = load(folder, frozen=True)
+        read = None if hasattr(getattr(model, "config", None), "grid") else tokenizer(folder)
+    except (OSError, ValueError) as error:
+        raise UserError(f"{folder}: {error}") from error
+
+    def capture_given(given: str) -> Any:
+        try:
+            return capture_image(model, given) if read is None else capture_text(model, read, given)
+        except (OSError, ValueError) as error:
+            raise UserError(f"{error}") from error
+
+    return capture_given
+
+
+def _check_lang(lang: str) -> None:
+    from regard.view.page import LANGUAGES
+
+    if lang not in LANGUAGES:
+        raise UserError(f"--lang must be {' or '.join(LANGUAGES)}, but is {lang!r}")

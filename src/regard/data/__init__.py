@@ -1,0 +1,1 @@
+"""Data: readers of tables, images and audio; splits, tokenizers and batches."""

@@ -1,0 +1,91 @@
+"""The processor of a run: its tokenizer, labels and settings, saved with it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from regard.data.saved_files import build, naming, read_object
+from regard.errors import UserError
+from regard.field_types import check_value, short_repr
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+
+def _tokenizer(path: Path) -> Tokenizer:
+    """The tokenizer of a run, which gives every token its id and nothing else."""
+    from regard.models.checkpoints.tokenizers import read_tokenizer
+
+    with naming(path):
+        found = read_tokenizer(path)
+        if found.padding is not None or found.truncation is not None:
+            raise ValueError("pads or cuts texts, which the tokenizer of a run must not; was it changed?")
+    return found
+
+
+@dataclass(frozen=True)
+class Processor:
+    """What a task learns from its data before training and needs ever after.
+
+    config: fields of the model's configuration that a pretrained model brought along, or the form of images.
+    calibration: what was chosen after training, by what is held out for choosing, such as thresholds.
+    """
+
+    tokenizer: Tokenizer | None = None
+    labels: tuple[str, ...] = ()
+    config: dict[str, Any] | None = None
+    calibration: dict[str, float] | None = None
+
+    def require_tokenizer(self) -> Tokenizer:
+        """The tokenizer, of a task that has one."""
+        if self.tokenizer is None:
+            raise UserError("the run has no tokenizer; is it one on texts, with tokenizer.json in its folder?")
+        return self.tokenizer
+
+    def settings(self) -> dict[str, Any]:
+        """What `config` holds, its lists as tuples, as they were before JSON."""
+        if self.config is None:
+            raise UserError("the run has no config in processor.json; is it whole?")
+        return {key: tuple(value) if isinstance(value, list) else value for key, value in self.config.items()}
+
+    def settings_as(self, kind: Any) -> Any:
+        """What `config` holds as a dataclass, each value of the type of its field."""
+        return build(kind, self.settings(), "config")
+
+    def save(self, folder: Path) -> None:
+        """Write tokenizer.json, if there is one, and processor.json."""
+        if self.tokenizer is not None:
+            self.tokenizer.save(str(folder / "tokenizer.json"))
+        (folder / "processor.json").write_text(self.to_json(), encoding="utf-8")
+
+    def to_json(self) -> str:
+        """All but the tokenizer, as JSON."""
+        processor = {"labels": list(self.labels), "config": self.config, "calibration": self.calibration}
+        return json.dumps(processor, indent=1, ensure_ascii=False)
+
+    @staticmethod
+    def load(folder: Path) -> Processor:
+        """What `save` wrote."""
+        tokenizer = None
+        if (folder / "tokenizer.json").exists():
+            tokenizer = _tokenizer(folder / "tokenizer.json")
+        path = folder / "processor.json"
+        processor = read_object(path)
+        with naming(path):
+            labels, config, calibration = processor.get("labels"), processor.get("config"), processor.get("calibration")
+            if not isinstance(labels, list) or not all(isinstance(each, str) for each in labels):
+                raise ValueError(f"labels must be a list of texts, but is {short_repr(labels)}")
+            if len(set(labels)) != len(labels):
+                raise ValueError(f"labels must differ, but two are the same: {short_repr(labels)}")
+            check_value("config", config, dict[str, Any] | None)
+            check_value("calibration", calibration, dict[str, float] | None)
+            rows = (config or {}).get("vocabulary", 0)
+            check_value("config.vocabulary", rows, int)
+        if tokenizer is not None:
+            largest, rows = max(tokenizer.get_vocab().values(), default=-1), max(rows, tokenizer.get_vocab_size())
+            if largest >= rows:
+                raise UserError(f"{folder / 'tokenizer.json'}: has a token {largest}, but must have them below {rows}")
+        return Processor(tokenizer, tuple(labels), config, calibration)

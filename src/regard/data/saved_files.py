@@ -1,0 +1,72 @@
+"""Files that were saved with a run, read and checked: anything wrong with one is a `UserError` that names it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import MISSING, fields
+from pathlib import Path
+from typing import Any
+
+from regard.errors import RunLocked, UserError
+from regard.field_types import check_fields, check_value, short_repr
+from regard.files import read_json
+from regard.printable import printable
+
+
+class BadFile(UserError):
+    """A file that cannot be used, and its name."""
+
+
+@contextmanager
+def naming(path: Path | str, advice: str = "was it written by another version, or changed?") -> Iterator[None]:
+    """Within, whatever the content of a file makes our code raise is one `UserError` that names the file."""
+    try:
+        yield
+    except (BadFile, RunLocked):
+        raise
+    except UserError as error:
+        raise BadFile(f"{path}: {error}") from error
+    except Exception as error:
+        raise BadFile(f"{path}: {_reason(error, path)}; {advice}") from error
+
+
+def _reason(error: Exception, path: Path | str) -> str:
+    if isinstance(error, MemoryError) or "allocate memory" in str(error):
+        return "needs more memory than there is"
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror[:1].lower() + error.strerror[1:]
+    text = str(error).removeprefix(f"{path}:").removeprefix(f"{path} ")
+    words = printable(" ".join(text.split()))[:600]
+    if isinstance(error, KeyError):
+        return f"{words} is missing"
+    return words if isinstance(error, ValueError) and words else f"cannot be read ({type(error).__name__}: {words})"
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """The JSON object of a file."""
+    with naming(path):
+        found = read_json(path)
+        if not isinstance(found, dict):
+            raise ValueError(f"must hold a JSON object, but holds {short_repr(found)}")
+        return found
+
+
+def check_values(values: Mapping[str, Any], types: Mapping[str, Any], before: str = "") -> None:
+    """Raise ValueError unless every value is there with its type; those that may be null may be missing."""
+    for name, wanted in types.items():
+        check_value(before + name, values.get(name), wanted)
+
+
+def build(kind: Any, values: Any, name: str) -> Any:
+    """A dataclass from its JSON object, which has lists for tuples. name: what the object is called in its file."""
+    known = {each.name for each in fields(kind)}
+    if unknown := set(values) - known:
+        raise ValueError(
+            f"{name} has {', '.join(sorted(map(short_repr, unknown)))}, which {kind.__name__} does not have"
+        )
+    held = {key: tuple(value) if isinstance(value, list) else value for key, value in values.items()}
+    check_fields(kind, held, {key: f"{name}.{key}" for key in held})
+    if missing := [each.name for each in fields(kind) if each.default is MISSING and each.name not in held]:
+        raise ValueError(f"{name} lacks {', '.join(missing)}")
+    return kind(**held)

@@ -1,0 +1,89 @@
+"""What `look` gives, for the problems that the kernels know: weights, maps and statistics."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from regard.engines.lowering import select_part
+from regard.engines.mask_layout import layout_for_rows
+from regard.engines.native.attention import pack_problem
+from regard.engines.native.binding import COLUMNS, POOL, STATISTICS, call, row_fields, tensor_fields
+from regard.engines.native.engine import prepare
+from regard.engines.problem import Problem
+from regard.positions.biases import DenseBias
+
+
+def weights(problem: Problem, query: Tensor, key: Tensor, heads: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
+    """As `inspection.weights`, but not differentiable."""
+    (some, row_at), (picked, column_at) = (part.unique(return_inverse=True) for part in (rows, columns))
+    frame, whole = problem.frame, len(some) == problem.frame.Q
+    x, _, fixed = prepare(problem if whole else replace(problem, mask=None), query, key, key[..., :0], None)
+    if not whole and problem.mask is not None:
+        layout, strides = layout_for_rows(problem.mask, frame, some)
+        fixed = fixed._replace(mask_layout=layout, sizes=(*fixed.sizes[:2], *strides))
+    every = len(heads) == frame.H and bool((heads == torch.arange(frame.H, device="cpu")).all())
+    found = torch.empty((frame.B, len(heads), len(some), len(picked)), dtype=problem.compute_dtype, device="cpu")
+    for n, head in enumerate([None] if every else heads.tolist()):
+        one, own = select_part(x, fixed, head, some)
+        room = found if head is None else found[:, n : n + 1]
+        call(
+            "regard_dot_weights",
+            pack_problem(one, own),
+            COLUMNS.pack(*row_fields(room), picked.data_ptr(), len(picked)),
+        )
+    for axis, asked, at in ((2, rows, row_at), (3, columns, column_at)):
+        if not torch.equal(asked, (some, picked)[axis - 2]):
+            found = found.index_select(axis, at)
+    return found.to(problem.dtype)
+
+
+def can_select_rows(problem: Problem, rows: Tensor) -> bool:
+    """Whether `weights` can be asked for these rows: biases of distance are read along neighbouring rows."""
+    apart = bool((rows.unique().diff() > 1).any())
+    return not apart or problem.bias is None or all(isinstance(part, DenseBias) for part in problem.bias.parts())
+
+
+def pooled_weights(problem: Problem, query: Tensor, key: Tensor, size: tuple[int, int]) -> Tensor:
+    """As `inspection.pooled_weights`, in one pass."""
+    x, _, fixed = prepare(problem, query, key, key[..., :0], None)
+    found = torch.empty((*query.shape[:2], *size), dtype=problem.compute_dtype, device="cpu")
+    call("regard_dot_map", pack_problem(x, fixed), POOL.pack(*row_fields(found), *size))
+    return found.to(problem.dtype)
+
+
+def statistics(
+    problem: Problem, query: Tensor, key: Tensor, top: int, chosen: Tensor | None = None
+) -> tuple[Tensor | None, ...]:
+    """As `inspection.statistics`."""
+    x, _, fixed = prepare(problem, query, key, key[..., :0], None)
+    rows = query.shape[:3]
+    numbers = [torch.empty(rows, dtype=problem.compute_dtype, device="cpu") for _ in range(4)]
+    keys = torch.empty((*rows, top), dtype=torch.int64, device="cpu")
+    weights = torch.empty((*rows, top), dtype=problem.compute_dtype, device="cpu")
+    offset = torch.tensor(problem.frame.offsets(), device="cpu").expand(problem.frame.B).contiguous()
+    places = [n for tensor in numbers for n in tensor_fields(tensor)]
+    mass, runs = None, torch.empty((2, 0), dtype=torch.int64, device="cpu")
+    if chosen is not None:
+        mass, runs = torch.empty(rows, dtype=problem.compute_dtype, device="cpu"), key_ranges(chosen)
+    call(
+        "regard_dot_row_statistics",
+        pack_problem(x, fixed._replace(offset=offset)),
+        STATISTICS.pack(
+            *places, top, keys.data_ptr(), weights.data_ptr(), *tensor_fields(mass), runs[0].data_ptr(),
+            runs[1].data_ptr(),
+            runs.shape[1],
+        ),
+    )  # fmt: skip
+    return *numbers, keys, weights, mass
+
+
+def key_ranges(places: Tensor) -> Tensor:
+    """Starts and stops of the runs of neighbours among places, (2, runs)."""
+    places = places.unique()
+    edge = torch.ones(len(places) + 1, dtype=torch.bool, device="cpu")
+    edge[1:-1] = places.diff() > 1
+    edge[0] = edge[-1] = len(places) > 0
+    return torch.stack([places[edge[:-1]], places[edge[1:]] + 1])

@@ -1,0 +1,180 @@
+"""Costs of a call against its length: operations, bytes and processor time, and the power that they grow with."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
+
+Call = Callable[[], Any]
+T975 = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23)  # Student's t, 1 to 10 degrees of freedom
+
+
+class Growth(NamedTuple):
+    """cost = constant · size^power, and where the power lies with 95% confidence."""
+
+    power: float
+    low: float
+    high: float
+
+
+def growth(sizes: Sequence[float], costs: Sequence[float]) -> Growth:
+    """The power that costs grow with: least squares of logarithms.
+
+    >>> from regard.lab.complexity import growth
+    >>> round(growth([1, 2, 4, 8], [3, 12, 48, 192]).power, 6)
+    2.0
+    """
+    return slope([math.log(x) for x in sizes], [math.log(max(y, 1e-300)) for y in costs])
+
+
+def slope(x: Sequence[float], y: Sequence[float]) -> Growth:
+    """The slope of a line through points, with its 95% interval.
+
+    >>> from regard.lab.complexity import slope
+    >>> slope([0, 1, 2], [5, 3, 1])
+    Growth(power=-2.0, low=-2.0, high=-2.0)
+    """
+    n = len(x)
+    if n < 3 or n != len(y):
+        raise ValueError(f"a slope with an interval needs at least 3 points, as many x as y, but got {n} and {len(y)}")
+    mean_x, mean_y = sum(x) / n, sum(y) / n
+    spread = sum((a - mean_x) ** 2 for a in x)
+    rise = sum((a - mean_x) * (b - mean_y) for a, b in zip(x, y, strict=True)) / spread
+    rest = sum((b - mean_y - rise * (a - mean_x)) ** 2 for a, b in zip(x, y, strict=True))
+    freedom = n - 2
+    half = (T975[freedom - 1] if freedom <= len(T975) else 1.96) * math.sqrt(rest / freedom / spread)
+    return Growth(rise, rise - half, rise + half)
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """So that the time of this thread is the time of the work."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def min_seconds(calls: Sequence[Call], rounds: int = 7) -> list[float]:
+    """The least processor time of each call; they take turns, so that a busy machine is busy for all of them."""
+    best = [math.inf] * len(calls)
+    with one_thread():
+        for call in calls:
+            call()
+        for _ in range(rounds):
+            for n, call in enumerate(calls):
+                began = time.thread_time()
+                call()
+                best[n] = min(best[n], time.thread_time() - began)
+    return best
+
+
+def flops(call: Call) -> int:
+    """Floating-point operations of the products within a call of plain torch."""
+    with FlopCounterMode(display=False) as counter:
+        call()
+    return int(counter.get_total_flops())
+
+
+class _Live(TorchDispatchMode):
+    """Follows the memory of every tensor that is made."""
+
+    def __init__(self, known: Sequence[Tensor]) -> None:
+        super().__init__()
+        self.known = {tensor.untyped_storage().data_ptr() for tensor in known}
+        self.held: dict[int, tuple[StorageWeakRef, int]] = {}
+        self.peak = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for tensor in out if isinstance(out, tuple | list) else (out,):
+            if isinstance(tensor, Tensor):
+                storage = tensor.untyped_storage()
+                if storage.data_ptr() not in self.known:
+                    self.held[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
+        self.held = {key: pair for key, pair in self.held.items() if not pair[0].expired()}
+        self.peak = max(self.peak, sum(size for _, size in self.held.values()))
+        return out
+
+
+def peak_bytes(call: Call, *inputs: Tensor) -> int:
+    """The most memory that a call of plain torch holds at once, its output included and its inputs not.
+
+    >>> import torch
+    >>> from regard.lab.complexity import peak_bytes
+    >>> x = torch.ones(1000)
+    >>> peak_bytes(lambda: (x + 1).sum(), x)
+    4004
+    """
+    live = _Live(inputs)
+    with live:
+        call()
+    return live.peak
+
+
+def saved_bytes(call: Call, *parameters: Tensor) -> int:
+    """What a call keeps for its backward pass, parameters not counted."""
+    known = {tensor.untyped_storage().data_ptr() for tensor in parameters}
+    kept: dict[int, int] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in known:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        held = call()  # alive while counted, so that no address is used twice
+    del held
+    return sum(kept.values())
+
+
+def depth(output: Tensor) -> int:
+    """The longest chain of operations, each of which waits for the one before it, that leads to an output.
+
+    >>> import torch
+    >>> from regard.lab.complexity import depth
+    >>> x = torch.ones(3, requires_grad=True)
+    >>> depth((x + 1).exp().sum()) - depth((x + 1).sum())
+    1
+    """
+    found: dict[Any, int] = {}
+    todo = [output.grad_fn]
+    while todo:
+        node = todo[-1]
+        below = [each for each, _ in node.next_functions if each is not None] if node is not None else []
+        waiting = [each for each in below if each not in found]
+        if waiting:
+            todo.extend(waiting)
+        else:
+            found[node] = 1 + max((found[each] for each in below), default=0)
+            todo.pop()
+    return found[output.grad_fn]
+
+
+def costs(
+    attend: Callable[[Tensor, Tensor, Tensor], Tensor], lengths: Sequence[int], width: int, rounds: int = 5
+) -> dict[str, Any]:
+    """What an attention of plain torch costs at some lengths, and the powers of the length that it grows with."""
+    inputs = [torch.randn(3, n, width) for n in lengths]
+    calls = [lambda x=x: attend(*x) for x in inputs]
+    with torch.no_grad():
+        work = [flops(call) for call in calls]
+        memory = [peak_bytes(call, x) for call, x in zip(calls, inputs, strict=True)]
+        time = min_seconds(calls, rounds)
+    found: dict[str, Any] = {"lengths": list(lengths), "flops": work, "bytes": memory, "seconds": time}
+    for name, values in (("flops", work), ("bytes", memory), ("time", time)):
+        fit = growth(lengths, values)
+        found |= {f"{name}_power": fit.power, f"{name}_low": fit.low, f"{name}_high": fit.high}
+    return found

@@ -1,0 +1,265 @@
+"""Attention beside convolution and recurrence, at equal parameters and on the same task."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from regard.lab.claim import Claim, Findings, PickLabel, Text, Verdict, grade
+from regard.lab.draw import plot_growth
+
+NAMES = {"attention": "注意力"}
+
+
+def receptive_field(bodies=None, length=64, size=6000, seed=0):
+    import torch
+
+    from regard.lab.architectures import build
+
+    torch.manual_seed(seed)
+    found = {"length": length, "names": ["attention", "CNN", "RNN"]}
+    for kind in found["names"]:
+        model = (bodies or build)(kind, size)
+        x = torch.randn(1, length, model.embedding.embedding_dim, requires_grad=True)
+        (gradient,) = torch.autograd.grad(model.answer(model.body(x)[:, -1]).square().sum(), x)
+        reach = gradient[0].norm(dim=-1).flip(0)  # nearest first
+        found[kind] = (reach / reach[0]).tolist()
+        found["sees " + kind] = int((reach > 0).sum())
+        found["parameters " + kind] = sum(p.numel() for p in model.parameters())
+    return found
+
+
+def draw_receptive_field(figure: Any, found: Findings, say: PickLabel) -> None:
+    axis = figure.subplots()
+    for name in found["names"]:
+        axis.semilogy(
+            range(found["length"]),
+            [y if y > 0 else None for y in found[name]],
+            "o-",
+            markersize=3,
+            label=say(name, NAMES.get(name, name)),
+        )
+    axis.set(
+        xlabel=say("distance from the last place", "与最后位置的距离"),
+        ylabel=say("influence, nearest = 1", "影响（最近处 = 1）"),
+    )
+    axis.legend()
+
+
+def parallelism(kinds=("attention", "CNN", "RNN"), lengths=(64, 128, 256, 512), size=6000, seed=0):
+    import torch
+
+    from regard.lab.architectures import build
+    from regard.lab.complexity import depth, growth, min_seconds
+
+    torch.manual_seed(seed)
+    found = {"lengths": list(lengths), "kinds": list(kinds)}
+    for role, kind in zip(("attention", "CNN", "RNN"), kinds):
+        model = build(kind, size)
+        rows = [torch.randint(16, (4, n)) for n in lengths]
+        chain = [depth(model(x)) for x in rows]
+        with torch.no_grad():
+            time = min_seconds([lambda x=x: model(x) for x in rows], 5)
+        fit = growth(lengths, time)
+        found |= {"depth " + role: chain, "time " + role: time, "power " + role: fit.power, "chain " + role: chain[-1],
+                  "interval " + role: [fit.low, fit.high], "steps " + role: growth(lengths, chain).power}  # fmt: skip
+    return found
+
+
+def judge_parallelism(found: Findings) -> Verdict:
+    return grade(found["steps attention"] < 0.05 and found["steps CNN"] < 0.05 and found["steps RNN"] > 0.9)
+
+
+def draw_parallelism(figure: Any, found: Findings, say: PickLabel) -> None:
+    left, right = figure.subplots(1, 2)
+    for kind, label, axis in (
+        ("depth", say("steps that wait for one another", "必须依次进行的步数"), left),
+        ("time", say("seconds of one core", "单核时间（秒）"), right),
+    ):
+        plot_growth(
+            axis,
+            found,
+            [(f"{kind} {name}", say(name, NAMES.get(name, name))) for name in ("attention", "CNN", "RNN")],
+            say,
+        )
+        axis.set_ylabel(label)
+
+
+def memory_length(attend=None, lengths=(128, 256, 512, 1024), size=6000, seed=0):
+    import math
+
+    import torch
+
+    import regard as rg
+    from regard.lab.architectures import build
+    from regard.lab.complexity import saved_bytes
+
+    torch.manual_seed(seed)
+    found = {"lengths": list(lengths)}
+    dense = attend or (lambda q, k, v: torch.softmax(q @ k.mT / q.shape[-1] ** 0.5, -1) @ v)
+    calls = {kind: build(kind, size) for kind in ("CNN", "RNN")}
+    for name, call in (("weights stored", dense), ("fused", rg.attention)):
+        projections = torch.nn.Linear(32, 96)
+        calls[name] = lambda x, call=call, p=projections: call(
+            *p(torch.nn.functional.one_hot(x, 32).float())[:, None].chunk(3, -1)
+        )
+    for name, call in calls.items():
+        own = list(call.parameters()) if isinstance(call, torch.nn.Module) else []
+        kept = [saved_bytes(lambda n=n: call(torch.randint(16, (1, n))), *own) for n in lengths]
+        found |= {name: kept, "power " + name: math.log2(kept[-1] / kept[-2])}  # of the last doubling
+    return found
+
+
+def judge_memory(found: Findings) -> Verdict:
+    linear = all(found["power " + name] < 1.15 for name in ("CNN", "RNN"))
+    return grade(linear and found["power weights stored"] > 1.7)
+
+
+def draw_memory_length(figure: Any, found: Findings, say: PickLabel) -> None:
+    axis = figure.subplots()
+    names = {
+        "weights stored": say("attention, weights stored", "注意力，保存权重"),
+        "fused": say("attention, fused (regard)", "注意力，融合计算（regard）"),
+    }
+    plot_growth(
+        axis,
+        found,
+        [
+            (name, f"{names.get(name, name)}, n^{found['power ' + name]:.2f}")
+            for name in ("weights stored", "fused", "CNN", "RNN")
+        ],
+        say,
+    )
+    axis.set_ylabel(say("bytes kept for the backward pass", "为反向传播保留的字节数"))
+
+
+def recall(kinds=("attention", "CNN", "RNN", "GRU"), length=32, size=6000, steps=260, rows=48, seed=0):
+    from regard.lab.architectures import parameters, train_and_test
+    from regard.lab.architectures import recall as task
+
+    found = {"bins": [0, 5, 10, 15, 20, 25, length], "kinds": list(kinds)}
+    for role, kind in zip(("attention", "CNN", "RNN", "GRU"), kinds):
+        model, right, distances = train_and_test(kind, task, seed, size=size, length=length, steps=steps, rows=rows)
+        within = [(distances >= a) & (distances < b) for a, b in zip(found["bins"], found["bins"][1:])]
+        found[role] = [right[chosen].float().mean().item() for chosen in within]
+        found |= {
+            "near " + role: found[role][0],
+            "far " + role: found[role][-1],
+            "parameters " + role: parameters(model),
+        }
+    return found
+
+
+def judge_recall(found: Findings) -> Verdict:
+    far = {name: found["far " + name] for name in ("attention", "CNN", "RNN")}
+    wins = far["attention"] > 0.9 and far["CNN"] < 0.5
+    return grade(wins and far["RNN"] < far["attention"] - 0.1, wins)
+
+
+def draw_recall(figure: Any, found: Findings, say: PickLabel) -> None:
+    axis = figure.subplots()
+    ticks = [f"{a}–{b - 1}" for a, b in zip(found["bins"], found["bins"][1:], strict=False)]
+    for name in ("attention", "CNN", "RNN", "GRU"):
+        axis.plot(ticks, found[name], "o-", label=say(name, NAMES.get(name, name)))
+    axis.axhline(1 / 8, color="gray", linestyle="--", linewidth=1, label=say("guessing", "随机猜测"))
+    axis.set(
+        xlabel=say("distance of the marked symbol from the end", "标记符号与末尾的距离"),
+        ylabel=say("recalled", "正确率"),
+        ylim=(0, 1.05),
+    )
+    axis.legend(loc="center left", bbox_to_anchor=(1.01, 0.5))
+
+
+def data_hunger(kinds=("attention", "CNN", "RNN"), counts=(64, 512, 4096), size=6000, length=12, steps=180, seed=0):
+    from regard.lab.architectures import local_recall, recall, train_and_test
+
+    found = {"counts": list(counts)}
+    for name, task in (("order", local_recall), ("recall", lambda n, _, draw: recall(n, 5, draw))):
+        for role, kind in zip(("attention", "CNN", "RNN"), kinds):
+            how = {"size": size, "length": length, "steps": steps, "rows": 64}
+            found[f"{name} {role}"] = [
+                train_and_test(kind, task, seed, count=n, **how)[1].float().mean().item() for n in counts
+            ]
+            found[f"mean {name} {role}"] = sum(found[f"{name} {role}"]) / len(counts)
+    return found
+
+
+def judge_data(found: Findings) -> Verdict:
+    """More data is needed where, at equal data, less is right."""
+    hungry = [found[f"mean {task} attention"] < found[f"mean {task} CNN"] - 0.02 for task in ("order", "recall")]
+    return grade(all(hungry), any(hungry))
+
+
+def draw_data_hunger(figure: Any, found: Findings, say: PickLabel) -> None:
+    titles = (
+        ("order", say("what follows the marker?", "标记之后是什么？")),
+        ("recall", say("which symbol is marked?", "哪个符号被标记？")),
+    )
+    for axis, (task, title) in zip(figure.subplots(1, 2, sharey=True), titles, strict=True):
+        for name in ("attention", "CNN", "RNN"):
+            axis.semilogx(found["counts"], found[f"{task} {name}"], "o-", label=say(name, NAMES.get(name, name)))
+        axis.set(title=title, xlabel=say("examples to learn from", "训练样本数"), ylim=(0, 1.05))
+        axis.set_xticks(found["counts"], [str(n) for n in found["counts"]])
+        axis.minorticks_off()
+        axis.legend()
+
+
+CLAIMS = (
+    Claim(
+        "receptive-field", "architectures", ("claim 10",),
+        Text("Attention sees everything at once, a CNN only its neighbourhood", "注意力一眼看到全部，CNN 只看到邻域"),
+        Text("The receptive field of two layers: all n places for attention; 2·(5−1)/2 + 1 = 5 places back for convolutions of five; all for an RNN, but through a chain.", "两层网络的感受野：注意力为全部 n 个位置；核宽为 5 的卷积，向后只有 2·(5−1)/2 + 1 = 5 个位置；RNN 也是全部，但要经过一条长链。"),
+        r"R_{\text{attention}}=n,\qquad R_{\text{CNN}}=1+L\,\frac{k-1}{2}",
+        receptive_field,
+        lambda found: grade(found["sees attention"] == found["length"] and found["sees CNN"] == 5 and found["sees RNN"] == found["length"], found["sees attention"] == found["length"] and found["sees CNN"] < found["length"]),
+        Text("Of {length} places, attention sees {sees attention}, the CNN {sees CNN} and the RNN {sees RNN} (with {parameters attention:,}, {parameters CNN:,} and {parameters RNN:,} parameters).", "在 {length} 个位置中，注意力看到 {sees attention} 个，CNN 看到 {sees CNN} 个，RNN 看到 {sees RNN} 个（参数量分别为 {parameters attention:,}、{parameters CNN:,} 与 {parameters RNN:,}）。"),
+        draw_receptive_field,
+        Text("The influence of every place on the last output.", "各位置对最后一个输出的影响。"),
+    ),
+    Claim(
+        "parallelism", "architectures", ("claim 10",),
+        Text("Attention and CNN compute all places in parallel; an RNN goes step by step",
+        "注意力与 CNN 并行计算所有位置，RNN 只能逐步进行"),
+        Text("The longest chain of operations that wait for one another does not grow with length for attention and CNN; for an RNN it does.", "对注意力与 CNN，必须依次进行的运算链不随长度增长；对 RNN 则随长度增长。"),
+        r"S_{\text{attention}},S_{\text{CNN}}=O(1),\qquad S_{\text{RNN}}=O(n)",
+        parallelism, judge_parallelism,
+        Text("At the greatest length, {chain attention} operations wait for one another in attention, {chain CNN} in the CNN and {chain RNN} in the RNN (n^{steps RNN:.2f}). On one core, time grows like n^{power attention:.2f}, n^{power CNN:.2f} and n^{power RNN:.2f}.", "在最大长度下，必须依次进行的运算：注意力 {chain attention} 个，CNN {chain CNN} 个，RNN {chain RNN} 个（n^{steps RNN:.2f}）。在单核上，时间分别按 n^{power attention:.2f}、n^{power CNN:.2f} 与 n^{power RNN:.2f} 增长。"),
+        draw_parallelism,
+        Text("The longest chain of operations, and the processor time, against length.", "最长的运算链，以及处理器时间，随长度的变化。"),
+        {"lengths": (32, 64, 128)},
+    ),
+    Claim(
+        "memory-length", "architectures", ("claim 10",),
+        Text("Training memory grows with n² for attention, with n for CNN and RNN",
+        "训练所需内存：注意力按 n² 增长，CNN 与 RNN 按 n 增长"),
+        Text("What must be kept for the backward pass, when attention stores its weights.", "指注意力保存权重时，为反向传播所需保留的内容。"),
+        r"M_{\text{attention}}=O(n^2),\qquad M_{\text{CNN}},M_{\text{RNN}}=O(n)",
+        memory_length, judge_memory,
+        Text("Kept bytes grow like n^{power weights stored:.2f} for attention that stores its weights, n^{power CNN:.2f} for the CNN and n^{power RNN:.2f} for the RNN; and like n^{power fused:.2f} for attention as regard computes it.", "保留的字节数：保存权重的注意力按 n^{power weights stored:.2f} 增长，CNN 按 n^{power CNN:.2f}，RNN 按 n^{power RNN:.2f}；而 regard 的注意力按 n^{power fused:.2f}。"),
+        draw_memory_length,
+        Text("Bytes kept for the backward pass, against length.", "为反向传播保留的字节数随长度的变化。"),
+        {"lengths": (256, 512)},
+    ),
+    Claim(
+        "recall", "architectures", ("claim 10",),
+        Text("Attention recalls what is far away; CNN and plain RNN do not", "注意力能记起远处的内容，CNN 与普通 RNN 不能"),
+        Text("One symbol in a row is marked; at the end of the row the network must say which. All have the same number of parameters and see the same rows.", "一行符号中有一个被标记，网络须在行末说出它是哪一个。各网络参数量相同，看到的数据也相同。"),
+        r"P(\hat{y}=y\mid t),\qquad t=n-1-p",
+        recall, judge_recall,
+        Text("From 25 places away and more, attention recalls {far attention:.0%}, the CNN {far CNN:.0%}, the plain RNN {far RNN:.0%} and the GRU {far GRU:.0%} (guessing: 12.5%).", "距离 25 以上时，正确率为：注意力 {far attention:.0%}，CNN {far CNN:.0%}，普通 RNN {far RNN:.0%}，GRU {far GRU:.0%}（随机猜测为 12.5%）。"),
+        draw_recall,
+        Text("Share of right answers against distance, after the same training.", "经过同样的训练后，正确率随距离的变化。"),
+        {"steps": 4, "size": 2000},
+    ),
+    Claim(
+        "data-hunger", "architectures", ("claim 10",),
+        Text("Attention needs more data than a CNN", "注意力比 CNN 需要更多数据"),
+        Text("It knows nothing of neighbourhood beforehand and has to learn it. Two questions within the reach of all: what follows the marker, where neighbourhood is all, and which symbol is marked, where it is nothing.", "它事先不知道何为“相邻”，必须从数据中学到。两个问题都在各网络的感受野之内：一问标记之后是什么（全靠相邻关系），二问哪个符号被标记（与相邻无关）。"),
+        r"P(\hat{y}=y\mid N)",
+        data_hunger, judge_data,
+        Text("Where neighbours matter, attention is right in {mean order attention:.0%} and the CNN in {mean order CNN:.0%} of cases, over all amounts of data (RNN: {mean order RNN:.0%}). Where they do not, it is {mean recall attention:.0%} against {mean recall CNN:.0%} (RNN: {mean recall RNN:.0%}): hungry for what it does not know beforehand.", "相邻关系重要时，在各种数据量下平均：注意力正确率 {mean order attention:.0%}，CNN {mean order CNN:.0%}（RNN {mean order RNN:.0%}）。相邻无关时：{mean recall attention:.0%} 对 {mean recall CNN:.0%}（RNN {mean recall RNN:.0%}）。它缺的是事先不知道的那部分。"),
+        draw_data_hunger,
+        Text("Share of right answers on new rows, against the number of examples; the same number of steps for all.",
+        "在新数据上的正确率随训练样本数的变化；训练步数相同。"),
+        {"counts": (64, 256), "steps": 4, "size": 2000},
+    ),
+)  # fmt: skip

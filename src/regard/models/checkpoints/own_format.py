@@ -1,0 +1,78 @@
+"""Our own format, for models that no other library has: our names, and the configuration as it is."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from torch import nn
+
+from regard import models, positions
+from regard.models.checkpoints.family import Architecture, check_config
+from regard.models.checkpoints.tensor_names import Rule
+from regard.nn import Rotary
+
+MODEL_TYPE = "regard"
+
+
+class Identity(Rule):
+    """Every tensor has its own name."""
+
+    def match(self, name: str) -> tuple[str, ...]:
+        return (name,)
+
+
+RULES: tuple[Rule, ...] = (Identity("", ()),)
+
+
+def config_values(model: nn.Module) -> dict[str, Any]:
+    """What config.json says."""
+    name = type(model).__name__
+    if getattr(models, name, None) is not type(model):
+        raise TypeError(f"{name} is none of regard.models, so that load would not know it")
+    return {"model_type": MODEL_TYPE, "architectures": [name], "config": _to_json(model.config)}
+
+
+def parse_config(said: dict[str, Any]) -> tuple[Architecture, Any]:
+    """The class and the configuration that config.json says."""
+    try:
+        (name,) = said["architectures"]
+        found = getattr(models, name) if name in models.__all__ else None
+        if not (isinstance(found, type) and issubclass(found, nn.Module)):
+            raise ValueError(f"{name!r} is none of regard.models")
+        config = _from_json(said["config"])
+        if not dataclasses.is_dataclass(config):
+            raise ValueError("config is no configuration")
+        check_config(config)
+        return Architecture(found, lambda _: RULES), config
+    except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
+        raise ValueError(f"it was not written by regard.save, or by another version of it: {error}") from error
+
+
+def _to_json(value: Any) -> Any:
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = {entry.name: _to_json(getattr(value, entry.name)) for entry in dataclasses.fields(value)}
+        if type(value) not in _known_types().values():
+            raise TypeError(f"{type(value).__name__} in a configuration cannot be saved")
+        return {"is": type(value).__name__} | fields
+    if isinstance(value, (tuple, list)):
+        return [_to_json(entry) for entry in value]
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    raise TypeError(f"{type(value).__name__} in a configuration cannot be saved")
+
+
+def _from_json(value: Any) -> Any:
+    if isinstance(value, dict):
+        fields = {key: _from_json(entry) for key, entry in value.items() if key != "is"}
+        if value.get("is") not in _known_types():
+            raise ValueError(f"{value.get('is')!r} is no configuration")
+        return _known_types()[value["is"]](**fields)
+    return tuple(map(_from_json, value)) if isinstance(value, list) else value
+
+
+def _known_types() -> dict[str, type]:
+    """What a configuration may be made of; a file names these and no others."""
+    parts = (positions.Linear, positions.Dynamic, positions.Yarn, positions.Llama3, Rotary)
+    configs = (getattr(models, name) for name in models.__all__ if name.endswith("Config"))
+    return {known.__name__: known for known in (*parts, *configs)}

@@ -1,0 +1,107 @@
+"""Descriptions in calls that see a part of a sequence: which positions they depend on, and where a cache puts them."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from regard.attention import Attention
+from regard.geometry import CallSlice, Frame
+from regard.masks import Mask
+from regard.masks.algebra import And, Not, Or
+from regard.masks.explicit import Dense
+from regard.masks.patterns import Dilated, DistanceMask, Padding, Window
+from regard.nn.cache import Cache, WindowCache
+from regard.positions.biases import Bias, DenseBias, Diagonal, Shaw, Sum, is_built_in
+from regard.scores import BUILT_IN
+
+
+def depends_on_distance(attend: Attention) -> bool:
+    """Whether only distances between queries and keys matter, so that both may move together."""
+    return type(attend.score) in BUILT_IN and mask_by_distance(attend.mask) and _bias_by_distance(attend.bias)
+
+
+def ignores_query_position(attend: Attention) -> bool:
+    """Whether it does not matter at which position a query is."""
+    mask = attend.mask.snapshot() if isinstance(attend.mask, Mask) else None
+    return type(attend.score) in BUILT_IN and _mask_by_key(mask) and _bias_by_key(attend.bias)
+
+
+def max_lookback(attend: Attention) -> int | None:
+    """How many tokens before its own a query sees at most, if the mask limits that."""
+    reach = _max_lookback(attend.mask)
+    if reach is None or attend.offset is None:
+        return reach
+    least = attend.offset if isinstance(attend.offset, int) else min(attend.offset.tolist(), default=0)  # type: ignore[union-attr]
+    return max(reach - least, 0)
+
+
+def shift_to_cache(attend: Attention, cache: Cache, query: Tensor, value: Tensor) -> Attention:
+    """The description for queries (B, H, n, D) of the last n tokens of a cache, and the tokens that it holds as keys.
+
+    In the call without a cache, query `i` is at position `offset + i` and key 0 at position 0; here the first query
+    follows the tokens that were seen before, and key 0 follows those that were dropped.
+    """
+    if isinstance(cache, WindowCache) and ((reach := max_lookback(attend)) is None or reach >= cache.window):
+        sees = "all tokens before its own" if reach is None else f"{reach} tokens before its own"
+        raise ValueError(
+            f"a query of {attend!r} sees {sees}, but the WindowCache keeps {cache.window - 1}; "
+            "take the cache that `attention.cache()` gives, or a Cache, which keeps all"
+        )
+    B, H, count, D = query.shape
+    offset, dropped, seen = attend.offset, cache.dropped, cache.seen_tokens
+    if offset is None and (not dropped or depends_on_distance(attend)):
+        return attend  # the last query is at the last key
+    first: int | Tensor = seen - count + (0 if offset is None else offset)  # type: ignore[operator]
+    if not dropped or depends_on_distance(attend):
+        return attend.replace(offset=first - dropped)
+    frame = Frame(B, H, count, seen, first)
+    attend.check(frame, D, value.shape[-1])  # a tensor that does not fit the whole might fit the part by chance
+    return attend.narrow(frame, CallSlice(slice(0, H), slice(0, count), slice(dropped, seen)))
+
+
+def _max_lookback(mask: Mask | Tensor | None) -> int | None:
+    if isinstance(mask, Window):
+        return mask.before
+    if isinstance(mask, Dilated):
+        return mask.width * mask.step
+    if isinstance(mask, And):
+        return min((reach for part in mask.parts if (reach := _max_lookback(part)) is not None), default=None)
+    if isinstance(mask, Or):
+        reaches = [_max_lookback(part) for part in mask.parts]
+        return None if None in reaches else max(reach for reach in reaches if reach is not None)
+    return None
+
+
+def mask_by_distance(mask: Mask | Tensor | None) -> bool:
+    """Whether the mask only tells distances between queries and keys."""
+    if isinstance(mask, And | Or):
+        return all(map(mask_by_distance, mask.parts))
+    return mask_by_distance(mask.negated) if isinstance(mask, Not) else mask is None or isinstance(mask, DistanceMask)
+
+
+def _mask_by_key(mask: Mask | Tensor | None) -> bool:
+    if isinstance(mask, And | Or):
+        return all(map(_mask_by_key, mask.parts))
+    if isinstance(mask, Dense):
+        return mask.tensor.shape[-2] == 1
+    return _mask_by_key(mask.negated) if isinstance(mask, Not) else mask is None or isinstance(mask, Padding)
+
+
+def _bias_by_distance(bias: Bias | Tensor | None) -> bool:
+    if isinstance(bias, Bias) and not is_built_in(bias):
+        return False
+    if isinstance(bias, Sum):
+        return all(map(_bias_by_distance, bias.terms))
+    if isinstance(bias, DenseBias):
+        return all(n == 1 for n in bias.tensor.shape[-2:])
+    return bias is None or isinstance(bias, Diagonal | Shaw)
+
+
+def _bias_by_key(bias: Bias | Tensor | None) -> bool:
+    if isinstance(bias, Bias) and not is_built_in(bias):
+        return False
+    if isinstance(bias, Sum):
+        return all(map(_bias_by_key, bias.terms))
+    if isinstance(bias, DenseBias):
+        return bias.tensor.dim() < 2 or bias.tensor.shape[-2] == 1
+    return bias is None

@@ -1,0 +1,62 @@
+"""Progress of long calls: `stage` names what is computed, `track` counts items. Only the command prints it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sized
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Protocol, TypeVar
+
+T = TypeVar("T")
+
+
+class Reporter(Protocol):
+    """Shows the stages of a call, of which the last that began is the innermost."""
+
+    def start(self, label: str) -> None: ...
+    def count(self, done: int, total: int | None) -> None: ...
+    def end(self) -> None: ...
+
+
+_REPORTER: ContextVar[Reporter | None] = ContextVar("reporter", default=None)
+
+
+@contextmanager
+def reporting(reporter: Reporter) -> Iterator[None]:
+    """Within, stages are reported."""
+    token = _REPORTER.set(reporter)
+    try:
+        yield
+    finally:
+        _REPORTER.reset(token)
+
+
+@contextmanager
+def stage(label: str) -> Iterator[None]:
+    """Within, what is computed goes by this label: "reading data"."""
+    reporter = _REPORTER.get()
+    if reporter is None:
+        yield
+        return
+    reporter.start(label)
+    try:
+        yield
+    finally:
+        reporter.end()
+
+
+def track(items: Iterable[T]) -> Iterator[T]:
+    """The items, of which the innermost stage counts those that are done.
+
+    >>> from regard.progress import track
+    >>> list(track("abc"))
+    ['a', 'b', 'c']
+    """
+    reporter = _REPORTER.get()
+    if reporter is None:
+        yield from items
+        return
+    total = len(items) if isinstance(items, Sized) else None
+    for done, item in enumerate(items, 1):
+        yield item
+        reporter.count(done, total)

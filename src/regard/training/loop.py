@@ -1,0 +1,490 @@
+"""The training loop, on accelerate: one for every task.
+
+Nothing in it remembers anything but weights, optimizer, average and `Progress`: the order of the examples comes from
+(seed, epoch), all chance of a step from (seed, step, process). So a run that was killed goes on from its last
+checkpoint to the same bits.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from regard.data.batches import in_order, plan, shards
+from regard.errors import UserError
+from regard.nn import Packed
+from regard.progress import stage
+from regard.training.lock import locked
+from regard.training.nonfinite import find_nonfinite_gradient, find_nonfinite_layer
+from regard.training.recipe import Recipe
+from regard.training.runs import Log, Progress, Run, environment, has_steps, load, reserve_folder
+from regard.training.sources import Examples, Sources, read_examples, reread_examples
+from regard.training.task import Batch, Dataset, Task, tasks
+
+SequenceContext = Callable[[], AbstractContextManager[Any]]
+"""Within it, processes share the sequences of a batch."""
+
+
+class Step(NamedTuple):
+    """What is told of a step: its loss, its rate, and real tokens with the seconds that they took."""
+
+    step: int
+    loss: float
+    learning_rate: float
+    norm: float
+    tokens: int
+    seconds: float
+
+
+class Callback(Protocol):
+    """Whoever wants to see how it goes: the command's progress bar, a test."""
+
+    def on_start(self, run: Run, progress: Progress, examples: Examples) -> None: ...
+    def step(self, step: Step) -> None: ...
+    def on_evaluate(self, step: int, loss: float, best: bool) -> None: ...
+    def on_message(self, line: str) -> None: ...
+    def ended(self) -> None: ...
+
+
+class NoCallback:
+    """Nobody watches."""
+
+    def on_start(self, run: Run, progress: Progress, examples: Examples) -> None: ...
+    def step(self, step: Step) -> None: ...
+    def on_evaluate(self, step: int, loss: float, best: bool) -> None: ...
+    def on_message(self, line: str) -> None: ...
+    def ended(self) -> None: ...
+
+
+class Objective(nn.Module):
+    """A batch to the sum of its losses. What DDP and FSDP wrap, so that a task may call any part of its model."""
+
+    def __init__(
+        self, task: Task, model: nn.Module, smoothing: float, sequence_context: SequenceContext = nullcontext
+    ) -> None:
+        super().__init__()
+        self.model = model
+        self._task, self._smoothing, self._together = task, smoothing, sequence_context
+
+    def forward(self, batch: Batch, smoothing: float | None = None) -> Tensor:
+        with self._together():
+            return self._task.loss(self.model, batch, self._smoothing if smoothing is None else smoothing)
+
+
+def create_run(folder: Path, task: Task, recipe: Recipe, sources: Sources) -> tuple[Run, Examples]:
+    """Read the data, learn what is to be learnt from it, and make the run's folder. One process does, others wait."""
+    if recipe.label_smoothing and not task.supports_label_smoothing:
+        raise UserError(
+            f"--label-smoothing {recipe.label_smoothing}: the loss of this task has no labels to smooth; leave it out"
+        )
+    accelerator = _accelerator(task, recipe)
+    restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0 and (folder / "run.json").exists()
+    if accelerator.is_main_process and not restarted:
+        with reserve_folder(folder, task.name):
+            examples = read_examples(task, sources, recipe.seed)
+            _set_seed(recipe.seed)
+            with stage("preparing tokenizer and labels"):
+                processor = task.fit_processor(examples.train)
+            with stage("writing the run"):
+                Run.create(folder, task, recipe, sources, processor, examples)
+        accelerator.wait_for_everyone()
+        return Run.open(folder), examples
+    accelerator.wait_for_everyone()
+    run = Run.open(folder)
+    if (run.task, run.recipe) != (task, recipe):
+        raise UserError(f"{folder}: holds another run ({run.about['task']}); choose another --out")
+    return run, read_examples(task, sources, recipe.seed)
+
+
+def train(run: Run, examples: Examples | None = None, callback: Callback | None = None) -> Progress:
+    """Train a run to its end, from its last good checkpoint if it has one. Ctrl-C saves and returns early.
+
+    The result is `done` when there is nothing left to do.
+    """
+    callback = callback or NoCallback()
+    if run.exported:
+        raise UserError(
+            f"{run.folder}: is exported and has no checkpoint to go on from; resume the run that it was exported from, "
+            "or make a run of your own with regard train"
+        )
+    main = _accelerator(run.task, run.recipe).is_main_process
+    with locked(run.folder) if main else nullcontext():  # the first process writes for all
+        if examples is None:
+            examples = reread_examples(run)
+        trainer = _Trainer(run, examples, callback)
+        try:
+            progress = trainer.run_to_end()
+            callback.ended()
+            if progress.done and main:
+                run.calibrate(examples.validation)
+            return progress
+        finally:
+            trainer.close()
+
+
+class _Trainer:
+    """One process of a training."""
+
+    def __init__(self, run: Run, examples: Examples, callback: Callback) -> None:
+        # Only who trains pays for these imports.
+        from regard.training import state
+
+        run.check_checkpoint()
+        self.state, self.run, self.recipe, self.callback = state, run, run.recipe, callback
+        self.accelerator = _accelerator(run.task, run.recipe)
+        self.main = self.accelerator.is_main_process
+        # Processes that follow one another share a sequence, and those of a group have the same batch.
+        self.sharing = run.recipe.sequence_ranks
+        self.group, self.groups = (
+            n // self.sharing for n in (self.accelerator.process_index, self.accelerator.num_processes)
+        )
+        with stage("preparing examples"):
+            self.dataset: Dataset = run.task.dataset(run.processor, examples.train, examples.bad)
+            self.validation: Dataset = run.task.dataset(run.processor, examples.validation, examples.bad)
+            if examples.test is not examples.validation:
+                # before the training, not at its end
+                run.task.evaluable_rows(run.processor, examples.test, examples.bad)
+        if not len(self.dataset.sizes) or not len(self.validation.sizes):
+            raise UserError(
+                f"{run.folder}: no example is left to {'train on' if not len(self.dataset.sizes) else 'hold out'}"
+            )
+        _set_seed(run.recipe.seed)
+        model = run.task.model(run.processor)
+        if not run.checkpoints():
+            run.task.load_pretrained(model)
+        sequence_context = state.sharing(self.sharing, self.accelerator.device) if self.sharing > 1 else nullcontext
+        objective = Objective(run.task, model, run.recipe.label_smoothing, sequence_context)
+        self.sharded = run.recipe.shard == "fsdp" and self.accelerator.num_processes > 1
+        if self.sharded:
+            state.shard(objective)
+            objective = self.accelerator.prepare_model(objective, evaluation_mode=True)  # it is distributed already
+        else:
+            objective = self.accelerator.prepare_model(objective)
+        self.objective, self.optimizer = objective, self.accelerator.prepare_optimizer(_optimizer(model, run.recipe))
+        self.average = state.WeightAverage(self.objective, run.recipe.ema) if run.recipe.ema else None
+        self.progress = Progress()
+        if self.main:
+            run.remove_partial_files()
+        found = run.latest(callback.on_message if self.main else lambda line: None, self._read)
+        if found is not None:
+            state.restore(found[0], *self._checkpointed())
+            self.progress = found[1]
+        elif self.main and has_steps(run.folder):
+            callback.on_message(
+                f"{run.folder}: there is no checkpoint to go on from; the training begins again at step 1"
+            )
+        self.log = Log(run.folder, self.progress.step) if self.main else None
+        now = environment()
+        differs = [key for key in ("torch", "threads", "processes") if now[key] != run.about["machine"].get(key)]
+        if found is not None and differs and self.main:
+            callback.on_message(f"{' and '.join(differs)} differ from when the run began: the last bits may differ too")
+        if self.main:
+            callback.on_start(run, self.progress, examples)
+        if math.isfinite(self.progress.best):
+            self._replace_lost_best()
+
+    def run_to_end(self) -> Progress:
+        if self.progress.done:
+            return self.progress
+        with _stop_signals(alone=self.accelerator.num_processes == 1) as asked:
+            while not self.progress.done:
+                batches = plan(
+                    self.dataset.sizes, budget=self.recipe.tokens, seed=self.recipe.seed, epoch=self.progress.epoch
+                )
+                while self.progress.batch < len(batches) and not self.progress.done:
+                    stop = self._step(batches[self.progress.batch], bool(asked))
+                    if stop:
+                        if self._saved_step != self.progress.step:
+                            self._save()
+                        return self.progress
+                if not self.progress.done:
+                    self.progress = replace(self.progress, epoch=self.progress.epoch + 1, batch=0)
+        return self.progress
+
+    _saved_step = -1
+
+    def _step(self, chosen: np.ndarray, asked: bool) -> bool:
+        """One step of the optimizer, and what falls due after it. True when somebody asked to stop."""
+        started, recipe, step = time.perf_counter(), self.recipe, self.progress.step + 1
+        rank, world = self.accelerator.process_index, self.accelerator.num_processes
+        parts = shards(chosen, self.dataset.sizes, self.groups * recipe.accumulate)
+        parts = parts[self.group * recipe.accumulate : (self.group + 1) * recipe.accumulate]
+        batches = [self._batch(self.dataset, part, chosen, step, n) for n, part in enumerate(parts)]
+        count, tokens, asked_by = self._sum(
+            sum(batch.count for batch in batches) / self.sharing,
+            sum(batch.tokens for batch in batches) / self.sharing,
+            float(asked),
+        )
+        if asked_by:
+            return True
+        _set_seed(recipe.seed, step, rank)
+        values, before = [], []
+        for n, batch in enumerate(batches):
+            last = n == len(batches) - 1
+            with nullcontext() if last else self.accelerator.no_sync(self.objective):  # but by FSDP: it would hold all
+                before.append(torch.get_rng_state())
+                loss = self.objective(batch) * (world / max(1.0, count)) * bool(batch.count)
+                values.append(float(loss.detach()))
+                self.accelerator.backward(loss)
+        (total,) = self._sum(sum(values) / world)
+        if not math.isfinite(total):
+            first = next((n for n, value in enumerate(values) if not math.isfinite(value)), len(values) - 1)
+            n = min(self._all_gather(first))
+            torch.set_rng_state(before[n])
+            where = find_nonfinite_layer(self._model(), partial(self.objective, batches[n]))
+            self._raise_nonfinite(
+                step, parts[n], f"the loss is {values[n]}", None if math.isfinite(values[n]) else where
+            )
+        norm = float(self.accelerator.clip_grad_norm_(self.objective.parameters(), recipe.clip))
+        if not math.isfinite(norm) and recipe.precision != "fp16":  # there the scaler leaves such steps out
+            self._raise_nonfinite(
+                step, chosen, f"the norm of the gradient is {norm}", find_nonfinite_gradient(self._model())
+            )
+        learning_rate = recipe.learning_rate_at(step)
+        for group in self.optimizer.param_groups:
+            group["lr"] = learning_rate
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        if self.average is not None:
+            self.average.update(step)
+        self.progress = replace(self.progress, step=step, batch=self.progress.batch + 1)
+        report = Step(step, total, learning_rate, norm, int(tokens), time.perf_counter() - started)
+        self._after(report)
+        return False
+
+    def _after(self, report: Step) -> None:
+        step, recipe = report.step, self.recipe
+        if self.main:
+            self.callback.step(report)
+            assert self.log is not None
+            speed = report.tokens / report.seconds
+            self.log(
+                step,
+                loss=report.loss,
+                learning_rate=report.learning_rate,
+                norm=report.norm,
+                tokens_per_second=speed,
+                seconds=report.seconds,
+            )
+        if step % recipe.evaluate_every == 0 or step == recipe.steps:
+            self._evaluate()
+        if step % recipe.save_every == 0 or self.progress.done:
+            self._save()
+
+    def _evaluate(self) -> None:
+        """The loss on what is held out, with the average for weights; the best are kept."""
+        with self._averaged():
+            loss = self.validation_loss()
+            better = math.isfinite(loss) and not loss >= self.progress.best
+            stale = 0 if better else self.progress.stale + 1
+            patience = self.recipe.patience
+            self.progress = replace(
+                self.progress,
+                best=loss if better else self.progress.best,
+                stale=stale,
+                done=self.progress.step >= self.recipe.steps or bool(patience and stale >= patience),
+            )
+            if better:
+                self._keep_best()
+        if self.main:
+            assert self.log is not None
+            self.log(self.progress.step, validation_loss=loss)
+            self.callback.on_evaluate(self.progress.step, loss, better)
+
+    def _averaged(self) -> AbstractContextManager[None]:
+        """Within, the model has the average for its weights, if there is one."""
+        return self.average.applied() if self.average is not None else nullcontext()
+
+    def _keep_best(self) -> None:
+        weights = self.state.weights(self.objective)
+        if self.main:
+            self.run.keep_best(weights, self.progress)
+
+    def _replace_lost_best(self) -> None:
+        """Where the best weights are gone or damaged, keep those of the checkpoint, which are the next best."""
+        wrong = self._all_gather(self.run.best_problem() if self.main else "")[0]
+        if wrong:
+            if self.main:
+                self.callback.on_message(f"{wrong}; the weights of step {self.progress.step} are kept in its place")
+            with self._averaged():
+                self.progress = replace(self.progress, best=self.validation_loss(), stale=0)
+                self._keep_best()
+
+    @torch.no_grad()
+    def validation_loss(self) -> float:
+        """The mean loss over the held-out examples, without smoothing; processes share the work."""
+        self.objective.eval()
+        total, count = 0.0, 0.0
+        batches = in_order(
+            self.validation.sizes, budget=max(1, self.recipe.tokens // self.recipe.accumulate // self.groups)
+        )
+        batches += [batches[0][:0]] * (-len(batches) % self.groups)  # in step with one another: as many for each
+        for n, chosen in enumerate(batches[self.group :: self.groups]):
+            batch = self._batch(self.validation, chosen, batches[0], 0, n)
+            total += float(self.objective(batch, 0.0)) * bool(batch.count)
+            count += batch.count / self.sharing
+        self.objective.train()
+        total, count = self._sum(total, count)
+        return total / max(1.0, count)
+
+    def _model(self) -> nn.Module:
+        return self.accelerator.unwrap_model(self.objective).model
+
+    def _batch(self, items: Dataset, chosen: np.ndarray, instead: np.ndarray, step: int, part: int) -> Batch:
+        """A batch on the device. A process for which nothing is left takes an example that counts for nothing."""
+        random = np.random.default_rng((self.recipe.seed, step, self.group, part))
+        batch = items.batch(chosen if len(chosen) else instead[:1], random)
+        batch = batch if len(chosen) else replace(batch, count=0, tokens=0)
+        return batch if self.accelerator.device.type == "cpu" else to_device(batch, self.accelerator.device)
+
+    def _sum(self, *values: float) -> tuple[float, ...]:
+        """Over all processes."""
+        if self.accelerator.num_processes == 1:
+            return values
+        sequence_context = torch.tensor(values, dtype=torch.float64, device=self.accelerator.device)
+        return tuple(self.accelerator.reduce(sequence_context, "sum").tolist())
+
+    def _save(self) -> None:
+        if self.sharded:
+            self.run.save_shard(self.state.capture(*self._checkpointed(), self.state.SHARDED), self.progress)
+        else:
+            tensors = self.state.capture(*self._checkpointed())
+            if self.main:
+                self.run.save(tensors, self.progress)
+        self._saved_step = self.progress.step
+
+    def _checkpointed(self) -> tuple[Any, Any, Any]:
+        """All that a checkpoint is of."""
+        return self.objective, self.optimizer.optimizer, self.average
+
+    def _read(self, path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
+        """A checkpoint; of a folder, each process reads what it has of the weights."""
+        if not path.is_dir():
+            return load(path)
+        from regard.training import sharded_checkpoint
+
+        return sharded_checkpoint.load(path, self.state.capture(*self._checkpointed(), self.state.SHARDED))
+
+    def _raise_nonfinite(self, step: int, chosen: np.ndarray, what: str, where: str | None) -> None:
+        """All processes stop, and tell of the first that knows where it comes from."""
+        places = [self.dataset.places[n] for n in chosen[:3]]
+        more = f" and {len(chosen) - 3} more" if len(chosen) > 3 else ""
+        said = where and f"{what}; it comes from {where}, in the batch of {', '.join(places)}{more}"
+        kept = self.run.checkpoints()
+        kept_at = f"; {kept[0].name} is the last checkpoint" if kept else ""
+        report = next((each for each in self._all_gather(said) if each), what)
+        raise UserError(
+            f"step {step}: {report}{kept_at}; try a lower --learning-rate, a longer --warmup or a lower --clip"
+        )
+
+    def _all_gather(self, said: Any) -> list[Any]:
+        """What every process says."""
+        heard = [said] * self.accelerator.num_processes
+        if len(heard) > 1:
+            dist.all_gather_object(heard, said)
+        return heard
+
+    def close(self) -> None:
+        if self.log is not None:
+            self.log.close()
+
+
+def to_device(value: Any, device: torch.device) -> Any:
+    """The tensors within a batch on a device."""
+    if isinstance(value, Tensor):
+        return value.to(device)
+    if isinstance(value, Packed):
+        return Packed(value.values.to(device), value.lengths)
+    if isinstance(value, Batch):
+        return replace(value, inputs=to_device(value.inputs, device), targets=to_device(value.targets, device))
+    if isinstance(value, tuple | list):
+        parts = [to_device(part, device) for part in value]
+        return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
+    return value
+
+
+def _accelerator(task: Task, recipe: Recipe) -> Any:
+    from accelerate import Accelerator
+
+    if recipe.precision == "fp16" and not torch.accelerator.is_available():
+        raise UserError("precision fp16 needs an accelerator, and this machine has none; try --precision bf16")
+    _rejoin_process_group()
+    # Without being told so, it takes no notice of other processes on a machine that has only a CPU.
+    accelerator = Accelerator(mixed_precision=recipe.precision, cpu=not torch.accelerator.is_available())
+    if recipe.sequence_ranks > 1 and not task.supports_sequence_parallel:
+        able = ", ".join(name for name, kind in tasks().items() if kind.supports_sequence_parallel)
+        raise UserError(
+            f"{task.name} cannot share a sequence among processes ({able} can); leave --sequence-ranks at 1"
+        )
+    if accelerator.num_processes % recipe.sequence_ranks:
+        raise UserError(
+            f"--sequence-ranks {recipe.sequence_ranks} must divide the number of processes, which is "
+            f"{accelerator.num_processes}; choose another, or torchrun --nproc-per-node {recipe.sequence_ranks}"
+        )
+    return accelerator
+
+
+def _rejoin_process_group() -> None:
+    """After a restart by torchrun, meet under a name of its own: its store still has the addresses of those before."""
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    if attempt == "0" or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True" or dist.is_initialized():
+        return
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), world, is_master=False)
+    backend = None if torch.accelerator.is_available() else "gloo"
+    dist.init_process_group(backend, store=dist.PrefixStore(f"attempt {attempt}", store), rank=rank, world_size=world)
+
+
+def _optimizer(model: nn.Module, recipe: Recipe) -> torch.optim.AdamW:
+    weights = [weight for weight in model.parameters() if weight.requires_grad]
+    groups = [
+        {"params": [weight for weight in weights if weight.dim() > 1], "weight_decay": recipe.weight_decay},
+        {"params": [weight for weight in weights if weight.dim() <= 1], "weight_decay": 0.0},
+    ]
+    groups = [group for group in groups if group["params"]]
+    return torch.optim.AdamW(groups, lr=recipe.learning_rate, betas=(0.9, 0.98), eps=1e-9, fused=True)
+
+
+def _set_seed(*parts: int) -> None:
+    """Seed torch by several numbers, of which none runs into another."""
+    torch.manual_seed(
+        int(np.random.SeedSequence([part & 0xFFFFFFFF for part in parts]).generate_state(1, np.uint64)[0] >> 1)
+    )
+
+
+@contextmanager
+def _stop_signals(*, alone: bool) -> Iterator[list[int]]:
+    """Ctrl-C and SIGTERM fill the list; a second one is not caught, and ends the process at once.
+
+    Among several processes SIGTERM is the launcher's, who clears up after one that died: nobody is left to agree with.
+    """
+    asked: list[int] = []
+    before: dict[int, Any] = {}
+
+    def remember(number: int, frame: Any) -> None:
+        asked.append(number)
+        signal.signal(number, before[number])
+
+    try:
+        for number in (signal.SIGINT, signal.SIGTERM) if alone else (signal.SIGINT,):
+            before[number] = signal.signal(number, remember)
+    except ValueError:  # not the main thread: whoever runs it there stops it by other means
+        pass
+    try:
+        yield asked
+    finally:
+        for known, handler in before.items():
+            signal.signal(known, handler)

@@ -1,0 +1,93 @@
+"""What tasks on text share: encoding with lengths checked, and the parts of a model that was trained before."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from torch import nn
+
+from regard.data.processor import Processor
+from regard.errors import UserError
+from regard.models.checkpoints.family import check_config
+from regard.models.text import TextConfig, TextEncoder
+from regard.training.run_files import naming
+from regard.training.runs import Run
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+
+class EncoderOptions(Protocol):
+    """The options of a task that say what its encoder is like."""
+
+    @property
+    def d_model(self) -> int: ...
+    @property
+    def layers(self) -> int: ...
+    @property
+    def heads(self) -> int: ...
+    @property
+    def dropout(self) -> float: ...
+    @property
+    def longest(self) -> int: ...
+
+
+def encoder_config(processor: Processor, shape: EncoderOptions, **more: Any) -> TextConfig:
+    """An encoder of this shape, or that which a pretrained model brought along."""
+    if processor.config is not None:
+        config = TextConfig(**(processor.settings() | {"dropout": shape.dropout} | more))
+        check_config(config)
+        return config
+    return TextConfig(
+        vocabulary=processor.require_tokenizer().get_vocab_size(), d_model=shape.d_model, layers=shape.layers,
+        heads=shape.heads,
+        d_hidden=4 * shape.d_model, positions=shape.longest, dropout=shape.dropout,
+        segments=0, arrangement="pre", eps=1e-5, **more,
+    )  # fmt: skip
+
+
+def load_encoder(start: str) -> tuple[TextEncoder, Tokenizer]:
+    """The text encoder of a run, or of a checkpoint folder with its tokenizer.json, and its tokenizer."""
+    model, tokenizer = load_model(start)
+    return get_encoder(model, start), tokenizer
+
+
+def load_model(start: str) -> tuple[nn.Module, Tokenizer]:
+    """The model of a run or of a checkpoint folder, and its tokenizer."""
+    folder = Path(start)
+    if (folder / "run.json").exists():
+        run = Run.open(folder)
+        return run.model()[0], run.processor.require_tokenizer()
+    if not (folder / "config.json").exists():
+        raise UserError(f"{start}: holds neither a run nor a checkpoint (run.json or config.json); check --pretrained")
+    from regard.models.checkpoints import load
+    from regard.models.checkpoints.tokenizers import read_tokenizer
+
+    if not (folder / "tokenizer.json").exists():
+        raise UserError(f"{start}: there is no tokenizer.json beside the checkpoint; put its tokenizer there")
+    with naming(start, "check --pretrained"):
+        tokenizer = read_tokenizer(folder / "tokenizer.json")
+        tokenizer.no_padding()
+        tokenizer.no_truncation()
+        return load(folder), tokenizer
+
+
+def processor_from_pretrained(start: str) -> Processor:
+    """The kit of a model that begins with a pretrained encoder."""
+    encoder, tokenizer = load_encoder(start)
+    return Processor(tokenizer, config=json.loads(json.dumps(asdict(encoder.config))))
+
+
+def get_encoder(model: nn.Module, start: str) -> TextEncoder:
+    """The text encoder of a model that was loaded from `start`."""
+    found = model if isinstance(model, TextEncoder) else getattr(model, "encoder", None)
+    if not isinstance(found, TextEncoder):
+        raise UserError(
+            f"{start}: is a {type(model).__name__}, which has no text encoder; --pretrained takes runs of masked, "
+            "classify "
+            "or embed, and checkpoints like BERT"
+        )
+    return found

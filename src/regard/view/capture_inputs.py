@@ -1,0 +1,104 @@
+"""From a model and a text, or an image, to a record with its tokens and what the model said."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from regard.files import require_file
+from regard.nn.generate import Beam
+from regard.view.capture import capture
+from regard.view.inputs import data_url
+from regard.view.record import Record
+
+
+@torch.no_grad()
+def capture_text(model: nn.Module, tokenizer: Any, text: str) -> Record:
+    """The attention of one of our models over a text, with what the model says as `note`.
+
+    A translator translates first, and is then captured once over source and translation. What a model is, its methods
+    tell: whoever has `encode` and `generate` translates, whoever has `generate` alone goes on.
+    """
+    generates = hasattr(model, "generate")
+    if generates and hasattr(model, "encode"):
+        return _capture_translation(model, tokenizer, text)
+    ids = torch.tensor([_ids(tokenizer, text)], device=next(model.parameters()).device)
+    if not ids.shape[1]:
+        raise ValueError("the text has no tokens; write at least one word")
+    with capture(model) as record:
+        output = model(ids)
+    record.text = text
+    record.decode(tokenizer)
+    if generates:
+        record.note = "next: " + _best(output[0, -1], tokenizer)
+    elif hasattr(model, "logits"):
+        masks = [tokenizer.token_to_id(name) for name in ("[MASK]", "<mask>")]
+        at = [n for n, token in enumerate(ids[0].tolist()) if token in masks]
+        record.note = "; ".join(_best(output[0, n], tokenizer) for n in at)
+    elif hasattr(model, "classifier") and output.dim() == 2:
+        record.note = _class(output[0])
+    return record
+
+
+def _ids(tokenizer: Any, text: str) -> list[int]:
+    """Without padding, which many saved tokenizers add: it would be looked at, and shown."""
+    found = tokenizer.encode(text)
+    return [token for token, real in zip(found.ids, found.attention_mask, strict=True) if real]
+
+
+def _capture_translation(model: Any, tokenizer: Any, text: str) -> Record:
+    ids = _ids(tokenizer, text)
+    if not ids or ids[-1] != model.config.stop:
+        ids = [*ids, model.config.stop]
+    source = torch.tensor([ids], device=next(model.parameters()).device)
+    generated = model.generate(source, max_new_tokens=min(2 * len(ids) + 16, 256), strategy=Beam(4))[0]
+    target = torch.cat([generated.new_tensor([model.config.start]), generated])[None]
+    with capture(model) as record:
+        model(source, target)
+    record.next_token = model.config.stop  # it ended here; the beam's best need not be the likeliest step by step
+    record.text = text
+    record.decode(tokenizer)
+    record.note = tokenizer.decode(generated.tolist())
+    return record
+
+
+@torch.no_grad()
+def capture_image(model: nn.Module, path: str | os.PathLike[str], *, mean: float = 0.5, std: float = 0.5) -> Record:
+    """The attention of a Vision Transformer over the patches of an image, a file of any format that Pillow reads.
+
+    The image is scaled to the size that the model was made for, its pixels to (pixel - mean) / std.
+    """
+    from PIL import Image, ImageOps
+
+    config: Any = next(
+        (found for each in model.modules() if hasattr(found := getattr(each, "config", None), "grid")), None
+    )
+    if config is None:
+        raise TypeError(f"model must be or hold a VisionTransformer, but is {type(model).__name__}")
+    height, width = config.image
+    with Image.open(require_file(path)) as file:
+        image = ImageOps.exif_transpose(file).convert("L" if config.channels == 1 else "RGB")
+    image = image.resize((width, height), Image.Resampling.BICUBIC)
+    pixels = torch.from_numpy(np.array(image, np.float32) / 255)
+    pixels = pixels[None] if pixels.dim() == 2 else pixels.permute(2, 0, 1)
+    given = ((pixels - mean) / std).to(next(model.parameters()))[None]
+    with capture(model) as record:
+        output = model(given)
+    if output.dim() == 2:
+        record.note = _class(output[0])
+    return record.set_image(data_url(image), config.grid, first=1)
+
+
+def _best(logits: Tensor, tokenizer: Any, count: int = 5) -> str:
+    chances, tokens = logits.float().softmax(-1).topk(min(count, logits.shape[-1]))
+    words = [tokenizer.decode([token]) for token in tokens.tolist()]
+    return ", ".join(f"{word.strip()} {chance:.0%}" for word, chance in zip(words, chances.tolist(), strict=True))
+
+
+def _class(logits: Tensor) -> str:
+    chances = logits.float().softmax(-1)
+    return f"class {int(chances.argmax())} ({float(chances.max()):.0%})"

@@ -1,0 +1,176 @@
+// The keys that a query attends to and the queries that attend to a key, as far as the source holds them: every weight, or
+// the top keys only.
+import { cellAt, find } from "./levels.js";
+
+const PIECE = 4096;
+
+// {all: weights or null, top: [[token, weight], ...] descending}. `all` is null where only the top is known.
+export function createNeighbours(source, remembered = 64) {
+  const rows = new Map();
+  const inverse = new Map();
+  let gone = false; // whether a live source failed to answer
+
+  function remember(key, make) {
+    if (!rows.has(key)) {
+      if (rows.size >= remembered) rows.delete(rows.keys().next().value);
+      const found = make();
+      found.catch(() => rows.delete(key)); // what failed is asked again
+      rows.set(key, found);
+    }
+    return rows.get(key);
+  }
+
+  async function tops(attention, head) {
+    if (!attention.top_keys) return null;
+    const [keys, weights, only] = await Promise.all([
+      source.array(attention.top_keys),
+      source.weights(attention.top_weights),
+      attention.top_rows ? source.array(attention.top_rows) : null,
+    ]);
+    const [, count, width] = keys.shape;
+    const at = Math.max(0, attention.heads.indexOf(head)) * count * width;
+    const place = (query) => {
+      if (!only) return query < count ? query : -1;
+      const found = find(only.data, query);
+      if (only.data[found] === query) return found;
+      return only.data[only.data.length - 1] === query ? only.data.length - 1 : -1;
+    };
+    return { keys: keys.data, weights: weights.data, only: only?.data, count, width, at, place };
+  }
+
+  // A whole row or column of single weights, asked for in pieces that a server answers.
+  async function line(length, question) {
+    const all = new Float32Array(length);
+    const { about } = source;
+    const pieces = Array.from({ length: Math.ceil(length / PIECE) }, (_, n) => [n * PIECE, Math.min(length, (n + 1) * PIECE)]);
+    try {
+      await Promise.all(pieces.map(async ([from, to]) => all.set((await source.window(question(from, to))).data, from)));
+    } catch (error) {
+      if (source.about === about) gone = true; // from now on what the document holds is shown: its top keys
+      throw error;
+    }
+    return all;
+  }
+
+  async function row(attention, head, query) {
+    if (attention.exact) {
+      const { data, columns } = await source.level(attention, head);
+      const all = data.subarray(query * columns, (query + 1) * columns);
+      return { all, top: ranked(all) };
+    }
+    if (source.live && !gone) {
+      const all = await line(attention.K, (from, to) => ({ attention, head, rows: [query, query + 1], columns: [from, to], size: [1, to - from] }));
+      return { all, top: ranked(all) };
+    }
+    const known = await tops(attention, head);
+    const place = known ? known.place(query) : -1;
+    if (place < 0) return { all: null, top: [] };
+    const top = [];
+    for (let n = known.at + place * known.width; n < known.at + (place + 1) * known.width; n++) {
+      if (known.weights[n] > 0) top.push([known.keys[n], known.weights[n]]);
+    }
+    return { all: null, top };
+  }
+
+  async function column(attention, head, key) {
+    if (attention.exact) {
+      const { data, rows: count, columns } = await source.level(attention, head);
+      const all = Float32Array.from({ length: count }, (_, i) => data[i * columns + key]);
+      return { all, top: ranked(all) };
+    }
+    if (source.live && !gone) {
+      const all = await line(attention.Q, (from, to) => ({ attention, head, rows: [from, to], columns: [key, key + 1], size: [to - from, 1] }));
+      return { all, top: ranked(all) };
+    }
+    const index = await lookers(attention, head);
+    return { all: null, top: index?.get(key) ?? [] };
+  }
+
+  // key -> [[query, weight], ...], from the top keys; built once for a head, when somebody first asks.
+  function lookers(attention, head) {
+    const name = `${attention.id}/${head}`;
+    if (!inverse.has(name)) {
+      if (inverse.size >= 4) inverse.delete(inverse.keys().next().value);
+      inverse.set(
+        name,
+        tops(attention, head).then((known) => {
+          if (!known) return null;
+          const index = new Map();
+          for (let i = 0; i < known.count; i++) {
+            const query = known.only ? known.only[i] : i;
+            for (let n = known.at + i * known.width; n < known.at + (i + 1) * known.width; n++) {
+              if (!(known.weights[n] > 0)) continue;
+              const found = index.get(known.keys[n]);
+              if (found) found.push([query, known.weights[n]]);
+              else index.set(known.keys[n], [[query, known.weights[n]]]);
+            }
+          }
+          for (const found of index.values()) found.sort((a, b) => b[1] - a[1]);
+          return index;
+        }),
+      );
+    }
+    return inverse.get(name);
+  }
+
+  // A number for every key, for pictures: the weight where it is known, else the mean of the pooled cell, which `cell` of
+  // the other token describes.
+  async function spread(attention, head, token, from) {
+    const found = await (from === "key" ? look.column : look.row)(attention, head, token);
+    if (found.all) return { values: found.all, sure: null, top: found.top, cell: null };
+    const pooled = await source.level(attention, head);
+    const length = from === "key" ? attention.Q : attention.K;
+    const values = new Float32Array(length);
+    const cell = (other) => cellAt(pooled, ...(from === "key" ? [other, token] : [token, other]));
+    for (let other = 0; other < length; other++) values[other] = cell(other).value;
+    const sure = new Set();
+    for (const [other, weight] of found.top) {
+      values[other] = weight;
+      sure.add(other);
+    }
+    return { values, sure, top: found.top, cell };
+  }
+
+  // [query, key, weight] of the strongest few keys of the queries [from, to), of what is known without asking.
+  async function overview(attention, head, from, to, count) {
+    const found = [];
+    if (attention.exact) {
+      const { data, columns } = await source.level(attention, head);
+      for (let query = from; query < to; query++) {
+        const top = ranked(data.subarray(query * columns, (query + 1) * columns), count);
+        for (const [key, weight] of top) found.push([query, key, weight]);
+      }
+      return found;
+    }
+    const known = await tops(attention, head);
+    for (let query = from; known && query < to; query++) {
+      const place = known.place(query);
+      if (place < 0) continue;
+      const start = known.at + place * known.width;
+      for (let n = start; n < start + Math.min(count, known.width); n++) {
+        if (known.weights[n] > 0) found.push([query, known.keys[n], known.weights[n]]);
+      }
+    }
+    return found;
+  }
+
+  const look = {
+    overview,
+    row: (attention, head, query) => remember(`r/${attention.id}/${head}/${query}`, () => row(attention, head, query)),
+    column: (attention, head, key) => remember(`c/${attention.id}/${head}/${key}`, () => column(attention, head, key)),
+    spread,
+    forget() {
+      rows.clear();
+      gone = false;
+      inverse.clear();
+    },
+  };
+  return look;
+}
+
+export function ranked(all, count = 64) {
+  const order = [];
+  for (let i = 0; i < all.length; i++) if (all[i] > 0) order.push(i);
+  order.sort((a, b) => all[b] - all[a] || a - b);
+  return order.slice(0, count).map((i) => [i, all[i]]);
+}

@@ -1,0 +1,58 @@
+"""Ranks that are killed, or hang, in the middle of a step."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+import torch
+
+import regard as rg
+import regard.distributed as rd
+
+
+def step(rank: int, how: str, backward: bool) -> float:
+    """One step of training."""
+    torch.manual_seed(rank)
+    q, k, v = torch.randn(3, 1, 4, 32, 8, requires_grad=True)
+    out = rd.attention(q, k, v, mask=rg.causal(), how=how)
+    if backward:
+        out.sum().backward()
+    return float(out.sum().detach())
+
+
+def killed(rank: int, how: str, moment: str) -> float:
+    """Rank 1 dies: between two steps, or in the middle of a forward or backward pass, once it has sent something."""
+    step(rank, how, True)
+    if rank == 1:
+        if moment == "between":
+            os.kill(os.getpid(), signal.SIGKILL)
+        wire = rd.communication.Communicator
+        name = "all_to_all" if how == "heads" else "post"
+        real, left = getattr(wire, name), {"forward": 1, "backward": 3 if how == "heads" else 4}[moment]
+
+        def dying(*args: object, **given: object) -> object:
+            nonlocal left
+            if not left:
+                os.kill(os.getpid(), signal.SIGKILL)
+            left -= 1
+            return real(*args, **given)
+
+        setattr(wire, name, dying)
+    return step(rank, how, True)
+
+
+def hanging(rank: int, how: str) -> float:
+    """Rank 1 does nothing for a long time; the others wait two seconds."""
+    step(rank, how, False)
+    if rank == 1:
+        time.sleep(600)
+    q = torch.randn(1, 4, 32, 8)
+    started = time.monotonic()
+    try:
+        rd.attention(q, q, q, how=how, timeout=2)
+    except rd.PeerLost as error:
+        error.add_note(f"{time.monotonic() - started:.1f} s")
+        raise
+    return 0.0

@@ -1,0 +1,1 @@
+from tests.tasks.conftest import _one_thread, start  # noqa: F401
