@@ -193,10 +193,10 @@ def forward_mode() -> Iterator[Case]:
         moved = {f"d{name}": normal(1, H, N, 64, seed=4 + n) for n, name in enumerate(names)}
         return qkv(1, H, N, 64) | moved
 
-    for told, names in (("query, key and value", "qkv"), ("the query", "q")):
+    for described, names in (("query, key and value", "qkv"), ("the query", "q")):
         math = peers.sdpa_math_tangent()
         yield Case(
-            f"forward mode, tangent of {told}, N = 2,048", "forward mode", lambda names=names: inputs(names),
+            f"forward mode, tangent of {described}, N = 2,048", "forward mode", lambda names=names: inputs(names),
             lambda x: peers.tangent(plain, x), define.tangent(_PLAIN), (math, forward),
             (Target(math.name, 3.0), Target(forward.name, at_most=2.6)), linear_memory=True,
             flops=4 * (3 if names == "qkv" else 2) * H * N * N * 64, quick=names == "q",

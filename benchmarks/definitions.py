@@ -26,7 +26,7 @@ def window(before: int, after: int) -> Allowed:
 def softmax_attention(
     allowed: Allowed | None = None, bias: Bias | None = None, softcap: float = 0.0, shaw: bool = False
 ) -> Reference:
-    """softmax(q kᵀ / sqrt(D) + bias) v, with a mask; the last query stands at the last key."""
+    """softmax(q kᵀ / sqrt(D) + bias) v, with a mask; the last query is at the position of the last key."""
 
     def reference(x: Inputs, rows: Tensor) -> Tensor:
         q, k, v = x["q"][:, :, rows], x["k"], x["v"]

@@ -21,7 +21,7 @@ Report = dict[str, Any]
 
 
 def patterns(N: int) -> dict[str, rg.Mask | None]:
-    """Every kind of mask, with what it sees told by length where that is its nature."""
+    """One mask of every kind, sized by length where that is how it is defined."""
     steps = torch.arange(N)
     layout = (torch.arange(N // 64)[:, None] - torch.arange(N // 64)).abs() <= 1
     pairs = torch.stack([steps.repeat(3), torch.cat([steps, (steps + 1) % N, (steps * 7) % N])])
@@ -168,7 +168,7 @@ def _against_sdpa(
     }  # fmt: skip
 
 
-def timed(what: Iterator[Report], tell: Callable[[str], None]) -> list[Report]:
+def timed(what: Iterator[Report], report: Callable[[str], None]) -> list[Report]:
     start, found = time.perf_counter(), list(what)
-    tell(f"{len(found)} measured in {time.perf_counter() - start:.0f} s")
+    report(f"{len(found)} measured in {time.perf_counter() - start:.0f} s")
     return found

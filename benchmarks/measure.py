@@ -38,13 +38,13 @@ class Result:
         if self.wrong:
             return f"{self.name}: NO TIME, {self.wrong}"
         shown = [f"{ratio:.2f}x {name}" for name, ratio in self.ratios.items()]
-        failed = [told(target) for target in self.targets if not target["met"]]
+        failed = [format_target(target) for target in self.targets if not target["met"]]
         shown += [f"no {name}: {reason}" for name, reason in self.missing.items()]
         missed = f"   MISSED: {'; '.join(failed)}" if failed else ""
         return f"{self.name}: {self.seconds * 1e3:.3f} ms, {', '.join(shown)}{missed}"
 
 
-def told(target: dict[str, Any]) -> str:
+def format_target(target: dict[str, Any]) -> str:
     """A target and what was measured, in words: with a digit more than elsewhere, since a narrow miss is no hit."""
     if target["peer"] in (PEAK, READS):
         noise = " (more than the machine can do: measured in noise)" if target["ratio"] > BELIEVED else ""
@@ -64,7 +64,7 @@ def calls_of(case: Case, threads: int, only_ours: bool = False) -> tuple[dict[st
     try:
         with torch.set_grad_enabled(case.backward):
             check(case, None, own, x, expected)
-    except Exception as error:  # wrong or failed: the run goes on, and the report tells
+    except Exception as error:  # wrong or failed: the run continues, and the report shows it
         result.wrong = str(error) if isinstance(error, WrongResult) else f"{type(error).__name__}: {error}"
         return {}, x, result
     calls[OURS] = _timed(own, case, x)
@@ -78,7 +78,7 @@ def calls_of(case: Case, threads: int, only_ours: bool = False) -> tuple[dict[st
             result.missing[peer.name] = f"not installed ({error})"
         except WrongResult as error:
             result.missing[peer.name] = f"wrong result: {error}"
-        except Exception as error:  # a peer's failure is its own, and is told
+        except Exception as error:  # a failing peer is reported, and the run continues
             result.missing[peer.name] = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
     result.own = [peer.name for peer in case.peers if peer.ours]
     return calls, x, result

@@ -237,7 +237,7 @@ def performer(directions: Callable[[], Tensor], reference: Reference) -> Peer:
         from performer_pytorch.performer_pytorch import FastAttention
 
         matrix = directions().float()
-        with redirect_stdout(StringIO()):  # it tells that there is no CUDA
+        with redirect_stdout(StringIO()):  # it prints that there is no CUDA
             attend = FastAttention(matrix.shape[1], nb_features=matrix.shape[0], causal=True)
         attend.projection_matrix.copy_(matrix)
         return lambda: attend(x["q"], x["k"], x["v"])

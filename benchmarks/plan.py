@@ -1,4 +1,4 @@
-"""What `regard plan` predicts beside what is measured: memory, bytes moved and time of real steps.
+"""What `regard plan` predicts, compared with what is measured: memory, bytes moved and time of real steps.
 
     python -m benchmarks.plan --cores 2
 
@@ -51,7 +51,7 @@ def main() -> None:
     parser.add_argument("--cores", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--wall", action="store_true", help="also the seconds that pass")
     parser.add_argument("--out", type=Path, help="also as JSON")
-    parser.add_argument("--split", help=argparse.SUPPRESS)  # what one of the processes is told
+    parser.add_argument("--split", help=argparse.SUPPRESS)  # passed to one of the processes
     options = parser.parse_args()
     if options.split:
         train(Split(**json.loads(options.split)))
@@ -99,10 +99,10 @@ def run(split: Split) -> dict[str, float]:
     done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False, env=around)
     if done.returncode:
         raise SystemExit(f"{split}: {done.stderr[-2000:]}")
-    told = [json.loads(each) for each in re.findall(r"\{[^{}]*\}", done.stdout)]  # of ranks that write at once
+    measured = [json.loads(each) for each in re.findall(r"\{[^{}]*\}", done.stdout)]  # of ranks that write at once
     return {
-        name: (max if name in ("memory", "sent") else statistics.mean)([each[name] for each in told])
-        for name in told[0]
+        name: (max if name in ("memory", "sent") else statistics.mean)([each[name] for each in measured])
+        for name in measured[0]
     }
 
 
@@ -167,11 +167,11 @@ def train(split: Split) -> None:
         all_own = torch.tensor(own.sent.total())
         dist.all_reduce(all_own)
         moved.append((went - int(all_own)) / world + own.sent.total())
-    told = {"memory": peak, "sent": statistics.median(moved), "step": min(times[3:])}
-    told["computing"] = statistics.median(worked[3:])
+    measured = {"memory": peak, "sent": statistics.median(moved), "step": min(times[3:])}
+    measured["computing"] = statistics.median(worked[3:])
     for name in ("flops", "attention", "touched", "bandwidth", "latency"):
-        told[name] = statistics.median(getattr(speed, name) for speed in speeds)
-    print(json.dumps(told), flush=True)
+        measured[name] = statistics.median(getattr(speed, name) for speed in speeds)
+    print(json.dumps(measured), flush=True)
     dist.barrier()
     dist.destroy_process_group()
 

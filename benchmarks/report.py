@@ -6,13 +6,13 @@ from collections.abc import Iterator
 from typing import Any
 
 from benchmarks.cases import PEAK, READS
-from benchmarks.measure import OURS, told
+from benchmarks.measure import OURS, format_target
 
 Run = dict[str, Any]
 
 
 def results(run: Run) -> list[dict[str, Any]]:
-    """All cases at all numbers of threads, one case's beside each other."""
+    """All cases at all numbers of threads, the results of one case next to each other."""
     found = [case for worker in run["times"].values() for case in worker["cases"]]
     order = {name: n for n, name in enumerate(dict.fromkeys(case["name"] for case in found))}
     return sorted(found, key=lambda case: (order[case["name"]], case["threads"]))
@@ -25,7 +25,7 @@ def verdicts(run: Run) -> list[tuple[str, str, bool]]:
         where = f"{case['name']} ({case['threads']} thread{'s' * (case['threads'] > 1)})"
         if case["wrong"]:
             found.append((where, f"wrong result, so no time: {case['wrong']}", False))
-        found += [(where, told(target) + _wanting(case, target), target["met"]) for target in case["targets"]]
+        found += [(where, format_target(target) + _wanting(case, target), target["met"]) for target in case["targets"]]
         found += [(where, f"not judged, since {peer} has no time", False) for peer in case["unjudged"]]
     for threads, worker in run["times"].items():
         if worker["grid"]:
@@ -189,7 +189,7 @@ def _growth(run: Run) -> Iterator[str]:
     yield (
         f"Time of a forward call, (1, 2, N, 64), from N = {rows[0]['lengths'][0]:,} to {rows[0]['lengths'][-1]:,}: "
         "time goes like N to this power over the last two doublings, and so does the work in the tiles visited. The "
-        "first call with a mask also finds its tiles, in the time told for the longest N.\n"
+        "first call with a mask also finds its tiles, in the time given for the longest N.\n"
     )
     yield "| mask | threads | time ~ N^ | work ~ N^ | at the longest N | finding the tiles | engine |"
     yield "| --- | --- | --- | --- | --- | --- | --- |"

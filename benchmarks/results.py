@@ -5,7 +5,7 @@
     python -m benchmarks.results --write                            the page anew, from the runs that are there
 
 A run that is there and finished is not run again, and one that was stopped goes on. What lacks its files is left out,
-and told. What a run reached is kept in docs/results.json, so the page stays whole when runs are elsewhere or gone. DATA
+and reported. Results are kept in docs/results.json, so the page stays complete when runs are elsewhere or gone. DATA
 holds the folders `language_modelling`, `sentiment_text_classification` and so on.
 """
 
@@ -46,7 +46,7 @@ class Result:
     at_least: float | None = None  # None: better than the baselines
     low: bool = False
     evaluate: str = ""  # options of `regard evaluate` behind the training
-    against: str = ""  # the baseline to beat, where others are no simple means, such as the recording itself
+    against: str = ""  # the baseline to beat, where the others are not baselines, such as the recording itself
 
 
 RESULTS = (
@@ -249,8 +249,8 @@ def write(runs: Path) -> None:
         if (about := kept.get(result.name)) is None:
             continue
         lines.append(row(result, about))
-        told = Result(result.name, result.about, result.figure, about["words"])
-        words = command(told, {"data": "DATA", "runs": "runs", "minilm": "MINILM"})
+        shortened = Result(result.name, result.about, result.figure, about["words"])
+        words = command(shortened, {"data": "DATA", "runs": "runs", "minilm": "MINILM"})
         figures = ", ".join(f"{name} {value:.4g}" for name, value in about["metrics"].items())
         then = f"    regard evaluate runs/{result.name} {about['evaluate']}\n" if about.get("evaluate") else ""
         more.append(

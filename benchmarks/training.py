@@ -1,4 +1,4 @@
-"""Training throughput: real tokens a second of whole steps, beside torch's and transformers' models of equal size.
+"""Training throughput: real tokens a second of whole steps, next to torch's and transformers' models of equal size.
 
     python -m benchmarks.run --only training
 
@@ -108,7 +108,7 @@ def compare(
     with torch.no_grad():
         mine, other = (float(loss(batches[0])) for _, loss in sides)
     if abs(mine - other) > 1e-4 * abs(other):
-        raise AssertionError(f"{name}: the losses differ, {mine} and {other}: no time is told for a wrong result")
+        raise AssertionError(f"{name}: the losses differ, {mine} and {other}: a wrong result is not timed")
     step_by_step = [step_of(model.train(), loss, Recipe()) for model, loss in sides]
     spent = [0.0, 0.0]
     for n, chosen in enumerate(batches[: steps + 1]):

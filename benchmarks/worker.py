@@ -34,7 +34,7 @@ def chosen(quick: bool, only: str, threads: int = 0) -> list[Case]:
     ]
 
 
-def tell(line: str) -> None:
+def report(line: str) -> None:
     print(line, flush=True)
 
 
@@ -46,15 +46,15 @@ def times(threads: int, quick: bool, only: str, budget: float) -> dict[str, Any]
         start = time.perf_counter()
         result = measure(case, threads, budget)
         found["cases"].append(asdict(result))
-        tell(f"  [{number}/{len(todo)}, {threads} threads, {time.perf_counter() - start:.0f} s] {result.line()}")
+        report(f"  [{number}/{len(todo)}, {threads} threads, {time.perf_counter() - start:.0f} s] {result.line()}")
         gc.collect()
     for name, parts in (("growth", extras.growth), ("grid", extras.grid)):
         if only.lower() in name:
-            found[name] = extras.timed(parts(threads, quick), lambda told, name=name: tell(f"  {name}: {told}"))
+            found[name] = extras.timed(parts(threads, quick), lambda line, name=name: report(f"  {name}: {line}"))
     if only.lower() in "mask tables":
-        found["tables"] = extras.timed(extras.mask_tables(quick), lambda told: tell(f"  mask tables: {told}"))
+        found["tables"] = extras.timed(extras.mask_tables(quick), lambda line: report(f"  mask tables: {line}"))
     if only.lower() in "training throughput" and threads == 2:
-        found["training"] = extras.timed(training(quick), lambda told: tell(f"  training throughput: {told}"))
+        found["training"] = extras.timed(training(quick), lambda line: report(f"  training throughput: {line}"))
     call, flops = machine.peak_call(threads)
     found["peak"] = flops / timing.interleaved({"": call}, 0.3)[""] / 1e9
     for name, count in (("cache", 1 << 22), ("memory", 1 << 26)):
@@ -82,7 +82,7 @@ def memory(quick: bool, only: str) -> dict[str, Any]:
         found[case.name]["inputs"] = given
         if case.linear_memory:
             found[case.name]["at most"] = max(16.0, 8 * given)
-        tell(f"  memory of {case.name}: {found[case.name][OURS]:.0f} MB")
+        report(f"  memory of {case.name}: {found[case.name][OURS]:.0f} MB")
         calls.clear()
         gc.collect()
     if only.lower() in "mask tables":
@@ -95,7 +95,7 @@ def memory(quick: bool, only: str) -> dict[str, Any]:
         gc.collect()
         taken, weights = (_status("VmRSS") - before) / 1e3, sum(each.nbytes for each in model.parameters()) / 1e6
         found["a frozen model"] = {OURS: taken, "weights": weights}
-        tell(f"  memory of a frozen model: {taken:.0f} MB, {taken / weights:.2f}x its weights")
+        report(f"  memory of a frozen model: {taken:.0f} MB, {taken / weights:.2f}x its weights")
     return found
 
 

@@ -351,7 +351,7 @@ template <class T, class Score> struct Backward {
     int step_count = 0;
     if (p.tiles.pointer)
       for_each_tile_step(p, w.rows.rows[i0].b, w.rows.rows[i0].h, i0 / REGARD_TILE, j0, j1, key_tile,
-                 [&](const Step& s) { steps[step_count++] = s; });
+                         [&](const Step& s) { steps[step_count++] = s; });
     else steps[step_count++] = Step{j0, j1, nullptr};
     if (step_count == 0) return;
 
@@ -398,7 +398,7 @@ template <class T, class Score> struct Backward {
   }
 
   VisibleColumns run_strip(Work& w, int64_t i0, int64_t r0, int m, const Step* steps, int step_count, int64_t j0,
-                 int64_t width) const {
+                           int64_t width) const {
     w.prefetcher.prefetch_next();
     const int64_t i = i0 + r0;
     const Row<T>* rows = w.rows.rows + i;
@@ -444,7 +444,9 @@ template <class T, class Score> struct Backward {
         T *s = scores + r * score_stride + base, *d = grads + r * score_stride + base;
         const uint64_t* word = words ? words + r : nullptr;
         if (row_gradients.plain) weights_and_gradients(s, d, lo, hi, w.rows.lse[i + r], w.rows.delta[i + r]);
-        else row_gradients.weigh_logits(rows[r], steps[n].j0, s, d, lo, hi, w.rows.lse[i + r], w.rows.delta[i + r], w.extra);
+        else
+          row_gradients.weigh_logits(rows[r], steps[n].j0, s, d, lo, hi, w.rows.lse[i + r], w.rows.delta[i + r],
+                                     w.extra);
         if (columns[n].hidden) {
           mask_scores(rows[r], word, steps[n].j0, s, lo, hi, T(0));
           mask_scores(rows[r], word, steps[n].j0, d, lo, hi, T(0));

@@ -43,7 +43,7 @@ template <class T> struct LogSum {
   T zero() const { return (lse + rounder<T>)-rounder<T>; }
 
   // Calls use(weight), where weight(logit) is 2^(logit - log-sum-exp). Far from zero it is made no more than 1: where the
-  // digits of both do not tell them apart, the difference may say otherwise. NaN stays NaN.
+  // digits of both are equal, the difference may still be nonzero. NaN stays NaN.
   template <class F> REGARD_INLINE void with_weights(F&& use) const {
     if (near()) {
       const Vec<T> least = broadcast(zero() + least_exponent<T>), round = broadcast(rounder<T> - zero());
@@ -57,7 +57,8 @@ template <class T> struct LogSum {
 };
 
 // Logits become weights, gradients of weights become gradients of logits.
-template <class T> REGARD_INLINE void weights_and_gradients(T* s, T* d, int64_t lo, int64_t hi, const LogSum<T>& lse, T delta) {
+template <class T> REGARD_INLINE void weights_and_gradients(T* s, T* d, int64_t lo, int64_t hi, const LogSum<T>& lse,
+                                                            T delta) {
   const Vec<T> e = broadcast(delta);
   lse.with_weights([&](auto weight_of) __attribute__((always_inline)) {
     for (int64_t c = lo; c < hi; c += lanes<T>) {
@@ -94,7 +95,7 @@ template <class T> struct RowGradients {
 
   // `slope` receives the derivative of the cap, where there is one.
   void weigh_logits(const Row<T>& row, int64_t j0, T* s, T* d, int64_t lo, int64_t hi, const LogSum<T>& lse, T delta,
-             T* slope) const {
+                    T* slope) const {
     if (scales.cap != 0) {
       for (int64_t c = lo; c < hi; c += lanes<T>) {
         const Vec<T> t = tanh(load(s + c));
@@ -155,7 +156,8 @@ template <class T> void key_tile_costs(const regard_dot& p, int64_t first, int64
     for (int64_t h = g * group; h < (g + 1) * group; ++h) {
       if (p.tiles.pointer) {
         for (int64_t t = 0; t * REGARD_TILE < p.Q; ++t)
-          for_each_tile_step(p, b, h, t, 0, p.K, p.K, [&](const Step& s) { add(cost, s.j0, s.j1, double(REGARD_TILE) / MR); });
+          for_each_tile_step(p, b, h, t, 0, p.K, p.K,
+                             [&](const Step& s) { add(cost, s.j0, s.j1, double(REGARD_TILE) / MR); });
       } else if (!p.intervals.start) {
         add(cost, 0, p.K, double(strips));
       } else {

@@ -1,6 +1,6 @@
 // Few queries on many keys, as in generation: keys and values are read once, where they lie, at the speed of memory.
 //
-// The keys are cut into pieces of a fixed size, whatever the number of threads. A piece gives every query row a peak, a
+// The keys are cut into pieces of a fixed size that does not depend on the number of threads. A piece gives every query row a peak, a
 // sum and unnormalised values; the pieces of a row are then put together, always in the same order.
 #include "dot.h"
 #include "softmax.h"
@@ -42,8 +42,8 @@ void score_keys(const T* q, const Matrix& k, int64_t first, int64_t count, T* s)
 
 // out[0 .. N * lanes) = sum over c of weight[c] * value (first + c).
 template <class T, class S, int N>
-REGARD_INLINE void add_values(const T* weight, const S* v, int64_t stride, int64_t count, NonFiniteCheck<T>& watch, bool checks,
-                              T* out) {
+REGARD_INLINE void add_values(const T* weight, const S* v, int64_t stride, int64_t count, NonFiniteCheck<T>& watch,
+                              bool checks, T* out) {
   Vec<T> sums[N];
   REGARD_UNROLL
   for (int n = 0; n < N; ++n) sums[n] = Vec<T>{};
@@ -64,8 +64,8 @@ REGARD_INLINE void add_values(const T* weight, const S* v, int64_t stride, int64
 }
 
 template <class T, class S>
-void add_weighted_values(const T* weight, const Matrix& v, int64_t first, int64_t count, NonFiniteCheck<T>& watch, bool checks,
-                  T* out) {
+void add_weighted_values(const T* weight, const Matrix& v, int64_t first, int64_t count, NonFiniteCheck<T>& watch,
+                         bool checks, T* out) {
   constexpr int L = lanes<T>;
   const S* from = at<S>(v, first, 0);
   int64_t e = 0;

@@ -41,13 +41,16 @@ template <class T, class Score> struct Forward : Strips<T, Forward<T, Score>, Sc
     if (table) __builtin_memset(workspace.table + s * MR * table, 0, size_t(MR * table) * sizeof(T));
   }
 
-  bool consume(Workspace& workspace, const ThreadState<T>& w, int64_t s, int m, int64_t j0, int64_t lo, int64_t hi) const {
+  bool consume(Workspace& workspace, const ThreadState<T>& w, int64_t s, int m, int64_t j0, int64_t lo,
+               int64_t hi) const {
     const Row<T>* rows = w.rows + s * MR;
     if (workspace.fresh[s]) fetch_rows(matrix_of(result.out, p.dtype, rows[0].b, rows[0].h, p.Q, p.E), rows[0].i, m);
     T alpha[strip_lanes<T>];
-    if (!this->softmax(w, s, m, lo, hi, workspace.peak + s * strip_lanes<T>, workspace.sums + s * MR, alpha)) return false;
+    if (!this->softmax(w, s, m, lo, hi, workspace.peak + s * strip_lanes<T>, workspace.sums + s * MR, alpha))
+      return false;
     if (p.dropout_threshold)
-      for (int r = 0; r < m; ++r) apply_dropout(rows[r].dropout_key, p.dropout_threshold, j0, w.scores + r * chunk, lo, hi);
+      for (int r = 0; r < m; ++r)
+        apply_dropout(rows[r].dropout_key, p.dropout_threshold, j0, w.scores + r * chunk, lo, hi);
     if (table) gather_table(workspace, w, s, m, alpha, j0, lo, hi);
 
     T* out = workspace.out + s * MR * Ep;
@@ -64,8 +67,8 @@ template <class T, class Score> struct Forward : Strips<T, Forward<T, Score>, Sc
     return true;
   }
 
-  void gather_table(Workspace& workspace, const ThreadState<T>& w, int64_t s, int m, const T* alpha, int64_t j0, int64_t lo,
-                    int64_t hi) const {
+  void gather_table(Workspace& workspace, const ThreadState<T>& w, int64_t s, int m, const T* alpha, int64_t j0,
+                    int64_t lo, int64_t hi) const {
     for (int r = 0; r < m; ++r) {
       T* sums = workspace.table + (s * MR + r) * table;
       for (int64_t t = 0; t < table; ++t) sums[t] *= alpha[r];
@@ -81,7 +84,8 @@ template <class T, class Score> struct Forward : Strips<T, Forward<T, Score>, Sc
       Vec<T> rows[lanes<T>];
       REGARD_UNROLL
       for (int i = 0; i < lanes<T>; ++i) rows[i] = r + i < MR ? workspace.sums[s * MR + r + i] : Vec<T>{};
-      Vec<T> peak = load(workspace.peak + s * strip_lanes<T> + r), total = sum_of_each<T>(rows), shrink = broadcast(T(1));
+      Vec<T> peak = load(workspace.peak + s * strip_lanes<T> + r), total = sum_of_each<T>(rows),
+             shrink = broadcast(T(1));
       if (p.sink) {
         const Vec<T> extra = load(sink + r) * T(log2_e), top = max(max(peak, extra), broadcast(no_peak<T>));
         shrink = exp2(peak - top);
@@ -102,7 +106,8 @@ template <class T, class Score> struct Forward : Strips<T, Forward<T, Score>, Sc
   }
 
   // Rows of one head.
-  void finish_rows(Workspace& workspace, const ThreadState<T>& w, int64_t first, int count, const T* factor, const T* lse) const {
+  void finish_rows(Workspace& workspace, const ThreadState<T>& w, int64_t first, int count, const T* factor,
+                   const T* lse) const {
     const Row<T>& row = w.rows[first];
     T* out = workspace.out + first * Ep;
     for (int r = 0; r < count; ++r)

@@ -119,8 +119,8 @@ struct Panels {
   bool late, early;
 };
 
-// A half of one panel; the other half of C, which lies `other` numbers from it, becomes zero: whatever is done to it before it
-// is hidden, no NaN of earlier use may come of it.
+// A half of one panel; the other half of C, which lies `other` numbers from it, becomes zero, so that no NaN of an
+// earlier use spreads from it before it is overwritten.
 template <class T, int M, int ARow, int AStep, Into into>
 __attribute__((noinline)) void multiply_half(int64_t depth, const T* a, const T* b, T* c, int64_t c_row, int64_t other,
                                              int64_t a_row) {

@@ -113,14 +113,17 @@ template <class T> struct Jvp : Strips<T, Jvp<T>> {
     pack_strip<T>(queries, workspace.queries + s * strip_size<T>(p.D));
   }
 
-  bool consume(Workspace& workspace, const ThreadState<T>& w, int64_t s, int m, int64_t j0, int64_t lo, int64_t hi) const {
+  bool consume(Workspace& workspace, const ThreadState<T>& w, int64_t s, int m, int64_t j0, int64_t lo,
+               int64_t hi) const {
     const Row<T>* rows = w.rows + s * MR;
     T alpha[strip_lanes<T>];
-    if (!this->softmax(w, s, m, lo, hi, workspace.peak + s * strip_lanes<T>, workspace.sums + s * MR, alpha)) return false;
+    if (!this->softmax(w, s, m, lo, hi, workspace.peak + s * strip_lanes<T>, workspace.sums + s * MR, alpha))
+      return false;
     if (workspace.fresh[s]) prepare(workspace, w, s, m);
     workspace.keys.need(score, workspace.k, workspace.v, scales.key, j0 + lo, j0 + hi);
     if (workspace.keys.any_bad)
-      for (int r = 0; r < m; ++r) workspace.poisoned[s * MR + r] |= attends_bad_key(workspace.keys, rows[r], w.word(r), j0, lo, hi);
+      for (int r = 0; r < m; ++r)
+        workspace.poisoned[s * MR + r] |= attends_bad_key(workspace.keys, rows[r], w.word(r), j0, lo, hi);
     if (of_logits) {
       move_logits(workspace, w, s, m, j0, lo, hi);
       for (int r = 0; r < m; ++r) {
@@ -153,7 +156,8 @@ template <class T> struct Jvp : Strips<T, Jvp<T>> {
     T *out = workspace.out + s * MR * Ep, *d_out = workspace.d_out + s * MR * Ep;
     add(w.scores, v, out, workspace.fresh[s], false);
     if (of_logits) add(workspace.scores, v, d_out, workspace.fresh[s], false);
-    if (of_values) add(w.scores, workspace.keys.values_at(j0 + seen.lo, workspace.v), d_out, workspace.fresh[s], of_logits);
+    if (of_values)
+      add(w.scores, workspace.keys.values_at(j0 + seen.lo, workspace.v), d_out, workspace.fresh[s], of_logits);
     workspace.fresh[s] = 0;
     return true;
   }
@@ -162,14 +166,16 @@ template <class T> struct Jvp : Strips<T, Jvp<T>> {
   };
 
   // room.scores = the tangents of the logits, in base two.
-  void move_logits(Workspace& workspace, const ThreadState<T>& w, int64_t s, int m, int64_t j0, int64_t lo, int64_t hi) const {
+  void move_logits(Workspace& workspace, const ThreadState<T>& w, int64_t s, int m, int64_t j0, int64_t lo,
+                   int64_t hi) const {
     const Panels panels = panels_of<T>(visible_columns(w.spans[s], j0, lo, hi), lo, hi);
     const T *queries = w.queries + s * strip_size<T>(p.D), *keys = w.keys.transposed_at(j0 + lo);
     T* to = workspace.scores + lo;
     if (d.q.data) score.fill(0, m, panels, workspace.queries + s * strip_size<T>(p.D), keys, to, chunk);
     if (d.k.data && !d.q.data) score.fill(0, m, panels, queries, workspace.keys.transposed_at(j0 + lo), to, chunk);
     if (d.k.data && d.q.data)
-      score.template multiply_parts<1, MR, Into::add>(m, panels, queries, 0, workspace.keys.transposed_at(j0 + lo), to, chunk);
+      score.template multiply_parts<1, MR, Into::add>(m, panels, queries, 0, workspace.keys.transposed_at(j0 + lo), to,
+                                                      chunk);
     if (!d.q.data && !d.k.data)
       for (int r = 0; r < m; ++r) __builtin_memset(to + r * chunk, 0, size_t(hi - lo) * sizeof(T));
     else if (scales.cap != 0) {
@@ -257,7 +263,8 @@ template <class T> struct Jvp : Strips<T, Jvp<T>> {
   }
 
   // Rows of one head, the first of which is number r of its strip.
-  void finish_rows(Workspace& workspace, const ThreadState<T>& w, int64_t first, int count, const Numbers& n, int r) const {
+  void finish_rows(Workspace& workspace, const ThreadState<T>& w, int64_t first, int count, const Numbers& n,
+                   int r) const {
     const Row<T>& row = w.rows[first];
     T *out = workspace.out + first * Ep, *d_out = workspace.d_out + first * Ep;
     for (int i = 0; i < count; ++i) {

@@ -10,8 +10,17 @@ namespace regard::REGARD_ISA {
 
 extern const Kernels kernels;
 const Kernels kernels = {
-    REGARD_STRING(REGARD_ISA), dot_forward, dot_backward, dot_jvp, dot_statistics, dot_weights, dot_map, linear_forward,
-    linear_backward,           packed_size, packed_linear,
+    REGARD_STRING(REGARD_ISA),
+    dot_forward,
+    dot_backward,
+    dot_jvp,
+    dot_statistics,
+    dot_weights,
+    dot_map,
+    linear_forward,
+    linear_backward,
+    packed_size,
+    packed_linear,
 };
 
 }  // namespace regard::REGARD_ISA

@@ -7,7 +7,7 @@ namespace regard::REGARD_ISA {
 // Keys that hold NaN or an infinity, in their key or in their value, are *bad*. Where a mask may hide them they are
 // packed as zeros and remembered: a row that sees one becomes NaN, any other row is untouched.
 template <class T> struct PackedKeys {
-  T* transposed;       // keys, NR side by side: [panel][D][NR]
+  T* transposed;   // keys, NR side by side: [panel][D][NR]
   T* values;       // [E / NR][pitch][NR]
   uint8_t* ready;  // one for each panel
   uint32_t* bad;   // one bit for each key of a panel
@@ -37,10 +37,10 @@ template <class T> struct PackedKeys {
   }
 
   PackedKeys(const regard_dot& p, char* memory, const Places& at, bool measures, bool direct)
-      : transposed((T*)(memory + at.transposed)), values((T*)(memory + at.values)), ready((uint8_t*)(memory + at.ready)),
-        bad((uint32_t*)(memory + at.bad)), panels(panels_of(p)), pitch(pitch_of(p)), D(p.D), E(p.E),
-        checks(p.intervals.start || p.tiles.pointer), any_bad(false), longest(infinity), measures(measures),
-        direct(direct) {}
+      : transposed((T*)(memory + at.transposed)), values((T*)(memory + at.values)),
+        ready((uint8_t*)(memory + at.ready)), bad((uint32_t*)(memory + at.bad)), panels(panels_of(p)),
+        pitch(pitch_of(p)), D(p.D), E(p.E), checks(p.intervals.start || p.tiles.pointer), any_bad(false),
+        longest(infinity), measures(measures), direct(direct) {}
 
   void forget() {
     __builtin_memset(ready, 0, size_t(panels));
@@ -114,7 +114,7 @@ template <class T> struct PackedKeys {
 // Whether a row sees a bad key among the columns [lo, hi) of a step.
 template <class T>
 bool attends_bad_key(const PackedKeys<T>& keys, const Row<T>& row, const uint64_t* word, int64_t j0, int64_t lo,
-                  int64_t hi) {
+                     int64_t hi) {
   for (int64_t c = lo; c < hi; c += NR<T>) {
     const uint32_t bad = keys.bad[(j0 + c) / NR<T>];
     for (int lane = 0; bad && lane < NR<T>; ++lane)

@@ -110,7 +110,7 @@ struct LinearSplit {
 // products[r][j] of query i + r and key j, and 0 where the key lies behind the query.
 template <int ARow, int AStep, class T>
 REGARD_INLINE void multiply_visible(int count, int64_t i, int64_t depth, const T* queries, const T* keys, T* products,
-                                 int64_t a_row = 0) {
+                                    int64_t a_row = 0) {
   const int64_t seen = i + count, width = round_up(seen, NR<T>);
   multiply_wanted<T, ARow, AStep>(count, {width / NR<T>, false, width - seen >= lanes<T>}, depth, queries, keys,
                                   depth * NR<T>, products, chunk_rows, a_row);

@@ -26,7 +26,7 @@ template <class T> struct LinearBackward : LinearProblem<T> {
   struct Scratch {
     T *past, *future, *transposed_future;
     T *keys, *transposed_keys, *values, *transposed_values, *queries, *transposed_queries;  // a chunk of rows each
-    T *rows, *appended;                                                         // n with m at its end, and m alone
+    T *rows, *appended;  // n with m at its end, and m alone
     T *scores, *products, *d_keys, *d_values;
   };
   Scratch allocate_scratch(Parts<T>& part) const {
@@ -96,7 +96,8 @@ template <class T> struct LinearBackward : LinearProblem<T> {
       transpose_rows<T>(panel, 0, M, E + 1, s.transposed_future + e * NR<T>);
     }
     for (int64_t m = 0; m < wide_m; m += NR<T>)
-      for (int64_t c = 0; c < NR<T>; ++c) s.transposed_future[m * (E + 1) + E * NR<T> + c] = s.future[M * wide_e + m + c];
+      for (int64_t c = 0; c < NR<T>; ++c)
+        s.transposed_future[m * (E + 1) + E * NR<T> + c] = s.future[M * wide_e + m + c];
   }
 
   void query_gradients(int64_t head, int64_t h, int64_t row, int64_t rows, bool alone, const Scratch& s) const {
@@ -130,9 +131,10 @@ template <class T> struct LinearBackward : LinearProblem<T> {
     this->transpose_features(s.queries, rows, s.transposed_queries);
     for_blocks<T>(rows, false, [&](int64_t i, int count) {
       fetch_rows(q, next + i, count);
-      multiply_visible<1, NR<T>>(count, i, M, transposed_at(s.transposed_queries, M, i), s.transposed_keys, s.scores + i * chunk_rows);
-      multiply_visible<any_row, 1>(count, i, E + 1, s.rows + i * pitch, s.transposed_values, s.products + i * chunk_rows,
-                                pitch);
+      multiply_visible<1, NR<T>>(count, i, M, transposed_at(s.transposed_queries, M, i), s.transposed_keys,
+                                 s.scores + i * chunk_rows);
+      multiply_visible<any_row, 1>(count, i, E + 1, s.rows + i * pitch, s.transposed_values,
+                                   s.products + i * chunk_rows, pitch);
     });
     for_blocks<T>(rows, bad_rows || bad_queries, [&](int64_t j, int count) {
       const int64_t corner = j * chunk_rows + j;
@@ -179,12 +181,13 @@ template <class T> struct LinearBackward : LinearProblem<T> {
       for_blocks<T>(rows, false, [&](int64_t j, int count) {
         fetch_rows(k, next + j, count);
         fetch_rows(d_k, row + j, count);
-        multiply<T, 1, NR<T>, Into::overwrite>(count, wide_e / NR<T>, M, transposed_at(s.transposed_keys, M, j), s.future,
-                                               M * NR<T>, s.d_values + j * wide_e, wide_e);
+        multiply<T, 1, NR<T>, Into::overwrite>(count, wide_e / NR<T>, M, transposed_at(s.transposed_keys, M, j),
+                                               s.future, M * NR<T>, s.d_values + j * wide_e, wide_e);
         fetch_rows(v, next + j, count);
         fetch_rows(d_v, row + j, count);
-        multiply<T, 1, NR<T>, Into::overwrite>(count, wide_m / NR<T>, E + 1, transposed_at(s.transposed_values, E + 1, j),
-                                               s.transposed_future, (E + 1) * NR<T>, s.d_keys + j * wide_m, wide_m);
+        multiply<T, 1, NR<T>, Into::overwrite>(count, wide_m / NR<T>, E + 1,
+                                               transposed_at(s.transposed_values, E + 1, j), s.transposed_future,
+                                               (E + 1) * NR<T>, s.d_keys + j * wide_m, wide_m);
       });
       for (int64_t h = g * group; h < (g + 1) * group; ++h) key_gradients(b, h, row, rows, s);
       for (int64_t j = 0; j < rows; ++j) {

@@ -155,7 +155,7 @@ void add_biases(const regard_dot& p, const Scales<T>& scales, const Row<T>& row,
 // Products become logits in base two.
 template <class T>
 void scores_to_logits(const regard_dot& p, const Scales<T>& scales, const Row<T>& row, int64_t j0, T* s, int64_t lo,
-                   int64_t hi) {
+                      int64_t hi) {
   if (scales.cap != 0)
     for (int64_t c = lo; c < hi; c += lanes<T>) store(s + c, tanh(load(s + c)) * scales.cap);
   add_biases(p, scales, row, j0, s, lo, hi);

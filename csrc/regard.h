@@ -107,7 +107,7 @@ typedef struct {
   regard_tensor out_table;  // Real (B, H, Q, 2 * radius + 1), last stride 1: dropped weights summed by clipped distance
 } regard_dot_result;
 
-// Inputs of the backward beside the problem itself, and where its results go. Absent results are not computed, except
+// Inputs of the backward in addition to the problem, and where its results go. Absent results are not computed, except
 // that q, k and v go together.
 typedef struct {
   regard_tensor out, lse, out_table;        // of the forward

@@ -106,8 +106,8 @@ template <class T> Panels panels_of(const VisibleColumns& seen, int64_t lo, int6
 
 // Calls f(step) for every piece of keys in [from, to) that row tile `tile` of head (b, h) may visit.
 template <class F>
-void for_each_tile_step(const regard_dot& p, int64_t b, int64_t h, int64_t tile, int64_t from, int64_t to, int64_t chunk,
-                F&& f) {
+void for_each_tile_step(const regard_dot& p, int64_t b, int64_t h, int64_t tile, int64_t from, int64_t to,
+                        int64_t chunk, F&& f) {
   const regard_tiles& t = p.tiles;
   const int64_t at = b * t.stride[0] + h * t.stride[1] + tile;
   int64_t run = t.pointer[at], last = t.pointer[at + 1];
@@ -160,7 +160,7 @@ template <class T> double block_cost(const regard_dot& p, const Blocks& blocks, 
   if (blocks.tiled) {
     int64_t keys = 0;
     for_each_tile_step(p, b, g * blocks.group + first / p.Q, first % p.Q / REGARD_TILE, 0, p.K, p.K,
-               [&](const Step& s) { keys += s.j1 - s.j0; });
+                       [&](const Step& s) { keys += s.j1 - s.j0; });
     return strips * double(keys + 32);
   }
   if (!p.intervals.start) return strips * double(p.K + 32);

@@ -27,7 +27,8 @@ template <class T> struct DotScore {
   template <int ARow, int AStep, Into into = Into::overwrite>
   void multiply_parts(int rows, Panels panels, const T* queries, int64_t row_stride, const T* transposed, T* scores,
                       int64_t stride) const {
-    multiply_wanted<T, ARow, AStep, into>(rows, panels, part, queries, transposed, NR<T> * D, scores, stride, row_stride);
+    multiply_wanted<T, ARow, AStep, into>(rows, panels, part, queries, transposed, NR<T> * D, scores, stride,
+                                          row_stride);
     for (int64_t d = part; d < D; d += part)
       multiply_wanted<T, ARow, AStep, Into::add>(rows, panels, least(part, D - d), queries + d * AStep,
                                                  transposed + d * NR<T>, NR<T> * D, scores, stride, row_stride);

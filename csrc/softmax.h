@@ -6,7 +6,7 @@
 
 namespace regard::REGARD_ISA {
 
-// Stands in for the peak of a row that has seen nothing: its logits minus this are still -infinity, and no NaN. No logit
+// Replaces the peak of a row that has seen nothing: its logits minus this are still -infinity, and no NaN. No logit
 // is lower, however far down a row lies.
 template <class T> constexpr T no_peak = std::numeric_limits<T>::lowest();
 
@@ -33,7 +33,8 @@ template <class T, class F> REGARD_INLINE Vec<T> map_and_sum(T* x, int64_t lo, i
 }
 
 // x[c] = 2^(x[c] - peak), for a peak of any size; adds the weights to sums.
-template <class T> __attribute__((noinline, cold)) void exp2_and_sum_any_peak(T* x, int64_t lo, int64_t hi, T peak, Vec<T>& sums) {
+template <class T> __attribute__((noinline, cold)) void exp2_and_sum_any_peak(T* x, int64_t lo, int64_t hi, T peak,
+                                                                              Vec<T>& sums) {
   const Vec<T> top = broadcast(greatest(peak, no_peak<T>));
   sums += map_and_sum(x, lo, hi, [&](Vec<T> x) __attribute__((always_inline)) { return exp2(x - top); });
 }
@@ -75,8 +76,8 @@ __attribute__((noinline)) void softmax_strip(T* s, int64_t lo, int64_t hi, T* pe
       continue;
     }
     const V least = broadcast(zero[r] + least_exponent<T>), round = broadcast(rounder<T> - zero[r]);
-    sums[r] +=
-        map_and_sum(s + r * stride, lo, hi, [&](V x) __attribute__((always_inline)) { return exp2_above(x, least, round); });
+    sums[r] += map_and_sum(s + r * stride, lo, hi,
+                           [&](V x) __attribute__((always_inline)) { return exp2_above(x, least, round); });
   }
 }
 
@@ -94,8 +95,10 @@ __attribute__((noinline)) bool softmax_below(T bound, T* s, int64_t lo, int64_t 
     T* row = s + r * stride;
     total[r] = sums[r] * alpha[r];
     if (hidden)
-      total[r] += map_and_sum(row, lo, hi, [&](V x) __attribute__((always_inline)) { return exp2_above(x, least, round); });
-    else total[r] += map_and_sum(row, lo, hi, [&](V x) __attribute__((always_inline)) { return exp2_within(x, round); });
+      total[r] +=
+          map_and_sum(row, lo, hi, [&](V x) __attribute__((always_inline)) { return exp2_above(x, least, round); });
+    else
+      total[r] += map_and_sum(row, lo, hi, [&](V x) __attribute__((always_inline)) { return exp2_within(x, round); });
     if (!any_lane(total[r] > little) && any_lane(total[r] > 0)) return false;
   }
   for (int r = 0; r < m; ++r) sums[r] = total[r];

@@ -55,7 +55,8 @@ template <class T, class Score> struct Statistics : Strips<T, Statistics<T, Scor
     }
   }
 
-  bool consume(Workspace& workspace, const ThreadState<T>& w, int64_t s, int m, int64_t j0, int64_t lo, int64_t hi) const {
+  bool consume(Workspace& workspace, const ThreadState<T>& w, int64_t s, int m, int64_t j0, int64_t lo,
+               int64_t hi) const {
     const int64_t first = chosen.ending_behind(j0 + lo), last = chosen.beginning_from(j0 + hi);
     for (int r = 0; r < m; ++r) {
       const T* logits = w.scores + r * chunk;
@@ -71,7 +72,7 @@ template <class T, class Score> struct Statistics : Strips<T, Statistics<T, Scor
     return true;
   }
 
-  // `place` is where the query stands, counted from column 0. Returns the largest logit of every lane. Not inlined: it takes
+  // `place` is the position of the query, counted from column 0. Returns the largest logit of every lane. Not inlined: it takes
   // all the registers, and amid others its sums would wait for memory in every step.
   __attribute__((noinline)) static Vec<T> add(Sums<T>& sums, const T* logits, T place, int64_t lo, int64_t hi) {
     using V = Vec<T>;
@@ -125,7 +126,8 @@ template <class T, class Score> struct Statistics : Strips<T, Statistics<T, Scor
 
   // Few logits pass the smallest one kept, so that a test is all that most of them cost. `peaks` are the largest of each
   // lane: at the beginning, with nothing kept, what is below the last of them that would be is not even tried.
-  void keep_largest(Workspace& workspace, int64_t r, const T* logits, Vec<T> peaks, int64_t j0, int64_t lo, int64_t hi) const {
+  void keep_largest(Workspace& workspace, int64_t r, const T* logits, Vec<T> peaks, int64_t j0, int64_t lo,
+                    int64_t hi) const {
     T* kept = workspace.top_logits + r * top;
     int64_t* keys = workspace.top_keys + r * top;
     T least = -infinity;

@@ -52,7 +52,7 @@ template <class T, class Visitor, class Score = DotScore<T>> struct Strips {
   const int64_t strips;  // in a block
   bool direct;           // queries are read where they lie
   bool direct_values;    // and so are values
-  bool measures;         // queries and keys are measured: their lengths tell how large a logit can be
+  bool measures;         // queries and keys are measured: their lengths bound the logits
   Layout layout;         // the visitor adds what it needs
   int64_t bands = 0;     // threads take whole bands, pieces of equal cost; 0: one for each thread
 
@@ -114,17 +114,17 @@ template <class T, class Visitor, class Score = DotScore<T>> struct Strips {
     char* memory = (char*)thread_scratch(layout.bytes);
     if (!memory) return REGARD_NO_MEMORY;
     ThreadState<T> w{PackedKeys<T>(p, memory, at.keys, measures, direct_values),
-              {},
-              {},
-              (T*)(memory + at.queries),
-              (T*)(memory + at.scores),
-              (Row<T>*)(memory + at.rows),
-              (Span*)(memory + at.spans),
-              (uint8_t*)(memory + at.poisoned),
-              (T*)(memory + at.longest),
-              {},
-              false,
-              nullptr};
+                     {},
+                     {},
+                     (T*)(memory + at.queries),
+                     (T*)(memory + at.scores),
+                     (Row<T>*)(memory + at.rows),
+                     (Span*)(memory + at.spans),
+                     (uint8_t*)(memory + at.poisoned),
+                     (T*)(memory + at.longest),
+                     {},
+                     false,
+                     nullptr};
     const auto& visitor = static_cast<const Visitor&>(*this);
     auto workspace = visitor.workspace(memory);
     int64_t head = -1;
@@ -145,7 +145,8 @@ template <class T, class Visitor, class Score = DotScore<T>> struct Strips {
   }
 
   template <class Workspace>
-  void run_block(ThreadState<T>& w, const Visitor& visitor, Workspace& workspace, int64_t b, int64_t g, int64_t block) const {
+  void run_block(ThreadState<T>& w, const Visitor& visitor, Workspace& workspace, int64_t b, int64_t g,
+                 int64_t block) const {
     const int64_t first = blocks.first_row(block), count = blocks.row_count(block);
     int64_t lo = p.K, hi = 0;
     for (int64_t r = 0, h = g * blocks.group + first / p.Q, i = first % p.Q; r < count; ++r) {
@@ -193,7 +194,8 @@ template <class T, class Visitor, class Score = DotScore<T>> struct Strips {
   }
 
   template <class Workspace>
-  void run_strip(ThreadState<T>& w, const Visitor& visitor, Workspace& workspace, int64_t s, int m, const Step& step) const {
+  void run_strip(ThreadState<T>& w, const Visitor& visitor, Workspace& workspace, int64_t s, int m,
+                 const Step& step) const {
     const Row<T>* rows = w.rows + s * MR;
     const uint64_t* words = step.bits ? step.bits + rows[0].i % REGARD_TILE : nullptr;
     const Columns columns = columns_of<T>(w.spans[s], step, words, m);
@@ -222,7 +224,8 @@ template <class T, class Visitor, class Score = DotScore<T>> struct Strips {
   }
 
   // Logits become weights, for visitors that want these. False if the logits have to be computed once more.
-  bool softmax(const ThreadState<T>& w, int64_t s, int m, int64_t lo, int64_t hi, T* peak, Vec<T>* sums, T* alpha) const {
+  bool softmax(const ThreadState<T>& w, int64_t s, int m, int64_t lo, int64_t hi, T* peak, Vec<T>* sums,
+               T* alpha) const {
     const T square = w.longest[s] * w.keys.longest;
     if (!(square <= max_safe_logit<T> * max_safe_logit<T>)) {
       softmax_strip<T, chunk>(w.scores, lo, hi, peak, sums, alpha);

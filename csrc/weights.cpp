@@ -47,10 +47,12 @@ template <class T, class Visitor, class Score> struct Gather : Strips<T, Visitor
   };
 
   template <class Workspace>
-  bool consume(Workspace& workspace, const ThreadState<T>& w, int64_t s, int m, int64_t j0, int64_t lo, int64_t hi) const {
+  bool consume(Workspace& workspace, const ThreadState<T>& w, int64_t s, int m, int64_t j0, int64_t lo,
+               int64_t hi) const {
     const auto& visitor = static_cast<const Visitor&>(*this);
     T alpha[strip_lanes<T>];
-    if (!Base::softmax(w, s, m, lo, hi, workspace.peak + s * strip_lanes<T>, workspace.totals + s * MR, alpha)) return false;
+    if (!Base::softmax(w, s, m, lo, hi, workspace.peak + s * strip_lanes<T>, workspace.totals + s * MR, alpha))
+      return false;
     const int64_t first = runs.ending_behind(j0 + lo), last = runs.beginning_from(j0 + hi);
     const Reach reach = visitor.reach(w, s);
     T* sums[MR];
@@ -243,7 +245,8 @@ template <class T, class Score> struct Pool : Gather<T, Pool<T, Score>, Score> {
       workspace.last = ranks[workspace.band + 1];
     }
     for (int64_t n = rows.first_with(row.i); n < rows.count && rows.start(n) <= row.i; ++n) {
-      if (rows.start(n) == row.i || rank == workspace.first) __builtin_memset(workspace.open, 0, size_t(pitch) * sizeof(T));
+      if (rows.start(n) == row.i || rank == workspace.first)
+        __builtin_memset(workspace.open, 0, size_t(pitch) * sizeof(T));
       if (factor != factor)
         for (int64_t k = 0; k < runs.count; ++k) workspace.open[k] = factor;
       else if (factor != 0)

@@ -70,14 +70,14 @@ def turn(place: str, variables: dict[str, str], seed: int, seconds: float, journ
         [*command, "--journal", str(journal), "--seconds", str(seconds)],
         env=os.environ | PATIENT | variables, capture_output=True, text=True, errors="replace", check=False,
     )  # fmt: skip
-    told = json.loads(journal.read_text()) if journal.exists() else {"seed": seed, "call": "none yet", "counts": {}}
+    last = json.loads(journal.read_text()) if journal.exists() else {"seed": seed, "call": "none yet", "counts": {}}
     if not done.returncode:
-        return Counter(told["counts"]), ""
+        return Counter(last["counts"]), ""
     again = " ".join(f"{name}={value!r}" for name, value in variables.items())
-    return Counter(told["counts"]), (
-        f"{place}, exit code {done.returncode}, the last call (seed {told['seed']}):\n{told['call']}\n"
+    return Counter(last["counts"]), (
+        f"{place}, exit code {done.returncode}, the last call (seed {last['seed']}):\n{last['call']}\n"
         f"{done.stdout[-6000:]}\n{report(done.stderr) or done.stderr[-6000:]}\n"
-        f"Again: {again} python -m tools.fuzz --journal journal --seconds 0 --seed {told['seed']}"
+        f"Again: {again} python -m tools.fuzz --journal journal --seconds 0 --seed {last['seed']}"
     )
 
 

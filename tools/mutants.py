@@ -136,7 +136,7 @@ MUTANTS = (
         "diagonal = of_head(diagonal)[..., Q - count : Q + K - 1]", LOOK,
     ),
     Mutant(
-        "the kernel is told the strides of an axis of size 1", "engines/native/binding.py",
+        "the kernel gets the strides of an axis of size 1", "engines/native/binding.py",
         "[0 if n == 1 else step for", "[step for", NATIVE,
     ),
     Mutant(
@@ -263,7 +263,7 @@ MUTANTS = (
         " | (self._draw(column) == row.unsqueeze(-1)).any(-1)", "", MASKS,
     ),
     Mutant(
-        "the kernel is not told the tangent of the keys", "engines/native/jvp.py",
+        "the kernel does not get the tangent of the keys", "engines/native/jvp.py",
         "tensor_fields(dq), tensor_fields(dk), tensor_fields(dv)", "tensor_fields(dq), ABSENT, tensor_fields(dv)",
         FORWARD_MODE,
     ),
@@ -291,7 +291,7 @@ MUTANTS = (
 )  # fmt: skip
 
 
-def seen(mutant: Mutant, copy: Path, library: str) -> bool:
+def is_caught(mutant: Mutant, copy: Path, library: str) -> bool:
     """Whether the tests fail with the bug in; the copy is as before afterwards."""
     file = copy / "src" / "regard" / mutant.file
     text = file.read_text()
@@ -325,7 +325,7 @@ def main() -> int:
             shutil.copytree(ROOT / part, copy / part, ignore=shutil.ignore_patterns("__pycache__", "embedded"))
         shutil.copy(ROOT / "pyproject.toml", copy)
         for mutant in chosen:
-            caught = seen(mutant, copy, library)
+            caught = is_caught(mutant, copy, library)
             missed += not caught
             print(f"{'seen  ' if caught else 'MISSED'}  {mutant.bug}  ({mutant.tests})", flush=True)
     print(f"{len(chosen) - missed} of {len(chosen)} bugs seen")

@@ -58,7 +58,7 @@ def remez(degree: int, digits: int = 50, points: int = 3000) -> tuple[list[mpf],
     return coefficients, max(map(abs, errors))
 
 
-def written(kind: str) -> list[float]:
+def read_coefficients(kind: str) -> list[float]:
     """The coefficients in simd.h, highest first, without the 1 at the end."""
     start = SIMD.read_text().split(f"Vec{kind} exp2_within")[1].split("return")[0]
     return [float(x.rstrip("f")) for x in re.findall(r"[\d.]+(?:e-?\d+)?f?(?=[);])", start)][:-1]
@@ -69,9 +69,11 @@ def main() -> int:
     for kind, degree, rounding in (("F", 5, 2.0**-25), ("D", 11, 2.0**-54)):
         found, largest = remez(degree)
         print(f"2^f by a polynomial of degree {degree}: relative error {mp.nstr(largest, 3)}")
-        for new, old in zip(found[::-1], written(kind), strict=True):
+        for new, old in zip(found[::-1], read_coefficients(kind), strict=True):
             print(f"  {mp.nstr(new, 20):26} simd.h {old!r}")
-        old_error = max(abs(error([mpf(x) for x in written(kind)[::-1]], mpf(n) / 1000)) for n in range(-500, 501))
+        old_error = max(
+            abs(error([mpf(x) for x in read_coefficients(kind)[::-1]], mpf(n) / 1000)) for n in range(-500, 501)
+        )
         print(f"  relative error with the coefficients of simd.h {mp.nstr(old_error, 3)}")
         good &= float(old_error) <= float(largest) + rounding  # that of the coefficients
     return not good

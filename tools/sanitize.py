@@ -65,8 +65,8 @@ def report(stderr: str) -> str:
     """What a sanitizer said among other things, without the frames of Python; nothing if none did."""
     lines = stderr.splitlines()
     first = [n for n, line in enumerate(lines) if "AddressSanitizer" in line or "runtime error:" in line]
-    told = lines[first[0] :] if first else []
-    return "\n".join([line for line in told if "Python/" not in line and "Objects/" not in line][:40])
+    kept = lines[first[0] :] if first else []
+    return "\n".join([line for line in kept if "Python/" not in line and "Objects/" not in line][:40])
 
 
 def main() -> int:

@@ -93,7 +93,7 @@ def inputs_of(model: PreTrainedModel) -> dict[str, Tensor]:
             with torch.no_grad():
                 model(**inputs)
             return inputs
-        except Exception as error:  # whatever a model raises on a wrong shape
+        except Exception as error:  # any error that a model raises on a wrong shape
             errors.append(f"{type(error).__name__}: {error}")
     raise NotBuiltError(errors[0] if errors else f"no inputs for {model.main_input_name!r}")
 

@@ -17,7 +17,7 @@ from tools.differential.families import FAMILIES
 from tools.differential.subject import Subject
 from tools.differential.ways import EVERY_FORM, WAYS, Mismatch, NotApplicable, Run, Yardstick, runs
 
-WAYS_OF_A_CASE = 3  # beside those that are run in every form
+WAYS_OF_A_CASE = 3  # in addition to those that are run in every form
 COMPILED = 40  # one case of so many is compiled, since it takes seconds
 SHRINKING = 20.0  # seconds
 

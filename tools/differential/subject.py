@@ -59,7 +59,7 @@ def forward(module: nn.Module, *inputs: Any, mask: Tensor | None = None) -> Any:
 
 
 def alone(plain: Callable[[Any, Item], Tensor]) -> Form:
-    """Every sequence by itself, as the yardstick does it."""
+    """Every sequence on its own, as the reference path computes it."""
     return lambda module, items: [plain(module, item) for item in items]
 
 
@@ -95,7 +95,7 @@ class Layout(NamedTuple):
         return [row[columns] for row, columns in zip(batch, self.at, strict=True)]
 
     def row(self, n: int) -> Layout:
-        """Sequence n by itself, from its first token to its last."""
+        """Sequence n alone, from its first token to its last."""
         first, last = (int(self.at[n][end]) for end in (0, -1))
         return Layout([self.at[n] - first], last + 1 - first)
 
@@ -105,7 +105,7 @@ def right(lengths: Sequence[int], spare: int = 0) -> Layout:
     return Layout([torch.arange(n) for n in lengths], width)
 
 
-def left(lengths: Sequence[int], spare: int = 0) -> Layout:
+def pad_left(lengths: Sequence[int], spare: int = 0) -> Layout:
     width = max(lengths) + spare
     return Layout([torch.arange(width - n, width) for n in lengths], width)
 
@@ -120,7 +120,7 @@ def holes(lengths: Sequence[int], draw: Draw) -> Layout:
 class Padded:
     """A form of padded sequences: `call(layout, module, items)`.
 
-    gaps: whether holes count as positions, so that the yardstick has them too: each row by itself, with its mask, by
+    gaps: whether holes count as positions, so that the yardstick has them too: each row alone, with its mask, by
     `simple`, or the same call without one.
     """
 
@@ -148,7 +148,7 @@ def padded_forms(
 ) -> dict[str, Form]:
     """Forms of padded sequences by the name of the layout: "right", "left" and "holes"."""
     spare = draw.pick("spare columns", [0, 1, 5])
-    made = {"right": right(lengths, spare), "left": left(lengths, spare), "holes": holes(lengths, draw)}
+    made = {"right": right(lengths, spare), "left": pad_left(lengths, spare), "holes": holes(lengths, draw)}
     return {kind: Padded(call, made[kind], gaps and kind == "holes", simple) for kind in kinds}
 
 

@@ -271,7 +271,7 @@ def checkpointing(run: Run) -> None:
 
 @way()
 def unused_dropout(run: Run) -> None:
-    """Dropout is not applied in evaluation, whatever its probability."""
+    """Dropout is not applied in evaluation, for any probability."""
     module = run.module
     for part in module.modules():
         if isinstance(getattr(part, "dropout", None), float) and not isinstance(part, rg.Attention):
