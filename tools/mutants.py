@@ -28,6 +28,8 @@ LOSS = "tests/nn/test_loss.py"
 MODEL_MASKS = "tests/models/test_masks.py"
 POOLING = "tests/nn/test_pooling.py"
 FORWARD_MODE = "tests/engines/test_forward_mode.py"
+SDPA = "tests/engines/test_sdpa.py"
+SECOND = "tests/engines/test_second_derivatives.py"
 CACHES = "tests/nn/test_positions_and_caches.py"
 # An installed project is found before any path: the copy must be, so its finder goes.
 RUN = """
@@ -228,7 +230,8 @@ MUTANTS = (
     ),
     Mutant(
         "holes in a mask are no positions", "models/components.py",
-        "return (at - first).clamp(min=0)", "return (mask.long().cumsum(1) - 1).clamp(min=0)", MODEL_MASKS,
+        "return (at.minimum(last) - first).clamp(min=0)", "return (mask.long().cumsum(1) - 1).clamp(min=0)",
+        MODEL_MASKS,
     ),
     Mutant(
         "the gradient of the weights of a loss is added up in their dtype", "nn/loss.py",
@@ -273,8 +276,7 @@ MUTANTS = (
     ),
     Mutant(
         "a gradient drops the tangents of what it is computed from", "engines/derivatives.py",
-        "elif torch.is_grad_enabled() or not _is_plain((*tensors, *given)):", "elif torch.is_grad_enabled():",
-        FORWARD_MODE,
+        "elif not _is_plain((*tensors, *given)):", "elif False:", FORWARD_MODE,
     ),
     Mutant(
         "a second derivative counts a tensor twice of which another was computed", "engines/derivatives.py",
@@ -287,6 +289,22 @@ MUTANTS = (
     Mutant(
         "the kernels are given a tangent that only torch's operators can read", "engines/derivatives.py",
         "return tracing or any(", "return any(", FORWARD_MODE,
+    ),
+    Mutant(
+        "a row of NaN that torch's kernel takes for empty is accepted", "engines/sdpa.py",
+        "good = (largest > 0) & (largest < math.inf)", "good = largest < math.inf", SDPA,
+    ),
+    Mutant(
+        "gradients that masked numbers made NaN are accepted", "engines/derivatives.py",
+        "if tensors[0].is_cpu and not all(", "if not all(True or ", SDPA,
+    ),
+    Mutant(
+        "a second derivative drops the tangent of the log-sum-exp", "engines/tiled.py",
+        ", -1) - pairing * lse_moves", ", -1)", SECOND,
+    ),
+    Mutant(
+        "a second derivative drops the tangent of the output", "engines/tiled.py",
+        "rest_moves = -(grad_output", "rest_moves = 0 * (grad_output", SECOND,
     ),
 )  # fmt: skip
 

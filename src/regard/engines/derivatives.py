@@ -42,6 +42,20 @@ class Operator:
         """The differentiable results by torch's operators; `save` keeps memory small, but not within torch.func."""
         raise NotImplementedError
 
+    def curvature(
+        self, tensors: Tensors, tangents: Tensors, results: Tensors, grads: Tensors, wanted: Sequence[bool]
+    ) -> Tensors:
+        """How the gradients of the tensors, given those of the results, change along tangents of the tensors.
+
+        It is the gradient of `grads · tangents of the results` too. The results are those of `tangents`. Here by a
+        graph of all gradients, in the memory that it takes.
+        """
+        with torch.enable_grad():
+            leaves = [None if x is None else x.detach().requires_grad_() for x in tensors]
+            moved = [tangent is not None for tangent in tangents]
+            found = _gradients_of(self.differentiable(leaves, True), leaves, grads, moved)
+            return _select_wanted(_pull_back(found, leaves, tangents, False), wanted)
+
 
 def apply(operator: Operator, *tensors: Tensor | None) -> tuple[Tensor, ...]:
     """The results with all the derivatives that the call may be asked for."""
@@ -201,9 +215,9 @@ class _Call(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         saved, wanted = ctx.saved_tensors, ctx.needs_input_grad[2:]
         tensors, results, given = saved[: ctx.count], saved[ctx.count :], grads[: ctx.operator.outputs]
-        if active_transforms():
+        if active_transforms() or (torch.is_grad_enabled() and _is_plain((*tensors, *given))):
             found = _Gradients.apply(ctx.operator, wanted, ctx.count, *tensors, *results, *given)
-        elif torch.is_grad_enabled() or not _is_plain((*tensors, *given)):
+        elif not _is_plain((*tensors, *given)):
             found = _gradients_with_graph(ctx.operator, tensors, given, wanted)
         else:
             found = ctx.operator.gradients(tensors, results, given, wanted)
@@ -247,7 +261,7 @@ class _Transformed(_Call):
 
 
 class _Gradients(torch.autograd.Function):
-    """An operator's gradients, where a torch.func transform is running."""
+    """An operator's gradients, where they may be differentiated again or a torch.func transform is running."""
 
     @staticmethod
     def forward(operator: Operator, wanted: Sequence[bool], count: int, *given: Tensor | None) -> tuple:
@@ -267,7 +281,19 @@ class _Gradients(torch.autograd.Function):
             raise NotImplementedError("a gradient of a gradient of the kernels is not known within torch.func")
         operator, given = ctx.operator, ctx.saved_tensors
         tensors, grads = given[: ctx.count], given[-operator.outputs :]
-        again = torch.is_grad_enabled()
+        again, wanted = torch.is_grad_enabled(), ctx.needs_input_grad[3:]
+        if not again and _is_plain((*tensors, *grads, *by)):
+            found = operator.tangents(tensors, by)
+            own = operator.curvature(tensors, by, found, grads, wanted[: ctx.count])
+            between = (None,) * (len(given) - ctx.count - operator.outputs)
+            return (
+                None,
+                None,
+                None,
+                *own,
+                *between,
+                *_select_wanted(found[-operator.outputs :], wanted[-operator.outputs :]),
+            )
         with torch.enable_grad():
             tensors, grads = ([_leaf(x, again) for x in some] for some in (tensors, grads))
             found = _gradients_with_graph(operator, tensors, grads, ctx.wanted)
@@ -308,15 +334,17 @@ class _ResultsAndTangents(torch.autograd.Function):
         if active_transforms():
             raise NotImplementedError("a gradient of a tangent of the kernels is not known within torch.func")
         operator, pairs = ctx.operator, ctx.saved_tensors
-        again = torch.is_grad_enabled()
+        again, wanted = torch.is_grad_enabled(), ctx.needs_input_grad[2:]
+        if not again and _is_plain((*pairs, *by)):
+            half = len(pairs) // 2
+            return None, None, *_of_both(operator, pairs[:half], pairs[half:], by, wanted)
         with torch.enable_grad():
             pairs = [_leaf(x, again) for x in pairs]
             tensors, tangents = pairs[: len(pairs) // 2], pairs[len(pairs) // 2 :]
             results = operator.differentiable(tensors, True)
             # A tangent is linear in the tangents of the tensors: it is the gradient of a gradient, by a placeholder.
             holders = [torch.zeros_like(result).requires_grad_() for result in results]
-            wanted = [tangent is not None for tangent in tangents]
-            found = _gradients_of(results, tensors, holders, wanted)
+            found = _gradients_of(results, tensors, holders, [tangent is not None for tangent in tangents])
             moved = _pull_back(found, holders, tangents, True)
             grads = _pull_back([*results, *moved], pairs, [*by[: operator.outputs], *by[ctx.results :]], again)
         return None, None, *grads
@@ -347,8 +375,13 @@ class _DoubleBackward(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         tensors, wanted = ctx.saved_tensors, ctx.needs_input_grad[2:]
         given = (*grads, *(None,) * (ctx.operator.outputs - len(grads)))
-        if torch.is_grad_enabled() or not _is_plain((*tensors, *grads)):
+        if not _is_plain((*tensors, *grads)):
             return None, None, *_gradients_with_graph(ctx.operator, tensors, given, wanted)
+        if torch.is_grad_enabled():
+            with torch.no_grad():
+                results = ctx.operator.compute(tensors)
+            found = _Gradients.apply(ctx.operator, wanted, len(tensors), *tensors, *results, *given)
+            return None, None, *_select_wanted(found, wanted)
         keep = torch._C._autograd._get_current_graph_task_keep_graph()
         found = _pull_back(ctx.results, ctx.leaves, grads, False, keep)
         # A kernel on a CPU multiplies what is masked by 0, which gives NaN where it is not finite or overflows.
@@ -395,6 +428,28 @@ def _leaf(tensor: Tensor | None, again: bool) -> Tensor | None:
     if tensor is None:
         return None
     return tensor.view_as(tensor) if again else tensor.detach().requires_grad_(tensor.requires_grad)
+
+
+def _of_both(
+    operator: Operator, tensors: Tensors, tangents: Tensors, by: Tensors, wanted: Sequence[bool]
+) -> list[Tensor | None]:
+    """The gradients of tensors and tangents, given those of the results (and what serves them) and their tangents."""
+    of_results, of_tangents, half = by[: operator.outputs], by[-operator.outputs :], len(tensors)
+    results = operator.tangents(tensors, tangents)
+    count, nothing = len(results) - operator.outputs, [None] * half
+    own: Tensors = nothing
+    moved: Tensors = nothing
+    along: Tensors = nothing
+    if any(wanted[:half]) and any(grad is not None for grad in of_results):
+        own = _select_wanted(operator.gradients(tensors, results[:count], of_results, wanted[:half]), wanted[:half])
+    if any(grad is not None for grad in of_tangents):
+        if any(wanted[:half]):
+            moved = operator.curvature(tensors, tangents, results, of_tangents, wanted[:half])
+        if any(wanted[half:]):
+            along = _select_wanted(
+                operator.gradients(tensors, results[:count], of_tangents, wanted[half:]), wanted[half:]
+            )
+    return [*(b if a is None else a if b is None else a + b for a, b in zip(own, moved, strict=True)), *along]
 
 
 def _select_wanted(found: Tensors, wanted: Sequence[bool]) -> list[Tensor | None]:

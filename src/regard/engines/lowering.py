@@ -6,6 +6,7 @@ becomes one vector; torch differentiates these. What a second derivative needs i
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor
 
 from regard.engines import sdpa, tiled
+from regard.engines.derivatives import Tensors
 from regard.engines.problem import Problem
 from regard.geometry import Indices, pad_leading
 from regard.positions.biases import Bias, DenseBias, Diagonal, Shaw
@@ -152,20 +154,71 @@ class _LoweredBias(Bias):
 
 def attend_lowered(x: LoweredTensors, fixed: LoweredConstants, save: bool) -> tuple[Tensor, ...]:
     """Output, log-sum-exp and, where it is wanted, mass by distance, by torch's operators."""
+    problem, value, d_value = _as_problem(x, fixed), _with_mass(x.value, fixed), x.value.shape[-1]
+    output, lse = tiled.attend_by_tiles(problem, x.query, x.key, value, fixed.seed, save)
+    return (output[..., :d_value], lse, output[..., d_value:].to(lse))[: 2 + fixed.sizes[1]]
+
+
+def curvature(
+    x: LoweredTensors,
+    fixed: LoweredConstants,
+    tangents: Tensors,
+    results: Tensors,
+    grads: Tensors,
+    wanted: Sequence[bool],
+) -> list[Tensor | None]:
+    """How the gradients of the tensors change along tangents of these, by tiles: in the order of `Lowered`."""
+    problem, d_value = _as_problem(x, fixed), x.value.shape[-1]
+    output, lse, mass, output_moves, lse_moves, mass_moves = (*results, None)[:6]
+    d_output, d_lse, d_mass = (*grads, None)[:3]
+    if fixed.sizes[1]:
+        d_output = torch.zeros_like(output) if d_output is None else d_output
+        d_mass = torch.zeros_like(mass) if d_mass is None else d_mass
+        output, output_moves, d_output = (
+            torch.cat([one, other.to(one)], -1)
+            for one, other in ((output, mass), (output_moves, mass_moves), (d_output, d_mass))
+        )
+    moved = LoweredTensors(*tangents)
+    value = None if moved.value is None else _with_mass(moved.value, fixed)
+    held = [n for n in _ORDER if x[n] is not None]
+    given = [x.query, x.key, _with_mass(x.value, fixed), *problem.tensors]
+    along = [moved.query, moved.key, value, *(_as_held(tangents[n], n) for n in held)]
+    asked = [*wanted[:3], *(wanted[n] for n in held)]
+    known = output, lse, output_moves, lse_moves
+    found = tiled.TiledOperator(problem, fixed.seed).curvature(given, along, known, (d_output, d_lse), asked)
+    lowered: list[Tensor | None] = [*found[:2], None if found[2] is None else found[2][..., :d_value], *[None] * 5]
+    for n, one in zip(held, found[3:], strict=True):
+        lowered[n] = None if one is None else one.reshape(x[n].shape)  # type: ignore[union-attr]
+    return lowered
+
+
+# of a problem
+_ORDER = [LoweredTensors._fields.index(name) for name in ("weight", "diagonal", "row_table", "bias", "sink")]
+
+
+def _as_held(tensor: Tensor | None, field: int) -> Tensor | None:
+    """A tensor of `Lowered` as the problem made of it holds it."""
+    return tensor[0, :, 0] if tensor is not None and LoweredTensors._fields[field] == "weight" else tensor
+
+
+def _with_mass(value: Tensor, fixed: LoweredConstants) -> Tensor:
+    """The value with columns for the mass by distance, where that is wanted."""
+    if not fixed.sizes[1]:
+        return value
+    return torch.cat([value, value.new_zeros(*value.shape[:-1], 2 * fixed.sizes[0] + 1)], -1)
+
+
+def _as_problem(x: LoweredTensors, fixed: LoweredConstants) -> Problem:
+    """The problem over what the kernel is given."""
     assert fixed.problem is not None
     if fixed.problem.mask is not None:
         fixed.problem.mask.check_unchanged()
     scale, softcap, _, _ = fixed.numbers
-    value, d_value = x.value, x.value.shape[-1]
-    if fixed.sizes[1]:
-        value = torch.cat([value, value.new_zeros(*value.shape[:-1], 2 * fixed.sizes[0] + 1)], -1)
-    problem = replace(
+    return replace(
         fixed.problem,
-        G=value.shape[1],
-        E=value.shape[-1],
+        G=x.value.shape[1],
+        E=x.value.shape[-1] + (2 * fixed.sizes[0] + 1 if fixed.sizes[1] else 0),
         score=Dot(scale, softcap or None) if x.weight is None else Additive(x.weight[0, :, 0]),
-        bias=_LoweredBias(x.diagonal, x.row_table, x.bias, fixed.sizes[0], d_value if fixed.sizes[1] else 0),
+        bias=_LoweredBias(x.diagonal, x.row_table, x.bias, fixed.sizes[0], x.value.shape[-1] if fixed.sizes[1] else 0),
         sink=x.sink,
     )
-    output, lse = tiled.attend_by_tiles(problem, x.query, x.key, value, fixed.seed, save)
-    return (output[..., :d_value], lse, output[..., d_value:].to(lse))[: 2 + fixed.sizes[1]]

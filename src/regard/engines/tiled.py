@@ -233,14 +233,25 @@ class TiledOperator(Operator):
         return self._attend(tensors, False)
 
     def gradients(self, tensors: Tensors, results: Tensors, grads: Tensors, wanted: Sequence[bool]) -> Tensors:
+        return self._gradients(tensors, results, grads, wanted, None)
+
+    def curvature(
+        self, tensors: Tensors, tangents: Tensors, results: Tensors, grads: Tensors, wanted: Sequence[bool]
+    ) -> Tensors:
+        return self._gradients(tensors, results[:2], grads, wanted, Motion(tangents, *results[2:]))
+
+    def _gradients(
+        self, tensors: Tensors, results: Tensors, grads: Tensors, wanted: Sequence[bool], motion: Motion | None
+    ) -> Tensors:
         if self.problem.mask is not None:
             self.problem.mask.check_unchanged()
         output, lse = results
         given = [torch.zeros_like(x) if grad is None else grad for x, grad in zip(results, grads, strict=True)]
         with self._replay_random():
             return gradients(
-                self._problem_with(tensors), self.seed, list(tensors), list(wanted), output, lse, *given, whole=True
-            )
+                self._problem_with(tensors), self.seed, list(tensors), list(wanted), output, lse, *given, whole=True,
+                motion=motion,
+            )  # fmt: skip
 
     def tangents(self, tensors: Tensors, tangents: Tensors) -> tuple[Tensor, ...]:
         with self._replay_random():
@@ -272,34 +283,68 @@ def with_tensors(problem: Problem, tensors: Tensors) -> Problem:
     )
 
 
+@dataclass(frozen=True, eq=False)
+class Motion:
+    """Tangents of query, key, value and the description's tensors, where they move, and of output and log-sum-exp."""
+
+    tensors: Tensors
+    output: Tensor
+    lse: Tensor
+
+    def inside(self, n: int, like: Tensor, box: tuple[slice, ...], at: Indices) -> Tensor | None:
+        """The tangent of the n-th tensor, as its part in a tile has it."""
+        tangent = self.tensors[n]
+        if tangent is None:
+            return None
+        if n < 3:
+            tangent = tangent[box]
+        elif tangent.shape != like.shape:
+            tangent = at.take(pad_leading(tangent))
+        return tangent.to(like.dtype)
+
+
 def gradients(
     problem: Problem, seed: Tensor | None, tensors: list[Tensor], wanted: list[bool], output: Tensor, lse: Tensor,
-    grad_output: Tensor, grad_lse: Tensor, *, whole: bool = False,
+    grad_output: Tensor, grad_lse: Tensor, *, whole: bool = False, motion: Motion | None = None,
 ) -> list[Tensor | None]:  # fmt: skip
     """The gradients of query, key, value and the description's tensors; `whole` if output and lse are of no more keys.
 
     With output = sums / total and lse = log(total), the gradient of a tile's sums is grad_output / total, and that of
-    its weights' sum (grad_lse - grad_output · output) / total.
+    its weights' sum (grad_lse - grad_output · output) / total. With a `motion`, how these gradients change along it:
+    the gradient of a tile is linear in what it is given, so that only one tile is differentiated twice at a time.
     """
     query, key, value, *_ = tensors
     grads = [torch.zeros_like(t, dtype=problem.compute_dtype) for t in tensors]
     rest = grad_lse.unsqueeze(-1) - (grad_output.to(problem.compute_dtype) * output).sum(-1, keepdim=True)
     pairing = torch.cat([grad_output.to(problem.compute_dtype), rest], -1)  # (B, H, Q, E + 1)
+    moved = [False] * len(tensors)
+    if motion is not None:
+        if problem.mask is not None:  # what is not finite is a constant
+            still = [
+                None if t is None else t.masked_fill(~x.isfinite(), 0.0)
+                for x, t in zip(tensors[1:3], motion.tensors[1:3], strict=True)
+            ]
+            motion = replace(motion, tensors=(motion.tensors[0], *still, *motion.tensors[3:]))
+        moved = [tangent is not None for tangent in motion.tensors]
+        rest_moves = -(grad_output.to(problem.compute_dtype) * motion.output).sum(-1, keepdim=True)
+        lse_moves = motion.lse.masked_fill(lse == float("-inf"), 0.0).unsqueeze(-1)
+        pairing_moves = torch.cat([torch.zeros_like(pairing[..., :-1]), rest_moves], -1) - pairing * lse_moves
+    varied = [want or moves for want, moves in zip(wanted, moved, strict=True)]
     leaves: dict[int, Tensor] = {}
-    for tensor, want in zip(problem.tensors, wanted[3:], strict=True):
+    for tensor, want in zip(problem.tensors, varied[3:], strict=True):
         leaves.setdefault(id(tensor), tensor.detach().requires_grad_(want))
     problem = replace(problem, score=replace_leaves(problem.score, leaves), bias=replace_leaves(problem.bias, leaves))
     pieces = TiledInputs(problem, query.detach(), key.detach(), value.detach())
     for row in tile_rows(problem):
         # Leaves are in the dtype of the sums: the gradients of tiles are added up before they are rounded.
-        leaf = pieces.query(row).detach().to(problem.compute_dtype).requires_grad_(wanted[0])
+        leaf = pieces.query(row).detach().to(problem.compute_dtype).requires_grad_(varied[0])
         anchor = _anchor(lse[row.box]).unsqueeze(-1)
         shared = pieces.kv_head_slice(row)
         mass = torch.zeros_like(anchor)
         for columns, full in row.columns:
             tile = pieces.tile(row, columns, full)
             key_leaf, value_leaf = (t.detach().to(problem.compute_dtype) for t in (tile.key, tile.value))
-            key_leaf.requires_grad_(wanted[1]), value_leaf.requires_grad_(wanted[2])
+            key_leaf.requires_grad_(varied[1]), value_leaf.requires_grad_(varied[2])
             with torch.enable_grad():
                 bias = None if problem.bias is None else problem.bias.cut(tile.at)
                 own = replace(tile, query=leaf, key=key_leaf, value=value_leaf, bias=bias)
@@ -311,9 +356,16 @@ def gradients(
             asked = [n for n, tensor in enumerate(inputs) if tensor.requires_grad and first[id(tensor)] == n]
             if not asked or not part.requires_grad:
                 continue
+            chosen, factor = [inputs[n] for n in asked], (largest - anchor).exp()
             found = torch.autograd.grad(
-                part, [inputs[n] for n in asked], pairing[row.box] * (largest - anchor).exp(), allow_unused=True
+                part, chosen, pairing[row.box] * factor, create_graph=motion is not None, allow_unused=True
             )
+            if motion is not None:
+                along = [motion.inside(n, inputs[n], boxes[min(n, 2)], tile.at) for n in asked]
+                pairs = [(x, t) for x, t in zip(found, along, strict=True) if x is not None and t is not None]
+                pairs = [(x, t) for x, t in (*pairs, (part, pairing_moves[row.box] * factor)) if x.requires_grad]
+                outputs, given = [x for x, _ in pairs], [t for _, t in pairs]
+                found = torch.autograd.grad(outputs, chosen, given, allow_unused=True)
             for n, grad in zip(asked, found, strict=True):
                 if grad is not None:
                     cut = n >= 3 and grad.shape != grads[n].shape
@@ -327,7 +379,13 @@ def gradients(
     if isinstance(problem.sink, Tensor):
         sink = sink_logit(problem, problem.frame.indices(device=query.device), lse)
         assert sink is not None
-        mass = ((sink - lse.unsqueeze(-1)).exp() * rest).sum((0, 2, 3))  # (H,)
+        share = (sink - lse.unsqueeze(-1)).exp()
+        if motion is not None:
+            sink_moves = motion.tensors[-1]
+            if sink_moves is not None:
+                lse_moves = lse_moves - sink_moves.to(lse.dtype).reshape(1, -1, 1, 1)
+            rest = rest_moves - rest * lse_moves
+        mass = (share * rest).sum((0, 2, 3))  # (H,)
         grads[-1] = (mass if problem.sink.numel() > 1 else mass.sum()).reshape(problem.sink.shape)
     return [grad.to(tensor.dtype) if want else None for grad, tensor, want in zip(grads, tensors, wanted, strict=True)]
 

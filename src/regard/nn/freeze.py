@@ -20,9 +20,9 @@ def freeze(model: nn.Module) -> dict[str, str]:
 
     Packed are the float32 weights on a CPU of `nn.Linear` layers, and embeddings that also give the logits. Each is
     held once, in the layout of the kernel, and is read-only: what would write to it raises until `thaw`, and so does a
-    change of dtype, before any part of the model is converted. Values and
-    derivatives are those of the plain weights, but only calls without gradients are fast: use `torch.inference_mode()`.
-    `state_dict()` and `regard.save` give plain copies of the weights. To freeze a frozen model changes nothing.
+    change of dtype, before any part of the model is converted. Values and derivatives are those of the plain weights,
+    but only calls without gradients are fast: use `torch.inference_mode()`. `state_dict()` and `regard.save` give plain
+    copies of the weights. To freeze a frozen model changes nothing.
 
     Returns the weights that stay as they are, with the reason.
 

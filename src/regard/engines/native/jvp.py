@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from regard.engines.derivatives import Operator, Tensors, push_forward
-from regard.engines.lowering import LoweredConstants, LoweredTensors, attend_lowered
+from regard.engines.lowering import LoweredConstants, LoweredTensors, attend_lowered, curvature
 from regard.engines.native.attention import (
     backward,
     backward_by_operator,
@@ -53,6 +53,11 @@ class NativeOperator(Operator):
 
     def differentiable(self, tensors: Tensors, save: bool) -> tuple[Tensor, ...]:
         return attend_lowered(LoweredTensors(*tensors), self.fixed, save)
+
+    def curvature(
+        self, tensors: Tensors, tangents: Tensors, results: Tensors, grads: Tensors, wanted: Sequence[bool]
+    ) -> Tensors:
+        return curvature(LoweredTensors(*tensors), self.fixed, tangents, results, grads, wanted)
 
 
 def _select_wanted(found: Tensors, wanted: Sequence[bool]) -> Tensors:
