@@ -54,8 +54,16 @@ def test_a_loaded_model_gives_the_results_hidden_states_and_attentions_of_transf
     for own, theirs in zip(*attentions(name, seen, outputs), strict=True):
         rows = own.transpose(1, 2), theirs.transpose(1, 2)  # (B, Q, H, K)
         if name in t.DECODERS:
-            rows = rows[0][t.LEFT], rows[1][t.LEFT]
+            rows = rows[0][t.mask_of(name)], rows[1][t.mask_of(name)]
         close(*rows)
+
+
+@torch.no_grad()
+def test_a_padded_row_with_dynamic_scaling_is_that_of_transformers_alone(folder: Any) -> None:
+    found, other = rg.load(folder("llama-dynamic"))(t.IDS, t.LEFT), t.made("llama-dynamic")
+    for row in t.LEFT.sum(1).argsort():  # the shortest first: theirs keeps the longest length so far
+        mask = t.LEFT[row]
+        close(found[row][mask], other(input_ids=t.IDS[row][mask][None]).logits[0])
 
 
 def hidden_states(name: str, seen: t.Looked, outputs: Any) -> tuple[list[Tensor], list[Tensor]]:
@@ -162,7 +170,7 @@ def test_the_gradients_of_a_training_step_are_those_of_transformers(name: str, f
 def loss(name: str, logits: Tensor) -> Tensor:
     if name in t.PAIRS:
         return F.cross_entropy(logits.flatten(0, 1), t.TARGETS.flatten())
-    mask = t.LEFT if name in t.DECODERS else t.RIGHT
+    mask = t.mask_of(name)
     return F.cross_entropy(logits[mask], t.IDS[mask])
 
 

@@ -237,6 +237,13 @@ def watched(model: nn.Module) -> Iterator[Looked]:
             hook.remove()
 
 
+def mask_of(name: str) -> Tensor:
+    """The real tokens; all, where in Transformers the longest row of a batch changes the others."""
+    if name == "llama-dynamic":
+        return torch.ones_like(LEFT)
+    return LEFT if name in DECODERS else RIGHT
+
+
 def ours(name: str, model: Any) -> Any:
     """Our model's result."""
     if name in PICTURES:
@@ -245,7 +252,7 @@ def ours(name: str, model: Any) -> Any:
         return model(HEARD, TARGETS) if name == "whisper" else model(WAVES, SAMPLES)
     if name in PAIRS:
         return model(IDS, TARGETS, RIGHT)
-    return model(IDS, LEFT if name in DECODERS else RIGHT)
+    return model(IDS, mask_of(name))
 
 
 def theirs(name: str, model: Any, **asked: bool) -> Any:
@@ -260,7 +267,7 @@ def theirs(name: str, model: Any, **asked: bool) -> Any:
         return model(WAVES, attention_mask=SAMPLES.long(), **asked)
     if name in PAIRS:
         return model(input_ids=IDS, attention_mask=RIGHT.long(), decoder_input_ids=TARGETS, **asked)
-    mask = LEFT if name in DECODERS else RIGHT
+    mask = mask_of(name)
     places = {"position_ids": (mask.long().cumsum(1) - 1).clamp(min=0)} if name in DECODERS else {}
     return model(input_ids=IDS, attention_mask=mask.long(), **places, **asked)
 
@@ -285,4 +292,4 @@ def real(name: str, tensor: Tensor) -> Tensor:
         return tensor[frames]
     if name in PICTURES or name in PAIRS or name in SOUNDS or tensor.dim() != 3:
         return tensor
-    return tensor[LEFT if name in DECODERS else RIGHT]
+    return tensor[mask_of(name)]

@@ -125,13 +125,13 @@ class LayerContext:
                 raise ValueError(
                     f"positions must be (N,) or (B, N) for {tuple(like.shape[:2])} tokens, but are {tuple(at.shape)}"
                 )
+            if sharding is not None and rotary.scaling is not None:  # which depends on the whole sequence
+                at = sharding.full_tensor(at, -1)
             if isinstance(rotary.scaling, Dynamic):
                 self._check_dynamic(rotary.scaling, at, start)
-            if here is None or sharding is None or rotary.scaling is None:
-                known = rotary.table(at, d_head, like.dtype)
-            else:  # a scaling looks at the whole
-                cos, sin = rotary.table(sharding.full_tensor(at, -1), d_head, like.dtype)
-                known = cos.index_select(-3, here), sin.index_select(-3, here)
+            known = rotary.table(at, d_head, like.dtype)
+            if here is not None and rotary.scaling is not None:
+                known = known[0].index_select(-3, here), known[1].index_select(-3, here)
             self._tables[key] = known
         return known
 
