@@ -1,4 +1,4 @@
-"""An attention as a description, and the calls on it."""
+"""The `Attention` description and the functions that run it."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ from regard.positions.biases import Bias, dense_bias, is_built_in
 from regard.scores import BUILT_IN, Dot, Modified, Score
 from regard.sharding import current_sharding
 
-MAX_PLANS = 256  # that an attention remembers
-PLAN_BYTES = 4096  # that a plan takes, roughly
-_DOT = Dot()  # the default score: each description replaces it by a module of its own
+MAX_PLANS = 256  # kept per attention
+PLAN_BYTES = 4096  # rough size of one plan
+_DOT = Dot()  # sentinel for the default score; every description gets its own `Dot` module
 _CPU = torch.device("cpu")
 OBSERVERS: ContextVar[tuple[Callable[[Attention, Tensor, Tensor], None], ...]] = ContextVar("observers", default=())
-"""Who is told of every call that is computed here and now: its description, query and key."""
+"""Observers called on every eager attention call with its description, query and key."""
 
 
 class _Plans(dict[tuple, tuple[Problem, Engine]]):
-    """Problems and their engines. They hold addresses and tensors with a history, so that a copy begins anew."""
+    """Cached problems and engines. Copies start empty: plans hold addresses and tensors with a history."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Plans:
         return _Plans()
@@ -49,24 +49,25 @@ class _Plans(dict[tuple, tuple[Problem, Engine]]):
 
 @dataclass(eq=False, repr=False)
 class Attention(Description):
-    """What an attention is: a score, a mask, a bias and a normalisation. How it is computed is the engines' business.
+    """Description of an attention: score, mask, bias and normalisation, independent of the engine that computes it.
 
-        logits  = (score(q, k) + bias) / temperature, -inf where the mask says no
-        weights = softmax over keys of logits (and of the sink's logit, which takes weight and gives no value)
+            logits  = (score(q, k) + bias) / temperature, -inf where the mask is False
+            weights = softmax of logits over keys (the sink adds a logit without a value)
         output  = dropout(weights) @ v
 
-    Query is (B, H, Q, D), key (B, G, K, D), value (B, G, K, E), output (B, H, Q, E); H is a multiple of G. Leading axes
-    may be missing. Query `i` stands at key position `offset + i`; by default the last query stands at the last key.
+    Shapes: query (B, H, Q, D), key (B, G, K, D), value (B, G, K, E), output (B, H, Q, E); H is a multiple of G. Leading
+    axes may be missing. Query `i` is at key position `offset + i`; by default the last query is at the last key.
 
     score: `Dot()`, `Cosine()`, `Additive(weight)`, `Bilinear(matrix)`, or a function (see `Modified`).
-    mask: who may look at whom, such as `causal() & padding(lengths)`; a bool tensor means `dense(tensor)`.
-    bias: what is added to the scores, such as `alibi(heads)`; a tensor means `dense_bias(tensor)`.
-    offset: one whole number, or one per batch row.
-    temperature: a positive number; a learned one is a `scale` of the score.
-    sink: a logit, one or per head.
-    dropout: the share of weights that is dropped, in [0, 1); none is after `.eval()`.
+    mask: which keys each query may attend to, such as `causal() & padding(lengths)`; a bool tensor means
+        `dense(tensor)`.
+    bias: added to the scores, such as `alibi(heads)`; a tensor means `dense_bias(tensor)`.
+    offset: an integer, or one per batch row.
+    temperature: a positive number; for a learned temperature use the `scale` of the score.
+    sink: a logit, shared or one per head.
+    dropout: the fraction of weights to drop, in [0, 1); ignored after `.eval()`.
 
-    It is an `nn.Module`: tensors that are `nn.Parameter`s are parameters of every module that holds it, others buffers.
+    An `nn.Module`: its `nn.Parameter`s are parameters of every module that contains it, other tensors are buffers.
 
     >>> import regard as rg, torch
     >>> attend = rg.Attention(mask=rg.causal(), bias=rg.alibi(heads=2))
@@ -86,7 +87,7 @@ class Attention(Description):
     dropout: float = 0.0
 
     def __post_init__(self) -> None:
-        if self.score is _DOT:  # one module for all would share its hooks
+        if self.score is _DOT:  # a shared module would share its hooks
             self._set("score", Dot())
         elif not isinstance(self.score, Score):
             if not callable(self.score) or isinstance(self.score, type):
@@ -106,11 +107,11 @@ class Attention(Description):
         object.__setattr__(self, "_plans", _Plans())
         custom = type(self.score) not in BUILT_IN or not (self.bias is None or is_built_in(self.bias))  # type: ignore[arg-type]
         object.__setattr__(self, "_custom", custom)
-        object.__setattr__(self, "_epoch", 0)  # of the cache, when a plan was last used
+        object.__setattr__(self, "_epoch", 0)  # epoch of the cache when a plan was last used
         object.__setattr__(self, "_holds_tensors", bool(self.tensors()))
 
     def narrow(self, frame: Frame, part: CallSlice) -> Attention:
-        """The description of some heads, queries and keys of a call, as a call of their own."""
+        """Return the description of a slice of a call (heads, queries and keys) as a call in its own right."""
         assert isinstance(self.score, Score)
         assert not isinstance(self.mask, Tensor)
         assert not isinstance(self.bias, Tensor)
@@ -126,7 +127,7 @@ class Attention(Description):
         )
 
     def snapshot(self) -> Attention:
-        """The description with what the tensors of its mask and offset hold now: itself where it has none."""
+        """Return the description with copies of the tensors of its mask and offset; itself if it has none."""
         mask = self.mask.snapshot() if isinstance(self.mask, Mask) else None
         if mask is self.mask and not isinstance(self.offset, Tensor):
             return self
@@ -164,9 +165,9 @@ class Attention(Description):
         return_lse: bool = False,
         **unknown: Any,
     ) -> Any:
-        """The output (B, H, Q, E), and with `return_lse=True` also the log-sum-exp (B, H, Q).
+        """Return the output (B, H, Q, E), and with `return_lse=True` also the log-sum-exp (B, H, Q).
 
-        `engine` forces an engine by name; left out, the fastest that can compute the call is taken.
+        `engine` forces an engine by name; by default the fastest engine that supports the call is used.
         """
         if unknown:
             arguments.reject_keywords("Attention.forward", unknown)
@@ -184,9 +185,9 @@ class Attention(Description):
     def forward_local(
         self, query: Tensor, key: Tensor, value: Tensor, *, engine: str | None = None, return_lse: bool = False
     ) -> Any:
-        """The same of these tensors alone, also where a sequence is shared with other processes."""
+        """Attend to these tensors only, even inside a sequence shared with other processes."""
         if value is None:
-            raise TypeError("value must be a torch.Tensor, but is None; weights(query, key) needs none")
+            raise TypeError("value must be a torch.Tensor, got None; to get weights only, call weights(query, key)")
         problem, chosen = self._plan(query, key, value, engine, return_lse)
         seed = draw_seed(query.device) if problem.dropout else None
         if query.dim() == 4:
@@ -202,15 +203,15 @@ class Attention(Description):
         return output, lse.reshape(query.shape[:-1])
 
     def problem(self, query: Tensor, key: Tensor, value: Tensor) -> Problem:
-        """The call as engines take it, with its log-sum-exp."""
+        """Return the call as a `Problem` that includes the log-sum-exp."""
         return self._problem(query, key, value, True)
 
     def _plan(self, query: Tensor, key: Tensor, value: Tensor, engine: str | None, lse: bool) -> tuple[Problem, Engine]:
-        """The problem and its engine, remembered by what they depend on, so that small calls are not all planning."""
+        """Return the problem and its engine, cached so that planning does not dominate small calls."""
         compiling = torch.compiler.is_compiling()
-        if not compiling:  # a graph is not bound to who watches
+        if not compiling:  # observers are not part of a graph
             self.notify_observers(query, key)
-        if compiling or self.__dict__["_custom"]:  # code of the user may close over anything
+        if compiling or self.__dict__["_custom"]:  # user code may close over anything
             problem = self._problem(query, key, value, lse)
             return problem, select(problem, engine)
         plans: _Plans = self.__dict__["_plans"]
@@ -220,9 +221,9 @@ class Attention(Description):
             arguments.check_unmapped(self.offset)
             offset = tuple(self.offset.flatten().tolist())
         mask = self.mask.snapshot() if isinstance(self.mask, Mask) else None
-        asked: tuple = ()
+        plan_key: tuple = ()
         try:
-            asked = (
+            plan_key = (
                 query.shape, key.shape, value.shape, query.dtype, key.dtype, value.dtype,
                 query.is_cpu or query.device, key.is_cpu or key.device, value.is_cpu or value.device, engine, lse,
                 torch.is_grad_enabled() and tuple([tensor.requires_grad for tensor in (query, key, value, *own)]),
@@ -232,9 +233,12 @@ class Attention(Description):
                 query.layout is key.layout is value.layout is torch.strided,
                 transform_state((query, key, value, *own)), offset, tuple(ENGINES),
             )  # fmt: skip
-            plan = plans.get(asked)
+            plan = plans.get(plan_key)
         except (AttributeError, TypeError, RuntimeError):
-            asked, plan = (), None  # not tensors, or nested ones, which the check refuses; or sizes that are symbols
+            plan_key, plan = (
+                (),
+                None,
+            )  # not plannable: non-tensors, nested tensors (rejected by the check) or symbolic sizes
         replaced = plan is not None and (
             plan[0].mask is not mask
             or (own and any(was is not now for was, now in zip(plan[0].tensors, own, strict=True)))
@@ -243,9 +247,9 @@ class Attention(Description):
             problem = self._problem(query, key, value, lse, mask)
             plan = problem, select(problem, engine)
             if len(plans) >= MAX_PLANS or any(other.mask is not mask for other, _ in list(plans.values())):
-                plans.clear()  # too many, or those of a mask that has changed
-            if asked:
-                plans[asked] = plan
+                plans.clear()  # too many, or the mask has changed
+            if plan_key:
+                plans[plan_key] = plan
                 CACHE.put(("plans", id(plans)), plans, PLAN_BYTES * len(plans), owner=self, drop=dict.clear)
         elif self.__dict__["_epoch"] != CACHE.epoch:
             CACHE.touch(("plans", id(plans)))
@@ -254,7 +258,7 @@ class Attention(Description):
         return plan
 
     def notify_observers(self, query: Tensor, key: Tensor) -> None:
-        """Tell those who watch of a call; a call tells by itself, and only who computes in another way needs this."""
+        """Call the observers. `forward` does this; only code that computes attention another way needs to call it."""
         if observers := OBSERVERS.get():
             query, key = broadcast_batch(query, key)
             for observer in observers:
@@ -263,9 +267,9 @@ class Attention(Description):
     def weights(
         self, query: Tensor, key: Tensor, *, rows: Index = None, columns: Index = None, heads: Index = None
     ) -> Tensor:
-        """The weights (B, H, Q, K), without dropout; `rows`, `columns` and `heads` compute only that part.
+        """Return the weights (B, H, Q, K), without dropout; `rows`, `columns` and `heads` compute only a part.
 
-        Parts are slices, lists, index tensors or single numbers (which keep their axis). Differentiable.
+        Parts are slices, lists, index tensors or integers (an integer keeps its axis). Differentiable.
 
         >>> import regard as rg, torch
         >>> q, k = torch.randn(2, 1, 2, 64, 8)
@@ -276,8 +280,8 @@ class Attention(Description):
         problem = self._inspection_problem(query, key)
         query, key = broadcast_batch(query, key)
         frame = problem.frame
-        asked = (("heads", heads, frame.H), ("rows", rows, frame.Q), ("columns", columns, frame.K))
-        parts = [arguments.resolve_index(*each) for each in asked]
+        plan_key = (("heads", heads, frame.H), ("rows", rows, frame.Q), ("columns", columns, frame.K))
+        parts = [arguments.resolve_index(*each) for each in plan_key]
         part = len(parts[1]) < frame.Q
         derived = problem.grad or problem.tangent or problem.in_transform
         fused = (
@@ -293,10 +297,10 @@ class Attention(Description):
         return found.reshape(found.shape[4 - query.dim() :])
 
     def map(self, query: Tensor, key: Tensor, *, size: tuple[int, int] = (64, 64)) -> Tensor:
-        """The exact weights averaged to `size`, (B, H, *size), for any length in O((Q + K)·D + size) memory.
+        """Return the exact weights averaged to `size`, (B, H, *size), in O((Q + K)·D + size) memory.
 
-        It is what `torch.nn.functional.adaptive_avg_pool2d(weights, size)` gives, without the weights. Not
-        differentiable: a tangent raises.
+        Equals `torch.nn.functional.adaptive_avg_pool2d(weights, size)` without materialising the weights. Not
+        differentiable: raises on a tensor with a tangent.
 
         >>> import regard as rg, torch
         >>> q, k = torch.randn(2, 1, 2, 1000, 8)
@@ -314,10 +318,10 @@ class Attention(Description):
         return found.reshape(found.shape[4 - query.dim() :])
 
     def statistics(self, query: Tensor, key: Tensor, *, top: int = 4, mass_on: Index = None) -> Statistics:
-        """Of every row of the weights: lse, entropy, max_logit, distance, top_keys, top_weights; in O(Q) memory.
+        """Return row statistics: lse, entropy, max_logit, distance, top_keys, top_weights; in O(Q) memory.
 
-        With `mass_on`, keys given as `columns` are to `weights`, also `mass`: what these keys have of each row. It is
-        the last field of the tuple, and None if it was not asked for. Not differentiable: a tangent raises.
+        With `mass_on` (keys in the form of `columns` in `weights`), also `mass`: the total weight of these keys in each
+        row. It is the last field of the tuple, None without `mass_on`. Not differentiable: raises on a tangent.
 
         >>> import regard as rg, torch
         >>> q, k = torch.randn(2, 1, 2, 1000, 8)
@@ -341,7 +345,7 @@ class Attention(Description):
     def explain(
         self, query: Tensor, key: Tensor, value: Tensor, *, engine: str | None = None, return_lse: bool = False
     ) -> Explanation:
-        """How the call would be computed, without computing it: engine, reasons, tiles, FLOPs, bytes.
+        """Explain how the call would be computed, without running it: engine, reasons, tiles, FLOPs, bytes.
 
         >>> import regard as rg, torch
         >>> q, k, v = torch.randn(3, 1, 2, 16, 8)
@@ -352,22 +356,22 @@ class Attention(Description):
         return explain(self._problem(query, key, value, return_lse), repr(self), engine)
 
     def _inspection_problem(self, query: Tensor, key: Tensor) -> Problem:
-        """What there is to look at; of whole tensors, since a look is not shared."""
+        """Return the problem for an inspection, which needs whole sequences."""
         if current_sharding() is not None:
             raise ValueError(
-                "weights, maps and statistics are of whole sequences: call them outside of "
-                "regard.distributed.sequence, with what regard.distributed.gather joins"
+                "weights, map and statistics need whole sequences: call them outside "
+                "regard.distributed.sequence, on tensors joined by regard.distributed.gather"
             )
         return self._problem(query, key, None, False)
 
     def _nondifferentiable_problem(self, name: str, query: Tensor, key: Tensor) -> Problem:
-        """The same for what is not differentiable."""
+        """Return the problem for an inspection that is not differentiable."""
         problem = self._inspection_problem(query, key)
         if problem.device.type == "meta":
-            raise ValueError(f"{name} reads numbers, and tensors on meta have none; pass tensors on another device")
+            raise ValueError(f"{name} needs values, but meta tensors have none; pass tensors on another device")
         if problem.tangent:
             raise NotImplementedError(
-                f"{name} is not differentiable, but was given a tensor with a tangent; take weights, which are, "
+                f"{name} is not differentiable, but got a tensor with a tangent; use weights, which is differentiable, "
                 "or detach the tensors"
             )
         return problem
@@ -375,9 +379,9 @@ class Attention(Description):
     def _problem(
         self, query: Tensor, key: Tensor, value: Tensor | None, lse: bool, mask: Mask | None = None
     ) -> Problem:
-        """The call as engines take it, over a snapshot of the mask: the one given, or one taken now."""
+        """Build the problem of a call, over the given snapshot of the mask or a new one."""
         if torch._C._get_tracing_state() is not None and not torch.compiler.is_compiling():
-            raise RuntimeError("torch.jit.trace cannot record an attention; use torch.export.export")
+            raise RuntimeError("torch.jit.trace cannot record an attention; use torch.export.export instead")
         check_tensors(query, key, value)
         shape, shared = (1,) * (4 - query.dim()) + tuple(query.shape), (1,) * (4 - key.dim()) + tuple(key.shape)
         batch = batch_size(query, key) if value is None else batch_size(query, key, value)
@@ -430,8 +434,8 @@ class Attention(Description):
         offset = frame.offset
         if isinstance(offset, Tensor) and len(offset) != frame.B:
             raise ValueError(
-                f"offset must be one number or one for each of the {frame.B} batch rows, but {len(offset)} came; "
-                "pass a plain number if all rows share it"
+                f"offset must be one number or one for each of the {frame.B} batch rows, got {len(offset)}; "
+                "pass an int if all rows share it"
             )
         self.score.check(frame.H, d_head)
         if isinstance(self.mask, Mask):
@@ -458,7 +462,7 @@ Attention.__init__ = arguments.explain_torch_keywords("Attention")(Attention.__i
 
 
 class AttentionOptions(TypedDict, total=False):
-    """What `attention` takes beside its tensors, for those who check types."""
+    """Keyword arguments of `attention` besides its tensors, for type checkers."""
 
     score: Score | Callable[..., Tensor]
     mask: Mask | Tensor | None
@@ -520,7 +524,7 @@ def attention(
 
 
 def _plain_attention(mask: Mask | None, offset: Any, temperature: float, sink: Any, dropout: float) -> Attention:
-    """A description that holds no tensors but its mask's, remembered with its plans by what the mask holds."""
+    """Return a cached description whose only tensors are those of its mask."""
     if mask is None or mask.small:
         return _small_attention(mask, offset, temperature, sink, dropout)
     snapshot = mask.snapshot()
@@ -533,19 +537,19 @@ def _plain_attention(mask: Mask | None, offset: Any, temperature: float, sink: A
 
 @lru_cache(maxsize=64, typed=True)
 def _small_attention(mask: Mask | None, offset: Any, temperature: float, sink: Any, dropout: float) -> Attention:
-    """A description without tensors: it takes no memory to speak of, and its plans are in the cache."""
+    """Return a cached description without tensors, whose size is negligible; its plans are in the cache."""
     return Attention(_DOT, mask, None, offset, temperature, sink, dropout)
 
 
 def _uses_native(problem: Problem, part: bool = False) -> bool:
-    """Whether the kernels look at the weights of a problem, or at a part of them."""
+    """Whether the native kernels inspect this problem, or a part of its weights."""
     if torch.compiler.is_compiling() or problem.in_transform or not problem.direct or native.why_not(problem):
         return False
     return part or not native.why_avoid(problem)
 
 
 def _check_description_tensor(tensor: Tensor, query: Tensor) -> None:
-    """Raise unless a tensor of the description can be read with this query."""
+    """Raise unless a tensor of the description can be used with this query."""
     arguments.check_layout("a tensor of the description", tensor, sequences=False)
     if query.is_cpu and not tensor.is_cpu:
         raise ValueError(
@@ -555,7 +559,7 @@ def _check_description_tensor(tensor: Tensor, query: Tensor) -> None:
 
 
 def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """As torch's own kernel does: under autocast, floats are taken in the autocast dtype."""
+    """Cast floats to the autocast dtype, as torch's own kernel does."""
     device = tensors[0].device if isinstance(tensors[0], Tensor) else _CPU
     if not _autocast_enabled(device):
         return tensors
@@ -571,5 +575,5 @@ def _autocast_enabled(device: torch.device) -> bool:
 
 
 def _no_autocast(device: torch.device) -> AbstractContextManager:
-    """The arithmetic inside an engine keeps its own dtype."""
+    """Disable autocast, so that the arithmetic inside an engine keeps its dtype."""
     return nullcontext() if device.type == "meta" else torch.autocast(device.type, enabled=False)

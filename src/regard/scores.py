@@ -1,4 +1,4 @@
-"""How well a query matches a key: the scores of a tile, from its queries (b, h, q, D) and keys (b, h, k, D)."""
+"""Scores: how well a query (b, h, q, D) matches a key (b, h, k, D), computed tile by tile."""
 
 from __future__ import annotations
 
@@ -19,22 +19,21 @@ Modifier = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 
 @dataclass(eq=False)
 class Score(Description):
-    """What the scores share. Tensors among their fields may require grad."""
+    """Base class of scores. Tensor fields may require grad."""
 
     def tile(self, query: Tensor, key: Tensor, at: Indices) -> Tensor:
-        """(b, h, q, D) and (b, h, k, D) to scores (b, h, q, k)."""
+        """Return the scores (b, h, q, k) of query (b, h, q, D) and key (b, h, k, D)."""
         raise NotImplementedError
 
     def scale_for(self, d_head: int) -> float | Tensor:
-        """What products of queries and keys of this width are multiplied by."""
+        """Return the factor of the products of queries and keys of width `d_head`."""
         return 1.0
 
     def narrow(self, part: CallSlice) -> Score:
-        """The score of a part of a call, whose heads and positions are counted from the first that it has."""
+        """Return the score for a slice of a call, with heads and positions counted from the start of the slice."""
         raise NotImplementedError(
-            f"{type(self).__name__} in a part of a call, as in a WindowCache or a shared sequence: define "
-            "narrow(part), "
-            "which returns it with heads and positions counted from the first of the part"
+            f"{type(self).__name__} cannot be used on a slice of a call, as in a WindowCache or a shared sequence: "
+            "define narrow(part), which returns the score with heads and positions counted from the start of the slice"
         )
 
     def check(self, heads: int, d_head: int) -> None:
@@ -51,7 +50,7 @@ def _check_scale_type(scale: object) -> None:
 
 @dataclass(eq=False, repr=False)
 class Dot(Score):
-    """Scaled dot product: `scale * q · k`, scale `1/sqrt(D)` unless given as a number or a tensor, one or per head.
+    """Scaled dot product: `scale * q · k`; `scale` is a number or a tensor (one or per head), by default `1/sqrt(D)`.
 
     With `softcap` c the score is `c * tanh(scale * q · k / c)`.
 
@@ -91,12 +90,12 @@ class Dot(Score):
         return _format_call("Dot", scale=self.scale, softcap=self.softcap)
 
 
-_DOT = Dot()  # the default of `Modified`, which replaces it by a module of its own
+_DOT = Dot()  # sentinel for the default of `Modified`, which creates its own `Dot` module
 
 
 @dataclass(eq=False, repr=False)
 class Cosine(Score):
-    """Cosine of the angle between query and key, times `scale` (1 unless given, one or per head).
+    """Cosine similarity of query and key, times `scale` (one number or one per head, by default 1).
 
     >>> import regard as rg
     >>> rg.Cosine(scale=10.0)
@@ -127,7 +126,7 @@ class Cosine(Score):
 
 @dataclass(eq=False, repr=False)
 class Additive(Score):
-    """Additive (Bahdanau) score `weight · tanh(q + k)` of already projected q and k; weight (D,) or (H, D).
+    """Additive (Bahdanau) score `weight · tanh(q + k)` of projected q and k; weight (D,) or (H, D).
 
     >>> import regard as rg, torch
     >>> rg.Additive(torch.ones(64))
@@ -176,7 +175,7 @@ class Bilinear(Score):
         return self.project(query, at) @ key.mT
 
     def project(self, query: Tensor, at: Indices) -> Tensor:
-        """The queries whose plain dot product with a key is the score."""
+        """Return the queries whose dot product with a key is the score."""
         matrix = at.per_head(self.matrix.to(query), axes=2)  # (D, D) or (h, 1, 1, D, D)
         return query @ (matrix if matrix.dim() == 2 else matrix.squeeze(-3).squeeze(-3))
 
@@ -196,11 +195,12 @@ class Bilinear(Score):
 
 @dataclass(eq=False, repr=False)
 class Modified(Score):
-    """Another score, changed by a plain function of `(score, b, h, q_index, k_index)` tensors.
+    """A score transformed by a function of the tensors `(score, b, h, q_index, k_index)`.
 
-    `q_index` is where the query stands among the keys, `offset + i`. The function runs on tiles, and autograd
-    differentiates it, also with respect to the tensors that it closes over. A function given as `score=` means this.
-    In a module, a function that learns is itself an `nn.Module`: torch does not see what a plain function closes over.
+    `q_index` is the position of the query among the keys, `offset + i`. The function runs on tiles. Autograd
+    differentiates it, including with respect to tensors that it closes over. `score=function` is short for this class.
+    A function with parameters must be an `nn.Module`: torch does not register the tensors that a plain function closes
+    over.
 
     >>> import regard as rg
     >>> def nearer_is_better(score, b, h, q_index, k_index):
@@ -216,7 +216,7 @@ class Modified(Score):
         if not callable(self.function) or isinstance(self.function, Score):
             raise TypeError(
                 "Modified: function must be a function of (score, b, h, q_index, k_index), "
-                f"but is {type(self.function).__name__}; a score to be modified comes second"
+                f"but is {type(self.function).__name__}; pass the score to modify as the second argument"
             )
         if self.score is _DOT:
             self._set("score", Dot())
@@ -225,29 +225,31 @@ class Modified(Score):
 
     def tile(self, query: Tensor, key: Tensor, at: Indices) -> Tensor:
         scores = self.score.tile(query, key, at)
-        changed = self.function(scores, at.b, at.h, at.p, at.j)
-        if not isinstance(changed, Tensor) or changed.shape != scores.shape:
-            came = (
-                f"a tensor of shape {format_shape(changed)}" if isinstance(changed, Tensor) else type(changed).__name__
+        modified = self.function(scores, at.b, at.h, at.p, at.j)
+        if not isinstance(modified, Tensor) or modified.shape != scores.shape:
+            actual = (
+                f"a tensor of shape {format_shape(modified)}"
+                if isinstance(modified, Tensor)
+                else type(modified).__name__
             )
             raise TypeError(
-                "score: the function must return the changed scores, a tensor of the shape of its first argument, "
-                f"{format_shape(scores)}, but returned {came}"
+                "score: the function must return a tensor of the shape of its first argument, "
+                f"{format_shape(scores)}, but returned {actual}"
             )
-        return changed.to(scores.dtype)
+        return modified.to(scores.dtype)
 
     def closes_over_trainable(self, device: torch.device) -> bool:
-        changed = self._trial_call(device)
-        return (isinstance(changed, Tensor) and changed.requires_grad) or super().closes_over_trainable(device)
+        modified = self._trial_call(device)
+        return (isinstance(modified, Tensor) and modified.requires_grad) or super().closes_over_trainable(device)
 
     def closes_over_tangent(self, device: torch.device) -> bool:
         if super().closes_over_tangent(device) or forward_ad._current_level < 0:
             return forward_ad._current_level >= 0
-        changed = self._trial_call(device)
-        return isinstance(changed, Tensor) and forward_ad.unpack_dual(changed).tangent is not None
+        modified = self._trial_call(device)
+        return isinstance(modified, Tensor) and forward_ad.unpack_dual(modified).tangent is not None
 
     def _trial_call(self, device: torch.device) -> object:
-        """What the function makes of one score; random numbers that it draws for this are drawn again by the call."""
+        """Call the function on one score, with the random state restored afterwards."""
         b, h, p, j = torch.zeros(4, 1, 1, 1, 1, dtype=torch.int64, device=device)
         score = torch.zeros(1, 1, 1, 1, device=device)
         if torch.compiler.is_compiling():
@@ -261,21 +263,23 @@ class Modified(Score):
     def narrow(self, part: CallSlice) -> Score:
         function, top, left = self.function, part.heads.start, part.columns.start
 
-        def within(scores: Tensor, b: Tensor, h: Tensor, p: Tensor, j: Tensor) -> Tensor:
+        def shifted(scores: Tensor, b: Tensor, h: Tensor, p: Tensor, j: Tensor) -> Tensor:
             return function(scores, b, h + top, p + left, j + left)
 
-        return self.replace(function=within if top or left else function, score=self.score.narrow(part))
+        return self.replace(function=shifted if top or left else function, score=self.score.narrow(part))
 
     def check(self, heads: int, d_head: int) -> None:
         self.score.check(heads, d_head)
 
     def __repr__(self) -> str:
-        name = getattr(self.function, "__name__", None) or repr(self.function)  # a method would print its module
+        name = getattr(self.function, "__name__", None) or repr(
+            self.function
+        )  # the repr of a method would include its module
         return f"Modified({name})" if repr(self.score) == "Dot()" else f"Modified({name}, {self.score!r})"
 
 
 BUILT_IN = (Dot, Cosine, Additive, Bilinear)
-"""The scores that kernels know. A subclass may compute anything, so types are compared, not instances."""
+"""The scores that the kernels support. Compared by exact type, since a subclass may compute anything."""
 
 
 def _per_head(scale: float | Tensor, at: Indices, like: Tensor) -> float | Tensor:
@@ -287,21 +291,21 @@ def _select_scale(scale: float | Tensor | None, part: CallSlice) -> float | Tens
 
 
 def _select_heads(tensor: Tensor, axes: int, part: CallSlice) -> Tensor:
-    """What a tensor of one entry a head, each with so many axes, or of one for all, has for the heads of a part."""
+    """Select the heads of a slice from a tensor with one entry (of `axes` axes) per head, or one for all heads."""
     return tensor if tensor.dim() <= axes or len(tensor) == 1 else tensor[part.heads]
 
 
 def _fits(tensor: Tensor, shape: tuple[int, ...], heads: int) -> bool:
-    """Whether a tensor has this shape, or one such entry a head, or one for all heads."""
-    more = tensor.dim() - len(shape)
-    entry = all(n == size for n, size in zip(tensor.shape[more:], shape, strict=True)) if more in (0, 1) else False
-    return entry and (more == 0 or tensor.shape[0] == 1 or tensor.shape[0] == heads)
+    """Whether a tensor has this shape, optionally with a leading axis of 1 or `heads`."""
+    extra = tensor.dim() - len(shape)
+    entry = all(n == size for n, size in zip(tensor.shape[extra:], shape, strict=True)) if extra in (0, 1) else False
+    return entry and (extra == 0 or tensor.shape[0] == 1 or tensor.shape[0] == heads)
 
 
 def _check_floats(name: str, tensor: Tensor, form: str) -> None:
     if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
-        came = f"{tensor.dtype}" if isinstance(tensor, Tensor) else type(tensor).__name__
-        raise TypeError(f"{name} must be a floating-point tensor {form}, but is {came}")
+        actual = f"{tensor.dtype}" if isinstance(tensor, Tensor) else type(tensor).__name__
+        raise TypeError(f"{name} must be a floating-point tensor {form}, but is {actual}")
 
 
 def _check_scale(scale: float | Tensor | None, heads: int) -> None:

@@ -36,4 +36,4 @@ def test_caches_and_looks_are_refused(found: list[dict]) -> None:
         assert "a layer takes `context.to_local()` and own tokens" in unparted
         assert "a cache belongs to one process" in cached
         assert len(looks) == 2
-        assert all("weights, maps and statistics are of whole sequences" in look for look in looks)
+        assert all("weights, map and statistics need whole sequences" in look for look in looks)

@@ -189,7 +189,7 @@ def test_masks_of_a_call_count_from_the_first_token_of_all(mask: str, x: Tensor)
         ({"mask": rg.causal() & rg.dense(LAYOUT[:1, :4])}, r"mask must broadcast to \(B, H, Q, K\)"),
         ({"mask": rg.causal() & rg.padding([5, 8])}, "lengths must be at most the number of keys"),
         ({"mask": rg.causal() & rg.documents([0] * 5 + [1] * 7)}, "ids must name a document for each of the"),
-        ({"mask": rg.causal() & rg.edges([(0, 0), (11, 11)])}, "pairs name key 11"),
+        ({"mask": rg.causal() & rg.edges([(0, 0), (11, 11)])}, "pairs contain key 11"),
     ],
 )
 @pytest.mark.parametrize("window", [None, 3])

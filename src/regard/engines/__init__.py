@@ -1,4 +1,4 @@
-"""How it is computed."""
+"""Engines: the ways to compute an attention."""
 
 from regard.engines.inspection import Statistics
 from regard.engines.merge import merge, merge_into

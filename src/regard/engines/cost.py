@@ -1,4 +1,4 @@
-"""What an attention costs, whoever computes it: the one model behind `explain` and behind plans."""
+"""The cost model of an attention, independent of the engine; used by `explain` and by plans."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ TILE = (64, 64)
 
 
 def visited_entries(mask: Mask | None, frame: Frame, size: tuple[int, int] = TILE) -> int:
-    """How many places (b, h, i, j) lie in tiles that a mask does not leave empty.
+    """Return the number of entries (b, h, i, j) in tiles that a mask does not leave empty.
 
     >>> import regard as rg
     >>> from regard.geometry import Frame
-    >>> places(rg.causal(), Frame(1, 2, 256, 256, 0))
+    >>> visited_entries(rg.causal(), Frame(1, 2, 256, 256, 0))
     81920
     """
     table = tiles(mask, frame, size)
@@ -22,10 +22,10 @@ def visited_entries(mask: Mask | None, frame: Frame, size: tuple[int, int] = TIL
 
 
 def forward_flops(count: int, score: Score, D: int, E: int) -> int:
-    """Of `count` places: a score, and a value added with a weight. A tanh costs about eight operations."""
+    """Return the FLOPs of `count` entries: a score and a weighted value each. A tanh counts as eight operations."""
     return count * ((10 if isinstance(score, Additive) else 2) * D + 2 * E)
 
 
 def backward_flops(count: int, score: Score, D: int, E: int) -> int:
-    """Of `count` places: the score again, and what each of query, key, value and weight is given back."""
+    """Return the backward FLOPs of `count` entries: the score again, and gradients of query, key, value and weight."""
     return forward_flops(count, score, D, E) + count * (4 * D + 2 * E)

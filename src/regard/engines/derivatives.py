@@ -1,8 +1,8 @@
-"""Derivatives of what kernels compute: reverse mode, forward mode, and one over the other.
+"""Derivatives of kernels: reverse mode, forward mode, and combinations of the two.
 
-Torch cannot differentiate a kernel, so every derivative is given to it here. An `Operator` knows the kernel, its
-gradients, its tangents, and the same results by torch's own operators, from which all further derivatives follow.
-`apply` chooses what a call needs. Nothing is dropped: what is not known here raises.
+Torch cannot differentiate a kernel, so all derivatives are defined here. An `Operator` has the kernel, its gradients,
+its tangents, and the same results by torch's own operators, from which all further derivatives follow. `apply` chooses
+what a call needs. Nothing is dropped: a derivative that is not supported raises.
 """
 
 from __future__ import annotations
@@ -18,28 +18,28 @@ import torch.autograd.forward_ad as forward_ad
 from torch import Tensor
 from torch._C import _functorch
 
-Tensors = Sequence[Any]  # each of them a tensor, or None where it is absent
+Tensors = Sequence[Any]  # each a tensor, or None
 
 
 class Operator:
-    """A function of tensors, some of which may be absent. Every method but `differentiable` gets plain tensors."""
+    """A function of tensors, some of which may be None. Every method except `differentiable` gets plain tensors."""
 
-    outputs: int  # so many results, the first ones, are differentiable; those after them only serve the gradients
+    outputs: int  # number of differentiable results, which come first; the others are used by the gradients only
 
     def compute(self, tensors: Tensors) -> tuple[Tensor, ...]:
         """The results."""
         raise NotImplementedError
 
     def gradients(self, tensors: Tensors, results: Tensors, grads: Tensors, wanted: Sequence[bool]) -> Tensors:
-        """The gradients of the tensors, given those of the results (None: zero)."""
+        """Return the gradients of the tensors, given those of the results (None: zero)."""
         raise NotImplementedError
 
     def tangents(self, tensors: Tensors, tangents: Tensors) -> tuple[Tensor, ...]:
-        """The results, and behind them the tangents of the differentiable ones, given those of the tensors."""
+        """Return the results, followed by the tangents of the differentiable ones, given those of the tensors."""
         raise NotImplementedError
 
     def differentiable(self, tensors: Tensors, save: bool) -> tuple[Tensor, ...]:
-        """The differentiable results by torch's operators; `save` keeps memory small, but not within torch.func."""
+        """Return the differentiable results by torch's operators; `save` saves memory, but not within torch.func."""
         raise NotImplementedError
 
     def curvature(
@@ -58,7 +58,7 @@ class Operator:
 
 
 def apply(operator: Operator, *tensors: Tensor | None) -> tuple[Tensor, ...]:
-    """The results with all the derivatives that the call may be asked for."""
+    """Compute the results with all derivatives that may be requested."""
     found = tangents_of(tensors)
     if active_transforms():
         if found is None:
@@ -74,19 +74,19 @@ def apply(operator: Operator, *tensors: Tensor | None) -> tuple[Tensor, ...]:
 def differentiable_twice(
     kernel: Callable[[Tensors], tuple[Tensor, ...]], operator: Operator, *tensors: Tensor
 ) -> tuple[Tensor, ...]:
-    """A kernel of torch, which has a backward of its own; where that cannot be differentiated, the operator can."""
+    """Call a kernel of torch that has its own backward; further derivatives are taken from the operator."""
     return _DoubleBackward.apply(kernel, operator, *tensors)
 
 
 def active_transforms() -> list[str]:
-    """The torch.func transforms that are running, outermost first: "Grad", "Jvp", "Vmap" and others."""
+    """Return the active torch.func transforms, outermost first: "Grad", "Jvp", "Vmap" and others."""
     if _functorch.peek_interpreter_stack() is None:
         return []
     return [interpreter.key().name for interpreter in _functorch.get_interpreter_stack() or ()]
 
 
 def outside_transforms() -> AbstractContextManager:
-    """Within, no torch.func transform is running: what is remembered is not one of its tensors."""
+    """Suspend all torch.func transforms, so that cached tensors do not belong to one."""
     if torch.compiler.is_compiling() or _functorch.peek_interpreter_stack() is None:
         return nullcontext()
     from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
@@ -95,14 +95,14 @@ def outside_transforms() -> AbstractContextManager:
 
 
 def tangent_of(tensor: Tensor | None) -> Tensor | None:
-    """The tangent of a tensor in forward mode, as the innermost transform sees it."""
+    """Return the forward-mode tangent of a tensor at the innermost transform."""
     if tensor is None or forward_ad._current_level < 0 or _functorch.is_batchedtensor(tensor):
         return None
     return forward_ad.unpack_dual(tensor).tangent
 
 
 def may_have_tangent(tensor: Tensor) -> bool:
-    """Whether a tensor has a tangent, or may have one that is hidden behind another transform."""
+    """Whether a tensor has a tangent, or may have one hidden by another transform."""
     if forward_ad._current_level < 0:
         return False
     if tangent_of(tensor) is not None:
@@ -111,7 +111,7 @@ def may_have_tangent(tensor: Tensor) -> bool:
 
 
 def tangents_of(tensors: Tensors) -> list[Tensor | None] | None:
-    """The tangents, or None where there are none."""
+    """Return the tangent of each tensor, or None."""
     if forward_ad._current_level < 0:
         return None
     found = [tangent_of(tensor) for tensor in tensors]
@@ -119,13 +119,13 @@ def tangents_of(tensors: Tensors) -> list[Tensor | None] | None:
 
 
 def primal_of(tensor: Tensor | None) -> Tensor | None:
-    """The tensor without its tangent."""
+    """Return the tensor without its tangent."""
     return tensor if tangent_of(tensor) is None else forward_ad.unpack_dual(tensor).primal
 
 
 def transform_state(tensors: Tensors) -> tuple[bool, bool, tuple[str, ...]]:
-    """What a plan depends on: whether anything may have a tangent, whether only torch's operators serve, transforms."""
-    if torch.compiler.is_compiling():  # which traces forward mode, but cannot look at a tangent
+    """Return the state that a plan depends on: possible tangents, need for torch's operators, active transforms."""
+    if torch.compiler.is_compiling():  # which traces forward mode, but cannot inspect a tangent
         forward = forward_ad._current_level >= 0
         return forward, forward, ()
     if forward_ad._current_level < 0 and _functorch.peek_interpreter_stack() is None:
@@ -135,9 +135,9 @@ def transform_state(tensors: Tensors) -> tuple[bool, bool, tuple[str, ...]]:
 
 
 def needs_torch_operators(tensors: Tensors) -> bool:
-    """Whether only torch's own operators give all derivatives: transforms nested deeper than the kernels know.
+    """Whether transforms are nested so deeply that only torch's own operators provide all derivatives.
 
-    These are two or more of grad and jvp, tangents of torch's first vmap, and tangents that are being traced.
+    True for two or more of grad and jvp, for tangents within torch's first vmap, and for traced tangents.
     """
     running = active_transforms()
     if sum(kind in ("Grad", "Jvp") for kind in running) > 1 or "Functionalize" in running:
@@ -150,7 +150,7 @@ def needs_torch_operators(tensors: Tensors) -> bool:
 
 
 def holds_transformed(part: Any) -> bool:
-    """Whether a mask, or another part of a description, holds a tensor that a torch.func transform wraps."""
+    """Whether a mask, or another part of a description, holds a tensor wrapped by a torch.func transform."""
     if isinstance(part, Tensor):
         return _functorch.is_functorch_wrapped_tensor(part)
     if isinstance(part, list | tuple):
@@ -163,7 +163,7 @@ def holds_transformed(part: Any) -> bool:
 def push_forward(
     function: Callable[[Tensors], tuple[Tensor, ...]], tensors: Tensors, tangents: Tensors
 ) -> tuple[Tensor, ...]:
-    """The results of a function of torch's operators, and behind them their tangents, zeros where there are none."""
+    """Return the results of a function of torch's operators, followed by their tangents (zeros if None)."""
     level = forward_ad.dual_level() if forward_ad._current_level < 0 else nullcontext()
     with level, forward_ad._set_fwd_grad_enabled(True), torch.no_grad():
         duals = [
@@ -176,7 +176,7 @@ def push_forward(
 
 
 def _duals(operator: Operator, found: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """Results that carry their tangents."""
+    """Attach tangents to results."""
     count = len(found) - operator.outputs
     results, tangents = found[:count], found[count:]
     pairs = zip(results[: operator.outputs], tangents, strict=True)
@@ -185,19 +185,19 @@ def _duals(operator: Operator, found: Sequence[Tensor]) -> tuple[Tensor, ...]:
 
 @dataclass
 class _KnownTangents:
-    """Tangents that are known before the results are computed: one pass of the kernel then gives both."""
+    """Attach precomputed tangents, so that one pass of the kernel computes results and tangents."""
 
     tangents: Tensors
     found: tuple[Tensor, ...] | None = None
 
 
 def _is_plain(tensors: Tensors) -> bool:
-    """Whether a kernel may be called with these: no transform is running, and none has a tangent."""
+    """Whether a kernel may be called with these tensors: no active transform and no tangents."""
     return not active_transforms() and tangents_of(tensors) is None
 
 
 class _Call(torch.autograd.Function):
-    """An operator's results, outside of torch.func, which costs time to be ready for."""
+    """An operator in autograd outside torch.func, whose support adds overhead."""
 
     @staticmethod
     def forward(
@@ -244,7 +244,7 @@ def _save_context(
 
 
 class _Transformed(_Call):
-    """The same within torch.func."""
+    """An operator in autograd within torch.func."""
 
     @staticmethod
     def forward(operator: Operator, known: None, *tensors: Tensor | None) -> tuple[Tensor, ...]:  # type: ignore[override]
@@ -278,7 +278,7 @@ class _Gradients(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *by: Tensor | None) -> tuple[Tensor | None, ...]:
         if active_transforms():
-            raise NotImplementedError("a gradient of a gradient of the kernels is not known within torch.func")
+            raise NotImplementedError("a gradient of a gradient of the kernels is not supported within torch.func")
         operator, given = ctx.operator, ctx.saved_tensors
         tensors, grads = given[: ctx.count], given[-operator.outputs :]
         again, wanted = torch.is_grad_enabled(), ctx.needs_input_grad[3:]
@@ -302,7 +302,7 @@ class _Gradients(torch.autograd.Function):
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
-        raise NotImplementedError("the tangent of a gradient of the kernels is not known here; nest torch.func.jvp")
+        raise NotImplementedError("the tangent of a gradient of the kernels is not supported here; nest torch.func.jvp")
 
     @staticmethod
     def vmap(
@@ -312,7 +312,7 @@ class _Gradients(torch.autograd.Function):
 
 
 class _ResultsAndTangents(torch.autograd.Function):
-    """An operator's results, and behind them their tangents: a function of tensors, and behind them their tangents."""
+    """An operator's results followed by their tangents, as a function of tensors followed by their tangents."""
 
     @staticmethod
     def forward(operator: Operator, known: _KnownTangents | None, *pairs: Tensor | None) -> tuple[Tensor, ...]:
@@ -332,7 +332,7 @@ class _ResultsAndTangents(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *by: Tensor | None) -> tuple[Tensor | None, ...]:
         if active_transforms():
-            raise NotImplementedError("a gradient of a tangent of the kernels is not known within torch.func")
+            raise NotImplementedError("a gradient of a tangent of the kernels is not supported within torch.func")
         operator, pairs = ctx.operator, ctx.saved_tensors
         again, wanted = torch.is_grad_enabled(), ctx.needs_input_grad[2:]
         if not again and _is_plain((*pairs, *by)):
@@ -342,7 +342,7 @@ class _ResultsAndTangents(torch.autograd.Function):
             pairs = [_leaf(x, again) for x in pairs]
             tensors, tangents = pairs[: len(pairs) // 2], pairs[len(pairs) // 2 :]
             results = operator.differentiable(tensors, True)
-            # A tangent is linear in the tangents of the tensors: it is the gradient of a gradient, by a placeholder.
+            # A tangent is linear in the tangents of the tensors: it is a gradient of a gradient, with a placeholder.
             holders = [torch.zeros_like(result).requires_grad_() for result in results]
             found = _gradients_of(results, tensors, holders, [tangent is not None for tangent in tangents])
             moved = _pull_back(found, holders, tangents, True)
@@ -351,7 +351,7 @@ class _ResultsAndTangents(torch.autograd.Function):
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
-        raise NotImplementedError("the tangent of a tangent of the kernels is not known here; nest torch.func.jvp")
+        raise NotImplementedError("the tangent of a tangent of the kernels is not supported here; nest torch.func.jvp")
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple, operator: Operator, known: None, *pairs: Tensor | None) -> tuple:
@@ -359,7 +359,7 @@ class _ResultsAndTangents(torch.autograd.Function):
 
 
 class _DoubleBackward(torch.autograd.Function):
-    """The kernel's own graph, held for its backward."""
+    """The graph of a kernel, kept for its backward."""
 
     @staticmethod
     def forward(ctx: Any, kernel: Callable[[Tensors], tuple[Tensor, ...]], operator: Operator, *tensors: Tensor) -> Any:
@@ -384,7 +384,7 @@ class _DoubleBackward(torch.autograd.Function):
             return None, None, *_select_wanted(found, wanted)
         keep = torch._C._autograd._get_current_graph_task_keep_graph()
         found = _pull_back(ctx.results, ctx.leaves, grads, False, keep)
-        # A kernel on a CPU multiplies what is masked by 0, which gives NaN where it is not finite or overflows.
+        # A CPU kernel multiplies masked values by 0, which yields NaN if they are not finite or overflow.
         if tensors[0].is_cpu and not all(grad is None or _is_finite(grad) for grad in found):
             found = ctx.operator.gradients(tensors, ctx.operator.compute(tensors), given, wanted)
         return None, None, *found
@@ -395,7 +395,7 @@ def _is_finite(tensor: Tensor) -> bool:
 
 
 def _gradients_with_graph(operator: Operator, tensors: Tensors, grads: Tensors, wanted: Sequence[bool]) -> Tensors:
-    """The gradients as torch can differentiate them again, in either mode."""
+    """Compute gradients that torch can differentiate again, in either mode."""
     with torch.enable_grad():
         tensors = [_leaf(tensor, True) for tensor in tensors]
         return _gradients_of(operator.differentiable(tensors, not active_transforms()), tensors, grads, wanted)
@@ -409,7 +409,7 @@ def _gradients_of(results: Tensors, tensors: Tensors, grads: Tensors, wanted: Se
 def _pull_back(
     results: Tensors, inputs: Tensors, by: Tensors, again: bool, keep: bool | None = None
 ) -> list[Tensor | None]:
-    """The gradients of the inputs that require one, given those of the results; both may be absent."""
+    """Return the gradients of the inputs that require grad, given those of the results; both may be None."""
     pairs = [(x, grad) for x, grad in zip(results, by, strict=True) if x is not None and grad is not None]
     pairs = [(x, grad.to(x.dtype)) for x, grad in pairs if x.requires_grad]
     asked = [x for x in inputs if x is not None and x.requires_grad]
@@ -421,9 +421,9 @@ def _pull_back(
 
 
 def _leaf(tensor: Tensor | None, again: bool) -> Tensor | None:
-    """The tensor as a variable of its own: one of the others may have been computed from it.
+    """Return the tensor as a separate variable, since another one may have been computed from it.
 
-    With its history where it is to be differentiated further.
+    Keeps its history if it is to be differentiated further.
     """
     if tensor is None:
         return None
@@ -459,7 +459,7 @@ def _select_wanted(found: Tensors, wanted: Sequence[bool]) -> list[Tensor | None
 def _vmap_loop(
     info: Any, in_dims: tuple, tensors: Tensors, function: Callable[[Tensors], tuple[Tensor | None, ...]]
 ) -> tuple[tuple, tuple]:
-    """vmap as a loop: a kernel computes one entry after the other."""
+    """Run vmap as a loop over entries, for kernels."""
     rows = []
     for n in range(info.batch_size):
         pairs = zip(tensors, in_dims, strict=True)

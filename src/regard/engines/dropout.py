@@ -1,4 +1,4 @@
-"""Which weights dropout keeps: a hash of a seed and a place, so that every engine, forward and backward, agrees."""
+"""Dropout by a hash of a seed and an index, so that all engines, forward and backward, drop the same weights."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from regard.hashing import LOW, hash32, signed
 
 
 def draw_seed(device: torch.device) -> Tensor:
-    """A seed from torch's generator."""
+    """Draw a seed from torch's generator."""
     return torch.randint(2**62, (), dtype=torch.int64, device=device)
 
 
 def threshold_and_scale(dropout: float) -> tuple[int, float]:
-    """A weight is kept if its 32 bits are at least the threshold, and is then multiplied by the scale.
+    """Return threshold and scale: weights with 32 bits of at least the threshold are kept and scaled.
 
-    The scale is the inverse of the share that the threshold keeps, so the mean is that without dropout at any share.
+    The scale is the inverse of the fraction that the threshold keeps, so that the mean is unchanged.
 
     >>> from regard.engines.dropout import threshold_and_scale
     >>> threshold_and_scale(0.75)
@@ -31,7 +31,7 @@ def threshold_and_scale(dropout: float) -> tuple[int, float]:
 
 
 def dropout_factors(seed: Tensor, dropout: float, at: Indices) -> Tensor:
-    """What the weights at these places are multiplied by: 0, or the scale of `threshold_and_scale`."""
+    """Return the factors of the weights at these indices: 0, or the scale of `threshold_and_scale`."""
     threshold, scale = threshold_and_scale(dropout)
     frame = at.frame
     row = hash32(seed + signed(0x9E3779B97F4A7C15) * ((at.b * frame.H + at.h) * frame.Q + at.i + 1))
@@ -43,7 +43,7 @@ def dropout_factors(seed: Tensor, dropout: float, at: Indices) -> Tensor:
 
 
 class RandomState:
-    """The state of torch's default generators, of the CPU and of a device, so that the same numbers are drawn again."""
+    """The state of torch's default generators, for the CPU and a device, to draw the same numbers again."""
 
     def __init__(self, device: torch.device) -> None:
         self.device, self.state = device, torch.get_rng_state()
@@ -51,7 +51,7 @@ class RandomState:
 
     @contextmanager
     def replay(self) -> Iterator[None]:
-        """Within, numbers are drawn from that state on; afterwards the generators are as they were before."""
+        """Draw from the saved state within the context, and restore the generators afterwards."""
         devices = [] if self.of_device is None else [self.device]
         with torch.random.fork_rng(devices, device_type=self.device.type):
             torch.set_rng_state(self.state)

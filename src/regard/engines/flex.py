@@ -64,7 +64,7 @@ def _attend(problem: Problem, query: Tensor, key: Tensor, value: Tensor) -> tupl
 
 @cache
 def _kernel(device: str) -> Callable[..., Any]:
-    """FlexAttention is fused by torch.compile; on a CPU it runs as it is, which is what the tests need."""
+    """Compile FlexAttention; on a CPU it runs uncompiled, which is enough for tests."""
     from torch.nn.attention.flex_attention import flex_attention
 
     if device != "cpu":
@@ -87,7 +87,7 @@ def _mask_mod(problem: Problem, mask: Mask) -> Callable[[Tensor, Tensor, Tensor,
 
 
 def _score_mod(problem: Problem, query: Tensor, bad: Tensor | None) -> Callable[..., Tensor]:
-    """softcap, modifier, bias and temperature in the order in which the definition applies them."""
+    """Build a score_mod that applies softcap, modifier, bias and temperature in the order of the definition."""
     score = problem.score
     modifier = score.function if isinstance(score, Modified) else None
     base = score.score if isinstance(score, Modified) else score
@@ -110,7 +110,7 @@ def _score_mod(problem: Problem, query: Tensor, bad: Tensor | None) -> Callable[
 
 
 def _bias_lookup(problem: Problem, bias: Bias, query: Tensor) -> Callable[[Indices], Tensor]:
-    """The bias at one place; what depends on the query is computed before."""
+    """Build a function that returns the bias of one entry; terms that depend on the query are precomputed."""
     if isinstance(bias, Diagonal):
         return lambda at: bias.along(at.h, at.j - at.p).to(problem.compute_dtype)
     if isinstance(bias, Shaw):
@@ -126,28 +126,28 @@ def why_not(problem: Problem) -> list[str]:
     if problem.empty:
         reasons.append("an axis is empty")
     if problem.device.type == "meta":
-        reasons.append("it reads numbers, and tensors on meta have none")
+        reasons.append("it reads values, and meta tensors have none")
     if type(base) not in (Dot, Cosine, Bilinear):
-        reasons.append(f"its kernel knows dot products, not {base!r}")
+        reasons.append(f"its kernel supports dot products, not {base!r}")
     if problem.bias is not None and not is_built_in(problem.bias):
-        reasons.append(f"its kernel does not know {problem.bias!r}")
+        reasons.append(f"its kernel does not support {problem.bias!r}")
     if problem.dropout:
         reasons.append("it has no dropout")
     if any(isinstance(part, Shaw) and part.values is not None for part in parts):
-        reasons.append("it has no place for the value half of shaw")
+        reasons.append("it does not support the value part of shaw")
     if problem.device.type == "cpu" and problem.grad:
         reasons.append("FlexAttention cannot train on a CPU")
     if problem.tangent:
         reasons.append("its kernel has no forward mode")
     if problem.in_transform:
-        reasons.append("it uses vmap itself, and does not nest in one")
+        reasons.append("it uses vmap internally, and does not nest in one")
     return reasons
 
 
 def why_avoid(problem: Problem) -> list[str]:
     reasons = []
     if problem.device.type == "cpu":
-        reasons.append("on a CPU it computes densely, and compiles for many seconds to do better")
+        reasons.append("on a CPU it computes densely unless compiled, which takes many seconds")
     if torch.compiler.is_compiling():
         reasons.append("its block mask is not built under torch.compile")
     return reasons

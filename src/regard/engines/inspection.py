@@ -1,4 +1,4 @@
-"""Looking at the weights without laying them out: windows, pooled maps and row statistics, by the walk over tiles."""
+"""Inspecting the weights without materialising them: windows, pooled maps and row statistics, tile by tile."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from regard.geometry import Indices
 
 
 class Statistics(NamedTuple):
-    """What the rows of the weights are like; all (B, H, Q), the top (B, H, Q, top).
+    """Row statistics of the weights: all (B, H, Q), the top keys and weights (B, H, Q, top).
 
-    A row that may attend to nothing has log-sum-exp and largest logit -inf, entropy and distance 0, top keys -1.
+    A row without visible keys has log-sum-exp and largest logit -inf, entropy and distance 0, top keys -1.
 
     >>> import regard as rg, torch
     >>> rg.Attention().statistics(torch.zeros(1, 4), torch.zeros(8, 4)).entropy.exp()  # of eight keys, all alike
@@ -25,23 +25,23 @@ class Statistics(NamedTuple):
     """
 
     lse: Tensor
-    """log-sum-exp of the logits, with the sink's"""
+    """log-sum-exp of the logits, including the sink's"""
     entropy: Tensor
-    """of the distribution over the keys, and the sink, in nats"""
+    """entropy of the distribution over keys and sink, in nats"""
     max_logit: Tensor
     """the largest logit"""
     distance: Tensor
     """mean of |p - j| under the weights"""
     top_keys: Tensor
-    """the keys with the largest weights, largest first; -1 where there are no more"""
+    """the keys with the largest weights in descending order, padded with -1"""
     top_weights: Tensor
     """their weights"""
     mass: Tensor | None = None
-    """the sum of the weights of the keys named by `mass_on`; None if none were"""
+    """the sum of the weights of the keys in `mass_on`, or None"""
 
 
 def weights(problem: Problem, query: Tensor, key: Tensor, heads: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
-    """The weights (B, heads, rows, columns) of a part, normalised over all keys; differentiable."""
+    """Return the weights (B, heads, rows, columns) of a part, normalised over all keys; differentiable."""
     frame, device = problem.frame, query.device
     (query, key, _), bad = prepare_operands(problem, query, key, key[..., :0])
     batch = torch.arange(frame.B, device=device)[:, None, None, None]
@@ -55,7 +55,7 @@ def weights(problem: Problem, query: Tensor, key: Tensor, heads: Tensor, rows: T
 
 
 def statistics(problem: Problem, query: Tensor, key: Tensor, top: int, chosen: Tensor | None = None) -> Statistics:
-    """One pass; every sum is kept relative to the largest logit so far. `chosen` are keys whose mass is wanted."""
+    """Compute row statistics in one pass, with sums relative to the largest logit so far; `chosen` keys get a mass."""
     frame = problem.frame
     shape = (frame.B, frame.H, frame.Q)
     lse, entropy, largest, distance = torch.zeros((4, *shape), dtype=problem.compute_dtype, device=query.device)
@@ -81,7 +81,7 @@ def statistics(problem: Problem, query: Tensor, key: Tensor, top: int, chosen: T
 
 
 class _RunningSums:
-    """Running sums of a row of tiles: of e^s, s·e^s and |p - j|·e^s, and of e^s over chosen keys."""
+    """Running sums of a row of tiles: of e^s, s·e^s, |p - j|·e^s, and of e^s over the chosen keys."""
 
     def __init__(self, like: Tensor, top: int, is_chosen: Tensor) -> None:
         self.largest = torch.full_like(like, float("-inf"))
@@ -113,7 +113,7 @@ class _RunningSums:
         return torch.where(lse == float("-inf"), 0.0, self.chosen * (anchor - lse).exp())
 
     def finish(self, sink: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """lse, entropy, max_logit, distance."""
+        """Return lse, entropy, max_logit, distance."""
         anchor = self.largest.masked_fill(self.largest == float("-inf"), 0.0)
         lse = anchor + self.mass.log()
         weighted = self.logit_mass / self.mass
@@ -129,7 +129,7 @@ class _RunningSums:
 
 
 def pooled_weights(problem: Problem, query: Tensor, key: Tensor, size: tuple[int, int]) -> Tensor:
-    """The weights (B, H, Q, K), averaged to (B, H, *size) as adaptive_avg_pool2d does; two passes."""
+    """Average the weights (B, H, Q, K) to (B, H, *size) like adaptive_avg_pool2d, in two passes."""
     frame = problem.frame
     result = torch.zeros((frame.B, frame.H, *size), dtype=problem.compute_dtype, device=query.device)
     if problem.empty:
@@ -157,7 +157,7 @@ def _lse(tiles: Iterator[tuple[Tensor, Indices]], sink: Tensor | None, like: Ten
 
 
 def _pool(part: slice, length: int, bins: int, like: Tensor) -> tuple[Tensor, slice]:
-    """How much of each place of a part goes into the bins that it touches, (places, touched), and these bins."""
+    """Return the share of each index of a part in the bins that it touches, (indices, touched), and these bins."""
     n = torch.arange(bins)
     start, stop = n * length // bins, -(-(n + 1) * length // bins)
     touched = ((stop > part.start) & (start < part.stop)).nonzero().flatten()
@@ -171,7 +171,7 @@ def _pool(part: slice, length: int, bins: int, like: Tensor) -> tuple[Tensor, sl
 def _logit_rows(
     problem: Problem, pieces: TiledInputs
 ) -> Iterator[tuple[TileRow, Iterator[tuple[Tensor, Indices]], Tensor | None]]:
-    """Every row of tiles with the logits of its tiles and its sink."""
+    """Iterate over the rows of tiles with the logits of their tiles and the sink."""
     for row in tile_rows(problem):
         query = pieces.query(row).to(problem.compute_dtype)
         place = problem.frame.indices(*row.box, slice(0, 0), query.device)

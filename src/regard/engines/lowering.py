@@ -1,7 +1,7 @@
-"""What the compiled kernels are given: a problem of which all that costs O(N·D) is done by torch, around the kernel.
+"""Lowering a problem to the inputs of the compiled kernels; torch does all O(N·D) work around the kernel.
 
-A cosine is a dot product of unit vectors, a learned scale is multiplied into the query, a bias that only distance tells
-becomes one vector; torch differentiates these. What a second derivative needs is here too: the same by tiles.
+A cosine is a dot product of unit vectors, a learned scale is multiplied into the query, a bias that depends on distance
+only becomes one vector; torch differentiates these. `attend_lowered` computes the same by tiles for second derivatives.
 """
 
 from __future__ import annotations
@@ -22,28 +22,28 @@ from regard.scores import Additive, Dot
 
 
 class LoweredConstants(NamedTuple):
-    """What of a call is not differentiated."""
+    """The inputs of a call that are not differentiated."""
 
-    # nothing, (start, stop), or (pointer, start, stop, bits_index, bits) of a tile table
+    # (), (start, stop), or (pointer, start, stop, bits_index, bits) of a tile table
     mask_layout: tuple[Tensor, ...]
     offset: Tensor | None  # (B,) int64, with Shaw's tables only
     seed: Tensor | None
     numbers: tuple[float, float, float, float]  # scale, softcap or 0, temperature, dropout
-    sizes: tuple[int, int, int, int]  # radius, whether the mass by distance is wanted, strides of the tile table
-    problem: Problem | None = None  # for a second differentiation
+    sizes: tuple[int, int, int, int]  # radius, whether the mass by distance is requested, strides of the tile table
+    problem: Problem | None = None  # for second derivatives
 
 
 class LoweredTensors(NamedTuple):
-    """The tensors that are differentiated."""
+    """The inputs of a call that are differentiated."""
 
     query: Tensor
     key: Tensor
     value: Tensor
     diagonal: Tensor | None  # (B or 1, H or 1, 1, Q + K - 1)
     row_table: Tensor | None  # (B, H, Q, 2R + 1)
-    bias: Tensor | None  # four axes, each whole or 1
+    bias: Tensor | None  # four axes, each full or 1
     sink: Tensor | None  # (H,)
-    weight: Tensor | None  # (1, H or 1, 1, D), of the additive score
+    weight: Tensor | None  # (1, H or 1, 1, D), for the additive score
 
 
 def lower(problem: Problem, query: Tensor, key: Tensor, value: Tensor) -> tuple[LoweredTensors, Shaw | None, float]:
@@ -54,7 +54,7 @@ def lower(problem: Problem, query: Tensor, key: Tensor, value: Tensor) -> tuple[
     original = query
     if isinstance(score, Additive):
         weight, scale = score.weight.to(problem.compute_dtype).reshape(1, -1, 1, problem.D).contiguous(), 1.0
-        if weight.shape[1] > 1 and problem.G < frame.H:  # the kernel has one weight for the heads that share a key
+        if weight.shape[1] > 1 and problem.G < frame.H:  # the kernel has one weight for all heads that share a key
             key, value = (t.repeat_interleave(frame.H // problem.G, 1) for t in (key, value))
     elif isinstance(scale, Tensor) or not isinstance(score, Dot):
         query, key, scale = sdpa.as_dot(problem, query, key)
@@ -84,38 +84,38 @@ def lower(problem: Problem, query: Tensor, key: Tensor, value: Tensor) -> tuple[
 def select_part(
     x: LoweredTensors, fixed: LoweredConstants, head: int | None, rows: Tensor
 ) -> tuple[LoweredTensors, LoweredConstants]:
-    """The same for one head, or all, and some rows, ascending; what is visible is already that of the rows.
+    """Select one head (or all) and some ascending rows; the mask layout is already that of the rows.
 
-    Along a diagonal, and with Shaw's table, the rows must be neighbours.
+    With a diagonal or Shaw's table, the rows must be contiguous.
     """
     H, Q, K, first, count = x.query.shape[1], x.query.shape[2], x.key.shape[2], int(rows[0]), len(rows)
-    neighbours = int(rows[-1]) - first + 1 == count
+    contiguous = int(rows[-1]) - first + 1 == count
 
-    def of_head(tensor: Tensor) -> Tensor:
+    def select_head(tensor: Tensor) -> Tensor:
         if head is None or tensor.shape[1] == 1:
             return tensor
         at = head * tensor.shape[1] // H
         return tensor[:, at : at + 1]
 
-    def of_rows(tensor: Tensor | None) -> Tensor | None:
+    def select_rows(tensor: Tensor | None) -> Tensor | None:
         if tensor is None or tensor.shape[2] == 1:
-            return None if tensor is None else of_head(tensor)
-        tensor = of_head(tensor)
-        return tensor[:, :, first : first + count] if neighbours else tensor[:, :, rows]
+            return None if tensor is None else select_head(tensor)
+        tensor = select_head(tensor)
+        return tensor[:, :, first : first + count] if contiguous else tensor[:, :, rows]
 
-    query = of_rows(x.query)
+    query = select_rows(x.query)
     assert query is not None
     diagonal, layout, strides = x.diagonal, fixed.mask_layout, fixed.sizes[2:]
     if diagonal is not None:
-        diagonal = of_head(diagonal)[..., Q - first - count : Q - first + K - 1]
+        diagonal = select_head(diagonal)[..., Q - first - count : Q - first + K - 1]
     if len(layout) == 2:
-        layout = of_head(layout[0]), of_head(layout[1])
+        layout = select_head(layout[0]), select_head(layout[1])
     elif layout and head is not None:
         layout, strides = (layout[0][head * strides[1] :], *layout[1:]), (strides[0], 0)
     part = LoweredTensors(
-        query, of_head(x.key), of_head(x.value), diagonal, of_rows(x.row_table), of_rows(x.bias),
+        query, select_head(x.key), select_head(x.value), diagonal, select_rows(x.row_table), select_rows(x.bias),
         x.sink if head is None or x.sink is None else x.sink[head : head + 1],
-        None if x.weight is None else of_head(x.weight),
+        None if x.weight is None else select_head(x.weight),
     )  # fmt: skip
     offset = None if fixed.offset is None else fixed.offset + first
     return part, fixed._replace(mask_layout=layout, offset=offset, sizes=(*fixed.sizes[:2], *strides))
@@ -123,13 +123,13 @@ def select_part(
 
 @dataclass(eq=False)
 class _LoweredBias(Bias):
-    """The biases as the kernel has them. Its value half is the mass by distance, in columns of its own."""
+    """The lowered biases. The value part is the mass by distance, in extra columns of the output."""
 
     diagonal: Tensor | None
     row_table: Tensor | None
     dense: Tensor | None
     radius: int
-    values: int  # columns of the output before those of the mass; 0 without a mass by distance
+    values: int  # number of output columns before those of the mass; 0 without a mass by distance
 
     def tile(self, at: Indices, query: Tensor, scale: float | Tensor) -> Tensor:
         total = query.new_zeros(())

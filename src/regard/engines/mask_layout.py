@@ -1,4 +1,4 @@
-"""What a mask leaves visible, in the form that the compiled kernels read: intervals of keys, or tiles with bits."""
+"""Mask layouts: the visible keys of each row in the form that the kernels read, as intervals or as tiles with bits."""
 
 from __future__ import annotations
 
@@ -15,27 +15,27 @@ from regard.geometry import Frame, Indices
 from regard.masks import Mask, tiles
 
 TILE = 64
-CHUNK_ENTRIES = 1 << 20  # places that a mask is asked for at once
+CHUNK_ENTRIES = 1 << 20  # entries of a mask evaluated per chunk
 
 LayoutTensors = tuple[tuple[Tensor, ...], tuple[int, int]]
 
 
 def layout_tensors(mask: Mask, key: tuple) -> LayoutTensors:
-    """The keys that each row sees, as the kernel reads them, and the strides of a tile table."""
+    """The visible keys of each row for the kernels, and the strides of a tile table."""
     layout = mask_layout(mask, key)
     return layout.tensors, layout.strides
 
 
 @dataclass(frozen=True, eq=False)
 class MaskLayout:
-    """What the kernels read of a mask; addresses of its tensors hold while it lives."""
+    """A mask layout with the addresses of its tensors, valid while it lives."""
 
     tensors: tuple[Tensor, ...]
     strides: tuple[int, int]
 
 
 def mask_layout(mask: Mask, key: tuple) -> MaskLayout:
-    """The layout of a mask for the frame with this key, remembered by the mask's content."""
+    """Return the layout of a mask for the frame with this key, cached by the mask's content."""
     mask = mask.snapshot()
     content = mask.content()
     known = None if content is None else ("layout", content, key)
@@ -60,7 +60,7 @@ def _build_layout(mask: Mask, key: tuple) -> LayoutTensors:
 
 
 def layout_for_rows(mask: Mask, frame: Frame, rows: Tensor) -> LayoutTensors:
-    """The same for some rows, numbered anew. Only these are asked for: a few rows of a long call cost little."""
+    """Build the layout of some rows, renumbered; only these rows are evaluated."""
     with without_transforms():
         return _build_for_rows(mask, frame, rows)
 
@@ -79,8 +79,8 @@ def _build_for_rows(mask: Mask, frame: Frame, rows: Tensor) -> LayoutTensors:
         allowed = np.zeros((len(part), wide * TILE), bool)
         allowed[:, : frame.K] = bits.expand(len(part), frame.K).numpy()
         words[b, h, first : first + len(part)] = np.packbits(allowed, -1, bitorder="little").view(np.int64)
-    words = words.reshape(batch, heads, tall, TILE, wide).swapaxes(3, 4)  # one word for each row of a tile
-    lines = np.arange(batch * heads * tall + 1)  # one run each, of tiles that are all told by their bits
+    words = words.reshape(batch, heads, tall, TILE, wide).swapaxes(3, 4)  # one word per row of a tile
+    lines = np.arange(batch * heads * tall + 1)  # one run each, of partial tiles with bits
     start = np.zeros(len(lines) - 1, np.int32)
     arrays = lines, start, start + np.int32(wide), lines[:-1] * wide, words
     strides = (heads * tall if batch > 1 else 0, tall if heads > 1 else 0)
@@ -88,7 +88,7 @@ def _build_for_rows(mask: Mask, frame: Frame, rows: Tensor) -> LayoutTensors:
 
 
 def _bits(mask: Mask, frame: Frame) -> np.ndarray:
-    """One int64 for each row of each partial tile, bit `c` for its column `c`; (tiles, 64)."""
+    """Return one int64 per row of each partial tile, with bit `c` for column `c`; (tiles, 64)."""
     table = tiles(mask, frame, (TILE, TILE))
     line = np.repeat(np.arange(len(table.pointer) - 1), np.diff(table.pointer))
     count = np.where(table.full, 0, table.stop - table.start)

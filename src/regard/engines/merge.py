@@ -1,4 +1,4 @@
-"""Results over parts of the keys, merged into the result over all of them."""
+"""Merging results over shards of the keys."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from torch import Tensor
 
 
 def merge(outputs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """The output and log-sum-exp over the union of disjoint key shards, from those over each shard.
+    """Merge outputs and log-sum-exps over disjoint shards of the keys into those over all keys.
 
-    outputs (..., Q, E) and lses (..., Q), as `attention(..., return_lse=True)` gives them. A sink must be given to one
-    shard only, because the log-sum-exp includes it.
+    outputs (..., Q, E) and lses (..., Q) are results of `attention(..., return_lse=True)`. Pass a sink for one shard
+    only, because the log-sum-exp includes it.
 
     >>> import regard as rg, torch
     >>> q, k, v = torch.randn(3, 1, 2, 8, 4)
@@ -23,13 +23,13 @@ def merge(outputs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Tensor, Te
     """
     outputs, lses = list(outputs), list(lses)
     if not all(isinstance(tensor, Tensor) for tensor in (*outputs, *lses)):
-        raise TypeError("merge: outputs and lses must be tensors, as attention(..., return_lse=True) gives them")
+        raise TypeError("merge: outputs and lses must be tensors, as returned by attention(..., return_lse=True)")
     if not outputs or len(outputs) != len(lses):
-        raise ValueError(f"merge takes as many outputs as lses, at least one, but {len(outputs)} and {len(lses)} came")
+        raise ValueError(f"merge needs as many outputs as lses, at least one, got {len(outputs)} and {len(lses)}")
     for output, lse in zip(outputs, lses, strict=True):
         if output.shape[:-1] != lse.shape or output.shape != outputs[0].shape:
             raise ValueError(
-                "merge: outputs must all be (..., Q, E) and lses (..., Q), but came as "
+                "merge: outputs must all be (..., Q, E) and lses (..., Q), got "
                 f"{[tuple(x.shape) for x in outputs]} and {[tuple(x.shape) for x in lses]}"
             )
     stacked = torch.stack(lses)  # (shards, ..., Q)
@@ -44,7 +44,7 @@ def merge(outputs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Tensor, Te
 
 
 def merge_into(output: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
-    """The same of two, in place: output (..., Q, E) and lse (..., Q) become those over a shard more."""
+    """Merge one more shard into output (..., Q, E) and lse (..., Q), in place."""
     total = torch.logaddexp(lse, part_lse)
     nothing = total == float("-inf")
     own, others = ((x - total).exp().masked_fill(nothing, 0.0).unsqueeze(-1) for x in (lse, part_lse))

@@ -1,4 +1,4 @@
-"""x Wᵀ + b with a packed weight: a weight re-laid once for the GEMM kernel."""
+"""x Wᵀ + b with a packed weight: a weight re-laid for the GEMM kernel."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from regard.engines import native
 
-PADDING = 1.1  # rows of the packed form per row of the weight, at most
+PADDING = 1.1  # largest ratio of packed rows to rows
 _aten = torch.ops.aten
 _SAME = (_aten.detach.default, _aten.alias.default)
 _SAVES_STATE = nn.Module._save_to_state_dict.__code__
@@ -29,9 +29,9 @@ _MEMORY = {
 class PackedWeight(Tensor):
     """A float32 weight (N, K) in the layout of the GEMM kernel, read-only.
 
-    It has shape, dtype and `requires_grad` of the weight. Without gradients, `F.linear` multiplies by it as it is and
-    `F.embedding` looks rows up in it; every other call reads a copy in the plain layout, which `clone()` returns, so
-    that all derivatives are those of the plain weight. A write, or a view that could be written to, raises.
+    It has the shape, dtype and `requires_grad` of the weight. Without gradients, `F.linear` and `F.embedding` read it
+    directly; every other call reads a copy in the plain layout, also returned by `clone()`, so that all derivatives are
+    those of the plain weight. A write, or a view that could be written to, raises.
 
     >>> import torch
     >>> from regard.engines.packed_linear import PackedWeight
@@ -44,7 +44,7 @@ class PackedWeight(Tensor):
     """
 
     panels: Tensor  # (panels, K, rows of a panel)
-    rows: int  # N; the last panel is filled up with zeros
+    rows: int  # N; the last panel is padded with zeros
 
     @staticmethod
     def __new__(cls, panels: Tensor, rows: int, requires_grad: bool = False) -> PackedWeight:
@@ -83,7 +83,7 @@ class PackedWeight(Tensor):
             return _linear(*args, **kwargs)
         if func is F.embedding and type(_weight_argument(args, kwargs)) is PackedWeight:
             return _embedding(*args, **kwargs)
-        # A state dict holds plain copies. It may be that of any module that shares the weight, so hooks are no help.
+        # A state dict holds plain copies. Hooks do not help: it may belong to any module that shares the weight.
         if func is Tensor.detach and not torch.compiler.is_compiling() and sys._getframe(1).f_code is _SAVES_STATE:
             return args[0].unpack()
         if func in _MEMORY:
@@ -125,7 +125,7 @@ class PackedWeight(Tensor):
 
 
 def project(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, rows: tuple[int, int] | None = None) -> Tensor:
-    """`F.linear(x, weight, bias)`, (..., K) to (..., N); `rows = (first, last)` takes only these of weight and bias.
+    """Compute `F.linear(x, weight, bias)`, (..., K) to (..., N), or only the rows `(first, last)` of the weight.
 
     >>> import torch
     >>> from regard.engines.packed_linear import project
@@ -141,7 +141,7 @@ def project(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, rows: tupl
 
 
 def why_not(weight: Tensor) -> str:
-    """Why a weight cannot be packed, or nothing."""
+    """Return the reason why a weight cannot be packed, or an empty string."""
     if problem := native.why_missing():
         return problem
     if type(weight) not in (Tensor, nn.Parameter):
@@ -162,7 +162,7 @@ def _linear(input: Tensor, weight: PackedWeight, bias: Tensor | None = None, row
     if not _may_multiply(input, weight, bias):
         return project(input, weight.clone(), bias, rows=rows)
     first, last = rows or (0, weight.rows)
-    extra = first % native.panel_rows()  # columns of the first panel that are not wanted
+    extra = first % native.panel_rows()  # leading columns of the first panel to drop
     flat = input.reshape(-1, input.shape[-1])
     flat = flat if flat.stride(1) == 1 else flat.contiguous()
     out = input.new_empty((*input.shape[:-1], last - first + extra))
@@ -184,7 +184,7 @@ def _embedding(
 
 
 def _may_multiply(x: Tensor, weight: PackedWeight, bias: Tensor | None) -> bool:
-    """Whether the kernel can compute this call, and no derivative of it is asked for."""
+    """Whether the kernel can compute this call and no derivative is needed."""
     if not _is_eager() or torch._C._is_any_autocast_enabled():
         return False
     if not _is_plain(x) or x.dtype != torch.float32 or x.shape[-1:] != weight.panels.shape[1:2]:
@@ -199,7 +199,7 @@ def _may_multiply(x: Tensor, weight: PackedWeight, bias: Tensor | None) -> bool:
 
 
 def _is_plain(x: Tensor) -> bool:
-    """Whether x is memory of a CPU that holds the numbers of x."""
+    """Whether x is plain CPU memory."""
     return (
         type(x) in (Tensor, nn.Parameter)
         and x.is_cpu
@@ -212,7 +212,7 @@ def _is_plain(x: Tensor) -> bool:
 
 
 def _is_eager() -> bool:
-    """Whether a call is computed here and now: not compiled, recorded, transformed or differentiated forward."""
+    """Whether a call is executed eagerly: not compiled, recorded, transformed or differentiated in forward mode."""
     if torch.jit.is_tracing() or torch.compiler.is_exporting():
         raise RuntimeError("a frozen model cannot be exported or traced: call rg.nn.thaw(model) first")
     return not (
@@ -225,7 +225,7 @@ def _is_eager() -> bool:
 
 def _refuse(what: str) -> NoReturn:
     raise RuntimeError(
-        f"a packed weight is read-only, and {what} would write to it or return a view of it; call rg.nn.thaw(model) "
+        f"a packed weight is read-only, but {what} would write to it or return a view of it; call rg.nn.thaw(model) "
         "first, or read a copy, weight.clone()"
     )
 
@@ -235,7 +235,7 @@ def _weight_argument(args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
 
 
 def _copy(x: Tensor) -> Tensor:
-    return x.clone(memory_format=torch.contiguous_format)  # contiguous() of panels of one column is no copy
+    return x.clone(memory_format=torch.contiguous_format)  # contiguous() of panels with one column does not copy
 
 
 def _unpack_if_packed(value: Any) -> Any:
@@ -248,12 +248,12 @@ def _changes_type(weight: PackedWeight, wanted: dict[str, Any]) -> bool:
 
 
 def _attributes(weight: PackedWeight) -> dict[str, Any]:
-    """What was set on the parameter, such as `_is_param`."""
+    """Return the attributes set on the parameter, such as `_is_param`."""
     return {name: value for name, value in weight.__dict__.items() if name not in ("panels", "rows")}
 
 
 def _rebuild(plain: Tensor, requires_grad: bool, attributes: dict[str, Any]) -> Tensor:
-    """A pickled weight, packed for the kernels of this machine if it has them."""
+    """Restore a pickled weight, packed for the kernels of this machine if it has them."""
     weight: Tensor = nn.Parameter(plain, requires_grad)
     weight = weight if why_not(weight) else PackedWeight.pack(weight)
     weight.__dict__.update(attributes)

@@ -1,4 +1,4 @@
-"""The door between what an attention is and how it is computed: one validated call, without its tensors."""
+"""A validated attention call without its tensors: the interface between descriptions and engines."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True, eq=False)
 class Problem:
-    """Sizes, dtype and description of one call; engines take it together with 4-D query, key and value."""
+    """Sizes, dtype and description of one call. Engines take it together with 4-D query, key and value."""
 
     frame: Frame
     G: int
@@ -35,17 +35,17 @@ class Problem:
     sink: float | Tensor | None
     dropout: float
     grad: bool  # whether anything requires grad
-    lse: bool  # whether the log-sum-exp was asked for
-    tangent: bool = False  # whether anything has a tangent, or may have one behind a torch.func transform
-    torch_only: bool = False  # whether derivatives may be asked for that only torch's own operators give
+    lse: bool  # whether the log-sum-exp is requested
+    tangent: bool = False  # whether any tensor has a tangent, or may have one inside a torch.func transform
+    torch_only: bool = False  # whether only torch's own operators provide all derivatives that may be requested
     direct: bool = True  # whether the kernels may read the tensors in place, see `tensor_memory.is_direct`
     broadcasts: bool = False  # whether query, key or value has a batch axis of 1 that broadcasts
     sharded: bool = False  # whether one of the tensors is a DTensor
-    memo: dict = field(default_factory=dict, init=False)  # what engines remember of the problem
+    memo: dict = field(default_factory=dict, init=False)  # cache for engines
 
     @property
     def compute_dtype(self) -> torch.dtype:
-        """What sums are kept in: float32 at least."""
+        """The dtype of sums: at least float32."""
         return torch.float64 if self.dtype == torch.float64 else torch.float32
 
     @property
@@ -60,13 +60,13 @@ class Problem:
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """The description's own tensors that may require grad; a modifier may close over more."""
+        """The tensors of the description that may require grad; a modifier may close over more."""
         own = self.score.tensors() + (self.bias.tensors() if self.bias is not None else ())
         return own + ((self.sink,) if isinstance(self.sink, Tensor) else ())
 
     @property
     def custom(self) -> bool:
-        """Whether score or bias is code of the user, which may use any tensors and draw random numbers."""
+        """Whether score or bias is user code, which may use any tensors and draw random numbers."""
         return type(self.score) not in BUILT_IN or not (self.bias is None or is_built_in(self.bias))
 
     def closes_over_trainable(self) -> bool:
@@ -89,10 +89,10 @@ RunFunction = Callable[[Problem, Tensor, Tensor, Tensor, "Tensor | None"], tuple
 class Engine:
     """One way to compute a problem.
 
-    `why_not(problem)` gives the reasons why it cannot, and `why_avoid(problem)` why it can but should be left to
-    those who ask for it by name. `run(problem, query, key, value, seed)` gives the output (B, H, Q, E) and the
-    log-sum-exp (B, H, Q), or None where an engine has none. `peak_bytes(problem)` is what it needs beyond inputs and
-    output; `dense(problem)` tells whether it also computes the tiles that the mask leaves empty.
+    `why_not(problem)` returns the reasons why it does not support the problem, `why_avoid(problem)` the reasons why it
+    should not be picked automatically. `run(problem, query, key, value, seed)` returns the output (B, H, Q, E) and the
+    log-sum-exp (B, H, Q), or None if the engine has none. `peak_bytes(problem)` is the memory beyond inputs and output.
+    `dense(problem)` is whether it also computes the tiles that the mask leaves empty.
     """
 
     name: str
@@ -104,14 +104,14 @@ class Engine:
 
 
 def exceeds(needed: int, limit: int) -> bool:
-    """Whether an engine needs more memory than is reasonable; an exported graph has one engine for all lengths."""
+    """Whether an engine exceeds its memory limit; never with symbolic sizes, since a graph has one engine for all."""
     if torch.compiler.is_exporting() and isinstance(needed, torch.SymInt):
         return False
     return needed > limit
 
 
 def check_tensors(query: Tensor, key: Tensor, value: Tensor | None) -> None:
-    """Raise unless query, key and value fit one another."""
+    """Raise unless query, key and value have compatible types and shapes."""
     named = {"query": query, "key": key} | ({} if value is None else {"value": value})
     for name, tensor in named.items():
         _check_tensor(name, tensor)
@@ -119,10 +119,8 @@ def check_tensors(query: Tensor, key: Tensor, value: Tensor | None) -> None:
         raise ValueError(f"{_join_names(named)} must have the same number of axes, but are {_format_shapes(named)}")
     for attribute in ("dtype", "device"):
         if len({getattr(tensor, attribute) for tensor in named.values()}) > 1:
-            came = ", ".join(f"{name} {getattr(tensor, attribute)}" for name, tensor in named.items())
-            raise TypeError(
-                f"{_join_names(named)} must share one {attribute}, but came as {came}; convert with .to(...)"
-            )
+            actual = ", ".join(f"{name} {getattr(tensor, attribute)}" for name, tensor in named.items())
+            raise TypeError(f"{_join_names(named)} must share one {attribute}, but are {actual}; convert with .to(...)")
     if query.shape[-1] != key.shape[-1]:
         raise ValueError(
             f"query and key must have the same width D, but query is {format_shape(query)} and key "
@@ -148,12 +146,12 @@ def check_tensors(query: Tensor, key: Tensor, value: Tensor | None) -> None:
 
 
 def batch_size(*tensors: Tensor) -> int:
-    """The batch axis that tensors share, some of which may have a batch of 1, or no such axis."""
+    """Return the common batch size of tensors, some of which may have a batch of 1 or no batch axis."""
     return next((tensor.shape[0] for tensor in tensors if tensor.dim() == 4 and tensor.shape[0] != 1), 1)
 
 
 def broadcast_batch(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Tensors of four axes as views that share one batch axis, where some have a batch of 1."""
+    """Expand 4-D tensors with a batch of 1 to the common batch size, as views."""
     if tensors[0].dim() < 4:
         return tensors
     batch = batch_size(*tensors)
@@ -170,7 +168,7 @@ def _check_tensor(name: str, tensor: Any) -> None:
         )
     if not 2 <= tensor.dim() <= 4:
         raise ValueError(
-            f"{name} must have two to four axes, (length, width) and before them heads, and batch before these, "
+            f"{name} must have two to four axes, (N, D), (heads, N, D) or (B, heads, N, D), "
             f"but is {format_shape(tensor)}"
         )
 

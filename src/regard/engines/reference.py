@@ -1,8 +1,8 @@
-"""The definition: dense, in any dtype, on one screen. Everything else is tested against it.
+"""The reference: dense, in any dtype, on one screen. Every other engine is tested against it.
 
-logits  = (score(q, k) + bias) / temperature, -inf where the mask says no
-weights = softmax over keys of logits, and of the sink
-output  = dropout(weights) @ v, plus the value half of a relative position scheme
+logits  = (score(q, k) + bias) / temperature, -inf where the mask is False
+weights = softmax over keys of logits, including the sink
+output  = dropout(weights) @ v, plus the value part of a relative position scheme
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from regard.geometry import Indices
 from regard.positions.biases import Bias
 from regard.scores import Additive
 
-DENSE_BYTES = 1 << 28  # above this, dense weights are left to an engine that needs none
+DENSE_BYTES = 1 << 28  # above this, an engine without dense weights is preferred
 
 
 def run(problem: Problem, query: Tensor, key: Tensor, value: Tensor, seed: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -35,9 +35,9 @@ def run(problem: Problem, query: Tensor, key: Tensor, value: Tensor, seed: Tenso
 def logits(
     problem: Problem, query: Tensor, key: Tensor, at: Indices, bias: Bias | None, bad: Tensor | None, full: bool = False
 ) -> Tensor:
-    """The logits of some queries (b, h, q, D) and keys (b, h, k, D) at their places; `full` needs no mask.
+    """Return the logits of queries (b, h, q, D) and keys (b, h, k, D) at these indices; `full` skips the mask.
 
-    A key that is `bad`, and visible, makes the row NaN.
+    A visible key that is `bad` (not finite) makes the row NaN.
     """
     scores = problem.score.tile(query, key, at)
     if bias is not None:
@@ -52,7 +52,7 @@ def logits(
 
 
 def softmax(logits: Tensor, sink: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Weights (..., q, k) and log-sum-exp (..., q). A row of nothing but -inf has weights 0 and log-sum-exp -inf."""
+    """Return weights (..., q, k) and log-sum-exp (..., q); a row of only -inf has weights 0 and log-sum-exp -inf."""
     largest = (
         logits.detach().amax(-1, keepdim=True)
         if logits.shape[-1]
@@ -73,10 +73,10 @@ def softmax(logits: Tensor, sink: Tensor | None) -> tuple[Tensor, Tensor]:
 def prepare_operands(
     problem: Problem, query: Tensor, key: Tensor, value: Tensor
 ) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor | None]:
-    """Query, key and value in the dtype of the arithmetic, with one key and value head for each query head.
+    """Return query, key and value in the compute dtype, with one key and value head per query head, and bad keys.
 
-    Under a mask, keys and values that are not finite are replaced by 0, so that they cannot reach those who may not
-    look at them, and told beside: (B, H, K) bool.
+    With a mask, non-finite keys and values are replaced by 0, so that they cannot reach queries that may not attend to
+    them, and marked in the last result: (B, H, K) bool.
     """
     query, key, value = (tensor.to(problem.compute_dtype) for tensor in (query, key, value))
     bad = None
@@ -89,14 +89,14 @@ def prepare_operands(
 
 
 def replace_nonfinite(key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Key and value with 0 for what is not finite, and which rows had such: (B, G, K)."""
+    """Replace non-finite keys and values by 0, and return which keys had such: (B, G, K)."""
     good_key, good_value = key.isfinite(), value.isfinite()
     bad = ~(good_key.all(-1) & good_value.all(-1))
     return torch.where(good_key, key, 0.0), torch.where(good_value, value, 0.0), bad
 
 
 def sink_logit(problem: Problem, at: Indices, like: Tensor) -> Tensor | None:
-    """The sink's logit beside (b, h, q, 1)."""
+    """Return the logit of the sink, broadcast to (b, h, q, 1)."""
     if problem.sink is None:
         return None
     sink = torch.as_tensor(problem.sink, dtype=like.dtype, device=like.device).reshape(-1)

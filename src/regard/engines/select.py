@@ -1,4 +1,4 @@
-"""Which engine computes a problem, and why not another."""
+"""Engine selection, and explanations of it."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from regard.engines.tiled import tile_size
 from regard.masks import tiles
 
 ENGINES: dict[str, Engine] = {engine.ENGINE.name: engine.ENGINE for engine in (native, sdpa, flex, reference, tiled)}
-"""In the order of preference; the first that has nothing against it computes."""
+"""Engines in order of preference; the first without an objection is picked."""
 
 
 class CannotCompute(ValueError):
-    """The engine that was asked for by name cannot compute the call, for these `reasons`.
+    """Raised when the engine requested by name does not support the call, for these `reasons`.
 
     >>> import regard as rg, torch
     >>> q, k, v = torch.randn(3, 1, 1, 4, 8)
@@ -29,12 +29,14 @@ class CannotCompute(ValueError):
     """
 
     def __init__(self, name: str, reasons: list[str], able: list[str]) -> None:
-        super().__init__(f"engine {name!r} cannot compute this: {'; '.join(reasons)}. These can: {', '.join(able)}")
+        super().__init__(
+            f"engine {name!r} cannot compute this: {'; '.join(reasons)}. Engines that can: {', '.join(able)}"
+        )
         self.reasons = reasons
 
 
 def select(problem: Problem, name: str | None = None) -> Engine:
-    """The engine asked for, or the first that has nothing against the problem."""
+    """Return the engine with this name, or the first without an objection to the problem."""
     if name is not None:
         if not isinstance(name, str) or name not in ENGINES:
             raise ValueError(f"engine must be one of {', '.join(ENGINES)}, but is {name!r}")
@@ -50,7 +52,7 @@ def select(problem: Problem, name: str | None = None) -> Engine:
 
 @contextmanager
 def exclude_engine(name: str) -> Iterator[None]:
-    """Within, an engine is passed over: a graph that others are to run is made of torch's own operators."""
+    """Exclude an engine, so that an exported graph consists of torch's own operators."""
     before = dict(ENGINES)
     ENGINES.pop(name)
     try:
@@ -62,15 +64,15 @@ def exclude_engine(name: str) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Explanation:
-    """How a call is computed: `print` it.
+    """How a call is computed; `print` it for a summary.
 
     >>> import regard as rg, torch
     >>> q, k, v = torch.randn(3, 1, 1, 256, 8)
     >>> rg.Attention(mask=rg.causal()).explain(q, k, v, engine="reference").flops
     2097152
 
-    `tiles` are visited and in all, `flops` those of the forward pass, `peak_bytes` what is needed beyond inputs and
-    output, `reasons` what speaks against each engine that was passed over.
+    `tiles` are visited and total tiles, `flops` those of the forward pass, `peak_bytes` the memory beyond inputs and
+    output, `reasons` the objections to each engine that was not picked.
     """
 
     description: str
@@ -97,7 +99,7 @@ class Explanation:
 
 
 def explain(problem: Problem, description: str, name: str | None = None) -> Explanation:
-    """What `select` decides, and what it will cost."""
+    """Return the result of `select` with its cost."""
     engine, frame = select(problem, name), problem.frame
     order = list(ENGINES)
     reasons = {

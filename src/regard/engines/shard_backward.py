@@ -1,6 +1,6 @@
-"""Gradients of a call whose keys are some of many, by the output and log-sum-exp over all of them.
+"""Gradients of a call on a shard of the keys, given output and log-sum-exp over all keys.
 
-A weight is exp(logit - lse) whatever other keys there are, so a part of the keys needs no forward pass of its own.
+A weight is exp(logit - lse) regardless of other keys, so a shard needs no separate forward pass.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ def shard_gradients(
     problem: Problem, tensors: Sequence[Tensor], seed: Tensor | None, inputs: Sequence[Tensor], output: Tensor,
     lse: Tensor, grad_output: Tensor, grad_lse: Tensor,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
-    """The gradients of `inputs`, of which query, key, value (the `tensors`) and the description were made.
+    """Return the gradients of `inputs`, from which query, key, value (the `tensors`) and the description are computed.
 
-    Output (B, H, Q, E) and lse (B, H, Q) are over all keys, the gradients are theirs. The problem has no sink: who
-    merges the parts has it.
+    Output (B, H, Q, E), lse (B, H, Q) and their gradients are over all keys. The problem has no sink: it belongs to the
+    code that merges the shards.
     """
     given = output, lse, grad_output, grad_lse
     values = problem.bias is not None and any(
         isinstance(p, Shaw) and p.values is not None for p in problem.bias.parts()
     )
-    if values or native.why_not(problem):  # the mass by distance that Shaw's values need is over these keys alone
+    if values or native.why_not(problem):  # the mass by distance that Shaw's values need covers these keys only
         made = [*tensors, *problem.tensors]
         wanted = [tensor.requires_grad for tensor in made]
         found = tiled.gradients(problem, seed, [tensor.detach() for tensor in made], wanted, *given)

@@ -1,10 +1,10 @@
 """Which tensors the compiled kernels may read in place.
 
-A kernel is given addresses. An address is the whole tensor only if the tensor is plain: of the type `Tensor` or
-`Parameter`, strided, materialised, with no pending negation, and with nothing in torch that must see the call.
-Negations (`c.conj().imag`) and zeros without storage are written out first. Every other call goes through the
-registered operator, which torch's dispatcher hands to subclasses (`__torch_dispatch__`) and modes (fake tensors,
-`make_fx`, FLOP counters, selective checkpointing), and records in graphs.
+A kernel is given addresses. An address describes the whole tensor only if it is plain: of type `Tensor` or `Parameter`,
+strided, materialised, without a pending negation, and with nothing in torch that must see the call. Negations
+(`c.conj().imag`) and zeros without storage are materialised first. Every other call goes through the registered
+operator, which torch's dispatcher passes to subclasses (`__torch_dispatch__`) and modes (fake tensors, `make_fx`, FLOP
+counters, selective checkpointing), and records in graphs.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ import torch
 from torch import Tensor, nn
 
 _TYPES = (Tensor, nn.Parameter)
-SMALLEST_ADDRESS = 1 << 40  # addresses below it are checked more closely
+SMALLEST_ADDRESS = 1 << 40  # smaller addresses are checked more closely
 
 
 def is_direct(tensors: Iterable[Tensor | None]) -> bool:
-    """Whether the kernels may be called with the memory of these CPU tensors, without torch's dispatcher.
+    """Whether the kernels may read the memory of these CPU tensors, bypassing torch's dispatcher.
 
     >>> import torch
     >>> from regard.engines.tensor_memory import is_direct
@@ -36,18 +36,18 @@ def is_direct(tensors: Iterable[Tensor | None]) -> bool:
 
 
 class NoMemory(ValueError):
-    """A tensor that a kernel was to read or write has no memory."""
+    """Raised when a tensor that a kernel should read or write has no memory."""
 
 
 def materialize(tensor: Tensor) -> Tensor:
-    """The same numbers in memory of their own, where they are a pending negation or zeros without storage."""
+    """Materialise a pending negation or zeros without storage."""
     if type(tensor) not in _TYPES:
         return tensor
     return tensor.clone() if tensor._is_zerotensor() else tensor.resolve_neg()
 
 
 def data_address(tensor: Tensor) -> int:
-    """Where the memory of a tensor begins, 0 where it has none; also of views, which add their offset to nothing."""
+    """Return the address of a tensor's memory, or 0 if it has none (the pointer of a view is then its offset)."""
     found = tensor.data_ptr()
     if found < SMALLEST_ADDRESS and found == tensor.storage_offset() * tensor.element_size():
         return 0
@@ -55,7 +55,7 @@ def data_address(tensor: Tensor) -> int:
 
 
 def is_sharded(tensors: Iterable[Tensor | None]) -> bool:
-    """Whether they are DTensors, all or none."""
+    """Whether the tensors are DTensors; raises if only some are."""
     module = sys.modules.get("torch.distributed.tensor")
     if module is None:
         return False
@@ -63,6 +63,6 @@ def is_sharded(tensors: Iterable[Tensor | None]) -> bool:
     if any(found) and not all(found):
         raise TypeError(
             "query, key, value and the tensors of the description must all be DTensors, or none; "
-            "pass the part of this process, .to_local(), or the whole, .full_tensor()"
+            "pass the local shards, .to_local(), or the whole tensors, .full_tensor()"
         )
     return any(found)

@@ -1,8 +1,8 @@
-"""Tile by tile in plain torch: exact, for every description, in memory that grows with Q + K and not with Q · K.
+"""Tiled attention in plain torch: exact for every description, in memory that grows with Q + K, not with Q · K.
 
-A tile gives its unnormalised sums relative to its own largest logit; sums of tiles are merged as they come. That
-largest logit is a constant to autograd, because the result does not depend on it. Backward computes every tile anew
-and lets autograd differentiate it, whatever the description holds. Tangents pass through the same operators.
+A tile returns unnormalised sums relative to its largest logit, and the sums of tiles are merged. The largest logit is a
+constant to autograd, because the result does not depend on it. Backward recomputes every tile and lets autograd
+differentiate it, for any description. Tangents pass through the same operators.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from regard.masks import tiles
 from regard.positions.biases import Bias
 from regard.scores import Additive, Modified
 
-TILE_ELEMENTS = 1 << 21  # what the largest intermediate of a tile may hold
+TILE_ELEMENTS = 1 << 21  # size limit of the largest intermediate of a tile
 
 
 def run(problem: Problem, query: Tensor, key: Tensor, value: Tensor, seed: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -44,7 +44,7 @@ def run(problem: Problem, query: Tensor, key: Tensor, value: Tensor, seed: Tenso
 
 @dataclass(frozen=True)
 class TileRow:
-    """A row of tiles of some batch rows and heads: its place, and the columns (and fullness) of its tiles."""
+    """A row of tiles for some batch rows and heads: its location, and the columns (and fullness) of its tiles."""
 
     batch: slice
     heads: slice
@@ -57,7 +57,7 @@ class TileRow:
 
 
 def tile_size(problem: Problem) -> tuple[int, int]:
-    """Rows and columns of a tile."""
+    """Return the rows and columns of a tile."""
     score = problem.score.score if isinstance(problem.score, Modified) else problem.score
     lead = problem.frame.B * problem.frame.H * (problem.D if isinstance(score, Additive) else 1)
     rows, columns = 256, 512
@@ -67,7 +67,7 @@ def tile_size(problem: Problem) -> tuple[int, int]:
 
 
 def tile_rows(problem: Problem) -> Iterator[TileRow]:
-    """The rows of tiles that the mask leaves; batch rows and heads go together unless the mask tells them apart."""
+    """Iterate over the rows of non-empty tiles; batch rows and heads are grouped if they share the mask."""
     frame, size = problem.frame, tile_size(problem)
     table = tiles(problem.mask, frame, size)
     for b in range(table.extent[0]):
@@ -81,7 +81,7 @@ def tile_rows(problem: Problem) -> Iterator[TileRow]:
 
 @dataclass(frozen=True)
 class Tile:
-    """What one tile is computed from."""
+    """The inputs of one tile."""
 
     query: Tensor  # (b, h, q, D)
     key: Tensor  # (b, g, k, D)
@@ -92,7 +92,7 @@ class Tile:
     full: bool
 
     def expand_heads(self, problem: Problem) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Key, value and bad keys, one for each query head, in the dtype of the arithmetic."""
+        """Return key, value and bad keys with one head per query head, in the compute dtype."""
         key, value, bad = self.key.to(problem.compute_dtype), self.value.to(problem.compute_dtype), self.bad
         if (repeats := self.query.shape[1] // key.shape[1]) > 1:
             key, value = key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)
@@ -101,7 +101,7 @@ class Tile:
 
 
 class TiledInputs:
-    """Query, key and value cut into tiles. Cut once: autograd then joins the gradients of the pieces once."""
+    """Query, key and value split into tiles. Split once, so that autograd joins the gradients of the pieces once."""
 
     def __init__(self, problem: Problem, query: Tensor, key: Tensor, value: Tensor | None) -> None:
         self.problem, self.size = problem, tile_size(problem)
@@ -136,7 +136,7 @@ class TiledInputs:
         return Tile(self.query(row), key, value, bad, self.problem.bias, at, full)
 
     def kv_head_slice(self, row: TileRow) -> slice:
-        """The key/value heads of the row's query heads."""
+        """Return the key/value heads of the row's query heads."""
         repeats = self.problem.frame.H // self.problem.G
         return slice(row.heads.start // repeats, (row.heads.stop - 1) // repeats + 1)
 
@@ -150,7 +150,7 @@ def _split(tensor: Tensor, *cuts: tuple[int, int]) -> list:
 def attend_by_tiles(
     problem: Problem, query: Tensor, key: Tensor, value: Tensor, seed: Tensor | None, save: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Output and log-sum-exp; with `save`, every tile is a checkpoint for autograd."""
+    """Return output and log-sum-exp; with `save`, every tile is a checkpoint for autograd."""
     pieces = TiledInputs(problem, query, key, value)
     rows = [_attend_row(problem, pieces, row, seed, save) for row in tile_rows(problem)]
     heads = problem.frame.H // pieces.heads
@@ -161,7 +161,7 @@ def attend_by_tiles(
 
 
 def _attend_row(problem: Problem, pieces: TiledInputs, row: TileRow, seed: Tensor | None, save: bool) -> Tensor:
-    """Output and log-sum-exp of a row of tiles, (b, h, q, E + 1)."""
+    """Return output and log-sum-exp of a row of tiles, (b, h, q, E + 1)."""
     query = pieces.query(row)
     sums = query[..., :1].to(problem.compute_dtype).masked_fill(query.new_ones((), dtype=torch.bool), 0.0)
     sums = sums * sums.new_zeros(problem.E + 1)
@@ -191,15 +191,15 @@ def _attend_row(problem: Problem, pieces: TiledInputs, row: TileRow, seed: Tenso
 def _attend_tile(
     problem: Problem, tile: Tile, seed: Tensor | None, known: list[Tensor] | None = None
 ) -> tuple[Tensor, Tensor]:
-    """The sums of a tile, weights times values and weights, (b, h, q, E + 1), and its largest logits (b, h, q, 1).
+    """Return the sums of a tile (weighted values, and weights), (b, h, q, E + 1), and its largest logits (b, h, q, 1).
 
-    A tile that is computed twice must give the same as what is `known` from the first time.
+    A recomputed tile must equal the `known` result of the first computation.
     """
     key, value, bad = tile.expand_heads(problem)
     scores = logits(problem, tile.query.to(problem.compute_dtype), key, tile.at, tile.bias, bad, tile.full)
     largest = scores.detach().amax(-1, keepdim=True)
     weights = (scores - _anchor(largest)).exp()
-    if known is not None:  # checked here, because a checkpoint stops where it has all that backward needs
+    if known is not None:  # checked here, because a checkpoint stops once it has all that backward needs
         mass = weights.detach().sum(-1, keepdim=True).log() + largest
         if not known:
             known.append(mass)
@@ -213,20 +213,20 @@ def _attend_tile(
 
 
 def _anchor(largest: Tensor) -> Tensor:
-    """What logits are taken relative to: the largest, or 0 where there is none."""
+    """Return the reference of the logits: the largest, or 0 if all are -inf."""
     return largest.masked_fill(largest == float("-inf"), 0.0)
 
 
 @dataclass(frozen=True, eq=False)
 class TiledOperator(Operator):
-    """The walk without a graph, of query, key, value and the description's tensors.
+    """The tiled computation without a graph, as an operator on query, key, value and the description's tensors.
 
-    Its gradients walk again, with a graph of one tile at a time.
+    Its gradients recompute the tiles, with a graph of one tile at once.
     """
 
     problem: Problem
     seed: Tensor | None
-    random_state: RandomState | None = None  # before the walk, if the description may draw random numbers
+    random_state: RandomState | None = None  # before the computation, if the description may draw random numbers
     outputs = 2
 
     def compute(self, tensors: Tensors) -> tuple[Tensor, Tensor]:
@@ -273,7 +273,7 @@ class TiledOperator(Operator):
 
 
 def with_tensors(problem: Problem, tensors: Tensors) -> Problem:
-    """The problem with other tensors in place of its description's."""
+    """Return the problem with other tensors in its description."""
     known: dict[int, Tensor] = {}
     for old, new in zip(problem.tensors, tensors, strict=True):
         known.setdefault(id(old), new)
@@ -307,7 +307,7 @@ def gradients(
     problem: Problem, seed: Tensor | None, tensors: list[Tensor], wanted: list[bool], output: Tensor, lse: Tensor,
     grad_output: Tensor, grad_lse: Tensor, *, whole: bool = False, motion: Motion | None = None,
 ) -> list[Tensor | None]:  # fmt: skip
-    """The gradients of query, key, value and the description's tensors; `whole` if output and lse are of no more keys.
+    """Return gradients of query, key, value and the description's tensors; `whole` if there are no other keys.
 
     With output = sums / total and lse = log(total), the gradient of a tile's sums is grad_output / total, and that of
     its weights' sum (grad_lse - grad_output · output) / total. With a `motion`, how these gradients change along it:
@@ -352,7 +352,7 @@ def gradients(
             mass += part[..., -1:].detach() * (largest - anchor).exp()
             inputs = [leaf, key_leaf, value_leaf, *problem.score.tensors(), *(() if bias is None else bias.tensors())]
             boxes = [row.box, *[(row.batch, shared, columns)] * 2]
-            first = {id(tensor): n for n, tensor in reversed(list(enumerate(inputs)))}  # one tensor may serve twice
+            first = {id(tensor): n for n, tensor in reversed(list(enumerate(inputs)))}  # a tensor may be used twice
             asked = [n for n, tensor in enumerate(inputs) if tensor.requires_grad and first[id(tensor)] == n]
             if not asked or not part.requires_grad:
                 continue
@@ -373,7 +373,7 @@ def gradients(
                     target += grad
         if whole and problem.custom and not _sums_to_one(problem, row, mass, lse[row.box].unsqueeze(-1)):
             raise _mismatch_error(problem)
-    if problem.mask is not None:  # what was not finite was replaced by a constant
+    if problem.mask is not None:  # non-finite values were replaced by a constant
         for n, tensor in ((1, key), (2, value)):
             grads[n].masked_fill_(~tensor.isfinite(), 0.0)
     if isinstance(problem.sink, Tensor):
@@ -391,14 +391,14 @@ def gradients(
 
 
 def replace_leaves(part: Any, leaves: dict[int, Tensor]) -> Any:
-    """A score or bias over tensors that have no history, so that one made from another is not counted twice."""
+    """Return a score or bias over tensors without history, so that one computed from another is not counted twice."""
     return replace_tensors(
         part, lambda tensor: leaves.setdefault(id(tensor), tensor.detach().requires_grad_(tensor.requires_grad))
     )
 
 
 def _sums_to_one(problem: Problem, row: TileRow, mass: Tensor, lse: Tensor) -> bool:
-    """Whether the weights of a row, computed again, are those that the log-sum-exp is of."""
+    """Whether the recomputed weights of a row agree with the log-sum-exp."""
     if (sink := sink_logit(problem, problem.frame.indices(*row.box, slice(0, 0), mass.device), lse)) is not None:
         mass = mass + (sink - _anchor(lse)).exp()
     allowed = 1e-3 + 8 * torch.finfo(lse.dtype).eps * lse.abs()
@@ -406,11 +406,11 @@ def _sums_to_one(problem: Problem, row: TileRow, mass: Tensor, lse: Tensor) -> b
 
 
 def _mismatch_error(problem: Problem) -> RuntimeError:
-    what = " and ".join(repr(part) for part in (problem.score, problem.bias) if part is not None)
+    names = " and ".join(repr(part) for part in (problem.score, problem.bias) if part is not None)
     return RuntimeError(
-        f"{what} gave other values in the backward pass than in the forward pass; code that uses tensors which are "
-        "replaced in between, as by torch.func.functional_call, must hold them: write it as an nn.Module, and draw "
-        "random numbers only from torch's default generator"
+        f"{names} returned different values in the backward pass than in the forward pass; if it uses tensors that are "
+        "replaced in between, as by torch.func.functional_call, write it as an nn.Module that holds them; draw random "
+        "numbers only from torch's default generator"
     )
 
 
@@ -419,11 +419,11 @@ def why_not(problem: Problem) -> list[str]:
     if problem.empty:
         reasons.append("an axis is empty")
     if problem.device.type == "meta":
-        reasons.append("it reads numbers, and tensors on meta have none")
+        reasons.append("it reads values, and meta tensors have none")
     if torch.compiler.is_compiling():
         reasons.append("torch.compile would unroll its loop over tiles")
     if problem.in_transform and holds_transformed(problem.mask):
-        reasons.append("it reads the mask, which a torch.func transform holds")
+        reasons.append("it reads the mask, which a torch.func transform wraps")
     return reasons
 
 

@@ -1,4 +1,4 @@
-"""Who may look at whom."""
+"""Masks: which keys each query may attend to."""
 
 from regard.masks.algebra import Mask
 from regard.masks.by_position import documents, ranges

@@ -1,11 +1,11 @@
-"""Masks are values: they combine with `&`, `|` and `~`, compare by value, print their formula and draw themselves.
+"""The base class of masks and their algebra: `&`, `|` and `~`, comparison by value, printing and drawing.
 
-A mask of tensors holds the tensors that it was given (`from_tensors.py`). Every call takes a `snapshot`: the mask with
-copies of what its tensors hold now. Engines and caches see snapshots only, so none of them can be out of date.
+A mask built from tensors keeps these tensors (`from_tensors.py`). Every call takes a `snapshot`: the mask with copies
+of their current values. Engines and caches see snapshots only, so they are never out of date.
 
-A mask answers two questions. Which places are allowed: `allows(at)`, bits. What is a box of places: `kinds(boxes)`,
-empty, partial or full. With EMPTY < PARTIAL < FULL as numbers, `&` is the minimum, `|` the maximum and `~` the
-difference from FULL, which is three-valued logic: a composed mask costs what its parts cost.
+A mask has two main methods: `allows(at)` returns a bool for every entry (query, key), and `kinds(boxes)` classifies
+boxes of entries as EMPTY, PARTIAL or FULL. With EMPTY < PARTIAL < FULL as numbers, `&` is the minimum, `|` the maximum
+and `~` the difference from FULL (three-valued logic), so that a composed mask costs the sum of its parts.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ Intervals = tuple[np.ndarray, np.ndarray]
 
 @dataclass(frozen=True)
 class Boxes:
-    """Many boxes of one grid: batch row b, head h, rows i0 <= i < i1, positions p0 <= p < p1, keys j0 <= j < j1."""
+    """Boxes of one grid: batch row b, head h, rows i0 <= i < i1, positions p0 <= p < p1, keys j0 <= j < j1."""
 
     frame: Frame
-    size: tuple[int, int]  # rows and columns of a box that no edge cuts
+    size: tuple[int, int]  # rows and columns of a box not cut by an edge
     b: np.ndarray
     h: np.ndarray
     i0: np.ndarray
@@ -42,17 +42,17 @@ class Boxes:
     p1: np.ndarray
     j0: np.ndarray
     j1: np.ndarray
-    left: int = 0  # the key at which the grid begins
+    left: int = 0  # first key of the grid
 
 
 def kinds(full: np.ndarray, empty: np.ndarray) -> Kinds:
-    """FULL and EMPTY where told, PARTIAL elsewhere."""
+    """Combine bool arrays into EMPTY and FULL, with PARTIAL elsewhere."""
     return np.where(empty, EMPTY, np.where(full, FULL, PARTIAL)).astype(np.int8)
 
 
 @dataclass(frozen=True, eq=False)
 class Mask:
-    """Who may look at whom. `True` means may attend.
+    """Which keys each query may attend to; `True` means may attend.
 
     >>> import regard as rg
     >>> rg.causal() & rg.window(2, 0)
@@ -62,21 +62,21 @@ class Mask:
     """
 
     def snapshot(self) -> Mask:
-        """The mask with copies of what its tensors hold now; the same object until they change."""
+        """Return the mask with copies of its tensors' current values; the same object until they change."""
         return self
 
     def read(self) -> Mask:
-        """A snapshot, also where torch.compile is tracing."""
+        """Return a snapshot, even while torch.compile is tracing."""
         return self
 
     @property
     def live(self) -> bool:
-        """Whether it may change: it looks at tensors that it was given, or at what a function reads."""
+        """Whether the mask may change: it reads tensors that it was given, or calls a function."""
         return False
 
     @property
     def small(self) -> bool:
-        """Whether it holds neither tensors nor functions, so that keeping it costs nothing."""
+        """Whether it holds neither tensors nor functions, so that it can be kept at no cost."""
         known = self.__dict__.get("_small")
         if known is None:
             known = not self.live and not size_of(self)
@@ -84,11 +84,11 @@ class Mask:
         return known
 
     def tensors(self) -> tuple[Tensor, ...]:
-        """The tensors that it was given and looks at in every call; a snapshot has none."""
+        """The tensors that it was given and reads in every call; a snapshot has none."""
         return ()
 
     def content(self) -> Hashable | None:
-        """What caches know a snapshot by: equal for equal masks, and small. None where nothing can tell."""
+        """Return a small cache key, equal for equal snapshots, or None if the content cannot be fingerprinted."""
         if "_content" not in self.__dict__:
             parts = [_content(value) for value in self._values()]
             known = None if None in parts else (type(self).__name__, *parts)
@@ -96,55 +96,55 @@ class Mask:
         return self.__dict__["_content"]
 
     def check_unchanged(self) -> None:
-        """Raise if a snapshot would not answer as it did when it was taken: a function may read what has changed."""
+        """Raise if a snapshot no longer gives the same answers, because a function reads something that has changed."""
 
     def drop_cached(self) -> None:
-        """Drop what was worked out to answer `kinds` and `intervals`."""
+        """Drop the intermediate results kept for `kinds` and `intervals`."""
 
     def allows(self, at: Indices) -> Tensor:
-        """Bool tensor that broadcasts to the places: may they be attended to?"""
+        """Return a bool tensor that broadcasts to the indices: True means may attend."""
         raise NotImplementedError
 
     def kinds(self, boxes: Boxes) -> Kinds:
-        """EMPTY, PARTIAL or FULL for every box. PARTIAL is always a right answer."""
+        """Return EMPTY, PARTIAL or FULL for every box. PARTIAL is always a valid answer."""
         return np.full(len(boxes.i0), PARTIAL, np.int8)
 
     def intervals(self, frame: Frame) -> Intervals | None:
-        """For a mask whose rows are intervals of keys: their starts and stops, (B or 1, H or 1, Q)."""
+        """Return the starts and stops, (B or 1, H or 1, Q), if every row allows one interval of keys, else None."""
         return None
 
     def check(self, frame: Frame) -> None:
         """Raise if the mask does not fit a call of this size."""
 
     def extent(self, frame: Frame) -> tuple[int, int]:
-        """(B or 1, H or 1): how many different masks it is over batch rows and heads."""
+        """Return (B or 1, H or 1): 1 where all batch rows or heads share one pattern."""
         return 1, 1
 
     def narrow(self, frame: Frame, part: CallSlice) -> Mask:
-        """The mask of a part of a call of this frame: heads and keys are counted from the first that the part has.
+        """Return the mask for a slice of a call, with heads and keys counted from the start of the slice.
 
-        Queries stand where they stood: in the part their offset is `offset + rows.start - columns.start`.
+        Query positions stay the same: in the slice, the offset is `offset + rows.start - columns.start`.
         """
         if (part.heads.start, part.heads.stop, part.columns.start) == (0, frame.H, 0) and part.columns.stop == frame.K:
             return self
         return NarrowedMask(self, frame.H, frame.K, part.heads.start, part.columns.start)
 
     def preview_size(self) -> int:
-        """A number of tokens that shows the pattern well."""
+        """Return a number of tokens that shows the pattern well."""
         return 16
 
     def expected_size(self) -> tuple[int, int] | None:
-        """The number of queries and keys that the mask was made for, if it was."""
+        """Return the number of queries and keys that the mask was built for, or None if it fits any."""
         return None
 
     @property
     def opaque(self) -> bool:
-        """Whether only its bits tell what a box is."""
+        """Whether boxes can only be classified by evaluating their entries."""
         return False
 
     @property
     def traced(self) -> bool:
-        """Whether it was made inside a function that torch.compile traces: then it cannot be read."""
+        """Whether it was built inside a function traced by torch.compile, so that its values cannot be read."""
         return self.__dict__.get("_traced", False)
 
     def __and__(self, other: Mask) -> Mask:
@@ -160,7 +160,7 @@ class Mask:
         return _mask(other) | self
 
     def __bool__(self) -> bool:
-        raise TypeError("a mask is neither true nor false: combine masks with &, | and ~ instead of and, or and not")
+        raise TypeError("a mask has no truth value: combine masks with &, | and ~ instead of and, or and not")
 
     def __invert__(self) -> Mask:
         return _mark_traced(Not(self))
@@ -176,7 +176,7 @@ class Mask:
     def __hash__(self) -> int:
         known = self.__dict__.get("_hash")
         if known is None:
-            # What tensors hold does not count: a hash must stay as it is when they change.
+            # Tensor values are left out: a hash must not change when they do.
             kept = [value for value in self._values() if not isinstance(value, Tensor)]
             known = hash((type(self).__name__, *kept))
             object.__setattr__(self, "_hash", known)
@@ -186,7 +186,7 @@ class Mask:
         return tuple(getattr(self, field.name) for field in fields(self))
 
     def draw(self, queries: int | None = None, keys: int | None = None, *, width: int = 32) -> str:
-        """The mask as text: one character a tile, `█` full, `▒` partial, `·` empty.
+        """Return the mask as text: one character per tile, `█` full, `▒` partial, `·` empty.
 
         >>> import regard as rg
         >>> print(rg.window(1, 0).draw(4))
@@ -206,12 +206,12 @@ class Mask:
 def _mask(value: Any) -> Mask:
     if not isinstance(value, Mask):
         hint = "; wrap a bool tensor as regard.dense(tensor)" if isinstance(value, Tensor) else ""
-        raise TypeError(f"masks combine with masks, not with {type(value).__name__}{hint}")
+        raise TypeError(f"a mask can only be combined with a mask, got {type(value).__name__}{hint}")
     return value
 
 
 def _mark_traced(mask: Mask) -> Mask:
-    """The mask, with a note if a graph that torch.compile traces combines it: then only the graph has it."""
+    """Mark a mask that is combined while torch.compile traces, since it exists only in the graph."""
     if torch.compiler.is_compiling():
         object.__setattr__(mask, "_traced", True)
     return mask
@@ -238,25 +238,25 @@ def _content(value: Any) -> Hashable | None:
     return value
 
 
-# torch.compile reads a mask once, while it traces. The graph checks in every call that the tensors still hold the same.
+# torch.compile reads a mask once, while tracing. The graph checks in every call that its tensors are unchanged.
 
 
 def _snapshot_now(mask: Mask) -> str:
-    """Take a snapshot, which the mask keeps, and return what it was taken of."""
+    """Take a snapshot, which the mask keeps, and return the fingerprints of its tensors."""
     mask.read()
     return repr([fingerprint(tensor) for tensor in mask.tensors()])
 
 
 _snapshot_now._dynamo_marked_constant = True  # type: ignore[attr-defined]
-_CHECKED = torch.zeros(0)  # the check says that it writes here, so that no compiler leaves it out
+_CHECKED = torch.zeros(0)  # declared as written by the check, so that no compiler removes the check
 
 
 @torch.library.custom_op("regard::check_mask", mutates_args=("checked",))
 def _check_mask(checked: Tensor, tensors: list[Tensor], before: str) -> None:
     if repr([fingerprint(tensor) for tensor in tensors]) != before:
         raise RuntimeError(
-            "a tensor of a mask was changed after torch.compile had read it; make the mask inside the compiled "
-            "function, of a tensor that is an argument, or call torch.compiler.reset() after the change"
+            "a tensor of a mask was changed after torch.compile read it; build the mask inside the compiled function "
+            "from a tensor that is an argument, or call torch.compiler.reset() after the change"
         )
 
 
@@ -266,7 +266,7 @@ def _(checked: Tensor, tensors: list[Tensor], before: str) -> None:
 
 
 def snapshot_in_graph(mask: Mask) -> Mask:
-    """The snapshot of a mask that was made before the graph."""
+    """Return the snapshot of a mask that was built before the graph."""
     if not mask.tensors():
         return mask
     torch.ops.regard.check_mask(_CHECKED, list(mask.tensors()), _snapshot_now(mask))
@@ -274,13 +274,13 @@ def snapshot_in_graph(mask: Mask) -> Mask:
 
 
 class _Composite(Mask):
-    """What masks made of masks share: they are snapshots if their parts are."""
+    """Base class of masks built from other masks; a snapshot if its parts are."""
 
     def _masks(self) -> tuple[Mask, ...]:
         raise NotImplementedError
 
     def _rebuild(self, masks: tuple[Mask, ...]) -> Mask:
-        """The same of other masks."""
+        """Return the same composition of other masks."""
         raise NotImplementedError
 
     @property
@@ -325,7 +325,7 @@ class _Composite(Mask):
 
 @dataclass(frozen=True, eq=False)
 class _Combination(_Composite):
-    """What `&` and `|` share: their parts are asked, their answers folded."""
+    """Base class of `&` and `|`."""
 
     parts: tuple[Mask, ...]
 
@@ -424,7 +424,7 @@ class Not(_Composite):
         if (rows := self.negated.intervals(frame)) is None:
             return None
         start, stop = np.broadcast_arrays(*rows)
-        if (start <= 0).all():  # what is left are the last keys
+        if (start <= 0).all():  # the last keys are left
             return np.maximum(stop, 0), np.full_like(stop, frame.K)
         return None
 
@@ -456,13 +456,13 @@ class Not(_Composite):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class NarrowedMask(_Composite):
-    """A mask seen from a part of its call: heads and positions are counted from the first that the part has."""
+    """A mask for a slice of a call, with heads and positions counted from the start of the slice."""
 
     mask: Mask
-    heads: int  # of the whole, H
-    keys: int  # of the whole, K
-    top: int  # the first head of the part
-    left: int  # its first key
+    heads: int  # H of the whole call
+    keys: int  # K of the whole call
+    top: int  # first head of the slice
+    left: int  # first key of the slice
 
     def _masks(self) -> tuple[Mask, ...]:
         return (self.mask,)
@@ -514,29 +514,29 @@ class NarrowedMask(_Composite):
 
 
 def query_positions(frame: Frame) -> np.ndarray:
-    """Where the queries stand, (B or 1, 1, Q): one row if all batch rows share an offset."""
+    """Return the positions of the queries, (B or 1, 1, Q): one row if all batch rows share an offset."""
     return np.asarray(frame.offsets(), np.int64)[:, None, None] + np.arange(frame.Q)
 
 
 def short_repr(value: int | Tensor) -> str:
-    """A value for a mask's formula: few numbers as they are, of many the shape."""
+    """Format a value for a mask's repr: few numbers in full, many as their shape."""
     if not isinstance(value, Tensor):
         return str(value)
     return str(value.tolist()) if value.numel() <= 8 and not value.is_floating_point() else format_shape(value)
 
 
 def check_int(name: str, value: object, least: int) -> int:
-    """A whole number of at least so much, from whatever Python takes for one."""
+    """Check for an integer of at least `least` and return it as an int."""
     if isinstance(value, bool) or not isinstance(value, SupportsIndex) or operator.index(value) < least:
         raise ValueError(f"{name} must be a whole number of at least {least}, but is {value!r}")
     value = operator.index(value)
     if value >= 2**31:
-        raise ValueError(f"{name} must be below 2**31, beyond which positions overflow, but is {value}")
+        raise ValueError(f"{name} must be below 2**31, where positions overflow, but is {value}")
     return value
 
 
 def check_int_tensor(name: str, value: Any, form: str) -> Tensor:
-    """A tensor of whole numbers, from whatever torch takes for one."""
+    """Convert to a tensor and check that it holds integers."""
     try:
         tensor = torch.as_tensor(value)
     except (TypeError, ValueError, RuntimeError):

@@ -1,4 +1,4 @@
-"""Masks that are told position by position: which document a token is of, or an interval of keys for every query."""
+"""Masks given per position: a document id per token, or an interval of keys per query."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Documents(Mask):
     def allows(self, at: Indices) -> Tensor:
         ids, p = pad_leading(self.ids, 2).to(at.p.device), at.p
         if not ids.shape[1]:
-            return p == at.j  # there are no keys, so there are no bits
+            return p == at.j  # no keys: the result is empty
         row = at.b if len(ids) > 1 else torch.zeros_like(at.b)
         inside = (p >= 0) & (p < ids.shape[1])
         return (ids[row, p.clamp(0, max(ids.shape[1] - 1, 0))] == ids[row, at.j]) & inside
@@ -35,7 +35,7 @@ class Documents(Mask):
 
     @cached_property
     def _runs(self) -> Intervals | None:
-        """Where every token's document starts and stops, (B or 1, N); None if one is torn apart."""
+        """Return the start and stop of every token's document, (B or 1, N); None if a document is not contiguous."""
         ranks = self._ranks
         starts, stops = np.empty(ranks.shape, np.int64), np.empty(ranks.shape, np.int64)
         for row, start, stop in zip(ranks, starts, stops, strict=True):
@@ -72,8 +72,8 @@ class Documents(Mask):
     def check(self, frame: Frame) -> None:
         if self.ids.shape[-1] != frame.K:
             raise ValueError(
-                f"documents: ids must name a document for each of the {frame.K} keys, but has length "
-                f"{self.ids.shape[-1]}; ids are per key, also for queries that start later (they stand at offset + i)"
+                f"documents: ids must have one id for each of the {frame.K} keys, but has length "
+                f"{self.ids.shape[-1]}; ids are per key, also for queries that start later (at offset + i)"
             )
         if self.ids.dim() == 2 and len(self.ids) not in (1, frame.B):
             raise ValueError(
@@ -92,7 +92,7 @@ class Documents(Mask):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Ranges(Mask):
-    start: Tensor  # (N,) or (B, N), N positions of queries
+    start: Tensor  # (N,) or (B, N), for N query positions
     stop: Tensor
 
     def allows(self, at: Indices) -> Tensor:
@@ -124,7 +124,7 @@ class Ranges(Mask):
 
     @cached_property
     def _edges(self) -> tuple[_RangeMinMax, _RangeMinMax]:
-        most = np.iinfo(np.int32)  # no key stands beyond it
+        most = np.iinfo(np.int32)  # no key is beyond it
         start, stop = (to_numpy(pad_leading(x, 2)).clip(most.min, most.max) for x in (self.start, self.stop))
         return _RangeMinMax(start.astype(np.int32)), _RangeMinMax(stop.astype(np.int32))
 
@@ -145,7 +145,7 @@ class Ranges(Mask):
 
 
 def _query_intervals(frame: Frame, starts: np.ndarray, stops: np.ndarray) -> Intervals:
-    """Intervals told position by position, (B or 1, N), as the queries of a call have them; beyond N they see none."""
+    """Select the intervals of a call's queries from intervals per position, (B or 1, N); empty beyond N."""
     p, n = query_positions(frame)[:, 0], starts.shape[1]
     if not n:
         return np.zeros((1, 1, frame.Q), np.int64), np.zeros((1, 1, frame.Q), np.int64)
@@ -156,7 +156,7 @@ def _query_intervals(frame: Frame, starts: np.ndarray, stops: np.ndarray) -> Int
 
 
 class _RangeMinMax:
-    """Minimum and maximum of `values[row, start:stop]` for many ranges at once, by a sparse table of powers of two."""
+    """Minimum and maximum of `values[row, start:stop]` for many ranges, by a sparse table of powers of two."""
 
     def __init__(self, values: np.ndarray) -> None:
         self.levels = [(values, values)]
@@ -177,7 +177,7 @@ class _RangeMinMax:
 
 
 def documents(ids: Sequence[int] | Tensor) -> Mask:
-    """Tokens see their own document: `ids[b, p] == ids[b, j]`, ids (K,) or (B, K).
+    """A mask that allows keys of the same document: `ids[b, p] == ids[b, j]`, ids (K,) or (B, K).
 
     >>> import regard as rg
     >>> print(rg.documents([0, 0, 1, 1, 1]).draw())
@@ -198,10 +198,10 @@ def _documents(ids: Any) -> Mask:
 
 
 def ranges(start: Sequence[int] | Tensor, stop: Sequence[int] | Tensor) -> Mask:
-    """Every query has an interval of keys of its own: `start[b, p] <= j < stop[b, p]`; (N,) or (B, N) for N positions.
+    """An interval of keys per query: `start[b, p] <= j < stop[b, p]`; start and stop (N,) or (B, N) for N positions.
 
-    What no vector of document ids can say: which source sentence each target token of a packed batch looks at. Queries
-    are counted by position, so with keys of another kind than the queries use `offset=0`.
+    Expresses patterns that document ids cannot, such as the source sentence that each target token of a packed batch
+    attends to. Indexed by query position: if keys and queries are different sequences, use `offset=0`.
 
     >>> import regard as rg
     >>> print(rg.ranges([0, 0, 1], [2, 2, 3]).draw(3))

@@ -1,4 +1,4 @@
-"""Named compositions: sparse attentions of the literature, said in the algebra."""
+"""Sparse attention patterns from the literature, composed from other masks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A mask as text."""
+"""Masks as text."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from regard.masks.tiles import tiles
 
 
 def draw(mask: Mask, queries: int | None, keys: int | None, width: int) -> str:
-    """One character a tile of the first batch row and head: `█` full, `▒` partial, `·` empty."""
+    """Draw the first batch row and head with one character per tile: `█` full, `▒` partial, `·` empty."""
     if queries is None and keys is None:
         queries, keys = mask.expected_size() or (mask.preview_size(), mask.preview_size())
         if not queries or not keys:
-            return ""  # made for no tokens
+            return ""  # built for no tokens
     keys = check_int("keys", queries if keys is None else keys, 1)
     queries, width = check_int("queries", keys if queries is None else queries, 1), check_int("width", width, 1)
     size = max(-(-keys // width), -(-queries // width), 1)

@@ -1,4 +1,4 @@
-"""Masks that are told place by place: as bits, as a function, as blocks of a grid, as pairs."""
+"""Masks given entry by entry: as a bool tensor, a function, blocks of a grid, or pairs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from regard.masks.from_tensors import from_tensors
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Dense(Mask):
-    tensor: Tensor  # bool, four axes, each whole or 1
+    tensor: Tensor  # bool, four axes, each full or 1
 
     def allows(self, at: Indices) -> Tensor:
         return at.take(self.tensor.to(at.j.device))
@@ -66,7 +66,7 @@ class Where(Mask):
         return self if torch.compiler.is_compiling() else self.read()
 
     def read(self) -> Mask:
-        """The same function, with a note of all that it reads; the same object until that changes."""
+        """Return a mask of the same function with a record of all that it reads; the same object until that changes."""
         if "_content" in self.__dict__:
             return self
         known, now = self.__dict__.get("_snapshot"), function_state(self.function)
@@ -85,23 +85,23 @@ class Where(Mask):
 
     @property
     def traced(self) -> bool:
-        """Also where the function reads tensors: a graph that has read them once would not see them change."""
+        """Also true if the function reads tensors: a graph that has read them once would not notice a change."""
         return self.__dict__.get("_traced", False) or (torch.compiler.is_compiling() and _reads_tensors(self))
 
     def check_unchanged(self) -> None:
         before = self.content()
         if before is not None and function_state(self.function) != before:
             raise RuntimeError(
-                f"{self!r}: what the function reads was changed between the forward pass and the backward pass, which "
-                "asks it again; change it after backward, or close over a copy"
+                f"{self!r}: a value that the function reads was changed between forward and backward, which "
+                "calls it again; change it after backward, or close over a copy"
             )
 
     def allows(self, at: Indices) -> Tensor:
         bits = self.function(at.b, at.h, at.p, at.j)
         if not isinstance(bits, Tensor) or bits.dtype != torch.bool:
-            came = f"a {bits.dtype} tensor" if isinstance(bits, Tensor) else type(bits).__name__
+            actual = f"a {bits.dtype} tensor" if isinstance(bits, Tensor) else type(bits).__name__
             raise TypeError(
-                f"where: function must return a bool tensor of the indices (b, h, p, j), but returned {came}"
+                f"where: function must return a bool tensor of the indices (b, h, p, j), but returned {actual}"
             )
         return bits
 
@@ -126,17 +126,17 @@ _reads_tensors._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 class _Cells(Mask):
-    """What blocks, random blocks and edges share: a set of cells of a grid over positions and keys."""
+    """Base class of blocks, random blocks and edges: a set of cells of a grid over positions and keys."""
 
     def _cells(self, frame: Frame) -> tuple[int, tuple[np.ndarray, ...]]:
-        """The side of a cell; and batch row, head, row and column of every cell that is set."""
+        """Return the side of a cell, and batch row, head, row and column of every set cell."""
         raise NotImplementedError
 
     def kinds(self, boxes: Boxes) -> Kinds:
         side, cells = self._cells(boxes.frame)
         batch, heads = self.extent(boxes.frame)
         offsets = np.asarray(boxes.frame.offsets(), np.int64)
-        if len(offsets) > 1 and batch == 1:  # the same cells meet the rows of every batch row elsewhere
+        if len(offsets) > 1 and batch == 1:  # each batch row meets the same cells at other positions
             batch, count = len(offsets), len(cells[0])
             cells = (np.repeat(np.arange(batch), count), *(np.tile(axis, batch) for axis in cells[1:]))
         at = boxes.b if batch > 1 else np.zeros_like(boxes.b), boxes.h if heads > 1 else np.zeros_like(boxes.h)
@@ -146,7 +146,7 @@ class _Cells(Mask):
 
 
 def _kinds_by_cells(side: int, cells: tuple[np.ndarray, ...], boxes: Boxes, at: tuple[np.ndarray, ...]) -> Kinds:
-    """A box touches few cells: look each of them up."""
+    """Classify boxes that touch few cells, by looking up each of these."""
     r0, r1, c0, c1 = boxes.p0 // side, (boxes.p1 - 1) // side, boxes.j0 // side, (boxes.j1 - 1) // side
     found = np.zeros(len(r0), np.int64)
     for r in range(int((r1 - r0).max(initial=0)) + 1):
@@ -159,7 +159,7 @@ def _kinds_by_cells(side: int, cells: tuple[np.ndarray, ...], boxes: Boxes, at: 
 def _kinds_by_boxes(
     side: int, cells: tuple[np.ndarray, ...], boxes: Boxes, at: tuple[np.ndarray, ...], offsets: np.ndarray
 ) -> Kinds:
-    """A box holds many cells: mark the boxes that a cell touches, by its corners."""
+    """Classify boxes that hold many cells, by marking the boxes that the corners of a cell touch."""
     (height, width), (b, h, rows, columns) = boxes.size, cells
     top, left = rows * side - offsets[b if len(offsets) > 1 else 0], columns * side - boxes.left
     corners = [(i // height, j // width) for i in (top, top + side - 1) for j in (left, left + side - 1)]
@@ -168,10 +168,10 @@ def _kinds_by_boxes(
     return np.where(found, PARTIAL, EMPTY).astype(np.int8)
 
 
-def _is_member(asked: tuple[np.ndarray, ...], known: tuple[np.ndarray, ...]) -> np.ndarray:
-    """Which of the places asked for (b, h, row, column) are known: each becomes one number, no larger than needed."""
-    a, k = np.zeros(len(asked[0]), np.int64), np.zeros(len(known[0]), np.int64)
-    for ours, theirs in zip(asked, known, strict=True):
+def _is_member(entries: tuple[np.ndarray, ...], known: tuple[np.ndarray, ...]) -> np.ndarray:
+    """Whether each entry (b, h, row, column) is in a set of entries; entries are encoded as small integers."""
+    a, k = np.zeros(len(entries[0]), np.int64), np.zeros(len(known[0]), np.int64)
+    for ours, theirs in zip(entries, known, strict=True):
         low = min(ours.min(initial=0), theirs.min(initial=0))
         size = max(ours.max(initial=0), theirs.max(initial=0)) - low + 1
         a, k = a * size + ours - low, k * size + theirs - low
@@ -236,14 +236,14 @@ class RandomBlocks(_Cells):
         return drawn & (row >= 0)
 
     def _draw(self, block: Tensor) -> Tensor:
-        """What each of these blocks draws, (..., per_row): different ones of 0 ... block, -1 where there are too few.
+        """Return the blocks that each of these draws, (..., per_row): distinct ones of 0 ... block, padded with -1.
 
         Floyd's sampling. It depends on the block and the seed only, so that a longer sequence does not change it.
         """
         first = hash32((self.seed << 31) + block)
         drawn: list[Tensor] = []
         for k in range(self.per_row):
-            last = block - self.per_row + 1 + k  # of those that this draw is from
+            last = block - self.per_row + 1 + k  # upper bound of this draw
             pick = hash32(first * self.per_row + k) % (last.clamp(min=0) + 1)
             taken = torch.zeros_like(pick, dtype=torch.bool)
             for other in drawn:
@@ -252,7 +252,7 @@ class RandomBlocks(_Cells):
         return torch.stack(drawn, -1)
 
     def _cells(self, frame: Frame) -> tuple[int, tuple[np.ndarray, ...]]:
-        # The blocks of keys and of queries only: an offset may be far from both.
+        # Only the blocks of keys and of queries: an offset may be far from both.
         edges = [(0, frame.K), *((max(first, 0), first + frame.Q) for first in frame.offsets())]
         blocks = np.unique(np.concatenate([np.arange(a // self.size, -(-b // self.size)) for a, b in edges]))
         table = self._draw(torch.from_numpy(blocks)).numpy()
@@ -270,14 +270,14 @@ class RandomBlocks(_Cells):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Edges(_Cells):
-    pairs: Tensor  # (2, E), sorted, each once
+    pairs: Tensor  # (2, E), sorted, without duplicates
 
     def allows(self, at: Indices) -> Tensor:
         known = (self.pairs[0] * at.frame.K + self.pairs[1]).to(at.j.device)
-        asked = at.p * at.frame.K + at.j
+        entries = at.p * at.frame.K + at.j
         if not len(known):
-            return torch.zeros_like(asked, dtype=torch.bool)
-        return known[torch.searchsorted(known, asked).clamp(max=len(known) - 1)] == asked
+            return torch.zeros_like(entries, dtype=torch.bool)
+        return known[torch.searchsorted(known, entries).clamp(max=len(known) - 1)] == entries
 
     def _cells(self, frame: Frame) -> tuple[int, tuple[np.ndarray, ...]]:
         rows, columns = to_numpy(self.pairs)
@@ -287,7 +287,7 @@ class Edges(_Cells):
         if torch.compiler.is_compiling() or not self.pairs.numel():
             return
         if int(self.pairs[1].max()) >= frame.K:
-            raise ValueError(f"edges: pairs name key {int(self.pairs[1].max())}, but there are only {frame.K} keys")
+            raise ValueError(f"edges: pairs contain key {int(self.pairs[1].max())}, but there are only {frame.K} keys")
 
     def preview_size(self) -> int:
         return int(self.pairs.max()) + 1 if self.pairs.numel() else 16
@@ -300,7 +300,7 @@ class Edges(_Cells):
 def dense(tensor: Tensor) -> Mask:
     """Any pattern as a bool tensor that broadcasts to (B, H, Q, K); `True` means may attend.
 
-    The tensor is held, not copied: what is written into it is seen by the next call.
+    The tensor is kept, not copied: in-place changes take effect in the next call.
 
     >>> import regard as rg, torch
     >>> rg.dense(torch.eye(3, dtype=torch.bool)).draw().splitlines()[1]
@@ -311,12 +311,12 @@ def dense(tensor: Tensor) -> Mask:
 
 def _dense(tensor: Any) -> Mask:
     if not isinstance(tensor, Tensor) or tensor.dtype != torch.bool:
-        came = f"{tensor.dtype}" if isinstance(tensor, Tensor) else type(tensor).__name__
+        actual = f"{tensor.dtype}" if isinstance(tensor, Tensor) else type(tensor).__name__
         if isinstance(tensor, Tensor):
-            hint = "numbers that are added to the scores are a bias: pass them as bias="
+            hint = "to add numbers to the scores, pass them as bias="
         else:
-            hint = "call it, as in causal()" if callable(tensor) else "make it one with torch.as_tensor"
-        raise TypeError(f"mask must be a mask or a bool tensor in which True means may attend, but is {came}; {hint}")
+            hint = "call it, as in causal()" if callable(tensor) else "convert it with torch.as_tensor"
+        raise TypeError(f"mask must be a mask or a bool tensor in which True means may attend, but is {actual}; {hint}")
     if tensor.layout is not torch.strided:
         raise TypeError(f"mask must be a dense tensor, but has the layout {tensor.layout}; pass mask.to_dense()")
     if tensor.dim() > 4:
@@ -325,10 +325,10 @@ def _dense(tensor: Any) -> Mask:
 
 
 def where(function: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]) -> Mask:
-    """Any rule as a function of index tensors `(b, h, p, j)` that returns bools.
+    """A mask given by a function of the index tensors `(b, h, p, j)` that returns bools.
 
-    It may read tensors and numbers besides, from closures, defaults and globals: a change of these is seen by the next
-    call. A function that reads more than that, such as attributes of an object, is asked anew in every call.
+    The function may also read tensors and numbers from closures, defaults and globals; changes take effect in the next
+    call. A function that reads anything else, such as attributes of an object, is evaluated in every call.
 
     >>> import regard as rg
     >>> print(rg.where(lambda b, h, p, j: (p + j) % 2 == 0).draw(3))
@@ -342,7 +342,7 @@ def where(function: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]) -> Mask:
 
 
 def blocks(layout: Tensor, size: int) -> Mask:
-    """Whole blocks of positions: `layout[..., p // size, j // size]`; layout (rows, columns), (H, ...) or (B, H, ...).
+    """A mask of whole blocks: `layout[..., p // size, j // size]`; layout (rows, columns), (H, ...) or (B, H, ...).
 
     >>> import regard as rg, torch
     >>> print(rg.blocks(torch.tensor([[True, False], [True, True]]), 2).draw(4))
@@ -368,11 +368,11 @@ def _blocks(layout: Any, size: int) -> Mask:
 
 
 def random_blocks(per_row: int, size: int, seed: int = 0) -> Mask:
-    """Random pairs of blocks of `size` positions that see each other; the same for the same seed.
+    """Random pairs of blocks of `size` positions that attend to each other; deterministic for a given seed.
 
-    Every block draws `per_row` different ones of the blocks up to its own, or all where there are fewer. It sees those
-    that it drew and those that drew it. So which blocks a query sees does not depend on how many keys there are:
-    with `causal()` they are the same one token after the other, from a cache, as all at once.
+    Every block draws `per_row` distinct blocks up to its own, or all if there are fewer, and attends to the blocks
+    that it drew and those that drew it. The result does not depend on the number of keys: with `causal()`, decoding
+    token by token from a cache gives the same pattern as one call.
 
     >>> import regard as rg
     >>> rg.random_blocks(2, 4, seed=1).draw(16) == rg.random_blocks(2, 4, seed=1).draw(16)
@@ -382,10 +382,10 @@ def random_blocks(per_row: int, size: int, seed: int = 0) -> Mask:
 
 
 def edges(pairs: Tensor | Iterable[tuple[int, int]]) -> Mask:
-    """The edges of a graph: (query, key) pairs, or a tensor (2, E) of queries over keys.
+    """The edges of a graph: (query, key) pairs, or a tensor (2, E) of queries (row 0) and keys (row 1).
 
-    PyTorch Geometric's `edge_index` has sources over targets, and a target looks at its sources: that is
-    `edges(edge_index.flip(0))`.
+    PyTorch Geometric's `edge_index` has sources in the first row and targets in the second, and targets attend to
+    sources: pass `edges(edge_index.flip(0))`.
 
     >>> import regard as rg, torch
     >>> print(rg.edges([(0, 0), (1, 2), (2, 1)]).draw())
@@ -399,22 +399,24 @@ def edges(pairs: Tensor | Iterable[tuple[int, int]]) -> Mask:
 
 
 def _edges(pairs: Any) -> Mask:
-    form = "(query, key) tuples of whole numbers, or a tensor of whole numbers (2, E), queries over keys"
+    form = (
+        "(query, key) tuples of whole numbers, or a tensor of whole numbers (2, E), queries in row 0 and keys in row 1"
+    )
     if isinstance(pairs, Iterable) and not isinstance(pairs, Tensor | np.ndarray):
         tensor = _from_tuples(list(pairs), form)
     else:
         tensor = check_int_tensor("edges: pairs", pairs, form)
     if tensor.dim() != 2 or len(tensor) != 2:
         raise ValueError(
-            f"edges: pairs must be {form}, but is of shape {format_shape(tensor)}; transpose a tensor (E, 2) by .T"
+            f"edges: pairs must be {form}, but is of shape {format_shape(tensor)}; transpose a tensor (E, 2) with .T"
         )
     if tensor.numel() and int(tensor.min()) < 0:
-        raise ValueError(f"edges: pairs must not be negative, but the least is {int(tensor.min())}")
+        raise ValueError(f"edges: pairs must not be negative, but the smallest is {int(tensor.min())}")
     return Edges(tensor.unique(dim=1))
 
 
 def _from_tuples(pairs: list[Any], form: str) -> Tensor:
-    """Pairs as a tensor (2, E). Two lists of two could be meant either way, so they are an error."""
+    """Convert pairs to a tensor (2, E). Two lists of two numbers are ambiguous and raise."""
     lists = all(isinstance(pair, list) for pair in pairs)
     if any(not isinstance(pair, list | tuple) or len(pair) != 2 for pair in pairs) or (lists and len(pairs) == 2):
         raise ValueError(

@@ -1,4 +1,4 @@
-"""Masks of tensors: they hold the tensors that they were given, and see what is written into these."""
+"""Masks built from tensors: they keep these tensors and notice in-place changes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from regard.masks.algebra import Boxes, Intervals, Kinds, Mask, snapshot_in_grap
 
 @dataclass(frozen=True, eq=False, repr=False)
 class FromTensors(Mask):
-    """The mask `build(*given)`, built again of copies whenever the content of a given tensor has changed."""
+    """The mask `build(*given)`, rebuilt from copies whenever the content of a given tensor changes."""
 
     build: Callable[..., Mask]
     given: tuple[Any, ...]
@@ -34,7 +34,7 @@ class FromTensors(Mask):
         if mask is None or now is None or now != known:
             with nullcontext() if now is None else without_transforms():
                 mask = self.build(*map(_copy, self.given))
-            object.__setattr__(self, "_known", (now, mask))  # together, for other threads
+            object.__setattr__(self, "_known", (now, mask))  # one assignment, for other threads
             object.__setattr__(self, "_snapshot", mask)
         return mask
 
@@ -46,7 +46,7 @@ class FromTensors(Mask):
         return tuple([value for value in self.given if isinstance(value, Tensor)])
 
     def content(self) -> None:
-        return None  # only snapshots have a content that lasts
+        return None  # only a snapshot has constant content
 
     def __hash__(self) -> int:
         return hash(self.snapshot())
@@ -84,12 +84,12 @@ class FromTensors(Mask):
 
 
 def from_tensors(build: Callable[..., Mask], *given: Any) -> Mask:
-    """`build(*given)`; if tensors or numpy arrays are among them, a mask that holds them and sees their changes.
+    """Return `build(*given)`; if tensors or numpy arrays are given, a mask that keeps them and notices changes.
 
-    Lists and numbers are read once, here.
+    Lists and numbers are read once.
     """
     if torch.compiler.is_compiling():
-        mask = build(*given)  # of tensors of the graph
+        mask = build(*given)  # from tensors of the graph
         object.__setattr__(mask, "_traced", True)
         return mask
     held = tuple(map(_as_tensor, given))
@@ -97,7 +97,7 @@ def from_tensors(build: Callable[..., Mask], *given: Any) -> Mask:
         with nullcontext() if any(map(_lists_tensors, held)) else without_transforms():
             return build(*held)
     mask = FromTensors(build, held)
-    mask.snapshot()  # raises where the values do not fit
+    mask.snapshot()  # raises on invalid values
     return mask
 
 
@@ -106,13 +106,13 @@ def _lists_tensors(value: Any) -> bool:
 
 
 def _as_tensor(value: Any) -> Any:
-    """A tensor as it is, an array as a tensor over the same memory, anything else as a copy."""
+    """Return a tensor as it is, an array as a tensor that shares its memory, anything else as a copy."""
     if isinstance(value, Tensor):
         if value.is_nested:
-            raise TypeError("a mask takes dense tensors, but was given a nested one; stack its parts, or pad them")
+            raise TypeError("a mask needs dense tensors, got a nested tensor; stack or pad its parts")
         return value
     if isinstance(value, np.ndarray):
-        with warnings.catch_warnings(), suppress(TypeError):  # of arrays that are read-only, or of no numbers
+        with warnings.catch_warnings(), suppress(TypeError):  # read-only or non-numeric arrays
             warnings.simplefilter("ignore")
             return torch.from_numpy(value)
     return tuple(value) if isinstance(value, Iterator) else copy(value)

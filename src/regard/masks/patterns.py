@@ -1,4 +1,4 @@
-"""Masks that are a rule of positions: windows, prefixes, lengths, global tokens. All follow the queries' offset."""
+"""Masks given by a rule on positions: windows, prefixes, lengths, global tokens. All respect the offset of queries."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from regard.masks.from_tensors import from_tensors
 
 
 class DistanceMask(Mask):
-    """What masks share that only the distance `j - p` tells: every part of them is the same mask."""
+    """Base class of masks that depend on the distance `j - p` only: every slice of a call has the same mask."""
 
     def narrow(self, frame: Frame, part: CallSlice) -> Mask:
         return self
@@ -89,7 +89,10 @@ class Dilated(DistanceMask):
         reach = self.width * self.step
         if self.step == 1:
             return Window(reach, reach).kinds(boxes)
-        nearest, farthest = boxes.j0 - (boxes.p1 - 1), boxes.j1 - 1 - boxes.p0  # a box holds all distances between
+        nearest, farthest = (
+            boxes.j0 - (boxes.p1 - 1),
+            boxes.j1 - 1 - boxes.p0,
+        )  # a box holds all distances between these
         first, last = -(-nearest.clip(-reach) // self.step), farthest.clip(max=reach) // self.step
         return kinds(full=nearest == farthest, empty=first > last)
 
@@ -148,7 +151,7 @@ class Padding(Mask):
         if not torch.compiler.is_compiling() and (longest := int(_lengths(self.lengths).max(initial=0))) > frame.K:
             raise ValueError(
                 f"lengths must be at most the number of keys, K = {frame.K}, but the longest is {longest}; "
-                "lengths count keys, so a cache's length includes the tokens that it held before"
+                "lengths count keys, including the tokens already in a cache"
             )
 
     def extent(self, frame: Frame) -> tuple[int, int]:
@@ -163,14 +166,16 @@ class Padding(Mask):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class GlobalTokens(Mask):
-    positions: tuple[tuple[int, ...], ...]  # one list for all batch rows, or one a row
+    positions: tuple[tuple[int, ...], ...]  # one list for all batch rows, or one per row
 
     def __hash__(self) -> int:
-        return hash(GlobalTokens)  # positions may come from a tensor, and change
+        return hash(GlobalTokens)  # positions may be read from a tensor, and change
 
     def allows(self, at: Indices) -> Tensor:
         longest = max(map(len, self.positions))
-        padded = [(*row, *[-(2**62)] * (longest - len(row))) for row in self.positions]  # where nobody stands
+        padded = [
+            (*row, *[-(2**62)] * (longest - len(row))) for row in self.positions
+        ]  # padded with a position that no token has
         table = torch.tensor(padded, dtype=torch.int64, device=at.j.device).reshape(len(padded), longest)
         chosen = table[at.b if len(padded) > 1 else torch.zeros_like(at.b)]
         return (at.p.unsqueeze(-1) == chosen).any(-1) | (at.j.unsqueeze(-1) == chosen).any(-1)
@@ -190,7 +195,7 @@ class GlobalTokens(Mask):
         if len(self.positions) not in (1, frame.B):
             raise ValueError(
                 f"global_tokens: positions must be one list, or one list for each of the {frame.B} batch rows, "
-                f"but {len(self.positions)} lists came"
+                f"got {len(self.positions)} lists"
             )
 
     def extent(self, frame: Frame) -> tuple[int, int]:
@@ -225,8 +230,8 @@ def _row(value: int | Tensor, boxes: Boxes) -> np.ndarray:
 def _check_rows(name: str, value: int | Tensor, frame: Frame) -> None:
     if isinstance(value, Tensor) and len(value) not in (1, frame.B):
         raise ValueError(
-            f"{name} must be one number for each of the {frame.B} batch rows, but {len(value)} came; "
-            "pass a plain number if all rows share it"
+            f"{name} must have one number for each of the {frame.B} batch rows, got {len(value)}; "
+            "pass an int if all rows share it"
         )
 
 
@@ -239,7 +244,7 @@ def _integers(name: str, value: int | Sequence[int] | Tensor) -> int | Tensor:
             f"{name} must be whole numbers, one or one per batch row, but is of shape {format_shape(tensor)}"
         )
     if not torch.compiler.is_compiling() and tensor.numel() and int(tensor.min()) < 0:
-        raise ValueError(f"{name} must not be negative, but the least is {int(tensor.min())}")
+        raise ValueError(f"{name} must not be negative, but the smallest is {int(tensor.min())}")
     return tensor.reshape(-1)
 
 
@@ -247,7 +252,7 @@ _CAUSAL = Causal()
 
 
 def causal() -> Mask:
-    """A query sees the keys up to its own place: `j <= p`.
+    """A causal mask: `j <= p`.
 
     >>> import regard as rg
     >>> print(rg.causal().draw(4))
@@ -260,7 +265,7 @@ def causal() -> Mask:
 
 
 def window(before: int, after: int) -> Mask:
-    """A query sees `before` keys before its place, its own, and `after` after it: `p - before <= j <= p + after`.
+    """A sliding window of `before` keys before the query and `after` after it: `p - before <= j <= p + after`.
 
     >>> import regard as rg
     >>> print(rg.window(1, 1).draw(4))
@@ -273,7 +278,7 @@ def window(before: int, after: int) -> Mask:
 
 
 def dilated(width: int, step: int) -> Mask:
-    """Every `step`-th key on both sides, `width` of them: `abs(p - j) <= width * step`, `p - j` divisible by `step`.
+    """A window of `width` keys per side with a stride of `step`: `abs(p - j) <= width * step`, divisible by `step`.
 
     >>> import regard as rg
     >>> print(rg.dilated(1, 2).draw(5))
@@ -287,7 +292,7 @@ def dilated(width: int, step: int) -> Mask:
 
 
 def prefix(length: int | Sequence[int] | Tensor) -> Mask:
-    """All see the first `length` keys, then it is causal: `j < length or j <= p`. One length, or one a batch row.
+    """A causal mask with a visible prefix: `j < length or j <= p`. One length, or one per batch row.
 
     >>> import regard as rg
     >>> print(rg.prefix(2).draw(4))
@@ -304,7 +309,7 @@ def _prefix(length: Any) -> Mask:
 
 
 def padding(lengths: int | Sequence[int] | Tensor) -> Mask:
-    """Only the first `lengths[b]` keys of batch row `b` are real: `j < lengths[b]`.
+    """A padding mask: only the first `lengths[b]` keys of batch row `b` are visible, `j < lengths[b]`.
 
     >>> import regard as rg
     >>> print(rg.padding([2]).draw(3, 4))
@@ -320,7 +325,7 @@ def _padding(lengths: Any) -> Mask:
 
 
 def global_tokens(positions: Iterable[int] | Iterable[Iterable[int]] | Tensor) -> Mask:
-    """Some positions see all and are seen by all: `p` or `j` is one of them. One list, or one a batch row.
+    """Global tokens: `p` or `j` is one of the positions, a list of integers or one list per batch row.
 
     >>> import regard as rg
     >>> print(rg.global_tokens([0]).draw(4))
@@ -337,17 +342,17 @@ def _global_tokens(positions: Any) -> Mask:
     try:
         rows = [row.tolist() if isinstance(row, Tensor) else row for row in rows]
         nested = any(isinstance(row, Iterable) for row in rows)
-        lists = tuple(tuple(sorted({_place(p) for p in row})) for row in (rows if nested else [rows]))
+        lists = tuple(tuple(sorted({_as_position(p) for p in row})) for row in (rows if nested else [rows]))
     except TypeError:
         raise TypeError(
             f"global_tokens: positions must be whole numbers, or a list of them per batch row, but is {positions!r}"
         ) from None
     if any(p < 0 for row in lists for p in row):
-        raise ValueError(f"global_tokens: positions count from the first key, 0, and must not be negative: {rows!r}")
+        raise ValueError(f"global_tokens: positions are counted from 0 and must not be negative, but are {rows!r}")
     return GlobalTokens(lists)
 
 
-def _place(value: Any) -> int:
+def _as_position(value: Any) -> int:
     if isinstance(value, bool):
         raise TypeError
     return index(value)

@@ -1,7 +1,7 @@
-"""Tile tables: which tiles of a call a mask leaves to compute, found coarse to fine.
+"""Tile tables: the tiles of a call that a mask does not leave empty, found from coarse to fine.
 
-A table keeps, for every row of tiles, runs of neighbouring tiles that are full or partial; what is empty is not there.
-So a causal mask over a million keys is two runs a row.
+For every row of tiles, a table lists runs of adjacent tiles that are full or partial. Empty tiles are left out, so a
+causal mask over a million keys takes two runs per row.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from regard.fingerprint import without_transforms
 from regard.geometry import Frame, Indices, to_numpy
 from regard.masks.algebra import EMPTY, FULL, PARTIAL, Boxes, Intervals, Kinds, Mask, kinds
 
-START_BOXES = 1 << 14  # boxes of the grid at which the search begins
-# up to here, the tiles of an opaque mask are told by their bits; beyond, they count as partial
+START_BOXES = 1 << 14  # grid size at which the search starts
+# up to this size the tiles of an opaque mask are evaluated; beyond, they count as partial
 OPAQUE_ENTRIES = 1 << 26
-CHUNK_ENTRIES = 1 << 20  # places that an opaque mask is asked for at once
+CHUNK_ENTRIES = 1 << 20  # entries of an opaque mask evaluated per chunk
 
 
 @dataclass(frozen=True, eq=False)
 class Tiles:
-    """The tiles to compute: `runs(b, h, r)` are the runs of tile row `r`.
+    """The tiles to compute; `runs(b, h, r)` iterates over the runs of tile row `r`.
 
     >>> import regard as rg
     >>> from regard.geometry import Frame
@@ -38,9 +38,9 @@ class Tiles:
     frame: Frame
     size: tuple[int, int]
     extent: tuple[int, int]  # (B or 1, H or 1)
-    pointer: np.ndarray  # (leads * tile rows + 1,): where the runs of a tile row begin
+    pointer: np.ndarray  # (leads * tile rows + 1,): index of the first run of a tile row
     start: np.ndarray  # first tile of a run
-    stop: np.ndarray  # behind its last tile
+    stop: np.ndarray  # one past its last tile
     full: np.ndarray  # whether the tiles of a run are full
 
     @property
@@ -61,7 +61,7 @@ class Tiles:
         return int((self.stop - self.start)[~self.full].sum())
 
     def entries(self) -> int:
-        """How many places (b', h', i, j) the visited tiles hold."""
+        """Return the number of entries (b', h', i, j) in the visited tiles."""
         rows = np.repeat(np.arange(len(self.pointer) - 1) % max(self.grid[0], 1), np.diff(self.pointer))
         height = np.minimum((rows + 1) * self.size[0], self.frame.Q) - rows * self.size[0]
         width = np.minimum(self.stop * self.size[1], self.frame.K) - self.start * self.size[1]
@@ -73,14 +73,14 @@ class Tiles:
             yield int(self.start[n]), int(self.stop[n]), bool(self.full[n])
 
     def row(self, b: int, h: int, r: int) -> Iterator[tuple[slice, bool]]:
-        """The column slices of the tiles of a tile row, and whether they are full."""
+        """Iterate over the tiles of a tile row: column slice, and whether the tile is full."""
         for start, stop, full in self.runs(b, h, r):
             for c in range(start, stop):
                 yield slice(c * self.size[1], min((c + 1) * self.size[1], self.frame.K)), full
 
 
 def tiles(mask: Mask | None, frame: Frame, size: tuple[int, int]) -> Tiles:
-    """The tile table of a mask, remembered by the mask's content."""
+    """Return the tile table of a mask, cached by the mask's content."""
     mask, key = None if mask is None else mask.snapshot(), frame.cache_key()
     content = "all" if mask is None else mask.content()
     known = None if content is None else ("tiles", content, key, size)
@@ -89,7 +89,7 @@ def tiles(mask: Mask | None, frame: Frame, size: tuple[int, int]) -> Tiles:
 
 
 def build_tiles(mask: Mask | None, key: tuple, size: tuple[int, int]) -> Tiles:
-    """The tile table of a snapshot of a mask, for the frame with this key."""
+    """Build the tile table of a mask snapshot, for the frame with this key."""
     B, H, Q, K, offsets = key
     frame = Frame(B, H, Q, K, offsets[0] if len(offsets) == 1 else torch.tensor(offsets))
     if mask is None:
@@ -104,7 +104,7 @@ def build_tiles(mask: Mask | None, key: tuple, size: tuple[int, int]) -> Tiles:
 
 
 def _from_intervals(frame: Frame, size: tuple[int, int], intervals: Intervals) -> Tiles:
-    """Every tile row is at most three runs: partial, full, partial."""
+    """Build a table from row intervals: a tile row has at most three runs, partial, full, partial."""
     start, stop = (np.clip(edge, 0, frame.K) for edge in np.broadcast_arrays(*intervals))
     extent = start.shape[0], start.shape[1]
     start, stop = (edge.reshape(extent[0] * extent[1], frame.Q) for edge in (start, stop))
@@ -118,7 +118,7 @@ def _from_intervals(frame: Frame, size: tuple[int, int], intervals: Intervals) -
     low = np.minimum.reduceat(np.where(empty, frame.K, start), cuts, 1).reshape(-1)
     high = np.maximum.reduceat(np.where(empty, 0, stop), cuts, 1).reshape(-1)
     inner_low = np.maximum.reduceat(start, cuts, 1).reshape(-1)
-    inner_high = np.minimum.reduceat(stop, cuts, 1).reshape(-1)  # a row that sees nothing leaves no full tile
+    inner_high = np.minimum.reduceat(stop, cuts, 1).reshape(-1)  # an empty row leaves no full tile
     first, last = low // width, -(-high // width)
     full_first = -(-inner_low // width)
     full_last = np.where(inner_high == frame.K, -(-frame.K // width), inner_high // width)
@@ -132,7 +132,7 @@ def _from_intervals(frame: Frame, size: tuple[int, int], intervals: Intervals) -
 
 
 def _from_boxes(mask: Mask, frame: Frame, size: tuple[int, int]) -> Tiles:
-    """Ask for the kinds of large boxes, cut the partial ones in four, and ask again until they are tiles."""
+    """Build a table by classifying large boxes and splitting partial ones in four until they are tiles."""
     batch, heads = mask.extent(frame)
     batch = max(batch, len(frame.offsets()))
     down, across = -(-frame.Q // size[0]), -(-frame.K // size[1])
@@ -145,7 +145,7 @@ def _from_boxes(mask: Mask, frame: Frame, size: tuple[int, int]) -> Tiles:
             np.arange(batch * heads), np.arange(-(-down >> level)), np.arange(-(-across >> level)), indexing="ij"
         )
     )
-    found: list[np.ndarray] = []  # columns: lead, tile row, first tile, behind the last tile, full
+    found: list[np.ndarray] = []  # columns: lead, tile row, first tile, one past the last tile, full
     while True:
         kind = _kinds(mask, frame, size, level, batch, heads, lead, r, c)
         full = kind == FULL
@@ -186,20 +186,20 @@ def _kinds(
 
 
 def _kinds_by_bits(mask: Mask, frame: Frame, size: tuple[int, int], *corners: np.ndarray) -> Kinds:
-    """The kinds of tiles whose corners are `b, h, i0, j0`, all asked for at once."""
+    """Classify tiles with corners `b, h, i0, j0` by evaluating all of their entries at once."""
     b, h, i, j = (torch.from_numpy(x.astype(np.int64))[:, None, None] for x in corners)
-    # Places past the edge repeat the last one inside, which changes neither "all" nor "any".
+    # Indices past the edge repeat the last entry inside, which changes neither "all" nor "any".
     i = (i + torch.arange(size[0])[:, None]).clamp(max=frame.Q - 1)
     j = (j + torch.arange(size[1])).clamp(max=frame.K - 1)
     bits = mask.allows(Indices(frame, b, h, i, j)).expand(len(b), *size)
-    places = to_numpy(bits).reshape(len(b), -1)  # numpy stops at the first place that decides
+    places = to_numpy(bits).reshape(len(b), -1)  # logical reductions stop early
     return kinds(full=np.logical_and.reduce(places, 1), empty=~np.logical_or.reduce(places, 1))
 
 
 def _split_rows(
     lead: np.ndarray, r: np.ndarray, c: np.ndarray, full: np.ndarray, level: int, down: int, across: int
 ) -> np.ndarray:
-    """Boxes of a level as one run for each tile row that they cover."""
+    """Convert the boxes of a level to one run per tile row that they cover."""
     side = 1 << level
     rows = (r[:, None] * side + np.arange(side)).reshape(-1)
     lead, start, full = (np.repeat(x, side) for x in (lead, c * side, full))
@@ -208,7 +208,8 @@ def _split_rows(
 
 
 def _merge_runs(frame: Frame, size: tuple[int, int], extent: tuple[int, int], runs: np.ndarray, down: int) -> Tiles:
-    """Sort the runs, and join neighbours of one kind."""
+    """Sort the runs and join adjacent ones of one kind."""
+
     runs = runs[np.lexsort((runs[:, 2], runs[:, 1], runs[:, 0]))]
     lead, row, start, stop, full = runs.T
     line = lead * down + row

@@ -1,4 +1,4 @@
-"""The compiled kernels: dot-product and additive scores, linear attention, products with weights."""
+"""The compiled CPU kernels: dot-product and additive attention, linear attention, products with packed weights."""
 
 from regard.engines.native.binding import build_info, library, release_free_memory, why_missing
 from regard.engines.native.engine import ENGINE, gradients, why_avoid, why_not

@@ -1,4 +1,4 @@
-"""Forward and backward: what the kernels are given, and the results as torch differentiates and traces them."""
+"""Forward and backward calls of the kernels, and their registration as torch operators."""
 
 from __future__ import annotations
 
@@ -55,12 +55,12 @@ def pack_problem(x: LoweredTensors, fixed: LoweredConstants) -> bytes:
 
 
 def empty_output(query: Tensor, d_value: int) -> Tensor:
-    """Room for the output, laid out as the query is: heads that lie inside a token stay there."""
+    """Allocate the output with the memory order of the query's axes."""
     return torch.empty_like(query if d_value == query.shape[3] else query[..., :1].expand(*query.shape[:3], d_value))
 
 
 def empty_results(query: Tensor, value: Tensor, sizes: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
-    """Room for output, log-sum-exp and mass by distance."""
+    """Allocate output, log-sum-exp and mass by distance."""
     real = torch.float64 if query.dtype == torch.float64 else torch.float32
     rows, device = query.shape[:3], query.device
     output = empty_output(query, value.shape[3])
@@ -77,7 +77,7 @@ def forward(x: LoweredTensors, fixed: LoweredConstants) -> tuple[Tensor, Tensor,
 
 
 def forward_output(x: LoweredTensors, fixed: LoweredConstants) -> Tensor:
-    """The output alone: at a few tokens, making room for more takes longer than the kernel."""
+    """Compute the output alone: for a few tokens, allocating more takes longer than the kernel."""
     output = empty_output(x.query, x.value.shape[3])
     places = output.data_ptr(), *output.stride(), 1, *ABSENT, *ABSENT
     call("regard_dot_forward", pack_problem(x, fixed), RESULT.pack(*places))
@@ -85,7 +85,7 @@ def forward_output(x: LoweredTensors, fixed: LoweredConstants) -> Tensor:
 
 
 def _empty_gradients(x: LoweredTensors) -> tuple[Tensor | None, ...]:
-    """Room for the gradients of what the kernel differentiates, in its order; those that are absent are None."""
+    """Allocate the gradients of the differentiated inputs, in the kernel's order; None where an input is None."""
     real = torch.float64 if x.query.dtype == torch.float64 else torch.float32
     made: list[Tensor | None] = [torch.empty_like(t, memory_format=torch.contiguous_format) for t in x[:3]]
     made += [None if t is None else torch.empty_like(t) for t in (x.diagonal, x.row_table)]
@@ -103,7 +103,7 @@ def backward(
     grads: Sequence[Tensor | None],
     wants_bias: bool,
 ) -> tuple[Tensor | None, ...]:
-    """Gradients in the order of `Lowered`."""
+    """Return gradients in the order of `LoweredTensors`."""
     output, lse, mass = results[0], results[1], results[2] if fixed.sizes[1] else None
     d_output, d_lse, d_mass = grads
     if d_output is None:
@@ -131,7 +131,7 @@ def backward(
     call("regard_dot_backward", pack_problem(x, fixed), GRADIENT.pack(*chain.from_iterable(places)))
     d_sink = None
     if x.sink is not None and delta is not None:
-        share = (x.sink[:, None] - lse).exp()  # what the sink takes of each row
+        share = (x.sink[:, None] - lse).exp()  # the sink's share of each row
         d_sink = -torch.where(share > 0, share * delta, 0.0).sum((0, 2))
     if d_bias is not None and x.bias is not None:
         d_bias = d_bias.to(x.bias.dtype)
@@ -140,7 +140,7 @@ def backward(
     return dq, dk, dv, d_diagonal, d_table, d_bias, d_sink, d_weight
 
 
-# The same as operators, for torch.compile and torch.export
+# Registered operators, for torch.compile and torch.export
 
 _INPUTS = (
     "Tensor query, Tensor key, Tensor value, Tensor? diagonal, Tensor? row_table, Tensor? bias, Tensor? sink, "
@@ -148,7 +148,7 @@ _INPUTS = (
     "Tensor[] mask_layout, Tensor? offset, Tensor? seed, float[] numbers, int[] sizes"
 )
 _OUTPUTS = "Tensor output, Tensor lse, Tensor mass"
-_TENSORS = len(LoweredTensors._fields)  # these come first
+_TENSORS = len(LoweredTensors._fields)  # these are the first inputs
 
 
 @torch.library.custom_op("regard::dot", mutates_args=(), schema=f"({_INPUTS}) -> (Tensor, Tensor, Tensor)")
@@ -184,7 +184,7 @@ def _(*arguments: Any) -> list[Tensor]:
 def backward_by_operator(
     x: Sequence[Tensor | None], fixed: Sequence[Any], results: Sequence[Tensor], grads: Sequence[Tensor | None]
 ) -> tuple[Tensor | None, ...]:
-    """Gradients in the order of `Lowered`."""
+    """Return gradients in the order of `LoweredTensors`."""
     found = iter(torch.ops.regard.dot_backward(*x, *fixed, *results, *grads))
     return tuple(None if tensor is None else next(found) for tensor in x)
 

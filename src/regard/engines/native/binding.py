@@ -1,4 +1,4 @@
-"""The compiled library: finding it, calling it, and how tensors are told to it. Nobody else knows it."""
+"""Loading and calling the compiled library, and passing tensors to it. No other module accesses the library."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from torch import Tensor
 from regard.engines.mask_layout import TILE
 from regard.engines.tensor_memory import NoMemory, data_address
 
-INTERFACE = 10  # of csrc/regard.h
+INTERFACE = 10  # version of the interface, in csrc/regard.h
 DTYPES = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3}
-NO_MASK, INTERVALS, TILES = 0, 1, 2  # of a problem's mask
+NO_MASK, INTERVALS, TILES = 0, 1, 2  # kinds of a problem's mask
 _ERRORS = {
-    -1: (MemoryError, "the native engine found no memory to work in; fewer threads or shorter sequences need less"),
-    -2: (ValueError, "the native engine was given what its interface does not allow"),
-    -3: (ValueError, "the native engine cannot address so large a problem"),
-    -4: (NoMemory, "the native engine was given a tensor without memory: its storage was freed or never allocated"),
+    -1: (MemoryError, "the native engine could not allocate memory; use fewer threads or shorter sequences"),
+    -2: (ValueError, "the native engine got an argument that its interface does not allow"),
+    -3: (ValueError, "the native engine cannot address a problem of this size"),
+    -4: (NoMemory, "the native engine got a tensor without memory: its storage was freed or never allocated"),
 }
 _NUMBERS = {
     "FLOAT32": 0, "FLOAT64": 1, "BFLOAT16": 2, "FLOAT16": 3, "NO_MEMORY": -1, "BAD_ARGUMENT": -2, "TOO_LARGE": -3,
@@ -34,9 +34,9 @@ _NUMBERS = {
 
 
 class Structure:
-    """A structure of csrc/regard.h. `pack(*values)` takes its fields, and those of structures in it, in their order.
+    """A structure of csrc/regard.h. `pack(*values)` takes the fields, with those of nested structures, in order.
 
-    The layout is the library's own: `fields` only names the order in which values are given, and is compared with it.
+    The library defines the layout: `fields` only lists the order of the values, and is compared with it.
     """
 
     known: ClassVar[dict[str, Structure]] = {}
@@ -50,7 +50,7 @@ class Structure:
         self.known[self.name] = self
 
     def __getattr__(self, name: str) -> Any:
-        """The layout, where the library was not loaded before."""
+        """The layout; loads the library if necessary."""
         if name not in ("pack", "size", "offsets"):
             raise AttributeError(name)
         if reason := why_missing():
@@ -58,7 +58,7 @@ class Structure:
         return self.__dict__[name]
 
     def read(self, size: int, fields: Sequence[Field]) -> str:
-        """Take the library's layout; what is wrong with it, or nothing."""
+        """Read the layout from the library; return an error message, or an empty string."""
         names = [field.name if field.length == 1 else f"{field.name}[{field.length}]" for field in fields]
         if names != self.fields:
             return f"{self.name} has the fields {', '.join(names)}, but {', '.join(self.fields)} are packed"
@@ -75,7 +75,7 @@ class Structure:
 
 
 class Field(NamedTuple):
-    """A field of a structure, as the library describes it."""
+    """A field of a structure, as described by the library."""
 
     name: str
     type: str
@@ -84,7 +84,7 @@ class Field(NamedTuple):
     size: int
 
 
-# Structures that are part of others come first.
+# Nested structures come first.
 TENSOR = Structure("tensor", "data stride[4] present")
 Structure("intervals", "start stop stride[3]")
 Structure("tiles", "pointer start stop bits_index bits stride[2]")
@@ -113,11 +113,11 @@ LINEAR_GRADIENT = Structure("linear_gradient", "out norm d_out d_q d_k d_v")
 PACKED_LINEAR = Structure("packed_linear", "M N K x_row out_row x packed bias out threads has_bias")
 ABSENT = (0, 0, 0, 0, 0, 0)
 ADDRESS = struct.Struct("@P").pack
-_LARGE_PAGE_BYTES = 1 << 22  # bytes in which at least one large page lies whole
+_LARGE_PAGE_BYTES = 1 << 22  # contains at least one whole large page
 
 
 def _read_layout(text: str) -> str:
-    """Take the layout of all structures from the library's description; what is wrong with it, or nothing."""
+    """Read the layout of all structures from the library; return an error message, or an empty string."""
     sizes: dict[str, int] = {}
     fields: dict[str, list[Field]] = {}
     numbers: dict[str, int] = {}
@@ -140,7 +140,7 @@ def _read_layout(text: str) -> str:
 
 @cache
 def library() -> ctypes.CDLL | str:
-    """The compiled library, or why there is none. `REGARD_LIBRARY` names another file."""
+    """Load the compiled library, or return the reason why it is missing. `REGARD_LIBRARY` overrides its path."""
     named = os.environ.get("REGARD_LIBRARY")
     folders = [Path(__file__).parents[2], *(Path(entry) / "regard" for entry in sys.path if entry)]
     files = [Path(named)] if named else [file for folder in folders for file in sorted(folder.glob("_native.*"))]
@@ -178,13 +178,13 @@ def library() -> ctypes.CDLL | str:
 
 
 def why_missing() -> str:
-    """Why there is no library, or nothing."""
+    """Return the reason why the library is missing, or an empty string."""
     found = library()
     return found if isinstance(found, str) else ""
 
 
 def build_info() -> dict[str, str]:
-    """What one would paste into a bug report."""
+    """Return the details of the library for bug reports."""
     found = library()
     if isinstance(found, str):
         return {"native": found}
@@ -210,7 +210,7 @@ def status_error(status: int, given: bytes | int = b"") -> Exception:
 
 
 def prefer_large_pages(tensor: Tensor) -> Tensor:
-    """The same, all of which is about to be written: on large pages, since to begin small ones may cost more."""
+    """Put a tensor that is about to be written on large pages, since faulting in small ones may cost more."""
     found = library()
     if tensor.nbytes >= _LARGE_PAGE_BYTES and not isinstance(found, str):
         found.regard_prefer_large_pages(tensor.data_ptr(), tensor.nbytes)
@@ -218,7 +218,7 @@ def prefer_large_pages(tensor: Tensor) -> Tensor:
 
 
 def tensor_fields(tensor: Tensor | None) -> tuple[int, ...]:
-    """The values of a `regard_tensor`: address, strides (0 along an axis of size 1) and presence."""
+    """Return the values of a `regard_tensor`: address, strides (0 along an axis of size 1) and presence."""
     if tensor is None:
         return ABSENT
     strides = [0 if n == 1 else step for n, step in zip(tensor.shape, tensor.stride(), strict=True)]
@@ -226,12 +226,12 @@ def tensor_fields(tensor: Tensor | None) -> tuple[int, ...]:
 
 
 def row_fields(tensor: Tensor | None) -> tuple[int, ...]:
-    """The same for rows that lie close."""
+    """Like `tensor_fields`, for contiguous rows."""
     return ABSENT if tensor is None else (*tensor_fields(tensor)[:4], 1, 1)
 
 
 def release_free_memory() -> None:
-    """Give freed memory back to the system: the C library keeps blocks of the size of a weight."""
+    """Return freed memory to the system: the C library keeps blocks of the size of a weight."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
     if trim is not None:
         trim(0)

@@ -1,4 +1,4 @@
-"""The engine: which problems the kernels take, and how they are prepared for them."""
+"""The native engine: the problems that the kernels support, and their preparation."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from regard.engines.tensor_memory import SMALLEST_ADDRESS, NoMemory, data_addres
 from regard.positions.biases import Shaw, is_built_in
 from regard.scores import BUILT_IN, Additive, Dot
 
-SMALL = 1 << 24  # bytes of dense weights below which torch.func is served by torch's own operators
-MAX_PACKED = 16  # of query, key and value, for which a problem is packed beforehand
-BITS_BYTES = 1 << 28  # what the bits of partial tiles may take
-MAX_SIZE = 2**31 - 1 - 1024  # the kernels number keys and queries with 32 bits
+SMALL = 1 << 24  # bytes of dense weights below which torch's own operators serve torch.func
+MAX_PACKED = 16  # packed calls kept per problem, keyed by query, key and value
+BITS_BYTES = 1 << 28  # limit for the bits of partial tiles
+MAX_SIZE = 2**31 - 1 - 1024  # the kernels index keys and queries with 32 bits
 
 
 def assume_constant(function: Any) -> None:
-    """What torch.compiler.assume_constant_result does, without loading the compiler: tracing does not enter it."""
+    """Mark a function as constant for tracing, like torch.compiler.assume_constant_result without its imports."""
     function._dynamo_marked_constant = True
 
 
@@ -48,7 +48,7 @@ def run(
     if torch.compiler.is_compiling() or not problem.direct:
         return _run_operator(problem, query, key, value, seed)
     try:
-        if problem.memo and seed is None:  # packed before, so plain; the plan belongs to this mode of differentiation
+        if problem.memo and seed is None:  # packed before, so plain; the plan belongs to this differentiation mode
             return _cached_forward(problem, query, key, value)
         plain = seed is None and problem.bias is None and problem.sink is None and isinstance(problem.score, Dot)
         derived = problem.grad or problem.tangent or problem.in_transform
@@ -56,12 +56,12 @@ def run(
             return _cached_forward(problem, query, key, value)
         x, shaw, fixed = prepare(problem, query, key, value, seed)
         return _run_kernel(problem, x, shaw, fixed)
-    except NoMemory:  # zeros without storage, or memory that was freed
+    except NoMemory:  # zeros without storage, or freed memory
         return _run_operator(replace(problem, direct=False), query, key, value, seed)
 
 
 def _in_float32(problem: Problem) -> Problem | None:
-    """The problem in float32, where a gradient in half precision would be rounded in parts before they are added up."""
+    """Return the problem in float32 if a half-precision gradient would be rounded before its parts are added up."""
     if problem.dtype == problem.compute_dtype:
         return None
     per_head = isinstance(problem.score, Additive) and problem.score.weight.numel() > problem.D
@@ -74,7 +74,7 @@ def _in_float32(problem: Problem) -> Problem | None:
 def _run_operator(
     problem: Problem, query: Tensor, key: Tensor, value: Tensor, seed: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
-    """Pending negations and zeros get memory of their own; what is not plain then goes to the registered operator."""
+    """Materialise pending negations and zeros; tensors that are still not plain go to the registered operator."""
     x, shaw, fixed = prepare(problem, query, key, value, seed)
     if not torch.compiler.is_compiling():
         x = LoweredTensors(*(None if tensor is None else materialize(tensor) for tensor in x))  # type: ignore[arg-type]
@@ -97,7 +97,7 @@ def _run_kernel(
 
 
 def _add_shaw_values(problem: Problem, shaw: Shaw | None, output: Tensor, mass: Tensor) -> Tensor:
-    """The output with the value half of Shaw's positions."""
+    """Add the value part of Shaw's positions to the output."""
     if shaw is None or shaw.values is None:
         return output
     return (output.to(mass) + mass @ shaw.values.to(mass)).to(problem.dtype)
@@ -107,9 +107,9 @@ def gradients(
     problem: Problem, tensors: Sequence[Tensor], seed: Tensor | None, output: Tensor, lse: Tensor, grad_output: Tensor,
     grad_lse: Tensor,
 ) -> tuple[list[Tensor], list[Tensor]]:  # fmt: skip
-    """What the kernel is given, as autograd knows it, and its gradients; output and lse may be over more keys.
+    """Return the differentiated inputs and their gradients; output and lse may cover more keys.
 
-    Without a sink and without Shaw's values.
+    Requires a problem without a sink and without Shaw's values.
     """
     if (wide := _in_float32(problem)) is not None:
         problem, tensors = wide, [tensor.to(wide.dtype) for tensor in tensors]
@@ -132,11 +132,11 @@ def prepare(
     strides = 0, 0
     if problem.mask is not None:
         *axes, offsets = frame.cache_key()
-        # Sizes as plain numbers: where they are symbols, tracing fixes them, since what is visible depends on them.
+        # Sizes as ints: tracing specialises symbolic ones, since the mask layout depends on them.
         layout, strides = layout_tensors(
             problem.mask, (*map(operator.index, axes), tuple(map(operator.index, offsets)))
         )
-        if not problem.direct:  # constants, as modes want them: fake tensors, proxies
+        if not problem.direct:  # constants in the form that modes need: fake tensors, proxies
             layout = tuple(torch.ops.aten.lift_fresh_copy(tensor) for tensor in layout)
     offset, radius, wants = None, 0, 0
     if shaw is not None:
@@ -149,21 +149,21 @@ def prepare(
 
 
 class PackedProblem(NamedTuple):
-    """A problem as the kernel takes it, cut where the addresses of query, key and value belong."""
+    """A packed problem, split where the addresses of query, key and value belong."""
 
     segments: list[bytes]
-    epoch: int  # of the cache, when its mask layout was last seen there
+    epoch: int  # epoch of the cache when its mask layout was last found there
     mask_layout: Any  # a weak reference, or None without a mask
 
 
 def _cached_forward(problem: Problem, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor | None]:
-    """What was packed before, but for the addresses: a small call is all packing."""
+    """Run a packed problem with new addresses: packing would dominate a small call."""
     layout = (query.stride(), key.stride(), value.stride(), torch.get_num_threads())
     known, frame, mask = problem.memo.get(layout), problem.frame, problem.mask
-    held = None  # addresses of the mask layout are packed, so it must live until the kernel is done
+    held = None  # the packed addresses of the mask layout require that it lives until the kernel is done
     if known is not None and mask is not None:
         held = known.mask_layout()
-        if held is None or known.epoch != CACHE.epoch:  # it may have gone, and else counts as used
+        if held is None or known.epoch != CACHE.epoch:  # it may have been evicted, or else counts as used
             epoch, now = CACHE.epoch, mask_layout(mask, frame.cache_key())
             known = known._replace(epoch=epoch) if now is held else None
             held = now
@@ -184,7 +184,7 @@ def _cached_forward(problem: Problem, query: Tensor, key: Tensor, value: Tensor)
             known = known._replace(mask_layout=weakref.ref(held))
         if len(problem.memo) >= MAX_PACKED:
             problem.memo.clear()
-        if held is None or held.tensors is fixed.mask_layout:  # not where the cache keeps nothing
+        if held is None or held.tensors is fixed.mask_layout:  # not if the cache keeps nothing
             problem.memo[layout] = known
     head, q, k, v = known.segments
     output = empty_output(query, problem.E)
@@ -212,42 +212,42 @@ def why_not(problem: Problem) -> list[str]:
     sizes = {"B": frame.B, "H": frame.H, "Q": frame.Q, "K": frame.K, "D": problem.D, "E": problem.E}
     for axis, n in sizes.items():
         if n > MAX_SIZE:
-            reasons.append(f"its kernels count to {MAX_SIZE:,} along an axis, but {axis} is {n:,}")
+            reasons.append(f"its kernels index up to {MAX_SIZE:,} along an axis, but {axis} is {n:,}")
     if type(score) not in BUILT_IN:
-        reasons.append(f"its kernels know dot products and the additive score, not {score!r}")
+        reasons.append(f"its kernels support dot products and the additive score, not {score!r}")
     if problem.bias is not None:
         parts = problem.bias.parts()
         if not is_built_in(problem.bias):
-            reasons.append(f"its kernels do not know {problem.bias!r}")
+            reasons.append(f"its kernels do not support {problem.bias!r}")
         if sum(isinstance(part, Shaw) for part in parts) > 1:
-            reasons.append("its kernels take one shaw")
+            reasons.append("its kernels support one shaw only")
     if not problem.direct and (problem.tangent or problem.in_transform):
-        reasons.append("tangents and torch.func transforms of tensors that are not plain are left to torch's operators")
+        reasons.append("tangents and torch.func transforms of tensors that are not plain need torch's operators")
     if problem.sharded:
-        reasons.append("its operator has no rule for DTensor; pass the part of this process, .to_local()")
+        reasons.append("its operator has no rule for DTensor; pass the local shard, .to_local()")
     if torch.compiler.is_compiling():
         fixed = all(type(n) is int for n in sizes.values())
         if torch.compiler.is_exporting() and problem.mask is not None and not fixed:
-            reasons.append("the graph holds what a mask leaves visible, which lengths that are dynamic do not fix")
+            reasons.append("the graph contains the mask layout, which dynamic lengths do not fix")
         if isinstance(problem.frame.offset, Tensor):
-            reasons.append("torch.compile cannot tell what a tensor of offsets leaves visible")
+            reasons.append("torch.compile cannot build a mask layout from a tensor of offsets")
         if problem.mask is not None and problem.mask.traced:
-            reasons.append("torch.compile cannot read a mask that is made inside the compiled function")
+            reasons.append("torch.compile cannot read a mask that is built inside the compiled function")
     if problem.torch_only:
-        reasons.append("transforms are nested deeper than its derivatives go")
+        reasons.append("transforms are nested deeper than its derivatives support")
     if problem.tangent and not problem.direct:
-        reasons.append("its registered operator, which tensors that are not plain go to, has no forward mode")
+        reasons.append("its registered operator, which tensors that are not plain need, has no forward mode")
     if problem.in_transform and problem.dropout:
-        reasons.append("a torch.func transform may hold the seed of dropout")
+        reasons.append("a torch.func transform may wrap the seed of dropout")
     if problem.in_transform and holds_transformed(problem.mask):
-        reasons.append("it reads the mask, which a torch.func transform holds")
+        reasons.append("it reads the mask, which a torch.func transform wraps")
     return reasons
 
 
 def why_avoid(problem: Problem) -> list[str]:
     frame = problem.frame
     if problem.in_transform and reference.peak_bytes(problem) < SMALL:
-        return ["so small a call within torch.func is left to torch's operators, which take many at once"]
+        return ["small calls within torch.func are left to torch's operators, which batch them"]
     if problem.mask is None or problem.empty or not problem.mask.opaque:
         return []
     batch, heads = problem.mask.extent(frame)

@@ -1,4 +1,4 @@
-"""What `look` gives, for the problems that the kernels know: weights, maps and statistics."""
+"""Inspection by the kernels: weights, maps and statistics."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from regard.positions.biases import DenseBias
 
 
 def weights(problem: Problem, query: Tensor, key: Tensor, heads: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
-    """As `inspection.weights`, but not differentiable."""
+    """Like `inspection.weights`, but not differentiable."""
     (some, row_at), (picked, column_at) = (part.unique(return_inverse=True) for part in (rows, columns))
     frame, whole = problem.frame, len(some) == problem.frame.Q
     x, _, fixed = prepare(problem if whole else replace(problem, mask=None), query, key, key[..., :0], None)
@@ -41,13 +41,13 @@ def weights(problem: Problem, query: Tensor, key: Tensor, heads: Tensor, rows: T
 
 
 def can_select_rows(problem: Problem, rows: Tensor) -> bool:
-    """Whether `weights` can be asked for these rows: biases of distance are read along neighbouring rows."""
+    """Whether `weights` supports these rows: biases of distance need contiguous rows."""
     apart = bool((rows.unique().diff() > 1).any())
     return not apart or problem.bias is None or all(isinstance(part, DenseBias) for part in problem.bias.parts())
 
 
 def pooled_weights(problem: Problem, query: Tensor, key: Tensor, size: tuple[int, int]) -> Tensor:
-    """As `inspection.pooled_weights`, in one pass."""
+    """Like `inspection.pooled_weights`, in one pass."""
     x, _, fixed = prepare(problem, query, key, key[..., :0], None)
     found = torch.empty((*query.shape[:2], *size), dtype=problem.compute_dtype, device="cpu")
     call("regard_dot_map", pack_problem(x, fixed), POOL.pack(*row_fields(found), *size))
@@ -81,7 +81,7 @@ def statistics(
 
 
 def key_ranges(places: Tensor) -> Tensor:
-    """Starts and stops of the runs of neighbours among places, (2, runs)."""
+    """Return starts and stops of the runs of consecutive indices, (2, runs)."""
     places = places.unique()
     edge = torch.ones(len(places) + 1, dtype=torch.bool, device="cpu")
     edge[1:-1] = places.diff() > 1

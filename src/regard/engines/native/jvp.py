@@ -1,4 +1,4 @@
-"""All derivatives of the kernel; in forward mode, results and their tangents come of one pass."""
+"""The kernel with all of its derivatives; in forward mode, one pass computes results and tangents."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from regard.engines.tensor_memory import data_address, is_direct, materialize
 
 @dataclass(frozen=True, eq=False)
 class NativeOperator(Operator):
-    """The kernel in eager mode, of the tensors of `Lowered`."""
+    """The kernel in eager mode, as an operator on `LoweredTensors`."""
 
     fixed: LoweredConstants
 
@@ -44,7 +44,7 @@ class NativeOperator(Operator):
     def tangents(self, tensors: Tensors, tangents: Tensors) -> tuple[Tensor, ...]:
         x = LoweredTensors(*tensors)
         tangents = [None if t is None or t._is_zerotensor() else materialize(t) for t in tangents]
-        if x.weight is None and is_direct((*tensors, *tangents)):  # the additive score has no such kernel
+        if x.weight is None and is_direct((*tensors, *tangents)):  # the additive score has no forward-mode kernel
             return jvp(x, self.fixed, tangents)
         found = push_forward(lambda duals: self.differentiable(duals, False), tensors, tangents)
         if self.outputs == 3:
@@ -65,7 +65,7 @@ def _select_wanted(found: Tensors, wanted: Sequence[bool]) -> Tensors:
 
 
 def jvp(x: LoweredTensors, fixed: LoweredConstants, tangents: Tensors) -> tuple[Tensor, ...]:
-    """Output, log-sum-exp and mass by distance, and behind them their tangents; the mass's where it is wanted."""
+    """Return output, log-sum-exp and mass by distance, followed by their tangents; the mass's only if requested."""
     dq, dk, dv, diagonal, table, bias, sink, _ = tangents
     output, lse, mass = empty_results(x.query, x.value, fixed.sizes)
     d_output, d_lse, d_mass = empty_output(x.query, x.value.shape[3]), torch.empty_like(lse), torch.empty_like(mass)

@@ -1,4 +1,4 @@
-"""Causal linear attention, and products with weights."""
+"""Causal linear attention, and products with packed weights."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ def _packed_linear(query: Tensor, key: Tensor, value: Tensor, elu: bool) -> byte
 
 
 def linear_forward(query: Tensor, key: Tensor, value: Tensor, elu: bool) -> tuple[Tensor, Tensor]:
-    """Output (B, H, N, E) and its denominator (B, H, N) of query (B, H, N, M), key (B, G, N, M), value (B, G, N, E).
+    """Return output (B, H, N, E) and denominator (B, H, N).
 
-    Query and key are features, or with `elu` what is to become them.
+    query (B, H, N, M), key (B, G, N, M), value (B, G, N, E). Query and key are features, or with `elu` their inputs.
     """
     output, norm, _ = empty_results(query, value, (0, 0))
     places = LINEAR_RESULT.pack(*tensor_fields(prefer_large_pages(output)), *tensor_fields(norm))
@@ -41,7 +41,7 @@ def linear_forward(query: Tensor, key: Tensor, value: Tensor, elu: bool) -> tupl
 def linear_backward(
     query: Tensor, key: Tensor, value: Tensor, elu: bool, output: Tensor, norm: Tensor, grad: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of query, key and value, given that of the output."""
+    """Return the gradients of query, key and value, given that of the output."""
     dq, dk, dv = (
         prefer_large_pages(torch.empty_like(t, memory_format=torch.contiguous_format)) for t in (query, key, value)
     )
@@ -52,13 +52,14 @@ def linear_backward(
 
 @cache
 def panel_rows() -> int:
-    """Return how many rows of a weight a panel of the packed form holds."""
+    """Return the number of rows of a weight per panel of the packed form."""
     found = library()
     return 1 if isinstance(found, str) else found.regard_packed_size(1, 1)
 
 
 def multiply(x: Tensor, panels: Tensor, bias: Tensor | None, out: Tensor, first: int) -> None:
-    """out (..., N) = x (M, K) times the rows of a packed weight from `first` on, where a panel begins, plus bias."""
+    """Multiply x (M, K) by the rows of a packed weight from `first`, the start of a panel, and add the bias."""
+
     (M, K), N = x.shape, out.shape[-1]
     given = PACKED_LINEAR.pack(
         M, N, K, x.stride(0) if M > 1 else K, N, x.data_ptr(), panels.data_ptr() + 4 * first * K,
