@@ -340,15 +340,15 @@ WRONG: dict[str, tuple[Callable[[], Any], type[Exception], list[str]]] = {
     ),
     "sdpa with a sink and softcap": (
         call(engine="sdpa", sink=0.0, score=rg.Dot(softcap=2.0)), ValueError,
-        ["engine 'sdpa' cannot", "no sink", "no softcap", "These can:", "reference", "tiled"],
+        ["engine 'sdpa' cannot", "no sink", "no softcap", "Engines that can:", "reference", "tiled"],
     ),
     "sdpa with an additive score": (
         call(engine="sdpa", score=rg.Additive(torch.ones(D))), ValueError, ["dot products", "Additive((8,))"],
     ),
-    "sdpa with a log-sum-exp": (call(engine="sdpa", return_lse=True), ValueError, ["no log-sum-exp", "These can:"]),
-    "sdpa with dropout": (call(engine="sdpa", dropout=0.5), ValueError, ["'sdpa'", "dropout", "These can:"]),
+    "sdpa with a log-sum-exp": (call(engine="sdpa", return_lse=True), ValueError, ["no log-sum-exp", "Engines that can:"]),
+    "sdpa with dropout": (call(engine="sdpa", dropout=0.5), ValueError, ["'sdpa'", "dropout", "Engines that can:"]),
     "tiled with an empty axis": (
-        call(engine="tiled", query=q[:, :, :0]), ValueError, ["'tiled'", "an axis is empty", "These can: reference"],
+        call(engine="tiled", query=q[:, :, :0]), ValueError, ["'tiled'", "an axis is empty", "Engines that can: reference"],
     ),
     "flex that trains on a CPU": (
         call(engine="flex", query=normal(B, H, Q, D).requires_grad_()), ValueError, ["'flex'", "cannot train on a CPU"],

@@ -383,7 +383,7 @@ STATE = ATTEND.step(Q, K, V)[1]
         (
             lambda: LinearAttention(mask=window(2, 0)),
             ValueError,
-            r"mask must be made of causal.* but has window\(2, 0\)",
+            r"mask must be composed of causal.* but has window\(2, 0\)",
         ),
         (lambda: LinearAttention(mask=causal() | padding([3])), ValueError, "but has causal.* regard.attention takes"),
         (lambda: favor(0), ValueError, "count must be from 1 to .* but is 0; try favor"),
@@ -397,7 +397,7 @@ STATE = ATTEND.step(Q, K, V)[1]
         (lambda: ATTEND(Q, K[0], V), ValueError, r"k must have as many axes as q, 4, but has the shape \(2, 5, 8\)"),
         (lambda: ATTEND(Q, K[..., :7], V), ValueError, "k must have the width of q, .* k is .2, 2, 5, 7."),
         (lambda: ATTEND(Q[..., :0], K[..., :0], V), ValueError, "k must have the width of q, at least 1"),
-        (lambda: ATTEND(Q, K, V[:, :, :4]), ValueError, "v must have one row a key, 5, .* v is .2, 2, 4, 3."),
+        (lambda: ATTEND(Q, K, V[:, :, :4]), ValueError, "v must have one row per key, 5, .* v is .2, 2, 4, 3."),
         (lambda: ATTEND(Q, K, V[:, :1]), ValueError, "v must have the heads of k, 2"),
         (
             lambda: ATTEND(Q[:, :3], K, V),
@@ -413,7 +413,7 @@ STATE = ATTEND.step(Q, K, V)[1]
             "mask must be None or causal.. for step",
         ),
         (lambda: ATTEND.step(Q[:, :, :1], K, V), ValueError, "q and k must have the same number of tokens in step"),
-        (lambda: ATTEND.step(Q, K, V, (1, 2)), TypeError, "state must be what step returned, or None, but is tuple"),
+        (lambda: ATTEND.step(Q, K, V, (1, 2)), TypeError, "state must be a state returned by step, or None, but is tuple"),
         (
             lambda: ATTEND.step(Q[:1], K[:1], V[:1], STATE),
             ValueError,

@@ -87,7 +87,7 @@ def test_figures_of_a_run_that_cannot_be_written_are_told(
 
 @pytest.mark.parametrize(
     ("name", "words"),
-    [("here", "is a folder; name a file"), ("none/page.html", "there is no folder"), ("pipe", "is no regular file")],
+    [("here", "is a folder; pass the name of a file"), ("none/page.html", "there is no folder"), ("pipe", "is not a regular file")],
 )
 def test_a_place_that_is_no_file_is_told(name: str, words: str, tmp_path: Path) -> None:
     (tmp_path / "here").mkdir()

@@ -1,4 +1,4 @@
-"""What the operator is told beside its tensors, checked: a refusal says what was expected, what came, what to try."""
+"""Validation of the arguments of the operator besides its tensors."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from torch import Tensor
 from regard.geometry import format_shape
 
 Index = int | slice | Sequence[int] | Tensor | None
-"""Some places along an axis; None is all of them."""
+"""Indices along an axis; None means all."""
 
 
 def check_offset(value: Any) -> int | Tensor | None:
-    """Where the queries stand: none, a number, or a tensor of one whole number per batch row, as it was given."""
+    """Check an offset: None, a number, or one whole number per batch row; return it as None, int or tensor."""
     if value is None or (isinstance(value, int) and not isinstance(value, bool)):
         return value
     if isinstance(value, np.integer):
@@ -36,7 +36,7 @@ def check_offset(value: Any) -> int | Tensor | None:
 
 
 def read_offset(value: Any) -> int | Tensor:
-    """The offset as calls take it: a number, or a private copy of (B,) int64 numbers."""
+    """Return the offset as an int, or as a copy (B,) int64."""
     if not isinstance(value, Tensor):
         return value
     check_unmapped(value)
@@ -44,20 +44,20 @@ def read_offset(value: Any) -> int | Tensor:
 
 
 def check_unmapped(offset: Tensor) -> None:
-    """Raise for an offset that vmap maps over: what a mask leaves visible is worked out from its numbers."""
+    """Raise if vmap maps over the offset: mask layouts depend on its values."""
     if not torch.compiler.is_compiling() and torch._C._functorch.is_functorch_wrapped_tensor(offset):
         raise NotImplementedError(
-            "offset is read as numbers, which a torch.func transform such as vmap hides; map over query, key and value "
-            "and keep the offset fixed, or make its axis the batch axis, with one offset per row"
+            "offset is read as values, which a torch.func transform such as vmap hides; map over query, key and value "
+            "with a fixed offset, or make the mapped axis the batch axis, with one offset per row"
         )
 
 
 _TORCH = {
     "is_causal": "mask=rg.causal(), with offset=0 where Q and K differ, since torch aligns the first query and key",
-    "attn_mask": "mask= for a bool tensor (True means that a key may be attended to), bias= for a float tensor",
+    "attn_mask": "mask= for a bool tensor (True means may attend), bias= for a float tensor",
     "dropout_p": "dropout=",
     "scale": "score=rg.Dot(scale=...)",
-    "enable_gqa": "no word: key and value may have fewer heads than the query",
+    "enable_gqa": "no such argument: key and value may have fewer heads than the query",
 }
 _TORCH_MODULE = _TORCH | {
     "embed_dim": "d_model=",
@@ -68,7 +68,7 @@ _TORCH_MODULE = _TORCH | {
     "scale": "attend=rg.Attention(score=rg.Dot(scale=...))",
     "add_zero_attn": "attend=rg.Attention(sink=0.0)",
     "add_bias_kv": "attend=rg.Attention(sink=...), a logit without a value",
-    "batch_first": "no word: tokens are always (B, N, d_model)",
+    "batch_first": "no such argument: tokens are always (B, N, d_model)",
     "key_padding_mask": "mask=rg.padding(lengths), or mask=~key_padding_mask[:, None, None]: True means a real token",
     "need_weights": "regard.view.capture(), or layer.attend.weights(q, k)",
     "average_attn_weights": "regard.view.capture(), or layer.attend.weights(q, k)",
@@ -77,9 +77,9 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def reject_keywords(name: str, unknown: Mapping[str, Any], ours: Mapping[str, str] = _TORCH) -> None:
-    """Raise for keywords that a function does not take; for torch's, name ours."""
+    """Raise for unexpected keywords; for torch's, name ours."""
     for word in unknown:
-        advice = f"; it takes {ours[word]}" if word in ours else ""
+        advice = f"; use {ours[word]}" if word in ours else ""
         raise TypeError(f"{name}() got an unexpected keyword argument {word!r}{advice}")
 
 
@@ -101,7 +101,7 @@ def explain_torch_keywords(name: str, *, module: bool = False) -> Callable[[Func
 
 
 def check_layout(name: str, tensor: Tensor, *, sequences: bool = True) -> None:
-    """Raise unless the tensor has one number for each index, in strided memory. sequences: whether it holds some."""
+    """Raise unless the tensor is dense, strided and floating-point. sequences: advise on joining sequences."""
     if tensor.is_nested:
         advice = "join its sequences along one axis with mask=rg.documents(ids), or pad them with rg.padding(lengths)"
         raise TypeError(
@@ -117,17 +117,17 @@ def check_temperature(value: Any) -> None:
     if not _is_number(value):
         raise TypeError(
             f"temperature must be a number, but is {type(value).__name__}; "
-            "for a learned one pass a tensor as the score's scale"
+            "for a learned temperature pass a tensor as the score's scale"
         )
     if not value > 0:
-        raise ValueError(f"temperature must be positive, but is {value}; small ones near 0 come close to argmax")
+        raise ValueError(f"temperature must be positive, but is {value}; for near-argmax use a small positive number")
 
 
 def check_dropout(value: Any) -> None:
     if not _is_number(value):
-        raise TypeError(f"dropout must be a share in [0, 1), but is {type(value).__name__}; leave it out for none")
+        raise TypeError(f"dropout must be a fraction in [0, 1), but is {type(value).__name__}; leave it out for none")
     if not 0 <= value < 1:
-        raise ValueError(f"dropout must be a share in [0, 1), but is {value}")
+        raise ValueError(f"dropout must be a fraction in [0, 1), but is {value}")
 
 
 def check_sink(value: Any) -> None:
@@ -142,7 +142,7 @@ def check_sink(value: Any) -> None:
 
 
 def check_size(value: Any) -> None:
-    """Of a map: rows and columns."""
+    """Check the size of a map: rows and columns."""
     if (
         not isinstance(value, Sequence)
         or len(value) != 2
@@ -157,7 +157,7 @@ def check_top(value: Any) -> None:
 
 
 def resolve_index(name: str, index: Index, size: int) -> Tensor:
-    """The places (n,) that an index means along an axis of this size; negative ones count from its end."""
+    """Return the indices (n,) along an axis of this size; negative ones count from its end."""
     everything = torch.arange(size, device="cpu")
     try:
         if index is None or isinstance(index, slice):
@@ -175,9 +175,9 @@ def resolve_index(name: str, index: Index, size: int) -> Tensor:
 
 
 def describe_value(value: object) -> str:
-    """What was given, for a message."""
+    """Describe a value for an error message."""
     if isinstance(value, type):
-        return f"the class {value.__name__}; make one with {value.__name__}()"
+        return f"the class {value.__name__}; create an instance with {value.__name__}()"
     return f"{value.dtype} of shape {format_shape(value)}" if isinstance(value, Tensor) else type(value).__name__
 
 

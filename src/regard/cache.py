@@ -1,6 +1,6 @@
-"""One cache, with a limit in bytes, for all that is derived from descriptions: plans, tile tables, mask layouts.
+"""One cache, limited in bytes, for everything derived from descriptions: plans, tile tables, mask layouts.
 
-What was not used for the longest time goes first. An entry may belong to an object, and then goes with it.
+The least recently used entry is evicted first. An entry may have an owner, and is dropped with it.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 from torch import Tensor
 
-LIMIT = 256 * 2**20  # bytes, unless set_cache_limit says otherwise
-OVERHEAD = 512  # bytes that Python's own objects take for an entry, roughly
-SHARED_BYTES = 2**16  # an entry up to this size may outlive its owner, to serve equal masks that come later
+LIMIT = 256 * 2**20  # bytes, the default of set_cache_limit
+OVERHEAD = 512  # rough size in bytes of the Python objects of an entry
+SHARED_BYTES = 2**16  # an entry up to this size may outlive its owner, to serve equal masks later
 
 T = TypeVar("T")
 
 
 class CacheInfo(NamedTuple):
-    """What the cache holds, and how often it had what was asked for; see `cache_info`.
+    """Contents and hit counts of the cache; see `cache_info`.
 
     >>> import regard as rg
     >>> rg.cache_info().limit // 2**20
@@ -40,12 +40,12 @@ class CacheInfo(NamedTuple):
 class _Entry(NamedTuple):
     value: Any
     nbytes: int
-    drop: Callable[[Any], None] | None  # called with the value when the entry goes
+    drop: Callable[[Any], None] | None  # called with the value when the entry is dropped
     owner: weakref.ref | None
 
 
 class Cache:
-    """A least-recently-used cache whose limit is in bytes. Threads may share it.
+    """A least-recently-used cache with a limit in bytes. Thread-safe.
 
     >>> cache = Cache(limit=10_000)
     >>> cache.get_or_build("zeros", lambda: np.zeros(100)).nbytes
@@ -57,16 +57,16 @@ class Cache:
     """
 
     def __init__(self, limit: int) -> None:
-        self.epoch = 0  # counts changes of what is held: within one, what was used once need not be touched again
+        self.epoch = 0  # counts changes of the contents: within an epoch, an entry needs to be touched once only
         self._limit, self._nbytes, self._hits, self._misses = limit, 0, 0, 0
         self._entries: OrderedDict[Hashable, _Entry] = OrderedDict()
         self._lock = Lock()
-        self._orphans: deque[tuple[Hashable, weakref.ref]] = deque()  # whose owner died while the lock was taken
+        self._orphans: deque[tuple[Hashable, weakref.ref]] = deque()  # owners died while the lock was held
 
     def get_or_build(self, key: Hashable | None, build: Callable[[], T], owner: Any = None) -> T:
-        """The value of a key, built if it is not there. With `key=None` it is built every time, and not kept.
+        """Return the value of a key, building it if missing. With `key=None` it is built every time and not kept.
 
-        An entry of more than `SHARED_BYTES` goes with its owner, if that holds tensors.
+        An entry of more than `SHARED_BYTES` is dropped with its owner, if that holds tensors.
         """
         if key is None:
             return build()
@@ -84,7 +84,7 @@ class Cache:
     def put(
         self, key: Hashable, value: Any, nbytes: int, owner: Any = None, drop: Callable[[Any], None] | None = None
     ) -> None:
-        """Keep a value, as long as its owner lives and the limit allows it; `drop(value)` is called when it goes."""
+        """Keep a value while its owner lives and the limit allows; `drop(value)` is called when it is dropped."""
         reference = None if owner is None else weakref.ref(owner, lambda dead: self._orphaned(key, dead))
         gone = []
         with self._lock:
@@ -97,7 +97,7 @@ class Cache:
         _drop(gone)
 
     def touch(self, key: Hashable) -> None:
-        """Count a use of what somebody else holds."""
+        """Mark an entry as used, for a value held elsewhere."""
         with self._lock:
             if key in self._entries:
                 self._entries.move_to_end(key)
@@ -126,7 +126,7 @@ class Cache:
         return found
 
     def _orphaned(self, key: Hashable, dead: weakref.ref) -> None:
-        # An object may die anywhere, also where this thread holds the lock: then who holds it next does the work.
+        # An object may die while this thread holds the lock: then the next holder of the lock cleans up.
         self._orphans.append((key, dead))
         if self._lock.acquire(blocking=False):
             try:
@@ -159,14 +159,14 @@ class Cache:
 
 
 def _drop(entries: list[_Entry]) -> None:
-    """Outside of the lock: what goes may end other objects' lives."""
+    """Drop entries outside the lock, since this may destroy other objects."""
     for entry in entries:
         if entry.drop is not None:
             entry.drop(entry.value)
 
 
 def size_of(value: Any) -> int:
-    """The bytes of all tensors and arrays in a value."""
+    """Return the bytes of all tensors and arrays in a value."""
     if isinstance(value, Tensor):
         return value.numel() * value.element_size() if value.device.type != "meta" else 0
     if isinstance(value, np.ndarray):
@@ -182,7 +182,7 @@ CACHE = Cache(LIMIT)
 
 
 def set_cache_limit(nbytes: int) -> None:
-    """Set the bytes that plans, tile tables and mask layouts may take together; 256 MB unless set. 0 keeps nothing.
+    """Set the limit in bytes for plans, tile tables and mask layouts; 256 MB by default. 0 keeps nothing.
 
     >>> import regard as rg
     >>> rg.set_cache_limit(64 * 2**20)
@@ -192,13 +192,13 @@ def set_cache_limit(nbytes: int) -> None:
     """
     if isinstance(nbytes, bool) or not isinstance(nbytes, int) or nbytes < 0:
         raise ValueError(
-            f"nbytes must be a whole number of bytes, at least 0, but is {nbytes!r}; 256 MB are 256 * 2**20"
+            f"nbytes must be a whole number of bytes, at least 0, but is {nbytes!r}; for 256 MB pass 256 * 2**20"
         )
     CACHE.set_limit(nbytes)
 
 
 def cache_info() -> CacheInfo:
-    """Return what the cache of plans, tile tables and mask layouts holds: nbytes, limit, entries, hits, misses.
+    """Return the state of the cache of plans, tile tables and mask layouts: nbytes, limit, entries, hits, misses.
 
     >>> import regard as rg
     >>> info = rg.cache_info()
@@ -209,7 +209,7 @@ def cache_info() -> CacheInfo:
 
 
 def clear_cache() -> None:
-    """Drop all plans, tile tables and mask layouts; they are built again when they are needed.
+    """Drop all plans, tile tables and mask layouts; they are rebuilt on demand.
 
     >>> import regard as rg
     >>> rg.clear_cache()

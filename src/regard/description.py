@@ -1,4 +1,4 @@
-"""Descriptions: immutable dataclasses that are modules too, so that torch sees the tensors they hold."""
+"""Descriptions: immutable dataclasses that are modules too, so that torch registers their tensors."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 from regard.arguments import check_layout
 
-# The state of an empty module, which __new__ makes because torch.compile cannot trace nn.Module.__init__.
+# The state of an empty module, set by __new__ because torch.compile cannot trace nn.Module.__init__.
 _CONSTANTS = {name: value for name, value in nn.Module().__dict__.items() if not isinstance(value, dict | set)}
 _CONTAINERS = {name: type(value) for name, value in nn.Module().__dict__.items() if isinstance(value, dict | set)}
 HOOKS = tuple(name for name in _CONTAINERS if "hooks" in name)
@@ -23,7 +23,7 @@ Module = TypeVar("Module")
 
 
 class _Default:
-    """The default of a field, which as a plain class attribute would hide a tensor that is registered by that name."""
+    """The default of a field; as a plain class attribute it would hide a tensor registered under that name."""
 
     def __init__(self, name: str, value: Any) -> None:
         self.name, self.value = name, value
@@ -36,15 +36,15 @@ class _Default:
 
 @dataclass(eq=False, repr=False)
 class Description(nn.Module):
-    """The base of scores, biases and attentions.
+    """Base class of scores, biases and attentions.
 
     Subclasses are dataclasses (`@dataclass(eq=False)`). A field that is an `nn.Parameter` is a parameter of the module,
     any other tensor is a buffer, and a description, a module or a tuple of descriptions is a submodule. A module that
     holds a description as an attribute therefore trains, saves, loads, moves and converts its tensors. Several tensors
     or modules in one field are an `nn.ParameterList` or `nn.ModuleList`.
 
-    The tensors are those that were given, never copies or views of them. Only torch replaces them, as in
-    `load_state_dict(assign=True)` or `functional_call`; every other field keeps the value it was made with.
+    The tensors are those that were passed in, never copies or views. Only torch replaces them, as in
+    `load_state_dict(assign=True)` or `functional_call`; all other fields are immutable.
 
     >>> import regard as rg, torch
     >>> score = rg.Dot(scale=torch.nn.Parameter(torch.ones(4)))
@@ -74,7 +74,7 @@ class Description(nn.Module):
         elif name in self.__dict__:
             raise AttributeError(
                 f"{type(self).__name__}.{name} cannot be changed: a description is immutable; "
-                f"make another with description.replace({name}=...)"
+                f"create another with description.replace({name}=...)"
             )
         elif name in self._parameters or name in self._buffers:
             super().__setattr__(name, value)  # torch replaces a tensor, as load_state_dict(assign=True) does
@@ -82,7 +82,7 @@ class Description(nn.Module):
             self._register(name, value)
 
     def replace(self, **changes: Any) -> Any:
-        """The same description with other fields, in the same mode (`train` or `eval`), with the same hooks.
+        """Return the same description with other fields, in the same mode (`train` or `eval`) and with the same hooks.
 
         >>> import regard as rg
         >>> rg.Attention(mask=rg.causal(), dropout=0.1).replace(dropout=0.0)
@@ -96,7 +96,7 @@ class Description(nn.Module):
         return other
 
     def tensors(self) -> tuple[Tensor, ...]:
-        """The floating-point tensors of the description, in the order of its fields; each may require grad."""
+        """Return the floating-point tensors of the description, in field order; each may require grad."""
         found: list[Tensor] = []
         for name in self.__dataclass_fields__ if _holds_tensors(self) else ():
             value = getattr(self, name)
@@ -122,14 +122,14 @@ class Description(nn.Module):
         )
 
     def hidden_tensors(self) -> list[Tensor]:
-        """The tensors of modules that it holds, and those that are no field."""
+        """Return the tensors of submodules, and those that are not fields."""
         if not _holds_tensors(self):
             return []
         listed = {id(tensor) for tensor in self.tensors()}
         return [t for t in (*self.parameters(), *self.buffers()) if t.is_floating_point() and id(t) not in listed]
 
     def _set(self, name: str, value: Any) -> None:
-        """Set a field that may be set already."""
+        """Set a field, overwriting a previous value."""
         for held in (self.__dict__, self._parameters, self._buffers, self._modules):
             held.pop(name, None)
         self._register(name, value)
@@ -149,7 +149,7 @@ class Description(nn.Module):
             self._buffers[name] = value
         if getattr(self, name) is not value:
             raise TypeError(
-                f"{type(self).__name__}.{name}: give its default as a plain value, not by field(default=...)"
+                f"{type(self).__name__}.{name}: define its default as a plain value, not with field(default=...)"
             )
 
     def _register_many(self, name: str, values: Any) -> None:
@@ -157,31 +157,31 @@ class Description(nn.Module):
         if not parts and any(isinstance(one, Tensor | nn.Module) for one in tree_leaves(values)):
             raise TypeError(
                 f"{type(self).__name__}.{name}: torch does not see tensors and modules in a {type(values).__name__}; "
-                "give one per field, an nn.ParameterList or an nn.ModuleList"
+                "use one field each, an nn.ParameterList or an nn.ModuleList"
             )
         if parts and "0" in self._modules:
             raise TypeError(
-                f"{type(self).__name__}.{name}: only one field may be a tuple of descriptions; give an nn.ModuleList"
+                f"{type(self).__name__}.{name}: only one field may be a tuple of descriptions; use an nn.ModuleList"
             )
         self._modules |= {str(n): one for n, one in enumerate(parts)}
 
 
 def snapshot(part: Module) -> Module:
-    """The same description over the tensors that it holds now.
+    """Return the same description over the tensors that it holds now.
 
-    A backward pass reads it after `functional_call` has put other tensors back.
+    A backward pass reads it after `functional_call` has restored the original tensors.
     """
     return replace_tensors(part, lambda tensor: tensor)
 
 
 def replace_tensors(part: Module, replacement: Callable[[Tensor], Tensor]) -> Module:
-    """A copy of a description, or of a module that it holds, with other tensors; the rest is shared."""
+    """Return a copy of a description, or of a module inside one, with other tensors; the rest is shared."""
     if not isinstance(part, nn.Module) or isinstance(part, torch.jit.ScriptModule) or not _holds_tensors(part):
         return part
     computed = {}
     if isinstance(part, Description) and is_parametrized(part):
         computed = {name: replacement(getattr(part, name)) for name in part.parametrizations}  # type: ignore[union-attr]
-    made: Any = object.__new__(type(part).__mro__[1] if computed else type(part))  # not the class for parametrizations
+    copy: Any = object.__new__(type(part).__mro__[1] if computed else type(part))  # not the parametrized class
     state = dict(part.__dict__)
     for held in ("_parameters", "_buffers"):
         state[held] = {name: t if t is None else replacement(t) for name, t in part.__dict__[held].items()}
@@ -194,8 +194,8 @@ def replace_tensors(part: Module, replacement: Callable[[Tensor], Tensor]) -> Mo
             state[name] = state["_modules"][name]
         elif isinstance(state.get(name), tuple) and any(isinstance(one, Description) for one in state[name]):
             state[name] = tuple(state["_modules"][str(n)] for n in range(len(state[name])))
-    made.__dict__.update(state)
-    return made
+    copy.__dict__.update(state)
+    return copy
 
 
 def _holds_tensors(module: nn.Module) -> bool:

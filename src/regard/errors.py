@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-LONGEST = 2000  # characters of a message; it may quote what a file holds
+LONGEST = 2000  # longest message in characters; it may quote the content of a file
 
 
 class UserError(ValueError):
-    """A mistake in data, options or a run folder. The command prints it without a traceback."""
+    """An error in data, options or a run directory. The command prints it without a traceback."""
 
     def __init__(self, message: str) -> None:
         super().__init__(message if len(message) <= LONGEST else f"{message[:LONGEST]}...")
@@ -17,12 +17,12 @@ class RunLocked(UserError):
 
 
 def first_line(error: BaseException) -> str:
-    """What an error says, in one line; some say nothing but their name."""
+    """Return the first line of an error's message, or its class name if it has none."""
     return next(iter(str(error).strip().splitlines()), "") or type(error).__name__
 
 
 class BadRows:
-    """Lines that cannot be used: each raises `UserError`, or is counted and left out where `skip` says so.
+    """Rows that cannot be read: each raises `UserError`, or with `skip` is counted and left out.
 
     >>> from regard.errors import BadRows
     >>> bad = BadRows(skip=True)

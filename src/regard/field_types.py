@@ -1,4 +1,4 @@
-"""Values that come from a file, checked against the types of a dataclass's fields."""
+"""Type checks for values read from files, against the fields of a dataclass."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from collections.abc import Mapping
 from functools import cache
 from typing import Any, Literal, Union, get_args, get_origin
 
-MAX_INT = 2**31 - 1  # of a whole number: no size, position or token is larger
-MAX_CHARACTERS = 10_000  # characters of a string
+MAX_INT = 2**31 - 1  # limit of integers: no size, position or token is larger
+MAX_CHARACTERS = 10_000  # limit of strings
 
 
 def short_repr(value: object, most: int = 80) -> str:
-    """What a value looks like in an error: cut, however long or deep it is.
+    """Return a repr for an error message, shortened to `most` characters.
 
     >>> from regard.field_types import short_repr
     >>> short_repr("a" * 1000, 10)
@@ -23,15 +23,15 @@ def short_repr(value: object, most: int = 80) -> str:
     """
     try:
         text = repr(value[: 2 * most]) if isinstance(value, str) else repr(value)
-    except (RecursionError, ValueError):  # nested too deeply, or a number of too many digits
+    except (RecursionError, ValueError):  # nested too deeply, or an integer with too many digits
         text = f"a {type(value).__name__} that is too large to print"
     return text if len(text) <= most else text[:most] + "..."
 
 
 def check_fields(kind: type, values: Mapping[str, Any], names: Mapping[str, str] | None = None) -> None:
-    """Raise ValueError unless every value has the type that the dataclass says for the field of its name.
+    """Raise ValueError unless every value has the type of the dataclass field with its name.
 
-    names: what the fields are called in the file, where that is something else.
+    names: the names of the fields in the file, where they differ.
 
     >>> from dataclasses import dataclass
     >>> from regard.field_types import check_fields
@@ -42,16 +42,16 @@ def check_fields(kind: type, values: Mapping[str, Any], names: Mapping[str, str]
     Traceback (most recent call last):
     ValueError: width must be a whole number, but is 1.5
     """
-    wanted = hints(kind)
+    expected = hints(kind)
     for name, value in values.items():
-        if name in wanted:
-            check_value((names or {}).get(name, name), value, wanted[name])
+        if name in expected:
+            check_value((names or {}).get(name, name), value, expected[name])
 
 
-def check_value(name: str, value: Any, wanted: Any) -> None:
-    """Raise ValueError, with the name, unless a value is of a type."""
-    if not _fits(value, wanted):
-        raise ValueError(f"{name} must be {_describe_type(wanted)}, but is {short_repr(value)}")
+def check_value(name: str, value: Any, expected: Any) -> None:
+    """Raise ValueError, with the name, unless a value has this type."""
+    if not _fits(value, expected):
+        raise ValueError(f"{name} must be {_describe_type(expected)}, but is {short_repr(value)}")
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         held = {each.name: getattr(value, each.name) for each in dataclasses.fields(value)}
         check_fields(type(value), held, {inner: f"{name}.{inner}" for inner in held})
@@ -59,24 +59,24 @@ def check_value(name: str, value: Any, wanted: Any) -> None:
 
 @cache
 def hints(kind: type) -> dict[str, Any]:
-    """The types of a dataclass's fields, by name; Any for one that names what its module does not have."""
+    """Return the types of a dataclass's fields by name; Any for a type that cannot be resolved."""
     found: dict[str, Any] = {}
     for base in reversed(kind.__mro__):
         for name, annotation in vars(base).get("__annotations__", {}).items():
             alone = type("alone", (), {"__annotations__": {name: annotation}, "__module__": base.__module__})
             try:
                 found |= typing.get_type_hints(alone)
-            except NameError:  # imported for type checkers only, or within a function
+            except NameError:  # imported for type checkers only, or inside a function
                 found[name] = Any
     return found
 
 
-def _fits(value: Any, wanted: Any) -> bool:
-    """Whether a value is of a type: one of a field, not any that Python has."""
-    origin, parts = get_origin(wanted), get_args(wanted)
-    if wanted is Any:
+def _fits(value: Any, expected: Any) -> bool:
+    """Whether a value has this type; supports the types used by fields."""
+    origin, parts = get_origin(expected), get_args(expected)
+    if expected is Any:
         return True
-    if wanted is None or wanted is type(None):
+    if expected is None or expected is type(None):
         return value is None
     if origin in (Union, types.UnionType):
         return any(_fits(value, part) for part in parts)
@@ -92,24 +92,24 @@ def _fits(value: Any, wanted: Any) -> bool:
         return isinstance(value, list) and all(_fits(each, parts[0]) for each in value)
     if origin is dict:
         return isinstance(value, dict) and all(_fits(each, parts[1]) for each in value.values())
-    if wanted is bool:
+    if expected is bool:
         return isinstance(value, bool)
-    if wanted is int:
+    if expected is int:
         return isinstance(value, int) and not isinstance(value, bool) and abs(value) <= MAX_INT
-    if wanted is float:
+    if expected is float:
         number = isinstance(value, (int, float)) and not isinstance(value, bool)
         return number and (abs(value) < 2**1023 if isinstance(value, int) else math.isfinite(value))
-    if wanted is str:
+    if expected is str:
         return isinstance(value, str) and len(value) <= MAX_CHARACTERS
-    if getattr(wanted, "_is_protocol", False):  # a part of ours, which checks itself
+    if getattr(expected, "_is_protocol", False):  # a component of this library, which validates itself
         return dataclasses.is_dataclass(value)
-    return isinstance(value, origin or wanted)
+    return isinstance(value, origin or expected)
 
 
-def _describe_type(wanted: Any) -> str:
-    """A type in words."""
-    origin, parts = get_origin(wanted), get_args(wanted)
-    if wanted is None or wanted is type(None):
+def _describe_type(expected: Any) -> str:
+    """Describe a type in words."""
+    origin, parts = get_origin(expected), get_args(expected)
+    if expected is None or expected is type(None):
         return "null"
     if origin in (Union, types.UnionType):
         return " or ".join(map(_describe_type, parts))
@@ -124,4 +124,4 @@ def _describe_type(wanted: Any) -> str:
         return f"an object, each {_describe_type(parts[1])}"
     words: dict[Any, str] = {dict: "an object", list: "a list", Any: "anything"}
     words |= {bool: "true or false", int: "a whole number", float: "a finite number", str: "a short text"}
-    return words.get(wanted) or f"a {getattr(wanted, '__name__', wanted)}"
+    return words.get(expected) or f"a {getattr(expected, '__name__', expected)}"

@@ -1,4 +1,4 @@
-"""Files that are read only if they are files, and written whole or not at all."""
+"""Reading regular files only, and writing files atomically."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-MAX_TEXT_BYTES = 200_000_000  # bytes of a text that is read at once; the largest tokenizers have a fifth of that
+MAX_TEXT_BYTES = 200_000_000  # limit of a text that is read at once; the largest tokenizers take a fifth of it
 KINDS = {
     stat.S_IFIFO: "a FIFO",
     stat.S_IFSOCK: "a socket",
@@ -23,30 +23,30 @@ KINDS = {
 
 
 class NotAFile(OSError):
-    """A path that names a FIFO, a socket, a device or a folder where a file is expected."""
+    """A path to a FIFO, socket, device or directory where a file is expected."""
 
     def __str__(self) -> str:
         return f"{self.filename}: {self.strerror}"
 
 
 def require_file(path: str | os.PathLike[str]) -> Path:
-    """The path, if it names a regular file: to open anything else may wait forever, or never end.
+    """Return the path if it is a regular file; opening anything else may block or never end.
 
     >>> from regard.files import require_file
     >>> require_file("/dev/zero")
     Traceback (most recent call last):
-    regard.files.NotAFile: /dev/zero: is a device, but a regular file is expected; copy what it holds into one
+    regard.files.NotAFile: /dev/zero: is a device, but a regular file is expected; copy its content into one
     """
     mode = os.stat(path).st_mode
     if not stat.S_ISREG(mode):
         kind = KINDS.get(stat.S_IFMT(mode), "no file")
-        what = f"is {kind}, but a regular file is expected; copy what it holds into one"
+        what = f"is {kind}, but a regular file is expected; copy its content into one"
         raise NotAFile(errno.EISDIR if stat.S_ISDIR(mode) else errno.EINVAL, what, str(path))
     return Path(path)
 
 
 def is_regular(path: str | os.PathLike[str]) -> bool:
-    """Whether the path names a regular file; one that is no possible name does not."""
+    """Whether the path is a regular file; False for an invalid name."""
     try:
         return stat.S_ISREG(os.stat(path).st_mode)
     except (OSError, ValueError):
@@ -54,70 +54,70 @@ def is_regular(path: str | os.PathLike[str]) -> bool:
 
 
 def read_text(path: Path) -> str:
-    """The UTF-8 of a regular file that is not absurdly large; anything else is an error that names it."""
+    """Return the UTF-8 content of a regular file of reasonable size; errors name the file."""
     if (size := require_file(path).stat().st_size) > MAX_TEXT_BYTES:
         raise ValueError(f"{path} must have at most {MAX_TEXT_BYTES} bytes, but has {size}; is it the right file?")
     try:
         return path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is no text: {error}") from None
+        raise ValueError(f"{path} is not a UTF-8 text: {error}") from None
 
 
 def read_json(path: Path) -> Any:
-    """The value that a JSON file holds; what is no JSON, and a key that comes twice, is an error that names it."""
+    """Return the content of a JSON file; invalid JSON and duplicate keys raise errors that name the file."""
     text = read_text(path)
     try:
         return json.loads(text, object_pairs_hook=unique_keys)
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path} is no JSON: {str(error)[:300]}") from None
+        raise ValueError(f"{path} is not valid JSON: {str(error)[:300]}") from None
 
 
 def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """The object of these pairs, for `json.loads`; a key that comes twice is an error."""
+    """Build an object from pairs, for `json.loads`; raise on duplicate keys."""
     found: dict[str, Any] = {}
     for key, value in pairs:
         if key in found:
-            raise ValueError(f"the key {key[:80]!r} comes twice")
+            raise ValueError(f"duplicate key {key[:80]!r}")
         found[key] = value
     return found
 
 
 def write_atomically(path: Path, write: Callable[[Path], Any]) -> Path:
-    """Write beside the path, let it reach the disk, and only then give it its name and the rights of any new file."""
+    """Write to a temporary file next to the path, sync it, then rename it and give it the mode of a new file."""
     if path.is_dir():
         raise Unwritable(errno.EISDIR, "is a folder, but a file is to be written there; remove it", str(path))
-    beside = path.with_name(f".{path.name}.{uuid.uuid4().hex}.part")
+    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}.part")
     try:
-        write(beside)
-        sync(beside)
+        write(temporary)
+        sync(temporary)
         if os.name == "posix":
             mask = os.umask(0)
             os.umask(mask)
-            os.chmod(beside, 0o666 & ~mask)
-        os.replace(beside, path)
+            os.chmod(temporary, 0o666 & ~mask)
+        os.replace(temporary, path)
     except BaseException:
-        beside.unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
         raise
     sync(path.parent)
     return path
 
 
 def write_text_atomically(path: Path, text: str) -> Path:
-    """The same for UTF-8, with line ends as they are."""
-    return write_atomically(path, lambda beside: beside.write_text(text, encoding="utf-8", newline=""))
+    """Write UTF-8 text atomically, with line ends unchanged."""
+    return write_atomically(path, lambda temporary: temporary.write_text(text, encoding="utf-8", newline=""))
 
 
 def remove_partial_files(folder: Path) -> None:
-    """Delete what writers that were killed left half written. Nobody may be writing there meanwhile."""
-    for left in folder.glob(".*.part"):
-        if left.is_dir():
-            shutil.rmtree(left, ignore_errors=True)
+    """Delete the temporary files of writers that were killed. No other process may be writing meanwhile."""
+    for leftover in folder.glob(".*.part"):
+        if leftover.is_dir():
+            shutil.rmtree(leftover, ignore_errors=True)
         else:
-            left.unlink(missing_ok=True)
+            leftover.unlink(missing_ok=True)
 
 
 def sync(path: Path) -> None:
-    """Let a file, or the names in a folder, reach the disk; Windows has no such thing for folders."""
+    """Sync a file, or the entries of a folder, to disk; Windows does not support folders."""
     if path.is_dir() and os.name != "posix":
         return
     handle = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR)
@@ -128,23 +128,23 @@ def sync(path: Path) -> None:
 
 
 class Unwritable(OSError):
-    """A file that cannot be written, and what to do."""
+    """A file that cannot be written, with advice."""
 
     def __str__(self) -> str:
         return f"{self.filename}: {self.strerror}"
 
 
 def check_writable(path: Path, *, parents: bool = False) -> None:
-    """Raise unless `whole` can write this file; to be called before long work whose result goes there.
+    """Raise unless this file can be written; call it before long work whose result is written there.
 
-    parents: folders that are not there will be made.
+    parents: missing folders will be created.
     """
     above = path.absolute().parents
     folder = next(each for each in above if each.exists()) if parents else above[0]
     if path.is_dir():
-        raise Unwritable(errno.EISDIR, "is a folder; name a file", str(path))
+        raise Unwritable(errno.EISDIR, "is a folder; pass the name of a file", str(path))
     if path.exists() and not path.is_file():
-        raise Unwritable(errno.EINVAL, "is no regular file; choose another name", str(path))
+        raise Unwritable(errno.EINVAL, "is not a regular file; choose another name", str(path))
     if not folder.is_dir():
         raise Unwritable(errno.ENOTDIR, f"there is no folder {folder}", str(path))
     probe = folder / f".{uuid.uuid4().hex}.part"

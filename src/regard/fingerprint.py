@@ -1,6 +1,6 @@
-"""Short stand-ins for what tensors hold, and for what functions read: equal stand-ins, equal content.
+"""Fingerprints of tensors and of the values that functions read: equal fingerprints mean equal content.
 
-A version counter is not enough to see a change: writes through `.data`, numpy, DLPack or `torch.distributed` do not
+A version counter does not detect every change: writes through `.data`, numpy, DLPack or `torch.distributed` do not
 count. So the content itself is read, which is cheap compared with attention over it: about 0.1 ms for a million bools.
 """
 
@@ -19,19 +19,19 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-TENSOR = object()  # what stands before the fingerprint of a tensor in a state
-MAX_INLINE = 32  # numbers that are their own fingerprint
+TENSOR = object()  # marks the fingerprint of a tensor in a state
+MAX_INLINE = 32  # up to this many numbers are their own fingerprint
 CONSTANT_MODULES = {"torch", "numpy", "math", "operator", "functools", "itertools", "builtins", "regard"}
 OPEN_BUILTINS = {"__import__", "eval", "exec", "getattr", "globals", "locals", "next", "open", "vars"}
 VALUES = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.layout)
 
 
 class _UnknownContent(Exception):
-    """Something whose content cannot be told."""
+    """Raised for values whose content cannot be fingerprinted."""
 
 
 def readable(tensor: Tensor) -> bool:
-    """Whether the values are there to be read: not those of tensors that trace, wrap others or have no memory."""
+    """Whether the values can be read: not those of traced or wrapped tensors, nor of tensors without memory."""
     return (
         type(tensor).__torch_dispatch__ is Tensor.__torch_dispatch__
         and tensor.layout == torch.strided
@@ -42,14 +42,14 @@ def readable(tensor: Tensor) -> bool:
 
 
 def unwrap(tensor: Tensor) -> Tensor:
-    """The tensor that a derivative of torch.func wraps; itself where none does."""
+    """Return the tensor inside the wrappers of torch.func's derivatives."""
     while torch._C._functorch.is_gradtrackingtensor(tensor):
         tensor = torch._C._functorch.get_unwrapped(tensor)
     return tensor
 
 
 def without_transforms() -> AbstractContextManager:
-    """Within, tensors are data: no torch.func transform and no mode is running, and new ones are on the CPU."""
+    """Suspend torch.func transforms and modes, with new tensors on the CPU."""
     transformed = torch._C._functorch.peek_interpreter_stack() is not None
     modes = torch._C._len_torch_dispatch_stack() + torch._C._len_torch_function_stack()
     if not transformed and not modes:
@@ -65,9 +65,9 @@ def without_transforms() -> AbstractContextManager:
 
 
 def fingerprint(value: Tensor) -> Hashable | None:
-    """A value that is equal only for tensors of equal dtype, shape and content; None where content cannot be read.
+    """Return a value that is equal only for tensors of equal dtype, shape and content; None if they cannot be read.
 
-    It is equal for all such tensors, too, except that an expanded axis counts as different from one that is laid out.
+    Equal tensors have equal fingerprints, except that an expanded axis differs from a materialised one.
 
     >>> a = torch.tensor([True, False])
     >>> before = fingerprint(a)
@@ -93,10 +93,10 @@ def _digest(array: np.ndarray) -> bytes:
 
 
 def function_state(function: Any) -> Hashable | None:
-    """A value that changes when the function, or a tensor, number or function that it reads, does; None if unknown.
+    """Return a value that changes with the function and everything that it reads; None if unknown.
 
-    Known are closures, defaults, attributes, globals and `functools.partial`, as far as they are numbers, strings,
-    tensors, arrays, containers of these, and functions. An object of a class may read anything, and is unknown.
+    Covers closures, defaults, attributes, globals and `functools.partial`, as far as they are numbers, strings,
+    tensors, arrays, containers of these, and functions. An object of another class may read anything, and is unknown.
 
     >>> limit = torch.tensor(3)
     >>> rule = lambda b, h, p, j: j < limit
@@ -113,12 +113,12 @@ def function_state(function: Any) -> Hashable | None:
 
 
 def reads_tensors(function: Any) -> bool:
-    """Whether a function reads tensors or arrays beside its arguments, as far as one can tell."""
+    """Whether a function reads tensors or arrays other than its arguments, as far as is known."""
 
-    def among(state: Any) -> bool:
-        return state is TENSOR or (isinstance(state, tuple) and any(map(among, state)))
+    def contains_tensor(state: Any) -> bool:
+        return state is TENSOR or (isinstance(state, tuple) and any(map(contains_tensor, state)))
 
-    return (state := function_state(function)) is None or among(state)
+    return (state := function_state(function)) is None or contains_tensor(state)
 
 
 def _state(value: Any, inside: tuple[int, ...]) -> Hashable:
@@ -155,7 +155,7 @@ def _state(value: Any, inside: tuple[int, ...]) -> Hashable:
 
 
 def _captured_values(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
-    """What a function reads beside its arguments, by name."""
+    """Iterate over the values other than its arguments that a function reads, with their names."""
     yield "defaults", function.__defaults__
     yield "keyword defaults", function.__kwdefaults__
     yield "attributes", function.__dict__
@@ -173,7 +173,7 @@ def _captured_values(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
 
 @lru_cache(maxsize=256)
 def _names(code: types.CodeType) -> tuple[str, ...]:
-    """The names that code may look up, globals and attributes alike; of code that imports, no more than that."""
+    """Return the names that code may look up, globals and attributes alike; for code that imports, only these."""
     if any(step.opname == "IMPORT_NAME" for step in dis.get_instructions(code)):
         return ("__import__",)
     names = set(code.co_names)

@@ -1,7 +1,7 @@
-"""The axes of one call, and places in it.
+"""The axes of one call, and indices into it.
 
-The legend of the whole project: `B` batch, `H` query heads, `G` key/value heads, `Q` queries, `K` keys, `D` width of
-queries and keys, `E` width of values. Query `i` stands at key position `p = offset + i`.
+Axis legend of the project: `B` batch, `H` query heads, `G` key/value heads, `Q` queries, `K` keys, `D` width of queries
+and keys, `E` width of values. Query `i` is at key position `p = offset + i`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Offset = int | Tensor
 
 @dataclass(frozen=True)
 class CallSlice:
-    """A part of a call: some heads, queries and keys that are neighbours."""
+    """A slice of a call: contiguous heads, queries and keys."""
 
     heads: slice
     rows: slice
@@ -27,13 +27,13 @@ class CallSlice:
 
 @dataclass(frozen=True, eq=False)
 class Frame:
-    """The axes that masks and biases speak of, and where the queries stand among the keys."""
+    """The axes that masks and biases depend on, and the offset of the queries among the keys."""
 
     B: int
     H: int
     Q: int
     K: int
-    offset: Offset  # a number, or (B,)
+    offset: Offset  # an int, or (B,)
 
     def indices(
         self,
@@ -43,26 +43,26 @@ class Frame:
         columns: slice | None = None,
         device: torch.device | str | None = None,
     ) -> Indices:
-        """The places of a box; an axis that is not given is whole. Slices have a start and a stop, neither negative."""
+        """Return the indices of a box; None means a whole axis. Slices need a start and a stop, neither negative."""
         box = tuple(
-            slice(0, n) if part is None else slice(part.start, min(part.stop, n))  # n may be a symbol
+            slice(0, n) if part is None else slice(part.start, min(part.stop, n))  # n may be symbolic
             for part, n in zip((batch, heads, rows, columns), (self.B, self.H, self.Q, self.K), strict=True)
         )
         b, h, i, j = (torch.arange(part.start, part.stop, device=device) for part in box)
         return Indices(self, b[:, None, None, None], h[:, None, None], i[:, None], j, box)
 
     def offsets(self) -> list[int]:
-        """One offset if all batch rows share it, else one a row."""
+        """Return one offset if all batch rows share it, else one per row."""
         return self.offset.tolist() if isinstance(self.offset, Tensor) else [self.offset]
 
     def cache_key(self) -> tuple:
-        """The frame as a hashable value."""
+        """Return the frame as a hashable value."""
         return self.B, self.H, self.Q, self.K, tuple(self.offsets())
 
 
 @dataclass(frozen=True, eq=False)
 class Indices:
-    """Places `(b, h, i, j)`: index tensors that broadcast against each other, from a box or from anywhere."""
+    """Index tensors `(b, h, i, j)` that broadcast against each other, for a box or for any entries."""
 
     frame: Frame
     b: Tensor
@@ -73,12 +73,12 @@ class Indices:
 
     @property
     def p(self) -> Tensor:
-        """Where the queries stand among the keys."""
+        """The positions of the queries among the keys."""
         offset = self.frame.offset
         return self.i + (offset.to(self.i.device)[self.b] if isinstance(offset, Tensor) else offset)
 
     def take(self, tensor: Tensor) -> Tensor:
-        """What a tensor that broadcasts to (B, H, Q, K) holds at these places."""
+        """Index a tensor that broadcasts to (B, H, Q, K) with these indices."""
         if self.box is not None:
             return tensor[
                 tuple(slice(None) if n == 1 else part for n, part in zip(tensor.shape, self.box, strict=True))
@@ -87,19 +87,19 @@ class Indices:
         return tensor[tuple(torch.zeros_like(at) if n == 1 else at for n, at in zip(tensor.shape, index, strict=True))]
 
     def per_head(self, tensor: Tensor, axes: int = 0) -> Tensor:
-        """One value a head (or one for all) with `axes` further axes, as it stands beside (B, H, Q, K)."""
+        """Index a tensor of one entry per head (or one for all), each with `axes` axes; broadcasts to (B, H, Q, K)."""
         if tensor.dim() > axes:
             tensor = tensor[self.h] if tensor.shape[0] > 1 else tensor[torch.zeros_like(self.h)]
         return tensor
 
 
 def pad_leading(tensor: Tensor, dims: int = 4) -> Tensor:
-    """The tensor with missing leading axes of size 1."""
+    """Add leading axes of size 1."""
     return tensor.reshape((1,) * (dims - tensor.dim()) + tuple(tensor.shape))
 
 
 def to_numpy(tensor: Tensor) -> np.ndarray:
-    """The values of a tensor without a gradient, also within torch.func's transforms, where tensors have no storage.
+    """Return a tensor's values as an array, also within torch.func, where tensors have no storage.
 
     >>> import torch
     >>> from regard.geometry import to_numpy
@@ -117,5 +117,5 @@ def to_numpy(tensor: Tensor) -> np.ndarray:
 
 
 def format_shape(tensor: Tensor | Sequence[int]) -> str:
-    """A shape as people write it."""
+    """Format a shape as a tuple."""
     return str(tuple(tensor.shape if isinstance(tensor, Tensor) else tensor))

@@ -1,4 +1,4 @@
-"""What one would paste into a bug report: `python -m regard.info`."""
+"""System information for bug reports: `python -m regard.info`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from regard.engines.select import ENGINES
 
 
 def info() -> dict[str, str]:
-    """Versions, engines, instruction set and threads.
+    """Return versions, engines, instruction set and threads.
 
     >>> from regard.info import info
     >>> "torch" in info()

@@ -1,12 +1,12 @@
-"""Linear attention: a kernel of features in place of the softmax, so that time and memory are O(n).
+"""Linear attention: a feature map instead of the softmax, in O(n) time and memory.
 
     output_i = sum_j f(q_i)·f(k_j) v_j / sum_j f(q_i)·f(k_j)
 
-The sums over j are taken first, into a state of M x E numbers (M features), which the queries then read. Features are
-carried as logarithms, and every sum in units of the largest one that went into it. So nothing overflows, a row that
-sees a key never divides by zero, and a key costs no digits at a query that may not see it.
+The sums over j are computed first, into a state of M x E numbers (M features), which the queries then read. Features
+are represented by logarithms, and every sum is relative to its largest term. So nothing overflows, a row that sees a
+key never divides by zero, and a key does not affect the precision of queries that may not see it.
 
-On a CPU, causal calls go to a fused kernel where it can do as much with the features themselves.
+On a CPU, causal calls use a fused kernel if it is as accurate on the features themselves.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from regard.geometry import Frame, format_shape, pad_leading
 from regard.masks.algebra import And, Mask
 from regard.masks.patterns import Causal, Padding
 
-_CHUNK = 64  # tokens that meet each other in products, and all others through states; a power of two
+_CHUNK = 64  # tokens within a chunk interact by products, chunks by states; a power of two
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
 class LinearState(NamedTuple):
-    """What `LinearAttention.step` remembers of the keys and values so far: O(M·E), however many they were.
+    """State of `LinearAttention.step` for all keys and values so far: O(M·E), independent of their number.
 
     scale `(B, G, M, 1)`: the largest logarithm of each feature.
     sums `(B, G, M, E + 1)`: the sum over keys of feature times (value, 1), in units of exp(scale).
@@ -51,7 +51,7 @@ class LinearState(NamedTuple):
 
 @dataclass(frozen=True, repr=False)
 class Favor:
-    """The features that `favor` describes."""
+    """The features returned by `favor`."""
 
     count: int
     seed: int
@@ -68,19 +68,19 @@ class Favor:
         return f"favor({self.count}, seed={self.seed})"
 
     def logs(self, x: Tensor) -> Tensor:
-        """Logarithms of the features: (..., D) -> (..., count)."""
+        """Return the logarithms of the features: (..., D) -> (..., count)."""
         x = x * x.shape[-1] ** -0.25
         return x @ _directions(self.count, x.shape[-1], self.seed).to(x).T - x.square().sum(-1, keepdim=True) / 2
 
 
 def favor(count: int, seed: int = 0) -> Favor:
-    """FAVOR+ of Performer: `count` positive orthogonal random features of the softmax kernel exp(q·k / sqrt(D)).
+    """Performer's FAVOR+: `count` positive orthogonal random features of the softmax kernel exp(q·k / sqrt(D)).
 
         f(x)_r = exp(w_r·x' - |x'|^2 / 2)        x' = x / D^(1/4), w_r ~ N(0, I), orthogonal in blocks of D
 
-    The directions w depend on `seed` alone and leave torch's generator as it was. The error falls like 1/sqrt(count)
-    where the logits are small; it grows steeply with them, and beyond a spread of about 1 more features hardly help.
-    Measured as |output - softmax| / |softmax| for 512 normal queries, keys and values, D = 64, median of 21 seeds:
+    The directions w depend on `seed` only and do not use torch's generator. The error decreases like 1/sqrt(count)
+    for small logits and grows steeply with them; beyond a spread of about 1, more features hardly help. Measured as
+    |output - softmax| / |softmax| for 512 normal queries, keys and values, D = 64, median of 21 seeds:
 
     | standard deviation of q and k (of the logits) | count 64 | 256 | 1024 | 4096 |
     | --- | --- | --- | --- | --- |
@@ -97,15 +97,15 @@ def favor(count: int, seed: int = 0) -> Favor:
 
 @dataclass(frozen=True)
 class LinearAttention:
-    """Attention in O(n) time and memory: a kernel of features in place of the softmax.
+    """Attention in O(n) time and memory: a feature map instead of the softmax.
 
         output_i = sum_j f(q_i)·f(k_j) v_j / sum_j f(q_i)·f(k_j)        over the keys j that query i may see
 
     features: `"elu"`, f(x) = elu(x) + 1 of the Linear Transformer, or `favor(count, seed)`, which approximates softmax.
-    mask: none, `causal()`, `padding(lengths)` or both with `&`. The last query stands at the last key.
+    mask: None, `causal()`, `padding(lengths)` or both with `&`. The last query is at the last key.
 
-    Called with q `(B, H, Q, D)`, k `(B, G, K, D)`, v `(B, G, K, E)` it gives `(B, H, Q, E)`; tensors of two and three
-    axes are taken too. Sums are in float32 at least. A query that may see nothing gets 0.
+    Maps q `(B, H, Q, D)`, k `(B, G, K, D)`, v `(B, G, K, E)` to `(B, H, Q, E)`; tensors of two and three axes work too.
+    Sums are at least float32. A query without visible keys gets 0.
 
     >>> import regard as rg
     >>> attend = rg.LinearAttention("elu", mask=rg.causal())
@@ -122,14 +122,14 @@ class LinearAttention:
             raise kind(f"features must be 'elu' or favor(count, seed), but is {self.features!r}")
         if self.mask is not None and not isinstance(self.mask, Mask):
             raise TypeError(
-                f"mask must be a mask or None, but is {type(self.mask).__name__}; try causal(), padding(lengths), "
-                "or the two with &"
+                f"mask must be a mask or None, but is {type(self.mask).__name__}; use causal(), padding(lengths) "
+                "or both with &"
             )
         unfit = [part for part in self._masks if not isinstance(part, Causal | Padding)]
         if unfit:
             raise ValueError(
-                f"mask must be made of causal() and padding(lengths) for linear attention, but has {unfit[0]!r}; "
-                "regard.attention takes every mask"
+                f"mask must be composed of causal() and padding(lengths) for linear attention, but has {unfit[0]!r}; "
+                "regard.attention supports every mask"
             )
 
     @property
@@ -158,10 +158,10 @@ class LinearAttention:
             return _output(read, q)
 
     def step(self, q: Tensor, k: Tensor, v: Tensor, state: LinearState | None = None) -> tuple[Tensor, LinearState]:
-        """The causal call, continued: the output at the next token, and the state with it.
+        """Continue a causal call: return the output for the next tokens, and the new state.
 
-        Shapes are those of the call with Q = K = 1, or more to take a whole prompt at once. Starting from `None`, the
-        outputs are those of the causal call on all tokens.
+        Shapes are those of a call with Q = K = 1, or more for a whole prompt. Starting from `None`, the outputs are
+        those of the causal call on all tokens.
 
         >>> import regard as rg
         >>> attend, (q, k, v) = rg.LinearAttention(mask=rg.causal()), torch.randn(3, 1, 2, 5, 4)
@@ -185,16 +185,16 @@ class LinearAttention:
             new = _gather(keys, values)
             _check_state(state, new)
             joined = new if state is None else _join(state, new)
-            if q.shape[-2] == 1:  # sees all that is in the state, so the cheap way is open
+            if q.shape[-2] == 1:  # the token sees the whole state, so that one read is enough
                 return _output(_read_all(queries, joined), q), joined
             return _output(_causal(queries, keys, values, state), q), joined
 
     def _fused(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor | None:
-        """The causal call by the compiled kernel, or None if it is not for it.
+        """Compute the causal call by the fused kernel, or return None if the kernel does not apply.
 
-        The kernel sums features and no logarithms. A query can be taken in units of its largest feature, because any
-        factor of it cancels; keys share their unit with all others, and those far below it would be lost. So it is for
-        features that float32 holds with room to spare, and with all their digits in every sum that they dominate.
+        The kernel sums features, not logarithms. A query may be scaled by its largest feature, because the factor
+        cancels; keys share one scale, and those far below it would be lost. So it is used only for features well
+        within the range of float32, with full precision in every sum that they dominate.
         """
         Q, K, tracing = q.shape[-2], k.shape[-2], torch.compiler.is_compiling()
         if tracing or q.device.type != "cpu" or not 0 < K <= Q or not q.numel() * v.numel() or native.why_missing():
@@ -204,7 +204,7 @@ class LinearAttention:
             or derivatives.tangents_of((q, k, v)) is not None
             or not is_direct((q, k, v))
         ):
-            return None  # torch's operators have all modes, and subclasses and modes see them
+            return None  # torch's operators support all modes, and subclasses and modes see them
         queries, keys, values = pad_leading(q)[:, :, Q - K :], pad_leading(k), pad_leading(v)
         real = self._real(pad_leading(q), keys)
         if real is not None:
@@ -224,19 +224,19 @@ class LinearAttention:
             fits = _in_range(queries, -20, 1e4) and _in_range(keys, -20, 1e4)
         if not fits:
             return None
-        if real is not None:  # of the least number there is, elu makes the feature 0
+        if real is not None:  # elu maps the lowest number to the feature 0
             keys = torch.where(real, keys, torch.finfo(keys.dtype).min if elu else 0)
         output, _ = derivatives.apply(_NativeOperator(elu), queries, keys, values)
         output = F.pad(output, (0, 0, Q - K, 0)) if K < Q else output
         return output.reshape(*q.shape[:-1], v.shape[-1]).to(q.dtype)
 
     def _logs(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Log features of queries (B, G, Q, H / G, M) and keys (B, G, K, M), values and a 1 beside (B, G, K, E + 1)."""
+        """Return log features of queries (B, G, Q, H / G, M), keys (B, G, K, M), and (value, 1), (B, G, K, E + 1)."""
         logs: Callable[[Tensor], Tensor] = self.features.logs if isinstance(self.features, Favor) else _elu_logs
         dtype = torch.promote_types(q.dtype, torch.float32)
         q, k, v = pad_leading(q).to(dtype), pad_leading(k).to(dtype), pad_leading(v).to(dtype)
         real = self._real(q, k)
-        if real is not None:  # before anything is computed from them, so that a NaN reaches no gradient
+        if real is not None:  # before further computation, so that a NaN reaches no gradient
             k, v = torch.where(real, k, 0), torch.where(real, v, 0)
         keys, values = logs(k), F.pad(v, (0, 1), value=1.0)
         if real is not None:
@@ -244,7 +244,7 @@ class LinearAttention:
         return logs(q).unflatten(1, (k.shape[1], -1)).transpose(2, 3), keys, values
 
     def _real(self, q: Tensor, k: Tensor) -> Tensor | None:
-        """Which keys are no padding, (B or 1, 1, K, 1)."""
+        """Return which keys are not padding, (B or 1, 1, K, 1)."""
         real = None
         frame = Frame(q.shape[0], q.shape[1], q.shape[2], k.shape[2], k.shape[2] - q.shape[2])
         for part in self._masks:
@@ -257,7 +257,7 @@ class LinearAttention:
 
 
 def _in_range(x: Tensor, low: float, high: float) -> bool:
-    """Whether all that is finite is between the two."""
+    """Whether all finite values are between the two."""
     least, greatest = x.detach().aminmax()
     if not bool((greatest - least).isfinite()):
         least, greatest = torch.where(x.isfinite(), x, 0).detach().aminmax()
@@ -266,10 +266,10 @@ def _in_range(x: Tensor, low: float, high: float) -> bool:
 
 @dataclass(frozen=True)
 class _NativeOperator(derivatives.Operator):
-    """The compiled kernel on queries (B, H, N, M), keys (B, G, N, M) and values (B, G, N, E)."""
+    """The fused kernel on queries (B, H, N, M), keys (B, G, N, M) and values (B, G, N, E)."""
 
     elu: bool
-    outputs = 1  # the other is the norm
+    outputs = 1  # the second result is the norm
 
     def compute(self, tensors: derivatives.Tensors) -> tuple[Tensor, ...]:
         queries, keys, values = tensors
@@ -296,7 +296,7 @@ class _NativeOperator(derivatives.Operator):
 
 
 def _attend_by_logs(elu: bool, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-    """What the kernel computes, in a form that can be differentiated twice."""
+    """Compute the kernel's result in a form that can be differentiated twice."""
     dtype = torch.promote_types(queries.dtype, torch.float32)
     logs = _elu_logs if elu else _feature_logs
     rows, keys = logs(queries.to(dtype)), logs(keys.to(dtype))
@@ -309,7 +309,7 @@ def _feature_logs(x: Tensor) -> Tensor:
 
 
 def _gather(keys: Tensor, values: Tensor) -> LinearState:
-    """The state of keys (..., K, M) and values (..., K, E + 1)."""
+    """Return the state of keys (..., K, M) and values (..., K, E + 1)."""
     if keys.shape[-2] == 0:
         return _empty_state(keys, values)
     scale = keys.detach().amax(-2, keepdim=True)
@@ -317,7 +317,7 @@ def _gather(keys: Tensor, values: Tensor) -> LinearState:
 
 
 def _empty_state(keys: Tensor, values: Tensor) -> LinearState:
-    """The state of no keys."""
+    """Return the state of no keys."""
     shape = (*keys.shape[:-2], keys.shape[-1])
     return LinearState(keys.new_full((*shape, 1), _lowest(keys)), keys.new_zeros((*shape, values.shape[-1])))
 
@@ -328,14 +328,14 @@ def _join(a: LinearState, b: LinearState) -> LinearState:
 
 
 def _read(state: LinearState, queries: Tensor) -> LinearState:
-    """What queries (..., N, M) find in a state: the sums over its keys (..., N, E + 1), scale (..., N, 1)."""
+    """Read a state with queries (..., N, M): sums over its keys (..., N, E + 1), scale (..., N, 1)."""
     queries = queries + state.scale.mT
     scale = queries.detach().amax(-1, keepdim=True)
     return LinearState(scale, (queries - scale).exp() @ state.sums)
 
 
 def _attend_block(queries: Tensor, keys: Tensor, values: Tensor) -> LinearState:
-    """`_read(_gather(keys, values), queries)` by way of their products: less work where the keys are few."""
+    """Compute `_read(_gather(keys, values), queries)` by products of queries and keys: less work for few keys."""
     top = keys.detach().amax(-2, keepdim=True)
     queries = queries + top
     scale = queries.detach().amax(-1, keepdim=True)
@@ -343,15 +343,15 @@ def _attend_block(queries: Tensor, keys: Tensor, values: Tensor) -> LinearState:
 
 
 def _read_all(queries: Tensor, state: LinearState) -> Tensor:
-    """What queries (B, G, N, R, M) find in one state: sums (B, G, N, R, E + 1)."""
+    """Read one state with queries (B, G, N, R, M): sums (B, G, N, R, E + 1)."""
     return _read(state, queries.flatten(2, 3)).sums.unflatten(2, queries.shape[2:4])
 
 
 def _causal(queries: Tensor, keys: Tensor, values: Tensor, past: LinearState | None) -> Tensor:
-    """What queries (B, G, N, R, M) find in the past and in the keys up to their own: sums (B, G, N, R, E + 1).
+    """Attend with queries (B, G, N, R, M) to the past and the keys up to their own: sums (B, G, N, R, E + 1).
 
-    Every key meets every later query of its chunk once: in blocks of 1, 2, 4 ... tokens the right one of two
-    neighbours looks at the left one, all of which it may see. Earlier chunks are read from their joined state.
+    Every key meets every later query of its chunk once: in blocks of 1, 2, 4 ... tokens, the right block of each pair
+    attends to all of the left one. Earlier chunks are read from their joined state.
     """
     length, rows = queries.shape[2:4]
     size = 1
@@ -361,7 +361,7 @@ def _causal(queries: Tensor, keys: Tensor, values: Tensor, past: LinearState | N
     queries = F.pad(queries, (0, 0, 0, 0, 0, extra))
     keys, values = F.pad(keys, (0, 0, 0, extra)), F.pad(values, (0, 0, 0, extra))
 
-    found = _attend_block(queries, keys[:, :, :, None], values[:, :, :, None])  # its own key
+    found = _attend_block(queries, keys[:, :, :, None], values[:, :, :, None])  # each query's own key
     block = 1
     while block < size:
         (_, q), (k, _), (v, _) = (_halves(x, block) for x in (queries, keys, values))
@@ -380,11 +380,11 @@ def _causal(queries: Tensor, keys: Tensor, values: Tensor, past: LinearState | N
 
 
 def _prefix_states(states: LinearState, past: LinearState) -> LinearState:
-    """For every state of a row of them (axis 2): the past joined with all that come before it, in O(log n) steps."""
+    """Return, for every state along axis 2, the past joined with all earlier states, in O(log n) steps."""
     count = states.scale.shape[2]
     if count <= 1:
         return _map_state(lambda x: x.unsqueeze(2)[:, :, :count], past)
-    if count % 2:  # nobody comes after the one added
+    if count % 2:  # padding at the end affects no other state
         states = _map_state(lambda x: F.pad(x, (0, 0, 0, 0, 0, 1)), states)
     left, right = _map_state(lambda x: x[:, :, 0::2], states), _map_state(lambda x: x[:, :, 1::2], states)
     pairs = _prefix_states(_join(left, right), past)
@@ -393,7 +393,7 @@ def _prefix_states(states: LinearState, past: LinearState) -> LinearState:
 
 
 def _output(sums: Tensor, q: Tensor) -> Tensor:
-    """Sums (B, G, Q, H / G, E + 1) to output, in the shape and dtype of q."""
+    """Convert sums (B, G, Q, H / G, E + 1) to the output, in the shape and dtype of q."""
     value, weight = sums[..., :-1], sums[..., -1:]
     output = (value / torch.where(weight == 0, 1, weight)).transpose(2, 3).flatten(1, 2)
     return output.reshape(*q.shape[:-1], value.shape[-1]).to(q.dtype)
@@ -404,12 +404,12 @@ def _map_state(function: Callable[[Tensor], Tensor], state: LinearState) -> Line
 
 
 def _halves(x: Tensor, block: int) -> tuple[Tensor, ...]:
-    """(B, G, N, ...) as neighbouring blocks: twice (B, G, N / 2 / block, block, ...)."""
+    """Split (B, G, N, ...) into pairs of adjacent blocks: twice (B, G, N / 2 / block, block, ...)."""
     return x.unflatten(2, (-1, 2, block)).unbind(3)
 
 
 def _lowest(x: Tensor) -> float:
-    """Stands for -inf where a difference of two of them must be 0."""
+    """Return the lowest finite number, which replaces -inf where a difference of two must be 0."""
     return torch.finfo(x.dtype).min / 4
 
 
@@ -423,18 +423,18 @@ def _directions(count: int, d_head: int, seed: int) -> Tensor:
         return _draw_directions(count, d_head, seed)
 
 
-# What torch.compiler.assume_constant_result does, without its import of the whole compiler.
+# Like torch.compiler.assume_constant_result, without importing the whole compiler.
 _directions._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 @lru_cache(maxsize=64)
 def _draw_directions(count: int, d_head: int, seed: int) -> Tensor:
-    """(count, width): orthogonal in blocks of `width`, each as long as a normal vector of its own."""
-    random = np.random.RandomState(seed)  # numpy promises never to change its stream
+    """Return directions (count, d_head): orthogonal in blocks of `d_head`, each with the norm of a normal vector."""
+    random = np.random.RandomState(seed)  # numpy guarantees that this stream never changes
     blocks = []
     for _ in range(-(-count // d_head)):
         rotation, upper = np.linalg.qr(random.standard_normal((d_head, d_head)))
-        blocks.append((rotation * np.sign(np.diag(upper))).T)  # with these signs it is uniform, and one on all machines
+        blocks.append((rotation * np.sign(np.diag(upper))).T)  # signs make it uniform and reproducible
     lengths = np.linalg.norm(random.standard_normal((count, d_head)), axis=1, keepdims=True)
     return torch.from_numpy(np.concatenate(blocks)[:count] * lengths)
 
@@ -464,7 +464,7 @@ def _check(q: Tensor, k: Tensor, v: Tensor) -> None:
             f"k must have the width of q, at least 1, but q is {format_shape(q)} and k is {format_shape(k)}"
         )
     if v.shape[-2] != K:
-        raise ValueError(f"v must have one row a key, {K}, but k is {format_shape(k)} and v is {format_shape(v)}")
+        raise ValueError(f"v must have one row per key, {K}, but k is {format_shape(k)} and v is {format_shape(v)}")
     if pad_leading(v).shape[1] != G:
         raise ValueError(f"v must have the heads of k, {G}, but k is {format_shape(k)} and v is {format_shape(v)}")
     if G == 0 or H % G:
@@ -483,12 +483,12 @@ def _check_state(state: LinearState | None, new: LinearState) -> None:
     if state is None:
         return
     if not isinstance(state, LinearState):
-        raise TypeError(f"state must be what step returned, or None, but is {type(state).__name__}")
+        raise TypeError(f"state must be a state returned by step, or None, but is {type(state).__name__}")
     if state.sums.shape != new.sums.shape or state.scale.shape != new.scale.shape:
         raise ValueError(
             f"state must fit this call: sums of shape {format_shape(new.sums)}, but they are "
             f"{format_shape(state.sums)}; "
-            "a state goes with the batch, heads, widths and features that made it"
+            "a state can only be used with the batch, heads, widths and features that created it"
         )
     if state.sums.dtype != new.sums.dtype:
         raise TypeError(f"state must be {new.sums.dtype} for this call, but is {state.sums.dtype}; start from None")

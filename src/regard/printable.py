@@ -1,4 +1,4 @@
-"""Text of unknown origin, made safe to print."""
+"""Escaping untrusted text for printing."""
 
 from __future__ import annotations
 
@@ -7,24 +7,24 @@ import re
 from typing import Any
 
 UNSAFE = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff\U000e0000-\U000e007f]")
-"""Control characters, line separators, characters that reorder what is around them, lone surrogates and tags."""
+"""Control characters, line separators, bidirectional controls, lone surrogates and tags."""
 SHORT = {"\n": "\\n", "\r": "\\r", "\t": "\\t"}
 
 
 def printable(text: object, *, keep: str = "") -> str:
-    """The text in one line, every character that a terminal would act on as an escape sequence.
+    """Return the text in one line, with characters that a terminal would interpret as escape sequences.
 
-    keep: characters to leave as they are, such as newlines.
+    keep: characters to leave unchanged, such as newlines.
 
     >>> from regard.printable import printable
     >>> printable("caf\u00e9\\x1b[2J\\n\u202egnp.exe")
     'caf\u00e9\\\\x1b[2J\\\\n\\\\u202egnp.exe'
     """
-    return UNSAFE.sub(lambda found: found[0] if found[0] in keep else _escaped(found[0]), str(text))
+    return UNSAFE.sub(lambda found: found[0] if found[0] in keep else _escape(found[0]), str(text))
 
 
 def printable_json(value: Any, *, indent: int | None = None) -> str:
-    """JSON that may be printed as well: `json.loads` gives the value back.
+    """Return JSON that is safe to print; `json.loads` restores the value.
 
     >>> from regard.printable import printable_json
     >>> printable_json({"label": "\\x9b2J\u202e\u00e9"})
@@ -34,7 +34,7 @@ def printable_json(value: Any, *, indent: int | None = None) -> str:
     return UNSAFE.sub(lambda found: found[0] if found[0] == "\n" else json.dumps(found[0])[1:-1], text)
 
 
-def _escaped(letter: str) -> str:
+def _escape(letter: str) -> str:
     code = ord(letter)
     return SHORT.get(letter) or (
         f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"

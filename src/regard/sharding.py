@@ -1,4 +1,4 @@
-"""Whether sequences are shared with other processes, and with whom."""
+"""Sequences sharded over processes."""
 
 from __future__ import annotations
 
@@ -11,34 +11,34 @@ from torch import Tensor
 
 
 class Sharding(Protocol):
-    """Other processes that hold other tokens of the same sequences, and how one computes together with them."""
+    """Processes that hold different tokens of the same sequences, and joint computation with them."""
 
     def attend(
         self, attend: Any, query: Tensor, key: Tensor, value: Tensor, *, engine: str | None, return_lse: bool
     ) -> Any:
-        """What the `Attention` gives over the tokens of all processes, for the queries of this one."""
+        """Compute the `Attention` over the tokens of all processes, for the queries of this one."""
 
     def to_local(self, x: Tensor, dim: int) -> Tensor:
-        """The tokens of this process, from the whole."""
+        """Return the tokens of this process, given the whole."""
 
     def full_tensor(self, x: Tensor, dim: int) -> Tensor:
-        """The tokens of all processes, from those of this one."""
+        """Return the tokens of all processes, given those of this one."""
 
     def positions(self, count: int, device: torch.device) -> Tensor:
-        """Where the tokens of this process stand, if it has so many."""
+        """Return the positions of the `count` tokens of this process."""
 
 
-_current: Sharding | None = None  # of the process, not of a thread: autograd computes in threads of its own
+_current: Sharding | None = None  # per process, not per thread: autograd uses its own threads
 
 
 def current_sharding() -> Sharding | None:
-    """With whom the sequences are shared, if with anybody."""
+    """Return the current sharding, if any."""
     return _current
 
 
 @contextmanager
 def use_sharding(sharding: Sharding | None) -> Iterator[None]:
-    """Within, sequences are shared like this, or not at all."""
+    """Shard sequences like this within the context, or not at all with None."""
     global _current
     before, _current = _current, sharding
     try:

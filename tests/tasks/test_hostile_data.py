@@ -72,7 +72,7 @@ def test_a_key_that_comes_twice_is_bad(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"text": "a", "label": "x", "label": "y"}\n{"text": "b", "label": "z"}\n')
     bad = BadRows(skip=True)
     assert [row.values for row in read_rows(str(tmp_path / "a.jsonl"), LABELLED, bad)] == [("b", "z")]
-    assert "comes twice" in bad.first[0]
+    assert "duplicate key" in bad.first[0]
 
 
 @pytest.mark.parametrize("suffix", ["gz", "xz", "bz2"])

@@ -102,9 +102,8 @@ def as_dot(problem: Problem, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor
         key = torch.where(good, _unit(problem, torch.where(good, key, 0.0)), float("nan"))
         query = _unit(problem, query)
     elif isinstance(score, Bilinear):
-        query = score.project(query.to(problem.compute_dtype), at).to(
-            query.dtype
-        )  # keeps the digits of a more precise matrix
+        # in the compute dtype, so that a more precise matrix keeps its digits
+        query = score.project(query.to(problem.compute_dtype), at).to(query.dtype)
     if isinstance(scale, Tensor):
         query, scale = (query * at.per_head(scale.reshape(-1))).to(query.dtype), 1.0
     return query, key, scale

@@ -1,4 +1,4 @@
-"""Where things are."""
+"""Position schemes: biases, tables and rotary embeddings."""
 
 from regard.positions.biases import Bias, alibi, dense_bias, relative, shaw, t5
 from regard.positions.encodings import learned, sinusoidal

@@ -1,7 +1,7 @@
-"""What distance adds to a score: relative positions as biases. Tables may require grad.
+"""Relative positions as biases of the scores. Tables may require grad.
 
-`bias.tile(at, query, scale)` is what is added to the scores of a tile. A bias that only head and distance `j - p` tell
-is `Diagonal`: a tile of it is read from one vector of `q + k - 1` values, and so are its gradients.
+`bias.tile(at, query, scale)` is added to the scores of a tile. A bias that depends on head and distance `j - p` only is
+`Diagonal`: a tile of it is read from one vector of `q + k - 1` values, and so are its gradients.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from regard.geometry import CallSlice, Frame, Indices, format_shape, pad_leading
 
 @dataclass(eq=False)
 class Bias(Description):
-    """What the biases share; they add up with `+`.
+    """Base class of biases; they can be added with `+`.
 
     >>> import regard as rg, torch
     >>> rg.alibi(2) + rg.relative(torch.zeros(2, 9))
@@ -27,23 +27,22 @@ class Bias(Description):
     """
 
     def tile(self, at: Indices, query: Tensor, scale: float | Tensor) -> Tensor:
-        """What the tile's scores get added; broadcasts to (b, h, q, k). `query` is (b, h, q, D)."""
+        """Return the bias of a tile, which broadcasts to (b, h, q, k). `query` is (b, h, q, D)."""
         raise NotImplementedError
 
     def aggregate(self, at: Indices, weights: Tensor) -> Tensor | None:
-        """What the tile's output gets added for its weights (b, h, q, k): a value half, or None."""
+        """Return the value part of a tile for its weights (b, h, q, k), to be added to the output, or None."""
         return None
 
     def cut(self, at: Indices) -> Bias:
-        """The bias for the tiles of one box alone: a tensor that lies along Q and K is replaced by its part there."""
+        """Return the bias for the tiles of one box: a tensor along Q and K is replaced by its slice."""
         return self
 
     def narrow(self, part: CallSlice) -> Bias:
-        """The bias of a part of a call, whose heads, queries and keys are counted from the first that it has."""
+        """Return the bias for a slice of a call, with heads, queries and keys counted from the start of the slice."""
         raise NotImplementedError(
-            f"{type(self).__name__} in a part of a call, as in a WindowCache or a shared sequence: define "
-            "narrow(part), "
-            "which returns it with heads and positions counted from the first of the part"
+            f"{type(self).__name__} cannot be used on a slice of a call, as in a WindowCache or a shared sequence: "
+            "define narrow(part), which returns the bias with heads and positions counted from the start of the slice"
         )
 
     def parts(self) -> tuple[Bias, ...]:
@@ -55,7 +54,7 @@ class Bias(Description):
     def __add__(self, other: Bias) -> Bias:
         if not isinstance(other, Bias):
             raise TypeError(
-                f"biases add to biases, not to {type(other).__name__}; wrap a tensor as regard.dense_bias(tensor)"
+                f"a bias adds to a bias, got {type(other).__name__}; wrap a tensor as regard.dense_bias(tensor)"
             )
         return Sum(self.parts() + other.parts())
 
@@ -99,19 +98,19 @@ class Sum(Bias):
 
 @dataclass(eq=False)
 class Diagonal(Bias):
-    """A bias that only head and distance tell."""
+    """A bias that depends on head and distance only."""
 
     def along(self, h: Tensor, distance: Tensor) -> Tensor:
-        """The bias of heads `h` at distances `j - p`; both are index tensors that broadcast."""
+        """Return the bias of heads `h` at distances `j - p`; both are index tensors that broadcast."""
         raise NotImplementedError
 
     def tile(self, at: Indices, query: Tensor, scale: float | Tensor) -> Tensor:
         if torch.compiler.is_exporting() or at.box is None or not at.i.numel() or not at.j.numel():
-            return self.along(at.h, at.j - at.p).to(query)  # unfold would fix a length that is dynamic
-        return self.vector(at).to(query).unfold(-1, at.j.shape[-1], 1).flip(-2)  # query i reads from q - 1 - i on
+            return self.along(at.h, at.j - at.p).to(query)  # unfold would specialise a dynamic length
+        return self.vector(at).to(query).unfold(-1, at.j.shape[-1], 1).flip(-2)  # query i starts at q - 1 - i
 
     def vector(self, at: Indices) -> Tensor:
-        """The bias of a box at its distances, from the last query and first key on: (b or 1, h or 1, q + k - 1)."""
+        """Return the bias of a box per distance, from its last query and first key: (b or 1, h or 1, q + k - 1)."""
         steps = torch.arange(at.i.shape[-2] + at.j.shape[-1] - 1, device=at.j.device)
         nearest = (at.j[..., 0] - at.p[..., -1, 0]).reshape(-1, 1, 1)  # (b or 1, 1, 1)
         return self.along(at.h[..., 0], steps + nearest)
@@ -120,7 +119,7 @@ class Diagonal(Bias):
 @dataclass(eq=False, repr=False)
 class Alibi(Diagonal):
     heads: int
-    some: tuple[int, int] | None = None  # the first of its heads and behind the last, of a part
+    some: tuple[int, int] | None = None  # first and one past the last of its heads, for a slice
 
     def slopes(self, device: torch.device) -> Tensor:
         power = 2 ** int(math.log2(self.heads))
@@ -137,7 +136,7 @@ class Alibi(Diagonal):
 
     def check(self, frame: Frame, d_head: int, d_value: int) -> None:
         if (self.heads if self.some is None else self.some[1] - self.some[0]) != frame.H:
-            raise ValueError(f"alibi was made for heads={self.heads}, but the query has H = {frame.H} heads")
+            raise ValueError(f"alibi was created for heads={self.heads}, but the query has H = {frame.H} heads")
 
     def __repr__(self) -> str:
         return f"alibi(heads={self.heads})"
@@ -175,7 +174,7 @@ class T5(Diagonal):
         return self.replace(table=_select_heads(self.table, 1, part))
 
     def bucket(self, distance: Tensor) -> Tensor:
-        """The bucket of a distance `j - p`: one each while near, then ever wider, the last beyond `max_distance`."""
+        """Return the bucket of a distance `j - p`: exact if near, then logarithmic, the last beyond `max_distance`."""
         buckets = len(self.table)
         first = torch.zeros_like(distance)
         if self.bidirectional:
@@ -207,8 +206,8 @@ class Shaw(Bias):
         return self.keys.shape[-2] // 2
 
     def table(self, at: Indices, query: Tensor, scale: float | Tensor) -> Tensor:
-        """scale * q · keys: what each query gives to each distance, (b, h, q, 2R+1)."""
-        keys = self._of_heads(self.keys.to(query), at)
+        """Return scale * q · keys: the bias of each query at each distance, (b, h, q, 2R+1)."""
+        keys = self._per_head(self.keys.to(query), at)
         scale = at.per_head(scale.to(query).reshape(-1)) if isinstance(scale, Tensor) else scale
         return (query * scale) @ keys.mT
 
@@ -222,7 +221,7 @@ class Shaw(Bias):
             return None
         index = self._index(at).expand(weights.shape)
         mass = weights.new_zeros(*weights.shape[:-1], 2 * self.reach + 1).scatter_add(-1, index, weights)
-        return mass @ self._of_heads(self.values.to(weights), at)
+        return mass @ self._per_head(self.values.to(weights), at)
 
     def narrow(self, part: CallSlice) -> Bias:
         keys, values = (t if t is None or t.dim() == 2 else _select_heads(t, 0, part) for t in (self.keys, self.values))
@@ -232,14 +231,14 @@ class Shaw(Bias):
     def _index(self, at: Indices) -> Tensor:
         return (at.j - at.p).clamp(-self.reach, self.reach) + self.reach
 
-    def _of_heads(self, table: Tensor, at: Indices) -> Tensor:
+    def _per_head(self, table: Tensor, at: Indices) -> Tensor:
         return table if table.dim() == 2 else at.per_head(table, axes=2).squeeze(-3).squeeze(-3)
 
     def check(self, frame: Frame, d_head: int, d_value: int) -> None:
         for name, table, size, letter in (("keys", self.keys, d_head, "D"), ("values", self.values, d_value, "E")):
             if table is not None and (table.shape[-1] != size or (table.dim() == 3 and len(table) not in (1, frame.H))):
                 if name == "values" and not d_value:
-                    continue  # no values are in play where only weights are asked for
+                    continue  # weights alone have no values
                 raise ValueError(
                     f"shaw: {name} must be (2R+1, {letter}) or (H, 2R+1, {letter}), H = {frame.H}, {letter} = {size}, "
                     f"but is {format_shape(table)}"
@@ -251,13 +250,13 @@ class Shaw(Bias):
 
 @dataclass(eq=False, repr=False)
 class DenseBias(Bias):
-    tensor: Tensor  # as it was given: a view of it would miss what torch puts in its place
+    tensor: Tensor  # as passed in: a view would miss a tensor that torch puts in its place
 
     def tile(self, at: Indices, query: Tensor, scale: float | Tensor) -> Tensor:
         return at.take(pad_leading(self.tensor)).to(query)
 
     def cut(self, at: Indices) -> Bias:
-        if type(self) is not DenseBias:  # a subclass may compute a tile in another way
+        if type(self) is not DenseBias:  # a subclass may compute a tile another way
             return self
         part = at.take(pad_leading(self.tensor.detach()))
         return _Cut(part.requires_grad_(self.tensor.requires_grad))
@@ -279,7 +278,7 @@ class DenseBias(Bias):
 
 @dataclass(eq=False)
 class _Cut(Bias):
-    """The part of a dense bias in one box."""
+    """The slice of a dense bias in one box."""
 
     tensor: Tensor  # (b or 1, h or 1, q or 1, k or 1)
 
@@ -288,7 +287,7 @@ class _Cut(Bias):
 
 
 def is_built_in(bias: Bias) -> bool:
-    """Whether kernels know the bias: a subclass may compute anything, but one that only says `along` is Diagonal."""
+    """Whether the kernels support the bias: a built-in type, or a Diagonal that only defines `along`."""
     if isinstance(bias, Sum):
         return type(bias) is Sum and all(map(is_built_in, bias.terms))
     kind = type(bias)
@@ -297,7 +296,7 @@ def is_built_in(bias: Bias) -> bool:
 
 
 def _select_heads(table: Tensor, axis: int, part: CallSlice) -> Tensor:
-    """What a table with an axis of heads, or of one for all, has for those of a part."""
+    """Select the heads of a slice from a table with an axis of heads, or of 1."""
     heads = part.heads
     return table if table.shape[axis] == 1 else table.narrow(axis, heads.start, heads.stop - heads.start)
 
@@ -306,8 +305,8 @@ def _check_table(name: str, table: Tensor, axes: tuple[int, ...], form: str) -> 
     if isinstance(table, Tensor):
         check_layout(name, table, sequences=False)
     if not isinstance(table, Tensor) or not table.is_floating_point() or table.dim() not in axes:
-        came = f"{table.dtype} of shape {format_shape(table)}" if isinstance(table, Tensor) else type(table).__name__
-        raise TypeError(f"{name} must be a floating-point tensor {form}, but is {came}")
+        actual = f"{table.dtype} of shape {format_shape(table)}" if isinstance(table, Tensor) else type(table).__name__
+        raise TypeError(f"{name} must be a floating-point tensor {form}, but is {actual}")
     return table
 
 
@@ -317,7 +316,7 @@ def _check_odd(name: str, size: int) -> None:
 
 
 def alibi(heads: int) -> Bias:
-    """ALiBi: `-slope[h] * abs(p - j)`, with the paper's slopes, also for head counts that are no power of two.
+    """ALiBi: `-slope[h] * abs(p - j)`, with the paper's slopes, also if `heads` is not a power of two.
 
     >>> import regard as rg
     >>> rg.alibi(heads=8)
@@ -340,7 +339,7 @@ def relative(table: Tensor) -> Bias:
 
 
 def t5(table: Tensor, bidirectional: bool = True, max_distance: int = 128) -> Bias:
-    """T5's bias `table[bucket(j - p), h]`, table (buckets, H): exact buckets while near, logarithmic ones beyond.
+    """T5's bias `table[bucket(j - p), h]`, table (buckets, H): exact buckets when near, logarithmic ones beyond.
 
     >>> import regard as rg, torch
     >>> rg.t5(torch.zeros(32, 8), bidirectional=False)
@@ -361,8 +360,8 @@ def t5(table: Tensor, bidirectional: bool = True, max_distance: int = 128) -> Bi
 def shaw(keys: Tensor, values: Tensor | None = None) -> Bias:
     """Shaw's relative positions: adds `scale * q_i · keys[clip(j - p, -R, R) + R]` to the score.
 
-    `values` add the weights-weighted `values[clip(j - p, -R, R) + R]` to the output. Tables are (2R+1, D) and
-    (2R+1, E), or per head (H, 2R+1, ...). `scale` is the score's own.
+    With `values`, adds the weighted sum of `values[clip(j - p, -R, R) + R]` to the output. Tables are (2R+1, D) and
+    (2R+1, E), or per head (H, 2R+1, ...). `scale` is that of the score.
 
     >>> import regard as rg, torch
     >>> rg.shaw(torch.zeros(17, 64), torch.zeros(17, 64))
@@ -379,16 +378,14 @@ def shaw(keys: Tensor, values: Tensor | None = None) -> Bias:
 
 
 def dense_bias(tensor: Tensor) -> Bias:
-    """Any bias as a tensor that broadcasts to (B, H, Q, K); a tensor given as `bias=` means this.
+    """Any bias as a tensor that broadcasts to (B, H, Q, K); `bias=tensor` is short for this.
 
     >>> import regard as rg, torch
     >>> rg.dense_bias(torch.zeros(16, 16))
     dense_bias((16, 16))
     """
     if isinstance(tensor, Tensor) and tensor.dtype == torch.bool:
-        raise TypeError(
-            "bias must be numbers that are added to the scores, but is torch.bool; pass a bool tensor as mask="
-        )
+        raise TypeError("bias must be numbers to add to the scores, but is torch.bool; pass a bool tensor as mask=")
     if callable(tensor):
         raise TypeError(f"bias must be a bias or a tensor, but is {type(tensor).__name__}; call it, as in alibi(heads)")
     return DenseBias(_check_table("bias", tensor, (0, 1, 2, 3, 4), "that broadcasts to (B, H, Q, K)"))

@@ -1,4 +1,4 @@
-"""Absolute positions: tables that are added to the input."""
+"""Absolute positions: tables to add to the input."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ def sinusoidal(
 
         PE[pos, 2i] = sin(pos / 10000^(2i / d_model))        PE[pos, 2i + 1] = cos(pos / 10000^(2i / d_model))
 
-    An odd width ends with a sine that has no cosine beside it. The angles are computed in float64, so the table is
-    right to the last digit of `dtype` (torch's default dtype unless told otherwise) at any length.
+    An odd width ends with a sine. The angles are computed in float64, so the table is exact to the last digit of
+    `dtype` (by default torch's default dtype) at any length.
 
     >>> import regard as rg
     >>> table = rg.sinusoidal(length=50, d_model=8)
@@ -36,7 +36,7 @@ def sinusoidal(
 
 
 def learned(length: int, d_model: int, *, std: float = 0.02) -> nn.Parameter:
-    """A table of positions to be trained: an `nn.Parameter` `(length, d_model)` drawn from N(0, std^2).
+    """A trainable table of positions: an `nn.Parameter` `(length, d_model)` drawn from N(0, std^2).
 
     >>> import regard as rg
     >>> table = rg.learned(length=512, d_model=64)

@@ -1,4 +1,4 @@
-"""Rotary positions: pairs of channels of q and k, turned by an angle that grows with the position."""
+"""Rotary positions: pairs of channels of q and k, rotated by an angle that grows with the position."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from torch import Tensor
 
 
 class Scaling(Protocol):
-    """What `rotary` asks of a scaling. Any object with these two will do."""
+    """Protocol of the scalings that `rotary` accepts."""
 
     @property
     def magnitude(self) -> float:
-        """What the turned channels are multiplied by."""
+        """The factor of the rotated channels."""
 
     def frequencies(self, base: float, d_rotary: int, positions: Tensor) -> Tensor:
-        """The angle by which each pair turns from one position to the next, `(d_rotary / 2,)`.
+        """Return the angle per position of each pair, `(d_rotary / 2,)`.
 
-        Positions are (..., N); an angle may depend on the row, and is then (..., d_rotary / 2).
+        Positions are (..., N); if the angle depends on the row, it is (..., d_rotary / 2).
         """
 
 
@@ -33,18 +33,18 @@ def rotary(
     interleaved: bool = False,
     scaling: Scaling | None = None,
 ) -> Tensor:
-    """Turn `x` `(B, H, N, D)` by its positions; q·k of two turned vectors depends on their distance only.
+    """Rotate `x` `(B, H, N, D)` by its positions; q·k of two rotated vectors depends on their distance only.
 
         angle = positions * base^(-2i / d_rotary)                        i = 0 ... d_rotary / 2 - 1
         (a, b) -> (a cos(angle) - b sin(angle), b cos(angle) + a sin(angle))
 
-    positions: integers `(N,)` or `(B, N)`; a number is where the first token stands; none is 0 ... N - 1.
-    d_rotary: how many leading channels turn, D unless told otherwise; the others pass through.
+    positions: integers `(N,)` or `(B, N)`; an int is the position of the first token; by default 0 ... N - 1.
+    d_rotary: the number of leading channels to rotate, by default D; the others are unchanged.
     interleaved: channel pairs are (2i, 2i + 1) when true (GPT-J), (i, i + d_rotary / 2) when false (Llama, GPT-NeoX).
-    scaling: `Linear`, `Dynamic`, `Yarn` or `Llama3` of `regard.positions`, for more positions than were trained.
+    scaling: `Linear`, `Dynamic`, `Yarn` or `Llama3` of `regard.positions`, to extend the trained context.
 
-    `(N, D)` and `(H, N, D)` are taken too. Angles are computed in float64, the product in float32 at least, and the
-    result has the shape and dtype of `x`.
+    `(N, D)` and `(H, N, D)` work too. Angles are computed in float64, the product at least in float32, and the result
+    has the shape and dtype of `x`.
 
     >>> import regard as rg
     >>> q = torch.randn(2, 8, 10, 64)
@@ -69,7 +69,7 @@ def rotary(
 def rotary_table(
     positions: Tensor, d_rotary: int, *, base: float = 10000.0, scaling: Scaling | None = None, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """Cosines and sines by which `d_rotary` channels turn at integer positions, `(*positions, d_rotary / 2)` each.
+    """Return the cosines and sines of the rotation at integer positions, `(*positions, d_rotary / 2)` each.
 
     >>> cos, sin = rotary_table(torch.arange(4), 8, dtype=torch.float32)
     >>> cos.shape, cos[0].tolist()
@@ -85,7 +85,7 @@ def rotary_table(
 
 @dataclass(frozen=True)
 class Linear:
-    """Position interpolation: every angle divided by `factor`.
+    """Position interpolation: divides every angle by `factor`.
 
     >>> import regard as rg
     >>> x = torch.ones(4, 8)
@@ -108,13 +108,13 @@ class Linear:
 
 @dataclass(frozen=True)
 class Dynamic:
-    """NTK-aware scaling that starts beyond `original` positions: the base grows with the length of a sequence.
+    """NTK-aware scaling beyond `original` positions: the base grows with the length of a sequence.
 
         length = max(largest position + 1, original)
         base   = base * (factor * length / original - factor + 1)^(d_rotary / (d_rotary - 2))
 
-    With positions (B, N) every row has its own length, so that a row gives the same in any batch. Transformers takes
-    the longest row of the batch for all, and keeps it for later calls; the two agree on a single sequence.
+    With positions (B, N) every row has its own length, so that a row's result does not depend on the batch.
+    Transformers uses the longest row of the batch for all and keeps it for later calls; both agree on one sequence.
 
     >>> import regard as rg
     >>> x = torch.randn(16, 8)
@@ -134,7 +134,7 @@ class Dynamic:
         return 1.0
 
     def frequencies(self, base: float, d_rotary: int, positions: Tensor) -> Tensor:
-        if d_rotary == 2:  # the only pair turns by 1 whatever the base
+        if d_rotary == 2:  # the only pair rotates by 1 for every base
             return _frequencies(base, d_rotary, positions.device)
         if not positions.shape[-1]:
             return _frequencies(base, d_rotary, positions.device)
@@ -145,12 +145,12 @@ class Dynamic:
 
 @dataclass(frozen=True)
 class Yarn:
-    """YaRN: pairs that turn often within `original` positions keep their angle, the slow ones are interpolated.
+    """YaRN: pairs that rotate fast within `original` positions keep their angle, slow ones are interpolated.
 
-    Pairs with more than `beta_fast` turns are kept, those with fewer than `beta_slow` divided by `factor`, and a linear
-    ramp over the pairs lies between (from whole pair to whole pair unless `truncate` is false). The turned channels
-    grow by `attention_factor`; when that is none, by m(mscale) / m(mscale_all_dim) if both are given, else by m(1),
-    where m(s) = 0.1 s ln(factor) + 1. The words are those of the checkpoints that use them.
+    Pairs with more than `beta_fast` turns are kept, those with fewer than `beta_slow` are divided by `factor`, with a
+    linear ramp between (rounded to whole pairs unless `truncate` is false). The rotated channels are multiplied by
+    `attention_factor`; if None, by m(mscale) / m(mscale_all_dim) if both are given, else by m(1), where
+    m(s) = 0.1 s ln(factor) + 1. Argument names are those of the checkpoints.
 
     >>> import regard as rg
     >>> rg.rotary(torch.randn(2, 4, 32, 64), scaling=rg.positions.Yarn(4.0, original=4096)).shape
@@ -184,18 +184,18 @@ class Yarn:
 
     @property
     def magnitude(self) -> float:
-        def grown(scale: float) -> float:
+        def yarn_magnitude(scale: float) -> float:
             return 0.1 * scale * math.log(self.factor) + 1.0
 
         if self.attention_factor is not None:
             return self.attention_factor
         if self.mscale and self.mscale_all_dim:
-            return grown(self.mscale) / grown(self.mscale_all_dim)
-        return grown(1.0)
+            return yarn_magnitude(self.mscale) / yarn_magnitude(self.mscale_all_dim)
+        return yarn_magnitude(1.0)
 
     def frequencies(self, base: float, d_rotary: int, positions: Tensor) -> Tensor:
         def pair(turns: float) -> float:
-            """The pair, not a whole one, that makes so many turns within the original length."""
+            """Return the (fractional) pair that makes this many turns within the original length."""
             return d_rotary * math.log(self.original / (turns * 2 * math.pi)) / (2 * math.log(base))
 
         first, last = pair(self.beta_fast), pair(self.beta_slow)
@@ -210,10 +210,10 @@ class Yarn:
 
 @dataclass(frozen=True)
 class Llama3:
-    """Llama 3.1: long wavelengths divided by `factor`, short ones kept, a smooth passage between.
+    """Llama 3.1: divides long wavelengths by `factor` and keeps short ones, with a smooth transition.
 
     A pair with more than `high_frequency` turns within `original` positions is kept, one with fewer than
-    `low_frequency` turns is divided by `factor`, and between the two the share is linear in the number of turns.
+    `low_frequency` turns is divided by `factor`; between the two, the blend is linear in the number of turns.
 
     >>> import regard as rg
     >>> scaling = rg.positions.Llama3(8.0, low_frequency=1.0, high_frequency=4.0, original=8192)
@@ -253,12 +253,12 @@ def _frequencies(base: float | Tensor, d_rotary: int, device: torch.device) -> T
 
 
 def _precision(device: torch.device) -> torch.dtype:
-    """float32 angles are wrong in the third digit at 100,000 positions; only Apple's GPU has nothing better."""
+    """Return the dtype of angles: float32 (MPS only) is wrong in the third digit at 100,000 positions."""
     return torch.float32 if device.type == "mps" else torch.float64
 
 
 def _positions(x: Tensor, positions: Tensor | int | None) -> Tensor:
-    """As a tensor that broadcasts against `x` without its last axis: `(N,)` or `(B, 1, N)`."""
+    """Return positions as a tensor that broadcasts against `x` without its last axis: `(N,)` or `(B, 1, N)`."""
     length = x.shape[-2]
     if positions is None:
         return torch.arange(length, device=x.device)
@@ -305,7 +305,7 @@ def _check(x: Tensor, base: float, d_rotary: int | None, scaling: Scaling | None
     if d_rotary is None:
         if size % 2:
             raise ValueError(
-                f"x must have an even width D to be turned in pairs, but it is {size}; try d_rotary={size - 1}"
+                f"x must have an even width D to be rotated in pairs, but it is {size}; try d_rotary={size - 1}"
             )
         return size
     if isinstance(d_rotary, bool) or not isinstance(d_rotary, int):
