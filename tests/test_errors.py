@@ -174,7 +174,7 @@ WRONG: dict[str, tuple[Callable[[], Any], type[Exception], list[str]]] = {
     "lengths beyond K": (call(mask=rg.padding([3, 8])), ValueError, ["lengths", "K = 7", "longest is 8", "cache"]),
     "one length beyond K": (call(mask=rg.padding(9)), ValueError, ["lengths", "K = 7", "9"]),
     "lengths for another batch": (
-        call(mask=rg.padding([3, 4, 5])), ValueError, ["lengths", "2 batch rows", "3 came", "plain number"],
+        call(mask=rg.padding([3, 4, 5])), ValueError, ["lengths", "2 batch rows", "got 3", "pass an int"],
     ),
     "lengths are negative": (lambda: rg.padding([3, -1]), ValueError, ["lengths", "not be negative", "-1"]),
     "a negative length": (lambda: rg.padding(-1), ValueError, ["lengths", "at least 0", "-1"]),
@@ -183,7 +183,7 @@ WRONG: dict[str, tuple[Callable[[], Any], type[Exception], list[str]]] = {
     "lengths are a matrix": (lambda: rg.padding([[1], [2]]), TypeError, ["lengths", "one per batch row", "(2, 1)"]),
     "lengths are a string": (lambda: rg.padding("3"), TypeError, ["lengths", "whole numbers", "str"]),
     "lengths are None": (lambda: rg.padding(None), TypeError, ["lengths", "whole numbers", "NoneType"]),
-    "prefix for another batch": (call(mask=rg.prefix([1, 2, 3])), ValueError, ["length", "2 batch rows", "3 came"]),
+    "prefix for another batch": (call(mask=rg.prefix([1, 2, 3])), ValueError, ["length", "2 batch rows", "got 3"]),
     "prefix is negative": (lambda: rg.prefix(-2), ValueError, ["length", "at least 0", "-2"]),
     "ids of the wrong length": (
         call(mask=rg.documents([0, 0, 1])), ValueError, ["ids", "7 keys", "length 3", "offset + i"],
@@ -255,25 +255,25 @@ WRONG: dict[str, tuple[Callable[[], Any], type[Exception], list[str]]] = {
     "where that returns a bool": (
         call(mask=rg.where(lambda b, h, p, j: True)), TypeError, ["where", "bool tensor", "returned bool"],
     ),
-    "a mask & a tensor": (lambda: rg.causal() & bits, TypeError, ["masks", "Tensor", "regard.dense(tensor)"]),
-    "a tensor & a mask": (lambda: bits & rg.causal(), TypeError, ["masks", "Tensor", "regard.dense(tensor)"]),
-    "a mask | a tensor": (lambda: rg.causal() | bits, TypeError, ["masks", "Tensor", "regard.dense(tensor)"]),
-    "a tensor | a mask": (lambda: bits | rg.causal(), TypeError, ["masks", "Tensor", "regard.dense(tensor)"]),
-    "a mask & None": (lambda: rg.causal() & None, TypeError, ["masks", "NoneType"]),
+    "a mask & a tensor": (lambda: rg.causal() & bits, TypeError, ["combined with a mask", "Tensor", "regard.dense(tensor)"]),
+    "a tensor & a mask": (lambda: bits & rg.causal(), TypeError, ["combined with a mask", "Tensor", "regard.dense(tensor)"]),
+    "a mask | a tensor": (lambda: rg.causal() | bits, TypeError, ["combined with a mask", "Tensor", "regard.dense(tensor)"]),
+    "a tensor | a mask": (lambda: bits | rg.causal(), TypeError, ["combined with a mask", "Tensor", "regard.dense(tensor)"]),
+    "a mask & None": (lambda: rg.causal() & None, TypeError, ["combined with a mask", "NoneType"]),
     "a mask and a mask": (lambda: rg.causal() and rg.window(1, 0), TypeError, ["&, | and ~", "and, or and not"]),
     "not a mask": (lambda: not rg.causal(), TypeError, ["&, | and ~", "and, or and not"]),
     "drawn over no keys": (lambda: rg.causal().draw(0), ValueError, ["keys", "at least 1", "0"]),
     "drawn in no width": (lambda: rg.causal().draw(4, width=0), ValueError, ["width", "at least 1", "0"]),
     # bias
-    "a bool bias": (call(bias=bits), TypeError, ["bias", "added to the scores", "torch.bool", "mask="]),
+    "a bool bias": (call(bias=bits), TypeError, ["bias", "add to the scores", "torch.bool", "mask="]),
     "an integer bias": (call(bias=bits.int()), TypeError, ["bias", "floating-point", "torch.int32"]),
     "an array as a bias": (call(bias=np.zeros((Q, K))), TypeError, ["bias", "floating-point tensor", "ndarray"]),
     "a bias that was not called": (call(bias=rg.alibi), TypeError, ["bias", "function", "alibi(heads)"]),
     "a bias that does not fit": (
         call(bias=torch.zeros(Q, 3)), ValueError, ["bias", "(B, H, Q, K) = (2, 4, 5, 7)", "(5, 3)"],
     ),
-    "a bias + a tensor": (lambda: rg.alibi(4) + torch.zeros(1), TypeError, ["biases", "Tensor", "dense_bias(tensor)"]),
-    "a tensor + a bias": (lambda: torch.zeros(1) + rg.alibi(4), TypeError, ["biases", "Tensor", "dense_bias(tensor)"]),
+    "a bias + a tensor": (lambda: rg.alibi(4) + torch.zeros(1), TypeError, ["a bias adds to a bias", "Tensor", "dense_bias(tensor)"]),
+    "a tensor + a bias": (lambda: torch.zeros(1) + rg.alibi(4), TypeError, ["a bias adds to a bias", "Tensor", "dense_bias(tensor)"]),
     "alibi for other heads": (call(bias=rg.alibi(3)), ValueError, ["alibi", "heads=3", "H = 4"]),
     "alibi for no heads": (lambda: rg.alibi(0), ValueError, ["heads", "at least 1", "0"]),
     "relative for other heads": (
@@ -315,7 +315,7 @@ WRONG: dict[str, tuple[Callable[[], Any], type[Exception], list[str]]] = {
     "offset is a string": (call(offset="end"), TypeError, ["offset", "whole number", "str"]),
     "offset is a matrix": (call(offset=[[1, 2]]), TypeError, ["offset", "one per batch row", "(1, 2)"]),
     "offset for another batch": (
-        call(offset=[1, 2, 3]), ValueError, ["offset", "2 batch rows", "3 came", "plain number"],
+        call(offset=[1, 2, 3]), ValueError, ["offset", "2 batch rows", "got 3", "pass an int"],
     ),
     # temperature, sink and dropout
     "temperature of 0": (call(temperature=0), ValueError, ["temperature", "positive", "is 0"]),

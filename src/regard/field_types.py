@@ -37,10 +37,10 @@ def check_fields(kind: type, values: Mapping[str, Any], names: Mapping[str, str]
     >>> from regard.field_types import check_fields
     >>> @dataclass
     ... class Size:
-    ...     width: int
+    ...     d_model: int
     >>> check_fields(Size, {"d_model": 1.5})
     Traceback (most recent call last):
-    ValueError: width must be a whole number, but is 1.5
+    ValueError: d_model must be a whole number, but is 1.5
     """
     expected = hints(kind)
     for name, value in values.items():

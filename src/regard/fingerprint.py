@@ -100,10 +100,10 @@ def function_state(function: Any) -> Hashable | None:
 
     >>> limit = torch.tensor(3)
     >>> rule = lambda b, h, p, j: j < limit
-    >>> before = state_of(rule)
+    >>> before = function_state(rule)
     >>> limit.data.fill_(4)
     tensor(4)
-    >>> state_of(rule) == before
+    >>> function_state(rule) == before
     False
     """
     try:

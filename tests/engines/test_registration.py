@@ -109,7 +109,7 @@ for features in ("elu", rg.favor(24)):
     grads = [torch.autograd.grad(out.sin().sum(), (q, k, v)) for out in found]
     for a, b in zip([found[0], *grads[0]], [found[1], *grads[1]]):
         torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-11)
-print(native.about()["instruction set"])
+print(native.build_info()["instruction set"])
 """
 
 
@@ -140,8 +140,8 @@ def test_a_missing_library_is_a_reason_and_no_error() -> None:
     code = """
 import torch, regard as rg
 q = torch.randn(1, 2, 16, 8)
-told = rg.Attention().explain(q, q, q)
-assert told.engine != "native" and "does not load" in " ".join(told.reasons["native"]), told
+explanation = rg.Attention().explain(q, q, q)
+assert explanation.engine != "native" and "does not load" in " ".join(explanation.reasons["native"]), explanation
 rg.attention(q, q, q)
 """
     run_python(code, REGARD_LIBRARY="/nowhere/_native.so")
