@@ -36,7 +36,7 @@ CAP_TANH = 14  # roundings of a tanh that its error may have, where it caps a sc
 
 @dataclass
 class Judged:
-    """The exact results of a call, and how far from them rounding may take others: tensors of the same shapes."""
+    """The exact results of a call, and bounds on the rounding errors of other results: tensors of the same shapes."""
 
     output: Tensor
     lse: Tensor  # (B, H, Q)
@@ -62,7 +62,7 @@ class Rounding:
         self.smallest = stored.tiny * stored.eps / 2  # half of the least number
 
     def store(self, exact: Tensor, bound: Tensor) -> Tensor:
-        """The bound behind the rounding to the stored dtype."""
+        """Return the bound after rounding to the stored dtype."""
         return bound + self.h * (exact.abs() + bound) + self.smallest
 
 
@@ -70,7 +70,7 @@ def judge(
     tensors: list[Tensor], description: dict[str, Any], learned: list[Tensor], dtype: torch.dtype,
     d_output: Tensor | None = None, d_lse: Tensor | None = None, seed: int | None = None,
 ) -> Judged:  # fmt: skip
-    """The exact call and its bounds; gradients are those of `(output * d_output).sum() + (lse * d_lse).sum()`.
+    """Return the exact call and its bounds; gradients are those of `(output * d_output).sum() + (lse * d_lse).sum()`.
 
     Tensors are query, key and value in float64, with numbers that `dtype` holds exactly.
     """
@@ -91,7 +91,7 @@ def judge(
         with torch.no_grad():
             gradient_bounds = bounds.gradients(inputs, learned, gradients, d_output, d_lse)
     weights_bound = torch.maximum(bounds.e_weights, bounds.e_again)
-    twice = 2.0 if dtype == torch.float64 else 1.0  # then the exact results have such errors, too
+    twice = 2.0 if dtype == torch.float64 else 1.0  # then the exact results have such errors too
     return Judged(
         x.output.detach(), x.lse.detach(), gradients, x.weights.detach(), twice * bounds.output, twice * bounds.lse,
         [twice * bound for bound in gradient_bounds], twice * weights_bound, bounds.d, x,

@@ -1,4 +1,4 @@
-"""What every test may use: settings of Hypothesis, and the command as the shell runs it."""
+"""Shared fixtures: settings of Hypothesis, and the command as the shell runs it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Command = Callable[..., CommandResult]
 
 @pytest.fixture
 def regard(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Command:
-    """Runs `regard` with these words on a terminal of 200 columns."""
+    """Run `regard` with these arguments on a terminal of 200 columns."""
     pytest.importorskip("typer")
     from regard.cli import console, main
 

@@ -1,8 +1,7 @@
-"""Files with values that nobody meant: every field of a JSON file, changed in every way; and a safe place to read them.
+"""Damaged files: every field of a JSON file changed in every way, and a process with limits to read them in.
 
-`python -m tests.damaged_files JOB FOLDER ... [--every N]` reads every N-th mutation within bounds of memory and time,
-and
-prints those that ended in anything but success or one clear error. With `REGARD_EVERY_MUTATION=1`, tests read all.
+`python -m tests.damaged_files JOB FOLDER ... [--every N]` reads every N-th mutation with limits on memory and time, and
+prints those that end in anything but success or one clear error. With `REGARD_EVERY_MUTATION=1`, tests read all.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ MEMORY, SECONDS = 1_500_000_000, 20
 
 
 def places(value: Any, at: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """Where something can be changed in JSON: of lists only the first entry, of vocabularies the first and the last."""
+    """Iterate over the paths that can be changed in JSON: the first entry of lists, first and last of vocabularies."""
     if at:
         yield at
     if isinstance(value, dict):
@@ -47,7 +46,7 @@ def places(value: Any, at: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
 
 
 def changed(whole: Any, at: tuple[Any, ...], value: Any) -> Any:
-    """JSON with another value at one place."""
+    """Return JSON with another value at one path."""
     made = copy.deepcopy(whole)
     around = made
     for key in at[:-1]:
@@ -60,7 +59,7 @@ def changed(whole: Any, at: tuple[Any, ...], value: Any) -> Any:
 
 
 def mutations(path: Path, every: int) -> Iterator[tuple[str, str]]:
-    """What happened to a JSON file, and its text; every n-th of all, the same ones each time."""
+    """Iterate over descriptions and texts of a mutated JSON file; every n-th mutation, deterministically."""
     whole = json.loads(path.read_text())
     for at in places(whole):
         for name, value in VALUES.items():
@@ -70,7 +69,7 @@ def mutations(path: Path, every: int) -> Iterator[tuple[str, str]]:
 
 
 def spoiled(path: Path) -> Iterator[tuple[str, bytes]]:
-    """A file that is no longer what it was: cut short, empty, zeros, noise."""
+    """Iterate over damaged contents of a file: truncated, empty, zeros, noise."""
     held = path.read_bytes()
     for share in (0.0, 0.01, 0.3, 0.99):
         yield f"{path.name}: the first {share:.0%}", held[: int(len(held) * share)]
@@ -84,7 +83,7 @@ def spoiled(path: Path) -> Iterator[tuple[str, bytes]]:
 
 
 def attempt(title: str, job: Callable[[], Any]) -> str | None:
-    """What is wrong with how a job ended: nothing if it succeeded, or said what the user can fix in one line."""
+    """Run a job and return what is wrong with its outcome: None if it succeeds or raises a one-line user error."""
 
     def out_of_time(*_: Any) -> None:
         raise TimeoutError
@@ -96,7 +95,7 @@ def attempt(title: str, job: Callable[[], Any]) -> str | None:
         job()
     except (ValueError, OSError) as error:
         text = str(error)
-        if type(error) not in allowed():  # and so no kind of them that the library did not mean, as UnicodeDecodeError
+        if type(error) not in allowed():  # exact types: a subclass such as UnicodeDecodeError is not intended
             return f"{title}: {type(error).__name__}: {text[:200]}"
         if "\n" in text or len(text) > 3000:
             return f"{title}: {len(text)} characters, {text.count(chr(10)) + 1} lines: {text[:200]}"
@@ -117,7 +116,7 @@ def allowed() -> tuple[type, ...]:
 
 
 def sweep(folder: Path, files: list[str], job: Callable[[], Any], every: int) -> Iterator[str]:
-    """Every mutation of these files of a folder, the others as they are."""
+    """Run the job on every mutation of these files of a folder, with the others unchanged."""
     for name in files:
         path = folder / name
         held = path.read_bytes()
@@ -132,7 +131,7 @@ def sweep(folder: Path, files: list[str], job: Callable[[], Any], every: int) ->
 
 
 def bounded() -> None:
-    """Allow this process little more memory than it has."""
+    """Limit this process to little more memory than it has."""
     with open("/proc/self/statm") as file:
         pages = int(file.read().split()[0])
     most = pages * os.sysconf("SC_PAGE_SIZE") + MEMORY
@@ -140,7 +139,7 @@ def bounded() -> None:
 
 
 def run(job: str, folders: list[Path], every: int) -> list[str]:
-    """What went wrong, by a process of its own."""
+    """Run a job in a separate process and return the failures."""
     every = 1 if os.environ.get("REGARD_EVERY_MUTATION") else every
     command = [sys.executable, "-m", "tests.damaged_files", job, *map(str, folders), "--every", str(every)]
     root = Path(__file__).parent.parent
@@ -156,7 +155,7 @@ def load_checkpoint(folder: Path) -> None:
 
 
 def use_run(folder: Path) -> None:
-    """What `regard predict` and `regard evaluate` do, but for baselines."""
+    """Do what `regard predict` and `regard evaluate` do, except for baselines."""
     from regard.errors import BadRows
     from regard.tasks import Run
     from regard.training.sources import reread_examples
@@ -211,7 +210,7 @@ def main(job: str, *arguments: str) -> None:
 
     torch.set_num_threads(1)
     *folders, _, every = arguments
-    for name in folders:  # all that is needed is imported before memory is bounded
+    for name in folders:  # import everything needed before memory is limited
         JOBS[job](Path(name))
     bounded()
     for name in folders:

@@ -1,7 +1,7 @@
 """Any call as dense torch, from the fields of its description: the yardstick of tests and fuzzing.
 
-Nothing here calls the library: masks, biases, scores and dropout are evaluated anew, in float64 for exact results, in
-float32 for what a user of torch would get, or of absolute values for the bounds of `tests.bounds`.
+Nothing here calls the library: masks, biases, scores and dropout are reimplemented, in float64 for exact results, in
+float32 for the result of a user of torch, or on absolute values for the bounds of `tests.bounds`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-SHORTEST = 1e-12  # a vector of less length counts as one of this length in a cosine
+SHORTEST = 1e-12  # shorter vectors count as this length in a cosine
 SCORES = ("Dot", "Cosine", "Additive", "Bilinear", "Modified")
 WORD, LOW = (1 << 64) - 1, (1 << 32) - 1
 
@@ -46,7 +46,7 @@ class Places:
 
 
 class Reader:
-    """Tensors of a description as leaves of their own: converted, and in absolute value if `magnitudes`."""
+    """Tensors of a description as separate leaves: converted, and as absolute values if `magnitudes`."""
 
     def __init__(self, dtype: torch.dtype = torch.float64, magnitudes: bool = False) -> None:
         self.dtype, self.magnitudes = dtype, magnitudes
@@ -54,7 +54,7 @@ class Reader:
 
     @staticmethod
     def place(x: Tensor) -> tuple[int, int]:
-        """The same for a tensor and a view of all of it in another shape."""
+        """Return a key that is the same for a tensor and a view of all of it in another shape."""
         return (x.data_ptr(), x.numel()) if x.numel() else (0, id(x))
 
     def leaf(self, x: Tensor) -> Tensor:
@@ -71,12 +71,12 @@ class Reader:
 
 
 def visible(mask: Any, at: Places) -> Tensor:
-    """Which keys a query may attend to, (B, H, Q, K)."""
+    """Return which keys a query may attend to, (B, H, Q, K)."""
     if mask is None or 0 in at.shape:
         return torch.ones(at.shape, dtype=torch.bool)
     if isinstance(mask, Tensor):
         return at.whole(mask)
-    if kind(mask) == "FromTensors":  # the mask of the tensors as they are now
+    if kind(mask) == "FromTensors":  # built from the tensors as they are now
         mask = mask.snapshot()
     return at.whole(MASKS[kind(mask)](mask, at))
 
@@ -98,7 +98,7 @@ def _global(mask: Any, at: Places) -> Tensor:
 
 
 def _of_position(table: Tensor, at: Places) -> tuple[Tensor, Tensor]:
-    """The entry of a table (N,) or (B, N) at the position of every query, and whether it has one."""
+    """Return the entry of a table (N,) or (B, N) at the position of every query, and whether there is one."""
     table = table if table.dim() == 2 else table[None]
     N = table.shape[1]
     inside = (at.p >= 0) & (at.p < N)
@@ -127,7 +127,7 @@ def _edges(mask: Any, at: Places) -> Tensor:
 
 def _blocks(mask: Any, at: Places) -> Tensor:
     rows, columns = mask.layout.shape[2:]
-    row = at.p // mask.size  # rounds down, also below zero
+    row = at.p // mask.size  # rounds down, also for negative positions
     inside = (row >= 0) & (row < rows)
     b, h = (x if n > 1 else torch.zeros_like(x) for n, x in zip(mask.layout.shape, (at.b, at.h), strict=False))
     return mask.layout[b, h, row.clamp(0, rows - 1), (at.j // mask.size).clamp(max=columns - 1)] & inside
@@ -186,7 +186,7 @@ MASKS: dict[str, Callable[[Any, Places], Tensor]] = {
 
 
 def scale_of(score: Any, d_head: int, read: Reader) -> float | Tensor:
-    """What the products of a score are multiplied by; a tensor is (H or 1, 1, 1)."""
+    """Return the factor of a score's products; a tensor is (H or 1, 1, 1)."""
     if kind(score) == "Modified":
         return scale_of(score.score, d_head, read)
     if kind(score) not in ("Dot", "Cosine"):
@@ -197,12 +197,12 @@ def scale_of(score: Any, d_head: int, read: Reader) -> float | Tensor:
 
 
 def length(x: Tensor) -> Tensor:
-    """Of vectors, as a cosine counts it."""
+    """Return the length of vectors as a cosine uses it."""
     return x.square().sum(-1, keepdim=True).sqrt().clamp(min=SHORTEST)
 
 
 def products(score: Any, query: Tensor, key: Tensor, read: Reader) -> Tensor:
-    """(B, H, Q, D) and (B, H, K, D) to (B, H, Q, K), before a cap or a modifier; a cosine of unit vectors."""
+    """Return products (B, H, Q, K) of (B, H, Q, D) and (B, H, K, D), before a cap or modifier."""
     if kind(score) == "Modified":
         return products(score.score, query, key, read)
     if kind(score) == "Additive":
@@ -215,7 +215,7 @@ def products(score: Any, query: Tensor, key: Tensor, read: Reader) -> Tensor:
 
 
 def terms_of(query: Tensor, key: Tensor) -> Tensor:
-    """What an additive score sums over its last axis, before the weight: (B, H, Q, K, D)."""
+    """Return the terms that an additive score sums over its last axis, before the weight: (B, H, Q, K, D)."""
     return torch.tanh(query.unsqueeze(-2) + key.unsqueeze(-3))
 
 
@@ -225,7 +225,7 @@ def weight_of(score: Any, read: Reader) -> Tensor:
 
 
 def changed(score: Any, x: Tensor, read: Reader, at: Places) -> Tensor:
-    """What becomes of products by a cap or a modifier."""
+    """Apply a cap or a modifier to products."""
     if kind(score) == "Modified":
         x = changed(score.score, x, read, at)
         if kind(score.function) == "Waves":
@@ -240,7 +240,7 @@ def parts_of(bias: Any) -> tuple[Any, ...]:
 
 
 def bias_of(part: Any, query: Tensor, scale: float | Tensor, read: Reader, at: Places) -> Tensor:
-    """What one bias adds to the scores."""
+    """Return the contribution of one bias to the scores."""
     name, away = kind(part), at.j - at.p
     if isinstance(part, Tensor) or name == "DenseBias":
         return at.whole(read(part if isinstance(part, Tensor) else part.tensor))
@@ -266,7 +266,7 @@ def clipped_index(table: Tensor, at: Places) -> Tensor:
 
 
 def alibi_slopes(heads: int) -> list[float]:
-    """As the paper's code has them: the slopes of the next smaller power of two, then every second of the next."""
+    """Return the slopes of the paper's code: those of the next smaller power of two, then every second of the next."""
 
     def power(n: int) -> list[float]:
         return [2.0 ** (-8.0 * (k + 1) / n) for k in range(n)]
@@ -276,7 +276,7 @@ def alibi_slopes(heads: int) -> list[float]:
 
 
 def t5_bucket(distance: Tensor, part: Any) -> Tensor:
-    """As in T5 (and in Hugging Face's port of it), logarithms in float32."""
+    """Return T5's bucket (as in Hugging Face's port), with logarithms in float32."""
     buckets, shift = len(part.table), torch.zeros_like(distance)
     position = -distance
     if part.bidirectional:
@@ -290,7 +290,7 @@ def t5_bucket(distance: Tensor, part: Any) -> Tensor:
 
 
 def output_of(weights: Tensor, value: Tensor, bias: Any, read: Reader, at: Places) -> Tensor:
-    """Weights (B, H, Q, K) times values, and times the value half of a relative position scheme."""
+    """Return weights (B, H, Q, K) times values, plus the value part of a relative position scheme."""
     output = weights @ value
     for part in parts_of(bias):
         if kind(part) == "Shaw" and part.values is not None:
@@ -300,8 +300,8 @@ def output_of(weights: Tensor, value: Tensor, bias: Any, read: Reader, at: Place
     return output
 
 
-def kept(seed: int, dropout: float, at: Places) -> Tensor:
-    """What dropout multiplies the weights by: 0, or the inverse of the share that it keeps."""
+def dropout_factors(seed: int, dropout: float, at: Places) -> Tensor:
+    """Return the factors of the weights: 0, or the inverse of the fraction that dropout keeps."""
     (B, H, Q, K), threshold = at.shape, min(round(dropout * 2**32), 2**32 - 1)
     rows = [split_mix((seed + 0x9E3779B97F4A7C15 * (n + 1)) & WORD) for n in range(B * H * Q)]
     bits = (torch.tensor(rows, dtype=torch.int64).reshape(B, H, Q, 1) + torch.arange(K) * 0x9E3779B9) & LOW
@@ -311,7 +311,7 @@ def kept(seed: int, dropout: float, at: Places) -> Tensor:
 
 
 def per_query_head(tensor: Tensor, H: int) -> Tensor:
-    """Keys or values (B, G, K, D), one for each query head."""
+    """Repeat keys or values (B, G, K, D) for each query head."""
     return tensor if tensor.shape[1] == H else tensor.repeat_interleave(H // tensor.shape[1], 1)
 
 
@@ -320,10 +320,10 @@ class Dense:
     """A call and its intermediate results; see `dense`."""
 
     at: Places
-    query: Tensor  # (B, H, Q, D), of a cosine the unit vectors
-    key: Tensor  # (B, H, K, D), of a cosine the unit vectors
+    query: Tensor  # (B, H, Q, D), unit vectors for a cosine
+    key: Tensor  # (B, H, K, D), unit vectors for a cosine
     value: Tensor  # (B, H, K, E)
-    given: tuple[Tensor, Tensor]  # query and key before they became unit vectors
+    given: tuple[Tensor, Tensor]  # query and key before normalisation
     product: Tensor
     score: Tensor
     bias: list[Tensor]
@@ -362,13 +362,13 @@ def dense(
         sink = read(sink) if isinstance(sink, Tensor) else torch.tensor(float(sink), dtype=query.dtype)
         sink = sink.reshape(-1, 1, 1)
     weights, lse = softmax(logits, sink)
-    keep = None if seed is None else kept(seed, description["dropout"], at).to(query.dtype)
+    keep = None if seed is None else dropout_factors(seed, description["dropout"], at).to(query.dtype)
     output = output_of(weights if keep is None else weights * keep, value, bias, read, at)
     return Dense(at, query, key, value, given, product, scores, added, seen, logits, sink, lse, weights, keep, output)
 
 
 def softmax(logits: Tensor, sink: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Weights and log-sum-exp. A row that sees nothing has weights 0 and log-sum-exp -inf."""
+    """Return weights and log-sum-exp. A row without visible keys has weights 0 and log-sum-exp -inf."""
     rows = logits if sink is None else torch.cat([sink.expand(*logits.shape[:3], 1), logits], -1)
     empty = (rows == -math.inf).all(-1, keepdim=True)
     rows = rows.masked_fill(empty, 0.0)
@@ -396,7 +396,7 @@ class Modified:
 
 
 def as_score(score: Any) -> Any:
-    """A description's score: none is a plain dot product, a function one of it."""
+    """Return a description's score: None is a plain dot product, a function modifies one."""
     if score is None:
         return Dot()
     return score if kind(score) in SCORES else Modified(score, Dot())

@@ -1,8 +1,8 @@
-"""What must hold of any call, however hostile: every engine is within the rounding bound of the exact result.
+"""Properties of any call, however hostile: every engine is within the rounding bound of the exact result.
 
-What should not be there (NaN, infinities, absurd numbers) may spoil the rows that see it, and no others. So the exact
-result is that of the call without it, and what it cannot reach is compared. Nothing of the library is used to tell what
-is right: see `tests.definition` and `tests.bounds`.
+Absurd inputs (NaN, infinities, huge numbers) may affect the rows that see them, and no others. So the exact result is
+that of the call without them, and all that they cannot reach is compared. The expected results do not use the library:
+see `tests.definition` and `tests.bounds`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ REFUSED = "refused"
 
 @dataclass
 class Found:
-    """One computation of a case: output, log-sum-exp, and gradients of query, key, value and what is learned."""
+    """One computation of a case: output, log-sum-exp, and gradients of query, key, value and parameters."""
 
     output: Tensor
     lse: Tensor
@@ -32,7 +32,7 @@ class Found:
 
 
 def cotangents(case: Hostile) -> tuple[Tensor, Tensor]:
-    """What output and log-sum-exp are multiplied by in the loss whose gradients are compared."""
+    """Return the factors of output and log-sum-exp in the loss whose gradients are compared."""
     B, H, Q, _ = case.call.query.shape
     shape, generator = (B, H, Q, case.call.value.shape[-1]), torch.Generator().manual_seed(1)
     d_output = torch.randn(shape, generator=generator, dtype=torch.float64).to(case.dtype)
@@ -43,7 +43,7 @@ def cotangents(case: Hostile) -> tuple[Tensor, Tensor]:
 
 
 def dropout_seed(case: Hostile) -> int | None:
-    """The seed that a call draws from torch's generator."""
+    """Return the seed that a call draws from torch's generator."""
     torch.manual_seed(5)
     return int(torch.randint(2**62, (), dtype=torch.int64)) if case.call.description.get("dropout") else None
 
@@ -53,7 +53,7 @@ def compute(case: Hostile, tensors: list[Tensor], engine: str | None) -> Found:
     torch.manual_seed(5)
     output, lse = rg.attention(*inputs, engine=engine, return_lse=True, **case.call.description)
     d_output, d_lse = cotangents(case)
-    d_lse = d_lse.masked_fill(lse.isneginf(), 0.0)  # where nothing is seen there is nothing to differentiate
+    d_lse = d_lse.masked_fill(lse.isneginf(), 0.0)  # rows without visible keys have no gradient
     pairs = [(y, d) for y, d in ((output, d_output), (lse, d_lse)) if y.requires_grad]
     learned = [*inputs, *case.call.learned]
     if not pairs:
@@ -64,7 +64,7 @@ def compute(case: Hostile, tensors: list[Tensor], engine: str | None) -> Found:
 
 @dataclass
 class Reach:
-    """What the absurd numbers of a case cannot spoil: rows (B, H, Q) and keys (B, G, K)."""
+    """The results that absurd inputs cannot affect: rows (B, H, Q) and keys (B, G, K)."""
 
     rows: Tensor
     keys: Tensor
@@ -164,7 +164,7 @@ def compare(case: Hostile, reach: Reach, ours: Found, judged: Judged) -> None:
 
 
 def looks(case: Hostile, reach: Reach, judged: Judged) -> None:
-    """Statistics and pooled maps, against the exact weights."""
+    """Check statistics and pooled maps against the exact weights."""
     attend = rg.Attention(**case.call.description)
     query, key = (t.detach() for t in case.tensors()[:2])
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""Linear attention by its definition: all weights written out, in float64, and masked by hand."""
+"""Linear attention by its definition: dense weights in float64."""
 
 import torch
 
@@ -10,7 +10,7 @@ MASKS = [None, causal(), padding([5, 0]), causal() & padding([70, 3])]
 
 
 def kernel(features, q, k):
-    """f(q)·f(k) for all pairs, (..., Q, K)."""
+    """Return f(q)·f(k) for all pairs, (..., Q, K)."""
     if features == "elu":
         q, k = (torch.nn.functional.elu(x) + 1 for x in (q, k))
     else:

@@ -1,4 +1,4 @@
-"""The float64 oracle: attention one query at a time, from the definition alone. It shares no code with the library."""
+"""The float64 oracle: attention query by query, from the definition. It shares no code with the library."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 def softmax_row(logits: Tensor, sink: float | Tensor | None) -> tuple[Tensor, Tensor]:
-    """Weights and log-sum-exp of one row; all -inf gives weights 0."""
+    """Return weights and log-sum-exp of one row; if all are -inf, the weights are 0."""
     rows = logits if sink is None else torch.cat([logits, torch.as_tensor(sink, dtype=logits.dtype).reshape(1)])
     if not len(rows) or bool((rows == -math.inf).all()):
         return torch.zeros_like(logits), torch.tensor(-math.inf, dtype=logits.dtype)
@@ -19,7 +19,7 @@ def softmax_row(logits: Tensor, sink: float | Tensor | None) -> tuple[Tensor, Te
 def attend(
     query: Tensor, key: Tensor, value: Tensor, *, score, allowed: Tensor, bias: Tensor, temperature=1.0, sink=None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Output, weights and log-sum-exp. `score(q, k, h)` is one number; allowed and bias are (B, H, Q, K)."""
+    """Return output, weights and log-sum-exp. `score(q, k, h)` is one number; allowed and bias are (B, H, Q, K)."""
     (B, H, Q, _), (_, G, K, E) = query.shape, value.shape
     output = torch.zeros(B, H, Q, E, dtype=torch.float64)
     weights = torch.zeros(B, H, Q, K, dtype=torch.float64)

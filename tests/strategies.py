@@ -14,7 +14,7 @@ import regard as rg
 
 @dataclass
 class Call:
-    """One drawn call, its tensors in float64."""
+    """A random call, with tensors in float64."""
 
     query: Tensor
     key: Tensor
@@ -32,7 +32,7 @@ class Call:
 
 @dataclass(frozen=True)
 class Waves:
-    """A modifier with a learned tensor; its fields say what it computes."""
+    """A modifier with a learned tensor, described by its fields."""
 
     steepness: Tensor  # (H,)
 
@@ -57,7 +57,7 @@ def leaves(B: int, H: int, Q: int, K: int) -> st.SearchStrategy:
         return rg.documents(ids if torn else ids.sort(-1).values)
 
     def blocks(seed: int, size: int, shape: int) -> rg.Mask:
-        size = max(size, (Q + K) // 100)  # a layout of some hundred blocks at most
+        size = max(size, (Q + K) // 100)  # at most some hundred blocks
         n = -(-4 * (Q + K) // size)
         return rg.blocks(
             torch.rand(((n, n), (H, n, n), (max(B, 1), 1, n, n))[shape], generator=random(seed)) < 0.5, size
@@ -109,7 +109,7 @@ def sizes(draw: st.DrawFn, longest: int = 40, widest: int = 9) -> tuple[int, ...
 def calls(
     draw: st.DrawFn, longest: int = 40, plain: bool = False, axes: st.SearchStrategy[tuple[int, ...]] | None = None
 ) -> Call:
-    """`plain` draws neither score nor bias; `axes` draws what `sizes` does."""
+    """Draw a call; `plain` draws neither score nor bias, `axes` replaces `sizes`."""
     B, G, repeats, Q, K, D, E = draw(sizes(longest) if axes is None else axes)
     H = G * repeats
     generator = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
@@ -124,7 +124,7 @@ def calls(
         return learned[-1]
 
     R = draw(st.integers(0, 5))
-    stretch = 1.0  # of query and key: there are several ways to a tanh
+    stretch = 1.0  # of query and key: a tanh is computed in several ways
 
     def scores() -> Any:
         kind = draw(st.integers(0, 8))
@@ -177,30 +177,30 @@ def calls(
 
 
 NOT_FINITE = (float("nan"), float("inf"), float("-inf"))
-ABSURD = 1e4  # a number beyond this counts as one that should not be there
+ABSURD = 1e4  # larger numbers count as absurd
 
 
 @dataclass
 class Hostile:
-    """A call as it may come from anywhere: in any dtype and layout, with numbers that should not be there."""
+    """A call in any dtype and layout, with absurd numbers in its tensors."""
 
     call: Call
     dtype: torch.dtype
     layouts: tuple[str, str, str]
-    planted: list[tuple[int, float, float]]  # (which of query, key and value; where, as a share of it; the number)
+    planted: list[tuple[int, float, float]]  # (index among query, key and value; relative position; number)
     engine: str | None
     threads: int
-    spread: bool  # whether the output's gradient is one number, spread over it with strides of 0
+    spread: bool  # whether the output's gradient is one number expanded with strides of 0
 
     def tensors(self, dtype: torch.dtype | None = None, clean: bool = False) -> list[Tensor]:
-        """Query, key and value as numbers of the case's dtype; `clean` has zeros in place of what is absurd."""
+        """Return query, key and value in the case's dtype; `clean` replaces absurd numbers by zeros."""
         made = []
         for n, tensor in enumerate((self.call.query, self.call.key, self.call.value)):
             tensor = tensor.to(self.dtype, copy=True)
             for which, share, number in self.planted:
                 if which == n and tensor.numel():
                     tensor.view(-1)[int(share * tensor.numel())] = number
-            if self.layouts[n] == "expanded":  # one row for all: what the strides of 0 will say
+            if self.layouts[n] == "expanded":  # one row for all, as with strides of 0
                 tensor = tensor[:1, :, :1].expand_as(tensor).contiguous()
             if clean:
                 tensor = torch.where(tensor.abs() <= ABSURD, tensor, 0.0)
@@ -214,7 +214,7 @@ class Hostile:
 
 
 def lay_out(tensor: Tensor, layout: str) -> Tensor:
-    """The same numbers, elsewhere in memory."""
+    """Return the same numbers with another memory layout."""
     if layout == "heads last":
         return tensor.transpose(1, 2).contiguous().transpose(1, 2)
     if layout == "turned":
@@ -232,7 +232,7 @@ def lay_out(tensor: Tensor, layout: str) -> Tensor:
 
 @st.composite
 def extents(draw: st.DrawFn) -> tuple[int, ...]:
-    """Odd, tiny, empty and large sizes, none of which takes long."""
+    """Draw odd, tiny, empty and large sizes, all of which are fast."""
     kind = draw(st.sampled_from(["small", "small", "tiles", "wide", "few rows", "many", "empty"]))
     if kind == "small":
         return draw(sizes())

@@ -1,4 +1,4 @@
-"""What is remembered of descriptions: within a limit of bytes, dying with its mask, and never out of date."""
+"""The cache of descriptions: limited in bytes, entries dropped with their mask, never out of date."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def _empty_cache() -> Iterator[None]:
 
 
 def attended(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor, bias: Tensor | float = 0.0) -> Tensor:
-    """Dense attention in float64; rows that see nothing give 0."""
+    """Dense attention in float64; rows without visible keys are 0."""
     scores = q.double() @ k.double().mT / q.shape[-1] ** 0.5 + bias
     scores = scores.masked_fill(~allowed, float("-inf"))
     return scores.softmax(-1).nan_to_num(0.0) @ v.double()
@@ -65,7 +65,7 @@ def _block(layout: Tensor) -> Tensor:
 RANDOM = torch.Generator().manual_seed(1)
 HALF, OTHER = torch.rand(2, N, N, generator=RANDOM) > 0.5
 MASKS: dict[str, tuple[Callable[[Tensor], Any], Callable[[Tensor], Tensor], Tensor, Tensor]] = {
-    # what makes a mask of a tensor, what it allows, and two contents
+    # constructor from a tensor, what it allows, and two contents
     "dense": (rg.dense, lambda t: t, HALF, OTHER),
     "a bool tensor": (lambda t: t, lambda t: t, torch.eye(N).bool(), torch.ones(N, N).tril().bool()),
     "a view": (lambda t: t[None, None], lambda t: t, torch.eye(N).bool(), torch.ones(N, N).tril().bool()),
@@ -142,7 +142,7 @@ class TestAMaskWhoseTensorChanged:
             assert close(attend(q, k, v, engine=engine), attended(q, k, v, allowed))
 
     @pytest.mark.parametrize("look", ["weights", "map", "statistics", "explain"])
-    def test_is_seen_by_those_who_inspect(self, look: str) -> None:
+    def test_is_seen_by_inspection(self, look: str) -> None:
         bits, (q, k, v) = torch.eye(N).bool(), inputs()
         attend = rg.Attention(mask=bits)
         ask = {
@@ -240,7 +240,7 @@ class TestAFunctionOfAMask:
         default.data.fill_(1)
         assert close(attend(q, k, v), attended(q, k, v, J - P <= 7 + 20 - 1))
 
-    def test_of_the_same_code_and_state_shares_what_is_remembered(self) -> None:
+    def test_of_the_same_code_and_state_shares_cache_entries(self) -> None:
         q, k, v = inputs()
         for _ in range(3):
             rg.attention(q, k, v, mask=rg.where(lambda b, h, p, j: j - p <= 3))
@@ -268,7 +268,7 @@ class TestTheLimit:
             rg.attention(q, k, v, mask=rg.causal() & rg.dense(torch.rand(1400, 1400) > 0.5))
         assert rg.cache_info().nbytes - base < 50_000
 
-    def test_it_holds_for_what_stays_alive(self) -> None:
+    def test_it_holds_for_living_objects(self) -> None:
         q, k, v = inputs(1, 640)
         rg.set_cache_limit(300_000)
         held = [rg.Attention(mask=torch.rand(640, 640) > 0.5) for _ in range(8)]
@@ -381,7 +381,7 @@ assert grown < 40, grown  # the masks of all steps are 250 MB, their layouts 31 
 
 
 class TestAPlan:
-    def test_is_made_anew_within_another_choice_of_engines(self) -> None:
+    def test_is_rebuilt_for_another_set_of_engines(self) -> None:
         q, k, v = inputs()
         attend = rg.Attention(mask=rg.causal())
         engine = attend._plan(q, k, v, None, False)[1].name
@@ -400,7 +400,7 @@ class TestAPlan:
 
 
 class TestCompiled:
-    """A graph has read the mask once: it must not go on with what it read when the tensor has changed."""
+    """A graph has read the mask once: it must not use old values after the tensor has changed."""
 
     @pytest.mark.parametrize("name", ["dense", "padding", "edges", "composed"])
     def test_a_mask_from_outside_raises_after_a_change(self, name: str) -> None:
@@ -417,7 +417,7 @@ class TestCompiled:
         torch.compiler.reset()
         assert close(compiled(q, k, v), attended(q, k, v, allowed(second)))
 
-    def test_a_function_that_reads_a_tensor_is_asked_in_every_call(self) -> None:
+    def test_a_function_that_reads_a_tensor_is_called_in_every_call(self) -> None:
         torch.compiler.reset()
         reach, (q, k, v) = torch.tensor(3), inputs()
         attend = rg.Attention(mask=rg.where(lambda b, h, p, j: j - p <= reach))

@@ -1,4 +1,4 @@
-"""Scores, biases and score functions that users write: no engine, copy, mode or backward pass ignores what they say."""
+"""User-defined scores, biases and score functions work with every engine, copy, mode and backward pass."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ class Curve(Bias):
 
 
 class WithoutDataclass(Score):
-    """A score with a constructor of its own."""
+    """A score with a custom constructor."""
 
     def __init__(self, factor: float) -> None:
         super().__init__()
@@ -120,7 +120,7 @@ class WithoutDataclass(Score):
 
 @dataclass(eq=False)
 class WithDerivedTensor(Score):
-    """A score that makes its parameter."""
+    """A score that creates its parameter."""
 
     factor: float
     half: float = field(init=False, default=0.5)
@@ -309,7 +309,7 @@ def test_a_method_over_replaced_tensors_is_right_or_refused(engine: str | None, 
         assert torch.allclose(grad, want)
 
 
-def test_tensors_that_torch_would_not_see_are_refused() -> None:
+def test_tensors_that_torch_cannot_register_are_rejected() -> None:
     @dataclass(eq=False)
     class Many(Score):
         tensors: object
@@ -340,7 +340,7 @@ def test_hooks_run_with_and_without_an_added_mask() -> None:
     layer(x)
     layer(x, mask=rg.causal())
     assert calls == ["before", "after"] * 2
-    # As profilers and summaries do; a score is not called, like an nn.ModuleList, and `Dot()` is one for all.
+    # As profilers and summaries do; a score is not called, like an nn.ModuleList, and `Dot()` is shared.
     handles = [module.register_forward_hook(lambda *_: None) for module in layer.modules()]
     layer(x)
     for handle in handles:
@@ -381,7 +381,7 @@ def test_a_parametrized_description_is_copied_after_a_call() -> None:
     assert torch.equal(copy.deepcopy(layer)(x), expected)
 
 
-def test_a_part_of_a_call_needs_a_part_of_the_score() -> None:
+def test_a_slice_of_a_call_needs_narrow() -> None:
     layer = rg.nn.MultiHeadAttention(H * D, H, attend=rg.Attention(score=Opposite(), mask=rg.window(2, 0))).eval()
     x = torch.randn(1, N, H * D)
     expected, cache, found = layer(x), layer.cache(), []
@@ -403,7 +403,7 @@ def test_a_part_of_a_call_needs_a_part_of_the_score() -> None:
 
 
 def test_a_part_of_a_subclass_is_of_the_subclass() -> None:
-    """Every built-in part, subclassed without a change, keeps its class and mode in a part of a call."""
+    """Every built-in part, subclassed without changes, keeps its class and mode in a slice of a call."""
     part = CallSlice(slice(1, 2), slice(0, 1), slice(1, N))
     tables = torch.randn(H, 5), torch.randn(8, H), torch.randn(H, 5, D), torch.randn(1, H, N, N)
     made = [rg.Dot(torch.ones(H)), rg.Cosine(), rg.Additive(torch.ones(H, D)), rg.Bilinear(torch.ones(H, D, D))]

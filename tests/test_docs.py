@@ -23,7 +23,7 @@ import pytest
 import torch
 
 ROOT = Path(__file__).parents[1]
-GENERATED = {"findings.md"}  # of programs that end in the failure of another library
+GENERATED = {"findings.md"}  # programs that end in the failure of another library
 PAGES = sorted([*ROOT.glob("README*.md"), ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")])
 FENCE = re.compile(
     r"^(?P<indent> *)(```+|~~~+) *(?P<language>[\w+-]*)[^\n]*\n(?P<text>.*?)^(?P=indent)\2 *$", re.M | re.S
@@ -33,7 +33,7 @@ NOTE = re.compile(r"<!-- *(?P<word>not run|run)(?:: *(?P<why>[^>]*?))? *-->\s*\Z
 
 @dataclass(frozen=True)
 class Fence:
-    """A fenced block: its language, its text, the line where it begins, and the note before it."""
+    """A fenced block: language, text, first line, and the note before it."""
 
     language: str
     text: str
@@ -55,22 +55,22 @@ def name_of(page: Path) -> str:
 
 
 def with_fences(language: str) -> list[Path]:
-    told = (page for page in PAGES if page.name not in GENERATED)
-    return [page for page in told if any(fence.language == language for fence in fences(page.read_text("utf-8")))]
+    pages = (page for page in PAGES if page.name not in GENERATED)
+    return [page for page in pages if any(fence.language == language for fence in fences(page.read_text("utf-8")))]
 
 
 @pytest.mark.parametrize("page", with_fences("python"), ids=name_of)
 def test_python_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And where a block of plain text follows, it is what was printed."""
+    """A block of plain text that follows is the expected output."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("MPLBACKEND", "Agg")
     torch.manual_seed(0)
     names: dict[str, Any] = {"__name__": "__page__"}
-    said: str | None = None
+    output: str | None = None
     for fence in fences(page.read_text("utf-8")):
-        if fence.language == "text" and said is not None:
-            assert said.strip() == fence.text.strip(), f"{page}:{fence.line}: printed was\n{said}"
-        said = None
+        if fence.language == "text" and output is not None:
+            assert output.strip() == fence.text.strip(), f"{page}:{fence.line}: printed\n{output}"
+        output = None
         if fence.note == "not run":
             continue
         if fence.language == "python":
@@ -78,11 +78,11 @@ def test_python_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
             ast.increment_lineno(tree, fence.line - 1)
             with redirect_stdout(StringIO()) as printed:
                 exec(compile(tree, str(page), "exec", dont_inherit=True), names)
-            said = printed.getvalue()
+            output = printed.getvalue()
         elif fence.language == "sh" and fence.note == "run":
-            said = "".join(run(words) for words in commands(f"```sh\n{fence.text}```"))
+            output = "".join(run(words) for words in commands(f"```sh\n{fence.text}```"))
     names.clear()
-    gc.collect()  # a task that a page defines is known as long as its class lives
+    gc.collect()  # a task defined by a page is registered as long as its class lives
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
@@ -94,18 +94,18 @@ def test_commands_are_those_of_the_command_line(page: Path) -> None:
 @pytest.mark.parametrize("page", [page for page in PAGES if "benchmarks.md)" in page.read_text("utf-8")], ids=name_of)
 def test_times_and_ratios_are_those_of_the_benchmarks(page: Path) -> None:
     measured = (ROOT / "docs" / "benchmarks.md").read_text("utf-8")
-    for told in re.findall(r"\b\d+(?:\.\d+)?(?:x| ms)\b", page.read_text("utf-8")):
-        assert re.search(rf"(?<![\d.]){re.escape(told)}\b", measured), (
-            f"{told} is not in docs/benchmarks.md: measure anew"
+    for figure in re.findall(r"\b\d+(?:\.\d+)?(?:x| ms)\b", page.read_text("utf-8")):
+        assert re.search(rf"(?<![\d.]){re.escape(figure)}\b", measured), (
+            f"{figure} is not in docs/benchmarks.md: measure again"
         )
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if "results.md)" in page.read_text("utf-8")], ids=name_of)
 def test_figures_are_those_of_the_results(page: Path) -> None:
     measured = "".join((ROOT / "docs" / name).read_text("utf-8") for name in ("benchmarks.md", "results.md"))
-    text = re.sub(r"--[\w-]+ \S+", "", page.read_text("utf-8"))  # the options of a command were chosen, not measured
-    for told in re.findall(r"\b\d+\.\d\d+\b", text):
-        assert told in measured, f"{told} is neither in docs/benchmarks.md nor in docs/results.md"
+    text = re.sub(r"--[\w-]+ \S+", "", page.read_text("utf-8"))  # options of a command are not measurements
+    for figure in re.findall(r"\b\d+\.\d\d+\b", text):
+        assert figure in measured, f"{figure} is neither in docs/benchmarks.md nor in docs/results.md"
 
 
 @pytest.mark.parametrize(
@@ -123,12 +123,12 @@ def test_every_public_name_is_in_the_reference(module: str) -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_no_figure_is_left_open(page: Path) -> None:
-    assert not re.search(r"@[A-Z]+@", page.read_text("utf-8")), "a place that a figure was to be put into"
+    assert not re.search(r"@[A-Z]+@", page.read_text("utf-8")), "a placeholder for a figure"
 
 
 @pytest.mark.parametrize("page", sorted(ROOT.glob("*.md")), ids=name_of)
 def test_links_of_the_first_pages_lead_somewhere(page: Path) -> None:
-    """Those of docs/ are looked at by `make docs`."""
+    """Links of docs/ are checked by `make docs`."""
     for link in re.findall(r"\]\((?!https?:)([^)#]+)", page.read_text("utf-8")):
         assert (ROOT / link).exists(), f"{page.name} links to {link}, which is not there"
 
@@ -157,14 +157,14 @@ def test_a_page_that_is_wrong_is_found(tmp_path: Path) -> None:
         parse(["train", "classify", "--dta", "x.csv", "--out", "run"])
     with pytest.raises(AssertionError, match="there is no command"):
         parse(["trian", "classify"])
-    said = "say `regard view run 'a | b' --json` or\n\n    regard info && regard tasks > file     what there is # yes\n"
-    assert list(commands(said)) == [["info"], ["tasks"], ["view", "run", "a | b", "--json"]]
+    text = "say `regard view run 'a | b' --json` or\n\n    regard info && regard tasks > file     what there is # yes\n"
+    assert list(commands(text)) == [["info"], ["tasks"], ["view", "run", "a | b", "--json"]]
     text = "a\n\n<!-- not run: too long -->\n\n```python\nx = 1\n```\n\n```python\ny = 2\n```\n"
     assert [fence.note for fence in fences(text)] == ["not run", ""]
 
 
 def commands(text: str) -> Iterator[list[str]]:
-    """What follows `regard` in every command of a text: lines of blocks, and code in sentences."""
+    """Return the arguments of every `regard` command of a text: lines of blocks, and code in sentences."""
     joined = re.sub(r"\\\n *", " ", text)
     for line in joined.splitlines():
         found = re.match(
@@ -181,10 +181,10 @@ def _in_fence(text: str, line: str) -> bool:
 
 
 def _commands_of(line: str) -> Iterator[list[str]]:
-    """The words of each `regard` of a line; two spaces outside of quotes begin a remark."""
-    said = re.match(r"""(?:[^\s"']|"[^"]*"|'[^']*'|\s(?!\s))*""", line)
-    assert said
-    lexer = shlex.shlex(f"regard {said[0]}", posix=True, punctuation_chars="|&;<>")
+    """Return the arguments of each `regard` of a line; two spaces outside quotes start a remark."""
+    command = re.match(r"""(?:[^\s"']|"[^"]*"|'[^']*'|\s(?!\s))*""", line)
+    assert command
+    lexer = shlex.shlex(f"regard {command[0]}", posix=True, punctuation_chars="|&;<>")
     lexer.whitespace_split = True
     words: list[str] = []
     for word in [*lexer, ";"]:
@@ -197,7 +197,7 @@ def _commands_of(line: str) -> Iterator[list[str]]:
 
 
 def parse(words: list[str]) -> None:
-    """Fail unless the command line would take these words."""
+    """Fail unless the command line accepts these arguments."""
     import click
     from typer.main import get_command
 
@@ -214,7 +214,7 @@ def parse(words: list[str]) -> None:
         option = word.split("=")[0]
         if re.match(r"--?[a-z]", option):
             assert option in named, f"No such option: {option} (of `regard {' '.join(words)}`)"
-    if len(left) > 1:  # a command that is only named has no arguments yet
+    if len(left) > 1:  # a command that is only named has no arguments
         try:
             command.make_context("regard", left, resilient_parsing=True)
         except click.UsageError as error:
@@ -222,7 +222,7 @@ def parse(words: list[str]) -> None:
 
 
 def run(words: list[str]) -> str:
-    """Run a command in this process; it must end well."""
+    """Run a command in this process and expect success."""
     from typer.testing import CliRunner
 
     from regard.cli import app

@@ -1,4 +1,4 @@
-"""Every wrong call, and the words of its message: the argument, what was expected, what came, what to try."""
+"""Every wrong call, and words of its message: the argument, what is expected, what was given, what to do."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ WRONG: dict[str, tuple[Callable[[], Any], type[Exception], list[str]]] = {
         call(query=normal(B, 3, Q, D)), ValueError, ["heads H", "multiple", "heads G", "3 and 2", "(2, 3, 5, 8)"],
     ),
     "G is larger than H": (call(query=q[:, :1]), ValueError, ["heads H", "multiple", "heads G", "1 and 2"]),
-    # words that attention does not know
+    # unknown keywords
     "is_causal": (call(is_causal=True), TypeError, ["attention()", "'is_causal'", "mask=rg.causal()", "offset=0"]),
     "attn_mask": (call(attn_mask=bits), TypeError, ["unexpected keyword", "'attn_mask'", "mask=", "bias="]),
     "scale": (call(scale=0.5), TypeError, ["unexpected keyword", "'scale'", "score=rg.Dot(scale=...)"]),
@@ -255,11 +255,11 @@ WRONG: dict[str, tuple[Callable[[], Any], type[Exception], list[str]]] = {
     "where that returns a bool": (
         call(mask=rg.where(lambda b, h, p, j: True)), TypeError, ["where", "bool tensor", "returned bool"],
     ),
-    "a mask & a tensor": (lambda: rg.causal() & bits, TypeError, ["combined with a mask", "Tensor", "regard.dense(tensor)"]),
-    "a tensor & a mask": (lambda: bits & rg.causal(), TypeError, ["combined with a mask", "Tensor", "regard.dense(tensor)"]),
-    "a mask | a tensor": (lambda: rg.causal() | bits, TypeError, ["combined with a mask", "Tensor", "regard.dense(tensor)"]),
-    "a tensor | a mask": (lambda: bits | rg.causal(), TypeError, ["combined with a mask", "Tensor", "regard.dense(tensor)"]),
-    "a mask & None": (lambda: rg.causal() & None, TypeError, ["combined with a mask", "NoneType"]),
+    "a mask & a tensor": (lambda: rg.causal() & bits, TypeError, ["a mask, got", "Tensor", "regard.dense(tensor)"]),
+    "a tensor & a mask": (lambda: bits & rg.causal(), TypeError, ["a mask, got", "Tensor", "regard.dense(tensor)"]),
+    "a mask | a tensor": (lambda: rg.causal() | bits, TypeError, ["a mask, got", "Tensor", "regard.dense(tensor)"]),
+    "a tensor | a mask": (lambda: bits | rg.causal(), TypeError, ["a mask, got", "Tensor", "regard.dense(tensor)"]),
+    "a mask & None": (lambda: rg.causal() & None, TypeError, ["a mask, got", "NoneType"]),
     "a mask and a mask": (lambda: rg.causal() and rg.window(1, 0), TypeError, ["&, | and ~", "and, or and not"]),
     "not a mask": (lambda: not rg.causal(), TypeError, ["&, | and ~", "and, or and not"]),
     "drawn over no keys": (lambda: rg.causal().draw(0), ValueError, ["keys", "at least 1", "0"]),
@@ -272,8 +272,8 @@ WRONG: dict[str, tuple[Callable[[], Any], type[Exception], list[str]]] = {
     "a bias that does not fit": (
         call(bias=torch.zeros(Q, 3)), ValueError, ["bias", "(B, H, Q, K) = (2, 4, 5, 7)", "(5, 3)"],
     ),
-    "a bias + a tensor": (lambda: rg.alibi(4) + torch.zeros(1), TypeError, ["a bias adds to a bias", "Tensor", "dense_bias(tensor)"]),
-    "a tensor + a bias": (lambda: torch.zeros(1) + rg.alibi(4), TypeError, ["a bias adds to a bias", "Tensor", "dense_bias(tensor)"]),
+    "a bias + a tensor": (lambda: rg.alibi(4) + torch.zeros(1), TypeError, ["a bias", "Tensor", "dense_bias(tensor)"]),
+    "a tensor + a bias": (lambda: torch.zeros(1) + rg.alibi(4), TypeError, ["a bias", "Tensor", "dense_bias(tensor)"]),
     "alibi for other heads": (call(bias=rg.alibi(3)), ValueError, ["alibi", "heads=3", "H = 4"]),
     "alibi for no heads": (lambda: rg.alibi(0), ValueError, ["heads", "at least 1", "0"]),
     "relative for other heads": (
@@ -340,15 +340,15 @@ WRONG: dict[str, tuple[Callable[[], Any], type[Exception], list[str]]] = {
     ),
     "sdpa with a sink and softcap": (
         call(engine="sdpa", sink=0.0, score=rg.Dot(softcap=2.0)), ValueError,
-        ["engine 'sdpa' cannot", "no sink", "no softcap", "Engines that can:", "reference", "tiled"],
+        ["engine 'sdpa' cannot", "no sink", "no softcap", "that can:", "reference", "tiled"],
     ),
     "sdpa with an additive score": (
         call(engine="sdpa", score=rg.Additive(torch.ones(D))), ValueError, ["dot products", "Additive((8,))"],
     ),
-    "sdpa with a log-sum-exp": (call(engine="sdpa", return_lse=True), ValueError, ["no log-sum-exp", "Engines that can:"]),
-    "sdpa with dropout": (call(engine="sdpa", dropout=0.5), ValueError, ["'sdpa'", "dropout", "Engines that can:"]),
+    "sdpa with a log-sum-exp": (call(engine="sdpa", return_lse=True), ValueError, ["no log-sum-exp", "can:"]),
+    "sdpa with dropout": (call(engine="sdpa", dropout=0.5), ValueError, ["'sdpa'", "dropout", "that can:"]),
     "tiled with an empty axis": (
-        call(engine="tiled", query=q[:, :, :0]), ValueError, ["'tiled'", "an axis is empty", "Engines that can: reference"],
+        call(engine="tiled", query=q[:, :, :0]), ValueError, ["'tiled'", "an axis is empty", "can: reference"],
     ),
     "flex that trains on a CPU": (
         call(engine="flex", query=normal(B, H, Q, D).requires_grad_()), ValueError, ["'flex'", "cannot train on a CPU"],
@@ -356,7 +356,7 @@ WRONG: dict[str, tuple[Callable[[], Any], type[Exception], list[str]]] = {
     "explain with an unknown engine": (
         lambda: rg.Attention().explain(q, k, v, engine="x"), ValueError, ["engine", "'x'", "tiled"],
     ),
-    # looking at the weights
+    # inspection
     "rows beyond Q": (weights(rows=[0, 5]), ValueError, ["rows", "between -5 and 4", "[0, 5]"]),
     "one row beyond Q": (weights(rows=9), ValueError, ["rows", "between -5 and 4", "9"]),
     "columns before the first": (weights(columns=[-8]), ValueError, ["columns", "between -7 and 6", "-8"]),
@@ -395,7 +395,7 @@ WRONG: dict[str, tuple[Callable[[], Any], type[Exception], list[str]]] = {
 
 
 @pytest.mark.parametrize(("wrong", "kind", "words"), WRONG.values(), ids=list(WRONG))
-def test_a_wrong_call_says_what_is_wrong(wrong: Callable[[], Any], kind: type[Exception], words: list[str]) -> None:
+def test_errors_name_the_problem(wrong: Callable[[], Any], kind: type[Exception], words: list[str]) -> None:
     with pytest.raises(kind) as caught:
         wrong()
     message = str(caught.value)
@@ -446,7 +446,7 @@ def test_under_autocast_a_wrong_argument_is_still_named() -> None:
         lambda: rg.merge((v,), (v[..., 0],)),
     ],
 )  # fmt: skip
-def test_what_is_merely_unusual_is_taken(right: Callable[[], Any]) -> None:
+def test_unusual_arguments_are_accepted(right: Callable[[], Any]) -> None:
     right()
 
 

@@ -1,4 +1,4 @@
-"""Files that are there whole or not at all."""
+"""Atomic writes."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from regard.files import remove_partial_files, write_atomically, write_text_atom
 def test_a_file_that_cannot_be_finished_leaves_the_old_one_and_nothing_else(tmp_path: Path) -> None:
     path = write_text_atomically(tmp_path / "a.txt", "old\r\n")
 
-    def half(beside: Path) -> None:
-        beside.write_bytes(b"ne")
+    def half(temporary: Path) -> None:
+        temporary.write_bytes(b"ne")
         raise OSError("no room")
 
     with pytest.raises(OSError, match="no room"):
@@ -24,13 +24,13 @@ def test_a_file_that_cannot_be_finished_leaves_the_old_one_and_nothing_else(tmp_
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_what_a_killed_writer_left_is_swept_and_nothing_else(tmp_path: Path) -> None:
+def test_only_the_files_of_killed_writers_are_removed(tmp_path: Path) -> None:
     kept = [write_text_atomically(tmp_path / name, "x") for name in (".hidden", "a.part")]
     names: list[Path] = []
 
-    def watched(beside: Path) -> None:
-        names.append(beside)
-        beside.write_text("y")
+    def watched(temporary: Path) -> None:
+        names.append(temporary)
+        temporary.write_text("y")
 
     kept.append(write_atomically(tmp_path / "b", watched))
     names[0].write_text("half")
@@ -41,11 +41,11 @@ def test_what_a_killed_writer_left_is_swept_and_nothing_else(tmp_path: Path) -> 
 
 @pytest.mark.skipif(os.name != "posix", reason="rights are those of POSIX")
 @pytest.mark.parametrize("mask", [0o022, 0o077])
-def test_a_new_file_has_the_rights_of_any_new_file(tmp_path: Path, mask: int) -> None:
+def test_a_new_file_has_the_default_mode(tmp_path: Path, mask: int) -> None:
     before = os.umask(mask)
     try:
         path = write_atomically(
-            tmp_path / "a", lambda beside: os.close(os.open(beside, os.O_CREAT | os.O_WRONLY, 0o600))
+            tmp_path / "a", lambda temporary: os.close(os.open(temporary, os.O_CREAT | os.O_WRONLY, 0o600))
         )
     finally:
         os.umask(before)

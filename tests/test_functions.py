@@ -49,7 +49,7 @@ def test_special_numbers(libraries: list[Library], name: str, dtype: type) -> No
 
 
 def test_tanh_is_one_only_where_no_other_number_is_nearer(libraries: list[Library]) -> None:
-    """Gradients have the factor 1 - tanh^2: nothing may be left of it where all is saturated."""
+    """Gradients have the factor 1 - tanh^2, which must be exactly 0 when saturated."""
     x = np.float32([9.02, 12.0, 88.0, 3e38])
     for library in libraries:
         assert (library("tanh", x) == 1).all()
@@ -76,8 +76,8 @@ def test_all_halves_and_what_lies_between_are_rounded_to_even(libraries: list[Li
     with np.errstate(all="ignore"):
         ordered = np.unique(halves[np.isfinite(halves)])
         middle = ((ordered[1:].astype(np.float64) + ordered[:-1]) / 2).astype(np.float32)
-        beside = [np.nextafter(x, np.float32(to)) for x in (middle, ordered) for to in (-INF, INF)]
-    given = np.concatenate([halves, middle, *beside, sample(np.float32, 1 << 18)])
+        adjacent = [np.nextafter(x, np.float32(to)) for x in (middle, ordered) for to in (-INF, INF)]
+    given = np.concatenate([halves, middle, *adjacent, sample(np.float32, 1 << 18)])
     wanted = torch.from_numpy(given).to(HALVES[name])
     bits = wanted.view(torch.int16).numpy().view(np.uint16)
     for library in libraries:

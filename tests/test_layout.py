@@ -1,4 +1,4 @@
-"""Who may import whom, and what `import regard` costs."""
+"""Import rules between packages, and the cost of `import regard`."""
 
 from __future__ import annotations
 
@@ -42,13 +42,13 @@ LAYERS = [
 ]
 BOTTOM = LAYERS[0]
 APART = LAYERS[1]  # these never import one another
-BESIDE = {"view", "lab", "check", "integrations", "distributed"}  # beside models, imported by cli only,
-TRAINED_WITH = {"distributed"}  # but for this, which training needs
-BESIDE_ATTENTION = {"linear", "info"}
-READERS = {"lab"}  # stand on models and import regard as its users do, because their code is shown to users
+OPTIONAL = {"view", "lab", "check", "integrations", "distributed"}  # at the level of models, imported by cli only,
+TRAINED_WITH = {"distributed"}  # except for this, which training needs
+SAME_LEVEL_AS_ATTENTION = {"linear", "info"}
+READERS = {"lab"}  # use models and import regard as users do, because their code is shown to users
 FRONT = {"__init__", "__main__"}
-LEVEL = {room: level for level, rooms in enumerate(LAYERS) for room in rooms}
-LEVEL |= dict.fromkeys(BESIDE, LEVEL["models"]) | dict.fromkeys(BESIDE_ATTENTION, LEVEL["attention"])
+LEVEL = {package: level for level, packages in enumerate(LAYERS) for package in packages}
+LEVEL |= dict.fromkeys(OPTIONAL, LEVEL["models"]) | dict.fromkeys(SAME_LEVEL_AS_ATTENTION, LEVEL["attention"])
 LEVEL |= dict.fromkeys(READERS, LEVEL["models"] + 0.5)
 
 
@@ -56,12 +56,12 @@ def modules() -> list[Path]:
     return sorted(SOURCE.rglob("*.py"))
 
 
-def room_of(path: Path) -> str:
+def package_of(path: Path) -> str:
     return path.relative_to(SOURCE).with_suffix("").parts[0]
 
 
 def imports(tree: ast.AST, package: str) -> set[str]:
-    """All that a module imports, in functions too, by full name; names of a `from` import behind their module."""
+    """Return the full names of all imports of a module, also inside functions."""
     found = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -80,8 +80,8 @@ def imported_by(path: Path) -> set[str]:
     return imports(ast.parse(path.read_text()), package)
 
 
-def rooms_imported(names: set[str]) -> set[str]:
-    """The rooms of regard among imported names; regard itself is the room `__init__`."""
+def packages_imported(names: set[str]) -> set[str]:
+    """Return the packages of regard among imported names; regard itself is `__init__`."""
     found = set()
     for name in names:
         first, *rest = name.split(".")
@@ -91,34 +91,34 @@ def rooms_imported(names: set[str]) -> set[str]:
     return found
 
 
-def broken_rules(room: str, others: set[str]) -> list[str]:
-    """What is wrong with a module of `room` that imports from the rooms `others`."""
+def broken_rules(package: str, others: set[str]) -> list[str]:
+    """Return the rules that a module of `package` breaks by importing from `others`."""
     broken = []
-    for other in sorted(others - {room}):
-        if room in FRONT or (room in READERS and other == "__init__"):
+    for other in sorted(others - {package}):
+        if package in FRONT or (package in READERS and other == "__init__"):
             continue
         if other in FRONT:
-            broken.append(f"{room} imports the whole of regard")
-        elif other in BESIDE and room != "cli" and not (other in TRAINED_WITH and room == "training"):
-            broken.append(f"{room} imports {other}, which only cli may")
-        elif room in BOTTOM and other not in BOTTOM:
-            broken.append(f"{room} stands at the bottom and imports {other}")
-        elif room in APART and other in APART:
-            broken.append(f"{room} imports {other}, and they stand apart")
-        elif LEVEL[other] > LEVEL[room] or (LEVEL[other] == LEVEL[room] and room not in BOTTOM):
-            broken.append(f"{room} imports {other}, which stands above or beside it")
+            broken.append(f"{package} imports the whole of regard")
+        elif other in OPTIONAL and package != "cli" and not (other in TRAINED_WITH and package == "training"):
+            broken.append(f"{package} imports {other}, which only cli may")
+        elif package in BOTTOM and other not in BOTTOM:
+            broken.append(f"{package} is at the bottom and imports {other}")
+        elif package in APART and other in APART:
+            broken.append(f"{package} imports {other}, but the two must be independent")
+        elif LEVEL[other] > LEVEL[package] or (LEVEL[other] == LEVEL[package] and package not in BOTTOM):
+            broken.append(f"{package} imports {other}, which is at the same or a higher level")
     return broken
 
 
 @pytest.mark.parametrize("path", modules(), ids=lambda path: str(path.relative_to(SOURCE)))
-def test_a_module_imports_only_what_stands_below_it(path: Path) -> None:
-    room = room_of(path)
-    assert room in LEVEL or room in FRONT, f"{path.name} is in no room of the design"
-    assert broken_rules(room, rooms_imported(imported_by(path))) == []
+def test_a_module_imports_only_lower_levels(path: Path) -> None:
+    package = package_of(path)
+    assert package in LEVEL or package in FRONT, f"{path.name} is in no package of the design"
+    assert broken_rules(package, packages_imported(imported_by(path))) == []
 
 
 @pytest.mark.parametrize(
-    ("room", "line"),
+    ("package", "line"),
     [
         ("masks", "from regard.scores import Dot"),
         ("positions", "import regard.masks.tiles"),
@@ -140,17 +140,15 @@ def test_a_module_imports_only_what_stands_below_it(path: Path) -> None:
         ("attention", "from regard.linear import LinearAttention"),
     ],
 )
-def test_the_walk_sees_a_forbidden_import(
-    room: str, line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_forbidden_import_is_found(package: str, line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in LEVEL:
         (tmp_path / f"{name}.py").touch()
     monkeypatch.setattr(sys.modules[__name__], "SOURCE", tmp_path)
-    assert broken_rules(room, rooms_imported(imports(ast.parse(line), f"regard.{room}"))) != []
+    assert broken_rules(package, packages_imported(imports(ast.parse(line), f"regard.{package}"))) != []
 
 
 @pytest.mark.parametrize(
-    ("room", "line"),
+    ("package", "line"),
     [
         ("masks", "from regard.masks.algebra import Mask"),
         ("masks", "from .algebra import Mask"),
@@ -166,17 +164,15 @@ def test_the_walk_sees_a_forbidden_import(
         ("__init__", "from regard.attention import Attention"),
     ],
 )
-def test_the_walk_lets_a_permitted_import_pass(
-    room: str, line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_permitted_import_passes(package: str, line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in LEVEL:
         (tmp_path / f"{name}.py").touch()
     monkeypatch.setattr(sys.modules[__name__], "SOURCE", tmp_path)
-    assert broken_rules(room, rooms_imported(imports(ast.parse(line), f"regard.{room}"))) == []
+    assert broken_rules(package, packages_imported(imports(ast.parse(line), f"regard.{package}"))) == []
 
 
 def names_the_library(tree: ast.AST) -> list[str]:
-    """Where a module loads compiled code, or names what does."""
+    """Return the lines in which a module loads compiled code, or names it."""
     words = {"ctypes", "CDLL", "LoadLibrary", "cffi", "load_library", "cpp_extension"}
     found = []
     for node in ast.walk(tree):
@@ -187,7 +183,7 @@ def names_the_library(tree: ast.AST) -> list[str]:
 
 
 @pytest.mark.parametrize("path", modules(), ids=lambda path: str(path.relative_to(SOURCE)))
-def test_only_the_native_engine_knows_the_compiled_library(path: Path) -> None:
+def test_only_the_native_engine_loads_the_compiled_library(path: Path) -> None:
     if path != SOURCE / "engines" / "native" / "binding.py":
         assert names_the_library(ast.parse(path.read_text())) == []
 
@@ -197,11 +193,11 @@ def test_only_the_native_engine_knows_the_compiled_library(path: Path) -> None:
     ["import ctypes", "from ctypes import CDLL", "torch.ops.load_library('x')", "lib = numpy.ctypeslib.CDLL('x')",
      "from torch.utils import cpp_extension"],
 )  # fmt: skip
-def test_the_walk_sees_a_loaded_library(line: str) -> None:
+def test_a_loaded_library_is_found(line: str) -> None:
     assert names_the_library(ast.parse(line)) != []
 
 
-def test_the_front_page_only_imports() -> None:
+def test_the_package_init_only_imports() -> None:
     tree = ast.parse((SOURCE / "__init__.py").read_text())
     allowed = (ast.Import, ast.ImportFrom, ast.Assign, ast.Expr)
     for node in tree.body:
@@ -240,7 +236,7 @@ def started() -> dict:
 
 
 def test_importing_regard_costs_at_most_a_third_of_a_second_over_torch(started: dict) -> None:
-    seconds = [started["seconds"]]  # of processor time; the least counts, since a busy machine stretches that too
+    seconds = [started["seconds"]]  # processor time; the minimum counts, since a busy machine stretches it too
     while min(seconds) > 0.3 and len(seconds) < 10:
         seconds.append(probe()["seconds"])
     assert min(seconds) <= 0.3
@@ -261,7 +257,7 @@ def test_importing_regard_imports_no_optional_dependency(started: dict) -> None:
 
 
 def import_name(requirement: str) -> str:
-    """The import name that a requirement line most likely has."""
+    """Return the most likely import name of a requirement line."""
     for n, letter in enumerate(requirement):
         if not (letter.isalnum() or letter in "-_."):
             requirement = requirement[:n]
@@ -278,7 +274,7 @@ public = regard.__all__
 
 
 def is_described(name: str) -> bool:
-    """Whether a name is neither a string, as __version__, nor a submodule that is public by name."""
+    """Whether a name is neither a string, such as __version__, nor a public submodule."""
     return not isinstance(getattr(regard, name), str | type(sys))
 
 

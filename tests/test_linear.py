@@ -43,7 +43,7 @@ def test_lengths_around_the_chunks_make_no_difference(features, length):
     masked=st.tuples(st.booleans(), st.booleans()),
     seed=st.integers(0, 99),
 )
-def test_any_shape_gives_what_the_definition_gives(B, G, R, Q, K, D, E, features, masked, seed):
+def test_any_shape_equals_the_definition(B, G, R, Q, K, D, E, features, masked, seed):
     q, k, v = draw(B, G * R, G, Q, K, D, E, seed=seed)
     lengths = torch.randint(0, K + 1, (B,), generator=torch.Generator().manual_seed(seed))
     parts = [part for part, wanted in zip((causal(), padding(lengths)), masked, strict=True) if wanted]
@@ -91,7 +91,7 @@ def test_tensors_of_two_and_three_axes_come_back_with_their_own_shape(mask):
 
 
 @pytest.mark.parametrize("features", FEATURES, ids=repr)
-def test_one_token_at_a_time_gives_what_the_causal_call_gives(features):
+def test_decoding_token_by_token_equals_the_causal_call(features):
     attend, (q, k, v) = LinearAttention(features, causal()), draw(2, 4, 2, 80, 80, 5, 3)
     outputs, state = [], None
     for t in range(80):
@@ -105,7 +105,7 @@ def test_one_token_at_a_time_gives_what_the_causal_call_gives(features):
 
 
 @pytest.mark.parametrize("features", FEATURES, ids=repr)
-def test_a_prompt_taken_at_once_and_tokens_after_it_give_what_the_causal_call_gives(features):
+def test_a_prompt_and_the_tokens_after_it_equal_the_causal_call(features):
     attend, (q, k, v) = LinearAttention(features, causal()), draw(1, 2, 2, 300, 300, 5, 3, dtype=torch.float32)
     outputs, state, start = [], None, 0
     for stop in (150, 150, 151, 153, 300):
@@ -150,7 +150,7 @@ def test_nan_and_inf_in_padded_keys_and_values_reach_nothing(features, mask, bad
 
 
 @pytest.mark.parametrize("causally", [False, True])
-def test_padded_keys_have_no_say_even_where_the_real_ones_weigh_next_to_nothing(causally):
+def test_padded_keys_are_ignored_even_if_the_real_ones_have_tiny_features(causally):
     q, k, v = draw(1, 1, 1, 70, 70, 16, 4, dtype=torch.float32)
     k = k * 20
     k[:, :, 30:] = 0
@@ -413,7 +413,11 @@ STATE = ATTEND.step(Q, K, V)[1]
             "mask must be None or causal.. for step",
         ),
         (lambda: ATTEND.step(Q[:, :, :1], K, V), ValueError, "q and k must have the same number of tokens in step"),
-        (lambda: ATTEND.step(Q, K, V, (1, 2)), TypeError, "state must be a state returned by step, or None, but is tuple"),
+        (
+            lambda: ATTEND.step(Q, K, V, (1, 2)),
+            TypeError,
+            "state must be a state returned by step, or None, but is tuple",
+        ),
         (
             lambda: ATTEND.step(Q[:1], K[:1], V[:1], STATE),
             ValueError,
@@ -426,6 +430,6 @@ STATE = ATTEND.step(Q, K, V)[1]
         ),
     ],
 )
-def test_a_wrong_call_is_told_what_was_expected_and_what_came(call, kind, message):
+def test_errors_name_the_expected_and_the_actual_value(call, kind, message):
     with pytest.raises(kind, match=message):
         call()

@@ -1,4 +1,4 @@
-"""The compiled kernel of linear attention against torch, and who is left to torch."""
+"""The fused kernel of linear attention against torch, and the calls that are left to torch."""
 
 import math
 
@@ -15,7 +15,7 @@ SIZES = [(1, 1, 1, 1, 1, 1), (2, 4, 2, 33, 5, 3), (1, 2, 1, 130, 17, 33), (1, 3,
 
 
 def both_ways(monkeypatch, attend, inputs):
-    """Output and gradients by the kernel, and by torch."""
+    """Return output and gradients by the kernel, and by torch."""
     calls = []
     forward = native.linear_forward
     monkeypatch.setattr(native, "linear_forward", lambda *given: calls.append(1) or forward(*given))
@@ -32,7 +32,7 @@ def both_ways(monkeypatch, attend, inputs):
 @compiled
 @pytest.mark.parametrize("sizes", SIZES, ids=repr)
 @pytest.mark.parametrize("features", FEATURES, ids=repr)
-def test_the_kernel_gives_what_torch_gives(monkeypatch, features, sizes):
+def test_the_kernel_equals_torch(monkeypatch, features, sizes):
     B, H, G, N, D, E = sizes
     attend = LinearAttention(features, causal())
     for ours, theirs in zip(*both_ways(monkeypatch, attend, draw(B, H, G, N, N, D, E)), strict=True):
@@ -41,7 +41,7 @@ def test_the_kernel_gives_what_torch_gives(monkeypatch, features, sizes):
 
 @compiled
 @pytest.mark.parametrize("features", FEATURES, ids=repr)
-def test_the_kernel_knows_padding_and_queries_before_the_first_key(monkeypatch, features):
+def test_the_kernel_supports_padding_and_queries_before_the_first_key(monkeypatch, features):
     q, k, v = draw(2, 2, 1, 80, 70, 6, 5)
     k[1, :, 40:], v[1, :, 40:] = math.nan, math.inf
     attend = LinearAttention(features, causal() & padding([70, 40]))
@@ -67,7 +67,7 @@ def test_the_kernel_is_as_near_to_float64_as_torch(monkeypatch, features, dtype)
 
 @compiled
 @pytest.mark.parametrize("features", FEATURES, ids=repr)
-def test_the_kernel_gives_the_same_bits_for_the_same_threads_whatever_was_in_its_memory(features):
+def test_the_kernel_is_bitwise_reproducible(features):
     inputs = [x.requires_grad_() for x in draw(1, 2, 1, 1100, 1100, 9, 7)]
     spoiled = [torch.full_like(x, math.nan).requires_grad_() for x in inputs]
     attend, before, found = LinearAttention(features, causal()), torch.get_num_threads(), []

@@ -38,12 +38,12 @@ def test_a_notebook_runs(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     results = [output for cell in book.cells if cell.cell_type == "code" for output in cell.outputs]
     assert any("image/png" in output.get("data", {}) for output in results)
     said = [output["data"]["text/plain"] for output in results if output.output_type == "execute_result"]
-    assert "True" in said  # what is compared on the way is the same
+    assert "True" in said  # the comparisons in the notebook hold
     assert "False" not in said
 
 
 def test_the_widget_answers_through_a_kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A window is asked as the browser asks it, by a message to the widget's comm, and comes back over the wire."""
+    """Send a request as the browser does, by a message to the widget's comm, and check the reply."""
     monkeypatch.setenv("MPLBACKEND", "module://matplotlib_inline.backend_inline")
     book, client = opened("look", tmp_path)
     book.cells.append(nbformat.v4.new_code_cell('record.window("0", 1, (0, 4), (0, 5)).weights.tolist()'))
@@ -61,7 +61,7 @@ def test_the_widget_answers_through_a_kernel(tmp_path: Path, monkeypatch: pytest
         comm = shown["application/vnd.jupyter.widget-view+json"]["model_id"]
         state = client.widget_state[comm]
         assert state["_anywidget_id"] == "regard.view.widget.Viewer"
-        assert len(client.widget_buffers[comm]) == len(state["_arrays"])  # numbers travel as bytes, not as text
+        assert len(client.widget_buffers[comm]) == len(state["_arrays"])  # arrays are sent as bytes, not as text
         asked = {
             "id": 7,
             "kind": "window",
@@ -82,7 +82,7 @@ def test_the_widget_answers_through_a_kernel(tmp_path: Path, monkeypatch: pytest
 
 
 def answer(client: Any, comm: str, asked: dict[str, Any]) -> tuple[dict[str, Any], list[bytes]]:
-    """What the widget says to a message."""
+    """Return the widget's reply to a message."""
     from jupyter_core.utils import run_sync
 
     kernel = client.kc

@@ -1,4 +1,4 @@
-"""What cannot be written, bound or decoded is found before long work, and reported in one line."""
+"""Paths that cannot be written, ports in use and undecodable arguments are reported in one line before long work."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def too_late(*args: Any, **more: Any) -> Any:
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",
 )
-def test_a_folder_without_permission_is_told_before_the_work(
+def test_a_folder_without_permission_is_reported_before_the_work(
     words: list[str], work: tuple[Any, str], reviews: Run, closed: Path, tmp_path: Path,
     regard: Command, monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
@@ -72,7 +72,7 @@ def test_a_folder_without_permission_is_told_before_the_work(
     assert "Errno" not in said.err
 
 
-def test_figures_of_a_run_that_cannot_be_written_are_told(
+def test_figures_of_a_run_that_cannot_be_written_are_reported(
     reviews: Run, regard: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def denied(*args: Any) -> None:
@@ -87,16 +87,20 @@ def test_figures_of_a_run_that_cannot_be_written_are_told(
 
 @pytest.mark.parametrize(
     ("name", "words"),
-    [("here", "is a folder; pass the name of a file"), ("none/page.html", "there is no folder"), ("pipe", "is not a regular file")],
+    [
+        ("here", "is a folder; pass the name of a file"),
+        ("none/page.html", "there is no folder"),
+        ("pipe", "is not a regular file"),
+    ],
 )
-def test_a_place_that_is_no_file_is_told(name: str, words: str, tmp_path: Path) -> None:
+def test_a_path_that_is_not_a_file_is_reported(name: str, words: str, tmp_path: Path) -> None:
     (tmp_path / "here").mkdir()
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(OSError, match=f"{name}: {words}"):
         check_writable(tmp_path / name)
 
 
-def test_a_place_that_can_be_written_is_left_as_it_was(tmp_path: Path) -> None:
+def test_a_writable_path_is_left_unchanged(tmp_path: Path) -> None:
     (tmp_path / "page.html").write_text("before")
     check_writable(tmp_path / "page.html")
     check_writable(tmp_path / "a" / "b" / "new.html", parents=True)
@@ -104,7 +108,7 @@ def test_a_place_that_can_be_written_is_left_as_it_was(tmp_path: Path) -> None:
     assert (tmp_path / "page.html").read_text() == "before"
 
 
-def test_a_port_in_use_is_told_before_a_model_is_loaded(
+def test_a_port_in_use_is_reported_before_a_model_is_loaded(
     reviews: Run, regard: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("starlette")
@@ -119,7 +123,7 @@ def test_a_port_in_use_is_told_before_a_model_is_loaded(
 
 
 @pytest.mark.parametrize("words", [[b"predict", b"RUN", b"caf\xe9"], [b"resume", b"caf\xe9"], [b"caf\xe9"]])
-def test_bytes_that_are_no_utf8_are_wrong_usage(words: list[bytes], reviews: Run) -> None:
+def test_arguments_that_are_not_utf8_are_usage_errors(words: list[bytes], reviews: Run) -> None:
     words = [str(reviews.folder).encode() if word == b"RUN" else word for word in words]
     code = "from regard.cli import main; main()"
     ended = subprocess.run(

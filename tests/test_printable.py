@@ -1,4 +1,4 @@
-"""Text of unknown origin never reaches a terminal as it is: labels, texts, file names, messages."""
+"""Untrusted text is escaped before it reaches a terminal: labels, texts, file names, messages."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ HOSTILE = "\x1b]0;owned\x07\x1b[2J\r\n\x9b31m\u202egnp\u2066\u2028[red]x[/red]\x
 
 
 def safe(output: str) -> bool:
-    """Whether nothing but the ends of lines is left that a terminal would act on."""
+    """Whether no control characters except line ends are left."""
     return not UNSAFE.search(output.replace("\n", "").replace("\t", ""))
 
 
-def test_what_people_write_is_left_as_it_is() -> None:
+def test_ordinary_text_is_unchanged() -> None:
     for text in (
         "naïve café",
         "日本語",
@@ -37,7 +37,7 @@ def test_what_people_write_is_left_as_it_is() -> None:
         assert printable(text) == text
 
 
-def test_what_a_terminal_acts_on_is_escaped_in_one_line() -> None:
+def test_control_characters_are_escaped_in_one_line() -> None:
     assert safe(printable(HOSTILE))
     assert "\n" not in printable(HOSTILE)
     assert printable("a\nb\ud800") == "a\\nb\\ud800"
@@ -53,7 +53,7 @@ def test_json_can_be_printed_and_read_back(indent: int | None) -> None:
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A classifier whose labels, and the name of whose folder, are hostile."""
+    """A classifier with hostile labels in a folder with a hostile name."""
     new_run = tiny_runs.begun(tmp_path_factory.mktemp("printable"), "classify")
     train(new_run)
     path = new_run.folder / "processor.json"

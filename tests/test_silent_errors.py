@@ -1,4 +1,4 @@
-"""Uses that once gave a wrong result without an error."""
+"""Regression tests for silent errors."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def inputs() -> tuple[Tensor, Tensor, Tensor]:
 
 
 def dense(query: Tensor, key: Tensor, value: Tensor, allowed: Tensor) -> Tensor:
-    """Attention in float64, by torch alone."""
+    """Attention in float64, in plain torch."""
     logits = query.double() @ key.double().mT / math.sqrt(query.shape[-1])
     return logits.masked_fill(~allowed, -math.inf).softmax(-1) @ value.double()
 

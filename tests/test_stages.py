@@ -1,4 +1,4 @@
-"""Progress: long stages are shown on standard error, and on standard output there is nothing but results."""
+"""Progress: long stages are shown on standard error, and standard output has only results."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.tasks.tiny_runs import classes, new_run
 
 
 class Immediate:
-    """A timer whose time has come."""
+    """A timer that has expired."""
 
     daemon = False
 
@@ -65,7 +65,7 @@ def test_a_long_stage_prints_a_line_and_how_far_it_is(monkeypatch: pytest.Monkey
     assert {"evaluating 4 rows: 50%", "evaluating 4 rows: 100%", "reading data: 3"} <= set(lines)
 
 
-def test_on_a_terminal_there_is_a_bar_that_goes() -> None:
+def test_a_terminal_shows_a_bar_that_is_erased() -> None:
     shown = console(terminal=True)
     with reporting(Stages(shown)), stage("evaluating 4 rows"):
         with stage("training a [tokenizer]"):
@@ -97,7 +97,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
 
 @pytest.fixture
 def labels(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The stages of a command, and those in which something was counted."""
+    """Return the stages of a command, and those with counted items."""
     found: list[str] = []
     real_begin, real_count = Stages.begin, Stages.count
 

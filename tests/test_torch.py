@@ -1,4 +1,4 @@
-"""What torch's users take for granted: autograd, compile, autocast, vmap, any strides."""
+"""Expected features of torch: autograd, compile, autocast, vmap, any strides."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Calls that every engine is asked, and whether it can."""
+"""Calls used to test every engine."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def gradients(output: Tensor, inputs: list[Tensor]) -> list[Tensor]:
 
 
 def run(engine: str, tensors: list[Tensor], **description: Any) -> Tensor:
-    """The output; an engine that cannot must say so when it is forced, and the one that is chosen computes instead."""
+    """Return the output; if the engine does not support the call, check that it raises and let another compute it."""
     problem = rg.Attention(**description)._problem(*tensors, False)
     if engine in ENGINES and ENGINES[engine].why_not(problem):
         with pytest.raises(ValueError, match=f"engine '{engine}' cannot compute this"):

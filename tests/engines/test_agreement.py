@@ -14,7 +14,7 @@ from regard.engines.select import ENGINES
 from tests.strategies import Call, calls
 
 FAST = [name for name in ENGINES if name not in ("reference", "flex")]
-OTHERS = [name for name in FAST if name != "native"]  # which has a thousand calls of its own
+OTHERS = [name for name in FAST if name != "native"]  # native has a thousand calls in a separate test
 PARTS = 8
 THOUSAND = int(os.environ.get("REGARD_EXAMPLES", "1000"))
 
@@ -31,7 +31,7 @@ def can(call: Call, engine: str, lse: bool = True) -> bool:
 
 
 def everything(call: Call, engine: str, lse: bool = True) -> list[Tensor | None]:
-    """Output, log-sum-exp, and all gradients."""
+    """Return output, log-sum-exp, and all gradients."""
     inputs = [t.detach().requires_grad_() for t in (call.query, call.key, call.value)]
     output, logsum = results(Call(*inputs, call.description), engine, lse)
     generator = torch.Generator().manual_seed(0)
@@ -49,7 +49,7 @@ def assert_close(a: Tensor, b: Tensor, tolerance: float) -> None:
 
 def assert_close_gradients(ours: list[Tensor | None], theirs: list[Tensor | None]) -> None:
     for mine, other in zip(ours, theirs, strict=True):
-        if other is not None:  # what no visited tile uses has no gradient, or one of zeros
+        if other is not None:  # a tensor that no visited tile uses has no gradient, or zeros
             mine = torch.zeros_like(other) if mine is None else mine
             assert mine.isfinite().all()
             assert_close(mine, other, 1e-10)

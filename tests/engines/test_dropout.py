@@ -1,4 +1,4 @@
-"""Dropout: its share, its seed, and that backward drops what forward dropped."""
+"""Dropout: its rate and seed, and that backward drops the weights that forward dropped."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LONG = {"H": 2, "G": 1, "Q": 64, "K": 96}
 
 class TestDropout:
     @pytest.mark.parametrize("engine", DROPPING)
-    def test_it_is_off_unless_asked_for(self, engine: str) -> None:
+    def test_it_is_off_by_default(self, engine: str) -> None:
         tensors = inputs()
         torch.manual_seed(0)
         before = torch.get_rng_state()
@@ -26,7 +26,7 @@ class TestDropout:
         assert torch.equal(torch.get_rng_state(), before), "a call without dropout draws no random number"
 
     @pytest.mark.parametrize("engine", DROPPING)
-    def test_manual_seed_reproduces_it_and_the_next_call_drops_others(self, engine: str) -> None:
+    def test_manual_seed_reproduces_it_and_the_next_call_differs(self, engine: str) -> None:
         tensors, drawn = inputs(**LONG), []
         for _ in range(2):
             torch.manual_seed(7)
@@ -47,7 +47,7 @@ class TestDropout:
             for ours, theirs in zip(other, results[0], strict=True):
                 torch.testing.assert_close(ours, theirs, rtol=1e-11, atol=1e-11)
 
-    def test_the_share_that_is_asked_for_is_dropped_and_the_rest_grows(self) -> None:
+    def test_the_requested_fraction_is_dropped_and_the_rest_is_scaled(self) -> None:
         query, key, _ = inputs(**LONG)
         value = torch.eye(96, dtype=torch.float64).expand(2, 1, 96, 96)  # the output is the dropped weights
         torch.manual_seed(0)
@@ -63,8 +63,8 @@ class TestDropout:
 
     @pytest.mark.parametrize("engine", [*DROPPING, "native"])
     @pytest.mark.parametrize("dropout", [0.1, 0.7])
-    def test_what_is_kept_grows_by_the_inverse_of_the_share_that_is_kept(self, engine: str, dropout: float) -> None:
-        """A hash has 32 bits, so the share is a multiple of 2^-32; with the scale of that share the mean is exact."""
+    def test_kept_weights_are_scaled_by_the_inverse_of_the_kept_fraction(self, engine: str, dropout: float) -> None:
+        """A hash has 32 bits, so the fraction is a multiple of 2^-32; its scale makes the mean exact."""
         query, one = normal(1, 1, 200, 4), torch.ones(1, 1, 1, 4, dtype=torch.float64)
         kept = rg.attention(query, one, one, dropout=dropout, engine=engine)
         share = 1 - round(dropout * 2**32) / 2**32
@@ -94,6 +94,6 @@ class TestDropout:
 
         assert torch.autograd.gradcheck(dropped, [t.requires_grad_() for t in inputs()], fast_mode=True)
 
-    def test_weights_and_statistics_know_nothing_of_it(self) -> None:
+    def test_weights_and_statistics_ignore_it(self) -> None:
         query, key, _ = inputs()
         assert torch.equal(rg.Attention(dropout=0.5).weights(query, key), rg.Attention().weights(query, key))

@@ -1,4 +1,4 @@
-"""FlexAttention, run as it is on a CPU: what the description was lowered to."""
+"""FlexAttention, uncompiled on a CPU."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_flex_equals_the_reference(name: str) -> None:
         torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
 
 
-def test_flex_says_why_it_cannot() -> None:
+def test_flex_reports_why_it_cannot_compute() -> None:
     q, k, v = (torch.randn(1, 1, 4, 4, requires_grad=True) for _ in range(3))
     with pytest.raises(ValueError, match="cannot train on a CPU"):
         rg.attention(q, k, v, engine="flex")

@@ -45,7 +45,7 @@ def products(q: Tensor, k: Tensor, scale: float | Tensor | None = None) -> Tenso
 
 
 class Case(NamedTuple):
-    """Shapes of the tensors of a description, the description, its logits, and the rest of the definition."""
+    """A description: the shapes of its tensors, how to build it, its logits, and the rest of the definition."""
 
     shapes: tuple[tuple[int, ...], ...]
     describe: Callable[..., dict[str, Any]]
@@ -130,7 +130,7 @@ def tensors_of(case: Case, seed: int = 0) -> Tensors:
 
 
 def dense(case: Case, q: Tensor, k: Tensor, v: Tensor, *own: Tensor) -> tuple[Tensor, Tensor]:
-    """The definition: output and log-sum-exp."""
+    """Return output and log-sum-exp by the definition."""
     logits = case.logits(q, k, *own).expand(B, H, Q, K)
     if case.allowed is not None:
         logits = logits.masked_fill(~case.allowed, -math.inf)
@@ -164,7 +164,7 @@ def can(case: Case, engine: str | None, tensors: Tensors) -> bool:
 
 
 def by_duals(call: Callable, tensors: Tensors, tangents: tuple[Tensor | None, ...]) -> list[Tensor]:
-    """Results, and behind them their tangents."""
+    """Return the results followed by their tangents."""
     with forward_ad.dual_level():
         pairs = zip(tensors, tangents, strict=True)
         found = [
@@ -174,13 +174,13 @@ def by_duals(call: Callable, tensors: Tensors, tangents: tuple[Tensor | None, ..
         return [x for x, _ in found] + [tangent for _, tangent in found]
 
 
-def close(found: Any, wanted: Any, tolerance: float = 1e-10) -> None:
-    for a, b in zip(found, wanted, strict=True):
+def close(found: Any, expected: Any, tolerance: float = 1e-10) -> None:
+    for a, b in zip(found, expected, strict=True):
         torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance)
 
 
 def finite(tangents: list[Tensor]) -> list[Tensor]:
-    """A log-sum-exp of -inf has no tangent: any zero or NaN of it is as good as another."""
+    """Replace tangents of a log-sum-exp of -inf, which has none, by zeros."""
     return [torch.nan_to_num(x) for x in tangents]
 
 
@@ -193,9 +193,9 @@ def test_every_description_has_the_tangents_of_the_definition(name: str, engine:
         duals = tuple(forward_ad.make_dual(x, t) for x, t in zip(tensors, tangents, strict=True))
         if not can(case, engine, duals):
             pytest.skip(f"{engine} does not take it")
-    wanted, moved = torch.func.jvp(lambda *x: dense(case, *x), tensors, tangents)
+    expected, moved = torch.func.jvp(lambda *x: dense(case, *x), tensors, tangents)
     found = by_duals(ours(case, engine), tensors, tangents)
-    close(found[:2], wanted)
+    close(found[:2], expected)
     close(finite(found[2:]), finite(list(moved)))
 
 
@@ -240,7 +240,7 @@ def test_tangents_equal_those_of_the_reference(engine: str, learned: bool, call:
     with forward_ad.dual_level():
         own = {id(x): forward_ad.make_dual(x.detach(), normal(*x.shape, seed=9)) for x in call.learned}
         description = call.description
-        if learned:  # the description's own tensors have tangents too
+        if learned:  # the description's tensors have tangents too
             assume(call.learned and isinstance(description.get("score", rg.Dot()), Score))
             description = {name: substituted(part, own) for name, part in description.items()}
         duals = [forward_ad.make_dual(x, t) for x, t in zip(tensors, tangents, strict=True)]
@@ -277,7 +277,7 @@ LONG = {
 @pytest.mark.parametrize("steep", [1.0, 40.0])
 @pytest.mark.parametrize("name", LONG)
 def test_many_steps_of_the_kernel_agree_with_the_reference(name: str, steep: float) -> None:
-    """Keys come in several steps, and the largest logits last: everything summed so far is scaled down."""
+    """Keys are processed in several steps with the largest logits last, so that all earlier sums are rescaled."""
     shapes = (2, 4, 101, 6), (2, 2, 901, 6), (2, 2, 901, 5)
     tensors, tangents = (tuple(normal(*shape, seed=n + s) for n, shape in enumerate(shapes)) for s in (0, 9))
     tensors = (tensors[0], tensors[1] * torch.linspace(0.1, steep, 901, dtype=torch.float64)[:, None], tensors[2])
@@ -292,8 +292,8 @@ def test_many_steps_of_the_kernel_agree_with_the_reference(name: str, steep: flo
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize("which", [0, 1, 2])
 @pytest.mark.parametrize("moved", [False, True])
-def test_what_is_not_finite_reaches_only_the_rows_that_see_it(which: int, moved: bool, dtype: torch.dtype) -> None:
-    """A NaN in a tensor or in its tangent: tangents of rows that may not look at it are as without it."""
+def test_non_finite_numbers_reach_only_the_rows_that_see_them(which: int, moved: bool, dtype: torch.dtype) -> None:
+    """A NaN in a tensor or its tangent does not change the tangents of rows that may not see it."""
     tensors, tangents = ([normal(1, 2, 70, 8, seed=n + s).to(dtype) for n in range(3)] for s in (0, 9))
     attend = rg.Attention(mask=rg.causal())
     call = lambda *x: attend(*x, engine="native", return_lse=True)  # noqa: E731
@@ -311,13 +311,13 @@ def test_what_is_not_finite_reaches_only_the_rows_that_see_it(which: int, moved:
             torch.testing.assert_close(of_rows, b[:, :, rows])
 
 
-@pytest.mark.parametrize("layout", ["heads last", "turned", "apart", "expanded"])
+@pytest.mark.parametrize("layout", ["heads last", "negated", "apart", "expanded"])
 def test_tangents_of_any_strides(layout: str) -> None:
     tensors, tangents = qkv(), tuple(lay_out(x, layout) for x in qkv(50))
     call = ours(CASES["causal"], "native")
     close(by_duals(call, tensors, tangents), by_duals(call, tensors, tuple(x.contiguous() for x in tangents)), 1e-14)
-    turned = tuple((1j * x).conj().imag for x in qkv(50))  # read with a minus that is only noted
-    close(by_duals(call, tensors, turned), by_duals(call, tensors, tuple(-x for x in qkv(50))), 1e-14)
+    negated = tuple((1j * x).conj().imag for x in qkv(50))  # a pending negation
+    close(by_duals(call, tensors, negated), by_duals(call, tensors, tuple(-x for x in qkv(50))), 1e-14)
 
 
 @pytest.mark.parametrize("engine", ["native", "tiled"])
@@ -335,7 +335,7 @@ def test_dropout_drops_the_same_weights_from_the_tangent(engine: str, descriptio
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("engine", ["native", "tiled"])
-def test_tangents_of_narrow_numbers(engine: str, dtype: torch.dtype) -> None:
+def test_tangents_in_half_precision(engine: str, dtype: torch.dtype) -> None:
     case = CASES["causal"]
     tensors, tangents = (tuple(x.to(dtype) for x in qkv(seed)) for seed in (0, 50))
     found = by_duals(ours(case, engine), tensors, tangents)
@@ -391,7 +391,7 @@ def test_transforms_nest(transform: str, engine: str | None, which: int) -> None
     tangent = qkv(50)[which]
     small = tuple(x[:1, :, :4] for x in tensors)
 
-    def wanted(x: Tensor) -> Tensor:
+    def expected(x: Tensor) -> Tensor:
         q, k, v = (*small[:which], x, *small[which + 1 :])
         allowed = torch.ones(4, 4, dtype=torch.bool).tril()
         return (q / math.sqrt(D) @ heads(k).mT).masked_fill(~allowed, -math.inf).softmax(-1) @ heads(v)
@@ -402,10 +402,10 @@ def test_transforms_nest(transform: str, engine: str | None, which: int) -> None
             return rg.attention(*inputs, engine=engine, **case.describe())
         except CannotCompute:
             assert engine is not None
-            return rg.attention(*inputs, **case.describe())  # an engine that cannot says so, and is passed over
+            return rg.attention(*inputs, **case.describe())  # an engine that raises is replaced by the default
 
     x, t = small[which], tangent[:1, :, :4]
-    close([NESTED[transform](found, x, t)], [NESTED[transform](wanted, x, t)])
+    close([NESTED[transform](found, x, t)], [NESTED[transform](expected, x, t)])
 
 
 @pytest.mark.parametrize("engine", [None, *NEEDED])
@@ -446,7 +446,7 @@ def test_a_gradient_within_a_dual_level_has_a_tangent(name: str, engine: str | N
 
 @pytest.mark.parametrize("engine", [None, *NEEDED, "sdpa"])
 def test_a_gradient_of_a_dual_gradient_has_a_tangent(engine: str | None) -> None:
-    """The call itself has no tangents, the gradient of its output has."""
+    """The call itself has no tangents, but the gradient of its output has."""
     case, results = CASES["causal"], []
     for call in (lambda *x: dense(case, *x)[0], lambda *x: rg.attention(*x, engine=engine, **case.describe())):
         tensors = [x.requires_grad_() for x in qkv()]
@@ -498,15 +498,15 @@ def test_a_gradient_of_a_loss_with_a_jvp_can_be_differentiated_again() -> None:
     close(*results)
 
 
-def test_weights_have_tangents_and_what_is_not_differentiable_says_so() -> None:
+def test_weights_have_tangents_and_other_inspections_raise() -> None:
     q, k, _ = qkv()
     t, _, _ = qkv(50)
     attend = rg.Attention(mask=rg.causal())
     plain = lambda q: products(q, k).masked_fill(DISTANCE > 0, -math.inf).softmax(-1)  # noqa: E731
-    wanted = torch.func.jvp(plain, (q,), (t,))[1]
-    close([torch.func.jvp(lambda q: attend.weights(q, k), (q,), (t,))[1]], [wanted])
-    close(by_duals(lambda q: (attend.weights(q, k),), (q,), (t,))[1:], [wanted])
-    close(by_duals(lambda q: (attend.weights(q, k, rows=[2, 3]),), (q,), (t,))[1:], [wanted[:, :, 2:4]])
+    expected = torch.func.jvp(plain, (q,), (t,))[1]
+    close([torch.func.jvp(lambda q: attend.weights(q, k), (q,), (t,))[1]], [expected])
+    close(by_duals(lambda q: (attend.weights(q, k),), (q,), (t,))[1:], [expected])
+    close(by_duals(lambda q: (attend.weights(q, k, rows=[2, 3]),), (q,), (t,))[1:], [expected[:, :, 2:4]])
     for refused in (attend.map, attend.statistics):
         with pytest.raises(NotImplementedError, match="not differentiable"):
             by_duals(lambda q, refused=refused: refused(q, k), (q,), (t,))
@@ -529,9 +529,9 @@ def test_linear_attention_has_tangents(features: Any, mask: Any) -> None:
         weights = weights if mask is None else weights.tril()
         return weights / weights.sum(-1, keepdim=True) @ v
 
-    wanted = torch.func.jvp(plain, tensors, tangents)
-    close(by_duals(lambda *x: (attend(*x),), tensors, tangents), wanted)
-    close(torch.func.jvp(attend, tensors, tangents), wanted)
+    expected = torch.func.jvp(plain, tensors, tangents)
+    close(by_duals(lambda *x: (attend(*x),), tensors, tangents), expected)
+    close(torch.func.jvp(attend, tensors, tangents), expected)
     by, moved = normal(1, 2, 6, 4, seed=20), normal(1, 2, 6, 4, seed=21)
     results = []
     for call in (plain, attend):

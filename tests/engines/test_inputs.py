@@ -1,4 +1,4 @@
-"""Tensors that are more than memory: pending negations, zeros without storage, subclasses, fake tensors, modes."""
+"""Tensors that are not plain memory: pending negations, zeros without storage, subclasses, fake tensors, modes."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from regard.engines.packed_linear import PackedWeight
 from regard.engines.tensor_memory import data_address
 
 pytestmark = pytest.mark.skipif(bool(native.why_missing()), reason=native.why_missing() or "the library is there")
-B, H, N, D = 2, 2, 70, 16  # more than a tile, and more than torch's engine takes for its own
+B, H, N, D = 2, 2, 70, 16  # more than a tile, and too large for sdpa to be preferred
 
 
 @pytest.fixture(autouse=True)
 def nan_in_new_memory() -> Iterator[None]:
-    """What is not written shows: torch fills new memory with NaN."""
+    """Fill new memory with NaN, so that values that are never written are noticed."""
     torch.use_deterministic_algorithms(True)
     yield
     torch.use_deterministic_algorithms(False)
@@ -64,7 +64,7 @@ def attention(score: str, x: dict[str, Tensor]) -> rg.Attention:
 
 
 def dense(score: str, x: dict[str, Tensor]) -> Tensor:
-    """The same in dense torch."""
+    """Compute the same in dense torch."""
     q, k, scale = x["query"], x["key"], x["scale"][:, None, None]
     if score == "plain":
         logits = q @ k.mT / D**0.5
@@ -85,14 +85,14 @@ def dense(score: str, x: dict[str, Tensor]) -> Tensor:
 
 
 def negated(tensor: Tensor) -> Tensor:
-    """The same numbers, as a view of memory that holds their negatives."""
+    """Return the same numbers as a view of memory that holds their negatives."""
     view = torch.complex(torch.zeros_like(tensor), -tensor).conj().imag
     assert view.is_neg()
     return view
 
 
 class Wrapper(Tensor):
-    """A tensor around another, without memory of its own, that lists the operators it is asked for."""
+    """A wrapper around a tensor, without memory, that records the operators called on it."""
 
     inner: Tensor
     seen: list[str]
@@ -197,7 +197,7 @@ def test_a_view_of_zeros_without_storage_is_zero() -> None:
 
 
 @pytest.mark.parametrize(("score", "name"), CASES)
-def test_a_wrapper_is_handed_the_operator(score: str, name: str) -> None:
+def test_a_wrapper_receives_the_operator(score: str, name: str) -> None:
     x = inputs()
     Wrapper.seen = []
     given = x | {name: Wrapper(x[name])}
@@ -224,7 +224,7 @@ def freed(tensor: Tensor) -> Tensor:
 
 
 def freed_view(tensor: Tensor) -> Tensor:
-    """As a shard of a flat parameter whose memory was freed: its address is its offset, not null."""
+    """Return a view like a shard of a flat parameter whose memory was freed: its address is its offset, not null."""
     flat = torch.cat([torch.zeros(100, dtype=tensor.dtype), tensor.flatten()])
     view = flat[100:].view(tensor.shape)
     flat.untyped_storage().resize_(0)
@@ -235,11 +235,11 @@ def freed_view(tensor: Tensor) -> Tensor:
 def test_a_view_of_freed_memory_has_no_address() -> None:
     tensor = normal(3)
     assert data_address(tensor[1:]) == tensor.data_ptr() + 8
-    found = [data_address(free(tensor)) for free in (freed, freed_view)]  # pytest cannot print what was freed
+    found = [data_address(free(tensor)) for free in (freed, freed_view)]  # pytest cannot print freed tensors
     assert found == [0, 0]
 
 
-# Without those that torch reads before the kernels do: it has no check, and the process ends.
+# Without tensors that torch reads before the kernels do: torch does not check, and the process would crash.
 @pytest.mark.parametrize("free", [freed, freed_view])
 @pytest.mark.parametrize(
     ("score", "name"),
@@ -261,7 +261,7 @@ def test_freed_memory_is_an_error_in_linear_attention(free: Callable[[Tensor], T
 
 
 @pytest.mark.parametrize("mask", [rg.causal(), rg.causal() & rg.where(lambda b, h, i, j: (i + j) % 3 > 0)], ids=str)
-def test_fake_tensors_stay_fake_and_leave_nothing_behind(mask: rg.Mask) -> None:
+def test_fake_tensors_stay_fake_and_are_not_cached(mask: rg.Mask) -> None:
     x = inputs()
     attend = rg.Attention(mask=mask, bias=rg.alibi(H))
     with FakeTensorMode():
@@ -392,7 +392,7 @@ def test_dtensors_are_left_to_torch_and_not_mixed_with_others(mesh: Any) -> None
 
 
 class Marked(Tensor):
-    """A subclass with memory of its own."""
+    """A subclass with memory."""
 
 
 def test_a_subclass_with_memory_stays_itself() -> None:

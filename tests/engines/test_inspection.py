@@ -1,4 +1,4 @@
-"""Looking at the weights without laying them out, against the weights laid out."""
+"""Inspection without materialised weights, compared with the dense weights."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ def problem_of(attend: rg.Attention, query: Tensor, key: Tensor) -> Problem:
     return attend._problem(query, key, None, False)
 
 
-def laid_out(attend: rg.Attention, query: Tensor, key: Tensor) -> Tensor:
-    """The dense weights, in plain torch."""
+def dense_weights(attend: rg.Attention, query: Tensor, key: Tensor) -> Tensor:
+    """Return the dense weights, in plain torch."""
     problem, (H, Q), K = problem_of(attend, query, key), query.shape[1:3], key.shape[2]
     with torch.no_grad():
         return inspection.weights(problem, query, key, torch.arange(H), torch.arange(Q), torch.arange(K))
@@ -54,9 +54,9 @@ def assert_exact(ours: Tensor | None, theirs: Tensor) -> None:
 
 @compiled
 @pytest.mark.parametrize("name", [name for name in described() if "dropout" not in name])
-def test_every_feature_of_the_kernel_is_seen_through_it(name: str) -> None:
+def test_inspection_supports_every_feature_of_the_kernel(name: str) -> None:
     attend, (query, key) = rg.Attention(**described()[name][1]), inputs()
-    problem, dense = problem_of(attend, query, key), laid_out(attend, query, key)
+    problem, dense = problem_of(attend, query, key), dense_weights(attend, query, key)
     heads, rows, columns = torch.tensor([3, 1]), torch.arange(11, 52), torch.tensor([99, 0, 1, 2, 63, 64, 2])
     with torch.no_grad():
         assert_exact(native.pooled_weights(problem, query, key, (9, 23)), F.adaptive_avg_pool2d(dense, (9, 23)))
@@ -69,10 +69,10 @@ def test_every_feature_of_the_kernel_is_seen_through_it(name: str) -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(calls(), st.data())
-def test_random_calls_are_seen_as_they_are_laid_out(call: Call, data: st.DataObject) -> None:
+def test_random_calls_agree_with_the_dense_weights(call: Call, data: st.DataObject) -> None:
     attend = rg.Attention(**call.description)
     (H, Q), K = call.query.shape[1:3], call.key.shape[2]
-    dense = laid_out(attend, call.query, call.key)
+    dense = dense_weights(attend, call.query, call.key)
 
     def some(n: int) -> list[int]:
         return data.draw(st.lists(st.integers(0, n - 1), min_size=1, max_size=n) | st.just(list(range(n))))
@@ -89,9 +89,9 @@ def test_random_calls_are_seen_as_they_are_laid_out(call: Call, data: st.DataObj
 
 @pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
 @pytest.mark.parametrize("size", [(1, 1), (1, 100), (70, 1), (70, 100), (71, 101), (13, 64), (300, 7), (139, 511)])
-def test_a_map_of_any_size_is_what_pooling_the_weights_gives(mask: rg.Mask | None, size: tuple[int, int]) -> None:
+def test_a_map_of_any_size_equals_the_pooled_weights(mask: rg.Mask | None, size: tuple[int, int]) -> None:
     attend, (query, key) = rg.Attention(mask=mask, sink=0.5), inputs()
-    pooled = F.adaptive_avg_pool2d(laid_out(attend, query, key), size)
+    pooled = F.adaptive_avg_pool2d(dense_weights(attend, query, key), size)
     assert_exact(attend.map(query, key, size=size), pooled)
     assert_exact(inspection.pooled_weights(problem_of(attend, query, key), query, key, size), pooled)
 
@@ -99,14 +99,14 @@ def test_a_map_of_any_size_is_what_pooling_the_weights_gives(mask: rg.Mask | Non
 def test_a_bin_of_many_blocks_of_rows_is_one_mean() -> None:
     attend, (query, key) = rg.Attention(mask=rg.causal()), inputs(Q=1501, K=333)
     for size in [(1, 3), (2, 50), (7, 333)]:
-        assert_exact(attend.map(query, key, size=size), F.adaptive_avg_pool2d(laid_out(attend, query, key), size))
+        assert_exact(attend.map(query, key, size=size), F.adaptive_avg_pool2d(dense_weights(attend, query, key), size))
 
 
 @pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_other_dtypes_are_rounded_once(mask: rg.Mask | None, dtype: torch.dtype) -> None:
     attend, (query, key) = rg.Attention(mask=mask), inputs(dtype=dtype)
-    exact = laid_out(attend, query.double(), key.double())
+    exact = dense_weights(attend, query.double(), key.double())
     close = {"rtol": torch.finfo(dtype).eps if dtype != torch.float32 else 2e-6, "atol": 1e-7}
     columns = slice(5, 95, 3)
     seen = attend.weights(query, key, rows=slice(30, 60), columns=columns)
@@ -125,18 +125,18 @@ def test_strides_and_broadcast_axes_are_read_as_they_are() -> None:
     attend, (query, key) = rg.Attention(mask=rg.causal()), inputs()
     turned = query.transpose(1, 3).contiguous().transpose(1, 3)
     shared = key[:1, :, ::2].expand(2, -1, -1, -1)
-    dense = laid_out(attend, query, shared.contiguous())
+    dense = dense_weights(attend, query, shared.contiguous())
     assert_exact(attend.map(turned, shared, size=(8, 9)), F.adaptive_avg_pool2d(dense, (8, 9)))
     assert_exact(attend.weights(turned, shared, rows=[3, 60], heads=-1), dense[:, 3:, [3, 60]])
 
 
 @pytest.mark.parametrize("mask", [rg.padding([80]), rg.padding([80]) | rg.edges([(3, 90)])], ids=repr)
-def test_what_is_not_finite_is_seen_only_in_the_rows_that_see_it(mask: rg.Mask) -> None:
+def test_non_finite_numbers_affect_only_the_rows_that_see_them(mask: rg.Mask) -> None:
     attend, (query, key) = rg.Attention(mask=mask, offset=0), inputs()
     query, key = query[:1], key[:1].clone()
     key[:, :, 90] = float("nan")
     key[:, 0, 95] = float("inf")
-    dense = laid_out(attend, query, key)
+    dense = dense_weights(attend, query, key)
     blind = dense.isfinite().all(-1)  # (1, H, Q)
     assert blind.sum() in (4 * 69, 4 * 70)
     assert_exact(attend.weights(query, key, rows=slice(0, 66)), dense[:, :, :66])
@@ -159,7 +159,7 @@ def test_huge_logits_are_all_one_key_and_never_nan(dtype: torch.dtype) -> None:
     query, key = (t.to(dtype) * 1e4 for t in inputs())
     for bias in (None, 1e30 * torch.arange(100, dtype=dtype)[None]):
         attend = rg.Attention(bias=bias)
-        dense = laid_out(attend, query, key)
+        dense = dense_weights(attend, query, key)
         assert attend.map(query, key, size=(3, 100)).isfinite().all()
         torch.testing.assert_close(attend.weights(query, key), dense)
         torch.testing.assert_close(attend.statistics(query, key, mass_on=[99]).mass, dense[..., 99])
@@ -169,9 +169,9 @@ def test_huge_logits_are_all_one_key_and_never_nan(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("top", [1, 4, 11])
 def test_statistics_hold_where_logits_rise_along_the_keys_and_repeat(rise: float, top: int) -> None:
     query, key = inputs(Q=9, K=1300)
-    key = key[:, :, torch.arange(1300) % 650]  # every logit stands twice, but for the bias
+    key = key[:, :, torch.arange(1300) % 650]  # every logit occurs twice, except for the bias
     attend = rg.Attention(bias=rise * (torch.arange(1300, dtype=torch.float64) // 400)[None])
-    dense = laid_out(attend, query, key)
+    dense = dense_weights(attend, query, key)
     places = torch.arange(1300.0, dtype=torch.float64)
     away = (places[-9:, None] - places).abs()
     found = attend.statistics(query, key, top=top, mass_on=slice(3, 900))
@@ -201,7 +201,7 @@ def test_the_number_of_threads_does_not_change_a_bit(mask: rg.Mask | None) -> No
         assert all(torch.equal(a, b) for a, b in zip(runs[0], other, strict=True))
 
 
-def test_windows_carry_gradients_where_they_are_asked_for() -> None:
+def test_windows_carry_gradients_if_requested() -> None:
     attend, (query, key) = rg.Attention(mask=rg.causal()), inputs()
     part = {"rows": [5, 69], "columns": slice(0, 40), "heads": 2}
     plain = attend.weights(query, key, **part)
@@ -213,7 +213,7 @@ def test_windows_carry_gradients_where_they_are_asked_for() -> None:
     assert query.grad[:, 2, [5, 69]].any()
 
 
-def test_a_window_asks_a_mask_only_for_its_rows() -> None:
+def test_a_window_evaluates_a_mask_only_at_its_rows() -> None:
     asked = 0
 
     def rule(b: Tensor, h: Tensor, p: Tensor, j: Tensor) -> Tensor:
@@ -236,10 +236,10 @@ def test_the_mass_is_none_unless_keys_are_named() -> None:
     assert not none.any()
     last = rg.Attention().statistics(query[0, 0], key[0, 0], mass_on=-1).mass
     assert last is not None
-    assert_exact(last, laid_out(rg.Attention(), query, key)[0, 0, :, -1])
+    assert_exact(last, dense_weights(rg.Attention(), query, key)[0, 0, :, -1])
 
 
-def test_keys_that_are_not_there_have_no_mass() -> None:
+def test_missing_keys_have_no_mass() -> None:
     query, key = inputs()
     with pytest.raises(ValueError, match="mass_on must be between -100 and 99"):
         rg.Attention().statistics(query, key, mass_on=[100])

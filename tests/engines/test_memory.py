@@ -1,4 +1,4 @@
-"""Memory grows with Q + K, not with Q · K. Each measurement runs in a process of its own."""
+"""Memory grows with Q + K, not with Q · K. Each measurement runs in a separate process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Partial results over shards of keys, merged."""
+"""Merging results over shards of keys."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.strategies import Call, calls
 class TestMerge:
     @staticmethod
     def shards(call: Call, cuts: list[int], engine: str) -> list[tuple[Tensor, Tensor]]:
-        """The call over parts of its keys; a mask and a bias are cut with them, and only the last part has the sink."""
+        """Compute the call over shards of its keys, with mask and bias split; only the last shard has the sink."""
         query, key, value = call.query, call.key, call.value
         sizes = (query.shape[0], query.shape[1], query.shape[2], key.shape[2])
         at = Frame(*sizes, offset=0).indices()

@@ -1,4 +1,4 @@
-"""The compiled kernels. That they agree with the reference on random calls is tested beside the other engines."""
+"""The compiled kernels. Agreement with the reference on random calls is tested together with the other engines."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.skipif(bool(native.why_missing()), reason=native.why_mi
 
 
 def assert_like_reference(inputs: list[Tensor], tolerance: float = 1e-10, **description: object) -> None:
-    """`inputs` are query, key, value, and what the description learns."""
+    """Compare with the reference; `inputs` are query, key, value, and the description's parameters."""
     seeds = {}
     for engine in ("native", "reference"):
         torch.manual_seed(3)
@@ -48,7 +48,7 @@ def test_widths_up_to_512_agree_with_the_reference() -> None:
 
 
 def described() -> dict[str, tuple[list[Tensor], dict]]:
-    """Every feature of the kernel once: what is learned, and the description."""
+    """Return every feature of the kernel once: parameters and description."""
     H, Q, K, D, E = 4, 70, 100, 16, 24
     table, buckets, keys, values, dense, heads = tensors((H, 15), (32, H), (9, D), (9, E), (1, H, Q, K), (H,))
     row = dense[:, :, :, :1].detach().requires_grad_()
@@ -115,9 +115,9 @@ def test_every_feature_agrees_with_the_reference(name: str, threads: int) -> Non
 
 @pytest.mark.parametrize("mask", [None, rg.causal(), rg.where(lambda b, h, p, j: (p + j) % 3 > 0)], ids=repr)
 @pytest.mark.parametrize("shape", [(2, 4, 70, 100), (1, 4, 70, 100), (2, 1, 70, 100), (4, 1, 100), (70, 1)])
-def test_the_gradient_of_a_dense_bias_is_whole_whatever_its_memory_held(shape: tuple[int, ...], mask: rg.Mask) -> None:
+def test_the_gradient_of_a_dense_bias_is_fully_written(shape: tuple[int, ...], mask: rg.Mask) -> None:
     inputs = tensors((2, 4, 70, 16), (2, 2, 100, 16), (2, 2, 100, 24), shape)
-    torch.use_deterministic_algorithms(True)  # what torch.empty gives is then full of NaN
+    torch.use_deterministic_algorithms(True)  # fills torch.empty with NaN
     try:
         assert_like_reference(inputs, bias=inputs[3], mask=mask)
     finally:
@@ -183,7 +183,7 @@ def test_additive_float32_is_within_twice_the_error_of_dense_torch(size: float, 
     for n, (ours, dense, exact) in enumerate(zip(*found, strict=True)):
         error, allowed = (ours - exact).abs().max(), (dense - exact).abs().max()
         rounding = torch.finfo(torch.float32).eps * exact.abs().max()
-        # The gradients are made from weights that a rounded log-sum-exp gave, as for dot products.
+        # The gradients use weights recomputed from a rounded log-sum-exp, as for dot products.
         assert error <= 2 * allowed + 4 * rounding * (1 if n == 0 else 4)
 
 
@@ -201,7 +201,7 @@ def test_a_cap_leaves_no_gradient_where_it_is_saturated() -> None:
 
 @pytest.mark.parametrize("score", [rg.Dot(), rg.Additive(torch.linspace(-1, 1, 8))], ids=repr)
 @pytest.mark.parametrize("mask", [rg.padding([20]), rg.padding([20]) | rg.edges([(3, 29)]), rg.causal()], ids=repr)
-def test_what_is_not_finite_reaches_only_those_who_see_it(mask: rg.Mask, score: Score) -> None:
+def test_non_finite_numbers_reach_only_the_rows_that_see_them(mask: rg.Mask, score: Score) -> None:
     inputs = tensors((1, 2, 30, 8), (1, 2, 30, 8), (1, 2, 30, 8))
     with torch.no_grad():
         inputs[1][0, 0, 25, 3] = float("nan")
@@ -211,14 +211,14 @@ def test_what_is_not_finite_reaches_only_those_who_see_it(mask: rg.Mask, score: 
         output, lse = rg.attention(*inputs, mask=mask, score=score, engine=engine, return_lse=True)
         found.append([output[:, :, :25], lse[:, :, :25], *(grad[:, :, :25] for grad in gradients(output, inputs))])
     for ours, theirs in zip(*found, strict=True):
-        seen = theirs.isfinite()  # the reference gives NaN to more of the gradients than need be
+        seen = theirs.isfinite()  # the reference gives NaN for more gradients than necessary
         torch.testing.assert_close(ours[seen], theirs[seen], rtol=1e-10, atol=1e-10, equal_nan=True)
     assert found[0][0][:, :, :3].isfinite().all()
 
 
 @pytest.mark.parametrize("mask", [rg.window(90, 0), rg.causal(), rg.window(40, 0) | rg.global_tokens([0])], ids=repr)
-def test_a_value_that_is_not_finite_is_met_half_way(mask: rg.Mask) -> None:
-    """Values are read where they lie until a bad one is met, and packed from then on."""
+def test_a_non_finite_value_in_the_middle_of_the_keys(mask: rg.Mask) -> None:
+    """Values are read in place up to the first non-finite one, and packed from there."""
     inputs = tensors((2, 2, 500, 64), (2, 2, 500, 64), (2, 2, 500, 64), dtype=torch.float32)
     with torch.no_grad():
         inputs[2][0, 1, 333, 63] = float("nan")
@@ -245,8 +245,8 @@ def test_a_key_that_is_not_finite_may_be_any_of_its_panel(key: int) -> None:
 
 @pytest.mark.parametrize("mask", [None, rg.causal(), rg.global_tokens([0, 700]) | rg.window(300, 300)], ids=repr)
 @pytest.mark.parametrize("shape", ["rise", "fall", "spike"])
-def test_the_largest_logit_of_a_row_may_come_at_any_time(shape: str, mask: rg.Mask | None) -> None:
-    """Moderate logits are weighed by a bound of them all, and once more where a row lies far below it."""
+def test_the_largest_logit_of_a_row_may_be_anywhere(shape: str, mask: rg.Mask | None) -> None:
+    """Moderate logits are weighted relative to a common bound, and again if a row is far below it."""
     inputs = tensors((1, 1, 1500, 16), (1, 1, 1500, 16), (1, 1, 1500, 8))
     with torch.no_grad():
         for t in inputs[:2]:
@@ -266,7 +266,7 @@ def test_values_however_small_are_weighed_where_all_logits_lie_below_zero() -> N
 
 @pytest.mark.parametrize("keys", [3, 6, 9, 17])  # one panel of every instruction set, of which a half is hidden
 @pytest.mark.parametrize("mask", [rg.padding([1]), ~rg.padding([2]), rg.window(0, 0)], ids=repr)
-def test_what_an_earlier_call_left_in_memory_does_not_reach_a_gradient(mask: rg.Mask, keys: int) -> None:
+def test_memory_of_an_earlier_call_does_not_reach_a_gradient(mask: rg.Mask, keys: int) -> None:
     inputs = tensors((1, 2, keys, 8), (1, 2, keys, 8), (1, 2, keys, 8))
     for described in ({}, {"score": rg.Dot(softcap=3.0), "bias": rg.alibi(heads=2)}):
         gradients(rg.attention(*(t * torch.nan for t in inputs), engine="native", **described), inputs)
@@ -329,7 +329,7 @@ def test_shaw_can_be_differentiated_twice() -> None:
 
 
 @pytest.mark.parametrize("score", [rg.Dot(), rg.Additive(torch.linspace(-1, 1, 32, requires_grad=True))], ids=repr)
-def test_the_same_bits_come_back(score: Score) -> None:
+def test_results_are_bitwise_reproducible(score: Score) -> None:
     inputs = tensors((1, 3, 300, 32), (1, 1, 300, 32), (1, 1, 300, 32), dtype=torch.float32)
     inputs += score.tensors()
     runs = []
@@ -348,7 +348,7 @@ def test_gradients_are_finite_where_logits_are_too_large_for_their_digits() -> N
         assert gradient.isfinite().all()
 
 
-def test_the_whole_tensor_of_weights_is_never_made() -> None:
+def test_the_dense_weights_are_never_materialised() -> None:
     q, k, v = (torch.randn(1, 1, 30_000, 8) for _ in range(3))
     output = rg.attention(q, k, v, mask=rg.window(64, 0), engine="native")
     some = F.scaled_dot_product_attention(q[:, :, 20_000:20_001], k[:, :, 19_936:20_001], v[:, :, 19_936:20_001])

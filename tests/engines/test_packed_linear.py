@@ -17,7 +17,7 @@ pytestmark = pytest.mark.skipif(bool(native.why_missing()), reason="needs the co
 SIZES = [(1, 1), (16, 8), (17, 33), (64, 1), (50, 33), (131, 600), (64, 1100)]
 
 
-def drawn(M, N, K, bias=True):
+def random_problem(M, N, K, bias=True):
     generator = torch.Generator().manual_seed(M * 10000 + N * 100 + K)
     x, weight = torch.randn(M, K, generator=generator), torch.randn(N, K, generator=generator)
     return x, weight, torch.randn(N, generator=generator) if bias else None
@@ -30,7 +30,7 @@ def error(found, x, weight, bias):
 
 @pytest.fixture
 def calls(monkeypatch):
-    """One entry per call of the kernel."""
+    """Record one entry per call of the kernel."""
     seen, real = [], native.multiply
     monkeypatch.setattr(native, "multiply", lambda *given: (seen.append(1), real(*given))[1])
     return seen
@@ -40,7 +40,7 @@ def calls(monkeypatch):
 @pytest.mark.parametrize("M", [1, 2, 3, 4, 5, 6, 7, 13, 31, 130])
 @pytest.mark.parametrize(("N", "K"), SIZES)
 def test_the_kernel_agrees_with_float64_as_well_as_torch_does(M, N, K, threads, calls):
-    x, weight, bias = drawn(M, N, K, bias=N % 2 == 0)
+    x, weight, bias = random_problem(M, N, K, bias=N % 2 == 0)
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
@@ -52,7 +52,7 @@ def test_the_kernel_agrees_with_float64_as_well_as_torch_does(M, N, K, threads, 
 
 
 @pytest.mark.parametrize(("N", "K"), SIZES)
-def test_the_same_bits_come_back(N, K):
+def test_packing_and_unpacking_preserve_all_bits(N, K):
     bits = torch.randint(-(2**31), 2**31 - 1, (N, K), dtype=torch.int32)  # NaNs of every payload among them
     weight = bits.view(torch.float32).clone()
     packed = PackedWeight.pack(weight)
@@ -70,14 +70,14 @@ def test_a_weight_of_any_strides_is_packed():
         assert torch.equal(PackedWeight.pack(weight).unpack(), weight)
 
 
-def test_the_same_bits_come_at_every_call():
-    x, weight, bias = drawn(13, 40, 20)
+def test_results_are_bitwise_reproducible():
+    x, weight, bias = random_problem(13, 40, 20)
     packed = PackedWeight.pack(weight)
     assert torch.equal(project(x, packed, bias), project(x, packed, bias))
 
 
 def test_rows_of_a_weight_that_begin_anywhere(calls):
-    x, weight, bias = drawn(5, 80, 20)
+    x, weight, bias = random_problem(5, 80, 20)
     for taken in (weight, PackedWeight.pack(weight)):
         for first, last in ((0, 80), (0, 7), (16, 48), (32, 80), (5, 30), (33, 34), (79, 80), (40, 40)):
             found = project(x, taken, bias, rows=(first, last))
@@ -87,7 +87,7 @@ def test_rows_of_a_weight_that_begin_anywhere(calls):
 
 
 def test_inputs_of_any_shape_and_stride(calls):
-    x, weight, bias = drawn(24, 40, 20)
+    x, weight, bias = random_problem(24, 40, 20)
     packed = PackedWeight.pack(weight)
     given = [x.view(2, 3, 4, 20), x.view(4, 6, 20).transpose(0, 1), x[::2], x[0], x[:0], x.t().contiguous().t()]
     for each in given:
@@ -96,7 +96,7 @@ def test_inputs_of_any_shape_and_stride(calls):
 
 
 def test_outputs_do_not_follow_the_default_dtype_or_device():
-    x, weight, bias = drawn(3, 40, 20)
+    x, weight, bias = random_problem(3, 40, 20)
     packed, expected = PackedWeight.pack(weight), F.linear(x, weight, bias)
     torch.set_default_dtype(torch.float64)
     try:
@@ -107,7 +107,7 @@ def test_outputs_do_not_follow_the_default_dtype_or_device():
         torch.testing.assert_close(F.linear(x, packed, bias), expected)
 
 
-# Only memory that holds the numbers of a tensor may reach the kernel.
+# Only plain memory may reach the kernel.
 UNUSUAL = {
     "negative view": torch._neg_view,
     "imaginary part": lambda x: torch.complex(x, -x).conj().imag,
@@ -119,15 +119,15 @@ UNUSUAL = {
 
 @pytest.mark.parametrize("kind", UNUSUAL)
 def test_unusual_inputs_and_biases_are_read_right(kind):
-    x, weight, bias = drawn(3, 40, 20)
+    x, weight, bias = random_problem(3, 40, 20)
     packed = PackedWeight.pack(weight)
     given, added = UNUSUAL[kind](x), UNUSUAL[kind](bias[None].expand(3, -1))[0]
     torch.testing.assert_close(F.linear(given, packed), F.linear(given, weight))
     torch.testing.assert_close(F.linear(x, packed, added), F.linear(x, weight, added))
 
 
-def test_other_dtypes_and_shapes_are_what_torch_makes_of_them():
-    x, weight, bias = drawn(3, 40, 20)
+def test_other_dtypes_and_shapes_behave_as_in_torch():
+    x, weight, bias = random_problem(3, 40, 20)
     packed = PackedWeight.pack(weight)
     for given in ((x.double(), bias), (x.bfloat16(), bias), (x[:, :19], bias), (x, bias[:39]), (x[0, 0], bias)):
         with pytest.raises(RuntimeError):
@@ -140,13 +140,13 @@ def test_other_dtypes_and_shapes_are_what_torch_makes_of_them():
 
 
 def both(weight):
-    """A plain leaf and its packed form, both to be differentiated."""
+    """Return a plain leaf and its packed form, both requiring grad."""
     plain = weight.clone().requires_grad_()
     return plain, nn.Parameter(PackedWeight.pack(weight))
 
 
 def test_first_and_second_gradients():
-    x, weight, bias = drawn(3, 40, 20)
+    x, weight, bias = random_problem(3, 40, 20)
     found = []
     for each in both(weight):
         given, added = x.clone().requires_grad_(), bias.clone().requires_grad_()
@@ -162,7 +162,7 @@ def test_first_and_second_gradients():
 
 
 def test_tangents_of_input_and_bias():
-    x, weight, bias = drawn(3, 40, 20)
+    x, weight, bias = random_problem(3, 40, 20)
     direction, packed = torch.randn(3, 20), PackedWeight.pack(weight)
     for mode in (torch.no_grad(), torch.enable_grad()):
         with mode, forward_ad.dual_level():
@@ -175,7 +175,7 @@ def test_tangents_of_input_and_bias():
 
 
 def test_transforms():
-    x, weight, bias = drawn(3, 40, 20)
+    x, weight, bias = random_problem(3, 40, 20)
     packed = PackedWeight.pack(weight)
     torch.testing.assert_close(torch.func.vmap(lambda row: F.linear(row, packed, bias))(x), F.linear(x, weight, bias))
     jacobian = torch.func.jacrev(lambda x: F.linear(x, packed, bias))(x[0])
@@ -193,7 +193,7 @@ def test_rows_are_looked_up(dtype):
     assert torch.equal(F.embedding(ids, packed), weight[ids])
     assert torch.equal(F.embedding(ids, packed, 5), weight[ids])
     assert F.embedding(ids[:, :0], packed).shape == (2, 0, 20)
-    for wrong in (-1, 50, 63, 64):  # 50 to 63 are rows that fill up the last panel
+    for wrong in (-1, 50, 63, 64):  # rows 50 to 63 pad the last panel
         with pytest.raises(IndexError, match="index out of range"):
             F.embedding(torch.tensor([wrong]), packed)
     with pytest.raises(RuntimeError, match="thaw"):
@@ -276,7 +276,7 @@ def test_copies_and_pickles():
         assert other.group == "decay"
 
 
-def test_what_cannot_be_packed_says_why():
+def test_weights_that_cannot_be_packed_report_why():
     assert why_not(torch.randn(64, 8)) == ""
     assert "bfloat16" in why_not(torch.randn(64, 8).bfloat16())
     assert "meta" in why_not(torch.empty(64, 8, device="meta"))

@@ -1,4 +1,4 @@
-"""The reference against loops from the definition, and the promises that every engine keeps as it does."""
+"""The reference against loops from the definition, and properties that every engine shares with it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class TestTheDefinition:
 
     @staticmethod
     def score(kind: str, H: int, D: int) -> tuple[Any, Callable[[Tensor, Tensor, int], Tensor]]:
-        """A score, and the same for one query and one key of head h."""
+        """Return a score, and the same for one query and one key of head h."""
         scales, weight, matrix = normal(H, seed=4), normal(H, D, seed=5), normal(H, D, D, seed=6)
         return {
             "dot": (rg.Dot(), lambda q, k, h: (q * k).sum() / math.sqrt(D)),
@@ -76,14 +76,14 @@ class TestTheDefinition:
                 rg.attention(query, key, value, score=explicit, engine="reference"),
             )
 
-    def test_the_last_query_stands_at_the_last_key_unless_told_otherwise(self) -> None:
+    def test_the_last_query_is_at_the_last_key_by_default(self) -> None:
         tensors = inputs()
         default = rg.attention(*tensors, mask=rg.causal())
         torch.testing.assert_close(default, rg.attention(*tensors, mask=rg.causal(), offset=3))
         top_left = F.scaled_dot_product_attention(*tensors, is_causal=True, enable_gqa=True)
         torch.testing.assert_close(rg.attention(*tensors, mask=rg.causal(), offset=0), top_left)
 
-    def test_a_modifier_is_told_where_the_query_stands(self) -> None:
+    def test_a_modifier_gets_the_position_of_the_query(self) -> None:
         seen = {}
 
         def modifier(score: Tensor, b: Tensor, h: Tensor, p: Tensor, j: Tensor) -> Tensor:
@@ -128,9 +128,7 @@ class TestARowThatMayAttendToNothing:
         assert (grads[0][empty] == 0).all()
 
     @pytest.mark.parametrize("engine", ["reference", "tiled"])
-    def test_it_has_log_sum_exp_minus_infinity_and_gradients_stay_finite_beside_it(
-        self, engine: str, name: str
-    ) -> None:
+    def test_it_has_log_sum_exp_minus_infinity_and_other_gradients_stay_finite(self, engine: str, name: str) -> None:
         description, empty = NOTHING[name], self.empty_rows(NOTHING[name])
         tensors = [tensor.requires_grad_() for tensor in inputs()]
         output, lse = rg.attention(*tensors, engine=engine, return_lse=True, **description)
@@ -155,7 +153,7 @@ class TestARowThatMayAttendToNothing:
 
 
 HIDDEN = {
-    # a description, and the key positions that nobody sees: (batch row, key/value head, key)
+    # a description, and the key positions that no query sees: (batch row, key/value head, key)
     "padding": ({"mask": rg.padding([6, 9])}, [(0, 0, 6), (0, 1, 8)]),
     "causal": ({"mask": rg.causal(), "offset": 0}, [(0, 0, 6), (1, 1, 8)]),
     "causal per row": ({"mask": rg.causal(), "offset": [0, 3]}, [(0, 0, 8), (0, 1, 6)]),
@@ -179,7 +177,7 @@ HIDDEN = {
 @pytest.mark.parametrize("place", ["keys", "values", "both", "one channel"])
 @pytest.mark.parametrize("name", HIDDEN)
 @pytest.mark.parametrize("engine", EXACT)
-def test_what_is_planted_in_a_hidden_key_reaches_nothing(engine: str, name: str, place: str, poison: float) -> None:
+def test_values_of_a_hidden_key_do_not_reach_the_output(engine: str, name: str, place: str, poison: float) -> None:
     description, hidden = HIDDEN[name]
     clean = [tensor.requires_grad_() for tensor in inputs()]
     poisoned = [tensor.detach().clone() for tensor in clean]
@@ -271,7 +269,7 @@ def test_empty_axes_give_well_formed_results_and_gradients(B: int, Q: int, K: in
 
 @pytest.mark.parametrize("mask", [None, rg.causal(), torch.tril(torch.ones(6, 9, dtype=torch.bool), 3)], ids=str)
 @pytest.mark.parametrize("engine", EXACT)
-def test_missing_leading_axes_are_one_and_stay_away(engine: str, mask: Any) -> None:
+def test_missing_leading_axes_count_as_one_and_stay_missing(engine: str, mask: Any) -> None:
     query, key, value = inputs(B=1, H=2, G=1)
     whole = rg.attention(query, key, value, mask=mask, engine="reference")
     three = run(engine, [query[0], key[0], value[0]], mask=mask)

@@ -1,4 +1,4 @@
-"""The native engine among torch, threads, processes and machines: compiled graphs, forks, every instruction set."""
+"""The native engine with torch.compile, threads, forks, and every instruction set."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ raise SystemExit(os.waitpid(child, 0)[1])
     run_python(code)
 
 
-def test_a_missing_library_is_a_reason_and_no_error() -> None:
+def test_a_missing_library_is_a_reason_not_an_error() -> None:
     code = """
 import torch, regard as rg
 q = torch.randn(1, 2, 16, 8)
@@ -154,7 +154,7 @@ def reasons(**description: object) -> str:
     return "; ".join(native.why_not(problem))
 
 
-def test_reasons_name_what_the_kernels_do_not_know() -> None:
+def test_reasons_name_unsupported_descriptions() -> None:
     assert not reasons(mask=rg.causal(), bias=rg.alibi(2))
     assert not reasons(score=rg.Additive(torch.zeros(3)))
     assert "one shaw" in reasons(bias=rg.shaw(torch.zeros(3, 3)) + rg.shaw(torch.zeros(3, 3)))

@@ -79,7 +79,7 @@ LARGE = {
 
 @pytest.mark.parametrize("engine", WITH_LSE)
 @pytest.mark.parametrize("name", LARGE)
-def test_what_one_lucky_run_of_another_implementation_does_not_judge(name: str, engine: str) -> None:
+def test_single_calls_are_within_the_bound(name: str, engine: str) -> None:
     for seed in range(4):
         assert check(plain(LARGE[name](10 * seed), torch.float32, engine)) == engine
 
@@ -119,7 +119,7 @@ def test_the_bound_sees_queries_that_were_rounded_to_bfloat16() -> None:
 @settings(max_examples=40)
 @given(call=calls(longest=24), twice=st.booleans())
 def test_the_bound_holds_for_dense_torch_in_float32(call: Call, twice: bool) -> None:
-    """Also with keys in the opposite order: the bound knows no order of sums."""
+    """Also with keys in reverse order: the bound does not depend on the order of sums."""
     tensors = [t.float() for t in (call.query, call.key, call.value)]
     judged = judge([t.double() for t in tensors], call.description, [], torch.float32)
     if twice:

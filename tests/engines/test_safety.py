@@ -1,4 +1,4 @@
-"""Nothing that a caller can say crashes the kernels: absurd sizes, no memory, bad arguments of the C interface."""
+"""No argument crashes the kernels: huge sizes, no memory, invalid arguments of the C interface."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ BILLION = 1 << 30
 
 
 def structures() -> dict[str, type]:
-    """The structures of csrc/regard.h, from the library's description of them."""
+    """Return the structures of csrc/regard.h, from the library's description of them."""
     types: dict[str, type] = {"P": ctypes.c_void_p, "q": ctypes.c_int64, "Q": ctypes.c_uint64, "i": ctypes.c_int32,
                               "I": ctypes.c_uint32, "d": ctypes.c_double}  # fmt: skip
     fields: dict[str, list[tuple[str, str, int]]] = {}
@@ -110,12 +110,12 @@ def statistics(**changes: object) -> Statistics:
     return made
 
 
-def looking(**changes: object) -> Problem:
+def inspection_problem(**changes: object) -> Problem:
     return problem(**{"E": 0, "v": Place(), "offset": OFFSET.ctypes.data, **changes})
 
 
 def test_the_structures_are_packed_as_the_compiler_lays_them_out() -> None:
-    """ctypes lays out by the rules of C, without the offsets that the library describes."""
+    """ctypes uses the layout rules of C, not the offsets that the library describes."""
     sizes = {line.split()[1]: int(line.split()[2]) for line in DESCRIPTION.splitlines() if line.startswith("structure")}
     assert set(sizes) == set(binding.Structure.known)
     for name, structure in binding.Structure.known.items():
@@ -123,7 +123,7 @@ def test_the_structures_are_packed_as_the_compiler_lays_them_out() -> None:
         assert {field: getattr(TYPES[name], field).offset for field, _ in TYPES[name]._fields_} == structure.offsets
     assert forward(problem()) == OK
     assert call("regard_dot_backward", problem(), gradient()) == OK
-    assert call("regard_dot_row_statistics", looking(), statistics()) == OK
+    assert call("regard_dot_row_statistics", inspection_problem(), statistics()) == OK
 
 
 CHANGED = {
@@ -160,22 +160,22 @@ def test_a_library_with_another_layout_is_missing(monkeypatch: pytest.MonkeyPatc
     assert not native.why_missing()
 
 
-def test_what_looks_at_weights_refuses_columns_and_sizes_that_are_none() -> None:
+def test_inspection_rejects_invalid_columns_and_sizes() -> None:
     out = place(random(1, 2, Q, 4))
     for columns, count, status in (
         ([0, 1, 4, 6], 4, OK), ([0, 1, 4, 7], 4, BAD_ARGUMENT), ([0, 4, 4, 6], 4, BAD_ARGUMENT),
         ([-1, 1, 4, 6], 4, BAD_ARGUMENT), ([0, 1, 4, 6], -1, BAD_ARGUMENT),
     ):  # fmt: skip
         wanted = np.array(columns, np.int64)
-        assert call("regard_dot_weights", looking(), Columns(out, wanted.ctypes.data, count)) == status
-    assert call("regard_dot_weights", looking(), Columns(out, None, 4)) == BAD_ARGUMENT
-    assert call("regard_dot_weights", looking(), None) == BAD_ARGUMENT
+        assert call("regard_dot_weights", inspection_problem(), Columns(out, wanted.ctypes.data, count)) == status
+    assert call("regard_dot_weights", inspection_problem(), Columns(out, None, 4)) == BAD_ARGUMENT
+    assert call("regard_dot_weights", inspection_problem(), None) == BAD_ARGUMENT
     for rows, columns, status in ((3, 4, OK), (0, 4, BAD_ARGUMENT), (3, -4, BAD_ARGUMENT), (2**40, 4, TOO_LARGE)):
-        assert call("regard_dot_map", looking(), Pool(place(random(1, 2, 3, 4)), rows, columns)) == status
-    assert call("regard_dot_map", looking(), Pool(Place(), 3, 4)) == BAD_ARGUMENT
+        assert call("regard_dot_map", inspection_problem(), Pool(place(random(1, 2, 3, 4)), rows, columns)) == status
+    assert call("regard_dot_map", inspection_problem(), Pool(Place(), 3, 4)) == BAD_ARGUMENT
 
 
-def test_products_refuse_sizes_that_are_none_and_pointers_that_are_not_there() -> None:
+def test_products_reject_invalid_sizes_and_null_pointers() -> None:
     library = ctypes.CDLL(native.build_info()["native"])
     library.regard_packed_size.restype = ctypes.c_int64
     library.regard_packed_size.argtypes = [ctypes.c_int64, ctypes.c_int64]
@@ -252,7 +252,7 @@ def test_the_c_interface_refuses(name: str) -> None:
     assert forward(problem(**WRONG[name])) == BAD_ARGUMENT
     assert call("regard_dot_backward", problem(**WRONG[name]), gradient()) == BAD_ARGUMENT
     if "v" not in WRONG[name] and "row_table" not in WRONG[name]:
-        assert call("regard_dot_row_statistics", looking(**WRONG[name]), statistics()) == BAD_ARGUMENT
+        assert call("regard_dot_row_statistics", inspection_problem(**WRONG[name]), statistics()) == BAD_ARGUMENT
 
 
 @pytest.mark.parametrize("name", NO_MEMORY_BEHIND)
@@ -260,7 +260,7 @@ def test_a_tensor_that_is_present_has_memory(name: str) -> None:
     assert forward(problem(**NO_MEMORY_BEHIND[name])) == NO_DATA
     assert call("regard_dot_backward", problem(**NO_MEMORY_BEHIND[name]), gradient()) == NO_DATA
     if name != "value":
-        assert call("regard_dot_row_statistics", looking(**NO_MEMORY_BEHIND[name]), statistics()) == NO_DATA
+        assert call("regard_dot_row_statistics", inspection_problem(**NO_MEMORY_BEHIND[name]), statistics()) == NO_DATA
 
 
 @pytest.mark.parametrize("part", ["out", "lse", "d_out", "d_lse", "d_q", "d_k", "d_v", "d_bias", "delta", "d_weight"])
@@ -275,7 +275,7 @@ def test_a_result_that_is_present_has_memory(part: str) -> None:
 def test_the_c_interface_says_that_this_is_too_large(name: str) -> None:
     assert forward(problem(**LARGE[name])) == TOO_LARGE
     assert call("regard_dot_backward", problem(**LARGE[name]), gradient()) == TOO_LARGE
-    assert call("regard_dot_row_statistics", looking(**LARGE[name] | {"E": 0}), statistics()) == TOO_LARGE
+    assert call("regard_dot_row_statistics", inspection_problem(**LARGE[name] | {"E": 0}), statistics()) == TOO_LARGE
 
 
 def test_the_c_interface_refuses_null_pointers() -> None:
@@ -289,11 +289,11 @@ def test_the_c_interface_refuses_null_pointers() -> None:
     for part in ("d_diagonal", "d_row_table", "d_out_table"):
         assert call("regard_dot_backward", problem(), gradient(**{part: place(OUT)})) == BAD_ARGUMENT
     for part in ("lse", "entropy", "max_logit", "distance"):
-        assert call("regard_dot_row_statistics", looking(), statistics(**{part: Place()})) == BAD_ARGUMENT
-    assert call("regard_dot_row_statistics", looking(), statistics(top=3)) == BAD_ARGUMENT
-    assert call("regard_dot_row_statistics", looking(), statistics(top=-1)) == BAD_ARGUMENT
-    assert call("regard_dot_row_statistics", looking(), statistics(top=2**62)) == TOO_LARGE
-    assert call("regard_dot_row_statistics", looking(offset=None), statistics()) == BAD_ARGUMENT
+        assert call("regard_dot_row_statistics", inspection_problem(), statistics(**{part: Place()})) == BAD_ARGUMENT
+    assert call("regard_dot_row_statistics", inspection_problem(), statistics(top=3)) == BAD_ARGUMENT
+    assert call("regard_dot_row_statistics", inspection_problem(), statistics(top=-1)) == BAD_ARGUMENT
+    assert call("regard_dot_row_statistics", inspection_problem(), statistics(top=2**62)) == TOO_LARGE
+    assert call("regard_dot_row_statistics", inspection_problem(offset=None), statistics()) == BAD_ARGUMENT
 
 
 @pytest.mark.parametrize(
@@ -302,7 +302,7 @@ def test_the_c_interface_refuses_null_pointers() -> None:
 def test_the_c_interface_takes_empty_axes(empty: dict[str, int]) -> None:
     assert forward(problem(**empty)) == OK
     assert call("regard_dot_backward", problem(**empty), gradient()) == OK
-    assert call("regard_dot_row_statistics", looking(**empty | {"E": 0}), statistics()) == OK
+    assert call("regard_dot_row_statistics", inspection_problem(**empty | {"E": 0}), statistics()) == OK
 
 
 def test_the_c_interface_takes_more_threads_than_there_can_be() -> None:
@@ -336,7 +336,7 @@ def test_positions_far_away_read_the_ends_of_a_table(far: int) -> None:
 
 
 def spread(*shape: int) -> torch.Tensor:
-    """A tensor of any shape that takes four bytes."""
+    """Return a tensor of any shape that takes four bytes."""
     return torch.zeros(1).expand(shape)
 
 
@@ -365,14 +365,14 @@ def test_an_axis_past_32_bits_is_a_reason_against_the_engine(name: str) -> None:
     ],
     ids=["rows", "batches", "keys"],
 )
-def test_what_no_memory_holds_is_an_error_and_no_crash(
+def test_sizes_beyond_memory_raise_instead_of_crashing(
     query: torch.Tensor, key: torch.Tensor, engine: str | None
 ) -> None:
     if engine is None and key.shape[2] == BILLION:
         pytest.skip("other engines copy the keys, and this machine may have the room")
-    with pytest.raises((MemoryError, RuntimeError, ValueError), match=r"\d{4,}") as told:
+    with pytest.raises((MemoryError, RuntimeError, ValueError), match=r"\d{4,}") as raised:
         rg.attention(query, key, key, engine=engine)
-    assert "alloc" in str(told.value) or "memory" in str(told.value) or "large" in str(told.value)
+    assert "alloc" in str(raised.value) or "memory" in str(raised.value) or "large" in str(raised.value)
 
 
 @pytest.mark.parametrize("width", [512, 513, 1000, 5000])
@@ -432,7 +432,7 @@ print("goes on")
 
 
 @pytest.mark.skipif(sys.platform != "linux" or "LD_PRELOAD" in os.environ, reason="needs a limit on memory")
-def test_no_memory_is_an_error_that_says_what_was_too_large_and_the_next_call_goes_on() -> None:
+def test_out_of_memory_raises_with_the_sizes_and_the_next_call_works() -> None:
     first, second, third, last = run_python(STARVED).strip().splitlines()
     assert "MemoryError" in first
     assert "K=262144" in first
@@ -452,7 +452,7 @@ def test_a_library_of_another_interface_is_refused(monkeypatch: pytest.MonkeyPat
     assert not native.why_missing()
 
 
-def test_threads_of_different_sizes_and_both_directions_do_not_meet() -> None:
+def test_concurrent_calls_of_different_sizes_do_not_interfere() -> None:
     generator = torch.Generator().manual_seed(0)
     sizes = [(1, 30, 5), (2, 200, 64), (1, 64, 300), (3, 7, 16)]
     inputs = [torch.randn(B, 2, n, width, generator=generator, requires_grad=True) for B, n, width in sizes]
@@ -509,8 +509,8 @@ for _ in range(4):
     if child == 0:
         with torch.no_grad():
             found = rg.attention(q, q, q, mask=rg.causal(), engine="native").numpy()
-            told = rg.Attention(mask=rg.causal()).statistics(q, q).lse.numpy()
-        os._exit(0 if abs(found - before).max() < 1e-5 and (told == told).all() else 1)
+            raised = rg.Attention(mask=rg.causal()).statistics(q, q).lse.numpy()
+        os._exit(0 if abs(found - before).max() < 1e-5 and (raised == raised).all() else 1)
     children.append(child)
 raise SystemExit(max(os.waitpid(child, 0)[1] for child in children))
 """

@@ -1,4 +1,4 @@
-"""Numbers that torch's kernel takes for something else: NaN, infinity, and products that overflow."""
+"""Numbers that torch's kernel mishandles: NaN, infinity, and products that overflow."""
 
 from __future__ import annotations
 

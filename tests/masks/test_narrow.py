@@ -1,4 +1,4 @@
-"""A part of a mask is the mask of a call of its own: some heads, queries and keys that are neighbours."""
+"""A slice of a mask (contiguous heads, queries and keys) equals the mask of a separate call."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_a_part_of_rows_that_are_intervals_has_such_rows(case: tuple) -> None:
     assert ((start <= keys) & (keys < stop) == bits_of(own, here).numpy()).all()
 
 
-def test_what_only_distance_tells_is_its_own_part() -> None:
+def test_distance_masks_are_unchanged_by_slicing() -> None:
     frame, part = Frame(1, 2, 8, 8, 0), CallSlice(slice(0, 2), slice(2, 4), slice(1, 8))
     for mask in (rg.causal(), rg.window(2, 1), rg.dilated(2, 3)):
         assert mask.narrow(frame, part) is mask

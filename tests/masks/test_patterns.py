@@ -1,4 +1,4 @@
-"""Every pattern against its line of the table, place by place; and masks as values that print themselves."""
+"""Every pattern against its formula, entry by entry; and comparison, printing and drawing of masks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ B, H = 2, 2
 Predicate = Callable[[int, int, int, int], bool]
 
 LENGTHS = [3, 6]
-IDS = torch.tensor([[0, 0, 1, 1, 1, 2, 2, 3, 3], [4, 4, 4, 1, 0, 0, 4, 4, 9]])  # the second row tears a document apart
+IDS = torch.tensor([[0, 0, 1, 1, 1, 2, 2, 3, 3], [4, 4, 4, 1, 0, 0, 4, 4, 9]])  # one document is torn
 STARTS = torch.tensor([[0, 0, 2, 2, 2, 5, 5, 0, 8], [3, 1, 0, 7, 4, 4, 4, 2, 0]])
 STOPS = torch.tensor([[2, 2, 5, 5, 5, 9, 9, 0, 30], [3, 6, 9, 8, 5, 4, 9, 1, 1]])
 GLOBAL_ROWS = [[0, 5], [2]]
@@ -27,7 +27,7 @@ BITS = torch.rand(B, H, 9, 9, generator=torch.Generator().manual_seed(1)) < 0.5
 
 
 def block(layout: Tensor, size: int) -> Predicate:
-    """`layout[..., p // size, j // size]`; nothing stands outside of the layout."""
+    """`layout[..., p // size, j // size]`; entries outside the layout are hidden."""
 
     def allowed(b: int, h: int, p: int, j: int) -> bool:
         return 0 <= p // size < layout.shape[2] and bool(
@@ -144,7 +144,7 @@ def test_a_pattern_allows_what_its_formula_says(name: str, frame: Frame) -> None
 
 @pytest.mark.parametrize("frame", FRAMES.values(), ids=list(FRAMES))
 @pytest.mark.parametrize("name", PATTERNS)
-def test_a_pattern_says_the_same_of_single_places_as_of_a_box(name: str, frame: Frame) -> None:
+def test_a_pattern_is_the_same_for_single_entries_and_for_a_box(name: str, frame: Frame) -> None:
     mask = PATTERNS[name][0](frame.K)
     sizes = (frame.B, frame.H, frame.Q, frame.K)
     b, h, i, j = (torch.arange(n) for n in sizes)
@@ -162,7 +162,7 @@ def test_a_part_of_a_pattern_is_that_part_of_the_whole(name: str) -> None:
 
 @pytest.mark.parametrize("shape", [(9, 9), (H, 9, 9), (B, H, 9, 9), (B, 1, 1, 9), (1, H, 9, 1), (9,), ()])
 @pytest.mark.parametrize("offset", [0, -4, torch.tensor([1, 5])], ids=["0", "-4", "per row"])
-def test_dense_is_the_tensor_wherever_the_queries_stand(shape: tuple[int, ...], offset: int | Tensor) -> None:
+def test_dense_does_not_depend_on_the_offset(shape: tuple[int, ...], offset: int | Tensor) -> None:
     tensor = BITS[tuple(slice(n) if n > 1 else slice(1) for n in (1,) * (4 - len(shape)) + shape)].reshape(shape)
     torch.testing.assert_close(bits(rg.dense(tensor), Frame(B, H, 9, 9, offset)), tensor.expand(B, H, 9, 9))
 
@@ -172,7 +172,7 @@ def test_a_bool_tensor_as_a_mask_means_dense() -> None:
 
 
 class TestRandomBlocks:
-    def test_every_block_draws_the_number_asked_for_among_those_up_to_its_own(self) -> None:
+    def test_every_block_draws_per_row_blocks_up_to_its_own(self) -> None:
         frame = Frame(1, 1, 40, 40, 0)
         table = bits(rg.random_blocks(3, 4, seed=5), frame)[0, 0].reshape(10, 4, 10, 4)
         blocks = table.all(3).all(1)
@@ -181,12 +181,12 @@ class TestRandomBlocks:
         assert torch.equal(blocks, blocks.mT), "who is drawn sees who drew it"
 
     @pytest.mark.parametrize("K", [1, 4, 5, 17, 39])
-    def test_what_a_query_sees_does_not_depend_on_how_many_keys_there_are(self, K: int) -> None:
+    def test_visible_keys_do_not_depend_on_the_number_of_keys(self, K: int) -> None:
         for mask in (rg.random_blocks(3, 4, seed=5), rg.bigbird(3, random=2)):
             whole = bits(mask, Frame(1, 1, 40, 40, 0))
             assert torch.equal(bits(mask, Frame(1, 1, K, K, 0)), whole[:, :, :K, :K])
 
-    def test_all_blocks_are_drawn_when_more_are_asked_for_than_there_are(self) -> None:
+    def test_all_blocks_are_drawn_if_there_are_too_few(self) -> None:
         assert bits(rg.random_blocks(9, 4), Frame(1, 1, 8, 8, 0)).all()
 
     def test_the_same_seed_gives_the_same_blocks_and_another_seed_others(self) -> None:
@@ -261,7 +261,7 @@ def different_masks() -> list[rg.Mask]:
     ]
 
 
-def test_masks_of_one_value_are_equal_and_hash_equal_and_all_others_differ() -> None:
+def test_masks_compare_and_hash_by_value() -> None:
     first, second = different_masks(), different_masks()
     for (m, a), (n, b) in itertools.product(enumerate(first), enumerate(second)):
         assert (a == b) is (m == n), f"{a!r} and {b!r}"
@@ -269,7 +269,7 @@ def test_masks_of_one_value_are_equal_and_hash_equal_and_all_others_differ() -> 
     assert len({*first, *second}) == len(first)
 
 
-def test_a_mask_is_not_equal_to_what_is_no_mask() -> None:
+def test_a_mask_is_not_equal_to_other_objects() -> None:
     assert rg.causal() != "causal()"
     assert rg.causal() != None  # noqa: E711
     assert rg.padding(3) != 3
@@ -286,7 +286,7 @@ def test_a_mask_is_not_equal_to_what_is_no_mask() -> None:
         ((rg.causal() | rg.window(1, 0)) | rg.padding(2), rg.causal() | (rg.window(1, 0) | rg.padding(2))),
     ],
 )
-def test_two_ways_to_say_one_mask_give_one_value(one: rg.Mask, other: rg.Mask) -> None:
+def test_equivalent_constructions_are_equal(one: rg.Mask, other: rg.Mask) -> None:
     assert one == other
     assert hash(one) == hash(other)
 
@@ -398,7 +398,7 @@ def test_str_is_the_formula_and_a_drawing(mask: rg.Mask) -> None:
 
 
 @pytest.mark.parametrize("mask", [rg.padding([3, 0, 7]), rg.causal(), rg.prefix(2), ~rg.padding([3, 0, 7])])
-def test_what_a_mask_of_first_keys_leaves_is_an_interval(mask: rg.Mask) -> None:
+def test_the_complement_of_first_keys_is_an_interval(mask: rg.Mask) -> None:
     frame = Frame(3, 1, 5, 7, 1)
     edges = (~mask).intervals(frame)
     assert edges is not None
@@ -409,11 +409,11 @@ def test_what_a_mask_of_first_keys_leaves_is_an_interval(mask: rg.Mask) -> None:
     )
 
 
-def test_what_a_window_leaves_is_no_interval() -> None:
+def test_the_complement_of_a_window_is_no_interval() -> None:
     assert (~rg.window(1, 1)).intervals(Frame(1, 1, 5, 5, 0)) is None
 
 
-def test_ranges_that_end_far_behind_the_last_key_hide_nothing() -> None:
+def test_ranges_may_end_far_past_the_last_key() -> None:
     far = rg.ranges([0] * 70, [2**40] * 70)
     q = torch.randn(1, 1, 70, 4, dtype=torch.float64)
     assert torch.allclose(rg.attention(q, q, q, mask=far & rg.dilated(100, 1)), rg.attention(q, q, q))

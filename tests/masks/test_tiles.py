@@ -1,4 +1,4 @@
-"""Tile tables against the bits: nothing that is set is left out, nothing is called full that is not."""
+"""Tile tables against the dense mask: no visible entry is left out, no tile with a hidden entry counts as full."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from regard.masks import tiles as cached_tiles
 from regard.masks.tiles import Tiles
 from tests.strategies import masks
 
-module = importlib.import_module("regard.masks.tiles")  # regard.masks.tiles is its function
+module = importlib.import_module("regard.masks.tiles")  # regard.masks.tiles is the function
 fresh_tiles = module.build_tiles
 SIZES = st.sampled_from([(1, 1), (2, 3), (4, 4), (8, 4), (3, 16), (16, 16), (64, 64)])
 
 
-def test_a_rule_is_asked_for_many_tiles_at_once_and_always_finds_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rule_is_evaluated_in_chunks_with_the_same_result(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[int] = []
 
     def rule(b: Tensor, h: Tensor, p: Tensor, j: Tensor) -> Tensor:
@@ -38,7 +38,7 @@ def test_a_rule_is_asked_for_many_tiles_at_once_and_always_finds_the_same(monkey
     for places in (1, 1000, module.CHUNK_ENTRIES):
         monkeypatch.setattr(module, "CHUNK_ENTRIES", places)
         asked.clear()
-        tables.append(made(rg.where(rule), frame, (8, 8)))
+        tables.append(build(rg.where(rule), frame, (8, 8)))
         assert max(asked) <= max(64, places)
     assert len(asked) < 10
     for name in ("pointer", "start", "stop", "full"):
@@ -57,7 +57,7 @@ def cases(draw: st.DrawFn) -> tuple[rg.Mask, Frame, tuple[int, int]]:
     return draw(masks(B, H, Q, K)), frame, draw(SIZES)
 
 
-def made(mask: rg.Mask | None, frame: Frame, size: tuple[int, int]) -> Tiles:
+def build(mask: rg.Mask | None, frame: Frame, size: tuple[int, int]) -> Tiles:
     return fresh_tiles(None if mask is None else mask.snapshot(), frame.cache_key(), size)
 
 
@@ -65,8 +65,8 @@ def bits_of(mask: rg.Mask, frame: Frame) -> Tensor:
     return mask.allows(frame.indices()).expand(frame.B, frame.H, frame.Q, frame.K)
 
 
-def laid_out(table: Tiles) -> np.ndarray:
-    """How often each tile is visited as partial, and as full: (B, H, tile rows, tile columns, 2)."""
+def visit_counts(table: Tiles) -> np.ndarray:
+    """Count how often each tile is visited as partial and as full: (B, H, tile rows, tile columns, 2)."""
     frame, (down, across) = table.frame, table.grid
     found = np.zeros((frame.B, frame.H, down, across, 2), int)
     for b in range(frame.B):
@@ -79,7 +79,7 @@ def laid_out(table: Tiles) -> np.ndarray:
 
 
 def truth(mask: rg.Mask, frame: Frame, size: tuple[int, int]) -> tuple[np.ndarray, np.ndarray]:
-    """Whether each tile has a bit, and whether it has all: (B, H, tile rows, tile columns)."""
+    """Return whether each tile has a visible entry, and whether all are: (B, H, tile rows, tile columns)."""
     bits = bits_of(mask, frame).numpy()
     some = np.logical_or.reduceat(bits, np.arange(0, frame.Q, size[0]), 2)
     every = np.logical_and.reduceat(bits, np.arange(0, frame.Q, size[0]), 2)
@@ -91,7 +91,7 @@ def truth(mask: rg.Mask, frame: Frame, size: tuple[int, int]) -> tuple[np.ndarra
 @given(case=cases())
 def test_no_tile_is_called_empty_that_has_a_bit_nor_full_that_lacks_one(case: tuple) -> None:
     mask, frame, size = case
-    partial, full = np.moveaxis(laid_out(made(mask, frame, size)), -1, 0)
+    partial, full = np.moveaxis(visit_counts(build(mask, frame, size)), -1, 0)
     has_some, has_all = truth(mask, frame, size)
     assert (partial + full).max() <= 1, "a tile is visited twice"
     assert not (has_some & (partial + full == 0)).any(), "a tile with bits is left out"
@@ -100,9 +100,9 @@ def test_no_tile_is_called_empty_that_has_a_bit_nor_full_that_lacks_one(case: tu
 
 @settings(max_examples=60)
 @given(case=cases())
-def test_runs_of_a_tile_row_stand_in_order_and_are_as_long_as_can_be(case: tuple) -> None:
+def test_runs_of_a_tile_row_are_sorted_and_maximal(case: tuple) -> None:
     mask, frame, size = case
-    table = made(mask, frame, size)
+    table = build(mask, frame, size)
     for b in range(frame.B):
         for h in range(frame.H):
             for r in range(table.grid[0]):
@@ -128,23 +128,23 @@ def test_interval_rows_are_the_bits(case: tuple) -> None:
 @given(case=cases())
 def test_coarse_to_fine_finds_what_fine_alone_finds(case: tuple) -> None:
     mask, frame, size = case
-    fine = made(mask, frame, size)
+    fine = build(mask, frame, size)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "START_BOXES", 1)
-        coarse = made(mask, frame, size)
+        coarse = build(mask, frame, size)
     assert coarse.extent == fine.extent
     for name in ("pointer", "start", "stop", "full"):
         np.testing.assert_array_equal(getattr(coarse, name), getattr(fine, name))
 
 
-def test_the_search_really_begins_with_large_boxes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_search_starts_with_large_boxes(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
     original = type(rg.global_tokens([0])).kinds
     mask = rg.global_tokens([0])
     monkeypatch.setattr(
         type(mask), "kinds", lambda self, boxes: asked.append(len(boxes.i0)) or original(self, boxes), raising=True
     )
-    made(mask, Frame(1, 1, 2**17, 2**17, 0), (64, 64))
+    build(mask, Frame(1, 1, 2**17, 2**17, 0), (64, 64))
     assert max(asked) <= 2**15
     assert sum(asked) < 2048 * 2048 / 20, "all tiles were asked for"
 
@@ -169,7 +169,7 @@ OFFSETS = {"0": 0, "negative": -6, "last at last": 4, "per row": torch.tensor([-
 def test_interval_masks_have_exact_tiles(name: str, offset: int | Tensor, size: tuple[int, int]) -> None:
     mask, frame = INTERVALS[name](), Frame(3, 1, 29, 33, offset)
     assert mask.intervals(frame) is not None
-    partial, full = np.moveaxis(laid_out(made(mask, frame, size)), -1, 0)
+    partial, full = np.moveaxis(visit_counts(build(mask, frame, size)), -1, 0)
     has_some, has_all = truth(mask, frame, size)
     np.testing.assert_array_equal(full.astype(bool), has_all)
     np.testing.assert_array_equal(partial.astype(bool), has_some & ~has_all)
@@ -180,10 +180,10 @@ def test_boxes_of_the_basic_patterns_are_exact_too(mask: rg.Mask) -> None:
     frame, size = Frame(3, 1, 29, 33, torch.tensor([-3, 4, 30])), (4, 4)
     hidden = mask & rg.dense(torch.ones(1, 1, dtype=torch.bool))  # a dense part has no intervals
     assert hidden.intervals(frame) is None
-    partial, full = np.moveaxis(laid_out(made(hidden, frame, size)), -1, 0)
+    partial, full = np.moveaxis(visit_counts(build(hidden, frame, size)), -1, 0)
     has_some, has_all = truth(mask, frame, size)
     np.testing.assert_array_equal(full.astype(bool), has_all)
-    if not isinstance(mask, type(rg.causal() & rg.window(1, 1))):  # what `&` leaves of two partial tiles may be nothing
+    if not isinstance(mask, type(rg.causal() & rg.window(1, 1))):  # the intersection of two partial tiles may be empty
         np.testing.assert_array_equal((partial + full).astype(bool), has_some)
 
 
@@ -196,24 +196,24 @@ def test_boxes_of_the_basic_patterns_are_exact_too(mask: rg.Mask) -> None:
     ids=["blocks", "dense"],
 )
 @pytest.mark.parametrize("size", [(2, 2), (4, 4), (8, 8)])
-def test_batch_rows_are_told_apart_however_many_there_are(make: Callable, size: tuple[int, int]) -> None:
+def test_every_batch_row_has_separate_tiles(make: Callable, size: tuple[int, int]) -> None:
     layout = torch.zeros(40, 1, 2, 2, dtype=torch.bool)
     layout[[0, 39], 0, 0, 1] = True
     mask, frame = make(layout), Frame(40, 1, 8, 8, 0)
-    partial, full = np.moveaxis(laid_out(made(mask, frame, size)), -1, 0)
+    partial, full = np.moveaxis(visit_counts(build(mask, frame, size)), -1, 0)
     has_some, _ = truth(mask, frame, size)
     np.testing.assert_array_equal((partial + full).astype(bool), has_some)
 
 
 def test_no_mask_is_one_full_run_a_row() -> None:
-    table = made(None, Frame(2, 3, 100, 70, 0), (32, 32))
+    table = build(None, Frame(2, 3, 100, 70, 0), (32, 32))
     assert [list(table.runs(1, 2, r)) for r in range(4)] == [[(0, 3, True)]] * 4
     assert table.visited == table.total == 12
     assert table.entries() == 7000
 
 
 def test_a_table_counts_its_tiles_and_places() -> None:
-    table = made(rg.causal(), Frame(1, 1, 100, 100, 0), (32, 32))
+    table = build(rg.causal(), Frame(1, 1, 100, 100, 0), (32, 32))
     assert (table.visited, table.partial, table.total) == (10, 4, 16)
     assert table.entries() == 32 * 32 * 6 + 32 * 4 * 3 + 4 * 4
     assert [columns for columns, _ in table.row(0, 0, 3)] == [
@@ -238,7 +238,7 @@ def test_a_table_counts_its_tiles_and_places() -> None:
     ids=["none", "intervals", "dilated", "documents", "random_blocks", "composed"],
 )
 def test_empty_axes_have_no_tiles(make: Callable, frame: Frame) -> None:
-    assert made(make(frame.K), frame, (4, 4)).visited == 0
+    assert build(make(frame.K), frame, (4, 4)).visited == 0
 
 
 class TestTheCache:
@@ -284,12 +284,14 @@ def test_a_tensor_changed_in_place_changes_the_masks_made_of_it(make: Callable, 
     hashed, table = hash(mask), cached_tiles(mask, frame, (2, 2))
     assert mask == before
     assert cached_tiles(mask, frame, (2, 2)) is table
-    given_tensor.data.copy_(other)  # which no version counter sees
+    given_tensor.data.copy_(other)  # not seen by a version counter
     assert mask == after
     assert mask != before
     assert hash(mask) == hashed == hash(after)
     assert torch.equal(bits_of(mask, frame), bits_of(after, frame))
-    assert np.array_equal(laid_out(cached_tiles(mask, frame, (2, 2))), laid_out(cached_tiles(after, frame, (2, 2))))
+    assert np.array_equal(
+        visit_counts(cached_tiles(mask, frame, (2, 2))), visit_counts(cached_tiles(after, frame, (2, 2)))
+    )
     given_tensor.data.copy_(tensor)
     assert mask == before
 
@@ -300,7 +302,7 @@ def test_a_million_keys_take_neither_long_nor_much_memory() -> None:
     tracemalloc.start()
     began = time.perf_counter()
     try:
-        table = made(mask, frame, (128, 128))
+        table = build(mask, frame, (128, 128))
         seconds, peak = time.perf_counter() - began, tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
@@ -315,7 +317,7 @@ def test_a_million_keys_without_intervals_take_neither_long_nor_much_memory() ->
     tracemalloc.start()
     began = time.perf_counter()
     try:
-        table = made(mask, frame, (128, 128))
+        table = build(mask, frame, (128, 128))
         seconds, peak = time.perf_counter() - began, tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()

@@ -1,4 +1,4 @@
-"""Masks that are built within torch.func's transforms, where every tensor is wrapped."""
+"""Masks built inside torch.func transforms, where every tensor is wrapped."""
 
 from __future__ import annotations
 

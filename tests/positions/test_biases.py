@@ -23,13 +23,13 @@ def normal(*shape: int, seed: int = 0) -> Tensor:
 
 
 def tile(bias: Bias, offset: int | Tensor, query: Tensor | None = None, scale: float | Tensor = 1.0) -> Tensor:
-    """What the bias adds to the logits of a whole call."""
+    """Return the bias of a whole call."""
     query = normal(B, H, Q, D) if query is None else query
     return bias.tile(Frame(B, H, Q, K, offset).indices(), query, scale).expand(B, H, Q, K)
 
 
 def looped(function, offset: int | Tensor) -> Tensor:
-    """`function(b, h, i, distance)` at every place, distance = j - p."""
+    """Evaluate `function(b, h, i, distance)` at every entry, distance = j - p."""
     offsets = offset.tolist() if isinstance(offset, Tensor) else [offset] * B
     table = torch.zeros(B, H, Q, K, dtype=torch.float64)
     for b in range(B):

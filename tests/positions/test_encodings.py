@@ -30,7 +30,7 @@ def test_the_table_is_rounded_once_to_its_dtype_even_far_out(dtype):
     assert table.dtype == dtype
 
 
-def test_the_table_has_torchs_default_dtype_and_device_unless_told_otherwise():
+def test_the_table_has_torchs_default_dtype_and_device_by_default():
     assert sinusoidal(2, 4).dtype == torch.get_default_dtype()
     assert sinusoidal(2, 4, device="meta").device.type == "meta"
     with torch.device("meta"):
@@ -72,6 +72,6 @@ def test_a_learned_table_is_a_parameter_with_the_asked_spread_and_follows_the_se
         (lambda: learned(4, 8, std="big"), TypeError, "std must be a number, but is str"),
     ],
 )
-def test_a_wrong_call_is_told_what_was_expected_and_what_came(call, kind, message):
+def test_errors_name_the_expected_and_the_actual_value(call, kind, message):
     with pytest.raises(kind, match=message.replace("(", r"\(")):
         call()

@@ -1,4 +1,4 @@
-"""Rotary positions, against one complex number a pair, written out in plain Python."""
+"""Rotary positions, compared with one complex number per pair in plain Python."""
 
 import cmath
 import math
@@ -13,8 +13,8 @@ LLAMA3 = Llama3(8.0, low_frequency=1.0, high_frequency=4.0, original=64)
 SCALINGS = [None, Linear(4.0), Dynamic(2.0, original=4), Yarn(4.0, original=64), LLAMA3]
 
 
-def turned(vector, position, frequencies, d_rotary, interleaved, magnitude=1.0):
-    """One token: each pair of channels is a complex number, multiplied by exp(i angle)."""
+def rotate_by_complex(vector, position, frequencies, d_rotary, interleaved, magnitude=1.0):
+    """Rotate one token: each pair of channels is a complex number, multiplied by exp(i angle)."""
     result = list(vector)
     for i, frequency in enumerate(frequencies):
         at = (2 * i, 2 * i + 1) if interleaved else (i, i + d_rotary // 2)
@@ -33,7 +33,7 @@ def naive(x, positions, base, d_rotary, interleaved):
         for h in range(x.shape[1]):
             for n in range(x.shape[2]):
                 position = int(positions[b][n])
-                values = turned(x[b, h, n].tolist(), position, plain(base, d_rotary), d_rotary, interleaved)
+                values = rotate_by_complex(x[b, h, n].tolist(), position, plain(base, d_rotary), d_rotary, interleaved)
                 flat[b, h, n] = torch.tensor(values, dtype=x.dtype)
     return flat
 
@@ -41,7 +41,7 @@ def naive(x, positions, base, d_rotary, interleaved):
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize(("size", "d_rotary"), [(8, None), (8, 4), (7, 6), (6, 2)])
 @pytest.mark.parametrize("base", [10000.0, 500])
-def test_every_pair_of_channels_turns_by_its_position_times_its_frequency(interleaved, size, d_rotary, base):
+def test_every_pair_is_rotated_by_its_position_times_its_frequency(interleaved, size, d_rotary, base):
     x = torch.randn(2, 3, 5, size, dtype=torch.float64)
     positions = torch.tensor([[0, 1, 2, 3, 4], [7, 7, 0, 1000, -3]])
     out = rotary(x, positions, base=base, d_rotary=d_rotary, interleaved=interleaved)
@@ -63,7 +63,7 @@ def test_two_and_three_axes_come_back_with_their_own_shape():
     assert torch.equal(rotary(x[0], torch.arange(5)[None]), rotary(x[None])[0, 0])
 
 
-def test_products_of_turned_vectors_depend_on_the_distance_only():
+def test_products_of_rotated_vectors_depend_on_the_distance_only():
     q, k = torch.randn(2, 1, 16, dtype=torch.float64)
     near = rotary(q, 10) @ rotary(k, 7).T
     torch.testing.assert_close(near, rotary(q, 100_010) @ rotary(k, 100_007).T, rtol=0, atol=1e-9)
@@ -71,7 +71,7 @@ def test_products_of_turned_vectors_depend_on_the_distance_only():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("interleaved", [False, True])
-def test_half_types_are_turned_in_float32_and_rounded_once(dtype, interleaved):
+def test_half_precision_is_rotated_in_float32_and_rounded_once(dtype, interleaved):
     x = torch.randn(2, 2, 9, 16).to(dtype)
     out = rotary(x, 100_000, interleaved=interleaved)
     exact = rotary(x.double(), 100_000, interleaved=interleaved)
@@ -320,6 +320,6 @@ X = torch.zeros(2, 3, 5, 8)
         (lambda: Llama3(2.0, 4.0, 1.0, 64), ValueError, "high_frequency must be greater than low_frequency"),
     ],
 )
-def test_a_wrong_call_is_told_what_was_expected_and_what_came(call, kind, message):
+def test_errors_name_the_expected_and_the_actual_value(call, kind, message):
     with pytest.raises(kind, match=message):
         call()
