@@ -47,7 +47,7 @@ def too_late(*args: Any, **more: Any) -> Any:
 @pytest.mark.parametrize(
     ("words", "work"),
     [
-        (["train", "classify", "--data", "DATA", "--out", "CLOSED/run"], (loop, "gather")),
+        (["train", "classify", "--data", "DATA", "--out", "CLOSED/run"], (loop, "read_examples")),
         (["predict", "RUN", "the cat", "--out", "CLOSED/said.json"], (Run, "model")),
         (["export", "RUN", "CLOSED/out"], (Run, "model")),
         (["view", "RUN", "the cat", "-o", "CLOSED/page.html"], (Run, "model")),

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 import regard as rg
 from regard.geometry import CallSlice, Frame
-from tests.masks.test_tiles import bits_of, cases, laid_out, made, truth
+from tests.masks.test_tiles import bits_of, build, cases, truth, visit_counts
 
 
 @st.composite
@@ -42,7 +42,7 @@ def test_a_part_has_the_bits_of_the_whole(case: tuple) -> None:
 def test_the_tiles_of_a_part_are_right(case: tuple) -> None:
     mask, frame, part, size = case
     own, here = mask.narrow(frame, part), frame_of(frame, part)
-    partial, full = np.moveaxis(laid_out(made(own, here, size)), -1, 0)
+    partial, full = np.moveaxis(visit_counts(build(own, here, size)), -1, 0)
     has_some, has_all = truth(own, here, size)
     assert not (has_some & (partial + full == 0)).any(), "a tile with bits is left out"
     assert not (~has_all & (full > 0)).any(), "a tile is called full that is not"
