@@ -134,8 +134,8 @@ MUTANTS = (
     ),
     Mutant(
         "some rows are numbered as if they were the first", "engines/lowering.py",
-        "diagonal = of_head(diagonal)[..., Q - first - count : Q - first + K - 1]",
-        "diagonal = of_head(diagonal)[..., Q - count : Q + K - 1]", LOOK,
+        "diagonal = select_head(diagonal)[..., Q - first - count : Q - first + K - 1]",
+        "diagonal = select_head(diagonal)[..., Q - count : Q + K - 1]", LOOK,
     ),
     Mutant(
         "the kernel gets the strides of an axis of size 1", "engines/native/binding.py",

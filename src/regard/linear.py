@@ -361,22 +361,22 @@ def _causal(queries: Tensor, keys: Tensor, values: Tensor, past: LinearState | N
     queries = F.pad(queries, (0, 0, 0, 0, 0, extra))
     keys, values = F.pad(keys, (0, 0, 0, extra)), F.pad(values, (0, 0, 0, extra))
 
-    found = _attend_block(queries, keys[:, :, :, None], values[:, :, :, None])  # each query's own key
+    state = _attend_block(queries, keys[:, :, :, None], values[:, :, :, None])  # each query's own key
     block = 1
     while block < size:
         (_, q), (k, _), (v, _) = (_halves(x, block) for x in (queries, keys, values))
         met = LinearState(*(x.unflatten(3, (block, rows)) for x in _attend_block(q.flatten(3, 4), k, v)))
-        left, right = (LinearState(*half) for half in zip(*(_halves(x, block) for x in found), strict=True))
+        left, right = (LinearState(*half) for half in zip(*(_halves(x, block) for x in state), strict=True))
         right = _join(right, met)
-        found = LinearState(*(torch.stack(pair, 3).flatten(2, 4) for pair in zip(left, right, strict=True)))
+        state = LinearState(*(torch.stack(pair, 3).flatten(2, 4) for pair in zip(left, right, strict=True)))
         block *= 2
 
     if past is not None or length > size:
         q, k, v = (x.unflatten(2, (-1, size)) for x in (queries, keys, values))
         past = _empty_state(keys, values) if past is None else past
         far = _read(_prefix_states(_gather(k, v), past), q.flatten(3, 4))
-        found = _join(found, _map_state(lambda x: x.unflatten(3, (size, rows)).flatten(2, 3), far))
-    return found.sums[:, :, :length]
+        state = _join(state, _map_state(lambda x: x.unflatten(3, (size, rows)).flatten(2, 3), far))
+    return state.sums[:, :, :length]
 
 
 def _prefix_states(states: LinearState, past: LinearState) -> LinearState:

@@ -20,7 +20,7 @@ def printable(text: object, *, keep: str = "") -> str:
     >>> printable("caf\u00e9\\x1b[2J\\n\u202egnp.exe")
     'caf\u00e9\\\\x1b[2J\\\\n\\\\u202egnp.exe'
     """
-    return UNSAFE.sub(lambda found: found[0] if found[0] in keep else _escape(found[0]), str(text))
+    return UNSAFE.sub(lambda match: match[0] if match[0] in keep else _escape(match[0]), str(text))
 
 
 def printable_json(value: Any, *, indent: int | None = None) -> str:
@@ -31,7 +31,7 @@ def printable_json(value: Any, *, indent: int | None = None) -> str:
     '{"label": "\\\\u009b2J\\\\u202e\u00e9"}'
     """
     text = json.dumps(value, indent=indent, ensure_ascii=False)
-    return UNSAFE.sub(lambda found: found[0] if found[0] == "\n" else json.dumps(found[0])[1:-1], text)
+    return UNSAFE.sub(lambda match: match[0] if match[0] == "\n" else json.dumps(match[0])[1:-1], text)
 
 
 def _escape(letter: str) -> str:

@@ -48,11 +48,11 @@ class PackedWeight(Tensor):
 
     @staticmethod
     def __new__(cls, panels: Tensor, rows: int, requires_grad: bool = False) -> PackedWeight:
-        made: PackedWeight = Tensor._make_wrapper_subclass(
+        packed: PackedWeight = Tensor._make_wrapper_subclass(
             cls, (rows, panels.shape[1]), dtype=panels.dtype, device=panels.device, requires_grad=requires_grad
         )
-        made.panels, made.rows = panels, rows
-        return made
+        packed.panels, packed.rows = panels, rows
+        return packed
 
     @staticmethod
     def pack(weight: Tensor) -> PackedWeight:
@@ -111,11 +111,11 @@ class PackedWeight(Tensor):
         return func(*tree_map(_unpack_if_packed, args), **tree_map(_unpack_if_packed, kwargs))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PackedWeight:
-        made = PackedWeight(self.panels.clone(), self.rows, self.requires_grad)
-        memo[id(self)] = made
-        made.__dict__.update(copy.deepcopy(_attributes(self), memo))
-        made.grad = copy.deepcopy(self.grad, memo)
-        return made
+        packed = PackedWeight(self.panels.clone(), self.rows, self.requires_grad)
+        memo[id(self)] = packed
+        packed.__dict__.update(copy.deepcopy(_attributes(self), memo))
+        packed.grad = copy.deepcopy(self.grad, memo)
+        return packed
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return _rebuild, (self.unpack(), self.requires_grad, _attributes(self))

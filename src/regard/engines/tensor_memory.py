@@ -48,10 +48,10 @@ def materialize(tensor: Tensor) -> Tensor:
 
 def data_address(tensor: Tensor) -> int:
     """Return the address of a tensor's memory, or 0 if it has none (the pointer of a view is then its offset)."""
-    found = tensor.data_ptr()
-    if found < SMALLEST_ADDRESS and found == tensor.storage_offset() * tensor.element_size():
+    address = tensor.data_ptr()
+    if address < SMALLEST_ADDRESS and address == tensor.storage_offset() * tensor.element_size():
         return 0
-    return found
+    return address
 
 
 def is_sharded(tensors: Iterable[Tensor | None]) -> bool:
@@ -59,10 +59,10 @@ def is_sharded(tensors: Iterable[Tensor | None]) -> bool:
     module = sys.modules.get("torch.distributed.tensor")
     if module is None:
         return False
-    found = [isinstance(tensor, module.DTensor) for tensor in tensors if tensor is not None]
-    if any(found) and not all(found):
+    distributed = [isinstance(tensor, module.DTensor) for tensor in tensors if tensor is not None]
+    if any(distributed) and not all(distributed):
         raise TypeError(
             "query, key, value and the tensors of the description must all be DTensors, or none; "
             "pass the local shards, .to_local(), or the whole tensors, .full_tensor()"
         )
-    return any(found)
+    return any(distributed)

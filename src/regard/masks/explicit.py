@@ -148,12 +148,12 @@ class _Cells(Mask):
 def _kinds_by_cells(side: int, cells: tuple[np.ndarray, ...], boxes: Boxes, at: tuple[np.ndarray, ...]) -> Kinds:
     """Classify boxes that touch few cells, by looking up each of these."""
     r0, r1, c0, c1 = boxes.p0 // side, (boxes.p1 - 1) // side, boxes.j0 // side, (boxes.j1 - 1) // side
-    found = np.zeros(len(r0), np.int64)
+    matches = np.zeros(len(r0), np.int64)
     for r in range(int((r1 - r0).max(initial=0)) + 1):
         for c in range(int((c1 - c0).max(initial=0)) + 1):
             inside = (r0 + r <= r1) & (c0 + c <= c1)
-            found += inside & _is_member((*at, r0 + r, c0 + c), cells)
-    return kinds(full=found == (r1 - r0 + 1) * (c1 - c0 + 1), empty=found == 0)
+            matches += inside & _is_member((*at, r0 + r, c0 + c), cells)
+    return kinds(full=matches == (r1 - r0 + 1) * (c1 - c0 + 1), empty=matches == 0)
 
 
 def _kinds_by_boxes(
@@ -164,8 +164,8 @@ def _kinds_by_boxes(
     top, left = rows * side - offsets[b if len(offsets) > 1 else 0], columns * side - boxes.left
     corners = [(i // height, j // width) for i in (top, top + side - 1) for j in (left, left + side - 1)]
     touched = np.tile(b, 4), np.tile(h, 4), *(np.concatenate(axis) for axis in zip(*corners, strict=True))
-    found = _is_member((*at, boxes.i0 // height, (boxes.j0 - boxes.left) // width), touched)
-    return np.where(found, PARTIAL, EMPTY).astype(np.int8)
+    matches = _is_member((*at, boxes.i0 // height, (boxes.j0 - boxes.left) // width), touched)
+    return np.where(matches, PARTIAL, EMPTY).astype(np.int8)
 
 
 def _is_member(entries: tuple[np.ndarray, ...], known: tuple[np.ndarray, ...]) -> np.ndarray:

@@ -119,23 +119,25 @@ class Diagonal(Bias):
 @dataclass(eq=False, repr=False)
 class Alibi(Diagonal):
     heads: int
-    some: tuple[int, int] | None = None  # first and one past the last of its heads, for a slice
+    head_range: tuple[int, int] | None = None  # first and one past the last of its heads, for a slice
 
     def slopes(self, device: torch.device) -> Tensor:
         power = 2 ** int(math.log2(self.heads))
         first = [2 ** (-8 * (n + 1) / power) for n in range(power)]
         between = [2 ** (-4 * (n + 1) / power) for n in range(0, 2 * (self.heads - power), 2)]
-        some = slice(None) if self.some is None else slice(*self.some)
-        return torch.tensor((first + between)[some], dtype=torch.float64, device=device)
+        head_range = slice(None) if self.head_range is None else slice(*self.head_range)
+        return torch.tensor((first + between)[head_range], dtype=torch.float64, device=device)
 
     def narrow(self, part: CallSlice) -> Bias:
-        return self if part.heads == slice(0, self.heads) else self.replace(some=(part.heads.start, part.heads.stop))
+        return (
+            self if part.heads == slice(0, self.heads) else self.replace(head_range=(part.heads.start, part.heads.stop))
+        )
 
     def along(self, h: Tensor, distance: Tensor) -> Tensor:
         return -self.slopes(h.device)[h] * distance.abs()
 
     def check(self, frame: Frame, d_head: int, d_value: int) -> None:
-        if (self.heads if self.some is None else self.some[1] - self.some[0]) != frame.H:
+        if (self.heads if self.head_range is None else self.head_range[1] - self.head_range[0]) != frame.H:
             raise ValueError(f"alibi was created for heads={self.heads}, but the query has H = {frame.H} heads")
 
     def __repr__(self) -> str:

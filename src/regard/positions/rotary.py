@@ -58,12 +58,12 @@ def rotary(
     compute = torch.promote_types(x.dtype, torch.float32)
     cos, sin = rotary_table(angled, d_rotary, base=base, scaling=scaling, dtype=compute)
 
-    turned = x[..., :d_rotary].to(compute)
-    a, b = (turned[..., 0::2], turned[..., 1::2]) if interleaved else turned.chunk(2, dim=-1)
+    rotated = x[..., :d_rotary].to(compute)
+    a, b = (rotated[..., 0::2], rotated[..., 1::2]) if interleaved else rotated.chunk(2, dim=-1)
     a, b = a * cos - b * sin, b * cos + a * sin
-    turned = torch.stack((a, b), dim=-1).flatten(-2) if interleaved else torch.cat((a, b), dim=-1)
-    turned = turned.to(x.dtype)
-    return turned if d_rotary == x.shape[-1] else torch.cat((turned, x[..., d_rotary:]), dim=-1)
+    rotated = torch.stack((a, b), dim=-1).flatten(-2) if interleaved else torch.cat((a, b), dim=-1)
+    rotated = rotated.to(x.dtype)
+    return rotated if d_rotary == x.shape[-1] else torch.cat((rotated, x[..., d_rotary:]), dim=-1)
 
 
 def rotary_table(
@@ -203,9 +203,9 @@ class Yarn:
             first, last = math.floor(first), math.ceil(last)
         first, last = max(first, 0), min(last, d_rotary - 1)
         span = last - first if last != first else 0.001
-        kept = _frequencies(base, d_rotary, positions.device)  # (d_rotary / 2,)
-        ramp = (torch.arange(d_rotary // 2, dtype=kept.dtype, device=kept.device) - first) / span
-        return torch.lerp(kept, kept / self.factor, ramp.clamp(0, 1))
+        unscaled = _frequencies(base, d_rotary, positions.device)  # (d_rotary / 2,)
+        ramp = (torch.arange(d_rotary // 2, dtype=unscaled.dtype, device=unscaled.device) - first) / span
+        return torch.lerp(unscaled, unscaled / self.factor, ramp.clamp(0, 1))
 
 
 @dataclass(frozen=True)
@@ -242,10 +242,10 @@ class Llama3:
         return 1.0
 
     def frequencies(self, base: float, d_rotary: int, positions: Tensor) -> Tensor:
-        kept = _frequencies(base, d_rotary, positions.device)
-        turns = self.original * kept / (2 * math.pi)
+        unscaled = _frequencies(base, d_rotary, positions.device)
+        turns = self.original * unscaled / (2 * math.pi)
         share = ((turns - self.low_frequency) / (self.high_frequency - self.low_frequency)).clamp(0, 1)
-        return torch.lerp(kept / self.factor, kept, share)
+        return torch.lerp(unscaled / self.factor, unscaled, share)
 
 
 def _frequencies(base: float | Tensor, d_rotary: int, device: torch.device) -> Tensor:

@@ -87,13 +87,13 @@ def forward_output(x: LoweredTensors, fixed: LoweredConstants) -> Tensor:
 def _empty_gradients(x: LoweredTensors) -> tuple[Tensor | None, ...]:
     """Allocate the gradients of the differentiated inputs, in the kernel's order; None where an input is None."""
     real = torch.float64 if x.query.dtype == torch.float64 else torch.float32
-    made: list[Tensor | None] = [torch.empty_like(t, memory_format=torch.contiguous_format) for t in x[:3]]
-    made += [None if t is None else torch.empty_like(t) for t in (x.diagonal, x.row_table)]
-    made.append(None if x.bias is None else prefer_large_pages(x.bias.new_empty(x.bias.shape, dtype=real)))
-    made.append(None if x.sink is None else x.query.new_empty(x.query.shape[:3], dtype=real))
+    grads: list[Tensor | None] = [torch.empty_like(t, memory_format=torch.contiguous_format) for t in x[:3]]
+    grads += [None if t is None else torch.empty_like(t) for t in (x.diagonal, x.row_table)]
+    grads.append(None if x.bias is None else prefer_large_pages(x.bias.new_empty(x.bias.shape, dtype=real)))
+    grads.append(None if x.sink is None else x.query.new_empty(x.query.shape[:3], dtype=real))
     per_head = (*x.query.shape[:2], 1, x.query.shape[3])
-    made.append(None if x.weight is None else x.query.new_empty(per_head, dtype=real))
-    return tuple(made)
+    grads.append(None if x.weight is None else x.query.new_empty(per_head, dtype=real))
+    return tuple(grads)
 
 
 def backward(

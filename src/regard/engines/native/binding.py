@@ -69,9 +69,9 @@ class Structure:
             self.offsets[field.name] = field.offset
             if struct.calcsize("@" + self.format) != field.offset + field.size:
                 return f"the field {field.name} of {self.name} is not where Python's struct module puts it"
-        made = struct.Struct("@" + self.format)
-        self.pack, self.size = made.pack, made.size
-        return "" if made.size == size else f"{self.name} has {size} bytes, but {made.size} are packed"
+        layout = struct.Struct("@" + self.format)
+        self.pack, self.size = layout.pack, layout.size
+        return "" if layout.size == size else f"{self.name} has {size} bytes, but {layout.size} are packed"
 
 
 class Field(NamedTuple):
@@ -148,15 +148,15 @@ def library() -> ctypes.CDLL | str:
     if not files:
         return "the compiled library is missing: no C++ compiler was found when regard was installed"
     try:
-        found = ctypes.CDLL(str(files[0]))
-        version = found.regard_interface()
+        lib = ctypes.CDLL(str(files[0]))
+        version = lib.regard_interface()
     except (OSError, AttributeError) as error:
         return f"the compiled library does not load: {error}"
     if version != INTERFACE:
         return f"the compiled library has interface {version}, but {INTERFACE} is needed; reinstall regard"
     for name in ("regard_isa", "regard_isas_compiled", "regard_version", "regard_layout"):
-        getattr(found, name).restype = ctypes.c_char_p
-    if reason := _read_layout(found.regard_layout().decode()):
+        getattr(lib, name).restype = ctypes.c_char_p
+    if reason := _read_layout(lib.regard_layout().decode()):
         return f"the compiled library has another layout of structures: {reason}; reinstall regard"
     names = (
         "dot_forward",
@@ -168,31 +168,31 @@ def library() -> ctypes.CDLL | str:
         "linear_backward",
     )
     for name in (f"regard_{name}" for name in names):
-        getattr(found, name).argtypes = [ctypes.c_char_p, ctypes.c_char_p]
-    found.regard_dot_jvp.argtypes = [ctypes.c_char_p] * 3
+        getattr(lib, name).argtypes = [ctypes.c_char_p, ctypes.c_char_p]
+    lib.regard_dot_jvp.argtypes = [ctypes.c_char_p] * 3
     long, pointer = ctypes.c_int64, ctypes.c_void_p
-    found.regard_packed_size.restype, found.regard_packed_size.argtypes = long, [long, long]
-    found.regard_multiply.argtypes = [ctypes.c_char_p]
-    found.regard_prefer_large_pages.restype, found.regard_prefer_large_pages.argtypes = None, [pointer, long]
-    return found
+    lib.regard_packed_size.restype, lib.regard_packed_size.argtypes = long, [long, long]
+    lib.regard_multiply.argtypes = [ctypes.c_char_p]
+    lib.regard_prefer_large_pages.restype, lib.regard_prefer_large_pages.argtypes = None, [pointer, long]
+    return lib
 
 
 def why_missing() -> str:
     """Return the reason why the library is missing, or an empty string."""
-    found = library()
-    return found if isinstance(found, str) else ""
+    lib = library()
+    return lib if isinstance(lib, str) else ""
 
 
 def build_info() -> dict[str, str]:
     """Return the details of the library for bug reports."""
-    found = library()
-    if isinstance(found, str):
-        return {"native": found}
+    lib = library()
+    if isinstance(lib, str):
+        return {"native": lib}
     return {
-        "native": found._name,
-        "instruction set": found.regard_isa().decode(),
-        "compiled for": found.regard_isas_compiled().decode(),
-        "threads": str(torch.get_num_threads()) if found.regard_has_threads() else "1 (built without OpenMP)",
+        "native": lib._name,
+        "instruction set": lib.regard_isa().decode(),
+        "compiled for": lib.regard_isas_compiled().decode(),
+        "threads": str(torch.get_num_threads()) if lib.regard_has_threads() else "1 (built without OpenMP)",
     }
 
 
@@ -211,9 +211,9 @@ def status_error(status: int, given: bytes | int = b"") -> Exception:
 
 def prefer_large_pages(tensor: Tensor) -> Tensor:
     """Put a tensor that is about to be written on large pages, since faulting in small ones may cost more."""
-    found = library()
-    if tensor.nbytes >= _LARGE_PAGE_BYTES and not isinstance(found, str):
-        found.regard_prefer_large_pages(tensor.data_ptr(), tensor.nbytes)
+    lib = library()
+    if tensor.nbytes >= _LARGE_PAGE_BYTES and not isinstance(lib, str):
+        lib.regard_prefer_large_pages(tensor.data_ptr(), tensor.nbytes)
     return tensor
 
 

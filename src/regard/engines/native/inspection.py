@@ -18,26 +18,28 @@ from regard.positions.biases import DenseBias
 
 def weights(problem: Problem, query: Tensor, key: Tensor, heads: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
     """Like `inspection.weights`, but not differentiable."""
-    (some, row_at), (picked, column_at) = (part.unique(return_inverse=True) for part in (rows, columns))
-    frame, whole = problem.frame, len(some) == problem.frame.Q
+    (unique_rows, row_at), (unique_columns, column_at) = (part.unique(return_inverse=True) for part in (rows, columns))
+    frame, whole = problem.frame, len(unique_rows) == problem.frame.Q
     x, _, fixed = prepare(problem if whole else replace(problem, mask=None), query, key, key[..., :0], None)
     if not whole and problem.mask is not None:
-        layout, strides = layout_for_rows(problem.mask, frame, some)
+        layout, strides = layout_for_rows(problem.mask, frame, unique_rows)
         fixed = fixed._replace(mask_layout=layout, sizes=(*fixed.sizes[:2], *strides))
     every = len(heads) == frame.H and bool((heads == torch.arange(frame.H, device="cpu")).all())
-    found = torch.empty((frame.B, len(heads), len(some), len(picked)), dtype=problem.compute_dtype, device="cpu")
+    result = torch.empty(
+        (frame.B, len(heads), len(unique_rows), len(unique_columns)), dtype=problem.compute_dtype, device="cpu"
+    )
     for n, head in enumerate([None] if every else heads.tolist()):
-        one, own = select_part(x, fixed, head, some)
-        room = found if head is None else found[:, n : n + 1]
+        one, own = select_part(x, fixed, head, unique_rows)
+        target = result if head is None else result[:, n : n + 1]
         call(
             "regard_dot_weights",
             pack_problem(one, own),
-            COLUMNS.pack(*row_fields(room), picked.data_ptr(), len(picked)),
+            COLUMNS.pack(*row_fields(target), unique_columns.data_ptr(), len(unique_columns)),
         )
-    for axis, asked, at in ((2, rows, row_at), (3, columns, column_at)):
-        if not torch.equal(asked, (some, picked)[axis - 2]):
-            found = found.index_select(axis, at)
-    return found.to(problem.dtype)
+    for axis, requested, at in ((2, rows, row_at), (3, columns, column_at)):
+        if not torch.equal(requested, (unique_rows, unique_columns)[axis - 2]):
+            result = result.index_select(axis, at)
+    return result.to(problem.dtype)
 
 
 def can_select_rows(problem: Problem, rows: Tensor) -> bool:
@@ -49,9 +51,9 @@ def can_select_rows(problem: Problem, rows: Tensor) -> bool:
 def pooled_weights(problem: Problem, query: Tensor, key: Tensor, size: tuple[int, int]) -> Tensor:
     """Like `inspection.pooled_weights`, in one pass."""
     x, _, fixed = prepare(problem, query, key, key[..., :0], None)
-    found = torch.empty((*query.shape[:2], *size), dtype=problem.compute_dtype, device="cpu")
-    call("regard_dot_map", pack_problem(x, fixed), POOL.pack(*row_fields(found), *size))
-    return found.to(problem.dtype)
+    result = torch.empty((*query.shape[:2], *size), dtype=problem.compute_dtype, device="cpu")
+    call("regard_dot_map", pack_problem(x, fixed), POOL.pack(*row_fields(result), *size))
+    return result.to(problem.dtype)
 
 
 def statistics(
