@@ -1,4 +1,4 @@
-"""How far from the exact result rounding may take a call: the a-priori bound of docs/inside/rounding.md.
+"""A-priori bounds on the rounding errors of a call; derived in docs/inside/rounding.md.
 
 Every quantity is computed in float64 from the inputs as given. A result beyond the bound is a bug: the bound holds for
 sums in any order. Names: `d` bounds the errors of logits, `e_x` the error of x; `u` is the unit roundoff of the
@@ -31,7 +31,7 @@ from tests.definition import (
 )  # fmt: skip
 
 TANH = 20  # roundings of 1 that the error of a tanh, or of 1 - tanh^2, may have: docs/inside/rounding.md
-CAP_TANH = 14  # roundings of a tanh that its error may have, where it caps a score
+CAP_TANH = 14  # error of a tanh that caps a score, in roundings
 
 
 @dataclass
@@ -40,7 +40,7 @@ class Judged:
 
     output: Tensor
     lse: Tensor  # (B, H, Q)
-    gradients: list[Tensor]  # of query, key, value and what is learned
+    gradients: list[Tensor]  # of query, key, value and parameters
     weights: Tensor
     output_bound: Tensor
     lse_bound: Tensor
@@ -58,7 +58,7 @@ class Rounding:
         stored = torch.finfo(dtype)
         self.u, self.h = arithmetic.eps / 2, stored.eps / 2
         self.lowered = self.h if stored.bits == 16 else 0.0  # unit vectors and scaled queries are stored once more
-        self.tiny = 64 * arithmetic.tiny  # what an underflow may cost, with a margin
+        self.tiny = 64 * arithmetic.tiny  # error of an underflow, with a margin
         self.smallest = stored.tiny * stored.eps / 2  # half of the least number
 
     def store(self, exact: Tensor, bound: Tensor) -> Tensor:

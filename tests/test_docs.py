@@ -1,4 +1,4 @@
-"""What the documentation says is run: python blocks of a page one after the other, commands as far as they are quick.
+"""Run the documentation: the python blocks of a page in order, and the commands that are quick.
 
 A comment before a block changes what is done with it: `<!-- not run: why -->` leaves it out, and `<!-- run -->` runs
 the commands of a block, which are otherwise only held against what the command line takes.

@@ -155,7 +155,7 @@ MUTANTS = (
     ),
     Mutant(
         "a view of freed memory has an address", "engines/tensor_memory.py",
-        "found == tensor.storage_offset() * tensor.element_size()", "found == 0", INPUTS,
+        "address == tensor.storage_offset() * tensor.element_size()", "address == 0", INPUTS,
     ),
     Mutant(
         "a mode around the backward pass does not see it", "engines/native/jvp.py",

@@ -59,7 +59,7 @@ def pooled_weights(problem: Problem, query: Tensor, key: Tensor, size: tuple[int
 def statistics(
     problem: Problem, query: Tensor, key: Tensor, top: int, chosen: Tensor | None = None
 ) -> tuple[Tensor | None, ...]:
-    """As `inspection.statistics`."""
+    """Like `inspection.statistics`."""
     x, _, fixed = prepare(problem, query, key, key[..., :0], None)
     rows = query.shape[:3]
     numbers = [torch.empty(rows, dtype=problem.compute_dtype, device="cpu") for _ in range(4)]
