@@ -1,7 +1,7 @@
 """Run the documentation: the python blocks of a page in order, and the commands that are quick.
 
-A comment before a block changes what is done with it: `<!-- not run: why -->` leaves it out, and `<!-- run -->` runs
-the commands of a block, which are otherwise only held against what the command line takes.
+A comment before a block changes how it is handled: `<!-- not run: why -->` leaves it out, and `<!-- run -->` runs
+the commands of a block, which are otherwise only parsed.
 """
 
 from __future__ import annotations

@@ -37,9 +37,9 @@ def test_a_notebook_runs(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     client.execute()
     results = [output for cell in book.cells if cell.cell_type == "code" for output in cell.outputs]
     assert any("image/png" in output.get("data", {}) for output in results)
-    said = [output["data"]["text/plain"] for output in results if output.output_type == "execute_result"]
-    assert "True" in said  # the comparisons in the notebook hold
-    assert "False" not in said
+    outputs = [output["data"]["text/plain"] for output in results if output.output_type == "execute_result"]
+    assert "True" in outputs  # the comparisons in the notebook hold
+    assert "False" not in outputs
 
 
 def test_the_widget_answers_through_a_kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -81,13 +81,13 @@ def test_the_widget_answers_through_a_kernel(tmp_path: Path, monkeypatch: pytest
     assert "none" in wrong["error"]
 
 
-def answer(client: Any, comm: str, asked: dict[str, Any]) -> tuple[dict[str, Any], list[bytes]]:
+def answer(client: Any, comm: str, content: dict[str, Any]) -> tuple[dict[str, Any], list[bytes]]:
     """Return the widget's reply to a message."""
     from jupyter_core.utils import run_sync
 
     kernel = client.kc
-    said = {"comm_id": comm, "data": {"method": "custom", "content": asked}}
-    kernel.shell_channel.send(kernel.session.msg("comm_msg", said))
+    request = {"comm_id": comm, "data": {"method": "custom", "content": content}}
+    kernel.shell_channel.send(kernel.session.msg("comm_msg", request))
     until = time.monotonic() + 60
     while time.monotonic() < until:
         message = run_sync(kernel.iopub_channel.get_msg)(timeout=60)

@@ -48,7 +48,7 @@ def too_late(*args: Any, **more: Any) -> Any:
     ("words", "work"),
     [
         (["train", "classify", "--data", "DATA", "--out", "CLOSED/run"], (loop, "read_examples")),
-        (["predict", "RUN", "the cat", "--out", "CLOSED/said.json"], (Run, "model")),
+        (["predict", "RUN", "the cat", "--out", "CLOSED/predictions.json"], (Run, "model")),
         (["export", "RUN", "CLOSED/out"], (Run, "model")),
         (["view", "RUN", "the cat", "-o", "CLOSED/page.html"], (Run, "model")),
         (["lab", "equivariance", "-o", "CLOSED/lab.html"], ("regard.cli.lab_report", "run")),
@@ -64,12 +64,12 @@ def test_a_folder_without_permission_is_reported_before_the_work(
     owner, name = work
     monkeypatch.setattr(*((f"{owner}.{name}",) if isinstance(owner, str) else (owner, name)), too_late)
     places = {"RUN": str(reviews.folder), "DATA": classes(tmp_path)}
-    said = regard(*(places.get(word, word.replace("CLOSED", str(closed))) for word in words))
-    assert said.code == (2 if words[0] == "check" else 1)
-    assert said.out == ""
-    assert said.err.count("\n") == 1
-    assert f"regard: {closed}" in said.err
-    assert "Errno" not in said.err
+    result = regard(*(places.get(word, word.replace("CLOSED", str(closed))) for word in words))
+    assert result.code == (2 if words[0] == "check" else 1)
+    assert result.out == ""
+    assert result.err.count("\n") == 1
+    assert f"regard: {closed}" in result.err
+    assert "Errno" not in result.err
 
 
 def test_figures_of_a_run_that_cannot_be_written_are_reported(
@@ -79,10 +79,10 @@ def test_figures_of_a_run_that_cannot_be_written_are_reported(
         raise PermissionError(13, "Permission denied", "run.lock")
 
     monkeypatch.setattr("regard.training.runs.locked", denied)
-    said = regard("evaluate", reviews.folder)
-    assert said.code == 0
-    assert "accuracy" in said.out
-    assert "the figures are not kept in run.json: " in said.err
+    result = regard("evaluate", reviews.folder)
+    assert result.code == 0
+    assert "accuracy" in result.out
+    assert "the figures are not kept in run.json: " in result.err
 
 
 @pytest.mark.parametrize(
@@ -117,9 +117,9 @@ def test_a_port_in_use_is_reported_before_a_model_is_loaded(
         other.bind(("127.0.0.1", 0))
         other.listen()
         port = other.getsockname()[1]
-        said = regard("serve", reviews.folder, "--port", port)
-    assert said.code == 1
-    assert said.err == f"regard: port {port} at 127.0.0.1: Address already in use; choose another with --port\n"
+        result = regard("serve", reviews.folder, "--port", port)
+    assert result.code == 1
+    assert result.err == f"regard: port {port} at 127.0.0.1: Address already in use; choose another with --port\n"
 
 
 @pytest.mark.parametrize("words", [[b"predict", b"RUN", b"caf\xe9"], [b"resume", b"caf\xe9"], [b"caf\xe9"]])

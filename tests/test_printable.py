@@ -54,17 +54,17 @@ def test_json_can_be_printed_and_read_back(indent: int | None) -> None:
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A classifier with hostile labels in a folder with a hostile name."""
-    new_run = tiny_runs.begun(tmp_path_factory.mktemp("printable"), "classify")
-    train(new_run)
-    path = new_run.folder / "processor.json"
+    created = tiny_runs.new_run(tmp_path_factory.mktemp("printable"), "classify")
+    train(created)
+    path = created.folder / "processor.json"
     processor = json.loads(path.read_text())
     path.write_text(json.dumps(processor | {"labels": [HOSTILE, HOSTILE + "2"]}))
-    folder = new_run.folder.with_name(f"run {HOSTILE.replace('/', '')}")
-    shutil.copytree(new_run.folder, folder)
+    folder = created.folder.with_name(f"run {HOSTILE.replace('/', '')}")
+    shutil.copytree(created.folder, folder)
     return folder
 
 
-def invoked(*arguments: Any) -> str:
+def run_command(*arguments: Any) -> str:
     done = CliRunner().invoke(app, [str(each) for each in arguments])
     assert done.exit_code == 0, done.output
     return done.stdout
@@ -73,11 +73,11 @@ def invoked(*arguments: Any) -> str:
 def test_labels_and_texts_of_predictions(run: Path, tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text(json.dumps({"text": "the cat"}) + "\n" + json.dumps({"text": f"the {HOSTILE} cat"}) + "\n")
-    said = invoked("predict", run, path)
-    assert safe(said)
-    assert len(said.splitlines()) == 2
-    assert "\\x1b]0;owned\\x07" in said
-    lines = invoked("predict", run, path, "--json").splitlines()
+    result = run_command("predict", run, path)
+    assert safe(result)
+    assert len(result.splitlines()) == 2
+    assert "\\x1b]0;owned\\x07" in result
+    lines = run_command("predict", run, path, "--json").splitlines()
     assert safe("".join(lines))
     assert [json.loads(line)["input"] for line in lines] == ["the cat", f"the {HOSTILE} cat".strip()]
     assert json.loads(lines[0])["output"] in (HOSTILE, HOSTILE + "2")
@@ -87,12 +87,12 @@ def test_the_table_of_an_evaluation(run: Path) -> None:
     processor = json.loads((run / "processor.json").read_text())
     (run / "processor.json").write_text(json.dumps(processor | {"labels": ["cat", "none"]}))  # those of its data
     try:
-        said = invoked("evaluate", run)
+        result = run_command("evaluate", run)
     finally:
         (run / "processor.json").write_text(json.dumps(processor))
-    assert "accuracy" in said
-    assert "\\x1b" in said
-    assert safe(said)
+    assert "accuracy" in result
+    assert "\\x1b" in result
+    assert safe(result)
 
 
 def test_errors_are_one_line(run: Path, tmp_path: Path, regard: Command) -> None:

@@ -151,20 +151,20 @@ def test_every_long_part_of_a_command_is_a_stage(regard: Command, run: Run, labe
     }  # fmt: skip
     for name, words in asked.items():
         labels.clear()
-        said = regard(*words)
-        assert said.code == 0, said.err
+        result = regard(*words)
+        assert result.code == 0, result.err
         assert [label for label in expected[name] if label not in labels] == []
         if "--json" in words:
-            [json.loads(line) for line in said.out.splitlines()] if name == "predict" else json.loads(said.out)
+            [json.loads(line) for line in result.out.splitlines()] if name == "predict" else json.loads(result.out)
 
 
 def test_progress_goes_to_standard_error_alone(regard: Command, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     quiet = regard("evaluate", run.folder)
     monkeypatch.setattr(threading, "Timer", Immediate)
-    said = regard("evaluate", run.folder)
-    assert said.out == quiet.out
-    assert "reading data ...\n" in said.err
-    assert "evaluating 22 test rows ...\n" in said.err
+    result = regard("evaluate", run.folder)
+    assert result.out == quiet.out
+    assert "reading data ...\n" in result.err
+    assert "evaluating 22 test rows ...\n" in result.err
 
 
 def test_only_the_first_of_several_processes_reports(
