@@ -310,7 +310,7 @@ def test_a_plan_takes_a_run_and_a_checkpoint(regard: Command, tmp_path: Path) ->
         (["--model", f"{WORDS},gated=maybe", *PLAN], "--model: gated must be true or false, but is 'maybe'"),
         (
             ["--model", f"{WORDS},kv_heads=3", *PLAN],
-            "heads must be a positive multiple of kv_heads, but they are 4 and 3",
+            "heads must be a positive multiple of kv_heads, got heads=4 and kv_heads=3",
         ),
         (["--model", f"{WORDS},norm=none", *PLAN], "norm must be one of layer, rms, unit_rms, but is 'none'"),
         (["--model", WORDS, *PLAN[:6], "--flops", "40G"], "say --flops and --bandwidth, or let this machine be"),

@@ -194,7 +194,7 @@ def test_what_does_not_go_together_is_said() -> None:
     source, target = batch([5, 3], [2, 4])
     with pytest.raises(TypeError, match="packed target goes with a packed source"):
         model(torch.stack([source[0], source[0]]), target)
-    with pytest.raises(ValueError, match="as many sequences, but hold 2 and 1"):
+    with pytest.raises(ValueError, match="same number of sequences, got 2 and 1"):
         model(source, target[:1])
     with pytest.raises(ValueError, match="as many, but are 1 and 2"):
         model(source[0][None], torch.stack([target[0], target[0]]))

@@ -106,10 +106,10 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
         lambda: MultiHeadAttention(8, 2, rotary=Rotary())(X, positions=torch.arange(5), context=LayerContext()),
         "positions cannot be given next to",
     ),
-    "attention: no rotary": (lambda: MultiHeadAttention(8, 2)(X, positions=torch.arange(5)), "has none"),
-    "attention: no source": (lambda: MultiHeadAttention(8, 2, d_source=6)(X), "d_source = 6, so it needs a source"),
+    "attention: no rotary": (lambda: MultiHeadAttention(8, 2)(X, positions=torch.arange(5)), "used by rotary embeddings only"),
+    "attention: no source": (lambda: MultiHeadAttention(8, 2, d_source=6)(X), "d_source = 6 and needs a source"),
     "attention: cache of a source": (
-        lambda: MultiHeadAttention(8, 2)(X, SOURCE, cache=Cache()), "decode with a CrossCache instead of a Cache"
+        lambda: MultiHeadAttention(8, 2)(X, SOURCE, cache=Cache()), "takes a CrossCache, got a Cache"
     ),
     "attention: odd rotary": (lambda: MultiHeadAttention(8, 2, rotary=Rotary(d_rotary=3)), "even and between 2 and"),
     "attention: wide rotary": (lambda: MultiHeadAttention(8, 2, rotary=Rotary(d_rotary=8)), "even and between 2 and"),
@@ -119,9 +119,9 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
         lambda: block(True)(X, SOURCE, source_mask=MASK, cross_context=LayerContext()),
         "source_mask cannot be given next to"
     ),
-    "block: source": (lambda: block()(X, SOURCE), "no cross-attention, so it takes no source"),
-    "block: source mask": (lambda: block()(X, source_mask=MASK), "no cross-attention, so it takes no source"),
-    "block: memory": (lambda: block()(X, cross_cache=CrossCache()), "no cross-attention, so it takes no source"),
+    "block: source": (lambda: block()(X, SOURCE), "no cross-attention and takes no source"),
+    "block: source mask": (lambda: block()(X, source_mask=MASK), "no cross-attention and takes no source"),
+    "block: memory": (lambda: block()(X, cross_cache=CrossCache()), "no cross-attention and takes no source"),
     "block: no source": (lambda: block(True)(X), "needs a source"),
     "encoder: mask": (lambda: Encoder([block()])(X, mask=MASK, context=LayerContext()), "mask cannot be given next to"),
     "encoder: cross": (lambda: Encoder([block(True)])(X), "needs a source"),
@@ -131,13 +131,13 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
         lambda: Decoder([block(True)])(X, SOURCE, source_mask=MASK, cross_context=LayerContext()),
         "source_mask cannot be given"
     ),
-    "decoder: no cross": (lambda: Decoder([block()])(X, SOURCE), "no cross-attention, so it takes no source"),
+    "decoder: no cross": (lambda: Decoder([block()])(X, SOURCE), "no cross-attention and takes no source"),
     "graph: mask": (lambda: GraphAttention(8, 2)(X, mask=MASK, context=LayerContext()), "mask cannot be given next to"),
     "graph: cache": (lambda: GraphAttention(8, 2)(X, cache=Cache()), "takes no cache"),  # type: ignore[arg-type]
     "graph: position": (lambda: GraphAttention(8, 2)(X, context=LayerContext(key_position=X)), "takes no cache"),
     "graph: caches": (
         lambda: Encoder([Block(GraphAttention(8, 2), nn.Identity(), residual=rg.nn.Residual)]).cache(),
-        "only blocks of MultiHeadAttention have caches",
+        "only blocks with MultiHeadAttention have caches",
     ),
     "whisper: window": (
         lambda: Whisper(WhisperConfig(vocabulary=9, d_model=8, layers=1, heads=2, d_hidden=8, window=3)), "window"

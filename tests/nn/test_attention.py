@@ -149,7 +149,7 @@ def test_the_output_is_laid_out_as_the_query_is() -> None:
 
 
 def test_heads_must_divide_the_width() -> None:
-    with pytest.raises(ValueError, match="d_model = 10 is no multiple of heads = 3"):
+    with pytest.raises(ValueError, match="d_model = 10 is not a multiple of heads = 3"):
         MultiHeadAttention(10, heads=3)
-    with pytest.raises(ValueError, match="multiple of kv_heads, but they are 4 and 3"):
+    with pytest.raises(ValueError, match="multiple of kv_heads, got heads=4 and kv_heads=3"):
         MultiHeadAttention(12, heads=4, kv_heads=3)

@@ -125,7 +125,7 @@ def test_a_seed_makes_sampling_reproducible() -> None:
     [
         (lambda: Sample(temperature=0.0), "temperature must be positive"),
         (lambda: Sample(top_k=0), "top_k must be at least 1"),
-        (lambda: Sample(top_p=1.5), r"top_p must be a share in \(0, 1\]"),
+        (lambda: Sample(top_p=1.5), r"top_p must be in \(0, 1\]"),
         (lambda: Beam(width=0), "width must be at least 1"),
     ],
 )

@@ -102,9 +102,9 @@ def test_packing_says_what_it_takes() -> None:
         rg.pack(torch.zeros(2, 3))
     with pytest.raises(ValueError, match="differ in n only"):
         rg.pack([torch.zeros(2, 3), torch.zeros(2, 4)])
-    with pytest.raises(TypeError, match=r"must come from regard\.pack"):
+    with pytest.raises(TypeError, match=r"must be a batch built by regard\.pack"):
         rg.unpack([torch.zeros(2)])
-    with pytest.raises(ValueError, match="must hold as many sequences, but hold 1 and 2"):
+    with pytest.raises(ValueError, match="same number of sequences, got 1 and 2"):
         rg.pack([[1], [2]]).cross_mask(rg.pack([[1]]))
     with pytest.raises(ValueError, match="sum to the 3 packed tokens, but sum to 2"):
         rg.Packed(torch.zeros(3), (1, 1))

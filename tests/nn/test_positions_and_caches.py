@@ -155,7 +155,7 @@ def test_a_window_cache_that_is_too_small_raises(x: Tensor) -> None:
             attention("none", mask)(x, cache=WindowCache(4))
     with pytest.raises(ValueError, match="sees 3 tokens before its own, but the WindowCache keeps 2"):
         attention("none", "window")(x, cache=WindowCache(3))
-    with pytest.raises(ValueError, match="sees 4 tokens before its own"):
+    with pytest.raises(ValueError, match="attends to 4 earlier tokens"):
         attention("offset -1", "window")(x, cache=WindowCache(4))
     narrow = attention("none", "causal")(x, mask=rg.window(3, 0), cache=WindowCache(4))
     close(narrow, attention("none", "window")(x))
@@ -221,7 +221,7 @@ def test_positions_that_are_given_are_used(x: Tensor) -> None:
     for where in (torch.tensor([5]), torch.arange(N - 1), torch.arange(N).expand(3, N)):
         with pytest.raises(ValueError, match="positions must be"):
             layer(x, positions=where)
-    with pytest.raises(ValueError, match="this attention has none"):
+    with pytest.raises(ValueError, match="used by rotary embeddings only"):
         attention("none", "causal")(x, positions=torch.arange(N))
 
 
@@ -231,7 +231,7 @@ def test_a_rotation_by_the_length_of_the_whole_raises_beyond_it(x: Tensor) -> No
     cache = Cache()
     layer(x[:, :7], cache=cache)
     layer(x[:, 7:8], cache=cache)
-    with pytest.raises(ValueError, match="compute the whole sequence without a cache"):
+    with pytest.raises(ValueError, match="compute the full sequence without a cache"):
         layer(x[:, 8:9], cache=cache)
 
 
@@ -250,7 +250,7 @@ def test_rows_that_begin_with_filler_are_as_those_that_do_not(scheme: str, mask:
 
 def test_filler_next_to_what_counts_from_the_first_key_raises(x: Tensor) -> None:
     for scheme, mask in (("none", "window or global"), ("none", "bigbird"), ("a score function", "causal")):
-        with pytest.raises(ValueError, match="counts positions from the first key, which is filler"):
+        with pytest.raises(ValueError, match="counts positions from the first key, which is padding"):
             attention(scheme, mask)(x, context=LayerContext(left_padding=torch.tensor([0, 5])), cache=Cache())
 
 
@@ -271,9 +271,9 @@ def test_rows_go_on_from_other_rows(mask: str, x: Tensor) -> None:
 def test_tokens_that_do_not_fit_the_cache_raise(x: Tensor) -> None:
     layer, cache = attention("none", "causal"), Cache()
     layer(x[:, :3], cache=cache)
-    with pytest.raises(ValueError, match="begin another batch with an empty cache"):
+    with pytest.raises(ValueError, match="use an empty cache for another batch"):
         layer(x[:1, 3:4], cache=cache)
-    with pytest.raises(ValueError, match="begin another batch with an empty cache"):
+    with pytest.raises(ValueError, match="use an empty cache for another batch"):
         layer.float()(x[:, 3:4].float(), cache=cache)
 
 
@@ -352,17 +352,17 @@ def test_a_memory_raises_for_what_it_does_not_hold(x: Tensor) -> None:
     layer, source, memory = attention("none", "none"), table(2, 5, H * D), CrossCache()
     layer(x[:, :1], source, cache=memory)
     layer(x[:, 1:2], source.clone(), cache=memory)
-    with pytest.raises(ValueError, match="keys and values of another source"):
+    with pytest.raises(ValueError, match="keys and values of a different source"):
         layer(x[:, 1:2], source + 1, cache=memory)
     with pytest.raises(ValueError, match="a multiple of the 2 sources"):
         layer(x[:1, 1:2], None, cache=memory)
-    with pytest.raises(ValueError, match="decode with a CrossCache"):
+    with pytest.raises(ValueError, match="takes a CrossCache, got a Cache"):
         layer(x[:, :1], source, cache=Cache())
-    with pytest.raises(ValueError, match="give the description an offset"):
+    with pytest.raises(ValueError, match="Pass an explicit offset"):
         attention("none", "window")(x[:, :1], source, cache=CrossCache())
     memory.reorder(torch.tensor([0, 0, 1, 1]))
     memory.reorder(torch.tensor([1, 0, 2, 2]))
-    with pytest.raises(ValueError, match="a row of its own source"):
+    with pytest.raises(ValueError, match="a row of the same source"):
         memory.reorder(torch.tensor([1, 0, 1, 2]))
 
 
@@ -420,9 +420,9 @@ def test_a_decoder_decodes_what_the_whole_pass_computes(repeat: int, x: Tensor) 
 def test_checkpointing_and_caches_raise_together(x: Tensor) -> None:
     encoder = Encoder([block("rotary", "causal")], checkpointing=True).double()
     decoder = Decoder([block("rotary", "causal", True)], checkpointing=True).double()
-    with pytest.raises(ValueError, match="checkpointing computes blocks again"):
+    with pytest.raises(ValueError, match="checkpointing recomputes blocks"):
         encoder(x, cache=encoder.cache())
-    with pytest.raises(ValueError, match="checkpointing computes blocks again"):
+    with pytest.raises(ValueError, match="checkpointing recomputes blocks"):
         decoder(x, table(2, 5, H * D), cache=decoder.cache())
     caches, expected = encoder.cache(), encoder(x)
     with torch.no_grad():
@@ -432,7 +432,7 @@ def test_checkpointing_and_caches_raise_together(x: Tensor) -> None:
 def test_every_run_of_a_layer_has_a_cache(x: Tensor) -> None:
     stack = Encoder([block("rotary", "causal"), block("rotary", "window")], repeat=2).double()
     for caches in ([Cache()] * 4, [Cache(), Cache()], stack.cache()[:3]):
-        with pytest.raises(ValueError, match="cache must be 4 different ones"):
+        with pytest.raises(ValueError, match="cache must hold 4 distinct caches"):
             stack(x, cache=caches)
 
 
@@ -525,7 +525,7 @@ def test_a_transformer_decodes_what_the_whole_pass_computes(position: str, lengt
         close(state.step(beams[:, at]), expected[:, at.stop - 1])
     state.reorder(torch.tensor([1, 1, 2, 3]), 1)
     close(state.step(beams[:, 5:6])[1:], model(source[[0, 0, 1, 1]], beams[[1, 1, 2, 3]], mask[[0, 0, 1, 1]])[1:, 5])
-    with pytest.raises(ValueError, match="a row of its own source"):
+    with pytest.raises(ValueError, match="a row of the same source"):
         state.reorder(torch.tensor([2, 1, 2, 3]))
 
 

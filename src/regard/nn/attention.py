@@ -1,4 +1,4 @@
-"""Attention with its projections: what takes hidden states and gives hidden states."""
+"""Attention layers: attention with its input and output projections."""
 
 from __future__ import annotations
 
@@ -47,17 +47,18 @@ class SelfAttention(nn.Module):
 
 
 class MultiHeadAttention(nn.Module):
-    """Attention of `heads` heads with its projections; self-attention, or cross-attention where a `source` is given.
+    """Multi-head attention: self-attention, or cross-attention if `forward` is given a `source`.
 
-    heads, kv_heads: H query heads and G key/value heads; kv_heads = heads is plain, 1 is multi-query attention.
-    d_head, d_value: widths D and E of a head, d_model / heads unless told otherwise.
-    d_source: width of the source, d_model unless told otherwise.
-    attend: the description: score, mask, bias, sink, and dropout, which is for training only. Its tensors are
-        parameters or buffers of this module. Layers that share one object share its tensors and plans.
-    rotary: turns q and k by their positions. query_norm, key_norm: modules over (..., D), applied before that.
+    heads, kv_heads: numbers H of query heads and G of key/value heads. By default equal; kv_heads=1 is
+        multi-query attention.
+    d_head, d_value: widths D and E of a head, d_model / heads by default.
+    d_source: width of the source, d_model by default.
+    attend: score, mask, bias, sink and dropout (dropout is applied in training only). Its tensors become parameters or
+        buffers of this module. Layers that share one object share its tensors and plans.
+    rotary: rotates q and k by their positions. query_norm, key_norm: modules over (..., D), applied before `rotary`.
 
-    One weight holds all projections, rows in the order query heads, key heads, value heads, so that self-attention is
-    one product. Weights start from N(0, 1 / fan_in), biases from 0; a stack may shrink the output's.
+    One weight holds the three projections (rows: query heads, key heads, value heads), so that self-attention needs a
+    single matrix product. Weights start from N(0, 1 / fan_in), biases from 0; a stack may scale the output weight down.
 
     >>> import regard as rg, torch
     >>> layer = rg.nn.MultiHeadAttention(64, heads=8, kv_heads=2, attend=rg.Attention(mask=rg.causal()))
@@ -85,9 +86,13 @@ class MultiHeadAttention(nn.Module):
         super().__init__()
         self.heads, self.kv_heads = heads, heads if kv_heads is None else kv_heads
         if heads < 1 or self.kv_heads < 1 or heads % self.kv_heads:
-            raise ValueError(f"heads must be a positive multiple of kv_heads, but they are {heads} and {self.kv_heads}")
+            raise ValueError(
+                f"heads must be a positive multiple of kv_heads, got heads={heads} and kv_heads={self.kv_heads}"
+            )
         if d_head is None and d_model % heads:
-            raise ValueError(f"d_model = {d_model} is no multiple of heads = {heads}; choose others, or give d_head")
+            raise ValueError(
+                f"d_model = {d_model} is not a multiple of heads = {heads}; change one of them or pass d_head"
+            )
         self.d_head = d_model // heads if d_head is None else d_head
         self.d_value = self.d_head if d_value is None else d_value
         if (
@@ -95,13 +100,13 @@ class MultiHeadAttention(nn.Module):
             and not 2 <= (d_rotary := rotary.d_rotary or self.d_head) - d_rotary % 2 == d_rotary <= self.d_head
         ):
             raise ValueError(
-                f"d_rotary must be even and between 2 and d_head = {self.d_head}, but is {d_rotary}; "
-                "Rotary(d_rotary=...) rotates a part of a head"
+                f"d_rotary must be even and between 2 and d_head = {self.d_head}, got {d_rotary}; "
+                "pass Rotary(d_rotary=...) to rotate only part of each head"
             )
-        self.widths = [heads * self.d_head, self.kv_heads * self.d_head, self.kv_heads * self.d_value]  # of q, k, v
-        apart = d_source is not None and d_source != d_model
-        self.qkv = linear(d_model, self.widths[0] if apart else sum(self.widths), bias=bias)
-        self.source = linear(d_source or d_model, sum(self.widths[1:]), bias=bias) if apart else None
+        self.widths = [heads * self.d_head, self.kv_heads * self.d_head, self.kv_heads * self.d_value]  # of q, k and v
+        separate = d_source is not None and d_source != d_model
+        self.qkv = linear(d_model, self.widths[0] if separate else sum(self.widths), bias=bias)
+        self.source = linear(d_source or d_model, sum(self.widths[1:]), bias=bias) if separate else None
         self.output = linear(heads * self.d_value, d_model, bias=bias if output_bias is None else output_bias)
         self.rotary, self.query_norm, self.key_norm = rotary, query_norm, key_norm
         self.attend = _check_registered(attend or Attention())
@@ -118,38 +123,37 @@ class MultiHeadAttention(nn.Module):
         context: LayerContext | None = None,
         cache: Cache | CrossCache | None = None,
     ) -> Tensor:
-        """x (B, N, d_model) to (B, N, d_model); it looks at itself, or at the source (B, K, d_source).
+        """Map x (B, N, d_model) to (B, N, d_model), attending to x itself or to `source` (B, K, d_source).
 
-        `context` stands for mask, bias and positions where many layers have the same. With a `Cache` the tokens of x
-        come after those that it has seen: rotary positions, masks, biases and the description's offset count from the
-        first of all. Of those that may be seen, a token sees what came so far. With a `CrossCache` the source is
-        projected
-        at the first call only, and the tokens of x come after those of the calls before; a source that is given again
-        is compared with the first, which takes time.
+        context: replaces `mask`, `bias` and `positions` when several layers share them.
+        cache: with a `Cache`, the tokens of x follow the cached ones. Rotary positions, masks, biases and the offset
+            count from the first token of the sequence, and a token attends to no token that comes after this call.
+            With a `CrossCache`, the source is projected in the first call only; a source passed again is compared
+            with the first one, which takes time.
         """
         if context is None:
             context = LayerContext(mask, bias, positions)
             if positions is not None and self.rotary is None:
                 raise ValueError(
-                    "positions are for rotary parts, but this attention has none; give it `rotary=Rotary()`"
+                    "positions are used by rotary embeddings only; construct this layer with `rotary=Rotary()`"
                 )
         else:
             check_not_in_context(mask=mask, bias=bias, positions=positions)
             if current_sharding() is not None and not context.is_local:
-                raise ValueError(
-                    "where sequences are shared with other processes, a layer takes `context.to_local()` and own tokens"
-                )
+                raise ValueError("when sequences are sharded, a layer takes the local tokens and `context.to_local()`")
         if cache is not None and current_sharding() is not None:
-            raise ValueError("a cache belongs to one process: generate outside of regard.distributed.sequence")
+            raise ValueError("a cache cannot be sharded; generate outside of regard.distributed.sequence")
         if isinstance(cache, CrossCache):
             return self._cross_attend(x, source, context, cache)
         if source is None and self.source is not None:
-            raise ValueError(f"this attention has d_source = {self.source.in_features}, so it needs a source")
+            raise ValueError(
+                f"this attention has d_source = {self.source.in_features} and needs a source; pass `source`"
+            )
         if source is not None and cache is not None:
-            raise ValueError("the keys of a source do not grow: decode with a CrossCache instead of a Cache")
+            raise ValueError("cross-attention takes a CrossCache, got a Cache: the keys of a source do not grow")
         start = 0 if cache is None else cache.seen_tokens
-        changed = (self.query_norm, self.key_norm, context.query_position, context.key_position)
-        if source is None and all(part is None for part in changed):
+        separate_inputs = (self.query_norm, self.key_norm, context.query_position, context.key_position)
+        if source is None and all(part is None for part in separate_inputs):
             q, k, v = self._fused_projection(x, context, start)
         else:
             q = self._rotate(self._query(x, context), context, start)
@@ -165,15 +169,15 @@ class MultiHeadAttention(nn.Module):
         return project(out.transpose(1, 2).flatten(2), self.output.weight, self.output.bias)
 
     def _fused_projection(self, x: Tensor, context: LayerContext, start: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Self-attention by one product: (B, N, H, D), (B, N, G, D), (B, N, G, E)."""
+        """Project x to q (B, N, H, D), k (B, N, G, D) and v (B, N, G, E) with one product."""
         B, N, _ = x.shape
         H, G, D = self.heads, self.kv_heads, self.d_head
         qkv = project(x, self.qkv.weight, self.qkv.bias)
         if self.rotary is None and self.d_value == D:
             q, k, v = qkv.view(B, N, H + 2 * G, D).split((H, G, G), 2)
             return q, k, v
-        turning, v = qkv.split((self.widths[0] + self.widths[1], self.widths[2]), -1)
-        q, k = self._rotate(turning.view(B, N, H + G, D), context, start).split((H, G), 2)
+        qk, v = qkv.split((self.widths[0] + self.widths[1], self.widths[2]), -1)
+        q, k = self._rotate(qk.view(B, N, H + G, D), context, start).split((H, G), 2)
         return q, k, v.view(B, N, G, self.d_value)
 
     def _query(self, x: Tensor, context: LayerContext) -> Tensor:
@@ -184,13 +188,13 @@ class MultiHeadAttention(nn.Module):
         return q if self.query_norm is None else self.query_norm(q)
 
     def _key_value(self, source: Tensor, context: LayerContext) -> tuple[Tensor, Tensor]:
-        holder, first = (self.qkv, self.widths[0]) if self.source is None else (self.source, 0)
+        layer, first = (self.qkv, self.widths[0]) if self.source is None else (self.source, 0)
         middle, last = first + self.widths[1], first + sum(self.widths[1:])
         if context.key_position is None:
-            k, v = project(source, holder.weight, holder.bias, rows=(first, last)).split(self.widths[1:], -1)
+            k, v = project(source, layer.weight, layer.bias, rows=(first, last)).split(self.widths[1:], -1)
         else:
-            k = project(source + context.key_position, holder.weight, holder.bias, rows=(first, middle))
-            v = project(source, holder.weight, holder.bias, rows=(middle, last))
+            k = project(source + context.key_position, layer.weight, layer.bias, rows=(first, middle))
+            v = project(source, layer.weight, layer.bias, rows=(middle, last))
         k, v = k.unflatten(-1, (self.kv_heads, self.d_head)), v.unflatten(-1, (self.kv_heads, self.d_value))
         return k if self.key_norm is None else self.key_norm(k), v
 
@@ -200,10 +204,10 @@ class MultiHeadAttention(nn.Module):
         return self.rotary(x, context.table(self.rotary, self.d_head, x, start=start, of_source=of_source))
 
     def _cross_attend(self, x: Tensor, source: Tensor | None, context: LayerContext, cross_cache: CrossCache) -> Tensor:
-        """Cross-attention on a source that was projected before, for the beams (rows of x) of each source."""
+        """Cross-attention to cached keys and values; the rows of x are the beams of each source."""
         if cross_cache.keys_values is None:
             if source is None:
-                raise ValueError("a CrossCache that holds nothing yet needs the source at its first call")
+                raise ValueError("the CrossCache is empty; pass `source` in the first call")
             k, v = self._key_value(source, context)
             k = self._rotate(k, context, of_source=True)
             cross_cache.store(source, k.transpose(1, 2).contiguous(), v.transpose(1, 2).contiguous())
@@ -214,13 +218,13 @@ class MultiHeadAttention(nn.Module):
         beams = cross_cache.beams(rows, count)
         q = self._rotate(self._query(x, context), context, start)  # (B * beams, N, H, D)
         attend = context.combine(self.attend)
-        if ignores_query_position(attend):  # all beams of a source are queries of one call
+        if ignores_query_position(attend):  # then the beams of a source can be queries of one call
             q = q.reshape(len(k), beams * count, self.heads, self.d_head)
         else:
             if attend.offset is None:
                 raise ValueError(
-                    f"{attend!r} depends on positions of queries, which by default are counted from the last of all, "
-                    "and that has not come yet; give the description an offset, such as offset=0"
+                    f"{attend!r} depends on query positions, which by default are aligned with the last query; that is "
+                    "not known while decoding. Pass an explicit offset, such as Attention(offset=0)"
                 )
             if start:
                 attend = attend.replace(offset=attend.offset + start)  # type: ignore[operator]
@@ -230,15 +234,15 @@ class MultiHeadAttention(nn.Module):
         return project(out.transpose(1, 2).flatten(2), self.output.weight, self.output.bias).view(x.shape)
 
     def cache(self) -> Cache:
-        """An empty cache that suits the description: where it looks back so far and no farther, no more is held."""
+        """Return an empty cache for this layer: a `WindowCache` if the mask limits how far back a query attends."""
         reach = max_lookback(self.attend)
         return Cache() if reach is None else WindowCache(reach + 1)
 
 
 class AdditiveAttention(nn.Module):
-    """Bahdanau's attention with its projections: `weight · tanh(W_q x + W_k y)`, softmax, weighted sum of y.
+    """Bahdanau attention with its projections: `weight · tanh(W_q x + W_k y)`, softmax, weighted sum of y.
 
-    Queries come from x (B, Q, d_query); keys are the rows of y (B, K, d_source), and so are the values. The projections
+    Queries are projected from x (B, Q, d_query), keys from y (B, K, d_source); the values are y. The projections
     start from N(0, 1 / fan_in), the weight from N(0, 1 / d_hidden).
 
     >>> import regard as rg, torch
@@ -259,21 +263,21 @@ class AdditiveAttention(nn.Module):
 
 
 def linear(inputs: int, outputs: int, *, bias: bool = True) -> nn.Linear:
-    """A projection that keeps the variance: weight from N(0, 1 / inputs), bias 0."""
-    made = nn.Linear(inputs, outputs, bias=bias, device="meta").to_empty(device=torch.get_default_device())
-    nn.init.normal_(made.weight, std=1 / math.sqrt(inputs))
-    if made.bias is not None:
-        nn.init.zeros_(made.bias)
-    return made
+    """Return an `nn.Linear` that preserves variance: weight from N(0, 1 / inputs), bias 0."""
+    projection = nn.Linear(inputs, outputs, bias=bias, device="meta").to_empty(device=torch.get_default_device())
+    nn.init.normal_(projection.weight, std=1 / math.sqrt(inputs))
+    if projection.bias is not None:
+        nn.init.zeros_(projection.bias)
+    return projection
 
 
 def _check_registered(attend: Attention) -> Attention:
-    """The description, if torch sees every tensor that it learns."""
+    """Return `attend`; raise if its score function has trainable tensors that are not registered."""
     score = attend.score
-    hidden = isinstance(score, Modified) and not isinstance(score.function, nn.Module)
-    if hidden and score.closes_over_trainable(torch.get_default_device()):  # type: ignore[union-attr]
+    is_closure = isinstance(score, Modified) and not isinstance(score.function, nn.Module)
+    if is_closure and score.closes_over_trainable(torch.get_default_device()):  # type: ignore[union-attr]
         raise TypeError(
-            f"attend: the score function {score!r} uses tensors that require grad and that this module cannot "
-            "register; write it as an nn.Module with forward(score, b, h, q_index, k_index) that holds them"
+            f"the score function {score!r} uses tensors that require grad but cannot be registered by this module; "
+            "write it as an nn.Module with forward(score, b, h, q_index, k_index) that holds them"
         )
     return attend

@@ -1,4 +1,4 @@
-"""A block: attention and feed-forward, each within a residual arrangement that is given to it."""
+"""Transformer blocks: attention and feed-forward sublayers with a choice of residual arrangements."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from regard.nn.context import LayerContext, check_not_in_context
 from regard.nn.dropout import dropout
 
 Norm = Callable[[int], nn.Module]
-"""Makes a norm of a width, such as `nn.LayerNorm`, `nn.RMSNorm`, or a `partial` of one with another eps."""
+"""A factory of norms by width, such as `nn.LayerNorm`, `nn.RMSNorm`, or a `partial` of one with another eps."""
 
 
 class UnitRMSNorm(nn.Module):
-    """RMS norm that multiplies by `1 + weight`, with weights that start from 0 (Gemma).
+    """RMS norm with gain `1 + weight`, where weight starts from 0 (Gemma).
 
     >>> import regard as rg, torch
     >>> rg.nn.UnitRMSNorm(8)(torch.randn(2, 8)).shape
@@ -30,12 +30,12 @@ class UnitRMSNorm(nn.Module):
         self.weight, self.eps = nn.Parameter(torch.zeros(d_model)), eps
 
     def forward(self, x: Tensor) -> Tensor:
-        dtype = torch.promote_types(x.dtype, torch.float32)  # in bfloat16, 1 + weight would lose small weights
+        dtype = torch.promote_types(x.dtype, torch.float32)  # in bfloat16, 1 + weight rounds small weights away
         return F.rms_norm(x.to(dtype), self.weight.shape, 1 + self.weight.to(dtype), self.eps).to(x.dtype)
 
 
 class Residual(nn.Module):
-    """How a sublayer is added to what it reads; `dropout` is applied to what it adds, in training."""
+    """Base class: adds the output of a sublayer to its input, with `dropout` on that output in training."""
 
     def __init__(self, dropout: float = 0.0) -> None:
         super().__init__()
@@ -45,7 +45,7 @@ class Residual(nn.Module):
         return dropout(x, self.dropout) if self.dropout and self.training else x
 
     def scale_output(self, sublayer: nn.Module, share: float) -> None:
-        """Multiply what a fresh sublayer adds by a share, so that many add up to O(1); nothing where a norm follows."""
+        """Scale the initial output of a sublayer by `share`; a no-op in arrangements that end in a norm."""
 
     def forward(self, x: Tensor, sublayer: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
         raise NotImplementedError
@@ -110,7 +110,7 @@ class SandwichNorm(Residual):
 
 
 class Block(nn.Module):
-    """Self-attention, cross-attention if there is one, feed-forward; `residual()` makes the arrangement of each.
+    """Self-attention, optional cross-attention and feed-forward, each wrapped in a new `residual()`.
 
     >>> import regard as rg, torch
     >>> block = rg.nn.Block(
@@ -145,17 +145,22 @@ class Block(nn.Module):
         cache: Cache | None = None,
         cross_cache: CrossCache | None = None,
     ) -> Tensor:
-        """x (B, N, d_model), source (B, K, d_source); `context` and `cross_context` stand for the masks in a stack."""
+        """Map x (B, N, d_model) and source (B, K, d_source) to (B, N, d_model).
+
+        context, cross_context: replace `mask` and `source_mask` inside a stack.
+        """
         if context is None:
             context = LayerContext(mask).to_local()
         else:
             check_not_in_context(mask=mask)
         if self.cross is None and any(part is not None for part in (source, source_mask, cross_context, cross_cache)):
-            raise ValueError("the block has no cross-attention, so it takes no source; give it `cross=`")
+            raise ValueError("this block has no cross-attention and takes no source; construct it with `cross=`")
         x = self.attention_residual(x, self.attention, context=context, cache=cache)
         if self.cross is not None and self.cross_residual is not None:
             if source is None and cross_cache is None:
-                raise ValueError("the cross-attention of the block needs a source")
+                raise ValueError(
+                    "this block has cross-attention and needs a source; pass `source` or a filled `cross_cache`"
+                )
             if cross_context is None:
                 cross_context = LayerContext(source_mask).to_local()
             else:

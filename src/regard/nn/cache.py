@@ -1,4 +1,4 @@
-"""What generation remembers of the tokens before: keys and values, appended without copying what is there."""
+"""Key/value caches for generation, appended to without copying the tokens already stored."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from regard.fingerprint import fingerprint
 
 
 class Cache:
-    """Keys and values (B, G, K, D), growing: room doubles when it is full, so a token costs O(1) copying on average.
+    """A growing cache of keys and values (B, G, K, D). Capacity doubles when full: amortised O(1) copying per token.
 
     >>> import torch
     >>> from regard.nn import Cache
@@ -24,18 +24,18 @@ class Cache:
 
     def __init__(self, capacity: int = 64) -> None:
         self.capacity = capacity
-        self.length = 0  # tokens held
-        self.dropped = 0  # tokens that were held before and are not any more
+        self.length = 0  # tokens stored
+        self.dropped = 0  # tokens evicted from the front
         self._keys: Tensor | None = None
         self._values: Tensor | None = None
 
     @property
     def seen_tokens(self) -> int:
-        """How many tokens came so far."""
+        """Number of tokens appended so far, including dropped ones."""
         return self.length + self.dropped
 
     def append(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Remember keys and values (B, G, n, D) of n tokens; all that their queries may see comes back, as views."""
+        """Append keys and values (B, G, n, D); return views of all keys and values that the new queries attend to."""
         self._check(key, value)
         start, stop = self.length, self.length + key.shape[2]
         if self._keys is None or self._values is None or stop > self._keys.shape[2]:
@@ -48,7 +48,7 @@ class Cache:
         return self._keys[:, :, :stop], self._values[:, :, :stop]
 
     def reorder(self, rows: Tensor, start: int = 0) -> None:
-        """Batch row b continues what row `rows[b]` was; they agree on the tokens before `start`, which stay."""
+        """Make batch row b continue row `rows[b]`. The two must agree on the tokens before `start`."""
         if self._keys is None or self._values is None:
             return
         start = max(start - self.dropped, 0)
@@ -61,21 +61,21 @@ class Cache:
                 part[changed] = part[rows[changed]]
 
     def _check(self, key: Tensor, value: Tensor) -> None:
-        """Raise unless the tokens fit those that are held: an assignment would broadcast or convert them."""
+        """Raise unless the new tokens match the stored ones; an assignment would silently broadcast or convert them."""
         for name, new, held in (("key", key, self._keys), ("value", value, self._values)):
             if held is None:
                 continue
-            expected, came = (
+            expected, given = (
                 (x.shape[0], x.shape[1], x.shape[3], x.dtype, str(x.device)) for x in (held, new)
             )  # fmt: skip
-            if expected != came:
+            if expected != given:
                 raise ValueError(
-                    f"{name} must be (B, G, n, D) with B, G, D, dtype and device of the tokens that the cache holds, "
-                    f"{expected}, but they are {came}; begin another batch with an empty cache"
+                    f"{name} must be (B, G, n, D) with the B, G, D, dtype and device of the cached tokens, "
+                    f"{expected}, got {given}; use an empty cache for another batch"
                 )
         if key.shape[:3] != value.shape[:3]:
             raise ValueError(
-                f"key and value must be (B, G, n, D) and (B, G, n, E) of the same tokens, but are {tuple(key.shape)} "
+                f"key and value must be (B, G, n, D) and (B, G, n, E) with equal B, G and n, got {tuple(key.shape)} "
                 f"and {tuple(value.shape)}"
             )
 
@@ -86,14 +86,14 @@ class Cache:
         self._keys, self._values = self._reallocate(self._keys, key, room), self._reallocate(self._values, value, room)
 
     def _reallocate(self, held: Tensor | None, like: Tensor, room: int) -> Tensor:
-        made = like.new_empty(*like.shape[:2], room, like.shape[3])
+        buffer = like.new_empty(*like.shape[:2], room, like.shape[3])
         if held is not None:
-            made[:, :, : self.length] = held[:, :, : self.length]
-        return made
+            buffer[:, :, : self.length] = held[:, :, : self.length]
+        return buffer
 
 
 class FixedCache(Cache):
-    """A cache for at most `capacity` tokens: its memory is taken once, and never moves.
+    """A cache for at most `capacity` tokens, allocated once and never moved.
 
     >>> import torch
     >>> from regard.nn import FixedCache
@@ -104,17 +104,17 @@ class FixedCache(Cache):
     def _reserve(self, key: Tensor, value: Tensor, needed: int) -> None:
         if needed > self.capacity:
             raise ValueError(
-                f"the cache has room for {self.capacity} tokens, but {needed} are needed; "
-                "make it larger, or take a Cache, which grows"
+                f"the cache has a capacity of {self.capacity} tokens, but {needed} are needed; "
+                "increase its capacity, or use a Cache, which grows"
             )
         super()._reserve(key, value, needed)
 
 
 class WindowCache(Cache):
-    """A cache for attention that looks back `window` tokens at most: it holds no more than it needs.
+    """A cache of the last `window` tokens, for attention with a sliding window.
 
-    Tokens stay in order, so masks and biases that tell positions hold: when the room of two windows is used up, the
-    last window moves to its front, which again is O(1) copying a token on average.
+    Tokens stay in order, so that masks and biases that depend on positions remain valid: the cache has room for two
+    windows, and when it is full the last window moves to the front, amortised O(1) copying per token.
 
     >>> import torch
     >>> from regard.nn import WindowCache
@@ -128,12 +128,12 @@ class WindowCache(Cache):
     def __init__(self, window: int) -> None:
         super().__init__(2 * window)
         self.window = window
-        self._first = 0  # where the held tokens begin
+        self._first = 0  # index of the first stored token
 
     def append(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         self._check(key, value)
         count = key.shape[2]
-        keep = min(self.length, self.window - 1)  # what the first of the new queries may see of the old
+        keep = min(self.length, self.window - 1)  # old tokens within the window of the first new query
         self._drop_first(self.length - keep)
         stop = self._first + keep + count
         if self._keys is None or self._values is None or stop > self._keys.shape[2]:
@@ -161,72 +161,70 @@ class WindowCache(Cache):
         self.dropped += count
 
     def _to_front(self, held: Tensor | None, like: Tensor, room: int) -> Tensor:
-        made = held
+        buffer = held
         if held is None or held.shape[2] != room or self._first < self.length:
-            made = like.new_empty(*like.shape[:2], room, like.shape[3])
-        assert made is not None
+            buffer = like.new_empty(*like.shape[:2], room, like.shape[3])
+        assert buffer is not None
         if held is not None:
-            made[:, :, : self.length] = held[:, :, self._first : self._first + self.length]
-        return made
+            buffer[:, :, : self.length] = held[:, :, self._first : self._first + self.length]
+        return buffer
 
 
 class CrossCache:
-    """Keys and values of a source, as cross-attention reads them: computed once, shared by all beams of a source.
+    """Keys and values of a source for cross-attention: computed once, shared by all beams of the source.
 
-    `seen_tokens` is how many query tokens came so far, so that those of the next call follow them. Of the source it
-    holds a
-    fingerprint: a source that is given again must have the same content, also where it is the same tensor.
+    seen_tokens: number of query tokens so far; those of the next call follow them.
+
+    A fingerprint of the source is kept. A source that is passed again must have the same content, even if it is the
+    same tensor object.
     """
 
     def __init__(self) -> None:
         self.keys_values: tuple[Tensor, Tensor] | None = None
         self.seen_tokens = 0
-        self._rows = 0  # of the last call: the beams of a source are neighbours
+        self._rows = 0  # batch rows of the last call; the beams of a source are adjacent rows
         self._source: Hashable = None
 
     def store(self, source: Tensor, key: Tensor, value: Tensor) -> None:
-        """Hold keys and values (B, G, K, D) of a source."""
+        """Store keys and values (B, G, K, D) of a source."""
         self.keys_values, self._source = (key, value), fingerprint(source)
 
     def check_source(self, source: Tensor | None) -> None:
-        """Raise if a source is given whose content is not that whose keys and values are held."""
+        """Raise if `source` is given and its content differs from that of the cached source."""
         if source is None:
             return
         if self._source is None:
             raise ValueError(
-                f"the CrossCache cannot tell whether its source, a {type(source).__name__}, has changed; give the "
-                "source "
-                "at the first call only, and None after it"
+                f"the CrossCache cannot check whether its source, a {type(source).__name__}, has changed; pass the "
+                "source in the first call only, and None after that"
             )
         if fingerprint(source) != self._source:
             raise ValueError(
-                "the CrossCache holds keys and values of another source than the one given, or the source was written "
-                "to "
-                "since; begin with an empty CrossCache"
+                "the CrossCache holds keys and values of a different source, or the source was modified in place; "
+                "use an empty CrossCache for a new source"
             )
 
     def beams(self, rows: int, count: int) -> int:
-        """How many of the rows (of `count` query tokens each) of a call belong to each source."""
+        """Register a call of `rows` rows with `count` query tokens each; return the number of rows per source."""
         assert self.keys_values is not None
         sources = len(self.keys_values[0])
         if not sources or rows % sources:
             raise ValueError(
-                f"the rows of x must be a multiple of the {sources} sources that the CrossCache holds, but they are "
-                f"{rows}"
+                f"the rows of x must be a multiple of the {sources} sources in the CrossCache, got {rows} rows"
             )
         self.seen_tokens, self._rows = self.seen_tokens + count, rows
         return rows // sources
 
     def reorder(self, rows: Tensor, start: int = 0) -> None:
-        """Batch row b continues what row `rows[b]` was: a row of the same source, since keys and masks stay."""
+        """Make batch row b continue row `rows[b]`, which must have the same source: keys and masks do not move."""
         if self.keys_values is None or not self._rows:
             return
         sources = len(self.keys_values[0])
         beams, before = len(rows) // sources, self._rows // sources
-        own = torch.arange(len(rows), device=rows.device) // max(beams, 1)
-        if len(rows) % sources or not torch.equal(rows // before, own):
+        source_of_row = torch.arange(len(rows), device=rows.device) // max(beams, 1)
+        if len(rows) % sources or not torch.equal(rows // before, source_of_row):
             raise ValueError(
-                f"a row must continue a row of its own source: the CrossCache holds {sources} sources of {before} rows "
-                f"each, but rows are {rows.tolist()}"
+                f"a row must continue a row of the same source: the CrossCache holds {sources} sources of {before} "
+                f"rows each, got rows {rows.tolist()}"
             )
         self._rows = len(rows)

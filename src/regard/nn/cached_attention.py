@@ -1,4 +1,4 @@
-"""Descriptions in calls that see a part of a sequence: which positions they depend on, and where a cache puts them."""
+"""Attention over cached keys: which positions a description depends on, and the offset that a cache implies."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from regard.scores import BUILT_IN
 
 
 def depends_on_distance(attend: Attention) -> bool:
-    """Whether only distances between queries and keys matter, so that both may move together."""
+    """Whether the result depends only on distances between queries and keys, so that both can be shifted together."""
     return type(attend.score) in BUILT_IN and mask_by_distance(attend.mask) and _bias_by_distance(attend.bias)
 
 
 def ignores_query_position(attend: Attention) -> bool:
-    """Whether it does not matter at which position a query is."""
+    """Whether the result does not depend on the positions of queries."""
     mask = attend.mask.snapshot() if isinstance(attend.mask, Mask) else None
     return type(attend.score) in BUILT_IN and _mask_by_key(mask) and _bias_by_key(attend.bias)
 
 
 def max_lookback(attend: Attention) -> int | None:
-    """How many tokens before its own a query sees at most, if the mask limits that."""
+    """The largest distance to an earlier key that the mask allows, or None if it is unlimited."""
     reach = _max_lookback(attend.mask)
     if reach is None or attend.offset is None:
         return reach
@@ -36,16 +36,16 @@ def max_lookback(attend: Attention) -> int | None:
 
 
 def shift_to_cache(attend: Attention, cache: Cache, query: Tensor, value: Tensor) -> Attention:
-    """The description for queries (B, H, n, D) of the last n tokens of a cache, and the tokens that it holds as keys.
+    """Return the description for queries (B, H, n, D) of the last n cached tokens, with all cached tokens as keys.
 
-    In the call without a cache, query `i` is at position `offset + i` and key 0 at position 0; here the first query
-    follows the tokens that were seen before, and key 0 follows those that were dropped.
+    Without a cache, query `i` is at position `offset + i` and key 0 at position 0. With one, the first query follows
+    the tokens of earlier calls, and key 0 follows the dropped tokens.
     """
     if isinstance(cache, WindowCache) and ((reach := max_lookback(attend)) is None or reach >= cache.window):
-        sees = "all tokens before its own" if reach is None else f"{reach} tokens before its own"
+        reached = "all earlier tokens" if reach is None else f"{reach} earlier tokens"
         raise ValueError(
-            f"a query of {attend!r} sees {sees}, but the WindowCache keeps {cache.window - 1}; "
-            "take the cache that `attention.cache()` gives, or a Cache, which keeps all"
+            f"a query of {attend!r} attends to {reached}, but the WindowCache keeps {cache.window - 1}; "
+            "use the cache that `attention.cache()` returns, or a Cache, which keeps all"
         )
     B, H, count, D = query.shape
     offset, dropped, seen = attend.offset, cache.dropped, cache.seen_tokens
@@ -55,7 +55,7 @@ def shift_to_cache(attend: Attention, cache: Cache, query: Tensor, value: Tensor
     if not dropped or depends_on_distance(attend):
         return attend.replace(offset=first - dropped)
     frame = Frame(B, H, count, seen, first)
-    attend.check(frame, D, value.shape[-1])  # a tensor that does not fit the whole might fit the part by chance
+    attend.check(frame, D, value.shape[-1])  # a tensor of the wrong size might fit the slice by chance
     return attend.narrow(frame, CallSlice(slice(0, H), slice(0, count), slice(dropped, seen)))
 
 
@@ -73,7 +73,7 @@ def _max_lookback(mask: Mask | Tensor | None) -> int | None:
 
 
 def mask_by_distance(mask: Mask | Tensor | None) -> bool:
-    """Whether the mask only tells distances between queries and keys."""
+    """Whether the mask depends only on distances between queries and keys."""
     if isinstance(mask, And | Or):
         return all(map(mask_by_distance, mask.parts))
     return mask_by_distance(mask.negated) if isinstance(mask, Not) else mask is None or isinstance(mask, DistanceMask)

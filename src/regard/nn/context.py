@@ -1,4 +1,4 @@
-"""What holds for all layers of one call, worked out once: masks, biases, tables of positions."""
+"""State shared by all layers of one forward call: masks, biases and position tables, computed once."""
 
 from __future__ import annotations
 
@@ -18,18 +18,17 @@ from regard.sharding import current_sharding
 
 
 class LayerContext:
-    """Mask, bias and positions of one call. A stack makes one and hands it to every layer.
+    """Mask, bias and positions of one forward call. A stack builds one and passes it to every layer.
 
-    mask: who may look at whom, beside what a layer's own description says.
-    bias: added to the scores of every layer, beside a layer's own (T5's is one for all layers).
-    positions: of the queries, (N,) or (B, N) whole numbers, for rotary parts; none is 0 ... N - 1, after those that a
-        cache has seen. In self-attention they are also the keys'; those of a source are `key_positions`, likewise.
-    left_padding: how many tokens at the front of each batch row are filler, (B,): prompts of different lengths, cached.
-    query_position, key_position: added to what queries and keys are projected from, but not values (DETR).
+    mask: combined with the mask of each layer's own `Attention` by `&`.
+    bias: added to the scores of every layer, in addition to the layer's own bias (T5 shares one across layers).
+    positions: query positions for rotary embeddings, (N,) or (B, N) integers; by default 0 ... N - 1, after the tokens
+        of the cache. In self-attention they are the key positions too; `key_positions` are those of a source.
+    left_padding: number of padding tokens at the front of each batch row, (B,), for prompts of different lengths.
+    query_position, key_position: added to the inputs of the query and key projections, but not to the values (DETR).
 
-    Where sequences are shared with other processes, mask and bias are those of the whole sequence; `to_local` takes
-    this
-    process's part of the rest, and `is_local` says that this was done.
+    When sequences are sharded across processes, mask and bias describe the full sequence; `to_local` takes the local
+    shard of the rest, and `is_local` is True once that has been done.
     """
 
     def __init__(
@@ -56,46 +55,47 @@ class LayerContext:
         self._tables: dict[tuple, Table] = {}
 
     def combine(self, own: Attention, *, cached: bool = False, dropped: int = 0) -> Attention:
-        """A layer's own description and what this call adds; layers that share theirs share this one, and its plans.
+        """Return `own` with the mask and bias of this call. Layers that share `own` share the result and its plans.
 
-        cached: whether the queries follow the tokens of a cache, which dropped so many of the first.
+        cached: whether the queries follow the tokens of a cache. dropped: how many tokens that cache has dropped.
         """
         left_padding = self.left_padding if self._longest_left_padding > dropped else None
-        moves = cached and isinstance(own.offset, int) and own.offset == 0  # which is the default without a cache
-        if self.mask is None and self.bias is None and left_padding is None and not moves:
+        # Offset 0 is the default without a cache; with one, the queries are at the end of the keys.
+        at_end = cached and isinstance(own.offset, int) and own.offset == 0
+        if self.mask is None and self.bias is None and left_padding is None and not at_end:
             return own
-        known = self._combined.get((own, moves, left_padding is None))
-        if known is None:
+        result = self._combined.get((own, at_end, left_padding is None))
+        if result is None:
             mask, bias = own.mask, own.bias
             if self.mask is not None:
                 mask = self.mask if mask is None else mask & self.mask
             if left_padding is not None:
                 if not depends_on_distance(own):
                     raise ValueError(
-                        f"{own!r} counts positions from the first key, which is filler in some rows of the batch; "
-                        "generate from prompts of one length at a time"
+                        f"{own!r} counts positions from the first key, which is padding in some rows of the batch; "
+                        "generate from prompts of equal length"
                     )
                 mask = ~padding(left_padding) if mask is None else mask & ~padding(left_padding)
             if self.bias is not None:
                 bias = self.bias if bias is None else bias + self.bias
-            known = own.replace(mask=mask, bias=bias, offset=None if moves else own.offset)
-            self._combined[own, moves, left_padding is None] = known
-        return known
+            result = own.replace(mask=mask, bias=bias, offset=None if at_end else own.offset)
+            self._combined[own, at_end, left_padding is None] = result
+        return result
 
     def with_bias(self, bias: Bias) -> LayerContext:
-        """The same with a bias more."""
+        """Return a copy with `bias` added."""
         other = copy(self)
         other.bias, other._combined = bias if self.bias is None else self.bias + bias, {}
         return other
 
     def with_positions(self, positions: Tensor) -> LayerContext:
-        """The same at other positions, as in the next step of generation: descriptions that were made are kept."""
+        """Return a copy at other positions, such as the next step of generation; combined descriptions are kept."""
         other = copy(self)
         other.positions, other._tables = positions, {}
         return other
 
     def to_local(self) -> LayerContext:
-        """The same for the tokens of this process, where sequences are shared with others."""
+        """Return the context for the tokens of this process when sequences are sharded."""
         sharding = current_sharding()
         if sharding is None or self.is_local:
             return self
@@ -107,73 +107,75 @@ class LayerContext:
         return other
 
     def table(self, rotary: Rotary, d_head: int, like: Tensor, *, start: int = 0, of_source: bool = False) -> Table:
-        """The table of a rotary part for the tokens of `like` (B, N, ...), by default at `start` ... start + N - 1.
+        """Return the rotary table for the tokens of `like` (B, N, ...), by default at `start` ... start + N - 1.
 
-        of_source: whether they are the keys of cross-attention.
+        of_source: whether the tokens are keys of cross-attention.
         """
-        # A length that is a symbol must not become a key: tracing would fix it.
+        # A symbolic length must not be a dictionary key: tracing would specialise on it.
         key = rotary, d_head, 0 if torch.compiler.is_compiling() else like.shape[1], start, of_source
-        known = self._tables.get(key)
-        if known is None:
-            at, sharding = self.key_positions if of_source else self.positions, current_sharding()
-            here = None
-            if sharding is not None and (at is None or rotary.scaling is not None):
-                here = sharding.positions(like.shape[1], like.device)
-            if at is None:
-                at = torch.arange(start, start + like.shape[1], device=like.device) if here is None else here
-            elif at.shape[-1:] != like.shape[1:2] or at.shape[:-1] not in ((), (1,), like.shape[:1]):
+        result = self._tables.get(key)
+        if result is None:
+            positions, sharding = self.key_positions if of_source else self.positions, current_sharding()
+            local = None
+            if sharding is not None and (positions is None or rotary.scaling is not None):
+                local = sharding.positions(like.shape[1], like.device)
+            if positions is None:
+                positions = torch.arange(start, start + like.shape[1], device=like.device) if local is None else local
+            elif positions.shape[-1:] != like.shape[1:2] or positions.shape[:-1] not in ((), (1,), like.shape[:1]):
                 raise ValueError(
-                    f"positions must be (N,) or (B, N) for {tuple(like.shape[:2])} tokens, but are {tuple(at.shape)}"
+                    f"positions must be (N,) or (B, N) = {tuple(like.shape[:2])}, got {tuple(positions.shape)}"
                 )
-            if sharding is not None and rotary.scaling is not None:  # which depends on the whole sequence
-                at = sharding.full_tensor(at, -1)
+            if sharding is not None and rotary.scaling is not None:  # scaling depends on the full sequence
+                positions = sharding.full_tensor(positions, -1)
             if isinstance(rotary.scaling, Dynamic):
-                self._check_dynamic(rotary.scaling, at, start)
-            known = rotary.table(at, d_head, like.dtype)
-            if here is not None and rotary.scaling is not None:
-                known = known[0].index_select(-3, here), known[1].index_select(-3, here)
-            self._tables[key] = known
-        return known
+                self._check_dynamic(rotary.scaling, positions, start)
+            result = rotary.table(positions, d_head, like.dtype)
+            if local is not None and rotary.scaling is not None:
+                result = result[0].index_select(-3, local), result[1].index_select(-3, local)
+            self._tables[key] = result
+        return result
 
-    def _check_dynamic(self, scaling: Dynamic, at: Tensor, start: int) -> None:
-        """Raise where the length of a sequence, which the scaling depends on, is not that of its positions."""
-        if torch.compiler.is_compiling() or not at.numel() or int(at.max()) < scaling.original:
+    def _check_dynamic(self, scaling: Dynamic, positions: Tensor, start: int) -> None:
+        """Raise if the sequence length that dynamic scaling needs cannot be read off the positions."""
+        if torch.compiler.is_compiling() or not positions.numel() or int(positions.max()) < scaling.original:
             return
         if start:
             raise ValueError(
-                f"{scaling!r} turns every key by the length of the whole sequence beyond {scaling.original} tokens, "
-                "but a cache holds keys of a shorter one; compute the whole sequence without a cache, or use Yarn, "
-                "Linear or Llama3 scaling"
+                f"{scaling!r} rotates every key by the length of the full sequence beyond {scaling.original} tokens, "
+                "but cached keys were rotated for a shorter one; compute the full sequence without a cache, or use "
+                "Yarn, Linear or Llama3 scaling"
             )
-        if at.dim() == 1 and (not mask_by_distance(self.mask) or bool((at.diff() < 1).any())):
+        if positions.dim() == 1 and (not mask_by_distance(self.mask) or bool((positions.diff() < 1).any())):
             raise ValueError(
-                f"{scaling!r} depends on the length of each sequence beyond {scaling.original} tokens, which one row "
-                "of positions for padded or packed sequences does not tell; pad on the left, or give positions (B, N) "
-                "that repeat the last position of a row where it is padded"
+                f"{scaling!r} depends on the length of each sequence beyond {scaling.original} tokens, which positions "
+                "(N,) do not determine for padded or packed sequences; pad on the left, or pass positions (B, N) that "
+                "repeat the last position of a row in its padding"
             )
 
 
 def check_not_in_context(**given: object) -> None:
-    """Raise if a call gives what its `context` (or `cross_context`) stands for."""
+    """Raise if an argument is given that belongs into the `context` (or `cross_context`) of the call."""
     named = [name for name, value in given.items() if value is not None]
     if named:
         raise ValueError(
-            f"{' and '.join(named)} cannot be given next to the LayerContext that holds it; put it into the "
-            "LayerContext"
+            f"{' and '.join(named)} cannot be combined with a context; pass it to LayerContext(...) instead"
         )
 
 
 def check_mask(mask: Tensor, shape: Sequence[int] | None = None) -> None:
-    """A mask of real tokens is (B, N) bool, and as large as the tokens where their shape is known."""
+    """Raise unless `mask` is a (B, N) bool tensor; `shape` is the expected (B, N), if known."""
     if not isinstance(mask, Tensor) or mask.dtype != torch.bool or mask.dim() != 2:
-        came = f"{mask.dtype} of shape {tuple(mask.shape)}" if isinstance(mask, Tensor) else type(mask).__name__
-        raise TypeError(f"mask must be a (B, N) bool tensor, True for real tokens, but is {came}; try mask.bool()")
+        given = f"{mask.dtype} of shape {tuple(mask.shape)}" if isinstance(mask, Tensor) else type(mask).__name__
+        raise TypeError(f"mask must be a (B, N) bool tensor, True for real tokens, got {given}; try mask.bool()")
     if shape is not None and mask.shape != torch.Size(shape):
-        raise ValueError(f"mask must be (B, N) = {tuple(shape)} as the tokens are, but is {tuple(mask.shape)}")
+        raise ValueError(f"mask must be (B, N) = {tuple(shape)} like the tokens, got {tuple(mask.shape)}")
 
 
 def key_mask(mask: Tensor | None, tokens: Tensor | None = None) -> Mask | None:
-    """A (B, N) bool mask of real tokens as a mask of keys: the cheapest that says it. tokens: (B, N, ...), if known."""
+    """Convert a (B, N) bool mask of real tokens to the cheapest equivalent key mask, or None if all are real.
+
+    tokens: (B, N, ...), to check the shape of the mask against.
+    """
     if mask is None:
         return None
     check_mask(mask, None if tokens is None else tokens.shape[:2])
@@ -181,9 +183,9 @@ def key_mask(mask: Tensor | None, tokens: Tensor | None = None) -> Mask | None:
         return dense(mask[:, None, None])
     if bool(mask.all()):
         return None
-    lengths, at = mask.sum(1), torch.arange(mask.shape[1], device=mask.device)
-    if torch.equal(mask, at < lengths[:, None]):
+    lengths, positions = mask.sum(1), torch.arange(mask.shape[1], device=mask.device)
+    if torch.equal(mask, positions < lengths[:, None]):
         return padding(lengths)
-    if torch.equal(mask, at >= mask.shape[1] - lengths[:, None]):
+    if torch.equal(mask, positions >= mask.shape[1] - lengths[:, None]):
         return ~padding(mask.shape[1] - lengths)
     return dense(mask[:, None, None])

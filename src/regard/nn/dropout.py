@@ -1,4 +1,4 @@
-"""Dropout of hidden states. On a CPU torch draws one number after the other; here four come out of one draw."""
+"""Dropout of hidden states. On a CPU one 64-bit random number decides four elements, where torch draws one each."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 LEVELS = 1 << 16  # a draw has 16 bits
-FEWEST = 1 << 8  # levels of the rarer outcome: with fewer, the share would be off by more than 1 in 512
+FEWEST = 1 << 8  # minimum levels of the rarer outcome; with fewer, rounding changes p by more than 1 in 512
 
 
 def dropout(x: Tensor, p: float) -> Tensor:
-    """Each element is 0 with probability p and multiplied by 1 / (1 - p) otherwise. For training only.
+    """Zero each element with probability p and multiply the others by 1 / (1 - p). For training only.
 
-    On a CPU, p is rounded to a multiple of 1 / 65,536, in the factor too: the mean stays that of `x`. Where p is so
-    close to 0 or 1 that this would matter, and on other devices, torch draws.
+    On a CPU, p is rounded to a multiple of 1 / 65,536, also in the factor, so that the mean is preserved. For p so
+    close to 0 or 1 that rounding matters, and on other devices, `F.dropout` is used.
 
     >>> import torch
     >>> from regard.nn.dropout import dropout

@@ -1,4 +1,4 @@
-"""What a block does to every token alone."""
+"""Feed-forward layers, applied to each token separately."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Activation = Callable[[Tensor], Tensor]
 
 
 def quick_gelu(x: Tensor) -> Tensor:
-    """`x sigmoid(1.702 x)`, which some checkpoints were trained with."""
+    """`x sigmoid(1.702 x)`, an approximation of GELU that some checkpoints were trained with."""
     return x * torch.sigmoid(1.702 * x)
 
 
@@ -29,7 +29,7 @@ ACTIVATIONS: dict[str, Activation] = {
     "silu": F.silu,
     "tanh": torch.tanh,
 }
-"""By the names that configurations use."""
+"""Activations by the names used in configurations."""
 
 
 class FeedForward(nn.Module):
@@ -55,7 +55,7 @@ class FeedForward(nn.Module):
 
 
 class GatedFeedForward(nn.Module):
-    """`down(activation(gate(x)) * up(x))`: with SiLU it is SwiGLU. One weight holds gate and up, in this order.
+    """`down(activation(gate(x)) * up(x))`; SwiGLU with SiLU. One weight holds gate and up, in this order.
 
     >>> import regard as rg, torch
     >>> rg.nn.GatedFeedForward(16, 64)(torch.randn(2, 5, 16)).shape

@@ -1,4 +1,4 @@
-"""Weights packed for inference, and back."""
+"""Packing of weights for inference, and unpacking."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from regard.engines.native import release_free_memory
 from regard.engines.packed_linear import PackedWeight, why_not
 
 
-@torch.inference_mode(False)  # a model that is frozen there can be trained after thaw
+@torch.inference_mode(False)  # so that a model frozen under inference_mode can be trained after thaw
 def freeze(model: nn.Module) -> dict[str, str]:
-    """Pack the weights of a model for inference on a CPU, in place, which makes small batches faster.
+    """Pack the weights of a model for inference on a CPU, in place, to speed up small batches.
 
-    Packed are the float32 weights on a CPU of `nn.Linear` layers, and embeddings that also give the logits. Each is
-    held once, in the layout of the kernel, and is read-only: what would write to it raises until `thaw`, and so does a
-    change of dtype, before any part of the model is converted. Values and derivatives are those of the plain weights,
-    but only calls without gradients are fast: use `torch.inference_mode()`. `state_dict()` and `regard.save` give plain
-    copies of the weights. To freeze a frozen model changes nothing.
+    This packs float32 CPU weights of `nn.Linear` layers and of embeddings that also compute the logits. A packed weight
+    is stored once, in the layout of the kernel, and is read-only: until `thaw`, writing to it or changing its dtype
+    raises, before any other part of the model is converted. Values and derivatives are those of the plain weights, but
+    only calls without gradients are fast: use `torch.inference_mode()`. `state_dict()` and `regard.save` return plain
+    copies. Freezing a frozen model has no effect.
 
-    Returns the weights that stay as they are, with the reason.
+    Returns the names of the weights that were not packed, with the reasons.
 
     >>> import regard as rg, torch
     >>> layer = rg.nn.FeedForward(64, 256).eval()
@@ -60,7 +60,7 @@ def freeze(model: nn.Module) -> dict[str, str]:
 
 @torch.inference_mode(False)
 def thaw(model: nn.Module) -> None:
-    """Restore the weights that `freeze` packed: the same bits in the same parameters, which may be trained again."""
+    """Undo `freeze`: restore the same values in the same parameters, which can be trained again."""
     for name, weight in model.named_parameters():
         if isinstance(weight, PackedWeight):
             _swap(name, weight, weight.unpack())
@@ -70,9 +70,10 @@ def thaw(model: nn.Module) -> None:
 
 
 def _projections(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """The modules whose weight is a matrix to multiply by, each with the name of its weight.
+    """Iterate over the modules whose weight can be packed, each with the name of its weight.
 
-    A subclass of nn.Linear may do anything with its weight. Of embeddings, those that models name as `output_layer`.
+    Subclasses of nn.Linear are left out, since they may use their weight differently; embeddings are included if a
+    model refers to them as `output_layer`.
     """
     outputs = {id(getattr(module, "output_layer", None)) for module in model.modules()}
     for name, module in model.named_modules():
@@ -81,17 +82,17 @@ def _projections(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _swap(name: str, weight: Tensor, replacement: Tensor) -> None:
-    """Give a parameter other contents. It stays the same object, so that all who share it see the change."""
+    """Replace the contents of a parameter but keep the object, so that modules that share it see the change."""
     grad, weight.grad = weight.grad, None
-    made = nn.Parameter(replacement, weight.requires_grad)
-    own = ("panels", "rows", "_is_param")  # of packed weights
-    made.__dict__.update({key: value for key, value in weight.__dict__.items() if key not in own})
+    parameter = nn.Parameter(replacement, weight.requires_grad)
+    packed_attributes = ("panels", "rows", "_is_param")  # attributes of packed weights
+    parameter.__dict__.update({key: value for key, value in weight.__dict__.items() if key not in packed_attributes})
     try:
         try:
-            torch.utils.swap_tensors(weight, made)
-        except RuntimeError:  # garbage may hold it still
+            torch.utils.swap_tensors(weight, parameter)
+        except RuntimeError:  # a reference cycle may still hold it
             gc.collect()
-            torch.utils.swap_tensors(weight, made)
+            torch.utils.swap_tensors(weight, parameter)
     except RuntimeError as error:
         raise RuntimeError(
             f"{name} is in use elsewhere ({error}); first delete its views and outputs computed with gradients"
@@ -114,7 +115,7 @@ def _remove_hooks(module: nn.Module) -> None:
 
 
 class _AllOrNothing:
-    """`module._apply`, which `to` and `double` call: nothing is converted where a packed weight refuses to be."""
+    """Replacement for `module._apply` that converts nothing if the conversion of a packed weight raises."""
 
     def __init__(self, module: nn.Module) -> None:
         self.module = weakref.ref(module)

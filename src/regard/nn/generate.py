@@ -1,4 +1,4 @@
-"""Generation: one token after the other, from a state that remembers keys and values."""
+"""Token-by-token generation with cached keys and values: greedy, sampling and beam search."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from regard.nn.context import LayerContext
 
 
 class GenerationState:
-    """A model in the midst of generating: `step` takes tokens and gives the logits of what comes next.
+    """The state of a generating model; `step` takes tokens and returns the logits of the next token.
 
-    forward: ids (R, n) and what their layers share to logits (R, vocabulary) of the last token; it holds the caches.
-    caches: all of them, of every layer. left_padding: how many tokens at the front of each row are filler.
+    forward: maps ids (R, n) and a `LayerContext` to the logits (R, vocabulary) of the last token, using the caches.
+    caches: the caches of all layers. left_padding: number of padding tokens at the front of each row.
     """
 
     def __init__(
@@ -32,7 +32,7 @@ class GenerationState:
         self._context = LayerContext(left_padding=left_padding)
 
     def step(self, ids: Tensor) -> Tensor:
-        """(R, n) ids that come after those before, to logits (R, vocabulary)."""
+        """Append ids (R, n) to the sequences and return the logits (R, vocabulary) of the next token."""
         positions = torch.arange(self.seen_tokens, self.seen_tokens + ids.shape[1], device=ids.device)
         if self.left_padding is not None:
             positions = (positions - self.left_padding[:, None]).clamp(min=0)
@@ -40,7 +40,7 @@ class GenerationState:
         return self.forward(ids, self._context.with_positions(positions))
 
     def reorder(self, rows: Tensor, start: int = 0) -> None:
-        """Row r goes on from what row `rows[r]` was; where they differ, they agree on the tokens before `start`."""
+        """Make row r continue row `rows[r]`. The two must agree on the tokens before `start`."""
         for cache in self.caches:
             cache.reorder(rows, start)
         if self.left_padding is not None:
@@ -50,7 +50,7 @@ class GenerationState:
 
 @dataclass(frozen=True)
 class Greedy:
-    """The most likely token, always.
+    """Choose the most likely token.
 
     >>> import regard as rg, torch
     >>> rg.nn.Greedy().chooser()(torch.tensor([[0.1, 0.7, 0.2]]))
@@ -63,8 +63,10 @@ class Greedy:
 
 @dataclass(frozen=True)
 class Sample:
-    """A token drawn from the softmax of logits / temperature, of the `top_k` most likely, of the fewest most likely
-    that hold a share of `top_p`. A seed makes it reproducible; without one torch's generator draws.
+    """Sample from the softmax of logits / temperature, limited by `top_k` and `top_p`.
+
+    top_k: sample from the k most likely tokens. top_p: sample from the smallest set of most likely tokens whose
+    probabilities sum to at least p. seed: makes sampling reproducible; without it torch's global generator is used.
 
     >>> import regard as rg, torch
     >>> rg.nn.Sample(top_k=1).chooser()(torch.tensor([[0.1, 0.7, 0.2]]))
@@ -78,11 +80,11 @@ class Sample:
 
     def __post_init__(self) -> None:
         if not self.temperature > 0:
-            raise ValueError(f"temperature must be positive, but is {self.temperature}; Greedy() is its limit at 0")
+            raise ValueError(f"temperature must be positive, got {self.temperature}; for the limit 0 use Greedy()")
         if self.top_k is not None and self.top_k < 1:
-            raise ValueError(f"top_k must be at least 1, but is {self.top_k}; leave it out for all")
+            raise ValueError(f"top_k must be at least 1, got {self.top_k}; omit it to sample from all tokens")
         if self.top_p is not None and not 0 < self.top_p <= 1:
-            raise ValueError(f"top_p must be a share in (0, 1], but is {self.top_p}; leave it out for all")
+            raise ValueError(f"top_p must be in (0, 1], got {self.top_p}; omit it to sample from all tokens")
 
     def chooser(self) -> Callable[[Tensor], Tensor]:
         generator: torch.Generator | None = None
@@ -106,7 +108,7 @@ class Sample:
 
 @dataclass(frozen=True)
 class Beam:
-    """The sequence with the best sum of log-probabilities over length ** length_penalty, of `width` followed at a time.
+    """Beam search for the highest sum of log-probabilities divided by length ** length_penalty.
 
     >>> import regard as rg
     >>> rg.nn.Beam(width=4)
@@ -118,14 +120,14 @@ class Beam:
 
     def __post_init__(self) -> None:
         if self.width < 1:
-            raise ValueError(f"width must be at least 1, but is {self.width}")
+            raise ValueError(f"width must be at least 1, got {self.width}")
 
 
 Strategy = Greedy | Sample | Beam
 
 
 def stop_tokens(stop: int | Sequence[int]) -> tuple[int, ...]:
-    """The tokens that end generation, given as one token or as several.
+    """Normalise `stop`, one token id or several, to a tuple.
 
     >>> from regard.nn.generate import stop_tokens
     >>> stop_tokens(2), stop_tokens([2, 3])
@@ -134,14 +136,13 @@ def stop_tokens(stop: int | Sequence[int]) -> tuple[int, ...]:
     try:
         return tuple(operator.index(token) for token in (stop if isinstance(stop, Iterable) else (stop,)))
     except TypeError:
-        raise TypeError(f"stop must be a token id or a list of them, but is {stop!r}") from None
+        raise TypeError(f"stop must be a token id or a list of token ids, got {stop!r}") from None
 
 
 def generate(
     state: GenerationState, first: Tensor, *, strategy: Strategy, max_new_tokens: int, stop: int | Sequence[int] = ()
 ) -> list[Tensor]:
-    """What comes after the ids `first` (R, n), at most `max_new_tokens` tokens a row, without the stop token that ended
-    it."""
+    """Generate at most `max_new_tokens` tokens after the ids `first` (R, n); the stop token is not included."""
     if isinstance(strategy, Beam):
         return beam_search(state, first, strategy, max_new_tokens=max_new_tokens, stop=stop)
     stop = stop_tokens(stop)
@@ -162,19 +163,19 @@ def generate_steps(
     max_new_tokens: int,
     stop: int | Sequence[int] = (),
 ) -> Iterator[Tensor]:
-    """The tokens (R,) of one step after the other, until every row has met a stop token, which comes too."""
+    """Yield the tokens (R,) of each step, up to and including the step in which the last row reaches a stop token."""
     stop = stop_tokens(stop)
     choose, stops = strategy.chooser(), torch.tensor(stop, device=first.device)
-    going = torch.ones(len(first), dtype=torch.bool, device=first.device)
+    running = torch.ones(len(first), dtype=torch.bool, device=first.device)
     ids = first
     for _ in range(max_new_tokens):
         with torch.inference_mode():
             token = choose(state.step(ids))
             ids = token[:, None]
             if stop:
-                going &= ~torch.isin(token, stops)
+                running &= ~torch.isin(token, stops)
         yield token
-        if stop and not bool(going.any()):
+        if stop and not bool(running.any()):
             return
 
 
@@ -182,7 +183,7 @@ def generate_steps(
 def beam_search(
     state: GenerationState, first: Tensor, strategy: Beam, *, max_new_tokens: int, stop: int | Sequence[int] = ()
 ) -> list[Tensor]:
-    """Beam search. A row's beams are neighbours: beam w of row r is row r * width + w of the state."""
+    """Beam search. Beam w of row r is row r * width + w of the state."""
     stop = stop_tokens(stop)
     width, rows, penalty = strategy.width, len(first), strategy.length_penalty
     finished: list[list[tuple[float, np.ndarray]]] = [[] for _ in range(rows)]
@@ -193,25 +194,27 @@ def beam_search(
     vocabulary = logits.shape[-1]
     scores = torch.zeros(rows, 1, device=first.device)
     for n in range(max_new_tokens):
-        # The best of each beam are enough to find the best of all, and need no log-softmax over the vocabulary.
-        each = min((len(stop) + 1) * width, vocabulary)
-        values, tokens = logits.float().topk(each, -1)
-        values = (values - logits.float().logsumexp(-1, keepdim=True)).view(rows, -1, each) + scores[:, :, None]
-        values, places = values.flatten(1).topk(min((len(stop) + 1) * width, values[0].numel()))
-        tokens = tokens.view(rows, -1).gather(1, places)
-        beams = (places // each).tolist()
+        # The overall best candidates are among the best of each beam, so no log-softmax over the vocabulary is needed.
+        per_beam = min((len(stop) + 1) * width, vocabulary)
+        values, tokens = logits.float().topk(per_beam, -1)
+        values = (values - logits.float().logsumexp(-1, keepdim=True)).view(rows, -1, per_beam) + scores[:, :, None]
+        values, indices = values.flatten(1).topk(min((len(stop) + 1) * width, values[0].numel()))
+        tokens = tokens.view(rows, -1).gather(1, indices)
+        beams = (indices // per_beam).tolist()
         chosen: list[tuple[int, int, float]] = []
-        for row, found in enumerate(zip(values.tolist(), tokens.tolist(), beams, strict=True)):
+        for row, candidates in enumerate(zip(values.tolist(), tokens.tolist(), beams, strict=True)):
             kept: list[tuple[int, int, float]] = []
-            for rank, (score, token, which) in enumerate(zip(*found, strict=True)):
-                source = row * width + which
+            for rank, (score, token, beam) in enumerate(zip(*candidates, strict=True)):
+                source = row * width + beam
                 if token in stop:
                     if rank < width and not done[row]:
                         finished[row].append((score / (n + 1) ** penalty, history[source, :n].copy()))
                 elif len(kept) < width:
                     kept.append((source, token, score))
             finished[row] = sorted(finished[row], key=lambda pair: -pair[0])[:width]
-            kept += [(row * width, 0, -float("inf"))] * (width - len(kept))  # a vocabulary smaller than the beam
+            kept += [(row * width, 0, -float("inf"))] * (
+                width - len(kept)
+            )  # if the vocabulary is smaller than the beam
             if len(finished[row]) == width and finished[row][-1][0] >= kept[0][2] / (n + 1) ** penalty:
                 done[row] = True
             chosen += kept
@@ -230,12 +233,14 @@ def beam_search(
             length = n + 1
             for w, score in enumerate(scores[row].tolist()):
                 finished[row].append((score / length**penalty, history[row * width + w, :length].copy()))
-    best = [max(found, key=lambda pair: pair[0])[1] if found else np.zeros(0, np.int64) for found in finished]
+    best = [
+        max(candidates, key=lambda pair: pair[0])[1] if candidates else np.zeros(0, np.int64) for candidates in finished
+    ]
     return [torch.from_numpy(tokens).to(first.device) for tokens in best]
 
 
 def _common_length(history: np.ndarray, sources: np.ndarray, count: int) -> int:
-    """How many tokens all rows have in common with the row that they go on from."""
+    """Length of the prefix that every row shares with the row it continues."""
     changed = np.flatnonzero(sources != np.arange(len(sources)))
     if not len(changed) or not count:
         return count

@@ -1,4 +1,4 @@
-"""Graphs: attention of nodes to their neighbours."""
+"""Graph attention."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from regard.scores import Additive
 
 
 class GraphAttention(nn.Module):
-    """Nodes look at their neighbours by an additive score of each head (Graph Attention Networks).
+    """Attention of nodes to their neighbours with an additive score per head (GATv2).
 
         score(i, j) = weight · tanh(W_q x_i + W_k x_j)
 
-    Who is whose neighbour the mask says: `regard.edges(pairs)`, each node with itself among them, if it is to see
-    itself. The paper's score is linear but for a last LeakyReLU, so that all nodes rank neighbours alike; with the
-    nonlinearity inside (as in GATv2) each ranks its own. Projections start from N(0, 1 / fan_in), the weight from
-    N(0, 1 / d_head). dropout: of the weights, in training.
+    The mask defines the graph: `regard.edges(pairs)`, with a pair (i, i) for every node that attends to itself. In
+    Graph Attention Networks the nonlinearity comes after the sum, so that all nodes rank neighbours alike; here it is
+    inside, as in GATv2. Projections start from N(0, 1 / fan_in), the weight from N(0, 1 / d_head).
+    dropout: probability for attention weights, in training.
 
     >>> import regard as rg, torch
     >>> layer = rg.nn.GraphAttention(16, heads=2)
@@ -34,7 +34,7 @@ class GraphAttention(nn.Module):
     def __init__(self, d_model: int, heads: int, *, dropout: float = 0.0) -> None:
         super().__init__()
         if heads < 1 or d_model % heads:
-            raise ValueError(f"d_model = {d_model} is no multiple of heads = {heads}; choose others")
+            raise ValueError(f"d_model = {d_model} is not a multiple of heads = {heads}; change one of them")
         self.heads, self.dropout = heads, dropout
         self.qkv, self.output = linear(d_model, 3 * d_model), linear(d_model, d_model)
         self.weight = nn.Parameter(torch.randn(heads, d_model // heads) / math.sqrt(d_model // heads))
@@ -42,7 +42,7 @@ class GraphAttention(nn.Module):
     def forward(
         self, x: Tensor, *, mask: Any = None, context: LayerContext | None = None, cache: None = None
     ) -> Tensor:
-        """x (B, N, d_model) to the same; `context` stands for the mask in a stack."""
+        """Map x (B, N, d_model) to (B, N, d_model); inside a stack, `context` replaces `mask`."""
         if context is None:
             context = LayerContext(mask)
         else:

@@ -1,6 +1,6 @@
-"""One vector for a sequence. Every pooling takes (B, N, d_model) with a (B, N) mask, or a packed batch.
+"""Poolings of a sequence into one vector. All take (B, N, d_model) with a (B, N) mask, or a packed batch.
 
-A sequence without a real token gives zeros, as does a query that sees no key. Sums are in float32 at least.
+A sequence without real tokens is pooled to zeros. Sums are computed in float32 at least.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from regard.scores import Dot
 
 
 class Mean(nn.Module):
-    """The mean of the real tokens.
+    """Mean of the real tokens.
 
     >>> import regard as rg, torch
     >>> rg.nn.Mean()(torch.tensor([[[1.0], [3.0], [9.0]]]), torch.tensor([[True, True, False]]))
@@ -30,7 +30,7 @@ class Mean(nn.Module):
         values = _values(x, mask)
         wide = torch.promote_types(values.dtype, torch.float32)
         if isinstance(x, Packed):
-            return _each(x, lambda tokens: tokens.mean(0, dtype=wide).to(tokens.dtype))
+            return _pool_each(x, lambda tokens: tokens.mean(0, dtype=wide).to(tokens.dtype))
         if mask is None:
             return (values.sum(1, dtype=wide) / max(values.shape[1], 1)).to(values.dtype)
         total = values.masked_fill(~mask[..., None], 0.0).sum(1, dtype=wide)
@@ -38,7 +38,7 @@ class Mean(nn.Module):
 
 
 class Max(nn.Module):
-    """The largest of the real tokens, channel by channel.
+    """Maximum of the real tokens, per channel.
 
     >>> import regard as rg, torch
     >>> rg.nn.Max()(torch.tensor([[[1.0], [3.0], [9.0]]]), torch.tensor([[True, True, False]]))
@@ -48,13 +48,13 @@ class Max(nn.Module):
     def forward(self, x: Tensor | Packed, mask: Tensor | None = None) -> Tensor:
         values = _values(x, mask)
         if isinstance(x, Packed):
-            return _each(x, lambda tokens: tokens.amax(0))
+            return _pool_each(x, lambda tokens: tokens.amax(0))
         if not values.shape[1]:
             return values.sum(1)  # zeros
         if mask is None:
             return values.amax(1)
-        found = values.masked_fill(~mask[..., None], -math.inf).amax(1)
-        return found.masked_fill(~mask.any(1, keepdim=True), 0.0)
+        largest = values.masked_fill(~mask[..., None], -math.inf).amax(1)
+        return largest.masked_fill(~mask.any(1, keepdim=True), 0.0)
 
 
 class First(nn.Module):
@@ -68,14 +68,14 @@ class First(nn.Module):
     def forward(self, x: Tensor | Packed, mask: Tensor | None = None) -> Tensor:
         values = _values(x, mask)
         if isinstance(x, Packed):
-            return _each(x, lambda tokens: tokens[0])
+            return _pool_each(x, lambda tokens: tokens[0])
         if not values.shape[1]:
             return values.sum(1)  # zeros
-        return values[:, 0] if mask is None else _tokens(values, mask, mask.int().argmax(1))
+        return values[:, 0] if mask is None else _select_tokens(values, mask, mask.int().argmax(1))
 
 
 class Last(nn.Module):
-    """The last real token, which has seen all others where attention is causal.
+    """The last real token; under causal attention the only one that depends on all tokens.
 
     >>> import regard as rg, torch
     >>> rg.nn.Last()(torch.tensor([[[1.0], [3.0], [9.0]]]), torch.tensor([[True, True, False]]))
@@ -85,15 +85,15 @@ class Last(nn.Module):
     def forward(self, x: Tensor | Packed, mask: Tensor | None = None) -> Tensor:
         values = _values(x, mask)
         if isinstance(x, Packed):
-            return _each(x, lambda tokens: tokens[-1])
+            return _pool_each(x, lambda tokens: tokens[-1])
         if not values.shape[1]:
             return values.sum(1)  # zeros
-        places = torch.arange(values.shape[1], device=values.device)
-        return values[:, -1] if mask is None else _tokens(values, mask, places.where(mask, 0).amax(1))
+        indices = torch.arange(values.shape[1], device=values.device)
+        return values[:, -1] if mask is None else _select_tokens(values, mask, indices.where(mask, 0).amax(1))
 
 
 class AttentionPooling(nn.Module):
-    """A learned query looks at the real tokens: `softmax(x · query / sqrt(d_model)) x`; the query starts from N(0, 1).
+    """Attention of a learned query to the real tokens: `softmax(x · query / sqrt(d_model)) x`; query from N(0, 1).
 
     >>> import regard as rg, torch
     >>> rg.nn.AttentionPooling(16)(torch.randn(2, 5, 16), torch.ones(2, 5, dtype=torch.bool)).shape
@@ -116,22 +116,22 @@ class AttentionPooling(nn.Module):
 
 
 def _values(x: Tensor | Packed, mask: Tensor | None) -> Tensor:
-    """The tokens, (B, N, d_model) or packed (N, d_model); a mask that does not go with them is an error."""
+    """Return the tokens, (B, N, d_model) or packed (N, d_model), after checking the mask."""
     if isinstance(x, Packed):
         if mask is not None:
-            raise ValueError("mask goes with (B, N, d_model); a packed batch has its lengths")
+            raise ValueError("a packed batch takes no mask: its lengths are known; omit `mask`")
         return x.values
     if mask is not None:
         check_mask(mask, x.shape[:2])
     return x
 
 
-def _each(x: Packed, pool: Callable[[Tensor], Tensor]) -> Tensor:
-    """Sequences (n, d_model) pooled one by one; an empty one is zeros, which a sum over nothing is."""
+def _pool_each(x: Packed, pool: Callable[[Tensor], Tensor]) -> Tensor:
+    """Pool each sequence (n, d_model); an empty sequence is pooled to zeros (an empty sum)."""
     rows = [pool(tokens) if len(tokens) else tokens.sum(0) for tokens in unpack(x)]
     return torch.stack(rows) if rows else x.values
 
 
-def _tokens(x: Tensor, mask: Tensor, at: Tensor) -> Tensor:
-    """Token `at[b]` of each row; zeros where a row has no real token."""
-    return x[torch.arange(len(x), device=x.device), at].masked_fill(~mask.any(1, keepdim=True), 0.0)
+def _select_tokens(x: Tensor, mask: Tensor, index: Tensor) -> Tensor:
+    """Select token `index[b]` of each row; zeros if a row has no real tokens."""
+    return x[torch.arange(len(x), device=x.device), index].masked_fill(~mask.any(1, keepdim=True), 0.0)

@@ -1,4 +1,4 @@
-"""Sets, whose elements have no order: induced points and pooling by attention (Set Transformer)."""
+"""Set Transformer layers: blocks with induced points, and pooling by attention."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from regard.sharding import current_sharding
 
 
 class CrossBlock(nn.Module):
-    """Attention to a source, and feed-forward, each within the arrangement that `residual()` makes.
+    """Cross-attention and feed-forward, each wrapped in a new `residual()`.
 
     >>> import regard as rg, torch
     >>> block = rg.nn.CrossBlock(
@@ -30,7 +30,7 @@ class CrossBlock(nn.Module):
         self.feedforward, self.feedforward_residual = feedforward, residual()
 
     def forward(self, x: Tensor, source: Tensor, *, cross_context: LayerContext | None = None) -> Tensor:
-        """x (B, Q, d_model), source (B, K, d_source)."""
+        """Map x (B, Q, d_model) and source (B, K, d_source) to (B, Q, d_model)."""
         cross_context = LayerContext() if cross_context is None else cross_context
         if (sharding := None if cross_context.is_local else current_sharding()) is not None:
             x, source, cross_context = sharding.to_local(x, 1), sharding.to_local(source, 1), cross_context.to_local()
@@ -40,7 +40,7 @@ class CrossBlock(nn.Module):
 
 
 class SeedPooling(nn.Module):
-    """Learned seeds look at a set: (B, N, d_model) with a (B, N) mask, or packed sets, to (B, seeds, d_model).
+    """Pooling of sets by attention from learned seeds: (B, N, d_model) or packed to (B, seeds, d_model).
 
     block: a `CrossBlock` whose attention has `offset=0`. Seeds start from N(0, 1).
 
@@ -58,21 +58,20 @@ class SeedPooling(nn.Module):
     def forward(self, x: Tensor | Packed, mask: Tensor | None = None) -> Tensor:
         if isinstance(x, Packed):
             if mask is not None:
-                raise ValueError("mask goes with (B, N, d_model); packed sets have their lengths")
+                raise ValueError("packed sets take no mask: their lengths are known; omit `mask`")
             seeds = repeat_points(self.seeds, x)
-            found = self.block(seeds.values[None], x.values[None], cross_context=LayerContext(seeds.cross_mask(x)))
-            return found.view(len(x), *self.seeds.shape)
+            pooled = self.block(seeds.values[None], x.values[None], cross_context=LayerContext(seeds.cross_mask(x)))
+            return pooled.view(len(x), *self.seeds.shape)
         return self.block(self.seeds.expand(len(x), -1, -1), x, cross_context=LayerContext(key_mask(mask, x)))
 
 
 class InducedBlock(nn.Module):
-    """A set looks at itself by way of a few learned points: O(N · points), where all pairs are O(N^2).
+    """Self-attention of a set through a few learned points, in O(N · points) instead of O(N^2).
 
-        gathered = gather(points, x)        points look at the set
-        x        = spread(x, gathered)      the set looks at them
+        gathered = gather(points, x)        points attend to the set
+        x        = spread(x, gathered)      the set attends to the points
 
-    gather, spread: blocks whose attention has `offset=0`. Sets are (B, N, d_model) with a (B, N) mask, or packed, and
-        the
+    gather, spread: blocks whose attention has `offset=0`. Sets are (B, N, d_model) with a (B, N) mask, or packed; the
     result has the same form. Points start from N(0, 1).
 
     >>> import regard as rg, torch
@@ -98,5 +97,5 @@ class InducedBlock(nn.Module):
 
 
 def repeat_points(points: Tensor, sets: Packed) -> Packed:
-    """The same points (n, d_model) for each of the sets."""
+    """Repeat the points (n, d_model) for each of the sets."""
     return Packed(points.repeat(len(sets), 1), (len(points),) * len(sets))

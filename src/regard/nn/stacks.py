@@ -20,7 +20,7 @@ from regard.sharding import current_sharding
 
 
 class RelativeBias(nn.Module):
-    """T5's bias as a part of a stack: one table for all layers, (buckets, heads), from N(0, 1 / buckets).
+    """T5's relative position bias: one table (buckets, heads) for all layers of a stack, from N(0, 1 / buckets).
 
     >>> import regard as rg
     >>> rg.nn.RelativeBias(heads=8)()
@@ -37,15 +37,15 @@ class RelativeBias(nn.Module):
 
 
 class Encoder(nn.Module):
-    """Blocks one after the other, and a last norm if there is one. Decoder-only models are encoders of causal blocks.
+    """A stack of blocks with an optional final norm. A decoder-only model is an encoder with causal blocks.
 
-    layers: blocks; each runs `repeat` times before the next (ALBERT's single layer runs twelve times).
-    norm: applied last. bias: a module that gives one bias for all layers.
-    checkpointing: in training, keep only what enters a block, and compute the rest again in backward.
+    layers: the blocks; each runs `repeat` times before the next one (ALBERT runs a single layer twelve times).
+    norm: applied to the output of the last block. bias: a module that returns one bias for all layers.
+    checkpointing: in training, keep only the inputs of blocks and recompute the rest in backward.
 
-    What attention and feed-forward add is divided by the square root of how many are added up, in the weight of their
-    output or of the norm behind it, unless a norm comes after the sum: so activations keep a variance of O(1) at any
-    depth.
+    Unless a norm follows the residual sum, the initial outputs of the sublayers are divided by the square root of
+    their number (in the output weight, or in the weight of the norm after it), so that activations keep a variance of
+    O(1) at any depth.
 
     >>> import regard as rg, torch
     >>> def block():
@@ -86,9 +86,10 @@ class Encoder(nn.Module):
         context: LayerContext | None = None,
         cache: Sequence[Cache] | None = None,
     ) -> Tensor:
-        """(B, N, d_model) to the same; `context` stands for a mask, bias or positions.
+        """Map (B, N, d_model) to (B, N, d_model).
 
-        cache: as `cache()` gives them. The tokens of x come after those that they have seen.
+        context: replaces `mask`; it can also hold a bias and positions.
+        cache: from `cache()`, one per layer. The tokens of x follow the cached ones.
         """
         if context is None:
             context = LayerContext(mask)
@@ -108,28 +109,28 @@ class Encoder(nn.Module):
         return x if sharding is None else sharding.full_tensor(x, 1)
 
     def cache(self) -> list[Cache]:
-        """Empty caches, one for each layer and each time that it runs, each as its attention needs it."""
+        """Return empty caches, one per run of a layer."""
         return [self._attention(block).cache() for block in self._runs()]
 
     def _runs(self) -> Iterator[nn.Module]:
-        """The layers in the order in which they run, each `repeat` times."""
+        """Iterate over the layers in execution order, each `repeat` times."""
         return (layer for layer in self.layers for _ in range(self.repeat))
 
     def _recomputes(self, cache: Sequence[object] | None) -> bool:
-        """Whether blocks are computed again in backward; raise if the caches do not fit that, or the layers."""
+        """Return whether blocks are recomputed in backward, after checking the caches."""
         recompute = self.checkpointing and self.training and torch.is_grad_enabled()
         if cache is None:
             return recompute
         if recompute:
             raise ValueError(
-                "checkpointing computes blocks again in backward, which would append to the caches again; decode in "
+                "checkpointing recomputes blocks in backward, which would append to the caches twice; decode in "
                 "eval mode or under torch.no_grad(), or train without caches"
             )
-        needed, different = len(self.layers) * self.repeat, len(set(map(id, cache)))
-        if not len(cache) == different == needed:
+        needed, distinct = len(self.layers) * self.repeat, len(set(map(id, cache)))
+        if not len(cache) == distinct == needed:
             raise ValueError(
-                f"cache must be {needed} different ones, one for each layer and each time that it runs, but "
-                f"{len(cache)} came, of which {different} are different; take those that `cache()` gives"
+                f"cache must hold {needed} distinct caches, one per run of a layer, got {len(cache)}, of which "
+                f"{distinct} are distinct; use the ones that `cache()` returns"
             )
         return False
 
@@ -137,26 +138,26 @@ class Encoder(nn.Module):
         attention = block.attention
         if not isinstance(attention, MultiHeadAttention):
             raise TypeError(
-                f"only blocks of MultiHeadAttention have caches, but this one has {type(attention).__name__}"
+                f"only blocks with MultiHeadAttention have caches, but this block has {type(attention).__name__}"
             )
         return attention
 
 
 @dataclass(frozen=True, eq=False)
 class DecoderCache:
-    """Keys and values of a decoder's own tokens, and of the source: one of each for every run of a layer."""
+    """Self-attention and cross-attention caches of a decoder, one of each per run of a layer."""
 
     self_attention: list[Cache]
     cross_attention: list[CrossCache]
 
     @property
     def holds_source(self) -> bool:
-        """Whether a call was made, so that the source need not be given again."""
+        """Whether the keys and values of the source are cached, so that later calls can omit the source."""
         return all(cross_cache.keys_values is not None for cross_cache in self.cross_attention)
 
 
 class Decoder(Encoder):
-    """Blocks with cross-attention: they look at themselves and at a source.
+    """A stack of blocks with cross-attention to a source.
 
     >>> import regard as rg, torch
     >>> def block():
@@ -179,7 +180,10 @@ class Decoder(Encoder):
         cross_context: LayerContext | None = None,
         cache: DecoderCache | None = None,
     ) -> Tensor:
-        """x (B, N, d_model), source (B, K, d_source). With a cache, the source is needed at the first call only."""
+        """Map x (B, N, d_model) and source (B, K, d_source) to (B, N, d_model).
+
+        With a cache, the source is required in the first call only.
+        """
         if context is None:
             context = LayerContext(mask)
         else:
@@ -201,7 +205,7 @@ class Decoder(Encoder):
                 x = layer(x, source, context=context, cross_context=cross_context)
             else:
                 cross_cache = cache.cross_attention[n]
-                # compared with what is held once, not by all
+                # comparing the source with the cached one is slow: only the first layer does it
                 given = source if n == 0 or cross_cache.keys_values is None else None
                 x = layer(
                     x,
@@ -215,5 +219,5 @@ class Decoder(Encoder):
         return x if sharding is None else sharding.full_tensor(x, 1)
 
     def cache(self) -> DecoderCache:  # type: ignore[override]
-        """An empty cache."""
+        """Return an empty cache."""
         return DecoderCache(super().cache(), [CrossCache() for _ in self._runs()])
