@@ -170,7 +170,7 @@ def test_every_command_has_help_with_an_example(words: list[str], regard: Comman
         ),
         (
             ["train", "classify", "--data", "good.csv", "--out", "run", "--pooling", "median"],
-            "pooling must be one of mean, max, first, attention, but is 'median'",
+            "pooling must be one of mean, max, first, attention, got 'median'",
         ),
         (["resume", "none"], "none: there is no such run"),
         (["predict", "good.csv", "x"], "holds no run"),
@@ -312,7 +312,7 @@ def test_a_plan_takes_a_run_and_a_checkpoint(regard: Command, tmp_path: Path) ->
             ["--model", f"{WORDS},kv_heads=3", *PLAN],
             "heads must be a positive multiple of kv_heads, got heads=4 and kv_heads=3",
         ),
-        (["--model", f"{WORDS},norm=none", *PLAN], "norm must be one of layer, rms, unit_rms, but is 'none'"),
+        (["--model", f"{WORDS},norm=none", *PLAN], "norm must be one of layer, rms, unit_rms, got 'none'"),
         (["--model", WORDS, *PLAN[:6], "--flops", "40G"], "say --flops and --bandwidth, or let this machine be"),
         (["--model", WORDS, *PLAN, "--memory", "much"], "--memory must be a number with a unit, such as 16GB"),
         (["--model", "en-fr", *PLAN], "en-fr: there is no such run or checkpoint"),

@@ -31,7 +31,9 @@ def test_a_name_goes_through_the_hub_and_asks_for_nothing_unsafe(
 
 
 def test_a_name_that_was_never_fetched_says_so_when_offline(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match=r"someone/nothing is no folder, and was not found among the files"):
+    with pytest.raises(
+        FileNotFoundError, match=r"someone/nothing is not a folder and was not found in the local cache"
+    ):
         rg.load("someone/nothing", local_files_only=True)
 
 
@@ -43,7 +45,7 @@ def test_without_the_library_a_name_says_what_to_install(monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize("name", ["./nowhere", "/no/where", "a/b/c", "../x/y", "a b"])
 def test_a_path_that_is_no_folder_is_not_looked_for_on_the_hub(name: str) -> None:
-    with pytest.raises(FileNotFoundError, match="is no folder; give a folder"):
+    with pytest.raises(FileNotFoundError, match="is not a folder; pass a folder"):
         rg.load(name)
 
 

@@ -72,7 +72,7 @@ def test_a_tied_tensor_may_come_twice_and_under_either_name_but_not_with_two_val
         ("gemma2", {"layer_types": ["chunked_attention"] * 3}, "layer_types"),
         ("t5", {"feed_forward_proj": "gated-mish"}, "feed_forward_proj"),
         ("t5", {"eos_token_id": [1, 2]}, "eos_token_id"),
-        ("marian", {"decoder_ffn_dim": 64}, "encoder_ffn_dim = 48 and decoder_ffn_dim = 64 must be the same"),
+        ("marian", {"decoder_ffn_dim": 64}, "encoder_ffn_dim = 48 and decoder_ffn_dim = 64 must be equal"),
         ("marian", {"bad_words_ids": [[1, 2]]}, "bad_words_ids"),
         ("vit", {"patch_size": [8, 4]}, "patch_size"),
         ("detr", {"position_embedding_type": "learned"}, "position_embedding_type"),

@@ -180,7 +180,7 @@ def test_modules_that_lead_out_of_the_folder_are_refused(tmp_path: Path) -> None
     listed = json.loads((place / "modules.json").read_text())
     listed[1]["path"] = "../elsewhere"
     (place / "modules.json").write_text(json.dumps(listed))
-    with pytest.raises(ValueError, match="leads out of the folder"):
+    with pytest.raises(ValueError, match="outside of the folder"):
         rg.load(place)
 
 

@@ -185,7 +185,7 @@ def test_layers_with_a_window_hold_no_more_than_it() -> None:
 
 def test_a_model_says_when_its_positions_are_used_up() -> None:
     model = LanguageModel(dataclasses.replace(GPT2, positions=8)).eval()
-    with pytest.raises(ValueError, match="knows 8 positions, but token 9 came"):
+    with pytest.raises(ValueError, match="has 8 positions, but the sequence has 9 tokens"):
         model.generate(IDS[:, :5], max_new_tokens=9)
 
 

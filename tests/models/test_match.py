@@ -70,9 +70,9 @@ def test_a_word_is_shown_over_the_image_without_the_frame_of_a_patch() -> None:
 
 
 def test_what_does_not_go_together_is_told() -> None:
-    with pytest.raises(ValueError, match="one width, but have 16 and 32"):
+    with pytest.raises(ValueError, match="equal d_model, got 16 and 32"):
         ImageTextMatcher(MatchConfig(TEXT, replace(VISION, d_model=32)))
-    with pytest.raises(ValueError, match="as many, but are 2 and 1"):
+    with pytest.raises(ValueError, match="equally many, got 2 and 1"):
         model_of()(torch.randn(2, 1, 16, 24).double(), torch.tensor([[4, 5]]))
 
 

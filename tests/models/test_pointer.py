@@ -133,10 +133,10 @@ def test_a_model_that_copies_is_saved_and_loaded(tmp_path: object) -> None:
 
 
 def test_what_cannot_be_copied_is_told() -> None:
-    with pytest.raises(ValueError, match="one vocabulary for both sides"):
+    with pytest.raises(ValueError, match="one vocabulary for source and target"):
         PointerTransformer(replace(CONFIG, target_vocabulary=31))
     model = model_of()
-    with pytest.raises(TypeError, match="needs its source to decode"):
+    with pytest.raises(TypeError, match="needs the source ids to decode"):
         model.decode(torch.tensor([[1]]), torch.zeros(1, 3, 32))
 
 

@@ -99,7 +99,7 @@ def test_greedy_merges_repeats_and_keeps_letters_that_a_blank_parts() -> None:
     assert greedy(frames).labels == prefix_beam(frames).labels == [2, 2, 1]
     assert greedy(frames[:0]).labels == prefix_beam(frames[:0]).labels == []
     assert min_frames([2, 2, 1]) == 4
-    with pytest.raises(ValueError, match="width must be at least 1, but is 0"):
+    with pytest.raises(ValueError, match="width must be at least 1, got 0"):
         prefix_beam(frames, width=0)
 
 

@@ -142,15 +142,15 @@ def test_packed_sequences_train() -> None:
 
 def test_mistakes_are_named() -> None:
     model = TextEncoder(BERT).eval()
-    with pytest.raises(ValueError, match="a sequence has 41 tokens, but the model knows 40 positions"):
+    with pytest.raises(ValueError, match="the model has 40 positions, but a sequence has 41 tokens"):
         model(torch.zeros(1, 41, dtype=torch.long))
     with pytest.raises(TypeError, match=r"mask must be a \(B, N\) bool tensor"):
         model(IDS, REAL.long())
-    with pytest.raises(ValueError, match="packed inputs and lists say their lengths themselves"):
+    with pytest.raises(ValueError, match="packed inputs and lists take no mask"):
         model(LIST, REAL)
     with pytest.raises(ValueError, match=r"try inputs\[None\]"):
         model(IDS[0])
-    with pytest.raises(ValueError, match="arrangement must be one of pre, post, sandwich, but is 'both'"):
+    with pytest.raises(ValueError, match="arrangement must be one of pre, post, sandwich, got 'both'"):
         TextEncoder(dataclasses.replace(BERT, arrangement="both"))
 
 

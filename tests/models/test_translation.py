@@ -183,7 +183,7 @@ def test_the_source_is_encoded_and_projected_once(monkeypatch: pytest.MonkeyPatc
 
 def test_positions_beyond_a_learned_table_are_refused_and_sinusoidal_ones_have_no_end() -> None:
     source, target = batch([20], [3])
-    with pytest.raises(ValueError, match="knows 16 positions, but token 20 came"):
+    with pytest.raises(ValueError, match="has 16 positions, but the sequence has 20 tokens"):
         model_of(KINDS["after"])(source, target)
     long = torch.randint(3, 19, (1, 700))
     assert model_of(CLASSIC)(long, target[0][None]).isfinite().all()
@@ -192,13 +192,13 @@ def test_positions_beyond_a_learned_table_are_refused_and_sinusoidal_ones_have_n
 def test_what_does_not_go_together_is_said() -> None:
     model = model_of(CLASSIC)
     source, target = batch([5, 3], [2, 4])
-    with pytest.raises(TypeError, match="packed target goes with a packed source"):
+    with pytest.raises(TypeError, match="packed target needs a packed source"):
         model(torch.stack([source[0], source[0]]), target)
     with pytest.raises(ValueError, match="same number of sequences, got 2 and 1"):
         model(source, target[:1])
-    with pytest.raises(ValueError, match="as many, but are 1 and 2"):
+    with pytest.raises(ValueError, match="equal batch sizes, got 1 and 2"):
         model(source[0][None], torch.stack([target[0], target[0]]))
-    with pytest.raises(ValueError, match="position must be one of sinusoidal, halves, learned, relative, but is 'x'"):
+    with pytest.raises(ValueError, match="position must be one of sinusoidal, halves, learned, relative, got 'x'"):
         Transformer(replace(CLASSIC, position="x"))
 
 

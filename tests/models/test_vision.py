@@ -71,11 +71,11 @@ def test_all_parameters_get_a_gradient() -> None:
 
 
 def test_what_is_no_image_for_the_model_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"images must be \(B, 3, height, width\) of at least 8 x 8 pixels, but are"):
+    with pytest.raises(ValueError, match=r"images must be \(B, 3, height, width\) of at least 8 x 8 pixels, got"):
         model_of()(torch.randn(2, 1, 24, 40))
     with pytest.raises(ValueError, match=r"at least 8 x 8 pixels, but are \(2, 3, 7, 40\)"):
         model_of()(torch.randn(2, 3, 7, 40))
-    with pytest.raises(ValueError, match=r"whole patches of 8 pixels each way, but is \(20, 40\)"):
+    with pytest.raises(ValueError, match=r"multiple of the patch size 8 in each direction, got \(20, 40\)"):
         VisionTransformer(replace(CONFIG, image=(20, 40)))
 
 
@@ -88,5 +88,5 @@ def test_a_stem_halves_the_image_and_leaves_as_many_patches(tmp_path: Path) -> N
     assert model.encoder(images).shape == (2, 1 + 15, 32)
     regard.save(model, tmp_path)
     torch.testing.assert_close(regard.load(tmp_path)(images), model(images))
-    with pytest.raises(ValueError, match="stem of 4 convolutions must halve a patch as often, but it has 8 pixels"):
+    with pytest.raises(ValueError, match="patch must be a multiple of 16 for a stem of 4 convolutions, got 8"):
         VisionTransformer(replace(CONFIG, stem=(8, 8, 8, 8)))

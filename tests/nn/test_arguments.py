@@ -98,13 +98,13 @@ def block(cross: bool = False) -> Block:
 X, SOURCE, MASK = torch.randn(1, 5, H * D), torch.randn(1, 3, H * D), rg.causal()
 REFUSED: dict[str, tuple[Callable[[], object], str]] = {
     "attention: mask": (lambda: MultiHeadAttention(8, 2)(X, mask=MASK, context=LayerContext()),
-    "mask cannot be given next"),
+    "mask cannot be combined with a context"),
     "attention: bias": (
-        lambda: MultiHeadAttention(8, 2)(X, bias=rg.alibi(2), context=LayerContext()), "bias cannot be given next to"
+        lambda: MultiHeadAttention(8, 2)(X, bias=rg.alibi(2), context=LayerContext()), "bias cannot be combined with a context to"
     ),
     "attention: positions": (
         lambda: MultiHeadAttention(8, 2, rotary=Rotary())(X, positions=torch.arange(5), context=LayerContext()),
-        "positions cannot be given next to",
+        "positions cannot be combined with a context to",
     ),
     "attention: no rotary": (lambda: MultiHeadAttention(8, 2)(X, positions=torch.arange(5)), "used by rotary embeddings only"),
     "attention: no source": (lambda: MultiHeadAttention(8, 2, d_source=6)(X), "d_source = 6 and needs a source"),
@@ -114,16 +114,16 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
     "attention: odd rotary": (lambda: MultiHeadAttention(8, 2, rotary=Rotary(d_rotary=3)), "even and between 2 and"),
     "attention: wide rotary": (lambda: MultiHeadAttention(8, 2, rotary=Rotary(d_rotary=8)), "even and between 2 and"),
     "attention: odd head": (lambda: MultiHeadAttention(6, 2, rotary=Rotary()), "even and between 2 and"),
-    "block: mask": (lambda: block()(X, mask=MASK, context=LayerContext()), "mask cannot be given next to"),
+    "block: mask": (lambda: block()(X, mask=MASK, context=LayerContext()), "mask cannot be combined with a context to"),
     "block: source_mask": (
         lambda: block(True)(X, SOURCE, source_mask=MASK, cross_context=LayerContext()),
-        "source_mask cannot be given next to"
+        "source_mask cannot be combined with a context to"
     ),
     "block: source": (lambda: block()(X, SOURCE), "no cross-attention and takes no source"),
     "block: source mask": (lambda: block()(X, source_mask=MASK), "no cross-attention and takes no source"),
     "block: memory": (lambda: block()(X, cross_cache=CrossCache()), "no cross-attention and takes no source"),
     "block: no source": (lambda: block(True)(X), "needs a source"),
-    "encoder: mask": (lambda: Encoder([block()])(X, mask=MASK, context=LayerContext()), "mask cannot be given next to"),
+    "encoder: mask": (lambda: Encoder([block()])(X, mask=MASK, context=LayerContext()), "mask cannot be combined with a context to"),
     "encoder: cross": (lambda: Encoder([block(True)])(X), "needs a source"),
     "decoder: mask": (lambda: Decoder([block(True)])(X, SOURCE, mask=MASK, context=LayerContext()),
     "mask cannot be given"),
@@ -132,7 +132,7 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
         "source_mask cannot be given"
     ),
     "decoder: no cross": (lambda: Decoder([block()])(X, SOURCE), "no cross-attention and takes no source"),
-    "graph: mask": (lambda: GraphAttention(8, 2)(X, mask=MASK, context=LayerContext()), "mask cannot be given next to"),
+    "graph: mask": (lambda: GraphAttention(8, 2)(X, mask=MASK, context=LayerContext()), "mask cannot be combined with a context to"),
     "graph: cache": (lambda: GraphAttention(8, 2)(X, cache=Cache()), "takes no cache"),  # type: ignore[arg-type]
     "graph: position": (lambda: GraphAttention(8, 2)(X, context=LayerContext(key_position=X)), "takes no cache"),
     "graph: caches": (

@@ -1,4 +1,4 @@
-"""Assemblies of modules: text, language, translation, vision, detection, speech, recommendation, sets, graphs."""
+"""Models for text, translation, vision, detection, speech, recommendation, sets and graphs; checkpoints."""
 
 from regard.models.boxes import Objects, SetLoss
 from regard.models.checkpoints import load, save, tokenizer

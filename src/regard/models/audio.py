@@ -1,4 +1,4 @@
-"""Sound as numbers: waves to log-mel features, and features back to a wave."""
+"""Audio features: waveforms to log-mel features, and log-mel features back to a waveform."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-SAMPLE_RATE = 16000  # samples a second
-FRAME, HOP = 400, 160  # samples of a frame, 25 ms, and from one frame to the next, 10 ms
-FLOOR = 1e-6  # of the power, about 80 dB below speech: digital silence is no other than a quiet room
+SAMPLE_RATE = 16000  # samples per second
+FRAME, HOP = 400, 160  # samples per frame (25 ms) and between frames (10 ms)
+FLOOR = 1e-6  # minimum power, about 80 dB below speech, so that digital silence equals a quiet room
 
 
 def log_mel(wave: Tensor, features: int = 80, *, floor: float = FLOOR) -> Tensor:
     """log10 of the power in `features` mel bands, (..., samples) at 16 kHz to (..., samples // 160, features).
 
-    Frame n is centred on sample 160 n. A wave shorter than one frame is filled up with silence.
+    Frame n is centred on sample 160 n. A wave shorter than one frame is padded with silence.
 
     >>> import torch
     >>> from regard.models.audio import log_mel
@@ -32,9 +32,9 @@ def log_mel(wave: Tensor, features: int = 80, *, floor: float = FLOOR) -> Tensor
 
 
 def whisper_features(wave: Tensor, features: int = 80, *, seconds: float | None = 30) -> Tensor:
-    """What Whisper listens to: `log_mel` of so many seconds, cut or filled up with silence, within 8 of its maximum.
+    """Input features of Whisper: `log_mel` clipped to 8 below its maximum, of audio cut or padded to `seconds`.
 
-    With `seconds=None` the sound is taken as long as it is.
+    With `seconds=None` the audio keeps its length.
 
     >>> import torch
     >>> from regard.models.audio import whisper_features
@@ -49,7 +49,7 @@ def whisper_features(wave: Tensor, features: int = 80, *, seconds: float | None 
 
 
 def normalize_waveform(wave: Tensor) -> Tensor:
-    """What Wav2Vec2 listens to: a wave (..., samples) with mean 0 and deviation 1.
+    """Normalise a wave (..., samples) to mean 0 and standard deviation 1, the input of Wav2Vec2.
 
     >>> import torch
     >>> from regard.models.audio import normalize_waveform
@@ -60,34 +60,37 @@ def normalize_waveform(wave: Tensor) -> Tensor:
 
 
 def griffin_lim(values: Tensor, *, rounds: int = 60, momentum: float = 0.99) -> Tensor:
-    """A wave whose `log_mel` is about these values (frames, features): phases by Griffin and Lim, accelerated.
+    """Reconstruct a wave from `log_mel` values (frames, features) by the fast Griffin-Lim algorithm.
 
-    The same values always give the same wave: phases begin from a fixed seed.
+    The result is deterministic: the phases are initialised from a fixed seed.
 
     >>> import torch
     >>> from regard.models.audio import log_mel, griffin_lim
     >>> griffin_lim(log_mel(torch.randn(16000)), rounds=2).shape
     torch.Size([16000])
     """
-    size = _amplitudes(10 ** values.double().mT)
-    size = torch.cat((size, size[:, -1:]), 1)  # the frame that `log_mel` leaves out
+    amplitudes = _amplitudes(10 ** values.double().mT)
+    amplitudes = torch.cat((amplitudes, amplitudes[:, -1:]), 1)  # `log_mel` drops the last frame
     samples = len(values) * HOP
-    angles = torch.rand(size.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    phase, before = torch.polar(torch.ones_like(size), 2 * math.pi * angles), torch.zeros((), dtype=torch.complex128)
+    angles = torch.rand(amplitudes.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    phase, previous = (
+        torch.polar(torch.ones_like(amplitudes), 2 * math.pi * angles),
+        torch.zeros((), dtype=torch.complex128),
+    )
     for _ in range(rounds):
-        found = _spectrum(_wave(size * phase, samples))
-        phase = found - momentum / (1 + momentum) * before
-        phase, before = phase / phase.abs().clamp(min=1e-12), found
-    return _wave(size * phase, samples).float()
+        estimate = _spectrum(_wave(amplitudes * phase, samples))
+        phase = estimate - momentum / (1 + momentum) * previous
+        phase, previous = phase / phase.abs().clamp(min=1e-12), estimate
+    return _wave(amplitudes * phase, samples).float()
 
 
 def _amplitudes(power: Tensor, rounds: int = 50) -> Tensor:
-    """Amplitudes (FRAME // 2 + 1, frames), none below 0, whose mel bands have this power (features, frames)."""
+    """Non-negative amplitudes (FRAME // 2 + 1, frames) whose mel bands have the given power (features, frames)."""
     bands = mel_bands(len(power)).double()
-    found = (torch.linalg.pinv(bands) @ power).clamp(min=1e-12)
-    for _ in range(rounds):  # multiplicative updates: they stay positive
-        found = found * (bands.mT @ power) / (bands.mT @ (bands @ found)).clamp(min=1e-12)
-    return found.sqrt()
+    estimate = (torch.linalg.pinv(bands) @ power).clamp(min=1e-12)
+    for _ in range(rounds):  # multiplicative updates keep values positive
+        estimate = estimate * (bands.mT @ power) / (bands.mT @ (bands @ estimate)).clamp(min=1e-12)
+    return estimate.sqrt()
 
 
 def _spectrum(wave: Tensor) -> Tensor:
@@ -102,7 +105,7 @@ def _wave(spectrum: Tensor, samples: int) -> Tensor:
 
 @cache
 def mel_bands(features: int) -> Tensor:
-    """Triangles on Slaney's mel scale, 0 to 8 kHz, each of area 1: (features, FRAME // 2 + 1).
+    """Triangular filters of area 1 on Slaney's mel scale, 0 to 8 kHz: (features, FRAME // 2 + 1).
 
     >>> from regard.models.audio import mel_bands
     >>> mel_bands(80).shape
@@ -110,9 +113,9 @@ def mel_bands(features: int) -> Tensor:
     """
     top = _mel(np.array(SAMPLE_RATE / 2))
     edges = _hertz(np.linspace(0, float(top), features + 2))
-    at = np.linspace(0, SAMPLE_RATE / 2, FRAME // 2 + 1)
-    rising = (at - edges[:-2, None]) / np.diff(edges)[:-1, None]
-    falling = (edges[2:, None] - at) / np.diff(edges)[1:, None]
+    frequencies = np.linspace(0, SAMPLE_RATE / 2, FRAME // 2 + 1)
+    rising = (frequencies - edges[:-2, None]) / np.diff(edges)[:-1, None]
+    falling = (edges[2:, None] - frequencies) / np.diff(edges)[1:, None]
     bands = np.maximum(0, np.minimum(rising, falling)) * (2 / (edges[2:] - edges[:-2]))[:, None]
     with torch.inference_mode(False):
         return torch.from_numpy(bands).float()

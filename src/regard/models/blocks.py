@@ -1,4 +1,4 @@
-"""The blocks of a stack that reads a whole sequence at once, as its configuration says."""
+"""Blocks of encoder stacks, built from a configuration."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from regard.nn import ACTIVATIONS, Block, FeedForward, MultiHeadAttention
 
 
 class BlockConfig(Protocol):
-    """What the configurations of models have in common."""
+    """The fields of a configuration that `build_blocks` reads."""
 
     @property
     def d_model(self) -> int: ...
@@ -34,9 +34,9 @@ class BlockConfig(Protocol):
 def build_blocks(
     config: BlockConfig, count: int, norm: Callable[[int], nn.Module], *, cross: bool = False, qkv_bias: bool = True
 ) -> list[Block]:
-    """So many blocks; with `cross` each also looks at another sequence."""
-    dropped = config.dropout if config.attention_dropout is None else config.attention_dropout
-    own, across = Attention(dropout=dropped), Attention(offset=0, dropout=dropped)
+    """Build `count` blocks; with `cross`, each has cross-attention."""
+    attention_dropout = config.dropout if config.attention_dropout is None else config.attention_dropout
+    self_attend, cross_attend = Attention(dropout=attention_dropout), Attention(offset=0, dropout=attention_dropout)
     arrangement = choose("arrangement", config.arrangement, ARRANGEMENTS)
     activation = choose("activation", config.activation, ACTIVATIONS)
 
@@ -45,10 +45,10 @@ def build_blocks(
 
     return [
         Block(
-            attention(own),
+            attention(self_attend),
             FeedForward(config.d_model, config.d_hidden, activation=activation),
             residual=lambda: arrangement(config.d_model, norm, dropout=config.dropout),
-            cross=attention(across) if cross else None,
+            cross=attention(cross_attend) if cross else None,
         )
         for _ in range(count)
     ]

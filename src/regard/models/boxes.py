@@ -1,4 +1,4 @@
-"""Boxes, and how predicted ones are matched to true ones: what DETR is trained by."""
+"""Bounding boxes, and the set loss that matches predicted boxes to true ones (DETR)."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Objects(NamedTuple):
 
 
 class Losses(NamedTuple):
-    """The parts of the loss, each before its weight: scalars."""
+    """Terms of the loss before weighting: scalars."""
 
     label: Tensor
     box: Tensor
@@ -29,10 +29,10 @@ class Losses(NamedTuple):
 
 
 def to_corners(boxes: Tensor) -> Tensor:
-    """Boxes (..., 4) as centre and size to left, top, right, bottom.
+    """Convert boxes (..., 4) from centre and size to left, top, right, bottom.
 
     >>> import torch
-    >>> from regard.models.boxes import corners
+    >>> from regard.models.boxes import to_corners
     >>> to_corners(torch.tensor([0.5, 0.5, 0.25, 0.5]))
     tensor([0.3750, 0.2500, 0.6250, 0.7500])
     """
@@ -41,9 +41,9 @@ def to_corners(boxes: Tensor) -> Tensor:
 
 
 def giou(boxes: Tensor, others: Tensor) -> Tensor:
-    """Generalised intersection over union of boxes (..., 4) given by their corners; leading axes broadcast.
+    """Generalised intersection over union of boxes (..., 4) given as corners; leading axes broadcast.
 
-        intersection / union - (hull - union) / hull        in (-1, 1]; boxes without area have 0 / 0 = 0
+        intersection / union - (hull - union) / hull        in (-1, 1]; 0 / 0 counts as 0 for boxes without area
 
     >>> import torch
     >>> from regard.models.boxes import giou
@@ -65,19 +65,19 @@ def _area(start: Tensor, stop: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class SetLoss:
-    """The loss of a set of predictions: each object is matched to the prediction that suits it best, one to one.
+    """Set prediction loss: objects are matched one to one to predictions such that the total cost is minimal.
 
         cost  = -class_weight * p(label) + box_weight * |boxes|_1 - giou_weight * giou            (matching)
         total =  class_weight * cross-entropy + box_weight * L1 + giou_weight * (1 - giou)
 
-    Predictions without an object have the last class as their label, which counts `no_object` in the cross-entropy.
-    Box losses are divided by the number of objects in the batch. `matched` needs scipy, of the extra `detect`.
+    Unmatched predictions are labelled with the last class, which has weight `no_object` in the cross-entropy. Box
+    losses are divided by the number of objects in the batch. `match` needs scipy: install the extra `detect`.
 
     >>> import torch
     >>> from regard.models.boxes import Objects, SetLoss
     >>> logits, boxes = torch.zeros(1, 3, 5), torch.rand(1, 3, 4)
-    >>> found = SetLoss()(logits, boxes, [Objects(torch.tensor([2]), torch.rand(1, 4))])
-    >>> torch.allclose(found.label, torch.tensor(5.0).log())
+    >>> losses = SetLoss()(logits, boxes, [Objects(torch.tensor([2]), torch.rand(1, 4))])
+    >>> torch.allclose(losses.label, torch.tensor(5.0).log())
     True
     """
 
@@ -87,24 +87,30 @@ class SetLoss:
     no_object: float = 0.1
 
     def __call__(self, logits: Tensor, boxes: Tensor, objects: Sequence[Objects]) -> Losses:
-        """logits (B, Q, classes + 1), boxes (B, Q, 4), and the objects of each of the B images."""
+        """Compute the losses of logits (B, Q, classes + 1) and boxes (B, Q, 4), given the objects of the B images."""
         if len(objects) != len(logits):
-            raise ValueError(f"objects must be one for each of the {len(logits)} images, but {len(objects)} came")
+            raise ValueError(f"objects must have one entry for each of the {len(logits)} images, got {len(objects)}")
         logits, boxes = upcast(logits), upcast(boxes)
         pairs = self.match(logits, boxes, objects)
         image = torch.cat([torch.full_like(query, n) for n, (query, _) in enumerate(pairs)])
         query = torch.cat([query for query, _ in pairs])
         classes = logits.shape[-1] - 1
         labels = torch.full(logits.shape[:2], classes, device=logits.device)
-        labels[image, query] = torch.cat([one.labels[which] for one, (_, which) in zip(objects, pairs, strict=True)])
+        labels[image, query] = torch.cat(
+            [image_objects.labels[matched] for image_objects, (_, matched) in zip(objects, pairs, strict=True)]
+        )
         weight = logits.new_ones(classes + 1)
         weight[classes] = self.no_object
         label = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), weight)
-        found = boxes[image, query]
-        true = torch.cat([one.boxes[which] for one, (_, which) in zip(objects, pairs, strict=True)]).to(found)
-        count = max(sum(len(one.labels) for one in objects), 1)
+        predicted = boxes[image, query]
+        true = torch.cat(
+            [image_objects.boxes[matched] for image_objects, (_, matched) in zip(objects, pairs, strict=True)]
+        ).to(predicted)
+        count = max(sum(len(image_objects.labels) for image_objects in objects), 1)
         return Losses(
-            label, (found - true).abs().sum() / count, (1 - giou(to_corners(found), to_corners(true))).sum() / count
+            label,
+            (predicted - true).abs().sum() / count,
+            (1 - giou(to_corners(predicted), to_corners(true))).sum() / count,
         )
 
     def total(self, losses: Losses) -> Tensor:
@@ -113,26 +119,29 @@ class SetLoss:
 
     @torch.no_grad()
     def match(self, logits: Tensor, boxes: Tensor, objects: Sequence[Objects]) -> list[tuple[Tensor, Tensor]]:
-        """For each image, which predictions are matched to which objects: two index tensors of min(Q, n)."""
+        """Match predictions to objects; return for each image the indices of both, two tensors of min(Q, n)."""
         try:
             from scipy.optimize import linear_sum_assignment
         except ImportError as error:
-            raise ImportError("matching needs scipy; try pip install 'regard[detect]'") from error
-        # The cost of every prediction for every object of its image, all images at once: (objects of all, Q).
-        counts = [len(one.labels) for one in objects]
+            raise ImportError("matching boxes needs scipy: pip install 'regard[detect]'") from error
+        # The cost of every prediction for every object of its image, for all images: (objects, Q).
+        counts = [len(image_objects.labels) for image_objects in objects]
         image = torch.arange(len(counts), device=logits.device).repeat_interleave(
             torch.tensor(counts, device=logits.device)
         )
-        labels, true = torch.cat([one.labels for one in objects]), torch.cat([one.boxes for one in objects])
-        found, true = upcast(boxes)[image], true.to(logits.device, upcast(boxes).dtype)[:, None]
-        chance = upcast(logits).softmax(-1)[image, :, labels.to(logits.device, torch.int64)]
-        cost = -self.class_weight * chance
-        cost += self.box_weight * (found - true).abs().sum(-1)
-        cost -= self.giou_weight * giou(to_corners(found), to_corners(true))
-        # What has diverged is matched last rather than refused: the loss then shows it.
+        labels, true = (
+            torch.cat([image_objects.labels for image_objects in objects]),
+            torch.cat([image_objects.boxes for image_objects in objects]),
+        )
+        predicted, true = upcast(boxes)[image], true.to(logits.device, upcast(boxes).dtype)[:, None]
+        probability = upcast(logits).softmax(-1)[image, :, labels.to(logits.device, torch.int64)]
+        cost = -self.class_weight * probability
+        cost += self.box_weight * (predicted - true).abs().sum(-1)
+        cost -= self.giou_weight * giou(to_corners(predicted), to_corners(true))
+        # Diverged predictions are matched last instead of raising; they show up in the loss.
         cost = cost.nan_to_num(nan=1e9, posinf=1e9, neginf=-1e9).cpu()
         pairs = []
         for part in cost.split(counts):
-            query, which = linear_sum_assignment(part.T.numpy())
-            pairs.append((torch.as_tensor(query, device=logits.device), torch.as_tensor(which, device=logits.device)))
+            query, matched = linear_sum_assignment(part.T.numpy())
+            pairs.append((torch.as_tensor(query, device=logits.device), torch.as_tensor(matched, device=logits.device)))
         return pairs

@@ -1,4 +1,4 @@
-"""What models share: parts by the names of configurations, and inputs in their three forms."""
+"""Components shared by models: norms and residual arrangements by name, embeddings, dtype promotion."""
 
 from __future__ import annotations
 
@@ -25,40 +25,40 @@ ARRANGEMENTS: dict[str, Callable[..., Residual]] = {"pre": PreNorm, "post": Post
 
 
 def norm_factory(name: str, eps: float) -> Callable[[int], nn.Module]:
-    """A maker of norms, by its name in a configuration."""
+    """Return a factory of norms by their name in a configuration."""
     return partial(choose("norm", name, NORMS), eps=eps)
 
 
 def choose(what: str, name: str, among: dict[str, T]) -> T:
-    """The part of this name."""
+    """Look up a component by name; `what` is the field named in the error."""
     if name not in among:
-        raise ValueError(f"{what} must be one of {', '.join(among)}, but is {name!r}")
+        raise ValueError(f"{what} must be one of {', '.join(among)}, got {name!r}")
     return among[name]
 
 
 def upcast(x: Tensor) -> Tensor:
-    """In float32 at least: what is summed, or goes through a softmax."""
+    """Convert to float32 or wider, for sums and softmax."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def make_embedding(count: int, d_model: int, std: float = 0.02) -> nn.Embedding:
-    """A table of vectors from N(0, std^2)."""
-    made = nn.Embedding(count, d_model, device="meta").to_empty(device=torch.get_default_device())
-    nn.init.normal_(made.weight, std=std)
-    return made
+    """Return an embedding initialised from N(0, std^2)."""
+    embedding = nn.Embedding(count, d_model, device="meta").to_empty(device=torch.get_default_device())
+    nn.init.normal_(embedding.weight, std=std)
+    return embedding
 
 
 def embed_tokens(ids: Tensor, table: nn.Embedding) -> Tensor:
-    """The vectors (..., d_model) of token ids; ids that the table has not are told."""
+    """Embed token ids (...) as vectors (..., d_model); raise on ids outside of the table."""
     if torch.compiler.is_compiling():
         return F.embedding(ids, table.weight)
     if ids.dtype not in (torch.int64, torch.int32):
-        raise TypeError(f"token ids must be whole numbers, int64 or int32, but are {ids.dtype}")
+        raise TypeError(f"token ids must be int64 or int32, got {ids.dtype}")
     try:
         return F.embedding(ids, table.weight)
     except IndexError:
-        least, most = int(ids.min()), int(ids.max())
+        lowest, highest = int(ids.min()), int(ids.max())
         raise ValueError(
-            f"token ids must be in 0 ... {table.num_embeddings - 1}, but {least if least < 0 else most} came; "
-            "is it the tokenizer of this model?"
+            f"token ids must be in 0 ... {table.num_embeddings - 1}, got {lowest if lowest < 0 else highest}; "
+            "check that the tokenizer belongs to this model"
         ) from None

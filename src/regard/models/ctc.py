@@ -1,4 +1,4 @@
-"""Connectionist temporal classification: from the labels of frames to what they spell."""
+"""Decoding of connectionist temporal classification (CTC): frame logits to label sequences."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
-UNLIKELY = 1e-5  # labels of a frame that are less probable begin no new path
+UNLIKELY = 1e-5  # labels of a frame that are less probable do not extend prefixes
 
 
 class Hypothesis(NamedTuple):
-    """What frames spell, and the log-probability of all paths that were followed to it."""
+    """A label sequence and the total log-probability of its explored paths."""
 
     labels: list[int]
     score: float
 
 
 def greedy(logits: Tensor, *, blank: int = 0) -> Hypothesis:
-    """The best label of every frame, repeats once, without blanks; logits (N, labels).
+    """Take the best label of every frame of logits (N, labels), then merge repeats and drop blanks.
 
     >>> import torch
     >>> from regard.models.ctc import greedy
@@ -34,19 +34,19 @@ def greedy(logits: Tensor, *, blank: int = 0) -> Hypothesis:
 
 
 def prefix_beam(logits: Tensor, *, width: int = 8, blank: int = 0) -> Hypothesis:
-    """The most probable spelling of frames, summed over its paths, of `width` followed at a time; logits (N, labels).
+    """Prefix beam search over logits (N, labels): find the sequence with the highest probability over all its paths.
 
-    A spelling has two sums, of paths that end with a blank and of paths that end with its last label: after the latter
-    the same label again is the same spelling, after the former it is one letter more.
+    A prefix has two sums: over paths that end in a blank, and over paths that end in its last label. Repeating that
+    label extends the prefix in the former case only.
 
     >>> import torch
     >>> from regard.models.ctc import greedy, prefix_beam
-    >>> frames = torch.tensor([[0.6, 0.4], [0.6, 0.4]]).log()  # blank twice has 0.36, and all ways to spell 1 have 0.64
+    >>> frames = torch.tensor([[0.6, 0.4], [0.6, 0.4]]).log()  # two blanks have 0.36, all paths to [1] have 0.64
     >>> greedy(frames).labels, prefix_beam(frames).labels
     ([], [1])
     """
     if width < 1:
-        raise ValueError(f"width must be at least 1, but is {width}")
+        raise ValueError(f"width must be at least 1, got {width}")
     log_probabilities = logits.detach().double().log_softmax(-1).cpu().numpy()
     beams: dict[tuple[int, ...], tuple[float, float]] = {(): (0.0, -math.inf)}
     floor = math.log(UNLIKELY)
@@ -70,7 +70,7 @@ def prefix_beam(logits: Tensor, *, width: int = 8, blank: int = 0) -> Hypothesis
 
 
 def min_frames(labels: list[int]) -> int:
-    """How many frames a spelling needs at least: one for each label, and a blank between two that are the same.
+    """Minimum number of frames for a label sequence: one per label, plus a blank between equal neighbours.
 
     >>> from regard.models.ctc import min_frames
     >>> min_frames([5, 5, 7])

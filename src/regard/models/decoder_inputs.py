@@ -1,4 +1,4 @@
-"""Sources and their targets, as an encoder-decoder takes them: in tensors, or packed."""
+"""Inputs of encoder-decoders: targets with their encoded sources, as tensors or packed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from regard.nn import LayerContext, Packed, key_mask, pack, unpack
 
 
 class DecoderInputs(NamedTuple):
-    """A target beside its encoded source, as a decoder takes them."""
+    """Targets and encoded sources in the form that a decoder takes."""
 
     ids: Tensor  # (B, N)
     positions: Tensor  # (N,)
@@ -20,10 +20,10 @@ class DecoderInputs(NamedTuple):
     encoded: Tensor  # (B, K, d_model)
     cross_context: LayerContext
     target: Inputs
-    packed: Packed | None = None  # the target's sequences, if the source is packed
+    packed: Packed | None = None  # the packed target, if the source is packed
 
     def to_input_form(self, logits: Tensor) -> Tensor | Packed | list[Tensor]:
-        """(B, N, vocabulary) in the form of the target: as it is, packed, or a list."""
+        """Convert logits (B, N, vocabulary) to the form of the target: a tensor, packed, or a list."""
         if self.packed is None:
             return logits
         if isinstance(self.target, Tensor):
@@ -33,36 +33,36 @@ class DecoderInputs(NamedTuple):
 
 
 def prepare_decoder_inputs(target: Inputs, encoded: Inputs, source_mask: Tensor | None = None) -> DecoderInputs:
-    """A target beside what an encoder made of its source: tensors with a (B, K) mask of the source, or both packed."""
+    """Combine a target with its encoded source: tensors with a (B, K) source mask, or both packed or lists."""
     if isinstance(encoded, Tensor):
         if not isinstance(target, Tensor):
             raise TypeError(
-                f"a packed target goes with a packed source, but the source is a tensor {format_shape(encoded)}; "
+                f"a packed target needs a packed source, but the source is a tensor {format_shape(encoded)}; "
                 "pass both packed, both as lists, or both as tensors"
             )
         if len(target) != len(encoded):
-            raise ValueError(f"source and target must be as many, but are {len(encoded)} and {len(target)}")
+            raise ValueError(f"source and target must have equal batch sizes, got {len(encoded)} and {len(target)}")
         rows = prepare_inputs(target)
         return DecoderInputs(
             target, rows.positions, rows.context, encoded, LayerContext(key_mask(source_mask, encoded)), target
         )
     if source_mask is not None:
-        raise ValueError("source_mask goes with a source (B, K); packed sources and lists say their lengths themselves")
+        raise ValueError("packed sources and lists take no source_mask: their lengths are known; omit it")
     source = encoded if isinstance(encoded, Packed) else pack(encoded)
     packed = target if isinstance(target, Packed) else pack(list(target))
-    across = packed.cross_mask(source)
+    cross_mask = packed.cross_mask(source)
     if len(set(packed.lengths)) == 1 == len(set(source.lengths)) and packed.lengths[0] and source.lengths[0]:
-        rows = prepare_inputs(packed, batched=True)  # equal lengths on both sides are a plain batch
+        rows = prepare_inputs(packed, batched=True)  # sequences of equal lengths form a plain batch
         states = source.values.unflatten(0, (len(source), -1))
         return DecoderInputs(rows.values, rows.positions, rows.context, states, LayerContext(), target, packed)
     context = LayerContext(packed.mask, positions=packed.positions)
     return DecoderInputs(
-        packed.values[None], packed.positions, context, source.values[None], LayerContext(across), target, packed
+        packed.values[None], packed.positions, context, source.values[None], LayerContext(cross_mask), target, packed
     )
 
 
 def pad_sources(encoded: Inputs, mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """Encoded sources as one tensor (B, K, d_model) and its mask."""
+    """Return encoded sources as one tensor (B, K, d_model) and its mask."""
     if isinstance(encoded, Tensor):
         return encoded, mask
     return (encoded if isinstance(encoded, Packed) else pack(encoded)).padded()

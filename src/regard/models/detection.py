@@ -1,4 +1,4 @@
-"""Detection: DETR, which finds the objects of an image as one set."""
+"""DETR: object detection as set prediction."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from regard.sharding import current_sharding
 class DetrConfig:
     """DETR. The defaults are those of DETR with ResNet-50, trained on COCO.
 
-    classes: without the one that says that there is no object. queries: how many objects are found at most.
-    d_hidden: width within the feed-forward parts. decoder_layers: as many as layers unless told otherwise.
-    attention_dropout: of the weights, dropout unless told otherwise.
-    anchors: every query stands at a point of the image, first on a grid, and looks and tells its box from there; it
-        is meant to find things after fewer steps than free queries, which DETR has.
+    classes: number of classes without "no object". queries: maximum number of detected objects.
+    d_hidden: width of the feed-forward layers. decoder_layers: number of decoder layers, `layers` by default.
+    attention_dropout: dropout of attention weights, `dropout` by default.
+    anchors: give every query a learned anchor point in the image, initialised on a grid, which its attention and its
+        box start from. This is meant to converge in fewer steps than the free queries of the original DETR.
 
     >>> from regard.models.detection import DetrConfig
     >>> DetrConfig().backbone.depths
@@ -53,8 +53,8 @@ class DetrConfig:
 class Detr(nn.Module):
     """Images to classes and boxes: (B, C, height, width) to logits (B, Q, classes + 1) and boxes (B, Q, 4).
 
-    Boxes are centre x, centre y, width, height, as shares of the image; the last class is "no object". mask (B, height,
-    width) bool: True for real pixels, where images of different sizes share a batch; boxes are then shares of the real
+    Boxes are centre x, centre y, width, height, relative to the image size; the last class is "no object". mask (B,
+    height, width): True for real pixels in batches of images of different sizes; boxes are then relative to the real
     part. Object queries start from N(0, 1), projections from N(0, 1 / fan_in).
 
     >>> import torch
@@ -78,8 +78,8 @@ class Detr(nn.Module):
         norm = norm_factory("layer", config.eps)
         last = norm(d_model) if config.arrangement == "pre" else None
         self.encoder = Encoder(build_blocks(config, config.layers, norm), norm=last)
-        crossed = build_blocks(config, config.decoder_layers or config.layers, norm, cross=True)
-        self.decoder = Decoder(crossed, norm=norm(d_model))
+        decoder_blocks = build_blocks(config, config.decoder_layers or config.layers, norm, cross=True)
+        self.decoder = Decoder(decoder_blocks, norm=norm(d_model))
         self.classifier = linear(d_model, config.classes + 1)
         self.boxes = nn.Sequential(
             linear(d_model, d_model), nn.ReLU(), linear(d_model, d_model), nn.ReLU(), linear(d_model, 4)
@@ -92,7 +92,7 @@ class Detr(nn.Module):
         return self.heads(self.hidden(images, mask)[-1])
 
     def heads(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """Hidden states of the decoder (..., Q, d_model) to logits and boxes."""
+        """Map hidden states of the decoder (..., Q, d_model) to logits and boxes."""
         boxes = self.boxes(hidden)
         if self.points is not None:
             boxes = torch.cat((boxes[..., :2] + self.points, boxes[..., 2:]), -1)
@@ -100,44 +100,44 @@ class Detr(nn.Module):
 
     @torch.no_grad()
     def _init_local_attention(self) -> None:
-        """Start from queries and keys projected alike, so that a query attends to what is near it, and boxes there."""
+        """Initialise query and key projections alike, so that queries attend near their anchors; boxes start there."""
         for layer in self.decoder.layers:
             cross = layer.cross
             assert isinstance(cross, MultiHeadAttention)
-            wide = cross.widths[0]
-            cross.qkv.weight[wide : 2 * wide] = cross.qkv.weight[:wide]
+            d_query = cross.widths[0]
+            cross.qkv.weight[d_query : 2 * d_query] = cross.qkv.weight[:d_query]
         last = self.boxes[-1]
         assert isinstance(last, nn.Linear)
         nn.init.zeros_(last.weight)
 
     def hidden(self, images: Tensor, mask: Tensor | None = None) -> list[Tensor]:
-        """What each layer of the decoder makes of the queries, after the last norm: (B, Q, d_model) each."""
+        """Normed outputs (B, Q, d_model) of the decoder layers: of all layers in training, else of the last only."""
         features = self.backbone(images)  # (B, channels, rows, columns)
-        seen = None if mask is None else _downsample_mask(mask, images, features)
+        cell_mask = None if mask is None else _downsample_mask(mask, images, features)
         x = self.project(features.flatten(2).mT)  # (B, rows * columns, d_model)
-        where = sine_positions if self.points is None else local_sine_positions
-        place = where(features, self.config.d_model, seen)
-        keys = None if seen is None else key_mask(seen.flatten(1))
-        encoded = self.encoder(x, context=LayerContext(keys, query_position=place, key_position=place))
+        positions_of = sine_positions if self.points is None else local_sine_positions
+        position = positions_of(features, self.config.d_model, cell_mask)
+        keys = None if cell_mask is None else key_mask(cell_mask.flatten(1))
+        encoded = self.encoder(x, context=LayerContext(keys, query_position=position, key_position=position))
         query = self.queries.weight
-        if self.points is not None:  # rows first, as `near_positions` has it
+        if self.points is not None:  # rows first, as in `local_sine_positions`
             query = query + _waves(self.points.sigmoid().flip(-1), self.config.d_model).flatten(-2).to(query.dtype)
         query = query.expand(len(x), -1, -1)
-        among = LayerContext(query_position=query, key_position=query)
-        cross_context = LayerContext(keys, query_position=query, key_position=place)
-        x, found, sharding = torch.zeros_like(query), [], current_sharding()
+        self_context = LayerContext(query_position=query, key_position=query)
+        cross_context = LayerContext(keys, query_position=query, key_position=position)
+        x, outputs, sharding = torch.zeros_like(query), [], current_sharding()
         if sharding is not None:
-            x, encoded, among, cross_context = (
+            x, encoded, self_context, cross_context = (
                 sharding.to_local(x, 1),
                 sharding.to_local(encoded, 1),
-                among.to_local(),
+                self_context.to_local(),
                 cross_context.to_local(),
             )
         for layer in self.decoder.layers:
-            x = layer(x, encoded, context=among, cross_context=cross_context)
-            found.append(x if sharding is None else sharding.full_tensor(x, 1))
+            x = layer(x, encoded, context=self_context, cross_context=cross_context)
+            outputs.append(x if sharding is None else sharding.full_tensor(x, 1))
         assert self.decoder.norm is not None
-        return [self.decoder.norm(x) for x in (found if self.training else found[-1:])]
+        return [self.decoder.norm(x) for x in (outputs if self.training else outputs[-1:])]
 
     def loss(
         self,
@@ -147,100 +147,99 @@ class Detr(nn.Module):
         *,
         criterion: SetLoss | None = None,
     ) -> Tensor:
-        """The loss to train by, a scalar: of every layer of the decoder in training, else of the last."""
+        """Training loss, a scalar: summed over all decoder layers in training, else of the last layer."""
         criterion = criterion or SetLoss()
         hidden = self.hidden(images, mask)
-        # The layers as one larger batch: each has the same objects, so that the mean over them is the sum over a share.
+        # The layers form one larger batch with the same objects; the loss is a mean over them, hence the factor.
         return criterion.total(criterion(*self.heads(torch.cat(hidden)), [*objects] * len(hidden))) * len(hidden)
 
     @torch.inference_mode()
     def detect(
         self, images: Tensor, mask: Tensor | None = None, *, threshold: float = 0.7
     ) -> list[tuple[Tensor, Tensor, Tensor]]:
-        """What is in each image: labels (n,), scores (n,) of at least the threshold, best first, and boxes (n, 4).
+        """Detect objects: labels (n,), scores (n,) of at least `threshold`, best first, and boxes (n, 4) per image.
 
-        Boxes are left, top, right, bottom, as shares of the image.
+        Boxes are left, top, right, bottom, relative to the image size.
         """
         logits, boxes = self(images, mask)
         scores, labels = logits.softmax(-1)[..., :-1].max(-1)
-        found = []
+        outputs = []
         for score, label, box in zip(scores, labels, to_corners(boxes), strict=True):
             order = score.argsort(descending=True)
             order = order[score[order] >= threshold]
-            found.append((label[order], score[order], box[order]))
-        return found
+            outputs.append((label[order], score[order], box[order]))
+        return outputs
 
 
-def sine_positions(features: Tensor, d_model: int, seen: Tensor | None = None) -> Tensor:
-    """Sines and cosines of row and column, (1 or B, rows * columns, d_model), of a map of features (B, C, rows,
-    columns).
+def sine_positions(features: Tensor, d_model: int, mask: Tensor | None = None) -> Tensor:
+    """Sinusoidal 2D positions (1 or B, rows * columns, d_model) of a feature map (B, C, rows, columns).
 
-    Rows and columns are counted from 1 over what is `seen` (B, rows, columns) and scaled so that the last is at 2 pi.
-    The first half of the width tells the row, the second the column.
+    Rows and columns are counted from 1 over the real cells `mask` (B, rows, columns) and scaled so that the last is at
+    2 pi. The first half of the channels encodes the row, the second half the column.
 
     >>> import torch
     >>> from regard.models.detection import sine_positions
     >>> sine_positions(torch.zeros(2, 3, 5, 7), 16).shape
     torch.Size([1, 35, 16])
     """
-    if seen is None:
-        seen = torch.ones(1, *features.shape[2:], dtype=torch.bool, device=features.device)
+    if mask is None:
+        mask = torch.ones(1, *features.shape[2:], dtype=torch.bool, device=features.device)
     axes = []
     for axis in (1, 2):
-        place = seen.cumsum(axis).float()
-        place = place / (place.narrow(axis, place.shape[axis] - 1, 1) + 1e-6) * (2 * math.pi)
-        axes.append(_sines(place, d_model))
+        position = mask.cumsum(axis).float()
+        position = position / (position.narrow(axis, position.shape[axis] - 1, 1) + 1e-6) * (2 * math.pi)
+        axes.append(_sines(position, d_model))
     return torch.cat(axes, -1).flatten(1, 2).to(features.dtype)
 
 
-def _sines(place: Tensor, d_model: int) -> Tensor:
-    """Sines and cosines of places (...) at many frequencies, (..., d_model / 2)."""
+def _sines(position: Tensor, d_model: int) -> Tensor:
+    """Sines and cosines (..., d_model / 2) of positions (...)."""
     half = d_model // 2
-    steps = torch.arange(half, device=place.device) // 2 * 2 / half
-    angle = place[..., None] * 10000.0**-steps
+    steps = torch.arange(half, device=position.device) // 2 * 2 / half
+    angle = position[..., None] * 10000.0**-steps
     return torch.stack((angle[..., 0::2].sin(), angle[..., 1::2].cos()), -1).flatten(-2)
 
 
-def local_sine_positions(features: Tensor, d_model: int, seen: Tensor | None = None) -> Tensor:
-    """Like `sine_positions`, of the middle of each cell, in waves short enough that only near places are alike.
+def local_sine_positions(features: Tensor, d_model: int, mask: Tensor | None = None) -> Tensor:
+    """Like `sine_positions`, but of cell centres and with wavelengths so short that only nearby cells are similar.
 
-    The waves of `sine_positions` are as long as the image and longer: by them all places look nearly the same at first.
+    The wavelengths of `sine_positions` are at least the size of the image, so that initially all cells are similar.
 
     >>> import torch
     >>> from regard.models.detection import local_sine_positions
-    >>> place = local_sine_positions(torch.zeros(1, 3, 8, 8), 32)[0]
-    >>> bool(place[9] @ place[10] > place[9] @ place[12])
+    >>> position = local_sine_positions(torch.zeros(1, 3, 8, 8), 32)[0]
+    >>> bool(position[9] @ position[10] > position[9] @ position[12])
     True
     """
-    if seen is None:
-        seen = torch.ones(1, *features.shape[2:], dtype=torch.bool, device=features.device)
+    if mask is None:
+        mask = torch.ones(1, *features.shape[2:], dtype=torch.bool, device=features.device)
     axes = []
     for axis in (1, 2):
-        place = seen.cumsum(axis).float()
-        axes.append(_waves((place - 0.5) / place.narrow(axis, place.shape[axis] - 1, 1).clamp(min=1), d_model))
+        position = mask.cumsum(axis).float()
+        axes.append(_waves((position - 0.5) / position.narrow(axis, position.shape[axis] - 1, 1).clamp(min=1), d_model))
     return torch.cat(axes, -1).flatten(1, 2).to(features.dtype)
 
 
-def _waves(place: Tensor, d_model: int) -> Tensor:
-    """Sines and cosines of places (...) in 0 ... 1, from half a wave to four over the image, (..., d_model / 2)."""
-    frequencies = math.pi * 8.0 ** torch.linspace(0, 1, d_model // 4, device=place.device)
-    angle = place[..., None] * frequencies
+def _waves(position: Tensor, d_model: int) -> Tensor:
+    """Sines and cosines (..., d_model / 2) of positions (...) in [0, 1], with 0.5 to 4 periods over the image."""
+    frequencies = math.pi * 8.0 ** torch.linspace(0, 1, d_model // 4, device=position.device)
+    angle = position[..., None] * frequencies
     return torch.cat((angle.sin(), angle.cos()), -1)
 
 
 def _grid(count: int) -> Tensor:
-    """Points (count, 2) as x and y, evenly over an image."""
+    """Points (count, 2) as x and y, on a regular grid over the image."""
     columns = math.ceil(math.sqrt(count))
     rows = math.ceil(count / columns)
-    at = torch.arange(count)
-    return torch.stack(((at % columns + 0.5) / columns, (at // columns + 0.5) / rows), -1)
+    index = torch.arange(count)
+    return torch.stack(((index % columns + 0.5) / columns, (index // columns + 0.5) / rows), -1)
 
 
 def _downsample_mask(mask: Tensor, images: Tensor, features: Tensor) -> Tensor:
-    """A mask of pixels (B, height, width) as one of features (B, rows, columns)."""
+    """Downsample a mask of pixels (B, height, width) to feature cells (B, rows, columns)."""
     if mask.dtype != torch.bool or mask.shape != (len(images), *images.shape[2:]):
         raise ValueError(
             f"mask must be bool of (B, height, width) = {(len(images), *images.shape[2:])}, True for real pixels, "
-            f"but is {mask.dtype} of {format_shape(mask)}; try mask.bool()"
+            f"got {mask.dtype} of {format_shape(mask)}; try mask.bool()"
         )
     return F.interpolate(mask[None].float(), size=features.shape[2:])[0].bool()

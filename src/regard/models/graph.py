@@ -1,4 +1,4 @@
-"""Graphs: nodes to a class each, by attention to their neighbours."""
+"""Node classification with graph attention."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from regard.nn import ACTIVATIONS, Block, Encoder, FeedForward, GraphAttention, 
 
 @dataclass(frozen=True)
 class GraphConfig:
-    """A classifier of nodes.
+    """Configuration of a node classifier.
 
-    features: numbers of a node. dropout: of features, of what layers add and of the weights of attention.
+    features: features per node. dropout: of input features, sublayer outputs and attention weights.
 
     >>> from regard.models.graph import GraphConfig
     >>> GraphConfig(features=5, d_model=16, layers=2, heads=2, d_hidden=32).classes
@@ -34,9 +34,9 @@ class GraphConfig:
 
 
 class NodeClassifier(nn.Module):
-    """Nodes to the logits of a class each: features (B, N, features) to (B, N, classes).
+    """Classify nodes: features (B, N, features) to logits (B, N, classes).
 
-    The mask says which nodes each may look at: `regard.edges(pairs)`, both ways and itself among them.
+    The mask defines the graph: `regard.edges(pairs)`, with both directions of every edge and a self-loop per node.
 
     >>> import regard as rg, torch
     >>> config = rg.models.GraphConfig(features=5, d_model=16, layers=2, heads=2, d_hidden=32)

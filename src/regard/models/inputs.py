@@ -1,4 +1,4 @@
-"""Inputs of models in their three forms: padded tensors with a mask, packed batches, and lists."""
+"""Model inputs in three forms: padded tensors with a mask, packed batches, and lists of sequences."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Inputs = Tensor | Packed | Sequence[Tensor]
 
 
 class ModelInputs(NamedTuple):
-    """Inputs as a stack takes them. `packed` and `listed` say how results go back to the form that came."""
+    """Inputs in the form that a stack takes. `packed` and `listed` record the original form."""
 
     values: Tensor  # (B, N, ...)
     positions: Tensor  # (N,) or (B, N)
@@ -28,26 +28,26 @@ class ModelInputs(NamedTuple):
     listed: bool
 
     def to_local(self) -> ModelInputs:
-        """The tokens of this process, where sequences are shared with others; results are then (B, N, ...) of them."""
+        """Return the local shard when sequences are sharded; results are then (B, N, ...) of the local tokens."""
         if (sharding := current_sharding()) is None:
             return self
         values, positions = sharding.to_local(self.values, 1), sharding.to_local(self.positions, -1)
         return self._replace(values=values, positions=positions, context=self.context.to_local())
 
-    def shard_like(self, whole: Tensor) -> Tensor:
-        """What is told of every token, (B, N, ...), for the tokens that are here."""
+    def shard_like(self, values: Tensor) -> Tensor:
+        """Take the local shard of per-token values (B, N, ...) if these inputs are local."""
         sharding = current_sharding()
-        return sharding.to_local(whole, 1) if self.context.is_local and sharding is not None else whole
+        return sharding.to_local(values, 1) if self.context.is_local and sharding is not None else values
 
     def to_input_form(self, hidden: Tensor) -> Tensor | Packed | list[Tensor]:
-        """(B, N, d_model) in the form of the inputs: as it is, packed, or a list."""
+        """Convert (B, N, d_model) to the form of the inputs: a tensor, packed, or a list."""
         if self.packed is None or self.context.is_local:
             return hidden
         packed = self.packed.with_values(hidden.flatten(0, 1))
         return unpack(packed) if self.listed else packed
 
     def pool(self, pooling: nn.Module, hidden: Tensor) -> Tensor:
-        """(B, N, d_model) to one vector a sequence."""
+        """Pool (B, N, d_model) to one vector per sequence."""
         if self.packed is None:
             return pooling(hidden, self.mask)
         return pooling(self.packed.with_values(hidden.flatten(0, 1)))
@@ -55,10 +55,10 @@ class ModelInputs(NamedTuple):
     def local_context(self, reach: int) -> LayerContext:
         """Longformer's mask: tokens attend to `reach` tokens on each side, and to the first of their sequence."""
         starts: list[int] | list[list[int]] = [0]
-        if self.mask is not None and torch.compiler.is_compiling():  # a graph cannot read where rows start
-            at = torch.arange(self.mask.shape[1], device=self.mask.device)
-            first = at == self.mask.int().argmax(1, keepdim=True)  # (B, N)
-            visible = ((at[:, None] - at).abs() <= reach) | first[:, None] | first[:, :, None]
+        if self.mask is not None and torch.compiler.is_compiling():  # an exported graph cannot read where rows start
+            indices = torch.arange(self.mask.shape[1], device=self.mask.device)
+            first = indices == self.mask.int().argmax(1, keepdim=True)  # (B, N)
+            visible = ((indices[:, None] - indices).abs() <= reach) | first[:, None] | first[:, :, None]
             return LayerContext(dense(visible[:, None] & self.mask[:, None, None]), positions=self.positions)
         if self.mask is not None:
             starts = [[first] for first in self.mask.int().argmax(1).tolist()]
@@ -71,9 +71,9 @@ class ModelInputs(NamedTuple):
 def token_positions(inputs: Tensor, mask: Tensor | None = None) -> Tensor:
     """Positions of tokens (B, N, ...), counted from the first real token of each row: (N,), or (B, N) if rows differ.
 
-    Filler before the first token is at 0, filler behind the last of a row is where that is. A hole counts, so that
-    distances are those of relative positions, windows and biases, which know nothing of the mask. A row has
-    the same positions in any batch, compiled or not.
+    Padding before the first real token has position 0; padding after the last real token repeats its position. Masked
+    tokens in between count, so that distances agree with relative positions, windows and biases, which ignore the
+    mask. A row has the same positions in any batch, compiled or not.
 
     >>> import torch
     >>> from regard.models.inputs import token_positions
@@ -81,21 +81,21 @@ def token_positions(inputs: Tensor, mask: Tensor | None = None) -> Tensor:
     tensor([[0, 0, 0, 1, 2],
             [0, 1, 2, 3, 3]])
     """
-    at = torch.arange(inputs.shape[1], device=inputs.device)
+    indices = torch.arange(inputs.shape[1], device=inputs.device)
     if mask is None or not mask.shape[1]:
-        return at
+        return indices
     first = mask.int().argmax(1, keepdim=True)
     if not torch.compiler.is_compiling() and not bool(first.any()):
-        return at
+        return indices
     last = mask.shape[1] - 1 - mask.flip(1).int().argmax(1, keepdim=True)
-    return (at.minimum(last) - first).clamp(min=0)
+    return (indices.minimum(last) - first).clamp(min=0)
 
 
 def check_right_padding(mask: Tensor, tokens: Tensor) -> None:
-    """A mask (B, N) of samples or frames is True for the first of each row: models that count them take no other."""
+    """Raise unless a mask (B, N) of samples or frames is padded on the right, with at least one real entry per row."""
     check_mask(mask, tokens.shape[:2])
     leading = mask[:, :1].all() & ~(mask[:, 1:] & ~mask[:, :-1]).any()
-    message = "mask must be True for the first frames of each row, at least one, and False behind them"
+    message = "mask must be True for the first frames of each row, at least one, and False after them"
     if torch.compiler.is_compiling():
         torch._assert_async(leading, message)
     elif not bool(leading):
@@ -103,21 +103,20 @@ def check_right_padding(mask: Tensor, tokens: Tensor) -> None:
 
 
 def prepare_inputs(inputs: Inputs, mask: Tensor | None = None, *, batched: bool | None = None) -> ModelInputs:
-    """Inputs (B, N, ...) with a (B, N) mask, packed, or a list of (n, ...), which is packed.
+    """Prepare inputs (B, N, ...) with a (B, N) mask, a packed batch, or a list of (n, ...).
 
-    batched: whether packed sequences of equal lengths become a plain batch (B, N, ...). Unless specified, they do where
-        sequences are not shared with other processes: there the form of the result must not depend on the lengths.
+    batched: whether packed sequences of equal lengths become a plain batch (B, N, ...). By default they do unless
+        sequences are sharded, where the form of the result must not depend on the lengths.
     """
     if isinstance(inputs, Tensor):
         if inputs.dim() < 2:
             raise ValueError(
-                f"inputs must be (B, N), packed, or a list of sequences, but are {format_shape(inputs)}; try "
-                "inputs[None]"
+                f"inputs must be (B, N), packed, or a list of sequences, got {format_shape(inputs)}; try inputs[None]"
             )
         keys, positions = key_mask(mask, inputs), token_positions(inputs, mask)
         return ModelInputs(inputs, positions, LayerContext(keys, positions=positions), mask, None, False)
     if mask is not None:
-        raise ValueError("mask goes with inputs (B, N); packed inputs and lists say their lengths themselves")
+        raise ValueError("packed inputs and lists take no mask: their lengths are known; omit it")
     packed = inputs if isinstance(inputs, Packed) else pack(inputs)
     listed = not isinstance(inputs, Packed)
     batched = current_sharding() is None if batched is None else batched

@@ -1,4 +1,4 @@
-"""Language models that read from left to right: GPT-2, Llama and their kin, by the parts that a configuration names."""
+"""Causal language models: GPT-2, Llama and related architectures, selected by a configuration."""
 
 from __future__ import annotations
 
@@ -37,14 +37,16 @@ from regard.scores import Dot
 
 @dataclass(frozen=True)
 class LanguageConfig:
-    """A language model. The defaults are GPT-2's; Llama's kin have `rotary`, `norm="rms"`, `gated` and no `bias`.
+    """Configuration of a causal language model. The defaults are GPT-2's.
 
-    kv_heads: key/value heads, as many as heads unless told otherwise. d_head: d_model / heads unless told otherwise.
-    rotary: how q and k are turned by position; none is a learned table of `positions` rows.
+    Models like Llama set `rotary`, `norm="rms"`, `gated=True` and `bias=False`.
+
+    kv_heads: number of key/value heads, `heads` by default. d_head: d_model / heads by default.
+    rotary: rotary embedding of q and k; None means a learned table of `positions` rows.
     arrangement: "pre", "post" or "sandwich". norm: "layer", "rms", or "unit_rms" (1 + weight).
-    windows: how many tokens the layers see, in turn, none for all: (4096, None) alternates, (4096,) is every layer.
-    scale, softcap: of the scores. final_softcap: of the logits. embedding_scale: of the embedded tokens.
-    attention_dropout: of the weights, dropout unless told otherwise.
+    windows: sliding-window sizes, cycled over the layers; None is no limit: (4096, None) alternates between the two.
+    scale, softcap: of the scores. final_softcap: of the logits. embedding_scale: factor of the token embeddings.
+    attention_dropout: dropout of attention weights, `dropout` by default.
 
     >>> from regard.models.language import LanguageConfig
     >>> LanguageConfig(vocabulary=100, d_model=32, layers=2, heads=4, d_hidden=64).norm
@@ -79,10 +81,10 @@ class LanguageConfig:
 
 
 class LanguageModel(nn.Module):
-    """Token ids to the logits of the token that follows each: (B, N) to (B, N, vocabulary).
+    """Next-token logits: ids (B, N) to (B, N, vocabulary).
 
-    Inputs are ids (B, N) with a (B, N) bool mask, packed ids, or a list of ids, whose logits come in the same form.
-    Embeddings start from N(0, 0.02^2); a head that is not tied from N(0, 1 / d_model).
+    Inputs are ids (B, N) with a (B, N) bool mask, packed ids, or a list of ids; the logits have the same form.
+    Embeddings start from N(0, 0.02^2), an untied head from N(0, 1 / d_model).
 
     >>> import torch
     >>> from regard.models.language import LanguageConfig, LanguageModel
@@ -103,22 +105,22 @@ class LanguageModel(nn.Module):
         self.head = None if config.tied else linear(config.d_model, config.vocabulary, bias=False)
 
     def forward(self, inputs: Inputs, mask: Tensor | None = None) -> Tensor | Packed | list[Tensor]:
-        """Logits (B, N, vocabulary); of packed inputs packed, of a list a list."""
+        """Return logits (B, N, vocabulary), in the form of the inputs."""
         rows = prepare_inputs(inputs, mask).to_local()
         return rows.to_input_form(self.logits(self.hidden(rows.values, rows.positions, rows.context)))
 
     def hidden(
         self, ids: Tensor, positions: Tensor, context: LayerContext, cache: Sequence[Cache] | None = None
     ) -> Tensor:
-        """Ids (B, N) to hidden states (B, N, d_model)."""
+        """Map ids (B, N) to hidden states (B, N, d_model)."""
         x = embed_tokens(ids, self.embedding)
         if self.config.embedding_scale != 1:
             x = x * self.config.embedding_scale
         if self.position is not None:
             if not torch.compiler.is_compiling() and table_length(positions) > self.config.positions:
                 raise ValueError(
-                    f"the model knows {self.config.positions} positions, but token {table_length(positions)} came; "
-                    "shorten the prompt or lower max_new_tokens"
+                    f"the model has {self.config.positions} positions, but the sequence has "
+                    f"{table_length(positions)} tokens; shorten the prompt or lower max_new_tokens"
                 )
             x = x + F.embedding(positions, self.position.weight)
         if self.config.dropout and self.training:
@@ -127,39 +129,39 @@ class LanguageModel(nn.Module):
 
     @property
     def output_layer(self) -> nn.Embedding | nn.Linear:
-        """The module whose weight gives the logits: the embedding, where that is tied."""
+        """The module whose weight computes the logits: the embedding if tied."""
         return self.embedding if self.head is None else self.head
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Hidden states (..., d_model) to logits (..., vocabulary)."""
+        """Map hidden states (..., d_model) to logits (..., vocabulary)."""
         return self.apply_softcap(project(hidden, self.output_layer.weight))
 
     def apply_softcap(self, logits: Tensor) -> Tensor:
-        """Logits within `final_softcap`, if there is one."""
+        """Apply `final_softcap` to logits, if configured."""
         cap = self.config.final_softcap
         return logits if cap is None else cap * torch.tanh(logits / cap)
 
     def loss(self, inputs: Packed, labels: Tensor, *, smoothing: float = 0.0) -> Tensor:
-        """The sum of the cross entropies of the tokens `labels` each of the inputs (N,).
+        """Sum of the cross entropies of the labels (N,), the next token of each input token.
 
-        Where sequences are shared with other processes, it is the sum over the tokens of this one.
+        When sequences are sharded, the sum is over the local tokens.
         """
-        whole = prepare_inputs(inputs, batched=True)
-        rows = whole.to_local()
-        labels = rows.shard_like(labels.view(whole.values.shape)).flatten()
+        full = prepare_inputs(inputs, batched=True)
+        rows = full.to_local()
+        labels = rows.shard_like(labels.view(full.values.shape)).flatten()
         return self.token_loss(self.hidden(rows.values, rows.positions, rows.context).flatten(0, -2), labels, smoothing)
 
     def token_loss(self, hidden: Tensor, labels: Tensor, smoothing: float) -> Tensor:
-        """The same of hidden states (N, d_model)."""
+        """Sum of the cross entropies of the labels (N,), given hidden states (N, d_model)."""
         weight = self.output_layer.weight
         return token_loss(hidden, weight, labels, smoothing=smoothing, softcap=self.config.final_softcap)
 
     def start_generation(self, prompts: Tensor | Sequence[Tensor]) -> tuple[GenerationState, Tensor]:
-        """A state to generate from, and the prompts as one tensor (R, n), filled up at the front."""
+        """Return a state to generate from, and the prompts as one left-padded tensor (R, n)."""
         rows = list(prompts)
         if not rows or any(row.dim() != 1 or not len(row) for row in rows):
-            came = ", ".join(format_shape(row) for row in rows[:4]) or "none"
-            raise ValueError(f"prompts must be ids (B, N), or a list of ids (n,) of at least one token, but are {came}")
+            given = ", ".join(format_shape(row) for row in rows[:4]) or "none"
+            raise ValueError(f"prompts must be ids (B, N), or a list of ids (n,) of at least one token, got {given}")
         longest = max(map(len, rows))
         left_padding = torch.tensor([longest - len(row) for row in rows], device=rows[0].device)
         first = torch.stack([F.pad(row, (longest - len(row), 0)) for row in rows])
@@ -175,10 +177,9 @@ class LanguageModel(nn.Module):
         self, prompts: Tensor | Sequence[Tensor], *, max_new_tokens: int = 64, strategy: Strategy | None = None,
         stop: int | Sequence[int] = (),
     ) -> list[Tensor]:  # fmt: skip
-        """What follows each prompt, at most `max_new_tokens` tokens, ending before a stop token; greedy unless told
-        otherwise.
+        """Generate at most `max_new_tokens` tokens after each prompt, up to a stop token; greedy by default.
 
-        Prompts are ids (B, N), or a list of ids of different lengths.
+        prompts: ids (B, N), or a list of ids of different lengths.
         """
         with torch.inference_mode():
             state, first = self.start_generation(prompts)
@@ -192,13 +193,13 @@ class LanguageModel(nn.Module):
         strategy: Greedy | Sample | None = None,
         stop: int | Sequence[int] = (),
     ) -> Iterator[int]:
-        """The tokens that follow one prompt (n,), each as soon as it is there, ending before a stop token."""
+        """Yield the tokens that follow one prompt (n,) as they are generated, up to a stop token."""
         state, first = self.start_generation([prompt])
         stop = stop_tokens(stop)
         for token in generate_steps(state, first, strategy or Greedy(), max_new_tokens=max_new_tokens, stop=stop):
-            if (found := int(token)) in stop:
+            if int(token) in stop:
                 return
-            yield found
+            yield int(token)
 
 
 def _build_blocks(config: LanguageConfig) -> list[Block]:
@@ -207,12 +208,12 @@ def _build_blocks(config: LanguageConfig) -> list[Block]:
     activation = choose("activation", config.activation, ACTIVATIONS)
     feedforward = GatedFeedForward if config.gated else FeedForward
     d_head = config.d_head or config.d_model // config.heads
-    # Layers that look as far share one description, and so its plans.
+    # Layers with the same window share one description and its plans.
     attentions: dict[int | None, Attention] = {}
     attention_dropout = config.dropout if config.attention_dropout is None else config.attention_dropout
-    for back in config.windows or (None,):
-        mask = causal() if back is None else causal() & window(back - 1, 0)
-        attentions[back] = Attention(Dot(config.scale, config.softcap), mask, dropout=attention_dropout)
+    for width in config.windows or (None,):
+        mask = causal() if width is None else causal() & window(width - 1, 0)
+        attentions[width] = Attention(Dot(config.scale, config.softcap), mask, dropout=attention_dropout)
     blocks = []
     for n in range(config.layers):
         attention = MultiHeadAttention(

@@ -1,4 +1,4 @@
-"""An image and a text, and whether they belong together: cross-attention in both directions."""
+"""Image-text matching by cross-attention in both directions."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from regard.sharding import current_sharding
 
 @dataclass(frozen=True)
 class MatchConfig:
-    """A matcher of images and texts.
+    """Configuration of an image-text matcher.
 
-    text, vision: the encoders of each, of one width. layers: of cross-attention, in both directions at once; 0 for two
-        vectors that know nothing of each other, and their cosine.
+    text, vision: the encoders, with equal d_model. layers: number of cross-attention layers, each in both directions; 0
+        compares the cosine of independently encoded vectors.
 
     >>> from regard.models import MatchConfig, TextConfig, VisionConfig
     >>> text = TextConfig(vocabulary=100, d_model=32, layers=1, heads=4, d_hidden=64)
@@ -42,7 +42,7 @@ class MatchConfig:
 
 
 class Fusion(nn.Module):
-    """Words look at themselves and at patches, and patches at themselves and at words, both as they were before."""
+    """One cross-attention layer: words attend to words and patches, patches to patches and words, in parallel."""
 
     def __init__(self, config: MatchConfig) -> None:
         super().__init__()
@@ -52,22 +52,24 @@ class Fusion(nn.Module):
         )
 
     def forward(self, words: Tensor, patches: Tensor, mask: LayerContext) -> tuple[Tensor, Tensor]:
-        """words (B, N, d_model) and patches (B, 1 + patches, d_model); mask: of words."""
+        """Map words (B, N, d_model) and patches (B, 1 + patches, d_model) to the same shapes; mask: of words."""
         unmasked = LayerContext()
         if (sharding := current_sharding()) is not None:
             words, patches = sharding.to_local(words, 1), sharding.to_local(patches, 1)
             mask, unmasked = mask.to_local(), unmasked.to_local()
-        found = (
+        outputs = (
             self.text(words, patches, context=mask, cross_context=unmasked),
             self.image(patches, words, context=unmasked, cross_context=mask),
         )
-        return found if sharding is None else (sharding.full_tensor(found[0], 1), sharding.full_tensor(found[1], 1))
+        return (
+            outputs if sharding is None else (sharding.full_tensor(outputs[0], 1), sharding.full_tensor(outputs[1], 1))
+        )
 
 
 class ImageTextMatcher(nn.Module):
-    """Pixels (B, C, height, width) and token ids (B, N) with a (B, N) bool mask to logits (B,): they belong together.
+    """Match pixels (B, C, height, width) with token ids (B, N) and a (B, N) bool mask: logits (B,).
 
-    Both sides are pooled by their mean: from a class token, what is in an image is learnt several times as slowly.
+    Both sides are mean-pooled: with a class token, image content is learned several times more slowly.
 
     >>> import torch
     >>> from regard.models import ImageTextMatcher, MatchConfig, TextConfig, VisionConfig
@@ -83,7 +85,7 @@ class ImageTextMatcher(nn.Module):
         self.config = config
         d_model = config.text.d_model
         if d_model != config.vision.d_model:
-            raise ValueError(f"text and vision must have one width, but have {d_model} and {config.vision.d_model}")
+            raise ValueError(f"text and vision must have equal d_model, got {d_model} and {config.vision.d_model}")
         self.image, self.text = VisionTransformer(config.vision), TextEncoder(config.text)
         self.layers = nn.ModuleList(Fusion(config) for _ in range(config.layers))
         self.pooling = Mean()
@@ -98,10 +100,9 @@ class ImageTextMatcher(nn.Module):
         return self.match(images, text, mask)[0]
 
     def match(self, images: Tensor, text: Tensor, mask: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
-        """Logits (B,), and what the encoders say before they meet: unit vectors of images and of texts, (B,
-        d_model)."""
+        """Return logits (B,), and unit vectors (B, d_model) of images and texts from before cross-attention."""
         if len(images) != len(text):
-            raise ValueError(f"images and texts must be as many, but are {len(images)} and {len(text)}")
+            raise ValueError(f"images and texts must be equally many, got {len(images)} and {len(text)}")
         rows = prepare_inputs(text, mask)
         patches, words = self.image(images), self.text.hidden(rows)
         image_vectors, text_vectors = (

@@ -1,4 +1,4 @@
-"""Models without memory: what a configuration describes, before anything is allocated."""
+"""Building models on the meta device, to check a configuration before allocating memory."""
 
 from __future__ import annotations
 
@@ -11,19 +11,18 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
-MAX_TENSORS = 100_000  # of a model, where no file says how many there are
-MAX_REPEATS = 1_000  # of one layer whose weights several share, as ALBERT's do
+MAX_TENSORS = 100_000  # per model, if the number of tensors in its file is not known
+MAX_REPEATS = 1_000  # runs of a layer with shared weights, as in ALBERT
 
 
 def build_on_meta(build: Callable[[], nn.Module], *, tensor_count: int | None = None) -> nn.Module:
-    """The model that `build` returns, on the device "meta", where tensors have shapes and no memory.
+    """Call `build` on the meta device, where tensors have shapes but no memory, and return the model.
 
-    tensor_count: tensors of the file that is to fill it. One of ours is put together of at least one of theirs, but for
-        those
-    that are zero or tied, so that a configuration that describes many more is wrong: building stops there.
+    tensor_count: number of tensors in the checkpoint file. Except for zero or tied tensors, each of ours needs at
+        least one of the file, so a configuration that describes many more is wrong: building stops early.
 
     >>> from torch import nn
-    >>> from regard.models.build_on_meta import build_on_meta
+    >>> from regard.models.meta import build_on_meta
     >>> build_on_meta(lambda: nn.Linear(10**9, 10**6)).weight.shape
     torch.Size([1000000, 1000000000])
     >>> build_on_meta(lambda: nn.Sequential(*(nn.Linear(1, 1) for _ in range(10**9))), tensor_count=2)
@@ -39,14 +38,14 @@ def build_on_meta(build: Callable[[], nn.Module], *, tensor_count: int | None = 
         repeat: Any = getattr(module, "repeat", 1)
         if isinstance(repeat, int) and repeat > MAX_REPEATS:
             raise ValueError(
-                f"the configuration repeats layers that share weights {repeat} times; at most {MAX_REPEATS} are read"
+                f"the configuration repeats shared layers {repeat} times; at most {MAX_REPEATS} times are supported"
             )
     return model
 
 
 @contextmanager
 def _limit_parameters(max_parameters: int, tensor_count: int | None) -> Iterator[None]:
-    """Within, this thread may register so many parameters."""
+    """Limit the number of parameters that this thread can register inside the context."""
     count, thread = 0, threading.get_ident()
 
     def register(module: nn.Module, name: str, value: Any) -> None:

@@ -1,4 +1,4 @@
-"""An encoder-decoder that may copy: what it writes comes from its vocabulary, or from its source."""
+"""A pointer-generator: an encoder-decoder that can copy tokens from its source."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from regard.nn.generate import GenerationState
 
 
 class CopyMechanism(nn.Module):
-    """A pointer-generator: a token is said from the vocabulary, or copied from the source.
+    """Mixture of generating a token from the vocabulary and copying it from the source.
 
-        p(token) = g · softmax(logits)[token] + (1 - g) · (the sum of weights of source tokens that are this token)
+        p(token) = g · softmax(logits)[token] + (1 - g) · (sum of the weights of source tokens equal to it)
 
     with g = sigmoid(gate · hidden) and weights = softmax(query(hidden) · key(encoded) / sqrt(d_model)).
     """
@@ -31,15 +31,15 @@ class CopyMechanism(nn.Module):
         self.query, self.key, self.gate = linear(d_model, d_model), linear(d_model, d_model), linear(d_model, 1)
 
     def weights(self, hidden: Tensor, encoded: Tensor, mask: Tensor | None) -> Tensor:
-        """Hidden states (B, N, d_model) and encoded sources (B, K, d_model) to weights (B, N, K)."""
+        """Copy weights (B, N, K) for hidden states (B, N, d_model) and encoded sources (B, K, d_model)."""
         scores = self.query(hidden) @ self.key(encoded).mT / math.sqrt(hidden.shape[-1])
         if mask is None:
             return upcast(scores).softmax(-1)
         weights = upcast(scores).masked_fill(~mask[:, None], -math.inf).softmax(-1)
-        return weights.masked_fill(~mask[:, None], 0.0)  # a source without a token has no weights
+        return weights.masked_fill(~mask[:, None], 0.0)  # an empty source has weights 0, not NaN
 
     def gates(self, hidden: Tensor, mask: Tensor | None, keys: int) -> tuple[Tensor, Tensor]:
-        """Logarithms of g and 1 - g (B, N); where a source has no token, nothing is copied and g is 1."""
+        """Logarithms of g and 1 - g (B, N); g is 1 for an empty source."""
         gate = upcast(self.gate(hidden)[..., 0])
         if mask is not None:
             gate = gate.masked_fill(~mask.any(1, keepdim=True), math.inf)
@@ -48,7 +48,7 @@ class CopyMechanism(nn.Module):
         return F.logsigmoid(gate), F.logsigmoid(-gate)
 
     def forward(self, logits: Tensor, hidden: Tensor, encoded: Tensor, ids: Tensor, mask: Tensor | None) -> Tensor:
-        """Logits (B, N, vocabulary) to log-probabilities of the same shape; ids (B, K) are the source's."""
+        """Map logits (B, N, vocabulary) to log-probabilities of the same shape; `ids` (B, K) are the source tokens."""
         weights, (generate_gate, copy_gate) = (
             self.weights(hidden, encoded, mask),
             self.gates(hidden, mask, ids.shape[1]),
@@ -60,9 +60,9 @@ class CopyMechanism(nn.Module):
 
 
 class PointerTransformer(Transformer):
-    """A Transformer that may copy. What it returns are log-probabilities, which are logits too.
+    """A Transformer that can copy source tokens. It returns log-probabilities, which can be used as logits.
 
-    Both sides have one vocabulary, so that a token of the source is one of the target.
+    Source and target share one vocabulary.
 
     >>> import torch
     >>> from regard.models import PointerTransformer, TransformerConfig
@@ -73,22 +73,24 @@ class PointerTransformer(Transformer):
 
     def __init__(self, config: TransformerConfig) -> None:
         if config.target_vocabulary is not None:
-            raise ValueError("a model that copies has one vocabulary for both sides, but target_vocabulary is given")
+            raise ValueError(
+                "PointerTransformer has one vocabulary for source and target; leave target_vocabulary unset"
+            )
         super().__init__(config)
         self.copying = CopyMechanism(config.d_model)
 
     def forward(
         self, source: Inputs, target: Inputs, source_mask: Tensor | None = None
     ) -> Tensor | Packed | list[Tensor]:
-        """Log-probabilities (B, N, vocabulary); of packed targets packed, of a list a list."""
+        """Return log-probabilities (B, N, vocabulary), in the form of the target."""
         return self.decode(target, self.encode(source, source_mask), source_mask, source=source)
 
     def decode(
         self, target: Inputs, encoded: Inputs, source_mask: Tensor | None = None, *, source: Inputs | None = None
     ) -> Tensor | Packed | list[Tensor]:
-        """Log-probabilities of a target, by what `encode` returned for its source; tokens are copied from `source`."""
+        """Return log-probabilities of a target, given the output of `encode` and the ids of its `source`."""
         if source is None:
-            raise TypeError("a model that copies needs its source to decode: pass `source=` ids")
+            raise TypeError("PointerTransformer needs the source ids to decode; pass `source=`")
         inputs = prepare_decoder_inputs(target, encoded, source_mask)
         hidden = self._decode_hidden(inputs)
         if inputs.packed is None:
@@ -100,24 +102,30 @@ class PointerTransformer(Transformer):
         return inputs.to_input_form(generated[unpacked.real][None])
 
     def loss(self, source: Packed, target: Packed, labels: Tensor, *, smoothing: float = 0.0) -> Tensor:
-        """The sum of the cross entropies of the tokens `labels` each of the target (N,).
+        """Sum of the cross entropies of the labels (N,), the next token of each target token.
 
-        Of copies, only those of the wanted tokens are worked out. Smoothing is of what the vocabulary says.
+        Copy probabilities are computed for the labels only; smoothing applies to the vocabulary distribution.
         """
         encoded = self.encode(source)
         hidden = self._decode_hidden(prepare_decoder_inputs(target, encoded)).flatten(0, 1)
         generated = upcast(self.logits(hidden)).log_softmax(-1)  # (N, vocabulary)
         unpacked = _unpack_pairs(hidden, target, source, encoded)
-        wanted, _ = target.with_values(labels).padded()
+        target_labels, _ = target.with_values(labels).padded()
         weights = self.copying.weights(unpacked.hidden, unpacked.encoded, unpacked.mask)
-        copied = (weights * (unpacked.ids[:, None] == wanted[:, :, None])).sum(-1)[unpacked.real]
+        copied = (weights * (unpacked.ids[:, None] == target_labels[:, :, None])).sum(-1)[unpacked.real]
         gates = self.copying.gates(unpacked.hidden, unpacked.mask, unpacked.ids.shape[1])
         generate_gate, copy_gate = (gate[unpacked.real] for gate in gates)
-        both = torch.logaddexp(generate_gate + generated.gather(-1, labels[:, None])[:, 0], copy_gate + _log(copied))
-        return -both.sum() if not smoothing else (smoothing - 1) * both.sum() - smoothing * generated.mean(-1).sum()
+        log_probabilities = torch.logaddexp(
+            generate_gate + generated.gather(-1, labels[:, None])[:, 0], copy_gate + _log(copied)
+        )
+        return (
+            -log_probabilities.sum()
+            if not smoothing
+            else (smoothing - 1) * log_probabilities.sum() - smoothing * generated.mean(-1).sum()
+        )
 
     def start_generation(self, source: Inputs, source_mask: Tensor | None = None) -> tuple[GenerationState, Tensor]:
-        """A state to generate from, and the start token of every source, (B, 1)."""
+        """Return a state to generate from, and the start token of every source, (B, 1)."""
         encoded, mask = pad_sources(self.encode(source, source_mask), source_mask)
         ids, _ = pad_sources(source if isinstance(source, Tensor) else _as_packed(source), source_mask)
         return self.start_generation_from(
@@ -125,24 +133,24 @@ class PointerTransformer(Transformer):
         )
 
     def _log_probabilities(self, hidden: Tensor, encoded: Tensor, ids: Tensor, mask: Tensor | None) -> Tensor:
-        rows = hidden.view(len(encoded), -1, hidden.shape[-1])  # the beams of a source are its queries
+        rows = hidden.view(len(encoded), -1, hidden.shape[-1])  # the beams of a source are treated as its queries
         return self.copying(self.logits(rows), rows, encoded, ids, mask).flatten(0, 1)
 
 
-def _log(chances: Tensor) -> Tensor:
-    """The logarithm, very low where the chance is 0, so that its gradient is 0 there."""
-    return chances.clamp(min=torch.finfo(chances.dtype).tiny).log()
+def _log(probabilities: Tensor) -> Tensor:
+    """Logarithm clamped at the smallest normal number, with gradient 0 there."""
+    return probabilities.clamp(min=torch.finfo(probabilities.dtype).tiny).log()
 
 
 class UnpackedPairs(NamedTuple):
-    """Packed pairs, each in a row of its own.
+    """Packed source-target pairs, padded to one row per pair.
 
-    A target's weights on its source are N x K numbers: small, for it is short, but not over all pairs of a batch.
+    Copy weights are N x K numbers per pair, which is small, while those of a whole packed batch are not.
     """
 
     hidden: Tensor  # (B, N, d_model)
-    real: Tensor  # (B, N): tokens of the targets
-    ids: Tensor  # (B, K): of the sources
+    real: Tensor  # (B, N): True for real target tokens
+    ids: Tensor  # (B, K): source ids
     encoded: Tensor  # (B, K, d_model)
     mask: Tensor  # (B, K)
 

@@ -1,4 +1,4 @@
-"""Absolute positions as parts of a model: each adds what it knows of a place to what stands there."""
+"""Absolute position embeddings, added to token embeddings."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from regard.positions import sinusoidal
 
 
 def table_length(positions: Tensor) -> int:
-    """How many positions must be known. A compiled graph does not look at values: there it is their number."""
+    """Length of a table that covers all positions. A compiled graph cannot read values: there it is their number."""
     if torch.compiler.is_compiling() or not positions.numel():
         return positions.shape[-1]
     return int(positions.max()) + 1
 
 
 class SinusoidalPositions(nn.Module):
-    """Adds the fixed table; it has no weights and knows every length. `halves`: all sines first, then all cosines.
+    """Add the fixed sinusoidal table, for any length. halves: sines in the first half of the channels, then cosines.
 
     >>> import torch
     >>> from regard.models.position_embeddings import SinusoidalPositions
@@ -31,27 +31,29 @@ class SinusoidalPositions(nn.Module):
     def __init__(self, d_model: int, *, halves: bool = False) -> None:
         super().__init__()
         self.width, self.halves = d_model, halves
-        self._table: Tensor | None = None  # no buffer: it is made where and when it is needed
+        self._table: Tensor | None = None  # a cache rather than a buffer: computed on demand
 
     def forward(self, x: Tensor, positions: Tensor) -> Tensor:
-        """x (B, N, d_model), positions (N,) or (B, N)."""
+        """Add positions (N,) or (B, N) to x (B, N, d_model)."""
         return x + F.embedding(positions, self.table(x, table_length(positions)))
 
     def table(self, like: Tensor, length: int) -> Tensor:
-        """At least `length` rows, of the dtype and on the device of `like`."""
-        known = None if torch.compiler.is_exporting() else self._table  # a graph for any length needs a table for it
-        if known is None or len(known) < length or known.dtype != like.dtype or known.device != like.device:
+        """Return a table of at least `length` rows with the dtype and device of `like`."""
+        table = (
+            None if torch.compiler.is_exporting() else self._table
+        )  # an exported graph computes its table for any length
+        if table is None or len(table) < length or table.dtype != like.dtype or table.device != like.device:
             with torch.inference_mode(False):
-                known = sinusoidal(max(2 * length, 64), self.width, dtype=like.dtype, device=like.device)
+                table = sinusoidal(max(2 * length, 64), self.width, dtype=like.dtype, device=like.device)
                 if self.halves:
-                    known = torch.cat((known[:, 0::2], known[:, 1::2]), -1)
+                    table = torch.cat((table[:, 0::2], table[:, 1::2]), -1)
             if not torch.compiler.is_exporting():
-                self._table = known
-        return known
+                self._table = table
+        return table
 
 
 class LearnedPositions(nn.Module):
-    """Adds a row of a learned table of `count` places, from N(0, 1 / d_model).
+    """Add rows of a learned table of `count` positions, from N(0, 1 / d_model).
 
     >>> import torch
     >>> from regard.models.position_embeddings import LearnedPositions
@@ -64,18 +66,18 @@ class LearnedPositions(nn.Module):
         self.embedding = make_embedding(count, d_model, std=d_model**-0.5)
 
     def forward(self, x: Tensor, positions: Tensor) -> Tensor:
-        """x (B, N, d_model), positions (N,) or (B, N)."""
+        """Add positions (N,) or (B, N) to x (B, N, d_model)."""
         count = self.embedding.num_embeddings
         if (length := table_length(positions)) > count:
             raise ValueError(
-                f"the model knows {count} positions, but token {length} came; shorten the sequence or lower "
+                f"the model has {count} positions, but the sequence has {length} tokens; shorten it or lower "
                 "max_new_tokens"
             )
         return x + F.embedding(positions, self.embedding.weight)
 
 
 class NoPositions(nn.Module):
-    """Adds nothing: positions are the attention's business, as in T5."""
+    """Add nothing, for models whose attention encodes positions, such as T5."""
 
     def forward(self, x: Tensor, positions: Tensor) -> Tensor:
         return x
@@ -87,4 +89,4 @@ POSITIONS: dict[str, Callable[[int, int], nn.Module]] = {
     "learned": LearnedPositions,
     "relative": lambda count, d_model: NoPositions(),
 }
-"""By the names that configurations use; each makes a part for (count, width)."""
+"""Factories by the names used in configurations, called with (count, d_model)."""

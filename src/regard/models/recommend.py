@@ -1,4 +1,4 @@
-"""What comes next for somebody: a causal encoder over the items of a history (SASRec)."""
+"""Sequential recommendation: a causal model over the items of a history (SASRec)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from regard.nn.loss import restricted_loss
 
 
 class Recommender(LanguageModel):
-    """A language model whose tokens are items: histories (B, N) to the logits of the item that follows each item.
+    """A causal language model over items: histories (B, N) to next-item logits (B, N, items).
 
     >>> import torch
     >>> from regard.models import LanguageConfig, Recommender
@@ -23,7 +23,7 @@ class Recommender(LanguageModel):
     """
 
     def next_item_logits(self, inputs: Inputs, mask: Tensor | None = None) -> Tensor:
-        """Logits (B, items) of what comes after the last item of each history."""
+        """Return logits (B, items) of the item that follows each history."""
         rows = prepare_inputs(inputs, mask)
         hidden = self.hidden(rows.values, rows.positions, rows.context)
         return self.logits(rows.pool(Last(), hidden))
@@ -31,11 +31,10 @@ class Recommender(LanguageModel):
     def loss(
         self, inputs: Packed, labels: Tensor, *, smoothing: float = 0.0, negatives: Tensor | None = None
     ) -> Tensor:
-        """The sum of the cross entropies of the items `labels` each (N,); -1 is not asked for.
+        """Sum of the cross entropies of the labels (N,), the next item of each item; -1 is ignored.
 
-        negatives: (n,) items drawn evenly from all, to tell those after from; from all items unless told otherwise.
-            Where
-        one of them is the item after, it does not count, and `smoothing` is spread evenly over those that do.
+        negatives: (n,) uniformly sampled items that the softmax is restricted to, together with the label; by default
+            all items. Negatives equal to the label are left out, and `smoothing` is spread over the remaining ones.
         """
         rows = prepare_inputs(inputs, None)
         hidden = self.hidden(rows.values, rows.positions, rows.context).flatten(0, -2)
@@ -47,8 +46,8 @@ class Recommender(LanguageModel):
         dtype = torch.promote_types(torch.promote_types(hidden.dtype, table.dtype), torch.float32)
         with torch.autocast(hidden.device.type, enabled=False):
             hidden = hidden.to(dtype)
-            own = (hidden * F.embedding(labels, table).to(dtype)).sum(-1, keepdim=True)
+            label_logits = (hidden * F.embedding(labels, table).to(dtype)).sum(-1, keepdim=True)
             negative_logits = hidden @ F.embedding(negatives, table).to(dtype).mT
-        logits = self.apply_softcap(torch.cat((own, negative_logits), -1))
+        logits = self.apply_softcap(torch.cat((label_logits, negative_logits), -1))
         is_negative = F.pad(labels[:, None] != negatives, (1, 0), value=True)
         return restricted_loss(logits, torch.zeros_like(labels), is_negative, smoothing=smoothing)

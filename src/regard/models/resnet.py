@@ -1,4 +1,4 @@
-"""Residual networks: convolutions that turn an image into a map of features."""
+"""Residual networks (ResNet)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from regard.models.components import choose
 
 
 class FrozenBatchNorm(nn.Module):
-    """Batch norm with fixed statistics and weights: buffers, which a checkpoint fills and training leaves alone.
+    """Batch norm with fixed statistics and weights: buffers, filled from a checkpoint and not trained.
 
     >>> import torch
     >>> from regard.models.resnet import FrozenBatchNorm
@@ -37,7 +37,7 @@ Norm = Callable[[int], nn.Module]
 NORMS: dict[str, Norm] = {
     "frozen": FrozenBatchNorm,
     "batch": nn.BatchNorm2d,
-    # Groups of one channel would blow up the noise of a channel that sees nothing to the size of what others see.
+    # Groups of a single channel would amplify the noise of inactive channels.
     "group": lambda channels: nn.GroupNorm(math.gcd(32, max(1, channels // 8), channels), channels),
 }
 
@@ -46,8 +46,9 @@ NORMS: dict[str, Norm] = {
 class ResNetConfig:
     """A residual network. The defaults are ResNet-50's.
 
-    widths, depths: channels and blocks of each stage. bottleneck: blocks are 1x1, 3x3, 1x1, not 3x3, 3x3.
-    norm: "frozen" for weights of a checkpoint, "batch", or "group", which suits training from scratch on few images.
+    widths, depths: channels and blocks of each stage. bottleneck: blocks of 1x1, 3x3, 1x1
+        convolutions instead of 3x3, 3x3.
+    norm: "frozen" for pretrained weights, "batch", or "group", for training from scratch on few images.
 
     >>> from regard.models.resnet import RESNETS
     >>> RESNETS["resnet18"].widths
@@ -72,8 +73,8 @@ RESNETS = {
 class ResNet(nn.Module):
     """Images (B, C, height, width) to features (B, widths[-1], height / 32, width / 32), sizes rounded up.
 
-    Convolutions start from N(0, 2 / fan_out), and the last norm of every block from 0 where it is learned, so that a
-    block begins as the identity. Frozen norms do not do that: they are for weights that were trained.
+    Convolutions start from N(0, 2 / fan_out). The weight of the last norm of every block starts from 0, so that blocks
+    start as the identity; frozen norms, which are for pretrained weights, are the exception.
 
     >>> import torch
     >>> from regard.models.resnet import ResNet, ResNetConfig
@@ -88,11 +89,11 @@ class ResNet(nn.Module):
         norm = choose("norm", config.norm, NORMS)
         self.stem = Convolution(config.channels, config.stem, 7, norm, stride=2)
         stages, channels = [], config.stem
-        for n, (wide, depth) in enumerate(zip(config.widths, config.depths, strict=True)):
-            blocks = [_Block(channels, wide, norm, stride=2 if n else 1, bottleneck=config.bottleneck)]
-            blocks += [_Block(wide, wide, norm, bottleneck=config.bottleneck) for _ in range(depth - 1)]
+        for n, (width, depth) in enumerate(zip(config.widths, config.depths, strict=True)):
+            blocks = [_Block(channels, width, norm, stride=2 if n else 1, bottleneck=config.bottleneck)]
+            blocks += [_Block(width, width, norm, bottleneck=config.bottleneck) for _ in range(depth - 1)]
             stages.append(nn.Sequential(*blocks))
-            channels = wide
+            channels = width
         self.stages = nn.Sequential(*stages)
 
     def forward(self, images: Tensor) -> Tensor:
@@ -101,7 +102,7 @@ class ResNet(nn.Module):
 
 
 class Convolution(nn.Module):
-    """A convolution without bias, and its norm."""
+    """A convolution without bias, followed by a norm."""
 
     def __init__(self, inputs: int, outputs: int, size: int, norm: Norm, stride: int = 1) -> None:
         super().__init__()
@@ -114,7 +115,7 @@ class Convolution(nn.Module):
 
 
 class _Block(nn.Module):
-    """`relu(shortcut(x) + convolutions(x))`; the 3x3 convolution takes the stride."""
+    """`relu(shortcut(x) + convolutions(x))`; the first 3x3 convolution has the stride."""
 
     def __init__(self, inputs: int, outputs: int, norm: Norm, *, stride: int = 1, bottleneck: bool) -> None:
         super().__init__()

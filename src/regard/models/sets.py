@@ -1,4 +1,4 @@
-"""The Set Transformer: a set of points to what is said of all of it."""
+"""Set Transformer: classification and regression of sets."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from regard.nn import (
 
 @dataclass(frozen=True)
 class SetConfig:
-    """A Set Transformer.
+    """Configuration of a Set Transformer.
 
-    features: numbers of an element. layers: blocks of induced points, of which each has `points`.
-    seeds: vectors that the set is pooled to. classes: how many are told apart; 1 for a number.
+    features: features per element. layers: number of induced blocks, with `points` points each.
+    seeds: number of vectors that the set is pooled to. classes: number of outputs; 1 for regression.
 
     >>> from regard.models.sets import SetConfig
     >>> SetConfig(features=3, d_model=32, layers=2, heads=4, d_hidden=64).points
@@ -47,10 +47,10 @@ class SetConfig:
 
 
 class SetTransformer(nn.Module):
-    """Sets of elements to the logits of a class, or to a number: (B, N, features) to (B, classes).
+    """Classify sets: (B, N, features) to logits (B, classes).
 
-    Sets are (B, N, features) with a (B, N) bool mask, packed, or a list of (n, features). The order of the elements
-    changes nothing. It begins with a linear map, and arranges its blocks with the norm behind the sum, as the paper.
+    Sets are (B, N, features) with a (B, N) bool mask, packed, or a list of (n, features). The result does not depend on
+    the order of elements. As in the paper, the elements are embedded linearly and the blocks are post-norm.
 
     >>> import torch
     >>> from regard.models.sets import SetConfig, SetTransformer
@@ -84,7 +84,7 @@ class SetTransformer(nn.Module):
         rows = prepare_inputs(inputs, mask)
         if rows.values.dim() != 3 or rows.values.shape[-1] != self.config.features:
             raise ValueError(
-                f"sets must be (B, N, {self.config.features}), but the elements have {tuple(rows.values.shape[2:])}"
+                f"sets must be (B, N, {self.config.features}), got elements of shape {tuple(rows.values.shape[2:])}"
             )
         x = self.embedding(rows.values)
         if rows.packed is not None and len(x) != len(rows.packed):

@@ -1,4 +1,4 @@
-"""Speech recognition: features to the labels of frames, by attention that looks no farther than it is allowed to."""
+"""Speech recognition with CTC and windowed attention, for whole recordings and streams."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ from regard.nn import (
 
 @dataclass(frozen=True)
 class SpeechConfig:
-    """A recognizer of speech. Label 0 is CTC's blank.
+    """Configuration of a speech recognizer. Label 0 is CTC's blank.
 
-    features: of an input frame. halvings: convolutions before the attention, each of which halves the frames.
-    before, after: frames, after the halving, that a layer sees before and after its own; the delay of a stream is
-        layers * after frames and what the convolutions need.
+    features: features per input frame. halvings: number of convolutions in front, each of which halves the frame rate.
+    before, after: size of the attention window in (subsampled) frames. The latency of a stream is layers * after frames
+        plus that of the convolutions.
 
     >>> from regard.models.speech_recognition import SpeechConfig
     >>> SpeechConfig(labels=30, d_model=32, layers=2, heads=4, d_hidden=64).length(100)
@@ -57,23 +57,23 @@ class SpeechConfig:
     def __post_init__(self) -> None:
         if min(self.before, self.after) < 0 or min(self.labels, self.features, self.halvings) < 1:
             raise ValueError(
-                "before and after must be at least 0, labels, features and halvings at least 1, but they are "
+                "before and after must be at least 0, labels, features and halvings at least 1, got "
                 f"{self.before, self.after, self.labels, self.features, self.halvings}"
             )
 
     def length(self, frames: int) -> int:
-        """How many frames are left of so many."""
+        """Number of output frames for `frames` input frames."""
         for _ in range(self.halvings):
             frames = (frames + 1) // 2
         return frames
 
 
 class SpeechRecognizer(nn.Module):
-    """Features to the logits of labels, (B, N, features) to (B, M, labels), where M = config.length(N).
+    """Features (B, N, features) to label logits (B, M, labels), where M = config.length(N).
 
-    mask (B, N): True for real frames, which come first. Packed features, or a list of them, give logits in the same
-    form. Attention is truncated: `window(before, after)`; positions are rotary, so that it is the same at any time, and
-    what `stream` computes of a sound that is still going on is what this computes of all of it.
+    mask (B, N): True for real frames, which come first. For packed features or a list, the logits have the same form.
+    Attention is limited to `window(before, after)` and positions are rotary, so the result does not depend on absolute
+    time, and `stream` computes the same logits incrementally.
 
     >>> import torch
     >>> from regard.models.speech_recognition import SpeechConfig, SpeechRecognizer
@@ -102,19 +102,19 @@ class SpeechRecognizer(nn.Module):
         self.head = linear(config.d_model, config.labels)
 
     def forward(self, inputs: Inputs, mask: Tensor | None = None) -> Tensor | Packed | list[Tensor]:
-        """Logits (B, M, labels); of packed features packed, of a list a list."""
+        """Return logits (B, M, labels), in the form of the inputs."""
         rows = prepare_inputs(*self.front(inputs, mask))
         return rows.to_input_form(self.head(self.stack(rows.values, context=rows.context)))
 
     def stream(self) -> StreamingRecognizer:
-        """A listener to a sound that is still going on."""
+        """Return a streaming recognizer for audio that arrives in pieces."""
         return StreamingRecognizer(self)
 
 
 class ConvSubsampling(nn.Module):
-    """Convolutions over three frames each before the attention; each halves the frames or, with stride 1, does not.
+    """Convolutions of kernel size 3 in front of a stack; those of stride 2 halve the number of frames.
 
-    Frames beyond the beginning and the end, and filler, are silence: zeros. So it is the same in any batch.
+    Padding and frames beyond both ends are zeros, so that the result does not depend on the batch.
 
     >>> import torch
     >>> from regard.models.speech_recognition import ConvSubsampling
@@ -125,8 +125,10 @@ class ConvSubsampling(nn.Module):
 
     def __init__(self, features: int, d_model: int, strides: tuple[int, ...]) -> None:
         super().__init__()
-        seen = (features, *(d_model for _ in strides[1:]))
-        self.convs = nn.ModuleList(nn.Conv1d(n, d_model, 3, stride) for n, stride in zip(seen, strides, strict=True))
+        channels = (features, *(d_model for _ in strides[1:]))
+        self.convs = nn.ModuleList(
+            nn.Conv1d(n, d_model, 3, stride) for n, stride in zip(channels, strides, strict=True)
+        )
         self.features = features
         for conv in self.convs:
             assert isinstance(conv, nn.Conv1d)
@@ -135,47 +137,46 @@ class ConvSubsampling(nn.Module):
             nn.init.zeros_(conv.bias)
 
     def forward(self, inputs: Inputs, mask: Tensor | None = None) -> tuple[Inputs, Tensor | None]:
-        """(B, N, features) to (B, M, d_model) and the mask of what is left; packed and lists stay so, without a
-        mask."""
+        """Map (B, N, features) to (B, M, d_model) and its mask; packed batches and lists keep their form, mask None."""
         if isinstance(inputs, Tensor):
             if mask is not None:
                 check_right_padding(mask, inputs)
             return self._apply_convs(inputs, mask)
         if mask is not None:
-            raise ValueError("mask goes with inputs (B, N, features); packed inputs and lists say their lengths")
-        x, kept = (inputs if isinstance(inputs, Packed) else pack(list(inputs))).padded()
-        if not x.shape[1]:  # convolutions need a frame, be it filler
-            x, kept = F.pad(x, (0, 0, 0, 1)), F.pad(kept, (0, 1))
-        x, left = self._apply_convs(x, kept)
-        assert left is not None
-        packed = Packed(x[left], tuple(left.sum(1).tolist()))
+            raise ValueError("packed inputs and lists take no mask: their lengths are known; omit it")
+        x, real = (inputs if isinstance(inputs, Packed) else pack(list(inputs))).padded()
+        if not x.shape[1]:  # convolutions need at least one frame, even if it is padding
+            x, real = F.pad(x, (0, 0, 0, 1)), F.pad(real, (0, 1))
+        x, output_mask = self._apply_convs(x, real)
+        assert output_mask is not None
+        packed = Packed(x[output_mask], tuple(output_mask.sum(1).tolist()))
         return packed if isinstance(inputs, Packed) else unpack(packed), None
 
-    def _apply_convs(self, x: Tensor, kept: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    def _apply_convs(self, x: Tensor, real: Tensor | None) -> tuple[Tensor, Tensor | None]:
         if x.dim() != 3 or x.shape[-1] != self.features or not x.shape[1]:
             raise ValueError(
                 f"inputs must be at least one frame of {self.features} features, (B, N, {self.features}), "
-                f"but are {format_shape(x)}"
+                f"got {format_shape(x)}"
             )
         for conv in self.convs:
             assert isinstance(conv, nn.Conv1d)
-            if kept is not None:
-                x, kept = x.masked_fill(~kept[..., None], 0.0), kept[:, :: conv.stride[0]]
+            if real is not None:
+                x, real = x.masked_fill(~real[..., None], 0.0), real[:, :: conv.stride[0]]
             x = conv_gelu(conv, F.pad(x, (0, 0, 1, 1)))
-        return x, kept
+        return x, real
 
 
 def conv_gelu(conv: nn.Conv1d, x: Tensor) -> Tensor:
-    """(B, N, inputs) to (B, (N - 3) // stride + 1, outputs)."""
+    """Map (B, N, inputs) to (B, (N - 3) // stride + 1, outputs)."""
     return F.gelu(conv(x.mT)).mT
 
 
 class StreamingRecognizer:
-    """A recognizer that hears a sound piece by piece. What it has said of a piece never changes.
+    """Recognize audio that arrives in pieces. Emitted logits never change.
 
-    Every layer holds the frames that later ones may still look at, and says of a frame what it has to say once the
-    frames after it that it looks at are there. So a piece costs what is new and one window a layer, however long the
-    sound; all that comes, with `last` at the end, is what the model says of the whole.
+    Every layer keeps the frames within the window of later frames, and emits a frame as soon as all frames in its own
+    window have arrived. The cost of a piece is that of its frames plus one window per layer, for audio of any length.
+    The concatenated outputs, ending with a call with `last=True`, equal those of the model on the full audio.
 
     >>> import torch
     >>> from regard.models.speech_recognition import SpeechConfig, SpeechRecognizer
@@ -191,17 +192,19 @@ class StreamingRecognizer:
         self.model, config = model, model.config
         like = model.head.weight
         convs = [conv for conv in model.front.convs if isinstance(conv, nn.Conv1d)]
-        self.rest = [(conv, like.new_zeros(1, 1, conv.in_channels)) for conv in convs]  # what a convolution still needs
+        self.rest = [
+            (conv, like.new_zeros(1, 1, conv.in_channels)) for conv in convs
+        ]  # inputs that the next output of a convolution needs
         self.context = [like.new_zeros(1, 0, config.d_model) for _ in range(config.layers)]
-        self.first = [0] * config.layers  # where what a layer holds begins
-        self.emitted = [0] * config.layers  # frames that a layer has told the next one
+        self.first = [0] * config.layers  # position of the first frame kept by each layer
+        self.emitted = [0] * config.layers  # frames that each layer has passed on
         self.ended = False
 
     @torch.no_grad()
     def __call__(self, features: Tensor, *, last: bool = False) -> Tensor:
-        """The next frames (n, features) to the logits (m, labels) that are settled by them."""
+        """Take the next frames (n, features) and return the logits (m, labels) that become final."""
         if self.ended:
-            raise ValueError("the stream has ended; begin another with model.stream()")
+            raise ValueError("the stream has ended; start another one with model.stream()")
         self.ended = last
         x = features[None]
         for n, (conv, rest) in enumerate(self.rest):

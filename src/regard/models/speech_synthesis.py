@@ -1,4 +1,4 @@
-"""Speech synthesis: letters to log-mel features, a few frames after the other."""
+"""Speech synthesis: letters to log-mel features, a few frames per decoder step."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from regard.nn.dropout import dropout
 
 @dataclass(frozen=True)
 class SpeechSynthesizerConfig:
-    """A speaker. vocabulary: letters that it reads.
+    """Configuration of a speech synthesizer. vocabulary: number of letters.
 
-    features: of a frame. reduction: frames that one step of the decoder says.
-    narrow: width that the frame before is squeezed through, and squeeze: the dropout there, so that a step reads the
-        text rather than going on from what was just said.
+    features: features per frame. reduction: frames per decoder step.
+    narrow, squeeze: width and dropout of the bottleneck (prenet) for the previous frame, which forces the decoder to
+        read the text instead of continuing from the last frame.
 
     >>> from regard.models.speech_synthesis import SpeechSynthesizerConfig
     >>> SpeechSynthesizerConfig(vocabulary=30, d_model=32, layers=2, heads=4, d_hidden=64).reduction
@@ -45,8 +45,8 @@ class SpeechSynthesizerConfig:
 
 
 class SpeechOutput(NamedTuple):
-    """What a speaker says: frames (B, N, features), logits (B, N / reduction) of the end, cross-attention weights of
-    every layer (B, H, N / reduction, K), where they were asked for."""
+    """Predicted frames (B, N, features), logits (B, N / reduction) of the end, and the cross-attention weights of every
+    layer (B, H, N / reduction, K), if requested."""
 
     frames: Tensor
     ends: Tensor
@@ -54,18 +54,17 @@ class SpeechOutput(NamedTuple):
 
 
 class GeneratedSpeech(NamedTuple):
-    """One text said aloud: frames (N, features), and how sure the speaker was that it had come to its end; 0 if it
-    was stopped."""
+    """Generated frames (N, features), and the probability of the end at the last step, 0 if cut at `max_frames`."""
 
     frames: Tensor
     score: float
 
 
 class SpeechSynthesizer(nn.Module):
-    """Letters and the frames so far to the next frames: ids (B, K) and frames (B, N, features) to (B, N, features).
+    """Predict frames (B, N, features) from letter ids (B, K) and the preceding frames (B, N, features).
 
-    Frame n of the result is what is said at n, by the frames before its group of `reduction`; the first group is said
-    by silence, zeros. N is a multiple of `reduction`.
+    Frame n is predicted from the frames before its group of `reduction` frames; the first group is predicted from
+    zeros. N is a multiple of `reduction`.
 
     >>> import torch
     >>> from regard.models.speech_synthesis import SpeechSynthesizer, SpeechSynthesizerConfig
@@ -91,22 +90,24 @@ class SpeechSynthesizer(nn.Module):
         self.end = linear(d_model, 1)
 
     def forward(self, source: Tensor, target: Tensor, source_mask: Tensor | None = None) -> Tensor:
-        """Frames (B, N, features). source_mask (B, K): True for real letters."""
+        """Return frames (B, N, features). source_mask (B, K): True for real letters."""
         return self.predict_frames(source, target, source_mask).frames
 
     def predict_frames(
         self, source: Tensor, target: Tensor, source_mask: Tensor | None = None, *, weights: bool = False
     ) -> SpeechOutput:
-        """The same with all that there is to learn from; weights: whether those of the cross-attention are kept."""
+        """Return all outputs that the losses need; weights: whether to record cross-attention weights."""
         step, features = self.config.reduction, self.config.features
         if target.dim() != 3 or target.shape[-1] != features or target.shape[1] % step or not target.shape[1]:
             raise ValueError(
-                f"target must be (B, N, {features}) with N a multiple of {step}, but is {format_shape(target)}"
+                f"target must be (B, N, {features}) with N a multiple of {step}, got {format_shape(target)}"
             )
-        last = F.pad(target[:, step - 1 : -1 : step], (0, 0, 1, 0))  # of every group, one group later
+        last = F.pad(
+            target[:, step - 1 : -1 : step], (0, 0, 1, 0)
+        )  # the last frame of every group, shifted by one group
         keys = key_mask(source_mask, source)
         cross_context = RecordingContext(keys) if weights else LayerContext(keys)
-        frames, ends = self._decoded(last, self.encode(source, source_mask), cross_context)
+        frames, ends = self._decode(last, self.encode(source, source_mask), cross_context)
         return SpeechOutput(
             frames.view(target.shape),
             ends,
@@ -114,23 +115,22 @@ class SpeechSynthesizer(nn.Module):
         )
 
     def encode(self, source: Tensor, source_mask: Tensor | None = None) -> Tensor:
-        """Hidden states (B, K, d_model) of the letters."""
+        """Return hidden states (B, K, d_model) of the letters."""
         rows = prepare_inputs(source, source_mask)
         x = self.position(embed_tokens(rows.values, self.embedding), rows.positions)
         x = dropout(x, self.config.dropout) if self.config.dropout and self.training else x
         return self.encoder(x, context=rows.context)
 
     def decode(self, last: Tensor, encoded: Tensor, source_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """The frames (B, S, reduction, features) of each step, and the logits (B, S) that it is the last.
+        """Return the frames (B, S, reduction, features) of each step, and the logits (B, S) of it being the last.
 
-        last (B, S, features): the last frame of the step before each step, zeros for the first. encoded (B, K,
-        d_model).
+        last (B, S, features): the last frame of the previous step, zeros for the first. encoded (B, K, d_model).
         """
-        return self._decoded(last, encoded, LayerContext(key_mask(source_mask, encoded)))
+        return self._decode(last, encoded, LayerContext(key_mask(source_mask, encoded)))
 
-    def _decoded(self, last: Tensor, encoded: Tensor, cross_context: LayerContext) -> tuple[Tensor, Tensor]:
-        at = torch.arange(last.shape[1], device=last.device)
-        hidden = self.decoder(self._prenet(last, at), encoded, cross_context=cross_context)
+    def _decode(self, last: Tensor, encoded: Tensor, cross_context: LayerContext) -> tuple[Tensor, Tensor]:
+        positions = torch.arange(last.shape[1], device=last.device)
+        hidden = self.decoder(self._prenet(last, positions), encoded, cross_context=cross_context)
         frames = self.frames(hidden).unflatten(-1, (self.config.reduction, self.config.features))
         return frames, self.end(hidden)[..., 0]
 
@@ -143,35 +143,37 @@ class SpeechSynthesizer(nn.Module):
 
     @torch.no_grad()
     def generate(self, sources: list[Tensor], *, max_frames: int = 2000) -> list[GeneratedSpeech]:
-        """Each text (K,) said aloud, at most `max_frames` frames: until an end is more likely than not."""
+        """Generate at most `max_frames` frames for each text (K,), until the end is more likely than not."""
         return [self._generate_one(source, max_frames) for source in sources]
 
     def _generate_one(self, source: Tensor, max_frames: int) -> GeneratedSpeech:
         encoded, cache = self.encode(source[None]), self.decoder.cache()
         last, pieces, score = encoded.new_zeros(1, 1, self.config.features), list[Tensor](), 0.0
         for n in range(max(1, max_frames // self.config.reduction)):
-            at = torch.tensor([n], device=encoded.device)
-            given = None if cache.holds_source else encoded
-            hidden = self.decoder(self._prenet(last, at), given, context=LayerContext(positions=at), cache=cache)
+            positions = torch.tensor([n], device=encoded.device)
+            source_states = None if cache.holds_source else encoded
+            hidden = self.decoder(
+                self._prenet(last, positions), source_states, context=LayerContext(positions=positions), cache=cache
+            )
             frames = self.frames(hidden).view(-1, self.config.features)
             pieces.append(frames)
             last = frames[None, -1:]
-            ending = float(self.end(hidden).sigmoid())
-            if ending > 0.5:
-                score = ending
+            end_probability = float(self.end(hidden).sigmoid())
+            if end_probability > 0.5:
+                score = end_probability
                 break
         return GeneratedSpeech(torch.cat(pieces), score)
 
 
 class RecordingContext(LayerContext):
-    """What layers share, and the weights of their attention (B, H, Q, K) as they come by."""
+    """A `LayerContext` that records the attention weights (B, H, Q, K) of every layer."""
 
     def __init__(self, *args: object) -> None:
         super().__init__(*args)  # type: ignore[arg-type]
         self.recorded: list[Tensor] = []
 
-    def combine(self, own: Attention, *, cached: bool = False, dropped: int = 0) -> Attention:
-        attention = super().combine(own, cached=cached, dropped=dropped)
+    def combine(self, self_attend: Attention, *, cached: bool = False, dropped: int = 0) -> Attention:
+        attention = super().combine(self_attend, cached=cached, dropped=dropped)
 
         def record(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
             self.recorded.append(attention.weights(query, key))
@@ -181,16 +183,16 @@ class RecordingContext(LayerContext):
 
 
 def guided_attention(weights: Tensor, steps: Tensor, letters: Tensor, *, spread: float = 0.2) -> Tensor:
-    """How far attention (B, H, Q, K) is from going through the text steadily, the sum over B of means over H.
+    """Guided attention loss: penalise weights (B, H, Q, K) off the diagonal, summed over B, mean over H.
 
         sum over i, j of weights[i, j] * (1 - exp(-(j / letters - i / steps)^2 / (2 spread^2)))
 
-    steps, letters (B,): how many of the first rows and columns are real. (Tachibana, Uenoyama and Aihara 2017.)
+    steps, letters (B,): numbers of real rows and columns. (Tachibana, Uenoyama and Aihara 2017.)
 
     >>> import torch
     >>> from regard.models.speech_synthesis import guided_attention
-    >>> steady, count = torch.eye(4)[None, None], torch.tensor([4])
-    >>> float(guided_attention(steady, count, count)), float(guided_attention(steady.flip(2), count, count)) > 1
+    >>> diagonal, count = torch.eye(4)[None, None], torch.tensor([4])
+    >>> float(guided_attention(diagonal, count, count)), float(guided_attention(diagonal.flip(2), count, count)) > 1
     (0.0, True)
     """
     Q, K = weights.shape[-2:]
@@ -201,11 +203,11 @@ def guided_attention(weights: Tensor, steps: Tensor, letters: Tensor, *, spread:
 
 
 def _build_block(config: SpeechSynthesizerConfig, decoding: bool) -> Block:
-    own = Attention(mask=causal() if decoding else None, dropout=config.dropout)
-    across = Attention(offset=0)
+    self_attend = Attention(mask=causal() if decoding else None, dropout=config.dropout)
+    cross_attend = Attention(offset=0)
     return Block(
-        MultiHeadAttention(config.d_model, config.heads, attend=own),
+        MultiHeadAttention(config.d_model, config.heads, attend=self_attend),
         FeedForward(config.d_model, config.d_hidden),
         residual=lambda: PreNorm(config.d_model, dropout=config.dropout),
-        cross=MultiHeadAttention(config.d_model, config.heads, attend=across) if decoding else None,
+        cross=MultiHeadAttention(config.d_model, config.heads, attend=cross_attend) if decoding else None,
     )

@@ -1,4 +1,4 @@
-"""Encoders of text that read both ways: BERT and its kin, and what stands on them."""
+"""Bidirectional text encoders (BERT and related models) and models with a head on top of them."""
 
 from __future__ import annotations
 
@@ -32,19 +32,20 @@ POOLINGS: dict[str, Callable[[int], nn.Module]] = {
     "first": lambda d_model: First(),
     "attention": AttentionPooling,
 }
-"""By the names that configurations use; each makes a pooling of a width."""
+"""Pooling factories by the names used in configurations, called with d_model."""
 
 
 @dataclass(frozen=True)
 class TextConfig:
-    """An encoder of text. The defaults are BERT's.
+    """Configuration of a text encoder. The defaults are BERT's.
 
-    positions: rows of the learned table; first_position: where a sequence begins in it (RoBERTa begins at 2).
-    segments: how many kinds of segment there are, 0 for none. d_embedding: d_model unless told otherwise (ALBERT).
-    distinct: how many layers have weights of their own, all unless told otherwise; each then runs
-        layers / distinct times (ALBERT has one that runs twelve times).
-    pooling: "first", "mean", "max" or "attention". head_activation: within the head of a sequence classifier.
-    unit: whether an embedder's vectors have length 1. attention_dropout: of the weights, dropout unless told otherwise.
+    positions: rows of the learned position table. first_position: row of the first token (2 in RoBERTa).
+    segments: number of segment types, 0 for none. d_embedding: width of the embeddings, d_model by default (ALBERT).
+    distinct: number of layers with distinct weights, all by default; each runs layers / distinct times (ALBERT runs one
+        layer twelve times).
+    pooling: "first", "mean", "max" or "attention". head_activation: in the head of a sequence classifier.
+    unit: whether an embedder normalises its vectors to length 1.
+    attention_dropout: dropout of attention weights, `dropout` by default.
 
     >>> from regard.models.text import TextConfig
     >>> TextConfig(vocabulary=100, d_model=32, layers=2, heads=4, d_hidden=64).arrangement
@@ -74,10 +75,10 @@ class TextConfig:
 
 
 class TextEncoder(nn.Module):
-    """Token ids to hidden states, (B, N) to (B, N, d_model).
+    """Encode token ids (B, N) to hidden states (B, N, d_model).
 
     Inputs are ids (B, N) with a (B, N) bool mask, True for real tokens; packed ids; or a list of ids (n,) of different
-    lengths, which is packed. The result has the form of the inputs. `segments` have the form of the ids.
+    lengths. The result has the form of the inputs. `segments` must have the form of the ids.
 
     >>> import regard as rg, torch
     >>> from regard.models.text import TextConfig, TextEncoder
@@ -91,13 +92,13 @@ class TextEncoder(nn.Module):
     def __init__(self, config: TextConfig) -> None:
         super().__init__()
         self.config = config
-        inner = config.d_embedding or config.d_model
+        d_embedding = config.d_embedding or config.d_model
         norm = norm_factory(config.norm, config.eps)
-        self.embedding = make_embedding(config.vocabulary, inner)
-        self.position = make_embedding(config.positions, inner)
-        self.segment = make_embedding(config.segments, inner) if config.segments else None
-        self.embedding_norm = norm(inner)
-        self.project = None if inner == config.d_model else linear(inner, config.d_model)
+        self.embedding = make_embedding(config.vocabulary, d_embedding)
+        self.position = make_embedding(config.positions, d_embedding)
+        self.segment = make_embedding(config.segments, d_embedding) if config.segments else None
+        self.embedding_norm = norm(d_embedding)
+        self.project = None if d_embedding == config.d_model else linear(d_embedding, config.d_model)
         distinct = config.distinct or config.layers
         if config.layers % distinct:
             raise ValueError(f"layers = {config.layers} must be a multiple of distinct = {distinct}")
@@ -110,21 +111,21 @@ class TextEncoder(nn.Module):
     def forward(
         self, inputs: Inputs, mask: Tensor | None = None, *, segments: Inputs | None = None
     ) -> Tensor | Packed | list[Tensor]:
-        """Hidden states (B, N, d_model); of packed inputs packed, of a list a list."""
+        """Return hidden states (B, N, d_model), in the form of the inputs."""
         rows = prepare_inputs(inputs, mask).to_local()
         return rows.to_input_form(self.hidden(rows, segments))
 
     def hidden(self, rows: ModelInputs, segments: Inputs | None = None) -> Tensor:
-        """Ids (B, N) to hidden states (B, N, d_model), for what stands on the encoder."""
+        """Map prepared ids (B, N) to hidden states (B, N, d_model); used by models with a head."""
         ids, first = rows.values, self.config.first_position
-        some = ids.shape[1] > self.config.positions - first or (rows.context.is_local and ids.numel() > 0)
-        if some and int(rows.positions.max()) >= self.config.positions - first:
+        may_exceed = ids.shape[1] > self.config.positions - first or (rows.context.is_local and ids.numel() > 0)
+        if may_exceed and int(rows.positions.max()) >= self.config.positions - first:
             raise ValueError(
-                f"a sequence has {int(rows.positions.max()) + 1} tokens, but the model knows "
-                f"{self.config.positions - first} positions; cut it, or split it into pieces"
+                f"the model has {self.config.positions - first} positions, but a sequence has "
+                f"{int(rows.positions.max()) + 1} tokens; truncate or split it"
             )
-        at = rows.positions + first if first else rows.positions
-        x = embed_tokens(ids, self.embedding) + F.embedding(at, self.position.weight)
+        positions = rows.positions + first if first else rows.positions
+        x = embed_tokens(ids, self.embedding) + F.embedding(positions, self.position.weight)
         if self.segment is not None:
             if segments is None:
                 x = x + self.segment.weight[0]
@@ -137,7 +138,7 @@ class TextEncoder(nn.Module):
 
 
 class MaskedLanguageModel(nn.Module):
-    """Token ids to the logits of every token, (B, N) to (B, N, vocabulary); the output table is the embedding's.
+    """Predict masked tokens: ids (B, N) to logits (B, N, vocabulary); the output weight is tied to the embedding.
 
     >>> import torch
     >>> from regard.models.text import MaskedLanguageModel, TextConfig
@@ -149,33 +150,33 @@ class MaskedLanguageModel(nn.Module):
     def __init__(self, config: TextConfig) -> None:
         super().__init__()
         self.config = config
-        inner = config.d_embedding or config.d_model
+        d_embedding = config.d_embedding or config.d_model
         self.encoder = TextEncoder(config)
-        self.transform = linear(config.d_model, inner)
-        self.norm = norm_factory(config.norm, config.eps)(inner)
+        self.transform = linear(config.d_model, d_embedding)
+        self.norm = norm_factory(config.norm, config.eps)(d_embedding)
         self.bias = nn.Parameter(torch.zeros(config.vocabulary))
         self.activation = choose("activation", config.activation, ACTIVATIONS)
 
     def forward(
         self, inputs: Inputs, mask: Tensor | None = None, *, segments: Inputs | None = None
     ) -> Tensor | Packed | list[Tensor]:
-        """Logits (B, N, vocabulary); of packed inputs packed, of a list a list."""
+        """Return logits (B, N, vocabulary), in the form of the inputs."""
         rows = prepare_inputs(inputs, mask).to_local()
         return rows.to_input_form(self.logits(self.encoder.hidden(rows, segments)))
 
     @property
     def output_layer(self) -> nn.Embedding:
-        """The module whose weight gives the logits."""
+        """The module whose weight computes the logits."""
         return self.encoder.embedding
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Hidden states of the encoder (..., d_model) to logits (..., vocabulary): of all tokens, or of a few."""
+        """Map hidden states of the encoder (..., d_model) to logits (..., vocabulary)."""
         x = self.norm(self.activation(self.transform(hidden)))
         return project(x, self.output_layer.weight, self.bias)
 
 
 class SequenceClassifier(nn.Module):
-    """Token ids to the logits of one class for each sequence, (B, N) to (B, classes).
+    """Classify sequences: ids (B, N) to logits (B, classes).
 
     >>> import torch
     >>> from regard.models.text import SequenceClassifier, TextConfig
@@ -194,7 +195,7 @@ class SequenceClassifier(nn.Module):
         self.activation = choose("head_activation", config.head_activation, ACTIVATIONS)
 
     def forward(self, inputs: Inputs, mask: Tensor | None = None, *, segments: Inputs | None = None) -> Tensor:
-        """Logits (B, classes)."""
+        """Return logits (B, classes)."""
         rows = prepare_inputs(inputs, mask)
         x = rows.pool(self.pooling, self.encoder.hidden(rows, segments))
         x = self.activation(self.transform(x))
@@ -202,7 +203,7 @@ class SequenceClassifier(nn.Module):
 
 
 class TokenClassifier(nn.Module):
-    """Token ids to the logits of a class for each token, (B, N) to (B, N, classes).
+    """Classify tokens: ids (B, N) to logits (B, N, classes).
 
     >>> import torch
     >>> from regard.models.text import TextConfig, TokenClassifier
@@ -221,14 +222,14 @@ class TokenClassifier(nn.Module):
     def forward(
         self, inputs: Inputs, mask: Tensor | None = None, *, segments: Inputs | None = None
     ) -> Tensor | Packed | list[Tensor]:
-        """Logits (B, N, classes); of packed inputs packed, of a list a list."""
+        """Return logits (B, N, classes), in the form of the inputs."""
         rows = prepare_inputs(inputs, mask).to_local()
         x = self.encoder.hidden(rows, segments)
         return rows.to_input_form(self.classifier(F.dropout(x, self.config.dropout, self.training)))
 
 
 class QuestionAnswering(nn.Module):
-    """Ids of a question and a context to the logits of where the answer begins and ends, (B, N) to (B, N, 2).
+    """Extractive question answering: ids (B, N) to logits (B, N, 2) of the start and end of the answer.
 
     >>> import torch
     >>> from regard.models.text import QuestionAnswering, TextConfig
@@ -247,15 +248,15 @@ class QuestionAnswering(nn.Module):
     def forward(
         self, inputs: Inputs, mask: Tensor | None = None, *, segments: Inputs | None = None
     ) -> Tensor | Packed | list[Tensor]:
-        """Logits (B, N, 2); of packed inputs packed, of a list a list. BERT's segments are 0 for the question."""
+        """Return logits (B, N, 2), in the form of the inputs. segments: 0 for the question, 1 for the context."""
         rows = prepare_inputs(inputs, mask)
         return rows.to_input_form(self.ends(self.encoder.hidden(rows, segments)))
 
 
 class SentenceEmbedder(nn.Module):
-    """Token ids to one unit vector for each sequence, (B, N) to (B, d_model): pooled hidden states.
+    """Embed sequences: ids (B, N) to pooled hidden states (B, d_model), by default of unit length.
 
-    `embed` takes strings where there is a `tokenizer`, one of the library of that name; `regard.load` brings it along.
+    `embed` takes strings and needs a `tokenizer` (of the `tokenizers` library), which `regard.load` sets.
 
     >>> import torch
     >>> from regard.models.text import SentenceEmbedder, TextConfig
@@ -272,30 +273,30 @@ class SentenceEmbedder(nn.Module):
         self.tokenizer: Any = None
 
     def forward(self, inputs: Inputs, mask: Tensor | None = None, *, segments: Inputs | None = None) -> Tensor:
-        """Unit vectors (B, d_model)."""
+        """Return vectors (B, d_model)."""
         rows = prepare_inputs(inputs, mask)
         pooled = rows.pool(self.pooling, self.encoder.hidden(rows, segments))
         return F.normalize(pooled, dim=-1) if self.config.unit else pooled
 
     @torch.inference_mode()
     def embed(self, texts: Sequence[str], *, tokens: int = 2048) -> Tensor:
-        """The vectors of strings, (len(texts), width): packed, those alike in length together, `tokens` at a time."""
+        """Embed strings as (len(texts), d_model), in batches of at most `tokens` tokens sorted by length."""
         if self.tokenizer is None:
             raise ValueError(
-                "embed needs a tokenizer: load the model from a folder with tokenizer.json, or give it ids"
+                "embed needs a tokenizer: load the model from a folder with tokenizer.json, or call it with ids"
             )
         if isinstance(texts, str):
-            raise TypeError("texts must be a list of strings, but is one string; try [text]")
+            raise TypeError("texts must be a list of strings, got one string; try [text]")
         table = self.encoder.embedding.weight
         vectors = table.new_empty(len(texts), self.config.d_model)
-        ids = [torch.tensor(found.ids, device=table.device) for found in self.tokenizer.encode_batch(list(texts))]
+        ids = [torch.tensor(encoding.ids, device=table.device) for encoding in self.tokenizer.encode_batch(list(texts))]
         for rows in batches_by_length([len(row) for row in ids], tokens):
             vectors[rows] = self([ids[row] for row in rows])
         return vectors
 
 
 def batches_by_length(lengths: Sequence[int], tokens: int) -> Iterator[list[int]]:
-    """Numbers of sequences in order of their length, together at most `tokens` long, one at least.
+    """Group indices of sequences, sorted by length, into batches of at most `tokens` tokens and at least one sequence.
 
     >>> from regard.models.text import batches_by_length
     >>> list(batches_by_length([3, 9, 2, 4], tokens=9))
@@ -314,18 +315,18 @@ def batches_by_length(lengths: Sequence[int], tokens: int) -> Iterator[list[int]
 
 
 def _segments_like(segments: Inputs, rows: ModelInputs) -> Tensor:
-    """Segments, which must have the form of the ids, for the tokens that are here."""
-    found = prepare_inputs(segments)
-    values = rows.shard_like(found.values)
-    if rows.packed is not None and found.packed is not None:
-        ours, theirs = rows.packed.lengths, found.packed.lengths
+    """Return the (local) segments after checking that they have the form of the ids."""
+    prepared = prepare_inputs(segments)
+    values = rows.shard_like(prepared.values)
+    if rows.packed is not None and prepared.packed is not None:
+        expected, given = rows.packed.lengths, prepared.packed.lengths
     else:
-        ours, theirs = tuple(rows.values.shape), tuple(values.shape)
-    if ours != theirs:
-        raise ValueError(f"segments must have the form of the ids, {ours}, but have {theirs}")
+        expected, given = tuple(rows.values.shape), tuple(values.shape)
+    if expected != given:
+        raise ValueError(f"segments must have the form of the ids, {expected}, got {given}")
     return values
 
 
 def make_pooling(name: str, d_model: int) -> nn.Module:
-    """A pooling by its name in a configuration."""
+    """Build a pooling by its name in a configuration."""
     return choose("pooling", name, POOLINGS)(d_model)

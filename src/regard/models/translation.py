@@ -1,4 +1,4 @@
-"""Encoder-decoders: the classic Transformer, Marian and T5, by the parts that a configuration names."""
+"""Encoder-decoders: the original Transformer, Marian and T5, selected by a configuration."""
 
 from __future__ import annotations
 
@@ -41,23 +41,24 @@ S = TypeVar("S", bound=Encoder)
 
 @dataclass(frozen=True)
 class TransformerConfig:
-    """An encoder-decoder. The defaults are the classic Transformer's, with norms before rather than after.
+    """Configuration of an encoder-decoder. The defaults are the original Transformer's, but pre-norm.
 
     Marian has position "halves", arrangement "post", activation "silu" and `logits_bias`. T5 has position "relative",
-    norm "rms", no `bias`, scale 1, embedding_scale 1, and output_scale width ** -0.5 (1.0), or `gated` "gelu_tanh" and
-    an output that is not tied (1.1).
+    norm "rms", no `bias`, scale 1, embedding_scale 1, and output_scale d_model ** -0.5 (1.0), or `gated` with
+    activation "gelu_tanh" and an untied output (1.1).
 
-    target_vocabulary: none is the source's, and then both sides share one embedding.
-    decoder_layers: as many as layers unless told otherwise. d_head: d_model / heads unless told otherwise.
-    position: "sinusoidal", "halves" (sines first, then cosines), "learned", of `positions` rows, or "relative",
-        one table of `buckets` distances up to `max_distance` for all layers of the encoder, one for the decoder's.
-    arrangement: "pre" or "post". norm: "layer" or "rms". scale: of the scores, 1 / sqrt(head_width) if none.
-    embedding_scale: of the embedded tokens, sqrt(d_model) if none. tied: logits are products with the target embedding.
-    output_scale: of what the logits are computed from. logits_bias: whether a bias is added to the logits.
-    attention_dropout: of the weights, dropout unless told otherwise.
-    window: how many tokens to each side the encoder sees, beside the first of the source, which sees all and is seen by
-        all (Longformer): so a long source costs O(K). 0 is all.
-    start: the token before the first target token. stop: the token that ends a target. never: tokens not generated.
+    target_vocabulary: None means that source and target share vocabulary and embedding.
+    decoder_layers: number of decoder layers, `layers` by default. d_head: d_model / heads by default.
+    position: "sinusoidal", "halves" (sines first, then cosines), "learned" with `positions` rows, or "relative": one
+        table of `buckets` distances up to `max_distance` for all encoder layers, another one for all decoder layers.
+    arrangement: "pre" or "post". norm: "layer" or "rms". scale: of the scores, 1 / sqrt(d_head) by default.
+    embedding_scale: factor of token embeddings, sqrt(d_model) by default. tied: use the target embedding for logits.
+    output_scale: factor of the hidden states before the logits. logits_bias: whether to add a bias to the logits.
+    attention_dropout: dropout of attention weights, `dropout` by default.
+    window: encoder tokens attend to this many tokens on each side and to the first token, which attends to all
+        (Longformer), so that a source costs O(K). 0 means no limit.
+    start: the token before the first target token. stop: the token that ends a target.
+    suppress_tokens: tokens that are never generated.
 
     >>> from regard.models.translation import TransformerConfig
     >>> TransformerConfig(vocabulary=100, d_model=32, layers=2, heads=4, d_hidden=64).position
@@ -96,11 +97,11 @@ class TransformerConfig:
 
 
 class Transformer(nn.Module):
-    """Source and target ids to the logits of the token that follows each target token: (B, N, vocabulary).
+    """Next-token logits (B, N, vocabulary) for targets, given sources.
 
-    Sources and targets are ids (B, K) and (B, N), or both packed, or both lists of ids: then nothing is filler, in
-    training either, and logits come in the same form. Targets begin with `config.start`; filler at their end is seen by
-    nobody. Embeddings start from N(0, 1 / embedding_scale^2), so that what enters the first layer has variance 1.
+    Sources and targets are ids (B, K) and (B, N), both packed, or both lists of ids; packed batches and lists need no
+    padding. Logits have the form of the target. Targets start with `config.start`; padding at their end has no effect
+    on other tokens. Embeddings start from N(0, 1 / embedding_scale^2), so that the first layer's input has variance 1.
 
     >>> import torch
     >>> from regard.models.translation import Transformer, TransformerConfig
@@ -120,23 +121,23 @@ class Transformer(nn.Module):
         d_model, self.scale = config.d_model, config.embedding_scale or math.sqrt(config.d_model)
         targets = config.target_vocabulary or config.vocabulary
         self.embedding = make_embedding(config.vocabulary, d_model, std=1 / self.scale)
-        apart = config.target_vocabulary is not None
-        self.target_embedding = make_embedding(targets, d_model, std=1 / self.scale) if apart else None
+        separate = config.target_vocabulary is not None
+        self.target_embedding = make_embedding(targets, d_model, std=1 / self.scale) if separate else None
         position = choose("position", config.position, POSITIONS)
         self.position, self.target_position = position(config.positions, d_model), position(config.positions, d_model)
-        self.encoder = _stack(config, Encoder, config.layers)
-        self.decoder = _stack(config, Decoder, config.decoder_layers or config.layers)
+        self.encoder = _build_stack(config, Encoder, config.layers)
+        self.decoder = _build_stack(config, Decoder, config.decoder_layers or config.layers)
         self.head = None if config.tied else linear(d_model, targets, bias=False)
         self.logits_bias = nn.Parameter(torch.zeros(targets)) if config.logits_bias else None
 
     def forward(
         self, source: Inputs, target: Inputs, source_mask: Tensor | None = None
     ) -> Tensor | Packed | list[Tensor]:
-        """Logits (B, N, vocabulary); of packed targets packed, of a list a list. source_mask (B, K): real tokens."""
+        """Return logits (B, N, vocabulary), in the form of the target. source_mask (B, K): True for real tokens."""
         return self.decode(target, self.encode(source, source_mask), source_mask)
 
     def encode(self, source: Inputs, source_mask: Tensor | None = None) -> Tensor | Packed | list[Tensor]:
-        """Hidden states (B, K, d_model) of the source; of packed sources packed, of a list a list."""
+        """Return hidden states (B, K, d_model) of the source, in its form."""
         rows = prepare_inputs(source, source_mask)
         x = self._embed(rows.values, rows.positions, self.embedding, self.position)
         context = rows.local_context(self.config.window) if self.config.window else rows.context
@@ -145,21 +146,21 @@ class Transformer(nn.Module):
     def decode(
         self, target: Inputs, encoded: Inputs, source_mask: Tensor | None = None
     ) -> Tensor | Packed | list[Tensor]:
-        """Logits of a target, by what `encode` gave of its source."""
+        """Return logits of a target, given the output of `encode`."""
         inputs = prepare_decoder_inputs(target, encoded, source_mask)
         return inputs.to_input_form(self.logits(self._decode_hidden(inputs)))
 
     @property
     def output_layer(self) -> nn.Embedding | nn.Linear:
-        """The module whose weight gives the logits: an embedding, where that is tied."""
+        """The module whose weight computes the logits: an embedding if tied."""
         return self.head or self.target_embedding or self.embedding
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Hidden states of the decoder (..., d_model) to logits (..., vocabulary)."""
+        """Map hidden states of the decoder (..., d_model) to logits (..., vocabulary)."""
         return project(self._scale_output(hidden), self.output_layer.weight, self.logits_bias)
 
     def loss(self, source: Packed, target: Packed, labels: Tensor, *, smoothing: float = 0.0) -> Tensor:
-        """The sum of the cross entropies of the tokens `labels` each of the target (N,), by `token_loss`."""
+        """Sum of the cross entropies of the labels (N,), the next token of each target token."""
         hidden = self._scale_output(self._decode_hidden(prepare_decoder_inputs(target, self.encode(source))))
         weight = self.output_layer.weight
         return token_loss(hidden.flatten(0, -2), weight, labels, bias=self.logits_bias, smoothing=smoothing)
@@ -179,10 +180,9 @@ class Transformer(nn.Module):
         max_new_tokens: int = 64,
         strategy: Strategy | None = None,
     ) -> list[Tensor]:
-        """The target of each source, at most `max_new_tokens` tokens, without start and stop; greedy unless told
-        otherwise.
+        """Generate at most `max_new_tokens` target tokens for each source, without start and stop; greedy by default.
 
-        Keys and values of the source are computed once; the beams of a source share them.
+        Keys and values of a source are computed once and shared by its beams.
         """
         with torch.inference_mode():
             state, first = self.start_generation(source, source_mask)
@@ -191,15 +191,15 @@ class Transformer(nn.Module):
             )
 
     def start_generation(self, source: Inputs, source_mask: Tensor | None = None) -> tuple[GenerationState, Tensor]:
-        """A state to generate from, and the start token of every source, (B, 1)."""
+        """Return a state to generate from, and the start token of every source, (B, 1)."""
         return self.start_generation_from(self.encode(source, source_mask), source_mask)
 
     def start_generation_from(
         self, encoded: Inputs, source_mask: Tensor | None = None, to_logits: Callable[[Tensor], Tensor] | None = None
     ) -> tuple[GenerationState, Tensor]:
-        """The same, by what `encode` gave of the source.
+        """Like `start_generation`, given the output of `encode`.
 
-        to_logits: hidden states (R, d_model) to logits (R, vocabulary), where it is not `logits`; R is a multiple of B.
+        to_logits: maps hidden states (R, d_model) to logits (R, vocabulary), by default `logits`; R is a multiple of B.
         """
         encoded, source_mask = pad_sources(encoded, source_mask)
         to_logits = to_logits or self.logits
@@ -220,18 +220,20 @@ class Transformer(nn.Module):
 
     @torch.no_grad()
     def coverage(self, source: Tensor, target: Tensor) -> Tensor:
-        """How much a target (N,) looks at each token of its source (K,): the sum of its cross-attention, (K,).
+        """Total cross-attention (K,) of a target (N,) to each token of its source (K,).
 
-        The mean over heads and layers; it sums to N.
+        Averaged over heads and layers; it sums to N.
         """
-        seen: list[tuple[Attention, Tensor, Tensor]] = []
-        token = OBSERVERS.set((*OBSERVERS.get(), lambda *call: seen.append(call)))
+        calls: list[tuple[Attention, Tensor, Tensor]] = []
+        token = OBSERVERS.set((*OBSERVERS.get(), lambda *call: calls.append(call)))
         try:
             self(source[None], target[None])
         finally:
             OBSERVERS.reset(token)
-        across = seen[len(self.encoder.layers) + 1 :: 2]  # a block looks at the target, then at the source
-        return torch.stack([attend.weights(q, k)[0].sum(1).mean(0) for attend, q, k in across]).mean(0)
+        cross_attend = calls[
+            len(self.encoder.layers) + 1 :: 2
+        ]  # a decoder block runs self-attention, then cross-attention
+        return torch.stack([attend.weights(q, k)[0].sum(1).mean(0) for attend, q, k in cross_attend]).mean(0)
 
     def _embed(self, ids: Tensor, positions: Tensor, table: nn.Embedding, position: nn.Module) -> Tensor:
         x = embed_tokens(ids, table)
@@ -241,27 +243,27 @@ class Transformer(nn.Module):
         return dropout(x, self.config.dropout) if self.config.dropout and self.training else x
 
 
-def _stack(config: TransformerConfig, kind: type[S], layers: int) -> S:
-    """An encoder, or a decoder, of the parts that the configuration names: the one place where they are chosen."""
+def _build_stack(config: TransformerConfig, kind: type[S], layers: int) -> S:
+    """Build the encoder or decoder that a configuration describes."""
     decoding = issubclass(kind, Decoder)
     norm = norm_factory(config.norm, config.eps)
     arrangement = choose("arrangement", config.arrangement, ARRANGEMENTS)
     activation = choose("activation", config.activation, ACTIVATIONS)
     feedforward = GatedFeedForward if config.gated else FeedForward
     score = Dot(config.scale)
-    dropped = config.dropout if config.attention_dropout is None else config.attention_dropout
-    own = Attention(score, causal() if decoding else None, dropout=dropped)
-    across = Attention(score, offset=0, dropout=dropped)
+    attention_dropout = config.dropout if config.attention_dropout is None else config.attention_dropout
+    self_attend = Attention(score, causal() if decoding else None, dropout=attention_dropout)
+    cross_attend = Attention(score, offset=0, dropout=attention_dropout)
 
     def attention(attend: Attention) -> MultiHeadAttention:
         return MultiHeadAttention(config.d_model, config.heads, d_head=config.d_head, attend=attend, bias=config.bias)
 
     blocks = [
         Block(
-            attention(own),
+            attention(self_attend),
             feedforward(config.d_model, config.d_hidden, activation=activation, bias=config.bias),
             residual=lambda: arrangement(config.d_model, norm, dropout=config.dropout),
-            cross=attention(across) if decoding else None,
+            cross=attention(cross_attend) if decoding else None,
         )
         for _ in range(layers)
     ]

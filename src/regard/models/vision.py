@@ -1,4 +1,4 @@
-"""Vision Transformers: an image as a sequence of patches."""
+"""Vision Transformers."""
 
 from __future__ import annotations
 
@@ -20,13 +20,14 @@ from regard.positions import learned
 
 @dataclass(frozen=True)
 class VisionConfig:
-    """A Vision Transformer. The defaults are those of ViT-Base but for its sizes.
+    """Configuration of a Vision Transformer. Except for the sizes, the defaults are those of ViT-Base.
 
-    image: height and width that the table of positions is for, in pixels, multiples of `patch`; others interpolate it.
-    stem: channels of 3x3 convolutions before the patches, each of which halves the image; with them a model learns from
-        fewer images. A patch is as many pixels as without.
-    qkv_bias: whether queries, keys and values have a bias. classes: how many an `ImageClassifier` tells apart.
-    attention_dropout: of the weights, dropout unless told otherwise.
+    image: height and width in pixels, multiples of `patch`, for which the position table is learned; it is interpolated
+        for other sizes.
+    stem: channels of 3x3 convolutions before the patch embedding, each of which halves the image; they help a model to
+        learn from fewer images. `patch` is counted in input pixels.
+    qkv_bias: whether queries, keys and values have a bias. classes: number of classes of an `ImageClassifier`.
+    attention_dropout: dropout of attention weights, `dropout` by default.
 
     >>> from regard.models.vision import VisionConfig
     >>> VisionConfig(d_model=32, layers=2, heads=4, d_hidden=64, image=(32, 48), patch=8).grid
@@ -57,11 +58,11 @@ class VisionConfig:
 
 
 class VisionTransformer(nn.Module):
-    """Pixels to hidden states, (B, C, height, width) to (B, 1 + patches, d_model); the first is the class token's.
+    """Encode images (B, C, height, width) to hidden states (B, 1 + patches, d_model); the first is the class token.
 
-    Height and width are at least one patch; what is left over at the right and the bottom is not looked at. Sizes other
-    than `config.image` read the table of positions interpolated (bicubic). mask (B, patches): True where a patch, row
-    by row, is to be seen. Patches are embedded by N(0, 1 / fan_in), class token and positions start from N(0, 0.02^2).
+    Height and width are at least one patch; incomplete patches at the right and bottom are dropped. For sizes other
+    than `config.image` the position table is interpolated (bicubic). mask (B, patches): True for patches to attend
+    to, in row-major order. The patch embedding starts from N(0, 1 / fan_in), class token and positions from N(0, 0.02^2).
 
     >>> import torch
     >>> from regard.models.vision import VisionConfig, VisionTransformer
@@ -76,16 +77,19 @@ class VisionTransformer(nn.Module):
         self.config = config
         rows, columns = config.grid
         if rows < 1 or columns < 1 or config.image != (rows * config.patch, columns * config.patch):
-            raise ValueError(f"image must be whole patches of {config.patch} pixels each way, but is {config.image}")
-        left = config.patch >> len(config.stem)
-        if left << len(config.stem) != config.patch:
             raise ValueError(
-                f"stem of {len(config.stem)} convolutions must halve a patch as often, but it has {config.patch} pixels"
+                f"image must be a multiple of the patch size {config.patch} in each direction, got {config.image}"
             )
-        seen = (config.channels, *config.stem)
-        halves = (Convolution(*pair, 3, NORMS["group"], stride=2) for pair in pairwise(seen))
+        kernel = config.patch >> len(config.stem)
+        if kernel << len(config.stem) != config.patch:
+            raise ValueError(
+                f"patch must be a multiple of {2 ** len(config.stem)} for a stem of {len(config.stem)} convolutions, "
+                f"got {config.patch}"
+            )
+        channels = (config.channels, *config.stem)
+        halves = (Convolution(*pair, 3, NORMS["group"], stride=2) for pair in pairwise(channels))
         self.stem = nn.Sequential(*(part for half in halves for part in (half, nn.ReLU())))
-        self.patches = nn.Conv2d(seen[-1], config.d_model, left, stride=left)
+        self.patches = nn.Conv2d(channels[-1], config.d_model, kernel, stride=kernel)
         nn.init.normal_(self.patches.weight, std=1 / math.sqrt(self.patches.weight[0].numel()))
         assert self.patches.bias is not None
         nn.init.zeros_(self.patches.bias)
@@ -98,32 +102,32 @@ class VisionTransformer(nn.Module):
         )
 
     def forward(self, images: Tensor, mask: Tensor | None = None) -> Tensor:
-        """Hidden states (B, 1 + patches, d_model)."""
+        """Return hidden states (B, 1 + patches, d_model)."""
         patch, channels = self.config.patch, self.config.channels
         if images.dim() != 4 or images.shape[1] != channels or min(images.shape[2:]) < patch:
             raise ValueError(
                 f"images must be (B, {channels}, height, width) of at least {patch} x {patch} pixels, "
-                f"but are {format_shape(images)}"
+                f"got {format_shape(images)}"
             )
         x = self.patches(self.stem(images))  # (B, d_model, rows, columns)
         positions = self.positions((x.shape[2], x.shape[3]))
         x = torch.cat((self.first.expand(len(x), 1, -1), x.flatten(2).mT), 1) + positions
         if self.config.dropout and self.training:
             x = F.dropout(x, self.config.dropout)
-        seen = None if mask is None else key_mask(F.pad(mask, (1, 0), value=True), x)
-        return self.stack(x, context=LayerContext(seen))
+        keys = None if mask is None else key_mask(F.pad(mask, (1, 0), value=True), x)
+        return self.stack(x, context=LayerContext(keys))
 
     def positions(self, grid: tuple[int, int]) -> Tensor:
-        """The table for a grid of patches, (1 + rows * columns, width)."""
+        """Return the position table (1 + rows * columns, d_model) for a grid of patches."""
         if grid == self.config.grid:
             return self.position
-        table = self.position[1:].unflatten(0, self.config.grid).permute(2, 0, 1)  # (width, rows, columns)
+        table = self.position[1:].unflatten(0, self.config.grid).permute(2, 0, 1)  # (d_model, rows, columns)
         table = F.interpolate(table[None], size=grid, mode="bicubic", align_corners=False)[0]
         return torch.cat((self.position[:1], table.flatten(1).mT))
 
 
 class ImageClassifier(nn.Module):
-    """Pixels to the logits of a class, (B, C, height, width) to (B, classes), read from the class token.
+    """Classify images (B, C, height, width) by their class token: logits (B, classes).
 
     >>> import torch
     >>> from regard.models.vision import ImageClassifier, VisionConfig
@@ -139,5 +143,5 @@ class ImageClassifier(nn.Module):
         self.classifier = linear(config.d_model, config.classes)
 
     def forward(self, images: Tensor, mask: Tensor | None = None) -> Tensor:
-        """Logits (B, classes)."""
+        """Return logits (B, classes)."""
         return self.classifier(self.encoder(images, mask)[:, 0])

@@ -1,4 +1,4 @@
-"""Wav2Vec2: a wave to the labels of its frames."""
+"""Wav2Vec2 for speech recognition with CTC."""
 
 from __future__ import annotations
 
@@ -20,12 +20,13 @@ Count = TypeVar("Count", int, Tensor)
 
 @dataclass(frozen=True)
 class Wav2Vec2Config:
-    """The defaults are those of Wav2Vec2-Base, which has arrangement "post" and conv_norm "group"; the large models
-    have "pre" and "layer".
+    """Configuration of Wav2Vec2. The defaults are those of the base model.
 
-    channels, kernels, strides: of the convolutions over the wave, one after the other.
-    conv_norm: "layer" behind every convolution, or "group", behind the first alone and over all time.
-    position_kernel, position_groups: of the convolution that tells frames where they are.
+    The base model has arrangement "post" and conv_norm "group"; the large models have "pre" and "layer".
+
+    channels, kernels, strides: of the successive convolutions over the wave.
+    conv_norm: "layer" after every convolution, or "group" after the first only, over all frames.
+    position_kernel, position_groups: of the convolution that encodes positions.
 
     >>> from regard.models.wav2vec2 import Wav2Vec2Config
     >>> Wav2Vec2Config(labels=32, d_model=32, layers=2, heads=4, d_hidden=64).length(16000)
@@ -54,27 +55,27 @@ class Wav2Vec2Config:
     def __post_init__(self) -> None:
         if not len(self.channels) == len(self.kernels) == len(self.strides):
             raise ValueError(
-                f"channels, kernels and strides must be as many, but are {self.channels, self.kernels, self.strides}"
+                f"channels, kernels and strides must have one length, got {self.channels, self.kernels, self.strides}"
             )
         if self.conv_norm not in ("group", "layer"):
-            raise ValueError(f"conv_norm must be group or layer, but is {self.conv_norm!r}")
+            raise ValueError(f"conv_norm must be 'group' or 'layer', got {self.conv_norm!r}")
 
     def length(self, samples: int) -> int:
-        """How many frames so many samples make."""
+        """Number of frames of a wave of `samples` samples."""
         return max(0, self.frames(samples))
 
     def frames(self, samples: Count) -> Count:
-        """The same for a number or many, below 1 where there is none."""
+        """Like `length`, for a number or a tensor, but not clamped: below 1 if the wave is too short for a frame."""
         for kernel, stride in zip(self.kernels, self.strides, strict=True):
             samples = (samples - kernel) // stride + 1
         return samples
 
 
 class Wav2Vec2(nn.Module):
-    """Waves to the logits of labels, (B, samples) at 16 kHz to (B, frames, labels); label 0 is CTC's blank.
+    """Waves (B, samples) at 16 kHz to label logits (B, frames, labels); label 0 is CTC's blank.
 
     mask (B, samples): True for real samples, which come first. Models with conv_norm "group" were trained without
-    masks, on waves filled up with zeros. Waves are to have mean 0 and deviation 1: `regard.models.audio.levelled`.
+    masks, on waves padded with zeros. Normalise waves with `regard.models.audio.normalize_waveform`.
 
     >>> import torch
     >>> from regard.models.wav2vec2 import Wav2Vec2, Wav2Vec2Config
@@ -100,33 +101,33 @@ class Wav2Vec2(nn.Module):
         self.head = linear(d_model, config.labels)
 
     def forward(self, inputs: Tensor, mask: Tensor | None = None) -> Tensor:
-        """Logits (B, frames, labels)."""
+        """Return logits (B, frames, labels)."""
         if not isinstance(inputs, Tensor) or inputs.dim() != 2 or not self.config.length(inputs.shape[1]):
-            came = format_shape(inputs) if isinstance(inputs, Tensor) else type(inputs).__name__
-            raise ValueError(f"inputs must be waves (B, samples) of at least one frame, but are {came}")
+            given = format_shape(inputs) if isinstance(inputs, Tensor) else type(inputs).__name__
+            raise ValueError(f"inputs must be waves (B, samples) of at least one frame, got {given}")
         x = inputs[:, None]  # (B, 1, samples)
         for layer in self.front:
             x = layer(x)
         x = self.project(self.front_norm(x.mT))
         if mask is not None:
             check_right_padding(mask, inputs)
-        kept = None if mask is None else self._frames(mask, x)
-        if kept is not None:
-            x = x.masked_fill(~kept[..., None], 0.0)
-        place = self.position(x.mT)[..., : x.shape[1]].mT
-        x = x + choose("activation", self.config.conv_activation, ACTIVATIONS)(place)
+        frame_mask = None if mask is None else self._frames(mask, x)
+        if frame_mask is not None:
+            x = x.masked_fill(~frame_mask[..., None], 0.0)
+        position = self.position(x.mT)[..., : x.shape[1]].mT
+        x = x + choose("activation", self.config.conv_activation, ACTIVATIONS)(position)
         x = x if self.first_norm is None else self.first_norm(x)
         if self.config.dropout and self.training:
             x = F.dropout(x, self.config.dropout)
-        return self.head(self.stack(x, context=LayerContext(key_mask(kept))))
+        return self.head(self.stack(x, context=LayerContext(key_mask(frame_mask))))
 
     def _frames(self, mask: Tensor, like: Tensor) -> Tensor:
-        """(B, frames) True where all samples of a frame are real."""
+        """Mask (B, frames), True where all samples of a frame are real."""
         return torch.arange(like.shape[1], device=like.device) < self.config.frames(mask.sum(1, keepdim=True))
 
 
 class _Layer(nn.Module):
-    """A convolution over the wave, its norm, if it has one, and its activation: (B, inputs, n) to (B, outputs, m)."""
+    """Convolution, optional norm and activation: (B, inputs, n) to (B, outputs, m)."""
 
     def __init__(self, config: Wav2Vec2Config, n: int) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Whisper: an encoder-decoder whose source is sound."""
+"""Whisper: speech recognition and translation with an encoder-decoder."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ from regard.nn.dropout import dropout
 from regard.nn.generate import Beam, GenerationState, Greedy, Strategy, generate
 from regard.positions import sinusoidal
 
-FRAME_SECONDS, STEP_SECONDS = HOP / SAMPLE_RATE, 2 * HOP / SAMPLE_RATE  # from one frame, and one timestamp, to the next
+FRAME_SECONDS, STEP_SECONDS = HOP / SAMPLE_RATE, 2 * HOP / SAMPLE_RATE  # between frames, and between timestamps
 
 
 @dataclass(frozen=True)
 class WhisperConfig(TransformerConfig):
-    """A Transformer that listens: what `TransformerConfig` says, and of the sound:
+    """Configuration of Whisper: that of `TransformerConfig`, and the following.
 
-    features: mel bands of a frame. frames: positions of the encoder, each two frames of the input.
-    prompt: tokens after `start` that every target begins with, where neither language nor task is chosen.
-    begin_suppress_tokens: tokens, other than those of `suppress_tokens`, that are not generated right after the prompt.
-    languages: the token of each language, by its code, as ("en", 50259); none for a model of English alone.
-    tasks: the token of each task, by its name.
-    no_timestamps: the token that asks for text without timestamps. The next one is the timestamp of 0 s, and each after
-        it is 0.02 s later. max_first_timestamp: the latest that the first one of a window may be, in such steps.
+    features: mel bands per frame. frames: positions of the encoder, one per two input frames.
+    prompt: tokens after `start` of every target, for checkpoints without languages.
+    begin_suppress_tokens: tokens that are not generated right after the prompt, in addition to `suppress_tokens`.
+    languages: pairs of language code and token, such as ("en", 50259); empty for English-only models.
+    tasks: pairs of task name and token.
+    no_timestamps: the token that selects text without timestamps. The token after it is the timestamp of 0 s, and each
+        following one is 0.02 s later. max_first_timestamp: largest first timestamp of a window, in steps of 0.02 s.
 
     >>> from regard.models.whisper import WhisperConfig
     >>> WhisperConfig(vocabulary=100, d_model=32, layers=2, heads=4, d_hidden=64).position
@@ -59,7 +59,7 @@ class WhisperConfig(TransformerConfig):
 
 
 class Segment(NamedTuple):
-    """A stretch of speech: seconds from the start of the sound, and its tokens without timestamps."""
+    """A segment of speech: start and end in seconds, and its tokens without timestamps."""
 
     start: float
     end: float
@@ -67,23 +67,23 @@ class Segment(NamedTuple):
 
 
 class Transcript(NamedTuple):
-    """What `Whisper.transcribe` heard: segments, and the language (None where the checkpoint names no languages)."""
+    """Result of `Whisper.transcribe`: segments and language (None if the checkpoint defines no languages)."""
 
     segments: list[Segment]
     language: str | None
 
     @property
     def tokens(self) -> list[int]:
-        """Those of all segments, for a tokenizer to decode."""
+        """Tokens of all segments, for a tokenizer to decode."""
         return [token for segment in self.segments for token in segment.tokens]
 
 
 class Whisper(Transformer):
-    """Features and target ids to the logits of the token that follows each: (B, N, features), (B, M) to (B, M, words).
+    """Next-token logits (B, M, vocabulary) for targets (B, M), given audio features (B, N, features).
 
-    Sources are what `regard.models.audio.whisper_features` gives, at most 2 * config.frames frames; the original is
-    always given 30 seconds. source_mask (B, N): True for real frames, which come first. `generate` gives the text of
-    sounds that fit, `transcribe` that of a sound of any length.
+    Sources are computed by `regard.models.audio.whisper_features`, at most 2 * config.frames frames; the original
+    models expect 30 seconds. source_mask (B, N): True for real frames, which come first. `generate` transcribes
+    audio of at most that length, `transcribe` audio of any length.
 
     >>> import torch
     >>> from regard.models.whisper import Whisper, WhisperConfig
@@ -98,17 +98,17 @@ class Whisper(Transformer):
 
     def __init__(self, config: WhisperConfig) -> None:
         if config.window:
-            raise ValueError(f"the encoder of Whisper sees every frame: window must be 0, but is {config.window}")
+            raise ValueError(f"Whisper has no encoder window: window must be 0, got {config.window}")
         super().__init__(config)
         self.front = ConvSubsampling(config.features, config.d_model, (1, 2))
         self.position = LearnedPositions(config.frames, config.d_model)
         table = self.position.embedding.weight.requires_grad_(False)
         if not table.is_meta:
-            waves = sinusoidal(config.frames, config.d_model)
-            table.copy_(torch.cat((waves[:, 0::2], waves[:, 1::2]), -1))
+            sines = sinusoidal(config.frames, config.d_model)
+            table.copy_(torch.cat((sines[:, 0::2], sines[:, 1::2]), -1))
 
     def encode(self, source: Inputs, source_mask: Tensor | None = None) -> Tensor | Packed | list[Tensor]:
-        """Hidden states (B, (N + 1) // 2, d_model) of the sound; of packed sources packed, of a list a list."""
+        """Return hidden states (B, (N + 1) // 2, d_model) of the audio, in the form of the source."""
         rows = prepare_inputs(*self.front(source, source_mask))
         x = self.position(rows.values, rows.positions)
         x = dropout(x, self.config.dropout) if self.config.dropout and self.training else x
@@ -135,14 +135,17 @@ class Whisper(Transformer):
         timestamps: bool = False,
         prompt: Sequence[int] | None = None,
     ) -> list[Tensor]:
-        """The target of each source, at most `max_new_tokens` tokens, without start, prompt and stop.
+        """Generate at most `max_new_tokens` target tokens for each source, without start, prompt and stop.
 
-        language: its code, such as "en"; None detects that of each source. task: "transcribe", or "translate" into
-        English. timestamps: whether timestamp tokens are generated, too. prompt: tokens to begin with in place of
-        those that language, task and timestamps ask for. max_new_tokens: None is as many as there are positions for.
+        language: language code such as "en"; None detects the language of each source. task: "transcribe", or
+        "translate" into English. timestamps: whether to generate timestamp tokens. prompt: tokens after the start
+        token, instead of those for language, task and timestamps. max_new_tokens: by default limited by
+        `config.positions` only.
         """
         if timestamps and isinstance(strategy, Beam):
-            raise ValueError("timestamps need a Greedy() or Sample() strategy: their rules follow one sequence per row")
+            raise ValueError(
+                "timestamps need the strategy Greedy() or Sample(): their rules track one sequence per row"
+            )
         with torch.inference_mode():
             encoded = self.encode(source, source_mask)
             mask = None if source_mask is None else source_mask[:, ::2]
@@ -156,12 +159,12 @@ class Whisper(Transformer):
             )
 
     def detect_language(self, source: Inputs, source_mask: Tensor | None = None) -> list[str]:
-        """The code of the language that each source is most likely in."""
+        """Return the code of the most likely language of each source."""
         with torch.inference_mode():
             mask = None if source_mask is None else source_mask[:, ::2]
-            found = self._detect(self.encode(source, source_mask), mask).tolist()
+            detected = self._detect(self.encode(source, source_mask), mask).tolist()
         codes = {token: code for code, token in self.config.languages}
-        return [codes[token] for token in found]
+        return [codes[token] for token in detected]
 
     def transcribe(
         self,
@@ -171,38 +174,40 @@ class Whisper(Transformer):
         task: str = "transcribe",
         on_segment: Callable[[Segment], object] | None = None,
     ) -> Transcript:
-        """The text of a sound (samples,) at 16 kHz, of any length, with timestamps.
+        """Transcribe audio (samples,) of any length at 16 kHz, with timestamps.
 
-        Windows of 30 seconds (2 * config.frames frames), each from where the last whole segment of the one before
-        ends. The language is detected in the first. `on_segment` is called with every segment as it is found.
+        The audio is decoded in windows of 30 seconds (2 * config.frames frames), each starting at the end of the last
+        complete segment. The language is detected in the first window. `on_segment` is called with every new segment.
         """
         if wave.dim() != 1:
-            raise ValueError(f"wave must be one sound (samples,), but is {tuple(wave.shape)}; mix its channels down")
+            raise ValueError(f"wave must be mono audio (samples,), got shape {tuple(wave.shape)}; average the channels")
         size, segments = 2 * self.config.frames, list[Segment]()
         seconds, like = size * HOP / SAMPLE_RATE, next(self.parameters())
-        whole = wave.shape[0] > size * HOP
-        features = whisper_features(wave, self.config.features, seconds=None if whole else seconds).to(like)
-        frames = len(features) if whole else min(size, max(1, wave.shape[0] // HOP))
-        at = 0
-        while at < frames:
-            window = features[at : at + size]
-            frame_count, window = min(len(window), frames - at), F.pad(window, (0, 0, 0, size - len(window)))
+        is_long = wave.shape[0] > size * HOP
+        features = whisper_features(wave, self.config.features, seconds=None if is_long else seconds).to(like)
+        frames = len(features) if is_long else min(size, max(1, wave.shape[0] // HOP))
+        start = 0
+        while start < frames:
+            window = features[start : start + size]
+            frame_count, window = min(len(window), frames - start), F.pad(window, (0, 0, 0, size - len(window)))
             if language is None and self.config.languages:
                 language = self.detect_language(window[None])[0]
             tokens = self.generate(window[None], language=language, task=task, timestamps=True)[0].tolist()
-            found, step = self._segments(tokens, frame_count)
-            for segment in (Segment(at * FRAME_SECONDS + a, at * FRAME_SECONDS + b, ids) for a, b, ids in found):
+            window_segments, step = self._segments(tokens, frame_count)
+            for segment in (
+                Segment(start * FRAME_SECONDS + a, start * FRAME_SECONDS + b, ids) for a, b, ids in window_segments
+            ):
                 segments.append(segment)
                 if on_segment is not None:
                     on_segment(segment)
-            at += max(step, 1)
+            start += max(step, 1)
         return Transcript(segments, language)
 
     def _segments(self, tokens: list[int], frame_count: int) -> tuple[list[Segment], int]:
-        """The segments of a window of so many frames, and after how many frames the next window starts.
+        """Return the segments of a window of `frame_count` frames, and how many frames later the next window starts.
 
-        Two timestamps next to each other end one segment and start the next. A window that ends within a segment is
-        continued from its last timestamp.
+        Two adjacent timestamps end one segment and start the next. If a window ends within a segment, the next window
+        starts at the last timestamp pair.
         """
         assert self.config.no_timestamps is not None
         zero = self.config.no_timestamps + 1
@@ -216,52 +221,56 @@ class Whisper(Transformer):
         if not cuts:
             last = max((token for token in tokens if token > zero), default=zero + frame_count // 2)
             return [segment(tokens, zero, last)], frame_count
-        ended = len(tokens) > 1 and is_time[-1] and not is_time[-2]
-        edges = [0, *cuts, *([len(tokens)] if ended else [])]
+        is_complete = len(tokens) > 1 and is_time[-1] and not is_time[-2]
+        edges = [0, *cuts, *([len(tokens)] if is_complete else [])]
         parts = [tokens[a:b] for a, b in pairwise(edges)]
-        found = [segment(part, part[0], part[-1]) for part in parts]
-        return found, frame_count if ended else 2 * (tokens[cuts[-1] - 1] - zero)
+        segments = [segment(part, part[0], part[-1]) for part in parts]
+        return segments, frame_count if is_complete else 2 * (tokens[cuts[-1] - 1] - zero)
 
     def _prompt(
         self, encoded: Inputs, mask: Tensor | None, language: str | None, task: str, timestamps: bool,
         prompt: Sequence[int] | None,
     ) -> Tensor:  # fmt: skip
-        """The tokens (B, n) that targets begin with."""
+        """Return the start and prompt tokens (B, n) of the targets."""
         config, rows = self.config, len(encoded)
         device = next(self.parameters()).device
         if prompt is None and not config.languages and language not in (None, "en"):
-            raise ValueError(f"language {language!r}: this checkpoint names no languages")
+            raise ValueError(f"language={language!r} is not supported: this checkpoint defines no languages")
         if prompt is None and not config.tasks and task != "transcribe":
-            raise ValueError(f"task {task!r}: this checkpoint names no tasks")
+            raise ValueError(f"task={task!r} is not supported: this checkpoint defines no tasks")
         columns = [torch.full((rows,), config.start, device=device)]
         if prompt is not None:
             columns += [torch.full((rows,), token, device=device) for token in prompt]
             return torch.stack(columns, 1)
         if config.languages:
-            known = dict(config.languages)
-            if language is not None and language not in known:
-                raise ValueError(f"language must be one of {', '.join(sorted(known))}, but is {language!r}")
-            found = self._detect(encoded, mask) if language is None else torch.full((rows,), known[language])
-            columns.append(found.to(device))
+            tokens_by_language = dict(config.languages)
+            if language is not None and language not in tokens_by_language:
+                raise ValueError(f"language must be one of {', '.join(sorted(tokens_by_language))}, got {language!r}")
+            language_tokens = (
+                self._detect(encoded, mask) if language is None else torch.full((rows,), tokens_by_language[language])
+            )
+            columns.append(language_tokens.to(device))
         elif config.prompt:
             columns += [torch.full((rows,), token, device=device) for token in config.prompt]
         if config.tasks and config.languages:
             if task not in dict(config.tasks):
-                raise ValueError(f"task must be one of {', '.join(dict(config.tasks))}, but is {task!r}")
+                raise ValueError(f"task must be one of {', '.join(dict(config.tasks))}, got {task!r}")
             columns.append(torch.full((rows,), dict(config.tasks)[task], device=device))
         ids = torch.stack(columns, 1)
         if timestamps:
             if config.no_timestamps is None:
-                raise ValueError("this checkpoint has no timestamps: its generation_config.json names none")
+                raise ValueError(
+                    "this checkpoint has no timestamps: generation_config.json lacks no_timestamps_token_id"
+                )
             return ids[:, :-1] if ids[0, -1] == config.no_timestamps else ids
         if config.no_timestamps is None or ids[0, -1] == config.no_timestamps:
             return ids
         return torch.cat((ids, ids.new_full((rows, 1), config.no_timestamps)), 1)
 
     def _detect(self, encoded: Inputs, mask: Tensor | None) -> Tensor:
-        """The token (B,) of the language that follows the start token with the largest logit."""
+        """Return the language token (B,) with the largest logit after the start token."""
         if not self.config.languages:
-            raise ValueError("this checkpoint names no languages: its generation_config.json has no lang_to_id")
+            raise ValueError("this checkpoint defines no languages: generation_config.json lacks lang_to_id")
         encoded, mask = pad_sources(encoded, mask)
         first = torch.full((len(encoded), 1), self.config.start, device=encoded.device)
         logits = super().decode(first, encoded, mask)
@@ -270,7 +279,7 @@ class Whisper(Transformer):
         return tokens[logits[:, -1, tokens].argmax(-1)]
 
     def _suppress(self, state: GenerationState, prompt: int, timestamps: bool) -> None:
-        """Have a state leave out the tokens that may not come next."""
+        """Wrap `state.forward` to set the logits of suppressed tokens to -inf."""
         forward, config = state.forward, self.config
         history: list[Tensor] = []
 
@@ -286,10 +295,10 @@ class Whisper(Transformer):
         state.forward = suppressed
 
     def _apply_timestamp_rules(self, generated: Tensor, logits: Tensor) -> Tensor:
-        """Logits without timestamps that break their rules, by the tokens (R, n) after the prompt.
+        """Set the logits of timestamps that violate the rules to -inf, given the tokens (R, n) after the prompt.
 
-        They come in pairs, except for the first, and never go back; a window starts with one; and where they are more
-        likely together than every other token, one is taken.
+        Timestamps come in pairs, except for the first, and do not decrease. A window starts with one. If timestamps
+        together are more likely than any other token, a timestamp is generated.
         """
         config = self.config
         assert config.no_timestamps is not None
@@ -301,15 +310,15 @@ class Whisper(Transformer):
                 if config.max_first_timestamp is not None:
                     logits[row, zero + config.max_first_timestamp + 1 :] = -math.inf
                 continue
-            last = tokens[-1] >= zero
-            before = len(tokens) < 2 or tokens[-2] >= zero
-            if last and before:
+            last_is_time = tokens[-1] >= zero
+            previous_is_time = len(tokens) < 2 or tokens[-2] >= zero
+            if last_is_time and previous_is_time:
                 logits[row, zero:] = -math.inf
-            elif last:
+            elif last_is_time:
                 logits[row, : config.stop] = -math.inf
             if times := [token for token in tokens if token >= zero]:
-                logits[row, zero : times[-1] if last and not before else times[-1] + 1] = -math.inf
-        likely = logits.float().log_softmax(-1)
-        together = likely[:, zero:].logsumexp(-1) > likely[:, :zero].amax(-1)
-        logits[together, :zero] = -math.inf
+                logits[row, zero : times[-1] if last_is_time and not previous_is_time else times[-1] + 1] = -math.inf
+        log_probs = logits.float().log_softmax(-1)
+        prefer_timestamp = log_probs[:, zero:].logsumexp(-1) > log_probs[:, :zero].amax(-1)
+        logits[prefer_timestamp, :zero] = -math.inf
         return logits

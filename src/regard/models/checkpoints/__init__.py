@@ -1,4 +1,4 @@
-"""Checkpoints: models from and to the folders that Hugging Face's libraries read and write."""
+"""Checkpoints: load and save models in the format of Hugging Face's libraries."""
 
 from regard.models.checkpoints.api import load, save, tokenizer
 

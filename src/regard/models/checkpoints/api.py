@@ -1,4 +1,4 @@
-"""The calls. What they need is imported at the first one: most programs that import regard never make one."""
+"""Public functions. Their dependencies are imported in the first call, to keep `import regard` fast."""
 
 from __future__ import annotations
 
@@ -22,17 +22,16 @@ def load(
     local_files_only: bool = False,
     frozen: bool = False,
 ) -> nn.Module:
-    """The model of a folder with config.json and safetensors, or of a name on the Hub such as "org/name"; in eval mode.
+    """Load a model, in eval mode, from a folder with config.json and safetensors or from the Hub ("org/name").
 
-    What it is, the checkpoint's `architectures` says: BERT, RoBERTa, DistilBERT and ALBERT with their heads, GPT-2,
-    Llama, Mistral, Qwen2, Gemma 2, T5, Marian, ViT, DETR, Whisper, Wav2Vec2 with CTC, a folder of
-    sentence-transformers, or what `regard.save` wrote. Weights keep their type unless `dtype` is given. Only
-    safetensors are opened. A tensor that is missing, unknown or of another shape, and a configuration that our models
-    cannot follow, is an error. Weights of parts that our models do not have, such as BERT's pooler, are listed in a
+    Supported `architectures` are BERT, RoBERTa, DistilBERT and ALBERT with their heads, GPT-2, Llama, Mistral, Qwen2,
+    Gemma 2, T5, Marian, ViT, DETR, Whisper, Wav2Vec2 with CTC, folders of sentence-transformers, and models written by
+    `regard.save`. Weights keep their dtype unless `dtype` is given. Only safetensors files are read. Missing or unknown
+    tensors, wrong shapes and unsupported configurations raise. Unused weights, such as BERT's pooler, are listed in a
     warning.
 
-    revision: a branch, tag or commit on the Hub. local_files_only: look only at what was fetched before.
-    frozen: pack the weights for inference by `regard.nn.freeze`, which says when called again what it did not pack.
+    revision: a branch, tag or commit on the Hub. local_files_only: use only files that have been downloaded before.
+    frozen: pack the weights for inference with `regard.nn.freeze`; call it again to get the weights it did not pack.
 
     >>> import regard as rg, tempfile
     >>> config = rg.models.LanguageConfig(vocabulary=100, d_model=32, layers=2, heads=4, d_hidden=64)
@@ -50,12 +49,11 @@ def load(
 
 
 def save(model: nn.Module, folder: str | os.PathLike[str], *, max_shard_size: int = 5_000_000_000) -> None:
-    """Write a model as config.json and safetensors, in shards of at most `max_shard_size` bytes; `regard.load` reads it
-    back.
+    """Save a model as config.json and safetensors in shards of at most `max_shard_size` bytes, for `regard.load`.
 
-    Where its configuration has a counterpart there, Hugging Face's libraries read it as well, under the names of the
-    checkpoint that it came from, or of the first family that can say all of it. Other models, such as the classic
-    Transformer, are written under our own names. Every file is written whole or not at all.
+    If its configuration has a counterpart in Hugging Face's libraries, they can read the folder too: it is written in
+    the format of the checkpoint that the model came from, or of the first family that can represent it. Other models,
+    such as the original Transformer, are written in regard's own format. Every file is written atomically.
 
     >>> import regard as rg, json, pathlib, tempfile
     >>> config = rg.models.LanguageConfig(vocabulary=100, d_model=32, layers=2, heads=4, d_hidden=64)
@@ -70,14 +68,14 @@ def save(model: nn.Module, folder: str | os.PathLike[str], *, max_shard_size: in
 
 
 def tokenizer(folder: str | os.PathLike[str]) -> Tokenizer:
-    """The tokenizer of a folder, or of a name on the Hub: `tokenizer(folder).encode("words").ids`.
+    """Load the tokenizer of a folder or a name on the Hub: `tokenizer(folder).encode("words").ids`.
 
-    That of Wav2Vec2 spells: its `decode` takes the best label of every frame.
+    For Wav2Vec2, `decode` takes the best label of every frame and applies the CTC rules.
 
     >>> import regard as rg
     >>> rg.models.tokenizer("no/folder/of/mine")
     Traceback (most recent call last):
-    FileNotFoundError: no/folder/of/mine is no folder; ...
+    FileNotFoundError: no/folder/of/mine is not a folder; ...
     """
     from regard.models.checkpoints import tokenizers
 

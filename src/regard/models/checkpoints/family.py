@@ -1,4 +1,7 @@
-"""A family: how one kind of checkpoint says what our models say, as tables that are read in both directions."""
+"""Families: bidirectional tables between a kind of checkpoint and the models of regard.
+
+"Theirs" is the configuration and the tensors of the checkpoint, "ours" those of regard.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ from regard.field_types import check_value, hints, short_repr
 from regard.models.checkpoints.tensor_names import Extras, Rule, table
 
 Values = dict[str, Any]
-TENSORS = "tensors of the checkpoint"  # their names, among the values of its configuration
+TENSORS = "tensors of the checkpoint"  # key of the tensor names among the configuration values
 REQUIRED, NO_EXTRAS = object(), Extras()
 
 
@@ -42,27 +45,27 @@ TYPES: dict[str, Any] = {
     "add_bias_logits": bool, "scale_attn_weights": bool, "scale_attn_by_inverse_layer_idx": bool,
     "use_bidirectional_attention": bool,
 }  # fmt: skip
-"""What values of config.json and generation_config.json are, of all families, beyond `Family.fields`; or null."""
+"""Types of values in config.json and generation_config.json that are not in `Family.fields`; null is allowed."""
 
 BACKBONE: dict[str, Any] = {
     "model_type": str, "hidden_act": str, "layer_type": str, "embedding_size": int, "num_channels": int,
     "hidden_sizes": list[int], "depths": list[int], "out_features": list[str], "backbone": str,
     "downsample_in_first_stage": bool, "downsample_in_bottleneck": bool,
 }  # fmt: skip
-"""The same within backbone_config."""
+"""Types of the values in backbone_config."""
 
 
 def check_types(theirs: Mapping[str, Any]) -> None:
-    """Raise ValueError where a value of theirs is of another type than it must be."""
+    """Raise ValueError if a configuration value has the wrong type."""
     inner = theirs.get("backbone_config")
     for types, values, before in ((TYPES, theirs, ""), (BACKBONE, inner or {}, "backbone_config.")):
-        for name, wanted in types.items() if isinstance(values, dict) else ():
-            check_value(before + name, values.get(name), wanted | None)
+        for name, expected in types.items() if isinstance(values, dict) else ():
+            check_value(before + name, values.get(name), expected | None)
 
 
 @dataclass(frozen=True)
 class Field:
-    """One value of a configuration: our name, theirs, and what is meant where theirs is absent or null."""
+    """One configuration value: our name, their name, and the default if it is absent or null."""
 
     ours: str
     theirs: str
@@ -72,18 +75,18 @@ class Field:
 
 
 def mapped_field(ours: str, theirs: str, default: Any, names: Mapping[Any, Any]) -> Field:
-    """A value that has other names in theirs, {theirs: ours}; of several for one of ours, the first is written."""
+    """A field with other values in theirs, {theirs: ours}; if several map to one of ours, the first is written."""
     back = {own: other for other, own in reversed(list(names.items()))}
 
     def read(value: Any) -> Any:
         if not _hashable(value) or value not in names:
-            rule_table = ", ".join(map(repr, names))
-            raise ValueError(f"{theirs} = {short_repr(value)} is not supported; supported are {rule_table}")
+            supported = ", ".join(map(repr, names))
+            raise ValueError(f"{theirs} = {short_repr(value)} is not supported; supported are {supported}")
         return names[value]
 
     def write(value: Any) -> Any:
         if value not in back:
-            raise ValueError(f"{ours} = {value!r} has no name there")
+            raise ValueError(f"{ours} = {value!r} has no counterpart in {theirs}")
         return back[value]
 
     return Field(ours, theirs, default, read, write)
@@ -94,7 +97,7 @@ def _hashable(value: Any) -> bool:
 
 
 def activation(ours: str, theirs: str, default: str) -> Field:
-    """An activation by name."""
+    """A field for an activation."""
     names = {"gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu_fast": "gelu_tanh",
              "quick_gelu": "quick_gelu", "relu": "relu", "silu": "silu", "swish": "silu", "tanh": "tanh"}  # fmt: skip
     return mapped_field(ours, theirs, default, names)
@@ -102,11 +105,12 @@ def activation(ours: str, theirs: str, default: str) -> Field:
 
 @dataclass(frozen=True)
 class Architecture:
-    """One entry of `architectures`: our class, and the table of names of its tensors.
+    """One entry of `architectures`: our class and the table of its tensor names.
 
-    rules: of a configuration of ours. prefix: what the base model's names stand behind in a checkpoint with a head.
-    unused: fields of the configuration that the class does not look at, and that a checkpoint need not say.
-    written: whether a model is saved under this name; not, where it would have to hold more than our class has.
+    rules: returns the table for a configuration of ours. prefix: of the base model's tensor names in a checkpoint with
+        a head.
+    unused: fields of the configuration that the class does not use and that a checkpoint may leave out.
+    written: whether models are saved under this name; False if that would need tensors that our class does not have.
     """
 
     model: type[nn.Module]
@@ -118,7 +122,7 @@ class Architecture:
 
 
 def rule_table(text: str, *, ours: str = "", theirs: str = "", head: str = "") -> Callable[[Any], tuple[Rule, ...]]:
-    """A table that is the same for every configuration, and a head's; read when it is needed, not at import."""
+    """Return a function that parses a table, and that of a head, on demand; it ignores the configuration."""
     return lambda _: table(text, ours=ours, theirs=theirs) + table(head)
 
 
@@ -130,12 +134,12 @@ def no_values(_: Any) -> Values:
 class Family:
     """One model_type.
 
-    fields: values that have a counterpart. fixed: values of ours that the family does not vary.
-    only: values of theirs that are not looked at as long as they are among these; null and absent always pass.
-    read, write: values that need more than one of the other side's, of their configuration and of ours.
-    dropped: names of theirs that `write` may contradict under another name, and that are therefore not kept.
-    generation: what generation_config.json says of our configuration. absent: values for names that we have no
-        counterpart of, where the checkpoint that a model came from does not say them.
+    fields: values with a one-to-one counterpart. fixed: values of ours that are constant in the family.
+    only: supported values of theirs without counterpart; other values raise, null and absent are accepted.
+    read, write: compute the values that depend on several values of the other side.
+    dropped: names of theirs that are not kept on saving, because `write` may set another name for the same thing.
+    generation: values for generation_config.json. absent: values for names without counterpart, used if the checkpoint
+        that a model came from does not have them.
     """
 
     model_type: str
@@ -151,7 +155,7 @@ class Family:
     absent: Callable[[Any], Values] = no_values
 
     def config_of(self, theirs: Values) -> Any:
-        """Their configuration as ours; what we cannot do is an error."""
+        """Convert their configuration to ours; raise if something is not supported."""
         check_types(theirs)
         for name, allowed in self.only.items():
             value = theirs.get(name)
@@ -165,7 +169,7 @@ class Family:
             value = theirs.get(entry.theirs)
             value = entry.default if value is None else value
             if value is REQUIRED:
-                raise ValueError(f"config.json must say {entry.theirs}")
+                raise ValueError(f"config.json must contain {entry.theirs}")
             try:
                 values[entry.ours] = entry.read(value)
             except (TypeError, ArithmeticError) as error:
@@ -176,12 +180,12 @@ class Family:
         return canonical(config)
 
     def values_of(self, config: Any) -> Values:
-        """Our configuration as theirs."""
+        """Convert our configuration to theirs."""
         values = {entry.theirs: entry.write(effective_value(config, entry.ours)) for entry in self.fields}
         return values | self.write(config)
 
     def why_not(self, config: Any, architecture: Architecture) -> str | None:
-        """Why this configuration cannot be said in theirs, or none where it can: it must come back as it was."""
+        """Return why a configuration does not survive the round trip through theirs, or None if it does."""
         try:
             back = self.config_of(self.values_of(config) | self.generation(config))
         except ValueError as error:
@@ -189,7 +193,7 @@ class Family:
         for entry in dataclasses.fields(config):
             before, after = effective_value(config, entry.name), effective_value(back, entry.name)
             if before != after and entry.name not in architecture.unused:
-                return f"{entry.name} = {before!r} would come back as {after!r}"
+                return f"{entry.name} = {before!r} would be read back as {after!r}"
         return None
 
 
@@ -215,17 +219,17 @@ MAY_BE_ZERO = frozenset(
         "decoder_layers",
     }
 )
-"""Integer fields of configurations that may be 0: token ids, and counts of which there may be none."""
+"""Integer fields that may be 0: token ids, and optional counts."""
 
 TOKENS = ("start", "stop", "suppress_tokens", "begin_suppress_tokens", "prompt", "no_timestamps")
 MAX_LAYERS = 10_000
-"""Of a stack. The number of tensors bounds them too; this is for what counts layers before a model is built."""
+"""Limit per stack, checked before a model is built; the number of tensors limits it again later."""
 
 
 def check_config(config: Any, names: Mapping[str, str] | None = None) -> None:
-    """Raise ValueError unless every value of a configuration of ours, and of what is in it, has its type and range.
+    """Raise ValueError unless all values of a configuration of ours, including nested ones, are valid.
 
-    names: what the fields are called in the file, where that is something else.
+    names: names of the fields in the file, where they differ.
     """
     values = {entry.name: getattr(config, entry.name) for entry in dataclasses.fields(config)}
     kind: type = type(config)
@@ -237,32 +241,32 @@ def check_config(config: Any, names: Mapping[str, str] | None = None) -> None:
     for name in TOKENS:
         for token in _numbers(values.get(name)):
             if words is not None and token >= words:
-                said = (names or {}).get(name, name)
-                raise ValueError(f"{said} must be of tokens below {words}, the vocabulary, but has {token}")
+                shown = (names or {}).get(name, name)
+                raise ValueError(f"{shown} must be below the vocabulary size {words}, got {token}")
     d_model, heads = values.get("d_model"), values.get("heads")
     if d_model and heads and values.get("d_head") is None and d_model % heads:
-        wide, many = ((names or {}).get(name, name) for name in ("d_model", "heads"))
-        raise ValueError(f"{wide} must be a multiple of {many}, but they are {d_model} and {heads}")
+        d_model_name, heads_name = ((names or {}).get(name, name) for name in ("d_model", "heads"))
+        raise ValueError(f"{d_model_name} must be a multiple of {heads_name}, got {d_model} and {heads}")
     for name in ("dropout", "attention_dropout", "squeeze"):
         if not 0 <= (values.get(name) or 0) < 1:
-            raise ValueError(f"{(names or {}).get(name, name)} must be in [0, 1), but is {values[name]}")
+            raise ValueError(f"{(names or {}).get(name, name)} must be in [0, 1), got {values[name]}")
     if values.get("base") is not None and values["base"] <= 0:
-        raise ValueError(f"the base of rotary positions must be positive, but is {values['base']}")
+        raise ValueError(f"the base of the rotary embedding must be positive, got {values['base']}")
 
 
-def check_size(said: str, name: str, value: Any, wanted: Any) -> None:
-    """Raise ValueError, by what it is called in the file, unless a value has the type and the range of a field."""
-    check_value(said, value, wanted)
-    least = 0 if name in MAY_BE_ZERO else 1
+def check_size(shown: str, name: str, value: Any, expected: Any) -> None:
+    """Raise ValueError unless a value has the type and range of field `name`; `shown` is its name in the file."""
+    check_value(shown, value, expected)
+    lowest = 0 if name in MAY_BE_ZERO else 1
     for number in _numbers(value):
-        if number < least:
-            raise ValueError(f"{said} must be at least {least}, but is {short_repr(value)}")
+        if number < lowest:
+            raise ValueError(f"{shown} must be at least {lowest}, got {short_repr(value)}")
         if number > MAX_LAYERS and name in ("layers", "decoder_layers", "distinct", "depths"):
-            raise ValueError(f"{said} must be at most {MAX_LAYERS}, but is {short_repr(value)}")
+            raise ValueError(f"{shown} must be at most {MAX_LAYERS}, got {short_repr(value)}")
 
 
 def _numbers(value: Any) -> Iterator[int]:
-    """The whole numbers in a value."""
+    """Iterate over the integers in a value."""
     if isinstance(value, tuple):
         for each in value:
             yield from _numbers(each)
@@ -271,7 +275,7 @@ def _numbers(value: Any) -> Iterator[int]:
 
 
 def canonical(config: Any) -> Any:
-    """The same configuration, with none where a value is what none means."""
+    """Replace values that equal their default by None."""
     same_as_none = {
         entry.name: None
         for entry in dataclasses.fields(config)
@@ -282,7 +286,7 @@ def canonical(config: Any) -> Any:
 
 
 def effective_value(config: Any, name: str) -> Any:
-    """A value of a configuration, or what it means where it is none: the same as another value."""
+    """Return a configuration value, with None resolved to its default."""
     value = getattr(config, name)
     if name == "windows":
         return tuple(value[n % len(value)] for n in range(config.layers)) if any(value) else ()
@@ -306,22 +310,22 @@ SIBLINGS = {
 
 
 def labels(config: Any) -> Values:
-    """Names of classes, as the other side counts them."""
+    """Return id2label and label2id with generic class names."""
     names = {str(n): f"LABEL_{n}" for n in range(config.classes)}
     return {"id2label": names, "label2id": {label: int(n) for n, label in names.items()}}
 
 
 def classes(theirs: Values) -> int:
-    """How many classes there are."""
-    named_ones = theirs.get("id2label")
-    return len(named_ones) if named_ones else theirs.get("num_labels") or 2
+    """Return the number of classes."""
+    id2label = theirs.get("id2label")
+    return len(id2label) if id2label else theirs.get("num_labels") or 2
 
 
 def common_value(theirs: Values, *names: str) -> Any:
-    """The one value that several names have."""
-    found = {name: theirs.get(name) for name in names}
-    for name, value in found.items():
+    """Return the value of several names, which must agree."""
+    values = {name: theirs.get(name) for name in names}
+    for name, value in values.items():
         check_value(name, value, int)
-    if len(set(found.values())) != 1:
-        raise ValueError(f"{' and '.join(f'{name} = {value}' for name, value in found.items())} must be the same")
-    return found[names[0]]
+    if len(set(values.values())) != 1:
+        raise ValueError(f"{' and '.join(f'{name} = {value}' for name, value in values.items())} must be equal")
+    return values[names[0]]

@@ -1,4 +1,4 @@
-"""Folders of checkpoints: safetensors and JSON, read with suspicion and written whole or not at all."""
+"""Checkpoint folders: validated reading and atomic writing of safetensors and JSON."""
 
 from __future__ import annotations
 
@@ -23,56 +23,56 @@ PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.h5", "*.msgpack")
 def resolve_folder(
     name: str | os.PathLike[str], *, revision: str | None = None, local_files_only: bool = False
 ) -> Path:
-    """The folder itself, or where the Hub's files of this name are kept."""
+    """Return the folder, or the local copy of a Hub repository."""
     if Path(name).is_dir():
         return Path(name)
     if not isinstance(name, str) or not re.fullmatch(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", name):
-        raise FileNotFoundError(f"{name} is no folder; give a folder with config.json and model.safetensors")
+        raise FileNotFoundError(f"{name} is not a folder; pass a folder with config.json and model.safetensors")
     try:
         import huggingface_hub
     except ImportError:
         raise ImportError(
-            f"{name} is no folder here, and to look for it on the Hub needs huggingface_hub: "
-            "pip install 'regard[hub]', or give a folder"
+            f"{name} is not a local folder, and loading it from the Hub needs huggingface_hub: "
+            "pip install 'regard[hub]', or pass a folder"
         ) from None
-    patterns = ["*.json", "*.txt", "model*.safetensors"]  # nothing that is unpickled
+    patterns = ["*.json", "*.txt", "model*.safetensors"]  # no pickled files
     try:
         return Path(
             huggingface_hub.snapshot_download(
                 name, revision=revision, allow_patterns=patterns, local_files_only=local_files_only
             )
         )
-    except Exception as error:  # the library has one of its own for every way in which a network can fail
-        where = "among the files kept here" if local_files_only else "on the Hub"
+    except Exception as error:  # the library raises many different types
+        where = "in the local cache" if local_files_only else "on the Hub"
         raise FileNotFoundError(
-            f"{name} is no folder, and was not found {where} ({type(error).__name__}: {first_line(error)}); "
-            "check the name and the network, or give a folder"
+            f"{name} is not a folder and was not found {where} ({type(error).__name__}: {first_line(error)}); "
+            "check the name and the network, or pass a folder"
         ) from error
 
 
 def path_inside(folder: Path, name: object) -> Path:
-    """A path that a file of the folder names, which must not lead out of it."""
+    """Return the path of a file named in the folder; raise if it is outside of the folder."""
     if not isinstance(name, str) or not name or "\0" in name:
-        raise ValueError(f"{folder} names {name!r} as a file, which is no name")
+        raise ValueError(f"{folder} refers to {name!r}, which is not a file name")
     posix, windows = PurePosixPath(name), PureWindowsPath(name)
     if posix.is_absolute() or windows.drive or windows.root or ".." in windows.parts:
-        raise ValueError(f"{folder} names {name!r} as a file, which leads out of the folder; it is not read")
+        raise ValueError(f"{folder} refers to {name!r}, which is outside of the folder; such files are not read")
     return folder / name
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object; anything else, and a key that comes twice, is an error that names the file."""
+    """Read a JSON object; other values and duplicate keys raise an error with the file name."""
     try:
         read = read_value(path)
     except FileNotFoundError:
-        raise FileNotFoundError(f"{path.parent} has no {path.name}; is it the folder of a checkpoint?") from None
+        raise FileNotFoundError(f"{path.parent} has no {path.name}; is it a checkpoint folder?") from None
     if not isinstance(read, dict):
-        raise ValueError(f"{path} must hold a JSON object, but holds {type(read).__name__}")
+        raise ValueError(f"{path} must contain a JSON object, got {type(read).__name__}")
     return read
 
 
 class Weights:
-    """The tensors of a folder, in one file or in shards, read one at a time."""
+    """The tensors of a folder, in one file or in shards, read on demand."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -87,21 +87,21 @@ class Weights:
             raise FileNotFoundError(_no_safetensors_message(folder))
 
     def _read_index(self, index: Path) -> None:
-        named = read_json(index).get("weight_map")
-        if not isinstance(named, dict) or not named:
-            raise ValueError(f"{index} must have a weight_map of tensors and files")
-        self._where = {name: path_inside(self.folder, file) for name, file in named.items()}
+        weight_map = read_json(index).get("weight_map")
+        if not isinstance(weight_map, dict) or not weight_map:
+            raise ValueError(f"{index} must contain a weight_map from tensor names to files")
+        self._where = {name: path_inside(self.folder, file) for name, file in weight_map.items()}
         for path in sorted(set(self._where.values())):
             if not path.exists():
-                raise FileNotFoundError(f"{index} names {path.name}, which is not in the folder")
-            held = set(self._open(path).keys())
+                raise FileNotFoundError(f"{index} lists {path.name}, which is not in the folder")
+            in_file = set(self._open(path).keys())
             listed = {name for name, where in self._where.items() if where == path}
-            if held != listed:
-                name = min(held ^ listed)
-                where = f"in {self._where[name].name}" if name in self._where else "nowhere"
+            if in_file != listed:
+                name = min(in_file ^ listed)
+                place = f"in {self._where[name].name}" if name in self._where else "in no file"
                 raise ValueError(
-                    f"{index} and {path.name} disagree: {name} is {'' if name in held else 'not '}in the file, and "
-                    f"the index says that it is {where}"
+                    f"{index} and {path.name} disagree: {name} is {'' if name in in_file else 'not '}in the file, but "
+                    f"according to the index it is {place}"
                 )
 
     def _open(self, path: Path) -> Any:
@@ -113,10 +113,10 @@ class Weights:
             require_file(path)
             try:
                 self._files[path] = safe_open(path, framework="pt")
-                with path.open("rb") as file:  # of two tensors of one name, the library would take one
+                with path.open("rb") as file:  # the library does not reject duplicate names
                     json.loads(file.read(int.from_bytes(file.read(8), "little")), object_pairs_hook=unique_keys)
             except Exception as error:
-                raise ValueError(f"{path} is no whole safetensors file: {first_line(error)}") from None
+                raise ValueError(f"{path} is not a valid safetensors file: {first_line(error)}") from None
         return self._files[path]
 
     def names(self) -> Iterable[str]:
@@ -136,17 +136,16 @@ class Weights:
 def _no_safetensors_message(folder: Path) -> str:
     pickled = sorted(path.name for pattern in PICKLED for path in folder.glob(pattern))
     if not pickled:
-        return f"{folder} has neither {WEIGHTS} nor {INDEX}; is it the folder of a checkpoint?"
+        return f"{folder} has neither {WEIGHTS} nor {INDEX}; is it a checkpoint folder?"
     return (
-        f"{folder} has its weights in {pickled[0]} only, which is not read: such a file can run code when opened. "
+        f"{folder} has weights in {pickled[0]} only, which is not read: such files can run code when opened. "
         "If you trust it, convert it with the model's class in transformers, as in "
         f"BertModel.from_pretrained(folder).save_pretrained(other), which writes {WEIGHTS}"
     )
 
 
 def write_weights(folder: Path, tensors: Iterable[tuple[str, Tensor]], max_shard_size: int) -> None:
-    """One file, or shards of at most `max_shard_size` bytes and their index; what an earlier save left is removed
-    last."""
+    """Write one file, or shards of at most `max_shard_size` bytes with an index; then remove files of earlier saves."""
     from safetensors.torch import save_file
 
     shards: list[dict[str, Tensor]] = [{}]
@@ -188,5 +187,5 @@ def first_line(error: BaseException) -> str:
 
 
 def float_types(tensors: Iterable[Tensor]) -> list[str]:
-    """The floating-point types of the tensors, by name."""
+    """Return the sorted names of the floating-point dtypes of the tensors."""
     return sorted({str(tensor.dtype).removeprefix("torch.") for tensor in tensors if tensor.is_floating_point()})

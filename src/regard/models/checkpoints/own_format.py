@@ -1,4 +1,4 @@
-"""Our own format, for models that no other library has: our names, and the configuration as it is."""
+"""regard's own checkpoint format, for models without a counterpart in other libraries."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MODEL_TYPE = "regard"
 
 
 class Identity(Rule):
-    """Every tensor has its own name."""
+    """A rule that keeps all tensor names."""
 
     def match(self, name: str) -> tuple[str, ...]:
         return (name,)
@@ -26,27 +26,27 @@ RULES: tuple[Rule, ...] = (Identity("", ()),)
 
 
 def config_values(model: nn.Module) -> dict[str, Any]:
-    """What config.json says."""
+    """Return the content of config.json."""
     name = type(model).__name__
     if getattr(models, name, None) is not type(model):
-        raise TypeError(f"{name} is none of regard.models, so that load would not know it")
+        raise TypeError(f"{name} is not a class of regard.models, so regard.load could not read it")
     return {"model_type": MODEL_TYPE, "architectures": [name], "config": _to_json(model.config)}
 
 
-def parse_config(said: dict[str, Any]) -> tuple[Architecture, Any]:
-    """The class and the configuration that config.json says."""
+def parse_config(config_json: dict[str, Any]) -> tuple[Architecture, Any]:
+    """Return the class and the configuration of a config.json."""
     try:
-        (name,) = said["architectures"]
-        found = getattr(models, name) if name in models.__all__ else None
-        if not (isinstance(found, type) and issubclass(found, nn.Module)):
-            raise ValueError(f"{name!r} is none of regard.models")
-        config = _from_json(said["config"])
+        (name,) = config_json["architectures"]
+        model_class = getattr(models, name) if name in models.__all__ else None
+        if not (isinstance(model_class, type) and issubclass(model_class, nn.Module)):
+            raise ValueError(f"{name!r} is not a class of regard.models")
+        config = _from_json(config_json["config"])
         if not dataclasses.is_dataclass(config):
-            raise ValueError("config is no configuration")
+            raise ValueError("config is not a configuration")
         check_config(config)
-        return Architecture(found, lambda _: RULES), config
+        return Architecture(model_class, lambda _: RULES), config
     except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
-        raise ValueError(f"it was not written by regard.save, or by another version of it: {error}") from error
+        raise ValueError(f"not written by regard.save, or by an incompatible version: {error}") from error
 
 
 def _to_json(value: Any) -> Any:
@@ -66,13 +66,13 @@ def _from_json(value: Any) -> Any:
     if isinstance(value, dict):
         fields = {key: _from_json(entry) for key, entry in value.items() if key != "is"}
         if value.get("is") not in _known_types():
-            raise ValueError(f"{value.get('is')!r} is no configuration")
+            raise ValueError(f"{value.get('is')!r} is not a configuration class")
         return _known_types()[value["is"]](**fields)
     return tuple(map(_from_json, value)) if isinstance(value, list) else value
 
 
 def _known_types() -> dict[str, type]:
-    """What a configuration may be made of; a file names these and no others."""
+    """The classes that a configuration file may refer to, by name."""
     parts = (positions.Linear, positions.Dynamic, positions.Yarn, positions.Llama3, Rotary)
     configs = (getattr(models, name) for name in models.__all__ if name.endswith("Config"))
-    return {known.__name__: known for known in (*parts, *configs)}
+    return {known_type.__name__: known_type for known_type in (*parts, *configs)}

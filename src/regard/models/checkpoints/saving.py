@@ -1,4 +1,4 @@
-"""Writing a checkpoint."""
+"""Saving of checkpoints."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from regard.models.text import SentenceEmbedder
 def save(model: nn.Module, folder: str | os.PathLike[str], *, max_shard_size: int) -> None:
     """See `regard.models.checkpoints.api`."""
     if not isinstance(model, nn.Module) or not hasattr(model, "config"):
-        raise TypeError(f"model must be one of regard.models, with a config, but is {type(model).__name__}")
+        raise TypeError(f"model must be one of regard.models, with a config, got {type(model).__name__}")
     if max_shard_size < 1:
-        raise ValueError(f"limit must be a number of bytes, at least 1, but is {max_shard_size}")
+        raise ValueError(f"max_shard_size must be at least 1 byte, got {max_shard_size}")
     path = Path(folder)
     path.mkdir(parents=True, exist_ok=True)
     if isinstance(model, SentenceEmbedder):
@@ -31,7 +31,7 @@ def save(model: nn.Module, folder: str | os.PathLike[str], *, max_shard_size: in
             write(model.encoder, path, max_shard_size)
             return sentence_transformers.save(model, path)
     write(model, path, max_shard_size)
-    (path / sentence_transformers.MODULES).unlink(missing_ok=True)  # an embedder's, which this is not
+    (path / sentence_transformers.MODULES).unlink(missing_ok=True)  # left from an embedder saved here before
     return None
 
 
@@ -39,54 +39,56 @@ def write(model: nn.Module, path: Path, max_shard_size: int) -> None:
     origin: dict[str, Any] = getattr(model, "origin", {})
     family, name = choose(model, origin)
     if family is None:
-        said, rules = own_format.config_values(model), own_format.RULES
+        config_json, rules = own_format.config_values(model), own_format.RULES
     else:
         architecture = family.architectures[name]
-        said = _said(family, name, model, origin)
+        config_json = _config_values(family, name, model, origin)
         rules = architecture.rules(model.config)
     if len(types := float_types(model.state_dict().values())) == 1:
-        said["dtype"] = types[0]
+        config_json["dtype"] = types[0]
     write_weights(path, split(model, tensor_mappings(model, rules)), max_shard_size)
-    if family is not None and (spoken := family.generation(model.config)):
-        padding = {"pad_token_id": said["pad_token_id"]} if said.get("pad_token_id") is not None else {}
-        write_json(path / GENERATION, spoken | padding)
-    write_json(path / CONFIG, said)
+    if family is not None and (generation_json := family.generation(model.config)):
+        padding = {"pad_token_id": config_json["pad_token_id"]} if config_json.get("pad_token_id") is not None else {}
+        write_json(path / GENERATION, generation_json | padding)
+    write_json(path / CONFIG, config_json)
 
 
-def split(model: nn.Module, planned: list[TensorMapping]) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of a model by their names."""
+def split(model: nn.Module, mappings: list[TensorMapping]) -> Iterator[tuple[str, Tensor]]:
+    """Iterate over the tensors of a model under the names of the checkpoint."""
     tensors = model.state_dict()
-    for move in planned:
-        yield from move.split(tensors[move.ours].detach())
+    for mapping in mappings:
+        yield from mapping.split(tensors[mapping.ours].detach())
 
 
 def choose(model: nn.Module, origin: dict[str, Any]) -> tuple[Family | None, str]:
-    """The family and the architecture that can say all of a model: the one that it came from before others."""
-    named = set(origin.get("architectures") or ())
-    fits = [
+    """Return the family and architecture that can represent a model, preferring those that it came from."""
+    origin_names = set(origin.get("architectures") or ())
+    candidates = [
         (family, name, architecture)
         for family in FAMILIES
         for name, architecture in family.architectures.items()
         if architecture.model is type(model) and architecture.written
     ]
-    fits.sort(key=lambda fit: (fit[0].model_type != origin.get("model_type"), fit[1] not in named))
-    for family, name, architecture in fits:
+    candidates.sort(
+        key=lambda candidate: (candidate[0].model_type != origin.get("model_type"), candidate[1] not in origin_names)
+    )
+    for family, name, architecture in candidates:
         if type(model.config) is family.config and family.why_not(model.config, architecture) is None:
             return family, name
     return None, ""
 
 
-def _said(family: Family, name: str, model: nn.Module, origin: dict[str, Any]) -> dict[str, Any]:
-    """Their configuration: what was said before and means nothing to us, and what we say."""
+def _config_values(family: Family, name: str, model: nn.Module, origin: dict[str, Any]) -> dict[str, Any]:
+    """Return their configuration: our values, plus those of the origin that have no counterpart."""
     kept = dict(origin) if origin.get("model_type") == family.model_type else {}
-    for dropped in ("torch_dtype", *family.dropped):
-        kept.pop(dropped, None)
-    said = family.values_of(model.config)
-    for entry in family.fields:  # of several names for one thing, the one that was there
-        before = kept.get(entry.theirs)
-        if before is not None and entry.read(before) == entry.read(said[entry.theirs]):
-            said[entry.theirs] = before
+    for name_to_drop in ("torch_dtype", *family.dropped):
+        kept.pop(name_to_drop, None)
+    config_json = family.values_of(model.config)
+    for entry in family.fields:  # of equivalent values, keep the original one
+        original = kept.get(entry.theirs)
+        if original is not None and entry.read(original) == entry.read(config_json[entry.theirs]):
+            config_json[entry.theirs] = original
     labels = kept.get("id2label") or {}
-    if len(labels) == len(said.get("id2label", ())):  # the classes had names
-        said = {key: value for key, value in said.items() if key not in ("id2label", "label2id")}
-    return family.absent(model.config) | kept | said | {"model_type": family.model_type, "architectures": [name]}
+    if len(labels) == len(config_json.get("id2label", ())):  # keep the names of the classes
+        config_json = {key: value for key, value in config_json.items() if key not in ("id2label", "label2id")}
+    return family.absent(model.config) | kept | config_json | {"model_type": family.model_type, "architectures": [name]}

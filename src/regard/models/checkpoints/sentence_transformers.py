@@ -1,4 +1,4 @@
-"""Folders of sentence-transformers: an encoder of text, its pooling, and what else lies beside it."""
+"""Folders in the format of sentence-transformers: a text encoder, its pooling and its tokenizer."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MODES = {"cls": "first", "mean": "mean", "max": "max"}
 
 
 def load(folder: Path, read: Callable[[Path], nn.Module]) -> SentenceEmbedder:
-    """The embedder that modules.json puts together: a transformer, its pooling, and unit length if it says so."""
+    """Load the embedder that modules.json describes: a transformer, its pooling, and optional normalisation."""
     modules = _modules(folder)
     kinds = [kind for kind, _ in modules]
     if kinds[:2] != ["Transformer", "Pooling"] or kinds[2:] not in ([], ["Normalize"]):
@@ -30,14 +30,14 @@ def load(folder: Path, read: Callable[[Path], nn.Module]) -> SentenceEmbedder:
         )
     if (folder / PROMPTS).exists() and (prompt := read_json(folder / PROMPTS).get("default_prompt_name")):
         raise ValueError(
-            f"{folder / PROMPTS}: default_prompt_name = {prompt!r} is not supported; put it into the texts"
+            f"{folder / PROMPTS}: default_prompt_name = {prompt!r} is not supported; prepend the prompt to the texts"
         )
     (_, transformer), (_, pooling), *_ = modules
     encoder = read(transformer)
     if not isinstance(encoder, TextEncoder):
         encoder = getattr(encoder, "encoder", encoder)
     if not isinstance(encoder, TextEncoder):
-        raise ValueError(f"{transformer} holds a {type(encoder).__name__}, but an encoder of text is needed")
+        raise ValueError(f"{transformer} contains a {type(encoder).__name__}, but a text encoder is needed")
     config = replace(encoder.config, pooling=_pooling(read_json(pooling / "config.json")), unit=len(kinds) == 3)
     with torch.device("meta"):
         embedder = SentenceEmbedder(config)
@@ -47,12 +47,12 @@ def load(folder: Path, read: Callable[[Path], nn.Module]) -> SentenceEmbedder:
 
 
 def can_save(model: SentenceEmbedder) -> bool:
-    """Whether sentence-transformers has its pooling."""
+    """Whether sentence-transformers supports the pooling of the model."""
     return model.config.pooling in MODES.values()
 
 
 def save(model: SentenceEmbedder, folder: Path) -> None:
-    """What stands beside the encoder's files."""
+    """Write the files of the pooling and modules.json; those of the encoder are written separately."""
     (folder / POOLING).mkdir(exist_ok=True)
     flags = {f"pooling_mode_{mode}_{'token' if mode == 'cls' else 'tokens'}": model.config.pooling == ours
              for mode, ours in MODES.items()}  # fmt: skip
@@ -68,19 +68,21 @@ def save(model: SentenceEmbedder, folder: Path) -> None:
 
 
 def _modules(folder: Path) -> list[tuple[str, Path]]:
-    listed = read_value(folder / MODULES)
-    if not isinstance(listed, list) or not all(isinstance(entry, dict) for entry in listed):
-        raise ValueError(f"{folder / MODULES} must be a list of modules, but is {short_repr(listed)}")
-    entries = [(str(entry.get("type"))[:200].rsplit(".", 1)[-1], entry.get("path")) for entry in listed]
+    entries_json = read_value(folder / MODULES)
+    if not isinstance(entries_json, list) or not all(isinstance(entry, dict) for entry in entries_json):
+        raise ValueError(f"{folder / MODULES} must contain a list of modules, got {short_repr(entries_json)}")
+    entries = [(str(entry.get("type"))[:200].rsplit(".", 1)[-1], entry.get("path")) for entry in entries_json]
     return [(kind, folder if path == "" else path_inside(folder, path)) for kind, path in entries]
 
 
-def _pooling(said: dict[str, Any]) -> str:
-    if "pooling_mode" in said:
-        chosen = [said["pooling_mode"]]
+def _pooling(config_json: dict[str, Any]) -> str:
+    if "pooling_mode" in config_json:
+        chosen = [config_json["pooling_mode"]]
     else:
         flags = [
-            name.removeprefix("pooling_mode_") for name, on in said.items() if name.startswith("pooling_mode_") and on
+            name.removeprefix("pooling_mode_")
+            for name, enabled in config_json.items()
+            if name.startswith("pooling_mode_") and enabled
         ]
         chosen = [name.removesuffix("_tokens").removesuffix("_token") for name in flags]
     if len(chosen) != 1 or chosen[0] not in MODES:

@@ -1,4 +1,4 @@
-"""Tables of names: which of our tensors is which of theirs, applied in both directions."""
+"""Tables of tensor names, applied in both directions between our models and checkpoints."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Shape = tuple[int, ...]
 
 
 class Tensors(Protocol):
-    """Named tensors that are read one at a time: a checkpoint."""
+    """A checkpoint: named tensors that are read on demand."""
 
     def names(self) -> Iterable[str]: ...
     def shape(self, name: str) -> Shape: ...
@@ -27,14 +27,14 @@ class Tensors(Protocol):
 
 @dataclass(frozen=True)
 class Rule:
-    """One line of a table: a module or tensor of ours, and what it is called, or is put together of, in theirs."""
+    """One line of a table: a module or tensor of ours, and the names of the tensors of theirs that it consists of."""
 
     ours: str
     theirs: tuple[str, ...]
     form: str = ""
 
     def match(self, name: str) -> tuple[str, ...] | None:
-        """Their names of our tensor, or none where the rule is about another."""
+        """Return their names of our tensor, or None if the rule does not apply to it."""
         found = _pattern(self.ours).fullmatch(name)
         if found is None:
             return None
@@ -49,7 +49,7 @@ class Rule:
 
 @dataclass(frozen=True)
 class StoredForm:
-    """How they hold a tensor: ours from theirs, theirs from ours, and which tensors of a module are meant."""
+    """A layout of stored tensors: conversions to ours and to theirs, and the dimensions of tensors it applies to."""
 
     ours: Callable[[Tensor], Tensor]
     theirs: Callable[[Tensor], Tensor]
@@ -61,13 +61,13 @@ FORMS = {
     "conv": StoredForm(lambda x: x[:, :, 0, 0], lambda x: x[:, :, None, None], (2,)),
     "1": StoredForm(lambda x: x[0], lambda x: x[None], (1, 2)),
 }
-NOTHING = "0"  # the name of a part that they do not hold, because it is zero
+NOTHING = "0"  # the name of a part that is zero and not stored
 PLAIN = StoredForm(lambda x: x, lambda x: x, ())
 
 
 @dataclass(frozen=True)
 class TensorMapping:
-    """One tensor of ours, and the tensors of theirs that it is put together of, with their shapes."""
+    """One tensor of ours, and the tensors of theirs that it is concatenated from, with their shapes."""
 
     ours: str
     theirs: tuple[str, ...]
@@ -76,14 +76,16 @@ class TensorMapping:
     form: StoredForm
 
     def join(self, parts: Iterable[Tensor]) -> Tensor:
-        """Theirs to ours."""
+        """Convert theirs to ours."""
         converted = [self.form.ours(part) for part in parts]
         if len(converted) > 1:
             return torch.cat(converted)
-        return converted[0].clone(memory_format=torch.contiguous_format)  # a file that changes must not reach the model
+        return converted[0].clone(
+            memory_format=torch.contiguous_format
+        )  # the file is memory-mapped: changes to it must not affect the model
 
     def split(self, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
-        """Ours to theirs."""
+        """Convert ours to theirs."""
         parts = tensor.split(self.rows) if len(self.theirs) > 1 else [tensor]
         for name, part in zip(self.theirs, parts, strict=True):
             if name != NOTHING:
@@ -92,12 +94,12 @@ class TensorMapping:
 
 @cache
 def table(text: str, *, ours: str = "", theirs: str = "") -> tuple[Rule, ...]:
-    """Rules from lines of two names, ours and theirs, put behind these prefixes.
+    """Parse lines of two names, ours and theirs, into rules; the arguments `ours` and `theirs` are prefixes.
 
-    A name stands for a module with all its tensors, or for one tensor. `*` is a number that both names have.
-    `{a,b}` puts a and b one below the other; `{a,0,b}` has zeros between them, which they do not hold: the bias of
-    keys, which moves all scores of a query alike and so changes nothing. `^T` is a matrix that they hold transposed,
-    `^conv` one that they hold as a 1x1 convolution, `^1` a tensor with an axis of length 1 before ours.
+    A name is that of a module with all its tensors, or of one tensor. `*` matches a number, the same in both names.
+    `{a,b}` concatenates a and b by rows; `{a,0,b}` has zeros in between that are not stored (the bias of keys, which
+    shifts all scores of a query alike and has no effect). `^T` is a matrix stored transposed, `^conv` a matrix stored
+    as a 1x1 convolution, `^1` a tensor stored with a leading axis of length 1.
 
     >>> from regard.models.checkpoints.tensor_names import table
     >>> table("layers.*.up   blocks.*.{gate,up}", theirs="model.")[0].match("layers.3.up.weight")
@@ -105,35 +107,35 @@ def table(text: str, *, ours: str = "", theirs: str = "") -> tuple[Rule, ...]:
     """
     rules = []
     for line in filter(None, map(str.strip, text.splitlines())):
-        own, other = line.split()
-        other, _, mark = other.partition("^")
-        rules.append(Rule(ours + own, _alternatives(theirs + other), mark))
+        our_name, their_name = line.split()
+        their_name, _, form = their_name.partition("^")
+        rules.append(Rule(ours + our_name, _alternatives(theirs + their_name), form))
     return tuple(rules)
 
 
 def tensor_mappings(model: nn.Module, rules: Iterable[Rule]) -> list[TensorMapping]:
-    """How every tensor of a model comes from, and goes to, a checkpoint. A tensor that no rule knows is an error."""
+    """Return the mapping of every tensor of a model to a checkpoint; raise if no rule matches a tensor."""
     rules, seen, found, unknown = tuple(rules), set(), [], []
     for name, tensor in model.state_dict(keep_vars=True).items():
-        if id(tensor) in seen:  # a tied one is moved once
+        if id(tensor) in seen:  # tied tensors are mapped once
             continue
         seen.add(id(tensor))
         for rule in rules:
             if (theirs := rule.match(name)) is not None:
-                found.append(_move(model, name, tensor, theirs, rule))
+                found.append(_tensor_mapping(model, name, tensor, theirs, rule))
                 break
         else:
             unknown.append(name)
     if unknown:
-        raise ValueError(f"the table of names does not know {abbreviate(unknown)}")
+        raise ValueError(f"the table of names has no rule for {abbreviate(unknown)}")
     return found
 
 
-def _move(model: nn.Module, name: str, tensor: Tensor, theirs: tuple[str, ...], rule: Rule) -> TensorMapping:
+def _tensor_mapping(model: nn.Module, name: str, tensor: Tensor, theirs: tuple[str, ...], rule: Rule) -> TensorMapping:
     rows = [len(tensor)] if tensor.dim() else []
     if len(theirs) > 1:
-        around = model.get_submodule(name.rsplit(".", 2)[0])
-        rows = list(getattr(around, "widths", ()))
+        parent = model.get_submodule(name.rsplit(".", 2)[0])
+        rows = list(getattr(parent, "widths", ()))
         if len(rows) != len(theirs):
             rows = [len(tensor) // len(theirs)] * len(theirs)
     form = FORMS[rule.form] if rule.form and tensor.dim() in FORMS[rule.form].dims else PLAIN
@@ -143,25 +145,25 @@ def _move(model: nn.Module, name: str, tensor: Tensor, theirs: tuple[str, ...], 
 
 
 def abbreviate(names: Iterable[str], most: int = 8) -> str:
-    """Names in order, and how many more there are."""
+    """Join sorted names; beyond `most`, give their number."""
     names = sorted(map(printable, names))
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
 Difference = Callable[[Any, Tensor], Tensor]
-"""By how much a stored tensor differs from what a model of this configuration computes."""
+"""Computes the difference between a stored tensor and the one that a model of a configuration computes."""
 
 
 @dataclass(frozen=True)
 class Extras:
-    """Tensors that a checkpoint may hold and the model does not have; their names are patterns.
+    """Tensors that a checkpoint may contain and the model does not have; names are patterns.
 
-    ignored: without influence on any output, such as counters.
-    reported: weights of parts that the model does not have, such as a pooler; a warning lists them.
-    computed: what the model computes; the stored tensors must agree with that.
-    copies: names that repeat another tensor, the first of those given that the model has; they must be equal, and are
-        used in its place where it is absent.
-    renamed: regular expressions of other names, and what they are here.
+    ignored: tensors without influence on any output, such as counters.
+    reported: weights that the model does not use, such as a pooler; a warning lists them.
+    computed: tensors that the model computes; the stored values must agree.
+    copies: names that duplicate another tensor, the first of those given that the model has; they must be equal, and
+        replace it if it is absent.
+    renamed: regular expressions of alternative names, with their replacements.
     """
 
     ignored: tuple[str, ...] = ()
@@ -172,20 +174,20 @@ class Extras:
 
 
 class Located(NamedTuple):
-    """Where the tensors of a model are in a checkpoint, by their name there, and the tensors that it has no use for."""
+    """The stored name of every needed tensor of a checkpoint, and the names of unused tensors."""
 
     found: dict[str, str]
     unused: list[str]
 
 
 def locate_tensors(
-    source: Tensors, wanted: Iterable[TensorMapping], extras: Extras, prefix: str, config: Any
+    source: Tensors, mappings: Iterable[TensorMapping], extras: Extras, prefix: str, config: Any
 ) -> Located:
-    """Locate each tensor that is wanted in a checkpoint; the base may have a prefix or not.
+    """Find the tensors of the mappings in a checkpoint, with or without the prefix of the base model.
 
-    Missing tensors, unknown ones, other shapes, and copies and computed tensors that differ are errors that list them.
+    Raise if tensors are missing, unknown or of the wrong shape, or if copies or computed tensors differ.
     """
-    needed = {name: shape for move in wanted for name, shape in zip(move.theirs, move.shapes, strict=True)}
+    needed = {name: shape for mapping in mappings for name, shape in zip(mapping.theirs, mapping.shapes, strict=True)}
     needed.pop(NOTHING, None)
     copies = {
         copy: next(name for name in names if name in needed)
@@ -203,7 +205,7 @@ def locate_tensors(
         here = next((form for form in forms if form in needed), None)
         if here is not None:
             if here in found:
-                raise ValueError(f"{printable(stored)} and {found[here]} are both {here}; one of them has to go")
+                raise ValueError(f"{printable(stored)} and {found[here]} are both {here}; remove one of them")
             found[here] = stored
         elif (here := next((form for form in forms if form in copies), None)) is not None:
             copied.append((copies[here], stored))
@@ -218,41 +220,41 @@ def locate_tensors(
             found[original] = stored
         elif not torch.equal(source.read(stored), source.read(found[original])):
             raise ValueError(
-                f"{stored} and {found[original]} must be equal, as the configuration ties them, but differ; "
+                f"{stored} and {found[original]} must be equal, because the configuration ties them, but differ; "
                 "remove one, or set tie_word_embeddings to false in config.json"
             )
     missing = [name for name in needed if name not in found]
     if missing or unknown:
         parts = [f"lacks {abbreviate(missing)}"] if missing else []
-        parts += [f"has {abbreviate(unknown)}, which the model does not know"] if unknown else []
+        parts += [f"has {abbreviate(unknown)}, which the model does not have"] if unknown else []
         raise ValueError(f"the checkpoint {' and '.join(parts)}")
-    other = [
+    mismatches = [
         f"{found[name]} is {source.shape(found[name])}, not {shape}"
         for name, shape in needed.items()
         if source.shape(found[name]) != shape
     ]
-    if other:
-        raise ValueError(f"the tensors do not have the shapes that config.json says: {'; '.join(other[:8])}")
+    if mismatches:
+        raise ValueError(f"the tensors do not have the shapes that config.json implies: {'; '.join(mismatches[:8])}")
     return Located(found, unused)
 
 
 def _matching(patterns: Iterable[str], forms: Iterable[str]) -> str | None:
-    """The first pattern that a form of a name matches."""
+    """Return the first pattern that matches a form of a name."""
     return next((each for each in patterns if any(_pattern(each).fullmatch(form) for form in forms)), None)
 
 
 def _check_computed(name: str, stored: Tensor, config: Any, difference: Difference) -> None:
-    """Raise if a stored tensor is not the one that the model computes."""
+    """Raise if a stored tensor differs from the one that the model computes."""
     try:
-        apart = difference(config, stored.double()).abs().max().item()
-    except (RuntimeError, IndexError, TypeError, ValueError):  # no such shape, or nothing in it
-        apart = float("nan")
+        distance = difference(config, stored.double()).abs().max().item()
+    except (RuntimeError, IndexError, TypeError, ValueError):  # wrong shape, or empty
+        distance = float("nan")
     eps = torch.finfo(stored.dtype).eps if stored.is_floating_point() else 0.0
-    if not apart <= max(1e-4, 2 * eps):
-        how = f"its shape is {tuple(stored.shape)}" if math.isnan(apart) else f"they differ by up to {apart:.2g}"
+    if not distance <= max(1e-4, 2 * eps):
+        how = f"its shape is {tuple(stored.shape)}" if math.isnan(distance) else f"they differ by up to {distance:.2g}"
         raise ValueError(
-            f"{name} is not the tensor that the model computes: {how}; checkpoints that were trained with another one "
-            "are not supported; if it is of no use, remove it from the file"
+            f"{name} is not the tensor that the model computes: {how}; checkpoints trained with a different one are "
+            "not supported. If the tensor is not needed, remove it from the file"
         )
 
 

@@ -1,4 +1,4 @@
-"""The tokenizers that lie beside models."""
+"""Tokenizers stored with checkpoints."""
 
 from __future__ import annotations
 
@@ -35,97 +35,106 @@ def tokenizer(folder: str | os.PathLike[str]) -> Tokenizer:
 
 
 def read_tokenizer(path: Path) -> Tokenizer:
-    """The tokenizer of a tokenizer.json; one that would pad texts to absurd lengths is an error."""
+    """Read a tokenizer.json; raise if its padding or truncation settings are not plausible."""
     try:
         import tokenizers
     except ImportError:
-        raise ImportError("tokenizers are read by tokenizers: pip install 'regard[checkpoints]'") from None
+        raise ImportError(
+            "reading tokenizers needs the tokenizers library: pip install 'regard[checkpoints]'"
+        ) from None
     text = read_text(path)
     try:
-        found = tokenizers.Tokenizer.from_str(text)
-    except BaseException as error:  # what the library raises of a panic is no Exception
+        parsed = tokenizers.Tokenizer.from_str(text)
+    except BaseException as error:  # a panic in the library is not an Exception
         if isinstance(error, KeyboardInterrupt | SystemExit):
             raise
-        raise ValueError(f"{path} is no tokenizer: {printable(first_line(error))[:300]}") from None
-    padding, cut = found.padding or {}, found.truncation or {}
+        raise ValueError(f"{path} is not a valid tokenizer: {printable(first_line(error))[:300]}") from None
+    padding, truncation = parsed.padding or {}, parsed.truncation or {}
     for name in ("length", "pad_to_multiple_of"):
         if (padding.get(name) or 0) > LONGEST:
-            raise ValueError(f"{path}: {name} of padding must be at most {LONGEST}, but is {padding[name]}")
-    if cut and not 0 <= cut["stride"] < cut["max_length"]:
+            raise ValueError(f"{path}: {name} of padding must be at most {LONGEST}, got {padding[name]}")
+    if truncation and not 0 <= truncation["stride"] < truncation["max_length"]:
         raise ValueError(
-            f"{path}: stride of truncation must be less than max_length, but they are {cut['stride']} and "
-            f"{cut['max_length']}"
+            f"{path}: stride of truncation must be less than max_length, got {truncation['stride']} and "
+            f"{truncation['max_length']}"
         )
-    return found
+    return parsed
 
 
 def _is_ctc_tokenizer(folder: Path) -> bool:
-    """Whether the letters of a folder are those of CTC, as Wav2Vec2's tokenizer has them."""
+    """Whether the vocabulary of a folder is that of a CTC tokenizer, such as Wav2Vec2's."""
     settings = read_json(folder / TOKENIZER_CONFIG) if (folder / TOKENIZER_CONFIG).exists() else {}
     model = read_json(folder / CONFIG) if (folder / CONFIG).exists() else {}
     return settings.get("tokenizer_class") == "Wav2Vec2CTCTokenizer" or model.get("model_type") == "wav2vec2"
 
 
 def _ctc_tokenizer(folder: Path) -> Tokenizer:
-    """A tokenizer whose `decode` spells the labels of frames: repeats once, without blanks."""
+    """Build a tokenizer whose `decode` takes labels of frames, merges repeats and drops blanks."""
     from tokenizers import Regex, Tokenizer, decoders, models
 
     settings = read_json(folder / TOKENIZER_CONFIG) if (folder / TOKENIZER_CONFIG).exists() else {}
-    known = read_json(folder / VOCABULARY)
-    numbers = list(known.values())
+    vocabulary = read_json(folder / VOCABULARY)
+    numbers = list(vocabulary.values())
     if not all(type(number) is int and 0 <= number < MAX_INT for number in numbers) or len({*numbers}) < len(numbers):
         raise ValueError(
-            f"{folder / VOCABULARY} must number the letters; vocabularies of several languages are not read"
+            f"{folder / VOCABULARY} must map letters to distinct numbers; vocabularies per language are not supported"
         )
-    blank, between, unknown = (
+    blank, delimiter, unknown = (
         _token(folder, settings, name, default)
         for name, default in (("pad_token", "<pad>"), ("word_delimiter_token", "|"), ("unk_token", "<unk>"))
     )
-    made = Tokenizer(models.WordLevel(known, unk_token=unknown))
-    ctc = decoders.CTC(pad_token=blank, word_delimiter_token=between, cleanup=False)
-    spaces = decoders.Replace(between, " ")
-    around = decoders.Replace(Regex("^ +| +$"), "")
-    made.decoder = decoders.Sequence([ctc, spaces, decoders.Fuse(), around])
-    return made
+    result = Tokenizer(models.WordLevel(vocabulary, unk_token=unknown))
+    ctc = decoders.CTC(pad_token=blank, word_delimiter_token=delimiter, cleanup=False)
+    to_space = decoders.Replace(delimiter, " ")
+    strip = decoders.Replace(Regex("^ +| +$"), "")
+    result.decoder = decoders.Sequence([ctc, to_space, decoders.Fuse(), strip])
+    return result
 
 
 def _token(folder: Path, settings: dict[str, Any], name: str, default: str) -> str:
-    """A special token of tokenizer_config.json: a text, or an object that holds one."""
-    found = settings.get(name) or default
-    found = found.get("content") if isinstance(found, dict) else found
-    if not isinstance(found, str) or not 0 < len(found) < 100:
-        raise ValueError(f"{folder / TOKENIZER_CONFIG}: {name} must be a token, but is {short_repr(settings[name])}")
-    return found
+    """Return a special token of tokenizer_config.json: a string, or the content of an object."""
+    token = settings.get(name) or default
+    token = token.get("content") if isinstance(token, dict) else token
+    if not isinstance(token, str) or not 0 < len(token) < 100:
+        raise ValueError(f"{folder / TOKENIZER_CONFIG}: {name} must be a token, got {short_repr(settings[name])}")
+    return token
 
 
 def attach_tokenizer(model: SentenceEmbedder, folder: Path) -> SentenceEmbedder:
-    """The embedder with the tokenizer of its folder, if there is one."""
+    """Set the tokenizer of an embedder, if its folder has one; return the embedder."""
     if (folder / TOKENIZER).exists():
         model.tokenizer = _with_truncation(tokenizer(folder), folder, model.encoder)
     return model
 
 
-def _with_truncation(kept: Tokenizer, folder: Path, encoder: TextEncoder) -> Tokenizer:
-    """The tokenizer without filler, and cutting at what the folder says, or the model knows."""
-    settings, also = (
+def _with_truncation(encoder_tokenizer: Tokenizer, folder: Path, encoder: TextEncoder) -> Tokenizer:
+    """Disable padding and truncate to the length given in the folder, or to the positions of the model."""
+    settings, tokenizer_settings = (
         read_json(folder / file) if (folder / file).exists() else {} for file in (LENGTH, TOKENIZER_CONFIG)
     )
     if settings.get("do_lower_case"):
-        raise ValueError(f"{folder / LENGTH}: do_lower_case is not supported; put it into {TOKENIZER}")
-    known = encoder.config.positions - encoder.config.first_position
-    for file, name, most in ((LENGTH, "max_seq_length", settings), (TOKENIZER_CONFIG, "model_max_length", also)):
-        value = most.get(name)  # transformers writes 1e30 where there is no limit
+        raise ValueError(
+            f"{folder / LENGTH}: do_lower_case is not supported; add a lowercase normalizer to {TOKENIZER}"
+        )
+    available = encoder.config.positions - encoder.config.first_position
+    for file, name, values in (
+        (LENGTH, "max_seq_length", settings),
+        (TOKENIZER_CONFIG, "model_max_length", tokenizer_settings),
+    ):
+        value = values.get(name)  # transformers writes 1e30 for no limit
         if value is not None and (isinstance(value, bool) or not isinstance(value, int | float) or not value >= 1):
-            raise ValueError(f"{folder / file}: {name} must be a number of at least 1, but is {short_repr(value)}")
-    kept.no_padding()
-    kept.enable_truncation(int(min(settings.get("max_seq_length") or also.get("model_max_length") or known, known)))
-    return kept
+            raise ValueError(f"{folder / file}: {name} must be a number of at least 1, got {short_repr(value)}")
+    encoder_tokenizer.no_padding()
+    encoder_tokenizer.enable_truncation(
+        int(min(settings.get("max_seq_length") or tokenizer_settings.get("model_max_length") or available, available))
+    )
+    return encoder_tokenizer
 
 
 def save_tokenizer(model: SentenceEmbedder, folder: Path) -> None:
-    """The tokenizer of an embedder, if it has one, and where it cuts."""
-    kept = model.tokenizer
-    if kept is not None:
-        most = (kept.truncation or {}).get("max_length")
-        write_json(folder / LENGTH, {"max_seq_length": most, "do_lower_case": False})
-        write_atomically(folder / TOKENIZER, lambda path: kept.save(str(path)))
+    """Write the tokenizer of an embedder, if it has one, and its maximum length."""
+    encoder_tokenizer = model.tokenizer
+    if encoder_tokenizer is not None:
+        values = (encoder_tokenizer.truncation or {}).get("max_length")
+        write_json(folder / LENGTH, {"max_seq_length": values, "do_lower_case": False})
+        write_atomically(folder / TOKENIZER, lambda path: encoder_tokenizer.save(str(path)))

@@ -1,4 +1,4 @@
-"""All families, in the order in which a model without an origin is offered to them."""
+"""All families, in the order in which they are tried for saving a model without an origin."""
 
 from __future__ import annotations
 
@@ -15,5 +15,5 @@ FAMILIES: tuple[Family, ...] = (
 
 
 def family_of(model_type: object) -> Family | None:
-    """The family of this model_type."""
+    """Return the family of a model_type, or None."""
     return next((family for family in FAMILIES if family.model_type == model_type), None)

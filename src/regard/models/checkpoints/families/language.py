@@ -1,4 +1,4 @@
-"""GPT-2, Llama and their kin."""
+"""GPT-2, Llama, Mistral, Qwen2 and Gemma 2."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def gpt2_hidden(theirs: Values) -> Values:
 
 
 def gpt2_mask(_: LanguageConfig, stored: Tensor) -> Tensor:
-    """Older releases store the causal mask, (1, 1, positions, positions)."""
+    """Difference to the causal mask (1, 1, positions, positions), which older releases store."""
     return stored - torch.ones(stored.shape[-2:]).tril()
 
 
@@ -84,13 +84,13 @@ GPT2 = Family(
 
 
 def rotary_frequencies(config: LanguageConfig, stored: Tensor) -> Tensor:
-    """Older releases store the frequencies of rotary positions, before any scaling."""
+    """Relative difference to the unscaled rotary frequencies, which older releases store."""
     d_model, base = effective_value(config, "d_head"), (config.rotary or Rotary()).base
     return stored / base ** (-torch.arange(0, d_model, 2).double() / d_model) - 1
 
 
 def causal(norms: str) -> Architecture:
-    """The names of Llama's kin, which differ in their norms alone."""
+    """The architecture of models like Llama, whose tensor names differ only in the norms."""
     names = f"""
         embedding                          model.embed_tokens
         stack.layers.*.attention.qkv       model.layers.*.self_attn.{{q_proj,k_proj,v_proj}}
@@ -143,17 +143,17 @@ def write_rotary(config: LanguageConfig) -> Values:
 def read_llama(theirs: Values) -> Values:
     attention, hidden = bool(theirs.get("attention_bias")), bool(theirs.get("mlp_bias"))
     if attention != hidden:
-        raise ValueError(f"attention_bias = {attention} beside mlp_bias = {hidden} is not supported; they must agree")
+        raise ValueError(f"attention_bias = {attention} with mlp_bias = {hidden} is not supported; they must be equal")
     return read_rotary(theirs) | {"bias": attention}
 
 
 def read_windows(theirs: Values, kinds: list[str]) -> Values:
-    """Layers see all or a window, by their kind."""
+    """Read the window of every layer from its type, `kinds` by default."""
     kinds, size = theirs.get("layer_types") or kinds, theirs.get("sliding_window")
     unknown = set(kinds) - {"full_attention", "sliding_attention"}
     if unknown or len(kinds) != theirs["num_hidden_layers"]:
         raise ValueError(
-            f"layer_types = {short_repr(kinds)} is not supported; it must say for every layer full or sliding attention"
+            f"layer_types = {short_repr(kinds)} is not supported; expected full or sliding attention per layer"
         )
     windows = tuple(size if kind == "sliding_attention" else None for kind in kinds)
     return {"windows": windows if any(windows) else ()}
@@ -163,7 +163,7 @@ def write_windows(config: LanguageConfig) -> Values:
     windows = effective_value(config, "windows") or (None,) * config.layers
     sizes = {size for size in windows if size is not None}
     if len(sizes) > 1:
-        raise ValueError(f"there must be one size of windows, but there are {sorted(sizes)}")
+        raise ValueError(f"all windows must have the same size, got {sorted(sizes)}")
     kinds = ["full_attention" if size is None else "sliding_attention" for size in windows]
     return {"layer_types": kinds, "sliding_window": sizes.pop() if sizes else None}
 
@@ -192,10 +192,10 @@ def read_mistral(theirs: Values) -> Values:
 
 
 def write_mistral(config: LanguageConfig) -> Values:
-    said = write_windows(config)
-    if len(set(said["layer_types"])) > 1:
-        raise ValueError("all layers must see as far")
-    return write_rotary(config) | {"sliding_window": said["sliding_window"]}
+    values = write_windows(config)
+    if len(set(values["layer_types"])) > 1:
+        raise ValueError("all layers must have the same window")
+    return write_rotary(config) | {"sliding_window": values["sliding_window"]}
 
 
 MISTRAL = Family(
@@ -216,15 +216,15 @@ MISTRAL = Family(
 
 
 def read_qwen2(theirs: Values) -> Values:
-    said = theirs.get("max_window_layers")
-    first = (28 if said is None else said) if theirs.get("use_sliding_window") else math.inf
+    values = theirs.get("max_window_layers")
+    first = (28 if values is None else values) if theirs.get("use_sliding_window") else math.inf
     kinds = ["sliding_attention" if n >= first else "full_attention" for n in range(theirs["num_hidden_layers"])]
     return read_rotary(theirs) | read_windows(theirs, kinds)
 
 
 def write_qwen2(config: LanguageConfig) -> Values:
-    said = write_windows(config)
-    return write_rotary(config) | said | {"use_sliding_window": said["sliding_window"] is not None}
+    values = write_windows(config)
+    return write_rotary(config) | values | {"use_sliding_window": values["sliding_window"] is not None}
 
 
 QWEN2 = Family(
@@ -245,19 +245,19 @@ QWEN2 = Family(
 
 
 def read_gemma2(theirs: Values) -> Values:
-    turns = ["sliding_attention", "full_attention"] * theirs["num_hidden_layers"]
-    windows = read_windows({"sliding_window": 4096} | theirs, turns[: theirs["num_hidden_layers"]])
+    kinds = ["sliding_attention", "full_attention"] * theirs["num_hidden_layers"]
+    windows = read_windows({"sliding_window": 4096} | theirs, kinds[: theirs["num_hidden_layers"]])
     caps = {
-        "softcap": theirs.get("attn_logit_softcapping", 50.0),  # null is none, absent is the default
+        "softcap": theirs.get("attn_logit_softcapping", 50.0),  # null means none, absent means the default
         "final_softcap": theirs.get("final_logit_softcapping", 30.0),
     }
     return read_rotary(theirs) | windows | caps | {"embedding_scale": math.sqrt(theirs["hidden_size"])}
 
 
 def scalar(scale: float | None) -> float:
-    """The width that a scale is 1 / sqrt of; whole where it was."""
+    """Return the width d with scale = 1 / sqrt(d), as an integer if it is one."""
     if scale is None:
-        raise ValueError("there must be a scale")
+        raise ValueError("scale must be set")
     width = scale**-2
     return round(width) if math.isclose(width, round(width), rel_tol=1e-9) else width
 

@@ -37,10 +37,12 @@ WHISPER_NAMES = f"""
 
 
 def prompt(theirs: Values) -> tuple[int, ...]:
-    """Tokens that a target begins with, where all of them are said."""
-    said = sorted(theirs.get("forced_decoder_ids") or [])
-    known = all(isinstance(word, int) for _, word in said) and [at for at, _ in said] == list(range(1, len(said) + 1))
-    return tuple(word for _, word in said) if known else ()
+    """Return the forced first tokens of a target, if all of them are given."""
+    forced = sorted(theirs.get("forced_decoder_ids") or [])
+    is_complete = all(isinstance(token, int) for _, token in forced) and [position for position, _ in forced] == list(
+        range(1, len(forced) + 1)
+    )
+    return tuple(token for _, token in forced) if is_complete else ()
 
 
 def read_whisper(theirs: Values) -> Values:
@@ -70,7 +72,7 @@ def write_whisper(config: WhisperConfig) -> Values:
 
 
 def generation_values(config: WhisperConfig) -> Values:
-    """What generation begins with, ends with and leaves out."""
+    """Return the values of generation_config.json: start, stop and suppressed tokens, languages and tasks."""
     return {
         "decoder_start_token_id": config.start,
         "eos_token_id": config.stop,
@@ -149,7 +151,7 @@ WAV2VEC2 = Family(
             Wav2Vec2,
             rule_table(WAV2VEC2_NAMES),
             Extras(
-                reported=("wav2vec2.masked_spec_embed",),  # trained with: it replaces frames that are masked
+                reported=("wav2vec2.masked_spec_embed",),  # used in training only, for masked frames
                 renamed=((r"(pos_conv_embed\.conv\.)weight_g$", r"\1parametrizations.weight.original0"),
                          (r"(pos_conv_embed\.conv\.)weight_v$", r"\1parametrizations.weight.original1")),
             ),

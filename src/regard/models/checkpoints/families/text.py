@@ -1,4 +1,4 @@
-"""BERT and its kin."""
+"""BERT, RoBERTa, DistilBERT and ALBERT."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from regard.models.text import (
     TokenClassifier,
 )
 
-PRETRAINING = ("pooling", "head_activation", "classes", "unit")  # what a model without a classifier does not look at
+PRETRAINING = ("pooling", "head_activation", "classes", "unit")  # fields that models without a classifier do not use
 
 
 def architectures(
@@ -42,7 +42,7 @@ def architectures(
     copies: Mapping[str, tuple[str, ...]],
     renamed: tuple[tuple[str, str], ...] = (),
 ) -> dict[str, Architecture]:
-    """The architectures of one family by what follows its name: the base model, and heads that stand on it."""
+    """Return the architectures of one family: the base model and its heads, by the suffix of their names."""
     kinds: dict[str, tuple[Any, tuple[str, ...]]] = {
         "Model": (TextEncoder, PRETRAINING),
         "ForMaskedLM": (MaskedLanguageModel, PRETRAINING),
@@ -51,15 +51,15 @@ def architectures(
         "ForTokenClassification": (TokenClassifier, ("pooling", "head_activation", "unit")),
         "ForQuestionAnswering": (QuestionAnswering, PRETRAINING),
     }
-    found = {}
+    result = {}
     for kind, (model, unused) in kinds.items():
         if kind not in heads:
             continue
         bare = model is TextEncoder
         rules = rule_table(base, ours="" if bare else "encoder.", theirs="" if bare else prefix, head=heads[kind])
         extras = Extras(copies=copies, renamed=renamed, computed=computed, reported=reported)
-        found[start + kind] = Architecture(model, rules, extras, prefix, unused, written=kind != "ForPreTraining")
-    return found
+        result[start + kind] = Architecture(model, rules, extras, prefix, unused, written=kind != "ForPreTraining")
+    return result
 
 
 BASE = """
@@ -78,7 +78,7 @@ NUMBERS: dict[str, Difference] = {
     "embeddings.position_ids": lambda _, stored: stored - torch.arange(stored.shape[-1]),
     "embeddings.token_type_ids": lambda _, stored: stored,
 }
-"""Buffers of older releases: positions 0, 1, ... and segments of 0."""
+"""Buffers stored by older releases: positions 0, 1, ... and segments 0."""
 LEGACY = ((r"LayerNorm\.gamma$", "LayerNorm.weight"), (r"LayerNorm\.beta$", "LayerNorm.bias"))
 PREDICTIONS = """
     transform   cls.predictions.transform.dense
@@ -89,7 +89,7 @@ PREDICTIONS = """
 
 def some_segments(count: int) -> int:
     if count < 1:
-        raise ValueError("there must be at least one kind of segment")
+        raise ValueError("segments must be at least 1")
     return count
 
 
@@ -149,7 +149,7 @@ LM_HEAD = """
 
 
 def roberta(model_type: str, start: str) -> Family:
-    """RoBERTa's positions begin behind the number of its padding token."""
+    """A RoBERTa family; its positions start after the id of the padding token."""
     return Family(
         model_type,
         TextConfig,
@@ -173,7 +173,7 @@ def roberta(model_type: str, start: str) -> Family:
         ),
         (
             *SIZES,
-            # its head for masked tokens has no other
+            # the head for masked tokens always uses gelu
             mapped_field("activation", "hidden_act", "gelu", {"gelu": "gelu"}),
             Field("first_position", "pad_token_id", 1, lambda pad: pad + 1, lambda first: first - 1),
         ),
@@ -232,7 +232,7 @@ DISTILBERT = Family(
 
 def albert_values(config: TextConfig) -> dict[str, Any]:
     if effective_value(config, "d_embedding") == config.d_model:
-        raise ValueError("the embedding must have another width than the layers")
+        raise ValueError("d_embedding must differ from d_model")
     return labels(config)
 
 

@@ -16,7 +16,7 @@ from regard.positions import sinusoidal
 
 
 def stop_token(value: Any) -> int:
-    """The one token that ends a target."""
+    """Return the single token that ends a target."""
     if isinstance(value, list) and len(value) == 1:
         return stop_token(value[0])
     if not isinstance(value, int) or isinstance(value, bool):
@@ -25,7 +25,7 @@ def stop_token(value: Any) -> int:
 
 
 def suppressed_tokens(theirs: Values) -> tuple[int, ...]:
-    """Single tokens that are not to be generated."""
+    """Return the tokens of bad_words_ids, each of which must be a single token."""
     words = theirs.get("bad_words_ids") or []
     if any(len(word) != 1 for word in words):
         raise ValueError(f"bad_words_ids = {short_repr(words)} is not supported; each must be one token")
@@ -33,14 +33,14 @@ def suppressed_tokens(theirs: Values) -> tuple[int, ...]:
 
 
 def start_token(theirs: Values) -> int:
-    found = theirs.get("decoder_start_token_id")
-    return theirs.get("pad_token_id") or 0 if found is None else found
+    start = theirs.get("decoder_start_token_id")
+    return theirs.get("pad_token_id") or 0 if start is None else start
 
 
 def generation_values(config: TransformerConfig) -> Values:
-    """What generation begins with, ends with and leaves out."""
-    left_out = {"bad_words_ids": [[word] for word in config.suppress_tokens]} if config.suppress_tokens else {}
-    return {"decoder_start_token_id": config.start, "eos_token_id": config.stop} | left_out
+    """Return the values of generation_config.json: start, stop and suppressed tokens."""
+    suppressed = {"bad_words_ids": [[word] for word in config.suppress_tokens]} if config.suppress_tokens else {}
+    return {"decoder_start_token_id": config.start, "eos_token_id": config.stop} | suppressed
 
 
 def t5_names(config: TransformerConfig) -> tuple[Rule, ...]:
@@ -83,16 +83,18 @@ T5_FORWARD = {
 
 
 def t5(model_type: str, name: str, *, forward: str, scales: bool) -> Family:
-    """1.0 scales its outputs by 1 / sqrt(d_model) and ties them to the embedding; 1.1 does not, and has its own table.
+    """A T5 family. Version 1.0 scales outputs by 1 / sqrt(d_model) and ties them to the embedding; 1.1 does neither.
 
-    What `tie_word_embeddings` means for 1.1 depends on the release that wrote it; the tensors say whether it is tied.
+    The meaning of `tie_word_embeddings` in 1.1 depends on the release that wrote it, so the tensors decide.
     """
 
     def read(theirs: Values) -> Values:
-        said = theirs.get("feed_forward_proj") or forward
-        if said not in T5_FORWARD:
-            raise ValueError(f"feed_forward_proj = {said!r} is not supported; supported are {', '.join(T5_FORWARD)}")
-        act, gated = T5_FORWARD[said]
+        projection = theirs.get("feed_forward_proj") or forward
+        if projection not in T5_FORWARD:
+            raise ValueError(
+                f"feed_forward_proj = {projection!r} is not supported; supported are {', '.join(T5_FORWARD)}"
+            )
+        act, gated = T5_FORWARD[projection]
         scaled = scales and theirs.get("scale_decoder_outputs", theirs.get("tie_word_embeddings", True))
         return {
             "activation": act,
@@ -104,14 +106,14 @@ def t5(model_type: str, name: str, *, forward: str, scales: bool) -> Family:
         }
 
     def write(config: TransformerConfig) -> Values:
-        said = [name for name, parts in T5_FORWARD.items() if parts == (config.activation, config.gated)]
-        if not said:
-            raise ValueError(f"activation = {config.activation!r} has no name there")
+        projection = [name for name, parts in T5_FORWARD.items() if parts == (config.activation, config.gated)]
+        if not projection:
+            raise ValueError(f"activation = {config.activation!r} has no counterpart in feed_forward_proj")
         scaled = config.output_scale != 1
-        if scaled and not config.tied:  # some releases tie where they scale, whatever else is said
-            raise ValueError("outputs that are scaled must be tied")
+        if scaled and not config.tied:  # some releases always tie scaled outputs
+            raise ValueError("scaled outputs must be tied")
         return {
-            "feed_forward_proj": said[0],
+            "feed_forward_proj": projection[0],
             "tie_word_embeddings": scaled,
             "scale_decoder_outputs": scaled,
             "is_encoder_decoder": True,
@@ -178,7 +180,7 @@ CROSS = """
     decoder.layers.*.cross_residual.norm       model.decoder.layers.*.encoder_attn_layer_norm
 """
 PAIR = LAYERS.format(side="encoder") + LAYERS.format(side="decoder") + CROSS
-"""The layers of an encoder and a decoder as Marian, and DETR as well, name them."""
+"""The layers of an encoder and a decoder as named in Marian and DETR."""
 
 
 def marian_names(config: TransformerConfig) -> tuple[Rule, ...]:
@@ -191,7 +193,7 @@ def read_marian(theirs: Values) -> Values:
     shared = theirs.get("share_encoder_decoder_embeddings", True)
     words = theirs.get("decoder_vocab_size") or theirs["vocab_size"]
     if shared and words != theirs["vocab_size"]:
-        raise ValueError(f"decoder_vocab_size = {words} must be vocab_size where embeddings are shared")
+        raise ValueError(f"decoder_vocab_size = {words} must equal vocab_size if embeddings are shared")
     return {
         "heads": common_value(theirs, "encoder_attention_heads", "decoder_attention_heads"),
         "d_hidden": common_value(theirs, "encoder_ffn_dim", "decoder_ffn_dim"),
@@ -218,7 +220,7 @@ def write_marian(config: TransformerConfig) -> Values:
 
 
 def marian_positions(_: TransformerConfig, stored: Tensor) -> Tensor:
-    """Marian's table of positions: sines in the first half of its columns, cosines in the second."""
+    """Difference to Marian's position table: sines in the first half of the columns, cosines in the second."""
     table = sinusoidal(*stored.shape)
     return stored - torch.cat((table[:, 0::2], table[:, 1::2]), -1)
 

@@ -44,11 +44,11 @@ IN_MEMORY = (
     (r"(^|vit\.)layers\.(\d+)\.mlp\.fc2\.", r"\1encoder.layer.\2.output.dense."),
     (r"(^|vit\.)layers\.(\d+)\.layernorm_", r"\1encoder.layer.\2.layernorm_"),
 )
-"""The names of a state_dict() of transformers 5, and those of the files that it writes."""
+"""Names in a state_dict() of transformers 5, and the names in the files that it writes."""
 
 
 def sides(value: Any) -> tuple[int, int]:
-    """Height and width, of a number or a pair."""
+    """Return height and width, given a number or a pair."""
     height, width = value if isinstance(value, (list, tuple)) else (value, value)
     return height, width
 
@@ -132,32 +132,37 @@ RENAMED = (
     (r"(stages.*)\.downsample\.0\.", r"\1.shortcut.convolution."),
     (r"(stages.*)\.downsample\.1\.", r"\1.shortcut.normalization."),
 )
-"""Names of the backbone where its convolutions come from timm, names in memory, and what they are elsewhere."""
+"""Names of timm backbones and names in memory, with the names used in files."""
 
 
 BACKBONES = RESNETS | {"resnet101": ResNetConfig(depths=(3, 4, 23, 3))}
 
 
 def read_backbone(theirs: Values) -> ResNetConfig:
-    said = theirs.get("backbone_config")
-    if not said or theirs.get("use_timm_backbone"):
-        name = (said or {}).get("backbone") or theirs.get("backbone") or "resnet50"
+    backbone_config = theirs.get("backbone_config")
+    if not backbone_config or theirs.get("use_timm_backbone"):
+        name = (backbone_config or {}).get("backbone") or theirs.get("backbone") or "resnet50"
         if name not in BACKBONES:
             raise ValueError(f"backbone = {name!r} is not supported; supported are {', '.join(BACKBONES)}")
         return BACKBONES[name]
     expected = {"model_type": "resnet", "hidden_act": "relu", "downsample_in_first_stage": False}
     for name, value in (expected | {"downsample_in_bottleneck": False}).items():
-        if said.get(name, value) != value:
-            raise ValueError(f"{name} = {said[name]!r} of the backbone is not supported; supported is {value!r}")
-    widths, last = tuple(said.get("hidden_sizes") or (256, 512, 1024, 2048)), said.get("out_features")
+        if backbone_config.get(name, value) != value:
+            raise ValueError(
+                f"{name} = {backbone_config[name]!r} of the backbone is not supported; supported is {value!r}"
+            )
+    widths, last = (
+        tuple(backbone_config.get("hidden_sizes") or (256, 512, 1024, 2048)),
+        backbone_config.get("out_features"),
+    )
     if last and list(last)[-1] != f"stage{len(widths)}":
         raise ValueError(f"out_features = {last} of the backbone is not supported; the last stage must be among them")
     return ResNetConfig(
-        stem=said.get("embedding_size", 64),
+        stem=backbone_config.get("embedding_size", 64),
         widths=widths,
-        depths=tuple(said.get("depths") or (3, 4, 6, 3)),
-        bottleneck=said.get("layer_type", "bottleneck") == "bottleneck",
-        channels=said.get("num_channels", 3),
+        depths=tuple(backbone_config.get("depths") or (3, 4, 6, 3)),
+        bottleneck=backbone_config.get("layer_type", "bottleneck") == "bottleneck",
+        channels=backbone_config.get("num_channels", 3),
     )
 
 
