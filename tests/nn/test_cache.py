@@ -1,4 +1,4 @@
-"""Caches: what comes back is what came before, and little is copied for it."""
+"""Caches return all appended tokens and copy little."""
 
 from __future__ import annotations
 
@@ -13,50 +13,50 @@ def tokens(n: int) -> torch.Tensor:
     return torch.randn(2, 3, n, 4)
 
 
-@pytest.mark.parametrize("made", [lambda: Cache(2), lambda: FixedCache(64)])
-def test_all_that_was_appended_comes_back(made) -> None:
-    cache, came = made(), []
+@pytest.mark.parametrize("make_cache", [lambda: Cache(2), lambda: FixedCache(64)])
+def test_append_returns_all_tokens(make_cache) -> None:
+    cache, appended = make_cache(), []
     for n in (5, 1, 1, 7, 1, 1, 1, 1):
-        came.append((tokens(n), tokens(n)))
-        keys, values = cache.append(*came[-1])
-        assert torch.equal(keys, torch.cat([k for k, _ in came], 2))
-        assert torch.equal(values, torch.cat([v for _, v in came], 2))
+        appended.append((tokens(n), tokens(n)))
+        keys, values = cache.append(*appended[-1])
+        assert torch.equal(keys, torch.cat([k for k, _ in appended], 2))
+        assert torch.equal(values, torch.cat([v for _, v in appended], 2))
 
 
 @pytest.mark.parametrize("window", [1, 2, 5])
-def test_a_window_cache_holds_what_the_next_queries_may_see(window: int) -> None:
-    cache, came = WindowCache(window), torch.empty(2, 3, 0, 4)
+def test_a_window_cache_returns_the_window_of_the_new_queries(window: int) -> None:
+    cache, appended = WindowCache(window), torch.empty(2, 3, 0, 4)
     for n in (1, 1, 9, 1, 1, 1, 1, 1, 1, 3, 1):
         new = tokens(n)
-        came = torch.cat([came, new], 2)
+        appended = torch.cat([appended, new], 2)
         keys, values = cache.append(new, new)
-        expected = came[:, :, -(window - 1 + n) :]
+        expected = appended[:, :, -(window - 1 + n) :]
         assert torch.equal(keys, expected)
         assert torch.equal(values, expected)
-        assert cache.seen_tokens == came.shape[2]
+        assert cache.seen_tokens == appended.shape[2]
 
 
-@pytest.mark.parametrize(("cache", "most"), [(Cache(), 8), (WindowCache(16), 40)])
-def test_room_is_taken_seldom(cache: Cache, most: int) -> None:
+@pytest.mark.parametrize(("cache", "max_allocations"), [(Cache(), 8), (WindowCache(16), 40)])
+def test_allocations_are_rare(cache: Cache, max_allocations: int) -> None:
     places, token = set(), tokens(1)
     for _ in range(500):
         cache.append(token, token)
         assert cache._keys is not None
         places.add(cache._keys.data_ptr())
         assert cache._keys.shape[2] <= 1024
-    assert len(places) <= most
+    assert len(places) <= max_allocations
 
 
-def test_a_fixed_cache_says_when_it_is_full() -> None:
+def test_a_full_fixed_cache_raises() -> None:
     cache = FixedCache(4)
     cache.append(tokens(3), tokens(3))
     with pytest.raises(ValueError, match="room for 4 tokens, but 5 are needed"):
         cache.append(tokens(2), tokens(2))
 
 
-@pytest.mark.parametrize("made", [Cache, lambda: WindowCache(4)])
-def test_rows_go_on_from_other_rows(made) -> None:
-    cache, k = made(), torch.randn(4, 1, 3, 2)
+@pytest.mark.parametrize("make_cache", [Cache, lambda: WindowCache(4)])
+def test_reorder_makes_rows_continue_other_rows(make_cache) -> None:
+    cache, k = make_cache(), torch.randn(4, 1, 3, 2)
     k[:, :, 0] = 1.0  # they agree on the first token
     cache.append(k, k)
     rows = torch.tensor([1, 1, 0, 3])
@@ -68,7 +68,7 @@ def test_rows_go_on_from_other_rows(made) -> None:
 
 @pytest.mark.parametrize("mask", [rg.causal(), rg.causal() & rg.window(3, 0)])
 @pytest.mark.parametrize("filler", [None, torch.tensor([0, 2])])
-def test_cached_steps_give_what_the_whole_sequence_gives(mask: rg.Mask, filler: torch.Tensor | None) -> None:
+def test_cached_steps_match_the_full_sequence(mask: rg.Mask, filler: torch.Tensor | None) -> None:
     torch.manual_seed(0)
     layer = MultiHeadAttention(16, heads=4, kv_heads=2, rotary=Rotary(), attend=rg.Attention(mask=mask)).eval()
     x, cache = torch.randn(2, 12, 16), layer.cache()
@@ -76,14 +76,14 @@ def test_cached_steps_give_what_the_whole_sequence_gives(mask: rg.Mask, filler: 
     with torch.no_grad():
         expected = layer(x, mask=whole)
         steps = [(0, 5), (5, 6), (6, 7), (7, 10), (10, 11), (11, 12)]
-        found = [
+        steps = [
             layer(x[:, a:b], context=LayerContext(positions=torch.arange(a, b), left_padding=filler), cache=cache)
             for a, b in steps
         ]
-    torch.testing.assert_close(torch.cat(found, 1), expected, rtol=0, atol=1e-5)
+    torch.testing.assert_close(torch.cat(steps, 1), expected, rtol=0, atol=1e-5)
 
 
-def test_a_memory_projects_its_source_once_and_serves_all_beams() -> None:
+def test_a_cross_cache_projects_its_source_once_for_all_beams() -> None:
     torch.manual_seed(0)
     layer = MultiHeadAttention(16, heads=2, attend=rg.Attention(offset=0)).eval()
     source, x, memory = torch.randn(2, 5, 16), torch.randn(6, 1, 16), CrossCache()
@@ -98,7 +98,7 @@ def test_a_memory_projects_its_source_once_and_serves_all_beams() -> None:
 
 @torch.no_grad()
 @pytest.mark.parametrize("write", ["in place", "data", "numpy"])
-def test_a_memory_refuses_a_source_that_was_written_to(write: str) -> None:
+def test_a_cross_cache_rejects_a_modified_source(write: str) -> None:
     layer = MultiHeadAttention(16, heads=2, attend=rg.Attention(offset=0)).eval()
     source, x, memory = torch.randn(2, 5, 16), torch.randn(2, 1, 16), CrossCache()
     layer(x, source, cache=memory)
@@ -115,7 +115,7 @@ def test_a_memory_refuses_a_source_that_was_written_to(write: str) -> None:
 
 
 @torch.no_grad()
-def test_a_decoder_refuses_a_source_that_was_written_to() -> None:
+def test_a_decoder_rejects_a_modified_source() -> None:
     def block() -> rg.nn.Block:
         own = MultiHeadAttention(16, heads=2, attend=rg.Attention(mask=rg.causal()))
         cross = MultiHeadAttention(16, heads=2, attend=rg.Attention(offset=0))

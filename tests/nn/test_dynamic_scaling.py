@@ -1,4 +1,4 @@
-"""Dynamic rotary scaling in batches: a sequence gives the same alone, or the batch is refused."""
+"""Dynamic rotary scaling in batches: a sequence has the same result as alone, or the batch raises."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ def padded(side: str) -> tuple[Tensor, Tensor]:
 
 
 @torch.no_grad()
-def test_a_row_padded_on_the_left_gives_the_same_alone(model: rg.models.LanguageModel) -> None:
+def test_a_left_padded_row_has_the_same_result_as_alone(model: rg.models.LanguageModel) -> None:
     ids, mask = padded("left")
-    found = model(ids, mask=mask)
-    torch.testing.assert_close(found[0, 4:], model(SHORT[None])[0])
-    torch.testing.assert_close(found[1], model(LONG[None])[0])
+    logits = model(ids, mask=mask)
+    torch.testing.assert_close(logits[0, 4:], model(SHORT[None])[0])
+    torch.testing.assert_close(logits[1], model(LONG[None])[0])
 
 
 @torch.no_grad()
-def test_rows_whose_length_cannot_be_told_are_refused(model: rg.models.LanguageModel) -> None:
+def test_rows_of_unknown_length_raise(model: rg.models.LanguageModel) -> None:
     ids, mask = padded("right")
     with pytest.raises(ValueError, match="pad on the left"):
         model(ids, mask=mask)
@@ -49,10 +49,10 @@ def test_rows_whose_length_cannot_be_told_are_refused(model: rg.models.LanguageM
 
 
 @torch.no_grad()
-def test_positions_of_each_row_tell_its_length() -> None:
+def test_positions_per_row_determine_its_length() -> None:
     torch.manual_seed(0)
     layer = rg.nn.MultiHeadAttention(16, 2, rotary=rg.nn.Rotary(scaling=Dynamic(2.0, original=4))).double()
     x, positions = torch.randn(2, 9, 16, dtype=torch.float64), torch.arange(9).minimum(torch.tensor([[4], [8]]))
-    found = layer(x, mask=rg.padding([5, 9]), positions=positions)
-    torch.testing.assert_close(found[:1, :5], layer(x[:1, :5]))
-    torch.testing.assert_close(found[1:], layer(x[1:]))
+    logits = layer(x, mask=rg.padding([5, 9]), positions=positions)
+    torch.testing.assert_close(logits[:1, :5], layer(x[:1, :5]))
+    torch.testing.assert_close(logits[1:], layer(x[1:]))

@@ -1,4 +1,4 @@
-"""Packed weights: an unfrozen model sees every change of a weight, a frozen one allows none, thaw restores the bits."""
+"""Packed weights: unfrozen models use every weight change, frozen models allow none, thaw restores all bits."""
 
 import copy
 import gc
@@ -38,7 +38,7 @@ def frozen(model=None):
 
 @torch.no_grad()
 def expected_logits(state, ids=IDS):
-    """By a model of float64, whose weights are never packed."""
+    """Logits of a float64 model, whose weights are never packed."""
     model = rg.models.LanguageModel(CONFIG).eval().double()
     model.load_state_dict(state)
     return model(ids)
@@ -101,7 +101,7 @@ CHANGES = [
 
 @pytest.mark.parametrize("change", CHANGES)
 @torch.no_grad()
-def test_an_unfrozen_model_sees_every_change_of_a_weight(change):
+def test_an_unfrozen_model_uses_every_change_of_a_weight(change):
     model = language_model()
     before = model(IDS)
     change(model)
@@ -152,7 +152,7 @@ def test_an_alias_of_the_released_memory_changes_nothing():
 
 
 @needs_kernels
-def test_an_optimizer_from_before_neither_writes_to_a_frozen_model_nor_misses_a_thawed_one():
+def test_an_existing_optimizer_cannot_write_to_a_frozen_model_and_updates_a_thawed_one():
     model = language_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     rg.nn.freeze(model)
@@ -166,7 +166,7 @@ def test_an_optimizer_from_before_neither_writes_to_a_frozen_model_nor_misses_a_
 
 
 @needs_kernels
-def test_the_kernel_computes_a_frozen_model_and_never_an_unfrozen_one(monkeypatch):
+def test_the_kernel_is_used_by_frozen_models_only(monkeypatch):
     calls, real = [], native.multiply
     monkeypatch.setattr(native, "multiply", lambda *given: (calls.append(1), real(*given))[1])
     model = language_model()
@@ -208,7 +208,7 @@ def test_thaw_restores_bits_and_flags():
 
 @needs_kernels
 @pytest.mark.parametrize(("inputs", "outputs"), [(1, 32), (33, 32), (7, 300), (600, 131 * 8), (5, 64)])
-def test_bits_of_odd_sizes(inputs, outputs):
+def test_freeze_and_thaw_restore_bits_at_odd_sizes(inputs, outputs):
     layer = nn.Linear(inputs, outputs)
     bits = torch.randint(-(2**31), 2**31 - 1, (outputs, inputs), dtype=torch.int32)
     layer.weight.data = bits.view(torch.float32)
@@ -219,7 +219,7 @@ def test_bits_of_odd_sizes(inputs, outputs):
 
 
 @needs_kernels
-def test_a_model_that_is_frozen_and_thawed_in_inference_mode_can_be_trained():
+def test_a_model_frozen_and_thawed_in_inference_mode_can_be_trained():
     layer, x = rg.nn.FeedForward(64, 96), torch.randn(2, 64)
     for change in (rg.nn.freeze, rg.nn.thaw):
         with torch.inference_mode():
@@ -228,7 +228,7 @@ def test_a_model_that_is_frozen_and_thawed_in_inference_mode_can_be_trained():
         layer(x).sum().backward()
 
 
-def test_what_cannot_be_packed_stays_and_is_returned():
+def test_weights_that_cannot_be_packed_are_returned():
     model = nn.ModuleDict({
         "wide": nn.Linear(8, 64).double(), "narrow": nn.Linear(8, 64).bfloat16(), "small": nn.Linear(8, 1),
         "meta": nn.Linear(8, 64, device="meta"), "embedding": nn.Embedding(64, 8), "convolution": nn.Conv1d(8, 64, 1),
@@ -243,7 +243,7 @@ def test_what_cannot_be_packed_stays_and_is_returned():
 
 
 @needs_kernels
-def test_a_parameter_that_two_modules_share_stays_shared():
+def test_shared_parameters_stay_shared():
     model = nn.Sequential(nn.Embedding(96, 64), nn.Linear(64, 64), nn.Linear(64, 96, bias=False))
     model[2].weight = model[0].weight
     ids, expected = torch.tensor([3, 95, 0]), model[0].weight.detach().clone()
@@ -287,7 +287,7 @@ MODELS = {
 
 @needs_kernels
 @pytest.mark.parametrize("name", MODELS)
-def test_models_give_the_same_values_and_gradients(name):
+def test_frozen_models_have_the_same_values_and_gradients(name):
     torch.manual_seed(0)
     plain, inputs = MODELS[name]()
     plain.eval()
@@ -304,7 +304,7 @@ def test_models_give_the_same_values_and_gradients(name):
 
 
 @needs_kernels
-def test_generation_and_loss_of_a_frozen_model():
+def test_generation_and_loss_of_a_frozen_model_are_unchanged():
     plain, model = language_model(), frozen()
     for mine, theirs in zip(model.generate(IDS, max_new_tokens=5), plain.generate(IDS, max_new_tokens=5), strict=True):
         assert torch.equal(mine, theirs)
@@ -315,7 +315,7 @@ def test_generation_and_loss_of_a_frozen_model():
 
 
 @needs_kernels
-def test_cross_attention_takes_rows_of_a_packed_weight():
+def test_cross_attention_uses_rows_of_a_packed_weight():
     for options in ({}, {"d_source": 48}, {"d_head": 12, "kv_heads": 1}):
         plain = rg.nn.MultiHeadAttention(64, 4, **options)
         layer = frozen(copy.deepcopy(plain))
@@ -325,7 +325,7 @@ def test_cross_attention_takes_rows_of_a_packed_weight():
 
 
 @needs_kernels
-def test_tangents_of_a_frozen_module():
+def test_forward_mode_works_through_a_frozen_module():
     plain = rg.nn.FeedForward(64, 96)
     layer = frozen(copy.deepcopy(plain))
     x, direction = torch.randn(3, 64), torch.randn(3, 64)
@@ -337,7 +337,7 @@ def test_tangents_of_a_frozen_module():
 
 
 @needs_kernels
-def test_functional_call_uses_the_weights_that_it_is_given():
+def test_functional_call_uses_the_given_weights():
     model = frozen()
     state = {name: tensor * 1.1 for name, tensor in model.state_dict().items()}
     with torch.no_grad():
@@ -351,7 +351,7 @@ def test_functional_call_uses_the_weights_that_it_is_given():
 
 @needs_kernels
 @torch.no_grad()
-def test_copies_and_pickles_are_frozen_models_of_their_own():
+def test_copies_and_pickles_are_independent_frozen_models():
     model, buffer = frozen(), io.BytesIO()
     torch.save(model, buffer)
     buffer.seek(0)
@@ -383,7 +383,7 @@ def test_state_and_saved_files_have_the_original_weights(tmp_path):
 
 @needs_kernels
 @pytest.mark.parametrize("convert", ["bfloat16", "double", "half"])
-def test_other_dtypes_need_a_thawed_model(convert):
+def test_dtype_conversion_of_a_frozen_model_raises(convert):
     model = frozen()
     assert isinstance(model.float().to("cpu").embedding.weight, PackedWeight)
     with pytest.raises(RuntimeError, match=THAW):
@@ -393,7 +393,7 @@ def test_other_dtypes_need_a_thawed_model(convert):
 
 
 @needs_kernels
-def test_a_conversion_that_fails_changes_nothing():
+def test_a_failed_conversion_changes_nothing():
     model = frozen(nn.Sequential(nn.LayerNorm(64), nn.Linear(64, 96), nn.Linear(96, 3)))
     outer = nn.Sequential(model)
     for converted in (model, outer, copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
@@ -406,7 +406,7 @@ def test_a_conversion_that_fails_changes_nothing():
 
 
 @needs_kernels
-def test_a_frozen_model_is_freed_when_it_is_not_used_any_more():
+def test_a_frozen_model_is_garbage_collected():
     model = frozen()
     reference = weakref.ref(model)
     gc.disable()
@@ -419,7 +419,7 @@ def test_a_frozen_model_is_freed_when_it_is_not_used_any_more():
 
 @needs_kernels
 @torch.no_grad()
-def test_the_state_of_a_module_outside_that_shares_a_weight_is_the_original_weight():
+def test_state_dict_of_a_module_that_shares_a_packed_weight_is_plain():
     model = language_model()
     head, before = nn.Linear(64, 5000, bias=False), model.embedding.weight.detach().clone()
     head.weight = model.embedding.weight
@@ -434,7 +434,7 @@ def test_the_state_of_a_module_outside_that_shares_a_weight_is_the_original_weig
 
 
 @needs_kernels
-def test_exports_need_a_thawed_model():
+def test_export_of_a_frozen_model_raises():
     layer, x = frozen(rg.nn.FeedForward(64, 96)), torch.randn(2, 64)
     with pytest.raises(RuntimeError, match=THAW):
         torch.export.export(layer, (x,))
@@ -445,7 +445,7 @@ def test_exports_need_a_thawed_model():
 
 
 @needs_kernels
-def test_a_compiled_frozen_model_and_its_thawed_weights():
+def test_a_frozen_model_can_be_compiled_and_thawed():
     layer, x = frozen(rg.nn.FeedForward(64, 96)), torch.randn(2, 64)
     compiled = torch.compile(layer, backend="aot_eager")
     with torch.no_grad():
@@ -456,7 +456,7 @@ def test_a_compiled_frozen_model_and_its_thawed_weights():
 
 
 @needs_kernels
-def test_autocast_computes_as_with_plain_weights():
+def test_autocast_matches_plain_weights():
     plain = rg.nn.FeedForward(64, 96)
     layer, x = frozen(copy.deepcopy(plain)), torch.randn(2, 64)
     with torch.inference_mode(), torch.autocast("cpu"):
@@ -466,7 +466,7 @@ def test_autocast_computes_as_with_plain_weights():
 
 
 @needs_kernels
-def test_a_weight_that_a_graph_holds_is_not_packed():
+def test_a_weight_used_by_a_live_graph_is_not_packed():
     model = language_model()
     held = model(IDS)
     with pytest.raises(RuntimeError, match="in use elsewhere"):
@@ -478,7 +478,7 @@ def test_a_weight_that_a_graph_holds_is_not_packed():
 
 
 @needs_kernels
-def test_every_weight_is_held_once():
+def test_every_weight_is_stored_once():
     model = language_model()
     expected = sum(parameter.nbytes for parameter in model.parameters())
     gc.collect()
@@ -520,7 +520,7 @@ print(frozen, (resident() - before) / sum(each.nbytes for each in model.paramete
 
 @needs_kernels
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_a_frozen_model_takes_the_memory_of_its_weights():
+def test_a_frozen_model_needs_no_extra_memory():
     found = subprocess.run([sys.executable, "-c", MEMORY], capture_output=True, text=True, check=True, timeout=120)
     frozen, thawed = map(float, found.stdout.split())
     assert frozen <= 1.1
@@ -528,7 +528,7 @@ def test_a_frozen_model_takes_the_memory_of_its_weights():
 
 
 @needs_kernels
-def test_a_model_is_loaded_frozen(tmp_path):
+def test_load_can_return_a_frozen_model(tmp_path):
     rg.save(language_model(), tmp_path)
     model = rg.load(tmp_path, frozen=True)
     assert isinstance(model.embedding.weight, PackedWeight)

@@ -1,4 +1,4 @@
-"""Generation: what is chosen, when it stops, and that a beam finds what a search of everything finds."""
+"""Generation: choice of tokens, stopping, and beam search compared with exhaustive search."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from regard.nn.generate import generate, generate_steps
 
 
 class Chain:
-    """A model whose next token depends on the last two, so that greedy choices can be wrong. It counts its rows."""
+    """A model whose next token depends on the last two, so that greedy choices can be wrong; counts its rows."""
 
     def __init__(self, vocabulary: int = 5, seed: int = 0) -> None:
         self.table = torch.randn(vocabulary, vocabulary, vocabulary, generator=torch.Generator().manual_seed(seed)) * 2
@@ -45,9 +45,9 @@ PROMPTS = torch.tensor([[0, 1], [2, 3], [4, 4]])
 
 
 def test_greedy_takes_the_most_likely_token() -> None:
-    found = generate(Chain().state(), PROMPTS, strategy=Greedy(), max_new_tokens=6)
+    generated = generate(Chain().state(), PROMPTS, strategy=Greedy(), max_new_tokens=6)
     chain = Chain()
-    for start, tokens in zip(PROMPTS.tolist(), found, strict=True):
+    for start, tokens in zip(PROMPTS.tolist(), generated, strict=True):
         ids = list(start)
         for token in tokens.tolist():
             assert token == int(chain.table[ids[-2], ids[-1]].argmax())
@@ -55,55 +55,55 @@ def test_greedy_takes_the_most_likely_token() -> None:
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_a_wide_beam_finds_the_best_sequence_of_all(seed: int) -> None:
-    found = generate(Chain(seed=seed).state(), PROMPTS, strategy=Beam(width=125), max_new_tokens=4)
+def test_a_wide_beam_finds_the_best_sequence(seed: int) -> None:
+    generated = generate(Chain(seed=seed).state(), PROMPTS, strategy=Beam(width=125), max_new_tokens=4)
     chain = Chain(seed=seed)
-    for start, tokens in zip(PROMPTS.tolist(), found, strict=True):
+    for start, tokens in zip(PROMPTS.tolist(), generated, strict=True):
         best = max(itertools.product(range(5), repeat=4), key=lambda t, s=start: chain.score(s, t))
         assert tuple(tokens.tolist()) == best
 
 
 @pytest.mark.parametrize("penalty", [0.0, 1.0, 2.0])
-def test_a_beam_weighs_length_as_it_is_told(penalty: float) -> None:
-    found = generate(
+def test_a_beam_applies_the_length_penalty(penalty: float) -> None:
+    generated = generate(
         Chain(seed=3).state(), PROMPTS, strategy=Beam(width=200, length_penalty=penalty), max_new_tokens=4, stop=[0]
     )
     chain = Chain(seed=3)
-    for start, tokens in zip(PROMPTS.tolist(), found, strict=True):
+    for start, tokens in zip(PROMPTS.tolist(), generated, strict=True):
         ended = [(*t, 0) for n in range(4) for t in itertools.product(range(1, 5), repeat=n)]
-        whole = [*ended, *itertools.product(range(1, 5), repeat=4)]
-        best = max(whole, key=lambda t, s=start: chain.score(s, t) / len(t) ** penalty)
+        full = [*ended, *itertools.product(range(1, 5), repeat=4)]
+        best = max(full, key=lambda t, s=start: chain.score(s, t) / len(t) ** penalty)
         assert (*tokens.tolist(), 0)[: len(best)] == best
 
 
 @pytest.mark.parametrize("strategy", [Greedy(), Beam(width=3)], ids=["greedy", "beam"])
 def test_one_stop_token_need_not_be_a_list(strategy: Greedy | Beam) -> None:
-    whole = generate(Chain().state(), PROMPTS, strategy=strategy, max_new_tokens=8)
-    token = whole[0][3]
+    full = generate(Chain().state(), PROMPTS, strategy=strategy, max_new_tokens=8)
+    token = full[0][3]
     several = generate(Chain().state(), PROMPTS, strategy=strategy, max_new_tokens=8, stop=[int(token)])
     for one in (int(token), np.int64(int(token))):
-        found = generate(Chain().state(), PROMPTS, strategy=strategy, max_new_tokens=8, stop=one)
-        assert [row.tolist() for row in found] == [row.tolist() for row in several]
+        generated = generate(Chain().state(), PROMPTS, strategy=strategy, max_new_tokens=8, stop=one)
+        assert [row.tolist() for row in generated] == [row.tolist() for row in several]
 
 
 def test_a_row_ends_before_its_stop_token() -> None:
-    whole = generate(Chain().state(), PROMPTS, strategy=Greedy(), max_new_tokens=8)
-    stop = int(whole[0][3])
+    full = generate(Chain().state(), PROMPTS, strategy=Greedy(), max_new_tokens=8)
+    stop = int(full[0][3])
     for tokens, all_tokens in zip(
-        generate(Chain().state(), PROMPTS, strategy=Greedy(), max_new_tokens=8, stop=[stop]), whole, strict=True
+        generate(Chain().state(), PROMPTS, strategy=Greedy(), max_new_tokens=8, stop=[stop]), full, strict=True
     ):
         before = all_tokens.tolist()
         assert tokens.tolist() == (before[: before.index(stop)] if stop in before else before)
 
 
-def test_nothing_is_computed_after_the_last_token() -> None:
+def test_no_step_is_computed_after_the_last_token() -> None:
     chain = Chain()
     steps = list(generate_steps(chain.state(), PROMPTS, Greedy(), max_new_tokens=3))
     assert len(steps) == 3
     assert chain.ids.shape[1] == 2 + 2
 
 
-def test_sampling_keeps_to_the_most_likely() -> None:
+def test_top_k_and_top_p_limit_sampling() -> None:
     logits = torch.tensor([[0.5, 0.3, 0.15, 0.05]]).log().expand(4000, -1)
     torch.manual_seed(0)
     assert set(Sample(top_k=2).chooser()(logits).tolist()) == {0, 1}
@@ -116,12 +116,12 @@ def test_sampling_keeps_to_the_most_likely() -> None:
 
 
 def test_a_seed_makes_sampling_reproducible() -> None:
-    found = [generate(Chain().state(), PROMPTS, strategy=Sample(seed=7), max_new_tokens=9) for _ in range(2)]
-    assert [t.tolist() for t in found[0]] == [t.tolist() for t in found[1]]
+    generated = [generate(Chain().state(), PROMPTS, strategy=Sample(seed=7), max_new_tokens=9) for _ in range(2)]
+    assert [t.tolist() for t in generated[0]] == [t.tolist() for t in generated[1]]
 
 
 @pytest.mark.parametrize(
-    ("made", "message"),
+    ("build", "message"),
     [
         (lambda: Sample(temperature=0.0), "temperature must be positive"),
         (lambda: Sample(top_k=0), "top_k must be at least 1"),
@@ -129,6 +129,6 @@ def test_a_seed_makes_sampling_reproducible() -> None:
         (lambda: Beam(width=0), "width must be at least 1"),
     ],
 )
-def test_strategies_say_what_they_take(made, message: str) -> None:
+def test_invalid_strategies_raise(build, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        made()
+        build()

@@ -1,4 +1,4 @@
-"""The loss of a large vocabulary is torch's, its gradients too, whatever the number of tokens."""
+"""token_loss and its gradients match torch's cross entropy for any number of tokens."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from regard.nn.loss import restricted_loss
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 @pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize("count", [1, 7, 8, 19])
-def test_loss_and_gradients_are_those_of_cross_entropy(
+def test_loss_and_gradients_match_cross_entropy(
     monkeypatch: pytest.MonkeyPatch, count: int, biased: bool, smoothing: float
 ) -> None:
     monkeypatch.setattr(module, "CHUNK_ROWS", 8)
@@ -34,8 +34,8 @@ def test_loss_and_gradients_are_those_of_cross_entropy(
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_sums_over_many_tokens_are_at_least_as_exact_as_those_of_torch(dtype: torch.dtype) -> None:
-    """Loss and gradients of a mean over 60,000 tokens, whose sum is beyond what half precision can count."""
+def test_sums_over_many_tokens_are_as_exact_as_in_torch(dtype: torch.dtype) -> None:
+    """Loss and gradients of a mean over 60,000 tokens, whose sum overflows half precision."""
     torch.manual_seed(0)
     count = 60_000
     hidden, weight, bias = torch.randn(count, 8).to(dtype), torch.randn(40, 8).to(dtype), torch.randn(40).to(dtype)
@@ -59,9 +59,7 @@ def test_sums_over_many_tokens_are_at_least_as_exact_as_those_of_torch(dtype: to
 
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
-def test_capped_logits_give_the_loss_and_gradients_of_cross_entropy(
-    monkeypatch: pytest.MonkeyPatch, smoothing: float
-) -> None:
+def test_softcapped_logits_match_cross_entropy(monkeypatch: pytest.MonkeyPatch, smoothing: float) -> None:
     monkeypatch.setattr(module, "CHUNK_ROWS", 4)
     torch.manual_seed(0)
     leaves = [torch.randn(n, 5, dtype=torch.float64, requires_grad=True) for n in (9, 13)]
@@ -75,7 +73,7 @@ def test_capped_logits_give_the_loss_and_gradients_of_cross_entropy(
         torch.testing.assert_close(mine, other, rtol=1e-12, atol=1e-12)
 
 
-def test_tokens_of_target_minus_100_are_left_out_as_in_torch() -> None:
+def test_target_minus_100_is_ignored_as_in_torch() -> None:
     torch.manual_seed(0)
     leaves = [torch.randn(n, 5, dtype=torch.float64, requires_grad=True) for n in (6, 9)]
     targets = torch.tensor([3, -100, 8, -100, 0, 1])
@@ -100,13 +98,13 @@ def test_hidden_states_wider_than_the_weights_are_not_rounded() -> None:
     torch.testing.assert_close(token_loss(hidden, weight, targets), expected)
 
 
-def test_logits_that_overflow_an_exponential_and_no_tokens_are_no_trouble() -> None:
+def test_large_logits_and_empty_inputs_are_supported() -> None:
     hidden, weight = torch.tensor([[1000.0], [-1000.0]]), torch.tensor([[1.0], [0.0], [-1.0]])
     assert token_loss(hidden, weight, torch.tensor([0, 2])).item() == 0
     assert token_loss(hidden[:0], weight, torch.tensor([], dtype=torch.long)).item() == 0
 
 
-def test_without_gradients_nothing_is_kept_for_them() -> None:
+def test_nothing_is_saved_without_gradients() -> None:
     hidden, weight = torch.randn(4, 8), torch.nn.Parameter(torch.randn(9, 8))
     with torch.no_grad():
         assert not token_loss(hidden, weight, torch.arange(4)).requires_grad
@@ -124,13 +122,13 @@ def test_under_autocast_the_loss_is_computed_in_the_precision_of_the_weights() -
     )
 
 
-def test_shapes_that_do_not_fit_are_told() -> None:
+def test_wrong_shapes_raise() -> None:
     with pytest.raises(ValueError, match=r"\(2, 3, 8\).*flatten batches first"):
         token_loss(torch.randn(2, 3, 8), torch.randn(9, 8), torch.zeros(2, 3, dtype=torch.long))
 
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.2])
-def test_a_loss_among_allowed_classes_is_that_without_the_others(smoothing: float) -> None:
+def test_restricted_loss_ignores_classes_that_are_not_allowed(smoothing: float) -> None:
     torch.manual_seed(0)
     logits, targets = torch.randn(6, 9, dtype=torch.float64, requires_grad=True), torch.randint(0, 9, (6,))
     allowed = (torch.rand(6, 9) < 0.5).index_put((torch.arange(6), targets), torch.tensor(True))
@@ -161,7 +159,7 @@ def tensors() -> list[Tensor]:
 
 
 def test_a_penalty_on_the_gradient_is_differentiated() -> None:
-    """A loss with the gradient of a loss in it, which is where a lost second derivative goes unnoticed."""
+    """A gradient penalty needs second derivatives, whose loss would otherwise go unnoticed."""
     found = []
     for loss in (token_loss, F.cross_entropy):
         inputs = tensors()
@@ -173,7 +171,7 @@ def test_a_penalty_on_the_gradient_is_differentiated() -> None:
         torch.testing.assert_close(mine, other)
 
 
-def test_forward_mode_and_transforms_are_those_of_cross_entropy() -> None:
+def test_forward_mode_and_transforms_match_cross_entropy() -> None:
     inputs, directions = [x.detach() for x in tensors()], [torch.randn_like(x) for x in tensors()]
     for transform in (
         lambda f: torch.func.jvp(f, tuple(inputs), tuple(directions))[1],
@@ -185,7 +183,7 @@ def test_forward_mode_and_transforms_are_those_of_cross_entropy() -> None:
 
 
 @pytest.mark.parametrize("ignored", [False, True])
-def test_targets_are_left_out_where_it_is_compiled(ignored: bool) -> None:
+def test_targets_are_ignored_when_compiled(ignored: bool) -> None:
     torch._dynamo.reset()
     inputs = tensors()
     ours = torch.compile(call(token_loss, ignored), backend="aot_eager")(*inputs)

@@ -1,4 +1,4 @@
-"""Packed batches: no filler, the same results, at the cost of each sequence alone."""
+"""Packed batches: the results of padded batches, at the cost of the sequences alone."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def padded(packed: rg.Packed) -> torch.Tensor:
     return nn.utils.rnn.pad_sequence(rg.unpack(packed), batch_first=True)
 
 
-def test_packing_and_unpacking_give_back_what_came() -> None:
+def test_unpack_inverts_pack() -> None:
     sequences = [torch.randn(n, 3) for n in LENGTHS]
     packed = rg.pack(sequences)
     assert packed.lengths == LENGTHS
@@ -49,7 +49,7 @@ def test_packing_and_unpacking_give_back_what_came() -> None:
 
 @pytest.mark.parametrize("mask", [None, rg.causal(), rg.causal() & rg.window(2, 0)])
 @pytest.mark.parametrize("relative", [False, True])
-def test_a_packed_batch_gives_what_a_padded_one_gives_and_its_gradients(mask, relative: bool) -> None:
+def test_packed_batches_match_padded_ones_and_their_gradients(mask, relative: bool) -> None:
     torch.manual_seed(0)
     encoder = Encoder([block(mask=mask) for _ in range(2)], bias=RelativeBias(2) if relative else None)
     packed = rg.pack([torch.randn(n, 16) for n in LENGTHS])
@@ -65,7 +65,7 @@ def test_a_packed_batch_gives_what_a_padded_one_gives_and_its_gradients(mask, re
         torch.testing.assert_close(mine, their, rtol=1e-4, atol=1e-4)
 
 
-def test_packed_targets_look_at_their_own_packed_sources() -> None:
+def test_packed_targets_attend_to_their_own_sources() -> None:
     torch.manual_seed(0)
     decoder = Decoder([block(cross=True, mask=rg.causal()) for _ in range(2)])
     target, source = (rg.pack([torch.randn(n, 16) for n in lengths]) for lengths in (LENGTHS, (2, 7, 4, 6)))
@@ -87,7 +87,7 @@ def test_a_thousand_sentences_cost_about_the_sum_of_their_squares() -> None:
 
 
 @pytest.mark.parametrize("pooling", [Mean(), Max(), First(), AttentionPooling(6)])
-def test_poolings_take_padded_and_packed_batches_alike(pooling: nn.Module) -> None:
+def test_poolings_of_padded_and_packed_batches_agree(pooling: nn.Module) -> None:
     packed = rg.pack([torch.randn(n, 6) for n in LENGTHS])
     real = torch.arange(9) < torch.tensor(LENGTHS)[:, None]
     filled = padded(packed)
@@ -97,7 +97,7 @@ def test_poolings_take_padded_and_packed_batches_alike(pooling: nn.Module) -> No
     torch.testing.assert_close(pooling(packed), alone, rtol=0, atol=1e-5)
 
 
-def test_packing_says_what_it_takes() -> None:
+def test_invalid_inputs_of_packing_raise() -> None:
     with pytest.raises(TypeError, match="list of at least one tensor"):
         rg.pack(torch.zeros(2, 3))
     with pytest.raises(ValueError, match="differ in n only"):

@@ -1,4 +1,4 @@
-"""Poolings: what each takes of the real tokens, padded at either end, with holes, packed, empty, in every dtype."""
+"""Poolings of real tokens: padded at either end, with holes, packed, empty, in every dtype."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def attended(tokens: Tensor, query: Tensor) -> Tensor:
 
 
 class Pooling(NamedTuple):
-    """A pooling, and what it makes of the real tokens (n, width) of one sequence, n > 0."""
+    """A pooling, and its reference for the real tokens (n, d_model) of one sequence, n > 0."""
 
     module: nn.Module
     plain: Callable[[Tensor], Tensor]
@@ -58,23 +58,23 @@ def expected(pooling: Pooling, sequences: list[Tensor]) -> Tensor:
 
 @pytest.mark.parametrize("name", POOLINGS)
 @pytest.mark.parametrize("rows", ROWS)
-def test_only_real_tokens_are_pooled_padded_and_packed_alike_with_their_gradients(name: str, rows: str) -> None:
+def test_only_real_tokens_are_actualand_get_gradients(name: str, rows: str) -> None:
     torch.manual_seed(0)
     mask, pooling = torch.tensor(ROWS[rows], dtype=torch.bool), POOLINGS[name]
     x = torch.randn(3, 5, WIDTH, dtype=torch.float64, requires_grad=True)
     weights = torch.randn(3, WIDTH, dtype=torch.float64)
-    filled = torch.where(mask[..., None], x, math.nan)  # filler reaches neither the result nor the gradient
+    padded = torch.where(mask[..., None], x, math.nan)  # padding must reach neither the result nor the gradient
     sequences = [row[real] for row, real in zip(x, mask, strict=True)]
-    right = expected(pooling, sequences)
-    (gradient,) = torch.autograd.grad((right * weights).sum(), x, retain_graph=True)
-    for found in (pooling.module(filled, mask), pooling.module(rg.pack(sequences))):
-        torch.testing.assert_close(found, right, rtol=0, atol=1e-12)
-        (ours,) = torch.autograd.grad((found * weights).sum(), x, retain_graph=True)
+    reference = expected(pooling, sequences)
+    (gradient,) = torch.autograd.grad((reference * weights).sum(), x, retain_graph=True)
+    for actual in (pooling.module(padded, mask), pooling.module(rg.pack(sequences))):
+        torch.testing.assert_close(actual, reference, rtol=0, atol=1e-12)
+        (ours,) = torch.autograd.grad((actual * weights).sum(), x, retain_graph=True)
         torch.testing.assert_close(ours, gradient, rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("name", POOLINGS)
-def test_no_tokens_and_no_sequences_are_well_formed(name: str) -> None:
+def test_empty_inputs_are_supported(name: str) -> None:
     pooling, x = POOLINGS[name].module, torch.randn(2, 0, WIDTH).double()
     assert torch.equal(pooling(x), torch.zeros(2, WIDTH).double())
     assert torch.equal(pooling(x, torch.ones(2, 0, dtype=torch.bool)), torch.zeros(2, WIDTH).double())
@@ -87,26 +87,26 @@ def test_no_tokens_and_no_sequences_are_well_formed(name: str) -> None:
 @pytest.mark.parametrize("name", POOLINGS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_many_tokens_are_summed_in_float32_at_least(name: str, dtype: torch.dtype) -> None:
-    """The result is that of float64, rounded once; so are the gradients."""
+    """Result and gradients equal those of float64, rounded once."""
     torch.manual_seed(0)
     pooling, lengths = POOLINGS[name], (3000, 7, 1001)
     x = (torch.randn(3, 3000, WIDTH) + 5).to(dtype).requires_grad_()
     mask = torch.arange(3000) < torch.tensor(lengths)[:, None]
     exact = x.detach().double().requires_grad_()
-    right = expected(pooling, [row[:n] for row, n in zip(exact, lengths, strict=True)])
-    (gradient,) = torch.autograd.grad(right.sum(), exact)
+    reference = expected(pooling, [row[:n] for row, n in zip(exact, lengths, strict=True)])
+    (gradient,) = torch.autograd.grad(reference.sum(), exact)
     packed = rg.pack([row[:n] for row, n in zip(x, lengths, strict=True)])
     unit = torch.finfo(dtype).eps * (8 if name == "attention" and dtype == torch.float32 else 1)
-    for found in (pooling.module(x, mask), pooling.module(packed)):
-        assert found.dtype == dtype
-        torch.testing.assert_close(found.double(), right, rtol=2 * unit, atol=2 * unit)
-        (ours,) = torch.autograd.grad(found.sum(), x, retain_graph=True)
+    for actual in (pooling.module(x, mask), pooling.module(packed)):
+        assert actual.dtype == dtype
+        torch.testing.assert_close(actual.double(), reference, rtol=2 * unit, atol=2 * unit)
+        (ours,) = torch.autograd.grad(actual.sum(), x, retain_graph=True)
         torch.testing.assert_close(ours.double(), gradient, rtol=0.02 if name == "attention" else 2 * unit, atol=unit)
-    torch.testing.assert_close(pooling.module(x[:1]).double(), right[:1], rtol=2 * unit, atol=2 * unit)
+    torch.testing.assert_close(pooling.module(x[:1]).double(), reference[:1], rtol=2 * unit, atol=2 * unit)
 
 
 @pytest.mark.parametrize("name", POOLINGS)
-def test_a_mask_that_does_not_fit_is_an_error(name: str) -> None:
+def test_a_mask_of_the_wrong_shape_or_dtype_raises(name: str) -> None:
     pooling, x = POOLINGS[name].module, torch.randn(2, 3, WIDTH).double()
     with pytest.raises(TypeError, match="bool"):
         pooling(x, torch.ones(2, 3))
@@ -118,14 +118,14 @@ def test_a_mask_that_does_not_fit_is_an_error(name: str) -> None:
 
 @pytest.mark.parametrize("name", POOLINGS)
 @pytest.mark.parametrize("packed", [False, True])
-def test_second_derivatives_are_those_of_finite_differences(name: str, packed: bool) -> None:
+def test_second_derivatives_match_finite_differences(name: str, packed: bool) -> None:
     torch.manual_seed(0)
     mask = torch.tensor(ROWS["left"][:2], dtype=torch.bool)
 
     def pooled(x: Tensor) -> Tensor:
         x = x.tanh()
-        found = [row[real] for row, real in zip(x, mask, strict=True)]
-        return POOLINGS[name].module(rg.pack(found)) if packed else POOLINGS[name].module(x, mask)
+        actual = [row[real] for row, real in zip(x, mask, strict=True)]
+        return POOLINGS[name].module(rg.pack(actual)) if packed else POOLINGS[name].module(x, mask)
 
     x = torch.randn(2, 5, WIDTH, dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradgradcheck(pooled, [x], fast_mode=True)

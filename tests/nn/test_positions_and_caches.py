@@ -1,7 +1,7 @@
-"""Decoding with a cache gives what the whole pass gives: every position scheme, mask, cache and level.
+"""Decoding with a cache matches the full pass: every position scheme, mask, cache and level.
 
-A token sees, of what its mask allows, the tokens that came so far: those of its own step and before. The pass without a
-cache is given just that as one more mask, which with a causal mask changes nothing.
+While decoding, a token attends to the tokens of its own and earlier steps that its mask allows. The full pass gets the
+same limit as an additional mask, which has no effect if the mask is causal.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ MASKS: dict[str, rg.Mask | None] = {
 
 
 def seen_so_far(steps: tuple[int, ...]) -> rg.Mask:
-    """What has come at the end of a token's step: a mask of a whole pass."""
+    """Mask for a full pass: a token attends to all tokens up to the end of its step."""
     ends = torch.tensor([end for end, n in zip(accumulate(steps), steps, strict=True) for _ in range(n)])
     return rg.dense(torch.arange(N) < ends[:, None])
 
@@ -90,8 +90,8 @@ def spans(steps: tuple[int, ...]) -> list[slice]:
     return [slice(end - n, end) for end, n in zip(accumulate(steps), steps, strict=True)]
 
 
-def close(found: Tensor, expected: Tensor) -> None:
-    torch.testing.assert_close(found, expected, rtol=0, atol=1e-11)
+def close(decoded: Tensor, expected: Tensor) -> None:
+    torch.testing.assert_close(decoded, expected, rtol=0, atol=1e-11)
 
 
 def attention(scheme: str, mask: str, **more: object) -> MultiHeadAttention:
@@ -119,26 +119,26 @@ PAIRS = [
 
 @pytest.mark.parametrize(("scheme", "mask"), PAIRS)
 @torch.no_grad()
-def test_a_module_decodes_what_the_whole_pass_computes(scheme: str, mask: str, x: Tensor) -> None:
+def test_a_layer_decodes_the_same_as_a_full_pass(scheme: str, mask: str, x: Tensor) -> None:
     layer = attention(scheme, mask)
     for cache, steps in ((layer.cache(), STEPS[0]), (Cache(2), STEPS[1]), (FixedCache(N), STEPS[2])):
-        found = [layer(x[:, at], cache=cache) for at in spans(steps)]
-        close(torch.cat(found, 1), layer(x, mask=seen_so_far(steps)))
+        decoded = [layer(x[:, at], cache=cache) for at in spans(steps)]
+        close(torch.cat(decoded, 1), layer(x, mask=seen_so_far(steps)))
         assert cache.seen_tokens == N
 
 
 @pytest.mark.parametrize("mask", [mask for mask in MASKS if "window" in mask])
 @torch.no_grad()
-def test_a_module_decodes_the_same_in_steps_of_any_size(mask: str, x: Tensor) -> None:
+def test_a_layer_decodes_the_same_in_steps_of_any_size(mask: str, x: Tensor) -> None:
     layer = attention("rotary", mask)
     for steps in STEPS[1:]:
         cache = layer.cache()
-        found = [layer(x[:, at], cache=cache) for at in spans(steps)]
-        close(torch.cat(found, 1), layer(x, mask=seen_so_far(steps)))
+        decoded = [layer(x[:, at], cache=cache) for at in spans(steps)]
+        close(torch.cat(decoded, 1), layer(x, mask=seen_so_far(steps)))
 
 
 @pytest.mark.parametrize("mask", ["window", "window and where", "window or global", "dilated", "window or dilated"])
-def test_a_window_alone_decides_how_much_is_held(mask: str, x: Tensor) -> None:
+def test_only_a_window_limits_the_cache(mask: str, x: Tensor) -> None:
     layer = attention("none", mask)
     cache = layer.cache()
     assert isinstance(cache, WindowCache) == (mask != "window or global")
@@ -163,22 +163,22 @@ def test_a_window_cache_that_is_too_small_raises(x: Tensor) -> None:
 
 @pytest.mark.parametrize("mask", ["causal", "window"])
 @torch.no_grad()
-def test_masks_of_a_call_count_from_the_first_token_of_all(mask: str, x: Tensor) -> None:
+def test_masks_of_a_call_count_from_the_first_token_of_the_sequence(mask: str, x: Tensor) -> None:
     layer, cache = attention("rotary", mask), Cache()
-    kept = torch.rand(2, N, generator=torch.Generator().manual_seed(1)) > 0.3
-    kept[:, 0] = True
-    expected = layer(x, mask=kept[:, None, None])
+    real = torch.rand(2, N, generator=torch.Generator().manual_seed(1)) > 0.3
+    real[:, 0] = True
+    expected = layer(x, mask=real[:, None, None])
     for cache in (Cache(), layer.cache()):
-        found = [layer(x[:, at], mask=kept[:, None, None, : at.stop], cache=cache) for at in spans(STEPS[1])]
-        close(torch.cat(found, 1), expected)
+        decoded = [layer(x[:, at], mask=real[:, None, None, : at.stop], cache=cache) for at in spans(STEPS[1])]
+        close(torch.cat(decoded, 1), expected)
         documents = torch.tensor([[0] * 4 + [1] * 8, [2] * 7 + [3] * 5])
     expected = layer(x, mask=rg.documents(documents), bias=(bias := table(N)))
     for cache in (Cache(), layer.cache()):
-        found = [
+        decoded = [
             layer(x[:, at], mask=rg.documents(documents[:, : at.stop]), bias=bias[: at.stop], cache=cache)
             for at in spans(STEPS[1])
         ]
-        close(torch.cat(found, 1), expected)
+        close(torch.cat(decoded, 1), expected)
 
 
 @pytest.mark.parametrize(
@@ -194,9 +194,7 @@ def test_masks_of_a_call_count_from_the_first_token_of_all(mask: str, x: Tensor)
 )
 @pytest.mark.parametrize("window", [None, 3])
 @torch.no_grad()
-def test_what_is_made_for_another_number_of_tokens_raises(
-    described: dict, error: str, window: int | None, x: Tensor
-) -> None:
+def test_tensors_for_another_number_of_tokens_raise(described: dict, error: str, window: int | None, x: Tensor) -> None:
     described = {"mask": rg.causal()} | described
     if window is not None:
         described["mask"] = described["mask"] & rg.window(window, 0)
@@ -212,12 +210,12 @@ def test_what_is_made_for_another_number_of_tokens_raises(
 
 
 @torch.no_grad()
-def test_positions_that_are_given_are_used(x: Tensor) -> None:
+def test_explicit_positions_are_used(x: Tensor) -> None:
     layer, at = attention("rotary", "causal"), torch.tensor([[3, 4, 6, 9, 9, 12, 13, 20, 21, 22, 30, 31], [*range(N)]])
     for where in (at, at[:1], at[0]):
         cache, expected = Cache(), layer(x, positions=where)
-        found = [layer(x[:, span], positions=where[..., span], cache=cache) for span in spans(STEPS[1])]
-        close(torch.cat(found, 1), expected)
+        decoded = [layer(x[:, span], positions=where[..., span], cache=cache) for span in spans(STEPS[1])]
+        close(torch.cat(decoded, 1), expected)
     for where in (torch.tensor([5]), torch.arange(N - 1), torch.arange(N).expand(3, N)):
         with pytest.raises(ValueError, match="positions must be"):
             layer(x, positions=where)
@@ -226,7 +224,7 @@ def test_positions_that_are_given_are_used(x: Tensor) -> None:
 
 
 @torch.no_grad()
-def test_a_rotation_by_the_length_of_the_whole_raises_beyond_it(x: Tensor) -> None:
+def test_dynamic_scaling_with_a_cache_raises_beyond_the_original_length(x: Tensor) -> None:
     layer = MultiHeadAttention(H * D, H, rotary=Rotary(scaling=rg.positions.Dynamic(2.0, original=8))).double()
     cache = Cache()
     layer(x[:, :7], cache=cache)
@@ -238,17 +236,17 @@ def test_a_rotation_by_the_length_of_the_whole_raises_beyond_it(x: Tensor) -> No
 @pytest.mark.parametrize("scheme", ["none", "rotary", "alibi", "shaw", "offset 0"])
 @pytest.mark.parametrize("mask", ["causal", "window"])
 @torch.no_grad()
-def test_rows_that_begin_with_filler_are_as_those_that_do_not(scheme: str, mask: str, x: Tensor) -> None:
+def test_left_padded_rows_match_unpadded_ones(scheme: str, mask: str, x: Tensor) -> None:
     layer, filler = attention(scheme, mask), torch.tensor([0, 5])
     for cache in (layer.cache(), Cache()):
-        found = torch.cat(
+        decoded = torch.cat(
             [layer(x[:, at], context=LayerContext(left_padding=filler), cache=cache) for at in spans((7, 1, 1, 3))], 1
         )
-        close(found[:1], layer(x[:1]))
-        close(found[1:, 5:], layer(x[1:, 5:]))
+        close(decoded[:1], layer(x[:1]))
+        close(decoded[1:, 5:], layer(x[1:, 5:]))
 
 
-def test_filler_next_to_what_counts_from_the_first_key_raises(x: Tensor) -> None:
+def test_left_padding_with_absolute_key_positions_raises(x: Tensor) -> None:
     for scheme, mask in (("none", "window or global"), ("none", "bigbird"), ("a score function", "causal")):
         with pytest.raises(ValueError, match="counts positions from the first key, which is padding"):
             attention(scheme, mask)(x, context=LayerContext(left_padding=torch.tensor([0, 5])), cache=Cache())
@@ -256,9 +254,9 @@ def test_filler_next_to_what_counts_from_the_first_key_raises(x: Tensor) -> None
 
 @pytest.mark.parametrize("mask", ["causal", "window", "window and where", "window or global"])
 @torch.no_grad()
-def test_rows_go_on_from_other_rows(mask: str, x: Tensor) -> None:
+def test_reorder_makes_rows_continue_other_rows(mask: str, x: Tensor) -> None:
     layer, rows = attention("rotary", mask), torch.tensor([1, 1, 0])
-    if mask == "window and where":  # it depends on the batch row, which changes
+    if mask == "window and where":  # depends on the batch row, which reorder changes
         layer.attend = layer.attend.replace(mask=rg.window(3, 0) & rg.where(lambda b, h, p, j: (p + 2 * j) % 3 != 0))
     expected = layer(torch.cat((x[rows, :6], x[[0, 0, 1], 6:]), 1))[:, 6:]
     for cache in (layer.cache(), Cache()):
@@ -268,7 +266,7 @@ def test_rows_go_on_from_other_rows(mask: str, x: Tensor) -> None:
 
 
 @torch.no_grad()
-def test_tokens_that_do_not_fit_the_cache_raise(x: Tensor) -> None:
+def test_tokens_of_the_wrong_shape_raise(x: Tensor) -> None:
     layer, cache = attention("none", "causal"), Cache()
     layer(x[:, :3], cache=cache)
     with pytest.raises(ValueError, match="use an empty cache for another batch"):
@@ -295,7 +293,7 @@ CROSS: dict[str, tuple[dict, rg.Mask | None]] = {
 @pytest.mark.parametrize("case", CROSS)
 @pytest.mark.parametrize("d_source", [None, 6])
 @torch.no_grad()
-def test_cross_attention_decodes_what_the_whole_pass_computes(case: str, d_source: int | None, x: Tensor) -> None:
+def test_cross_attention_decodes_the_same_as_a_full_pass(case: str, d_source: int | None, x: Tensor) -> None:
     described, mask = CROSS[case]
     attend = rg.Attention(**{name: part for name, part in described.items() if name != "rotary"})
     layer = MultiHeadAttention(
@@ -304,23 +302,25 @@ def test_cross_attention_decodes_what_the_whole_pass_computes(case: str, d_sourc
     layer, source, shared = layer.double().eval(), table(2, 5, d_source or H * D), LayerContext(mask)
     expected = layer(x, source, mask=mask)
     for steps in STEPS:
-        memory = CrossCache()
-        found = [layer(x[:, at], source if at.start == 0 else None, mask=mask, cache=memory) for at in spans(steps)]
-        close(torch.cat(found, 1), expected)
+        cross_cache = CrossCache()
+        decoded = [
+            layer(x[:, at], source if at.start == 0 else None, mask=mask, cache=cross_cache) for at in spans(steps)
+        ]
+        close(torch.cat(decoded, 1), expected)
     beams = x.repeat_interleave(3, 0) + table(6, N, 1)
     if case in ("a window and lengths",):
         with pytest.raises(ValueError, match="one number for each of the 6 batch rows"):
             layer(beams[:, :1], source, context=shared, cache=CrossCache())
         return
     lengths = rg.padding([5, 5, 5, 3, 3, 3]) if case == "lengths" else mask
-    expected, memory = layer(beams, source.repeat_interleave(3, 0), mask=lengths), CrossCache()
-    found = [layer(beams[:, at], source, context=shared, cache=memory) for at in spans(STEPS[1])]
-    close(torch.cat(found, 1), expected)
+    expected, cross_cache = layer(beams, source.repeat_interleave(3, 0), mask=lengths), CrossCache()
+    decoded = [layer(beams[:, at], source, context=shared, cache=cross_cache) for at in spans(STEPS[1])]
+    close(torch.cat(decoded, 1), expected)
 
 
 @torch.no_grad()
-def test_queries_and_sources_of_other_lengths_are_rotated_by_their_own_positions(x: Tensor) -> None:
-    """Yardstick: projections by hand and a rotation by complex numbers."""
+def test_queries_and_sources_are_rotated_by_their_own_positions(x: Tensor) -> None:
+    """Reference: explicit projections and rotation by complex numbers."""
 
     def rotated(y: Tensor, at: Tensor) -> Tensor:  # (B, H, N, D)
         pairs = torch.complex(y[..., : D // 2], y[..., D // 2 :])
@@ -348,22 +348,22 @@ def test_queries_and_sources_of_other_lengths_are_rotated_by_their_own_positions
 
 
 @torch.no_grad()
-def test_a_memory_raises_for_what_it_does_not_hold(x: Tensor) -> None:
-    layer, source, memory = attention("none", "none"), table(2, 5, H * D), CrossCache()
-    layer(x[:, :1], source, cache=memory)
-    layer(x[:, 1:2], source.clone(), cache=memory)
+def test_a_cross_cache_raises_for_another_source(x: Tensor) -> None:
+    layer, source, cross_cache = attention("none", "none"), table(2, 5, H * D), CrossCache()
+    layer(x[:, :1], source, cache=cross_cache)
+    layer(x[:, 1:2], source.clone(), cache=cross_cache)
     with pytest.raises(ValueError, match="keys and values of a different source"):
-        layer(x[:, 1:2], source + 1, cache=memory)
+        layer(x[:, 1:2], source + 1, cache=cross_cache)
     with pytest.raises(ValueError, match="a multiple of the 2 sources"):
-        layer(x[:1, 1:2], None, cache=memory)
+        layer(x[:1, 1:2], None, cache=cross_cache)
     with pytest.raises(ValueError, match="takes a CrossCache, got a Cache"):
         layer(x[:, :1], source, cache=Cache())
     with pytest.raises(ValueError, match="Pass an explicit offset"):
         attention("none", "window")(x[:, :1], source, cache=CrossCache())
-    memory.reorder(torch.tensor([0, 0, 1, 1]))
-    memory.reorder(torch.tensor([1, 0, 2, 2]))
+    cross_cache.reorder(torch.tensor([0, 0, 1, 1]))
+    cross_cache.reorder(torch.tensor([1, 0, 2, 2]))
     with pytest.raises(ValueError, match="a row of the same source"):
-        memory.reorder(torch.tensor([1, 0, 1, 2]))
+        cross_cache.reorder(torch.tensor([1, 0, 1, 2]))
 
 
 # Stacks
@@ -389,7 +389,7 @@ STACKS = {
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("parts", STACKS)
 @torch.no_grad()
-def test_an_encoder_decodes_what_the_whole_pass_computes(parts: str, bias: bool, repeat: int, x: Tensor) -> None:
+def test_an_encoder_decodes_the_same_as_a_full_pass(parts: str, bias: bool, repeat: int, x: Tensor) -> None:
     relative = rg.nn.RelativeBias(H, buckets=8, bidirectional=False) if bias else None
     stack = Encoder([block(*part) for part in STACKS[parts]], bias=relative, repeat=repeat, norm=nn.LayerNorm(H * D))
     stack = stack.double().eval()
@@ -400,7 +400,7 @@ def test_an_encoder_decodes_what_the_whole_pass_computes(parts: str, bias: bool,
 
 @pytest.mark.parametrize("repeat", [1, 2])
 @torch.no_grad()
-def test_a_decoder_decodes_what_the_whole_pass_computes(repeat: int, x: Tensor) -> None:
+def test_a_decoder_decodes_the_same_as_a_full_pass(repeat: int, x: Tensor) -> None:
     blocks = [block("rotary", "causal", True), block("alibi", "window and where", True)]
     stack, source = Decoder(blocks, repeat=repeat).double().eval(), table(2, 5, H * D)
     lengths = rg.padding([5, 3])
@@ -411,13 +411,13 @@ def test_a_decoder_decodes_what_the_whole_pass_computes(repeat: int, x: Tensor) 
     close(expected, once)
     for steps in STEPS[:2]:
         cache = stack.cache()
-        found = [
+        decoded = [
             stack(x[:, at], source if at.start == 0 else None, source_mask=lengths, cache=cache) for at in spans(steps)
         ]
-        close(torch.cat(found, 1), stack(x, source, mask=seen_so_far(steps), source_mask=lengths))
+        close(torch.cat(decoded, 1), stack(x, source, mask=seen_so_far(steps), source_mask=lengths))
 
 
-def test_checkpointing_and_caches_raise_together(x: Tensor) -> None:
+def test_checkpointing_with_caches_raises(x: Tensor) -> None:
     encoder = Encoder([block("rotary", "causal")], checkpointing=True).double()
     decoder = Decoder([block("rotary", "causal", True)], checkpointing=True).double()
     with pytest.raises(ValueError, match="checkpointing recomputes blocks"):
@@ -429,14 +429,14 @@ def test_checkpointing_and_caches_raise_together(x: Tensor) -> None:
         close(torch.cat([encoder(x[:, at], cache=caches) for at in spans(STEPS[1])], 1), expected.detach())
 
 
-def test_every_run_of_a_layer_has_a_cache(x: Tensor) -> None:
+def test_every_run_of_a_layer_needs_a_cache(x: Tensor) -> None:
     stack = Encoder([block("rotary", "causal"), block("rotary", "window")], repeat=2).double()
     for caches in ([Cache()] * 4, [Cache(), Cache()], stack.cache()[:3]):
         with pytest.raises(ValueError, match="cache must hold 4 distinct caches"):
             stack(x, cache=caches)
 
 
-def test_gradients_through_one_step_with_a_cache_are_those_without(x: Tensor) -> None:
+def test_gradients_through_a_cached_step_match_those_without_cache(x: Tensor) -> None:
     layer = attention("rotary", "causal")
     before, after = x.clone().requires_grad_(), x.clone().requires_grad_()
     layer(before).square().sum().backward()
@@ -448,11 +448,11 @@ def test_gradients_through_one_step_with_a_cache_are_those_without(x: Tensor) ->
 
 @pytest.mark.parametrize("parts", ["rotary", "sparse"])
 @torch.no_grad()
-def test_a_compiled_stack_decodes_what_the_whole_pass_computes(parts: str, x: Tensor) -> None:
+def test_a_compiled_stack_decodes_the_same_as_a_full_pass(parts: str, x: Tensor) -> None:
     stack = Encoder([block(*part) for part in STACKS[parts]]).double().eval()
     compiled, caches = torch.compile(stack, backend="eager"), stack.cache()
-    found = [compiled(x[:, at], cache=caches) for at in spans((6, 1, 1, 4))]
-    close(torch.cat(found, 1), stack(x))
+    decoded = [compiled(x[:, at], cache=caches) for at in spans((6, 1, 1, 4))]
+    close(torch.cat(decoded, 1), stack(x))
 
 
 # Models
@@ -476,7 +476,7 @@ LANGUAGE = {
 
 @pytest.mark.parametrize("kind", LANGUAGE)
 @torch.no_grad()
-def test_a_language_model_decodes_what_the_whole_pass_computes(kind: str) -> None:
+def test_a_language_model_decodes_the_same_as_a_full_pass(kind: str) -> None:
     torch.manual_seed(0)
     model = LanguageModel(LanguageConfig(**SIZE, **LANGUAGE[kind])).double().eval()
     ids = torch.randint(20, (2, N))
@@ -489,20 +489,20 @@ def test_a_language_model_decodes_what_the_whole_pass_computes(kind: str) -> Non
     state, first = model.start_generation(prompts)
     state.step(first)
     for at in (slice(0, 1), slice(1, 4), slice(4, 5)):
-        found = state.step(ids[:, 7:][:, at])
+        decoded = state.step(ids[:, 7:][:, at])
         for row, prompt in enumerate(prompts):
-            close(found[row], model(torch.cat((prompt, ids[row, 7 : 7 + at.stop]))[None])[0, -1])
+            close(decoded[row], model(torch.cat((prompt, ids[row, 7 : 7 + at.stop]))[None])[0, -1])
     state.reorder(torch.tensor([1, 0, 0]))
-    found = state.step(ids[[1, 0, 0], :1])
+    decoded = state.step(ids[[1, 0, 0], :1])
     for row, source in enumerate((1, 0, 0)):
-        whole = torch.cat((prompts[source], ids[source, 7:12], ids[source, :1]))
-        close(found[row], model(whole[None])[0, -1])
+        full = torch.cat((prompts[source], ids[source, 7:12], ids[source, :1]))
+        close(decoded[row], model(full[None])[0, -1])
 
 
 @pytest.mark.parametrize("position", ["sinusoidal", "halves", "learned", "relative"])
 @pytest.mark.parametrize("lengths", [(5, 5), (5, 3)])
 @torch.no_grad()
-def test_a_transformer_decodes_what_the_whole_pass_computes(position: str, lengths: tuple[int, int]) -> None:
+def test_a_transformer_decodes_the_same_as_a_full_pass(position: str, lengths: tuple[int, int]) -> None:
     torch.manual_seed(0)
     model = Transformer(TransformerConfig(**SIZE, position=position)).double().eval()
     source, target, mask = (
@@ -530,7 +530,7 @@ def test_a_transformer_decodes_what_the_whole_pass_computes(position: str, lengt
 
 
 @torch.no_grad()
-def test_whisper_decodes_what_the_whole_pass_computes() -> None:
+def test_whisper_decodes_the_same_as_a_full_pass() -> None:
     torch.manual_seed(0)
     model = Whisper(WhisperConfig(**SIZE, frames=8, features=6)).double().eval()
     sound, target = table(2, 9, 6), torch.randint(20, (2, N))

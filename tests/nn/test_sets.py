@@ -1,4 +1,4 @@
-"""Blocks for sets and graphs: against their definitions in float64, packed and padded, in any order."""
+"""Set and graph layers, compared with their definitions in float64, packed and padded."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def block(width: int = 12) -> CrossBlock:
 
 
 def plain(block: CrossBlock, x: Tensor, source: Tensor) -> Tensor:
-    """The same by torch alone: one x (Q, width), one source (K, width)."""
+    """Reference in plain torch for one x (Q, d_model) and one source (K, d_model)."""
     attention = block.cross
     assert isinstance(attention, MultiHeadAttention)
     wq, wk, wv = attention.qkv.weight.chunk(3)
@@ -39,25 +39,25 @@ def plain(block: CrossBlock, x: Tensor, source: Tensor) -> Tensor:
     return block.feedforward_residual.norm(x + block.feedforward(x))
 
 
-def test_induced_points_gather_a_set_and_spread_over_it() -> None:
+def test_induced_block_matches_its_definition() -> None:
     torch.manual_seed(0)
     layer, sets = InducedBlock(12, 4, block(), block()).double(), [torch.randn(n, 12).double() for n in (5, 1, 9)]
-    found = rg.unpack(layer(rg.pack(sets)))
-    for one, came in zip(sets, found, strict=True):
+    pooled = rg.unpack(layer(rg.pack(sets)))
+    for one, actual in zip(sets, pooled, strict=True):
         expected = plain(layer.spread, one, plain(layer.gather.block, layer.gather.seeds, one))
-        torch.testing.assert_close(came, expected, rtol=0, atol=1e-12)
+        torch.testing.assert_close(actual, expected, rtol=0, atol=1e-12)
 
 
-def test_seeds_pool_a_set_to_as_many_vectors() -> None:
+def test_seed_pooling_matches_its_definition() -> None:
     torch.manual_seed(0)
     pooling, sets = SeedPooling(12, 3, block()).double(), [torch.randn(n, 12).double() for n in (5, 1, 9)]
-    found = pooling(rg.pack(sets))
-    assert found.shape == (3, 3, 12)
-    for one, came in zip(sets, found, strict=True):
-        torch.testing.assert_close(came, plain(pooling.block, pooling.seeds, one), rtol=0, atol=1e-12)
+    pooled = pooling(rg.pack(sets))
+    assert pooled.shape == (3, 3, 12)
+    for one, actual in zip(sets, pooled, strict=True):
+        torch.testing.assert_close(actual, plain(pooling.block, pooling.seeds, one), rtol=0, atol=1e-12)
 
 
-def test_padded_sets_are_the_packed_ones() -> None:
+def test_padded_and_packed_sets_agree() -> None:
     torch.manual_seed(0)
     layer, pooling = InducedBlock(12, 4, block(), block()).double(), SeedPooling(12, 2, block()).double()
     sets = [torch.randn(n, 12).double() for n in (5, 1, 9)]
@@ -76,14 +76,14 @@ def test_the_last_real_token_is_pooled() -> None:
     torch.testing.assert_close(Last()(rg.pack([x[0, :2], x[1]])), torch.stack((x[0, 1], x[1, 3])))
 
 
-def test_attention_over_a_graph_is_additive_over_the_neighbours_of_each_node() -> None:
+def test_graph_attention_matches_its_definition() -> None:
     torch.manual_seed(0)
     layer, x = GraphAttention(12, heads=3).double(), torch.randn(1, 6, 12).double()
-    near = torch.tensor([[0, 0, 1, 2, 2, 2, 4, 5], [0, 3, 2, 2, 4, 5, 0, 5]])  # 3 has no neighbours at all
+    near = torch.tensor([[0, 0, 1, 2, 2, 2, 4, 5], [0, 3, 2, 2, 4, 5, 0, 5]])  # node 3 has no neighbours
     q, k, v = layer.qkv(x[0]).unflatten(-1, (3, 3, 4)).permute(1, 2, 0, 3)  # (heads, N, 4)
     scores = torch.einsum("hd,hijd->hij", layer.weight, (q[:, :, None] + k[:, None]).tanh())
-    seen = torch.zeros(6, 6).bool()
-    seen[near[0], near[1]] = True
-    weights = scores.masked_fill(~seen, -torch.inf).softmax(-1).nan_to_num(0.0)
+    neighbours = torch.zeros(6, 6).bool()
+    neighbours[near[0], near[1]] = True
+    weights = scores.masked_fill(~neighbours, -torch.inf).softmax(-1).nan_to_num(0.0)
     expected = layer.output((weights @ v).transpose(0, 1).flatten(1))
     torch.testing.assert_close(layer(x, mask=rg.edges(near))[0], expected, rtol=0, atol=1e-12)

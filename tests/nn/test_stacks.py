@@ -24,24 +24,24 @@ from regard.nn import (
 )
 
 
-def stack(around, layers: int = 2, width: int = 16, feedforward=FeedForward, **given) -> Encoder:
+def stack(residual, layers: int = 2, width: int = 16, feedforward=FeedForward, **options) -> Encoder:
     return Encoder(
         [
-            Block(MultiHeadAttention(width, heads=4), feedforward(width, 4 * width), residual=lambda: around(width))
+            Block(MultiHeadAttention(width, heads=4), feedforward(width, 4 * width), residual=lambda: residual(width))
             for _ in range(layers)
         ],
-        **given,
+        **options,
     )
 
 
-@pytest.mark.parametrize("around", [PreNorm, PostNorm, SandwichNorm])
+@pytest.mark.parametrize("residual", [PreNorm, PostNorm, SandwichNorm])
 @pytest.mark.parametrize("feedforward", [FeedForward, GatedFeedForward])
-def test_activations_keep_their_variance_over_24_layers(around, feedforward) -> None:
+def test_activations_keep_their_variance_over_24_layers(residual, feedforward) -> None:
     torch.manual_seed(0)
-    encoder, x = stack(around, 24, 64, feedforward), torch.randn(4, 32, 64)
+    encoder, x = stack(residual, 24, 64, feedforward), torch.randn(4, 32, 64)
     variances = []
     for layer in encoder.layers:
-        layer.register_forward_hook(lambda module, given, out: variances.append(float(out.var())))
+        layer.register_forward_hook(lambda module, inputs, out: variances.append(float(out.var())))
     with torch.no_grad():
         encoder(x)
     assert len(variances) == 24
@@ -49,7 +49,7 @@ def test_activations_keep_their_variance_over_24_layers(around, feedforward) -> 
     assert max(variances) < 3
 
 
-def test_the_arrangements_are_what_they_say() -> None:
+def test_residual_arrangements_match_their_definitions() -> None:
     torch.manual_seed(0)
     x, double = torch.randn(3, 8), lambda y: 2 * y + 1
     norm = lambda y: F.layer_norm(y, (8,))  # noqa: E731
@@ -58,14 +58,14 @@ def test_the_arrangements_are_what_they_say() -> None:
     torch.testing.assert_close(SandwichNorm(8)(x, double), x + norm(double(norm(x))))
 
 
-def test_the_unit_norm_multiplies_by_one_and_its_weight() -> None:
+def test_unit_rms_norm_multiplies_by_one_plus_weight() -> None:
     norm, x = UnitRMSNorm(8), torch.randn(3, 8)
     nn.init.normal_(norm.weight)
     expected = x * (x.square().mean(-1, keepdim=True) + 1e-6).rsqrt() * (1 + norm.weight)
     torch.testing.assert_close(norm(x), expected)
 
 
-def test_checkpointing_changes_no_gradient() -> None:
+def test_checkpointing_does_not_change_gradients() -> None:
     torch.manual_seed(0)
     encoder, x = stack(PreNorm, bias=RelativeBias(4)), torch.randn(2, 6, 16)
     plain = torch.autograd.grad(encoder(x, mask=rg.padding([6, 4])).square().sum(), list(encoder.parameters()))
@@ -81,7 +81,7 @@ def test_a_repeated_layer_runs_again_with_the_same_weights() -> None:
     torch.testing.assert_close(encoder(x), layer(layer(layer(x))))
 
 
-def test_one_relative_bias_serves_all_layers_and_learns() -> None:
+def test_one_relative_bias_is_shared_by_all_layers_and_trained() -> None:
     encoder, x = stack(PreNorm, bias=RelativeBias(4)), torch.randn(2, 6, 16)
     without = stack(PreNorm)
     without.load_state_dict({k: v for k, v in encoder.state_dict().items() if not k.startswith("bias")})
@@ -92,7 +92,7 @@ def test_one_relative_bias_serves_all_layers_and_learns() -> None:
     assert bool(table.grad.any())
 
 
-def test_a_cached_decoder_gives_what_an_uncached_one_gives() -> None:
+def test_a_cached_decoder_matches_an_uncached_one() -> None:
     torch.manual_seed(0)
     blocks = [
         Block(
@@ -107,12 +107,12 @@ def test_a_cached_decoder_gives_what_an_uncached_one_gives() -> None:
     x, source, mask = torch.randn(2, 7, 16), torch.randn(2, 5, 16), rg.padding([5, 3])
     with torch.no_grad():
         expected, cache = decoder(x, source, source_mask=mask), decoder.cache()
-        found = [decoder(x[:, :3], source, source_mask=mask, cache=cache)]
-        found += [decoder(x[:, n : n + 1], source_mask=mask, cache=cache) for n in range(3, 7)]
-    torch.testing.assert_close(torch.cat(found, 1), expected, rtol=0, atol=1e-5)
+        decoded = [decoder(x[:, :3], source, source_mask=mask, cache=cache)]
+        decoded += [decoder(x[:, n : n + 1], source_mask=mask, cache=cache) for n in range(3, 7)]
+    torch.testing.assert_close(torch.cat(decoded, 1), expected, rtol=0, atol=1e-5)
 
 
-def test_a_norm_of_one_plus_weights_keeps_small_weights_in_bfloat16() -> None:
+def test_unit_rms_norm_keeps_small_weights_in_bfloat16() -> None:
     torch.manual_seed(0)
     x, weight = torch.randn(50, 64).bfloat16(), (0.003 * torch.randn(64)).bfloat16()
     norm = rg.nn.UnitRMSNorm(64).bfloat16()

@@ -62,7 +62,8 @@ class VisionTransformer(nn.Module):
 
     Height and width are at least one patch; incomplete patches at the right and bottom are dropped. For sizes other
     than `config.image` the position table is interpolated (bicubic). mask (B, patches): True for patches to attend
-    to, in row-major order. The patch embedding starts from N(0, 1 / fan_in), class token and positions from N(0, 0.02^2).
+    to, in row-major order. The patch embedding starts from N(0, 1 / fan_in), class token and positions from
+    N(0, 0.02^2).
 
     >>> import torch
     >>> from regard.models.vision import VisionConfig, VisionTransformer
