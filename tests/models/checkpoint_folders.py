@@ -1,4 +1,4 @@
-"""Small checkpoints, and ways to spoil them."""
+"""Small checkpoints, and functions to modify their files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Configurations as well-known checkpoints say them, of several releases."""
+"""Configurations of well-known checkpoints, from several releases."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import regard as rg
 from regard.models import ResNetConfig
 from regard.models.checkpoints.families import FAMILIES, family_of
 
-KNOWN: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # what config.json says, and what of ours is expected
+KNOWN: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # content of config.json, and expected values of ours
     "gpt2": (
         {"model_type": "gpt2", "activation_function": "gelu_new", "attn_pdrop": 0.1, "embd_pdrop": 0.1, "n_ctx": 1024,
          "layer_norm_epsilon": 1e-05, "n_embd": 768, "n_head": 12, "n_layer": 12, "n_positions": 1024,
@@ -110,7 +110,7 @@ KNOWN: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # what config.json 
 
 
 @pytest.mark.parametrize("name", KNOWN)
-def test_a_well_known_configuration_is_read_as_it_was_meant(name: str) -> None:
+def test_well_known_configurations_are_read_correctly(name: str) -> None:
     said, expected = KNOWN[name]
     family = family_of(said["model_type"])
     assert family is not None
@@ -119,7 +119,7 @@ def test_a_well_known_configuration_is_read_as_it_was_meant(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", KNOWN)
-def test_a_well_known_configuration_can_be_said_again(name: str) -> None:
+def test_well_known_configurations_survive_a_round_trip(name: str) -> None:
     said, _ = KNOWN[name]
     family = family_of(said["model_type"])
     assert family is not None
@@ -130,7 +130,7 @@ def test_a_well_known_configuration_can_be_said_again(name: str) -> None:
             architecture.model(config)
 
 
-def test_every_family_has_its_own_name_and_its_architectures_theirs() -> None:
+def test_names_of_families_and_architectures_are_unique() -> None:
     assert len({family.model_type for family in FAMILIES}) == len(FAMILIES)
     names = [name for family in FAMILIES for name in family.architectures]
     assert len(set(names)) == len(names)

@@ -1,4 +1,4 @@
-"""Checkpoints whose files were changed: each loads, or is one clear error, in little time and memory."""
+"""Damaged checkpoints: each loads or raises one clear error, with little time and memory."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ FAMILIES = (
 )  # fmt: skip
 
 
-def test_every_change_to_a_checkpoint_loads_or_is_one_error(tmp_path: Path) -> None:
-    folders = [t.stored(name, tmp_path / name) for name in FAMILIES]
+def test_a_damaged_checkpoint_loads_or_raises_one_error(tmp_path: Path) -> None:
+    folders = [t.save_their_model(name, tmp_path / name) for name in FAMILIES]
     assert damaged_files.run("checkpoint", folders, every=25) == []
 
 
-def test_every_change_to_a_sentence_embedder_loads_or_is_one_error(tmp_path: Path) -> None:
+def test_a_damaged_sentence_embedder_loads_or_raises_one_error(tmp_path: Path) -> None:
     config = TextConfig(
         vocabulary=300, d_model=16, layers=1, heads=2, d_hidden=32, positions=40, pooling="mean", unit=True
     )
@@ -35,7 +35,7 @@ def test_every_change_to_a_sentence_embedder_loads_or_is_one_error(tmp_path: Pat
     assert damaged_files.run("sentences", [tmp_path / "sentences"], every=25) == []
 
 
-def test_every_change_to_letters_of_speech_is_read_or_is_one_error(tmp_path: Path) -> None:
+def test_a_damaged_ctc_vocabulary_is_read_or_raises_one_error(tmp_path: Path) -> None:
     folder = tmp_path / "letters"
     folder.mkdir()
     held = {

@@ -1,4 +1,4 @@
-"""Folders that are wrong or hostile: what is read of them, and what is said of the rest."""
+"""Invalid and hostile folders raise clear errors."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from tests.models.checkpoint_folders import edit, small
 
 
 @pytest.mark.parametrize("file", ["pytorch_model.bin", "model.pt", "tf_model.h5"])
-def test_weights_that_can_run_code_are_refused_with_advice(file: str, tmp_path: Path) -> None:
+def test_pickled_weights_raise_with_advice(file: str, tmp_path: Path) -> None:
     rg.save(small(), tmp_path)
     (tmp_path / "model.safetensors").rename(tmp_path / file)
     with pytest.raises(FileNotFoundError, match=rf"{file} only, which is not read.*convert"):
         rg.load(tmp_path)
 
 
-def test_a_folder_without_weights_or_configuration_says_so(tmp_path: Path) -> None:
+def test_a_folder_without_weights_or_configuration_raises(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match=r"has no config\.json"):
         rg.load(tmp_path)
     (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
@@ -36,7 +36,7 @@ def test_a_folder_without_weights_or_configuration_says_so(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     "file", ["../x.safetensors", "/etc/passwd", "a/../../x", "..\\x", "C:\\x", "\\x", "", "a\0b", 3]
 )
-def test_an_index_that_leads_out_of_the_folder_is_refused(file: Any, tmp_path: Path) -> None:
+def test_an_index_that_points_outside_of_the_folder_raises(file: Any, tmp_path: Path) -> None:
     rg.save(small(), tmp_path / "a", max_shard_size=2000)
     path = tmp_path / "a" / "model.safetensors.index.json"
     index = json.loads(path.read_text())
@@ -48,7 +48,7 @@ def test_an_index_that_leads_out_of_the_folder_is_refused(file: Any, tmp_path: P
 
 
 @pytest.mark.parametrize("text", ["[]", "{", '{"a": 1, "a": 2}', "\xff\xfe", "[" * 100_000])
-def test_a_configuration_that_is_no_json_object_is_refused_by_name(text: str, tmp_path: Path) -> None:
+def test_a_configuration_that_is_not_a_json_object_raises(text: str, tmp_path: Path) -> None:
     rg.save(small(), tmp_path)
     (tmp_path / "config.json").write_bytes(text.encode("latin-1"))
     with pytest.raises(ValueError, match=r"config\.json") as error:
@@ -57,7 +57,7 @@ def test_a_configuration_that_is_no_json_object_is_refused_by_name(text: str, tm
 
 
 @pytest.mark.parametrize("share", [0.0, 0.001, 0.02, 0.5, 0.999])
-def test_a_truncated_file_gives_one_line_with_its_name(share: float, tmp_path: Path) -> None:
+def test_a_truncated_file_raises_one_line_with_its_name(share: float, tmp_path: Path) -> None:
     rg.save(small(), tmp_path)
     path = tmp_path / "model.safetensors"
     path.write_bytes(path.read_bytes()[: int(path.stat().st_size * share)])
@@ -66,7 +66,7 @@ def test_a_truncated_file_gives_one_line_with_its_name(share: float, tmp_path: P
     assert "\n" not in str(error.value)
 
 
-def test_bytes_that_were_changed_in_a_header_never_end_in_another_error(tmp_path: Path) -> None:
+def test_a_modified_header_raises_value_error_only(tmp_path: Path) -> None:
     rg.save(small(), tmp_path)
     path = tmp_path / "model.safetensors"
     whole = path.read_bytes()
@@ -80,7 +80,7 @@ def test_bytes_that_were_changed_in_a_header_never_end_in_another_error(tmp_path
             rg.load(tmp_path)
 
 
-def test_a_tensor_that_a_header_names_twice_is_refused(tmp_path: Path) -> None:
+def test_duplicate_tensor_names_in_a_header_raise(tmp_path: Path) -> None:
     rg.save(small(), tmp_path)
     path = tmp_path / "model.safetensors"
     whole = path.read_bytes()
@@ -93,7 +93,7 @@ def test_a_tensor_that_a_header_names_twice_is_refused(tmp_path: Path) -> None:
         rg.load(tmp_path)
 
 
-def test_shards_that_disagree_with_their_index_are_refused(tmp_path: Path) -> None:
+def test_shards_that_disagree_with_their_index_raise(tmp_path: Path) -> None:
     rg.save(small(), tmp_path, max_shard_size=2000)
     path = tmp_path / "model.safetensors.index.json"
     index = json.loads(path.read_text())
@@ -104,7 +104,7 @@ def test_shards_that_disagree_with_their_index_are_refused(tmp_path: Path) -> No
         rg.load(tmp_path)
     path.write_text(json.dumps(index))
     held = load_file(tmp_path / last)
-    save_file(held | {moved: torch.zeros(1)}, tmp_path / last)  # the same tensor in two files
+    save_file(held | {moved: torch.zeros(1)}, tmp_path / last)  # one tensor in two files
     with pytest.raises(ValueError, match=rf"disagree: {moved}"):
         rg.load(tmp_path)
     (tmp_path / last).unlink()
@@ -112,7 +112,7 @@ def test_shards_that_disagree_with_their_index_are_refused(tmp_path: Path) -> No
         rg.load(tmp_path)
 
 
-def test_a_configuration_of_absurd_size_is_refused_at_once(tmp_path: Path) -> None:
+def test_a_configuration_of_excessive_size_raises_early(tmp_path: Path) -> None:
     rg.save(small(), tmp_path)
     started = time.perf_counter()
     for changes in ({"n_layer": 10**9}, {"n_layer": 2, "vocab_size": 10**12}, {"vocab_size": -1}, {"n_embd": "wide"}):
@@ -123,7 +123,7 @@ def test_a_configuration_of_absurd_size_is_refused_at_once(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("name", ["auto_map", "quantization_config"])
-def test_models_with_code_or_numbers_of_their_own_are_refused(name: str, tmp_path: Path) -> None:
+def test_custom_code_and_quantization_raise(name: str, tmp_path: Path) -> None:
     rg.save(small(), tmp_path)
     edit(tmp_path, **{name: {"AutoModel": "modeling.Mine"}})
     with pytest.raises(ValueError, match=name):

@@ -1,4 +1,4 @@
-"""Names instead of folders, and libraries that are not there."""
+"""Hub names instead of folders, and missing libraries."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import regard as rg
 from tests.models.checkpoint_folders import same, small
 
 
-def test_a_name_goes_through_the_hub_and_asks_for_nothing_unsafe(
+def test_a_name_is_downloaded_from_the_hub_without_unsafe_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import huggingface_hub
@@ -20,36 +20,36 @@ def test_a_name_goes_through_the_hub_and_asks_for_nothing_unsafe(
     rg.save(small(), tmp_path)
     asked: dict[str, Any] = {}
 
-    def fetched(name: str, **kwargs: Any) -> str:
+    def download(name: str, **kwargs: Any) -> str:
         asked.update(kwargs, name=name)
         return str(tmp_path)
 
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", fetched)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
     same(rg.load("someone/small", revision="v2", local_files_only=True), small())
     assert (asked["name"], asked["revision"], asked["local_files_only"]) == ("someone/small", "v2", True)
     assert all(pattern.endswith((".json", ".txt", ".safetensors")) for pattern in asked["allow_patterns"])
 
 
-def test_a_name_that_was_never_fetched_says_so_when_offline(tmp_path: Path) -> None:
+def test_an_uncached_name_raises_when_offline(tmp_path: Path) -> None:
     with pytest.raises(
         FileNotFoundError, match=r"someone/nothing is not a folder and was not found in the local cache"
     ):
         rg.load("someone/nothing", local_files_only=True)
 
 
-def test_without_the_library_a_name_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_name_without_huggingface_hub_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     with pytest.raises(ImportError, match=r"regard\[hub\]"):
         rg.load("someone/small")
 
 
 @pytest.mark.parametrize("name", ["./nowhere", "/no/where", "a/b/c", "../x/y", "a b"])
-def test_a_path_that_is_no_folder_is_not_looked_for_on_the_hub(name: str) -> None:
+def test_a_missing_path_is_not_searched_on_the_hub(name: str) -> None:
     with pytest.raises(FileNotFoundError, match="is not a folder; pass a folder"):
         rg.load(name)
 
 
-def test_without_safetensors_the_error_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_safetensors_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rg.save(small(), tmp_path)
     monkeypatch.setitem(sys.modules, "safetensors", None)
     with pytest.raises(ImportError, match=r"regard\[checkpoints\]"):

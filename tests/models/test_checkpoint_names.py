@@ -1,4 +1,4 @@
-"""Tensors and values of a checkpoint: missing, unknown, of other shapes; and those of older releases."""
+"""Tensors and values of checkpoints: missing, unknown, of wrong shapes, and of older releases."""
 
 from __future__ import annotations
 
@@ -19,28 +19,29 @@ from tests.models.checkpoint_folders import edit, rewrite, same, small
 def test_missing_and_unknown_tensors_are_listed(tmp_path: Path) -> None:
     rg.save(small(), tmp_path)
     rewrite(
-        tmp_path, lambda held: {("odd" if name == "transformer.ln_f.bias" else name): x for name, x in held.items()}
+        tmp_path,
+        lambda tensors: {("odd" if name == "transformer.ln_f.bias" else name): x for name, x in tensors.items()},
     )
     with pytest.raises(ValueError, match=r"lacks transformer\.ln_f\.bias and has odd, which the model does not know"):
         rg.load(tmp_path)
 
 
-def test_other_shapes_are_listed_with_both(tmp_path: Path) -> None:
+def test_wrong_shapes_are_listed_with_the_expected_ones(tmp_path: Path) -> None:
     rg.save(small(), tmp_path)
     edit(tmp_path, n_positions=30)
     with pytest.raises(ValueError, match=r"transformer\.wpe\.weight is \(20, 16\), not \(30, 16\)"):
         rg.load(tmp_path)
 
 
-def test_a_tied_tensor_may_come_twice_and_under_either_name_but_not_with_two_values(tmp_path: Path) -> None:
+def test_a_tied_tensor_may_be_stored_under_both_names_if_equal(tmp_path: Path) -> None:
     model = small()
     rg.save(model, tmp_path)
     table = "transformer.wte.weight"
-    rewrite(tmp_path, lambda held: held | {"lm_head.weight": held[table].clone()})
+    rewrite(tmp_path, lambda tensors: tensors | {"lm_head.weight": tensors[table].clone()})
     same(rg.load(tmp_path), model)
-    rewrite(tmp_path, lambda held: {name: tensor for name, tensor in held.items() if name != table})
+    rewrite(tmp_path, lambda tensors: {name: tensor for name, tensor in tensors.items() if name != table})
     same(rg.load(tmp_path), model)
-    rewrite(tmp_path, lambda held: held | {table: held["lm_head.weight"] + 1})
+    rewrite(tmp_path, lambda tensors: tensors | {table: tensors["lm_head.weight"] + 1})
     with pytest.raises(ValueError, match=r"lm_head\.weight and transformer\.wte\.weight must be equal"):
         rg.load(tmp_path)
 
@@ -79,50 +80,50 @@ def test_a_tied_tensor_may_come_twice_and_under_either_name_but_not_with_two_val
         ("detr", {"use_timm_backbone": True, "backbone": "convnext"}, "backbone"),
     ],
 )
-def test_a_value_that_our_models_cannot_follow_is_an_error(
-    name: str, changes: dict[str, Any], message: str, tmp_path: Path
-) -> None:
-    t.stored(name, tmp_path)
+def test_unsupported_values_raise(name: str, changes: dict[str, Any], message: str, tmp_path: Path) -> None:
+    t.save_their_model(name, tmp_path)
     edit(tmp_path, **changes)
     (tmp_path / "generation_config.json").unlink(missing_ok=True)
     with pytest.raises(ValueError, match=message):
         rg.load(tmp_path)
 
 
-def test_bert_with_the_first_release_s_names_loads(tmp_path: Path) -> None:
-    t.stored("bert-mlm", tmp_path)
+def test_bert_with_the_names_of_the_first_release_loads(tmp_path: Path) -> None:
+    t.save_their_model("bert-mlm", tmp_path)
     expected = rg.load(tmp_path)
 
-    def older(held: dict[str, Tensor]) -> dict[str, Tensor]:
+    def to_older_names(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         old = {name.replace("LayerNorm.weight", "LayerNorm.gamma").replace("LayerNorm.bias", "LayerNorm.beta"): tensor
-               for name, tensor in held.items()}  # fmt: skip
+               for name, tensor in tensors.items()}  # fmt: skip
         extra = {"bert.embeddings.position_ids": torch.arange(40)[None], "cls.seq_relationship.bias": torch.zeros(2)}
-        return old | extra | {"cls.predictions.decoder.bias": held["cls.predictions.bias"].clone()}
+        return old | extra | {"cls.predictions.decoder.bias": tensors["cls.predictions.bias"].clone()}
 
-    rewrite(tmp_path, older)
+    rewrite(tmp_path, to_older_names)
     same(rg.load(tmp_path), expected)
 
 
 @pytest.mark.parametrize(("name", "prefix"), [("gpt2", "transformer."), ("bert", "bert.")])
-def test_a_base_model_s_names_may_have_their_prefix_or_not(name: str, prefix: str, tmp_path: Path) -> None:
-    t.stored(name, tmp_path)
+def test_the_prefix_of_base_model_names_is_optional(name: str, prefix: str, tmp_path: Path) -> None:
+    t.save_their_model(name, tmp_path)
     expected = rg.load(tmp_path)
 
-    def turned(held: dict[str, Tensor]) -> dict[str, Tensor]:
-        held = {key.removeprefix(prefix) if key.startswith(prefix) else prefix + key: x for key, x in held.items()}
-        return held | ({"h.0.attn.bias": torch.ones(1, 1, 40, 40).tril()} if name == "gpt2" else {})
+    def toggle_prefix(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        tensors = {
+            key.removeprefix(prefix) if key.startswith(prefix) else prefix + key: x for key, x in tensors.items()
+        }
+        return tensors | ({"h.0.attn.bias": torch.ones(1, 1, 40, 40).tril()} if name == "gpt2" else {})
 
-    rewrite(tmp_path, turned)
+    rewrite(tmp_path, toggle_prefix)
     same(rg.load(tmp_path), expected)
 
 
 def test_detr_with_the_names_of_timm_loads(tmp_path: Path) -> None:
-    t.stored("detr", tmp_path)
+    t.save_their_model("detr", tmp_path)
     expected = rg.load(tmp_path)
 
-    def timm(held: dict[str, Tensor]) -> dict[str, Tensor]:
+    def to_timm_names(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         named = {}
-        for name, tensor in held.items():
+        for name, tensor in tensors.items():
             name = name.replace("embedder.embedder.convolution", "conv1").replace(
                 "embedder.embedder.normalization", "bn1"
             )
@@ -137,13 +138,13 @@ def test_detr_with_the_names_of_timm_loads(tmp_path: Path) -> None:
             named[name] = tensor
         return named
 
-    rewrite(tmp_path, timm)
+    rewrite(tmp_path, to_timm_names)
     assert "model.backbone.conv_encoder.model.layer1.0.bn2.weight" in load_file(tmp_path / "model.safetensors")
     same(rg.load(tmp_path), expected)
 
 
-def test_rotary_positions_are_read_under_the_older_names(tmp_path: Path) -> None:
-    t.stored("llama-yarn", tmp_path)
+def test_rotary_settings_are_read_under_older_names(tmp_path: Path) -> None:
+    t.save_their_model("llama-yarn", tmp_path)
     expected = rg.load(tmp_path)
     said = json.loads((tmp_path / "config.json").read_text())
     scaling = said.pop("rope_parameters")
@@ -153,22 +154,22 @@ def test_rotary_positions_are_read_under_the_older_names(tmp_path: Path) -> None
     assert rg.load(tmp_path).config == expected.config
 
 
-def test_position_tables_that_the_model_would_not_compute_are_refused(tmp_path: Path) -> None:
-    other = t.made("marian")
+def test_stored_position_tables_that_differ_raise(tmp_path: Path) -> None:
+    other = t.their_model("marian")
     sides = [f"model.{side}.embed_positions.weight" for side in ("encoder", "decoder")]
     tables = {name: other.state_dict()[name].clone() for name in sides}
     other.save_pretrained(tmp_path)
     model = rg.load(tmp_path)
-    rewrite(tmp_path, lambda held: held | tables)
+    rewrite(tmp_path, lambda tensors: tensors | tables)
     same(rg.load(tmp_path), model)
-    rewrite(tmp_path, lambda held: held | {sides[1]: tables[sides[1]] + 0.1})
+    rewrite(tmp_path, lambda tensors: tensors | {sides[1]: tables[sides[1]] + 0.1})
     with pytest.raises(ValueError, match=r"model\.decoder\.embed_positions\.weight is not.*up to 0\.1"):
         rg.load(tmp_path)
 
 
 @pytest.mark.parametrize("name", ["vit", "detr"])
-def test_the_names_that_transformers_has_in_memory_are_read(name: str, tmp_path: Path) -> None:
-    t.made(name).save_pretrained(tmp_path)
+def test_state_dict_names_of_transformers_are_read(name: str, tmp_path: Path) -> None:
+    t.their_model(name).save_pretrained(tmp_path)
     model = rg.load(tmp_path)
-    rewrite(tmp_path, lambda held: {key: x.contiguous() for key, x in t.made(name).state_dict().items()})
+    rewrite(tmp_path, lambda tensors: {key: x.contiguous() for key, x in t.their_model(name).state_dict().items()})
     same(rg.load(tmp_path), model)

@@ -1,4 +1,4 @@
-"""Models that no other library has, and those that another can say."""
+"""regard's own format, and the choice between it and the formats of other libraries."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ OWN: list[tuple[nn.Module, str]] = [
 
 
 @pytest.mark.parametrize(("model", "name"), OWN, ids=[f"{name}{n}" for n, (_, name) in enumerate(OWN)])
-def test_a_model_that_no_other_library_has_comes_back_as_it_was(model: Any, name: str, tmp_path: Path) -> None:
+def test_own_format_round_trip(model: Any, name: str, tmp_path: Path) -> None:
     rg.save(model, tmp_path)
     said = json.loads((tmp_path / "config.json").read_text())
     assert (said["model_type"], said["architectures"]) == ("regard", [name])
@@ -58,7 +58,7 @@ def test_a_model_that_no_other_library_has_comes_back_as_it_was(model: Any, name
     [{"architectures": ["Linear"]}, {"architectures": ["load"]}, {"architectures": []}, {"config": 3},
      {"config": {"is": "Popen", "args": "x"}}, {"config": {"is": "LanguageConfig", "odd": 1}}],
 )  # fmt: skip
-def test_our_own_format_names_nothing_but_models_and_configurations(changes: dict[str, Any], tmp_path: Path) -> None:
+def test_own_format_refers_to_models_and_configurations_only(changes: dict[str, Any], tmp_path: Path) -> None:
     rg.save(OWN[1][0], tmp_path)
     edit(tmp_path, **changes)
     with pytest.raises(ValueError, match=r"config\.json|LanguageModel|int"):
@@ -77,7 +77,7 @@ def test_our_own_format_names_nothing_but_models_and_configurations(changes: dic
                         tied=False, rotary=rg.nn.Rotary(50.0, scaling=rg.positions.Yarn(2.0, 64))), "Qwen2ForCausalLM"),
     ],
 )  # fmt: skip
-def test_a_model_of_ours_is_written_as_the_family_that_can_say_all_of_it(
+def test_a_model_is_saved_as_the_family_that_can_represent_it(
     config: LanguageConfig, architecture: str, tmp_path: Path
 ) -> None:
     import transformers
@@ -91,7 +91,7 @@ def test_a_model_of_ours_is_written_as_the_family_that_can_say_all_of_it(
         torch.testing.assert_close(model(IDS), other(IDS).logits, rtol=1e-4, atol=1e-4)
 
 
-def test_a_model_that_rotates_a_part_of_its_heads_is_not_written_as_a_family_that_rotates_all(tmp_path: Path) -> None:
+def test_partial_rotary_is_not_saved_as_a_family_with_full_rotary(tmp_path: Path) -> None:
     rotary = rg.nn.Rotary(d_rotary=4)
     config = LanguageConfig(50, 16, 2, 2, 32, norm="rms", gated=True, bias=False, activation="silu", rotary=rotary)
     model = small(config)
@@ -102,6 +102,6 @@ def test_a_model_that_rotates_a_part_of_its_heads_is_not_written_as_a_family_tha
     torch.testing.assert_close(back(IDS), model(IDS), rtol=0, atol=0)
 
 
-def test_what_is_no_model_of_ours_cannot_be_saved(tmp_path: Path) -> None:
+def test_other_modules_cannot_be_saved(tmp_path: Path) -> None:
     with pytest.raises(TypeError, match=r"one of regard\.models"):
         rg.save(nn.Linear(2, 2), tmp_path)

@@ -1,4 +1,4 @@
-"""Every family against transformers: results, hidden states, attentions, generation, gradients, and the way back."""
+"""Every family compared with transformers: outputs, attention, generation, gradients, and saving."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
     def of(name: str) -> Path:
         if name not in kept:
-            kept[name] = t.stored(name, tmp_path_factory.mktemp(name))
+            kept[name] = t.save_their_model(name, tmp_path_factory.mktemp(name))
         return kept[name]
 
     return of
@@ -39,9 +39,9 @@ def close(ours: Any, theirs: Any, tolerance: float = 1e-4) -> None:
 
 
 @pytest.mark.parametrize("name", t.CASES)
-def test_a_loaded_model_gives_the_results_hidden_states_and_attentions_of_transformers(name: str, folder: Any) -> None:
-    model, other = rg.load(folder(name)), t.made(name)
-    with torch.no_grad(), t.watched(model) as seen:
+def test_a_loaded_model_matches_the_outputs_of_transformers(name: str, folder: Any) -> None:
+    model, other = rg.load(folder(name)), t.their_model(name)
+    with torch.no_grad(), t.recording(model) as seen:
         seen.result = t.ours(name, model)
         outputs = t.theirs(name, other, output_hidden_states=True, output_attentions=True)
     expected = t.result(outputs)
@@ -59,15 +59,15 @@ def test_a_loaded_model_gives_the_results_hidden_states_and_attentions_of_transf
 
 
 @torch.no_grad()
-def test_a_padded_row_with_dynamic_scaling_is_that_of_transformers_alone(folder: Any) -> None:
-    found, other = rg.load(folder("llama-dynamic"))(t.IDS, t.LEFT), t.made("llama-dynamic")
+def test_dynamic_scaling_of_a_padded_row_matches_transformers_on_that_row_alone(folder: Any) -> None:
+    found, other = rg.load(folder("llama-dynamic"))(t.IDS, t.LEFT), t.their_model("llama-dynamic")
     for row in t.LEFT.sum(1).argsort():  # the shortest first: theirs keeps the longest length so far
         mask = t.LEFT[row]
         close(found[row][mask], other(input_ids=t.IDS[row][mask][None]).logits[0])
 
 
-def hidden_states(name: str, seen: t.Looked, outputs: Any) -> tuple[list[Tensor], list[Tensor]]:
-    """Of every layer; behind the last one, where a norm follows, they have what comes after it."""
+def hidden_states(name: str, seen: t.Recording, outputs: Any) -> tuple[list[Tensor], list[Tensor]]:
+    """Hidden states of every layer; theirs include a final norm after the last one."""
     if name in (*t.PAIRS, "detr", "whisper"):
         encoder, decoder = outputs.encoder_hidden_states[1:], outputs.decoder_hidden_states[1:]
         own = [*seen.hidden[: len(encoder) - 1], seen.last[0], *seen.hidden[len(encoder) :]]
@@ -75,7 +75,7 @@ def hidden_states(name: str, seen: t.Looked, outputs: Any) -> tuple[list[Tensor]
         if name != "detr":
             own[-1] = seen.last[1]
             return own, [*encoder, *decoder]
-        return own[:-1], [*encoder, *decoder[:-1]]  # the last one is behind a norm, whose result the heads read
+        return own[:-1], [*encoder, *decoder[:-1]]  # the last one is taken after the final norm
     expected = list(outputs.hidden_states[1:])
     assert len(seen.hidden) == len(expected)
     if name.startswith(("vit", "wav2vec2")):
@@ -83,7 +83,7 @@ def hidden_states(name: str, seen: t.Looked, outputs: Any) -> tuple[list[Tensor]
     return [*seen.hidden[:-1], seen.last[0]], expected
 
 
-def attentions(name: str, seen: t.Looked, outputs: Any) -> tuple[list[Tensor], list[Tensor]]:
+def attentions(name: str, seen: t.Recording, outputs: Any) -> tuple[list[Tensor], list[Tensor]]:
     if name in (*t.PAIRS, "detr", "whisper"):
         pairs = zip(outputs.decoder_attentions, outputs.cross_attentions, strict=True)
         return seen.weights, [*outputs.encoder_attentions, *(weights for pair in pairs for weights in pair)]
@@ -91,7 +91,7 @@ def attentions(name: str, seen: t.Looked, outputs: Any) -> tuple[list[Tensor], l
 
 
 @pytest.mark.parametrize("name", t.CASES)
-def test_transformers_reads_what_was_saved_and_computes_the_same(name: str, folder: Any, tmp_path: Path) -> None:
+def test_transformers_reads_saved_models_and_computes_the_same(name: str, folder: Any, tmp_path: Path) -> None:
     model = rg.load(folder(name))
     rg.save(model, tmp_path)
     said = json.loads((tmp_path / "config.json").read_text())
@@ -106,7 +106,7 @@ def test_transformers_reads_what_was_saved_and_computes_the_same(name: str, fold
     again = rg.load(tmp_path)
     assert again.config == model.config
     with torch.no_grad():
-        before, after = t.theirs(name, t.made(name)), t.theirs(name, other.eval())
+        before, after = t.theirs(name, t.their_model(name)), t.theirs(name, other.eval())
         if name == "bert-pretraining":
             before = {"logits": before.prediction_logits}
         close(t.result(after), t.result(before), 1e-6)
@@ -114,30 +114,30 @@ def test_transformers_reads_what_was_saved_and_computes_the_same(name: str, fold
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama", "mistral", "qwen2-window", "gemma2"])
-def test_greedy_generation_of_language_models_is_that_of_transformers(name: str, folder: Any) -> None:
+def test_greedy_generation_of_language_models_matches_transformers(name: str, folder: Any) -> None:
     model = rg.load(folder(name))
     prompts = [row[mask] for row, mask in zip(t.IDS, t.LEFT, strict=True)]
     found = model.generate(prompts, max_new_tokens=12)
-    expected = t.made(name).generate(
+    expected = t.their_model(name).generate(
         t.IDS, attention_mask=t.LEFT.long(), max_new_tokens=12, do_sample=False, pad_token_id=0, eos_token_id=None
     )
     assert [row.tolist() for row in found] == expected[:, t.IDS.shape[1] :].tolist()
 
 
 @pytest.mark.parametrize("name", t.PAIRS)
-def test_greedy_generation_of_encoder_decoders_is_that_of_transformers(name: str, folder: Any) -> None:
+def test_greedy_generation_of_encoder_decoders_matches_transformers(name: str, folder: Any) -> None:
     model = rg.load(folder(name))
     found = model.generate(t.IDS, t.RIGHT, max_new_tokens=10)
-    expected = t.made(name).generate(
+    expected = t.their_model(name).generate(
         t.IDS, attention_mask=t.RIGHT.long(), max_new_tokens=10, do_sample=False, num_beams=1,
-        use_cache=False,  # theirs counts the encoder's layers
+        use_cache=False,  # their cache counts encoder layers
     )  # fmt: skip
     ends = [[*row.tolist(), model.config.stop] for row in expected[:, 1:]]
     assert [row.tolist() for row in found] == [row[: row.index(model.config.stop)] for row in ends]
 
 
-def test_words_that_generation_leaves_out_come_along(folder: Any, tmp_path: Path) -> None:
-    place = t.stored("marian", tmp_path / "theirs")
+def test_suppressed_tokens_are_loaded_and_saved(folder: Any, tmp_path: Path) -> None:
+    place = t.save_their_model("marian", tmp_path / "theirs")
     free = rg.load(place).generate(t.IDS, t.RIGHT, max_new_tokens=4)
     banned = int(free[0][0])
     (place / "generation_config.json").write_text(json.dumps({"bad_words_ids": [[banned]]}))
@@ -149,8 +149,8 @@ def test_words_that_generation_leaves_out_come_along(folder: Any, tmp_path: Path
 
 
 @pytest.mark.parametrize("name", ["bert-mlm", "gpt2", "t5", "t5-1.1", "llama", "gemma2"])
-def test_the_gradients_of_a_training_step_are_those_of_transformers(name: str, folder: Any) -> None:
-    model, other = rg.load(folder(name)), t.made(name)
+def test_gradients_match_transformers(name: str, folder: Any) -> None:
+    model, other = rg.load(folder(name)), t.their_model(name)
     loss(name, t.ours(name, model)).backward()
     other.zero_grad()
     loss(name, t.result(t.theirs(name, other))).backward()
@@ -163,7 +163,7 @@ def test_the_gradients_of_a_training_step_are_those_of_transformers(name: str, f
     assert found.keys() == expected.keys()
     most = max(float(gradient.abs().max()) for gradient in expected.values())
     for key, gradient in expected.items():
-        size = max(float(gradient.abs().max()), 1e-3 * most)  # a key's bias has no gradient but for rounding
+        size = max(float(gradient.abs().max()), 1e-3 * most)  # the gradient of a key bias is rounding error
         assert float((found[key] - gradient).abs().max()) <= 1e-4 * size, key
 
 
@@ -174,13 +174,13 @@ def loss(name: str, logits: Tensor) -> Tensor:
     return F.cross_entropy(logits[mask], t.IDS[mask])
 
 
-def test_whisper_says_what_transformers_generates(folder: Any) -> None:
-    model, other = rg.load(folder("whisper")), t.made("whisper")
+def test_whisper_generation_matches_transformers(folder: Any) -> None:
+    model, other = rg.load(folder("whisper")), t.their_model("whisper")
     settings = transformers.GenerationConfig.from_model_config(other.config)
     expected = transformers.GenerationMixin.generate(
-        other, input_features=t.HEARD.mT, generation_config=settings, max_new_tokens=12, do_sample=False
+        other, input_features=t.FEATURES.mT, generation_config=settings, max_new_tokens=12, do_sample=False
     )
-    found = model.generate(t.HEARD, max_new_tokens=12)
+    found = model.generate(t.FEATURES, max_new_tokens=12)
     rows = [[*row.tolist(), model.config.stop] for row in expected[:, 1:]]
     assert [row.tolist() for row in found] == [row[: row.index(model.config.stop)] for row in rows]
     assert model.config.suppress_tokens == (7, 8)
@@ -188,47 +188,47 @@ def test_whisper_says_what_transformers_generates(folder: Any) -> None:
     assert not any(token in (7, 8) for row in found for token in row.tolist())
 
 
-def test_whisper_goes_on_from_a_prompt(folder: Any) -> None:
-    model, other = rg.load(folder("whisper")), t.made("whisper")
-    found = model.generate(t.HEARD[:1], max_new_tokens=8, prompt=(11, 12))[0].tolist()
+def test_whisper_continues_a_prompt(folder: Any) -> None:
+    model, other = rg.load(folder("whisper")), t.their_model("whisper")
+    found = model.generate(t.FEATURES[:1], max_new_tokens=8, prompt=(11, 12))[0].tolist()
     ids = torch.tensor([[model.config.start, 11, 12, *found[:-1]]])
     with torch.no_grad():
-        logits = other(input_features=t.HEARD[:1].mT, decoder_input_ids=ids).logits[0, 2:]
+        logits = other(input_features=t.FEATURES[:1].mT, decoder_input_ids=ids).logits[0, 2:]
     logits[:, [7, 8]] = logits[0, [5, 98]] = -torch.inf
     assert found == logits.argmax(-1).tolist()
 
 
-def test_whisper_hears_a_masked_sound_as_a_short_one(folder: Any) -> None:
+def test_whisper_ignores_masked_frames(folder: Any) -> None:
     model, target = rg.load(folder("whisper")), t.TARGETS[:2]
     mask = torch.arange(50) < torch.tensor([31, 50])[:, None]
-    both = model(t.HEARD[:2], target, mask)
-    close(both[:1], model(t.HEARD[:1, :31], target[:1]), 1e-5)
-    packed = model([t.HEARD[0, :31], t.HEARD[1]], list(target))
+    both = model(t.FEATURES[:2], target, mask)
+    close(both[:1], model(t.FEATURES[:1, :31], target[:1]), 1e-5)
+    packed = model([t.FEATURES[0, :31], t.FEATURES[1]], list(target))
     close(torch.stack(packed), both, 1e-5)
-    both_said = model.generate(t.HEARD[:2], mask, max_new_tokens=6)
-    assert both_said[0].tolist() == model.generate(t.HEARD[:1, :31], max_new_tokens=6)[0].tolist()
+    both_said = model.generate(t.FEATURES[:2], mask, max_new_tokens=6)
+    assert both_said[0].tolist() == model.generate(t.FEATURES[:1, :31], max_new_tokens=6)[0].tolist()
 
 
 @pytest.mark.parametrize("name", ["wav2vec2", "wav2vec2-large"])
-def test_wav2vec2_spells_what_transformers_spells(name: str, folder: Any, tmp_path: Path) -> None:
+def test_wav2vec2_transcription_matches_transformers(name: str, folder: Any, tmp_path: Path) -> None:
     letters = ["<pad>", "<s>", "</s>", "<unk>", "|", *"abcdefg"]
     (tmp_path / "vocab.json").write_text(json.dumps({letter: n for n, letter in enumerate(letters)}))
     other = transformers.Wav2Vec2CTCTokenizer(str(tmp_path / "vocab.json"))
-    place = t.stored(name, tmp_path / "model")
+    place = t.save_their_model(name, tmp_path / "model")
     other.save_pretrained(place)
     model, speller = rg.load(place), rg.models.tokenizer(place)
     with torch.no_grad():
         best = model(t.WAVES).argmax(-1)
-        expected = t.made(name)(t.WAVES).logits.argmax(-1)
+        expected = t.their_model(name)(t.WAVES).logits.argmax(-1)
     rows = [*best.tolist(), [4, 4, 5, 5, 0, 5, 4, 0, 4, 6, 4], [0, 0], [4, 0, 4]]
     assert [speller.decode(row) for row in best.tolist()] == other.batch_decode(expected)
     assert [speller.decode(row, skip_special_tokens=False) for row in rows] == [other.decode(row) for row in rows]
 
 
-def test_names_of_weights_from_older_releases_are_read(folder: Any, tmp_path: Path) -> None:
+def test_weight_names_of_older_releases_are_read(folder: Any, tmp_path: Path) -> None:
     from safetensors.torch import load_file, save_file
 
-    place = t.stored("wav2vec2", tmp_path / "old")
+    place = t.save_their_model("wav2vec2", tmp_path / "old")
     held = load_file(place / "model.safetensors")
     old = {key.replace("parametrizations.weight.original0", "weight_g").replace(
         "parametrizations.weight.original1", "weight_v"): tensor for key, tensor in held.items()}  # fmt: skip
@@ -237,7 +237,7 @@ def test_names_of_weights_from_older_releases_are_read(folder: Any, tmp_path: Pa
     close(rg.load(place)(t.WAVES), rg.load(folder("wav2vec2"))(t.WAVES), 1e-6)
 
 
-def test_the_features_of_whisper_are_those_of_transformers() -> None:
+def test_whisper_features_match_transformers() -> None:
     from regard.models.audio import normalize_waveform, whisper_features
 
     wave = torch.randn(20011, generator=torch.Generator().manual_seed(3)) * torch.linspace(0, 1, 20011)

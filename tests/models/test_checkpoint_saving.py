@@ -1,4 +1,4 @@
-"""What is written: in pieces, whole or not at all, of which types, and what was said before."""
+"""Saved files: shards, atomic writes, dtypes, and values kept from the original checkpoint."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from tests.models.checkpoint_folders import edit, rewrite, same, small
 
 
 def test_large_models_are_written_in_shards_that_transformers_reads(tmp_path: Path) -> None:
-    model = rg.load(t.stored("llama", tmp_path / "whole"))
+    model = rg.load(t.save_their_model("llama", tmp_path / "whole"))
     rg.save(model, tmp_path, max_shard_size=10_000)
     shards = sorted(path.name for path in tmp_path.glob("*.safetensors"))
     assert len(shards) > 3
     assert all((tmp_path / shard).stat().st_size < 15_000 for shard in shards[1:-1])
     same(rg.load(tmp_path), model)
-    other = type(t.made("llama")).from_pretrained(tmp_path)
-    for name, tensor in t.made("llama").state_dict().items():
+    other = type(t.their_model("llama")).from_pretrained(tmp_path)
+    for name, tensor in t.their_model("llama").state_dict().items():
         assert torch.equal(other.state_dict()[name], tensor)
 
 
-def test_what_an_earlier_save_left_is_removed(tmp_path: Path) -> None:
+def test_files_of_an_earlier_save_are_removed(tmp_path: Path) -> None:
     rg.save(small(), tmp_path, max_shard_size=2000)
     rg.save(small(), tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["config.json", "model.safetensors"]
@@ -37,15 +37,15 @@ def test_what_an_earlier_save_left_is_removed(tmp_path: Path) -> None:
     same(rg.load(tmp_path), small())
 
 
-def test_a_save_that_fails_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_save_leaves_existing_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = small()
     rg.save(model, tmp_path)
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
 
-    def full(*_: Any) -> None:
+    def fail(*_: Any) -> None:
         raise OSError("no space left")
 
-    monkeypatch.setattr(os, "fsync", full)
+    monkeypatch.setattr(os, "fsync", fail)
     with torch.no_grad():
         model.embedding.weight.zero_()
     with pytest.raises(OSError, match="no space left"):
@@ -53,7 +53,7 @@ def test_a_save_that_fails_leaves_what_was_there(tmp_path: Path, monkeypatch: py
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 
-def test_a_file_gets_its_name_only_after_it_reached_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_is_synced_before_it_is_renamed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     order = []
     for name in ("fsync", "replace"):
         real = getattr(os, name)
@@ -65,7 +65,7 @@ def test_a_file_gets_its_name_only_after_it_reached_the_disk(tmp_path: Path, mon
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
-def test_types_are_kept_unless_another_is_asked_for(dtype: torch.dtype, tmp_path: Path) -> None:
+def test_dtypes_are_kept_by_default(dtype: torch.dtype, tmp_path: Path) -> None:
     model = small().to(dtype)
     rg.save(model, tmp_path)
     assert json.loads((tmp_path / "config.json").read_text())["dtype"] == str(dtype).removeprefix("torch.")
@@ -73,7 +73,7 @@ def test_types_are_kept_unless_another_is_asked_for(dtype: torch.dtype, tmp_path
     same(rg.load(tmp_path, dtype=torch.float32), small().to(dtype).float())
 
 
-def test_tensors_of_several_types_ask_for_one(tmp_path: Path) -> None:
+def test_mixed_dtypes_raise(tmp_path: Path) -> None:
     rg.save(small(), tmp_path)
     rewrite(tmp_path, lambda held: held | {"transformer.wpe.weight": held["transformer.wpe.weight"].half()})
     with pytest.raises(ValueError, match="float16 and float32; choose one"):
@@ -81,7 +81,7 @@ def test_tensors_of_several_types_ask_for_one(tmp_path: Path) -> None:
     assert rg.load(tmp_path, dtype=torch.float32).position.weight.dtype == torch.float32
 
 
-def test_a_file_that_changes_after_loading_does_not_reach_the_model(tmp_path: Path) -> None:
+def test_changes_of_a_file_after_loading_do_not_reach_the_model(tmp_path: Path) -> None:
     rg.save(small(), tmp_path)
     model, path = rg.load(tmp_path), tmp_path / "model.safetensors"
     with path.open("r+b") as file:
@@ -98,8 +98,8 @@ def test_a_loaded_model_is_in_eval_mode_trains_and_leaves_the_generator_alone(tm
     assert all(parameter.requires_grad and parameter.is_leaf for parameter in model.parameters())
 
 
-def test_what_a_configuration_says_beside_ours_is_kept(tmp_path: Path) -> None:
-    t.stored("bert-sequence", tmp_path)
+def test_configuration_values_without_counterpart_are_kept(tmp_path: Path) -> None:
+    t.save_their_model("bert-sequence", tmp_path)
     edit(tmp_path, id2label={str(n): f"kind {n}" for n in range(5)}, classifier_dropout=0.3)
     rg.save(rg.load(tmp_path), tmp_path / "again")
     said = json.loads((tmp_path / "again" / "config.json").read_text())

@@ -1,4 +1,4 @@
-"""Real weights: all-MiniLM-L6-v2 as it is installed, against transformers and sentence-transformers."""
+"""all-MiniLM-L6-v2 with real weights, compared with transformers and sentence-transformers."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ ROOT = Path(__file__).parents[2]
 SUBJECTS = ("The old clock", "A black dog", "My neighbour's daughter", "Every second student", "The last train")
 ENDS = (
     "stopped at noon.",
-    "ran along the river until it was dark, and nobody had the heart to call it back.",
+    "ran along the river until it was dark, and no one had the heart to call it back.",
     "was not what we expected!",
     "costs 3.50 francs; isn't that too much?",
     "is made of wood, glass and a little patience: three things that cannot be bought in a hurry.",
@@ -51,7 +51,7 @@ def embedder(folder: Path) -> SentenceEmbedder:
 
 @pytest.fixture(scope="module")
 def sentences() -> list[str]:
-    """Fifty sentences of the data folder where there is one, else of our own."""
+    """Fifty sentences of the data folder, if present, else built-in ones."""
     path = Path(os.environ.get("REGARD_DATA", ROOT.parent / "shared" / "data")) / "translation" / "tatoeba_en_fr.tsv.xz"
     if not path.exists():
         return [f"{subject} {end}" for subject in SUBJECTS for end in ENDS]
@@ -62,7 +62,7 @@ def sentences() -> list[str]:
 
 @pytest.fixture(scope="module")
 def expected(folder: Path, sentences: list[str]) -> torch.Tensor:
-    """Means of the last hidden states of transformers, of length 1."""
+    """Normalised means of the last hidden states of transformers."""
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     model = transformers.AutoModel.from_pretrained(folder).eval()
     batch = tokenizer(sentences, padding=True, truncation=True, max_length=256, return_tensors="pt")
@@ -72,7 +72,7 @@ def expected(folder: Path, sentences: list[str]) -> torch.Tensor:
     return F.normalize((hidden * mask).sum(1) / mask.sum(1), dim=-1)
 
 
-def test_sentences_have_the_vectors_of_transformers(
+def test_embeddings_match_transformers(
     embedder: SentenceEmbedder, sentences: list[str], expected: torch.Tensor
 ) -> None:
     assert len(set(sentences)) == 50
@@ -80,7 +80,7 @@ def test_sentences_have_the_vectors_of_transformers(
     torch.testing.assert_close(embedder.embed(sentences, tokens=60), expected, rtol=0, atol=1e-5)
 
 
-def test_a_padded_batch_has_the_same_vectors(
+def test_padded_batches_have_the_same_embeddings(
     embedder: SentenceEmbedder, sentences: list[str], expected: torch.Tensor
 ) -> None:
     rows = [torch.tensor(found.ids) for found in embedder.tokenizer.encode_batch(sentences)]
@@ -90,7 +90,7 @@ def test_a_padded_batch_has_the_same_vectors(
         torch.testing.assert_close(embedder(ids, mask), expected, rtol=0, atol=1e-5)
 
 
-def test_sentence_transformers_reads_what_was_saved(
+def test_sentence_transformers_reads_saved_models(
     embedder: SentenceEmbedder, sentences: list[str], expected: torch.Tensor, tmp_path: Path
 ) -> None:
     from sentence_transformers import SentenceTransformer
@@ -104,18 +104,18 @@ def test_sentence_transformers_reads_what_was_saved(
     torch.testing.assert_close(again.embed(sentences[:5]), embedder.embed(sentences[:5]), rtol=0, atol=1e-6)
 
 
-def test_long_texts_are_cut_where_the_folder_says(embedder: SentenceEmbedder) -> None:
+def test_long_texts_are_truncated_as_configured(embedder: SentenceEmbedder) -> None:
     words = "word " * 1000
     assert len(embedder.tokenizer.encode(words).ids) == 256
     torch.testing.assert_close(embedder.embed([words, "short"])[0], embedder.embed(["word " * 254])[0])
 
 
-def test_the_tokenizer_of_a_folder_can_be_had_alone(folder: Path) -> None:
+def test_the_tokenizer_of_a_folder_can_be_loaded(folder: Path) -> None:
     found = rg.models.tokenizer(folder)
     assert found.encode("attention is all you need").tokens[1:3] == ["attention", "is"]
 
 
-def test_embed_says_what_it_needs(embedder: SentenceEmbedder) -> None:
+def test_embed_without_tokenizer_raises(embedder: SentenceEmbedder) -> None:
     with pytest.raises(TypeError, match=r"try \[text\]"):
         embedder.embed("one string")
     with pytest.raises(ValueError, match=r"tokenizer\.json"):
@@ -124,7 +124,7 @@ def test_embed_says_what_it_needs(embedder: SentenceEmbedder) -> None:
 
 
 def small_folder(place: Path, modules: list[str], pooling: dict[str, Any]) -> Path:
-    t.stored("bert", place)
+    t.save_their_model("bert", place)
     paths = ["", "1_Pooling", "2_Normalize", "3_Dense"]
     listed = [
         {"idx": n, "path": paths[n], "type": f"sentence_transformers.models.{kind}"} for n, kind in enumerate(modules)
@@ -140,14 +140,12 @@ def small_folder(place: Path, modules: list[str], pooling: dict[str, Any]) -> Pa
     [({"pooling_mode_cls_token": True, "pooling_mode_mean_tokens": False}, "first"), ({"pooling_mode": "max"}, "max"),
      ({"pooling_mode_mean_tokens": True}, "mean")],
 )  # fmt: skip
-def test_poolings_and_vectors_of_any_length_come_from_the_folder(
-    pooling: dict[str, Any], name: str, tmp_path: Path
-) -> None:
+def test_pooling_and_normalisation_are_read_from_the_folder(pooling: dict[str, Any], name: str, tmp_path: Path) -> None:
     place = small_folder(tmp_path / "theirs", ["Transformer", "Pooling"], pooling)
     model = rg.load(place)
     assert (model.config.pooling, model.config.unit) == (name, False)
     with torch.no_grad():
-        hidden = t.made("bert")(t.IDS).last_hidden_state
+        hidden = t.their_model("bert")(t.IDS).last_hidden_state
         expected = {"first": hidden[:, 0], "max": hidden.amax(1), "mean": hidden.mean(1)}[name]
         torch.testing.assert_close(model(t.IDS), expected, rtol=1e-4, atol=1e-4)
     rg.save(model, tmp_path / "ours")
@@ -168,14 +166,12 @@ def test_poolings_and_vectors_of_any_length_come_from_the_folder(
         (["Transformer", "Pooling"], {}, "pooling by nothing"),
     ],
 )
-def test_folders_that_our_embedder_cannot_follow_are_refused(
-    modules: list[str], pooling: dict[str, Any], message: str, tmp_path: Path
-) -> None:
+def test_unsupported_modules_raise(modules: list[str], pooling: dict[str, Any], message: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=message):
         rg.load(small_folder(tmp_path / "theirs", modules, pooling))
 
 
-def test_modules_that_lead_out_of_the_folder_are_refused(tmp_path: Path) -> None:
+def test_modules_outside_of_the_folder_raise(tmp_path: Path) -> None:
     place = small_folder(tmp_path / "theirs", ["Transformer", "Pooling"], {"pooling_mode": "mean"})
     listed = json.loads((place / "modules.json").read_text())
     listed[1]["path"] = "../elsewhere"
@@ -184,13 +180,13 @@ def test_modules_that_lead_out_of_the_folder_are_refused(tmp_path: Path) -> None
         rg.load(place)
 
 
-def test_another_model_saved_over_an_embedder_is_not_taken_for_one(tmp_path: Path) -> None:
+def test_another_model_saved_over_an_embedder_is_loaded_as_itself(tmp_path: Path) -> None:
     rg.save(rg.load(small_folder(tmp_path / "a", ["Transformer", "Pooling"], {"pooling_mode": "mean"})), tmp_path / "b")
-    rg.save(rg.load(t.stored("bert-token", tmp_path / "c")), tmp_path / "b")
+    rg.save(rg.load(t.save_their_model("bert-token", tmp_path / "c")), tmp_path / "b")
     assert isinstance(rg.load(tmp_path / "b"), rg.models.TokenClassifier)
 
 
-def test_batches_hold_all_rows_once_and_no_more_tokens_than_asked_for() -> None:
+def test_batches_contain_every_row_once_within_the_token_limit() -> None:
     lengths = torch.randint(1, 40, (200,), generator=torch.Generator().manual_seed(0)).tolist()
     batches = list(batches_by_length(lengths, tokens=100))
     assert sorted(row for rows in batches for row in rows) == list(range(200))

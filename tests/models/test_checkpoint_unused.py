@@ -24,10 +24,8 @@ from tests.models.checkpoint_folders import rewrite, same, small
         ("vit", ("pooler.dense.weight",)),
     ],
 )
-def test_weights_that_the_model_has_no_use_for_are_listed_once(
-    name: str, listed: tuple[str, ...], tmp_path: Path
-) -> None:
-    t.stored(name, tmp_path)
+def test_unused_weights_are_listed_once(name: str, listed: tuple[str, ...], tmp_path: Path) -> None:
+    t.save_their_model(name, tmp_path)
     with pytest.warns(UserWarning, match="are not used") as caught:
         rg.load(tmp_path)
     (message,) = (str(each.message) for each in caught)
@@ -36,9 +34,9 @@ def test_weights_that_the_model_has_no_use_for_are_listed_once(
     assert caught[0].filename == __file__
 
 
-def test_a_model_that_uses_all_of_its_tensors_loads_without_a_warning(tmp_path: Path) -> None:
+def test_a_model_without_unused_tensors_loads_without_a_warning(tmp_path: Path) -> None:
     for name in ("bert-sequence", "bert-mlm", "gpt2", "llama", "t5", "marian", "vit-classifier", "detr", "whisper"):
-        t.stored(name, tmp_path / name)
+        t.save_their_model(name, tmp_path / name)
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             rg.load(tmp_path / name)
@@ -52,8 +50,8 @@ def test_a_model_that_uses_all_of_its_tensors_loads_without_a_warning(tmp_path: 
         ("vit-classifier", "vit.pooler.dense.weight"),
     ],
 )
-def test_weights_that_older_checkpoints_have_are_reported(case: str, name: str, tmp_path: Path) -> None:
-    t.stored(case, tmp_path)
+def test_unused_weights_of_older_checkpoints_are_reported(case: str, name: str, tmp_path: Path) -> None:
+    t.save_their_model(case, tmp_path)
     model = rg.load(tmp_path)
     rewrite(tmp_path, lambda held: held | {name: torch.randn(8, 4)})
     with pytest.warns(UserWarning, match=name):
@@ -74,9 +72,9 @@ BUFFERS = {
 
 
 @pytest.mark.parametrize("name", BUFFERS)
-def test_buffers_that_the_model_computes_are_compared_with_those_of_the_file(name: str, tmp_path: Path) -> None:
+def test_stored_buffers_are_compared_with_computed_ones(name: str, tmp_path: Path) -> None:
     buffer, right, wrong = BUFFERS[name]
-    t.stored(name, tmp_path)
+    t.save_their_model(name, tmp_path)
     model = rg.load(tmp_path)
 
     def stored(value: Tensor) -> None:
@@ -104,7 +102,7 @@ def test_two_copies_of_one_tensor_are_both_compared(tmp_path: Path) -> None:
 
 
 def test_names_in_warnings_and_errors_are_printable(tmp_path: Path) -> None:
-    t.stored("bert", tmp_path)
+    t.save_their_model("bert", tmp_path)
     rewrite(tmp_path, lambda held: held | {"pooler.\x1b[2J": torch.zeros(1)})
     with pytest.warns(UserWarning, match="are not used") as caught:
         rg.load(tmp_path)

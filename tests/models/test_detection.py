@@ -1,4 +1,4 @@
-"""DETR: boxes and matching against brute force, the network, the loss."""
+"""DETR: boxes and matching compared with brute force, the network, the loss."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def cells(box: list[int]) -> set[tuple[int, int]]:
     return {(x, y) for x in range(left, right) for y in range(top, bottom)}
 
 
-def test_giou_is_what_counting_cells_gives() -> None:
+def test_giou_matches_counting_cells() -> None:
     draw = torch.Generator().manual_seed(0)
     start = torch.randint(0, 6, (40, 2), generator=draw)
     boxes = torch.cat((start, start + torch.randint(1, 5, (40, 2), generator=draw)), 1)
@@ -53,7 +53,7 @@ def test_giou_is_what_counting_cells_gives() -> None:
             assert got[i, j].item() == pytest.approx(len(shared) / len(union) - (hull - len(union)) / hull)
 
 
-def test_boxes_without_area_have_a_giou_and_gradients_that_are_finite() -> None:
+def test_boxes_without_area_have_finite_giou_and_gradients() -> None:
     boxes = torch.tensor([[0.2, 0.2, 0.2, 0.2], [0.1, 0.5, 0.4, 0.5], [0.0, 0.0, 1.0, 1.0]], requires_grad=True)
     found = giou(boxes[:, None], boxes)
     assert found.isfinite().all()
@@ -62,7 +62,7 @@ def test_boxes_without_area_have_a_giou_and_gradients_that_are_finite() -> None:
 
 
 @pytest.mark.parametrize("count", [0, 1, 3, 4, 6])
-def test_matching_has_the_least_cost_of_all_assignments(count: int) -> None:
+def test_matching_has_minimal_cost(count: int) -> None:
     torch.manual_seed(count)
     logits, boxes, loss = torch.randn(2, 4, 5), torch.rand(2, 4, 4), SetLoss()
     objects = objects_of(count, max(count - 1, 0))
@@ -82,7 +82,7 @@ def test_matching_has_the_least_cost_of_all_assignments(count: int) -> None:
         torch.testing.assert_close(cost[query, which].sum(), torch.stack(every).min())
 
 
-def test_the_loss_is_what_its_formula_says() -> None:
+def test_the_loss_matches_its_formula() -> None:
     torch.manual_seed(0)
     logits, boxes, loss, objects = (
         torch.randn(3, 4, 5),
@@ -108,13 +108,13 @@ def test_the_loss_is_what_its_formula_says() -> None:
     torch.testing.assert_close(loss.total(got), label / weights + 5 * distance + 2 * overlap)
 
 
-def test_a_batch_without_any_object_has_a_loss() -> None:
+def test_a_batch_without_objects_has_a_loss() -> None:
     losses = SetLoss()(torch.randn(2, 4, 5), torch.rand(2, 4, 4), objects_of(0, 0))
     assert losses.label > 0
     assert losses.box == losses.giou == 0
 
 
-def test_predictions_that_diverged_are_matched_last() -> None:
+def test_diverged_predictions_are_matched_last() -> None:
     logits, boxes = torch.randn(1, 4, 5), torch.rand(1, 4, 4)
     logits[0, 0], boxes[0, 1] = float("nan"), float("inf")
     [(query, _)] = SetLoss().match(logits, boxes, objects_of(2))
@@ -144,11 +144,11 @@ def test_the_loss_counts_every_layer_in_training_and_the_last_otherwise() -> Non
 def test_all_parameters_get_a_gradient() -> None:
     model = model_of().train()
     for weight in model.parameters():
-        if weight.dim() == 1:  # what begins at 0 hides what is before it from the first step
+        if weight.dim() == 1:  # parameters that start at 0 block gradients in the first step
             weight.data += 0.1 * torch.randn_like(weight)
     model.loss(torch.randn(2, 3, 64, 48), objects_of(2, 1)).backward()
     without = [name for name, weight in model.named_parameters() if not weight.grad.abs().sum() > 0]
-    # What enters the decoder is zeros, so all keys of its first layer have the same value, and none is projected.
+    # The decoder input is zeros, so the first self-attention has equal values and no gradient of queries and keys.
     assert set(without) <= {"decoder.layers.0.attention.qkv.weight"}
     frozen = model_of(replace(CONFIG, backbone=replace(BACKBONE, norm="frozen"))).train()
     assert not [name for name, _ in frozen.backbone.named_parameters() if "norm" in name]
@@ -174,23 +174,23 @@ def test_a_few_steps_of_training_find_an_object() -> None:
     assert [int(labels[0]) for labels, _, _ in found] == [0, 1, 2, 3]
 
 
-def test_queries_with_anchors_begin_on_a_grid_and_look_near_their_points(tmp_path: Path) -> None:
+def test_anchor_queries_start_on_a_grid_and_attend_nearby(tmp_path: Path) -> None:
     model = model_of(replace(CONFIG, queries=4, anchors=True, dropout=0.0, arrangement="pre"))
     with torch.no_grad():
         _, boxes = model(torch.randn(2, 3, 64, 64))
     grid = torch.tensor([[0.25, 0.25], [0.75, 0.25], [0.25, 0.75], [0.75, 0.75]])
     torch.testing.assert_close(boxes[..., :2], grid.expand(2, -1, -1))
     cross = model.decoder.layers[0].cross
-    place = local_sine_positions(torch.zeros(1, 1, 8, 8), 32)[0]
-    query = cross.qkv(place[[9, 54]])[:, :32]  # at (1, 1) and at (6, 6)
-    nearest = (query @ cross.qkv(place)[:, 32:64].T).view(2, 8, 8)
+    position = local_sine_positions(torch.zeros(1, 1, 8, 8), 32)[0]
+    query = cross.qkv(position[[9, 54]])[:, :32]  # at (1, 1) and at (6, 6)
+    nearest = (query @ cross.qkv(position)[:, 32:64].T).view(2, 8, 8)
     assert nearest[0, :4, :4].mean() > nearest[0, 4:, 4:].mean()
     assert nearest[1, 4:, 4:].mean() > nearest[1, :4, :4].mean()
     regard.save(model, tmp_path)
     assert torch.equal(regard.load(tmp_path).points, model.points)
 
 
-def test_detections_are_sorted_cut_at_the_threshold_and_given_by_their_corners() -> None:
+def test_detections_are_sorted_thresholded_corner_boxes() -> None:
     model, images = model_of(), torch.randn(2, 3, 64, 48)
     logits, boxes = model(images)
     scores, labels = logits.softmax(-1)[..., :-1].max(-1)
@@ -205,12 +205,12 @@ def test_detections_are_sorted_cut_at_the_threshold_and_given_by_their_corners()
         torch.testing.assert_close(box[0], to_corners(boxes[n, best]))
 
 
-def test_pixels_that_the_mask_leaves_out_do_not_reach_the_result() -> None:
+def test_masked_pixels_do_not_reach_the_result() -> None:
     model, images = model_of(), torch.randn(2, 3, 64, 128)
     mask = torch.ones(2, 64, 128).bool()
     mask[1, :, 32:] = False
     before, bare = model(images, mask), model(images)
-    images[1, :, :, 100:] += 5  # farther away than a feature sees
+    images[1, :, :, 100:] += 5  # outside of the receptive field
     for one, other in zip(model(images, mask), before, strict=True):
         torch.testing.assert_close(one, other)
     assert not torch.allclose(model(images)[1][1], bare[1][1], atol=1e-4)
@@ -218,13 +218,13 @@ def test_pixels_that_the_mask_leaves_out_do_not_reach_the_result() -> None:
         model(images, mask[:, ::2])
 
 
-def test_positions_of_a_masked_map_are_those_of_its_seen_part() -> None:
-    seen = torch.zeros(2, 5, 7, dtype=torch.bool)
-    seen[0, :3, :4] = seen[1] = True
-    table = sine_positions(torch.zeros(2, 3, 5, 7), 16, seen).unflatten(1, (5, 7))
+def test_positions_of_a_masked_map_match_those_of_its_real_part() -> None:
+    mask = torch.zeros(2, 5, 7, dtype=torch.bool)
+    mask[0, :3, :4] = mask[1] = True
+    table = sine_positions(torch.zeros(2, 3, 5, 7), 16, mask).unflatten(1, (5, 7))
     small = sine_positions(torch.zeros(1, 3, 3, 4), 16).unflatten(1, (3, 4))
     torch.testing.assert_close(table[0, :3, :4], small[0])
-    assert torch.equal(table[1, 0, :, :8], table[1, 0, :1, :8].expand(7, 8))  # the first half tells the row alone
+    assert torch.equal(table[1, 0, :, :8], table[1, 0, :1, :8].expand(7, 8))  # the first half depends on the row only
     assert torch.equal(table[1, :, 0, 8:], table[1, :1, 0, 8:].expand(5, 8))
 
 
@@ -239,7 +239,7 @@ def test_a_backbone_has_the_weights_and_the_stride_of_its_name(name: str, count:
     assert features.shape == (1, RESNETS[name].widths[-1], 3, 3)
 
 
-def test_frozen_batch_norm_is_batch_norm_that_does_not_learn() -> None:
+def test_frozen_batch_norm_matches_batch_norm_in_eval_mode() -> None:
     learned, frozen = torch.nn.BatchNorm2d(3).eval(), FrozenBatchNorm(3).train()
     with torch.no_grad():
         for name in ("weight", "bias", "running_mean", "running_var"):
@@ -251,7 +251,7 @@ def test_frozen_batch_norm_is_batch_norm_that_does_not_learn() -> None:
 
 
 @pytest.mark.parametrize("norm", ["batch", "group"])
-def test_a_fresh_backbone_with_norms_that_learn_keeps_features_within_bounds_at_any_depth(norm: str) -> None:
+def test_a_new_backbone_keeps_features_bounded_at_any_depth(norm: str) -> None:
     torch.manual_seed(0)
     config = ResNetConfig(stem=8, widths=(8, 24), depths=(2, 12), bottleneck=False, norm=norm)
     features = ResNet(config)(torch.randn(2, 3, 64, 64))
@@ -259,7 +259,7 @@ def test_a_fresh_backbone_with_norms_that_learn_keeps_features_within_bounds_at_
     assert features.square().mean() < 4
 
 
-def test_matching_says_which_extra_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_matching_without_scipy_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "scipy.optimize", None)
     with pytest.raises(ImportError, match=r"pip install 'regard\[detect\]'"):
         SetLoss().match(torch.randn(1, 4, 5), torch.rand(1, 4, 4), objects_of(2))

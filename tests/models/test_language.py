@@ -1,4 +1,4 @@
-"""Language models against transformers: logits, cached logits, and what they generate."""
+"""Language models compared with transformers: logits with and without cache, generation."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ IDS = torch.randint(0, 100, (2, 12), generator=torch.Generator().manual_seed(0))
 
 
 @torch.no_grad()
-def test_a_family_gives_the_logits_of_transformers_with_and_without_a_cache(pair: tuple[LanguageModel, Any]) -> None:
+def test_logits_match_transformers_with_and_without_a_cache(pair: tuple[LanguageModel, Any]) -> None:
     model, other = pair
     expected = other(IDS).logits
     torch.testing.assert_close(model(IDS), expected, rtol=1e-5, atol=1e-5)
@@ -116,7 +116,7 @@ def test_a_family_gives_the_logits_of_transformers_with_and_without_a_cache(pair
     torch.testing.assert_close(torch.stack(steps, 1), expected[:, 4:], rtol=1e-5, atol=1e-5)
 
 
-def test_a_family_generates_what_transformers_generates(pair: tuple[LanguageModel, Any]) -> None:
+def test_generation_matches_transformers(pair: tuple[LanguageModel, Any]) -> None:
     model, other = pair
     prompts = [IDS[0, :7], IDS[1, :3]]
     for tokens, prompt in zip(model.generate(prompts, max_new_tokens=10), prompts, strict=True):
@@ -140,7 +140,7 @@ def model(request: pytest.FixtureRequest) -> LanguageModel:
 
 
 @torch.no_grad()
-def test_packed_padded_and_lone_sequences_have_the_same_logits(model: LanguageModel) -> None:
+def test_packed_padded_and_single_sequences_have_the_same_logits(model: LanguageModel) -> None:
     lengths = (12, 5)
     sequences = [IDS[n, :length] for n, length in enumerate(lengths)]
     alone = [model(sequence[None])[0] for sequence in sequences]
@@ -156,7 +156,7 @@ def test_packed_padded_and_lone_sequences_have_the_same_logits(model: LanguageMo
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 
-def test_prompts_of_different_lengths_are_continued_as_if_alone(model: LanguageModel) -> None:
+def test_prompts_of_different_lengths_are_continued_independently(model: LanguageModel) -> None:
     prompts = [IDS[0, :9], IDS[1, :2], IDS[0, 3:8]]
     for strategy in (None, Beam(3)):
         together = model.generate(prompts, max_new_tokens=8, strategy=strategy)
@@ -178,12 +178,12 @@ def test_tokens_can_be_streamed(model: LanguageModel) -> None:
     assert drawn[0] == drawn[1]
 
 
-def test_layers_with_a_window_hold_no_more_than_it() -> None:
+def test_layers_with_a_window_cache_only_the_window() -> None:
     kinds = [type(cache) for cache in LanguageModel(GEMMA2).stack.cache()]
     assert kinds == [WindowCache, Cache, WindowCache]
 
 
-def test_a_model_says_when_its_positions_are_used_up() -> None:
+def test_exceeding_the_positions_raises() -> None:
     model = LanguageModel(dataclasses.replace(GPT2, positions=8)).eval()
     with pytest.raises(ValueError, match="has 8 positions, but the sequence has 9 tokens"):
         model.generate(IDS[:, :5], max_new_tokens=9)

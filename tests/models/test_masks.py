@@ -1,4 +1,4 @@
-"""Masks of real tokens: a row gives the same in any batch, padded at either end, with holes, compiled or not."""
+"""Masks of real tokens: the result of a row does not depend on padding, batch or compilation."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ IMAGES = torch.randn(4, 3, 16, 16, generator=torch.Generator().manual_seed(4), d
 
 
 class Case(NamedTuple):
-    """A model, and how it is called with ids (B, N), a mask (B, N) and the numbers of the rows that are there."""
+    """A model, and how to call it with ids (B, N), a mask (B, N) and the indices of the rows."""
 
     make: Callable[[], nn.Module]
     call: Callable[[Any, Tensor, Tensor | None, list[int]], Tensor]
@@ -99,7 +99,7 @@ MASK = torch.tensor([[1, 1, 1, 1, 1, 0], [0, 0, 1, 1, 1, 1], [1, 1, 0, 1, 0, 1],
 IDS = torch.randint(3, 50, MASK.shape, generator=torch.Generator().manual_seed(2))
 
 
-def made(name: str) -> nn.Module:
+def build(name: str) -> nn.Module:
     torch.manual_seed(0)
     model = CASES[name].make().double().eval()
     with torch.no_grad():
@@ -113,8 +113,8 @@ def real(name: str, result: Tensor, mask: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_row_gives_the_same_alone_and_in_any_batch(name: str) -> None:
-    model, call = made(name), CASES[name].call
+def test_a_row_has_the_same_result_alone_and_in_any_batch(name: str) -> None:
+    model, call = build(name), CASES[name].call
     together = call(model, IDS, MASK, [0, 1, 2, 3])
     for row in range(4):
         alone = call(model, IDS[[row]], MASK[[row]], [row])
@@ -124,7 +124,7 @@ def test_a_row_gives_the_same_alone_and_in_any_batch(name: str) -> None:
 
 @pytest.mark.parametrize("name", CASES)
 def test_padding_at_either_end_changes_nothing(name: str) -> None:
-    model, call = made(name), CASES[name].call
+    model, call = build(name), CASES[name].call
     plain = call(model, IDS[:, 1:4], None, [0, 1, 2, 3])
     for columns in ([0, 1, 2], [1, 2, 3], [3, 4, 5]):
         ids, mask = torch.full((4, 6), 49), torch.zeros(4, 6, dtype=torch.bool)
@@ -135,7 +135,7 @@ def test_padding_at_either_end_changes_nothing(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["text", "language, rotary", "speaker"])
 def test_a_compiled_model_gives_the_same(name: str) -> None:
-    model, call = made(name), CASES[name].call
+    model, call = build(name), CASES[name].call
     torch._dynamo.reset()
     compiled = torch.compile(model, backend="eager")
     for rows in ([0, 1, 2, 3], [0, 2]):
@@ -145,8 +145,8 @@ def test_a_compiled_model_gives_the_same(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_mask_that_does_not_fit_is_an_error(name: str) -> None:
-    model, call = made(name), CASES[name].call
+def test_a_mask_of_the_wrong_shape_or_dtype_raises(name: str) -> None:
+    model, call = build(name), CASES[name].call
     for mask in (torch.ones(4, 5, dtype=torch.bool), torch.ones(1, 6, dtype=torch.bool)):
         with pytest.raises(ValueError, match="mask must be"):
             call(model, IDS, mask, [0, 1, 2, 3])
@@ -180,7 +180,7 @@ def test_holes_count_as_positions_as_in_transformers(config: Any, kind: str, tmp
 
 
 @pytest.mark.parametrize("compiled", [False, True])
-def test_a_wave_whose_samples_do_not_come_first_is_an_error(compiled: bool) -> None:
+def test_a_left_padded_wave_raises(compiled: bool) -> None:
     sizes = {"channels": (8,), "kernels": (4,), "strides": (2,), "position_kernel": 4, "position_groups": 2}
     config = Wav2Vec2Config(labels=5, d_model=16, layers=1, heads=2, d_hidden=24, **sizes)  # type: ignore[arg-type]
     model: Any = Wav2Vec2(config).eval()
@@ -199,16 +199,16 @@ LISTED = [name for name in CASES if name not in ("speaker", "match", "sets", "re
 
 
 def listed(name: str, sequences: list[Tensor], rows: list[int]) -> Any:
-    model = made(name)
+    model = build(name)
     if CASES[name].call is with_targets:
         return model(sequences, [TARGETS[row] for row in rows])
     return model(sequences)
 
 
 @pytest.mark.parametrize("name", LISTED)
-def test_an_empty_sequence_is_computed_as_any_other(name: str) -> None:
-    """In a list it gives what it gives alone, and what a row of filler gives; so do its neighbours."""
-    together, padded = listed(name, LIST, ROWS), CASES[name].call(made(name), PADDED, THERE, ROWS)
+def test_an_empty_sequence_is_supported(name: str) -> None:
+    """Its result in a list equals that alone and that of an all-padding row; other rows do not change."""
+    together, padded = listed(name, LIST, ROWS), CASES[name].call(build(name), PADDED, THERE, ROWS)
     for row, sequence in enumerate(LIST):
         alone = listed(name, [sequence], [row])[0]
         real_ones = padded[row, : len(sequence)] if CASES[name].by_token else padded[row]
@@ -218,8 +218,8 @@ def test_an_empty_sequence_is_computed_as_any_other(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", LISTED)
-def test_no_sequences_and_no_tokens_are_well_formed(name: str) -> None:
-    call, model = CASES[name].call, made(name)
+def test_empty_batches_are_supported(name: str) -> None:
+    call, model = CASES[name].call, build(name)
     none, empty = rg.nn.Packed(NOTHING, ()), torch.zeros(2, 0, dtype=torch.int64)
     rows = (model(none, none) if call is with_targets else model(none)), call(model, empty, None, [0, 1])
     plain = call(model, IDS[:2], None, [0, 1])
@@ -229,8 +229,8 @@ def test_no_sequences_and_no_tokens_are_well_formed(name: str) -> None:
     assert call(model, IDS[:0], MASK[:0], []).shape == (0, *plain.shape[1:])
 
 
-def test_a_model_that_copies_writes_from_its_vocabulary_where_the_source_is_empty() -> None:
-    model = made("translation, copying")
+def test_a_pointer_generates_from_the_vocabulary_for_an_empty_source() -> None:
+    model = build("translation, copying")
     assert isinstance(model, PointerTransformer)
     targets, after = [TARGETS[row] for row in ROWS], torch.arange(9) + 3
     said = model(rg.pack(LIST), rg.pack(targets))
@@ -241,7 +241,7 @@ def test_a_model_that_copies_writes_from_its_vocabulary_where_the_source_is_empt
     assert all(each.grad is None or each.grad.isfinite().all() for each in model.parameters())
 
 
-def test_a_sound_without_a_frame_gives_no_frames() -> None:
+def test_audio_without_frames_has_empty_output() -> None:
     torch.manual_seed(0)
     model = (
         SpeechRecognizer(SpeechConfig(labels=5, d_model=16, layers=1, heads=2, d_hidden=24, features=4)).double().eval()
@@ -254,7 +254,7 @@ def test_a_sound_without_a_frame_gives_no_frames() -> None:
     assert model(rg.nn.Packed(silent, ())).values.shape == (0, 5)
 
 
-def test_a_packed_batch_of_no_tokens_prints_its_mask_and_comes_back() -> None:
+def test_an_empty_packed_batch_prints_and_unpacks() -> None:
     assert str(rg.nn.Packed(NOTHING, (0, 0)).mask) == "documents([])\n"
     assert [len(each) for each in rg.unpack(rg.nn.Packed(NOTHING, (0, 0)))] == [0, 0]
     assert rg.unpack(rg.nn.Packed(NOTHING, ())) == []

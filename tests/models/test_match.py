@@ -1,4 +1,4 @@
-"""The matcher of images and texts: what it looks at, what it does not, and both directions."""
+"""Image-text matcher: padding, dependence on both inputs, cross-attention in both directions."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def model_of(layers: int = 2) -> ImageTextMatcher:
 
 
 @pytest.mark.parametrize("layers", [0, 2])
-def test_what_pads_a_text_does_not_matter(layers: int) -> None:
+def test_padding_of_a_text_has_no_effect(layers: int) -> None:
     model, images = model_of(layers), torch.randn(2, 1, 16, 24).double()
     text = torch.tensor([[4, 5, 6, 1, 1], [7, 8, 9, 3, 2]])
     mask = torch.tensor([[True] * 3 + [False] * 2, [True] * 5])
@@ -35,14 +35,14 @@ def test_what_pads_a_text_does_not_matter(layers: int) -> None:
 
 
 @pytest.mark.parametrize("layers", [0, 2])
-def test_both_image_and_text_are_looked_at(layers: int) -> None:
+def test_the_result_depends_on_image_and_text(layers: int) -> None:
     model, images, text = model_of(layers), torch.randn(1, 1, 16, 24).double(), torch.tensor([[4, 5, 6]])
     found = model(images, text)
     assert not torch.allclose(found, model(-images, text), atol=1e-6)
     assert not torch.allclose(found, model(images, text.flip(1)), atol=1e-6)
 
 
-def test_words_look_at_patches_and_patches_at_words_in_every_layer() -> None:
+def test_words_and_patches_attend_to_each_other_in_every_layer() -> None:
     model = model_of()
     with rg.view.capture(model) as record:
         model(torch.randn(1, 1, 16, 24).double(), torch.tensor([[4, 5, 6]]))
@@ -52,14 +52,14 @@ def test_words_look_at_patches_and_patches_at_words_in_every_layer() -> None:
     assert record.inputs["target"].tolist() == [4, 5, 6]
 
 
-def test_without_layers_between_them_image_and_text_are_two_vectors() -> None:
+def test_without_layers_image_and_text_are_encoded_independently() -> None:
     model = model_of(0)
     with rg.view.capture(model) as record:
         model(torch.randn(1, 1, 16, 24).double(), torch.tensor([[4, 5, 6]]))
     assert [seen.kind for seen in record.attentions] == ["encoder", "encoder"]
 
 
-def test_a_word_is_shown_over_the_image_without_the_frame_of_a_patch() -> None:
+def test_attention_of_a_word_is_smooth_over_the_image() -> None:
     model = model_of()
     with rg.view.capture(model) as record:
         model(torch.randn(1, 1, 16, 24).double(), torch.tensor([[4, 5, 6]]))
@@ -69,7 +69,7 @@ def test_a_word_is_shown_over_the_image_without_the_frame_of_a_patch() -> None:
     assert rg.view.pictures.patches(record, record.attentions[0].name, query=2).patches
 
 
-def test_what_does_not_go_together_is_told() -> None:
+def test_mismatched_inputs_raise() -> None:
     with pytest.raises(ValueError, match="equal d_model, got 16 and 32"):
         ImageTextMatcher(MatchConfig(TEXT, replace(VISION, d_model=32)))
     with pytest.raises(ValueError, match="equally many, got 2 and 1"):

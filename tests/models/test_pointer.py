@@ -1,4 +1,4 @@
-"""A model that copies: its distribution, its loss, generation; and what coverage and windows of the encoder are."""
+"""Pointer-generator: distribution, loss and generation; coverage and encoder windows."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def batch(sources: list[int], targets: list[int]) -> tuple[list[Tensor], list[Te
     return tuple([torch.randint(3, 29, (n,), generator=draw) for n in lengths] for lengths in (sources, targets))
 
 
-def test_what_is_said_is_the_mixture_of_vocabulary_and_source() -> None:
+def test_the_distribution_is_a_mixture_of_vocabulary_and_source() -> None:
     torch.manual_seed(0)
     part = CopyMechanism(8).double()
     hidden, encoded = torch.randn(2, 3, 8).double(), torch.randn(2, 5, 8).double()
@@ -50,7 +50,7 @@ def test_what_is_said_is_the_mixture_of_vocabulary_and_source() -> None:
 @pytest.mark.parametrize(
     ("sources", "targets"), [([5, 1, 8], [3, 6, 2]), ([4, 4], [6, 6]), ([4, 4], [2, 3]), ([7], [1])]
 )
-def test_packed_padded_and_single_pairs_are_told_the_same(sources: list[int], targets: list[int], window: int) -> None:
+def test_packed_padded_and_single_pairs_agree(sources: list[int], targets: list[int], window: int) -> None:
     model = model_of(replace(CONFIG, window=window))
     source, target = batch(sources, targets)
     listed, packed = model(source, target), rg.unpack(model(rg.pack(source), rg.pack(target)))
@@ -65,13 +65,11 @@ def test_packed_padded_and_single_pairs_are_told_the_same(sources: list[int], ta
 
 
 @pytest.mark.parametrize(("sources", "targets"), [([5, 1, 8], [3, 6, 2]), ([4, 4], [6, 6])])
-def test_the_loss_is_the_cross_entropy_of_what_is_said_and_so_are_its_gradients(
-    sources: list[int], targets: list[int]
-) -> None:
+def test_loss_and_gradients_match_the_cross_entropy(sources: list[int], targets: list[int]) -> None:
     model = model_of()
     source, target = batch(sources, targets)
     after = torch.randint(3, 29, (sum(targets),), generator=torch.Generator().manual_seed(2))
-    after[0] = source[0][0]  # one that can be copied
+    after[0] = source[0][0]  # a label that can be copied
     model.loss(rg.pack(source), rg.pack(target), after).backward()
     ours = {name: weight.grad.clone() for name, weight in model.named_parameters() if weight.grad is not None}
     model.zero_grad()
@@ -89,7 +87,7 @@ def test_the_loss_is_the_cross_entropy_of_what_is_said_and_so_are_its_gradients(
 
 
 @pytest.mark.parametrize("strategy", [None, Beam(3)])
-def test_generation_says_token_for_token_what_a_single_source_is_told(strategy: Beam | None) -> None:
+def test_batched_generation_matches_single_sources(strategy: Beam | None) -> None:
     model = model_of()
     source, _ = batch([5, 1, 8], [1, 1, 1])
     together = model.generate(source, max_new_tokens=6, strategy=strategy)
@@ -102,8 +100,8 @@ def test_generation_says_token_for_token_what_a_single_source_is_told(strategy: 
         assert together[0].tolist() == ids[1:]
 
 
-def test_copying_lets_a_rare_token_be_said() -> None:
-    """Trained to repeat the first token, of which half were never a target: only copies can say those."""
+def test_copying_generates_unseen_target_tokens() -> None:
+    """Train to repeat the first token; half of the tokens are never targets and can only be copied."""
     torch.manual_seed(0)
     model = PointerTransformer(replace(CONFIG, layers=1))
     optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3)
@@ -121,7 +119,7 @@ def test_copying_lets_a_rare_token_be_said() -> None:
     assert (made.argmax(-1) == strange[:, 0]).sum() >= 4
 
 
-def test_a_model_that_copies_is_saved_and_loaded(tmp_path: object) -> None:
+def test_a_pointer_transformer_is_saved_and_loaded(tmp_path: object) -> None:
     model = model_of(replace(CONFIG, window=3))
     rg.save(model, tmp_path)
     again = rg.load(tmp_path)
@@ -132,7 +130,7 @@ def test_a_model_that_copies_is_saved_and_loaded(tmp_path: object) -> None:
         assert torch.equal(one, other)
 
 
-def test_what_cannot_be_copied_is_told() -> None:
+def test_unsupported_uses_raise() -> None:
     with pytest.raises(ValueError, match="one vocabulary for source and target"):
         PointerTransformer(replace(CONFIG, target_vocabulary=31))
     model = model_of()
@@ -154,7 +152,7 @@ def test_coverage_is_the_sum_of_cross_attention_over_the_target(kind: type[Trans
     torch.testing.assert_close(found.sum(), torch.tensor(4.0))
 
 
-def test_an_encoder_with_a_window_sees_its_neighbours_and_the_first_token_and_no_other() -> None:
+def test_an_encoder_window_covers_neighbours_and_the_first_token_only() -> None:
     model = model_of(replace(CONFIG, window=1, layers=1), kind=Transformer)
     (source,), _ = batch([9], [1])
 
@@ -168,8 +166,8 @@ def test_an_encoder_with_a_window_sees_its_neighbours_and_the_first_token_and_no
     assert changed(0) == list(range(9))
 
 
-def test_a_window_holds_wherever_a_sequence_begins() -> None:
-    """Filler in front, filler behind, and others before it in the same row change nothing."""
+def test_a_window_does_not_depend_on_the_start_of_a_sequence() -> None:
+    """Padding on either side, and earlier sequences in the same row, have no effect."""
     model = model_of(replace(CONFIG, window=2), kind=Transformer)
     source, _ = batch([9, 4, 11], [1, 1, 1])
     packed = rg.unpack(model.encode(rg.pack(source)))
@@ -182,7 +180,7 @@ def test_a_window_holds_wherever_a_sequence_begins() -> None:
         torch.testing.assert_close(model.encode(behind, F.pad(real, (0, 3)))[0, :-3], want, atol=1e-5, rtol=1e-5)
 
 
-def test_a_model_in_float64_says_its_log_probabilities_in_float64() -> None:
+def test_log_probabilities_of_a_float64_model_are_float64() -> None:
     model = model_of(kind=PointerTransformer).double()
     said = model(torch.tensor([[5, 6, 7]]), torch.tensor([[1, 8]]))
     assert said.dtype == torch.float64

@@ -1,4 +1,4 @@
-"""The recommender: it looks back only, packed and padded alike, and its losses are those of torch."""
+"""Recommender: causality, packed and padded inputs, and losses compared with torch."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def model_of() -> Recommender:
     return Recommender(CONFIG).double().eval()
 
 
-def test_what_follows_a_history_is_asked_of_its_last_item() -> None:
+def test_next_item_logits_are_those_of_the_last_item() -> None:
     model = model_of()
     found = model.next_item_logits(HISTORIES)
     for one, came in zip(HISTORIES, found, strict=True):
@@ -32,7 +32,7 @@ def test_what_follows_a_history_is_asked_of_its_last_item() -> None:
     torch.testing.assert_close(model.next_item_logits(padded, mask), found, rtol=0, atol=1e-12)
 
 
-def test_no_item_sees_those_behind_it() -> None:
+def test_items_do_not_depend_on_later_items() -> None:
     model, one = model_of(), HISTORIES[2][None]
     before = model(one)
     other = one.clone()
@@ -41,7 +41,7 @@ def test_no_item_sees_those_behind_it() -> None:
     assert not torch.allclose(model(other)[0, 4:], before[0, 4:])
 
 
-def test_the_loss_is_of_what_is_asked_for_among_all_items() -> None:
+def test_the_loss_matches_cross_entropy_over_all_items() -> None:
     model, packed = model_of(), rg.pack(HISTORIES)
     after = torch.tensor([7, -1, 1, 2, 5, 5, 6, -1, 11, 4, 9, 20])
     logits, asked = model(packed).values, after >= 0
@@ -52,7 +52,7 @@ def test_the_loss_is_of_what_is_asked_for_among_all_items() -> None:
 @pytest.mark.parametrize("smoothing", [0.0, 0.2])
 @pytest.mark.parametrize("cap", [None, 0.3])
 @pytest.mark.parametrize("drawn", [False, True])
-def test_no_loss_leaves_out_smoothing_or_the_cap_of_logits(drawn: bool, cap: float | None, smoothing: float) -> None:
+def test_all_losses_apply_smoothing_and_softcap(drawn: bool, cap: float | None, smoothing: float) -> None:
     torch.manual_seed(0)
     model, packed = Recommender(replace(CONFIG, final_softcap=cap)).double().eval(), rg.pack(HISTORIES)
     negatives = torch.tensor([5, 8, 8, 21]) if drawn else None
@@ -80,7 +80,7 @@ def test_the_loss_of_bfloat16_is_summed_in_float32() -> None:
         torch.testing.assert_close(all_of_them, 60 * one, rtol=1e-3, atol=0)
 
 
-def test_the_loss_among_drawn_items_has_the_right_one_once() -> None:
+def test_the_sampled_loss_counts_the_label_once() -> None:
     model, packed, negatives = model_of(), rg.pack(HISTORIES), torch.tensor([5, 8, 8, 21])
     after = torch.tensor([7, -1, 1, 2, 5, 5, 6, -1, 11, 4, 9, 20])
     expected = torch.zeros(()).double()
@@ -91,7 +91,7 @@ def test_the_loss_among_drawn_items_has_the_right_one_once() -> None:
     torch.testing.assert_close(model.loss(packed, after, negatives=negatives), expected, rtol=0, atol=1e-10)
 
 
-def test_a_recommender_is_saved_as_one(tmp_path: Path) -> None:
+def test_a_saved_recommender_loads_as_a_recommender(tmp_path: Path) -> None:
     model = model_of()
     rg.save(model, tmp_path)
     again = rg.load(tmp_path)

@@ -1,4 +1,4 @@
-"""Sets and graphs: the order of elements and nodes changes nothing, and neither does what is not there."""
+"""Sets and graphs: invariance to the order of elements and nodes, and to padding."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ def graph_model() -> NodeClassifier:
     return NodeClassifier(GRAPH).double().eval()
 
 
-def test_the_order_of_the_elements_changes_nothing() -> None:
+def test_the_order_of_elements_has_no_effect() -> None:
     model, sets = sets_model(), [torch.randn(n, 3).double() for n in (7, 1, 4)]
     mixed = [one[torch.randperm(len(one))] for one in sets]
     torch.testing.assert_close(model(mixed), model(sets), rtol=0, atol=1e-12)
     assert not torch.allclose(model(sets)[0], model(sets)[2], atol=1e-6)
 
 
-def test_what_pads_a_set_does_not_matter() -> None:
+def test_padding_of_a_set_has_no_effect() -> None:
     model, sets = sets_model(), [torch.randn(n, 3).double() for n in (7, 1, 4)]
     padded = torch.full((3, 9, 3), torch.nan).double()
     mask = torch.arange(9) < torch.tensor([7, 1, 4])[:, None]
@@ -42,34 +42,34 @@ def test_what_pads_a_set_does_not_matter() -> None:
     torch.testing.assert_close(model(sets), alone, rtol=0, atol=1e-12)
 
 
-def test_an_element_that_is_there_matters() -> None:
+def test_every_real_element_has_an_effect() -> None:
     model, one = sets_model(), torch.randn(5, 3).double()
     assert not torch.allclose(model([one]), model([one[:-1]]), atol=1e-6)
 
 
-def test_elements_of_another_width_are_told() -> None:
+def test_elements_of_the_wrong_width_raise() -> None:
     with pytest.raises(ValueError, match=r"sets must be \(B, N, 3\), but the elements have \(2,\)"):
         sets_model()([torch.randn(4, 2).double()])
 
 
-def test_the_order_of_the_nodes_is_that_of_the_answers_and_nothing_more() -> None:
+def test_permuting_nodes_permutes_the_results() -> None:
     model, x, order = graph_model(), torch.randn(1, 7, 7).double(), torch.randperm(7)
-    place = order.argsort()  # node n stands at place[n]
-    found = model(x[:, order], rg.edges(place[EDGES]))
+    position = order.argsort()  # node n is at position[n]
+    found = model(x[:, order], rg.edges(position[EDGES]))
     torch.testing.assert_close(found, model(x, rg.edges(EDGES))[:, order], rtol=0, atol=1e-12)
 
 
-def test_a_node_sees_as_many_edges_far_as_there_are_layers() -> None:
+def test_a_node_depends_on_nodes_at_most_one_edge_per_layer_away() -> None:
     model, x = graph_model(), torch.randn(1, 7, 7).double()
     before = model(x, rg.edges(EDGES))[0]
-    x[0, 2] = torch.nan  # 2 is next to 1, which is next to 0; 5 and 6 are apart from them
+    x[0, 2] = torch.nan  # edges 0 - 1 - 2; 5 and 6 are in another component
     after = model(x, rg.edges(EDGES))[0]
     assert after.isnan().any(-1).tolist() == [True, True, True, False, False, False, False]
     torch.testing.assert_close(after[3:], before[3:], rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("model", [sets_model(), graph_model()], ids=["sets", "graph"])
-def test_saved_models_come_back(model: torch.nn.Module, tmp_path: Path) -> None:
+def test_saved_models_load_unchanged(model: torch.nn.Module, tmp_path: Path) -> None:
     rg.save(model, tmp_path)
     again = rg.load(tmp_path)
     assert type(again) is type(model)

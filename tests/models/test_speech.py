@@ -1,4 +1,4 @@
-"""Speech: features, CTC, truncated attention that streams, and a speaker that says the same step by step."""
+"""Speech: features, CTC, streaming recognition, and step-by-step synthesis."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_a_tone_is_loudest_in_its_own_band(hertz: float) -> None:
     assert abs(float(centres[loudest]) - hertz) < 0.1 * hertz + 40
 
 
-def test_mel_features_are_those_of_the_definition() -> None:
+def test_mel_features_match_their_definition() -> None:
     wave = torch.randn(3000, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     n = torch.arange(400, dtype=torch.float64)
     window = 0.5 - 0.5 * torch.cos(2 * math.pi * n / 400)
@@ -62,7 +62,7 @@ def test_silence_is_the_floor() -> None:
     torch.testing.assert_close(log_mel(torch.zeros(1600)), torch.full((10, 80), -6.0))
 
 
-def test_a_wave_made_of_features_has_these_features() -> None:
+def test_griffin_lim_reproduces_the_features() -> None:
     t = torch.arange(8000) / 16000
     wave = torch.sin(2 * math.pi * 440 * t) * (t * 8).sin() + 0.3 * torch.sin(2 * math.pi * 2000 * t)
     values = log_mel(wave)
@@ -73,17 +73,17 @@ def test_a_wave_made_of_features_has_these_features() -> None:
     assert torch.equal(made, griffin_lim(values))
 
 
-def spelled(path: tuple[int, ...]) -> tuple[int, ...]:
+def collapse(path: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(label for label, _ in itertools.groupby(path) if label)
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_prefix_beam_search_finds_the_spelling_with_the_largest_sum_over_all_paths(seed: int) -> None:
+def test_prefix_beam_search_finds_the_most_probable_labels(seed: int) -> None:
     logits = 2 * torch.randn(5, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
     shares, sums = logits.softmax(-1), dict[tuple[int, ...], float]()
     for path in itertools.product(range(3), repeat=5):
         share = math.prod(float(shares[n, label]) for n, label in enumerate(path))
-        sums[spelled(path)] = sums.get(spelled(path), 0.0) + share
+        sums[collapse(path)] = sums.get(collapse(path), 0.0) + share
     best = max(sums, key=lambda each: sums[each])
     found = prefix_beam(logits, width=1000)
     assert tuple(found.labels) == best
@@ -94,7 +94,7 @@ def test_prefix_beam_search_finds_the_spelling_with_the_largest_sum_over_all_pat
     assert math.isclose(found.score, float(alone), rel_tol=1e-9)
 
 
-def test_greedy_merges_repeats_and_keeps_letters_that_a_blank_parts() -> None:
+def test_greedy_merges_repeats_unless_separated_by_a_blank() -> None:
     frames = F.one_hot(torch.tensor([0, 2, 2, 0, 2, 1, 1, 0]), 3) * 9.0
     assert greedy(frames).labels == prefix_beam(frames).labels == [2, 2, 1]
     assert greedy(frames[:0]).labels == prefix_beam(frames[:0]).labels == []
@@ -105,33 +105,31 @@ def test_greedy_merges_repeats_and_keeps_letters_that_a_blank_parts() -> None:
 
 @pytest.mark.parametrize(("before", "after"), [(0, 0), (3, 0), (4, 2), (50, 1)])
 @pytest.mark.parametrize("sizes", [(1,) * 61, (7, 1, 20, 33), (61,), (0, 30, 0, 31, 0)])
-def test_what_a_stream_says_is_what_the_model_says_of_the_whole(
-    before: int, after: int, sizes: tuple[int, ...]
-) -> None:
+def test_a_stream_matches_the_full_pass(before: int, after: int, sizes: tuple[int, ...]) -> None:
     model, (whole,) = recognizer(before=before, after=after), sound(61)
     stream, pieces = model.stream(), whole.split(sizes)
-    said = [stream(piece, last=n == len(pieces) - 1) for n, piece in enumerate(pieces)]
+    generated = [stream(piece, last=n == len(pieces) - 1) for n, piece in enumerate(pieces)]
     with torch.no_grad():
         expected = model(whole[None])[0]
-    torch.testing.assert_close(torch.cat(said), expected, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(torch.cat(generated), expected, rtol=1e-4, atol=1e-5)
     with pytest.raises(ValueError, match="the stream has ended"):
         stream(whole[:1])
 
 
-def test_what_comes_later_changes_nothing_that_was_said() -> None:
+def test_emitted_logits_do_not_depend_on_later_frames() -> None:
     model, (whole,) = recognizer(before=4, after=2), sound(80)
     first, other = model.stream(), model.stream()
-    settled = first(whole[:60])
-    assert len(settled) == 15 - 3 * 2  # the last frame waits for a sample more, and every layer for two frames
-    torch.testing.assert_close(settled, other(whole[:60]))
+    emitted = first(whole[:60])
+    assert len(emitted) == 15 - 3 * 2  # the last frame needs one more input, and every layer two frames
+    torch.testing.assert_close(emitted, other(whole[:60]))
     ends = torch.cat([whole[:60], 9 * whole[60:]])
     with torch.no_grad():
-        torch.testing.assert_close(model(ends[None])[0, : len(settled)], settled, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(model(ends[None])[0, : len(emitted)], emitted, rtol=1e-4, atol=1e-5)
     rest = first(whole[60:], last=True)
-    assert len(settled) + len(rest) == 20
+    assert len(emitted) + len(rest) == 20
 
 
-def test_attention_is_truncated() -> None:
+def test_attention_is_limited_to_the_window() -> None:
     model, (whole,) = recognizer(before=2, after=1, layers=1), sound(80)
     with capture(model) as record:
         model(whole[None])
@@ -140,7 +138,7 @@ def test_attention_is_truncated() -> None:
     assert torch.equal(weights > 0, (j >= i - 2) & (j <= i + 1))
 
 
-def test_padded_packed_and_single_sounds_give_the_same() -> None:
+def test_padded_packed_and_single_inputs_agree() -> None:
     model, parts = recognizer(before=5, after=2), sound(41, 12, 1)
     with torch.no_grad():
         alone = [model(part[None])[0] for part in parts]
@@ -166,27 +164,27 @@ def test_padded_packed_and_single_sounds_give_the_same() -> None:
         ((1, 3, 11), [[1, 1, 0]], r"mask must be a \(B, N\) bool tensor.*torch.int64"),
     ],
 )
-def test_sounds_that_cannot_be_heard_are_told(shape: tuple[int, ...], mask: list | None, message: str) -> None:
+def test_invalid_inputs_raise(shape: tuple[int, ...], mask: list | None, message: str) -> None:
     with pytest.raises((ValueError, TypeError), match=message):
         recognizer()(torch.zeros(shape), None if mask is None else torch.tensor(mask))
 
 
-def test_a_configuration_that_makes_no_sense_is_told() -> None:
+def test_an_invalid_configuration_raises() -> None:
     with pytest.raises(ValueError, match="before and after must be at least 0"):
         recognizer(before=-1)
 
 
-def speaker() -> SpeechSynthesizer:
+def synthesizer() -> SpeechSynthesizer:
     torch.manual_seed(0)
     return SpeechSynthesizer(
         SpeechSynthesizerConfig(vocabulary=9, d_model=16, layers=2, heads=2, d_hidden=24, features=5, reduction=3)
     ).eval()
 
 
-def test_models_of_speech_come_back_from_a_folder(tmp_path: Path) -> None:
+def test_saved_speech_models_load_unchanged(tmp_path: Path) -> None:
     for model, inputs in (
         (recognizer(before=3), (torch.randn(1, 30, 11),)),
-        (speaker(), (torch.tensor([[1, 2, 3]]), torch.randn(1, 6, 5))),
+        (synthesizer(), (torch.tensor([[1, 2, 3]]), torch.randn(1, 6, 5))),
     ):
         rg.save(model, tmp_path / type(model).__name__)
         again = rg.load(tmp_path / type(model).__name__)
@@ -194,28 +192,28 @@ def test_models_of_speech_come_back_from_a_folder(tmp_path: Path) -> None:
         assert torch.equal(again(*inputs), model(*inputs))
 
 
-def test_what_is_said_step_by_step_is_what_is_said_of_the_whole() -> None:
-    model, text = speaker(), torch.tensor([3, 1, 4, 1, 5])
+def test_generation_matches_teacher_forcing() -> None:
+    model, text = synthesizer(), torch.tensor([3, 1, 4, 1, 5])
     with torch.no_grad():
         model.end.bias.fill_(-9.0)
-    said = model.generate([text], max_frames=21)[0]
-    assert (said.frames.shape, said.score) == ((21, 5), 0.0)  # it never came to an end
+    generated = model.generate([text], max_frames=21)[0]
+    assert (generated.frames.shape, generated.score) == ((21, 5), 0.0)  # max_frames was reached
     with torch.no_grad():
-        torch.testing.assert_close(model(text[None], said.frames[None])[0], said.frames, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(model(text[None], generated.frames[None])[0], generated.frames, rtol=1e-4, atol=1e-5)
         model.end.bias.fill_(9.0)
     ended = model.generate([text], max_frames=21)[0]
     assert len(ended.frames) == 3
     assert ended.score > 0.9
 
 
-def test_filler_letters_are_not_read() -> None:
-    model, text, frames = speaker(), torch.tensor([[3, 1, 4, 0, 0]]), torch.randn(1, 6, 5)
+def test_padding_letters_have_no_effect() -> None:
+    model, text, frames = synthesizer(), torch.tensor([[3, 1, 4, 0, 0]]), torch.randn(1, 6, 5)
     mask = torch.tensor([[True, True, True, False, False]])
     torch.testing.assert_close(model(text, frames, mask), model(text[:, :3], frames), rtol=1e-4, atol=1e-5)
 
 
-def test_a_step_sees_only_what_was_said_before_it() -> None:
-    model, text, frames = speaker(), torch.tensor([[3, 1, 4]]), torch.randn(1, 12, 5)
+def test_a_step_depends_on_earlier_frames_only() -> None:
+    model, text, frames = synthesizer(), torch.tensor([[3, 1, 4]]), torch.randn(1, 12, 5)
     other = frames.clone()
     other[:, 6:] = 0
     torch.testing.assert_close(model(text, other)[:, :9], model(text, frames)[:, :9])
@@ -223,8 +221,8 @@ def test_a_step_sees_only_what_was_said_before_it() -> None:
         model(text, frames[:, :7])
 
 
-def test_guidance_is_the_sum_of_its_definition_and_teaches_the_attention() -> None:
-    model, frames = speaker(), torch.randn(2, 12, 5)
+def test_guided_attention_matches_its_definition_and_has_gradients() -> None:
+    model, frames = synthesizer(), torch.randn(2, 12, 5)
     text, mask = torch.tensor([[3, 1, 4], [5, 2, 0]]), torch.tensor([[True, True, True], [True, True, False]])
     seen = model.predict_frames(text, frames, mask, weights=True).weights
     assert [tuple(each.shape) for each in seen] == [(2, 2, 4, 3)] * 2

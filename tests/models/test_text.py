@@ -1,4 +1,4 @@
-"""Text encoders against transformers, and in all forms of input."""
+"""Text encoders compared with transformers, and in all forms of input."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ SIZES = {"vocab_size": 100, "hidden_size": 32, "num_hidden_layers": 3, "num_atte
 
 @torch.no_grad()
 @pytest.mark.parametrize("family", ["Bert", "Roberta", "Albert"])
-def test_an_encoder_gives_the_hidden_states_of_transformers(family: str) -> None:
+def test_hidden_states_match_transformers(family: str) -> None:
     transformers = pytest.importorskip("transformers")
     more: dict[str, Any] = {
         "Bert": {}, "Roberta": {"pad_token_id": 1}, "Albert": {"embedding_size": 16, "hidden_act": "gelu"}
@@ -102,11 +102,11 @@ def test_an_encoder_gives_the_hidden_states_of_transformers(family: str) -> None
 
 @torch.no_grad()
 @pytest.mark.parametrize("arrangement", ["pre", "post"])
-@pytest.mark.parametrize("made", [MaskedLanguageModel, TokenClassifier])
-def test_results_have_the_form_of_the_inputs(made: Any, arrangement: str) -> None:
-    model = filled(made(dataclasses.replace(BERT, arrangement=arrangement, classes=5)))
+@pytest.mark.parametrize("model_class", [MaskedLanguageModel, TokenClassifier])
+def test_results_have_the_form_of_the_inputs(model_class: Any, arrangement: str) -> None:
+    model = filled(model_class(dataclasses.replace(BERT, arrangement=arrangement, classes=5)))
     whole, packed, listed = model(IDS, REAL), model(rg.pack(LIST)), model(LIST)
-    assert whole.shape == (3, 12, 5 if made is TokenClassifier else 100)
+    assert whole.shape == (3, 12, 5 if model_class is TokenClassifier else 100)
     assert packed.lengths == LENGTHS
     torch.testing.assert_close(packed.values, whole[REAL], rtol=0, atol=1e-5)
     torch.testing.assert_close(torch.cat(listed), whole[REAL], rtol=0, atol=1e-5)
@@ -114,20 +114,20 @@ def test_results_have_the_form_of_the_inputs(made: Any, arrangement: str) -> Non
 
 @torch.no_grad()
 @pytest.mark.parametrize("pooling", ["first", "mean", "max", "attention"])
-@pytest.mark.parametrize("made", [SequenceClassifier, SentenceEmbedder])
-def test_one_result_a_sequence_whatever_the_form_of_the_inputs(made: Any, pooling: str) -> None:
-    model = filled(made(dataclasses.replace(BERT, pooling=pooling)))
+@pytest.mark.parametrize("model_class", [SequenceClassifier, SentenceEmbedder])
+def test_one_result_per_sequence_for_all_forms_of_input(model_class: Any, pooling: str) -> None:
+    model = filled(model_class(dataclasses.replace(BERT, pooling=pooling)))
     whole = model(IDS, REAL)
-    assert whole.shape == (3, 2 if made is SequenceClassifier else 32)
+    assert whole.shape == (3, 2 if model_class is SequenceClassifier else 32)
     for inputs in (LIST, rg.pack(LIST)):
         torch.testing.assert_close(model(inputs), whole, rtol=0, atol=1e-5)
     for row, sequence in zip(whole, LIST, strict=True):
         torch.testing.assert_close(model([sequence])[0], row, rtol=0, atol=1e-5)
-    if made is SentenceEmbedder:
+    if model_class is SentenceEmbedder:
         torch.testing.assert_close(whole.norm(dim=-1), torch.ones(3))
 
 
-def test_packed_sequences_train() -> None:
+def test_packed_sequences_can_be_trained() -> None:
     torch.manual_seed(0)
     model = SequenceClassifier(dataclasses.replace(BERT, dropout=0.0))
     optimizer, classes, losses = torch.optim.AdamW(model.parameters(), 3e-3), torch.tensor([0, 1, 0]), []
@@ -140,7 +140,7 @@ def test_packed_sequences_train() -> None:
     assert losses[-1] < 0.5 * losses[0]
 
 
-def test_mistakes_are_named() -> None:
+def test_invalid_arguments_raise() -> None:
     model = TextEncoder(BERT).eval()
     with pytest.raises(ValueError, match="the model has 40 positions, but a sequence has 41 tokens"):
         model(torch.zeros(1, 41, dtype=torch.long))
@@ -162,6 +162,6 @@ def test_mistakes_are_named() -> None:
         ([torch.tensor([5, 6, 7]), torch.tensor([8])], [torch.tensor([0]), torch.tensor([0, 1, 1])]),
     ],
 )
-def test_segments_of_another_form_than_the_ids_raise(ids: Any, segments: Any) -> None:
+def test_segments_of_the_wrong_form_raise(ids: Any, segments: Any) -> None:
     with pytest.raises(ValueError, match="segments must have the form of the ids"):
         TextEncoder(BERT)(ids, segments=segments)

@@ -1,4 +1,4 @@
-"""Encoder-decoders: forms of input, what sees what, generation."""
+"""Encoder-decoders: forms of input, masking, generation."""
 
 from __future__ import annotations
 
@@ -50,9 +50,7 @@ def model(request: pytest.FixtureRequest) -> Transformer:
     ("sources", "targets"),
     [([5, 1, 8], [3, 6, 2]), ([4, 4, 4], [3, 6, 2]), ([5, 1, 8], [4, 4, 4]), ([4, 4], [6, 6]), ([5], [3])],
 )
-def test_packed_pairs_give_the_logits_of_padded_ones(
-    model: Transformer, sources: list[int], targets: list[int]
-) -> None:
+def test_packed_pairs_match_padded_ones(model: Transformer, sources: list[int], targets: list[int]) -> None:
     source, target = batch(sources, targets)
     (ids, mask), (target_ids, _) = padded(source), padded(target)
     want = [row[: len(one)] for row, one in zip(model(ids, target_ids, mask), target, strict=True)]
@@ -63,14 +61,14 @@ def test_packed_pairs_give_the_logits_of_padded_ones(
             torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-5)
 
 
-def test_a_target_in_one_tensor_goes_with_a_packed_source(model: Transformer) -> None:
+def test_a_target_tensor_can_be_combined_with_a_packed_source(model: Transformer) -> None:
     source, target = batch([5, 1, 8], [4, 4, 4])
     ids, mask = padded(source)
     want = model(ids, torch.stack(target), mask)
     torch.testing.assert_close(model(rg.pack(source), torch.stack(target)), want, atol=1e-5, rtol=1e-5)
 
 
-def test_packed_and_padded_pairs_have_the_same_gradients_and_all_parameters_get_some(model: Transformer) -> None:
+def test_packed_and_padded_pairs_have_the_same_gradients(model: Transformer) -> None:
     source, target = batch([5, 1, 8], [3, 6, 2])
     (ids, mask), (target_ids, target_mask) = padded(source), padded(target)
     model.train()
@@ -88,7 +86,7 @@ def test_packed_and_padded_pairs_have_the_same_gradients_and_all_parameters_get_
         torch.testing.assert_close(packed[name], gradient, atol=1e-5 * max(scale, 1), rtol=1e-4)
 
 
-def test_a_target_token_sees_no_later_one_and_no_filler_of_the_source(model: Transformer) -> None:
+def test_target_tokens_do_not_depend_on_later_ones_or_source_padding(model: Transformer) -> None:
     source, target = batch([6], [5])
     ids, target_ids = source[0][None], target[0][None]
     mask = torch.arange(6)[None] < 4
@@ -100,7 +98,7 @@ def test_a_target_token_sees_no_later_one_and_no_filler_of_the_source(model: Tra
     assert not torch.allclose(model(other_ids, other, mask)[:, :3], before[:, :3], atol=1e-3)
 
 
-def test_encode_and_decode_are_the_two_halves(model: Transformer) -> None:
+def test_encode_and_decode_compose_to_forward(model: Transformer) -> None:
     source, target = batch([6, 6], [5, 5])
     ids, target_ids = torch.stack(source), torch.stack(target)
     encoded = model.encode(ids)
@@ -109,7 +107,7 @@ def test_encode_and_decode_are_the_two_halves(model: Transformer) -> None:
 
 
 @pytest.mark.parametrize("form", ["padded", "packed", "list"])
-def test_greedy_generation_follows_the_most_likely_token_without_a_cache(model: Transformer, form: str) -> None:
+def test_greedy_generation_matches_uncached_argmax(model: Transformer, form: str) -> None:
     source, _ = batch([5, 1, 8], [1, 1, 1])
     want = []
     for ids in source:
@@ -131,20 +129,20 @@ def log_probability(model: Transformer, source: Tensor, tokens: list[int]) -> fl
 
 @pytest.mark.parametrize("penalty", [0.0, 1.0])
 @pytest.mark.parametrize("kind", ["classic", "marian", "t5"])
-def test_a_wide_beam_finds_the_best_of_all_sequences(kind: str, penalty: float) -> None:
+def test_a_wide_beam_finds_the_best_sequence(kind: str, penalty: float) -> None:
     model = model_of(replace(KINDS[kind], vocabulary=5, start=0, stop=1, suppress_tokens=(0,)))
     for weight in model.parameters():
-        weight.data *= 1.5  # so that the choice of a token tells on those after it
+        weight.data *= 1.5  # so that the choice of a token affects later ones
     max_new_tokens, (source, _) = 3, batch([4, 2], [1, 1])
     source = [ids % 5 for ids in source]
-    # (64, 3): all that can be said in three tokens
+    # (64, 3): all sequences of three tokens
     every = torch.cartesian_prod(*[torch.arange(1, 5)] * max_new_tokens)
     before = torch.cat((torch.zeros_like(every[:, :1]), every[:, :-1]), 1)
     for ids, got in zip(
         source, model.generate(source, max_new_tokens=max_new_tokens, strategy=Beam(27, penalty)), strict=True
     ):
         logits = model(ids.expand(64, -1), before)
-        logits[..., 0] = -float("inf")  # what is never generated has no share
+        logits[..., 0] = -float("inf")  # suppressed tokens have probability 0
         chosen = logits.log_softmax(-1).gather(-1, every[..., None])[..., 0].cumsum(1)  # (64, 3)
         best = (-float("inf"), [])
         for tokens, sums in zip(every.tolist(), chosen.tolist(), strict=True):
@@ -153,7 +151,7 @@ def test_a_wide_beam_finds_the_best_of_all_sequences(kind: str, penalty: float) 
         assert got.tolist() == best[1]
 
 
-def test_a_beam_of_one_is_greedy_and_a_wider_one_is_no_less_likely() -> None:
+def test_a_beam_of_one_is_greedy_and_wider_ones_are_not_worse() -> None:
     model = model_of(KINDS["classic"])
     for weight in model.parameters():
         weight.data *= 1.5
@@ -181,7 +179,7 @@ def test_the_source_is_encoded_and_projected_once(monkeypatch: pytest.MonkeyPatc
     assert projected == [2]  # the two sources, not their eight beams
 
 
-def test_positions_beyond_a_learned_table_are_refused_and_sinusoidal_ones_have_no_end() -> None:
+def test_learned_positions_are_limited_and_sinusoidal_ones_are_not() -> None:
     source, target = batch([20], [3])
     with pytest.raises(ValueError, match="has 16 positions, but the sequence has 20 tokens"):
         model_of(KINDS["after"])(source, target)
@@ -189,7 +187,7 @@ def test_positions_beyond_a_learned_table_are_refused_and_sinusoidal_ones_have_n
     assert model_of(CLASSIC)(long, target[0][None]).isfinite().all()
 
 
-def test_what_does_not_go_together_is_said() -> None:
+def test_mismatched_inputs_raise() -> None:
     model = model_of(CLASSIC)
     source, target = batch([5, 3], [2, 4])
     with pytest.raises(TypeError, match="packed target needs a packed source"):

@@ -20,15 +20,13 @@ def model_of(config: VisionConfig = CONFIG) -> VisionTransformer:
 
 
 @pytest.mark.parametrize(("size", "patches"), [((24, 40), 15), ((40, 24), 15), ((8, 8), 1), ((31, 47), 15)])
-def test_an_image_of_any_size_gives_a_state_for_each_whole_patch_and_the_class_token(
-    size: tuple[int, int], patches: int
-) -> None:
+def test_the_output_has_one_state_per_patch_and_the_class_token(size: tuple[int, int], patches: int) -> None:
     hidden = model_of()(torch.randn(2, 3, *size))
     assert hidden.shape == (2, 1 + patches, 32)
     assert hidden.isfinite().all()
 
 
-def test_a_patch_is_embedded_from_its_own_pixels_row_by_row() -> None:
+def test_patches_are_embedded_in_row_major_order() -> None:
     model = model_of(replace(CONFIG, layers=0))
     images = torch.randn(1, 3, 24, 40)
     before = model(images)
@@ -37,7 +35,7 @@ def test_a_patch_is_embedded_from_its_own_pixels_row_by_row() -> None:
     assert changed.tolist() == [1 + 1 * 5 + 3]
 
 
-def test_other_sizes_read_the_positions_between_those_of_the_table() -> None:
+def test_positions_are_interpolated_for_other_sizes() -> None:
     model = model_of()
     rows, columns = torch.meshgrid(torch.arange(3.0), torch.arange(5.0), indexing="ij")
     with torch.no_grad():
@@ -50,10 +48,10 @@ def test_other_sizes_read_the_positions_between_those_of_the_table() -> None:
     assert model.positions((3, 5)) is model.position
 
 
-def test_patches_that_the_mask_leaves_out_do_not_reach_the_class() -> None:
+def test_masked_patches_do_not_reach_the_class_token() -> None:
     torch.manual_seed(0)
     model, images, mask = ImageClassifier(CONFIG).eval(), torch.randn(2, 3, 24, 40), torch.ones(2, 15).bool()
-    torch.testing.assert_close(model(images, mask), model(images))  # the class token is always seen
+    torch.testing.assert_close(model(images, mask), model(images))  # the class token is never masked
     mask[:, 12:] = mask[1, 3] = False
     before = model(images, mask)
     assert before.shape == (2, 7)
@@ -70,7 +68,7 @@ def test_all_parameters_get_a_gradient() -> None:
     assert [name for name, weight in model.named_parameters() if not weight.grad.abs().sum() > 0] == []
 
 
-def test_what_is_no_image_for_the_model_is_refused() -> None:
+def test_invalid_images_raise() -> None:
     with pytest.raises(ValueError, match=r"images must be \(B, 3, height, width\) of at least 8 x 8 pixels, got"):
         model_of()(torch.randn(2, 1, 24, 40))
     with pytest.raises(ValueError, match=r"at least 8 x 8 pixels, but are \(2, 3, 7, 40\)"):
@@ -79,7 +77,7 @@ def test_what_is_no_image_for_the_model_is_refused() -> None:
         VisionTransformer(replace(CONFIG, image=(20, 40)))
 
 
-def test_a_stem_halves_the_image_and_leaves_as_many_patches(tmp_path: Path) -> None:
+def test_a_stem_does_not_change_the_number_of_patches(tmp_path: Path) -> None:
     config = replace(CONFIG, stem=(8, 16), channels=1)
     torch.manual_seed(0)
     model = ImageClassifier(config).eval()

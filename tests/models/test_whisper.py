@@ -1,4 +1,4 @@
-"""Whisper's languages, tasks, timestamps and long sounds, compared with transformers."""
+"""Whisper: languages, tasks, timestamps and long audio, compared with transformers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ transformers = pytest.importorskip("transformers")
 STOP, START, NO_TIMES, FRAMES = 50, 51, 57, 50
 LANGUAGES = {"<|de|>": 54, "<|en|>": 52, "<|zh|>": 53}
 TASKS = {"transcribe": 55, "translate": 56}
-SPOKEN = {
+GENERATION_CONFIG = {
     "is_multilingual": True, "lang_to_id": LANGUAGES, "task_to_id": TASKS, "no_timestamps_token_id": NO_TIMES,
     "max_initial_timestamp_index": 20, "suppress_tokens": [7, 8, *range(51, 57)], "begin_suppress_tokens": [5, STOP],
     "decoder_start_token_id": START, "eos_token_id": STOP, "pad_token_id": STOP, "bos_token_id": STOP,
@@ -30,7 +30,7 @@ SOUNDS = torch.randn(3, 2 * FRAMES, 80, generator=torch.Generator().manual_seed(
 
 @pytest.fixture(scope="module", params=range(3))
 def pair(request: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[Whisper, Any]:
-    """A small model with random weights, as both libraries load it."""
+    """A small model with random weights, loaded by both libraries."""
     torch.manual_seed(request.param)
     config = transformers.WhisperConfig(
         vocab_size=NO_TIMES + 1 + FRAMES + 1, d_model=32, encoder_layers=2, decoder_layers=2, encoder_attention_heads=4,
@@ -39,7 +39,7 @@ def pair(request: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[Whispe
         init_std=0.5,
     )  # fmt: skip
     other = transformers.WhisperForConditionalGeneration(config).eval()
-    other.generation_config = transformers.GenerationConfig(**SPOKEN)
+    other.generation_config = transformers.GenerationConfig(**GENERATION_CONFIG)
     folder = tmp_path_factory.mktemp("whisper")
     other.save_pretrained(folder)
     model = rg.load(folder)
@@ -53,23 +53,23 @@ def text(row: Tensor) -> list[int]:
 
 
 @pytest.mark.parametrize(("language", "task"), [(None, "transcribe"), ("zh", "transcribe"), ("de", "translate")])
-def test_generation_is_that_of_transformers(pair: tuple[Whisper, Any], language: str | None, task: str) -> None:
+def test_generation_matches_transformers(pair: tuple[Whisper, Any], language: str | None, task: str) -> None:
     model, other = pair
     times = list(
         range(NO_TIMES + 1, model.config.vocabulary)
-    )  # without them transformers takes the sound as one window
+    )  # without timestamps transformers decodes a single window
     model.config = replace(model.config, suppress_tokens=(*model.config.suppress_tokens, *times))
-    other.generation_config.suppress_tokens = [*SPOKEN["suppress_tokens"], *times]  # type: ignore[misc]
+    other.generation_config.suppress_tokens = [*GENERATION_CONFIG["suppress_tokens"], *times]  # type: ignore[misc]
     try:
         for sound in SOUNDS:
             expected = other.generate(sound.T[None], language=language, task=task)[0]
             assert model.generate(sound[None], language=language, task=task)[0].tolist() == text(expected)
     finally:
-        model.config = replace(model.config, suppress_tokens=tuple(SPOKEN["suppress_tokens"]))  # type: ignore[arg-type]
-        other.generation_config.suppress_tokens = SPOKEN["suppress_tokens"]
+        model.config = replace(model.config, suppress_tokens=tuple(GENERATION_CONFIG["suppress_tokens"]))  # type: ignore[arg-type]
+        other.generation_config.suppress_tokens = GENERATION_CONFIG["suppress_tokens"]
 
 
-def test_every_row_has_its_own_language(pair: tuple[Whisper, Any]) -> None:
+def test_languages_are_detected_per_row(pair: tuple[Whisper, Any]) -> None:
     model, other = pair
     found = model.detect_language(SOUNDS)
     tokens = other.detect_language(SOUNDS.mT)
@@ -79,7 +79,7 @@ def test_every_row_has_its_own_language(pair: tuple[Whisper, Any]) -> None:
 
 
 @pytest.mark.parametrize("windows", [0.4, 1.0, 3.3])
-def test_sounds_of_any_length_are_those_of_transformers(pair: tuple[Whisper, Any], windows: float) -> None:
+def test_transcriptions_of_any_length_match_transformers(pair: tuple[Whisper, Any], windows: float) -> None:
     model, other = pair
     wave = torch.randn(int(windows * 2 * FRAMES * HOP), generator=torch.Generator().manual_seed(5))
     features = whisper_features(wave, seconds=None if windows > 1 else 2 * FRAMES * HOP / SAMPLE_RATE)
@@ -92,7 +92,7 @@ def test_sounds_of_any_length_are_those_of_transformers(pair: tuple[Whisper, Any
     assert isinstance(found, Transcript)
     assert heard == found.segments
     theirs = expected["segments"][0]
-    if windows < 1:  # transformers goes on into the silence that fills the window
+    if windows < 1:  # transformers also transcribes the padding of the window
         theirs = theirs[: len(found.segments)]
     assert [segment.tokens for segment in found.segments] == [
         [token for token in segment["tokens"].tolist() if token <= NO_TIMES and token != STOP] for segment in theirs
@@ -120,12 +120,12 @@ def test_saving_keeps_languages_and_timestamps(pair: tuple[Whisper, Any], tmp_pa
         ({"timestamps": True, "strategy": rg.nn.Beam(2)}, "Greedy"),
     ],
 )
-def test_what_a_checkpoint_does_not_know_is_an_error(pair: tuple[Whisper, Any], asked: Any, words: str) -> None:
+def test_unsupported_languages_and_tasks_raise(pair: tuple[Whisper, Any], asked: Any, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         pair[0].generate(SOUNDS[:1], **asked)
 
 
-def test_a_state_begun_with_a_mask_gives_what_the_sound_alone_gives() -> None:
+def test_generation_with_a_mask_matches_the_unpadded_audio() -> None:
     torch.manual_seed(0)
     config = rg.models.WhisperConfig(
         vocabulary=20, d_model=16, layers=1, heads=2, d_hidden=32, features=80, frames=FRAMES

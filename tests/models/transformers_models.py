@@ -1,4 +1,4 @@
-"""Small models of transformers with random weights, and what our model and theirs make of the same inputs."""
+"""Small transformers models with random weights, and calls of their models and ours on the same inputs."""
 
 from __future__ import annotations
 
@@ -158,16 +158,16 @@ RIGHT = torch.arange(11) < torch.tensor([11, 7, 2])[:, None]
 LEFT = RIGHT.flip(1)
 PIXELS = torch.randn(2, 3, 32, 48, generator=_draw)
 PICTURE = torch.randn(2, 3, 96, 64, generator=_draw)
-HEARD = torch.randn(3, 50, 20, generator=_draw)
+FEATURES = torch.randn(3, 50, 20, generator=_draw)
 WAVES = torch.randn(3, 400, generator=_draw)
 SAMPLES = torch.arange(400) < torch.tensor([400, 260, 77])[:, None]
-SEEN = torch.ones(2, 96, 64, dtype=torch.bool)
-SEEN[1, 60:] = SEEN[1, :, 50:] = False
+PIXEL_MASK = torch.ones(2, 96, 64, dtype=torch.bool)
+PIXEL_MASK[1, 60:] = PIXEL_MASK[1, :, 50:] = False
 
 
 @cache
-def made(name: str) -> Any:
-    """Their model, with weights that make attention look at some tokens more than at others."""
+def their_model(name: str) -> Any:
+    """Return their model, with weights that make attention uneven."""
     model, config, values = CASES[name]
     if name == "detr":
         values = values | {"backbone_config": transformers.ResNetConfig(**RESNET, out_features=["stage4"])}
@@ -175,19 +175,19 @@ def made(name: str) -> Any:
     built = getattr(transformers, model)._from_config(
         getattr(transformers, config)(**values), attn_implementation="eager"
     )
-    if name == "t5-1.1":  # transformers ties all that it makes, and leaves apart what comes apart
+    if name == "t5-1.1":  # transformers ties new models, but keeps loaded weights untied
         built.lm_head.weight = nn.Parameter(built.lm_head.weight.detach().clone())
     return randomize(built)
 
 
 def randomize(model: nn.Module) -> Any:
-    """Weights that keep the variance, and biases and norms that are not what they start from."""
+    """Set variance-preserving random weights, and biases and norms that differ from their defaults."""
     draw = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for name, tensor in model.state_dict().items():
             if name.endswith("running_var"):
                 tensor.uniform_(0.5, 1.5, generator=draw)
-            elif tensor.is_floating_point() and "embed_positions" not in name:  # Marian's are sines and not stored
+            elif tensor.is_floating_point() and "embed_positions" not in name:  # Marian's are sinusoidal and not stored
                 table = "embed" in name or "shared" in name or "wte" in name or "wpe" in name
                 scale = 0.2 if tensor.dim() < 2 else 0.7 if table else 1.5 / math.sqrt(tensor[0].numel())
                 tensor.copy_(torch.randn(tensor.shape, generator=draw) * scale + (1 if _is_norm(name, tensor) else 0))
@@ -198,14 +198,14 @@ def _is_norm(name: str, tensor: Tensor) -> bool:
     return tensor.dim() == 1 and name.endswith("weight")
 
 
-def stored(name: str, folder: Path) -> Path:
-    made(name).save_pretrained(folder)
+def save_their_model(name: str, folder: Path) -> Path:
+    their_model(name).save_pretrained(folder)
     return folder
 
 
 @dataclass
-class Looked:
-    """What a model did: its result, what its blocks gave, and where it looked."""
+class Recording:
+    """Recorded call of a model: its result, the outputs of its blocks and stacks, and attention weights."""
 
     result: Any
     hidden: list[Tensor]
@@ -214,23 +214,23 @@ class Looked:
 
 
 @contextmanager
-def watched(model: nn.Module) -> Iterator[Looked]:
-    """Our model while it is looked at: every block's and stack's output, and the weights of every attention."""
-    seen = Looked(None, [], [], [])
+def recording(model: nn.Module) -> Iterator[Recording]:
+    """Record the outputs of blocks and stacks and all attention weights of our model."""
+    record = Recording(None, [], [], [])
     call = Attention.__call__
 
     def attend(self: Attention, query: Tensor, key: Tensor, value: Tensor, **kwargs: Any) -> Any:
-        seen.weights.append(self.weights(query, key))
+        record.weights.append(self.weights(query, key))
         return call(self, query, key, value, **kwargs)
 
     hooks = []
     for module in model.modules():
         if isinstance(module, (Block, Encoder)):
-            into = seen.hidden if isinstance(module, Block) else seen.last
-            hooks.append(module.register_forward_hook(lambda _, __, out, into=into: into.append(out)))
+            outputs = record.hidden if isinstance(module, Block) else record.last
+            hooks.append(module.register_forward_hook(lambda _, __, out, outputs=outputs: outputs.append(out)))
     Attention.__call__ = attend  # type: ignore[method-assign]
     try:
-        yield seen
+        yield record
     finally:
         Attention.__call__ = call  # type: ignore[method-assign]
         for hook in hooks:
@@ -245,31 +245,31 @@ def mask_of(name: str) -> Tensor:
 
 
 def ours(name: str, model: Any) -> Any:
-    """Our model's result."""
+    """Return the result of our model."""
     if name in PICTURES:
-        return model(PICTURE, SEEN) if name == "detr" else model(_pixels(name))
+        return model(PICTURE, PIXEL_MASK) if name == "detr" else model(_pixels(name))
     if name in SOUNDS:
-        return model(HEARD, TARGETS) if name == "whisper" else model(WAVES, SAMPLES)
+        return model(FEATURES, TARGETS) if name == "whisper" else model(WAVES, SAMPLES)
     if name in PAIRS:
         return model(IDS, TARGETS, RIGHT)
     return model(IDS, mask_of(name))
 
 
-def theirs(name: str, model: Any, **asked: bool) -> Any:
-    """Their model's outputs."""
+def theirs(name: str, model: Any, **options: bool) -> Any:
+    """Return the outputs of their model."""
     if name == "detr":
-        return model(PICTURE, pixel_mask=SEEN.long(), **asked)
+        return model(PICTURE, pixel_mask=PIXEL_MASK.long(), **options)
     if name in PICTURES:
-        return model(_pixels(name), **asked)
+        return model(_pixels(name), **options)
     if name == "whisper":
-        return model(input_features=HEARD.mT, decoder_input_ids=TARGETS, **asked)
+        return model(input_features=FEATURES.mT, decoder_input_ids=TARGETS, **options)
     if name in SOUNDS:
-        return model(WAVES, attention_mask=SAMPLES.long(), **asked)
+        return model(WAVES, attention_mask=SAMPLES.long(), **options)
     if name in PAIRS:
-        return model(input_ids=IDS, attention_mask=RIGHT.long(), decoder_input_ids=TARGETS, **asked)
+        return model(input_ids=IDS, attention_mask=RIGHT.long(), decoder_input_ids=TARGETS, **options)
     mask = mask_of(name)
-    places = {"position_ids": (mask.long().cumsum(1) - 1).clamp(min=0)} if name in DECODERS else {}
-    return model(input_ids=IDS, attention_mask=mask.long(), **places, **asked)
+    positions = {"position_ids": (mask.long().cumsum(1) - 1).clamp(min=0)} if name in DECODERS else {}
+    return model(input_ids=IDS, attention_mask=mask.long(), **positions, **options)
 
 
 def _pixels(name: str) -> Tensor:
@@ -277,7 +277,7 @@ def _pixels(name: str) -> Tensor:
 
 
 def result(outputs: Any) -> Any:
-    """The tensor of their outputs that our model returns."""
+    """Select the tensor of their outputs that our model returns."""
     if "pred_boxes" in outputs:
         return outputs.logits, outputs.pred_boxes
     if "start_logits" in outputs:
@@ -286,7 +286,7 @@ def result(outputs: Any) -> Any:
 
 
 def real(name: str, tensor: Tensor) -> Tensor:
-    """Without what stands at filler."""
+    """Select the values of real tokens, without padding."""
     if name in SOUNDS and name != "whisper":
         frames = torch.arange(tensor.shape[1]) < torch.tensor([19, 12, 3])[:, None]
         return tensor[frames]
