@@ -1,15 +1,15 @@
-"""Errors that the user can fix: one line each, with the place and what to do."""
+"""Errors that the user can fix. Each message is one line with the place of the error and a remedy."""
 
 from __future__ import annotations
 
-LONGEST = 2000  # longest message in characters; it may quote the content of a file
+MAX_MESSAGE = 2000  # characters; messages may quote file contents
 
 
 class UserError(ValueError):
-    """An error in data, options or a run directory. The command prints it without a traceback."""
+    """A mistake in data, options or a run directory. The command line prints it without a traceback."""
 
     def __init__(self, message: str) -> None:
-        super().__init__(message if len(message) <= LONGEST else f"{message[:LONGEST]}...")
+        super().__init__(message if len(message) <= MAX_MESSAGE else f"{message[:MAX_MESSAGE]}...")
 
 
 class RunLocked(UserError):
@@ -17,18 +17,18 @@ class RunLocked(UserError):
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of an error's message, or its class name if it has none."""
+    """First line of the message of an error, or the name of its type if the message is empty."""
     return next(iter(str(error).strip().splitlines()), "") or type(error).__name__
 
 
 class BadRows:
-    """Rows that cannot be read: each raises `UserError`, or with `skip` is counted and left out.
+    """Rows that cannot be used. Each raises `UserError`, or with `skip=True` is counted and left out.
 
     >>> from regard.errors import BadRows
     >>> bad = BadRows(skip=True)
-    >>> bad.add("pairs.tsv:3: expected 2 columns, but 1 came")
+    >>> bad.add("pairs.tsv:3: expected 2 columns, got 1")
     >>> bad.count, bad.first
-    (1, ['pairs.tsv:3: expected 2 columns, but 1 came'])
+    (1, ['pairs.tsv:3: expected 2 columns, got 1'])
     """
 
     def __init__(self, *, skip: bool = False) -> None:

@@ -1,4 +1,4 @@
-"""Escaping untrusted text for printing."""
+"""Escape untrusted text so that it is safe to print."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ import re
 from typing import Any
 
 UNSAFE = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff\U000e0000-\U000e007f]")
-"""Control characters, line separators, bidirectional controls, lone surrogates and tags."""
-SHORT = {"\n": "\\n", "\r": "\\r", "\t": "\\t"}
+"""Control characters, line separators, bidirectional controls, lone surrogates and tag characters."""
+SHORT_ESCAPES = {"\n": "\\n", "\r": "\\r", "\t": "\\t"}
 
 
 def printable(text: object, *, keep: str = "") -> str:
-    """Return the text in one line, with characters that a terminal would interpret as escape sequences.
+    """Return the text on one line, with characters that would control a terminal as escape sequences.
 
-    keep: characters to leave unchanged, such as newlines.
+    keep: characters to leave as they are, such as newlines.
 
     >>> from regard.printable import printable
     >>> printable("caf\u00e9\\x1b[2J\\n\u202egnp.exe")
@@ -24,7 +24,7 @@ def printable(text: object, *, keep: str = "") -> str:
 
 
 def printable_json(value: Any, *, indent: int | None = None) -> str:
-    """Return JSON that is safe to print; `json.loads` restores the value.
+    """Encode a value as JSON that is safe to print; `json.loads` restores the value.
 
     >>> from regard.printable import printable_json
     >>> printable_json({"label": "\\x9b2J\u202e\u00e9"})
@@ -36,6 +36,6 @@ def printable_json(value: Any, *, indent: int | None = None) -> str:
 
 def _escape(letter: str) -> str:
     code = ord(letter)
-    return SHORT.get(letter) or (
+    return SHORT_ESCAPES.get(letter) or (
         f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"
     )

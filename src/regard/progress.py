@@ -1,4 +1,4 @@
-"""Progress of long calls: `stage` names the current work, `track` counts items. Only the command prints it."""
+"""Progress of long calls: `stage` names a step, `track` counts items. Only the command line prints progress."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ T = TypeVar("T")
 
 
 class Reporter(Protocol):
-    """Shows the stages of a call; the last started is the innermost."""
+    """Receives the progress of nested stages; `count` and `end` refer to the innermost one."""
 
     def start(self, label: str) -> None: ...
     def count(self, done: int, total: int | None) -> None: ...
@@ -23,7 +23,7 @@ _REPORTER: ContextVar[Reporter | None] = ContextVar("reporter", default=None)
 
 @contextmanager
 def reporting(reporter: Reporter) -> Iterator[None]:
-    """Report stages to this reporter within the context."""
+    """Report stages to `reporter` within this context."""
     token = _REPORTER.set(reporter)
     try:
         yield
@@ -33,7 +33,7 @@ def reporting(reporter: Reporter) -> Iterator[None]:
 
 @contextmanager
 def stage(label: str) -> Iterator[None]:
-    """Name the work within the context, such as "reading data"."""
+    """Label the work done within this context, for example "reading data"."""
     reporter = _REPORTER.get()
     if reporter is None:
         yield
@@ -46,7 +46,7 @@ def stage(label: str) -> Iterator[None]:
 
 
 def track(items: Iterable[T]) -> Iterator[T]:
-    """Iterate over items, counting the finished ones in the innermost stage.
+    """Iterate over items and count those done in the innermost stage.
 
     >>> from regard.progress import track
     >>> list(track("abc"))

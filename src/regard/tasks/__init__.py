@@ -1,4 +1,4 @@
-"""Tasks: data to training to metrics to prediction, one file a task."""
+"""Tasks, one per file: reading data, training, evaluation and prediction."""
 
 from regard.errors import UserError
 from regard.training.loop import create_run, train

@@ -1,4 +1,4 @@
-"""Text to one of a few classes."""
+"""Text classification."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ from regard.training.task import Batch, Metrics, Prediction, Task
 
 @dataclass(frozen=True)
 class Classify(Task):
-    """An encoder of text and a head on the mean of its hidden states."""
+    """A text encoder with a classification head on its pooled hidden states."""
 
     name: ClassVar[str] = "classify"
-    description: ClassVar[str] = "text to one of a few classes"
+    description: ClassVar[str] = "text classification"
     example: ClassVar[str] = "text,label\na gorgeous film,positive\ndull from the first minute,negative"
     columns: ClassVar[tuple[str, ...]] = ("text", "label")
     recipe: ClassVar[Recipe] = Recipe(
@@ -48,20 +48,20 @@ class Classify(Task):
         patience=5,
     )
 
-    text: str = option("", "column of the text: a name, or a number from 1 where there is no header")
+    text: str = option("", "column of the text: its name, or its number (from 1) in a file without a header")
     label: str = option("", "column of the class")
     pretrained: str = option(
-        "", "begin with the encoder and tokenizer of this run (masked, embed) or checkpoint folder"
+        "", "start from the encoder and tokenizer of this run (masked, embed) or checkpoint directory"
     )
-    vocabulary: int = option(8000, "tokens that the tokenizer learns at most")
-    lower: bool = option(True, "the tokenizer makes all letters small")
+    vocabulary: int = option(8000, "maximum size of the vocabulary")
+    lower: bool = option(True, "lowercase the text")
     d_model: int = option(128, "width of the hidden states")
-    layers: int = option(2, "of the encoder")
-    heads: int = option(4, "of the attention")
-    dropout: float = option(0.3, "in training")
-    longest: int = option(512, "tokens of a text at most")
-    cut: bool = option(False, "leave out the middle of texts that are too long")
-    pooling: str = option("mean", "mean, max, first or attention")
+    layers: int = option(2, "encoder layers")
+    heads: int = option(4, "attention heads")
+    dropout: float = option(0.3, "dropout probability")
+    longest: int = option(512, "maximum number of tokens per text")
+    cut: bool = option(False, "shorten texts that are too long by removing their middle")
+    pooling: str = option("mean", "how hidden states are pooled: mean, max, first or attention")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -86,10 +86,10 @@ class Classify(Task):
 
     def dataset(self, processor: Processor, rows: Sequence[Row], bad: BadRows) -> ClassifiedTexts:
         good, targets = encode_labels(processor.labels, rows, bad)
-        ids, kept = self._encoded(processor, good, bad)
+        ids, kept = self._encode(processor, good, bad)
         return ClassifiedTexts(ids, [good[n].place for n in kept], targets[kept])
 
-    def _encoded(self, processor: Processor, rows: Sequence[Row], bad: BadRows) -> tuple[list[np.ndarray], np.ndarray]:
+    def _encode(self, processor: Processor, rows: Sequence[Row], bad: BadRows) -> tuple[list[np.ndarray], np.ndarray]:
         longest = self.longest if processor.config is None else min(self.longest, processor.config["positions"])
         return encode_texts(processor.require_tokenizer(), rows, 0, bad, longest=longest, cut=self.cut)
 
@@ -118,7 +118,7 @@ class Classify(Task):
     def predict(
         self, model: nn.Module, processor: Processor, rows: Sequence[Row], bad: BadRows
     ) -> Iterator[Prediction]:
-        ids, kept = self._encoded(processor, rows, bad)
+        ids, kept = self._encode(processor, rows, bad)
         scores = _scores(model, ClassifiedTexts(ids, (), np.zeros(len(ids), np.int64)), len(processor.labels))
         for n, row in zip(kept, scores.tolist(), strict=True):
             best = int(np.argmax(row))

@@ -1,4 +1,4 @@
-"""The objects of an image: what they are, and where."""
+"""Object detection."""
 
 from __future__ import annotations
 
@@ -44,12 +44,12 @@ LOSS = SetLoss(class_weight=2.0)
 
 @dataclass(frozen=True)
 class Detect(Task):
-    """DETR, on a small residual network that is trained with it."""
+    """DETR on a small ResNet backbone, trained from scratch."""
 
     name: ClassVar[str] = "detect"
-    description: ClassVar[str] = "the objects of an image, with their boxes"
+    description: ClassVar[str] = "object detection: the objects of an image and their boxes"
     example: ClassVar[str] = (
-        'a COCO file and a folder of images:\n{"images": [{"id": 1, "file_name": "1.png", ...}],\n "annotations": '
+        'a COCO file and a directory of images:\n{"images": [{"id": 1, "file_name": "1.png", ...}],\n "annotations": '
         '[{"image_id": 1, "category_id": 3,\n "bbox": [left, top, width, height], ...}],\n "categories": [...]}'
     )
     input_kind: ClassVar[str] = "image"
@@ -58,19 +58,19 @@ class Detect(Task):
         save_every=500,
     )  # fmt: skip
 
-    image_folder: str = option("", "folder of the images; looked for beside the COCO file unless told")
-    size: int = option(0, "pixels each way that images are brought to; 0 for their own size, where all have the same")
-    queries: int = option(16, "objects found in an image at most")
-    channels: int = option(32, "of the first stage of convolutions; each further stage has twice as many")
-    stages: int = option(2, "of convolutions: 2 leave an eighth of the image each way, 3 a sixteenth")
+    image_folder: str = option("", "directory of the images; by default searched for next to the COCO file")
+    size: int = option(0, "height and width to which images are resized; 0 keeps their size, if all have the same")
+    queries: int = option(16, "maximum number of objects per image")
+    channels: int = option(32, "channels of the first convolution stage, doubled in each further stage")
+    stages: int = option(2, "convolution stages; 2 reduce the resolution 8 times, 3 reduce it 16 times")
     d_model: int = option(96, "width of the hidden states")
-    layers: int = option(1, "of the encoder")
-    decoder_layers: int = option(3, "of the decoder")
-    heads: int = option(4, "of the attention")
-    dropout: float = option(0.0, "in training")
-    shift: int = option(0, "pixels by which images are moved at random in training")
-    flip: bool = option(False, "images are mirrored left to right at random in training")
-    threshold: float = option(0.5, "lowest score of an object that `regard predict` tells")
+    layers: int = option(1, "encoder layers")
+    decoder_layers: int = option(3, "decoder layers")
+    heads: int = option(4, "attention heads")
+    dropout: float = option(0.0, "dropout probability")
+    shift: int = option(0, "maximum random shift of the images in training, in pixels")
+    flip: bool = option(False, "flip images horizontally at random in training")
+    threshold: float = option(0.5, "minimum score of the objects that `regard predict` prints")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -82,13 +82,13 @@ class Detect(Task):
     def read(self, source: str, bad: BadRows) -> list[Row]:
         if Path(source).is_dir():
             if parts := _find_splits(Path(source)):
-                raise UserError(f"{source}: holds {' and '.join(part.name for part in parts)}; say which of them it is")
-            raise UserError(f"{source}: is a folder; expected a COCO file, such as {source}/instances_train.json")
+                raise UserError(f"{source}: contains {' and '.join(part.name for part in parts)}; pass one of them")
+            raise UserError(f"{source}: is a directory; expected a COCO file, such as {source}/instances_train.json")
         return list(coco.coco_rows(source, self.image_folder, bad))
 
     def read_inputs(self, source: str, bad: BadRows) -> Iterable[Row]:
         if Path(source).is_dir():
-            self.read(source, bad)  # raises, and says which file is expected
+            self.read(source, bad)  # raises an error that names the expected file
         return coco.coco_images(source, self.image_folder, bad)
 
     def find_splits(self, folder: Path) -> tuple[Path, Path] | None:
@@ -98,14 +98,12 @@ class Detect(Task):
         return split(rows, content_hash, held_out, seed)
 
     def fit_processor(self, rows: Sequence[Row]) -> Processor:
-        for needed in ("scipy", "pycocotools"):  # before the training, not at its end
+        for needed in ("scipy", "pycocotools"):  # fail before training, not at its end
             if find_spec(needed) is None:
                 raise UserError(f"detect needs {needed}: pip install 'regard[detect]'")
         labels = tuple(sorted({thing.label for row in rows for thing in row.values[1]}))
         if not labels:
-            raise UserError(
-                f"{rows[0].place if rows else 'the data'}: there is no object in any image; is it the right file?"
-            )
+            raise UserError(f"{rows[0].place if rows else 'the data'}: no image has an object; is this the right file?")
         return Processor(labels=labels, config=fit_image_format(rows, self.size, letterbox))
 
     def model(self, processor: Processor) -> nn.Module:
@@ -134,32 +132,32 @@ class Detect(Task):
         known = {label: n for n, label in enumerate(processor.labels)}
         form, good = ImageFormat.from_processor(processor), []
         for row in rows:
-            _, things, text = row.values
-            strange = next((thing.label for thing in things if thing.label not in known), None)
-            if strange is not None:
-                bad.add(unseen_message(row.place, "category", strange, processor.labels))
+            _, things, size = row.values
+            unknown = next((thing.label for thing in things if thing.label not in known), None)
+            if unknown is not None:
+                bad.add(unseen_message(row.place, "category", unknown, processor.labels))
             elif len(things) > self.queries:
-                bad.add(f"{row.place}: has {len(things)} objects, but --queries {self.queries} finds no more")
-            elif (came := image_header(row)) and None not in text and came[1::-1] != text:
-                was = f"is {came[1]} x {came[0]} pixels, but the COCO file says {text[0]} x {text[1]}"
-                bad.add(f"{row.place}: {row.values[0]}: {was}; its boxes would be elsewhere")
+                bad.add(f"{row.place}: has {len(things)} objects, more than --queries {self.queries}")
+            elif (header := image_header(row)) and None not in size and header[1::-1] != size:
+                mismatch = f"is {header[1]} x {header[0]} pixels, but the COCO file states {size[0]} x {size[1]}"
+                bad.add(f"{row.place}: {row.values[0]}: {mismatch}; its boxes would be misplaced")
             else:
                 good.append(row)
         pixels, kept = load_pixels(good, form, bad, letterbox)
         good = [good[n] for n in kept]
-        found = []
+        detections = []
         for row in good:
             labels = [known[thing.label] for thing in row.values[1]]
             boxes = np.array([thing[1:] for thing in row.values[1]], np.float64).reshape(-1, 4)
-            found.append(Detections(boxes, np.array(labels, np.int64), np.ones(len(labels))))
-        return DetectedImages(self, form, pixels, found, good)
+            detections.append(Detections(boxes, np.array(labels, np.int64), np.ones(len(labels))))
+        return DetectedImages(self, form, pixels, detections, good)
 
     @property
     def supports_label_smoothing(self) -> bool:
         return False
 
     def loss(self, model: nn.Module, batch: Batch, smoothing: float) -> Tensor:
-        """The mean over images and objects of a batch, times its images."""
+        """The mean over the images and objects of a batch, times the number of images."""
         assert isinstance(model, Detr)
         (images, by, mirrored), objects = batch.inputs, batch.targets
         if model.training:
@@ -168,18 +166,18 @@ class Detect(Task):
 
     def evaluate(self, model: nn.Module, processor: Processor, rows: Sequence[Row]) -> Metrics:
         items = self.dataset(processor, rows, BadRows())
-        return metrics.detection(self._detect(model, items), items.found, len(processor.labels))
+        return metrics.detection(self._detect(model, items), items.detections, len(processor.labels))
 
     def baselines(self, processor: Processor, train: Sequence[Row], held_out: Sequence[Row]) -> dict[str, Metrics]:
         ours, theirs = self.dataset(processor, train[:5000], BadRows()), self.dataset(processor, held_out, BadRows())
-        usual = baselines.frequent_boxes(ours.found, theirs.found, self.queries)
-        pieces = baselines.component_boxes(
-            ours.pixels, [ours.scaled(n) for n in range(len(ours.found))], theirs.pixels, len(processor.labels)
+        frequent = baselines.frequent_boxes(ours.detections, theirs.detections, self.queries)
+        components = baselines.component_boxes(
+            ours.pixels, [ours.scaled(n) for n in range(len(ours.detections))], theirs.pixels, len(processor.labels)
         )
-        pieces = [theirs.unscaled(n, one) for n, one in enumerate(pieces)]
+        components = [theirs.unscaled(n, one) for n, one in enumerate(components)]
         return {
-            "most frequent boxes": metrics.detection(usual, theirs.found, len(processor.labels)),
-            "connected pieces, nearest mean": metrics.detection(pieces, theirs.found, len(processor.labels)),
+            "most frequent boxes": metrics.detection(frequent, theirs.detections, len(processor.labels)),
+            "connected pieces, nearest mean": metrics.detection(components, theirs.detections, len(processor.labels)),
         }
 
     def predict(
@@ -189,21 +187,21 @@ class Detect(Task):
         pixels, kept = load_pixels(rows, form, bad, letterbox)
         items = DetectedImages(self, form, pixels, [], [rows[n] for n in kept])
         for n, one in zip(kept, self._detect(model, items), strict=True):
-            sure = one.scores >= self.threshold
+            shown = one.scores >= self.threshold
             objects = [
                 {"label": processor.labels[label], "score": score, "box": [round(side, 2) for side in box]}
-                for box, label, score in zip(*(each[sure].tolist() for each in one), strict=True)
+                for box, label, score in zip(*(each[shown].tolist() for each in one), strict=True)
             ]
             text = ", ".join(
                 f"{each['label']} at {' '.join(f'{side:.0f}' for side in each['box'])}" for each in objects
             )
-            score = float(one.scores[sure].min()) if objects else 1 - float(one.scores.max(initial=0.0))
+            score = float(one.scores[shown].min()) if objects else 1 - float(one.scores.max(initial=0.0))
             yield Prediction(rows[n].values[0], text or "nothing", score, {"objects": objects}, place=rows[n].place)
 
     @torch.no_grad()
     def _detect(self, model: nn.Module, items: DetectedImages) -> list[Detections]:
-        """What the model finds in each image, the surest first, in pixels of the image."""
-        device, found = next(model.parameters()).device, []
+        """Detect the objects of each image, highest score first, in pixels of the original image."""
+        device, detections = next(model.parameters()).device, []
         for first in track(range(0, len(items.pixels), 64)):
             chosen = np.arange(first, min(first + 64, len(items.pixels)))
             logits, boxes = model(items.images(chosen).to(device))
@@ -213,8 +211,10 @@ class Detect(Task):
                 order = np.argsort(-score, kind="stable")
                 edges = share[order] * np.tile([items.form.width, items.form.height], 2)
                 sides = np.concatenate([edges[:, :2], edges[:, 2:] - edges[:, :2]], 1)
-                found.append(items.unscaled(int(n), Detections(sides, label[order], score[order].astype(np.float64))))
-        return found
+                detections.append(
+                    items.unscaled(int(n), Detections(sides, label[order], score[order].astype(np.float64)))
+                )
+        return detections
 
     def graphs(self, model: nn.Module, processor: Processor) -> tuple[Graph, ...]:
         form = ImageFormat.from_processor(processor)
@@ -222,32 +222,32 @@ class Detect(Task):
 
 
 class DetectedImages:
-    """Images as bytes (n, C, height, width), and the objects of each, in pixels of the images as they were."""
+    """Images as bytes (n, C, height, width), and the objects of each in pixels of the original image."""
 
     def __init__(
-        self, task: Detect, form: ImageFormat, pixels: np.ndarray, found: Sequence[Detections], rows: Sequence[Row]
+        self, task: Detect, form: ImageFormat, pixels: np.ndarray, detections: Sequence[Detections], rows: Sequence[Row]
     ) -> None:
-        self.task, self.form, self.pixels, self.found = task, form, pixels, found
+        self.task, self.form, self.pixels, self.detections = task, form, pixels, detections
         self.places: Sequence[str] = [row.place for row in rows]
         self.extents = [(image_header(row) or (form.height, form.width, False))[:2] for row in rows]
         self.scales = [fit_scale(wide, high, form.width, form.height) for high, wide in self.extents]
         self.sizes = np.full(len(pixels), max(1, form.height * form.width // (4 * 4**task.stages)))
 
     def images(self, chosen: np.ndarray) -> Tensor:
-        """As the model takes them."""
+        """Normalized images, as the model expects them."""
         return self.form.normalize(torch.from_numpy(self.pixels[chosen]))
 
     def scaled(self, n: int) -> Detections:
-        """The objects of an image in pixels of what the model sees."""
-        return self.found[n]._replace(boxes=self.found[n].boxes * self.scales[n])
+        """The objects of an image in pixels of the resized image."""
+        return self.detections[n]._replace(boxes=self.detections[n].boxes * self.scales[n])
 
-    def unscaled(self, n: int, found: Detections) -> Detections:
-        """Boxes in pixels of what the model sees, in those of the image, within its edges."""
+    def unscaled(self, n: int, detections: Detections) -> Detections:
+        """Convert boxes from pixels of the resized image to pixels of the original, clipped to it."""
         high, wide = self.extents[n]
-        low, size = np.split(found.boxes / self.scales[n], 2, 1)
+        low, size = np.split(detections.boxes / self.scales[n], 2, 1)
         end = np.clip(low + size, 0, (wide, high))
         low = np.clip(low, 0, (wide, high))
-        return found._replace(boxes=np.concatenate([low, end - low], 1))
+        return detections._replace(boxes=np.concatenate([low, end - low], 1))
 
     def batch(self, chosen: np.ndarray, random: np.random.Generator) -> Batch:
         moves = random_shifts(random, len(chosen), self.task.shift, self.task.flip)
@@ -256,12 +256,12 @@ class DetectedImages:
         for n in chosen:
             low, size = np.split(self.scaled(int(n)).boxes / frame, 2, 1)
             boxes = torch.from_numpy(np.concatenate([low + size / 2, size], 1)).float()
-            objects.append(Objects(torch.from_numpy(self.found[int(n)].labels), boxes))
+            objects.append(Objects(torch.from_numpy(self.detections[int(n)].labels), boxes))
         return Batch((self.images(chosen), *moves), objects, int(self.sizes[chosen].sum()), len(chosen))
 
 
 def _shift_and_flip_boxes(objects: Sequence[Objects], by: Tensor, mirrored: Tensor, images: Tensor) -> list[Objects]:
-    """The objects of images that `shift_and_flip` moved: cut off at the edges, gone if their middle is outside."""
+    """Move boxes along with `shift_and_flip`: clipped at the edges, dropped if their centre leaves the image."""
     height, width = images.shape[2:]
     moved = []
     for (labels, boxes), down, right, mirror in zip(
@@ -279,7 +279,7 @@ def _shift_and_flip_boxes(objects: Sequence[Objects], by: Tensor, mirrored: Tens
 
 
 def _find_splits(folder: Path) -> tuple[Path, Path] | None:
-    """Where a folder, or its folder `annotations`, has a COCO file to train on and one that is held out."""
+    """Find one training and one validation COCO file in a directory or in its `annotations` subdirectory."""
     for place in (folder, folder / "annotations"):
         files = sorted(place.glob("*.json"))
         train, valid = ([path for path in files if word in path.stem] for word in ("train", "val"))

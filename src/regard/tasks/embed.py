@@ -1,4 +1,4 @@
-"""Texts to vectors, so that texts which belong together are near each other."""
+"""Text embeddings."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ from regard.training.task import Batch, Metrics, Prediction, Task, usable_rows
 
 @dataclass(frozen=True)
 class Embed(Task):
-    """Of a batch of pairs, each text is to find its own other among all others, and the other way round."""
+    """A contrastive encoder of text pairs: each text is matched with its partner among all of the batch, both ways."""
 
     name: ClassVar[str] = "embed"
-    description: ClassVar[str] = "texts to vectors that tell which belong together"
+    description: ClassVar[str] = "text embeddings: vectors that are close for related texts"
     example: ClassVar[str] = "How old are you?\tWhat is your age?\nIt rains.\tThe weather is wet."
     columns: ClassVar[tuple[str, ...]] = ("text", "other")
     recipe: ClassVar[Recipe] = Recipe(
@@ -49,28 +49,30 @@ class Embed(Task):
         patience=5,
     )
 
-    text: str = option("", "column of the text: a name, or a number from 1 where there is no header")
-    other: str = option("", "column of a text that belongs to it")
+    text: str = option("", "column of the text: its name, or its number (from 1) in a file without a header")
+    other: str = option("", "column of a related text")
     pretrained: str = option(
-        "", "begin with the encoder and tokenizer of this run (masked, classify) or checkpoint folder"
+        "", "start from the encoder and tokenizer of this run (masked, classify) or checkpoint directory"
     )
-    vocabulary: int = option(8000, "tokens that the tokenizer learns at most")
-    lower: bool = option(True, "the tokenizer makes all letters small")
-    d_model: int = option(256, "width of the vectors")
-    layers: int = option(3, "of the encoder")
-    heads: int = option(4, "of the attention")
-    dropout: float = option(0.1, "in training")
-    longest: int = option(256, "tokens of a text at most")
-    cut: bool = option(False, "leave out the middle of texts that are too long")
-    pooling: str = option("mean", "mean, max, first or attention")
-    similarity_scale: float = option(20.0, "what likenesses are multiplied by, to choose among the others of a batch")
+    vocabulary: int = option(8000, "maximum size of the vocabulary")
+    lower: bool = option(True, "lowercase the text")
+    d_model: int = option(256, "width of the embeddings")
+    layers: int = option(3, "encoder layers")
+    heads: int = option(4, "attention heads")
+    dropout: float = option(0.1, "dropout probability")
+    longest: int = option(256, "maximum number of tokens per text")
+    cut: bool = option(False, "shorten texts that are too long by removing their middle")
+    pooling: str = option("mean", "how hidden states are pooled: mean, max, first or attention")
+    similarity_scale: float = option(
+        20.0, "factor on cosine similarities in the contrastive loss (inverse temperature)"
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
         choose("pooling", self.pooling, POOLINGS)
 
     def hold_out(self, rows: Sequence[Row], held_out: int, seed: int) -> tuple[list[Row], list[Row]]:
-        """Pairs with a text in common, on either side, belong together; what links most of the rows is trained on."""
+        """Keep connected pairs (those that share a text) on one side; a component of over half of the rows is trained on."""
         group = dict(
             zip(rows, _group_names([[self.split_key(text) for text in row.values] for row in rows]), strict=True)
         )
@@ -95,12 +97,12 @@ class Embed(Task):
             model.encoder.load_state_dict(load_encoder(self.pretrained)[0].state_dict())
 
     def dataset(self, processor: Processor, rows: Sequence[Row], bad: BadRows) -> TextPairs:
-        texts, kept = self._encoded(processor, rows, 0, bad)
-        others, also = self._encoded(processor, [rows[n] for n in kept], 1, bad)
+        texts, kept = self._encode(processor, rows, 0, bad)
+        others, also = self._encode(processor, [rows[n] for n in kept], 1, bad)
         places = [rows[kept[n]].place for n in also]
         return TextPairs([texts[n] for n in also], others, places)
 
-    def _encoded(
+    def _encode(
         self, processor: Processor, rows: Sequence[Row], column: int, bad: BadRows
     ) -> tuple[list[np.ndarray], np.ndarray]:
         longest = self.longest if processor.config is None else min(self.longest, processor.config["positions"])
@@ -109,25 +111,25 @@ class Embed(Task):
     def loss(self, model: nn.Module, batch: Batch, smoothing: float) -> Tensor:
         texts, others = model(batch.inputs).chunk(2)
         scores = self.similarity_scale * texts @ others.T
-        for same in batch.targets:  # what is equal to one's own is not wrong
+        for same in batch.targets:  # duplicates of the right text are not negatives
             scores = scores.masked_fill(same, -torch.inf)
         own = torch.arange(len(scores), device=scores.device)
-        there = F.cross_entropy(scores, own, reduction="sum", label_smoothing=smoothing)
-        back = F.cross_entropy(scores.T, own, reduction="sum", label_smoothing=smoothing)
-        return (there + back) / 2
+        forward = F.cross_entropy(scores, own, reduction="sum", label_smoothing=smoothing)
+        backward = F.cross_entropy(scores.T, own, reduction="sum", label_smoothing=smoothing)
+        return (forward + backward) / 2
 
     def evaluable_rows(self, processor: Processor, rows: Sequence[Row], bad: BadRows) -> list[Row]:
-        """One row for every text and every other: with several right answers, finding one's own would be chance."""
+        """Keep one row per text on either side: with duplicates, the right one could not be identified."""
         rows = usable_rows(self, processor, rows, bad)
         seen: tuple[set[bytes], set[bytes]] = (set(), set())
-        found = []
-        for row, *pair in zip(rows, *(self._encoded(processor, rows, n, BadRows())[0] for n in (0, 1)), strict=True):
+        unique = []
+        for row, *pair in zip(rows, *(self._encode(processor, rows, n, BadRows())[0] for n in (0, 1)), strict=True):
             keys = [ids.tobytes() for ids in pair]
             if not any(key in known for key, known in zip(keys, seen, strict=True)):
                 for key, known in zip(keys, seen, strict=True):
                     known.add(key)
-                found.append(row)
-        return found
+                unique.append(row)
+        return unique
 
     def evaluate(self, model: nn.Module, processor: Processor, rows: Sequence[Row]) -> Metrics:
         items = self.dataset(processor, rows, BadRows())
@@ -136,31 +138,31 @@ class Embed(Task):
     def baselines(self, processor: Processor, train: Sequence[Row], held_out: Sequence[Row]) -> dict[str, Metrics]:
         from sklearn.feature_extraction.text import TfidfVectorizer
 
-        found = {}
+        results = {}
         for name, analyzer, ngrams in (("words", "word", (1, 1)), ("letters", "char_wb", (2, 5))):
             tfidf = TfidfVectorizer(analyzer=analyzer, ngram_range=ngrams)
             tfidf.fit(text for row in train for text in row.values)
             texts, others = (tfidf.transform([row.values[n] for row in held_out]).astype(np.float32) for n in (0, 1))
             scores = torch.from_numpy((texts @ others.T).toarray())
-            found[f"TF-IDF of {name}"] = metrics.retrieval(scores, torch.eye(len(scores)))
-        return found
+            results[f"TF-IDF of {name}"] = metrics.retrieval(scores, torch.eye(len(scores)))
+        return results
 
     def predict(
         self, model: nn.Module, processor: Processor, rows: Sequence[Row], bad: BadRows
     ) -> Iterator[Prediction]:
-        """For each text, which of the other texts is nearest, and how near. The vectors are in `more`."""
-        ids, kept = self._encoded(processor, rows, 0, bad)
+        """Yield the nearest other text and its similarity for each text; `more` holds the embedding."""
+        ids, kept = self._encode(processor, rows, 0, bad)
         if not ids:
             return
-        found = embed_texts(model, Ragged(ids))
-        near = found @ found.T
+        vectors = embed_texts(model, Ragged(ids))
+        near = vectors @ vectors.T
         near.fill_diagonal_(-2)
         for n, row in enumerate(kept):
             best = int(near[n].argmax())
             output, score = (
                 (rows[kept[best]].values[0], float(near[n, best])) if len(kept) > 1 else (rows[row].values[0], 1.0)
             )
-            more = {"vector": found[n].tolist()}
+            more = {"vector": vectors[n].tolist()}
             yield Prediction(rows[row].values[0], output, score, more, place=rows[row].place)
 
     def graphs(self, model: nn.Module, processor: Processor) -> tuple[Graph, ...]:
@@ -168,7 +170,7 @@ class Embed(Task):
 
 
 class TextPairs:
-    """Texts and their others; a batch holds all texts, then all others."""
+    """Pairs of texts; a batch holds all first texts, then all second ones."""
 
     def __init__(self, texts: Sequence[np.ndarray], others: Sequence[np.ndarray], places: Sequence[str]) -> None:
         self.texts, self.others, self.places = Ragged(texts), Ragged(others), places
@@ -184,32 +186,32 @@ class TextPairs:
 
 
 def _group_names(pairs: Sequence[Sequence[str]]) -> list[str]:
-    """A name for each pair, the same for pairs that share a text, or that others link: the first of all their texts."""
-    above: dict[str, str] = {}
+    """Name the connected component of each pair, where pairs that share a text are connected (union-find)."""
+    parent: dict[str, str] = {}
 
-    def top(text: str) -> str:
-        while above.setdefault(text, text) != text:
-            above[text] = text = above[above[text]]  # halve the way for those who come after
+    def root(text: str) -> str:
+        while parent.setdefault(text, text) != text:
+            parent[text] = text = parent[parent[text]]  # path halving
         return text
 
     for one, other in pairs:
-        first, last = sorted((top(one), top(other)))
-        above[last] = first
-    return [top(one) for one, _ in pairs]
+        first, last = sorted((root(one), root(other)))
+        parent[last] = first
+    return [root(one) for one, _ in pairs]
 
 
 def _content_ids(rows: Sequence[np.ndarray]) -> np.ndarray:
-    """A number for each sequence, the same for equal ones."""
+    """Number the sequences; equal ones get the same number."""
     known: dict[bytes, int] = {}
     return np.array([known.setdefault(row.tobytes(), len(known)) for row in rows], np.int64)
 
 
 @torch.no_grad()
 def embed_texts(model: nn.Module, texts: Ragged) -> Tensor:
-    """Unit vectors (n, d_model)."""
-    found, device = dict[int, Tensor](), next(model.parameters()).device
+    """Embed texts as unit vectors (n, d_model)."""
+    vectors, device = dict[int, Tensor](), next(model.parameters()).device
     for chosen in track(in_order(texts.lengths, budget=8192)):
         packed = texts.pack(chosen)
         embedded = model(packed.with_values(packed.values.to(device))).float().cpu()
-        found |= dict(zip(chosen.tolist(), embedded, strict=True))
-    return torch.stack([found[n] for n in range(len(texts))])
+        vectors |= dict(zip(chosen.tolist(), embedded, strict=True))
+    return torch.stack([vectors[n] for n in range(len(texts))])

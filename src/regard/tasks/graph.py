@@ -1,4 +1,4 @@
-"""Nodes of a graph to a class each, of which few are labelled."""
+"""Semi-supervised node classification on a graph."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ from regard.training.task import Batch, Metrics, Prediction, Task
 
 @dataclass(frozen=True)
 class Graph(Task):
-    """Attention of nodes to their neighbours by an additive score (Graph Attention Networks).
+    """A graph attention network: nodes attend to their neighbours with additive scores.
 
-    All nodes and edges are there in training; of labels, only those of `labelled` nodes of each class. None is spent on
-    choosing weights: the lowest loss on the labelled nodes themselves chooses, which is the last but for chance.
+    Training uses all nodes and edges, but only the labels of `labelled` nodes per class. No labels are set aside for
+    validation: the checkpoint with the lowest training loss is kept.
     """
 
     name: ClassVar[str] = "graph"
-    description: ClassVar[str] = "nodes of a graph to a class each, of which few are labelled"
-    example: ClassVar[str] = "a folder with edges.csv and nodes.csv:\nsource,target\nann,bob\nnode,label\nann,chess"
+    description: ClassVar[str] = "node classification on a graph with few labelled nodes"
+    example: ClassVar[str] = "a directory with edges.csv and nodes.csv:\nsource,target\nann,bob\nnode,label\nann,chess"
     columns: ClassVar[tuple[str, ...]] = ("node", "label")
     recipe: ClassVar[Recipe] = Recipe(
         steps=200,
@@ -48,26 +48,28 @@ class Graph(Task):
         evaluate_every=20,
         save_every=100,
     )
-    held_out: ClassVar[int] = 1_000_000  # nodes at most: all that are not labelled
+    held_out: ClassVar[int] = 1_000_000  # at most; by default all nodes outside the labelled ones
 
-    node: str = option("", "column of the node, in the table of nodes: a name, or a number from 1")
-    label: str = option("", "column of its class; nodes without a label are in the table of edges only")
-    features: str = option("", "column of words or numbers, parted by spaces; without, its neighbours are its words")
-    source: str = option("", "column of one end, in the table of edges")
-    target: str = option("", "column of the other end")
-    directed: bool = option(False, "a node sees those that it points to, and not those that point to it")
-    labelled: int = option(20, "nodes of each class that are learnt from")
+    node: str = option("", "column of the node in the table of nodes: its name, or its number (from 1)")
+    label: str = option("", "column of the class; nodes without a label appear only in the table of edges")
+    features: str = option(
+        "", "column of words or numbers, separated by spaces; by default a node is described by its neighbours"
+    )
+    source: str = option("", "column of the first node in the table of edges")
+    target: str = option("", "column of the second node")
+    directed: bool = option(False, "edges are directed: a node attends to the nodes it points to, not the reverse")
+    labelled: int = option(20, "labelled nodes per class to train on")
     d_model: int = option(64, "width of the hidden states")
-    layers: int = option(2, "of the encoder: how many edges far a node sees")
-    heads: int = option(4, "of the attention")
-    dropout: float = option(0.6, "in training")
+    layers: int = option(2, "encoder layers: the distance, in edges, that a node can see")
+    heads: int = option(4, "attention heads")
+    dropout: float = option(0.6, "dropout probability")
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_minimum(self, layers=1, labelled=1)
 
     def read(self, source: str, bad: BadRows) -> list[Row]:
-        """The labelled nodes of a folder, or of a table of nodes that has the edges beside it; each with the graph."""
+        """Read the labelled nodes of a directory, or of a table of nodes next to a table of edges, each with the graph."""
         path = Path(source)
         table = _find_table(path, "nodes") if path.is_dir() else path
         columns = {"node": self.node, "label": self.label}
@@ -84,7 +86,7 @@ class Graph(Task):
         for row in rows:
             node = row.values[0]
             if node in known:
-                bad.add(f"{row.place}: the node {node!r} was told before, in {known[node]}")
+                bad.add(f"{row.place}: duplicate node {node!r}, first defined in {known[node]}")
                 continue
             known[node] = row.place
             good.append(row)
@@ -98,18 +100,18 @@ class Graph(Task):
         return super().read_inputs(str(_find_table(path, "nodes")) if path.is_dir() else source, bad)
 
     def hold_out(self, rows: Sequence[Row], held_out: int, seed: int) -> tuple[list[Row], list[Row]]:
-        """`labelled` nodes of each class, and the others."""
+        """Split into `labelled` nodes per class and the others."""
         train: list[Row] = []
         for label, count in sorted(Counter(row.values[1] for row in rows).items()):
             own = [row for row in rows if row.values[1] == label]
             if count <= self.labelled:
                 raise UserError(
-                    f"{own[0].place}: the class {label!r} has {count} nodes, of which {self.labelled} are to be "
-                    "learnt from, and none would be left; try a lower --labelled"
+                    f"{own[0].place}: the class {label!r} has {count} nodes, but training takes {self.labelled} and "
+                    "none would be left to evaluate on; try a lower --labelled"
                 )
             train += split(own, lambda row: str(row.values[0]), self.labelled, seed)[1]
-        learnt = {row.values[0] for row in train}
-        rest = [row for row in rows if row.values[0] not in learnt]
+        chosen = {row.values[0] for row in train}
+        rest = [row for row in rows if row.values[0] not in chosen]
         return train, rest if held_out >= len(rest) else split(rest, lambda row: str(row.values[0]), held_out, seed)[1]
 
     def split_validation(self, rows: Sequence[Row], held_out: int, seed: int) -> tuple[list[Row], list[Row]]:
@@ -163,28 +165,28 @@ class Graph(Task):
         ours, theirs = (self.dataset(processor, rows, BadRows()) for rows in (train, held_out))
         classes, targets = len(processor.labels), torch.from_numpy(theirs.targets)
         first = Counter(ours.targets.tolist()).most_common(1)[0][0]
-        found = {"most frequent class": baselines.most_frequent(ours.targets.tolist(), targets.tolist(), classes)}
+        results = {"most frequent class": baselines.most_frequent(ours.targets.tolist(), targets.tolist(), classes)}
         votes = torch.zeros(len(ours.graph.number), classes)
         votes[ours.nodes, torch.from_numpy(ours.targets)] = 1
         near = torch.zeros(len(votes), classes).index_add_(0, ours.graph.ends[0], votes[ours.graph.ends[1]])
-        near[:, first] += 0.5  # where there is no vote
-        found["neighbours' vote"] = metrics.classification(near[theirs.nodes], targets)
-        found["label propagation"] = metrics.classification(
+        near[:, first] += 0.5  # the tie-breaker for nodes without votes
+        results["neighbours' vote"] = metrics.classification(near[theirs.nodes], targets)
+        results["label propagation"] = metrics.classification(
             baselines.propagate_labels(ours.graph.ends.numpy(), ours.nodes, ours.targets, len(votes), classes)[
                 theirs.nodes
             ],
             targets,
         )
         table = ours.graph.inputs[0].numpy()
-        found["logistic regression on features"] = baselines.logistic_regression(
+        results["logistic regression on features"] = baselines.logistic_regression(
             table[ours.nodes], ours.targets, table[theirs.nodes], theirs.targets, classes, scaled=False
         )
-        return found
+        return results
 
     def predict(
         self, model: nn.Module, processor: Processor, rows: Sequence[Row], bad: BadRows
     ) -> Iterator[Prediction]:
-        """The class of each node that is named."""
+        """Yield the class of each given node."""
         graph = GraphInputs(processor, self.directed)
         logits = _predict_logits(model, graph).softmax(-1)
         for row in rows:
@@ -202,14 +204,14 @@ class Graph(Task):
 
 @dataclass(frozen=True, eq=False)
 class GraphData:
-    """A graph as it was read: the names of its nodes, edges (2, E) by their numbers, and what features say of nodes."""
+    """A graph as read: names of nodes, edges (2, E) as indices of nodes, and the feature text of each node."""
 
     nodes: tuple[str, ...]
     ends: np.ndarray
     features: dict[str, str]
 
     def to_json(self) -> dict[str, Any]:
-        """For a kit: features are rows of numbers, or of the numbers of words."""
+        """Settings for a processor; features are rows of numbers, or of indices of words."""
         words = [self.features.get(node, "").split() for node in self.nodes]
         counts = {len(each) for each in words if each}
         numeric: list[list[float]] = []
@@ -231,7 +233,7 @@ class GraphData:
 
 @dataclass(frozen=True)
 class Stored:
-    """A graph as a kit holds it: see `Web.told`."""
+    """A graph as saved in a processor, see `GraphData.to_json`."""
 
     nodes: tuple[str, ...]
     edges: tuple[list[int], ...]
@@ -241,33 +243,31 @@ class Stored:
 
     @staticmethod
     def of(processor: Processor) -> Stored:
-        """What `Graph.learn` left in a kit."""
-        held_out = processor.settings_as(Stored)
-        count = len(held_out.nodes)
-        if not count or len(set(held_out.nodes)) != count or held_out.features < 1:
-            raise UserError("config must have nodes with different names, and features")
-        if len(held_out.edges) != 2 or len(held_out.edges[0]) != len(held_out.edges[1]):
+        """Read and check the graph that `Graph.fit_processor` saved."""
+        stored = processor.settings_as(Stored)
+        count = len(stored.nodes)
+        if not count or len(set(stored.nodes)) != count or stored.features < 1:
+            raise UserError("config must have nodes with distinct names, and features")
+        if len(stored.edges) != 2 or len(stored.edges[0]) != len(stored.edges[1]):
             raise UserError("config.edges must be two lists of nodes, of the same length")
-        if any(not 0 <= end < count for ends in held_out.edges for end in ends):
-            raise UserError(f"config.edges must be of nodes 0 to {count - 1}")
-        if held_out.numbers is not None and {len(row) for row in (*held_out.numbers, [0] * held_out.features)} != {
-            held_out.features
+        if any(not 0 <= end < count for ends in stored.edges for end in ends):
+            raise UserError(f"config.edges must be indices of nodes, 0 to {count - 1}")
+        if stored.numbers is not None and {len(row) for row in (*stored.numbers, [0] * stored.features)} != {
+            stored.features
         }:
-            raise UserError(f"config.numbers must have {held_out.features} numbers of each node")
-        if held_out.words is not None and any(
-            not 0 <= word < held_out.features for row in held_out.words for word in row
-        ):
-            raise UserError(f"config.words must be 0 to {held_out.features - 1}")
-        for table in (held_out.numbers, held_out.words):
+            raise UserError(f"config.numbers must have {stored.features} numbers per node")
+        if stored.words is not None and any(not 0 <= word < stored.features for row in stored.words for word in row):
+            raise UserError(f"config.words must be 0 to {stored.features - 1}")
+        for table in (stored.numbers, stored.words):
             if table is not None and len(table) != count:
-                raise UserError(f"config must say the features of {count} nodes, but says those of {len(table)}")
-        if held_out.numbers is None and held_out.words is None and held_out.features != count:
-            raise UserError(f"config.features must be {count}, as there are nodes, but is {held_out.features}")
-        return held_out
+                raise UserError(f"config must have the features of {count} nodes, but has those of {len(table)}")
+        if stored.numbers is None and stored.words is None and stored.features != count:
+            raise UserError(f"config.features must be {count}, the number of nodes, but is {stored.features}")
+        return stored
 
 
 class GraphInputs:
-    """The graph of a kit, as a model takes it."""
+    """The graph of a processor as tensors for the model."""
 
     def __init__(self, processor: Processor, directed: bool) -> None:
         self.stored = Stored.of(processor)
@@ -278,13 +278,13 @@ class GraphInputs:
 
     @cached_property
     def mask(self) -> Mask:
-        """Nodes see their neighbours and themselves."""
+        """Nodes attend to their neighbours and to themselves."""
         own = torch.arange(len(self.number)).expand(2, -1)
         return edges(torch.cat((self.ends, own), 1))
 
     @cached_property
     def inputs(self) -> Tensor:
-        """(1, N, features): numbers by mean and deviation, words as vectors of length 1."""
+        """Features (1, N, features): standardized numbers, or bags of words of unit length."""
         if self.stored.numbers is not None:
             table = torch.tensor(self.stored.numbers)
             return ((table - table.mean(0)) / table.std(0, correction=0).clamp(min=1e-6))[None]
@@ -298,7 +298,7 @@ class GraphInputs:
 
 
 class LabelledNodes:
-    """Nodes (n,) of a graph with their classes (n,). Every batch has all of the graph."""
+    """Nodes (n,) of a graph with their classes (n,). Every batch has the whole graph."""
 
     def __init__(self, graph: GraphInputs, nodes: np.ndarray, targets: np.ndarray, places: Sequence[str]) -> None:
         self.graph, self.nodes, self.targets, self.places = graph, nodes, targets, places
@@ -317,9 +317,9 @@ def _predict_logits(model: nn.Module, graph: GraphInputs) -> Tensor:
 
 
 def _find_table(folder: Path, name: str) -> Path:
-    """The table of a name in a folder, in any format."""
+    """Find the table `name` in a directory, in any supported format."""
     for ending in ("", *OPENERS):
         for suffix in FORMATS[:3]:
             if (path := folder / f"{name}{suffix}{ending}").is_file():
                 return path
-    raise UserError(f"{folder}: expected a table {name}.csv (or .tsv, .jsonl) in it, but there is none")
+    raise UserError(f"{folder}: expected a table {name}.csv (or .tsv, .jsonl) in this directory, found none")

@@ -1,4 +1,4 @@
-"""An image to one of a few classes."""
+"""Image classification."""
 
 from __future__ import annotations
 
@@ -42,12 +42,12 @@ TRAIN, VALID = ("train", "training"), ("valid", "val", "validation", "test", "t1
 
 @dataclass(frozen=True)
 class Images(Task):
-    """A Vision Transformer, with convolutions before its patches."""
+    """A Vision Transformer with a convolutional stem."""
 
     name: ClassVar[str] = "images"
-    description: ClassVar[str] = "an image to one of a few classes"
+    description: ClassVar[str] = "image classification"
     example: ClassVar[str] = (
-        "a folder photos/cat/1.png photos/dog/2.png, IDX files as MNIST has, or:\nimage,label\nphotos/1.png,cat"
+        "a directory photos/cat/1.png photos/dog/2.png, IDX files like MNIST, or:\nimage,label\nphotos/1.png,cat"
     )
     columns: ClassVar[tuple[str, ...]] = ("image", "label")
     input_kind: ClassVar[str] = "image"
@@ -62,19 +62,21 @@ class Images(Task):
         save_every=250,
     )
 
-    image: str = option("", "column of the path of the image, beside the file: a name, or a number from 1")
+    image: str = option(
+        "", "column of the path of the image, relative to the data file: its name, or its number (from 1)"
+    )
     label: str = option("", "column of the class")
     size: int = option(
-        0, "pixels each way that images are resized to; 0 for their own, if all have the same, in whole patches"
+        0, "height and width to which images are resized; 0 keeps their size, if all have the same, in whole patches"
     )
-    patch: int = option(8, "pixels of a patch each way")
-    stem: int = option(3, "convolutions before the patches, each of which halves the image")
+    patch: int = option(8, "patch size in pixels")
+    stem: int = option(3, "convolutions before the patch embedding; each halves the resolution")
     d_model: int = option(128, "width of the hidden states")
-    layers: int = option(4, "of the encoder")
-    heads: int = option(4, "of the attention")
-    dropout: float = option(0.0, "in training")
-    shift: int = option(2, "pixels by which images are moved at random in training")
-    flip: bool = option(False, "images are mirrored left to right at random in training")
+    layers: int = option(4, "encoder layers")
+    heads: int = option(4, "attention heads")
+    dropout: float = option(0.0, "dropout probability")
+    shift: int = option(2, "maximum random shift of the images in training, in pixels")
+    flip: bool = option(False, "flip images horizontally at random in training")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -87,10 +89,10 @@ class Images(Task):
         path = Path(source)
         if path.is_dir():
             if parts := _find_splits(path):
-                raise UserError(f"{source}: holds {' and '.join(part.name for part in parts)}; say which of them it is")
+                raise UserError(f"{source}: contains {' and '.join(part.name for part in parts)}; pass one of them")
             rows = list(folder_of_classes(path))
             if not rows:
-                raise UserError(f"{source}: expected folders of images, one for each class, but there are none")
+                raise UserError(f"{source}: expected one subdirectory of images per class, found none")
             return rows
         if "idx3" in path.name:
             return list(idx_rows(source))
@@ -188,7 +190,7 @@ class ClassifiedImages:
         self.sizes = np.full(len(pixels), form.height * form.width // task.patch**2)
 
     def images(self, chosen: np.ndarray) -> Tensor:
-        """As the model takes them."""
+        """Normalized images, as the model expects them."""
         return self.form.normalize(torch.from_numpy(self.pixels[chosen]))
 
     def batch(self, chosen: np.ndarray, random: np.random.Generator) -> Batch:
@@ -201,16 +203,16 @@ class ClassifiedImages:
 def _scores(model: nn.Module, items: ClassifiedImages) -> Tensor:
     """Probabilities (n, classes)."""
     device = next(model.parameters()).device
-    found = [
+    parts = [
         model(items.images(chosen).to(device)).float().softmax(-1).cpu()
         for chosen in track(np.array_split(np.arange(len(items.pixels)), max(1, round(items.sizes.sum() / 16384))))
         if len(chosen)
     ]
-    return torch.cat(found) if found else torch.zeros(0, 1)
+    return torch.cat(parts) if parts else torch.zeros(0, 1)
 
 
 def _find_splits(folder: Path) -> tuple[Path, Path] | None:
-    """Where a folder holds what to train on and what is held out: folders of classes, or IDX files."""
+    """Find training and held-out data in a directory: directories of classes, or IDX files."""
     if not folder.is_dir():
         return None
     inside = sorted(path for path in folder.iterdir() if path.is_dir() or "images-idx3" in path.name)

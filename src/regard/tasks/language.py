@@ -1,4 +1,4 @@
-"""Text, from left to right: what comes next."""
+"""Causal language modelling."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ from regard.training.task import Batch, Metrics, Prediction, Task
 
 @dataclass(frozen=True)
 class Language(Task):
-    """A model of the Llama kind, on windows of one stream of tokens; each line ends with a token for its end."""
+    """A Llama-style model, trained on windows of one stream of tokens in which each line ends with an end token."""
 
     name: ClassVar[str] = "language"
-    description: ClassVar[str] = "text goes on: a language model from left to right"
-    example: ClassVar[str] = "Any text, a paragraph a line.\nThe next one."
+    description: ClassVar[str] = "causal language modelling: continue a text"
+    example: ClassVar[str] = "Any text, one paragraph per line.\nThe next one."
     columns: ClassVar[tuple[str, ...]] = ("text",)
     supports_sequence_parallel: ClassVar[bool] = True
     recipe: ClassVar[Recipe] = Recipe(
@@ -45,21 +45,20 @@ class Language(Task):
         save_every=250,
     )
 
-    text: str = option("", "column of the text, in files that have columns")
-    vocabulary: int = option(8000, "tokens that the tokenizer learns at most")
+    text: str = option("", "column of the text, for files with columns")
+    vocabulary: int = option(8000, "maximum size of the vocabulary")
     d_model: int = option(256, "width of the hidden states")
-    layers: int = option(4, "of the model")
-    heads: int = option(4, "of the attention")
-    dropout: float = option(0.1, "in training")
-    context: int = option(256, "tokens that the model sees at most")
+    layers: int = option(4, "layers of the model")
+    heads: int = option(4, "attention heads")
+    dropout: float = option(0.1, "dropout probability")
+    context: int = option(256, "context length in tokens")
 
     def hold_out(self, rows: Sequence[Row], held_out: int, seed: int) -> tuple[list[Row], list[Row]]:
-        """The last lines are held out: lines from between others would tell of their neighbours."""
+        """Hold out the last lines: lines drawn at random would share their context with training lines."""
         if held_out >= len(rows):
             raise UserError(
-                f"{held_out} lines are to be held out, but there are only {len(rows)}; give more data, a lower "
-                "--held-out, "
-                "or a file with --validation"
+                f"cannot hold out {held_out} of {len(rows)} lines; use more data, a lower --held-out, or a file with "
+                "--validation"
             )
         return list(rows[:-held_out]), list(rows[-held_out:])
 
@@ -73,7 +72,8 @@ class Language(Task):
                 d_model=self.d_model,
                 layers=self.layers,
                 heads=self.heads,
-                d_hidden=-(-8 * self.d_model // 24) * 8,  # gated, it has three matrices: 8/3 for 4, in whole vectors
+                d_hidden=-(-8 * self.d_model // 24)
+                * 8,  # a gated layer has three matrices: 8/3 instead of 4, a multiple of 8
                 rotary=Rotary(),
                 norm="rms",
                 activation="silu",
@@ -100,13 +100,13 @@ class Language(Task):
             batch = windows.batch(chosen, np.random.default_rng(0))
             inputs = batch.inputs.with_values(batch.inputs.values.to(device))
             losses = F.cross_entropy(model(inputs).values, batch.targets.to(device), reduction="none")
-            fresh = windows.fresh(chosen).to(device)  # tokens that no window before has predicted
+            fresh = windows.fresh(chosen).to(device)  # tokens that no earlier window has predicted
             total, count = total + float(losses[fresh].double().sum()), count + int(fresh.sum())
         return _perplexity(total / count, count, rows)
 
     def baselines(self, processor: Processor, train: Sequence[Row], held_out: Sequence[Row]) -> dict[str, Metrics]:
         trigrams = baselines.Trigrams(_stream(processor, train).tokens, processor.require_tokenizer().get_vocab_size())
-        # the first is the end of a line that is not there; trigrams see it twice
+        # a stream starts with an end token, for its first line; trigrams need two
         tokens = _stream(processor, held_out).tokens
         perplexity = trigrams.perplexity(np.concatenate([tokens[:1], tokens]))
         return {"Kneser-Ney trigrams": _perplexity(float(np.log(perplexity)), len(tokens) - 1, held_out)}
@@ -140,14 +140,14 @@ class Language(Task):
 
 
 class _Stream:
-    """Tokens end to end, and where the rows they came from begin."""
+    """Concatenated tokens of rows, and where each row starts."""
 
     def __init__(self, tokens: np.ndarray, edges: np.ndarray, places: Sequence[str]) -> None:
         self.tokens, self.edges, self.places = tokens, edges, places
 
 
 def _stream(processor: Processor, rows: Sequence[Row]) -> _Stream:
-    """All rows end to end, the token for the end before the first and after each."""
+    """Concatenate all rows, with an end token before the first and after each."""
     end = special_id(processor.require_tokenizer(), END)
     parts = [np.append(ids, end) for ids in encode(processor.require_tokenizer(), [row.values[0] for row in rows])]
     edges = np.cumsum([1, *map(len, parts)])[:-1]
@@ -155,7 +155,7 @@ def _stream(processor: Processor, rows: Sequence[Row]) -> _Stream:
 
 
 class Windows:
-    """Windows of a stream, `step` tokens apart; each token of one predicts the token behind it."""
+    """Windows of a stream, `step` tokens apart, in which every token predicts the next one."""
 
     def __init__(self, stream: _Stream, context: int, step: int) -> None:
         self.tokens, self.step = stream.tokens, step
@@ -174,13 +174,13 @@ class Windows:
         return Batch(Packed(inputs, tuple(lengths.tolist())), targets, len(at), len(at))
 
     def fresh(self, chosen: np.ndarray) -> Tensor:
-        """Which tokens of a batch the window before it did not predict already."""
+        """Mask of the tokens in a batch that the previous window did not predict."""
         known = [0 if n == 0 else int(self.sizes[n - 1]) - self.step for n in chosen]
         lengths = self.sizes[chosen]
         return torch.cat([torch.arange(int(n)) >= seen for n, seen in zip(lengths, known, strict=True)])
 
 
 def _perplexity(loss: float, tokens: int, rows: Sequence[Row]) -> Metrics:
-    """Of tokens; and of words, which does not depend on the tokenizer: ends of lines count as words."""
+    """Perplexity per token, and per word, independent of the tokenizer; ends of lines count as words."""
     words = sum(len(row.values[0].split()) + 1 for row in rows)
     return {"perplexity": float(np.exp(loss)), "word_perplexity": float(np.exp(loss * tokens / words)), "loss": loss}

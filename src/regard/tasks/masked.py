@@ -1,4 +1,4 @@
-"""Text with words hidden: an encoder learns to fill them in, and others begin with it (`--pretrained`)."""
+"""Masked language modelling, to pretrain the encoder of other tasks (`--pretrained`)."""
 
 from __future__ import annotations
 
@@ -27,26 +27,26 @@ from regard.training.task import Batch, Metrics, Prediction, Task
 
 @dataclass(frozen=True)
 class Masked(Task):
-    """BERT's objective: of the tokens chosen, most are hidden, some are others, some stay; all are to be told."""
+    """BERT's objective: predict chosen tokens, 80% masked, 10% replaced at random and 10% unchanged."""
 
     name: ClassVar[str] = "masked"
-    description: ClassVar[str] = "hidden words of a text: a masked language model, to fine-tune others from"
-    example: ClassVar[str] = "Any text, a paragraph a line.\nThe next one."
+    description: ClassVar[str] = "masked language modelling: pretrain an encoder for other tasks"
+    example: ClassVar[str] = "Any text, one paragraph per line.\nThe next one."
     columns: ClassVar[tuple[str, ...]] = ("text",)
     viewer_text: ClassVar[str] = "The cat sat on the <mask>."
     recipe: ClassVar[Recipe] = Recipe(
         steps=2000, tokens=4096, learning_rate=1e-3, warmup=200, ema=0.995, evaluate_every=250, save_every=250
     )
 
-    text: str = option("", "column of the text, in files that have columns")
-    vocabulary: int = option(8000, "tokens that the tokenizer learns at most")
-    lower: bool = option(True, "the tokenizer makes all letters small")
+    text: str = option("", "column of the text, for files with columns")
+    vocabulary: int = option(8000, "maximum size of the vocabulary")
+    lower: bool = option(True, "lowercase the text")
     d_model: int = option(256, "width of the hidden states")
-    layers: int = option(4, "of the encoder")
-    heads: int = option(4, "of the attention")
-    dropout: float = option(0.1, "in training")
-    longest: int = option(512, "tokens that the model takes; longer texts are taken in pieces")
-    mask_ratio: float = option(0.15, "of the tokens that are to be told")
+    layers: int = option(4, "encoder layers")
+    heads: int = option(4, "attention heads")
+    dropout: float = option(0.1, "dropout probability")
+    longest: int = option(512, "maximum number of tokens per input; longer texts are split")
+    mask_ratio: float = option(0.15, "fraction of the tokens to predict")
 
     def fit_processor(self, rows: Sequence[Row]) -> Processor:
         return Processor(train_tokenizer((row.values[0] for row in rows), self.vocabulary, lower=self.lower))
@@ -76,11 +76,11 @@ class Masked(Task):
         return {"accuracy": right / count, "perplexity": float(np.exp(total / count)), "loss": total / count}
 
     def baselines(self, processor: Processor, train: Sequence[Row], held_out: Sequence[Row]) -> dict[str, Metrics]:
-        """By how often each token comes in training."""
+        """Predict tokens by their frequency in training."""
         size = processor.require_tokenizer().get_vocab_size()
-        often = np.bincount(self.dataset(processor, train, BadRows()).ids.values, minlength=size) + 1.0
-        often[: len(SPECIAL)] = 1e-9
-        log_probabilities, right, total, count = np.log(often / often.sum()), 0, 0.0, 0
+        frequency = np.bincount(self.dataset(processor, train, BadRows()).ids.values, minlength=size) + 1.0
+        frequency[: len(SPECIAL)] = 1e-9
+        log_probabilities, right, total, count = np.log(frequency / frequency.sum()), 0, 0.0, 0
         for batch in self.dataset(processor, held_out, BadRows()).all():
             targets = batch.targets.numpy()
             right += int((targets == log_probabilities.argmax()).sum())
@@ -97,7 +97,7 @@ class Masked(Task):
         for row, ids in zip(track(rows), encode(tokenizer, [row.values[0] for row in rows], special=True), strict=True):
             at = np.flatnonzero(ids == mask)
             if not len(at):
-                bad.add(f"{row.place}: expected {MASK} where words are to be filled in, but there is none")
+                bad.add(f"{row.place}: expected {MASK} in place of the words to predict, found none")
                 continue
             if len(ids) + 2 > self.longest:
                 bad.add(too_long_message(row.place, len(ids) + 2, self.longest))
@@ -108,7 +108,7 @@ class Masked(Task):
             filled = ids.copy()
             filled[at] = tokens[:, 0].cpu().numpy()
             words = [[tokenizer.decode([token]) for token in each] for each in tokens.tolist()]
-            # pairs, since several tokens may be spelled alike
+            # pairs instead of a dict: several tokens may have the same spelling
             more = [list(zip(word, chance, strict=True)) for word, chance in zip(words, best.tolist(), strict=True)]
             output = tokenizer.decode(filled.tolist())
             score = float(best[:, 0].log().mean().exp())
@@ -119,7 +119,7 @@ class Masked(Task):
 
 
 class MaskedTexts(TextDataset):
-    """Pieces of text; a batch hides some of their tokens."""
+    """Pieces of text; `batch` masks some of their tokens."""
 
     def __init__(
         self, ids: Sequence[np.ndarray], places: Sequence[str], processor: Processor, mask_ratio: float
@@ -144,13 +144,13 @@ class MaskedTexts(TextDataset):
         return Batch((packed, torch.from_numpy(at)), torch.from_numpy(targets), len(ids), len(at))
 
     def all(self) -> Iterator[Batch]:
-        """Every piece once, always with the same tokens hidden."""
+        """Yield every piece once, always with the same tokens masked."""
         for n, chosen in enumerate(track(in_order(self.sizes, budget=8192))):
             yield self.batch(chosen, np.random.default_rng(n))
 
 
 def _masked_logits(model: nn.Module, batch: Batch) -> Tensor:
-    """Logits of the tokens that are to be told, and of no other: they are few, and the vocabulary is large."""
+    """Logits of the chosen tokens only, to save memory: the vocabulary is large."""
     assert isinstance(model, MaskedLanguageModel)
     packed, at = batch.inputs
     return model.logits(model.encoder(packed).values[at])

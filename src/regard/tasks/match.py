@@ -1,4 +1,4 @@
-"""An image and a text: whether they belong together."""
+"""Image-text matching."""
 
 from __future__ import annotations
 
@@ -40,17 +40,17 @@ from regard.training.recipe import Recipe, check_maximum, check_minimum, option
 from regard.training.task import Batch, Metrics, Prediction, Task
 
 YES, NO = ("yes", "1", "true", "match"), ("no", "0", "false", "mismatch")
-CANDIDATES = 20  # texts of which one is right
-MAX_IMAGES = 500  # images at most of which the right text is looked for
+CANDIDATES = 20  # texts to rank, one of which is right
+MAX_IMAGES = 500  # images used for the ranking metrics
 ENDING = re.compile(rf"(?:{'|'.join(map(re.escape, SUFFIXES))})(?=[\s:])", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
 class Match(Task):
-    """Encoders of images and texts, and cross-attention between them in both directions."""
+    """Image and text encoders with cross-attention in both directions."""
 
     name: ClassVar[str] = "match"
-    description: ClassVar[str] = "an image and a text: whether they belong together"
+    description: ClassVar[str] = "image-text matching: whether a text describes an image"
     example: ClassVar[str] = (
         "image,text,label\nscenes/1.png,a seven left of a two,yes\nscenes/1.png,a two above a six,no"
     )
@@ -68,25 +68,27 @@ class Match(Task):
         save_every=250,
     )
 
-    image: str = option("", "column of the path of the image, beside the file: a name, or a number from 1")
-    text: str = option("", "column of the text")
-    label: str = option("", "column that says yes or no, or 1 or 0")
-    size: int = option(0, "pixels each way that images are resized to; 0 for their own, if all have the same")
-    patch: int = option(8, "pixels of a patch each way")
-    stem: int = option(3, "convolutions before the patches, each of which halves the image")
-    shift: int = option(2, "pixels by which images are moved at random in training")
-    vocabulary: int = option(2000, "tokens that the tokenizer learns at most")
-    d_model: int = option(64, "width of the hidden states")
-    layers: int = option(2, "of the encoder of images; that of texts has one")
-    fusion: int = option(2, "layers of attention between words and patches; 0 for two vectors and their cosine")
-    heads: int = option(4, "of the attention")
-    dropout: float = option(0.0, "in training")
-    contrast: float = option(
-        1.0, "how much it counts that the encoders alone find the right text in a batch; 0 for not"
+    image: str = option(
+        "", "column of the path of the image, relative to the data file: its name, or its number (from 1)"
     )
-    similarity_scale: float = option(10.0, "what their likenesses are multiplied by for that")
-    longest: int = option(64, "tokens of a text at most")
-    cut: bool = option(False, "cut texts that are too long")
+    text: str = option("", "column of the text")
+    label: str = option("", "column of the label: yes or no, 1 or 0")
+    size: int = option(0, "height and width to which images are resized; 0 keeps their size, if all have the same")
+    patch: int = option(8, "patch size in pixels")
+    stem: int = option(3, "convolutions before the patch embedding; each halves the resolution")
+    shift: int = option(2, "maximum random shift of the images in training, in pixels")
+    vocabulary: int = option(2000, "maximum size of the vocabulary")
+    d_model: int = option(64, "width of the hidden states")
+    layers: int = option(2, "layers of the image encoder; the text encoder has one")
+    fusion: int = option(2, "cross-attention layers between words and patches; 0 compares the two embeddings by cosine")
+    heads: int = option(4, "attention heads")
+    dropout: float = option(0.0, "dropout probability")
+    contrast: float = option(1.0, "weight of the contrastive loss between the encoders; 0 turns it off")
+    similarity_scale: float = option(
+        10.0, "factor on cosine similarities in the contrastive loss (inverse temperature)"
+    )
+    longest: int = option(64, "maximum number of tokens per text")
+    cut: bool = option(False, "truncate texts that are too long")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -102,18 +104,18 @@ class Match(Task):
 
     def read_inputs(self, source: str, bad: BadRows) -> Iterable[Row]:
         if Path(source).suffix.lower() in SUFFIXES:
-            raise UserError(f'{source}: expected a text behind the image, such as: "{source} a seven above a two"')
+            raise UserError(f'{source}: expected a text after the image, such as: "{source} a seven above a two"')
         return resolve_paths(Path(source), super().read_inputs(source, bad))
 
     def hold_out(self, rows: Sequence[Row], held_out: int, seed: int) -> tuple[list[Row], list[Row]]:
-        """`held_out` images with all their texts: no image is on two sides."""
+        """Hold out `held_out` images with all their texts, so that no image is on both sides."""
         known = {row.values[0]: row for row in rows}
         same = {path: content_hash(row) for path, row in known.items()}
         return split(rows, lambda row: same[row.values[0]], held_out, seed)
 
     def fit_processor(self, rows: Sequence[Row]) -> Processor:
-        image_vectors = list({row.values[0]: row for row in rows}.values())
-        form = fit_image_format(image_vectors, self.size, center_crop, self.patch)
+        images = list({row.values[0]: row for row in rows}.values())
+        form = fit_image_format(images, self.size, center_crop, self.patch)
         return Processor(train_tokenizer((row.values[1] for row in rows), self.vocabulary, lower=True), config=form)
 
     def model(self, processor: Processor) -> nn.Module:
@@ -137,28 +139,28 @@ class Match(Task):
             if row.values[2].lower() in (*YES, *NO):
                 good.append(row)
             else:
-                bad.add(f"{row.place}: expected yes or no, or 1 or 0, but the label is {row.values[2]!r}")
+                bad.add(f"{row.place}: expected the label yes or no, or 1 or 0, got {row.values[2]!r}")
         items, kept = self._prepare(processor, good, bad)
         items.targets = np.array([good[n].values[2].lower() in YES for n in kept], np.int64)
         return items
 
     def _prepare(self, processor: Processor, rows: Sequence[Row], bad: BadRows) -> tuple[ImageTextPairs, list[int]]:
-        """Images and texts made ready, and which rows they are of; an image of many texts is decoded once."""
+        """Encode images and texts, and return the indices of their rows; an image with many texts is decoded once."""
         ids, kept = encode_texts(processor.require_tokenizer(), rows, 1, bad, longest=self.longest, cut=self.cut)
         form, first = ImageFormat.from_processor(processor), dict[str, Row]()
         for n in kept:
             first.setdefault(rows[n].values[0], rows[n])
-        pixels, read_well = load_pixels(list(first.values()), form, bad, center_crop)
+        pixels, decoded = load_pixels(list(first.values()), form, bad, center_crop)
         paths = list(first)
-        number = {paths[n]: at for at, n in enumerate(read_well)}
-        whole = [at for at, n in enumerate(kept) if rows[n].values[0] in number]
-        places = [rows[kept[at]].place for at in whole]
-        which = np.array([number[rows[kept[at]].values[0]] for at in whole], np.int64)
-        pairs = ImageTextPairs(self, form, pixels, which, [ids[at] for at in whole], places)
-        return pairs, [int(kept[at]) for at in whole]
+        number = {paths[n]: at for at, n in enumerate(decoded)}
+        usable = [at for at, n in enumerate(kept) if rows[n].values[0] in number]
+        places = [rows[kept[at]].place for at in usable]
+        which = np.array([number[rows[kept[at]].values[0]] for at in usable], np.int64)
+        pairs = ImageTextPairs(self, form, pixels, which, [ids[at] for at in usable], places)
+        return pairs, [int(kept[at]) for at in usable]
 
     def loss(self, model: nn.Module, batch: Batch, smoothing: float) -> Tensor:
-        """Whether they belong together; and, so that the encoders learn soon, which text of the batch an image has."""
+        """Matching loss, plus a contrastive loss that speeds up the training of the encoders."""
         assert isinstance(model, ImageTextMatcher)
         images, moves, text, mask = batch.inputs
         right, same = batch.targets
@@ -180,22 +182,22 @@ class Match(Task):
         return {"loss": float(loss)} | metrics.classification(scores, targets) | self._ranking_metrics(model, items)
 
     def _ranking_metrics(self, model: nn.Module, items: ImageTextPairs) -> Metrics:
-        """How often the right text of an image stands first among 20; the others are right for other images."""
+        """How well the right text of an image ranks among 20; the others are right for other images."""
         right = np.flatnonzero(items.targets == 1)
         texts = [items.ids[n].tobytes() for n in range(len(items.sizes))]
         true = {(int(items.which[n]), texts[n]) for n in right}
         kinds = {texts[n]: n for n in reversed(right)}  # one example of each text
-        chance, asked, among = np.random.default_rng(0), list[int](), list[int]()
-        _, alone = np.unique(items.which[right], return_index=True)
-        for n in right[np.sort(alone)][:MAX_IMAGES]:
+        random, images, candidates = np.random.default_rng(0), list[int](), list[int]()
+        _, first = np.unique(items.which[right], return_index=True)
+        for n in right[np.sort(first)][:MAX_IMAGES]:
             others = [at for text, at in kinds.items() if (int(items.which[n]), text) not in true]
             if len(others) < CANDIDATES - 1:
                 return {}
-            asked += [int(n)] * CANDIDATES
-            among += [int(n), *chance.choice(others, CANDIDATES - 1, replace=False).tolist()]
-        if not asked:
+            images += [int(n)] * CANDIDATES
+            candidates += [int(n), *random.choice(others, CANDIDATES - 1, replace=False).tolist()]
+        if not images:
             return {}
-        logits = _predict_logits(model, items.crossed(asked, among)).view(-1, CANDIDATES)
+        logits = _predict_logits(model, items.crossed(images, candidates)).view(-1, CANDIDATES)
         ranks = 1 + (logits[:, 1:] >= logits[:, :1]).sum(1)
         return {f"right of {CANDIDATES}": float((ranks == 1).float().mean()), "mrr": float((1 / ranks).mean())}
 
@@ -210,22 +212,22 @@ class Match(Task):
     def predict(
         self, model: nn.Module, processor: Processor, rows: Sequence[Row], bad: BadRows
     ) -> Iterator[Prediction]:
-        """Of `scene.png a seven left of a two`: yes or no, and the probability of yes."""
-        given = []
+        """Yield yes or no, and the probability of yes, for inputs such as `scene.png a seven left of a two`."""
+        inputs = []
         for row in rows:
             if parts := row.values if len(row.values) == 2 else split_input(row.values[0]):
-                given.append(Row(row.place, (*parts, " ".join(row.values))))
+                inputs.append(Row(row.place, (*parts, " ".join(row.values))))
             else:
                 bad.add(
                     f"{row.place}: expected the path of an image and a text, such as: scene.png a seven above a two"
                 )
-        items, kept = self._prepare(processor, given, bad)
+        items, kept = self._prepare(processor, inputs, bad)
         for n, logit in zip(kept, _predict_logits(model, items).tolist(), strict=True):
             yes = 1 / (1 + float(np.exp(-logit)))
-            yield Prediction(given[n].values[2], "yes" if yes > 0.5 else "no", yes, place=given[n].place)
+            yield Prediction(inputs[n].values[2], "yes" if yes > 0.5 else "no", yes, place=inputs[n].place)
 
     def name_tokens(self, model: nn.Module, processor: Processor, record: Any, prediction: Prediction) -> None:
-        """Words, and patches over the image."""
+        """Name the words of the text and the patches of the image."""
         (rows, columns), ids = model.config.grid, record.inputs["target"].tolist()  # type: ignore[union-attr, misc]
         words = [processor.require_tokenizer().decode([token], skip_special_tokens=False).strip() for token in ids]
         patches = ["[CLS]", *(f"{row},{column}" for row in range(rows) for column in range(columns))]
@@ -237,7 +239,7 @@ class Match(Task):
 
 
 class ImageTextPairs:
-    """Images as bytes (images, C, height, width), texts, which image each is of, and whether they belong together."""
+    """Images as bytes (images, C, height, width), texts, the image index of each text, and whether the two match."""
 
     targets: np.ndarray
 
@@ -250,7 +252,7 @@ class ImageTextPairs:
         self.targets = np.zeros(len(ids), np.int64)
 
     def inputs(self, chosen: np.ndarray) -> tuple[Tensor, Tensor, Tensor]:
-        """As the model takes them: pixels, ids and their mask."""
+        """Inputs of the model: normalized images, padded ids and their mask."""
         ids = [torch.from_numpy(self.ids[n]) for n in chosen]
         text = pad_sequence(ids, batch_first=True)
         mask = torch.arange(text.shape[1]) < torch.tensor([len(row) for row in ids])[:, None]
@@ -260,27 +262,29 @@ class ImageTextPairs:
         images, text, mask = self.inputs(chosen)
         moves = random_shifts(random, len(chosen), self.task.shift, flip=False)
         kinds = np.unique([self.ids[n].tobytes() for n in chosen], return_inverse=True)[1]
-        same = torch.from_numpy((kinds[:, None] == kinds) & ~np.eye(len(chosen), dtype=bool))  # equal texts of others
+        same = torch.from_numpy(
+            (kinds[:, None] == kinds) & ~np.eye(len(chosen), dtype=bool)
+        )  # duplicates in other rows
         targets = (torch.from_numpy(self.targets[chosen]), same)
         return Batch((images, moves, text, mask), targets, int(self.sizes[chosen].sum()), len(chosen))
 
     def crossed(self, images: Sequence[int], texts: Sequence[int]) -> ImageTextPairs:
-        """The images of some examples with the texts of others."""
+        """Combine the images of some examples with the texts of others."""
         ids, which = [self.ids[n] for n in texts], self.which[np.array(images)]
         return ImageTextPairs(self.task, self.form, self.pixels, which, ids, ())
 
 
-def split_input(given: str) -> tuple[str, str] | None:
-    """The path of an image and the text behind it, or none.
+def split_input(text: str) -> tuple[str, str] | None:
+    """Split an input into the path of an image and the text after it; None if one is missing.
 
     >>> from regard.tasks.match import split_input
     >>> split_input("my scenes/1.png a seven left of a two"), split_input("a seven")
     (('my scenes/1.png', 'a seven left of a two'), None)
     """
-    found = ENDING.search(given)
-    path, text = (given[: found.end()], given[found.end() :]) if found else ("", "")
-    text = text.lstrip(": \t").strip()
-    return (path.strip(), text) if text else None
+    suffix = ENDING.search(text)
+    path, caption = (text[: suffix.end()], text[suffix.end() :]) if suffix else ("", "")
+    caption = caption.lstrip(": \t").strip()
+    return (path.strip(), caption) if caption else None
 
 
 @torch.no_grad()

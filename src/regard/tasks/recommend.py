@@ -1,4 +1,4 @@
-"""What somebody chose before to what comes next."""
+"""Sequential recommendation."""
 
 from __future__ import annotations
 
@@ -34,15 +34,15 @@ NAMES = {
     "time": ("time", "timestamp", "timestamp:float"),
 }
 MOVIELENS = {"user": "1", "item": "2", "time": "4"}  # u.data has no header: user, item, rating, time
-ROWS = 512  # histories whose scores of all items are held at a time
+ROWS = 512  # histories scored against all items per batch
 
 
 @dataclass(frozen=True)
 class Recommend(Task):
-    """A causal encoder over histories of items. Of everybody, the last item is measured on, the one before chooses."""
+    """A causal encoder over item histories. A user's last item is for testing, the one before for validation."""
 
     name: ClassVar[str] = "recommend"
-    description: ClassVar[str] = "histories of items to what comes next"
+    description: ClassVar[str] = "sequential recommendation: the next item of a history"
     example: ClassVar[str] = "user,item,time\n7,Alien,881250949\n7,Aliens,881251000"
     columns: ClassVar[tuple[str, ...]] = ("user", "item", "time")
     splits_at_tabs: ClassVar[bool] = True
@@ -51,25 +51,25 @@ class Recommend(Task):
         save_every=200,
         patience=5,
     )  # fmt: skip
-    held_out: ClassVar[int] = 1_000_000  # users at most: the last item of each
+    held_out: ClassVar[int] = 1_000_000  # users at most, with their last item
 
-    user: str = option("", "column of the user: a name, or a number from 1 where there is no header")
+    user: str = option("", "column of the user: its name, or its number (from 1) in a file without a header")
     item: str = option("", "column of the item")
     time: str = option("", "column of the time: a number, or 2024-01-31T12:00")
-    allow_repeats: bool = option(False, "what somebody has had may be recommended again")
-    negatives: int = option(0, "items drawn for a step to tell the right ones from; 0 for all items")
+    allow_repeats: bool = option(False, "items of the history may be recommended again")
+    negatives: int = option(0, "random negative items per step; 0 uses all items")
     d_model: int = option(64, "width of the hidden states")
-    layers: int = option(2, "of the encoder")
-    heads: int = option(2, "of the attention")
-    dropout: float = option(0.3, "in training")
-    longest: int = option(200, "items of a history that the model sees at most: the last ones")
+    layers: int = option(2, "encoder layers")
+    heads: int = option(2, "attention heads")
+    dropout: float = option(0.3, "dropout probability")
+    longest: int = option(200, "maximum number of items per history; the last ones are kept")
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_minimum(self, layers=1, longest=1, negatives=0)
 
     def read(self, source: str, bad: BadRows) -> list[Row]:
-        """A row for each user, in the order of the file: the user, the items in order of time, and the first asked."""
+        """Read one row per user, in file order: the user, the items by time, and the index of the first target."""
         histories: dict[str, list[tuple[float, str]]] = {}
         places: dict[str, str] = {}
         for row in read_rows(source, self._columns(source), bad):
@@ -77,12 +77,12 @@ class Recommend(Task):
             try:
                 at = _parse_time(time)
             except ValueError:
-                bad.add(f"{row.place}: expected a time, a number or such as 2024-01-31T12:00, but {time!r} came")
+                bad.add(f"{row.place}: expected a time, as a number or like 2024-01-31T12:00, got {time!r}")
                 continue
             histories.setdefault(user, []).append((at, item))
             places.setdefault(user, row.place)
         if not histories:
-            raise UserError(f"{source}:1: expected at least one line that can be used, but there is none")
+            raise UserError(f"{source}:1: no line can be used")
         return [
             Row(places[user], (user, tuple(item for _, item in sorted(history, key=lambda one: one[0])), 1))
             for user, history in histories.items()
@@ -93,14 +93,14 @@ class Recommend(Task):
         if any(columns.values()):
             return columns
         cells = first_cells(source, BadRows(skip=True))
-        found = {name: next((each for each in known if each in cells), "") for name, known in NAMES.items()}
-        return MOVIELENS if ".data" in Path(source).suffixes else found
+        detected = {name: next((each for each in known if each in cells), "") for name, known in NAMES.items()}
+        return MOVIELENS if ".data" in Path(source).suffixes else detected
 
     def hold_out(self, rows: Sequence[Row], held_out: int, seed: int) -> tuple[list[Row], list[Row]]:
-        """Histories without their last item to train on, and whole ones, of which the last is asked for."""
+        """Split into histories without their last item, and complete ones whose last item is the target."""
         long = [row for row in rows if len(row.values[1]) > 2]
         if not long:
-            raise UserError(f"{rows[0].place}: expected users with at least 3 items, but there are none; check --user")
+            raise UserError(f"{rows[0].place}: expected users with at least 3 items, found none; check --user")
         chosen = long if held_out >= len(long) else split(long, lambda row: str(row.values[0]), held_out, seed)[1]
         users = {row.values[0] for row in chosen}
         train = [_without_last(row) if row.values[0] in users else row for row in rows]
@@ -137,70 +137,73 @@ class Recommend(Task):
         return model.loss(batch.inputs, after, smoothing=smoothing, negatives=negatives if len(negatives) else None)
 
     def evaluable_rows(self, processor: Processor, rows: Sequence[Row], bad: BadRows) -> list[Row]:
-        number, found = _item_ids(processor), []
+        number, usable = _item_ids(processor), []
         for row in rows:
             if any(item in number for item in row.values[1][:-1]):
-                found.append(row)
+                usable.append(row)
             else:
-                bad.add(f"{row.place}: the user {row.values[0]!r} has no item before the last that training had")
-        return found
+                bad.add(f"{row.place}: the user {row.values[0]!r} has no item seen in training before the last one")
+        return usable
 
     def evaluate(self, model: nn.Module, processor: Processor, rows: Sequence[Row]) -> Metrics:
         assert isinstance(model, Recommender)
-        asked, device = HeldOutItems(processor, rows), next(model.parameters()).device
+        held_out, device = HeldOutItems(processor, rows), next(model.parameters()).device
 
         @torch.no_grad()
         def score(chosen: np.ndarray) -> Tensor:
-            known = [torch.from_numpy(asked.before[n][-self.longest :]).to(device) for n in chosen]
+            known = [torch.from_numpy(held_out.before[n][-self.longest :]).to(device) for n in chosen]
             return model.next_item_logits(known).float().cpu()
 
-        return metrics.ranking(asked.ranks(score, allow_repeats=self.allow_repeats))
+        return metrics.ranking(held_out.ranks(score, allow_repeats=self.allow_repeats))
 
     def baselines(self, processor: Processor, train: Sequence[Row], held_out: Sequence[Row]) -> dict[str, Metrics]:
-        asked, number = HeldOutItems(processor, held_out), _item_ids(processor)
+        targets, number = HeldOutItems(processor, held_out), _item_ids(processor)
         past = [np.array([number[item] for item in row.values[1]], np.int64) for row in train]
         count = torch.from_numpy(np.bincount(np.concatenate(past), minlength=len(processor.labels)).astype(np.float32))
         neighbours = baselines.Neighbours(past, len(processor.labels))
 
         def near(chosen: np.ndarray, last: int = 0) -> Tensor:
-            return torch.from_numpy(neighbours.scores([asked.before[n][-last:] for n in chosen]))
+            return torch.from_numpy(neighbours.scores([targets.before[n][-last:] for n in chosen]))
 
-        ways: dict[str, Callable[[np.ndarray], Tensor]] = {
+        methods: dict[str, Callable[[np.ndarray], Tensor]] = {
             "most popular": lambda chosen: count.expand(len(chosen), -1),
             "nearest items": near,
             "nearest to the last 10": partial(near, last=10),
         }
         return {
-            name: metrics.ranking(asked.ranks(score, allow_repeats=self.allow_repeats)) for name, score in ways.items()
+            name: metrics.ranking(targets.ranks(score, allow_repeats=self.allow_repeats))
+            for name, score in methods.items()
         }
 
     def read_inputs(self, source: str, bad: BadRows) -> Iterable[Row]:
-        """Everybody's history, all of it."""
+        """Read the complete history of every user."""
         return self.read(source, bad)
 
     @torch.no_grad()
     def predict(
         self, model: nn.Module, processor: Processor, rows: Sequence[Row], bad: BadRows
     ) -> Iterator[Prediction]:
-        """Items that come next, those that are there already left out. Items are parted by | or tabs, or by spaces."""
+        """Yield the most probable next items. Items of an input are separated by | or tabs, or else by spaces."""
         assert isinstance(model, Recommender)
         number, device = _item_ids(processor), next(model.parameters()).device
         for row in rows:
             history_items = parse_items(row.values[0], number) if len(row.values) == 1 else row.values[1]
             if not history_items:
-                bad.add(f"{row.place}: expected items, parted by |, but there are none")
+                bad.add(f"{row.place}: expected items separated by |, got none")
                 continue
             if unknown := next((item for item in history_items if item not in number), None):
-                bad.add(f"{unseen_message(row.place, 'item', unknown, processor.labels)}; part items by |")
+                bad.add(f"{unseen_message(row.place, 'item', unknown, processor.labels)}; separate items by |")
                 continue
             ids = torch.tensor([number[item] for item in history_items], device=device)
-            logits = model(ids[None, -self.longest :])[0, -1].float()  # a whole call, which a viewer sees
+            logits = model(ids[None, -self.longest :])[
+                0, -1
+            ].float()  # call the model, not a method of it, so that the viewer records it
             if not self.allow_repeats:
                 logits[ids] = -torch.inf
             chances, best = (each.tolist() for each in logits.softmax(-1).topk(min(10, len(processor.labels))))
-            found = {processor.labels[n]: chance for n, chance in zip(best, chances, strict=True) if chance > 0}
-            listed = " | ".join(f"{item} {chance:.3f}" for item, chance in found.items())
-            yield Prediction(row.values[0], listed, chances[0], {"items": found}, place=row.place)
+            items = {processor.labels[n]: chance for n, chance in zip(best, chances, strict=True) if chance > 0}
+            listed = " | ".join(f"{item} {chance:.3f}" for item, chance in items.items())
+            yield Prediction(row.values[0], listed, chances[0], {"items": items}, place=row.place)
 
     def name_tokens(self, model: nn.Module, processor: Processor, record: Any, prediction: Prediction) -> None:
         record.set_tokens([processor.labels[n] for n in record.inputs["source"].tolist()])
@@ -210,18 +213,18 @@ class Recommend(Task):
 
 
 class Histories:
-    """Histories in windows of at most `longest` items, each of which is asked what comes after."""
+    """Histories in windows of at most `longest` items; each item predicts the next one."""
 
     def __init__(self, task: Recommend, processor: Processor, rows: Sequence[Row]) -> None:
         self.negatives, self.count = task.negatives, len(processor.labels)
         number, parts, after, places = _item_ids(processor), [], [], list[str]()
         for row in rows:
             ids = np.array([number.get(item, -1) for item in row.values[1]], np.int64)
-            asked = (np.arange(len(ids)) >= row.values[2]) & (ids >= 0)
-            ids, asked = ids[ids >= 0], asked[ids >= 0]  # what training has never seen
+            is_target = (np.arange(len(ids)) >= row.values[2]) & (ids >= 0)
+            ids, is_target = ids[ids >= 0], is_target[ids >= 0]  # drop items not seen in training
             for stop in range(len(ids), 1, -task.longest):
                 start = max(0, stop - task.longest - 1)
-                targets = np.where(asked[start + 1 : stop], ids[start + 1 : stop], -1)
+                targets = np.where(is_target[start + 1 : stop], ids[start + 1 : stop], -1)
                 if (targets >= 0).any():
                     parts.append(ids[start : stop - 1])
                     after.append(targets)
@@ -237,7 +240,7 @@ class Histories:
 
 
 class HeldOutItems:
-    """What is asked of histories: what came before, and the last item, -1 where training has never seen it."""
+    """Histories without their last item, and the last item as the target (-1 if it was not seen in training)."""
 
     def __init__(self, processor: Processor, rows: Sequence[Row]) -> None:
         number = _item_ids(processor)
@@ -247,12 +250,11 @@ class HeldOutItems:
         self.last = torch.tensor([last for _, last in pairs], dtype=torch.int64)
 
     def ranks(self, score: Callable[[np.ndarray], Tensor], *, allow_repeats: bool) -> Tensor:
-        """Where the last item stands among all items, from 1; what was there before does not count, unless
-        `allow_repeats`.
+        """Rank of the last item among all items, from 1; items of the history are excluded, unless `allow_repeats`.
 
-        Of equal scores the item that was named first wins. An item that was never seen is behind all others.
+        Ties are broken by the lower index. An item not seen in training ranks last.
         """
-        found = []
+        ranks = []
         for chosen in track(np.array_split(np.arange(len(self.before)), max(1, -(-len(self.before) // ROWS)))):
             scores, last = score(chosen).clone(), self.last[chosen]
             own = scores.gather(1, last.clamp(min=0)[:, None])
@@ -261,12 +263,12 @@ class HeldOutItems:
                     scores[row, torch.from_numpy(self.before[n])] = -torch.inf
             first = torch.arange(scores.shape[1]) < last[:, None]
             rank = 1 + ((scores > own) | (scores == own) & first).sum(1)
-            found.append(torch.where(last < 0, scores.shape[1] + 1, rank))
-        return torch.cat(found)
+            ranks.append(torch.where(last < 0, scores.shape[1] + 1, rank))
+        return torch.cat(ranks)
 
 
 def parse_items(text: str, known: dict[str, int]) -> list[str]:
-    """The items that a text names: one, or parted by | or tabs, or by spaces.
+    """Parse a text as one known item, or as items separated by | or tabs, or else by spaces.
 
     >>> from regard.tasks.recommend import parse_items
     >>> parse_items("Alien | Star Wars", {}), parse_items("Star Wars", {"Star Wars": 0}), parse_items("7 12", {})
@@ -288,7 +290,7 @@ def _without_last(row: Row) -> Row:
 
 
 def _parse_time(text: str) -> float:
-    """Seconds, or whatever the number counts."""
+    """Parse a number, or an ISO date as seconds."""
     try:
         at = float(text)
     except ValueError:

@@ -1,4 +1,4 @@
-"""A set of points to a class, or to a number."""
+"""Classification and regression of sets of points."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from regard.training.task import Batch, Metrics, Prediction, Task
 
 @dataclass(frozen=True)
 class Form:
-    """What points are brought to before a model sees them, and what a number is brought back by."""
+    """Mean and standard deviation of the features, and of the targets (`middle`, `spread`) in regression."""
 
     features: int
     mean: tuple[float, ...]
@@ -38,7 +38,7 @@ class Form:
 
     @staticmethod
     def from_processor(processor: Processor) -> Form:
-        """The form that `Sets.fit_processor` saved."""
+        """Read and check the settings that `Sets.fit_processor` saved."""
         form = processor.settings_as(Form)
         if not len(form.mean) == len(form.deviation) == form.features or min(form.deviation, default=0) <= 0:
             raise UserError("config must have as many means and positive deviations as features")
@@ -49,10 +49,10 @@ class Form:
 
 @dataclass(frozen=True)
 class Sets(Task):
-    """A Set Transformer: induced points, and pooling by attention. The order of the elements changes nothing."""
+    """A Set Transformer: induced points and attention pooling, invariant to the order of the elements."""
 
     name: ClassVar[str] = "sets"
-    description: ClassVar[str] = "a set of points to a class, or to a number"
+    description: ClassVar[str] = "classification or regression of sets of points"
     example: ClassVar[str] = 'set,label\n0.5 1; 2 3.5; 1 1,round\n4 4; 5 5,straight\nor {"set": [[0.5, 1]], "label": 7}'
     columns: ClassVar[tuple[str, ...]] = ("set", "label")
     recipe: ClassVar[Recipe] = Recipe(
@@ -66,16 +66,16 @@ class Sets(Task):
         save_every=200,
     )
 
-    set: str = option("", "column of the set, `1 2; 3 4` or [[1, 2], [3, 4]]: a name, or a number from 1")
-    label: str = option("", "column of the class or the number")
-    number: bool = option(False, "what is said of a set is a number, and no class")
+    set: str = option("", "column of the set, written `1 2; 3 4` or [[1, 2], [3, 4]]: its name, or its number (from 1)")
+    label: str = option("", "column of the class, or of the number")
+    number: bool = option(False, "predict a number instead of a class")
     d_model: int = option(64, "width of the hidden states")
-    layers: int = option(2, "blocks of induced points")
-    points: int = option(16, "induced points of a block")
-    seeds: int = option(1, "vectors that a set is pooled to")
-    heads: int = option(4, "of the attention")
-    dropout: float = option(0.0, "in training")
-    longest: int = option(1024, "elements of a set at most")
+    layers: int = option(2, "blocks of attention through induced points")
+    points: int = option(16, "induced points per block")
+    seeds: int = option(1, "vectors to which a set is pooled")
+    heads: int = option(4, "attention heads")
+    dropout: float = option(0.0, "dropout probability")
+    longest: int = option(1024, "maximum number of elements per set")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -87,20 +87,22 @@ class Sets(Task):
     def fit_processor(self, rows: Sequence[Row]) -> Processor:
         sets, kept = self._read(rows, 0, BadRows(skip=True))
         if not sets:
-            self._read(rows[:1], 0, BadRows())  # tells what is wrong with it
+            self._read(rows[:1], 0, BadRows())  # raises the error of the first row
         every = np.concatenate(sets)
         scale = np.maximum(every.std(0), 1e-6)
         config = {"features": every.shape[1], "mean": every.mean(0).tolist(), "deviation": scale.tolist()}
         if self.number:
             numbers = [value for n in kept if (value := _parse_number(rows[n].values[1])) is not None]
             if not numbers:
-                raise UserError(f"{rows[0].place}: expected a number, but {rows[0].values[1]!r} came; check --label")
+                raise UserError(f"{rows[0].place}: expected a number, got {rows[0].values[1]!r}; check --label")
             return Processor(
                 config=config | {"middle": float(np.mean(numbers)), "spread": float(np.std(numbers)) or 1.0}
             )
         labels = collect_classes(rows)
         if len(labels) > max(2, len(rows) // 2):
-            raise UserError(f"{rows[0].place}: {len(labels)} classes in {len(rows)} rows; are they numbers (--number)?")
+            raise UserError(
+                f"{rows[0].place}: {len(labels)} classes in {len(rows)} rows; are they numbers (use --number)?"
+            )
         return Processor(labels=labels, config=config)
 
     def model(self, processor: Processor) -> nn.Module:
@@ -119,8 +121,8 @@ class Sets(Task):
         )
 
     def _read(self, rows: Sequence[Row], features: int, bad: BadRows) -> tuple[list[np.ndarray], list[int]]:
-        """Sets (n, features) and which rows they are of; features: as many as there must be, 0 as the first has."""
-        found, kept = [], []
+        """Parse sets (n, features) and return the indices of their rows; features=0 takes those of the first set."""
+        sets, kept = [], []
         for n, row in enumerate(rows):
             try:
                 points = parse_set(row.values[0])
@@ -129,16 +131,16 @@ class Sets(Task):
                 continue
             features = features or points.shape[1]
             if points.shape[1] != features:
-                bad.add(f"{row.place}: expected elements of {features} numbers, but they have {points.shape[1]}")
+                bad.add(f"{row.place}: expected elements of {features} numbers, got {points.shape[1]}")
             elif len(points) > self.longest:
                 bad.add(
-                    f"{row.place}: has {len(points)} elements, but the model takes {self.longest}; "
+                    f"{row.place}: has {len(points)} elements, but the model takes at most {self.longest}; "
                     f"train with --longest {len(points)}"
                 )
             else:
-                found.append(points)
+                sets.append(points)
                 kept.append(n)
-        return found, kept
+        return sets, kept
 
     def dataset(self, processor: Processor, rows: Sequence[Row], bad: BadRows) -> LabelledSets:
         form = Form.from_processor(processor)
@@ -150,7 +152,7 @@ class Sets(Task):
                 good.append(row)
                 targets.append((target - form.middle) / form.spread if self.number else target)
             elif self.number:
-                bad.add(f"{row.place}: expected a number, but {label!r} came")
+                bad.add(f"{row.place}: expected a number, got {label!r}")
             else:
                 bad.add(unseen_message(row.place, "label", label, processor.labels))
         sets, kept = self._read(good, form.features, bad)
@@ -180,7 +182,7 @@ class Sets(Task):
         return {"loss": float(F.cross_entropy(outputs, targets))} | metrics.classification(outputs, targets)
 
     def _denormalize(self, processor: Processor, values: Tensor) -> np.ndarray:
-        """What the model says as numbers of the data."""
+        """Convert outputs of the model to the scale of the data."""
         form = Form.from_processor(processor)
         return values.double().numpy() * form.spread + form.middle
 
@@ -208,7 +210,7 @@ class Sets(Task):
     def predict(
         self, model: nn.Module, processor: Processor, rows: Sequence[Row], bad: BadRows
     ) -> Iterator[Prediction]:
-        """The class and its probability; of numbers, the number twice."""
+        """Yield the class and its probability; in regression, the number as text and as score."""
         sets, kept = self._read(rows, Form.from_processor(processor).features, bad)
         outputs = _predict(
             model, LabelledSets([_normalize(points, processor) for points in sets], (), np.zeros(len(sets)))
@@ -224,7 +226,7 @@ class Sets(Task):
             yield Prediction(rows[n].values[0], processor.labels[best], chances[best], more, place=rows[n].place)
 
     def name_tokens(self, model: nn.Module, processor: Processor, record: Any, prediction: Prediction) -> None:
-        """Elements by their numbers; induced points and seeds are numbered."""
+        """Name elements by their features; induced points and seeds stay numbered."""
         form = Form.from_processor(processor)
         points = record.inputs["source"] * torch.tensor(form.deviation) + torch.tensor(form.mean)
         names = [" ".join(f"{value:.3g}" for value in point) for point in points.tolist()]
@@ -234,7 +236,7 @@ class Sets(Task):
 
 
 class LabelledSets:
-    """Sets of elements (n, features), and what is to be said of each: classes or numbers (sets,)."""
+    """Sets of elements (n, features) with targets (sets,): classes or numbers."""
 
     def __init__(self, sets: Sequence[np.ndarray], places: Sequence[str], targets: np.ndarray) -> None:
         self.sets, self.places, self.targets = Ragged(sets), places, targets
@@ -245,35 +247,35 @@ class LabelledSets:
         return Batch(packed, torch.from_numpy(self.targets[chosen]), len(packed.values), len(chosen))
 
     def summary(self) -> np.ndarray:
-        """What one sees without attention: how many, and of each feature mean, deviation, least and most."""
+        """Summary statistics for baselines: count, and mean, deviation, minimum and maximum of each feature."""
         sets = [self.sets[n] for n in range(len(self.sets))]
         return np.stack([np.concatenate([[len(x)], x.mean(0), x.std(0), x.min(0), x.max(0)]) for x in sets])
 
 
 def parse_set(text: str) -> np.ndarray:
-    """A set as (n, features): `1 2; 3 4`, or [[1, 2], [3, 4]], or of single numbers [1, 3].
+    """Parse a set into (n, features): `1 2; 3 4`, [[1, 2], [3, 4]], or [1, 3] for single numbers.
 
     >>> from regard.tasks.sets import parse_set
     >>> parse_set("1 2; 3 4").tolist(), parse_set("[5, 6]").tolist()
     ([[1.0, 2.0], [3.0, 4.0]], [[5.0], [6.0]])
     """
     try:
-        given = json.loads(text) if text.lstrip().startswith("[") else _parse_elements(text)
-        points = np.array([each if isinstance(each, list) else [each] for each in given], np.float32)
+        elements = json.loads(text) if text.lstrip().startswith("[") else _parse_elements(text)
+        points = np.array([each if isinstance(each, list) else [each] for each in elements], np.float32)
     except (ValueError, TypeError, RecursionError) as error:
-        raise ValueError(f"expected a set such as `1 2; 3 4` or [[1, 2], [3, 4]], but {text[:40]!r} came") from error
+        raise ValueError(f"expected a set such as `1 2; 3 4` or [[1, 2], [3, 4]], got {text[:40]!r}") from error
     if points.ndim != 2 or not points.size:
-        raise ValueError(f"expected a set of at least one element, but {text[:40]!r} came")
+        raise ValueError(f"expected a set of at least one element, got {text[:40]!r}")
     if not np.isfinite(points).all():
-        raise ValueError(f"expected finite numbers, but {text[:40]!r} came")
+        raise ValueError(f"expected finite numbers, got {text[:40]!r}")
     return points
 
 
 def _set_key(row: Row) -> str:
-    """The same for sets of the same elements, in any order and written in any way."""
+    """A key that is equal for sets of the same elements, in any order and notation."""
     try:
         return json.dumps(sorted(parse_set(row.values[0]).tolist()))
-    except ValueError:  # `items` tells what is wrong with it
+    except ValueError:  # reported by `dataset`
         return str(row.values[0])
 
 
@@ -296,7 +298,7 @@ def _parse_number(text: str) -> float | None:
 
 @torch.no_grad()
 def _predict(model: nn.Module, items: LabelledSets) -> Tensor:
-    """What the model says of each set, (sets, classes)."""
+    """Outputs of the model, (sets, classes)."""
     device = next(model.parameters()).device
     outputs = torch.zeros(len(items.sizes), model.config.classes)  # type: ignore[union-attr, arg-type]
     for chosen in track(in_order(items.sizes, budget=16384)):

@@ -1,4 +1,4 @@
-"""A text to speech."""
+"""Speech synthesis."""
 
 from __future__ import annotations
 
@@ -47,10 +47,10 @@ UNKNOWN = "<unk>"
 
 @dataclass(frozen=True)
 class Speak(Task):
-    """A Transformer from letters to log-mel features, frame by frame, and Griffin and Lim's way to a wave."""
+    """An autoregressive Transformer from letters to log-mel frames, and Griffin-Lim to a waveform."""
 
     name: ClassVar[str] = "speak"
-    description: ClassVar[str] = "a text to speech"
+    description: ClassVar[str] = "text to speech"
     example: ClassVar[str] = "audio\ttext\nclips/1.wav\tone two three\nclips/2.ogg\tfour"
     columns: ClassVar[tuple[str, ...]] = ("audio", "text")
     input_columns: ClassVar[tuple[str, ...]] = ("text",)
@@ -67,29 +67,31 @@ class Speak(Task):
         save_every=250,
     )
 
-    audio: str = option("", "column of the path of the clip, beside the file: a name, or a number from 1")
-    text: str = option("", "column of what is said in it")
-    features: int = option(80, "mel bands that are said")
+    audio: str = option(
+        "", "column of the path of the clip, relative to the data file: its name, or its number (from 1)"
+    )
+    text: str = option("", "column of the transcript")
+    features: int = option(80, "mel bands")
     d_model: int = option(128, "width of the hidden states")
-    layers: int = option(2, "of the encoder, and of the decoder")
-    heads: int = option(2, "of the attention")
-    reduction: int = option(4, "frames of 10 ms that are said at a time")
-    dropout: float = option(0.1, "in training")
-    guidance_weight: float = option(1.0, "how much attention is to go through the text steadily, in the loss")
-    longest: float = option(15.0, "seconds of a clip at most")
-    transcriber: str = option("", "run of transcribe that listens to what is said, for the figures")
+    layers: int = option(2, "layers of the encoder and of the decoder")
+    heads: int = option(2, "attention heads")
+    reduction: int = option(4, "frames of 10 ms generated per step")
+    dropout: float = option(0.1, "dropout probability")
+    guidance_weight: float = option(1.0, "weight of the loss that guides attention along the diagonal")
+    longest: float = option(15.0, "maximum length of a clip in seconds")
+    transcriber: str = option("", "run directory of a transcribe model, to measure how intelligible the speech is")
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_minimum(self, features=1, layers=1, reduction=1)
         if self.guidance_weight < 0 or not self.longest > 0:
             raise ValueError(
-                "guidance_weight must not be negative and longest positive, but are "
-                f"{self.guidance_weight, self.longest}"
+                "guidance_weight must not be negative and longest must be positive, but they are "
+                f"{self.guidance_weight} and {self.longest}"
             )
         if self.transcriber and not (Path(self.transcriber) / "run.json").is_file():
             raise ValueError(
-                f"transcriber must be the folder of a run of transcribe, but {self.transcriber} has no run.json"
+                f"transcriber must be a run directory of transcribe, but {self.transcriber} has no run.json"
             )
 
     def read(self, source: str, bad: BadRows) -> list[Row]:
@@ -126,7 +128,7 @@ class Speak(Task):
         clips: list[np.ndarray] = []
         texts, places = list[Tensor](), list[str]()
         for row in track(rows):
-            ids = self._letters(processor, row.place, row.values[1], bad)
+            ids = self._encode(processor, row.place, row.values[1], bad)
             wave = None if ids is None else load_waveform(row, bad)
             if ids is None or wave is None:
                 continue
@@ -139,14 +141,14 @@ class Speak(Task):
             places.append(row.place)
         return Utterances(AudioClips(clips, AudioFormat.from_processor(processor)), texts, places, self.reduction)
 
-    def _letters(self, processor: Processor, place: str, text: str, bad: BadRows) -> Tensor | None:
-        """Ids (K,) of a text."""
-        if not (spelled := normalize_transcript(text)):
-            bad.add(f"{place}: {text!r} has no letter")
+    def _encode(self, processor: Processor, place: str, text: str, bad: BadRows) -> Tensor | None:
+        """Encode a text as ids (K,), or report it as bad."""
+        if not (letters := normalize_transcript(text)):
+            bad.add(f"{place}: {text!r} has no letters")
             return None
-        encoded = processor.require_tokenizer().encode(spelled)
+        encoded = processor.require_tokenizer().encode(letters)
         if UNKNOWN in encoded.tokens:
-            bad.add(f"{place}: {spelled[encoded.tokens.index(UNKNOWN)]!r} in {text!r} was never seen in training")
+            bad.add(f"{place}: {letters[encoded.tokens.index(UNKNOWN)]!r} in {text!r} was not seen in training")
             return None
         return torch.tensor(encoded.ids)
 
@@ -160,12 +162,12 @@ class Speak(Task):
         lengths, step = batch.targets, self.reduction
         output = model.predict_frames(letters, frames, letters_mask, weights=self.guidance_weight > 0)
         real = torch.arange(frames.shape[1], device=frames.device) < lengths[:, None]
-        wrong = (output.frames - frames)[real]
+        error = (output.frames - frames)[real]
         last = torch.arange(output.ends.shape[1], device=frames.device) == lengths[:, None] // step - 1
         ends = F.binary_cross_entropy_with_logits(
             output.ends[real[:, ::step]], last[real[:, ::step]].float(), reduction="sum", pos_weight=torch.tensor(5.0)
         )
-        total = wrong.abs().mean(-1).sum() + wrong.square().mean(-1).sum() + step * ends
+        total = error.abs().mean(-1).sum() + error.square().mean(-1).sum() + step * ends
         if self.guidance_weight:
             guided_losses = [guided_attention(each, lengths // step, letters_mask.sum(1)) for each in output.weights]
             total = total + self.guidance_weight * step * torch.stack(guided_losses).mean()
@@ -175,9 +177,9 @@ class Speak(Task):
     def evaluate(self, model: nn.Module, processor: Processor, rows: Sequence[Row]) -> Metrics:
         items = self.dataset(processor, rows, BadRows())
         waves = [speech.wave for speech in _synthesize(model, processor, items.texts, self.longest)]
-        made = [log_mel_features(wave, self.features) for wave in waves]
-        figures = {"mcd": metrics.cepstral_distortion(made, items.sounds.clips)}
-        return figures | self._transcription_errors(
+        generated = [log_mel_features(wave, self.features) for wave in waves]
+        results = {"mcd": metrics.cepstral_distortion(generated, items.sounds.clips)}
+        return results | self._transcription_errors(
             waves, [processor.require_tokenizer().decode(ids.tolist()) for ids in items.texts]
         )
 
@@ -188,22 +190,22 @@ class Speak(Task):
         )
         mean = np.array(AudioFormat.from_processor(processor).mean, np.float32)
         flat = [np.tile(mean, (len(clip), 1)) for clip in theirs.sounds.clips]
-        like = [min(range(len(known)), key=lambda n: metrics.edit_distance(known[n], text)) for text in texts]
-        near = [ours.sounds.clips[n] for n in like]
-        heard = [wave for row in held_out if (wave := load_waveform(row, BadRows())) is not None]  # all, or it raises
-        again = [griffin_lim(torch.from_numpy(clip).float()).numpy() for clip in theirs.sounds.clips]
-        copied = [log_mel_features(wave, self.features) for wave in again]
-        spoken = self._transcription_errors(again, texts)
+        nearest = [min(range(len(known)), key=lambda n: metrics.edit_distance(known[n], text)) for text in texts]
+        near = [ours.sounds.clips[n] for n in nearest]
+        recorded = [wave for row in held_out if (wave := load_waveform(row, BadRows())) is not None]  # BadRows() raises
+        resynthesized = [griffin_lim(torch.from_numpy(clip).float()).numpy() for clip in theirs.sounds.clips]
+        copied = [log_mel_features(wave, self.features) for wave in resynthesized]
+        errors = self._transcription_errors(resynthesized, texts)
         return {
             "mean of all frames": {"mcd": metrics.cepstral_distortion(flat, theirs.sounds.clips)},
             "clip of the nearest text": {"mcd": metrics.cepstral_distortion(near, theirs.sounds.clips)}
-            | ({"cer": metrics.transcription([known[n] for n in like], texts)["cer"]} if spoken else {}),
-            "recording by Griffin-Lim": {"mcd": metrics.cepstral_distortion(copied, theirs.sounds.clips)} | spoken,
-            "recording": {"mcd": 0.0} | self._transcription_errors(heard, texts),
+            | ({"cer": metrics.transcription([known[n] for n in nearest], texts)["cer"]} if errors else {}),
+            "recording by Griffin-Lim": {"mcd": metrics.cepstral_distortion(copied, theirs.sounds.clips)} | errors,
+            "recording": {"mcd": 0.0} | self._transcription_errors(recorded, texts),
         }
 
     def _transcription_errors(self, waves: Sequence[np.ndarray], texts: Sequence[str]) -> Metrics:
-        """What a run of `transcribe` hears of waves that are to say these texts, if there is one."""
+        """Character error rate of `transcriber` on waves that should say these texts; empty without one."""
         if not self.transcriber:
             return {}
         from regard.tasks.transcribe import Transcribe
@@ -212,18 +214,18 @@ class Speak(Task):
         run = Run.open(Path(self.transcriber))
         if not isinstance(run.task, Transcribe):
             raise UserError(
-                f"{self.transcriber}: is a run of {run.task.name}, but one of transcribe is needed to judge"
+                f"{self.transcriber}: --transcriber must be a run of transcribe, but is one of {run.task.name}"
             )
         model, _ = run.model(frozen=True)
-        heard = [run.task.transcribe(model, run.processor, wave)[0] for wave in waves]
-        return {"cer": metrics.transcription(heard, texts)["cer"]}
+        transcripts = [run.task.transcribe(model, run.processor, wave)[0] for wave in waves]
+        return {"cer": metrics.transcription(transcripts, texts)["cer"]}
 
     @torch.no_grad()
     def predict(
         self, model: nn.Module, processor: Processor, rows: Sequence[Row], bad: BadRows
     ) -> Iterator[Prediction]:
         for row in track(rows):
-            ids = self._letters(processor, row.place, row.values[0], bad)
+            ids = self._encode(processor, row.place, row.values[0], bad)
             if ids is None:
                 continue
             (speech,) = _synthesize(model, processor, [ids], self.longest)
@@ -238,7 +240,7 @@ class Speak(Task):
             )
 
     def name_tokens(self, model: nn.Module, processor: Processor, record: Any, prediction: Prediction) -> None:
-        if not record.inputs:  # it generated, and was never called as a whole
+        if not record.inputs:  # generation does not call the model as a whole
             record.inputs["source"] = torch.tensor(processor.require_tokenizer().encode(prediction.input).ids)
         record.decode(processor.tokenizer)
         record.set_spectrogram(*spectrogram(prediction.file), stream="target")
@@ -249,7 +251,7 @@ class Speak(Task):
 
 
 class Utterances:
-    """Texts as ids, and how each was said, in whole groups of frames."""
+    """Texts as ids with their clips, padded to a multiple of `step` frames."""
 
     def __init__(self, sounds: AudioClips, texts: Sequence[Tensor], places: Sequence[str], step: int) -> None:
         self.sounds, self.texts, self.places = sounds, texts, places
@@ -271,7 +273,7 @@ class _Speech:
 
 
 def _synthesize(model: nn.Module, processor: Processor, texts: Sequence[Tensor], longest: float) -> Iterator[_Speech]:
-    """Texts as waves."""
+    """Synthesize the waveform of each text."""
     assert isinstance(model, SpeechSynthesizer)
     device, form = next(model.parameters()).device, AudioFormat.from_processor(processor)
     for ids in track(texts):
@@ -281,18 +283,18 @@ def _synthesize(model: nn.Module, processor: Processor, texts: Sequence[Tensor],
 
 
 def _letter_tokenizer(letters: Sequence[str]) -> Tokenizer:
-    """A tokenizer whose tokens are letters."""
+    """Build a tokenizer of single letters."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
     known: dict[str, int] = {UNKNOWN: 0} | {letter: n for n, letter in enumerate(letters, 1)}
-    made = Tokenizer(models.WordLevel(known, unk_token=UNKNOWN))
-    made.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
-    made.decoder = decoders.Fuse()
-    return made
+    tokenizer = Tokenizer(models.WordLevel(known, unk_token=UNKNOWN))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    return tokenizer
 
 
 def _wav(wave: np.ndarray) -> bytes:
-    """A WAV file of 16 bits."""
+    """Encode a wave as a 16-bit WAV file."""
     import soundfile
 
     buffer: Any = io.BytesIO()

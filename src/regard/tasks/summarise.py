@@ -1,4 +1,4 @@
-"""A text to its summary."""
+"""Summarisation."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ CUT = " or cut long texts with --cut,"
 
 @dataclass(frozen=True)
 class Summarise(Task):
-    """An encoder-decoder that may copy words of the text, and tells how much it looked at each."""
+    """A pointer-generator Transformer: it can copy tokens of the text, and reports how much it attended to each."""
 
     name: ClassVar[str] = "summarise"
-    description: ClassVar[str] = "a text to its summary"
-    example: ClassVar[str] = "A long text, all of it in one line.\tIts summary\nAnother text.\tAnother summary"
+    description: ClassVar[str] = "summarisation: a text to a short version of it"
+    example: ClassVar[str] = "A long text, on one line.\tIts summary\nAnother text.\tAnother summary"
     columns: ClassVar[tuple[str, ...]] = ("text", "summary")
     recipe: ClassVar[Recipe] = Recipe(
         steps=2000,
@@ -50,18 +50,20 @@ class Summarise(Task):
         save_every=250,
     )
 
-    text: str = option("", "column of the text: a name, or a number from 1 where there is no header")
+    text: str = option("", "column of the text: its name, or its number (from 1) in a file without a header")
     summary: str = option("", "column of its summary")
-    vocabulary: int = option(8000, "tokens that the tokenizer learns at most, for both")
+    vocabulary: int = option(8000, "maximum size of the vocabulary, shared by texts and summaries")
     d_model: int = option(192, "width of the hidden states")
-    layers: int = option(2, "of the encoder, and of the decoder")
-    heads: int = option(4, "of the attention")
-    dropout: float = option(0.1, "in training")
-    window: int = option(128, "tokens to each side that the encoder sees, so that long texts cost no more; 0 for all")
-    longest: int = option(1024, "tokens of a text at most")
-    cut: bool = option(False, "cut texts that are too long")
-    max_new_tokens: int = option(64, "tokens of a summary at most")
-    beam: int = option(4, "summaries that are followed at a time when writing")
+    layers: int = option(2, "layers of the encoder and of the decoder")
+    heads: int = option(4, "attention heads")
+    dropout: float = option(0.1, "dropout probability")
+    window: int = option(
+        128, "tokens on each side that the encoder attends to, so that cost is linear in length; 0 for all"
+    )
+    longest: int = option(1024, "maximum number of tokens per text")
+    cut: bool = option(False, "truncate texts that are too long")
+    max_new_tokens: int = option(64, "maximum number of tokens per summary")
+    beam: int = option(4, "beam width of the search")
 
     def fit_processor(self, rows: Sequence[Row]) -> Processor:
         return Processor(train_tokenizer((text for row in rows for text in row.values), self.vocabulary))
@@ -80,7 +82,7 @@ class Summarise(Task):
         return model.loss(source, before, batch.targets, smoothing=smoothing)
 
     def evaluable_rows(self, processor: Processor, rows: Sequence[Row], bad: BadRows) -> list[Row]:
-        """A summary that is longer than the model's may be is a reference all the same."""
+        """Keep rows whose summary exceeds `max_new_tokens`: it is still a valid reference."""
         _, kept = encode_sources(processor, rows, bad, longest=self.longest, cut=self.cut, more=CUT)
         return [rows[n] for n in kept]
 
@@ -93,7 +95,7 @@ class Summarise(Task):
         return metrics.summaries(outputs, [row.values[1] for row in rows])
 
     def baselines(self, processor: Processor, train: Sequence[Row], held_out: Sequence[Row]) -> dict[str, Metrics]:
-        """The beginning of the text: its first sentences, and as many words as summaries have in training."""
+        """The start of the text: its first sentences, and as many words as the mean training summary has."""
         texts, references = [row.values[0] for row in held_out], [row.values[1] for row in held_out]
         words = round(np.mean([len(row.values[1].split()) for row in train]))
         return {
@@ -105,8 +107,8 @@ class Summarise(Task):
     def predict(
         self, model: nn.Module, processor: Processor, rows: Sequence[Row], bad: BadRows
     ) -> Iterator[Prediction]:
-        """The summary of each text. `more` has how much it looked at each token of the text, which sums to its own
-        tokens: [token, how much] for all."""
+        """Yield the summary of each text. `more` has the coverage: pairs of a token of the text and the attention that
+        it received, which sum to the number of tokens of the summary."""
         assert isinstance(model, PointerTransformer)
         sources, kept = encode_sources(processor, rows, bad, longest=self.longest, cut=self.cut, more=CUT)
         generated = {
@@ -125,7 +127,7 @@ class Summarise(Task):
 
 
 def lead(text: str, count: int) -> str:
-    """The first sentences of a text.
+    """Return the first `count` sentences of a text.
 
     >>> lead("It is 3.5 m long. It floats! Does it sink?", 2)
     'It is 3.5 m long. It floats!'
@@ -136,7 +138,7 @@ def lead(text: str, count: int) -> str:
 def token_coverage(
     model: PointerTransformer, processor: Processor, text: str, source: np.ndarray, generated: Tensor
 ) -> list[tuple[str, float]]:
-    """The tokens of a text as they stand in it, and how much its summary looked at each; the last is the end."""
+    """Pairs of each token of a text, as spelled in it, and the attention it received; the last is the end token."""
     start = generated.new_tensor([model.config.start])
     coverage = model.coverage(torch.from_numpy(source).to(generated.device), torch.cat((start, generated)))
     processor.require_tokenizer().encode_special_tokens = True

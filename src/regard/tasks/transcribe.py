@@ -1,4 +1,4 @@
-"""Speech to what was said."""
+"""Speech recognition."""
 
 from __future__ import annotations
 
@@ -49,10 +49,10 @@ BLANK = ""
 
 @dataclass(frozen=True)
 class Transcribe(Task):
-    """An encoder with truncated self-attention over log-mel features, with CTC over letters."""
+    """An encoder with truncated self-attention over log-mel features, trained with CTC over letters."""
 
     name: ClassVar[str] = "transcribe"
-    description: ClassVar[str] = "speech to what was said"
+    description: ClassVar[str] = "speech recognition"
     example: ClassVar[str] = "audio\ttext\nclips/1.wav\tone two three\nclips/2.ogg\tfour"
     columns: ClassVar[tuple[str, ...]] = ("audio", "text")
     input_kind: ClassVar[str] = "audio"
@@ -68,19 +68,21 @@ class Transcribe(Task):
         save_every=250,
     )
 
-    audio: str = option("", "column of the path of the clip, beside the file: a name, or a number from 1")
-    text: str = option("", "column of what is said in it")
-    exact: bool = option(False, "capitals and punctuation are to be told, too")
-    features: int = option(80, "mel bands that are listened to")
+    audio: str = option(
+        "", "column of the path of the clip, relative to the data file: its name, or its number (from 1)"
+    )
+    text: str = option("", "column of the transcript")
+    exact: bool = option(False, "keep capitals and punctuation of the transcripts")
+    features: int = option(80, "mel bands")
     d_model: int = option(144, "width of the hidden states")
-    layers: int = option(4, "of the encoder")
-    heads: int = option(4, "of the attention")
-    before: int = option(64, "frames of 40 ms that a layer sees before its own")
-    after: int = option(16, "frames that it sees after its own; a stream waits for them")
-    dropout: float = option(0.1, "in training")
-    mask_ratio: float = option(0.3, "largest share of a clip's time, and of its mel bands, that is hidden in training")
-    longest: float = option(30.0, "seconds of a clip at most")
-    beam: int = option(8, "spellings that are followed at a time; 1 for the best letter of every frame")
+    layers: int = option(4, "encoder layers")
+    heads: int = option(4, "attention heads")
+    before: int = option(64, "frames of 40 ms before the current one that a layer attends to")
+    after: int = option(16, "frames after the current one that a layer attends to; they add to the latency of streams")
+    dropout: float = option(0.1, "dropout probability")
+    mask_ratio: float = option(0.3, "maximum fraction of the frames, and of the mel bands, masked in training")
+    longest: float = option(30.0, "maximum length of a clip in seconds")
+    beam: int = option(8, "beam width of the search; 1 for greedy decoding")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -89,7 +91,8 @@ class Transcribe(Task):
             raise ValueError(f"d_model / heads must be even, but is {self.d_model // self.heads}")
         if not 0 <= self.mask_ratio < 1 or not self.longest > 0:
             raise ValueError(
-                f"mask_ratio must be in [0, 1) and longest positive, but are {self.mask_ratio} and {self.longest}"
+                "mask_ratio must be in [0, 1) and longest must be positive, but they are "
+                f"{self.mask_ratio} and {self.longest}"
             )
 
     def read(self, source: str, bad: BadRows) -> list[Row]:
@@ -106,7 +109,7 @@ class Transcribe(Task):
         return split(rows, lambda row: self.normalize(row.values[1]), held_out, seed)
 
     def normalize(self, text: str) -> str:
-        """What the model is to say of it."""
+        """Normalize a transcript as the model should predict it."""
         return " ".join(text.split()) if self.exact else normalize_transcript(text)
 
     def fit_processor(self, rows: Sequence[Row]) -> Processor:
@@ -114,7 +117,7 @@ class Transcribe(Task):
         return Processor(labels=(BLANK, *letters), config=fit_audio_format(rows, self.features))
 
     def config(self, processor: Processor) -> SpeechConfig:
-        """Of the model."""
+        """Configuration of the model."""
         return SpeechConfig(
             labels=len(processor.labels),
             d_model=self.d_model,
@@ -137,10 +140,10 @@ class Transcribe(Task):
         for row in track(rows):
             text = self.normalize(row.values[1])
             if not text:
-                bad.add(f"{row.place}: {row.values[1]!r} has no letter")
+                bad.add(f"{row.place}: {row.values[1]!r} has no letters")
                 continue
             if unknown := next((letter for letter in text if letter not in known), ""):
-                bad.add(f"{row.place}: {unknown!r} in {row.values[1]!r} was never seen in training")
+                bad.add(f"{row.place}: {unknown!r} in {row.values[1]!r} was not seen in training")
                 continue
             clip, labels = self._load_features(row, bad), [known[letter] for letter in text]
             if clip is None:
@@ -148,8 +151,7 @@ class Transcribe(Task):
             if (frames := config.length(len(clip))) < (needed := min_frames(labels)):
                 bad.add(
                     f"{row.place}: {len(text)} letters need {needed * 2**config.halvings * HOP / SAMPLE_RATE:.2f} s, "
-                    "but the "
-                    f"clip has {frames * 2**config.halvings * HOP / SAMPLE_RATE:.2f} s; is it the right text?"
+                    f"but the clip has {frames * 2**config.halvings * HOP / SAMPLE_RATE:.2f} s; is it the right text?"
                 )
                 continue
             clips.append(clip)
@@ -183,24 +185,24 @@ class Transcribe(Task):
         return F.ctc_loss(shares, torch.cat(batch.targets), frames, labels, reduction="sum", zero_infinity=True)
 
     def _clips(self, rows: Sequence[Row], bad: BadRows) -> Iterator[tuple[Row, np.ndarray, str]]:
-        """The rows that have a sound and a text, with both; others are bad."""
+        """Yield rows with their waveform and transcript; rows that lack one are bad."""
         for row in track(rows):
             text = self.normalize(row.values[1])
             if not text:
-                bad.add(f"{row.place}: {row.values[1]!r} has no letter")
+                bad.add(f"{row.place}: {row.values[1]!r} has no letters")
             elif (wave := load_waveform(row, bad)) is not None:
                 yield row, wave, text
 
     def evaluable_rows(self, processor: Processor, rows: Sequence[Row], bad: BadRows) -> list[Row]:
-        """A letter that training never had counts as an error, of the model and of the baselines."""
+        """Keep rows with letters not seen in training: they count as errors of the model and the baselines."""
         return [row for row, _, _ in self._clips(rows, bad)]
 
     def evaluate(self, model: nn.Module, processor: Processor, rows: Sequence[Row]) -> Metrics:
         texts = [text for _, _, text in self._clips(rows, BadRows())]
-        found = list(self.predict(model, processor, rows, BadRows()))
-        elapsed = sum(prediction.more["seconds"] * prediction.more["real_time_factor"] for prediction in found)
-        duration = sum(prediction.more["seconds"] for prediction in found)
-        return metrics.transcription([prediction.output for prediction in found], texts) | {
+        predictions = list(self.predict(model, processor, rows, BadRows()))
+        elapsed = sum(prediction.more["seconds"] * prediction.more["real_time_factor"] for prediction in predictions)
+        duration = sum(prediction.more["seconds"] for prediction in predictions)
+        return metrics.transcription([prediction.output for prediction in predictions], texts) | {
             "real_time_factor": elapsed / duration
         }
 
@@ -210,22 +212,22 @@ class Transcribe(Task):
             for rows in (train, held_out)
         )
         known, references = [text for _, text in clips], [text for _, text in held_out_clips]
-        often, _ = Counter(known).most_common(1)[0]
-        like = nearest_clips([clip for clip, _ in clips], [clip for clip, _ in held_out_clips])
+        most_frequent, _ = Counter(known).most_common(1)[0]
+        nearest = nearest_clips([clip for clip, _ in clips], [clip for clip, _ in held_out_clips])
         return {
-            "most frequent transcript": metrics.transcription([often] * len(references), references),
-            "nearest training clip": metrics.transcription([known[n] for n in like], references),
+            "most frequent transcript": metrics.transcription([most_frequent] * len(references), references),
+            "nearest training clip": metrics.transcription([known[n] for n in nearest], references),
         }
 
     @torch.no_grad()
     def transcribe(self, model: nn.Module, processor: Processor, wave: np.ndarray) -> tuple[str, float]:
-        """What is said in a wave at 16 kHz, and how probable that is, letter for letter: the geometric mean."""
+        """Transcribe a wave at 16 kHz; the score is the geometric mean of the probabilities of the letters."""
         values = AudioFormat.from_processor(processor).normalize(
             torch.from_numpy(log_mel_features(wave, self.features)).float()
         )
         logits = model(values[None].to(next(model.parameters()).device))[0]
-        found = greedy(logits) if self.beam == 1 else prefix_beam(logits, width=self.beam)
-        return "".join(processor.labels[n] for n in found.labels), math.exp(found.score / max(1, len(found.labels)))
+        best = greedy(logits) if self.beam == 1 else prefix_beam(logits, width=self.beam)
+        return "".join(processor.labels[n] for n in best.labels), math.exp(best.score / max(1, len(best.labels)))
 
     def predict(
         self, model: nn.Module, processor: Processor, rows: Sequence[Row], bad: BadRows
@@ -248,7 +250,7 @@ class Transcribe(Task):
 
 
 class Clips:
-    """Clips and what is said in each, as labels."""
+    """Clips with their transcripts as labels."""
 
     def __init__(
         self,
@@ -269,7 +271,10 @@ class Clips:
 
 
 def spec_augment_mask(packed: Packed, most: float, random: np.random.Generator, parts: int = 2) -> np.ndarray:
-    """False where a clip is hidden: `parts` spans of time and of mel bands, together at most a share; (N, features)."""
+    """SpecAugment mask (N, features), False where masked.
+
+    `parts` spans of time and of mel bands are masked, together at most the fraction `most` of each.
+    """
     visible = np.ones(packed.values.shape, bool)
     for start, length in zip(packed.cu_seqlens, packed.lengths, strict=False):
         clip = visible[start : start + length]

@@ -1,4 +1,4 @@
-"""A sentence to its translation."""
+"""Translation."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ from regard.training.task import Batch, Metrics, Prediction, Task
 
 @dataclass(frozen=True)
 class Translate(Task):
-    """The Transformer, with one vocabulary for both languages and one table for all embeddings."""
+    """An encoder-decoder Transformer with one vocabulary for both languages and tied embeddings."""
 
     name: ClassVar[str] = "translate"
-    description: ClassVar[str] = "a sentence to its translation"
+    description: ClassVar[str] = "translation of sentences"
     example: ClassVar[str] = "I am hungry.\tJ'ai faim.\nGo home.\tRentre chez toi."
     columns: ClassVar[tuple[str, ...]] = ("source", "target")
     data: ClassVar[str] = TATOEBA
@@ -47,15 +47,15 @@ class Translate(Task):
         save_every=250,
     )
 
-    source: str = option("", "column of the sentence: a name, or a number from 1 where there is no header")
+    source: str = option("", "column of the sentence: its name, or its number (from 1) in a file without a header")
     target: str = option("", "column of its translation")
-    vocabulary: int = option(8000, "tokens that the tokenizer learns at most, for both languages")
+    vocabulary: int = option(8000, "maximum size of the vocabulary, shared by both languages")
     d_model: int = option(256, "width of the hidden states")
-    layers: int = option(3, "of the encoder, and of the decoder")
-    heads: int = option(4, "of the attention")
-    dropout: float = option(0.1, "in training")
-    longest: int = option(256, "tokens of a sentence at most")
-    beam: int = option(4, "sentences that are followed at a time when translating")
+    layers: int = option(3, "layers of the encoder and of the decoder")
+    heads: int = option(4, "attention heads")
+    dropout: float = option(0.1, "dropout probability")
+    longest: int = option(256, "maximum number of tokens per sentence")
+    beam: int = option(4, "beam width of the search")
 
     def fit_processor(self, rows: Sequence[Row]) -> Processor:
         return Processor(train_tokenizer((text for row in rows for text in row.values), self.vocabulary))
@@ -72,14 +72,14 @@ class Translate(Task):
         return model.loss(source, before, batch.targets, smoothing=smoothing)
 
     def evaluable_rows(self, processor: Processor, rows: Sequence[Row], bad: BadRows) -> list[Row]:
-        """A translation that is longer than the model's may be is a reference all the same."""
+        """Keep rows whose translation exceeds `longest`: it is still a valid reference."""
         return [rows[n] for n in encode_sources(processor, rows, bad, longest=self.longest)[1]]
 
     def evaluate(self, model: nn.Module, processor: Processor, rows: Sequence[Row]) -> Metrics:
         references = _references(rows)
-        places = {row.values[0]: row.place for row in reversed(rows)}  # the first of each
-        one = [Row(places[source], (source,)) for source in references]
-        outputs = [generated.output for generated in self.predict(model, processor, one, BadRows())]
+        places = {row.values[0]: row.place for row in reversed(rows)}  # the first row of each
+        sources = [Row(places[source], (source,)) for source in references]
+        outputs = [generated.output for generated in self.predict(model, processor, sources, BadRows())]
         return metrics.translation(outputs, list(references.values()))
 
     def baselines(self, processor: Processor, train: Sequence[Row], held_out: Sequence[Row]) -> dict[str, Metrics]:
@@ -103,8 +103,8 @@ class Translate(Task):
 
 
 def _references(rows: Sequence[Row]) -> dict[str, list[str]]:
-    """Every translation of each sentence, in order."""
-    found: dict[str, list[str]] = {}
+    """Return all reference translations of each sentence."""
+    references: dict[str, list[str]] = {}
     for row in rows:
-        found.setdefault(row.values[0], []).append(row.values[1])
-    return found
+        references.setdefault(row.values[0], []).append(row.values[1])
+    return references

@@ -1,4 +1,4 @@
-"""Recipes: how a model is trained, whatever the task."""
+"""Recipes: training settings shared by all tasks."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ from regard.field_types import check_fields
 
 
 def option(default: Any, help: str) -> Any:
-    """A field of a task or a recipe that the command takes as an option."""
+    """A field of a task or a recipe that is also a command-line option."""
     return field(default=default, metadata={"help": help})
 
 
 def check_options(options: Any) -> None:
-    """Raise unless every field of a task or a recipe has its type."""
+    """Raise if a field of a task or a recipe does not have its declared type."""
     check_fields(type(options), {each.name: getattr(options, each.name) for each in fields(options)})
 
 
 def check_maximum(options: Any, **largest: int) -> None:
-    """Raise if an option is more than it may be."""
+    """Raise if an option exceeds its upper bound."""
     for name, bound in largest.items():
         if getattr(options, name) > bound:
             raise ValueError(f"{name} must be at most {bound}, but is {getattr(options, name)}")
 
 
 def check_minimum(options: Any, **least: int) -> None:
-    """Raise if an option is less than it may be."""
+    """Raise if an option is below its lower bound."""
     for name, bound in least.items():
         if getattr(options, name) < bound:
             raise ValueError(f"{name} must be at least {bound}, but is {getattr(options, name)}")
@@ -36,7 +36,7 @@ def check_minimum(options: Any, **least: int) -> None:
 
 @dataclass(frozen=True)
 class Recipe:
-    """How a model is trained, whatever the task. AdamW, warm-up, then half a cosine down to 0.
+    """Training settings: AdamW, with a learning rate that warms up linearly and then decays to 0 along a cosine.
 
     >>> from regard.training.recipe import Recipe
     >>> Recipe(steps=100, warmup=10).learning_rate_at(10), Recipe(steps=100, warmup=10).learning_rate_at(100)
@@ -44,25 +44,29 @@ class Recipe:
     """
 
     steps: int = option(2000, "optimizer steps")
-    tokens: int = option(4096, "real tokens in a step, over all processes and accumulated parts")
+    tokens: int = option(4096, "tokens per optimizer step without padding, over all processes and accumulated parts")
     accumulate: int = option(
         1,
-        "parts in which a process takes its share of a step, to save memory; detect divides by the objects of a part, "
-        "and embed and match compare within a part, so that what they minimise depends on it and on the processes",
+        "parts into which each process divides its batch, to save memory; the losses of detect (normalized per part), "
+        "embed and match (contrastive within a part) depend on it and on the number of processes",
     )
-    learning_rate: float = option(1e-3, "highest learning rate")
-    warmup: int = option(200, "steps over which the rate rises")
-    weight_decay: float = option(0.01, "weight decay of matrices")
-    clip: float = option(1.0, "largest norm of the gradient")
+    learning_rate: float = option(1e-3, "peak learning rate")
+    warmup: int = option(200, "steps of linear learning-rate warm-up")
+    weight_decay: float = option(0.01, "weight decay, applied to matrices only")
+    clip: float = option(1.0, "maximum gradient norm")
     label_smoothing: float = option(0.0, "label smoothing")
-    ema: float = option(0.998, "decay of the moving average of the weights, which is what is evaluated; 0 for none")
-    patience: int = option(0, "stop after so many evaluations without a better loss; 0 for never")
+    ema: float = option(0.998, "decay of the moving average of the weights that is evaluated and saved; 0 for none")
+    patience: int = option(0, "stop after this many evaluations without improvement of the loss; 0 for never")
     evaluate_every: int = option(250, "steps between evaluations on validation data")
     save_every: int = option(250, "steps between checkpoints")
     precision: str = option("no", "mixed precision: no, bf16 or fp16")
-    seed: int = option(1, "of weights, order and dropout")
-    shard: str = option("data", "what processes share: data (each has the whole model), or fsdp (weights too)")
-    sequence_ranks: int = option(1, "processes that share one sequence, for long ones; a divisor of all processes")
+    seed: int = option(1, "random seed of weights, data order and dropout")
+    shard: str = option(
+        "data", "how processes share the work: data (each has the whole model) or fsdp (weights are sharded too)"
+    )
+    sequence_ranks: int = option(
+        1, "processes that share each sequence, for long ones; must divide the number of processes"
+    )
 
     def __post_init__(self) -> None:
         check_options(self)
@@ -80,7 +84,7 @@ class Recipe:
             raise ValueError(f"shard must be data or fsdp, but is {self.shard!r}")
 
     def learning_rate_at(self, step: int) -> float:
-        """The learning rate of step 1 ... steps."""
+        """Learning rate at a step from 1 to `steps`."""
         if step <= self.warmup:
             return self.learning_rate * step / self.warmup
         done = (step - self.warmup) / max(1, self.steps - self.warmup)
