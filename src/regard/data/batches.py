@@ -1,4 +1,4 @@
-"""Which examples a step takes: batches of about as many tokens, of like lengths, the same for a seed and an epoch."""
+"""Batches of similar token counts from sequences of similar length, reproducible from seed and epoch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from regard.nn import Packed
 
 
 class Ragged:
-    """Sequences end to end, of whole numbers or of rows of numbers, so that many cost no more than their tokens.
+    """Concatenated sequences of integers or of feature vectors, stored without padding.
 
     >>> import numpy as np
     >>> rows = Ragged([np.array([5, 6, 7]), np.array([8, 9])])
@@ -32,19 +32,19 @@ class Ragged:
         return self.values[self.edges[at] : self.edges[at + 1]]
 
     def pack(self, chosen: np.ndarray) -> Packed:
-        """The chosen sequences as a packed batch."""
+        """Pack the chosen sequences into one batch."""
         lengths = self.lengths[chosen]
         ends = np.cumsum(lengths)
-        # Token n of the batch is value n + shift, and the shift is one for each sequence.
+        # Token n of the batch is value n + shift, with one shift per sequence.
         at = np.arange(ends[-1]) + np.repeat(self.edges[chosen] - (ends - lengths), lengths)
         return Packed(torch.from_numpy(self.values[at]), tuple(lengths.tolist()))
 
 
 def plan(sizes: np.ndarray, *, budget: int, seed: int, epoch: int, pool: int = 16) -> list[np.ndarray]:
-    """The batches of an epoch, each the places of examples whose sizes sum to about `budget`.
+    """Plan the batches of an epoch: arrays of indices of examples whose sizes sum to about `budget`.
 
-    Every example comes once. Of each `pool` batches, taken at random, those of like size go together; then the batches
-    are shuffled. It depends on nothing but the arguments, so a run goes on where it stopped.
+    Every example is used once. Examples are shuffled, sorted by size within groups of `pool` batches, and the batches
+    are shuffled again. The plan depends only on the arguments, so that a resumed run continues with the same batches.
 
     >>> import numpy as np
     >>> sorted(np.concatenate(plan(np.array([3, 1, 2, 2, 1, 3]), budget=4, seed=1, epoch=0)).tolist())
@@ -59,7 +59,7 @@ def plan(sizes: np.ndarray, *, budget: int, seed: int, epoch: int, pool: int = 1
 
 
 def shards(chosen: np.ndarray, sizes: np.ndarray, count: int) -> list[np.ndarray]:
-    """A batch in `count` parts of about as many tokens: what each process takes, or each step of accumulation."""
+    """Divide a batch into `count` parts of similar token counts, for processes or gradient accumulation."""
     if count == 1:
         return [chosen]
     parts = _parts(chosen, np.cumsum(sizes[chosen]), sizes[chosen], count)
@@ -67,18 +67,18 @@ def shards(chosen: np.ndarray, sizes: np.ndarray, count: int) -> list[np.ndarray
 
 
 def in_order(sizes: np.ndarray, *, budget: int) -> list[np.ndarray]:
-    """Batches for evaluation: the longest first, so that too large a batch fails at once."""
+    """Batches for evaluation, longest sequences first, so that running out of memory fails early."""
     return _cut(np.argsort(-sizes, kind="stable"), sizes, budget)
 
 
 def _cut(order: np.ndarray, sizes: np.ndarray, budget: int) -> list[np.ndarray]:
-    """Cut into parts of about the budget, as even as can be: a small rest would be a step of its own."""
+    """Divide into parts of about `budget`, as even as possible, to avoid a small last batch."""
     ends = np.cumsum(sizes[order])
     total = int(ends[-1]) if len(ends) else 0
     return _parts(order, ends, sizes[order], max(1, round(total / budget)))
 
 
 def _parts(order: np.ndarray, ends: np.ndarray, sizes: np.ndarray, count: int) -> list[np.ndarray]:
-    middle = ends - sizes / 2  # an example goes where its middle falls
+    middle = ends - sizes / 2  # an example belongs to the part that contains its midpoint
     which = np.minimum((middle * count / max(1, ends[-1] if len(ends) else 1)).astype(np.int64), count - 1)
     return [part for part in np.split(order, np.flatnonzero(np.diff(which)) + 1) if len(part)]

@@ -1,4 +1,4 @@
-"""Classes of examples: which there are, and what is said of one that training never saw."""
+"""Class labels of examples."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from regard.errors import BadRows, UserError
 
 
 def collect_classes(rows: Sequence[Row]) -> tuple[str, ...]:
-    """What the second values of rows are, in order; at least two."""
+    """Return the distinct second values of rows, sorted; at least two."""
     labels = tuple(sorted({row.values[1] for row in rows}))
     if len(labels) < 2:
         raise UserError(
@@ -21,7 +21,7 @@ def collect_classes(rows: Sequence[Row]) -> tuple[str, ...]:
 
 
 def encode_labels(labels: Sequence[str], rows: Sequence[Row], bad: BadRows) -> tuple[list[Row], np.ndarray]:
-    """The rows whose second value is one of the labels, and its number (n,)."""
+    """Return the rows whose second value is a known label, and the indices of their labels (n,)."""
     number = {label: n for n, label in enumerate(labels)}
     good = []
     for row in rows:
@@ -33,6 +33,6 @@ def encode_labels(labels: Sequence[str], rows: Sequence[Row], bad: BadRows) -> t
 
 
 def unseen_message(place: str, kind: str, value: str, labels: Sequence[str]) -> str:
-    """What is said of a value that training did not have."""
+    """Error message for a value that was not seen in training."""
     few = ", ".join(labels[:6]) + (", ..." if len(labels) > 6 else "")
-    return f"{place}: the {kind} {value!r} was never seen in training, which has {few}"
+    return f"{place}: the {kind} {value!r} was not seen in training; known are {few}"

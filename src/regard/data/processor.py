@@ -15,23 +15,23 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 
-def _tokenizer(path: Path) -> Tokenizer:
-    """The tokenizer of a run, which gives every token its id and nothing else."""
+def _load_tokenizer(path: Path) -> Tokenizer:
+    """Read the tokenizer of a run, which must not pad or truncate."""
     from regard.models.checkpoints.tokenizers import read_tokenizer
 
     with naming(path):
-        found = read_tokenizer(path)
-        if found.padding is not None or found.truncation is not None:
-            raise ValueError("pads or cuts texts, which the tokenizer of a run must not; was it changed?")
-    return found
+        tokenizer = read_tokenizer(path)
+        if tokenizer.padding is not None or tokenizer.truncation is not None:
+            raise ValueError("pads or truncates texts, which the tokenizer of a run must not; was it changed?")
+    return tokenizer
 
 
 @dataclass(frozen=True)
 class Processor:
-    """What a task learns from its data before training and needs ever after.
+    """What a task fits to its data before training, and needs for prediction.
 
-    config: fields of the model's configuration that a pretrained model brought along, or the form of images.
-    calibration: what was chosen after training, by what is held out for choosing, such as thresholds.
+    config: settings of the data, such as the image format, or configuration fields of a pretrained model.
+    calibration: values chosen on validation data after training, such as thresholds.
     """
 
     tokenizer: Tokenizer | None = None
@@ -40,19 +40,19 @@ class Processor:
     calibration: dict[str, float] | None = None
 
     def require_tokenizer(self) -> Tokenizer:
-        """The tokenizer, of a task that has one."""
+        """Return the tokenizer; raise if there is none."""
         if self.tokenizer is None:
-            raise UserError("the run has no tokenizer; is it one on texts, with tokenizer.json in its folder?")
+            raise UserError("the run has no tokenizer; expected tokenizer.json in its directory")
         return self.tokenizer
 
     def settings(self) -> dict[str, Any]:
-        """What `config` holds, its lists as tuples, as they were before JSON."""
+        """Return `config` with lists as tuples, since JSON has no tuples."""
         if self.config is None:
-            raise UserError("the run has no config in processor.json; is it whole?")
+            raise UserError("the run has no config in processor.json; is it complete?")
         return {key: tuple(value) if isinstance(value, list) else value for key, value in self.config.items()}
 
     def settings_as(self, kind: Any) -> Any:
-        """What `config` holds as a dataclass, each value of the type of its field."""
+        """Return `config` as a dataclass, with types checked."""
         return build(kind, self.settings(), "config")
 
     def save(self, folder: Path) -> None:
@@ -62,24 +62,24 @@ class Processor:
         (folder / "processor.json").write_text(self.to_json(), encoding="utf-8")
 
     def to_json(self) -> str:
-        """All but the tokenizer, as JSON."""
+        """Encode all but the tokenizer as JSON."""
         processor = {"labels": list(self.labels), "config": self.config, "calibration": self.calibration}
         return json.dumps(processor, indent=1, ensure_ascii=False)
 
     @staticmethod
     def load(folder: Path) -> Processor:
-        """What `save` wrote."""
+        """Read and check the files that `save` writes."""
         tokenizer = None
         if (folder / "tokenizer.json").exists():
-            tokenizer = _tokenizer(folder / "tokenizer.json")
+            tokenizer = _load_tokenizer(folder / "tokenizer.json")
         path = folder / "processor.json"
         processor = read_object(path)
         with naming(path):
             labels, config, calibration = processor.get("labels"), processor.get("config"), processor.get("calibration")
             if not isinstance(labels, list) or not all(isinstance(each, str) for each in labels):
-                raise ValueError(f"labels must be a list of texts, but is {short_repr(labels)}")
+                raise ValueError(f"labels must be a list of strings, got {short_repr(labels)}")
             if len(set(labels)) != len(labels):
-                raise ValueError(f"labels must differ, but two are the same: {short_repr(labels)}")
+                raise ValueError(f"labels must be distinct, got {short_repr(labels)}")
             check_value("config", config, dict[str, Any] | None)
             check_value("calibration", calibration, dict[str, float] | None)
             rows = (config or {}).get("vocabulary", 0)
@@ -87,5 +87,5 @@ class Processor:
         if tokenizer is not None:
             largest, rows = max(tokenizer.get_vocab().values(), default=-1), max(rows, tokenizer.get_vocab_size())
             if largest >= rows:
-                raise UserError(f"{folder / 'tokenizer.json'}: has a token {largest}, but must have them below {rows}")
+                raise UserError(f"{folder / 'tokenizer.json'}: has token id {largest}, but ids must be below {rows}")
         return Processor(tokenizer, tuple(labels), config, calibration)

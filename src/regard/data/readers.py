@@ -1,4 +1,4 @@
-"""Readers: TSV, CSV, JSONL and text files, compressed or not, or a dataset of the Hugging Face hub, to rows."""
+"""Readers of rows: TSV, CSV, JSONL and text files, compressed or not, and datasets of the Hugging Face hub."""
 
 from __future__ import annotations
 
@@ -22,24 +22,24 @@ from regard.progress import track
 OPENERS: dict[str, Callable[..., Any]] = {".gz": gzip.open, ".xz": lzma.open, ".bz2": bz2.open}
 TEXT = (".txt", ".text", ".raw", ".md")
 FORMATS = (".tsv", ".csv", ".jsonl", *TEXT)
-TABS = (".data", ".inter")  # tables with tabs by other names: MovieLens's, RecBole's
-EMBEDDED = Path(__file__).with_name("embedded")  # data and a trained run that come with the package
+TABS = (".data", ".inter")  # other suffixes of tab-separated tables: MovieLens, RecBole
+EMBEDDED = Path(__file__).with_name("embedded")  # data and a trained run included in the package
 TATOEBA = "tatoeba-en-fr"
 NO_COLUMNS = frozenset[str]()
-LONGEST_LINE = 1 << 27  # bytes; articles and sets are shorter, and what is not text may have no line at all
-LARGEST_JSON = 2 << 30  # bytes of a file that is read at once; COCO's largest has a fifth of that
+MAX_LINE = 1 << 27  # bytes; a longer line is not a row, and binary files may have no lines at all
+MAX_JSON = 2 << 30  # bytes of a file that is read as a whole; five times the largest file of COCO
 DAMAGED = (EOFError, lzma.LZMAError, gzip.BadGzipFile, zlib.error)
 
 
 class Row(NamedTuple):
-    """One example, and where it stands: `file:line`."""
+    """One example and its place, `file:line`."""
 
     place: str
     values: tuple[Any, ...]
 
     @property
     def at(self) -> str:
-        """Its place, and the file that its first value names, where that is another."""
+        """The place, followed by the first value (a path) if that differs."""
         return self.place if self.place == str(self.values[0]) else f"{self.place}: {self.values[0]}"
 
 
@@ -51,14 +51,14 @@ def read_rows(
     empty: frozenset[str] = NO_COLUMNS,
     only: Sequence[str] | None = None,
 ) -> Iterator[Row]:
-    """The rows of a file, of a dataset `name` or `name:split` of the hub, or of the embedded `tatoeba-en-fr`.
+    """Read the rows of a file, of a hub dataset `name` or `name:split`, or of the included `tatoeba-en-fr`.
 
-    columns: what is wanted, by name, in order; the value is the name of the column in the file, its number from 1 where
-        there is no header line, or empty. Empty is the wanted name itself; a TSV whose first line does not hold it has
-        no header, and its columns come in the order of `columns`.
-    empty: which of them may have nothing in it.
-    only: which of them a row is to have, where the others are not needed: they may be missing, but where there is no
-        header, columns are counted as if they were there.
+    columns: the columns to read, in order. The value is the name of the column in the file, its number (from 1) in a
+        file without a header, or empty if it has the name of the key. A TSV file whose first line has none of these
+        names has no header, and its columns are in the order of `columns`.
+    empty: columns whose cells may be empty.
+    only: columns to return. The others may be missing from a file with a header; without a header they count in the
+        numbering.
 
     >>> from pathlib import Path
     >>> from tempfile import TemporaryDirectory
@@ -71,14 +71,14 @@ def read_rows(
     suffix = file_format(path)
     if not path.exists():
         if suffix in FORMATS or path.is_absolute() or source.startswith("."):
-            raise UserError(f"{source}: there is no such file; give a file, or the name of a dataset of the hub")
+            raise UserError(f"{source}: no such file; pass a file, or the name of a dataset of the Hugging Face hub")
         return _read_hub(source, _Columns(columns, empty, only), bad)
     if path.is_dir():
-        raise UserError(f"{source}: is a folder; expected a file {', '.join(FORMATS)}")
+        raise UserError(f"{source}: is a directory; expected a file {', '.join(FORMATS)}")
     if suffix not in FORMATS:
         raise UserError(
-            f"{source}: what {path.suffix or 'no suffix'} holds is not known; name it {', '.join(FORMATS)} "
-            "(and .gz, .xz or .bz2 behind that)"
+            f"{source}: unknown format {path.suffix or '(no suffix)'}; expected {', '.join(FORMATS)}, "
+            "optionally followed by .gz, .xz or .bz2"
         )
     if suffix in TEXT:
         if len(columns) > 1:
@@ -91,12 +91,12 @@ def read_rows(
 
 
 def resolve_paths(table: Path, rows: Iterable[Row]) -> Iterator[Row]:
-    """Rows of a table whose first value is a path next to it."""
+    """Resolve the first value of each row as a path relative to the table."""
     return (Row(row.place, (str(table.parent / row.values[0]), *row.values[1:])) for row in rows)
 
 
 def with_placeholders(rows: Iterable[Row], bad: BadRows) -> Iterator[Row]:
-    """Rows as they are read, and a row without values for each that was bad: so outputs can be matched with inputs."""
+    """Yield the rows, and an empty row in place of each bad one, so that outputs stay aligned with inputs."""
     count = bad.count
     for row in rows:
         yield from (Row("", ()) for _ in range(bad.count - count))
@@ -110,7 +110,7 @@ def _path(source: str) -> Path:
 
 
 def file_format(path: Path) -> str:
-    """The suffix that tells the format: that before .gz, .xz or .bz2."""
+    """The suffix that determines the format, without .gz, .xz or .bz2."""
     suffixes = [suffix.lower() for suffix in path.suffixes]
     if suffixes and suffixes[-1] in OPENERS:
         suffixes.pop()
@@ -119,7 +119,7 @@ def file_format(path: Path) -> str:
 
 
 def first_cells(source: str, bad: BadRows) -> list[str]:
-    """The cells of the first line of a TSV or CSV that is there, which may name the columns; none of other sources."""
+    """Cells of the first line of an existing TSV or CSV file, possibly its header; empty for other sources."""
     path = _path(source)
     delimiter = {".tsv": "\t", ".csv": ","}.get(file_format(path))
     if delimiter is None or not path.is_file():
@@ -129,14 +129,14 @@ def first_cells(source: str, bad: BadRows) -> list[str]:
 
 
 def split_cells(line: str, delimiter: str) -> list[str]:
-    """The cells of a line of a table, spaces around them taken off."""
+    """Split a line of a table into cells, and strip them."""
     return [cell.strip() for cell in next(csv.reader([line.strip("\r\n")], delimiter=delimiter), [])]
 
 
 def fingerprint(source: str) -> dict[str, Any]:
-    """What tells that a source is the same as before: where, how large, and a digest of its bytes.
+    """Path, size and digest of a source, to detect changes.
 
-    Of a folder, which may be large, the digest is of names and sizes.
+    The digest of a directory, which may be large, covers only names and sizes.
     """
     path = _path(source)
     if path.is_dir():
@@ -154,50 +154,50 @@ def fingerprint(source: str) -> dict[str, Any]:
 
 
 def read_text(path: Path) -> str:
-    """The text of a file that is read at once, such as JSON."""
+    """Read a whole text file, such as JSON."""
     if not path.exists():
-        raise UserError(f"{path}: there is no such file")
+        raise UserError(f"{path}: no such file")
     with opened(path) as file:
-        small = path.suffix.lower() in OPENERS or path.stat().st_size <= LARGEST_JSON
-        data = file.read(LARGEST_JSON + 1) if small else b""
-    if not small or len(data) > LARGEST_JSON:
-        raise UserError(f"{path}: expected at most {LARGEST_JSON} bytes, but has more; is it the right file?")
+        small = path.suffix.lower() in OPENERS or path.stat().st_size <= MAX_JSON
+        data = file.read(MAX_JSON + 1) if small else b""
+    if not small or len(data) > MAX_JSON:
+        raise UserError(f"{path}: larger than {MAX_JSON} bytes; is it the right file?")
     try:
         return data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         line = data[: error.start].count(b"\n") + 1
-        came = f"byte 0x{data[error.start]:02x} at {error.start + 1}"
+        byte = f"byte 0x{data[error.start]:02x} at {error.start + 1}"
         raise UserError(
-            f"{path}:{line}: expected UTF-8, but {came} is not; iconv -f latin1 -t utf-8 converts a file"
+            f"{path}:{line}: not valid UTF-8 ({byte}); convert the file with iconv -f latin1 -t utf-8"
         ) from error
 
 
 def decode_line(source: str, number: int, line: bytes, bad: BadRows) -> str | None:
-    """A line as text, numbered from 1; one that is no UTF-8 is bad."""
+    """Decode line `number` (from 1) as text; invalid UTF-8 is bad."""
     try:
         return line.decode("utf-8-sig" if number == 1 else "utf-8")
     except UnicodeDecodeError as error:
-        came = f"byte 0x{line[error.start]:02x} at {error.start + 1}"
-        bad.add(f"{source}:{number}: expected UTF-8, but {came} is not; iconv -f latin1 -t utf-8 converts a file")
+        byte = f"byte 0x{line[error.start]:02x} at {error.start + 1}"
+        bad.add(f"{source}:{number}: not valid UTF-8 ({byte}); convert the file with iconv -f latin1 -t utf-8")
         return None
 
 
 @contextmanager
 def opened(path: Path) -> Iterator[BinaryIO]:
-    """The bytes of a regular file, unpacked if it is an archive; a damaged archive is an error that names it."""
+    """Open a regular file for reading, decompressed by its suffix; a damaged archive raises `UserError`."""
     try:
         with OPENERS.get(path.suffix.lower(), open)(require_file(path), "rb") as file:
             yield file
     except DAMAGED as error:
-        raise UserError(f"{path}: the archive is damaged ({first_line(error)}); fetch it again") from error
+        raise UserError(f"{path}: damaged archive ({first_line(error)}); download it again") from error
     except OSError as error:
         if error.errno is not None:
             raise
-        raise UserError(f"{path}: the archive is damaged ({first_line(error)}); fetch it again") from error  # bz2
+        raise UserError(f"{path}: damaged archive ({first_line(error)}); download it again") from error  # bz2
 
 
 def read_lines(path: Path, bad: BadRows) -> Iterator[tuple[str, str]]:
-    """The lines of a file, compressed or not, with their places."""
+    """Yield the lines of a file, compressed or not, with their places."""
     with opened(path) as file:
         for number, line in enumerate(track(_bounded_lines(path, file)), 1):
             text = decode_line(str(path), number, line, bad)
@@ -208,11 +208,11 @@ def read_lines(path: Path, bad: BadRows) -> Iterator[tuple[str, str]]:
 def _bounded_lines(path: Path, file: BinaryIO) -> Iterator[bytes]:
     """Yield the lines of a file; one that is too long to be a row is an error."""
     for number in count(1):
-        line = file.readline(LONGEST_LINE + 1)
+        line = file.readline(MAX_LINE + 1)
         if not line:
             return
-        if len(line) > LONGEST_LINE:
-            raise UserError(f"{path}:{number}: is longer than {LONGEST_LINE} bytes; is it the right file?")
+        if len(line) > MAX_LINE:
+            raise UserError(f"{path}:{number}: line of more than {MAX_LINE} bytes; is it the right file?")
         yield line
 
 
@@ -222,13 +222,11 @@ def _require_rows(source: str, rows: Iterator[Row]) -> Iterator[Row]:
         empty = False
         yield row
     if empty:
-        raise UserError(
-            f"{source}:1: expected at least one line that can be used, but there is none; is it the right file?"
-        )
+        raise UserError(f"{source}:1: no line can be used; is it the right file?")
 
 
 class _Columns(NamedTuple):
-    """What is asked of a table: see `read`."""
+    """The columns to read from a table, see `read_rows`."""
 
     columns: Mapping[str, str]
     empty: frozenset[str]
@@ -236,31 +234,31 @@ class _Columns(NamedTuple):
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The columns that a row is to have."""
+        """Columns to return."""
         return tuple(name for name in self.columns if self.only is None or name in self.only)
 
     def called(self, name: str) -> str:
-        """What a column is called in the table, or its number."""
+        """Name of a column in the table, or its number."""
         return self.columns[name] or name
 
 
 class _Layout(NamedTuple):
-    """Where the wanted columns are in a table."""
+    """Positions of the requested columns in a table."""
 
     names: tuple[str, ...]
     at: tuple[int, ...]
-    header: bool  # whether the first line names them
+    header: bool  # whether the first line is a header
     width: int  # cells of the first line
 
     def row(self, place: str, cells: Sequence[str], bad: BadRows, empty: frozenset[str]) -> Row | None:
-        if len(cells) > self.width:  # some cell holds what parts the others, and all behind it are elsewhere
+        if len(cells) > self.width:  # an unquoted delimiter shifts all cells after it
             bad.add(
-                f"{place}: expected {self.width} columns, but {len(cells)} came; quote cells of a CSV that hold commas"
+                f"{place}: expected {self.width} columns, got {len(cells)}; quote cells of a CSV that contain commas"
             )
             return None
         if len(cells) <= max(self.at):
             missing = " and ".join(f"{name} is {at + 1}" for name, at in zip(self.names, self.at, strict=True))
-            bad.add(f"{place}: expected at least {max(self.at) + 1} columns ({missing}), but {len(cells)} came")
+            bad.add(f"{place}: expected at least {max(self.at) + 1} columns ({missing}), got {len(cells)}")
             return None
         values = tuple(cells[at].strip() for at in self.at)
         for name, at, value in zip(self.names, self.at, values, strict=True):
@@ -271,31 +269,31 @@ class _Layout(NamedTuple):
 
 
 def _layout(place: str, first: Sequence[str], wanted: _Columns, *, bare: bool) -> _Layout:
-    """Find the columns by the first line. bare: without names, and if it is no header, they come in order."""
+    """Find the columns from the first line. bare: if it is not a header, take the columns in order."""
     every, names, cells = tuple(wanted.columns), wanted.names, [cell.strip() for cell in first]
     chosen, called = [wanted.called(name) for name in every], [wanted.called(name) for name in names]
     bare = bare and not any(wanted.columns.values())
-    if all(said.isdigit() for said in chosen):
+    if all(label.isdigit() for label in chosen):
         if "0" in chosen:
             raise UserError(f"{place}: columns are numbered from 1, but --{every[chosen.index('0')]} is 0")
-        return _Layout(names, tuple(int(said) - 1 for said in called), False, len(cells))
-    if all(said in cells for said in called):
-        absent = next((said for said in chosen if said not in cells), None)
+        return _Layout(names, tuple(int(label) - 1 for label in called), False, len(cells))
+    if all(label in cells for label in called):
+        absent = next((label for label in chosen if label not in cells), None)
         if bare and absent and len(cells) >= len(every):
             raise UserError(
-                f"{place}: may be a header or an example, since it has {called[0]!r} but not {absent!r}; put a line "
-                f"{' '.join(map(repr, every))} with tabs before it, or make it a CSV, which always has a header"
+                f"{place}: ambiguous first line with {called[0]!r} but without {absent!r}: header or example? Put a "
+                f"tab-separated line {' '.join(map(repr, every))} before it, or use CSV, which always has a header"
             )
-        return _Layout(names, tuple(cells.index(said) for said in called), True, len(cells))
+        return _Layout(names, tuple(cells.index(label) for label in called), True, len(cells))
     if bare:
         return _Layout(names, tuple(every.index(name) for name in names), False, len(cells))
-    lacking = next(said for said in called if said not in cells)
-    came = f"expected a column {lacking!r}, but they are {', '.join(map(repr, cells[:8]))}"
+    missing = next(label for label in called if label not in cells)
+    problem = f"no column {missing!r} among {', '.join(map(repr, cells[:8]))}"
     if wanted.only is not None:
-        raise UserError(f"{place}: {came}; give it the name that it has in the data of the run")
+        raise UserError(f"{place}: {problem}; use the column names of the training data")
     options = " ".join(f"--{name} {number}" for number, name in enumerate(names, 1))
     raise UserError(
-        f"{place}: {came}; say which it is (--{names[called.index(lacking)]} NAME), or by number where there is no "
+        f"{place}: {problem}; set its name (--{names[called.index(missing)]} NAME), or numbers if there is no "
         f"header ({options})"
     )
 
@@ -330,10 +328,10 @@ def _read_csv(path: Path, wanted: _Columns, bad: BadRows) -> Iterator[Row]:
         except StopIteration:
             return
         except csv.Error as error:
-            bad.add(f"{places[0] if places else start}: is no CSV ({error}); quotes within quotes are doubled")
+            bad.add(f"{places[0] if places else start}: not valid CSV ({error}); double quotes inside quoted cells")
             places.clear()
             continue
-        start = places[0] if places else start  # a quoted cell may take many lines
+        start = places[0] if places else start  # a quoted cell may span lines
         places.clear()
         if not any(cell.strip() for cell in cells):
             continue
@@ -352,10 +350,10 @@ def _read_jsonl(path: Path, wanted: _Columns, bad: BadRows) -> Iterator[Row]:
         try:
             record = json.loads(line, object_pairs_hook=unique_keys)
         except json.JSONDecodeError as error:
-            bad.add(f"{place}: is no JSON ({error.msg} at {error.colno})")
+            bad.add(f"{place}: not valid JSON ({error.msg} at column {error.colno})")
             continue
-        except (ValueError, RecursionError) as error:  # a key that comes twice, too many digits, too deep
-            bad.add(f"{place}: is no JSON that can be used ({first_line(error)})")
+        except (ValueError, RecursionError) as error:  # duplicate key, too many digits, nested too deeply
+            bad.add(f"{place}: unusable JSON ({first_line(error)})")
             continue
         if row := _parse_record(place, record, wanted, bad):
             yield row
@@ -365,7 +363,7 @@ def _parse_record(place: str, record: Any, wanted: _Columns, bad: BadRows) -> Ro
     values = []
     for name in wanted.names:
         value = record
-        for key in wanted.called(name).split("."):  # translation.en, as datasets of translations have it
+        for key in wanted.called(name).split("."):  # nested keys, such as translation.en
             value = value.get(key) if isinstance(value, dict) else None
         if name in wanted.empty and (value is None or value == ""):
             values.append("")
@@ -373,7 +371,7 @@ def _parse_record(place: str, record: Any, wanted: _Columns, bad: BadRows) -> Ro
         if value is None or value == "":
             keys = ", ".join(map(repr, list(record)[:8])) if isinstance(record, dict) else type(record).__name__
             hint = f"; try --{name} NAME" if wanted.only is None else ""
-            bad.add(f"{place}: expected a value for {wanted.called(name)!r}, but it has {keys}{hint}")
+            bad.add(f"{place}: expected a value for {wanted.called(name)!r}, got {keys}{hint}")
             return None
         values.append(value if isinstance(value, str) else json.dumps(value) if isinstance(value, dict) else str(value))
     return Row(place, tuple(values))
@@ -384,14 +382,12 @@ def _read_hub(source: str, wanted: _Columns, bad: BadRows) -> Iterator[Row]:
     try:
         from datasets import load_dataset  # type: ignore[import-not-found, unused-ignore]
     except ImportError:
-        raise UserError(
-            f"{source}: there is no such file, and to fetch a dataset of that name needs: pip install datasets"
-        ) from None
+        raise UserError(f"{source}: no such file; to load a hub dataset of that name: pip install datasets") from None
     try:
-        found: Iterable[Any] = load_dataset(name, split=part or "train")
-    except Exception as error:  # the library raises many kinds: no connection, no such name, no such split
-        raise UserError(f"{source}: could not be fetched ({first_line(error)}); is the name right?") from error
+        dataset: Iterable[Any] = load_dataset(name, split=part or "train")
+    except Exception as error:  # many types: no connection, unknown name, unknown split
+        raise UserError(f"{source}: could not be loaded ({first_line(error)}); is the name right?") from error
     records = (
-        _parse_record(f"{name}[{part or 'train'}]:{n}", record, wanted, bad) for n, record in enumerate(found, 1)
+        _parse_record(f"{name}[{part or 'train'}]:{n}", record, wanted, bad) for n, record in enumerate(dataset, 1)
     )
     return _require_rows(source, (row for row in records if row is not None))

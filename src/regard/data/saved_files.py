@@ -1,4 +1,4 @@
-"""Files that were saved with a run, read and checked: anything wrong with one is a `UserError` that names it."""
+"""Reading and checking of files saved with a run. Any defect raises a `UserError` that names the file."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from regard.printable import printable
 
 
 class BadFile(UserError):
-    """A file that cannot be used, and its name."""
+    """A file that cannot be used; the message starts with its path."""
 
 
 @contextmanager
 def naming(path: Path | str, advice: str = "was it written by another version, or changed?") -> Iterator[None]:
-    """Within, whatever the content of a file makes our code raise is one `UserError` that names the file."""
+    """Convert any error raised in this context, caused by the content of a file, to a `UserError` that names it."""
     try:
         yield
     except (BadFile, RunLocked):
@@ -33,7 +33,7 @@ def naming(path: Path | str, advice: str = "was it written by another version, o
 
 def _reason(error: Exception, path: Path | str) -> str:
     if isinstance(error, MemoryError) or "allocate memory" in str(error):
-        return "needs more memory than there is"
+        return "needs more memory than is available"
     if isinstance(error, OSError) and error.strerror:
         return error.strerror[:1].lower() + error.strerror[1:]
     text = str(error).removeprefix(f"{path}:").removeprefix(f"{path} ")
@@ -44,29 +44,29 @@ def _reason(error: Exception, path: Path | str) -> str:
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """The JSON object of a file."""
+    """Read the JSON object of a file."""
     with naming(path):
-        found = read_json(path)
-        if not isinstance(found, dict):
-            raise ValueError(f"must hold a JSON object, but holds {short_repr(found)}")
-        return found
+        content = read_json(path)
+        if not isinstance(content, dict):
+            raise ValueError(f"must contain a JSON object, got {short_repr(content)}")
+        return content
 
 
 def check_values(values: Mapping[str, Any], types: Mapping[str, Any], before: str = "") -> None:
-    """Raise ValueError unless every value is there with its type; those that may be null may be missing."""
+    """Raise ValueError if a value is missing or has the wrong type; values that may be null may be missing."""
     for name, wanted in types.items():
         check_value(before + name, values.get(name), wanted)
 
 
 def build(kind: Any, values: Any, name: str) -> Any:
-    """A dataclass from its JSON object, which has lists for tuples. name: what the object is called in its file."""
+    """Build a dataclass from a JSON object, with lists as tuples. name: the name of the object in errors."""
     known = {each.name for each in fields(kind)}
     if unknown := set(values) - known:
         raise ValueError(
-            f"{name} has {', '.join(sorted(map(short_repr, unknown)))}, which {kind.__name__} does not have"
+            f"{name} has {', '.join(sorted(map(short_repr, unknown)))}, which {kind.__name__} does not accept"
         )
-    held = {key: tuple(value) if isinstance(value, list) else value for key, value in values.items()}
-    check_fields(kind, held, {key: f"{name}.{key}" for key in held})
-    if missing := [each.name for each in fields(kind) if each.default is MISSING and each.name not in held]:
+    arguments = {key: tuple(value) if isinstance(value, list) else value for key, value in values.items()}
+    check_fields(kind, arguments, {key: f"{name}.{key}" for key in arguments})
+    if missing := [each.name for each in fields(kind) if each.default is MISSING and each.name not in arguments]:
         raise ValueError(f"{name} lacks {', '.join(missing)}")
-    return kind(**held)
+    return kind(**arguments)

@@ -1,4 +1,4 @@
-"""Splits: rows to train on and rows that are held out."""
+"""Splits of rows into training and held-out data."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from regard.errors import UserError
 
 
 def normalize_text(text: str, *, loosely: bool) -> str:
-    """The same for texts that a tokenizer sees alike.
+    """A key that is equal for texts which a tokenizer cannot distinguish.
 
-    loosely: also for those that differ in capitals, accents and spaces, which a tokenizer may take off.
+    loosely: also ignore case, accents and spaces, which some tokenizers remove.
 
     >>> from regard.data.splits import normalize_text
     >>> normalize_text(" Caf\u00e9 noir", loosely=False), normalize_text(" Caf\u00e9 noir", loosely=True)
@@ -26,8 +26,7 @@ def normalize_text(text: str, *, loosely: bool) -> str:
 
 
 def split(rows: Sequence[Row], group: Callable[[Row], str], held_out: int, seed: int) -> tuple[list[Row], list[Row]]:
-    """Rows to train on, and the rows of `held_out` groups to hold out: chosen by a hash, whatever the order of the
-    rows."""
+    """Split off the rows of `held_out` groups, chosen by a hash, independent of the order of the rows."""
 
     def key(name: str) -> bytes:
         return hashlib.blake2b(name.encode(), digest_size=8, key=seed.to_bytes(8, "little", signed=True)).digest()
@@ -35,9 +34,8 @@ def split(rows: Sequence[Row], group: Callable[[Row], str], held_out: int, seed:
     names = sorted({group(row) for row in rows}, key=lambda name: (key(name), name))
     if held_out >= len(names):
         raise UserError(
-            f"{held_out} examples are to be held out, but there are only {len(names)}; give more data, a lower "
-            "--held-out, "
-            "or a file with --validation"
+            f"cannot hold out {held_out} of {len(names)} distinct examples; use more data, a lower --held-out, or a "
+            "file with --validation"
         )
     out = set(names[:held_out])
     return [row for row in rows if group(row) not in out], [row for row in rows if group(row) in out]

@@ -1,4 +1,4 @@
-"""Texts as token ids, with lengths checked."""
+"""Encoding of texts as token ids, with a limit on the length."""
 
 from __future__ import annotations
 
@@ -19,34 +19,32 @@ if TYPE_CHECKING:
 def encode_texts(
     tokenizer: Tokenizer, rows: Sequence[Row], column: int, bad: BadRows, *, longest: int, cut: bool = False
 ) -> tuple[list[np.ndarray], np.ndarray]:
-    """Ids of one column, between the tokens for begin and end, and which rows they are of (too long ones are bad).
+    """Encode one column, with begin and end tokens, and return the indices of the rows; too long ones are bad.
 
-    To cut is to leave out of the middle: a fourth of what fits is the text's beginning, the rest its end, where people
-    say what they think.
+    `cut` removes the middle of long texts: a quarter of what fits is from the start and the rest from the end, where
+    reviews usually state their conclusion.
     """
     begin, end = special_id(tokenizer, BEGIN, "[CLS]"), special_id(tokenizer, END, "[SEP]")
-    found, kept = [], []
+    encoded, kept = [], []
     for n, ids in enumerate(encode(tokenizer, [row.values[column] for row in rows])):
         if len(ids) + 2 > longest:
             if not cut:
-                bad.add(too_long_message(rows[n].place, len(ids) + 2, longest, " or cut long texts with --cut,"))
+                bad.add(too_long_message(rows[n].place, len(ids) + 2, longest, " truncate long texts with --cut,"))
                 continue
             room = longest - 2
             ids = np.concatenate([ids[: room // 4], ids[len(ids) - (room - room // 4) :]])
-        found.append(np.concatenate([[begin], ids, [end]]))
+        encoded.append(np.concatenate([[begin], ids, [end]]))
         kept.append(n)
-    return found, np.array(kept, np.int64)
+    return encoded, np.array(kept, np.int64)
 
 
 def too_long_message(place: str, tokens: int, longest: int, more: str = "", option: str = "longest") -> str:
-    """What is said of a text that the model cannot take."""
-    return (
-        f"{place}: has {tokens} tokens, but the model takes {longest}; train with --{option} {tokens},{more} shorten it"
-    )
+    """Error message for a text that is too long for the model."""
+    return f"{place}: has {tokens} tokens, but the model takes at most {longest}; train with --{option} {tokens},{more} or shorten it"
 
 
 class TextDataset:
-    """Texts and what is to be said of each: a number, or nothing."""
+    """Encoded texts; the base of datasets of texts."""
 
     def __init__(self, ids: Sequence[np.ndarray], places: Sequence[str]) -> None:
         self.ids, self.places = Ragged(ids), places

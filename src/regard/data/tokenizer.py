@@ -1,4 +1,4 @@
-"""Tokenizers, learnt from the data by the `tokenizers` library."""
+"""Training and use of tokenizers of the `tokenizers` library."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ if TYPE_CHECKING:
 
 PAD, BEGIN, END, MASK = "<pad>", "<s>", "</s>", "<mask>"
 SPECIAL = (PAD, BEGIN, END, MASK)
-"""Tokens 0 to 3 of every tokenizer that is learnt here."""
+"""Tokens 0 to 3 of every tokenizer trained by `train_tokenizer`."""
 
 
 def train_tokenizer(texts: Iterable[str], size: int, *, lower: bool = False) -> Tokenizer:
-    """A byte-level BPE of at most `size` tokens: no text is unknown to it, and decoding gives the text back.
+    """Train a byte-level BPE of at most `size` tokens. It encodes any text, and decoding restores the text.
 
     >>> from regard.data.tokenizer import train_tokenizer
     >>> tokenizer = train_tokenizer(["the cat sat", "the mat"] * 10, 300)
@@ -35,7 +35,10 @@ def train_tokenizer(texts: Iterable[str], size: int, *, lower: bool = False) -> 
     tokenizer.decoder = decoders.Sequence([decoders.ByteLevel(), decoders.Strip(" ", 1, 0)])
     trainer = trainers.BpeTrainer(
         vocab_size=size,
-        special_tokens=[*SPECIAL[:-1], AddedToken(MASK, lstrip=True, special=True)],  # the space is the word's
+        special_tokens=[
+            *SPECIAL[:-1],
+            AddedToken(MASK, lstrip=True, special=True),
+        ],  # lstrip: the mask replaces a word with its leading space
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
@@ -45,15 +48,15 @@ def train_tokenizer(texts: Iterable[str], size: int, *, lower: bool = False) -> 
 
 
 def encode(tokenizer: Tokenizer, texts: Sequence[str], *, special: bool = False) -> list[np.ndarray]:
-    """Ids (n,) of each text. special: whether `<mask>` and the like in a text are tokens, and not letters."""
+    """Encode each text as ids (n,). special: parse `<mask>` and other special tokens in a text."""
     tokenizer.encode_special_tokens = not special
-    found = tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
-    return [np.array(encoding.ids, np.int64) for encoding in found]
+    encodings = tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+    return [np.array(encoding.ids, np.int64) for encoding in encodings]
 
 
 def special_id(tokenizer: Tokenizer, *names: str) -> int:
-    """The id of a special token, by the first of the names that the tokenizer knows."""
+    """Id of a special token, by the first of the names that the tokenizer has."""
     for name in names:
-        if (found := tokenizer.token_to_id(name)) is not None:
-            return found
-    raise UserError(f"the tokenizer has no token {' or '.join(names)}; learn one with regard, or choose another")
+        if (token := tokenizer.token_to_id(name)) is not None:
+            return token
+    raise UserError(f"the tokenizer has no token {' or '.join(names)}; train one with regard, or use another")

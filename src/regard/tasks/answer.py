@@ -246,9 +246,7 @@ class QuestionDataset:
                 continue
             if len(context) > room and not windows:
                 bad.add(
-                    too_long_message(
-                        row.place, len(question) + len(context) + 3, longest, " or split it with --windows,"
-                    )
+                    too_long_message(row.place, len(question) + len(context) + 3, longest, " split it with --windows,")
                 )
                 continue
             step = max(1, room - min(overlap, room // 2))

@@ -72,7 +72,7 @@ class Embed(Task):
         choose("pooling", self.pooling, POOLINGS)
 
     def hold_out(self, rows: Sequence[Row], held_out: int, seed: int) -> tuple[list[Row], list[Row]]:
-        """Keep connected pairs (those that share a text) on one side; a component of over half of the rows is trained on."""
+        """Keep pairs that share a text on one side of the split; a group of over half of the rows is trained on."""
         group = dict(
             zip(rows, _group_names([[self.split_key(text) for text in row.values] for row in rows]), strict=True)
         )

@@ -69,7 +69,7 @@ class Graph(Task):
         check_minimum(self, layers=1, labelled=1)
 
     def read(self, source: str, bad: BadRows) -> list[Row]:
-        """Read the labelled nodes of a directory, or of a table of nodes next to a table of edges, each with the graph."""
+        """Read labelled nodes from a directory, or from a table of nodes next to one of edges; each has the graph."""
         path = Path(source)
         table = _find_table(path, "nodes") if path.is_dir() else path
         columns = {"node": self.node, "label": self.label}

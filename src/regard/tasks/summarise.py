@@ -28,7 +28,7 @@ from regard.training.seq2seq import (
 )
 from regard.training.task import Batch, Metrics, Prediction, Task
 
-CUT = " or cut long texts with --cut,"
+CUT = " truncate long texts with --cut,"
 
 
 @dataclass(frozen=True)

@@ -114,7 +114,7 @@ class Task(ABC):
         return None
 
     def hold_out(self, rows: Sequence[Row], held_out: int, seed: int) -> tuple[list[Row], list[Row]]:
-        """Split rows into training and held-out rows: `held_out` of them, where rows with the same input count as one."""
+        """Split rows into training rows and `held_out` held-out rows; rows with the same input count as one."""
         return split(rows, lambda row: self.split_key(str(row.values[0])), held_out, seed)
 
     def split_key(self, text: str) -> str:
