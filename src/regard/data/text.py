@@ -40,7 +40,10 @@ def encode_texts(
 
 def too_long_message(place: str, tokens: int, longest: int, more: str = "", option: str = "longest") -> str:
     """Error message for a text that is too long for the model."""
-    return f"{place}: has {tokens} tokens, but the model takes at most {longest}; train with --{option} {tokens},{more} or shorten it"
+    return (
+        f"{place}: has {tokens} tokens, but the model takes at most {longest}; "
+        f"train with --{option} {tokens},{more} or shorten it"
+    )
 
 
 class TextDataset:

@@ -1,4 +1,4 @@
-"""What simple means reach: frequencies and regressions, names for answers, trigrams for words, likeness of items."""
+"""Baselines: frequencies, regressions, heuristics for answers, trigrams and item neighbours."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from regard.training.task import Metrics
 
 
 def most_frequent(train: Sequence[int], held_out: Sequence[int], classes: int) -> Metrics:
-    """Always the class that is most frequent in training."""
+    """Always predict the most frequent class of the training data."""
     best, _ = Counter(train).most_common(1)[0]
     scores = torch.zeros(len(held_out), classes)
     scores[:, best] = 1
@@ -44,20 +44,20 @@ def tfidf_regression(
 def pixel_regression(
     train: np.ndarray, targets: np.ndarray, held_out: np.ndarray, held_out_targets: np.ndarray, classes: int
 ) -> Metrics:
-    """Logistic regression on the pixels of images (n, C, height, width), shrunk where they have more than 32 x 32."""
+    """Logistic regression on pixels of images (n, C, height, width), subsampled to about 32 x 32."""
 
-    def flat(images: np.ndarray) -> np.ndarray:
+    def flatten(images: np.ndarray) -> np.ndarray:
         step = max(1, max(images.shape[2:]) // 32)
         return images[:, :, ::step, ::step].reshape(len(images), -1).astype(np.float32) / 255
 
-    return logistic_regression(flat(train), targets, flat(held_out), held_out_targets, classes, scaled=False)
+    return logistic_regression(flatten(train), targets, flatten(held_out), held_out_targets, classes, scaled=False)
 
 
 def logistic_regression(
     train: np.ndarray, targets: np.ndarray, held_out: np.ndarray, held_out_targets: np.ndarray, classes: int,
     *, scaled: bool = True,
 ) -> Metrics:  # fmt: skip
-    """Logistic regression on rows of numbers (n, features); scaled: by their mean and deviation first."""
+    """Logistic regression on features (n, features). scaled: standardize them first."""
     from sklearn.linear_model import LogisticRegression
     from sklearn.preprocessing import StandardScaler
 
@@ -73,7 +73,7 @@ def logistic_regression(
 
 
 def ridge_regression(train: np.ndarray, targets: np.ndarray, held_out: np.ndarray) -> np.ndarray:
-    """What ridge regression on rows of numbers (n, features) says of those held out, (n,)."""
+    """Predictions (n,) of ridge regression on features (n, features)."""
     from sklearn.linear_model import RidgeCV
     from sklearn.pipeline import make_pipeline
     from sklearn.preprocessing import StandardScaler
@@ -82,7 +82,7 @@ def ridge_regression(train: np.ndarray, targets: np.ndarray, held_out: np.ndarra
 
 
 def propagate_labels(ends: np.ndarray, nodes: np.ndarray, targets: np.ndarray, count: int, classes: int) -> Tensor:
-    """What labels spread over edges (2, E) say of all nodes, (count, classes): the harmonic function of networkx."""
+    """One-hot labels (count, classes) propagated along edges (2, E) by the harmonic function of networkx."""
     try:
         import networkx
     except ImportError:
@@ -100,7 +100,7 @@ NAME = re.compile(r"(?<![.!?\"'(] )(?<!^)\b[A-Z][\w'’-]+(?: [A-Z][\w'’-]+)*|
 
 
 def names(context: str) -> list[str]:
-    """Names and numbers of a text: what has capitals within a sentence, and what has two digits."""
+    """Names and numbers of a text: capitalized words within a sentence, and numbers of at least two digits."""
     return list(dict.fromkeys(NAME.findall(context)))
 
 
@@ -115,9 +115,9 @@ def most_frequent_name(context: str, question: str) -> str:
 
 
 def sliding_window(context: str, question: str) -> str:
-    """The name or number whose own words and the question's are most in one window of as many words of the context.
+    """The name or number that shares the best window of the context with the words of the question.
 
-    A word counts log(1 + 1 / how often the context has it) (Richardson et al. 2013).
+    A word has the weight log(1 + 1 / its count in the context) (Richardson et al. 2013).
 
     >>> from regard.training.baselines import sliding_window
     >>> context = "The tower of Paris is tall. A bridge in Rome was built by Anna."
@@ -128,19 +128,19 @@ def sliding_window(context: str, question: str) -> str:
     def split(text: str) -> list[str]:
         return re.findall(r"\w+", text.lower())
 
-    words, asked = split(context), split(question)
-    often = Counter(words)
-    worth = np.array([np.log1p(1 / often[word]) for word in words])
-    in_question = np.isin(words, asked)
+    words, question_words = split(context), split(question)
+    counts = Counter(words)
+    weights = np.array([np.log1p(1 / counts[word]) for word in words])
+    in_question = np.isin(words, question_words)
     best, predicted = -1.0, ""
     for name in names(context):
         own = split(name)
-        if not own or set(own) <= set(asked):
+        if not own or set(own) <= set(question_words):
             continue
-        wide = len(set(asked) | set(own))
-        scores = np.where(in_question | np.isin(words, own), worth, 0.0)
+        size = min(len(set(question_words) | set(own)), len(words))
+        scores = np.where(in_question | np.isin(words, own), weights, 0.0)
         total = np.concatenate([[0.0], np.cumsum(scores)])
-        score = float((total[min(wide, len(words)) :] - total[: len(total) - min(wide, len(words))]).max())
+        score = float((total[size:] - total[: len(total) - size]).max())
         if score > best:
             best, predicted = score, name
     return predicted
@@ -154,7 +154,7 @@ ANSWERERS = {
 
 
 class Trigrams:
-    """An interpolated Kneser-Ney model of three tokens, the n-gram that language models are held against.
+    """An interpolated Kneser-Ney trigram model, the usual baseline of language models.
 
     >>> import numpy as np
     >>> model = Trigrams(np.array([1, 2, 3] * 20), vocabulary=5)
@@ -171,10 +171,10 @@ class Trigrams:
         self.contexts, start = np.unique(contexts, return_index=True)
         self.context_total = np.add.reduceat(self.counts, start)
         self.context_kinds = np.diff(np.append(start, len(contexts)))
-        # Lower orders count in how many contexts something was seen, not how often.
+        # Lower orders count distinct contexts instead of occurrences.
         self.before, self.before_count = np.unique(
             self.keys % vocabulary**2, return_counts=True
-        )  # (b, c) after how many a
+        )  # number of distinct a before (b, c)
         self.middle_total = np.bincount(self.before // vocabulary, self.before_count, vocabulary)
         self.middle_kinds = np.bincount(self.before // vocabulary, minlength=vocabulary)
         self.single = np.bincount(pairs % vocabulary, minlength=vocabulary)
@@ -186,7 +186,7 @@ class Trigrams:
         return once / (once + 2 * twice) if once and twice else 0.5
 
     def perplexity(self, tokens: np.ndarray) -> float:
-        """Of held-out tokens, from the third on."""
+        """Perplexity of held-out tokens, from the third on."""
         a, b, c = (tokens[n : len(tokens) - 2 + n].astype(np.int64) for n in range(3))
         V, (d3, d2, d1) = self.vocabulary, self.discounts
         kinds = int((self.single > 0).sum())
@@ -201,13 +201,13 @@ class Trigrams:
 
 
 def _counts_at(keys: np.ndarray, values: np.ndarray, wanted: np.ndarray) -> np.ndarray:
-    """Values by sorted keys, 0 where there is none."""
+    """Look up values by sorted keys; 0 if missing."""
     at = np.minimum(np.searchsorted(keys, wanted), len(keys) - 1)
     return np.where(keys[at] == wanted, values[at], 0)
 
 
 class Neighbours:
-    """Items that the same people had: the cosine of their columns in the table of users and items.
+    """Item-based nearest neighbours: cosine similarity of the columns of the user-item matrix.
 
     >>> import numpy as np
     >>> from regard.training.baselines import Neighbours
@@ -220,15 +220,15 @@ class Neighbours:
         self.items = items
         table = self._table(histories)
         table.data /= np.sqrt(np.maximum(np.bincount(table.indices, minlength=items), 1))[table.indices]
-        likeness = (table.T @ table).tolil()
-        likeness.setdiag(0)
-        likeness = likeness.tocsr()
-        for n in range(items):  # only the nearest of each count
-            start, stop = likeness.indptr[n : n + 2]
-            row = likeness.data[start:stop]
+        similarity = (table.T @ table).tolil()
+        similarity.setdiag(0)
+        similarity = similarity.tocsr()
+        for n in range(items):  # keep only the nearest items of each
+            start, stop = similarity.indptr[n : n + 2]
+            row = similarity.data[start:stop]
             if len(row) > nearest:
                 row[row < np.partition(row, -nearest)[-nearest]] = 0
-        self.likeness = likeness.astype(np.float32)
+        self.similarity = similarity.astype(np.float32)
 
     def _table(self, histories: Sequence[np.ndarray]) -> Any:
         from scipy.sparse import csr_matrix
@@ -238,34 +238,34 @@ class Neighbours:
         return csr_matrix((np.ones(len(rows)), (rows, np.concatenate(kinds))), shape=(len(kinds), self.items))
 
     def scores(self, histories: Sequence[np.ndarray]) -> np.ndarray:
-        """How near all items are to each history, (n, items): the sum over what is in it."""
-        return (self._table(histories).astype(np.float32) @ self.likeness.T).toarray()
+        """Scores (n, items): similarity of each item to a history, summed over the items in it."""
+        return (self._table(histories).astype(np.float32) @ self.similarity.T).toarray()
 
 
 def frequent_boxes(train: Sequence[Detections], held_out: Sequence[Detections], count: int) -> list[Detections]:
-    """The same for every image: `count` boxes in the middle of what training has, each with its commonest class."""
+    """Predict the same `count` boxes for every image: cluster centres of the training boxes with their main class."""
     from sklearn.cluster import KMeans
 
     boxes = np.concatenate([one.boxes for one in train])[:20000]
     labels = np.concatenate([one.labels for one in train])[:20000]
-    grouped = KMeans(min(count, len(np.unique(boxes, axis=0))), n_init=1, random_state=0).fit(boxes)
-    kinds = [np.bincount(labels[grouped.labels_ == n]) for n in range(len(grouped.cluster_centers_))]
+    clusters = KMeans(min(count, len(np.unique(boxes, axis=0))), n_init=1, random_state=0).fit(boxes)
+    kinds = [np.bincount(labels[clusters.labels_ == n]) for n in range(len(clusters.cluster_centers_))]
     scores = np.array([kind.max() for kind in kinds]) / len(train)
-    predicted = Detections(grouped.cluster_centers_, np.array([int(kind.argmax()) for kind in kinds]), scores)
+    predicted = Detections(clusters.cluster_centers_, np.array([int(kind.argmax()) for kind in kinds]), scores)
     return [predicted] * len(held_out)
 
 
 def component_boxes(
     images: np.ndarray, train: Sequence[Detections], held_out: np.ndarray, classes: int, patch: int = 16
 ) -> list[Detections]:
-    """What stands out from the background, piece by piece, named after the class whose mean picture is nearest.
+    """Boxes of connected components of the foreground, labelled by the nearest mean image of a class.
 
-    Images (n, C, height, width) as bytes. What differs from an image's median by a third of what any part of it does is
-    a piece.
+    Images (n, C, height, width) are bytes. The foreground differs from the median of its image by more than a third of
+    the largest difference.
     """
     from scipy.ndimage import find_objects, label
 
-    def shrunk(part: np.ndarray) -> np.ndarray:
+    def thumbnail(part: np.ndarray) -> np.ndarray:
         rows, columns = (np.arange(patch) * side // patch for side in part.shape)
         small = part[np.ix_(rows, columns)].astype(np.float64)
         return ((small - small.mean()) / (small.std() + 1e-6)).ravel()
@@ -278,24 +278,24 @@ def component_boxes(
                 int(top) : max(int(top) + 1, round(top + height)), int(left) : max(int(left) + 1, round(left + width))
             ]
             if part.size:
-                totals[kind] += shrunk(part)
+                totals[kind] += thumbnail(part)
                 counts[kind] += 1
     means = totals / np.maximum(counts, 1)
-    found = []
+    detections = []
     for image in held_out:
         grey = image.mean(0)
-        away = np.abs(grey - np.median(grey))
-        pieces, _ = label(away > max(1.0, np.quantile(away, 0.995) / 3), np.ones((3, 3)))
+        contrast = np.abs(grey - np.median(grey))
+        components, _ = label(contrast > max(1.0, np.quantile(contrast, 0.995) / 3), np.ones((3, 3)))
         boxes, kinds, scores = [], [], []
-        for rows, columns in find_objects(pieces):
+        for rows, columns in find_objects(components):
             height, width = rows.stop - rows.start, columns.stop - columns.start
             if height * width < 0.004 * grey.size:
                 continue
-            near = means @ shrunk(grey[rows, columns]) / patch**2  # both have mean 0 and deviation 1: their correlation
+            correlation = means @ thumbnail(grey[rows, columns]) / patch**2  # both are standardized
             boxes.append((columns.start, rows.start, width, height))
-            kinds.append(int(near.argmax()))
-            scores.append(float(near.max()))
-        found.append(
+            kinds.append(int(correlation.argmax()))
+            scores.append(float(correlation.max()))
+        detections.append(
             Detections(np.array(boxes, np.float64).reshape(-1, 4), np.array(kinds, np.int64), np.array(scores))
         )
-    return found
+    return detections

@@ -1,4 +1,4 @@
-"""Checksums of checkpoints: a bit that changed on the disk is found before anything is computed with it."""
+"""Checksums of checkpoints, to detect corruption on disk."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from torch import Tensor
 from regard.files import require_file
 
 NAME = "sha256"
-DAMAGED = "it is damaged: its checksum does not match its content"
+DAMAGED = "damaged: the checksum does not match the content"
 
 
 def of_notes(notes: Mapping[str, Any]) -> str:
-    """The checksum of notes that JSON can hold."""
+    """Checksum of JSON metadata."""
     return hashlib.sha256(json.dumps(notes, sort_keys=True).encode()).hexdigest()
 
 
 def of_tensors(tensors: Mapping[str, Tensor], notes: Mapping[str, Any]) -> str:
-    """The checksum of names, types, shapes and values, and of notes."""
+    """Checksum of names, dtypes, shapes and values of tensors, and of metadata."""
     digest = hashlib.sha256(of_notes(notes).encode())
     for name, value in sorted(tensors.items()):
         digest.update(f"{name} {value.dtype} {tuple(value.shape)}\n".encode())
@@ -32,6 +32,6 @@ def of_tensors(tensors: Mapping[str, Tensor], notes: Mapping[str, Any]) -> str:
 
 
 def of_file(path: Path) -> str:
-    """The checksum of the bytes of a file."""
+    """Checksum of the bytes of a file."""
     with require_file(path).open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

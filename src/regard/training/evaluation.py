@@ -1,4 +1,4 @@
-"""The figures of a model next to those of its baselines, all measured on the same rows."""
+"""Evaluation of a model and its baselines on the same rows."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from regard.training.task import Metrics, Task, usable_rows
 
 
 class Evaluation(NamedTuple):
-    """Figures, and how many rows they are of.
+    """Metrics, and the numbers of rows behind them.
 
-    train: rows that the model and the baselines were trained on; none where there are no baselines.
-    test: rows that model and baselines were measured on.
-    left_out: test rows that were not measured on: the model cannot take them, or they repeat others (`embed`).
+    train: training rows of the baselines; None without baselines.
+    test: rows that model and baselines were evaluated on.
+    left_out: test rows not evaluated: the model cannot process them, or they repeat others (`embed`).
     """
 
     train: int | None
@@ -39,22 +39,22 @@ def evaluate_with_baselines(
     *,
     baseline: Task | None = None,
 ) -> Evaluation:
-    """Measure a model and its baselines on the test rows that the model can take; others are bad.
+    """Evaluate a model and its baselines on the test rows that the model can process; others are bad.
 
-    train: none where the data that the model was trained on is not there, and baselines are left out.
-    baseline: the task that reads the training rows, where it is not the one that is measured.
+    train: None if the training data is not available; baselines are left out then.
+    baseline: the task that reads the training rows, if it differs from `task`.
     """
     baseline = baseline or task
     with stage("preparing test rows"):
         rows = task.evaluable_rows(processor, test, bad)
     if not rows:
-        raise UserError("no test row is left to measure on; check the data, or --longest")
+        raise UserError("no test row is left to evaluate on; check the data, or --longest")
     with stage(f"evaluating {len(rows):,} test rows"):
         metrics = task.evaluate(model, processor, rows)
     left_out = len(test) - len(rows)
     if train is None:
         return Evaluation(None, len(rows), left_out, metrics, {})
-    # Rows that training could not take raised there, unless they were to be left out.
-    with stage("measuring baselines"):
+    # Without `skip`, bad training rows raised before training.
+    with stage("evaluating baselines"):
         train = usable_rows(baseline, processor, train, BadRows(skip=True)) if bad.skip else list(train)
         return Evaluation(len(train), len(rows), left_out, metrics, baseline.baselines(processor, train, rows))

@@ -1,4 +1,4 @@
-"""A run as a folder for others: safetensors, config, tokenizer, and ONNX where the model can be traced."""
+"""Export of a run: safetensors, configuration, tokenizer, and ONNX if the model can be traced."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ from regard.progress import stage
 from regard.training.onnx_graphs import Graph
 from regard.training.runs import Run
 
-KEPT = ("task", "options", "recipe", "sources", "split", "rows", "machine", "results")  # of run.json
+KEYS = ("task", "options", "recipe", "sources", "split", "rows", "machine", "results")  # copied from run.json
 
 
 def export(run: Run, folder: Path, *, onnx: bool = True) -> list[str]:
-    """Write the folder, which every command that reads a run takes in its place. Return a line for each file.
+    """Write a run to a directory that can replace it in every command that reads runs. Return a line per file.
 
     If it fails, nothing is left behind.
     """
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise UserError(f"{folder}: is there and not empty; choose another folder")
+        raise UserError(f"{folder}: exists and is not empty; choose another directory")
     check_writable(folder / "run.json", parents=True)
     model, step = run.model()
-    about = {key: run.about[key] for key in KEPT if key in run.about}
+    about = {key: run.about[key] for key in KEYS if key in run.about}
     about["exported"] = {"step": step, "minutes": run.minutes()}
     if isinstance(model, Transformer):
         about["generation"] = {"start": model.config.start, "stop": model.config.stop}
@@ -42,7 +42,7 @@ def export(run: Run, folder: Path, *, onnx: bool = True) -> list[str]:
         save(model, folder)
         run.processor.save(folder)
         why_not = _write_graphs(run.task.graphs(model, run.processor), folder) if onnx else ""
-        # last: then it is complete
+        # last: its presence marks a complete export
         write_text_atomically(folder / "run.json", json.dumps(about, indent=1, ensure_ascii=False))
     except BaseException:
         for path in folder.iterdir():
@@ -55,13 +55,13 @@ def export(run: Run, folder: Path, *, onnx: bool = True) -> list[str]:
 
 
 def _write_graphs(graphs: tuple[Graph, ...], folder: Path) -> str:
-    """Write an ONNX file for each graph, of torch's own operators; or return why there is none."""
+    """Write one ONNX file per graph, using torch operators only; return why there is none, or an empty string."""
     if not graphs:
         return "this model cannot be traced"
     try:
         import onnxscript  # noqa: F401
     except ImportError:
-        return "it needs pip install 'regard[export]'"
+        return "pip install 'regard[export]' is needed"
     with _quiet(), torch.no_grad(), exclude_engine("native"):
         for graph in graphs:
             with stage(f"writing {graph.name}.onnx"):
@@ -82,7 +82,7 @@ def _write_onnx(graph: Graph, path: Path) -> None:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Within, torch's exporter says nothing of packages that it does not need and of its own deprecations."""
+    """Silence warnings of torch's exporter about optional packages and its own deprecations."""
     before = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:

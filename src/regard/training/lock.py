@@ -1,4 +1,4 @@
-"""A lock on a run directory: one process writes to it at a time."""
+"""A lock on a run directory, so that only one process writes to it."""
 
 from __future__ import annotations
 
@@ -20,19 +20,18 @@ BUSY = (errno.EWOULDBLOCK, errno.EACCES, errno.EDEADLK)
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Hold the lock of a run directory, or raise `RunLocked`. The system releases it when the process ends, however it
-    ends.
+    """Hold the lock of a run directory, or raise `RunLocked`.
 
-    The file stays; what counts is the lock on it.
+    The operating system releases the lock when the process ends, even if it crashes. The file stays.
     """
-    with _take(folder / NAME) as file:
+    with _acquire(folder / NAME) as file:
         file.truncate(0)
         file.write(f"process {os.getpid()} on {platform.node()}\n")
         file.flush()
         yield
 
 
-def _take(path: Path) -> TextIO:
+def _acquire(path: Path) -> TextIO:
     while True:
         file = _open(path)
         try:
@@ -45,26 +44,26 @@ def _take(path: Path) -> TextIO:
             file.close()
             if error.errno not in BUSY:
                 raise UserError(
-                    f"{path}: cannot be locked ({error.strerror}); choose a folder on another disk"
+                    f"{path}: cannot be locked ({error.strerror}); choose a directory on another disk"
                 ) from error
             raise RunLocked(
-                f"{path.parent}: is in use by {holder}; wait until it ends, or stop it, before you start or resume here"
+                f"{path.parent}: is in use by {holder}; wait for it to end, or stop it, before you start or resume here"
             ) from error
-        file.close()  # its name was deleted meanwhile: another process may lock a new file of that name
+        file.close()  # the file was deleted meanwhile; another process may lock a new one of that name
 
 
 def _open(path: Path) -> TextIO:
-    """The file of a lock, created if need be; a link or a special file is refused, as its target would be changed."""
+    """Open or create the lock file; refuse links and special files, whose target would be modified."""
     flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
     try:
         handle = os.open(path, flags, 0o666)
     except OSError as error:
         if error.errno not in (errno.ELOOP, errno.ENXIO, errno.EISDIR):
             raise
-        raise UserError(f"{path}: is no regular file; delete it") from error
+        raise UserError(f"{path}: is not a regular file; delete it") from error
     if not stat.S_ISREG(os.fstat(handle).st_mode):
         os.close(handle)
-        raise UserError(f"{path}: is no regular file; delete it")
+        raise UserError(f"{path}: is not a regular file; delete it")
     return os.fdopen(handle, "a+", encoding="utf-8", errors="replace")
 
 
@@ -72,7 +71,7 @@ def _lock(file: TextIO) -> None:
     if sys.platform == "win32":
         import msvcrt
 
-        file.seek(1 << 30)  # a lock there keeps others from reading: behind the text
+        file.seek(1 << 30)  # locked bytes cannot be read by others, so lock one after the text
         msvcrt.locking(file.fileno(), msvcrt.LK_NBLCK, 1)
     else:
         import fcntl

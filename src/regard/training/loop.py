@@ -1,8 +1,8 @@
-"""The training loop, on accelerate: one for every task.
+"""The training loop of all tasks, based on accelerate.
 
-Nothing in it remembers anything but weights, optimizer, average and `Progress`: the order of the examples comes from
-(seed, epoch), all chance of a step from (seed, step, process). So a run that was killed goes on from its last
-checkpoint to the same bits.
+Its only state is the weights, the optimizer, the weight average and `Progress`: the order of examples is a function of
+(seed, epoch), and the randomness of a step one of (seed, step, process). A run that was killed therefore continues from
+its last checkpoint with bitwise identical results.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ from regard.training.sources import Examples, Sources, read_examples, reread_exa
 from regard.training.task import Batch, Dataset, Task, tasks
 
 SequenceContext = Callable[[], AbstractContextManager[Any]]
-"""Within it, processes share the sequences of a batch."""
+"""Creates a context in which processes share the sequences of a batch."""
 
 
 class Step(NamedTuple):
-    """What is told of a step: its loss, its rate, and real tokens with the seconds that they took."""
+    """Report of a step: loss, learning rate, gradient norm, tokens without padding, and duration."""
 
     step: int
     loss: float
@@ -50,7 +50,7 @@ class Step(NamedTuple):
 
 
 class Callback(Protocol):
-    """Whoever wants to see how it goes: the command's progress bar, a test."""
+    """Receives the events of a training."""
 
     def on_start(self, run: Run, progress: Progress, examples: Examples) -> None: ...
     def step(self, step: Step) -> None: ...
@@ -60,7 +60,7 @@ class Callback(Protocol):
 
 
 class NoCallback:
-    """Nobody watches."""
+    """Ignores all events."""
 
     def on_start(self, run: Run, progress: Progress, examples: Examples) -> None: ...
     def step(self, step: Step) -> None: ...
@@ -70,25 +70,25 @@ class NoCallback:
 
 
 class Objective(nn.Module):
-    """A batch to the sum of its losses. What DDP and FSDP wrap, so that a task may call any part of its model."""
+    """Maps a batch to the sum of its losses. DDP and FSDP wrap it, so that a task may call any method of its model."""
 
     def __init__(
         self, task: Task, model: nn.Module, smoothing: float, sequence_context: SequenceContext = nullcontext
     ) -> None:
         super().__init__()
         self.model = model
-        self._task, self._smoothing, self._together = task, smoothing, sequence_context
+        self._task, self._smoothing, self._sequence_context = task, smoothing, sequence_context
 
     def forward(self, batch: Batch, smoothing: float | None = None) -> Tensor:
-        with self._together():
+        with self._sequence_context():
             return self._task.loss(self.model, batch, self._smoothing if smoothing is None else smoothing)
 
 
 def create_run(folder: Path, task: Task, recipe: Recipe, sources: Sources) -> tuple[Run, Examples]:
-    """Read the data, learn what is to be learnt from it, and make the run's folder. One process does, others wait."""
+    """Read the data, fit the processor and create the run directory. The main process does this; others wait."""
     if recipe.label_smoothing and not task.supports_label_smoothing:
         raise UserError(
-            f"--label-smoothing {recipe.label_smoothing}: the loss of this task has no labels to smooth; leave it out"
+            f"--label-smoothing {recipe.label_smoothing}: not supported by the loss of {task.name}; leave it out"
         )
     accelerator = _accelerator(task, recipe)
     restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0 and (folder / "run.json").exists()
@@ -105,23 +105,23 @@ def create_run(folder: Path, task: Task, recipe: Recipe, sources: Sources) -> tu
     accelerator.wait_for_everyone()
     run = Run.open(folder)
     if (run.task, run.recipe) != (task, recipe):
-        raise UserError(f"{folder}: holds another run ({run.about['task']}); choose another --out")
+        raise UserError(f"{folder}: contains another run ({run.about['task']}); choose another --out")
     return run, read_examples(task, sources, recipe.seed)
 
 
 def train(run: Run, examples: Examples | None = None, callback: Callback | None = None) -> Progress:
-    """Train a run to its end, from its last good checkpoint if it has one. Ctrl-C saves and returns early.
+    """Train a run to its end, from its last readable checkpoint if it has one. Ctrl-C saves and returns early.
 
-    The result is `done` when there is nothing left to do.
+    `done` of the result is True if the training is complete.
     """
     callback = callback or NoCallback()
     if run.exported:
         raise UserError(
-            f"{run.folder}: is exported and has no checkpoint to go on from; resume the run that it was exported from, "
-            "or make a run of your own with regard train"
+            f"{run.folder}: is an exported run without checkpoints; resume the run that it was exported from, "
+            "or start a new one with regard train"
         )
     main = _accelerator(run.task, run.recipe).is_main_process
-    with locked(run.folder) if main else nullcontext():  # the first process writes for all
+    with locked(run.folder) if main else nullcontext():  # only the main process writes
         if examples is None:
             examples = reread_examples(run)
         trainer = _Trainer(run, examples, callback)
@@ -136,17 +136,17 @@ def train(run: Run, examples: Examples | None = None, callback: Callback | None 
 
 
 class _Trainer:
-    """One process of a training."""
+    """The training in one process."""
 
     def __init__(self, run: Run, examples: Examples, callback: Callback) -> None:
-        # Only who trains pays for these imports.
+        # Imported here because it is slow, and only training needs it.
         from regard.training import state
 
         run.check_checkpoint()
         self.state, self.run, self.recipe, self.callback = state, run, run.recipe, callback
         self.accelerator = _accelerator(run.task, run.recipe)
         self.main = self.accelerator.is_main_process
-        # Processes that follow one another share a sequence, and those of a group have the same batch.
+        # Consecutive processes form a group that shares sequences, and has the same batch.
         self.sharing = run.recipe.sequence_ranks
         self.group, self.groups = (
             n // self.sharing for n in (self.accelerator.process_index, self.accelerator.num_processes)
@@ -155,7 +155,7 @@ class _Trainer:
             self.dataset: Dataset = run.task.dataset(run.processor, examples.train, examples.bad)
             self.validation: Dataset = run.task.dataset(run.processor, examples.validation, examples.bad)
             if examples.test is not examples.validation:
-                # before the training, not at its end
+                # report bad test rows before training, not at its end
                 run.task.evaluable_rows(run.processor, examples.test, examples.bad)
         if not len(self.dataset.sizes) or not len(self.validation.sizes):
             raise UserError(
@@ -170,7 +170,7 @@ class _Trainer:
         self.sharded = run.recipe.shard == "fsdp" and self.accelerator.num_processes > 1
         if self.sharded:
             state.shard(objective)
-            objective = self.accelerator.prepare_model(objective, evaluation_mode=True)  # it is distributed already
+            objective = self.accelerator.prepare_model(objective, evaluation_mode=True)  # FSDP has already wrapped it
         else:
             objective = self.accelerator.prepare_model(objective)
         self.objective, self.optimizer = objective, self.accelerator.prepare_optimizer(_optimizer(model, run.recipe))
@@ -178,19 +178,19 @@ class _Trainer:
         self.progress = Progress()
         if self.main:
             run.remove_partial_files()
-        found = run.latest(callback.on_message if self.main else lambda line: None, self._read)
-        if found is not None:
-            state.restore(found[0], *self._checkpointed())
-            self.progress = found[1]
+        checkpoint = run.latest(callback.on_message if self.main else lambda line: None, self._read)
+        if checkpoint is not None:
+            state.restore(checkpoint[0], *self._checkpointed())
+            self.progress = checkpoint[1]
         elif self.main and has_steps(run.folder):
-            callback.on_message(
-                f"{run.folder}: there is no checkpoint to go on from; the training begins again at step 1"
-            )
+            callback.on_message(f"{run.folder}: no checkpoint to continue from; the training restarts at step 1")
         self.log = Log(run.folder, self.progress.step) if self.main else None
         now = environment()
-        differs = [key for key in ("torch", "threads", "processes") if now[key] != run.about["machine"].get(key)]
-        if found is not None and differs and self.main:
-            callback.on_message(f"{' and '.join(differs)} differ from when the run began: the last bits may differ too")
+        changed = [key for key in ("torch", "threads", "processes") if now[key] != run.about["machine"].get(key)]
+        if checkpoint is not None and changed and self.main:
+            callback.on_message(
+                f"{' and '.join(changed)} changed since the run started: results may differ in the last bits"
+            )
         if self.main:
             callback.on_start(run, self.progress, examples)
         if math.isfinite(self.progress.best):
@@ -199,13 +199,13 @@ class _Trainer:
     def run_to_end(self) -> Progress:
         if self.progress.done:
             return self.progress
-        with _stop_signals(alone=self.accelerator.num_processes == 1) as asked:
+        with _stop_signals(alone=self.accelerator.num_processes == 1) as signals:
             while not self.progress.done:
                 batches = plan(
                     self.dataset.sizes, budget=self.recipe.tokens, seed=self.recipe.seed, epoch=self.progress.epoch
                 )
                 while self.progress.batch < len(batches) and not self.progress.done:
-                    stop = self._step(batches[self.progress.batch], bool(asked))
+                    stop = self._step(batches[self.progress.batch], bool(signals))
                     if stop:
                         if self._saved_step != self.progress.step:
                             self._save()
@@ -216,26 +216,26 @@ class _Trainer:
 
     _saved_step = -1
 
-    def _step(self, chosen: np.ndarray, asked: bool) -> bool:
-        """One step of the optimizer, and what falls due after it. True when somebody asked to stop."""
+    def _step(self, chosen: np.ndarray, stop: bool) -> bool:
+        """Run one optimizer step, then log, evaluate and save if due. Return True if any process asks to stop."""
         started, recipe, step = time.perf_counter(), self.recipe, self.progress.step + 1
         rank, world = self.accelerator.process_index, self.accelerator.num_processes
         parts = shards(chosen, self.dataset.sizes, self.groups * recipe.accumulate)
         parts = parts[self.group * recipe.accumulate : (self.group + 1) * recipe.accumulate]
         batches = [self._batch(self.dataset, part, chosen, step, n) for n, part in enumerate(parts)]
-        count, tokens, asked_by = self._sum(
+        count, tokens, stops = self._sum(
             sum(batch.count for batch in batches) / self.sharing,
             sum(batch.tokens for batch in batches) / self.sharing,
-            float(asked),
+            float(stop),
         )
-        if asked_by:
+        if stops:
             return True
         _set_seed(recipe.seed, step, rank)
-        values, before = [], []
+        values, random_states = [], []
         for n, batch in enumerate(batches):
             last = n == len(batches) - 1
-            with nullcontext() if last else self.accelerator.no_sync(self.objective):  # but by FSDP: it would hold all
-                before.append(torch.get_rng_state())
+            with nullcontext() if last else self.accelerator.no_sync(self.objective):  # no effect with FSDP
+                random_states.append(torch.get_rng_state())
                 loss = self.objective(batch) * (world / max(1.0, count)) * bool(batch.count)
                 values.append(float(loss.detach()))
                 self.accelerator.backward(loss)
@@ -243,13 +243,13 @@ class _Trainer:
         if not math.isfinite(total):
             first = next((n for n, value in enumerate(values) if not math.isfinite(value)), len(values) - 1)
             n = min(self._all_gather(first))
-            torch.set_rng_state(before[n])
+            torch.set_rng_state(random_states[n])
             where = find_nonfinite_layer(self._model(), partial(self.objective, batches[n]))
             self._raise_nonfinite(
                 step, parts[n], f"the loss is {values[n]}", None if math.isfinite(values[n]) else where
             )
         norm = float(self.accelerator.clip_grad_norm_(self.objective.parameters(), recipe.clip))
-        if not math.isfinite(norm) and recipe.precision != "fp16":  # there the scaler leaves such steps out
+        if not math.isfinite(norm) and recipe.precision != "fp16":  # with fp16 the scaler skips such steps
             self._raise_nonfinite(
                 step, chosen, f"the norm of the gradient is {norm}", find_nonfinite_gradient(self._model())
             )
@@ -285,7 +285,7 @@ class _Trainer:
             self._save()
 
     def _evaluate(self) -> None:
-        """The loss on what is held out, with the average for weights; the best are kept."""
+        """Compute the validation loss with the averaged weights, and keep the best ones."""
         with self._averaged():
             loss = self.validation_loss()
             better = math.isfinite(loss) and not loss >= self.progress.best
@@ -305,7 +305,7 @@ class _Trainer:
             self.callback.on_evaluate(self.progress.step, loss, better)
 
     def _averaged(self) -> AbstractContextManager[None]:
-        """Within, the model has the average for its weights, if there is one."""
+        """A context in which the model has the averaged weights, if there are any."""
         return self.average.applied() if self.average is not None else nullcontext()
 
     def _keep_best(self) -> None:
@@ -314,24 +314,24 @@ class _Trainer:
             self.run.keep_best(weights, self.progress)
 
     def _replace_lost_best(self) -> None:
-        """Where the best weights are gone or damaged, keep those of the checkpoint, which are the next best."""
-        wrong = self._all_gather(self.run.best_problem() if self.main else "")[0]
-        if wrong:
+        """If the best weights are missing or damaged, replace them by those of the checkpoint."""
+        problem = self._all_gather(self.run.best_problem() if self.main else "")[0]
+        if problem:
             if self.main:
-                self.callback.on_message(f"{wrong}; the weights of step {self.progress.step} are kept in its place")
+                self.callback.on_message(f"{problem}; replaced by the weights of step {self.progress.step}")
             with self._averaged():
                 self.progress = replace(self.progress, best=self.validation_loss(), stale=0)
                 self._keep_best()
 
     @torch.no_grad()
     def validation_loss(self) -> float:
-        """The mean loss over the held-out examples, without smoothing; processes share the work."""
+        """Mean loss over the validation examples, without label smoothing; processes share the work."""
         self.objective.eval()
         total, count = 0.0, 0.0
         batches = in_order(
             self.validation.sizes, budget=max(1, self.recipe.tokens // self.recipe.accumulate // self.groups)
         )
-        batches += [batches[0][:0]] * (-len(batches) % self.groups)  # in step with one another: as many for each
+        batches += [batches[0][:0]] * (-len(batches) % self.groups)  # every group needs the same number of batches
         for n, chosen in enumerate(batches[self.group :: self.groups]):
             batch = self._batch(self.validation, chosen, batches[0], 0, n)
             total += float(self.objective(batch, 0.0)) * bool(batch.count)
@@ -343,19 +343,19 @@ class _Trainer:
     def _model(self) -> nn.Module:
         return self.accelerator.unwrap_model(self.objective).model
 
-    def _batch(self, items: Dataset, chosen: np.ndarray, instead: np.ndarray, step: int, part: int) -> Batch:
-        """A batch on the device. A process for which nothing is left takes an example that counts for nothing."""
+    def _batch(self, items: Dataset, chosen: np.ndarray, fallback: np.ndarray, step: int, part: int) -> Batch:
+        """Return a batch on the device. If no example is left for this process, take one with weight 0."""
         random = np.random.default_rng((self.recipe.seed, step, self.group, part))
-        batch = items.batch(chosen if len(chosen) else instead[:1], random)
+        batch = items.batch(chosen if len(chosen) else fallback[:1], random)
         batch = batch if len(chosen) else replace(batch, count=0, tokens=0)
         return batch if self.accelerator.device.type == "cpu" else to_device(batch, self.accelerator.device)
 
     def _sum(self, *values: float) -> tuple[float, ...]:
-        """Over all processes."""
+        """Sum values over all processes."""
         if self.accelerator.num_processes == 1:
             return values
-        sequence_context = torch.tensor(values, dtype=torch.float64, device=self.accelerator.device)
-        return tuple(self.accelerator.reduce(sequence_context, "sum").tolist())
+        tensor = torch.tensor(values, dtype=torch.float64, device=self.accelerator.device)
+        return tuple(self.accelerator.reduce(tensor, "sum").tolist())
 
     def _save(self) -> None:
         if self.sharded:
@@ -367,11 +367,11 @@ class _Trainer:
         self._saved_step = self.progress.step
 
     def _checkpointed(self) -> tuple[Any, Any, Any]:
-        """All that a checkpoint is of."""
+        """The objects that a checkpoint contains."""
         return self.objective, self.optimizer.optimizer, self.average
 
     def _read(self, path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
-        """A checkpoint; of a folder, each process reads what it has of the weights."""
+        """Read a checkpoint; from a sharded one, each process reads its shard."""
         if not path.is_dir():
             return load(path)
         from regard.training import sharded_checkpoint
@@ -379,23 +379,23 @@ class _Trainer:
         return sharded_checkpoint.load(path, self.state.capture(*self._checkpointed(), self.state.SHARDED))
 
     def _raise_nonfinite(self, step: int, chosen: np.ndarray, what: str, where: str | None) -> None:
-        """All processes stop, and tell of the first that knows where it comes from."""
+        """Raise the same error in all processes, with the location found by the first one that knows it."""
         places = [self.dataset.places[n] for n in chosen[:3]]
         more = f" and {len(chosen) - 3} more" if len(chosen) > 3 else ""
-        said = where and f"{what}; it comes from {where}, in the batch of {', '.join(places)}{more}"
-        kept = self.run.checkpoints()
-        kept_at = f"; {kept[0].name} is the last checkpoint" if kept else ""
-        report = next((each for each in self._all_gather(said) if each), what)
+        located = where and f"{what}; it comes from {where}, in the batch of {', '.join(places)}{more}"
+        checkpoints = self.run.checkpoints()
+        last = f"; {checkpoints[0].name} is the last checkpoint" if checkpoints else ""
+        report = next((each for each in self._all_gather(located) if each), what)
         raise UserError(
-            f"step {step}: {report}{kept_at}; try a lower --learning-rate, a longer --warmup or a lower --clip"
+            f"step {step}: {report}{last}; try a lower --learning-rate, a longer --warmup or a lower --clip"
         )
 
-    def _all_gather(self, said: Any) -> list[Any]:
-        """What every process says."""
-        heard = [said] * self.accelerator.num_processes
-        if len(heard) > 1:
-            dist.all_gather_object(heard, said)
-        return heard
+    def _all_gather(self, value: Any) -> list[Any]:
+        """Gather a value from every process."""
+        gathered = [value] * self.accelerator.num_processes
+        if len(gathered) > 1:
+            dist.all_gather_object(gathered, value)
+        return gathered
 
     def close(self) -> None:
         if self.log is not None:
@@ -403,7 +403,7 @@ class _Trainer:
 
 
 def to_device(value: Any, device: torch.device) -> Any:
-    """The tensors within a batch on a device."""
+    """Move all tensors within a value to a device."""
     if isinstance(value, Tensor):
         return value.to(device)
     if isinstance(value, Packed):
@@ -420,14 +420,16 @@ def _accelerator(task: Task, recipe: Recipe) -> Any:
     from accelerate import Accelerator
 
     if recipe.precision == "fp16" and not torch.accelerator.is_available():
-        raise UserError("precision fp16 needs an accelerator, and this machine has none; try --precision bf16")
+        raise UserError(
+            "precision fp16 needs a GPU or another accelerator, but none is available; try --precision bf16"
+        )
     _rejoin_process_group()
-    # Without being told so, it takes no notice of other processes on a machine that has only a CPU.
+    # Without cpu=True, accelerate ignores other processes on a CPU-only machine.
     accelerator = Accelerator(mixed_precision=recipe.precision, cpu=not torch.accelerator.is_available())
     if recipe.sequence_ranks > 1 and not task.supports_sequence_parallel:
-        able = ", ".join(name for name, kind in tasks().items() if kind.supports_sequence_parallel)
+        supported = ", ".join(name for name, kind in tasks().items() if kind.supports_sequence_parallel)
         raise UserError(
-            f"{task.name} cannot share a sequence among processes ({able} can); leave --sequence-ranks at 1"
+            f"{task.name} cannot share a sequence among processes ({supported} can); leave --sequence-ranks at 1"
         )
     if accelerator.num_processes % recipe.sequence_ranks:
         raise UserError(
@@ -438,7 +440,7 @@ def _accelerator(task: Task, recipe: Recipe) -> Any:
 
 
 def _rejoin_process_group() -> None:
-    """After a restart by torchrun, meet under a name of its own: its store still has the addresses of those before."""
+    """After a restart by torchrun, use a new prefix: its store still has the addresses of the previous attempt."""
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     if attempt == "0" or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True" or dist.is_initialized():
         return
@@ -459,7 +461,7 @@ def _optimizer(model: nn.Module, recipe: Recipe) -> torch.optim.AdamW:
 
 
 def _set_seed(*parts: int) -> None:
-    """Seed torch by several numbers, of which none runs into another."""
+    """Seed torch from several integers; different tuples give independent seeds."""
     torch.manual_seed(
         int(np.random.SeedSequence([part & 0xFFFFFFFF for part in parts]).generate_state(1, np.uint64)[0] >> 1)
     )
@@ -467,24 +469,25 @@ def _set_seed(*parts: int) -> None:
 
 @contextmanager
 def _stop_signals(*, alone: bool) -> Iterator[list[int]]:
-    """Ctrl-C and SIGTERM fill the list; a second one is not caught, and ends the process at once.
+    """Yield a list that collects Ctrl-C and SIGTERM; a second signal is not caught and ends the process.
 
-    Among several processes SIGTERM is the launcher's, who clears up after one that died: nobody is left to agree with.
+    With several processes SIGTERM is not caught: the launcher sends it after one of them died, and the others could not
+    agree on a step to stop at.
     """
-    asked: list[int] = []
-    before: dict[int, Any] = {}
+    received: list[int] = []
+    previous: dict[int, Any] = {}
 
     def remember(number: int, frame: Any) -> None:
-        asked.append(number)
-        signal.signal(number, before[number])
+        received.append(number)
+        signal.signal(number, previous[number])
 
     try:
         for number in (signal.SIGINT, signal.SIGTERM) if alone else (signal.SIGINT,):
-            before[number] = signal.signal(number, remember)
-    except ValueError:  # not the main thread: whoever runs it there stops it by other means
+            previous[number] = signal.signal(number, remember)
+    except ValueError:  # not in the main thread, where signals cannot be handled
         pass
     try:
-        yield asked
+        yield received
     finally:
-        for known, handler in before.items():
-            signal.signal(known, handler)
+        for number, handler in previous.items():
+            signal.signal(number, handler)

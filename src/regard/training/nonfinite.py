@@ -1,4 +1,4 @@
-"""Where numbers stopped being numbers: the first layer whose output, or whose gradient, is not finite."""
+"""Locating NaN and infinity: the first layer whose output or gradient is not finite."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from regard.nn import Packed
 
 
 def find_nonfinite_layer(model: nn.Module, compute: Callable[[], Any]) -> str:
-    """Compute again, watching every layer: the one that made what is not finite of what was."""
+    """Repeat a computation with hooks, and name the first layer whose output is not finite."""
     weights = [name for name, weight in model.named_parameters() if not _finite(weight)]
-    found: list[str] = []
+    layers: list[str] = []
     hooks = []
 
     def watch(name: str) -> Callable[..., None]:
         def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-            if not found and not all(bool(torch.isfinite(part).all()) for part in floats(output)):
-                found.append(name)
+            if not layers and not all(bool(torch.isfinite(part).all()) for part in floats(output)):
+                layers.append(name)
 
         return hook
 
     for name, module in model.named_modules():
-        if name and type(module).forward is not nn.Module.forward:  # the whole is no layer, nor is a description
+        if name and type(module).forward is not nn.Module.forward:  # skip the model itself and modules without forward
             hooks.append(module.register_forward_hook(watch(name), with_kwargs=True))
     try:
         with torch.no_grad():
@@ -35,11 +35,11 @@ def find_nonfinite_layer(model: nn.Module, compute: Callable[[], Any]) -> str:
             hook.remove()
     if weights:
         return f"the weight {weights[0]}"
-    return f"the layer {found[0]}" if found else "the loss itself, after the last layer"
+    return f"the layer {layers[0]}" if layers else "the loss itself, after the last layer"
 
 
 def find_nonfinite_gradient(model: nn.Module) -> str:
-    """The last weight, and so the first in backward order, whose gradient is not finite."""
+    """Name the last weight, and so the first in backward order, whose gradient is not finite."""
     for name, weight in reversed(list(model.named_parameters())):
         if weight.grad is not None and not _finite(weight.grad):
             return f"the gradient of {name}"
@@ -47,13 +47,13 @@ def find_nonfinite_gradient(model: nn.Module) -> str:
 
 
 def _finite(tensor: Tensor) -> bool:
-    """Of a tensor that processes share, the part that is here: nobody waits for others."""
-    here = getattr(tensor, "to_local", lambda: tensor)()
-    return bool(torch.isfinite(here).all())
+    """Whether a tensor is finite; of a sharded one only the local shard, without communication."""
+    local = getattr(tensor, "to_local", lambda: tensor)()
+    return bool(torch.isfinite(local).all())
 
 
 def floats(value: Any) -> Iterator[Tensor]:
-    """The tensors of real numbers within a value."""
+    """Yield the floating-point tensors within a value."""
     if isinstance(value, Tensor):
         if value.is_floating_point():
             yield value

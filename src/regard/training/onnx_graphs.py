@@ -1,4 +1,4 @@
-"""What `regard export` writes as ONNX: modules with named inputs, outputs and dynamic axes."""
+"""Graphs that `regard export` writes as ONNX: modules with named inputs, outputs and dynamic axes."""
 
 from __future__ import annotations
 
@@ -22,8 +22,9 @@ SOURCE = ("batch", "source")
 class Graph(NamedTuple):
     """A module to trace.
 
-    name: of the file, without .onnx. inputs: an example of each, in the order of `module.forward`, and the names of
-    its leading axes, which may have any size. outputs: their names.
+    name: file name without .onnx.
+    inputs: an example of each, in the order of `module.forward`, and the names of its leading, dynamic axes.
+    outputs: names of the outputs.
     """
 
     name: str
@@ -33,25 +34,25 @@ class Graph(NamedTuple):
 
 
 def text_graph(model: nn.Module, output: str = "output") -> Graph:
-    """Token ids and the mask of real tokens to one output."""
+    """Token ids and padding mask to one output."""
     axes = ("batch", "length")
     return Graph("model", model, {"ids": (IDS, axes), "mask": (MASK, axes)}, (output,))
 
 
 def sound_graph(model: nn.Module, features: int) -> Graph:
-    """Log-mel features and the mask of real frames to one output."""
+    """Log-mel features and padding mask to one output."""
     axes, mask = ("batch", "frames"), torch.arange(200) < torch.tensor([[200], [120]])
     inputs = {"features": (torch.zeros(2, 200, features), axes), "mask": (mask, axes)}
     return Graph("model", model, inputs, ("output",))
 
 
 def image_graph(model: nn.Module, shape: tuple[int, int, int], *outputs: str) -> Graph:
-    """Pixels (batch, channels, height, width) of one size to the outputs."""
+    """Pixels (batch, channels, height, width), of fixed size, to the outputs."""
     return Graph("model", model, {"pixels": (torch.zeros(2, *shape), ("batch",))}, outputs)
 
 
 def pair_graphs(model: Transformer) -> tuple[Graph, Graph]:
-    """The encoder and the decoder of a model that writes a text for a text."""
+    """Encoder and decoder of a sequence-to-sequence model."""
     inputs = {
         "target_ids": (torch.full((2, 5), 5), ("batch", "target")),
         "encoded": (torch.zeros(2, 7, model.config.d_model), SOURCE),
@@ -63,7 +64,7 @@ def pair_graphs(model: Transformer) -> tuple[Graph, Graph]:
 
 
 def speaker_graphs(model: SpeechSynthesizer) -> tuple[Graph, Graph]:
-    """The encoder and the decoder of a model that says a text aloud."""
+    """Encoder and decoder of a speech synthesizer."""
     inputs = {
         "last_frames": (torch.zeros(2, 5, model.config.features), ("batch", "steps")),
         "encoded": (torch.zeros(2, 7, model.config.d_model), SOURCE),
@@ -91,16 +92,16 @@ class Encode(nn.Module):
 
 
 class Decode(nn.Module):
-    """Target ids so far (B, N) to the logits (B, N, vocabulary) of the token after each.
+    """Target ids (B, N) to the logits (B, N, vocabulary) of the next tokens.
 
-    They are -inf for tokens that `generate` never writes, so that the largest is the next token.
+    Logits of suppressed tokens are -inf, so that the largest one is the next token.
     """
 
     def __init__(self, model: Transformer) -> None:
         super().__init__()
         self.model = model
         size = model.config.target_vocabulary or model.config.vocabulary
-        self.register_buffer("never", torch.isin(torch.arange(size), torch.tensor(model.config.suppress_tokens)))
+        self.register_buffer("suppressed", torch.isin(torch.arange(size), torch.tensor(model.config.suppress_tokens)))
 
     def forward(
         self, target_ids: Tensor, encoded: Tensor, source_mask: Tensor, source_ids: Tensor | None = None
@@ -110,12 +111,12 @@ class Decode(nn.Module):
         else:
             logits = self.model.decode(target_ids, encoded, source_mask)
         assert isinstance(logits, Tensor)
-        assert isinstance(self.never, Tensor)
-        return logits.masked_fill(self.never, -math.inf)
+        assert isinstance(self.suppressed, Tensor)
+        return logits.masked_fill(self.suppressed, -math.inf)
 
 
 class DecodeFrames(nn.Module):
-    """The last frame before each step (B, S, features) to the frames of each step, and logits that it is the last."""
+    """The last frame before each step (B, S, features) to the frames of each step and its end logits."""
 
     def __init__(self, model: SpeechSynthesizer) -> None:
         super().__init__()

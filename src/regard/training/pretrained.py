@@ -1,4 +1,4 @@
-"""What tasks on text share: encoding with lengths checked, and the parts of a model that was trained before."""
+"""Pretrained text encoders, as a starting point of other tasks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class EncoderOptions(Protocol):
-    """The options of a task that say what its encoder is like."""
+    """The options of a task that determine its encoder."""
 
     @property
     def d_model(self) -> int: ...
@@ -36,7 +36,7 @@ class EncoderOptions(Protocol):
 
 
 def encoder_config(processor: Processor, shape: EncoderOptions, **more: Any) -> TextConfig:
-    """An encoder of this shape, or that which a pretrained model brought along."""
+    """Configuration of a text encoder: that of the pretrained model, if any, or of this shape."""
     if processor.config is not None:
         config = TextConfig(**(processor.settings() | {"dropout": shape.dropout} | more))
         check_config(config)
@@ -50,24 +50,24 @@ def encoder_config(processor: Processor, shape: EncoderOptions, **more: Any) -> 
 
 
 def load_encoder(start: str) -> tuple[TextEncoder, Tokenizer]:
-    """The text encoder of a run, or of a checkpoint folder with its tokenizer.json, and its tokenizer."""
+    """Load the text encoder and tokenizer of a run, or of a checkpoint directory with tokenizer.json."""
     model, tokenizer = load_model(start)
     return get_encoder(model, start), tokenizer
 
 
 def load_model(start: str) -> tuple[nn.Module, Tokenizer]:
-    """The model of a run or of a checkpoint folder, and its tokenizer."""
+    """Load the model and tokenizer of a run or of a checkpoint directory."""
     folder = Path(start)
     if (folder / "run.json").exists():
         run = Run.open(folder)
         return run.model()[0], run.processor.require_tokenizer()
     if not (folder / "config.json").exists():
-        raise UserError(f"{start}: holds neither a run nor a checkpoint (run.json or config.json); check --pretrained")
+        raise UserError(f"{start}: neither a run nor a checkpoint (no run.json or config.json); check --pretrained")
     from regard.models.checkpoints import load
     from regard.models.checkpoints.tokenizers import read_tokenizer
 
     if not (folder / "tokenizer.json").exists():
-        raise UserError(f"{start}: there is no tokenizer.json beside the checkpoint; put its tokenizer there")
+        raise UserError(f"{start}: no tokenizer.json next to the checkpoint; copy its tokenizer there")
     with naming(start, "check --pretrained"):
         tokenizer = read_tokenizer(folder / "tokenizer.json")
         tokenizer.no_padding()
@@ -76,18 +76,17 @@ def load_model(start: str) -> tuple[nn.Module, Tokenizer]:
 
 
 def processor_from_pretrained(start: str) -> Processor:
-    """The kit of a model that begins with a pretrained encoder."""
+    """Processor of a model that starts from a pretrained encoder."""
     encoder, tokenizer = load_encoder(start)
     return Processor(tokenizer, config=json.loads(json.dumps(asdict(encoder.config))))
 
 
 def get_encoder(model: nn.Module, start: str) -> TextEncoder:
-    """The text encoder of a model that was loaded from `start`."""
-    found = model if isinstance(model, TextEncoder) else getattr(model, "encoder", None)
-    if not isinstance(found, TextEncoder):
+    """Return the text encoder of a model loaded from `start`."""
+    encoder = model if isinstance(model, TextEncoder) else getattr(model, "encoder", None)
+    if not isinstance(encoder, TextEncoder):
         raise UserError(
             f"{start}: is a {type(model).__name__}, which has no text encoder; --pretrained takes runs of masked, "
-            "classify "
-            "or embed, and checkpoints like BERT"
+            "classify or embed, and checkpoints like BERT"
         )
-    return found
+    return encoder

@@ -1,4 +1,4 @@
-"""How a training goes, on a terminal: a bar with loss, tokens a second and the time that is left."""
+"""Progress bar of a training: loss, tokens per second and the remaining time."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from regard.training.sources import Examples, splits
 if TYPE_CHECKING:
     from rich.console import Console
 
-REPORT_SECONDS = 15.0  # seconds between lines, where the output is no terminal
+REPORT_SECONDS = 15.0  # seconds between lines if the output is not a terminal
 
 
 class ProgressBar:
-    """Watches a training. Where the console is no terminal, a line now and then."""
+    """Shows a progress bar; if the console is not a terminal, prints a line every few seconds."""
 
     def __init__(self, console: Console, run: Run) -> None:
         self.console, self.run = console, run
@@ -37,28 +37,28 @@ class ProgressBar:
     def on_start(self, run: Run, progress: Progress, examples: Examples) -> None:
         self.examples = examples
         size = splits(examples.rows(), shared=examples.test is examples.validation)
-        where = f", from step {progress.step}" if progress.step else ""
-        self.on_message(f"{run.task.name}: {size}; {run.recipe.steps} steps{where}; {run.folder}")
+        start = f", from step {progress.step}" if progress.step else ""
+        self.on_message(f"{run.task.name}: {size}; {run.recipe.steps} steps{start}; {run.folder}")
         if self.console.is_interactive:
             from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
             from rich.progress import Progress as Bars
 
-            words = TextColumn("loss {task.fields[loss]:.3f}  {task.fields[speed]:,.0f} tokens/s")
-            self._bar = Bars(MofNCompleteColumn(), BarColumn(), words, TimeRemainingColumn(), console=self.console)
+            speed = TextColumn("loss {task.fields[loss]:.3f}  {task.fields[speed]:,.0f} tokens/s")
+            self._bar = Bars(MofNCompleteColumn(), BarColumn(), speed, TimeRemainingColumn(), console=self.console)
             self._task = self._bar.add_task("", total=run.recipe.steps, completed=progress.step, loss=0.0, speed=0.0)
             self._bar.start()
 
     def step(self, step: Step) -> None:
-        share = 0.1 if self._speed else 1.0
-        self._loss += share * (step.loss - self._loss)
-        self._speed += share * (step.tokens / step.seconds - self._speed)
+        weight = 0.1 if self._speed else 1.0
+        self._loss += weight * (step.loss - self._loss)
+        self._speed += weight * (step.tokens / step.seconds - self._speed)
         if self._bar is not None:
             self._bar.update(self._task, completed=step.step, loss=self._loss, speed=self._speed)
         elif (now := time.monotonic()) - self._last_report > REPORT_SECONDS:
             self._last_report = now
             left = (self.run.recipe.steps - step.step) * step.tokens / self._speed
-            words = f"loss {self._loss:.3f}, {self._speed:,.0f} tokens/s, about {left / 60:.0f} min left"
-            self.console.print(f"step {step.step}/{self.run.recipe.steps}: {words}")
+            status = f"loss {self._loss:.3f}, {self._speed:,.0f} tokens/s, about {left / 60:.0f} min left"
+            self.console.print(f"step {step.step}/{self.run.recipe.steps}: {status}")
 
     def on_evaluate(self, step: int, loss: float, best: bool) -> None:
         self.console.print(f"step {step}: validation loss {loss:.4f}{', the best so far' if best else ''}")

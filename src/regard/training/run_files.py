@@ -1,4 +1,4 @@
-"""The files of a run directory, read and checked: anything wrong with one is a `UserError` that names it."""
+"""Reading and checking of the files of a run directory. Any defect raises a `UserError` that names the file."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ SOURCES: dict[str, Any] = {
     "data": list[str], "validation": list[str], "test": list[str], "held_out": int, "skip_bad": bool,
     "files": list[dict[str, str | int]],
 }  # fmt: skip
-SPARE = 1 << 30  # bytes of tensors that a model may compute on top of those that its file holds
+MAX_BUFFERS = 1 << 30  # bytes of buffers that a model may compute in addition to the tensors of its file
 
 
 def read_about(folder: Path) -> dict[str, Any]:
-    """What run.json says, each value of the right type."""
+    """Read run.json and check the types of its values."""
     path = folder / "run.json"
     about = read_object(path)
     with naming(path):
@@ -49,37 +49,37 @@ def read_about(folder: Path) -> dict[str, Any]:
 
 
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """The lines of a log, each with its step; a last line that was cut short is left out."""
-    held = read_text(path).splitlines() if path.exists() else []
-    for n, line in enumerate(held, 1):
+    """Yield the lines of a log; an incomplete last line is left out."""
+    lines = read_text(path).splitlines() if path.exists() else []
+    for n, line in enumerate(lines, 1):
         with naming(path, "delete the line, or the file"):
             try:
-                found = json.loads(line)
+                record = json.loads(line)
             except (ValueError, RecursionError) as error:
-                if n == len(held):
+                if n == len(lines):
                     return
-                raise ValueError(f"line {n} is no JSON: {str(error)[:200]}") from None
-            if not isinstance(found, dict):
-                raise ValueError(f"line {n} must be a JSON object, but is {short_repr(found)}")
-            check_value(f"step of line {n}", found.get("step"), int)
-            check_value(f"seconds of line {n}", found.get("seconds", 0.0), float)
-        yield found
+                raise ValueError(f"line {n} is not valid JSON: {str(error)[:200]}") from None
+            if not isinstance(record, dict):
+                raise ValueError(f"line {n} must be a JSON object, got {short_repr(record)}")
+            check_value(f"step of line {n}", record.get("step"), int)
+            check_value(f"seconds of line {n}", record.get("seconds", 0.0), float)
+        yield record
 
 
 def read_progress(kind: Any, notes: Mapping[str, str]) -> Any:
-    """The progress that the notes of a checkpoint hold."""
+    """Parse the progress in the metadata of a checkpoint."""
     values = json.loads(notes["progress"])
     best = values.pop("best", math.inf)
     if isinstance(best, bool) or not isinstance(best, float | int) or math.isnan(best):
-        raise ValueError(f"progress.best must be a number, or infinite, but is {short_repr(best)}")
-    found = build(kind, values, "progress")
-    if min(found.step, found.epoch, found.batch, found.stale) < 0:
-        raise ValueError(f"progress must have no negative number, but is {short_repr(values)}")
-    return replace(found, best=float(best))
+        raise ValueError(f"progress.best must be a number or infinity, got {short_repr(best)}")
+    progress = build(kind, values, "progress")
+    if min(progress.step, progress.epoch, progress.batch, progress.stale) < 0:
+        raise ValueError(f"progress must not be negative, got {short_repr(values)}")
+    return replace(progress, best=float(best))
 
 
 def shapes_of(path: Path) -> dict[str, tuple[int, ...]]:
-    """The shapes of the tensors of a checkpoint; nothing else is read."""
+    """Shapes of the tensors of a checkpoint, without reading the tensors."""
     from safetensors import safe_open
 
     if path.is_dir():
@@ -91,7 +91,7 @@ def shapes_of(path: Path) -> dict[str, tuple[int, ...]]:
 
 
 def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Tensors and notes of a file, or of a folder to which processes wrote their parts; whole, with their checksum."""
+    """Read all tensors and the metadata of a checkpoint, a file or a sharded directory, and verify its checksum."""
     from safetensors import safe_open
 
     if path.is_dir():
@@ -101,14 +101,14 @@ def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
 
     with safe_open(str(require_file(path)), "pt") as file:
         tensors, notes = {name: file.get_tensor(name) for name in file.keys()}, file.metadata() or {}  # noqa: SIM118
-    said = notes.pop(checksum.NAME, None)  # runs of earlier versions have none
-    if said is not None and said != checksum.of_tensors(tensors, notes):
+    expected = notes.pop(checksum.NAME, None)  # runs of earlier versions have none
+    if expected is not None and expected != checksum.of_tensors(tensors, notes):
         raise ValueError(checksum.DAMAGED)
     return tensors, notes
 
 
 def read_notes(path: Path) -> dict[str, str]:
-    """The notes of a file alone."""
+    """Read only the metadata of a file."""
     from safetensors import safe_open
 
     with safe_open(str(require_file(path)), "pt") as file:
@@ -116,16 +116,16 @@ def read_notes(path: Path) -> dict[str, str]:
 
 
 def check_model(model: nn.Module, shapes: Shapes) -> None:
-    """Raise ValueError unless a model without memory has tensors of these shapes, and few others."""
+    """Raise ValueError if a model on "meta" has tensors of other shapes, or too large buffers."""
     stored = model.state_dict(keep_vars=True)
     for name in sorted({*stored, *shapes}):
         wanted = tuple(stored[name].shape) if name in stored else None
         if wanted != shapes.get(name):
             raise ValueError(
                 "its tensors are not those of the model that run.json, processor.json and tokenizer.json describe: "
-                f"{printable(name)} is {shapes.get(name, 'missing')}, but the model's is {wanted or 'missing'}"
+                f"{printable(name)} is {shapes.get(name, 'missing')}, but in the model it is {wanted or 'missing'}"
             )
-    held = {id(tensor) for tensor in stored.values()}
-    spare = sum(tensor.nbytes for tensor in model.buffers() if id(tensor) not in held)
-    if spare > SPARE:
-        raise ValueError(f"run.json and processor.json describe a model that computes tables of {spare} bytes")
+    saved = {id(tensor) for tensor in stored.values()}
+    extra = sum(tensor.nbytes for tensor in model.buffers() if id(tensor) not in saved)
+    if extra > MAX_BUFFERS:
+        raise ValueError(f"run.json and processor.json describe a model that computes buffers of {extra} bytes")

@@ -1,4 +1,4 @@
-"""A run's folder: what it is (run.json), what it knows (kit), its checkpoints and its log. All writes are atomic."""
+"""Run directories: run.json, processor, checkpoints and log. All writes are atomic."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ from regard.training.task import Task, tasks
 
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 SHIPPED = ("en-fr",)
-FORMAT = 2  # of run.json and processor.json
-KEEP = 2  # checkpoints; the one before the last is there should the last be damaged
+FORMAT = 2  # version of run.json and processor.json
+KEEP = 2  # checkpoints; the older one is a fallback if the last is damaged
 WRITTEN = (
     "run.json",
     "processor.json",
@@ -57,31 +57,31 @@ WRITTEN = (
     "checkpoints",
     "log.jsonl",
     "tensorboard",
-)  # before a step is made
+)  # files that exist before the first step
 Read = Callable[[Path], tuple[dict[str, Tensor], dict[str, str]]]
 
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a run is: all that decides what comes next, beside weights and the optimizer's memory."""
+    """Position of a run: all state besides the weights and the optimizer."""
 
     step: int = 0
     epoch: int = 0
-    batch: int = 0  # of the epoch, the next one
+    batch: int = 0  # next batch of the epoch
     best: float = float("inf")
-    stale: int = 0  # evaluations since the best
+    stale: int = 0  # evaluations since the best one
     done: bool = False
 
 
 class Run:
-    """A run directory, or what `regard export` wrote of one, which is only read.
+    """A run directory, or an exported one, which is read-only.
 
-    run.json        what is needed to repeat it, and what it reached; `exported` in an exported one
-    processor.json        labels and the like; tokenizer.json beside it
-    checkpoints/    the last two, weights and optimizer; one file each, or a folder where processes share the weights
-    best.safetensors  the weights with the lowest validation loss; config.json and model.safetensors in an exported one
-    log.jsonl       one line a step; tensorboard/ has the same
-    run.lock        locked by the process that writes
+    run.json          settings to repeat the run, and its results; has `exported` if exported
+    processor.json    labels and settings; tokenizer.json next to it
+    checkpoints/      the last two, weights and optimizer: a file each, or a directory if weights are sharded
+    best.safetensors  weights with the lowest validation loss; config.json and model.safetensors if exported
+    log.jsonl         one line per step; tensorboard/ has the same
+    run.lock          locked by the process that writes
     """
 
     def __init__(self, folder: Path, about: dict[str, Any], task: Task, recipe: Recipe, processor: Processor) -> None:
@@ -91,7 +91,7 @@ class Run:
     def create(
         folder: Path, task: Task, recipe: Recipe, sources: Sources, processor: Processor, examples: Examples
     ) -> Run:
-        """A new run; nothing that is there is overwritten."""
+        """Create a new run; an existing run is never overwritten."""
         check_vacant(folder, task.name)
         about = {
             "format": FORMAT,
@@ -111,26 +111,26 @@ class Run:
         processor.save(folder)
         (folder / "checkpoints").mkdir(exist_ok=True)
         run = Run(folder, about, task, recipe, processor)
-        run.write_about()  # last: a folder with run.json is whole
+        run.write_about()  # last: run.json marks a complete directory
         return run
 
     @staticmethod
     def open(folder: Path | str) -> Run:
-        """The run, or the exported one, that a folder holds; or the one of that name that comes with the package."""
+        """Open a run directory, an exported one, or the run of this name included in the package."""
         folder = Path(folder)
         if not folder.exists() and str(folder) in SHIPPED:
             folder = EMBEDDED / folder
         if not folder.exists():
-            raise UserError(f"{folder}: there is no such run; regard train TASK --out {folder} makes one")
+            raise UserError(f"{folder}: no such run; create one with regard train TASK --out {folder}")
         if not (folder / "run.json").exists():
             raise UserError(
-                f"{folder}: holds no run (there is no run.json); name the folder that regard train --out or "
-                "regard export wrote"
+                f"{folder}: not a run directory (no run.json); pass a directory written by regard train --out or "
+                "regard export"
             )
         about, known = read_about(folder), tasks()
         with naming(folder / "run.json"):
             if about["task"] not in known:
-                raise UserError(f"the task {short_repr(about['task'])} is not known; known are {', '.join(known)}")
+                raise UserError(f"unknown task {short_repr(about['task'])}; known tasks are {', '.join(known)}")
             task = build(known[about["task"]], about["options"], "options")
             recipe = build(Recipe, about["recipe"], "recipe")
         return Run(folder, about, task, recipe, Processor.load(folder))
@@ -141,41 +141,41 @@ class Run:
             write_text_atomically(self.folder / "run.json", json.dumps(self.about, indent=1, ensure_ascii=False))
 
     def keep_results(self, results: dict[str, Any]) -> None:
-        """Write figures of the best weights into run.json; `RunLocked` if a training writes, or has written others."""
+        """Write results to run.json; raise `RunLocked` if a training is active or has replaced the weights."""
         with locked(self.folder):
             best = self.folder / "best.safetensors"
             if best.exists():
                 with naming(best):
                     if _step(read_notes(best)) != results["step"]:
-                        raise RunLocked(f"{best}: was replaced while it was measured; run the command again")
+                        raise RunLocked(f"{best}: was replaced during the evaluation; run the command again")
             self.about = read_about(self.folder) | {"results": results}
             self.write_about()
 
     def checkpoints(self) -> list[Path]:
-        """The newest first."""
+        """Paths of the checkpoints, newest first."""
         return sorted((self.folder / "checkpoints").glob("step-*"), reverse=True)
 
     def save(self, tensors: dict[str, Tensor], progress: Progress) -> Path:
-        """A checkpoint in one file. The last good one stays until this one is safe on the disk."""
+        """Write a checkpoint as one file. Older ones are deleted only after it is safe on disk."""
         path = self.folder / "checkpoints" / f"step-{progress.step:08}.safetensors"
         path.parent.mkdir(exist_ok=True)
         self._write(path, tensors, progress)
-        self._clear()
+        self._remove_old_checkpoints()
         return path
 
     def save_shard(self, tensors: dict[str, Tensor], progress: Progress) -> Path:
-        """A checkpoint of tensors that processes share: a folder, to which every process writes its part."""
+        """Write a sharded checkpoint: a directory to which every process writes its shard."""
         from regard.training import sharded_checkpoint
 
         path = self.folder / "checkpoints" / f"step-{progress.step:08}"
         path.parent.mkdir(exist_ok=True)
         with _explain_full_disk(self.folder):
             sharded_checkpoint.save(path, tensors, {"progress": json.dumps(asdict(progress))})
-        self._clear()
+        self._remove_old_checkpoints()
         return path
 
-    def _clear(self) -> None:
-        """Old checkpoints go; another process may have been faster."""
+    def _remove_old_checkpoints(self) -> None:
+        """Delete old checkpoints; another process may delete the same ones."""
         for old in self.checkpoints()[KEEP:]:
             if old.is_dir():
                 shutil.rmtree(old, ignore_errors=True)
@@ -183,28 +183,28 @@ class Run:
                 old.unlink(missing_ok=True)
 
     def remove_partial_files(self) -> None:
-        """What a training that was killed left half written goes. For the one process that begins or goes on."""
+        """Delete partial files of a killed training. Only the main process may call this."""
         for folder in (self.folder, self.folder / "checkpoints"):
             remove_partial_files(folder)
 
     def latest(
         self, on_skip: Callable[[str], None] = lambda line: None, read: Read | None = None
     ) -> tuple[dict[str, Tensor], Progress] | None:
-        """The newest checkpoint that can be read; `on_skip` hears of those that cannot."""
+        """Read the newest readable checkpoint; `on_skip` is called with a message for each unreadable one."""
         paths = self.checkpoints()
-        for path, before in zip(paths, [*paths[1:], None], strict=False):
+        for path, older in zip(paths, [*paths[1:], None], strict=False):
             try:
                 tensors, notes = (read or load)(path)
                 return tensors, read_progress(Progress, notes)
-            except Exception as error:  # whatever is wrong with it, there may be another
-                then = f"; {before.name} is tried instead" if before is not None else ""
-                on_skip(f"{path}: cannot be read ({first_line(error)}){then}")
+            except Exception as error:  # any damage: try the next one
+                fallback = f"; trying {older.name} instead" if older is not None else ""
+                on_skip(f"{path}: cannot be read ({first_line(error)}){fallback}")
         if paths:
-            raise UserError(f"{paths[0].parent}: no checkpoint can be read; begin another run")
+            raise UserError(f"{paths[0].parent}: no checkpoint can be read; start another run")
         return None
 
     def keep_best(self, weights: dict[str, Tensor], progress: Progress) -> None:
-        """The weights to predict with."""
+        """Save the weights to predict with."""
         self._write(self.folder / "best.safetensors", weights, progress)
 
     def _write(self, path: Path, tensors: dict[str, Tensor], progress: Progress) -> None:
@@ -216,27 +216,27 @@ class Run:
             write_atomically(path, lambda there: save_file(tensors, str(there), notes))
 
     def best_problem(self) -> str:
-        """What is wrong with the best weights; nothing where they can be read."""
+        """Describe the damage of the best weights; empty if they can be read."""
         path = self.folder / "best.safetensors"
         try:
             load(path)
         except Exception as error:  # any damage
-            return f"{path}: {f'cannot be read ({first_line(error)})' if path.exists() else 'is gone'}"
+            return f"{path}: {f'cannot be read ({first_line(error)})' if path.exists() else 'is missing'}"
         return ""
 
     def minutes(self) -> float:
-        """That its steps took, all together."""
+        """Total duration of all steps."""
         if self.exported:
             return self.about["exported"]["minutes"]
         return sum(line.get("seconds", 0.0) for line in read_lines(self.folder / "log.jsonl")) / 60
 
     @property
     def exported(self) -> bool:
-        """Whether it is a model to use, without checkpoints to go on from: nothing is written to its folder."""
+        """Whether the run is exported: read-only, without checkpoints to resume from."""
         return self.about.get("exported") is not None
 
     def model(self, *, frozen: bool = False) -> tuple[nn.Module, int]:
-        """The model with its best weights, ready to predict, and the step that they are of.
+        """Load the model with its best weights, in eval mode, and the step of these weights.
 
         frozen: pack the weights for inference (`regard.nn.freeze`).
         """
@@ -248,16 +248,16 @@ class Run:
             return self._exported_model(frozen), self.about["exported"]["step"]
         path = self.folder / "best.safetensors"
         if path.exists():
-            with naming(path, f"regard resume {self.folder} writes it anew"):
+            with naming(path, f"regard resume {self.folder} rewrites it"):
                 shapes = shapes_of(path)
                 self.check_model(path, shapes)
                 weights, notes = load(path)
                 step = _step(notes)
         else:
-            found = self.latest()
-            if found is None:
-                raise UserError(f"{self.folder}: nothing is trained yet; regard resume {self.folder} begins")
-            tensors, progress = found
+            checkpoint = self.latest()
+            if checkpoint is None:
+                raise UserError(f"{self.folder}: not trained yet; train with regard resume {self.folder}")
+            tensors, progress = checkpoint
             prefix = "average." if any(name.startswith("average.") for name in tensors) else "model."
             weights = {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
             self.check_model(self.folder / "checkpoints", {name: tuple(x.shape) for name, x in weights.items()})
@@ -270,21 +270,23 @@ class Run:
         return model.eval(), step
 
     def check_model(self, path: Path, shapes: Shapes) -> None:
-        """Raise unless run.json, processor.json and tokenizer.json describe a model with the tensors of this file."""
+        """Raise if the model of run.json, processor.json and tokenizer.json does not match the tensors of a file."""
         with naming(f"{self.folder}/run.json or processor.json"):
             model = build_on_meta(lambda: self.task.model(self.processor), tensor_count=len(shapes))
-        with naming(path, "do these files belong together?"):
+        with naming(path, "are these files from the same run?"):
             check_model(model, shapes)
 
     def check_checkpoint(self) -> None:
-        """The same for the newest checkpoint that can be read, before a training builds its model."""
+        """`check_model` on the newest readable checkpoint, before a training builds its model."""
         for path in self.checkpoints():
             try:
                 shapes = shapes_of(path)
             except Exception:  # `latest` reports it
                 continue
-            own = {name.removeprefix("model."): shape for name, shape in shapes.items() if name.startswith("model.")}
-            self.check_model(path, own)
+            model_shapes = {
+                name.removeprefix("model."): shape for name, shape in shapes.items() if name.startswith("model.")
+            }
+            self.check_model(path, model_shapes)
             break
 
     def _exported_model(self, frozen: bool) -> nn.Module:
@@ -294,7 +296,7 @@ class Run:
             return load_checkpoint(self.folder, dtype=torch.float32, frozen=frozen)
 
     def calibrate(self, rows: Sequence[Row]) -> None:
-        """Let the task choose what is to be chosen after training, by rows held out for that, and keep it."""
+        """Calibrate the trained model on validation rows, and save the processor if it changed."""
         model, _ = self.model(frozen=True)
         with stage("calibrating"):
             processor = self.task.calibrate(model, self.processor, rows)
@@ -305,7 +307,7 @@ class Run:
 
 
 class Log:
-    """log.jsonl and TensorBoard, one line a step; lines behind the step that a run goes on from are cut off."""
+    """log.jsonl and TensorBoard, one entry per step; entries after `step`, where the run continues, are removed."""
 
     def __init__(self, folder: Path, step: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
@@ -317,9 +319,9 @@ class Log:
         self.file = path.open("a", buffering=1, encoding="utf-8")
         self.board = SummaryWriter(str(folder / "tensorboard"), purge_step=step + 1 if step else None)
 
-    def __call__(self, step: int, **figures: float) -> None:
-        self.file.write(json.dumps({"step": step} | figures) + "\n")
-        for name, value in figures.items():
+    def __call__(self, step: int, **values: float) -> None:
+        self.file.write(json.dumps({"step": step} | values) + "\n")
+        for name, value in values.items():
             self.board.add_scalar(name, value, step)
 
     def close(self) -> None:
@@ -329,7 +331,7 @@ class Log:
 
 @contextmanager
 def _explain_full_disk(run: Path) -> Iterator[None]:
-    """Within, what does not fit on the disk is told, with how the run in this folder goes on."""
+    """Convert a full-disk error in this context to a `UserError` that explains how to continue the run."""
     try:
         yield
     except Exception as error:
@@ -337,13 +339,13 @@ def _explain_full_disk(run: Path) -> Iterator[None]:
             raise
         free = shutil.disk_usage(run).free / 1e6
         raise UserError(
-            f"{run}: the disk is full ({free:.0f} MB free); what was written before is safe; make room, then "
+            f"{run}: the disk is full ({free:.0f} MB free); earlier files are intact; free some space, then "
             f"regard resume {run}"
         ) from error
 
 
 def is_disk_full(error: BaseException) -> bool:
-    """Whether a write failed for want of room; safetensors tells it in words."""
+    """Whether a write failed because the disk is full; safetensors reports it only in the message."""
     if isinstance(error, OSError):
         return error.errno in NO_ROOM
     return type(error).__name__ == "SafetensorError" and any(f"(os error {n})" in str(error) for n in NO_ROOM)
@@ -355,12 +357,12 @@ def _step(notes: dict[str, str]) -> int:
 
 @contextmanager
 def reserve_folder(folder: Path, task: str) -> Iterator[None]:
-    """Within, a run may be made in this folder, by this process alone. If it fails, the folder is as it was."""
+    """Lock a directory while a run is created in it. On failure the directory is restored."""
     check_vacant(folder, task)
     created = [each for each in (folder, *folder.parents) if not each.exists()]
     folder.mkdir(parents=True, exist_ok=True)
     with locked(folder):
-        check_vacant(folder, task)  # another process may have made one before this one had the lock
+        check_vacant(folder, task)  # another process may have created a run before this one got the lock
         try:
             yield
         except BaseException:
@@ -374,28 +376,28 @@ def reserve_folder(folder: Path, task: str) -> Iterator[None]:
 
 
 def check_vacant(folder: Path, task: str) -> None:
-    """Raise unless a run of a task may be made here: in place of nothing, or of one that made no step."""
+    """Raise unless a run can be created here: the directory is empty, or has a run of this task without steps."""
     if folder.exists() and not folder.is_dir():
         raise UserError(f"{folder}: is a file; choose another --out")
     if (folder / "run.json").exists():
         try:
-            there = read_about(folder)["task"]
+            existing = read_about(folder)["task"]
         except UserError:
-            raise UserError(f"{folder}: holds a run whose run.json cannot be read; choose another --out") from None
-        if there != task or (folder / "config.json").exists() or has_steps(folder):  # config.json: an exported run
+            raise UserError(f"{folder}: contains a run whose run.json cannot be read; choose another --out") from None
+        if existing != task or (folder / "config.json").exists() or has_steps(folder):  # config.json: an exported run
             raise UserError(
-                f"{folder}: holds a run of {there}; go on with regard resume {folder}, or choose another --out"
+                f"{folder}: contains a run of {existing}; continue with regard resume {folder}, or choose another --out"
             )
         return
     names = {path.name for path in folder.iterdir()} if folder.exists() else set()
-    # With the lock, what a process that was killed while it made a run left behind.
-    left = {LOCK, *WRITTEN, *(name for name in names if name.startswith(".") and name.endswith(".part"))}
-    if names and not (LOCK in names and names <= left):
-        raise UserError(f"{folder}: is not empty and holds no run; choose another --out")
+    # Files that a process left behind if it was killed while creating a run.
+    leftovers = {LOCK, *WRITTEN, *(name for name in names if name.startswith(".") and name.endswith(".part"))}
+    if names and not (LOCK in names and names <= leftovers):
+        raise UserError(f"{folder}: is not empty and not a run directory; choose another --out")
 
 
 def has_steps(folder: Path) -> bool:
-    """Whether the run in a folder made a step, so that there is something to lose."""
+    """Whether the run in a directory has made a step, so that work would be lost."""
     kept = [path.name.partition(".")[0] for path in (folder / "checkpoints").glob("step-*")]
     return (
         (folder / "best.safetensors").exists()
@@ -405,7 +407,7 @@ def has_steps(folder: Path) -> bool:
 
 
 def _remove_run(folder: Path) -> None:
-    """Delete what a run without steps has written; run.json first, since a folder with it is whole."""
+    """Delete the files of a run without steps; run.json first, since it marks a complete directory."""
     for path in (folder / name for name in WRITTEN):
         if path.is_dir():
             shutil.rmtree(path)
@@ -415,7 +417,7 @@ def _remove_run(folder: Path) -> None:
 
 
 def environment() -> dict[str, Any]:
-    """What the same bits depend on."""
+    """Versions and settings that affect bitwise reproducibility."""
     try:
         regard = version("regard")
     except PackageNotFoundError:

@@ -1,4 +1,4 @@
-"""What tasks share that write a text for a text: pairs, and beam search over many sources."""
+"""Sequence-to-sequence tasks: pairs of texts, and beam search over many sources."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from regard.training.task import Batch
 
 
 def transformer_config(processor: Processor, shape: EncoderOptions, **more: Any) -> TransformerConfig:
-    """An encoder-decoder over the tokens of a kit, of the size that the options of a task say."""
+    """Configuration of an encoder-decoder for the tokenizer of a processor and the options of a task."""
     tokenizer = processor.require_tokenizer()
     return TransformerConfig(
         vocabulary=tokenizer.get_vocab_size(),
@@ -42,7 +42,7 @@ def transformer_config(processor: Processor, shape: EncoderOptions, **more: Any)
 
 
 class SourceTargetPairs:
-    """Sources and targets; a target has the tokens for begin and end around it."""
+    """Sources and targets; a target includes begin and end tokens."""
 
     def __init__(self, sources: Sequence[np.ndarray], targets: Sequence[np.ndarray], places: Sequence[str]) -> None:
         self.sources, self.places = Ragged(sources), places
@@ -65,20 +65,22 @@ def encode_pairs(
     cut: bool = False,
     more: str = "",
 ) -> SourceTargetPairs:
-    """The first two columns of rows; what is too long is bad, or cut where it is a source. max_new_tokens: of
-    targets."""
+    """Encode the first two columns as sources and targets; too long ones are bad, but `cut` truncates sources.
+
+    max_new_tokens: maximum length of targets; by default `longest`.
+    """
     sources, kept = encode_sources(processor, rows, bad, longest=longest, cut=cut, more=more)
     begin, end = special_id(processor.require_tokenizer(), BEGIN), special_id(processor.require_tokenizer(), END)
     targets = [
         np.concatenate([[begin], ids, [end]])
         for ids in encode(processor.require_tokenizer(), [rows[n].values[1] for n in kept])
     ]
-    good, most = [], max_new_tokens or longest
+    good, limit = [], max_new_tokens or longest
     for n, (row, ids) in enumerate(zip(kept, targets, strict=True)):
-        if len(ids) - 1 > most:
+        if len(ids) - 1 > limit:
             bad.add(
                 too_long_message(
-                    rows[row].place, len(ids) - 1, most, option="max-new-tokens" if max_new_tokens else "longest"
+                    rows[row].place, len(ids) - 1, limit, option="max-new-tokens" if max_new_tokens else "longest"
                 )
             )
         else:
@@ -91,21 +93,21 @@ def encode_pairs(
 def encode_sources(
     processor: Processor, rows: Sequence[Row], bad: BadRows, *, longest: int, cut: bool = False, more: str = ""
 ) -> tuple[list[np.ndarray], list[int]]:
-    """Ids of the first column with the token for the end, and which rows they are of."""
-    end, found, kept = special_id(processor.require_tokenizer(), END), [], []
+    """Encode the first column with an end token, and return the indices of the rows."""
+    end, sources, kept = special_id(processor.require_tokenizer(), END), [], []
     for n, ids in enumerate(encode(processor.require_tokenizer(), [row.values[0] for row in rows])):
         if len(ids) + 1 > longest:
             if not cut:
                 bad.add(too_long_message(rows[n].place, len(ids) + 1, longest, more))
                 continue
             ids = ids[: longest - 1]
-        found.append(np.append(ids, end))
+        sources.append(np.append(ids, end))
         kept.append(n)
-    return found, kept
+    return sources, kept
 
 
 class GeneratedTarget(NamedTuple):
-    """What a model wrote for source `number`, and how sure it is."""
+    """Output for source `number`, with the probability per token."""
 
     number: int
     ids: Tensor
@@ -115,8 +117,7 @@ class GeneratedTarget(NamedTuple):
 def generate_targets(
     model: Transformer, sources: Sequence[np.ndarray], *, beam: int, max_new_tokens: int
 ) -> Iterator[GeneratedTarget]:
-    """The targets of sources, those of like length together; at most `max_new_tokens` tokens, and about twice the
-    source's."""
+    """Generate targets in batches of similar source length, of at most `max_new_tokens` and about twice the source."""
     ragged, device = Ragged(sources), next(model.parameters()).device
     strategy: Strategy | None = Beam(beam) if beam > 1 else None
     for chosen in track(in_order(ragged.lengths, budget=512)) if len(ragged) else ():
@@ -133,7 +134,7 @@ def generate_targets(
 
 @torch.no_grad()
 def sequence_probabilities(model: Transformer, source: Packed, targets: Sequence[Tensor]) -> list[float]:
-    """The probability of each target, token for token: the geometric mean, its end included."""
+    """Geometric mean of the token probabilities of each target, including the end token."""
     start, stop = (
         torch.tensor([token], device=source.values.device) for token in (model.config.start, model.config.stop)
     )

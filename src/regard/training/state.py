@@ -1,4 +1,4 @@
-"""All of a training that a checkpoint holds, as named tensors: plain, DDP and FSDP models alike."""
+"""State of a training as named tensors for checkpoints, for plain, DDP and FSDP models."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from torch.distributed.tensor import DTensor
 from regard.distributed import sequence
 from regard.nn import Block
 
-FULL_ON_RANK_0 = StateDictOptions(full_state_dict=True, cpu_offload=True)  # only the first process gets it
+FULL_ON_RANK_0 = StateDictOptions(full_state_dict=True, cpu_offload=True)  # empty on other ranks
 FULL = StateDictOptions(full_state_dict=True)
-SHARDED = StateDictOptions()  # the part that this process has
+SHARDED = StateDictOptions()  # the shard of this process
 
 
 class WeightAverage:
-    """A moving average of weights. It begins fast, so that the first steps are soon forgotten."""
+    """Exponential moving average of weights. The decay warms up, so that the first steps are soon forgotten."""
 
     def __init__(self, model: nn.Module, decay: float) -> None:
         self.decay = decay
@@ -38,13 +38,13 @@ class WeightAverage:
         self.values = [weight.detach().clone() for weight in self.weights]
 
     def update(self, step: int) -> None:
-        """After step 1, 2, ..."""
+        """Update after step 1, 2, ..."""
         decay = min(self.decay, (1 + step) / (10 + step))
         torch._foreach_lerp_(self.values, [weight.detach() for weight in self.weights], 1 - decay)
 
     @contextmanager
     def applied(self) -> Iterator[None]:
-        """Within, the model has the average for its weights."""
+        """A context in which the model has the averaged weights."""
         self._swap()
         try:
             yield
@@ -53,7 +53,7 @@ class WeightAverage:
 
     @torch.no_grad()
     def _swap(self) -> None:
-        """In place: FSDP holds on to the memory of its weights."""
+        """Swap in place, because FSDP keeps references to the memory of its weights."""
         for weight, value in zip(self.weights, self.values, strict=True):
             before = weight.detach().clone()
             weight.copy_(value)
@@ -61,9 +61,9 @@ class WeightAverage:
 
 
 def shard(objective: nn.Module) -> None:
-    """Share the weights, their gradients and the optimizer's memory among all processes: FSDP2.
+    """Shard weights, gradients and optimizer state over all processes with FSDP2.
 
-    A block is gathered when it is computed, and let go after; what is in no block is gathered at the beginning.
+    The weights of a block are gathered while it is computed; weights outside of blocks are gathered at the start.
     """
     mesh = init_device_mesh(next(objective.parameters()).device.type, (dist.get_world_size(),))
     for module in list(objective.modules()):
@@ -73,15 +73,15 @@ def shard(objective: nn.Module) -> None:
 
 
 def sharing(ranks: int, device: torch.device, how: str | None = None) -> Callable[[], AbstractContextManager[None]]:
-    """What makes models compute on sequences that each `ranks` processes share, this one with its neighbours."""
+    """Return a context factory for models whose sequences are shared by `ranks` consecutive processes."""
     mesh = init_device_mesh(device.type, (dist.get_world_size() // ranks, ranks), mesh_dim_names=("data", "sequence"))
     return partial(sequence, mesh["sequence"].get_group(), layout="balanced", how=how)
 
 
 def weights(objective: nn.Module, options: StateDictOptions = FULL_ON_RANK_0) -> dict[str, Tensor]:
-    """The weights of the model within an objective, by the model's own names."""
-    found: dict[str, Any] = get_model_state_dict(objective, options=options)
-    return {name.removeprefix("model."): value.contiguous() for name, value in found.items()}
+    """Weights of the model within an objective, by their names in the model."""
+    state: dict[str, Any] = get_model_state_dict(objective, options=options)
+    return {name.removeprefix("model."): value.contiguous() for name, value in state.items()}
 
 
 def capture(
@@ -90,11 +90,10 @@ def capture(
     average: WeightAverage | None,
     options: StateDictOptions = FULL_ON_RANK_0,
 ) -> dict[str, Tensor]:
-    """Weights, the optimizer's memory and the average, as one flat table: whole in the first process, or its
-    `SHARDED`."""
+    """Weights, optimizer state and average as a flat dict: full tensors on rank 0, or shards with `SHARDED`."""
     tensors = {f"model.{name}": value for name, value in weights(objective, options).items()}
-    found: Any = get_optimizer_state_dict(objective, optimizer, options=options)
-    for name, parts in found.get("state", {}).items():
+    state: Any = get_optimizer_state_dict(objective, optimizer, options=options)
+    for name, parts in state.get("state", {}).items():
         tensors |= {f"optimizer.{part}.{name}": value.contiguous() for part, value in parts.items()}
     if average is not None:
         with average.applied():
@@ -105,7 +104,7 @@ def capture(
 def restore(
     tensors: dict[str, Tensor], objective: nn.Module, optimizer: torch.optim.Optimizer, average: WeightAverage | None
 ) -> None:
-    """What `capture` gave, back in its places: whole tensors, or this process's own."""
+    """Load the tensors of `capture`, full or sharded."""
     options = SHARDED if any(isinstance(value, DTensor) for value in tensors.values()) else FULL
 
     def part(prefix: str) -> dict[str, Any]:
@@ -115,7 +114,7 @@ def restore(
         with average.applied():
             set_model_state_dict(objective, part("average."), options=options)
     set_model_state_dict(objective, part("model."), options=options)
-    state: Any = get_optimizer_state_dict(objective, optimizer, options=options)  # for the groups, and the names
+    state: Any = get_optimizer_state_dict(objective, optimizer, options=options)  # a template with groups and names
     for name, value in tensors.items():
         kind, _, rest = name.partition(".")
         if kind == "optimizer":
