@@ -140,11 +140,11 @@ def test_every_long_part_of_a_command_is_a_stage(regard: Command, run: Run, labe
     expected = {
         "train": [
             "reading data: counted", "training a tokenizer", "preparing examples", "loading the model",
-            "evaluating 22 test rows: counted", "measuring baselines",
+            "evaluating 22 test rows: counted", "evaluating baselines",
         ],
         "evaluate": [
             "checking that the data is the same", "reading data: counted", "loading the model",
-            "evaluating 22 test rows: counted", "measuring baselines",
+            "evaluating 22 test rows: counted", "evaluating baselines",
         ],
         "predict": ["reading inputs: counted", "loading the model", "predicting 120 inputs: counted"],
         "export": ["loading the model", "writing model.onnx"],

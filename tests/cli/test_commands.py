@@ -57,7 +57,7 @@ def test_evaluation_takes_other_data(regard: Command, reviews: Run, tmp_path: Pa
     (tmp_path / "test.csv").write_text("text,label\nthe cat sees,cat\na dog hears,what\n")
     said = regard("evaluate", reviews.folder, "--data", tmp_path / "test.csv")
     assert said.code == 1
-    assert f"{tmp_path}/test.csv:3: the label 'what' was never seen in training" in said.err
+    assert f"{tmp_path}/test.csv:3: the label 'what' was not seen in training" in said.err
     said = regard("evaluate", reviews.folder, "--data", tmp_path / "test.csv", "--skip-bad", "--json")
     assert "1 bad lines left out" in said.err
     assert json.loads(said.out)["metrics"]["accuracy"] == 1
@@ -107,7 +107,7 @@ def test_predictions_are_made_of_files_and_of_standard_input(regard: Command, re
 def test_input_that_is_not_utf8_is_told_with_its_line(regard: Command, reviews: Run) -> None:
     said = regard("predict", reviews.folder, given=b"the cat\ncaf\xe9\n")
     assert said.code == 1
-    assert "standard input:2: expected UTF-8, but byte 0xe9 at 4 is not" in said.err
+    assert "standard input:2: not valid UTF-8 (byte 0xe9 at 4)" in said.err
     first, second = regard("predict", reviews.folder, "--skip-bad", given=b"the cat\ncaf\xe9\n").out.splitlines()
     assert first
     assert second == ""
@@ -151,10 +151,10 @@ def test_every_command_has_help_with_an_example(words: list[str], regard: Comman
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["train", "classify", "--out", "run"], "no data was given; say --data FILE"),
-        (["train", "classify", "--data", "none.csv", "--out", "run"], "none.csv: there is no such file"),
-        (["train", "classify", "--data", "empty.csv", "--out", "run"], "empty.csv:1: expected at least one line"),
-        (["train", "classify", "--data", "columns.csv", "--out", "run"], "columns.csv:1: expected a column 'label'"),
+        (["train", "classify", "--out", "run"], "no data; pass --data FILE"),
+        (["train", "classify", "--data", "none.csv", "--out", "run"], "none.csv: no such file"),
+        (["train", "classify", "--data", "empty.csv", "--out", "run"], "empty.csv:1: no line can be used"),
+        (["train", "classify", "--data", "columns.csv", "--out", "run"], "columns.csv:1: no column 'label'"),
         (["train", "translate", "--data", "latin.tsv", "--out", "run"], "latin.tsv:2: expected UTF-8"),
         (
             ["train", "classify", "--data", "good.csv", "--out", "run", "--learning-rate", "0"],
@@ -172,8 +172,8 @@ def test_every_command_has_help_with_an_example(words: list[str], regard: Comman
             ["train", "classify", "--data", "good.csv", "--out", "run", "--pooling", "median"],
             "pooling must be one of mean, max, first, attention, got 'median'",
         ),
-        (["resume", "none"], "none: there is no such run"),
-        (["predict", "good.csv", "x"], "holds no run"),
+        (["resume", "none"], "none: no such run"),
+        (["predict", "good.csv", "x"], "not a run directory"),
     ],
 )
 def test_a_mistake_is_told_in_one_line(
@@ -230,7 +230,7 @@ def test_bad_lines_are_counted_and_left_out_when_asked_to(regard: Command, tmp_p
     said = regard("train", "translate", "--data", path, "--held-out", 5, "--out", tmp_path / "run", "--skip-bad", *TINY)
     assert said.code == 0
     assert "2 bad lines left out, the first: " in said.err
-    assert f"{path}:161: expected UTF-8" in said.err
+    assert f"{path}:161: not valid UTF-8" in said.err
 
 
 def test_ctrl_c_saves_and_says_how_to_go_on(regard: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -250,7 +250,7 @@ def test_ctrl_c_saves_and_says_how_to_go_on(regard: Command, tmp_path: Path, mon
 def test_brackets_in_a_path_are_told_as_they_are(regard: Command, reviews: Run, tmp_path: Path) -> None:
     out = tmp_path / "[red]says.json"
     assert f"{out}: 1 answers" in regard("predict", reviews.folder, "the cat sees", "--out", out).err
-    assert f"{tmp_path}/[none]: there is no such run" in regard("resume", tmp_path / "[none]").err
+    assert f"{tmp_path}/[none]: no such run" in regard("resume", tmp_path / "[none]").err
 
 
 def test_a_run_is_exported(regard: Command, reviews: Run, tmp_path: Path) -> None:

@@ -129,14 +129,14 @@ def test_a_tsv_without_a_header_does_not_leak_the_answer(regard: Command, tmp_pa
     (tmp_path / "source.tsv").write_text("source\tune source\nthe cat\tle chat\n")
     said = regard("predict", run.folder, tmp_path / "source.tsv")
     assert said.code == 1
-    assert "source.tsv:1: may be a header or an example" in said.err
+    assert "source.tsv:1: ambiguous first line" in said.err
 
 
 def test_a_column_that_is_missing_is_named(regard: Command, reviews: Run, tmp_path: Path) -> None:
     (tmp_path / "other.csv").write_text("review,label\nthe cat sees,cat\n")
     said = regard("predict", reviews.folder, tmp_path / "other.csv")
     assert said.code == 1
-    assert "other.csv:1: expected a column 'text', but they are 'review', 'label'; give it the name" in said.err
+    assert "other.csv:1: no column 'text' among 'review', 'label'; use the column names" in said.err
 
 
 @pytest.fixture(scope="module")
@@ -183,7 +183,7 @@ def test_rows_of_a_table_that_are_bad_have_an_empty_output(regard: Command, revi
 def test_a_path_that_does_not_exist_is_no_text(given: str, regard: Command, reviews: Run) -> None:
     said = regard("predict", reviews.folder, given)
     assert said.code == 1
-    assert f"{given}: there is no such file" in said.err
+    assert f"{given}: no such file" in said.err
     assert said.out == ""
 
 

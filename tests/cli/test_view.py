@@ -43,7 +43,7 @@ def test_mistakes_are_told_in_one_line(tmp_path: Path, regard: Command) -> None:
         (("view", run.folder, "no hidden word"), "expected <mask>"),
         (("view", run.folder, "the <mask> cat", "-o", tmp_path / "no" / "page.html"), "there is no folder"),
         (("view", run.folder, "the <mask> cat", "--lang", "xx"), "--lang must be en or zh"),
-        (("view", tmp_path / "nowhere", "text"), "there is no such run"),
+        (("view", tmp_path / "nowhere", "text"), "no such run"),
     ):
         done = regard(*words)
         assert done.code == 1

@@ -304,21 +304,21 @@ QA = {"id": "a", "question": "Where?", "answers": [{"text": "Rome", "answer_star
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("a.json", "", r"a.json:1: is no JSON \(Expecting value at 1\)"),
-        ("a.json", '{"data": [\n{"paragraphs": [', r"a.json:2: is no JSON .*; is it whole\?"),
-        ("a.json", '["x"]', r"a.json: expected SQuAD's JSON"),
-        ("a.json", '{"data": []}', r"a.json: expected at least one question that can be used"),
-        ("a.json", '{"data": [3, {"paragraphs": [4, {"qas": []}]}]}', r"expected at least one question"),
-        ("a.json", b'{"data": \n"caf\xe9"}', r"a.json:2: expected UTF-8, but byte 0xe9"),
-        ("a.csv", "", r"a.csv:1: expected at least one line"),
-        ("a.csv", "context,question\nRome,Where\n", r"a.csv:1: expected a column 'answer'"),
+        ("a.json", "", r"a.json:1: not valid JSON \(Expecting value at column 1\)"),
+        ("a.json", '{"data": [\n{"paragraphs": [', r"a.json:2: not valid JSON .*; is it complete\?"),
+        ("a.json", '["x"]', r"a.json: expected the JSON of SQuAD"),
+        ("a.json", '{"data": []}', r"a.json: no question can be used"),
+        ("a.json", '{"data": [3, {"paragraphs": [4, {"qas": []}]}]}', r"no question can be used"),
+        ("a.json", b'{"data": \n"caf\xe9"}', r"a.json:2: not valid UTF-8 \(byte 0xe9"),
+        ("a.csv", "", r"a.csv:1: no line can be used"),
+        ("a.csv", "context,question\nRome,Where\n", r"a.csv:1: no column 'answer'"),
         ("a.csv", "context,question,answer\n,Where,x\n", r"a.csv:2: column 1 \(context\) is empty"),
         ("a.csv", "context,question,answer\nRome,Where,Paris\n", r"a.csv:2: the answer 'Paris' is no part of"),
         ("a.csv", b"context,question,answer\nRom\xe9,Where,x\n", r"a.csv:2: expected UTF-8"),
         ("a.jsonl", '{"context": "Rome"}\n', r"a.jsonl:1: expected a value for 'question'"),
-        ("a.jsonl", '{"context": \n', r"a.jsonl:1: is no JSON"),
+        ("a.jsonl", '{"context": \n', r"a.jsonl:1: not valid JSON"),
         ("a.txt", "Rome\n", r"a.txt: is plain text, but context and question and answer are needed"),
-        ("missing.json", None, r"missing.json: there is no such file"),
+        ("missing.json", None, r"missing.json: no such file"),
     ],
 )  # fmt: skip
 def test_a_bad_file_is_told_with_its_place(
@@ -337,15 +337,15 @@ def test_a_bad_file_is_told_with_its_place(
         ({"context": "In Rome.", "qas": [QA]}, r"'Rome' is no part of the context: it stands at 3, not 0"),
         (
             {"context": "In Paris.", "qas": [QA]},
-            r"'Rome' is no part of the context: it does not stand there",
+            r"'Rome' is not part of the context: not found",
         ),
         ({"context": "Rome", "qas": [QA | {"answers": [{"text": "Rome"}]}]}, "an answer with text and answer_start"),
         ({"context": "Rome", "qas": [QA | {"answers": [{"text": " ", "answer_start": 0}]}]}, "the text of an answer"),
         ({"context": "Rome", "qas": [QA | {"answers": []}]}, "expected answers, or is_impossible"),
-        ({"context": "Rome", "qas": [{"id": "a", "answers": []}]}, "expected a question, but it has None"),
-        ({"context": "  ", "qas": [QA]}, "expected a context, but it has '  '"),
+        ({"context": "Rome", "qas": [{"id": "a", "answers": []}]}, "expected a question, got None"),
+        ({"context": "  ", "qas": [QA]}, "expected a context, got '  '"),
         ({"context": "Rome", "qas": [{"question": "Where?", "answers": QA["answers"]}]}, "expected an id"),
-        ({"context": "Rome", "qas": [3]}, "expected a question, but int came"),
+        ({"context": "Rome", "qas": [3]}, "expected a question, got int"),
     ],
 )
 def test_a_bad_question_is_told_with_its_place_or_counted(paragraph: Any, message: str, tmp_path: Path) -> None:
@@ -360,7 +360,7 @@ def test_a_bad_question_is_told_with_its_place_or_counted(paragraph: Any, messag
 def test_what_the_model_cannot_take_is_told_with_its_place(windows: bool, trained: Run) -> None:
     task = replace(trained.task, windows=windows, longest=40)
     long = Row("file:3", SquadExample("cat " * 60, "cat " * (40 if windows else 3), (), ""))
-    more = "" if windows else " or read it in --windows,"
+    more = "" if windows else " split it with --windows,"
     with pytest.raises(
         UserError, match=rf"file:3: has \d+ tokens, but the model takes 40; train with --longest \d+,{more}"
     ):
@@ -374,7 +374,7 @@ def test_what_the_model_cannot_take_is_told_with_its_place(windows: bool, traine
 def test_a_question_without_its_text_is_told(trained: Run) -> None:
     for given in ("who does it", "who does it\t ", "\tthe cat"):
         with pytest.raises(
-            UserError, match="input 1: expected a question, a tab and the text that it is about; or give"
+            UserError, match="input 1: expected a question, a tab and its context; or pass"
         ):
             said(trained, given)
     assert [made.output for made in said(trained, "who", "who does it\nthe cat sees", skip=True)] == ["cat"]
@@ -459,7 +459,7 @@ def test_what_is_no_run_of_answers_is_told(trained: Run, tmp_path: Path) -> None
     train(other)
     with pytest.raises(UserError, match="is a Transformer, which has no text encoder"):
         new_run(tmp_path / "..", options={"pretrained": str(other.folder)})
-    with pytest.raises(UserError, match="holds a run of answer; go on with regard resume"):
+    with pytest.raises(UserError, match="contains a run of answer; continue with regard resume"):
         create_run(trained.folder, small(), small().recipe, Sources((trained.about["sources"]["data"][0],)))
 
 
@@ -470,7 +470,7 @@ def test_a_truncated_checkpoint_is_told(trained: Run, tmp_path: Path) -> None:
     shutil.copytree(trained.folder, folder)
     held = (folder / "best.safetensors").read_bytes()
     (folder / "best.safetensors").write_bytes(held[: len(held) // 2])
-    with pytest.raises(UserError, match=r"best.safetensors: cannot be read .*; regard resume .* writes it anew"):
+    with pytest.raises(UserError, match=r"best.safetensors: cannot be read .*; regard resume .* rewrites it"):
         Run.open(folder).model()
 
 

@@ -247,8 +247,8 @@ def test_where_the_training_data_is_gone_other_data_is_measured_without_baseline
     shutil.rmtree(tmp_path / "there")
     alone = regard("evaluate", tmp_path / "out")
     assert alone.code == 1
-    assert "classes.csv: is gone since the run began" in alone.err
-    assert "or measure other data with --data FILE" in alone.err
+    assert "classes.csv: missing training data" in alone.err
+    assert "or evaluate on other data with --data FILE" in alone.err
     measured = regard("evaluate", tmp_path / "out", "--data", classes(tmp_path), "--json")
     assert "without baselines" in measured.err
     told = json.loads(measured.out)
@@ -323,5 +323,5 @@ def test_a_task_without_graphs_says_so(classifier: Run, tmp_path: Path, monkeypa
 
 def test_a_folder_that_is_not_empty_is_left_alone(classifier: Run, tmp_path: Path) -> None:
     (tmp_path / "mine").write_text("mine")
-    with pytest.raises(UserError, match="is there and not empty"):
+    with pytest.raises(UserError, match="exists and is not empty"):
         export(classifier, tmp_path)

@@ -89,15 +89,15 @@ def test_features_are_words_or_numbers(tmp_path: Path) -> None:
 
 
 BAD = {
-    "no edges": (None, "node,label\na,x\n", r"expected a table edges.csv \(or .tsv, .jsonl\) in it"),
+    "no edges": (None, "node,label\na,x\n", r"expected a table edges.csv \(or .tsv, .jsonl\) in this directory"),
     "no nodes": ("source,target\na,b\n", None, r"expected a table nodes.csv"),
-    "empty": ("source,target\na,b\n", "", r"nodes.csv:1: expected at least one line"),
-    "a missing column": ("source,to\na,b\n", "node,label\na,x\n", r"edges.csv:1: expected a column 'target'"),
+    "empty": ("source,target\na,b\n", "", r"nodes.csv:1: no line can be used"),
+    "a missing column": ("source,to\na,b\n", "node,label\na,x\n", r"edges.csv:1: no column 'target'"),
     "an empty cell": ("source,target\na,\n", "node,label\na,x\n", r"edges.csv:2: column 2 \(target\) is empty"),
     "a node twice": (
         "source,target\na,b\n",
         "node,label\na,x\na,y\n",
-        r"nodes.csv:3: the node 'a' was told before, in",
+        r"nodes.csv:3: duplicate node 'a', first defined in",
     ),
     "no UTF-8": ("source,target\na,b\n", "node,label\n\udcff,x\n", r"nodes.csv:2: expected UTF-8"),
 }
@@ -127,12 +127,12 @@ def test_a_class_that_is_too_small_is_told(tmp_path: Path) -> None:
 
 def test_nodes_and_labels_that_were_not_there_are_told(trained: tuple[Run, Any]) -> None:
     run, _ = trained
-    with pytest.raises(UserError, match=r"b:1: the node 'zoe' was never seen in training, which has n0, n1"):
+    with pytest.raises(UserError, match=r"b:1: the node 'zoe' was not seen in training; known are n0, n1"):
         run.task.dataset(run.processor, [Row("b:1", ("zoe", "left", None))], BadRows())
-    with pytest.raises(UserError, match=r"b:2: the label 'middle' was never seen in training, which has left, right"):
+    with pytest.raises(UserError, match=r"b:2: the label 'middle' was not seen in training; known are left, right"):
         run.task.dataset(run.processor, [Row("b:2", ("n0", "middle", None))], BadRows())
     model, _ = run.model()
-    with pytest.raises(UserError, match=r"input 1: the node 'zoe' was never seen in training"):
+    with pytest.raises(UserError, match=r"input 1: the node 'zoe' was not seen in training"):
         list(run.task.predict(model, run.processor, [Row("input 1", ("zoe",))], BadRows()))
     made = list(
         run.task.predict(model, run.processor, [Row("1", ("zoe",)), Row("2", ("n1",))], bad := BadRows(skip=True))

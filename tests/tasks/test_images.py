@@ -85,7 +85,7 @@ def test_a_folder_that_holds_both_parts_says_what_is_held_out(names: tuple[str, 
     folder_of(tmp_path / names[1], PICTURES[40:])
     examples = read_examples(tasks()["images"](), Sources((str(tmp_path),)), 1)
     assert (len(examples.train), len(examples.validation), len(examples.test)) == (36, 4, 20)
-    with pytest.raises(UserError, match=r"holds .* and .*; say which of them it is"):
+    with pytest.raises(UserError, match=r"contains .* and .*; pass one of them"):
         rows_of(tmp_path)
 
 
@@ -101,15 +101,15 @@ def broken(path: Path, how: str) -> str:
     """Spoils an image; what is told of it."""
     if how == "truncated":
         path.write_bytes(path.read_bytes()[:70])
-        return "is no image that can be read"
+        return "cannot be read as an image"
     if how == "no image":
         path.write_text("hello")
-        return r"is no image that can be read \(its format is not known\); save it again as PNG or JPEG"
+        return r"cannot be read as an image \(unknown format\); save it again as PNG or JPEG"
     if how == "empty":
         path.write_bytes(b"")
-        return "is no image that can be read"
+        return "cannot be read as an image"
     path.unlink()
-    return "there is no such file"
+    return "no such file"
 
 
 @pytest.mark.parametrize("how", ["truncated", "no image", "empty", "missing"])
@@ -131,18 +131,18 @@ def test_an_image_of_a_table_that_is_missing_is_told_with_file_and_line(tmp_path
     (tmp_path / "list.csv").write_text("image,label\nlies/000.png,lies\nstands/999.png,stands\n")
     task = tasks()["images"](patch=4, stem=1)
     rows = task.read(str(tmp_path / "list.csv"), BadRows())
-    with pytest.raises(UserError, match=r"list.csv:3: .*stands/999.png: there is no such file"):
+    with pytest.raises(UserError, match=r"list.csv:3: .*stands/999.png: no such file"):
         task.dataset(task.fit_processor(rows * 2), rows, BadRows())
 
 
 @pytest.mark.parametrize(
     ("what", "message"),
     [
-        ("no labels", "the labels are expected beside it, in train-labels-idx1-ubyte.gz"),
-        ("cut short", r"says that it holds 60 x 8 x 8 bytes, but 3838 are there"),
+        ("no labels", "expected the labels in train-labels-idx1-ubyte.gz next to it"),
+        ("cut short", r"expected 60 x 8 x 8 bytes after the header, got 3838"),
         ("damaged", "cannot be read"),
-        ("another format", "is no IDX file of bytes"),
-        ("other labels", r"\(60, 8, 8\) and \(59,\); do they belong together"),
+        ("another format", "not an IDX file of bytes"),
+        ("other labels", r"\(60, 8, 8\) and \(59,\); are they of the same dataset"),
     ],
 )
 def test_what_is_wrong_with_idx_files_is_told(what: str, message: str, tmp_path: Path) -> None:
@@ -165,7 +165,7 @@ def test_what_is_wrong_with_idx_files_is_told(what: str, message: str, tmp_path:
 def test_images_of_different_sizes_ask_for_one_size(tmp_path: Path) -> None:
     folder = folder_of(tmp_path, [*stripes(6), *[("wide", np.zeros((5, 9), np.uint8))] * 6])
     rows = rows_of(folder)
-    with pytest.raises(UserError, match=r"images have 2 sizes, such as .*8 x 8.*; say how many pixels .* --size 64"):
+    with pytest.raises(UserError, match=r"images have 2 sizes, such as .*8 x 8.*; set the size .* --size 64"):
         tasks()["images"](patch=4, stem=1).fit_processor(rows)
     assert ImageFormat.from_processor(tasks()["images"](patch=4, stem=1, size=16).fit_processor(rows)).height == 16
 
@@ -257,7 +257,7 @@ def test_a_toy_problem_is_learned_and_told_with_its_probability(trained: tuple[R
     made = list(run.task.predict(model, run.processor, rows, BadRows()))
     assert [each.output for each in made] == ["lies"] * 3 + ["stands"] * 3
     assert all(0.5 < each.score <= 1 and sum(each.more.values()) == pytest.approx(1, abs=1e-5) for each in made)
-    with pytest.raises(UserError, match=r"nowhere.png: there is no such file"):
+    with pytest.raises(UserError, match=r"nowhere.png: no such file"):
         list(run.task.predict(model, run.processor, [Row("nowhere.png", ("nowhere.png",))], BadRows()))
 
 

@@ -92,7 +92,7 @@ def test_an_image_that_cannot_be_read_is_told_or_left_out_with_all_its_texts(how
         path.unlink()
     else:
         path.write_text("hello")
-    told = "there is no such file" if how == "missing" else "is no image that can be read"
+    told = "no such file" if how == "missing" else "cannot be read as an image"
     with pytest.raises(UserError, match=rf"list.csv:6: .*seen/2.png: {told}.*--skip-bad"):
         task.dataset(processor, rows, BadRows())
     items = task.dataset(processor, rows, bad := BadRows(skip=True))
@@ -101,8 +101,8 @@ def test_an_image_that_cannot_be_read_is_told_or_left_out_with_all_its_texts(how
 
 
 BAD = {
-    "empty": (b"", r"a.csv:1: expected at least one line"),
-    "no text": (b"image,label\na.png,yes\n", r"a.csv:1: expected a column 'text'"),
+    "empty": (b"", r"a.csv:1: no line can be used"),
+    "no text": (b"image,label\na.png,yes\n", r"a.csv:1: no column 'text'"),
     "an empty cell": (b"image,text,label\na.png,,yes\n", r"a.csv:2: column 2 \(text\) is empty"),
     "no UTF-8": (b"image,text,label\na.png,\xff,yes\n", r"a.csv:2: expected UTF-8"),
 }
@@ -120,7 +120,7 @@ def test_answers_and_texts_that_the_model_cannot_take_are_told(tmp_path: Path) -
     rows = task.read(str(table(tmp_path, 4)), BadRows())
     processor = task.fit_processor(rows)
     image = rows[0].values[0]
-    with pytest.raises(UserError, match=r"b:1: expected yes or no, or 1 or 0, but the label is 'maybe'"):
+    with pytest.raises(UserError, match=r"b:1: expected the label yes or no, or 1 or 0, got 'maybe'"):
         task.dataset(processor, [Row("b:1", (image, "it lies", "maybe"))], BadRows())
     with pytest.raises(UserError, match=r"b:2: has \d+ tokens, but the model takes 8; train with --longest"):
         task.dataset(processor, [Row("b:2", (image, "it stands and it lies and it stands", "no"))], BadRows())
@@ -191,7 +191,7 @@ def test_what_is_no_image_and_text_is_told(trained: tuple[Run, Any, Path]) -> No
         assert split_input(given) is None
         with pytest.raises(UserError, match=r"input 1: expected the path of an image and a text, such as: scene.png"):
             list(run.task.predict(model, run.processor, [Row("input 1", (given,))], BadRows()))
-    with pytest.raises(UserError, match=r"input 1: nowhere.png: there is no such file"):
+    with pytest.raises(UserError, match=r"input 1: nowhere.png: no such file"):
         list(run.task.predict(model, run.processor, [Row("input 1", ("nowhere.png it lies",))], BadRows()))
 
 

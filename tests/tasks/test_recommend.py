@@ -74,8 +74,8 @@ def test_the_same_history_comes_from_every_format(name: str, tmp_path: Path) -> 
 
 
 BAD: dict[str, tuple[bytes, str]] = {
-    "empty": (b"", r"views.csv:1: expected at least one line"),
-    "no time": (b"user,item\na,b\n", r"views.csv:1: expected a column 'time', but they are 'user', 'item'"),
+    "empty": (b"", r"views.csv:1: no line can be used"),
+    "no time": (b"user,item\na,b\n", r"views.csv:1: no column 'time' among 'user', 'item'"),
     "no number": (b"user,item,time\na,b,noon\n", r"views.csv:2: expected a time, .* but 'noon' came.*--skip-bad"),
     "no finite number": (b"user,item,time\na,b,nan\n", r"views.csv:2: expected a time"),
     "an empty cell": (b"user,item,time\na,,3\n", r"views.csv:2: column 2 \(item\) is empty"),
@@ -200,7 +200,7 @@ def test_a_history_longer_than_the_model_sees_is_asked_by_its_end(trained: Run) 
 def test_an_item_that_was_never_seen_is_told(trained: Run) -> None:
     model, _ = trained.model()
     rows = [Row("input 1", ("film 3 | film 99",)), Row("input 2", ("film 3",)), Row("input 3", (" | ",))]
-    with pytest.raises(UserError, match=r"input 1: the item 'film 99' was never seen in training, which has film 0"):
+    with pytest.raises(UserError, match=r"input 1: the item 'film 99' was not seen in training; known are film 0"):
         list(trained.task.predict(model, trained.processor, rows, BadRows()))
     assert len(list(trained.task.predict(model, trained.processor, rows, bad := BadRows(skip=True)))) == 1
     assert bad.count == 2

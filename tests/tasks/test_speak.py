@@ -82,7 +82,7 @@ def test_the_viewer_shows_letters_against_the_sound(trained: tuple[Run, Examples
     assert '"source":{"tokens":["a","b","c","a"]' in held
 
 
-@pytest.mark.parametrize(("text", "told"), [("axb", "'x' in 'axb' was never seen"), ("?!", "'\\?!' has no letter")])
+@pytest.mark.parametrize(("text", "told"), [("axb", "'x' in 'axb' was not seen"), ("?!", "'\\?!' has no letter")])
 def test_texts_that_cannot_be_said_are_told(text: str, told: str, trained: tuple[Run, Examples]) -> None:
     run, _ = trained
     model, _ = run.model()
@@ -109,10 +109,10 @@ def test_a_judge_listens(trained: tuple[Run, Examples], tmp_path: Path, monkeypa
     assert found > 0
     assert found == task.baselines(run.processor, examples.train, rows)["recording"]["cer"]
     with pytest.raises(
-        ValueError, match=r"transcriber must be the folder of a run of transcribe, but .* has no run\.json"
+        ValueError, match=r"transcriber must be a run directory of transcribe, but .* has no run\.json"
     ):
         replace(run.task, transcriber=str(tmp_path))  # type: ignore[type-var]
-    with pytest.raises(UserError, match="is a run of speak, but one of transcribe is needed to judge"):
+    with pytest.raises(UserError, match="--transcriber must be a run of transcribe, but is one of speak"):
         replace(run.task, transcriber=str(run.folder)).evaluate(model, run.processor, rows)  # type: ignore[type-var]
 
 

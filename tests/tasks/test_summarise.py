@@ -158,12 +158,12 @@ def test_rouge_is_that_of_its_library() -> None:
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("a.tsv", "", "a.tsv:1: expected at least one line that can be used"),
-        ("a.csv", "text,title\nx,y\n", r"a.csv:1: expected a column 'summary', .*say which it is \(--summary NAME\)"),
+        ("a.tsv", "", "a.tsv:1: no line can be used"),
+        ("a.csv", "text,title\nx,y\n", r"a.csv:1: no column 'summary' .*set its name \(--summary NAME\)"),
         ("a.tsv", "one text\n", r"a.tsv:1: expected at least 2 columns"),
         ("a.tsv", "one text\t\n", r"a.tsv:1: column 2 \(summary\) is empty"),
-        ("a.tsv", b"caf\xe9\tx\n", "a.tsv:1: expected UTF-8, but byte 0xe9"),
-        ("a.jsonl", '{"text": "x", \n', "a.jsonl:1: is no JSON"),
+        ("a.tsv", b"caf\xe9\tx\n", "a.tsv:1: not valid UTF-8 .byte 0xe9"),
+        ("a.jsonl", '{"text": "x", \n', "a.jsonl:1: not valid JSON"),
         ("a.jsonl", '{"text": "x"}\n', "a.jsonl:1: expected a value for 'summary'"),
         ("a.txt", "one text\n", "a.txt: is plain text, but text and summary are needed"),
     ],
@@ -183,7 +183,7 @@ def test_bad_lines_are_counted_when_asked_to(tmp_path: Path) -> None:
 def test_a_text_or_a_summary_that_is_too_long_is_told_or_cut_or_left_out(trained: Run) -> None:
     long = "It is of kabel. " * 400
     with pytest.raises(
-        UserError, match=r"input 2: has \d+ tokens, but the model takes 1024; .* or cut long texts with --cut,"
+        UserError, match=r"input 2: has \d+ tokens, but the model takes at most 1024; .* truncate long texts with --cut, or"
     ):
         said(trained, "It is.", long)
     assert len(said(trained, "It is.", long, skip=True)) == 1
@@ -201,7 +201,7 @@ def test_a_truncated_checkpoint_and_a_run_of_another_task_are_told(trained: Run,
     shutil.copytree(trained.folder, folder)
     held = (folder / "best.safetensors").read_bytes()
     (folder / "best.safetensors").write_bytes(held[: len(held) // 2])
-    with pytest.raises(UserError, match=r"best.safetensors: cannot be read .*; regard resume .* writes it anew"):
+    with pytest.raises(UserError, match=r"best.safetensors: cannot be read .*; regard resume .* rewrites it"):
         Run.open(folder).model()
-    with pytest.raises(UserError, match="holds a run of summarise"):
+    with pytest.raises(UserError, match="contains a run of summarise"):
         new_run(trained.folder.parent, trained.about["sources"]["data"][0])

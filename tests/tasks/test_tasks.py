@@ -56,7 +56,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Run, Ex
     [
         ({"d_model": 10, "heads": 4}, "d_model must be a multiple of heads = 4, but is 10"),
         ({"heads": 0}, "heads must be at least 1, but is 0"),
-        ({"dropout": 1.5}, r"dropout must be a share in \[0, 1\), but is 1.5"),
+        ({"dropout": 1.5}, r"dropout must be in \[0, 1\), but is 1.5"),
     ],
 )
 def test_options_that_cannot_be_are_told_before_any_data_is_read(
@@ -115,7 +115,7 @@ def test_hidden_words_are_filled_in(trained: dict[str, tuple[Run, Examples]]) ->
     first, middle, last = made.output.split()
     assert (first, last) == ("the", "dog")
     assert made.more["words"][0][0][0] == middle
-    with pytest.raises(UserError, match="input 1: expected <mask> where words are to be filled in"):
+    with pytest.raises(UserError, match="input 1: expected <mask> in place of the words to predict"):
         said(trained["masked"][0], "the dog")
 
 
@@ -171,7 +171,7 @@ def test_the_middle_of_a_long_text_is_left_out() -> None:
 def test_a_label_never_seen_in_training_is_told_with_file_and_line(tmp_path: Path) -> None:
     run = new_run(tmp_path, "classify")
     rows = [Row("test.csv:7", ("a dog", "dog"))]
-    with pytest.raises(UserError, match=r"test.csv:7: the label 'dog' was never seen in training, which has cat, none"):
+    with pytest.raises(UserError, match=r"test.csv:7: the label 'dog' was not seen in training; known are cat, none"):
         run.task.dataset(run.processor, rows, BadRows())
     run.task.dataset(run.processor, rows, bad := BadRows(skip=True))
     assert bad.count == 1
@@ -218,9 +218,9 @@ def test_what_is_no_start_is_told(tmp_path: Path, trained: dict[str, tuple[Run, 
         UserError, match="is a Transformer, which has no text encoder; --pretrained takes runs of masked"
     ):
         new_run(tmp_path, "classify", options={"pretrained": str(trained["translate"][0].folder)})
-    with pytest.raises(UserError, match="holds neither a run nor a checkpoint"):
+    with pytest.raises(UserError, match="neither a run nor a checkpoint"):
         new_run(tmp_path, "classify", options={"pretrained": str(tmp_path)})
-    with pytest.raises(UserError, match=r"the run has no tokenizer; is it one on texts, with tokenizer.json"):
+    with pytest.raises(UserError, match=r"the run has no tokenizer; expected tokenizer.json"):
         Processor().require_tokenizer()
 
 

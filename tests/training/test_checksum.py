@@ -51,7 +51,7 @@ def test_a_checkpoint_with_a_changed_bit_is_passed_over_for_the_one_before(tmp_p
     flip(run.checkpoints()[0], -100)
     seen = RecordingCallback()
     assert train(run, callback=seen).done
-    assert "step-00000008.safetensors: cannot be read (it is damaged: its checksum does not match" in seen.lines[0]
+    assert "step-00000008.safetensors: cannot be read (damaged: the checksum does not match" in seen.lines[0]
     assert [step.step for step in seen.steps] == [7, 8]
     again = load(run.checkpoints()[0])[0]
     assert all(torch.equal(value, again[name]) for name, value in whole.items())
@@ -62,9 +62,9 @@ def test_where_no_checkpoint_can_be_read_no_other_is_promised(tmp_path: Path) ->
     path = run.save({"model.a": torch.randn(3, 2)}, Progress(step=3))
     flip(path, -5)
     lines: list[str] = []
-    with pytest.raises(UserError, match="no checkpoint can be read; begin another run"):
+    with pytest.raises(UserError, match="no checkpoint can be read; start another run"):
         run.latest(lines.append)
-    assert [line.endswith("its checksum does not match its content)") for line in lines] == [True]
+    assert [line.endswith("the checksum does not match the content)") for line in lines] == [True]
 
 
 def test_checkpoints_of_earlier_versions_have_no_checksum(tmp_path: Path) -> None:
@@ -108,8 +108,8 @@ def test_damaged_best_weights_are_reported(
     assert said.code == 1
     assert said.out == ""
     assert said.err.count("\n") == 1
-    assert "best.safetensors: it is damaged: " in said.err
-    assert "regard resume run writes it anew" in said.err
+    assert "best.safetensors: damaged: " in said.err
+    assert "regard resume run rewrites it" in said.err
 
 
 @pytest.mark.parametrize("how", ["damaged", "gone"])
@@ -120,7 +120,7 @@ def test_best_weights_that_are_lost_are_those_of_the_last_checkpoint(how: str, t
     flip(best, -100) if how == "damaged" else best.unlink()
     seen = RecordingCallback()
     train(run, callback=seen)
-    assert f"the weights of step {json.loads(load(best)[1]['progress'])['step']} are kept in its place" in seen.lines[0]
+    assert f"replaced by the weights of step {json.loads(load(best)[1]['progress'])['step']}" in seen.lines[0]
     tensors = load(run.checkpoints()[0])[0]
     weights = load(best)[0]
     assert weights

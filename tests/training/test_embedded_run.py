@@ -44,12 +44,12 @@ def test_it_loads_as_a_checkpoint_too(run: Run) -> None:
 
 
 def test_it_is_never_written_to(run: Run) -> None:
-    with pytest.raises(UserError, match="en-fr: is exported and has no checkpoint to go on from"):
+    with pytest.raises(UserError, match="en-fr: is an exported run without checkpoints"):
         train(run)
 
 
 def test_a_folder_of_that_name_comes_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("en-fr").mkdir()
-    with pytest.raises(UserError, match="holds no run"):
+    with pytest.raises(UserError, match="not a run directory"):
         Run.open("en-fr")

@@ -155,7 +155,7 @@ def test_a_test_file_with_rows_that_cannot_be_taken_stops_before_training(tmp_pa
         "--longest", 30, "--json", *TINY,
     )  # fmt: skip
     said = regard(*words, "--out", tmp_path / "run")
-    assert "test.csv:22: the label 'strange' was never seen in training" in said
+    assert "test.csv:22: the label 'strange' was not seen in training" in said
     assert not list((tmp_path / "run" / "checkpoints").iterdir())
     told = regard(*words, "--skip-bad", "--out", tmp_path / "other")
     assert told["rows"] == {"train": 103, "validation": 17, "test": 20, "left_out": 2}

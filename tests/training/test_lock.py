@@ -119,7 +119,7 @@ def test_a_run_that_failed_before_its_first_step_is_started_again_in_place(tmp_p
     assert run.task.vocabulary == 290  # type: ignore[attr-defined]
     train(run, callback=Signals(1, signal.SIGINT))
     kept = (run.folder / "run.json").read_bytes()
-    with pytest.raises(UserError, match="holds a run of classify; go on with regard resume"):
+    with pytest.raises(UserError, match="contains a run of classify; continue with regard resume"):
         begin_again(tmp_path)
     assert (run.folder / "run.json").read_bytes() == kept
 
@@ -131,7 +131,7 @@ def test_a_run_that_was_killed_after_steps_without_a_checkpoint_is_left_alone(st
     os.kill(process.pid, signal.SIGKILL)
     process.join(60)
     assert run.checkpoints() == []
-    with pytest.raises(UserError, match="holds a run of classify"):
+    with pytest.raises(UserError, match="contains a run of classify"):
         begin_again(tmp_path)
 
 
@@ -146,7 +146,7 @@ def test_a_run_that_was_killed_while_it_was_made_is_made_anew(tmp_path: Path) ->
 def test_files_that_only_look_like_those_of_a_run_are_left_alone(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "tokenizer.json").write_text("mine")
-    with pytest.raises(UserError, match="is not empty and holds no run"):
+    with pytest.raises(UserError, match="is not empty and not a run directory"):
         begin_again(tmp_path)
     assert (tmp_path / "run" / "tokenizer.json").read_text() == "mine"
 

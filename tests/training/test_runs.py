@@ -64,7 +64,7 @@ def test_a_folder_with_a_run_of_another_task_is_left_alone(tmp_path: Path) -> No
     run = new_run(tmp_path, "masked")
     before = (run.folder / "run.json").read_bytes()
     task = small("classify")
-    with pytest.raises(UserError, match=f"{run.folder}: holds a run of masked; go on with regard resume"):
+    with pytest.raises(UserError, match=f"{run.folder}: contains a run of masked; continue with regard resume"):
         create_run(run.folder, task, task.recipe, Sources((classes(tmp_path),), held_out=10))
     assert (run.folder / "run.json").read_bytes() == before
 
@@ -73,23 +73,23 @@ def test_a_folder_with_something_else_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "thesis.tex").write_text("dear")
     task = small("classify")
-    with pytest.raises(UserError, match="is not empty and holds no run"):
+    with pytest.raises(UserError, match="is not empty and not a run directory"):
         create_run(tmp_path / "run", task, task.recipe, Sources((classes(tmp_path),), held_out=10))
 
 
 def test_a_folder_that_holds_no_run_is_told(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="there is no such run; regard train TASK"):
+    with pytest.raises(UserError, match="no such run; create one with regard train TASK"):
         Run.open(tmp_path / "none")
-    with pytest.raises(UserError, match=r"holds no run \(there is no run.json\)"):
+    with pytest.raises(UserError, match=r"not a run directory \(no run.json\)"):
         Run.open(tmp_path)
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"task": "knit"}, "the task 'knit' is not known; known are answer, classify, "),
+        ({"task": "knit"}, "unknown task 'knit'; known tasks are answer, classify, "),
         ({"options": {"colour": 3}}, "options has .colour., which Masked does not have.*another version"),
-        ({"recipe": {"pace": 3}}, "recipe has 'pace', which Recipe does not have"),
+        ({"recipe": {"pace": 3}}, "recipe has 'pace', which Recipe does not accept"),
     ],
 )
 def test_a_run_of_another_version_is_told(change: dict[str, Any], message: str, tmp_path: Path) -> None:
@@ -112,11 +112,11 @@ def test_a_checkpoint_whose_fault_has_no_words_is_passed_over_too(tmp_path: Path
     found = run.latest(told.append, read)
     assert found is not None
     assert found[1].step == 1
-    assert "step-00000002.safetensors: cannot be read (EOFError); step-00000001.safetensors is tried instead" in told[0]
+    assert "step-00000002.safetensors: cannot be read (EOFError); trying step-00000001.safetensors instead" in told[0]
 
 
 def test_a_run_that_is_not_trained_cannot_predict(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="nothing is trained yet"):
+    with pytest.raises(UserError, match="not trained yet"):
         new_run(tmp_path).model()
 
 

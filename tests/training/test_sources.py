@@ -126,7 +126,7 @@ def test_a_run_that_held_out_other_rows_is_told(tmp_path: Path) -> None:
     for split in ("0" * 64, None):
         run.about["split"] = split
         run.write_about()
-        with pytest.raises(UserError, match=r"run: holds out other rows than when it began, .*; begin another run"):
+        with pytest.raises(UserError, match=r"run: this version of regard holds out other rows .*; start another run"):
             train(Run.open(run.folder))
     valid = str(tmp_path / "classes.csv")
     run.about["sources"] |= {"validation": [valid], "test": [valid]}  # nothing to draw: all is said

@@ -489,5 +489,5 @@ def _stop_signals(*, alone: bool) -> Iterator[list[int]]:
     try:
         yield received
     finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
+        for caught, handler in previous.items():
+            signal.signal(caught, handler)

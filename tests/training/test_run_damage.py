@@ -63,7 +63,7 @@ def test_sizes_that_the_tensors_do_not_have_are_refused_before_anything_is_alloc
 
 def test_a_number_of_layers_that_the_file_does_not_have_is_refused(folder: Path) -> None:
     edit(folder / "run.json", lambda about: about | {"options": about["options"] | {"layers": 2_000_000_000}})
-    with pytest.raises(UserError, match=r"run\.json or kit\.json: the configuration describes a model of more than"):
+    with pytest.raises(UserError, match=r"run\.json or processor\.json: the configuration describes a model of more than"):
         Run.open(folder).model()
 
 
@@ -93,7 +93,7 @@ def test_a_token_without_a_row_in_the_table_of_embeddings_is_refused(folder: Pat
         return held
 
     edit(folder / "tokenizer.json", moved)
-    with pytest.raises(UserError, match=r"tokenizer\.json: has a token 1000000"):
+    with pytest.raises(UserError, match=r"tokenizer\.json: has token id 1000000"):
         Run.open(folder)
 
 
@@ -127,7 +127,7 @@ def test_the_target_of_a_link_in_place_of_the_lock_is_not_changed(folder: Path) 
     target.write_text("precious")
     (folder / "run.lock").unlink()
     (folder / "run.lock").symlink_to(target)
-    with pytest.raises(UserError, match=r"run\.lock: is no regular file"):
+    with pytest.raises(UserError, match=r"run\.lock: is not a regular file"):
         damaged_files.resume_run(folder)
     assert target.read_text() == "precious"
 
