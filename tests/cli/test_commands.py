@@ -155,7 +155,7 @@ def test_every_command_has_help_with_an_example(words: list[str], regard: Comman
         (["train", "classify", "--data", "none.csv", "--out", "run"], "none.csv: no such file"),
         (["train", "classify", "--data", "empty.csv", "--out", "run"], "empty.csv:1: no line can be used"),
         (["train", "classify", "--data", "columns.csv", "--out", "run"], "columns.csv:1: no column 'label'"),
-        (["train", "translate", "--data", "latin.tsv", "--out", "run"], "latin.tsv:2: expected UTF-8"),
+        (["train", "translate", "--data", "latin.tsv", "--out", "run"], "latin.tsv:2: not valid UTF-8"),
         (
             ["train", "classify", "--data", "good.csv", "--out", "run", "--learning-rate", "0"],
             "rate and clip must be positive",

@@ -1,4 +1,4 @@
-"""Batches: every example once, of like lengths, the same for a seed and an epoch."""
+"""Batches: every example once, similar lengths, reproducible from seed and epoch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Data files that nobody meant: each is read, or is one clear error, in little time and memory."""
+"""Malformed and malicious data files: each is read, or raises one clear error, in little time and memory."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ LABELLED = {"text": "", "label": ""}
 
 
 def checked(job: Callable[[BadRows], Any]) -> None:
-    """With and without --skip-bad: it succeeds, or raises one error of ours."""
+    """Read with and without --skip-bad: it succeeds, or raises one `UserError`."""
     for skip in (False, True):
 
         def once(skip: bool = skip) -> None:
@@ -88,7 +88,7 @@ def test_archives_with_changed_bytes(suffix: str, tmp_path: Path) -> None:
 
 
 def sparse(path: Path, size: int = 1 << 40) -> Path:
-    """A file of zeros that takes no room on the disk."""
+    """Create a sparse file of zeros."""
     with path.open("wb") as file:
         file.truncate(size)
     return path
@@ -221,7 +221,7 @@ def test_images_with_changed_bytes(form: str, tmp_path: Path) -> None:
         checked(lambda bad: header(Row(str(path), (str(path),))))
 
 
-def test_images_that_say_they_are_huge(tmp_path: Path) -> None:
+def test_images_that_claim_to_be_huge(tmp_path: Path) -> None:
     path = tmp_path / "a.png"
     part = b"IHDR" + struct.pack(">IIBBBBB", 2**31 - 1, 2**31 - 1, 8, 2, 0, 0, 0)
     path.write_bytes(b"\x89PNG\r\n\x1a\n" + struct.pack(">I", 13) + part + struct.pack(">I", zlib.crc32(part)))

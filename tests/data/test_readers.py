@@ -1,4 +1,4 @@
-"""Readers: what people have, and what is wrong with it."""
+"""Readers: formats and bad data."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ BAD_LINES = [
 
 
 @pytest.mark.parametrize(("name", "content", "line", "message"), BAD_LINES)
-def test_a_bad_line_is_told_with_its_place_or_counted(
+def test_a_bad_line_is_reported_with_its_place_or_counted(
     name: str, content: bytes, line: int, message: str, tmp_path: Path
 ) -> None:
     (tmp_path / name).write_bytes(content)
@@ -134,18 +134,18 @@ def test_a_file_that_cannot_be_used_says_what_to_do(
     assert "\n" not in str(caught.value)
 
 
-def test_a_missing_file_and_a_folder_are_told(tmp_path: Path) -> None:
+def test_a_missing_file_and_a_folder_are_reported(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"none.tsv: no such file"):
         values(tmp_path / "none.tsv", PAIR)
-    with pytest.raises(UserError, match="is a folder"):
+    with pytest.raises(UserError, match="is a directory"):
         values(tmp_path, PAIR)
 
 
 def test_a_name_that_is_no_file_is_a_dataset_of_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = []
+    calls = []
 
     def load_dataset(name: str, split: str) -> list[dict[str, object]]:
-        asked.append((name, split))
+        calls.append((name, split))
         return [{"translation": {"en": "a b", "fr": "x"}}, {"translation": {"en": "c, d", "fr": "y"}}]
 
     datasets = ModuleType("datasets")
@@ -155,7 +155,7 @@ def test_a_name_that_is_no_file_is_a_dataset_of_the_hub(monkeypatch: pytest.Monk
     rows = list(read_rows("some/books:validation", columns, BadRows()))
     assert [row.values for row in rows] == EXPECTED
     assert rows[1].place == "some/books[validation]:2"
-    assert asked == [("some/books", "validation")]
+    assert calls == [("some/books", "validation")]
 
 
 def test_without_the_datasets_library_the_name_says_what_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -164,19 +164,19 @@ def test_without_the_datasets_library_the_name_says_what_it_needs(monkeypatch: p
         list(read_rows("some/books", PAIR, BadRows()))
 
 
-def test_rows_that_begin_alike_are_held_out_together_whatever_their_order() -> None:
+def test_rows_of_a_group_are_held_out_together_in_any_order() -> None:
     rows = [Row(str(n), (f"text {n % 50}", str(n))) for n in range(200)]
-    train, held = split(rows, lambda row: row.values[0], 10, seed=1)
-    assert len({row.values[0] for row in held}) == 10
-    assert len(held) == 40
-    assert not {row.values[0] for row in train} & {row.values[0] for row in held}
-    assert set(split(rows[::-1], lambda row: row.values[0], 10, seed=1)[1]) == set(held)
-    assert set(split(rows, lambda row: row.values[0], 10, seed=2)[1]) != set(held)
+    train, held_out = split(rows, lambda row: row.values[0], 10, seed=1)
+    assert len({row.values[0] for row in held_out}) == 10
+    assert len(held_out) == 40
+    assert not {row.values[0] for row in train} & {row.values[0] for row in held_out}
+    assert set(split(rows[::-1], lambda row: row.values[0], 10, seed=1)[1]) == set(held_out)
+    assert set(split(rows, lambda row: row.values[0], 10, seed=2)[1]) != set(held_out)
     with pytest.raises(UserError, match="cannot hold out 50 of 50 distinct examples"):
         split(rows, lambda row: row.values[0], 50, seed=1)
 
 
-def test_a_fingerprint_tells_that_a_file_changed(tmp_path: Path) -> None:
+def test_a_fingerprint_detects_changes_of_a_file(tmp_path: Path) -> None:
     path = tmp_path / "a.txt"
     path.write_text("one")
     before = fingerprint(str(path))
@@ -184,7 +184,7 @@ def test_a_fingerprint_tells_that_a_file_changed(tmp_path: Path) -> None:
     assert fingerprint(str(path)) != before
 
 
-def test_what_chooses_the_weights_and_what_measures_them_are_different_rows(tmp_path: Path) -> None:
+def test_validation_and_test_rows_differ(tmp_path: Path) -> None:
     path = tmp_path / "a.csv"
     path.write_text("text,label\n" + "".join(f"text {n},{n % 2}\n" for n in range(60)))
     task = tasks()["classify"]()
@@ -193,7 +193,7 @@ def test_what_chooses_the_weights_and_what_measures_them_are_different_rows(tmp_
     assert len({row.place for row in (*train, *valid, *test)}) == 60
 
 
-def test_files_of_one_kind_are_taken_as_they_are(tmp_path: Path) -> None:
+def test_separate_files_are_used_as_given(tmp_path: Path) -> None:
     for name in ("a", "b", "c"):
         (tmp_path / f"{name}.csv").write_text("text,label\n" + "".join(f"{name} {n},{n % 2}\n" for n in range(9)))
     a, b, c = (str(tmp_path / f"{name}.csv") for name in ("a", "b", "c"))
@@ -207,7 +207,7 @@ def test_files_of_one_kind_are_taken_as_they_are(tmp_path: Path) -> None:
     assert kinds(Sources((a,), (), (c,), held_out=3)) == ["a", "a", "c"]
 
 
-def test_the_embedded_sentences_come_with_who_wrote_them() -> None:
+def test_the_embedded_sentences_have_attributions() -> None:
     with lzma.open(EMBEDDED / f"{TATOEBA}.tsv.xz", "rt", encoding="utf-8") as file:
         lines = [line.rstrip("\n").split("\t") for line in file]
     assert all(len(line) == 3 and line[2].startswith("CC-BY 2.0 (France) Attribution: tatoeba.org") for line in lines)
@@ -226,7 +226,7 @@ def test_the_embedded_sentences_come_with_who_wrote_them() -> None:
     ],
 )
 def test_a_row_with_more_cells_than_the_first_is_bad(name: str, content: str, tmp_path: Path) -> None:
-    """Its cells would stand under the wrong names."""
+    """Its cells would be assigned to the wrong columns."""
     (tmp_path / name).write_text(content)
     line = len(content.splitlines())
     with pytest.raises(UserError, match=rf"{name}:{line}: expected 2 columns, got 3"):

@@ -12,7 +12,7 @@ Start = Callable[..., Any]
 
 @pytest.fixture(autouse=True)
 def _one_thread() -> Iterator[None]:
-    """Tiny models, and processes beside one another."""
+    """Use one thread: models are tiny, and tests run several processes."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -21,7 +21,7 @@ def _one_thread() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def start() -> Start:
-    """Starts a function in a process of its own, which is cheap: a server has imported everything already."""
+    """Start a function in a new process, forked cheaply from a server that has imported everything."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(
         [
@@ -33,9 +33,9 @@ def start() -> Start:
         ]
     )
 
-    def started(function: Callable[..., None], *args: Any) -> Any:
+    def start_process(function: Callable[..., None], *args: Any) -> Any:
         process = context.Process(target=function, args=args)
         process.start()
         return process
 
-    return started
+    return start_process

@@ -1,4 +1,4 @@
-"""Questions and answers: reading them, windows of long contexts, no answer, figures, and what is told of bad input."""
+"""Question answering: reading data, windows of long contexts, no answer, metrics, and errors."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ COLOURS, WHO = ("red", "blue"), ("cat", "dog", "bird")
 
 
 def toys(count: int = 240) -> list[dict[str, Any]]:
-    """Which colour is it, or who does it: contexts without a colour have no answer to the first."""
+    """Questions for the colour or the subject; those for a colour have no answer in contexts without one."""
     found = []
     for n, context in enumerate(sentences(count, seed=3)):
         words = context.split()
@@ -78,8 +78,8 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Run:
     return Run.open(run.folder)
 
 
-def said(run: Run, *given: str, skip: bool = False) -> list[Any]:
-    rows = [Row(f"input {n}", (text,)) for n, text in enumerate(given, 1)]
+def predict(run: Run, *texts: str, skip: bool = False) -> list[Any]:
+    rows = [Row(f"input {n}", (text,)) for n, text in enumerate(texts, 1)]
     return list(run.task.predict(run.model()[0], run.processor, rows, BadRows(skip=skip)))
 
 
@@ -90,7 +90,7 @@ def kit_of(*texts: str, **options: Any) -> Any:
 # Learning
 
 
-def test_questions_are_answered_better_than_by_simple_means_and_those_without_an_answer_are_known(trained: Run) -> None:
+def test_questions_are_answered_better_than_by_baselines_and_unanswerable_ones_are_detected(trained: Run) -> None:
     rows = trained.task.read(trained.about["sources"]["data"][0], BadRows())[:80]
     ours = trained.task.evaluate(trained.model()[0], trained.processor, rows)
     assert ours["exact"] > 85
@@ -99,9 +99,9 @@ def test_questions_are_answered_better_than_by_simple_means_and_those_without_an
         assert ours["f1"] > theirs["f1"]
 
 
-def test_the_threshold_of_no_answer_is_settled_after_training_and_kept(trained: Run) -> None:
+def test_the_no_answer_threshold_is_calibrated_after_training_and_saved(trained: Run) -> None:
     assert set(trained.processor.calibration or {}) == {"threshold"}
-    colour, none = said(trained, "which colour\tthe red cat sees", "which colour\tthe cat sees")
+    colour, none = predict(trained, "which colour\tthe red cat sees", "which colour\tthe cat sees")
     assert (colour.output, none.output) == ("red", "")
     assert colour.score > 0.5 < none.score
     always = replace(trained.processor, calibration={"threshold": -1e9})
@@ -110,27 +110,27 @@ def test_the_threshold_of_no_answer_is_settled_after_training_and_kept(trained: 
 
 
 def test_without_unanswerable_questions_everything_is_answered(tmp_path: Path) -> None:
-    asked = [each for each in toys() if each["qas"][0]["answers"]]
-    run = new_run(tmp_path, asked)
+    examples = [each for each in toys() if each["qas"][0]["answers"]]
+    run = new_run(tmp_path, examples)
     assert train(run).done
     assert run.processor.calibration is None
-    assert all(made.output for made in said(run, "who does it\tthe cat sees", "zzz\tqqq"))
+    assert all(prediction.output for prediction in predict(run, "who does it\tthe cat sees", "zzz\tqqq"))
 
 
 @pytest.mark.parametrize(
     "context", ["  the   red\u00a0cat sees ", "the naïve 🐈 cat", "Étude in red", "cat", "日本語の猫"]
 )
-def test_an_answer_is_exactly_what_stands_in_the_context(context: str, trained: Run) -> None:
-    made = said(trained, f"who does it\t{context}")[0]
-    text, start = made.more["best"], made.more["start"]
+def test_an_answer_is_an_exact_part_of_the_context(context: str, trained: Run) -> None:
+    prediction = predict(trained, f"who does it\t{context}")[0]
+    text, start = prediction.more["best"], prediction.more["start"]
     assert text
     assert text == text.strip()
     assert text in context
-    if made.output:
+    if prediction.output:
         assert context.strip()[start : start + len(text)] == text
 
 
-def test_a_run_that_is_resumed_settles_on_the_same(trained: Run) -> None:
+def test_a_resumed_run_has_the_same_calibration(trained: Run) -> None:
     again = Run.open(trained.folder)
     assert train(again).done
     assert again.processor.calibration == trained.processor.calibration
@@ -139,8 +139,8 @@ def test_a_run_that_is_resumed_settles_on_the_same(trained: Run) -> None:
 # Windows
 
 
-def questions(task: Answer, processor: Any, *asked: SquadExample) -> Any:
-    return task.dataset(processor, [Row(f"row {n}", each) for n, each in enumerate(asked)], BadRows())
+def questions(task: Answer, processor: Any, *examples: SquadExample) -> Any:
+    return task.dataset(processor, [Row(f"row {n}", each) for n, each in enumerate(examples)], BadRows())
 
 
 def test_windows_cover_a_long_context_and_share_tokens_and_are_one_item() -> None:
@@ -178,19 +178,22 @@ def test_windows_cover_a_long_context_and_share_tokens_and_are_one_item() -> Non
 
 
 def test_the_loss_is_over_all_windows_and_all_places_that_are_right() -> None:
-    """By a loop in float64: right in two windows that overlap, and no answer where there is none."""
+    """Compare with a loop in float64: an answer in two overlapping windows, and an unanswerable question."""
     task = small(longest=24, overlap=10)
     context = " ".join(f"w{n % 7}{n % 5}" for n in range(30))
     processor = kit_of(context)
-    asked = [SquadExample(context, "w1", (("w33", context.index("w33")),), "a"), SquadExample(context, "w2", (), "b")]
-    items = questions(task, processor, *asked)
+    examples = [
+        SquadExample(context, "w1", (("w33", context.index("w33")),), "a"),
+        SquadExample(context, "w2", (), "b"),
+    ]
+    items = questions(task, processor, *examples)
     torch.manual_seed(0)
     model = task.model(processor).double().eval()
     batch = items.batch(np.arange(2), np.random.default_rng(0))
     found = task.loss(model, batch, 0.0)
     ids, segments, _, _ = batch.inputs
     logits, at, want = model(ids, segments=segments).values, 0, 0.0
-    for n, one in enumerate(asked):
+    for n, one in enumerate(examples):
         every: list[list[torch.Tensor]] = [[], []]
         right: list[list[torch.Tensor]] = [[], []]
         for part in items.questions[n].windows:
@@ -254,14 +257,14 @@ def test_the_best_span_is_that_of_all_windows_and_no_longer_than_asked() -> None
 def test_a_long_context_is_answered_from_any_of_its_windows(trained: Run) -> None:
     task = replace(trained.task, longest=40, overlap=10)
     filler = "the dog hears the dog . " * 12
-    asked = [
+    examples = [
         SquadExample(f"{filler}{middle}{filler}", "which colour", (), "") for middle in ("", "the red cat sees . ")
     ]
-    items = task.dataset(trained.processor, [Row("", each) for each in asked], BadRows())
+    items = task.dataset(trained.processor, [Row("", each) for each in examples], BadRows())
     assert len(items.questions[1].windows) > 4
     _, found = task._find_answers(trained.model()[0], items)
     assert found.text == "red"
-    assert asked[1].context[found.start : found.start + 3] == "red"
+    assert examples[1].context[found.start : found.start + 3] == "red"
 
 
 # Reading
@@ -314,14 +317,14 @@ QA = {"id": "a", "question": "Where?", "answers": [{"text": "Rome", "answer_star
         ("a.csv", "context,question\nRome,Where\n", r"a.csv:1: no column 'answer'"),
         ("a.csv", "context,question,answer\n,Where,x\n", r"a.csv:2: column 1 \(context\) is empty"),
         ("a.csv", "context,question,answer\nRome,Where,Paris\n", r"a.csv:2: the answer 'Paris' is no part of"),
-        ("a.csv", b"context,question,answer\nRom\xe9,Where,x\n", r"a.csv:2: expected UTF-8"),
+        ("a.csv", b"context,question,answer\nRom\xe9,Where,x\n", r"a.csv:2: not valid UTF-8"),
         ("a.jsonl", '{"context": "Rome"}\n', r"a.jsonl:1: expected a value for 'question'"),
         ("a.jsonl", '{"context": \n', r"a.jsonl:1: not valid JSON"),
         ("a.txt", "Rome\n", r"a.txt: is plain text, but context and question and answer are needed"),
         ("missing.json", None, r"missing.json: no such file"),
     ],
 )  # fmt: skip
-def test_a_bad_file_is_told_with_its_place(
+def test_a_bad_file_is_reported_with_its_place(
     name: str, content: str | bytes | None, message: str, tmp_path: Path
 ) -> None:
     path = tmp_path / name
@@ -334,7 +337,7 @@ def test_a_bad_file_is_told_with_its_place(
 @pytest.mark.parametrize(
     ("paragraph", "message"),
     [
-        ({"context": "In Rome.", "qas": [QA]}, r"'Rome' is no part of the context: it stands at 3, not 0"),
+        ({"context": "In Rome.", "qas": [QA]}, r"'Rome' is not part of the context: it is at 3, not 0"),
         (
             {"context": "In Paris.", "qas": [QA]},
             r"'Rome' is not part of the context: not found",
@@ -348,7 +351,7 @@ def test_a_bad_file_is_told_with_its_place(
         ({"context": "Rome", "qas": [3]}, "expected a question, got int"),
     ],
 )
-def test_a_bad_question_is_told_with_its_place_or_counted(paragraph: Any, message: str, tmp_path: Path) -> None:
+def test_a_bad_question_is_reported_with_its_place_or_counted(paragraph: Any, message: str, tmp_path: Path) -> None:
     path = squad(tmp_path, [{"context": "Rome", "qas": [QA]}, paragraph])
     with pytest.raises(UserError, match=rf"data.json:data\[0\].paragraphs\[1\].qas\[0\]: .*{message}"):
         small().read(str(path), BadRows())
@@ -357,7 +360,7 @@ def test_a_bad_question_is_told_with_its_place_or_counted(paragraph: Any, messag
 
 
 @pytest.mark.parametrize("windows", [True, False])
-def test_what_the_model_cannot_take_is_told_with_its_place(windows: bool, trained: Run) -> None:
+def test_inputs_that_are_too_long_are_reported_with_their_place(windows: bool, trained: Run) -> None:
     task = replace(trained.task, windows=windows, longest=40)
     long = Row("file:3", SquadExample("cat " * 60, "cat " * (40 if windows else 3), (), ""))
     more = "" if windows else " split it with --windows,"
@@ -371,16 +374,16 @@ def test_what_the_model_cannot_take_is_told_with_its_place(windows: bool, traine
     assert (len(items.sizes), bad.count) == (1, 1)
 
 
-def test_a_question_without_its_text_is_told(trained: Run) -> None:
-    for given in ("who does it", "who does it\t ", "\tthe cat"):
-        with pytest.raises(
-            UserError, match="input 1: expected a question, a tab and its context; or pass"
-        ):
-            said(trained, given)
-    assert [made.output for made in said(trained, "who", "who does it\nthe cat sees", skip=True)] == ["cat"]
+def test_a_question_without_its_text_is_reported(trained: Run) -> None:
+    for text in ("who does it", "who does it\t ", "\tthe cat"):
+        with pytest.raises(UserError, match="input 1: expected a question, a tab and its context; or pass"):
+            predict(trained, text)
+    assert [prediction.output for prediction in predict(trained, "who", "who does it\nthe cat sees", skip=True)] == [
+        "cat"
+    ]
 
 
-# Figures
+# Metrics
 
 
 @pytest.mark.parametrize(
@@ -439,14 +442,16 @@ def ask(*words: str) -> Any:
 
 def test_the_command_answers_about_a_file_and_writes_squads_predictions(trained: Run, tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text("the red cat sees\n")
-    made = ask("predict", str(trained.folder), "who does it", "which colour", "--context", str(tmp_path / "text.txt"))
-    assert [line.split("\t")[0] for line in made.stdout.splitlines()] == ["cat", "red"]
+    prediction = ask(
+        "predict", str(trained.folder), "who does it", "which colour", "--context", str(tmp_path / "text.txt")
+    )
+    assert [line.split("\t")[0] for line in prediction.stdout.splitlines()] == ["cat", "red"]
     paragraphs = [{"context": "the blue dog hears", "qas": [
         {"id": "x1", "question": "which colour"}, {"id": "x2", "question": "who does it"}]}]  # fmt: skip
-    asked = squad(tmp_path, paragraphs)
-    assert ask("predict", str(trained.folder), str(asked), "--out", str(tmp_path / "out.json")).exit_code == 0
+    examples = squad(tmp_path, paragraphs)
+    assert ask("predict", str(trained.folder), str(examples), "--out", str(tmp_path / "out.json")).exit_code == 0
     assert json.loads((tmp_path / "out.json").read_text()) == {"x1": "blue", "x2": "dog"}
-    line = json.loads(ask("predict", str(trained.folder), str(asked), "--json").stdout.splitlines()[0])
+    line = json.loads(ask("predict", str(trained.folder), str(examples), "--json").stdout.splitlines()[0])
     assert (line["id"], line["output"], line["start"]) == ("x1", "blue", 4)
     page = tmp_path / "page.html"
     words = ("who does it", "--context", str(tmp_path / "text.txt"), "-o", str(page))
@@ -454,7 +459,7 @@ def test_the_command_answers_about_a_file_and_writes_squads_predictions(trained:
     assert "sees" in page.read_text()
 
 
-def test_what_is_no_run_of_answers_is_told(trained: Run, tmp_path: Path) -> None:
+def test_a_run_of_another_task_is_reported(trained: Run, tmp_path: Path) -> None:
     other = new_other_run(tmp_path, "translate")
     train(other)
     with pytest.raises(UserError, match="is a Transformer, which has no text encoder"):
@@ -463,7 +468,7 @@ def test_what_is_no_run_of_answers_is_told(trained: Run, tmp_path: Path) -> None
         create_run(trained.folder, small(), small().recipe, Sources((trained.about["sources"]["data"][0],)))
 
 
-def test_a_truncated_checkpoint_is_told(trained: Run, tmp_path: Path) -> None:
+def test_a_truncated_checkpoint_is_reported(trained: Run, tmp_path: Path) -> None:
     import shutil
 
     folder = tmp_path / "copy"
@@ -475,7 +480,7 @@ def test_a_truncated_checkpoint_is_told(trained: Run, tmp_path: Path) -> None:
 
 
 def test_a_checkpoint_of_transformers_answers_as_it_does_there(tmp_path: Path) -> None:
-    """Begun from a BertForQuestionAnswering with its tokenizer, head and all: the same logits, the same answer."""
+    """Start from a BertForQuestionAnswering with its tokenizer and head: same logits, same answer."""
     tokenizer = transformers.BertTokenizerFast(vocab={word: n for n, word in enumerate(
         ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "the", "red", "cat", "sees", "who", "?"])})  # fmt: skip
     torch.manual_seed(0)
@@ -515,8 +520,8 @@ def test_a_checkpoint_of_transformers_answers_as_it_does_there(tmp_path: Path) -
     assert isinstance(regard.load(tmp_path / "out"), QuestionAnswering)
 
 
-def test_the_best_threshold_never_parts_questions_of_equal_absence() -> None:
-    """Two are equally absent, one of them right: a cut between them cannot be, whatever their order."""
+def test_the_best_threshold_never_separates_questions_of_equal_absence() -> None:
+    """Equal absence scores cannot be separated by a threshold, in any order."""
     chance = np.random.default_rng(1)
     for _ in range(60):
         absences = chance.integers(0, 4, 7).astype(float).tolist()
@@ -524,16 +529,16 @@ def test_the_best_threshold_never_parts_questions_of_equal_absence() -> None:
         references = [["cat"] if kind < 2 else [] for kind in right]
         outputs = ["dog" if kind == 1 else "cat" for kind in right]
 
-        def f1(threshold: float, given: tuple[Any, ...] = (absences, outputs, references)) -> float:
-            said = ["" if absence > threshold else output for absence, output, _ in zip(*given, strict=True)]
-            return metrics.answers(said, given[2])["f1"]
+        def f1(threshold: float, scored: tuple[Any, ...] = (absences, outputs, references)) -> float:
+            answers = ["" if absence > threshold else output for absence, output, _ in zip(*scored, strict=True)]
+            return metrics.answers(answers, scored[2])["f1"]
 
         highest = max(f1(threshold) for threshold in (-1.0, 0.5, 1.5, 2.5, 4.0))
         assert f1(metrics.best_threshold(absences, outputs, references)) == pytest.approx(highest)
 
 
-def test_the_best_threshold_parts_neighbouring_numbers() -> None:
+def test_the_best_threshold_separates_neighbouring_numbers() -> None:
     low = float(np.nextafter(1.0, 2))
-    high = float(np.nextafter(low, 2))  # their middle is rounded to it
+    high = float(np.nextafter(low, 2))  # their midpoint is rounded to it
     threshold = metrics.best_threshold([low, high], ["cat", "dog"], [["cat"], []])
     assert low <= threshold < high

@@ -1,4 +1,4 @@
-"""Objects in images: what is wrong with COCO files, how good boxes are told, and a toy problem that is learned."""
+"""Object detection: bad COCO files, metrics, and a toy problem."""
 
 from __future__ import annotations
 
@@ -42,22 +42,22 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Run, Examples]:
 
 def spoilt(tmp_path: Path, change: Callable[[dict[str, Any]], Any]) -> Path:
     path = scenes(tmp_path, 6)
-    held = json.loads(path.read_text())
-    change(held)
-    path.write_text(json.dumps(held))
+    coco = json.loads(path.read_text())
+    change(coco)
+    path.write_text(json.dumps(coco))
     return path
 
 
 def boxed(box: Any) -> Callable[[dict[str, Any]], Any]:
-    return lambda held: held["annotations"][2].update(bbox=box)
+    return lambda coco: coco["annotations"][2].update(bbox=box)
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda held: held["annotations"][2].update(category_id=8), "annotation 2: category_id 8 is none of .*7, 9"),
-        (lambda held: held["annotations"][2].update(image_id=77), "annotation 2: image_id 77 is not in images"),
-        (lambda held: held["annotations"][2].pop("bbox"), "annotation 2: must have image_id, category_id and bbox"),
+        (lambda coco: coco["annotations"][2].update(category_id=8), "annotation 2: category_id 8 is none of .*7, 9"),
+        (lambda coco: coco["annotations"][2].update(image_id=77), "annotation 2: image_id 77 is not in images"),
+        (lambda coco: coco["annotations"][2].pop("bbox"), "annotation 2: must have image_id, category_id and bbox"),
         (boxed([1, 2, 0, 4]), r"annotation 2: the box \[1, 2, 0, 4\] is empty; boxes of COCO are left, top, width"),
         (boxed([1, 2, 3, -4]), r"annotation 2: the box \[1, 2, 3, -4\] is empty"),
         (boxed([20, 2, 20, 4]), r"annotation 2: the box .* exceeds its image of 32 x 32"),
@@ -65,12 +65,12 @@ def boxed(box: Any) -> Callable[[dict[str, Any]], Any]:
         (boxed([1, 2, 3]), "annotation 2: bbox must be 4 numbers"),
         (boxed([1, 2, 3, "x"]), "annotation 2: bbox must be 4 numbers"),
         (boxed([1, 2, 3, float("nan")]), "annotation 2: bbox must be 4 numbers"),
-        (lambda held: held["images"][3].update(file_name="x.png"), r"image 3: .*x.png: no such file; --pict"),
-        (lambda held: held["images"][3].update(id=2), "image 2: duplicate id|is not in images"),
-        (lambda held: held["images"][3].pop("file_name"), "an image must have id and file_name"),
+        (lambda coco: coco["images"][3].update(file_name="x.png"), r"image 3: .*x.png: no such file; --pict"),
+        (lambda coco: coco["images"][3].update(id=2), "image 2: duplicate id|is not in images"),
+        (lambda coco: coco["images"][3].pop("file_name"), "an image must have id and file_name"),
     ],
 )
-def test_what_is_wrong_in_a_coco_file_is_told_or_left_out(
+def test_bad_entries_of_a_coco_file_are_reported_or_left_out(
     change: Callable[[dict[str, Any]], Any], message: str, tmp_path: Path
 ) -> None:
     path, task = spoilt(tmp_path, change), tasks()["detect"]()
@@ -90,15 +90,15 @@ def test_what_is_wrong_in_a_coco_file_is_told_or_left_out(
         ('{"images": [], "annotations": [], "categories": []}', "has no images"),
     ],
 )
-def test_what_is_no_coco_file_is_told(content_hash: str, message: str, tmp_path: Path) -> None:
-    (tmp_path / "a.json").write_text(content_hash)
+def test_files_that_are_not_coco_are_reported(content: str, message: str, tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_text(content)
     with pytest.raises(UserError, match=f"a.json: .*{message}"):
         tasks()["detect"]().read(str(tmp_path / "a.json"), BadRows())
     with pytest.raises(UserError, match="no such file"):
         tasks()["detect"]().read(str(tmp_path / "b.json"), BadRows())
 
 
-def test_images_that_cannot_be_used_are_told_with_file_and_number(tmp_path: Path) -> None:
+def test_images_that_cannot_be_used_are_reported_with_file_and_number(tmp_path: Path) -> None:
     path, task = scenes(tmp_path, 6), tasks()["detect"](queries=1)
     rows = task.read(str(path), BadRows())
     processor = task.fit_processor(rows)
@@ -114,9 +114,7 @@ def test_images_that_cannot_be_used_are_told_with_file_and_number(tmp_path: Path
     with pytest.raises(UserError, match="image 0: has 2 objects, more than --queries 1"):
         task.dataset(processor, crowded, BadRows())
     strange = [rows[0]._replace(values=(rows[0].values[0], (rows[0].values[1][0]._replace(label="cow"),), (32, 32)))]
-    with pytest.raises(
-        UserError, match="image 0: the category 'cow' was not seen in training; known are bar, square"
-    ):
+    with pytest.raises(UserError, match="image 0: the category 'cow' was not seen in training; known are bar, square"):
         task.dataset(processor, strange, BadRows())
 
 
@@ -134,7 +132,7 @@ def test_files_named_as_cocos_are_found_with_their_images(tmp_path: Path) -> Non
         tasks()["detect"]().read(str(tmp_path), BadRows())
 
 
-def test_a_library_that_is_missing_is_told_before_training(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_library_that_is_missing_is_reported_before_training(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("regard.tasks.detect.find_spec", lambda name: None if name == "pycocotools" else name)
     with pytest.raises(UserError, match=r"detect needs pycocotools: pip install 'regard\[detect\]'"):
         tasks()["detect"]().fit_processor([])
@@ -170,7 +168,7 @@ def test_boxes_move_with_their_images(down: int, right: int, mirror: bool) -> No
     assert edges == [*lit.min(0).values.flip(0).tolist(), *(lit.max(0).values.flip(0) + 1).tolist()]
 
 
-def test_boxes_are_told_in_pixels_of_the_image_whatever_the_model_sees(tmp_path: Path) -> None:
+def test_boxes_are_in_pixels_of_the_original_image(tmp_path: Path) -> None:
     Image.fromarray(np.zeros((100, 200), np.uint8)).save(tmp_path / "a.png")
     found = Detections(np.array([[20.0, 10.0, 150.0, 80.0]]), np.array([0]), np.ones(1))
     row = Row("a", (str(tmp_path / "a.png"), ()))
@@ -195,26 +193,26 @@ def test_a_run_that_died_ends_with_the_same_bits(tmp_path: Path) -> None:
     assert [key for key in ended[0] if not torch.equal(ended[0][key], ended[1][key])] == []
 
 
-def test_a_toy_problem_is_learned_and_told_with_boxes_and_scores(trained: tuple[Run, Examples]) -> None:
+def test_a_toy_problem_is_learned_and_predicted_with_boxes_and_scores(trained: tuple[Run, Examples]) -> None:
     run, examples = trained
     model, _ = run.model()
     figures = run.task.evaluate(model, run.processor, examples.test)
     baselines = run.task.baselines(run.processor, examples.train, examples.test)
     assert figures["ap50"] > 0.25  # a few seconds of training
     assert figures["ap50"] > 3 * baselines["most frequent boxes"]["ap50"]
-    # it finds every box, but pieces of one brightness are all alike to it: what it says is one of the two classes
+    # the baseline finds every box, but cannot distinguish classes of equal brightness
     assert 0.25 < baselines["connected pieces, nearest mean"]["ap50"] < 0.75
-    made = list(
+    predictions = list(
         run.task.predict(model, run.processor, [Row("one", row.values[:1]) for row in examples.test], BadRows())
     )
     right = 0
-    for row, each in zip(examples.test, made, strict=True):
+    for row, each in zip(examples.test, predictions, strict=True):
         (thing,), objects = row.values[1], each.more["objects"]
         assert all(0.5 <= one["score"] <= 1 and len(one["box"]) == 4 for one in objects)
         assert each.output.startswith(f"{objects[0]['label']} at " if objects else "nothing")
         near = objects and np.abs(np.array(objects[0]["box"]) - thing[1:]).max() < 8
         right += bool(near and objects[0]["label"] == thing.label)
-    assert right >= len(made) / 2
+    assert right >= len(predictions) / 2
 
 
 def test_an_exported_detector_computes_the_same(trained: tuple[Run, Examples], tmp_path: Path) -> None:
@@ -228,6 +226,6 @@ def test_an_exported_detector_computes_the_same(trained: tuple[Run, Examples], t
         expected = model(images)
         torch.testing.assert_close(regard.load(tmp_path / "out").eval()(images), expected)
     session = onnxruntime.InferenceSession(str(tmp_path / "out" / "model.onnx"), providers=["CPUExecutionProvider"])
-    made = session.run(["logits", "boxes"], {"pixels": images.numpy()})
-    for ours, theirs in zip(made, expected, strict=True):
+    predictions = session.run(["logits", "boxes"], {"pixels": images.numpy()})
+    for ours, theirs in zip(predictions, expected, strict=True):
         torch.testing.assert_close(torch.from_numpy(ours), theirs, rtol=1e-4, atol=1e-4)

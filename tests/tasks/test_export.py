@@ -35,7 +35,7 @@ Graphs = dict[str, Any]
 SIZES = [(1, 1), (1, 9), (3, 5), (4, 90), (2, 300)]  # batch and source; positions beyond any cached table
 
 
-def written(graphs: tuple[Any, ...], folder: Path) -> Graphs:
+def export_graphs(graphs: tuple[Any, ...], folder: Path) -> Graphs:
     assert _write_graphs(graphs, folder) == ""
     return {graph.name: session(folder / f"{graph.name}.onnx") for graph in graphs}
 
@@ -45,7 +45,7 @@ def session(path: Path) -> Any:
 
 
 def sources(batch: int, length: int, vocabulary: int) -> tuple[Tensor, Tensor]:
-    """Ids, and the mask of real tokens: all of the first row, fewer of the others."""
+    """Ids and padding mask; the first row has no padding."""
     generator = torch.Generator().manual_seed(1000 * batch + length)
     lengths = torch.randint(1, length + 1, (batch, 1), generator=generator)
     lengths[0] = length
@@ -66,15 +66,15 @@ def writers() -> dict[str, Transformer]:
 @pytest.fixture(scope="module", params=writers())
 def writer(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Transformer, Graphs]:
     model = writers()[request.param]
-    model(*[torch.tensor([[5, 6]])] * 2)  # what a call caches must not become a part of the graph
-    return model, written(pair_graphs(model), tmp_path_factory.mktemp("pair"))
+    model(*[torch.tensor([[5, 6]])] * 2)  # values cached by a call must not become part of the graph
+    return model, export_graphs(pair_graphs(model), tmp_path_factory.mktemp("pair"))
 
 
 def decoder_inputs(graphs: Graphs, ids: Tensor, mask: Tensor) -> dict[str, np.ndarray]:
-    given = {"source_ids": ids.numpy(), "source_mask": mask.numpy()}
-    (encoded,) = graphs["encoder"].run(None, given)
+    inputs = {"source_ids": ids.numpy(), "source_mask": mask.numpy()}
+    (encoded,) = graphs["encoder"].run(None, inputs)
     wanted = {each.name for each in graphs["decoder"].get_inputs()}
-    return {name: value for name, value in (given | {"encoded": encoded}).items() if name in wanted}
+    return {name: value for name, value in (inputs | {"encoded": encoded}).items() if name in wanted}
 
 
 @pytest.mark.parametrize(("batch", "length"), SIZES)
@@ -83,10 +83,10 @@ def test_a_pair_of_graphs_computes_what_the_model_does(
 ) -> None:
     model, graphs = writer
     ids, mask = sources(batch, length, model.config.vocabulary)
-    given = decoder_inputs(graphs, ids, mask)
+    inputs = decoder_inputs(graphs, ids, mask)
     for count in (1, 2, 130):
         target = torch.randint(4, 50, (batch, count))
-        (found,) = graphs["decoder"].run(None, given | {"target_ids": target.numpy()})
+        (found,) = graphs["decoder"].run(None, inputs | {"target_ids": target.numpy()})
         with torch.no_grad():
             expected = model(ids, target, mask).clone()
         expected[..., list(model.config.never)] = -np.inf
@@ -99,10 +99,10 @@ def test_a_greedy_loop_in_onnxruntime_writes_what_generate_does(
 ) -> None:
     model, graphs = writer
     ids, mask = sources(batch, length, model.config.vocabulary)
-    given, config = decoder_inputs(graphs, ids, mask), model.config
+    inputs, config = decoder_inputs(graphs, ids, mask), model.config
     target = np.full((batch, 1), config.start)
     while target.shape[1] <= 12 and not (target == config.stop).any(1).all():
-        (logits,) = graphs["decoder"].run(None, given | {"target_ids": target})
+        (logits,) = graphs["decoder"].run(None, inputs | {"target_ids": target})
         target = np.concatenate((target, logits[:, -1:].argmax(-1)), 1)
     found = [row[1 : np.argmax(row == config.stop) if config.stop in row else None].tolist() for row in target]
     expected = [row.tolist() for row in model.generate(ids, mask, max_new_tokens=12)]
@@ -135,26 +135,26 @@ def test_a_speaker_says_the_same_in_onnxruntime(tmp_path: Path) -> None:
     torch.manual_seed(0)
     config = SpeakerConfig(vocabulary=30, d_model=16, layers=2, heads=2, d_hidden=32, features=8, reduction=3)
     model = Speaker(config).eval()
-    graphs = written(speaker_graphs(model), tmp_path)
+    graphs = export_graphs(speaker_graphs(model), tmp_path)
     assert shapes(graphs["decoder"])[1] == {"frames": ["batch", "steps", 3, 8], "end_logits": ["batch", "steps"]}
     ids, mask = sources(3, 70, config.vocabulary)
-    given, target = decoder_inputs(graphs, ids, mask), torch.randn(3, 90, 8)
+    inputs, target = decoder_inputs(graphs, ids, mask), torch.randn(3, 90, 8)
     last = np.concatenate((np.zeros((3, 1, 8), np.float32), target[:, 2:-1:3].numpy()), 1)
-    frames, ends = graphs["decoder"].run(None, given | {"last_frames": last})
+    frames, ends = graphs["decoder"].run(None, inputs | {"last_frames": last})
     with torch.no_grad():
         expected = model.say(ids, target, mask)
     torch.testing.assert_close(torch.from_numpy(frames).flatten(1, 2), expected.frames, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(torch.from_numpy(ends), expected.ends, rtol=1e-4, atol=1e-5)
 
-    given, last, said = decoder_inputs(graphs, ids[:1], mask[:1]), np.zeros((1, 1, 8), np.float32), []
+    inputs, last, result = decoder_inputs(graphs, ids[:1], mask[:1]), np.zeros((1, 1, 8), np.float32), []
     for _ in range(20):
-        frames, ends = graphs["decoder"].run(None, given | {"last_frames": last})
-        said.append(frames[0, -1])
+        frames, ends = graphs["decoder"].run(None, inputs | {"last_frames": last})
+        result.append(frames[0, -1])
         last = np.concatenate((last, frames[:, -1:, -1]), 1)
         if ends[0, -1] > 0:
             break
     (uttered,) = model.generate([ids[0]], max_new_tokens=60)
-    torch.testing.assert_close(torch.from_numpy(np.concatenate(said)), uttered.frames, rtol=1e-3, atol=1e-4)
+    torch.testing.assert_close(torch.from_numpy(np.concatenate(result)), uttered.frames, rtol=1e-3, atol=1e-4)
 
 
 def test_a_language_model_computes_the_same_in_onnxruntime(tmp_path: Path) -> None:
@@ -164,7 +164,7 @@ def test_a_language_model_computes_the_same_in_onnxruntime(tmp_path: Path) -> No
             vocabulary=60, d_model=16, layers=2, heads=2, d_hidden=32, rotary=Rotary(), norm="rms", gated=True
         )
     ).eval()
-    graph = written((text_graph(model, "logits"),), tmp_path)["model"]
+    graph = export_graphs((text_graph(model, "logits"),), tmp_path)["model"]
     assert shapes(graph)[0] == {"ids": ["batch", "length"], "mask": ["batch", "length"]}
     for batch, length in SIZES:
         ids, mask = sources(batch, length, 60)
@@ -234,7 +234,7 @@ def test_an_exported_folder_is_evaluated_as_its_run_is(regard: Command, run: Run
         json.loads(regard("evaluate", each, "--data", data, "--json").out) for each in (run.folder, tmp_path / "out")
     )
     assert ours == theirs
-    assert {path: path.read_bytes() for path in (tmp_path / "out").iterdir()} == files  # it is only read
+    assert {path: path.read_bytes() for path in (tmp_path / "out").iterdir()} == files  # read-only
 
 
 def test_where_the_training_data_is_gone_other_data_is_measured_without_baselines(
@@ -251,9 +251,9 @@ def test_where_the_training_data_is_gone_other_data_is_measured_without_baseline
     assert "or evaluate on other data with --data FILE" in alone.err
     measured = regard("evaluate", tmp_path / "out", "--data", classes(tmp_path), "--json")
     assert "without baselines" in measured.err
-    told = json.loads(measured.out)
-    assert told["baselines"] == {}
-    assert told["rows"] == {"train": 90, "validation": 8, "test": 120, "left_out": 0}
+    report = json.loads(measured.out)
+    assert report["baselines"] == {}
+    assert report["rows"] == {"train": 90, "validation": 8, "test": 120, "left_out": 0}
     assert regard("evaluate", tmp_path / "out", "--data", classes(tmp_path)).code == 0
 
 
@@ -264,9 +264,9 @@ def test_an_exported_folder_is_not_trained(
     out = tmp_path / "out"
     regard("export", classifier.folder, out, "--no-onnx")
     before = sorted(path.name for path in out.iterdir())
-    said = regard(*({"OUT": out, "DATA": classes(tmp_path)}.get(word, word) for word in words))
-    assert said.code == 1
-    assert f"{out}: " in said.err
+    result = regard(*({"OUT": out, "DATA": classes(tmp_path)}.get(word, word) for word in words))
+    assert result.code == 1
+    assert f"{out}: " in result.err
     assert sorted(path.name for path in out.iterdir()) == before
 
 
@@ -274,14 +274,14 @@ def test_an_exported_folder_is_not_trained(
 def test_a_damaged_exported_folder_is_one_line(name: str, regard: Command, classifier: Run, tmp_path: Path) -> None:
     regard("export", classifier.folder, tmp_path / "out", "--no-onnx")
     (tmp_path / "out" / name).write_bytes(b"{")
-    said = regard("predict", tmp_path / "out", "the cat sees")
-    assert said.code == 1
-    assert len(said.err.splitlines()) == 1
-    assert "export the run again" in said.err
+    result = regard("predict", tmp_path / "out", "the cat sees")
+    assert result.code == 1
+    assert len(result.err.splitlines()) == 1
+    assert "export the run again" in result.err
 
 
 def test_an_export_that_fails_leaves_nothing(classifier: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fails(*given: Any, **options: Any) -> None:
+    def fails(*inputs: Any, **options: Any) -> None:
         raise RuntimeError("no graph")
 
     monkeypatch.setattr(torch.onnx, "export", fails)
@@ -294,13 +294,13 @@ def test_an_export_that_fails_leaves_nothing(classifier: Run, tmp_path: Path, mo
     assert not list((tmp_path / "empty").iterdir())
 
 
-def test_an_export_says_nothing_but_what_it_wrote(translator: Run, tmp_path: Path) -> None:
+def test_an_export_prints_only_the_files_written(translator: Run, tmp_path: Path) -> None:
     words = [sys.executable, "-m", "regard", "export", str(translator.folder), str(tmp_path / "out")]
-    said = subprocess.run(words, capture_output=True, text=True, check=False)
-    assert said.returncode == 0, said.stderr
+    result = subprocess.run(words, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
     stages = re.compile(r"(loading the model|writing \w+\.onnx) \.\.\.")  # on a slow machine they are reported
-    assert [line for line in said.stderr.splitlines() if not stages.fullmatch(line)] == []
-    written_names = {line.split(": ")[1].split(" (")[0] for line in said.stdout.splitlines()}
+    assert [line for line in result.stderr.splitlines() if not stages.fullmatch(line)] == []
+    written_names = {line.split(": ")[1].split(" (")[0] for line in result.stdout.splitlines()}
     assert written_names == {
         "config.json",
         "decoder.onnx",
@@ -315,7 +315,7 @@ def test_an_export_says_nothing_but_what_it_wrote(translator: Run, tmp_path: Pat
     Run.open(tmp_path / "out").model()
 
 
-def test_a_task_without_graphs_says_so(classifier: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_task_without_graphs_reports_it(classifier: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     graphs: Callable[..., tuple[()]] = lambda task, model, processor: ()  # noqa: E731
     monkeypatch.setattr(tasks()["classify"], "graphs", graphs)
     assert export(classifier, tmp_path / "out")[-1] == "no ONNX: this model cannot be traced"

@@ -1,4 +1,4 @@
-"""Nodes to classes: folders with two tables, what is wrong with them, and communities that are found."""
+"""Node classification: reading tables, bad data, and communities as a toy problem."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from regard.training.sources import read_examples
 
 
 def folder_of(folder: Path, *, features: bool = False, count: int = 24) -> Path:
-    """Two groups, close within and with a few edges between; one node has no label, one no edges."""
+    """Write two communities with few edges between them; one node has no label, one no edges."""
     chance = np.random.default_rng(1)
     names = [f"n{n}" for n in range(count)]
     pairs = [
@@ -30,11 +30,11 @@ def folder_of(folder: Path, *, features: bool = False, count: int = 24) -> Path:
     (folder / "edges.csv").write_text(
         "source,target\n" + "".join(f"{names[a]},{names[b]}\n" for a, b in pairs) + "quiet,n0\n"
     )
-    told = (lambda n: f",w{n % 2} w{n}") if features else (lambda n: "")
+    feature_text = (lambda n: f",w{n % 2} w{n}") if features else (lambda n: "")
     (folder / "nodes.csv").write_text(
         f"node,label{',features' if features else ''}\n"
-        + "".join(f"{name},{('left', 'right')[n % 2]}{told(n)}\n" for n, name in enumerate(names))
-        + f"alone,left{told(0)}\n"
+        + "".join(f"{name},{('left', 'right')[n % 2]}{feature_text(n)}\n" for n, name in enumerate(names))
+        + f"alone,left{feature_text(0)}\n"
     )
     return folder
 
@@ -54,7 +54,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Run, Any]:
     return run, examples
 
 
-def test_few_of_each_class_are_learnt_from_and_all_nodes_are_there(tmp_path: Path) -> None:
+def test_few_of_each_class_are_learned_from_and_all_nodes_are_there(tmp_path: Path) -> None:
     examples = read_examples(Graph(labelled=3), Sources((str(folder_of(tmp_path / "data")),), held_out=1000), 1)
     assert sorted(row.values[1] for row in examples.train) == ["left"] * 3 + ["right"] * 3
     assert examples.validation == examples.train
@@ -99,12 +99,12 @@ BAD = {
         "node,label\na,x\na,y\n",
         r"nodes.csv:3: duplicate node 'a', first defined in",
     ),
-    "no UTF-8": ("source,target\na,b\n", "node,label\n\udcff,x\n", r"nodes.csv:2: expected UTF-8"),
+    "no UTF-8": ("source,target\na,b\n", "node,label\n\udcff,x\n", r"nodes.csv:2: not valid UTF-8"),
 }
 
 
 @pytest.mark.parametrize("how", list(BAD))
-def test_what_is_wrong_with_a_folder_is_told(how: str, tmp_path: Path) -> None:
+def test_defects_of_a_folder_is_reported(how: str, tmp_path: Path) -> None:
     for name, text in zip(("edges.csv", "nodes.csv"), BAD[how][:2], strict=True):
         if text is not None:
             (tmp_path / name).write_bytes(text.encode("utf-8", "surrogateescape"))
@@ -120,12 +120,12 @@ def test_bad_lines_of_both_tables_are_counted_and_left_out(tmp_path: Path) -> No
     assert bad.count == 2
 
 
-def test_a_class_that_is_too_small_is_told(tmp_path: Path) -> None:
+def test_a_class_that_is_too_small_is_reported(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"nodes.csv:2: the class 'left' has 13 nodes, .* try a lower --labelled"):
         read_examples(Graph(labelled=13), Sources((str(folder_of(tmp_path / "data")),)), 1)
 
 
-def test_nodes_and_labels_that_were_not_there_are_told(trained: tuple[Run, Any]) -> None:
+def test_nodes_and_labels_that_were_not_there_are_reported(trained: tuple[Run, Any]) -> None:
     run, _ = trained
     with pytest.raises(UserError, match=r"b:1: the node 'zoe' was not seen in training; known are n0, n1"):
         run.task.dataset(run.processor, [Row("b:1", ("zoe", "left", None))], BadRows())
@@ -134,11 +134,11 @@ def test_nodes_and_labels_that_were_not_there_are_told(trained: tuple[Run, Any])
     model, _ = run.model()
     with pytest.raises(UserError, match=r"input 1: the node 'zoe' was not seen in training"):
         list(run.task.predict(model, run.processor, [Row("input 1", ("zoe",))], BadRows()))
-    made = list(
+    predictions = list(
         run.task.predict(model, run.processor, [Row("1", ("zoe",)), Row("2", ("n1",))], bad := BadRows(skip=True))
     )
-    assert (made[0].input, bad.count) == ("n1", 1)
-    assert made[0].score == max(made[0].more.values())
+    assert (predictions[0].input, bad.count) == ("n1", 1)
+    assert predictions[0].score == max(predictions[0].more.values())
 
 
 def test_communities_are_found_from_few_labels(trained: tuple[Run, Any]) -> None:
@@ -154,9 +154,9 @@ def test_labels_spread_as_the_mean_of_neighbours() -> None:
     from regard.training.baselines import propagate_labels
 
     path = networkx.path_graph(7)
-    said = propagate_labels(np.array(path.edges()).T, np.array([0, 6]), np.array([0, 1]), 7, 2)
-    assert said.argmax(1).tolist()[:3] == [0, 0, 0]
-    assert said.argmax(1).tolist()[4:] == [1, 1, 1]
+    labels = propagate_labels(np.array(path.edges()).T, np.array([0, 6]), np.array([0, 1]), 7, 2)
+    assert labels.argmax(1).tolist()[:3] == [0, 0, 0]
+    assert labels.argmax(1).tolist()[4:] == [1, 1, 1]
 
 
 def test_a_run_that_was_stopped_goes_on_to_the_same_weights(trained: tuple[Run, Any], tmp_path: Path) -> None:

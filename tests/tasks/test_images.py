@@ -1,4 +1,4 @@
-"""Images to classes: every format that people have, what is wrong with it, and a toy problem that is learned."""
+"""Image classification: formats, bad data, and a toy problem."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def idx(values: np.ndarray) -> bytes:
 
 def idx_files(folder: Path, name: str = "train") -> Path:
     folder.mkdir(exist_ok=True)
-    labels = np.array([label == "stands" for label, _ in PICTURES], np.uint8)
+    labels = np.array([label == "rises" for label, _ in PICTURES], np.uint8)
     path = folder / f"{name}-images-idx3-ubyte.gz"
     path.write_bytes(gzip.compress(idx(np.stack([image for _, image in PICTURES]))))
     (folder / f"{name}-labels-idx1-ubyte.gz").write_bytes(gzip.compress(idx(labels)))
@@ -74,13 +74,13 @@ def test_the_same_images_come_from_every_format(form: str, tmp_path: Path) -> No
         source = idx_files(tmp_path)
     rows = rows_of(source)
     pixels, kept = load_pixels(rows, ImageFormat(**fit_image_format(rows, 0, center_crop)), BadRows(), center_crop)
-    names = {"0": "lies", "1": "stands"}
+    names = {"0": "lies", "1": "rises"}
     came = {(names.get(rows[n].values[1], rows[n].values[1]), pixels[n].tobytes()) for n in kept}
     assert came == {(label, image.tobytes()) for label, image in PICTURES}
 
 
 @pytest.mark.parametrize("names", [("train", "valid"), ("train", "test"), ("Train", "val")])
-def test_a_folder_that_holds_both_parts_says_what_is_held_out(names: tuple[str, str], tmp_path: Path) -> None:
+def test_a_folder_with_both_splits_determines_the_held_out_data(names: tuple[str, str], tmp_path: Path) -> None:
     folder_of(tmp_path / names[0], PICTURES[:40])
     folder_of(tmp_path / names[1], PICTURES[40:])
     examples = read_examples(tasks()["images"](), Sources((str(tmp_path),)), 1)
@@ -89,7 +89,7 @@ def test_a_folder_that_holds_both_parts_says_what_is_held_out(names: tuple[str, 
         rows_of(tmp_path)
 
 
-def test_a_folder_of_mnist_files_says_what_is_held_out(tmp_path: Path) -> None:
+def test_a_folder_of_mnist_files_determines_the_held_out_data(tmp_path: Path) -> None:
     idx_files(tmp_path)
     idx_files(tmp_path, "t10k")
     examples = read_examples(tasks()["images"](), Sources((str(tmp_path),)), 1)
@@ -98,7 +98,7 @@ def test_a_folder_of_mnist_files_says_what_is_held_out(tmp_path: Path) -> None:
 
 
 def broken(path: Path, how: str) -> str:
-    """Spoils an image; what is told of it."""
+    """Damage an image, and return the expected message."""
     if how == "truncated":
         path.write_bytes(path.read_bytes()[:70])
         return "cannot be read as an image"
@@ -113,25 +113,25 @@ def broken(path: Path, how: str) -> str:
 
 
 @pytest.mark.parametrize("how", ["truncated", "no image", "empty", "missing"])
-def test_an_image_that_cannot_be_read_is_told_with_its_file_or_left_out(how: str, tmp_path: Path) -> None:
+def test_an_image_that_cannot_be_read_is_reported_with_its_file_or_left_out(how: str, tmp_path: Path) -> None:
     folder = folder_of(tmp_path / "data", PICTURES)
     rows = rows_of(folder)
     task = tasks()["images"](patch=4, stem=1)
     processor = task.fit_processor(rows)
-    told = broken(folder / "lies" / "004.png", how)
-    with pytest.raises(UserError, match=rf"lies/004.png: {told}.*--skip-bad"):
+    message = broken(folder / "lies" / "004.png", how)
+    with pytest.raises(UserError, match=rf"lies/004.png: {message}.*--skip-bad"):
         task.dataset(processor, rows, BadRows())
     items = task.dataset(processor, rows, bad := BadRows(skip=True))
     assert (len(items.sizes), bad.count) == (59, 1)
     assert "lies/004.png" not in " ".join(items.places)
 
 
-def test_an_image_of_a_table_that_is_missing_is_told_with_file_and_line(tmp_path: Path) -> None:
+def test_an_image_of_a_table_that_is_missing_is_reported_with_file_and_line(tmp_path: Path) -> None:
     folder_of(tmp_path, PICTURES)
-    (tmp_path / "list.csv").write_text("image,label\nlies/000.png,lies\nstands/999.png,stands\n")
+    (tmp_path / "list.csv").write_text("image,label\nlies/000.png,lies\nstands/999.png,rises\n")
     task = tasks()["images"](patch=4, stem=1)
     rows = task.read(str(tmp_path / "list.csv"), BadRows())
-    with pytest.raises(UserError, match=r"list.csv:3: .*stands/999.png: no such file"):
+    with pytest.raises(UserError, match=r"list.csv:3: .*rises/999.png: no such file"):
         task.dataset(task.fit_processor(rows * 2), rows, BadRows())
 
 
@@ -145,7 +145,7 @@ def test_an_image_of_a_table_that_is_missing_is_told_with_file_and_line(tmp_path
         ("other labels", r"\(60, 8, 8\) and \(59,\); are they of the same dataset"),
     ],
 )
-def test_what_is_wrong_with_idx_files_is_told(what: str, message: str, tmp_path: Path) -> None:
+def test_defects_of_idx_files_is_reported(what: str, message: str, tmp_path: Path) -> None:
     path = idx_files(tmp_path)
     labels = tmp_path / "train-labels-idx1-ubyte.gz"
     if what == "no labels":
@@ -216,7 +216,7 @@ def test_a_folder_that_changed_is_noticed(tmp_path: Path) -> None:
         ("detect", {"d_model": 18, "heads": 2}, "d_model must be a multiple of 4, but is 18"),
     ],
 )
-def test_options_that_cannot_be_are_told(name: str, options: dict[str, Any], message: str) -> None:
+def test_invalid_options_are_reported(name: str, options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         tasks()[name](**options)
 
@@ -244,7 +244,9 @@ def test_a_run_that_died_ends_with_the_same_bits(tmp_path: Path) -> None:
     assert [key for key in ended[0] if not torch.equal(ended[0][key], ended[1][key])] == []
 
 
-def test_a_toy_problem_is_learned_and_told_with_its_probability(trained: tuple[Run, Examples], tmp_path: Path) -> None:
+def test_a_toy_problem_is_learned_and_predicted_with_its_probability(
+    trained: tuple[Run, Examples], tmp_path: Path
+) -> None:
     run, examples = trained
     model, _ = run.model()
     figures = run.task.evaluate(model, run.processor, examples.test)
@@ -254,9 +256,9 @@ def test_a_toy_problem_is_learned_and_told_with_its_probability(trained: tuple[R
     assert 0 <= baselines["logistic regression on pixels"]["accuracy"] <= 1
     folder = folder_of(tmp_path, stripes(6, seed=9))
     rows = [Row(str(path), (str(path),)) for path in sorted(folder.rglob("*.png"))]
-    made = list(run.task.predict(model, run.processor, rows, BadRows()))
-    assert [each.output for each in made] == ["lies"] * 3 + ["stands"] * 3
-    assert all(0.5 < each.score <= 1 and sum(each.more.values()) == pytest.approx(1, abs=1e-5) for each in made)
+    predictions = list(run.task.predict(model, run.processor, rows, BadRows()))
+    assert [each.output for each in predictions] == ["lies"] * 3 + ["rises"] * 3
+    assert all(0.5 < each.score <= 1 and sum(each.more.values()) == pytest.approx(1, abs=1e-5) for each in predictions)
     with pytest.raises(UserError, match=r"nowhere.png: no such file"):
         list(run.task.predict(model, run.processor, [Row("nowhere.png", ("nowhere.png",))], BadRows()))
 
@@ -272,5 +274,5 @@ def test_an_exported_image_classifier_computes_the_same(trained: tuple[Run, Exam
         expected = model(images)
         torch.testing.assert_close(regard.load(tmp_path / "out").eval()(images), expected)
     session = onnxruntime.InferenceSession(str(tmp_path / "out" / "model.onnx"), providers=["CPUExecutionProvider"])
-    made = session.run(None, {"pixels": images.numpy()})[0]
-    torch.testing.assert_close(torch.from_numpy(made), expected, rtol=1e-4, atol=1e-5)
+    predictions = session.run(None, {"pixels": images.numpy()})[0]
+    torch.testing.assert_close(torch.from_numpy(predictions), expected, rtol=1e-4, atol=1e-5)

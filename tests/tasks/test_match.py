@@ -1,4 +1,4 @@
-"""Images and texts that belong together: what is read, what is wrong with it, and a toy problem that is learned."""
+"""Image-text matching: reading data, bad data, and a toy problem."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ SMALL: dict[str, Any] = {"d_model": 16, "layers": 1, "fusion": 1, "heads": 2, "p
 
 
 def table(folder: Path, count: int = 120) -> Path:
-    """Each image with what is right of it and with what is wrong."""
+    """Each image with a right and a wrong text."""
     rows = [("image", "text", "label")]
     (folder / "seen").mkdir(parents=True, exist_ok=True)
     for n, (label, image) in enumerate(stripes(count)):
         Image.fromarray(image).save(folder / "seen" / f"{n}.png")
-        other = {"lies": "stands", "stands": "lies"}[label]
+        other = {"lies": "rises", "rises": "lies"}[label]
         rows += [(f"seen/{n}.png", f"it {label}", "yes"), (f"seen/{n}.png", f"it {other}", "no")]
     with (folder / "list.csv").open("w", newline="") as file:
         csv.writer(file).writerows(rows)
@@ -73,17 +73,17 @@ def test_the_loss_is_of_the_answers_and_of_the_right_text_among_those_of_the_bat
     processor = task.fit_processor(rows)
     model, items = task.model(processor).eval(), task.dataset(processor, rows, BadRows())
     batch = items.batch(np.arange(6), np.random.default_rng(0))
-    logits, seen, told = model.match(*items.inputs(np.arange(6)))  # type: ignore[operator]
+    logits, images, texts = model.match(*items.inputs(np.arange(6)))  # type: ignore[operator]
     right = torch.tensor([1.0, 0, 1, 0, 1, 0])
     expected = torch.nn.functional.binary_cross_entropy_with_logits(logits, right, reduction="sum")
-    for n in (0, 2, 4):  # the same text of another image is not wrong
+    for n in (0, 2, 4):  # the same text of another image is not a negative
         among = [n, *(m for m in range(6) if rows[m].values[1] != rows[n].values[1])]
-        expected += 0.5 * -(10 * seen[n] @ told[among].T).log_softmax(0)[0]
+        expected += 0.5 * -(10 * images[n] @ texts[among].T).log_softmax(0)[0]
     torch.testing.assert_close(task.loss(model, batch, 0.0), expected)
 
 
 @pytest.mark.parametrize("how", ["no image", "missing"])
-def test_an_image_that_cannot_be_read_is_told_or_left_out_with_all_its_texts(how: str, tmp_path: Path) -> None:
+def test_an_image_that_cannot_be_read_is_reported_or_left_out_with_all_its_texts(how: str, tmp_path: Path) -> None:
     task = Match(**SMALL)
     rows = task.read(str(table(tmp_path, 6)), BadRows())
     processor = task.fit_processor(rows)
@@ -92,8 +92,8 @@ def test_an_image_that_cannot_be_read_is_told_or_left_out_with_all_its_texts(how
         path.unlink()
     else:
         path.write_text("hello")
-    told = "no such file" if how == "missing" else "cannot be read as an image"
-    with pytest.raises(UserError, match=rf"list.csv:6: .*seen/2.png: {told}.*--skip-bad"):
+    message = "no such file" if how == "missing" else "cannot be read as an image"
+    with pytest.raises(UserError, match=rf"list.csv:6: .*seen/2.png: {message}.*--skip-bad"):
         task.dataset(processor, rows, BadRows())
     items = task.dataset(processor, rows, bad := BadRows(skip=True))
     assert (len(items.sizes), bad.count) == (10, 1)
@@ -104,18 +104,18 @@ BAD = {
     "empty": (b"", r"a.csv:1: no line can be used"),
     "no text": (b"image,label\na.png,yes\n", r"a.csv:1: no column 'text'"),
     "an empty cell": (b"image,text,label\na.png,,yes\n", r"a.csv:2: column 2 \(text\) is empty"),
-    "no UTF-8": (b"image,text,label\na.png,\xff,yes\n", r"a.csv:2: expected UTF-8"),
+    "no UTF-8": (b"image,text,label\na.png,\xff,yes\n", r"a.csv:2: not valid UTF-8"),
 }
 
 
 @pytest.mark.parametrize("how", list(BAD))
-def test_what_is_wrong_with_a_table_is_told_with_file_and_line(how: str, tmp_path: Path) -> None:
+def test_defects_of_a_table_is_reported_with_file_and_line(how: str, tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_bytes(BAD[how][0])
     with pytest.raises(UserError, match=BAD[how][1]):
         Match().read(str(tmp_path / "a.csv"), BadRows())
 
 
-def test_answers_and_texts_that_the_model_cannot_take_are_told(tmp_path: Path) -> None:
+def test_answers_and_texts_that_the_model_cannot_take_are_reported(tmp_path: Path) -> None:
     task = Match(**SMALL, longest=8)
     rows = task.read(str(table(tmp_path, 4)), BadRows())
     processor = task.fit_processor(rows)
@@ -123,7 +123,7 @@ def test_answers_and_texts_that_the_model_cannot_take_are_told(tmp_path: Path) -
     with pytest.raises(UserError, match=r"b:1: expected the label yes or no, or 1 or 0, got 'maybe'"):
         task.dataset(processor, [Row("b:1", (image, "it lies", "maybe"))], BadRows())
     with pytest.raises(UserError, match=r"b:2: has \d+ tokens, but the model takes 8; train with --longest"):
-        task.dataset(processor, [Row("b:2", (image, "it stands and it lies and it stands", "no"))], BadRows())
+        task.dataset(processor, [Row("b:2", (image, "it rises and it lies and it rises", "no"))], BadRows())
     assert task.dataset(processor, [Row("b:3", (image, "it lies", "FALSE"))], BadRows()).targets.tolist() == [0]
 
 
@@ -149,7 +149,7 @@ def test_the_right_text_is_looked_for_among_others(tmp_path: Path) -> None:
     processor = task.fit_processor(listed)
 
     class Knows(torch.nn.Module):
-        """Tells from brightness and the last words whether they belong together."""
+        """Match images and texts by brightness and last words."""
 
         def __init__(self, sign: int) -> None:
             super().__init__()
@@ -160,11 +160,11 @@ def test_the_right_text_is_looked_for_among_others(tmp_path: Path) -> None:
                 task.dataset(processor, [row], BadRows()).inputs(np.array([0]))[0][0, 0, 0, 0].item(): row
                 for row in listed
             }
-            said = [
+            words = [
                 processor.require_tokenizer().decode(ids[real].tolist()) for ids, real in zip(text, mask, strict=True)
             ]
             right = [known[image[0, 0, 0].item()].values[1] for image in images]
-            return self.sign * torch.tensor([float(a == b) for a, b in zip(said, right, strict=True)])
+            return self.sign * torch.tensor([float(a == b) for a, b in zip(words, right, strict=True)])
 
     items = task.dataset(processor, listed, BadRows())
     assert task._ranking_metrics(Knows(1), items) == {f"right of {CANDIDATES}": 1.0, "mrr": 1.0}
@@ -180,11 +180,11 @@ def test_an_image_and_a_text_are_given_in_one_line(trained: tuple[Run, Any, Path
     model, _ = run.model()
     path = examples.test[0].values[0]
     right = next(row.values[1] for row in examples.test if row.values[0] == path and row.values[2] == "yes")
-    (made,) = run.task.predict(model, run.processor, [Row("input 1", (f"{path}{between}{right}",))], BadRows())
-    assert (made.output, made.score > 0.5) == ("yes", True)
+    (prediction,) = run.task.predict(model, run.processor, [Row("input 1", (f"{path}{between}{right}",))], BadRows())
+    assert (prediction.output, prediction.score > 0.5) == ("yes", True)
 
 
-def test_what_is_no_image_and_text_is_told(trained: tuple[Run, Any, Path]) -> None:
+def test_invalid_inputs_are_reported(trained: tuple[Run, Any, Path]) -> None:
     run, _, _ = trained
     model, _ = run.model()
     for given in ("it lies", "a.png", "a.png  "):
@@ -197,7 +197,7 @@ def test_what_is_no_image_and_text_is_told(trained: tuple[Run, Any, Path]) -> No
 
 def test_words_and_patches_are_the_tokens_of_a_view(trained: tuple[Run, Any, Path]) -> None:
     run, examples, _ = trained
-    record = RunCapture(run.folder)(f"{examples.test[0].values[0]} it stands")
+    record = RunCapture(run.folder)(f"{examples.test[0].values[0]} it rises")
     across = [seen for seen in record.attentions if seen.kind == "cross"]
     words, patches = (record.streams[name].tokens for name in record.stream_names(across[0]))
     assert (words[0], words[-1], patches[:3]) == ("<s>", "</s>", ("[CLS]", "0,0", "0,1"))

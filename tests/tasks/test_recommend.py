@@ -1,4 +1,4 @@
-"""Histories to what comes next: how they are read and parted, what is wrong with them, and one that is learned."""
+"""Sequential recommendation: reading, splits, bad data, and a toy problem."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ ITEMS = [f"film {n}" for n in range(12)]
 
 
 def table(folder: Path, users: int = 60) -> Path:
-    """Everybody sees the films in their order, from anywhere on; the lines are mixed."""
+    """Write users that watch the films in order, from a random start; lines are shuffled."""
     chance, rows = np.random.default_rng(1), []
     for user in range(users):
         start = int(chance.integers(12))
@@ -48,7 +48,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Run:
     return run
 
 
-def test_the_last_item_is_measured_on_and_the_one_before_it_chooses(tmp_path: Path) -> None:
+def test_the_last_item_is_for_testing_and_the_one_before_it_for_validation(tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_text("user,item,time\nx,a,5\nx,c,7\nx,b,6\nx,d,8\ny,a,1\ny,b,2\n")
     examples = read_examples(Recommend(), Sources((str(tmp_path / "a.csv"),), held_out=10), 1)
     assert [row.values for row in examples.test] == [("x", ("a", "b", "c", "d"), 3)]
@@ -79,12 +79,12 @@ BAD: dict[str, tuple[bytes, str]] = {
     "no number": (b"user,item,time\na,b,noon\n", r"views.csv:2: expected a time, .* but 'noon' came.*--skip-bad"),
     "no finite number": (b"user,item,time\na,b,nan\n", r"views.csv:2: expected a time"),
     "an empty cell": (b"user,item,time\na,,3\n", r"views.csv:2: column 2 \(item\) is empty"),
-    "no UTF-8": (b"user,item,time\na,\xff,3\n", r"views.csv:2: expected UTF-8"),
+    "no UTF-8": (b"user,item,time\na,\xff,3\n", r"views.csv:2: not valid UTF-8"),
 }
 
 
 @pytest.mark.parametrize("how", list(BAD))
-def test_what_is_wrong_with_a_table_is_told_with_file_and_line(how: str, tmp_path: Path) -> None:
+def test_defects_of_a_table_is_reported_with_file_and_line(how: str, tmp_path: Path) -> None:
     path = tmp_path / "views.csv"
     path.write_bytes(BAD[how][0])
     with pytest.raises(UserError, match=BAD[how][1]):
@@ -98,17 +98,17 @@ def test_bad_lines_are_counted_and_left_out(tmp_path: Path) -> None:
     assert (row.values[1], bad.count) == (("c", "d"), 2)
 
 
-def test_too_few_items_to_hold_any_out_are_told(tmp_path: Path) -> None:
+def test_too_few_items_to_hold_any_out_are_reported(tmp_path: Path) -> None:
     (tmp_path / "views.csv").write_text("user,item,time\na,b,1\na,c,2\n")
     with pytest.raises(UserError, match=r"views.csv:2: expected users with at least 3 items"):
         read_examples(Recommend(), Sources((str(tmp_path / "views.csv"),)), 1)
 
 
-def test_long_histories_are_learnt_from_in_windows_that_ask_every_item_once() -> None:
+def test_long_histories_are_learned_from_in_windows_that_ask_every_item_once() -> None:
     task, processor = Recommend(longest=4), Processor(labels=tuple("abcdefghijk"))
     items = task.dataset(processor, [Row("here", ("u", tuple("abcdefghijk"), 1))], BadRows())
-    asked = [n for at in range(len(items.sizes)) for n in items.after[at].tolist()]
-    assert sorted(asked) == list(range(1, 11))
+    targets = [n for at in range(len(items.sizes)) for n in items.after[at].tolist()]
+    assert sorted(targets) == list(range(1, 11))
     assert items.sizes.max() == 4
     for at in range(len(items.sizes)):
         assert (items.after[at] - items.ids[at]).tolist() == [1] * len(items.ids[at])
@@ -117,21 +117,21 @@ def test_long_histories_are_learnt_from_in_windows_that_ask_every_item_once() ->
 def test_items_that_training_has_never_seen_are_left_out_of_histories_and_count_as_misses() -> None:
     processor = Processor(labels=("a", "b", "c"))
     rows = [Row("one", ("u", ("a", "new", "b"), 2)), Row("two", ("v", ("c", "new"), 1))]
-    asked = HeldOutItems(processor, rows)
-    assert [before.tolist() for before in asked.before] == [[0], [2]]
-    ranks = asked.ranks(lambda chosen: torch.tensor([[9.0, 1.0, 2.0], [9.0, 1.0, 0.0]])[chosen], allow_repeats=False)
-    assert ranks.tolist() == [2, 4]  # a is there before; nothing is behind what is not known
+    targets = HeldOutItems(processor, rows)
+    assert [before.tolist() for before in targets.before] == [[0], [2]]
+    ranks = targets.ranks(lambda chosen: torch.tensor([[9.0, 1.0, 2.0], [9.0, 1.0, 0.0]])[chosen], allow_repeats=False)
+    assert ranks.tolist() == [2, 4]  # a is in the history; an unknown item ranks last
     items = Recommend().dataset(processor, rows, BadRows())
     assert [items.after[n].tolist() for n in range(len(items.sizes))] == [[1]]
 
 
 @pytest.mark.parametrize(("allow_repeats", "expected"), [(False, [1, 2]), (True, [2, 3])])
 def test_ranks_are_among_all_items_and_ties_go_to_the_first_named(allow_repeats: bool, expected: list[int]) -> None:
-    asked = HeldOutItems(
+    targets = HeldOutItems(
         Processor(labels=("a", "b", "c", "d")), [Row("", ("u", ("a", "c"), 1)), Row("", ("v", ("a", "d"), 1))]
     )
     scores = torch.tensor([[5.0, 1.0, 2.0, 2.0], [5.0, 1.0, 3.0, 3.0]])
-    assert asked.ranks(lambda chosen: scores[chosen], allow_repeats=allow_repeats).tolist() == expected
+    assert targets.ranks(lambda chosen: scores[chosen], allow_repeats=allow_repeats).tolist() == expected
 
 
 def test_the_figures_are_those_of_torchmetrics() -> None:
@@ -155,7 +155,7 @@ def test_the_figures_are_those_of_torchmetrics() -> None:
         assert found[name] == pytest.approx(np.mean(each), abs=1e-6)
 
 
-def test_nearest_items_are_by_the_cosine_of_who_had_them() -> None:
+def test_nearest_items_are_by_the_cosine_of_their_users() -> None:
     chance = np.random.default_rng(0)
     histories = [chance.choice(9, int(chance.integers(1, 6))) for _ in range(30)]
     seen = np.zeros((30, 9))
@@ -181,23 +181,23 @@ def test_an_order_is_learned_better_than_by_popularity_or_neighbours(trained: Ru
 
 
 @pytest.mark.parametrize("given", ["film 3 | film 4 | film 5", "film 3\tfilm 4\tfilm 5"])
-def test_what_comes_next_is_told_with_probabilities(trained: Run, given: str) -> None:
+def test_next_items_are_predicted_with_probabilities(trained: Run, given: str) -> None:
     model, _ = trained.model()
-    (made,) = trained.task.predict(model, trained.processor, [Row("input 1", (given,))], BadRows())
-    assert made.output.startswith("film 6 0.")
-    assert next(iter(made.more["items"])) == "film 6"
-    assert not {"film 3", "film 4", "film 5"} & set(made.more["items"])
-    assert sum(made.more["items"].values()) <= 1.0001
+    (prediction,) = trained.task.predict(model, trained.processor, [Row("input 1", (given,))], BadRows())
+    assert prediction.output.startswith("film 6 0.")
+    assert next(iter(prediction.more["items"])) == "film 6"
+    assert not {"film 3", "film 4", "film 5"} & set(prediction.more["items"])
+    assert sum(prediction.more["items"].values()) <= 1.0001
 
 
 def test_a_history_longer_than_the_model_sees_is_asked_by_its_end(trained: Run) -> None:
     model, _ = trained.model()
     given = " | ".join(ITEMS[(3 + n) % 12] for n in range(9))
-    (made,) = trained.task.predict(model, trained.processor, [Row("input 1", (given,))], BadRows())
-    assert made.output.startswith("film 0 ")
+    (prediction,) = trained.task.predict(model, trained.processor, [Row("input 1", (given,))], BadRows())
+    assert prediction.output.startswith("film 0 ")
 
 
-def test_an_item_that_was_never_seen_is_told(trained: Run) -> None:
+def test_an_item_that_was_never_seen_is_reported(trained: Run) -> None:
     model, _ = trained.model()
     rows = [Row("input 1", ("film 3 | film 99",)), Row("input 2", ("film 3",)), Row("input 3", (" | ",))]
     with pytest.raises(UserError, match=r"input 1: the item 'film 99' was not seen in training; known are film 0"):
@@ -220,7 +220,7 @@ def test_items_are_the_tokens_of_a_view(trained: Run) -> None:
     assert record.note.startswith("film 5")
 
 
-def test_a_run_says_what_it_is(trained: Run) -> None:
-    said = json.loads((trained.folder / "run.json").read_text())
-    assert said["task"] == "recommend"
+def test_run_json_names_the_task(trained: Run) -> None:
+    about = json.loads((trained.folder / "run.json").read_text())
+    assert about["task"] == "recommend"
     assert tasks()["recommend"] is Recommend

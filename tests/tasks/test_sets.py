@@ -1,4 +1,4 @@
-"""Sets of points to classes and numbers: what is read, what is wrong with it, and two problems that are learned."""
+"""Sets of points: parsing, bad data, and toy problems of classification and regression."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SMALL = {"d_model": 16, "layers": 1, "heads": 2, "points": 4}
 
 
 def sets(count: int, seed: int = 1) -> list[tuple[list[list[float]], str, float]]:
-    """Points around the middle; some have one far out, which makes them `odd`. The number is the largest first one."""
+    """Random points; a set with an outlier is `odd`. The number is the largest first coordinate."""
     chance, found = np.random.default_rng(seed), []
     for n in range(count):
         points = chance.normal(0, 1, (int(chance.integers(3, 9)), 2)).round(3)
@@ -54,7 +54,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Run:
 
 
 @pytest.mark.parametrize("text", ["1 2; 3 4.5", "[[1, 2], [3, 4.5]]", " 1 2 ;3 4.5; "])
-def test_a_set_is_said_in_two_ways(text: str) -> None:
+def test_a_set_is_written_in_two_ways(text: str) -> None:
     assert parse_set(text).tolist() == [[1.0, 2.0], [3.0, 4.5]]
 
 
@@ -72,7 +72,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("text", list(BAD))
-def test_what_is_no_set_is_told_with_file_and_line_or_left_out(text: str, tmp_path: Path) -> None:
+def test_invalid_sets_are_reported_with_file_and_line_or_left_out(text: str, tmp_path: Path) -> None:
     path, task = tmp_path / "sets.tsv", Sets(longest=8)
     path.write_text(f"1 2; 3 4\ta\n{text}\tb\n5 6\tb\n")
     rows = task.read(str(path), BadRows())
@@ -84,7 +84,7 @@ def test_what_is_no_set_is_told_with_file_and_line_or_left_out(text: str, tmp_pa
     assert [place[-1] for place in items.places] == ["1", "3"]
 
 
-def test_labels_that_do_not_fit_are_told(tmp_path: Path) -> None:
+def test_labels_that_do_not_fit_are_reported(tmp_path: Path) -> None:
     rows = [Row("a:1", ("1 2", "x")), Row("a:2", ("3 4", "y")), Row("a:3", ("3 4", "x"))]
     with pytest.raises(UserError, match=r"b:1: the label 'z' was not seen in training; known are x, y"):
         Sets().dataset(Sets().fit_processor(rows), [Row("b:1", ("1 2", "z"))], BadRows())
@@ -100,7 +100,7 @@ def test_labels_that_do_not_fit_are_told(tmp_path: Path) -> None:
         Sets().fit_processor(many)
 
 
-def test_an_empty_file_and_one_without_the_column_are_told(tmp_path: Path) -> None:
+def test_an_empty_file_and_one_without_the_column_are_reported(tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_text("")
     with pytest.raises(UserError, match=r"a.csv:1: no line can be used"):
         Sets().read(str(tmp_path / "a.csv"), BadRows())
@@ -125,7 +125,7 @@ def test_the_order_of_the_elements_changes_no_prediction(trained: Run) -> None:
     assert one.score == pytest.approx(other.score, abs=1e-5)
 
 
-def test_the_largest_number_is_told_better_than_by_the_mean(tmp_path: Path) -> None:
+def test_the_largest_number_is_predicted_better_than_by_the_mean(tmp_path: Path) -> None:
     run = trained_on(tmp_path, table(tmp_path, number=True), steps=80, number=True)
     examples = read_examples(run.task, Sources.from_json(run.about["sources"]), 1)
     model, _ = run.model()
@@ -133,8 +133,8 @@ def test_the_largest_number_is_told_better_than_by_the_mean(tmp_path: Path) -> N
     rivals = run.task.baselines(run.processor, examples.train, examples.test)
     assert found["mae"] < 0.6 * rivals["always the mean"]["mae"]
     assert rivals["linear on count, mean, deviation, least and most"]["r2"] > 0.99  # the most is among them
-    (made,) = run.task.predict(model, run.processor, [Row("input 1", ("0 0; 1.5 2; -1 0",))], BadRows())
-    assert float(made.output) == pytest.approx(made.score, rel=1e-4)
+    (prediction,) = run.task.predict(model, run.processor, [Row("input 1", ("0 0; 1.5 2; -1 0",))], BadRows())
+    assert float(prediction.output) == pytest.approx(prediction.score, rel=1e-4)
 
 
 def test_elements_are_the_tokens_of_a_view(trained: Run) -> None:

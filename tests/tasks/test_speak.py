@@ -1,4 +1,4 @@
-"""Text to speech: tones that are learnt, figures, files that are written, and what is wrong with texts."""
+"""Speech synthesis: a toy problem of tones, metrics, output files, and bad texts."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Run, Examples]:
     return run, examples
 
 
-def test_tones_are_said_and_beat_the_mean_of_all_frames(trained: tuple[Run, Examples]) -> None:
+def test_tones_are_synthesized_and_beat_the_mean_of_all_frames(trained: tuple[Run, Examples]) -> None:
     run, examples = trained
     model, _ = run.model()
     figures = run.task.evaluate(model, run.processor, examples.test)
@@ -49,21 +49,21 @@ def test_tones_are_said_and_beat_the_mean_of_all_frames(trained: tuple[Run, Exam
     assert figures["mcd"] < 0.8 * baselines["mean of all frames"]["mcd"]
     assert baselines["recording by Griffin-Lim"]["mcd"] < figures["mcd"]
     assert baselines["recording"]["mcd"] == 0
-    assert "cer" not in figures  # nobody was asked to judge
+    assert "cer" not in figures  # no transcriber was given
 
 
 def test_the_command_writes_a_file_that_can_be_heard(trained: tuple[Run, Examples], tmp_path: Path) -> None:
     run, _ = trained
     path = tmp_path / "said.wav"
-    asked = CliRunner().invoke(app, ["predict", str(run.folder), "Ab c?", "--out", str(path), "--json"])
-    assert asked.exit_code != 0  # no training clip had a space
-    asked = CliRunner().invoke(app, ["predict", str(run.folder), "Abca!", "--out", str(path), "--json"])
-    assert asked.exit_code == 0, asked.output
+    result = CliRunner().invoke(app, ["predict", str(run.folder), "Ab c?", "--out", str(path), "--json"])
+    assert result.exit_code != 0  # no training clip had a space
+    result = CliRunner().invoke(app, ["predict", str(run.folder), "Abca!", "--out", str(path), "--json"])
+    assert result.exit_code == 0, result.output
     wave, rate = soundfile.read(path)
-    told = json.loads(asked.output)
-    assert (rate, told["file"], told["input"]) == (16000, str(path), "abca")
-    assert told["seconds"] == pytest.approx(len(wave) / 16000)
-    assert 0.3 < told["seconds"] <= 2.0
+    message = json.loads(result.output)
+    assert (rate, message["file"], message["input"]) == (16000, str(path), "abca")
+    assert message["seconds"] == pytest.approx(len(wave) / 16000)
+    assert 0.3 < message["seconds"] <= 2.0
     assert 0.05 < np.abs(wave).max() <= 0.96
     several = CliRunner().invoke(app, ["predict", str(run.folder), "ab", "cd", "--out", str(tmp_path / "many")])
     assert several.exit_code == 0, several.output
@@ -75,25 +75,29 @@ def test_the_command_writes_a_file_that_can_be_heard(trained: tuple[Run, Example
 def test_the_viewer_shows_letters_against_the_sound(trained: tuple[Run, Examples], tmp_path: Path) -> None:
     run, _ = trained
     page = tmp_path / "page.html"
-    asked = CliRunner().invoke(app, ["view", str(run.folder), "abca", "-o", str(page)])
-    assert asked.exit_code == 0, asked.output
+    result = CliRunner().invoke(app, ["view", str(run.folder), "abca", "-o", str(page)])
+    assert result.exit_code == 0, result.output
     held = page.read_text().replace(": ", ":").replace(", ", ",")
     assert '"spectrogram":{"stream":"target"' in held
     assert '"source":{"tokens":["a","b","c","a"]' in held
 
 
-@pytest.mark.parametrize(("text", "told"), [("axb", "'x' in 'axb' was not seen"), ("?!", "'\\?!' has no letter")])
-def test_texts_that_cannot_be_said_are_told(text: str, told: str, trained: tuple[Run, Examples]) -> None:
+@pytest.mark.parametrize(("text", "message"), [("axb", "'x' in 'axb' was not seen"), ("?!", "'\\?!' has no letter")])
+def test_texts_that_cannot_be_spoken_are_reported(text: str, message: str, trained: tuple[Run, Examples]) -> None:
     run, _ = trained
     model, _ = run.model()
-    with pytest.raises(UserError, match=f"input 1: {told}"):
+    with pytest.raises(UserError, match=f"input 1: {message}"):
         list(run.task.predict(model, run.processor, [Row("input 1", (text,))], BadRows()))
     skipped = BadRows(skip=True)
-    made = list(run.task.predict(model, run.processor, [Row("input 1", (text,)), Row("input 2", ("ab",))], skipped))
-    assert (len(made), skipped.count) == (1, 1)
+    prediction = list(
+        run.task.predict(model, run.processor, [Row("input 1", (text,)), Row("input 2", ("ab",))], skipped)
+    )
+    assert (len(prediction), skipped.count) == (1, 1)
 
 
-def test_a_judge_listens(trained: tuple[Run, Examples], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_transcriber_evaluates_speech(
+    trained: tuple[Run, Examples], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run, examples = trained
     options = {"features": 40, "d_model": 16, "layers": 1, "heads": 2}
     listener = tasks()["transcribe"](**options)
@@ -108,16 +112,14 @@ def test_a_judge_listens(trained: tuple[Run, Examples], tmp_path: Path, monkeypa
     found = task.evaluate(model, run.processor, rows)["cer"]
     assert found > 0
     assert found == task.baselines(run.processor, examples.train, rows)["recording"]["cer"]
-    with pytest.raises(
-        ValueError, match=r"transcriber must be a run directory of transcribe, but .* has no run\.json"
-    ):
+    with pytest.raises(ValueError, match=r"transcriber must be a run directory of transcribe, but .* has no run\.json"):
         replace(run.task, transcriber=str(tmp_path))  # type: ignore[type-var]
     with pytest.raises(UserError, match="--transcriber must be a run of transcribe, but is one of speak"):
         replace(run.task, transcriber=str(run.folder)).evaluate(model, run.processor, rows)  # type: ignore[type-var]
 
 
 @pytest.mark.parametrize("wrong", [{"d_model": 30, "heads": 4}, {"guidance_weight": -1.0}, {"reduction": 0}])
-def test_options_that_make_no_sense_are_told(wrong: dict[str, Any]) -> None:
+def test_invalid_options_are_reported(wrong: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="must"):
         tasks()["speak"](**wrong)
 
@@ -149,9 +151,9 @@ def test_distortion_is_in_decibels_of_the_spectrum() -> None:
     assert cepstral_distortion([same], [same]) == 0 < cepstral_distortion([same], [other])
 
 
-def test_a_file_holds_what_was_said(trained: tuple[Run, Examples]) -> None:
+def test_a_file_contains_the_speech(trained: tuple[Run, Examples]) -> None:
     run, _ = trained
     model, _ = run.model()
-    (made,) = run.task.predict(model, run.processor, [Row("input 1", ("ab",))], BadRows())
-    wave, rate = soundfile.read(io.BytesIO(made.file))
-    assert (made.output, rate) == (f"{len(wave) / 16000:.2f} s", 16000)
+    (prediction,) = run.task.predict(model, run.processor, [Row("input 1", ("ab",))], BadRows())
+    wave, rate = soundfile.read(io.BytesIO(prediction.file))
+    assert (prediction.output, rate) == (f"{len(wave) / 16000:.2f} s", 16000)

@@ -1,4 +1,4 @@
-"""Summaries: a toy is learnt, what was looked at is told, long texts, and what is told of bad input."""
+"""Summarisation: a toy problem, coverage, long texts, and errors."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ WORDS = [f"{one}{two}" for one in ("ka", "mo", "ri", "su") for two in ("bel", "d
 
 
 def articles(folder: Path, count: int = 200) -> str:
-    """Of three sentences one says what it is about: that word is the summary."""
+    """Texts of three sentences, one of which contains the summary."""
     chance, lines = random.Random(1), []
     for _ in range(count):
         topic, *others = chance.sample(WORDS, 4)
@@ -66,8 +66,8 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Run:
     return run
 
 
-def said(run: Run, *given: str, skip: bool = False, **options: Any) -> list[Any]:
-    rows = [Row(f"input {n}", (text,)) for n, text in enumerate(given, 1)]
+def predict(run: Run, *texts: str, skip: bool = False, **options: Any) -> list[Any]:
+    rows = [Row(f"input {n}", (text,)) for n, text in enumerate(texts, 1)]
     return list(replace(run.task, **options).predict(run.model()[0], run.processor, rows, BadRows(skip=skip)))
 
 
@@ -81,28 +81,28 @@ def test_a_summary_beats_the_beginning_of_the_text(trained: Run) -> None:
         assert all(ours[name] > theirs[name] for name in ("rouge1", "rouge2", "rougeL"))
 
 
-def test_what_a_summary_looked_at_is_told_of_every_token_as_it_stands_in_the_text(trained: Run) -> None:
+def test_coverage_is_reported_for_every_token_of_the_text(trained: Run) -> None:
     text = "Then comes karen. It is of mogot. Then comes  rifim."
-    (made,) = said(trained, text)
-    tokens, looked = zip(*made.more["coverage"], strict=True)
+    (prediction,) = predict(trained, text)
+    tokens, coverage = zip(*prediction.more["coverage"], strict=True)
     assert "".join(tokens[:-1]).split() == text.split()
     assert all(token in text for token in tokens[:-1])
-    count = len(trained.processor.require_tokenizer().encode(made.output, add_special_tokens=False).ids) + 1
-    assert sum(looked) == pytest.approx(count, abs=1e-3)
-    assert min(looked) >= 0
-    assert 0 < made.score <= 1
-    json.dumps(made.more["coverage"])
+    count = len(trained.processor.require_tokenizer().encode(prediction.output, add_special_tokens=False).ids) + 1
+    assert sum(coverage) == pytest.approx(count, abs=1e-3)
+    assert min(coverage) >= 0
+    assert 0 < prediction.score <= 1
+    json.dumps(prediction.more["coverage"])
 
 
-def test_the_summary_is_of_the_sentence_that_matters_wherever_it_stands(trained: Run) -> None:
+def test_the_summary_is_of_the_relevant_sentence_at_any_position(trained: Run) -> None:
     parts = ["Then comes kabel.", "It is of modan.", "Then comes rifim."]
     texts = [" ".join(parts[n:] + parts[:n]) for n in range(3)]
-    assert [made.output for made in said(trained, *texts)] == ["All of modan"] * 3
+    assert [prediction.output for prediction in predict(trained, *texts)] == ["All of modan"] * 3
 
 
 def test_beam_search_finds_what_is_at_least_as_likely(trained: Run) -> None:
     text = "Then comes xyzzy. It is of zork. Then comes plugh."
-    (one,), (four,) = said(trained, text, beam=1), said(trained, text, beam=4)
+    (one,), (four,) = predict(trained, text, beam=1), predict(trained, text, beam=4)
     assert four.score >= one.score - 1e-6
 
 
@@ -110,8 +110,8 @@ def test_texts_longer_than_the_window_are_read_whole(tmp_path: Path) -> None:
     run = new_run(tmp_path, articles(tmp_path), options={"window": 4, "longest": 2000})
     assert train(run).done
     assert isinstance(run.model()[0], PointerTransformer)
-    (made,) = said(run, "It is of kabel. " * 200)
-    assert len(made.more["coverage"]) > 800
+    (prediction,) = predict(run, "It is of kabel. " * 200)
+    assert len(prediction.more["coverage"]) > 800
 
 
 def test_an_exported_run_loads_to_the_same_model(trained: Run, tmp_path: Path) -> None:
@@ -122,11 +122,11 @@ def test_an_exported_run_loads_to_the_same_model(trained: Run, tmp_path: Path) -
         assert torch.equal(mine, other)
 
 
-def test_the_command_tells_summaries_and_shows_where_they_look(trained: Run, tmp_path: Path) -> None:
+def test_the_command_prints_summaries_and_shows_their_attention(trained: Run, tmp_path: Path) -> None:
     text = "Then comes kabel. It is of modan. Then comes rifim."
     (tmp_path / "a.txt").write_text(f"{text}\n{text}\n")
-    made = CliRunner().invoke(app, ["predict", str(trained.folder), str(tmp_path / "a.txt"), "--json"])
-    assert [json.loads(line)["output"] for line in made.stdout.splitlines()] == ["All of modan"] * 2
+    prediction = CliRunner().invoke(app, ["predict", str(trained.folder), str(tmp_path / "a.txt"), "--json"])
+    assert [json.loads(line)["output"] for line in prediction.stdout.splitlines()] == ["All of modan"] * 2
     page = tmp_path / "page.html"
     assert CliRunner().invoke(app, ["view", str(trained.folder), text, "-o", str(page)]).exit_code == 0
     assert "modan" in page.read_text()
@@ -168,7 +168,7 @@ def test_rouge_is_that_of_its_library() -> None:
         ("a.txt", "one text\n", "a.txt: is plain text, but text and summary are needed"),
     ],
 )
-def test_a_bad_file_is_told_with_its_place(name: str, content: str | bytes, message: str, tmp_path: Path) -> None:
+def test_a_bad_file_is_reported_with_its_place(name: str, content: str | bytes, message: str, tmp_path: Path) -> None:
     (tmp_path / name).write_bytes(content if isinstance(content, bytes) else content.encode())
     with pytest.raises(UserError, match=message):
         small().read(str(tmp_path / name), BadRows())
@@ -180,14 +180,15 @@ def test_bad_lines_are_counted_when_asked_to(tmp_path: Path) -> None:
     assert ([row.values for row in rows], bad.count) == ([("one", "a"), ("two", "b")], 2)
 
 
-def test_a_text_or_a_summary_that_is_too_long_is_told_or_cut_or_left_out(trained: Run) -> None:
+def test_a_text_or_a_summary_that_is_too_long_is_reported_or_cut_or_left_out(trained: Run) -> None:
     long = "It is of kabel. " * 400
     with pytest.raises(
-        UserError, match=r"input 2: has \d+ tokens, but the model takes at most 1024; .* truncate long texts with --cut, or"
+        UserError,
+        match=r"input 2: has \d+ tokens, but the model takes at most 1024; .* truncate long texts with --cut, or",
     ):
-        said(trained, "It is.", long)
-    assert len(said(trained, "It is.", long, skip=True)) == 1
-    assert len(said(trained, "It is.", long, cut=True)) == 2
+        predict(trained, "It is.", long)
+    assert len(predict(trained, "It is.", long, skip=True)) == 1
+    assert len(predict(trained, "It is.", long, cut=True)) == 2
     rows = [Row("file:7", ("It is.", "kabel " * 40)), Row("file:8", ("It is.", "kabel"))]
     with pytest.raises(
         UserError, match=r"file:7: has \d+ tokens, but the model takes 12; train with --max-new-tokens \d+"
@@ -196,7 +197,7 @@ def test_a_text_or_a_summary_that_is_too_long_is_told_or_cut_or_left_out(trained
     assert len(trained.task.dataset(trained.processor, rows, BadRows(skip=True)).sizes) == 1
 
 
-def test_a_truncated_checkpoint_and_a_run_of_another_task_are_told(trained: Run, tmp_path: Path) -> None:
+def test_a_truncated_checkpoint_and_a_run_of_another_task_are_reported(trained: Run, tmp_path: Path) -> None:
     folder = tmp_path / "copy"
     shutil.copytree(trained.folder, folder)
     held = (folder / "best.safetensors").read_bytes()

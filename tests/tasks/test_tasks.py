@@ -1,4 +1,4 @@
-"""The tasks: each learns a toy problem, beats its baseline, and says how sure it is."""
+"""Text tasks: each learns a toy problem, beats its baseline, and reports scores."""
 
 from __future__ import annotations
 
@@ -59,18 +59,16 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Run, Ex
         ({"dropout": 1.5}, r"dropout must be in \[0, 1\), but is 1.5"),
     ],
 )
-def test_options_that_cannot_be_are_told_before_any_data_is_read(
-    name: str, options: dict[str, Any], message: str
-) -> None:
+def test_invalid_options_are_reported_before_any_data_is_read(name: str, options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         tasks()[name](**options)
 
 
-def said(run: Run, *given: str, skip: bool = False) -> list[Prediction]:
+def predict(run: Run, *texts: str, skip: bool = False) -> list[Prediction]:
     model, _ = run.model()
     return list(
         run.task.predict(
-            model, run.processor, [Row(f"input {n}", (text,)) for n, text in enumerate(given, 1)], BadRows(skip=skip)
+            model, run.processor, [Row(f"input {n}", (text,)) for n, text in enumerate(texts, 1)], BadRows(skip=skip)
         )
     )
 
@@ -82,59 +80,59 @@ def said(run: Run, *given: str, skip: bool = False) -> list[Prediction]:
         ("translate", "bleu", False), ("language", "loss", True),
     ],
 )  # fmt: skip
-def test_a_task_beats_simple_means_on_a_toy_problem(
+def test_a_task_beats_its_baselines_on_a_toy_problem(
     name: str, figure: str, low: bool, trained: dict[str, tuple[Run, Examples]]
 ) -> None:
     run, examples = trained[name]
     model, _ = run.model()
     ours = run.task.evaluate(model, run.processor, examples.test)
     for means, theirs in run.task.baselines(run.processor, examples.train, examples.test).items():
-        if means.startswith("TF-IDF + logistic"):  # one word decides: nothing beats it here
+        if means.startswith("TF-IDF + logistic"):  # a single word decides, which it detects perfectly
             assert ours[figure] >= theirs[figure] - 0.1
         elif low:
-            assert ours[figure] < theirs[figure] + 0.25, means  # trigrams know all that there is to know here
+            assert ours[figure] < theirs[figure] + 0.25, means  # trigrams capture all structure of this data
         else:
             assert ours[figure] > theirs[figure], means
 
 
 def test_a_translation_comes_with_its_probability(trained: dict[str, tuple[Run, Examples]]) -> None:
-    known, strange = said(trained["translate"][0], "the red cat sees", "zzz qqq zzz")
+    known, strange = predict(trained["translate"][0], "the red cat sees", "zzz qqq zzz")
     assert known.output == "eht der tac sees"
     assert 0 < strange.score < known.score <= 1
 
 
 def test_a_class_comes_with_its_probability_and_those_of_the_others(trained: dict[str, tuple[Run, Examples]]) -> None:
-    with_cat, without = said(trained["classify"][0], "the cat sees one dog", "one dog")
+    with_cat, without = predict(trained["classify"][0], "the cat sees one dog", "one dog")
     assert (with_cat.output, without.output) == ("cat", "none")
     assert with_cat.score > 0.5
     assert sum(with_cat.more.values()) == pytest.approx(1, abs=1e-5)
 
 
 def test_hidden_words_are_filled_in(trained: dict[str, tuple[Run, Examples]]) -> None:
-    (made,) = said(trained["masked"][0], "the <mask> dog")
-    first, middle, last = made.output.split()
+    (prediction,) = predict(trained["masked"][0], "the <mask> dog")
+    first, middle, last = prediction.output.split()
     assert (first, last) == ("the", "dog")
-    assert made.more["words"][0][0][0] == middle
+    assert prediction.more["words"][0][0][0] == middle
     with pytest.raises(UserError, match="input 1: expected <mask> in place of the words to predict"):
-        said(trained["masked"][0], "the dog")
+        predict(trained["masked"][0], "the dog")
 
 
-def test_text_goes_on(trained: dict[str, tuple[Run, Examples]]) -> None:
-    made, again = said(trained["language"][0], "the red", "the red")
-    assert made[:3] == again[:3]
-    assert 0 < made.score < 1
+def test_text_is_continued(trained: dict[str, tuple[Run, Examples]]) -> None:
+    prediction, again = predict(trained["language"][0], "the red", "the red")
+    assert prediction[:3] == again[:3]
+    assert 0 < prediction.score < 1
 
 
-def test_the_nearest_of_the_other_texts_is_told(trained: dict[str, tuple[Run, Examples]]) -> None:
+def test_the_nearest_other_text_is_predicted(trained: dict[str, tuple[Run, Examples]]) -> None:
     query, right, wrong = "the red cat sees", "eht der tac sees", "eno llams drib"
-    first = said(trained["embed"][0], query, wrong, right)[0]
+    first = predict(trained["embed"][0], query, wrong, right)[0]
     assert first.output == right
     assert -1 <= first.score <= 1
     assert len(first.more["vector"]) == 16
 
 
 @pytest.mark.parametrize("name", ["classify", "embed", "language", "translate"])
-def test_a_text_that_is_too_long_is_told_with_its_place_or_left_out(
+def test_a_text_that_is_too_long_is_reported_with_its_place_or_left_out(
     name: str, trained: dict[str, tuple[Run, Examples]]
 ) -> None:
     run, _ = trained[name]
@@ -142,12 +140,12 @@ def test_a_text_that_is_too_long_is_told_with_its_place_or_left_out(
     with pytest.raises(
         UserError, match=r"input 2: has \d+ tokens, but the model takes \d+; train with --(longest|context) \d+"
     ):
-        said(run, "the cat", long)
-    assert len(said(run, "the cat", long, "one dog", skip=True)) == 2
+        predict(run, "the cat", long)
+    assert len(predict(run, "the cat", long, "one dog", skip=True)) == 2
 
 
 @pytest.mark.parametrize("name", ["classify", "embed", "translate"])
-def test_a_row_that_is_too_long_to_train_on_is_told_with_file_and_line(name: str, tmp_path: Path) -> None:
+def test_a_row_that_is_too_long_to_train_on_is_reported_with_file_and_line(name: str, tmp_path: Path) -> None:
     run = new_run(tmp_path, name, options={"longest": 5})
     with pytest.raises(UserError, match=r"(pairs.tsv|classes.csv):\d+: has \d+ tokens, but the model takes 5"):
         train(run)
@@ -168,7 +166,7 @@ def test_the_middle_of_a_long_text_is_left_out() -> None:
     assert cut.tolist() == [*whole[:3], *whole[-7:]]
 
 
-def test_a_label_never_seen_in_training_is_told_with_file_and_line(tmp_path: Path) -> None:
+def test_a_label_never_seen_in_training_is_reported_with_file_and_line(tmp_path: Path) -> None:
     run = new_run(tmp_path, "classify")
     rows = [Row("test.csv:7", ("a dog", "dog"))]
     with pytest.raises(UserError, match=r"test.csv:7: the label 'dog' was not seen in training; known are cat, none"):
@@ -184,7 +182,7 @@ def test_a_label_never_seen_in_training_is_told_with_file_and_line(tmp_path: Pat
         ("text,label\n" + "".join(f"t{n},{n}\n" for n in range(20)), "is --label the right column"),
     ],
 )
-def test_labels_that_make_no_sense_are_told(content: str, message: str, tmp_path: Path) -> None:
+def test_invalid_labels_are_reported(content: str, message: str, tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_text(content)
     task = small("classify")
     with pytest.raises(UserError, match=message):
@@ -213,7 +211,7 @@ def test_fine_tuning_begins_with_a_checkpoint_folder(tmp_path: Path, trained: di
     assert train(run).done
 
 
-def test_what_is_no_start_is_told(tmp_path: Path, trained: dict[str, tuple[Run, Examples]]) -> None:
+def test_an_invalid_pretrained_model_is_reported(tmp_path: Path, trained: dict[str, tuple[Run, Examples]]) -> None:
     with pytest.raises(
         UserError, match="is a Transformer, which has no text encoder; --pretrained takes runs of masked"
     ):
@@ -250,14 +248,14 @@ def test_an_exported_graph_computes_the_same(tmp_path: Path, trained: dict[str, 
     export(run, tmp_path / "out")
     session = onnxruntime.InferenceSession(str(tmp_path / "out" / "model.onnx"), providers=["CPUExecutionProvider"])
     ids, mask = torch.randint(4, 200, (3, 11)), torch.arange(11) < torch.tensor([[11], [5], [1]])
-    made = session.run(None, {"ids": ids.numpy(), "mask": mask.numpy()})[0]
+    prediction = session.run(None, {"ids": ids.numpy(), "mask": mask.numpy()})[0]
     model, _ = run.model()
     with torch.no_grad():
-        torch.testing.assert_close(torch.from_numpy(made), model(ids, mask), rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(torch.from_numpy(prediction), model(ids, mask), rtol=1e-4, atol=1e-5)
 
 
 def test_a_task_that_is_one_class_is_known_and_trains(tmp_path: Path) -> None:
-    """What a task in one more file would be: here a classifier with a name and one option of its own."""
+    """A task defined by a user: a classifier with one more option."""
     from dataclasses import dataclass
     from typing import ClassVar
 
@@ -286,7 +284,7 @@ def test_a_task_that_is_one_class_is_known_and_trains(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", list(DATA))
-def test_every_task_tells_what_it_is(name: str) -> None:
+def test_every_task_describes_itself(name: str) -> None:
     kind: type[Task] = tasks()[name]
     assert kind.description
     assert kind.example
@@ -341,13 +339,13 @@ def test_pairs_that_are_equal_are_not_held_against_one_another(tmp_path: Path) -
 def test_words_that_are_spelled_alike_all_come_with_their_chances(
     trained: dict[str, tuple[Run, Examples]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of two tokens that decode to the same word, none is lost."""
+    """Two tokens that decode to the same word are both reported."""
     run, _ = trained["masked"]
     model, _ = run.model()
     processor = run.processor
     monkeypatch.setattr(type(processor), "require_tokenizer", lambda self: Alike(processor.tokenizer))
-    (made,) = run.task.predict(model, processor, [Row("a", ("the <mask> sees",))], BadRows())
-    (words,) = made.more["words"]
+    (prediction,) = run.task.predict(model, processor, [Row("a", ("the <mask> sees",))], BadRows())
+    (words,) = prediction.more["words"]
     assert [word for word, _ in words] == ["same"] * 5
     chances = [chance for _, chance in words]
     assert chances == sorted(chances, reverse=True)

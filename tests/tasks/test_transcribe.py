@@ -1,4 +1,4 @@
-"""Speech to text: every table that people have, what is wrong with it, and tones that are learnt."""
+"""Speech recognition: formats, bad data, and a toy problem of tones."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_other_rates_and_channels_sound_the_same(rate: int, channels: int, tmp_p
 
 
 def spoilt(folder: Path, how: str) -> str:
-    """Spoils the second clip or its line; what is told of it."""
+    """Damage the second clip or its line, and return the expected message."""
     table, clip = folder / "transcripts.tsv", folder / "clips" / "001.wav"
     lines = table.read_text().splitlines()
     place = r"transcripts\.tsv:3: "
@@ -112,10 +112,10 @@ def spoilt(folder: Path, how: str) -> str:
         return place + "has samples that are not finite".join((".*001\\.wav: ", ""))
     if how == "too long a text":
         lines[2] = "clips/001.wav\t" + "ab" * 40
-        told = r"80 letters need 3\.20 s, but the clip has 0\.\d\d s; is it the right text\?"
+        message = r"80 letters need 3\.20 s, but the clip has 0\.\d\d s; is it the right text\?"
     elif how == "no letter":
         lines[2] = "clips/001.wav\t?!"
-        told = "'\\?!' has no letter"
+        message = "'\\?!' has no letter"
     elif how == "too long a clip":
         soundfile.write(clip, np.zeros(16000 * 31, np.float32), 16000)
         return place + r"31\.0 s is longer than --longest 30 s"
@@ -123,7 +123,7 @@ def spoilt(folder: Path, how: str) -> str:
         table.write_bytes("\n".join(lines[:2]).encode() + b"\nclips/001.wav\t\xff\xfe\n" + lines[3].encode() + b"\n")
         return place + "not valid UTF-8 .byte 0xff"
     table.write_text("\n".join(lines) + "\n")
-    return place + told
+    return place + message
 
 
 @pytest.mark.parametrize(
@@ -144,14 +144,14 @@ def test_a_bad_clip_stops_with_file_and_line_or_is_left_out(how: str, tmp_path: 
     folder_of(tmp_path, ["ab", "abc", "dba"])
     task = tasks()["transcribe"](**SMALL)
     processor = task.fit_processor(task.read(str(tmp_path), BadRows()))
-    told, skipped = spoilt(tmp_path, how), BadRows(skip=True)
-    with pytest.raises(UserError, match=told):
+    message, skipped = spoilt(tmp_path, how), BadRows(skip=True)
+    with pytest.raises(UserError, match=message):
         task.dataset(processor, task.read(str(tmp_path), BadRows()), BadRows())
     items = task.dataset(processor, task.read(str(tmp_path), skipped), skipped)
     assert (len(items.places), skipped.count) == (2, 1)
 
 
-def test_a_letter_that_was_never_seen_is_told(tmp_path: Path) -> None:
+def test_a_letter_that_was_never_seen_is_reported(tmp_path: Path) -> None:
     task = tasks()["transcribe"](**SMALL)
     processor = task.fit_processor(task.read(str(folder_of(tmp_path / "one", ["ab"])), BadRows()))
     other = task.read(str(folder_of(tmp_path / "two", ["ac"])), BadRows())
@@ -159,7 +159,7 @@ def test_a_letter_that_was_never_seen_is_told(tmp_path: Path) -> None:
         task.dataset(processor, other, BadRows())
 
 
-def test_a_folder_that_holds_both_parts_says_what_is_held_out(tmp_path: Path) -> None:
+def test_a_folder_with_both_splits_determines_the_held_out_data(tmp_path: Path) -> None:
     folder_of(tmp_path, words(20))
     lines = (tmp_path / "transcripts.tsv").read_text().splitlines()
     (tmp_path / "transcripts.tsv").unlink()
@@ -186,12 +186,12 @@ def test_the_same_words_are_never_on_two_sides(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "wrong", [{"d_model": 30, "heads": 4}, {"d_model": 12, "heads": 4}, {"before": -1}, {"mask_ratio": 1.0}]
 )
-def test_options_that_make_no_sense_are_told(wrong: dict[str, Any]) -> None:
+def test_invalid_options_are_reported(wrong: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="must"):
         tasks()["transcribe"](**wrong)
 
 
-def test_tones_are_learnt_and_beat_the_baselines(trained: tuple[Run, Examples]) -> None:
+def test_tones_are_learned_and_beat_the_baselines(trained: tuple[Run, Examples]) -> None:
     run, examples = trained
     model, _ = run.model()
     figures = run.task.evaluate(model, run.processor, examples.test)
@@ -202,7 +202,7 @@ def test_tones_are_learnt_and_beat_the_baselines(trained: tuple[Run, Examples]) 
 
 
 def test_a_letter_that_training_never_had_counts_as_an_error(trained: tuple[Run, Examples]) -> None:
-    """The clip can be heard, so model and baselines are held to all of its text."""
+    """The clip is readable, so that model and baselines are evaluated on its whole text."""
     run, examples = trained
     model, _ = run.model()
     row = examples.test[0]
@@ -216,14 +216,14 @@ def test_a_letter_that_training_never_had_counts_as_an_error(trained: tuple[Run,
 def test_the_command_prints_text_score_and_real_time_factor(trained: tuple[Run, Examples], tmp_path: Path) -> None:
     run, examples = trained
     path, text = examples.test[0].values
-    asked = CliRunner().invoke(app, ["predict", str(run.folder), path])
-    assert asked.exit_code == 0, asked.output
-    said, score, where, speed = asked.output.strip().split("\t")
-    assert (said, where) == (text, path)
+    result = CliRunner().invoke(app, ["predict", str(run.folder), path])
+    assert result.exit_code == 0, result.output
+    transcript, score, where, speed = result.output.strip().split("\t")
+    assert (transcript, where) == (text, path)
     assert 0 < float(score) <= 1
     assert speed.endswith(" x real time")
-    told = json.loads(CliRunner().invoke(app, ["predict", str(run.folder), path, "--json"]).output)
-    assert told["seconds"] == pytest.approx(len(soundfile.read(path)[0]) / 16000)
+    message = json.loads(CliRunner().invoke(app, ["predict", str(run.folder), path, "--json"]).output)
+    assert message["seconds"] == pytest.approx(len(soundfile.read(path)[0]) / 16000)
     (tmp_path / "no.wav").write_text("hello")
     mixed = CliRunner().invoke(app, ["predict", str(run.folder), str(tmp_path / "no.wav"), path, "--skip-bad"])
     assert mixed.output.count("x real time") == 1
@@ -234,9 +234,9 @@ def test_the_command_prints_text_score_and_real_time_factor(trained: tuple[Run, 
 def test_the_viewer_shows_attention_over_the_spectrogram(trained: tuple[Run, Examples], tmp_path: Path) -> None:
     run, examples = trained
     page = tmp_path / "page.html"
-    asked = CliRunner().invoke(app, ["view", str(run.folder), examples.test[0].values[0], "-o", str(page), "--json"])
-    assert asked.exit_code == 0, asked.output
-    assert json.loads(asked.output)["note"].startswith(examples.test[0].values[1])
+    result = CliRunner().invoke(app, ["view", str(run.folder), examples.test[0].values[0], "-o", str(page), "--json"])
+    assert result.exit_code == 0, result.output
+    assert json.loads(result.output)["note"].startswith(examples.test[0].values[1])
     assert '"spectrogram":{"stream":"source"' in page.read_text().replace(": ", ":")
 
 
@@ -266,7 +266,7 @@ def test_an_exported_model_is_read_by_regard(trained: tuple[Run, Examples], tmp_
     torch.testing.assert_close(torch.from_numpy(found)[1, :8], expected[1, :8], rtol=1e-4, atol=1e-5)
 
 
-def test_what_is_hidden_is_no_more_than_its_share() -> None:
+def test_masks_do_not_exceed_the_ratio() -> None:
     heard = regard.pack([torch.zeros(100, 40), torch.zeros(30, 40)])
     for seed in range(20):
         shown = spec_augment_mask(heard, 0.4, np.random.default_rng(seed))

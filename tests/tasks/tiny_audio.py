@@ -1,4 +1,4 @@
-"""Tiny clips: every letter is a tone of its own, and a word is a row of them."""
+"""Tiny clips: each letter is a tone, and a word is a sequence of tones."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ LETTERS = {"a": 300.0, "b": 700.0, "c": 1500.0, "d": 3200.0}
 
 
 def tones(word: str, chance: np.random.Generator, rate: int = 16000) -> np.ndarray:
-    """A wave (samples,): 0.16 s a letter, a space is silence; a little noise."""
+    """A wave (samples,): 0.16 s per letter, silence for a space, and a little noise."""
     t = np.arange(int(0.16 * rate)) / rate
     fade = np.minimum(1, 20 * np.minimum(t, t[::-1]) / t[-1])
     parts = [np.sin(2 * np.pi * LETTERS[letter] * t) * fade if letter != " " else 0 * t for letter in word]
@@ -26,12 +26,14 @@ def words(count: int, seed: int = 1) -> list[str]:
     return list(found)
 
 
-def folder_of(folder: Path, said: list[str], *, form: str = "tsv", suffix: str = ".wav", rate: int = 16000) -> Path:
-    """A table of clips, and the clips beside it."""
+def folder_of(
+    folder: Path, transcripts: list[str], *, form: str = "tsv", suffix: str = ".wav", rate: int = 16000
+) -> Path:
+    """Write a table of clips, and the clips next to it."""
     chance = np.random.default_rng(7)
     (folder / "clips").mkdir(parents=True, exist_ok=True)
     lines = []
-    for n, word in enumerate(said):
+    for n, word in enumerate(transcripts):
         soundfile.write(folder / "clips" / f"{n:03}{suffix}", tones(word, chance, rate), rate)
         lines.append((f"clips/{n:03}{suffix}", word))
     table = folder / f"transcripts.{form}"

@@ -1,4 +1,4 @@
-"""Tiny images: stripes that lie or stand, and scenes with a square or a bar in them."""
+"""Tiny images: horizontal or vertical stripes, and scenes with a square or a bar."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from regard.training.sources import Examples
 
 
 def stripes(count: int, size: int = 8, seed: int = 1) -> list[tuple[str, np.ndarray]]:
-    """Labels and images: a bright line that lies or stands, somewhere, on noise."""
+    """Labels and images: a bright horizontal (lies) or vertical (rises) line on noise."""
     chance, found = np.random.default_rng(seed), []
     for n in range(count):
         image = chance.integers(0, 60, (size, size)).astype(np.uint8)
         at = int(chance.integers(size))
-        label = ("lies", "stands")[n % 2]
+        label = ("lies", "rises")[n % 2]
         image[(at, slice(None)) if label == "lies" else (slice(None), at)] = 220
         found.append((label, image))
     return found
@@ -35,9 +35,9 @@ def folder_of(folder: Path, images: list[tuple[str, np.ndarray]]) -> Path:
 
 
 def scenes(folder: Path, count: int = 60, size: int = 32, seed: int = 1) -> Path:
-    """A COCO file and its images: in each a square or a lying bar, bright on noise."""
+    """Write a COCO file and its images: each has a square or a horizontal bar, bright on noise."""
     chance = np.random.default_rng(seed)
-    held: dict[str, list[Any]] = {
+    coco: dict[str, list[Any]] = {
         "images": [], "annotations": [], "categories": [{"id": 7, "name": "square"}, {"id": 9, "name": "bar"}]
     }  # fmt: skip
     (folder / "images").mkdir(parents=True)
@@ -47,11 +47,11 @@ def scenes(folder: Path, count: int = 60, size: int = 32, seed: int = 1) -> Path
         left, top = int(chance.integers(size - width)), int(chance.integers(size - height))
         image[top : top + height, left : left + width] = 220
         Image.fromarray(image).save(folder / "images" / f"{n}.png")
-        held["images"].append({"id": n, "file_name": f"{n}.png", "width": size, "height": size})
-        held["annotations"].append(
+        coco["images"].append({"id": n, "file_name": f"{n}.png", "width": size, "height": size})
+        coco["annotations"].append(
             {"id": n, "image_id": n, "category_id": 7 if n % 2 else 9, "bbox": [left, top, width, height]}
         )
-    (folder / "objects.json").write_text(json.dumps(held))
+    (folder / "objects.json").write_text(json.dumps(coco))
     return folder / "objects.json"
 
 
@@ -71,7 +71,7 @@ def new_run(
 
 
 class DieAtStep(NoCallback):
-    """Ends a training at a step, as a power cut would: nothing is saved any more."""
+    """Interrupt a training at a step without saving, like a power cut."""
 
     def __init__(self, at: int) -> None:
         self.at = at

@@ -1,4 +1,4 @@
-"""Tiny data, tiny models, and trainings that are killed."""
+"""Tiny data and models, and trainings that are killed."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from regard.training.loop import NoCallback, Step
 
 
 def sentences(count: int, seed: int = 1) -> list[str]:
-    """Such as "the red cat sees one dog": who does it tells what is done."""
+    """Sentences such as "the red cat sees one dog", in which the subject determines the verb."""
     chance, found = random.Random(seed), []
     for _ in range(count):
-        who, description = chance.choice([("cat", "sees"), ("dog", "hears"), ("bird", "likes")])
+        subject, verb = chance.choice([("cat", "sees"), ("dog", "hears"), ("bird", "likes")])
         first, other = chance.choice(["the", "a", "one"]), chance.choice(["cat", "dog", "bird"])
         how = chance.choice([[], ["red"], ["blue"], ["small"], ["big", "red"]])
-        found.append(" ".join([first, *how, who, description, *chance.choice([[], ["the", other]])]))
+        found.append(" ".join([first, *how, subject, verb, *chance.choice([[], ["the", other]])]))
     return found
 
 
@@ -33,7 +33,7 @@ def texts(folder: Path, count: int = 60) -> str:
 
 
 def pairs(folder: Path, count: int = 160) -> str:
-    """Translations: every word backwards."""
+    """Write pairs in which the translation has every word reversed."""
     path = folder / "pairs.tsv"
     lines = [f"{line}\t{' '.join(word[::-1] for word in line.split())}\n" for line in sentences(count)]
     path.write_text("".join(lines))
@@ -41,7 +41,7 @@ def pairs(folder: Path, count: int = 160) -> str:
 
 
 def classes(folder: Path, count: int = 120) -> str:
-    """Whether a cat sees."""
+    """Write sentences labelled by whether they contain "cat sees"."""
     path = folder / "classes.csv"
     lines = [f"{line},{'cat' if 'cat sees' in line else 'none'}\n" for line in sentences(count)]
     path.write_text("text,label\n" + "".join(lines))
@@ -62,7 +62,7 @@ def small(name: str, **options: Any) -> Task:
 
 
 def new_run(folder: Path, name: str = "masked", *, options: dict[str, Any] | None = None, **recipe: Any) -> Run:
-    """A run that is made and not yet trained, in `folder / "run"`."""
+    """Create a run, without training it, in `folder / "run"`."""
     task = small(name, **(options or {}))
     known = {"steps": 8, "tokens": 120, "warmup": 2, "evaluate_every": 4, "save_every": 3, "ema": 0.9} | recipe
     run, _ = create_run(
@@ -72,7 +72,7 @@ def new_run(folder: Path, name: str = "masked", *, options: dict[str, Any] | Non
 
 
 class RecordingCallback(NoCallback):
-    """Remembers what it was told."""
+    """Records all events."""
 
     def __init__(self) -> None:
         self.steps: list[Step] = []
@@ -90,7 +90,7 @@ class RecordingCallback(NoCallback):
 
 
 class Signals(NoCallback):
-    """Sends a signal to its own process at a step."""
+    """Sends a signal to this process at a step."""
 
     def __init__(self, step: int, number: int) -> None:
         self.at, self.number = step, number
@@ -106,23 +106,23 @@ def kill_at_step(folder: str, step: int) -> None:
 
 
 def kill_while_saving(folder: str, moment: str) -> None:
-    """Dies within the second checkpoint: while it is written, before it gets its name, or right after."""
+    """Kill the training within the second checkpoint: while it is written, before it is renamed, or right after."""
     from regard.training import runs
 
     torch.set_num_threads(1)
     saves, die = [0], lambda: os.kill(os.getpid(), signal.SIGKILL)
-    whole, rename = runs.whole, os.replace
+    write_atomically, rename = runs.write_atomically, os.replace
 
-    def half(path: Path, write: Any) -> Path:
+    def write_and_die(path: Path, write: Any) -> Path:
         saves[0] += path.parent.name == "checkpoints"
 
-        def dies(beside: Path) -> None:
-            beside.write_bytes(b"half")
+        def write_half(partial: Path) -> None:
+            partial.write_bytes(b"half")
             die()
 
-        return whole(path, dies if saves[0] == 2 and moment == "while it is written" else write)
+        return write_atomically(path, write_half if saves[0] == 2 and moment == "while it is written" else write)
 
-    def named(old: Any, new: Any) -> None:
+    def rename_and_die(old: Any, new: Any) -> None:
         last = saves[0] == 2 and Path(new).parent.name == "checkpoints"
         if last and moment == "before it has its name":
             die()
@@ -130,12 +130,12 @@ def kill_while_saving(folder: str, moment: str) -> None:
         if last:
             die()
 
-    runs.whole, os.replace = half, named  # type: ignore[assignment]
+    runs.write_atomically, os.replace = write_and_die, rename_and_die  # type: ignore[assignment]
     train(Run.open(folder))
 
 
 def train_as_rank(world: int, folder: str, rank: int, port: int, recipe: dict[str, Any], stop: int = 0) -> None:
-    """One of several processes of a training; all are asked to stop after a step."""
+    """Train as one of several processes, which are all interrupted at step `stop`."""
     torch.set_num_threads(1)
     os.environ |= {
         "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world),
@@ -149,7 +149,7 @@ def train_as_rank(world: int, folder: str, rank: int, port: int, recipe: dict[st
 
 
 def shard_on_two_ranks(rank: int, port: int) -> None:
-    """One of two processes that share the weights of a model, go on from what they captured, and compare."""
+    """As one of two FSDP processes, restore a captured state, continue, and compare with an uninterrupted training."""
     import torch.distributed as dist
     from torch import nn
     from torch.distributed.device_mesh import init_device_mesh
@@ -160,7 +160,7 @@ def shard_on_two_ranks(rank: int, port: int) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
 
-    def made() -> Any:
+    def build() -> Any:
         torch.manual_seed(0)
         objective = nn.Sequential()
         objective.model = nn.Sequential(nn.Linear(5, 8), nn.ReLU(), nn.Linear(8, 3))
@@ -177,7 +177,7 @@ def shard_on_two_ranks(rank: int, port: int) -> None:
             average.update(n)
         return {name: value.clone() for name, value in state.capture(objective, optimizer, average).items()}
 
-    one, other = made(), made()
+    one, other = build(), build()
     kept = [steps(*one, range(1, 4))]
     dist.broadcast_object_list(kept, 0)  # both read the same file
     ended = steps(*one, range(4, 7))

@@ -1,4 +1,4 @@
-"""A bit that changed in a checkpoint is found, reported, and not computed with."""
+"""A flipped bit in a checkpoint is detected and reported, and the checkpoint is not used."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.tasks.tiny_runs import RecordingCallback, new_run
 
 
 def flip(path: Path, at: int) -> None:
-    """The lowest bit of a byte."""
+    """Flip the lowest bit of a byte."""
     held = bytearray(path.read_bytes())
     held[at] ^= 1
     path.write_bytes(held)
@@ -38,21 +38,21 @@ def test_every_bit_that_changed_is_found(tmp_path: Path) -> None:
             continue
         finally:
             path.write_bytes(whole)
-        # The name of the checksum, and spaces of the header, say nothing of a training.
+        # The name of the checksum and spaces of the header have no effect on a training.
         assert notes["progress"] == kept[1]["progress"]
         assert all(torch.equal(value, kept[0][name]) for name, value in values.items())
     assert found > len(whole) - 40
 
 
-def test_a_checkpoint_with_a_changed_bit_is_passed_over_for_the_one_before(tmp_path: Path) -> None:
+def test_a_checkpoint_with_a_changed_bit_is_skipped_for_the_one_before(tmp_path: Path) -> None:
     run = new_run(tmp_path)
     train(run)
     whole = {name: value.clone() for name, value in load(run.checkpoints()[0])[0].items()}  # the file is mapped
     flip(run.checkpoints()[0], -100)
-    seen = RecordingCallback()
-    assert train(run, callback=seen).done
-    assert "step-00000008.safetensors: cannot be read (damaged: the checksum does not match" in seen.lines[0]
-    assert [step.step for step in seen.steps] == [7, 8]
+    callback = RecordingCallback()
+    assert train(run, callback=callback).done
+    assert "step-00000008.safetensors: cannot be read (damaged: the checksum does not match" in callback.lines[0]
+    assert [step.step for step in callback.steps] == [7, 8]
     again = load(run.checkpoints()[0])[0]
     assert all(torch.equal(value, again[name]) for name, value in whole.items())
 
@@ -77,16 +77,16 @@ def test_checkpoints_of_earlier_versions_have_no_checksum(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("part", ["notes.json", "safetensors"])
-def test_a_checkpoint_in_parts_with_a_changed_bit_is_passed_over(part: str, tmp_path: Path) -> None:
-    run, told = new_run(tmp_path), list[str]()
+def test_a_checkpoint_in_parts_with_a_changed_bit_is_skipped(part: str, tmp_path: Path) -> None:
+    run, messages = new_run(tmp_path), list[str]()
     for step in (1, 2):
         run.save_shard({"model.a": torch.ones(30)}, Progress(step=step))
     (file,) = run.checkpoints()[0].glob(f"*{part}")
     flip(file, file.read_bytes().index(b'"step') + 9 if part == "notes.json" else -1)
-    found = run.latest(told.append)
+    found = run.latest(messages.append)
     assert found is not None
     assert found[1].step == 1
-    assert "step-00000002: cannot be read" in told[0]
+    assert "step-00000002: cannot be read" in messages[0]
 
 
 @pytest.fixture(scope="module")
@@ -104,12 +104,12 @@ def test_damaged_best_weights_are_reported(
     monkeypatch.chdir(tmp_path)
     shutil.copytree(trained.folder, "run")
     flip(Path("run/best.safetensors"), -100)
-    said = regard(words[0], "run", *words[1:])
-    assert said.code == 1
-    assert said.out == ""
-    assert said.err.count("\n") == 1
-    assert "best.safetensors: damaged: " in said.err
-    assert "regard resume run rewrites it" in said.err
+    result = regard(words[0], "run", *words[1:])
+    assert result.code == 1
+    assert result.out == ""
+    assert result.err.count("\n") == 1
+    assert "best.safetensors: damaged: " in result.err
+    assert "regard resume run rewrites it" in result.err
 
 
 @pytest.mark.parametrize("how", ["damaged", "gone"])
@@ -118,9 +118,9 @@ def test_best_weights_that_are_lost_are_those_of_the_last_checkpoint(how: str, t
     run = Run.open(tmp_path / "run")
     best = run.folder / "best.safetensors"
     flip(best, -100) if how == "damaged" else best.unlink()
-    seen = RecordingCallback()
-    train(run, callback=seen)
-    assert f"replaced by the weights of step {json.loads(load(best)[1]['progress'])['step']}" in seen.lines[0]
+    callback = RecordingCallback()
+    train(run, callback=callback)
+    assert f"replaced by the weights of step {json.loads(load(best)[1]['progress'])['step']}" in callback.lines[0]
     tensors = load(run.checkpoints()[0])[0]
     weights = load(best)[0]
     assert weights

@@ -1,4 +1,4 @@
-"""More processes: the losses of one, checkpoints at other numbers of them, and a worker that dies."""
+"""Several processes: the same losses as one, checkpoints for other numbers of processes, and a killed worker."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ def tokens(run: Run) -> list[float]:
 
 
 @pytest.fixture
-def together(start: Start) -> Callable[..., Run]:
-    """Trains a run by several processes."""
+def train_together(start: Start) -> Callable[..., Run]:
+    """Train a run with several processes."""
 
     def trained(folder: Path, world: int, stop: int = 0, **recipe: Any) -> Run:
         port = free_port()
@@ -58,80 +58,83 @@ def together(start: Start) -> Callable[..., Run]:
 
 @pytest.mark.parametrize(("parts", "shard", "world"), [(2, "data", 2), (2, "fsdp", 2), (1, "fsdp", 4)])
 def test_several_processes_get_the_losses_of_one_for_the_same_global_batch(
-    parts: int, shard: str, world: int, tmp_path: Path, together: Callable[..., Run]
+    parts: int, shard: str, world: int, tmp_path: Path, train_together: Callable[..., Run]
 ) -> None:
     one = new_run(tmp_path, "translate", options={"dropout": 0.0}, accumulate=parts, steps=6)
     shutil.copytree(one.folder, tmp_path / "more")
     train(one)
-    more = together(tmp_path / "more", world, shard=shard)
+    more = train_together(tmp_path / "more", world, shard=shard)
     assert losses(more) == pytest.approx(losses(one), rel=2e-5)
     assert losses(more, "validation_loss") == pytest.approx(losses(one, "validation_loss"), rel=2e-5)
 
 
 @pytest.mark.parametrize(("world", "ranks", "shard", "context"), [(4, 2, "data", 23), (2, 2, "fsdp", 24)])
 def test_processes_that_share_sequences_get_the_losses_of_one(
-    world: int, ranks: int, shard: str, context: int, tmp_path: Path, together: Callable[..., Run]
+    world: int, ranks: int, shard: str, context: int, tmp_path: Path, train_together: Callable[..., Run]
 ) -> None:
     one = new_run(tmp_path, "language", options={"dropout": 0.0, "context": context}, accumulate=2, steps=5)
     shutil.copytree(one.folder, tmp_path / "more")
     train(one)
-    more = together(tmp_path / "more", world, shard=shard, sequence_ranks=ranks)
+    more = train_together(tmp_path / "more", world, shard=shard, sequence_ranks=ranks)
     assert losses(more) == pytest.approx(losses(one), rel=2e-5)
     assert losses(more, "validation_loss") == pytest.approx(losses(one, "validation_loss"), rel=2e-5)
     assert tokens(more) == pytest.approx(tokens(one))
 
 
-def test_a_task_that_cannot_share_sequences_says_so(tmp_path: Path) -> None:
+def test_a_task_that_cannot_share_sequences_reports_it(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"classify cannot share a sequence among processes \(language can\)"):
         new_run(tmp_path, "classify", sequence_ranks=2)
 
 
-def test_ranks_of_a_sequence_that_do_not_divide_the_processes_are_told(tmp_path: Path) -> None:
+def test_ranks_of_a_sequence_that_do_not_divide_the_processes_are_reported(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="--sequence-ranks 2 must divide the number of processes, which is 1; choose"):
         new_run(tmp_path, "language", sequence_ranks=2)
 
 
-def test_a_checkpoint_of_two_who_share_weights_goes_on_with_one_with_four_and_with_whole_models(
-    tmp_path: Path, together: Callable[..., Run]
+def test_an_fsdp_checkpoint_of_two_resumes_with_one_four_and_unsharded_processes(
+    tmp_path: Path, train_together: Callable[..., Run]
 ) -> None:
     one = new_run(tmp_path, "language", options={"dropout": 0.0, "context": 24, "d_model": 24}, steps=9)
     shutil.copytree(one.folder, tmp_path / "two")
     train(one)
-    two = together(tmp_path / "two", 2, stop=4, shard="fsdp")
+    two = train_together(tmp_path / "two", 2, stop=4, shard="fsdp")
     assert [path.name for path in two.checkpoints()] == ["step-00000004", "step-00000003"]
     for name in ("by one", "by four", "whole"):
         shutil.copytree(two.folder, tmp_path / name)
     train(Run.open(tmp_path / "by one"))
-    together(tmp_path / "by four", 4, shard="fsdp")
-    together(tmp_path / "whole", 2)
+    train_together(tmp_path / "by four", 4, shard="fsdp")
+    train_together(tmp_path / "whole", 2)
     for name in ("by one", "by four", "whole"):
         assert losses(Run.open(tmp_path / name)) == pytest.approx(losses(one), rel=2e-5), name
     notes = export(Run.open(tmp_path / "by four"), tmp_path / "out")
     assert any(note.startswith("model.safetensors") for note in notes)
-    made, expected = rg.load(tmp_path / "out"), one.model()[0]
-    for (name, weight), (_, other) in zip(made.named_parameters(), expected.named_parameters(), strict=True):
+    exported, expected = rg.load(tmp_path / "out"), one.model()[0]
+    for (name, weight), (_, other) in zip(exported.named_parameters(), expected.named_parameters(), strict=True):
         torch.testing.assert_close(weight, other, rtol=1e-3, atol=1e-5, msg=name)
 
 
-def test_two_who_share_weights_and_are_killed_end_with_the_weights_of_those_who_are_not(
-    tmp_path: Path, together: Callable[..., Run]
+def test_two_fsdp_processes_that_are_killed_end_with_the_same_weights(
+    tmp_path: Path, train_together: Callable[..., Run]
 ) -> None:
     run = new_run(tmp_path, "masked", steps=7, save_every=2, evaluate_every=7)
     shutil.copytree(run.folder, tmp_path / "killed")
-    whole, killed = together(run.folder, 2, shard="fsdp"), together(tmp_path / "killed", 2, stop=4, shard="fsdp")
+    whole, killed = (
+        train_together(run.folder, 2, shard="fsdp"),
+        train_together(tmp_path / "killed", 2, stop=4, shard="fsdp"),
+    )
     newest = killed.checkpoints()[0]
     part = newest.with_name(f".{newest.name}.part")  # as if it had been killed before the folder got its name
     newest.rename(part)
-    killed = together(killed.folder, 2, shard="fsdp")
+    killed = train_together(killed.folder, 2, shard="fsdp")
     mine, theirs = load(whole.checkpoints()[0])[0], load(killed.checkpoints()[0])[0]
     assert mine.keys() == theirs.keys()
     assert [name for name in mine if not torch.equal(mine[name], theirs[name])] == []
     assert losses(whole) == losses(killed)
 
 
-def test_a_damaged_checkpoint_of_shared_weights_is_passed_over(tmp_path: Path, together: Callable[..., Run]) -> None:
+def test_a_damaged_checkpoint_of_shared_weights_is_skipped(tmp_path: Path, train_together: Callable[..., Run]) -> None:
     run = new_run(tmp_path, "classify", steps=2, save_every=1, evaluate_every=2)
-    run = together(run.folder, 3, shard="fsdp")  # more of them than labels: some have nothing of a weight
+    run = train_together(run.folder, 3, shard="fsdp")  # more processes than labels: some shards are empty
     newest = run.checkpoints()[0].name
     found = run.latest()
     assert found is not None
@@ -154,12 +157,12 @@ def test_a_damaged_checkpoint_of_shared_weights_is_passed_over(tmp_path: Path, t
         files = sorted((folder / "checkpoints" / newest).glob("*.safetensors"))
         assert len(files) == 3
         damage(files[1])
-        said: list[str] = []
-        found = Run.open(folder).latest(said.append)
+        messages: list[str] = []
+        found = Run.open(folder).latest(messages.append)
         assert found is not None
         assert found[1].step == 1, damage.__name__
-        assert len(said) == 1
-        assert newest in said[0]
+        assert len(messages) == 1
+        assert newest in messages[0]
 
 
 def test_weights_that_two_processes_share_are_captured_and_restored_to_the_bit(start: Start) -> None:
@@ -203,6 +206,6 @@ def test_a_worker_killed_under_torchrun_resumes_from_the_last_checkpoint(tmp_pat
 def _workers(launcher: int) -> list[int]:
     children = Path(f"/proc/{launcher}/task/{launcher}/children")
     if not children.exists():
-        pytest.skip("the children of a process are not told here")
+        pytest.skip("child processes cannot be listed here")
     named = [int(child) for child in children.read_text().split()]
     return [child for child in named if b"--held-out" in Path(f"/proc/{child}/cmdline").read_bytes()]

@@ -1,4 +1,4 @@
-"""The translator that comes with the package stands wherever a run can."""
+"""The translator included in the package can be used anywhere a run directory is expected."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ def run() -> Run:
 def test_it_translates(run: Run) -> None:
     model, step = run.model()
     rows = [Row(text, (text,)) for text in ("I am hungry.", "Thank you very much.", "Where is the station?")]
-    made = list(run.task.predict(model, run.processor, rows, BadRows()))
-    assert [each.output for each in made[:2]] == ["J'ai faim.", "Merci beaucoup."]
-    assert "gare" in made[2].output
-    assert all(0.2 < each.score <= 1 for each in made)
+    predictions = list(run.task.predict(model, run.processor, rows, BadRows()))
+    assert [each.output for each in predictions[:2]] == ["J'ai faim.", "Merci beaucoup."]
+    assert "gare" in predictions[2].output
+    assert all(0.2 < each.score <= 1 for each in predictions)
     assert 0 < step <= run.recipe.steps
 
 
-def test_it_is_small_and_says_where_it_comes_from() -> None:
+def test_it_is_small_and_documents_its_origin() -> None:
     assert sum(path.stat().st_size for path in FOLDER.iterdir()) < 15e6
     card = (FOLDER / "README.md").read_text()
     for word in ("regard train translate", "CC-BY 2.0", "tatoeba.org", "bleu", "copy of the source"):

@@ -1,4 +1,4 @@
-"""Every figure is measured on the rows that it names, and the model and its baselines on the same rows."""
+"""Evaluation: reported rows are the evaluated ones, and the same for the model and its baselines."""
 
 from __future__ import annotations
 
@@ -23,27 +23,27 @@ from tests.tasks import test_graph, test_match, test_sets, tiny_audio, tiny_imag
 from tests.tasks.tiny_runs import classes, pairs, small
 
 TINY = ["--d-model", "16", "--layers", "1", "--heads", "2", "--vocabulary", "300", "--tokens", "300", "--steps", "2"]
-Given = tuple[Task, list[Row], list[Row]]  # a task, rows to train on, and rows that the model cannot take
+Case = tuple[Task, list[Row], list[Row]]  # a task, training rows, and rows that the model cannot process
 
 
 def regard(*words: Any) -> Any:
-    asked = CliRunner().invoke(app, [str(word) for word in words])
-    return json.loads(asked.stdout) if asked.exit_code == 0 else f"{asked.stderr}{asked.exception}"
+    result = CliRunner().invoke(app, [str(word) for word in words])
+    return json.loads(result.stdout) if result.exit_code == 0 else f"{result.stderr}{result.exception}"
 
 
-def classified(folder: Path) -> Given:
+def classify_rows(folder: Path) -> Case:
     task = small("classify", longest=24)
     rows = task.read(classes(folder), BadRows())
     return task, rows, [Row("t:1", ("a cat", "strange")), Row("t:2", ("cat sees " * 30, "cat"))]
 
 
-def seen(folder: Path) -> Given:
+def image_rows(folder: Path) -> Case:
     task = tasks()["images"](**tiny_images.SMALL["images"])
     rows = task.read(str(tiny_images.folder_of(folder, tiny_images.stripes(12))), BadRows())
     return task, rows, [Row("t:1", (rows[0].values[0], "strange")), Row("t:2", (str(folder / "gone.png"), "lies"))]
 
 
-def detected(folder: Path) -> Given:
+def detect_rows(folder: Path) -> Case:
     task = tasks()["detect"](**tiny_images.SMALL["detect"])
     rows = task.read(str(tiny_images.scenes(folder, 12)), BadRows())
     path, (thing,), size = rows[0].values
@@ -52,56 +52,64 @@ def detected(folder: Path) -> Given:
     return task, rows, [Row("t:1", strange), Row("t:2", (path, (thing,) * 9, size))]
 
 
-def linked(folder: Path) -> Given:
+def graph_rows(folder: Path) -> Case:
     task = tasks()["graph"](d_model=16, heads=2)
     rows = task.read(str(test_graph.folder_of(folder / "graph")), BadRows())
     web = rows[0].values[2]
-    return task, rows, [Row("t:1", ("n0", "strange", web)), Row("t:2", ("nobody", "left", web))]
+    return task, rows, [Row("t:1", ("n0", "strange", web)), Row("t:2", ("nowhere", "left", web))]
 
 
-def described(folder: Path) -> Given:
+def match_rows(folder: Path) -> Case:
     task = tasks()["match"](**test_match.SMALL, longest=16)
     rows = task.read(str(test_match.table(folder, 8)), BadRows())
     path = rows[0].values[0]
     return task, rows, [Row("t:1", (path, "it lies", "perhaps")), Row("t:2", (path, "it lies " * 20, "yes"))]
 
 
-def pointed(folder: Path) -> Given:
+def set_rows(folder: Path) -> Case:
     task = tasks()["sets"](**test_sets.SMALL, longest=9)
     rows = task.read(str(test_sets.table(folder, count=30)), BadRows())
     return task, rows, [Row("t:1", ("1 2; 3 4", "strange")), Row("t:2", ("; ".join(["1 2"] * 10), "odd"))]
 
 
-def spoken(folder: Path) -> Given:
+def speak_rows(folder: Path) -> Case:
     task = tasks()["speak"](features=20, d_model=16, layers=1, heads=2, longest=2.0)
     rows = task.read(str(tiny_audio.folder_of(folder, tiny_audio.words(6))), BadRows())
     return task, rows, [Row("t:1", (rows[0].values[0], "xyz")), Row("t:2", (str(folder / "gone.wav"), "ab"))]
 
 
-def heard(folder: Path) -> Given:
+def transcribe_rows(folder: Path) -> Case:
     task = tasks()["transcribe"](features=20, d_model=16, layers=1, heads=2, beam=1)
     rows = task.read(str(tiny_audio.folder_of(folder, tiny_audio.words(6))), BadRows())
     return task, rows, [Row("t:1", (rows[0].values[0], "!?")), Row("t:2", (str(folder / "gone.wav"), "ab"))]
 
 
-def written(name: str) -> Callable[[Path], Given]:
-    def made(folder: Path) -> Given:
+def pair_rows(name: str) -> Callable[[Path], Case]:
+    def build(folder: Path) -> Case:
         task = small(name, longest=24)
         return task, task.read(pairs(folder, 30), BadRows()), [Row("t:1", ("cat sees " * 30, "tac"))]
 
-    return made
+    return build
 
 
-GIVEN: dict[str, Callable[[Path], Given]] = {
-    "classify": classified, "detect": detected, "embed": written("embed"), "graph": linked, "images": seen,
-    "match": described, "sets": pointed, "speak": spoken, "summarise": written("summarise"), "transcribe": heard,
-    "translate": written("translate"),
-}  # fmt: skip
+CASES: dict[str, Callable[[Path], Case]] = {
+    "classify": classify_rows,
+    "detect": detect_rows,
+    "embed": pair_rows("embed"),
+    "graph": graph_rows,
+    "images": image_rows,
+    "match": match_rows,
+    "sets": set_rows,
+    "speak": speak_rows,
+    "summarise": pair_rows("summarise"),
+    "transcribe": transcribe_rows,
+    "translate": pair_rows("translate"),
+}
 
 
-@pytest.fixture(params=list(GIVEN))
-def given(request: pytest.FixtureRequest, tmp_path: Path) -> Given:
-    return GIVEN[request.param](tmp_path)
+@pytest.fixture(params=list(CASES))
+def case(request: pytest.FixtureRequest, tmp_path: Path) -> Case:
+    return CASES[request.param](tmp_path)
 
 
 def model_of(task: Task, rows: Sequence[Row]) -> tuple[Any, Any]:
@@ -110,18 +118,18 @@ def model_of(task: Task, rows: Sequence[Row]) -> tuple[Any, Any]:
     return task.model(processor).eval(), processor
 
 
-def test_no_task_measures_itself_on_fewer_rows_than_it_is_given(given: Given) -> None:
-    task, rows, wrong = given
+def test_no_task_measures_itself_on_fewer_rows_than_it_is_given(case: Case) -> None:
+    task, rows, wrong = case
     model, processor = model_of(task, rows)
     for row in wrong:
         with pytest.raises(UserError, match=row.place):
             task.evaluate(model, processor, [*rows[:4], row])
 
 
-def test_model_and_baselines_are_measured_on_the_same_rows(given: Given, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_model_and_baselines_are_measured_on_the_same_rows(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     from regard.training.evaluation import evaluate_with_baselines
 
-    task, rows, wrong = given
+    task, rows, wrong = case
     model, processor = model_of(task, rows)
     with pytest.raises(UserError, match=r"t:1: .*--skip-bad"):
         evaluate_with_baselines(task, model, processor, rows, [*rows[:4], *wrong], BadRows())
@@ -130,11 +138,11 @@ def test_model_and_baselines_are_measured_on_the_same_rows(given: Given, monkeyp
     def record(name: str, at: int) -> None:
         whole = getattr(type(task), name)
 
-        def told(self: Any, *args: Any) -> Any:
+        def wrapper(self: Any, *args: Any) -> Any:
             measured.append([row.place for row in args[at]])
             return whole(self, *args)
 
-        monkeypatch.setattr(type(task), name, told)
+        monkeypatch.setattr(type(task), name, wrapper)
 
     record("evaluate", 2)
     record("baselines", 2)
@@ -154,37 +162,37 @@ def test_a_test_file_with_rows_that_cannot_be_taken_stops_before_training(tmp_pa
         "train", "classify", "--data", tmp_path / "classes.csv", "--test", tmp_path / "test.csv", "--held-out", 20,
         "--longest", 30, "--json", *TINY,
     )  # fmt: skip
-    said = regard(*words, "--out", tmp_path / "run")
-    assert "test.csv:22: the label 'strange' was not seen in training" in said
+    message = regard(*words, "--out", tmp_path / "run")
+    assert "test.csv:22: the label 'strange' was not seen in training" in message
     assert not list((tmp_path / "run" / "checkpoints").iterdir())
-    told = regard(*words, "--skip-bad", "--out", tmp_path / "other")
-    assert told["rows"] == {"train": 103, "validation": 17, "test": 20, "left_out": 2}
-    assert regard("evaluate", tmp_path / "other", "--json")["rows"] == told["rows"]
+    report = regard(*words, "--skip-bad", "--out", tmp_path / "other")
+    assert report["rows"] == {"train": 103, "validation": 17, "test": 20, "left_out": 2}
+    assert regard("evaluate", tmp_path / "other", "--json")["rows"] == report["rows"]
 
 
-def test_rows_left_out_of_training_are_not_said_to_be_trained_on(tmp_path: Path) -> None:
+def test_rows_left_out_of_training_are_not_counted_as_training_rows(tmp_path: Path) -> None:
     good = Path(classes(tmp_path)).read_text()
     (tmp_path / "classes.csv").write_text(good + "".join(f"{'cat sees ' * 20}{n},cat\n" for n in range(7)))
     (tmp_path / "test.csv").write_text("text,label\na cat sees,cat\none dog hears,none\n")
-    told = regard(
+    report = regard(
         "train", "classify", "--data", tmp_path / "classes.csv", "--validation", tmp_path / "test.csv", "--longest", 30,
         "--skip-bad", "--json", "--out", tmp_path / "run", *TINY,
     )  # fmt: skip
-    assert told["rows"]["train"] == 120
-    assert told["chose_weights"]  # --validation is all that is held out
+    assert report["rows"]["train"] == 120
+    assert report["chose_weights"]  # --validation is all that is held out
 
 
 def test_the_table_says_that_the_rows_also_chose_the_weights(tmp_path: Path) -> None:
     (tmp_path / "valid.csv").write_text("text,label\na cat sees,cat\none dog hears,none\n")
     run = ["train", "classify", "--data", classes(tmp_path), "--validation", str(tmp_path / "valid.csv")]
-    asked = CliRunner().invoke(app, [*run, "--out", str(tmp_path / "run"), *TINY])
-    assert "test rows also chose the weights" in " ".join(asked.stdout.split())
-    told = regard("evaluate", tmp_path / "run", "--data", tmp_path / "classes.csv", "--json")
-    assert not told["chose_weights"]
+    result = CliRunner().invoke(app, [*run, "--out", str(tmp_path / "run"), *TINY])
+    assert "test rows also chose the weights" in " ".join(result.stdout.split())
+    report = regard("evaluate", tmp_path / "run", "--data", tmp_path / "classes.csv", "--json")
+    assert not report["chose_weights"]
 
 
 def test_other_data_is_measured_with_baselines_of_what_the_run_trained_on(tmp_path: Path) -> None:
-    """The held-out texts given as a file of their own: the same rows, so the same figures, of all means."""
+    """Held-out texts passed as a separate file: the same rows, so the same metrics."""
     from regard.tasks import Run, Sources
     from regard.training.sources import read_examples
 
@@ -193,10 +201,10 @@ def test_other_data_is_measured_with_baselines_of_what_the_run_trained_on(tmp_pa
     examples = read_examples(Run.open(out).task, Sources.from_json(Run.open(out).about["sources"]), 1)
     lines = [",".join(row.values) for row in examples.test]
     (tmp_path / "again.csv").write_text("text,label\n" + "\n".join(lines) + "\n")
-    told = regard("evaluate", out, "--data", tmp_path / "again.csv", "--json")
-    assert told["rows"] == own["rows"] == examples.rows() | {"left_out": 0}
-    assert told["baselines"] == own["baselines"]
-    assert told["metrics"] == own["metrics"]
+    report = regard("evaluate", out, "--data", tmp_path / "again.csv", "--json")
+    assert report["rows"] == own["rows"] == examples.rows() | {"left_out": 0}
+    assert report["baselines"] == own["baselines"]
+    assert report["metrics"] == own["metrics"]
 
 
 def test_a_run_of_a_folder_with_its_own_split_is_measured_on_other_data(tmp_path: Path) -> None:
@@ -206,11 +214,11 @@ def test_a_run_of_a_folder_with_its_own_split_is_measured_on_other_data(tmp_path
     options = ["--d-model", 16, "--layers", 1, "--heads", 2, "--patch", 4, "--stem", 1, "--steps", 2, "--tokens", 64]
     own = regard("train", "images", "--data", tmp_path / "data", "--out", tmp_path / "run", "--json", *options)
     assert own["rows"]["test"] == 8
-    told = regard("evaluate", tmp_path / "run", "--data", tmp_path / "more", "--json")
-    assert told["rows"] == own["rows"] | {"test": 6}
+    report = regard("evaluate", tmp_path / "run", "--data", tmp_path / "more", "--json")
+    assert report["rows"] == own["rows"] | {"test": 6}
 
 
-def test_a_history_of_nothing_known_is_told_and_not_dropped(tmp_path: Path) -> None:
+def test_a_history_of_nothing_known_is_reported_and_not_dropped(tmp_path: Path) -> None:
     from regard.training.evaluation import evaluate_with_baselines
 
     task = tasks()["recommend"](d_model=16, layers=1, heads=2)
@@ -241,8 +249,8 @@ def test_trigrams_are_measured_on_every_token_that_the_model_is() -> None:
     assert found["loss"] == pytest.approx(-np.log(chances).mean())
 
 
-def test_the_help_names_the_tasks_whose_objective_depends_on_the_parts_of_a_step(given: Given) -> None:
-    task, rows, _ = given
+def test_the_help_names_the_tasks_whose_objective_depends_on_the_parts_of_a_step(case: Case) -> None:
+    task, rows, _ = case
     model, processor = model_of(task, rows)
     items, random = task.dataset(processor, rows[:6], BadRows()), np.random.default_rng(0)
     with torch.no_grad():
@@ -250,5 +258,5 @@ def test_the_help_names_the_tasks_whose_objective_depends_on_the_parts_of_a_step
             float(task.loss(model, items.batch(np.array(part), random), 0.0)) for part in ([0, 1, 2, 3], [0, 1], [2, 3])
         )
     same = whole == pytest.approx(sum(parts), rel=1e-4)
-    (told,) = (each.metadata["help"] for each in fields(Recipe) if each.name == "accumulate")
-    assert same != (task.name in told.replace(",", " ").split())
+    (report,) = (each.metadata["help"] for each in fields(Recipe) if each.name == "accumulate")
+    assert same != (task.name in report.replace(",", " ").split())

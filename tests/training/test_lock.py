@@ -1,4 +1,4 @@
-"""A run directory has one writer at a time, and a run that made no step can be started again in place."""
+"""A run directory has a single writer, and a run without steps can be restarted in place."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.tasks.tiny_runs import Signals, classes, new_run, small
 
 
 class Waits(NoCallback):
-    """Stops at the second step until a file is there."""
+    """Pause at the second step until a file exists."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -53,13 +53,13 @@ def test_a_run_that_is_being_trained_is_not_resumed(regard: Command, start: Star
     run = new_run(tmp_path)
     process = start(trains, str(run.folder))
     wait_for(tmp_path / "waits")
-    said = regard("resume", run.folder)
+    result = regard("resume", run.folder)
     (tmp_path / "go").touch()
     process.join(60)
     assert process.exitcode == 0
-    assert said.code == 1
-    assert said.err.count("\n") == 1
-    assert f"{run.folder}: is in use by process {process.pid} on " in said.err
+    assert result.code == 1
+    assert result.err.count("\n") == 1
+    assert f"{run.folder}: is in use by process {process.pid} on " in result.err
     assert steps(run.folder) == list(range(1, 9))
     assert regard("resume", run.folder).code == 0
 
@@ -82,23 +82,23 @@ def test_a_run_is_not_made_where_another_process_makes_one(tmp_path: Path) -> No
     new_run(tmp_path)
 
 
-def test_figures_of_a_run_that_is_being_trained_are_told_and_not_kept(regard: Command, tmp_path: Path) -> None:
+def test_results_of_a_run_in_training_are_printed_and_not_saved(regard: Command, tmp_path: Path) -> None:
     from regard.training.lock import locked
 
     run = new_run(tmp_path, "classify", steps=4)
     train(run)
     before = (run.folder / "run.json").read_text()
     with locked(run.folder):
-        said = regard("evaluate", run.folder, "--json")
-    assert said.code == 0
-    assert json.loads(said.out)["step"] == 4
-    assert f"the figures are not kept in run.json: {run.folder}: is in use by" in said.err
+        result = regard("evaluate", run.folder, "--json")
+    assert result.code == 0
+    assert json.loads(result.out)["step"] == 4
+    assert f"the figures are not kept in run.json: {run.folder}: is in use by" in result.err
     assert (run.folder / "run.json").read_text() == before
     regard("evaluate", run.folder)
     assert json.loads((run.folder / "run.json").read_text())["results"]["step"] == 4
 
 
-def test_the_folder_of_checkpoints_is_made_anew(tmp_path: Path) -> None:
+def test_the_folder_of_checkpoints_is_created_again(tmp_path: Path) -> None:
     run = new_run(tmp_path)
     shutil.rmtree(run.folder / "checkpoints")
     train(run)
@@ -135,7 +135,7 @@ def test_a_run_that_was_killed_after_steps_without_a_checkpoint_is_left_alone(st
         begin_again(tmp_path)
 
 
-def test_a_run_that_was_killed_while_it_was_made_is_made_anew(tmp_path: Path) -> None:
+def test_a_run_that_was_killed_while_it_was_made_is_created_again(tmp_path: Path) -> None:
     folder = begin_again(tmp_path).folder
     (folder / "run.json").unlink()
     (folder / ".run.json.0.part").write_text("{")

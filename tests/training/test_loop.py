@@ -1,4 +1,4 @@
-"""The loop: the same bits after any death, and what it says when it cannot go on."""
+"""The training loop: bitwise identical results after any interruption, and its errors."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tests.tasks.tiny_runs import RecordingCallback, Signals, kill_at_step, kill
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """A run that nothing disturbed. Words are hidden at random and there is dropout: chance must be repeated too."""
+    """An uninterrupted run. Masking and dropout are random, so that random states must be reproduced too."""
     torch.set_num_threads(1)
     run = new_run(tmp_path_factory.mktemp("finished"))
     assert train(run).done
@@ -52,11 +52,11 @@ def assert_same_bits(run: Run, other: Run) -> None:
         assert notes == their_notes
         assert ours.keys() == theirs.keys()
         assert [key for key in ours if not torch.equal(ours[key], theirs[key])] == []
-    told = [
+    states = [
         [(line["step"], line["loss"]) for line in read_log(each.folder / "log.jsonl") if "loss" in line]
         for each in (run, other)
     ]
-    assert told[0] == told[1]
+    assert states[0] == states[1]
 
 
 @pytest.mark.parametrize("step", range(1, 9))
@@ -78,7 +78,7 @@ def test_a_run_killed_while_it_saves_ends_with_the_same_bits(
     assert bool(list((fresh.folder / "checkpoints").glob(".*"))) == (moment != "right after")
     assert train(Run.open(fresh.folder)).done
     assert_same_bits(fresh, finished)
-    assert list((fresh.folder / "checkpoints").glob(".*")) == []  # nothing half written is left
+    assert list((fresh.folder / "checkpoints").glob(".*")) == []  # no partial files are left
 
 
 def test_a_run_killed_again_and_again_still_ends_with_the_same_bits(fresh: Run, finished: Run, start: Start) -> None:
@@ -89,7 +89,7 @@ def test_a_run_killed_again_and_again_still_ends_with_the_same_bits(fresh: Run, 
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_run_that_is_asked_to_stop_saves_first(number: int, fresh: Run, finished: Run) -> None:
+def test_an_interrupted_run_saves_first(number: int, fresh: Run, finished: Run) -> None:
     progress = train(fresh, callback=Signals(5, number))
     assert (progress.step, progress.done) == (5, False)
     assert fresh.checkpoints()[0].name == "step-00000005.safetensors"
@@ -97,18 +97,18 @@ def test_a_run_that_is_asked_to_stop_saves_first(number: int, fresh: Run, finish
     assert_same_bits(fresh, finished)
 
 
-def test_a_truncated_checkpoint_is_passed_over_for_the_one_before(fresh: Run, finished: Run) -> None:
+def test_a_truncated_checkpoint_is_skipped_for_the_one_before(fresh: Run, finished: Run) -> None:
     train(fresh, callback=Signals(7, signal.SIGINT))
     last = fresh.checkpoints()[0]
     os.truncate(last, last.stat().st_size // 2)
-    seen = RecordingCallback()
-    assert train(Run.open(fresh.folder), callback=seen).done
-    assert seen.steps[0].step == 7  # the one of step 6 was taken
-    assert last.name in seen.lines[0]
+    recorded = RecordingCallback()
+    assert train(Run.open(fresh.folder), callback=recorded).done
+    assert recorded.steps[0].step == 7  # the one of step 6 was taken
+    assert last.name in recorded.lines[0]
     assert_same_bits(fresh, finished)
 
 
-def test_when_no_checkpoint_can_be_read_it_says_so(fresh: Run) -> None:
+def test_when_no_checkpoint_can_be_read_it_reports_it(fresh: Run) -> None:
     train(fresh, callback=Signals(4, signal.SIGINT))
     for path in fresh.checkpoints():
         path.write_bytes(b"nothing")
@@ -117,9 +117,9 @@ def test_when_no_checkpoint_can_be_read_it_says_so(fresh: Run) -> None:
 
 
 def test_a_finished_run_is_not_trained_again(finished: Run) -> None:
-    seen = RecordingCallback()
-    assert train(Run.open(finished.folder), callback=seen).done
-    assert seen.steps == []
+    recorded = RecordingCallback()
+    assert train(Run.open(finished.folder), callback=recorded).done
+    assert recorded.steps == []
 
 
 def test_data_that_changed_stops_a_resumed_run(fresh: Run) -> None:
@@ -134,13 +134,13 @@ def test_data_that_changed_stops_a_resumed_run(fresh: Run) -> None:
 
 
 def test_accumulated_parts_give_the_losses_of_the_whole_batch(tmp_path: Path) -> None:
-    seen = []
+    recorded = []
     for n, parts in enumerate((1, 3)):
         (tmp_path / str(n)).mkdir()
         run = new_run(tmp_path / str(n), "translate", options={"dropout": 0.0}, accumulate=parts)
-        seen.append(RecordingCallback())
-        train(run, callback=seen[-1])
-    whole, parts = ([step.loss for step in each.steps] for each in seen)
+        recorded.append(RecordingCallback())
+        train(run, callback=recorded[-1])
+    whole, parts = ([step.loss for step in each.steps] for each in recorded)
     assert parts == pytest.approx(whole, rel=1e-5)
 
 
@@ -261,7 +261,7 @@ def test_smoothing_is_refused_where_the_loss_has_no_labels(name: str, options: d
         create_run(tmp_path / "run", task, replace(task.recipe, label_smoothing=0.1), Sources(("data",)))
 
 
-def test_a_held_out_loss_that_is_no_number_does_not_stop_later_ones_from_being_kept(
+def test_a_held_out_loss_that_is_nan_does_not_stop_later_ones_from_being_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     losses = iter([3.0, float("nan"), 2.0, float("nan")])
@@ -271,7 +271,7 @@ def test_a_held_out_loss_that_is_no_number_does_not_stop_later_ones_from_being_k
     assert run.model()[1] == 6
 
 
-def test_a_first_held_out_loss_that_is_no_number_keeps_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_first_held_out_loss_that_is_nan_keeps_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     losses = iter([float("nan"), 5.0])
     monkeypatch.setattr("regard.training.loop._Trainer.validation_loss", lambda self: next(losses))
     run = new_run(tmp_path, steps=8, evaluate_every=4)

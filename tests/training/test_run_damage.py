@@ -1,4 +1,4 @@
-"""Run directories whose files were changed: each works, or is one clear error, in little time and memory."""
+"""Run directories with damaged files: each works, or raises one clear error, in little time and memory."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.tasks import tiny_images, tiny_runs
 
 
 def trained(folder: Path, name: str) -> Path:
-    """A small run of a task, trained to its end."""
+    """Train a small run of a task."""
     folder.mkdir()
     if name in tiny_images.SMALL:
         source = (
@@ -63,7 +63,9 @@ def test_sizes_that_the_tensors_do_not_have_are_refused_before_anything_is_alloc
 
 def test_a_number_of_layers_that_the_file_does_not_have_is_refused(folder: Path) -> None:
     edit(folder / "run.json", lambda about: about | {"options": about["options"] | {"layers": 2_000_000_000}})
-    with pytest.raises(UserError, match=r"run\.json or processor\.json: the configuration describes a model of more than"):
+    with pytest.raises(
+        UserError, match=r"run\.json or processor\.json: the configuration describes a model of more than"
+    ):
         Run.open(folder).model()
 
 

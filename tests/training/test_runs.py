@@ -1,4 +1,4 @@
-"""Run folders: nothing is overwritten, nothing that was written is lost."""
+"""Run directories: nothing is overwritten or lost."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.tasks.tiny_runs import classes, new_run, small
 
 @pytest.fixture
 def small_files() -> Iterator[None]:
-    """No file may grow past 64 KB: what a full disk does to whoever writes, safetensors too."""
+    """Limit files to 64 KB, to simulate a full disk for all writers, including safetensors."""
     resource = pytest.importorskip("resource")
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
@@ -30,7 +30,7 @@ def small_files() -> Iterator[None]:
     signal.signal(signal.SIGXFSZ, before)
 
 
-def test_a_full_disk_is_told_and_the_last_checkpoint_stays(tmp_path: Path, small_files: None) -> None:
+def test_a_full_disk_is_reported_and_the_last_checkpoint_stays(tmp_path: Path, small_files: None) -> None:
     run = new_run(tmp_path)
     run.save({"model.a": torch.ones(3)}, Progress(step=1))
     with pytest.raises(UserError, match=f"the disk is full .* regard resume {run.folder}$"):
@@ -41,7 +41,7 @@ def test_a_full_disk_is_told_and_the_last_checkpoint_stays(tmp_path: Path, small
     assert [path.name for path in (run.folder / "checkpoints").iterdir()] == ["step-00000001.safetensors"]
 
 
-def test_a_disk_that_fills_up_at_the_last_moment_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disk_that_fills_up_at_the_last_moment_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = new_run(tmp_path)
 
     def no_room(*args: Any) -> None:
@@ -77,7 +77,7 @@ def test_a_folder_with_something_else_is_left_alone(tmp_path: Path) -> None:
         create_run(tmp_path / "run", task, task.recipe, Sources((classes(tmp_path),), held_out=10))
 
 
-def test_a_folder_that_holds_no_run_is_told(tmp_path: Path) -> None:
+def test_a_folder_that_holds_no_run_is_reported(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="no such run; create one with regard train TASK"):
         Run.open(tmp_path / "none")
     with pytest.raises(UserError, match=r"not a run directory \(no run.json\)"):
@@ -92,15 +92,15 @@ def test_a_folder_that_holds_no_run_is_told(tmp_path: Path) -> None:
         ({"recipe": {"pace": 3}}, "recipe has 'pace', which Recipe does not accept"),
     ],
 )
-def test_a_run_of_another_version_is_told(change: dict[str, Any], message: str, tmp_path: Path) -> None:
+def test_a_run_of_another_version_is_reported(change: dict[str, Any], message: str, tmp_path: Path) -> None:
     run = new_run(tmp_path)
     (run.folder / "run.json").write_text(json.dumps(run.about | change))
     with pytest.raises(UserError, match=message):
         Run.open(run.folder)
 
 
-def test_a_checkpoint_whose_fault_has_no_words_is_passed_over_too(tmp_path: Path) -> None:
-    run, told = new_run(tmp_path), list[str]()
+def test_a_checkpoint_error_without_a_message_is_skipped_too(tmp_path: Path) -> None:
+    run, messages = new_run(tmp_path), list[str]()
     for step in (1, 2):
         run.save({"model.a": torch.ones(3)}, Progress(step=step))
 
@@ -109,10 +109,12 @@ def test_a_checkpoint_whose_fault_has_no_words_is_passed_over_too(tmp_path: Path
             raise EOFError
         return {}, {"progress": '{"step": 1}'}
 
-    found = run.latest(told.append, read)
+    found = run.latest(messages.append, read)
     assert found is not None
     assert found[1].step == 1
-    assert "step-00000002.safetensors: cannot be read (EOFError); trying step-00000001.safetensors instead" in told[0]
+    assert (
+        "step-00000002.safetensors: cannot be read (EOFError); trying step-00000001.safetensors instead" in messages[0]
+    )
 
 
 def test_a_run_that_is_not_trained_cannot_predict(tmp_path: Path) -> None:
@@ -130,7 +132,7 @@ def test_without_best_weights_the_average_of_the_last_checkpoint_predicts(tmp_pa
     assert all(torch.equal(a, b) for a, b in zip(best.parameters(), last.parameters(), strict=True))
 
 
-def test_damaged_best_weights_are_told(tmp_path: Path) -> None:
+def test_damaged_best_weights_are_reported(tmp_path: Path) -> None:
     run = new_run(tmp_path, steps=1)
     train(run)
     (run.folder / "best.safetensors").write_bytes(b"no")

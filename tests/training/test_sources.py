@@ -1,4 +1,4 @@
-"""What is held out is not trained on, as the model sees it; and a run always holds out the same rows."""
+"""Splits: held-out rows are not in the training data as the model sees it, and are always the same."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_spaces_around_a_text_and_composed_letters_make_no_other_text(name: str,
 
 
 def test_an_encoder_with_a_tokenizer_of_its_own_may_see_less_of_a_text(tmp_path: Path) -> None:
-    """Tokenizers of checkpoints may take accents off, or part words from punctuation."""
+    """Tokenizers of checkpoints may remove accents, or split words from punctuation."""
     rows = [
         {"text": each, "label": "ab"[n % 2]}
         for n in range(40)
@@ -97,7 +97,7 @@ def test_pairs_are_kept_apart_in_both_directions(tmp_path: Path) -> None:
     )
 
 
-def test_pairs_that_all_hang_together_are_trained_on(tmp_path: Path) -> None:
+def test_pairs_that_all_are_connected_are_trained_on(tmp_path: Path) -> None:
     """One text in most of the rows links them to one group, which would otherwise be held out as a whole."""
     rows = [{"text": "hub", "other": f"spoke {n}"} for n in range(80)]
     rows += [{"text": f"one {n}", "other": f"two {n}"} for n in range(20)]
@@ -119,7 +119,7 @@ def test_sets_of_the_same_elements_are_on_one_side(tmp_path: Path) -> None:
     assert len(examples.train) % 3 == 0
 
 
-def test_a_run_that_held_out_other_rows_is_told(tmp_path: Path) -> None:
+def test_a_run_that_held_out_other_rows_is_reported(tmp_path: Path) -> None:
     run = new_run(tmp_path, "classify", steps=2)
     examples = reread_examples(run)
     assert split_digest(examples) == run.about["split"]
@@ -129,7 +129,7 @@ def test_a_run_that_held_out_other_rows_is_told(tmp_path: Path) -> None:
         with pytest.raises(UserError, match=r"run: this version of regard holds out other rows .*; start another run"):
             train(Run.open(run.folder))
     valid = str(tmp_path / "classes.csv")
-    run.about["sources"] |= {"validation": [valid], "test": [valid]}  # nothing to draw: all is said
+    run.about["sources"] |= {"validation": [valid], "test": [valid]}  # nothing is drawn: both are given
     assert reread_examples(run).test
 
 
