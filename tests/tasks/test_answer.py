@@ -316,7 +316,7 @@ QA = {"id": "a", "question": "Where?", "answers": [{"text": "Rome", "answer_star
         ("a.csv", "", r"a.csv:1: no line can be used"),
         ("a.csv", "context,question\nRome,Where\n", r"a.csv:1: no column 'answer'"),
         ("a.csv", "context,question,answer\n,Where,x\n", r"a.csv:2: column 1 \(context\) is empty"),
-        ("a.csv", "context,question,answer\nRome,Where,Paris\n", r"a.csv:2: the answer 'Paris' is no part of"),
+        ("a.csv", "context,question,answer\nRome,Where,Paris\n", r"a.csv:2: the answer 'Paris' is not part of"),
         ("a.csv", b"context,question,answer\nRom\xe9,Where,x\n", r"a.csv:2: not valid UTF-8"),
         ("a.jsonl", '{"context": "Rome"}\n', r"a.jsonl:1: expected a value for 'question'"),
         ("a.jsonl", '{"context": \n', r"a.jsonl:1: not valid JSON"),
@@ -344,7 +344,7 @@ def test_a_bad_file_is_reported_with_its_place(
         ),
         ({"context": "Rome", "qas": [QA | {"answers": [{"text": "Rome"}]}]}, "an answer with text and answer_start"),
         ({"context": "Rome", "qas": [QA | {"answers": [{"text": " ", "answer_start": 0}]}]}, "the text of an answer"),
-        ({"context": "Rome", "qas": [QA | {"answers": []}]}, "expected answers, or is_impossible"),
+        ({"context": "Rome", "qas": [QA | {"answers": []}]}, "expected answers or is_impossible"),
         ({"context": "Rome", "qas": [{"id": "a", "answers": []}]}, "expected a question, got None"),
         ({"context": "  ", "qas": [QA]}, "expected a context, got '  '"),
         ({"context": "Rome", "qas": [{"question": "Where?", "answers": QA["answers"]}]}, "expected an id"),
@@ -365,7 +365,7 @@ def test_inputs_that_are_too_long_are_reported_with_their_place(windows: bool, t
     long = Row("file:3", SquadExample("cat " * 60, "cat " * (40 if windows else 3), (), ""))
     more = "" if windows else " split it with --windows,"
     with pytest.raises(
-        UserError, match=rf"file:3: has \d+ tokens, but the model takes 40; train with --longest \d+,{more}"
+        UserError, match=rf"file:3: has \d+ tokens, but the model takes at most 40; train with --longest \d+,{more}"
     ):
         task.dataset(trained.processor, [long], BadRows())
     items = task.dataset(

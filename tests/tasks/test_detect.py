@@ -55,7 +55,7 @@ def boxed(box: Any) -> Callable[[dict[str, Any]], Any]:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda coco: coco["annotations"][2].update(category_id=8), "annotation 2: category_id 8 is none of .*7, 9"),
+        (lambda coco: coco["annotations"][2].update(category_id=8), "annotation 2: category_id 8 is not one of .*7, 9"),
         (lambda coco: coco["annotations"][2].update(image_id=77), "annotation 2: image_id 77 is not in images"),
         (lambda coco: coco["annotations"][2].pop("bbox"), "annotation 2: must have image_id, category_id and bbox"),
         (boxed([1, 2, 0, 4]), r"annotation 2: the box \[1, 2, 0, 4\] is empty; boxes of COCO are left, top, width"),
@@ -65,7 +65,10 @@ def boxed(box: Any) -> Callable[[dict[str, Any]], Any]:
         (boxed([1, 2, 3]), "annotation 2: bbox must be 4 numbers"),
         (boxed([1, 2, 3, "x"]), "annotation 2: bbox must be 4 numbers"),
         (boxed([1, 2, 3, float("nan")]), "annotation 2: bbox must be 4 numbers"),
-        (lambda coco: coco["images"][3].update(file_name="x.png"), r"image 3: .*x.png: no such file; --pict"),
+        (
+            lambda coco: coco["images"][3].update(file_name="x.png"),
+            r"image 3: .*x.png: no such file; set the directory with --image-folder",
+        ),
         (lambda coco: coco["images"][3].update(id=2), "image 2: duplicate id|is not in images"),
         (lambda coco: coco["images"][3].pop("file_name"), "an image must have id and file_name"),
     ],

@@ -122,7 +122,7 @@ def test_answers_and_texts_that_the_model_cannot_take_are_reported(tmp_path: Pat
     image = rows[0].values[0]
     with pytest.raises(UserError, match=r"b:1: expected the label yes or no, or 1 or 0, got 'maybe'"):
         task.dataset(processor, [Row("b:1", (image, "it lies", "maybe"))], BadRows())
-    with pytest.raises(UserError, match=r"b:2: has \d+ tokens, but the model takes 8; train with --longest"):
+    with pytest.raises(UserError, match=r"b:2: has \d+ tokens, but the model takes at most 8; train with --longest"):
         task.dataset(processor, [Row("b:2", (image, "it rises and it lies and it rises", "no"))], BadRows())
     assert task.dataset(processor, [Row("b:3", (image, "it lies", "FALSE"))], BadRows()).targets.tolist() == [0]
 

@@ -67,7 +67,7 @@ BAD = {
     "[[]]": "expected a set of at least one element",
     "1 nan": "expected finite numbers",
     "1 2 3; 4 5 6": "expected elements of 2 numbers, got 3",
-    "; ".join(["1 2"] * 9): "has 9 elements, but the model takes 8; train with --longest 9",
+    "; ".join(["1 2"] * 9): "has 9 elements, but the model takes at most 8; train with --longest 9",
 }
 
 

@@ -191,7 +191,7 @@ def test_a_text_or_a_summary_that_is_too_long_is_reported_or_cut_or_left_out(tra
     assert len(predict(trained, "It is.", long, cut=True)) == 2
     rows = [Row("file:7", ("It is.", "kabel " * 40)), Row("file:8", ("It is.", "kabel"))]
     with pytest.raises(
-        UserError, match=r"file:7: has \d+ tokens, but the model takes 12; train with --max-new-tokens \d+"
+        UserError, match=r"file:7: has \d+ tokens, but the model takes at most 12; train with --max-new-tokens \d+"
     ):
         trained.task.dataset(trained.processor, rows, BadRows())
     assert len(trained.task.dataset(trained.processor, rows, BadRows(skip=True)).sizes) == 1

@@ -138,7 +138,7 @@ def test_a_text_that_is_too_long_is_reported_with_its_place_or_left_out(
     run, _ = trained[name]
     long = "cat " * 600
     with pytest.raises(
-        UserError, match=r"input 2: has \d+ tokens, but the model takes \d+; train with --(longest|context) \d+"
+        UserError, match=r"input 2: has \d+ tokens, but the model takes at most \d+; train with --(longest|context) \d+"
     ):
         predict(run, "the cat", long)
     assert len(predict(run, "the cat", long, "one dog", skip=True)) == 2
@@ -147,7 +147,7 @@ def test_a_text_that_is_too_long_is_reported_with_its_place_or_left_out(
 @pytest.mark.parametrize("name", ["classify", "embed", "translate"])
 def test_a_row_that_is_too_long_to_train_on_is_reported_with_file_and_line(name: str, tmp_path: Path) -> None:
     run = new_run(tmp_path, name, options={"longest": 5})
-    with pytest.raises(UserError, match=r"(pairs.tsv|classes.csv):\d+: has \d+ tokens, but the model takes 5"):
+    with pytest.raises(UserError, match=r"(pairs.tsv|classes.csv):\d+: has \d+ tokens, but the model takes at most 5"):
         train(run)
 
 

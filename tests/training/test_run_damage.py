@@ -26,10 +26,10 @@ def trained(folder: Path, name: str) -> Path:
             if name == "images"
             else tiny_images.scenes(folder / "data", 40)
         )
-        run, examples = tiny_images.on_start(folder, name, source)
+        run, examples = tiny_images.new_run(folder, name, source)
         train(run, examples)
     else:
-        run = tiny_runs.on_start(folder, name)
+        run = tiny_runs.new_run(folder, name)
         train(run)
     return run.folder
 
@@ -84,7 +84,7 @@ def test_a_tokenizer_that_cuts_is_refused(folder: Path) -> None:
     with pytest.raises(UserError, match=r"tokenizer\.json: .*stride"):
         Run.open(folder)
     edit(folder / "tokenizer.json", lambda held: held | {"truncation": cut | {"stride": 0, "max_length": 5}})
-    with pytest.raises(UserError, match=r"tokenizer\.json: .*cuts"):
+    with pytest.raises(UserError, match=r"tokenizer\.json: .*truncates"):
         Run.open(folder)
 
 

@@ -88,7 +88,7 @@ def test_a_folder_that_holds_no_run_is_reported(tmp_path: Path) -> None:
     ("change", "message"),
     [
         ({"task": "knit"}, "unknown task 'knit'; known tasks are answer, classify, "),
-        ({"options": {"colour": 3}}, "options has .colour., which Masked does not have.*another version"),
+        ({"options": {"colour": 3}}, "options has .colour., which Masked does not accept.*another version"),
         ({"recipe": {"pace": 3}}, "recipe has 'pace', which Recipe does not accept"),
     ],
 )
