@@ -108,9 +108,9 @@ def attempt(title: str, job: Callable[[], Any]) -> str | None:
 
 
 def allowed() -> tuple[type, ...]:
+    from regard.data.saved_files import BadFile
     from regard.files import NotAFile, Unwritable
     from regard.tasks import UserError
-    from regard.training.run_files import BadFile
 
     return (ValueError, FileNotFoundError, UserError, BadFile, NotAFile, Unwritable)
 
@@ -164,7 +164,7 @@ def use_run(folder: Path) -> None:
     examples = reread_examples(run)
     model, _ = run.model(frozen=True)
     run.minutes()
-    rows = run.task.measured(run.processor, examples.test, BadRows(skip=True))[:2]
+    rows = run.task.evaluable_rows(run.processor, examples.test, BadRows(skip=True))[:2]
     if rows:
         run.task.evaluate(model, run.processor, rows)
         list(

@@ -104,7 +104,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("how", list(BAD))
-def test_defects_of_a_folder_is_reported(how: str, tmp_path: Path) -> None:
+def test_defects_of_a_folder_are_reported(how: str, tmp_path: Path) -> None:
     for name, text in zip(("edges.csv", "nodes.csv"), BAD[how][:2], strict=True):
         if text is not None:
             (tmp_path / name).write_bytes(text.encode("utf-8", "surrogateescape"))

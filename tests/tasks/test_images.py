@@ -145,7 +145,7 @@ def test_an_image_of_a_table_that_is_missing_is_reported_with_file_and_line(tmp_
         ("other labels", r"\(60, 8, 8\) and \(59,\); are they of the same dataset"),
     ],
 )
-def test_defects_of_idx_files_is_reported(what: str, message: str, tmp_path: Path) -> None:
+def test_defects_of_idx_files_are_reported(what: str, message: str, tmp_path: Path) -> None:
     path = idx_files(tmp_path)
     labels = tmp_path / "train-labels-idx1-ubyte.gz"
     if what == "no labels":

@@ -109,7 +109,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("how", list(BAD))
-def test_defects_of_a_table_is_reported_with_file_and_line(how: str, tmp_path: Path) -> None:
+def test_defects_of_a_table_are_reported_with_file_and_line(how: str, tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_bytes(BAD[how][0])
     with pytest.raises(UserError, match=BAD[how][1]):
         Match().read(str(tmp_path / "a.csv"), BadRows())

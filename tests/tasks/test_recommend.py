@@ -76,7 +76,7 @@ def test_the_same_history_comes_from_every_format(name: str, tmp_path: Path) -> 
 BAD: dict[str, tuple[bytes, str]] = {
     "empty": (b"", r"views.csv:1: no line can be used"),
     "no time": (b"user,item\na,b\n", r"views.csv:1: no column 'time' among 'user', 'item'"),
-    "no number": (b"user,item,time\na,b,noon\n", r"views.csv:2: expected a time, .* but 'noon' came.*--skip-bad"),
+    "no number": (b"user,item,time\na,b,noon\n", r"views.csv:2: expected a time, .* got 'noon'.*--skip-bad"),
     "no finite number": (b"user,item,time\na,b,nan\n", r"views.csv:2: expected a time"),
     "an empty cell": (b"user,item,time\na,,3\n", r"views.csv:2: column 2 \(item\) is empty"),
     "no UTF-8": (b"user,item,time\na,\xff,3\n", r"views.csv:2: not valid UTF-8"),
@@ -84,7 +84,7 @@ BAD: dict[str, tuple[bytes, str]] = {
 
 
 @pytest.mark.parametrize("how", list(BAD))
-def test_defects_of_a_table_is_reported_with_file_and_line(how: str, tmp_path: Path) -> None:
+def test_defects_of_a_table_are_reported_with_file_and_line(how: str, tmp_path: Path) -> None:
     path = tmp_path / "views.csv"
     path.write_bytes(BAD[how][0])
     with pytest.raises(UserError, match=BAD[how][1]):

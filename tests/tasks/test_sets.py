@@ -60,7 +60,7 @@ def test_a_set_is_written_in_two_ways(text: str) -> None:
 
 BAD = {
     "1 2; 3": "expected a set such as",
-    "1 x": "expected a set such as .* but '1 x' came",
+    "1 x": "expected a set such as .* got '1 x'",
     "[[1, 2], 3": "expected a set such as",
     '[["a"]]': "expected a set such as",
     "[]": "expected a set of at least one element",
@@ -90,10 +90,10 @@ def test_labels_that_do_not_fit_are_reported(tmp_path: Path) -> None:
         Sets().dataset(Sets().fit_processor(rows), [Row("b:1", ("1 2", "z"))], BadRows())
     with pytest.raises(UserError, match=r"a:1: expected at least 2 classes, but all are 'x'"):
         Sets().fit_processor([rows[0], rows[2]])
-    with pytest.raises(UserError, match=r"a:1: expected a number, but 'x' came"):
+    with pytest.raises(UserError, match=r"a:1: expected a number, got 'x'"):
         Sets(number=True).fit_processor(rows)
     known = Sets(number=True).fit_processor([Row("a:1", ("1 2", "5"))])
-    with pytest.raises(UserError, match=r"a:1: expected a number, but 'x' came"):
+    with pytest.raises(UserError, match=r"a:1: expected a number, got 'x'"):
         Sets(number=True).dataset(known, rows, BadRows())
     many = [Row(f"a:{n}", ("1 2", str(n))) for n in range(9)]
     with pytest.raises(UserError, match=r"9 classes in 9 rows; are they numbers \(use --number\)"):
