@@ -1,4 +1,4 @@
-"""Attention made visible: capture it from any model, look at any part of it, find heads, draw it, serve it."""
+"""Capture the attention of a model, inspect any part of it, classify heads, plot it and serve it in a browser."""
 
 from regard.view import pictures
 from regard.view.capture import capture

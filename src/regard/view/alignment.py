@@ -1,4 +1,4 @@
-"""Which head of the cross-attention aligns a text with its source."""
+"""The cross-attention head that aligns a generated text with its source best."""
 
 from __future__ import annotations
 
@@ -8,11 +8,13 @@ from regard.view.record import Record
 
 
 def best_head(record: Record, layer: int | None = None) -> tuple[int, int]:
-    """The number of the cross-attention, and its head, that align best; of all layers, or of one.
+    """Return (index in `record.attentions`, head) of the cross-attention head that aligns best.
 
-    An alignment is good where every generated word looks at one word of the source, and every word of the source is
-    looked at by one: the mean over rows of the largest weight, times the mean over columns of the largest weight.
-    Special tokens count in neither, since heads with nothing to look at rest on them.
+    layer: search one layer only; all layers by default.
+
+    The score of a head is the mean over rows of the largest weight times the mean over columns of the largest weight:
+    it is 1 where generated and source tokens attend one to one. Special tokens are left out, since idle heads put
+    their weight on them.
     """
     chosen = [
         n
@@ -20,7 +22,8 @@ def best_head(record: Record, layer: int | None = None) -> tuple[int, int]:
         if captured.kind == "cross" and layer in (None, captured.layer)
     ]
     if not chosen:
-        raise ValueError(f"there is no cross-attention in {'the record' if layer is None else f'layer {layer}'}")
+        where = "the record" if layer is None else f"layer {layer}"
+        raise ValueError(f"alignment needs cross-attention, but there is no cross-attention in {where}")
     scores = {
         (n, head): score
         for n in chosen
@@ -31,7 +34,7 @@ def best_head(record: Record, layer: int | None = None) -> tuple[int, int]:
 
 
 def _scores(record: Record, number: int) -> Tensor:
-    """(H,)"""
+    """Return the alignment score of each head, (H,)."""
     captured = record.attentions[number]
     queries, keys = (record.streams[name] for name in record.stream_names(captured))
     rows, columns = (

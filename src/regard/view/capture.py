@@ -1,4 +1,4 @@
-"""Watching a model: which attention each of its modules computes, by name, without changing the model."""
+"""Record the attention that each module of a model computes, by module name, without changing the model."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from regard.view.inputs import model_inputs, next_token
 from regard.view.record import Record
 
 BEAMS = (
-    "beam search was captured: the record holds the beam that is first at the last step, which need not be the one "
+    "beam search was captured: the record holds the beam ranked first at the last step, which need not be the one "
     "that was returned; for the weights of the returned tokens, capture one forward pass over them"
 )
 CROSS_ARGUMENTS = ("source", "key_value_states", "encoder_hidden_states")
@@ -38,19 +38,20 @@ CROSS_ARGUMENTS = ("source", "key_value_states", "encoder_hidden_states")
 def capture(
     model: nn.Module, *, layers: int | slice | Sequence[int] | None = None, heads: Sequence[int] | None = None
 ) -> Iterator[Record]:
-    """Record every attention that a model computes inside the block: descriptions, queries and keys, O(n) memory.
+    """Record every attention that a model computes inside the `with` block.
 
-    The model is any that computes its attention by regard: ours, one after `regard.integrations.torch.replace`, or one
-    of Transformers with `attn_implementation="regard"`. It gives what it gave before, and compiled parts run eagerly
-    meanwhile. Only calls of the thread that captures are seen. Weights are worked out when they are looked at, from
-    the parameters of that time: look before the next step of training.
+    The record keeps descriptions, queries and keys, which needs O(n) memory; weights are computed on request, from the
+    current parameters of the model, so inspect them before the next training step.
 
-    layers: which layers are kept, as numbers; all unless told otherwise. heads: which heads pages and pictures show.
+    model: any model that computes attention with regard: one of `regard.models`, a model after
+    `regard.integrations.torch.replace`, or a Transformers model with `attn_implementation="regard"`. Its outputs do
+    not change. Compiled parts run eagerly inside the block, and only calls from the current thread are recorded.
+    layers: indices of the layers to keep, all by default. heads: heads that pages and pictures show, all by default.
 
-    Tokens generated one by one, with a cache, are rows of one attention. Where a module computes once more, and does
-    not continue from what it had, the last time counts. Of beam search, the record holds the beam that is first at the
-    last step, which need not be the one that is returned, and a warning says so; for the weights of the returned
-    tokens, capture one forward pass over them.
+    Tokens generated one by one with a cache become rows of one attention. If a module is called again without
+    continuing from its earlier keys, the last call replaces the earlier ones. After beam search the record holds the
+    beam ranked first at the last step, which need not be the one that is returned, and a warning is issued; for the
+    weights of the returned tokens, capture one forward pass over them.
 
     >>> import regard as rg, regard.view, torch
     >>> config = rg.models.TextConfig(vocabulary=100, d_model=32, layers=2, heads=4, d_hidden=64)
@@ -67,14 +68,14 @@ def capture(
     record = Record(type(model).__name__, heads=heads)
     recorder = _Recorder(record, layers)
     with ExitStack() as stack:
-        if "torch._dynamo" in sys.modules:  # else nothing is compiled
+        if "torch._dynamo" in sys.modules:  # otherwise nothing is compiled, and importing dynamo is slow
             stack.enter_context(torch.compiler.set_stance("force_eager"))
         for name, module in model.named_modules():
-            if isinstance(module, Description):  # it is named after the module that calls it
+            if isinstance(module, Description):  # recorded under the name of the module that calls it
                 continue
-            before = module.register_forward_pre_hook(recorder.entering(name), with_kwargs=True)
+            before = module.register_forward_pre_hook(recorder.pre_hook(name), with_kwargs=True)
             stack.callback(before.remove)
-            after = module.register_forward_hook(recorder.leaving, always_call=True)
+            after = module.register_forward_hook(recorder.post_hook, always_call=True)
             stack.callback(after.remove)
         stack.enter_context(_Embeddings(recorder))
         token = OBSERVERS.set((*OBSERVERS.get(), recorder))
@@ -86,7 +87,7 @@ def capture(
 
 
 class _Embeddings(TorchFunctionMode):
-    """Tells a watch which tokens are embedded, whether by a module or by a function."""
+    """Pass the ids of every `F.embedding` call to a recorder, whether a module or a function makes the call."""
 
     def __init__(self, recorder: _Recorder) -> None:
         super().__init__()
@@ -99,58 +100,58 @@ class _Embeddings(TorchFunctionMode):
 
 
 class _Recorder:
-    """What a capture knows while the model runs: which modules are computing, the innermost last."""
+    """State of a capture while the model runs: the stack of active modules and the attentions recorded so far."""
 
     def __init__(self, record: Record, layers: int | slice | Sequence[int] | None) -> None:
         self.record, self.layers = record, layers
-        self.inside: list[tuple[str, nn.Module, tuple, dict[str, Any]]] = []
-        self.call_counts: Counter[str] = Counter()  # calls by module, since the outermost began
+        self.module_stack: list[tuple[str, nn.Module, tuple, dict[str, Any]]] = []  # innermost last
+        self.call_counts: Counter[str] = Counter()  # attention calls per module in this forward pass
         self.known: dict[tuple[str, int], CapturedAttention] = {}
         self.counts: Counter[Kind] = Counter()
-        self.ids: Tensor | None = None  # the tokens that were embedded last
-        self.attended = True  # since then
-        self.parents: Tensor | None = None  # what the decoder's own attention goes on from, in this pass of the model
-        self.restarted = False  # whether it began anew in this pass
+        self.ids: Tensor | None = None  # ids of the latest token embedding
+        self.attended = True  # whether attention was computed since that embedding
+        self.parents: Tensor | None = None  # batch rows that decoder self-attention continues from in this forward pass
+        self.restarted = False  # whether decoder self-attention started a new sequence in this forward pass
 
     def embed(self, ids: Tensor) -> None:
-        """Of several tables, the words' comes first: positions and segments are added to it."""
+        """Keep the ids of the first embedding before an attention: position and segment tables are looked up later."""
         if self.attended and not ids.is_floating_point():
             self.ids, self.attended = ids.detach(), False
 
     def end(self) -> None:
-        """The model has run: number the layers by the kinds that they turned out to be."""
+        """Number the layers within each kind, which is only known after the model has run."""
         counts: Counter[Kind] = Counter()
         for captured in self.known.values():
             captured.layer = counts[captured.kind]
             counts[captured.kind] += 1
-        own = [captured for captured in self.record.attentions if captured.kind == "decoder"]
-        if any(call.parents is not None for captured in own for call in captured.calls):
+        decoder = [captured for captured in self.record.attentions if captured.kind == "decoder"]
+        if any(call.parents is not None for captured in decoder for call in captured.calls):
             warnings.warn(BEAMS, stacklevel=4)
         for captured in self.record.attentions:
             captured.end()
 
-    def entering(self, name: str) -> Any:
+    def pre_hook(self, name: str) -> Any:
         def enter(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
             if self in OBSERVERS.get():
-                if not self.inside:
+                if not self.module_stack:
                     self.call_counts.clear()
                     self.parents, self.restarted = None, False
                 if not name:
                     self.record.inputs = model_inputs(module, args, kwargs)
-                self.inside.append((name, module, args, kwargs))
+                self.module_stack.append((name, module, args, kwargs))
 
         return enter
 
-    def leaving(self, module: nn.Module, args: tuple, output: Any) -> None:
-        if self in OBSERVERS.get() and self.inside:
-            name = self.inside.pop()[0]
+    def post_hook(self, module: nn.Module, args: tuple, output: Any) -> None:
+        if self in OBSERVERS.get() and self.module_stack:
+            name = self.module_stack.pop()[0]
             if not name:
                 self.record.next_token = next_token(output)
 
     def __call__(self, attend: Attention, query: Tensor, key: Tensor) -> None:
-        if not self.inside:  # not of this model
+        if not self.module_stack:  # a call outside this model
             return
-        name, module, args, kwargs = self.inside[-1]
+        name, module, args, kwargs = self.module_stack[-1]
         query, key = pad_leading(query.detach()), pad_leading(key.detach())
         kind = attention_kind(module, args, kwargs, attend, query, key)
         if kind == "cross":
@@ -189,7 +190,7 @@ class _Recorder:
 
 
 def _query_ids(ids: Tensor | None, query: Tensor) -> Tensor | None:
-    """The tokens of queries (B, H, Q, D), (B, Q), if so many were embedded."""
+    """Return the ids (B, Q) of queries (B, H, Q, D), or None if the embedded ids have another shape."""
     if ids is None:
         return None
     ids = ids[None] if ids.dim() == 1 else ids
@@ -197,9 +198,9 @@ def _query_ids(ids: Tensor | None, query: Tensor) -> Tensor | None:
 
 
 def _separate_beams(query: Tensor, key: Tensor, args: tuple) -> Tensor:
-    """Queries (B, H, beams * n, D) of the beams of each source, which one call computes together, as rows of their own.
+    """Split queries (B, H, beams * n, D), computed in one call per source, into batch rows (B * beams, H, n, D).
 
-    The module's input (B * beams, n, width) shows that they are beams.
+    The input of the module, (B * beams, n, d_model), shows whether there are beams.
     """
     x = args[0] if args else None
     if not isinstance(x, Tensor) or x.dim() != 3 or len(x) <= len(key) or len(query) != len(key):
@@ -213,7 +214,7 @@ def _separate_beams(query: Tensor, key: Tensor, args: tuple) -> Tensor:
 def attention_kind(
     module: nn.Module, args: tuple, kwargs: dict[str, Any], attend: Attention, query: Tensor, key: Tensor
 ) -> Kind:
-    """Cross-attention by what the module was given; of the others, those that never look ahead are a decoder's."""
+    """Classify an attention call: cross by the module's arguments, decoder if it is causal, encoder otherwise."""
     if _is_cross_attention(module, args, kwargs):
         return "cross"
     Q, K = query.shape[2], key.shape[2]
@@ -221,9 +222,9 @@ def attention_kind(
     assert isinstance(offset, int | Tensor)
     assert not isinstance(attend.mask, Tensor)
     frame = Frame(len(query), query.shape[1], Q, K, offset)
-    if Q == K == 1:  # the weights do not tell: it sees itself
+    if Q == K == 1:  # a single token attends to itself with any mask, so look at the module instead
         return "decoder" if _is_decoder(module, attend.mask) else "encoder"
-    if (attend.mask is not None or offset == K - Q) and _is_causal(attend.mask, frame):  # also of a static cache
+    if (attend.mask is not None or offset == K - Q) and _is_causal(attend.mask, frame):  # also with a static cache
         return "decoder"
     return "encoder" if Q == K or (isinstance(offset, int) and offset == K - Q) else "cross"
 

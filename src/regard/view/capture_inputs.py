@@ -1,4 +1,4 @@
-"""From a model and a text, or an image, to a record with its tokens and what the model said."""
+"""Run a model on a text or an image and return the record, with tokens and the model's output."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from regard.view.record import Record
 
 @torch.no_grad()
 def capture_text(model: nn.Module, tokenizer: Any, text: str) -> Record:
-    """The attention of one of our models over a text, with what the model says as `note`.
+    """Capture the attention of a regard model over a text; the model's output becomes `record.note`.
 
-    A translator translates first, and is then captured once over source and translation. What a model is, its methods
-    tell: whoever has `encode` and `generate` translates, whoever has `generate` alone goes on.
+    A model with `encode` and `generate` is a translator: it translates first, and one forward pass over source and
+    translation is captured. A model with `generate` only is a language model, and the note lists likely next tokens.
     """
     generates = hasattr(model, "generate")
     if generates and hasattr(model, "encode"):
         return _capture_translation(model, tokenizer, text)
     ids = torch.tensor([_ids(tokenizer, text)], device=next(model.parameters()).device)
     if not ids.shape[1]:
-        raise ValueError("the text has no tokens; write at least one word")
+        raise ValueError(f"text must have at least one token, got {text!r}; enter at least one word")
     with capture(model) as record:
         output = model(ids)
     record.text = text
@@ -45,9 +45,9 @@ def capture_text(model: nn.Module, tokenizer: Any, text: str) -> Record:
 
 
 def _ids(tokenizer: Any, text: str) -> list[int]:
-    """Without padding, which many saved tokenizers add: it would be looked at, and shown."""
-    found = tokenizer.encode(text)
-    return [token for token, real in zip(found.ids, found.attention_mask, strict=True) if real]
+    """Encode a text and drop padding, which many saved tokenizers add; the model would attend to it."""
+    encoding = tokenizer.encode(text)
+    return [token for token, real in zip(encoding.ids, encoding.attention_mask, strict=True) if real]
 
 
 def _capture_translation(model: Any, tokenizer: Any, text: str) -> Record:
@@ -59,7 +59,7 @@ def _capture_translation(model: Any, tokenizer: Any, text: str) -> Record:
     target = torch.cat([generated.new_tensor([model.config.start]), generated])[None]
     with capture(model) as record:
         model(source, target)
-    record.next_token = model.config.stop  # it ended here; the beam's best need not be the likeliest step by step
+    record.next_token = model.config.stop  # a beam need not end where the greedy next token is `stop`
     record.text = text
     record.decode(tokenizer)
     record.note = tokenizer.decode(generated.tolist())
@@ -68,9 +68,9 @@ def _capture_translation(model: Any, tokenizer: Any, text: str) -> Record:
 
 @torch.no_grad()
 def capture_image(model: nn.Module, path: str | os.PathLike[str], *, mean: float = 0.5, std: float = 0.5) -> Record:
-    """The attention of a Vision Transformer over the patches of an image, a file of any format that Pillow reads.
+    """Capture the attention of a Vision Transformer over the patches of an image file in any format that Pillow reads.
 
-    The image is scaled to the size that the model was made for, its pixels to (pixel - mean) / std.
+    The image is resized to the model's image size, and pixels in 0 ... 1 are normalised as (pixel - mean) / std.
     """
     from PIL import Image, ImageOps
 
@@ -78,16 +78,16 @@ def capture_image(model: nn.Module, path: str | os.PathLike[str], *, mean: float
         (found for each in model.modules() if hasattr(found := getattr(each, "config", None), "grid")), None
     )
     if config is None:
-        raise TypeError(f"model must be or hold a VisionTransformer, but is {type(model).__name__}")
+        raise TypeError(f"model must be or contain a VisionTransformer, but is {type(model).__name__}")
     height, width = config.image
     with Image.open(require_file(path)) as file:
         image = ImageOps.exif_transpose(file).convert("L" if config.channels == 1 else "RGB")
     image = image.resize((width, height), Image.Resampling.BICUBIC)
     pixels = torch.from_numpy(np.array(image, np.float32) / 255)
     pixels = pixels[None] if pixels.dim() == 2 else pixels.permute(2, 0, 1)
-    given = ((pixels - mean) / std).to(next(model.parameters()))[None]
+    inputs = ((pixels - mean) / std).to(next(model.parameters()))[None]
     with capture(model) as record:
-        output = model(given)
+        output = model(inputs)
     if output.dim() == 2:
         record.note = _class(output[0])
     return record.set_image(data_url(image), config.grid, first=1)

@@ -1,4 +1,4 @@
-"""One attention of a model as it was computed: description, query and key. Weights are worked out when looked at."""
+"""One captured attention: description, queries and keys, from which weights are computed on request."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from regard.geometry import Indices
 from regard.view.pool import bands, pool
 
 Kind = Literal["encoder", "decoder", "cross"]
-TOP = 8  # strongest keys of a query that are kept
-DIRECT = 1 << 24  # weights of one window that are computed for it; a larger one consists of cells of a map
+TOP = 8  # strongest keys kept per query
+DIRECT = 1 << 24  # most weights computed for one window; a larger window is cut out of a pooled map
 CELLS = 1024  # rows and columns of that map
-BLOCK = 1 << 18  # weights that are computed at once
+BLOCK = 1 << 18  # weights computed per block
 
 
 @dataclass(frozen=True, eq=False)
 class CapturedCall:
-    """One call: query (B, H, Q, D), and which of the keys it was given, `first` to `stop`.
+    """One call: query (B, H, Q, D), and the range of the keys that it attends to, `first` to `stop`.
 
-    ids: the tokens of the queries, (B, Q), if they are known. parents: the rows of the call before that its rows go on
-    from, where beam search exchanged them.
+    ids: token ids of the queries, (B, Q), if known. parents: for each batch row, the row of the previous call that it
+    continues, if beam search reordered them.
     """
 
     attend: Attention
@@ -42,34 +42,34 @@ class CapturedCall:
     parents: Tensor | None = None
 
     def select_rows(self, rows: Tensor) -> CapturedCall:
-        """The same of some batch rows."""
+        """Return the call restricted to some batch rows."""
         return replace(self, query=self.query[rows], ids=None if self.ids is None else self.ids[rows], parents=None)
 
 
 class Window(NamedTuple):
-    """A part of a map. A cell is the mean of the weights of its rows and columns; a cell of one of each is a weight."""
+    """Part of a map. A cell is the mean weight over its queries and keys; a cell of one query and one key is exact."""
 
     weights: np.ndarray
-    """(r, c) float32"""
+    """cells, (r, c) float32"""
     rows: np.ndarray
-    """from and to of the queries of each cell, (r, 2)"""
+    """start and stop of the queries of each row of cells, (r, 2)"""
     columns: np.ndarray
-    """from and to of its keys, (c, 2)"""
+    """start and stop of the keys of each column of cells, (c, 2)"""
 
 
 class CapturedAttention:
-    """An attention by its name in the model. Several calls are one attention where each goes on from the one before.
+    """The attention of one module of a model; calls that continue each other, as in generation, are rows of it.
 
-    name, layer, kind: the module's dotted name, its place among those of its kind, and which kind that is.
+    name: dotted name of the module. layer: index among the attentions of its kind. kind: encoder, decoder or cross.
     """
 
     def __init__(self, name: str, layer: int, kind: Kind) -> None:
         self.name, self.layer, self.kind = name, layer, kind
         self.calls: list[CapturedCall] = []
-        self._keys: Tensor | None = None  # (B, G, room, D)
+        self._keys: Tensor | None = None  # (B, G, capacity, D)
         self._maps: dict[tuple[int, int, int], Tensor] = {}
-        self._last_key: Tensor | None = None  # the keys of the last call themselves, while the model runs
-        self.K = 0  # keys that were used: those of a static cache may be more
+        self._last_key: Tensor | None = None  # the key tensor of the last call, not a copy, while the model runs
+        self.K = 0  # keys in use; a static cache may be longer
 
     def __repr__(self) -> str:
         return f"<{self.kind} {self.layer}: {self.name}, {self.heads} heads, {self.Q} x {self.K}, {self.formula}>"
@@ -88,31 +88,31 @@ class CapturedAttention:
 
     @property
     def ids(self) -> Tensor | None:
-        """The tokens of the queries, (B, Q), if the model embedded them while it was captured."""
+        """Token ids of the queries, (B, Q), or None if the model did not embed them during the capture."""
         parts = [call.ids for call in self.calls if call.ids is not None]
         return torch.cat(parts, 1) if len(parts) == len(self.calls) else None
 
     @property
     def formula(self) -> str:
-        """The description in words."""
+        """The description as text."""
         return repr(self.calls[0].attend)
 
     @property
     def nbytes(self) -> int:
-        """What is held of it."""
+        """Bytes of the stored queries and keys."""
         keys = 0 if self._keys is None else self._keys.nbytes
         return keys + sum(call.query.nbytes for call in self.calls)
 
     @property
     def offset(self) -> int:
-        """Where the first query stands among the keys, in batch row 0."""
+        """Position of the first query among the keys, in batch row 0."""
         call = self.calls[0]
         return call.first + self._problem(call).frame.offsets()[0]
 
-    # Filling, while the model runs
+    # Recording, while the model runs
 
     def start(self, kind: Kind, attend: Attention, query: Tensor, key: Tensor, ids: Tensor | None = None) -> None:
-        """The first call: query (B, H, Q, D), key (B, G, K, D)."""
+        """Record a call that starts a new sequence: query (B, H, Q, D), key (B, G, K, D)."""
         self._clear_cache()
         self.kind, self._last_key = kind, key
         place = _query_position(attend, query, key) if kind == "decoder" else None
@@ -122,10 +122,11 @@ class CapturedAttention:
             self.calls = [CapturedCall(attend, query.detach().clone(), 0, key.shape[2], ids)]
 
     def extend(self, attend: Attention, query: Tensor, key: Tensor, ids: Tensor | None = None) -> Tensor | None:
-        """A call of self-attention that goes on from those before, as in generation with a cache. The keys are those
-        that were there (the last of them, or all of a static cache) and as many more as there are queries.
+        """Record a self-attention call that continues the previous ones, as in generation with a cache.
 
-        Return the rows of the call before that its rows go on from, (B,); None, with nothing done, where it does not.
+        Its keys must be the stored keys (the last of them, or all of a static cache) followed by one key per query.
+        Return the rows of the previous call that its rows continue, (B,), or None if it continues none; then nothing
+        is recorded.
         """
         if self._keys is None or not self.calls or self.kind == "cross":
             return None
@@ -160,15 +161,17 @@ class CapturedAttention:
     def extend_cross(
         self, attend: Attention, query: Tensor, key: Tensor, ids: Tensor | None, parents: Tensor | None
     ) -> bool:
-        """A call of cross-attention that looks at the same source for more queries. parents: what `go_on` of the
-        decoder's own attention returned; None where that is not known, and then the keys must be the same tensor,
-        since equal ones may be those of another pass over the same source."""
+        """Record a cross-attention call with more queries for the same source; return whether it is one.
+
+        parents: result of `extend` of the decoder's self-attention. Where it is None, the keys must be the same tensor,
+        since equal keys may come from another pass over the same source.
+        """
         if self._keys is None or not self.calls or self.kind != "cross" or query.shape[1] != self.heads:
             return False
         before = len(self.calls[-1].query)
         same = self._last_key is not None and key.data_ptr() == self._last_key.data_ptr()
-        alike = parents is not None and key.shape == self._keys.shape and torch.equal(key, self._keys)
-        if not same and not alike:
+        equal = parents is not None and key.shape == self._keys.shape and torch.equal(key, self._keys)
+        if not same and not equal:
             return False
         if len(query) != (before if parents is None else len(parents)):
             return False
@@ -179,8 +182,8 @@ class CapturedAttention:
         return True
 
     def end(self) -> None:
-        """The model has run. Of beams that changed places, each row gets its own past; of beams that were one row at
-        first, the first is kept."""
+        """Finish after the model has run: reorder the rows of earlier calls so that each beam has its own history, and
+        keep the first beam of each source."""
         self._last_key = None
         if self._keys is None or all(call.parents is None for call in self.calls):
             return
@@ -201,7 +204,7 @@ class CapturedAttention:
         self.__dict__.pop("statistics", None)
         self._maps.clear()
 
-    # Looking
+    # Inspection
 
     def key(self, call: CapturedCall) -> Tensor:
         """The keys of a call, (B, G, K, D)."""
@@ -212,7 +215,7 @@ class CapturedAttention:
         return call.attend._problem(call.query, self.key(call), None, False)
 
     def _calls_with_rows(self, rows: Tensor) -> Iterator[tuple[CapturedCall, Tensor, Tensor]]:
-        """For each call that has some of the rows: the rows in its own counting, and their places among `rows`."""
+        """Yield each call that contains some of `rows`, their indices within the call, and their places in `rows`."""
         start = 0
         for call in self.calls:
             stop = start + call.query.shape[2]
@@ -223,10 +226,10 @@ class CapturedAttention:
 
     @torch.no_grad()
     def weights(self, *, heads: Index = None, rows: Index = None, columns: Index = None, batch: int = 0) -> Tensor:
-        """The weights (heads, rows, columns) of one batch row; parts keep their axis."""
+        """Return the weights (heads, rows, columns) of one batch row; an axis stays even if one index is selected."""
         h, i = resolve_index("heads", heads, self.heads), resolve_index("rows", rows, self.Q)
         j = resolve_index("columns", columns, self.K)
-        found = self.calls[0].query.new_zeros(len(h), len(i), len(j))
+        result = self.calls[0].query.new_zeros(len(h), len(i), len(j))
         for call, own, at in self._calls_with_rows(i):
             inside = ((j >= call.first) & (j < call.stop)).nonzero()[:, 0]
             part = call.attend.weights(call.query, self.key(call), rows=own, columns=j[inside] - call.first, heads=h)[
@@ -234,24 +237,26 @@ class CapturedAttention:
             ]
             if len(at) == len(i) and len(inside) == len(j):
                 return part
-            found[:, at[:, None], inside] = part
-        return found
+            result[:, at[:, None], inside] = part
+        return result
 
     @cached_property
     def statistics(self) -> Statistics:
-        """Of every row, in one pass: (B, H, Q), the top (B, H, Q, 8); `mass` is what the first key has."""
-        found = []
+        """Statistics of every query, (B, H, Q), and its strongest keys, (B, H, Q, 8); `mass` is on the first key."""
+        result = []
         with torch.no_grad():
             for call in self.calls:
                 first = [0] if call.first == 0 else []
                 part = call.attend.statistics(call.query, self.key(call), top=TOP, mass_on=first)
                 keys = torch.where(part.top_keys < 0, -1, part.top_keys + call.first)
-                found.append(part._replace(top_keys=keys))
-        return found[0] if len(found) == 1 else Statistics(*(torch.cat(parts, 2) for parts in zip(*found, strict=True)))
+                result.append(part._replace(top_keys=keys))
+        return (
+            result[0] if len(result) == 1 else Statistics(*(torch.cat(parts, 2) for parts in zip(*result, strict=True)))
+        )
 
     @torch.no_grad()
     def map(self, size: tuple[int, int], batch: int = 0) -> Tensor:
-        """(H, rows, columns): the means of the weights over `bands` of queries and keys, as `Attention.map` gives."""
+        """Return mean weights over `bands` of queries and keys, (H, rows, columns), like `Attention.map`."""
         rows, columns = min(size[0], self.Q), min(size[1], self.K)
         if (rows, columns, batch) not in self._maps:
             self._maps[rows, columns, batch] = self._map(rows, columns, batch)
@@ -266,23 +271,25 @@ class CapturedAttention:
         call = self.calls[0]
         if len(self.calls) == 1 and call.stop == self.K:
             return call.attend.map(call.query, self.key(call), size=(rows, columns))[batch].float()
-        found = torch.zeros(self.heads, rows, columns)
+        result = torch.zeros(self.heads, rows, columns)
         for n, (first, stop) in enumerate(bands(self.Q, rows).tolist()):
-            found[:, n] = pool(self.weights(rows=slice(first, stop), batch=batch).float(), (1, columns))[:, 0]
-        return found
+            result[:, n] = pool(self.weights(rows=slice(first, stop), batch=batch).float(), (1, columns))[:, 0]
+        return result
 
     def precompute(self) -> None:
-        """Make what windows are read from, so that none of them waits: the rows' sums, and of long sequences a map."""
+        """Compute the statistics and the pooled map of a long sequence now, so that no window has to wait for them."""
         if self.Q * self.K > DIRECT:
             self.statistics  # noqa: B018
             self.map((CELLS, CELLS))
 
     @torch.no_grad()
     def weights_at(self, keys: Tensor, rows: Index = None, batch: int = 0) -> Tensor:
-        """What each of some queries gives to keys of its own: keys (rows, m) to weights (H, rows, m), 0 where there is
-        no such key. Costs O(rows · m · D), whatever the length."""
+        """Return the weights (H, rows, m) of `keys` (rows, m), listed separately for each query.
+
+        The weight of a key that does not exist is 0. Costs O(rows · m · D), independent of the sequence length.
+        """
         chosen, lse = resolve_index("rows", rows, self.Q), self.statistics.lse[batch]
-        found = torch.zeros(self.heads, len(chosen), keys.shape[1])
+        result = torch.zeros(self.heads, len(chosen), keys.shape[1])
         for call, own, at in self._calls_with_rows(chosen):
             problem = self._problem(call)
             (query, key, _), bad = prepare_operands(problem, call.query, self.key(call), self.key(call)[..., :0])
@@ -306,19 +313,19 @@ class CapturedAttention:
                 )  # fmt: skip (rows, H, 1, m)
                 total = lse[:, chosen[where]].mT[:, :, None, None]
                 part = (scores - total.masked_fill(total == -torch.inf, 0.0)).exp().squeeze(2)
-                found[:, where] = part.masked_fill(~there[:, None], 0.0).transpose(0, 1).float()
-        return found
+                result[:, where] = part.masked_fill(~there[:, None], 0.0).transpose(0, 1).float()
+        return result
 
     @torch.no_grad()
     def window(
         self, head: int, rows: tuple[int, int], columns: tuple[int, int], size: tuple[int, int], batch: int = 0
     ) -> Window:
-        """The weights of a window; where it is larger than `size`, their means over `bands`.
+        """Return the weights of a window, pooled to their means over `bands` where it is larger than `size`.
 
-        A window of many millions of weights consists of the cells of a map of 1024 x 1024 that it touches. That map is
-        computed once, and its cells may reach beyond the window.
+        A window of more than 2^24 weights is made of the cells of a 1024 x 1024 map that overlap it. The map is
+        computed once, and its outer cells may extend beyond the window.
         """
-        (top, bottom), (left, right) = _inside("rows", rows, self.Q), _inside("columns", columns, self.K)
+        (top, bottom), (left, right) = _check_range("rows", rows, self.Q), _check_range("columns", columns, self.K)
         size = (min(size[0], bottom - top), min(size[1], right - left))
         if (bottom - top) * (right - left) > DIRECT:
             cells = self.map((CELLS, CELLS), batch)[head]
@@ -326,22 +333,22 @@ class CapturedAttention:
             i, j = ((each[:, 1] > first) & (each[:, 0] < last) for each, first, last in
                     ((down, top, bottom), (across, left, right)))  # fmt: skip
             return Window(cells[i][:, j].numpy(), down[i].numpy(), across[j].numpy())
-        found = pool(self._window_weights(head, (top, bottom), (left, right), batch)[None], size)[0]
+        result = pool(self._window_weights(head, (top, bottom), (left, right), batch)[None], size)[0]
         return Window(
-            found.numpy(), (top + bands(bottom - top, size[0])).numpy(), (left + bands(right - left, size[1])).numpy()
+            result.numpy(), (top + bands(bottom - top, size[0])).numpy(), (left + bands(right - left, size[1])).numpy()
         )
 
     def _window_weights(self, head: int, rows: tuple[int, int], columns: tuple[int, int], batch: int) -> Tensor:
-        """The weights of a window: of whole rows where they are few, else by the rows' known log-sum-exp."""
+        """Return the exact weights of a window, from whole rows if they are short, else from their log-sum-exp."""
         if len(self.calls) == 1 and (rows[1] - rows[0]) * self.K > DIRECT:
-            return self._by_lse(head, rows, columns, batch)
+            return self._weights_from_lse(head, rows, columns, batch)
         step = max(1, DIRECT // self.K)
         parts = [slice(first, min(first + step, rows[1])) for first in range(*rows, step)]
         weights = [self.weights(heads=[head], rows=i, columns=slice(*columns), batch=batch)[0] for i in parts]
         return torch.cat(weights).float()
 
-    def _by_lse(self, head: int, rows: tuple[int, int], columns: tuple[int, int], batch: int) -> Tensor:
-        """Weights by the rows' known log-sum-exp: no key beyond the window is read."""
+    def _weights_from_lse(self, head: int, rows: tuple[int, int], columns: tuple[int, int], batch: int) -> Tensor:
+        """Return the weights of a window from the log-sum-exp of its rows, reading no key outside of the window."""
         call, b, h, j = self.calls[0], slice(batch, batch + 1), slice(head, head + 1), slice(*columns)
         problem, key = self._problem(call), self.key(call)
         group = head * key.shape[1] // self.heads
@@ -349,18 +356,18 @@ class CapturedAttention:
         if problem.mask is not None:
             good = some.isfinite()
             some, bad = torch.where(good, some, 0.0), ~good.all(-1)
-        found = torch.empty(rows[1] - rows[0], columns[1] - columns[0])
-        step = max(1, BLOCK // (columns[1] - columns[0]))  # few enough to stay in the cache
+        result = torch.empty(rows[1] - rows[0], columns[1] - columns[0])
+        step = max(1, BLOCK // (columns[1] - columns[0]))  # small enough for the CPU cache
         for first in range(*rows, step):
             i = slice(first, min(first + step, rows[1]))
             query = call.query[b, h, i].to(problem.compute_dtype)
             scores = logits(problem, query, some, problem.frame.indices(b, h, i, j), problem.bias, bad)[0, 0]
             lse = self.statistics.lse[batch, head, i, None]
-            found[i.start - rows[0] : i.stop - rows[0]] = scores.sub_(lse.masked_fill(lse == -torch.inf, 0.0)).exp_()
-        return found
+            result[i.start - rows[0] : i.stop - rows[0]] = scores.sub_(lse.masked_fill(lse == -torch.inf, 0.0)).exp_()
+        return result
 
     def visible_counts(self, rows: Index = None, batch: int = 0) -> Tensor:
-        """How many keys each of some queries may look at, (1 or H, rows)."""
+        """Count the keys that the mask allows each of the queries, (1 or H, rows)."""
         chosen = resolve_index("rows", rows, self.Q)
         parts = []
         for call, own, at in self._calls_with_rows(chosen):
@@ -384,34 +391,34 @@ class CapturedAttention:
                 count = torch.cat(bits, -1)
             parts.append((at, count))
         tall = max(count.shape[0] for _, count in parts)
-        found = torch.zeros(tall, len(chosen), dtype=torch.int64)
+        result = torch.zeros(tall, len(chosen), dtype=torch.int64)
         for at, count in parts:
-            found[:, at] = count.to(torch.int64)
-        return found
+            result[:, at] = count.to(torch.int64)
+        return result
 
 
 def _query_position(attend: Attention, query: Tensor, key: Tensor) -> int | None:
-    """Where the first query is among the keys, if that is one number."""
+    """Return the position of the first query among the keys, or None if it differs between batch rows."""
     if attend.offset is None:
         return key.shape[2] - query.shape[2]
     return attend.offset if isinstance(attend.offset, int) else None
 
 
 def _parents(new: Tensor, old: Tensor) -> Tensor | None:
-    """For each row of keys (B', G, n, D), the row of others (B, G, n, D) that is equal; None if there is none."""
+    """Match each row of `new` (B', G, n, D) with an equal row of `old` (B, G, n, D); None if one has no match."""
     if new.shape == old.shape and torch.equal(new, old):
         return torch.arange(len(old), device=old.device)
     if new.shape[1:] != old.shape[1:] or max(len(new), len(old)) > 1024:
         return None
-    alike = (new[:, None, :, -1] == old[None, :, :, -1]).all(-1).all(-1)  # (B', B), by the last key
-    found = []
-    for row, others in zip(new, alike.tolist(), strict=True):
-        found.append(next((n for n, like in enumerate(others) if like and torch.equal(row, old[n])), -1))
-    return None if -1 in found else torch.tensor(found, device=old.device)
+    equal = (new[:, None, :, -1] == old[None, :, :, -1]).all(-1).all(-1)  # (B', B), by the last key
+    result = []
+    for row, others in zip(new, equal.tolist(), strict=True):
+        result.append(next((n for n, like in enumerate(others) if like and torch.equal(row, old[n])), -1))
+    return None if -1 in result else torch.tensor(result, device=old.device)
 
 
-def _inside(name: str, edges: tuple[int, int], size: int) -> tuple[int, int]:
+def _check_range(name: str, edges: tuple[int, int], size: int) -> tuple[int, int]:
     first, last = edges
     if not 0 <= first < last <= size:
-        raise ValueError(f"{name} must be from and to within 0 ... {size}, but are {first} and {last}")
+        raise ValueError(f"{name} must be (start, stop) with 0 <= start < stop <= {size}, but is ({first}, {last})")
     return first, last

@@ -1,4 +1,4 @@
-"""All that a page shows, as plain data: a JSON-able dict and named arrays of a size that a page can carry."""
+"""The contents of a page as plain data: a JSON-serialisable dict and named arrays, small enough to embed in HTML."""
 
 from __future__ import annotations
 
@@ -21,21 +21,24 @@ from regard.view.record import GENERATED, NOTHING, Record
 from regard.view.rollout import rollout
 
 FORMAT = "regard.view/2"
-WHOLE = 12_000_000  # bytes of maps up to which every weight is in a page: 12 x 12 heads up to 204 tokens, 24 up to 500
-SHORT, LONG = 3_000_000, 9_000_000  # bytes of arrays: of short sequences, and of those of 32,768 tokens or more
-POINTS = 1024  # of a curve over the queries
-ROLLED = 512  # tokens up to which the rollout is exact
+WHOLE = 12_000_000  # most bytes of unpooled maps in a page: 12 x 12 heads up to 204 tokens, 24 heads up to 500
+SHORT, LONG = 3_000_000, 9_000_000  # bytes of arrays for short sequences, and for 32,768 tokens or more
+POINTS = 1024  # most points of a curve over the queries
+ROLLED = 512  # most tokens for which the rollout is exact
 
 
 @dataclass(frozen=True, eq=False)
 class Document:
-    """about: JSON. arrays: by name, little-endian. Weights are codes of `digits.encode`, curves are float16."""
+    """The data of a page.
+
+    about: JSON-serialisable. arrays: little-endian, by name; weights are codes of `digits.encode`, curves are float16.
+    """
 
     about: dict[str, Any]
     arrays: dict[str, np.ndarray]
 
     def json(self) -> dict[str, Any]:
-        """Both as JSON: an array is its dtype, shape, and base64 of gzip."""
+        """Return a JSON-serialisable dict of both, where an array is a dtype, a shape and base64 of gzip."""
         arrays = {}
         for name, array in self.arrays.items():
             dtype, shape, data = pack_array(array)
@@ -45,7 +48,11 @@ class Document:
 
 @dataclass(frozen=True)
 class Sizes:
-    """How much of an attention a page carries: side of the maps, strongest keys, of how many queries, points."""
+    """How much of an attention a page contains.
+
+    side: rows and columns of a map. keys: strongest keys per query. rows: queries with strongest keys. points: points
+    of a curve.
+    """
 
     side: int
     keys: int
@@ -54,9 +61,9 @@ class Sizes:
 
 
 def choose_sizes(record: Record, budget: int | None = None) -> Sizes:
-    """What fits into a number of bytes: a quarter for curves, 45% for maps, the rest for the strongest keys.
+    """Choose sizes that fit a budget in bytes: a quarter for curves, 45% for maps, the rest for the strongest keys.
 
-    Without a number, every weight is kept up to a few hundred tokens.
+    Without a budget, every weight is kept up to a few hundred tokens.
     """
     longest = max(max(captured.Q, captured.K) for captured in record.attentions)
     heads = sum(len(record.displayed_heads(captured)) for captured in record.attentions)
@@ -78,16 +85,18 @@ def choose_sizes(record: Record, budget: int | None = None) -> Sizes:
 
 
 def document(record: Record, budget: int | None = None) -> Document:
-    """What a page shows of a record. Maps of long sequences are pooled to means, and the strongest keys are those of
-    some queries; budget: about how many bytes the arrays may take.
+    """Build the document of a record.
+
+    budget: approximate size of the arrays in bytes. For long sequences, maps are pooled to means and the strongest keys
+    are listed for a sample of the queries.
 
     >>> import regard as rg, regard.view, torch
     >>> model = rg.models.TextEncoder(rg.models.TextConfig(100, d_model=32, layers=2, heads=4, d_hidden=64)).eval()
     >>> with rg.view.capture(model) as record:
     ...     hidden = model(torch.tensor([[5, 6, 7]]))
     >>> from regard.view.document import document
-    >>> made = document(record)
-    >>> made.about["attentions"][0]["maps"], made.arrays["0-maps"].shape
+    >>> doc = document(record)
+    >>> doc.about["attentions"][0]["maps"], doc.arrays["0-maps"].shape
     ('0-maps', (4, 3, 3))
     """
     if not record.attentions:
@@ -139,13 +148,13 @@ def _attention(record: Record, number: int, sizes: Sizes, arrays: dict[str, np.n
         "max_logit": statistics.max_logit,
         "first": statistics.mass,
     }
-    if captured.kind == "cross":  # queries and keys are of two texts: there is no distance
+    if captured.kind == "cross":  # queries and keys come from two sequences: there is no distance
         del curves["distance"]
-    sees = statistics.max_logit[0, heads].isfinite()  # rows that see a key
-    curves = {name: curve[0, heads].float().masked_fill(~sees, torch.nan) for name, curve in curves.items()}
+    has_keys = statistics.max_logit[0, heads].isfinite()  # queries with at least one visible key
+    curves = {name: curve[0, heads].float().masked_fill(~has_keys, torch.nan) for name, curve in curves.items()}
     names = {"first": "sink"}
     tops: dict[str, str | None] = {"top_keys": None, "top_weights": None, "top_rows": None}
-    if not exact:  # else the maps say it
+    if not exact:  # exact maps contain the strongest keys
         tops["top_keys"] = put("top_keys", top_keys, np.uint16 if captured.K <= 1 << 16 else np.int32)
         tops["top_weights"] = put("top_weights", top_weights)
         tops["top_rows"] = None if len(rows) == captured.Q else put("top_rows", rows, np.int32)
@@ -178,7 +187,7 @@ def _attention(record: Record, number: int, sizes: Sizes, arrays: dict[str, np.n
 
 
 def _initial_selection(record: Record) -> dict[str, Any] | None:
-    """The attention and head that a page shows first: of what generates a text, the best alignment with its source."""
+    """Return the attention and head to open first: the best alignment, if the model generates from a source."""
     if GENERATED not in record.streams:
         return None
     number, head = best_head(record)
@@ -186,9 +195,9 @@ def _initial_selection(record: Record) -> dict[str, Any] | None:
 
 
 def _curve(curve: Tensor, points: int) -> Tensor:
-    """(heads, Q) to at most so many points: means over the queries that see a key, NaN where there are none."""
-    sees = (~curve.isnan()).float()
-    sums, counts = (pool(x[:, None], (1, points))[:, 0] for x in (curve.nan_to_num(), sees))
+    """Pool (heads, Q) to at most `points`: means over the queries that are not NaN, NaN where there are none."""
+    valid = (~curve.isnan()).float()
+    sums, counts = (pool(x[:, None], (1, points))[:, 0] for x in (curve.nan_to_num(), valid))
     return sums / counts
 
 
@@ -200,7 +209,7 @@ def _rollout(record: Record, sizes: Sizes, arrays: dict[str, np.ndarray]) -> dic
     first = next(captured for captured in stack if captured.kind == kind)
     side, exact = min(sizes.side, first.K), first.K <= ROLLED
     layers = rollout(record, kind, ROLLED if exact else side)  # type: ignore[arg-type]
-    if not exact:  # mass of a band of keys, to the mean of them
+    if not exact:  # from the mass of a band of keys to the mean per key
         layers = layers / (torch.arange(side + 1) * first.K // side).diff()
     small = encode(pool(layers, (side, side)).numpy())
     arrays["rollout"], arrays["rollout-layers"] = small[-1], small

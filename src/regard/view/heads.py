@@ -1,6 +1,6 @@
-"""Heads whose habit has a name, found by exact weights of single places: no matrix of weights is laid out.
+"""Classify heads by known attention patterns, from exact weights of single query-key pairs, without a weight matrix.
 
-Of long sequences, 2,048 queries at equal distances are asked; of a token that came often, its 16 nearest places.
+Long sequences are sampled at 2,048 evenly spaced queries, and a frequent token at its 16 nearest occurrences.
 """
 
 from __future__ import annotations
@@ -17,23 +17,24 @@ from regard.view.record import Record
 
 QUERIES = 2048
 OCCURRENCES = 16
-MIN_QUERIES = 3  # queries that must tell of a habit
-NEAR = 2  # tokens to each side that are local
-THRESHOLD = 0.4  # of the way from chance to always
-IN_STEP = 0.8  # the same for "positional" between two texts: words of a translation are often in the same order
-MIN_KEYS = 8  # keys that a query must see to look at all of them alike: of two, almost every head does
-MORE_SPECIFIC = {
-    "local": ("previous token", "same token", "next token"),  # "local" is not added to one of these
-    "positional": ("induction", "duplicate token"),  # of a text that repeats, these are at one distance
+MIN_QUERIES = 3  # least number of queries to which a pattern must apply
+NEAR = 2  # tokens to each side that count as local
+THRESHOLD = 0.4  # least score, as a fraction of the way from chance to 1
+CROSS_POSITIONAL_THRESHOLD = 0.8  # stricter, since the words of a translation are often in the same order
+MIN_KEYS = 8  # keys that a query needs to count as uniform: with two keys almost every head is
+MORE_SPECIFIC = {  # a head with one of these patterns does not get the general one
+    "local": ("previous token", "same token", "next token"),
+    "positional": ("induction", "duplicate token"),  # in periodic text, these are at a constant distance
 }
 
 
 @dataclass(frozen=True)
 class HeadPattern:
-    """A head and its habit. score: the mean mass on what the name says. chance: the same if all keys were alike.
+    """A head and the pattern that it follows.
 
-    For "uniform" the score is the share of its keys that a query looks at, as the exponential of its entropy tells;
-    for "positional", `offset` is where it looks, counted from the query.
+    score: mean attention mass on the keys of the pattern. chance: the score of uniform weights. For "uniform" the score
+    is the effective fraction of the keys, exp(entropy) / number of keys. For "positional", `offset` is the position of
+    the attended key relative to the query.
     """
 
     attention: int
@@ -45,20 +46,21 @@ class HeadPattern:
 
 
 def find_patterns(record: Record, number: int) -> list[HeadPattern]:
-    """The heads of an attention that have a name, the clearest first."""
+    """Return the heads of an attention that follow a pattern, highest score first."""
     captured = record.attentions[number]
     rows = torch.linspace(0, captured.Q - 1, min(captured.Q, QUERIES)).round().long()
     keys = record.streams[record.stream_names(captured)[1]].tokens
     found = []
     named: dict[str, list[bool]] = {}
     for name, score, chance, offset in score_patterns(captured, rows, keys):
-        least = IN_STEP if name == "positional" and captured.kind == "cross" else THRESHOLD
-        sure = (score - chance >= least * (1 - chance)).tolist()
-        better = [named[other] for other in MORE_SPECIFIC.get(name, ()) if other in named]
-        sure = [yes and not any(other[h] for other in better) for h, yes in enumerate(sure)]
-        named[name] = sure
+        cross_positional = name == "positional" and captured.kind == "cross"
+        least = CROSS_POSITIONAL_THRESHOLD if cross_positional else THRESHOLD
+        matches = (score - chance >= least * (1 - chance)).tolist()
+        specific = [named[other] for other in MORE_SPECIFIC.get(name, ()) if other in named]
+        matches = [yes and not any(other[h] for other in specific) for h, yes in enumerate(matches)]
+        named[name] = matches
         for head in record.displayed_heads(captured):
-            if sure[head]:
+            if matches[head]:
                 at = None if offset is None else int(offset[head])
                 found.append(HeadPattern(number, head, name, float(score[head]), float(chance[head]), at))
     return sorted(found, key=lambda each: -each.score)
@@ -67,18 +69,18 @@ def find_patterns(record: Record, number: int) -> list[HeadPattern]:
 def score_patterns(
     captured: CapturedAttention, rows: Tensor, tokens: Sequence[str]
 ) -> list[tuple[str, Tensor, Tensor, Tensor | None]]:
-    """Name, score (H,), chance (H,) and offset of every habit that can be told of these queries."""
-    at = rows if captured.kind == "cross" else rows + captured.offset  # (R,); across, words are counted from the first
+    """Return name, score (H,), chance (H,) and offset of every pattern that applies to these queries."""
+    at = rows if captured.kind == "cross" else rows + captured.offset  # (R,), positions among the keys
     visible = captured.visible_counts(rows).clamp(min=1).float()  # (1 or H, R)
     found: list[tuple[str, Tensor, Tensor, Tensor | None]] = []
 
     def add(name: str, mass: Tensor, count: Tensor | float, valid: Tensor, offset: Tensor | None = None) -> None:
-        """mass (H, R) on `count` keys (R,), told of the queries that are valid, (R,)."""
+        """Add the mean mass (H, R) on `count` keys (R,) over the valid queries (R,)."""
         if int(valid.sum()) >= MIN_QUERIES:
             chance = (count / visible).clamp(max=1).expand(captured.heads, -1)
             found.append((name, mass[:, valid].mean(-1), chance[:, valid].mean(-1), offset))
 
-    more = visible.amin(0) > 1  # who can choose
+    more = visible.amin(0) > 1  # queries with a choice of keys
     statistics = captured.statistics
     assert statistics.mass is not None
     add("first token", statistics.mass[0][:, rows].float(), 1.0, more & ((at > 0) | (captured.kind == "cross")))
@@ -116,9 +118,9 @@ def score_patterns(
 
 
 def same_tokens(tokens: Sequence[str], at: Sequence[int], following: int, *, ahead: bool) -> Tensor:
-    """Where else the tokens at some places stand, or what follows there, nearest first; -1 for no more: (R, m).
+    """Return other occurrences of the tokens at positions `at`, nearest first, padded with -1: (R, m).
 
-    ahead: whether places behind the query count as well.
+    following: added to each position; 1 for the token after each occurrence. ahead: include later occurrences.
     """
     known: dict[str, list[int]] = {}
     for n, token in enumerate(tokens):

@@ -1,4 +1,4 @@
-"""What a model was given, told in the words of people: ids as texts, pixels and spectrograms as pictures."""
+"""Readable inputs of a model: token ids as texts, pixels and spectrograms as images."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TARGETS = ("decoder_input_ids", "target", "tgt", "text")
 
 
 def model_inputs(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> dict[str, Tensor]:
-    """Source and target of a call of a whole model: ids (n,) of one sequence or of packed ones, pixels (C, h, w)."""
+    """Return source and target of a model call: ids (n,) of the first sequence or of packed ones, pixels (C, h, w)."""
     try:
         given = dict(inspect.signature(module.forward).bind_partial(*args, **kwargs).arguments)
     except TypeError:
@@ -36,7 +36,7 @@ def model_inputs(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> dict
 
 
 def next_token(output: Any) -> int | None:
-    """The likeliest token behind those that a model was given, where its output is logits (B, n, vocabulary)."""
+    """Return the most likely next token if the output is logits (B, n, vocabulary), else None."""
     logits = getattr(output, "logits", output)
     if isinstance(logits, Packed):
         last = logits.values[logits.lengths[0] - 1] if logits.lengths and logits.values.dim() == 2 else None
@@ -47,7 +47,7 @@ def next_token(output: Any) -> int | None:
 
 def _first_sequence(value: Any) -> Tensor | None:
     if isinstance(value, Packed):
-        same = len(set(value.lengths)) == 1  # such are a batch to the model, of which the first is shown
+        same = len(set(value.lengths)) == 1  # equal lengths run as a batch, and its first row is shown
         value = value.values[: value.lengths[0]] if same else value.values
     elif isinstance(value, list | tuple) and value and all(isinstance(each, Tensor) for each in value):
         value = value[0] if len({len(each) for each in value}) == 1 else torch.cat(list(value))
@@ -60,9 +60,9 @@ def _first_sequence(value: Any) -> Tensor | None:
 
 
 def token_texts(tokenizer: Any, ids: Sequence[int]) -> tuple[list[str], list[int]]:
-    """The text of every token, spaces included, and which tokens are special.
+    """Return the text of every token, including spaces, and the indices of special tokens.
 
-    Tokens of bytes may end within a letter: such show `…`, and the token that completes the letter shows it.
+    A byte-level token that ends within a character becomes `…`; the token that completes the character shows it.
     """
     inner = getattr(tokenizer, "backend_tokenizer", tokenizer)
     if not hasattr(inner, "id_to_token"):
@@ -89,14 +89,14 @@ def token_texts(tokenizer: Any, ids: Sequence[int]) -> tuple[list[str], list[int
 
 
 def _byte_letters() -> dict[int, str]:
-    """The letter by which byte-level tokenizers write each byte: itself if it is printable, else one from 256 on."""
+    """Return the character that byte-level tokenizers use for each byte: itself if printable, else one from 256 on."""
     shown = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in shown]
     return {byte: chr(byte) for byte in shown} | {byte: chr(256 + n) for n, byte in enumerate(others)}
 
 
 def png_url(pixels: Tensor | np.ndarray) -> str:
-    """Numbers (C, h, w) or (h, w), of any range, as the address of a PNG."""
+    """Return the data URL of a PNG of numbers (C, h, w) or (h, w), scaled from their range to 0 ... 255."""
     from PIL import Image
 
     array = np.asarray(torch.as_tensor(pixels).float().cpu())
@@ -108,7 +108,7 @@ def png_url(pixels: Tensor | np.ndarray) -> str:
 
 
 def data_url(image: Any) -> str:
-    """A PIL image as a data: address of a PNG."""
-    held = io.BytesIO()
-    image.save(held, "PNG", optimize=True)
-    return "data:image/png;base64," + base64.b64encode(held.getvalue()).decode("ascii")
+    """Return a PIL image as the data URL of a PNG."""
+    buffer = io.BytesIO()
+    image.save(buffer, "PNG", optimize=True)
+    return "data:image/png;base64," + base64.b64encode(buffer.getvalue()).decode("ascii")

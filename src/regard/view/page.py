@@ -1,4 +1,4 @@
-"""A document as one self-contained HTML page: no network, no build step, a strict Content-Security-Policy."""
+"""Render a document as one self-contained HTML page: no network, no build step, a strict Content-Security-Policy."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _UNSAFE = re.compile("[<>&\u2028\u2029\ud800-\udfff]")
 
 
 class PageContent(Protocol):
-    """What a page is made of: `about` is JSON, `arrays` are the arrays that it names."""
+    """The data of a page: `about` is JSON-serialisable and refers to `arrays` by name."""
 
     @property
     def about(self) -> dict[str, Any]: ...
@@ -33,7 +33,9 @@ class PageContent(Protocol):
 
 
 def page(document: PageContent, lang: str = "en", *, live: bool = False) -> str:
-    """The document as one HTML page that needs nothing else; `live=True` lets it ask the server that it came from.
+    """Return the document as one HTML page without external resources.
+
+    live: allow requests to the server that the page was loaded from.
 
     >>> from types import SimpleNamespace
     >>> about = {"format": "regard.view/1", "title": "</script>", "streams": {}, "attentions": []}
@@ -52,7 +54,7 @@ def page(document: PageContent, lang: str = "en", *, live: bool = False) -> str:
         "connect-src 'self'" if live else "connect-src 'none'",
         "base-uri 'none'",
         "form-action 'none'",
-        "require-trusted-types-for 'script'",  # no text of a document can become markup, even by mistake
+        "require-trusted-types-for 'script'",  # text of a document can never become markup
         "trusted-types 'none'",
     ]
     parts = [
@@ -69,7 +71,7 @@ def page(document: PageContent, lang: str = "en", *, live: bool = False) -> str:
         "</head>",
         "<body>",
         f'<div id="regard" class="regard" data-lang="{lang}"{" data-live" if live else ""}></div>',
-        "<noscript>This page shows attention, and needs JavaScript for it.</noscript>",
+        "<noscript>This page needs JavaScript to display attention.</noscript>",
         f'<script type="application/json" id="about">{script_json(document.about)}</script>',
     ]
     for name, array in document.arrays.items():
@@ -83,7 +85,7 @@ def page(document: PageContent, lang: str = "en", *, live: bool = False) -> str:
 
 
 def pack_array(array: np.ndarray) -> tuple[str, list[int], bytes]:
-    """How an array travels: the name of its dtype, its shape, its little-endian bytes in gzip.
+    """Return the dtype name, the shape and the gzipped little-endian bytes of an array.
 
     >>> pack_array(np.zeros((2, 3), "uint8"))[:2]
     ('uint8', [2, 3])
@@ -93,7 +95,7 @@ def pack_array(array: np.ndarray) -> tuple[str, list[int], bytes]:
 
 
 def script_json(value: Any) -> str:
-    """JSON that can stand in a page: nothing in it ends a script, and what is no number is null.
+    """Serialise to JSON that is safe inside a script element; NaN and infinity become null.
 
     >>> script_json({"a": "</script>", "b": float("nan")})
     '{"a": "\\\\u003c/script\\\\u003e", "b": null}'
@@ -104,9 +106,9 @@ def script_json(value: Any) -> str:
 
 @cache
 def bundle(entry: str) -> str:
-    """The modules that `static/entry.js` needs, and itself, as one module.
+    """Return `static/<entry>.js` and the modules that it imports as one module.
 
-    Each module becomes a function that is called once and returns what it exports, so names stay apart.
+    Each module becomes a function that is called once and returns its exports, so that names do not collide.
     """
     order: dict[str, str] = {}
 
@@ -123,7 +125,7 @@ def bundle(entry: str) -> str:
                 exported.append(found[1])
                 line = line.removeprefix("export ")
             elif line.startswith(("import", "export")) and not outermost:
-                raise ValueError(f"{name}.js: a line that a page cannot take in: {line!r}")
+                raise ValueError(f"{name}.js: expected an import or export of one of the bundled forms, got {line!r}")
             lines.append(line)
         body = "\n".join(lines)
         if not outermost:
@@ -133,12 +135,12 @@ def bundle(entry: str) -> str:
     add(entry, True)
     text = "\n".join(order.values()) + "\n"
     if "</script" in text.lower() or "<!--" in text:
-        raise ValueError("a module contains text that would end its script element")
+        raise ValueError("a module must not contain '</script' or '<!--', which would end its script element")
     return text
 
 
 def static(name: str) -> str:
-    """The text of a file of the front end, wherever the package is installed."""
+    """Return the text of a front-end file."""
     return files("regard.view").joinpath("static", name).read_text("utf-8")
 
 
@@ -147,7 +149,7 @@ def _hash(text: str) -> str:
 
 
 def finite(value: Any) -> Any:
-    """Plain data for JSON: NaN and infinity become None."""
+    """Return plain data for JSON; NaN and infinity become None."""
     if isinstance(value, dict):
         return {str(key): finite(item) for key, item in value.items()}
     if isinstance(value, list | tuple):

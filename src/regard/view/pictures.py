@@ -1,4 +1,4 @@
-"""Pictures by matplotlib: each function draws into the axes that it is given, or into new ones, and gives them back."""
+"""Plots with matplotlib: each function draws into `ax`, or into new axes, and returns them."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from regard.view.record import NOTHING, Record
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-LARGEST = 512  # cells of a picture each way
-LABELLED = 256  # tokens above which an axis tells numbers
-COLOURS = "magma_r"  # dark where attention is
+LARGEST = 512  # most rows and columns of a picture
+LABELLED = 256  # most tokens on an axis; a longer axis shows numbers
+COLOURS = "magma_r"  # dark for large weights
 KINDS = {"encoder": "encoder self-attention", "decoder": "decoder self-attention", "cross": "cross-attention"}
 
 
@@ -34,9 +34,9 @@ def heatmap(
     columns: Index = None,
     ax: Axes | None = None,
 ) -> Axes:
-    """The weights of a head, or their mean over heads, with the tokens: queries down, keys across.
+    """Plot the weights of a head, or their mean over heads, with token labels: queries down, keys across.
 
-    More than 512 queries or keys are pooled, exactly; rows and columns choose a part.
+    rows, columns: plot a part, of at most 512 x 512. A longer sequence is pooled to exact means.
 
     >>> import regard as rg, regard.view, torch
     >>> model = rg.models.TextEncoder(rg.models.TextConfig(100, d_model=32, layers=2, heads=4, d_hidden=64)).eval()
@@ -51,12 +51,15 @@ def heatmap(
     ax = _axes(ax, (min(9, 2.5 + 0.22 * len(j)), min(8, 2 + 0.22 * len(i))))
     if len(i) > LARGEST or len(j) > LARGEST:
         if rows is not None or columns is not None:
-            raise ValueError(f"a part must be at most {LARGEST} x {LARGEST}, but is {len(i)} x {len(j)}; try a smaller")
+            raise ValueError(
+                f"rows and columns must select at most {LARGEST} x {LARGEST} weights, but select {len(i)} x {len(j)}; "
+                "select fewer, or leave both out to plot a pooled map"
+            )
         maps = captured.map((LARGEST, LARGEST))
         picture = maps.mean(0) if head is None else maps[head]
         extent = (0, captured.K, captured.Q, 0)
-        drawn = ax.imshow(picture.numpy(), cmap=COLOURS, vmin=0, aspect="auto", extent=extent, interpolation="nearest")
-        ax.figure.colorbar(drawn, ax=ax, fraction=0.04, label="mean weight of a cell")
+        image = ax.imshow(picture.numpy(), cmap=COLOURS, vmin=0, aspect="auto", extent=extent, interpolation="nearest")
+        ax.figure.colorbar(image, ax=ax, fraction=0.04, label="mean weight of a cell")
     else:
         weights = captured.weights(heads=None if head is None else [head], rows=i, columns=j)
         _cells(ax, weights.float().mean(0), [queries[n] for n in i], [keys[n] for n in j])
@@ -65,10 +68,10 @@ def heatmap(
 
 
 def alignment(record: Record, layer: int | None = None, head: int | None = None, *, ax: Axes | None = None) -> Axes:
-    """The words of the source that each generated word attends to: a head of the cross-attention.
+    """Plot a cross-attention head with the strongest source token of each generated token framed.
 
-    The head that aligns best, of all layers or of `layer`, unless one is given; `head` without `layer` is of the last
-    layer. The strongest source token of each generated token is framed.
+    Without `head`, the head that aligns best is chosen, in `layer` or in all layers. `head` without `layer` means the
+    last layer.
     """
     if head is None:
         number, head = best_head(record, layer)
@@ -91,9 +94,9 @@ def alignment(record: Record, layer: int | None = None, head: int | None = None,
 
 
 def coverage(record: Record, *, letters: int = 90, ax: Axes | None = None) -> Axes:
-    """The source as a text of lines of so many letters, each token as dark as the weight that it receives.
+    """Plot the source text, each token shaded by the cross-attention it receives.
 
-    That is its cross-attention summed over the target, the mean over heads and layers.
+    That is its weight summed over the target tokens, averaged over heads and layers. letters: characters per line.
     """
     from matplotlib import colormaps
     from matplotlib.cm import ScalarMappable
@@ -104,7 +107,7 @@ def coverage(record: Record, *, letters: int = 90, ax: Axes | None = None) -> Ax
 
     last = _cross(record, None)
     across = [captured for captured in record.attentions if captured.kind == last.kind]
-    looked = torch.stack([captured.weights().float().sum(1).mean(0) for captured in across]).mean(0)
+    received = torch.stack([captured.weights().float().sum(1).mean(0) for captured in across]).mean(0)
     tokens = [token.replace("\n", "⏎") for token in record.streams[record.stream_names(last)[1]].tokens]
     places, row, column = [], 0, 0
     for token in tokens:
@@ -115,8 +118,8 @@ def coverage(record: Record, *, letters: int = 90, ax: Axes | None = None) -> Ax
     ax = _axes(ax, (max(5.0, letters * 0.08), 1.4 + 0.22 * (row + 1)))
     fonts = ["monospace", *font_families(frozenset("".join(tokens)))]
     light = ListedColormap(colormaps[COLOURS](np.linspace(0, 0.75, 256)))
-    colours = ScalarMappable(Normalize(0, float(looked.max())), light)
-    shown = zip(tokens, drawable(tokens), places, looked.tolist(), strict=True)
+    colours = ScalarMappable(Normalize(0, float(received.max())), light)
+    shown = zip(tokens, drawable(tokens), places, received.tolist(), strict=True)
     for token, text, (left, top), weight in shown:
         ax.add_patch(
             Rectangle((left, top - 0.5), display_width(token), 0.95, color=colours.to_rgba(weight), linewidth=0)
@@ -129,7 +132,7 @@ def coverage(record: Record, *, letters: int = 90, ax: Axes | None = None) -> Ax
             fontsize=9,
             va="center",
             parse_math=False,
-            color="white" if weight > 0.6 * float(looked.max()) else "black",
+            color="white" if weight > 0.6 * float(received.max()) else "black",
         )
     ax.set(xlim=(0, letters), ylim=(row + 0.6, -0.6))
     put_title(ax, record.note, fontsize=10)
@@ -140,7 +143,7 @@ def coverage(record: Record, *, letters: int = 90, ax: Axes | None = None) -> Ax
 
 
 def head_grid(record: Record, kind: Kind | None = None, *, side: int = 48, ax: Axes | None = None) -> Axes:
-    """Every head of every layer as a small map: layers down, heads across. Each is scaled to its own largest weight."""
+    """Plot every head as a small map, layers down and heads across, each scaled to its largest weight."""
     from regard.view.token_labels import put_title
 
     attentions = _of_kind(record, kind)
@@ -154,8 +157,8 @@ def head_grid(record: Record, kind: Kind | None = None, *, side: int = 48, ax: A
             top, left = n * (side + gap), m * (side + gap)
             whole[top : top + side, left : left + side] = small / small.max().clamp(min=1e-12)
     ax = _axes(ax, (2.8 + 0.8 * across, 1 + 0.8 * len(attentions)))
-    drawn = ax.imshow(whole, cmap=COLOURS, vmin=0, vmax=1, interpolation="nearest")
-    ax.figure.colorbar(drawn, ax=ax, fraction=0.04, label="weight / largest weight of the head")
+    image = ax.imshow(whole, cmap=COLOURS, vmin=0, vmax=1, interpolation="nearest")
+    ax.figure.colorbar(image, ax=ax, fraction=0.04, label="weight / largest weight of the head")
     middle = side / 2 - 0.5
     ax.set_xticks(
         [middle + m * (side + gap) for m in range(across)], [str(m) for m in record.heads or range(across)][:across]
@@ -180,26 +183,28 @@ MEASURES = {
 
 
 def profile(record: Record, measure: str = "entropy", kind: Kind | None = None, *, ax: Axes | None = None) -> Axes:
-    """One number for every layer and head, the mean over the queries that see a key: entropy, distance, max_logit or
-    first."""
+    """Plot a table of layers and heads: the mean of `measure` over the queries that have a visible key.
+
+    measure: "entropy", "distance", "max_logit" or "first".
+    """
     if measure not in MEASURES:
         raise ValueError(f"measure must be one of {', '.join(MEASURES)}, but is {measure!r}")
     words, take = MEASURES[measure]
     attentions = _of_kind(record, kind)
-    if measure == "distance":  # across, queries and keys are of two texts
+    if measure == "distance":
         attentions = [captured for captured in attentions if captured.kind != "cross"]
         if not attentions:
-            raise ValueError("cross-attention has no distance: its queries and keys are of two texts")
+            raise ValueError("cross-attention has no distance, since its queries and keys come from two sequences")
     heads = sorted({head for captured in attentions for head in record.displayed_heads(captured)})
     across = len(heads)
     table = np.full((len(attentions), across), np.nan)
     for n, captured in enumerate(attentions):
-        sees = captured.statistics.max_logit[0].isfinite()  # rows that see a key
-        means = take(captured)[0].float().masked_fill(~sees, torch.nan).nanmean(-1)
+        has_keys = captured.statistics.max_logit[0].isfinite()
+        means = take(captured)[0].float().masked_fill(~has_keys, torch.nan).nanmean(-1)
         for head in record.displayed_heads(captured):
             table[n, heads.index(head)] = means[head]
     ax = _axes(ax, (2.5 + 0.55 * across, 1.5 + 0.4 * len(attentions)))
-    drawn = ax.imshow(table, cmap="viridis", aspect="auto")
+    image = ax.imshow(table, cmap="viridis", aspect="auto")
     middle = (np.nanmin(table) + np.nanmax(table)) / 2
     for (n, m), value in np.ndenumerate(table):
         if not np.isnan(value):
@@ -208,21 +213,21 @@ def profile(record: Record, measure: str = "entropy", kind: Kind | None = None, 
     ax.set_xticks(range(across), [str(head) for head in heads])
     ax.set_yticks(range(len(attentions)), [f"{captured.kind} {captured.layer}" for captured in attentions])
     ax.set(xlabel="head", ylabel="layer", title=words)
-    ax.figure.colorbar(drawn, ax=ax, fraction=0.04)
+    ax.figure.colorbar(image, ax=ax, fraction=0.04)
     return ax
 
 
 def patches(
     record: Record, layer: int | str, head: int | None = None, *, query: int = 0, ax: Axes | None = None
 ) -> Axes:
-    """The weights of one query over the image; query 0 is the class token of a Vision Transformer, or a first word."""
+    """Plot the weights of one query over the image; query 0 is the class token of a Vision Transformer."""
     from matplotlib.cm import ScalarMappable
     from matplotlib.colors import LinearSegmentedColormap, PowerNorm
 
     from regard.view.token_labels import put_title
 
     if record.image is None:
-        raise ValueError("the record is not of an image; tell which with record.over_image(pixels, grid, first=1)")
+        raise ValueError("the record has no image; add one with record.set_image(pixels, grid, first=1)")
     captured, image = record.attention(layer, None), _image(record.image["href"])
     (rows, columns), first = record.image["grid"], record.image["first"]
     weights = captured.weights(heads=None if head is None else [head], rows=[query]).float().mean(0)[0]
@@ -231,7 +236,7 @@ def patches(
     extent = (0, columns, rows, 0)
     ax.imshow(image, extent=extent, cmap="gray")
     shade = (over / over.max().clamp(min=1e-12)).numpy()
-    veil = 0.75 * (1 - np.sqrt(shade))  # the image is dark where weights are small
+    veil = 0.75 * (1 - np.sqrt(shade))  # darken the image where weights are small
     ax.imshow(np.zeros_like(shade), cmap="gray", extent=extent, alpha=veil, interpolation="nearest")
     if query >= first and record.stream_names(captured)[0] == record.image["stream"]:
         from matplotlib.patches import Rectangle
@@ -251,25 +256,25 @@ def patches(
 
 
 def spectrogram(record: Record, layer: int | None = None, head: int | None = None, *, ax: Axes | None = None) -> Axes:
-    """The time of each token: cross-attention of a transcript, or of a speaker, over time, below the spectrogram."""
+    """Plot the cross-attention between the tokens of a transcript and time, below the spectrogram."""
     if record.spectrogram is None:
-        raise ValueError("the record is not of speech; tell which with record.over_spectrogram(values, seconds)")
+        raise ValueError("the record has no spectrogram; add one with record.set_spectrogram(values, seconds)")
     captured, seconds = _cross(record, layer), record.spectrogram["seconds"]
     maps = captured.map((LARGEST, LARGEST)) if max(captured.Q, captured.K) > LARGEST else captured.weights().float()
     picture, (queries, keys) = maps.mean(0) if head is None else maps[head], record.stream_names(captured)
-    said = queries
-    if record.spectrogram["stream"] == queries:  # a speaker: what is said looks at the text
-        picture, said = picture.mT, keys
-    tokens = record.streams[said].tokens
+    text_stream = queries
+    if record.spectrogram["stream"] == queries:  # speech synthesis: frames attend to the text
+        picture, text_stream = picture.mT, keys
+    tokens = record.streams[text_stream].tokens
     ax = _axes(ax, (8, 3 + 0.22 * min(len(tokens), 40)))
     extent = (0, seconds, len(tokens) - 0.5, -0.5)
-    drawn = ax.imshow(picture.numpy(), cmap=COLOURS, vmin=0, aspect="auto", extent=extent, interpolation="nearest")
+    image = ax.imshow(picture.numpy(), cmap=COLOURS, vmin=0, aspect="auto", extent=extent, interpolation="nearest")
     _names(ax, "y", tokens)
-    ax.figure.colorbar(drawn, ax=ax, fraction=0.04, label="weight")
-    low = -0.5 - 0.03 * len(tokens)  # in the same axes, so that time is the same in both
+    ax.figure.colorbar(image, ax=ax, fraction=0.04, label="weight")
+    low = -0.5 - 0.03 * len(tokens)  # both share one pair of axes, so that their times line up
     high = low - 0.4 * len(tokens)
-    heard = _image(record.spectrogram["href"])
-    ax.imshow(heard, aspect="auto", extent=(0, seconds, low, high), cmap="gray_r", interpolation="nearest")
+    spectrum = _image(record.spectrogram["href"])
+    ax.imshow(spectrum, aspect="auto", extent=(0, seconds, low, high), cmap="gray_r", interpolation="nearest")
     ax.set(xlabel="seconds", ylabel="token", xlim=(0, seconds), ylim=(len(tokens) - 0.5, high))
     ax.set_title(_title(captured, head), fontsize=10)
     return ax
@@ -279,17 +284,20 @@ def mask(
     pattern: Mask, queries: int | None = None, keys: int | None = None, *, offset: int | None = None,
     ax: Axes | None = None,
 ) -> Axes:  # fmt: skip
-    """The mask itself: dark where a query may attend to a key. Above 512, a cell is the share of pairs that may.
+    """Plot a mask, dark where a query may attend to a key. Above 512 queries or keys, a cell is the fraction allowed.
 
     >>> import regard as rg, regard.view
     >>> rg.view.pictures.mask(rg.causal() & rg.window(3, 0), 16).get_title()
     'causal() & window(3, 0)'
     """
     if not isinstance(pattern, Mask):
-        raise TypeError(f"pattern must be a mask such as causal(), but is {type(pattern).__name__}; try dense(tensor)")
-    made = pattern.expected_size()
-    queries = queries or (made[0] if made else pattern.preview_size())
-    keys = keys or (made[1] if made else queries)
+        raise TypeError(
+            f"pattern must be a mask such as causal(), but is {type(pattern).__name__}; "
+            "for a bool tensor, try dense(tensor)"
+        )
+    expected = pattern.expected_size()
+    queries = queries or (expected[0] if expected else pattern.preview_size())
+    keys = keys or (expected[1] if expected else queries)
     frame = Frame(1, 1, queries, keys, keys - queries if offset is None else offset)
     pattern.check(frame)
     tall, wide = min(queries, LARGEST), min(keys, LARGEST)
@@ -302,7 +310,7 @@ def mask(
         shares[n].index_add_(0, across, share)
     shares /= torch.bincount(across)
     ax = _axes(ax, (4.5, 4.5 * min(2, max(0.5, queries / keys))))
-    drawn = ax.imshow(
+    image = ax.imshow(
         shares.numpy(),
         cmap="Blues",
         vmin=0,
@@ -314,7 +322,7 @@ def mask(
     ax.set(xlabel="key", ylabel="query")
     ax.locator_params(integer=True)
     if max(queries, keys) > LARGEST:
-        ax.figure.colorbar(drawn, ax=ax, fraction=0.04, label="share of pairs that may attend")
+        ax.figure.colorbar(image, ax=ax, fraction=0.04, label="fraction of pairs allowed")
     title = repr(pattern)
     ax.set_title(title if len(title) <= 60 else title[:57] + "...", fontsize=9)
     return ax
@@ -326,15 +334,15 @@ def _axes(ax: Axes | None, size: tuple[float, float]) -> Axes:
     try:
         import matplotlib.pyplot as plt
     except ImportError:
-        raise ImportError("pictures are drawn by matplotlib: pip install 'regard[view]'") from None
+        raise ImportError("regard.view.pictures needs matplotlib: pip install 'regard[view]'") from None
     return plt.figure(figsize=size, layout="constrained").add_subplot()
 
 
 def _cells(ax: Axes, weights: Tensor, queries: list[str], keys: list[str]) -> None:
-    drawn = ax.imshow(weights.numpy(), cmap=COLOURS, vmin=0, aspect="auto", interpolation="nearest")
+    image = ax.imshow(weights.numpy(), cmap=COLOURS, vmin=0, aspect="auto", interpolation="nearest")
     _names(ax, "y", queries)
     _names(ax, "x", keys)
-    ax.figure.colorbar(drawn, ax=ax, fraction=0.04, label="weight")
+    ax.figure.colorbar(image, ax=ax, fraction=0.04, label="weight")
 
 
 def _names(ax: Axes, axis: str, tokens: Any) -> None:
@@ -351,18 +359,18 @@ def _title(captured: CapturedAttention, head: int | None) -> str:
 def _of_kind(record: Record, kind: Kind | None) -> list[CapturedAttention]:
     if not record.attentions:
         raise ValueError(NOTHING)
-    found = [captured for captured in record.attentions if kind in (None, captured.kind)]
-    if not found:
+    matching = [captured for captured in record.attentions if kind in (None, captured.kind)]
+    if not matching:
         kinds = ", ".join(sorted({captured.kind for captured in record.attentions}))
-        raise ValueError(f"nothing of kind {kind!r} was captured; there is {kinds}")
-    return found
+        raise ValueError(f"no attention of kind {kind!r} was captured; the record has {kinds}")
+    return matching
 
 
 def _cross(record: Record, layer: int | None) -> CapturedAttention:
-    found = [captured for captured in record.attentions if captured.kind == "cross"]
-    if not found:
-        raise ValueError("there is no cross-attention in the record; heatmap(record, layer) draws the others")
-    return found[-1] if layer is None else record.attention(layer, "cross")
+    cross = [captured for captured in record.attentions if captured.kind == "cross"]
+    if not cross:
+        raise ValueError("there is no cross-attention in the record; use heatmap(record, layer) for self-attention")
+    return cross[-1] if layer is None else record.attention(layer, "cross")
 
 
 def _image(href: str) -> np.ndarray:

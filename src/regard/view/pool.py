@@ -1,8 +1,7 @@
-"""Bands: what a cell of a pooled map is the mean of. `static/levels.js` has the same rule.
+"""Pool maps of weights to means over bands of rows and columns; `static/levels.js` follows the same rule.
 
-Band n of N over a length L goes from floor(n L / N) to ceil((n + 1) L / N), as in adaptive_avg_pool2d: neighbours share
-one place where N does not divide L. A cell is the mean of all weights of its rows and columns, so a cell of one row and
-one column is a weight, and equal weights give equal cells.
+Band n of N over a length L is the range floor(n L / N) ... ceil((n + 1) L / N), as in adaptive_avg_pool2d: neighbouring
+bands overlap by one where N does not divide L. A cell of one row and one column is an exact weight.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from torch import Tensor
 
 
 def bands(length: int, count: int) -> Tensor:
-    """From and to of each band, (count, 2).
+    """Return start and stop of each band, (count, 2).
 
     >>> from regard.view.pool import bands
     >>> bands(10, 4).tolist()
@@ -24,7 +23,7 @@ def bands(length: int, count: int) -> Tensor:
 
 
 def pool(x: Tensor, size: tuple[int, int]) -> Tensor:
-    """The means of bands of rows and columns, (..., Q, K) to (..., *size); a smaller axis stays as it is."""
+    """Average (..., Q, K) over bands to (..., *size); an axis that is already smaller is kept."""
     size = (min(size[0], x.shape[-2]), min(size[1], x.shape[-1]))
     if size == x.shape[-2:]:
         return x

@@ -1,4 +1,4 @@
-"""What a capture saw: the attentions of a model, the tokens between which they are, and what one asks of them."""
+"""The record of a capture: the attentions of a model, their tokens, and methods to inspect and display them."""
 
 from __future__ import annotations
 
@@ -20,34 +20,34 @@ if TYPE_CHECKING:
     from regard.view.heads import HeadPattern
 
 NOTHING = (
-    "nothing was captured: the model computed no attention by regard inside the block. A model of Transformers needs "
-    'attn_implementation="regard", others regard.integrations.torch.replace(model)'
+    "nothing was captured: the model computed no attention with regard inside the block. Load a Transformers model "
+    'with attn_implementation="regard"; convert other models with regard.integrations.torch.replace(model)'
 )
 
-GENERATED, BOTH = "generated", "target → generated"  # streams of the rows of a decoder
+GENERATED, BOTH = "generated", "target → generated"  # streams that label the queries of a decoder
 
 
 @dataclass(frozen=True)
 class Stream:
-    """Tokens as they are, and which of them are special."""
+    """The texts of a sequence of tokens, and the indices of special tokens."""
 
     tokens: tuple[str, ...]
     special: tuple[int, ...] = ()
 
 
 def _visible(token: str) -> str:
-    """A token without the space in front of it, or a sign for one that is only space."""
+    """Strip a token, or return a visible sign for one that is only space."""
     return token.strip() or "␣" * len(token)
 
 
 class Record:
-    """The attentions that `capture` saw, in the order in which the model computed them.
+    """The attentions recorded by `capture`, in the order in which the model computed them.
 
-    title, text, note: what it is, what the model read, and what it said. image, spectrogram: what the tokens are parts
-    of, if they are.
+    title: name of the model. text, note: its input and its output, for display. image, spectrogram: the picture that
+    the tokens are parts of, or None.
 
-    The rows of a decoder are named by the word that is generated there: its cross-attention by that word, its own
-    attention by both, as in "nous → aider", where "nous" is the input.
+    Rows of decoder cross-attention are labelled with the generated token, rows of decoder self-attention with the input
+    and the generated token, as in "nous → aider".
 
     >>> import regard as rg, regard.view, torch
     >>> model = rg.models.TextEncoder(rg.models.TextConfig(100, d_model=32, layers=2, heads=4, d_hidden=64)).eval()
@@ -64,7 +64,7 @@ class Record:
         self.image: dict[str, Any] | None = None
         self.spectrogram: dict[str, Any] | None = None
         self.inputs: dict[str, Tensor] = {}  # of the last call of the whole model
-        self.next_token: int | None = None  # the likeliest behind them
+        self.next_token: int | None = None  # most likely token after these inputs
         self._tokens: dict[str, Stream] = {}
 
     def __repr__(self) -> str:
@@ -73,33 +73,36 @@ class Record:
     def __len__(self) -> int:
         return len(self.attentions)
 
-    # Which attention
+    # Attentions
 
     def attention(self, layer: int | str, kind: Kind | None = None) -> CapturedAttention:
-        """An attention by the number of its layer, and its kind where there are several; or by its name or id."""
+        """Return the attention of a layer, given by index, module name or id; `kind` selects one of several."""
         if not self.attentions:
             raise ValueError(NOTHING)
         if isinstance(layer, str):
             for number, captured in enumerate(self.attentions):
                 if layer in (captured.name, str(number)) and kind in (None, captured.kind):
                     return captured
-        found = [captured for captured in self.attentions if captured.layer == layer and kind in (None, captured.kind)]
-        if len(found) == 1:
-            return found[0]
-        if found:
-            kinds = ", ".join(sorted({captured.kind for captured in found}))
-            raise ValueError(f"layer {layer} has several attentions; say which with kind=, one of {kinds}")
-        there = ", ".join(f"{captured.kind} {captured.layer}" for captured in self.attentions)
-        raise ValueError(f"there is no {kind or 'attention'} of layer {layer!r}; captured were {there}")
+        result = [captured for captured in self.attentions if captured.layer == layer and kind in (None, captured.kind)]
+        if len(result) == 1:
+            return result[0]
+        if result:
+            kinds = ", ".join(sorted({captured.kind for captured in result}))
+            raise ValueError(f"layer {layer} has several attentions; choose one with kind=, one of {kinds}")
+        available = ", ".join(f"{captured.kind} {captured.layer}" for captured in self.attentions)
+        raise ValueError(f"layer {layer!r} has no {kind or 'attention'}; the record has {available}")
 
     def displayed_heads(self, captured: CapturedAttention) -> list[int]:
-        """The heads that pages and pictures show."""
+        """Return the heads of an attention that pages and pictures show."""
         return [head for head in self.heads or range(captured.heads) if head < captured.heads]
 
     # Tokens
 
     def stream_names(self, captured: CapturedAttention) -> tuple[str, str]:
-        """The streams of an attention's queries and keys: source and target, and others of other lengths."""
+        """Return the names of the streams of an attention's queries and keys.
+
+        A stream is "source" or "target"; one of another length has it in its name, such as "source 12".
+        """
         two = any(each.kind == "cross" for each in self.attentions)
         own = "target" if captured.kind == "cross" or (captured.kind == "decoder" and two) else "source"
         keys = "source" if captured.kind == "cross" else own
@@ -113,33 +116,33 @@ class Record:
 
     @property
     def _lengths(self) -> dict[str, int]:
-        """How many tokens source and target have: as many as the first attention between them says."""
-        found: dict[str, int] = {}
+        """Lengths of source and target, from the first attention that has them."""
+        result: dict[str, int] = {}
         two = any(captured.kind == "cross" for captured in self.attentions)
         for captured in self.attentions:
             if captured.kind != "cross":
-                found.setdefault("target" if captured.kind == "decoder" and two else "source", captured.K)
+                result.setdefault("target" if captured.kind == "decoder" and two else "source", captured.K)
         for captured in self.attentions:
             if captured.kind == "cross":
-                found.setdefault("target", captured.Q)
-                found.setdefault("source", captured.K)
-        return found
+                result.setdefault("target", captured.Q)
+                result.setdefault("source", captured.K)
+        return result
 
     @property
     def streams(self) -> dict[str, Stream]:
-        """The tokens by stream; those that were not told are numbered."""
-        found: dict[str, Stream] = {}
+        """The tokens of each stream; tokens without texts are numbered."""
+        result: dict[str, Stream] = {}
         for captured in self.attentions:
             for name, length in zip(self.stream_names(captured), (captured.Q, captured.K), strict=True):
-                if name not in found:
-                    found[name] = self._tokens.get(name) or Stream(tuple(map(str, range(length))))
-        if BOTH in found:
-            target, generated = found["target"], self._tokens[GENERATED]
+                if name not in result:
+                    result[name] = self._tokens.get(name) or Stream(tuple(map(str, range(length))))
+        if BOTH in result:
+            target, generated = result["target"], self._tokens[GENERATED]
             pairs = zip(target.tokens, generated.tokens, strict=True)
-            found[BOTH] = Stream(
-                tuple(f"{_visible(given)} → {_visible(made)}" for given, made in pairs), target.special
+            result[BOTH] = Stream(
+                tuple(f"{_visible(token)} → {_visible(following)}" for token, following in pairs), target.special
             )
-        return found
+        return result
 
     def set_tokens(
         self,
@@ -150,12 +153,13 @@ class Record:
         generated: Sequence[str] | None = None,
         **others: Sequence[str],
     ) -> Record:
-        """Name the tokens; the same record comes back. `special` are texts of tokens that are no words.
+        """Set the texts of the tokens, and return the record.
 
-        target: the inputs of a decoder. generated: what it generates at each of them; unless given, the input that
-        comes next, and "?" for the last. An empty list keeps the names of the inputs.
+        target: input tokens of a decoder. special: texts of special tokens, such as "[CLS]". generated: the token
+        generated at each position of the target; by default the next input token, and "?" at the last position. An
+        empty list labels the rows with the input tokens.
         """
-        there = self.streams
+        streams = self.streams
         decodes = any(
             captured.kind == "decoder" and self.stream_names(captured)[1] == "target" for captured in self.attentions
         )
@@ -164,30 +168,33 @@ class Record:
         if target is not None:
             self._tokens.pop(GENERATED, None)
         if generated:
-            there[GENERATED] = there.get("target", Stream(()))
+            streams[GENERATED] = streams.get("target", Stream(()))
         given = {"source": source, "target": target, GENERATED: generated or None} | others
         for name, tokens in given.items():
             if tokens is None:
                 continue
-            if name not in there:
-                raise ValueError(f"there is no stream {name!r}; the streams are {', '.join(there) or 'none'}")
-            if len(tokens) != len(there[name].tokens):
-                raise ValueError(f"{name} has {len(there[name].tokens)} tokens, but {len(tokens)} came")
+            if name not in streams:
+                raise ValueError(f"there is no stream {name!r}; the streams are {', '.join(streams) or 'none'}")
+            if len(tokens) != len(streams[name].tokens):
+                raise ValueError(f"{name} must have {len(streams[name].tokens)} tokens, but has {len(tokens)}")
             texts = tuple(map(str, tokens))
             self._tokens[name] = Stream(texts, tuple(n for n, text in enumerate(texts) if text in special))
-        for made in ("head_patterns", "document"):  # of the tokens before
-            self.__dict__.pop(made, None)
+        for name in ("head_patterns", "document"):  # cached for the previous tokens
+            self.__dict__.pop(name, None)
         return self
 
     def decode(self, tokenizer: Any) -> Record:
-        """Tell what the tokens are by the ids that the model was given, with one of `tokenizers` or Transformers."""
+        """Set the texts of the tokens from the ids that the model received, and return the record.
+
+        tokenizer: one of the `tokenizers` or the Transformers library.
+        """
         from regard.view.inputs import token_texts
 
-        there = self.streams
+        streams = self.streams
         for name, ids in {**self._embedded, **self.inputs}.items():
-            if ids.dim() == 1 and name in there and len(ids) != len(there[name].tokens):
-                ids = self._embedded.get(name, ids)  # the model was given the rest before
-            if ids.dim() == 1 and name in there and len(ids) == len(there[name].tokens):
+            if ids.dim() == 1 and name in streams and len(ids) != len(streams[name].tokens):
+                ids = self._embedded.get(name, ids)  # with a cache, the last call received only the newest ids
+            if ids.dim() == 1 and name in streams and len(ids) == len(streams[name].tokens):
                 texts, special = token_texts(tokenizer, ids.tolist())
                 self.set_tokens(**{name: texts})
                 self._tokens[name] = Stream(tuple(texts), tuple(special))
@@ -199,23 +206,29 @@ class Record:
 
     @property
     def _embedded(self) -> dict[str, Tensor]:
-        """The tokens of source and target, as the model embedded them while it was captured."""
-        found: dict[str, Tensor] = {}
+        """Ids of source and target that the model embedded during the capture."""
+        result: dict[str, Tensor] = {}
         for captured in self.attentions:
             ids, queries = captured.ids, self.stream_names(captured)[0]
             if ids is not None:
-                found.setdefault("target" if queries in (GENERATED, BOTH) else queries, ids[0])
-        return found
+                result.setdefault("target" if queries in (GENERATED, BOTH) else queries, ids[0])
+        return result
 
     def set_image(
         self, image: str | Tensor, grid: tuple[int, int], *, first: int = 0, stream: str = "source"
     ) -> Record:
-        """Tell that token `first + row * columns + column` is a patch of an image: pixels (C, h, w), or its address."""
+        """Declare that the tokens of a stream are patches of an image, and return the record.
+
+        image: pixels (C, h, w) or a URL. grid: (rows, columns); token `first + row * columns + column` is a patch.
+        """
         from regard.view.inputs import png_url
 
         length, (rows, columns) = len(self.streams[stream].tokens), grid
         if first + rows * columns > length:
-            raise ValueError(f"a grid of {rows} x {columns} patches after {first} tokens needs more than the {length}")
+            raise ValueError(
+                f"a grid of {rows} x {columns} patches after {first} tokens needs {first + rows * columns} tokens, "
+                f"but {stream} has {length}"
+            )
         before = ["[CLS]"] if first == 1 else [f"[{n}]" for n in range(first)]
         patches = [f"{r},{c}" for r in range(rows) for c in range(columns)]
         after = [f"[{n}]" for n in range(first + rows * columns, length)]
@@ -225,7 +238,10 @@ class Record:
         return self
 
     def set_spectrogram(self, values: Tensor, seconds: float, *, stream: str = "source") -> Record:
-        """Tell that the tokens are equal slots of time of a spectrogram, values (time, frequencies)."""
+        """Declare that the tokens of a stream are equal time slots of a spectrogram, and return the record.
+
+        values: (time, frequencies). seconds: duration.
+        """
         from regard.view.inputs import png_url
 
         frames = len(self.streams[stream].tokens)
@@ -246,10 +262,13 @@ class Record:
         kind: Kind | None = None,
         batch: int = 0,
     ) -> Tensor:
-        """The weights of a layer, (rows, columns) of a head, or (H, rows, columns) of all; a part costs its rows."""
+        """Return the weights (rows, columns) of a head, or (H, rows, columns) of all heads of a layer.
+
+        Only the selected rows are computed.
+        """
         captured = self.attention(layer, kind)
-        found = captured.weights(heads=None if head is None else [head], rows=rows, columns=columns, batch=batch)
-        return found if head is None else found[0]
+        weights = captured.weights(heads=None if head is None else [head], rows=rows, columns=columns, batch=batch)
+        return weights if head is None else weights[0]
 
     def window(
         self,
@@ -260,24 +279,26 @@ class Record:
         size: tuple[int, int] = (512, 512),
         kind: Kind | None = None,
     ) -> Window:
-        """The weights of a window, rows and columns from and to; where it is larger than `size`, the means of cells.
-        `Window.rows` and `columns` say which weights a cell is the mean of."""
+        """Return the weights of a window, pooled to means where it is larger than `size`.
+
+        rows, columns: (start, stop). `Window.rows` and `Window.columns` are the ranges that each cell averages.
+        """
         return self.attention(attention, kind).window(head, rows, columns, size)
 
     @property
     def statistics(self) -> dict[str, Statistics]:
-        """What the rows of every attention are like, by name: (B, H, Q), worked out once."""
+        """Statistics of the queries of every attention, (B, H, Q), by module name; cached."""
         return {captured.name: captured.statistics for captured in self.attentions}
 
     @cached_property
     def head_patterns(self) -> list[HeadPattern]:
-        """Heads whose habit has a name, over all attentions."""
+        """Heads that follow a known pattern, over all attentions; see `regard.view.heads`."""
         from regard.view.heads import find_patterns
 
         return [each for number in range(len(self.attentions)) for each in find_patterns(self, number)]
 
     def rollout(self, kind: Kind | None = None, size: int = 512) -> Tensor:
-        """Attention through all layers, (n, n): see `regard.view.rollout.rollout`."""
+        """Return attention rolled out through all layers, (n, n); see `regard.view.rollout.rollout`."""
         from regard.view.rollout import rollout
 
         return rollout(self, kind, size)[-1]
@@ -286,29 +307,29 @@ class Record:
 
     @cached_property
     def document(self) -> Document:
-        """All that a page shows, as data; worked out once."""
+        """The contents of a page as plain data; cached."""
         from regard.view.document import document
 
         return document(self)
 
     def html(self, lang: str = "en") -> str:
-        """A page that needs nothing but a browser."""
+        """Return a self-contained HTML page."""
         from regard.view.page import page
 
         return page(self.document, lang)
 
     def save(self, path: str | Path, lang: str = "en") -> Path:
-        """Write the page; it is there whole or not at all."""
+        """Write the page atomically, and return its path."""
         return write_text_atomically(Path(path), self.html(lang))
 
     def precompute(self) -> Record:
-        """Make now what windows of long sequences are read from, so that none of them waits."""
+        """Compute the maps of long sequences now, so that no window has to wait for them; return the record."""
         for captured in self.attentions:
             captured.precompute()
         return self
 
     def show(self, lang: str = "en") -> Any:
-        """The viewer in a notebook, with every weight within reach."""
+        """Return the viewer as a notebook widget, which can load every exact weight."""
         from regard.view.widget import Viewer
 
         return Viewer(self.precompute(), lang)

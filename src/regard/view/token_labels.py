@@ -1,4 +1,4 @@
-"""Tokens as labels of a picture: a font that has their letters, and an order in which they can be read."""
+"""Token labels for plots: fonts that contain their characters, and the display order of right-to-left text."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 BOX = "□"
 REGULAR = ("normal", "regular", "book", "roman")
-LONGEST = 14  # letters of a label
+LONGEST = 14  # most characters of a label
 SIGNS = {"\n": "⏎", "\r": "⏎", "\t": "⇥"}
 PREFERRED_FONTS = (
     "DejaVu Sans", "Noto Sans", "Noto Sans CJK SC", "Noto Sans CJK JP", "Noto Sans SC", "Noto Sans Arabic",
@@ -19,13 +19,13 @@ PREFERRED_FONTS = (
 
 
 def label(token: str) -> str:
-    """A token as it stands at an axis: short, and visible where it is only space."""
+    """Return the axis label of a token: shortened, with visible signs for whitespace."""
     text = "".join(SIGNS.get(letter, letter) for letter in token).strip() or "␣" * bool(token)
     return text if len(text) <= LONGEST else text[: LONGEST - 1] + "…"
 
 
 def display_width(text: str) -> int:
-    """How many columns of a monospaced font a text takes: letters of Chinese, Japanese and Korean take two.
+    """Return the number of monospaced columns of a text; Chinese, Japanese and Korean characters take two.
 
     >>> from regard.view.token_labels import display_width
     >>> display_width("ab"), display_width("注意")
@@ -37,9 +37,9 @@ def display_width(text: str) -> int:
 
 
 def bidi_order(text: str) -> str:
-    """Letters of right-to-left scripts in the order in which they are drawn, where matplotlib does not do it itself.
+    """Reorder right-to-left text for versions of matplotlib that do not.
 
-    Since 3.11 it lays text out by itself; before, python-bidi reverses runs, and without it they stay as they are.
+    Matplotlib 3.11 and later need no help. Before, python-bidi reorders the text; without it, the text is unchanged.
     """
     from unicodedata import bidirectional
 
@@ -60,12 +60,12 @@ def _version(text: str) -> tuple[int, int]:
 
 
 def font_families(letters: frozenset[str]) -> list[str]:
-    """Names of installed fonts that together have all the letters, or as many as there are fonts for."""
+    """Return installed fonts that together contain the letters, or as many of them as possible."""
     return _cover(letters)[0]
 
 
 def drawable(texts: Sequence[str]) -> list[str]:
-    """The texts with a box for every letter that no installed font has; a warning names these letters."""
+    """Return the texts with a box for every letter that no installed font has, and warn about these letters."""
     missing = _cover(frozenset("".join(texts)))[1]
     if missing:
         some = "".join(sorted(missing)[:8])
@@ -79,18 +79,18 @@ def drawable(texts: Sequence[str]) -> list[str]:
 
 @lru_cache(maxsize=256)
 def _cover(letters: frozenset[str]) -> tuple[list[str], frozenset[str]]:
-    """Fonts for the letters, and the letters that none of them has."""
+    """Return fonts for the letters, and the letters that no font has."""
     from matplotlib.font_manager import fontManager
 
     chosen: list[str] = []
     missing = {ord(letter) for letter in letters if not letter.isspace()}
-    for update_fonts in (lambda: None, _add_new_fonts):  # matplotlib remembers the fonts of its first start
+    for update_fonts in (lambda: None, _add_new_fonts):  # matplotlib caches its list of fonts
         update_fonts()
         plain: dict[str, str] = {}
         for font in sorted(fontManager.ttflist, key=_boldness):
             if font.style == "normal":
                 plain.setdefault(font.name, font.fname)
-        # that has boxes
+        # the Last Resort font has a placeholder box for every letter
         others = sorted(name for name in set(plain) - set(PREFERRED_FONTS) if "Last Resort" not in name)
         for name in (*(name for name in PREFERRED_FONTS if name in plain), *others):
             have = _letters(plain[name]) if missing or not chosen else frozenset()
@@ -103,20 +103,20 @@ def _cover(letters: frozenset[str]) -> tuple[list[str], frozenset[str]]:
 
 
 def _boldness(font: Any) -> int:
-    """How far a font is from the regular weight. Some families have no regular one, as WenQuanYi Zen Hei."""
+    """Return the distance from the regular weight, since some families have none, such as WenQuanYi Zen Hei."""
     return abs(font.weight - 400) if isinstance(font.weight, int) else 0 if font.weight in REGULAR else 1000
 
 
 @lru_cache(maxsize=1)
 def _add_new_fonts() -> None:
-    """Tell matplotlib of fonts that were installed since it made its list."""
+    """Add fonts that were installed after matplotlib cached its list."""
     from matplotlib.font_manager import findSystemFonts, fontManager
 
     known = {font.fname for font in fontManager.ttflist}
     for path in sorted(set(findSystemFonts()) - known):
         try:
             fontManager.addfont(path)
-        except (RuntimeError, OSError, ValueError):  # damaged, or of a kind that it cannot read
+        except (RuntimeError, OSError, ValueError):  # damaged, or an unsupported format
             continue
 
 
@@ -131,7 +131,7 @@ def _letters(path: str) -> frozenset[int]:
 
 
 def name(ax: Any, axis: str, tokens: Sequence[str], *, at: Sequence[float] | None = None, most: int = 48) -> None:
-    """Put tokens at an axis, "x" or "y": all, or where there are many, some at equal distances."""
+    """Label an axis, "x" or "y", with tokens; above `most` tokens, with evenly spaced ones."""
     step = max(1, -(-len(tokens) // most))
     places = list(range(0, len(tokens), step))
     texts = drawable([label(tokens[n]) for n in places])
@@ -145,14 +145,14 @@ def name(ax: Any, axis: str, tokens: Sequence[str], *, at: Sequence[float] | Non
             each.set_rotation(90)
 
 
-def put_title(ax: Any, text: str, **how: Any) -> None:
-    """Any text as the title of a picture, in as many lines as it needs."""
-    ax.set_title(drawable([text])[0], wrap=True, **how)
+def put_title(ax: Any, text: str, **options: Any) -> None:
+    """Set the title of a plot to any text, wrapped into lines."""
+    ax.set_title(drawable([text])[0], wrap=True, **options)
     set_fonts([ax.title])
 
 
 def set_fonts(texts: Iterable[Any]) -> None:
-    """Fonts for what matplotlib texts say; a dollar in it is a dollar."""
+    """Set fonts that contain the letters of matplotlib texts, and draw dollar signs literally."""
     texts = list(texts)
     fonts = font_families(frozenset("".join(each.get_text() for each in texts)))
     for each in texts:

@@ -1,4 +1,4 @@
-"""The viewer as a notebook widget: the same front end as the page, with every weight within reach of the kernel."""
+"""The viewer as a notebook widget: the front end of the page, with exact weights from the kernel."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from regard.view.page import LANGUAGES, PageContent, bundle, finite, pack_array,
 
 
 class Records(Protocol):
-    """What the widget shows: a document, and windows of exact weights."""
+    """The data source of the widget: a document, and windows of exact weights."""
 
     @property
     def document(self) -> PageContent: ...
@@ -28,7 +28,7 @@ class Records(Protocol):
 
 
 class Viewer(anywidget.AnyWidget):
-    """A record in a notebook: `record.show()` or `record.show("zh")` as the last line of a cell."""
+    """Notebook widget of a record: `record.show()` or `record.show("zh")` as the last line of a cell."""
 
     _esm = bundle("widget")
     _css = static("style.css")
@@ -49,15 +49,15 @@ class Viewer(anywidget.AnyWidget):
         self._record = record
         self.on_msg(self._answer)
 
-    def _answer(self, _: Any, asked: Any, __: Any) -> None:
-        """A question of the browser, {id, kind: "window", attention, head, rows, columns, size}, with its answer."""
-        if not isinstance(asked, dict) or asked.get("kind") != "window":
+    def _answer(self, _: Any, request: Any, __: Any) -> None:
+        """Answer a message of the browser, {id, kind: "window", attention, head, rows, columns, size}."""
+        if not isinstance(request, dict) or request.get("kind") != "window":
             return
         try:
-            rows, columns, size = (tuple(asked[name]) for name in ("rows", "columns", "size"))
-            found = self._record.window(asked["attention"], asked["head"], rows=rows, columns=columns, size=size)
-        except Exception as error:  # the browser waits for an answer, whatever went wrong
-            self.send({"id": asked.get("id"), "error": f"{type(error).__name__}: {error}"})
+            rows, columns, size = (tuple(request[name]) for name in ("rows", "columns", "size"))
+            window = self._record.window(request["attention"], request["head"], rows=rows, columns=columns, size=size)
+        except Exception as error:  # the browser waits for an answer to every request
+            self.send({"id": request.get("id"), "error": f"{type(error).__name__}: {error}"})
             return
-        answer = {"id": asked["id"], "rows": found.rows.tolist(), "columns": found.columns.tolist()}
-        self.send(answer, buffers=[np.ascontiguousarray(found.weights, "<f4").tobytes()])
+        answer = {"id": request["id"], "rows": window.rows.tolist(), "columns": window.columns.tolist()}
+        self.send(answer, buffers=[np.ascontiguousarray(window.weights, "<f4").tobytes()])
