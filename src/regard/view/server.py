@@ -131,7 +131,8 @@ def application(session: Session, *, lang: str = "en", hosts: Sequence[str] = LO
         except (KeyError, TypeError, ValueError):
             raise RequestError(
                 422,
-                "expected {record, attention, head, rows: [start, stop], columns: [start, stop], size: [rows, columns]}",
+                "expected {record, attention, head, rows: [start, stop], columns: [start, stop], "
+                "size: [rows, columns]}",
             ) from None
         if not 0 < tall <= SIDE or not 0 < wide <= SIDE or tall * wide > CELLS:
             raise RequestError(

@@ -1,7 +1,7 @@
-// The viewer: one state, one source, one view at a time.
+// The viewer: one state, one data source, and one visible view.
 import { createControls, createHeader, createTabs } from "./bars.js";
 import { palette } from "./colours.js";
-import { debounced, el } from "./dom.js";
+import { debounce, el } from "./dom.js";
 import { save } from "./exports.js";
 import { headsView } from "./heads.js";
 import { createHelp } from "./help.js";
@@ -10,28 +10,28 @@ import { createNeighbours } from "./neighbours.js";
 import { mapView } from "./map.js";
 import { rolloutView } from "./rollout.js";
 import { soundView } from "./sound.js";
-import { available, fitted, fromHash, toHash } from "./state.js";
+import { available, fitState, fromHash, toHash } from "./state.js";
 import { statisticsView } from "./statistics.js";
 import { createTip } from "./tip.js";
 import { tokensView } from "./tokens.js";
 import { LANGUAGES, translator } from "./words.js";
 
-const MAKERS = { heads: headsView, map: mapView, tokens: tokensView, image: imageView, sound: soundView, rollout: rolloutView, statistics: statisticsView };
+const VIEW_FACTORIES = { heads: headsView, map: mapView, tokens: tokensView, image: imageView, sound: soundView, rollout: rolloutView, statistics: statisticsView };
 const THEMES = ["auto", "light", "dark"];
 const NONE = new Set();
 
-// `address` says whether the page's address belongs to the viewer; `keys` is where key presses are listened to.
+// address: whether the viewer may change the URL of the page. keys: the element whose key presses it handles.
 export function start(root, source, { language = "en", address = false, keys = root } = {}) {
   const system = matchMedia("(prefers-color-scheme: dark)");
   const views = {};
-  const found = new Map(); // tokens that match the search, by stream
+  const matches = new Map(); // tokens that match the search, by stream
   const app = {
     source, language, theme: "auto", t: translator(language), version: 0, hit: 0, tip: createTip(),
-    look: createNeighbours(source), state: fitted(address ? fromHash(location.hash) : {}, source.about),
+    neighbours: createNeighbours(source), state: fitState(address ? fromHash(location.hash) : {}, source.about),
 
     set(patch) {
       const before = app.state;
-      app.state = fitted({ ...before, ...patch }, app.source.about);
+      app.state = fitState({ ...before, ...patch }, app.source.about);
       if (before.view !== app.state.view || before.attention !== app.state.attention || before.head !== app.state.head) app.tip.hide();
       update();
     },
@@ -43,7 +43,7 @@ export function start(root, source, { language = "en", address = false, keys = r
     streamName: (stream) => (app.t(`stream.${stream}`) === `stream.${stream}` ? stream : app.t(`stream.${stream}`)),
     special: (stream) => new Set(app.source.about.streams[stream]?.special ?? []),
 
-    // The heads of the chosen kind, sorted and filtered as the state says.
+    // The heads of the chosen kind, sorted and filtered by the state.
     heads() {
       const { sort, down, named, only } = app.state;
       const entries = app.attentions().flatMap((attention) =>
@@ -71,11 +71,11 @@ export function start(root, source, { language = "en", address = false, keys = r
 
     search(text) {
       app.hit = 0;
-      found.clear();
+      matches.clear();
       app.set({ search: text });
       if (text && app.hits().length) reveal();
     },
-    // The streams that the view shows, each once.
+    // The distinct streams of the current view.
     streams() {
       const attention = app.attention();
       if (app.state.view === "rollout") return [app.source.about.rollout.stream];
@@ -84,12 +84,12 @@ export function start(root, source, { language = "en", address = false, keys = r
     matches(stream) {
       const wanted = app.state.search.trim().toLowerCase();
       if (!wanted) return NONE;
-      if (!found.has(stream)) {
+      if (!matches.has(stream)) {
         const hits = new Set();
         app.tokens(stream).forEach((token, n) => token.toLowerCase().includes(wanted) && hits.add(n));
-        found.set(stream, hits);
+        matches.set(stream, hits);
       }
-      return found.get(stream);
+      return matches.get(stream);
     },
     hits: () => app.streams().flatMap((stream) => [...app.matches(stream)].map((token) => ({ stream, token }))),
     nextMatch(by) {
@@ -100,7 +100,7 @@ export function start(root, source, { language = "en", address = false, keys = r
       reveal();
     },
 
-    // What is shown is of another text than the one in the box: paler while it is computed, hidden where that failed.
+    // Mark results that belong to another text than the one in the box: paler while computing, hidden after a failure.
     stale(how) {
       if (how) {
         root.dataset.stale = how;
@@ -118,8 +118,8 @@ export function start(root, source, { language = "en", address = false, keys = r
         header.busy("");
         app.stale("");
         app.version++;
-        app.look.forget();
-        found.clear();
+        app.neighbours.forget();
+        matches.clear();
         for (const view of Object.values(views)) view.forget?.();
         app.set({});
       } catch (error) {
@@ -135,24 +135,24 @@ export function start(root, source, { language = "en", address = false, keys = r
         const shown = app.state.view === "rollout" ? app.source.about.rollout.kind : app.state.kind;
         const title = [app.source.about.title, app.t(`view.${app.state.view}`), shown && app.t(`kind.${shown}.long`), attention && app.t("heads.one", { layer: attention.layer, head: app.state.head })];
         const drawing = await views[app.state.view].figure();
-        const all = ["heads", "statistics", "rollout"].includes(app.state.view); // of all heads
+        const all = ["heads", "statistics", "rollout"].includes(app.state.view); // views of all heads
         const { step, statistic, view } = app.state;
         const which = view === "statistics" ? [statistic] : view === "rollout" && step >= 0 ? [step] : all ? [] : [attention?.layer ?? 0, app.state.head];
         const name = ["regard", view, shown, ...which].filter((part) => part !== undefined && part !== "").join("-");
         const whole = all ? title.slice(0, 3) : title;
         if (view === "rollout") whole.push(step >= 0 ? app.t("step", { layer: step }) : app.t("step.all"));
-        say(app.t("saved", { name: await save(drawing, kind, name, whole.filter(Boolean).join(" · "), dark()) }));
+        notify(app.t("saved", { name: await save(drawing, kind, name, whole.filter(Boolean).join(" · "), dark()) }));
       } catch (error) {
-        app.trouble(error);
+        app.showError(error);
       }
     },
     async copyLink() {
-      toAddress();
+      updateAddress();
       try {
         await navigator.clipboard.writeText(location.href);
-        say(app.t("link.copied"));
+        notify(app.t("link.copied"));
       } catch {
-        say(app.t("link.shown")); // a page in a file may not write to the clipboard
+        notify(app.t("link.shown")); // a page in a file may not write to the clipboard
       }
     },
     nextTheme() {
@@ -167,9 +167,9 @@ export function start(root, source, { language = "en", address = false, keys = r
       update();
     },
     help: () => help.open(app.t),
-    trouble(error) {
+    showError(error) {
       console.error(error);
-      say(app.t("trouble", { reason: error?.message ?? String(error) }));
+      notify(app.t("error", { reason: error?.message ?? String(error) }));
     },
   };
   let running = 0;
@@ -184,11 +184,11 @@ export function start(root, source, { language = "en", address = false, keys = r
   const toast = el("div", { class: "toast", role: "status", hidden: true });
   root.replaceChildren(header.element, tabs.element, controls.element, main, el("footer", { class: "foot" }, hint), app.tip.element, toast, help.element);
 
-  const hush = debounced(() => (toast.hidden = true), 2500);
-  function say(text) {
+  const hideToastSoon = debounce(() => (toast.hidden = true), 2500);
+  function notify(text) {
     toast.textContent = text;
     toast.hidden = false;
-    hush();
+    hideToastSoon();
   }
 
   function reveal() {
@@ -196,16 +196,16 @@ export function start(root, source, { language = "en", address = false, keys = r
     if (token !== undefined) views[app.state.view].reveal?.(token, stream);
   }
 
-  const toAddress = () => {
+  const updateAddress = () => {
     if (!address) return;
     const hash = toHash(app.state);
     try {
       if (location.hash.slice(1) !== hash) history.replaceState(null, "", `#${hash}`);
     } catch {
-      // a frame without an address of its own
+      // a frame without a URL
     }
   };
-  const toAddressSoon = debounced(toAddress, 150);
+  const updateAddressSoon = debounce(updateAddress, 150);
 
   function update() {
     const { view } = app.state;
@@ -219,11 +219,11 @@ export function start(root, source, { language = "en", address = false, keys = r
       main.replaceChildren(el("p", { class: "muted", text: app.t("empty") }));
       return;
     }
-    views[view] ??= MAKERS[view](app);
+    views[view] ??= VIEW_FACTORIES[view](app);
     if (main.firstChild !== views[view].element) main.replaceChildren(views[view].element);
     hint.textContent = views[view].hint ? app.t(views[view].hint) : "";
-    Promise.resolve(views[view].update()).catch(app.trouble);
-    toAddressSoon();
+    Promise.resolve(views[view].update()).catch(app.showError);
+    updateAddressSoon();
   }
 
   const acts = {
@@ -254,8 +254,8 @@ export function start(root, source, { language = "en", address = false, keys = r
   system.addEventListener("change", update);
   if (address) {
     addEventListener("hashchange", () => {
-      app.state = fitted(fromHash(location.hash), app.source.about);
-      found.clear();
+      app.state = fitState(fromHash(location.hash), app.source.about);
+      matches.clear();
       update();
     });
   }
@@ -263,12 +263,12 @@ export function start(root, source, { language = "en", address = false, keys = r
   return app;
 }
 
-// The chosen theme is kept where the browser allows it.
+// Store the chosen theme if the browser allows it.
 function remember(name, value) {
   try {
     localStorage.setItem(`regard.${name}`, value);
   } catch {
-    // no storage here: the choice lasts as long as the page
+    // without storage, the choice lasts until the page is closed
   }
 }
 

@@ -1,20 +1,20 @@
-// What is written around and into a map: texts with places, for the canvas and for SVG alike.
+// Axis labels and cell values of a map: texts with positions, drawn on a canvas or in SVG.
 import { el, svg } from "./dom.js";
 import { number, short } from "./text.js";
 
-const GAP = 9.5; // pixels that a label needs
+const GAP = 9.5; // least distance of labels, in pixels
 
 export function axes(field, view, size, level, palette, top) {
-  const found = [];
+  const labelled = [];
   const down = size.height / (view.bottom - view.top);
   const across = size.width / (view.right - view.left);
   for (const [token, text, strong] of labels(view.top, view.bottom, down, field.rowText, field.rowMarks)) {
-    found.push({ x: -8, y: (token + 0.5 - view.top) * down, text, strong, size: Math.min(11, Math.max(9.5, down)), align: "right" });
+    labelled.push({ x: -8, y: (token + 0.5 - view.top) * down, text, strong, size: Math.min(11, Math.max(9.5, down)), align: "right" });
   }
   for (const [token, text, strong] of labels(view.left, view.right, across, field.columnText, field.columnMarks)) {
-    found.push({ x: (token + 0.5 - view.left) * across, y: -8, text, strong, size: Math.min(11, Math.max(9.5, across)), align: "left", turn: -55 });
+    labelled.push({ x: (token + 0.5 - view.left) * across, y: -8, text, strong, size: Math.min(11, Math.max(9.5, across)), align: "left", rotation: -55 });
   }
-  found.push({ x: -8, y: -12, text: field.corner, size: 11, align: "right", soft: true });
+  labelled.push({ x: -8, y: -12, text: field.corner, size: 11, align: "right", soft: true });
   if (isSingle(level) && across >= 48 && down >= 18) {
     for (let i = 0; i < level.rows; i++) {
       for (let j = 0; j < level.columns; j++) {
@@ -23,22 +23,22 @@ export function axes(field, view, size, level, palette, top) {
         const value = level.data[i * level.columns + j];
         if (value > 0) {
           const text = value < 0.001 ? "<.001" : number(value).replace(/^0/, "");
-          found.push({ x, y, text, size: 11, align: "center", fill: palette.ink(value, top) });
+          labelled.push({ x, y, text, size: 11, align: "center", fill: palette.ink(value, top) });
         }
       }
     }
   }
-  return found;
+  return labelled;
 }
 
-// Token texts where each has room, positions at round steps where not; tokens that were searched for stand out.
+// Token texts where they fit, otherwise positions at round steps; matches of the search are highlighted.
 function labels(from, to, pixels, text, marks) {
-  const found = [];
+  const labelled = [];
   if (pixels >= GAP) {
     for (let token = Math.max(0, Math.floor(from)); token < to; token++) {
-      if (token + 0.5 >= from && token + 0.5 <= to) found.push([token, short(text(token), 15), marks.has(token)]);
+      if (token + 0.5 >= from && token + 0.5 <= to) labelled.push([token, short(text(token), 15), marks.has(token)]);
     }
-    return found;
+    return labelled;
   }
   let step = 1;
   for (const factor of cycle([2, 2.5, 2])) {
@@ -48,27 +48,27 @@ function labels(from, to, pixels, text, marks) {
   let last = -Infinity;
   for (const token of [...marks].sort((a, b) => a - b)) {
     if (token < from || token >= to || (token - last) * pixels < GAP) continue;
-    found.push([token, short(text(token), 15), true]);
+    labelled.push([token, short(text(token), 15), true]);
     last = token;
   }
-  const taken = found.map(([token]) => token);
+  const taken = labelled.map(([token]) => token);
   for (let token = Math.ceil(from / step) * step; token < to; token += step) {
-    if (!taken.some((other) => Math.abs(other - token) * pixels < GAP)) found.push([token, String(token), false]);
+    if (!taken.some((other) => Math.abs(other - token) * pixels < GAP)) labelled.push([token, String(token), false]);
   }
-  return found;
+  return labelled;
 }
 
 function* cycle(items) {
   for (;;) yield* items;
 }
 
-// The end of a scale, which has two digits.
+// The upper end of a scale, as a number of two digits.
 export function scaleText(top) {
   return top && top < 0.001 ? top.toExponential(1) : String(Number(top.toPrecision(2)));
 }
 
 export function legend(element, palette, top, label) {
-  const stops = Array.from({ length: 33 }, (_, n) => palette.css(n / 32, 1)).join(", "); // along the weights
+  const stops = Array.from({ length: 33 }, (_, n) => palette.css(n / 32, 1)).join(", "); // linear in the weights
   const bar = el("span", { class: "legend-bar", role: "img", "aria-label": `${label}: 0 – ${scaleText(top)}` });
   bar.style.background = `linear-gradient(to right, ${stops})`;
   element.replaceChildren(
@@ -79,8 +79,8 @@ export function legend(element, palette, top, label) {
   );
 }
 
-// The same on a saved picture, from (x, y): what the colours mean, and the texts of the two ends. `even` says that colours
-// go with the numbers themselves, and not with their square roots.
+// The colour scale of a saved picture at (x, y), with a label and the texts of both ends. With `even`, colours are linear
+// in the numbers instead of their square roots.
 export function colourBar(x, y, palette, label, [from, to], even = false) {
   const bar = svg("g", { class: "colour-bar", transform: `translate(${x} ${y})` });
   const start = 8 + 7 * from.length;

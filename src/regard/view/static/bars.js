@@ -1,5 +1,5 @@
-// The header, the tabs and the row of controls. They show the state and change it; they hold none.
-import { choice, debounced, el, setOptions, svg } from "./dom.js";
+// The header, the tabs and the row of controls. They display and change the state of the app and have none themselves.
+import { choice, debounce, el, setOptions, svg } from "./dom.js";
 import { available, SORTS } from "./state.js";
 import { role } from "./words.js";
 
@@ -27,7 +27,7 @@ export function createHeader(app) {
   const text = el("textarea", { class: "text", rows: 2, spellcheck: "false" });
   const busy = el("span", { class: "busy", role: "status" });
   const live = el("div", { class: "live", hidden: true }, text, busy);
-  const run = debounced(() => text.value.trim() && app.run(text.value), 300);
+  const run = debounce(() => text.value.trim() && app.run(text.value), 300);
   text.addEventListener("input", () => {
     busy.textContent = text.value.trim() ? app.t("text.busy") : "";
     app.stale(text.value.trim() ? "busy" : "failed");
@@ -48,7 +48,7 @@ export function createHeader(app) {
       title.textContent = source.about.title;
       note.replaceChildren();
       if (source.about.text && !source.canRun) note.append(el("span", { class: "note-label", text: t("text") }), el("bdi", { class: "note-text", text: source.about.text }));
-      if (source.about.note) note.append(el("span", { class: "note-label", text: t("said") }), el("bdi", { text: source.about.note }));
+      if (source.about.note) note.append(el("span", { class: "note-label", text: t("output") }), el("bdi", { text: source.about.note }));
       language.textContent = app.language === "zh" ? "EN" : "中";
       language.title = t("language");
       language.setAttribute("aria-label", t("language"));

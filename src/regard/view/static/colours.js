@@ -1,4 +1,4 @@
-// One sequential map for light pages and one for dark ones: a few anchors, joined in OKLab, of monotone lightness.
+// Sequential colour maps for light and dark pages: anchors interpolated in OKLab, with monotone lightness.
 const ANCHORS = {
   light: ["#fbfbfd", "#d7ebe3", "#86c9b6", "#3a97a8", "#33609f", "#3a2f7d", "#1d1040"],
   dark: ["#14161f", "#2a2455", "#35457f", "#2f7290", "#3fa48c", "#9acb62", "#fdf0a0"],
@@ -47,7 +47,7 @@ function build(theme) {
     bytes.push(toBytes(anchors[low].map((value, n) => value + (at - low) * (anchors[low + 1][n] - value))));
   }
   const pixels = Uint32Array.from(bytes, ([r, g, b]) => ((255 << 24) | (b << 16) | (g << 8) | r) >>> 0);
-  // Small weights matter: the square root spreads them, and the legend says so.
+  // The square root makes small weights distinguishable; the legend shows the same scale.
   const index = (value, most) => (value > 0 && most > 0 ? Math.min(255, Math.round(255 * Math.sqrt(value / most))) : 0);
   return {
     theme,
@@ -60,10 +60,10 @@ function build(theme) {
   };
 }
 
-const made = {};
+const palettes = {};
 
 export function palette(dark) {
   const theme = dark ? "dark" : "light";
-  made[theme] ??= build(theme);
-  return made[theme];
+  palettes[theme] ??= build(theme);
+  return palettes[theme];
 }

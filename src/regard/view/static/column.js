@@ -1,4 +1,4 @@
-// A list of tokens of which only those on the screen exist as elements, whatever its length.
+// A virtual list of tokens: only those on the screen have elements, so that it can have any length.
 import { el } from "./dom.js";
 import { visible } from "./text.js";
 
@@ -69,7 +69,7 @@ export function createColumn(side, on) {
   };
 }
 
-// A column with a scroller of its own.
+// A column that scrolls independently.
 export function createList(on) {
   const column = createColumn("query", {
     ...on,

@@ -1,4 +1,4 @@
-// Elements from data. Text reaches the page as text nodes only, never as markup.
+// Create elements from data. Text is inserted as text nodes only, never as markup.
 const SVG = "http://www.w3.org/2000/svg";
 
 export function el(name, props, ...children) {
@@ -21,7 +21,7 @@ function fill(node, props, children) {
   return node;
 }
 
-// Replaces options only if they changed, so that an open list is not disturbed.
+// Replace options only if they changed, so that an open list stays open.
 export function setOptions(select, options, value) {
   const known = options.map(([key, text]) => `${key}\n${text}`).join("\n\n");
   if (select.regardOptions !== known) {
@@ -31,7 +31,7 @@ export function setOptions(select, options, value) {
   select.value = value;
 }
 
-// A row of buttons of which one is chosen. Arrow keys move the choice, as in a group of radio buttons.
+// A row of buttons that works like a group of radio buttons, including arrow keys.
 export function choice(label, onChoose) {
   const element = el("div", { class: "choice", role: "radiogroup", "aria-label": label });
   let keys = [];
@@ -69,8 +69,8 @@ export function choice(label, onChoose) {
   };
 }
 
-// Calls at most once a frame, with the last arguments.
-export function framed(work) {
+// Call `work` at most once per animation frame, with the latest arguments.
+export function oncePerFrame(work) {
   let waiting = false;
   let last;
   return (...args) => {
@@ -84,7 +84,7 @@ export function framed(work) {
   };
 }
 
-export function debounced(work, milliseconds) {
+export function debounce(work, milliseconds) {
   let timer = 0;
   return (...args) => {
     clearTimeout(timer);

@@ -1,4 +1,4 @@
-// A view as a file. Every view draws itself as SVG; a PNG is that drawing at twice its size.
+// Save a view as a file. Every view returns an SVG drawing; a PNG is the same drawing at twice the size.
 import { svg } from "./dom.js";
 
 const FONT = "system-ui, sans-serif";
@@ -9,7 +9,7 @@ function widthOf(title) {
   return Math.ceil(context.measureText(title).width);
 }
 
-function finished(drawing, title, dark) {
+function addTitle(drawing, title, dark) {
   const height = Number(drawing.getAttribute("height"));
   const width = Math.max(Number(drawing.getAttribute("width")), 24 + widthOf(title));
   const whole = svg(
@@ -41,7 +41,7 @@ async function raster({ text, width, height }) {
 }
 
 export async function save(drawing, kind, name, title, dark) {
-  const whole = finished(drawing, title, dark);
+  const whole = addTitle(drawing, title, dark);
   const blob = kind === "png" ? await raster(whole) : new Blob([whole.text], { type: "image/svg+xml" });
   const link = document.createElement("a");
   link.href = URL.createObjectURL(blob);

@@ -1,8 +1,8 @@
-// All heads as thumbnails: a row for each layer, or one flow when they are sorted or filtered otherwise.
+// Thumbnails of all heads: one row per layer, or a continuous flow under another sort order.
 import { colourBar } from "./axes.js";
 import { el, svg } from "./dom.js";
-import { joined, topOf } from "./levels.js";
-import { coloured } from "./raster.js";
+import { coarsen, topOf } from "./levels.js";
+import { toColours } from "./raster.js";
 import { brief } from "./text.js";
 import { role } from "./words.js";
 
@@ -15,10 +15,10 @@ export function headsView(app) {
   let shown = [];
   let version = 0;
 
-  // Only what is on the screen is decoded and drawn.
-  const seen = new IntersectionObserver((entries) => {
+  // Only thumbnails on the screen are decoded and drawn.
+  const observer = new IntersectionObserver((entries) => {
     for (const entry of entries) {
-      entry.target.regardSeen = entry.isIntersecting;
+      entry.target.regardVisible = entry.isIntersecting;
       if (entry.isIntersecting) draw(entry.target);
     }
   }, { rootMargin: "200px" });
@@ -29,7 +29,7 @@ export function headsView(app) {
     const mark = `${version}/${palette.theme}`;
     if (button.regardDrawn === mark) return;
     button.regardDrawn = mark;
-    const level = joined(await app.source.level(attention, head), SIDE, SIDE);
+    const level = coarsen(await app.source.level(attention, head), SIDE, SIDE);
     if (button.regardDrawn === mark) paint(button.querySelector("canvas"), level, palette);
   }
 
@@ -46,9 +46,9 @@ export function headsView(app) {
       button.addEventListener("click", () =>
         app.set({ view: "map", attention: entry.attention.id, head: entry.head, rows: null, columns: null }),
       );
-      button.addEventListener("pointermove", (event) => tell(event, button.regardHead));
+      button.addEventListener("pointermove", (event) => showTip(event, button.regardHead));
       button.addEventListener("pointerleave", () => app.tip.hide());
-      seen.observe(button);
+      observer.observe(button);
       thumbs.set(key, button);
     }
     const button = thumbs.get(key);
@@ -66,7 +66,7 @@ export function headsView(app) {
     return button;
   }
 
-  function tell(event, entry) {
+  function showTip(event, entry) {
     const { t } = app;
     app.tip.show(event.clientX, event.clientY, [
       [t("heads.one", { layer: entry.attention.layer, head: entry.head }), null],
@@ -90,8 +90,8 @@ export function headsView(app) {
 
   function columns() {
     const top = shown[0]?.offsetTop;
-    const found = shown.findIndex((button) => button.offsetTop !== top);
-    return found < 0 ? shown.length : found;
+    const count = shown.findIndex((button) => button.offsetTop !== top);
+    return count < 0 ? shown.length : count;
   }
 
   return {
@@ -120,12 +120,12 @@ export function headsView(app) {
       }
       grid.replaceChildren(...nodes);
       if (shown.length && !shown.some((button) => button.tabIndex === 0)) shown[0].tabIndex = 0;
-      for (const button of shown) if (button.regardSeen) draw(button);
+      for (const button of shown) if (button.regardVisible) draw(button);
     },
     focus: () => shown.find((button) => button.tabIndex === 0)?.focus(),
     forget() {
       version++;
-      for (const button of thumbs.values()) seen.unobserve(button);
+      for (const button of thumbs.values()) observer.unobserve(button);
       thumbs.clear();
     },
     hint: "hint.heads",
@@ -137,7 +137,7 @@ export function headsView(app) {
       const drawing = svg("svg", { width: Math.max(380, across * 108 + 16), height: down * 138 + 40 });
       drawing.append(colourBar(12, down * 138 + 18, palette, "", ["0", app.t("strongest")]));
       for (const [n, { attention, head, found }] of entries.entries()) {
-        const level = joined(await app.source.level(attention, head), SIDE, SIDE);
+        const level = coarsen(await app.source.level(attention, head), SIDE, SIDE);
         const canvas = el("canvas");
         paint(canvas, level, palette);
         const [x, y] = [12 + (n % across) * 108, 12 + Math.floor(n / across) * 138];
@@ -159,6 +159,6 @@ function paint(canvas, level, palette) {
   const image = context.createImageData(level.columns, level.rows);
   const pixels = new Uint32Array(image.data.buffer);
   const top = topOf(level.data);
-  pixels.set(coloured(level, palette, top));
+  pixels.set(toColours(level, palette, top));
   context.putImageData(image, 0, 0);
 }

@@ -1,4 +1,4 @@
-// The panel that `?` opens.
+// The keyboard help, opened with `?`.
 import { el } from "./dom.js";
 
 const KEYS = [

@@ -1,7 +1,7 @@
-// Patches over an image.
+// Attention over the patches of an image.
 import { colourBar, legend, scaleText } from "./axes.js";
 import { el, svg } from "./dom.js";
-import { roundedUp } from "./levels.js";
+import { roundUp } from "./levels.js";
 import { overView } from "./over.js";
 import { palette } from "./colours.js";
 
@@ -11,7 +11,7 @@ export function imageView(app) {
   const mark = el("div", { class: "patch", hidden: true });
   const stage = el("div", { class: "picture", tabindex: "0", role: "img" }, picture, heat, mark);
   const about = () => app.source.about.image;
-  // From the image alone to the weights alone.
+  // 0 shows the image only, 100 the weights only.
   const opacity = el("input", { type: "range", min: 0, max: 100, value: 75, class: "slider opacity" });
   opacity.addEventListener("input", () => (heat.style.opacity = opacity.value / 100));
   heat.style.opacity = 0.75;
@@ -55,7 +55,7 @@ export function imageView(app) {
     paint({ values, token, largest, pooled: means }) {
       const { first, grid } = about();
       const [rows, columns] = grid;
-      top = roundedUp(largest);
+      top = roundUp(largest);
       pooled = means;
       heat.width = columns;
       heat.height = rows;

@@ -1,15 +1,15 @@
-// Levels: the weights of one head as a grid of cells. A cell is the mean of the weights of its rows and columns, and a
-// cell of one row and one column is a weight. Bands are [from, to] pairs, flat; a cell is drawn from where its band starts
-// to where the next one does, since neighbours may share one token.
+// Levels: the weights of one head as a grid of cells. A cell is the mean weight over its rows and columns; a cell of one
+// row and one column is exact. Bands are a flat array of [start, stop] pairs. Since neighbouring bands may overlap by one
+// token, a cell is drawn from the start of its band to the start of the next.
 
-// Band n of N over a length L, as in pool.py: from floor(n L / N) to ceil((n + 1) L / N).
+// Band n of N over a length L is floor(n L / N) ... ceil((n + 1) L / N), as in pool.py.
 export function bands(length, count) {
-  const found = new Int32Array(2 * count);
+  const result = new Int32Array(2 * count);
   for (let n = 0; n < count; n++) {
-    found[2 * n] = Math.floor((n * length) / count);
-    found[2 * n + 1] = Math.ceil(((n + 1) * length) / count);
+    result[2 * n] = Math.floor((n * length) / count);
+    result[2 * n + 1] = Math.ceil(((n + 1) * length) / count);
   }
-  return found;
+  return result;
 }
 
 export function level(data, rows, columns) {
@@ -17,29 +17,29 @@ export function level(data, rows, columns) {
 }
 
 function edges(pairs) {
-  const found = new Int32Array(pairs.length / 2 + 1);
-  for (let n = 0; n < found.length - 1; n++) found[n] = pairs[2 * n];
-  found[found.length - 1] = pairs[pairs.length - 1];
-  return found;
+  const result = new Int32Array(pairs.length / 2 + 1);
+  for (let n = 0; n < result.length - 1; n++) result[n] = pairs[2 * n];
+  result[result.length - 1] = pairs[pairs.length - 1];
+  return result;
 }
 
-// The same with at most `rows` x `columns` cells, for colours: numbers are read from the level itself.
-export function joined(fine, rows, columns) {
+// Merge cells to at most `rows` x `columns`. Used for colours only; displayed numbers come from the original level.
+export function coarsen(fine, rows, columns) {
   const down = Math.ceil(fine.rows / rows);
   const across = Math.ceil(fine.columns / columns);
   if (down <= 1 && across <= 1) return fine;
-  const made = { rows: Math.ceil(fine.rows / down), columns: Math.ceil(fine.columns / across), rowEdges: every(fine.rowEdges, down), columnEdges: every(fine.columnEdges, across) };
-  const data = new Float32Array(made.rows * made.columns);
-  const share = (all, n, joinedEdges, to) => (all[n + 1] - all[n]) / (joinedEdges[to + 1] - joinedEdges[to]);
+  const coarse = { rows: Math.ceil(fine.rows / down), columns: Math.ceil(fine.columns / across), rowEdges: every(fine.rowEdges, down), columnEdges: every(fine.columnEdges, across) };
+  const data = new Float32Array(coarse.rows * coarse.columns);
+  const share = (all, n, coarseEdges, to) => (all[n + 1] - all[n]) / (coarseEdges[to + 1] - coarseEdges[to]);
   for (let i = 0; i < fine.rows; i++) {
     const y = Math.floor(i / down);
-    const tall = share(fine.rowEdges, i, made.rowEdges, y);
+    const tall = share(fine.rowEdges, i, coarse.rowEdges, y);
     for (let j = 0; j < fine.columns; j++) {
       const x = Math.floor(j / across);
-      data[y * made.columns + x] += tall * share(fine.columnEdges, j, made.columnEdges, x) * fine.data[i * fine.columns + j];
+      data[y * coarse.columns + x] += tall * share(fine.columnEdges, j, coarse.columnEdges, x) * fine.data[i * fine.columns + j];
     }
   }
-  return { ...made, data };
+  return { ...coarse, data };
 }
 
 function every(all, step) {
@@ -49,7 +49,7 @@ function every(all, step) {
   return Int32Array.from(kept);
 }
 
-// The cells that a window of tokens touches, for colours.
+// The cells that overlap a window of tokens, for colours.
 export function cut(whole, [top, bottom], [left, right]) {
   const r = [find(whole.rowEdges, top), find(whole.rowEdges, bottom - 1) + 1];
   const c = [find(whole.columnEdges, left), find(whole.columnEdges, right - 1) + 1];
@@ -67,7 +67,7 @@ export function cut(whole, [top, bottom], [left, right]) {
   };
 }
 
-// The cell at a token: its bands, and its value.
+// The cell that contains a query and a key: its bands and its value.
 export function cellAt(whole, query, key) {
   const i = find(whole.rowEdges, query);
   const j = find(whole.columnEdges, key);
@@ -77,7 +77,7 @@ export function cellAt(whole, query, key) {
   return { rows, columns, single, value: whole.data[i * whole.columns + j] };
 }
 
-// Where a token lies among edges.
+// Index of the interval between edges that contains a token (binary search).
 export function find(all, token) {
   let low = 0;
   let high = all.length - 2;
@@ -90,17 +90,17 @@ export function find(all, token) {
 }
 
 export function most(data) {
-  let found = 0;
-  for (const value of data) if (value > found) found = value;
-  return found;
+  let result = 0;
+  for (const value of data) if (value > result) result = value;
+  return result;
 }
 
-// The end of a colour scale: the largest value, up to the next number of two digits, so that the legend says what it is.
+// Upper end of a colour scale: the largest value rounded up to two digits, so that the legend can print it exactly.
 export function topOf(data) {
-  return roundedUp(most(data));
+  return roundUp(most(data));
 }
 
-export function roundedUp(value) {
+export function roundUp(value) {
   if (!(value > 0)) return 0;
   const step = 10 ** (Math.floor(Math.log10(value)) - 1);
   return Number((Math.ceil(value / step - 1e-9) * step).toPrecision(2));

@@ -1,21 +1,21 @@
-// One head as a map.
+// The map of one head.
 import { el } from "./dom.js";
 import { createPlane } from "./plane.js";
 
 export function mapView(app) {
   const plane = createPlane(app, (window) => app.set(window));
   const element = el("section", { class: "view view-map" }, plane.element);
-  let turn = 0;
+  let latest = 0;
 
   return {
     element,
     async update() {
-      const now = ++turn;
+      const now = ++latest;
       const attention = app.attention();
       const { head, rows, columns } = app.state;
       if (!attention) return;
       const level = await app.source.level(attention, head);
-      if (now !== turn) return;
+      if (now !== latest) return;
       plane.show(
         {
           key: `${app.version}/${attention.id}/${head}`,
@@ -29,9 +29,9 @@ export function mapView(app) {
           columnText: (n) => app.text(attention.keys, n),
           rowMarks: app.matches(attention.queries),
           columnMarks: app.matches(attention.keys),
-          row: (query) => app.look.row(attention, head, query),
-          column: (key) => app.look.column(attention, head, key),
-          top: app.source.live ? null : async (query) => (await app.look.row(attention, head, query)).top,
+          row: (query) => app.neighbours.row(attention, head, query),
+          column: (key) => app.neighbours.column(attention, head, key),
+          top: app.source.live ? null : async (query) => (await app.neighbours.row(attention, head, query)).top,
         },
         rows,
         columns,

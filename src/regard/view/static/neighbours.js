@@ -1,20 +1,20 @@
-// The keys that a query attends to and the queries that attend to a key, as far as the source holds them: every weight, or
-// the top keys only.
+// The keys that a query attends to and the queries that attend to a key, from all weights or, if the source has no more,
+// from the top keys.
 import { cellAt, find } from "./levels.js";
 
 const PIECE = 4096;
 
-// {all: weights or null, top: [[token, weight], ...] descending}. `all` is null where only the top is known.
+// Answers are {all: weights or null, top: [[token, weight], ...] descending}; `all` is null if only the top is known.
 export function createNeighbours(source, remembered = 64) {
   const rows = new Map();
   const inverse = new Map();
-  let gone = false; // whether a live source failed to answer
+  let failed = false; // whether a live source failed to answer
 
   function remember(key, make) {
     if (!rows.has(key)) {
       if (rows.size >= remembered) rows.delete(rows.keys().next().value);
       const found = make();
-      found.catch(() => rows.delete(key)); // what failed is asked again
+      found.catch(() => rows.delete(key)); // retry after a failure
       rows.set(key, found);
     }
     return rows.get(key);
@@ -38,7 +38,7 @@ export function createNeighbours(source, remembered = 64) {
     return { keys: keys.data, weights: weights.data, only: only?.data, count, width, at, place };
   }
 
-  // A whole row or column of single weights, asked for in pieces that a server answers.
+  // Fetch a whole row or column of exact weights, in pieces of a size that the server accepts.
   async function line(length, question) {
     const all = new Float32Array(length);
     const { about } = source;
@@ -46,7 +46,7 @@ export function createNeighbours(source, remembered = 64) {
     try {
       await Promise.all(pieces.map(async ([from, to]) => all.set((await source.window(question(from, to))).data, from)));
     } catch (error) {
-      if (source.about === about) gone = true; // from now on what the document holds is shown: its top keys
+      if (source.about === about) failed = true; // fall back to the top keys of the document
       throw error;
     }
     return all;
@@ -56,11 +56,11 @@ export function createNeighbours(source, remembered = 64) {
     if (attention.exact) {
       const { data, columns } = await source.level(attention, head);
       const all = data.subarray(query * columns, (query + 1) * columns);
-      return { all, top: ranked(all) };
+      return { all, top: rank(all) };
     }
-    if (source.live && !gone) {
+    if (source.live && !failed) {
       const all = await line(attention.K, (from, to) => ({ attention, head, rows: [query, query + 1], columns: [from, to], size: [1, to - from] }));
-      return { all, top: ranked(all) };
+      return { all, top: rank(all) };
     }
     const known = await tops(attention, head);
     const place = known ? known.place(query) : -1;
@@ -76,18 +76,18 @@ export function createNeighbours(source, remembered = 64) {
     if (attention.exact) {
       const { data, rows: count, columns } = await source.level(attention, head);
       const all = Float32Array.from({ length: count }, (_, i) => data[i * columns + key]);
-      return { all, top: ranked(all) };
+      return { all, top: rank(all) };
     }
-    if (source.live && !gone) {
+    if (source.live && !failed) {
       const all = await line(attention.Q, (from, to) => ({ attention, head, rows: [from, to], columns: [key, key + 1], size: [to - from, 1] }));
-      return { all, top: ranked(all) };
+      return { all, top: rank(all) };
     }
-    const index = await lookers(attention, head);
+    const index = await queriesByKey(attention, head);
     return { all: null, top: index?.get(key) ?? [] };
   }
 
-  // key -> [[query, weight], ...], from the top keys; built once for a head, when somebody first asks.
-  function lookers(attention, head) {
+  // Map of key -> [[query, weight], ...] from the top keys; built on first use of a head.
+  function queriesByKey(attention, head) {
     const name = `${attention.id}/${head}`;
     if (!inverse.has(name)) {
       if (inverse.size >= 4) inverse.delete(inverse.keys().next().value);
@@ -113,31 +113,31 @@ export function createNeighbours(source, remembered = 64) {
     return inverse.get(name);
   }
 
-  // A number for every key, for pictures: the weight where it is known, else the mean of the pooled cell, which `cell` of
-  // the other token describes.
+  // A value for every token of the other side, for pictures: the exact weight where known (`exact` is the set of those
+  // tokens, or null for all), otherwise the mean of the pooled cell `cell(token)`.
   async function spread(attention, head, token, from) {
-    const found = await (from === "key" ? look.column : look.row)(attention, head, token);
-    if (found.all) return { values: found.all, sure: null, top: found.top, cell: null };
+    const found = await (from === "key" ? neighbours.column : neighbours.row)(attention, head, token);
+    if (found.all) return { values: found.all, exact: null, top: found.top, cell: null };
     const pooled = await source.level(attention, head);
     const length = from === "key" ? attention.Q : attention.K;
     const values = new Float32Array(length);
     const cell = (other) => cellAt(pooled, ...(from === "key" ? [other, token] : [token, other]));
     for (let other = 0; other < length; other++) values[other] = cell(other).value;
-    const sure = new Set();
+    const exact = new Set();
     for (const [other, weight] of found.top) {
       values[other] = weight;
-      sure.add(other);
+      exact.add(other);
     }
-    return { values, sure, top: found.top, cell };
+    return { values, exact, top: found.top, cell };
   }
 
-  // [query, key, weight] of the strongest few keys of the queries [from, to), of what is known without asking.
+  // [query, key, weight] of the strongest keys of the queries [from, to), from data that is already loaded.
   async function overview(attention, head, from, to, count) {
     const found = [];
     if (attention.exact) {
       const { data, columns } = await source.level(attention, head);
       for (let query = from; query < to; query++) {
-        const top = ranked(data.subarray(query * columns, (query + 1) * columns), count);
+        const top = rank(data.subarray(query * columns, (query + 1) * columns), count);
         for (const [key, weight] of top) found.push([query, key, weight]);
       }
       return found;
@@ -154,21 +154,21 @@ export function createNeighbours(source, remembered = 64) {
     return found;
   }
 
-  const look = {
+  const neighbours = {
     overview,
     row: (attention, head, query) => remember(`r/${attention.id}/${head}/${query}`, () => row(attention, head, query)),
     column: (attention, head, key) => remember(`c/${attention.id}/${head}/${key}`, () => column(attention, head, key)),
     spread,
     forget() {
       rows.clear();
-      gone = false;
+      failed = false;
       inverse.clear();
     },
   };
-  return look;
+  return neighbours;
 }
 
-export function ranked(all, count = 64) {
+export function rank(all, count = 64) {
   const order = [];
   for (let i = 0; i < all.length; i++) if (all[i] > 0) order.push(i);
   order.sort((a, b) => all[b] - all[a] || a - b);

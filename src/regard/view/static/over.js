@@ -1,6 +1,6 @@
-// A token is chosen, in a picture or in a list, and the picture shows the weights of its row, or of its column.
+// Attention over a picture: choose a token in the picture or in a list to see its row or column of weights.
 import { createList } from "./column.js";
-import { choice, el, framed } from "./dom.js";
+import { choice, el, oncePerFrame } from "./dom.js";
 import { number, span } from "./text.js";
 
 // A stage: {element, kind: a key of about, hit(event) -> token or null, inside(token) -> bool, name(token) -> text,
@@ -15,18 +15,18 @@ export function overView(app, stage) {
     el("div", { class: "over-main" }, el("div", { class: "bar" }, sides.element, stage.control, readout), stage.element),
     list.element,
   );
-  let outside = []; // tokens of the chosen side that are no part of the picture
+  let outside = []; // tokens of the chosen side that are not part of the picture
   let hovered = null;
-  let found = null;
-  let caption = ""; // what the picture shows: a token, and the side it is read from
-  let turn = 0;
+  let weights = null;
+  let caption = ""; // the token that the picture shows, and its side
+  let latest = 0;
   let at = null; // the last pointer event over the picture
 
   const stream = () => app.source.about[stage.kind].stream;
   const fits = (attention, side) => (side === "query" ? attention.keys : attention.queries) === stream();
   const own = (attention, side) => (side === "query" ? attention.queries : attention.keys) === stream();
 
-  const point = framed((token) => {
+  const point = oncePerFrame((token) => {
     if (token === hovered) return;
     hovered = token;
     read();
@@ -36,19 +36,19 @@ export function overView(app, stage) {
     app.set({ token: app.state.token === token ? null : token });
   }
 
-  // With a token kept, pointing reads numbers off the picture; with none, it chooses.
+  // While a token is pinned, hovering shows values; otherwise it chooses a token.
   stage.element.addEventListener("pointermove", (event) => {
     at = event;
     const token = stage.hit(event);
     if (app.state.token === null && own(app.attention(), app.state.side)) point(token);
-    if (token === hovered || app.state.token !== null || !own(app.attention(), app.state.side)) tell();
+    if (token === hovered || app.state.token !== null || !own(app.attention(), app.state.side)) showTip();
   });
 
-  function tell() {
+  function showTip() {
     const token = stage.hit(at);
     const { side } = app.state;
     const attention = app.attention();
-    if (token === null || !found) {
+    if (token === null || !weights) {
       app.tip.hide();
       return;
     }
@@ -56,15 +56,15 @@ export function overView(app, stage) {
     const rows = [[stage.name(token), app.tokens(stream())[token] ?? ""]];
     let note = "";
     if (app.state.token !== null || !own(attention, side)) {
-      const cell = found.sure && !found.sure.has(token) ? found.cell(token) : null;
+      const cell = weights.exact && !weights.exact.has(token) ? weights.cell(token) : null;
       if (cell && !cell.single) {
         const [tall, wide] = [cell.rows, cell.columns].map(([from, to]) => to - from);
         rows.push([`${t(tall === 1 ? "query" : "queries")} ${span(...cell.rows)}`, null], [`${t(wide === 1 ? "key" : "keys")} ${span(...cell.columns)}`, null]);
         note = t("weight.mean", { rows: tall, columns: wide });
       }
-      rows.push([t(note ? "weight.pooled" : "weight"), null, number(found.values[token])]);
+      rows.push([t(note ? "weight.pooled" : "weight"), null, number(weights.values[token])]);
     } else {
-      for (const [other, weight] of found.top.slice(0, 4)) rows.push([`${t(side === "query" ? "looks" : "looked")} ${label(other)}`, null, number(weight)]);
+      for (const [other, weight] of weights.top.slice(0, 4)) rows.push([`${t(side === "query" ? "looks" : "looked")} ${label(other)}`, null, number(weight)]);
     }
     app.tip.show(at.clientX, at.clientY, rows, note);
   }
@@ -87,36 +87,36 @@ export function overView(app, stage) {
   }
 
   async function read() {
-    const now = ++turn;
+    const now = ++latest;
     const attention = app.attention();
     const { side, head } = app.state;
     const token = current();
     if (token === null) {
-      found = null;
+      weights = null;
       caption = "";
       readout.textContent = app.t(`hint.${app.state.view}`);
       stage.clear();
     } else {
       let answer;
       try {
-        answer = await app.look.spread(attention, head, token, side);
+        answer = await app.neighbours.spread(attention, head, token, side);
       } catch (error) {
-        app.trouble(error);
+        app.showError(error);
         return;
       }
-      if (now !== turn) return;
-      found = answer;
+      if (now !== latest) return;
+      weights = answer;
       let largest = 0;
-      for (let n = 0; n < found.values.length; n++) if (stage.inside(n) && found.values[n] > largest) largest = found.values[n];
-      stage.paint({ values: found.values, token: own(attention, side) ? token : null, side, largest, pooled: Boolean(found.sure) });
+      for (let n = 0; n < weights.values.length; n++) if (stage.inside(n) && weights.values[n] > largest) largest = weights.values[n];
+      stage.paint({ values: weights.values, token: own(attention, side) ? token : null, side, largest, pooled: Boolean(weights.exact) });
       const texts = app.tokens(side === "query" ? attention.queries : attention.keys);
       const name = own(attention, side) && stage.inside(token) ? stage.name(token) : texts[token] ?? String(token);
-      const best = found.top.slice(0, 3).map(([other, weight]) => `${label(other)} (${number(weight)})`).join(", ");
+      const best = weights.top.slice(0, 3).map(([other, weight]) => `${label(other)} (${number(weight)})`).join(", ");
       caption = `${name} · ${app.t(side === "query" ? "looks" : "looked")}`;
       readout.textContent = `${caption} ${best}`;
     }
     renderList();
-    if (at) tell();
+    if (at) showTip();
   }
 
   function renderList() {

@@ -1,4 +1,4 @@
-// In a page of its own: arrays lie in the page; a live page also asks the server that it came from.
+// Entry point of an HTML page: arrays are embedded in the page; a live page also sends requests to its server.
 import { start } from "./app.js";
 import { createSource, fromBase64 } from "./source.js";
 
@@ -6,7 +6,7 @@ const root = document.getElementById("regard");
 
 function load(name) {
   const node = document.getElementById(`array-${name}`);
-  if (!node) throw new Error(`the page holds no array ${name}`);
+  if (!node) throw new Error(`the page has no array ${name}`);
   const { dtype, shape } = node.dataset;
   return { dtype, shape: shape.split(",").filter(Boolean).map(Number), bytes: fromBase64(node.textContent) };
 }
@@ -14,12 +14,12 @@ function load(name) {
 async function post(path, body) {
   const answer = await fetch(path, { method: "POST", headers: { "Content-Type": "application/json" }, body: JSON.stringify(body) });
   if (!answer.ok) {
-    const said = await answer.text();
-    let reason = said;
+    const text = await answer.text();
+    let reason = text;
     try {
-      reason = JSON.parse(said).error ?? said;
+      reason = JSON.parse(text).error ?? text;
     } catch {
-      // not every server answers in JSON
+      // a proxy may answer without JSON
     }
     throw new Error(reason.slice(0, 200) || `${answer.status}`);
   }
@@ -27,8 +27,8 @@ async function post(path, body) {
 }
 
 const remote = {
-  async window(asked) {
-    const answer = await post("api/window", asked);
+  async window(request) {
+    const answer = await post("api/window", request);
     const body = await answer.arrayBuffer();
     const [rows, columns] = new Int32Array(body, 0, 2);
     return {

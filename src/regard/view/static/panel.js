@@ -1,12 +1,12 @@
-// Next to a map or the lines: the keys that a query attends to and the queries that attend to a key, with numbers.
+// Side panel with exact weights: the keys that a query attends to and the queries that attend to a key.
 import { el } from "./dom.js";
 import { number, visible } from "./text.js";
 
 export function createPanel(app, jump, shown = 14) {
   const element = el("aside", { class: "panel" });
 
-  function table(title, found, text, side, note) {
-    const top = found.top.slice(0, shown);
+  function table(title, answer, text, side, note) {
+    const top = answer.top.slice(0, shown);
     const largest = top[0]?.[1] ?? 1;
     return el(
       "section",
@@ -43,14 +43,14 @@ export function createPanel(app, jump, shown = 14) {
     );
   }
 
-  const note = (found) => (found.all ? "" : app.t("top"));
+  const note = (answer) => (answer.all ? "" : app.t("top"));
 
   return {
     element,
     clear(text) {
       element.replaceChildren(el("p", { class: "muted", text }));
     },
-    // A cell of a map: the keys of its query, and the queries of its key.
+    // For a cell of a map: the keys of its query and the queries of its key.
     pair({ query, key }, { rowText, columnText, words = ["looks", "looked"] }, looks, looked) {
       const { t } = app;
       element.replaceChildren(
@@ -61,7 +61,7 @@ export function createPanel(app, jump, shown = 14) {
         looked ? table(t(words[1]), looked, rowText, "query", note(looked)) : "",
       );
     },
-    // `looks` and `looked` are answers of look.row and look.column, or null where the token cannot be read so.
+    // For a token: `looks` and `looked` are answers of neighbours.row and .column, or null if it is not a query or a key.
     show(spot, attention, looks, looked) {
       const { t } = app;
       const [rowText, columnText] = [attention.queries, attention.keys].map((stream) => (token) => app.text(stream, token));

@@ -1,20 +1,20 @@
-// A matrix of weights that is zoomed and read: canvas, axes, tooltip, keys. Knows nothing of heads or layers.
+// A zoomable matrix of weights: canvas, axes, tooltip, keys. It is independent of heads and layers.
 import { axes, colourBar, isSingle, legend, scaleText } from "./axes.js";
-import { debounced, el, framed, svg } from "./dom.js";
-import { cellAt, cut, joined, topOf } from "./levels.js";
+import { debounce, el, oncePerFrame, svg } from "./dom.js";
+import { cellAt, cut, coarsen, topOf } from "./levels.js";
 import { createPanel } from "./panel.js";
 import { raster } from "./raster.js";
-import { isolated, number, short, span } from "./text.js";
+import { isolate, number, short, span } from "./text.js";
 import { createWindow } from "./window.js";
 
 const LEFT = 116;
 const TOP = 84;
 const EDGE = 10;
-const CELLS = 192; // along a side that are asked of a live source at once
+const CELLS = 192; // rows and columns requested from a live source per window
 
 // A field: {key, Q, K, level, fetch(rows, columns, size) or null, rowText(i), columnText(j), rowMarks, columnMarks,
-// top(query) -> promise of [[key, weight], ...], row(query) and column(key) -> promises of what neighbours.js answers,
-// value: "weight" unless it is another key of the dictionary, of which `${value}.pooled` and `${value}.mean` are others}.
+// top(query) -> promise of [[key, weight], ...], row(query) and column(key) -> promises of answers of neighbours.js,
+// value: a key of words.json, "weight" by default; `${value}.pooled` and `${value}.mean` must be keys as well}.
 export function createPlane(app, onWindow) {
   const canvas = el("canvas", { class: "plane", tabindex: "0", role: "application" });
   const readout = el("output", { class: "readout", "aria-live": "polite" });
@@ -25,36 +25,36 @@ export function createPlane(app, onWindow) {
   const element = el("div", { class: "plane-pair" }, box, panel.element);
   let field = null;
   let frame = null; // the window
-  let detail = null; // what a live source said last
-  let drawn = null; // the level on the screen: colours
-  let base = null; // the level that numbers are read from
+  let detail = null; // the latest answer of a live source
+  let drawn = null; // the level that colours come from
+  let base = null; // the level that numbers come from
   let size = { width: 0, height: 0 };
   let pointer = null;
   let cursor = null;
-  let asked = 0;
-  let known = ""; // the window that the state holds, as far as this map knows
+  let latest = 0;
+  let known = ""; // the window in the state, as last seen by this map
 
-  const ask = debounced(async () => {
-    const now = ++asked;
+  const fetchDetail = debounce(async () => {
+    const now = ++latest;
     const { view } = frame;
     const cell = Math.max(1, Math.ceil(Math.max(view.bottom - view.top, view.right - view.left) / CELLS));
     const finest = Math.min(field.Q / field.level.rows, field.K / field.level.columns);
     if (!field.fetch || cell >= finest || covers(detail, view, cell)) return;
-    // From and to at multiples of a cell, so that cells stay what they are while the map moves.
+    // Align the window with multiples of a cell, so that cells do not change while the map moves.
     const rows = [Math.floor(view.top / cell) * cell, Math.min(field.Q, Math.ceil(view.bottom / cell) * cell)];
     const columns = [Math.floor(view.left / cell) * cell, Math.min(field.K, Math.ceil(view.right / cell) * cell)];
     const { key } = field;
     try {
       const found = await field.fetch(rows, columns, [rows, columns].map(([from, to]) => Math.ceil((to - from) / cell)));
-      if (now !== asked || key !== field.key) return;
+      if (now !== latest || key !== field.key) return;
       detail = { ...found, cell };
       draw();
     } catch (error) {
-      app.trouble(error);
+      app.showError(error);
     }
   }, 60);
 
-  const tellWindow = debounced(() => {
+  const reportWindow = debounce(() => {
     const window = frame.rounded();
     known = String([window.rows, window.columns]);
     onWindow(window);
@@ -62,8 +62,8 @@ export function createPlane(app, onWindow) {
 
   function changed() {
     draw();
-    ask();
-    tellWindow();
+    fetchDetail();
+    reportWindow();
   }
 
   function measure() {
@@ -85,10 +85,10 @@ export function createPlane(app, onWindow) {
     if (base === detail) return detail;
     const cells = [size.height, size.width].map((pixels) => Math.max(1, pixels));
     const shares = [(view.bottom - view.top) / field.Q, (view.right - view.left) / field.K];
-    return joined(field.level, Math.ceil(cells[0] / shares[0]), Math.ceil(cells[1] / shares[1]));
+    return coarsen(field.level, Math.ceil(cells[0] / shares[0]), Math.ceil(cells[1] / shares[1]));
   }
 
-  const draw = framed(() => {
+  const draw = oncePerFrame(() => {
     if (!field || !element.isConnected || element.offsetParent === null) return;
     const { view } = frame;
     const palette = app.palette();
@@ -107,13 +107,13 @@ export function createPlane(app, onWindow) {
     for (const part of axes(field, view, size, visible, palette, top)) {
       context.save();
       context.translate(part.x, part.y);
-      if (part.turn) context.rotate((part.turn * Math.PI) / 180);
+      if (part.rotation) context.rotate((part.rotation * Math.PI) / 180);
       context.font = `${part.strong ? "600 " : ""}${part.size}px ${style.fontFamily}`;
       context.textAlign = part.align;
       context.textBaseline = "middle";
       context.direction = "ltr";
       context.fillStyle = part.fill ?? ink(part.strong ? "--accent" : "--muted");
-      context.fillText(isolated(part.text), 0, 0);
+      context.fillText(isolate(part.text), 0, 0);
       context.restore();
     }
     context.strokeStyle = ink("--line");
@@ -169,7 +169,7 @@ export function createPlane(app, onWindow) {
     };
   }
 
-  const read = debounced(async (spot) => {
+  const read = debounce(async (spot) => {
     const { key } = field;
     if (!field.row) return;
     try {
@@ -178,11 +178,11 @@ export function createPlane(app, onWindow) {
       if (key !== field.key || now.query !== spot.query || now.key !== spot.key) return;
       panel.pair(spot, field, ...answers);
     } catch (error) {
-      app.trouble(error);
+      app.showError(error);
     }
   }, 40);
 
-  async function tell(spot, at) {
+  async function showTip(spot, at) {
     read(spot);
     const found = lines(spot);
     const put = (extra) => {
@@ -226,7 +226,7 @@ export function createPlane(app, onWindow) {
       changed();
     }
     pointer = spotAt(event);
-    if (pointer) tell(pointer, event);
+    if (pointer) showTip(pointer, event);
     else app.tip.hide();
     draw();
   });
@@ -267,7 +267,7 @@ export function createPlane(app, onWindow) {
     pointer = null;
     frame.show(cursor.query, cursor.key);
     changed();
-    tell(cursor, null);
+    showTip(cursor, null);
   });
 
   const plane = {
@@ -285,7 +285,7 @@ export function createPlane(app, onWindow) {
     show(next, rows, columns) {
       if (field?.key !== next.key) {
         detail = cursor = pointer = null;
-        base = next.level; // no number of the map before
+        base = next.level; // do not read numbers from the previous map
         readout.textContent = "";
         panel.clear(app.t(next.row ? "hint.cell" : "hint.map"));
       }
@@ -304,7 +304,7 @@ export function createPlane(app, onWindow) {
       );
       measure();
       draw();
-      ask();
+      fetchDetail();
     },
     resize() {
       if (!field) return;
@@ -328,10 +328,10 @@ export function createPlane(app, onWindow) {
       for (const part of axes(field, view, size, visible, palette, top)) {
         inside.append(
           svg("text", {
-            transform: `translate(${part.x} ${part.y})${part.turn ? ` rotate(${part.turn})` : ""}`,
+            transform: `translate(${part.x} ${part.y})${part.rotation ? ` rotate(${part.rotation})` : ""}`,
             "font-size": part.size, "font-weight": part.strong ? 600 : 400, fill: part.fill ?? null,
             "text-anchor": { left: "start", right: "end", center: "middle" }[part.align], "dominant-baseline": "central",
-            text: isolated(part.text),
+            text: isolate(part.text),
           }),
         );
       }
@@ -339,7 +339,7 @@ export function createPlane(app, onWindow) {
       return svg("svg", { width: Math.max(440, size.width + LEFT + EDGE), height: size.height + TOP + 40 }, inside, bar);
     },
   };
-  new ResizeObserver(framed(() => plane.resize())).observe(box);
+  new ResizeObserver(oncePerFrame(() => plane.resize())).observe(box);
   return plane;
 }
 

@@ -1,7 +1,7 @@
-// Attention rolled out through the layers: what reaches each position of the last layer, and from where.
+// Attention rollout: the share of each input token in each position after some or all layers.
 import { el } from "./dom.js";
 import { bands, level } from "./levels.js";
-import { ranked } from "./neighbours.js";
+import { rank } from "./neighbours.js";
 import { createPlane } from "./plane.js";
 
 export function rolloutView(app) {
@@ -9,7 +9,7 @@ export function rolloutView(app) {
   const slider = el("input", { type: "range", min: 0, step: 1, class: "slider" });
   const label = el("span", { class: "slider-label" });
   const element = el("section", { class: "view view-map" }, el("div", { class: "bar" }, slider, label), plane.element);
-  let turn = 0;
+  let latest = 0;
   slider.addEventListener("input", () => {
     const chosen = Number(slider.value);
     app.set({ step: chosen === Number(slider.max) ? -1 : chosen }); // the last layer is the whole stack
@@ -18,11 +18,11 @@ export function rolloutView(app) {
   return {
     element,
     async update() {
-      const now = ++turn;
+      const now = ++latest;
       const { rollout } = app.source.about;
       const { step, rows, columns } = app.state;
       const [whole, layers] = await Promise.all([app.source.weights(rollout.map), rollout.layers ? app.source.weights(rollout.layers) : null]);
-      if (now !== turn) return;
+      if (now !== latest) return;
       const count = layers?.shape[0] ?? 0;
       const at = step >= 0 && step < count ? step : -1;
       slider.max = Math.max(1, count - 1);
@@ -39,7 +39,7 @@ export function rolloutView(app) {
       const exact = height === N && width === N;
       const rowOf = (n) => data.subarray(n * N, (n + 1) * N);
       const columnOf = (n) => Float32Array.from({ length: N }, (_, i) => data[i * N + n]);
-      const answer = (all) => ({ all, top: ranked(all) });
+      const answer = (all) => ({ all, top: rank(all) });
       plane.show(
         {
           key: `${app.version}/rollout/${at}`, Q: N, K: N, level: level(data, bands(N, height), bands(N, width)), estimate: rollout.exact === false, fetch: null, top: null, words: ["from", "into"], value: "share",

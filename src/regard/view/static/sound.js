@@ -1,4 +1,4 @@
-// Attention over time: a curve of the weights under the spectrogram, which is darker where they are small.
+// Attention over time: a curve of the weights below the spectrogram, which is darkened where weights are small.
 import { el, svg } from "./dom.js";
 import { overView } from "./over.js";
 import { brief, number } from "./text.js";

@@ -1,7 +1,7 @@
-// Where the numbers come from: a page, a server, or a notebook's kernel. One interface:
+// The data source of the viewer: a page, a server or a notebook kernel. Interface:
 //   source.about, source.live, source.array(name), source.weights(name), source.level(attention, head),
 //   source.window({attention, head, rows, columns, size}), source.run(text)
-import { decoded } from "./digits.js";
+import { decode } from "./digits.js";
 import { bands, level } from "./levels.js";
 
 const TYPES = { uint8: Uint8Array, uint16: Uint16Array, int32: Int32Array, float32: Float32Array };
@@ -21,7 +21,7 @@ function halfTable() {
   return table;
 }
 
-function typed(dtype, buffer) {
+function toTypedArray(dtype, buffer) {
   if (dtype === "float16") {
     halves ??= halfTable();
     const bits = new Uint16Array(buffer);
@@ -29,7 +29,7 @@ function typed(dtype, buffer) {
     for (let i = 0; i < bits.length; i++) data[i] = halves[bits[i]];
     return data;
   }
-  if (!TYPES[dtype]) throw new Error(`arrays of ${dtype} are not known`);
+  if (!TYPES[dtype]) throw new Error(`arrays of ${dtype} are not supported`);
   return new TYPES[dtype](buffer);
 }
 
@@ -41,12 +41,12 @@ export function fromBase64(text) {
   return bytes;
 }
 
-async function unpacked({ dtype, shape, bytes }) {
+async function unpack({ dtype, shape, bytes }) {
   const plain = new Blob([bytes]).stream().pipeThrough(new DecompressionStream("gzip"));
-  return { data: typed(dtype, await new Response(plain).arrayBuffer()), shape };
+  return { data: toTypedArray(dtype, await new Response(plain).arrayBuffer()), shape };
 }
 
-// `load(name)` gives {dtype, shape, bytes in gzip}; `remote`, where there is one, has window() and perhaps run().
+// `load(name)` returns {dtype, shape, bytes}, gzipped; `remote`, if any, has window() and optionally run().
 export function createSource(about, load, remote = null) {
   let known = new Map();
   let numbers = new Map();
@@ -56,12 +56,12 @@ export function createSource(about, load, remote = null) {
     live: Boolean(remote?.window),
     canRun: Boolean(remote?.run),
     array(name) {
-      if (!known.has(name)) known.set(name, Promise.resolve(load(name)).then(unpacked));
+      if (!known.has(name)) known.set(name, Promise.resolve(load(name)).then(unpack));
       return known.get(name);
     },
-    // An array of weights, as numbers.
+    // A decoded array of weights.
     weights(name) {
-      if (!numbers.has(name)) numbers.set(name, source.array(name).then(decoded));
+      if (!numbers.has(name)) numbers.set(name, source.array(name).then(decode));
       return numbers.get(name);
     },
     async level(attention, head) {
@@ -71,13 +71,13 @@ export function createSource(about, load, remote = null) {
       const size = rows * columns;
       return level(data.subarray(at * size, (at + 1) * size), bands(attention.Q, rows), bands(attention.K, columns));
     },
-    // A level of a window, of which the host says what its cells are; only of a live source.
+    // The level of a window, whose bands the host chooses; live sources only.
     async window({ attention, head, rows, columns, size }) {
       const { record } = source.about;
-      const found = await remote.window({ ...(record ? { record } : {}), attention: attention.id, head, rows, columns, size });
-      return level(found.data, found.rows, found.columns);
+      const cells = await remote.window({ ...(record ? { record } : {}), attention: attention.id, head, rows, columns, size });
+      return level(cells.data, cells.rows, cells.columns);
     },
-    // Answers may come out of order: one that is no longer `wanted` is dropped.
+    // Answers may arrive out of order; one that is no longer `wanted` is dropped.
     async run(text, wanted) {
       const answer = await remote.run(text);
       if (!wanted()) return;

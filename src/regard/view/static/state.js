@@ -1,4 +1,4 @@
-// What is shown, as plain values, and as the part of an address behind the #.
+// The state of the viewer as plain values, and its serialisation in the URL fragment.
 export const VIEWS = ["heads", "map", "tokens", "image", "sound", "rollout", "statistics"];
 export const STATISTICS = ["entropy", "distance", "max_logit", "sink"];
 export const SORTS = ["layer", ...STATISTICS, "found"];
@@ -8,8 +8,8 @@ export const DEFAULTS = {
   kind: "",
   attention: "",
   head: 0,
-  token: null, // the pinned token, and whether it is read as a query or as a key
-  side: "query",
+  token: null, // the pinned token
+  side: "query", // whether it is a query or a key
   rows: null, // the window of the map, in tokens; null is everything
   columns: null,
   sort: "layer",
@@ -39,8 +39,8 @@ function whole(text) {
 }
 
 function pair(text) {
-  const found = /^(\d{1,9})-(\d{1,9})$/.exec(text);
-  return found && Number(found[1]) < Number(found[2]) ? [Number(found[1]), Number(found[2])] : undefined;
+  const match = /^(\d{1,9})-(\d{1,9})$/.exec(text);
+  return match && Number(match[1]) < Number(match[2]) ? [Number(match[1]), Number(match[2])] : undefined;
 }
 
 function oneOf(known) {
@@ -52,13 +52,13 @@ export function toHash(state) {
   for (const [name, usual] of Object.entries(DEFAULTS)) {
     const value = state[name];
     if (value === usual || value === null || value === undefined) continue;
-    if (name === "kind" && state.attention) continue; // the attention says it
+    if (name === "kind" && state.attention) continue; // implied by the attention
     shown.set(name, Array.isArray(value) ? value.join("-") : value === true ? "1" : String(value));
   }
   return shown.toString();
 }
 
-// Anything may stand in an address: what is not understood is left out.
+// Parse a URL fragment; unknown names and invalid values are ignored.
 export function fromHash(hash) {
   const state = {};
   for (const [name, text] of new URLSearchParams(hash.replace(/^#/, ""))) {
@@ -69,31 +69,31 @@ export function fromHash(hash) {
   return state;
 }
 
-// The state made to fit a document: attentions, heads and windows that are there.
-export function fitted(state, about) {
-  const found = { ...DEFAULTS, ...state };
+// Fill in defaults and replace attentions, heads and windows that the document does not have.
+export function fitState(state, about) {
+  const result = { ...DEFAULTS, ...state };
   const all = about.attentions;
-  let chosen = all.find((attention) => attention.id === found.attention);
+  let chosen = all.find((attention) => attention.id === result.attention);
   const opens = all.find((attention) => attention.id === about.opens?.attention);
-  if (!chosen && !found.kind && opens) {
+  if (!chosen && !result.kind && opens) {
     chosen = opens;
-    found.head = state.head ?? about.opens.head;
+    result.head = state.head ?? about.opens.head;
   }
-  if (!chosen) chosen = all.find((attention) => attention.kind === found.kind) ?? all[0];
-  found.attention = chosen?.id ?? "";
-  found.kind = chosen?.kind ?? "";
-  if (chosen && !chosen.heads.includes(found.head)) found.head = chosen.heads[0] ?? 0;
+  if (!chosen) chosen = all.find((attention) => attention.kind === result.kind) ?? all[0];
+  result.attention = chosen?.id ?? "";
+  result.kind = chosen?.kind ?? "";
+  if (chosen && !chosen.heads.includes(result.head)) result.head = chosen.heads[0] ?? 0;
   const Q = chosen?.Q ?? 0;
   const K = chosen?.K ?? 0;
-  if (found.view !== "rollout") {
-    if (found.token !== null && found.token >= (found.side === "key" ? K : Q)) found.token = null;
-    if (found.rows && found.rows[1] > Q) found.rows = found.columns = null;
-    if (found.columns && found.columns[1] > K) found.rows = found.columns = null;
+  if (result.view !== "rollout") {
+    if (result.token !== null && result.token >= (result.side === "key" ? K : Q)) result.token = null;
+    if (result.rows && result.rows[1] > Q) result.rows = result.columns = null;
+    if (result.columns && result.columns[1] > K) result.rows = result.columns = null;
   }
-  if (!available(about).includes(found.view)) found.view = "heads";
+  if (!available(about).includes(result.view)) result.view = "heads";
   const layers = about.rollout?.steps ?? Infinity;
-  if (found.step >= layers) found.step = -1;
-  return found;
+  if (result.step >= layers) result.step = -1;
+  return result;
 }
 
 export function available(about) {

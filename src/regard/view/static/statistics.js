@@ -1,4 +1,4 @@
-// Numbers of every head, the heads whose role was found, and a curve along the queries of one head.
+// Statistics of every head, the heads with a known role, and a curve over the queries of one head.
 import { colourBar } from "./axes.js";
 import { choice, el, svg } from "./dom.js";
 import { brief, number } from "./text.js";
@@ -6,9 +6,9 @@ import { STATISTICS } from "./state.js";
 import { role } from "./words.js";
 
 const [WIDTH, HEIGHT] = [640, 150];
-const ARRAYS = { sink: "first" }; // the array of a statistic, where its name is another
+const ARRAYS = { sink: "first" }; // names of arrays that differ from the name of the statistic
 
-// Round numbers within [low, high], about so many: multiples of 1, 2 or 5 times a power of ten.
+// About `count` round numbers within [low, high]: multiples of 1, 2 or 5 times a power of ten.
 function ticks(low, high, count) {
   const rough = (high - low) / count || 1;
   const power = 10 ** Math.floor(Math.log10(rough));
@@ -54,7 +54,7 @@ export function statisticsView(app) {
     table.replaceChildren(el("table", { class: "matrix" }, el("thead", {}, head), el("tbody", {}, body)));
   }
 
-  // A row for each layer, in the order in which its first head comes.
+  // One row per layer, in the order of their first heads.
   function byLayer(entries, sorted) {
     const layers = new Map();
     for (const entry of entries) {
@@ -83,7 +83,7 @@ export function statisticsView(app) {
       },
     });
     const share = Number.isFinite(value) ? (value - low) / (high - low) : 0;
-    button.style.background = palette.css(share * share, 1); // the square undoes the root: statistics are shown as they are
+    button.style.background = palette.css(share * share, 1); // squared to cancel the square root of the palette: statistics use a linear scale
     button.style.color = palette.ink(share * share, 1);
     const chosen = entry.attention.id === state.attention && entry.head === state.head;
     button.toggleAttribute("data-chosen", chosen);

@@ -1,8 +1,8 @@
-// How tokens and numbers are written.
+// Format tokens and numbers.
 const NAMED = { "\n": "↵", "\r": "␍", "\t": "⇥", "\u00ad": "⟨-⟩" };
 const HIDDEN = /[\u0000-\u001f\u007f-\u009f\u00ad\u061c\u200b\u200e\u200f\u2028-\u202e\u2060-\u206f\ufeff]/g;
 
-// Characters that would not be seen, or that would turn the line around, are shown by name.
+// Replace invisible characters, and those that change the direction of a line, with their names.
 export function visible(text) {
   if (text === "") return "∅";
   const named = text.replace(
@@ -17,12 +17,12 @@ export function short(text, length = 18) {
   return letters.length > length ? `${letters.slice(0, length - 1).join("")}…` : letters.join("");
 }
 
-// For canvas and SVG, which know no <bdi>: the text cannot reorder what stands beside it.
-export function isolated(text) {
+// Isolate the direction of a text, for canvas and SVG, which have no <bdi>: it must not reorder the text next to it.
+export function isolate(text) {
   return `\u2068${text}\u2069`;
 }
 
-// The digits that a page holds: four, and multiples of 1e-9 below 1e-6 (digits.js).
+// Print the digits that are stored: four, and multiples of 1e-9 below 1e-6 (digits.js).
 export function number(value) {
   if (value === null || value === undefined || Number.isNaN(value)) return "–";
   if (!Number.isFinite(value)) return value > 0 ? "∞" : "−∞";

@@ -1,4 +1,4 @@
-// The one tooltip: lines of [label, text, number], shown beside the pointer.
+// The tooltip: lines of [label, text, number], shown next to the pointer.
 import { el } from "./dom.js";
 import { visible } from "./text.js";
 
@@ -21,7 +21,7 @@ export function createTip() {
       );
       element.hidden = false;
       element.style.left = element.style.top = "0px";
-      // Not the window's corner where something around it is contained or transformed, as the cells of JupyterLab are.
+      // Position 0 is not the corner of the window inside a contained or transformed element, such as a JupyterLab cell.
       const { left: zeroX, top: zeroY, width, height } = element.getBoundingClientRect();
       const left = x + 16 + width > innerWidth ? x - width - 12 : x + 16;
       const top = y + 16 + height > innerHeight ? y - height - 12 : y + 16;

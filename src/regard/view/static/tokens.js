@@ -1,10 +1,10 @@
-// Queries on the left, keys on the right, and a line for each weight.
+// Queries on the left, keys on the right, and a line per weight.
 import { createColumn, ROW } from "./column.js";
-import { el, framed, svg } from "./dom.js";
+import { el, oncePerFrame, svg } from "./dom.js";
 import { createPanel } from "./panel.js";
-import { isolated, number, short } from "./text.js";
+import { isolate, number, short } from "./text.js";
 
-const FAINT = 3; // lines of each query while no token is pointed at
+const FAINT = 3; // lines per query while no token is chosen
 
 export function tokensView(app) {
   const on = (side) => ({
@@ -27,18 +27,18 @@ export function tokensView(app) {
     panel.element,
   );
   let hovered = null;
-  let told = ""; // the spot that `looks` and `looked` are about
+  let loaded = ""; // the spot that `looks` and `looked` belong to
   let looks = null;
   let looked = null;
   let faint = [];
-  let turn = 0;
+  let latest = 0;
 
   function focusSpot() {
     const { token, side } = app.state;
     return hovered ?? (token === null ? null : { token, side });
   }
 
-  const point = framed((spot, event) => {
+  const point = oncePerFrame((spot, event) => {
     if (spot?.token === hovered?.token && spot?.side === hovered?.side) return;
     hovered = spot;
     if (!spot) app.tip.hide();
@@ -78,48 +78,48 @@ export function tokensView(app) {
     }
   }
 
-  // What is known of the token in focus; asked once for each.
+  // Load the weights of the token in focus, once per token.
   async function read(event) {
-    const now = ++turn;
+    const now = ++latest;
     const attention = app.attention();
     const { head } = app.state;
     const spot = focusSpot();
     const name = spot ? `${app.version}/${attention.id}/${head}/${spot.side}/${spot.token}` : "";
-    if (name !== told) {
+    if (name !== loaded) {
       const self = attention.kind !== "cross" && attention.Q === attention.K;
       let answers = [null, null];
       if (spot) {
         try {
           answers = await Promise.all([
-            self || spot.side === "query" ? app.look.row(attention, head, spot.token) : null,
-            self || spot.side === "key" ? app.look.column(attention, head, spot.token) : null,
+            self || spot.side === "query" ? app.neighbours.row(attention, head, spot.token) : null,
+            self || spot.side === "key" ? app.neighbours.column(attention, head, spot.token) : null,
           ]);
         } catch (error) {
-          app.trouble(error);
+          app.showError(error);
         }
       }
-      if (now !== turn) return;
+      if (now !== latest) return;
       [looks, looked] = answers;
-      told = name;
+      loaded = name;
       if (spot) panel.show(spot, attention, looks, looked);
       else panel.clear(app.t("hint.tokens"));
     }
     if (!spot) {
-      draw(); // the tokens do not wait for their lines
-      faint = await app.look.overview(attention, head, ...visibleRows(attention.Q), FAINT);
+      draw(); // draw the tokens before their lines are loaded
+      faint = await app.neighbours.overview(attention, head, ...visibleRows(attention.Q), FAINT);
     }
-    if (now !== turn) return;
+    if (now !== latest) return;
     draw();
-    if (hovered && event) tell(event, spot, attention);
+    if (hovered && event) showTip(event, spot, attention);
   }
 
-  function tell(event, spot, attention) {
+  function showTip(event, spot, attention) {
     const texts = app.tokens(spot.side === "key" ? attention.keys : attention.queries);
     const others = app.tokens(spot.side === "key" ? attention.queries : attention.keys);
-    const found = spot.side === "key" ? looked : looks;
+    const answer = spot.side === "key" ? looked : looks;
     app.tip.show(event.clientX, event.clientY, [
       [`${app.t(spot.side)} ${spot.token}`, texts[spot.token] ?? ""],
-      ...(found?.top.slice(0, 4) ?? []).map(([token, weight]) => [String(token), others[token] ?? "", number(weight)]),
+      ...(answer?.top.slice(0, 4) ?? []).map(([token, weight]) => [String(token), others[token] ?? "", number(weight)]),
     ]);
   }
 
@@ -135,8 +135,8 @@ export function tokensView(app) {
   // [query, key, weight, way] of the lines to draw.
   function drawnLines(spot) {
     if (!spot) return faint.map((line) => [...line, "faint"]);
-    const found = spot.side === "query" ? looks : looked;
-    return (found?.top ?? []).slice(0, 48).map(([token, weight]) =>
+    const answer = spot.side === "query" ? looks : looked;
+    return (answer?.top ?? []).slice(0, 48).map(([token, weight]) =>
       spot.side === "query" ? [spot.token, token, weight, "looks"] : [token, spot.token, weight, "looked"],
     );
   }
@@ -148,13 +148,13 @@ export function tokensView(app) {
     const scroll = scroller.scrollTop;
     const height = scroller.clientHeight;
     stage.style.height = `${height}px`;
-    const shades = (found) => {
-      const known = new Map(found?.top ?? []);
-      const largest = found?.top[0]?.[1] ?? 1;
+    const shades = (answer) => {
+      const known = new Map(answer?.top ?? []);
+      const largest = answer?.top[0]?.[1] ?? 1;
       return {
-        shade: (token) => Math.sqrt((found?.all?.[token] ?? known.get(token) ?? 0) / largest),
+        shade: (token) => Math.sqrt((answer?.all?.[token] ?? known.get(token) ?? 0) / largest),
         value: (token) => {
-          const weight = found?.all?.[token] ?? known.get(token);
+          const weight = answer?.all?.[token] ?? known.get(token);
           return weight === undefined ? "" : number(weight);
         },
       };
@@ -179,7 +179,7 @@ export function tokensView(app) {
     });
   }
 
-  const scrolled = framed(() => (focusSpot() ? draw() : read()));
+  const scrolled = oncePerFrame(() => (focusSpot() ? draw() : read()));
   scroller.addEventListener("scroll", scrolled);
   new ResizeObserver(scrolled).observe(scroller);
 
@@ -191,7 +191,7 @@ export function tokensView(app) {
       titles[0].textContent = heading("queries", attention.queries);
       titles[1].textContent = heading("keys", attention.keys);
       space.style.height = `${Math.max(attention.Q, attention.K) * ROW}px`;
-      told = "?";
+      loaded = "?";
       await read();
     },
     reveal(token) {
@@ -221,10 +221,10 @@ export function tokensView(app) {
         for (let token = from; token < Math.min(to, count); token++) {
           const y = (token + 0.5) * ROW - top + 30;
           const chosen = spot?.side === side && spot.token === token;
-          drawing.append(svg("text", { x, y, "font-size": 12, "font-weight": chosen ? 700 : 400, "text-anchor": anchor, "dominant-baseline": "central", text: isolated(short(app.tokens(stream)[token] ?? String(token), 24)) }));
+          drawing.append(svg("text", { x, y, "font-size": 12, "font-weight": chosen ? 700 : 400, "text-anchor": anchor, "dominant-baseline": "central", text: isolate(short(app.tokens(stream)[token] ?? String(token), 24)) }));
         }
       }
-      // What the width of a line means.
+      // Legend of line widths.
       drawing.append(svg("text", { x: 192, y: below + 12, "font-size": 11, "text-anchor": "end", "dominant-baseline": "central", text: app.t("weight") }));
       for (const [n, weight] of [0.1, 0.5, 1].entries()) {
         drawing.append(

@@ -1,39 +1,39 @@
-// In a notebook: the document is the widget's state, and windows are asked of the kernel.
+// Entry point of the notebook widget: the document is the widget's state, and windows are requested from the kernel.
 import { start } from "./app.js";
 import { createSource } from "./source.js";
 
-const PATIENCE = 15_000; // milliseconds; a saved notebook has no kernel
+const TIMEOUT = 15_000; // milliseconds; a saved notebook has no kernel
 
 function bytesOf(view) {
   return new Uint8Array(view.buffer, view.byteOffset, view.byteLength);
 }
 
-// Questions to the kernel have numbers; answers come back with them.
+// Requests to the kernel are numbered, and answers carry the same number.
 function kernel(model) {
   const waiting = new Map();
   let last = 0;
-  const answered = (message, buffers) => {
-    const asked = waiting.get(message.id);
-    if (!asked) return;
+  const onMessage = (message, buffers) => {
+    const request = waiting.get(message.id);
+    if (!request) return;
     waiting.delete(message.id);
-    if (message.error) asked.reject(new Error(message.error));
+    if (message.error) request.reject(new Error(message.error));
     else {
-      const bytes = bytesOf(buffers[0]).slice(); // a copy starts at a multiple of four
-      asked.resolve({ data: new Float32Array(bytes.buffer), rows: Int32Array.from(message.rows.flat()), columns: Int32Array.from(message.columns.flat()) });
+      const bytes = bytesOf(buffers[0]).slice(); // a copy is aligned to four bytes
+      request.resolve({ data: new Float32Array(bytes.buffer), rows: Int32Array.from(message.rows.flat()), columns: Int32Array.from(message.columns.flat()) });
     }
   };
-  model.on("msg:custom", answered);
+  model.on("msg:custom", onMessage);
   return {
-    window: (asked) =>
+    window: (request) =>
       new Promise((resolve, reject) => {
         const id = ++last;
         waiting.set(id, { resolve, reject });
         setTimeout(() => {
           if (waiting.delete(id)) reject(new Error("the kernel does not answer"));
-        }, PATIENCE);
-        model.send({ id, kind: "window", ...asked });
+        }, TIMEOUT);
+        model.send({ id, kind: "window", ...request });
       }),
-    stop: () => model.off("msg:custom", answered),
+    stop: () => model.off("msg:custom", onMessage),
   };
 }
 

@@ -1,4 +1,4 @@
-// The window of a map, in tokens, as real numbers while it moves.
+// The visible window of a map, in tokens; its edges are real numbers, so that it moves smoothly.
 const SMALLEST = 4;
 
 export function createWindow(Q, K) {
@@ -19,7 +19,7 @@ export function createWindow(Q, K) {
     set(rows, columns) {
       place(...(rows ?? [0, Q]), ...(columns ?? [0, K]));
     },
-    // `factor` below 1 zooms in; (x, y), in shares of the plot, stays where it is.
+    // A factor below 1 zooms in; the point (x, y), in fractions of the plot, stays fixed.
     zoom(factor, x = 0.5, y = 0.5) {
       const height = Math.min(Q, Math.max(Math.min(SMALLEST, Q), (view.bottom - view.top) * factor));
       const width = Math.min(K, Math.max(Math.min(SMALLEST, K), (view.right - view.left) * factor));
@@ -27,7 +27,7 @@ export function createWindow(Q, K) {
       const left = view.left + x * (view.right - view.left - width);
       place(top, top + height, left, left + width);
     },
-    // By shares of the window.
+    // Move by fractions of the window.
     move(across, down) {
       const [dx, dy] = [across * (view.right - view.left), down * (view.bottom - view.top)];
       place(view.top + dy, view.bottom + dy, view.left + dx, view.right + dx);
@@ -38,7 +38,7 @@ export function createWindow(Q, K) {
       const left = column < view.left ? column : column + 1 > view.right ? column + 1 - width : view.left;
       place(top, top + height, left, left + width);
     },
-    // Whole tokens, or null for everything: what the state and the link hold.
+    // The window in whole tokens, or null for everything, as stored in the state and in the link.
     rounded() {
       const rows = [Math.floor(view.top + 1e-6), Math.ceil(view.bottom - 1e-6)];
       const columns = [Math.floor(view.left + 1e-6), Math.ceil(view.right - 1e-6)];

@@ -1,4 +1,4 @@
-// The words of the interface, in the language of the page.
+// Texts of the interface, in the language of the page.
 import WORDS from "./words.json" with { type: "json" };
 
 export const LANGUAGES = Object.keys(WORDS);
@@ -8,9 +8,9 @@ export function translator(language) {
   return (key, values = {}) => (known[key] ?? WORDS.en[key] ?? key).replace(/\{(\w+)\}/g, (_, name) => values[name] ?? "");
 }
 
-// Roles come from the document: one that the dictionary does not know keeps its name. A positional head has an offset.
+// The name of a head's role; a role that words.json does not have keeps its name. A positional head has an offset.
 export function role(t, { name, offset }) {
-  const found = t(`role.${name}`);
-  const shown = found === `role.${name}` ? name : found;
+  const translated = t(`role.${name}`);
+  const shown = translated === `role.${name}` ? name : translated;
   return Number.isFinite(offset) ? `${shown} ${offset > 0 ? "+" : offset < 0 ? "−" : ""}${Math.abs(offset)}` : shown;
 }
