@@ -1,4 +1,4 @@
-"""The theory's claims, measured: `regard lab`."""
+"""Measurements of claims about attention: `regard lab`."""
 
 from regard.lab.claim import FULL, QUICK, Budget, Claim, Result, Text, Verdict
 from regard.lab.runner import CLAIMS, measure, run, select_claims

@@ -1,4 +1,4 @@
-"""Attention, convolution and recurrence at equal parameters, on tasks that all of them can read."""
+"""Attention, convolution and recurrence with equal numbers of parameters, trained on the same recall tasks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ KERNEL, LAYERS = 5, 2
 
 
 class AttentionBody(nn.Module):
-    """Two blocks of self-attention, positions added to the input."""
+    """Two self-attention blocks, with sinusoidal positions added to the input."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -33,7 +33,7 @@ class AttentionBody(nn.Module):
 
 
 class ConvolutionBody(nn.Module):
-    """Two layers of convolution that see five neighbours each, with residuals."""
+    """Two residual convolution layers of kernel size 5."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -66,7 +66,7 @@ BODIES: dict[str, Callable[[int], nn.Module]] = {
 
 
 class Reader(nn.Module):
-    """Symbols (B, N) to the logits of an answer (B, answers), read at the last place, whatever the body is."""
+    """A classifier with any body: symbols (B, N) to logits (B, answers), read at the last position."""
 
     def __init__(self, body: Callable[[int], nn.Module], width: int, symbols: int, answers: int) -> None:
         super().__init__()
@@ -82,21 +82,21 @@ def parameters(module: nn.Module) -> int:
 
 
 def build(kind: str, size: int, symbols: int = 2 * SYMBOLS, answers: int = SYMBOLS) -> Reader:
-    """A reader of that kind whose parameters are as near as its width allows to `size`."""
+    """Build a reader of a kind with a width that brings its number of parameters closest to `size`."""
     return Reader(BODIES[kind], _width(kind, size, symbols, answers), symbols, answers)
 
 
 @lru_cache(maxsize=64)
 def _width(kind: str, size: int, symbols: int, answers: int) -> int:
-    def off(width: int) -> int:
-        with torch.device("meta"):  # only to be counted
+    def difference(width: int) -> int:
+        with torch.device("meta"):  # no memory is needed to count parameters
             return abs(parameters(Reader(BODIES[kind], width, symbols, answers)) - size)
 
-    return min(range(8, 128, 2), key=off)
+    return min(range(8, 128, 2), key=difference)
 
 
 def recall(count: int, length: int, draw: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
-    """Rows of symbols of which one is marked: the rows, the marked symbol, and how far from the end it stands."""
+    """Draw rows of symbols with one marked; return the rows, the marked symbols and their distances from the end."""
     rows = torch.randint(SYMBOLS, (count, length), generator=draw)
     place = torch.randint(length, (count,), generator=draw)
     answer = torch.randint(SYMBOLS, (count,), generator=draw)
@@ -111,23 +111,23 @@ def train(
     steps: int,
     rate: float = 3e-3,
 ) -> nn.Module:
-    """The model after `steps` steps of Adam, its rate rising at first and falling to the end."""
-    learn = torch.optim.Adam(model.parameters(), lr=rate)
+    """Train with `steps` steps of Adam, with warm-up and linear decay of the learning rate; return the model."""
+    optimizer = torch.optim.Adam(model.parameters(), lr=rate)
     with one_thread():
         for step in range(steps):
-            for group in learn.param_groups:
+            for group in optimizer.param_groups:
                 group["lr"] = rate * min(1.0, (step + 1) / 20) * (1 - step / steps)
             rows, answers = batches(step)
             loss = F.cross_entropy(model(rows), answers)
-            learn.zero_grad()
+            optimizer.zero_grad()
             loss.backward()
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            learn.step()
+            optimizer.step()
     return model.eval()
 
 
 def local_recall(count: int, length: int, draw: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
-    """Rows of symbols with one marker near the end: the rows, the symbol right behind it, and how far it stands."""
+    """Draw rows with a marker near the end; return the rows, the symbols after the marker and its distances."""
     rows = torch.randint(SYMBOLS, (count, length), generator=draw)
     distance, each = torch.randint(1, KERNEL, (count,), generator=draw), torch.arange(count)
     rows[each, length - 1 - distance] = SYMBOLS
@@ -135,24 +135,25 @@ def local_recall(count: int, length: int, draw: torch.Generator) -> tuple[Tensor
 
 
 def train_and_test(
-    kind: str, task: Callable[..., tuple[Tensor, Tensor, Tensor]], seed: int, **how: int
+    kind: str, task: Callable[..., tuple[Tensor, Tensor, Tensor]], seed: int, **options: int
 ) -> tuple[Reader, Tensor, Tensor]:
-    """A reader trained on a task, whether it is right on 2,000 new rows, and the distances in them.
+    """Train a reader on a task; return it, whether it is right on each of 2,000 new rows, and their distances.
 
-    how: `size` parameters, `length` of the rows, `steps` of `rows` rows each, of `count` rows in all, or ever new ones.
+    options: `size` in parameters, `length` of the rows, `steps` of `rows` rows each, and optionally `count`, the size
+    of the training set; without it, every step draws new rows.
     """
     torch.manual_seed(seed)
     draw = torch.Generator().manual_seed(seed)
-    model = build(kind, how["size"])
-    held = task(how["count"], how["length"], draw) if "count" in how else None
+    model = build(kind, options["size"])
+    dataset = task(options["count"], options["length"], draw) if "count" in options else None
 
     def batches(step: int) -> tuple[Tensor, Tensor]:
-        if held is None:
-            return task(how["rows"], how["length"], draw)[:2]
-        chosen = torch.randint(how["count"], (how["rows"],), generator=draw)
-        return held[0][chosen], held[1][chosen]
+        if dataset is None:
+            return task(options["rows"], options["length"], draw)[:2]
+        chosen = torch.randint(options["count"], (options["rows"],), generator=draw)
+        return dataset[0][chosen], dataset[1][chosen]
 
-    train(model, batches, steps=how["steps"])
-    rows, answers, distances = task(2000, how["length"], draw)
+    train(model, batches, steps=options["steps"])
+    rows, answers, distances = task(2000, options["length"], draw)
     with torch.no_grad():
         return model, model(rows).argmax(-1) == answers, distances

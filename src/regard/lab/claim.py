@@ -1,4 +1,4 @@
-"""A claim of the theory: what it says, how it is measured, and what the measurement makes of it."""
+"""A claim about attention: its statement, its measurement, and the verdict computed from the measurement."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from typing import Any
 LANGUAGES = ("en", "zh")
 
 Findings = dict[str, Any]
-"""What a measurement returns: numbers and words by name, and lists of them for the picture."""
+"""Result of a measurement: numbers and strings by name, and lists of them for the picture."""
 
 PickLabel = Callable[[str, str], str]
-"""Picks the English or the Chinese of two wordings, for labels in pictures."""
+"""Returns its English or its Chinese argument, for labels in pictures."""
 
 
 @dataclass(frozen=True)
 class Text:
-    """The same in both languages.
+    """A text in English and Chinese.
 
     >>> from regard.lab.claim import Text
     >>> Text("{n} keys", "{n} 个键").render("zh", {"n": 3})
@@ -31,13 +31,13 @@ class Text:
     zh: str
 
     def render(self, language: str, found: Findings | None = None) -> str:
-        """In a language, with what was found filled in."""
-        said = self.zh if language == "zh" else self.en
-        return said if found is None else said.format_map(found)
+        """Return the text in a language, formatted with the findings."""
+        text = self.zh if language == "zh" else self.en
+        return text if found is None else text.format_map(found)
 
 
 class Verdict(Enum):
-    """What a measurement makes of a claim."""
+    """Whether a claim holds according to its measurement."""
 
     HOLDS = "holds"
     NEARLY = "holds approximately"
@@ -49,7 +49,7 @@ class Verdict(Enum):
 
 
 def grade(holds: bool, nearly: bool = False) -> Verdict:
-    """The verdict on what is exactly so, nearly so, or not so.
+    """Return the verdict for a claim that holds, nearly holds, or does not hold.
 
     >>> from regard.lab.claim import grade
     >>> grade(False, nearly=True).value
@@ -60,13 +60,13 @@ def grade(holds: bool, nearly: bool = False) -> Verdict:
 
 @dataclass(frozen=True)
 class Claim:
-    """One claim.
+    """One claim about attention.
 
-    of: the items of the theory (see `theory.py`) that it measures.
-    measure: the code that the page shows, so it imports what it needs; its arguments are sizes, the seed, and the thing
-        that is measured, which can be replaced by another.
-    judge: the verdict, from nothing but what was found. finding: a sentence that the found numbers are filled into.
-    draw: the picture of what was found. quick: arguments of a measurement that takes a second at most.
+    of: the items of the theory (see `theory.py`) that it measures. says: its statement.
+    measure: the measurement. Its source is shown in the page, so it contains its imports. Its arguments are sizes, the
+        seed, and the implementation under test, which can be replaced.
+    judge: computes the verdict from the findings alone. finding: a sentence formatted with the findings.
+    draw: plots the findings. quick: arguments for a measurement of at most a second.
     """
 
     name: str
@@ -83,14 +83,14 @@ class Claim:
     quick: Mapping[str, Any] = field(default_factory=dict)
 
     def code(self, seed: int = 0) -> str:
-        """The measurement as it ran, in lines that run as they stand."""
+        """Return the source of the measurement and of its call, which runs as is."""
         source = textwrap.dedent(inspect.getsource(self.measure)).rstrip()
         return f"{source}\n\n\nfound = {self.measure.__name__}(seed={seed})\n"
 
 
 @dataclass(frozen=True)
 class Budget:
-    """What a measurement may cost: arguments of a claim's measurement that differ from its own."""
+    """The size of a measurement: arguments of a claim's measurement that replace its defaults."""
 
     arguments: Callable[[Claim], Mapping[str, Any]]
 
@@ -101,7 +101,7 @@ QUICK = Budget(lambda claim: claim.quick)
 
 @dataclass(frozen=True)
 class Result:
-    """A claim that was measured."""
+    """A measured claim."""
 
     claim: Claim
     found: Findings
@@ -110,7 +110,7 @@ class Result:
     cpu_seconds: float
 
     def as_json(self, language: str = "en") -> dict[str, Any]:
-        """For `--json`: the verdict, the finding and all that was found."""
+        """Return the verdict and the findings for `--json`."""
         return {
             "claim": self.claim.name,
             "theory": list(self.claim.of),

@@ -1,4 +1,4 @@
-"""Costs of a call against its length: operations, bytes and processor time, and the power that they grow with."""
+"""Measure operations, memory and processor time of a call, and fit the power of the length with which they grow."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ T975 = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23)  # Student'
 
 
 class Growth(NamedTuple):
-    """cost = constant · size^power, and where the power lies with 95% confidence."""
+    """Fit of cost = constant · size^power, with the 95% confidence interval of the power."""
 
     power: float
     low: float
@@ -27,7 +27,7 @@ class Growth(NamedTuple):
 
 
 def growth(sizes: Sequence[float], costs: Sequence[float]) -> Growth:
-    """The power that costs grow with: least squares of logarithms.
+    """Fit the power with which costs grow, by least squares of logarithms.
 
     >>> from regard.lab.complexity import growth
     >>> round(growth([1, 2, 4, 8], [3, 12, 48, 192]).power, 6)
@@ -37,7 +37,7 @@ def growth(sizes: Sequence[float], costs: Sequence[float]) -> Growth:
 
 
 def slope(x: Sequence[float], y: Sequence[float]) -> Growth:
-    """The slope of a line through points, with its 95% interval.
+    """Fit the slope of a line through points, with its 95% interval.
 
     >>> from regard.lab.complexity import slope
     >>> slope([0, 1, 2], [5, 3, 1])
@@ -45,7 +45,7 @@ def slope(x: Sequence[float], y: Sequence[float]) -> Growth:
     """
     n = len(x)
     if n < 3 or n != len(y):
-        raise ValueError(f"a slope with an interval needs at least 3 points, as many x as y, but got {n} and {len(y)}")
+        raise ValueError(f"x and y must have the same length of at least 3, but have {n} and {len(y)} points")
     mean_x, mean_y = sum(x) / n, sum(y) / n
     spread = sum((a - mean_x) ** 2 for a in x)
     rise = sum((a - mean_x) * (b - mean_y) for a, b in zip(x, y, strict=True)) / spread
@@ -57,7 +57,7 @@ def slope(x: Sequence[float], y: Sequence[float]) -> Growth:
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """So that the time of this thread is the time of the work."""
+    """Use a single torch thread, so that the time of this thread is the time of all work."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -67,7 +67,7 @@ def one_thread() -> Iterator[None]:
 
 
 def min_seconds(calls: Sequence[Call], rounds: int = 7) -> list[float]:
-    """The least processor time of each call; they take turns, so that a busy machine is busy for all of them."""
+    """Return the least processor time of each call; calls are interleaved, so that load on the machine affects all."""
     best = [math.inf] * len(calls)
     with one_thread():
         for call in calls:
@@ -81,14 +81,14 @@ def min_seconds(calls: Sequence[Call], rounds: int = 7) -> list[float]:
 
 
 def flops(call: Call) -> int:
-    """Floating-point operations of the products within a call of plain torch."""
+    """Count the floating-point operations of matrix products in a call of plain torch."""
     with FlopCounterMode(display=False) as counter:
         call()
     return int(counter.get_total_flops())
 
 
 class _Live(TorchDispatchMode):
-    """Follows the memory of every tensor that is made."""
+    """Track the memory of every new tensor."""
 
     def __init__(self, known: Sequence[Tensor]) -> None:
         super().__init__()
@@ -109,7 +109,7 @@ class _Live(TorchDispatchMode):
 
 
 def peak_bytes(call: Call, *inputs: Tensor) -> int:
-    """The most memory that a call of plain torch holds at once, its output included and its inputs not.
+    """Return the peak memory of a call of plain torch, including its output but not its inputs.
 
     >>> import torch
     >>> from regard.lab.complexity import peak_bytes
@@ -124,7 +124,7 @@ def peak_bytes(call: Call, *inputs: Tensor) -> int:
 
 
 def saved_bytes(call: Call, *parameters: Tensor) -> int:
-    """What a call keeps for its backward pass, parameters not counted."""
+    """Return the bytes that a call saves for its backward pass, without parameters."""
     known = {tensor.untyped_storage().data_ptr() for tensor in parameters}
     kept: dict[int, int] = {}
 
@@ -135,13 +135,13 @@ def saved_bytes(call: Call, *parameters: Tensor) -> int:
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        held = call()  # alive while counted, so that no address is used twice
-    del held
+        output = call()  # kept alive, so that no address is reused
+    del output
     return sum(kept.values())
 
 
 def depth(output: Tensor) -> int:
-    """The longest chain of operations, each of which waits for the one before it, that leads to an output.
+    """Return the length of the longest chain of dependent operations that leads to an output.
 
     >>> import torch
     >>> from regard.lab.complexity import depth
@@ -166,7 +166,7 @@ def depth(output: Tensor) -> int:
 def costs(
     attend: Callable[[Tensor, Tensor, Tensor], Tensor], lengths: Sequence[int], width: int, rounds: int = 5
 ) -> dict[str, Any]:
-    """What an attention of plain torch costs at some lengths, and the powers of the length that it grows with."""
+    """Measure an attention in plain torch at several lengths, and fit the powers with which its costs grow."""
     inputs = [torch.randn(3, n, width) for n in lengths]
     calls = [lambda x=x: attend(*x) for x in inputs]
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""Pictures in the page's ink: lines and letters take the colour of the text around them, light or dark."""
+"""Pictures of findings: in SVG, lines and letters take the text colour of the page, light or dark."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 from regard.lab.claim import Claim, Findings, PickLabel
 
-INK = "#010203"  # no picture has this colour for itself; in the page it becomes that of the text
+INK = "#010203"  # placeholder, unused otherwise; replaced by currentColor in SVG
 COLOURS = ("#4c7fb8", "#d9633f", "#4d9a57", "#9b6fb5", "#c2982f", "#4aa3a1")
 CHINESE = ("Noto Sans CJK SC", "Noto Sans CJK JP", "Source Han Sans SC", "WenQuanYi Micro Hei", "WenQuanYi Zen Hei",
            "Microsoft YaHei", "PingFang SC", "SimHei", "Noto Serif CJK SC")  # fmt: skip
@@ -19,11 +19,11 @@ CHINESE = ("Noto Sans CJK SC", "Noto Sans CJK JP", "Source Han Sans SC", "WenQua
 
 @lru_cache(maxsize=1)
 def chinese_font() -> str | None:
-    """A font with Chinese letters, if the machine has one."""
+    """Return an installed font with Chinese characters, or None."""
     from matplotlib import font_manager
 
     known = {font.fname for font in font_manager.fontManager.ttflist}
-    for path in font_manager.findSystemFonts():  # the list that matplotlib keeps may be older than the font
+    for path in font_manager.findSystemFonts():  # matplotlib's cached list may be older than the font
         if path not in known and any(name in path for name in ("SansCJK-Regular", "wqy-")):
             font_manager.fontManager.addfont(path)
     there = {font.name for font in font_manager.fontManager.ttflist}
@@ -31,7 +31,7 @@ def chinese_font() -> str | None:
 
 
 def label_picker(language: str) -> PickLabel:
-    """Picks the wording of labels: Chinese where it is asked for and there is a font for it."""
+    """Return a function that picks labels in a language; English if there is no Chinese font."""
     return (lambda en, zh: zh) if language == "zh" and chinese_font() else (lambda en, zh: en)
 
 
@@ -70,10 +70,10 @@ def _draw(claim: Claim, found: Findings, language: str, save: Callable[[Any], No
 
 
 def svg(claim: Claim, found: Findings, language: str) -> str:
-    """The picture as an element of a page; its ids begin with the claim's name, so that pictures do not meet."""
-    held = io.StringIO()
-    _draw(claim, found, language, lambda figure: figure.savefig(held, format="svg", metadata={"Date": None}), INK)
-    text = held.getvalue()
+    """Return the picture as an SVG element; its ids start with the name of the claim, so that they are unique."""
+    buffer = io.StringIO()
+    _draw(claim, found, language, lambda figure: figure.savefig(buffer, format="svg", metadata={"Date": None}), INK)
+    text = buffer.getvalue()
     text = text[text.index("<svg") :]
     text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
     text = re.sub(r'<svg ([^>]*?)width="[^"]*" height="[^"]*"', r"<svg \1", text, count=1)
@@ -84,13 +84,13 @@ def svg(claim: Claim, found: Findings, language: str) -> str:
 
 
 def png(claim: Claim, found: Findings, language: str) -> bytes:
-    """The picture, black on white, for a notebook."""
-    held = io.BytesIO()
+    """Return the picture as a PNG, black on white, for a notebook."""
+    buffer = io.BytesIO()
     _draw(
         claim, found, language,
-        lambda figure: figure.savefig(held, format="png", dpi=110, facecolor="white"), "#222222",
+        lambda figure: figure.savefig(buffer, format="png", dpi=110, facecolor="white"), "#222222",
     )  # fmt: skip
-    return held.getvalue()
+    return buffer.getvalue()
 
 
 def heatmap(
@@ -101,28 +101,28 @@ def heatmap(
     columns: Sequence[str] = (),
     **options: Any,
 ) -> Any:
-    """A matrix as a picture, its rows and columns named where names are given."""
+    """Draw a matrix as an image, with optional labels of rows and columns."""
     image = axis.imshow(matrix, aspect="auto", **({"cmap": "viridis"} | options))
     axis.set_title(title)
     axis.grid(False)
-    for names, ticks, turn in ((rows, axis.set_yticks, 0), (columns, axis.set_xticks, 90)):
-        ticks(range(len(names)), names, rotation=turn, fontsize=7) if names else ticks([])
+    for names, ticks, rotation in ((rows, axis.set_yticks, 0), (columns, axis.set_xticks, 90)):
+        ticks(range(len(names)), names, rotation=rotation, fontsize=7) if names else ticks([])
     for spine in axis.spines.values():
         spine.set_visible(False)
     return image
 
 
-def plot_growth(axis: Any, found: Findings, series: Sequence[tuple[str, str]], say: PickLabel) -> None:
-    """Costs against length on logarithmic axes; each series is a name of `found` and its label."""
+def plot_growth(axis: Any, found: Findings, series: Sequence[tuple[str, str]], tr: PickLabel) -> None:
+    """Plot costs against length on logarithmic axes; a series is a key of `found` and a label."""
     from matplotlib.ticker import LogFormatterSciNotation, LogLocator
 
     for name, label in series:
         axis.loglog(found["lengths"], found[name], "o-", label=label)
-    axis.set_xlabel(say("length n", "长度 n"))
+    axis.set_xlabel(tr("length n", "长度 n"))
     axis.set_xticks(found["lengths"], [str(n) for n in found["lengths"]])
     axis.minorticks_off()
     low, high = axis.get_ylim()
-    if high < 20 * low:  # one decade has one power of ten at most
+    if high < 20 * low:  # less than two decades: powers of ten alone are too few ticks
         axis.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
         axis.yaxis.set_major_formatter(LogFormatterSciNotation(minor_thresholds=(math.inf, math.inf)))
     axis.legend()

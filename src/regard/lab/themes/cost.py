@@ -1,4 +1,4 @@
-"""What attention costs: time and memory against length, and what is done about it."""
+"""Time and memory of attention against length, and ways to reduce them."""
 
 from __future__ import annotations
 
@@ -26,25 +26,25 @@ def judge_dense(found: Findings) -> Verdict:
 
 
 def grows(found: Findings, name: str, power: float, slack: float = 0.12) -> bool:
-    """Whether a count grows with that power: counts have no noise, but terms of lower order."""
+    """Return whether a count grows with a power; the slack is for terms of lower order, since counts have no noise."""
     return abs(found[f"{name}_power"] - power) < slack
 
 
 def timed(found: Findings, power: float) -> bool:
-    """Whether the interval of the measured time says the power, give or take what caches and calls cost."""
+    """Return whether the interval of the measured time contains a power, with slack for caches and call overhead."""
     return (
         found["time_low"] - 0.15 <= power <= found["time_high"] + 0.15 and found["time_high"] - found["time_low"] < 1.5
     )
 
 
-def draw_costs(figure: Any, found: Findings, say: PickLabel) -> None:
+def draw_costs(figure: Any, found: Findings, tr: PickLabel) -> None:
     for axis, name, label in zip(
         figure.subplots(1, 3), ("flops", "bytes", "seconds"),
-        (say("operations", "运算次数"), say("bytes at the peak", "内存峰值（字节）"), say("seconds of one core", "单核时间（秒）")),
+        (tr("operations", "运算次数"), tr("peak memory (bytes)", "内存峰值（字节）"), tr("seconds of one core", "单核时间（秒）")),
         strict=True,
     ):  # fmt: skip
         key = "time" if name == "seconds" else name
-        plot_growth(axis, found, [(name, f"n^{found[key + '_power']:.2f}")], say)
+        plot_growth(axis, found, [(name, f"n^{found[key + '_power']:.2f}")], tr)
         axis.set_title(label)
 
 
@@ -68,7 +68,7 @@ def window_cost(attend=None, lengths=(512, 1024, 2048, 4096, 8192), width=32, re
     import regard as rg
     from regard.lab.complexity import costs, flops, growth
 
-    def band(q, k, v, w=reach):  # every query meets its 2w + 1 neighbours and nobody else
+    def band(q, k, v, w=reach):  # every query attends to its 2w + 1 neighbours only
         keys, values = (F.pad(x, (0, 0, w, w)).unfold(0, 2 * w + 1, 1) for x in (k, v))  # (n, d, 2w + 1)
         scores = torch.bmm(q[:, None], keys)[:, 0] / q.shape[-1] ** 0.5
         place = torch.arange(len(q))[:, None] + torch.arange(-w, w + 1)
@@ -118,12 +118,10 @@ def scaling_cost(scaled=None, lengths=(256, 512, 1024, 2048), width=64, seed=0):
     }  # fmt: skip
 
 
-def draw_scaling_cost(figure: Any, found: Findings, say: PickLabel) -> None:
+def draw_scaling_cost(figure: Any, found: Findings, tr: PickLabel) -> None:
     axis = figure.subplots()
-    plot_growth(
-        axis, found, [("plain", say("without scaling", "不缩放")), ("scaled", say("with scaling", "缩放"))], say
-    )
-    axis.set_ylabel(say("seconds of one core", "单核时间（秒）"))
+    plot_growth(axis, found, [("plain", tr("without scaling", "不缩放")), ("scaled", tr("with scaling", "缩放"))], tr)
+    axis.set_ylabel(tr("seconds of one core", "单核时间（秒）"))
 
 
 def sparse_cost(masks=None, lengths=(1024, 2048, 4096, 8192), seed=0):
@@ -152,16 +150,16 @@ def sparse_cost(masks=None, lengths=(1024, 2048, 4096, 8192), seed=0):
     return found
 
 
-def draw_sparse_cost(figure: Any, found: Findings, say: PickLabel) -> None:
+def draw_sparse_cost(figure: Any, found: Findings, tr: PickLabel) -> None:
     axis = figure.subplots()
     names = {"dense": "稠密", "local": "局部", "truncated": "截断", "global": "全局"}
     plot_growth(
         axis,
         found,
-        [(name, f"{say(name, names.get(name, name))}, n^{found['power ' + name]:.2f}") for name in found["names"]],
-        say,
+        [(name, f"{tr(name, names.get(name, name))}, n^{found['power ' + name]:.2f}") for name in found["names"]],
+        tr,
     )
-    axis.set_ylabel(say("operations", "运算次数"))
+    axis.set_ylabel(tr("operations", "运算次数"))
 
 
 def chunking(merge=None, chunks=8, length=2048, width=32, seed=0):
@@ -170,7 +168,7 @@ def chunking(merge=None, chunks=8, length=2048, width=32, seed=0):
     import regard as rg
     from regard.lab.complexity import peak_bytes
 
-    def by_chunks(q, k, v):  # one share of the keys after the other, merged by their log-sum-exp
+    def by_chunks(q, k, v):  # one chunk of the keys after the other, merged by their log-sum-exp
         pieces = [
             rg.attention(q, *piece, return_lse=True, engine="reference")
             for piece in zip(k.chunk(chunks), v.chunk(chunks))
@@ -185,14 +183,14 @@ def chunking(merge=None, chunks=8, length=2048, width=32, seed=0):
     return {"off": off, "whole": memory[0], "chunked": memory[1], "share": memory[1] / memory[0], "chunks": chunks}
 
 
-def draw_chunking(figure: Any, found: Findings, say: PickLabel) -> None:
+def draw_chunking(figure: Any, found: Findings, tr: PickLabel) -> None:
     axis = figure.subplots()
     names = (
-        say("all keys at once", "一次处理所有键"),
-        say(f"{found['chunks']} chunks, merged", f"分 {found['chunks']} 块再合并"),
+        tr("all keys at once", "一次处理所有键"),
+        tr(f"{found['chunks']} chunks, merged", f"分 {found['chunks']} 块再合并"),
     )
     axis.barh(names, [found["whole"] / 1e6, found["chunked"] / 1e6], 0.5, color=["C0", "C1"])
-    axis.set_xlabel(say("megabytes at the peak", "内存峰值（MB）"))
+    axis.set_xlabel(tr("peak memory (MB)", "内存峰值（MB）"))
 
 
 def checkpointing(flag=True, layers=6, length=256, width=32, seed=0):
@@ -216,11 +214,11 @@ def checkpointing(flag=True, layers=6, length=256, width=32, seed=0):
     return {"plain": kept[0], "checkpointed": kept[1], "share": kept[1] / kept[0], "off": off}
 
 
-def draw_checkpointing(figure: Any, found: Findings, say: PickLabel) -> None:
+def draw_checkpointing(figure: Any, found: Findings, tr: PickLabel) -> None:
     axis = figure.subplots()
-    names = (say("all kept", "全部保留"), say("checkpointed", "使用检查点"))
+    names = (tr("all activations", "全部保留"), tr("checkpointed", "使用检查点"))
     axis.barh(names, [found["plain"] / 1e6, found["checkpointed"] / 1e6], 0.5, color=["C0", "C1"])
-    axis.set_xlabel(say("megabytes kept for the backward pass", "为反向传播保留的内存（MB）"))
+    axis.set_xlabel(tr("memory kept for the backward pass (MB)", "为反向传播保留的内存（MB）"))
 
 
 POWERS = Text(
@@ -236,7 +234,7 @@ GROWTH = Text(
 
 
 def more(en: str, zh: str) -> Text:
-    """The powers, and something else."""
+    """Return the text of the powers, followed by another sentence."""
     return Text(f"{POWERS.en} {en}", f"{POWERS.zh}{zh}")
 
 
@@ -256,18 +254,18 @@ CLAIMS = (
     Claim(
         "linear-heading", "cost", ("claim 8",),
         Text("“Linear complexity”", "“线性复杂度”"),
-        Text("So says a heading over O(n·m). With n queries and n keys that is n²: doubling the length takes four times the work.", "有资料在 O(n·m) 上方写了这样的标题。n 个查询、n 个键时那就是 n²：长度加倍，工作量变为四倍。"),
+        Text("A source has this heading above O(n·m). With n queries and n keys that is n²: doubling the length takes four times the work.", "有资料在 O(n·m) 上方写了这样的标题。n 个查询、n 个键时那就是 n²：长度加倍，工作量变为四倍。"),
         r"O(n\cdot m)\overset{?}{=}O(n)",
         dense_cost,
         lambda found: grade(found["flops_power"] < 1.2 and found["time_low"] < 1.2),
-        more("Right is: quadratic.", "正确的说法是：二次复杂度。"),
+        more("The complexity is quadratic.", "正确的说法是：二次复杂度。"),
         draw_costs, GROWTH,
         {"lengths": (64, 128, 256, 512)},
     ),
     Claim(
         "tiled-cost", "cost", ("claim 8",),
         Text("Tiled attention is exact, in O(n²d) time and O(n) memory", "分块注意力是精确的：O(n²d) 时间，O(n) 内存"),
-        Text("Tile by tile with a running softmax, the weights are never stored, and nothing is approximated.",
+        Text("With tiles and a running softmax, the weights are never stored, and nothing is approximated.",
         "逐块计算，softmax 随之更新：从不保存权重，也没有任何近似。"),
         r"T(n)=O(n^2d),\qquad M(n)=O(n)",
         tiled_cost,
@@ -277,12 +275,12 @@ CLAIMS = (
         ),
         more("It differs from dense attention by {off:.0e}.", "与稠密注意力相差 {off:.0e}。"),
         draw_costs, GROWTH,
-        {"lengths": (256, 512, 1024), "d_model": 8},
+        {"lengths": (256, 512, 1024), "width": 8},
     ),
     Claim(
         "window-cost", "cost", ("claim 8",),
         Text("Window attention is O(n·w) in time and memory", "窗口注意力的时间与内存都是 O(n·w)"),
-        Text("A query that meets w neighbours costs the same, however long the text is.", "每个查询只看 w 个邻居，无论文本多长，代价都一样。"),
+        Text("A query that attends to w neighbours costs the same at any length of the text.", "每个查询只看 w 个邻居，无论文本多长，代价都一样。"),
         r"T(n)=O(n\,w\,d),\qquad M(n)=O(n\,w)",
         window_cost,
         lambda found: grade(
@@ -291,12 +289,12 @@ CLAIMS = (
         ),
         more("Operations grow with the window like w^{width_power:.2f}. The band agrees with regard's window mask to {off:.0e}.", "运算次数随窗口按 w^{width_power:.2f} 增长。带状计算与 regard 的窗口掩码相差 {off:.0e}。"),
         draw_costs, GROWTH,
-        {"lengths": (128, 256, 512, 1024), "d_model": 16},
+        {"lengths": (128, 256, 512, 1024), "width": 16},
     ),
     Claim(
         "linear-cost", "cost", ("claim 8", "mechanism 9"),
         Text("Linear attention is O(n·d²)", "线性注意力为 O(n·d²)"),
-        Text("Sums over keys are taken first, into a state of d × d numbers that every query reads.",
+        Text("Keys and values are first summed into a state of d × d numbers, which every query reads.",
         "先对所有键求和，得到一个 d × d 的状态，每个查询都只读这个状态。"),
         r"o_i=\frac{\phi(q_i)^\top\sum_j\phi(k_j)v_j^\top}{\phi(q_i)^\top\sum_j\phi(k_j)}",
         linear_cost,
@@ -304,18 +302,18 @@ CLAIMS = (
             judge_linear(found) is Verdict.HOLDS and grows(found, "width", 2),
             judge_linear(found) is not Verdict.FALSE and grows(found, "width", 2, 0.3),
         ),
-        more("With the width, operations grow like d^{width_power:.2f}.", "运算次数随维度按 d^{width_power:.2f} 增长。"),
+        more("Operations grow with the width like d^{width_power:.2f}.", "运算次数随维度按 d^{width_power:.2f} 增长。"),
         draw_costs, GROWTH,
-        {"lengths": (256, 512, 1024), "d_model": 16},
+        {"lengths": (256, 512, 1024), "width": 16},
     ),
     Claim(
         "scaling-cost", "cost", ("claim 9",),
-        Text("“Scaling answers the O(n²) cost”", "“缩放解决了 O(n²) 的开销”"),
-        Text("Some sources offer the division by √d as the answer to the quadratic cost. It changes numbers, not how many there are.", "有些资料把“除以 √d”当作平方开销的解决办法。它改变的是数值，而不是数值的个数。"),
+        Text("“Scaling solves the O(n²) cost”", "“缩放解决了 O(n²) 的开销”"),
+        Text("Some sources present the division by √d as a solution to the quadratic cost. It changes the values of the scores, not their number.", "有些资料把“除以 √d”当作平方开销的解决办法。它改变的是数值，而不是数值的个数。"),
         r"\operatorname{cost}\!\left(\operatorname{softmax}\frac{QK^\top}{\sqrt d}V\right)\overset{?}{\ll}\operatorname{cost}\left(\operatorname{softmax}(QK^\top)V\right)",
         scaling_cost,
         lambda found: grade(found["scaled_power"] < found["plain_power"] - 0.5),
-        Text("With scaling, operations are {flops_ratio:.2f} times and memory {bytes_ratio:.2f} times what they are without; both grow like n^{scaled_power:.2f} and n^{plain_power:.2f}. (Scaling answers saturation.)", "缩放之后，运算次数为不缩放时的 {flops_ratio:.2f} 倍，内存为 {bytes_ratio:.2f} 倍；两者分别按 n^{scaled_power:.2f} 与 n^{plain_power:.2f} 增长。（缩放解决的是饱和问题。）"),
+        Text("With scaling, operations are {flops_ratio:.2f} times and memory {bytes_ratio:.2f} times those without; operations grow like n^{scaled_power:.2f} with and n^{plain_power:.2f} without scaling. (Scaling prevents saturation.)", "缩放之后，运算次数为不缩放时的 {flops_ratio:.2f} 倍，内存为 {bytes_ratio:.2f} 倍；两者分别按 n^{scaled_power:.2f} 与 n^{plain_power:.2f} 增长。（缩放解决的是饱和问题。）"),
         draw_scaling_cost,
         Text("Processor time with and without scaling.", "缩放与不缩放时的处理器时间。"),
         {"lengths": (64, 128, 256, 512)},
@@ -323,23 +321,23 @@ CLAIMS = (
     Claim(
         "sparse-cost", "cost", ("mechanism 9",),
         Text("Sparse patterns replace O(n²) by O(n)", "稀疏模式以 O(n) 代替 O(n²)"),
-        Text("Local windows, truncated ones that look back only, a few global tokens, and Longformer, which is windows and global tokens together.", "局部窗口、只向后看的截断窗口、少量全局词元，以及把窗口与全局词元结合起来的 Longformer。"),
+        Text("Local windows, truncated windows over earlier tokens only, a few global tokens, and Longformer, which combines windows and global tokens.", "局部窗口、只向后看的截断窗口、少量全局词元，以及把窗口与全局词元结合起来的 Longformer。"),
         r"\sum_i |\{j: M_{ij}=1\}| = O(n)",
         sparse_cost,
         lambda found: grade(found["most"] < 1.15 and found["dense_power"] > 1.9),
-        Text("The work in the tiles that are visited grows at most like n^{most:.2f}, where all pairs grow like n^{dense_power:.2f}.", "在实际访问的块中，工作量至多按 n^{most:.2f} 增长；全部配对则按 n^{dense_power:.2f}。"),
+        Text("The work in the visited tiles grows at most like n^{most:.2f}; the work for all pairs grows like n^{dense_power:.2f}.", "在实际访问的块中，工作量至多按 n^{most:.2f} 增长；全部配对则按 n^{dense_power:.2f}。"),
         draw_sparse_cost,
         Text("Operations of regard's kernels against length, by mask.", "regard 的计算核在各种掩码下的运算次数随长度的变化。"),
     ),
     Claim(
         "chunking", "cost", ("mechanism 9",),
-        Text("Chunks of keys, merged, give the same in less memory", "把键分块计算再合并，结果相同而内存更少"),
-        Text("Each chunk gives its output and the logarithm of its sum; merged by these, they give exactly the whole.",
+        Text("Merging chunks of keys gives the same output in less memory", "把键分块计算再合并，结果相同而内存更少"),
+        Text("Each chunk of keys yields an output and a log-sum-exp, with which the outputs are merged exactly.",
         "每一块给出自己的输出与对数和；据此合并，得到的正是整体的结果。"),
         r"o=\sum_c \frac{e^{\ell_c}}{\sum_{c'}e^{\ell_{c'}}}\,o_c",
         chunking,
         lambda found: grade(found["off"] < 1e-12 and found["share"] < 0.5),
-        Text("The merged output differs by {off:.1e}; it took {share:.0%} of the memory.",
+        Text("The merged output differs by {off:.1e} and takes {share:.0%} of the memory.",
         "合并后的输出相差 {off:.1e}；所用内存为原来的 {share:.0%}。"),
         draw_chunking,
         Text("Peak memory of 2,048 queries and keys.", "2048 个查询与键时的内存峰值。"),
@@ -348,14 +346,14 @@ CLAIMS = (
     Claim(
         "checkpointing", "cost", ("mechanism 9",),
         Text("Gradient checkpointing gives the same gradients in less memory", "梯度检查点：梯度相同，内存更少"),
-        Text("Only what enters a block is kept; the rest is computed again on the way back.",
+        Text("Only the input of each block is kept; the rest is recomputed in the backward pass.",
         "只保留进入每个模块的张量，其余在反向传播时重新计算。"),
         r"M=O(L\cdot n\,d)\ll O\left(L\cdot n\,(c\,d+h)\right)",
         checkpointing,
         lambda found: grade(found["off"] < 1e-5 and found["share"] < 0.5),
-        Text("Gradients differ by {off:.1e}; what is kept for the backward pass shrinks to {share:.0%}.",
+        Text("Gradients differ by {off:.1e}; the memory kept for the backward pass shrinks to {share:.0%}.",
         "梯度相差 {off:.1e}；为反向传播保留的内存缩减到 {share:.0%}。"),
         draw_checkpointing,
-        Text("What six blocks keep for their backward pass.", "六个模块为反向传播保留的内存。"),
+        Text("Memory that six blocks keep for their backward pass.", "六个模块为反向传播保留的内存。"),
     ),
 )  # fmt: skip

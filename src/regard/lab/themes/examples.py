@@ -1,4 +1,4 @@
-"""Worked examples as they are printed, computed again."""
+"""Printed worked examples, recomputed."""
 
 from __future__ import annotations
 
@@ -21,33 +21,33 @@ def example_weights(attend=None, seed=0):
     return {
         "scaled": (q @ k.T / 3**0.5)[0].tolist(), "weights": weights.tolist(), "output": output.tolist(),
         "printed_output": [12.74, 13.51, 14.28], "printed_weights": printed.tolist(),
-        "from_printed": (printed @ v).tolist(),  # what the printed weights would give
+        "from_printed": (printed @ v).tolist(),  # output for the printed weights
         "off": (output - torch.tensor([12.74, 13.51, 14.28])).abs().max().item(),
         "small": weights[0].item(), "first": output[0].item(),
     }  # fmt: skip
 
 
-def draw_example_weights(figure: Any, found: Findings, say: PickLabel) -> None:
+def draw_example_weights(figure: Any, found: Findings, tr: PickLabel) -> None:
     left, right = figure.subplots(1, 2)
-    bars(left, ["α₁", "α₂"], found["printed_weights"], found["weights"], say)
-    bars(right, ["o₁", "o₂", "o₃"], found["printed_output"], found["output"], say)
+    bars(left, ["α₁", "α₂"], found["printed_weights"], found["weights"], tr)
+    bars(right, ["o₁", "o₂", "o₃"], found["printed_output"], found["output"], tr)
     right.plot(
         [0.19, 1.19, 2.19],
         found["from_printed"],
         "D",
         color="C4",
         zorder=5,
-        label=say("of the printed weights", "由印出的权重算得"),
+        label=tr("from the printed weights", "由印出的权重算得"),
     )
     right.set_ylim(11, 15.6)
     left.legend()
     right.legend()
 
 
-def bars(axis: Any, names: list[str], printed: list[float], measured: list[float], say: PickLabel) -> None:
-    """As printed beside as measured."""
-    axis.bar([n for n in range(len(names))], printed, 0.36, color="C1", label=say("as printed", "原文"))
-    axis.bar([n + 0.38 for n in range(len(names))], measured, 0.36, color="C0", label=say("measured", "实测"))
+def bars(axis: Any, names: list[str], printed: list[float], measured: list[float], tr: PickLabel) -> None:
+    """Draw printed and measured numbers next to each other."""
+    axis.bar([n for n in range(len(names))], printed, 0.36, color="C1", label=tr("as printed", "原文"))
+    axis.bar([n + 0.38 for n in range(len(names))], measured, 0.36, color="C0", label=tr("measured", "实测"))
     axis.set_xticks([n + 0.19 for n in range(len(names))], names)
 
 
@@ -80,10 +80,10 @@ def example_softmax_2(softmax=None, seed=0):
             "c": right[2].item()}  # fmt: skip
 
 
-def draw_softmax(figure: Any, found: Findings, say: PickLabel) -> None:
+def draw_softmax(figure: Any, found: Findings, tr: PickLabel) -> None:
     axis = figure.subplots()
-    bars(axis, [f"x = {x:g}" for x in found["x"]], found["printed"], found["right"], say)
-    axis.set_ylabel(say("weight", "权重"))
+    bars(axis, [f"x = {x:g}" for x in found["x"]], found["printed"], found["right"], tr)
+    axis.set_ylabel(tr("weight", "权重"))
     axis.legend()
 
 
@@ -100,17 +100,17 @@ def unnormalised(weights=None, seed=0):
             "right": torch.softmax(scores, -1).tolist(), "exp": scores.exp().tolist()}  # fmt: skip
 
 
-def draw_unnormalised(figure: Any, found: Findings, say: PickLabel) -> None:
+def draw_unnormalised(figure: Any, found: Findings, tr: PickLabel) -> None:
     axis = figure.subplots()
-    axis.plot(found["scores"], found["printed"], color="C1", label=say("as printed: s·exp(s)", "原文：s·exp(s)"))
+    axis.plot(found["scores"], found["printed"], color="C1", label=tr("as printed: s·exp(s)", "原文：s·exp(s)"))
     axis.plot(
         found["scores"],
         found["exp"],
         color="C0",
-        label=say("softmax, before it is divided by its sum: exp(s)", "softmax（除以总和之前）：exp(s)"),
+        label=tr("softmax, before it is divided by its sum: exp(s)", "softmax（除以总和之前）：exp(s)"),
     )
     axis.axhline(0, color="gray", linewidth=0.8)
-    axis.set(xlabel=say("score s", "分数 s"), ylim=(-3, 12))
+    axis.set(xlabel=tr("score s", "分数 s"), ylim=(-3, 12))
     axis.legend()
 
 
@@ -122,22 +122,22 @@ def projected_query(layer=None, seed=0):
     torch.manual_seed(seed)
     layer = layer or rg.nn.SelfAttention(d_model=32, d_key=8, d_value=8)
     x = torch.randn(1, 12, 32)
-    # Two inputs with the same query projection: x, and x moved where W_q does not look.
-    blind = torch.linalg.svd(layer.query.weight.detach()).Vh[8:]  # directions that the query projection maps to 0
-    moved = x + torch.randn(1, 12, len(blind)) @ blind
+    # Two inputs with the same queries: x, and x moved within the null space of W_q.
+    null_space = torch.linalg.svd(layer.query.weight.detach()).Vh[8:]  # directions that the query projection maps to 0
+    moved = x + torch.randn(1, 12, len(null_space)) @ null_space
     same_queries = (layer.query(moved) - layer.query(x)).norm() / layer.query(x).norm()
     keys, values = ((part(moved) - part(x)).norm() / part(x).norm() for part in (layer.key, layer.value))
     output = (layer(moved) - layer(x)).norm() / layer(x).norm()
     return {"queries": same_queries.item(), "keys": keys.item(), "values": values.item(), "output": output.item()}
 
 
-def draw_projected_query(figure: Any, found: Findings, say: PickLabel) -> None:
+def draw_projected_query(figure: Any, found: Findings, tr: PickLabel) -> None:
     axis = figure.subplots()
-    names = (say("queries", "查询"), say("keys", "键"), say("values", "值"), say("output", "输出"))
+    names = (tr("queries", "查询"), tr("keys", "键"), tr("values", "值"), tr("output", "输出"))
     axis.bar(
         names, [found[name] for name in ("queries", "keys", "values", "output")], 0.5, color=["C0", "C1", "C1", "C1"]
     )
-    axis.set_ylabel(say("relative change", "相对变化"))
+    axis.set_ylabel(tr("relative change", "相对变化"))
 
 
 CLAIMS = (
@@ -148,9 +148,9 @@ CLAIMS = (
         r"\alpha=\operatorname{softmax}\!\left(\frac{32}{\sqrt3},\frac{50}{\sqrt3}\right)",
         example_weights,
         lambda found: grade(found["off"] < 0.01, found["off"] < 0.1),
-        Text("The scaled scores are {scaled[0]:.3f} and {scaled[1]:.3f}, the weights {weights[0]:.2e} and {weights[1]:.5f}, the output [{output[0]:.5f}, {output[1]:.5f}, {output[2]:.5f}]. The printed weights would not even give the printed output, but [{from_printed[0]:.2f}, {from_printed[1]:.2f}, {from_printed[2]:.2f}].", "缩放后的分数为 {scaled[0]:.3f} 与 {scaled[1]:.3f}，权重为 {weights[0]:.2e} 与 {weights[1]:.5f}，输出为 [{output[0]:.5f}, {output[1]:.5f}, {output[2]:.5f}]。印出的权重甚至得不出印出的输出，而应得 [{from_printed[0]:.2f}, {from_printed[1]:.2f}, {from_printed[2]:.2f}]。"),
+        Text("The scaled scores are {scaled[0]:.3f} and {scaled[1]:.3f}, the weights {weights[0]:.2e} and {weights[1]:.5f}, the output [{output[0]:.5f}, {output[1]:.5f}, {output[2]:.5f}]. The printed weights do not match the printed output either; they would result in [{from_printed[0]:.2f}, {from_printed[1]:.2f}, {from_printed[2]:.2f}].", "缩放后的分数为 {scaled[0]:.3f} 与 {scaled[1]:.3f}，权重为 {weights[0]:.2e} 与 {weights[1]:.5f}，输出为 [{output[0]:.5f}, {output[1]:.5f}, {output[2]:.5f}]。印出的权重甚至得不出印出的输出，而应得 [{from_printed[0]:.2f}, {from_printed[1]:.2f}, {from_printed[2]:.2f}]。"),
         draw_example_weights,
-        Text("Weights and output as printed and as measured; diamonds: what the printed weights would give.",
+        Text("Weights and output as printed and as measured; diamonds: output for the printed weights.",
         "权重与输出：原文与实测；菱形为由印出的权重算得的输出。"),
     ),
     *(
@@ -160,9 +160,9 @@ CLAIMS = (
             Text("As printed in a source.", "某资料中印出的数值。"),
             rf"\operatorname{{softmax}}({x})",
             measure,
-            # half a unit of the last digit that is printed is what rounding may take
+            # rounding allows half a unit of the last printed digit
             lambda found: grade(found["off"] <= 0.005, found["off"] <= 0.01),
-            Text(f"It is {right}; what is printed is off by up to {{off:.3f}}{en}.",
+            Text(f"The result is {right}; the printed numbers are off by up to {{off:.3f}}{en}.",
             f"应为 {right}；印出的数值最多偏差 {{off:.3f}}{zh}。"),
             draw_softmax,
             Text("As printed and as measured.", "原文与实测。"),
@@ -184,21 +184,21 @@ CLAIMS = (
         r"\alpha_{ij}\overset{?}{=}\frac{q_i\cdot k_j}{\sqrt d}\,\exp\!\left(\frac{q_i\cdot k_j}{\sqrt d}\right)",
         unnormalised,
         lambda found: grade(found["least"] >= 0 and found["off"] < 1e-9),
-        Text("The printed form reaches down to {least:.3f}, and its rows sum to anything from {sum_least:.2f} to {sum_most:.0f}. Right is exp(s), divided by its sum over the keys.", "印出的形式最低可达 {least:.3f}，每行之和可为 {sum_least:.2f} 至 {sum_most:.0f} 之间的任何值。正确的是 exp(s) 再除以它对所有键的总和。"),
+        Text("The printed form is as small as {least:.3f}, and its rows sum to values from {sum_least:.2f} to {sum_most:.0f}. The correct form is exp(s) divided by its sum over the keys.", "印出的形式最低可达 {least:.3f}，每行之和可为 {sum_least:.2f} 至 {sum_most:.0f} 之间的任何值。正确的是 exp(s) 再除以它对所有键的总和。"),
         draw_unnormalised,
         Text("The printed form is negative for negative scores.", "分数为负时，印出的形式也为负。"),
     ),
     Claim(
         "example-projection", "examples", ("example 6",),
         Text("“Keys and values are computed from the projected query”", "“键与值由投影后的查询计算”"),
-        Text("If that were so, two inputs with the same queries would have the same keys, values and output.",
+        Text("Then two inputs with the same queries would have the same keys, values and output.",
         "若真如此，查询相同的两个输入就应有相同的键、值和输出。"),
         r"K\overset{?}{=}(XW_Q)W_K,\; V\overset{?}{=}(XW_Q)W_V",
         projected_query,
         lambda found: grade(found["queries"] < 1e-4 and max(found["keys"], found["values"], found["output"]) < 1e-3),
-        Text("Two inputs whose queries differ by {queries:.0e} have keys that differ by {keys:.2f}, values by {values:.2f} and outputs by {output:.2f}: keys and values come from the input itself.", "两个输入的查询只差 {queries:.0e}，键却相差 {keys:.2f}，值相差 {values:.2f}，输出相差 {output:.2f}：键与值来自输入本身。"),
+        Text("Two inputs whose queries differ by {queries:.0e} have keys that differ by {keys:.2f}, values by {values:.2f} and outputs by {output:.2f}: keys and values are computed from the input itself.", "两个输入的查询只差 {queries:.0e}，键却相差 {keys:.2f}，值相差 {values:.2f}，输出相差 {output:.2f}：键与值来自输入本身。"),
         draw_projected_query,
-        Text("How much each part of a layer changes when the input is moved where the query projection does not look.",
+        Text("Relative change of each part of a layer when the input is moved within the null space of the query projection.",
         "沿着查询投影“看不见”的方向移动输入时，各部分的相对变化。"),
     ),
 )  # fmt: skip

@@ -1,4 +1,4 @@
-"""How gradients reach what is far away."""
+"""Gradients with respect to values and to distant inputs."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ def gradient_path(attend=None, length=24, seed=0):
             "gradient": gradient.tolist(), "expected": expected.tolist(), "weights": weights.T.tolist()}  # fmt: skip
 
 
-def draw_gradient_path(figure: Any, found: Findings, say: PickLabel) -> None:
+def draw_gradient_path(figure: Any, found: Findings, tr: PickLabel) -> None:
     left, middle, right = figure.subplots(1, 3)
-    heatmap(left, found["weights"], say("weights, transposed", "权重的转置"))
+    heatmap(left, found["weights"], tr("weights, transposed", "权重的转置"))
     heatmap(middle, found["expected"], "αᵀ · dL/dout")
-    heatmap(right, found["gradient"], say("dL/dV by autograd", "自动求导得到的 dL/dV"))
+    heatmap(right, found["gradient"], tr("dL/dV from autograd", "自动求导得到的 dL/dV"))
 
 
 def gradient_distance(reader=None, length=64, width=64, repeats=4, seed=0):
@@ -45,7 +45,7 @@ def gradient_distance(reader=None, length=64, width=64, repeats=4, seed=0):
         with torch.no_grad():
             net.weight_hh_l0 *= gain
             if forget:
-                net.bias_ih_l0[width : 2 * width] = forget  # the usual start of an LSTM: remember
+                net.bias_ih_l0[width : 2 * width] = forget  # common initialisation of an LSTM
         return lambda x: net(x)[0]
 
     makers = reader or {
@@ -65,10 +65,12 @@ def gradient_distance(reader=None, length=64, width=64, repeats=4, seed=0):
             (gradient,) = torch.autograd.grad((make()(x)[:, -1] * torch.randn(width)).sum(), x)
             logs.append(gradient.double().norm(dim=-1).clamp_min(1e-300).log().mean(0).flip(0))  # nearest first
         mean = torch.stack(logs).mean(0)
-        seen = [d for d in range(1, length) if mean[d] - mean[1] > -60]  # below, float32 has no digits left
-        fit = slope(seen, [mean[d].item() for d in seen])
+        measurable = [
+            d for d in range(1, length) if mean[d] - mean[1] > -60
+        ]  # below that, float32 has no significant digits
+        fit = slope(measurable, [mean[d].item() for d in measurable])
         found[name] = (mean - mean[0]).exp().tolist()
-        found["rate " + name] = math.exp(fit.power)  # the factor by which a step changes the gradient
+        found["rate " + name] = math.exp(fit.power)  # factor per step
         found["rates " + name] = [math.exp(fit.low), math.exp(fit.high)]
     return found
 
@@ -81,7 +83,7 @@ def judge_gradient_distance(found: Findings) -> Verdict:
     return grade(flat and fades and all(slower), flat and fades and any(slower))
 
 
-def draw_gradient_distance(figure: Any, found: Findings, say: PickLabel) -> None:
+def draw_gradient_distance(figure: Any, found: Findings, tr: PickLabel) -> None:
     axis = figure.subplots()
     names = {
         "attention": "注意力",
@@ -91,10 +93,10 @@ def draw_gradient_distance(figure: Any, found: Findings, say: PickLabel) -> None
     for key in found:
         if key.startswith("rate "):
             name = key.removeprefix("rate ")
-            axis.semilogy(found["distances"], found[name], label=say(name, names.get(name, name)))
+            axis.semilogy(found["distances"], found[name], label=tr(name, names.get(name, name)))
     axis.set(
-        xlabel=say("distance from the last token", "与最后一个词元的距离"),
-        ylabel=say("gradient, nearest = 1", "梯度（最近处 = 1）"),
+        xlabel=tr("distance from the last token", "与最后一个词元的距离"),
+        ylabel=tr("gradient, nearest = 1", "梯度（最近处 = 1）"),
         ylim=(1e-20, 1e8),
     )
     axis.legend(loc="center left", bbox_to_anchor=(1.01, 0.5))
@@ -104,13 +106,13 @@ CLAIMS = (
     Claim(
         "gradient-path", "gradients", ("claim 7",),
         Text("The gradient of a value is the weighted sum of the outputs' gradients", "值的梯度是各输出梯度的加权和"),
-        Text("One step leads from every output to every value, and its length is the weight.", "从每个输出到每个值只有一步，步长就是权重。"),
+        Text("Every output is connected to every value in one step, whose derivative is the weight.", "从每个输出到每个值只有一步，步长就是权重。"),
         r"\frac{\partial L}{\partial V_j}=\sum_i \alpha_{ij}\,\frac{\partial L}{\partial o_i}",
         gradient_path,
         lambda found: grade(found["off"] < 1e-12),
-        Text("What autograd gives differs from the formula by {off:.1e}.", "自动求导的结果与公式相差 {off:.1e}。"),
+        Text("The gradient from autograd differs from the formula by {off:.1e}.", "自动求导的结果与公式相差 {off:.1e}。"),
         draw_gradient_path,
-        Text("Weights, and the gradient of the values by the formula and by autograd.", "权重，以及由公式与自动求导得到的值的梯度。"),
+        Text("Weights, and the gradient of the values from the formula and from autograd.", "权重，以及由公式与自动求导得到的值的梯度。"),
     ),
     Claim(
         "gradient-distance", "gradients", ("claim 7",),
@@ -120,9 +122,9 @@ CLAIMS = (
         r"\left\lVert\frac{\partial o_n}{\partial x_{n-t}}\right\rVert\propto \rho^{\,t}",
         gradient_distance,
         judge_gradient_distance,
-        Text("Each step multiplies the gradient by {rate attention:.3f} in attention, {rate RNN:.2f} in an RNN ({rate RNN, larger weights:.2f} with larger weights), {rate GRU:.2f} in a GRU and {rate LSTM:.2f} in an LSTM as torch starts it, {rate LSTM, forget bias 2:.2f} with the forget gate open: what a gated network keeps depends on its gates.", "每一步，梯度在注意力中乘以 {rate attention:.3f}，在 RNN 中乘以 {rate RNN:.2f}（权重较大时为 {rate RNN, larger weights:.2f}），在 GRU 中乘以 {rate GRU:.2f}；在 LSTM 中，按 torch 默认初始化为 {rate LSTM:.2f}，遗忘门打开时为 {rate LSTM, forget bias 2:.2f}：门控网络能记住多少，取决于它的门。"),
+        Text("Each step multiplies the gradient by {rate attention:.3f} in attention, {rate RNN:.2f} in an RNN ({rate RNN, larger weights:.2f} with larger weights), {rate GRU:.2f} in a GRU and {rate LSTM:.2f} in an LSTM with torch's initialisation, {rate LSTM, forget bias 2:.2f} with an open forget gate: how much a gated network remembers depends on its gates.", "每一步，梯度在注意力中乘以 {rate attention:.3f}，在 RNN 中乘以 {rate RNN:.2f}（权重较大时为 {rate RNN, larger weights:.2f}），在 GRU 中乘以 {rate GRU:.2f}；在 LSTM 中，按 torch 默认初始化为 {rate LSTM:.2f}，遗忘门打开时为 {rate LSTM, forget bias 2:.2f}：门控网络能记住多少，取决于它的门。"),
         draw_gradient_distance,
         Text("The gradient of the last output with respect to inputs before it, at the start of training; all of width 64.", "训练开始时，最后一个输出对之前各输入的梯度；宽度均为 64。"),
-        {"length": 32, "d_model": 16, "repeats": 1},
+        {"length": 32, "width": 16, "repeats": 1},
     ),
 )  # fmt: skip

@@ -1,4 +1,4 @@
-"""The mechanism, step by step, in real weights."""
+"""The mechanism step by step, with the weights of a trained model."""
 
 from __future__ import annotations
 
@@ -26,24 +26,24 @@ def steps(attend=None, source=None, head=3, seed=0):
             "off": ((once - output).norm() / output.norm()).item()}  # fmt: skip
 
 
-def draw_steps(figure: Any, found: Findings, say: PickLabel) -> None:
+def draw_steps(figure: Any, found: Findings, tr: PickLabel) -> None:
     figure.set_size_inches(7.6, 5.6)
     axes = figure.subplots(2, 2).flatten()
     words = found["tokens"]
     top = max(abs(x) for row in found["scores"] for x in row)
     titles = (
-        ("scores", say("1. similarity  QKᵀ", "1. 相似度 QKᵀ"), {"cmap": "RdBu_r", "vmin": -top, "vmax": top}),
-        ("scaled", say("2. scaled  QKᵀ / √d", "2. 缩放 QKᵀ / √d"), {"cmap": "RdBu_r", "vmin": -top, "vmax": top}),
-        ("weights", say("3. softmax: weights", "3. softmax：权重"), {"vmin": 0}),
+        ("scores", tr("1. similarity  QKᵀ", "1. 相似度 QKᵀ"), {"cmap": "RdBu_r", "vmin": -top, "vmax": top}),
+        ("scaled", tr("2. scaled  QKᵀ / √d", "2. 缩放 QKᵀ / √d"), {"cmap": "RdBu_r", "vmin": -top, "vmax": top}),
+        ("weights", tr("3. softmax: weights", "3. softmax：权重"), {"vmin": 0}),
     )
-    for axis, (name, title, looks) in zip(axes, titles, strict=False):
-        figure.colorbar(heatmap(axis, found[name], title, words, words, **looks), ax=axis, shrink=0.8)
+    for axis, (name, title, style) in zip(axes, titles, strict=False):
+        figure.colorbar(heatmap(axis, found[name], title, words, words, **style), ax=axis, shrink=0.8)
     figure.colorbar(
-        heatmap(axes[3], found["output"], say("4. weighted sum: output", "4. 加权和：输出"), words, cmap="RdBu_r"),
+        heatmap(axes[3], found["output"], tr("4. weighted sum: output", "4. 加权和：输出"), words, cmap="RdBu_r"),
         ax=axes[3],
         shrink=0.8,
     )
-    axes[3].set_xlabel(say(f"{found['width']} numbers for each token", f"每个词元 {found['width']} 个数"))
+    axes[3].set_xlabel(tr(f"{found['width']} numbers per token", f"每个词元 {found['width']} 个数"))
 
 
 def layer(build=None, d_model=48, d_key=16, d_value=24, seed=0):
@@ -62,20 +62,20 @@ def layer(build=None, d_model=48, d_key=16, d_value=24, seed=0):
             "values": [t[0].tolist() for t in (x, q, k, v, by_hand)]}  # fmt: skip
 
 
-def draw_layer(figure: Any, found: Findings, say: PickLabel) -> None:
+def draw_layer(figure: Any, found: Findings, tr: PickLabel) -> None:
     widths = [shape[1] for shape in found["shapes"]]
     axes = figure.subplots(1, 5, width_ratios=[w + 8 for w in widths])
     names = {
-        "x": say("input x", "输入 x"),
+        "x": tr("input x", "输入 x"),
         "q": "q = x·W_q",
         "k": "k = x·W_k",
         "v": "v = x·W_v",
-        "output": say("output", "输出"),
+        "output": tr("output", "输出"),
     }
     for axis, part, values, width in zip(axes, found["parts"], found["values"], widths, strict=True):
         heatmap(axis, values, names[part], cmap="RdBu_r", vmin=-3, vmax=3)
         axis.set_xlabel(str(width))
-    axes[0].set_ylabel(say("10 tokens", "10 个词元"))
+    axes[0].set_ylabel(tr("10 tokens", "10 个词元"))
 
 
 def heads(combine=None, source=None, seed=0):
@@ -85,13 +85,13 @@ def heads(combine=None, source=None, seed=0):
 
     real = sample(source)
     outputs, weights = [], []
-    for q, k, v in zip(real.query, real.key, real.value):  # every head by itself
+    for q, k, v in zip(real.query, real.key, real.value):  # each head separately
         a = torch.softmax(q @ k.T / q.shape[-1] ** 0.5, -1)
         weights.append(a)
         outputs.append(a @ v)
-    joined = (combine or (lambda parts: torch.cat(parts, -1)))(outputs)
+    concatenated = (combine or (lambda parts: torch.cat(parts, -1)))(outputs)
     with torch.no_grad():
-        by_hand = real.layer.output(joined)  # Concat(head_1 .. head_h) W^O
+        by_hand = real.layer.output(concatenated)  # Concat(head_1 .. head_h) W^O
         whole = real.layer(real.x[None])[0]
     weights = torch.stack(weights)
     pairs = [(a - b).abs().sum(-1).mean().item() / 2 for n, a in enumerate(weights) for b in weights[n + 1 :]]
@@ -99,7 +99,7 @@ def heads(combine=None, source=None, seed=0):
             "apart": sum(pairs) / len(pairs), "off": ((by_hand - whole).norm() / whole.norm()).item()}  # fmt: skip
 
 
-def draw_heads(figure: Any, found: Findings, say: PickLabel) -> None:
+def draw_heads(figure: Any, found: Findings, tr: PickLabel) -> None:
     count = len(found["weights"])
     columns = min(count, 4)
     figure.set_size_inches(7.6, 2.4 * -(-count // columns) + 0.3)
@@ -110,7 +110,7 @@ def draw_heads(figure: Any, found: Findings, say: PickLabel) -> None:
         heatmap(
             axis,
             weights,
-            say(f"head {n + 1}", f"第 {n + 1} 个头"),
+            tr(f"head {n + 1}", f"第 {n + 1} 个头"),
             found["tokens"] if first else (),
             found["tokens"] if bottom else (),
             vmin=0,
@@ -143,13 +143,13 @@ def scores(additive=None, widths=(8, 16, 32, 64), seed=0):
             "dot": 0}  # fmt: skip
 
 
-def draw_scores(figure: Any, found: Findings, say: PickLabel) -> None:
+def draw_scores(figure: Any, found: Findings, tr: PickLabel) -> None:
     axes = figure.subplots(1, 4)
-    names = {"dot": say("dot", "点积"), "additive": say("additive", "加性"), "cosine": say("cosine", "余弦")}
+    names = {"dot": tr("dot", "点积"), "additive": tr("additive", "加性"), "cosine": tr("cosine", "余弦")}
     for axis, name, table in zip(axes, found["names"], found["tables"], strict=False):
         heatmap(axis, table, names[name], cmap="RdBu_r")
     axes[3].loglog(found["widths"], found["additive"], "o-", label=f"d^{found['power']:.2f}")
-    axes[3].set(title=say("parameters, additive", "加性打分的参数量"), xlabel="d")
+    axes[3].set(title=tr("parameters, additive", "加性打分的参数量"), xlabel="d")
     axes[3].minorticks_off()
     axes[3].set_xticks(found["widths"], found["widths"])
     axes[3].legend()
@@ -165,7 +165,7 @@ def masks(attend=None, source=None, real_tokens=6, seed=0):
     q, k = real.query[0].double(), real.key[0].double()
     n = len(q)
     kinds = {"none": None, "padding": rg.padding([real_tokens]), "causal": rg.causal()}
-    seen = {
+    visible = {
         "none": torch.ones(n, n).bool(),
         "padding": (torch.arange(n) < real_tokens).expand(n, n),
         "causal": torch.ones(n, n).tril().bool(),
@@ -173,20 +173,22 @@ def masks(attend=None, source=None, real_tokens=6, seed=0):
     attend = attend or (lambda mask: rg.Attention(mask=mask).weights(q, k))
     found = {**real.weight_names(), "tokens": real.tokens, "off": 0.0, "leaked": 0.0, "kinds": list(kinds)}
     for name, mask in kinds.items():
-        by_hand = torch.softmax((q @ k.T / q.shape[-1] ** 0.5).masked_fill(~seen[name], -torch.inf), -1)
+        by_hand = torch.softmax((q @ k.T / q.shape[-1] ** 0.5).masked_fill(~visible[name], -torch.inf), -1)
         weights = attend(mask)
-        found["leaked"] = max(found["leaked"], weights[~seen[name]].abs().max().item() if (~seen[name]).any() else 0.0)
+        found["leaked"] = max(
+            found["leaked"], weights[~visible[name]].abs().max().item() if (~visible[name]).any() else 0.0
+        )
         found["off"] = max(found["off"], (weights - by_hand).abs().max().item())
         found[name] = weights.tolist()
     return found
 
 
-def draw_masks(figure: Any, found: Findings, say: PickLabel) -> None:
+def draw_masks(figure: Any, found: Findings, tr: PickLabel) -> None:
     figure.set_size_inches(7.6, 3.3)
     titles = {
-        "none": say("no mask", "无掩码"),
-        "padding": say("padding: six real tokens", "填充掩码：六个真实词元"),
-        "causal": say("causal: j ≤ i", "因果掩码：j ≤ i"),
+        "none": tr("no mask", "无掩码"),
+        "padding": tr("padding: six real tokens", "填充掩码：六个真实词元"),
+        "causal": tr("causal: j ≤ i", "因果掩码：j ≤ i"),
     }
     for n, (axis, name) in enumerate(zip(figure.subplots(1, 3), found["kinds"], strict=True)):
         heatmap(axis, found[name], titles[name], found["tokens"] if n == 0 else (), found["tokens"], vmin=0, vmax=1)
@@ -202,7 +204,7 @@ def positions(table=None, length=64, width=32, seed=0):
     pos, i = torch.arange(length).double()[:, None], torch.arange(0, width, 2).double()
     angle = pos / 10000 ** (i / width)
     formula = torch.stack([angle.sin(), angle.cos()], -1).flatten(1)
-    products = pe @ pe.T  # depend on the distance alone
+    products = pe @ pe.T  # depend on the distance only
     along = [products.diagonal(d) for d in range(length // 2)]
     learned = rg.learned(length, width)
     q, k = torch.randn(2, 20, width).double()
@@ -215,12 +217,12 @@ def positions(table=None, length=64, width=32, seed=0):
             "along": [d.mean().item() for d in along]}  # fmt: skip
 
 
-def draw_positions(figure: Any, found: Findings, say: PickLabel) -> None:
+def draw_positions(figure: Any, found: Findings, tr: PickLabel) -> None:
     left, right = figure.subplots(1, 2)
-    heatmap(left, found["table"], say("sinusoidal table", "正弦位置编码"), cmap="RdBu_r")
-    left.set(xlabel=say("coordinate", "维度"), ylabel=say("position", "位置"))
+    heatmap(left, found["table"], tr("sinusoidal table", "正弦位置编码"), cmap="RdBu_r")
+    left.set(xlabel=tr("coordinate", "维度"), ylabel=tr("position", "位置"))
     right.plot(found["along"])
-    right.set(xlabel=say("distance of two positions", "两个位置的距离"), ylabel=say("their product", "编码的内积"))
+    right.set(xlabel=tr("distance between two positions", "两个位置的距离"), ylabel=tr("their product", "编码的内积"))
 
 
 def model(classifier=None, seed=0):
@@ -254,14 +256,14 @@ def model(classifier=None, seed=0):
     }
 
 
-def draw_model(figure: Any, found: Findings, say: PickLabel) -> None:
+def draw_model(figure: Any, found: Findings, tr: PickLabel) -> None:
     axes = figure.subplots(1, 3, width_ratios=[5, 5, 2])
-    heatmap(axes[0], found["states"], say("after the last block", "最后一个模块之后"), cmap="RdBu_r")
-    heatmap(axes[1], found["pooled"], say("pooled", "池化之后"), cmap="RdBu_r")
-    heatmap(axes[2], found["logits"], say("logits", "输出"), cmap="RdBu_r")
+    heatmap(axes[0], found["states"], tr("after the last block", "最后一个模块之后"), cmap="RdBu_r")
+    heatmap(axes[1], found["pooled"], tr("pooled", "池化之后"), cmap="RdBu_r")
+    heatmap(axes[2], found["logits"], tr("logits", "输出"), cmap="RdBu_r")
 
 
-WEIGHTS = Text("The weights are those of {weights_en}.", "所用权重：{weights_zh}。")
+WEIGHTS = Text("Weights: {weights_en}.", "所用权重：{weights_zh}。")
 
 CLAIMS = (
     Claim(
@@ -280,7 +282,7 @@ CLAIMS = (
     Claim(
         "scores", "mechanism", ("mechanism 2",),
         Text("Three scores: dot, additive, cosine", "三种打分：点积、加性、余弦"),
-        Text("The additive score learns O(d²) parameters in its two projections; the plain dot product none.",
+        Text("The additive score has O(d²) parameters in its two projections; the plain dot product has none.",
         "加性打分的两个投影要学习 O(d²) 个参数，而点积一个也没有。"),
         r"q\cdot k,\qquad v^\top\tanh(W_qq+W_kk),\qquad \frac{q\cdot k}{|q||k|}",
         scores,
@@ -288,53 +290,53 @@ CLAIMS = (
         found["off"] < 1e-12 and abs(found["power"] - 2) < 0.3),
         Text("The formulas agree with regard's scores to {off:.0e}. The additive parameters grow like d^{power:.2f}, to {last:,} at d = 64; the dot product has {dot}.", "公式与 regard 的打分一致（误差 {off:.0e}）。加性打分的参数量按 d^{power:.2f} 增长，d = 64 时为 {last:,} 个；点积有 {dot} 个。"),
         draw_scores,
-        Text("The same queries and keys by three scores, and how many parameters the additive one has.",
+        Text("Three scores of the same queries and keys, and the number of parameters of the additive one.",
         "同一组查询与键的三种打分，以及加性打分的参数量。"),
     ),
     Claim(
         "layer", "mechanism", ("mechanism 4",),
         Text("A self-attention layer", "一个自注意力层"),
-        Text("Three projections lead from d_model to d_key, d_key and d_value; attention; and a projection back to d_model.", "三个投影把 d_model 变为 d_key、d_key 与 d_value；做注意力；再投影回 d_model。"),
+        Text("Three projections from d_model to d_key, d_key and d_value; attention; and a projection back to d_model.", "三个投影把 d_model 变为 d_key、d_key 与 d_value；做注意力；再投影回 d_model。"),
         r"\operatorname{softmax}\!\left(\frac{XW_Q(XW_K)^\top}{\sqrt{d_k}}\right)XW_V\,W_O",
         layer,
         lambda found: grade(found["off"] < 1e-12),
-        Text("Projected by hand it differs by {off:.1e}; widths are {d_key}, {d_key}, {d_value}, and {d_out} again.",
+        Text("A step-by-step computation differs from the module by {off:.1e}; the widths are {d_key}, {d_key}, {d_value} and finally {d_out}.",
         "逐步手算与模块相差 {off:.1e}；宽度依次为 {d_key}、{d_key}、{d_value}，最后回到 {d_out}。"),
         draw_layer,
-        Text("Ten tokens on their way through a layer, and the width of each part.", "十个词元经过一层的过程，以及各部分的宽度。"),
+        Text("Ten tokens in the stages of a layer, and the width of each stage.", "十个词元经过一层的过程，以及各部分的宽度。"),
     ),
     Claim(
         "heads", "mechanism", ("mechanism 5",),
-        Text("Heads look at different things, side by side", "多个头并行地关注不同的内容"),
-        Text("h projections in parallel, their outputs concatenated and projected once more.",
+        Text("Heads attend to different tokens in parallel", "多个头并行地关注不同的内容"),
+        Text("h projections in parallel, whose outputs are concatenated and projected again.",
         "h 组投影并行计算，把输出拼接起来，再做一次投影。"),
         r"\operatorname{MultiHead}(X)=\operatorname{Concat}(\mathrm{head}_1,\dots,\mathrm{head}_h)W^O",
         heads,
         lambda found: grade(found["off"] < 1e-5 and found["apart"] > 0.05),
-        Text(f"The {{heads}} heads by themselves, concatenated and projected, differ from the layer by {{off:.1e}} (float32). Two heads differ in {{apart:.0%}} of their weight. {WEIGHTS.en}", f"{{heads}} 个头分别计算、拼接、投影，与整层相差 {{off:.1e}}（float32）。任意两个头平均有 {{apart:.0%}} 的权重不同。{WEIGHTS.zh}"),
+        Text(f"The {{heads}} heads, computed separately, concatenated and projected, differ from the layer by {{off:.1e}} (float32). Two heads differ in {{apart:.0%}} of their weight on average. {WEIGHTS.en}", f"{{heads}} 个头分别计算、拼接、投影，与整层相差 {{off:.1e}}（float32）。任意两个头平均有 {{apart:.0%}} 的权重不同。{WEIGHTS.zh}"),
         draw_heads,
         Text("The weights of the first heads on the same sentence.", "前几个头在同一句话上的权重。"),
     ),
     Claim(
         "masks", "mechanism", ("mechanism 6",),
-        Text("Masks: what may not be seen has no weight", "掩码：不可见之处权重为零"),
-        Text("Padding hides filler, the causal mask hides what comes later. Masked scores are −∞ before the softmax.",
+        Text("Masked keys have no weight", "掩码：不可见之处权重为零"),
+        Text("A padding mask hides padding tokens, a causal mask hides later tokens. Masked scores are −∞ before the softmax.",
         "填充掩码遮住填充符，因果掩码遮住后文。被遮住的分数在 softmax 之前为 −∞。"),
         r"s_{ij}\leftarrow-\infty\quad(M_{ij}=0),\qquad M^{\text{causal}}_{ij}=[\,j\le i\,]",
         masks,
         lambda found: grade(found["leaked"] == 0 and found["off"] < 1e-10),
-        Text(f"The weight on what is hidden is {{leaked:g}}, exactly; what is left agrees with −∞ before the softmax to {{off:.0e}}. {WEIGHTS.en}", f"被遮住之处的权重恰为 {{leaked:g}}；其余与“softmax 前置为 −∞”相差 {{off:.0e}}。{WEIGHTS.zh}"),
+        Text(f"The weight of masked keys is exactly {{leaked:g}}; the other weights agree with −∞ before the softmax to {{off:.0e}}. {WEIGHTS.en}", f"被遮住之处的权重恰为 {{leaked:g}}；其余与“softmax 前置为 −∞”相差 {{off:.0e}}。{WEIGHTS.zh}"),
         draw_masks,
         Text("The same head without a mask, with padding and with a causal mask.", "同一个头：无掩码、填充掩码、因果掩码。"),
     ),
     Claim(
         "positions", "mechanism", ("mechanism 7",),
         Text("Positions: sinusoidal, learned, relative", "位置：正弦、可学习、相对"),
-        Text("Sines and cosines of falling frequency; a table that is trained; or, after Shaw et al., a vector for every distance.", "频率递减的正弦与余弦；可训练的表；或如 Shaw 等人那样，每个距离对应一个向量。"),
+        Text("Sines and cosines of decreasing frequency; a trained table; or, following Shaw et al., a vector for every distance.", "频率递减的正弦与余弦；可训练的表；或如 Shaw 等人那样，每个距离对应一个向量。"),
         r"PE_{p,2i}=\sin\frac{p}{10000^{2i/d}},\qquad PE_{p,2i+1}=\cos\frac{p}{10000^{2i/d}}",
         positions,
         lambda found: grade(found["off"] < 1e-6 and found["shaw"] < 1e-12 and found["learned"] and found["drift"] < 1e-4),
-        Text("regard's table agrees with the formula to {off:.0e}, its relative scores with Shaw's to {shaw:.0e}. Products of two sinusoidal positions depend on their distance alone (to {drift:.0e}).", "regard 的编码表与公式相差 {off:.0e}，相对打分与 Shaw 的公式相差 {shaw:.0e}。两个正弦编码的内积只取决于它们的距离（误差 {drift:.0e}）。"),
+        Text("regard's table agrees with the formula to {off:.0e}, its relative scores with Shaw's to {shaw:.0e}. Products of two sinusoidal positions depend only on their distance (to {drift:.0e}).", "regard 的编码表与公式相差 {off:.0e}，相对打分与 Shaw 的公式相差 {shaw:.0e}。两个正弦编码的内积只取决于它们的距离（误差 {drift:.0e}）。"),
         draw_positions,
         Text("The sinusoidal table, and the product of two of its rows against their distance.",
         "正弦编码表，以及其中两行的内积随距离的变化。"),
@@ -346,7 +348,7 @@ CLAIMS = (
         r"x\leftarrow\operatorname{LN}(x+\operatorname{MHA}(x)),\qquad x\leftarrow\operatorname{LN}(x+\operatorname{FFN}(x))",
         model,
         lambda found: grade(found["off"] < 1e-10),
-        Text("Put together by hand in this order, it differs from regard's classifier by {off:.1e}.", "按此顺序手工拼装，与 regard 的分类模型相差 {off:.1e}。"),
+        Text("Composed step by step in this order, the model differs from regard's classifier by {off:.1e}.", "按此顺序手工拼装，与 regard 的分类模型相差 {off:.1e}。"),
         draw_model,
         Text("Hidden states of twelve tokens, their mean, and the logits of three classes.",
         "十二个词元的隐状态、它们的平均，以及三个类别的输出。"),

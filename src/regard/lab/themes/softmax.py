@@ -13,7 +13,7 @@ def variance(scale=None, widths=(4, 16, 64, 256, 1024), pairs=100_000, seed=0):
     torch.manual_seed(seed)
     plain, scaled = [], []
     for width in widths:
-        rows = max(pairs * 64 // width, 2000)  # the same work at every width
+        rows = max(pairs * 64 // width, 2000)  # equal work at every width
         q, k = torch.randn(2, rows, width)
         scores = (q * k).sum(-1)
         plain.append(scores.var().item())
@@ -24,12 +24,12 @@ def variance(scale=None, widths=(4, 16, 64, 256, 1024), pairs=100_000, seed=0):
             "off": max(off)}  # fmt: skip
 
 
-def draw_variance(figure: Any, found: Findings, say: PickLabel) -> None:
+def draw_variance(figure: Any, found: Findings, tr: PickLabel) -> None:
     axis = figure.subplots()
-    axis.loglog(found["widths"], found["plain"], "o-", label=say("q·k", "q·k"))
+    axis.loglog(found["widths"], found["plain"], "o-", label=tr("q·k", "q·k"))
     axis.loglog(found["widths"], found["scaled"], "o-", label="q·k / √d")
-    axis.loglog(found["widths"], found["widths"], ":", color="gray", label=say("variance = d", "方差 = d"))
-    axis.set(xlabel=say("width d of queries and keys", "查询与键的维度 d"), ylabel=say("variance", "方差"))
+    axis.loglog(found["widths"], found["widths"], ":", color="gray", label=tr("variance = d", "方差 = d"))
+    axis.set(xlabel=tr("width d of queries and keys", "查询与键的维度 d"), ylabel=tr("variance", "方差"))
     axis.legend()
 
 
@@ -50,13 +50,13 @@ def spread(scores=None, pairs=400_000, width=64, seed=0):
             "counts": counts.tolist(), "edges": edges.tolist(), "deviation": scores.std().item()}  # fmt: skip
 
 
-def draw_spread(figure: Any, found: Findings, say: PickLabel) -> None:
+def draw_spread(figure: Any, found: Findings, tr: PickLabel) -> None:
     axis = figure.subplots()
     axis.stairs(found["counts"], found["edges"], fill=True, alpha=0.55)
     for bound, style in ((20, ":"), (24, "--")):
         for side in (-bound, bound):
             axis.axvline(side, linestyle=style, color="gray", linewidth=1)
-    axis.set(xlabel="q·k, d = 64", ylabel=say("density", "概率密度"))
+    axis.set(xlabel="q·k, d = 64", ylabel=tr("density", "概率密度"))
     axis.text(24.4, max(found["counts"]) * 0.9, "±24")
     axis.text(20.3, max(found["counts"]) * 0.75, "±20", ha="left")
 
@@ -80,13 +80,13 @@ def saturation(scale=None, widths=(4, 16, 64, 256, 1024, 4096), keys=32, rows=25
     return found
 
 
-def draw_saturation(figure: Any, found: Findings, say: PickLabel) -> None:
+def draw_saturation(figure: Any, found: Findings, tr: PickLabel) -> None:
     left, right = figure.subplots(1, 2)
-    for name, label in (("plain", say("unscaled", "不缩放")), ("scaled", say("scaled by 1/√d", "除以 √d"))):
+    for name, label in (("plain", tr("unscaled", "不缩放")), ("scaled", tr("scaled by 1/√d", "除以 √d"))):
         left.semilogx(found["widths"], found["top_" + name], "o-", label=label)
         right.loglog(found["widths"], found["grad_" + name], "o-", label=label)
-    left.set(xlabel=say("width d", "维度 d"), ylabel=say("largest weight of a row", "每行最大的权重"), ylim=(0, 1.03))
-    right.set(xlabel=say("width d", "维度 d"), ylabel=say("size of the softmax's gradient", "softmax 梯度的大小"))
+    left.set(xlabel=tr("width d", "维度 d"), ylabel=tr("largest weight of a row", "每行最大的权重"), ylim=(0, 1.03))
+    right.set(xlabel=tr("width d", "维度 d"), ylabel=tr("norm of the softmax Jacobian", "softmax 梯度的大小"))
     left.legend()
 
 
@@ -108,16 +108,16 @@ def temperature(attend=None, temperatures=(0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0,
             "rises": all(b >= a - 1e-9 for a, b in zip(entropy, entropy[1:]))}  # fmt: skip
 
 
-def draw_temperature(figure: Any, found: Findings, say: PickLabel) -> None:
+def draw_temperature(figure: Any, found: Findings, tr: PickLabel) -> None:
     left, right = figure.subplots(1, 2)
     chosen = [0, 2, 4, 6, 8]
     for n in chosen:
         left.plot(range(8), sorted(found["rows"][n], reverse=True), "o-", label=f"T = {found['temperatures'][n]:g}")
-    left.set(xlabel=say("keys, best first", "键（从最匹配的排起）"), ylabel=say("weight", "权重"))
+    left.set(xlabel=tr("keys, best first", "键（从最匹配的排起）"), ylabel=tr("weight", "权重"))
     left.legend()
     right.semilogx(found["temperatures"], found["entropy"], "o-")
     right.axhline(found["uniform"], linestyle="--", color="gray", linewidth=1)
-    right.set(xlabel=say("temperature T", "温度 T"), ylabel=say("entropy of the weights", "权重的熵"))
+    right.set(xlabel=tr("temperature T", "温度 T"), ylabel=tr("entropy of the weights", "权重的熵"))
 
 
 def overflow(softmax=None, seed=0):
@@ -144,7 +144,7 @@ def judge_overflow(found: Findings) -> Verdict:
     return grade(breaks and found["stable_float32_worst"] < 1e-6)
 
 
-def draw_overflow(figure: Any, found: Findings, say: PickLabel) -> None:
+def draw_overflow(figure: Any, found: Findings, tr: PickLabel) -> None:
     axis = figure.subplots()
     for n, name in enumerate(("float32", "bfloat16", "float16")):
         pairs = [(x, y) for x, y in zip(found["logits"], found[f"naive_{name}"], strict=True) if y is not None]
@@ -152,12 +152,12 @@ def draw_overflow(figure: Any, found: Findings, say: PickLabel) -> None:
             [x for x, _ in pairs],
             [y + 1e-10 for _, y in pairs],
             color=f"C{n}",
-            label=say(f"naive, {name}", f"朴素写法，{name}"),
+            label=tr(f"naive, {name}", f"朴素写法，{name}"),
         )
         if pairs and len(pairs) < len(found["logits"]):
             axis.plot(pairs[-1][0], pairs[-1][1] + 1e-10, "X", color=f"C{n}", markersize=10)
         axis.semilogy(found["logits"], [y + 1e-10 for y in found[f"stable_{name}"]], ":", color=f"C{n}")
-    axis.set(xlabel=say("largest logit", "最大的 logit"), ylabel=say("error of the weights", "权重的误差"))
+    axis.set(xlabel=tr("largest logit", "最大的 logit"), ylabel=tr("error of the weights", "权重的误差"))
     axis.set_ylim(5e-9, 20)
     axis.legend(loc="upper right")
 
@@ -167,8 +167,8 @@ CLAIMS = (
         "variance", "softmax", ("claim 1",),
         Text("The variance of a dot product is d", "点积的方差等于维度 d"),
         Text(
-            "Queries and keys with entries of variance 1 have dot products of variance d; divided by √d they have "
-            "variance 1 again.",
+            "If the entries of queries and keys have variance 1, their dot products have variance d; divided by √d, "
+            "they have variance 1 again.",
             "若查询与键的各分量方差为 1，则它们点积的方差为 d；除以 √d 之后，方差恢复为 1。",
         ),
         r"\operatorname{Var}(q\cdot k)=d_k,\qquad \operatorname{Var}\!\left(\frac{q\cdot k}{\sqrt{d_k}}\right)=1",
@@ -187,27 +187,28 @@ CLAIMS = (
         "range", "softmax", ("claim 2",),
         Text("At d = 64 nearly all dot products lie within ±24", "d = 64 时，几乎所有点积都落在 ±24 之内"),
         Text(
-            "The standard deviation is √64 = 8, so ±24 is three of them, and a normal law would leave 0.27% outside.",
+            "The standard deviation is √64 = 8, so ±24 is three standard deviations; 0.27% of a normal distribution lie "
+            "outside.",
             "标准差为 √64 = 8，±24 正好是三倍标准差；按正态分布，应只有 0.27% 落在外面。",
         ),
         r"P\left(|q\cdot k|\le 3\sqrt{d_k}\right)\approx 0.997",
         spread,
         lambda found: grade(found["within24"] > 0.995, found["within24"] > 0.95),
         Text(
-            "Within ±24 lie {within24:.2%} (the normal law says {normal24:.2%}), within ±20 {within20:.1%}: the tails "
-            "of a sum of products are a little heavier than normal ones.",
+            "{within24:.2%} lie within ±24 (normal distribution: {normal24:.2%}) and {within20:.1%} within ±20: the "
+            "tails of a sum of products are slightly heavier than normal.",
             "落在 ±24 之内的有 {within24:.2%}（正态分布给出 {normal24:.2%}），±20 之内有 {within20:.1%}：乘积之和的尾部比正态分布略厚。",
         ),
         draw_spread,
-        Text("How dot products of width 64 are spread.", "维度为 64 时点积的分布。"),
+        Text("Distribution of dot products at d = 64.", "维度为 64 时点积的分布。"),
         {"pairs": 80_000},
     ),
     Claim(
         "saturation", "softmax", ("claim 3",),
         Text("Without scaling, the softmax saturates and its gradient vanishes", "不缩放时，softmax 会饱和，梯度随之消失"),
         Text(
-            "As d grows, unscaled scores grow apart, one key takes all the weight, and the gradient of the softmax "
-            "goes to 0. Scaled by 1/√d, nothing of this happens.",
+            "As d grows, the spread of unscaled scores grows, one key gets all the weight, and the gradient of the "
+            "softmax vanishes. Scaling by 1/√d prevents this.",
             "随着 d 增大，未缩放的分数彼此拉开，一个键独占全部权重，softmax 的梯度趋于 0。除以 √d 之后，这一切都不会发生。",
         ),
         r"\frac{\partial \alpha_i}{\partial s_j}=\alpha_i(\delta_{ij}-\alpha_j)\;\to\;0\qquad(\alpha\to e_m)",
@@ -216,42 +217,42 @@ CLAIMS = (
             found["kept_plain"] < 0.05 and found["last_plain"] > 0.9 and 0.5 < found["kept_scaled"] < 2 and found["last_scaled"] < 0.5
         ),
         Text(
-            "From the narrowest to the widest, {kept_plain:.1g} of the gradient is left without scaling, and "
-            "{kept_scaled:.2f} with it. The largest of 32 weights is then {last_plain:.3f} without and "
-            "{last_scaled:.2f} with scaling.",
+            "From the smallest to the largest width, the gradient changes by a factor of {kept_plain:.1g} without "
+            "scaling and {kept_scaled:.2f} with it. At the largest width, the largest of 32 weights is {last_plain:.3f} "
+            "without and {last_scaled:.2f} with scaling.",
             "从最窄到最宽，不缩放时梯度只剩原来的 {kept_plain:.1g}，缩放后为 {kept_scaled:.2f}。此时 32 个权重中最大的一个：不缩放为 {last_plain:.3f}，缩放后为 "
             "{last_scaled:.2f}。",
         ),
         draw_saturation,
-        Text("The largest weight among 32 keys, and the size of the softmax's Jacobian (median), against the width.", "32 个键中最大的权重，以及 softmax 雅可比矩阵的范数（中位数）随维度的变化。"),
+        Text("The largest weight among 32 keys, and the median norm of the softmax Jacobian, against the width.", "32 个键中最大的权重，以及 softmax 雅可比矩阵的范数（中位数）随维度的变化。"),
         {"widths": (4, 64, 4096), "rows": 64},
     ),
     Claim(
         "temperature", "softmax", ("mechanism 3",),
-        Text("Temperature leads from argmax to uniform", "温度：从 argmax 到均匀分布"),
+        Text("Temperature interpolates between argmax and uniform", "温度：从 argmax 到均匀分布"),
         Text(
-            "softmax(x / T) sharpens as T falls to 0, where all weight is on the best key, and flattens as T grows, "
-            "until all keys have the same.",
+            "softmax(x / T) sharpens as T goes to 0, until all weight is on the best key, and flattens as T grows, "
+            "until all keys have equal weight.",
             "softmax(x / T) 随 T 降向 0 而变尖，最终全部权重落在最匹配的键上；随 T 增大而变平，最终所有键权重相同。",
         ),
         r"\operatorname{softmax}(x/T)\;\to\;\begin{cases}e_{\operatorname{argmax} x} & T\to 0\\ 1/n & T\to\infty\end{cases}",
         temperature,
         lambda found: grade(found["sharpest"] > 0.999 and found["flattest"] < 0.02 and found["rises"]),
         Text(
-            "At T = 0.01 the best key has {sharpest:.4f} of the weight; at T = 100 weights differ by at most "
-            "{flattest:.4f}, and the entropy is {entropy_last:.4f} of at most {uniform:.4f}.",
+            "At T = 0.01 the weight of the best key is {sharpest:.4f}; at T = 100 weights differ by at most "
+            "{flattest:.4f}, and the entropy is {entropy_last:.4f} (maximum: {uniform:.4f}).",
             "T = 0.01 时，最匹配的键占 {sharpest:.4f}；T = 100 时，各权重之差不超过 {flattest:.4f}，熵为 {entropy_last:.4f}（上限 "
             "{uniform:.4f}）。",
         ),
         draw_temperature,
-        Text("The weights of eight keys at five temperatures, and their entropy; the dashed line is that of the uniform distribution.", "八个键在五种温度下的权重，以及熵随温度的变化；虚线为均匀分布的熵。"),
+        Text("The weights of eight keys at five temperatures, and their entropy; the dashed line is the entropy of the uniform distribution.", "八个键在五种温度下的权重，以及熵随温度的变化；虚线为均匀分布的熵。"),
     ),
     Claim(
         "overflow", "softmax", ("claim 12", "stability"),
-        Text("The softmax needs its maximum subtracted", "softmax 必须先减去最大值"),
+        Text("A stable softmax subtracts the maximum", "softmax 必须先减去最大值"),
         Text(
-            "exp overflows float32 beyond logits of about 88, and the naive softmax is then NaN. With the maximum "
-            "subtracted, it is right for every logit.",
+            "In float32, exp overflows for logits above about 88, and the naive softmax becomes NaN. With the maximum "
+            "subtracted, it is accurate for all logits.",
             "在 float32 中，logit 超过约 88 时 exp 就会溢出，朴素的 softmax 变成 NaN。先减去最大值，则对任何 logit 都正确。",
         ),
         r"\frac{e^{x_i}}{\sum_j e^{x_j}}=\frac{e^{x_i-m}}{\sum_j e^{x_j-m}},\quad m=\max_j x_j",

@@ -1,4 +1,4 @@
-"""Weights that sum to 1, outputs within the hull, and what permutations do."""
+"""Weights as distributions, outputs in the convex hull of the values, and permutations."""
 
 from __future__ import annotations
 
@@ -31,12 +31,14 @@ def simplex(weights=None, seed=0):
     }
 
 
-def draw_simplex(figure: Any, found: Findings, say: PickLabel) -> None:
+def draw_simplex(figure: Any, found: Findings, tr: PickLabel) -> None:
     axis = figure.subplots()
     for name, row in zip(found["names"], found["tops"], strict=True):
         axis.plot(range(1, len(row) + 1), row, label=name)
     axis.axhline(1, color="gray", linestyle="--", linewidth=1)
-    axis.set(xlabel=say("keys, heaviest first", "键（按权重从大到小）"), ylabel=say("weight so far", "累计权重"))
+    axis.set(
+        xlabel=tr("keys, largest weight first", "键（按权重从大到小）"), ylabel=tr("cumulative weight", "累计权重")
+    )
     axis.legend()
 
 
@@ -50,31 +52,31 @@ def hull(attend=None, queries=200, keys=9, seed=0):
     torch.manual_seed(seed)
     q, k, v = torch.randn(queries, 2).double() * 4, torch.randn(keys, 2).double(), torch.randn(keys, 2).double()
     out = (attend or rg.attention)(q, k, v)
-    turn = torch.arange(3600) * math.tau / 3600
-    sides = torch.stack([turn.cos(), turn.sin()]).double()  # a hull is where no direction leads farther than it does
-    beyond = ((out @ sides) - (v @ sides).amax(0)).amax().item()
+    angle = torch.arange(3600) * math.tau / 3600
+    directions = torch.stack([angle.cos(), angle.sin()]).double()
+    beyond = ((out @ directions) - (v @ directions).amax(0)).amax().item()  # farthest output minus farthest value
     return {"beyond": beyond, "values": v.tolist(), "outputs": out.tolist()}
 
 
-def draw_hull(figure: Any, found: Findings, say: PickLabel) -> None:
+def draw_hull(figure: Any, found: Findings, tr: PickLabel) -> None:
     axis = figure.subplots()
     points = sorted(map(tuple, found["values"]))
-    around: list[Any] = []
+    outline: list[Any] = []
     for side in (points, points[::-1]):  # the lower edge, then the upper one
         edge: list[Any] = []
         for p in side:
-            while len(edge) > 1 and _turn(edge[-2], edge[-1], p) <= 0:
+            while len(edge) > 1 and _cross_product(edge[-2], edge[-1], p) <= 0:
                 edge.pop()
             edge.append(p)
-        around += edge[:-1]
-    axis.fill(*zip(*around, strict=True), alpha=0.15, color="C0", label=say("hull of the values", "值的凸包"))
-    axis.plot(*zip(*found["outputs"], strict=True), ".", color="C1", label=say("outputs", "输出"), alpha=0.7)
-    axis.plot(*zip(*found["values"], strict=True), "o", color="C0", label=say("values", "值"), markersize=7)
+        outline += edge[:-1]
+    axis.fill(*zip(*outline, strict=True), alpha=0.15, color="C0", label=tr("convex hull of the values", "值的凸包"))
+    axis.plot(*zip(*found["outputs"], strict=True), ".", color="C1", label=tr("outputs", "输出"), alpha=0.7)
+    axis.plot(*zip(*found["values"], strict=True), "o", color="C0", label=tr("values", "值"), markersize=7)
     axis.legend(loc="center left", bbox_to_anchor=(1.02, 0.5))
     axis.set_aspect("equal")
 
 
-def _turn(a: Any, b: Any, c: Any) -> float:
+def _cross_product(a: Any, b: Any, c: Any) -> float:
     return (b[0] - a[0]) * (c[1] - a[1]) - (b[1] - a[1]) * (c[0] - a[0])
 
 
@@ -90,19 +92,19 @@ def equivariance(attend=None, length=24, seed=0):
     plain, moved = attend(q, k, v), attend(P @ q, P @ k, P @ v)
     size = plain.norm()
     return {
-        "equivariant": ((moved - P @ plain).norm() / size).item(),  # 0 if outputs move with their inputs
-        "invariant": ((moved - plain).norm() / size).item(),  # 0 if outputs stay where they are
+        "equivariant": ((moved - P @ plain).norm() / size).item(),  # 0 if outputs are permuted like the inputs
+        "invariant": ((moved - plain).norm() / size).item(),  # 0 if outputs do not change
         "plain": plain.tolist(), "moved": moved.tolist(), "back": (P.T @ moved).tolist(),
     }  # fmt: skip
 
 
-def draw_equivariance(figure: Any, found: Findings, say: PickLabel) -> None:
+def draw_equivariance(figure: Any, found: Findings, tr: PickLabel) -> None:
     titles = (
         ("plain", "A(Q, K, V)"), ("moved", "A(PQ, PK, PV)"), ("back", "Pᵀ A(PQ, PK, PV)")
     )  # fmt: skip
     for axis, (name, title) in zip(figure.subplots(1, 3), titles, strict=True):
         heatmap(axis, found[name], title)
-        axis.set_ylabel(say("query", "查询"))
+        axis.set_ylabel(tr("query", "查询"))
 
 
 def keys_values(attend=None, length=24, seed=0):
@@ -122,12 +124,12 @@ def keys_values(attend=None, length=24, seed=0):
     }
 
 
-def draw_keys_values(figure: Any, found: Findings, say: PickLabel) -> None:
+def draw_keys_values(figure: Any, found: Findings, tr: PickLabel) -> None:
     axis = figure.subplots()
-    names = (say("keys and values together", "键与值一起置换"), say("keys alone", "只置换键"))
+    names = (tr("keys and values together", "键与值一起置换"), tr("keys alone", "只置换键"))
     axis.barh(names, [max(found["both"], 1e-17), found["keys"]], color=["C0", "C1"], height=0.5)
     axis.set_xscale("log")
-    axis.set(xlabel=say("how much the output changes", "输出的相对变化"), xlim=(1e-17, 10))
+    axis.set(xlabel=tr("relative change of the output", "输出的相对变化"), xlim=(1e-17, 10))
 
 
 def positions_break(positions=None, length=24, width=16, seed=0):
@@ -154,11 +156,11 @@ def positions_break(positions=None, length=24, width=16, seed=0):
             "without": max(moved[0], shuffled[0]), "with": min(moved[1:] + shuffled[1:])}  # fmt: skip
 
 
-def draw_positions_break(figure: Any, found: Findings, say: PickLabel) -> None:
+def draw_positions_break(figure: Any, found: Findings, tr: PickLabel) -> None:
     axis = figure.subplots()
     for n, (name, label) in enumerate(
-        (("equivariance", say("all permuted: off equivariance by", "全部置换：偏离等变性")),
-         ("invariance", say("keys and values permuted: off invariance by", "置换键与值：偏离不变性")))
+        (("equivariance", tr("all permuted: error of equivariance", "全部置换：偏离等变性")),
+         ("invariance", tr("keys and values permuted: error of invariance", "置换键与值：偏离不变性")))
     ):  # fmt: skip
         axis.bar(
             [x + 0.38 * n for x in range(len(found["names"]))], [max(y, 1e-17) for y in found[name]], 0.36, label=label
@@ -167,9 +169,7 @@ def draw_positions_break(figure: Any, found: Findings, say: PickLabel) -> None:
     axis.set_xticks(
         [x + 0.19 for x in range(len(found["names"]))],
         [
-            say(
-                name, {"none": "无位置信息", "sinusoidal": "正弦", "rotary": "旋转", "relative": "相对"}.get(name, name)
-            )
+            tr(name, {"none": "无位置信息", "sinusoidal": "正弦", "rotary": "旋转", "relative": "相对"}.get(name, name))
             for name in found["names"]
         ],
     )
@@ -193,8 +193,8 @@ def permutation_matrices(matrix=None, size=12, count=50, seed=0):
                 (P.T @ P - torch.eye(size)).abs().max().item(), (torch.linalg.inv(P) - P.T).abs().max().item()
             ),
             "determinant": abs(abs(sign) - 1),
-            "rows": (P @ A - A[order]).abs().max().item(),  # PA takes row order[i] of A to row i
-            "columns": (A @ P - A[:, order.argsort()]).abs().max().item(),  # AP moves columns, the other way
+            "rows": (P @ A - A[order]).abs().max().item(),  # row i of PA is row order[i] of A
+            "columns": (A @ P - A[:, order.argsort()]).abs().max().item(),  # AP permutes columns by the inverse
         }
         off = {name: max(off[name], error) for name, error in errors.items()}
         signs.add(round(sign))
@@ -202,12 +202,12 @@ def permutation_matrices(matrix=None, size=12, count=50, seed=0):
             "pa": (P @ A).tolist(), "ap": (A @ P).tolist()}  # fmt: skip
 
 
-def draw_permutation_matrices(figure: Any, found: Findings, say: PickLabel) -> None:
+def draw_permutation_matrices(figure: Any, found: Findings, tr: PickLabel) -> None:
     titles = (
         ("example", "P"),
         ("a", "A"),
-        ("pa", say("PA: rows move", "PA：行被置换")),
-        ("ap", say("AP: columns move", "AP：列被置换")),
+        ("pa", tr("PA: rows permuted", "PA：行被置换")),
+        ("ap", tr("AP: columns permuted", "AP：列被置换")),
     )
     for axis, (name, title) in zip(figure.subplots(1, 4), titles, strict=True):
         heatmap(axis, found[name], title)
@@ -217,30 +217,30 @@ CLAIMS = (
     Claim(
         "simplex", "symmetry", ("claim 4",),
         Text("Weights are non-negative and every row sums to 1", "权重非负，且每行之和为 1"),
-        Text("Whatever the score, mask or bias: a row of the weights is a probability distribution over the keys.",
+        Text("For any score, mask or bias, a row of weights is a probability distribution over the keys.",
         "无论打分函数、掩码或偏置如何，每一行权重都是键上的一个概率分布。"),
         r"\alpha_{ij}\ge 0,\qquad \sum_j \alpha_{ij}=1",
         simplex,
         lambda found: grade(found["least"] >= 0 and found["off"] < 1e-12),
-        Text("Over five kinds of attention the least weight is {least:.1e}, and no row's sum is off 1 by more than {off:.1e}.", "在五种注意力中，最小的权重为 {least:.1e}，各行之和与 1 的偏差不超过 {off:.1e}。"),
+        Text("Over five kinds of attention the smallest weight is {least:.1e}, and row sums differ from 1 by at most {off:.1e}.", "在五种注意力中，最小的权重为 {least:.1e}，各行之和与 1 的偏差不超过 {off:.1e}。"),
         draw_simplex,
-        Text("The weights of one row, added up from the heaviest: they end at 1.", "一行权重从大到小累加：最终都到达 1。"),
+        Text("Cumulative weights of one row, largest first: they end at 1.", "一行权重从大到小累加：最终都到达 1。"),
     ),
     Claim(
         "hull", "symmetry", ("claim 4",),
         Text("The output lies in the convex hull of the values", "输出位于值的凸包之内"),
-        Text("A weighted mean cannot leave what it is a mean of: in no direction does an output lie farther out than the outermost value.", "加权平均无法越出被平均之物：沿任何方向，输出都不会比最外侧的值更远。"),
+        Text("A weighted mean lies in the convex hull of its points: in no direction is an output farther out than the outermost value.", "加权平均无法越出被平均之物：沿任何方向，输出都不会比最外侧的值更远。"),
         r"o_i=\sum_j\alpha_{ij}v_j\in\operatorname{conv}\{v_1,\dots,v_m\}",
         hull,
         lambda found: grade(found["beyond"] < 1e-12),
-        Text("In 3,600 directions, the output that comes nearest to leaving the hull is {beyond:.1e} beyond it (less than 0 is inside).", "在 3600 个方向上，最接近越出凸包的输出超出 {beyond:.1e}（负数表示在内部）。"),
+        Text("Over 3,600 directions, the outermost output is {beyond:.1e} beyond the hull (negative: inside).", "在 3600 个方向上，最接近越出凸包的输出超出 {beyond:.1e}（负数表示在内部）。"),
         draw_hull,
-        Text("200 outputs and the nine values that they are means of.", "200 个输出，以及它们所平均的九个值。"),
+        Text("200 outputs, and the nine values of which they are weighted means.", "200 个输出，以及它们所平均的九个值。"),
     ),
     Claim(
         "equivariance", "symmetry", ("claim 5",),
         Text("Attention is permutation equivariant", "注意力具有置换等变性"),
-        Text("Permute the tokens and the outputs are permuted in the same way: nothing else changes.",
+        Text("Permuting the tokens permutes the outputs in the same way and changes nothing else.",
         "把词元置换，输出就以同样的方式被置换，除此之外什么也不变。"),
         r"\operatorname{Attention}(PQ,PK,PV)=P\,\operatorname{Attention}(Q,K,V)",
         equivariance,
@@ -248,45 +248,45 @@ CLAIMS = (
         Text("The two sides differ by {equivariant:.1e} of their size in float64.",
         "在 float64 下，等式两边的相对差为 {equivariant:.1e}。"),
         draw_equivariance,
-        Text("The output, the output of permuted input, and the latter with its rows put back.",
+        Text("The output, the output of the permuted input, and the latter with its rows in the original order.",
         "输出、输入置换后的输出，以及把后者的行还原之后。"),
     ),
     Claim(
         "invariance", "symmetry", ("claim 5",),
         Text("“Attention is permutation invariant”", "“注意力具有置换不变性”"),
-        Text("So says the heading of a source above the equation of equivariance. Invariance would mean that the output does not change at all.", "有资料在等变性的公式上方写了这样的标题。若真是不变性，输出应当完全不变。"),
+        Text("A source has this heading above the equation of equivariance. Invariance would mean that the output does not change at all.", "有资料在等变性的公式上方写了这样的标题。若真是不变性，输出应当完全不变。"),
         r"\operatorname{Attention}(PQ,PK,PV)\overset{?}{=}\operatorname{Attention}(Q,K,V)",
         equivariance,
         lambda found: grade(found["invariant"] < 1e-12),
-        Text("The output changes by {invariant:.2f} of its size. Right is: equivariant (off by {equivariant:.1e}).",
+        Text("The output changes by {invariant:.2f} of its size. Attention is equivariant (to {equivariant:.1e}).",
         "输出的相对变化为 {invariant:.2f}。正确的说法是等变性（偏差 {equivariant:.1e}）。"),
         draw_equivariance,
-        Text("Left and middle would be the same if attention were invariant.", "若注意力真具有不变性，左图与中图应当相同。"),
+        Text("The left and middle pictures would be the same if attention were invariant.", "若注意力真具有不变性，左图与中图应当相同。"),
     ),
     Claim(
         "keys-values", "symmetry", ("claim 5",),
         Text("Permuting keys and values together changes nothing", "键与值一起置换，输出不变"),
-        Text("This is the invariance that attention does have: a memory has no order.", "这才是注意力真正具有的不变性：记忆没有先后。"),
+        Text("This is the invariance that attention has: keys and values are an unordered set.", "这才是注意力真正具有的不变性：记忆没有先后。"),
         r"\operatorname{Attention}(Q,PK,PV)=\operatorname{Attention}(Q,K,V)",
         keys_values,
         lambda found: grade(found["both"] < 1e-12 and found["keys"] > 0.01),
-        Text("Keys and values permuted together change the output by {both:.1e}; keys alone, by {keys:.2f}.",
+        Text("Permuting keys and values together changes the output by {both:.1e}; permuting keys alone changes it by {keys:.2f}.",
         "键与值一起置换，输出变化 {both:.1e}；只置换键，变化 {keys:.2f}。"),
         draw_keys_values,
-        Text("The change of the output, relative to its size.", "输出的相对变化。"),
+        Text("Relative change of the output.", "输出的相对变化。"),
     ),
     Claim(
         "positions-break", "symmetry", ("claim 5", "mechanism 7"),
         Text("Positions break both symmetries", "位置信息打破这两种对称"),
-        Text("Sinusoidal, rotary, ALiBi or relative: with any of them, order matters.",
+        Text("With sinusoidal, rotary, ALiBi or relative positions, order matters.",
         "无论正弦、旋转、ALiBi 还是相对位置：加入之后，顺序就起作用了。"),
         r"f(x)=\operatorname{Attention}(x+p):\quad f(Px)\ne P f(x)",
         positions_break,
         lambda found: grade(found["without"] < 1e-12 and found["with"] > 0.01),
-        Text("Without positions the symmetries are off by at most {without:.1e}, with them by at least {with:.2f}.",
+        Text("Without positions, both symmetries hold to {without:.1e}; with positions, they are violated by at least {with:.2f}.",
         "没有位置信息时，偏离对称性不超过 {without:.1e}；加入之后，至少偏离 {with:.2f}。"),
         draw_positions_break,
-        Text("How far from equivariance and invariance the output is, for five ways of telling positions.",
+        Text("Error of equivariance and invariance for no positions and four kinds of positions.",
         "五种位置方案下，输出偏离等变性与不变性的程度。"),
     ),
     Claim(
@@ -297,7 +297,7 @@ CLAIMS = (
         r"P^\top P=I,\quad P^{-1}=P^\top,\quad \det P=\pm 1",
         permutation_matrices,
         lambda found: grade(found["worst"] < 1e-9),
-        Text("Over 50 random permutations nothing is off by more than {worst:.1e}; determinants {signs} occur. (Row i of PA is row π(i) of A; with the same P, columns move the opposite way.)", "在 50 个随机置换中，各项偏差都不超过 {worst:.1e}；出现的行列式为 {signs}。（PA 的第 i 行是 A 的第 π(i) 行；同一个 P 对列的作用方向相反。）"),
+        Text("Over 50 random permutations the largest error is {worst:.1e}; the determinants are {signs}. (Row i of PA is row π(i) of A; the same P permutes columns by the inverse.)", "在 50 个随机置换中，各项偏差都不超过 {worst:.1e}；出现的行列式为 {signs}。（PA 的第 i 行是 A 的第 π(i) 行；同一个 P 对列的作用方向相反。）"),
         draw_permutation_matrices,
         Text("A permutation matrix, a matrix, and their two products.", "一个置换矩阵、一个矩阵，以及它们的两种乘积。"),
     ),

@@ -19,14 +19,14 @@ def encoder_decoder(cross=None, steps=200, seed=0):
         torch.tensor([ids(words.source, ENGLISH)]),
         torch.tensor([[START, *ids(words.target, FRENCH)[:-1]]]),
     )
-    kept = []
+    captured = []
     block = net.decoder.layers[0]
-    hook = block.cross.register_forward_hook(lambda module, given, out: kept.extend([*given[:2], out]))
+    hook = block.cross.register_forward_hook(lambda module, args, out: captured.extend([*args[:2], out]))
     with torch.no_grad():
         net(source, target)
         hook.remove()
-        x, encoded, out = kept  # what the decoder asks with, what the encoder made, what came of it
-        # queries of the decoder, keys and values of the encoder
+        x, encoded, out = captured  # decoder states, encoder states, output
+        # queries from the decoder, keys and values from the encoder
         q, k, v = (cross or project_heads)(block.cross, x, encoded)
         a = torch.softmax(q @ k.mT / q.shape[-1] ** 0.5, -1)
         by_hand = block.cross.output((a @ v).transpose(1, 2).flatten(2))
@@ -34,20 +34,20 @@ def encoder_decoder(cross=None, steps=200, seed=0):
             "source": [*words.source, "</s>"], "target": ["<s>", *words.target]}  # fmt: skip
 
 
-def draw_encoder_decoder(figure: Any, found: Findings, say: PickLabel) -> None:
+def draw_encoder_decoder(figure: Any, found: Findings, tr: PickLabel) -> None:
     axis = figure.subplots()
     figure.colorbar(
         heatmap(
             axis,
             found["weights"],
-            say("weights, mean of the heads", "权重（各头平均）"),
+            tr("weights, mean over heads", "权重（各头平均）"),
             found["target"],
             found["source"],
             vmin=0,
         ),
         ax=axis,
     )
-    axis.set(xlabel=say("keys: encoder", "键：编码器"), ylabel=say("queries: decoder", "查询：解码器"))
+    axis.set(xlabel=tr("keys: encoder", "键：编码器"), ylabel=tr("queries: decoder", "查询：解码器"))
 
 
 def alignment(model=None, sentences=200, steps=200, seed=0):
@@ -66,13 +66,13 @@ def alignment(model=None, sentences=200, steps=200, seed=0):
         translator,
     )
 
-    net = model or translator(seed, steps)  # trained on word order alone: nobody told it where to look
+    net = model or translator(seed, steps)  # trained on sentence pairs only, without alignments
     draw = random.Random(seed + 1)
     pairs = [draw_pair(draw) for _ in range(sentences)]
     source, target = batch(pairs)
-    made = net.generate(source, source != FILLER, max_new_tokens=12)
-    right = sum(words.tolist() == ids(p.target, FRENCH)[:-1] for words, p in zip(made, pairs)) / sentences
-    # (sentence, head, word): where each head looks most
+    translations = net.generate(source, source != FILLER, max_new_tokens=12)
+    right = sum(words.tolist() == ids(p.target, FRENCH)[:-1] for words, p in zip(translations, pairs)) / sentences
+    # (sentence, head, word): source position with the largest weight
     best = cross_attention_weights(net, source, target[:, :-1]).argmax(-1)
     hits = torch.tensor([[best[n, h, i] == j for n, p in enumerate(pairs) for i, j in enumerate(p.comes_from)]
                          for h in range(best.shape[1])]).float().mean(1)  # fmt: skip
@@ -87,13 +87,13 @@ def judge_alignment(found: Findings) -> Verdict:
     return grade(found["aligned"] > 0.9, found["aligned"] > 3 * found["chance"])
 
 
-def draw_alignment(figure: Any, found: Findings, say: PickLabel) -> None:
+def draw_alignment(figure: Any, found: Findings, tr: PickLabel) -> None:
     axis = figure.subplots()
     figure.colorbar(
         heatmap(
             axis,
             found["weights"],
-            say("where each word was looked up", "生成每个词时所看之处"),
+            tr("weights of the best head", "生成每个词时所看之处"),
             found["target"],
             found["source"],
             vmin=0,
@@ -115,25 +115,25 @@ def draw_alignment(figure: Any, found: Findings, say: PickLabel) -> None:
 CLAIMS = (
     Claim(
         "encoder-decoder", "translation", ("mechanism 8",),
-        Text("The decoder's queries look at the encoder's keys and values", "解码器的查询关注编码器的键与值"),
-        Text("Cross-attention: queries come from the sentence that is being written, keys and values from the one that was read.", "交叉注意力：查询来自正在书写的句子，键与值来自已读的句子。"),
+        Text("The decoder's queries attend to the encoder's keys and values", "解码器的查询关注编码器的键与值"),
+        Text("Cross-attention: queries are computed from the target sentence, keys and values from the source sentence.", "交叉注意力：查询来自正在书写的句子，键与值来自已读的句子。"),
         r"Q=Y W_Q,\quad K=X W_K,\quad V=X W_V",
         encoder_decoder,
         lambda found: grade(found["off"] < 1e-4),
-        Text("Computed so by hand, a layer of a small translator trained for this page differs by {off:.1e} (float32).", "在为本页训练的小型翻译模型中，按此手算与模块相差 {off:.1e}（float32）。"),
+        Text("For a small translator trained for this page, a step-by-step computation differs from the module by {off:.1e} (float32).", "在为本页训练的小型翻译模型中，按此手算与模块相差 {off:.1e}（float32）。"),
         draw_encoder_decoder,
-        Text("Which source words the decoder looks at while it writes.", "解码器写每个词时关注哪些源语词。"),
+        Text("Source words to which the decoder attends for each word.", "解码器写每个词时关注哪些源语词。"),
         {"steps": 30},
     ),
     Claim(
         "alignment", "translation", ("claim 11",),
         Text("The weights are a soft alignment", "权重就是一种软对齐"),
-        Text("Generating a word, the decoder looks at the word it comes from. Here sentences are put together so that the origin of every word is known: French puts its colours behind the noun.", "生成一个词时，解码器会看向它所来自的那个词。这里的句子由规则组成，每个词的来源都已知：法语把颜色词放在名词之后。"),
+        Text("To generate a word, the decoder attends to its source word. Sentences are generated by rules here, so that the source of every word is known: in French, colours follow the noun.", "生成一个词时，解码器会看向它所来自的那个词。这里的句子由规则组成，每个词的来源都已知：法语把颜色词放在名词之后。"),
         r"\operatorname{argmax}_j\alpha_{ij}=\operatorname{origin}(i)",
         alignment, judge_alignment,
-        Text("The head that aligns best looks most at the right word in {aligned:.0%} of cases (chance: {chance:.0%}), in a translator that is right in {translated:.0%} of new sentences after seconds of training and was never told where to look.", "对齐最好的头有 {aligned:.0%} 的时候看向正确的词（随机为 {chance:.0%}）；该翻译模型只训练了几秒，在新句子上的正确率为 {translated:.0%}，且从未被告知该看哪里。"),
+        Text("The largest weight of the best head is on the right source word in {aligned:.0%} of cases (chance: {chance:.0%}). The translator was trained for seconds without alignments and translates {translated:.0%} of new sentences correctly.", "对齐最好的头有 {aligned:.0%} 的时候看向正确的词（随机为 {chance:.0%}）；该翻译模型只训练了几秒，在新句子上的正确率为 {translated:.0%}，且从未被告知该看哪里。"),
         draw_alignment,
-        Text("The weights of the best head; squares mark the words that the translation comes from.",
+        Text("The weights of the best head; squares mark the true source words.",
         "对齐最好的头的权重；方框标出每个词真正的来源。"),
         {"steps": 30, "sentences": 20},
     ),

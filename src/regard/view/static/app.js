@@ -20,7 +20,7 @@ const VIEW_FACTORIES = { heads: headsView, map: mapView, tokens: tokensView, ima
 const THEMES = ["auto", "light", "dark"];
 const NONE = new Set();
 
-// address: whether the viewer may change the URL of the page. keys: the element whose key presses it handles.
+// address: whether the viewer may change the URL. keys: the element whose key presses it handles.
 export function start(root, source, { language = "en", address = false, keys = root } = {}) {
   const system = matchMedia("(prefers-color-scheme: dark)");
   const views = {};
@@ -100,7 +100,7 @@ export function start(root, source, { language = "en", address = false, keys = r
       reveal();
     },
 
-    // Mark results that belong to another text than the one in the box: paler while computing, hidden after a failure.
+    // Results of an earlier text are paler while computing and hidden after a failure.
     stale(how) {
       if (how) {
         root.dataset.stale = how;
@@ -263,12 +263,11 @@ export function start(root, source, { language = "en", address = false, keys = r
   return app;
 }
 
-// Store the chosen theme if the browser allows it.
 function remember(name, value) {
   try {
     localStorage.setItem(`regard.${name}`, value);
   } catch {
-    // without storage, the choice lasts until the page is closed
+    // no storage
   }
 }
 

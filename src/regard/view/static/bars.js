@@ -1,4 +1,4 @@
-// The header, the tabs and the row of controls. They display and change the state of the app and have none themselves.
+// The header, the tabs and the row of controls, which have no state themselves.
 import { choice, debounce, el, setOptions, svg } from "./dom.js";
 import { available, SORTS } from "./state.js";
 import { role } from "./words.js";

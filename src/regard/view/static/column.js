@@ -1,4 +1,4 @@
-// A virtual list of tokens: only those on the screen have elements, so that it can have any length.
+// A virtual list of tokens: only those on the screen have elements.
 import { el } from "./dom.js";
 import { visible } from "./text.js";
 

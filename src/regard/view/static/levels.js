@@ -23,7 +23,7 @@ function edges(pairs) {
   return result;
 }
 
-// Merge cells to at most `rows` x `columns`. Used for colours only; displayed numbers come from the original level.
+// Merge cells to at most `rows` x `columns`, for colours only.
 export function coarsen(fine, rows, columns) {
   const down = Math.ceil(fine.rows / rows);
   const across = Math.ceil(fine.columns / columns);
@@ -77,7 +77,7 @@ export function cellAt(whole, query, key) {
   return { rows, columns, single, value: whole.data[i * whole.columns + j] };
 }
 
-// Index of the interval between edges that contains a token (binary search).
+// Index of the interval that contains a token.
 export function find(all, token) {
   let low = 0;
   let high = all.length - 2;

@@ -1,4 +1,4 @@
-// A zoomable matrix of weights: canvas, axes, tooltip, keys. It is independent of heads and layers.
+// A zoomable matrix of weights: canvas, axes, tooltip, keys.
 import { axes, colourBar, isSingle, legend, scaleText } from "./axes.js";
 import { debounce, el, oncePerFrame, svg } from "./dom.js";
 import { cellAt, cut, coarsen, topOf } from "./levels.js";

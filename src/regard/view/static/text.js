@@ -17,7 +17,7 @@ export function short(text, length = 18) {
   return letters.length > length ? `${letters.slice(0, length - 1).join("")}…` : letters.join("");
 }
 
-// Isolate the direction of a text, for canvas and SVG, which have no <bdi>: it must not reorder the text next to it.
+// Isolate the direction of a text, for canvas and SVG, which have no <bdi>.
 export function isolate(text) {
   return `\u2068${text}\u2069`;
 }

@@ -1,4 +1,4 @@
-// The visible window of a map, in tokens; its edges are real numbers, so that it moves smoothly.
+// The visible window of a map, in tokens (real numbers).
 const SMALLEST = 4;
 
 export function createWindow(Q, K) {
