@@ -1,4 +1,4 @@
-"""The pictures of docs/applications, each from a run.
+"""Draw the pictures of docs/applications, each from a run.
 
 python examples/applications.py answer runs/cloze --out docs/applications
 python examples/applications.py summarise runs/packages --out docs/applications
@@ -27,63 +27,63 @@ from regard.training.sources import read_examples
 from regard.view import capture, pictures
 
 
-def looked(run: Run, model: Any, *given: Any) -> tuple[Any, Any]:
-    """What a run's model says of an input, and the record of its attention."""
+def predict_and_capture(run: Run, model: Any, *values: Any) -> tuple[Any, Any]:
+    """Return the prediction of a run's model for one input, and the record of its attention."""
     with capture(model) as record:
-        (made,) = run.task.predict(model, run.processor, [Row("the input", given)], BadRows())
-    run.task.name_tokens(model, run.processor, record, made)
-    return made, record
+        (prediction,) = run.task.predict(model, run.processor, [Row("the input", values)], BadRows())
+    run.task.name_tokens(model, run.processor, record, prediction)
+    return prediction, record
 
 
 def held_out(run: Run) -> list[Row]:
-    """The examples that the figures of a run are of."""
+    """Return the test examples of a run."""
     return list(read_examples(run.task, Sources.from_json(run.about["sources"], check=False), run.recipe.seed).test)
 
 
 def answer(run: Run, data: Path | None) -> Any:
-    """Where the words of a short question and its text look, in the last layer; of those answered right, the surest."""
+    """Plot the last layer for a short question and its text: the correct answer with the highest score."""
     model, _ = run.model()
     short = [row for row in held_out(run) if len(row.values[0]) + len(row.values[1]) < 300]
-    said = run.task.predict(model, run.processor, short, BadRows())
-    right = [(made, row) for made, row in zip(said, short, strict=True) if made.output in dict(row.values[2])]
+    answers = run.task.predict(model, run.processor, short, BadRows())
+    right = [(each, row) for each, row in zip(answers, short, strict=True) if each.output in dict(row.values[2])]
     _, row = max(right, key=lambda pair: pair[0].score or 0)
-    made, record = looked(run, model, *row.values)
+    prediction, record = predict_and_capture(run, model, *row.values)
     ax = pictures.heatmap(record, record.attentions[-1].name)
-    ax.set_title(f"{made.input}  →  {made.output} ({made.score:.2f})")
+    ax.set_title(f"{prediction.input}  →  {prediction.output} ({prediction.score:.2f})")
     return ax.figure
 
 
 def summarise(run: Run, data: Path | None) -> Any:
-    """What a summary looked at, over its text."""
+    """Plot the attention that a summary pays to each word of its text."""
     model, _ = run.model()
     row = next(row for row in held_out(run) if 350 < len(row.values[0]) < 480)
-    made, record = looked(run, model, row.values[0])
+    prediction, record = predict_and_capture(run, model, row.values[0])
     ax = pictures.coverage(record)
-    ax.set_title(f"{made.output} ({made.score:.2f})\nas people wrote it: {row.values[1]}", fontsize=10)
+    ax.set_title(f"{prediction.output} ({prediction.score:.2f})\nreference: {row.values[1]}", fontsize=10)
     return ax.figure
 
 
 def recommend(run: Run, data: Path | None) -> Any:
-    """What the history of somebody held out is looked at for, head by head, and what comes next."""
+    """Plot attention within the history of a held-out user, and the recommended films."""
     import matplotlib.pyplot as plt
 
     model, _ = run.model()
     user = next(row for row in held_out(run) if len(row.values[1]) == 21 and max(map(len, row.values[1])) < 36)
-    made, record = looked(run, model, " | ".join(user.values[1][:-1]))
+    prediction, record = predict_and_capture(run, model, " | ".join(user.values[1][:-1]))
     layer = record.attentions[-1]
     figure, axes = plt.subplots(1, 2, figsize=(11, 6.2), width_ratios=(2.2, 1), layout="constrained")
     pictures.heatmap(record, layer.name, ax=axes[0])
-    axes[0].set_title("what each film looks at (last layer)")
-    names, chances = list(made.more["items"]), list(made.more["items"].values())
+    axes[0].set_title("attention between films (last layer)")
+    names, chances = list(prediction.more["items"]), list(prediction.more["items"].values())
     colours = ["tab:red" if name == user.values[1][-1] else "tab:blue" for name in names]
     axes[1].barh(range(len(names)), chances, color=colours)
-    axes[1].set(yticks=range(len(names)), yticklabels=names, xlabel="probability", title="what comes next")
+    axes[1].set(yticks=range(len(names)), yticklabels=names, xlabel="probability", title="recommended next")
     axes[1].invert_yaxis()
     return figure
 
 
 def sets(run: Run, data: Path | None) -> Any:
-    """Where the seed of the pooling looks, over the points of a few digits."""
+    """Plot the attention of the pooling seed over the points of a few digits."""
     import matplotlib.pyplot as plt
 
     model, _ = run.model()
@@ -93,27 +93,27 @@ def sets(run: Run, data: Path | None) -> Any:
         lines = [json.loads(line) for line in islice(file, 200)]
     first = [next(line for line in lines if line["label"] == str(digit)) for digit in range(10)]
     for ax, line in zip(axes.flat, first, strict=True):
-        made, record = looked(run, model, json.dumps(line["set"]))
+        prediction, record = predict_and_capture(run, model, json.dumps(line["set"]))
         weights = record.weights(record.attentions[-1].name).mean(0)[0]
         points = np.array(line["set"])
         ax.scatter(
             points[:, 0], points[:, 1], c=weights / weights.max(), cmap="magma_r", s=14, edgecolors="0.8", lw=0.3
         )
         ax.set(xlim=(0, 28), ylim=(28, 0), aspect="equal", xticks=[], yticks=[])
-        ax.set_title(f"{made.output} ({made.score:.2f})", fontsize=10)
+        ax.set_title(f"{prediction.output} ({prediction.score:.2f})", fontsize=10)
     return figure
 
 
 def graph(run: Run, data: Path | None) -> Any:
-    """Who looks at whom: edges as wide as the attention along them, nodes by what is said of them."""
+    """Plot a graph with edges as wide as the attention along them, and nodes coloured by their predicted label."""
     import matplotlib.pyplot as plt
     import networkx
 
     model, _ = run.model()
     assert run.processor.config is not None
     nodes = run.processor.config["nodes"]
-    _, record = looked(run, model, nodes[0])
-    said = list(run.task.predict(model, run.processor, [Row("", (node,)) for node in nodes], BadRows()))
+    _, record = predict_and_capture(run, model, nodes[0])
+    predictions = list(run.task.predict(model, run.processor, [Row("", (node,)) for node in nodes], BadRows()))
     examples = read_examples(run.task, Sources.from_json(run.about["sources"], check=False), run.recipe.seed)
     known = {row.values[0] for row in examples.train}
     true = {row.values[0]: row.values[1] for row in (*examples.train, *examples.test)}
@@ -123,16 +123,16 @@ def graph(run: Run, data: Path | None) -> Any:
     weights = record.weights(0).mean(0)
     wide = [4 * float(weights[a, b] + weights[b, a]) for a, b in web.edges()]
     networkx.draw_networkx_edges(web, place, width=wide, edge_color="0.45", ax=axes[0])
-    colours = plt.get_cmap("tab10")
-    for n, made in enumerate(said):
-        wrong = true.get(nodes[n], made.output) != made.output
+    colours, labels = plt.get_cmap("tab10"), run.processor.labels
+    for n, prediction in enumerate(predictions):
+        wrong = true.get(nodes[n], prediction.output) != prediction.output
         axes[0].scatter(
-            *place[n], s=260 if nodes[n] in known else 130, color=colours(run.processor.labels.index(made.output)),
+            *place[n], s=260 if nodes[n] in known else 130, color=colours(labels.index(prediction.output)),
             edgecolors="red" if wrong else "black" if nodes[n] in known else "white", linewidths=2, zorder=2,
         )  # fmt: skip
         axes[0].annotate(nodes[n], place[n], ha="center", va="center", fontsize=7, color="white", zorder=3)
     axes[0].set_title(
-        "large: labelled; colour: what is said; red: wrong\nedges as wide as the attention of layer 0", fontsize=10
+        "large: labelled; colour: prediction; red: wrong\nedges as wide as the attention of layer 0", fontsize=10
     )
     axes[0].axis("off")
     pictures.heatmap(record, 0, ax=axes[1])
@@ -140,7 +140,7 @@ def graph(run: Run, data: Path | None) -> Any:
 
 
 def match(run: Run, data: Path | None) -> Any:
-    """Where the words of a right text look, over the patches of the image."""
+    """Plot the attention of the words of a matching text over the patches of the image."""
     import matplotlib.pyplot as plt
 
     model, _ = run.model()
@@ -149,12 +149,14 @@ def match(run: Run, data: Path | None) -> Any:
         right = [row for row in csv.DictReader(file) if row["label"] == "yes"]
     figure, axes = plt.subplots(3, 5, figsize=(10, 6.4), layout="constrained")
     for row, line in zip(axes, right[:3], strict=True):
-        made, record = looked(run, model, f"{data.parent / line['image']} {line['text']}")
-        across = [seen for seen in record.attentions if seen.kind == "cross"][::2][-1]  # from words to patches
+        prediction, record = predict_and_capture(run, model, f"{data.parent / line['image']} {line['text']}")
+        across = [captured for captured in record.attentions if captured.kind == "cross"][::2][
+            -1
+        ]  # from words to patches
         words = record.streams[record.stream_names(across)[0]].tokens
         row[0].imshow(plt.imread(data.parent / line["image"]), cmap="gray")
         row[0].set(xticks=[], yticks=[])
-        row[0].set_title(f"{line['text']}: {made.output} ({made.score:.2f})", fontsize=9)
+        row[0].set_title(f"{line['text']}: {prediction.output} ({prediction.score:.2f})", fontsize=9)
         shown = [n for n, word in enumerate(words) if word not in ("<s>", "</s>", "a", "of")]
         for ax, n in zip(row[1:], [*shown, 0][:4], strict=False):
             pictures.patches(record, across.name, query=n, ax=ax)
@@ -164,15 +166,15 @@ def match(run: Run, data: Path | None) -> Any:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    makers = {maker.__name__: maker for maker in (answer, summarise, recommend, sets, graph, match)}
-    parser.add_argument("what", choices=makers)
+    plots = {plot.__name__: plot for plot in (answer, summarise, recommend, sets, graph, match)}
+    parser.add_argument("what", choices=plots)
     parser.add_argument("run", type=Path)
     parser.add_argument("--data", type=Path, help="examples to show, for sets and match")
-    parser.add_argument("--out", type=Path, required=True, help="the folder of the picture")
-    given = parser.parse_args()
+    parser.add_argument("--out", type=Path, required=True, help="folder of the picture")
+    options = parser.parse_args()
     torch.set_num_threads(1)
-    figure = makers[given.what](Run.open(given.run), given.data)
-    path = given.out / f"{given.what}.png"
+    figure = plots[options.what](Run.open(options.run), options.data)
+    path = options.out / f"{options.what}.png"
     figure.savefig(path, dpi=90, bbox_inches="tight")
     print(f"{path}: {path.stat().st_size / 1000:.0f} kB")
 

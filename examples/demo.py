@@ -1,4 +1,4 @@
-"""What `make demo` runs: a translator trained for two minutes, what it says, and what it looks at while it says it."""
+"""Demo of `make demo`: train a translator for two minutes, translate, and plot the alignment of a translation."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ OUT = Path("demo")
 
 
 def regard(*words: str) -> None:
-    """Run the command as one would type it."""
+    """Print and run a command."""
     print(f"\n$ regard {shlex.join(words)}", flush=True)
     subprocess.run([sys.executable, "-m", "regard", *words], check=True)
 
 
 def main() -> None:
     run = OUT / "run"
-    shutil.rmtree(run, ignore_errors=True)  # of the last time
+    shutil.rmtree(run, ignore_errors=True)  # from an earlier demo
     regard(
         "train",
         "translate",
@@ -55,7 +55,7 @@ def main() -> None:
         str(run),
     )
     regard("predict", str(run), *SENTENCES)
-    print("\nThe same by the translator that comes with the package, which was trained for longer:")
+    print("\nThe same sentences with the translator that ships with the package, which was trained for longer:")
     regard("predict", "en-fr", *SENTENCES)
 
     translator = Run.open("en-fr")
@@ -63,7 +63,7 @@ def main() -> None:
     axes = pictures.alignment(record)
     axes.figure.savefig(OUT / "alignment.png", dpi=120)
     record.save(OUT / "alignment.html")
-    print(f"\n{SENTENCES[-1]} -> {record.note}\nIts soft alignment: {OUT}/alignment.png and {OUT}/alignment.html")
+    print(f"\n{SENTENCES[-1]} -> {record.note}\nSoft alignment: {OUT}/alignment.png and {OUT}/alignment.html")
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
-"""Scenes to find digits in: a COCO file and a folder of PNGs, composed of MNIST digits.
+"""Create scenes of MNIST digits for object detection: a COCO file and a folder of PNGs.
 
     python examples/digit_scenes.py --images t10k-images-idx3-ubyte.gz --labels t10k-labels-idx1-ubyte.gz --out scenes
 
 writes scenes/train.json, scenes/train/*.png, scenes/valid.json and scenes/valid/*.png. No digit of a training scene is
-in a held-out one: the digits are shared out before the first scene is made.
+in a held-out one: the digits are split before scenes are composed.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from regard.data.images import read_idx
 
 
 def cut(digit: np.ndarray) -> np.ndarray:
-    """A digit (28, 28) without what is empty around it."""
+    """Crop a digit (28, 28) to its bounding box."""
     rows, columns = np.nonzero(digit > 40)
     return digit[rows.min() : rows.max() + 1, columns.min() : columns.max() + 1]
 
@@ -32,9 +32,9 @@ def overlap(box: tuple[int, ...], other: tuple[int, ...]) -> bool:
 def scene(
     digits: np.ndarray, size: int, chance: np.random.Generator
 ) -> tuple[np.ndarray, list[tuple[int, tuple[int, ...]]]]:
-    """An image (size, size), and what is in it: which digit, and its box as left, top, width, height."""
+    """Return an image (size, size) and its objects: index of the digit, and box (left, top, width, height)."""
     canvas = chance.normal(30, 12, (size, size)).clip(0, 255)
-    found: list[tuple[int, tuple[int, ...]]] = []
+    objects: list[tuple[int, tuple[int, ...]]] = []
     for _ in range(chance.integers(1, 6)):
         which = int(chance.integers(len(digits)))
         piece = Image.fromarray(cut(digits[which]))
@@ -43,27 +43,27 @@ def scene(
         if width > size // 2:
             continue
         ink = np.asarray(piece.resize((width, height), Image.Resampling.BILINEAR), np.float64) * chance.uniform(0.6, 1)
-        for _ in range(20):  # where there is room; a scene that is full stays as it is
+        for _ in range(20):  # try to find a free place
             left, top = (int(chance.integers(0, size - side + 1)) for side in (width, height))
             box = (left, top, width, height)
-            if not any(overlap(box, other) for _, other in found):
+            if not any(overlap(box, other) for _, other in objects):
                 part = canvas[top : top + height, left : left + width]
                 np.maximum(part, ink, out=part)
-                found.append((which, box))
+                objects.append((which, box))
                 break
-    return canvas.round().astype(np.uint8), found
+    return canvas.round().astype(np.uint8), objects
 
 
 def write(name: str, out: Path, digits: np.ndarray, labels: np.ndarray, count: int, size: int, seed: int) -> None:
-    """`count` scenes as out/name.json and out/name/*.png."""
+    """Write `count` scenes as out/name.json and out/name/*.png."""
     chance = np.random.default_rng(seed)
     (out / name).mkdir(parents=True)
     images, annotations = [], []
     for n in range(count):
-        canvas, found = scene(digits, size, chance)
+        canvas, objects = scene(digits, size, chance)
         Image.fromarray(canvas).save(out / name / f"{n:05}.png")
         images.append({"id": n, "file_name": f"{n:05}.png", "width": size, "height": size})
-        for which, box in found:
+        for which, box in objects:
             annotations.append(
                 {"id": len(annotations) + 1, "image_id": n, "category_id": int(labels[which]) + 1, "bbox": box,
                  "area": box[2] * box[3], "iscrowd": 0}
@@ -78,18 +78,18 @@ def write(name: str, out: Path, digits: np.ndarray, labels: np.ndarray, count: i
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--images", required=True, help="MNIST images, IDX")
-    parser.add_argument("--labels", required=True, help="their labels, IDX")
+    parser.add_argument("--labels", required=True, help="MNIST labels, IDX")
     parser.add_argument("--out", required=True, type=Path)
-    parser.add_argument("--train", type=int, default=12000, help="scenes to train on")
-    parser.add_argument("--validation", type=int, default=1000, help="scenes held out")
-    parser.add_argument("--size", type=int, default=64, help="pixels of a side")
+    parser.add_argument("--train", type=int, default=12000, help="training scenes")
+    parser.add_argument("--validation", type=int, default=1000, help="validation scenes")
+    parser.add_argument("--size", type=int, default=64, help="width and height of a scene in pixels")
     parser.add_argument("--seed", type=int, default=1)
-    given = parser.parse_args()
-    digits, labels = read_idx(given.images), read_idx(given.labels)
-    order = np.random.default_rng(given.seed).permutation(len(digits))
+    options = parser.parse_args()
+    digits, labels = read_idx(options.images), read_idx(options.labels)
+    order = np.random.default_rng(options.seed).permutation(len(digits))
     train, valid = order[: len(order) * 4 // 5], order[len(order) * 4 // 5 :]
-    write("train", given.out, digits[train], labels[train], given.train, given.size, given.seed + 1)
-    write("valid", given.out, digits[valid], labels[valid], given.validation, given.size, given.seed + 2)
+    write("train", options.out, digits[train], labels[train], options.train, options.size, options.seed + 1)
+    write("valid", options.out, digits[valid], labels[valid], options.validation, options.size, options.seed + 2)
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
-"""Graphs with known communities, as folders with nodes.csv and edges.csv.
+"""Write graphs with known communities, as folders with nodes.csv and edges.csv.
 
-python examples/graphs.py karate --out karate            Zachary's club, from networkx
+python examples/graphs.py karate --out karate            Zachary's karate club, from networkx
 python examples/graphs.py miserables --out miserables --from miserables.json
-                                                         who meets whom in Les Misérables, with the groups that
-                                                         vega-datasets (npm) has in data/miserables.json
-python examples/graphs.py cora --out cora                papers that cite one another, from graphdatascience:
+                                                         co-occurrences in Les Misérables, with the groups of
+                                                         data/miserables.json in vega-datasets (npm)
+python examples/graphs.py cora --out cora                citations between papers, from graphdatascience:
                                                          pip install graphdatascience --no-deps; pip install pyarrow
 regard train graph --data karate --labelled 2 --out runs/karate
 """
@@ -22,7 +22,7 @@ Table = Iterable[Sequence[str]]
 
 
 def karate(source: Path | None) -> tuple[Table, Table]:
-    """Nodes and edges."""
+    """Return nodes and edges of the karate club."""
     import networkx
 
     graph = networkx.karate_club_graph()
@@ -31,31 +31,31 @@ def karate(source: Path | None) -> tuple[Table, Table]:
 
 
 def miserables(source: Path | None) -> tuple[Table, Table]:
-    """Groups of fewer than 4 are left without a label."""
+    """Return nodes and edges of Les Misérables; members of groups smaller than 4 have no label."""
     if source is None:
-        raise SystemExit("graphs.py: miserables needs --from package/data/miserables.json, of npm pack vega-datasets@2")
-    told = json.loads(source.read_text())
-    names = [node["name"] for node in told["nodes"]]
-    groups = [str(node["group"]) for node in told["nodes"]]
+        raise SystemExit("graphs.py: miserables needs --from package/data/miserables.json (npm pack vega-datasets@2)")
+    data = json.loads(source.read_text())
+    names = [node["name"] for node in data["nodes"]]
+    groups = [str(node["group"]) for node in data["nodes"]]
     nodes = [(name, group) for name, group in zip(names, groups, strict=True) if groups.count(group) >= 4]
-    edges = [(names[link["source"]], names[link["target"]]) for link in told["links"]]
+    edges = [(names[link["source"]], names[link["target"]]) for link in data["links"]]
     return [("node", "label"), *nodes], [("source", "target"), *edges]
 
 
 def cora(source: Path | None) -> tuple[Table, Table]:
-    """Features are the words that a paper has."""
+    """Return nodes and edges of Cora; the features of a paper are its words."""
     from pyarrow.parquet import read_table
 
     if source is None:
-        found = find_spec("graphdatascience")
-        if found is None or found.origin is None:
+        spec = find_spec("graphdatascience")
+        if spec is None or spec.origin is None:
             raise SystemExit("graphs.py: cora needs pip install graphdatascience --no-deps")
-        source = Path(found.origin).parent / "resources" / "cora"
+        source = Path(spec.origin).parent / "resources" / "cora"
     papers = read_table(source / "cora_nodes.parquet.gzip").to_pydict()
     cited = read_table(source / "cora_rels.parquet.gzip").to_pydict()
     nodes = [("node", "label", "features")]
     for node, subject, words in zip(papers["nodeId"], papers["subject"], papers["features"], strict=True):
-        nodes.append((str(node), str(subject), " ".join(f"w{n}" for n, there in enumerate(words) if there)))
+        nodes.append((str(node), str(subject), " ".join(f"w{n}" for n, present in enumerate(words) if present)))
     ends = zip(cited["sourceNodeId"], cited["targetNodeId"], strict=True)
     return nodes, [("source", "target"), *((str(one), str(other)) for one, other in ends)]
 
@@ -63,15 +63,15 @@ def cora(source: Path | None) -> tuple[Table, Table]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("graph", choices=["karate", "miserables", "cora"])
-    parser.add_argument("--from", dest="source", type=Path, help="where its data is, if it is not found")
-    parser.add_argument("--out", type=Path, required=True, help="the folder to write")
-    given = parser.parse_args()
-    tables = {"karate": karate, "miserables": miserables, "cora": cora}[given.graph](given.source)
-    given.out.mkdir(parents=True)
+    parser.add_argument("--from", dest="source", type=Path, help="file or folder of the source data")
+    parser.add_argument("--out", type=Path, required=True, help="output folder")
+    options = parser.parse_args()
+    tables = {"karate": karate, "miserables": miserables, "cora": cora}[options.graph](options.source)
+    options.out.mkdir(parents=True)
     for name, rows in zip(("nodes", "edges"), tables, strict=True):
-        with (given.out / f"{name}.csv").open("w", newline="", encoding="utf-8") as file:
+        with (options.out / f"{name}.csv").open("w", newline="", encoding="utf-8") as file:
             csv.writer(file).writerows(rows)
-    print(f"{given.out}: nodes.csv and edges.csv")
+    print(f"{options.out}: nodes.csv and edges.csv")
 
 
 if __name__ == "__main__":

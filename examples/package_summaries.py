@@ -1,4 +1,4 @@
-"""Summaries that people wrote: what Debian's packages say of themselves at length, and in one line.
+"""Create a summarization dataset from the long and the one-line descriptions of Debian packages.
 
     apt-get update -o Acquire::Languages=en
     apt-cache dumpavail > Packages
@@ -6,9 +6,9 @@
     /usr/lib/apt/apt-helper cat-file $lists > Descriptions
     python examples/package_summaries.py --packages Packages --descriptions Descriptions --out packages
 
-writes packages/train.tsv, valid.tsv and test.tsv with the columns text and summary. Of every source package one binary
-package is taken, the one of its name or else the first, and of equal texts or summaries the first: so no text is
-twice, and what was built from one source is on one side. The sides are drawn by a hash of the source's name.
+writes packages/train.tsv, valid.tsv and test.tsv with the columns text and summary. One binary package is used per
+source package: the one with the same name, or else the first. Duplicate texts and summaries are dropped. The split is
+by a hash of the name of the source package, so that packages built from one source are in one file.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pathlib import Path
 
 
 def stanzas(path: Path) -> Iterator[dict[str, str]]:
-    """The records of a control file; what goes on over many lines keeps its line ends."""
+    """Yield the records of a control file; values of several lines keep their line breaks."""
     for stanza in path.read_text(encoding="utf-8").split("\n\n"):
         record, name = dict[str, str](), ""
         for line in stanza.splitlines():
@@ -34,8 +34,8 @@ def stanzas(path: Path) -> Iterator[dict[str, str]]:
             yield record
 
 
-def told(description: str) -> tuple[str, str]:
-    """A long description in one line, and the short one. A paragraph, or an item of a list, ends as a sentence does."""
+def split_description(description: str) -> tuple[str, str]:
+    """Return the long description, with its paragraphs and list items joined to one line, and the short one."""
     short, _, long = description.partition("\n")
     parts = re.split(r"\n\.(?:\n|$)|\n(?=\s*[*+-] )", f"\n{long}")
     flat = [" ".join(part.split()) for part in parts]
@@ -43,7 +43,7 @@ def told(description: str) -> tuple[str, str]:
 
 
 def pairs(packages: Path, descriptions: Path) -> Iterator[tuple[str, str, str]]:
-    """The source's name, the text and its summary, in the order of the names."""
+    """Yield source name, text and summary, sorted by source name."""
     long = {record["Description-md5"]: record["Description-en"] for record in stanzas(descriptions)}
     sources = dict[str, list[tuple[str, str]]]()
     for record in stanzas(packages):
@@ -53,8 +53,8 @@ def pairs(packages: Path, descriptions: Path) -> Iterator[tuple[str, str, str]]:
     texts, summaries = set[str](), set[str]()
     for source, built in sorted(sources.items()):
         _, description = min(built, key=lambda each: (each[0] != source, each[0]))
-        text, summary = told(description)
-        if "packaged by debcargo" in text:  # it says the crate's name and nothing of what it does
+        text, summary = split_description(description)
+        if "packaged by debcargo" in text:  # boilerplate that does not describe the crate
             continue
         if len(text.split()) < 12 or len(summary.split()) < 3 or text in texts or summary.lower() in summaries:
             continue
@@ -63,27 +63,29 @@ def pairs(packages: Path, descriptions: Path) -> Iterator[tuple[str, str, str]]:
         yield source, text, summary
 
 
-def side(source: str) -> str:
-    """Of a hundred sources four are for valid and six for test."""
+def split(source: str) -> str:
+    """Return the split of a source: 4% valid, 6% test, the rest train."""
     number = int.from_bytes(hashlib.sha256(source.encode()).digest()[:4], "big") % 100
     return "valid" if number < 4 else "test" if number < 10 else "train"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--packages", required=True, type=Path, help="what apt-cache dumpavail prints")
-    parser.add_argument("--descriptions", required=True, type=Path, help="the lists of descriptions")
+    parser.add_argument("--packages", required=True, type=Path, help="output of apt-cache dumpavail")
+    parser.add_argument("--descriptions", required=True, type=Path, help="concatenated lists of descriptions")
     parser.add_argument("--out", required=True, type=Path)
-    given = parser.parse_args()
+    options = parser.parse_args()
     lines = {"train": [], "valid": [], "test": []}  # type: dict[str, list[str]]
-    for source, text, summary in pairs(given.packages, given.descriptions):
-        lines[side(source)].append(f"{text}\t{summary}\n")
+    for source, text, summary in pairs(options.packages, options.descriptions):
+        lines[split(source)].append(f"{text}\t{summary}\n")
     if not all(lines.values()):
-        parser.error(f"{given.descriptions} describes too few of {given.packages}: see the head of this file")
-    given.out.mkdir(parents=True, exist_ok=True)
-    for name, found in lines.items():
-        (given.out / f"{name}.tsv").write_text("text\tsummary\n" + "".join(found), encoding="utf-8")
-        print(f"{given.out / name}.tsv: {len(found)} pairs")
+        parser.error(
+            f"{options.descriptions} describes too few packages of {options.packages}; create both files as in the docstring of this script"
+        )
+    options.out.mkdir(parents=True, exist_ok=True)
+    for name, rows in lines.items():
+        (options.out / f"{name}.tsv").write_text("text\tsummary\n" + "".join(rows), encoding="utf-8")
+        print(f"{options.out / name}.tsv: {len(rows)} pairs")
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
-"""What made the translator that comes with the package: a run, made small.
+"""Export a run as the translator that ships with the package.
 
     regard train translate --vocabulary 6000 --steps 3000 --warmup 300 --seed 1 --out runs/en-fr
     python examples/translator.py runs/en-fr src/regard/data/embedded/en-fr
 
-Weights are stored in half precision; everything else of the run that a prediction needs is copied as it is.
+Weights are stored in half precision; the other files that predictions need are copied.
 """
 
 from __future__ import annotations
@@ -18,27 +18,27 @@ from regard.tasks import Run
 
 CARD = """# en-fr
 
-Translates English sentences, as people say them every day, to French: `regard predict en-fr "I am hungry."`
+Translates everyday English sentences to French: `regard predict en-fr "I am hungry."`
 
-The Transformer with {layers} + {layers} layers, {width} wide, {heads} heads, {vocabulary:,} tokens for both languages,
-{parameters:.1f} million weights in half precision.
+Transformer with {layers} + {layers} layers, d_model {d_model}, {heads} heads, a shared vocabulary of {vocabulary:,}
+tokens, {parameters:.1f} million weights in half precision.
 
-Trained on the {train:,} pairs of Tatoeba (CC-BY 2.0, tatoeba.org and manythings.org/anki) that are not held out, by
+Trained on the {train:,} pairs of Tatoeba (CC-BY 2.0, tatoeba.org and manythings.org/anki) that are not held out, with
 
     {command}
     python examples/translator.py runs/en-fr src/regard/data/embedded/en-fr
 
 with torch {torch}, {threads} thread, {date}; {minutes:.0f} minutes on one core of a busy machine.
 
-On {sentences:,} English sentences that were held out, {pairs:,} pairs (step {step} of {steps}, beam {beam}):
+Results on {sentences:,} held-out English sentences, {pairs:,} pairs (step {step} of {steps}, beam {beam}):
 
 | | this model | copy of the source |
 | --- | --- | --- |
 {rows}
 
 `bleu` and `chrf` are against the first translation of each sentence, `bleu_all_references` against all of them
-(sacrebleu). It knows short everyday sentences and no others: names, numbers and long sentences go wrong, and
-it may repeat the biases of its sources. Licence of the weights: CC-BY 2.0, as of the data.
+(sacrebleu). The model is for short everyday sentences: names, numbers and long sentences are often wrong, and it may
+repeat the biases of its sources. Licence of the weights: CC-BY 2.0, like the data.
 """
 
 
@@ -53,15 +53,15 @@ def main(run: Path, out: Path) -> None:
     about["exported"] = {"step": step, "minutes": about["results"]["minutes"]}
     (out / "run.json").write_text(json.dumps(about, indent=1, ensure_ascii=False))
     results, options = about["results"], about["options"]
-    (copied,) = results["baselines"].values()
+    (copy,) = results["baselines"].values()
     card = CARD.format(
         **{name: options[name] for name in ("layers", "d_model", "heads", "vocabulary", "beam")},
         parameters=sum(weight.numel() for weight in model.parameters()) / 1e6,
-        train=results["rows"]["train"], sentences=about["sources"]["held"], pairs=results["rows"]["test"],
+        train=results["rows"]["train"], sentences=about["sources"]["held_out"], pairs=results["rows"]["test"],
         command=" ".join(about["command"]), torch=about["machine"]["torch"],
         threads=about["machine"]["threads"], date=about["began"][:10], minutes=results["minutes"], step=step,
         steps=about["recipe"]["steps"],
-        rows="\n".join(f"| {name} | {value:.1f} | {copied[name]:.1f} |" for name, value in results["metrics"].items()),
+        rows="\n".join(f"| {name} | {value:.1f} | {copy[name]:.1f} |" for name, value in results["metrics"].items()),
     )  # fmt: skip
     (out / "README.md").write_text(card)
     print(card)

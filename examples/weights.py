@@ -1,4 +1,4 @@
-"""The operator: one call, its mask drawn, how it is computed, and what it looks at."""
+"""Tour of the operator: one call, its mask, the engine that computes it, statistics and a heat map of its weights."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import regard as rg
 torch.manual_seed(0)
 heads, length, width = 4, 512, 64
 
-# Every head asks for the token that stood a while ago, each for another while: something worth looking at.
+# Every head attends to the token at a fixed distance, a different one for each head, so that the maps have structure.
 key, value = torch.randn(2, 1, heads, length, width)
 query = torch.stack([0.9 * key[:, h].roll(24 * (h + 1) ** 2 // 2, 1) for h in range(heads)], 1)
 
@@ -31,7 +31,7 @@ print(attend.explain(query, key, value), "\n")
 
 statistics = attend.statistics(query, key)
 print(">>> attend.statistics(query, key)")
-print("head   entropy   mean distance   most looked at from the last token")
+print("head   entropy   mean distance   top keys of the last token")
 for head in range(heads):
     keys = ", ".join(str(int(k)) for k in statistics.top_keys[0, head, -1])
     print(
