@@ -80,7 +80,7 @@ def main() -> None:
         lines[split(source)].append(f"{text}\t{summary}\n")
     if not all(lines.values()):
         parser.error(
-            f"{options.descriptions} describes too few packages of {options.packages}; create both files as in the docstring of this script"
+            f"{options.descriptions} describes too few packages of {options.packages}; see the top of this script"
         )
     options.out.mkdir(parents=True, exist_ok=True)
     for name, rows in lines.items():

@@ -1,4 +1,4 @@
-"""Every claim measured once, by the code that the page shows, each in a namespace of its own."""
+"""Measure every claim once with the code that the page shows, each in a separate namespace."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from regard.lab import CLAIMS, Claim, Result
 from regard.lab.complexity import one_thread
 
 
-def alone(claim: Claim, **arguments: Any) -> dict[str, Any]:
-    """What the shown code finds when it runs with nothing around it."""
+def run_alone(claim: Claim, **arguments: Any) -> dict[str, Any]:
+    """Return the findings of the shown code, run in an empty namespace."""
     shown = claim.code().rsplit("\n\n\nfound = ", 1)[0]
     space: dict[str, Any] = {}
     exec(compile(shown, f"<{claim.name}>", "exec"), space)
@@ -21,8 +21,8 @@ def alone(claim: Claim, **arguments: Any) -> dict[str, Any]:
 
 @pytest.fixture(scope="session")
 def results() -> dict[str, Result]:
-    made = {}
+    measured = {}
     for name, claim in CLAIMS.items():
-        found = alone(claim, **claim.quick)
-        made[name] = Result(claim, found, claim.judge(found), 0, 0.0)
-    return made
+        found = run_alone(claim, **claim.quick)
+        measured[name] = Result(claim, found, claim.judge(found), 0, 0.0)
+    return measured

@@ -1,4 +1,4 @@
-"""Every item of the theory has a claim, every claim is measured by the code it shows, in both languages."""
+"""Every item of the theory has a claim, and every claim is measured by the code that it shows."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_every_claim_is_in_a_chapter() -> None:
 
 
 @pytest.mark.parametrize("name", CLAIMS)
-def test_the_shown_code_measures_alone_and_gives_numbers_for_both_languages(
+def test_the_shown_code_runs_alone_and_its_numbers_fit_both_languages(
     name: str, results: dict[str, Result]
 ) -> None:
     result = results[name]
@@ -45,7 +45,7 @@ def test_the_shown_code_measures_alone_and_gives_numbers_for_both_languages(
 
 
 @pytest.mark.parametrize("name", CLAIMS)
-def test_a_claim_is_told_in_both_languages(name: str) -> None:
+def test_claims_have_texts_in_both_languages(name: str) -> None:
     claim = CLAIMS[name]
     for text in (claim.says, claim.caption, *([] if claim.title.en == claim.title.zh else [claim.title])):
         assert CHINESE.search(text.zh)
@@ -55,16 +55,16 @@ def test_a_claim_is_told_in_both_languages(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", CLAIMS)
-def test_a_formula_becomes_mathml_with_nothing_left_over(name: str) -> None:
+def test_formulas_convert_to_mathml_completely(name: str) -> None:
     from regard.lab.page import mathml
 
-    made = mathml(CLAIMS[name].formula)
-    ElementTree.fromstring(made)
-    assert "\\" not in made
+    markup = mathml(CLAIMS[name].formula)
+    ElementTree.fromstring(markup)
+    assert "\\" not in markup
 
 
 @pytest.mark.parametrize("name", CLAIMS)
-def test_a_picture_is_drawn_of_what_was_found(name: str, results: dict[str, Result]) -> None:
+def test_findings_are_drawn(name: str, results: dict[str, Result]) -> None:
     import matplotlib
     from matplotlib.figure import Figure
 
@@ -75,18 +75,18 @@ def test_a_picture_is_drawn_of_what_was_found(name: str, results: dict[str, Resu
 
 
 @pytest.mark.parametrize("name", ["variance", "equivariance", "masks", "sparse-cost", "example-weights"])
-def test_the_code_that_is_shown_is_the_code_that_ran(name: str, results: dict[str, Result]) -> None:
+def test_the_shown_code_equals_the_measurement(name: str, results: dict[str, Result]) -> None:
     assert measure(CLAIMS[name], budget=QUICK).found == results[name].found
 
 
 @pytest.mark.parametrize("name", ["variance", "saturation", "equivariance", "hull", "favor-error", "invariance"])
-def test_another_seed_changes_numbers_and_no_verdict(name: str, results: dict[str, Result]) -> None:
+def test_another_seed_changes_numbers_but_no_verdict(name: str, results: dict[str, Result]) -> None:
     other = measure(CLAIMS[name], seed=7, budget=QUICK)
     assert other.found != results[name].found
     assert other.verdict is results[name].verdict
 
 
-def test_the_figures_of_the_theory_are_found(results: dict[str, Result]) -> None:
+def test_known_numbers_are_reproduced(results: dict[str, Result]) -> None:
     found = {name: result.found for name, result in results.items()}
     assert found["variance"]["plain64"] == pytest.approx(64, rel=0.05)
     assert found["range"]["within24"] == pytest.approx(0.9966, abs=0.002)

@@ -1,4 +1,4 @@
-"""The page and the notebook: whole, escaped, and nothing fetched."""
+"""The page and the notebook: complete, escaped, and without external resources."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_a_page_has_every_claim_with_verdict_formula_picture_and_code(pages: dic
             assert result.verdict.text.render(language) in text
 
 
-def test_a_page_fetches_nothing_and_runs_nothing(pages: dict[str, str]) -> None:
+def test_a_page_has_no_scripts_or_external_resources(pages: dict[str, str]) -> None:
     for text in pages.values():
         assert not re.search(r"<script|<link|<iframe|@import|\bsrc=", text)
         links = re.findall(r'href="([^"]{0,30})', text)
@@ -47,7 +47,7 @@ def test_a_page_fetches_nothing_and_runs_nothing(pages: dict[str, str]) -> None:
         assert "default-src 'none'" in text
 
 
-def test_the_names_in_a_page_are_unique_and_every_reference_has_its_name(pages: dict[str, str]) -> None:
+def test_ids_are_unique_and_references_resolve(pages: dict[str, str]) -> None:
     text = pages["en"]
     names = re.findall(r'\bid="([^"]+)"', text)
     assert len(names) == len(set(names))
@@ -60,7 +60,7 @@ def test_pictures_take_the_colour_of_the_text(pages: dict[str, str]) -> None:
     assert "currentColor" in pages["en"]
 
 
-def test_what_is_told_is_escaped(few: list[Result]) -> None:
+def test_texts_are_escaped(few: list[Result]) -> None:
     hostile = "<script>alert('&')</script>"
     claim = replace(
         few[0].claim, title=Text(hostile, hostile), says=Text(hostile, hostile), finding=Text(hostile, hostile)
@@ -78,12 +78,12 @@ def test_a_notebook_holds_formula_code_and_picture(few: list[Result]) -> None:
         compile("".join(cell["source"]), "cell", "exec")
         assert result.claim.measure.__name__ in "".join(cell["source"])
         assert "image/png" in cell["outputs"][1]["data"]
-    told = "".join(line for cell in made["cells"] if cell["cell_type"] == "markdown" for line in cell["source"])
-    assert all(f"$${result.claim.formula}$$" in told for result in few)
-    assert "点积的方差等于维度 d" in told
+    markdown = "".join(line for cell in made["cells"] if cell["cell_type"] == "markdown" for line in cell["source"])
+    assert all(f"$${result.claim.formula}$$" in markdown for result in few)
+    assert "点积的方差等于维度 d" in markdown
 
 
-def test_a_notebook_cell_runs_as_it_stands(few: list[Result]) -> None:
+def test_a_notebook_cell_runs_unchanged(few: list[Result]) -> None:
     made = json.loads(notebook(few[3:], "en"))
     space: dict = {}
     exec("".join(next(cell for cell in made["cells"] if cell["cell_type"] == "code")["source"]), space)
@@ -98,16 +98,16 @@ def test_a_browser_shows_the_page_without_errors_or_requests(
     api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
     path = tmp_path / "lab.html"
     path.write_text(pages[language], encoding="utf-8")
-    said: list[str] = []
-    asked: list[str] = []
+    messages: list[str] = []
+    requests: list[str] = []
 
     def show() -> tuple[list[str], list[float], bool]:
         with api.sync_playwright() as play:
             browser = play.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox", "--disable-gpu"])
             tab = browser.new_page(color_scheme="dark")
-            tab.on("console", lambda message: said.append(message.text))
-            tab.on("pageerror", lambda error: said.append(str(error)))
-            tab.on("request", lambda request: asked.append(request.url))
+            tab.on("console", lambda message: messages.append(message.text))
+            tab.on("pageerror", lambda error: messages.append(str(error)))
+            tab.on("request", lambda request: requests.append(request.url))
             tab.goto(path.as_uri())
             shown = tab.locator("article").all_inner_texts()
             drawn = tab.evaluate("[...document.querySelectorAll('math')].map(m => m.getBoundingClientRect().width)")
@@ -115,10 +115,10 @@ def test_a_browser_shows_the_page_without_errors_or_requests(
             browser.close()
         return shown, drawn, wide
 
-    with ThreadPoolExecutor(1) as pool:  # this thread may have a browser of other tests
+    with ThreadPoolExecutor(1) as pool:  # this thread may already run a browser of other tests
         shown, drawn, wide = pool.submit(show).result()
-    assert said == []
-    assert [url for url in asked if not url.startswith("data:")] == [path.as_uri()]
+    assert messages == []
+    assert [url for url in requests if not url.startswith("data:")] == [path.as_uri()]
     assert len(shown) == len(FEW)
     assert all(width > 40 for width in drawn)
     assert wide
@@ -126,7 +126,7 @@ def test_a_browser_shows_the_page_without_errors_or_requests(
         assert result.claim.says.render(language)[:20] in text
 
 
-def test_labels_are_chinese_where_there_is_a_font(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_labels_are_chinese_if_a_font_exists(monkeypatch: pytest.MonkeyPatch) -> None:
     from regard.lab import draw
 
     monkeypatch.setattr(draw, "chinese_font", lambda: None)
@@ -138,7 +138,7 @@ def test_labels_are_chinese_where_there_is_a_font(monkeypatch: pytest.MonkeyPatc
 
 
 def test_costs_within_a_decade_have_labels() -> None:
-    """Bytes from 200 to 900 thousand hold no power of ten."""
+    """There is no power of ten between 200 and 900 thousand."""
     from matplotlib.figure import Figure
 
     from regard.lab.draw import plot_growth

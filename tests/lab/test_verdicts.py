@@ -1,4 +1,4 @@
-"""Verdicts are computed: where the opposite fact is planted, they turn."""
+"""Verdicts are computed from measurements: they change when the opposite fact is planted."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def fading() -> Any:
 
 
 class FromTheQuery(nn.Module):
-    """A layer as it is wrongly printed: keys and values from the projected query."""
+    """A layer as printed wrongly: keys and values from the projected query."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Rows of a decoder are named by the word that is generated there, and a translation is aligned with its source."""
+"""Rows of a decoder are labelled with the generated token, and a translation is aligned with its source."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ WORDS = {"Il": "He", "m": "me", "dit": "told", "nous": "us", "aider": "help", "d
 
 @pytest.fixture(scope="module")
 def demo() -> Record:
-    """What `make demo` ends with, by the translator of the package."""
+    """The record of the last step of `make demo`, with the translator of the package."""
     torch.set_num_threads(1)
     translator = Run.open("en-fr")
     return capture_text(translator.model()[0], translator.processor.tokenizer, DEMO)
 
 
-def test_cross_attention_is_named_by_what_is_generated() -> None:
+def test_cross_attention_rows_are_labelled_with_generated_tokens() -> None:
     record = translated().set_tokens(list("abcdefghi"), ["<s>", *"tuvwxy"], special=["<s>"])
     cross, own = record.attention(0, "cross"), record.attention(0, "decoder")
     queries, keys = (record.streams[name] for name in record.stream_names(cross))
@@ -43,18 +43,18 @@ def test_cross_attention_is_named_by_what_is_generated() -> None:
     spaced = translated().set_tokens(target=["<s>", "a", "\u202f", " b", *"cde"])
     assert spaced.streams["target → generated"].tokens[1:3] == ("a → ␣", "␣ → b")
     assert record.set_tokens(generated=list("ABCDEFG")).streams["generated"].tokens == tuple("ABCDEFG")
-    with pytest.raises(ValueError, match="generated has 7 tokens, but 2 came"):
+    with pytest.raises(ValueError, match="generated must have 7 tokens, but has 2"):
         record.set_tokens(generated=["a", "b"])
 
 
-def test_targets_that_are_not_decoded_keep_their_names() -> None:
-    """Queries of a detector, or of a pooling, are no words that follow one another."""
+def test_targets_without_decoder_keep_their_labels() -> None:
+    """Queries of a detector or of a pooling layer are not a sequence of tokens."""
     record = attended(rg.Attention(), torch.randn(1, 2, 4, 8), torch.randn(1, 2, 6, 8))
     record.set_tokens(list("abcdef"), list("wxyz"))
     assert record.stream_names(record.attentions[0]) == ("target", "source")
 
 
-def test_the_last_word_is_the_likeliest_behind_the_inputs() -> None:
+def test_the_last_label_is_the_most_likely_next_token() -> None:
     torch.manual_seed(0)
     model = rg.models.Transformer(rg.models.TransformerConfig(100, d_model=32, layers=1, heads=4, d_hidden=64)).eval()
     with rg.view.capture(model) as record:
@@ -62,7 +62,7 @@ def test_the_last_word_is_the_likeliest_behind_the_inputs() -> None:
     assert record.next_token == int(logits[0, -1].argmax())
 
 
-def test_every_content_word_of_the_demo_is_on_its_own_source_word(demo: Record) -> None:
+def test_content_words_of_the_demo_align_with_their_source_words(demo: Record) -> None:
     ax = pictures.alignment(demo)
     rows = [text.get_text() for text in ax.get_yticklabels()]
     columns = [text.get_text() for text in ax.get_xticklabels()]
@@ -77,7 +77,7 @@ def test_every_content_word_of_the_demo_is_on_its_own_source_word(demo: Record) 
     assert pictures.alignment(demo, layer, head).get_title() == ax.get_title()
 
 
-def test_the_command_names_rows_alike() -> None:
+def test_the_command_labels_rows_the_same_way() -> None:
     record = RunCapture(Path("en-fr"))(DEMO)
     cross = record.attention(2, "cross")
     assert [token.strip() for token in record.streams[record.stream_names(cross)[0]].tokens][-3:] == [
@@ -105,6 +105,6 @@ def test_a_translator_opens_on_its_alignment_with_its_source_sentence(
     opened.page.click("[role=radio][data-key=decoder]")
     opened.page.wait_for_function("() => document.querySelector('.column-query').textContent.includes('nous → aider')")
     opened.page.hover(".column-query .row >> nth=3")
-    opened.page.wait_for_selector(".panel-query")  # one text: also who looks at it
+    opened.page.wait_for_selector(".panel-query")  # self-attention: also the queries that attend to it
     opened.context.close()
     assert opened.trouble == []

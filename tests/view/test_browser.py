@@ -14,7 +14,7 @@ from tests.view.browser import Tab
 from tests.view.documents import MARKUP, Made, pooled
 
 Open = Callable[..., Tab]
-# What the saved picture of each view says: names of heads, what colours and lines mean, and the chosen token.
+# Texts in the saved picture of each view: names of heads, legends, and the chosen token.
 SAVED = {
     "heads": ["Layer 2, head 3", "Induction", "largest weight of each head"],
     "map": ["Weight"],
@@ -44,7 +44,7 @@ def test_every_view_opens_from_its_tab(tab: Open, document: str) -> None:
         assert opened.page.locator(".regard .toast:not([hidden])").count() == 0
 
 
-def test_views_that_a_document_has_nothing_for_have_no_tab(tab: Open) -> None:
+def test_views_without_data_have_no_tab(tab: Open) -> None:
     views = [each.get_attribute("data-view") for each in tab("translation").page.locator("[role=tab]").all()]
     assert views == ["heads", "map", "tokens", "rollout", "statistics"]
 
@@ -69,7 +69,7 @@ def test_equal_weights_have_one_colour(tab: Open) -> None:
     assert len(colours) == 1
 
 
-def test_a_cell_of_the_map_tells_its_weight(tab: Open, made: dict[str, Made]) -> None:
+def test_a_cell_of_the_map_shows_its_weight(tab: Open, made: dict[str, Made]) -> None:
     opened = tab("translation", "view=map&attention=2&head=3")
     weights = made["translation"].weights["2"][3]
     for row, column in [(0, 0), (3, 7), (17, 4)]:
@@ -79,7 +79,7 @@ def test_a_cell_of_the_map_tells_its_weight(tab: Open, made: dict[str, Made]) ->
         assert f"Key {column}" in opened.tip()
 
 
-def test_a_cell_of_a_pooled_map_tells_its_mean_and_the_weight_of_a_top_key(tab: Open, made: dict[str, Made]) -> None:
+def test_a_cell_of_a_pooled_map_shows_its_mean_and_the_weight_of_a_top_key(tab: Open, made: dict[str, Made]) -> None:
     opened = tab("long", "view=map&attention=1&head=2")
     weights = made["long"].weights["1"]
     means = pooled(weights, (32, 32))[2]
@@ -117,7 +117,7 @@ def test_dragging_moves_the_map(tab: Open) -> None:
     opened.page.wait_for_function("() => location.hash.includes('rows=3-7') && location.hash.includes('columns=4-8')")
 
 
-def test_a_token_tells_where_it_looks_and_who_looks_at_it(tab: Open, made: dict[str, Made]) -> None:
+def test_a_token_shows_its_keys_and_queries(tab: Open, made: dict[str, Made]) -> None:
     opened = tab("translation", "view=tokens&attention=1&head=1")
     weights = made["translation"].weights["1"][1]
     opened.page.hover(".column-query .row >> nth=3")
@@ -126,10 +126,10 @@ def test_a_token_tells_where_it_looks_and_who_looks_at_it(tab: Open, made: dict[
     best = weights[3].argmax().item()
     assert looks[0].startswith(str(best))
     assert near(looks[0][len(str(best)) :], weights[3, best].item())
-    who = weights[:, 3].argmax().item()
-    looked = opened.texts(".panel-query .panel-row")[0]
-    assert looked.startswith(str(who))
-    assert near(looked[len(str(who)) :], weights[who, 3].item())
+    query = weights[:, 3].argmax().item()
+    panel_row = opened.texts(".panel-query .panel-row")[0]
+    assert panel_row.startswith(str(query))
+    assert near(panel_row[len(str(query)) :], weights[query, 3].item())
     values = opened.texts(".column-key .row:not([hidden]) .row-value")
     for text, weight in zip(values, weights[3].tolist(), strict=True):
         assert near(text, weight)
@@ -174,7 +174,7 @@ def test_patches_show_their_weights_over_the_image(tab: Open, made: dict[str, Ma
     opened.page.wait_for_function("() => document.querySelector('.tip').textContent.includes('Patch 2, 3')")
     assert near(opened.tip().split("Attends to")[1], weights[patch].max().item())
     opened.page.mouse.down()
-    opened.page.mouse.up()  # kept: from now on the pointer reads numbers
+    opened.page.mouse.up()  # pinned: now hovering shows values
     opened.page.mouse.move(box["x"] + 5.5 * box["width"] / 8, box["y"] + 4.5 * box["height"] / 6)
     opened.page.wait_for_function("() => document.querySelector('.tip').textContent.includes('Patch 4, 5')")
     assert near(opened.tip().split("Weight")[1], weights[patch, 1 + 4 * 8 + 5].item())
@@ -188,7 +188,7 @@ def test_patches_show_their_weights_over_the_image(tab: Open, made: dict[str, Ma
     assert opened.page.evaluate("() => document.querySelector('.heat').style.opacity") == "0"  # the image itself
 
 
-def test_words_show_where_they_look_in_time(tab: Open, made: dict[str, Made]) -> None:
+def test_words_show_their_weights_over_time(tab: Open, made: dict[str, Made]) -> None:
     opened = tab("sound", "view=sound&kind=cross")
     weights = made["sound"].weights["1"][0]
     opened.page.hover(".list .row >> nth=2")
@@ -249,7 +249,7 @@ def test_heads_are_sorted_and_filtered(tab: Open, made: dict[str, Made]) -> None
     assert opened.page.locator(".thumb").count() == 4
 
 
-def test_a_token_is_searched_for(tab: Open) -> None:
+def test_tokens_can_be_searched(tab: Open) -> None:
     opened = tab("translation", "view=tokens")
     opened.page.keyboard.press("/")
     opened.page.keyboard.type("at")
@@ -289,7 +289,7 @@ def test_the_policy_stops_other_scripts_and_markup(browser: object, addresses: d
         return stopped }"""
     )
     assert stopped == ["markup", "eval", "script"]
-    opened.context.close()  # its complaints are the point
+    opened.context.close()  # its console errors are expected
 
 
 def test_the_keyboard_does_everything(tab: Open, made: dict[str, Made]) -> None:
@@ -328,7 +328,7 @@ def test_the_keyboard_does_everything(tab: Open, made: dict[str, Made]) -> None:
     assert not opened.page.locator("dialog.help").is_visible()
 
 
-def test_what_has_the_focus_is_seen_and_everything_has_a_name(tab: Open) -> None:
+def test_focus_is_visible_and_controls_have_names(tab: Open) -> None:
     opened = tab("translation")
     opened.page.keyboard.press("Tab")
     outline = opened.page.evaluate("() => getComputedStyle(document.activeElement).outlineStyle")
@@ -362,7 +362,7 @@ def test_the_link_restores_the_view(tab: Open) -> None:
 @pytest.mark.parametrize(
     "address", ["view=nowhere&head=99&attention=77", "rows=9-2&token=-1", "%%%=&__proto__=1", "token=999999"]
 )
-def test_an_address_that_makes_no_sense_opens_all_the_same(tab: Open, address: str) -> None:
+def test_an_invalid_address_opens_the_default_view(tab: Open, address: str) -> None:
     assert tab("translation", address).page.locator(".thumb").count() == 12
 
 
@@ -377,7 +377,7 @@ def test_dark_mode_follows_the_system_and_the_button(tab: Open) -> None:
     assert opened.page.evaluate(theme)[0] == "dark"
 
 
-def test_the_interface_speaks_chinese(tab: Open) -> None:
+def test_the_interface_can_be_chinese(tab: Open) -> None:
     opened = tab("translation")
     opened.page.click("[data-act=language]")
     assert opened.texts("[role=tab]") == ["注意力头", "权重图", "词元", "逐层累积", "统计"]
@@ -421,7 +421,7 @@ def test_every_view_is_saved_as_png_and_svg(tab: Open, made: dict[str, Made], do
                     assert text.count(made["picture"].about["image"]["href"]) == 2  # as it is, and below the weights
 
 
-def test_only_what_is_shown_is_decoded(tab: Open) -> None:
+def test_only_visible_arrays_are_decoded(tab: Open) -> None:
     opened = tab("long", color_scheme="light")
     opened.page.add_init_script(
         """window.decoded = 0; const plain = DecompressionStream;
@@ -456,7 +456,7 @@ def test_statistics_that_are_sorted_are_saved_by_layer(tab: Open, made: dict[str
         assert [means[head] for head in heads] == sorted(means, reverse=True)
 
 
-def test_ticks_are_round_numbers_where_they_stand(tab: Open) -> None:
+def test_ticks_are_round_numbers_at_their_positions(tab: Open) -> None:
     opened = tab("translation", "view=statistics&kind=decoder")
     opened.page.wait_for_selector(".chart .tick")
     ticks = opened.page.evaluate(

@@ -1,4 +1,4 @@
-"""Capturing sees what a model computes, by name, and leaves the model as it was."""
+"""A capture records the attention of a model by module name and leaves the model unchanged."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def apart(record: Record, others: Record) -> float:
     return max((one.weights() - other.weights()).abs().max().item() for one, other in pairs)
 
 
-def test_every_layer_is_seen_by_its_name_and_kind() -> None:
+def test_every_layer_is_recorded_with_name_and_kind() -> None:
     model = rg.models.Transformer(PAIR).eval()
     with capture(model) as record:
         model(ids(1, 9), ids(1, 7))
@@ -74,7 +74,7 @@ def test_the_weights_are_those_that_the_layer_computes() -> None:
         torch.testing.assert_close(record.weights(0, batch=batch), given["weights"][batch].detach())
 
 
-def test_the_model_gives_the_same_bits_and_keeps_no_hook() -> None:
+def test_outputs_are_bit_identical_and_no_hook_remains() -> None:
     model, inputs = encoder(), ids(2, 8)
     before = model(inputs)
     with capture(model):
@@ -91,13 +91,13 @@ def test_an_exception_inside_leaves_the_model_clean() -> None:
     assert all(not module._forward_hooks and not module._forward_pre_hooks for module in model.modules())
     with capture(model) as record:
         with pytest.raises(ValueError, match="positions"):
-            model(ids(1, 600))  # raised within the model: what was entered is left
+            model(ids(1, 600))  # raised inside the model: the module stack must be empty afterwards
         model(ids(1, 5))
     assert record.attentions[0].name == "stack.layers.0.attention"
     assert record.attentions[0].K == 5
 
 
-def test_captures_within_one_another_see_the_same() -> None:
+def test_nested_captures_record_the_same() -> None:
     model = encoder()
     with capture(model) as outer, capture(model, layers=[1]) as inner:
         model(ids(1, 6))
@@ -106,7 +106,7 @@ def test_captures_within_one_another_see_the_same() -> None:
     assert torch.equal(outer.weights(1), inner.weights(1))
 
 
-def test_only_the_thread_that_captures_is_seen() -> None:
+def test_only_the_capturing_thread_is_recorded() -> None:
     model, ready, go = encoder(), threading.Event(), threading.Event()
 
     def other() -> None:
@@ -126,7 +126,7 @@ def test_only_the_thread_that_captures_is_seen() -> None:
     assert [seen.K for seen in record.attentions] == [50] * 3
 
 
-def test_attention_outside_of_the_model_is_not_its() -> None:
+def test_attention_outside_of_the_model_is_not_recorded() -> None:
     model = encoder()
     with capture(model) as record:
         rg.attention(*torch.randn(3, 1, 2, 5, 8))
@@ -150,12 +150,12 @@ def test_packed_inputs_see_their_own_sequence_only() -> None:
     torch.testing.assert_close(weights[:, 5:, 5:], alone.weights(0))
 
 
-def test_a_layer_that_runs_many_times_is_many_layers() -> None:
+def test_repeated_calls_of_a_layer_are_separate_layers() -> None:
     config = rg.models.TextConfig(vocabulary=100, d_model=32, layers=4, distinct=1, heads=4, d_hidden=64)
     model = rg.models.TextEncoder(config).eval()
     with capture(model) as record:
         model(ids(1, 6))
-        model(ids(1, 7))  # another pass: the last counts
+        model(ids(1, 7))  # the last pass replaces the first
     assert [(seen.layer, seen.K) for seen in record.attentions] == [(n, 7) for n in range(4)]
     assert record.attentions[1].name == "stack.layers.0.attention (2)"
     assert (record.weights(0) - record.weights(1)).abs().max() > 1e-3
@@ -184,19 +184,19 @@ def test_generation_with_a_cache_is_one_attention(windows: tuple) -> None:
         torch.testing.assert_close(one.weights_at(keys), other.weights_at(keys))
 
 
-def test_a_translation_that_is_generated_is_seen_whole() -> None:
+def test_a_generated_translation_is_recorded_completely() -> None:
     model = rg.models.Transformer(PAIR).eval()
     source = ids(1, 9)
     with capture(model) as steps:
         made = model.generate(source, max_new_tokens=7)[0]
-        made = model.generate(source, max_new_tokens=7)[0]  # once more: it begins anew
+        made = model.generate(source, max_new_tokens=7)[0]  # a second call starts a new sequence
     target = torch.cat([torch.tensor([1]), made])[None, : steps.attentions[-1].Q]
     with capture(model) as once:
         model(source, target)
     assert apart(steps, once) < 1e-6
 
 
-def test_prompts_of_different_lengths_keep_their_filler() -> None:
+def test_prompts_of_different_lengths_keep_their_padding() -> None:
     model = rg.models.LanguageModel(LANGUAGE).eval()
     prompts = [ids(7), ids(3)]
     with capture(model) as record:
@@ -275,7 +275,7 @@ def test_generation_and_pairs_of_transformers() -> None:
     ]  # fmt: skip
 
 
-def test_a_compiled_model_is_seen_too() -> None:
+def test_a_compiled_model_is_recorded() -> None:
     model = encoder()
     compiled = torch.compile(model, backend="eager")
     inputs = ids(1, 6)
@@ -287,8 +287,8 @@ def test_a_compiled_model_is_seen_too() -> None:
         assert torch.equal(compiled(inputs), before)
 
 
-def test_watching_makes_no_graph_anew() -> None:
-    """A graph that was compiled before a capture serves after it, and within another model's."""
+def test_a_capture_causes_no_recompilation() -> None:
+    """A graph compiled before a capture is reused after it, and inside the capture of another model."""
     attend, tensors = rg.Attention(mask=rg.causal()), torch.randn(3, 1, 2, 8, 4)
     made = torch._dynamo.testing.CompileCounter()
     compiled = torch.compile(lambda q, k, v: attend(q, k, v), backend=made, fullgraph=True)
@@ -299,7 +299,7 @@ def test_watching_makes_no_graph_anew() -> None:
     assert made.frame_count == 1
 
 
-def test_gradients_flow_as_before_and_nothing_of_the_graph_is_held() -> None:
+def test_gradients_are_unchanged_and_the_graph_is_not_kept() -> None:
     model = encoder().train()
     with capture(model) as record:
         model(ids(1, 6)).sum().backward()
@@ -309,8 +309,8 @@ def test_gradients_flow_as_before_and_nothing_of_the_graph_is_held() -> None:
     assert seen.calls[0].query.grad_fn is None
 
 
-def test_a_capture_of_sixteen_thousand_tokens_holds_queries_and_keys_only() -> None:
-    """Memory grows with the tokens, not with their square: no weights are there until they are asked for."""
+def test_a_capture_of_16k_tokens_stores_queries_and_keys_only() -> None:
+    """Memory is linear in the number of tokens: weights are computed on request."""
     config = rg.models.LanguageConfig(
         vocabulary=50, d_model=8, layers=1, heads=2, d_hidden=8, positions=1 << 14, windows=(64,)
     )
@@ -324,19 +324,19 @@ def test_a_capture_of_sixteen_thousand_tokens_holds_queries_and_keys_only() -> N
 
 
 @pytest.mark.parametrize(("layers", "kept"), [(1, [1]), ([0, 2], [0, 2]), (slice(1, None), [1, 2]), (range(2), [0, 1])])
-def test_some_layers_are_kept(layers: object, kept: list[int]) -> None:
+def test_only_selected_layers_are_kept(layers: object, kept: list[int]) -> None:
     model = encoder()
     with capture(model, layers=layers) as record:  # type: ignore[arg-type]
         model(ids(1, 6))
     assert [seen.layer for seen in record.attentions] == kept
 
 
-def test_what_is_no_model_is_told() -> None:
+def test_a_non_module_raises() -> None:
     with pytest.raises(TypeError, match=r"model must be a torch.nn.Module, but is builtin_function"), capture(len):  # type: ignore[arg-type]
         pass
 
 
-def test_pooling_by_attention_has_a_stream_of_its_own() -> None:
+def test_attention_pooling_has_a_separate_stream() -> None:
     config = rg.models.TextConfig(vocabulary=100, d_model=32, layers=1, heads=4, d_hidden=64, pooling="attention")
     model = rg.models.SentenceEmbedder(config).eval()
     with capture(model) as record:
@@ -380,8 +380,8 @@ GENERATED = [
 
 @pytest.mark.filterwarnings("ignore:beam search was captured")
 @pytest.mark.parametrize(("name", "length", "how"), GENERATED, ids=str)
-def test_what_transformers_generates_is_one_pass_over_it(name: str, length: int, how: dict) -> None:
-    """Kinds, rows and weights are those of one pass over the tokens that were embedded, whatever the cache."""
+def test_transformers_generation_equals_one_pass(name: str, length: int, how: dict) -> None:
+    """Kinds, rows and weights are those of one pass over the embedded tokens, with every kind of cache."""
     model, source = small(name), ids(1, length)
     with torch.no_grad(), capture(model) as steps:
         model.generate(source, max_new_tokens=6, do_sample=False, eos_token_id=None, pad_token_id=0, **how)
@@ -400,7 +400,7 @@ def test_what_transformers_generates_is_one_pass_over_it(name: str, length: int,
 
 
 @pytest.mark.parametrize("rows", [1, 2])
-def test_beams_are_rows_and_no_queries(rows: int) -> None:
+def test_beams_are_batch_rows(rows: int) -> None:
     """Each source shows the first beam at the end: its rows are those of one pass over its tokens."""
     model, source = rg.models.Transformer(PAIR).eval(), ids(rows, 9)
     with pytest.warns(UserWarning, match="need not be the one that was returned"), capture(model) as steps:
@@ -429,7 +429,7 @@ def test_a_kind_is_that_of_the_last_pass() -> None:
     assert record.attentions[0].kind == "decoder"
 
 
-def test_decode_names_what_was_generated() -> None:
+def test_decode_labels_generated_tokens() -> None:
     from regard.data.tokenizer import train_tokenizer
 
     tokenizer = train_tokenizer(["the cat sat on the mat and a dog ran"] * 5, 300)

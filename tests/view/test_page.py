@@ -38,7 +38,7 @@ def test_the_document_is_read_back_from_the_page(document: Made) -> None:
 
 
 @pytest.mark.parametrize("text", [*HOSTILE, "<!--", "]]>", "\u2028", "\ud800", "\x00"])
-def test_no_text_of_a_document_is_markup(text: str) -> None:
+def test_document_text_never_becomes_markup(text: str) -> None:
     about = {"title": text, "note": text, "streams": {"s": {"tokens": [text], "special": []}}, "attentions": []}
     written = page(SimpleNamespace(about=about, arrays={}))
     written.encode()
@@ -48,15 +48,15 @@ def test_no_text_of_a_document_is_markup(text: str) -> None:
     assert json.loads(found[1])["streams"]["s"]["tokens"] == [text]
 
 
-def test_what_is_no_number_is_null() -> None:
+def test_nan_and_infinity_are_null() -> None:
     written = page(SimpleNamespace(about={"title": "", "means": [float("nan"), np.float32("inf"), 1.5]}, arrays={}))
     assert '"means": [null, null, 1.5]' in written
 
 
-def test_a_page_names_no_address_of_the_network(document: Made) -> None:
+def test_a_page_contains_no_network_url(document: Made) -> None:
     encoded = r">[\w+/=]{40,}<|'sha256-[\w+/=]+'"  # in which any letters may come
     found = set(re.findall(r"(?:https?:)?//[\w.]+", re.sub(encoded, "><", page(document))))
-    assert found <= {"http://www.w3.org"}  # the name of SVG, which nobody asks for
+    assert found <= {"http://www.w3.org"}  # the namespace of SVG, which is not fetched
 
 
 def test_the_policy_allows_the_one_script_and_nothing_from_outside(document: Made) -> None:
@@ -72,7 +72,7 @@ def test_the_same_document_gives_the_same_page(document: Made) -> None:
     assert page(document) == page(document)
 
 
-def test_a_language_that_is_not_there_is_refused(document: Made) -> None:
+def test_an_unknown_language_is_refused(document: Made) -> None:
     with pytest.raises(ValueError, match="lang must be one of en, zh, but is 'fr'"):
         page(document, lang="fr")
     assert '<html lang="zh-CN">' in page(document, lang="zh")
@@ -86,7 +86,7 @@ def test_both_languages_have_the_same_words() -> None:
         assert all(words[lang][key].strip() for lang in words), key
 
 
-def test_the_scripts_ask_only_for_words_that_exist() -> None:
+def test_the_scripts_use_only_existing_words() -> None:
     words = json.loads(STATIC.joinpath("words.json").read_text("utf-8"))["en"]
     asked = set()
     for file in STATIC.iterdir():
@@ -97,7 +97,7 @@ def test_the_scripts_ask_only_for_words_that_exist() -> None:
 
 
 @pytest.mark.parametrize("entry", ["page", "widget"])
-def test_all_modules_become_one_that_imports_nothing(entry: str) -> None:
+def test_modules_are_bundled_without_imports(entry: str) -> None:
     text = bundle(entry)
     assert not re.search(r"^import\b", text, re.M)
     assert ("export default" in text) == (entry == "widget")
@@ -105,12 +105,12 @@ def test_all_modules_become_one_that_imports_nothing(entry: str) -> None:
     assert "eval(" not in text
 
 
-def test_small_files_each_with_one_idea() -> None:
+def test_script_files_are_small() -> None:
     for file in STATIC.iterdir():
         assert len(file.read_text("utf-8").splitlines()) <= 420, file.name
 
 
-def test_arrays_travel_in_little_endian() -> None:
+def test_arrays_are_little_endian() -> None:
     dtype, shape, data = pack_array(np.array([[1.5, -2]], ">f4"))
     assert (dtype, shape) == ("float32", [1, 2])
     assert gzip.decompress(data) == np.array([1.5, -2], "<f4").tobytes()

@@ -1,4 +1,4 @@
-"""Pictures show the numbers, take axes, and have the letters of every script."""
+"""Pictures show the exact numbers, draw into given axes, and support all scripts."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_a_heat_map_shows_weights_and_tokens() -> None:
     np.testing.assert_allclose(part.images[0].get_array(), expected, atol=1e-6)
 
 
-def test_every_picture_draws_into_the_axes_that_it_is_given() -> None:
+def test_every_picture_draws_into_given_axes() -> None:
     record = translated().set_spectrogram(torch.randn(30, 8), 1.5)
     for draw in (
         lambda ax: pictures.alignment(record, ax=ax),
@@ -54,7 +54,7 @@ def test_every_picture_draws_into_the_axes_that_it_is_given() -> None:
         assert mine.images
 
 
-def test_coverage_is_the_text_with_what_all_of_the_target_looked_at() -> None:
+def test_coverage_shades_the_source_by_total_cross_attention() -> None:
     record = translated().set_tokens(["One", " long", "\n", " $x$", *"efghi"])
     ax = pictures.coverage(record, letters=10)
     assert [text.get_text() for text in ax.texts] == ["One", " long", "⏎", " $x$", *"efghi"]
@@ -67,7 +67,7 @@ def test_coverage_is_the_text_with_what_all_of_the_target_looked_at() -> None:
 
 
 @pytest.mark.parametrize("stream", ["source", "target"])
-def test_time_goes_across_whether_it_is_heard_or_said(stream: str) -> None:
+def test_time_is_horizontal_for_recognition_and_synthesis(stream: str) -> None:
     record = translated().set_spectrogram(torch.randn(30, 8), 1.5, stream=stream)
     found = pictures.spectrogram(record, 1).images[0].get_array()
     weights = record.weights(1, kind="cross").mean(0)
@@ -83,7 +83,7 @@ def test_a_profile_shows_means() -> None:
         pictures.profile(record, "x")
 
 
-def test_an_alignment_frames_the_strongest() -> None:
+def test_an_alignment_frames_the_largest_weights() -> None:
     record = translated()
     for head in (1, 3):
         ax = pictures.alignment(record, 0, head)
@@ -91,7 +91,7 @@ def test_an_alignment_frames_the_strongest() -> None:
         assert [patch.get_x() + 0.5 for patch in ax.patches] == best
 
 
-def test_patches_lie_over_the_image(tmp_path) -> None:
+def test_patches_cover_the_image(tmp_path) -> None:
     Image = pytest.importorskip("PIL.Image")
     Image.fromarray(np.arange(48 * 64 * 3, dtype=np.uint8).reshape(48, 64, 3)).save(tmp_path / "in.jpg")
     config = rg.models.VisionConfig(d_model=16, layers=1, heads=2, d_hidden=16, image=(16, 24), patch=8, classes=3)
@@ -100,12 +100,12 @@ def test_patches_lie_over_the_image(tmp_path) -> None:
     assert record.streams["source"].tokens == ("[CLS]", "0,0", "0,1", "0,2", "1,0", "1,1", "1,2")
     assert record.note.startswith("class ")
     assert pictures.patches(record, 0, 1, query=4).images[0].get_array().shape == (16, 24, 3)
-    with pytest.raises(ValueError, match="not of an image"):
+    with pytest.raises(ValueError, match="has no image"):
         pictures.patches(translated(), "0")
 
 
 @pytest.mark.parametrize("size", [20, 1100])
-def test_the_mask_itself(size: int) -> None:
+def test_a_mask_is_drawn(size: int) -> None:
     mask = rg.causal() & rg.window(3, 0)
     shares = pictures.mask(mask, size).images[0].get_array()
     if size == 20:
@@ -118,12 +118,12 @@ def test_the_mask_itself(size: int) -> None:
         pictures.mask(torch.ones(2, 2, dtype=torch.bool))
 
 
-def test_a_kind_that_was_not_captured_is_told() -> None:
+def test_a_kind_that_was_not_captured_raises() -> None:
     model = rg.models.TextEncoder(rg.models.TextConfig(100, d_model=16, layers=1, heads=2, d_hidden=16)).eval()
     with rg.view.capture(model) as record:
         model(torch.tensor([[5, 6, 7]]))
     for draw in (pictures.profile, pictures.head_grid):
-        with pytest.raises(ValueError, match="nothing of kind 'cross' was captured; there is encoder"):
+        with pytest.raises(ValueError, match="no attention of kind 'cross' was captured; the record has encoder"):
             draw(record, kind="cross")
 
 
@@ -133,18 +133,18 @@ def test_letters_of_every_script_have_a_font(text: str, tmp_path) -> None:
         pytest.skip("no font with these letters is installed")
     record = translated().set_tokens([text] * 9)
     with warnings.catch_warnings():
-        warnings.simplefilter("error")  # matplotlib warns of a letter that no font has
+        warnings.simplefilter("error")  # matplotlib warns about letters without a font
         pictures.heatmap(record, 0, 0, kind="encoder").figure.savefig(tmp_path / "out.png")
 
 
-def test_labels_are_short_and_never_nothing() -> None:
+def test_labels_are_short_and_never_empty() -> None:
     assert label(" cat") == "cat"
     assert label("   ") == "␣"
     assert label("a" * 40) == "a" * 13 + "…"
 
 
 def has_chinese() -> bool:
-    """Whether a font of this machine has Chinese letters, by fontconfig, which the code under test does not use."""
+    """Return whether fontconfig, which the code under test does not use, lists a font with Chinese letters."""
     listed = subprocess.run(["fc-list", ":lang=zh", "family"], capture_output=True, text=True, check=False)
     return bool(listed.stdout.strip())
 
@@ -159,7 +159,7 @@ def test_coverage_has_letters_of_every_script(tmp_path) -> None:
             pictures.coverage(record, letters=10)
         return
     with warnings.catch_warnings():
-        warnings.simplefilter("error")  # matplotlib warns of a letter that no font has
+        warnings.simplefilter("error")  # matplotlib warns about letters without a font
         ax = pictures.coverage(record, letters=10)
         ax.figure.savefig(tmp_path / "out.png")
     assert ax.texts[0].get_fontfamily() == ["monospace", *font_families(frozenset("".join(tokens)))]
@@ -183,7 +183,7 @@ def test_a_letter_without_a_font_is_a_box_and_one_warning(tmp_path) -> None:
 
 
 def test_a_family_without_a_regular_font_is_used(monkeypatch) -> None:
-    """WenQuanYi Zen Hei, for one, has weight 500 only."""
+    """For example, WenQuanYi Zen Hei has only weight 500."""
     from matplotlib.font_manager import FontEntry, fontManager
 
     monkeypatch.setattr(
@@ -224,7 +224,7 @@ def test_pictures_have_a_colour_bar_and_nothing_is_cut_off(name: str) -> None:
     axes = [each for ax in figure.axes for each in (ax, *ax.child_axes)]
     labels = [ax.get_ylabel() or ax.get_xlabel() for ax in axes if ax.get_label() == "<colorbar>"]
     assert len(labels) == 1
-    assert labels[0] or name == "profile"  # its title says what the numbers are
+    assert labels[0] or name == "profile"  # its title describes the numbers
     for ax in axes:
         box, page = ax.get_tightbbox(figure.canvas.get_renderer()), figure.bbox
         assert box.x0 >= page.x0 - 1, ax

@@ -1,4 +1,4 @@
-"""Every number of a record is that of attend.weights, however it is asked for."""
+"""Every way to read a record returns the numbers of attend.weights."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_a_map_has_the_means_of_bands(pair: tuple[Record, torch.Tensor], size: t
             close(found[:, n, m], weights[:, top:bottom, left:right].mean((1, 2)))
 
 
-def test_keys_of_each_querys_own(pair: tuple[Record, torch.Tensor]) -> None:
+def test_weights_at_separate_keys_per_query(pair: tuple[Record, torch.Tensor]) -> None:
     record, weights = pair
     keys = torch.randint(-3, 48, (45, 6))
     there = (keys >= 0) & (keys < 45)
@@ -65,12 +65,12 @@ def test_keys_of_each_querys_own(pair: tuple[Record, torch.Tensor]) -> None:
 
 
 @pytest.mark.parametrize("direct", [True, False])
-def test_a_window_holds_weights_or_means(
+def test_a_window_contains_weights_or_means(
     pair: tuple[Record, torch.Tensor], direct: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     record, weights = pair
     if direct:
-        monkeypatch.setattr(captured_attention, "DIRECT", 1600)  # rows of 45 keys are too many: by their log-sum-exp
+        monkeypatch.setattr(captured_attention, "DIRECT", 1600)  # so that windows are computed from the log-sum-exp
     close(record.window("0", 3, (4, 20), (10, 45)).weights, weights[3, 4:20, 10:45])
     found = record.window("0", 1, (0, 40), (5, 45), (8, 10))
     close(found.weights, weights[1, :40, 5:].reshape(8, 5, 10, 4).mean((1, 3)))
@@ -97,7 +97,7 @@ def test_a_window_of_too_many_weights_has_the_cells_of_a_map(monkeypatch: pytest
 
 
 @pytest.mark.parametrize("count", [64, 60, 61])
-def test_the_map_that_windows_are_read_from_is_made_when_they_are_to_be_ready(
+def test_precompute_builds_the_map_of_windows(
     monkeypatch: pytest.MonkeyPatch, count: int
 ) -> None:
     monkeypatch.setattr(captured_attention, "DIRECT", 8)
@@ -121,7 +121,7 @@ def test_statistics_are_those_of_the_description(pair: tuple[Record, torch.Tenso
     close(found.top_weights[0], weights.topk(8, -1).values)
 
 
-def test_how_many_keys_are_visible(pair: tuple[Record, torch.Tensor]) -> None:
+def test_visible_keys_are_counted(pair: tuple[Record, torch.Tensor]) -> None:
     record, weights = pair
     if record.attentions[0].calls[0].attend.sink is None:
         count = record.attentions[0].visible_counts().expand(4, -1)
@@ -131,19 +131,19 @@ def test_how_many_keys_are_visible(pair: tuple[Record, torch.Tensor]) -> None:
 def test_layers_are_found_by_number_kind_and_name() -> None:
     record = translated()
     assert record.attention(1, "cross") is record.attention("decoder.layers.1.cross") is record.attention("5")
-    with pytest.raises(ValueError, match=r"layer 0 has several attentions; say which with kind=, one of cross, dec"):
+    with pytest.raises(ValueError, match=r"layer 0 has several attentions; choose one with kind=, one of cross, dec"):
         record.weights(0)
-    with pytest.raises(ValueError, match=r"no encoder of layer 7; captured were encoder 0, encoder 1, decoder 0"):
+    with pytest.raises(ValueError, match=r"layer 7 has no encoder; the record has encoder 0, encoder 1, decoder 0"):
         record.weights(7, kind="encoder")
-    with pytest.raises(ValueError, match=r"rows must be from and to within 0 ... 7, but are 3 and 9"):
+    with pytest.raises(ValueError, match=r"rows must be \(start, stop\) with 0 <= start < stop <= 7, but is \(3, 9\)"):
         record.window("5", 0, (3, 9), (0, 9))
 
 
-def test_tokens_must_be_as_many_as_there_are() -> None:
+def test_the_number_of_tokens_is_checked() -> None:
     record = translated()
     record.set_tokens(list("abcdefghi"), target=["<s>", *"bcdefg"], special=["<s>"])
     assert record.streams["target"].special == (0,)
-    with pytest.raises(ValueError, match="source has 9 tokens, but 2 came"):
+    with pytest.raises(ValueError, match="source must have 9 tokens, but has 2"):
         record.set_tokens(["a", "b"])
     with pytest.raises(ValueError, match="there is no stream 'other'; the streams are source, target"):
         record.set_tokens(other=["a"])
@@ -165,7 +165,7 @@ def test_rollout_of_long_sequences_is_that_of_pooled_maps() -> None:
     close(record.rollout(size=4), 0.5 * mass + 0.5 * torch.eye(4))
 
 
-def test_the_page_is_written_whole_or_not_at_all(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_page_is_written_atomically(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
     record = translated()
     path = tmp_path / "page.html"
     assert record.save(path) == path
@@ -178,7 +178,7 @@ def test_the_page_is_written_whole_or_not_at_all(tmp_path, monkeypatch: pytest.M
     assert [each.name for each in tmp_path.iterdir()] == ["page.html"]
 
 
-def test_a_notebook_gets_the_page_in_a_frame_that_may_do_nothing_else() -> None:
+def test_a_notebook_shows_the_page_in_a_sandboxed_frame() -> None:
     bundle = translated()._repr_mimebundle_()
     assert 'sandbox="allow-scripts"' in bundle["text/html"]
     assert Record("m")._repr_mimebundle_() == {"text/plain": "<Record of m: 0 attentions>"}

@@ -1,4 +1,4 @@
-"""The server answers its own pages on this machine, exactly, and says no to all else in one sentence of JSON."""
+"""The server answers requests of its own pages with exact numbers and refuses all others with a JSON error."""
 
 from __future__ import annotations
 
@@ -57,12 +57,12 @@ def test_the_page_is_live(client: TestClient) -> None:
     answer = client.get("/")
     assert answer.status_code == 200
     assert "data-live" in answer.text
-    assert '"text": "first text"' in answer.text  # what the text box begins with
+    assert '"text": "first text"' in answer.text  # initial text of the text box
     assert "access-control-allow-origin" not in answer.headers
     assert answer.headers["x-frame-options"] == "DENY"
 
 
-def test_a_text_is_run_and_windows_are_of_it(client: TestClient, session: Session) -> None:
+def test_windows_belong_to_the_captured_text(client: TestClient, session: Session) -> None:
     answer = client.post("/api/run", json={"text": "another text, 你好"})
     assert answer.status_code == 200
     assert answer.json()["about"]["streams"]["source"]["tokens"][:3] == ["a", "n", "o"]
@@ -82,12 +82,12 @@ def test_a_window_is_exact(client: TestClient, session: Session) -> None:
 
 
 @pytest.mark.parametrize("host", ["evil.example", "evil.example:8765", "127.0.0.1.evil.example", "10.0.0.1:8765", ""])
-def test_another_name_is_refused(client: TestClient, host: str) -> None:
+def test_another_host_is_refused(client: TestClient, host: str) -> None:
     for answer in (
         client.get("/", headers={"Host": host}), client.post("/api/run", json={"text": "a"}, headers={"Host": host}),
     ):  # fmt: skip
         assert answer.status_code == 403
-        assert answer.json() == {"error": "this viewer answers at 127.0.0.1 only"}
+        assert answer.json() == {"error": "this viewer accepts requests to 127.0.0.1 only"}
 
 
 @pytest.mark.parametrize(
@@ -99,10 +99,10 @@ def test_another_name_is_refused(client: TestClient, host: str) -> None:
 def test_another_origin_is_refused(client: TestClient, headers: dict[str, str]) -> None:
     answer = client.post("/api/run", json={"text": "a"}, headers=headers)
     assert answer.status_code == 403
-    assert answer.json() == {"error": "this viewer answers its own pages only"}
+    assert answer.json() == {"error": "this viewer accepts requests from its own pages only"}
 
 
-def test_its_own_origin_may(client: TestClient) -> None:
+def test_its_own_origin_is_accepted(client: TestClient) -> None:
     headers = {"Origin": HOST, "Sec-Fetch-Site": "same-origin"}
     assert client.post("/api/run", json={"text": "a"}, headers=headers).status_code == 200
     assert client.get("/", headers={"Host": "localhost:8765"}).status_code == 200
@@ -113,18 +113,18 @@ def test_its_own_origin_may(client: TestClient) -> None:
     [
         (window(head=7), 422, "head must be in 0 ... 1, but is 7"),
         (window(head=True), 422, "expected {record, attention, head"),
-        (window(attention="9"), 422, "no attention of layer '9'"),
-        (window(rows=[3, 3]), 422, "rows must be from and to"),
-        (window(rows=[0, 10**30]), 422, "rows must be from and to"),
-        (window(columns=[-4, 2]), 422, "columns must be from and to"),
+        (window(attention="9"), 422, "layer '9' has no attention"),
+        (window(rows=[3, 3]), 422, "rows must be (start, stop)"),
+        (window(rows=[0, 10**30]), 422, "rows must be (start, stop)"),
+        (window(columns=[-4, 2]), 422, "columns must be (start, stop)"),
         (window(size=[0, 4]), 422, "size must be 1 ... 4096"),
-        (window(size=[4096, 4096]), 422, "4,194,304 together"),
+        (window(size=[4096, 4096]), 422, "at most 4,194,304 cells"),
         (window(rows=[0.5, 2]), 422, "expected {record, attention"),
         ({}, 422, "expected {record, attention"),
         ([1], 400, "expected a JSON object"),
     ],
 )
-def test_a_window_that_cannot_be_is_told(client: TestClient, body: Any, status: int, words: str) -> None:
+def test_an_invalid_window_is_refused(client: TestClient, body: Any, status: int, words: str) -> None:
     made = client.post("/api/run", json={"text": "some text here"}).json()
     if isinstance(body, dict) and body.get("record") == "last":
         body = body | {"record": made["about"]["record"]}
@@ -134,7 +134,7 @@ def test_a_window_that_cannot_be_is_told(client: TestClient, body: Any, status: 
 
 
 def test_texts_have_limits(client: TestClient) -> None:
-    for text, words in (("", "at least one word"), (7, "must be a string"), ("a" * 5001, "at most 5,000 letters"),
+    for text, words in (("", "at least one word"), (7, "must be a string"), ("a" * 5001, "at most 5,000 characters"),
                         ("bad", "the text: has no words; write some")):  # fmt: skip
         answer = client.post("/api/run", json={"text": text})
         assert answer.status_code == 422
@@ -149,7 +149,7 @@ def test_requests_have_limits(client: TestClient) -> None:
     assert client.post("/api/run", content=b'{"text": "a"}', headers={"Content-Type": "text/plain"}).status_code == 415
 
 
-def test_what_takes_too_long_is_given_up(client: TestClient, session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_slow_computation_times_out(client: TestClient, session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(session, "seconds", 0.5)
     answer = client.post("/api/run", json={"text": "slow"})
     assert answer.status_code == 503
@@ -159,13 +159,13 @@ def test_what_takes_too_long_is_given_up(client: TestClient, session: Session, m
 def test_a_failure_shows_no_trace(client: TestClient) -> None:
     answer = client.post("/api/run", json={"text": "fail"})
     assert answer.status_code == 500
-    assert answer.json() == {"error": "it failed; the terminal of regard serve says why"}
+    assert answer.json() == {"error": "internal error; see the terminal of regard serve for details"}
 
 
-def test_there_is_nothing_else(client: TestClient) -> None:
+def test_other_paths_are_not_found(client: TestClient) -> None:
     for answer in (client.get("/other"), client.get("/api/run"), client.get("/../../etc/passwd"), client.post("/")):
         assert answer.status_code in (404, 405)
-        assert answer.json() == {"error": "there is no such page"}
+        assert answer.json() == {"error": "page not found"}
 
 
 def test_two_tabs_get_windows_of_their_own_texts(client: TestClient) -> None:
@@ -183,7 +183,7 @@ def test_two_tabs_get_windows_of_their_own_texts(client: TestClient) -> None:
     assert answer.json() == {"error": "the server no longer holds this text; send it again"}
 
 
-def test_half_a_pair_of_letters_is_no_error(client: TestClient, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_lone_surrogate_is_no_error(client: TestClient, caplog: pytest.LogCaptureFixture) -> None:
     kind = {"Content-Type": "application/json"}
     answer = client.post("/api/run", content=b'{"text": "a \\ud83d b \\ud83d\\ude00"}', headers=kind)
     assert answer.status_code == 200
@@ -218,7 +218,7 @@ def test_a_request_that_ends_early_is_no_error(session: Session, caplog: pytest.
 
 
 @pytest.mark.parametrize("part", [b"", b"GET / HT", b"GET / HTTP/1.1\r\nHost: 127.0.0.1\r\nX-A: b"])
-def test_a_connection_that_asks_for_nothing_is_closed(
+def test_an_idle_connection_is_closed(
     session: Session, monkeypatch: pytest.MonkeyPatch, part: bytes
 ) -> None:
     import asyncio

@@ -1,4 +1,4 @@
-"""The viewer in a notebook: what the kernel sends, and the front end that runs on it."""
+"""The notebook widget: messages of the kernel, and the front end."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def sent(monkeypatch: pytest.MonkeyPatch) -> list[tuple]:
     return messages
 
 
-def test_the_widget_carries_the_document(document: Made) -> None:
+def test_the_widget_contains_the_document(document: Made) -> None:
     viewer = Viewer(record(document), lang="zh")
     assert viewer._about["title"] == "200 tokens"
     assert viewer._arrays["0-maps"]["shape"] == [2, 25, 25]
@@ -66,7 +66,7 @@ def test_a_window_is_answered_with_its_weights(document: Made, sent: list) -> No
     np.testing.assert_allclose(found, pooled(document.weights["0"][1:2, 10:14], (4, 50))[0], rtol=1e-5)
 
 
-def test_a_question_that_fails_is_answered_too(document: Made, sent: list) -> None:
+def test_a_failing_request_is_answered_with_an_error(document: Made, sent: list) -> None:
     viewer = Viewer(record(document))
     viewer._handle_custom_msg({"id": 1, "kind": "window", "attention": "none"}, [])
     viewer._handle_custom_msg({"id": 2, "kind": "other"}, [])
@@ -75,7 +75,7 @@ def test_a_question_that_fails_is_answered_too(document: Made, sent: list) -> No
     assert "KeyError" in sent[0][0]["error"]
 
 
-def test_a_language_that_is_not_there_is_refused(document: Made) -> None:
+def test_an_unknown_language_is_refused(document: Made) -> None:
     with pytest.raises(ValueError, match="lang must be one of"):
         Viewer(record(document), lang="fr")
 
@@ -103,7 +103,7 @@ window.cleanup = await widget.render({ model, el: document.getElementById("cell"
 
 
 def hosted(document: Made, folder: Path, *, live: bool, style: str = "") -> str:
-    """The address of a page that does what a notebook does with the widget."""
+    """Return the URL of a page that hosts the widget like a notebook."""
     arrays = {}
     for name, array in document.arrays.items():
         dtype, shape, data = pack_array(array)
@@ -156,7 +156,7 @@ def test_the_front_end_reads_single_weights_from_the_kernel(browser: Any, docume
     assert opened.trouble == []
 
 
-def test_the_tip_is_beside_the_pointer_in_a_cell_that_is_contained(
+def test_the_tip_is_next_to_the_pointer_in_a_contained_cell(
     browser: Any, document: Made, tmp_path: Path
 ) -> None:
     path = hosted(document, tmp_path, live=False, style="margin: 90px 0 0 140px; contain: layout")
