@@ -32,9 +32,7 @@ def test_every_claim_is_in_a_chapter() -> None:
 
 
 @pytest.mark.parametrize("name", CLAIMS)
-def test_the_shown_code_runs_alone_and_its_numbers_fit_both_languages(
-    name: str, results: dict[str, Result]
-) -> None:
+def test_the_shown_code_runs_alone_and_its_numbers_fit_both_languages(name: str, results: dict[str, Result]) -> None:
     result = results[name]
     assert isinstance(result.verdict, Verdict)
     for language in ("en", "zh"):

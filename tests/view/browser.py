@@ -1,4 +1,4 @@
-"""A real browser for the tests: one for the session, a fresh profile for each page, and no network."""
+"""A real browser for the tests: one per session, with a fresh profile per page and no network."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ FLAGS = [
 SIZE = {"width": 1200, "height": 800}
 
 
-def needed() -> Any:
-    """Playwright, or the reason why these tests are skipped."""
+def import_playwright() -> Any:
+    """Return the playwright API, or skip the test."""
     if CHROMIUM is None:
         pytest.skip("no chromium on this machine: apt-get install chromium")
     return pytest.importorskip("playwright.sync_api", reason="pip install 'regard[test]' brings playwright")
 
 
 @contextmanager
-def launched() -> Iterator[Any]:
-    api = needed()
+def launch_browser() -> Iterator[Any]:
+    api = import_playwright()
     with api.sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=CHROMIUM, args=FLAGS)
         yield browser
@@ -35,23 +35,23 @@ def launched() -> Iterator[Any]:
 
 
 class Tab:
-    """A page that must not ask for anything but itself, nor complain."""
+    """A browser tab that collects console errors and requests to other addresses."""
 
     def __init__(self, browser: Any, **context: Any) -> None:
         self.context = browser.new_context(viewport=SIZE, accept_downloads=True, **context)
         self.page = self.context.new_page()
-        self.trouble: list[str] = []
+        self.errors: list[str] = []
         self.url = ""
         self.page.on(
-            "console", lambda message: message.type in ("error", "warning") and self.trouble.append(message.text)
+            "console", lambda message: message.type in ("error", "warning") and self.errors.append(message.text)
         )
-        self.page.on("pageerror", lambda error: self.trouble.append(str(error)))
-        self.page.on("dialog", lambda dialog: (self.trouble.append("a dialog: " + dialog.message), dialog.dismiss()))
-        self.page.on("request", lambda request: self._asked(request.url))
+        self.page.on("pageerror", lambda error: self.errors.append(str(error)))
+        self.page.on("dialog", lambda dialog: (self.errors.append("a dialog: " + dialog.message), dialog.dismiss()))
+        self.page.on("request", lambda request: self._check_request(request.url))
 
-    def _asked(self, url: str) -> None:
+    def _check_request(self, url: str) -> None:
         if not url.startswith((self.url, "data:", "blob:", "about:")):
-            self.trouble.append(f"the page asked for {url}")
+            self.errors.append(f"the page requested {url}")
 
     def open(self, url: str, address: str = "") -> Tab:
         self.page.goto("about:blank")
@@ -61,7 +61,7 @@ class Tab:
         self.page.wait_for_selector(".regard .view")
         return self
 
-    # What tests do again and again
+    # Common actions
 
     def texts(self, selector: str) -> list[str]:
         return self.page.locator(selector).all_text_contents()
@@ -70,25 +70,25 @@ class Tab:
         self.page.wait_for_selector(".regard .tip:not([hidden])")
         return self.page.inner_text(".regard .tip")
 
-    def settled(self) -> None:
-        """Two frames later: what was asked for is drawn."""
+    def wait_frames(self) -> None:
+        """Wait for two animation frames, so that pending drawing is done."""
         self.page.evaluate("() => new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))")
 
     def plot(self) -> dict[str, float]:
-        """Where the cells of the map lie on the screen; the canvas keeps room for labels on its left and top."""
+        """Return the screen rectangle of the cells of the map, without the labels on the left and top."""
         self.page.wait_for_selector(".regard canvas.plane")
-        self.settled()
+        self.wait_frames()
         return self.page.evaluate(
             """() => { const box = document.querySelector("canvas.plane").getBoundingClientRect();
             return { x: box.left + 116, y: box.top + 84, width: box.width - 126, height: box.height - 94 } }"""
         )
 
     def point(self, row: float, column: float, rows: float, columns: float) -> None:
-        """The pointer over the middle of a cell of a map that shows rows x columns."""
+        """Move the pointer to the middle of a cell of a map that shows rows x columns."""
         plot = self.plot()
         x, y = (column + 0.5) * plot["width"] / columns, (row + 0.5) * plot["height"] / rows
         self.page.mouse.move(plot["x"] + x, plot["y"] + y)
-        self.settled()
+        self.wait_frames()
 
 
 def write(path: Path, text: str) -> str:

@@ -8,17 +8,17 @@ import pytest
 
 from regard.view.page import page
 from tests.view import documents
-from tests.view.browser import Tab, launched, write
+from tests.view.browser import Tab, launch_browser, write
 
 
 @pytest.fixture(scope="session")
 def browser() -> Iterator[Any]:
-    with launched() as started:
+    with launch_browser() as started:
         yield started
 
 
 @pytest.fixture(scope="session")
-def made() -> dict[str, documents.Made]:
+def samples() -> dict[str, documents.Sample]:
     return {
         "translation": documents.translation(),
         "picture": documents.picture(),
@@ -29,9 +29,9 @@ def made() -> dict[str, documents.Made]:
 
 
 @pytest.fixture(scope="session")
-def addresses(made: dict[str, documents.Made], tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+def addresses(samples: dict[str, documents.Sample], tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     folder: Path = tmp_path_factory.mktemp("pages")
-    return {name: write(folder / f"{name}.html", page(document)) for name, document in made.items()}
+    return {name: write(folder / f"{name}.html", page(document)) for name, document in samples.items()}
 
 
 @pytest.fixture(scope="session")
@@ -41,7 +41,7 @@ def window(browser: Any) -> Tab:
 
 @pytest.fixture
 def tab(browser: Any, window: Tab, addresses: dict[str, str]) -> Iterator[Callable[..., Tab]]:
-    """Opens a document by name; at the end nothing may have gone wrong in any page."""
+    """Open a document by name; fail at the end if a page reported errors."""
     used = [window]
 
     def open_(name: str, address: str = "", **context: Any) -> Tab:
@@ -50,8 +50,8 @@ def tab(browser: Any, window: Tab, addresses: dict[str, str]) -> Iterator[Callab
         return used[-1].open(addresses.get(name, name), address)
 
     yield open_
-    trouble = [each for opened in used for each in opened.trouble]
-    window.trouble.clear()
+    errors = [each for opened in used for each in opened.errors]
+    window.errors.clear()
     for opened in used[1:]:
         opened.context.close()
-    assert trouble == []
+    assert errors == []

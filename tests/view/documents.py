@@ -1,4 +1,4 @@
-"""Documents made by hand from random queries and keys, so that every number in a page can be checked."""
+"""Documents from random queries and keys with known weights, so that every number of a page can be checked."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ HOSTILE = [*MARKUP, "\u202eabc", "\u200f", "", " ", "\n"]
 
 
 @dataclass
-class Made:
+class Sample:
     """A document, and the weights (heads, Q, K) of each of its attentions."""
 
     about: dict[str, Any]
@@ -28,7 +28,7 @@ class Made:
     weights: dict[str, Tensor] = field(default_factory=dict)
 
     def window(self, attention: str, head: int, *, rows: tuple, columns: tuple, size: tuple) -> Window:
-        """As a record answers it: the means of the bands that torch's adaptive pooling has."""
+        """Return what a record returns: means over the bands of torch's adaptive pooling."""
         part = self.weights[attention][head, rows[0] : rows[1], columns[0] : columns[1]]
         found = pooled(part[None], size)[0].numpy()
         edges = [
@@ -38,32 +38,32 @@ class Made:
         return Window(found, rows[0] + edges[0], columns[0] + edges[1])
 
 
-def made(title: str, **streams: list[str]) -> Made:
+def empty_document(title: str, **streams: list[str]) -> Sample:
     about = {
         "format": "regard.view/2", "title": title, "note": "", "image": None, "spectrogram": None, "rollout": None,
         "streams": {name: {"tokens": tokens, "special": [0]} for name, tokens in streams.items()}, "attentions": [],
     }  # fmt: skip
-    return Made(about)
+    return Sample(about)
 
 
 def pooled(weights: Tensor, size: tuple[int, int]) -> Tensor:
-    """(heads, Q, K) to (heads, *size): the means of bands."""
+    """Pool (heads, Q, K) to (heads, *size), as means over bands."""
     size = (min(size[0], weights.shape[1]), min(size[1], weights.shape[2]))
     return torch.nn.functional.adaptive_avg_pool2d(weights, size)
 
 
 def add(
-    document: Made, kind: str, layer: int, queries: str, keys: str, *, heads: int = 4, side: int = 4096, tops: int = 6,
+    document: Sample, kind: str, layer: int, queries: str, keys: str, *, heads: int = 4, side: int = 4096, tops: int = 6,
     tops_of: int | None = None, found: tuple[tuple[int, str, float], ...] = (), sharpness: float = 2.0, width: int = 16,
     features: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """An attention with random queries and keys, or those of features; maps pooled to side x side; some top keys."""
+    """Add an attention with random queries and keys, or those of features, with maps pooled to side x side."""
     about = document.about
     Q, K = (len(about["streams"][name]["tokens"]) for name in (queries, keys))
     number = str(len(about["attentions"]))
     torch.manual_seed(int(number))
     q, k = sharpness * torch.randn(1, heads, Q, width), torch.randn(1, heads, K, width)
-    if features is not None:  # (Q, n): what is alike looks at what is alike, each head in its own way
+    if features is not None:  # (Q, n): similar tokens attend to each other, in a different projection per head
         q = k = features.float() @ torch.randn(heads, features.shape[1], width) * sharpness
         q, k = q[None], k[None]
     attend = rg.Attention(mask=rg.causal() if kind == "decoder" else None)
@@ -106,11 +106,11 @@ def add(
     )  # fmt: skip
 
 
-def translation() -> Made:
-    """Everything at once: encoder, decoder, cross attention and rollout, and tokens that try to be markup."""
+def translation() -> Sample:
+    """A document with encoder, decoder, cross-attention, rollout, and tokens that contain markup."""
     source = ["<s>", "The", " small", " cat", " sat", " on", " the", " mat", ".", *HOSTILE, "</s>"]
     target = ["<s>", "Le", " petit", " chat", " était", " assis", " sur", " le", " tapis", "."]
-    document = made("The small cat <b>sat</b>", source=source, target=target)
+    document = empty_document("The small cat <b>sat</b>", source=source, target=target)
     document.about["note"] = "Le petit chat était assis </script><script>alert(2)</script>"
     for layer in range(3):
         roles = ((1, "previous token", 0.97), (2, "induction", 0.61)) if layer == 1 else ()
@@ -132,10 +132,10 @@ def translation() -> Made:
     return document
 
 
-def picture(rows: int = 6, columns: int = 8) -> Made:
-    """An image in patches behind one class token."""
+def picture(rows: int = 6, columns: int = 8) -> Sample:
+    """A document of image patches after a class token."""
     tokens = ["[CLS]"] + [f"patch {n}" for n in range(rows * columns)]
-    document = made("A picture", patches=tokens)
+    document = empty_document("A picture", patches=tokens)
     y, x = np.mgrid[0 : 32 * rows, 0 : 32 * columns]
     sky = np.stack([90 + 60 * y / y.max(), 140 + 50 * y / y.max(), 220 - 30 * y / y.max()], -1)
     sun = ((x - 24 * columns) ** 2 + (y - 9 * rows) ** 2 < (4 * rows) ** 2)[..., None]
@@ -150,10 +150,10 @@ def picture(rows: int = 6, columns: int = 8) -> Made:
     return document
 
 
-def sound(frames: int = 60) -> Made:
-    """A spectrogram, self-attention over its slots, and words that look at them."""
+def sound(frames: int = 60) -> Sample:
+    """A document of a spectrogram, with self-attention over its time slots and cross-attention of words."""
     words = ["<s>", "one", " two", " three", "</s>"]
-    document = made("A sound", audio=[f"{n}" for n in range(frames)], words=words)
+    document = empty_document("A sound", audio=[f"{n}" for n in range(frames)], words=words)
     t, f = np.meshgrid(np.linspace(0, 1, 6 * frames), np.linspace(1, 0, 80))
     energy = sum(np.exp(-((f - 0.15 * n - 0.08 * np.sin(9 * t + n)) ** 2) / 0.0012) / n for n in range(1, 6))
     energy = energy * (0.35 + 0.65 * np.sin(14 * t) ** 2)
@@ -164,17 +164,17 @@ def sound(frames: int = 60) -> Made:
     return document
 
 
-def even(tokens: int) -> Made:
-    """Every token looks at all alike."""
-    document = made("Even", words=[f"w{n}" for n in range(tokens)])
+def even(tokens: int) -> Sample:
+    """A document with uniform attention."""
+    document = empty_document("Even", words=[f"w{n}" for n in range(tokens)])
     add(document, "encoder", 0, "words", "words", heads=1, sharpness=0.0)
     return document
 
 
-def long(tokens: int, layers: int, heads: int, *, side: int, tops: int, tops_of: int | None = None) -> Made:
-    """Many heads over many tokens: maps are pooled, single weights are not in the page."""
+def long(tokens: int, layers: int, heads: int, *, side: int, tops: int, tops_of: int | None = None) -> Sample:
+    """A document of many heads and tokens, with pooled maps and without single weights."""
     words = ["the", "of", "and", "a", "to", "in", "is", "you", "that", "it", "he", "was", "for", "on"]
-    document = made(f"{tokens} tokens", source=[f" {words[n * n % len(words)]}" for n in range(tokens)])
+    document = empty_document(f"{tokens} tokens", source=[f" {words[n * n % len(words)]}" for n in range(tokens)])
     for layer in range(layers):
         add(document, "encoder", layer, "source", "source", heads=heads, side=side, tops=tops, tops_of=tops_of)
     return document

@@ -1,4 +1,4 @@
-"""Records of small models, and of attention that does what it is told to."""
+"""Records of small models, and of attention with given logits."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ PAIR = rg.models.TransformerConfig(vocabulary=100, d_model=32, layers=2, heads=4
 
 
 class Attends(nn.Module):
-    """An attention by its description, of queries (H, Q, D) and keys (G, K, D) that are given."""
+    """A module that attends from queries (H, Q, D) to keys (G, K, D)."""
 
     def __init__(self, attend: rg.Attention) -> None:
         super().__init__()
@@ -31,7 +31,7 @@ def attended(attend: rg.Attention, query: Tensor, key: Tensor | None = None) -> 
 
 
 def of_logits(logits: Tensor, mask: rg.Mask | None = None) -> Record:
-    """A record whose logits are these, (H, Q, K)."""
+    """Return a record of attention with the logits (H, Q, K)."""
     heads, queries, keys = logits.shape
     attend = rg.Attention(score=rg.Dot(scale=0.0), mask=mask, bias=logits[None])
     return attended(

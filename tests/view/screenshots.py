@@ -1,4 +1,4 @@
-"""Remake the pictures of docs/view: the viewer in Chromium, with the translator of the package.
+"""Recreate the pictures of docs/view: the viewer in Chromium, with the translator of the package.
 
 python -m tests.view.screenshots docs/view
 """
@@ -18,7 +18,7 @@ from regard.view import Record, capture
 from regard.view.page import page
 from regard.view.server import Session
 from tests.view import documents
-from tests.view.browser import Tab, launched, write
+from tests.view.browser import Tab, launch_browser, write
 from tests.view.tooltips import served
 
 SIZE = {"width": 1280, "height": 780}
@@ -27,23 +27,23 @@ STORY = "The cat sat on the mat because the cat was tired, and the dog that chas
 
 
 def long_text(translator: RunCapture) -> Callable[[str], Record]:
-    """The encoder over a text that is longer than a page holds every weight of."""
+    """Return a function that captures the encoder over a text too long for all weights to be in a page."""
 
-    def look(text: str) -> Record:
+    def capture_encoder(text: str) -> Record:
         ids = translator.run.processor.tokenizer.encode(text).ids
         with torch.no_grad(), capture(translator.model) as record:
             translator.model.encode(torch.tensor([ids]))
         record.title = "The encoder of en-fr"
         return record.decode(translator.run.processor.tokenizer)
 
-    return look
+    return capture_encoder
 
 
 def main(folder: Path) -> None:
     translator = RunCapture(Path("en-fr"))
     record = translator(SENTENCE)
-    number = next(n for n, seen in enumerate(record.attentions) if seen.kind == "cross" and seen.layer == 1)
-    with tempfile.TemporaryDirectory() as pages, launched() as browser:
+    number = next(n for n, each in enumerate(record.attentions) if each.kind == "cross" and each.layer == 1)
+    with tempfile.TemporaryDirectory() as pages, launch_browser() as browser:
         urls = {
             "text": write(Path(pages) / "text.html", record.html()),
             "picture": write(Path(pages) / "picture.html", page(documents.picture(9, 12))),
@@ -58,7 +58,7 @@ def main(folder: Path) -> None:
             act(tab.page)
             tab.page.wait_for_timeout(800)
             tab.page.screenshot(path=folder / f"{name}.png")
-            assert tab.trouble == [], tab.trouble
+            assert tab.errors == [], tab.errors
             tab.context.close()
 
         def chinese(opened: Any) -> None:

@@ -107,4 +107,4 @@ def test_a_translator_opens_on_its_alignment_with_its_source_sentence(
     opened.page.hover(".column-query .row >> nth=3")
     opened.page.wait_for_selector(".panel-query")  # self-attention: also the queries that attend to it
     opened.context.close()
-    assert opened.trouble == []
+    assert opened.errors == []

@@ -11,7 +11,7 @@ from xml.etree import ElementTree
 import pytest
 
 from tests.view.browser import Tab
-from tests.view.documents import MARKUP, Made, pooled
+from tests.view.documents import MARKUP, Sample, pooled
 
 Open = Callable[..., Tab]
 # Texts in the saved picture of each view: names of heads, legends, and the chosen token.
@@ -38,7 +38,7 @@ def test_every_view_opens_from_its_tab(tab: Open, document: str) -> None:
     assert len(views) >= 4
     for view in views:
         opened.page.click(f"[role=tab][data-view={view}]")
-        opened.settled()
+        opened.wait_frames()
         assert opened.page.get_attribute(f"[data-view={view}]", "aria-selected") == "true"
         assert opened.page.locator(".regard main > .view").count() == 1
         assert opened.page.locator(".regard .toast:not([hidden])").count() == 0
@@ -69,9 +69,9 @@ def test_equal_weights_have_one_colour(tab: Open) -> None:
     assert len(colours) == 1
 
 
-def test_a_cell_of_the_map_shows_its_weight(tab: Open, made: dict[str, Made]) -> None:
+def test_a_cell_of_the_map_shows_its_weight(tab: Open, samples: dict[str, Sample]) -> None:
     opened = tab("translation", "view=map&attention=2&head=3")
-    weights = made["translation"].weights["2"][3]
+    weights = samples["translation"].weights["2"][3]
     for row, column in [(0, 0), (3, 7), (17, 4)]:
         opened.point(row, column, *weights.shape)
         assert near(opened.tip().split("Weight")[1], weights[row, column].item())
@@ -79,9 +79,11 @@ def test_a_cell_of_the_map_shows_its_weight(tab: Open, made: dict[str, Made]) ->
         assert f"Key {column}" in opened.tip()
 
 
-def test_a_cell_of_a_pooled_map_shows_its_mean_and_the_weight_of_a_top_key(tab: Open, made: dict[str, Made]) -> None:
+def test_a_cell_of_a_pooled_map_shows_its_mean_and_the_weight_of_a_top_key(
+    tab: Open, samples: dict[str, Sample]
+) -> None:
     opened = tab("long", "view=map&attention=1&head=2")
-    weights = made["long"].weights["1"]
+    weights = samples["long"].weights["1"]
     means = pooled(weights, (32, 32))[2]
     opened.point(5, 9, 32, 32)
     assert "Queries 40–47" in opened.tip()
@@ -95,13 +97,13 @@ def test_a_cell_of_a_pooled_map_shows_its_mean_and_the_weight_of_a_top_key(tab: 
     assert near(opened.tip().split("→")[1], weights[2, query, key].item())
 
 
-def test_the_wheel_zooms_to_single_weights_under_the_pointer(tab: Open, made: dict[str, Made]) -> None:
+def test_the_wheel_zooms_to_single_weights_under_the_pointer(tab: Open, samples: dict[str, Sample]) -> None:
     opened = tab("translation", "view=map")
-    weights = made["translation"].weights["0"][0]
+    weights = samples["translation"].weights["0"][0]
     opened.point(6, 6, *weights.shape)
     for _ in range(6):
         opened.page.mouse.wheel(0, -200)
-        opened.settled()
+        opened.wait_frames()
     assert "Query 6" in opened.tip()
     assert near(opened.tip().split("Weight")[1], weights[6, 6].item())
     opened.page.wait_for_function("() => location.hash.includes('rows=')")
@@ -117,9 +119,9 @@ def test_dragging_moves_the_map(tab: Open) -> None:
     opened.page.wait_for_function("() => location.hash.includes('rows=3-7') && location.hash.includes('columns=4-8')")
 
 
-def test_a_token_shows_its_keys_and_queries(tab: Open, made: dict[str, Made]) -> None:
+def test_a_token_shows_its_keys_and_queries(tab: Open, samples: dict[str, Sample]) -> None:
     opened = tab("translation", "view=tokens&attention=1&head=1")
-    weights = made["translation"].weights["1"][1]
+    weights = samples["translation"].weights["1"][1]
     opened.page.hover(".column-query .row >> nth=3")
     opened.page.wait_for_selector(".panel-key")
     looks = opened.texts(".panel-key .panel-row")
@@ -139,9 +141,9 @@ def test_a_token_shows_its_keys_and_queries(tab: Open, made: dict[str, Made]) ->
     assert near(opened.tip(), weights[:, 5].max().item())
 
 
-def test_cross_attention_joins_two_streams(tab: Open, made: dict[str, Made]) -> None:
+def test_cross_attention_joins_two_streams(tab: Open, samples: dict[str, Sample]) -> None:
     opened = tab("translation", "view=tokens&kind=cross")
-    weights = made["translation"].weights["4"][0]
+    weights = samples["translation"].weights["4"][0]
     assert opened.page.locator(".column-query .row:not([hidden])").count() == 10
     assert opened.page.locator(".column-key .row:not([hidden])").count() == 18
     opened.page.hover(".column-query .row >> nth=4")
@@ -150,12 +152,12 @@ def test_cross_attention_joins_two_streams(tab: Open, made: dict[str, Made]) -> 
     assert near(opened.texts(".panel-key .panel-row")[0], weights[4].max().item())
 
 
-def test_long_documents_use_top_keys_and_few_elements(tab: Open, made: dict[str, Made]) -> None:
+def test_long_documents_use_top_keys_and_few_elements(tab: Open, samples: dict[str, Sample]) -> None:
     opened = tab("long", "view=tokens&head=1")
-    weights = made["long"].weights["0"][1]
+    weights = samples["long"].weights["0"][1]
     assert opened.page.locator(".column .row").count() < 120
     opened.page.evaluate("() => { document.querySelector('.scroller').scrollTop = 24 * 200 }")
-    opened.settled()
+    opened.wait_frames()
     opened.page.hover(".column-query .row >> nth=2")
     opened.page.wait_for_selector(".panel-key")
     token = int(opened.page.inner_text(".panel header .row-number"))
@@ -165,9 +167,9 @@ def test_long_documents_use_top_keys_and_few_elements(tab: Open, made: dict[str,
     assert "top keys only" in opened.page.inner_text(".panel")
 
 
-def test_patches_show_their_weights_over_the_image(tab: Open, made: dict[str, Made]) -> None:
+def test_patches_show_their_weights_over_the_image(tab: Open, samples: dict[str, Sample]) -> None:
     opened = tab("picture", "view=image&attention=1&head=2")
-    weights = made["picture"].weights["1"][2]
+    weights = samples["picture"].weights["1"][2]
     box = opened.page.locator(".picture").bounding_box()
     patch = 1 + 2 * 8 + 3
     opened.page.mouse.move(box["x"] + 3.5 * box["width"] / 8, box["y"] + 2.5 * box["height"] / 6)
@@ -188,9 +190,9 @@ def test_patches_show_their_weights_over_the_image(tab: Open, made: dict[str, Ma
     assert opened.page.evaluate("() => document.querySelector('.heat').style.opacity") == "0"  # the image itself
 
 
-def test_words_show_their_weights_over_time(tab: Open, made: dict[str, Made]) -> None:
+def test_words_show_their_weights_over_time(tab: Open, samples: dict[str, Sample]) -> None:
     opened = tab("sound", "view=sound&kind=cross")
-    weights = made["sound"].weights["1"][0]
+    weights = samples["sound"].weights["1"][0]
     opened.page.hover(".list .row >> nth=2")
     opened.page.wait_for_function("() => document.querySelector('.readout').textContent.includes('two')")
     assert near(opened.page.inner_text(".peak"), weights[2].max().item())
@@ -200,12 +202,12 @@ def test_words_show_their_weights_over_time(tab: Open, made: dict[str, Made]) ->
     box = opened.page.locator(".sound-picture").bounding_box()
     opened.page.mouse.move(box["x"] + 20.5 * box["width"] / 60, box["y"] + 50)
     opened.page.wait_for_function("() => document.querySelector('.tip').textContent.includes('0.80 to 0.84')")
-    assert near(opened.tip().split("Attends to")[1][-7:], made["sound"].weights["0"][0][20].max().item())
+    assert near(opened.tip().split("Attends to")[1][-7:], samples["sound"].weights["0"][0][20].max().item())
 
 
-def test_rollout_is_read_layer_by_layer(tab: Open, made: dict[str, Made]) -> None:
+def test_rollout_is_read_layer_by_layer(tab: Open, samples: dict[str, Sample]) -> None:
     opened = tab("translation", "view=rollout")
-    layers = made["translation"].weights["rollout"]
+    layers = samples["translation"].weights["rollout"]
     opened.point(2, 9, 18, 18)
     assert near(opened.tip().split("Share")[1], float(layers[-1][2, 9]))
     opened.page.locator(".slider").focus()
@@ -218,9 +220,9 @@ def test_rollout_is_read_layer_by_layer(tab: Open, made: dict[str, Made]) -> Non
     assert near(opened.tip().split("Share")[1], float(layers[0][2, 9]))
 
 
-def test_statistics_are_the_means_of_the_document(tab: Open, made: dict[str, Made]) -> None:
+def test_statistics_are_the_means_of_the_document(tab: Open, samples: dict[str, Sample]) -> None:
     opened = tab("translation", "view=statistics")
-    about = made["translation"].about["attentions"]
+    about = samples["translation"].about["attentions"]
     for name in ("entropy", "distance", "max_logit", "sink"):
         opened.page.click(f"[role=radio][data-key={name}]")
         for number in range(3):
@@ -233,9 +235,9 @@ def test_statistics_are_the_means_of_the_document(tab: Open, made: dict[str, Mad
     opened.page.wait_for_function("() => location.hash.includes('head=2') && location.hash.includes('attention=1')")
 
 
-def test_heads_are_sorted_and_filtered(tab: Open, made: dict[str, Made]) -> None:
+def test_heads_are_sorted_and_filtered(tab: Open, samples: dict[str, Sample]) -> None:
     opened = tab("translation")
-    about = made["translation"].about["attentions"]
+    about = samples["translation"].about["attentions"]
     opened.page.select_option(".controls select >> nth=2", "entropy")
     order = [each.get_attribute("data-head") for each in opened.page.locator(".thumb").all()]
     means = {f"{n}/{head}": about[n]["means"]["entropy"][head] for n in range(3) for head in range(4)}
@@ -269,7 +271,7 @@ def test_markup_in_tokens_is_text(tab: Open) -> None:
     assert "⟨U+200F⟩" in shown_texts
     for view in ("map", "heads", "statistics", "rollout"):
         opened.page.click(f"[data-view={view}]")
-        opened.settled()
+        opened.wait_frames()
     assert opened.page.evaluate("() => document.querySelectorAll('.regard img, .regard script').length") == 0
     assert opened.page.inner_text("h1") == "The small cat <b>sat</b>"
 
@@ -292,7 +294,7 @@ def test_the_policy_stops_other_scripts_and_markup(browser: object, addresses: d
     opened.context.close()  # its console errors are expected
 
 
-def test_the_keyboard_does_everything(tab: Open, made: dict[str, Made]) -> None:
+def test_the_keyboard_does_everything(tab: Open, samples: dict[str, Sample]) -> None:
     opened = tab("translation")
     press = opened.page.keyboard.press
     press("1")
@@ -303,9 +305,11 @@ def test_the_keyboard_does_everything(tab: Open, made: dict[str, Made]) -> None:
     press("2")
     for key in ("ArrowDown", "ArrowDown", "ArrowRight", "ArrowRight", "ArrowRight"):
         press(key)
-    opened.settled()
+    opened.wait_frames()
     assert "Query 1" in opened.page.inner_text(".readout")
-    assert near(opened.page.inner_text(".readout").split("Weight")[1], made["translation"].weights["1"][1][1, 3].item())
+    assert near(
+        opened.page.inner_text(".readout").split("Weight")[1], samples["translation"].weights["1"][1][1, 3].item()
+    )
     press("+")
     opened.page.wait_for_function("() => location.hash.includes('rows=')")
     press("0")
@@ -335,7 +339,7 @@ def test_focus_is_visible_and_controls_have_names(tab: Open) -> None:
     assert outline == "solid"
     for view in ("heads", "map", "tokens", "rollout", "statistics"):
         opened.page.click(f"[data-view={view}]")
-        opened.settled()
+        opened.wait_frames()
         nameless = opened.page.evaluate(
             """() => [...document.querySelectorAll(".regard :is(button, select, input, [tabindex='0'])")]
             .filter((one) => one.offsetParent && !(one.ariaLabel || one.textContent.trim() || one.closest("label")))
@@ -352,7 +356,7 @@ def test_the_link_restores_the_view(tab: Open) -> None:
     opened.page.wait_for_function("() => location.hash.includes('search=cat') && location.hash.includes('rows=')")
     address = opened.page.evaluate("() => location.hash.slice(1)")
     again = tab("translation", address)
-    again.settled()
+    again.wait_frames()
     assert again.page.input_value(".search") == "cat"
     again.page.wait_for_timeout(300)
     assert again.page.evaluate("() => location.hash.slice(1)") == address
@@ -384,18 +388,20 @@ def test_the_interface_can_be_chinese(tab: Open) -> None:
     assert opened.page.get_attribute("html", "lang") == "zh-CN"
     for view in ("map", "tokens", "rollout", "statistics"):
         opened.page.click(f"[data-view={view}]")
-        opened.settled()
+        opened.wait_frames()
         latin = re.findall(r"[A-Za-z]{4,}", opened.page.inner_text(".controls") + opened.page.inner_text(".foot"))
         assert set(latin) <= {"Attention", "logit"}
 
 
 @pytest.mark.parametrize("document", ["translation", "picture", "sound"])
-def test_every_view_is_saved_as_png_and_svg(tab: Open, made: dict[str, Made], document: str, tmp_path: Path) -> None:
+def test_every_view_is_saved_as_png_and_svg(
+    tab: Open, samples: dict[str, Sample], document: str, tmp_path: Path
+) -> None:
     views = {"picture": ["image"], "sound": ["sound"]}
     opened = tab(document, "token=2")
     for view in views.get(document, ["heads", "map", "tokens", "rollout", "statistics"]):
         opened.page.click(f"[data-view={view}]")
-        opened.settled()
+        opened.wait_frames()
         for kind, start in (("png", b"\x89PNG"), ("svg", b"<svg")):
             with opened.page.expect_download() as download:
                 opened.page.click(f"[data-act={kind}]")
@@ -418,7 +424,7 @@ def test_every_view_is_saved_as_png_and_svg(tab: Open, made: dict[str, Made], do
                 for word in SAVED[view]:
                     assert f">{word}<" in text, word
                 if view == "image":
-                    assert text.count(made["picture"].about["image"]["href"]) == 2  # as it is, and below the weights
+                    assert text.count(samples["picture"].about["image"]["href"]) == 2  # as it is, and below the weights
 
 
 def test_only_visible_arrays_are_decoded(tab: Open) -> None:
@@ -435,7 +441,7 @@ def test_only_visible_arrays_are_decoded(tab: Open) -> None:
     assert opened.page.evaluate("() => window.decoded") == 4  # and the maps of two
 
 
-def test_statistics_that_are_sorted_are_saved_by_layer(tab: Open, made: dict[str, Made], tmp_path: Path) -> None:
+def test_statistics_that_are_sorted_are_saved_by_layer(tab: Open, samples: dict[str, Sample], tmp_path: Path) -> None:
     opened = tab("translation", "view=statistics&kind=encoder&sort=entropy&down=1")
     with opened.page.expect_download() as download:
         opened.page.click("[data-act=svg]")
@@ -446,7 +452,7 @@ def test_statistics_that_are_sorted_are_saved_by_layer(tab: Open, made: dict[str
         if node.get("font-size") in ("11", "8") and node.get("y") and float(node.get("y")) > 40
     ]
     rows = {y: text for y, x, text in texts if x == 38}
-    about = made["translation"].about["attentions"]
+    about = samples["translation"].about["attentions"]
     assert len(rows) == 3
     for y, layer in rows.items():
         means = about[int(layer)]["means"]["entropy"]

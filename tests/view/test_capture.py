@@ -169,8 +169,8 @@ def test_generation_with_a_cache_is_one_attention(windows: tuple) -> None:
     model = rg.models.LanguageModel(config).eval()
     prompt = ids(2, 6)
     with capture(model) as steps:
-        made = model.generate(prompt, max_new_tokens=9)
-    whole = torch.cat([prompt, torch.stack(made)], 1)[:, :-1]
+        generated = model.generate(prompt, max_new_tokens=9)
+    whole = torch.cat([prompt, torch.stack(generated)], 1)[:, :-1]
     with capture(model) as once:
         model(whole)
     assert [(seen.Q, seen.K) for seen in steps.attentions] == [(14, 14)] * 2
@@ -188,9 +188,9 @@ def test_a_generated_translation_is_recorded_completely() -> None:
     model = rg.models.Transformer(PAIR).eval()
     source = ids(1, 9)
     with capture(model) as steps:
-        made = model.generate(source, max_new_tokens=7)[0]
-        made = model.generate(source, max_new_tokens=7)[0]  # a second call starts a new sequence
-    target = torch.cat([torch.tensor([1]), made])[None, : steps.attentions[-1].Q]
+        generated = model.generate(source, max_new_tokens=7)[0]
+        generated = model.generate(source, max_new_tokens=7)[0]  # a second call starts a new sequence
+    target = torch.cat([torch.tensor([1]), generated])[None, : steps.attentions[-1].Q]
     with capture(model) as once:
         model(source, target)
     assert apart(steps, once) < 1e-6
@@ -258,9 +258,9 @@ def test_generation_and_pairs_of_transformers() -> None:
     model = hf.LlamaForCausalLM._from_config(config, attn_implementation="regard").eval()
     prompt = ids(1, 5)
     with capture(model) as steps, torch.no_grad():
-        made = model.generate(prompt, max_new_tokens=6, do_sample=False, eos_token_id=None, pad_token_id=0)
+        generated = model.generate(prompt, max_new_tokens=6, do_sample=False, eos_token_id=None, pad_token_id=0)
     with capture(model) as once, torch.no_grad():
-        model(made[:, :-1])
+        model(generated[:, :-1])
     assert [(seen.kind, seen.Q, seen.K) for seen in steps.attentions] == [("decoder", 10, 10)] * 2
     assert apart(steps, once) < 1e-5
     config = hf.BartConfig(
@@ -290,13 +290,13 @@ def test_a_compiled_model_is_recorded() -> None:
 def test_a_capture_causes_no_recompilation() -> None:
     """A graph compiled before a capture is reused after it, and inside the capture of another model."""
     attend, tensors = rg.Attention(mask=rg.causal()), torch.randn(3, 1, 2, 8, 4)
-    made = torch._dynamo.testing.CompileCounter()
-    compiled = torch.compile(lambda q, k, v: attend(q, k, v), backend=made, fullgraph=True)
+    counter = torch._dynamo.testing.CompileCounter()
+    compiled = torch.compile(lambda q, k, v: attend(q, k, v), backend=counter, fullgraph=True)
     compiled(*tensors)
     with capture(encoder()):
         pass
     compiled(*tensors)
-    assert made.frame_count == 1
+    assert counter.frame_count == 1
 
 
 def test_gradients_are_unchanged_and_the_graph_is_not_kept() -> None:
@@ -439,11 +439,11 @@ def test_decode_labels_generated_tokens() -> None:
     ).eval()
     source = torch.tensor([tokenizer.encode("the cat sat on the mat").ids])
     with capture(model) as record:
-        made = model.generate(source, max_new_tokens=5)[0]
+        generated = model.generate(source, max_new_tokens=5)[0]
     record.decode(tokenizer)
     assert [token.strip() for token in record.streams["source"].tokens][:3] == ["the", "cat", "sat"]
-    names = [tokenizer.id_to_token(token) for token in made.tolist()]
+    names = [tokenizer.id_to_token(token) for token in generated.tolist()]
     shown = record.streams["generated"].tokens
-    assert len(shown) == len(made) == 5
+    assert len(shown) == len(generated) == 5
     assert [name.strip("Ġ") for name in names[:4]] == [text.strip() for text in shown[:4]]
     assert shown[-1] == "?"  # never embedded

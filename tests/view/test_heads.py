@@ -1,4 +1,4 @@
-"""Heads that do one thing are found by its name, and those that do nothing in particular by none."""
+"""Heads with a clear pattern are classified, and others are not."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SURE = 9.0
 
 
 def place(keys: Tensor) -> Tensor:
-    """Logits (1, N, N) of a head that looks at one key from each query, where that is there."""
+    """Return logits (1, N, N) of a head whose queries attend to one key each, if it exists."""
     logits = torch.zeros(N, N)
     inside = (keys >= 0) & (keys < N)
     logits[torch.arange(N)[inside], keys[inside]] = SURE
@@ -30,7 +30,7 @@ def names(record: Record) -> list[list[str]]:
     return found
 
 
-def test_each_habit_has_its_name() -> None:
+def test_each_pattern_is_recognised() -> None:
     at = torch.arange(N)
     heads = [at - 1, at + 1, at, torch.zeros(N, dtype=torch.long), at + 5]
     near = torch.where((at[:, None] - at).abs() <= 3, SURE / 2, 0.0)[None]
@@ -48,10 +48,10 @@ def test_the_score_is_the_mean_mass() -> None:
     assert record.head_patterns[0].score == pytest.approx(expected, abs=1e-6)
 
 
-def test_induction_and_duplicates_are_told_by_tokens() -> None:
+def test_induction_and_duplicates_are_recognised_by_tokens() -> None:
     half = N // 2
     at = torch.arange(N)
-    after = torch.where(at >= half, at - half + 1, 0)  # a text that comes twice: what came after it the first time
+    after = torch.where(at >= half, at - half + 1, 0)  # a repeated text: the token after the first occurrence
     same = torch.where(at >= half, at - half, 0)
     logits = torch.cat([place(after), place(same)])
     record = of_logits(logits, rg.causal()).set_tokens([f"w{n % half}" for n in range(N)])
@@ -59,20 +59,20 @@ def test_induction_and_duplicates_are_told_by_tokens() -> None:
     assert "induction" in found[0]
     assert "duplicate token" in found[1]
     assert "induction" not in found[1]
-    unnamed = of_logits(logits, rg.causal())  # every token is another
+    unnamed = of_logits(logits, rg.causal())  # all tokens are different
     assert not {"induction", "duplicate token"} & {each.name for each in unnamed.head_patterns}
 
 
-def test_random_heads_have_no_name() -> None:
+def test_random_heads_have_no_pattern() -> None:
     torch.manual_seed(0)
     assert of_logits(2 * torch.randn(6, N, N)).head_patterns == []
 
 
-def test_short_texts_tell_of_no_habit() -> None:
+def test_short_texts_have_no_patterns() -> None:
     assert [each.name for each in of_logits(SURE * torch.eye(2)[None]).head_patterns] == []
 
 
-def test_where_else_a_token_stands() -> None:
+def test_other_occurrences_of_a_token() -> None:
     tokens = ["a", "b", "a", "c", "a"]
     assert same_tokens(tokens, [2, 3, 4], 0, ahead=False).tolist() == [[0, -1], [-1, -1], [2, 0]]
     assert same_tokens(tokens, [2], 0, ahead=True).tolist() == [[0, 4]]
@@ -80,14 +80,14 @@ def test_where_else_a_token_stands() -> None:
 
 
 def test_two_tokens_are_not_uniform() -> None:
-    """Of two keys, almost every head looks at both."""
+    """With two keys, almost every head attends to both."""
     torch.manual_seed(0)
     for size in (2, 4):
         assert of_logits(torch.randn(50, size, size)).head_patterns == []
 
 
 def test_an_induction_head_is_not_positional() -> None:
-    """Of a text that comes twice, what came after a token is always at one distance."""
+    """In a repeated text, the token after the previous occurrence is always at the same distance."""
     at = torch.arange(40)
     logits = torch.zeros(40, 40)
     logits[at[20:], at[20:] - 19] = 2 * SURE
@@ -98,7 +98,7 @@ def test_an_induction_head_is_not_positional() -> None:
 
 
 def test_a_translation_in_nearly_the_same_order_is_not_positional() -> None:
-    """Half of the words are at one distance: that is the order of words, and no habit of the head."""
+    """Half of the words are at the same distance because of word order, not because of the head."""
     at = torch.arange(14)
     keys = torch.tensor([0, 2, 1, 1, 1, 3, 4, 4, 7, 6, 6, 8, 9, 10])
     logits = torch.zeros(14, 11)
@@ -106,8 +106,8 @@ def test_a_translation_in_nearly_the_same_order_is_not_positional() -> None:
     assert of_logits(logits[None]).head_patterns == []
 
 
-def test_words_of_a_translation_are_counted_from_the_first() -> None:
-    """A head across that looks at the word of the same number has offset 0, whatever the lengths."""
+def test_cross_attention_offsets_count_from_the_first_token() -> None:
+    """A cross-attention head on the token of the same index has offset 0 at all lengths."""
     at = torch.arange(12)
     logits = torch.zeros(12, 30)
     logits[at, at] = SURE

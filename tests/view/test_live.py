@@ -1,4 +1,4 @@
-"""The page as a server's: single weights by window, and another document for every text."""
+"""The page of a live server: single weights by window, and a new document for every text."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ import pytest
 
 from regard.view.page import pack_array, page, script_json
 from tests.view.browser import Tab
-from tests.view.documents import Made, add, long, made
+from tests.view.documents import Sample, add, empty_document, long
 
 
-def told(text: str) -> Made:
+def word_document(text: str) -> Sample:
     """A document of the words of a text."""
-    document = made(text, source=text.split() or [""])
+    document = empty_document(text, source=text.split() or [""])
     add(document, "encoder", 0, "source", "source", heads=2)
     document.about["note"] = f"{len(text.split())} words"
     document.about["record"] = text
@@ -28,9 +28,9 @@ def told(text: str) -> Made:
 
 
 class Answers(BaseHTTPRequestHandler):
-    """What `regard serve` answers, of one document at a time."""
+    """Answers like `regard serve`, for one document."""
 
-    document: Made
+    document: Sample
     asked: list[dict]
 
     def do_GET(self) -> None:
@@ -49,7 +49,7 @@ class Answers(BaseHTTPRequestHandler):
         if "bad" in body["text"]:
             self._send(json.dumps({"error": "the text is <b>bad</b>"}).encode(), {}, 422)
             return
-        type(self).document = told(body["text"])
+        type(self).document = word_document(body["text"])
         arrays = {}
         for name, array in self.document.arrays.items():
             dtype, shape, data = pack_array(array)
@@ -82,7 +82,7 @@ def live(browser: Any) -> Iterator[tuple[Tab, type[Answers]]]:
     server.server_close()
 
 
-def test_zooming_goes_on_down_to_single_weights(live: tuple[Tab, type[Answers]]) -> None:
+def test_zooming_reaches_single_weights(live: tuple[Tab, type[Answers]]) -> None:
     opened, answers = live
     weights = answers.document.weights["0"][1]
     opened.page.click("[data-head='0/1']")
@@ -90,7 +90,7 @@ def test_zooming_goes_on_down_to_single_weights(live: tuple[Tab, type[Answers]])
     assert "Pooled weight" in opened.tip()
     for _ in range(8):
         opened.page.mouse.wheel(0, -250)
-        opened.settled()
+        opened.wait_frames()
     for n in range(40):
         opened.point(12 + n / 100, 12, 25, 25)
         if "\nWeight" in opened.tip():
@@ -99,7 +99,7 @@ def test_zooming_goes_on_down_to_single_weights(live: tuple[Tab, type[Answers]])
     text = opened.tip()
     query, key = (int(text.split(word)[1].split()[0]) for word in ("Query ", "Key "))
     assert abs(float(text.split("Weight")[1].split()[0]) - weights[query, key].item()) < 1e-4
-    assert opened.trouble == []
+    assert opened.errors == []
 
 
 def test_every_cell_of_a_window_that_does_not_divide_is_exact(live: tuple[Tab, type[Answers]]) -> None:
@@ -117,7 +117,7 @@ def test_every_cell_of_a_window_that_does_not_divide_is_exact(live: tuple[Tab, t
             opened.page.wait_for_timeout(100)
         mean = weights[band, band].mean().item()
         assert float(re.split("weight", opened.tip())[1].split()[0]) == pytest.approx(mean, rel=6e-4)
-    assert opened.trouble == []
+    assert opened.errors == []
 
 
 def spot(opened: Tab, token: int) -> tuple[float, float]:
@@ -142,23 +142,23 @@ def test_typing_shows_the_prediction_and_the_attention_of_the_text(live: tuple[T
     opened.page.locator("textarea").press_sequentially("a new </script> text", delay=5)
     opened.page.wait_for_function("() => document.querySelector('.note').textContent.includes('4 words')")
     assert opened.texts(".column-query .row:not([hidden]) .row-text") == ["a", "new", "</script>", "text"]
-    assert len([one for one in answers.asked if "text" in one]) < 6  # and not one for every letter
+    assert len([one for one in answers.asked if "text" in one]) < 6  # not one per letter
     opened.page.hover(".column-query .row >> nth=1")
     opened.page.wait_for_selector(".panel-key")
     shown = [float(text) for text in opened.texts(".panel-key .row-value")]
     np.testing.assert_allclose(
         sorted(shown), sorted(answers.document.weights["0"][0, 1].tolist()), atol=6e-5, rtol=1e-3
     )
-    assert opened.trouble == []
+    assert opened.errors == []
 
 
-def test_a_text_that_is_refused_says_why(live: tuple[Tab, type[Answers]]) -> None:
+def test_a_refused_text_shows_the_reason(live: tuple[Tab, type[Answers]]) -> None:
     opened, _ = live
     opened.page.fill("textarea", "a bad text")
     opened.page.wait_for_function("() => document.querySelector('.busy').textContent.includes('failed')")
     assert opened.page.inner_text(".busy") == "failed: the text is <b>bad</b>"
     assert opened.page.inner_text("h1") == "301 tokens"
-    assert not opened.page.is_visible(".main")  # what was there is of another text
+    assert not opened.page.is_visible(".main")  # the results belong to another text
     opened.page.fill("textarea", "a good text")
     opened.page.wait_for_function("() => document.querySelector('.note').textContent.includes('3 words')")
     assert opened.page.is_visible(".main")

@@ -35,7 +35,7 @@ def opened(browser: Any) -> Iterator[Tab]:
     tab = Tab(browser)
     yield tab
     tab.context.close()
-    assert tab.trouble == []
+    assert tab.errors == []
 
 
 @pytest.fixture(scope="module")
@@ -60,13 +60,13 @@ def test_printed_numbers_are_the_weights(
 
 
 def test_uniform_attention_has_one_colour_and_one_number(opened: Tab, tmp_path: Any) -> None:
-    """At 700 tokens, which no side of a map divides."""
+    """700 is not a multiple of the size of any map."""
     model = Attends(rg.Attention())
     with capture(model) as record:
         model(torch.zeros(1, 60, 700, 4))
     opened.open(write(tmp_path / "even.html", record.html()), "view=map")
     opened.page.wait_for_selector("canvas.plane")
-    opened.settled()
+    opened.wait_frames()
     tips = opened.page.evaluate(MAP, torch.rand(40, 2, generator=torch.Generator().manual_seed(0)).tolist())
     assert {re.search(r"eight\s+(\S+)", each)[1] for each in tips} == {f"{1 / 700:.6f}"}
     colours = opened.page.evaluate(
@@ -97,7 +97,7 @@ def test_rounding_is_judged_by_the_printed_digits(shown: str, number: float, rig
      ("Queries 0–1\na … b\nKey 2\nb\nPooled weight\n0.2500\nmean of 2 x 1 weights", True),
      ("Queries 0–1\na … b\nKey 2\nb\nWeight\n0.2500", False)],
 )  # fmt: skip
-def test_a_tooltip_must_name_what_it_prints(tip: str, right: bool) -> None:
+def test_a_tooltip_must_label_its_numbers(tip: str, right: bool) -> None:
     weights = torch.tensor([[0.0, 0.0, 0.0], [0.0, 0.0, 0.5]])
     if right:
         check_cell(tip, lambda rows, columns: weights[rows, columns])

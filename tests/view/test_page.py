@@ -13,17 +13,17 @@ import numpy as np
 import pytest
 
 from regard.view.page import bundle, pack_array, page
-from tests.view.documents import HOSTILE, Made, long, translation
+from tests.view.documents import HOSTILE, Sample, long, translation
 
 STATIC = files("regard.view").joinpath("static")
 
 
 @pytest.fixture(scope="module")
-def document() -> Made:
+def document() -> Sample:
     return translation()
 
 
-def test_the_arrays_of_a_page_are_those_of_the_document(document: Made) -> None:
+def test_the_arrays_of_a_page_are_those_of_the_document(document: Sample) -> None:
     text = page(document)
     for name, array in document.arrays.items():
         found = re.search(rf'id="array-{name}" data-dtype="(\w+)" data-shape="([\d,]*)">([\w+/=]*)</script>', text)
@@ -32,7 +32,7 @@ def test_the_arrays_of_a_page_are_those_of_the_document(document: Made) -> None:
         np.testing.assert_array_equal(data.reshape(array.shape), array)
 
 
-def test_the_document_is_read_back_from_the_page(document: Made) -> None:
+def test_the_document_is_read_back_from_the_page(document: Sample) -> None:
     found = re.search(r'<script type="application/json" id="about">(.*?)</script>', page(document), re.S)
     assert json.loads(found[1]) == document.about
 
@@ -53,13 +53,13 @@ def test_nan_and_infinity_are_null() -> None:
     assert '"means": [null, null, 1.5]' in written
 
 
-def test_a_page_contains_no_network_url(document: Made) -> None:
+def test_a_page_contains_no_network_url(document: Sample) -> None:
     encoded = r">[\w+/=]{40,}<|'sha256-[\w+/=]+'"  # in which any letters may come
     found = set(re.findall(r"(?:https?:)?//[\w.]+", re.sub(encoded, "><", page(document))))
     assert found <= {"http://www.w3.org"}  # the namespace of SVG, which is not fetched
 
 
-def test_the_policy_allows_the_one_script_and_nothing_from_outside(document: Made) -> None:
+def test_the_policy_allows_the_one_script_and_nothing_from_outside(document: Sample) -> None:
     policy = re.search(r'Content-Security-Policy" content="([^"]*)"', page(document))[1]
     assert policy.startswith("default-src 'none'; script-src 'sha256-")
     assert "unsafe" not in policy
@@ -68,11 +68,11 @@ def test_the_policy_allows_the_one_script_and_nothing_from_outside(document: Mad
     assert "connect-src 'self'" in page(document, live=True)
 
 
-def test_the_same_document_gives_the_same_page(document: Made) -> None:
+def test_the_same_document_gives_the_same_page(document: Sample) -> None:
     assert page(document) == page(document)
 
 
-def test_an_unknown_language_is_refused(document: Made) -> None:
+def test_an_unknown_language_is_refused(document: Sample) -> None:
     with pytest.raises(ValueError, match="lang must be one of en, zh, but is 'fr'"):
         page(document, lang="fr")
     assert '<html lang="zh-CN">' in page(document, lang="zh")
@@ -117,5 +117,5 @@ def test_arrays_are_little_endian() -> None:
 
 
 def test_a_page_of_many_heads_stays_small() -> None:
-    made = long(512, 2, 12, side=64, tops=6)
-    assert len(page(made)) < 4_000_000 / 6 + 150_000  # two layers of twelve, and the scripts once
+    sample = long(512, 2, 12, side=64, tops=6)
+    assert len(page(sample)) < 4_000_000 / 6 + 150_000  # two layers of twelve, and the scripts once

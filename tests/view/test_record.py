@@ -97,9 +97,7 @@ def test_a_window_of_too_many_weights_has_the_cells_of_a_map(monkeypatch: pytest
 
 
 @pytest.mark.parametrize("count", [64, 60, 61])
-def test_precompute_builds_the_map_of_windows(
-    monkeypatch: pytest.MonkeyPatch, count: int
-) -> None:
+def test_precompute_builds_the_map_of_windows(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
     monkeypatch.setattr(captured_attention, "DIRECT", 8)
     monkeypatch.setattr(captured_attention, "CELLS", 16)
     query = torch.randn(1, 2, count, 8)

@@ -70,8 +70,8 @@ def test_windows_belong_to_the_captured_text(client: TestClient, session: Sessio
 
 
 def test_a_window_is_exact(client: TestClient, session: Session) -> None:
-    made = client.post("/api/run", json={"text": "a text of some length"}).json()
-    answer = client.post("/api/window", json=window(record=made["about"]["record"]))
+    response = client.post("/api/run", json={"text": "a text of some length"}).json()
+    answer = client.post("/api/window", json=window(record=response["about"]["record"]))
     assert answer.headers["content-type"] == "application/octet-stream"
     assert np.frombuffer(answer.content[:8], "<i4").tolist() == [4, 7]
     edges = np.frombuffer(answer.content[8 : 8 + 8 * 11], "<i4").reshape(11, 2)
@@ -125,9 +125,9 @@ def test_its_own_origin_is_accepted(client: TestClient) -> None:
     ],
 )
 def test_an_invalid_window_is_refused(client: TestClient, body: Any, status: int, words: str) -> None:
-    made = client.post("/api/run", json={"text": "some text here"}).json()
+    response = client.post("/api/run", json={"text": "some text here"}).json()
     if isinstance(body, dict) and body.get("record") == "last":
-        body = body | {"record": made["about"]["record"]}
+        body = body | {"record": response["about"]["record"]}
     answer = client.post("/api/window", json=body)
     assert answer.status_code == status
     assert words in answer.json()["error"]
@@ -218,9 +218,7 @@ def test_a_request_that_ends_early_is_no_error(session: Session, caplog: pytest.
 
 
 @pytest.mark.parametrize("part", [b"", b"GET / HT", b"GET / HTTP/1.1\r\nHost: 127.0.0.1\r\nX-A: b"])
-def test_an_idle_connection_is_closed(
-    session: Session, monkeypatch: pytest.MonkeyPatch, part: bytes
-) -> None:
+def test_an_idle_connection_is_closed(session: Session, monkeypatch: pytest.MonkeyPatch, part: bytes) -> None:
     import asyncio
     import socket
     import threading

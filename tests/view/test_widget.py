@@ -13,7 +13,7 @@ import pytest
 
 from regard.view.page import bundle, pack_array, static
 from tests.view.browser import Tab
-from tests.view.documents import Made, long, pooled
+from tests.view.documents import Sample, long, pooled
 
 pytest.importorskip("anywidget", reason="pip install 'regard[view]' brings anywidget")
 
@@ -21,11 +21,11 @@ from regard.view.widget import Viewer
 
 
 @pytest.fixture(scope="module")
-def document() -> Made:
+def document() -> Sample:
     return long(200, 1, 2, side=25, tops=4)
 
 
-def record(document: Made) -> Any:
+def record(document: Sample) -> Any:
     return SimpleNamespace(document=document, window=document.window)
 
 
@@ -36,7 +36,7 @@ def sent(monkeypatch: pytest.MonkeyPatch) -> list[tuple]:
     return messages
 
 
-def test_the_widget_contains_the_document(document: Made) -> None:
+def test_the_widget_contains_the_document(document: Sample) -> None:
     viewer = Viewer(record(document), lang="zh")
     assert viewer._about["title"] == "200 tokens"
     assert viewer._arrays["0-maps"]["shape"] == [2, 25, 25]
@@ -45,7 +45,7 @@ def test_the_widget_contains_the_document(document: Made) -> None:
     assert ".regard" in str(viewer._css)
 
 
-def test_a_window_is_answered_with_its_weights(document: Made, sent: list) -> None:
+def test_a_window_is_answered_with_its_weights(document: Sample, sent: list) -> None:
     viewer = Viewer(record(document))
     asked = {
         "id": 7,
@@ -66,7 +66,7 @@ def test_a_window_is_answered_with_its_weights(document: Made, sent: list) -> No
     np.testing.assert_allclose(found, pooled(document.weights["0"][1:2, 10:14], (4, 50))[0], rtol=1e-5)
 
 
-def test_a_failing_request_is_answered_with_an_error(document: Made, sent: list) -> None:
+def test_a_failing_request_is_answered_with_an_error(document: Sample, sent: list) -> None:
     viewer = Viewer(record(document))
     viewer._handle_custom_msg({"id": 1, "kind": "window", "attention": "none"}, [])
     viewer._handle_custom_msg({"id": 2, "kind": "other"}, [])
@@ -75,7 +75,7 @@ def test_a_failing_request_is_answered_with_an_error(document: Made, sent: list)
     assert "KeyError" in sent[0][0]["error"]
 
 
-def test_an_unknown_language_is_refused(document: Made) -> None:
+def test_an_unknown_language_is_refused(document: Sample) -> None:
     with pytest.raises(ValueError, match="lang must be one of"):
         Viewer(record(document), lang="fr")
 
@@ -102,7 +102,7 @@ window.cleanup = await widget.render({ model, el: document.getElementById("cell"
 </script>"""
 
 
-def hosted(document: Made, folder: Path, *, live: bool, style: str = "") -> str:
+def hosted(document: Sample, folder: Path, *, live: bool, style: str = "") -> str:
     """Return the URL of a page that hosts the widget like a notebook."""
     arrays = {}
     for name, array in document.arrays.items():
@@ -115,7 +115,7 @@ def hosted(document: Made, folder: Path, *, live: bool, style: str = "") -> str:
     return (folder / "cell.html").as_uri()
 
 
-def test_the_front_end_reads_single_weights_from_the_kernel(browser: Any, document: Made, tmp_path: Path) -> None:
+def test_the_front_end_reads_single_weights_from_the_kernel(browser: Any, document: Sample, tmp_path: Path) -> None:
     path = hosted(document, tmp_path, live=True)
     asked = []
 
@@ -136,7 +136,7 @@ def test_the_front_end_reads_single_weights_from_the_kernel(browser: Any, docume
     opened.point(100, 50, 200, 200)
     for _ in range(12):
         opened.page.mouse.wheel(0, -250)
-        opened.settled()
+        opened.wait_frames()
     opened.page.wait_for_timeout(300)
     plot = opened.plot()
     opened.page.mouse.move(plot["x"] + plot["width"] / 2 + 3, plot["y"] + plot["height"] / 4)
@@ -153,12 +153,10 @@ def test_the_front_end_reads_single_weights_from_the_kernel(browser: Any, docume
     assert abs(float(best[13]) - document.weights["0"][0, 4].sort(descending=True).values[13].item()) < 1e-4
     opened.page.evaluate("() => window.cleanup()")
     opened.context.close()
-    assert opened.trouble == []
+    assert opened.errors == []
 
 
-def test_the_tip_is_next_to_the_pointer_in_a_contained_cell(
-    browser: Any, document: Made, tmp_path: Path
-) -> None:
+def test_the_tip_is_next_to_the_pointer_in_a_contained_cell(browser: Any, document: Sample, tmp_path: Path) -> None:
     path = hosted(document, tmp_path, live=False, style="margin: 90px 0 0 140px; contain: layout")
     opened = Tab(browser).open(path)
     opened.page.click("[data-view=tokens]")
@@ -172,4 +170,4 @@ def test_the_tip_is_next_to_the_pointer_in_a_contained_cell(
     assert abs(tip["x"] - (box["x"] + 36)) < 2
     assert abs(tip["y"] - (box["y"] + 21)) < 2
     opened.context.close()
-    assert opened.trouble == []
+    assert opened.errors == []

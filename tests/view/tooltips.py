@@ -22,7 +22,7 @@ from torch import Tensor, nn
 import regard as rg
 from regard.view import Record, capture
 from regard.view.server import Session, application, server_config
-from tests.view.browser import Tab, launched, write
+from tests.view.browser import Tab, launch_browser, write
 from tests.view.models import Attends
 
 SIZES = {30: (2, 3), 100: (12, 12), 513: (3, 12), 5003: (1, 2)}  # tokens: layers, heads
@@ -310,7 +310,7 @@ def rollouts(case: Case) -> Tensor:
 def read_rollout(tab: Tab, url: str, case: Case) -> int:
     tab.open(url, "view=rollout")
     tab.page.wait_for_selector("canvas.plane")
-    tab.settled()
+    tab.wait_frames()
     tips = tab.page.evaluate(MAP, torch.rand(40, 2, generator=torch.Generator().manual_seed(0)).tolist())
     if case.tokens > 512:
         assert all("estimated from pooled maps" in tip for tip in tips)
@@ -340,7 +340,7 @@ def read_all(tab: Tab, url: str, case: Case) -> Counter[str]:
 def main() -> None:
     total = Counter[str]()
     session = Session(look, "30 causal")
-    with tempfile.TemporaryDirectory() as folder, served(session) as server, launched() as browser:
+    with tempfile.TemporaryDirectory() as folder, served(session) as server, launch_browser() as browser:
         tab = Tab(browser)
         for tokens in SIZES:
             for pattern in PATTERNS:
@@ -350,7 +350,7 @@ def main() -> None:
                 counts = read_all(tab, saved, case) + read_all(tab, server, case)
                 total += counts
                 print(f"{case.text:20}", *(f"{view} {count}" for view, count in counts.items()), flush=True)
-                assert tab.trouble == []
+                assert tab.errors == []
                 for cached in (inputs, whole_weights, statistics):
                     cached.cache_clear()
     print(f"{sum(total.values()):,} numbers, each equal to the weights in every printed digit: {dict(total)}")
