@@ -53,9 +53,9 @@ def pooled(weights: Tensor, size: tuple[int, int]) -> Tensor:
 
 
 def add(
-    document: Sample, kind: str, layer: int, queries: str, keys: str, *, heads: int = 4, side: int = 4096, tops: int = 6,
-    tops_of: int | None = None, found: tuple[tuple[int, str, float], ...] = (), sharpness: float = 2.0, width: int = 16,
-    features: Tensor | None = None,
+    document: Sample, kind: str, layer: int, queries: str, keys: str, *, heads: int = 4, side: int = 4096,
+    tops: int = 6, tops_of: int | None = None, found: tuple[tuple[int, str, float], ...] = (), sharpness: float = 2.0,
+    width: int = 16, features: Tensor | None = None,
 ) -> None:  # fmt: skip
     """Add an attention with random queries and keys, or those of features, with maps pooled to side x side."""
     about = document.about

@@ -189,7 +189,7 @@ def test_a_family_without_a_regular_font_is_used(monkeypatch) -> None:
     monkeypatch.setattr(
         token_labels, "_letters", lambda path: frozenset([0xE000]) if path == "medium.ttf" else frozenset()
     )
-    monkeypatch.setattr(token_labels, "_fonts_since", lambda: None)
+    monkeypatch.setattr(token_labels, "_add_new_fonts", lambda: None)
     entries = [FontEntry(fname="black.ttf", name="A", weight=900), FontEntry(fname="medium.ttf", name="A", weight=500)]
     monkeypatch.setattr(fontManager, "ttflist", entries)
     token_labels._cover.cache_clear()
