@@ -87,12 +87,11 @@ bench-quick: $(BENCH)
 results: $(READY)
 	$(BIN)/python -m benchmarks.results --data $(DATA)
 
-# What `regard check` finds in other libraries, written to docs/findings.md. FlexAttention compiles for minutes.
+# Results of `regard check` for other libraries, written to docs/findings.json and docs/findings.md. FlexAttention compiles for minutes.
 PEERS := torch torch-mha torch-mha-weights flex transformers-eager x-transformers x-transformers-flash keras
 findings: $(READY)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[findings,tasks]"
-	$(BIN)/regard check --markdown $(PEERS:%=--target %) > docs/findings.md; test $$? -le 1
-	$(BIN)/ruff format --quiet docs/findings.md
+	$(BIN)/python -m tools.findings $(PEERS)
 
 $(BENCH): $(READY)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[bench]"
