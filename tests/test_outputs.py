@@ -82,7 +82,7 @@ def test_figures_of_a_run_that_cannot_be_written_are_reported(
     result = regard("evaluate", reviews.folder)
     assert result.code == 0
     assert "accuracy" in result.out
-    assert "the figures are not kept in run.json: " in result.err
+    assert "the metrics are not stored in run.json: " in result.err
 
 
 @pytest.mark.parametrize(

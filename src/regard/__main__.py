@@ -1,6 +1,6 @@
 """`python -m regard` is the `regard` command."""
 
-from regard.cli import main
+from regard_cli import main
 
 if __name__ == "__main__":
     main()

@@ -1,4 +1,4 @@
-"""`regard predict` of files: read as in training, no label in an input, one output for each input."""
+"""`regard predict` of files: read as in training, labels are never inputs, one output per input."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def table(path: Path, columns: Sequence[str], rows: Sequence[Sequence[str]], *, 
 
 
 def untrained(folder: Path, name: str, source: Path, options: dict[str, Any]) -> Run:
-    """A run with the weights that it began with: what is predicted does not matter here."""
+    """A run with its initial weights; the predictions do not matter here."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
     task = tasks()[name](**options)
@@ -89,16 +89,14 @@ CASES: dict[str, tuple[dict[str, Any], tuple[str, ...], tuple[str, ...], Callabl
 
 @pytest.mark.parametrize("form", ["csv", "tsv", "jsonl"])
 @pytest.mark.parametrize("name", CASES)
-def test_tables_are_read_as_in_training_and_labels_are_no_input(
-    name: str, form: str, regard: Command, tmp_path: Path
-) -> None:
+def test_tables_are_read_as_in_training_without_labels(name: str, form: str, regard: Command, tmp_path: Path) -> None:
     options, columns, inputs, rows_in = CASES[name]
     rows = rows_in(tmp_path)
     source = table(tmp_path / f"data.{form}", columns, rows)
     run = untrained(tmp_path, name, source, options)
-    said = regard("predict", run.folder, source, "--json")
-    assert said.code == 0, said.err
-    found = [json.loads(line) for line in said.out.splitlines()]
+    result = regard("predict", run.folder, source, "--json")
+    assert result.code == 0, result.err
+    found = [json.loads(line) for line in result.out.splitlines()]
     assert len(found) == len(rows)
     shown = columns.index("question" if name == "answer" else inputs[0])
     given = [row[shown] for row in rows]
@@ -127,16 +125,16 @@ def test_a_tsv_without_a_header_does_not_leak_the_answer(regard: Command, tmp_pa
     found = [json.loads(line)["input"] for line in regard("predict", run.folder, source, "--json").out.splitlines()]
     assert found == LINES
     (tmp_path / "source.tsv").write_text("source\tune source\nthe cat\tle chat\n")
-    said = regard("predict", run.folder, tmp_path / "source.tsv")
-    assert said.code == 1
-    assert "source.tsv:1: ambiguous first line" in said.err
+    result = regard("predict", run.folder, tmp_path / "source.tsv")
+    assert result.code == 1
+    assert "source.tsv:1: ambiguous first line" in result.err
 
 
-def test_a_column_that_is_missing_is_named(regard: Command, reviews: Run, tmp_path: Path) -> None:
+def test_a_missing_column_is_an_error_with_its_name(regard: Command, reviews: Run, tmp_path: Path) -> None:
     (tmp_path / "other.csv").write_text("review,label\nthe cat sees,cat\n")
-    said = regard("predict", reviews.folder, tmp_path / "other.csv")
-    assert said.code == 1
-    assert "other.csv:1: no column 'text' among 'review', 'label'; use the column names" in said.err
+    result = regard("predict", reviews.folder, tmp_path / "other.csv")
+    assert result.code == 1
+    assert "other.csv:1: no column 'text' among 'review', 'label'; use the column names" in result.err
 
 
 @pytest.fixture(scope="module")
@@ -166,25 +164,25 @@ def test_line_n_of_the_output_belongs_to_line_n_of_the_input(regard: Command, re
     assert [line.split("\t")[0] for line in plain] == [each["output"] or "" for each in found]
 
 
-def test_rows_of_a_table_that_are_bad_have_an_empty_output(regard: Command, reviews: Run, tmp_path: Path) -> None:
+def test_bad_rows_of_a_table_have_an_empty_output(regard: Command, reviews: Run, tmp_path: Path) -> None:
     (tmp_path / "in.csv").write_bytes(
         b"text,label\nthe cat sees,cat\n\n,cat\n" + f"{LONG},no\n".encode() + b"x,y,z\na dog,no\ncaf\xe9,no\n"
     )
-    said = regard("predict", reviews.folder, tmp_path / "in.csv", "--skip-bad", "--json")
-    outputs = [json.loads(line)["output"] for line in said.out.splitlines()]
+    result = regard("predict", reviews.folder, tmp_path / "in.csv", "--skip-bad", "--json")
+    outputs = [json.loads(line)["output"] for line in result.out.splitlines()]
     assert [output is None for output in outputs] == [False, True, True, True, False, True]
-    assert "4 bad lines left out, the first: " in said.err
-    said = regard("predict", reviews.folder, tmp_path / "in.csv")
-    assert said.code == 1
-    assert "in.csv:4: column 1 (text) is empty" in said.err
+    assert "4 bad lines left out, the first: " in result.err
+    result = regard("predict", reviews.folder, tmp_path / "in.csv")
+    assert result.code == 1
+    assert "in.csv:4: column 1 (text) is empty" in result.err
 
 
 @pytest.mark.parametrize("given", ["gone.csv", "my reviews.tsv.gz", "data/reviews", "./all of them", "~/x", "a.png"])
-def test_a_path_that_does_not_exist_is_no_text(given: str, regard: Command, reviews: Run) -> None:
-    said = regard("predict", reviews.folder, given)
-    assert said.code == 1
-    assert f"{given}: no such file" in said.err
-    assert said.out == ""
+def test_a_path_that_does_not_exist_is_an_error(given: str, regard: Command, reviews: Run) -> None:
+    result = regard("predict", reviews.folder, given)
+    assert result.code == 1
+    assert f"{given}: no such file" in result.err
+    assert result.out == ""
 
 
 @pytest.mark.parametrize("given", ["the cat and/or the dog", "50 km/h.", "the cat sees.", "e.g.", "a" * 300, "1/2 cat"])
@@ -194,28 +192,28 @@ def test_a_text_with_a_slash_is_a_text(given: str) -> None:
 
 @pytest.mark.parametrize("given", ["", "  \n"])
 def test_an_empty_text_is_refused(given: str, regard: Command, reviews: Run) -> None:
-    said = regard("predict", reviews.folder, "the cat", given)
-    assert said.code == 1
-    assert "input 2: is empty" in said.err
-    assert said.out == ""
+    result = regard("predict", reviews.folder, "the cat", given)
+    assert result.code == 1
+    assert "input 2 is empty" in result.err
+    assert result.out == ""
     assert regard("predict", reviews.folder, given=b"\n\n").code == 1
 
 
-def test_a_table_that_is_piped_is_named_or_refused(regard: Command, reviews: Run, tmp_path: Path) -> None:
+def test_a_piped_table_needs_a_format(regard: Command, reviews: Run, tmp_path: Path) -> None:
     rows = [("the cat, all of it", "cat"), ("a dog", "no")]
     for form in ("csv", "tsv", "jsonl"):
         given = table(tmp_path / f"in.{form}", ("text", "label"), rows).read_bytes()
-        said = regard("predict", reviews.folder, given=given)
-        assert said.code == 1
-        assert f"begins a table; say --format {form}" in said.err
-        said = regard("predict", reviews.folder, "--format", form, "--json", given=given)
-        assert [json.loads(line)["input"] for line in said.out.splitlines()] == [text for text, _ in rows]
+        result = regard("predict", reviews.folder, given=given)
+        assert result.code == 1
+        assert f"begins a table; use --format {form}" in result.err
+        result = regard("predict", reviews.folder, "--format", form, "--json", given=given)
+        assert [json.loads(line)["input"] for line in result.out.splitlines()] == [text for text, _ in rows]
     (tmp_path / "in.txt").write_bytes((tmp_path / "in.csv").read_bytes())
     assert "begins a table; name it .csv" in regard("predict", reviews.folder, tmp_path / "in.txt").err
-    said = regard("predict", reviews.folder, given=b"the cat\tcat\n")
-    assert "standard input:1: expected a text, but it has a tab, as tables do; say --format tsv" in said.err
+    result = regard("predict", reviews.folder, given=b"the cat\tcat\n")
+    assert "standard input:1: expected a text, but it has a tab, as tables do; use --format tsv" in result.err
     assert len(regard("predict", reviews.folder, "--format", "txt", given=b"text,label\na\tb\n").out.splitlines()) == 2
-    assert "is of standard input alone" in regard("predict", reviews.folder, "the cat", "--format", "csv").err
+    assert "applies to standard input only" in regard("predict", reviews.folder, "the cat", "--format", "csv").err
     assert "must be txt, csv, tsv or jsonl" in regard("predict", reviews.folder, "--format", "xml", given=b"x\n").err
 
 
@@ -241,12 +239,12 @@ def test_folders_and_idx_files_of_images(regard: Command, tmp_path: Path) -> Non
     shape = np.array([3, 8, 8], ">u4").tobytes()
     pixels = np.stack([image for _, image in stripes(3)]).tobytes()
     (tmp_path / "t10k-images-idx3-ubyte").write_bytes(b"\0\0\x08\x03" + shape + pixels)
-    said = regard("predict", run.folder, tmp_path / "t10k-images-idx3-ubyte", "--json")
-    assert [json.loads(line)["input"] for line in said.out.splitlines()] == [
+    result = regard("predict", run.folder, tmp_path / "t10k-images-idx3-ubyte", "--json")
+    assert [json.loads(line)["input"] for line in result.out.splitlines()] == [
         f"{tmp_path}/t10k-images-idx3-ubyte:{n}" for n in (1, 2, 3)
     ]
-    said = regard("predict", run.folder, paths[0], tmp_path / "gone.png", paths[1], "--skip-bad", "--json")
-    assert [json.loads(line)["output"] is None for line in said.out.splitlines()] == [False, True, False]
+    result = regard("predict", run.folder, paths[0], tmp_path / "gone.png", paths[1], "--skip-bad", "--json")
+    assert [json.loads(line)["output"] is None for line in result.out.splitlines()] == [False, True, False]
 
 
 def test_images_of_a_coco_file(regard: Command, tmp_path: Path) -> None:
@@ -257,8 +255,8 @@ def test_images_of_a_coco_file(regard: Command, tmp_path: Path) -> None:
     held = json.loads(source.read_text())
     (tmp_path / "data" / "images.json").write_text(json.dumps({"images": held["images"]}))
     for given in (source, tmp_path / "data" / "images.json"):
-        said = regard("predict", run.folder, given, "--json")
-        assert [json.loads(line)["input"] for line in said.out.splitlines()] == paths
+        result = regard("predict", run.folder, given, "--json")
+        assert [json.loads(line)["input"] for line in result.out.splitlines()] == paths
 
 
 def test_nodes_of_a_graph(regard: Command, tmp_path: Path) -> None:
@@ -268,11 +266,11 @@ def test_nodes_of_a_graph(regard: Command, tmp_path: Path) -> None:
     run = untrained(tmp_path, "graph", tmp_path, {"d_model": 16, "heads": 2})
     (tmp_path / "asked.csv").write_text("node\ncid\nann\nann\n")
     for given, names in ((tmp_path, ["ann", "bob", "cid"]), (tmp_path / "asked.csv", ["cid", "ann", "ann"])):
-        said = regard("predict", run.folder, given, "--json")
-        assert [json.loads(line)["input"] for line in said.out.splitlines()] == names
+        result = regard("predict", run.folder, given, "--json")
+        assert [json.loads(line)["input"] for line in result.out.splitlines()] == names
 
 
-def test_histories_of_everybody(regard: Command, tmp_path: Path) -> None:
+def test_histories_of_all_users(regard: Command, tmp_path: Path) -> None:
     rows = [("7", "Alien", "2"), ("9", "Up", "1"), ("7", "Aliens", "1"), ("9", "Alien", "3")]
     source = table(tmp_path / "data.csv", ("user", "item", "time"), rows)
     run = untrained(tmp_path, "recommend", source, SMALL)
@@ -282,9 +280,9 @@ def test_histories_of_everybody(regard: Command, tmp_path: Path) -> None:
     assert [json.loads(line)["items"] for line in of_table] == [json.loads(line)["items"] for line in of_text]
 
 
-def test_clips_and_what_is_to_be_said(regard: Command, tmp_path: Path) -> None:
-    said = words(4)
-    source = folder_of(tmp_path, said)
+def test_clips_and_texts_to_speak(regard: Command, tmp_path: Path) -> None:
+    result = words(4)
+    source = folder_of(tmp_path, result)
     run = untrained(tmp_path / "heard", "transcribe", source, SMALL | {"features": 20})
     clips = [str(tmp_path / "clips" / f"{n:03}.wav") for n in range(4)]
     for given in (source, tmp_path):
@@ -292,14 +290,14 @@ def test_clips_and_what_is_to_be_said(regard: Command, tmp_path: Path) -> None:
         assert [json.loads(line)["input"] for line in found.out.splitlines()] == clips
     run = untrained(tmp_path / "voice", "speak", source, SMALL | {"features": 20, "longest": 0.2})
     found = regard("predict", run.folder, source, "--json", "--out", tmp_path / "out")
-    assert [json.loads(line)["input"] for line in found.out.splitlines()] == said
-    (tmp_path / "in.txt").write_text(f"{said[0]}\n\n{said[1]}\n")
+    assert [json.loads(line)["input"] for line in found.out.splitlines()] == result
+    (tmp_path / "in.txt").write_text(f"{result[0]}\n\n{result[1]}\n")
     assert regard("predict", run.folder, tmp_path / "in.txt", "--out", tmp_path / "more").code == 0
     assert sorted(path.name for path in (tmp_path / "more").iterdir()) == ["0001.wav", "0003.wav"]
 
 
-def test_inputs_are_found_as_in_training(tmp_path: Path) -> None:
-    columns = {"text": "2", "label": "mood"}  # a name among numbers: all are names
+def test_inputs_are_read_as_in_training(tmp_path: Path) -> None:
+    columns = {"text": "2", "label": "mood"}  # with one name among numbers, all are names
     path = table(tmp_path / "a.csv", ("2", "mood"), [("x", "y")])
     assert [row.values for row in read_rows(str(path), columns, BadRows(), only=("text",))] == [("x",)]
     (tmp_path / "list.txt").write_text("1.png\n")

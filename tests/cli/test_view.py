@@ -23,7 +23,7 @@ TEXTS = {"masked": "the <mask> cat"}
 
 
 @pytest.mark.parametrize("name", DATA)
-def test_a_run_of_any_text_task_becomes_a_page(name: str, tmp_path: Path, regard: Command) -> None:
+def test_view_writes_a_page_for_every_text_task(name: str, tmp_path: Path, regard: Command) -> None:
     run = new_run(tmp_path, name, steps=1)
     train(run, None)
     text = TEXTS.get(name, "the red cat")
@@ -36,10 +36,10 @@ def test_a_run_of_any_text_task_becomes_a_page(name: str, tmp_path: Path, regard
         assert ["encoder" in line or "decoder" in line or "cross" in line for line in about["attentions"]] == [True] * 3
 
 
-def test_mistakes_are_told_in_one_line(tmp_path: Path, regard: Command) -> None:
+def test_user_errors_are_one_line(tmp_path: Path, regard: Command) -> None:
     run = new_run(tmp_path, "masked", steps=1)
     train(run, None)
-    for words, said in (
+    for words, message in (
         (("view", run.folder, "no hidden word"), "expected <mask>"),
         (("view", run.folder, "the <mask> cat", "-o", tmp_path / "no" / "page.html"), "there is no folder"),
         (("view", run.folder, "the <mask> cat", "--lang", "xx"), "--lang must be en or zh"),
@@ -47,20 +47,20 @@ def test_mistakes_are_told_in_one_line(tmp_path: Path, regard: Command) -> None:
     ):
         done = regard(*words)
         assert done.code == 1
-        assert said in done.err
+        assert message in done.err
 
 
-def test_a_checkpoint_with_its_tokenizer_becomes_a_page(tmp_path: Path, regard: Command) -> None:
+def test_view_writes_a_page_for_a_checkpoint(tmp_path: Path, regard: Command) -> None:
     torch.manual_seed(0)
     tokenizer = train_tokenizer(["the cat sat on the mat"] * 5, 300)
     config = rg.models.TransformerConfig(**{**vars(PAIR), "vocabulary": tokenizer.get_vocab_size()})
     rg.save(rg.models.Transformer(config), tmp_path / "model")
-    said = regard("view", tmp_path / "model", "the cat", "-o", tmp_path / "page.html")
-    assert said.code == 1
-    assert "has no tokenizer.json" in said.err
+    result = regard("view", tmp_path / "model", "the cat", "-o", tmp_path / "page.html")
+    assert result.code == 1
+    assert "has no tokenizer.json" in result.err
     tokenizer.save(str(tmp_path / "model" / "tokenizer.json"))
-    said = regard("view", tmp_path / "model", "the cat", "-o", tmp_path / "page.html", "--json")
-    assert len(json.loads(said.out)["attentions"]) == 6
+    result = regard("view", tmp_path / "model", "the cat", "-o", tmp_path / "page.html", "--json")
+    assert len(json.loads(result.out)["attentions"]) == 6
 
 
 def test_a_checkpoint_of_a_vision_transformer_takes_an_image(tmp_path: Path, regard: Command) -> None:
@@ -71,12 +71,12 @@ def test_a_checkpoint_of_a_vision_transformer_takes_an_image(tmp_path: Path, reg
     out = tmp_path / "page.html"
     assert regard("view", tmp_path / "model", tmp_path / "in.png", "-o", out).code == 0
     assert "data:image/png;base64," in out.read_text()
-    said = regard("view", tmp_path / "model", out, "-o", out)
-    assert said.code == 1
-    assert "cannot identify image file" in said.err
+    result = regard("view", tmp_path / "model", out, "-o", out)
+    assert result.code == 1
+    assert "cannot identify image file" in result.err
 
 
-def test_serve_looks_at_a_first_text_and_tells_the_address(
+def test_serve_shows_a_first_text_and_prints_the_address(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, regard: Command
 ) -> None:
     run = new_run(tmp_path, "masked", steps=1)

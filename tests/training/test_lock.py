@@ -92,7 +92,7 @@ def test_results_of_a_run_in_training_are_printed_and_not_saved(regard: Command,
         result = regard("evaluate", run.folder, "--json")
     assert result.code == 0
     assert json.loads(result.out)["step"] == 4
-    assert f"the figures are not kept in run.json: {run.folder}: is in use by" in result.err
+    assert f"the metrics are not stored in run.json: {run.folder}: is in use by" in result.err
     assert (run.folder / "run.json").read_text() == before
     regard("evaluate", run.folder)
     assert json.loads((run.folder / "run.json").read_text())["results"]["step"] == 4

@@ -1,10 +1,5 @@
-"""The `regard` command."""
+"""Implementations of the `regard` commands. Their signatures and help texts are in `regard_cli`."""
 
-try:
-    from regard.cli.commands import app, main
-except ModuleNotFoundError as error:
-    if error.name not in ("typer", "rich"):
-        raise
-    raise SystemExit(f"regard: the command needs {error.name}: pip install 'regard[command]'") from error
+from regard_cli import app, main
 
 __all__ = ["app", "main"]

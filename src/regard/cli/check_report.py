@@ -1,4 +1,4 @@
-"""`regard check`: what it prints, and its exit codes."""
+"""`regard check`: run the checks, print the outcomes, return the exit code."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from regard.files import Unwritable, check_writable, write_text_atomically
 from regard.printable import printable, printable_json
 
 PASSED, FAILED, NOT_CHECKED = 0, 1, 2
-LINES = "\n\t"  # of programs and tables
+LINES = "\n\t"  # control characters that programs and tables may contain
 
 
 def run(
@@ -30,7 +30,7 @@ def run(
     form: str = "table",
     junit: Path | None = None,
 ) -> int:
-    """Checks targets by name, prints the outcomes as `form` (table, json or markdown) and gives the exit code."""
+    """Check targets by name, print the outcomes as `form` (table, json or markdown) and return the exit code."""
     try:
         targets = [target(name) for name in names] if names else installed_engines()
         properties = select_properties(only)
@@ -52,12 +52,12 @@ def run(
     elif form == "markdown":
         print(printable(reports.markdown(targets, outcomes), keep=LINES), end="")
     else:
-        show(stdout, outcomes)
+        print_table(stdout, outcomes)
     return FAILED if any(outcome.status == "failed" for outcome in outcomes) else PASSED
 
 
-def show(stdout: Console, outcomes: Sequence[Outcome]) -> None:
-    """The table, then for every failure the program that reproduces it."""
+def print_table(stdout: Console, outcomes: Sequence[Outcome]) -> None:
+    """Print the table, then for every failure a program that reproduces it."""
     stdout.print(reports.table(outcomes))
     for outcome in outcomes:
         if outcome.status == "failed":
@@ -69,24 +69,25 @@ def show(stdout: Console, outcomes: Sequence[Outcome]) -> None:
 
 
 def select_properties(only: Sequence[str]) -> list[Property]:
+    """The properties of these names, or all if there are no names."""
     if unknown := [name for name in only if name not in PROPERTIES]:
         raise UnknownTarget(f"--only must be one of {', '.join(PROPERTIES)}, but is {unknown[0]}")
     return [PROPERTIES[name] for name in only] or list(PROPERTIES.values())
 
 
 def list_properties(stdout: Console, as_json: bool) -> None:
-    """Every property and what it demands."""
+    """Print every property with its statement, and the named targets."""
     if as_json:
         print(
             json.dumps(
-                {each.name: {"demands": each.statement, "needs": sorted(each.needs)} for each in PROPERTIES.values()},
+                {each.name: {"statement": each.statement, "needs": sorted(each.needs)} for each in PROPERTIES.values()},
                 indent=1,
             )
         )
         return
-    table = Table("property", "demands", "needs")
+    table = Table("property", "statement", "needs")
     for each in PROPERTIES.values():
         table.add_row(f"[bold]{each.name}[/]", escape(each.statement), ", ".join(sorted(each.needs)))
     stdout.print(table)
-    own = [f"regard-{each.name}" for each in installed_engines()]
-    stdout.print(f"Targets by name: {', '.join([*own, *PEERS])}; or package.module:function.")
+    engines = [f"regard-{each.name}" for each in installed_engines()]
+    stdout.print(f"Targets by name: {', '.join([*engines, *PEERS])}; or package.module:function.")

@@ -1,4 +1,4 @@
-"""What a model is asked: texts, files of them, or standard input; one row for each input."""
+"""The inputs of `regard predict`: texts, files or standard input; one row per input."""
 
 from __future__ import annotations
 
@@ -32,21 +32,22 @@ FILES = (*FORMATS, *TABS, *OPENERS, *IMAGES, *SOUNDS, ".json")
 
 
 def read_inputs(task: Task, inputs: list[str], bad: BadRows, form: str = "") -> Iterator[Row]:
-    """What to predict: arguments, rows of files, or lines of standard input.
+    """Yield the inputs: arguments, rows of files, or lines of standard input.
 
-    A row without values is an input that has no output: a blank line of a text, or one that is bad.
-    form: of standard input, where it is not a text a line: "csv", "tsv" or "jsonl"; "txt" is a text a line for certain.
+    A row without values is an input without an output: a blank line, or a bad row.
+    form: format of standard input: "csv", "tsv", "jsonl", or "txt" for one text per line. If it is empty, one text per
+        line is assumed, and input that looks like a table is an error.
     """
     if form and (inputs or form not in ("txt", "csv", "tsv", "jsonl")):
-        raise UserError(f"--format must be txt, csv, tsv or jsonl, and is of standard input alone, but is {form!r}")
+        raise UserError(f"--format must be txt, csv, tsv or jsonl, and applies to standard input only, but is {form!r}")
     if not inputs and not sys.stdin.isatty():
-        yield from _of_stream(task, form, bad)
+        yield from _read_stdin(task, form, bad)
     for n, given in enumerate(inputs, 1):
         if not given.strip():
-            raise UserError(f"input {n}: is empty; give a text or a file")
+            raise UserError(f"input {n} is empty; give a text or a file")
         if not _exists(given):
             if task.input_kind == "text" and looks_like_path(given):
-                raise UserError(f"{given}: there is no such file; if it is a text, give it by standard input")
+                raise UserError(f"{given}: there is no such file; if it is a text, give it on standard input")
             yield Row(given if task.input_kind != "text" else f"input {n}", (given,))
             continue
         path, suffix = Path(given), file_format(Path(given))
@@ -59,7 +60,7 @@ def read_inputs(task: Task, inputs: list[str], bad: BadRows, form: str = "") -> 
 
 
 def looks_like_path(text: str) -> bool:
-    """Whether an argument is meant as a path: it ends like the files that are read, or is one word with a slash.
+    """Whether an argument is meant as a path: it has a known file suffix, or is one word with a slash.
 
     >>> from regard.cli.inputs import looks_like_path
     >>> [looks_like_path(text) for text in ("my reviews.csv", "data/reviews", "./all of them", "Cats and/or dogs.")]
@@ -71,40 +72,42 @@ def looks_like_path(text: str) -> bool:
 
 
 def with_context(row: Row, context: Path | None) -> Row:
-    """An input, and behind a tab the text of the file that it is about, if there is one."""
+    """Append a tab and the text of the file `context`, if it is given, to an input."""
     if context is None or len(row.values) != 1:
         return row
     return Row(row.place, (f"{row.values[0]}\t{read_text(context).strip()}",))
 
 
 def pair_predictions(rows: Iterable[Row], predictions: Iterator[Prediction]) -> Iterator[tuple[Row, Prediction | None]]:
-    """Every input with its prediction; None of one that the model was not asked, or could not take."""
-    waiting = next(predictions, None)
+    """Pair every input with its prediction, or with None if the input was skipped."""
+    prediction = next(predictions, None)
     for row in rows:
-        if waiting is not None and row.values and waiting.place == row.place:
-            yield row, waiting
-            waiting = next(predictions, None)
+        if prediction is not None and row.values and prediction.place == row.place:
+            yield row, prediction
+            prediction = next(predictions, None)
         else:
             yield row, None
-    if waiting is not None:
-        raise RuntimeError(f"a prediction has the place {waiting.place!r}, which is that of no input")
+    if prediction is not None:
+        raise RuntimeError(f"a prediction has the place {prediction.place!r}, which no input has")
 
 
 def _exists(given: str) -> bool:
     try:
         return Path(given).exists()
-    except (OSError, ValueError):  # longer than a name may be: a text
+    except (OSError, ValueError):  # too long for a file name, so it is a text
         return False
 
 
-def _of_stream(task: Task, form: str, bad: BadRows) -> Iterator[Row]:
+def _read_stdin(task: Task, form: str, bad: BadRows) -> Iterator[Row]:
     if form in ("", "txt"):
         texts = ((f"{STREAM}:{n}", decode_line(STREAM, n, line, bad)) for n, line in enumerate(sys.stdin.buffer, 1))
         lines = ((place, text) for place, text in texts if text is not None)
-        yield from with_placeholders(_texts(task, lines, bad, table_hint="" if form else "say --format "), bad)
+        yield from with_placeholders(_texts(task, lines, bad, table_hint="" if form else "use --format "), bad)
         return
     if task.input_kind != "text" or "image" in task.columns:
-        raise UserError("--format: a table of files must be a file, since their paths are next to it")
+        raise UserError(
+            "--format: a table of paths is not read from standard input, as the paths are relative to it; give the file"
+        )
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder, f"{STREAM}.{form}")
         copy.write_bytes(sys.stdin.buffer.read())
@@ -112,9 +115,10 @@ def _of_stream(task: Task, form: str, bad: BadRows) -> Iterator[Row]:
 
 
 def _texts(task: Task, lines: Iterable[tuple[str, str]], bad: BadRows, *, table_hint: str) -> Iterator[Row]:
-    """A text a line; blank lines are rows without values.
+    """One text per line; blank lines are rows without values.
 
-    table_hint: what to do about a table, whose answers would be taken for a part of the inputs; empty if it is none.
+    table_hint: start of the advice in the error about a table, whose labels would be read as part of the inputs; empty
+        to skip that check.
     """
     first = True
     for place, line in lines:
@@ -129,7 +133,7 @@ def _texts(task: Task, lines: Iterable[tuple[str, str]], bad: BadRows, *, table_
 
 
 def _table_kind(task: Task, first: str) -> str:
-    """The format of the table whose first line this is, or nothing."""
+    """The format of the table that has this first line, or an empty string."""
     names = [getattr(task, name, "") or name for name in task.columns]
     if first.startswith("{"):
         try:

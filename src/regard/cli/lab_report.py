@@ -1,4 +1,4 @@
-"""What `regard lab` does with its words."""
+"""`regard lab`: check the request, run the claims, format and write the results."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ STYLES = {Verdict.HOLDS: "green", Verdict.NEARLY: "yellow", Verdict.FALSE: "red"
 
 @dataclass(frozen=True)
 class LabRequest:
-    """What was asked for, found to be possible before minutes are spent on it."""
+    """A request that has been checked, so that no error follows minutes of measuring."""
 
     claims: Sequence[Claim]
     page: Path | None
@@ -46,7 +46,7 @@ class LabRequest:
 
 
 def run_claims(request: LabRequest, report: Callable[[str], None]) -> Iterator[Result]:
-    """The results, one by one; `report` hears what is being measured."""
+    """Yield the results one by one. report: called with the title of each claim before it is measured."""
     done = 0
 
     def report_start(claim: Claim) -> None:
@@ -58,7 +58,7 @@ def run_claims(request: LabRequest, report: Callable[[str], None]) -> Iterator[R
 
 
 def format_result(result: Result, language: str) -> Line:
-    """A result in a few lines for the terminal."""
+    """Format a result as a few lines for the terminal."""
     verdict, claim = result.verdict, result.claim
     return Line.assemble(
         (f"{verdict.text.render(language)}  ", f"bold {STYLES[verdict]}"),
@@ -68,7 +68,7 @@ def format_result(result: Result, language: str) -> Line:
 
 
 def write_files(request: LabRequest, results: Sequence[Result]) -> list[Path]:
-    """The files that were asked for, each whole or not at all."""
+    """Write the requested files, each atomically; return their paths."""
     paths = []
     for path, write in ((request.page, page), (request.notebook, notebook)):
         if path is not None:

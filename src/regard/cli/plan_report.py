@@ -1,4 +1,4 @@
-"""`regard plan`: what it is asked, what it finds, and what it prints."""
+"""`regard plan`: compare the costs of all layouts and format the result."""
 
 from __future__ import annotations
 
@@ -15,28 +15,28 @@ POWERS = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12, "p": 1e15}
 
 
 def parse_amount(name: str, text: str) -> float:
-    """A number with a unit: 16GB, 25Gbit/s, 1.5e9, 40 GFLOP/s.
+    """Parse a number with a unit, such as 16GB, 25Gbit/s, 1.5e9 or 40 GFLOP/s.
 
     >>> parse_amount("memory", "16GB"), parse_amount("bandwidth", "8 Mbit/s"), parse_amount("memory", "1GiB")
     (16000000000.0, 1000000.0, 1073741824.0)
     """
-    found = re.fullmatch(
+    match = re.fullmatch(
         r"\s*([0-9.]+(?:e[+-]?[0-9]+)?)\s*([kmgtp]?)(i?)(b|byte|bytes|bit|bits|flop|flops)?(/s)?\s*", text.lower()
     )
     try:
-        if found is None:
+        if match is None:
             raise ValueError(text)
-        value = float(found[1]) * (POWERS[found[2]] if not found[3] else 1024.0 ** "kmgtp".index(found[2]) * 1024)
+        value = float(match[1]) * (POWERS[match[2]] if not match[3] else 1024.0 ** "kmgtp".index(match[2]) * 1024)
     except ValueError:
         raise ValueError(f"--{name} must be a number with a unit, such as 16GB, but is {text!r}") from None
     if not value > 0:
         raise ValueError(f"--{name} must be positive, but is {text}")
-    return value / 8 if found[4] in ("bit", "bits") else value
+    return value / 8 if match[4] in ("bit", "bits") else value
 
 
 @dataclass(frozen=True)
 class PlanReport:
-    """Every way to share the work, the fastest first among those that fit."""
+    """The costs of all layouts: those that fit first, the fastest of them first."""
 
     model: ModelShape
     machine: Machine
@@ -46,27 +46,27 @@ class PlanReport:
 
     @staticmethod
     def of(model: ModelShape, machine: Machine, *, sequence: int, ranks: int, batch: int) -> PlanReport:
-        found = [
+        costs = [
             cost(model, split, machine, sequence=sequence, batch=batch)
             for split in splits(model, ranks, sequence=sequence, batch=batch)
         ]
-        if not found:
+        if not costs:
             raise ValueError(
-                f"{batch} sequences of {sequence} tokens are too little for {ranks} ranks to share; give a larger "
+                f"{batch} sequences of {sequence} tokens cannot be split over {ranks} ranks; give a larger "
                 "--batch, or fewer --ranks"
             )
-        order = sorted(found, key=lambda each: (each.peak > machine.memory, each.time, each.peak))
+        order = sorted(costs, key=lambda each: (each.peak > machine.memory, each.time, each.peak))
         if order[0].peak > machine.memory:
             order.sort(key=lambda each: each.peak)
         return PlanReport(model, machine, sequence, batch, tuple(order))
 
     @property
     def best(self) -> Cost | None:
-        """The one to take, if any fits."""
+        """The recommended layout, or None if none fits."""
         return self.costs[0] if self.costs[0].peak <= self.machine.memory else None
 
     def reason(self, other: Cost) -> str:
-        """Why this one is to be taken, or is not."""
+        """Explain why a layout is or is not recommended."""
         best = self.best
         if other.peak > self.machine.memory:
             part = max(other.memory, key=lambda name: other.memory[name])
@@ -76,30 +76,30 @@ class PlanReport:
             return f"the fastest of the {fit} that fit" if fit > 1 else "the only one that fits"
         part = max(other.seconds, key=lambda name: other.seconds[name] - best.seconds[name])
         times = other.time / best.time
-        takes, instead = (format_seconds(each.seconds[part]) for each in (other, best))
-        return f"{times:.2f} times as long: {part} takes {takes}, not {instead}"
+        seconds, best_seconds = (format_seconds(each.seconds[part]) for each in (other, best))
+        return f"{times:.2f} times as long: {part} takes {seconds} instead of {best_seconds}"
 
     def recommendation(self) -> str:
-        """What to do."""
+        """The recommended layout with its `regard train` command, or the reason why none fits."""
         tokens = f"{self.batch} x {self.sequence:,} tokens"
         if self.best is None:
             least = self.costs[0]
             return (
-                f"No layout fits: {least.split} needs the least, {format_quantity(least.peak)}B a rank for {tokens}, "
+                f"No layout fits: {least.split} needs the least, {format_quantity(least.peak)}B per rank for {tokens}, "
                 "and a rank "
                 f"has {format_quantity(self.machine.memory)}B. Take more ranks, or a shorter sequence."
             )
-        words = f"regard train language --context {self.sequence} --tokens {self.batch * self.sequence}"
-        words += self.best.split.cli_options()
-        turns = -(-self.batch // self.best.split.data)
-        words += f" --accumulate {turns}" if turns > 1 else ""
+        command = f"regard train language --context {self.sequence} --tokens {self.batch * self.sequence}"
+        command += self.best.split.cli_options()
+        accumulate = -(-self.batch // self.best.split.data)
+        command += f" --accumulate {accumulate}" if accumulate > 1 else ""
         return (
-            f"Take {self.best.split}: {self.reason(self.best)}. {format_quantity(self.best.peak)}B a rank, "
-            f"{format_seconds(self.best.time)} a step of {tokens}. torchrun ... -m {words}"
+            f"Take {self.best.split}: {self.reason(self.best)}. {format_quantity(self.best.peak)}B per rank, "
+            f"{format_seconds(self.best.time)} per step of {tokens}. torchrun ... -m {command}"
         )
 
     def table(self) -> Table:
-        """One row a layout, of each rank."""
+        """A table with one row per layout; the values are per rank."""
         ranks = self.costs[0].split.ranks
         size = f"{format_quantity(self.model.count)} weights"
         title = f"{size}, {self.batch} x {self.sequence:,} tokens, {ranks} ranks; each rank:"
@@ -108,11 +108,11 @@ class PlanReport:
         for name in ("kept", "memory", "FLOPs", "sent", "compute", "communication", "step"):
             table.add_column(name, justify="right", no_wrap=True)
         for each in self.costs:
-            kept, wire = each.memory["activations"], each.seconds["communication"]
+            kept, communication = each.memory["activations"], each.seconds["communication"]
             cells = (
                 *(f"{format_quantity(size)}B" for size in (kept, each.peak)), format_quantity(sum(each.flops.values())),
-                f"{format_quantity(sum(each.sent.values()))}B", *map(format_seconds, (each.time - wire, wire,
-                each.time)),
+                f"{format_quantity(sum(each.sent.values()))}B", *map(format_seconds, (
+                each.time - communication, communication, each.time)),
             )  # fmt: skip
             table.add_row(
                 f"{each.split}", *(cell.replace(" ", "") for cell in cells),
@@ -121,7 +121,7 @@ class PlanReport:
         return table
 
     def reasons(self) -> list[str]:
-        """Why the others are not to be taken."""
+        """Explain why each of the other layouts is not recommended."""
         return [f"not {each.split}: {self.reason(each)}" for each in self.costs if each is not self.best]
 
     def as_json(self) -> dict[str, Any]:
@@ -141,12 +141,12 @@ class PlanReport:
 
 
 def format_seconds(seconds: float) -> str:
-    """Three digits, in seconds or in hours."""
+    """Format a duration with three digits, in seconds or hours."""
     return f"{seconds:.3g} s" if seconds < 999.5 else f"{seconds / 3600:.3g} h"
 
 
 def format_quantity(number: float) -> str:
-    """Three digits and a power of a thousand."""
+    """Format a number with three digits and an SI prefix."""
     for unit in ("", " k", " M", " G", " T", " P"):
         if number < 999.5 or unit == " P":
             return f"{number:.3g}{unit or ' '}"

@@ -1,4 +1,4 @@
-"""`regard predict` and `regard export`: a run in use."""
+"""`regard predict` and `regard export`."""
 
 from __future__ import annotations
 
@@ -7,13 +7,9 @@ import sys
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from typing import Annotated
-
-import typer
 
 from regard.cli.console import print_bad_rows, print_json, print_line, print_message
 from regard.cli.inputs import pair_predictions, read_inputs, with_context
-from regard.cli.options import Context, Json, RunFolder, SkipBad
 from regard.errors import BadRows
 from regard.files import check_writable, write_atomically, write_text_atomically
 from regard.printable import printable
@@ -22,51 +18,20 @@ from regard.tasks import Run, UserError
 from regard.training.export import export as export_run
 from regard.training.task import Prediction
 
-SUFFIXES = {"audio": ".wav"}  # of the files that tasks make
+SUFFIXES = {"audio": ".wav"}  # by kind of output
 
 
 def predict(
-    folder: RunFolder,
-    inputs: Annotated[
-        list[str] | None,
-        typer.Argument(
-            help="Texts, images or sounds; or files of them: .csv, .tsv and .jsonl with the columns of the run's data, "
-            "or .txt, a text a line. Without any, standard input is read."
-        ),
-    ] = None,
-    out: Annotated[
-        Path | None,
-        typer.Option(
-            "--out",
-            "-o",
-            help="The sound to write, or a folder for several; of other tasks {id: output}, as SQuAD has it.",
-        ),
-    ] = None,
-    context: Context = None,
-    file_format: Annotated[
-        str, typer.Option("--format", help="Of standard input: txt (unless told otherwise), csv, tsv or jsonl.")
-    ] = "",
-    skip_bad: SkipBad = False,
-    as_json: Json = False,
-) -> None:
-    """What a run's model says, and how sure it is: one line for each input, in order.
-
-    Tables are read as in training; labels need not be there, and are never read. A blank line of a text, and an input
-    that --skip-bad leaves out, give an empty line; with --json, an output of null.
-
-        regard predict runs/reviews "What a film!"
-        regard predict runs/reviews reviews.csv
-        cat reviews.txt | regard predict runs/reviews --json
-        regard predict runs/squad "Who wrote it?" --context article.txt
-        regard predict runs/squad dev-v2.0.json --out predictions.json
-        regard predict runs/voice "one two" --out said.wav
-    """
+    folder: Path, inputs: list[str] | None, out: Path | None, context: Path | None, file_format: str, skip_bad: bool,
+    as_json: bool,
+) -> None:  # fmt: skip
+    """Print one line of output and score per input, or write `out`."""
     run = Run.open(folder)
     suffix = SUFFIXES.get(run.task.output_kind, "")
     if suffix and out is None:
-        raise UserError(f"{run.task.name} makes files; say where to: --out said{suffix}")
+        raise UserError(f"{run.task.name} writes files; give a path, such as --out speech{suffix}")
     if out is not None and not suffix and out.suffix != ".json":
-        raise UserError(f"{out}: what {run.task.name} says is written as JSON; name it {out.stem}.json")
+        raise UserError(f"{out}: the outputs of {run.task.name} are written as JSON; name the file {out.stem}.json")
     bad = BadRows(skip=skip_bad)
     with stage("reading inputs"):
         rows = [with_context(row, context) for row in read_inputs(run.task, inputs or [], bad, file_format)]
@@ -76,9 +41,9 @@ def predict(
         one = not suffix or (out.suffix == suffix and len(rows) == 1)
         check_writable(out if one else out / f"0001{suffix}", parents=bool(suffix))
     model, _ = run.model(frozen=True)
-    asked = [row for row in rows if row.values]
+    nonempty = [row for row in rows if row.values]
     predictions = _reported(
-        run.task.predict(model, run.processor, asked, bad), f"predicting {len(asked):,} inputs", out
+        run.task.predict(model, run.processor, nonempty, bad), f"predicting {len(nonempty):,} inputs", out
     )
     if out is not None and not suffix:
         answers = {prediction.more.get("id", prediction.input): prediction.output for prediction in predictions}
@@ -106,12 +71,12 @@ def predict(
             print_json(record | more, indent=None)
         else:
             cells = (prediction.output, f"{prediction.score:.3f}", *filter(None, (where, prediction.note)))
-            print_line("\t".join(map(printable, cells)))  # line n is the output of input n
+            print_line("\t".join(map(printable, cells)))  # line n belongs to input n
     print_bad_rows(bad)
 
 
 def _reported(predictions: Iterator[Prediction], label: str, out: Path | None) -> Iterator[Prediction]:
-    """The predictions, made within a stage. Where they appear on a terminal, it ends with the first of them."""
+    """Yield the predictions within a stage. If they are printed on a terminal, the stage ends with the first one."""
     if out is None and sys.stdout.isatty():
         with stage(label):
             first = next(predictions, None)
@@ -123,14 +88,7 @@ def _reported(predictions: Iterator[Prediction], label: str, out: Path | None) -
             yield from predictions
 
 
-def export(
-    folder: RunFolder,
-    out: Annotated[Path, typer.Argument(metavar="FOLDER", help="Where to; it must be empty or new.")],
-    onnx: Annotated[bool, typer.Option(help="Also write model.onnx, where the model allows it.")] = True,
-) -> None:
-    """A run as one folder for others: safetensors, config, tokenizer, ONNX.
-
-    regard export runs/reviews reviews-model
-    """
+def export(folder: Path, out: Path, onnx: bool) -> None:
+    """Export a run as one folder and print the files written."""
     for note in export_run(Run.open(folder), out, onnx=onnx):
         print_line(f"{out}: {note}")

@@ -1,4 +1,4 @@
-"""The stages of a command on standard error: a bar on a terminal, a line now and then elsewhere."""
+"""Progress of the stages of a command on standard error: a bar on a terminal, otherwise occasional lines."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from regard.progress import reporting
 if TYPE_CHECKING:
     from rich.console import Console
 
-FIRST = 2.0  # seconds until the first line of a stage, where the output is no terminal
+FIRST = 2.0  # seconds until the first line of a stage, if the output is not a terminal
 EVERY = 15.0  # seconds between lines
-SHOWN = 0.1  # seconds between changes of a bar
+SHOWN = 0.1  # seconds between updates of a bar
 
 
 @contextmanager
 def reporting_stages() -> Iterator[None]:
-    """Within, stages are shown on standard error, by the first of several processes."""
+    """Show stages on standard error while the context is active; only rank 0 shows them."""
     if os.environ.get("RANK", "0") != "0":
         yield
         return
@@ -35,7 +35,7 @@ def reporting_stages() -> Iterator[None]:
 
 
 class Stages:
-    """A `Reporter` for a console. Stages that are over within `FIRST` seconds leave no line."""
+    """A `Reporter` for a console. A stage shorter than `FIRST` seconds prints nothing."""
 
     def __init__(self, console: Console) -> None:
         self.console = console
@@ -67,7 +67,7 @@ class Stages:
             stage.next = now + EVERY
 
     def end(self) -> None:
-        if not self._stages:  # closed before
+        if not self._stages:  # already closed
             return
         stage = self._stages.pop()
         if stage.timer is not None:
@@ -79,7 +79,7 @@ class Stages:
                 self._bar = None
 
     def close(self) -> None:
-        """End all stages, such as one of predictions that were not all asked for."""
+        """End all stages, including those of generators that were not exhausted."""
         while self._stages:
             self.end()
 
@@ -90,14 +90,14 @@ class Stages:
 class _Stage:
     def __init__(self, label: str, task: Any = None, timer: threading.Timer | None = None) -> None:
         self.label, self.task, self.timer = label, task, timer
-        self.next = 0.0  # when `count` shows something again
+        self.next = 0.0  # time of the next update
         if timer is not None:
             timer.daemon = True
             timer.start()
 
 
 def _bar(console: Console) -> Any:
-    """A bar that goes when it is stopped. Standard output stays as it is: it may be a file."""
+    """A progress bar that disappears when it stops. It does not redirect standard output, which may be a file."""
     from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
     columns = TextColumn("{task.description}", markup=False), BarColumn(), TaskProgressColumn(), TimeElapsedColumn()

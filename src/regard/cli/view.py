@@ -1,57 +1,38 @@
-"""`regard view` and `regard serve`: what a model looks at."""
+"""`regard view` and `regard serve`: show the attention of a model."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any
-
-import typer
+from typing import Any
 
 from regard.cli.console import print_json, print_line, print_message
 from regard.cli.inputs import with_context
-from regard.cli.options import Context, Json, Lang, RunFolder
 from regard.data.readers import Row
 from regard.errors import BadRows
 from regard.files import check_writable
 from regard.tasks import Run, Task, UserError
 
 
-def view(
-    folder: RunFolder,
-    text: Annotated[str, typer.Argument(help="What the model is to read; for runs on images or sounds, a path.")],
-    out: Annotated[Path, typer.Option("--out", "-o", help="The page to write.")] = Path("attention.html"),
-    context: Context = None,
-    lang: Lang = "en",
-    as_json: Json = False,
-) -> None:
-    """The attention of a run's model, or of a checkpoint, over a text: one page that opens in any browser.
-
-    regard view runs/en-fr "I am hungry." -o hungry.html
-    """
+def view(folder: Path, text: str, out: Path, context: Path | None, lang: str, as_json: bool) -> None:
+    """Write a page that shows the attention of a model over `text`."""
     _check_lang(lang)
     check_writable(out)
     record = make_capture(folder)(with_context(Row("the text", (text,)), context).values[0])
     record.save(out, lang)
     if as_json:
-        about = {"page": str(out), "note": record.note, "attentions": [repr(seen) for seen in record.attentions]}
+        about = {
+            "page": str(out),
+            "note": record.note,
+            "attentions": [repr(attention) for attention in record.attentions],
+        }
         print_json(about)
     else:
         print_line(f"{out}: {len(record)} attentions, {out.stat().st_size / 1e6:.1f} MB")
 
 
-def serve(
-    folder: RunFolder,
-    text: Annotated[str | None, typer.Argument(help="What is looked at first.")] = None,
-    port: Annotated[
-        int, typer.Option(help="At 127.0.0.1, which this machine alone can reach.", min=1, max=65535)
-    ] = 8765,
-    lang: Lang = "en",
-) -> None:
-    """The viewer at 127.0.0.1, with a text box and every weight within reach; Ctrl-C ends it.
-
-    regard serve runs/en-fr
-    """
+def serve(folder: Path, text: str | None, port: int, lang: str) -> None:
+    """Serve the viewer at 127.0.0.1 until Ctrl-C."""
     _check_lang(lang)
     try:
         from regard.view.server import Session, listen
@@ -65,13 +46,13 @@ def serve(
     capture = make_capture(folder)
     if text is None and isinstance(capture, RunCapture) and capture.run.task.input_kind != "text":
         kind = capture.run.task.input_kind
-        raise UserError(f'give the path of an {kind} file first: regard serve {folder} "{kind}.file"')
+        raise UserError(f'give the path of an {kind} file: regard serve {folder} "{kind}.file"')
     first = text or (capture.run.task.viewer_text if isinstance(capture, RunCapture) else Task.viewer_text)
     serve_at(Session(capture, first), listener, lang=lang, report=print_message)
 
 
 class RunCapture:
-    """Predicts as `regard predict` does, and watches: the last that the model computes is what is shown."""
+    """Predict as `regard predict` does and capture the attention of the last forward call."""
 
     def __init__(self, folder: Path) -> None:
         self.run = Run.open(folder)
@@ -84,7 +65,7 @@ class RunCapture:
         with capture(self.model) as record:
             predictions = list(self.run.task.predict(self.model, self.run.processor, [Row("the text", (text,))], bad))
         if not predictions:
-            raise UserError(bad.first[0] if bad.first else "the model said nothing of it")
+            raise UserError(bad.first[0] if bad.first else "the model made no prediction for this input")
         record.title = f"{self.run.task.name}, {self.run.folder.resolve().name}"
         record.text = text
         record.note = f"{predictions[0].output} ({predictions[0].score:.2f})"
@@ -93,7 +74,10 @@ class RunCapture:
 
 
 def make_capture(folder: Path) -> Callable[[str], Any]:
-    """From a text to the record of what the model of a run, or of a checkpoint with its tokenizer, makes of it."""
+    """Return a function that captures the attention of a model over a text.
+
+    The model is that of a run, or of a checkpoint folder with its tokenizer.
+    """
     if (folder / "run.json").exists() or not (folder / "config.json").exists():
         return RunCapture(folder)
     from regard.models import load, tokenizer

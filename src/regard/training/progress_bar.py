@@ -57,8 +57,9 @@ class ProgressBar:
         elif (now := time.monotonic()) - self._last_report > REPORT_SECONDS:
             self._last_report = now
             left = (self.run.recipe.steps - step.step) * step.tokens / self._speed
-            status = f"loss {self._loss:.3f}, {self._speed:,.0f} tokens/s, about {left / 60:.0f} min left"
-            self.console.print(f"step {step.step}/{self.run.recipe.steps}: {status}")
+            remaining = f"about {left / 60:.0f} min left" if left >= 60 else "under a minute left"
+            words = f"loss {self._loss:.3f}, {self._speed:,.0f} tokens/s, {remaining}"
+            self.console.print(f"step {step.step}/{self.run.recipe.steps}: {words}")
 
     def on_evaluate(self, step: int, loss: float, best: bool) -> None:
         self.console.print(f"step {step}: validation loss {loss:.4f}{', the best so far' if best else ''}")

@@ -1,0 +1,6 @@
+"""`python -m regard_cli` is the `regard` command."""
+
+from regard_cli import main
+
+if __name__ == "__main__":
+    main()

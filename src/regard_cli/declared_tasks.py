@@ -1,0 +1,78 @@
+"""The options of all tasks, read from their source files without importing torch."""
+
+from __future__ import annotations
+
+import ast
+from abc import ABC
+from dataclasses import dataclass, field
+from functools import cache
+from importlib.metadata import entry_points
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, ClassVar
+
+NAMESPACE = {"ABC": ABC, "Any": Any, "ClassVar": ClassVar, "dataclass": dataclass, "field": field}
+
+
+@cache
+def declared_tasks() -> dict[str, type[Any]]:
+    """Every task by name: a dataclass with the fields and class variables of the real one, without its methods.
+
+    The declarations in `regard/tasks/*.py` are executed as they are, so they cannot differ from the tasks. Tasks of
+    other packages (entry points `regard.tasks`) may be written in any way: if there are any, all tasks
+    are imported.
+    """
+    if entry_points(group="regard.tasks"):
+        from regard.tasks import tasks
+
+        return tasks()
+    names = _declarations()
+    task = names["Task"]
+    found = (kind for kind in names.values() if isinstance(kind, type) and issubclass(kind, task) and kind is not task)
+    return {kind.name: kind for kind in sorted(found, key=lambda kind: kind.name)}
+
+
+def declared_recipe() -> type[Any]:
+    """`regard.training.Recipe` without its methods."""
+    return _declarations()["Recipe"]
+
+
+@cache
+def _declarations() -> dict[str, Any]:
+    """The classes `Recipe`, `Task` and all tasks, by name of the class."""
+    spec = find_spec("regard")  # finds the package without importing it
+    assert spec is not None
+    assert spec.submodule_search_locations
+    root = Path(spec.submodule_search_locations[0])
+    names = NAMESPACE | {"__name__": __name__}  # dataclasses look up `ClassVar` in this module
+    for path in (root / "training" / "recipe.py", root / "training" / "task.py", *sorted(root.glob("tasks/*.py"))):
+        module = ast.parse(path.read_text("utf-8"))
+        body = [kept for node in module.body for kept in _declaration(node)]
+        used = {node.id for each in body for node in ast.walk(each) if isinstance(node, ast.Name)}
+        body = _imported_constants(root, module, used - set(names)) + body
+        exec(compile(ast.Module(body, type_ignores=[]), str(path), "exec"), names)
+    return names
+
+
+def _declaration(node: ast.stmt) -> list[ast.stmt]:
+    """A statement of a module if it declares options: a constant, the function `option`, or a class without methods."""
+    if isinstance(node, ast.FunctionDef) and node.name == "option":
+        return [node]
+    if isinstance(node, ast.ClassDef):
+        bases = {base.id for base in node.bases if isinstance(base, ast.Name)}
+        if node.name in ("Recipe", "Task") or "Task" in bases:
+            node.body = [each for each in node.body if isinstance(each, ast.AnnAssign)]
+            return [node]
+    return [node] if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant) else []
+
+
+def _imported_constants(root: Path, module: ast.Module, used: set[str]) -> list[ast.stmt]:
+    """The assignments of constants among the names `used` that the module imports from other modules of regard."""
+    found: list[ast.stmt] = []
+    for node in module.body:
+        if isinstance(node, ast.ImportFrom) and used & {alias.name for alias in node.names}:
+            path = root.joinpath(*(node.module or "").split(".")[1:]).with_suffix(".py")
+            if path.is_file():
+                found += (each for each in ast.parse(path.read_text("utf-8")).body if isinstance(each, ast.Assign)
+                          and isinstance(each.value, ast.Constant))  # fmt: skip
+    return found
