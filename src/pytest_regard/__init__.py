@@ -1,10 +1,10 @@
-"""A pytest plugin: every property of `regard check` as a test of somebody's attention.
+"""A pytest plugin that runs every property of `regard check` as a test of an attention function.
 
     @pytest.mark.regard("package.module:function")
     def test_my_attention_conforms(conformance):
         conformance()
 
-It is no part of the package `regard`, so that pytest starts without importing torch where nobody asks for it.
+It is not part of the package `regard`, so that pytest starts without importing torch unless the fixture is used.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import pytest
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line(
         "markers",
-        "regard(*targets, only=None): what the fixture `conformance` checks: names, package.module:function, Targets",
+        "regard(*targets, only=None): targets of the fixture `conformance`: names, package.module:function or Targets",
     )
 
 
@@ -34,7 +34,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         )
     only = mark.kwargs.get("only") or list(PROPERTIES)
     if unknown := sorted(set(only) - set(PROPERTIES)):
-        raise pytest.UsageError(f"only must name properties of `regard check --list`, but has {', '.join(unknown)}")
+        raise pytest.UsageError(f"only must name properties of `regard check --list`, got {', '.join(unknown)}")
     try:
         targets = [each if isinstance(each, Target) else target(each) for each in mark.args]
     except UnknownTarget as error:
@@ -46,7 +46,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @pytest.fixture
 def conformance(request: pytest.FixtureRequest) -> Callable[[], None]:
-    """Checks one property of one target: fails with the smallest input found, skips where it is not applicable."""
+    """Check one property of one target: fail with the smallest failing input, or skip if it is not applicable."""
     from regard.check import examine
 
     def run() -> None:

@@ -1,4 +1,4 @@
-"""Small calls by the thousand: threads would only wait for one another."""
+"""Run the thousands of small calls on one thread, without synchronisation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The pytest plugin, in a project of somebody else."""
+"""The pytest plugin in another project."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_every_property_is_a_test_that_passes_fails_or_is_skipped(theirs: pytest
             "*::test_attention_conforms[[]grouped-heads[]] SKIPPED*",
             "nan-leaks: nan in a masked key gives nan",
             "*nan_leaks(attend, q, k, v, mask)*",
-            "SKIPPED*the function takes no enable_gqa",
+            "SKIPPED*the function has no parameter enable_gqa",
         ]
     )
 
@@ -51,7 +51,7 @@ def test_without_only_all_properties_are_collected(theirs: pytest.Pytester) -> N
 
 
 @pytest.mark.parametrize(
-    ("was", "now", "said"),
+    ("was", "now", "message"),
     [
         (
             '@pytest.mark.regard("theirs:attention", only=["row-sums", "nan-leaks", "grouped-heads"])',
@@ -62,8 +62,10 @@ def test_without_only_all_properties_are_collected(theirs: pytest.Pytester) -> N
         ('"row-sums"', '"beauty"', "*only must name properties*beauty*"),
     ],
 )
-def test_a_mistake_is_told(theirs: pytest.Pytester, was: str, now: str, said: str) -> None:
+def test_usage_errors(theirs: pytest.Pytester, was: str, now: str, message: str) -> None:
     theirs.makepyfile(TEST.replace(was, now))
     result = theirs.runpytest("-p", "pytest_regard")
     assert result.ret != 0
-    (result.stdout if "theirs" in said or "only" in said or "needs" in said else result.stderr).fnmatch_lines([said])
+    (result.stdout if "theirs" in message or "only" in message or "needs" in message else result.stderr).fnmatch_lines(
+        [message]
+    )

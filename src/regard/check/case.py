@@ -1,4 +1,4 @@
-"""One input of a property: sizes, a dtype and a seed, from which the tensors and the lines that make them follow."""
+"""One input of a property: sizes, a dtype and a seed that determine the tensors and the code that builds them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Case:
-    """Sizes of a call: B, H, G (H unless given), Q, K, D, E (D unless given); numbers are drawn from `seed`.
+    """Sizes of a call: B, H, G (default H), Q, K, D, E (default D); the values are drawn with `seed`.
 
     >>> from regard.check import Case
     >>> Case(Q=3, K=5).tensors()["k"].shape
@@ -29,33 +29,33 @@ class Case:
     seed: int = 0
 
     def shapes(self) -> dict[str, tuple[int, int, int, int]]:
-        shared, width = self.H if self.G is None else self.G, self.D if self.E is None else self.E
+        kv_heads, width = self.H if self.G is None else self.G, self.D if self.E is None else self.E
         return {
             "q": (self.B, self.H, self.Q, self.D),
-            "k": (self.B, shared, self.K, self.D),
-            "v": (self.B, shared, self.K, width),
+            "k": (self.B, kv_heads, self.K, self.D),
+            "v": (self.B, kv_heads, self.K, width),
             "mask": (self.B, self.H, self.Q, self.K),
         }
 
     def tensors(self) -> dict[str, Tensor]:
-        """q, k, v of normal numbers, and a mask that lets every query see the first key and most of the others."""
+        """Normally distributed q, k and v, and a mask that shows every query the first key and most others."""
         shapes = self.shapes()
         torch.manual_seed(self.seed)
-        made = {name: torch.randn(shapes[name]).to(self.dtype) for name in "qkv"}
-        made["mask"] = torch.rand(shapes["mask"]) < 0.6
-        made["mask"][..., :1] = True
-        return made
+        tensors = {name: torch.randn(shapes[name]).to(self.dtype) for name in "qkv"}
+        tensors["mask"] = torch.rand(shapes["mask"]) < 0.6
+        tensors["mask"][..., :1] = True
+        return tensors
 
     def lines(self, mask: bool) -> list[str]:
-        """Python that makes the same tensors."""
+        """Python code that builds the same tensors."""
         shapes = self.shapes()
         cast = "" if self.dtype == torch.float32 else f".to({self.dtype})"
-        made = [f"torch.manual_seed({self.seed})"]
-        made += [f"{name} = torch.randn{shapes[name]}{cast}" for name in "qkv"]
-        return made + ([f"mask = torch.rand{shapes['mask']} < 0.6", "mask[..., :1] = True"] if mask else [])
+        lines = [f"torch.manual_seed({self.seed})"]
+        lines += [f"{name} = torch.randn{shapes[name]}{cast}" for name in "qkv"]
+        return lines + ([f"mask = torch.rand{shapes['mask']} < 0.6", "mask[..., :1] = True"] if mask else [])
 
     def smaller(self, least: Mapping[str, int]) -> Iterator[Case]:
-        """Cases with one axis less long, the shortest first, but none below `least`."""
+        """Cases with one shorter axis, the shortest first, but not below `least`."""
         for axis in least:
             size: int = getattr(self, axis)
             for less in sorted({*range(least[axis], min(size, least[axis] + 8)), max(size // 2, least[axis])} - {size}):
@@ -64,10 +64,10 @@ class Case:
                     yield case
 
     def __str__(self) -> str:
-        own = [(field.name, getattr(self, field.name)) for field in fields(self)]
-        return ", ".join(f"{name}={str(value).removeprefix('torch.')}" for name, value in own if value is not None)
+        values = [(field.name, getattr(self, field.name)) for field in fields(self)]
+        return ", ".join(f"{name}={str(value).removeprefix('torch.')}" for name, value in values if value is not None)
 
 
 def with_float64(cases: Iterable[Case]) -> tuple[Case, ...]:
-    """Every case, and behind it the same in float64."""
-    return tuple(made for case in cases for made in (case, replace(case, dtype=torch.float64)))
+    """Every case, each followed by the same case in float64."""
+    return tuple(each for case in cases for each in (case, replace(case, dtype=torch.float64)))

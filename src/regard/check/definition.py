@@ -1,4 +1,4 @@
-"""What an attention is, part by part: each query's own weighted mean of its batch row's and head's values."""
+"""Properties of the definition: each output is a weighted mean of the values of its batch row and head."""
 
 from __future__ import annotations
 
@@ -22,51 +22,51 @@ LENGTHS = (1, 2, 3, 5, 7, 8, 9, 15, 16, 17, 31, 33, 63, 65, 127, 129, 257)
 
 @conformance_property(cases=SIZES)
 def output_shape(attend: Attend, q: Tensor, k: Tensor, v: Tensor) -> None:
-    """Query (B, H, Q, D), key and value (B, H, K, D) give an output of (B, H, Q, D): what callers build on."""
+    """Query (B, H, Q, D), key and value (B, H, K, D) give an output of (B, H, Q, D)."""
     out = attend(q, k, v)
     assert out.shape == q.shape, f"the output is {tuple(out.shape)}, expected {tuple(q.shape)}"
 
 
 @conformance_property("value-width", cases=(Case(D=1, E=2), Case(D=4, E=2), Case(H=2, Q=5, K=9, D=8, E=24)))
 def value_width(attend: Attend, q: Tensor, k: Tensor, v: Tensor) -> None:
-    """Values may be wider or narrower than keys, and are averaged just the same: latent attentions need it."""
-    out, halves = attend(q, k, v), v.split(1, -1)
+    """Values may be wider or narrower than keys, as latent attention needs."""
+    out, columns = attend(q, k, v), v.split(1, -1)
     assert out.shape == (*q.shape[:-1], v.shape[-1]), f"the output is {tuple(out.shape)}"
-    alone = torch.cat([attend(q, k, half.expand_as(k))[..., :1] for half in halves], -1)
+    alone = torch.cat([attend(q, k, column.expand_as(k))[..., :1] for column in columns], -1)
     far = error(out, alone)
-    assert far < 32, f"columns of values, one at a time, differ by {far:.3g} roundings"
+    assert far < 32, f"values computed column by column differ by {far:.3g} roundings"
 
 
 @conformance_property(cases=SIZES[1:])
 def query_independence(attend: Attend, q: Tensor, k: Tensor, v: Tensor) -> None:
-    """A query's output does not depend on the other queries: softmax runs over keys."""
+    """The output of a query does not depend on the other queries: softmax runs over keys."""
     together = attend(q, k, v)
     alone = torch.cat([attend(q[:, :, i : i + 1], k, v) for i in range(q.shape[2])], 2)
     far = error(together, alone)
-    assert far < 32, f"queries one at a time differ from all at once by {far:.3g} roundings"
+    assert far < 32, f"queries computed one by one differ from all at once by {far:.3g} roundings"
 
 
 @conformance_property(cases=(Case(B=2), Case(H=2), Case(B=2, H=3, Q=3, K=5, D=4), Case(B=3, H=5, Q=9, K=33, D=8)))
 def batch_and_heads(attend: Attend, q: Tensor, k: Tensor, v: Tensor) -> None:
-    """Batch rows and heads do not see one another: else one user's text answers another's."""
+    """Batch rows and heads are independent: otherwise one user's text leaks into the answer to another."""
     together = attend(q, k, v)
     for b in range(q.shape[0]):
         for h in range(q.shape[1]):
-            own = (slice(b, b + 1), slice(h, h + 1))
-            far = error(together[own], attend(q[own], k[own], v[own]))
+            at = (slice(b, b + 1), slice(h, h + 1))
+            far = error(together[at], attend(q[at], k[at], v[at]))
             assert far < 32, f"batch row {b}, head {h} alone differs by {far:.3g} roundings"
 
 
 @conformance_property(cases=(Case(Q=1, K=1), Case(Q=1), *SIZES[2:], Case(Q=3, K=1000)))
 def row_sums(attend: Attend, q: Tensor, k: Tensor, v: Tensor) -> None:
-    """A row's weights sum to 1: where all values are 1, so is the output."""
+    """The weights of a row sum to 1: if all values are 1, so is the output."""
     far = error(attend(3 * q, 3 * k, torch.ones_like(v)), torch.ones_like(q))
     assert far < 64, f"the mean of ones is off by {far:.3g} roundings"
 
 
 @conformance_property(cases=[Case(Q=n, K=n, D=4) for n in LENGTHS])
 def odd_lengths(attend: Attend, q: Tensor, k: Tensor, v: Tensor) -> None:
-    """Every length is computed to its end, also where it is no multiple of a tile or a vector register."""
+    """All keys count, also if their number is not a multiple of a tile or a vector register."""
     q, k = torch.ones_like(q), torch.zeros_like(k)
     k[:, :, 0] = k[:, :, -1] = 20.0  # the first and the last key have all the weight
     far = (attend(q, k, v) - (v[:, :, :1] + v[:, :, -1:]) / 2).abs().max().item()
@@ -77,20 +77,20 @@ def odd_lengths(attend: Attend, q: Tensor, k: Tensor, v: Tensor) -> None:
 
 @conformance_property(cases=(Case(Q=1), Case(Q=3, K=5), Case(H=2, Q=5, K=130, D=4), Case(Q=130, K=300, D=4)))
 def permutation(attend: Attend, q: Tensor, k: Tensor, v: Tensor) -> None:
-    """Keys in any order, with their values, give the same output: without positions, attention sees a set."""
+    """The order of keys and their values does not matter: without positions, attention reads a set."""
     out = attend(q, k, v)
-    rising = (q.mean((0, 1, 2)) * k).sum(-1)[0, 0].argsort()  # logits that rise along the row, then that fall
-    orders = {"rising": rising, "falling": rising.flip(0), "turned round": torch.arange(k.shape[2]).flip(0)}
+    rising = (q.mean((0, 1, 2)) * k).sum(-1)[0, 0].argsort()  # rising logits, then falling ones
+    orders = {"rising": rising, "falling": rising.flip(0), "reversed": torch.arange(k.shape[2]).flip(0)}
     for name, order in orders.items():
         far = error(attend(q, k[:, :, order], v[:, :, order]), out)
         assert far < 64, f"keys in another order ({name}) change the output by {far:.3g} roundings"
     far = error(attend(q.flip(2), k, v), out.flip(2))
-    assert far < 32, f"queries in another order are not the same rows, but differ by {far:.3g} roundings"
+    assert far < 32, f"queries in another order change their rows by {far:.3g} roundings"
 
 
 @conformance_property(cases=(Case(Q=1, D=1), Case(Q=1, D=2), Case(Q=1, D=4), Case(B=2, H=2, Q=3, D=64)))
 def default_scale(attend: Attend, q: Tensor, k: Tensor, v: Tensor) -> None:
-    """Products are scaled by 1 / sqrt(D) unless told otherwise: trained weights are wrong with another scale."""
+    """The default scale of q kᵀ is 1 / sqrt(D): trained weights are wrong with another scale."""
     q, k, v = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
     q[..., 0], k[:, :, 0, 0], v[:, :, 0] = 1, 1, 1  # two keys with products 1 and 0: the output is sigmoid(scale)
     found, expected = torch.logit(attend(q, k, v).flatten()[-1].double()).item(), q.shape[-1] ** -0.5
@@ -99,7 +99,7 @@ def default_scale(attend: Attend, q: Tensor, k: Tensor, v: Tensor) -> None:
 
 @conformance_property("scale", cases=(Case(Q=1, D=1), Case(Q=1, D=4), Case(B=2, H=2, Q=3, D=64)))
 def scale(attend: Attend, q: Tensor, k: Tensor, v: Tensor) -> None:
-    """A scale that is given is what products are multiplied by: instead of 1 / sqrt(D), not beside it."""
+    """An explicit scale replaces 1 / sqrt(D); it is not multiplied with it."""
     q, k, v = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
     q[..., 0], k[:, :, 0, 0], v[:, :, 0] = 1, 1, 1
     for given in (0.3, 1.0, 2.0):
@@ -111,21 +111,21 @@ def scale(attend: Attend, q: Tensor, k: Tensor, v: Tensor) -> None:
     "grouped", cases=(Case(H=2, G=1), Case(H=4, G=2), Case(B=2, H=6, G=3, Q=3, K=5, D=4), Case(H=6, G=2, Q=33, K=65))
 )
 def grouped_heads(attend: Attend, q: Tensor, k: Tensor, v: Tensor) -> None:
-    """Query head h looks at key head h // (H / G), as checkpoints with grouped queries were trained: not at h % G."""
+    """Query head h attends to key head h // (H / G), as in checkpoints with grouped queries, not to h % G."""
     repeats = q.shape[1] // k.shape[1]
     grouped = attend(q, k, v)
     repeated = attend(q, k.repeat_interleave(repeats, 1), v.repeat_interleave(repeats, 1))
     other = attend(q, k.repeat(1, repeats, 1, 1), v.repeat(1, repeats, 1, 1))
     far = error(grouped, repeated)
-    which = "; head h looks at key head h % G" if error(grouped, other) < 32 else ""
+    which = "; head h attends to key head h % G" if error(grouped, other) < 32 else ""
     assert far < 32, f"differs from keys and values repeated for each query head by {far:.3g} roundings{which}"
 
 
 @conformance_property(cases=(Case(Q=1, D=1), Case(B=2, H=2, Q=3, K=5, D=4), Case(B=2, H=3, Q=33, K=65, D=16)))
 def strides(attend: Attend, q: Tensor, k: Tensor, v: Tensor) -> None:
-    """Tensors are read by their strides: projections hand over transposed, sliced and expanded ones."""
+    """Tensors are read by their strides: projections return transposed, sliced and expanded views."""
     layouts = {
-        "heads stored behind positions": lambda x: x.transpose(1, 2).contiguous().transpose(1, 2),
+        "heads stored after positions": lambda x: x.transpose(1, 2).contiguous().transpose(1, 2),
         "width stored before positions": lambda x: x.transpose(2, 3).contiguous().transpose(2, 3),
         "every second column": lambda x: torch.stack([x, x + 1], -1).flatten(-2)[..., ::2],
         "a slice of something longer": lambda x: F.pad(x, (3, 2, 1, 4), value=7.0)[..., 1:-4, 3:-2],
@@ -143,7 +143,7 @@ def strides(attend: Attend, q: Tensor, k: Tensor, v: Tensor) -> None:
     cases=with_float64((Case(Q=1, D=1), Case(B=2, H=2, Q=3, K=5, D=4), Case(B=2, H=3, Q=33, K=65, D=16)))
 )
 def negative_bit(attend: Attend, q: Tensor, k: Tensor, v: Tensor) -> None:
-    """A view with torch's negative bit is read with its sign: the imaginary part of a conjugate is such a view."""
+    """A view with torch's negative bit is read with its sign, such as the imaginary part of a conjugate."""
     out = attend(q, k, v)
     for names in ("q", "k", "v", "qkv"):
         given = zip("qkv", (q, k, v), strict=True)
@@ -154,7 +154,7 @@ def negative_bit(attend: Attend, q: Tensor, k: Tensor, v: Tensor) -> None:
 
 @conformance_property("empty", cases=(Case(K=0), Case(Q=0), Case(B=0), Case(B=2, H=3, Q=4, K=0, D=8)))
 def empty_axes(attend: Attend, q: Tensor, k: Tensor, v: Tensor) -> None:
-    """No batch rows, queries or keys is no error: the output has its shape, and is 0 where there is nothing to see."""
+    """Empty batches, queries or keys are not errors: the output has its shape, and is 0 if there are no keys."""
     out = attend(q, k, v)
     assert out.shape == q.shape, f"the output is {tuple(out.shape)}, expected {tuple(q.shape)}"
     assert (out == 0).all(), f"without keys the output is {out.flatten()[0].item()}, expected 0"
@@ -162,6 +162,6 @@ def empty_axes(attend: Attend, q: Tensor, k: Tensor, v: Tensor) -> None:
 
 @conformance_property(cases=with_float64(SIZES))
 def definition(attend: Attend, q: Tensor, k: Tensor, v: Tensor) -> None:
-    """The output is softmax(q kᵀ / sqrt(D)) v: as close to float64 as the roundings of its dtype allow."""
+    """The output is softmax(q kᵀ / sqrt(D)) v, as close to float64 as the rounding of its dtype allows."""
     far = error(attend(q, k, v), exact(q, k, v))
     assert far < 32, f"differs from the definition in float64 by {far:.3g} roundings of {q.dtype}"

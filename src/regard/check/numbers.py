@@ -1,4 +1,4 @@
-"""What numbers do: dtypes, ranges and sums."""
+"""Numerical properties: dtypes, ranges and sums."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def output_dtype(attend: Attend, q: Tensor, k: Tensor, v: Tensor) -> None:
 
 @conformance_property(cases=(Case(Q=1, K=1, D=1), Case(Q=1, D=1), Case(H=2, Q=5, K=33, D=1)))
 def large_logits(attend: Attend, q: Tensor, k: Tensor, v: Tensor) -> None:
-    """Logits of any size give finite outputs: softmax takes its maximum off before the exponential."""
+    """Logits of any size give finite outputs: softmax subtracts the maximum before the exponential."""
     ranks = torch.arange(k.shape[2], dtype=q.dtype).reshape(1, 1, -1, 1).expand_as(k)
     for size in (1e2, 1e4, 1e30):
         out, last = attend(torch.ones_like(q), size * ranks, v), v[:, :, -1:].expand_as(q)
@@ -39,7 +39,7 @@ def large_logits(attend: Attend, q: Tensor, k: Tensor, v: Tensor) -> None:
     cases=[Case(Q=1, K=K, D=D, dtype=dtype) for K, D in ((1, 1), (2, 2), (64, 8), (4096, 4)) for dtype in HALVES]
 )
 def half_accumulation(attend: Attend, q: Tensor, k: Tensor, v: Tensor) -> None:
-    """bfloat16 and float16 are summed in float32: the error is that of rounding the result, for any number of keys."""
+    """bfloat16 and float16 are summed in float32: the error is one rounding of the result, for any number of keys."""
     v = v.abs() + 1
     far = error(attend(q, k, v), exact(q, k, v))
     assert far < 3, f"{k.shape[2]} keys in {q.dtype}: {far:.3g} of its roundings from float64, expected at most 3"
@@ -49,7 +49,7 @@ def half_accumulation(attend: Attend, q: Tensor, k: Tensor, v: Tensor) -> None:
     cases=(Case(Q=1, K=1, D=64, dtype=torch.float16), Case(H=2, Q=3, K=17, D=64, dtype=torch.float16))
 )
 def half_range(attend: Attend, q: Tensor, k: Tensor, v: Tensor) -> None:
-    """Products beyond 65504 do not overflow in float16 if their scaled logits are in range."""
+    """Products beyond 65504 do not overflow in float16 if the scaled logits are in range."""
     q, k = torch.full_like(q, 40.0), torch.full_like(k, 40.0)
     out = attend(q, k, v)
     far = error(out, exact(q, k, v))

@@ -1,4 +1,4 @@
-"""What properties compare with: the definition in float64, and differences in units of a dtype's own rounding."""
+"""The reference of the properties: the definition in float64, and errors in units of rounding."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from regard.check.targets.target import NotSupported
 
 
 def exact(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
-    """softmax(q kᵀ / sqrt(D)) v in float64; a row that may attend to nothing is 0. Differentiable.
+    """softmax(q kᵀ / sqrt(D)) v in float64; a row without visible keys is 0. Differentiable.
 
     >>> import torch
     >>> q, k, v = torch.randn(3, 1, 1, 4, 8)
@@ -24,14 +24,14 @@ def exact(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor
     logits = q @ k.transpose(-2, -1) / q.shape[-1] ** 0.5
     if mask is not None:
         logits = torch.where(mask, logits, -1e300)
-    # torch's own softmax raises if a loss of its tangent is differentiated
+    # torch.softmax raises if a loss that contains its tangent is differentiated
     weights = (logits - logits.detach().amax(-1, keepdim=True)).exp()
     weights = weights / weights.sum(-1, keepdim=True)
     return (weights if mask is None else torch.where(mask, weights, 0.0)) @ v
 
 
 def error(found: Tensor, expected: Tensor) -> float:
-    """The largest difference, in units of the rounding of the dtype that came (NaN if there is a NaN).
+    """The largest difference in units of the rounding of the dtype of `found` (NaN if there is a NaN).
 
     >>> import torch
     >>> error(torch.tensor([1.0, 2.0]), torch.tensor([1.0, 2.0]))
@@ -42,13 +42,16 @@ def error(found: Tensor, expected: Tensor) -> float:
 
 
 def gradients(output: Tensor, *inputs: Tensor, again: bool = False) -> tuple[Tensor, ...]:
-    """Of a sum of the output, weighted so that no symmetry hides anything; to be differentiated `again`, or not."""
+    """Gradients of a weighted sum of the output, without symmetries that hide errors.
+
+    again: keep the graph, to differentiate a second time.
+    """
     weight = torch.linspace(-1.0, 2.0, output.numel(), dtype=torch.float64).reshape(output.shape)
     return torch.autograd.grad((output.double() * weight).sum(), inputs, create_graph=again)
 
 
 def tangent(function: Callable[..., Tensor], inputs: Sequence[Tensor], directions: Sequence[Tensor | None]) -> Tensor:
-    """The derivative of a function along directions, in forward mode by dual tensors; None is a constant input.
+    """The derivative of a function along directions, in forward mode with dual tensors; None is a constant input.
 
     >>> import torch
     >>> tangent(torch.sin, [torch.zeros(2)], [torch.ones(2)])
@@ -63,14 +66,14 @@ def tangent(function: Callable[..., Tensor], inputs: Sequence[Tensor], direction
 
 
 def peak_bytes(call: Callable[[], Tensor]) -> int:
-    """What a call adds to the memory of this process at its peak, as Linux counts it."""
+    """The peak of the additional resident memory of this process during a call (Linux only)."""
 
     def status(name: str) -> int:
         with open("/proc/self/status") as file:
             return next(int(line.split()[1]) * 1024 for line in file if line.startswith(name))
 
     if not os.access("/proc/self/clear_refs", os.W_OK):
-        raise NotSupported("peak memory is read from /proc/self, which Linux has")
+        raise NotSupported("peak memory is read from /proc/self, which only Linux has")
     with open("/proc/self/clear_refs", "w") as file:
         file.write("5")
     before = status("VmRSS")

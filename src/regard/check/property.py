@@ -1,4 +1,4 @@
-"""A property: what is demanded of an attention, and the cases on which it is demanded."""
+"""A property that an attention function must have, and the cases on which it is checked."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ Attend = Callable[..., Tensor]
 
 @dataclass(frozen=True)
 class Property:
-    """A name, a sentence of what is demanded and why, what a target must be able to do, and cases from tiny to large.
+    """A name, a statement, the capabilities that a target needs, and cases from small to large.
 
-    `body` asserts what is demanded. Its parameters are taken by name: `attend`, tensors of the case (`q`, `k`, `v`,
+    `body` asserts the statement. Its parameters are passed by name: `attend`, tensors of the case (`q`, `k`, `v`,
     `mask`) and promises of the target (`alignment`, `growth`). It may return a remark for the report.
     """
 
@@ -28,7 +28,7 @@ class Property:
     needs: frozenset[str]
     cases: tuple[Case, ...]
     body: Callable[..., str | None]
-    shrinks: bool = True  # whether smaller inputs than those of the cases mean anything
+    shrinks: bool = True  # whether inputs smaller than the cases are meaningful
 
     @property
     def parameters(self) -> tuple[str, ...]:
@@ -38,11 +38,11 @@ class Property:
 def conformance_property(
     *needs: str, cases: Sequence[Case], shrinks: bool = True
 ) -> Callable[[Callable[..., Any]], Property]:
-    """Makes a property of a function: its name, its docstring, and the body that asserts it."""
+    """Decorator that makes a function a property: its name, its docstring as the statement, and its body."""
 
     def make(body: Callable[..., str | None]) -> Property:
-        sentence = " ".join((body.__doc__ or "").split())
+        statement = " ".join((body.__doc__ or "").split())
         name, theme = body.__name__.replace("_", "-"), body.__module__.rsplit(".", 1)[-1]
-        return Property(name, sentence, theme, frozenset(needs), tuple(cases), body, shrinks)
+        return Property(name, statement, theme, frozenset(needs), tuple(cases), body, shrinks)
 
     return make

@@ -1,6 +1,6 @@
-"""What is random, and what must not be.
+"""Properties of dropout and determinism.
 
-Dropped weights are looked at directly: where logits are equal and values an identity, the output is the weights.
+Dropped weights are observed directly: with equal logits and an identity as values, the output is the weights.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ MANY = (Case(Q=64, K=16, D=16), Case(B=2, H=4, Q=64, K=32, D=32))
 
 @conformance_property(cases=(Case(), Case(B=2, H=2, Q=33, K=65, D=8), Case(H=2, Q=128, K=300, D=16)))
 def determinism(attend: Attend, q: Tensor, k: Tensor, v: Tensor) -> None:
-    """The same call after the same seed gives the same bits: else no run can be repeated, and no bug hunted."""
+    """The same call after the same seed gives the same bits, so that runs and bugs are reproducible."""
     torch.manual_seed(1)
     first = attend(q, k, v)
     for _ in range(5):
@@ -28,7 +28,7 @@ def determinism(attend: Attend, q: Tensor, k: Tensor, v: Tensor) -> None:
 
 @conformance_property(cases=(Case(), Case(B=2, H=2, Q=33, K=65, D=8)))
 def dropout_off(attend: Attend, q: Tensor, k: Tensor, v: Tensor) -> None:
-    """Nothing is dropped unless asked for: the seed neither changes the output nor is used up."""
+    """Without dropout, the output does not depend on the seed, and the generator does not advance."""
     torch.manual_seed(1)
     first, state = attend(q, k, v), torch.get_rng_state()
     torch.manual_seed(1)
@@ -39,7 +39,7 @@ def dropout_off(attend: Attend, q: Tensor, k: Tensor, v: Tensor) -> None:
 
 @conformance_property("dropout", cases=MANY, shrinks=False)
 def dropout_rate(attend: Attend, q: Tensor, k: Tensor, v: Tensor) -> None:
-    """A dropout of p sets that share of the weights to 0: not the share of 1 - p, and not whole rows."""
+    """A dropout of p sets the fraction p of the weights to 0, not 1 - p, and not whole rows."""
     v = torch.eye(k.shape[2]).expand_as(v)
     dropped = attend(torch.zeros_like(q), k, v, dropout=0.25) == 0
     share, spread = dropped.double().mean().item(), (0.25 * 0.75 / dropped.numel()) ** 0.5
@@ -48,7 +48,7 @@ def dropout_rate(attend: Attend, q: Tensor, k: Tensor, v: Tensor) -> None:
 
 @conformance_property("dropout", cases=MANY, shrinks=False)
 def dropout_rescaling(attend: Attend, q: Tensor, k: Tensor, v: Tensor) -> None:
-    """Weights that are kept are divided by 1 - p: so that the mean is what it is without dropout, when predicting."""
+    """Kept weights are divided by 1 - p, so that the mean is the same as without dropout."""
     v = torch.eye(k.shape[2]).expand_as(v)
     weights = attend(torch.zeros_like(q), k, v, dropout=0.25) * k.shape[2]
     kept = weights[weights != 0]
@@ -64,29 +64,31 @@ def dropout_rescaling(attend: Attend, q: Tensor, k: Tensor, v: Tensor) -> None:
     shrinks=False,
 )
 def dropout_independence(attend: Attend, q: Tensor, k: Tensor, v: Tensor) -> None:
-    """Heads, batch rows, queries and keys are dropped independently: a shared pattern regularises less than p says."""
+    """Heads, batch rows, queries and keys are dropped independently: a shared pattern regularises less."""
     v = torch.eye(k.shape[2]).expand_as(v)
     kept = (attend(torch.zeros_like(q), k, v, dropout=0.5) != 0).double() * 2 - 1  # independent signs
     for axis, name in enumerate(("batch rows", "heads", "queries", "keys")):
         if kept.shape[axis] > 1:
             alike = (kept * kept.roll(1, axis)).mean().item()
             spread = (2 / kept.numel()) ** 0.5  # a pair may be counted twice
-            assert abs(alike) < 6 * spread, f"what neighbouring {name} drop is correlated by {alike:.2f}, expected 0"
+            assert abs(alike) < 6 * spread, (
+                f"the dropout patterns of neighbouring {name} are correlated by {alike:.2f}, expected 0"
+            )
 
 
 @conformance_property("dropout", cases=MANY, shrinks=False)
 def dropout_seed(attend: Attend, q: Tensor, k: Tensor, v: Tensor) -> None:
-    """torch.manual_seed makes dropout anew, and calls after it differ: runs repeat, steps do not."""
+    """torch.manual_seed reproduces dropout, and consecutive calls differ."""
     torch.manual_seed(3)
     first, second = attend(q, k, v, dropout=0.5), attend(q, k, v, dropout=0.5)
-    assert not torch.equal(first, second), "two calls after one another drop the same weights"
+    assert not torch.equal(first, second), "two consecutive calls drop the same weights"
     torch.manual_seed(3)
     assert torch.equal(first, attend(q, k, v, dropout=0.5)), "the same seed drops other weights"
 
 
 @conformance_property("dropout", "gradients", cases=(Case(Q=8, K=8, D=4), Case(H=2, Q=33, K=65, D=8)))
 def dropout_gradients(attend: Attend, q: Tensor, k: Tensor, v: Tensor) -> None:
-    """The backward pass drops what the forward pass dropped: the output is linear in the values, with its gradient."""
+    """The backward pass drops the same weights as the forward pass: sum(v * grad) equals sum(output)."""
     v = v.requires_grad_()
     out = attend(q, k, v, dropout=0.5)
     weight = torch.linspace(-1.0, 2.0, out.numel()).reshape(out.shape)

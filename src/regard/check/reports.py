@@ -1,4 +1,4 @@
-"""Outcomes as a table, as JSON, as JUnit XML for CI, and as Markdown."""
+"""Reports of outcomes: a table, JSON, JUnit XML for CI, and Markdown."""
 
 from __future__ import annotations
 
@@ -20,28 +20,28 @@ SIGNS = {"passed": "[green]✓[/]", "failed": "[bold red]✗[/]", "not applicabl
 ABOUT = """\
 # Findings
 
-What `regard check` finds in attentions. ✓ holds, ✗ does not, – is not promised or cannot be asked; empty was not run.
-What each property demands is said where it fails, and by `regard check --list`. A ✗ is not always a defect: the words
-below it say what is documented, what is by design and what is not. Every finding has the smallest input found, as a
-program that stands alone.""".splitlines()
+Results of `regard check`. ✓: the property holds, ✗: it does not, –: it is not promised or not applicable, empty: it was
+not run. `regard check --list` prints the statement of each property. A ✗ is not always a defect: the remark on a
+failure says whether the behaviour is documented or by design. Every failure has its smallest input found, as a
+self-contained program.""".splitlines()
 
 
 def table(outcomes: Sequence[Outcome]) -> Table:
-    """One row for each property, one column for each target, and why."""
+    """A table with one row per property, one column per target, and the reasons."""
     from rich.markup import escape
     from rich.table import Table
 
     names = list(dict.fromkeys(outcome.target for outcome in outcomes))
-    made = Table("property", *(escape(printable(name)) for name in names), "why", title_justify="left")
+    result = Table("property", *(escape(printable(name)) for name in names), "why", title_justify="left")
     for name, row in by_property(outcomes).items():
         cells = {outcome.target: SIGNS[outcome.status] for outcome in row}
         why = [f"{label}{escape(printable(reason))}" for label, reason in _reasons(row, len(names) > 1)]
-        made.add_row(name, *(cells.get(target, "") for target in names), "\n".join(why))
-    return made
+        result.add_row(name, *(cells.get(target, "") for target in names), "\n".join(why))
+    return result
 
 
 def _reasons(row: Sequence[Outcome], several: bool) -> list[tuple[str, str]]:
-    """Reasons of one property, each once, behind the targets that share it."""
+    """The reasons of one property, each once, after the targets that share it."""
     shared: dict[str, list[str]] = {}
     for outcome in row:
         if outcome.reason:
@@ -70,16 +70,16 @@ def as_json(outcomes: Sequence[Outcome]) -> dict[str, Any]:
 
 
 def junit(outcomes: Sequence[Outcome]) -> str:
-    """JUnit XML: a suite for each target, a case for each property."""
+    """JUnit XML with one suite per target and one case per property."""
     root = ET.Element("testsuites", name="regard check")
     for target in dict.fromkeys(outcome.target for outcome in outcomes):
-        own = [outcome for outcome in outcomes if outcome.target == target]
-        failures, skipped = (sum(o.status == status for o in own) for status in ("failed", "not applicable"))
+        of_target = [outcome for outcome in outcomes if outcome.target == target]
+        failures, skipped = (sum(o.status == status for o in of_target) for status in ("failed", "not applicable"))
         suite = ET.SubElement(
-            root, "testsuite", name=target, tests=str(len(own)), failures=str(failures), skipped=str(skipped),
-            errors="0", time=f"{sum(outcome.seconds for outcome in own):.3f}",
+            root, "testsuite", name=target, tests=str(len(of_target)), failures=str(failures), skipped=str(skipped),
+            errors="0", time=f"{sum(outcome.seconds for outcome in of_target):.3f}",
         )  # fmt: skip
-        for outcome in own:
+        for outcome in of_target:
             case = ET.SubElement(
                 suite,
                 "testcase",
@@ -96,12 +96,12 @@ def junit(outcomes: Sequence[Outcome]) -> str:
 
 
 def _printable(text: str) -> str:
-    """Without the control characters that XML has no place for."""
+    """Replace control characters, which XML does not allow."""
     return "".join(letter if letter.isprintable() or letter in "\n\t" else "?" for letter in text)
 
 
 def markdown(targets: Sequence[Target], outcomes: Sequence[Outcome]) -> str:
-    """Targets beside one another, then every failure with what its documentation says and its smallest input."""
+    """A table of all targets, then every failure with its remark and its smallest input."""
     names = [target.name for target in targets]
     signs = {"passed": "✓", "failed": "**✗**", "not applicable": "–"}
     lines = [*ABOUT, "", "| property | " + " | ".join(names) + " |", "| --- |" + " :-: |" * len(names)]
@@ -110,9 +110,9 @@ def markdown(targets: Sequence[Target], outcomes: Sequence[Outcome]) -> str:
         lines.append(f"| {name} | " + " | ".join(cells.get(target, "") for target in names) + " |")
     lines += ["", f"Python {platform.python_version()}, {platform.system()} {platform.machine()}."]
     for target in targets:
-        own = [outcome for outcome in outcomes if outcome.target == target.name]
-        lines += ["", f"## {target.name}", "", f"{target.version or target.name}: {summary(own)}."]
-        for outcome in own:
+        of_target = [outcome for outcome in outcomes if outcome.target == target.name]
+        lines += ["", f"## {target.name}", "", f"{target.version or target.name}: {summary(of_target)}."]
+        for outcome in of_target:
             if outcome.status == "failed":
                 lines += [
                     "",
@@ -134,7 +134,9 @@ def markdown(targets: Sequence[Target], outcomes: Sequence[Outcome]) -> str:
                 ]
                 lines += ["</details>"]
         unsupported = {
-            o.reason: [p.property for p in own if p.reason == o.reason] for o in own if o.status == "not applicable"
+            o.reason: [p.property for p in of_target if p.reason == o.reason]
+            for o in of_target
+            if o.status == "not applicable"
         }
         if unsupported:
             lines += ["", "Not applicable:", ""]

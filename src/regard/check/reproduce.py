@@ -1,4 +1,4 @@
-"""A failure as a program that stands alone."""
+"""Write a failure as a self-contained program."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ IMPORTS = {
 
 
 def script(target: Target, prop: Property, case: Case, reason: str) -> str:
-    """Python that ends in the same error: the target, what is demanded of it, and the smallest input found."""
+    """A Python program that fails with the same error: target, property and smallest failing input."""
     body = _source(prop.body)
     helpers = [_without_docstring(_source(helper)) for helper in HELPERS if re.search(rf"\b{helper.__name__}\b", body)]
     values = {"alignment": repr(target.alignment), "growth": repr(target.growth)}
@@ -40,11 +40,11 @@ def script(target: Target, prop: Property, case: Case, reason: str) -> str:
 
 
 def _without_docstring(text: str) -> str:
-    """Without the docstring, which says nothing that its reader needs here."""
+    """Remove the docstring from the source of a function."""
     return re.sub(r'\n    """.*?"""\n', "\n", text, count=1, flags=re.DOTALL)
 
 
 def _source(function: object) -> str:
-    """A function as it is written, without its decorator."""
+    """The source of a function without its decorator."""
     text = textwrap.dedent(inspect.getsource(function))  # type: ignore[arg-type]
     return text[re.search(r"^def ", text, re.MULTILINE).start() :]  # type: ignore[union-attr]

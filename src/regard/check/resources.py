@@ -1,4 +1,4 @@
-"""What a call takes and leaves behind: inputs, state, threads and memory."""
+"""Properties of side effects: inputs, global state, threads and memory."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SMALL = (Case(Q=1, K=1, D=1), Case(B=2, H=2, Q=3, K=5, D=4), Case(B=2, H=2, Q=33
 
 @conformance_property(cases=SMALL)
 def inputs_untouched(attend: Attend, q: Tensor, k: Tensor, v: Tensor) -> None:
-    """A call does not write to its inputs: keys and values are caches that the next call reads again."""
+    """A call does not write to its inputs: keys and values are caches that the next call reads."""
     before = [x.clone() for x in (q, k, v)]
     attend(q, k, v)
     for name, was, now in zip("qkv", before, (q, k, v), strict=True):
@@ -37,7 +37,7 @@ def own_output(attend: Attend, q: Tensor, k: Tensor, v: Tensor) -> None:
 
 @conformance_property(cases=SMALL[:2])
 def global_state(attend: Attend, q: Tensor, k: Tensor, v: Tensor) -> None:
-    """A call leaves torch's settings as they were: default dtype, threads, gradients, determinism."""
+    """A call does not change torch's settings: default dtype, threads, gradients, determinism."""
     settings = {
         "default dtype": torch.get_default_dtype,
         "number of threads": torch.get_num_threads,
@@ -52,7 +52,7 @@ def global_state(attend: Attend, q: Tensor, k: Tensor, v: Tensor) -> None:
 
 @conformance_property("threads", cases=(Case(Q=4, K=8), Case(H=2, Q=33, K=65, D=8)))
 def threads(attend: Attend, q: Tensor, k: Tensor, v: Tensor) -> None:
-    """Calls from several threads do not disturb one another: servers make them."""
+    """Concurrent calls from several threads, as in a server, do not affect each other."""
     inputs = [(q * n, k, v * n) for n in (1, 2, 3, 4)]
     alone = [attend(*each) for each in inputs]
 
@@ -62,17 +62,17 @@ def threads(attend: Attend, q: Tensor, k: Tensor, v: Tensor) -> None:
 
     with ThreadPoolExecutor(4) as pool:
         for n, far in enumerate(pool.map(work, range(4))):
-            assert far < 8, f"thread {n} beside three others differs from itself alone by {far:.3g} roundings"
+            assert far < 8, f"thread {n} next to three others differs from a single thread by {far:.3g} roundings"
 
 
 @conformance_property("memory", cases=(Case(Q=6144, K=6144, D=8),), shrinks=False)
 def memory(attend: Attend, q: Tensor, k: Tensor, v: Tensor, growth: float) -> str:
-    """Memory grows with length as promised: n for n keys if weights are never laid out, n² if they are."""
+    """Memory grows with length as promised: n for n keys if weights are never materialised, n² if they are."""
     n = q.shape[2]
-    attend(q[:, :, :64], k[:, :, :64], v[:, :, :64])  # what is set up once
+    attend(q[:, :, :64], k[:, :, :64], v[:, :, :64])  # warm-up
     half = peak_bytes(lambda: attend(q[:, :, : n // 2], k[:, :, : n // 2], v[:, :, : n // 2]))
     whole = peak_bytes(lambda: attend(q, k, v))
     found = math.log2(max(whole, 1e5) / max(half, 1e5))
-    said = f"{n // 2} keys take {half / 1e6:.1f} MB, {n} take {whole / 1e6:.1f} MB: n^{found:.1f}"
-    assert whole < 16e6 or found < growth + 0.5, f"{said}, promised n^{growth:g}"
-    return said if whole >= 1e6 else f"under 1 MB for {n} keys"
+    summary = f"{n // 2} keys take {half / 1e6:.1f} MB, {n} take {whole / 1e6:.1f} MB: n^{found:.1f}"
+    assert whole < 16e6 or found < growth + 0.5, f"{summary}, promised n^{growth:g}"
+    return summary if whole >= 1e6 else f"under 1 MB for {n} keys"

@@ -1,4 +1,4 @@
-"""Runs properties on targets, and shrinks what fails."""
+"""Run properties on targets, and shrink the inputs of failures."""
 
 from __future__ import annotations
 
@@ -17,35 +17,37 @@ from regard.check.reproduce import script
 from regard.check.targets.engines import engine
 from regard.check.targets.target import NotSupported, Target
 
-SHRINK_SECONDS = 5.0  # seconds that are spent on a smaller input
+SHRINK_SECONDS = 5.0  # time limit of the search for a smaller input
 
 _FIRST = (
     resources.inputs_untouched, resources.own_output, resources.global_state, definition.output_shape,
     numbers.output_dtype, randomness.determinism, randomness.dropout_off,
 )  # fmt: skip
 _LAST = (definition.definition, masks.mask_definition, gradients, resources.memory)
-_PARTS = (*_FIRST, resources, definition, masks, numbers, randomness, *_LAST)
+_GROUPS = (*_FIRST, resources, definition, masks, numbers, randomness, *_LAST)
 
 
-def _ordered(parts: Sequence[Any]) -> dict[str, Property]:
-    last = [part for part in _LAST if isinstance(part, Property)]
+def _collect(groups: Sequence[Any]) -> dict[str, Property]:
+    last = [each for each in _LAST if isinstance(each, Property)]
     found: dict[str, Property] = {}
-    for part in parts:
-        own = [part] if isinstance(part, Property) else [x for x in vars(part).values() if isinstance(x, Property)]
-        found |= {each.name: each for each in own if each is part or each not in last}
+    for group in groups:
+        members = [group] if isinstance(group, Property) else vars(group).values()
+        own = [each for each in members if isinstance(each, Property)]
+        found |= {each.name: each for each in own if each is group or each not in last}
     return found
 
 
-PROPERTIES: dict[str, Property] = _ordered(_PARTS)
-"""From the particular to the general: the first that fails names the fault."""
+PROPERTIES: dict[str, Property] = _collect(_GROUPS)
+"""All properties, from specific to general: the first failure describes the defect best."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of one property on one target.
+    """The result of one property on one target.
 
-    `reason` says why it failed or is not applicable, or remarks on how it passed. `code` is a program that reproduces
-    a failure. `cases` are those that ran, `refused` those that the target said it cannot compute.
+    reason: why it failed or is not applicable, or a remark if it passed.
+    code: a program that reproduces a failure.
+    cases: number of cases that ran. refused: number of cases that the target does not support.
     """
 
     target: str
@@ -60,7 +62,7 @@ class Outcome:
 
 
 def check(targets: Iterable[Target], properties: Sequence[Property] | None = None) -> Iterator[Outcome]:
-    """Every property on every target, as they are done.
+    """Check every property on every target and yield the outcomes one by one.
 
     >>> from regard.check import PROPERTIES, check, target
     >>> [outcome.status for outcome in check([target("regard-reference")], [PROPERTIES["row-sums"]])]
@@ -72,9 +74,9 @@ def check(targets: Iterable[Target], properties: Sequence[Property] | None = Non
 
 
 def examine(target: Target, prop: Property) -> Outcome:
-    """One property on one target."""
+    """Check one property on one target."""
     if not __debug__:
-        raise RuntimeError("properties are asserted: run Python without -O")
+        raise RuntimeError("properties are `assert` statements: run Python without -O")
     started = time.perf_counter()
     for need in (prop.name, *sorted(prop.needs)):
         if need in target.unsupported:
@@ -82,7 +84,7 @@ def examine(target: Target, prop: Property) -> Outcome:
     ran, refusals, remark = 0, [], ""
     for case in prop.cases[: target.max_cases]:
         if case.dtype not in target.dtypes:
-            refusals.append(f"it does not take {str(case.dtype).removeprefix('torch.')}")
+            refusals.append(f"it does not support {str(case.dtype).removeprefix('torch.')}")
             continue
         try:
             remark = _run(target, prop, case) or remark
@@ -117,7 +119,7 @@ def _run(target: Target, prop: Property, case: Case) -> str | None:
 
 @contextmanager
 def _preserve_state() -> Iterator[None]:
-    """torch's generator, dtype and threads are as before, whatever a target does to them."""
+    """Restore torch's generator, default dtype, threads and modes on exit."""
     dtype, threads = torch.get_default_dtype(), torch.get_num_threads()
     deterministic, grad = torch.are_deterministic_algorithms_enabled(), torch.is_grad_enabled()
     with torch.random.fork_rng(devices=[]):
@@ -133,9 +135,9 @@ def _preserve_state() -> Iterator[None]:
 
 
 def _shrink(target: Target, prop: Property, case: Case, error: Exception) -> tuple[Case, Exception]:
-    """The smallest case, found axis by axis, that fails in the same way."""
+    """Search axis by axis for the smallest case that fails in the same way."""
     until = time.perf_counter() + SHRINK_SECONDS if prop.shrinks else 0.0
-    right = engine("reference", target.alignment)  # where it fails too, the property means nothing
+    right = engine("reference", target.alignment)  # if it fails too, the case is too small for the property
     least = {axis: min(getattr(each, axis) for each in prop.cases) for axis in ("B", "H", "Q", "K", "D")}
     again = True
     while again:

@@ -1,4 +1,4 @@
-"""Sequences larger than one machine: every rank of a process group holds a part of the tokens. On torch.distributed."""
+"""Sequence parallelism on torch.distributed: every rank of a process group holds a shard of the tokens."""
 
 from regard.distributed.communication import PeerLost, Traffic, traffic
 from regard.distributed.layout import LAYOUTS, Layout, gather, positions, shard
@@ -6,16 +6,16 @@ from regard.distributed.plan import BytesMoved, bytes_moved
 from regard.distributed.sequence import attention, sequence
 
 __all__ = [
-    # the operator, and models under it
+    # the operator, and models in a context
     "attention",
     "sequence",
-    # who holds what
+    # layouts of the tokens
     "LAYOUTS",
     "Layout",
     "gather",
     "positions",
     "shard",
-    # what it moves
+    # communication
     "PeerLost",
     "BytesMoved",
     "Traffic",

@@ -1,4 +1,4 @@
-"""What goes between ranks: bytes, counted, and awaited no longer than a limit."""
+"""Communication between ranks, with byte counts and timeouts."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ T = TypeVar("T")
 
 
 class PeerLost(ConnectionError):
-    """Another rank did not answer: it was killed, it hangs, or it does something else than this one."""
+    """Another rank did not answer: it was killed, it hangs, or it runs different code."""
 
 
 @dataclass
 class Traffic:
-    """Bytes of keys, values, gradients and hidden states that went to and came from each other rank of the group.
+    """Bytes of keys, values, gradients and hidden states sent to and received from each other rank of the group.
 
-    One card of 104 bytes that every rank sends to all at each call, so that they agree on sizes, is not counted.
+    The 104 bytes of metadata that every rank sends to all others in each call are not counted.
     """
 
     sent: Counter[int] = field(default_factory=Counter)
@@ -39,7 +39,7 @@ _COUNTING: list[Traffic] = []
 
 @contextmanager
 def traffic() -> Iterator[Traffic]:
-    """Counts what this rank sends and receives within.
+    """Count the bytes that this rank sends and receives in the context.
 
     >>> import regard.distributed
     >>> with regard.distributed.traffic() as moved:
@@ -59,8 +59,8 @@ def traffic() -> Iterator[Traffic]:
 class Communicator:
     """A process group, the index of this rank in it, and the timeout of its messages.
 
-    The group is held weakly: the graph of a result that lives on must not keep it open once it is destroyed, since it
-    would then be closed while the process ends, which aborts where another rank has gone.
+    The group is held by a weak reference: otherwise the autograd graph of a result could keep a destroyed group open
+    until the process exits, and closing it then aborts if another rank is gone.
     """
 
     group_ref: ReferenceType[Group]
@@ -72,74 +72,77 @@ class Communicator:
     def of(group: Group | None, timeout: float | None = None) -> Communicator:
         if not dist.is_available() or not dist.is_initialized():
             raise RuntimeError(
-                "there is no process group: start the program by torchrun and call "
+                "there is no process group: start the program with torchrun and call "
                 "torch.distributed.init_process_group('gloo', timeout=...) first"
             )
-        own = dist.group.WORLD if group is None else group
-        if own is None or (rank := dist.get_rank(own)) < 0:
+        group = dist.group.WORLD if group is None else group
+        if group is None or (rank := dist.get_rank(group)) < 0:
             raise ValueError("this rank does not belong to the group")
         if timeout is not None and not timeout > 0:
             raise ValueError(f"timeout must be a positive number of seconds, but is {timeout}")
         return Communicator(
-            ref(own), rank, dist.get_world_size(own), None if timeout is None else timedelta(seconds=timeout)
+            ref(group), rank, dist.get_world_size(group), None if timeout is None else timedelta(seconds=timeout)
         )
 
     @property
     def group(self) -> Group:
-        """The process group, as long as it is there."""
+        """The process group; raise if it was destroyed."""
         group = self.group_ref()
         if group is None or not dist.is_initialized():
             raise RuntimeError("the process group was destroyed; call backward before destroy_process_group()")
         return group
 
-    def all_gather_ints(self, card: Sequence[int], device: torch.device) -> list[list[int]]:
-        """What every rank says of itself: a few whole numbers each."""
-        own = torch.tensor(card, dtype=torch.int64, device=device)
+    def all_gather_ints(self, values: Sequence[int], device: torch.device) -> list[list[int]]:
+        """Gather a few integers from every rank."""
+        local = torch.tensor(values, dtype=torch.int64, device=device)
         if self.ranks == 1:
-            return [list(card)]
-        found, group = [torch.empty_like(own) for _ in range(self.ranks)], self.group
-        self._wait(self._start(lambda: dist.all_gather(found, own, group=group, async_op=True)), "all other ranks")
-        return [tensor.tolist() for tensor in found]
+            return [list(values)]
+        gathered, group = [torch.empty_like(local) for _ in range(self.ranks)], self.group
+        self._wait(self._start(lambda: dist.all_gather(gathered, local, group=group, async_op=True)), "all other ranks")
+        return [tensor.tolist() for tensor in gathered]
 
     def all_to_all(self, parts: Sequence[Sequence[Tensor]], shapes: Sequence[Sequence[tuple[int, ...]]]) -> list[list]:
-        """Send `parts[r]` to rank r; what came from each rank, of the dtype of what was sent and of these shapes."""
+        """Send `parts[r]` to rank r, and return the tensors received from each rank, with the given shapes."""
         like = parts[self.rank][0]
         out = torch.cat([part.reshape(-1) for some in parts for part in some]).view(torch.uint8)
         sent = [sum(part.numel() for part in some) * like.element_size() for some in parts]
         sizes = [sum(prod(shape) for shape in some) * like.element_size() for some in shapes]
-        room = out.new_empty(sum(sizes))
+        received = out.new_empty(sum(sizes))
         if self.ranks > 1:
             group = self.group
             self._wait(
-                self._start(lambda: dist.all_to_all_single(room, out, sizes, sent, group=group, async_op=True)),
+                self._start(lambda: dist.all_to_all_single(received, out, sizes, sent, group=group, async_op=True)),
                 "all other ranks",
             )
         else:
-            room = out
+            received = out
         self._count("sent", dict(enumerate(sent)))
         self._count("received", dict(enumerate(sizes)))
         return [
-            split_flat(piece.view(like.dtype), some) for piece, some in zip(room.split(sizes), shapes, strict=True)
+            split_flat(piece.view(like.dtype), some) for piece, some in zip(received.split(sizes), shapes, strict=True)
         ]  # fmt: skip
 
     def post(
-        self, target: int, out: Sequence[Tensor], source: int, room: Sequence[Tensor], tag: int
+        self, target: int, out: Sequence[Tensor], source: int, buffers: Sequence[Tensor], tag: int
     ) -> PendingTransfer:
-        """Begin to send tensors to one rank, and to receive others from one; those that are empty do not travel."""
+        """Start to send tensors to one rank and to receive others from one; empty tensors are not sent."""
         operations, out = [], [x.contiguous() for x in out if x.numel()]
-        for way, peer, tensors in ((dist.isend, target, out), (dist.irecv, source, [x for x in room if x.numel()])):
+        for operation, peer, tensors in (
+            (dist.isend, target, out),
+            (dist.irecv, source, [x for x in buffers if x.numel()]),
+        ):
             for n, tensor in enumerate(tensors):
-                operations.append(dist.P2POp(way, tensor, group=self.group, group_peer=peer, tag=tag + n))
-                self._count("sent" if way is dist.isend else "received", {peer: tensor.nbytes})
+                operations.append(dist.P2POp(operation, tensor, group=self.group, group_peer=peer, tag=tag + n))
+                self._count("sent" if operation is dist.isend else "received", {peer: tensor.nbytes})
         works = self._start(lambda: dist.batch_isend_irecv(operations)) if operations else []
-        peers = " and ".join(f"rank {peer}" for peer in sorted({operation.group_peer for operation in operations}))
-        return PendingTransfer(self, works, peers, (*out, *room))
+        peers = " and ".join(f"rank {peer}" for peer in sorted({each.group_peer for each in operations}))
+        return PendingTransfer(self, works, peers, (*out, *buffers))
 
-    def _count(self, way: str, moved: dict[int, int]) -> None:
+    def _count(self, direction: str, moved: dict[int, int]) -> None:
         for counted in _COUNTING:
             for peer, size in moved.items():
                 if size and peer != self.rank:
-                    getattr(counted, way)[peer] += size
+                    getattr(counted, direction)[peer] += size
 
     def _start(self, operation: Callable[[], T]) -> T:
         try:
@@ -147,25 +150,25 @@ class Communicator:
         except RuntimeError as error:
             raise self._peer_lost("the other ranks", error) from error
 
-    def _wait(self, work: dist.Work, whom: str) -> None:
+    def _wait(self, work: dist.Work, peers: str) -> None:
         try:
             done = work.wait() if self.timeout is None else work.wait(self.timeout)
         except RuntimeError as error:
-            raise self._peer_lost(whom, error) from error
+            raise self._peer_lost(peers, error) from error
         if done is False:
-            raise self._peer_lost(whom, RuntimeError("timed out"))
+            raise self._peer_lost(peers, RuntimeError("timed out"))
 
-    def _peer_lost(self, whom: str, error: Exception) -> PeerLost:
+    def _peer_lost(self, peers: str, error: Exception) -> PeerLost:
         first = (str(error).strip() or type(error).__name__).splitlines()[0]
         return PeerLost(
-            f"rank {self.rank} of {self.ranks} waited for {whom} in vain: was one killed, does it hang, or does it run "
-            f"other code? ({first})"
+            f"rank {self.rank} of {self.ranks} failed waiting for {peers}: check whether a rank was killed, "
+            f"hangs, or runs different code ({first})"
         )
 
 
 @dataclass(frozen=True, eq=False)
 class PendingTransfer:
-    """What is on its way; the tensors are kept until it is there."""
+    """A transfer in progress; it holds its tensors until it is complete."""
 
     comm: Communicator
     works: list[dist.Work]
@@ -178,5 +181,5 @@ class PendingTransfer:
 
 
 def split_flat(flat: Tensor, shapes: Sequence[tuple[int, ...]]) -> list[Tensor]:
-    """Tensors of these shapes, one behind the other in a flat one."""
+    """Split a flat tensor into consecutive tensors of these shapes."""
     return [part.view(shape) for part, shape in zip(flat.split([prod(s) for s in shapes]), shapes, strict=True)]

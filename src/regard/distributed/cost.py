@@ -1,21 +1,21 @@
-"""What a step of training costs each of many ranks: memory, FLOPs, bytes moved and seconds.
+"""The cost of a training step per rank: memory, FLOPs, bytes sent and seconds.
 
-R ranks are d · s: d groups share the sequences of a step, and the s ranks of a group share each sequence of N tokens,
-so that a rank has T = N / s tokens at a time. All numbers are float32, P of them are weights, and a step is forward,
-backward and AdamW. A group takes its sequences one after the other.
+R = d · s ranks: d groups split the sequences of a step, and the s ranks of a group split each sequence of N tokens, so
+that a rank has T = N / s tokens of a sequence. All numbers are float32, P is the number of weights, and a step is
+forward, backward and AdamW. A group processes its sequences one after the other.
 
     FLOPs      dense      6 T (matrices of the blocks + vocabulary · width)        2 forward, 4 backward
-               attention  of `regard.engines.cost`, which `explain` tells too: 2 (D + E) forward, 6 D + 4 E backward
-                          a place, over the busiest rank's queries (ring) or heads
-    sent by    all-reduce             2 (R - 1) / R · 4 P                          gradients, where models are whole
+               attention  by `regard.engines.cost`, as in `explain`: 2 (D + E) forward and 6 D + 4 E backward per entry,
+                          over the queries (ring) or heads of the busiest rank
+    sent by    all-reduce             2 (R - 1) / R · 4 P                          gradients, if models are replicated
     a rank     all-gather             (R - 1) / R · 4 · (2 P of blocks + P of the rest)   FSDP: forward, blocks again
-               reduce-scatter         2 (R - 1) / R · 4 P       FSDP: gradients; gloo adds them up on every rank, and
-                                                                others, such as NCCL, send half of that
-               ring, heads            `regard.distributed.bytes_moved`, to the byte, of every layer
-               (FSDP counts each weight with its first axis filled up to a multiple of R, and repeats for each sequence)
-    seconds    dense / speed + attention / its speed + bytes touched / memory's speed + bytes sent / bandwidth
-               + messages · latency; nothing overlaps. All is slower by ranks · threads / cores where a machine has
-               fewer cores than its ranks have threads, but for a wire that leads to other machines.
+               reduce-scatter         2 (R - 1) / R · 4 P       FSDP: gradients; gloo sums them on every rank,
+                                                                other backends, such as NCCL, send half of that
+               ring, heads            `regard.distributed.bytes_moved` of every layer, exact
+               (FSDP pads the first axis of each weight to a multiple of R, and repeats this for each sequence)
+    seconds    dense / flops + attention / attention flops + bytes touched / memory bandwidth + bytes sent /
+               bandwidth + messages · latency; nothing overlaps. If the ranks of a machine have more threads than it
+               has cores, all of it is slower by ranks · threads / cores, except for traffic between machines.
 """
 
 from __future__ import annotations
@@ -39,16 +39,16 @@ from regard.nn import Block, FeedForward, GatedFeedForward, MultiHeadAttention, 
 from regard.scores import Score
 
 FLOAT = 4
-LAYOUT = "balanced"  # of a sequence: every rank has as much work under a causal mask
-COUNTED = 16  # ranks of a ring up to which its bytes are counted; beyond, they grow by (s - 1) / s
-TOUCHED = 8  # times that what is kept for backward is written or read in a step, all elementwise work together
-STEPPED = 11  # times that a weight is written or read by clipping, AdamW and the average
-ROWS = 512  # tokens whose logits are held at a time
+LAYOUT = "balanced"  # equal work on every rank with a causal mask
+COUNTED = 16  # ranks of a ring up to which bytes are counted exactly; beyond, they scale with (s - 1) / s
+TOUCHED = 8  # reads and writes per saved activation in a step, for all elementwise work
+STEPPED = 11  # reads and writes per weight for clipping, AdamW and the moving average
+ROWS = 512  # tokens per chunk of logits
 
 
 @dataclass(frozen=True, eq=False)
 class LayerShape:
-    """A block, as far as it costs. `kept` are numbers that backward needs of every token."""
+    """The sizes of a block that determine its cost. kept: numbers per token saved for backward."""
 
     weights: tuple[tuple[int, ...], ...]
     matrices: int
@@ -63,36 +63,38 @@ class LayerShape:
 
 @dataclass(frozen=True, eq=False)
 class ModelShape:
-    """A language model, as far as it costs.
+    """The sizes of a language model that determine its cost.
 
     >>> import torch
     >>> from regard.distributed.cost import ModelShape
     >>> from regard.models import LanguageConfig, LanguageModel
     >>> with torch.device("meta"):
-    ...     made = LanguageModel(LanguageConfig(vocabulary=100, d_model=32, layers=2, heads=4, d_hidden=64))
-    >>> ModelShape.of(made).count == sum(weight.numel() for weight in made.parameters())
+    ...     model = LanguageModel(LanguageConfig(vocabulary=100, d_model=32, layers=2, heads=4, d_hidden=64))
+    >>> ModelShape.of(model).count == sum(weight.numel() for weight in model.parameters())
     True
     """
 
     layers: tuple[LayerShape, ...]
-    outside: tuple[tuple[int, ...], ...]  # weights that belong to no block
+    outside: tuple[tuple[int, ...], ...]  # weights outside the blocks
     d_model: int
     vocabulary: int
-    kept: int  # of every token, outside the blocks
+    kept: int  # numbers per token saved outside the blocks
 
     @staticmethod
     def of(model: nn.Module) -> ModelShape:
-        """The costs of a language model, which may be on the device "meta"."""
+        """The sizes of a language model, which may be on the meta device."""
         config = getattr(model, "config", None)
         blocks = [module for module in model.modules() if isinstance(module, Block)]
         if not blocks or not hasattr(config, "windows") or any(block.cross is not None for block in blocks):
-            raise ValueError(f"a {type(model).__name__} cannot be planned; language models can, such as GPT-2 or Llama")
+            raise ValueError(
+                f"expected a decoder-only language model, such as GPT-2 or Llama, got {type(model).__name__}"
+            )
         assert config is not None
         inside = {id(weight) for block in blocks for weight in block.parameters()}
         outside = tuple(tuple(weight.shape) for weight in model.parameters() if id(weight) not in inside)
         within = {id(part) for block in blocks for part in block.modules()}
         kept = sum(_kept_by_norm(part) for part in model.modules() if id(part) not in within)
-        # ids have 64 bits, dropout 8
+        # ids take 8 bytes, dropout masks 1 byte
         kept += 2 * config.d_model + (config.d_model // FLOAT if config.dropout else 0) + 2
         layers = tuple(map(_layer, blocks))
         kept += 2 * layers[0].D if getattr(config, "rotary", None) is not None else 2  # tables, or positions
@@ -110,7 +112,7 @@ class ModelShape:
 
 @dataclass(frozen=True)
 class Split:
-    """How ranks share the work: `data` groups of `sequence` ranks, which by ring or heads share each sequence."""
+    """How ranks split the work: `data` groups of `sequence` ranks, which split each sequence by ring or by heads."""
 
     data: int = 1
     sequence: int = 1
@@ -127,7 +129,7 @@ class Split:
         return " x ".join(parts) + (", fsdp" if self.fsdp else "")
 
     def cli_options(self) -> str:
-        """The options of `regard train` that say it."""
+        """The options of `regard train` for this split."""
         return (" --shard fsdp" if self.fsdp else "") + (
             f" --sequence-ranks {self.sequence}" if self.sequence > 1 else ""
         )
@@ -135,9 +137,11 @@ class Split:
 
 @dataclass(frozen=True)
 class Machine:
-    """What a rank has: FLOP/s of products and of attention, bytes/s of its memory and of the wire, bytes of memory.
+    """The resources of a rank.
 
-    Speeds are those of a rank that is alone on its machine; `cores` is for how many ranks of `threads` that holds.
+    flops, attention: FLOP/s of matrix products and of attention. touched, bandwidth: bytes/s of memory and network.
+    latency: seconds per message. memory: bytes per rank. Speeds are those of a rank that is alone on its machine; with
+    more than `cores` threads on one machine, all ranks are slower.
     """
 
     flops: float = 5e10
@@ -147,22 +151,22 @@ class Machine:
     latency: float = 1e-4
     memory: float = math.inf
     cores: int = 1
-    ranks: int = 1  # on one machine
+    ranks: int = 1  # per machine
     threads: int = 1
 
     def with_flops(self, flops: float) -> Machine:
-        """The machine of which nothing is known but its FLOP/s: attention has half of them, and 10 for a byte."""
+        """Set FLOP/s and estimate the rest: half of it for attention, and one byte of memory per 10 FLOPs."""
         return replace(self, flops=flops, attention=flops / 2, touched=flops / 10)
 
     @property
     def slowdown(self) -> float:
-        """How much slower a rank computes than alone."""
+        """The factor by which a rank is slower than alone on its machine."""
         return max(1.0, self.ranks * self.threads / self.cores)
 
 
 @dataclass(frozen=True)
 class Cost:
-    """Of one rank, the busiest: bytes held at the peak, FLOPs, bytes sent and seconds, each by its parts."""
+    """The cost of the busiest rank: peak bytes, FLOPs, bytes sent and seconds, each by component."""
 
     split: Split
     memory: dict[str, int]
@@ -180,67 +184,73 @@ class Cost:
 
 
 def splits(model: ModelShape, ranks: int, *, sequence: int, batch: int) -> Iterator[Split]:
-    """Every way to share the work among the ranks."""
-    for shared in (n for n in range(1, ranks + 1) if ranks % n == 0):
-        data = ranks // shared
-        if data > batch or shared * 2 > sequence:
+    """Yield every way to split the work over the ranks."""
+    for sequence_ranks in (n for n in range(1, ranks + 1) if ranks % n == 0):
+        data = ranks // sequence_ranks
+        if data > batch or sequence_ranks * 2 > sequence:
             continue
-        hows = [""] if shared == 1 else ["ring"]
-        if shared > 1 and all(layer.G % shared == 0 and layer.H % shared == 0 for layer in model.layers):
+        hows = [""] if sequence_ranks == 1 else ["ring"]
+        if sequence_ranks > 1 and all(
+            layer.G % sequence_ranks == layer.H % sequence_ranks == 0 for layer in model.layers
+        ):
             hows.append("heads")
         for how in hows:
-            yield Split(data, shared, how)
+            yield Split(data, sequence_ranks, how)
             if ranks > 1:
-                yield Split(data, shared, how, fsdp=True)
+                yield Split(data, sequence_ranks, how, fsdp=True)
 
 
 def cost(model: ModelShape, split: Split, machine: Machine, *, sequence: int, batch: int, average: bool = True) -> Cost:
-    """What a step of `batch` sequences of `sequence` tokens costs the busiest rank; `average` is one of the weights."""
-    tokens, turns = -(-sequence // split.sequence), -(-batch // split.data)
-    held = _memory(model, split, tokens, turns, average)
-    flops = {name: turns * count for name, count in _flops(model, split, sequence).items()}
-    sent, messages = _bytes_sent(model, split, sequence, turns)
-    touched = turns * TOUCHED * held["activations"] + STEPPED * held["weights"]
-    here = split.ranks <= machine.ranks  # then the wire is work for the cores, too
+    """The cost of a step of `batch` sequences of `sequence` tokens for the busiest rank.
+
+    average: whether a moving average of the weights is kept.
+    """
+    tokens, passes = -(-sequence // split.sequence), -(-batch // split.data)
+    held = _memory(model, split, tokens, passes, average)
+    flops = {name: passes * count for name, count in _flops(model, split, sequence).items()}
+    sent, messages = _bytes_sent(model, split, sequence, passes)
+    touched = passes * TOUCHED * held["activations"] + STEPPED * held["weights"]
+    local = split.ranks <= machine.ranks  # communication within a machine takes time of its cores
     seconds = {
         "dense": machine.slowdown * flops["dense"] / machine.flops,
         "attention": machine.slowdown * flops["attention"] / machine.attention,
         "memory": machine.slowdown * touched / machine.touched,
-        "communication": (machine.slowdown if here else 1)
+        "communication": (machine.slowdown if local else 1)
         * (sum(sent.values()) / machine.bandwidth + messages * machine.latency),
     }
     return Cost(split, held, flops, sent, seconds)
 
 
-def _memory(model: ModelShape, split: Split, tokens: int, turns: int, average: bool) -> dict[str, int]:
-    """Bytes at the peak, between forward and backward; `working` are what is there for a moment only.
+def _memory(model: ModelShape, split: Split, tokens: int, passes: int, average: bool) -> dict[str, int]:
+    """Bytes at the peak, between forward and backward, by component; `working` is temporary memory.
 
-    Gradients come while activations go. So they count where those of sequences before are held already.
+    During backward, gradients replace activations, so they add to the peak only if gradients of earlier sequences are
+    already there.
     """
     share = split.ranks if split.fsdp else 1
     own = FLOAT * sum(_padded_size(shape, share) // share for shape in model.shapes)
     largest = max(FLOAT * sum(map(math.prod, layer.weights)) for layer in model.layers)
     outside = FLOAT * sum(map(math.prod, model.outside))
     kept = FLOAT * tokens * (model.kept + sum(layer.kept for layer in model.layers))
-    table = FLOAT * model.vocabulary * model.d_model  # the gradient of the logits' weight, from the loss on
+    table = FLOAT * model.vocabulary * model.d_model  # the gradient of the output matrix, which the loss computes first
     working = max(
         FLOAT * min(ROWS, tokens) * model.vocabulary,
         table + FLOAT * tokens * model.d_model,
         FLOAT * tokens * max(layer.working for layer in model.layers),
     )
     if split.fsdp:
-        gathered = outside + 2 * largest  # one is computed with while the next is on its way
-        working += gathered + 2 * largest  # and gradients of one, before and after they are laid out to be sent
+        gathered = outside + 2 * largest  # the current block, and the next one in transfer
+        working += gathered + 2 * largest  # gradients of one block, and their send buffer
     elif split.ranks > 1:
-        working += own  # the buckets that gradients are sent in
+        working += own  # buckets of the gradient all-reduce
     held = {
         "weights": own,
-        "gradients": own if turns > 1 else max(0, own - kept),
+        "gradients": own if passes > 1 else max(0, own - kept),
         "optimizer": 2 * own + (own if average else 0),
         "activations": kept + table,
         "working": working,
     }
-    if split.sequence > 1:  # shards of two other ranks, and their gradients; or all tokens of some heads, and outputs
+    if split.sequence > 1:  # ring: two shards and their gradients; heads: all tokens of some heads, and outputs
         held["keys"] = max(
             4 * FLOAT * tokens * _portion(layer, tokens) * (layer.D + layer.E)
             if split.how == "ring"
@@ -251,7 +261,7 @@ def _memory(model: ModelShape, split: Split, tokens: int, turns: int, average: b
 
 
 def _flops(model: ModelShape, split: Split, sequence: int) -> dict[str, int]:
-    """Of one sequence."""
+    """FLOPs of one sequence."""
     tokens = -(-sequence // split.sequence)
     matrices = sum(layer.matrices for layer in model.layers) + model.vocabulary * model.d_model
     return {
@@ -261,66 +271,66 @@ def _flops(model: ModelShape, split: Split, sequence: int) -> dict[str, int]:
 
 
 def _attention(attend: Attention, layer: LayerShape, split: Split, sequence: int) -> int:
-    """FLOPs of the busiest rank, forward and backward."""
+    """Attention FLOPs of the busiest rank, forward and backward."""
     heads = layer.H
     if split.how == "heads":
         heads //= split.sequence
     assert isinstance(attend.score, Score)
     assert attend.mask is None or isinstance(attend.mask, Mask)
-    count = heads * _places(attend.mask, sequence, 1 if split.how == "heads" else split.sequence)
+    count = heads * _visited_entries(attend.mask, sequence, 1 if split.how == "heads" else split.sequence)
     return forward_flops(count, attend.score, layer.D, layer.E) + backward_flops(count, attend.score, layer.D, layer.E)
 
 
-def _places(mask: Mask | None, sequence: int, ranks: int) -> int:
-    """Of one head: the most that the first, the middle or the last of the ranks has."""
+def _visited_entries(mask: Mask | None, sequence: int, ranks: int) -> int:
+    """The largest number of entries per head on the first, the middle and the last rank."""
     content = "all" if mask is None else mask.snapshot().content()
-    known = None if content is None else ("places", content, sequence, ranks)
-    return CACHE.get_or_build(known, lambda: _count_places(mask, sequence, ranks))
+    cache_key = None if content is None else ("entries", content, sequence, ranks)
+    return CACHE.get_or_build(cache_key, lambda: _count_entries(mask, sequence, ranks))
 
 
-def _count_places(mask: Mask | None, sequence: int, ranks: int) -> int:
+def _count_entries(mask: Mask | None, sequence: int, ranks: int) -> int:
     spans = Layout.even(sequence, ranks, LAYOUT).spans
-    some = {0, ranks // 2, ranks - 1}
+    sample = {0, ranks // 2, ranks - 1}
     return max(
-        sum(visited_entries(mask, Frame(1, 1, b - a, sequence, a)) for a, b in spans[rank] if b > a) for rank in some
+        sum(visited_entries(mask, Frame(1, 1, b - a, sequence, a)) for a, b in spans[rank] if b > a) for rank in sample
     )
 
 
-def _bytes_sent(model: ModelShape, split: Split, sequence: int, turns: int) -> tuple[dict[str, int], int]:
-    """Bytes that a rank sends in a step, and messages."""
+def _bytes_sent(model: ModelShape, split: Split, sequence: int, passes: int) -> tuple[dict[str, int], int]:
+    """Bytes by kind, and the number of messages, that a rank sends in a step."""
     ranks, sent, messages = split.ranks, {}, 0
     if split.fsdp:
         blocks = sum(_padded_size(shape, ranks) for layer in model.layers for shape in layer.weights)
         outside = sum(_padded_size(shape, ranks) for shape in model.outside)
-        sent["all-gather"] = turns * FLOAT * (2 * blocks + outside) * (ranks - 1) // ranks
-        sent["reduce-scatter"] = 2 * turns * FLOAT * (blocks + outside) * (ranks - 1) // ranks
-        messages += turns * (ranks - 1) * 3 * (len(model.layers) + 1)
+        sent["all-gather"] = passes * FLOAT * (2 * blocks + outside) * (ranks - 1) // ranks
+        sent["reduce-scatter"] = 2 * passes * FLOAT * (blocks + outside) * (ranks - 1) // ranks
+        messages += passes * (ranks - 1) * 3 * (len(model.layers) + 1)
     elif ranks > 1:
         sent["all-reduce"] = 2 * FLOAT * model.count * (ranks - 1) // ranks
         messages += 2 * (ranks - 1) * max(1, FLOAT * model.count // (25 << 20))  # buckets of 25 MiB
     if split.sequence > 1:
-        sent[split.how] = turns * sum(_attention_bytes(layer, split, sequence) for layer in model.layers)
+        sent[split.how] = passes * sum(_attention_bytes(layer, split, sequence) for layer in model.layers)
         tokens, around = -(-sequence // split.sequence), 3 * (split.sequence - 1)
-        messages += turns * sum(
+        messages += passes * sum(
             around * -(-layer.G // _portion(layer, tokens)) if split.how == "ring" else 8 for layer in model.layers
         )
     return sent, messages
 
 
 def _portion(layer: LayerShape, tokens: int) -> int:
-    """How many heads of its keys and values go round at a time."""
+    """The number of key/value heads per ring transfer."""
     return portion(Sizes(1, layer.H, layer.G, layer.D, layer.E, FLOAT), tokens)
 
 
 def _attention_bytes(layer: LayerShape, split: Split, sequence: int) -> int:
-    """What the busiest rank sends for the attention of one sequence, forward and backward."""
-    asked = layer.H, layer.G, layer.D, layer.E, sequence, split.sequence, split.how
+    """Bytes that the busiest rank sends for the attention of one sequence, forward and backward."""
+    arguments = layer.H, layer.G, layer.D, layer.E, sequence, split.sequence, split.how
     mask = layer.attend.mask
     content = mask.snapshot().content() if isinstance(mask, Mask) else None
     known = _COUNTED.setdefault(layer.attend, {})
-    if (content, asked) not in known:
-        known[content, asked] = _count_bytes(layer.attend, *asked)
-    return known[content, asked]
+    if (content, arguments) not in known:
+        known[content, arguments] = _count_bytes(layer.attend, *arguments)
+    return known[content, arguments]
 
 
 _COUNTED: WeakKeyDictionary[Attention, dict[tuple, int]] = WeakKeyDictionary()
@@ -334,7 +344,7 @@ def _count_bytes(attend: Attention, H: int, G: int, D: int, E: int, sequence: in
 
 
 def _padded_size(shape: tuple[int, ...], ranks: int) -> int:
-    """Numbers in a weight whose first axis is filled up to a multiple of the ranks."""
+    """The size of a weight with its first axis padded to a multiple of the ranks."""
     return -(-shape[0] // ranks) * ranks * math.prod(shape[1:]) if shape else ranks
 
 
@@ -344,18 +354,18 @@ def _layer(block: Block) -> LayerShape:
     assert isinstance(feedforward, FeedForward | GatedFeedForward)
     H, G, D, E = attention.heads, attention.kv_heads, attention.d_head, attention.d_value
     d_model, d_hidden = feedforward.output.weight.shape
-    kept = 2 * d_model + H * (D + E + 1) + G * (D + E)  # what is projected, q, k, v, output and its log-sum-exp
-    kept += (H + G) * D if attention.rotary is not None else 0  # q and k before they are turned
+    kept = 2 * d_model + H * (D + E + 1) + G * (D + E)  # the inputs of projections, q, k, v, output and log-sum-exp
+    kept += (H + G) * D if attention.rotary is not None else 0  # q and k before rotation
     kept += (H + G) * (D + 1) if attention.query_norm is not None else 0
     if isinstance(feedforward, GatedFeedForward):
         kept += 4 * d_hidden
     else:
-        kept += d_hidden if feedforward.activation is F.relu else 2 * d_hidden  # whose gradient is told by its output
+        kept += d_hidden if feedforward.activation is F.relu else 2 * d_hidden  # ReLU needs only its output
     for part in (
         part for residual in block.children() if isinstance(residual, Residual) for part in residual.modules()
     ):
         kept += _kept_by_norm(part)
-        kept += d_model // FLOAT if isinstance(part, Residual) and part.dropout else 0  # one byte for each number
+        kept += d_model // FLOAT if isinstance(part, Residual) and part.dropout else 0  # one byte per number
     return LayerShape(
         tuple(tuple(weight.shape) for weight in block.parameters()),
         sum(part.weight.numel() for part in block.modules() if isinstance(part, nn.Linear)),
@@ -364,7 +374,7 @@ def _layer(block: Block) -> LayerShape:
 
 
 def _kept_by_norm(part: nn.Module) -> int:
-    """Numbers that a norm keeps of every token: what it was given, its statistics, and what it makes of it (RMS)."""
+    """Numbers per token that a norm saves: its input, its statistics, and the normalised input (RMS)."""
     if isinstance(part, nn.LayerNorm):
         return math.prod(part.normalized_shape) + 2
     if isinstance(part, nn.RMSNorm | UnitRMSNorm):

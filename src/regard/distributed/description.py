@@ -1,4 +1,4 @@
-"""The frame of a whole call, and the tensors that a description holds."""
+"""The frame of a full call, and the tensors of a description."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from regard.scores import Modified, Score
 
 
 def full_frame(attend: Attention, B: int, H: int, Q: int, K: int) -> Frame:
-    """The frame of the whole call."""
+    """The frame of the full call, over all ranks."""
     offset = K - Q if attend.offset is None else read_offset(attend.offset)
     return Frame(B, H, Q, K, offset)
 
 
 def learned_tensors(attend: Attention, device: torch.device) -> list[Tensor]:
-    """The description's tensors that may require grad, each once; those that a score function closes over too."""
+    """The tensors of a description that may require grad, each once, including closures of score functions."""
     assert isinstance(attend.score, Score)
     found = list(attend.score.tensors())
     if isinstance(attend.bias, Bias):
@@ -41,33 +41,33 @@ def learned_tensors(attend: Attention, device: torch.device) -> list[Tensor]:
 
 
 def closure_tensors(score: Any, device: torch.device) -> Iterator[Tensor]:
-    """The leaves that require grad behind what a score function makes of a score that does not."""
+    """The leaf tensors that require grad and that a score function closes over."""
     if not isinstance(score, Modified):
         return
-    places = torch.zeros(4, 1, 1, 1, 1, dtype=torch.int64, device=device)
+    indices = torch.zeros(4, 1, 1, 1, 1, dtype=torch.int64, device=device)
     with torch.enable_grad():
-        changed = score.function(torch.zeros(1, 1, 1, 1, device=device), *places)
-    waiting, seen = [changed.grad_fn] if isinstance(changed, Tensor) else [], set()
-    if isinstance(changed, Tensor) and changed.is_leaf and changed.requires_grad:
-        yield changed
-    while waiting:
-        node = waiting.pop()
+        modified = score.function(torch.zeros(1, 1, 1, 1, device=device), *indices)
+    pending, seen = [modified.grad_fn] if isinstance(modified, Tensor) else [], set()
+    if isinstance(modified, Tensor) and modified.is_leaf and modified.requires_grad:
+        yield modified
+    while pending:
+        node = pending.pop()
         if node is None or node in seen:
             continue
         seen.add(node)
         if (leaf := getattr(node, "variable", None)) is not None:
             yield leaf
-        waiting += [before for before, _ in node.next_functions]
+        pending += [before for before, _ in node.next_functions]
     yield from closure_tensors(score.score, device)
 
 
 def description_digest(value: Any) -> int:
-    """A number that two ranks have in common if they describe the same; values of learned tensors do not count."""
+    """A checksum to compare descriptions between ranks; values of floating-point tensors are ignored."""
     if isinstance(value, Mask):
         value = value.snapshot()
     if isinstance(value, Tensor):
-        known = repr((value.dtype, tuple(value.shape))).encode()
-        return zlib.crc32(known if value.is_floating_point() else known + value.cpu().numpy().tobytes())
+        header = repr((value.dtype, tuple(value.shape))).encode()
+        return zlib.crc32(header if value.is_floating_point() else header + value.cpu().numpy().tobytes())
     if is_dataclass(value) and not isinstance(value, type):
         inside = [description_digest(getattr(value, field.name)) for field in fields(value)]
         return zlib.crc32(repr((type(value).__name__, inside)).encode())

@@ -1,4 +1,4 @@
-"""The exchange of heads: every rank gives tokens of all heads, and has all tokens of some heads."""
+"""The exchange of heads (Ulysses): from the local tokens of all heads to all tokens of the local heads, and back."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from regard.geometry import CallSlice
 
 
 def attend_by_heads(
-    call: ShardedCall, query: Tensor, key: Tensor, value: Tensor, lse_too: bool
+    call: ShardedCall, query: Tensor, key: Tensor, value: Tensor, return_lse: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """Output (B, H, Q_r, E), and the log-sum-exp (B, H, Q_r) if it is asked for."""
+    """Output (B, H, Q_r, E), and log-sum-exp (B, H, Q_r) if `return_lse` is set, else None."""
     comm, plan, frame = call.comm, call.plan, call.frame
     count = frame.H // comm.ranks
     heads = slice(comm.rank * count, (comm.rank + 1) * count)
     query, key, value = _ToHeads.apply(comm, (plan.queries, plan.keys, plan.keys), query, key, value)
     output, lse = call.compute(call.attend, CallSlice(heads, slice(0, frame.Q), slice(0, frame.K)), query, key, value)
     (output,) = _ToTokens.apply(comm, (plan.queries,), output)
-    if not lse_too:
+    if not return_lse:
         return output, None
     (lse,) = _ToTokens.apply(comm, (plan.queries,), lse.unsqueeze(-1))
     return output, lse.squeeze(-1)
@@ -57,7 +57,7 @@ class _ToTokens(torch.autograd.Function):
 
 
 def _to_heads(comm: Communicator, layouts: tuple[Layout, ...], tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """(B, heads, tokens of this rank, ...) to (B, heads of this rank, tokens, ...)."""
+    """(B, heads, local tokens, ...) to (B, local heads, tokens, ...)."""
     parts = list(zip(*(x.chunk(comm.ranks, 1) for x in tensors), strict=True))
     shapes = [
         [
@@ -66,13 +66,13 @@ def _to_heads(comm: Communicator, layouts: tuple[Layout, ...], tensors: tuple[Te
         ]
         for r in range(comm.ranks)
     ]
-    found = comm.all_to_all(parts, shapes)
-    return tuple(layout.join([some[n] for some in found], 2) for n, layout in enumerate(layouts))
+    received = comm.all_to_all(parts, shapes)
+    return tuple(layout.join([tensors[n] for tensors in received], 2) for n, layout in enumerate(layouts))
 
 
 def _to_tokens(comm: Communicator, layouts: tuple[Layout, ...], tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """(B, heads of this rank, tokens, ...) to (B, heads, tokens of this rank, ...)."""
+    """(B, local heads, tokens, ...) to (B, heads, local tokens, ...)."""
     parts = [[layout.own(x, 2, r) for x, layout in zip(tensors, layouts, strict=True)] for r in range(comm.ranks)]
     shape = [(*x.shape[:2], layout.lengths[comm.rank], x.shape[3]) for x, layout in zip(tensors, layouts, strict=True)]
-    found = comm.all_to_all(parts, [shape] * comm.ranks)
-    return tuple(torch.cat([some[n] for some in found], 1) for n in range(len(tensors)))
+    received = comm.all_to_all(parts, [shape] * comm.ranks)
+    return tuple(torch.cat([tensors[n] for tensors in received], 1) for n in range(len(tensors)))

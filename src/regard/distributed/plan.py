@@ -1,7 +1,6 @@
-"""What is sent to whom: the keys that the mask lets a rank's queries see, asked of the mask's own tiles.
+"""The communication plan: which keys each rank sends to each other rank, from the tiles of the mask.
 
-Every rank works it out for all of them, from the same description and the same lengths, so that what one sends another
-awaits.
+Every rank computes the plan of all ranks from the same description and lengths, so that sends and receives match.
 """
 
 from __future__ import annotations
@@ -18,14 +17,14 @@ from regard.distributed.layout import Layout, Span
 from regard.geometry import CallSlice, Frame
 from regard.masks import Mask, tiles
 
-SIDE = 64  # tiles that a span is looked at in, at most
-PORTION = 1 << 20  # bytes of keys and values that go round at a time
+SIDE = 64  # maximum tiles per side of a span
+PORTION = 1 << 20  # bytes of keys and values per ring transfer
 METHODS = ("ring", "heads")
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """The whole call: its axes, the bytes of a number, and what is differentiated."""
+    """The full call: its axes, the bytes per number, and which gradients are needed."""
 
     B: int
     H: int
@@ -34,12 +33,12 @@ class Sizes:
     E: int
     bytes: int
     grad: bool = False  # whether there is a backward pass
-    grad_keys: bool = False  # whether it has gradients of keys and values
+    grad_keys: bool = False  # whether keys or values require grad
 
 
 @dataclass(frozen=True)
 class Block:
-    """Some neighbouring queries and keys, by their places in the whole sequence: one call of an engine."""
+    """A span of queries and a span of keys, by positions in the full sequence: one call of an engine."""
 
     rows: Span
     columns: Span
@@ -47,7 +46,8 @@ class Block:
 
 @dataclass(frozen=True)
 class Plan:
-    """For every rank of queries t and rank of keys r: `blocks[t][r]` to compute, and `pieces[t][r]` of keys to send."""
+    """For the queries of rank t and the keys of rank r: `blocks[t][r]` to compute, and spans `pieces[t][r]` of keys to
+    send."""
 
     queries: Layout
     keys: Layout
@@ -59,11 +59,11 @@ class Plan:
         return len(self.blocks)
 
     def count(self, t: int, r: int) -> int:
-        """How many keys of rank r the queries of rank t need."""
+        """The number of keys of rank r that the queries of rank t need."""
         return sum(b - a for a, b in self.pieces[t][r])
 
     def ring_bytes(self, sizes: Sizes) -> list[int]:
-        """What each rank sends by the ring: its keys and values to who needs them; backward again, and gradients."""
+        """Bytes that each rank sends with the ring: keys and values, in backward again, and their gradients."""
         each = sizes.B * sizes.G * (sizes.D + sizes.E) * sizes.bytes
         sent = [0] * self.ranks
         for t in range(self.ranks):
@@ -74,7 +74,7 @@ class Plan:
         return sent
 
     def head_bytes(self, sizes: Sizes) -> list[int]:
-        """What each rank sends by the exchange of heads: tokens of others' heads, and outputs back; and backward."""
+        """Bytes that each rank sends with the exchange of heads: q, k, v and outputs, forward and backward."""
         query, key = sizes.H // self.ranks * sizes.B * sizes.bytes, sizes.G // self.ranks * sizes.B * sizes.bytes
         both = sizes.D + sizes.E
         sent = []
@@ -86,7 +86,7 @@ class Plan:
         return sent
 
     def choose(self, how: str | None, sizes: Sizes) -> str:
-        """The way that was asked for, or the one that moves fewer bytes over the busiest rank."""
+        """`how` if it is given, else the method with fewer bytes on the busiest rank."""
         if how is not None and how not in METHODS:
             raise ValueError(f"how must be one of {', '.join(METHODS)}, or None, but is {how!r}")
         if how == "heads" and sizes.G % self.ranks:
@@ -102,9 +102,10 @@ class Plan:
 
 
 def portion(sizes: Sizes, keys: int, described: int = 0) -> int:
-    """How many heads of a shard of so many keys go round at a time, so that what is on its way stays small.
+    """The number of key/value heads per ring transfer, for shards of `keys` keys.
 
-    One at least, and as much as the description itself holds in bytes, whose gradients every turn adds up whole.
+    A transfer has at least one head, and about `PORTION` bytes or as many as the tensors of the description, if those
+    are more (`described`): their gradients are accumulated in full at each step.
 
     >>> portion(Sizes(B=1, H=8, G=8, D=64, E=64, bytes=4), keys=1024), portion(Sizes(1, 8, 8, 64, 64, 4), keys=65536)
     (2, 1)
@@ -114,11 +115,11 @@ def portion(sizes: Sizes, keys: int, described: int = 0) -> int:
 
 
 def plan(mask: Mask | None, frame: Frame, queries: Layout, keys: Layout) -> Plan:
-    """The plan of a call whose tokens are split like this, remembered by the mask's content."""
+    """The plan of a call with these layouts, cached by the content of the mask."""
     mask, key = None if mask is None else mask.snapshot(), frame.cache_key()
     content = "all" if mask is None else mask.content()
-    known = None if content is None else ("ring", content, key, queries, keys)
-    return CACHE.get_or_build(known, lambda: _plan(mask, key, queries, keys), owner=mask)
+    cache_key = None if content is None else ("ring", content, key, queries, keys)
+    return CACHE.get_or_build(cache_key, lambda: _plan(mask, key, queries, keys), owner=mask)
 
 
 def _plan(mask: Mask | None, key: tuple, queries: Layout, keys: Layout) -> Plan:
@@ -128,30 +129,30 @@ def _plan(mask: Mask | None, key: tuple, queries: Layout, keys: Layout) -> Plan:
     for rows in queries.spans:
         blocks_of, pieces_of = [], []
         for columns in keys.spans:
-            found, held = [], []
+            found, needed = [], []
             for span in columns:
                 visible = [(row, part) for row in rows if (part := _visible_span(mask, frame, row, span)) is not None]
                 found += [Block(row, part) for row, part in visible]
                 if visible:
-                    held.append((min(a for _, (a, _) in visible), max(b for _, (_, b) in visible)))
+                    needed.append((min(a for _, (a, _) in visible), max(b for _, (_, b) in visible)))
             blocks_of.append(tuple(found))
-            pieces_of.append(tuple(held))
+            pieces_of.append(tuple(needed))
         blocks.append(tuple(blocks_of))
         pieces.append(tuple(pieces_of))
     return Plan(queries, keys, tuple(blocks), tuple(pieces))
 
 
 def _visible_span(mask: Mask | None, frame: Frame, rows: Span, columns: Span) -> Span | None:
-    """The keys of a span from the first to the last that any of some queries may see."""
+    """The part of a span of keys from the first to the last key that any of the queries may attend to."""
     (top, bottom), (left, right) = rows, columns
     if top == bottom or left == right or not frame.B or not frame.H:
         return None
     if mask is None:
         return columns
-    part = mask.narrow(frame, CallSlice(slice(0, frame.H), slice(top, bottom), slice(left, right)))
+    narrowed = mask.narrow(frame, CallSlice(slice(0, frame.H), slice(top, bottom), slice(left, right)))
     here = Frame(frame.B, frame.H, bottom - top, right - left, frame.offset + top - left)
     size = max(16, -(-max(here.Q, here.K) // SIDE))
-    table = tiles(part, here, (size, size))
+    table = tiles(narrowed, here, (size, size))
     if not len(table.start):
         return None
     return left + int(table.start.min()) * size, left + min(int(table.stop.max()) * size, here.K)
@@ -159,7 +160,7 @@ def _visible_span(mask: Mask | None, frame: Frame, rows: Span, columns: Span) ->
 
 @dataclass(frozen=True)
 class BytesMoved:
-    """How a call is computed, "ring" or "heads", and the bytes that each rank sends."""
+    """The method of a call, "ring" or "heads", and the bytes that each rank sends."""
 
     how: str
     sent: tuple[int, ...]
@@ -181,15 +182,15 @@ def bytes_moved(
     how: str | None = None,
     backward: bool = True,
 ) -> BytesMoved:
-    """The bytes that each rank sends in one call, to the byte, without a process group: what a plan needs.
+    """The exact number of bytes that each rank sends in one call, computed without a process group.
 
-    Q and K are whole lengths, split evenly, or one length a rank. K, G and E are Q, H and D unless told otherwise.
+    Q and K are full lengths, split evenly, or lists with one length per rank. K, G and E default to Q, H and D.
 
     >>> import regard as rg
     >>> from regard.distributed import bytes_moved
-    >>> whole = bytes_moved(rg.Attention(), ranks=4, B=1, H=8, Q=4096, D=64, backward=False)
-    >>> near = bytes_moved(rg.Attention(mask=rg.window(64, 0)), ranks=4, B=1, H=8, Q=4096, D=64, backward=False)
-    >>> whole.how, max(whole.sent), near.how, max(near.sent)
+    >>> full = bytes_moved(rg.Attention(), ranks=4, B=1, H=8, Q=4096, D=64, backward=False)
+    >>> local = bytes_moved(rg.Attention(mask=rg.window(64, 0)), ranks=4, B=1, H=8, Q=4096, D=64, backward=False)
+    >>> full.how, max(full.sent), local.how, max(local.sent)
     ('heads', 6291456, 'ring', 262144)
     """
     queries, keys = (
@@ -198,6 +199,6 @@ def bytes_moved(
     )
     sizes = Sizes(B, H, H if G is None else G, D, D if E is None else E, dtype.itemsize, backward, backward)
     assert attend.mask is None or isinstance(attend.mask, Mask)
-    found = plan(attend.mask, full_frame(attend, B, H, queries.length, keys.length), queries, keys)
-    way = found.choose(how, sizes)
-    return BytesMoved(way, tuple(found.ring_bytes(sizes) if way == "ring" else found.head_bytes(sizes)))
+    call_plan = plan(attend.mask, full_frame(attend, B, H, queries.length, keys.length), queries, keys)
+    method = call_plan.choose(how, sizes)
+    return BytesMoved(method, tuple(call_plan.ring_bytes(sizes) if method == "ring" else call_plan.head_bytes(sizes)))

@@ -1,13 +1,13 @@
-"""The ring: keys and values go from rank to rank while each computes with what it has.
+"""Ring attention: keys and values are sent from rank to rank while each rank computes with the shard it has.
 
-At step s, rank r sends its keys to rank r + s and has those of rank r - s: every rank sends and receives once a step,
-and what no query of a rank may see is not sent to it. The next shard is on its way while one is computed with, so a
-rank holds two of other ranks at most; and a shard goes round by some heads at a time, so that two are little. Backward
-sends the shards again, and their gradients back.
+At step s, rank r sends its keys to rank r + s and computes with those of rank r - s. Keys that no query of a rank may
+attend to are not sent to it. The next shard is transferred during the computation, so a rank holds at most two shards
+of other ranks; a transfer has only some of the heads, so that two are small. Backward sends the shards again, and their
+gradients back.
 
-A part of the keys gives output o and log-sum-exp l, all of them O and L. With w = exp(l - L), O is the sum of w o. The
-weights of a part are exp(logit - L) whatever the others are, so its gradients follow from O and L alone; where a score
-function learns, they are those of (o, l) by (w dO, w (dO · (o - O) + dL)).
+The keys of one shard give output o and log-sum-exp l, all keys give O and L. With w = exp(l - L), O is the sum of w o.
+The weights of a shard are exp(logit - L), so its gradients follow from O and L alone. If a score function closes over
+trainable tensors, they are the gradients of (o, l) with the cotangents (w dO, w (dO · (o - O) + dL)).
 """
 
 from __future__ import annotations
@@ -36,38 +36,38 @@ _GOLDEN = 0x9E3779B97F4A7C15
 
 @dataclass(frozen=True, eq=False)
 class ShardedCall:
-    """One call, as all ranks know it."""
+    """One call, with the information that all ranks share."""
 
     attend: Attention
-    frame: Frame  # of the whole
+    frame: Frame  # of the full call
     sizes: Sizes
     plan: Plan
     comm: Communicator
     engine: str | None
-    tensors: tuple[Tensor, ...]  # the description's own
-    seed: int  # of this rank's dropout
+    tensors: tuple[Tensor, ...]  # of the description
+    seed: int  # dropout seed of this rank
 
     def compute(self, attend: Attention, part: CallSlice, *tensors: Tensor) -> tuple[Tensor, Tensor]:
-        """Output and log-sum-exp of a part of the call."""
-        own = attend.narrow(self.frame, part)
+        """Output and log-sum-exp of a slice of the call."""
+        narrowed = attend.narrow(self.frame, part)
         with self.seeded(part):
-            return own.forward_local(*tensors, engine=self.engine, return_lse=True)
+            return narrowed.forward_local(*tensors, engine=self.engine, return_lse=True)
 
     @contextmanager
     def seeded(self, part: CallSlice) -> Iterator[None]:
-        """Within, dropout of a part begins from a seed of its own; behind, torch's generator is where it was."""
+        """Seed dropout for a slice of the call; restore torch's generator on exit."""
         if not self.attend.dropout:
             yield
             return
-        place = (part.heads.start * self.frame.Q + part.rows.start) * self.frame.K + part.columns.start
+        index = (part.heads.start * self.frame.Q + part.rows.start) * self.frame.K + part.columns.start
         with torch.random.fork_rng(devices=[]):
-            torch.default_generator.manual_seed((self.seed + _GOLDEN * (place + 1)) % 2**63)
+            torch.default_generator.manual_seed((self.seed + _GOLDEN * (index + 1)) % 2**63)
             yield
 
 
 @dataclass(frozen=True)
 class RingStep:
-    """One step of the ring, of some heads of the queries and the groups of keys and values that they look at."""
+    """One step of the ring, for some query heads and the key/value heads (`groups`) that they attend to."""
 
     heads: slice
     groups: slice
@@ -93,10 +93,10 @@ class _Ring(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        if torch.is_grad_enabled():  # torch's once_differentiable lets pass what has no history, and drops the rest
+        if torch.is_grad_enabled():  # once_differentiable would not raise for gradients without history
             raise NotImplementedError(
-                "a shared sequence has no second derivatives: call backward without create_graph, or compute them for "
-                "whole sequences, outside of regard.distributed.sequence"
+                "a sharded sequence has no second derivatives: call backward without create_graph, or compute them for "
+                "full sequences, outside of regard.distributed.sequence"
             )
         output, lse, *tensors = ctx.saved_tensors
         wanted = ctx.needs_input_grad[1:]
@@ -108,7 +108,7 @@ def _forward(call: ShardedCall, query: Tensor, key: Tensor, value: Tensor) -> tu
     rank, real = call.comm.rank, _accumulation_dtype(query)
     attend, own = replace(call.attend, sink=None), call.plan.queries.spans[rank]
     output = query.new_zeros((*query.shape[:3], value.shape[3]), dtype=real)
-    lse = _sink(call, output)  # a shard that takes weight and has no value
+    lse = _sink(call, output)  # like a shard with a weight but no value
     for ring_step, source, held in _arrivals(call, key, value):
         for block in call.plan.blocks[rank][source]:
             rows, columns = _locate(own, block.rows), _columns(call, source, block)
@@ -123,7 +123,7 @@ def _gradients(
     grad_output: Tensor,
     grad_lse: Tensor,
 ) -> list[Tensor]:  # fmt: skip
-    """The gradients of query, key, value and the description's tensors, in this order."""
+    """The gradients of query, key, value and the tensors of the description, in this order."""
     query, key, value, *_ = tensors
     rank, real = call.comm.rank, lse.dtype
     sums = [torch.zeros_like(tensor, dtype=real) for tensor in tensors]
@@ -143,11 +143,13 @@ def _gradients(
             rows, columns = _locate(call.plan.queries.spans[rank], block.rows), _columns(call, source, block)
             inputs = [query[:, ring_step.heads, rows], held[0][:, :, columns], held[1][:, :, columns]]
             inputs = [x.detach().requires_grad_(want) for x, want in zip(inputs, wanted, strict=False)] + learned
-            asked = [n for n, x in enumerate(inputs) if x.requires_grad]
+            trainable = [n for n, x in enumerate(inputs) if x.requires_grad]
             own = [x[:, ring_step.heads, rows] for x in whole]
-            found = _block_gradients(call, attend, _part(ring_step, block), inputs[:3], own, [inputs[n] for n in asked])
+            found = _block_gradients(
+                call, attend, _part(ring_step, block), inputs[:3], own, [inputs[n] for n in trainable]
+            )
             targets = [sums[0][:, ring_step.heads, rows], *(x[:, :, columns] for x in shard), *sums[3:]]
-            for n, grad in zip(asked, found, strict=True):
+            for n, grad in zip(trainable, found, strict=True):
                 if grad is not None:
                     targets[n] += grad
         if returning is not None:
@@ -167,7 +169,7 @@ def _block_gradients(
     call: ShardedCall, attend: Attention, part: CallSlice, tensors: Sequence[Tensor], whole: Sequence[Tensor],
     inputs: Sequence[Tensor],
 ) -> Sequence[Tensor | None]:  # fmt: skip
-    """The gradients of inputs by one block of queries and keys."""
+    """The gradients of `inputs` from one block of queries and keys."""
     device = whole[0].device
     with torch.enable_grad():
         own = attend.narrow(call.frame, part)
@@ -180,35 +182,35 @@ def _block_gradients(
                     seed = draw_seed(device)
             return shard_gradients(own.problem(*tensors), tensors, seed, inputs, *whole)
         found, found_lse = call.compute(attend, part, *tensors)
-    by = _pairing(found.detach(), found_lse.detach(), *whole)
-    return torch.autograd.grad((found, found_lse), inputs, by, allow_unused=True, retain_graph=True)
+    cotangents = _cotangents(found.detach(), found_lse.detach(), *whole)
+    return torch.autograd.grad((found, found_lse), inputs, cotangents, allow_unused=True, retain_graph=True)
 
 
-def _pairing(
+def _cotangents(
     part: Tensor, part_lse: Tensor, output: Tensor, lse: Tensor, grad_output: Tensor, grad_lse: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """What the output and log-sum-exp of a part of the keys are to be differentiated by."""
+    """The cotangents of the output and log-sum-exp of one shard of the keys."""
     share = (part_lse - lse).exp().masked_fill(part_lse == float("-inf"), 0.0)
     rest = (grad_output.to(lse) * (part.to(lse) - output.to(lse))).sum(-1) + grad_lse
     return (share.unsqueeze(-1) * grad_output).to(part.dtype), share * rest
 
 
 def _ring_steps(call: ShardedCall) -> list[RingStep]:
-    """Every step of every portion of the heads, own keys first."""
+    """The steps of all transfers: for each portion of the heads, the local keys first."""
     sizes, ranks = call.sizes, call.comm.ranks
-    each, some = sizes.H // max(1, sizes.G), max(1, sizes.G)
+    per_group, count = sizes.H // max(1, sizes.G), max(1, sizes.G)
     if ranks > 1:
-        some = portion(sizes, max(call.plan.keys.lengths), sum(tensor.nbytes for tensor in call.tensors))
-    groups = [slice(g, min(g + some, sizes.G)) for g in range(0, sizes.G, some)]
+        count = portion(sizes, max(call.plan.keys.lengths), sum(tensor.nbytes for tensor in call.tensors))
+    groups = [slice(g, min(g + count, sizes.G)) for g in range(0, sizes.G, count)]
     return [
-        RingStep(slice(each * own.start, each * own.stop), own, step, 4 * (n * ranks + step))
-        for n, own in enumerate(groups)
+        RingStep(slice(per_group * some.start, per_group * some.stop), some, step, 4 * (n * ranks + step))
+        for n, some in enumerate(groups)
         for step in range(ranks)
     ]
 
 
 def _arrivals(call: ShardedCall, key: Tensor, value: Tensor) -> Iterator[tuple[RingStep, int, list[Tensor]]]:
-    """Turn, rank and its keys and values that this rank needs; the next are always on their way."""
+    """Yield each step with the source rank and its keys and values, while the next transfer is in progress."""
     comm, plan = call.comm, call.plan
     spans = plan.keys.spans[comm.rank]
 
@@ -217,34 +219,34 @@ def _arrivals(call: ShardedCall, key: Tensor, value: Tensor) -> Iterator[tuple[R
         out = [_select(x[:, ring_step.groups], spans, plan.pieces[target][comm.rank]) for x in (key, value)]
         if not ring_step.step:
             return None, out
-        room = _receive_buffers(call, ring_step, plan.count(comm.rank, source), key)
-        return comm.post(target, out, source, room, ring_step.tag), room
+        buffers = _receive_buffers(call, ring_step, plan.count(comm.rank, source), key)
+        return comm.post(target, out, source, buffers, ring_step.tag), buffers
 
     ring_steps = _ring_steps(call)
-    coming = start_transfer(ring_steps[0]) if ring_steps else None
+    transfer = start_transfer(ring_steps[0]) if ring_steps else None
     for ring_step, following in zip(ring_steps, [*ring_steps[1:], None], strict=True):
-        assert coming is not None
-        posted, held = coming
+        assert transfer is not None
+        posted, held = transfer
         if posted is not None:
             posted.wait()
-        del posted  # and what was sent
-        coming = start_transfer(following) if following is not None else None
+        del posted  # frees the send buffers
+        transfer = start_transfer(following) if following is not None else None
         yield ring_step, (comm.rank - ring_step.step) % comm.ranks, held
 
 
 @dataclass(frozen=True, eq=False)
 class GradientReturn:
-    """Gradients of keys and values on their way: of another rank's to it, and of this rank's from another."""
+    """Gradients of keys and values in transfer: those of another rank to it, and those of this rank back."""
 
     call: ShardedCall
     posted: PendingTransfer
     ring_step: RingStep
     target: int
-    room: list[Tensor]
+    buffers: list[Tensor]
 
     def add(self, sums: Sequence[Tensor]) -> None:
         self.posted.wait()
-        _add(self.call, self.target, self.ring_step, self.room, sums)
+        _add(self.call, self.target, self.ring_step, self.buffers, sums)
 
 
 def _return_gradients(
@@ -252,12 +254,14 @@ def _return_gradients(
 ) -> GradientReturn:
     comm = call.comm
     target = (comm.rank + ring_step.step) % comm.ranks
-    room = _receive_buffers(call, ring_step, call.plan.count(target, comm.rank), key)
-    return GradientReturn(call, comm.post(source, grads, target, room, ring_step.tag + 2), ring_step, target, room)
+    buffers = _receive_buffers(call, ring_step, call.plan.count(target, comm.rank), key)
+    return GradientReturn(
+        call, comm.post(source, grads, target, buffers, ring_step.tag + 2), ring_step, target, buffers
+    )
 
 
 def _add(call: ShardedCall, target: int, ring_step: RingStep, grads: Sequence[Tensor], sums: Sequence[Tensor]) -> None:
-    """Add the gradients of those of this rank's keys that another (or this one) has used."""
+    """Add the gradients of the keys and values of this rank that rank `target` has used."""
     first, spans = 0, call.plan.keys.spans[call.comm.rank]
     for a, b in call.plan.pieces[target][call.comm.rank]:
         for total, grad in zip(sums[1:3], grads, strict=True):
@@ -266,7 +270,7 @@ def _add(call: ShardedCall, target: int, ring_step: RingStep, grads: Sequence[Te
 
 
 def _sink(call: ShardedCall, output: Tensor) -> Tensor:
-    """The log-sum-exp before any key is seen, (B, H, Q_r): the sink's logit, or -inf."""
+    """The initial log-sum-exp (B, H, Q_r): the logit of the sink, or -inf."""
     sink = float("-inf") if call.attend.sink is None else call.attend.sink
     logit = torch.as_tensor(sink, dtype=output.dtype, device=output.device).detach().reshape(-1, 1)
     return logit.expand(output.shape[:3]).clone()
@@ -279,14 +283,14 @@ def _sink_gradient(
     sink = call.attend.sink
     if not isinstance(sink, Tensor):
         return
-    _, by = _pairing(lse.new_zeros(()), _sink(call, lse.unsqueeze(-1)), output, lse, grad_output, grad_lse)
+    _, cotangent = _cotangents(lse.new_zeros(()), _sink(call, lse.unsqueeze(-1)), output, lse, grad_output, grad_lse)
     total = sums[3 + [id(tensor) for tensor in call.tensors].index(id(sink))]
-    by_head = by.sum((0, 2))
+    by_head = cotangent.sum((0, 2))
     total += (by_head if sink.numel() > 1 else by_head.sum()).reshape(total.shape)
 
 
 def _receive_buffers(call: ShardedCall, ring_step: RingStep, count: int, like: Tensor) -> list[Tensor]:
-    """Room for so many keys and values."""
+    """Buffers for `count` keys and values."""
     sizes, groups = call.sizes, ring_step.groups.stop - ring_step.groups.start
     return [like.new_empty(sizes.B, groups, count, width) for width in (sizes.D, sizes.E)]
 
@@ -296,12 +300,12 @@ def _part(ring_step: RingStep, block: Block) -> CallSlice:
 
 
 def _columns(call: ShardedCall, source: int, block: Block) -> slice:
-    """Where a block's keys are among those that came from a rank."""
+    """The slice of a block's keys in the keys received from a rank."""
     return _locate(call.plan.pieces[call.comm.rank][source], block.columns)
 
 
 def _locate(spans: Sequence[Span], span: Span) -> slice:
-    """Where a span of the sequence lies in a tensor that has some spans end to end."""
+    """The slice of a span of the sequence in a tensor that holds these spans in order."""
     first = 0
     for a, b in spans:
         if a <= span[0] and span[1] <= b:
@@ -311,7 +315,7 @@ def _locate(spans: Sequence[Span], span: Span) -> slice:
 
 
 def _select(x: Tensor, spans: Sequence[Span], pieces: Sequence[Span]) -> Tensor:
-    """Some pieces (B, G, n, ...) of what a rank holds."""
+    """Select pieces (B, G, n, ...) of the local keys or values."""
     found = [x[:, :, _locate(spans, piece)] for piece in pieces]
     return found[0] if len(found) == 1 else torch.cat(found, 2) if found else x[:, :, :0]
 

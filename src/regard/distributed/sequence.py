@@ -1,4 +1,4 @@
-"""Attention, modules and models over a sequence of which every rank holds a part."""
+"""Attention, modules and models on a sequence that is split over ranks."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ from regard.sharding import use_sharding
 def sequence(
     group: Group | None = None, *, layout: str = "contiguous", how: str | None = None, timeout: float | None = None
 ) -> Iterator[None]:
-    """Within, modules and models compute on this rank's tokens, and every attention looks at those of all ranks.
+    """Context in which modules and models compute on this rank's tokens, and attention on those of all ranks.
 
-    A model takes whole inputs (ids, masks, packed batches; the same on every rank). One whose result has a row for
-    every token (language models, encoders) gives the rows of this rank, which `gather` joins, (1, N_r, ...) of packed
-    inputs; others give their whole result on every rank. A module such as `MultiHeadAttention` takes this rank's
-    tokens (B, N_r, d_model) and gives the same; its masks speak of the whole sequence. The arguments are those of
+    A model takes full inputs (ids, masks, packed batches; the same on every rank). If its result has a row per token
+    (language models, encoders), it returns the rows of this rank, which `gather` joins; for packed inputs they are
+    (1, N_r, ...). Other models return their full result on every rank. A module such as `MultiHeadAttention` takes and
+    returns this rank's tokens (B, N_r, d_model); its masks describe the full sequence. The arguments are those of
     `attention`.
 
-    Gradients of parameters are those of this rank's part: their sum over the ranks is the gradient of the sum of
-    the ranks' losses. Where activations are checkpointed, backward belongs within, too.
+    Gradients of parameters are those of this rank's shard: their sum over the ranks is the gradient of the sum of
+    the ranks' losses. With activation checkpointing, call backward inside the context too.
     """
     if how is not None and how not in METHODS:
         raise ValueError(f"how must be one of {', '.join(METHODS)}, or None, but is {how!r}")
@@ -54,18 +54,18 @@ def attention(
 ) -> Any:
     """`regard.attention` on a sequence that is split over the ranks of a group, exact, forward and backward.
 
-    Every rank calls it with its own tokens, query (B, H, Q_r, D), key (B, G, K_r, D), value (B, G, K_r, E), and gets
-    the outputs of its queries (B, H, Q_r, E). The description is that of the whole sequence, the same on every rank:
-    masks, biases, offset and lengths speak of whole positions.
+    Every rank passes its tokens, query (B, H, Q_r, D), key (B, G, K_r, D), value (B, G, K_r, E), and gets the outputs
+    of its queries (B, H, Q_r, E). The description is that of the full sequence, the same on every rank: masks, biases,
+    offset and lengths refer to positions in the full sequence.
 
-    layout: how the tokens are split, "contiguous" (any lengths, also none) or "balanced" (see `shard`).
-    how: "ring" sends keys and values round, "heads" exchanges heads for tokens (G must be a multiple of the ranks);
-        left out, the one that moves fewer bytes over the busiest rank, and the ring where they are even.
-    timeout: seconds to wait for another rank; none is the group's own.
+    layout: how the tokens are split, "contiguous" (any lengths, also 0) or "balanced" (see `Layout`).
+    how: "ring" sends keys and values from rank to rank, "heads" exchanges tokens for heads (G must be a multiple of
+        the ranks). By default, the one that sends fewer bytes on the busiest rank, and the ring if they are equal.
+    timeout: seconds to wait for another rank; by default that of the group.
 
-    Tensors of the description (scale, tables, weights, sink, dense bias) get the gradients of this rank's part alone:
-    their sum over the ranks is the gradient of the sum of the ranks' losses. Dropout is drawn by each rank from its own
-    generator: right, and the same again from the same seeds, but not the bits that one process draws.
+    Tensors of the description (scale, tables, weights, sink, dense bias) get the gradients of this rank's shard only:
+    their sum over the ranks is the gradient of the sum of the ranks' losses. Each rank draws dropout from its
+    generator: it is reproducible from the same seeds, but differs from the bits that one process draws.
     """
     with sequence(group, layout=layout, how=how, timeout=timeout):
         return Attention(**description)(query, key, value, engine=engine, return_lse=return_lse)
@@ -73,7 +73,7 @@ def attention(
 
 @dataclass(frozen=True, eq=False)
 class _SequenceSharding:
-    """What `regard.sharding.sharding` tells the modules."""
+    """The sharding that modules find by `regard.sharding.sharding`."""
 
     comm: Communicator
     layout: str
@@ -93,5 +93,5 @@ class _SequenceSharding:
         return gather_over(self.comm, x, dim, self.layout)
 
     def positions(self, count: int, device: torch.device) -> Tensor:
-        held = Layout.of([n for (n,) in self.comm.all_gather_ints([count], device)], self.layout)
-        return held.positions(self.comm.rank, device)
+        layout = Layout.of([n for (n,) in self.comm.all_gather_ints([count], device)], self.layout)
+        return layout.positions(self.comm.rank, device)

@@ -1,4 +1,4 @@
-"""Attention over a sequence of which every rank holds a part."""
+"""Attention on a sequence that is split over ranks."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def sharded_attention(
     comm: Communicator, attend: Attention, query: Tensor, key: Tensor, value: Tensor, *, layout: str, how: str | None,
     engine: str | None, return_lse: bool,
 ) -> Any:  # fmt: skip
-    """The same for a description, over a wire."""
+    """Attention with a description and a communicator; see `regard.distributed.attention`."""
     attend = attend.snapshot()
     check_tensors(query, key, value)
     shape = query.shape[:-1]
@@ -50,27 +50,27 @@ def sharded_attention(
     tensors = tuple(learned_tensors(attend, query.device))
     if any(map(may_have_tangent, (query, key, value, *tensors))):
         raise NotImplementedError(
-            "a shared sequence has no forward mode: tangents do not travel between processes; compute the tangent of "
-            "whole sequences, outside of regard.distributed.sequence"
+            "a sharded sequence has no forward mode: tangents are not sent between processes; compute the tangent of "
+            "full sequences, outside of regard.distributed.sequence"
         )
     grads = [torch.is_grad_enabled() and tensor.requires_grad for tensor in (query, key, value, *tensors)]
-    card = (
+    local_call = (
         query.shape[2], key.shape[2], B, H, G, D, E, len(shape), FLOATS.index(query.dtype),
         sum(bit << n for n, bit in enumerate((*grads[:3], any(grads[3:])))),
         description_digest(how), description_digest(check_layout(layout)), description_digest(attend),
     )  # fmt: skip
-    all_gather_ints = comm.all_gather_ints(card, query.device)
-    _check_agreement(comm, all_gather_ints)
-    queries, keys = (Layout.of([card[n] for card in all_gather_ints], layout) for n in (0, 1))
+    calls = comm.all_gather_ints(local_call, query.device)
+    _check_agreement(comm, calls)
+    queries, keys = (Layout.of([each[n] for each in calls], layout) for n in (0, 1))
     frame = full_frame(attend, B, H, queries.length, keys.length)
     attend.check(frame, D, E)
     assert attend.mask is None or isinstance(attend.mask, Mask)
     sizes = Sizes(B, H, G, D, E, query.element_size(), any(grads), grads[1] or grads[2])
-    found = plan(attend.mask, frame, queries, keys)
+    call_plan = plan(attend.mask, frame, queries, keys)
     seed = int(draw_seed(torch.device("cpu"))) if attend.dropout else 0
-    call = ShardedCall(attend, frame, sizes, found, comm, engine, tensors, seed)
+    call = ShardedCall(attend, frame, sizes, call_plan, comm, engine, tensors, seed)
     lse: Tensor | None
-    if found.choose(how, sizes) == "ring":
+    if call_plan.choose(how, sizes) == "ring":
         output, lse = ring(call, query, key, value)
     else:
         output, lse = attend_by_heads(call, query, key, value, return_lse)
@@ -78,11 +78,11 @@ def sharded_attention(
     return (output, lse.reshape(shape)) if return_lse and lse is not None else output
 
 
-def _check_agreement(comm: Communicator, all_gather_ints: list[list[int]]) -> None:
-    """Raise, on every rank alike, unless all ranks make the same call."""
-    for name, *values in zip(CALL_FIELDS[2:], *(card[2:] for card in all_gather_ints), strict=True):
+def _check_agreement(comm: Communicator, calls: list[list[int]]) -> None:
+    """Raise on every rank unless all ranks make the same call."""
+    for name, *values in zip(CALL_FIELDS[2:], *(call[2:] for call in calls), strict=True):
         if len(set(values)) > 1:
             difference = "differs" if name in ("how", "layout", "description") else f"is {values}"
             raise ValueError(
-                f"all {comm.ranks} ranks must make the same call, each with its own tokens, but {name} {difference}"
+                f"all {comm.ranks} ranks must make the same call, each with its tokens, but {name} {difference}"
             )

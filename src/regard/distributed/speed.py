@@ -1,6 +1,6 @@
-"""How fast this machine is, at the sizes of a model: what a plan divides its FLOPs and bytes by.
+"""Measure the speed of this machine at the sizes of a model, for `regard plan`.
 
-Ranks of one thread are timed by the seconds that they compute, which others on the machine do not stretch.
+Single-threaded ranks are timed in CPU seconds, so that other processes on the machine have no influence.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from regard.geometry import Frame
 from regard.masks import Mask
 from regard.scores import Score
 
-SECONDS = 0.4  # for each of the speeds
-ALL_REDUCE_BYTES = 1 << 24  # bytes that two processes add up
+SECONDS = 0.4  # per measurement
+ALL_REDUCE_BYTES = 1 << 24  # size of the measured all-reduce
 
 
 def measure_compute(model: ModelShape, machine: Machine, sequence: int) -> Machine:
-    """The machine with the speeds of one rank that is alone on it."""
+    """Set the speeds of one rank that is alone on the machine."""
     before = torch.get_num_threads()
     torch.set_num_threads(machine.threads)
     try:
@@ -45,7 +45,7 @@ def measure_compute(model: ModelShape, machine: Machine, sequence: int) -> Machi
 
 
 def measure_communication(machine: Machine) -> Machine:
-    """The machine with the bandwidth and latency between two processes on it, whose wire is work for their cores."""
+    """Set the bandwidth and latency between two processes on this machine, which cost CPU time."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     done = subprocess.run(
         [*command, "-m", "regard.distributed.speed"], capture_output=True, text=True, timeout=120, check=False,
@@ -57,7 +57,7 @@ def measure_communication(machine: Machine) -> Machine:
 
 
 def _matmul_flops(model: ModelShape, tokens: int) -> float:
-    """FLOP/s of a layer's largest product, forward and backward."""
+    """FLOP/s of the largest matrix product of a layer, forward and backward."""
     rows, columns = max((shape for shape in model.layers[0].weights if len(shape) == 2), key=lambda shape: shape[0])
     x, weight = torch.randn(tokens, columns, requires_grad=True), torch.randn(rows, columns, requires_grad=True)
     back = torch.randn(tokens, rows)
@@ -79,40 +79,40 @@ def _attention_flops(model: ModelShape, tokens: int) -> float:
 
 
 def _memory_bandwidth() -> float:
-    """Bytes/s of an elementwise operation on more than a cache holds."""
+    """Bytes/s of an elementwise operation on tensors larger than the caches."""
     x, y = torch.ones(1 << 24), torch.empty(1 << 24)
     return 2 * x.nbytes / _median_seconds(lambda: torch.mul(x, 2.0, out=y))
 
 
 def _median_seconds(call: Callable[[], Any]) -> float:
-    """Seconds of one call, the median of several."""
+    """The median duration of a call in seconds."""
     now = time.process_time if torch.get_num_threads() == 1 else time.perf_counter
     call()
-    taken: list[float] = []
-    while sum(taken) < SECONDS:
+    durations: list[float] = []
+    while sum(durations) < SECONDS:
         start = now()
         call()
-        taken.append(now() - start)
-    return statistics.median(taken)
+        durations.append(now() - start)
+    return statistics.median(durations)
 
 
 def benchmark_communication() -> dict[str, float]:
-    """Bytes/s that each process of a group sends while they add up a tensor, and seconds of a message."""
+    """Bytes/s that each process sends in an all-reduce, and seconds per message."""
     ranks = dist.get_world_size()
-    found = {}
+    speeds = {}
     for name, tensor, times in (("bandwidth", torch.ones(ALL_REDUCE_BYTES // 4), 5), ("latency", torch.ones(1), 50)):
         dist.all_reduce(tensor)
-        taken = []
+        durations = []
         for _ in range(times):
             dist.barrier()
             start = time.process_time()
             dist.all_reduce(tensor)
-            taken.append(time.process_time() - start)
-        seconds = max(statistics.median(taken), 1e-6)
-        found[name] = (
+            durations.append(time.process_time() - start)
+        seconds = max(statistics.median(durations), 1e-6)
+        speeds[name] = (
             2 * (ranks - 1) / ranks * ALL_REDUCE_BYTES / seconds if name == "bandwidth" else seconds / (2 * (ranks - 1))
         )
-    return found
+    return speeds
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What can be checked: the engines of this installation, attentions of other libraries, and anybody's."""
+"""Targets of `regard check`: the engines of this installation, other libraries, and any function."""
 
 from regard.check.targets.engines import installed_engines
 from regard.check.targets.lookup import UnknownTarget, of_function, target

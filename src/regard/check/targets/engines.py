@@ -1,4 +1,4 @@
-"""The engines of this installation, and the one that a call selects."""
+"""The engines of this installation as targets, and the engine that a call selects."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from regard.masks import causal as causal_mask
 from regard.masks import dense
 from regard.scores import Dot
 
-DENSE = {"reference", "flex"}  # these lay weights out on a CPU
+DENSE = {"reference", "flex"}  # these materialise the weights on a CPU
 
-MAX_CASES = {"flex": 3}  # it is traced anew for every shape
+MAX_CASES = {"flex": 3}  # it is traced again for every shape
 SELECTED = "selected"
 UNSUPPORTED = {
     "sdpa": {
@@ -24,7 +24,10 @@ UNSUPPORTED = {
 
 
 def engine(name: str, alignment: Alignment = "bottom-right") -> Target:
-    """One engine by name, asked for explicitly, or "selected"; what it says it cannot compute is not applicable."""
+    """The target of one engine, or of the engine that a call selects ("selected").
+
+    Calls that the engine cannot compute are not applicable.
+    """
     chosen = None if name == SELECTED else name
 
     def attention(
@@ -38,11 +41,11 @@ def engine(name: str, alignment: Alignment = "bottom-right") -> Target:
         dropout: float = 0.0,
     ) -> Tensor:
         offset = 0 if alignment == "top-left" else None
-        given = None if mask is None else dense(mask)
+        combined = None if mask is None else dense(mask)
         if causal:
-            given = causal_mask() if given is None else given & causal_mask()
+            combined = causal_mask() if combined is None else combined & causal_mask()
         try:
-            attend = Attention(score=Dot(scale=scale), mask=given, dropout=dropout, offset=offset)
+            attend = Attention(score=Dot(scale=scale), mask=combined, dropout=dropout, offset=offset)
             return attend(q, k, v, engine=chosen)
         except CannotCompute as error:
             raise NotSupported("; ".join(error.reasons)) from None
@@ -57,12 +60,12 @@ SETUP = """\
 import regard as rg
 
 def attend(q, k, v, *, mask=None, causal=False, scale=None, dropout=0.0):
-    given = None if mask is None else rg.dense(mask)
+    combined = None if mask is None else rg.dense(mask)
     if causal:
-        given = rg.causal() if given is None else given & rg.causal()
-    return rg.attention(q, k, v, score=rg.Dot(scale=scale), mask=given, dropout=dropout, engine={name!r})"""
+        combined = rg.causal() if combined is None else combined & rg.causal()
+    return rg.attention(q, k, v, score=rg.Dot(scale=scale), mask=combined, dropout=dropout, engine={name!r})"""
 
 
 def installed_engines() -> list[Target]:
-    """The engine that a call selects, and every engine."""
+    """Targets of the engine that a call selects and of every engine."""
     return [engine(name) for name in (SELECTED, *ENGINES)]

@@ -1,4 +1,4 @@
-"""Targets by name: an engine, another library's attention, or `package.module:function` of anybody."""
+"""Look up targets by name: an engine, a function of another library, or any `package.module:function`."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from regard.check.targets.peers import PEERS, peer
 from regard.check.targets.target import Target
 from regard.engines.select import ENGINES
 
-ENGINE_PREFIX = "regard-"  # stands before the name of an engine
+ENGINE_PREFIX = "regard-"
 OPTION_NAMES = ("mask", "causal", "scale", "dropout")
 TORCH_NAMES = {"mask": "attn_mask", "causal": "is_causal", "scale": "scale", "dropout": "dropout_p"}
 
 
 class UnknownTarget(ValueError):
-    """A target that cannot be found, with what to try."""
+    """Raised if a target cannot be found; the message lists the known ones."""
 
 
 def target(name: str) -> Target:
-    """The target of a name.
+    """Return the target with this name.
 
     >>> from regard.check import target
     >>> target("torch.nn.functional:scaled_dot_product_attention").alignment
@@ -48,34 +48,36 @@ def target(name: str) -> Target:
 
 
 def of_function(name: str, function: Callable[..., Tensor]) -> Target:
-    """A target that promises what the function has parameters for, by our names or by torch's."""
+    """A target that promises the options that the function has parameters for, by our names or those of torch."""
     module, attribute = name.split(":")
     first = attribute.split(".")[0]
     setup = f"from {module} import {first}\n\nattend = {attribute}"
     try:
         parameters = inspect.signature(function).parameters
-    except ValueError:  # a builtin: torch's own function is one
+    except ValueError:  # a builtin, such as scaled_dot_product_attention
         parameters = None
     if parameters is None or "attn_mask" in parameters or "is_causal" in parameters:
-        taken = (
+        names = (
             TORCH_NAMES if parameters is None else {ours: own for ours, own in TORCH_NAMES.items() if own in parameters}
         )
         gqa = parameters is None or "enable_gqa" in parameters
-        unsupported = _missing(taken, TORCH_NAMES) | {"causal-and-mask": "attn_mask and is_causal exclude one another"}
+        unsupported = _missing(names, TORCH_NAMES) | {
+            "causal-and-mask": "attn_mask and is_causal are mutually exclusive"
+        }
         if not gqa:
-            unsupported["grouped"] = "the function takes no enable_gqa"
-        words = ", ".join(f"{ours}={own!r}" for ours, own in taken.items())
+            unsupported["grouped"] = "the function has no parameter enable_gqa"
+        arguments = ", ".join(f"{ours}={own!r}" for ours, own in names.items())
         lines = [
             f"from {module} import {first}",
             "",
-            "def attend(q, k, v, **asked):",
-            f"    names = dict({words})",
-            "    options = {names[name]: value for name, value in asked.items()}",
+            "def attend(q, k, v, **given):",
+            f"    names = dict({arguments})",
+            "    options = {names[name]: value for name, value in given.items()}",
             *(["    if q.shape[1] != k.shape[1]:", '        options["enable_gqa"] = True'] if gqa else []),
             f"    return {attribute}(q, k, v, **options)",
         ]
         return Target(
-            name, _adapt_torch_names(function, taken, gqa), unsupported, alignment="top-left", setup="\n".join(lines)
+            name, _adapt_torch_names(function, names, gqa), unsupported, alignment="top-left", setup="\n".join(lines)
         )
     if any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values()):
         return Target(name, function, setup=setup)
@@ -83,8 +85,8 @@ def of_function(name: str, function: Callable[..., Tensor]) -> Target:
 
 
 def _adapt_torch_names(function: Callable[..., Tensor], names: dict[str, str], gqa: bool) -> Callable[..., Tensor]:
-    def attend(q: Tensor, k: Tensor, v: Tensor, **asked: Any) -> Tensor:
-        options = {names[name]: value for name, value in asked.items()}
+    def attend(q: Tensor, k: Tensor, v: Tensor, **given: Any) -> Tensor:
+        options = {names[name]: value for name, value in given.items()}
         if gqa and q.shape[1] != k.shape[1]:
             options["enable_gqa"] = True
         return function(q, k, v, **options)
@@ -94,12 +96,12 @@ def _adapt_torch_names(function: Callable[..., Tensor], names: dict[str, str], g
 
 def _missing(parameters: Any, names: Any) -> dict[str, str]:
     own = names if isinstance(names, dict) else {name: name for name in names}
-    return {name: f"the function takes no {own[name]}" for name in own if name not in parameters}
+    return {name: f"the function has no parameter {own[name]}" for name in own if name not in parameters}
 
 
 def _import_object(name: str) -> Any:
     module, attribute = name.split(":", 1)
-    if os.getcwd() not in sys.path:  # as `python -m` would
+    if os.getcwd() not in sys.path:  # like `python -m`
         sys.path.insert(0, os.getcwd())
     try:
         found = importlib.import_module(module)

@@ -1,4 +1,7 @@
-"""Attentions of other libraries, called as their documentation says. Adapters stand alone: they are printed."""
+"""Attention functions of other libraries, called as documented.
+
+An adapter uses only its parameters and imports, because its source is printed in reproductions.
+"""
 
 from __future__ import annotations
 
@@ -34,14 +37,14 @@ def torch_mha(
     need_weights: bool = False,
 ) -> Tensor:
     (B, H, Q, D), K = q.shape, k.shape[2]
-    with torch.random.fork_rng(), torch.no_grad():  # a module whose projections change nothing
+    with torch.random.fork_rng(), torch.no_grad():  # a module with identity projections
         module = torch.nn.MultiheadAttention(H * D, H, dropout, batch_first=True, dtype=q.dtype)
         module.in_proj_weight.copy_(torch.eye(H * D).repeat(3, 1))
         module.out_proj.weight.copy_(torch.eye(H * D))
-    hidden = torch.ones(Q, K, dtype=torch.bool).triu(1) if causal else None  # here True means: may not attend
+    hidden = torch.ones(Q, K, dtype=torch.bool).triu(1) if causal else None  # here True means may not attend
     if mask is not None:
-        own = ~mask.expand(B, H, Q, K).reshape(B * H, Q, K)
-        hidden = own if hidden is None else own | hidden
+        masked = ~mask.expand(B, H, Q, K).reshape(B * H, Q, K)
+        hidden = masked if hidden is None else masked | hidden
     flat = [x.transpose(1, 2).reshape(B, x.shape[2], H * D) for x in (q, k, v)]
     out, _ = module(*flat, attn_mask=hidden, need_weights=need_weights)
     return out.reshape(B, Q, H, D).transpose(1, 2)
@@ -53,13 +56,13 @@ def flex_compiled(
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
     (B, H, Q, _), (G, K) = q.shape, k.shape[1:3]
-    torch._dynamo.config.recompile_limit = 10_000  # beyond it, it would silently run as it is
+    torch._dynamo.config.recompile_limit = 10_000  # beyond it, torch silently runs the function uncompiled
     blocks = None
     if mask is not None or causal:
-        own = torch.ones(B, H, Q, K, dtype=torch.bool) if mask is None else mask.expand(B, H, Q, K).contiguous()
+        full = torch.ones(B, H, Q, K, dtype=torch.bool) if mask is None else mask.expand(B, H, Q, K).contiguous()
 
         def visible(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-            return own[b, h, i, j] & (j <= i) if causal else own[b, h, i, j]
+            return full[b, h, i, j] & (j <= i) if causal else full[b, h, i, j]
 
         blocks = create_block_mask(visible, B, H, Q, K, device="cpu")
     with torch.no_grad():  # on a CPU it computes no gradients
@@ -77,7 +80,7 @@ def transformers_eager(
     if causal:
         below = torch.ones(Q, K, dtype=torch.bool).tril(K - Q)
         mask = below if mask is None else mask & below
-    if mask is not None:  # as its eager masks are: 0, or the lowest number
+    if mask is not None:  # like its eager masks: 0 or the lowest number
         mask = torch.zeros(mask.shape, dtype=q.dtype).masked_fill(~mask, torch.finfo(q.dtype).min)
     scale = D**-0.5 if scale is None else scale
     return eager_attention_forward(module, q, k, v, mask, scale, dropout)[0].transpose(1, 2)
@@ -112,7 +115,7 @@ def keras_ops(q: Tensor, k: Tensor, v: Tensor, *, mask: Any = None, causal: bool
 WIDTHS = "one width for queries, keys and values"
 NAN = (
     "Not documented either way. Masked logits become -inf by addition, or masked weights 0, and NaN survives both; "
-    "fill what is masked with 0 before."
+    "fill masked entries with 0 first."
 )
 NANS = dict.fromkeys(("nan-leaks", "causal-nan-leaks", "nan-gradients"), NAN)
 SECOND = (
@@ -130,8 +133,8 @@ SOFTMAX = {
     "cannot be differentiated again."
 }
 LOWEST = (
-    "By construction: masked logits are the lowest number and not -inf, so that softmax never meets a row of -inf, and "
-    "such a row is the plain mean of what is hidden. Harmless where such rows are thrown away."
+    "By design: masked logits are the lowest number and not -inf, so that softmax never sees a row of -inf, and "
+    "such a row is the mean of the hidden values. Harmless if such rows are discarded."
 )
 SINGLE = "Softmax is always computed in float32: right for bfloat16 and float16, but float64 keeps 7 digits only."
 IN_FLOAT32 = dict.fromkeys(
@@ -147,7 +150,7 @@ def _torch() -> Target:
     return Target(
         "torch",
         torch_sdpa,
-        {"causal-and-mask": "attn_mask and is_causal exclude one another, with an error"},
+        {"causal-and-mask": "attn_mask and is_causal are mutually exclusive, with an error"},
         alignment="top-left",
         growth=1,
         setup=_source(torch_sdpa),
@@ -157,17 +160,17 @@ def _torch() -> Target:
 
 
 def _mha(name: str, need_weights: bool) -> Target:
-    rows = "A defect: the same module with need_weights=False gives 0, and need_weights=True is the default."
+    rows = "A defect: the same module with need_weights=False returns 0, and need_weights=True is the default."
     dense = dict.fromkeys(("masked-rows", "masked-row-gradients"), rows) | SOFTMAX
     return Target(
         name,
         partial(torch_mha, need_weights=need_weights),
         {
-            "scale": "the module takes no scale",
+            "scale": "the module has no parameter scale",
             "grouped": "one number of heads for queries, keys and values",
             "value-width": WIDTHS,
-            "causal-and-mask": "both would be one attn_mask, joined by our adapter",
-            "mask-broadcast": "its masks are (Q, K) or (B * H, Q, K), made by our adapter",
+            "causal-and-mask": "the adapter would combine both into one attn_mask",
+            "mask-broadcast": "its masks are (Q, K) or (B * H, Q, K), built by the adapter",
         },
         alignment="top-left",
         growth=2 if need_weights else 1,
@@ -178,7 +181,7 @@ def _mha(name: str, need_weights: bool) -> Target:
 
 
 QUADRATIC = (
-    "torch promises no growth; without a block mask the compiled kernel for CPUs takes n² floats, at later calls too."
+    "torch does not promise a growth; without a block mask the compiled CPU kernel uses n² floats, also in later calls."
 )
 
 
@@ -187,21 +190,21 @@ def _flex() -> Target:
         "flex",
         flex_compiled,
         {
-            "empty": "not asked: without keys its kernel for CPUs divides by zero and ends the process (SIGFPE)",
+            "empty": "not run: without keys its CPU kernel divides by zero and kills the process (SIGFPE)",
             "dropout": "it has no dropout",
             "gradients": "FlexAttention cannot be differentiated on a CPU",
             "forward-mode": "FlexAttention cannot be differentiated on a CPU",
-            "alignment": "its mask is a function of places: where it stands is said by the caller",
-            "causal-empty-rows": "its mask is a function of places",
-            "causal-and-mask": "both would be one function, joined by our adapter",
-            "mask-broadcast": "its mask is a function of places",
+            "alignment": "its mask is a function of positions: the caller chooses the alignment",
+            "causal-empty-rows": "its mask is a function of positions",
+            "causal-and-mask": "the adapter would combine both into one function",
+            "mask-broadcast": "its mask is a function of positions",
         },
         alignment="top-left",
         growth=1,
         setup=_source(flex_compiled),
         remarks=NANS | {"memory": QUADRATIC},
         dtypes=(torch.float32, torch.bfloat16, torch.float16),
-        max_cases=1,  # it is compiled anew for every shape, which takes ten seconds and more
+        max_cases=1,  # it is compiled again for every shape, which takes more than ten seconds
         version=f"torch {torch.__version__}, FlexAttention under torch.compile",
     )
 
@@ -211,9 +214,9 @@ def _transformers() -> Target:
         "transformers-eager",
         transformers_eager,
         {
-            "causal-and-mask": "both are one mask, made by the caller",
-            "alignment": "the mask is made by the caller",
-            "mask-broadcast": "the mask is added, and broadcast by torch",
+            "causal-and-mask": "the caller combines both into one mask",
+            "alignment": "the caller builds the mask",
+            "mask-broadcast": "the mask is added; torch broadcasts it",
         },
         setup=_source(transformers_eager),
         remarks=NANS | IN_FLOAT32 | RANGE | SOFTMAX | dict.fromkeys(("masked-rows", "causal-empty-rows"), LOWEST),
@@ -222,7 +225,7 @@ def _transformers() -> Target:
 
 
 def _x_transformers(name: str, flash: bool) -> Target:
-    groups = "A convention of its own: models trained with it are consistent, heads of other checkpoints are mixed up."
+    groups = "Another convention: models trained with it are consistent, but heads of other checkpoints are mixed up."
     rows = dict.fromkeys(("grouped-heads", "grouped-gradients"), groups) | {"causal-empty-rows": LOWEST}
     return Target(
         name,
@@ -235,7 +238,7 @@ def _x_transformers(name: str, flash: bool) -> Target:
 
 
 def _keras() -> Target:
-    floats = "By design: Keras's dtype promotion makes float32 of float64, on every backend."
+    floats = "By design: the dtype promotion of Keras turns float64 into float32 on every backend."
     return Target(
         "keras",
         keras_ops,
@@ -248,10 +251,10 @@ def _keras() -> Target:
 
 
 def _source(adapter: Callable[..., Tensor], options: str = "") -> str:
-    """An adapter as lines that stand alone."""
+    """The source of an adapter, followed by the definition of `attend`."""
     name = adapter.__name__
-    made = f"attend = functools.partial({name}, {options})" if options else f"attend = {name}"
-    return f"{inspect.getsource(adapter)}\n\n{made}"
+    definition = f"attend = functools.partial({name}, {options})" if options else f"attend = {name}"
+    return f"{inspect.getsource(adapter)}\n\n{definition}"
 
 
 PEERS: dict[str, Callable[[], Target]] = {
@@ -267,7 +270,7 @@ PEERS: dict[str, Callable[[], Target]] = {
 
 
 def peer(name: str) -> Target:
-    """An attention of another library, if that is installed."""
+    """The target of another library; raise `NotSupported` if it is not installed."""
     try:
         return PEERS[name]()
     except PackageNotFoundError as error:

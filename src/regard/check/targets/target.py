@@ -1,4 +1,4 @@
-"""Somebody's attention, and what it promises."""
+"""An attention function and its promises."""
 
 from __future__ import annotations
 
@@ -15,38 +15,37 @@ CAPABILITIES = {
     "causal": "takes `causal=True`",
     "causal-and-mask": "takes both at once",
     "scale": "takes `scale`, a number",
-    "dropout": "takes `dropout`, the share of weights that is dropped",
-    "grouped": "takes fewer heads of keys and values than of queries",
-    "value-width": "takes values of another width than keys",
-    "empty": "takes axes without entries",
+    "dropout": "takes `dropout`, the fraction of weights that is dropped",
+    "grouped": "takes fewer key and value heads than query heads",
+    "value-width": "takes values with another width than keys",
+    "empty": "takes empty axes",
     "gradients": "can be differentiated",
     "double-backward": "can be differentiated twice",
     "forward-mode": "can be differentiated in forward mode: dual tensors and torch.func.jvp",
     "threads": "may be called from several threads at once",
-    "memory": "is to be measured on 6144 keys",
+    "memory": "memory can be measured with 6144 keys",
 }
 
 
 class NotSupported(Exception):
-    """Raised by a target that cannot compute a call and says why: the case is then not applicable."""
+    """Raised by a target that cannot compute a call, with the reason; the case is then not applicable."""
 
 
 @dataclass(frozen=True)
 class Target:
     """A function `attention(q, k, v, *, mask=None, causal=False, scale=None, dropout=0.0)` and its promises.
 
-    Query is (B, H, Q, D), key (B, G, K, D), value (B, G, K, E), output (B, H, Q, E). Everything is promised that
-    `unsupported` does not take back: it maps capabilities (`CAPABILITIES`), or names of properties, to the reason. A
-    call
-    passes only what it asks for, so that a function needs no parameter for what it does not promise.
+    Query is (B, H, Q, D), key (B, G, K, D), value (B, G, K, E), output (B, H, Q, E). A target promises all capabilities
+    that are not in `unsupported`. Only options that differ from their default are passed, so that a function needs no
+    parameters for unsupported ones.
 
-    unsupported: what is not promised, and why.
-    alignment: where the causal mask stands if Q and K differ.
+    unsupported: capabilities (`CAPABILITIES`) or names of properties that are not promised, with the reason.
+    alignment: alignment of the causal mask if Q and K differ.
     growth: the power of n with which memory grows.
-    dtypes: those that are taken.
-    setup: Python that makes `attend`, for reproductions; an import of the function unless given.
-    remarks: for a property that fails: what the documentation says of it.
-    max_cases: cases of each property that are run, from the smallest; all unless given.
+    dtypes: supported dtypes.
+    setup: Python code that defines `attend`, for reproductions; by default an import of the function.
+    remarks: for a property that fails: what the documentation of the function says about it.
+    max_cases: number of cases to run per property, from the smallest; by default all.
     """
 
     name: str
@@ -65,7 +64,7 @@ class Target:
             raise ValueError(f"alignment must be 'bottom-right' or 'top-left', but is {self.alignment!r}")
 
     def setup_code(self) -> str:
-        """Python that makes `attend`."""
+        """Python code that defines `attend`."""
         if self.setup:
             return self.setup
         module, name = self.attention.__module__, self.attention.__qualname__
