@@ -1,4 +1,4 @@
-"""What ranks do together beside computing: what they move, refuse, draw and join. Every rank runs each function."""
+"""Bytes moved, errors, dropout, shards and dtypes of distributed attention. Every rank runs each function."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ MASKS = {
 
 
 def own(n: int = N, dtype: torch.dtype = torch.float32) -> list[Tensor]:
-    """Query, key and value of n tokens of this rank."""
+    """Query, key and value of n local tokens."""
     torch.manual_seed(dist.get_rank())
     shapes = (B, H, n, D), (B, G, n, D), (B, G, n, E)
     return [torch.randn(shape, dtype=dtype, requires_grad=True) for shape in shapes]
@@ -35,7 +35,7 @@ def everything(rank: int) -> dict[str, Any]:
 
 
 def moved(rank: int) -> dict:
-    """What was counted, and what was predicted: by mask, way, layout and whether there was a backward pass."""
+    """Counted and predicted bytes by mask, method, layout and whether there was a backward pass."""
     found = {}
     for name, mask in MASKS.items():
         for how in ("ring", "heads", None):
@@ -47,16 +47,16 @@ def moved(rank: int) -> dict:
                         out = rd.attention(q, k, v, mask=mask, how=how, layout=layout)
                         if backward:
                             out.sum().backward()
-                    told = rd.bytes_moved(
+                    predicted = rd.bytes_moved(
                         rg.Attention(mask=mask), ranks=4, B=B, H=H, G=G, Q=N, D=D, E=E, dtype=q.dtype, layout=layout,
                         how=how, backward=backward,
                     )  # fmt: skip
-                    found[name, how, layout, backward] = counted.sent, counted.received, told
+                    found[name, how, layout, backward] = counted.sent, counted.received, predicted
     return found
 
 
 def refused(rank: int) -> dict[str, str]:
-    """What ranks are told that do not make the same call."""
+    """Error messages if ranks make different calls."""
     q, k, v = own(8)
     given = {
         "mask": {"mask": rg.causal() if rank else None},
@@ -84,7 +84,7 @@ def refused(rank: int) -> dict[str, str]:
 
 
 def dropped(rank: int) -> dict[str, float]:
-    """Dropout keeps the mean, is the same again from the same seed, and is differentiated as it was drawn."""
+    """Dropout keeps the mean, is reproduced by a seed, and backward uses the same pattern as forward."""
     found = {}
     for how in ("ring", "heads"):
 
@@ -105,15 +105,15 @@ def dropped(rank: int) -> dict[str, float]:
         for sign in (1, -1):
             near = [x + sign * step * way for x, way in zip((q, k, v), ways, strict=True)]
             slope += sign * float((attend(*near) * by).sum().detach()) / (2 * step)
-        told = sum(float((grad * way).sum()) for grad, way in zip(grads, ways, strict=True))
-        totals = torch.tensor([slope, told], dtype=torch.float64)
+        derivative = sum(float((grad * way).sum()) for grad, way in zip(grads, ways, strict=True))
+        totals = torch.tensor([slope, derivative], dtype=torch.float64)
         dist.all_reduce(totals)
         found[f"{how} slope"] = float((totals[0] - totals[1]).abs() / totals[1].abs())
     return found
 
 
 def joined(rank: int) -> dict[str, Any]:
-    """`shard` and `gather` undo each other, and their gradients are those of the sum of the ranks' losses."""
+    """`shard` and `gather` are inverse, and their gradients are those of the sum of the ranks' losses."""
     found: dict[str, Any] = {}
     for layout in rd.LAYOUTS:
         whole = torch.arange(22.0).view(1, 11, 2).requires_grad_()
@@ -131,7 +131,7 @@ def joined(rank: int) -> dict[str, Any]:
 
 
 def low(rank: int) -> dict[str, Any]:
-    """Other dtypes, fewer axes, autocast, no gradient, one learned thing alone."""
+    """Other dtypes, fewer axes, autocast, no gradient, a single learned tensor."""
     found: dict[str, Any] = {}
     q, k, v = (x.detach() for x in own(24))
     whole = [rd.gather(x, 2) for x in (q, k, v)]
@@ -160,10 +160,10 @@ def low(rank: int) -> dict[str, Any]:
 
 
 def twice(rank: int) -> list[str]:
-    """What is said to who wants a second derivative."""
+    """Error messages of second derivatives."""
     found = []
     ways = (
-        lambda q, k, v: rd.attention(q, k, v, how="ring"),  # whose gradient has no history by the sum, but by q
+        lambda q, k, v: rd.attention(q, k, v, how="ring"),  # the gradient has a history through q only
         lambda q, k, v: rd.attention(q, k, v, how="ring").square(),
         lambda q, k, v: rd.attention(q, k, v, how="heads").square(),
         lambda q, k, v: rd.gather(q * k.sum(), 2).square(),
@@ -183,7 +183,7 @@ PARTS = {"twice": twice, "moved": moved, "refused": refused, "dropped": dropped,
 
 
 def destroyed(rank: int, how: str) -> tuple[bool, str]:
-    """The group goes while the graph of a result is there: whether it is gone, and what backward says."""
+    """Destroy the group while the graph of a result exists: whether it is freed, and the error of backward."""
     q, k, v = (torch.randn(1, 3, 5, 4, requires_grad=True) for _ in range(3))
     out = rd.attention(q, k, v, how=how)
     held = weakref.ref(dist.group.WORLD)

@@ -1,4 +1,4 @@
-"""Descriptions of every kind, for KEYS tokens, 2 batch rows and `heads` heads; and how a rank runs them."""
+"""Descriptions of every kind, for KEYS tokens, 2 batch rows and `heads` heads, and the function that runs them."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ import regard.distributed as rd
 from regard.distributed import plan
 
 B, KEYS, D, E = 2, 61, 4, 6
-LENGTHS = {2: (40, 21), 3: (25, 0, 36), 4: (7, 30, 0, 24)}  # of the shards; some are empty
-CROSS = {2: (3, 26), 3: (10, 10, 9), 4: (0, 15, 2, 12)}  # of queries that are not the keys
+LENGTHS = {2: (40, 21), 3: (25, 0, 36), 4: (7, 30, 0, 24)}  # lengths of the shards; some are empty
+CROSS = {2: (3, 26), 3: (10, 10, 9), 4: (0, 15, 2, 12)}  # lengths of the queries in cross-attention
 
 
 @dataclass
 class Case:
-    """What an attention is, the tensors that it learns, and what is not as usual about its sizes."""
+    """A description, its learned tensors, and special sizes."""
 
     description: dict[str, Any] = field(default_factory=dict)
     learned: tuple[Tensor, ...] = ()
-    groups: str = "half"  # of heads; or "one", "all"
+    groups: str = "half"  # key/value heads: "half", "one" or "all"
     cross: bool = False
     spoiled: bool = False  # the last keys are NaN
 
@@ -208,8 +208,8 @@ def function_score(heads, random):
 @case
 def a_table_of_a_table(heads, random):
     table = random(heads, 11).requires_grad_()
-    made = table * 2
-    return Case({"bias": rg.relative(made) + rg.relative(table), "score": rg.Dot(made[:, 0].tanh())}, (table,))
+    doubled = table * 2
+    return Case({"bias": rg.relative(doubled) + rg.relative(table), "score": rg.Dot(doubled[:, 0].tanh())}, (table,))
 
 
 @case
@@ -229,7 +229,7 @@ def cross_from_the_front(heads, random):
 
 
 @case
-def nobody(heads, random):
+def all_hidden(heads, random):
     return Case({"mask": rg.padding([0, 0])})
 
 
@@ -238,7 +238,7 @@ WAYS = (("ring", "contiguous"), ("ring", "balanced"), ("heads", "contiguous"), (
 
 
 def ways(name: str, ranks: int) -> list[tuple[str, str, torch.dtype]]:
-    """How a case is run: all that must be in every way, two processes all but one, more processes one in turn."""
+    """The methods, layouts and dtypes of a case: almost all for two processes, one in turn for more."""
     if name in NEEDED:
         found = [(*way, dtype) for way in WAYS for dtype in (torch.float32, torch.float64)]
     else:
@@ -248,7 +248,7 @@ def ways(name: str, ranks: int) -> list[tuple[str, str, torch.dtype]]:
 
 
 def all_cases(rank: int) -> dict[tuple, dict[str, float]]:
-    """What every case's results differ by from those of one process, for groups of 2, 3 and 4."""
+    """The differences of every case from the results of one process, for groups of 2, 3 and 4."""
     found = {}
     for ranks in LENGTHS:
         group = dist.new_group(list(range(ranks)))
@@ -267,24 +267,24 @@ def differences(name: str, rank: int, ranks: int, group: Any, how: str, layout: 
         return torch.randn(shape, generator=generator, dtype=dtype)
 
     heads = 2 * ranks
-    made = CASES[name](heads, random)
-    groups = {"half": ranks, "one": 1, "all": heads}[made.groups]
-    lengths = CROSS[ranks] if made.cross else LENGTHS[ranks]
+    case = CASES[name](heads, random)
+    groups = {"half": ranks, "one": 1, "all": heads}[case.groups]
+    lengths = CROSS[ranks] if case.cross else LENGTHS[ranks]
     whole = random(B, heads, sum(lengths), D), random(B, groups, KEYS, D), random(B, groups, KEYS, E)
-    if made.spoiled:
+    if case.spoiled:
         whole[1][:, :, -3:], whole[2][:, :, -4:] = float("nan"), float("inf")
     by = random(B, heads, sum(lengths), E), random(B, heads, sum(lengths))
     layouts = [
         rd.Layout.of(n, layout) if layout == "contiguous" else rd.Layout.even(sum(n), ranks, layout)
         for n in (lengths, LENGTHS[ranks], LENGTHS[ranks])
     ]
-    wanted = results(made, [x.double() for x in whole], [x.double() for x in by], rg.attention, engine="reference")
+    wanted = results(case, [x.double() for x in whole], [x.double() for x in by], rg.attention, engine="reference")
     own = [held.own(x, 2, rank) for x, held in zip(whole, layouts, strict=True)]
     own_by = [layouts[0].own(x, 2, rank) for x in by]
     head = B * max(LENGTHS[ranks]) * (D + E) * whole[0].element_size()
     portion = {"contiguous": ranks - 1, "balanced": 1}[layout] * head if dtype == torch.float64 else plan.PORTION
-    with mock.patch.object(plan, "PORTION", portion):  # all heads at once, some that leave others over, one by one
-        found = results(made, own, own_by, rd.attention, group=group, layout=layout, how=how)
+    with mock.patch.object(plan, "PORTION", portion):  # all heads at once, an uneven portion, one by one
+        found = results(case, own, own_by, rd.attention, group=group, layout=layout, how=how)
     names = ("output", "lse", "query", "key", "value")
     held = [layouts[0], layouts[0], *layouts]
     errors = {
@@ -298,18 +298,18 @@ def differences(name: str, rank: int, ranks: int, group: Any, how: str, layout: 
     return errors
 
 
-def results(made: Case, whole: list[Tensor], by: list[Tensor], attend: Callable, **how: Any) -> list[Tensor]:
-    """Output, log-sum-exp, and the gradients of query, key, value and what the case learns."""
+def results(case: Case, whole: list[Tensor], by: list[Tensor], attend: Callable, **how: Any) -> list[Tensor]:
+    """Output, log-sum-exp, and the gradients of query, key, value and learned tensors."""
     inputs = [x.detach().clone().requires_grad_() for x in whole]
-    output, lse = attend(*inputs, return_lse=True, **how, **made.description)
-    seen = lse != float("-inf")
-    loss = (output * by[0]).sum() + (lse.masked_fill(~seen, 0.0) * by[1]).sum()
-    grads = torch.autograd.grad(loss, [*inputs, *made.learned], retain_graph=True)  # the case is run twice
+    output, lse = attend(*inputs, return_lse=True, **how, **case.description)
+    visible = lse != float("-inf")
+    loss = (output * by[0]).sum() + (lse.masked_fill(~visible, 0.0) * by[1]).sum()
+    grads = torch.autograd.grad(loss, [*inputs, *case.learned], retain_graph=True)  # the case runs twice
     return [output.detach(), lse.detach(), *grads]
 
 
 def error(found: Tensor, wanted: Tensor) -> float:
-    """The largest difference; infinite where shapes, or what is not finite, are not the same."""
+    """The largest difference; infinite if shapes or non-finite entries differ."""
     if found.shape != wanted.shape or not torch.equal(found.isfinite(), wanted.isfinite()):
         return float("inf")
     apart = (found - wanted).masked_fill(~wanted.isfinite(), 0.0)

@@ -1,4 +1,4 @@
-"""Ranks that are killed, or hang, in the middle of a step."""
+"""Ranks that are killed or hang during a step."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import regard.distributed as rd
 
 
 def step(rank: int, how: str, backward: bool) -> float:
-    """One step of training."""
+    """One training step."""
     torch.manual_seed(rank)
     q, k, v = torch.randn(3, 1, 4, 32, 8, requires_grad=True)
     out = rd.attention(q, k, v, mask=rg.causal(), how=how)
@@ -23,7 +23,7 @@ def step(rank: int, how: str, backward: bool) -> float:
 
 
 def killed(rank: int, how: str, moment: str) -> float:
-    """Rank 1 dies: between two steps, or in the middle of a forward or backward pass, once it has sent something."""
+    """Kill rank 1 between two steps, or during forward or backward after its first transfer."""
     step(rank, how, True)
     if rank == 1:
         if moment == "between":

@@ -1,4 +1,4 @@
-"""Machines of a network that are none: network namespaces of this one, linked by a bridge, with links of a given rate.
+"""Simulated machines: network namespaces linked by a bridge, with links of a given rate.
 
 python -m tests.distributed.network --ranks 4 --rate 100mbit -- examples/ring.py --mask none --length 4096
 """
@@ -26,7 +26,7 @@ class Machine:
         return subprocess.Popen(["ip", "netns", "exec", self.name, *command], **given)  # type: ignore[call-overload]
 
     def sent(self) -> int:
-        """The bytes that went out on the link, headers and all."""
+        """The bytes sent on the link, including headers."""
         with self.run("cat", "/sys/class/net/out/statistics/tx_bytes", stdout=subprocess.PIPE, text=True) as found:
             return int(found.stdout.read())
 
@@ -36,7 +36,7 @@ def ip(*words: str) -> None:
 
 
 def why_not() -> str:
-    """Why there can be no namespaces here, or nothing."""
+    """The reason why namespaces are not available, or an empty string."""
     if sys.platform != "linux" or os.geteuid() != 0:
         return "network namespaces need Linux and root"
     if not shutil.which("ip") or not shutil.which("tc"):
@@ -45,12 +45,12 @@ def why_not() -> str:
         with machines(1, "100mbit"):
             return ""
     except (subprocess.SubprocessError, OSError) as error:
-        return f"network namespaces cannot be made here: {error}"
+        return f"network namespaces are not available: {error}"
 
 
 @contextmanager
 def machines(ranks: int, rate: str) -> Iterator[list[Machine]]:
-    """As many namespaces, each of which sends at this rate at most; they are gone behind."""
+    """Create `ranks` namespaces with links of this rate, and remove them on exit."""
     mark = f"regard{os.getpid()}"
     with ExitStack() as stack:
 
@@ -79,7 +79,7 @@ def machines(ranks: int, rate: str) -> Iterator[list[Machine]]:
 
 
 def run(ranks: int, rate: str, script: Sequence[str], seconds: float) -> tuple[list[str], list[int]]:
-    """A program on every machine, as torchrun would start it; what each printed, and the bytes that each sent."""
+    """Run a program on every machine, like torchrun; return the output and the sent bytes of each."""
     with machines(ranks, rate) as found:
         processes = []
         for rank, machine in enumerate(found):

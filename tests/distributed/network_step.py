@@ -1,4 +1,4 @@
-"""One step of training over machines of a network: prints its error, and the bytes that this rank meant to send."""
+"""One training step over a network: prints its error, and the counted and predicted bytes of this rank."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ def main() -> None:
         output = rd.attention(*own, mask=mask, how="ring")
         found = [output, *torch.autograd.grad(output, own, rd.shard(whole[3], 2))]
     error = max(float((a - rd.shard(b, 2)).detach().abs().max()) for a, b in zip(found, wanted, strict=True))
-    told = rd.bytes_moved(rg.Attention(mask=mask), ranks=ranks, B=1, H=4, Q=2048, D=64, how="ring")
+    predicted = rd.bytes_moved(rg.Attention(mask=mask), ranks=ranks, B=1, H=4, Q=2048, D=64, how="ring")
     dist.barrier()
-    print(json.dumps({"error": error, "sent": moved.sent.total(), "told": told.sent[rank]}))
+    print(json.dumps({"error": error, "sent": moved.sent.total(), "predicted": predicted.sent[rank]}))
     dist.destroy_process_group()
 
 

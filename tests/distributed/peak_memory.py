@@ -1,4 +1,4 @@
-"""How much memory a rank needs at once in a step of training, inputs and all."""
+"""Peak memory of a rank in a training step, including inputs."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ import regard.distributed as rd
 HEADS, WIDTH = 4, 64
 
 
-class Held(TorchDispatchMode):
-    """Counts the bytes of all tensors that live, and their peak."""
+class LiveBytes(TorchDispatchMode):
+    """Count the bytes of all live tensors, and their peak."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -32,16 +32,16 @@ class Held(TorchDispatchMode):
                 self.known.add(key)
                 self.now += room.nbytes()
                 self.peak = max(self.peak, self.now)
-                weakref.finalize(room, self._gone, key, room.nbytes())
+                weakref.finalize(room, self._freed, key, room.nbytes())
         return found
 
-    def _gone(self, key: int, size: int) -> None:
+    def _freed(self, key: int, size: int) -> None:
         self.known.remove(key)
         self.now -= size
 
 
 def step(group: dist.ProcessGroup, ranks: int, length: int, how: str) -> None:
-    """Every rank needs the keys of all."""
+    """One training step in which every rank needs all keys."""
     q, k, v = (torch.randn(1, HEADS, length // ranks, WIDTH, requires_grad=True) for _ in range(3))
     everywhere = [place + edge for place in range(0, length, length // 8) for edge in (0, length // 8 - 1)]
     mask = rg.causal() & rg.window(63, 0) | rg.global_tokens(everywhere)
@@ -49,14 +49,14 @@ def step(group: dist.ProcessGroup, ranks: int, length: int, how: str) -> None:
 
 
 def memory(rank: int, length: int) -> dict[tuple[int, str], int]:
-    """Bytes by the number of ranks and the way."""
+    """Peak bytes by number of ranks and method."""
     found = {}
     for ranks in (1, 2, 4):
         group = dist.new_group(list(range(ranks)))
         for how in ("ring", "heads"):
             if rank < ranks:
-                step(group, ranks, length, how)  # what is remembered of masks is there then
-                with Held() as held:
+                step(group, ranks, length, how)  # fills the caches of masks
+                with LiveBytes() as held:
                     step(group, ranks, length, how)
                 found[ranks, how] = held.peak
         dist.barrier()

@@ -1,4 +1,4 @@
-"""Models as one process computes them, and as ranks do under `regard.distributed.sequence`."""
+"""Models computed by one process, and by many ranks in `regard.distributed.sequence`."""
 
 from __future__ import annotations
 
@@ -31,7 +31,9 @@ SMALL = {"vocabulary": 30, "d_model": 16, "layers": 2, "heads": 4, "d_hidden": 3
 RESNET = ResNetConfig(stem=8, widths=(8, 16), depths=(1, 1), bottleneck=False)
 LLAMA = {"norm": "rms", "gated": True, "bias": False, "kv_heads": 2}
 Run = Callable[[nn.Module], Tensor]
-MODELS: dict[str, tuple[Callable[[], nn.Module], Run, bool]] = {}  # the last: one row of the result is one token
+MODELS: dict[
+    str, tuple[Callable[[], nn.Module], Run, bool]
+] = {}  # model, call, whether the result has one row per token
 N = 23
 
 
@@ -61,9 +63,9 @@ def images(*shape: int) -> Tensor:
 
 
 def checkpointed() -> nn.Module:
-    made = language(rotary=rg.nn.Rotary(), **LLAMA)()
-    made.stack.checkpointing = True
-    return made
+    module = language(rotary=rg.nn.Rotary(), **LLAMA)()
+    module.stack.checkpointing = True
+    return module
 
 
 packed = rg.pack([ids(40)[a:b] for a, b in ((0, 9), (9, 25), (25, 40))])
@@ -137,7 +139,7 @@ def all_models(rank: int) -> dict[str, dict[str, float]]:
             own_by = rd.shard(by, layout=layout) if by_token else by
             grads = grads_of(one, out, own_by)
         whole = rd.gather(out, layout=layout) if by_token else out
-        times = 1.0  # how often the loss was counted
+        times = 1.0  # number of ranks that count the loss
         if name.startswith("loss"):
             whole = out.detach().clone()
             dist.all_reduce(whole)
@@ -162,7 +164,7 @@ def grads_of(module: nn.Module, out: Tensor, by: Tensor) -> list[Tensor]:
 
 
 def bare(rank: int) -> dict[str, float]:
-    """A layer alone, over tokens of this rank; uneven, and in no stack."""
+    """A single layer, not in a stack, on local tokens of uneven shards."""
     torch.manual_seed(3)
     layer = rg.nn.MultiHeadAttention(16, 4, kv_heads=2, rotary=rg.nn.Rotary(scaling=Dynamic(2.0, 8)))
     block = rg.nn.Block(layer, rg.nn.FeedForward(16, 32), residual=lambda: rg.nn.PreNorm(16))
@@ -182,7 +184,7 @@ def bare(rank: int) -> dict[str, float]:
 
 
 def cached() -> list[str]:
-    """What is said where something cannot be shared."""
+    """Error messages of calls that cannot be sharded."""
     found = []
     layer = rg.nn.MultiHeadAttention(16, 4)
     tries = (

@@ -1,4 +1,4 @@
-"""What ranks compute together is what one process computes."""
+"""Distributed attention equals attention in one process."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ ALL = [(name, ranks, *way) for name in cases.CASES for ranks in cases.LENGTHS fo
 
 
 @pytest.fixture(scope="module")
-def found() -> list[dict]:
+def results() -> list[dict]:
     return all_well(run(cases.all_cases, 4))
 
 
 @pytest.mark.parametrize("key", ALL, ids=lambda key: " ".join(map(str, key)))
-def test_ranks_compute_what_one_process_computes(found: list[dict], key: tuple) -> None:
+def test_ranks_match_one_process(results: list[dict], key: tuple) -> None:
     most = 1e-5 if key[-1] == torch.float32 else 1e-12
     for rank in range(key[1]):
-        errors = found[rank][key]
+        errors = results[rank][key]
         assert len(errors) >= 5
         assert max(errors.values()) <= most, f"rank {rank}: {errors}"

@@ -1,4 +1,4 @@
-"""What ranks move, refuse, draw and join."""
+"""Bytes moved, errors, dropout, shards and dtypes of distributed attention."""
 
 from __future__ import annotations
 
@@ -12,44 +12,44 @@ RANKS = 4
 
 
 @pytest.fixture(scope="module")
-def found() -> list[dict]:
+def results() -> list[dict]:
     return all_well(run(behaviour.everything, RANKS))
 
 
-def test_the_bytes_that_are_moved_are_those_that_were_predicted(found: list[dict]) -> None:
-    for key in found[0]["moved"]:
+def test_moved_bytes_equal_the_prediction(results: list[dict]) -> None:
+    for key in results[0]["moved"]:
         for rank in range(RANKS):
-            sent, _, told = found[rank]["moved"][key]
-            assert sent.total() == told.sent[rank], (key, rank)
-            assert key[1] in (None, told.how)
+            sent, _, predicted = results[rank]["moved"][key]
+            assert sent.total() == predicted.sent[rank], (key, rank)
+            assert key[1] in (None, predicted.how)
 
 
-def test_what_one_sends_another_receives(found: list[dict]) -> None:
-    for key in found[0]["moved"]:
+def test_sent_bytes_equal_received_bytes(results: list[dict]) -> None:
+    for key in results[0]["moved"]:
         for a in range(RANKS):
             for b in range(RANKS):
-                assert found[a]["moved"][key][0][b] == found[b]["moved"][key][1][a]
+                assert results[a]["moved"][key][0][b] == results[b]["moved"][key][1][a]
 
 
-def test_a_window_sends_to_neighbours_only(found: list[dict]) -> None:
+def test_a_window_sends_to_neighbours_only(results: list[dict]) -> None:
     for rank in range(RANKS):
-        sent, received, _ = found[rank]["moved"]["window", "ring", "contiguous", False]
+        sent, received, _ = results[rank]["moved"]["window", "ring", "contiguous", False]
         assert set(sent) == ({rank + 1} if rank < 3 else set())
         assert set(received) == ({rank - 1} if rank else set())
-        both, _, _ = found[rank]["moved"]["window", "ring", "contiguous", True]
-        assert set(both) == {other for other in (rank - 1, rank + 1) if 0 <= other < RANKS}  # gradients go back
+        both, _, _ = results[rank]["moved"]["window", "ring", "contiguous", True]
+        assert set(both) == {other for other in (rank - 1, rank + 1) if 0 <= other < RANKS}  # gradients are sent back
 
 
-def test_a_mask_sends_less_than_none(found: list[dict]) -> None:
+def test_a_mask_reduces_the_bytes(results: list[dict]) -> None:
     for rank in range(RANKS):
-        sent = {name: found[rank]["moved"][name, "ring", "contiguous", True][0].total() for name in behaviour.MASKS}
+        sent = {name: results[rank]["moved"][name, "ring", "contiguous", True][0].total() for name in behaviour.MASKS}
         assert sent["causal"] < sent["none"]
         assert sent["scattered"] < sent["none"] / 2
 
 
-def test_ranks_that_make_different_calls_are_all_told(found: list[dict]) -> None:
+def test_different_calls_raise_on_all_ranks(results: list[dict]) -> None:
     words = {
-        "mask": "all 4 ranks must make the same call, each with its own tokens, but description differs",
+        "mask": "all 4 ranks must make the same call, each with its tokens, but description differs",
         "how": "but how differs",
         "heads": "but H is [8, 8, 4, 8]",
         "grad": "but requires_grad is [7, 0, 7, 7]",
@@ -58,13 +58,13 @@ def test_ranks_that_make_different_calls_are_all_told(found: list[dict]) -> None
     }
     for rank in range(RANKS):
         for name, word in words.items():
-            assert word in found[rank]["refused"][name]
+            assert word in results[rank]["refused"][name]
 
 
 @pytest.mark.parametrize("how", ["ring", "heads"])
-def test_dropout_is_drawn_rightly_and_again(found: list[dict], how: str) -> None:
+def test_dropout_has_the_right_rate_and_is_reproducible(results: list[dict], how: str) -> None:
     for rank in range(RANKS):
-        drawn = found[rank]["dropped"]
+        drawn = results[rank]["dropped"]
         assert abs(drawn[f"{how} mean"] - 1) < 0.1
         assert drawn[f"{how} again"] == 0
         assert drawn[f"{how} without"] > 0.05
@@ -72,9 +72,9 @@ def test_dropout_is_drawn_rightly_and_again(found: list[dict], how: str) -> None
         assert drawn[f"{how} slope"] < 1e-6
 
 
-def test_shards_are_joined_and_differentiated(found: list[dict]) -> None:
+def test_shards_are_joined_and_differentiated(results: list[dict]) -> None:
     for rank in range(RANKS):
-        joined = found[rank]["joined"]
+        joined = results[rank]["joined"]
         for layout in ("contiguous", "balanced"):
             same, shape, positions = joined[layout]
             assert same
@@ -82,12 +82,12 @@ def test_shards_are_joined_and_differentiated(found: list[dict]) -> None:
             assert joined[f"{layout} grad"] == [1 + 2 + 3 + 4]
         assert joined["uneven"] == [1, 2, 2, 3, 3, 3]
         assert joined["bfloat16"] == [0, 1, 2, 3]
-    assert found[0]["joined"]["balanced"][2] == [0, 1, 10]
+    assert results[0]["joined"]["balanced"][2] == [0, 1, 10]
 
 
-def test_other_dtypes_and_axes_are_taken(found: list[dict]) -> None:
+def test_other_dtypes_and_axes(results: list[dict]) -> None:
     for rank in range(RANKS):
-        low = found[rank]["low"]
+        low = results[rank]["low"]
         for dtype in ("torch.bfloat16", "torch.float16"):
             for how in ("ring", "heads"):
                 kept, ratio = low[f"{dtype} {how}"]
@@ -98,19 +98,19 @@ def test_other_dtypes_and_axes_are_taken(found: list[dict]) -> None:
         assert low["three axes"][1] < 1e-5
         assert low["two axes"][:2] == ((24, 4), (24,))
         assert low["two axes"][2] < 1e-5
-        assert low["table alone"] == (True, RANKS - 1)  # keys twice, and no gradients back
+        assert low["table alone"] == (True, RANKS - 1)  # keys are sent twice, and no gradients
         assert low["engine"] < 1e-5
 
 
-def test_second_derivatives_are_refused(found: list[dict]) -> None:
+def test_second_derivatives_raise(results: list[dict]) -> None:
     for rank in range(RANKS):
-        for said in found[rank]["twice"]:
-            assert "once_differentiable" in said or "has no second derivatives" in said
+        for message in results[rank]["twice"]:
+            assert "once_differentiable" in message or "has no second derivatives" in message
 
 
 @pytest.mark.parametrize("how", ["ring", "heads"])
 def test_a_result_does_not_keep_a_process_group_open(how: str) -> None:
-    """Closed while the process ends, a group aborts it where another rank has gone."""
-    for gone, said in all_well(run(behaviour.destroyed, 3, how)):
+    """A group that is closed at process exit aborts if another rank is gone."""
+    for gone, message in all_well(run(behaviour.destroyed, 3, how)):
         assert gone
-        assert said == "the process group was destroyed; call backward before destroy_process_group()"
+        assert message == "the process group was destroyed; call backward before destroy_process_group()"

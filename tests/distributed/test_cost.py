@@ -1,4 +1,4 @@
-"""What a step costs, as it is told, against what is counted."""
+"""The predicted cost of a training step against counts."""
 
 from __future__ import annotations
 
@@ -31,34 +31,34 @@ KINDS: list[dict[str, Any]] = [
 ]  # fmt: skip
 
 
-def made(**values: Any) -> LanguageModel:
+def build_model(**values: Any) -> LanguageModel:
     torch.manual_seed(0)
     return LanguageModel(LanguageConfig(**values))
 
 
 @pytest.mark.parametrize("values", KINDS)
-def test_weights_and_what_backward_keeps_are_counted_to_the_byte(values: dict[str, Any]) -> None:
-    model = made(**values)
-    told = ModelShape.of(model)
-    assert told.count == sum(weight.numel() for weight in model.parameters())
+def test_weights_and_saved_activations_are_exact(values: dict[str, Any]) -> None:
+    model = build_model(**values)
+    predicted_cost = ModelShape.of(model)
+    assert predicted_cost.count == sum(weight.numel() for weight in model.parameters())
     ids = torch.randint(50, (256,))
-    with training_step.kept(model) as found:
+    with training_step.saved_bytes(model) as found:
         model.loss(Packed(ids, (256,)), ids)
-    predicted = cost(told, Split(), Machine(), sequence=256, batch=1).memory["activations"]
+    predicted = cost(predicted_cost, Split(), Machine(), sequence=256, batch=1).memory["activations"]
     assert predicted == found[0]
 
 
 @pytest.mark.parametrize("values", [LLAMA, GPT, GPT | {"tied": False}])
-def test_flops_of_products_are_those_that_torch_counts(values: dict[str, Any]) -> None:
-    model = made(**values)
+def test_dense_flops_equal_those_that_torch_counts(values: dict[str, Any]) -> None:
+    model = build_model(**values)
     ids = torch.randint(50, (1, 128))
-    with FlopCounterMode(display=False) as counted:  # the kernels of attention are no products to it
+    with FlopCounterMode(display=False) as counted:  # it does not count attention kernels
         torch.nn.functional.cross_entropy(model(ids)[0], ids[0]).backward()
-    told = cost(ModelShape.of(model), Split(), Machine(), sequence=128, batch=1)
-    assert told.flops["dense"] == counted.get_total_flops()
+    predicted_cost = cost(ModelShape.of(model), Split(), Machine(), sequence=128, batch=1)
+    assert predicted_cost.flops["dense"] == counted.get_total_flops()
 
 
-def test_flops_of_attention_are_those_that_torch_counts_and_those_that_explain_tells() -> None:
+def test_attention_flops_equal_those_of_torch_and_explain() -> None:
     q, k, v = torch.randn(3, 1, 4, 128, 16, requires_grad=True)
     attend = rg.Attention()
     with FlopCounterMode(display=False) as forward:
@@ -67,16 +67,18 @@ def test_flops_of_attention_are_those_that_torch_counts_and_those_that_explain_t
         out.sum().backward()
     count = visited_entries(None, Frame(1, 4, 128, 128, 0))
     assert forward_flops(count, attend.score, 16, 16) == forward.get_total_flops()  # type: ignore[arg-type]
-    again = 2 * 16 * count  # scores are not kept, but computed again
+    again = 2 * 16 * count  # scores are recomputed
     assert backward_flops(count, attend.score, 16, 16) == backward.get_total_flops() + again  # type: ignore[arg-type]
     causal = rg.Attention(mask=rg.causal())
-    told = cost(ModelShape.of(made(**LLAMA)), Split(), Machine(), sequence=128, batch=1).flops["attention"]
+    predicted_cost = cost(ModelShape.of(build_model(**LLAMA)), Split(), Machine(), sequence=128, batch=1).flops[
+        "attention"
+    ]
     explained = causal.explain(*torch.randn(3, 1, 4, 128, 8)).flops
-    assert told == LLAMA["layers"] * explained * 3.5  # 4 + 10 D for 4 D
+    assert predicted_cost == LLAMA["layers"] * explained * 3.5  # 4 + 10 D for 4 D
 
 
-def test_the_busiest_of_ranks_with_balanced_shards_has_its_share_of_the_work() -> None:
-    model = ModelShape.of(made(**LLAMA))
+def test_balanced_shards_have_equal_work() -> None:
+    model = ModelShape.of(build_model(**LLAMA))
     alone, shared = (
         cost(model, split, Machine(), sequence=4096, batch=1) for split in (Split(), Split(sequence=4, how="ring"))
     )
@@ -85,18 +87,20 @@ def test_the_busiest_of_ranks_with_balanced_shards_has_its_share_of_the_work() -
     assert shared.flops["dense"] == alone.flops["dense"] / 4
 
 
-def test_bytes_that_ranks_send_in_a_step_are_those_that_are_told() -> None:
+def test_sent_bytes_equal_the_prediction() -> None:
     model = ModelShape.of(LanguageModel(training_step.CONFIG))
     found = all_well(run(training_step.steps, 2))
     for split in training_step.SPLITS:
-        told = cost(model, split, Machine(), sequence=training_step.SEQUENCE, batch=training_step.BATCH).sent
-        told |= {name: size // 2 for name, size in told.items() if name == "reduce-scatter"}  # gloo adds up everywhere
-        most = {name: max(each[str(split)][name] for each in found) for name in told}
-        assert most == told, split
+        predicted_cost = cost(model, split, Machine(), sequence=training_step.SEQUENCE, batch=training_step.BATCH).sent
+        predicted_cost |= {
+            name: size // 2 for name, size in predicted_cost.items() if name == "reduce-scatter"
+        }  # gloo sums on every rank
+        most = {name: max(each[str(split)][name] for each in found) for name in predicted_cost}
+        assert most == predicted_cost, split
 
 
-def test_bytes_of_a_long_ring_follow_from_those_of_a_short_one() -> None:
-    model = ModelShape.of(made(**LLAMA))
+def test_bytes_of_a_long_ring_are_extrapolated() -> None:
+    model = ModelShape.of(build_model(**LLAMA))
     short, long = (
         cost(model, Split(sequence=ranks, how="ring"), Machine(), sequence=4096, batch=1).sent["ring"]
         for ranks in (16, 32)
@@ -108,32 +112,32 @@ def test_bytes_of_a_long_ring_follow_from_those_of_a_short_one() -> None:
     assert long > short
 
 
-def test_a_rank_that_shares_all_holds_a_part_and_what_is_gathered() -> None:
-    model = ModelShape.of(made(**GPT))
+def test_an_fsdp_rank_holds_a_shard_and_gathered_blocks() -> None:
+    model = ModelShape.of(build_model(**GPT))
     whole, shared = (
         cost(model, Split(data=4, fsdp=fsdp), Machine(), sequence=64, batch=4).memory for fsdp in (False, True)
     )
     assert shared["weights"] == pytest.approx(whole["weights"] / 4, rel=0.05)
     assert shared["optimizer"] == 3 * shared["weights"]
-    assert shared["gradients"] == 0  # they come while activations go
+    assert shared["gradients"] == 0  # they replace activations
     assert cost(model, Split(data=4), Machine(), sequence=64, batch=8).memory["gradients"] == whole["weights"]
     assert shared["activations"] == whole["activations"]
 
 
 def test_a_machine_with_fewer_cores_than_threads_is_slower() -> None:
-    model, machine = ModelShape.of(made(**LLAMA)), Machine(bandwidth=1e9)
+    model, machine = ModelShape.of(build_model(**LLAMA)), Machine(bandwidth=1e9)
     crowded = replace(machine, ranks=4, cores=2)
     times = [cost(model, Split(data=4), each, sequence=64, batch=4).seconds for each in (machine, crowded)]
     assert times[1]["dense"] == 2 * times[0]["dense"]
     assert (
         times[1]["communication"] == 2 * times[0]["communication"]
-    )  # between processes of one machine, cores carry it
+    )  # within one machine, communication uses the cores
     apart = replace(crowded, ranks=2, cores=1)
     assert cost(model, Split(data=4), apart, sequence=64, batch=4).seconds["communication"] == times[0]["communication"]
 
 
-def test_the_layout_to_take_is_the_fastest_that_fits() -> None:
-    model = ModelShape.of(made(**LLAMA))
+def test_the_recommended_layout_is_the_fastest_that_fits() -> None:
+    model = ModelShape.of(build_model(**LLAMA))
     ways = [str(split) for split in splits(model, 4, sequence=512, batch=4)]
     assert ways == [
         "data 4", "data 4, fsdp", "data 2 x ring 2", "data 2 x ring 2, fsdp", "data 2 x heads 2",
@@ -154,29 +158,31 @@ def test_the_layout_to_take_is_the_fastest_that_fits() -> None:
     assert none.recommendation().startswith("No layout fits: ")
 
 
-def test_grouped_heads_cannot_be_dealt_to_more_ranks_than_there_are() -> None:
-    model = ModelShape.of(made(**LLAMA | {"kv_heads": 2}))
+def test_heads_are_not_split_over_more_ranks_than_kv_heads() -> None:
+    model = ModelShape.of(build_model(**LLAMA | {"kv_heads": 2}))
     assert {split.sequence for split in splits(model, 4, sequence=512, batch=4) if split.how == "heads"} == {2}
 
 
-def test_what_is_no_language_model_is_refused() -> None:
+def test_other_models_than_language_models_raise() -> None:
     encoder = TextEncoder(TextConfig(vocabulary=50, d_model=32, layers=1, heads=4, d_hidden=40))
-    with pytest.raises(ValueError, match="a TextEncoder cannot be planned; language models can"):
+    with pytest.raises(
+        ValueError, match="expected a decoder-only language model, such as GPT-2 or Llama, got TextEncoder"
+    ):
         ModelShape.of(encoder)
 
 
 @pytest.mark.parametrize(
     ("text", "value"), [("16GB", 16e9), ("1 GiB", 2**30), ("10Gbit/s", 1.25e9), ("50G", 5e10), ("1e9", 1e9)]
 )
-def test_amounts_have_units(text: str, value: float) -> None:
+def test_amounts_are_parsed_with_units(text: str, value: float) -> None:
     assert parse_amount("memory", text) == value
 
 
 @pytest.mark.parametrize("text", ["much", "", "-1GB", "0", "3XB", "1..2"])
-def test_amounts_that_are_none_are_told(text: str) -> None:
+def test_invalid_amounts_raise(text: str) -> None:
     with pytest.raises(ValueError, match="--memory must be"):
         parse_amount("memory", text)
 
 
-def test_units_keep_three_digits() -> None:
+def test_quantities_have_three_digits() -> None:
     assert [format_quantity(n) for n in (0, 999, 1234, 999_600, 2.5e15)] == ["0 ", "999 ", "1.23 k", "1 M", "2.5 P"]

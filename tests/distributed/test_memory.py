@@ -1,4 +1,4 @@
-"""What a rank holds at once falls with the number of ranks."""
+"""The peak memory of a rank falls with the number of ranks."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from tests.distributed.world import all_well, run
 LENGTH = 8192
 
 
-def test_the_memory_of_a_rank_falls_as_the_number_of_ranks_rises() -> None:
+def test_peak_memory_falls_with_the_number_of_ranks() -> None:
     found = all_well(run(peak_memory.memory, 4, LENGTH))
     for rank in range(4):
         most = {key: found[rank].get(key, found[0][key]) for key in found[0]}
-        # Loose by some tensors, since what was sent is let go by another thread, a little later.
+        # Loose by some tensors, because another thread frees sent buffers a little later.
         for how, loose in (("heads", 1.4), ("ring", 1.2)):
             for ranks in (2, 4):
                 assert most[ranks, how] < loose * most[1, how] / ranks, (how, ranks)

@@ -1,4 +1,4 @@
-"""A model over many ranks is the model over one."""
+"""A sharded model equals the model in one process."""
 
 from __future__ import annotations
 
@@ -9,29 +9,29 @@ from tests.distributed.world import all_well, run
 
 
 @pytest.fixture(scope="module")
-def found() -> list[dict]:
+def results() -> list[dict]:
     return all_well(run(sharded_models.all_models, 4))
 
 
 @pytest.mark.parametrize("name", sharded_models.MODELS)
-def test_a_model_gives_the_results_and_gradients_of_one_process(found: list[dict], name: str) -> None:
+def test_results_and_gradients_match_one_process(results: list[dict], name: str) -> None:
     for rank in range(4):
-        assert found[rank][name]["output"] < 1e-12
-        assert found[rank][name]["gradients"] < 1e-11
+        assert results[rank][name]["output"] < 1e-12
+        assert results[rank][name]["gradients"] < 1e-11
 
 
-def test_a_rank_computes_its_own_tokens(found: list[dict]) -> None:
-    assert sum(found[rank]["gpt"]["rows"][0] for rank in range(4)) == sharded_models.N
+def test_a_rank_computes_its_local_tokens(results: list[dict]) -> None:
+    assert sum(results[rank]["gpt"]["rows"][0] for rank in range(4)) == sharded_models.N
 
 
-def test_layers_outside_of_a_stack_take_the_tokens_of_the_rank(found: list[dict]) -> None:
+def test_layers_outside_of_a_stack_take_local_tokens(results: list[dict]) -> None:
     for rank in range(4):
-        assert max(found[rank]["bare"].values()) < 1e-12
+        assert max(results[rank]["bare"].values()) < 1e-12
 
 
-def test_caches_and_looks_are_refused(found: list[dict]) -> None:
+def test_caches_and_inspection_raise(results: list[dict]) -> None:
     for rank in range(4):
-        generated, unparted, cached, *looks = found[rank]["cached"]
+        generated, unparted, cached, *looks = results[rank]["cached"]
         assert "a cache belongs to one process: generate outside of regard.distributed.sequence" in generated
         assert "a layer takes `context.to_local()` and own tokens" in unparted
         assert "a cache belongs to one process" in cached

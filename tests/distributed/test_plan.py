@@ -1,4 +1,4 @@
-"""Plans, without a process: all that may be seen is sent and computed, once; and what is sent is told beforehand."""
+"""Communication plans, without processes: all visible entries are computed once, and bytes are predicted."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def planned(attend: rg.Attention, B: int, H: int, queries: rd.Layout, keys: rd.L
 
 @settings(max_examples=60)
 @given(drawn=split())
-def test_the_blocks_of_all_ranks_are_the_whole(drawn: tuple[Call, rd.Layout, rd.Layout]) -> None:
+def test_the_blocks_of_all_ranks_cover_the_call(drawn: tuple[Call, rd.Layout, rd.Layout]) -> None:
     call, queries, keys = drawn
     attend, (B, H, Q, _), E = rg.Attention(**call.description), call.query.shape, call.value.shape[3]
     found = planned(attend, B, H, queries, keys)
@@ -62,7 +62,7 @@ def test_the_blocks_of_all_ranks_are_the_whole(drawn: tuple[Call, rd.Layout, rd.
 
 @settings(max_examples=30)
 @given(call=calls(longest=40), ranks=st.integers(1, 3))
-def test_heads_alone_are_what_they_are_among_others(call: Call, ranks: int) -> None:
+def test_a_slice_of_heads_equals_those_heads_of_the_full_call(call: Call, ranks: int) -> None:
     attend, (B, H, Q, _) = rg.Attention(**call.description), call.query.shape
     G, K = call.key.shape[1:3]
     assume(G % ranks == 0)
@@ -74,7 +74,7 @@ def test_heads_alone_are_what_they_are_among_others(call: Call, ranks: int) -> N
         torch.testing.assert_close(found, wanted[:, heads], atol=1e-11, rtol=1e-11)
 
 
-def test_a_window_needs_neighbours_only_and_not_all_of_their_keys() -> None:
+def test_a_window_needs_some_keys_of_neighbours_only() -> None:
     layout = rd.Layout.even(4096, 8)
     found = planned(rg.Attention(mask=rg.causal() & rg.window(100, 0)), 1, 1, layout, layout)
     for t in range(8):
@@ -83,7 +83,7 @@ def test_a_window_needs_neighbours_only_and_not_all_of_their_keys() -> None:
     assert found.count(3, 2) == 112  # of 512: tiles of 16 that hold the last 100
 
 
-def test_a_balanced_layout_makes_causal_work_even() -> None:
+def test_a_balanced_layout_balances_causal_work() -> None:
     def work(layout: str) -> list[int]:
         held = rd.Layout.even(1024, 4, layout)
         found = planned(rg.Attention(mask=rg.causal()), 1, 1, held, held)
@@ -103,18 +103,18 @@ def test_a_balanced_layout_makes_causal_work_even() -> None:
     assert max(uneven) > 6 * min(uneven)
 
 
-def test_documents_that_lie_on_one_rank_are_not_sent() -> None:
+def test_documents_on_one_rank_are_not_sent() -> None:
     moved = rd.bytes_moved(
         rg.Attention(mask=rg.documents([0] * 64 + [1] * 64)), ranks=2, B=1, H=2, Q=128, D=8, how="ring"
     )
     assert moved.sent == (0, 0)
 
 
-def test_the_exchange_of_heads_is_taken_where_it_moves_less() -> None:
+def test_heads_are_exchanged_if_that_sends_fewer_bytes() -> None:
     sizes = {"B": 1, "H": 8, "Q": 1024, "D": 64}
     assert rd.bytes_moved(rg.Attention(), ranks=4, **sizes).how == "heads"
-    assert rd.bytes_moved(rg.Attention(), ranks=2, backward=False, **sizes).how == "ring"  # as many bytes
-    assert rd.bytes_moved(rg.Attention(), ranks=4, G=2, **sizes).how == "ring"  # 2 heads are not shared by 4
+    assert rd.bytes_moved(rg.Attention(), ranks=2, backward=False, **sizes).how == "ring"  # equal bytes
+    assert rd.bytes_moved(rg.Attention(), ranks=4, G=2, **sizes).how == "ring"  # 2 heads cannot be split over 4 ranks
     assert rd.bytes_moved(rg.Attention(mask=rg.window(9, 0)), ranks=4, **sizes).how == "ring"
     with pytest.raises(ValueError, match="how='heads' needs key/value heads G that are a multiple of the 3 ranks"):
         rd.bytes_moved(rg.Attention(), ranks=3, how="heads", **sizes)
@@ -123,7 +123,7 @@ def test_the_exchange_of_heads_is_taken_where_it_moves_less() -> None:
 
 
 @given(length=st.integers(0, 50), ranks=st.integers(1, 6), layout=st.sampled_from(rd.LAYOUTS))
-def test_what_is_split_is_joined(length: int, ranks: int, layout: str) -> None:
+def test_join_is_the_inverse_of_split(length: int, ranks: int, layout: str) -> None:
     held, x = rd.Layout.even(length, ranks, layout), torch.randn(2, length, 3)
     parts = [held.own(x, 1, r) for r in range(ranks)]
     assert torch.equal(held.join(parts, 1), x)
@@ -134,7 +134,7 @@ def test_what_is_split_is_joined(length: int, ranks: int, layout: str) -> None:
         assert torch.equal(x[:, held.positions(r)], parts[r])
 
 
-def test_layouts_that_are_none_are_refused() -> None:
+def test_invalid_layouts_raise() -> None:
     with pytest.raises(ValueError, match="layout must be one of contiguous, balanced, but is 'zigzag'"):
         rd.Layout.even(8, 2, "zigzag")
     with pytest.raises(ValueError, match=r"balanced shards of 8 tokens hold \[4, 4\], but the ranks hold \[5, 3\]"):
@@ -143,8 +143,8 @@ def test_layouts_that_are_none_are_refused() -> None:
         rd.attention(*torch.randn(3, 1, 1, 4, 4))
 
 
-def test_descriptions_that_differ_have_other_digests() -> None:
-    def made(**change: object) -> int:
+def test_different_descriptions_have_different_digests() -> None:
+    def digest(**change: object) -> int:
         given = {"mask": rg.causal() & rg.documents([0, 0, 1]), "bias": rg.alibi(2), "temperature": 0.5}
         return description_digest(rg.Attention(**given | change))
 
@@ -157,14 +157,16 @@ def test_descriptions_that_differ_have_other_digests() -> None:
         {"offset": 3},
         {"score": rg.Cosine()},
     )
-    assert made() == made()
-    assert len({made(), *(made(**change) for change in others)}) == 1 + len(others)
-    assert made(bias=rg.relative(torch.zeros(2, 3))) == made(bias=rg.relative(torch.ones(2, 3)))  # learned
+    assert digest() == digest()
+    assert len({digest(), *(digest(**change) for change in others)}) == 1 + len(others)
+    assert digest(bias=rg.relative(torch.zeros(2, 3))) == digest(
+        bias=rg.relative(torch.ones(2, 3))
+    )  # values of learned tensors do not count
 
 
-def test_what_a_score_function_learns_is_found() -> None:
+def test_tensors_in_closures_of_score_functions_are_found() -> None:
     a, b, fixed = torch.ones(3, requires_grad=True), torch.ones((), requires_grad=True), torch.ones(3)
-    made = (a * 2).exp()
-    score = rg.Modified(lambda s, *_: s + made.sum() + fixed.sum(), rg.Modified(lambda s, *_: s * b))
+    derived = (a * 2).exp()
+    score = rg.Modified(lambda s, *_: s + derived.sum() + fixed.sum(), rg.Modified(lambda s, *_: s * b))
     assert {id(leaf) for leaf in closure_tensors(score, torch.device("cpu"))} == {id(a), id(b)}
     assert list(closure_tensors(rg.Modified(lambda s, *_: s), torch.device("cpu"))) == []

@@ -1,4 +1,4 @@
-"""One step of training by each layout, with all that goes between the ranks counted."""
+"""One training step for each layout, with byte counts of all communication."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ SPLITS = (
 
 
 class _Collectives(TorchDispatchMode):
-    """Adds up the bytes of whole tensors that are gathered or added up, by the name of the operation."""
+    """Sum the bytes of gathered and reduced tensors by operation."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -52,7 +52,7 @@ class _Collectives(TorchDispatchMode):
 
 
 def steps(rank: int) -> dict[str, dict[str, int]]:
-    """Bytes that this rank sends, by layout and kind, as their definitions say."""
+    """Bytes that this rank sends, by layout and kind, from the definitions of the collectives."""
     return {str(split): _step(rank, split) for split in SPLITS}
 
 
@@ -71,7 +71,7 @@ def _step(rank: int, split: Split) -> dict[str, int]:
     with traffic() as own, _Collectives() as whole:
         for _ in range(BATCH // split.data):
             ids = torch.randint(CONFIG.vocabulary, (SEQUENCE + 1,))
-            reduced.clear()  # only the last of accumulated parts is added up
+            reduced.clear()  # only the last accumulated part is reduced
             with together():
                 objective(Packed(ids[:-1], (SEQUENCE,)), ids[1:]).backward()
     share = (split.ranks - 1) / split.ranks
@@ -87,8 +87,8 @@ def _counted(counted, bucket):  # type: ignore[no-untyped-def]  # torch reads th
 
 
 @contextmanager
-def kept(model: nn.Module) -> Iterator[list[int]]:
-    """Bytes that autograd keeps within, each storage once, weights not."""
+def saved_bytes(model: nn.Module) -> Iterator[list[int]]:
+    """Bytes that autograd saves in the context, each storage once, without weights."""
     known = {weight.untyped_storage().data_ptr() for weight in model.parameters()}
     found = [0]
 

@@ -1,4 +1,4 @@
-"""Processes over gloo on this machine. A server imports torch once and forks them, so that they start at once."""
+"""Groups of gloo processes on this machine, forked from a server that has imported torch, to start fast."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ import torch.distributed as dist
 CONTEXT = multiprocessing.get_context("forkserver")
 PRELOADED = [
     *(f"tests.distributed.{name}" for name in ("behaviour", "cases", "failing", "measured", "shared_models", "world")),
-    "torch._dynamo",  # parts of which autograd and checkpoints import
+    "torch._dynamo",  # autograd and checkpointing import parts of it
 ]
 CONTEXT.set_forkserver_preload(PRELOADED)
 
@@ -27,7 +27,7 @@ CONTEXT.set_forkserver_preload(PRELOADED)
 def run(
     function: Callable[..., Any], ranks: int, *args: Any, seconds: float = 240, timeout: float = 60, grace: float = 60
 ) -> list[Any]:
-    """`function(rank, *args)` in as many processes of one group; what each returns, or the exception it ends with.
+    """Run `function(rank, *args)` in the processes of one group; return the result or the exception of each.
 
     A process that ends without a word gives None. All have so many seconds, and `grace` seconds behind the first that
     fails; one that takes longer is killed, and gives a TimeoutError. `timeout` is the group's.
@@ -60,7 +60,7 @@ def run(
 
 
 def all_well(found: list[Any]) -> list[Any]:
-    """The results, or the first failure."""
+    """Return the results, or raise the first failure."""
     for rank, result in enumerate(found):
         if isinstance(result, BaseException) or result is None:
             raise AssertionError(f"rank {rank}: {result!r}") from result
@@ -82,4 +82,4 @@ def _rank(
         found = error
     end.send(found)
     end.close()
-    os._exit(0)  # groups of which another rank is gone do not say good-bye
+    os._exit(0)  # closing a group aborts if another rank is gone

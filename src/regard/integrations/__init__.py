@@ -1,4 +1,4 @@
-"""Drop-ins: `integrations.torch` for `nn.MultiheadAttention`, `integrations.transformers` for Hugging Face models.
+"""Drop-in replacements: `integrations.torch` for `nn.MultiheadAttention`, `integrations.transformers` for Hugging Face.
 
-Each is imported by name, so that `import regard` needs neither.
+Import them by name; `import regard` does not depend on them.
 """

@@ -20,9 +20,9 @@ from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 NAME = "regard"
 ITSELF = "computes its attention itself"
 _UNCALLED = "not called with these inputs"
-_NAMED = re.compile(r"Att(entio)?n(\d+d?|Pool\w*|Subsample)?$")
-_ASKS = re.compile(r"ALL_ATTENTION_FUNCTIONS(\.get_interface\(|\[self\.config)")
-_ASKING: dict[type, bool] = {}  # what `_asks` found
+_ATTENTION_NAME = re.compile(r"Att(entio)?n(\d+d?|Pool\w*|Subsample)?$")
+_INTERFACE_CALL = re.compile(r"ALL_ATTENTION_FUNCTIONS(\.get_interface\(|\[self\.config)")
+_USES_INTERFACE: dict[type, bool] = {}  # cache of `_uses_interface`
 _SOFTMAX = {torch.softmax, nn.functional.softmax, Tensor.softmax}
 
 
@@ -30,8 +30,8 @@ _SOFTMAX = {torch.softmax, nn.functional.softmax, Tensor.softmax}
 class AttentionPart:
     """One attention module of a model.
 
-    `calls` counts its forward calls, `computed` those of its attention calls that regard computed. `reason` says why
-    regard computed none, or not all; it is None if regard computed all of them.
+    calls: number of forward calls. computed: number of attention calls that regard computed.
+    reason: why regard did not compute all of them; None if it did.
     """
 
     name: str
@@ -43,7 +43,7 @@ class AttentionPart:
 
 @dataclass(frozen=True)
 class Coverage:
-    """The attention modules of a model in one forward pass. `print` shows them, one line for modules that are alike."""
+    """The attention modules of a model in one forward pass. `print` shows them, with one line for equal modules."""
 
     model: str
     parts: tuple[AttentionPart, ...]
@@ -82,7 +82,7 @@ class Coverage:
 def coverage(model: PreTrainedModel, **inputs: Any) -> Coverage:
     """Run one forward pass of a model and report which of its attention modules regard computed.
 
-    The pass runs in evaluation mode and without gradients; `inputs` are those of the model's forward.
+    The pass runs in evaluation mode and without gradients; `inputs` are passed to the model.
 
     >>> import torch
     >>> from transformers import BertConfig, BertModel
@@ -96,34 +96,36 @@ def coverage(model: PreTrainedModel, **inputs: Any) -> Coverage:
     """
     expected = {id(module): (name, module, reason) for name, module, reason in attention_modules(model)}
     names = {id(module): name for name, module in model.named_modules()}
-    watch = _Watch(set(expected))
-    with _evaluating(model), _computed_noted(watch), _calls_noted(model, watch), torch.no_grad(), watch:
+    recorder = _Recorder(set(expected))
+    with _eval_mode(model), _count_computed(recorder), _count_calls(model, recorder), torch.no_grad(), recorder:
         model(**inputs)
     parts = []
     for key, (name, module, reason) in expected.items():
-        calls, computed = watch.calls[key], watch.computed[key]
+        calls, computed = recorder.calls[key], recorder.computed[key]
         if computed >= max(calls, 1):
             reason = None
         elif not calls:
             reason = _UNCALLED if reason is None else f"{_UNCALLED}, and {reason}"
         elif reason is None:
-            reason = f"asked for regard in {computed} of {calls} calls"
+            reason = f"used regard in {computed} of {calls} calls"
         parts.append(AttentionPart(name, type(module).__name__, calls, computed, reason))
-    for module in watch.elsewhere.values():
-        parts.append(AttentionPart(names[id(module)], type(module).__name__, watch.calls[id(module)], 0, ITSELF))
+    for module in recorder.elsewhere.values():
+        parts.append(AttentionPart(names[id(module)], type(module).__name__, recorder.calls[id(module)], 0, ITSELF))
     return Coverage(type(model).__name__, tuple(parts))
 
 
 def attention_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module, str | None]]:
-    """The attention modules of a model by name, each with the reason why it cannot run regard, or None if it will.
+    """Yield the attention modules of a model: name, module, and the reason why it cannot run regard, or None.
 
-    These are the modules that ask Transformers for an attention function, and those that are called attention and
+    These are the modules that get their attention function from Transformers, and those that are named attention and
     contain no other such module.
     """
-    found = {name: m for name, m in model.named_modules() if _asks(m) or _NAMED.search(type(m).__name__)}
+    found = {
+        name: m for name, m in model.named_modules() if _uses_interface(m) or _ATTENTION_NAME.search(type(m).__name__)
+    }
     own, owners = _configs(model), _owners(model)
     for name, module in found.items():
-        if _asks(module):
+        if _uses_interface(module):
             config = module.config
             yield name, module, _other_implementation(config, id(config) in own, owners[name])
         elif not any(other.startswith(f"{name}." if name else "") for other in found if other != name):
@@ -138,7 +140,7 @@ def unreached_configs(model: PreTrainedModel) -> Iterator[tuple[PreTrainedConfig
     known, owners = _configs(model), _owners(model)
     for name, module in model.named_modules():
         config = getattr(module, "config", None)
-        if _asks(module) and isinstance(config, PreTrainedConfig) and id(config) not in known:
+        if _uses_interface(module) and isinstance(config, PreTrainedConfig) and id(config) not in known:
             yield config, owners[name].config
 
 
@@ -154,7 +156,7 @@ def missing_parts(model: PreTrainedModel) -> str | None:
     else:
         start = f"{len(missed)} of the {len(found)} attention modules of {type(model).__name__} do not run"
     return (
-        f'{start} attn_implementation="{NAME}": {"; ".join(parts)}. They give the results that they give without '
+        f'{start} attn_implementation="{NAME}": {"; ".join(parts)}. Their results are the same as without '
         "regard; regard.integrations.transformers.coverage(model, **inputs) lists every module."
     )
 
@@ -178,15 +180,15 @@ def _why_not(kind: type[nn.Module]) -> str:
     return ITSELF
 
 
-def _asks(module: nn.Module) -> bool:
-    """Whether a module asks Transformers for its attention function, by its source."""
+def _uses_interface(module: nn.Module) -> bool:
+    """Whether the source of a module gets the attention function from Transformers."""
     kind = type(module)
-    if kind not in _ASKING:
+    if kind not in _USES_INTERFACE:
         bases = kind.__mro__[: kind.__mro__.index(nn.Module)]
         methods = [value for base in bases for value in vars(base).values() if inspect.isfunction(value)]
-        theirs = kind.__module__.startswith(("torch.", "regard."))
-        _ASKING[kind] = not theirs and any(_ASKS.search(_source(method)) for method in methods)
-    return _ASKING[kind]
+        builtin = kind.__module__.startswith(("torch.", "regard."))
+        _USES_INTERFACE[kind] = not builtin and any(_INTERFACE_CALL.search(_source(method)) for method in methods)
+    return _USES_INTERFACE[kind]
 
 
 def _source(function: Callable) -> str:
@@ -209,7 +211,7 @@ def _configs(model: nn.Module) -> set[int]:
 
 
 def _owners(model: nn.Module) -> dict[str, Any]:
-    """By module name, the innermost PreTrainedModel around it."""
+    """The innermost PreTrainedModel that contains each module, by module name."""
     owners: dict[str, Any] = {}
     for name, module in model.named_modules():
         around = owners.get(name.rpartition(".")[0]) if name else None
@@ -218,12 +220,12 @@ def _owners(model: nn.Module) -> dict[str, Any]:
 
 
 def _layers(name: str) -> str:
-    """The name without the numbers of layers."""
+    """The name with `*` instead of layer numbers."""
     return re.sub(r"(^|(?<=\.))\d+(?=\.|$)", "*", name) or "the model"
 
 
-class _Watch(TorchFunctionMode):
-    """What happens in a forward pass: module calls, attention by regard, attention outside any attention module."""
+class _Recorder(TorchFunctionMode):
+    """Record module calls, attention by regard, and attention outside of attention modules in a forward pass."""
 
     def __init__(self, expected: set[int]) -> None:
         super().__init__()
@@ -238,15 +240,17 @@ class _Watch(TorchFunctionMode):
         kwargs = kwargs or {}
         if not self.regard and self.stack and not any(id(module) in self.expected for module in self.stack):
             module = next(m for m in reversed(self.stack) if not type(m).__module__.startswith("torch."))
-            named = "Att" in type(module).__name__ and _over_keys(func, args, kwargs)
-            parted = any(id(part) in self.expected for part in module.modules())  # its attention is listed by that part
-            if not parted and (named or func is nn.functional.scaled_dot_product_attention):
+            named = "Att" in type(module).__name__ and _is_softmax_over_keys(func, args, kwargs)
+            has_listed_part = any(
+                id(part) in self.expected for part in module.modules()
+            )  # a submodule is listed instead
+            if not has_listed_part and (named or func is nn.functional.scaled_dot_product_attention):
                 self.elsewhere[id(module)] = module
         return func(*args, **kwargs)
 
 
-def _over_keys(func: Any, args: Any, kwargs: Any) -> bool:
-    """Whether it is a softmax over the last of at least four axes, as that of attention weights (B, H, Q, K)."""
+def _is_softmax_over_keys(func: Any, args: Any, kwargs: Any) -> bool:
+    """Whether a call is a softmax over the last of at least four axes, as of attention weights (B, H, Q, K)."""
     if func not in _SOFTMAX or not isinstance(args[0], Tensor) or args[0].dim() < 4:
         return False
     axis = kwargs.get("dim", args[1] if len(args) > 1 else None)
@@ -254,7 +258,7 @@ def _over_keys(func: Any, args: Any, kwargs: Any) -> bool:
 
 
 @contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
+def _eval_mode(model: nn.Module) -> Iterator[None]:
     training = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
@@ -265,18 +269,18 @@ def _evaluating(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def _computed_noted(watch: _Watch) -> Iterator[None]:
+def _count_computed(recorder: _Recorder) -> Iterator[None]:
     attend = AttentionInterface._global_mapping[NAME]
 
-    def noted(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        watch.computed[id(module)] += 1
-        watch.regard += 1
+    def counting(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        recorder.computed[id(module)] += 1
+        recorder.regard += 1
         try:
             return attend(module, *args, **kwargs)
         finally:
-            watch.regard -= 1
+            recorder.regard -= 1
 
-    AttentionInterface.register(NAME, noted)
+    AttentionInterface.register(NAME, counting)
     try:
         yield
     finally:
@@ -284,13 +288,13 @@ def _computed_noted(watch: _Watch) -> Iterator[None]:
 
 
 @contextmanager
-def _calls_noted(model: nn.Module, watch: _Watch) -> Iterator[None]:
+def _count_calls(model: nn.Module, recorder: _Recorder) -> Iterator[None]:
     def before(module: nn.Module, args: Any) -> None:
-        watch.calls[id(module)] += 1
-        watch.stack.append(module)
+        recorder.calls[id(module)] += 1
+        recorder.stack.append(module)
 
     def after(module: nn.Module, args: Any, output: Any) -> None:
-        watch.stack.pop()
+        recorder.stack.pop()
 
     hooks: list[Any] = []
     for module in model.modules():

@@ -1,8 +1,8 @@
-"""Masks that come as tensors, read as descriptions: who may look, and what there is to add besides.
+"""Convert mask tensors to descriptions: a mask, and a bias if there is more to add.
 
-What was read is remembered by the content of the tensor, since every layer is given the same. A version counter is not
-enough: writes through `.data`, numpy or `torch.distributed` do not count. Where torch is tracing, values cannot be
-read, and all is added.
+Results are cached by the content of the tensor, because every layer gets the same one. A version counter is not enough:
+writes through `.data`, numpy or `torch.distributed` do not increase it. While torch is tracing, values cannot be read,
+and an additive mask becomes a bias.
 """
 
 from __future__ import annotations
@@ -23,64 +23,63 @@ Masks = tuple[Mask, ...]
 
 
 def read_keep_mask(mask: Tensor) -> tuple[Pattern, Tensor | None]:
-    """A mask (..., Q, K) in which True permits, or whose numbers are added: who may look, and what is added if any is.
+    """Read a mask (..., Q, K), bool with True for visible entries, or additive: its pattern, and its bias or None.
 
-    Of numbers, the least of their dtype and what lies near it mean no.
+    In an additive mask, numbers below half of the minimum of the dtype are hidden entries.
 
     >>> import torch
     >>> from regard.integrations.dense_masks import read_keep_mask
-    >>> pattern, added = read_keep_mask(torch.ones(4, 4, dtype=torch.bool).tril())
-    >>> pattern.mask, pattern.offset, added
+    >>> pattern, bias = read_keep_mask(torch.ones(4, 4, dtype=torch.bool).tril())
+    >>> pattern.mask, pattern.offset, bias
     (causal(), 0, None)
     """
     if tracing():
-        return _without_values(mask, mask)
+        return _read_while_tracing(mask, mask)
     return _cached(mask, _pattern_of)
 
 
 def read_ignore_mask(mask: Tensor) -> tuple[Pattern, Tensor | None]:
-    """The same where True forbids."""
+    """Read a mask like `read_keep_mask`, but with True for hidden entries."""
     if tracing():
-        return _without_values(mask, ~mask if mask.dtype == torch.bool else mask)
+        return _read_while_tracing(mask, ~mask if mask.dtype == torch.bool else mask)
     return _cached(mask, _pattern_of_complement)
 
 
 def read_key_ignore_mask(mask: Tensor) -> tuple[Masks, Tensor | None]:
-    """Of keys (B, K) where True forbids, or whose numbers are added: masks that are all to hold, and what is added."""
+    """Read a mask of keys (B, K), with True for hidden keys, or an additive one: masks to intersect, and a bias or
+    None."""
     if tracing():
-        pattern, added = read_ignore_mask(mask[:, None, None, :])
-        return () if pattern.mask is None else (pattern.mask,), None if added is None else added[:, 0, 0]
+        pattern, bias = read_ignore_mask(mask[:, None, None, :])
+        return () if pattern.mask is None else (pattern.mask,), None if bias is None else bias[:, 0, 0]
     return _cached(mask, _keys_of)
 
 
 def tracing() -> bool:
-    """Whether values cannot be read, since torch looks for a graph, or runs many calls at once."""
+    """Whether values cannot be read, because torch is compiling or in a functorch transform."""
     functional = torch._C._functorch.peek_interpreter_stack() is not None
     return torch.compiler.is_compiling() or functional
 
 
 def _cached(mask: Tensor, read: Callable[[Tensor], tuple[Any, bool]]) -> tuple[Any, Tensor | None]:
     content = fingerprint(mask)
-    known = None if content is None else ("read", read.__name__, content)
-    owner = mask if mask._base is None else mask._base  # a view is often made for one call
-    found, more = CACHE.get_or_build(known, lambda: read(mask.detach()), owner=owner)
-    more = more or mask.requires_grad
-    if more and found is not NO_MASK and found != ():
-        mask = mask.masked_fill(
-            _hidden(mask.detach()), 0.0
-        )  # what is hidden needs no number, and -inf spoils gradients
-    return found, mask if more else None
+    cache_key = None if content is None else ("read", read.__name__, content)
+    owner = mask if mask._base is None else mask._base  # views often live for one call only
+    description, has_bias = CACHE.get_or_build(cache_key, lambda: read(mask.detach()), owner=owner)
+    has_bias = has_bias or mask.requires_grad
+    if has_bias and description is not NO_MASK and description != ():
+        mask = mask.masked_fill(_hidden(mask.detach()), 0.0)  # the pattern hides them, and -inf gives NaN gradients
+    return description, mask if has_bias else None
 
 
-def _without_values(mask: Tensor, permits: Tensor) -> tuple[Pattern, Tensor | None]:
+def _read_while_tracing(mask: Tensor, allowed: Tensor) -> tuple[Pattern, Tensor | None]:
     if mask.dtype == torch.bool:
-        return Pattern(dense(permits)), None
+        return Pattern(dense(allowed)), None
     return NO_MASK, mask.masked_fill(_hidden(mask), float("-inf"))
 
 
 def _pattern_of(mask: Tensor) -> tuple[Pattern, bool]:
-    allowed, more = _split(mask)
-    return _pattern(allowed), more
+    allowed, has_bias = _split(mask)
+    return _pattern(allowed), has_bias
 
 
 def _pattern_of_complement(mask: Tensor) -> tuple[Pattern, bool]:
@@ -88,12 +87,12 @@ def _pattern_of_complement(mask: Tensor) -> tuple[Pattern, bool]:
 
 
 def _keys_of(mask: Tensor) -> tuple[Masks, bool]:
-    allowed, more = _split(~mask if mask.dtype == torch.bool else mask)
-    return key_masks(allowed), more
+    allowed, has_bias = _split(~mask if mask.dtype == torch.bool else mask)
+    return key_masks(allowed), has_bias
 
 
 def _split(mask: Tensor) -> tuple[Tensor, bool]:
-    """Who may look, and whether there is more to the mask than that."""
+    """The visible entries as a bool tensor, and whether the others have numbers to add."""
     if mask.dtype == torch.bool:
         return mask, False
     hidden = _hidden(mask)
@@ -105,7 +104,7 @@ def _hidden(mask: Tensor) -> Tensor:
 
 
 def _pattern(allowed: Tensor) -> Pattern:
-    """The pattern of a bool tensor; a causal one, the commonest of all, is recognised."""
+    """The pattern of a bool tensor; a causal mask, the most common one, is recognised."""
     if bool(allowed.all()):
         return NO_MASK
     allowed = pad_leading(allowed)
@@ -127,10 +126,10 @@ def _is_causal(allowed: Tensor, offset: int) -> bool:
 
 
 def key_masks(keys: Tensor) -> Masks:
-    """The masks whose `&` lets everybody see the keys that are True, (B, K); none if all are.
+    """Masks whose intersection shows the keys that are True (B, K) to all queries; empty if all are True.
 
     >>> import torch
-    >>> from regard.integrations.dense_masks import seen
+    >>> from regard.integrations.dense_masks import key_masks
     >>> key_masks(torch.tensor([[True, True, False], [True, True, True]]))
     (padding([2, 3]),)
     >>> key_masks(torch.tensor([[False, True, True], [True, True, True]]))
@@ -143,13 +142,13 @@ def key_masks(keys: Tensor) -> Masks:
     start = torch.where(count > 0, bits.argmax(-1), 0)
     stop = torch.where(count > 0, length - bits.flip(-1).argmax(-1), 0)
     if not torch.equal(stop - start, count):
-        return (dense(keys[:, None, None, :]).snapshot(),)  # there are holes
+        return (dense(keys[:, None, None, :]).snapshot(),)  # the visible keys are not an interval
     ends = () if bool((stop == length).all()) else (padding(stop).snapshot(),)
     return (*ends, ~padding(start).snapshot()) if bool(start.any()) else ends
 
 
 def intersect(parts: Masks) -> Mask | None:
-    """The `&` of masks; None of none."""
+    """The intersection of masks; None if there are none."""
     if not parts:
         return None
     mask, *rest = parts

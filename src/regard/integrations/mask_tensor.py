@@ -1,10 +1,9 @@
-"""A mask that travels through a model as a tensor, and is laid out only if somebody reads it as one.
+"""A tensor subclass that carries the description of a mask, and is materialised only if its values are read.
 
-Models hand masks on to their attention. Most never look inside, and for them a description is enough. Some do: they
-slice, convert, or add the mask to scores of their own. A `MaskTensor` serves both: to torch it is the (B, 1, Q, K)
-tensor of 0 and the least number of its dtype that models expect, made when it is first computed with; to our
-attention it is the description. Whoever takes a view may write into it: then the tensor is believed, and the
-description forgotten.
+Most models pass masks to their attention without reading them, so a description is enough. Some slice, convert or add
+them to scores. A `MaskTensor` serves both: for torch it is the (B, 1, Q, K) tensor of 0 and the minimum of its dtype
+that models expect, materialised at the first computation; for regard's attention it is the description. A view of the
+tensor may be written to: once there is one, the attention reads the tensor and ignores the description.
 """
 
 from __future__ import annotations
@@ -24,14 +23,14 @@ _aten = torch.ops.aten
 
 @dataclass
 class _DenseState:
-    """What was laid out, and whether somebody has a view of it."""
+    """The materialised tensor, and whether there may be a view of it."""
 
     tensor: Tensor | None = None
     exposed: bool = False
 
 
 class MaskTensor(Tensor):
-    """An additive mask (B, 1, Q, K) that is not laid out until it is computed with.
+    """An additive mask (B, 1, Q, K) that is materialised at the first computation.
 
     >>> import regard as rg, torch
     >>> from regard.integrations.mask_tensor import MaskTensor
@@ -48,7 +47,7 @@ class MaskTensor(Tensor):
     """
 
     pattern: Pattern
-    _dense_state: _DenseState  # shared by all that stand for the same memory
+    _dense_state: _DenseState  # shared by all aliases
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
@@ -60,25 +59,25 @@ class MaskTensor(Tensor):
 
     @property
     def intact(self) -> bool:
-        """Whether nobody can have written into it."""
+        """Whether the description is still valid: no view of the tensor exists that could have been written to."""
         return not self._dense_state.exposed
 
     @property
     def dense(self) -> Tensor:
-        """The tensor that models expect."""
+        """The materialised tensor."""
         if self._dense_state.tensor is None:
             self._dense_state.tensor = additive_mask(self.pattern, tuple(self.shape), self.dtype, self.device)
         return self._dense_state.tensor
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        same = func in (_aten.detach.default, _aten.alias.default)
-        if same or (func is _aten.slice.Tensor and _is_full_slice(*args)):
+        is_alias = func in (_aten.detach.default, _aten.alias.default)
+        if is_alias or (func is _aten.slice.Tensor and _is_full_slice(*args)):
             return _alias(args[0])
         aliases = any(result.alias_info is not None for result in func._schema.returns)
 
         def materialize(mask: MaskTensor) -> Tensor:
-            mask._dense_state.exposed |= aliases  # written now, or later through a view
+            mask._dense_state.exposed |= aliases  # written to now, or later through a view
             return mask.dense
 
         args, kwargs = tree_map_only(MaskTensor, materialize, (args, kwargs or {}))
@@ -90,10 +89,10 @@ class MaskTensor(Tensor):
         return self.dense.clone()
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        shown = repr(self.pattern.mask) if self.intact else "laid out, perhaps changed"
-        return f"MaskTensor({shown}, shape={tuple(self.shape)})"
+        content = repr(self.pattern.mask) if self.intact else "materialised, possibly modified"
+        return f"MaskTensor({content}, shape={tuple(self.shape)})"
 
-    # What torch.compile asks of a tensor that holds another: inside, it is laid out.
+    # The protocol of torch.compile for wrapper subclasses: inside a graph, the mask is materialised.
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
         self._dense_state.exposed = True
@@ -105,7 +104,7 @@ class MaskTensor(Tensor):
 
 
 def additive_mask(pattern: Pattern, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """0 where one may look, and the least number of the dtype where not: (B, 1, Q, K)."""
+    """The additive mask (B, 1, Q, K): 0 for visible entries, the minimum of the dtype for hidden ones."""
     B, H, Q, K = shape
     if pattern.mask is None:
         return torch.zeros(shape, dtype=dtype, device=device)
@@ -115,14 +114,14 @@ def additive_mask(pattern: Pattern, shape: tuple[int, ...], dtype: torch.dtype, 
 
 
 def _alias(mask: MaskTensor) -> MaskTensor:
-    again = MaskTensor(mask.pattern, tuple(mask.shape), mask.dtype, mask.device)
-    again._dense_state = mask._dense_state
-    return again
+    alias = MaskTensor(mask.pattern, tuple(mask.shape), mask.dtype, mask.device)
+    alias._dense_state = mask._dense_state
+    return alias
 
 
 def _is_full_slice(
     mask: Tensor, axis: int = 0, start: int | None = None, stop: int | None = None, step: int = 1
 ) -> bool:
-    """Whether a slice keeps all, as `mask[..., :keys]` often does."""
+    """Whether a slice keeps the whole axis, as `mask[..., :keys]` often does."""
     size = mask.shape[axis]
     return (start or 0) in (0, -size) and (stop is None or stop >= size) and step == 1

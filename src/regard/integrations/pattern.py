@@ -1,4 +1,4 @@
-"""Descriptions of calls, remembered with their plans where calls can share them: over layers, and over passes."""
+"""Mask patterns, and the attention descriptions built from them, cached for all layers and forward passes."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from regard.scores import Dot
 
 @dataclass(frozen=True, eq=False)
 class Pattern:
-    """Who may look at whom, and where the queries stand; `mask=None` lets everybody look at everything.
+    """A mask and the offset of its queries; `mask=None` hides nothing.
 
-    The mask is a snapshot: what is written into its tensors afterwards is for the next pass.
-    `attentions` remembers the descriptions made of it, so that all layers of a model share one, and its plans. A
-    `transient` pattern lives as long as one pass through a model.
+    The mask is a snapshot: later writes to its tensors do not change it.
+    attentions: the descriptions built from the pattern, so that all layers of a model share one and its plans.
+    transient: whether the pattern lives for one forward pass only.
     """
 
     mask: Mask | None = None
@@ -44,7 +44,7 @@ def build_attention(
     bias: Tensor | None = None,
     sink: Tensor | None = None,
 ) -> Attention:
-    """The attention over a pattern.
+    """The attention description of a pattern, shared by equal calls.
 
     >>> import regard as rg
     >>> from regard.integrations.pattern import Pattern, build_attention
@@ -54,28 +54,28 @@ def build_attention(
     """
     if torch.jit.is_tracing():
         raise NotImplementedError(
-            "torch.jit.trace does not see what regard computes; use torch.compile, or go back to torch's attention, "
-            'as by model.set_attn_implementation("sdpa"), before tracing'
+            "torch.jit.trace does not record the kernels of regard; use torch.compile, or switch to another attention "
+            'before tracing, such as model.set_attn_implementation("sdpa")'
         )
     if torch.compiler.is_compiling() or isinstance(scale, Tensor):
-        return _make(pattern.mask, pattern.offset, scale, softcap, dropout, bias, sink)
-    asked = scale, softcap, dropout, id(bias), id(sink)
-    if (known := pattern.attentions.get(asked)) is not None:
+        return _build(pattern.mask, pattern.offset, scale, softcap, dropout, bias, sink)
+    arguments = scale, softcap, dropout, id(bias), id(sink)
+    if (known := pattern.attentions.get(arguments)) is not None:
         return known[0]
     plain = bias is None and sink is None
     mask, offset = pattern.mask, pattern.offset
     content = None
-    if plain and size_of(mask) <= SHARED_BYTES:  # from one pass to the next
+    if plain and size_of(mask) <= SHARED_BYTES:  # shared between forward passes
         content = "all" if mask is None else mask.content()
     numbers = (offset, scale, softcap, dropout)
-    cache_key = None if content is None else ("described", content, numbers, tuple(map(type, numbers)))
-    made = CACHE.get_or_build(cache_key, lambda: _make(mask, offset, scale, softcap, dropout, bias, sink))
-    if plain or pattern.transient:  # nothing that lasts holds a pass's tensors
-        pattern.attentions[asked] = made, bias, sink  # held, so that their ids stay theirs
-    return made
+    cache_key = None if content is None else ("attention", content, numbers, tuple(map(type, numbers)))
+    attend = CACHE.get_or_build(cache_key, lambda: _build(mask, offset, scale, softcap, dropout, bias, sink))
+    if plain or pattern.transient:  # a permanent pattern must not hold the tensors of one pass
+        pattern.attentions[arguments] = attend, bias, sink  # holds the tensors, so that their ids stay valid
+    return attend
 
 
-def _make(
+def _build(
     mask: Mask | None,
     offset: int | None,
     scale: float | Tensor | None,

@@ -1,4 +1,4 @@
-"""`nn.MultiheadAttention` computed by regard, in any model that has some.
+"""Run every `nn.MultiheadAttention` of a model with regard.
 
 >>> import torch
 >>> from regard.integrations.torch import replace
@@ -24,49 +24,50 @@ from regard.integrations.pattern import NO_MASK, Pattern, build_attention
 from regard.masks import causal, padding
 
 NESTED = (
-    "a nested tensor is taken as query, key and value at once, in the strided layout and without masks; "
-    "convert others with tensor.to_padded_tensor(0.0), and pass key_padding_mask"
+    "a nested tensor must be query, key and value at once, in the strided layout and without masks; convert others "
+    "with tensor.to_padded_tensor(0.0), and pass key_padding_mask"
 )
 _TOP_LEFT = Pattern(causal(), offset=0)
 
 
 @dataclass(frozen=True)
 class Report:
-    """The names of the modules that `replace` changed, and of those that it left alone, with the reason."""
+    """The names of the modules that `replace` changed, and of those that it skipped, with the reason."""
 
     replaced: tuple[str, ...]
     left: dict[str, str]
 
     def __str__(self) -> str:
         lines = [f"replaced {len(self.replaced)} nn.MultiheadAttention: {', '.join(self.replaced) or 'none'}"]
-        return "\n".join([*lines, *(f"left alone {name}: {why}" for name, why in self.left.items())])
+        return "\n".join([*lines, *(f"skipped {name}: {why}" for name, why in self.left.items())])
 
 
 def replace(model: nn.Module, *, report: Callable[[Report], object] = print) -> nn.Module:
-    """Let regard compute every `nn.MultiheadAttention` of a model, the model itself included, and say which.
+    """Run every `nn.MultiheadAttention` of a model, including the model if it is one, with regard; return the model.
 
-    The same model comes back, and `report` is given a `Report`.
+    report: called with a `Report` of the modules; by default it is printed.
 
-    The modules stay where they are, with their parameters, hooks and state_dict keys, so optimizers and checkpoints go
-    on as before, and so does the contract: in masks True forbids, numbers are added. What changes: a query that may
-    look at nothing gives 0 instead of NaN, and without `need_weights` no matrix of weights is laid out.
+    The modules are changed in place and keep their parameters, hooks and state_dict keys, so optimizers and checkpoints
+    stay valid. Masks keep the convention of torch: True hides, numbers are added. Two things change: the attention
+    output of a query without visible keys is 0 instead of NaN, and without `need_weights` the weights are not
+    materialised.
     """
     replaced, left = [], {}
     for name, module in model.named_modules():
         name = name or type(model).__name__
         if isinstance(module, MultiheadAttention):
-            left[name] = "regard computes it already"
+            left[name] = "already runs regard"
         elif type(module) is nn.MultiheadAttention:
             module.__class__ = MultiheadAttention
             replaced.append(name)
         elif isinstance(module, nn.MultiheadAttention):
-            left[name] = f"{type(module).__name__} is a class of its own, and may compute something else"
+            left[name] = f"{type(module).__name__} is a subclass, which may compute something else"
     report(Report(tuple(replaced), left))
     return model
 
 
 class MultiheadAttention(nn.MultiheadAttention):
-    """`nn.MultiheadAttention` computed by regard; `replace` makes a model's modules such ones.
+    """`nn.MultiheadAttention` that runs regard; `replace` changes the modules of a model to this class.
 
     >>> import torch
     >>> from regard.integrations.torch import MultiheadAttention
@@ -78,7 +79,7 @@ class MultiheadAttention(nn.MultiheadAttention):
 
     @property
     def _qkv_same_embed_dim(self) -> bool:
-        """False once it is built: nn.TransformerEncoderLayer asks this before it computes attention without us."""
+        """False once it is built, so that nn.TransformerEncoderLayer does not bypass it in its fast path."""
         return "out_proj" not in self._modules and self.__dict__["_qkv_same_embed_dim"]
 
     @_qkv_same_embed_dim.setter
@@ -107,9 +108,9 @@ class MultiheadAttention(nn.MultiheadAttention):
         average_attn_weights: bool = True,
         is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        """The output, shaped like query, and the weights (B, Q, K) or (B, H, Q, K), or None without `need_weights`.
+        """Return the output, shaped like query, and the weights (B, Q, K) or (B, H, Q, K), or None.
 
-        Masks are those of torch: True forbids, numbers are added. `is_causal` says that `attn_mask` is the causal one.
+        Masks are those of torch: True hides, numbers are added. `is_causal` is a hint that `attn_mask` is causal.
         """
         if query.is_nested or key.is_nested or value.is_nested:
             if query is not key or key is not value or key_padding_mask is not None or attn_mask is not None:
@@ -121,15 +122,15 @@ class MultiheadAttention(nn.MultiheadAttention):
             key_padding_mask = key_padding_mask.unsqueeze(0)
         q, k, v = self._projected(query, key, value)
         if is_causal and key_padding_mask is None and not need_weights:
-            attn_mask = None  # torch believes the hint then, and so do we
+            attn_mask = None  # like torch, trust the hint
         keys = key.shape[1 if batched and self.batch_first else 0]
         pattern, bias = self._masks(attn_mask, key_padding_mask, is_causal and attn_mask is None, keys)
         dropout, weights = self.dropout if self.training else 0.0, None
-        if need_weights:  # laid out anyhow, and then they are what the values are weighted by, as in torch
-            described = build_attention(pattern, bias=bias)
-            described.notify_observers(q, k)
-            laid_out = F.dropout(described.weights(q, k), dropout)
-            weights, output = laid_out.mean(1) if average_attn_weights else laid_out, laid_out @ v
+        if need_weights:  # like torch, use the returned weights for the output too
+            attend = build_attention(pattern, bias=bias)
+            attend.notify_observers(q, k)
+            all_weights = F.dropout(attend.weights(q, k), dropout)
+            weights, output = all_weights.mean(1) if average_attn_weights else all_weights, all_weights @ v
         else:
             output = build_attention(pattern, dropout=dropout, bias=bias)(q, k, v)
         output = output.permute(0, 2, 1, 3) if self.batch_first or not batched else output.permute(2, 0, 1, 3)
@@ -137,7 +138,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         return (output, weights) if batched else (output[0], None if weights is None else weights[0])
 
     def _projected(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
-        """Query, key and value as (B, H, N, D): views of what the projections give."""
+        """Query, key and value as (B, H, N, D): views of the projections."""
         width, weight, bias = self.embed_dim, self.in_proj_weight, self.in_proj_bias
         if weight is not None and query is key and key is value:
             projected: tuple[Tensor, ...] = F.linear(query, weight, bias).split(width, -1)
@@ -163,9 +164,11 @@ class MultiheadAttention(nn.MultiheadAttention):
     def _masks(
         self, attn_mask: Tensor | None, key_padding_mask: Tensor | None, causal_hint: bool, keys: int
     ) -> tuple[Pattern, Tensor | None]:
-        """Who may look at whom, and what is added to the scores."""
+        """The pattern of both masks, and the bias to add to the scores, or None."""
         pattern, bias = _TOP_LEFT if causal_hint else NO_MASK, None
-        more = (self.bias_k is not None) + bool(self.add_zero_attn)  # keys behind the others, that everybody sees
+        more = (self.bias_k is not None) + bool(
+            self.add_zero_attn
+        )  # additional keys at the end, visible to all queries
         if more and causal_hint:
             pattern = Pattern(causal() | ~padding(keys), offset=0)
         if attn_mask is not None:
@@ -174,16 +177,16 @@ class MultiheadAttention(nn.MultiheadAttention):
                 attn_mask = attn_mask.unflatten(0, (-1, self.num_heads))
             pattern, bias = read_ignore_mask(attn_mask)
         if key_padding_mask is not None:
-            parts, added = read_key_ignore_mask(F.pad(key_padding_mask, (0, more)) if more else key_padding_mask)
+            parts, key_bias = read_key_ignore_mask(F.pad(key_padding_mask, (0, more)) if more else key_padding_mask)
             if parts:
                 parts = parts if pattern.mask is None else (pattern.mask, *parts)
                 pattern = Pattern(intersect(parts), pattern.offset)
-            if added is not None:
-                bias = added[:, None, None, :] + (0 if bias is None else bias)
+            if key_bias is not None:
+                bias = key_bias[:, None, None, :] + (0 if bias is None else bias)
         return pattern, bias
 
     def _nested(self, x: Tensor, need_weights: bool, average: bool) -> tuple[Tensor, Tensor | None]:
-        """Sequences of different lengths in one nested tensor, by way of a padded one."""
+        """Compute a nested tensor of sequences of different lengths by way of a padded tensor."""
         if x.layout != torch.strided:
             raise ValueError(NESTED)
         lengths = [len(part) for part in x.unbind()]
@@ -204,7 +207,7 @@ def _check(
     key_padding_mask: Tensor | None,
     attn_mask: Tensor | None,
 ) -> None:
-    """Raise unless shapes and dtypes fit one another and the module."""
+    """Raise unless shapes and dtypes match each other and the module."""
     named = {"query": (query, module.embed_dim), "key": (key, module.kdim), "value": (value, module.vdim)}
     for name, (tensor, width) in named.items():
         if tensor.dim() not in (2, 3) or tensor.dim() != query.dim() or tensor.shape[-1] != width:
@@ -217,7 +220,7 @@ def _check(
     queries, keys = (x.shape[0 if one or not module.batch_first else 1] for x in (query, key))
     if key.shape[:-1] != value.shape[:-1] or (not one and key.shape[0 if module.batch_first else 1] != batch):
         raise ValueError(
-            f"key and value must have the same number of rows, and query's batch, but query is {format_shape(query)}, "
+            f"key and value must have the same length, and the batch of query, but query is {format_shape(query)}, "
             f"key {format_shape(key)} and value {format_shape(value)}; batch_first is {module.batch_first}"
         )
     fits = {
@@ -231,6 +234,6 @@ def _check(
             raise ValueError(f"{name} must be {' or '.join(map(str, shapes))}, but is {format_shape(mask)}")
         if mask.dtype != torch.bool and not mask.is_floating_point():
             raise TypeError(
-                f"{name} must be bool, in which True forbids, or numbers that are added to the scores, "
+                f"{name} must be bool, with True for hidden entries, or floating-point numbers to add to the scores, "
                 f"but is {mask.dtype}; convert with .bool()"
             )

@@ -43,9 +43,9 @@ _REQUESTED: WeakSet[PreTrainedModel] = WeakSet()  # models for which regard was 
 def enable() -> None:
     """Register `attn_implementation="regard"` with Transformers: the attention function and its masks.
 
-    Attention modules that do not ask Transformers for an attention function (all of Longformer, Bloom or GPT-J, the
-    vision encoder of SAM) cannot run regard. A model that has such modules names them in one warning; its other
-    modules run regard. `coverage` lists them all.
+    Attention modules that do not get their attention function from Transformers (all of Longformer, Bloom or GPT-J, the
+    vision encoder of SAM) cannot run regard. A model with such modules names them in one warning; its other modules run
+    regard. `coverage` lists them all.
     """
     AttentionInterface.register(NAME, attend)
     AttentionMaskInterface.register(NAME, build_mask)
@@ -68,13 +68,13 @@ def _wrap(name: str, around: Callable[..., Any]) -> None:
 
 
 def _choose_implementation(method: Callable, model: Any, requested_attention: str | None, *args: Any, **kw: Any) -> str:
-    """Our name if classes in the model's file ask for an attention by name; else `eager`, which all of them have."""
+    """Choose "regard" if the model supports attention implementations, else "eager", which every model has."""
     if requested_attention != NAME:
         return method(model, requested_attention, *args, **kw)
     _REQUESTED.add(model)
     for name, classes in vars(sys.modules[type(model).__module__]).items():
         if name.endswith("_ATTENTION_CLASSES") and isinstance(classes, dict) and "eager" in classes:
-            classes.setdefault(NAME, classes.get("sdpa", classes["eager"]))  # looked up when the model is built
+            classes.setdefault(NAME, classes.get("sdpa", classes["eager"]))  # the model looks it up when it is built
     return method(model, NAME if model._can_set_attn_implementation() else "eager", *args, **kw)
 
 
@@ -85,7 +85,7 @@ def _warn_after_building(method: Callable, model: Any) -> None:
 
 
 def _is_being_built_inside(model: Any) -> bool:
-    """Whether the model is built by the constructor of another one, which will warn about all of its parts."""
+    """Whether the model is built in the constructor of another one, which will warn about all parts."""
     frame = sys._getframe()
     while (frame := frame.f_back) is not None:  # type: ignore[assignment]
         if frame.f_code.co_name == "__init__":
@@ -122,9 +122,9 @@ def build_mask(
     device: torch.device | str = "cpu",
     **kwargs: Any,
 ) -> Tensor | None:
-    """The mask of a forward pass, as a tensor that holds its description; None if all may look at everything.
+    """The mask of a forward pass as a tensor that holds its description; None if nothing is hidden.
 
-    Where torch is tracing, values cannot be read, and the mask is the tensor that eager attention takes.
+    While torch is tracing, values cannot be read, and the mask is the tensor that eager attention takes.
     """
     given = {"q_offset": q_offset, "kv_offset": kv_offset, "attention_mask": attention_mask, "device": device} | kwargs
     given |= {} if mask_function is None else {"mask_function": mask_function}
@@ -143,7 +143,7 @@ def build_mask(
     if mask is None and allow_is_bidirectional_skip:
         return None
     shape = batch_size, 1, q_length, kv_length
-    # who sees all stands nowhere, to share plans
+    # no mask: drop the offset so that plans are shared
     pattern = Pattern(mask, None if mask is None else offset, transient=True)
     return MaskTensor(pattern, shape, dtype, torch.device(device))
 
@@ -162,15 +162,15 @@ def attend(
     position_bias: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """What Transformers calls for every layer: query (B, H, Q, D), key and value (B, G, K, D) to (B, Q, H, D).
+    """The attention function for Transformers: query (B, H, Q, D), key and value (B, G, K, D) to (B, Q, H, D).
 
-    The weights come second where `output_attentions=True` was asked for: those before dropout, (B, H, Q, K).
+    The second result is None, or with `output_attentions=True` the weights before dropout (B, H, Q, K).
     """
     for name in ("cache", "indices", "block_indices", "sinks"):
         if kwargs.get(name) is not None:
             raise NotImplementedError(
                 f"{type(module).__name__} passes {name!r} to its attention, which attn_implementation={NAME!r} does "
-                'not take; use model.set_attn_implementation("eager")'
+                'not support; use model.set_attn_implementation("eager")'
             )
     if attention_mask is None:
         pattern, bias = _without_mask(module, is_causal, query.shape[2], key.shape[2]), None
@@ -182,22 +182,21 @@ def attend(
         pattern = _packed(pattern, edges, kwargs.get("cu_seq_lens_k"), query.shape[2], key.shape[2])
     if position_bias is not None:
         bias = position_bias if bias is None else position_bias + bias
-    described = build_attention(pattern, scale=scaling, softcap=softcap, dropout=dropout, bias=bias, sink=s_aux)
-    output = described(query, key, value).transpose(1, 2).contiguous()
+    description = build_attention(pattern, scale=scaling, softcap=softcap, dropout=dropout, bias=bias, sink=s_aux)
+    output = description(query, key, value).transpose(1, 2).contiguous()
     if not _wants_weights(module, kwargs):
         return output, None
     if s_aux is not None and _returns_weights_without_sink(type(module).__module__):
-        described = build_attention(pattern, scale=scaling, softcap=softcap, dropout=dropout, bias=bias)
-    return output, described.weights(query, key)
+        description = build_attention(pattern, scale=scaling, softcap=softcap, dropout=dropout, bias=bias)
+    return output, description.weights(query, key)
 
 
 def _without_mask(module: nn.Module, is_causal: bool | None, queries: int, keys: int) -> Pattern:
-    """The pattern of a call that has no mask.
+    """The pattern of a call without a mask.
 
-    `build_mask` returns None only where nothing is masked, and no model of Transformers builds a mask for eager
-    attention
-    alone. So None masks nothing, as in eager attention, even if `module.is_causal` is True (BridgeTower's image
-    stream). For classes from elsewhere there is no such evidence: sdpa would mask, and eager attention would not.
+    `build_mask` returns None only if nothing is hidden, and no model of Transformers builds masks for eager attention
+    only. So None hides nothing, as in eager attention, even if `module.is_causal` is True (the image stream of
+    BridgeTower). For modules of other packages this is ambiguous: sdpa would use a causal mask, eager attention not.
     """
     if queries == 1 or is_causal is False:
         return NO_MASK
@@ -205,7 +204,7 @@ def _without_mask(module: nn.Module, is_causal: bool | None, queries: int, keys:
         if queries != keys:
             raise ValueError(
                 f"{type(module).__name__} passes is_causal=True and no mask for {queries} queries and {keys} keys, "
-                "which does not say at which keys the queries are; pass a mask, as create_causal_mask builds it"
+                "which does not determine the positions of the queries; pass a mask, as create_causal_mask builds it"
             )
         return _TOP_LEFT
     if getattr(module, "is_causal", False) and not type(module).__module__.startswith("transformers."):
@@ -217,40 +216,40 @@ def _without_mask(module: nn.Module, is_causal: bool | None, queries: int, keys:
 
 
 def _read(mask: Tensor, query: Tensor) -> tuple[Pattern, Tensor | None]:
-    """A mask that came as a tensor: who may look, and what is added to the scores."""
+    """Read a mask tensor: its pattern, and the bias to add to the scores, or None."""
     mask = mask.dense if isinstance(mask, MaskTensor) else mask
     return read_keep_mask(mask if mask.dtype == torch.bool or mask.is_floating_point() else mask.to(query.dtype))
 
 
 def _packed(pattern: Pattern, edges: Tensor, key_edges: Tensor | None, queries: int, keys: int) -> Pattern:
-    """The pattern inside each of the sequences that lie one behind the other, `edges[n]` to `edges[n + 1]`."""
+    """Restrict the pattern to packed sequences, from `edges[n]` to `edges[n + 1]`."""
     if queries != keys or (key_edges is not None and not torch.equal(edges, key_edges)):
         raise ValueError(
-            f"cu_seq_lens_q and cu_seq_lens_k must be the same edges of {queries} queries and as many keys, but came "
-            f"with {keys} keys; pack without a cache, or pass position_ids that start anew with every sequence"
+            f"cu_seq_lens_q and cu_seq_lens_k must be the same edges of {queries} queries and as many keys, got "
+            f"{keys} keys; pack without a cache, or pass position_ids that restart with every sequence"
         )
-    inside = documents(torch.searchsorted(edges.long(), torch.arange(keys, device=edges.device), right=True))
-    return Pattern(inside if pattern.mask is None else pattern.mask & inside, pattern.offset)
+    sequences = documents(torch.searchsorted(edges.long(), torch.arange(keys, device=edges.device), right=True))
+    return Pattern(sequences if pattern.mask is None else pattern.mask & sequences, pattern.offset)
 
 
 def _wants_weights(module: nn.Module, kwargs: dict[str, Any]) -> bool:
-    """Whether the weights will be returned by the model."""
-    asked, collected = kwargs.get("output_attentions"), _active_collector.get()
-    if asked or (collected is not None and any("attentions" in name for name in collected)):
+    """Whether the model returns the weights."""
+    requested, collected = kwargs.get("output_attentions"), _active_collector.get()
+    if requested or (collected is not None and any("attentions" in name for name in collected)):
         return True
-    return asked is None and collected is None and _collects_weights(type(module).__module__)
+    return requested is None and collected is None and _collects_weights(type(module).__module__)
 
 
 @cache
 def _collects_weights(module: str) -> bool:
-    """Whether the models of a file collect weights in their own layers without telling their attention, as a few do."""
+    """Whether the layers of a model file collect weights without passing `output_attentions` to their attention."""
     pattern = r"attentions\.append\(|attentions \+=? \(|output_attentions=output_attentions"
     return bool(re.search(pattern, _file_source(module)))
 
 
 @cache
 def _returns_weights_without_sink(module: str) -> bool:
-    """Whether the eager attention of a file returns weights that sum to 1, and applies the sink to the output."""
+    """Whether the eager attention of a model file returns weights that sum to 1 and applies the sink to the output."""
     return bool(re.search(r"sink_scale\b.*\bsigmoid\(", _file_source(module)))
 
 
