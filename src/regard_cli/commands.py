@@ -329,12 +329,17 @@ def plan(
 
 
 app.add_typer(training, name="train")
-for each in (resume, evaluate, predict, view, serve, export):
-    app.command()(with_stages(each))
+app.command()(with_stages(resume))
+app.command()(with_stages(evaluate))
+app.command()(with_stages(predict))
+app.command()(with_stages(view))
+app.command()(with_stages(serve))
+app.command()(with_stages(export))
 app.command("tasks")(list_tasks)
 app.command()(info)
-for each in (check, lab, plan):
-    app.command()(with_stages(each))
+app.command()(with_stages(check))
+app.command()(with_stages(lab))
+app.command()(with_stages(plan))
 
 
 def main() -> None:

@@ -28,8 +28,8 @@ def declared_tasks() -> dict[str, type[Any]]:
         return tasks()
     names = _declarations()
     task = names["Task"]
-    found = (kind for kind in names.values() if isinstance(kind, type) and issubclass(kind, task) and kind is not task)
-    return {kind.name: kind for kind in sorted(found, key=lambda kind: kind.name)}
+    kinds: list[Any] = [each for each in names.values() if isinstance(each, type) and issubclass(each, task)]
+    return {kind.name: kind for kind in sorted(set(kinds) - {task}, key=lambda kind: kind.name)}
 
 
 def declared_recipe() -> type[Any]:

@@ -20,7 +20,7 @@ class TrainGroup(TyperGroup):
     """The group `regard train`, which builds its commands only when they are needed."""
 
     @property
-    def commands(self) -> dict[str, Any]:  # type: ignore[override]
+    def commands(self) -> dict[str, Any]:
         return self._task_commands
 
     @commands.setter

@@ -22,7 +22,7 @@ def test_a_killed_rank_raises_on_the_others(how: str, moment: str) -> None:
     assert found[1] is None, "it was to be killed"
     for rank in (0, *range(2, len(found))):
         assert isinstance(found[rank], rd.PeerLost), found[rank]
-        assert f"rank {rank} of {len(found)} waited for" in str(found[rank])
+        assert f"rank {rank} of {len(found)} failed waiting for" in str(found[rank])
         assert "was one killed, does it hang, or does it run other code?" in str(found[rank])
 
 

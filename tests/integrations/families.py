@@ -31,7 +31,7 @@ RESNET = {"hidden_sizes": [8, 12, 16, 20], "depths": [1, 1, 1, 1], "embedding_si
 
 
 def tokens(side: str, length: int = LENGTH) -> dict[str, torch.Tensor]:
-    """Three rows of which one is whole; the others are padded on a side."""
+    """Three rows, two of them padded on one side."""
     ids = torch.randint(3, VOCABULARY, (3, length), generator=torch.Generator().manual_seed(0))
     mask = torch.ones_like(ids)
     for row, short in ((0, 5), (2, 1)):
@@ -202,7 +202,7 @@ DECODERS, ENCODERS, PAIRS, OTHERS, APART = _decoders(), _encoders(), _pairs(), _
 
 
 def build(name: str) -> tuple[Any, dict[str, torch.Tensor]]:
-    """A model of the family in eval mode, on its eager attention, and inputs that hold padding."""
+    """A model of the family in eval mode with eager attention, and inputs with padding."""
     if name in OTHERS:
         kind, config, inputs = OTHERS[name]
     else:
@@ -212,7 +212,7 @@ def build(name: str) -> tuple[Any, dict[str, torch.Tensor]]:
     torch.manual_seed(0)
     model = kind._from_config(config, attn_implementation="eager").eval()
     for parameter in model.parameters():
-        if parameter.dim() > 1:  # as they are initialised, attention is all but uniform
+        if parameter.dim() > 1:  # with the default initialisation, attention is almost uniform
             torch.nn.init.normal_(parameter, std=0.15)
     for sinks in (p for key, p in model.named_parameters() if key.endswith("sinks")):
         torch.nn.init.normal_(sinks)

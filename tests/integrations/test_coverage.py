@@ -1,4 +1,4 @@
-"""Which attention modules of a Hugging Face model run regard is reported, and warned about once."""
+"""Coverage reports which attention modules of a Hugging Face model run regard, and warns once about the others."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def enabled() -> None:
 
 @pytest.fixture
 def warnings(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The warnings of the integration; Transformers' own are left out."""
+    """The warnings of the integration, without those of Transformers."""
     printed: list[str] = []
     monkeypatch.setattr("regard.integrations.transformers._log.warning_once", printed.append)
     return printed
@@ -111,7 +111,7 @@ def test_parts_that_cannot_run_regard_are_reported_and_warned_about(
     assert len(found.covered) == covered
     assert [part.kind for part in outside] == [kind] * missed
     assert all(reason in part.reason for part in outside if part.reason)
-    if covered:  # and what it gives is what eager gives
+    if covered:  # the results equal those of eager attention
         expected = cls._from_config(config, attn_implementation="eager").eval()
         expected.load_state_dict(model.state_dict())
         with torch.no_grad():
@@ -120,7 +120,7 @@ def test_parts_that_cannot_run_regard_are_reported_and_warned_about(
 
 
 @pytest.mark.parametrize("name", ["bert", "llama", "bart", "detr", "vit"])
-def test_whole_models_run_regard_and_print_no_warning(name: str, warnings: list[str]) -> None:
+def test_fully_covered_models_print_no_warning(name: str, warnings: list[str]) -> None:
     model, inputs = build(name)
     before = coverage(model, **inputs)
     assert not before.covered
@@ -134,7 +134,7 @@ def test_whole_models_run_regard_and_print_no_warning(name: str, warnings: list[
 
 
 @pytest.mark.parametrize("name", APART)
-def test_models_that_compute_attention_themselves_have_no_part_that_runs_regard(name: str) -> None:
+def test_models_with_custom_attention_have_no_covered_part(name: str) -> None:
     model, inputs = build(name)
     other = type(model)._from_config(model.config, attn_implementation="regard")
     found = coverage(other, **inputs)
@@ -142,7 +142,7 @@ def test_models_that_compute_attention_themselves_have_no_part_that_runs_regard(
     assert found.missed
 
 
-def test_the_warning_comes_once_and_also_from_set_attn_implementation(warnings: list[str]) -> None:
+def test_the_warning_is_printed_once_and_by_set_attn_implementation(warnings: list[str]) -> None:
     cls, config, _ = sam()
     model = cls._from_config(config, attn_implementation="sdpa")
     assert not warnings
@@ -180,7 +180,7 @@ def clipseg() -> tuple[Any, Any, dict]:
 
 
 @pytest.mark.parametrize("family", [videomae, vit_mae, clipseg])
-def test_parts_built_from_a_copy_of_the_configuration_follow(family: Any, warnings: list[str]) -> None:
+def test_parts_built_from_a_copy_of_the_configuration_are_set(family: Any, warnings: list[str]) -> None:
     cls, config, inputs = family()
     torch.manual_seed(0)
     model = cls._from_config(config, attn_implementation="eager").eval()
@@ -197,7 +197,7 @@ def test_parts_built_from_a_copy_of_the_configuration_follow(family: Any, warnin
     assert not coverage(model, **inputs).covered  # and back
 
 
-def test_a_copy_that_was_not_reached_is_reported() -> None:
+def test_an_unset_copy_of_the_configuration_is_reported() -> None:
     cls, config, inputs = vit_mae()
     model = cls._from_config(config, attn_implementation="eager")
     model.config._attn_implementation_internal = "regard"
@@ -220,14 +220,14 @@ class Asking(nn.Module):
 
 
 class Pooler(nn.Module):
-    """Attention in a module whose name does not say so."""
+    """Attention in a module without attention in its name."""
 
     def forward(self, x: Tensor) -> Tensor:
         return nn.functional.scaled_dot_product_attention(x[:, None], x[:, None], x[:, None])[:, 0]
 
 
 class Mixture(nn.Module):
-    """A softmax that is no attention."""
+    """A softmax that is not attention."""
 
     def forward(self, x: Tensor) -> Tensor:
         return x[:, None].softmax(-1)[:, 0]
@@ -271,7 +271,7 @@ def test_calls_are_counted_and_attention_outside_attention_modules_is_found() ->
     assert found.keys() == {"first", "second", "unused", "pool", "deformable.attention"}
     assert (found["first"].calls, found["first"].computed, found["first"].reason) == (1, 1, None)
     assert (found["second"].calls, found["second"].computed) == (2, 1)
-    assert found["second"].reason == "asked for regard in 1 of 2 calls"
+    assert found["second"].reason == "used regard in 1 of 2 calls"
     assert found["unused"].reason == "not called with these inputs"
     assert found["pool"].reason == ITSELF
     assert model.training
@@ -280,7 +280,7 @@ def test_calls_are_counted_and_attention_outside_attention_modules_is_found() ->
     assert ALL_ATTENTION_FUNCTIONS["regard"] is attend
 
 
-def test_a_failing_pass_leaves_nothing_behind() -> None:
+def test_a_failing_pass_restores_the_state() -> None:
     model = OwnModel._from_config(hf.BertConfig(), attn_implementation="regard").train()
     with pytest.raises(TypeError):
         coverage(model, y=1)
@@ -289,7 +289,7 @@ def test_a_failing_pass_leaves_nothing_behind() -> None:
     assert ALL_ATTENTION_FUNCTIONS["regard"] is attend
 
 
-def test_the_result_prints_one_line_for_modules_that_are_alike() -> None:
+def test_equal_modules_are_printed_on_one_line() -> None:
     cls, config, inputs = sam()
     found = coverage(cls._from_config(config, attn_implementation="regard"), **inputs)
     assert isinstance(found, Coverage)

@@ -1,4 +1,4 @@
-"""Masks as tensors: read from transformers' mask functions and from tensors, and laid out where somebody looks."""
+"""Mask tensors: built from the mask functions of Transformers and from tensors, and materialised when read."""
 
 from __future__ import annotations
 
@@ -15,7 +15,14 @@ from regard.integrations.mask_tensor import MaskTensor
 from regard.integrations.pattern import Pattern, build_attention
 from regard.integrations.transformers import build_mask
 
-LENGTHS = [(7, 7, 0, 0), (1, 9, 8, 0), (4, 12, 8, 0), (3, 6, 9, 6), (5, 16, 0, 0), (5, 16, 6, 0)]  # Q, K, their starts
+LENGTHS = [
+    (7, 7, 0, 0),
+    (1, 9, 8, 0),
+    (4, 12, 8, 0),
+    (3, 6, 9, 6),
+    (5, 16, 0, 0),
+    (5, 16, 6, 0),
+]  # Q, K, offsets of both
 BLOCKS = torch.tensor([[0, 0, -1, 1, 1, 1, -1, -1, 2, 2, -1, -1, 3, 3, -1, 0]])
 FUNCTIONS = {
     "causal": hf.causal_mask_function,
@@ -53,7 +60,7 @@ def both(sizes: tuple[int, ...], function: str, padding: str, skip: bool) -> tup
 @pytest.mark.parametrize("padding", PADDING)
 @pytest.mark.parametrize("function", FUNCTIONS)
 @pytest.mark.parametrize("sizes", LENGTHS)
-def test_a_mask_function_is_read_as_what_it_means(sizes: tuple[int, ...], function: str, padding: str) -> None:
+def test_a_mask_function_equals_its_mask(sizes: tuple[int, ...], function: str, padding: str) -> None:
     mask, expected = both(sizes, function, padding, skip=True)
     if mask is None:
         assert expected.all()
@@ -78,14 +85,14 @@ def test_a_mask_function_is_read_as_what_it_means(sizes: tuple[int, ...], functi
         ("all", "right", (7, 7, 0, 0), "padding([7, 5])"),
     ],
 )
-def test_what_is_read_is_a_description(function: str, padding: str, sizes: tuple[int, ...], expected: str) -> None:
+def test_mask_functions_become_descriptions(function: str, padding: str, sizes: tuple[int, ...], expected: str) -> None:
     mask, _ = both(sizes, function, padding, skip=False)
     assert isinstance(mask, MaskTensor)
     assert repr(mask.pattern.mask) == expected
     assert repr(mask).startswith(f"MaskTensor({expected}")
 
 
-def test_an_offset_may_be_a_tensor_as_static_caches_have_it() -> None:
+def test_an_offset_may_be_a_tensor_as_in_static_caches() -> None:
     mask = build_mask(batch_size=1, q_length=2, kv_length=9, q_offset=torch.tensor([4]))
     assert isinstance(mask, MaskTensor)
     assert mask.pattern.offset == 4
@@ -101,7 +108,7 @@ def laid_out() -> Tensor:
 
 
 @pytest.mark.parametrize(
-    "look",
+    "read",
     [
         lambda m: m + 1,
         lambda m: m[:, :, 1:3, :4],
@@ -120,16 +127,16 @@ def laid_out() -> Tensor:
         copy.deepcopy,
     ],
 )
-def test_whoever_looks_finds_the_tensor_that_models_expect(look) -> None:  # type: ignore[no-untyped-def]
+def test_reading_materialises_the_expected_tensor(read) -> None:  # type: ignore[no-untyped-def]
     mask = carrier()
-    assert torch.equal(look(mask), look(laid_out().clone()))
+    assert torch.equal(read(mask), read(laid_out().clone()))
 
 
 @pytest.mark.parametrize(
     "pass_on",
     [lambda m: m, lambda m: m[:, :, :, :5], lambda m: m.contiguous(), lambda m: m.detach(), lambda m: m.to("cpu")],
 )
-def test_whoever_passes_it_on_lays_nothing_out(pass_on) -> None:  # type: ignore[no-untyped-def]
+def test_passing_it_on_does_not_materialise_it(pass_on) -> None:  # type: ignore[no-untyped-def]
     mask = pass_on(carrier())
     assert isinstance(mask, MaskTensor)
     assert mask._dense_state.tensor is None
@@ -140,7 +147,7 @@ def test_whoever_passes_it_on_lays_nothing_out(pass_on) -> None:  # type: ignore
 @pytest.mark.parametrize(
     "write", [lambda m: m.add_(1.0), lambda m: m[:, :, 0].fill_(0.0), lambda m: m.masked_fill_(m == 0, 3.0)]
 )
-def test_what_is_written_into_it_is_believed(write) -> None:  # type: ignore[no-untyped-def]
+def test_writes_replace_the_description(write) -> None:  # type: ignore[no-untyped-def]
     mask, expected = carrier(), laid_out().clone()
     alias = mask.detach()
     write(mask)
@@ -151,7 +158,7 @@ def test_what_is_written_into_it_is_believed(write) -> None:  # type: ignore[no-
     assert "changed" in repr(mask)
 
 
-def test_computing_with_it_leaves_the_description() -> None:
+def test_computing_keeps_the_description() -> None:
     mask = carrier()
     for mode in (torch.no_grad, torch.inference_mode):
         with mode():
@@ -160,12 +167,12 @@ def test_computing_with_it_leaves_the_description() -> None:
             assert isinstance(copy.deepcopy(mask), MaskTensor)
 
 
-def test_it_goes_into_a_compiled_graph_laid_out() -> None:
+def test_it_is_materialised_in_a_compiled_graph() -> None:
     compiled = torch.compile(lambda mask, x: x + mask, fullgraph=True, backend="aot_eager")
     assert torch.equal(compiled(carrier(), torch.ones(5)), laid_out() + 1)
 
 
-def test_tensors_are_read_as_the_pattern_that_they_are() -> None:
+def test_tensors_become_patterns() -> None:
     square = torch.ones(5, 5, dtype=torch.bool)
     for tensor, mask, offset in (
         (square.tril(), "causal()", 0),
@@ -181,7 +188,7 @@ def test_tensors_are_read_as_the_pattern_that_they_are() -> None:
         assert added is None
 
 
-def test_numbers_that_are_added_stay_and_those_that_hide_do_not() -> None:
+def test_additive_numbers_become_a_bias_and_hidden_entries_a_mask() -> None:
     tensor = torch.tensor([[0.5, float("-inf")], [1.5, torch.finfo(torch.float32).min]], requires_grad=True)
     pattern, added = read_keep_mask(tensor)
     assert isinstance(pattern.mask, rg.Mask)
@@ -192,7 +199,7 @@ def test_numbers_that_are_added_stay_and_those_that_hide_do_not() -> None:
     assert tensor.grad.tolist() == [[1.0, 0.0], [1.0, 0.0]]
 
 
-def test_keys_that_are_seen_are_intervals_unless_there_are_holes() -> None:
+def test_visible_keys_become_intervals_if_possible() -> None:
     rows = torch.tensor([[0, 1, 1, 1, 0], [1, 1, 1, 1, 1], [0, 0, 0, 0, 0]]).bool()
     assert key_masks(rows) == (rg.padding([4, 5, 0]), ~rg.padding([1, 0, 0]))
     assert key_masks(rows[1:2]) == ()

@@ -1,4 +1,4 @@
-"""`replace` leaves torch's contract as it is; what changes is who computes, and rows that may look at nothing."""
+"""`replace` keeps the contract of torch, except for rows without visible keys."""
 
 from __future__ import annotations
 
@@ -41,9 +41,9 @@ def both(made: nn.Module) -> tuple[Any, Any]:
 
 
 def report_of(model: nn.Module) -> Report:
-    said: list[Report] = []
-    assert replace(model, report=said.append) is model
-    return said[0]
+    reports: list[Report] = []
+    assert replace(model, report=reports.append) is model
+    return reports[0]
 
 
 def inputs(made: nn.MultiheadAttention, batched: bool = True) -> list[Tensor]:
@@ -55,7 +55,7 @@ def inputs(made: nn.MultiheadAttention, batched: bool = True) -> list[Tensor]:
 
 
 def masks(name: str, heads: int, batched: bool = True) -> dict[str, Tensor]:
-    """Masks as torch has them, of which no row forbids all."""
+    """Masks in the convention of torch, without fully hidden rows."""
     torch.manual_seed(2)
     forbid = torch.rand(Q, K) < 0.4
     forbid[:, 1] = False
@@ -119,7 +119,7 @@ def test_gradients_are_those_of_torch(kind: str, mask: str) -> None:
         torch.testing.assert_close(grad, expected, atol=1e-10, rtol=1e-10)
 
 
-def test_the_causal_hint_and_the_causal_mask_are_one() -> None:
+def test_the_causal_hint_equals_the_causal_mask() -> None:
     made, ours = both(module(batch_first=True).eval())
     x = torch.randn(B, Q, E)
     mask = nn.Transformer.generate_square_subsequent_mask(Q)
@@ -137,16 +137,16 @@ def test_the_causal_hint_and_the_causal_mask_are_one() -> None:
 
 
 @pytest.mark.parametrize("kind", ["learned key", "zero key", "both more keys"])
-def test_further_keys_are_seen_under_the_causal_hint(kind: str) -> None:
+def test_additional_keys_are_visible_with_the_causal_hint(kind: str) -> None:
     made, ours = both(module(**MODULES[kind]).eval())
     x = torch.randn(Q, Q, E)
     mask = torch.ones(Q, Q, dtype=torch.bool).triu(1)
-    expected = made(x, x, x, attn_mask=mask)[0]  # torch itself fails here without weights and with the hint
+    expected = made(x, x, x, attn_mask=mask)[0]  # torch fails here without weights and with the hint
     got = ours(x, x, x, attn_mask=mask, is_causal=True, need_weights=False)[0]
     torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)
 
 
-def test_a_query_that_may_look_at_nothing_gives_the_bias_of_the_last_projection() -> None:
+def test_a_query_without_visible_keys_returns_the_output_bias() -> None:
     made, ours = both(module(batch_first=True).eval())
     x = torch.randn(2, Q, E)
     padded = torch.zeros(2, Q, dtype=torch.bool)
@@ -158,7 +158,7 @@ def test_a_query_that_may_look_at_nothing_gives_the_bias_of_the_last_projection(
     torch.testing.assert_close(output[1], made(x, x, x)[0][1], atol=1e-5, rtol=1e-5)
 
 
-def test_dropout_acts_in_training_only_and_is_reproduced_by_a_seed() -> None:
+def test_dropout_is_active_in_training_only_and_reproducible() -> None:
     _, ours = both(module(dropout=0.5, batch_first=True))
     x = torch.randn(B, Q, E)
     drawn = []
@@ -171,7 +171,7 @@ def test_dropout_acts_in_training_only_and_is_reproduced_by_a_seed() -> None:
     assert torch.equal(ours(x, x, x)[0], ours(x, x, x)[0])
 
 
-def test_parameters_keys_and_hooks_stay() -> None:
+def test_parameters_keys_and_hooks_are_kept() -> None:
     made = nn.TransformerEncoder(nn.TransformerEncoderLayer(E, H, 16, batch_first=True), 2)
     parameters, keys = dict(made.named_parameters()), list(made.state_dict())
     calls = []
@@ -188,7 +188,7 @@ def test_parameters_keys_and_hooks_stay() -> None:
     assert calls == [1]
 
 
-def test_the_model_itself_may_be_one_and_what_is_done_is_told() -> None:
+def test_the_model_may_be_the_module_and_changes_are_reported() -> None:
     class Own(nn.MultiheadAttention):
         pass
 
@@ -198,12 +198,12 @@ def test_the_model_itself_may_be_one_and_what_is_done_is_told() -> None:
     assert isinstance(single, nn.MultiheadAttention)
     again = report_of(nn.ModuleDict({"old": single, "own": Own(E, H), "new": module()}))
     assert again.replaced == ("new",)
-    assert "left alone own: Own is a class of its own" in str(again)
-    assert "left alone old: regard computes it already" in str(again)
+    assert "skipped own: Own is a subclass" in str(again)
+    assert "skipped old: already runs regard" in str(again)
     assert str(report_of(nn.Linear(2, 2))) == "replaced 0 nn.MultiheadAttention: none"
 
 
-def test_a_replaced_module_is_copied_and_stored_as_such() -> None:
+def test_a_replaced_module_can_be_copied_and_saved() -> None:
     _, ours = both(module(batch_first=True).eval())
     x = torch.randn(B, Q, E)
     for again in (copy.deepcopy(ours), pickle.loads(pickle.dumps(ours))):
@@ -217,7 +217,7 @@ def test_a_replaced_module_is_copied_and_stored_as_such() -> None:
     torch.testing.assert_close(fresh.eval()(x, x, x)[0], ours(x, x, x)[0], atol=1e-5, rtol=1e-5)
 
 
-def test_one_is_made_directly_as_torch_makes_its_own() -> None:
+def test_a_new_module_is_initialised_like_that_of_torch() -> None:
     for options in ({}, {"kdim": 20, "vdim": 24, "add_bias_kv": True}):
         torch.manual_seed(0)
         theirs = nn.MultiheadAttention(E, H, **options).state_dict()
@@ -228,7 +228,7 @@ def test_one_is_made_directly_as_torch_makes_its_own() -> None:
 
 
 def calls_of(model: nn.Module) -> list[int]:
-    """Grows whenever one of the model's replaced modules computes."""
+    """A list that grows with every call of a replaced module."""
     calls: list[int] = []
     for part in model.modules():
         if isinstance(part, MultiheadAttention):
@@ -239,7 +239,7 @@ def calls_of(model: nn.Module) -> list[int]:
 
 @pytest.mark.parametrize("norm_first", [False, True])
 @pytest.mark.parametrize("mask", ["none", "padding", "causal", "both"])
-def test_an_encoder_runs_unchanged_in_eval_where_torch_would_pass_its_attention_by(mask: str, norm_first: bool) -> None:
+def test_an_encoder_in_eval_does_not_bypass_the_module(mask: str, norm_first: bool) -> None:
     torch.manual_seed(0)
     layer = nn.TransformerEncoderLayer(E, H, 16, batch_first=True, norm_first=norm_first)
     made, ours = both(nn.TransformerEncoder(layer, 2, enable_nested_tensor=not norm_first).eval())
@@ -248,7 +248,7 @@ def test_an_encoder_runs_unchanged_in_eval_where_torch_would_pass_its_attention_
     given: dict[str, Tensor] = {"src_key_padding_mask": padded} if mask in ("padding", "both") else {}
     if mask in ("causal", "both"):
         given["mask"] = torch.ones(Q, Q, dtype=torch.bool).triu(1)
-    with torch.no_grad():  # torch packs padded inputs into nested tensors here
+    with torch.no_grad():  # torch converts padded inputs to nested tensors here
         torch.testing.assert_close(ours(x, **given), made(x, **given), atol=1e-5, rtol=1e-5)
     assert len(calls) == 2
     torch.testing.assert_close(ours(x, **given), made(x, **given), atol=1e-5, rtol=1e-5)
@@ -283,7 +283,7 @@ def test_a_transformer_runs_unchanged(batch_first: bool) -> None:
         torch.testing.assert_close(got.grad, expected.grad, atol=1e-3, rtol=1e-4)
 
 
-def test_nested_tensors_are_taken_without_masks_and_others_are_told_what_to_do() -> None:
+def test_nested_tensors_without_masks() -> None:
     _, ours = both(module(batch_first=True).eval())
     rows = [torch.randn(5, E), torch.randn(2, E)]
     x = torch.nested.as_nested_tensor(rows)
@@ -307,14 +307,14 @@ def test_nested_tensors_are_taken_without_masks_and_others_are_told_what_to_do()
         ({"attn_mask": torch.zeros(Q, K, dtype=torch.int64)}, "True forbids.*but is torch.int64"),
     ],
 )
-def test_errors_say_what_was_expected_and_what_came(change: dict[str, Tensor], message: str) -> None:
+def test_errors_name_the_expected_and_the_given_shape(change: dict[str, Tensor], message: str) -> None:
     _, ours = both(module())
     query, key, value = inputs(ours)
     with pytest.raises((ValueError, TypeError), match=message):
         ours(**({"query": query, "key": key, "value": value} | change))
 
 
-def test_it_compiles_whole_and_gives_the_same() -> None:
+def test_it_compiles_to_one_graph() -> None:
     _, ours = both(module(batch_first=True).eval())
     x, padded = torch.randn(B, Q, E), torch.arange(Q) >= torch.tensor([Q, 5, 2])[:, None]
     compiled = torch.compile(ours, fullgraph=True, backend="aot_eager")
@@ -324,14 +324,14 @@ def test_it_compiles_whole_and_gives_the_same() -> None:
         torch.testing.assert_close(got[0], expected[0], atol=1e-5, rtol=1e-5)
 
 
-def test_tracing_is_refused_since_it_would_see_nothing() -> None:
+def test_jit_tracing_raises() -> None:
     _, ours = both(module(batch_first=True).eval().requires_grad_(False))
     x = torch.randn(B, Q, E)
-    with pytest.raises(NotImplementedError, match="does not see what regard computes"):
+    with pytest.raises(NotImplementedError, match="does not record the kernels of regard"):
         torch.jit.trace(lambda x: ours(x, x, x)[0], (x,))
 
 
-def test_a_mask_that_is_written_into_is_read_again() -> None:
+def test_an_edited_mask_is_read_again() -> None:
     made, ours = both(module(batch_first=True).eval())
     x, mask = torch.randn(B, Q, E), torch.zeros(Q, Q, dtype=torch.bool)
     for _ in range(3):
@@ -344,7 +344,7 @@ def test_a_mask_that_is_written_into_is_read_again() -> None:
         assert not torch.allclose(before, ours(x, x, x, attn_mask=mask)[0])
 
 
-def test_eval_at_8192_tokens_holds_no_matrix_of_weights() -> None:
+def test_eval_at_8192_tokens_does_not_materialise_weights() -> None:
     _, ours = both(nn.MultiheadAttention(16, 2, batch_first=True).eval())
     x, largest = torch.randn(1, 8192, 16), 0
 
@@ -362,7 +362,7 @@ def test_eval_at_8192_tokens_holds_no_matrix_of_weights() -> None:
 
 
 class TestAMaskThatIsWrittenInto:
-    """Modules are given the same mask tensor again and again, with other content: by ways that no version counts."""
+    """Writes to a reused mask tensor that do not increase its version counter."""
 
     def modules(self) -> tuple[nn.MultiheadAttention, nn.MultiheadAttention, Tensor]:
         torch.manual_seed(0)
@@ -403,7 +403,7 @@ class TestAMaskThatIsWrittenInto:
         ours(x, x, x, key_padding_mask=mask)
         distributed.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
         try:
-            gathered = [mask]  # all_gather writes into the tensors that it is given
+            gathered = [mask]  # all_gather writes to these tensors
             distributed.all_gather(gathered, torch.tensor([[False] * 4 + [True] * 2] * 2))
         finally:
             distributed.destroy_process_group()
@@ -427,7 +427,7 @@ class TestAMaskThatIsWrittenInto:
         torch.testing.assert_close(*grads)
 
     def test_does_not_change_what_equal_masks_mean(self) -> None:
-        """What was read is remembered by content: a mask that was edited since must not speak for another."""
+        """The cache is by content: an edited mask must not change the result of an equal one."""
         ours, theirs, x = self.modules()
         first, hidden = torch.zeros(6, 6, dtype=torch.bool), torch.zeros(6, 6, dtype=torch.bool)
         for mask in (first, hidden):

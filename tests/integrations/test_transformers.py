@@ -1,4 +1,4 @@
-"""Hugging Face models give with regard what they give with eager attention, whoever they are."""
+"""Hugging Face models of all families give the same results with regard as with eager attention."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ ALL = [*DECODERS, *ENCODERS, *PAIRS, *OTHERS]
 def enabled() -> None:
     torch.set_num_threads(1)
     enable()
-    enable()  # twice is once
+    enable()  # a second call has no effect
 
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[dict]]:
-    """What every call of our attention was given."""
+    """The arguments of every attention call."""
     made: list[dict] = []
 
     def noting(*args: Any, **kwargs: Any) -> Any:
@@ -43,7 +43,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[dict]]:
 
 
 def differences(ours: Any, expected: Any, real: Tensor | None) -> dict[str, float]:
-    """The largest difference in each output that holds tensors, at real tokens."""
+    """The largest difference of each tensor output at real tokens."""
     found = {}
     for name, value in expected.items():
         pairs = zip(ours[name], value, strict=True) if isinstance(value, tuple) else [(ours[name], value)]
@@ -66,11 +66,11 @@ def real_tokens(name: str, inputs: dict[str, Tensor]) -> Tensor | None:
 @pytest.mark.parametrize("name", ALL)
 def test_logits_hidden_states_and_attentions_are_those_of_eager(name: str, calls: list[dict]) -> None:
     model, inputs = build(name)
-    asked = {"output_hidden_states": True, "output_attentions": True}
+    options = {"output_hidden_states": True, "output_attentions": True}
     with torch.no_grad():
-        expected = model(**inputs, **asked)
+        expected = model(**inputs, **options)
         model.set_attn_implementation("regard")
-        ours = model(**inputs, **asked)
+        ours = model(**inputs, **options)
         plain = model(**inputs)
     assert len(calls) >= 4
     found = differences(ours, expected, real_tokens(name, inputs))
@@ -81,7 +81,7 @@ def test_logits_hidden_states_and_attentions_are_those_of_eager(name: str, calls
 
 
 @pytest.mark.parametrize("name", [*DECODERS, *ENCODERS, *PAIRS, "detr", "whisper"])
-def test_no_mask_is_laid_out_where_the_model_does_not_look_inside(
+def test_masks_are_not_materialised_unless_the_model_reads_them(
     name: str, calls: list[dict], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def read_ignore_mask(*_: Any) -> None:
@@ -98,7 +98,7 @@ def test_no_mask_is_laid_out_where_the_model_does_not_look_inside(
 
 
 @pytest.mark.parametrize("name", APART)
-def test_a_model_that_cannot_be_given_an_attention_says_so_and_runs_as_eager(
+def test_an_unsupported_model_warns_and_runs_eager_attention(
     name: str, calls: list[dict], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     warnings: list[str] = []
@@ -115,12 +115,12 @@ def test_a_model_that_cannot_be_given_an_attention_says_so_and_runs_as_eager(
 
 
 @pytest.mark.parametrize("name", [name for name in APART if name not in ("gptj",)])
-def test_such_a_model_is_right_even_if_it_is_given_our_masks(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unsupported_model_is_right_with_our_masks(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model, inputs = build(name)
     real = inputs["attention_mask"].bool()
     with torch.no_grad():
         expected = model(**inputs).logits
-        model.config._attn_implementation_internal = "regard"  # past all that would prevent it
+        model.config._attn_implementation_internal = "regard"  # bypasses the checks
         ours = model(**inputs).logits
     torch.testing.assert_close(ours[real], expected[real], atol=1e-5, rtol=1e-5)
 
@@ -133,16 +133,16 @@ GENERATE = ["gpt2", "llama", "mistral", "qwen2", "gemma2", "gpt_neox", "gpt_oss"
 def test_greedy_generation_is_that_of_eager(name: str, cache: str, calls: list[dict]) -> None:
     model, inputs = build(name)
     inputs = {key: value for key, value in inputs.items() if key != "decoder_input_ids"}
-    asked = {"max_new_tokens": 8, "min_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
-    expected = model.generate(**inputs, **asked, cache_implementation=cache)
+    options = {"max_new_tokens": 8, "min_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
+    expected = model.generate(**inputs, **options, cache_implementation=cache)
     model.set_attn_implementation("regard")
-    ours = model.generate(**inputs, **asked, cache_implementation=cache)
+    ours = model.generate(**inputs, **options, cache_implementation=cache)
     assert calls
     assert torch.equal(ours, expected)
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral", "gemma2", "gpt_oss"])
-def test_a_prompt_in_pieces_is_the_prompt(name: str) -> None:
+def test_a_prompt_in_pieces_equals_the_whole_prompt(name: str) -> None:
     model, inputs = build(name)
     model.set_attn_implementation("regard")
     ids, real = inputs["input_ids"], inputs["attention_mask"]
@@ -189,7 +189,7 @@ def test_gradients_of_a_training_step_are_those_of_eager(name: str) -> None:
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_layers_that_are_computed_anew_in_backward_give_the_same_gradients(reentrant: bool) -> None:
+def test_checkpointed_layers_give_the_same_gradients(reentrant: bool) -> None:
     model, inputs = build("llama")
     model.set_attn_implementation("regard")
     model.train()
@@ -205,7 +205,7 @@ def test_layers_that_are_computed_anew_in_backward_give_the_same_gradients(reent
 
 
 @pytest.mark.parametrize("name", ["bert", "gpt2", "t5", "llama"])
-def test_dropout_acts_in_training_and_is_reproduced_by_a_seed(name: str, calls: list[dict]) -> None:
+def test_dropout_is_active_in_training_and_reproducible(name: str, calls: list[dict]) -> None:
     model, inputs = build(name)
     model.set_attn_implementation("regard")
     if name == "llama":
@@ -213,7 +213,7 @@ def test_dropout_acts_in_training_and_is_reproduced_by_a_seed(name: str, calls: 
             if hasattr(part, "attention_dropout"):
                 part.attention_dropout = 0.3
     for part in model.modules():
-        part.training = "ttention" in type(part).__name__ or part.training  # attention alone is in training
+        part.training = "ttention" in type(part).__name__ or part.training  # only attention is in training mode
         if isinstance(part, nn.Dropout):
             part.eval()
     drawn = []
@@ -225,7 +225,7 @@ def test_dropout_acts_in_training_and_is_reproduced_by_a_seed(name: str, calls: 
     assert not torch.allclose(drawn[0], drawn[2])
 
 
-def test_a_mask_of_the_users_own_is_taken_as_it_is() -> None:
+def test_a_custom_mask_is_used() -> None:
     model, inputs = build("llama")
     ids = inputs["input_ids"]
     permits = torch.rand(3, 1, 13, 13, generator=torch.Generator().manual_seed(0)) < 0.5
@@ -243,29 +243,29 @@ def test_a_mask_of_the_users_own_is_taken_as_it_is() -> None:
 
 
 def packed() -> tuple[Tensor, Tensor, Tensor]:
-    """Three sequences one behind the other: their ids, positions and edges."""
+    """Three packed sequences: ids, positions and edges."""
     lengths = (5, 1, 7)
     positions = torch.cat([torch.arange(n) for n in lengths])[None]
     return tokens("left")["input_ids"][:1], positions, torch.tensor([0, 5, 6, 13], dtype=torch.int32)
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral"])
-def test_packed_sequences_do_not_see_one_another(name: str) -> None:
+def test_packed_sequences_are_independent(name: str) -> None:
     model, _ = build(name)
     model.set_attn_implementation("regard")
     ids, positions, edges = packed()
     with torch.no_grad():
         apart = torch.cat([model(part[None]).logits for part in ids[0].tensor_split(edges[1:-1].long())], 1)
         by_positions = model(input_ids=ids, position_ids=positions, use_cache=False).logits
-        told = {"cu_seq_lens_q": edges, "cu_seq_lens_k": edges, "max_length_q": 7, "max_length_k": 7}
-        by_both = model(input_ids=ids, position_ids=positions, use_cache=False, **told).logits
+        lengths = {"cu_seq_lens_q": edges, "cu_seq_lens_k": edges, "max_length_q": 7, "max_length_k": 7}
+        by_both = model(input_ids=ids, position_ids=positions, use_cache=False, **lengths).logits
         with pytest.raises(ValueError, match="pack without a cache"):
             attend(model, *torch.zeros(3, 1, 2, 3, 8), None, cu_seq_lens_q=edges, cu_seq_lens_k=edges + 1)
     torch.testing.assert_close(by_positions, apart, atol=1e-4, rtol=1e-4)
     torch.testing.assert_close(by_both, apart, atol=1e-4, rtol=1e-4)
 
 
-def test_packed_edges_alone_keep_sequences_apart() -> None:
+def test_packed_edges_alone_separate_sequences() -> None:
     query, key, value = torch.randn(3, 1, 2, 13, 8)
     edges = packed()[2]
     output, _ = attend(nn.Module(), query, key, value, None, is_causal=True, cu_seq_lens_q=edges)
@@ -275,7 +275,7 @@ def test_packed_edges_alone_keep_sequences_apart() -> None:
         torch.testing.assert_close(output[:, start:stop].transpose(1, 2), expected, atol=1e-5, rtol=1e-5)
 
 
-def test_a_causal_model_looks_both_ways_when_asked_to() -> None:
+def test_a_causal_model_can_be_bidirectional() -> None:
     model, inputs = build("llama")
     with torch.no_grad():
         expected = model(**inputs, is_causal=False).logits
@@ -313,7 +313,7 @@ def test_without_a_mask_the_keyword_decides(keyword: bool | None, attribute: boo
     assert weights is None
 
 
-def test_without_a_mask_what_eager_and_sdpa_read_differently_is_refused() -> None:
+def test_ambiguous_calls_without_a_mask_raise() -> None:
     module = nn.Module()
     module.is_causal = True  # type: ignore[assignment]
     query, key, value = torch.randn(3, 1, 2, 5, 8)
@@ -380,8 +380,8 @@ def granite_swa() -> tuple[Any, dict]:
 
 
 @pytest.mark.parametrize("family", [bridgetower, qwen2_moe, qformer, granite_swa])
-def test_families_with_unusual_calls_give_what_eager_gives(family: Any, calls: list[dict]) -> None:
-    """An unmasked stream of causal modules, a window of 0 that is in no use, queries that all batch rows share,
+def test_families_with_unusual_calls_match_eager(family: Any, calls: list[dict]) -> None:
+    """An unmasked stream of causal modules, an unused window of 0, queries that all batch rows share,
     returned weights without the sink.
     """
     torch.manual_seed(0)
@@ -407,7 +407,7 @@ def test_families_with_unusual_calls_give_what_eager_gives(family: Any, calls: l
             assert apart.max() < 1e-4, path
 
 
-def test_weights_are_collected_also_if_the_layer_says_no() -> None:
+def test_weights_are_collected_if_the_layer_does_not_request_them() -> None:
     """Some layers pass `output_attentions=False` by default while the model collects their weights by hooks."""
     query, key, value = torch.randn(3, 1, 2, 5, 8)
     token = _active_collector.set({"attentions": []})
@@ -418,7 +418,7 @@ def test_weights_are_collected_also_if_the_layer_says_no() -> None:
     assert attend(nn.Module(), query, key, value, None, output_attentions=False)[1] is None
 
 
-def test_a_row_that_may_look_at_nothing_is_zero() -> None:
+def test_a_row_without_visible_keys_is_zero() -> None:
     query, key, value = torch.randn(3, 2, 2, 5, 8)
     permits = torch.ones(2, 1, 5, 5, dtype=torch.bool)
     permits[0, :, 2] = False
@@ -430,7 +430,7 @@ def test_a_row_that_may_look_at_nothing_is_zero() -> None:
         assert output.isfinite().all()
 
 
-def test_a_stored_model_is_loaded_with_our_attention(tmp_path: Path) -> None:
+def test_a_saved_model_is_loaded_with_regard(tmp_path: Path) -> None:
     model, inputs = build("bert")
     model.save_pretrained(tmp_path)
     loaded = hf.BertForMaskedLM.from_pretrained(tmp_path, attn_implementation="regard").eval()
@@ -439,7 +439,7 @@ def test_a_stored_model_is_loaded_with_our_attention(tmp_path: Path) -> None:
         torch.testing.assert_close(loaded(**inputs).logits, model(**inputs).logits, atol=1e-4, rtol=1e-4)
 
 
-def test_a_model_that_tells_its_attention_nothing_still_returns_weights() -> None:
+def test_weights_are_returned_without_output_attentions_in_the_call() -> None:
     torch.manual_seed(0)
     config = hf.LongT5Config(
         vocab_size=99, d_model=32, d_kv=8, d_ff=37, num_layers=1, num_heads=4, local_radius=3, decoder_start_token_id=0
@@ -455,13 +455,13 @@ def test_a_model_that_tells_its_attention_nothing_still_returns_weights() -> Non
 
 
 @pytest.mark.parametrize("name", ["indices", "block_indices", "cache", "sinks"])
-def test_what_is_not_taken_is_refused_and_not_ignored(name: str) -> None:
+def test_unsupported_arguments_raise(name: str) -> None:
     query, key, value = torch.randn(3, 1, 2, 5, 8)
     with pytest.raises(NotImplementedError, match=f"passes '{name}' to its attention.*set_attn_implementation"):
         attend(nn.Module(), query, key, value, None, **{name: torch.zeros(1)})
 
 
-def test_a_model_compiles_whole_and_gives_the_same() -> None:
+def test_a_model_compiles_to_one_graph() -> None:
     model, inputs = build("llama")
     model.set_attn_implementation("regard")
     real = inputs["attention_mask"].bool()
@@ -473,7 +473,7 @@ def test_a_model_compiles_whole_and_gives_the_same() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
-def test_other_dtypes_keep_theirs_and_padding_on_the_left_spoils_none(dtype: torch.dtype) -> None:
+def test_other_dtypes_with_left_padding(dtype: torch.dtype) -> None:
     model, left = build("llama")
     inputs = tokens("right")
     real = inputs["attention_mask"].bool()
@@ -485,10 +485,10 @@ def test_other_dtypes_keep_theirs_and_padding_on_the_left_spoils_none(dtype: tor
         assert ours.dtype == dtype
         error, theirs = ((x.double() - expected)[real].abs().max() for x in (ours, eager))
         assert error <= 2 * theirs + 1e-6
-        assert model(**left).logits.isfinite().all()  # where eager gives NaN in float64
+        assert model(**left).logits.isfinite().all()  # eager attention gives NaN in float64
 
 
-def test_no_part_of_a_composite_model_is_set_in_the_dark(caplog: pytest.LogCaptureFixture) -> None:
+def test_parts_of_a_composite_model_are_set_explicitly(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         model, _ = build("detr")
         model.set_attn_implementation("regard")
