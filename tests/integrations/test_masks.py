@@ -99,11 +99,11 @@ def test_an_offset_may_be_a_tensor_as_in_static_caches() -> None:
     assert (mask == 0).sum() == 5 + 6
 
 
-def carrier() -> MaskTensor:
+def mask_tensor() -> MaskTensor:
     return MaskTensor(Pattern(rg.causal(), offset=0), (2, 1, 5, 5), torch.float32, torch.device("cpu"))
 
 
-def laid_out() -> Tensor:
+def dense_mask() -> Tensor:
     return torch.full((5, 5), torch.finfo(torch.float32).min).triu(1).expand(2, 1, 5, 5)
 
 
@@ -128,8 +128,8 @@ def laid_out() -> Tensor:
     ],
 )
 def test_reading_materialises_the_expected_tensor(read) -> None:  # type: ignore[no-untyped-def]
-    mask = carrier()
-    assert torch.equal(read(mask), read(laid_out().clone()))
+    mask = mask_tensor()
+    assert torch.equal(read(mask), read(dense_mask().clone()))
 
 
 @pytest.mark.parametrize(
@@ -137,7 +137,7 @@ def test_reading_materialises_the_expected_tensor(read) -> None:  # type: ignore
     [lambda m: m, lambda m: m[:, :, :, :5], lambda m: m.contiguous(), lambda m: m.detach(), lambda m: m.to("cpu")],
 )
 def test_passing_it_on_does_not_materialise_it(pass_on) -> None:  # type: ignore[no-untyped-def]
-    mask = pass_on(carrier())
+    mask = pass_on(mask_tensor())
     assert isinstance(mask, MaskTensor)
     assert mask._dense_state.tensor is None
     assert mask.intact
@@ -148,18 +148,18 @@ def test_passing_it_on_does_not_materialise_it(pass_on) -> None:  # type: ignore
     "write", [lambda m: m.add_(1.0), lambda m: m[:, :, 0].fill_(0.0), lambda m: m.masked_fill_(m == 0, 3.0)]
 )
 def test_writes_replace_the_description(write) -> None:  # type: ignore[no-untyped-def]
-    mask, expected = carrier(), laid_out().clone()
+    mask, expected = mask_tensor(), dense_mask().clone()
     alias = mask.detach()
     write(mask)
     write(expected)
     assert not mask.intact
     assert not alias.intact
     assert torch.equal(mask.dense, expected)
-    assert "changed" in repr(mask)
+    assert "modified" in repr(mask)
 
 
 def test_computing_keeps_the_description() -> None:
-    mask = carrier()
+    mask = mask_tensor()
     for mode in (torch.no_grad, torch.inference_mode):
         with mode():
             _ = mask + 1
@@ -169,7 +169,7 @@ def test_computing_keeps_the_description() -> None:
 
 def test_it_is_materialised_in_a_compiled_graph() -> None:
     compiled = torch.compile(lambda mask, x: x + mask, fullgraph=True, backend="aot_eager")
-    assert torch.equal(compiled(carrier(), torch.ones(5)), laid_out() + 1)
+    assert torch.equal(compiled(mask_tensor(), torch.ones(5)), dense_mask() + 1)
 
 
 def test_tensors_become_patterns() -> None:

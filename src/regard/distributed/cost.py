@@ -206,10 +206,10 @@ def cost(model: ModelShape, split: Split, machine: Machine, *, sequence: int, ba
     average: whether a moving average of the weights is kept.
     """
     tokens, passes = -(-sequence // split.sequence), -(-batch // split.data)
-    held = _memory(model, split, tokens, passes, average)
+    memory = _memory(model, split, tokens, passes, average)
     flops = {name: passes * count for name, count in _flops(model, split, sequence).items()}
     sent, messages = _bytes_sent(model, split, sequence, passes)
-    touched = passes * TOUCHED * held["activations"] + STEPPED * held["weights"]
+    touched = passes * TOUCHED * memory["activations"] + STEPPED * memory["weights"]
     local = split.ranks <= machine.ranks  # communication within a machine takes time of its cores
     seconds = {
         "dense": machine.slowdown * flops["dense"] / machine.flops,
@@ -218,7 +218,7 @@ def cost(model: ModelShape, split: Split, machine: Machine, *, sequence: int, ba
         "communication": (machine.slowdown if local else 1)
         * (sum(sent.values()) / machine.bandwidth + messages * machine.latency),
     }
-    return Cost(split, held, flops, sent, seconds)
+    return Cost(split, memory, flops, sent, seconds)
 
 
 def _memory(model: ModelShape, split: Split, tokens: int, passes: int, average: bool) -> dict[str, int]:
@@ -228,7 +228,7 @@ def _memory(model: ModelShape, split: Split, tokens: int, passes: int, average: 
     already there.
     """
     share = split.ranks if split.fsdp else 1
-    own = FLOAT * sum(_padded_size(shape, share) // share for shape in model.shapes)
+    weights = FLOAT * sum(_padded_size(shape, share) // share for shape in model.shapes)
     largest = max(FLOAT * sum(map(math.prod, layer.weights)) for layer in model.layers)
     outside = FLOAT * sum(map(math.prod, model.outside))
     kept = FLOAT * tokens * (model.kept + sum(layer.kept for layer in model.layers))
@@ -242,22 +242,22 @@ def _memory(model: ModelShape, split: Split, tokens: int, passes: int, average: 
         gathered = outside + 2 * largest  # the current block, and the next one in transfer
         working += gathered + 2 * largest  # gradients of one block, and their send buffer
     elif split.ranks > 1:
-        working += own  # buckets of the gradient all-reduce
-    held = {
-        "weights": own,
-        "gradients": own if passes > 1 else max(0, own - kept),
-        "optimizer": 2 * own + (own if average else 0),
+        working += weights  # buckets of the gradient all-reduce
+    memory = {
+        "weights": weights,
+        "gradients": weights if passes > 1 else max(0, weights - kept),
+        "optimizer": 2 * weights + (weights if average else 0),
         "activations": kept + table,
         "working": working,
     }
     if split.sequence > 1:  # ring: two shards and their gradients; heads: all tokens of some heads, and outputs
-        held["keys"] = max(
+        memory["keys"] = max(
             4 * FLOAT * tokens * _portion(layer, tokens) * (layer.D + layer.E)
             if split.how == "ring"
             else FLOAT * tokens * (2 * layer.H * (layer.D + layer.E) + 2 * layer.G * (layer.D + layer.E))
             for layer in model.layers
         )
-    return held
+    return memory
 
 
 def _flops(model: ModelShape, split: Split, sequence: int) -> dict[str, int]:

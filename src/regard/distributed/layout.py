@@ -118,8 +118,8 @@ def gather(
 
 def gather_over(comm: Communicator, x: Tensor, dim: int, layout: str) -> Tensor:
     """`gather` with a communicator."""
-    held = Layout.of([n for (n,) in comm.all_gather_ints([x.shape[dim]], x.device)], layout)
-    return _Gather.apply(x, dim % x.dim(), comm, held)
+    shards = Layout.of([n for (n,) in comm.all_gather_ints([x.shape[dim]], x.device)], layout)
+    return _Gather.apply(x, dim % x.dim(), comm, shards)
 
 
 def positions(

@@ -106,13 +106,13 @@ class _Ring(torch.autograd.Function):
 
 def _forward(call: ShardedCall, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
     rank, real = call.comm.rank, _accumulation_dtype(query)
-    attend, own = replace(call.attend, sink=None), call.plan.queries.spans[rank]
+    attend, spans = replace(call.attend, sink=None), call.plan.queries.spans[rank]
     output = query.new_zeros((*query.shape[:3], value.shape[3]), dtype=real)
     lse = _sink(call, output)  # like a shard with a weight but no value
-    for ring_step, source, held in _arrivals(call, key, value):
+    for ring_step, source, kv in _arrivals(call, key, value):
         for block in call.plan.blocks[rank][source]:
-            rows, columns = _locate(own, block.rows), _columns(call, source, block)
-            inputs = query[:, ring_step.heads, rows], held[0][:, :, columns], held[1][:, :, columns]
+            rows, columns = _locate(spans, block.rows), _columns(call, source, block)
+            inputs = query[:, ring_step.heads, rows], kv[0][:, :, columns], kv[1][:, :, columns]
             found = call.compute(attend, _part(ring_step, block), *inputs)
             merge_into(output[:, ring_step.heads, rows], lse[:, ring_step.heads, rows], *found)
     return output.to(query.dtype), lse
@@ -137,18 +137,18 @@ def _gradients(
     learned = [leaves.get(id(tensor), tensor) for tensor in call.tensors]
     whole = output, lse, grad_output, grad_lse
     returning: GradientReturn | None = None
-    for ring_step, source, held in _arrivals(call, key, value):
-        shard = [torch.zeros_like(x, dtype=real) for x in held]
+    for ring_step, source, kv in _arrivals(call, key, value):
+        shard_grads = [torch.zeros_like(x, dtype=real) for x in kv]
         for block in call.plan.blocks[rank][source]:
             rows, columns = _locate(call.plan.queries.spans[rank], block.rows), _columns(call, source, block)
-            inputs = [query[:, ring_step.heads, rows], held[0][:, :, columns], held[1][:, :, columns]]
+            inputs = [query[:, ring_step.heads, rows], kv[0][:, :, columns], kv[1][:, :, columns]]
             inputs = [x.detach().requires_grad_(want) for x, want in zip(inputs, wanted, strict=False)] + learned
             trainable = [n for n, x in enumerate(inputs) if x.requires_grad]
-            own = [x[:, ring_step.heads, rows] for x in whole]
+            results = [x[:, ring_step.heads, rows] for x in whole]
             found = _block_gradients(
-                call, attend, _part(ring_step, block), inputs[:3], own, [inputs[n] for n in trainable]
+                call, attend, _part(ring_step, block), inputs[:3], results, [inputs[n] for n in trainable]
             )
-            targets = [sums[0][:, ring_step.heads, rows], *(x[:, :, columns] for x in shard), *sums[3:]]
+            targets = [sums[0][:, ring_step.heads, rows], *(x[:, :, columns] for x in shard_grads), *sums[3:]]
             for n, grad in zip(trainable, found, strict=True):
                 if grad is not None:
                     targets[n] += grad
@@ -156,9 +156,9 @@ def _gradients(
             returning.add(sums)
             returning = None
         if not ring_step.step:
-            _add(call, rank, ring_step, shard, sums)
+            _add(call, rank, ring_step, shard_grads, sums)
         elif call.sizes.grad_keys:
-            returning = _return_gradients(call, ring_step, source, [x.to(key.dtype) for x in shard], key)
+            returning = _return_gradients(call, ring_step, source, [x.to(key.dtype) for x in shard_grads], key)
     if returning is not None:
         returning.add(sums)
     _sink_gradient(call, sums, *whole)
@@ -172,18 +172,18 @@ def _block_gradients(
     """The gradients of `inputs` from one block of queries and keys."""
     device = whole[0].device
     with torch.enable_grad():
-        own = attend.narrow(call.frame, part)
-        assert isinstance(own.score, Score)
-        bias = own.bias if isinstance(own.bias, Bias) else None
-        if not any(part.closes_over_trainable(device) for part in (own.score, bias) if part is not None):
+        narrowed = attend.narrow(call.frame, part)
+        assert isinstance(narrowed.score, Score)
+        bias = narrowed.bias if isinstance(narrowed.bias, Bias) else None
+        if not any(part.closes_over_trainable(device) for part in (narrowed.score, bias) if part is not None):
             seed = None
-            if own.dropout:
+            if narrowed.dropout:
                 with call.seeded(part):
                     seed = draw_seed(device)
-            return shard_gradients(own.problem(*tensors), tensors, seed, inputs, *whole)
-        found, found_lse = call.compute(attend, part, *tensors)
-    cotangents = _cotangents(found.detach(), found_lse.detach(), *whole)
-    return torch.autograd.grad((found, found_lse), inputs, cotangents, allow_unused=True, retain_graph=True)
+            return shard_gradients(narrowed.problem(*tensors), tensors, seed, inputs, *whole)
+        part_output, part_lse = call.compute(attend, part, *tensors)
+    cotangents = _cotangents(part_output.detach(), part_lse.detach(), *whole)
+    return torch.autograd.grad((part_output, part_lse), inputs, cotangents, allow_unused=True, retain_graph=True)
 
 
 def _cotangents(
@@ -226,12 +226,12 @@ def _arrivals(call: ShardedCall, key: Tensor, value: Tensor) -> Iterator[tuple[R
     transfer = start_transfer(ring_steps[0]) if ring_steps else None
     for ring_step, following in zip(ring_steps, [*ring_steps[1:], None], strict=True):
         assert transfer is not None
-        posted, held = transfer
+        posted, kv = transfer
         if posted is not None:
             posted.wait()
         del posted  # frees the send buffers
         transfer = start_transfer(following) if following is not None else None
-        yield ring_step, (comm.rank - ring_step.step) % comm.ranks, held
+        yield ring_step, (comm.rank - ring_step.step) % comm.ranks, kv
 
 
 @dataclass(frozen=True, eq=False)

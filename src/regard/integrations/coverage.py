@@ -123,11 +123,11 @@ def attention_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module, str | 
     found = {
         name: m for name, m in model.named_modules() if _uses_interface(m) or _ATTENTION_NAME.search(type(m).__name__)
     }
-    own, owners = _configs(model), _owners(model)
+    reached, owners = _configs(model), _owners(model)
     for name, module in found.items():
         if _uses_interface(module):
             config = module.config
-            yield name, module, _other_implementation(config, id(config) in own, owners[name])
+            yield name, module, _other_implementation(config, id(config) in reached, owners[name])
         elif not any(other.startswith(f"{name}." if name else "") for other in found if other != name):
             yield name, module, _why_not(type(module))
 
