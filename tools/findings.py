@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import json
 import platform
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -115,4 +114,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 WORDS = {
-    r"told": "printed, reported, specified",
+    r"told(?! me)": "printed, reported, specified",
     r"beside(?!s)": "next to, compared with",
     r"stands(?! for)|stood": "is",
     r"mend(s|ed|ing)?": "fix",

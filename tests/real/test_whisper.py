@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -48,4 +49,5 @@ def test_a_long_sound_is_transcribed_as_by_transformers(others: tuple) -> None:
         return_attention_mask=True,
     )  # fmt: skip
     expected = others[0].generate(inputs.input_features, attention_mask=inputs.attention_mask, return_timestamps=True)
-    assert words.decode(found.tokens) == words.decode(expected[0].tolist(), skip_special_tokens=True)
+    spoken = re.sub(r"<\|[\d.]+\|>", "", words.decode(expected[0].tolist(), skip_special_tokens=True))
+    assert words.decode(found.tokens) == spoken

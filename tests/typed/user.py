@@ -54,7 +54,7 @@ def models(folder: Path) -> list[Tensor]:
     return model.generate([torch.tensor([1, 2])], max_new_tokens=4, strategy=Beam(2))
 
 
-def seen() -> Record:
+def record_attention() -> Record:
     model = TextEncoder(TextConfig(100, d_model=32, layers=1, heads=2, d_hidden=64))
     replace(nn.MultiheadAttention(8, 2))
     with capture(model) as record:
