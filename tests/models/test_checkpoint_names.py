@@ -22,7 +22,7 @@ def test_missing_and_unknown_tensors_are_listed(tmp_path: Path) -> None:
         tmp_path,
         lambda tensors: {("odd" if name == "transformer.ln_f.bias" else name): x for name, x in tensors.items()},
     )
-    with pytest.raises(ValueError, match=r"lacks transformer\.ln_f\.bias and has odd, which the model does not know"):
+    with pytest.raises(ValueError, match=r"lacks transformer\.ln_f\.bias and has odd, which the model does not have"):
         rg.load(tmp_path)
 
 
@@ -55,7 +55,7 @@ def test_a_tied_tensor_may_be_stored_under_both_names_if_equal(tmp_path: Path) -
         ("bert", {"architectures": ["BertForMultipleChoice"]}, "supported: BertModel, BertForMaskedLM"),
         ("bert", {"architectures": None}, "architectures"),
         ("bert", {"model_type": "mamba"}, "model_type = 'mamba' is not supported; supported: bert"),
-        ("bert", {"hidden_size": None}, "must say hidden_size"),
+        ("bert", {"hidden_size": None}, "must contain hidden_size"),
         ("albert", {"inner_group_num": 2}, "inner_group_num"),
         ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx"),
         ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5"),

@@ -18,7 +18,7 @@ PAIRS = Transformer(TransformerConfig(**SMALL)).eval()
 @pytest.mark.parametrize("wrong", [100, -1])
 def test_an_id_outside_of_the_vocabulary_raises(model: nn.Module, wrong: int) -> None:
     ids = torch.tensor([[5, wrong, 7]])
-    with pytest.raises(ValueError, match=rf"token ids must be in 0 \.\.\. 99, but {wrong} came; is it the tokenizer"):
+    with pytest.raises(ValueError, match=rf"token ids must be in 0 \.\.\. 99, got {wrong}; check that the tokenizer"):
         model(*((ids, ids) if model is PAIRS else (ids,)))
 
 

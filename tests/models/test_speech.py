@@ -156,11 +156,11 @@ def test_padded_packed_and_single_inputs_agree() -> None:
 @pytest.mark.parametrize(
     ("shape", "mask", "message"),
     [
-        ((2, 0, 11), None, r"at least one frame of 11 features, \(B, N, 11\), but are \(2, 0, 11\)"),
+        ((2, 0, 11), None, r"at least one frame of 11 features, \(B, N, 11\), got \(2, 0, 11\)"),
         ((2, 5, 10), None, "at least one frame of 11 features"),
         ((1, 3, 11), [[True, False, True]], "True for the first frames of each row"),
         ((1, 3, 11), [[False, False, False]], "True for the first frames of each row"),
-        ((1, 3, 11), [[True, True]], r"mask must be .*\(1, 3\).*, but is \(1, 2\)"),
+        ((1, 3, 11), [[True, True]], r"mask must be .*\(1, 3\).*, got \(1, 2\)"),
         ((1, 3, 11), [[1, 1, 0]], r"mask must be a \(B, N\) bool tensor.*torch.int64"),
     ],
 )
@@ -217,7 +217,7 @@ def test_a_step_depends_on_earlier_frames_only() -> None:
     other = frames.clone()
     other[:, 6:] = 0
     torch.testing.assert_close(model(text, other)[:, :9], model(text, frames)[:, :9])
-    with pytest.raises(ValueError, match=r"target must be \(B, N, 5\) with N a multiple of 3, but is \(1, 7, 5\)"):
+    with pytest.raises(ValueError, match=r"target must be \(B, N, 5\) with N a multiple of 3, got \(1, 7, 5\)"):
         model(text, frames[:, :7])
 
 

@@ -71,7 +71,7 @@ def test_all_parameters_get_a_gradient() -> None:
 def test_invalid_images_raise() -> None:
     with pytest.raises(ValueError, match=r"images must be \(B, 3, height, width\) of at least 8 x 8 pixels, got"):
         model_of()(torch.randn(2, 1, 24, 40))
-    with pytest.raises(ValueError, match=r"at least 8 x 8 pixels, but are \(2, 3, 7, 40\)"):
+    with pytest.raises(ValueError, match=r"at least 8 x 8 pixels, got \(2, 3, 7, 40\)"):
         model_of()(torch.randn(2, 3, 7, 40))
     with pytest.raises(ValueError, match=r"multiple of the patch size 8 in each direction, got \(20, 40\)"):
         VisionTransformer(replace(CONFIG, image=(20, 40)))

@@ -113,16 +113,16 @@ def test_saving_keeps_languages_and_timestamps(pair: tuple[Whisper, Any], tmp_pa
 
 
 @pytest.mark.parametrize(
-    ("asked", "words"),
+    ("options", "message"),
     [
         ({"language": "fr"}, "one of de, en, zh"),
         ({"task": "sing"}, "one of transcribe, translate"),
         ({"timestamps": True, "strategy": rg.nn.Beam(2)}, "Greedy"),
     ],
 )
-def test_unsupported_languages_and_tasks_raise(pair: tuple[Whisper, Any], asked: Any, words: str) -> None:
-    with pytest.raises(ValueError, match=words):
-        pair[0].generate(SOUNDS[:1], **asked)
+def test_unsupported_languages_and_tasks_raise(pair: tuple[Whisper, Any], options: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        pair[0].generate(SOUNDS[:1], **options)
 
 
 def test_generation_with_a_mask_matches_the_unpadded_audio() -> None:

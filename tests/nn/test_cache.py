@@ -50,7 +50,7 @@ def test_allocations_are_rare(cache: Cache, max_allocations: int) -> None:
 def test_a_full_fixed_cache_raises() -> None:
     cache = FixedCache(4)
     cache.append(tokens(3), tokens(3))
-    with pytest.raises(ValueError, match="room for 4 tokens, but 5 are needed"):
+    with pytest.raises(ValueError, match="capacity of 4 tokens, but 5 are needed"):
         cache.append(tokens(2), tokens(2))
 
 

@@ -151,7 +151,7 @@ def test_only_a_window_limits_the_cache(mask: str, x: Tensor) -> None:
 @torch.no_grad()
 def test_a_window_cache_that_is_too_small_raises(x: Tensor) -> None:
     for mask in ("none", "causal", "window or global"):
-        with pytest.raises(ValueError, match="sees all tokens before its own, but the WindowCache keeps 3"):
+        with pytest.raises(ValueError, match="attends to all earlier tokens, but the WindowCache keeps 3"):
             attention("none", mask)(x, cache=WindowCache(4))
     with pytest.raises(ValueError, match="sees 3 tokens before its own, but the WindowCache keeps 2"):
         attention("none", "window")(x, cache=WindowCache(3))
