@@ -73,7 +73,7 @@ KNOWN: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # content of config
          "encoder_layers": 6, "eos_token_id": 0, "max_position_embeddings": 512, "normalize_before": False,
          "normalize_embedding": False, "pad_token_id": 58100, "scale_embedding": True,
          "share_encoder_decoder_embeddings": True, "static_position_embeddings": True, "vocab_size": 58101},
-        {"activation": "silu", "never": (58100,), "start": 58100, "stop": 0, "target_vocabulary": None,
+        {"activation": "silu", "suppress_tokens": (58100,), "start": 58100, "stop": 0, "target_vocabulary": None,
          "embedding_scale": None, "attention_dropout": 0.0},
     ),
     "whisper tiny": (
@@ -84,7 +84,7 @@ KNOWN: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # content of config
          "eos_token_id": 50257, "forced_decoder_ids": [[1, 50259], [2, 50359], [3, 50363]],
          "max_source_positions": 1500, "max_target_positions": 448, "num_mel_bins": 80, "pad_token_id": 50257,
          "scale_embedding": False, "suppress_tokens": [1, 2, 7], "vocab_size": 51865},
-        {"start": 50258, "stop": 50257, "prompt": (50259, 50359, 50363), "never": (1, 2, 7), "decoder_layers": None,
+        {"start": 50258, "stop": 50257, "prompt": (50259, 50359, 50363), "suppress_tokens": (1, 2, 7), "decoder_layers": None,
          "never_first": (220, 50257), "frames": 1500, "positions": 448, "features": 80, "embedding_scale": 1.0},
     ),
     "wav2vec2-base-960h": (
