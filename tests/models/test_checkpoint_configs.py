@@ -84,8 +84,9 @@ KNOWN: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # content of config
          "eos_token_id": 50257, "forced_decoder_ids": [[1, 50259], [2, 50359], [3, 50363]],
          "max_source_positions": 1500, "max_target_positions": 448, "num_mel_bins": 80, "pad_token_id": 50257,
          "scale_embedding": False, "suppress_tokens": [1, 2, 7], "vocab_size": 51865},
-        {"start": 50258, "stop": 50257, "prompt": (50259, 50359, 50363), "suppress_tokens": (1, 2, 7), "decoder_layers": None,
-         "never_first": (220, 50257), "frames": 1500, "positions": 448, "features": 80, "embedding_scale": 1.0},
+        {"start": 50258, "stop": 50257, "prompt": (50259, 50359, 50363), "suppress_tokens": (1, 2, 7),
+         "decoder_layers": None, "begin_suppress_tokens": (220, 50257),
+         "frames": 1500, "positions": 448, "features": 80, "embedding_scale": 1.0},
     ),
     "wav2vec2-base-960h": (
         {"model_type": "wav2vec2", "activation_dropout": 0.1, "attention_dropout": 0.1, "conv_bias": False,
