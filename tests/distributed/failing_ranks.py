@@ -28,9 +28,9 @@ def killed(rank: int, how: str, moment: str) -> float:
     if rank == 1:
         if moment == "between":
             os.kill(os.getpid(), signal.SIGKILL)
-        wire = rd.communication.Communicator
+        communicator = rd.communication.Communicator
         name = "all_to_all" if how == "heads" else "post"
-        real, left = getattr(wire, name), {"forward": 1, "backward": 3 if how == "heads" else 4}[moment]
+        real, left = getattr(communicator, name), {"forward": 1, "backward": 3 if how == "heads" else 4}[moment]
 
         def dying(*args: object, **given: object) -> object:
             nonlocal left
@@ -39,7 +39,7 @@ def killed(rank: int, how: str, moment: str) -> float:
             left -= 1
             return real(*args, **given)
 
-        setattr(wire, name, dying)
+        setattr(communicator, name, dying)
     return step(rank, how, True)
 
 

@@ -139,7 +139,7 @@ def test_invalid_layouts_raise() -> None:
         rd.Layout.even(8, 2, "zigzag")
     with pytest.raises(ValueError, match=r"balanced shards of 8 tokens hold \[4, 4\], but the ranks hold \[5, 3\]"):
         rd.Layout.of([5, 3], "balanced")
-    with pytest.raises(RuntimeError, match="there is no process group: start the program by torchrun"):
+    with pytest.raises(RuntimeError, match="there is no process group: start the program with torchrun"):
         rd.attention(*torch.randn(3, 1, 1, 4, 4))
 
 

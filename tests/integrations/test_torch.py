@@ -301,10 +301,10 @@ def test_nested_tensors_without_masks() -> None:
     [
         ({"key": torch.zeros(K, B, E + 1)}, r"key must be \(N, B, E\).* with E = 32, but is \(9, 3, 33\)"),
         ({"query": torch.zeros(Q, E)}, "key must be"),
-        ({"value": torch.zeros(K + 1, B, E)}, "same number of rows.*batch_first is False"),
+        ({"value": torch.zeros(K + 1, B, E)}, "same length.*batch_first is False"),
         ({"attn_mask": torch.zeros(K, Q)}, r"attn_mask must be \(7, 9\) or \(12, 7, 9\), but is \(9, 7\)"),
         ({"key_padding_mask": torch.zeros(K, B)}, r"key_padding_mask must be \(3, 9\), but is \(9, 3\)"),
-        ({"attn_mask": torch.zeros(Q, K, dtype=torch.int64)}, "True forbids.*but is torch.int64"),
+        ({"attn_mask": torch.zeros(Q, K, dtype=torch.int64)}, "True for hidden entries.*but is torch.int64"),
     ],
 )
 def test_errors_name_the_expected_and_the_given_shape(change: dict[str, Tensor], message: str) -> None:
