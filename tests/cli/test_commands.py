@@ -279,7 +279,7 @@ def test_a_damaged_pretrained_checkpoint_is_one_line(regard: Command, tmp_path: 
     result = regard("train", "classify", *words)
     assert result.code == 1
     assert len(result.err.splitlines()) == 1
-    assert "tokenizer.json is no tokenizer" in result.err
+    assert "tokenizer.json is not a valid tokenizer" in result.err
 
 
 def test_skip_bad_counts_and_skips_bad_lines(regard: Command, tmp_path: Path) -> None:
