@@ -84,6 +84,15 @@ def test_a_folder_that_holds_no_run_is_reported(tmp_path: Path) -> None:
         Run.open(tmp_path)
 
 
+def test_a_run_of_an_earlier_format_is_refused(tmp_path: Path) -> None:
+    run = new_run(tmp_path)
+    about = json.loads((run.folder / "run.json").read_text())
+    del about["format"]
+    (run.folder / "run.json").write_text(json.dumps(about))
+    with pytest.raises(UserError, match=r"run\.json: expected format 2, got None; train the run again"):
+        Run.open(run.folder)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [

@@ -12,6 +12,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from regard.data.saved_files import build, check_values, naming, read_object
+from regard.errors import UserError
 from regard.field_types import check_value, short_repr
 from regard.files import read_text, require_file
 from regard.printable import printable
@@ -27,6 +28,7 @@ SOURCES: dict[str, Any] = {
     "data": list[str], "validation": list[str], "test": list[str], "held_out": int, "skip_bad": bool,
     "files": list[dict[str, str | int]],
 }  # fmt: skip
+FORMAT = 2  # version of run.json and processor.json
 MAX_BUFFERS = 1 << 30  # bytes of buffers that a model may compute in addition to the tensors of its file
 
 
@@ -35,6 +37,10 @@ def read_about(folder: Path) -> dict[str, Any]:
     path = folder / "run.json"
     about = read_object(path)
     with naming(path):
+        if (version := about.get("format")) != FORMAT:
+            raise UserError(
+                f"expected format {FORMAT}, got {short_repr(version)}; train the run again with this version"
+            )
         check_values(about, ABOUT)
         check_values(about["sources"], SOURCES, "sources.")
         for each in about["sources"]["files"]:

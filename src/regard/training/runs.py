@@ -32,6 +32,7 @@ from regard.training.lock import NAME as LOCK
 from regard.training.lock import RunLocked, locked
 from regard.training.recipe import Recipe
 from regard.training.run_files import (
+    FORMAT,
     Shapes,
     build,
     check_model,
@@ -48,7 +49,6 @@ from regard.training.task import Task, tasks
 
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 SHIPPED = ("en-fr",)
-FORMAT = 2  # version of run.json and processor.json
 KEEP = 2  # checkpoints; the older one is a fallback if the last is damaged
 WRITTEN = (
     "run.json",
