@@ -54,7 +54,7 @@ def test_different_calls_raise_on_all_ranks(results: list[dict]) -> None:
         "heads": "but H is [8, 8, 4, 8]",
         "grad": "but requires_grad is [7, 0, 7, 7]",
         "layout": "balanced shards of 29 tokens hold [7, 7, 7, 8], but the ranks hold [8, 8, 8, 5]",
-        "sizes": "documents: ids must name a document for each of the 32 keys",
+        "sizes": "documents: ids must have one id for each of the 32 keys",
     }
     for rank in range(RANKS):
         for name, word in words.items():

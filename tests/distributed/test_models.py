@@ -32,8 +32,8 @@ def test_layers_outside_of_a_stack_take_local_tokens(results: list[dict]) -> Non
 def test_caches_and_inspection_raise(results: list[dict]) -> None:
     for rank in range(4):
         generated, unparted, cached, *looks = results[rank]["cached"]
-        assert "a cache belongs to one process: generate outside of regard.distributed.sequence" in generated
-        assert "a layer takes `context.to_local()` and own tokens" in unparted
+        assert "a cache cannot be sharded; generate outside of regard.distributed.sequence" in generated
+        assert "a layer takes the local tokens and `context.to_local()`" in unparted
         assert "a cache belongs to one process" in cached
         assert len(looks) == 2
         assert all("weights, map and statistics need whole sequences" in look for look in looks)
