@@ -147,9 +147,9 @@ def test_docstrings_become_markdown() -> None:
 
 
 def test_the_drawing_of_the_walk_is_that_of_the_masks() -> None:
-    from examples.tile_walk import drawn
+    from examples.tile_walk import draw
 
-    assert (ROOT / "docs/inside/walk.svg").read_text("utf-8") == drawn()
+    assert (ROOT / "docs/inside/walk.svg").read_text("utf-8") == draw()
 
 
 def test_a_page_that_is_wrong_is_found(tmp_path: Path) -> None:

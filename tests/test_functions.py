@@ -90,7 +90,7 @@ def test_all_halves_and_what_lies_between_are_rounded_to_even(libraries: list[Li
 
 def test_the_coefficients_of_exp2_are_the_best_ones() -> None:
     best, largest = polynomials.remez(5, digits=30, points=400)
-    written = polynomials.written("F")[::-1]
+    written = polynomials.read_coefficients("F")[::-1]
     np.testing.assert_allclose(written, [float(x) for x in best], rtol=1e-4)
     worst = max(abs(float(polynomials.error(written, n / 1000))) for n in range(-500, 501))
     assert worst <= float(largest) + 2.0**-25

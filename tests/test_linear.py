@@ -379,13 +379,17 @@ STATE = ATTEND.step(Q, K, V)[1]
     [
         (lambda: LinearAttention("relu"), ValueError, "features must be 'elu' or favor.*, but is 'relu'"),
         (lambda: LinearAttention(64), TypeError, "features must be 'elu' or favor.*, but is 64"),
-        (lambda: LinearAttention(mask=Q > 0), TypeError, "mask must be a mask or None, but is Tensor; try causal"),
+        (lambda: LinearAttention(mask=Q > 0), TypeError, "mask must be a mask or None, but is Tensor; use causal"),
         (
             lambda: LinearAttention(mask=window(2, 0)),
             ValueError,
             r"mask must be composed of causal.* but has window\(2, 0\)",
         ),
-        (lambda: LinearAttention(mask=causal() | padding([3])), ValueError, "but has causal.* regard.attention takes"),
+        (
+            lambda: LinearAttention(mask=causal() | padding([3])),
+            ValueError,
+            "but has causal.* regard.attention supports",
+        ),
         (lambda: favor(0), ValueError, "count must be from 1 to .* but is 0; try favor"),
         (lambda: favor(2.5), TypeError, "count must be a whole number, but is 2.5"),
         (lambda: favor(8, seed=-1), ValueError, "seed must be from 0 to 4294967295, but is -1"),
@@ -406,7 +410,11 @@ STATE = ATTEND.step(Q, K, V)[1]
         ),
         (lambda: ATTEND(Q, K.repeat(2, 1, 1, 1), V), ValueError, r"must have the same batch size, or 1 where"),
         (lambda: LinearAttention(mask=padding([9, 1]))(Q, K, V), ValueError, "lengths must be at most .*K = 5.* is 9"),
-        (lambda: LinearAttention(mask=padding([1, 1, 1]))(Q, K, V), ValueError, "lengths must be one number for each"),
+        (
+            lambda: LinearAttention(mask=padding([1, 1, 1]))(Q, K, V),
+            ValueError,
+            "lengths must have one number for each",
+        ),
         (
             lambda: LinearAttention(mask=padding([3])).step(Q, K, V),
             ValueError,

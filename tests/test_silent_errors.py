@@ -131,5 +131,5 @@ def test_an_offset_that_vmap_maps_over_is_refused(use: str) -> None:
         made = rg.Attention(mask=rg.causal(), offset=offset if use == "whole" else offset.expand(2))
         return made.weights(query, key) if use == "weights" else made(query, key, value)
 
-    with pytest.raises(NotImplementedError, match="offset is read as numbers"):
+    with pytest.raises(NotImplementedError, match="offset is read as values"):
         torch.func.vmap(attend)(torch.arange(3))

@@ -99,17 +99,17 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
 def labels(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Return the stages of a command, and those with counted items."""
     found: list[str] = []
-    real_begin, real_count = Stages.begin, Stages.count
+    real_start, real_count = Stages.start, Stages.count
 
-    def begin(self: Stages, label: str) -> None:
+    def start(self: Stages, label: str) -> None:
         found.append(label)
-        real_begin(self, label)
+        real_start(self, label)
 
     def count(self: Stages, done: int, total: int | None) -> None:
         found.append(f"{self._stages[-1].label}: counted")
         real_count(self, done, total)
 
-    monkeypatch.setattr(Stages, "begin", begin)
+    monkeypatch.setattr(Stages, "start", start)
     monkeypatch.setattr(Stages, "count", count)
     return found
 

@@ -125,3 +125,22 @@ def _describe_type(expected: Any) -> str:
     words: dict[Any, str] = {dict: "an object", list: "a list", Any: "anything"}
     words |= {bool: "true or false", int: "a whole number", float: "a finite number", str: "a short text"}
     return words.get(expected) or f"a {getattr(expected, '__name__', expected)}"
+
+
+def check_options(options: Any) -> None:
+    """Raise if a field of a dataclass does not have its declared type."""
+    check_fields(type(options), {each.name: getattr(options, each.name) for each in dataclasses.fields(options)})
+
+
+def check_maximum(options: Any, **largest: int) -> None:
+    """Raise if an option exceeds its upper bound."""
+    for name, bound in largest.items():
+        if getattr(options, name) > bound:
+            raise ValueError(f"{name} must be at most {bound}, but is {getattr(options, name)}")
+
+
+def check_minimum(options: Any, **least: int) -> None:
+    """Raise if an option is below its lower bound."""
+    for name, bound in least.items():
+        if getattr(options, name) < bound:
+            raise ValueError(f"{name} must be at least {bound}, but is {getattr(options, name)}")

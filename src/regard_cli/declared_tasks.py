@@ -42,8 +42,8 @@ def _declarations() -> dict[str, Any]:
     """The classes `Recipe`, `Task` and all tasks, by name of the class."""
     spec = find_spec("regard")  # finds the package without importing it
     assert spec is not None
-    assert spec.submodule_search_locations
-    root = Path(spec.submodule_search_locations[0])
+    assert spec.origin
+    root = Path(spec.origin).parent
     names = NAMESPACE | {"__name__": __name__}  # dataclasses look up `ClassVar` in this module
     for path in (root / "training" / "recipe.py", root / "training" / "task.py", *sorted(root.glob("tasks/*.py"))):
         module = ast.parse(path.read_text("utf-8"))

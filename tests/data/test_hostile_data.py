@@ -18,9 +18,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from regard.data.audio import wave_of
+from regard.data.audio import load_waveform
 from regard.data.coco import coco_images, coco_rows
-from regard.data.images import decoded, header, idx_images
+from regard.data.images import decode_image, idx_images, image_header
 from regard.data.readers import Row, read_rows
 from regard.data.squad import read_squad, read_table
 from regard.errors import BadRows
@@ -102,9 +102,9 @@ READERS: dict[str, Callable[[Path, BadRows], Any]] = {
     "squad.json": read_squad,
     "coco.json": lambda path, bad: coco_rows(str(path), "", bad),
     "images-idx3-ubyte": lambda path, bad: idx_images(str(path)),
-    "a.png": lambda path, bad: decoded(Row(str(path), (str(path),)), bad),
-    "b.png": lambda path, bad: header(Row(str(path), (str(path),))),
-    "a.wav": lambda path, bad: wave_of(Row(str(path), (str(path),)), bad),
+    "a.png": lambda path, bad: decode_image(Row(str(path), (str(path),)), bad),
+    "b.png": lambda path, bad: image_header(Row(str(path), (str(path),))),
+    "a.wav": lambda path, bad: load_waveform(Row(str(path), (str(path),)), bad),
 }
 
 
@@ -217,15 +217,15 @@ def test_images_with_changed_bytes(form: str, tmp_path: Path) -> None:
             for at in chance.integers(0, min(len(held), 200 if n % 3 == 1 else len(held)), 4):
                 changed[at] = int(chance.integers(256))
         path.write_bytes(changed)
-        checked(lambda bad: decoded(Row(str(path), (str(path),)), bad))
-        checked(lambda bad: header(Row(str(path), (str(path),))))
+        checked(lambda bad: decode_image(Row(str(path), (str(path),)), bad))
+        checked(lambda bad: image_header(Row(str(path), (str(path),))))
 
 
 def test_images_that_claim_to_be_huge(tmp_path: Path) -> None:
     path = tmp_path / "a.png"
     part = b"IHDR" + struct.pack(">IIBBBBB", 2**31 - 1, 2**31 - 1, 8, 2, 0, 0, 0)
     path.write_bytes(b"\x89PNG\r\n\x1a\n" + struct.pack(">I", 13) + part + struct.pack(">I", zlib.crc32(part)))
-    checked(lambda bad: decoded(Row(str(path), (str(path),)), bad))
+    checked(lambda bad: decode_image(Row(str(path), (str(path),)), bad))
 
 
 @pytest.mark.parametrize("shape", [(2**31, 2**31, 2**31), (0, 5, 5), (1, 0, 0), (2, 3, 4), (3,), (2,) * 200])
@@ -260,7 +260,7 @@ def wav(rate: int = 16000, channels: int = 1, length: int | None = None, samples
 def test_sounds(content: bytes, tmp_path: Path) -> None:
     path = tmp_path / "a.wav"
     path.write_bytes(content)
-    checked(lambda bad: wave_of(Row(str(path), (str(path),)), bad))
+    checked(lambda bad: load_waveform(Row(str(path), (str(path),)), bad))
 
 
 @pytest.mark.parametrize("form", ["FLAC", "OGG", "WAV", "AIFF", "MP3"])
@@ -278,12 +278,12 @@ def test_sounds_with_changed_bytes(form: str, tmp_path: Path) -> None:
             for at in chance.integers(0, min(len(held), 60 if n % 3 == 1 else len(held)), 4):
                 changed[at] = int(chance.integers(256))
         path.write_bytes(changed)
-        checked(lambda bad: wave_of(Row(str(path), (str(path),)), bad))
+        checked(lambda bad: load_waveform(Row(str(path), (str(path),)), bad))
 
 
 def test_names_of_files_that_cannot_be(tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_text("image,label\nx\0y.png,a\n" + "x" * 5000 + ".png,b\n/dev/zero,c\n")
     rows = list(tasks()["images"]().read(str(tmp_path / "a.csv"), BadRows()))
     for row in rows:
-        checked(lambda bad, row=row: decoded(row, bad))
-        checked(lambda bad, row=row: wave_of(row, bad))
+        checked(lambda bad, row=row: decode_image(row, bad))
+        checked(lambda bad, row=row: load_waveform(row, bad))

@@ -319,7 +319,7 @@ def test_ambiguous_calls_without_a_mask_raise() -> None:
     query, key, value = torch.randn(3, 1, 2, 5, 8)
     with pytest.raises(ValueError, match=r"is_causal=True and passes no mask.*create_causal_mask"):
         attend(module, query, key, value, None)
-    with pytest.raises(ValueError, match="3 queries and 5 keys, which does not say"):
+    with pytest.raises(ValueError, match="3 queries and 5 keys, which does not determine"):
         attend(module, query[:, :, :3], key, value, None, is_causal=True)
 
 

@@ -48,7 +48,7 @@ def test_every_real_element_has_an_effect() -> None:
 
 
 def test_elements_of_the_wrong_width_raise() -> None:
-    with pytest.raises(ValueError, match=r"sets must be \(B, N, 3\), but the elements have \(2,\)"):
+    with pytest.raises(ValueError, match=r"sets must be \(B, N, 3\), got elements of shape \(2,\)"):
         sets_model()([torch.randn(4, 2).double()])
 
 

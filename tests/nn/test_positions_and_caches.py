@@ -153,7 +153,7 @@ def test_a_window_cache_that_is_too_small_raises(x: Tensor) -> None:
     for mask in ("none", "causal", "window or global"):
         with pytest.raises(ValueError, match="attends to all earlier tokens, but the WindowCache keeps 3"):
             attention("none", mask)(x, cache=WindowCache(4))
-    with pytest.raises(ValueError, match="sees 3 tokens before its own, but the WindowCache keeps 2"):
+    with pytest.raises(ValueError, match="attends to 3 earlier tokens, but the WindowCache keeps 2"):
         attention("none", "window")(x, cache=WindowCache(3))
     with pytest.raises(ValueError, match="attends to 4 earlier tokens"):
         attention("offset -1", "window")(x, cache=WindowCache(4))
@@ -188,7 +188,7 @@ def test_masks_of_a_call_count_from_the_first_token_of_the_sequence(mask: str, x
         ({"bias": table(4)}, r"bias must broadcast to \(B, H, Q, K\)"),
         ({"mask": rg.causal() & rg.dense(LAYOUT[:1, :4])}, r"mask must broadcast to \(B, H, Q, K\)"),
         ({"mask": rg.causal() & rg.padding([5, 8])}, "lengths must be at most the number of keys"),
-        ({"mask": rg.causal() & rg.documents([0] * 5 + [1] * 7)}, "ids must name a document for each of the"),
+        ({"mask": rg.causal() & rg.documents([0] * 5 + [1] * 7)}, "ids must have one id for each of the"),
         ({"mask": rg.causal() & rg.edges([(0, 0), (11, 11)])}, "pairs contain key 11"),
     ],
 )

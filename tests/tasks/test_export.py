@@ -22,7 +22,7 @@ pytest.importorskip("onnxscript")
 import onnxruntime
 
 from regard.models import LanguageConfig, LanguageModel, PointerTransformer, Transformer, TransformerConfig
-from regard.models.position_embeddings import Sinusoidal
+from regard.models.position_embeddings import SinusoidalPositions
 from regard.models.speech_synthesis import Speaker, SpeakerConfig
 from regard.nn import Rotary
 from regard.tasks import Run, UserError, tasks, train
@@ -179,7 +179,7 @@ def test_an_exported_table_of_positions_has_any_length(called: bool) -> None:
     class Placed(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.position = Sinusoidal(8)
+            self.position = SinusoidalPositions(8)
 
         def forward(self, x: Tensor) -> Tensor:
             return self.position(x, torch.arange(x.shape[1]))

@@ -47,7 +47,7 @@ def read_inputs(task: Task, inputs: list[str], bad: BadRows, form: str = "") -> 
             raise UserError(f"input {n} is empty; give a text or a file")
         if not _exists(given):
             if task.input_kind == "text" and looks_like_path(given):
-                raise UserError(f"{given}: there is no such file; if it is a text, give it on standard input")
+                raise UserError(f"{given}: no such file; if it is a text, pass it on standard input")
             yield Row(given if task.input_kind != "text" else f"input {n}", (given,))
             continue
         path, suffix = Path(given), file_format(Path(given))

@@ -20,10 +20,9 @@ from torch import Tensor
 from regard.data.processor import Processor
 from regard.data.readers import Row
 from regard.errors import BadRows, UserError, first_line
-from regard.field_types import short_repr
+from regard.field_types import check_minimum, short_repr
 from regard.files import is_regular, require_file
 from regard.progress import track
-from regard.training.recipe import check_minimum
 
 SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm")
 SAMPLE = 2000  # images used to estimate mean and deviation

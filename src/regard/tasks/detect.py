@@ -30,13 +30,14 @@ from regard.data.processor import Processor
 from regard.data.readers import Row
 from regard.data.splits import split
 from regard.errors import BadRows, UserError
+from regard.field_types import check_maximum, check_minimum
 from regard.models.boxes import Objects, SetLoss, to_corners
 from regard.models.detection import Detr, DetrConfig
 from regard.models.resnet import ResNetConfig
 from regard.progress import track
 from regard.training import baselines, metrics
 from regard.training.onnx_graphs import Graph, image_graph
-from regard.training.recipe import Recipe, check_maximum, check_minimum, option
+from regard.training.recipe import Recipe, option
 from regard.training.task import Batch, Metrics, Prediction, Task
 
 LOSS = SetLoss(class_weight=2.0)

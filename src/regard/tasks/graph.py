@@ -19,10 +19,11 @@ from regard.data.processor import Processor
 from regard.data.readers import FORMATS, OPENERS, Row, first_cells, read_rows
 from regard.data.splits import split
 from regard.errors import BadRows, UserError
+from regard.field_types import check_minimum
 from regard.masks import Mask, edges
 from regard.models.graph import GraphConfig, NodeClassifier
 from regard.training import baselines, metrics
-from regard.training.recipe import Recipe, check_minimum, option
+from regard.training.recipe import Recipe, option
 from regard.training.task import Batch, Metrics, Prediction, Task
 
 

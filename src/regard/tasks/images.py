@@ -30,11 +30,12 @@ from regard.data.processor import Processor
 from regard.data.readers import Row, read_rows, resolve_paths
 from regard.data.splits import split
 from regard.errors import BadRows, UserError
+from regard.field_types import check_maximum, check_minimum
 from regard.models.vision import ImageClassifier, VisionConfig
 from regard.progress import track
 from regard.training import baselines, metrics
 from regard.training.onnx_graphs import Graph, image_graph
-from regard.training.recipe import Recipe, check_maximum, check_minimum, option
+from regard.training.recipe import Recipe, option
 from regard.training.task import Batch, Metrics, Prediction, Task
 
 TRAIN, VALID = ("train", "training"), ("valid", "val", "validation", "test", "t10k")

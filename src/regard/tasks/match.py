@@ -30,13 +30,14 @@ from regard.data.splits import split
 from regard.data.text import encode_texts
 from regard.data.tokenizer import train_tokenizer
 from regard.errors import BadRows, UserError
+from regard.field_types import check_maximum, check_minimum
 from regard.models.match import ImageTextMatcher, MatchConfig
 from regard.models.text import TextConfig
 from regard.models.vision import VisionConfig
 from regard.nn.loss import restricted_loss
 from regard.progress import track
 from regard.training import baselines, metrics
-from regard.training.recipe import Recipe, check_maximum, check_minimum, option
+from regard.training.recipe import Recipe, option
 from regard.training.task import Batch, Metrics, Prediction, Task
 
 YES, NO = ("yes", "1", "true", "match"), ("no", "0", "false", "mismatch")

@@ -20,12 +20,13 @@ from regard.data.processor import Processor
 from regard.data.readers import Row, first_cells, read_rows
 from regard.data.splits import split
 from regard.errors import BadRows, UserError
+from regard.field_types import check_minimum
 from regard.models.language import LanguageConfig
 from regard.models.recommend import Recommender
 from regard.progress import track
 from regard.training import baselines, metrics
 from regard.training.onnx_graphs import Graph, text_graph
-from regard.training.recipe import Recipe, check_minimum, option
+from regard.training.recipe import Recipe, option
 from regard.training.task import Batch, Metrics, Prediction, Task
 
 NAMES = {

@@ -18,11 +18,12 @@ from regard.data.processor import Processor
 from regard.data.readers import Row
 from regard.data.splits import split
 from regard.errors import BadRows, UserError
+from regard.field_types import check_minimum
 from regard.models.sets import SetConfig, SetTransformer
 from regard.nn import Packed
 from regard.progress import track
 from regard.training import baselines, metrics
-from regard.training.recipe import Recipe, check_minimum, option
+from regard.training.recipe import Recipe, option
 from regard.training.task import Batch, Metrics, Prediction, Task
 
 

@@ -31,12 +31,13 @@ from regard.data.processor import Processor
 from regard.data.readers import Row
 from regard.data.splits import split
 from regard.errors import BadRows, UserError
+from regard.field_types import check_minimum
 from regard.models.audio import HOP, SAMPLE_RATE, griffin_lim
 from regard.models.speech_synthesis import SpeechSynthesizer, SpeechSynthesizerConfig, guided_attention
 from regard.progress import track
 from regard.training import metrics
 from regard.training.onnx_graphs import Graph, speaker_graphs
-from regard.training.recipe import Recipe, check_minimum, option
+from regard.training.recipe import Recipe, option
 from regard.training.task import Batch, Metrics, Prediction, Task
 
 if TYPE_CHECKING:

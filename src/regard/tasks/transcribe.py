@@ -34,6 +34,7 @@ from regard.data.processor import Processor
 from regard.data.readers import Row, resolve_paths
 from regard.data.splits import split
 from regard.errors import BadRows
+from regard.field_types import check_minimum
 from regard.models.audio import HOP, SAMPLE_RATE
 from regard.models.ctc import greedy, min_frames, prefix_beam
 from regard.models.speech_recognition import SpeechConfig, SpeechRecognizer
@@ -41,7 +42,7 @@ from regard.nn import Packed, unpack
 from regard.progress import track
 from regard.training import metrics
 from regard.training.onnx_graphs import Graph, sound_graph
-from regard.training.recipe import Recipe, check_minimum, option
+from regard.training.recipe import Recipe, option
 from regard.training.task import Batch, Metrics, Prediction, Task
 
 BLANK = ""

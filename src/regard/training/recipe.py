@@ -2,36 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-from regard.field_types import check_fields
+from regard.field_types import check_minimum, check_options
 
 
 def option(default: Any, help: str) -> Any:
     """A field of a task or a recipe that is also a command-line option."""
     return field(default=default, metadata={"help": help})
-
-
-def check_options(options: Any) -> None:
-    """Raise if a field of a task or a recipe does not have its declared type."""
-    check_fields(type(options), {each.name: getattr(options, each.name) for each in fields(options)})
-
-
-def check_maximum(options: Any, **largest: int) -> None:
-    """Raise if an option exceeds its upper bound."""
-    for name, bound in largest.items():
-        if getattr(options, name) > bound:
-            raise ValueError(f"{name} must be at most {bound}, but is {getattr(options, name)}")
-
-
-def check_minimum(options: Any, **least: int) -> None:
-    """Raise if an option is below its lower bound."""
-    for name, bound in least.items():
-        if getattr(options, name) < bound:
-            raise ValueError(f"{name} must be at least {bound}, but is {getattr(options, name)}")
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,8 @@ from regard.data.processor import Processor
 from regard.data.readers import Row, read_rows
 from regard.data.splits import normalize_text, split
 from regard.errors import BadRows
-from regard.training.recipe import Recipe, check_maximum, check_minimum, check_options
+from regard.field_types import check_maximum, check_minimum, check_options
+from regard.training.recipe import Recipe
 
 if TYPE_CHECKING:
     from regard.training.onnx_graphs import Graph
