@@ -45,7 +45,7 @@ def test_a_notebook_runs(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPa
 def test_the_widget_answers_through_a_kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Send a request as the browser does, by a message to the widget's comm, and check the reply."""
     monkeypatch.setenv("MPLBACKEND", "module://matplotlib_inline.backend_inline")
-    book, client = opened("look", tmp_path)
+    book, client = opened("view", tmp_path)
     book.cells.append(nbformat.v4.new_code_cell('record.window("0", 1, (0, 4), (0, 5)).weights.tolist()'))
     book.cells.append(nbformat.v4.new_code_cell("record"))
     with client.setup_kernel():

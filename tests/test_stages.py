@@ -128,7 +128,7 @@ def test_every_long_part_of_a_command_is_a_stage(regard: Command, run: Run, labe
         "300",
         "--steps",
         "2",
-        "--held",
+        "--held-out",
         "12",
     ]
     asked: dict[str, tuple[Any, ...]] = {

@@ -252,7 +252,7 @@ def wav(rate: int = 16000, channels: int = 1, length: int | None = None, samples
 @pytest.mark.parametrize(
     "content",
     [
-        wav(learning_rate=0), wav(learning_rate=1), wav(rate=2**31 - 1), wav(rate=999_983), wav(channels=0),
+        wav(rate=0), wav(rate=1), wav(rate=2**31 - 1), wav(rate=999_983), wav(channels=0),
         wav(channels=65535),
         wav(length=2**32 - 1), wav(samples=0), b"RIFF", b"", b"fLaC" + b"\xff" * 60, b"OggS" + bytes(60),
     ],

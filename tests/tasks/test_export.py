@@ -23,7 +23,7 @@ import onnxruntime
 
 from regard.models import LanguageConfig, LanguageModel, PointerTransformer, Transformer, TransformerConfig
 from regard.models.position_embeddings import SinusoidalPositions
-from regard.models.speech_synthesis import Speaker, SpeakerConfig
+from regard.models.speech_synthesis import SpeechSynthesizer, SpeechSynthesizerConfig
 from regard.nn import Rotary
 from regard.tasks import Run, UserError, tasks, train
 from regard.training.export import _write_graphs, export
@@ -89,7 +89,7 @@ def test_a_pair_of_graphs_computes_what_the_model_does(
         (found,) = graphs["decoder"].run(None, inputs | {"target_ids": target.numpy()})
         with torch.no_grad():
             expected = model(ids, target, mask).clone()
-        expected[..., list(model.config.never)] = -np.inf
+        expected[..., list(model.config.suppress_tokens)] = -np.inf
         torch.testing.assert_close(torch.from_numpy(found), expected, rtol=1e-4, atol=1e-5)
 
 
@@ -133,8 +133,8 @@ def shapes(graph: Any) -> tuple[dict[str, list[Any]], dict[str, list[Any]]]:
 
 def test_a_speaker_says_the_same_in_onnxruntime(tmp_path: Path) -> None:
     torch.manual_seed(0)
-    config = SpeakerConfig(vocabulary=30, d_model=16, layers=2, heads=2, d_hidden=32, features=8, reduction=3)
-    model = Speaker(config).eval()
+    config = SpeechSynthesizerConfig(vocabulary=30, d_model=16, layers=2, heads=2, d_hidden=32, features=8, reduction=3)
+    model = SpeechSynthesizer(config).eval()
     graphs = export_graphs(speaker_graphs(model), tmp_path)
     assert shapes(graphs["decoder"])[1] == {"frames": ["batch", "steps", 3, 8], "end_logits": ["batch", "steps"]}
     ids, mask = sources(3, 70, config.vocabulary)
@@ -142,7 +142,7 @@ def test_a_speaker_says_the_same_in_onnxruntime(tmp_path: Path) -> None:
     last = np.concatenate((np.zeros((3, 1, 8), np.float32), target[:, 2:-1:3].numpy()), 1)
     frames, ends = graphs["decoder"].run(None, inputs | {"last_frames": last})
     with torch.no_grad():
-        expected = model.say(ids, target, mask)
+        expected = model.predict_frames(ids, target, mask)
     torch.testing.assert_close(torch.from_numpy(frames).flatten(1, 2), expected.frames, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(torch.from_numpy(ends), expected.ends, rtol=1e-4, atol=1e-5)
 
@@ -153,7 +153,7 @@ def test_a_speaker_says_the_same_in_onnxruntime(tmp_path: Path) -> None:
         last = np.concatenate((last, frames[:, -1:, -1]), 1)
         if ends[0, -1] > 0:
             break
-    (uttered,) = model.generate([ids[0]], max_new_tokens=60)
+    (uttered,) = model.generate([ids[0]], max_frames=60)
     torch.testing.assert_close(torch.from_numpy(np.concatenate(result)), uttered.frames, rtol=1e-3, atol=1e-4)
 
 
@@ -311,7 +311,7 @@ def test_an_export_prints_only_the_files_written(translator: Run, tmp_path: Path
         "tokenizer.json",
     }
     about = json.loads((tmp_path / "out" / "run.json").read_text())
-    assert about["generation"] == {"pretrained": 1, "stop": 2}
+    assert about["generation"] == {"start": 1, "stop": 2}
     Run.open(tmp_path / "out").model()
 
 

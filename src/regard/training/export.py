@@ -20,7 +20,7 @@ from regard.progress import stage
 from regard.training.onnx_graphs import Graph
 from regard.training.runs import Run
 
-KEYS = ("task", "options", "recipe", "sources", "split", "rows", "machine", "results")  # copied from run.json
+KEYS = ("format", "task", "options", "recipe", "sources", "split", "rows", "machine", "results")  # copied from run.json
 
 
 def export(run: Run, folder: Path, *, onnx: bool = True) -> list[str]:
