@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 FOLDER = Path("build/sanitize")
-ENGINE = ("native", "registration", "safety", "agreement", "look", "packed_linear")
+ENGINE = ("native", "registration", "safety", "agreement", "inspection", "packed_linear")
 TESTS = [f"tests/engines/test_{name}.py" for name in ENGINE]
 TESTS += ["tests/test_linear.py", "tests/test_linear_kernel.py"]
 PROBE = """

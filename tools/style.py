@@ -34,7 +34,7 @@ NAMES = re.compile(rf"^\s*(?:async )?(?:def|class) ({PARTICIPLES})\b", re.IGNORE
 """Functions and classes whose whole name is a participle: name what they do or are."""
 
 SUFFIXES = {".py", ".cpp", ".h", ".js", ".html", ".md", ".toml", ".yml", ".txt"}
-EXEMPT = {"tools/style.py", "tests/tools/test_style.py", "docs/findings.md", "LICENSE"}
+EXEMPT = {"tools/style.py", "tests/tools/test_style.py", "tests/view/test_alignment.py"}  # the last has a sample text
 LONGEST_SUBJECT = 72
 
 
