@@ -139,7 +139,8 @@ def test_one_task_is_described_with_its_data_and_defaults(regard: Command) -> No
 
 
 def test_declared_tasks_equal_the_tasks() -> None:
-    declared, real = declared_tasks(), tasks()
+    declared = declared_tasks()
+    real = {name: task for name, task in tasks().items() if task.__module__.startswith("regard.tasks.")}
     assert list(declared) == list(real)
     pairs = [(declared[name], real[name]) for name in real] + [(declared_recipe(), Recipe)]
     for one, other in pairs:
