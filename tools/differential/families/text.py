@@ -184,7 +184,7 @@ def language_loss(draw: Draw) -> Subject:
 
     def packed(module: Any, items: Sequence[Item]) -> list[Tensor]:
         x, after = rg.pack([x for x, _ in items]), torch.cat([after for _, after in items])
-        return [module.loss(x, after, smoothing=smoothing, **({"others": others} if sampled else {}))]
+        return [module.loss(x, after, smoothing=smoothing, **({"negatives": others} if sampled else {}))]
 
     items = list(zip(ids(draw, lengths), ids(draw, lengths, name="after"), strict=True))
     return Subject(fresh(lambda: kind(config), draw), items, plain, {"packed": packed}, total=True)
