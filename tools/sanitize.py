@@ -78,7 +78,7 @@ def main() -> int:
     library = build(instruction_sets(native.build_info()["native"]))
     # What a sanitizer writes before it ends the process is lost where pytest holds back the file itself.
     command = [sys.executable, "-m", "pytest", "--capture=sys", "-p", "no:cacheprovider", "-n", "2", *TESTS]
-    command += ["-k", "native or registration or safety or look or packed_linear or kernel", *sys.argv[1:]]
+    command += ["-k", "native or registration or safety or inspection or packed_linear or kernel", *sys.argv[1:]]
     return subprocess.run(command, env={**os.environ, **environment(library)}, check=False).returncode
 
 
