@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 import regard as rg
 from regard.models import ResNetConfig
 from regard.models.checkpoints.families import FAMILIES, family_of
+from tests.models import transformers_models as t
 
 KNOWN: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # content of config.json, and expected values of ours
     "gpt2": (
@@ -135,3 +137,17 @@ def test_names_of_families_and_architectures_are_unique() -> None:
     assert len({family.model_type for family in FAMILIES}) == len(FAMILIES)
     names = [name for family in FAMILIES for name in family.architectures]
     assert len(set(names)) == len(names)
+
+
+def test_every_family_has_a_small_configuration_to_compare_with() -> None:
+    assert t.FIRST.keys() == {family.model_type for family in FAMILIES}
+
+
+def test_every_family_is_documented() -> None:
+    listed = " ".join(str(rg.load.__doc__).split())
+    page = (Path(__file__).parents[2] / "docs" / "how-to" / "hugging_face.md").read_text()
+    for family in FAMILIES:
+        models = {architecture.model.__name__: "" for architecture in family.architectures.values()}
+        row = f"| {family.title} | {', '.join(f'`{name}`' for name in models)} |"
+        assert row in page, f"docs/how-to/hugging_face.md lacks the row {row}"
+        assert family.title in listed, f"the docstring of regard.load lacks {family.title}"

@@ -15,141 +15,44 @@ import transformers
 from torch import Tensor, nn
 
 from regard.attention import Attention
+from regard.models import (
+    Detr,
+    ImageClassifier,
+    LanguageModel,
+    MaskedLanguageModel,
+    QuestionAnswering,
+    SequenceClassifier,
+    TextEncoder,
+    TokenClassifier,
+    Transformer,
+    VisionTransformer,
+    Wav2Vec2,
+    Whisper,
+)
+from regard.models.checkpoints.families import FAMILIES
 from regard.nn import Block, Encoder
+from tests.models.tiny_configs import CASES
 
 transformers.logging.set_verbosity_error()
 transformers.logging.disable_progress_bar()
 
-TEXT: dict[str, Any] = {
-    "vocab_size": 99, "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 48,
-    "max_position_embeddings": 40, "type_vocab_size": 2, "layer_norm_eps": 0.02,
+ARCHITECTURES = {name: entry for family in FAMILIES for name, entry in family.architectures.items()}
+FIRST = {
+    family.model_type: name for family in FAMILIES
+    for name, case in reversed(CASES.items()) if case.architecture in family.architectures
 }  # fmt: skip
-DISTIL = {"vocab_size": 99, "dim": 32, "n_layers": 3, "n_heads": 4, "hidden_dim": 48, "max_position_embeddings": 40}
-ALBERT = TEXT | {"embedding_size": 16}
-GPT2 = {"vocab_size": 99, "n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 40, "n_inner": 56,
-        "layer_norm_epsilon": 0.02, "bos_token_id": None, "eos_token_id": None}  # fmt: skip
-LLAMA = TEXT | {
-    "rms_norm_eps": 0.03,
-    "num_key_value_heads": 2,
-    "bos_token_id": None,
-    "eos_token_id": None,
-    "pad_token_id": 0,
-}
-T5 = {"vocab_size": 99, "d_model": 32, "d_kv": 6, "d_ff": 48, "num_layers": 2, "num_decoder_layers": 3, "num_heads": 4,
-      "relative_attention_num_buckets": 8, "relative_attention_max_distance": 12, "layer_norm_epsilon": 0.02,
-      "decoder_start_token_id": 0}  # fmt: skip
-MARIAN = {"vocab_size": 99, "d_model": 32, "encoder_layers": 2, "decoder_layers": 3, "encoder_attention_heads": 4,
-          "decoder_attention_heads": 4, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48, "max_position_embeddings": 40,
-          "pad_token_id": 98, "decoder_start_token_id": 98, "eos_token_id": 0, "forced_eos_token_id": None,
-          "activation_function": "swish", "scale_embedding": True}  # fmt: skip
-VIT = {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 48, "image_size": 32,
-       "patch_size": 8, "layer_norm_eps": 0.02}  # fmt: skip
-RESNET = {"embedding_size": 8, "hidden_sizes": [8, 16, 16, 32], "depths": [1, 1, 2, 1], "layer_type": "bottleneck"}
-DETR = {"d_model": 32, "encoder_layers": 2, "decoder_layers": 3, "encoder_attention_heads": 4,
-        "decoder_attention_heads": 4, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48, "num_queries": 5,
-        "use_timm_backbone": False, "use_pretrained_backbone": False, "num_labels": 4}  # fmt: skip
-
-WHISPER = {"vocab_size": 99, "d_model": 32, "encoder_layers": 2, "decoder_layers": 3, "encoder_attention_heads": 4,
-           "decoder_attention_heads": 4, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48, "num_mel_bins": 20,
-           "max_source_positions": 25, "max_target_positions": 40, "pad_token_id": 98, "decoder_start_token_id": 97,
-           "bos_token_id": 98, "eos_token_id": 98, "suppress_tokens": [7, 8],
-           "begin_suppress_tokens": [5, 98]}  # fmt: skip
-WAV2VEC2 = {"vocab_size": 12, "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4,
-            "intermediate_size": 48, "layer_norm_eps": 0.02, "conv_dim": [16, 16, 24], "conv_kernel": [10, 3, 2],
-            "conv_stride": [5, 2, 2], "num_conv_pos_embeddings": 8, "num_conv_pos_embedding_groups": 4,
-            "mask_time_prob": 0.0}  # fmt: skip
+"""The first case of every family."""
 
 
-def rope(**scaling: Any) -> dict[str, Any]:
-    return {"rope_parameters": {"rope_theta": 1000.0, **scaling}}
+def _cases(*models: type[nn.Module]) -> list[str]:
+    """Return the names of the cases that load as one of these models."""
+    return [name for name, case in CASES.items() if ARCHITECTURES[case.architecture].model in models]
 
 
-CASES: dict[str, tuple[str, str, dict[str, Any]]] = {  # name: model, configuration, its values
-    "bert": ("BertModel", "BertConfig", TEXT),
-    "bert-mlm": ("BertForMaskedLM", "BertConfig", TEXT | {"hidden_act": "relu"}),
-    "bert-pretraining": ("BertForPreTraining", "BertConfig", TEXT),
-    "bert-sequence": ("BertForSequenceClassification", "BertConfig", TEXT | {"num_labels": 5}),
-    "bert-token": ("BertForTokenClassification", "BertConfig", TEXT | {"num_labels": 3, "hidden_act": "gelu_new"}),
-    "bert-answer": ("BertForQuestionAnswering", "BertConfig", TEXT),
-    "roberta": ("RobertaModel", "RobertaConfig", TEXT),
-    "roberta-mlm": ("RobertaForMaskedLM", "RobertaConfig", TEXT | {"layer_norm_eps": 1e-5}),
-    "roberta-sequence": ("RobertaForSequenceClassification", "RobertaConfig", TEXT | {"num_labels": 3}),
-    "roberta-token": ("RobertaForTokenClassification", "RobertaConfig", TEXT | {"type_vocab_size": 1}),
-    "xlm-roberta": ("XLMRobertaForMaskedLM", "XLMRobertaConfig", TEXT),
-    "distilbert": ("DistilBertModel", "DistilBertConfig", DISTIL),
-    "distilbert-mlm": ("DistilBertForMaskedLM", "DistilBertConfig", DISTIL | {"activation": "relu"}),
-    "distilbert-sequence": ("DistilBertForSequenceClassification", "DistilBertConfig", DISTIL),
-    "distilbert-answer": ("DistilBertForQuestionAnswering", "DistilBertConfig", DISTIL),
-    "albert": ("AlbertModel", "AlbertConfig", ALBERT),
-    "albert-mlm": (
-        "AlbertForMaskedLM", "AlbertConfig",
-        ALBERT | {"num_hidden_layers": 4, "num_hidden_groups": 2, "hidden_act": "relu"},
-    ),
-    "albert-sequence": ("AlbertForSequenceClassification", "AlbertConfig", ALBERT | {"num_labels": 4}),
-    "gpt2": ("GPT2LMHeadModel", "GPT2Config", GPT2),
-    "gpt2-untied": (
-        "GPT2LMHeadModel", "GPT2Config",
-        GPT2 | {"tie_word_embeddings": False, "n_inner": None, "activation_function": "silu"},
-    ),
-    "llama": ("LlamaForCausalLM", "LlamaConfig", LLAMA),
-    "llama-tied": ("LlamaForCausalLM", "LlamaConfig", LLAMA | {"tie_word_embeddings": True, "head_dim": 12}),
-    "llama-bias": ("LlamaForCausalLM", "LlamaConfig", LLAMA | {"attention_bias": True, "mlp_bias": True}),
-    "llama-linear": ("LlamaForCausalLM", "LlamaConfig", LLAMA | rope(rope_type="linear", factor=3.0)),
-    "llama-dynamic": (
-        "LlamaForCausalLM", "LlamaConfig",
-        LLAMA | rope(rope_type="dynamic", factor=3.0) | {"max_position_embeddings": 6},
-    ),
-    "llama-yarn": (
-        "LlamaForCausalLM", "LlamaConfig",
-        LLAMA | rope(rope_type="yarn", factor=4.0, original_max_position_embeddings=10),
-    ),
-    "llama-llama3": (
-        "LlamaForCausalLM", "LlamaConfig",
-        LLAMA | rope(rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
-                     original_max_position_embeddings=16),
-    ),
-    "mistral": ("MistralForCausalLM", "MistralConfig", LLAMA | {"sliding_window": 4}),
-    "mistral-full": ("MistralForCausalLM", "MistralConfig", LLAMA | {"sliding_window": None}),
-    "qwen2": ("Qwen2ForCausalLM", "Qwen2Config", LLAMA),
-    "qwen2-window": (
-        "Qwen2ForCausalLM", "Qwen2Config",
-        LLAMA | {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1},
-    ),
-    "gemma2": (
-        "Gemma2ForCausalLM", "Gemma2Config",
-        LLAMA | {"head_dim": 12, "sliding_window": 4, "query_pre_attn_scalar": 10, "attn_logit_softcapping": 2.0,
-                 "final_logit_softcapping": 3.0},
-    ),
-    "t5": ("T5ForConditionalGeneration", "T5Config", T5),
-    "t5-1.1": (
-        "T5ForConditionalGeneration", "T5Config",
-        T5 | {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False},
-    ),
-    "t5-tied": ("T5ForConditionalGeneration", "T5Config", T5 | {"tie_word_embeddings": False}),
-    "marian": ("MarianMTModel", "MarianConfig", MARIAN),
-    "marian-apart": (
-        "MarianMTModel", "MarianConfig",
-        MARIAN | {"share_encoder_decoder_embeddings": False, "decoder_vocab_size": 99},
-    ),
-    "vit": ("ViTModel", "ViTConfig", VIT),
-    "vit-classifier": (
-        "ViTForImageClassification", "ViTConfig",
-        VIT | {"qkv_bias": False, "hidden_act": "relu", "num_labels": 7, "image_size": (32, 48)},
-    ),
-    "detr": ("DetrForObjectDetection", "DetrConfig", DETR),
-    "whisper": ("WhisperForConditionalGeneration", "WhisperConfig", WHISPER),
-    "wav2vec2": ("Wav2Vec2ForCTC", "Wav2Vec2Config", WAV2VEC2),
-    "wav2vec2-large": (
-        "Wav2Vec2ForCTC", "Wav2Vec2Config",
-        WAV2VEC2 | {"feat_extract_norm": "layer", "do_stable_layer_norm": True, "conv_bias": True,
-                    "num_conv_pos_embeddings": 7, "hidden_act": "relu"},
-    ),
-}  # fmt: skip
-DECODERS = [name for name in CASES if name.startswith(("gpt2", "llama", "mistral", "qwen2", "gemma2"))]
-PAIRS = [name for name in CASES if name.startswith(("t5", "marian"))]
-PICTURES = [name for name in CASES if name.startswith(("vit", "detr"))]
-SOUNDS = [name for name in CASES if name.startswith(("whisper", "wav2vec2"))]
-TEXTS = [name for name in CASES if name not in DECODERS + PAIRS + PICTURES + SOUNDS]
+DECODERS, PAIRS = _cases(LanguageModel), _cases(Transformer)
+PICTURES, SOUNDS = _cases(VisionTransformer, ImageClassifier, Detr), _cases(Whisper, Wav2Vec2)
+TEXTS = _cases(TextEncoder, MaskedLanguageModel, SequenceClassifier, TokenClassifier, QuestionAnswering)
+GRADIENTS = sorted({*FIRST.values()} & {*DECODERS, *PAIRS} | {"bert-mlm", "t5-1.1"})
 
 _draw = torch.Generator().manual_seed(0)
 IDS = torch.randint(3, 97, (3, 11), generator=_draw)
@@ -168,15 +71,11 @@ PIXEL_MASK[1, 60:] = PIXEL_MASK[1, :, 50:] = False
 @cache
 def their_model(name: str) -> Any:
     """Return their model, with weights that make attention uneven."""
-    model, config, values = CASES[name]
-    if name == "detr":
-        values = values | {"backbone_config": transformers.ResNetConfig(**RESNET, out_features=["stage4"])}
+    case = CASES[name]
+    kind = getattr(transformers, case.architecture)
     torch.manual_seed(0)
-    built = getattr(transformers, model)._from_config(
-        getattr(transformers, config)(**values), attn_implementation="eager"
-    )
-    if name == "t5-1.1":  # transformers ties new models, but keeps loaded weights untied
-        built.lm_head.weight = nn.Parameter(built.lm_head.weight.detach().clone())
+    built = kind._from_config(kind.config_class(**case.before(case.values)), attn_implementation="eager")
+    case.after(built)
     return randomize(built)
 
 
@@ -239,7 +138,7 @@ def recording(model: nn.Module) -> Iterator[Recording]:
 
 def mask_of(name: str) -> Tensor:
     """The real tokens; all, where in Transformers the longest row of a batch changes the others."""
-    if name == "llama-dynamic":
+    if not CASES[name].padded:
         return torch.ones_like(LEFT)
     return LEFT if name in DECODERS else RIGHT
 

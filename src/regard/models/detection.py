@@ -14,6 +14,7 @@ from regard.geometry import format_shape
 from regard.models.blocks import build_blocks
 from regard.models.boxes import Objects, SetLoss, to_corners
 from regard.models.components import make_embedding, norm_factory
+from regard.models.config_fields import same_as
 from regard.models.resnet import ResNet, ResNetConfig
 from regard.nn import Decoder, Encoder, LayerContext, MultiHeadAttention, key_mask, linear
 from regard.sharding import current_sharding
@@ -40,13 +41,13 @@ class DetrConfig:
     layers: int = 6
     heads: int = 8
     d_hidden: int = 2048
-    decoder_layers: int | None = None
+    decoder_layers: int | None = same_as("layers")
     backbone: ResNetConfig = field(default_factory=ResNetConfig)
     arrangement: str = "post"
     eps: float = 1e-5
     activation: str = "relu"
     dropout: float = 0.1
-    attention_dropout: float | None = None
+    attention_dropout: float | None = same_as("dropout")
     anchors: bool = False
 
 

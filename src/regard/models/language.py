@@ -14,6 +14,7 @@ from regard.engines.packed_linear import project
 from regard.geometry import format_shape
 from regard.masks import causal, window
 from regard.models.components import ARRANGEMENTS, choose, embed_tokens, make_embedding, norm_factory
+from regard.models.config_fields import derived, per_layer, same_as
 from regard.models.inputs import Inputs, prepare_inputs
 from regard.models.position_embeddings import table_length
 from regard.nn import (
@@ -58,8 +59,8 @@ class LanguageConfig:
     layers: int
     heads: int
     d_hidden: int
-    kv_heads: int | None = None
-    d_head: int | None = None
+    kv_heads: int | None = same_as("heads")
+    d_head: int | None = derived(lambda config: config.d_model // config.heads)
     positions: int = 1024
     rotary: Rotary | None = None
     arrangement: str = "pre"
@@ -68,16 +69,16 @@ class LanguageConfig:
     activation: str = "gelu_tanh"
     gated: bool = False
     bias: bool = True
-    qkv_bias: bool | None = None
+    qkv_bias: bool | None = same_as("bias")
     qk_norm: bool = False
-    windows: tuple[int | None, ...] = ()
+    windows: tuple[int | None, ...] = per_layer(())
     scale: float | None = None
     softcap: float | None = None
     final_softcap: float | None = None
     embedding_scale: float = 1.0
     tied: bool = True
     dropout: float = 0.0
-    attention_dropout: float | None = None
+    attention_dropout: float | None = same_as("dropout")
 
 
 class LanguageModel(nn.Module):

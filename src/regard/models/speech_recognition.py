@@ -12,6 +12,7 @@ from regard.attention import Attention
 from regard.geometry import format_shape
 from regard.masks import window
 from regard.models.components import choose
+from regard.models.config_fields import optional_count
 from regard.models.inputs import Inputs, check_right_padding, prepare_inputs
 from regard.nn import (
     ACTIVATIONS,
@@ -48,9 +49,9 @@ class SpeechConfig:
     heads: int
     d_hidden: int
     features: int = 80
-    halvings: int = 2
-    before: int = 64
-    after: int = 16
+    halvings: int = optional_count(2)
+    before: int = optional_count(64)
+    after: int = optional_count(16)
     activation: str = "gelu"
     dropout: float = 0.0
 

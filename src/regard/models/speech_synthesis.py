@@ -13,6 +13,7 @@ from regard.attention import Attention
 from regard.geometry import format_shape
 from regard.masks import causal
 from regard.models.components import embed_tokens, make_embedding
+from regard.models.config_fields import optional_count
 from regard.models.inputs import prepare_inputs
 from regard.models.position_embeddings import SinusoidalPositions
 from regard.nn import Block, Decoder, Encoder, FeedForward, LayerContext, MultiHeadAttention, PreNorm, key_mask, linear
@@ -39,7 +40,7 @@ class SpeechSynthesizerConfig:
     d_hidden: int
     features: int = 80
     reduction: int = 4
-    narrow: int = 64
+    narrow: int = optional_count(64)
     squeeze: float = 0.5
     dropout: float = 0.0
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from regard.engines.packed_linear import project
 from regard.models.blocks import build_blocks
 from regard.models.components import choose, embed_tokens, make_embedding, norm_factory
+from regard.models.config_fields import optional_count, same_as
 from regard.models.inputs import Inputs, ModelInputs, prepare_inputs
 from regard.nn import (
     ACTIVATIONS,
@@ -58,10 +59,10 @@ class TextConfig:
     heads: int
     d_hidden: int
     positions: int = 512
-    first_position: int = 0
-    segments: int = 2
-    d_embedding: int | None = None
-    distinct: int | None = None
+    first_position: int = optional_count(0)
+    segments: int = optional_count(2)
+    d_embedding: int | None = same_as("d_model")
+    distinct: int | None = same_as("layers")
     arrangement: str = "post"
     norm: str = "layer"
     eps: float = 1e-12
@@ -71,7 +72,7 @@ class TextConfig:
     unit: bool = True
     classes: int = 2
     dropout: float = 0.1
-    attention_dropout: float | None = None
+    attention_dropout: float | None = same_as("dropout")
 
 
 class TextEncoder(nn.Module):

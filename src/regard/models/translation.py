@@ -14,6 +14,7 @@ from regard.attention import OBSERVERS, Attention
 from regard.engines.packed_linear import project
 from regard.masks import causal
 from regard.models.components import ARRANGEMENTS, choose, embed_tokens, make_embedding, norm_factory
+from regard.models.config_fields import derived, optional_count, same_as, token
 from regard.models.decoder_inputs import DecoderInputs, pad_sources, prepare_decoder_inputs
 from regard.models.inputs import Inputs, prepare_inputs
 from regard.models.position_embeddings import POSITIONS
@@ -71,8 +72,8 @@ class TransformerConfig:
     heads: int
     d_hidden: int
     target_vocabulary: int | None = None
-    decoder_layers: int | None = None
-    d_head: int | None = None
+    decoder_layers: int | None = same_as("layers")
+    d_head: int | None = derived(lambda config: config.d_model // config.heads)
     position: str = "sinusoidal"
     positions: int = 512
     buckets: int = 32
@@ -84,16 +85,16 @@ class TransformerConfig:
     gated: bool = False
     bias: bool = True
     scale: float | None = None
-    embedding_scale: float | None = None
+    embedding_scale: float | None = derived(lambda config: math.sqrt(config.d_model))
     output_scale: float = 1.0
     tied: bool = True
     logits_bias: bool = False
-    start: int = 1
-    stop: int = 2
-    suppress_tokens: tuple[int, ...] = ()
+    start: int = token(1)
+    stop: int = token(2)
+    suppress_tokens: tuple[int, ...] = token(())
     dropout: float = 0.0
-    attention_dropout: float | None = None
-    window: int = 0
+    attention_dropout: float | None = same_as("dropout")
+    window: int = optional_count(0)
 
 
 class Transformer(nn.Module):

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from regard.geometry import format_shape
 from regard.models.blocks import build_blocks
 from regard.models.components import norm_factory
+from regard.models.config_fields import same_as
 from regard.models.resnet import NORMS, Convolution
 from regard.nn import Encoder, LayerContext, key_mask, linear
 from regard.positions import learned
@@ -49,7 +50,7 @@ class VisionConfig:
     activation: str = "gelu"
     qkv_bias: bool = True
     dropout: float = 0.0
-    attention_dropout: float | None = None
+    attention_dropout: float | None = same_as("dropout")
 
     @property
     def grid(self) -> tuple[int, int]:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from regard.geometry import format_shape
 from regard.models.blocks import build_blocks
 from regard.models.components import choose, norm_factory
+from regard.models.config_fields import same_as
 from regard.models.inputs import check_right_padding
 from regard.nn import ACTIVATIONS, Encoder, LayerContext, key_mask, linear
 
@@ -50,7 +51,7 @@ class Wav2Vec2Config:
     eps: float = 1e-5
     activation: str = "gelu"
     dropout: float = 0.0
-    attention_dropout: float | None = None
+    attention_dropout: float | None = same_as("dropout")
 
     def __post_init__(self) -> None:
         if not len(self.channels) == len(self.kernels) == len(self.strides):

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from regard.models.audio import HOP, SAMPLE_RATE, whisper_features
+from regard.models.config_fields import optional_count, token
 from regard.models.decoder_inputs import pad_sources
 from regard.models.inputs import Inputs, prepare_inputs
 from regard.models.position_embeddings import LearnedPositions
@@ -50,12 +51,12 @@ class WhisperConfig(TransformerConfig):
     embedding_scale: float | None = 1.0
     features: int = 80
     frames: int = 1500
-    prompt: tuple[int, ...] = ()
-    begin_suppress_tokens: tuple[int, ...] = ()
-    languages: tuple[tuple[str, int], ...] = ()
-    tasks: tuple[tuple[str, int], ...] = ()
-    no_timestamps: int | None = None
-    max_first_timestamp: int | None = None
+    prompt: tuple[int, ...] = token(())
+    begin_suppress_tokens: tuple[int, ...] = token(())
+    languages: tuple[tuple[str, int], ...] = token(())
+    tasks: tuple[tuple[str, int], ...] = token(())
+    no_timestamps: int | None = token(None)
+    max_first_timestamp: int | None = optional_count(None)
 
 
 class Segment(NamedTuple):

@@ -24,9 +24,16 @@ def load(
 ) -> nn.Module:
     """Load a model, in eval mode, from a folder with config.json and safetensors or from the Hub ("org/name").
 
-    Supported `architectures` are BERT, RoBERTa, DistilBERT and ALBERT with their heads, GPT-2, Llama, Mistral, Qwen2,
-    Gemma 2, T5, Marian, ViT, DETR, Whisper, Wav2Vec2 with CTC, folders of sentence-transformers, and models written by
-    `regard.save`. Weights keep their dtype unless `dtype` is given. Only safetensors files are read. Missing or unknown
+    Supported checkpoints (docs/how-to/hugging_face.md lists the classes that they load as):
+
+    - text: BERT, RoBERTa, XLM-RoBERTa, DistilBERT, ALBERT, with their heads, and folders of sentence-transformers
+    - language: GPT-2, Llama, Mistral, Qwen2, Gemma 2
+    - translation: T5, mT5, Marian
+    - vision: ViT, DETR
+    - speech: Whisper, Wav2Vec2 with CTC
+    - models written by `regard.save`
+
+    Weights keep their dtype unless `dtype` is given. Only safetensors files are read. Missing or unknown
     tensors, wrong shapes and unsupported configurations raise. Unused weights, such as BERT's pooler, are listed in a
     warning.
 

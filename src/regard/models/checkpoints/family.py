@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -15,6 +14,7 @@ from torch import nn
 
 from regard.field_types import check_value, hints, short_repr
 from regard.models.checkpoints.tensor_names import Extras, Rule, table
+from regard.models.config_fields import declaration, effective_value
 
 Values = dict[str, Any]
 TENSORS = "tensors of the checkpoint"  # key of the tensor names among the configuration values
@@ -25,42 +25,22 @@ def identity(value: Any) -> Any:
     return value
 
 
-SIDES = int | list[int]
-TYPES: dict[str, Any] = {
+COMMON: dict[str, Any] = {
     "architectures": list[str], "model_type": str, "id2label": dict[str, Any], "num_labels": int,
-    "rope_parameters": dict[str, float | str | bool | None], "rope_scaling": dict[str, float | str | bool | None],
-    "rope_theta": float, "partial_rotary_factor": float, "layer_types": list[str], "sliding_window": int,
-    "max_window_layers": int, "use_sliding_window": bool, "attention_bias": bool, "mlp_bias": bool,
-    "attn_logit_softcapping": float, "final_logit_softcapping": float, "query_pre_attn_scalar": float,
-    "scale_embedding": bool, "share_encoder_decoder_embeddings": bool, "decoder_vocab_size": int,
-    "scale_decoder_outputs": bool, "feed_forward_proj": str, "tie_word_embeddings": bool, "n_inner": int,
-    "decoder_start_token_id": int, "pad_token_id": int, "eos_token_id": SIDES, "bad_words_ids": list[list[int]],
-    "suppress_tokens": list[int], "begin_suppress_tokens": list[int], "forced_decoder_ids": list[list[int | None]],
-    "lang_to_id": dict[str, int], "task_to_id": dict[str, int], "no_timestamps_token_id": int,
-    "max_initial_timestamp_index": int, "image_size": SIDES, "patch_size": SIDES, "conv_dim": list[int],
-    "conv_kernel": list[int], "conv_stride": list[int], "backbone": str, "use_timm_backbone": bool,
-    "backbone_config": dict[str, Any], "is_decoder": bool, "add_cross_attention": bool, "dilation": bool,
-    "do_stable_layer_norm": bool, "conv_bias": bool, "qkv_bias": bool, "add_adapter": bool, "normalize_before": bool,
-    "normalize_embedding": bool, "add_final_layer_norm": bool, "static_position_embeddings": bool,
-    "add_bias_logits": bool, "scale_attn_weights": bool, "scale_attn_by_inverse_layer_idx": bool,
-    "use_bidirectional_attention": bool,
+    "tie_word_embeddings": bool, "pad_token_id": int, "is_decoder": bool, "add_cross_attention": bool,
 }  # fmt: skip
-"""Types of values in config.json and generation_config.json that are not in `Family.fields`; null is allowed."""
-
-BACKBONE: dict[str, Any] = {
-    "model_type": str, "hidden_act": str, "layer_type": str, "embedding_size": int, "num_channels": int,
-    "hidden_sizes": list[int], "depths": list[int], "out_features": list[str], "backbone": str,
-    "downsample_in_first_stage": bool, "downsample_in_bottleneck": bool,
-}  # fmt: skip
-"""Types of the values in backbone_config."""
+"""Types of values that config.json of any family may have; null is allowed."""
 
 
-def check_types(theirs: Mapping[str, Any]) -> None:
-    """Raise ValueError if a configuration value has the wrong type."""
-    inner = theirs.get("backbone_config")
-    for types, values, before in ((TYPES, theirs, ""), (BACKBONE, inner or {}, "backbone_config.")):
-        for name, expected in types.items() if isinstance(values, dict) else ():
-            check_value(before + name, values.get(name), expected | None)
+def check_types(theirs: Values, types: Mapping[str, Any], before: str = "") -> None:
+    """Raise ValueError if a value has the wrong type. A mapping as a type gives the types inside an object."""
+    for name, expected in types.items():
+        value = theirs.get(name)
+        if isinstance(expected, Mapping):
+            check_value(before + name, value, dict[str, Any] | None)
+            check_types(value or {}, expected, f"{before}{name}.")
+        else:
+            check_value(before + name, value, expected | None)
 
 
 @dataclass(frozen=True)
@@ -132,17 +112,21 @@ def no_values(_: Any) -> Values:
 
 @dataclass(frozen=True)
 class Family:
-    """One model_type.
+    """One model_type. Modules of `families` list theirs in `FAMILIES`; nothing else refers to a family by name.
 
+    title: name in the documentation.
     fields: values with a one-to-one counterpart. fixed: values of ours that are constant in the family.
     only: supported values of theirs without counterpart; other values raise, null and absent are accepted.
     read, write: compute the values that depend on several values of the other side.
+    types: types of the values that `read` uses, by name; null is allowed. Values of `fields` are checked against ours.
+    generation_types: types of the values that take precedence over config.json if generation_config.json has them.
     dropped: names of theirs that are not kept on saving, because `write` may set another name for the same thing.
     generation: values for generation_config.json. absent: values for names without counterpart, used if the checkpoint
         that a model came from does not have them.
     """
 
     model_type: str
+    title: str
     config: type
     architectures: Mapping[str, Architecture]
     fields: tuple[Field, ...]
@@ -150,13 +134,20 @@ class Family:
     only: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     read: Callable[[Values], Values] = no_values
     write: Callable[[Any], Values] = no_values
+    types: Mapping[str, Any] = field(default_factory=dict)
+    generation_types: Mapping[str, Any] = field(default_factory=dict)
     dropped: tuple[str, ...] = ()
     generation: Callable[[Any], Values] = no_values
     absent: Callable[[Any], Values] = no_values
 
+    def generation_values(self, generation_json: Values) -> Values:
+        """Return the values of generation_config.json that are part of our configuration."""
+        check_types(generation_json, self.generation_types)
+        return {name: generation_json[name] for name in self.generation_types if generation_json.get(name) is not None}
+
     def config_of(self, theirs: Values) -> Any:
         """Convert their configuration to ours; raise if something is not supported."""
-        check_types(theirs)
+        check_types(theirs, COMMON | dict(self.types) | dict(self.generation_types))
         for name, allowed in self.only.items():
             value = theirs.get(name)
             if value is not None and value not in allowed:
@@ -174,7 +165,7 @@ class Family:
                 values[entry.ours] = entry.read(value)
             except (TypeError, ArithmeticError) as error:
                 raise ValueError(f"{entry.theirs} = {short_repr(value)} is not supported: {error}") from error
-            check_size(entry.theirs, entry.ours, values[entry.ours], hints(self.config)[entry.ours])
+            check_size(entry.theirs, self.config, entry.ours, values[entry.ours])
         config = self.config(**(values | self.read(theirs)))
         check_config(config, {entry.ours: entry.theirs for entry in self.fields})
         return canonical(config)
@@ -197,31 +188,7 @@ class Family:
         return None
 
 
-MAY_BE_ZERO = frozenset(
-    {
-        "start",
-        "stop",
-        "suppress_tokens",
-        "begin_suppress_tokens",
-        "prompt",
-        "languages",
-        "tasks",
-        "no_timestamps",
-        "max_first_timestamp",
-        "first_position",
-        "segments",
-        "window",
-        "before",
-        "after",
-        "halvings",
-        "narrow",
-        "layers",
-        "decoder_layers",
-    }
-)
-"""Integer fields that may be 0: token ids, and optional counts."""
-
-TOKENS = ("start", "stop", "suppress_tokens", "begin_suppress_tokens", "prompt", "no_timestamps")
+LAYER_COUNTS = ("layers", "decoder_layers", "distinct", "depths")
 MAX_LAYERS = 10_000
 """Limit per stack, checked before a model is built; the number of tensors limits it again later."""
 
@@ -232,14 +199,14 @@ def check_config(config: Any, names: Mapping[str, str] | None = None) -> None:
     names: names of the fields in the file, where they differ.
     """
     values = {entry.name: getattr(config, entry.name) for entry in dataclasses.fields(config)}
-    kind: type = type(config)
     for name, value in values.items():
-        check_size((names or {}).get(name, name), name, value, hints(kind)[name])
-        if dataclasses.is_dataclass(value):
-            check_config(value)
+        check_size((names or {}).get(name, name), type(config), name, value)
+        for part in value if isinstance(value, tuple) else (value,):
+            if dataclasses.is_dataclass(part):
+                check_config(part)
     words = values.get("target_vocabulary") or values.get("vocabulary")
-    for name in TOKENS:
-        for token in _numbers(values.get(name)):
+    for name in values:
+        for token in _numbers(values[name]) if "token" in declaration(config, name).metadata else ():
             if words is not None and token >= words:
                 shown = (names or {}).get(name, name)
                 raise ValueError(f"{shown} must be below the vocabulary size {words}, got {token}")
@@ -254,14 +221,17 @@ def check_config(config: Any, names: Mapping[str, str] | None = None) -> None:
         raise ValueError(f"the base of the rotary embedding must be positive, got {values['base']}")
 
 
-def check_size(shown: str, name: str, value: Any, expected: Any) -> None:
-    """Raise ValueError unless a value has the type and range of field `name`; `shown` is its name in the file."""
-    check_value(shown, value, expected)
-    lowest = 0 if name in MAY_BE_ZERO else 1
+def check_size(shown: str, config: type, name: str, value: Any) -> None:
+    """Raise ValueError unless a value has the type and range of field `name` of a configuration class.
+
+    shown: its name in the file.
+    """
+    check_value(shown, value, hints(config)[name])
+    lowest = declaration(config, name).metadata.get("lowest", 0 if name.endswith("layers") else 1)
     for number in _numbers(value):
         if number < lowest:
             raise ValueError(f"{shown} must be at least {lowest}, got {short_repr(value)}")
-        if number > MAX_LAYERS and name in ("layers", "decoder_layers", "distinct", "depths"):
+        if number > MAX_LAYERS and name in LAYER_COUNTS:
             raise ValueError(f"{shown} must be at most {MAX_LAYERS}, got {short_repr(value)}")
 
 
@@ -283,30 +253,6 @@ def canonical(config: Any) -> Any:
         and getattr(config, entry.name) == effective_value(replace(config, **{entry.name: None}), entry.name)
     }
     return replace(config, **same_as_none)
-
-
-def effective_value(config: Any, name: str) -> Any:
-    """Return a configuration value, with None resolved to its default."""
-    value = getattr(config, name)
-    if name == "windows":
-        return tuple(value[n % len(value)] for n in range(config.layers)) if any(value) else ()
-    if value is None and name == "d_head":
-        return config.d_model // config.heads
-    if value is None and name == "embedding_scale":
-        return math.sqrt(config.d_model)
-    if value is None and name in SIBLINGS:
-        return getattr(config, SIBLINGS[name])
-    return value
-
-
-SIBLINGS = {
-    "kv_heads": "heads",
-    "distinct": "layers",
-    "d_embedding": "d_model",
-    "qkv_bias": "bias",
-    "attention_dropout": "dropout",
-    "decoder_layers": "layers",
-}
 
 
 def labels(config: Any) -> Values:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from regard.field_types import short_repr
 from regard.models.checkpoints import own_format, sentence_transformers, tokenizers
 from regard.models.checkpoints.families import FAMILIES, family_of
-from regard.models.checkpoints.family import TENSORS, Architecture, Values, check_types
+from regard.models.checkpoints.family import COMMON, TENSORS, Architecture, Family, Values, check_types
 from regard.models.checkpoints.files import CONFIG, GENERATION, Weights, float_types, read_json, resolve_folder
 from regard.models.checkpoints.tensor_names import NOTHING, TensorMapping, abbreviate, locate_tensors, tensor_mappings
 from regard.models.meta import build_on_meta
@@ -40,7 +40,7 @@ def meta_model(path: Path) -> nn.Module:
     file = path / CONFIG if path.is_dir() else path
     config_json = read_json(file)
     with _name_file_in_errors(file):
-        architecture, config = _parse_config(config_json, {}, (), bare=False)
+        architecture, config = _parse_config(config_json, _find_family(config_json), (), bare=False)
         return build_on_meta(lambda: architecture.model(config))
 
 
@@ -49,7 +49,10 @@ def read(path: Path, *, dtype: torch.dtype | None, bare: bool = False) -> nn.Mod
     config_json = read_json(path / CONFIG)
     weights = Weights(path)
     with _name_file_in_errors(path / CONFIG):
-        architecture, config = _parse_config(config_json, _generation_config(path), weights.names(), bare)
+        family = _find_family(config_json)
+    generation_values = _generation_values(path / GENERATION, family)
+    with _name_file_in_errors(path / CONFIG):
+        architecture, config = _parse_config(config_json | generation_values, family, weights.names(), bare)
     with _name_file_in_errors(path):
         model = _load_weights(weights, architecture, config, dtype)
     model.__dict__["origin"] = config_json
@@ -69,13 +72,11 @@ def _name_file_in_errors(path: Path) -> Iterator[None]:
         raise ValueError(f"{path}: {printable(' '.join(message.split()))[:1000]}") from error
 
 
-def _parse_config(
-    config_json: Values, generation_json: Values, tensors: Iterable[str], bare: bool
-) -> tuple[Architecture, Any]:
-    """Return the architecture and our configuration that config.json describes."""
-    check_types(config_json)
+def _find_family(config_json: Values) -> Family | None:
+    """Return the family of a config.json, or None if it is in the format of regard."""
+    check_types(config_json, COMMON)
     if config_json.get("model_type") == own_format.MODEL_TYPE:
-        return own_format.parse_config(config_json)
+        return None
     for name in ("auto_map", "quantization_config"):
         if config_json.get(name):
             raise ValueError(f"{name} is not supported: models with custom code or quantized weights are not loaded")
@@ -85,24 +86,30 @@ def _parse_config(
         raise ValueError(
             f"model_type = {short_repr(config_json.get('model_type'))} is not supported; supported: {supported}"
         )
+    return family
+
+
+def _parse_config(
+    config_json: Values, family: Family | None, tensors: Iterable[str], bare: bool
+) -> tuple[Architecture, Any]:
+    """Return the architecture and our configuration that config.json describes."""
+    if family is None:
+        return own_format.parse_config(config_json)
     names = config_json.get("architectures") or ([next(iter(family.architectures))] if bare else [])
     architecture = next((family.architectures[name] for name in names if name in family.architectures), None)
     if architecture is None:
         supported = ", ".join(family.architectures)
         raise ValueError(f"architectures = {short_repr(names)} is not supported; supported: {supported}")
-    return architecture, family.config_of(config_json | generation_json | {TENSORS: frozenset(tensors)})
+    return architecture, family.config_of(config_json | {TENSORS: frozenset(tensors)})
 
 
-def _generation_config(path: Path) -> dict[str, Any]:
+def _generation_values(path: Path, family: Family | None) -> Values:
     """Return the values of generation_config.json that are part of our configurations."""
-    config_json = read_json(path / GENERATION) if (path / GENERATION).exists() else {}
-    names = (
-        "decoder_start_token_id", "eos_token_id", "bad_words_ids", "suppress_tokens", "begin_suppress_tokens",
-        "forced_decoder_ids", "lang_to_id", "task_to_id", "no_timestamps_token_id", "max_initial_timestamp_index",
-    )  # fmt: skip
-    with _name_file_in_errors(path / GENERATION):
-        check_types(config_json)
-    return {name: config_json[name] for name in names if config_json.get(name) is not None}
+    if family is None or not path.exists():
+        return {}
+    generation_json = read_json(path)
+    with _name_file_in_errors(path):
+        return family.generation_values(generation_json)
 
 
 def _load_weights(weights: Weights, architecture: Architecture, config: Any, dtype: torch.dtype | None) -> nn.Module:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,10 +16,10 @@ from regard.models.checkpoints.family import (
     Field,
     Values,
     activation,
-    effective_value,
     rule_table,
 )
 from regard.models.checkpoints.tensor_names import Extras
+from regard.models.config_fields import effective_value
 from regard.models.language import LanguageConfig, LanguageModel
 from regard.nn import Rotary
 
@@ -47,6 +48,7 @@ GPT2_NAMES = """
 
 GPT2 = Family(
     "gpt2",
+    "GPT-2",
     LanguageConfig,
     {
         "GPT2LMHeadModel": Architecture(
@@ -79,6 +81,7 @@ GPT2 = Family(
         "add_cross_attention": (False,),
     },
     read=gpt2_hidden,
+    types={"n_inner": int},
     write=lambda config: {"n_inner": config.d_hidden, "embd_pdrop": config.dropout},
 )
 
@@ -129,6 +132,7 @@ SIZES = (
     Field("eps", "rms_norm_eps", 1e-6),
     Field("attention_dropout", "attention_dropout", 0.0),
 )
+WINDOW_TYPES: dict[str, Any] = {"layer_types": list[str], "sliding_window": int}
 LLAMA_PARTS = {"arrangement": "pre", "norm": "rms", "gated": True, "dropout": 0.0}
 
 
@@ -170,6 +174,7 @@ def write_windows(config: LanguageConfig) -> Values:
 
 LLAMA = Family(
     "llama",
+    "Llama",
     LanguageConfig,
     {"LlamaForCausalLM": causal(PRE_NORMS)},
     (
@@ -181,6 +186,7 @@ LLAMA = Family(
     fixed=LLAMA_PARTS,
     only={"pretraining_tp": (1,)},
     read=read_llama,
+    types=rope.TYPES | {"attention_bias": bool, "mlp_bias": bool},
     write=lambda config: write_rotary(config) | {"attention_bias": config.bias, "mlp_bias": config.bias},
     dropped=rope.NAMES,
 )
@@ -200,6 +206,7 @@ def write_mistral(config: LanguageConfig) -> Values:
 
 MISTRAL = Family(
     "mistral",
+    "Mistral",
     LanguageConfig,
     {"MistralForCausalLM": causal(PRE_NORMS)},
     (
@@ -210,6 +217,7 @@ MISTRAL = Family(
     ),
     fixed=LLAMA_PARTS | {"bias": False},
     read=read_mistral,
+    types=rope.TYPES | WINDOW_TYPES,
     write=write_mistral,
     dropped=rope.NAMES,
 )
@@ -229,6 +237,7 @@ def write_qwen2(config: LanguageConfig) -> Values:
 
 QWEN2 = Family(
     "qwen2",
+    "Qwen2",
     LanguageConfig,
     {"Qwen2ForCausalLM": causal(PRE_NORMS)},
     (
@@ -239,6 +248,7 @@ QWEN2 = Family(
     ),
     fixed=LLAMA_PARTS | {"bias": False, "qkv_bias": True},
     read=read_qwen2,
+    types=rope.TYPES | WINDOW_TYPES | {"max_window_layers": int, "use_sliding_window": bool},
     write=write_qwen2,
     dropped=(*rope.NAMES, "max_window_layers"),
 )
@@ -264,6 +274,7 @@ def scalar(scale: float | None) -> float:
 
 GEMMA2 = Family(
     "gemma2",
+    "Gemma 2",
     LanguageConfig,
     {"Gemma2ForCausalLM": causal(SANDWICH_NORMS)},
     (
@@ -278,6 +289,9 @@ GEMMA2 = Family(
     fixed=LLAMA_PARTS | {"arrangement": "sandwich", "norm": "unit_rms", "bias": False},
     only={"attention_bias": (False,), "use_bidirectional_attention": (False,)},
     read=read_gemma2,
+    types=rope.TYPES
+    | WINDOW_TYPES
+    | {"attn_logit_softcapping": float, "final_logit_softcapping": float, "query_pre_attn_scalar": float},
     write=lambda config: write_rotary(config) | write_windows(config),
     dropped=(*rope.NAMES, "hidden_act"),
 )

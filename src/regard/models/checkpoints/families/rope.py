@@ -9,7 +9,11 @@ from regard.field_types import check_fields, check_value
 from regard.nn import Rotary
 from regard.positions import Dynamic, Linear, Llama3, Yarn
 
-NAMES = ("rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor")
+PARAMETERS = dict[str, float | str | bool | None]
+TYPES: dict[str, Any] = {
+    "rope_theta": float, "rope_scaling": PARAMETERS, "rope_parameters": PARAMETERS, "partial_rotary_factor": float,
+}  # fmt: skip
+NAMES = tuple(TYPES)
 
 ORIGINAL = "original_max_position_embeddings"
 SCALINGS: dict[str, tuple[Any, dict[str, str]]] = {

@@ -88,8 +88,15 @@ def generation_values(config: WhisperConfig) -> Values:
     }.items() if value not in (None, [], {})}  # fmt: skip
 
 
+WHISPER_TYPES: dict[str, Any] = {
+    "decoder_start_token_id": int, "eos_token_id": int | list[int], "suppress_tokens": list[int],
+    "begin_suppress_tokens": list[int], "forced_decoder_ids": list[list[int | None]], "lang_to_id": dict[str, int],
+    "task_to_id": dict[str, int], "no_timestamps_token_id": int, "max_initial_timestamp_index": int,
+}  # fmt: skip
+
 WHISPER = Family(
     "whisper",
+    "Whisper",
     WhisperConfig,
     {
         "WhisperForConditionalGeneration": Architecture(
@@ -115,6 +122,7 @@ WHISPER = Family(
     fixed={"position": "learned", "arrangement": "pre", "norm": "layer", "eps": 1e-5, "embedding_scale": 1.0},
     only={"tie_word_embeddings": (True,), "scale_embedding": (False,)},
     read=read_whisper,
+    generation_types=WHISPER_TYPES,
     write=write_whisper,
     dropped=("suppress_tokens", "begin_suppress_tokens", "forced_decoder_ids"),
     generation=generation_values,
@@ -145,6 +153,7 @@ def numbers(value: Any) -> tuple[int, ...]:
 
 WAV2VEC2 = Family(
     "wav2vec2",
+    "Wav2Vec2 with CTC",
     Wav2Vec2Config,
     {
         "Wav2Vec2ForCTC": Architecture(
@@ -178,6 +187,9 @@ WAV2VEC2 = Family(
         activation("activation", "hidden_act", "gelu"),
     ),
     only={"add_adapter": (False,), "adapter_attn_dim": (None,), "pad_token_id": (0,)},
+    types={
+        "conv_dim": list[int], "conv_kernel": list[int], "conv_stride": list[int], "do_stable_layer_norm": bool,
+    },
 )  # fmt: skip
 
 FAMILIES = (WHISPER, WAV2VEC2)

@@ -13,12 +13,12 @@ from regard.models.checkpoints.family import (
     Field,
     activation,
     classes,
-    effective_value,
     labels,
     mapped_field,
     rule_table,
 )
 from regard.models.checkpoints.tensor_names import Difference, Extras
+from regard.models.config_fields import effective_value
 from regard.models.text import (
     MaskedLanguageModel,
     QuestionAnswering,
@@ -114,6 +114,7 @@ ONLY = {
 
 BERT = Family(
     "bert",
+    "BERT",
     TextConfig,
     architectures(
         "Bert",
@@ -148,10 +149,11 @@ LM_HEAD = """
 """
 
 
-def roberta(model_type: str, start: str) -> Family:
+def roberta(model_type: str, title: str, start: str) -> Family:
     """A RoBERTa family; its positions start after the id of the padding token."""
     return Family(
         model_type,
+        title,
         TextConfig,
         architectures(
             start,
@@ -183,10 +185,11 @@ def roberta(model_type: str, start: str) -> Family:
     )
 
 
-ROBERTA, XLM_ROBERTA = roberta("roberta", "Roberta"), roberta("xlm-roberta", "XLMRoberta")
+ROBERTA, XLM_ROBERTA = roberta("roberta", "RoBERTa", "Roberta"), roberta("xlm-roberta", "XLM-RoBERTa", "XLMRoberta")
 
 DISTILBERT = Family(
     "distilbert",
+    "DistilBERT",
     TextConfig,
     architectures(
         "DistilBert",
@@ -238,6 +241,7 @@ def albert_values(config: TextConfig) -> dict[str, Any]:
 
 ALBERT = Family(
     "albert",
+    "ALBERT",
     TextConfig,
     architectures(
         "Albert",

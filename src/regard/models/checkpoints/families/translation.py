@@ -37,6 +37,11 @@ def start_token(theirs: Values) -> int:
     return theirs.get("pad_token_id") or 0 if start is None else start
 
 
+GENERATION_TYPES: dict[str, Any] = {
+    "decoder_start_token_id": int, "eos_token_id": int | list[int], "bad_words_ids": list[list[int]],
+}  # fmt: skip
+
+
 def generation_values(config: TransformerConfig) -> Values:
     """Return the values of generation_config.json: start, stop and suppressed tokens."""
     suppressed = {"bad_words_ids": [[word] for word in config.suppress_tokens]} if config.suppress_tokens else {}
@@ -82,7 +87,7 @@ T5_FORWARD = {
 }
 
 
-def t5(model_type: str, name: str, *, forward: str, scales: bool) -> Family:
+def t5(model_type: str, title: str, name: str, *, forward: str, scales: bool) -> Family:
     """A T5 family. Version 1.0 scales outputs by 1 / sqrt(d_model) and ties them to the embedding; 1.1 does neither.
 
     The meaning of `tie_word_embeddings` in 1.1 depends on the release that wrote it, so the tensors decide.
@@ -122,6 +127,7 @@ def t5(model_type: str, name: str, *, forward: str, scales: bool) -> Family:
 
     return Family(
         model_type,
+        title,
         TransformerConfig,
         {
             name: Architecture(
@@ -160,6 +166,8 @@ def t5(model_type: str, name: str, *, forward: str, scales: bool) -> Family:
             "embedding_scale": 1.0,
         },
         read=read,
+        types={"feed_forward_proj": str, "scale_decoder_outputs": bool},
+        generation_types=GENERATION_TYPES,
         write=write,
         dropped=("dense_act_fn", "is_gated_act", "bad_words_ids"),
         generation=generation_values,
@@ -227,6 +235,7 @@ def marian_positions(_: TransformerConfig, stored: Tensor) -> Tensor:
 
 MARIAN = Family(
     "marian",
+    "Marian",
     TransformerConfig,
     {
         "MarianMTModel": Architecture(
@@ -260,6 +269,8 @@ MARIAN = Family(
     only={"tie_word_embeddings": (True,), "normalize_before": (False,), "normalize_embedding": (False,)}
     | {"add_final_layer_norm": (False,), "static_position_embeddings": (True,), "add_bias_logits": (False,)},
     read=read_marian,
+    types={"scale_embedding": bool, "share_encoder_decoder_embeddings": bool, "decoder_vocab_size": int},
+    generation_types=GENERATION_TYPES,
     write=write_marian,
     dropped=("bad_words_ids",),
     generation=generation_values,
@@ -267,7 +278,7 @@ MARIAN = Family(
 )
 
 FAMILIES = (
-    t5("t5", "T5ForConditionalGeneration", forward="relu", scales=True),
-    t5("mt5", "MT5ForConditionalGeneration", forward="gated-gelu", scales=False),
+    t5("t5", "T5", "T5ForConditionalGeneration", forward="relu", scales=True),
+    t5("mt5", "mT5", "MT5ForConditionalGeneration", forward="gated-gelu", scales=False),
     MARIAN,
 )

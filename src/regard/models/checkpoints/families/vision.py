@@ -67,6 +67,7 @@ def write_vit(config: VisionConfig) -> Values:
 
 VIT = Family(
     "vit",
+    "ViT",
     VisionConfig,
     {
         "ViTModel": Architecture(
@@ -97,6 +98,7 @@ VIT = Family(
     ),
     fixed={"arrangement": "pre", "norm": "layer", "stem": ()},
     read=read_vit,
+    types={"image_size": int | list[int], "patch_size": int | list[int]},
     write=write_vit,
 )
 
@@ -135,6 +137,11 @@ RENAMED = (
 """Names of timm backbones and names in memory, with the names used in files."""
 
 
+BACKBONE_TYPES: dict[str, Any] = {
+    "model_type": str, "hidden_act": str, "layer_type": str, "embedding_size": int, "num_channels": int,
+    "hidden_sizes": list[int], "depths": list[int], "out_features": list[str], "backbone": str,
+    "downsample_in_first_stage": bool, "downsample_in_bottleneck": bool,
+}  # fmt: skip
 BACKBONES = RESNETS | {"resnet101": ResNetConfig(depths=(3, 4, 23, 3))}
 
 
@@ -200,6 +207,7 @@ def write_detr(config: DetrConfig) -> Values:
 
 DETR = Family(
     "detr",
+    "DETR",
     DetrConfig,
     {"DetrForObjectDetection": Architecture(Detr, rule_table(DETR_NAMES), Extras(ignored=COUNTERS, renamed=RENAMED))},
     (
@@ -214,6 +222,7 @@ DETR = Family(
     fixed={"arrangement": "post", "eps": 1e-5, "anchors": False},
     only={"position_embedding_type": ("sine",), "dilation": (False,), "num_channels": (3,)},
     read=read_detr,
+    types={"backbone": str, "use_timm_backbone": bool, "backbone_config": BACKBONE_TYPES},
     write=write_detr,
     dropped=("backbone", "backbone_kwargs"),
 )
