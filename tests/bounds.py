@@ -59,7 +59,8 @@ class Rounding:
         self.u, self.h = arithmetic.eps / 2, stored.eps / 2
         self.lowered = self.h if stored.bits == 16 else 0.0  # unit vectors and scaled queries are stored once more
         self.tiny = 64 * arithmetic.tiny  # error of an underflow, with a margin
-        self.smallest = stored.tiny * stored.eps / 2  # half of the least number
+        self.smallest = stored.tiny * stored.eps / 2  # half of the least number: the error of an underflow
+        self.underflow = self.smallest if self.lowered else 0.0  # of what is stored once more
 
     def store(self, exact: Tensor, bound: Tensor) -> Tensor:
         """Return the bound after rounding to the stored dtype."""
@@ -168,12 +169,17 @@ class _Bounds:
             d = self._additive(D)
         elif name == "Cosine":
             d = ((2 * D + 10) * u + 3 * lowered) * size
+            lengths = x.query.abs().sum(-1).unsqueeze(-1) + x.key.abs().sum(-1).unsqueeze(-2)
+            d = d + self.unit.underflow * (1 + scale_of(score, D, read)) * lengths
         elif name == "Bilinear":
             projected = products_of_stored(score, x)
             d = (2 * D + 5) * u * size + lowered * projected
+            d = d + self.unit.underflow * x.key.abs().sum(-1).unsqueeze(-2)
         else:
             inner = score.score if kind(score) == "Modified" else score
             d = ((D + 4) * u + (lowered if isinstance(inner.scale, Tensor) else 0.0)) * size
+            if isinstance(inner.scale, Tensor):
+                d = d + self.unit.underflow * x.key.abs().sum(-1).unsqueeze(-2)
         slope, e_slope = torch.ones_like(d), torch.zeros_like(d)
         softcap = getattr(score, "softcap", None)
         if softcap is not None:
@@ -322,6 +328,13 @@ class _Bounds:
         stored = 0.0 if not lowered else 4 * lowered if read.leaves or name == "Cosine" else 0.0
         apart = lowered * bool(parts_reach(self.bias))  # the query has a gradient by Shaw's keys as well
         bounds = [e + (n * u + stored + apart) * s for e, s, n in zip(rough, sums, depth, strict=True)]
+        if stored:  # the gradient of the stored query underflows too; a key of ones leads it back to the query
+            with torch.enable_grad():
+                ones = products(self.score, query, torch.ones_like(key[..., :1, :]), read)
+                targets = [query, *read.leaves.values()]
+                lost = torch.autograd.grad(ones, targets, torch.full_like(ones, self.unit.underflow))
+            bounds = [b + e for b, e in zip(bounds, (lost[0], self.unit.underflow, *lost[1:]), strict=True)]
+        bounds[0] = bounds[0] + self.unit.underflow * bool(apart)
         for tensor, bound in zip(read.leaves, bounds[2:], strict=True):
             add(tensor, bound)
         if name != "Cosine":
