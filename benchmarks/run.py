@@ -24,7 +24,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from benchmarks import machine, picture, report
+from benchmarks import figures, machine, picture, report
 
 ROOT = Path(__file__).parents[1]
 
@@ -90,6 +90,8 @@ def main() -> int:
         if given.json is not None:
             given.json.write_text(json.dumps(run))
         print(f"wrote {out} and {out.with_suffix('.png')}")
+        if given.out is None:
+            figures.main()
     return 0
 
 
