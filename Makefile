@@ -64,7 +64,7 @@ differential: $(READY)
 architectures: $(READY)
 	$(BIN)/python -m tools.architectures
 
-# Real checkpoints under WEIGHTS (whisper-base, smollm2), compared with transformers on real speech and text.
+# Real checkpoints under WEIGHTS (whisper-base, smollm2 and its GGUF file), compared with transformers on real speech and text.
 WEIGHTS ?= weights
 real-weights: $(READY)
 	REGARD_WEIGHTS=$(WEIGHTS) $(BIN)/python -m pytest tests/real

@@ -22,7 +22,7 @@ def load(
     local_files_only: bool = False,
     frozen: bool = False,
 ) -> nn.Module:
-    """Load a model, in eval mode, from a folder with config.json and safetensors or from the Hub ("org/name").
+    """Load a model, in eval mode, from a folder with config.json and safetensors, a GGUF file or the Hub ("org/name").
 
     Supported checkpoints (docs/how-to/hugging_face.md lists the classes that they load as):
 
@@ -32,8 +32,9 @@ def load(
     - vision: ViT, DETR
     - speech: Whisper, Wav2Vec2 with CTC
     - models written by `regard.save`
+    - GGUF files of Llama, Mistral, Qwen2 and Gemma 2, dequantised to float32
 
-    Weights keep their dtype unless `dtype` is given. Only safetensors files are read. Missing or unknown
+    Weights keep their dtype unless `dtype` is given. Only safetensors and GGUF files are read. Missing or unknown
     tensors, wrong shapes and unsupported configurations raise. Unused weights, such as BERT's pooler, are listed in a
     warning.
 
@@ -75,7 +76,7 @@ def save(model: nn.Module, folder: str | os.PathLike[str], *, max_shard_size: in
 
 
 def tokenizer(folder: str | os.PathLike[str]) -> Tokenizer:
-    """Load the tokenizer of a folder or a name on the Hub: `tokenizer(folder).encode("words").ids`.
+    """Load the tokenizer of a folder, a GGUF file or a name on the Hub: `tokenizer(folder).encode("words").ids`.
 
     For Wav2Vec2, `decode` takes the best label of every frame and applies the CTC rules.
 

@@ -14,11 +14,18 @@ import torch
 from torch import Tensor, nn
 
 from regard.field_types import short_repr
-from regard.models.checkpoints import own_format, sentence_transformers, tokenizers
+from regard.models.checkpoints import gguf, own_format, sentence_transformers, tokenizers
 from regard.models.checkpoints.families import FAMILIES, family_of
 from regard.models.checkpoints.family import COMMON, TENSORS, Architecture, Family, Values, check_types
 from regard.models.checkpoints.files import CONFIG, GENERATION, Weights, float_types, read_json, resolve_folder
-from regard.models.checkpoints.tensor_names import NOTHING, TensorMapping, abbreviate, locate_tensors, tensor_mappings
+from regard.models.checkpoints.tensor_names import (
+    NOTHING,
+    TensorMapping,
+    Tensors,
+    abbreviate,
+    locate_tensors,
+    tensor_mappings,
+)
 from regard.models.meta import build_on_meta
 from regard.models.text import SentenceEmbedder
 from regard.printable import printable
@@ -28,6 +35,8 @@ def load(
     folder: str | os.PathLike[str], *, dtype: torch.dtype | None, revision: str | None, local_files_only: bool
 ) -> nn.Module:
     """See `regard.models.checkpoints.api`."""
+    if gguf.is_gguf(folder):
+        return read_gguf(Path(folder), dtype)
     path = resolve_folder(folder, revision=revision, local_files_only=local_files_only)
     if (path / sentence_transformers.MODULES).exists():
         return sentence_transformers.load(path, lambda inner: read(inner, dtype=dtype, bare=True))
@@ -56,6 +65,18 @@ def read(path: Path, *, dtype: torch.dtype | None, bare: bool = False) -> nn.Mod
     with _name_file_in_errors(path):
         model = _load_weights(weights, architecture, config, dtype)
     model.__dict__["origin"] = config_json
+    return model.eval()
+
+
+def read_gguf(path: Path, dtype: torch.dtype | None) -> nn.Module:
+    """Load the model of a GGUF file, in float32 unless `dtype` is given."""
+    file = gguf.GgufFile(path)
+    with _name_file_in_errors(path):
+        weights = gguf.GgufWeights(file)
+        family = _find_family(weights.config_json)
+        architecture, config = _parse_config(weights.config_json, family, weights.names(), bare=False)
+        model = _load_weights(weights, architecture, config, dtype)
+    model.__dict__["origin"] = weights.config_json
     return model.eval()
 
 
@@ -112,7 +133,9 @@ def _generation_values(path: Path, family: Family | None) -> Values:
         return family.generation_values(generation_json)
 
 
-def _load_weights(weights: Weights, architecture: Architecture, config: Any, dtype: torch.dtype | None) -> nn.Module:
+def _load_weights(
+    weights: Weights | gguf.GgufWeights, architecture: Architecture, config: Any, dtype: torch.dtype | None
+) -> nn.Module:
     model = build_on_meta(lambda: architecture.model(config), tensor_count=len(list(weights.names())))
     mappings = tensor_mappings(model, architecture.rules(config))
     found, unused = locate_tensors(weights, mappings, architecture.extras, architecture.prefix, config)
@@ -138,7 +161,7 @@ def warn(message: str) -> None:
 
 
 def read_tensors(
-    weights: Weights, mappings: Iterable[TensorMapping], found: dict[str, str], dtype: torch.dtype | None
+    weights: Tensors, mappings: Iterable[TensorMapping], found: dict[str, str], dtype: torch.dtype | None
 ) -> dict[str, Tensor]:
     """Read the tensors and return them by our names."""
     tensors = {}

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from regard.field_types import MAX_INT, short_repr
 from regard.files import read_text, write_atomically
+from regard.models.checkpoints import gguf
 from regard.models.checkpoints.files import CONFIG, first_line, read_json, resolve_folder, write_json
 from regard.models.text import SentenceEmbedder, TextEncoder
 from regard.printable import printable
@@ -23,6 +24,8 @@ LONGEST = 1 << 20  # tokens that a text may be padded to
 
 def tokenizer(folder: str | os.PathLike[str]) -> Tokenizer:
     """See `regard.models.checkpoints.api`."""
+    if gguf.is_gguf(folder):
+        return gguf.tokenizer(gguf.GgufFile(folder))
     path = resolve_folder(folder) / TOKENIZER
     if not path.exists() and (path.parent / VOCABULARY).exists() and _is_ctc_tokenizer(path.parent):
         return _ctc_tokenizer(path.parent)
