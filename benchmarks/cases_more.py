@@ -135,7 +135,7 @@ def learned_biases() -> Iterator[Case]:
     )  # fmt: skip
     yield Case(
         f"learned table bias, {BOTH}, N = 2,048", "learned biases",
-        lambda: qkv(1, H, N, 64) | {"table": normal(H, 257, seed=4)},
+        lambda: qkv(1, H, N, 64) | {"table": normal(257, H, seed=4)},
         lambda x: rg.attention(x["q"], x["k"], x["v"], bias=rg.relative(x["table"])),
         softmax_attention(bias=define.relative), (peers.sdpa_biased(define.whole(define.relative), peers.SDPA),),
         (Target(peers.SDPA, 1.8),), backward=True, linear_memory=True,

@@ -147,7 +147,7 @@ def alibi(x: Inputs, i: Tensor, j: Tensor) -> Tensor:
 
 
 def relative(x: Inputs, i: Tensor, j: Tensor) -> Tensor:
-    return x["table"][:, clipped(i, j, x["table"].shape[1] // 2)]
+    return x["table"][clipped(i, j, len(x["table"]) // 2)].movedim(-1, 0)
 
 
 def t5(x: Inputs, i: Tensor, j: Tensor) -> Tensor:

@@ -249,8 +249,8 @@ def bias_of(part: Any, query: Tensor, scale: float | Tensor, read: Reader, at: P
         return at.whole(read.number(-1.0) * slopes * away.abs())
     if name == "Relative":
         table = read(part.table)
-        radius = table.shape[1] // 2
-        return at.whole(table[at.h if len(table) > 1 else at.h * 0, away.clamp(-radius, radius) + radius])
+        radius = len(table) // 2
+        return at.whole(table[away.clamp(-radius, radius) + radius, at.h if table.shape[1] > 1 else at.h * 0])
     if name == "T5":
         table = read(part.table)
         return at.whole(table[t5_bucket(away, part), at.h if table.shape[1] > 1 else at.h * 0])

@@ -149,7 +149,7 @@ def calls(
         if kind == 0:
             return rg.alibi(H)
         if kind == 1:
-            return rg.relative(table(H, 2 * R + 1))
+            return rg.relative(table(2 * R + 1, H))
         if kind == 2:
             return rg.t5(table(8, H), bidirectional=draw(st.booleans()), max_distance=draw(st.integers(5, 30)))
         if kind == 3:
@@ -159,7 +159,7 @@ def calls(
         if kind == 5:
             return rg.dense_bias(table(*draw(st.sampled_from([(Q, K), (B, 1, 1, K), (H, Q, 1), (B, H, Q, K)]))))
         if kind == 6:
-            return rg.alibi(H) + rg.dense_bias(table(Q, K)) + rg.relative(table(H, 2 * R + 1))
+            return rg.alibi(H) + rg.dense_bias(table(Q, K)) + rg.relative(table(2 * R + 1, H))
         return None
 
     offset = draw(st.one_of(st.none(), st.integers(-5, K), one_a_row(B, st.integers(-5, K))))

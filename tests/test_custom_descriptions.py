@@ -63,9 +63,9 @@ def test_a_subclass_of_a_score_computes_what_it_says(train: bool) -> None:
 
 def test_a_subclass_of_a_bias_computes_what_it_says() -> None:
     q, k, v = inputs()
-    table, dense = torch.randn(H, 5, dtype=torch.float64), torch.randn(N, N, dtype=torch.float64)
+    table, dense = torch.randn(5, H, dtype=torch.float64), torch.randn(N, N, dtype=torch.float64)
     dots = q @ k.mT / D**0.5
-    expected = attention(dots + 2 * table[:, DISTANCE.clamp(-2, 2) + 2], v)
+    expected = attention(dots + 2 * table[DISTANCE.clamp(-2, 2) + 2].permute(2, 0, 1), v)
     assert torch.allclose(rg.attention(q, k, v, bias=DoubleRelative(table)), expected)
     assert torch.allclose(rg.attention(q, k, v, bias=DoubleDense(dense)), attention(dots + 2 * dense, v))
     dense.requires_grad_()
@@ -405,7 +405,7 @@ def test_a_slice_of_a_call_needs_narrow() -> None:
 def test_a_part_of_a_subclass_is_of_the_subclass() -> None:
     """Every built-in part, subclassed without changes, keeps its class and mode in a slice of a call."""
     part = CallSlice(slice(1, 2), slice(0, 1), slice(1, N))
-    tables = torch.randn(H, 5), torch.randn(8, H), torch.randn(H, 5, D), torch.randn(1, H, N, N)
+    tables = torch.randn(5, H), torch.randn(8, H), torch.randn(H, 5, D), torch.randn(1, H, N, N)
     made = [rg.Dot(torch.ones(H)), rg.Cosine(), rg.Additive(torch.ones(H, D)), rg.Bilinear(torch.ones(H, D, D))]
     made += [rg.Modified(abs), rg.alibi(H), rg.relative(tables[0]), rg.t5(tables[1])]  # type: ignore[arg-type, list-item]
     made += [rg.shaw(tables[2]), rg.dense_bias(tables[3]), rg.alibi(H) + rg.alibi(H)]  # type: ignore[list-item]

@@ -45,11 +45,11 @@ class Scaled(Score):
 Make = Callable[[Callable[..., Tensor]], rg.Attention]
 DESCRIPTIONS: dict[str, Make] = {
     "sink": lambda new: rg.Attention(sink=new(H)),
-    "relative": lambda new: rg.Attention(bias=rg.relative(new(H, 5))),
+    "relative": lambda new: rg.Attention(bias=rg.relative(new(5, H))),
     "t5": lambda new: rg.Attention(bias=rg.t5(new(8, H))),
     "shaw": lambda new: rg.Attention(bias=rg.shaw(new(5, D), new(5, D))),
     "dense_bias": lambda new: rg.Attention(bias=new(N, N)),
-    "a sum of biases": lambda new: rg.Attention(bias=rg.relative(new(H, 5)) + rg.alibi(H) + rg.dense_bias(new(N, N))),
+    "a sum of biases": lambda new: rg.Attention(bias=rg.relative(new(5, H)) + rg.alibi(H) + rg.dense_bias(new(N, N))),
     "Additive": lambda new: rg.Attention(score=rg.Additive(new(H, D))),
     "Bilinear": lambda new: rg.Attention(score=rg.Bilinear(new(D, D))),
     "Dot": lambda new: rg.Attention(score=rg.Dot(scale=new(H))),
@@ -304,7 +304,7 @@ def test_fields_are_immutable_but_for_tensors_that_torch_replaces() -> None:
 def test_second_derivatives_reach_the_tensors_of_every_engine() -> None:
     q, k, v = torch.randn(3, 1, 2, 9, D, dtype=torch.float64)
     q.requires_grad_()
-    table = torch.randn(2, 5, dtype=torch.float64, requires_grad=True)
+    table = torch.randn(5, 2, dtype=torch.float64, requires_grad=True)
     found = []
     for engine in ("reference", "native", "tiled"):
         output = rg.attention(q, k, v, bias=rg.relative(table), engine=engine)

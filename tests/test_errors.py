@@ -277,16 +277,24 @@ WRONG: dict[str, tuple[Callable[[], Any], type[Exception], list[str]]] = {
     "alibi for other heads": (call(bias=rg.alibi(3)), ValueError, ["alibi", "heads=3", "H = 4"]),
     "alibi for no heads": (lambda: rg.alibi(0), ValueError, ["heads", "at least 1", "0"]),
     "relative for other heads": (
-        call(bias=rg.relative(torch.zeros(3, 5))), ValueError, ["relative: table", "H = 4", "(3, 5)"],
+        call(bias=rg.relative(torch.zeros(5, 3))), ValueError, ["relative: table", "H = 4", "(5, 3)"],
     ),
     "relative of an even table": (
-        lambda: rg.relative(torch.zeros(4, 6)), ValueError, ["relative: table", "odd", "2R+1", "6"],
+        lambda: rg.relative(torch.zeros(6, 4)), ValueError, ["relative: table", "(2R+1, H)", "odd", "(6, 4)"],
     ),
-    "relative of one axis": (lambda: rg.relative(torch.zeros(5)), TypeError, ["relative: table", "(H, 2R+1)", "(5,)"]),
+    "relative with swapped axes": (
+        lambda: rg.relative(torch.zeros(4, 5)), ValueError, ["relative: table", "(2R+1, H)", "(4, 5)"],
+    ),
+    "relative with swapped axes and an odd number of heads": (
+        lambda: rg.attention(*(torch.zeros(1, 3, 2, D),) * 3, bias=rg.relative(torch.zeros(3, 5))),
+        ValueError, ["relative: table", "(2R+1, H)", "(3, 5)", "swapped"],
+    ),
+    "relative of one axis": (lambda: rg.relative(torch.zeros(5)), TypeError, ["relative: table", "(2R+1, H)", "(5,)"]),
     "relative of an array": (
         lambda: rg.relative(np.zeros((4, 5))), TypeError, ["relative: table", "tensor", "ndarray"],
     ),
     "t5 for other heads": (call(bias=rg.t5(torch.zeros(32, 3))), ValueError, ["t5: table", "H = 4", "(32, 3)"]),
+    "t5 with swapped axes": (call(bias=rg.t5(torch.zeros(4, 32))), ValueError, ["t5: table", "(buckets, H)", "swapped"]),
     "t5 of too few buckets": (lambda: rg.t5(torch.zeros(2, 4)), ValueError, ["t5", "table of 2", "at least 4"]),
     "t5 max_distance": (
         lambda: rg.t5(torch.zeros(32, 4), max_distance=8), ValueError, ["max_distance", "8 exact buckets", "is 8"],

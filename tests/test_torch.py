@@ -44,7 +44,7 @@ LEARNED = {
 @pytest.mark.parametrize("name", LEARNED)
 def test_first_and_second_derivatives_are_right(engine: str, name: str) -> None:
     q, k, v = normal(1, 2, 5, 3, grad=True), normal(1, 1, 6, 3, grad=True), normal(1, 1, 6, 3, grad=True)
-    learned = [normal(2, grad=True), normal(2, 5, grad=True), normal(3, grad=True), normal(3, 3, grad=True)]
+    learned = [normal(2, grad=True), normal(5, 2, grad=True), normal(3, grad=True), normal(3, 3, grad=True)]
     learned.append(normal(5, 6, grad=True))
 
     def call(q: Tensor, k: Tensor, v: Tensor, *w: Tensor) -> tuple[Tensor, Tensor]:

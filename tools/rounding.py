@@ -33,7 +33,7 @@ KINDS: dict[str, Maker] = {
     "cosine": lambda table: {"score": rg.Cosine(table(2))},
     "bilinear": lambda table: {"score": rg.Bilinear(table(32, 32, size=32**-0.5))},
     "additive": lambda table: {"score": rg.Additive(table(32))},
-    "relative": lambda table: {"bias": rg.relative(table(2, 9)) + rg.shaw(table(7, 32), table(7, 32))},
+    "relative": lambda table: {"bias": rg.relative(table(9, 2)) + rg.shaw(table(7, 32), table(7, 32))},
     "dropout": lambda table: {"dropout": 0.5},
 }
 

@@ -149,7 +149,7 @@ def low(rank: int) -> dict[str, Any]:
     found["three axes"] = tuple(out.shape), float((out - wanted[0]).abs().max())
     out, lse = rd.attention(q[0, 0], k[0, 0], v[0, 0], mask=rg.causal(), return_lse=True)
     found["two axes"] = tuple(out.shape), tuple(lse.shape), float((out - wanted[0, 0]).abs().max())
-    table = torch.zeros(H, 3, requires_grad=True)
+    table = torch.zeros(3, H, requires_grad=True)
     with rd.traffic() as counted:
         rd.attention(q, k, v, bias=rg.relative(table), how="ring").sum().backward()
     found["table alone"] = table.grad is not None, counted.sent.total() // (2 * B * G * 24 * (D + E) * 4)

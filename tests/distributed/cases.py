@@ -143,7 +143,7 @@ def t5(heads, random):
 
 @case
 def relative(heads, random):
-    table = random(heads, 11).requires_grad_()
+    table = random(11, heads).requires_grad_()
     return Case({"mask": rg.causal(), "bias": rg.relative(table) + rg.alibi(heads)}, (table,))
 
 
@@ -207,9 +207,9 @@ def function_score(heads, random):
 
 @case
 def a_table_of_a_table(heads, random):
-    table = random(heads, 11).requires_grad_()
+    table = random(11, heads).requires_grad_()
     doubled = table * 2
-    return Case({"bias": rg.relative(doubled) + rg.relative(table), "score": rg.Dot(doubled[:, 0].tanh())}, (table,))
+    return Case({"bias": rg.relative(doubled) + rg.relative(table), "score": rg.Dot(doubled[0].tanh())}, (table,))
 
 
 @case
@@ -219,7 +219,7 @@ def offsets(heads, random):
 
 @case
 def cross(heads, random):
-    table = random(heads, 11).requires_grad_()
+    table = random(11, heads).requires_grad_()
     return Case({"mask": rg.causal(), "bias": rg.relative(table)}, (table,), cross=True)
 
 

@@ -152,15 +152,15 @@ def test_different_descriptions_have_different_digests() -> None:
         {"mask": rg.causal() & rg.documents([0, 1, 1])},
         {"mask": rg.causal() | rg.documents([0, 0, 1])},
         {"bias": rg.alibi(4)},
-        {"bias": rg.relative(torch.zeros(2, 3))},
+        {"bias": rg.relative(torch.zeros(3, 2))},
         {"temperature": 1.0},
         {"offset": 3},
         {"score": rg.Cosine()},
     )
     assert digest() == digest()
     assert len({digest(), *(digest(**change) for change in others)}) == 1 + len(others)
-    assert digest(bias=rg.relative(torch.zeros(2, 3))) == digest(
-        bias=rg.relative(torch.ones(2, 3))
+    assert digest(bias=rg.relative(torch.zeros(3, 2))) == digest(
+        bias=rg.relative(torch.ones(3, 2))
     )  # values of learned tensors do not count
 
 

@@ -22,7 +22,7 @@ DESCRIPTIONS = {
     "where": {"mask": rg.where(lambda b, h, p, j: (p + j + h) % 2 == 0)},
     "alibi": {"bias": rg.alibi(H)},
     "t5 and a dense bias": {"bias": rg.t5(torch.randn(8, H)) + rg.dense_bias(torch.randn(N, N))},
-    "relative": {"bias": rg.relative(torch.randn(H, 9)), "temperature": 0.7},
+    "relative": {"bias": rg.relative(torch.randn(9, H)), "temperature": 0.7},
     "shaw": {"bias": rg.shaw(torch.randn(9, D))},
     "softcap": {"score": rg.Dot(softcap=2.0)},
     "cosine with a scale a head": {"score": rg.Cosine(scale=torch.rand(H) + 1)},

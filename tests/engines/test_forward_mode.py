@@ -95,8 +95,8 @@ CASES = {
         lambda q, k, s: products(q, k).sin() - per_head(s) * DISTANCE.abs(),
     ),
     "relative": Case(
-        (H, 2 * R + 1), lambda t: {"bias": rg.relative(t), "mask": rg.causal(), "temperature": 1.4},
-        lambda q, k, t: (products(q, k) + t[:, CLIPPED]) / 1.4, DISTANCE <= 0,
+        (2 * R + 1, H), lambda t: {"bias": rg.relative(t), "mask": rg.causal(), "temperature": 1.4},
+        lambda q, k, t: (products(q, k) + t[CLIPPED].permute(2, 0, 1)) / 1.4, DISTANCE <= 0,
     ),
     "t5": Case(
         (4, H), lambda t: {"bias": rg.t5(t, max_distance=2)},

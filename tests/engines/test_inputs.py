@@ -419,7 +419,7 @@ DYNAMIC = {
     "causal and where": {"mask": rg.causal() & rg.where(lambda b, h, p, j: j % 2 == 0)},
     "alibi": {"bias": rg.alibi(H)},
     "causal, alibi": {"mask": rg.causal(), "bias": rg.alibi(H)},
-    "causal, relative": {"mask": rg.causal(), "bias": rg.relative(normal(H, 9))},
+    "causal, relative": {"mask": rg.causal(), "bias": rg.relative(normal(9, H))},
     "causal, t5": {"mask": rg.causal(), "bias": rg.t5(normal(32, H), bidirectional=False)},
     "causal, offsets": {"mask": rg.causal(), "bias": rg.alibi(H), "offset": torch.tensor([3])},
 }

@@ -50,7 +50,7 @@ def test_widths_up_to_512_agree_with_the_reference() -> None:
 def described() -> dict[str, tuple[list[Tensor], dict]]:
     """Return every feature of the kernel once: parameters and description."""
     H, Q, K, D, E = 4, 70, 100, 16, 24
-    table, buckets, keys, values, dense, heads = tensors((H, 15), (32, H), (9, D), (9, E), (1, H, Q, K), (H,))
+    table, buckets, keys, values, dense, heads = tensors((15, H), (32, H), (9, D), (9, E), (1, H, Q, K), (H,))
     row = dense[:, :, :, :1].detach().requires_grad_()
     weight, weights = tensors((D,), (H, D), seed=11)
     return {
@@ -296,7 +296,7 @@ def test_any_strides_are_read_as_they_are() -> None:
 
 
 def test_gradients_pass_gradcheck_twice() -> None:
-    table = tensors((2, 5))[0]
+    table = tensors((5, 2))[0]
     inputs = (*tensors((1, 2, 5, 3), (1, 1, 6, 3), (1, 1, 6, 2)), table)
 
     def attend(q: Tensor, k: Tensor, v: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:

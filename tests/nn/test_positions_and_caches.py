@@ -46,7 +46,7 @@ SCHEMES: dict[str, dict] = {
     "yarn": {"rotary": Rotary(scaling=rg.positions.Yarn(4.0, original=8))},
     "dynamic within its length": {"rotary": Rotary(scaling=rg.positions.Dynamic(2.0, original=N))},
     "alibi": {"bias": rg.alibi(H)},
-    "relative": {"bias": rg.relative(table(H, 7))},
+    "relative": {"bias": rg.relative(table(7, H))},
     "t5": {"bias": rg.t5(table(8, H), bidirectional=False, max_distance=9)},
     "shaw": {"bias": rg.shaw(table(5, D), table(5, D))},
     "shaw per head": {"bias": rg.shaw(table(H, 5, D))},
@@ -56,7 +56,7 @@ SCHEMES: dict[str, dict] = {
     "offset 0": {"offset": 0, "rotary": Rotary()},
     "offset 2": {"offset": 2, "bias": rg.alibi(H)},
     "offset -1": {"offset": -1},
-    "offsets": {"offset": [0, 3], "bias": rg.relative(table(H, 7))},
+    "offsets": {"offset": [0, 3], "bias": rg.relative(table(7, H))},
 }
 LAYOUT = table(8, 8) > -0.5
 MASKS: dict[str, rg.Mask | None] = {

@@ -131,22 +131,22 @@ def clipped(distance: int, reach: int) -> int:
 @pytest.mark.parametrize("reach", [0, 1, 2, 9])
 @pytest.mark.parametrize("offset", OFFSETS.values(), ids=list(OFFSETS))
 def test_relative_reads_its_table_at_the_clipped_distance(offset: int | Tensor, reach: int) -> None:
-    table = normal(H, 2 * reach + 1)
-    expected = looped(lambda b, h, i, distance: table[h, clipped(distance, reach)], offset)
+    table = normal(2 * reach + 1, H)
+    expected = looped(lambda b, h, i, distance: table[clipped(distance, reach), h], offset)
     torch.testing.assert_close(tile(rg.relative(table), offset), expected)
 
 
 @pytest.mark.parametrize("offset", OFFSETS.values(), ids=list(OFFSETS))
-def test_a_relative_table_with_one_row_serves_all_heads(offset: int | Tensor) -> None:
-    table = normal(1, 5)
-    torch.testing.assert_close(tile(rg.relative(table), offset), tile(rg.relative(table.repeat(H, 1)), offset))
+def test_a_relative_table_with_one_column_serves_all_heads(offset: int | Tensor) -> None:
+    table = normal(5, 1)
+    torch.testing.assert_close(tile(rg.relative(table), offset), tile(rg.relative(table.repeat(1, H)), offset))
 
 
 @pytest.mark.parametrize("offset", OFFSETS.values(), ids=list(OFFSETS))
 @pytest.mark.parametrize(
     "bias",
-    [rg.alibi(H), rg.relative(normal(H, 5)), rg.t5(normal(8, H), True, 6), rg.shaw(normal(5, D)),
-     rg.dense_bias(normal(B, H, Q, K)), rg.alibi(H) + rg.relative(normal(H, 3))],
+    [rg.alibi(H), rg.relative(normal(5, H)), rg.t5(normal(8, H), True, 6), rg.shaw(normal(5, D)),
+     rg.dense_bias(normal(B, H, Q, K)), rg.alibi(H) + rg.relative(normal(3, H))],
     ids=repr,
 )  # fmt: skip
 def test_a_bias_is_the_same_in_a_part_and_at_single_places(bias: Bias, offset: int | Tensor) -> None:
@@ -214,7 +214,7 @@ def test_dense_bias_is_added_before_the_temperature_divides() -> None:
 
 @pytest.mark.parametrize("offset", OFFSETS.values(), ids=list(OFFSETS))
 def test_a_sum_of_biases_adds_what_each_adds(offset: int | Tensor) -> None:
-    parts = [rg.alibi(H), rg.relative(normal(H, 5)), rg.dense_bias(normal(Q, K)), rg.shaw(normal(3, D), normal(3, E))]
+    parts = [rg.alibi(H), rg.relative(normal(5, H)), rg.dense_bias(normal(Q, K)), rg.shaw(normal(3, D), normal(3, E))]
     whole = parts[0] + parts[1] + (parts[2] + parts[3])
     torch.testing.assert_close(tile(whole, offset), sum(tile(part, offset) for part in parts))
     assert len(whole.parts()) == 4
@@ -233,7 +233,7 @@ def test_a_sum_of_two_shaws_adds_both_value_halves() -> None:
 @pytest.mark.parametrize("engine", ["reference", "tiled"])
 def test_an_offset_per_batch_row_is_each_row_with_its_own_offset(engine: str) -> None:
     query, key, value = normal(B, H, Q, D, seed=1), normal(B, H, K, D, seed=2), normal(B, H, K, E, seed=3)
-    bias = rg.alibi(H) + rg.relative(normal(H, 5)) + rg.t5(normal(8, H), True, 6) + rg.shaw(normal(5, D), normal(5, E))
+    bias = rg.alibi(H) + rg.relative(normal(5, H)) + rg.t5(normal(8, H), True, 6) + rg.shaw(normal(5, D), normal(5, E))
     together = rg.attention(query, key, value, bias=bias, offset=[3, -2], engine=engine)
     for b, offset in enumerate((3, -2)):
         one = slice(b, b + 1)
@@ -242,8 +242,8 @@ def test_an_offset_per_batch_row_is_each_row_with_its_own_offset(engine: str) ->
 
 
 TABLES = {
-    "relative": ((H, 5), rg.relative),
-    "relative, one row": ((1, 5), rg.relative),
+    "relative": ((5, H), rg.relative),
+    "relative, one column": ((5, 1), rg.relative),
     "t5": ((8, H), lambda table: rg.t5(table, True, 6)),
     "t5 causal": ((8, H), lambda table: rg.t5(table, False, 6)),
     "shaw keys": ((5, D), rg.shaw),
@@ -252,9 +252,9 @@ TABLES = {
     "shaw values per head": ((H, 5, E), lambda table: rg.shaw(normal(5, D, seed=7), table)),
     "dense": ((B, H, Q, K), rg.dense_bias),
     "dense, broadcast": ((H, 1, K), rg.dense_bias),
-    "sum": ((H, 3), lambda table: rg.alibi(H) + rg.relative(table) + rg.dense_bias(table[:, :1, None])),
-    "the same table twice": ((H, 3), lambda table: rg.relative(table) + rg.relative(table)),
-    "a table and what is made of it": ((H, 3), lambda table: rg.relative(table) + rg.relative(table.sin())),
+    "sum": ((3, H), lambda table: rg.alibi(H) + rg.relative(table) + rg.dense_bias(table[0, :, None, None])),
+    "the same table twice": ((3, H), lambda table: rg.relative(table) + rg.relative(table)),
+    "a table and a function of it": ((3, H), lambda table: rg.relative(table) + rg.relative(table.sin())),
 }
 
 

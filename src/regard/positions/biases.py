@@ -22,8 +22,8 @@ class Bias(Description):
     """Base class of biases; they can be added with `+`.
 
     >>> import regard as rg, torch
-    >>> rg.alibi(2) + rg.relative(torch.zeros(2, 9))
-    alibi(heads=2) + relative((2, 9))
+    >>> rg.alibi(2) + rg.relative(torch.zeros(9, 2))
+    alibi(heads=2) + relative((9, 2))
     """
 
     def tile(self, at: Indices, query: Tensor, scale: float | Tensor) -> Tensor:
@@ -146,18 +146,17 @@ class Alibi(Diagonal):
 
 @dataclass(eq=False, repr=False)
 class Relative(Diagonal):
-    table: Tensor  # (H or 1, 2R+1)
+    table: Tensor  # (2R+1, H or 1)
 
     def along(self, h: Tensor, distance: Tensor) -> Tensor:
-        reach = self.table.shape[1] // 2
-        return self.table[h if len(self.table) > 1 else torch.zeros_like(h), distance.clamp(-reach, reach) + reach]
+        reach = len(self.table) // 2
+        return _look_up(self.table, distance.clamp(-reach, reach) + reach, h)
 
     def narrow(self, part: CallSlice) -> Bias:
-        return self.replace(table=_select_heads(self.table, 0, part))
+        return self.replace(table=_select_heads(self.table, 1, part))
 
     def check(self, frame: Frame, d_head: int, d_value: int) -> None:
-        if len(self.table) not in (1, frame.H):
-            raise ValueError(f"relative: table must be (H, 2R+1) with H = {frame.H}, but is {format_shape(self.table)}")
+        _check_heads("relative", self.table, "(2R+1, H)", frame)
 
     def __repr__(self) -> str:
         return f"relative({format_shape(self.table)})"
@@ -165,12 +164,12 @@ class Relative(Diagonal):
 
 @dataclass(eq=False, repr=False)
 class T5(Diagonal):
-    table: Tensor  # (buckets, H)
+    table: Tensor  # (buckets, H or 1)
     bidirectional: bool
     max_distance: int
 
     def along(self, h: Tensor, distance: Tensor) -> Tensor:
-        return self.table[self.bucket(distance), h if self.table.shape[1] > 1 else torch.zeros_like(h)]
+        return _look_up(self.table, self.bucket(distance), h)
 
     def narrow(self, part: CallSlice) -> Bias:
         return self.replace(table=_select_heads(self.table, 1, part))
@@ -191,8 +190,7 @@ class T5(Diagonal):
         return first + torch.where(away < exact, away, wide)
 
     def check(self, frame: Frame, d_head: int, d_value: int) -> None:
-        if self.table.shape[1] not in (1, frame.H):
-            raise ValueError(f"t5: table must be (buckets, H) with H = {frame.H}, but is {format_shape(self.table)}")
+        _check_heads("t5", self.table, "(buckets, H)", frame)
 
     def __repr__(self) -> str:
         return f"t5({format_shape(self.table)}, bidirectional={self.bidirectional}, max_distance={self.max_distance})"
@@ -297,6 +295,19 @@ def is_built_in(bias: Bias) -> bool:
     return kind in (Shaw, DenseBias) or (diagonal and kind.aggregate is Bias.aggregate)
 
 
+def _look_up(table: Tensor, row: Tensor, h: Tensor) -> Tensor:
+    """Return the entries of a table (rows, H or 1)."""
+    return table[row, h if table.shape[1] > 1 else torch.zeros_like(h)]
+
+
+def _check_heads(name: str, table: Tensor, form: str, frame: Frame) -> None:
+    """Raise unless a table (rows, H or 1) fits the heads of a call."""
+    if table.shape[1] in (1, frame.H):
+        return
+    advice = "; its axes are swapped" if len(table) == frame.H else ""
+    raise ValueError(f"{name}: table must be {form} with H = {frame.H}, but is {format_shape(table)}{advice}")
+
+
 def _select_heads(table: Tensor, axis: int, part: CallSlice) -> Tensor:
     """Select the heads of a slice from a table with an axis of heads, or of 1."""
     heads = part.heads
@@ -312,9 +323,11 @@ def _check_table(name: str, table: Tensor, axes: tuple[int, ...], form: str) -> 
     return table
 
 
-def _check_odd(name: str, size: int) -> None:
-    if size % 2 == 0:
-        raise ValueError(f"{name} must have an odd number of distances, 2R+1 for -R..R, but has {size}")
+def _check_odd(name: str, table: Tensor, axis: int, form: str) -> None:
+    if table.shape[axis] % 2 == 0:
+        raise ValueError(
+            f"{name} must be {form}, with an odd number of distances, 2R+1 for -R..R, but is {format_shape(table)}"
+        )
 
 
 def alibi(heads: int) -> Bias:
@@ -330,18 +343,21 @@ def alibi(heads: int) -> Bias:
 
 
 def relative(table: Tensor) -> Bias:
-    """Clipped relative bias `table[h, clip(j - p, -R, R) + R]`, table (H, 2R+1).
+    """Clipped relative bias `table[clip(j - p, -R, R) + R, h]`, table (2R+1, H), or (2R+1, 1) for all heads.
 
     >>> import regard as rg, torch
-    >>> rg.relative(torch.zeros(8, 33))
-    relative((8, 33))
+    >>> rg.relative(torch.zeros(33, 8))
+    relative((33, 8))
     """
-    _check_odd("relative: table", _check_table("relative: table", table, (2,), "(H, 2R+1)").shape[1])
+    form = "(2R+1, H)"
+    _check_odd("relative: table", _check_table("relative: table", table, (2,), form), 0, form)
     return Relative(table)
 
 
 def t5(table: Tensor, bidirectional: bool = True, max_distance: int = 128) -> Bias:
     """T5's bias `table[bucket(j - p), h]`, table (buckets, H): exact buckets when near, logarithmic ones beyond.
+
+    The axes are those of `relative` and of published T5 weights: one row per bucket, one column per head.
 
     >>> import regard as rg, torch
     >>> rg.t5(torch.zeros(32, 8), bidirectional=False)
@@ -369,7 +385,8 @@ def shaw(keys: Tensor, values: Tensor | None = None) -> Bias:
     >>> rg.shaw(torch.zeros(17, 64), torch.zeros(17, 64))
     shaw((17, 64), (17, 64))
     """
-    _check_odd("shaw: keys", _check_table("shaw: keys", keys, (2, 3), "(2R+1, D) or (H, 2R+1, D)").shape[-2])
+    form = "(2R+1, D) or (H, 2R+1, D)"
+    _check_odd("shaw: keys", _check_table("shaw: keys", keys, (2, 3), form), -2, form)
     if values is not None:
         _check_table("shaw: values", values, (2, 3), "(2R+1, E) or (H, 2R+1, E)")
         if values.shape[-2] != keys.shape[-2]:

@@ -70,7 +70,7 @@ def described(draw: Draw, heads: int, d_head: int, d_value: int, masks: Sequence
             return rg.alibi(heads)
 
         def distances() -> rg.Bias:
-            return rg.relative(table(heads, 9))
+            return rg.relative(table(9, heads))
 
         made_bias = {
             "none": lambda: None, "alibi": alibi, "relative": distances,

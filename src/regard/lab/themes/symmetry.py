@@ -139,7 +139,7 @@ def positions_break(positions=None, length=24, width=16, seed=0):
 
     torch.manual_seed(seed)
     x, order = torch.randn(length, width).double(), torch.randperm(length)
-    table = torch.randn(1, 2 * length - 1).double()
+    table = torch.randn(2 * length - 1, 1).double()
     ways = positions or {
         "none": rg.attention,
         "sinusoidal": lambda q, k, v: rg.attention(*(t + rg.sinusoidal(length, width).double() for t in (q, k, v))),
