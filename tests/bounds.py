@@ -77,7 +77,8 @@ def judge(
     """
     read = Reader()
     inputs = [t.detach().double().requires_grad_() for t in tensors]
-    x = dense(*inputs, description, read, seed)
+    query, key, value = inputs
+    x = dense(query, key, value, description, read, seed)
     unit = Rounding(dtype)
     bounds = _Bounds(x, description, unit)
     gradients: list[Tensor] = []
@@ -158,28 +159,31 @@ class _Bounds:
     def _values(self, weights: Tensor, read: Reader) -> Tensor:
         return output_of(weights, self.x.value.abs(), self.bias, read, self.x.at)
 
+    def _products(self) -> Tensor:
+        """Bounds of the errors of the products of queries and keys, before cap or modifier."""
+        x, u, score, lowered = self.x, self.unit.u, self.score, self.unit.lowered
+        name, D, read = score_kind(score), x.query.shape[-1], Reader(magnitudes=True)
+        if name == "Additive":
+            return self._additive(D)
+        size = products(score, x.query.abs(), x.key.abs(), read)
+        lengths = x.key.abs().sum(-1).unsqueeze(-2)
+        if name == "Cosine":
+            lengths = x.query.abs().sum(-1).unsqueeze(-1) + lengths
+            d = ((2 * D + 10) * u + 3 * lowered) * size
+            return d + self.unit.underflow * (1 + scale_of(score, D, read)) * lengths
+        if name == "Bilinear":
+            d = (2 * D + 5) * u * size + lowered * products_of_stored(score, x)
+            return d + self.unit.underflow * lengths
+        inner = score.score if kind(score) == "Modified" else score
+        if not isinstance(inner.scale, Tensor):
+            return (D + 4) * u * size
+        return ((D + 4) * u + lowered) * size + self.unit.underflow * lengths
+
     def _logits(self) -> tuple[Tensor, Tensor, Tensor]:
         """Bounds of the errors of logits, the slope of cap or modifier, and the bound of its error."""
         x, u, score = self.x, self.unit.u, self.score
-        read = Reader(magnitudes=True)
-        D = x.query.shape[-1]
-        size = products(score, x.query.abs(), x.key.abs(), read) if score_kind(score) != "Additive" else None
-        name, lowered = score_kind(score), self.unit.lowered
-        if name == "Additive":
-            d = self._additive(D)
-        elif name == "Cosine":
-            d = ((2 * D + 10) * u + 3 * lowered) * size
-            lengths = x.query.abs().sum(-1).unsqueeze(-1) + x.key.abs().sum(-1).unsqueeze(-2)
-            d = d + self.unit.underflow * (1 + scale_of(score, D, read)) * lengths
-        elif name == "Bilinear":
-            projected = products_of_stored(score, x)
-            d = (2 * D + 5) * u * size + lowered * projected
-            d = d + self.unit.underflow * x.key.abs().sum(-1).unsqueeze(-2)
-        else:
-            inner = score.score if kind(score) == "Modified" else score
-            d = ((D + 4) * u + (lowered if isinstance(inner.scale, Tensor) else 0.0)) * size
-            if isinstance(inner.scale, Tensor):
-                d = d + self.unit.underflow * x.key.abs().sum(-1).unsqueeze(-2)
+        D, read = x.query.shape[-1], Reader(magnitudes=True)
+        d = self._products()
         slope, e_slope = torch.ones_like(d), torch.zeros_like(d)
         softcap = getattr(score, "softcap", None)
         if softcap is not None:
@@ -275,14 +279,14 @@ class _Bounds:
                     torch.autograd.grad(added, leaves, g, allow_unused=True, retain_graph=True)
                     for g in (e_G, G, x.visible.double())
                 )
-            for key, e, s, n in zip([None, *read.leaves], rough, sums, counts, strict=True):
+            for place, e, s, n in zip([None, *read.leaves], rough, sums, counts, strict=True):
                 if e is None:
                     continue
                 bound = e + (K + B * H * Q + D if kind(part) == "Shaw" else n) * u * s + 8 * u * s
-                if key is None:
+                if place is None:
                     e_query = e_query + bound
                 else:
-                    add(key, bound)
+                    add(place, bound)
 
         # The sink.
         if isinstance(self.sink, Tensor) and self.sink_weight is not None and self.d_sink is not None:
@@ -333,7 +337,8 @@ class _Bounds:
                 ones = products(self.score, query, torch.ones_like(key[..., :1, :]), read)
                 targets = [query, *read.leaves.values()]
                 lost = torch.autograd.grad(ones, targets, torch.full_like(ones, self.unit.underflow))
-            bounds = [b + e for b, e in zip(bounds, (lost[0], self.unit.underflow, *lost[1:]), strict=True)]
+            of_key = torch.full_like(bounds[1], self.unit.underflow)
+            bounds = [b + e for b, e in zip(bounds, (lost[0], of_key, *lost[1:]), strict=True)]
         bounds[0] = bounds[0] + self.unit.underflow * bool(apart)
         for tensor, bound in zip(read.leaves, bounds[2:], strict=True):
             add(tensor, bound)

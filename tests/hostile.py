@@ -87,7 +87,7 @@ def check(case: Hostile) -> str:
     torch.set_num_threads(case.threads)
     tensors = case.tensors()
     try:
-        problem = rg.Attention(**case.call.description).problem(*tensors)
+        problem = rg.Attention(**case.call.description).problem(*tensors, return_lse=True)
     except (ValueError, TypeError):  # a description that does not fit the call: then it fits no engine
         refuses(case)
         return REFUSED

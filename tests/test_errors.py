@@ -294,7 +294,7 @@ WRONG: dict[str, tuple[Callable[[], Any], type[Exception], list[str]]] = {
         lambda: rg.relative(np.zeros((4, 5))), TypeError, ["relative: table", "tensor", "ndarray"],
     ),
     "t5 for other heads": (call(bias=rg.t5(torch.zeros(32, 3))), ValueError, ["t5: table", "H = 4", "(32, 3)"]),
-    "t5 with swapped axes": (call(bias=rg.t5(torch.zeros(4, 32))), ValueError, ["t5: table", "(buckets, H)", "swapped"]),
+    "t5 with swapped axes": (call(bias=rg.t5(torch.zeros(4, 32))), ValueError, ["(buckets, H)", "(4, 32)", "swapped"]),
     "t5 of too few buckets": (lambda: rg.t5(torch.zeros(2, 4)), ValueError, ["t5", "table of 2", "at least 4"]),
     "t5 max_distance": (
         lambda: rg.t5(torch.zeros(32, 4), max_distance=8), ValueError, ["max_distance", "8 exact buckets", "is 8"],

@@ -1,7 +1,7 @@
-"""Bugs planted in masks, tiles and the binding of the kernels, one at a time: `make mutants` shows that tests see each.
+"""Mutation testing: `make mutants` plants one bug after the other and checks that the tests detect each.
 
-Every bug is put into a copy of the project and the tests that should see it are run there. A bug that they do not see
-is printed, and the command fails. Words given to the command choose those whose text contains them.
+Every bug is written into a copy of the project, and the tests that should fail run there. A bug that no test detects is
+printed, and the command fails. Words on the command line select the bugs whose description contains all of them.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[1]
 MASKS = "tests/masks/test_patterns.py"
 TILES = "tests/masks/test_tiles.py"
 NATIVE = "tests/engines/test_native.py"
-LOOK = "tests/engines/test_inspection.py"
+INSPECTION = "tests/engines/test_inspection.py"
 INPUTS = "tests/engines/test_inputs.py"
 SAFETY = "tests/engines/test_safety.py"
 ENGINE_CACHES = "tests/test_cache.py"
@@ -31,7 +31,7 @@ FORWARD_MODE = "tests/engines/test_forward_mode.py"
 SDPA = "tests/engines/test_sdpa.py"
 SECOND = "tests/engines/test_second_derivatives.py"
 CACHES = "tests/nn/test_positions_and_caches.py"
-# An installed project is found before any path: the copy must be, so its finder goes.
+# The finder of an editable install precedes all paths; without it, the copy is imported.
 RUN = """
 import sys
 sys.meta_path = [finder for finder in sys.meta_path if "scikit" not in type(finder).__module__.lower()
@@ -44,7 +44,7 @@ sys.exit(pytest.main(["-x", "-q", "--no-header", "-p", "no:cacheprovider", *sys.
 
 
 class Mutant(NamedTuple):
-    """What is wrong, where, and which tests should see it."""
+    """A bug: its description, its place, the right and the wrong code, and the tests that should detect it."""
 
     bug: str
     file: str
@@ -77,14 +77,14 @@ MUTANTS = (
         "owner if nbytes > SHARED_BYTES and size_of(owner) else None", "None", ENGINE_CACHES,
     ),
     Mutant(
-        "a plan of an old mask is used", "attention.py", "plan[0].mask is not mask", "False", ENGINE_CACHES,
+        "a plan of an old mask is used", "engines/plans.py", "plan[0].mask is mask and ", "", ENGINE_CACHES,
     ),
     Mutant(
         "a mask tensor that is unfrozen stays without a gradient", "integrations/dense_masks.py",
-        "more = more or mask.requires_grad", "more = bool(more)", "tests/integrations/test_torch.py",
+        "has_bias = has_bias or mask.requires_grad", "has_bias = bool(has_bias)", "tests/integrations/test_torch.py",
     ),
     Mutant(
-        "a compiled graph does not check the masks that it has read", "masks/algebra.py",
+        "a compiled graph does not check the masks that it has read", "masks/compiled.py",
         "if repr([fingerprint(tensor) for tensor in tensors]) != before:", "if False:", ENGINE_CACHES,
     ),
     Mutant(
@@ -135,7 +135,7 @@ MUTANTS = (
     Mutant(
         "some rows are numbered as if they were the first", "engines/lowering.py",
         "diagonal = select_head(diagonal)[..., Q - first - count : Q - first + K - 1]",
-        "diagonal = select_head(diagonal)[..., Q - count : Q + K - 1]", LOOK,
+        "diagonal = select_head(diagonal)[..., Q - count : Q + K - 1]", INSPECTION,
     ),
     Mutant(
         "the kernel gets the strides of an axis of size 1", "engines/native/binding.py",
@@ -204,12 +204,12 @@ MUTANTS = (
     ),
     Mutant(
         "a frozen weight is another parameter than the one that optimizers hold", "nn/freeze.py",
-        "made = nn.Parameter(replacement, weight.requires_grad)",
-        "made, weight = nn.Parameter(replacement, weight.requires_grad), weight.detach()", FREEZE,
+        "parameter = nn.Parameter(replacement, weight.requires_grad)",
+        "parameter, weight = nn.Parameter(replacement, weight.requires_grad), weight.detach()", FREEZE,
     ),
     Mutant(
         "a thawed weight requires grad where it did not", "nn/freeze.py",
-        "made = nn.Parameter(replacement, weight.requires_grad)", "made = nn.Parameter(replacement)", FREEZE,
+        "parameter = nn.Parameter(replacement, weight.requires_grad)", "parameter = nn.Parameter(replacement)", FREEZE,
     ),
     Mutant(
         "a list of pairs is read as queries over keys", "masks/explicit.py",
@@ -226,11 +226,11 @@ MUTANTS = (
     ),
     Mutant(
         "a row without a real token gives a token of filler", "nn/pooling.py",
-        "at].masked_fill(~mask.any(1, keepdim=True), 0.0)", "at]", POOLING,
+        "index].masked_fill(~mask.any(1, keepdim=True), 0.0)", "index]", POOLING,
     ),
     Mutant(
         "holes in a mask are no positions", "models/inputs.py",
-        "return (at.minimum(last) - first).clamp(min=0)", "return (mask.long().cumsum(1) - 1).clamp(min=0)",
+        "return (indices.minimum(last) - first).clamp(min=0)", "return (mask.long().cumsum(1) - 1).clamp(min=0)",
         MODEL_MASKS,
     ),
     Mutant(
@@ -310,23 +310,23 @@ MUTANTS = (
 
 
 def is_caught(mutant: Mutant, copy: Path, library: str) -> bool:
-    """Whether the tests fail with the bug in; the copy is as before afterwards."""
+    """Whether the tests fail with the bug; the copy is restored afterwards."""
     file = copy / "src" / "regard" / mutant.file
     text = file.read_text()
     if text.count(mutant.right) != 1:
         raise SystemExit(
-            f"{mutant.file}: the place for {mutant.bug!r} is there {text.count(mutant.right)} times, not once"
+            f"{mutant.file}: the code of {mutant.bug!r} occurs {text.count(mutant.right)} times, expected once"
         )
     file.write_text(text.replace(mutant.right, mutant.wrong))
     command = [sys.executable, "-c", RUN, str(copy), *mutant.tests.split()]
     environment = os.environ | {"REGARD_LIBRARY": library, "REGARD_EXAMPLES": "200", "PYTHONDONTWRITEBYTECODE": "1"}
     try:
-        done = subprocess.run(command, cwd=copy, env=environment, capture_output=True, text=True, check=False)
+        result = subprocess.run(command, cwd=copy, env=environment, capture_output=True, text=True, check=False)
     finally:
         file.write_text(text)
-    if done.returncode not in (0, 1):
-        raise SystemExit(f"the tests did not run: {done.stdout[-2000:]}{done.stderr[-2000:]}")
-    return done.returncode == 1
+    if result.returncode not in (0, 1):
+        raise SystemExit(f"the tests did not run: {result.stdout[-2000:]}{result.stderr[-2000:]}")
+    return result.returncode == 1
 
 
 def main() -> int:
@@ -345,8 +345,8 @@ def main() -> int:
         for mutant in chosen:
             caught = is_caught(mutant, copy, library)
             missed += not caught
-            print(f"{'seen  ' if caught else 'MISSED'}  {mutant.bug}  ({mutant.tests})", flush=True)
-    print(f"{len(chosen) - missed} of {len(chosen)} bugs seen")
+            print(f"{'caught' if caught else 'MISSED'}  {mutant.bug}  ({mutant.tests})", flush=True)
+    print(f"{len(chosen) - missed} of {len(chosen)} bugs caught")
     return int(missed > 0)
 
 

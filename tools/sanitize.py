@@ -1,7 +1,7 @@
 """The kernels under the address and undefined-behaviour sanitizers: `make sanitize` builds them and runs their tests.
 
-The sanitizers' allocator must be there before Python's own, so that the tests run in a process of their own. Leaks are
-not looked for: Python and torch keep much until the end.
+The sanitizers' allocator must be loaded before Python's, so the tests run in a separate process. Leaks are not checked,
+because Python and torch keep memory until they exit.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ for name in ("regard_isa", "regard_isas_compiled"):
 
 
 def instruction_sets(library: str) -> list[str]:
-    """Those that the library has and this machine can run."""
+    """Return the instruction sets that the library contains and this machine supports."""
 
-    def ask(isa: str) -> list[str]:
-        done = subprocess.run(
+    def probe(isa: str) -> list[str]:
+        result = subprocess.run(
             [sys.executable, "-c", PROBE, library], capture_output=True, text=True, check=True,
             env={**os.environ, "REGARD_ISA": isa},
         )  # fmt: skip
-        return done.stdout.splitlines()
+        return result.stdout.splitlines()
 
-    return [isa for isa in ask("")[1].split() if ask(isa)[0] == isa]
+    return [isa for isa in probe("")[1].split() if probe(isa)[0] == isa]
 
 
 def build(isas: list[str], folder: Path = FOLDER) -> Path:
@@ -46,23 +46,23 @@ def build(isas: list[str], folder: Path = FOLDER) -> Path:
 
 
 def environment(library: Path) -> dict[str, str]:
-    """What a process needs to load a library that was built with the sanitizers."""
+    """Return the environment variables that a process needs to load a sanitizer build."""
 
     def runtime(name: str) -> str:
-        asked = [os.environ.get("CXX", "c++"), f"-print-file-name={name}"]
-        return subprocess.run(asked, capture_output=True, text=True, check=True).stdout.strip()
+        command = [os.environ.get("CXX", "c++"), f"-print-file-name={name}"]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
 
     return {
-        "LD_PRELOAD": f"{runtime('libasan.so')} {runtime('libstdc++.so')}",  # where torch throws, the former needs both
+        "LD_PRELOAD": f"{runtime('libasan.so')} {runtime('libstdc++.so')}",  # exceptions of torch need both
         "ASAN_OPTIONS": "detect_leaks=0:halt_on_error=1:allocator_may_return_null=1",
         "UBSAN_OPTIONS": "halt_on_error=1:print_stacktrace=1",
         "REGARD_LIBRARY": str(library),
-        "REGARD_EXAMPLES": "300",  # of the random calls: kernels with sanitizers are several times slower
+        "REGARD_EXAMPLES": "300",  # random calls per test: sanitizers make kernels several times slower
     }
 
 
-def report(stderr: str) -> str:
-    """What a sanitizer said among other things, without the frames of Python; nothing if none did."""
+def sanitizer_report(stderr: str) -> str:
+    """Return the report of a sanitizer without the frames of Python, or "" if there is none."""
     lines = stderr.splitlines()
     first = [n for n, line in enumerate(lines) if "AddressSanitizer" in line or "runtime error:" in line]
     kept = lines[first[0] :] if first else []
@@ -76,7 +76,7 @@ def main() -> int:
         print(f"no sanitizer run: {reason}")
         return 1
     library = build(instruction_sets(native.build_info()["native"]))
-    # What a sanitizer writes before it ends the process is lost where pytest holds back the file itself.
+    # With pytest's default capture, the report of a sanitizer is lost when it ends the process.
     command = [sys.executable, "-m", "pytest", "--capture=sys", "-p", "no:cacheprovider", "-n", "2", *TESTS]
     command += ["-k", "native or registration or safety or inspection or packed_linear or kernel", *sys.argv[1:]]
     return subprocess.run(command, env={**os.environ, **environment(library)}, check=False).returncode

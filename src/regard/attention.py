@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, fields
 from functools import lru_cache
@@ -16,35 +15,22 @@ from regard import arguments
 from regard.arguments import Index
 from regard.cache import CACHE
 from regard.description import Description, snapshot
-from regard.engines import inspection, native
+from regard.engines.autocast import autocast, autocast_enabled, no_autocast
 from regard.engines.derivatives import transform_state
 from regard.engines.dropout import draw_seed
 from regard.engines.inspection import Statistics
-from regard.engines.problem import Engine, Problem, batch_size, broadcast_batch, check_tensors
-from regard.engines.select import ENGINES, Explanation, explain, select
+from regard.engines.plans import Plan, Plans
+from regard.engines.problem import Problem, batch_size, broadcast_batch, check_description_tensor, check_tensors
+from regard.engines.select import Explanation, explain, select, select_inspection
 from regard.engines.tensor_memory import is_direct, is_sharded
 from regard.geometry import CallSlice, Frame, format_shape, pad_leading
 from regard.masks import Mask, dense
 from regard.positions.biases import Bias, dense_bias, is_built_in
-from regard.scores import BUILT_IN, Dot, Modified, Score
+from regard.scores import BUILT_IN, DEFAULT_SCORE, Score, to_score
 from regard.sharding import current_sharding
 
-MAX_PLANS = 256  # kept per attention
-PLAN_BYTES = 4096  # rough size of one plan
-_DOT = Dot()  # sentinel for the default score; every description gets its own `Dot` module
-_CPU = torch.device("cpu")
 OBSERVERS: ContextVar[tuple[Callable[[Attention, Tensor, Tensor], None], ...]] = ContextVar("observers", default=())
 """Observers called on every eager attention call with its description, query and key."""
-
-
-class _Plans(dict[tuple, tuple[Problem, Engine]]):
-    """Cached problems and engines. Copies start empty: plans hold addresses and tensors with a history."""
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> _Plans:
-        return _Plans()
-
-    def __reduce__(self) -> Any:
-        return _Plans, ()
 
 
 @dataclass(eq=False, repr=False)
@@ -78,24 +64,30 @@ class Attention(Description):
     Attention(mask=causal(), bias=alibi(heads=2))
     """
 
-    score: Score | Callable[..., Tensor] = _DOT
-    mask: Mask | Tensor | None = None
-    bias: Bias | Tensor | None = None
-    offset: int | Sequence[int] | Tensor | None = None
+    score: Score = DEFAULT_SCORE
+    mask: Mask | None = None
+    bias: Bias | None = None
+    offset: int | Tensor | None = None
     temperature: float = 1.0
     sink: float | Tensor | None = None
     dropout: float = 0.0
 
+    if TYPE_CHECKING:  # the constructor also accepts what `__post_init__` converts
+
+        def __init__(
+            self,
+            score: Score | Callable[..., Tensor] = ...,
+            mask: Mask | Tensor | None = None,
+            bias: Bias | Tensor | None = None,
+            offset: int | Sequence[int] | Tensor | None = None,
+            temperature: float = 1.0,
+            sink: float | Tensor | None = None,
+            dropout: float = 0.0,
+        ) -> None: ...
+
     def __post_init__(self) -> None:
-        if self.score is _DOT:  # a shared module would share its hooks
-            self._set("score", Dot())
-        elif not isinstance(self.score, Score):
-            if not callable(self.score) or isinstance(self.score, type):
-                raise TypeError(
-                    "score must be Dot(), Cosine(), Additive(weight), Bilinear(matrix) or a function of "
-                    f"(score, b, h, q_index, k_index), but is {arguments.describe_value(self.score)}"
-                )
-            self._set("score", Modified(self.score, Dot()))
+        if (score := to_score(self.score)) is not self.score:
+            self._set("score", score)
         if self.mask is not None and not isinstance(self.mask, Mask):
             self._set("mask", dense(self.mask))
         if self.bias is not None and not isinstance(self.bias, Bias):
@@ -104,17 +96,13 @@ class Attention(Description):
         arguments.check_temperature(self.temperature)
         arguments.check_dropout(self.dropout)
         arguments.check_sink(self.sink)
-        object.__setattr__(self, "_plans", _Plans())
-        custom = type(self.score) not in BUILT_IN or not (self.bias is None or is_built_in(self.bias))  # type: ignore[arg-type]
+        object.__setattr__(self, "_plans", Plans())
+        custom = type(self.score) not in BUILT_IN or not (self.bias is None or is_built_in(self.bias))
         object.__setattr__(self, "_custom", custom)
-        object.__setattr__(self, "_epoch", 0)  # epoch of the cache when a plan was last used
         object.__setattr__(self, "_holds_tensors", bool(self.tensors()))
 
     def narrow(self, frame: Frame, part: CallSlice) -> Attention:
         """Return the description of a slice of a call (heads, queries and keys) as a call in its own right."""
-        assert isinstance(self.score, Score)
-        assert not isinstance(self.mask, Tensor)
-        assert not isinstance(self.bias, Tensor)
         sink = self.sink
         if isinstance(sink, Tensor) and sink.numel() > 1:
             sink = sink.reshape(-1)[part.heads]
@@ -128,7 +116,7 @@ class Attention(Description):
 
     def snapshot(self) -> Attention:
         """Return the description with copies of the tensors of its mask and offset; itself if it has none."""
-        mask = self.mask.snapshot() if isinstance(self.mask, Mask) else None
+        mask = None if self.mask is None else self.mask.snapshot()
         if mask is self.mask and not isinstance(self.offset, Tensor):
             return self
         return self.replace(mask=mask, offset=arguments.read_offset(self.offset))
@@ -171,9 +159,9 @@ class Attention(Description):
         """
         if unknown:
             arguments.reject_keywords("Attention.forward", unknown)
-        if torch._C._is_any_autocast_enabled() and _autocast_enabled(getattr(query, "device", _CPU)):
-            query, key, value = _autocast(query, key, value)
-            with _no_autocast(query.device):
+        if torch._C._is_any_autocast_enabled() and autocast_enabled(query):
+            query, key, value = autocast(query, key, value)
+            with no_autocast(query.device):
                 return self.forward(query, key, value, engine=engine, return_lse=return_lse)
         if (sharding := current_sharding()) is not None:
             check_tensors(query, key, value)
@@ -202,60 +190,31 @@ class Attention(Description):
         assert lse is not None
         return output, lse.reshape(query.shape[:-1])
 
-    def problem(self, query: Tensor, key: Tensor, value: Tensor) -> Problem:
-        """Return the call as a `Problem` that includes the log-sum-exp."""
-        return self._problem(query, key, value, True)
+    def _plan(self, query: Tensor, key: Tensor, value: Tensor, engine: str | None, return_lse: bool) -> Plan:
+        """Return the problem and its engine, cached unless a score or bias is user code, which may close over anything.
 
-    def _plan(self, query: Tensor, key: Tensor, value: Tensor, engine: str | None, lse: bool) -> tuple[Problem, Engine]:
-        """Return the problem and its engine, cached so that planning does not dominate small calls."""
+        Observers are called here; they are not part of a graph.
+        """
         compiling = torch.compiler.is_compiling()
-        if not compiling:  # observers are not part of a graph
+        if not compiling:
             self.notify_observers(query, key)
-        if compiling or self.__dict__["_custom"]:  # user code may close over anything
-            problem = self._problem(query, key, value, lse)
+        if compiling or self.__dict__["_custom"]:
+            problem = self.problem(query, key, value, return_lse=return_lse)
             return problem, select(problem, engine)
-        plans: _Plans = self.__dict__["_plans"]
-        own = self.tensors() if self.__dict__["_holds_tensors"] else ()
         offset = None
         if isinstance(self.offset, Tensor):
             arguments.check_unmapped(self.offset)
             offset = tuple(self.offset.flatten().tolist())
-        mask = self.mask.snapshot() if isinstance(self.mask, Mask) else None
-        plan_key: tuple = ()
-        try:
-            plan_key = (
-                query.shape, key.shape, value.shape, query.dtype, key.dtype, value.dtype,
-                query.is_cpu or query.device, key.is_cpu or key.device, value.is_cpu or value.device, engine, lse,
-                torch.is_grad_enabled() and tuple([tensor.requires_grad for tensor in (query, key, value, *own)]),
-                own and tuple([(t.shape, t.dtype, t.device, type(t), t.is_neg()) for t in own]), self.training,
-                type(query) is type(key) is type(value) is Tensor or (type(query), type(key), type(value)),
-                query.is_neg() or key.is_neg() or value.is_neg(), torch._C._len_torch_dispatch_stack(),
-                query.layout is key.layout is value.layout is torch.strided,
-                transform_state((query, key, value, *own)), offset, tuple(ENGINES),
-            )  # fmt: skip
-            plan = plans.get(plan_key)
-        except (AttributeError, TypeError, RuntimeError):
-            plan_key, plan = (
-                (),
-                None,
-            )  # not plannable: non-tensors, nested tensors (rejected by the check) or symbolic sizes
-        replaced = plan is not None and (
-            plan[0].mask is not mask
-            or (own and any(was is not now for was, now in zip(plan[0].tensors, own, strict=True)))
+        plans: Plans = self.__dict__["_plans"]
+        return plans.find(
+            (query, key, value),
+            self.tensors() if self.__dict__["_holds_tensors"] else (),
+            None if self.mask is None else self.mask.snapshot(),
+            (return_lse, self.training, offset),
+            engine,
+            lambda: self.problem(query, key, value, return_lse=return_lse),
+            owner=self,
         )
-        if plan is None or replaced:
-            problem = self._problem(query, key, value, lse, mask)
-            plan = problem, select(problem, engine)
-            if len(plans) >= MAX_PLANS or any(other.mask is not mask for other, _ in list(plans.values())):
-                plans.clear()  # too many, or the mask has changed
-            if plan_key:
-                plans[plan_key] = plan
-                CACHE.put(("plans", id(plans)), plans, PLAN_BYTES * len(plans), owner=self, drop=dict.clear)
-        elif self.__dict__["_epoch"] != CACHE.epoch:
-            CACHE.touch(("plans", id(plans)))
-        if self.__dict__["_epoch"] != CACHE.epoch:
-            object.__setattr__(self, "_epoch", CACHE.epoch)
-        return plan
 
     def notify_observers(self, query: Tensor, key: Tensor) -> None:
         """Call the observers. `forward` does this; only code that computes attention another way needs to call it."""
@@ -276,25 +235,17 @@ class Attention(Description):
         >>> rg.Attention(mask=rg.causal()).weights(q, k, rows=[5], columns=slice(0, 6)).shape
         torch.Size([1, 2, 1, 6])
         """
-        query, key = _autocast(query, key)
+        query, key = autocast(query, key)
         problem = self._inspection_problem(query, key)
         query, key = broadcast_batch(query, key)
         frame = problem.frame
-        plan_key = (("heads", heads, frame.H), ("rows", rows, frame.Q), ("columns", columns, frame.K))
-        parts = [arguments.resolve_index(*each) for each in plan_key]
-        part = len(parts[1]) < frame.Q
-        derived = problem.grad or problem.tangent or problem.in_transform
-        fused = (
-            not derived
-            and _uses_native(problem, part)
-            and all(map(len, parts))
-            and native.can_select_rows(problem, parts[1])
-        )
-        with _no_autocast(query.device):
-            found = (native if fused else inspection).weights(
+        axes = (("heads", heads, frame.H), ("rows", rows, frame.Q), ("columns", columns, frame.K))
+        parts = [arguments.resolve_index(*axis) for axis in axes]
+        with no_autocast(query.device):
+            result = select_inspection(problem, parts).weights(
                 problem, pad_leading(query), pad_leading(key), *(part.to(query.device) for part in parts)
             )
-        return found.reshape(found.shape[4 - query.dim() :])
+        return result.reshape(result.shape[4 - query.dim() :])
 
     def map(self, query: Tensor, key: Tensor, *, size: tuple[int, int] = (64, 64)) -> Tensor:
         """Return the exact weights averaged to `size`, (B, H, *size), in O((Q + K)·D + size) memory.
@@ -308,14 +259,14 @@ class Attention(Description):
         torch.Size([1, 2, 10, 10])
         """
         arguments.check_size(size)
-        query, key = _autocast(query, key)
+        query, key = autocast(query, key)
         problem = self._nondifferentiable_problem("map", query, key)
         query, key = broadcast_batch(query, key)
-        with torch.no_grad(), _no_autocast(query.device):
-            found = (native if _uses_native(problem) else inspection).pooled_weights(
+        with torch.no_grad(), no_autocast(query.device):
+            result = select_inspection(problem).pooled_weights(
                 problem, pad_leading(query), pad_leading(key), (size[0], size[1])
             )
-        return found.reshape(found.shape[4 - query.dim() :])
+        return result.reshape(result.shape[4 - query.dim() :])
 
     def statistics(self, query: Tensor, key: Tensor, *, top: int = 4, mass_on: Index = None) -> Statistics:
         """Return row statistics: lse, entropy, max_logit, distance, top_keys, top_weights; in O(Q) memory.
@@ -325,22 +276,20 @@ class Attention(Description):
 
         >>> import regard as rg, torch
         >>> q, k = torch.randn(2, 1, 2, 1000, 8)
-        >>> found = rg.Attention(mask=rg.causal()).statistics(q, k, mass_on=[0, 1])
-        >>> found.entropy[0, 0, 0].item(), found.mass[0, 0, 0].item()
+        >>> rows = rg.Attention(mask=rg.causal()).statistics(q, k, mass_on=[0, 1])
+        >>> rows.entropy[0, 0, 0].item(), rows.mass[0, 0, 0].item()
         (0.0, 1.0)
         """
         arguments.check_top(top)
-        query, key = _autocast(query, key)
+        query, key = autocast(query, key)
         problem = self._nondifferentiable_problem("statistics", query, key)
         query, key = broadcast_batch(query, key)
         chosen = (
             None if mass_on is None else arguments.resolve_index("mass_on", mass_on, problem.frame.K).to(query.device)
         )
-        with torch.no_grad(), _no_autocast(query.device):
-            found = (native if _uses_native(problem) else inspection).statistics(
-                problem, pad_leading(query), pad_leading(key), top, chosen
-            )
-        return Statistics(*(None if x is None else x.reshape(x.shape[4 - query.dim() :]) for x in found))  # type: ignore
+        with torch.no_grad(), no_autocast(query.device):
+            result = select_inspection(problem).statistics(problem, pad_leading(query), pad_leading(key), top, chosen)
+        return Statistics(*(None if x is None else x.reshape(x.shape[4 - query.dim() :]) for x in result))  # type: ignore
 
     def explain(
         self, query: Tensor, key: Tensor, value: Tensor, *, engine: str | None = None, return_lse: bool = False
@@ -352,8 +301,8 @@ class Attention(Description):
         >>> rg.Attention(dropout=0.1).explain(q, k, v).engine != "sdpa"
         True
         """
-        query, key, value = _autocast(query, key, value)
-        return explain(self._problem(query, key, value, return_lse), repr(self), engine)
+        query, key, value = autocast(query, key, value)
+        return explain(self.problem(query, key, value, return_lse=return_lse), repr(self), engine)
 
     def _inspection_problem(self, query: Tensor, key: Tensor) -> Problem:
         """Return the problem for an inspection, which needs whole sequences."""
@@ -362,7 +311,7 @@ class Attention(Description):
                 "weights, map and statistics need whole sequences: call them outside "
                 "regard.distributed.sequence, on tensors joined by regard.distributed.gather"
             )
-        return self._problem(query, key, None, False)
+        return self.problem(query, key)
 
     def _nondifferentiable_problem(self, name: str, query: Tensor, key: Tensor) -> Problem:
         """Return the problem for an inspection that is not differentiable."""
@@ -376,10 +325,14 @@ class Attention(Description):
             )
         return problem
 
-    def _problem(
-        self, query: Tensor, key: Tensor, value: Tensor | None, lse: bool, mask: Mask | None = None
-    ) -> Problem:
-        """Build the problem of a call, over the given snapshot of the mask or a new one."""
+    def problem(self, query: Tensor, key: Tensor, value: Tensor | None = None, *, return_lse: bool = False) -> Problem:
+        """Check a call and return it as a `Problem` for the engines; without a value, for an inspection.
+
+        >>> import regard as rg, torch
+        >>> q, k, v = torch.randn(3, 1, 2, 16, 8)
+        >>> rg.Attention(mask=rg.causal()).problem(q, k, v).frame
+        Frame(B=1, H=2, Q=16, K=16, offset=0)
+        """
         if torch._C._get_tracing_state() is not None and not torch.compiler.is_compiling():
             raise RuntimeError("torch.jit.trace cannot record an attention; use torch.export.export instead")
         check_tensors(query, key, value)
@@ -388,19 +341,14 @@ class Attention(Description):
         score, bias = self.score, self.bias
         if not torch.compiler.is_compiling():
             score, bias = snapshot(score), snapshot(bias)
-        if mask is None and isinstance(self.mask, Mask):
-            mask = self.mask.snapshot()
-        assert isinstance(score, Score)
-        assert not isinstance(bias, Tensor)
         offset = shared[2] - shape[2] if self.offset is None else arguments.read_offset(self.offset)
-        assert isinstance(offset, int | torch.SymInt | Tensor)
         frame = Frame(batch, shape[1], shape[2], shared[2], offset)
         d_value = 0 if value is None else value.shape[-1]
         self.check(frame, shape[3], d_value)
         tensors = [t for t in (query, key, value, self.sink) if isinstance(t, Tensor)] + list(score.tensors())
         tensors += bias.tensors() if bias is not None else ()
         for tensor in tensors:
-            _check_description_tensor(tensor, query)
+            check_description_tensor(tensor, query)
         custom = [part for part in (score, bias) if part is not None] if self.__dict__["_custom"] else []
         learned = any(t.requires_grad for t in tensors) or any(
             part.closes_over_trainable(query.device) for part in custom
@@ -414,13 +362,13 @@ class Attention(Description):
             dtype=query.dtype,
             device=query.device,
             score=score,
-            mask=mask,
+            mask=None if self.mask is None else self.mask.snapshot(),
             bias=bias,
             temperature=float(self.temperature),
             sink=self.sink,
             dropout=float(self.dropout) if self.training else 0.0,
             grad=learned and torch.is_grad_enabled(),
-            lse=lse,
+            lse=return_lse,
             tangent=tangent or any(part.closes_over_tangent(query.device) for part in custom),
             torch_only=torch_only,
             direct=torch.compiler.is_compiling() or is_direct(tensors),
@@ -430,7 +378,6 @@ class Attention(Description):
 
     def check(self, frame: Frame, d_head: int, d_value: int) -> None:
         """Raise if the description does not fit a call of this size."""
-        assert isinstance(self.score, Score)
         offset = frame.offset
         if isinstance(offset, Tensor) and len(offset) != frame.B:
             raise ValueError(
@@ -438,9 +385,9 @@ class Attention(Description):
                 "pass an int if all rows share it"
             )
         self.score.check(frame.H, d_head)
-        if isinstance(self.mask, Mask):
+        if self.mask is not None:
             self.mask.check(frame)
-        if isinstance(self.bias, Bias):
+        if self.bias is not None:
             self.bias.check(frame, d_head, d_value)
         if isinstance(self.sink, Tensor) and self.sink.numel() not in (1, frame.H):
             raise ValueError(
@@ -497,7 +444,7 @@ def attention(
     key: Tensor,
     value: Tensor,
     *,
-    score: Score | Callable[..., Tensor] = _DOT,
+    score: Score | Callable[..., Tensor] = DEFAULT_SCORE,
     mask: Mask | Tensor | None = None,
     bias: Bias | Tensor | None = None,
     offset: int | Sequence[int] | Tensor | None = None,
@@ -514,7 +461,7 @@ def attention(
     >>> rg.attention(q, k, v, mask=rg.causal() & rg.window(9, 0), bias=rg.alibi(heads=8)).shape
     torch.Size([1, 8, 100, 64])
     """
-    plain = score is _DOT and bias is None and (sink is None or type(sink) in (int, float))
+    plain = score is DEFAULT_SCORE and bias is None and (sink is None or type(sink) in (int, float))
     plain = plain and (offset is None or type(offset) is int)
     if plain and (mask is None or isinstance(mask, Mask)) and not torch.compiler.is_compiling():
         attend = _plain_attention(mask, offset, temperature, sink, dropout)
@@ -531,49 +478,11 @@ def _plain_attention(mask: Mask | None, offset: Any, temperature: float, sink: A
     content, numbers = snapshot.content(), (offset, temperature, sink, dropout)
     known = None if content is None else ("attention", content, numbers, tuple(map(type, numbers)))
     return CACHE.get_or_build(
-        known, lambda: Attention(_DOT, snapshot, None, offset, temperature, sink, dropout), owner=mask
+        known, lambda: Attention(DEFAULT_SCORE, snapshot, None, offset, temperature, sink, dropout), owner=mask
     )
 
 
 @lru_cache(maxsize=64, typed=True)
 def _small_attention(mask: Mask | None, offset: Any, temperature: float, sink: Any, dropout: float) -> Attention:
     """Return a cached description without tensors, whose size is negligible; its plans are in the cache."""
-    return Attention(_DOT, mask, None, offset, temperature, sink, dropout)
-
-
-def _uses_native(problem: Problem, part: bool = False) -> bool:
-    """Whether the native kernels inspect this problem, or a part of its weights."""
-    if torch.compiler.is_compiling() or problem.in_transform or not problem.direct or native.why_not(problem):
-        return False
-    return part or not native.why_avoid(problem)
-
-
-def _check_description_tensor(tensor: Tensor, query: Tensor) -> None:
-    """Raise unless a tensor of the description can be used with this query."""
-    arguments.check_layout("a tensor of the description", tensor, sequences=False)
-    if query.is_cpu and not tensor.is_cpu:
-        raise ValueError(
-            f"the tensors of the description must be on the device of the query, {query.device}, but one of shape "
-            f"{format_shape(tensor)} is on {tensor.device}; move the description, as in attend.to(query.device)"
-        )
-
-
-def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Cast floats to the autocast dtype, as torch's own kernel does."""
-    device = tensors[0].device if isinstance(tensors[0], Tensor) else _CPU
-    if not _autocast_enabled(device):
-        return tensors
-    dtype = torch.get_autocast_dtype(device.type)
-    return tuple(
-        t.to(dtype) if isinstance(t, Tensor) and t.is_floating_point() and t.dtype != torch.float64 else t
-        for t in tensors
-    )
-
-
-def _autocast_enabled(device: torch.device) -> bool:
-    return device.type != "meta" and torch.is_autocast_enabled(device.type)
-
-
-def _no_autocast(device: torch.device) -> AbstractContextManager:
-    """Disable autocast, so that the arithmetic inside an engine keeps its dtype."""
-    return nullcontext() if device.type == "meta" else torch.autocast(device.type, enabled=False)
+    return Attention(DEFAULT_SCORE, mask, None, offset, temperature, sink, dropout)

@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.autograd.forward_ad as forward_ad
 import torch.nn.functional as F
 from torch import Tensor
 
+from regard.arguments import describe_value
 from regard.description import Description
 from regard.geometry import CallSlice, Indices, format_shape
 
@@ -90,7 +92,8 @@ class Dot(Score):
         return _format_call("Dot", scale=self.scale, softcap=self.softcap)
 
 
-_DOT = Dot()  # sentinel for the default of `Modified`, which creates its own `Dot` module
+DEFAULT_SCORE = Dot()
+"""Sentinel for the default score. Every description gets a `Dot` of its own: a shared module would share its hooks."""
 
 
 @dataclass(eq=False, repr=False)
@@ -210,7 +213,7 @@ class Modified(Score):
     """
 
     function: Modifier
-    score: Score = _DOT
+    score: Score = DEFAULT_SCORE
 
     def __post_init__(self) -> None:
         if not callable(self.function) or isinstance(self.function, Score):
@@ -218,7 +221,7 @@ class Modified(Score):
                 "Modified: function must be a function of (score, b, h, q_index, k_index), "
                 f"but is {type(self.function).__name__}; pass the score to modify as the second argument"
             )
-        if self.score is _DOT:
+        if self.score is DEFAULT_SCORE:
             self._set("score", Dot())
         if not isinstance(self.score, Score):
             raise TypeError(f"Modified: score must be a score such as Dot(), but is {type(self.score).__name__}")
@@ -280,6 +283,24 @@ class Modified(Score):
 
 BUILT_IN = (Dot, Cosine, Additive, Bilinear)
 """The scores that the kernels support. Compared by exact type, since a subclass may compute anything."""
+
+
+def to_score(value: Any) -> Score:
+    """Convert the argument `score`: a score, or a function that modifies `Dot()`.
+
+    >>> to_score(max)
+    Modified(max)
+    """
+    if value is DEFAULT_SCORE:
+        return Dot()
+    if isinstance(value, Score):
+        return value
+    if not callable(value) or isinstance(value, type):
+        raise TypeError(
+            "score must be Dot(), Cosine(), Additive(weight), Bilinear(matrix) or a function of "
+            f"(score, b, h, q_index, k_index), but is {describe_value(value)}"
+        )
+    return Modified(value, Dot())
 
 
 def _per_head(scale: float | Tensor, at: Indices, like: Tensor) -> float | Tensor:

@@ -37,7 +37,7 @@ def gradients(output: Tensor, inputs: list[Tensor]) -> list[Tensor]:
 
 def run(engine: str, tensors: list[Tensor], **description: Any) -> Tensor:
     """Return the output; if the engine does not support the call, check that it raises and let another compute it."""
-    problem = rg.Attention(**description)._problem(*tensors, False)
+    problem = rg.Attention(**description).problem(*tensors)
     if engine in ENGINES and ENGINES[engine].why_not(problem):
         with pytest.raises(ValueError, match=f"engine '{engine}' cannot compute this"):
             rg.attention(*tensors, engine=engine, **description)

@@ -26,7 +26,7 @@ def results(call: Call, engine: str, lse: bool = True) -> tuple[Tensor, Tensor |
 
 
 def can(call: Call, engine: str, lse: bool = True) -> bool:
-    problem = rg.Attention(**call.description)._problem(call.query, call.key, call.value, lse)
+    problem = rg.Attention(**call.description).problem(call.query, call.key, call.value, return_lse=lse)
     return not ENGINES[engine].why_not(problem)
 
 

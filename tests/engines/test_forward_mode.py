@@ -159,7 +159,7 @@ def ours(case: Case, engine: str | None) -> Callable[..., tuple[Tensor, Tensor]]
 
 
 def can(case: Case, engine: str | None, tensors: Tensors) -> bool:
-    problem = rg.Attention(**case.describe(*tensors[3:]))._problem(*tensors[:3], True)
+    problem = rg.Attention(**case.describe(*tensors[3:])).problem(*tensors[:3], return_lse=True)
     return engine is None or not ENGINES[engine].why_not(problem)
 
 
@@ -244,7 +244,7 @@ def test_tangents_equal_those_of_the_reference(engine: str, learned: bool, call:
             assume(call.learned and isinstance(description.get("score", rg.Dot()), Score))
             description = {name: substituted(part, own) for name, part in description.items()}
         duals = [forward_ad.make_dual(x, t) for x, t in zip(tensors, tangents, strict=True)]
-        problem = rg.Attention(**description)._problem(*duals, True)
+        problem = rg.Attention(**description).problem(*duals, return_lse=True)
         assume(not ENGINES[engine].why_not(problem))
         with torch.no_grad():
             for name in (engine, "reference"):
@@ -477,7 +477,7 @@ def test_small_calls_can_be_differentiated_again(engine: str | None, order: int)
 def test_second_derivatives_are_those_of_the_definition(name: str, engine: str) -> None:
     case, results = CASES[name], []
     call = lambda *x: rg.attention(*x[:3], engine=engine, **case.describe(*x[3:]))  # noqa: E731
-    problem = rg.Attention(**case.describe(*tensors_of(case)[3:]))._problem(*qkv(), False)
+    problem = rg.Attention(**case.describe(*tensors_of(case)[3:])).problem(*qkv())
     if ENGINES[engine].why_not(problem):
         pytest.skip(f"{engine} does not take it")
     for function in (lambda *x: dense(case, *x)[0], call):

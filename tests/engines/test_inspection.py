@@ -37,7 +37,7 @@ def inputs(
 
 
 def problem_of(attend: rg.Attention, query: Tensor, key: Tensor) -> Problem:
-    return attend._problem(query, key, None, False)
+    return attend.problem(query, key)
 
 
 def dense_weights(attend: rg.Attention, query: Tensor, key: Tensor) -> Tensor:

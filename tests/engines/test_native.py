@@ -359,7 +359,7 @@ def test_the_dense_weights_are_never_materialised() -> None:
 def test_statistics_agree_with_those_of_the_tiles(name: str) -> None:
     _, description = described()[name]
     query, key, _ = (t.detach() for t in tensors((2, 4, 70, 16), (2, 2, 100, 16), (2, 2, 100, 24), seed=7))
-    problem = rg.Attention(**description)._problem(query, key, None, False)  # type: ignore[arg-type]
+    problem = rg.Attention(**description).problem(query, key)  # type: ignore[arg-type]
     with torch.no_grad():
         ours, theirs = native.statistics(problem, query, key, 3), inspection.statistics(problem, query, key, 3)
     for mine, other in zip(ours, theirs, strict=True):

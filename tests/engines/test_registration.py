@@ -149,7 +149,7 @@ rg.attention(q, q, q)
 
 def reasons(**description: object) -> str:
     q, k, v = tensors((1, 2, 4, 3), (1, 2, 4, 3), (1, 2, 4, 3))
-    problem = rg.Attention(**description)._problem(q, k, v, False)  # type: ignore[arg-type]
+    problem = rg.Attention(**description).problem(q, k, v)  # type: ignore[arg-type]
     assert isinstance(problem, Problem)
     return "; ".join(native.why_not(problem))
 

@@ -28,7 +28,7 @@ def plain(call: Call, dtype: torch.dtype, engine: str) -> Hostile:
 
 def can(call: Call, dtype: torch.dtype, engine: str, lse: bool = True) -> bool:
     tensors = [t.to(dtype) for t in (call.query, call.key, call.value)]
-    return not ENGINES[engine].why_not(rg.Attention(**call.description)._problem(*tensors, lse))
+    return not ENGINES[engine].why_not(rg.Attention(**call.description).problem(*tensors, return_lse=lse))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16], ids=str)

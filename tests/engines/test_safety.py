@@ -350,7 +350,7 @@ HUGE = {
 @pytest.mark.parametrize("name", HUGE)
 def test_an_axis_past_32_bits_is_a_reason_against_the_engine(name: str) -> None:
     query, key, words = HUGE[name]
-    assert words in native.why_not(rg.Attention()._problem(query, key, key, False))[0]
+    assert words in native.why_not(rg.Attention().problem(query, key, key))[0]
     with pytest.raises(ValueError, match=f"{words}.*Engines that can: "):
         rg.attention(query, key, key, engine="native")
 

@@ -57,7 +57,7 @@ def over_jvp(tensors: list[Tensor], engine: str, description: dict[str, Any]) ->
 def test_second_derivatives_equal_those_of_the_reference(engine: str, function: Any, call: Call) -> None:
     assume(call.query.numel() and call.key.shape[2])
     tensors = [x.detach().clone().requires_grad_() for x in (call.query, call.key, call.value)]
-    assume(not ENGINES[engine].why_not(rg.Attention(**call.description)._problem(*tensors, False)))
+    assume(not ENGINES[engine].why_not(rg.Attention(**call.description).problem(*tensors)))
     tensors += [x.requires_grad_() for x in call.learned if x.is_leaf]
     found, expected = (function(tensors, name, call.description) for name in (engine, "reference"))
     assert all(x.isfinite().all() for x in expected)

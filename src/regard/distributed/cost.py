@@ -36,7 +36,6 @@ from regard.engines.cost import backward_flops, forward_flops, visited_entries
 from regard.geometry import Frame
 from regard.masks import Mask
 from regard.nn import Block, FeedForward, GatedFeedForward, MultiHeadAttention, Residual, UnitRMSNorm
-from regard.scores import Score
 
 FLOAT = 4
 LAYOUT = "balanced"  # equal work on every rank with a causal mask
@@ -275,8 +274,6 @@ def _attention(attend: Attention, layer: LayerShape, split: Split, sequence: int
     heads = layer.H
     if split.how == "heads":
         heads //= split.sequence
-    assert isinstance(attend.score, Score)
-    assert attend.mask is None or isinstance(attend.mask, Mask)
     count = heads * _visited_entries(attend.mask, sequence, 1 if split.how == "heads" else split.sequence)
     return forward_flops(count, attend.score, layer.D, layer.E) + backward_flops(count, attend.score, layer.D, layer.E)
 

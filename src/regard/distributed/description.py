@@ -12,11 +12,9 @@ from torch import Tensor
 
 from regard.arguments import read_offset
 from regard.attention import Attention
-from regard.description import Description
 from regard.geometry import Frame
 from regard.masks import Mask
-from regard.positions.biases import Bias
-from regard.scores import Modified, Score
+from regard.scores import Modified
 
 
 def full_frame(attend: Attention, B: int, H: int, Q: int, K: int) -> Frame:
@@ -27,17 +25,14 @@ def full_frame(attend: Attention, B: int, H: int, Q: int, K: int) -> Frame:
 
 def learned_tensors(attend: Attention, device: torch.device) -> list[Tensor]:
     """The tensors of a description that may require grad, each once, including closures of score functions."""
-    assert isinstance(attend.score, Score)
-    found = list(attend.score.tensors())
-    if isinstance(attend.bias, Bias):
-        found += attend.bias.tensors()
+    parts = [part for part in (attend.score, attend.bias) if part is not None]
+    tensors = [tensor for part in parts for tensor in part.tensors()]
     if isinstance(attend.sink, Tensor):
-        found.append(attend.sink)
-    found += closure_tensors(attend.score, device)
-    for part in (attend.score, attend.bias):
-        if isinstance(part, Description):
-            found += part.hidden_tensors()
-    return list({id(tensor): tensor for tensor in found}.values())
+        tensors.append(attend.sink)
+    tensors += closure_tensors(attend.score, device)
+    for part in parts:
+        tensors += part.hidden_tensors()
+    return list({id(tensor): tensor for tensor in tensors}.values())
 
 
 def closure_tensors(score: Any, device: torch.device) -> Iterator[Tensor]:

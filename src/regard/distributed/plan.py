@@ -198,7 +198,6 @@ def bytes_moved(
         for n in (Q, Q if K is None else K)
     )
     sizes = Sizes(B, H, H if G is None else G, D, D if E is None else E, dtype.itemsize, backward, backward)
-    assert attend.mask is None or isinstance(attend.mask, Mask)
     call_plan = plan(attend.mask, full_frame(attend, B, H, queries.length, keys.length), queries, keys)
     method = call_plan.choose(how, sizes)
     return BytesMoved(method, tuple(call_plan.ring_bytes(sizes) if method == "ring" else call_plan.head_bytes(sizes)))

@@ -28,8 +28,6 @@ from regard.engines import merge_into, shard_gradients
 from regard.engines.dropout import draw_seed
 from regard.engines.tiled import replace_leaves
 from regard.geometry import CallSlice, Frame
-from regard.positions.biases import Bias
-from regard.scores import Score
 
 _GOLDEN = 0x9E3779B97F4A7C15
 
@@ -173,14 +171,13 @@ def _block_gradients(
     device = whole[0].device
     with torch.enable_grad():
         narrowed = attend.narrow(call.frame, part)
-        assert isinstance(narrowed.score, Score)
-        bias = narrowed.bias if isinstance(narrowed.bias, Bias) else None
-        if not any(part.closes_over_trainable(device) for part in (narrowed.score, bias) if part is not None):
+        parts = [part for part in (narrowed.score, narrowed.bias) if part is not None]
+        if not any(each.closes_over_trainable(device) for each in parts):
             seed = None
             if narrowed.dropout:
                 with call.seeded(part):
                     seed = draw_seed(device)
-            return shard_gradients(narrowed.problem(*tensors), tensors, seed, inputs, *whole)
+            return shard_gradients(narrowed.problem(*tensors, return_lse=True), tensors, seed, inputs, *whole)
         part_output, part_lse = call.compute(attend, part, *tensors)
     cotangents = _cotangents(part_output.detach(), part_lse.detach(), *whole)
     return torch.autograd.grad((part_output, part_lse), inputs, cotangents, allow_unused=True, retain_graph=True)

@@ -18,7 +18,6 @@ from regard.engines.derivatives import may_have_tangent
 from regard.engines.dropout import draw_seed
 from regard.engines.problem import FLOATS, check_tensors
 from regard.geometry import pad_leading
-from regard.masks import Mask
 
 CALL_FIELDS = (
     "queries",
@@ -64,7 +63,6 @@ def sharded_attention(
     queries, keys = (Layout.of([each[n] for each in calls], layout) for n in (0, 1))
     frame = full_frame(attend, B, H, queries.length, keys.length)
     attend.check(frame, D, E)
-    assert attend.mask is None or isinstance(attend.mask, Mask)
     sizes = Sizes(B, H, G, D, E, query.element_size(), any(grads), grads[1] or grads[2])
     call_plan = plan(attend.mask, frame, queries, keys)
     seed = int(draw_seed(torch.device("cpu"))) if attend.dropout else 0

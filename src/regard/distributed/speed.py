@@ -22,8 +22,6 @@ from regard.attention import Attention
 from regard.distributed.cost import Machine, ModelShape
 from regard.engines.cost import backward_flops, forward_flops, visited_entries
 from regard.geometry import Frame
-from regard.masks import Mask
-from regard.scores import Score
 
 SECONDS = 0.4  # per measurement
 ALL_REDUCE_BYTES = 1 << 24  # size of the measured all-reduce
@@ -70,8 +68,6 @@ def _attention_flops(model: ModelShape, tokens: int) -> float:
     q, k = (torch.randn(1, heads, tokens, layer.D, requires_grad=True) for heads in (layer.H, layer.G))
     v = torch.randn(1, layer.G, tokens, layer.E, requires_grad=True)
     back = torch.randn(1, layer.H, tokens, layer.E)
-    assert isinstance(attend.score, Score)
-    assert attend.mask is None or isinstance(attend.mask, Mask)
     count = visited_entries(attend.mask, Frame(1, layer.H, tokens, tokens, 0))
     flops = forward_flops(count, attend.score, layer.D, layer.E) + backward_flops(count, attend.score, layer.D, layer.E)
     attend = Attention(attend.score, attend.mask)

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from regard.engines import tiled
 from regard.engines.derivatives import Tensors, differentiable_twice
+from regard.engines.dot_product import as_dot
 from regard.engines.problem import Engine, Problem
 from regard.engines.reference import replace_nonfinite, sink_logit
-from regard.engines.sdpa import as_dot
 from regard.geometry import Indices
 from regard.masks import Mask
 from regard.positions.biases import Bias, Diagonal, Shaw, Sum, is_built_in
@@ -22,8 +22,7 @@ from regard.scores import Bilinear, Cosine, Dot, Modified
 
 
 def run(problem: Problem, query: Tensor, key: Tensor, value: Tensor, seed: Tensor | None) -> tuple[Tensor, Tensor]:
-    closed = problem.score.closes_over_trainable(query.device)
-    if not problem.grad or closed or torch.compiler.is_compiling():
+    if not _has_double_backward(problem):
         return _attend(problem, query, key, value)
 
     def kernel(tensors: Tensors) -> tuple[Tensor, Tensor]:
@@ -31,6 +30,16 @@ def run(problem: Problem, query: Tensor, key: Tensor, value: Tensor, seed: Tenso
 
     output, lse = differentiable_twice(kernel, tiled.TiledOperator(problem, None), query, key, value, *problem.tensors)
     return output, lse
+
+
+def _has_double_backward(problem: Problem) -> bool:
+    """Whether `tiled` provides the derivatives that torch's kernel lacks."""
+    closed = problem.score.closes_over_trainable(problem.device)
+    return problem.grad and not closed and not torch.compiler.is_compiling()
+
+
+def fallback(problem: Problem) -> list[str]:
+    return ["tiled computes second derivatives"] if _has_double_backward(problem) else []
 
 
 def _attend(problem: Problem, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
@@ -160,4 +169,4 @@ def peak_bytes(problem: Problem) -> int:
     return 3 * torch.empty((), dtype=problem.compute_dtype).element_size() * frame.B * frame.H * frame.Q * frame.K
 
 
-ENGINE = Engine("flex", why_not, why_avoid, run, peak_bytes, dense=lambda problem: problem.device.type == "cpu")
+ENGINE = Engine("flex", why_not, why_avoid, run, peak_bytes, lambda problem: problem.device.type == "cpu", fallback)

@@ -13,8 +13,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from regard.engines import sdpa, tiled
+from regard.engines import tiled
 from regard.engines.derivatives import Tensors
+from regard.engines.dot_product import as_dot
 from regard.engines.problem import Problem
 from regard.geometry import Indices, pad_leading
 from regard.positions.biases import Bias, DenseBias, Diagonal, Shaw
@@ -57,7 +58,7 @@ def lower(problem: Problem, query: Tensor, key: Tensor, value: Tensor) -> tuple[
         if weight.shape[1] > 1 and problem.G < frame.H:  # the kernel has one weight for all heads that share a key
             key, value = (t.repeat_interleave(frame.H // problem.G, 1) for t in (key, value))
     elif isinstance(scale, Tensor) or not isinstance(score, Dot):
-        query, key, scale = sdpa.as_dot(problem, query, key)
+        query, key, scale = as_dot(problem, query, key)
     assert not isinstance(scale, Tensor)
     for part in () if problem.bias is None else problem.bias.parts():
         if isinstance(part, Diagonal):

@@ -92,7 +92,8 @@ class Engine:
     `why_not(problem)` returns the reasons why it does not support the problem, `why_avoid(problem)` the reasons why it
     should not be picked automatically. `run(problem, query, key, value, seed)` returns the output (B, H, Q, E) and the
     log-sum-exp (B, H, Q), or None if the engine has none. `peak_bytes(problem)` is the memory beyond inputs and output.
-    `dense(problem)` is whether it also computes the tiles that the mask leaves empty.
+    `dense(problem)` is whether it also computes the tiles that the mask leaves empty. `fallback(problem)` says when it
+    hands a call, or a derivative, over to another engine; it is empty if that cannot happen.
     """
 
     name: str
@@ -101,6 +102,7 @@ class Engine:
     run: RunFunction
     peak_bytes: Callable[[Problem], int]
     dense: Callable[[Problem], bool]
+    fallback: Callable[[Problem], list[str]] = lambda problem: []
 
 
 def exceeds(needed: int, limit: int) -> bool:
@@ -143,6 +145,16 @@ def check_tensors(query: Tensor, key: Tensor, value: Tensor | None) -> None:
                 f"query heads H must be a multiple of key/value heads G, not {heads} and {shared} "
                 f"({_format_shapes(named)})"
             )
+
+
+def check_description_tensor(tensor: Tensor, query: Tensor) -> None:
+    """Raise unless a tensor of the description can be used with this query."""
+    check_layout("a tensor of the description", tensor, sequences=False)
+    if query.is_cpu and not tensor.is_cpu:
+        raise ValueError(
+            f"the tensors of the description must be on the device of the query, {query.device}, but one of shape "
+            f"{format_shape(tensor)} is on {tensor.device}; move the description, as in attend.to(query.device)"
+        )
 
 
 def batch_size(*tensors: Tensor) -> int:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from regard.engines import tiled
 from regard.engines.derivatives import Tensors, differentiable_twice
+from regard.engines.dot_product import as_dot
 from regard.engines.problem import Engine, Problem, exceeds
 from regard.engines.reference import replace_nonfinite
 from regard.geometry import pad_leading
@@ -21,7 +22,7 @@ DENSE_BYTES = 1 << 27  # limit of a mask or bias, which torch needs as a dense t
 
 
 def run(problem: Problem, query: Tensor, key: Tensor, value: Tensor, seed: Tensor | None) -> tuple[Tensor, None]:
-    if not problem.grad or problem.in_transform or torch.compiler.is_compiling():
+    if not _has_double_backward(problem):
         return _attend(problem, query, key, value), None
 
     def kernel(tensors: Tensors) -> tuple[Tensor]:
@@ -30,6 +31,11 @@ def run(problem: Problem, query: Tensor, key: Tensor, value: Tensor, seed: Tenso
 
     (output,) = differentiable_twice(kernel, tiled.TiledOperator(problem, None), query, key, value, *problem.tensors)
     return output, None
+
+
+def _has_double_backward(problem: Problem) -> bool:
+    """Whether `tiled` provides the derivatives that torch's kernel lacks."""
+    return problem.grad and not problem.in_transform and not torch.compiler.is_compiling()
 
 
 def _attend(problem: Problem, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -92,26 +98,6 @@ def _attend_without_reading(problem: Problem, query: Tensor, key: Tensor, value:
         is_nan = is_nan | bias.isnan().any(-1, keepdim=True)
     output = _kernel(problem, query, key, scale, value, bias)
     return output * torch.where(is_nan, float("nan"), 1.0).to(output)  # a product, so that gradients become NaN as well
-
-
-def as_dot(problem: Problem, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor, float]:
-    """Return query, key and a factor whose scaled dot product is the score."""
-    score, at, scale = problem.score, problem.frame.indices(device=query.device), problem.scale
-    if isinstance(score, Cosine):
-        good = key.isfinite().all(-1, keepdim=True)  # a bad key stays bad, but must not spread a gradient
-        key = torch.where(good, _unit(problem, torch.where(good, key, 0.0)), float("nan"))
-        query = _unit(problem, query)
-    elif isinstance(score, Bilinear):
-        # in the compute dtype, so that a more precise matrix keeps its digits
-        query = score.project(query.to(problem.compute_dtype), at).to(query.dtype)
-    if isinstance(scale, Tensor):
-        query, scale = (query * at.per_head(scale.reshape(-1))).to(query.dtype), 1.0
-    return query, key, scale
-
-
-def _unit(problem: Problem, vectors: Tensor) -> Tensor:
-    """Normalise vectors, rounding once: float16 cannot represent the smallest norm that they are divided by."""
-    return F.normalize(vectors.to(problem.compute_dtype), dim=-1).to(vectors.dtype)
 
 
 def _plain_causal(problem: Problem) -> bool:
@@ -187,6 +173,17 @@ def why_avoid(problem: Problem) -> list[str]:
     return reasons
 
 
+def fallback(problem: Problem) -> list[str]:
+    uses = []
+    if _may_read(problem):
+        uses.append("tiled computes the call again if a row of the output is not finite or all 0")
+    if _has_double_backward(problem):
+        uses.append("tiled computes second derivatives")
+        if problem.device.type == "cpu":
+            uses.append("tiled computes gradients again that are not finite")
+    return uses
+
+
 def peak_bytes(problem: Problem) -> int:
     if (problem.mask is None and problem.bias is None) or _plain_causal(problem):
         return 0
@@ -201,4 +198,4 @@ def peak_bytes(problem: Problem) -> int:
     return 2 * bytes_each * batch * heads * frame.Q * frame.K
 
 
-ENGINE = Engine("sdpa", why_not, why_avoid, run, peak_bytes, dense=lambda problem: not _plain_causal(problem))
+ENGINE = Engine("sdpa", why_not, why_avoid, run, peak_bytes, lambda problem: not _plain_causal(problem), fallback)

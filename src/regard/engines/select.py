@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import ModuleType
 
-from regard.engines import flex, native, reference, sdpa, tiled
+import torch
+from torch import Tensor
+
+from regard.engines import flex, inspection, native, reference, sdpa, tiled
 from regard.engines.cost import TILE, forward_flops, visited_entries
 from regard.engines.problem import Engine, Problem
 from regard.engines.tiled import tile_size
@@ -50,6 +54,21 @@ def select(problem: Problem, name: str | None = None) -> Engine:
     return next(engine for engine in reversed(ENGINES.values()) if not engine.why_not(problem))
 
 
+def select_inspection(problem: Problem, parts: Sequence[Tensor] | None = None) -> ModuleType:
+    """Return the module that inspects the weights of a problem: `native`, or `inspection` in torch.
+
+    parts: indices of the heads, rows and columns whose weights are requested, which may have to be differentiable.
+    """
+    outside = torch.compiler.is_compiling() or problem.in_transform or not problem.direct
+    if outside or native.why_not(problem):
+        return inspection
+    if parts is None:
+        return inspection if native.why_avoid(problem) else native
+    rows = parts[1]
+    supported = not (problem.grad or problem.tangent) and all(map(len, parts)) and native.can_select_rows(problem, rows)
+    return native if supported and (len(rows) < problem.frame.Q or not native.why_avoid(problem)) else inspection
+
+
 @contextmanager
 def exclude_engine(name: str) -> Iterator[None]:
     """Exclude an engine, so that an exported graph consists of torch's own operators."""
@@ -72,7 +91,7 @@ class Explanation:
     2097152
 
     `tiles` are visited and total tiles, `flops` those of the forward pass, `peak_bytes` the memory beyond inputs and
-    output, `reasons` the objections to each engine that was not picked.
+    output, `reasons` the objections to each engine that was not picked, `fallbacks` what the engine leaves to another.
     """
 
     description: str
@@ -83,6 +102,7 @@ class Explanation:
     tiles: tuple[int, int]
     flops: int
     peak_bytes: int
+    fallbacks: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         visited, total = self.tiles
@@ -90,6 +110,7 @@ class Explanation:
             self.description,
             f"  sizes   {'  '.join(f'{axis}={n}' for axis, n in self.sizes.items())}",
             f"  engine  {self.engine}",
+            *(f"          {fallback}" for fallback in self.fallbacks),
             *(f"          not {name}: {'; '.join(reasons)}" for name, reasons in self.reasons.items()),
             f"  tiles   {visited:,} of {total:,} visited ({visited / max(total, 1):.1%}), each {_times(self.tile)}",
             f"  FLOPs   {_units(self.flops)}FLOP forward",
@@ -115,11 +136,12 @@ def explain(problem: Problem, description: str, name: str | None = None) -> Expl
         description=description,
         sizes={"B": frame.B, "H": frame.H, "G": problem.G, "Q": frame.Q, "K": frame.K, "D": problem.D, "E": problem.E},
         engine=engine.name,
-        reasons={other: found for other, found in reasons.items() if found},
+        reasons={other: objections for other, objections in reasons.items() if objections},
         tile=size,
         tiles=(table.total if dense else table.visited, table.total),
         flops=forward_flops(computed, problem.score, problem.D, problem.E),
         peak_bytes=engine.peak_bytes(problem),
+        fallbacks=tuple(engine.fallback(problem)),
     )
 
 

@@ -10,10 +10,9 @@ and `~` the difference from FULL (three-valued logic), so that a composed mask c
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Hashable
 from dataclasses import dataclass, fields, replace
-from typing import Any, SupportsIndex
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,7 +20,8 @@ from torch import Tensor
 
 from regard.cache import size_of
 from regard.fingerprint import fingerprint
-from regard.geometry import CallSlice, Frame, Indices, format_shape
+from regard.geometry import CallSlice, Frame, Indices
+from regard.masks.compiled import snapshot_in_graph
 
 EMPTY, PARTIAL, FULL = 0, 1, 2
 Kinds = np.ndarray
@@ -236,41 +236,6 @@ def _content(value: Any) -> Hashable | None:
         parts = tuple(map(_content, value))
         return None if None in parts else parts
     return value
-
-
-# torch.compile reads a mask once, while tracing. The graph checks in every call that its tensors are unchanged.
-
-
-def _snapshot_now(mask: Mask) -> str:
-    """Take a snapshot, which the mask keeps, and return the fingerprints of its tensors."""
-    mask.read()
-    return repr([fingerprint(tensor) for tensor in mask.tensors()])
-
-
-_snapshot_now._dynamo_marked_constant = True  # type: ignore[attr-defined]
-_CHECKED = torch.zeros(0)  # declared as written by the check, so that no compiler removes the check
-
-
-@torch.library.custom_op("regard::check_mask", mutates_args=("checked",))
-def _check_mask(checked: Tensor, tensors: list[Tensor], before: str) -> None:
-    if repr([fingerprint(tensor) for tensor in tensors]) != before:
-        raise RuntimeError(
-            "a tensor of a mask was changed after torch.compile read it; build the mask inside the compiled function "
-            "from a tensor that is an argument, or call torch.compiler.reset() after the change"
-        )
-
-
-@_check_mask.register_fake
-def _(checked: Tensor, tensors: list[Tensor], before: str) -> None:
-    return None
-
-
-def snapshot_in_graph(mask: Mask) -> Mask:
-    """Return the snapshot of a mask that was built before the graph."""
-    if not mask.tensors():
-        return mask
-    torch.ops.regard.check_mask(_CHECKED, list(mask.tensors()), _snapshot_now(mask))
-    return mask._snapshot  # type: ignore[attr-defined]
 
 
 class _Composite(Mask):
@@ -516,31 +481,3 @@ class NarrowedMask(_Composite):
 def query_positions(frame: Frame) -> np.ndarray:
     """Return the positions of the queries, (B or 1, 1, Q): one row if all batch rows share an offset."""
     return np.asarray(frame.offsets(), np.int64)[:, None, None] + np.arange(frame.Q)
-
-
-def short_repr(value: int | Tensor) -> str:
-    """Format a value for a mask's repr: few numbers in full, many as their shape."""
-    if not isinstance(value, Tensor):
-        return str(value)
-    return str(value.tolist()) if value.numel() <= 8 and not value.is_floating_point() else format_shape(value)
-
-
-def check_int(name: str, value: object, least: int) -> int:
-    """Check for an integer of at least `least` and return it as an int."""
-    if isinstance(value, bool) or not isinstance(value, SupportsIndex) or operator.index(value) < least:
-        raise ValueError(f"{name} must be a whole number of at least {least}, but is {value!r}")
-    value = operator.index(value)
-    if value >= 2**31:
-        raise ValueError(f"{name} must be below 2**31, where positions overflow, but is {value}")
-    return value
-
-
-def check_int_tensor(name: str, value: Any, form: str) -> Tensor:
-    """Convert to a tensor and check that it holds integers."""
-    try:
-        tensor = torch.as_tensor(value)
-    except (TypeError, ValueError, RuntimeError):
-        raise TypeError(f"{name} must be {form}, but is {type(value).__name__}") from None
-    if tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool:
-        raise TypeError(f"{name} must be {form}, but is {tensor.dtype} of shape {format_shape(tensor)}")
-    return tensor.detach().to(torch.int64)

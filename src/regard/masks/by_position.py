@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from regard.geometry import Frame, Indices, format_shape, pad_leading, to_numpy
-from regard.masks.algebra import Boxes, Intervals, Kinds, Mask, check_int_tensor, kinds, query_positions, short_repr
+from regard.masks.algebra import Boxes, Intervals, Kinds, Mask, kinds, query_positions
+from regard.masks.arguments import check_int_tensor, short_repr
 from regard.masks.from_tensors import from_tensors
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from regard.masks.algebra import Mask, check_int
+from regard.masks.algebra import Mask
+from regard.masks.arguments import check_int
 from regard.masks.explicit import random_blocks
 from regard.masks.patterns import dilated, global_tokens, window
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from regard.geometry import Frame
-from regard.masks.algebra import Mask, check_int
+from regard.masks.algebra import Mask
+from regard.masks.arguments import check_int
 from regard.masks.tiles import tiles
 
 

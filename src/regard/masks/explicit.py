@@ -14,7 +14,8 @@ from torch import Tensor
 from regard.fingerprint import function_state, reads_tensors
 from regard.geometry import CallSlice, Frame, Indices, format_shape, pad_leading, to_numpy
 from regard.hashing import hash32
-from regard.masks.algebra import EMPTY, PARTIAL, Boxes, Kinds, Mask, check_int, check_int_tensor, kinds, short_repr
+from regard.masks.algebra import EMPTY, PARTIAL, Boxes, Kinds, Mask, kinds
+from regard.masks.arguments import check_int, check_int_tensor, short_repr
 from regard.masks.from_tensors import from_tensors
 
 

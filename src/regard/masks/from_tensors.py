@@ -15,7 +15,8 @@ from torch import Tensor
 
 from regard.fingerprint import fingerprint, unwrap, without_transforms
 from regard.geometry import CallSlice, Frame, Indices
-from regard.masks.algebra import Boxes, Intervals, Kinds, Mask, snapshot_in_graph
+from regard.masks.algebra import Boxes, Intervals, Kinds, Mask
+from regard.masks.compiled import snapshot_in_graph
 
 
 @dataclass(frozen=True, eq=False, repr=False)

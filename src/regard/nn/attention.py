@@ -227,7 +227,7 @@ class MultiHeadAttention(nn.Module):
                     "not known while decoding. Pass an explicit offset, such as Attention(offset=0)"
                 )
             if start:
-                attend = attend.replace(offset=attend.offset + start)  # type: ignore[operator]
+                attend = attend.replace(offset=attend.offset + start)
             if beams > 1:
                 k, v = k.repeat_interleave(beams, 0), v.repeat_interleave(beams, 0)
         out = attend(q.transpose(1, 2), k, v)
@@ -275,7 +275,7 @@ def _check_registered(attend: Attention) -> Attention:
     """Return `attend`; raise if its score function has trainable tensors that are not registered."""
     score = attend.score
     is_closure = isinstance(score, Modified) and not isinstance(score.function, nn.Module)
-    if is_closure and score.closes_over_trainable(torch.get_default_device()):  # type: ignore[union-attr]
+    if is_closure and score.closes_over_trainable(torch.get_default_device()):
         raise TypeError(
             f"the score function {score!r} uses tensors that require grad but cannot be registered by this module; "
             "write it as an nn.Module with forward(score, b, h, q_index, k_index) that holds them"

@@ -22,7 +22,7 @@ def depends_on_distance(attend: Attention) -> bool:
 
 def ignores_query_position(attend: Attention) -> bool:
     """Whether the result does not depend on the positions of queries."""
-    mask = attend.mask.snapshot() if isinstance(attend.mask, Mask) else None
+    mask = None if attend.mask is None else attend.mask.snapshot()
     return type(attend.score) in BUILT_IN and _mask_by_key(mask) and _bias_by_key(attend.bias)
 
 
@@ -31,7 +31,7 @@ def max_lookback(attend: Attention) -> int | None:
     reach = _max_lookback(attend.mask)
     if reach is None or attend.offset is None:
         return reach
-    least = attend.offset if isinstance(attend.offset, int) else min(attend.offset.tolist(), default=0)  # type: ignore[union-attr]
+    least = attend.offset if isinstance(attend.offset, int) else min(attend.offset.tolist(), default=0)
     return max(reach - least, 0)
 
 
@@ -51,7 +51,7 @@ def shift_to_cache(attend: Attention, cache: Cache, query: Tensor, value: Tensor
     offset, dropped, seen = attend.offset, cache.dropped, cache.seen_tokens
     if offset is None and (not dropped or depends_on_distance(attend)):
         return attend  # the last query is at the last key
-    first: int | Tensor = seen - count + (0 if offset is None else offset)  # type: ignore[operator]
+    first: int | Tensor = seen - count + (0 if offset is None else offset)
     if not dropped or depends_on_distance(attend):
         return attend.replace(offset=first - dropped)
     frame = Frame(B, H, count, seen, first)

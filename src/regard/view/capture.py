@@ -219,8 +219,6 @@ def attention_kind(
         return "cross"
     Q, K = query.shape[2], key.shape[2]
     offset = K - Q if attend.offset is None else read_offset(attend.offset)
-    assert isinstance(offset, int | Tensor)
-    assert not isinstance(attend.mask, Tensor)
     frame = Frame(len(query), query.shape[1], Q, K, offset)
     if Q == K == 1:  # a single token attends to itself with any mask, so look at the module instead
         return "decoder" if _is_decoder(module, attend.mask) else "encoder"

@@ -212,7 +212,7 @@ class CapturedAttention:
         return self._keys[:, :, call.first : call.stop]
 
     def _problem(self, call: CapturedCall) -> Problem:
-        return call.attend._problem(call.query, self.key(call), None, False)
+        return call.attend.problem(call.query, self.key(call))
 
     def _calls_with_rows(self, rows: Tensor) -> Iterator[tuple[CapturedCall, Tensor, Tensor]]:
         """Yield each call that contains some of `rows`, their indices within the call, and their places in `rows`."""
@@ -374,7 +374,7 @@ class CapturedAttention:
             frame, mask = self._problem(call).frame, call.attend.mask
             if mask is None:
                 count = torch.full((1, len(own)), frame.K)
-            elif (edges := mask.intervals(frame)) is not None:  # type: ignore[union-attr]
+            elif (edges := mask.intervals(frame)) is not None:
                 start, stop = (
                     np.broadcast_to(edge.clip(0, frame.K), (frame.B, edge.shape[1], frame.Q)) for edge in edges
                 )
@@ -386,7 +386,7 @@ class CapturedAttention:
                         frame, torch.full((1, 1, 1, 1), batch), torch.arange(self.heads)[:, None, None],
                         some[:, None], torch.arange(frame.K),
                     )  # fmt: skip
-                    allowed = mask.allows(at_)  # type: ignore[union-attr]
+                    allowed = mask.allows(at_)
                     bits.append(torch.broadcast_to(allowed, (1, self.heads, len(some), frame.K))[0].sum(-1))
                 count = torch.cat(bits, -1)
             parts.append((at, count))

@@ -261,4 +261,11 @@ def peak_bytes(problem: Problem) -> int:
     return itemsize * torch.get_num_threads() * frame.K * (problem.D + problem.E)
 
 
-ENGINE = Engine("native", why_not, why_avoid, run, peak_bytes, dense=lambda problem: False)
+def fallback(problem: Problem) -> list[str]:
+    uses = ["tiled computes second derivatives"] if problem.grad else []
+    if problem.tangent and isinstance(problem.score, Additive):
+        uses.append("tiled computes tangents: the additive score has no forward-mode kernel")
+    return uses
+
+
+ENGINE = Engine("native", why_not, why_avoid, run, peak_bytes, lambda problem: False, fallback)
