@@ -6,6 +6,12 @@
 #include "regard.h"
 
 // Widest first: do(isa) for every instruction set that was compiled.
+#ifdef REGARD_HAS_AVX512BF16
+#define REGARD_DO_AVX512BF16(do) \
+  do (avx512bf16)
+#else
+#define REGARD_DO_AVX512BF16(do)
+#endif
 #ifdef REGARD_HAS_AVX512
 #define REGARD_DO_AVX512(do) \
   do (avx512)
@@ -30,7 +36,8 @@
 #else
 #define REGARD_DO_BASELINE(do)
 #endif
-#define REGARD_ISAS(do) REGARD_DO_AVX512(do) REGARD_DO_AVX2(do) REGARD_DO_NEON(do) REGARD_DO_BASELINE(do)
+#define REGARD_ISAS(do) \
+  REGARD_DO_AVX512BF16(do) REGARD_DO_AVX512(do) REGARD_DO_AVX2(do) REGARD_DO_NEON(do) REGARD_DO_BASELINE(do)
 
 namespace regard {
 
@@ -54,6 +61,8 @@ bool cpu_has(const char* isa) {
 #if defined(__x86_64__) || defined(_M_X64) || defined(__i386__)
   __builtin_cpu_init();
   if (!strcmp(isa, "avx2")) return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+  if (!strcmp(isa, "avx512bf16"))
+    return cpu_has("avx512") && __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vnni");
   if (!strcmp(isa, "avx512"))
     return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
            __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("fma");

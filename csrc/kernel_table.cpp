@@ -1,26 +1,23 @@
 // Compiled once per instruction set: its table of functions.
-#include "dot.h"
 #include "kernels.h"
-#include "packed_linear.h"
 
 #define REGARD_STRING_OF(x) #x
 #define REGARD_STRING(x) REGARD_STRING_OF(x)
 
 namespace regard::REGARD_ISA {
 
+#ifdef REGARD_EXTENDS
+// A kernel that is not declared here is that of the other instruction set.
+using namespace REGARD_EXTENDS;
+#else
+REGARD_KERNELS(REGARD_DECLARE_KERNEL)
+#endif
+
 extern const Kernels kernels;
-const Kernels kernels = {
-    REGARD_STRING(REGARD_ISA),
-    dot_forward,
-    dot_backward,
-    dot_jvp,
-    dot_statistics,
-    dot_weights,
-    dot_map,
-    linear_forward,
-    linear_backward,
-    packed_size,
-    packed_linear,
+const Kernels kernels = {REGARD_STRING(REGARD_ISA),
+#define REGARD_NAME(result, name, parameters) name,
+                         REGARD_KERNELS(REGARD_NAME)
+#undef REGARD_NAME
 };
 
 }  // namespace regard::REGARD_ISA
