@@ -29,8 +29,15 @@ from regard.positions.biases import Bias, dense_bias, is_built_in
 from regard.scores import BUILT_IN, DEFAULT_SCORE, Score, to_score
 from regard.sharding import current_sharding
 
-OBSERVERS: ContextVar[tuple[Callable[[Attention, Tensor, Tensor], None], ...]] = ContextVar("observers", default=())
-"""Observers called on every eager attention call with its description, query and key."""
+OBSERVERS: ContextVar[tuple[Callable[[Attention, Tensor, Tensor, Tensor], None], ...]] = ContextVar(
+    "observers", default=()
+)
+"""Observers called on every eager attention call with its description, query, key and value."""
+INTERVENTION: ContextVar[Callable[[Attention, Tensor, Tensor], tuple[Attention, Tensor | None]] | None] = ContextVar(
+    "intervention", default=None
+)
+"""Called on every eager attention call with its description, query and key: returns the description to compute instead,
+and factors (H,) of the heads' outputs or None. `regard.view.ablate` sets it."""
 
 
 @dataclass(eq=False, repr=False)
@@ -164,6 +171,10 @@ class Attention(Description):
             with no_autocast(query.device):
                 return self.forward(query, key, value, engine=engine, return_lse=return_lse)
         if (sharding := current_sharding()) is not None:
+            if not torch.compiler.is_compiling() and INTERVENTION.get() is not None:
+                raise NotImplementedError(
+                    "an ablation needs whole sequences: run it outside of regard.distributed.sequence"
+                )
             check_tensors(query, key, value)
             query, key, value = broadcast_batch(query, key, value)
             attend = self if self.training else self.replace(dropout=0.0)
@@ -176,6 +187,17 @@ class Attention(Description):
         """Attend to these tensors only, even inside a sequence shared with other processes."""
         if value is None:
             raise TypeError("value must be a torch.Tensor, got None; to get weights only, call weights(query, key)")
+        if not torch.compiler.is_compiling() and INTERVENTION.get() is not None:
+            attend, factors = self.intervene(query, key)
+            token = INTERVENTION.set(None)  # `attend` is already changed
+            try:
+                found = attend.forward_local(query, key, value, engine=engine, return_lse=return_lse)
+            finally:
+                INTERVENTION.reset(token)
+            if factors is None:
+                return found
+            factors = factors[:, None, None] if query.dim() > 2 else factors
+            return (found[0] * factors.to(found[0]), found[1]) if return_lse else found * factors.to(found)
         problem, chosen = self._plan(query, key, value, engine, return_lse)
         seed = draw_seed(query.device) if problem.dropout else None
         if query.dim() == 4:
@@ -197,7 +219,7 @@ class Attention(Description):
         """
         compiling = torch.compiler.is_compiling()
         if not compiling:
-            self.notify_observers(query, key)
+            self.notify_observers(query, key, value)
         if compiling or self.__dict__["_custom"]:
             problem = self.problem(query, key, value, return_lse=return_lse)
             return problem, select(problem, engine)
@@ -216,12 +238,23 @@ class Attention(Description):
             owner=self,
         )
 
-    def notify_observers(self, query: Tensor, key: Tensor) -> None:
+    def notify_observers(self, query: Tensor, key: Tensor, value: Tensor) -> None:
         """Call the observers. `forward` does this; only code that computes attention another way needs to call it."""
         if observers := OBSERVERS.get():
-            query, key = broadcast_batch(query, key)
+            query, key, value = broadcast_batch(query, key, value)
             for observer in observers:
-                observer(self, query, key)
+                observer(self, query, key, value)
+
+    def intervene(self, query: Tensor, key: Tensor) -> tuple[Attention, Tensor | None]:
+        """Return the description to compute instead of this one, and factors (H,) of the heads' outputs or None.
+
+        Without an intervention, this description. `forward` does this; only code that computes attention another way
+        needs to call it.
+        """
+        intervention = None if torch.compiler.is_compiling() else INTERVENTION.get()
+        if intervention is None:
+            return self, None
+        return intervention(self, *broadcast_batch(query, key))
 
     def weights(
         self, query: Tensor, key: Tensor, *, rows: Index = None, columns: Index = None, heads: Index = None

@@ -485,11 +485,11 @@ def test_inspection_broadcasts_a_batch_of_one(shared: str) -> None:
         torch.testing.assert_close(found, call(**wide), rtol=0, atol=0)
     explained = attend.explain(x["query"], x["key"], x["key"])
     assert explained.sizes["B"] == 3
-    seen: list[tuple[int, int]] = []
-    token = OBSERVERS.set((lambda _, query, key: seen.append((len(query), len(key))),))
+    seen: list[tuple[int, int, int]] = []
+    token = OBSERVERS.set((lambda _, query, key, value: seen.append((len(query), len(key), len(value))),))
     attend(x["query"], x["key"], x["key"])
     OBSERVERS.reset(token)
-    assert seen == [(3, 3)]
+    assert seen == [(3, 3, 3)]
 
 
 def test_linear_attention_broadcasts_a_batch_of_one() -> None:

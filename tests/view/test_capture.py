@@ -309,7 +309,7 @@ def test_gradients_are_unchanged_and_the_graph_is_not_kept() -> None:
     assert seen.calls[0].query.grad_fn is None
 
 
-def test_a_capture_of_16k_tokens_stores_queries_and_keys_only() -> None:
+def test_a_capture_of_16k_tokens_stores_queries_keys_and_values_only() -> None:
     """Memory is linear in the number of tokens: weights are computed on request."""
     config = rg.models.LanguageConfig(
         vocabulary=50, d_model=8, layers=1, heads=2, d_hidden=8, positions=1 << 14, windows=(64,)
@@ -319,7 +319,7 @@ def test_a_capture_of_16k_tokens_stores_queries_and_keys_only() -> None:
         with torch.no_grad(), capture(model) as record:
             model.hidden(torch.zeros(1, length, dtype=torch.long), torch.arange(length), rg.nn.LayerContext())
         held[length] = sum(seen.nbytes for seen in record.attentions)
-        assert held[length] == 2 * length * 8 * 4
+        assert held[length] == 3 * length * 8 * 4
     assert held[1 << 14] == 4 * held[1 << 12]
 
 

@@ -127,10 +127,11 @@ class MultiheadAttention(nn.MultiheadAttention):
         pattern, bias = self._masks(attn_mask, key_padding_mask, is_causal and attn_mask is None, keys)
         dropout, weights = self.dropout if self.training else 0.0, None
         if need_weights:  # like torch, use the returned weights for the output too
-            attend = build_attention(pattern, bias=bias)
-            attend.notify_observers(q, k)
+            attend, factors = build_attention(pattern, bias=bias).intervene(q, k)
+            attend.notify_observers(q, k, v)
             all_weights = F.dropout(attend.weights(q, k), dropout)
             weights, output = all_weights.mean(1) if average_attn_weights else all_weights, all_weights @ v
+            output = output if factors is None else output * factors[:, None, None].to(output)
         else:
             output = build_attention(pattern, dropout=dropout, bias=bias)(q, k, v)
         output = output.permute(0, 2, 1, 3) if self.batch_first or not batched else output.permute(2, 0, 1, 3)

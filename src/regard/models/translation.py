@@ -225,7 +225,7 @@ class Transformer(nn.Module):
 
         Averaged over heads and layers; it sums to N.
         """
-        calls: list[tuple[Attention, Tensor, Tensor]] = []
+        calls: list[tuple[Attention, Tensor, Tensor, Tensor]] = []
         token = OBSERVERS.set((*OBSERVERS.get(), lambda *call: calls.append(call)))
         try:
             self(source[None], target[None])
@@ -234,7 +234,7 @@ class Transformer(nn.Module):
         cross_attend = calls[
             len(self.encoder.layers) + 1 :: 2
         ]  # a decoder block runs self-attention, then cross-attention
-        return torch.stack([attend.weights(q, k)[0].sum(1).mean(0) for attend, q, k in cross_attend]).mean(0)
+        return torch.stack([attend.weights(q, k)[0].sum(1).mean(0) for attend, q, k, _ in cross_attend]).mean(0)
 
     def _embed(self, ids: Tensor, positions: Tensor, table: nn.Embedding, position: nn.Module) -> Tensor:
         x = embed_tokens(ids, table)

@@ -179,11 +179,22 @@ def generate_steps(
             return
 
 
-@torch.inference_mode()
 def beam_search(
     state: GenerationState, first: Tensor, strategy: Beam, *, max_new_tokens: int, stop: int | Sequence[int] = ()
 ) -> list[Tensor]:
-    """Beam search. Beam w of row r is row r * width + w of the state."""
+    """Return the best hypothesis of each row."""
+    found = beam_hypotheses(state, first, strategy, max_new_tokens=max_new_tokens, stop=stop)
+    return [hypotheses[0][1] if hypotheses else first.new_zeros(0) for hypotheses in found]
+
+
+@torch.inference_mode()
+def beam_hypotheses(
+    state: GenerationState, first: Tensor, strategy: Beam, *, max_new_tokens: int, stop: int | Sequence[int] = ()
+) -> list[list[tuple[float, Tensor]]]:
+    """Beam search: the hypotheses of each row as (score, tokens), best first; at most `width` of them.
+
+    Beam w of row r is row r * width + w of the state.
+    """
     stop = stop_tokens(stop)
     width, rows, penalty = strategy.width, len(first), strategy.length_penalty
     finished: list[list[tuple[float, np.ndarray]]] = [[] for _ in range(rows)]
@@ -233,10 +244,10 @@ def beam_search(
             length = n + 1
             for w, score in enumerate(scores[row].tolist()):
                 finished[row].append((score / length**penalty, history[row * width + w, :length].copy()))
-    best = [
-        max(candidates, key=lambda pair: pair[0])[1] if candidates else np.zeros(0, np.int64) for candidates in finished
+    return [
+        [(score, torch.from_numpy(tokens).to(first.device)) for score, tokens in candidates[:width]]
+        for candidates in (sorted(each, key=lambda pair: -pair[0]) for each in finished)
     ]
-    return [torch.from_numpy(tokens).to(first.device) for tokens in best]
 
 
 def _common_length(history: np.ndarray, sources: np.ndarray, count: int) -> int:

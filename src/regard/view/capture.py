@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import inspect
-import sys
 import warnings
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -17,7 +16,6 @@ from torch.overrides import TorchFunctionMode
 
 from regard.arguments import read_offset
 from regard.attention import OBSERVERS, Attention
-from regard.description import Description
 from regard.geometry import Frame, Indices, pad_leading
 from regard.masks import Mask
 from regard.masks.algebra import And
@@ -25,6 +23,9 @@ from regard.masks.patterns import Causal
 from regard.nn.cache import CrossCache
 from regard.view.captured_attention import CapturedAttention, Kind
 from regard.view.inputs import model_inputs, next_token
+from regard.view.model_call import ModelCall
+from regard.view.model_output import ModelOutput
+from regard.view.module_calls import ModuleCalls, RunningModule, track_modules
 from regard.view.record import Record
 
 BEAMS = (
@@ -40,8 +41,8 @@ def capture(
 ) -> Iterator[Record]:
     """Record every attention that a model computes inside the `with` block.
 
-    The record keeps descriptions, queries and keys, which needs O(n) memory; weights are computed on request, from the
-    current parameters of the model, so inspect them before the next training step.
+    The record keeps descriptions, queries, keys and values, which needs O(n) memory; weights are computed on request,
+    from the current parameters of the model, so inspect them before the next training step.
 
     model: any model that computes attention with regard: one of `regard.models`, a model after
     `regard.integrations.torch.replace`, or a Transformers model with `attn_implementation="regard"`. Its outputs do
@@ -67,17 +68,10 @@ def capture(
         raise TypeError(f"model must be a torch.nn.Module, but is {type(model).__name__}")
     record = Record(type(model).__name__, heads=heads)
     recorder = _Recorder(record, layers)
-    with ExitStack() as stack:
-        if "torch._dynamo" in sys.modules:  # otherwise nothing is compiled, and importing dynamo is slow
-            stack.enter_context(torch.compiler.set_stance("force_eager"))
-        for name, module in model.named_modules():
-            if isinstance(module, Description):  # recorded under the name of the module that calls it
-                continue
-            before = module.register_forward_pre_hook(recorder.pre_hook(name), with_kwargs=True)
-            stack.callback(before.remove)
-            after = module.register_forward_hook(recorder.post_hook, always_call=True)
-            stack.callback(after.remove)
-        stack.enter_context(_Embeddings(recorder))
+    modules = track_modules(
+        model, recorder.modules, lambda: recorder in OBSERVERS.get(), recorder.enter_module, recorder.leave_module
+    )
+    with modules, _Embeddings(recorder):
         token = OBSERVERS.set((*OBSERVERS.get(), recorder))
         try:
             yield record
@@ -103,9 +97,7 @@ class _Recorder:
     """State of a capture while the model runs: the stack of active modules and the attentions recorded so far."""
 
     def __init__(self, record: Record, layers: int | slice | Sequence[int] | None) -> None:
-        self.record, self.layers = record, layers
-        self.module_stack: list[tuple[str, nn.Module, tuple, dict[str, Any]]] = []  # innermost last
-        self.call_counts: Counter[str] = Counter()  # attention calls per module in this forward pass
+        self.record, self.layers, self.modules = record, layers, ModuleCalls()
         self.known: dict[tuple[str, int], CapturedAttention] = {}
         self.counts: Counter[Kind] = Counter()
         self.ids: Tensor | None = None  # ids of the latest token embedding
@@ -129,39 +121,37 @@ class _Recorder:
             warnings.warn(BEAMS, stacklevel=4)
         for captured in self.record.attentions:
             captured.end()
+            if len(captured.calls) > 1:  # steps of a generation: the last call does not compute all of them
+                self.record.call = None
 
-    def pre_hook(self, name: str) -> Any:
-        def enter(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-            if self in OBSERVERS.get():
-                if not self.module_stack:
-                    self.call_counts.clear()
-                    self.parents, self.restarted = None, False
-                if not name:
-                    self.record.inputs = model_inputs(module, args, kwargs)
-                self.module_stack.append((name, module, args, kwargs))
+    def enter_module(self, running: RunningModule) -> None:
+        if len(self.modules.stack) == 1:
+            self.parents, self.restarted = None, False
+        if not running.name:
+            self.record.inputs = model_inputs(running.module, running.args, running.kwargs)
+            self.record.call = ModelCall.copy(*running[1:])
 
-        return enter
+    def leave_module(self, running: RunningModule, output: Any) -> None:
+        if not running.name:
+            self.record.next_token = next_token(output)
+            self.record.output = ModelOutput.read(running.module, output)
 
-    def post_hook(self, module: nn.Module, args: tuple, output: Any) -> None:
-        if self in OBSERVERS.get() and self.module_stack:
-            name = self.module_stack.pop()[0]
-            if not name:
-                self.record.next_token = next_token(output)
-
-    def __call__(self, attend: Attention, query: Tensor, key: Tensor) -> None:
-        if not self.module_stack:  # a call outside this model
+    def __call__(self, attend: Attention, query: Tensor, key: Tensor, value: Tensor) -> None:
+        if not self.modules.stack:  # a call outside this model
             return
-        name, module, args, kwargs = self.module_stack[-1]
+        if self.modules.stack[0].name:  # a part of the model was called, as in generation
+            self.record.call = None
+        _, module, args, kwargs = self.modules.stack[-1]
+        value = pad_leading(value.detach())
         query, key = pad_leading(query.detach()), pad_leading(key.detach())
         kind = attention_kind(module, args, kwargs, attend, query, key)
         if kind == "cross":
             query = _separate_beams(query, key, args)
         self.attended = True
-        call_number = self.call_counts[name]
-        self.call_counts[name] += 1
+        name, call_number = self.modules.count_call()
         captured = self.known.get((name, call_number))
         if captured is None:
-            display_name = (name or type(module).__name__) + (f" ({call_number + 1})" if call_number else "")
+            display_name = self.modules.display_name(name, call_number)
             captured = self.known[name, call_number] = CapturedAttention(display_name, self.counts[kind], kind)
             self.counts[kind] += 1
             if not self._wanted(captured.layer):
@@ -173,11 +163,11 @@ class _Recorder:
         ids = _query_ids(self.ids, query)
         if kind == "cross":
             if self.restarted or not captured.extend_cross(attend, query, key, ids, self.parents):
-                captured.start(kind, attend, query, key, ids)
+                captured.start(kind, attend, query, key, value, ids)
             return
-        parents = captured.extend(attend, query, key, ids)
+        parents = captured.extend(attend, query, key, value, ids)
         if parents is None:
-            captured.start(kind, attend, query, key, ids)
+            captured.start(kind, attend, query, key, value, ids)
         if captured.kind == "decoder":
             self.parents, self.restarted = parents, parents is None
 

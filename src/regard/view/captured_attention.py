@@ -1,8 +1,9 @@
-"""One captured attention: description, queries and keys, from which weights are computed on request."""
+"""One captured attention: description, queries, keys and values, from which weights are computed on request."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from copy import copy
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal, NamedTuple
@@ -67,6 +68,9 @@ class CapturedAttention:
         self.name, self.layer, self.kind = name, layer, kind
         self.calls: list[CapturedCall] = []
         self._keys: Tensor | None = None  # (B, G, capacity, D)
+        self._values: Tensor | None = None  # (B, G, capacity, E)
+        self.row = 0  # the batch row that is inspected by default
+        self.factors: Tensor | None = None  # (H,), of the heads' outputs, if an ablation changed them
         self._maps: dict[tuple[int, int, int], Tensor] = {}
         self._last_key: Tensor | None = None  # the key tensor of the last call, not a copy, while the model runs
         self.K = 0  # keys in use; a static cache may be longer
@@ -99,36 +103,49 @@ class CapturedAttention:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the stored queries and keys."""
-        keys = 0 if self._keys is None else self._keys.nbytes
-        return keys + sum(call.query.nbytes for call in self.calls)
+        """Bytes of the stored queries, keys and values."""
+        stored = sum(each.nbytes for each in (self._keys, self._values) if each is not None)
+        return stored + sum(call.query.nbytes for call in self.calls)
 
     @property
     def offset(self) -> int:
-        """Position of the first query among the keys, in batch row 0."""
+        """Position of the first query among the keys, in the inspected batch row."""
         call = self.calls[0]
-        return call.first + self._problem(call).frame.offsets()[0]
+        offsets = self._problem(call).frame.offsets()
+        return call.first + offsets[self.row if len(offsets) > 1 else 0]
+
+    def select(self, row: int) -> CapturedAttention:
+        """Return the same attention with another batch row inspected by default; the tensors are shared."""
+        if not 0 <= row < self.batch:
+            raise ValueError(f"row must be in 0 ... {self.batch - 1}, the batch rows of {self.name}, but is {row}")
+        other = copy(self)
+        other.row, other._maps = row, self._maps
+        return other
 
     # Recording, while the model runs
 
-    def start(self, kind: Kind, attend: Attention, query: Tensor, key: Tensor, ids: Tensor | None = None) -> None:
-        """Record a call that starts a new sequence: query (B, H, Q, D), key (B, G, K, D)."""
+    def start(
+        self, kind: Kind, attend: Attention, query: Tensor, key: Tensor, value: Tensor, ids: Tensor | None = None
+    ) -> None:
+        """Record a call that starts a new sequence: query (B, H, Q, D), key (B, G, K, D), value (B, G, K, E)."""
         self._clear_cache()
         self.kind, self._last_key = kind, key
         place = _query_position(attend, query, key) if kind == "decoder" else None
         self.K = key.shape[2] if place is None else min(key.shape[2], place + query.shape[2])
         with torch.inference_mode(False), torch.no_grad():
-            self._keys = key.detach().clone()
+            self._keys, self._values = key.detach().clone(), value.detach().clone()
             self.calls = [CapturedCall(attend, query.detach().clone(), 0, key.shape[2], ids)]
 
-    def extend(self, attend: Attention, query: Tensor, key: Tensor, ids: Tensor | None = None) -> Tensor | None:
+    def extend(
+        self, attend: Attention, query: Tensor, key: Tensor, value: Tensor, ids: Tensor | None = None
+    ) -> Tensor | None:
         """Record a self-attention call that continues the previous ones, as in generation with a cache.
 
         Its keys must be the stored keys (the last of them, or all of a static cache) followed by one key per query.
         Return the rows of the previous call that its rows continue, (B,), or None if it continues none; then nothing
         is recorded.
         """
-        if self._keys is None or not self.calls or self.kind == "cross":
+        if self._keys is None or self._values is None or not self.calls or self.kind == "cross":
             return None
         held, count, place = self._keys, query.shape[2], _query_position(attend, query, key)
         same = (key.shape[1], key.shape[3]) == (held.shape[1], held.shape[3])
@@ -147,11 +164,9 @@ class CapturedAttention:
         self._clear_cache()
         with torch.inference_mode(False), torch.no_grad():
             if moved:
-                held = self._keys = held[parents]
-            if stop > held.shape[2]:
-                self._keys = held.new_empty(*held.shape[:2], 2 * stop, held.shape[3])
-                self._keys[:, :, : self.K] = held[:, :, : self.K]
-            self._keys[:, :, self.K : end] = key[:, :, old : old + count].detach()
+                self._keys, self._values = self._keys[parents], self._values[parents]
+            self._keys = _put(self._keys, self.K, key[:, :, old : old + count], stop)
+            self._values = _put(self._values, self.K, value[:, :, old : old + count], stop)
             self.calls.append(
                 CapturedCall(attend, query.detach().clone(), first, stop, ids, parents.clone() if moved else None)
             )
@@ -193,7 +208,8 @@ class CapturedAttention:
             rows = rows[:: beams // sources]
         with torch.inference_mode(False), torch.no_grad():
             if len(self._keys) == beams:
-                self._keys = self._keys[rows]
+                assert self._values is not None
+                self._keys, self._values = self._keys[rows], self._values[rows]
             calls = []
             for call in reversed(self.calls):
                 calls.append(call.select_rows(rows))
@@ -211,6 +227,17 @@ class CapturedAttention:
         assert self._keys is not None
         return self._keys[:, :, call.first : call.stop]
 
+    def value(self, call: CapturedCall) -> Tensor:
+        """The values of a call, (B, G, K, E)."""
+        assert self._values is not None
+        return self._values[:, :, call.first : call.stop]
+
+    def value_lengths(self, head: int) -> Tensor:
+        """Return the Euclidean length of the value of each key, (K,), in a head of the inspected batch row."""
+        assert self._values is not None
+        group = head * self._values.shape[1] // self.heads
+        return self._values[self.row, group, : self.K].double().norm(dim=-1)
+
     def _problem(self, call: CapturedCall) -> Problem:
         return call.attend.problem(call.query, self.key(call))
 
@@ -225,8 +252,11 @@ class CapturedAttention:
             start = stop
 
     @torch.no_grad()
-    def weights(self, *, heads: Index = None, rows: Index = None, columns: Index = None, batch: int = 0) -> Tensor:
+    def weights(
+        self, *, heads: Index = None, rows: Index = None, columns: Index = None, batch: int | None = None
+    ) -> Tensor:
         """Return the weights (heads, rows, columns) of one batch row; an axis stays even if one index is selected."""
+        batch = self.row if batch is None else batch
         h, i = resolve_index("heads", heads, self.heads), resolve_index("rows", rows, self.Q)
         j = resolve_index("columns", columns, self.K)
         result = self.calls[0].query.new_zeros(len(h), len(i), len(j))
@@ -255,8 +285,9 @@ class CapturedAttention:
         )
 
     @torch.no_grad()
-    def map(self, size: tuple[int, int], batch: int = 0) -> Tensor:
+    def map(self, size: tuple[int, int], batch: int | None = None) -> Tensor:
         """Return mean weights over `bands` of queries and keys, (H, rows, columns), like `Attention.map`."""
+        batch = self.row if batch is None else batch
         rows, columns = min(size[0], self.Q), min(size[1], self.K)
         if (rows, columns, batch) not in self._maps:
             self._maps[rows, columns, batch] = self._map(rows, columns, batch)
@@ -283,11 +314,12 @@ class CapturedAttention:
             self.map((CELLS, CELLS))
 
     @torch.no_grad()
-    def weights_at(self, keys: Tensor, rows: Index = None, batch: int = 0) -> Tensor:
+    def weights_at(self, keys: Tensor, rows: Index = None, batch: int | None = None) -> Tensor:
         """Return the weights (H, rows, m) of `keys` (rows, m), listed separately for each query.
 
         The weight of a key that does not exist is 0. Costs O(rows · m · D), independent of the sequence length.
         """
+        batch = self.row if batch is None else batch
         chosen, lse = resolve_index("rows", rows, self.Q), self.statistics.lse[batch]
         result = torch.zeros(self.heads, len(chosen), keys.shape[1])
         for call, own, at in self._calls_with_rows(chosen):
@@ -318,22 +350,39 @@ class CapturedAttention:
 
     @torch.no_grad()
     def window(
-        self, head: int, rows: tuple[int, int], columns: tuple[int, int], size: tuple[int, int], batch: int = 0
+        self,
+        head: int,
+        rows: tuple[int, int],
+        columns: tuple[int, int],
+        size: tuple[int, int],
+        batch: int | None = None,
+        *,
+        scaled: bool = False,
     ) -> Window:
         """Return the weights of a window, pooled to their means over `bands` where it is larger than `size`.
+
+        scaled: multiply each weight by the length of the value of its key.
 
         A window of more than 2^24 weights is made of the cells of a 1024 x 1024 map that overlap it. The map is
         computed once, and its outer cells may extend beyond the window.
         """
+        batch = self.row if batch is None else batch
         (top, bottom), (left, right) = _check_range("rows", rows, self.Q), _check_range("columns", columns, self.K)
         size = (min(size[0], bottom - top), min(size[1], right - left))
-        if (bottom - top) * (right - left) > DIRECT:
+        lengths = self.value_lengths(head)[left:right].float() if scaled else 1.0
+        if (bottom - top) * (right - left) <= DIRECT:
+            result = pool((self._window_weights(head, (top, bottom), (left, right), batch) * lengths)[None], size)[0]
+        elif scaled:
+            result = torch.empty(size)
+            for n, (first, last) in enumerate(bands(bottom - top, size[0]).tolist()):
+                part = self._window_weights(head, (top + first, top + last), (left, right), batch) * lengths
+                result[n] = pool(part[None], (1, size[1]))[0, 0]
+        else:
             cells = self.map((CELLS, CELLS), batch)[head]
             down, across = bands(self.Q, cells.shape[0]), bands(self.K, cells.shape[1])
             i, j = ((each[:, 1] > first) & (each[:, 0] < last) for each, first, last in
                     ((down, top, bottom), (across, left, right)))  # fmt: skip
             return Window(cells[i][:, j].numpy(), down[i].numpy(), across[j].numpy())
-        result = pool(self._window_weights(head, (top, bottom), (left, right), batch)[None], size)[0]
         return Window(
             result.numpy(), (top + bands(bottom - top, size[0])).numpy(), (left + bands(right - left, size[1])).numpy()
         )
@@ -366,8 +415,9 @@ class CapturedAttention:
             result[i.start - rows[0] : i.stop - rows[0]] = scores.sub_(lse.masked_fill(lse == -torch.inf, 0.0)).exp_()
         return result
 
-    def visible_counts(self, rows: Index = None, batch: int = 0) -> Tensor:
+    def visible_counts(self, rows: Index = None, batch: int | None = None) -> Tensor:
         """Count the keys that the mask allows each of the queries, (1 or H, rows)."""
+        batch = self.row if batch is None else batch
         chosen = resolve_index("rows", rows, self.Q)
         parts = []
         for call, own, at in self._calls_with_rows(chosen):
@@ -395,6 +445,16 @@ class CapturedAttention:
         for at, count in parts:
             result[:, at] = count.to(torch.int64)
         return result
+
+
+def _put(held: Tensor, at: int, new: Tensor, size: int) -> Tensor:
+    """Write `new` (B, G, n, D) into `held` from index `at` on, after doubling it if it is shorter than `size`."""
+    if size > held.shape[2]:
+        larger = held.new_empty(*held.shape[:2], 2 * size, held.shape[3])
+        larger[:, :, :at] = held[:, :, :at]
+        held = larger
+    held[:, :, at : at + new.shape[2]] = new.detach()
+    return held
 
 
 def _query_position(attend: Attention, query: Tensor, key: Tensor) -> int | None:

@@ -139,8 +139,8 @@ def _attention(record: Record, number: int, sizes: Sizes, arrays: dict[str, np.n
     if sizes.rows < captured.Q:
         rows = ((torch.arange(sizes.rows) + 0.5) * captured.Q / sizes.rows).long()
     count = min(sizes.keys, captured.K)
-    top_keys = statistics.top_keys[0, heads][:, rows, :count].clamp(min=0)
-    top_weights = statistics.top_weights[0, heads][:, rows, :count]
+    top_keys = statistics.top_keys[captured.row, heads][:, rows, :count].clamp(min=0)
+    top_weights = statistics.top_weights[captured.row, heads][:, rows, :count]
     assert statistics.mass is not None
     curves = {
         "entropy": statistics.entropy,
@@ -150,8 +150,10 @@ def _attention(record: Record, number: int, sizes: Sizes, arrays: dict[str, np.n
     }
     if captured.kind == "cross":  # queries and keys come from two sequences: there is no distance
         del curves["distance"]
-    has_keys = statistics.max_logit[0, heads].isfinite()  # queries with at least one visible key
-    curves = {name: curve[0, heads].float().masked_fill(~has_keys, torch.nan) for name, curve in curves.items()}
+    has_keys = statistics.max_logit[captured.row, heads].isfinite()  # queries with at least one visible key
+    curves = {
+        name: curve[captured.row, heads].float().masked_fill(~has_keys, torch.nan) for name, curve in curves.items()
+    }
     names = {"first": "sink"}
     tops: dict[str, str | None] = {"top_keys": None, "top_weights": None, "top_rows": None}
     if not exact:  # exact maps contain the strongest keys

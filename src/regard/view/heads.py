@@ -83,8 +83,13 @@ def score_patterns(
     more = visible.amin(0) > 1  # queries with a choice of keys
     statistics = captured.statistics
     assert statistics.mass is not None
-    add("first token", statistics.mass[0][:, rows].float(), 1.0, more & ((at > 0) | (captured.kind == "cross")))
-    effective = statistics.entropy[0][:, rows].float().exp() / visible
+    add(
+        "first token",
+        statistics.mass[captured.row][:, rows].float(),
+        1.0,
+        more & ((at > 0) | (captured.kind == "cross")),
+    )
+    effective = statistics.entropy[captured.row][:, rows].float().exp() / visible
     many = visible.amin(0) >= MIN_KEYS
     if int(many.sum()) >= MIN_QUERIES:
         found.append(("uniform", effective[:, many].mean(-1), torch.full((captured.heads,), 2 / 3), None))
@@ -103,7 +108,7 @@ def score_patterns(
             count = (places >= 0).sum(-1).float()
             if int(((count > 0) & more).sum()) >= MIN_QUERIES:
                 add(name, captured.weights_at(places, rows).sum(-1), count, (count > 0) & more)
-    offset = (statistics.top_keys[0, :, :, 0][:, rows] - at).mode(-1).values  # (H,)
+    offset = (statistics.top_keys[captured.row, :, :, 0][:, rows] - at).mode(-1).values  # (H,)
     each, which = offset.unique(return_inverse=True)
     mass = captured.weights_at(at[:, None] + each, rows)  # (H, R, offsets)
     mass = mass.gather(2, which[:, None, None].expand(-1, len(rows), 1))[..., 0]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -16,8 +16,12 @@ from regard.files import write_text_atomically
 from regard.view.captured_attention import CapturedAttention, Kind, Window
 
 if TYPE_CHECKING:
+    from regard.view.changes import Change
     from regard.view.document import Document
     from regard.view.heads import HeadPattern
+    from regard.view.model_call import ModelCall
+    from regard.view.model_output import ModelOutput
+    from regard.view.weight_steps import WeightSteps
 
 NOTHING = (
     "nothing was captured: the model computed no attention with regard inside the block. Load a Transformers model "
@@ -65,6 +69,13 @@ class Record:
         self.spectrogram: dict[str, Any] | None = None
         self.inputs: dict[str, Tensor] = {}  # of the last call of the whole model
         self.next_token: int | None = None  # most likely token after these inputs
+        self.call: ModelCall | None = None  # the captured call of the whole model, if it can be run again
+        self.output: ModelOutput | None = None  # of that call
+        self.changes: tuple[Change, ...] = ()  # of the attention of the model, by `ablate`
+        self.tokenizer: Any = None  # the one that `decode` was given
+        self.row = 0  # the batch row that is shown
+        self.prompt = 0  # tokens that were given, before those of `generate`
+        self.score: float | None = None  # mean log-probability of the tokens of `generate`
         self._tokens: dict[str, Stream] = {}
 
     def __repr__(self) -> str:
@@ -190,6 +201,7 @@ class Record:
         """
         from regard.view.inputs import token_texts
 
+        self.tokenizer = tokenizer
         streams = self.streams
         for name, ids in {**self._embedded, **self.inputs}.items():
             if ids.dim() == 1 and name in streams and len(ids) != len(streams[name].tokens):
@@ -211,7 +223,7 @@ class Record:
         for captured in self.attentions:
             ids, queries = captured.ids, self.stream_names(captured)[0]
             if ids is not None:
-                result.setdefault("target" if queries in (GENERATED, BOTH) else queries, ids[0])
+                result.setdefault("target" if queries in (GENERATED, BOTH) else queries, ids[captured.row])
         return result
 
     def set_image(
@@ -260,11 +272,11 @@ class Record:
         rows: Index = None,
         columns: Index = None,
         kind: Kind | None = None,
-        batch: int = 0,
+        batch: int | None = None,
     ) -> Tensor:
         """Return the weights (rows, columns) of a head, or (H, rows, columns) of all heads of a layer.
 
-        Only the selected rows are computed.
+        Only the selected rows are computed. batch: a batch row, by default the one that is shown, the first.
         """
         captured = self.attention(layer, kind)
         weights = captured.weights(heads=None if head is None else [head], rows=rows, columns=columns, batch=batch)
@@ -278,12 +290,74 @@ class Record:
         columns: tuple[int, int],
         size: tuple[int, int] = (512, 512),
         kind: Kind | None = None,
+        *,
+        scaled: bool = False,
     ) -> Window:
         """Return the weights of a window, pooled to means where it is larger than `size`.
 
         rows, columns: (start, stop). `Window.rows` and `Window.columns` are the ranges that each cell averages.
+        scaled: multiply each weight by the length of the value of its key.
         """
-        return self.attention(attention, kind).window(head, rows, columns, size)
+        return self.attention(attention, kind).window(head, rows, columns, size, scaled=scaled)
+
+    def explain_weight(
+        self, layer: int | str, head: int, query: int, key: int, kind: Kind | None = None
+    ) -> WeightSteps:
+        """Return how one weight comes about: product, scale, bias, mask, softmax, and contribution to the output.
+
+        >>> import regard as rg, regard.view, torch
+        >>> model = rg.models.TextEncoder(rg.models.TextConfig(100, d_model=32, layers=2, heads=4, d_hidden=64)).eval()
+        >>> with rg.view.capture(model) as record:
+        ...     hidden = model(torch.tensor([[5, 6, 7]]))
+        >>> steps = record.explain_weight(1, head=0, query=2, key=1)
+        >>> steps.weight == record.weights(1, head=0)[2, 1].item()
+        True
+        """
+        from regard.view.weight_steps import weight_steps
+
+        return weight_steps(self.attention(layer, kind), head, query, key)
+
+    # Experiments
+
+    def select(self, row: int) -> Record:
+        """Return the record with another batch row shown; `decode` or `set_tokens` names its tokens."""
+        from regard.view.experiments import select_row
+
+        return select_row(self, row)
+
+    def ablate(
+        self,
+        *changes: Change,
+        tokens: Mapping[int, int | str] | None = None,
+        target_tokens: Mapping[int, int | str] | None = None,
+    ) -> Record:
+        """Run the captured call again with changed attention or other tokens, and return its record.
+
+        tokens: replacements of source tokens by position: a token id, or the text of one token (after `decode`).
+        target_tokens: the same for the input of a decoder.
+
+        >>> import regard as rg, regard.view, torch
+        >>> model = rg.models.TextEncoder(rg.models.TextConfig(100, d_model=32, layers=2, heads=4, d_hidden=64)).eval()
+        >>> with rg.view.capture(model) as record:
+        ...     hidden = model(torch.tensor([[5, 6, 7]]))
+        >>> changed = record.ablate(rg.view.Change(layer=1, head=0, forbid=[(2, 1)]), tokens={0: 9})
+        >>> changed.weights(1, head=0)[2, 1].item()
+        0.0
+        """
+        from regard.view.experiments import ablate_record
+
+        return ablate_record(self, changes, {"source": tokens or {}, "target": target_tokens or {}})
+
+    def generate(self, max_new_tokens: int = 16, beams: int = 1) -> list[Record]:
+        """Continue the tokens of a language model, or generate the target of a translator, under the same changes.
+
+        Return a record of one forward pass over the tokens of each beam, best first; `Record.score` is its mean
+        log-probability per token. Rows from `Record.prompt - 1` on are the steps of the generation. Runs the whole
+        model in every step, so that any change applies exactly; meant for short texts.
+        """
+        from regard.view.experiments import generate_records
+
+        return generate_records(self, max_new_tokens, beams)
 
     @property
     def statistics(self) -> dict[str, Statistics]:

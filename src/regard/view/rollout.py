@@ -9,7 +9,7 @@ from regard.view.captured_attention import Kind
 from regard.view.record import Record
 
 
-def rollout(record: Record, kind: Kind | None = None, size: int = 512, batch: int = 0) -> Tensor:
+def rollout(record: Record, kind: Kind | None = None, size: int = 512, batch: int | None = None) -> Tensor:
     """Return the rollout after each layer, (L, n, n), by the rule of Abnar & Zuidema (2020); rows sum to 1.
 
         rollout_l = (mean over heads of weights_l + identity) / 2  @  rollout_(l - 1)

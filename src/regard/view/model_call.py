@@ -1,0 +1,145 @@
+"""One call of a whole model with copies of its inputs, which can be run again, also with other tokens."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from regard.masks import Mask
+from regard.nn.packing import Packed
+from regard.view.inputs import SOURCES, TARGETS
+
+PLAIN = (bool, int, float, str, bytes, torch.dtype, torch.device, Mask, type(None))
+
+
+@dataclass(frozen=True, eq=False)
+class ModelCall:
+    """A call `model(*args, **kwargs)`."""
+
+    model: nn.Module
+    args: tuple
+    kwargs: dict[str, Any]
+    state: tuple  # of the parameters at the time of the call
+
+    @classmethod
+    def copy(cls, model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> ModelCall | None:
+        """Copy the inputs of a call; None if one of them, such as a cache, would be changed by running it again."""
+        try:
+            with torch.inference_mode(False), torch.no_grad():
+                return cls(model, _copy(args), _copy(kwargs), _state(model))
+        except TypeError:
+            return None
+
+    def check(self) -> None:
+        """Raise unless running the call again gives the result of the first time."""
+        if self.model.training:
+            raise ValueError(
+                "the model is in training mode, where dropout is random; call model.eval() and capture again"
+            )
+        if _state(self.model) != self.state:
+            raise ValueError("the parameters of the model have changed since the capture; capture again")
+
+    def run(self) -> Any:
+        self.check()
+        with torch.no_grad():
+            return self.model(*self.args, **self.kwargs)
+
+    def ids(self, role: str, row: int = 0) -> Tensor:
+        """Return the token ids (n,) of a batch row of the source or the target."""
+        where, value = self._find(role)
+        del where
+        if isinstance(value, Tensor):
+            return value[row]
+        return (value.values if isinstance(value, Packed) else torch.cat(list(value)))[_part(value, row)]
+
+    def replace_ids(self, role: str, ids: Tensor, row: int = 0) -> ModelCall:
+        """Return the call with other ids (n,) in a batch row. A batch of one may get another number of tokens."""
+        where, value = self._find(role)
+        if isinstance(value, Tensor):
+            if ids.shape != value[row].shape and len(value) > 1:
+                raise ValueError("the number of tokens can only change in a batch of one; capture one sequence")
+            new: Any = ids[None] if len(value) == 1 else value.clone()
+            if len(value) > 1:
+                new[row] = ids
+        else:
+            packed = isinstance(value, Packed)
+            lengths = value.lengths if packed else tuple(map(len, value))
+            flat = value.values if packed else torch.cat(list(value))
+            part = _part(value, row)
+            if len(ids) != part.stop - part.start and len(lengths) > 1:
+                raise ValueError("the number of tokens can only change in a batch of one; capture one sequence")
+            flat = torch.cat([flat[: part.start], ids, flat[part.stop :]])
+            lengths = (len(ids),) if len(lengths) == 1 else lengths
+            new = Packed(flat, lengths) if packed else list(flat.split(lengths))
+        if isinstance(where, int):
+            return replace(self, args=(*self.args[:where], new, *self.args[where + 1 :]))
+        return replace(self, kwargs={**self.kwargs, where: new})
+
+    def drop_masks(self, length: int) -> ModelCall:
+        """Return the call without masks (1, length) that hide nothing, so that the number of tokens may change."""
+        given = {name: value for name, value in self.kwargs.items() if _has_length(value, length)}
+        for name, value in given.items():
+            if "mask" in name and value.dim() == 2 and bool((value != 0).all()):
+                continue
+            if name not in (*SOURCES, *TARGETS):
+                raise ValueError(f"the input {name!r} has one entry per token; capture a call with token ids only")
+        dropped = {name for name in given if "mask" in name}
+        return replace(self, kwargs={name: value for name, value in self.kwargs.items() if name not in dropped})
+
+    def _find(self, role: str) -> tuple[int | str, Any]:
+        """Return the place of the ids of a role among the arguments, an index or a name, and their value."""
+        names = SOURCES if role == "source" else TARGETS
+        parameters = list(inspect.signature(self.model.forward).parameters)
+        for name in names:
+            if _is_ids(self.kwargs.get(name)):
+                return name, self.kwargs[name]
+            if name in parameters[: len(self.args)] and _is_ids(self.args[parameters.index(name)]):
+                return parameters.index(name), self.args[parameters.index(name)]
+        if role == "source" and self.args and _is_ids(self.args[0]):
+            return 0, self.args[0]
+        raise ValueError(f"the model was not called with token ids as its {role}, so its tokens cannot be changed")
+
+
+def _copy(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.detach().clone()
+    if isinstance(value, Packed):
+        return value.with_values(value.values.detach().clone())
+    if isinstance(value, tuple | list):
+        return type(value)(map(_copy, value))
+    if isinstance(value, Mapping):
+        return {name: _copy(each) for name, each in value.items()}
+    if isinstance(value, PLAIN):
+        return value
+    raise TypeError(f"cannot copy {type(value).__name__}")
+
+
+def _state(model: nn.Module) -> tuple:
+    return tuple((id(each), -1 if each.is_inference() else each._version) for each in model.parameters())
+
+
+def _is_ids(value: Any) -> bool:
+    if isinstance(value, Packed):
+        value = value.values
+    elif isinstance(value, Sequence) and value and all(isinstance(each, Tensor) and each.dim() == 1 for each in value):
+        value = value[0]
+    elif not isinstance(value, Tensor) or value.dim() != 2:
+        return False
+    return value.dim() <= 2 and value.dtype in (torch.int32, torch.int64)
+
+
+def _part(value: Any, row: int) -> slice:
+    """Return the place of a batch row in concatenated sequences; all of them if they run as one row."""
+    lengths = value.lengths if isinstance(value, Packed) else tuple(map(len, value))
+    if len(set(lengths)) > 1:
+        return slice(0, sum(lengths))
+    return slice(row * lengths[0], (row + 1) * lengths[0])
+
+
+def _has_length(value: Any, length: int) -> bool:
+    return isinstance(value, Tensor) and value.dim() >= 2 and value.shape[1] == length
