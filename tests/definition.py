@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import product
 from typing import Any
 
 import torch
@@ -165,6 +166,65 @@ def _dilated(mask: Any, at: Places) -> Tensor:
     return (away <= mask.width * mask.step) & (away % mask.step == 0)
 
 
+def _varlen(mask: Any, at: Places) -> Tensor:
+    start, stop, position = (edge[:, None] for edge in (mask.start, mask.stop, mask.position))
+    bits = (start <= at.j) & (at.j < stop)
+    for inside in mask.inside:
+        bits = bits & MASKS[kind(inside)](inside, replace(at, p=position[None, None]))
+    return bits
+
+
+def _selected(mask: Any, at: Places) -> Tensor:
+    bits = torch.zeros(*mask.indices.shape[:3], at.shape[3], dtype=torch.bool)
+    for b, h, i in product(*map(range, mask.indices.shape[:3])):
+        for block in mask.indices[b, h, i].tolist():
+            if block >= 0:
+                bits[b, h, i, block * mask.size : (block + 1) * mask.size] = True
+    return bits
+
+
+def _tree(mask: Any, at: Places) -> Tensor:
+    before = at.shape[3] - mask.parents.shape[1]
+    rows = []
+    for parents in mask.parents.tolist():
+        seen = torch.zeros(at.shape[3], at.shape[3], dtype=torch.bool)  # position, key
+        for p in range(at.shape[3]):
+            seen[p, : min(p + 1, before)] = True
+            node = p - before
+            while node >= 0:
+                seen[p, before + node] = True
+                node = parents[node]
+        rows.append(seen)
+    table = torch.stack(rows)
+    where = at.p.clamp(0, at.shape[3] - 1).expand(max(len(rows), at.p.shape[0]), 1, at.shape[2], 1)
+    bits = torch.stack([table[n if len(rows) > 1 else 0][where[n, 0, :, 0]] for n in range(len(where))])[:, None]
+    past = (at.p >= at.shape[3]) & (at.j < before)  # a position beyond the tree sees what is before it
+    return torch.where((at.p >= 0) & (at.p < at.shape[3]), bits, past)
+
+
+def _neighborhood(mask: Any, at: Places) -> Tensor:
+    """The windows of NATTEN: of odd or even size, moved inside at the borders, by residue of the dilation."""
+    total = math.prod(mask.shape)
+    table = torch.zeros(total, total, dtype=torch.bool)
+    axes = [range(n) for n in mask.shape]
+    neighbours = []
+    for n, width, step in zip(mask.shape, mask.window, mask.dilation, strict=True):
+        per_place = []
+        for place in range(n):
+            line = list(range(place % step, n, step))  # places of the same residue
+            start = min(max(line.index(place) - width // 2, 0), len(line) - width)
+            per_place.append(line[start : start + width])
+        neighbours.append(per_place)
+    for flat, places in enumerate(product(*axes)):
+        for seen in product(*(lists[place] for lists, place in zip(neighbours, places, strict=True))):
+            key = 0
+            for n, one in zip(mask.shape, seen, strict=True):
+                key = key * n + one
+            table[flat, key] = True
+    bits = table[at.p.clamp(0, total - 1)[..., 0]]
+    return bits & (at.p >= 0) & (at.p < total)
+
+
 MASKS: dict[str, Callable[[Any, Places], Tensor]] = {
     "Causal": lambda mask, at: at.p - at.j >= 0,
     "Window": lambda mask, at: (at.p - at.j <= mask.before) & (at.j - at.p <= mask.after),
@@ -179,6 +239,10 @@ MASKS: dict[str, Callable[[Any, Places], Tensor]] = {
     "Blocks": _blocks,
     "RandomBlocks": _random_blocks,
     "Edges": _edges,
+    "Varlen": _varlen,
+    "Selected": _selected,
+    "Tree": _tree,
+    "Neighborhood": _neighborhood,
     "And": lambda mask, at: torch.stack([visible(part, at) for part in mask.parts]).all(0),
     "Or": lambda mask, at: torch.stack([visible(part, at) for part in mask.parts]).any(0),
     "Not": lambda mask, at: ~visible(mask.negated, at),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from random import Random
 from typing import Any
 
 import torch
@@ -70,7 +71,32 @@ def leaves(B: int, H: int, Q: int, K: int) -> st.SearchStrategy:
     def edges(seed: int, count: int) -> rg.Mask:
         return rg.edges(torch.randint(0, max(K, 1), (2, count), generator=random(seed)))
 
+    def varlen(seed: int, count: int, inside: rg.Mask | None) -> rg.Mask:
+        inner = [torch.randint(0, n + 1, (count,), generator=random(seed)).sort().values.tolist() for n in (Q, K)]
+        return rg.varlen([0, *inner[0], Q], [0, *inner[1], K], mask=inside)
+
+    def tree(seed: int, nodes: int) -> rg.Mask:
+        parents = [torch.randint(-1, node, (B,), generator=random(seed + node)) for node in range(min(nodes, K))]
+        return rg.tree(torch.stack(parents, -1) if parents and B else torch.zeros(B or 1, 0, dtype=torch.int64))
+
+    def selected(seed: int, size: int, heads: int) -> rg.Mask:
+        return rg.selected(torch.randint(-2, -(-K // size), (1, (1, H)[heads], Q, 3), generator=random(seed)), size)
+
+    def neighborhood(seed: int) -> rg.Mask:
+        draw = Random(seed)
+        first = draw.choice([n for n in range(1, K + 1) if K % n == 0])
+        shape = draw.choice([(K,), (first, K // first)])
+        dilation = [draw.randint(1, min(3, n)) for n in shape]
+        window = [draw.randint(1, n // step) for n, step in zip(shape, dilation, strict=True)]
+        return rg.neighborhood(shape, window, dilation)
+
+    distances = st.sampled_from([None, rg.causal(), rg.window(2, 1), rg.dilated(2, 2), rg.causal() & rg.window(3, 0)])
+    positive = [st.builds(neighborhood, seeds)] if K else []
     return st.one_of(
+        *positive,
+        st.builds(varlen, seeds, st.integers(0, 4), distances),
+        st.builds(tree, seeds, st.integers(0, 12)),
+        st.builds(selected, seeds, st.integers(1, 9), st.integers(0, 1)),
         st.builds(rg.causal),
         st.builds(rg.window, small, small),
         st.builds(rg.dilated, st.integers(0, 4), st.integers(1, 4)),

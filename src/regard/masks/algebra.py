@@ -289,7 +289,7 @@ class _Composite(Mask):
 
 
 @dataclass(frozen=True, eq=False)
-class _Combination(_Composite):
+class Combination(_Composite):
     """Base class of `&` and `|`."""
 
     parts: tuple[Mask, ...]
@@ -323,7 +323,7 @@ class _Combination(_Composite):
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class And(_Combination):
+class And(Combination):
     """Allowed by every part."""
 
     def allows(self, at: Indices) -> Tensor:
@@ -351,7 +351,7 @@ class And(_Combination):
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Or(_Combination):
+class Or(Combination):
     """Allowed by some part."""
 
     def allows(self, at: Indices) -> Tensor:
@@ -416,7 +416,7 @@ class Not(_Composite):
         return self.negated
 
     def __repr__(self) -> str:
-        return f"~({self.negated!r})" if isinstance(self.negated, _Combination) else f"~{self.negated!r}"
+        return f"~({self.negated!r})" if isinstance(self.negated, Combination) else f"~{self.negated!r}"
 
 
 @dataclass(frozen=True, eq=False, repr=False)

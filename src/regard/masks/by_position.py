@@ -55,8 +55,8 @@ class Documents(Mask):
         return None if self._runs is None else _query_intervals(frame, *self._runs)
 
     @cached_property
-    def _ranges(self) -> _RangeMinMax:
-        return _RangeMinMax(self._ranks)
+    def _ranges(self) -> RangeMinMax:
+        return RangeMinMax(self._ranks)
 
     def kinds(self, boxes: Boxes) -> Kinds:
         row, n = (boxes.b if len(self._ranks) > 1 else np.zeros_like(boxes.b)), self._ranks.shape[1]
@@ -124,10 +124,10 @@ class Ranges(Mask):
         self.__dict__.pop("_edges", None)
 
     @cached_property
-    def _edges(self) -> tuple[_RangeMinMax, _RangeMinMax]:
+    def _edges(self) -> tuple[RangeMinMax, RangeMinMax]:
         most = np.iinfo(np.int32)  # no key is beyond it
         start, stop = (to_numpy(pad_leading(x, 2)).clip(most.min, most.max) for x in (self.start, self.stop))
-        return _RangeMinMax(start.astype(np.int32)), _RangeMinMax(stop.astype(np.int32))
+        return RangeMinMax(start.astype(np.int32)), RangeMinMax(stop.astype(np.int32))
 
     def check(self, frame: Frame) -> None:
         if self.start.dim() == 2 and len(self.start) not in (1, frame.B):
@@ -156,7 +156,7 @@ def _query_intervals(frame: Frame, starts: np.ndarray, stops: np.ndarray) -> Int
     return np.where(inside, starts[row, at], 0)[:, None], np.where(inside, stops[row, at], 0)[:, None]
 
 
-class _RangeMinMax:
+class RangeMinMax:
     """Minimum and maximum of `values[row, start:stop]` for many ranges, by a sparse table of powers of two."""
 
     def __init__(self, values: np.ndarray) -> None:
