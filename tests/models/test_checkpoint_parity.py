@@ -59,8 +59,9 @@ def test_a_loaded_model_matches_the_outputs_of_transformers(name: str, folder: A
 
 
 @torch.no_grad()
-def test_dynamic_scaling_of_a_padded_row_matches_transformers_on_that_row_alone(folder: Any) -> None:
-    found, other = rg.load(folder("llama-dynamic"))(t.IDS, t.LEFT), t.their_model("llama-dynamic")
+@pytest.mark.parametrize("name", ["llama-dynamic", "phi3-long"])
+def test_dynamic_scaling_of_a_padded_row_matches_transformers_on_that_row_alone(name: str, folder: Any) -> None:
+    found, other = rg.load(folder(name))(t.IDS, t.LEFT), t.their_model(name)
     for row in t.LEFT.sum(1).argsort():  # the shortest first: theirs keeps the longest length so far
         mask = t.LEFT[row]
         close(found[row][mask], other(input_ids=t.IDS[row][mask][None]).logits[0])

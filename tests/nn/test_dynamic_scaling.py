@@ -1,4 +1,4 @@
-"""Dynamic rotary scaling in batches: a sequence has the same result as alone, or the batch raises."""
+"""Dynamic rotary scaling and LongRoPE in batches: a sequence has the same result as alone, or the batch raises."""
 
 from __future__ import annotations
 
@@ -7,13 +7,15 @@ import torch
 from torch import Tensor
 
 import regard as rg
-from regard.positions import Dynamic
+from regard.positions import Dynamic, LongRope, Scaling
+
+SCALINGS = [Dynamic(2.0, original=4), LongRope((1.0, 1.5, 2.0, 3.0), (1.0, 3.0, 5.0, 9.0), original=4, factor=2.0)]
 
 
-@pytest.fixture
-def model() -> rg.models.LanguageModel:
+@pytest.fixture(params=SCALINGS, ids=["dynamic", "longrope"])
+def model(request: pytest.FixtureRequest) -> rg.models.LanguageModel:
     torch.manual_seed(0)
-    rotary = rg.nn.Rotary(scaling=Dynamic(2.0, original=4))
+    rotary = rg.nn.Rotary(scaling=request.param)
     config = rg.models.LanguageConfig(vocabulary=50, d_model=16, layers=2, heads=2, d_hidden=32, rotary=rotary)
     return rg.models.LanguageModel(config).eval().double()
 
@@ -49,10 +51,26 @@ def test_rows_of_unknown_length_raise(model: rg.models.LanguageModel) -> None:
 
 
 @torch.no_grad()
-def test_positions_per_row_determine_its_length() -> None:
+@pytest.mark.parametrize("scaling", SCALINGS, ids=["dynamic", "longrope"])
+def test_positions_per_row_determine_its_length(scaling: Scaling) -> None:
     torch.manual_seed(0)
-    layer = rg.nn.MultiHeadAttention(16, 2, rotary=rg.nn.Rotary(scaling=Dynamic(2.0, original=4))).double()
+    layer = rg.nn.MultiHeadAttention(16, 2, rotary=rg.nn.Rotary(scaling=scaling)).double()
     x, positions = torch.randn(2, 9, 16, dtype=torch.float64), torch.arange(9).minimum(torch.tensor([[4], [8]]))
     logits = layer(x, mask=rg.padding([5, 9]), positions=positions)
     torch.testing.assert_close(logits[:1, :5], layer(x[:1, :5]))
     torch.testing.assert_close(logits[1:], layer(x[1:]))
+
+
+@pytest.mark.parametrize("model", SCALINGS[1:], indirect=True)
+def test_longrope_generates_from_prompts_beyond_the_original_length(model: rg.models.LanguageModel) -> None:
+    found = model.generate([SHORT, LONG], max_new_tokens=3)
+    for prompt, tokens in zip((SHORT, LONG), found, strict=True):
+        for n, token in enumerate(tokens):
+            assert int(model(torch.cat((prompt, tokens[:n]))[None])[0, -1].argmax()) == token
+    with pytest.raises(ValueError, match="cached keys were rotated for a shorter one"):
+        model.generate([SHORT[:3], LONG], max_new_tokens=3)  # the first row becomes longer than 4 tokens
+
+
+def test_longrope_needs_a_factor_per_pair() -> None:
+    with pytest.raises(ValueError, match=r"short must have a factor for each of the d_rotary / 2 = 2 pairs, got 1"):
+        rg.rotary(torch.randn(3, 4), scaling=LongRope((1.0,), (1.0, 2.0), original=4))

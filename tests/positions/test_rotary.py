@@ -306,7 +306,7 @@ X = torch.zeros(2, 3, 5, 8)
         (
             lambda: rotary(X, scaling="yarn"),
             TypeError,
-            "scaling must be None or one of Linear, Dynamic, Yarn and Llama3",
+            "scaling must be None or one of Linear, Dynamic, Yarn, Llama3 and LongRope",
         ),
         (lambda: rotary(X, scaling=Linear), TypeError, "scaling must be None or one of Linear"),
         (lambda: Linear(0.5), ValueError, "factor must be finite and at least 1, but is 0.5"),

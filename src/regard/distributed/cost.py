@@ -348,7 +348,8 @@ def _padded_size(shape: tuple[int, ...], ranks: int) -> int:
 def _layer(block: Block) -> LayerShape:
     attention, feedforward = block.attention, block.feedforward
     assert isinstance(attention, MultiHeadAttention)
-    assert isinstance(feedforward, FeedForward | GatedFeedForward)
+    if not isinstance(feedforward, FeedForward | GatedFeedForward):
+        raise ValueError(f"the cost of {type(feedforward).__name__} is not known; expected a feed-forward layer")
     H, G, D, E = attention.heads, attention.kv_heads, attention.d_head, attention.d_value
     d_model, d_hidden = feedforward.output.weight.shape
     kept = 2 * d_model + H * (D + E + 1) + G * (D + E)  # the inputs of projections, q, k, v, output and log-sum-exp

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from regard.nn import (
+    OutputNorm,
     PostNorm,
     PreNorm,
     Residual,
@@ -21,7 +22,12 @@ from regard.nn import (
 T = TypeVar("T")
 
 NORMS: dict[str, Callable[..., nn.Module]] = {"layer": nn.LayerNorm, "rms": nn.RMSNorm, "unit_rms": UnitRMSNorm}
-ARRANGEMENTS: dict[str, Callable[..., Residual]] = {"pre": PreNorm, "post": PostNorm, "sandwich": SandwichNorm}
+ARRANGEMENTS: dict[str, Callable[..., Residual]] = {
+    "pre": PreNorm,
+    "post": PostNorm,
+    "sandwich": SandwichNorm,
+    "output": OutputNorm,
+}
 
 
 def norm_factory(name: str, eps: float) -> Callable[[int], nn.Module]:

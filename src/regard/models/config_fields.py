@@ -7,7 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import Field, field
-from typing import Any
+from typing import Any, TypeVar
+
+T = TypeVar("T")
 
 
 def token(default: Any) -> Any:
@@ -45,6 +47,11 @@ def per_layer(default: Any) -> Any:
     return field(default=default, metadata={"per_layer": True})
 
 
+def cycle(values: tuple[T, ...], layers: int) -> tuple[T, ...]:
+    """Repeat values per layer until there is one for each."""
+    return tuple(values[n % len(values)] for n in range(layers))
+
+
 def effective_value(config: Any, name: str) -> Any:
     """Return a configuration value, with None resolved to its default and tuples per layer in full.
 
@@ -61,7 +68,7 @@ def effective_value(config: Any, name: str) -> Any:
         value = value if isinstance(value, tuple) else (value,)
         if declaration(config, name).default == () and all(entry is None for entry in value):
             return ()  # no limit in any layer
-        return tuple(value[n % len(value)] for n in range(config.layers))
+        return cycle(value, config.layers)
     return value
 
 

@@ -14,7 +14,7 @@ from regard.engines.packed_linear import project
 from regard.geometry import format_shape
 from regard.masks import causal, window
 from regard.models.components import ARRANGEMENTS, choose, embed_tokens, make_embedding, norm_factory
-from regard.models.config_fields import derived, per_layer, same_as
+from regard.models.config_fields import cycle, derived, optional_count, per_layer, same_as
 from regard.models.inputs import Inputs, prepare_inputs
 from regard.models.position_embeddings import table_length
 from regard.nn import (
@@ -22,12 +22,14 @@ from regard.nn import (
     Block,
     Cache,
     Encoder,
+    Experts,
     FeedForward,
     GatedFeedForward,
     LayerContext,
     MultiHeadAttention,
     Packed,
     Rotary,
+    TokenNorm,
     linear,
 )
 from regard.nn.dropout import dropout
@@ -44,8 +46,14 @@ class LanguageConfig:
 
     kv_heads: number of key/value heads, `heads` by default. d_head: d_model / heads by default.
     rotary: rotary embedding of q and k; None means a learned table of `positions` rows.
-    arrangement: "pre", "post" or "sandwich". norm: "layer", "rms", or "unit_rms" (1 + weight).
+    layer_rotary: rotary embeddings, cycled over the layers, instead of `rotary`; None is a layer without positions.
+    arrangement: "pre", "post", "sandwich" or "output". norm: "layer", "rms", or "unit_rms" (1 + weight).
+    bias: of all projections, unless `qkv_bias` or `output_bias` are given for those of the attention.
+    qk_norm: whether to normalise q and k; qk_norm_span: each "head", or all heads of a "token" together.
     windows: sliding-window sizes, cycled over the layers; None is no limit: (4096, None) alternates between the two.
+    sinks: whether each head has a learned sink logit, which takes weight and gives no value (gpt-oss).
+    experts: number of `nn.Experts` per layer, 0 for a feed-forward layer; each token uses `experts_per_token`.
+    gate_limit: `limit` of the experts.
     scale, softcap: of the scores. final_softcap: of the logits. embedding_scale: factor of the token embeddings.
     attention_dropout: dropout of attention weights, `dropout` by default.
 
@@ -63,6 +71,7 @@ class LanguageConfig:
     d_head: int | None = derived(lambda config: config.d_model // config.heads)
     positions: int = 1024
     rotary: Rotary | None = None
+    layer_rotary: tuple[Rotary | None, ...] = per_layer(())
     arrangement: str = "pre"
     norm: str = "layer"
     eps: float = 1e-5
@@ -70,8 +79,14 @@ class LanguageConfig:
     gated: bool = False
     bias: bool = True
     qkv_bias: bool | None = same_as("bias")
+    output_bias: bool | None = same_as("bias")
     qk_norm: bool = False
+    qk_norm_span: str = "head"
     windows: tuple[int | None, ...] = per_layer(())
+    sinks: bool = False
+    experts: int = optional_count(0)
+    experts_per_token: int = 1
+    gate_limit: float | None = None
     scale: float | None = None
     softcap: float | None = None
     final_softcap: float | None = None
@@ -79,6 +94,11 @@ class LanguageConfig:
     tied: bool = True
     dropout: float = 0.0
     attention_dropout: float | None = same_as("dropout")
+
+    @property
+    def rotaries(self) -> tuple[Rotary | None, ...]:
+        """The rotary embedding of every layer."""
+        return cycle(self.layer_rotary or (self.rotary,), self.layers)
 
 
 class LanguageModel(nn.Module):
@@ -100,7 +120,8 @@ class LanguageModel(nn.Module):
         super().__init__()
         self.config = config
         self.embedding = make_embedding(config.vocabulary, config.d_model)
-        self.position = None if config.rotary is not None else make_embedding(config.positions, config.d_model)
+        learned_positions = config.rotary is None and not config.layer_rotary
+        self.position = make_embedding(config.positions, config.d_model) if learned_positions else None
         norm = norm_factory(config.norm, config.eps)
         self.stack = Encoder(_build_blocks(config), norm=None if config.arrangement == "post" else norm(config.d_model))
         self.head = None if config.tied else linear(config.d_model, config.vocabulary, bias=False)
@@ -206,31 +227,59 @@ class LanguageModel(nn.Module):
 def _build_blocks(config: LanguageConfig) -> list[Block]:
     norm = norm_factory(config.norm, config.eps)
     arrangement = choose("arrangement", config.arrangement, ARRANGEMENTS)
+    if config.layer_rotary and config.rotary is not None:
+        raise ValueError("rotary and layer_rotary are alternatives; pass one of them")
+    # Layers with the same window share one description and its plans, unless they have sinks of their own.
+    shared = {width: _build_attention(config, width) for width in {*(config.windows or (None,))}}
+    return [
+        Block(
+            MultiHeadAttention(
+                config.d_model,
+                config.heads,
+                kv_heads=config.kv_heads,
+                d_head=config.d_head,
+                attend=_build_attention(config, width) if config.sinks else shared[width],
+                rotary=rotary,
+                query_norm=_build_qk_norm(config, config.heads),
+                key_norm=_build_qk_norm(config, config.kv_heads or config.heads),
+                bias=config.bias if config.qkv_bias is None else config.qkv_bias,
+                output_bias=config.bias if config.output_bias is None else config.output_bias,
+            ),
+            _build_feedforward(config),
+            residual=lambda: arrangement(config.d_model, norm, dropout=config.dropout),
+        )
+        for width, rotary in zip(cycle(config.windows or (None,), config.layers), config.rotaries, strict=True)
+    ]
+
+
+def _build_attention(config: LanguageConfig, width: int | None) -> Attention:
+    return Attention(
+        Dot(config.scale, config.softcap),
+        causal() if width is None else causal() & window(width - 1, 0),
+        sink=nn.Parameter(torch.zeros(config.heads)) if config.sinks else None,
+        dropout=config.dropout if config.attention_dropout is None else config.attention_dropout,
+    )
+
+
+def _build_qk_norm(config: LanguageConfig, heads: int) -> nn.Module | None:
+    if not config.qk_norm:
+        return None
+    norm, d_head = norm_factory(config.norm, config.eps), config.d_head or config.d_model // config.heads
+    spans = {"head": lambda: norm(d_head), "token": lambda: TokenNorm(norm(heads * d_head))}
+    return choose("qk_norm_span", config.qk_norm_span, spans)()
+
+
+def _build_feedforward(config: LanguageConfig) -> nn.Module:
+    d_model, d_hidden, bias = config.d_model, config.d_hidden, config.bias
     activation = choose("activation", config.activation, ACTIVATIONS)
-    feedforward = GatedFeedForward if config.gated else FeedForward
-    d_head = config.d_head or config.d_model // config.heads
-    # Layers with the same window share one description and its plans.
-    attentions: dict[int | None, Attention] = {}
-    attention_dropout = config.dropout if config.attention_dropout is None else config.attention_dropout
-    for width in config.windows or (None,):
-        mask = causal() if width is None else causal() & window(width - 1, 0)
-        attentions[width] = Attention(Dot(config.scale, config.softcap), mask, dropout=attention_dropout)
-    blocks = []
-    for n in range(config.layers):
-        attention = MultiHeadAttention(
-            config.d_model,
-            config.heads,
-            kv_heads=config.kv_heads,
-            d_head=d_head,
-            attend=attentions[config.windows[n % len(config.windows)] if config.windows else None],
-            rotary=config.rotary,
-            query_norm=norm(d_head) if config.qk_norm else None,
-            key_norm=norm(d_head) if config.qk_norm else None,
-            bias=config.bias if config.qkv_bias is None else config.qkv_bias,
-            output_bias=config.bias,
-        )
-        hidden = feedforward(config.d_model, config.d_hidden, activation=activation, bias=config.bias)
-        blocks.append(
-            Block(attention, hidden, residual=lambda: arrangement(config.d_model, norm, dropout=config.dropout))
-        )
-    return blocks
+    if not config.experts:
+        if config.gate_limit is not None:
+            raise ValueError("gate_limit is an option of experts; set `experts`")
+        kind = GatedFeedForward if config.gated else FeedForward
+        return kind(d_model, d_hidden, activation=activation, bias=bias)
+    if not config.gated:
+        raise ValueError("experts are gated feed-forward layers; set gated=True")
+    return Experts(
+        d_model, d_hidden, count=config.experts, per_token=config.experts_per_token, activation=activation,
+        limit=config.gate_limit, bias=bias,
+    )  # fmt: skip

@@ -1,9 +1,10 @@
 """Modules: attention with its projections, blocks, stacks, caches, packed batches."""
 
-from regard.nn.attention import AdditiveAttention, MultiHeadAttention, SelfAttention, linear
-from regard.nn.blocks import Block, PostNorm, PreNorm, Residual, SandwichNorm, UnitRMSNorm
+from regard.nn.attention import AdditiveAttention, MultiHeadAttention, SelfAttention, TokenNorm, linear
+from regard.nn.blocks import Block, OutputNorm, PostNorm, PreNorm, Residual, SandwichNorm, UnitRMSNorm
 from regard.nn.cache import Cache, CrossCache, FixedCache, WindowCache
 from regard.nn.context import LayerContext, key_mask
+from regard.nn.experts import Experts
 from regard.nn.feedforward import ACTIVATIONS, FeedForward, GatedFeedForward
 from regard.nn.freeze import freeze, thaw
 from regard.nn.generate import Beam, GenerationState, Greedy, Sample
@@ -26,6 +27,7 @@ __all__ = [
     "Decoder",
     "DecoderCache",
     "Encoder",
+    "Experts",
     "FeedForward",
     "First",
     "FixedCache",
@@ -38,6 +40,7 @@ __all__ = [
     "Mean",
     "CrossCache",
     "MultiHeadAttention",
+    "OutputNorm",
     "Packed",
     "PostNorm",
     "PreNorm",
@@ -50,6 +53,7 @@ __all__ = [
     "SelfAttention",
     "LayerContext",
     "GenerationState",
+    "TokenNorm",
     "UnitRMSNorm",
     "WindowCache",
     "freeze",

@@ -55,7 +55,7 @@ class MultiHeadAttention(nn.Module):
     d_source: width of the source, d_model by default.
     attend: score, mask, bias, sink and dropout (dropout is applied in training only). Its tensors become parameters or
         buffers of this module. Layers that share one object share its tensors and plans.
-    rotary: rotates q and k by their positions. query_norm, key_norm: modules over (..., D), applied before `rotary`.
+    rotary: rotates q and k by their positions. query_norm, key_norm: modules over (..., H, D), applied before `rotary`.
 
     One weight holds the three projections (rows: query heads, key heads, value heads), so that self-attention needs a
     single matrix product. Weights start from N(0, 1 / fan_in), biases from 0; a stack may scale the output weight down.
@@ -237,6 +237,22 @@ class MultiHeadAttention(nn.Module):
         """Return an empty cache for this layer: a `WindowCache` if the mask limits how far back a query attends."""
         reach = max_lookback(self.attend)
         return Cache() if reach is None else WindowCache(reach + 1)
+
+
+class TokenNorm(nn.Module):
+    """Apply a norm over H * D channels to the heads (..., H, D) of a token together, as `query_norm` (OLMo 2).
+
+    >>> import regard as rg, torch
+    >>> rg.nn.TokenNorm(torch.nn.RMSNorm(2 * 8))(torch.randn(3, 2, 8)).shape
+    torch.Size([3, 2, 8])
+    """
+
+    def __init__(self, norm: nn.Module) -> None:
+        super().__init__()
+        self.norm = norm
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(x.flatten(-2)).view(x.shape)
 
 
 class AdditiveAttention(nn.Module):

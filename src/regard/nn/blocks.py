@@ -65,8 +65,10 @@ class PreNorm(Residual):
 
     @torch.no_grad()
     def scale_output(self, sublayer: nn.Module, share: float) -> None:
-        if isinstance(output := getattr(sublayer, "output", None), nn.Linear):
-            output.weight *= share
+        output = getattr(sublayer, "output", None)
+        weight = output.weight if isinstance(output, nn.Linear) else output
+        if isinstance(weight, nn.Parameter):
+            weight.mul_(share)
 
     def forward(self, x: Tensor, sublayer: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
         return x + self.apply_dropout(sublayer(self.norm(x), *args, **kwargs))
@@ -88,6 +90,25 @@ class PostNorm(Residual):
         return self.norm(x + self.apply_dropout(sublayer(x, *args, **kwargs)))
 
 
+class OutputNorm(Residual):
+    """`x + norm(sublayer(x))`: only the output of the sublayer is normalised (OLMo 2).
+
+    >>> import regard as rg, torch
+    >>> rg.nn.OutputNorm(8)(torch.ones(2, 8), lambda x: x).shape
+    torch.Size([2, 8])
+    """
+
+    def __init__(self, d_model: int, norm: Norm = nn.LayerNorm, dropout: float = 0.0) -> None:
+        super().__init__(dropout)
+        self.norm = norm(d_model)
+
+    def scale_output(self, sublayer: nn.Module, share: float) -> None:
+        _set_gain(self.norm, share)
+
+    def forward(self, x: Tensor, sublayer: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
+        return x + self.apply_dropout(self.norm(sublayer(x, *args, **kwargs)))
+
+
 class SandwichNorm(Residual):
     """`x + after(sublayer(norm(x)))`: a norm on both sides (Gemma 2).
 
@@ -100,13 +121,17 @@ class SandwichNorm(Residual):
         super().__init__(dropout)
         self.norm, self.after = norm(d_model), norm(d_model)
 
-    @torch.no_grad()
     def scale_output(self, sublayer: nn.Module, share: float) -> None:
-        assert isinstance(self.after.weight, Tensor)
-        self.after.weight.fill_(share - 1 if isinstance(self.after, UnitRMSNorm) else share)
+        _set_gain(self.after, share)
 
     def forward(self, x: Tensor, sublayer: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
         return x + self.apply_dropout(self.after(sublayer(self.norm(x), *args, **kwargs)))
+
+
+@torch.no_grad()
+def _set_gain(norm: nn.Module, gain: float) -> None:
+    assert isinstance(norm.weight, Tensor)
+    norm.weight.fill_(gain - 1 if isinstance(norm, UnitRMSNorm) else gain)
 
 
 class Block(nn.Module):

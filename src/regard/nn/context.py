@@ -12,7 +12,7 @@ from regard.attention import Attention
 from regard.masks import Mask, dense, padding
 from regard.nn.cached_attention import depends_on_distance, mask_by_distance
 from regard.nn.rotary import Rotary, Table
-from regard.positions import Bias, Dynamic
+from regard.positions import Bias, Dynamic, LongRope
 from regard.positions.biases import dense_bias
 from regard.sharding import current_sharding
 
@@ -127,7 +127,7 @@ class LayerContext:
                 )
             if sharding is not None and rotary.scaling is not None:  # scaling depends on the full sequence
                 positions = sharding.full_tensor(positions, -1)
-            if isinstance(rotary.scaling, Dynamic):
+            if isinstance(rotary.scaling, Dynamic | LongRope):
                 self._check_dynamic(rotary.scaling, positions, start)
             result = rotary.table(positions, d_head, like.dtype)
             if local is not None and rotary.scaling is not None:
@@ -135,11 +135,11 @@ class LayerContext:
             self._tables[key] = result
         return result
 
-    def _check_dynamic(self, scaling: Dynamic, positions: Tensor, start: int) -> None:
+    def _check_dynamic(self, scaling: Dynamic | LongRope, positions: Tensor, start: int) -> None:
         """Raise if the sequence length that dynamic scaling needs cannot be read off the positions."""
         if torch.compiler.is_compiling() or not positions.numel() or int(positions.max()) < scaling.original:
             return
-        if start:
+        if start and not (isinstance(scaling, LongRope) and _all_longer(positions, scaling.original)):
             raise ValueError(
                 f"{scaling!r} rotates every key by the length of the full sequence beyond {scaling.original} tokens, "
                 "but cached keys were rotated for a shorter one; compute the full sequence without a cache, or use "
@@ -151,6 +151,11 @@ class LayerContext:
                 "(N,) do not determine for padded or packed sequences; pad on the left, or pass positions (B, N) that "
                 "repeat the last position of a row in its padding"
             )
+
+
+def _all_longer(positions: Tensor, length: int) -> bool:
+    """Whether the cached tokens of every row that exceeds `length` did so before this call."""
+    return bool(((positions[..., 0] > length) | (positions[..., -1] < length)).all())
 
 
 def check_not_in_context(**given: object) -> None:

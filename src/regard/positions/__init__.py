@@ -2,13 +2,14 @@
 
 from regard.positions.biases import Bias, alibi, dense_bias, relative, shaw, t5
 from regard.positions.encodings import learned, sinusoidal
-from regard.positions.rotary import Dynamic, Linear, Llama3, Scaling, Yarn, rotary
+from regard.positions.rotary import Dynamic, Linear, Llama3, LongRope, Scaling, Yarn, rotary
 
 __all__ = [
     "Bias",
     "Dynamic",
     "Linear",
     "Llama3",
+    "LongRope",
     "Scaling",
     "Yarn",
     "alibi",

@@ -41,7 +41,7 @@ def rotary(
     positions: integers `(N,)` or `(B, N)`; an int is the position of the first token; by default 0 ... N - 1.
     d_rotary: the number of leading channels to rotate, by default D; the others are unchanged.
     interleaved: channel pairs are (2i, 2i + 1) when true (GPT-J), (i, i + d_rotary / 2) when false (Llama, GPT-NeoX).
-    scaling: `Linear`, `Dynamic`, `Yarn` or `Llama3` of `regard.positions`, to extend the trained context.
+    scaling: `Linear`, `Dynamic`, `Yarn`, `Llama3` or `LongRope` of `regard.positions`, to extend the trained context.
 
     `(N, D)` and `(H, N, D)` work too. Angles are computed in float64, the product at least in float32, and the result
     has the shape and dtype of `x`.
@@ -248,6 +248,57 @@ class Llama3:
         return torch.lerp(unscaled / self.factor, unscaled, share)
 
 
+@dataclass(frozen=True)
+class LongRope:
+    """LongRoPE: divides the angle of each pair by a factor of its own, `long` in sequences beyond `original` positions.
+
+    short, long: factors, one per pair. factor: by how much the context was extended; the rotated channels are
+    multiplied by `attention_factor`, by default sqrt(1 + ln(factor) / ln(original)). With positions (B, N) every row
+    has its own length, so that a row's result does not depend on the batch. Transformers uses the longest row for all;
+    both agree on one sequence.
+
+    >>> import regard as rg
+    >>> scaling = rg.positions.LongRope((1.0, 2.0), (1.0, 8.0), original=4096, factor=32.0)
+    >>> rg.rotary(torch.randn(2, 4, 32, 4), scaling=scaling).shape
+    torch.Size([2, 4, 32, 4])
+    """
+
+    short: tuple[float, ...]
+    long: tuple[float, ...]
+    original: int
+    factor: float = 1.0
+    attention_factor: float | None = None
+
+    def __post_init__(self) -> None:
+        _check_number("original", self.original, least=2)
+        _check_number("factor", self.factor, above=0)
+        if self.attention_factor is not None:
+            _check_number("attention_factor", self.attention_factor, above=0)
+        for name in ("short", "long"):
+            for value in getattr(self, name):
+                _check_number(name, value, above=0)
+
+    @property
+    def magnitude(self) -> float:
+        if self.attention_factor is not None:
+            return self.attention_factor
+        return math.sqrt(1 + max(math.log(self.factor), 0.0) / math.log(self.original))
+
+    def frequencies(self, base: float, d_rotary: int, positions: Tensor) -> Tensor:
+        for name in ("short", "long"):
+            if len(getattr(self, name)) != d_rotary // 2:
+                raise ValueError(
+                    f"{name} must have a factor for each of the d_rotary / 2 = {d_rotary // 2} pairs, got "
+                    f"{len(getattr(self, name))}"
+                )
+        unscaled = _frequencies(base, d_rotary, positions.device)
+        short, long = (unscaled / torch.tensor(x, dtype=unscaled.dtype, device=unscaled.device)
+                       for x in (self.short, self.long))  # fmt: skip
+        if not positions.shape[-1]:
+            return short
+        return torch.where((positions.amax(-1) >= self.original).unsqueeze(-1), long, short)
+
+
 def _frequencies(base: float | Tensor, d_rotary: int, device: torch.device) -> Tensor:
     return base ** (-torch.arange(0, d_rotary, 2, dtype=_precision(device), device=device) / d_rotary)
 
@@ -298,8 +349,8 @@ def _check(x: Tensor, base: float, d_rotary: int | None, scaling: Scaling | None
     _check_number("base", base, above=1)
     if scaling is not None and (isinstance(scaling, type) or not hasattr(scaling, "frequencies")):
         raise TypeError(
-            f"scaling must be None or one of Linear, Dynamic, Yarn and Llama3 of regard.positions, but is {scaling!r}; "
-            "try scaling=regard.positions.Linear(2.0)"
+            "scaling must be None or one of Linear, Dynamic, Yarn, Llama3 and LongRope of regard.positions, but is "
+            f"{scaling!r}; try scaling=regard.positions.Linear(2.0)"
         )
     size = x.shape[-1]
     if d_rotary is None:

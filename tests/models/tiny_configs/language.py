@@ -31,6 +31,7 @@ CASES = {
     "llama": Case("LlamaForCausalLM", LLAMA),
     "llama-tied": Case("LlamaForCausalLM", LLAMA | {"tie_word_embeddings": True, "head_dim": 12}),
     "llama-bias": Case("LlamaForCausalLM", LLAMA | {"attention_bias": True, "mlp_bias": True}),
+    "llama-attention-bias": Case("LlamaForCausalLM", LLAMA | {"attention_bias": True}),
     "llama-linear": Case("LlamaForCausalLM", LLAMA | rope(rope_type="linear", factor=3.0)),
     "llama-dynamic": Case(
         "LlamaForCausalLM",

@@ -93,13 +93,19 @@ def language_config(draw: Draw) -> models.LanguageConfig:
     turn = rg.nn.Rotary(100.0, draw.pick("rotary width", [None, 4]), draw.pick("interleaved", [False, True]))
     scalings: list[rg.positions.Scaling] = [rg.positions.Linear(2.0), rg.positions.Yarn(4.0, 16)]
     scaled = rg.nn.Rotary(scaling=draw.pick("scaling", scalings))
+    rotaries: list[dict[str, Any]] = [
+        {}, {"rotary": turn}, {"rotary": scaled}, {"layer_rotary": (turn, None)}, {"layer_rotary": (turn, scaled)},
+    ]  # fmt: skip
+    experts: dict[str, Any] = {"gated": True, "experts": 3, "experts_per_token": 2, "gate_limit": 1.0}
     return models.LanguageConfig(
         VOCABULARY, **sizes, kv_heads=draw.pick("kv_heads", [None, 1]), d_head=draw.pick("head width", [None, 8]),
-        positions=160, rotary=draw.pick("rotary", [None, turn, scaled]),
-        arrangement=draw.pick("arrangement", ["pre", "post", "sandwich"]),
+        positions=160, **draw.pick("rotary", rotaries),
+        arrangement=draw.pick("arrangement", ["pre", "post", "sandwich", "output"]),
         norm=draw.pick("norm", ["layer", "rms", "unit_rms"]),
-        gated=draw.pick("gated", [False, True]), bias=draw.pick("bias", [True, False]),
-        qkv_bias=draw.pick("qkv bias", [None, True]), qk_norm=draw.pick("qk norm", [False, True]),
+        **draw.pick("feed-forward", [{}, {"gated": True}, experts]),
+        bias=draw.pick("bias", [True, False]), sinks=draw.pick("sinks", [False, True]),
+        qkv_bias=draw.pick("qkv bias", [None, True]), output_bias=draw.pick("output bias", [None, True]),
+        qk_norm=draw.pick("qk norm", [False, True]), qk_norm_span=draw.pick("qk norm span", ["head", "token"]),
         windows=draw.pick("windows", [(), (4,), (3, None)]), scale=draw.pick("scale", [None, 0.3]),
         softcap=draw.pick("softcap", [None, 5.0]), final_softcap=draw.pick("final softcap", [None, 10.0]),
         embedding_scale=draw.pick("embedding scale", [1.0, 2.5]), tied=draw.pick("tied", [True, False]),

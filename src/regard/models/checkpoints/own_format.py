@@ -73,6 +73,6 @@ def _from_json(value: Any) -> Any:
 
 def _known_types() -> dict[str, type]:
     """The classes that a configuration file may refer to, by name."""
-    parts = (positions.Linear, positions.Dynamic, positions.Yarn, positions.Llama3, Rotary)
+    parts = (positions.Linear, positions.Dynamic, positions.Yarn, positions.Llama3, positions.LongRope, Rotary)
     configs = (getattr(models, name) for name in models.__all__ if name.endswith("Config"))
     return {known_type.__name__: known_type for known_type in (*parts, *configs)}

@@ -56,10 +56,23 @@ class StoredForm:
     dims: tuple[int, ...]
 
 
+def _from_pairs(x: Tensor) -> Tensor:
+    """Columns a b a b ... to a a ... b b ...; a matrix per expert is stored transposed."""
+    x = x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
+    return x.mT if x.dim() == 3 else x
+
+
+def _to_pairs(x: Tensor) -> Tensor:
+    x = x.mT if x.dim() == 3 else x
+    return x.unflatten(-1, (2, -1)).transpose(-1, -2).flatten(-2)
+
+
 FORMS = {
     "T": StoredForm(lambda x: x.t(), lambda x: x.t(), (2,)),
     "conv": StoredForm(lambda x: x[:, :, 0, 0], lambda x: x[:, :, None, None], (2,)),
     "1": StoredForm(lambda x: x[0], lambda x: x[None], (1, 2)),
+    "mT": StoredForm(lambda x: x.mT, lambda x: x.mT, (3,)),
+    "pairs": StoredForm(_from_pairs, _to_pairs, (2, 3)),
 }
 NOTHING = "0"  # the name of a part that is zero and not stored
 PLAIN = StoredForm(lambda x: x, lambda x: x, ())
@@ -99,7 +112,8 @@ def table(text: str, *, ours: str = "", theirs: str = "") -> tuple[Rule, ...]:
     A name is that of a module with all its tensors, or of one tensor. `*` matches a number, the same in both names.
     `{a,b}` concatenates a and b by rows; `{a,0,b}` has zeros in between that are not stored (the bias of keys, which
     shifts all scores of a query alike and has no effect). `^T` is a matrix stored transposed, `^conv` a matrix stored
-    as a 1x1 convolution, `^1` a tensor stored with a leading axis of length 1.
+    as a 1x1 convolution, `^1` a tensor stored with a leading axis of length 1. Of experts, `^mT` is a matrix per expert
+    stored transposed, `^pairs` the same with the columns of gate and up in alternation.
 
     >>> from regard.models.checkpoints.tensor_names import table
     >>> table("layers.*.up   blocks.*.{gate,up}", theirs="model.")[0].match("layers.3.up.weight")

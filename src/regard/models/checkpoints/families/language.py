@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -88,19 +89,28 @@ GPT2 = Family(
 
 def rotary_frequencies(config: LanguageConfig, stored: Tensor) -> Tensor:
     """Relative difference to the unscaled rotary frequencies, which older releases store."""
-    d_model, base = effective_value(config, "d_head"), (config.rotary or Rotary()).base
-    return stored / base ** (-torch.arange(0, d_model, 2).double() / d_model) - 1
+    rotary = next((each for each in config.rotaries if each is not None), Rotary())
+    d_rotary = rotary.d_rotary or effective_value(config, "d_head")
+    return stored / rotary.base ** (-torch.arange(0, d_rotary, 2).double() / d_rotary) - 1
 
 
-def causal(norms: str) -> Architecture:
-    """The architecture of models like Llama, whose tensor names differ only in the norms."""
+QKV, GATED = (
+    "{q_proj,k_proj,v_proj}",
+    """
+    stack.layers.*.feedforward.up      model.layers.*.mlp.{gate_proj,up_proj}
+    stack.layers.*.feedforward.output  model.layers.*.mlp.down_proj
+""",
+)
+
+
+def causal(*layers: str, qkv: str = QKV, feedforward: str = GATED) -> Architecture:
+    """The architecture of models like Llama. layers: tables of the norms and of other parts of a layer."""
     names = f"""
         embedding                          model.embed_tokens
-        stack.layers.*.attention.qkv       model.layers.*.self_attn.{{q_proj,k_proj,v_proj}}
+        stack.layers.*.attention.qkv       model.layers.*.self_attn.{qkv}
         stack.layers.*.attention.output    model.layers.*.self_attn.o_proj
-        stack.layers.*.feedforward.up      model.layers.*.mlp.{{gate_proj,up_proj}}
-        stack.layers.*.feedforward.output  model.layers.*.mlp.down_proj
-        {norms}
+        {feedforward}
+        {"".join(layers)}
         stack.norm                         model.norm
         head                               lm_head
     """
@@ -121,6 +131,14 @@ SANDWICH_NORMS = """
     stack.layers.*.feedforward_residual.norm   model.layers.*.pre_feedforward_layernorm
     stack.layers.*.feedforward_residual.after  model.layers.*.post_feedforward_layernorm
 """
+OUTPUT_NORMS = """
+    stack.layers.*.attention_residual.norm    model.layers.*.post_attention_layernorm
+    stack.layers.*.feedforward_residual.norm  model.layers.*.post_feedforward_layernorm
+"""
+QK_NORMS = """
+    stack.layers.*.attention.query_norm  model.layers.*.self_attn.q_norm
+    stack.layers.*.attention.key_norm    model.layers.*.self_attn.k_norm
+"""
 SIZES = (
     Field("vocabulary", "vocab_size"),
     Field("d_model", "hidden_size"),
@@ -132,6 +150,14 @@ SIZES = (
     Field("eps", "rms_norm_eps", 1e-6),
     Field("attention_dropout", "attention_dropout", 0.0),
 )
+
+
+def sizes(**defaults: Any) -> tuple[Field, ...]:
+    """Return `SIZES` with other defaults, by our names."""
+    return tuple(replace(entry, default=defaults.get(entry.ours, entry.default)) for entry in SIZES)
+
+
+ATTENTION_BIAS = (Field("qkv_bias", "attention_bias", False), Field("output_bias", "attention_bias", False))
 WINDOW_TYPES: dict[str, Any] = {"layer_types": list[str], "sliding_window": int}
 LLAMA_PARTS = {"arrangement": "pre", "norm": "rms", "gated": True, "dropout": 0.0}
 
@@ -141,14 +167,9 @@ def read_rotary(theirs: Values, base: float = 10000.0) -> Values:
 
 
 def write_rotary(config: LanguageConfig) -> Values:
+    if config.layer_rotary:
+        raise ValueError("all layers must have the same rotary embedding")
     return rope.write(config.rotary, effective_value(config, "d_head"))
-
-
-def read_llama(theirs: Values) -> Values:
-    attention, hidden = bool(theirs.get("attention_bias")), bool(theirs.get("mlp_bias"))
-    if attention != hidden:
-        raise ValueError(f"attention_bias = {attention} with mlp_bias = {hidden} is not supported; they must be equal")
-    return read_rotary(theirs) | {"bias": attention}
 
 
 def read_windows(theirs: Values, kinds: list[str]) -> Values:
@@ -163,13 +184,14 @@ def read_windows(theirs: Values, kinds: list[str]) -> Values:
     return {"windows": windows if any(windows) else ()}
 
 
-def write_windows(config: LanguageConfig) -> Values:
+def write_windows(config: LanguageConfig, unused: int | None = None) -> Values:
+    """Write the type of every layer. unused: the window if no layer has one; some models do not accept null."""
     windows = effective_value(config, "windows") or (None,) * config.layers
     sizes = {size for size in windows if size is not None}
     if len(sizes) > 1:
         raise ValueError(f"all windows must have the same size, got {sorted(sizes)}")
     kinds = ["full_attention" if size is None else "sliding_attention" for size in windows]
-    return {"layer_types": kinds, "sliding_window": sizes.pop() if sizes else None}
+    return {"layer_types": kinds, "sliding_window": sizes.pop() if sizes else unused}
 
 
 LLAMA = Family(
@@ -179,15 +201,17 @@ LLAMA = Family(
     {"LlamaForCausalLM": causal(PRE_NORMS)},
     (
         *SIZES,
+        *ATTENTION_BIAS,
+        Field("bias", "mlp_bias", False),
         Field("kv_heads", "num_key_value_heads", None),
         Field("tied", "tie_word_embeddings", False),
         activation("activation", "hidden_act", "silu"),
     ),
     fixed=LLAMA_PARTS,
     only={"pretraining_tp": (1,)},
-    read=read_llama,
-    types=rope.TYPES | {"attention_bias": bool, "mlp_bias": bool},
-    write=lambda config: write_rotary(config) | {"attention_bias": config.bias, "mlp_bias": config.bias},
+    read=read_rotary,
+    types=rope.TYPES,
+    write=write_rotary,
     dropped=rope.NAMES,
 )
 
@@ -292,7 +316,7 @@ GEMMA2 = Family(
     types=rope.TYPES
     | WINDOW_TYPES
     | {"attn_logit_softcapping": float, "final_logit_softcapping": float, "query_pre_attn_scalar": float},
-    write=lambda config: write_rotary(config) | write_windows(config),
+    write=lambda config: write_rotary(config) | write_windows(config, 4096),
     dropped=(*rope.NAMES, "hidden_act"),
 )
 
