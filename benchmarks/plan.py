@@ -40,9 +40,9 @@ CONFIG = LanguageConfig(
 )  # fmt: skip
 SEQUENCE, BATCH, STEPS = 1024, 4, 2
 SPLITS = (
-    Split(), Split(data=2), Split(data=2, fsdp=True), Split(sequence=2, how="ring"), Split(sequence=2, how="heads"),
-    Split(data=4), Split(data=4, fsdp=True), Split(sequence=4, how="ring"),
-    Split(data=2, sequence=2, how="heads", fsdp=True),
+    Split(), Split(data=2), Split(data=2, fsdp=True), Split(sequence=2, method="ring"),
+    Split(sequence=2, method="heads"), Split(data=4), Split(data=4, fsdp=True), Split(sequence=4, method="ring"),
+    Split(data=2, sequence=2, method="heads", fsdp=True),
 )  # fmt: skip
 
 
@@ -127,7 +127,7 @@ def train(split: Split) -> None:
     model = objective.model
     objective.forward = lambda *given: model.loss(*given)
     together = (
-        state.sharing(split.sequence, torch.device("cpu"), how=split.how) if split.sequence > 1 else nullcontext
+        state.sharing(split.sequence, torch.device("cpu"), method=split.method) if split.sequence > 1 else nullcontext
     )  # fmt: skip
     if split.fsdp:
         state.shard(objective)

@@ -32,8 +32,8 @@ def main() -> None:
     layout = rd.Layout.even(options.length, ranks, options.layout)
     own = [layout.own(x, 2, rank) for x in whole]
 
-    def sharded(how: str) -> Callable[..., Tensor]:
-        return lambda q, k, v: rd.attention(q, k, v, mask=mask, how=how, layout=options.layout)
+    def sharded(method: str) -> Callable[..., Tensor]:
+        return lambda q, k, v: rd.attention(q, k, v, mask=mask, method=method, layout=options.layout)
 
     def gathered(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """The simple alternative: gather all keys on every rank, then attend."""
@@ -50,17 +50,17 @@ def main() -> None:
         ways["heads"] = sharded("heads")
     if rank == 0:
         print(f"{ranks} ranks, {options.length} tokens, {options.heads} heads of {options.d_head}, mask {options.mask}")
-        print("how     error     sent by the busiest rank   predicted   forward   forward and backward")
-    for how, attend in ways.items():
+        print("method  error     sent by the busiest rank   predicted   forward   forward and backward")
+    for method, attend in ways.items():
         with rd.traffic() as moved:
             actual = results(own, attend)
         error = max(float((a - layout.own(b, 2, rank)).abs().max()) for a, b in zip(actual, expected, strict=True))
         predicted_bytes = 0
-        if how != "gather":
+        if method != "gather":
             predicted_bytes = max(
                 rd.bytes_moved(
                     rg.Attention(mask=mask), ranks=ranks, B=1, H=options.heads, Q=options.length, D=options.d_head,
-                    layout=options.layout, how=how,
+                    layout=options.layout, method=method,
                 ).sent
             )  # fmt: skip
         forward = best(options.repeat, lambda attend=attend: attend(*own[:3]))
@@ -70,7 +70,7 @@ def main() -> None:
         if rank == 0:
             error, sent, forward, both = metrics.tolist()
             predicted = f"{predicted_bytes / 1e6:8.2f} MB" if predicted_bytes else "          -"
-            print(f"{how:7s} {error:.1e}   {sent / 1e6:20.2f} MB   {predicted}   {forward:6.2f} s   {both:6.2f} s")
+            print(f"{method:7s} {error:.1e}   {sent / 1e6:20.2f} MB   {predicted}   {forward:6.2f} s   {both:6.2f} s")
     dist.destroy_process_group()
 
 

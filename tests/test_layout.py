@@ -28,6 +28,7 @@ LAYERS = [
         "fingerprint",
         "geometry",
         "hashing",
+        "launch",
         "printable",
         "progress",
         "sharding",

@@ -1,5 +1,6 @@
 """One library for attention: every kind of it, exact, fused, trainable and visible."""
 
+from regard import launch  # noqa: F401  # isort: skip  # before torch is imported
 from regard import models, nn
 from regard.attention import Attention, attention
 from regard.cache import CacheInfo, cache_info, clear_cache, set_cache_limit

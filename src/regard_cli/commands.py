@@ -14,8 +14,11 @@ from pathlib import Path
 from typing import Annotated, Any, ParamSpec
 
 import typer
+from rich.console import Console
+from rich.markup import escape
 from typer.core import TyperGroup
 
+from regard_cli.paths import MissingPath, check_run
 from regard_cli.tasks import list_tasks
 from regard_cli.train import TrainGroup
 
@@ -26,7 +29,8 @@ SkipBad = Annotated[bool, typer.Option("--skip-bad", help="Count bad lines and c
 Context = Annotated[Path | None, typer.Option(help="A text file that the inputs are questions about.")]
 Lang = Annotated[str, typer.Option(help="Language of the page: en or zh.")]
 RunFolder = Annotated[
-    Path, typer.Argument(metavar="RUN", help="A run directory or an exported model.", show_default=False)
+    Path,
+    typer.Argument(metavar="RUN", help="A run directory or an exported model.", show_default=False, callback=check_run),
 ]
 
 
@@ -347,17 +351,22 @@ def main() -> None:
     for word in sys.argv[1:]:
         if any("\ud800" <= letter <= "\udfff" for letter in word):  # how Python keeps bytes that are not UTF-8
             given = os.fsencode(word).decode("utf-8", "backslashreplace")
-            given = "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in given)
-            print(
-                f"regard: expected UTF-8 on the command line, got {given}; convert the text, or rename the file",
-                file=sys.stderr,
-            )
+            _print_error(f"expected UTF-8 on the command line, got {given}; convert the text, or rename the file")
             sys.exit(2)
     try:
         app()
+    except MissingPath as error:
+        _print_error(str(error))
+        sys.exit(1)
     except Exception as error:
         from regard.cli.console import print_user_error
 
         if not print_user_error(error):
             raise
         sys.exit(1)
+
+
+def _print_error(message: str) -> None:
+    """Print an error like `regard.cli.console.print_error`, which needs torch."""
+    text = "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in message)
+    Console(stderr=True, highlight=False).print(f"[bold red]regard:[/] {escape(text)}", soft_wrap=True)

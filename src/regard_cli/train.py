@@ -14,6 +14,7 @@ from rich.markup import escape
 from typer.core import TyperGroup
 
 from regard_cli.declared_tasks import declared_recipe, declared_tasks
+from regard_cli.paths import check_data
 
 
 class TrainGroup(TyperGroup):
@@ -40,6 +41,7 @@ def train_command(name: str, task: type[Any]) -> Callable[..., None]:
     """The command that trains a task: its options are the fields of the task and of the recipe."""
 
     def command(**options: Any) -> None:
+        check_data(source for key in ("data", "validation", "test") for source in options[key] or ())
         from regard.cli.stages import reporting_stages
         from regard.cli.train import train_task
 

@@ -6,9 +6,7 @@ import importlib
 import json
 import re
 import signal
-import subprocess
 import sys
-from dataclasses import asdict, fields
 from pathlib import Path
 
 import pytest
@@ -17,8 +15,7 @@ import torch
 pytest.importorskip("typer")
 
 from regard.models import save
-from regard.tasks import Recipe, Run, tasks, train
-from regard_cli.declared_tasks import declared_recipe, declared_tasks
+from regard.tasks import Run, train
 from tests.conftest import Command
 from tests.tasks.tiny_runs import Signals, classes, new_run, pairs
 
@@ -138,36 +135,6 @@ def test_one_task_is_described_with_its_data_and_defaults(regard: Command) -> No
     assert "did you mean translate?" in regard("tasks", "translat").err
 
 
-def test_declared_tasks_equal_the_tasks() -> None:
-    declared = declared_tasks()
-    real = {name: task for name, task in tasks().items() if task.__module__.startswith("regard.tasks.")}
-    assert list(declared) == list(real)
-    pairs = [(declared[name], real[name]) for name in real] + [(declared_recipe(), Recipe)]
-    for one, other in pairs:
-        both = [[(each.name, each.type, each.default, each.metadata) for each in fields(kind)] for kind in (one, other)]
-        assert both[0] == both[1]
-    for one, other in pairs[:-1]:
-        for name in ("name", "description", "example", "columns", "input_kind", "data", "held_out"):
-            assert getattr(one, name) == getattr(other, name)
-        assert asdict(one.recipe) == asdict(other.recipe)
-
-
-@pytest.mark.parametrize(
-    "words",
-    [
-        ["--help"], ["tasks"], ["tasks", "masked"], ["train"], ["train", "masked", "--help"], ["info", "--version"],
-        ["trian"], ["train", "translat"], ["train", "classify", "--stpes", "3"], ["evaluate"], ["tasks", "none"],
-        ["predict", "caf\udce9"],
-    ],
-)  # fmt: skip
-def test_help_and_usage_errors_do_not_import_torch(words: list[str]) -> None:
-    code = "import sys\ntry:\n    from regard_cli import main; main()\nfinally:\n    assert 'torch' not in sys.modules"
-    done = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True)
-    assert "AssertionError" not in done.stderr
-    assert done.returncode in (0, 2)
-    assert done.stdout + done.stderr
-
-
 def test_commands_are_listed_in_the_order_of_use(regard: Command) -> None:
     lines = regard("--help").out.split("Commands")[1].splitlines()
     names = [line[2:].split()[0] for line in lines if re.match(r"│ [a-z]", line)]
@@ -257,7 +224,7 @@ def test_out_of_memory_is_one_line(error: Exception, regard: Command, monkeypatc
         raise error
 
     monkeypatch.setattr(Run, "open", fails)
-    result = regard("predict", "run", "text")
+    result = regard("predict", "en-fr", "text")
     assert (result.code, result.out) == (1, "")
     assert result.err.startswith("regard: there is not enough memory")
     assert len(result.err.splitlines()) == 1

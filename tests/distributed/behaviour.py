@@ -38,20 +38,20 @@ def moved(rank: int) -> dict:
     """Counted and predicted bytes by mask, method, layout and whether there was a backward pass."""
     found = {}
     for name, mask in MASKS.items():
-        for how in ("ring", "heads", None):
+        for method in ("ring", "heads", None):
             for layout in rd.LAYOUTS:
                 for backward in (False, True):
                     lengths = rd.Layout.even(N, 4, layout).lengths
-                    q, k, v = own(lengths[rank], torch.float64 if how is None else torch.float32)
+                    q, k, v = own(lengths[rank], torch.float64 if method is None else torch.float32)
                     with rd.traffic() as counted, torch.set_grad_enabled(backward):
-                        out = rd.attention(q, k, v, mask=mask, how=how, layout=layout)
+                        out = rd.attention(q, k, v, mask=mask, method=method, layout=layout)
                         if backward:
                             out.sum().backward()
                     predicted = rd.bytes_moved(
                         rg.Attention(mask=mask), ranks=4, B=B, H=H, G=G, Q=N, D=D, E=E, dtype=q.dtype, layout=layout,
-                        how=how, backward=backward,
+                        method=method, backward=backward,
                     )  # fmt: skip
-                    found[name, how, layout, backward] = counted.sent, counted.received, predicted
+                    found[name, method, layout, backward] = counted.sent, counted.received, predicted
     return found
 
 
@@ -60,7 +60,7 @@ def refused(rank: int) -> dict[str, str]:
     q, k, v = own(8)
     given = {
         "mask": {"mask": rg.causal() if rank else None},
-        "how": {"how": "ring" if rank else "heads"},
+        "method": {"method": "ring" if rank else "heads"},
         "heads": {},
         "grad": {},
         "layout": {"layout": "balanced"},
@@ -86,18 +86,18 @@ def refused(rank: int) -> dict[str, str]:
 def dropped(rank: int) -> dict[str, float]:
     """Dropout keeps the mean, is reproduced by a seed, and backward uses the same pattern as forward."""
     found = {}
-    for how in ("ring", "heads"):
+    for method in ("ring", "heads"):
 
-        def attend(q: Tensor, k: Tensor, v: Tensor, how: str = how, **given: Any) -> Tensor:
+        def attend(q: Tensor, k: Tensor, v: Tensor, method: str = method, **given: Any) -> Tensor:
             torch.manual_seed(7)
-            return rd.attention(q, k, v, dropout=0.3, how=how, mask=rg.causal(), **given)
+            return rd.attention(q, k, v, dropout=0.3, method=method, mask=rg.causal(), **given)
 
         q, k, v = own(24, torch.float64)
         ones = torch.ones_like(v).requires_grad_()
-        found[f"{how} mean"] = float(attend(q, k, ones).mean())
-        found[f"{how} again"] = float((attend(q, k, v) - attend(q, k, v)).abs().max())
-        found[f"{how} without"] = float((attend(q, k, v) - rd.attention(q, k, v, mask=rg.causal())).abs().mean())
-        found[f"{how} heads alike"] = float((attend(q, k, ones)[:, 0] - attend(q, k, ones)[:, 4]).abs().mean())
+        found[f"{method} mean"] = float(attend(q, k, ones).mean())
+        found[f"{method} again"] = float((attend(q, k, v) - attend(q, k, v)).abs().max())
+        found[f"{method} without"] = float((attend(q, k, v) - rd.attention(q, k, v, mask=rg.causal())).abs().mean())
+        found[f"{method} heads alike"] = float((attend(q, k, ones)[:, 0] - attend(q, k, ones)[:, 4]).abs().mean())
         by = torch.randn(B, H, 24, E, dtype=torch.float64)
         grads = torch.autograd.grad((attend(q, k, v) * by).sum(), (q, k, v))
         ways = [torch.randn_like(x) for x in (q, k, v)]
@@ -108,7 +108,7 @@ def dropped(rank: int) -> dict[str, float]:
         derivative = sum(float((grad * way).sum()) for grad, way in zip(grads, ways, strict=True))
         totals = torch.tensor([slope, derivative], dtype=torch.float64)
         dist.all_reduce(totals)
-        found[f"{how} slope"] = float((totals[0] - totals[1]).abs() / totals[1].abs())
+        found[f"{method} slope"] = float((totals[0] - totals[1]).abs() / totals[1].abs())
     return found
 
 
@@ -139,22 +139,22 @@ def low(rank: int) -> dict[str, Any]:
     for dtype in (torch.bfloat16, torch.float16):
         half = [x.to(dtype) for x in (q, k, v)]
         one = rd.shard(rg.attention(*(x.to(dtype) for x in whole), mask=rg.causal()), 2)
-        for how in ("ring", "heads"):
-            out = rd.attention(*half, mask=rg.causal(), how=how)
+        for method in ("ring", "heads"):
+            out = rd.attention(*half, mask=rg.causal(), method=method)
             apart, usual = (float((x.float() - wanted).abs().max()) for x in (out, one))
-            found[f"{dtype} {how}"] = out.dtype == dtype, apart / usual
+            found[f"{dtype} {method}"] = out.dtype == dtype, apart / usual
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        found["autocast"] = rd.attention(q, k, v, mask=rg.causal(), how="ring").dtype
+        found["autocast"] = rd.attention(q, k, v, mask=rg.causal(), method="ring").dtype
     out = rd.attention(q[0], k[0], v[0], mask=rg.causal())
     found["three axes"] = tuple(out.shape), float((out - wanted[0]).abs().max())
     out, lse = rd.attention(q[0, 0], k[0, 0], v[0, 0], mask=rg.causal(), return_lse=True)
     found["two axes"] = tuple(out.shape), tuple(lse.shape), float((out - wanted[0, 0]).abs().max())
     table = torch.zeros(3, H, requires_grad=True)
     with rd.traffic() as counted:
-        rd.attention(q, k, v, bias=rg.relative(table), how="ring").sum().backward()
+        rd.attention(q, k, v, bias=rg.relative(table), method="ring").sum().backward()
     found["table alone"] = table.grad is not None, counted.sent.total() // (2 * B * G * 24 * (D + E) * 4)
     found["engine"] = float(
-        (rd.attention(q, k, v, mask=rg.causal(), how="ring", engine="reference") - wanted).abs().max()
+        (rd.attention(q, k, v, mask=rg.causal(), method="ring", engine="reference") - wanted).abs().max()
     )
     return found
 
@@ -163,9 +163,9 @@ def twice(rank: int) -> list[str]:
     """Error messages of second derivatives."""
     found = []
     ways = (
-        lambda q, k, v: rd.attention(q, k, v, how="ring"),  # the gradient has a history through q only
-        lambda q, k, v: rd.attention(q, k, v, how="ring").square(),
-        lambda q, k, v: rd.attention(q, k, v, how="heads").square(),
+        lambda q, k, v: rd.attention(q, k, v, method="ring"),  # the gradient has a history through q only
+        lambda q, k, v: rd.attention(q, k, v, method="ring").square(),
+        lambda q, k, v: rd.attention(q, k, v, method="heads").square(),
         lambda q, k, v: rd.gather(q * k.sum(), 2).square(),
     )
     for attend in ways:
@@ -182,10 +182,10 @@ def twice(rank: int) -> list[str]:
 PARTS = {"twice": twice, "moved": moved, "refused": refused, "dropped": dropped, "joined": joined, "low": low}
 
 
-def destroyed(rank: int, how: str) -> tuple[bool, str]:
+def destroyed(rank: int, method: str) -> tuple[bool, str]:
     """Destroy the group while the graph of a result exists: whether it is freed, and the error of backward."""
     q, k, v = (torch.randn(1, 3, 5, 4, requires_grad=True) for _ in range(3))
-    out = rd.attention(q, k, v, how=how)
+    out = rd.attention(q, k, v, method=method)
     held = weakref.ref(dist.group.WORLD)
     dist.destroy_process_group()
     gc.collect()

@@ -260,7 +260,7 @@ def all_cases(rank: int) -> dict[tuple, dict[str, float]]:
     return found
 
 
-def differences(name: str, rank: int, ranks: int, group: Any, how: str, layout: str, dtype: Any) -> dict[str, float]:
+def differences(name: str, rank: int, ranks: int, group: Any, method: str, layout: str, dtype: Any) -> dict[str, float]:
     generator = torch.Generator().manual_seed(len(name))
 
     def random(*shape: int) -> Tensor:
@@ -284,7 +284,7 @@ def differences(name: str, rank: int, ranks: int, group: Any, how: str, layout: 
     head = B * max(LENGTHS[ranks]) * (D + E) * whole[0].element_size()
     portion = {"contiguous": ranks - 1, "balanced": 1}[layout] * head if dtype == torch.float64 else plan.PORTION
     with mock.patch.object(plan, "PORTION", portion):  # all heads at once, an uneven portion, one by one
-        found = results(case, own, own_by, rd.attention, group=group, layout=layout, how=how)
+        found = results(case, own, own_by, rd.attention, group=group, layout=layout, method=method)
     names = ("output", "lse", "query", "key", "value")
     held = [layouts[0], layouts[0], *layouts]
     errors = {
@@ -298,10 +298,10 @@ def differences(name: str, rank: int, ranks: int, group: Any, how: str, layout: 
     return errors
 
 
-def results(case: Case, whole: list[Tensor], by: list[Tensor], attend: Callable, **how: Any) -> list[Tensor]:
+def results(case: Case, whole: list[Tensor], by: list[Tensor], attend: Callable, **options: Any) -> list[Tensor]:
     """Output, log-sum-exp, and the gradients of query, key, value and learned tensors."""
     inputs = [x.detach().clone().requires_grad_() for x in whole]
-    output, lse = attend(*inputs, return_lse=True, **how, **case.description)
+    output, lse = attend(*inputs, return_lse=True, **options, **case.description)
     visible = lse != float("-inf")
     loss = (output * by[0]).sum() + (lse.masked_fill(~visible, 0.0) * by[1]).sum()
     grads = torch.autograd.grad(loss, [*inputs, *case.learned], retain_graph=True)  # the case runs twice

@@ -40,12 +40,12 @@ class LiveBytes(TorchDispatchMode):
         self.now -= size
 
 
-def step(group: dist.ProcessGroup, ranks: int, length: int, how: str) -> None:
+def step(group: dist.ProcessGroup, ranks: int, length: int, method: str) -> None:
     """One training step in which every rank needs all keys."""
     q, k, v = (torch.randn(1, HEADS, length // ranks, WIDTH, requires_grad=True) for _ in range(3))
     everywhere = [place + edge for place in range(0, length, length // 8) for edge in (0, length // 8 - 1)]
     mask = rg.causal() & rg.window(63, 0) | rg.global_tokens(everywhere)
-    rd.attention(q, k, v, mask=mask, how=how, group=group).sum().backward()
+    rd.attention(q, k, v, mask=mask, method=method, group=group).sum().backward()
 
 
 def memory(rank: int, length: int) -> dict[tuple[int, str], int]:
@@ -53,11 +53,11 @@ def memory(rank: int, length: int) -> dict[tuple[int, str], int]:
     found = {}
     for ranks in (1, 2, 4):
         group = dist.new_group(list(range(ranks)))
-        for how in ("ring", "heads"):
+        for method in ("ring", "heads"):
             if rank < ranks:
-                step(group, ranks, length, how)  # fills the caches of masks
+                step(group, ranks, length, method)  # fills the caches of masks
                 with LiveBytes() as held:
-                    step(group, ranks, length, how)
-                found[ranks, how] = held.peak
+                    step(group, ranks, length, method)
+                found[ranks, method] = held.peak
         dist.barrier()
     return found

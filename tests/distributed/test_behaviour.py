@@ -21,7 +21,7 @@ def test_moved_bytes_equal_the_prediction(results: list[dict]) -> None:
         for rank in range(RANKS):
             sent, _, predicted = results[rank]["moved"][key]
             assert sent.total() == predicted.sent[rank], (key, rank)
-            assert key[1] in (None, predicted.how)
+            assert key[1] in (None, predicted.method)
 
 
 def test_sent_bytes_equal_received_bytes(results: list[dict]) -> None:
@@ -50,7 +50,7 @@ def test_a_mask_reduces_the_bytes(results: list[dict]) -> None:
 def test_different_calls_raise_on_all_ranks(results: list[dict]) -> None:
     words = {
         "mask": "all 4 ranks must make the same call, each with its tokens, but description differs",
-        "how": "but how differs",
+        "method": "but method differs",
         "heads": "but H is [8, 8, 4, 8]",
         "grad": "but requires_grad is [7, 0, 7, 7]",
         "layout": "balanced shards of 29 tokens hold [7, 7, 7, 8], but the ranks hold [8, 8, 8, 5]",
@@ -61,15 +61,15 @@ def test_different_calls_raise_on_all_ranks(results: list[dict]) -> None:
             assert word in results[rank]["refused"][name]
 
 
-@pytest.mark.parametrize("how", ["ring", "heads"])
-def test_dropout_has_the_right_rate_and_is_reproducible(results: list[dict], how: str) -> None:
+@pytest.mark.parametrize("method", ["ring", "heads"])
+def test_dropout_has_the_right_rate_and_is_reproducible(results: list[dict], method: str) -> None:
     for rank in range(RANKS):
         drawn = results[rank]["dropped"]
-        assert abs(drawn[f"{how} mean"] - 1) < 0.1
-        assert drawn[f"{how} again"] == 0
-        assert drawn[f"{how} without"] > 0.05
-        assert drawn[f"{how} heads alike"] > 0.05
-        assert drawn[f"{how} slope"] < 1e-6
+        assert abs(drawn[f"{method} mean"] - 1) < 0.1
+        assert drawn[f"{method} again"] == 0
+        assert drawn[f"{method} without"] > 0.05
+        assert drawn[f"{method} heads alike"] > 0.05
+        assert drawn[f"{method} slope"] < 1e-6
 
 
 def test_shards_are_joined_and_differentiated(results: list[dict]) -> None:
@@ -89,8 +89,8 @@ def test_other_dtypes_and_axes(results: list[dict]) -> None:
     for rank in range(RANKS):
         low = results[rank]["low"]
         for dtype in ("torch.bfloat16", "torch.float16"):
-            for how in ("ring", "heads"):
-                kept, ratio = low[f"{dtype} {how}"]
+            for method in ("ring", "heads"):
+                kept, ratio = low[f"{dtype} {method}"]
                 assert kept
                 assert ratio <= 2
         assert low["autocast"] == torch.bfloat16
@@ -108,9 +108,9 @@ def test_second_derivatives_raise(results: list[dict]) -> None:
             assert "once_differentiable" in message or "has no second derivatives" in message
 
 
-@pytest.mark.parametrize("how", ["ring", "heads"])
-def test_a_result_does_not_keep_a_process_group_open(how: str) -> None:
+@pytest.mark.parametrize("method", ["ring", "heads"])
+def test_a_result_does_not_keep_a_process_group_open(method: str) -> None:
     """A group that is closed at process exit aborts if another rank is gone."""
-    for gone, message in all_well(run(behaviour.destroyed, 3, how)):
+    for gone, message in all_well(run(behaviour.destroyed, 3, method)):
         assert gone
         assert message == "the process group was destroyed; call backward before destroy_process_group()"

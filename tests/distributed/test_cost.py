@@ -80,7 +80,7 @@ def test_attention_flops_equal_those_of_torch_and_explain() -> None:
 def test_balanced_shards_have_equal_work() -> None:
     model = ModelShape.of(build_model(**LLAMA))
     alone, shared = (
-        cost(model, split, Machine(), sequence=4096, batch=1) for split in (Split(), Split(sequence=4, how="ring"))
+        cost(model, split, Machine(), sequence=4096, batch=1) for split in (Split(), Split(sequence=4, method="ring"))
     )
     assert LAYOUT == "balanced"
     assert shared.flops["attention"] == pytest.approx(alone.flops["attention"] / 4, rel=0.02)
@@ -102,11 +102,11 @@ def test_sent_bytes_equal_the_prediction() -> None:
 def test_bytes_of_a_long_ring_are_extrapolated() -> None:
     model = ModelShape.of(build_model(**LLAMA))
     short, long = (
-        cost(model, Split(sequence=ranks, how="ring"), Machine(), sequence=4096, batch=1).sent["ring"]
+        cost(model, Split(sequence=ranks, method="ring"), Machine(), sequence=4096, batch=1).sent["ring"]
         for ranks in (16, 32)
     )
     exact = rg.distributed.bytes_moved(
-        rg.Attention(mask=rg.causal()), ranks=32, B=1, H=4, Q=4096, D=8, how="ring", layout=LAYOUT
+        rg.Attention(mask=rg.causal()), ranks=32, B=1, H=4, Q=4096, D=8, method="ring", layout=LAYOUT
     )
     assert long == pytest.approx(2 * max(exact.sent), rel=0.01)
     assert long > short
@@ -160,7 +160,7 @@ def test_the_recommended_layout_is_the_fastest_that_fits() -> None:
 
 def test_heads_are_not_split_over_more_ranks_than_kv_heads() -> None:
     model = ModelShape.of(build_model(**LLAMA | {"kv_heads": 2}))
-    assert {split.sequence for split in splits(model, 4, sequence=512, batch=4) if split.how == "heads"} == {2}
+    assert {split.sequence for split in splits(model, 4, sequence=512, batch=4) if split.method == "heads"} == {2}
 
 
 def test_other_models_than_language_models_raise() -> None:

@@ -12,12 +12,12 @@ from tests.distributed.world import run
 
 
 @pytest.mark.parametrize(
-    ("how", "moment"),
+    ("method", "moment"),
     [("ring", "between"), ("ring", "forward"), ("ring", "backward"), ("heads", "forward"), ("heads", "backward")],
 )
-def test_a_killed_rank_raises_on_the_others(how: str, moment: str) -> None:
+def test_a_killed_rank_raises_on_the_others(method: str, moment: str) -> None:
     started = time.monotonic()
-    found = run(failing_ranks.killed, 3 if how == "ring" else 2, how, moment, timeout=30)
+    found = run(failing_ranks.killed, 3 if method == "ring" else 2, method, moment, timeout=30)
     assert time.monotonic() - started < 45  # the timeout of the group, and startup
     assert found[1] is None, "rank 1 was not killed"
     for rank in (0, *range(2, len(found))):

@@ -13,6 +13,6 @@ def test_peak_memory_falls_with_the_number_of_ranks() -> None:
     for rank in range(4):
         most = {key: found[rank].get(key, found[0][key]) for key in found[0]}
         # Loose by some tensors, because another thread frees sent buffers a little later.
-        for how, loose in (("heads", 1.4), ("ring", 1.2)):
+        for method, loose in (("heads", 1.4), ("ring", 1.2)):
             for ranks in (2, 4):
-                assert most[ranks, how] < loose * most[1, how] / ranks, (how, ranks)
+                assert most[ranks, method] < loose * most[1, method] / ranks, (method, ranks)

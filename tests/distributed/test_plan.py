@@ -105,21 +105,21 @@ def test_a_balanced_layout_balances_causal_work() -> None:
 
 def test_documents_on_one_rank_are_not_sent() -> None:
     moved = rd.bytes_moved(
-        rg.Attention(mask=rg.documents([0] * 64 + [1] * 64)), ranks=2, B=1, H=2, Q=128, D=8, how="ring"
+        rg.Attention(mask=rg.documents([0] * 64 + [1] * 64)), ranks=2, B=1, H=2, Q=128, D=8, method="ring"
     )
     assert moved.sent == (0, 0)
 
 
 def test_heads_are_exchanged_if_that_sends_fewer_bytes() -> None:
     sizes = {"B": 1, "H": 8, "Q": 1024, "D": 64}
-    assert rd.bytes_moved(rg.Attention(), ranks=4, **sizes).how == "heads"
-    assert rd.bytes_moved(rg.Attention(), ranks=2, backward=False, **sizes).how == "ring"  # equal bytes
-    assert rd.bytes_moved(rg.Attention(), ranks=4, G=2, **sizes).how == "ring"  # 2 heads cannot be split over 4 ranks
-    assert rd.bytes_moved(rg.Attention(mask=rg.window(9, 0)), ranks=4, **sizes).how == "ring"
-    with pytest.raises(ValueError, match="how='heads' needs key/value heads G that are a multiple of the 3 ranks"):
-        rd.bytes_moved(rg.Attention(), ranks=3, how="heads", **sizes)
-    with pytest.raises(ValueError, match="how must be one of ring, heads"):
-        rd.bytes_moved(rg.Attention(), ranks=3, how="gather", **sizes)
+    assert rd.bytes_moved(rg.Attention(), ranks=4, **sizes).method == "heads"
+    assert rd.bytes_moved(rg.Attention(), ranks=2, backward=False, **sizes).method == "ring"  # equal bytes
+    assert rd.bytes_moved(rg.Attention(), ranks=4, G=2, **sizes).method == "ring"  # 2 heads, 4 ranks
+    assert rd.bytes_moved(rg.Attention(mask=rg.window(9, 0)), ranks=4, **sizes).method == "ring"
+    with pytest.raises(ValueError, match="method='heads' needs key/value heads G that are a multiple of the 3 ranks"):
+        rd.bytes_moved(rg.Attention(), ranks=3, method="heads", **sizes)
+    with pytest.raises(ValueError, match="method must be one of ring, heads"):
+        rd.bytes_moved(rg.Attention(), ranks=3, method="gather", **sizes)
 
 
 @given(length=st.integers(0, 50), ranks=st.integers(1, 6), layout=st.sampled_from(rd.LAYOUTS))

@@ -32,7 +32,8 @@ CONFIG = LanguageConfig(
 )
 SEQUENCE, BATCH = 64, 4
 SPLITS = (
-    Split(data=2), Split(data=2, fsdp=True), Split(sequence=2, how="ring"), Split(sequence=2, how="heads", fsdp=True)
+    Split(data=2), Split(data=2, fsdp=True), Split(sequence=2, method="ring"),
+    Split(sequence=2, method="heads", fsdp=True),
 )  # fmt: skip
 
 
@@ -61,7 +62,7 @@ def _step(rank: int, split: Split) -> dict[str, int]:
     objective: Any = nn.Module()
     objective.model = model = LanguageModel(CONFIG)
     objective.forward = model.loss
-    together = state.sharing(split.sequence, torch.device("cpu"), split.how) if split.sequence > 1 else nullcontext
+    together = state.sharing(split.sequence, torch.device("cpu"), split.method) if split.sequence > 1 else nullcontext
     reduced: Counter[str] = Counter()
     if split.fsdp:
         state.shard(objective)
@@ -78,7 +79,7 @@ def _step(rank: int, split: Split) -> dict[str, int]:
     found = {name: int(size * share) for name, size in whole.bytes.items()}
     if reduced:
         found["all-reduce"] = int(2 * share * reduced["bytes"])
-    return found | ({split.how: own.sent.total()} if split.sequence > 1 else {})
+    return found | ({split.method: own.sent.total()} if split.sequence > 1 else {})
 
 
 def _counted(counted, bucket):  # type: ignore[no-untyped-def]  # torch reads the annotations of a hook

@@ -115,7 +115,7 @@ class Split:
 
     data: int = 1
     sequence: int = 1
-    how: str = ""
+    method: str = ""
     fsdp: bool = False
 
     @property
@@ -124,7 +124,7 @@ class Split:
 
     def __str__(self) -> str:
         parts = [f"data {self.data}"] if self.data > 1 or self.ranks == 1 else []
-        parts += [f"{self.how} {self.sequence}"] if self.sequence > 1 else []
+        parts += [f"{self.method} {self.sequence}"] if self.sequence > 1 else []
         return " x ".join(parts) + (", fsdp" if self.fsdp else "")
 
     def cli_options(self) -> str:
@@ -188,15 +188,15 @@ def splits(model: ModelShape, ranks: int, *, sequence: int, batch: int) -> Itera
         data = ranks // sequence_ranks
         if data > batch or sequence_ranks * 2 > sequence:
             continue
-        hows = [""] if sequence_ranks == 1 else ["ring"]
+        methods = [""] if sequence_ranks == 1 else ["ring"]
         if sequence_ranks > 1 and all(
             layer.G % sequence_ranks == layer.H % sequence_ranks == 0 for layer in model.layers
         ):
-            hows.append("heads")
-        for how in hows:
-            yield Split(data, sequence_ranks, how)
+            methods.append("heads")
+        for method in methods:
+            yield Split(data, sequence_ranks, method)
             if ranks > 1:
-                yield Split(data, sequence_ranks, how, fsdp=True)
+                yield Split(data, sequence_ranks, method, fsdp=True)
 
 
 def cost(model: ModelShape, split: Split, machine: Machine, *, sequence: int, batch: int, average: bool = True) -> Cost:
@@ -252,7 +252,7 @@ def _memory(model: ModelShape, split: Split, tokens: int, passes: int, average: 
     if split.sequence > 1:  # ring: two shards and their gradients; heads: all tokens of some heads, and outputs
         memory["keys"] = max(
             4 * FLOAT * tokens * _portion(layer, tokens) * (layer.D + layer.E)
-            if split.how == "ring"
+            if split.method == "ring"
             else FLOAT * tokens * (2 * layer.H * (layer.D + layer.E) + 2 * layer.G * (layer.D + layer.E))
             for layer in model.layers
         )
@@ -272,9 +272,9 @@ def _flops(model: ModelShape, split: Split, sequence: int) -> dict[str, int]:
 def _attention(attend: Attention, layer: LayerShape, split: Split, sequence: int) -> int:
     """Attention FLOPs of the busiest rank, forward and backward."""
     heads = layer.H
-    if split.how == "heads":
+    if split.method == "heads":
         heads //= split.sequence
-    count = heads * _visited_entries(attend.mask, sequence, 1 if split.how == "heads" else split.sequence)
+    count = heads * _visited_entries(attend.mask, sequence, 1 if split.method == "heads" else split.sequence)
     return forward_flops(count, attend.score, layer.D, layer.E) + backward_flops(count, attend.score, layer.D, layer.E)
 
 
@@ -306,10 +306,10 @@ def _bytes_sent(model: ModelShape, split: Split, sequence: int, passes: int) -> 
         sent["all-reduce"] = 2 * FLOAT * model.count * (ranks - 1) // ranks
         messages += 2 * (ranks - 1) * max(1, FLOAT * model.count // (25 << 20))  # buckets of 25 MiB
     if split.sequence > 1:
-        sent[split.how] = passes * sum(_attention_bytes(layer, split, sequence) for layer in model.layers)
+        sent[split.method] = passes * sum(_attention_bytes(layer, split, sequence) for layer in model.layers)
         tokens, around = -(-sequence // split.sequence), 3 * (split.sequence - 1)
         messages += passes * sum(
-            around * -(-layer.G // _portion(layer, tokens)) if split.how == "ring" else 8 for layer in model.layers
+            around * -(-layer.G // _portion(layer, tokens)) if split.method == "ring" else 8 for layer in model.layers
         )
     return sent, messages
 
@@ -321,7 +321,7 @@ def _portion(layer: LayerShape, tokens: int) -> int:
 
 def _attention_bytes(layer: LayerShape, split: Split, sequence: int) -> int:
     """Bytes that the busiest rank sends for the attention of one sequence, forward and backward."""
-    arguments = layer.H, layer.G, layer.D, layer.E, sequence, split.sequence, split.how
+    arguments = layer.H, layer.G, layer.D, layer.E, sequence, split.sequence, split.method
     mask = layer.attend.mask
     content = mask.snapshot().content() if isinstance(mask, Mask) else None
     known = _COUNTED.setdefault(layer.attend, {})
@@ -333,9 +333,9 @@ def _attention_bytes(layer: LayerShape, split: Split, sequence: int) -> int:
 _COUNTED: WeakKeyDictionary[Attention, dict[tuple, int]] = WeakKeyDictionary()
 
 
-def _count_bytes(attend: Attention, H: int, G: int, D: int, E: int, sequence: int, ranks: int, how: str) -> int:
-    counted = min(ranks, COUNTED) if how == "ring" else ranks
-    moved = bytes_moved(attend, ranks=counted, B=1, H=H, G=G, Q=sequence, D=D, E=E, layout=LAYOUT, how=how)
+def _count_bytes(attend: Attention, H: int, G: int, D: int, E: int, sequence: int, ranks: int, method: str) -> int:
+    counted = min(ranks, COUNTED) if method == "ring" else ranks
+    moved = bytes_moved(attend, ranks=counted, B=1, H=H, G=G, Q=sequence, D=D, E=E, layout=LAYOUT, method=method)
     most = max(moved.sent)
     return most if counted == ranks else most * counted * (ranks - 1) // ((counted - 1) * ranks)
 

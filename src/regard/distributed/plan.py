@@ -85,17 +85,17 @@ class Plan:
             sent.append(forward + backward * sizes.grad)
         return sent
 
-    def choose(self, how: str | None, sizes: Sizes) -> str:
-        """`how` if it is given, else the method with fewer bytes on the busiest rank."""
-        if how is not None and how not in METHODS:
-            raise ValueError(f"how must be one of {', '.join(METHODS)}, or None, but is {how!r}")
-        if how == "heads" and sizes.G % self.ranks:
+    def choose(self, method: str | None, sizes: Sizes) -> str:
+        """Return `method` if it is given, else the one with fewer bytes on the busiest rank."""
+        if method is not None and method not in METHODS:
+            raise ValueError(f"method must be one of {', '.join(METHODS)}, or None, but is {method!r}")
+        if method == "heads" and sizes.G % self.ranks:
             raise ValueError(
-                f"how='heads' needs key/value heads G that are a multiple of the {self.ranks} ranks, but G is "
-                f"{sizes.G}; use how='ring'"
+                f"method='heads' needs key/value heads G that are a multiple of the {self.ranks} ranks, but G is "
+                f"{sizes.G}; use method='ring'"
             )
-        if how is not None:
-            return how
+        if method is not None:
+            return method
         if sizes.G % self.ranks or not sizes.G or self.ranks == 1:
             return "ring"
         return "heads" if max(self.head_bytes(sizes)) < max(self.ring_bytes(sizes)) else "ring"
@@ -162,7 +162,7 @@ def _visible_span(mask: Mask | None, frame: Frame, rows: Span, columns: Span) ->
 class BytesMoved:
     """The method of a call, "ring" or "heads", and the bytes that each rank sends."""
 
-    how: str
+    method: str
     sent: tuple[int, ...]
 
 
@@ -179,7 +179,7 @@ def bytes_moved(
     E: int | None = None,
     dtype: torch.dtype = torch.float32,
     layout: str = "contiguous",
-    how: str | None = None,
+    method: str | None = None,
     backward: bool = True,
 ) -> BytesMoved:
     """The exact number of bytes that each rank sends in one call, computed without a process group.
@@ -190,7 +190,7 @@ def bytes_moved(
     >>> from regard.distributed import bytes_moved
     >>> full = bytes_moved(rg.Attention(), ranks=4, B=1, H=8, Q=4096, D=64, backward=False)
     >>> local = bytes_moved(rg.Attention(mask=rg.window(64, 0)), ranks=4, B=1, H=8, Q=4096, D=64, backward=False)
-    >>> full.how, max(full.sent), local.how, max(local.sent)
+    >>> full.method, max(full.sent), local.method, max(local.sent)
     ('heads', 6291456, 'ring', 262144)
     """
     queries, keys = (
@@ -199,5 +199,5 @@ def bytes_moved(
     )
     sizes = Sizes(B, H, H if G is None else G, D, D if E is None else E, dtype.itemsize, backward, backward)
     call_plan = plan(attend.mask, full_frame(attend, B, H, queries.length, keys.length), queries, keys)
-    method = call_plan.choose(how, sizes)
-    return BytesMoved(method, tuple(call_plan.ring_bytes(sizes) if method == "ring" else call_plan.head_bytes(sizes)))
+    chosen = call_plan.choose(method, sizes)
+    return BytesMoved(chosen, tuple(call_plan.ring_bytes(sizes) if chosen == "ring" else call_plan.head_bytes(sizes)))

@@ -20,7 +20,7 @@ from regard.sharding import use_sharding
 
 @contextmanager
 def sequence(
-    group: Group | None = None, *, layout: str = "contiguous", how: str | None = None, timeout: float | None = None
+    group: Group | None = None, *, layout: str = "contiguous", method: str | None = None, timeout: float | None = None
 ) -> Iterator[None]:
     """Context in which modules and models compute on this rank's tokens, and attention on those of all ranks.
 
@@ -33,9 +33,9 @@ def sequence(
     Gradients of parameters are those of this rank's shard: their sum over the ranks is the gradient of the sum of
     the ranks' losses. With activation checkpointing, call backward inside the context too.
     """
-    if how is not None and how not in METHODS:
-        raise ValueError(f"how must be one of {', '.join(METHODS)}, or None, but is {how!r}")
-    with use_sharding(_SequenceSharding(Communicator.of(group, timeout), check_layout(layout), how)):
+    if method is not None and method not in METHODS:
+        raise ValueError(f"method must be one of {', '.join(METHODS)}, or None, but is {method!r}")
+    with use_sharding(_SequenceSharding(Communicator.of(group, timeout), check_layout(layout), method)):
         yield
 
 
@@ -46,7 +46,7 @@ def attention(
     *,
     group: Group | None = None,
     layout: str = "contiguous",
-    how: str | None = None,
+    method: str | None = None,
     timeout: float | None = None,
     engine: str | None = None,
     return_lse: bool = False,
@@ -59,7 +59,7 @@ def attention(
     offset and lengths refer to positions in the full sequence.
 
     layout: how the tokens are split, "contiguous" (any lengths, also 0) or "balanced" (see `Layout`).
-    how: "ring" sends keys and values from rank to rank, "heads" exchanges tokens for heads (G must be a multiple of
+    method: "ring" sends keys and values from rank to rank, "heads" exchanges tokens for heads (G must be a multiple of
         the ranks). By default, the one that sends fewer bytes on the busiest rank, and the ring if they are equal.
     timeout: seconds to wait for another rank; by default that of the group.
 
@@ -67,7 +67,7 @@ def attention(
     their sum over the ranks is the gradient of the sum of the ranks' losses. Each rank draws dropout from its
     generator: it is reproducible from the same seeds, but differs from the bits that one process draws.
     """
-    with sequence(group, layout=layout, how=how, timeout=timeout):
+    with sequence(group, layout=layout, method=method, timeout=timeout):
         return Attention(**description)(query, key, value, engine=engine, return_lse=return_lse)
 
 
@@ -77,13 +77,21 @@ class _SequenceSharding:
 
     comm: Communicator
     layout: str
-    how: str | None
+    method: str | None
 
     def attend(
         self, attend: Attention, query: Tensor, key: Tensor, value: Tensor, *, engine: str | None, return_lse: bool
     ) -> Any:
         return sharded_attention(
-            self.comm, attend, query, key, value, layout=self.layout, how=self.how, engine=engine, return_lse=return_lse
+            self.comm,
+            attend,
+            query,
+            key,
+            value,
+            layout=self.layout,
+            method=self.method,
+            engine=engine,
+            return_lse=return_lse,
         )
 
     def to_local(self, x: Tensor, dim: int) -> Tensor:

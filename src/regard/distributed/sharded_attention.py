@@ -30,15 +30,15 @@ CALL_FIELDS = (
     "axes",
     "dtype",
     "requires_grad",
-    "how",
+    "method",
     "layout",
     "description",
 )
 
 
 def sharded_attention(
-    comm: Communicator, attend: Attention, query: Tensor, key: Tensor, value: Tensor, *, layout: str, how: str | None,
-    engine: str | None, return_lse: bool,
+    comm: Communicator, attend: Attention, query: Tensor, key: Tensor, value: Tensor, *, layout: str,
+    method: str | None, engine: str | None, return_lse: bool,
 ) -> Any:  # fmt: skip
     """Attention with a description and a communicator; see `regard.distributed.attention`."""
     attend = attend.snapshot()
@@ -56,7 +56,7 @@ def sharded_attention(
     local_call = (
         query.shape[2], key.shape[2], B, H, G, D, E, len(shape), FLOATS.index(query.dtype),
         sum(bit << n for n, bit in enumerate((*grads[:3], any(grads[3:])))),
-        description_digest(how), description_digest(check_layout(layout)), description_digest(attend),
+        description_digest(method), description_digest(check_layout(layout)), description_digest(attend),
     )  # fmt: skip
     calls = comm.all_gather_ints(local_call, query.device)
     _check_agreement(comm, calls)
@@ -68,7 +68,7 @@ def sharded_attention(
     seed = int(draw_seed(torch.device("cpu"))) if attend.dropout else 0
     call = ShardedCall(attend, frame, sizes, call_plan, comm, engine, tensors, seed)
     lse: Tensor | None
-    if call_plan.choose(how, sizes) == "ring":
+    if call_plan.choose(method, sizes) == "ring":
         output, lse = ring(call, query, key, value)
     else:
         output, lse = attend_by_heads(call, query, key, value, return_lse)
@@ -80,7 +80,7 @@ def _check_agreement(comm: Communicator, calls: list[list[int]]) -> None:
     """Raise on every rank unless all ranks make the same call."""
     for name, *values in zip(CALL_FIELDS[2:], *(call[2:] for call in calls), strict=True):
         if len(set(values)) > 1:
-            difference = "differs" if name in ("how", "layout", "description") else f"is {values}"
+            difference = "differs" if name in ("method", "layout", "description") else f"is {values}"
             raise ValueError(
                 f"all {comm.ranks} ranks must make the same call, each with its tokens, but {name} {difference}"
             )

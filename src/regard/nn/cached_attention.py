@@ -31,8 +31,8 @@ def max_lookback(attend: Attention) -> int | None:
     reach = _max_lookback(attend.mask)
     if reach is None or attend.offset is None:
         return reach
-    least = attend.offset if isinstance(attend.offset, int) else min(attend.offset.tolist(), default=0)
-    return max(reach - least, 0)
+    offsets = [attend.offset] if isinstance(attend.offset, int) else attend.offset.tolist()
+    return max(reach - min(offsets), 0) if offsets else reach
 
 
 def shift_to_cache(attend: Attention, cache: Cache, query: Tensor, value: Tensor) -> Attention:
@@ -65,7 +65,9 @@ def _max_lookback(mask: Mask | Tensor | None) -> int | None:
     if isinstance(mask, Dilated):
         return mask.width * mask.step
     if isinstance(mask, And):
-        return min((reach for part in mask.parts if (reach := _max_lookback(part)) is not None), default=None)
+        reaches = [_max_lookback(part) for part in mask.parts]
+        limits = [reach for reach in reaches if reach is not None]
+        return min(limits) if limits else None  # torch.compile does not trace `min(..., default=None)`
     if isinstance(mask, Or):
         reaches = [_max_lookback(part) for part in mask.parts]
         return None if None in reaches else max(reach for reach in reaches if reach is not None)

@@ -82,7 +82,7 @@ class Packed:
         [[5, 6], [8, 0]]
         """
         lengths = torch.tensor(self.lengths, dtype=torch.int64, device=self.values.device)
-        mask = torch.arange(max(self.lengths, default=0), device=self.values.device) < lengths[:, None]
+        mask = torch.arange(max((0, *self.lengths)), device=self.values.device) < lengths[:, None]
         padded = self.values.new_zeros(*mask.shape, *self.values.shape[1:])
         padded[mask] = self.values
         return padded, mask

@@ -72,10 +72,10 @@ def shard(objective: nn.Module) -> None:
     fully_shard(objective, mesh=mesh)
 
 
-def sharing(ranks: int, device: torch.device, how: str | None = None) -> Callable[[], AbstractContextManager[None]]:
+def sharing(ranks: int, device: torch.device, method: str | None = None) -> Callable[[], AbstractContextManager[None]]:
     """Return a context factory for models whose sequences are shared by `ranks` consecutive processes."""
     mesh = init_device_mesh(device.type, (dist.get_world_size() // ranks, ranks), mesh_dim_names=("data", "sequence"))
-    return partial(sequence, mesh["sequence"].get_group(), layout="balanced", how=how)
+    return partial(sequence, mesh["sequence"].get_group(), layout="balanced", method=method)
 
 
 def weights(objective: nn.Module, options: StateDictOptions = FULL_ON_RANK_0) -> dict[str, Tensor]:
