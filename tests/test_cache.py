@@ -16,7 +16,6 @@ from torch import Tensor
 
 import regard as rg
 from regard.cache import Cache
-from regard.engines.select import exclude_engine
 
 N = 70  # more than a tile
 
@@ -378,25 +377,6 @@ grown = (psutil.Process().memory_info().rss - before) / 1e6
 assert grown < 40, grown  # the masks of all steps are 250 MB, their layouts 31 MB
 """
         subprocess.run([sys.executable, "-c", code], check=True, timeout=300)
-
-
-class TestAPlan:
-    def test_is_rebuilt_for_another_set_of_engines(self) -> None:
-        q, k, v = inputs()
-        attend = rg.Attention(mask=rg.causal())
-        engine = attend._plan(q, k, v, None, False)[1].name
-        with exclude_engine(engine):
-            assert attend._plan(q, k, v, None, False)[1].name != engine
-        assert attend._plan(q, k, v, None, False)[1].name == engine
-
-    def test_of_old_content_is_not_kept(self) -> None:
-        bits, (q, k, v) = torch.eye(N).bool(), inputs()
-        attend = rg.Attention(mask=bits)
-        attend(q, k, v)
-        attend(q[:1], k[:1], v[:1])
-        bits.data.fill_(True)
-        attend(q, k, v)
-        assert len(attend.__dict__["_plans"]) == 1
 
 
 class TestCompiled:

@@ -127,3 +127,35 @@ def test_a_masked_key_that_overflows_reaches_nothing_without_reading_numbers(mon
     found = rg.attention(query, key, value, mask=rg.causal(), engine="sdpa")
     expected = rg.attention(query, key, value, mask=rg.causal(), engine="reference")
     torch.testing.assert_close(found[:, :, :5], expected[:, :, :5])
+
+
+def random_inputs() -> tuple[Tensor, Tensor, Tensor]:
+    query, key, value = torch.randn(3, 2, 4, 6, 8, generator=torch.Generator().manual_seed(0))
+    return query, key, value
+
+
+def dense(query: Tensor, key: Tensor, value: Tensor, allowed: Tensor) -> Tensor:
+    """Attention in float64, in plain torch."""
+    logits = query.double() @ key.double().mT / math.sqrt(query.shape[-1])
+    return logits.masked_fill(~allowed, -math.inf).softmax(-1) @ value.double()
+
+
+def test_a_query_of_nan_gives_nan_on_sdpa() -> None:
+    query, key, value = random_inputs()
+    query[0, 0, 3, 2] = math.nan
+    output = rg.attention(query, key, value, engine="sdpa")
+    assert output[0, 0, 3].isnan().all()
+    assert output.isnan().sum() == 8
+
+
+def test_a_masked_key_whose_product_overflows_reaches_nothing_on_sdpa() -> None:
+    query, key, value = random_inputs()
+    key[:, :, 5] = value[:, :, 5] = 1e38
+    tensors = [tensor.requires_grad_() for tensor in (query, key, value)]
+    output = rg.attention(query, key, value, mask=rg.padding([5, 5]), engine="sdpa")
+    expected = dense(query[:, :, :], key[:, :, :5], value[:, :, :5], torch.ones(5, dtype=torch.bool))
+    torch.testing.assert_close(output, expected.float())
+    for grad, wanted in zip(
+        torch.autograd.grad(output.sum(), tensors), torch.autograd.grad(expected.sum(), tensors), strict=True
+    ):
+        torch.testing.assert_close(grad, wanted)

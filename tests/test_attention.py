@@ -1,14 +1,15 @@
-"""Expected features of torch: autograd, compile, autocast, vmap, any strides."""
+"""The call, as torch users expect it: autograd, compile, autocast, vmap, strides, meta and nested tensors."""
 
 from __future__ import annotations
+
+import math
+from collections.abc import Callable
 
 import pytest
 import torch
 from torch import Tensor
-from torch.autograd import gradcheck, gradgradcheck
 
 import regard as rg
-import regard.engines.tiled
 
 
 def normal(*shape: int, grad: bool = False, dtype: torch.dtype = torch.float64) -> Tensor:
@@ -18,40 +19,6 @@ def normal(*shape: int, grad: bool = False, dtype: torch.dtype = torch.float64) 
 @pytest.fixture(autouse=True)
 def _seed() -> None:
     torch.manual_seed(0)
-
-
-@pytest.fixture
-def _small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(regard.engines.tiled, "tile_size", lambda problem: (4, 4))
-
-
-LEARNED = {
-    "dot with a learned scale, a learned table and a sink": lambda w: {
-        "score": rg.Dot(scale=w[0]),
-        "bias": rg.relative(w[1]),
-        "sink": w[0],
-        "mask": rg.causal(),
-    },
-    "additive": lambda w: {"score": rg.Additive(w[2])},
-    "shaw with values": lambda w: {"bias": rg.shaw(w[3], w[3]), "mask": rg.window(2, 1)},
-    "a dense bias": lambda w: {"bias": w[4], "temperature": 0.5},
-    "a modifier that closes over a parameter": lambda w: {"score": lambda s, b, h, p, j: s * w[0][h].exp()},
-}
-
-
-@pytest.mark.usefixtures("_small_tiles")
-@pytest.mark.parametrize("engine", ["reference", "tiled"])
-@pytest.mark.parametrize("name", LEARNED)
-def test_first_and_second_derivatives_are_right(engine: str, name: str) -> None:
-    q, k, v = normal(1, 2, 5, 3, grad=True), normal(1, 1, 6, 3, grad=True), normal(1, 1, 6, 3, grad=True)
-    learned = [normal(2, grad=True), normal(5, 2, grad=True), normal(3, grad=True), normal(3, 3, grad=True)]
-    learned.append(normal(5, 6, grad=True))
-
-    def call(q: Tensor, k: Tensor, v: Tensor, *w: Tensor) -> tuple[Tensor, Tensor]:
-        return rg.attention(q, k, v, engine=engine, return_lse=True, **LEARNED[name](w))
-
-    assert gradcheck(call, (q, k, v, *learned))
-    assert gradgradcheck(call, (q, k, v, *learned), check_undefined_grad=False, fast_mode=True)
 
 
 @pytest.mark.parametrize("engine", ["reference", "tiled", "sdpa", "native"])
@@ -170,3 +137,79 @@ def test_same_inputs_give_the_same_bits(engine: str) -> None:
         for _ in range(2)
     )
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+def seeded_inputs() -> tuple[Tensor, Tensor, Tensor]:
+    query, key, value = torch.randn(3, 2, 4, 6, 8, generator=torch.Generator().manual_seed(0))
+    return query, key, value
+
+
+def dense(query: Tensor, key: Tensor, value: Tensor, allowed: Tensor) -> Tensor:
+    """Attention in float64, in plain torch."""
+    logits = query.double() @ key.double().mT / math.sqrt(query.shape[-1])
+    return logits.masked_fill(~allowed, -math.inf).softmax(-1) @ value.double()
+
+
+def test_a_changed_attribute_of_a_mask_function_is_seen() -> None:
+    def rule(b: Tensor, h: Tensor, p: Tensor, j: Tensor) -> Tensor:
+        return (j < rule.limit) & (p >= 0)  # type: ignore[attr-defined]
+
+    attend, (query, key, value) = rg.Attention(mask=rg.where(rule)), seeded_inputs()
+    for limit in (2, 5):
+        rule.limit = limit  # type: ignore[attr-defined]
+        expected = dense(query, key, value, torch.arange(6) < limit)
+        torch.testing.assert_close(attend(query, key, value), expected.float())
+
+
+def test_tensors_on_meta_give_shapes_or_a_clear_error() -> None:
+    query = torch.empty(2, 4, 6, 8, device="meta")
+    attend = rg.Attention(mask=rg.causal(), sink=1.0)
+    assert attend(query, query, query).shape == (2, 4, 6, 8)
+    assert attend.weights(query, query).shape == (2, 4, 6, 6)
+    with pytest.raises(ValueError, match="meta"):
+        attend.statistics(query, query)
+
+
+NESTED = {
+    "strided": torch.nested.nested_tensor([torch.zeros(4), torch.zeros(3)]),
+    "jagged": torch.nested.nested_tensor([torch.zeros(4), torch.zeros(3)], layout=torch.jagged),
+}
+HOLDERS: dict[str, Callable[[Tensor], object]] = {
+    "sink": lambda x: rg.Attention(sink=x),
+    "bias": lambda x: rg.Attention(bias=x),
+    "dense_bias": rg.dense_bias,
+    "relative": rg.relative,
+    "t5": rg.t5,
+    "shaw": rg.shaw,
+    "Dot": lambda x: rg.Dot(scale=x),
+    "Cosine": lambda x: rg.Cosine(scale=x),
+    "Additive": rg.Additive,
+    "Bilinear": rg.Bilinear,
+    "offset": lambda x: rg.Attention(offset=x),
+    "mask": lambda x: rg.Attention(mask=x),
+    "padding": rg.padding,
+    "documents": rg.documents,
+}
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("layout", NESTED)
+@pytest.mark.parametrize("holder", HOLDERS)
+def test_nested_tensors_are_refused_wherever_a_tensor_may_be_given(holder: str, layout: str) -> None:
+    with pytest.raises(TypeError, match="nested"):
+        HOLDERS[holder](NESTED[layout])
+
+
+@pytest.mark.parametrize("use", ["call", "weights", "whole", "functional_call"])
+def test_an_offset_that_vmap_maps_over_is_refused(use: str) -> None:
+    query, key, value = seeded_inputs()
+
+    def attend(offset: Tensor) -> Tensor:
+        if use == "functional_call":
+            held = rg.Attention(mask=rg.causal(), offset=torch.tensor([0, 1]))
+            return torch.func.functional_call(held, {"offset": offset.expand(2)}, (query, key, value))
+        made = rg.Attention(mask=rg.causal(), offset=offset if use == "whole" else offset.expand(2))
+        return made.weights(query, key) if use == "weights" else made(query, key, value)
+
+    with pytest.raises(NotImplementedError, match="offset is read as values"):
+        torch.func.vmap(attend)(torch.arange(3))
