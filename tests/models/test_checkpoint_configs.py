@@ -14,6 +14,24 @@ from regard.models.checkpoints.families import FAMILIES, family_of
 from tests.models import transformers_models as t
 
 KNOWN: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # content of config.json, and expected values of ours
+    "all-mpnet-base-v2": (
+        {"model_type": "mpnet", "attention_probs_dropout_prob": 0.1, "hidden_act": "gelu", "hidden_dropout_prob": 0.1,
+         "hidden_size": 768, "intermediate_size": 3072, "layer_norm_eps": 1e-05, "max_position_embeddings": 514,
+         "num_attention_heads": 12, "num_hidden_layers": 12, "pad_token_id": 1, "relative_attention_num_buckets": 32,
+         "vocab_size": 30527},
+        {"buckets": 32, "first_position": 2, "segments": 0, "positions": 514},
+    ),
+    "modernbert base": (
+        {"model_type": "modernbert", "attention_bias": False, "attention_dropout": 0.0, "classifier_activation": "gelu",
+         "classifier_bias": False, "classifier_pooling": "mean", "decoder_bias": True, "embedding_dropout": 0.0,
+         "global_attn_every_n_layers": 3, "global_rope_theta": 160000.0, "hidden_activation": "gelu",
+         "hidden_size": 768, "intermediate_size": 1152, "layer_norm_eps": 1e-05, "local_attention": 128,
+         "local_rope_theta": 10000.0, "max_position_embeddings": 8192, "mlp_bias": False, "norm_bias": False,
+         "norm_eps": 1e-05, "num_attention_heads": 12, "num_hidden_layers": 22, "position_embedding_type": "absolute",
+         "reference_compile": False, "tie_word_embeddings": True, "vocab_size": 50368},
+        {"windows": (None, 64, 64) * 7 + (None,), "pooling": "mean", "norm": "layer_no_bias", "gated": True,
+         "layer_rotary": (rg.nn.Rotary(160000.0), *(rg.nn.Rotary(10000.0),) * 2) * 7 + (rg.nn.Rotary(160000.0),)},
+    ),
     "gpt2": (
         {"model_type": "gpt2", "activation_function": "gelu_new", "attn_pdrop": 0.1, "embd_pdrop": 0.1, "n_ctx": 1024,
          "layer_norm_epsilon": 1e-05, "n_embd": 768, "n_head": 12, "n_layer": 12, "n_positions": 1024,

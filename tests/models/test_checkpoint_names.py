@@ -56,6 +56,8 @@ def test_a_tied_tensor_may_be_stored_under_both_names_if_equal(tmp_path: Path) -
         ("bert", {"architectures": None}, "architectures"),
         ("bert", {"model_type": "mamba"}, "model_type = 'mamba' is not supported; supported: bert"),
         ("bert", {"hidden_size": None}, "must contain hidden_size"),
+        ("mpnet", {"relative_attention_num_buckets": 16}, "relative_attention_num_buckets"),
+        ("modernbert-mlm", {"decoder_bias": False}, "decoder_bias"),
         ("albert", {"inner_group_num": 2}, "inner_group_num"),
         ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx"),
         ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5"),

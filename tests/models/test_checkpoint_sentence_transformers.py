@@ -123,8 +123,8 @@ def test_embed_without_tokenizer_raises(embedder: SentenceEmbedder) -> None:
     assert embedder.embed([]).shape == (0, 384)
 
 
-def small_folder(place: Path, modules: list[str], pooling: dict[str, Any]) -> Path:
-    t.save_their_model("bert", place)
+def small_folder(place: Path, modules: list[str], pooling: dict[str, Any], case: str = "bert") -> Path:
+    t.save_their_model(case, place)
     paths = ["", "1_Pooling", "2_Normalize", "3_Dense"]
     listed = [
         {"idx": n, "path": paths[n], "type": f"sentence_transformers.models.{kind}"} for n, kind in enumerate(modules)
@@ -148,6 +148,25 @@ def test_pooling_and_normalisation_are_read_from_the_folder(pooling: dict[str, A
         hidden = t.their_model("bert")(t.IDS).last_hidden_state
         expected = {"first": hidden[:, 0], "max": hidden.amax(1), "mean": hidden.mean(1)}[name]
         torch.testing.assert_close(model(t.IDS), expected, rtol=1e-4, atol=1e-4)
+    rg.save(model, tmp_path / "ours")
+    assert rg.load(tmp_path / "ours").config == model.config
+
+
+@pytest.mark.parametrize("case", ["mpnet", "modernbert", "xlm-roberta"])
+def test_embedders_of_other_families_load(case: str, tmp_path: Path) -> None:
+    place = small_folder(tmp_path / "theirs", ["Transformer", "Pooling", "Normalize"], {"pooling_mode": "mean"}, case)
+    said = json.loads((place / "config.json").read_text())
+    masked = {"mpnet": "MPNetForMaskedLM", "modernbert": "ModernBertForMaskedLM"}.get(case, said["architectures"][0])
+    (place / "config.json").write_text(json.dumps(said | {"architectures": [masked]}))  # the file may have no head
+    model = rg.load(place)
+    assert isinstance(model, SentenceEmbedder)
+    base = t.their_model(case) if case != "xlm-roberta" else t.their_model(case).roberta
+    with torch.no_grad():
+        hidden = base(t.IDS, attention_mask=t.RIGHT.long()).last_hidden_state
+        means = torch.stack([row[mask].mean(0) for row, mask in zip(hidden, t.RIGHT, strict=True)])
+        rows = [row[mask] for row, mask in zip(t.IDS, t.RIGHT, strict=True)]
+        for inputs in ((t.IDS, t.RIGHT), (rows,)):
+            torch.testing.assert_close(model(*inputs), F.normalize(means, dim=-1), rtol=1e-4, atol=1e-4)
     rg.save(model, tmp_path / "ours")
     assert rg.load(tmp_path / "ours").config == model.config
 

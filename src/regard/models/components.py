@@ -21,7 +21,12 @@ from regard.nn import (
 
 T = TypeVar("T")
 
-NORMS: dict[str, Callable[..., nn.Module]] = {"layer": nn.LayerNorm, "rms": nn.RMSNorm, "unit_rms": UnitRMSNorm}
+NORMS: dict[str, Callable[..., nn.Module]] = {
+    "layer": nn.LayerNorm,
+    "rms": nn.RMSNorm,
+    "unit_rms": UnitRMSNorm,
+    "layer_no_bias": partial(nn.LayerNorm, bias=False),
+}
 ARRANGEMENTS: dict[str, Callable[..., Residual]] = {
     "pre": PreNorm,
     "post": PostNorm,

@@ -10,19 +10,27 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from regard.attention import Attention
 from regard.engines.packed_linear import project
-from regard.models.blocks import build_blocks
+from regard.masks import Mask, causal, window
+from regard.models.blocks import attention_dropout, build_blocks
 from regard.models.components import choose, embed_tokens, make_embedding, norm_factory
-from regard.models.config_fields import optional_count, same_as
+from regard.models.config_fields import cycle, optional_count, per_layer, same_as
 from regard.models.inputs import Inputs, ModelInputs, prepare_inputs
 from regard.nn import (
     ACTIVATIONS,
     AttentionPooling,
+    Block,
     Encoder,
+    FeedForward,
     First,
+    GatedFeedForward,
     Max,
     Mean,
+    MultiHeadAttention,
     Packed,
+    RelativeBias,
+    Rotary,
     linear,
 )
 from regard.nn.dropout import dropout
@@ -40,11 +48,21 @@ POOLINGS: dict[str, Callable[[int], nn.Module]] = {
 class TextConfig:
     """Configuration of a text encoder. The defaults are BERT's.
 
-    positions: rows of the learned position table. first_position: row of the first token (2 in RoBERTa).
+    positions: rows of the learned position table, or the longest sequence. first_position: row of the first token (2 in
+        RoBERTa).
+    rotary: rotary embedding of q and k instead of a table. layer_rotary: rotary embeddings, cycled over the layers.
+    buckets, max_distance: of a relative position bias shared by all layers, as in T5 (MPNet); 0 for none.
+    windows: how many tokens on each side a token attends to, cycled over the layers; None is no limit.
+    causal: whether tokens attend to earlier tokens only (CLIP).
     segments: number of segment types, 0 for none. d_embedding: width of the embeddings, d_model by default (ALBERT).
     distinct: number of layers with distinct weights, all by default; each runs layers / distinct times (ALBERT runs one
         layer twelve times).
-    pooling: "first", "mean", "max" or "attention". head_activation: in the head of a sequence classifier.
+    norm: "layer", "layer_no_bias", "rms", or "unit_rms" (1 + weight). embedding_norm: whether to normalise embeddings.
+    first_norm: whether the attention of the first layer normalises its input (not in ModernBERT).
+    bias: of all projections, unless `qkv_bias` or `output_bias` are given for those of the attention.
+    pooling: "first", "mean", "max" or "attention".
+    head_activation, head_bias, head_norm: of the layer before the classifier of sequences; token_head: whether models
+        that classify tokens have this layer too. mask_activation: in the head of a masked language model.
     unit: whether an embedder normalises its vectors to length 1.
     attention_dropout: dropout of attention weights, `dropout` by default.
 
@@ -60,19 +78,40 @@ class TextConfig:
     d_hidden: int
     positions: int = 512
     first_position: int = optional_count(0)
+    rotary: Rotary | None = None
+    layer_rotary: tuple[Rotary | None, ...] = per_layer(())
+    buckets: int = optional_count(0)
+    max_distance: int = 128
+    windows: tuple[int | None, ...] = per_layer(())
+    causal: bool = False
     segments: int = optional_count(2)
     d_embedding: int | None = same_as("d_model")
     distinct: int | None = same_as("layers")
     arrangement: str = "post"
     norm: str = "layer"
     eps: float = 1e-12
+    embedding_norm: bool = True
+    first_norm: bool = True
     activation: str = "gelu"
+    gated: bool = False
+    bias: bool = True
+    qkv_bias: bool | None = same_as("bias")
+    output_bias: bool | None = same_as("bias")
+    mask_activation: str | None = same_as("activation")
     head_activation: str = "tanh"
+    head_bias: bool = True
+    head_norm: bool = False
+    token_head: bool = False
     pooling: str = "first"
     unit: bool = True
     classes: int = 2
     dropout: float = 0.1
     attention_dropout: float | None = same_as("dropout")
+
+    @property
+    def rotaries(self) -> tuple[Rotary | None, ...]:
+        """The rotary embedding of every layer."""
+        return cycle(self.layer_rotary or (self.rotary,), self.layers)
 
 
 class TextEncoder(nn.Module):
@@ -96,18 +135,21 @@ class TextEncoder(nn.Module):
         d_embedding = config.d_embedding or config.d_model
         norm = norm_factory(config.norm, config.eps)
         self.embedding = make_embedding(config.vocabulary, d_embedding)
-        self.position = make_embedding(config.positions, d_embedding)
+        learned_positions = config.rotary is None and not config.layer_rotary
+        self.position = make_embedding(config.positions, d_embedding) if learned_positions else None
         self.segment = make_embedding(config.segments, d_embedding) if config.segments else None
-        self.embedding_norm = norm(d_embedding)
+        self.embedding_norm = norm(d_embedding) if config.embedding_norm else None
         self.project = None if d_embedding == config.d_model else linear(d_embedding, config.d_model)
         distinct = config.distinct or config.layers
         if config.layers % distinct:
             raise ValueError(f"layers = {config.layers} must be a multiple of distinct = {distinct}")
         self.stack = Encoder(
-            build_blocks(config, distinct, norm),
+            _build_blocks(config, distinct, norm),
             norm=None if config.arrangement == "post" else norm(config.d_model),
+            bias=RelativeBias(config.heads, buckets=config.buckets, max_distance=config.max_distance)
+            if config.buckets else None,
             repeat=config.layers // distinct,
-        )
+        )  # fmt: skip
 
     def forward(
         self, inputs: Inputs, mask: Tensor | None = None, *, segments: Inputs | None = None
@@ -118,6 +160,21 @@ class TextEncoder(nn.Module):
 
     def hidden(self, rows: ModelInputs, segments: Inputs | None = None) -> Tensor:
         """Map prepared ids (B, N) to hidden states (B, N, d_model); used by models with a head."""
+        x = embed_tokens(rows.values, self.embedding)
+        if self.position is not None:
+            x = x + F.embedding(self._table_rows(rows), self.position.weight)
+        if self.segment is not None:
+            if segments is None:
+                x = x + self.segment.weight[0]
+            else:
+                x = x + F.embedding(_segments_like(segments, rows), self.segment.weight)
+        x = x if self.embedding_norm is None else self.embedding_norm(x)
+        if self.config.dropout and self.training:
+            x = dropout(x, self.config.dropout)
+        return self.stack(x if self.project is None else self.project(x), context=rows.context)
+
+    def _table_rows(self, rows: ModelInputs) -> Tensor:
+        """Return the rows of the position table for prepared ids (B, N)."""
         ids, first = rows.values, self.config.first_position
         may_exceed = ids.shape[1] > self.config.positions - first or (rows.context.is_local and ids.numel() > 0)
         if may_exceed and int(rows.positions.max()) >= self.config.positions - first:
@@ -125,17 +182,64 @@ class TextEncoder(nn.Module):
                 f"the model has {self.config.positions - first} positions, but a sequence has "
                 f"{int(rows.positions.max()) + 1} tokens; truncate or split it"
             )
-        positions = rows.positions + first if first else rows.positions
-        x = embed_tokens(ids, self.embedding) + F.embedding(positions, self.position.weight)
-        if self.segment is not None:
-            if segments is None:
-                x = x + self.segment.weight[0]
-            else:
-                x = x + F.embedding(_segments_like(segments, rows), self.segment.weight)
-        x = self.embedding_norm(x)
-        if self.config.dropout and self.training:
-            x = dropout(x, self.config.dropout)
-        return self.stack(x if self.project is None else self.project(x), context=rows.context)
+        return rows.positions + first if first else rows.positions
+
+
+def _build_blocks(config: TextConfig, count: int, norm: Callable[[int], nn.Module]) -> list[Block]:
+    if config.layer_rotary and config.rotary is not None:
+        raise ValueError("rotary and layer_rotary are alternatives; pass one of them")
+    sizes = cycle(config.windows or (None,), count)
+    rotaries = cycle(config.layer_rotary or (config.rotary,), count)
+    # Layers with the same window share one description and its plans.
+    attends = {size: Attention(mask=_build_mask(config, size), dropout=attention_dropout(config)) for size in {*sizes}}
+    activation = choose("activation", config.activation, ACTIVATIONS)
+    feedforward = GatedFeedForward if config.gated else FeedForward
+
+    def attention(n: int) -> MultiHeadAttention:
+        return MultiHeadAttention(
+            config.d_model,
+            config.heads,
+            attend=attends[sizes[n]],
+            rotary=rotaries[n],
+            bias=config.bias if config.qkv_bias is None else config.qkv_bias,
+            output_bias=config.bias if config.output_bias is None else config.output_bias,
+        )
+
+    blocks = build_blocks(
+        config, count, norm, attention=attention,
+        feedforward=lambda: feedforward(config.d_model, config.d_hidden, activation=activation, bias=config.bias),
+    )  # fmt: skip
+    if not config.first_norm:
+        if config.arrangement != "pre":
+            raise ValueError(f'first_norm=False needs arrangement "pre", got {config.arrangement!r}')
+        for block in blocks[:1]:
+            block.attention_residual.norm = nn.Identity()
+    return blocks
+
+
+def _build_mask(config: TextConfig, size: int | None) -> Mask | None:
+    if size is None:
+        return causal() if config.causal else None
+    return window(size, 0 if config.causal else size)
+
+
+class _HeadModel(nn.Module):
+    """Base class of classifiers: the encoder, and a layer before the classifier unless `head` is false."""
+
+    def __init__(self, config: TextConfig, *, head: bool) -> None:
+        super().__init__()
+        self.config = config
+        self.encoder = TextEncoder(config)
+        self.transform = linear(config.d_model, config.d_model, bias=config.head_bias) if head else None
+        norm = norm_factory(config.norm, config.eps)
+        self.norm = norm(config.d_model) if head and config.head_norm else None
+        self.activation = choose("head_activation", config.head_activation, ACTIVATIONS)
+
+    def head(self, x: Tensor) -> Tensor:
+        """Map hidden states (..., d_model) to the input of the classifier."""
+        if self.transform is not None:
+            x = self.activation(self.transform(x))
+        return F.dropout(x if self.norm is None else self.norm(x), self.config.dropout, self.training)
 
 
 class MaskedLanguageModel(nn.Module):
@@ -153,10 +257,10 @@ class MaskedLanguageModel(nn.Module):
         self.config = config
         d_embedding = config.d_embedding or config.d_model
         self.encoder = TextEncoder(config)
-        self.transform = linear(config.d_model, d_embedding)
+        self.transform = linear(config.d_model, d_embedding, bias=config.head_bias)
         self.norm = norm_factory(config.norm, config.eps)(d_embedding)
         self.bias = nn.Parameter(torch.zeros(config.vocabulary))
-        self.activation = choose("activation", config.activation, ACTIVATIONS)
+        self.activation = choose("mask_activation", config.mask_activation or config.activation, ACTIVATIONS)
 
     def forward(
         self, inputs: Inputs, mask: Tensor | None = None, *, segments: Inputs | None = None
@@ -176,7 +280,7 @@ class MaskedLanguageModel(nn.Module):
         return project(x, self.output_layer.weight, self.bias)
 
 
-class SequenceClassifier(nn.Module):
+class SequenceClassifier(_HeadModel):
     """Classify sequences: ids (B, N) to logits (B, classes).
 
     >>> import torch
@@ -187,23 +291,17 @@ class SequenceClassifier(nn.Module):
     """
 
     def __init__(self, config: TextConfig) -> None:
-        super().__init__()
-        self.config = config
-        self.encoder = TextEncoder(config)
+        super().__init__(config, head=True)
         self.pooling = make_pooling(config.pooling, config.d_model)
-        self.transform = linear(config.d_model, config.d_model)
         self.classifier = linear(config.d_model, config.classes)
-        self.activation = choose("head_activation", config.head_activation, ACTIVATIONS)
 
     def forward(self, inputs: Inputs, mask: Tensor | None = None, *, segments: Inputs | None = None) -> Tensor:
         """Return logits (B, classes)."""
         rows = prepare_inputs(inputs, mask)
-        x = rows.pool(self.pooling, self.encoder.hidden(rows, segments))
-        x = self.activation(self.transform(x))
-        return self.classifier(F.dropout(x, self.config.dropout, self.training))
+        return self.classifier(self.head(rows.pool(self.pooling, self.encoder.hidden(rows, segments))))
 
 
-class TokenClassifier(nn.Module):
+class TokenClassifier(_HeadModel):
     """Classify tokens: ids (B, N) to logits (B, N, classes).
 
     >>> import torch
@@ -215,9 +313,7 @@ class TokenClassifier(nn.Module):
     """
 
     def __init__(self, config: TextConfig) -> None:
-        super().__init__()
-        self.config = config
-        self.encoder = TextEncoder(config)
+        super().__init__(config, head=config.token_head)
         self.classifier = linear(config.d_model, config.classes)
 
     def forward(
@@ -225,11 +321,10 @@ class TokenClassifier(nn.Module):
     ) -> Tensor | Packed | list[Tensor]:
         """Return logits (B, N, classes), in the form of the inputs."""
         rows = prepare_inputs(inputs, mask).to_local()
-        x = self.encoder.hidden(rows, segments)
-        return rows.to_input_form(self.classifier(F.dropout(x, self.config.dropout, self.training)))
+        return rows.to_input_form(self.classifier(self.head(self.encoder.hidden(rows, segments))))
 
 
-class QuestionAnswering(nn.Module):
+class QuestionAnswering(_HeadModel):
     """Extractive question answering: ids (B, N) to logits (B, N, 2) of the start and end of the answer.
 
     >>> import torch
@@ -241,9 +336,7 @@ class QuestionAnswering(nn.Module):
     """
 
     def __init__(self, config: TextConfig) -> None:
-        super().__init__()
-        self.config = config
-        self.encoder = TextEncoder(config)
+        super().__init__(config, head=config.token_head)
         self.ends = linear(config.d_model, 2)
 
     def forward(
@@ -251,7 +344,7 @@ class QuestionAnswering(nn.Module):
     ) -> Tensor | Packed | list[Tensor]:
         """Return logits (B, N, 2), in the form of the inputs. segments: 0 for the question, 1 for the context."""
         rows = prepare_inputs(inputs, mask)
-        return rows.to_input_form(self.ends(self.encoder.hidden(rows, segments)))
+        return rows.to_input_form(self.ends(self.head(self.encoder.hidden(rows, segments))))
 
 
 class SentenceEmbedder(nn.Module):

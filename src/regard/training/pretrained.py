@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import json
-from dataclasses import asdict
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -12,6 +11,7 @@ from torch import nn
 from regard.data.processor import Processor
 from regard.errors import UserError
 from regard.models.checkpoints.family import check_config
+from regard.models.checkpoints.own_format import from_json, to_json
 from regard.models.text import TextConfig, TextEncoder
 from regard.training.run_files import naming
 from regard.training.runs import Run
@@ -38,7 +38,7 @@ class EncoderOptions(Protocol):
 def encoder_config(processor: Processor, shape: EncoderOptions, **more: Any) -> TextConfig:
     """Configuration of a text encoder: that of the pretrained model, if any, or of this shape."""
     if processor.config is not None:
-        config = TextConfig(**(processor.settings() | {"dropout": shape.dropout} | more))
+        config = replace(from_json({"is": TextConfig.__name__} | processor.config), dropout=shape.dropout, **more)
         check_config(config)
         return config
     return TextConfig(
@@ -78,7 +78,7 @@ def load_model(start: str) -> tuple[nn.Module, Tokenizer]:
 def processor_from_pretrained(start: str) -> Processor:
     """Processor of a model that starts from a pretrained encoder."""
     encoder, tokenizer = load_encoder(start)
-    return Processor(tokenizer, config=json.loads(json.dumps(asdict(encoder.config))))
+    return Processor(tokenizer, config=to_json(encoder.config))
 
 
 def get_encoder(model: nn.Module, start: str) -> TextEncoder:

@@ -55,11 +55,19 @@ def ids(draw: Draw, lengths: Sequence[int], vocabulary: int = VOCABULARY, name: 
 
 def text_config(draw: Draw) -> models.TextConfig:
     sizes = common(draw)
+    turn = rg.nn.Rotary(100.0, draw.pick("rotary width", [None, 4]))
+    positions: list[dict[str, Any]] = [{}, {"rotary": turn}, {"layer_rotary": (turn, None)}]
     return models.TextConfig(
         VOCABULARY, **sizes, positions=160, first_position=draw.pick("first position", [0, 2]),
         segments=draw.pick("segments", [2, 0]), d_embedding=draw.pick("embedding width", [None, 6]),
         distinct=draw.pick("distinct layers", [None, 1]), norm=draw.pick("norm", ["layer", "rms", "unit_rms"]),
-        arrangement=draw.pick("arrangement", ["post", "pre", "sandwich"]),
+        arrangement=draw.pick("arrangement", ["post", "pre", "sandwich", "output"]),
+        **draw.pick("rotary", positions), buckets=draw.pick("buckets", [0, 8]), max_distance=12,
+        windows=draw.pick("windows", [(), (4,), (3, None)]), causal=draw.pick("causal", [False, True]),
+        gated=draw.pick("gated", [False, True]), bias=draw.pick("bias", [True, False]),
+        head_bias=draw.pick("head bias", [True, False]), head_norm=draw.pick("head norm", [False, True]),
+        token_head=draw.pick("token head", [False, True]),
+        embedding_norm=draw.pick("embedding norm", [True, False]),
         pooling=draw.pick("pooling", ["first", "mean", "max", "attention"]),
         eps=1e-6, unit=draw.pick("unit", [True, False]), classes=3, dropout=0.0,
     )  # fmt: skip

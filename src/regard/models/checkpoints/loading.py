@@ -20,6 +20,7 @@ from regard.models.checkpoints.family import COMMON, TENSORS, Architecture, Fami
 from regard.models.checkpoints.files import CONFIG, GENERATION, Weights, float_types, read_json, resolve_folder
 from regard.models.checkpoints.tensor_names import (
     NOTHING,
+    Rule,
     TensorMapping,
     Tensors,
     abbreviate,
@@ -54,7 +55,7 @@ def meta_model(path: Path) -> nn.Module:
 
 
 def read(path: Path, *, dtype: torch.dtype | None, bare: bool = False) -> nn.Module:
-    """Load the model of a folder. bare: use the base model if config.json has no `architectures`."""
+    """Load the model of a folder. bare: use the base model if there is no head, in config.json or among the tensors."""
     config_json = read_json(path / CONFIG)
     weights = Weights(path)
     with _name_file_in_errors(path / CONFIG):
@@ -121,7 +122,17 @@ def _parse_config(
     if architecture is None:
         supported = ", ".join(family.architectures)
         raise ValueError(f"architectures = {short_repr(names)} is not supported; supported: {supported}")
-    return architecture, family.config_of(config_json | {TENSORS: frozenset(tensors)})
+    stored = frozenset(tensors)
+    config = family.config_of(config_json | {TENSORS: stored})
+    if bare and not _stores_head(architecture.rules(config), stored):
+        architecture = next(iter(family.architectures.values()))
+    return architecture, config
+
+
+def _stores_head(rules: Iterable[Rule], stored: Iterable[str]) -> bool:
+    """Whether a file has tensors outside of the encoder; sentence-transformers leaves them out, but keeps the name."""
+    starts = tuple(name for rule in rules if not rule.ours.startswith("encoder.") for name in rule.theirs)
+    return any(name.startswith(starts) for name in stored)
 
 
 def _generation_values(path: Path, family: Family | None) -> Values:

@@ -30,7 +30,7 @@ def config_values(model: nn.Module) -> dict[str, Any]:
     name = type(model).__name__
     if getattr(models, name, None) is not type(model):
         raise TypeError(f"{name} is not a class of regard.models, so regard.load could not read it")
-    return {"model_type": MODEL_TYPE, "architectures": [name], "config": _to_json(model.config)}
+    return {"model_type": MODEL_TYPE, "architectures": [name], "config": to_json(model.config)}
 
 
 def parse_config(config_json: dict[str, Any]) -> tuple[Architecture, Any]:
@@ -40,7 +40,7 @@ def parse_config(config_json: dict[str, Any]) -> tuple[Architecture, Any]:
         model_class = getattr(models, name) if name in models.__all__ else None
         if not (isinstance(model_class, type) and issubclass(model_class, nn.Module)):
             raise ValueError(f"{name!r} is not a class of regard.models")
-        config = _from_json(config_json["config"])
+        config = from_json(config_json["config"])
         if not dataclasses.is_dataclass(config):
             raise ValueError("config is not a configuration")
         check_config(config)
@@ -49,26 +49,28 @@ def parse_config(config_json: dict[str, Any]) -> tuple[Architecture, Any]:
         raise ValueError(f"not written by regard.save, or by an incompatible version: {error}") from error
 
 
-def _to_json(value: Any) -> Any:
+def to_json(value: Any) -> Any:
+    """Convert a configuration, or a part of one, to JSON; objects name their class."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        fields = {entry.name: _to_json(getattr(value, entry.name)) for entry in dataclasses.fields(value)}
+        fields = {entry.name: to_json(getattr(value, entry.name)) for entry in dataclasses.fields(value)}
         if type(value) not in _known_types().values():
             raise TypeError(f"{type(value).__name__} in a configuration cannot be saved")
         return {"is": type(value).__name__} | fields
     if isinstance(value, (tuple, list)):
-        return [_to_json(entry) for entry in value]
+        return [to_json(entry) for entry in value]
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     raise TypeError(f"{type(value).__name__} in a configuration cannot be saved")
 
 
-def _from_json(value: Any) -> Any:
+def from_json(value: Any) -> Any:
+    """Convert the output of `to_json` back."""
     if isinstance(value, dict):
-        fields = {key: _from_json(entry) for key, entry in value.items() if key != "is"}
+        fields = {key: from_json(entry) for key, entry in value.items() if key != "is"}
         if value.get("is") not in _known_types():
             raise ValueError(f"{value.get('is')!r} is not a configuration class")
         return _known_types()[value["is"]](**fields)
-    return tuple(map(_from_json, value)) if isinstance(value, list) else value
+    return tuple(map(from_json, value)) if isinstance(value, list) else value
 
 
 def _known_types() -> dict[str, type]:

@@ -54,7 +54,7 @@ def read_gemma3(theirs: Values) -> Values:
     return same | windows | {"embedding_scale": math.sqrt(theirs["hidden_size"])}
 
 
-def write_rotaries(config: Any, rotaries: Any, windows: Any, local_base: str) -> Values:
+def write_rotaries(rotaries: Any, windows: Any, d_head: int, local_base: str) -> Values:
     """Write the rotary embeddings of local and global layers under the names of older releases."""
     values: Values = {}
     for kind in (GLOBAL, LOCAL):
@@ -62,7 +62,7 @@ def write_rotaries(config: Any, rotaries: Any, windows: Any, local_base: str) ->
         if len(of_kind) > 1:
             raise ValueError("all layers with a window, and all without one, must have the same rotary embedding")
         if of_kind:
-            written = rope.write(of_kind.pop(), effective_value(config, "d_head"))
+            written = rope.write(of_kind.pop(), d_head)
             if kind == LOCAL and written["rope_scaling"] is not None:
                 raise ValueError("the rotary embedding of layers with a window must not be scaled")
             values |= written if kind == GLOBAL else {local_base: written["rope_theta"]}
@@ -71,7 +71,8 @@ def write_rotaries(config: Any, rotaries: Any, windows: Any, local_base: str) ->
 
 def write_gemma3(config: LanguageConfig) -> Values:
     windows = effective_value(config, "windows") or (None,) * config.layers
-    return write_rotaries(config, config.rotaries, windows, "rope_local_base_freq") | write_windows(config, 4096)
+    d_head = effective_value(config, "d_head")
+    return write_rotaries(config.rotaries, windows, d_head, "rope_local_base_freq") | write_windows(config, 4096)
 
 
 GEMMA3 = Family(

@@ -184,7 +184,7 @@ def read_windows(theirs: Values, kinds: list[str]) -> Values:
     return {"windows": windows if any(windows) else ()}
 
 
-def write_windows(config: LanguageConfig, unused: int | None = None) -> Values:
+def write_windows(config: Any, unused: int | None = None) -> Values:
     """Write the type of every layer. unused: the window if no layer has one; some models do not accept null."""
     windows = effective_value(config, "windows") or (None,) * config.layers
     sizes = {size for size in windows if size is not None}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -14,7 +15,6 @@ from regard.models.checkpoints.family import (
     activation,
     classes,
     labels,
-    mapped_field,
     rule_table,
 )
 from regard.models.checkpoints.tensor_names import Difference, Extras
@@ -37,19 +37,19 @@ def architectures(
     heads: Mapping[str, str],
     *,
     prefix: str,
-    computed: Mapping[str, Difference],
+    computed: Mapping[str, Difference] = MappingProxyType({}),
     reported: tuple[str, ...] = (),
     copies: Mapping[str, tuple[str, ...]],
     renamed: tuple[tuple[str, str], ...] = (),
 ) -> dict[str, Architecture]:
     """Return the architectures of one family: the base model and its heads, by the suffix of their names."""
     kinds: dict[str, tuple[Any, tuple[str, ...]]] = {
-        "Model": (TextEncoder, PRETRAINING),
+        "Model": (TextEncoder, (*PRETRAINING, "mask_activation")),
         "ForMaskedLM": (MaskedLanguageModel, PRETRAINING),
         "ForPreTraining": (MaskedLanguageModel, PRETRAINING),
-        "ForSequenceClassification": (SequenceClassifier, ("unit",)),
-        "ForTokenClassification": (TokenClassifier, ("pooling", "head_activation", "unit")),
-        "ForQuestionAnswering": (QuestionAnswering, PRETRAINING),
+        "ForSequenceClassification": (SequenceClassifier, ("unit", "mask_activation")),
+        "ForTokenClassification": (TokenClassifier, ("pooling", "head_activation", "unit", "mask_activation")),
+        "ForQuestionAnswering": (QuestionAnswering, (*PRETRAINING, "mask_activation")),
     }
     result = {}
     for kind, (model, unused) in kinds.items():
@@ -175,10 +175,10 @@ def roberta(model_type: str, title: str, start: str) -> Family:
         ),
         (
             *SIZES,
-            # the head for masked tokens always uses gelu
-            mapped_field("activation", "hidden_act", "gelu", {"gelu": "gelu"}),
+            activation("activation", "hidden_act", "gelu"),
             Field("first_position", "pad_token_id", 1, lambda pad: pad + 1, lambda first: first - 1),
         ),
+        fixed={"mask_activation": "gelu"},
         only=ONLY,
         read=lambda theirs: {"classes": classes(theirs)},
         write=labels,
