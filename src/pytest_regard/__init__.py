@@ -1,8 +1,11 @@
-"""A pytest plugin that runs every property of `regard check` as a test of an attention function.
+"""A pytest plugin for `regard check`: every property of an attention function, or what the layers of a model see.
 
     @pytest.mark.regard("package.module:function")
     def test_my_attention_conforms(conformance):
         conformance()
+
+    def test_my_model_sees_what_it_promises(model_conformance):
+        model_conformance(build_model(), implementation=["sdpa"])
 
 It is not part of the package `regard`, so that pytest starts without importing torch unless the fixture is used.
 """
@@ -10,6 +13,7 @@ It is not part of the package `regard`, so that pytest starts without importing 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -56,5 +60,33 @@ def conformance(request: pytest.FixtureRequest) -> Callable[[], None]:
         if outcome.status == "failed":
             prop = request.param[1].statement
             pytest.fail(f"{outcome.property}: {outcome.reason}\n\n{prop}\n\n{outcome.code}", pytrace=False)
+
+    return run
+
+
+@pytest.fixture
+def model_conformance() -> Callable[..., None]:
+    """Check a model of Transformers: fail if a layer sees other tokens than promised, skip if nothing was measured.
+
+    The arguments are those of `regard.check.check_model`.
+    """
+    from regard.check import check_model
+
+    def run(model: Any, **options: Any) -> None:
+        if "regard" in options.get("implementation", ()):
+            from regard.integrations.transformers import enable
+
+            enable()
+        findings = check_model(model, **options)
+        failed = [each for each in findings if each.verdict == "failed"]
+        if failed:
+            parts = [
+                f"{each.layer}, {each.implementation}, {each.scenario}: promised {each.promised}; measured "
+                f"{each.measured}\n\n{each.code}"
+                for each in failed
+            ]
+            pytest.fail("\n".join(parts), pytrace=False)
+        if not any(each.verdict == "passed" for each in findings):
+            pytest.skip("; ".join(dict.fromkeys(f"{each.promised}{each.measured}" for each in findings)))
 
     return run

@@ -235,8 +235,37 @@ def check(
     as_json: Json = False,
     markdown: Annotated[bool, typer.Option("--markdown", help="Print Markdown.")] = False,
     junit: Annotated[Path | None, typer.Option(metavar="FILE", help="Also write JUnit XML.")] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(
+            help="Check what the layers of a model see: a folder of Transformers, or package.module:function that "
+            "returns a model."
+        ),
+    ] = None,
+    implementation: Annotated[
+        list[str] | None,
+        typer.Option(help="eager, sdpa, flex or regard, for --model.", show_default="eager, sdpa and regard"),
+    ] = None,
+    tokens: Annotated[
+        int | None,
+        typer.Option(help="Length of the texts, for --model.", show_default="12, or enough for the windows"),
+    ] = None,
+    causal: Annotated[
+        bool | None,
+        typer.Option(
+            "--causal/--bidirectional",
+            help="For --model, if the configuration does not say.",
+            show_default="from the configuration",
+        ),
+    ] = None,
+    random_weights: Annotated[
+        bool, typer.Option("--random-weights", help="Read only the configuration of --model, and draw the weights.")
+    ] = False,
 ) -> None:
-    """Check an attention function: definition, masks, gradients, dropout, memory.
+    """Check an attention function, or what the layers of a model see.
+
+    A function: definition, masks, gradients, dropout, memory. A model: causal
+    masks, windows, padding, documents, sinks, cross-attention, cache.
 
     Exit code: 0 if all properties hold, 1 if one fails, 2 if the check could
     not run.
@@ -244,14 +273,28 @@ def check(
     regard check
     regard check --target torch.nn.functional:scaled_dot_product_attention
     regard check --target flex --only nan-leaks
+    regard check --model path/to/checkpoint --implementation sdpa
     """
     from regard.cli.check_report import list_properties, run
     from regard.cli.console import stderr, stdout
 
+    form = "json" if as_json else "markdown" if markdown else "table"
+    if model is not None:
+        if targets or only or names:
+            raise typer.BadParameter("--model cannot be combined with --target, --only or --list")
+        from regard.cli import check_model
+
+        raise typer.Exit(
+            check_model.run(
+                stdout, stderr, model, implementations=implementation or [], tokens=tokens, causal=causal,
+                random_weights=random_weights, form=form, junit=junit,
+            )
+        )  # fmt: skip
+    if implementation or tokens is not None or causal is not None or random_weights:
+        raise typer.BadParameter("--implementation, --tokens, --causal and --random-weights need --model")
     if names:
         list_properties(stdout, as_json)
         return
-    form = "json" if as_json else "markdown" if markdown else "table"
     raise typer.Exit(run(stdout, stderr, targets or [], only or [], form=form, junit=junit))
 
 

@@ -39,7 +39,7 @@ def target(name: str) -> Target:
     if ":" not in name:
         known = ", ".join([*(ENGINE_PREFIX + each for each in (SELECTED, *ENGINES)), *PEERS])
         raise UnknownTarget(f"target must be package.module:function or one of {known}, but is {name!r}")
-    found = _import_object(name)
+    found = import_object(name)
     if isinstance(found, Target):
         return found
     if not callable(found):
@@ -99,7 +99,8 @@ def _missing(parameters: Any, names: Any) -> dict[str, str]:
     return {name: f"the function has no parameter {own[name]}" for name in own if name not in parameters}
 
 
-def _import_object(name: str) -> Any:
+def import_object(name: str) -> Any:
+    """Import `package.module:name`, also from the current folder."""
     module, attribute = name.split(":", 1)
     if os.getcwd() not in sys.path:  # like `python -m`
         sys.path.insert(0, os.getcwd())

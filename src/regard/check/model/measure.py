@@ -1,0 +1,184 @@
+"""Measure which tokens each layer sees in a scenario, and compare its outputs with those of each text alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from regard.check.model.driver import Driver
+from regard.check.model.layout import Row, Scenario, alone
+from regard.check.model.probe import Layer, Probe
+from regard.check.model.promise import Promise
+
+FACTOR = 30.0  # of a changed token: shows in any output
+CERTAIN = 1000.0  # factor that confirms that a token is not seen
+MAX_COLUMNS = 24  # keys that are changed, one at a time, in a row
+
+
+@dataclass(frozen=True)
+class Visibility:
+    """Which keys the queries of one row see.
+
+    columns: the keys that were changed. seen: bools (Q, columns). queries, keys: the layout of the row.
+    """
+
+    queries: Row
+    keys: Row
+    columns: Tensor
+    seen: Tensor
+
+    def expected(self, promise: Promise) -> Tensor:
+        return promise.visible(self.queries, self.keys)[:, self.columns]
+
+    def wrong(self, promise: Promise) -> Tensor:
+        """Pairs of a real query and a key that differ from the promise."""
+        return (self.seen != self.expected(promise)) & self.queries.real[:, None]
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """What one layer does in a scenario: visibility by row, and outputs of the unchanged rows (B, N, C)."""
+
+    rows: tuple[Visibility, ...]
+    outputs: Tensor
+
+
+def tolerance(dtype: torch.dtype) -> float:
+    """The largest change, relative to the outputs, that rounding explains."""
+    return max(64 * torch.finfo(dtype).eps, 1e-5)
+
+
+def columns(row: Row, behind: Sequence[int]) -> Tensor:
+    """The keys to change: all of a short row; of a long one, its ends, its middle, and the edges of windows."""
+    length = len(row.texts)
+    if length <= MAX_COLUMNS:
+        return torch.arange(length)
+    wanted = {0, 1, 2, length // 2, length - 3, length - 2, length - 1}
+    edges = [length - 1 - back + near for back in behind for near in (-1, 0, 1)]
+    starts = [n for n in range(1, length) if row.texts[n] != row.texts[n - 1]]
+    wanted |= {n + near for n in starts for near in (-1, 0)} | {*edges}
+    return torch.tensor(sorted(n for n in wanted if 0 <= n < length))
+
+
+@dataclass(frozen=True)
+class Alone:
+    """The outputs for one text of a scenario without the others: of each layer, and of the model (1, N, C).
+
+    row: the row of the text. places: where it lies, by sequence of the model.
+    """
+
+    row: int
+    places: dict[str, slice]
+    layers: dict[str, Tensor]
+    model: Tensor
+
+
+@dataclass
+class Meter:
+    """Measures the layers of a model with one attention implementation.
+
+    tokens: the longest text. behind: reach of the windows, to change keys at their edges.
+    """
+
+    driver: Driver
+    layers: list[Layer]
+    tokens: int
+    behind: Sequence[int] = ()
+
+    def __post_init__(self) -> None:
+        self.problems: dict[str, str] = {}  # why layers could not be measured
+        self.inside = ""  # the layer that raised an error
+        self._alone: dict[Scenario, tuple[dict[str, Tensor], Tensor]] = {}
+
+    @property
+    def main(self) -> str:
+        return "decoder" if self.driver.two_sequences else "self"
+
+    def sequences(self, scenario: Scenario) -> dict[str, tuple[Row, ...]]:
+        """The rows of each sequence of the model."""
+        return {self.main: scenario.rows} | ({"encoder": scenario.encoder} if scenario.encoder else {})
+
+    def visibility(self, scenario: Scenario, factor: float = FACTOR) -> dict[str, Measurement]:
+        """Measure all layers in one pass: every row is repeated, each time with one other token changed."""
+        rows = self.sequences(scenario)
+        changed = {name: [columns(row, self.behind) for row in each] for name, each in rows.items()}
+        repeats = 1 + 2 * max(len(each) for lists in changed.values() for each in lists)
+        base = {name: torch.stack([row.tokens for row in each for _ in range(repeats)]) for name, each in rows.items()}
+        tokens = {name: each.clone() for name, each in base.items()}
+        for name, lists in changed.items():
+            for n, keys in enumerate(lists):
+                for k, key in enumerate(keys):
+                    for sign in (1, 2):  # times `factor`, and times `-factor`
+                        tokens[name][n * repeats + 2 * k + sign, key] += sign * 2 * self.tokens
+        found = {}
+        for layer, output in self._outputs(scenario, base, tokens, factor, repeats):
+            keys_of = "encoder" if layer.role == "cross" else layer.role
+            queries = rows[self.main if layer.role == "cross" else layer.role]
+            found[layer.name] = _read(output, queries, rows[keys_of], changed[keys_of], repeats)
+        return found
+
+    def alone(self, scenario: Scenario) -> Iterator[Alone]:
+        """Measure every text of a scenario by itself, without padding, mask or cache."""
+        for n, row in enumerate(scenario.rows):
+            source = next(scenario.encoder[n].slices()) if scenario.encoder else None
+            for place, text in row.slices():
+                single = alone(text, source[1] if source else None)
+                if single not in self._alone:
+                    self._alone[single] = self.run(single), self.driver.run(self.driver.calls(single))
+                places = {self.main: place} | ({"encoder": source[0]} if source else {})
+                yield Alone(n, places, *self._alone[single])
+
+    def run(self, scenario: Scenario) -> dict[str, Tensor]:
+        """The outputs (B, N, C) of every layer."""
+        rows = self.sequences(scenario)
+        tokens = {name: torch.stack([row.tokens for row in each]) for name, each in rows.items()}
+        return {layer.name: output for layer, output in self._outputs(scenario, tokens, tokens, FACTOR, 1)}
+
+    def _outputs(
+        self, scenario: Scenario, queries: dict[str, Tensor], keys: dict[str, Tensor], factor: float, repeats: int
+    ) -> list[tuple[Layer, Tensor]]:
+        probe = Probe(self.layers, queries, keys, 2 * self.tokens, factor)
+        self.inside = ""
+        try:
+            with probe.active():
+                self.driver.run(self.driver.calls(scenario, repeats), probe.begin)
+        except Exception:
+            self.inside = probe.inside
+            raise
+        self.problems |= probe.problems
+        return [
+            (layer, probe.output(layer))
+            for layer in probe.layers
+            if probe.outputs[layer.name] and layer.name not in probe.problems
+        ]
+
+
+def _read(
+    outputs: Tensor, queries: tuple[Row, ...], keys: tuple[Row, ...], changed: list[Tensor], repeats: int
+) -> Measurement:
+    limit, parts, seen = tolerance(outputs.dtype), outputs.split(repeats), []
+    for part, query, key, places in zip(parts, queries, keys, changed, strict=True):
+        base = part[:1]
+        size = base[:, query.real].abs().amax().clamp_min(torch.finfo(base.dtype).tiny)
+        change = (part[1 : 1 + 2 * len(places)] - base).abs().amax(-1) / size
+        differs = ~(change <= limit)  # NaN differs
+        seen.append(Visibility(query, key, places, differs.unflatten(0, (-1, 2)).any(1).T))
+    return Measurement(tuple(seen), torch.cat([part[:1] for part in parts]))
+
+
+def merge(one: Measurement, other: Measurement) -> Measurement:
+    """A key is seen if either measurement shows it."""
+    rows = tuple(
+        Visibility(a.queries, a.keys, a.columns, a.seen | b.seen) for a, b in zip(one.rows, other.rows, strict=True)
+    )
+    return Measurement(rows, one.outputs)
+
+
+def difference(one: Tensor, other: Tensor) -> float:
+    """The largest difference, relative to the largest of the values; infinite if one is not finite."""
+    size = other.abs().max().clamp_min(torch.finfo(other.dtype).tiny)
+    far = float((one - other).abs().max() / size)
+    return far if far == far else float("inf")

@@ -1,0 +1,90 @@
+"""`regard check --model`: check what the layers of a model see, print the findings, return the exit code."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.markup import escape
+
+from regard.check.model import Finding, check_model, reports
+from regard.check.model.loading import load_model
+from regard.check.reports import junit as junit_xml
+from regard.cli.check_report import FAILED, LINES, NOT_CHECKED, PASSED
+from regard.errors import UserError
+from regard.files import Unwritable, check_writable, write_text_atomically
+from regard.printable import printable, printable_json
+from regard.progress import stage
+
+DEFAULT = ("eager", "sdpa", "regard")
+NAMES = (*DEFAULT, "flex_attention")
+
+
+def run(
+    stdout: Console,
+    stderr: Console,
+    name: str,
+    *,
+    implementations: Sequence[str] = (),
+    tokens: int | None = None,
+    causal: bool | None = None,
+    random_weights: bool = False,
+    form: str = "table",
+    junit: Path | None = None,
+) -> int:
+    """Check the model that `name` describes, print the findings as `form` and return the exit code."""
+    try:
+        findings = _findings(name, implementations, tokens, causal, random_weights, junit)
+    except (UserError, Unwritable) as error:
+        stderr.print(f"[bold red]regard:[/] {escape(printable(error))}", soft_wrap=True)
+        return NOT_CHECKED
+    if junit is not None:
+        write_text_atomically(junit, junit_xml(reports.outcomes(findings)))
+    if form == "json":
+        print(printable_json(reports.as_json(name, findings), indent=1))
+    elif form == "markdown":
+        print(printable(reports.markdown(findings), keep=LINES), end="")
+    else:
+        print_findings(stdout, findings)
+    verdicts = {finding.verdict for finding in findings}
+    return FAILED if "failed" in verdicts else PASSED if "passed" in verdicts else NOT_CHECKED
+
+
+def _findings(
+    name: str,
+    implementations: Sequence[str],
+    tokens: int | None,
+    causal: bool | None,
+    random_weights: bool,
+    junit: Path | None,
+) -> list[Finding]:
+    names = ["flex_attention" if each == "flex" else each for each in implementations] or list(DEFAULT)
+    if unknown := [each for each in names if each not in NAMES]:
+        raise UserError(f"--implementation must be eager, sdpa, flex or regard, but is {unknown[0]}")
+    if junit is not None:
+        check_writable(junit)
+    try:
+        import transformers
+    except ImportError as error:
+        raise UserError("--model needs Transformers: pip install 'regard[transformers]'") from error
+    from regard.integrations.transformers import enable
+
+    enable()
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    with stage(f"loading {name}"):
+        model, setup = load_model(name, random_weights=random_weights)
+    return check_model(model, implementation=names, tokens=tokens, causal=causal, setup=setup)
+
+
+def print_findings(stdout: Console, findings: Sequence[Finding]) -> None:
+    """Print the table, then a program for every row that failed."""
+    stdout.print(reports.table(findings))
+    for line in reports.lines(findings):
+        if line.first.code:
+            layer, implementation, scenario, promised, measured, _ = (escape(printable(cell)) for cell in line.cells)
+            stdout.print(f"\n[bold red]✗ {layer}, {implementation}, {scenario}[/]", soft_wrap=True)
+            stdout.print(f"promised: {promised}; measured: {measured}\n", soft_wrap=True)
+            stdout.print(escape(printable(line.first.code, keep=LINES)), soft_wrap=True)
+    stdout.print(reports.summary(findings))
