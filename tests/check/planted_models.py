@@ -142,7 +142,7 @@ def cache_position(model: Any) -> None:
 
 
 def positions_ignored(model: Any) -> None:
-    """Positions are counted from the start of the row, whatever the caller passes."""
+    """Positions are counted from the start of the row; those that the caller passes are ignored."""
 
     def before(module: nn.Module, args: tuple) -> tuple:
         return (torch.arange(args[0].shape[1]).expand(args[0].shape),)

@@ -121,7 +121,7 @@ class Meter:
         return found
 
     def alone(self, scenario: Scenario) -> Iterator[Alone]:
-        """Measure every text of a scenario by itself, without padding, mask or cache."""
+        """Measure every text of a scenario alone: without padding, mask or cache."""
         for n, row in enumerate(scenario.rows):
             source = next(scenario.encoder[n].slices()) if scenario.encoder else None
             for place, text in row.slices():

@@ -1,7 +1,7 @@
 """Check sinks: a logit per head that takes weight and gives no value.
 
 The first token of a causal layer sees itself only, so its weight is w = 1 / (1 + exp(sink - logit)) and its output is
-w times its value. Raising the sink by d divides the odds w / (1 - w) by exp(d), whatever the logit is. Values are read
+w times its value. Raising the sink by d divides the odds w / (1 - w) by exp(d) for any logit. Values are read
 where the heads are still apart: at the input of the output projection.
 """
 
