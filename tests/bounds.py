@@ -107,7 +107,7 @@ class _Bounds:
         self.score, self.bias = as_score(description.get("score")), description.get("bias")
         self.temperature = description.get("temperature", 1.0)
         self.sink = description.get("sink")
-        self.count = x.visible.sum(-1)  # (B, H, Q)
+        self.count = x.visible.sum(-1).double()  # (B, H, Q); in float32, the product with the least number is 0
         K = x.at.shape[3]
         self.in_sum = self.count.clamp(max=K / 8) + 16.0  # roundings in the sum of the weights
         self.d, self.slope, self.e_slope = self._logits()

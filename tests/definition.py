@@ -309,8 +309,9 @@ def bias_of(part: Any, query: Tensor, scale: float | Tensor, read: Reader, at: P
     if isinstance(part, Tensor) or name == "DenseBias":
         return at.whole(read(part if isinstance(part, Tensor) else part.tensor))
     if name == "Alibi":
-        slopes = torch.tensor(alibi_slopes(part.heads), dtype=query.dtype).reshape(-1, 1, 1)
-        return at.whole(read.number(-1.0) * slopes * away.abs())
+        paper = torch.tensor(alibi_slopes(part.heads), dtype=query.dtype)
+        slopes = paper if part.own_slopes is None else read(part.own_slopes)
+        return at.whole(read.number(-1.0) * slopes.reshape(-1, 1, 1) * away.abs())
     if name == "Relative":
         table = read(part.table)
         radius = len(table) // 2

@@ -110,3 +110,25 @@ def test_first_and_second_derivatives_are_right(engine: str, name: str) -> None:
 
     assert gradcheck(call, (q, k, v, *learned))
     assert gradgradcheck(call, (q, k, v, *learned), check_undefined_grad=False, fast_mode=True)
+
+
+def test_gradients_of_several_tiles_are_rounded_once() -> None:
+    """Gradients of all tiles are summed in float32, for sixteen-bit inputs and tensors of the description alike."""
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, 2, n, 4, dtype=torch.bfloat16, requires_grad=True) for n in (1500, 40, 40))
+    table = torch.randn(65, 2, dtype=torch.bfloat16, requires_grad=True)
+    slope = torch.rand(2, requires_grad=True)
+    inputs = (q, k, v, table, slope)
+
+    def run(q: Tensor, k: Tensor, v: Tensor, table: Tensor, slope: Tensor, engine: str) -> tuple[Tensor, ...]:
+        def wave(s: Tensor, b: Tensor, h: Tensor, p: Tensor, j: Tensor) -> Tensor:
+            return s.sin() * slope[h]
+
+        output = rg.attention(q, k, v, score=wave, bias=rg.relative(table), offset=0, engine=engine)
+        return torch.autograd.grad(output, (q, k, v, table), torch.ones_like(output) * signs)
+
+    signs = torch.randn(1500, 1).sign().bfloat16()
+    exact = run(*(x.detach().double().requires_grad_() for x in inputs), "reference")
+    for ours, expected in zip(run(*inputs, "tiled"), exact, strict=True):
+        error = (ours.double() - expected).abs()
+        assert bool((error <= 2**-8 * expected.abs() + 2e-5).all())

@@ -151,6 +151,10 @@ def attend_by_tiles(
     problem: Problem, query: Tensor, key: Tensor, value: Tensor, seed: Tensor | None, save: bool = False
 ) -> tuple[Tensor, Tensor]:
     """Return output and log-sum-exp; with `save`, every tile is a checkpoint for autograd."""
+    # Converted before they are split, so that autograd sums the gradients of tiles in the compute dtype.
+    query, key, value = (t.to(problem.compute_dtype) for t in (query, key, value))
+    if own := problem.tensors:
+        problem = with_tensors(problem, [t.to(torch.promote_types(t.dtype, problem.compute_dtype)) for t in own])
     pieces = TiledInputs(problem, query, key, value)
     rows = [_attend_row(problem, pieces, row, seed, save) for row in tile_rows(problem)]
     heads = problem.frame.H // pieces.heads

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from regard.arguments import check_layout
+from regard.arguments import check_layout, describe_value
 from regard.description import Description
 from regard.geometry import CallSlice, Frame, Indices, format_shape, pad_leading
 
@@ -120,8 +120,11 @@ class Diagonal(Bias):
 class Alibi(Diagonal):
     heads: int
     head_range: tuple[int, int] | None = None  # first and one past the last of its heads, for a slice
+    own_slopes: Tensor | None = None  # (H,), instead of the paper's
 
     def slopes(self, device: torch.device) -> Tensor:
+        if self.own_slopes is not None:
+            return self.own_slopes if self.head_range is None else self.own_slopes[slice(*self.head_range)]
         power = 2 ** int(math.log2(self.heads))
         first = [2 ** (-8 * (n + 1) / power) for n in range(power)]
         between = [2 ** (-4 * (n + 1) / power) for n in range(0, 2 * (self.heads - power), 2)]
@@ -141,7 +144,7 @@ class Alibi(Diagonal):
             raise ValueError(f"alibi was created for heads={self.heads}, but the query has H = {frame.H} heads")
 
     def __repr__(self) -> str:
-        return f"alibi(heads={self.heads})"
+        return f"alibi(heads={self.heads})" if self.own_slopes is None else f"alibi(slopes=({self.heads},))"
 
 
 @dataclass(eq=False, repr=False)
@@ -330,13 +333,21 @@ def _check_odd(name: str, table: Tensor, axis: int, form: str) -> None:
         )
 
 
-def alibi(heads: int) -> Bias:
+def alibi(heads: int | None = None, *, slopes: Tensor | None = None) -> Bias:
     """ALiBi: `-slope[h] * abs(p - j)`, with the paper's slopes, also if `heads` is not a power of two.
 
-    >>> import regard as rg
-    >>> rg.alibi(heads=8)
-    alibi(heads=8)
+    `slopes` (H,) replaces the paper's; it may require grad.
+
+    >>> import regard as rg, torch
+    >>> rg.alibi(heads=8), rg.alibi(slopes=torch.tensor([0.5, 0.25]))
+    (alibi(heads=8), alibi(slopes=(2,)))
     """
+    if slopes is not None:
+        if not isinstance(slopes, Tensor) or not slopes.is_floating_point() or slopes.dim() != 1:
+            raise TypeError(f"alibi: slopes must be a floating-point tensor (H,), but is {describe_value(slopes)}")
+        if heads not in (None, len(slopes)):
+            raise ValueError(f"alibi: heads={heads} does not match the {len(slopes)} slopes; leave heads out")
+        return Alibi(len(slopes), None, slopes)
     if isinstance(heads, bool) or not isinstance(heads, int) or heads < 1:
         raise ValueError(f"alibi: heads must be a whole number of at least 1, but is {heads!r}")
     return Alibi(heads)

@@ -14,8 +14,9 @@ from regard.nn import ACTIVATIONS
 from tools.differential.draw import Draw
 from tools.differential.subject import noise
 
+RMS_NORM = partial(nn.RMSNorm, eps=1e-6)  # without eps, torch takes that of the dtype: float32 and float64 differ
 NORMS: dict[str, Callable[[int], nn.Module]] = {
-    "layer": nn.LayerNorm, "rms": nn.RMSNorm, "unit_rms": rg.nn.UnitRMSNorm,
+    "layer": nn.LayerNorm, "rms": RMS_NORM, "unit_rms": rg.nn.UnitRMSNorm,
 }  # fmt: skip
 RESIDUALS = {"pre": rg.nn.PreNorm, "post": rg.nn.PostNorm, "sandwich": rg.nn.SandwichNorm}
 
@@ -116,8 +117,8 @@ def attention(draw: Draw, size: Sizes, attend: rg.Attention, *, d_source: int | 
     return rg.nn.MultiHeadAttention(
         size.d_model, size.heads, kv_heads=size.kv_heads, d_head=size.d_head, d_value=size.d_value, d_source=d_source,
         attend=attend, rotary=rotary(draw, size.d_head), bias=draw.pick("projection bias", [True, False]),
-        query_norm=nn.RMSNorm(size.d_head) if norms[0] else None,
-        key_norm=nn.RMSNorm(size.d_head) if norms[1] else None,
+        query_norm=RMS_NORM(size.d_head) if norms[0] else None,
+        key_norm=RMS_NORM(size.d_head) if norms[1] else None,
     )  # fmt: skip
 
 
