@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 FOLDER = Path("build/sanitize")
-ENGINE = ("native", "registration", "safety", "agreement", "inspection", "packed_linear")
+ENGINE = ("native", "registration", "safety", "processes", "agreement", "inspection", "packed_linear")
 TESTS = [f"tests/engines/test_{name}.py" for name in ENGINE]
 TESTS += ["tests/test_linear.py", "tests/test_linear_kernel.py"]
 PROBE = """
@@ -78,7 +78,11 @@ def main() -> int:
     library = build(instruction_sets(native.build_info()["native"]))
     # With pytest's default capture, the report of a sanitizer is lost when it ends the process.
     command = [sys.executable, "-m", "pytest", "--capture=sys", "-p", "no:cacheprovider", "-n", "2", *TESTS]
-    command += ["-k", "native or registration or safety or inspection or packed_linear or kernel", *sys.argv[1:]]
+    command += [
+        "-k",
+        "native or registration or safety or processes or inspection or packed_linear or kernel",
+        *sys.argv[1:],
+    ]
     return subprocess.run(command, env={**os.environ, **environment(library)}, check=False).returncode
 
 

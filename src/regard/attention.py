@@ -191,13 +191,13 @@ class Attention(Description):
             attend, factors = self.intervene(query, key)
             token = INTERVENTION.set(None)  # `attend` is already changed
             try:
-                found = attend.forward_local(query, key, value, engine=engine, return_lse=return_lse)
+                result = attend.forward_local(query, key, value, engine=engine, return_lse=return_lse)
             finally:
                 INTERVENTION.reset(token)
             if factors is None:
-                return found
+                return result
             factors = factors[:, None, None] if query.dim() > 2 else factors
-            return (found[0] * factors.to(found[0]), found[1]) if return_lse else found * factors.to(found)
+            return (result[0] * factors.to(result[0]), result[1]) if return_lse else result * factors.to(result)
         problem, chosen = self._plan(query, key, value, engine, return_lse)
         seed = draw_seed(query.device) if problem.dropout else None
         if query.dim() == 4:

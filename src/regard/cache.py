@@ -121,9 +121,9 @@ class Cache:
     def info(self) -> CacheInfo:
         with self._lock:
             gone = self._collect()
-            found = CacheInfo(self._nbytes, self._limit, len(self._entries), self._hits, self._misses)
+            info = CacheInfo(self._nbytes, self._limit, len(self._entries), self._hits, self._misses)
         _drop(gone)
-        return found
+        return info
 
     def _orphaned(self, key: Hashable, dead: weakref.ref) -> None:
         # An object may die while this thread holds the lock: then the next holder of the lock cleans up.

@@ -97,15 +97,15 @@ class Description(nn.Module):
 
     def tensors(self) -> tuple[Tensor, ...]:
         """Return the floating-point tensors of the description, in field order; each may require grad."""
-        found: list[Tensor] = []
+        tensors: list[Tensor] = []
         for name in self.__dataclass_fields__ if _holds_tensors(self) else ():
             value = getattr(self, name)
             for one in value if isinstance(value, tuple) else (value,):
                 if isinstance(one, Description):
-                    found += one.tensors()
+                    tensors += one.tensors()
                 elif isinstance(one, Tensor) and one.is_floating_point():
-                    found.append(one)
-        return tuple(found)
+                    tensors.append(one)
+        return tuple(tensors)
 
     def closes_over_trainable(self, device: torch.device) -> bool:
         """Whether it uses tensors that require grad and are not among `tensors()`."""

@@ -60,15 +60,15 @@ def check_value(name: str, value: Any, expected: Any) -> None:
 @cache
 def hints(kind: type) -> dict[str, Any]:
     """Return the types of a dataclass's fields by name; Any for a type that cannot be resolved."""
-    found: dict[str, Any] = {}
+    hints: dict[str, Any] = {}
     for base in reversed(kind.__mro__):
         for name, annotation in vars(base).get("__annotations__", {}).items():
             alone = type("alone", (), {"__annotations__": {name: annotation}, "__module__": base.__module__})
             try:
-                found |= typing.get_type_hints(alone)
+                hints |= typing.get_type_hints(alone)
             except NameError:  # imported for type checkers only, or inside a function
-                found[name] = Any
-    return found
+                hints[name] = Any
+    return hints
 
 
 def _fits(value: Any, expected: Any) -> bool:

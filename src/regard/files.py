@@ -74,12 +74,12 @@ def read_json(path: Path) -> Any:
 
 def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """Build an object from pairs, for `json.loads`; raise on duplicate keys."""
-    found: dict[str, Any] = {}
+    result: dict[str, Any] = {}
     for key, value in pairs:
-        if key in found:
+        if key in result:
             raise ValueError(f"duplicate key {key[:80]!r}")
-        found[key] = value
-    return found
+        result[key] = value
+    return result
 
 
 def write_atomically(path: Path, write: Callable[[Path], Any]) -> Path:

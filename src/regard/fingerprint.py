@@ -127,9 +127,9 @@ def _state(value: Any, inside: tuple[int, ...]) -> Hashable:
             raise _UnknownContent
         return TENSOR, value.dtype.str, value.shape, _digest(np.ascontiguousarray(value).reshape(-1).view(np.uint8))
     if isinstance(value, Tensor):
-        if (found := fingerprint(value)) is None:
+        if (content := fingerprint(value)) is None:
             raise _UnknownContent
-        return TENSOR, found
+        return TENSOR, content
     if type(value) in VALUES:
         return type(value), value
     if isinstance(value, types.ModuleType):

@@ -35,8 +35,8 @@ def test_results_are_printed_as_json_and_depend_on_the_seed(regard: Command) -> 
         json.loads(regard("lab", "equivariance", "--json", "--seed", seed).out) for seed in (1, 1, 2)
     )
     assert (first["claim"], first["verdict"]) == ("equivariance", "holds")
-    assert first["found"] == second["found"]
-    assert first["found"] != third["found"]
+    assert first["findings"] == second["findings"]
+    assert first["findings"] != third["findings"]
     assert first["verdict"] == third["verdict"]
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -16,7 +16,6 @@ from torch.utils._pytree import tree_map
 from torch.utils.flop_counter import FlopCounterMode
 
 import regard as rg
-from regard.attention import OBSERVERS
 from regard.engines import native
 from regard.engines.packed_linear import PackedWeight
 from regard.engines.tensor_memory import data_address
@@ -400,109 +399,3 @@ def test_a_subclass_with_memory_stays_itself() -> None:
     found = rg.attention(x["query"].as_subclass(Marked), x["key"], x["value"], mask=rg.causal(), engine="native")
     assert type(found) is Marked
     torch.testing.assert_close(found.as_subclass(Tensor), dense("plain", x), rtol=1e-11, atol=1e-11)
-
-
-class Attend(nn.Module):
-    def __init__(self, description: dict) -> None:
-        super().__init__()
-        self.attend = rg.Attention(**description)
-
-    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return self.attend(q, k, v)
-
-
-DYNAMIC = {
-    "no mask": {},
-    "causal": {"mask": rg.causal()},
-    "window": {"mask": rg.causal() & rg.window(9, 0)},
-    "where": {"mask": rg.where(lambda b, h, p, j: j <= p)},
-    "causal and where": {"mask": rg.causal() & rg.where(lambda b, h, p, j: j % 2 == 0)},
-    "alibi": {"bias": rg.alibi(H)},
-    "causal, alibi": {"mask": rg.causal(), "bias": rg.alibi(H)},
-    "causal, relative": {"mask": rg.causal(), "bias": rg.relative(normal(9, H))},
-    "causal, t5": {"mask": rg.causal(), "bias": rg.t5(normal(32, H), bidirectional=False)},
-    "causal, offsets": {"mask": rg.causal(), "bias": rg.alibi(H), "offset": torch.tensor([3])},
-}
-
-
-@pytest.mark.parametrize("name", DYNAMIC)
-def test_export_takes_dynamic_lengths(name: str) -> None:
-    length = torch.export.Dim("length", min=2, max=4096)
-    x = normal(3, 1, H, 12, D).unbind()
-    exported = torch.export.export(Attend(DYNAMIC[name]), tuple(x), dynamic_shapes=({2: length},) * 3).module()
-    other = normal(3, 1, H, N, D, seed=2).unbind()
-    torch.testing.assert_close(exported(*other), rg.attention(*other, engine="reference", **DYNAMIC[name]))
-
-
-def test_a_trace_of_torchscript_is_refused() -> None:
-    q = normal(1, H, 12, D)
-    with pytest.raises(RuntimeError, match=r"use torch\.export\.export"):
-        torch.jit.trace(Attend({}), (q, q, q))
-
-
-# A batch axis of 1
-
-
-@pytest.mark.parametrize("engine", ["native", "sdpa", "reference", "tiled", None])
-@pytest.mark.parametrize("shared", [("query",), ("key",), ("value",), ("key", "value"), ("query", "value")], ids=str)
-def test_a_batch_of_one_broadcasts(shared: tuple[str, ...], engine: str | None) -> None:
-    x = {name: normal(1 if name in shared else 3, 4 if name == "query" else 2, 9, 8, seed=len(name)) for name in
-         ("query", "key", "value")}  # fmt: skip
-    given = {name: tensor.clone().requires_grad_() for name, tensor in x.items()}
-    wide = {name: tensor.expand(3, -1, -1, -1).clone().requires_grad_() for name, tensor in x.items()}
-    lengths = torch.tensor([9, 4, 1])
-    description = {"mask": rg.padding(lengths)} if engine != "sdpa" else {}
-    found = rg.attention(**given, engine=engine, **description)
-    key, value = (wide[name].repeat_interleave(2, 1) for name in ("key", "value"))
-    logits = wide["query"] @ key.mT / 8**0.5
-    if description:
-        logits = logits.masked_fill(torch.arange(9) >= lengths[:, None, None, None], -torch.inf)
-    wanted = logits.softmax(-1) @ value
-    torch.testing.assert_close(found, wanted, rtol=1e-11, atol=1e-11)
-    grad = normal(*wanted.shape, seed=7)
-    ours = torch.autograd.grad(found, [*given.values()], grad)
-    theirs = torch.autograd.grad(wanted, [*wide.values()], grad)
-    for name, one, other in zip(given, ours, theirs, strict=True):
-        assert one.shape == x[name].shape
-        torch.testing.assert_close(one, other.sum_to_size(one.shape), rtol=1e-10, atol=1e-10)
-
-
-@pytest.mark.parametrize("shared", ["query", "key"])
-def test_inspection_broadcasts_a_batch_of_one(shared: str) -> None:
-    x = {name: normal(1 if name == shared else 3, 2, 70, 8, seed=len(name)) for name in ("query", "key")}
-    wide = {name: tensor.expand(3, -1, -1, -1).contiguous() for name, tensor in x.items()}
-    bias, offset = normal(3, 1, 70, 70), [0, 1, -2]
-    attend = rg.Attention(mask=rg.causal(), bias=bias, offset=offset)
-    for call in (
-        lambda **tensors: attend.weights(**tensors),
-        lambda **tensors: attend.weights(**tensors, rows=[3], heads=[1]),
-        lambda **tensors: attend.map(**tensors, size=(5, 6)),
-        lambda **tensors: attend.statistics(**tensors, mass_on=[0]).mass,
-        lambda **tensors: attend.statistics(**tensors).entropy,
-    ):
-        found = call(**x)
-        assert found.shape[0] == 3
-        torch.testing.assert_close(found, call(**wide), rtol=0, atol=0)
-    explained = attend.explain(x["query"], x["key"], x["key"])
-    assert explained.sizes["B"] == 3
-    seen: list[tuple[int, int, int]] = []
-    token = OBSERVERS.set((lambda _, query, key, value: seen.append((len(query), len(key), len(value))),))
-    attend(x["query"], x["key"], x["key"])
-    OBSERVERS.reset(token)
-    assert seen == [(3, 3, 3)]
-
-
-def test_linear_attention_broadcasts_a_batch_of_one() -> None:
-    q, k, v = normal(3, 2, 9, 8), normal(1, 2, 9, 8, seed=1).requires_grad_(), normal(3, 2, 9, 8, seed=2)
-    linear = rg.LinearAttention(mask=rg.causal())
-    found, wanted = linear(q, k, v), linear(q, k.repeat(3, 1, 1, 1), v)
-    torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
-    ours, theirs = (torch.autograd.grad(each.square().sum(), k)[0] for each in (found, wanted))
-    torch.testing.assert_close(ours, theirs, rtol=1e-11, atol=1e-11)
-    assert linear.step(q, k, v)[0].shape == (3, 2, 9, 8)
-
-
-@pytest.mark.parametrize("batches", [(0, 1, 1), (1, 0, 0)])
-def test_an_empty_batch_broadcasts(batches: tuple[int, int, int]) -> None:
-    q, k, v = (torch.zeros(n, 2, 5, 8) for n in batches)
-    assert rg.attention(q, k, v).shape == (0, 2, 5, 8)

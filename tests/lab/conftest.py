@@ -23,6 +23,6 @@ def run_alone(claim: Claim, **arguments: Any) -> dict[str, Any]:
 def results() -> dict[str, Result]:
     measured = {}
     for name, claim in CLAIMS.items():
-        found = run_alone(claim, **claim.quick)
-        measured[name] = Result(claim, found, claim.judge(found), 0, 0.0)
+        findings = run_alone(claim, **claim.quick)
+        measured[name] = Result(claim, findings, claim.judge(findings), 0, 0.0)
     return measured

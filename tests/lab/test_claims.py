@@ -37,7 +37,7 @@ def test_the_shown_code_runs_alone_and_its_numbers_fit_both_languages(name: str,
     assert isinstance(result.verdict, Verdict)
     for language in ("en", "zh"):
         json.dumps(result.as_json(language), allow_nan=False)
-        finding = result.claim.finding.render(language, result.found)
+        finding = result.claim.finding.render(language, result.findings)
         assert "{" not in finding
         assert bool(CHINESE.search(finding)) == (language == "zh")
 
@@ -68,31 +68,31 @@ def test_findings_are_drawn(name: str, results: dict[str, Result]) -> None:
 
     figure = Figure()
     with matplotlib.rc_context(_style("#222222", "en")):
-        results[name].claim.draw(figure, results[name].found, label_picker("en"))
+        results[name].claim.draw(figure, results[name].findings, label_picker("en"))
     assert all(axis.has_data() for axis in figure.axes)
 
 
 @pytest.mark.parametrize("name", ["variance", "equivariance", "masks", "sparse-cost", "example-weights"])
 def test_the_shown_code_equals_the_measurement(name: str, results: dict[str, Result]) -> None:
-    assert measure(CLAIMS[name], budget=QUICK).found == results[name].found
+    assert measure(CLAIMS[name], budget=QUICK).findings == results[name].findings
 
 
 @pytest.mark.parametrize("name", ["variance", "saturation", "equivariance", "hull", "favor-error", "invariance"])
 def test_another_seed_changes_numbers_but_no_verdict(name: str, results: dict[str, Result]) -> None:
     other = measure(CLAIMS[name], seed=7, budget=QUICK)
-    assert other.found != results[name].found
+    assert other.findings != results[name].findings
     assert other.verdict is results[name].verdict
 
 
 def test_known_numbers_are_reproduced(results: dict[str, Result]) -> None:
-    found = {name: result.found for name, result in results.items()}
-    assert found["variance"]["plain64"] == pytest.approx(64, rel=0.05)
-    assert found["range"]["within24"] == pytest.approx(0.9966, abs=0.002)
-    assert found["range"]["within20"] == pytest.approx(0.987, abs=0.004)
-    assert found["dense-cost"]["at_10000"] == 10**8
-    assert found["overflow"]["from_float32"] == 89
-    assert found["example-weights"]["weights"] == pytest.approx([3.07e-5, 0.99997], rel=1e-2)
-    assert found["example-weights"]["from_printed"] == pytest.approx([11.84, 12.84, 13.84], abs=0.005)
-    assert found["example-softmax-3"]["right"] == pytest.approx([0.9975, 0.0025], abs=5e-5)
-    assert found["example-softmax-8"]["right"] == pytest.approx([0.9966, 0.0025, 0.0009], abs=5e-5)
-    assert found["example-softmax-2"]["right"] == pytest.approx([0.918, 0.075, 0.006], abs=8e-4)
+    findings = {name: result.findings for name, result in results.items()}
+    assert findings["variance"]["plain64"] == pytest.approx(64, rel=0.05)
+    assert findings["range"]["within24"] == pytest.approx(0.9966, abs=0.002)
+    assert findings["range"]["within20"] == pytest.approx(0.987, abs=0.004)
+    assert findings["dense-cost"]["at_10000"] == 10**8
+    assert findings["overflow"]["from_float32"] == 89
+    assert findings["example-weights"]["weights"] == pytest.approx([3.07e-5, 0.99997], rel=1e-2)
+    assert findings["example-weights"]["from_printed"] == pytest.approx([11.84, 12.84, 13.84], abs=0.005)
+    assert findings["example-softmax-3"]["right"] == pytest.approx([0.9975, 0.0025], abs=5e-5)
+    assert findings["example-softmax-8"]["right"] == pytest.approx([0.9966, 0.0025, 0.0009], abs=5e-5)
+    assert findings["example-softmax-2"]["right"] == pytest.approx([0.918, 0.075, 0.006], abs=8e-4)

@@ -87,7 +87,7 @@ def test_a_notebook_cell_runs_unchanged(few: list[Result]) -> None:
     made = json.loads(notebook(few[3:], "en"))
     space: dict = {}
     exec("".join(next(cell for cell in made["cells"] if cell["cell_type"] == "code")["source"]), space)
-    assert space["found"] == few[3].found
+    assert space["findings"] == few[3].findings
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium on this machine")

@@ -118,7 +118,7 @@ def test_every_claim_has_its_opposite() -> None:
 def test_a_translator_that_was_trained_aligns_and_one_that_was_not_does_not() -> None:
     trained = measure(CLAIMS["alignment"], budget=Budget(lambda claim: {"sentences": 40}))
     assert trained.verdict in (HOLDS, NEARLY)
-    assert trained.found["translated"] > 0.9
+    assert trained.findings["translated"] > 0.9
     untrained = Budget(lambda claim: {"sentences": 40, "model": translator(0, 1)})
     assert measure(CLAIMS["alignment"], budget=untrained).verdict is FALSE
 
@@ -128,16 +128,16 @@ def test_a_translator_that_was_trained_aligns_and_one_that_was_not_does_not() ->
     [((1.0, 0.12, 0.3), HOLDS), ((1.0, 0.12, 1.0), NEARLY), ((0.13, 0.12, 0.3), FALSE), ((1.0, 1.0, 0.3), FALSE)],
 )
 def test_recall_is_judged_by_who_recalls_what_is_far(far: tuple[float, ...], verdict: Verdict) -> None:
-    found = {f"far {name}": share for name, share in zip(("attention", "CNN", "RNN"), far, strict=True)}
-    assert CLAIMS["recall"].judge(found) is verdict
+    findings = {f"far {name}": share for name, share in zip(("attention", "CNN", "RNN"), far, strict=True)}
+    assert CLAIMS["recall"].judge(findings) is verdict
 
 
 @pytest.mark.parametrize(
     ("order", "recall", "verdict"), [(0.4, 0.4, HOLDS), (0.4, 0.9, NEARLY), (0.9, 0.4, NEARLY), (0.9, 0.9, FALSE)]
 )
 def test_hunger_is_judged_on_both_questions(order: float, recall: float, verdict: Verdict) -> None:
-    found = {"mean order attention": order, "mean recall attention": recall}
-    assert CLAIMS["data-hunger"].judge(found | {"mean order CNN": 0.7, "mean recall CNN": 0.7}) is verdict
+    findings = {"mean order attention": order, "mean recall attention": recall}
+    assert CLAIMS["data-hunger"].judge(findings | {"mean order CNN": 0.7, "mean recall CNN": 0.7}) is verdict
 
 
 def test_time_alone_decides_between_holds_and_holds_approximately() -> None:
@@ -158,5 +158,5 @@ def test_without_trained_weights_a_tiny_translator_is_taken(monkeypatch: pytest.
     result = measure(CLAIMS["heads"], budget=QUICK)
     weights.sample.cache_clear()
     assert result.verdict is HOLDS
-    assert "tiny translator" in CLAIMS["heads"].finding.render("en", result.found)
-    assert "微型翻译模型" in CLAIMS["heads"].finding.render("zh", result.found)
+    assert "tiny translator" in CLAIMS["heads"].finding.render("en", result.findings)
+    assert "微型翻译模型" in CLAIMS["heads"].finding.render("zh", result.findings)

@@ -63,7 +63,7 @@ def format_result(result: Result, language: str) -> Line:
     return Line.assemble(
         (f"{verdict.text.render(language)}  ", f"bold {STYLES[verdict]}"),
         (claim.title.render(language), "bold"),
-        f"  {claim.name}\n   {claim.finding.render(language, result.found)}",
+        f"  {claim.name}\n   {claim.finding.render(language, result.findings)}",
     )
 
 

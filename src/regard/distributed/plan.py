@@ -129,13 +129,13 @@ def _plan(mask: Mask | None, key: tuple, queries: Layout, keys: Layout) -> Plan:
     for rows in queries.spans:
         blocks_of, pieces_of = [], []
         for columns in keys.spans:
-            found, needed = [], []
+            visible_blocks, needed = [], []
             for span in columns:
                 visible = [(row, part) for row in rows if (part := _visible_span(mask, frame, row, span)) is not None]
-                found += [Block(row, part) for row, part in visible]
+                visible_blocks += [Block(row, part) for row, part in visible]
                 if visible:
                     needed.append((min(a for _, (a, _) in visible), max(b for _, (_, b) in visible)))
-            blocks_of.append(tuple(found))
+            blocks_of.append(tuple(visible_blocks))
             pieces_of.append(tuple(needed))
         blocks.append(tuple(blocks_of))
         pieces.append(tuple(pieces_of))

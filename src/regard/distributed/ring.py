@@ -98,8 +98,8 @@ class _Ring(torch.autograd.Function):
             )
         output, lse, *tensors = ctx.saved_tensors
         wanted = ctx.needs_input_grad[1:]
-        found = _gradients(ctx.call, tensors, wanted, output, lse, *grads)
-        return None, *(grad if want else None for grad, want in zip(found, wanted, strict=True))
+        gradients = _gradients(ctx.call, tensors, wanted, output, lse, *grads)
+        return None, *(grad if want else None for grad, want in zip(gradients, wanted, strict=True))
 
 
 def _forward(call: ShardedCall, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
@@ -111,8 +111,8 @@ def _forward(call: ShardedCall, query: Tensor, key: Tensor, value: Tensor) -> tu
         for block in call.plan.blocks[rank][source]:
             rows, columns = _locate(spans, block.rows), _columns(call, source, block)
             inputs = query[:, ring_step.heads, rows], kv[0][:, :, columns], kv[1][:, :, columns]
-            found = call.compute(attend, _part(ring_step, block), *inputs)
-            merge_into(output[:, ring_step.heads, rows], lse[:, ring_step.heads, rows], *found)
+            results = call.compute(attend, _part(ring_step, block), *inputs)
+            merge_into(output[:, ring_step.heads, rows], lse[:, ring_step.heads, rows], *results)
     return output.to(query.dtype), lse
 
 
@@ -143,11 +143,11 @@ def _gradients(
             inputs = [x.detach().requires_grad_(want) for x, want in zip(inputs, wanted, strict=False)] + learned
             trainable = [n for n, x in enumerate(inputs) if x.requires_grad]
             results = [x[:, ring_step.heads, rows] for x in whole]
-            found = _block_gradients(
+            gradients = _block_gradients(
                 call, attend, _part(ring_step, block), inputs[:3], results, [inputs[n] for n in trainable]
             )
             targets = [sums[0][:, ring_step.heads, rows], *(x[:, :, columns] for x in shard_grads), *sums[3:]]
-            for n, grad in zip(trainable, found, strict=True):
+            for n, grad in zip(trainable, gradients, strict=True):
                 if grad is not None:
                     targets[n] += grad
         if returning is not None:
@@ -313,8 +313,8 @@ def _locate(spans: Sequence[Span], span: Span) -> slice:
 
 def _select(x: Tensor, spans: Sequence[Span], pieces: Sequence[Span]) -> Tensor:
     """Select pieces (B, G, n, ...) of the local keys or values."""
-    found = [x[:, :, _locate(spans, piece)] for piece in pieces]
-    return found[0] if len(found) == 1 else torch.cat(found, 2) if found else x[:, :, :0]
+    parts = [x[:, :, _locate(spans, piece)] for piece in pieces]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, 2) if parts else x[:, :, :0]
 
 
 def _accumulation_dtype(x: Tensor) -> torch.dtype:

@@ -53,22 +53,22 @@ class Operator:
         with torch.enable_grad():
             leaves = [None if x is None else x.detach().requires_grad_() for x in tensors]
             moved = [tangent is not None for tangent in tangents]
-            found = _gradients_of(self.differentiable(leaves, True), leaves, grads, moved)
-            return _select_wanted(_pull_back(found, leaves, tangents, False), wanted)
+            gradients = _gradients_of(self.differentiable(leaves, True), leaves, grads, moved)
+            return _select_wanted(_pull_back(gradients, leaves, tangents, False), wanted)
 
 
 def apply(operator: Operator, *tensors: Tensor | None) -> tuple[Tensor, ...]:
     """Compute the results with all derivatives that may be requested."""
-    found = tangents_of(tensors)
+    tangents = tangents_of(tensors)
     if active_transforms():
-        if found is None:
+        if tangents is None:
             return _Transformed.apply(operator, None, *tensors)
-        return _duals(operator, _ResultsAndTangents.apply(operator, None, *map(primal_of, tensors), *found))
+        return _duals(operator, _ResultsAndTangents.apply(operator, None, *map(primal_of, tensors), *tangents))
     if torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors):
-        return _Call.apply(operator, None if found is None else _KnownTangents(found), *tensors)
-    if found is None:
+        return _Call.apply(operator, None if tangents is None else _KnownTangents(tangents), *tensors)
+    if tangents is None:
         return operator.compute(tensors)
-    return _duals(operator, operator.tangents([primal_of(tensor) for tensor in tensors], found))
+    return _duals(operator, operator.tangents([primal_of(tensor) for tensor in tensors], tangents))
 
 
 def differentiable_twice(
@@ -114,8 +114,8 @@ def tangents_of(tensors: Tensors) -> list[Tensor | None] | None:
     """Return the tangent of each tensor, or None."""
     if forward_ad._current_level < 0:
         return None
-    found = [tangent_of(tensor) for tensor in tensors]
-    return None if all(tangent is None for tangent in found) else found
+    tangents = [tangent_of(tensor) for tensor in tensors]
+    return None if all(tangent is None for tangent in tangents) else tangents
 
 
 def primal_of(tensor: Tensor | None) -> Tensor | None:
@@ -142,11 +142,11 @@ def needs_torch_operators(tensors: Tensors) -> bool:
     running = active_transforms()
     if sum(kind in ("Grad", "Jvp") for kind in running) > 1 or "Functionalize" in running:
         return True
-    found = tangents_of(tensors)
-    if found is None:
+    tangents = tangents_of(tensors)
+    if tangents is None:
         return False
     tracing = torch._C._len_torch_dispatch_stack() > 0
-    return tracing or any(tangent is not None and _functorch.is_legacy_batchedtensor(tangent) for tangent in found)
+    return tracing or any(tangent is not None and _functorch.is_legacy_batchedtensor(tangent) for tangent in tangents)
 
 
 def holds_transformed(part: Any) -> bool:
@@ -170,15 +170,15 @@ def push_forward(
             tensor if tensor is None or tangent is None else forward_ad.make_dual(tensor.detach(), tangent.to(tensor))
             for tensor, tangent in zip(map(primal_of, tensors), map(primal_of, tangents), strict=True)
         ]
-        found = [forward_ad.unpack_dual(result) for result in function(duals)]
-        zeros = [torch.zeros_like(primal) if tangent is None else tangent for primal, tangent in found]
-        return *(primal for primal, _ in found), *zeros
+        pairs = [forward_ad.unpack_dual(result) for result in function(duals)]
+        zeros = [torch.zeros_like(primal) if tangent is None else tangent for primal, tangent in pairs]
+        return *(primal for primal, _ in pairs), *zeros
 
 
-def _duals(operator: Operator, found: Sequence[Tensor]) -> tuple[Tensor, ...]:
+def _duals(operator: Operator, values: Sequence[Tensor]) -> tuple[Tensor, ...]:
     """Attach tangents to results."""
-    count = len(found) - operator.outputs
-    results, tangents = found[:count], found[count:]
+    count = len(values) - operator.outputs
+    results, tangents = values[:count], values[count:]
     pairs = zip(results[: operator.outputs], tangents, strict=True)
     return *(forward_ad.make_dual(result, tangent) for result, tangent in pairs), *results[operator.outputs :]
 
@@ -188,7 +188,7 @@ class _KnownTangents:
     """Attach precomputed tangents, so that one pass of the kernel computes results and tangents."""
 
     tangents: Tensors
-    found: tuple[Tensor, ...] | None = None
+    values: tuple[Tensor, ...] | None = None
 
 
 def _is_plain(tensors: Tensors) -> bool:
@@ -206,8 +206,8 @@ class _Call(torch.autograd.Function):
         if known is None:
             results = operator.compute(tensors)
         else:
-            known.found = operator.tangents(tensors, known.tangents)
-            results = known.found[: len(known.found) - operator.outputs]
+            known.values = operator.tangents(tensors, known.tangents)
+            results = known.values[: len(known.values) - operator.outputs]
         _save_context(ctx, operator, known, tensors, results)
         return results
 
@@ -216,19 +216,19 @@ class _Call(torch.autograd.Function):
         saved, wanted = ctx.saved_tensors, ctx.needs_input_grad[2:]
         tensors, results, given = saved[: ctx.count], saved[ctx.count :], grads[: ctx.operator.outputs]
         if active_transforms() or (torch.is_grad_enabled() and _is_plain((*tensors, *given))):
-            found = _Gradients.apply(ctx.operator, wanted, ctx.count, *tensors, *results, *given)
+            gradients = _Gradients.apply(ctx.operator, wanted, ctx.count, *tensors, *results, *given)
         elif not _is_plain((*tensors, *given)):
-            found = _gradients_with_graph(ctx.operator, tensors, given, wanted)
+            gradients = _gradients_with_graph(ctx.operator, tensors, given, wanted)
         else:
-            found = ctx.operator.gradients(tensors, results, given, wanted)
-        return None, None, *_select_wanted(found, wanted)
+            gradients = ctx.operator.gradients(tensors, results, given, wanted)
+        return None, None, *_select_wanted(gradients, wanted)
 
     @staticmethod
     def jvp(ctx: Any, _: None, __: None, *tangents: Tensor | None) -> tuple[Tensor | None, ...]:
         operator, tensors = ctx.operator, map(primal_of, ctx.saved_tensors)
-        found = _ResultsAndTangents.apply(operator, ctx.known, *tensors, *tangents)
-        count = len(found) - operator.outputs
-        return *found[count:], *(None,) * (count - operator.outputs)
+        values = _ResultsAndTangents.apply(operator, ctx.known, *tensors, *tangents)
+        count = len(values) - operator.outputs
+        return *values[count:], *(None,) * (count - operator.outputs)
 
 
 def _save_context(
@@ -266,8 +266,8 @@ class _Gradients(torch.autograd.Function):
     @staticmethod
     def forward(operator: Operator, wanted: Sequence[bool], count: int, *given: Tensor | None) -> tuple:
         tensors, results, grads = given[:count], given[count : -operator.outputs], given[-operator.outputs :]
-        found = operator.gradients(tensors, results, grads, wanted)
-        return tuple(found)
+        gradients = operator.gradients(tensors, results, grads, wanted)
+        return tuple(gradients)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple, output: tuple) -> None:
@@ -283,8 +283,8 @@ class _Gradients(torch.autograd.Function):
         tensors, grads = given[: ctx.count], given[-operator.outputs :]
         again, wanted = torch.is_grad_enabled(), ctx.needs_input_grad[3:]
         if not again and _is_plain((*tensors, *grads, *by)):
-            found = operator.tangents(tensors, by)
-            own = operator.curvature(tensors, by, found, grads, wanted[: ctx.count])
+            values = operator.tangents(tensors, by)
+            own = operator.curvature(tensors, by, values, grads, wanted[: ctx.count])
             between = (None,) * (len(given) - ctx.count - operator.outputs)
             return (
                 None,
@@ -292,13 +292,13 @@ class _Gradients(torch.autograd.Function):
                 None,
                 *own,
                 *between,
-                *_select_wanted(found[-operator.outputs :], wanted[-operator.outputs :]),
+                *_select_wanted(values[-operator.outputs :], wanted[-operator.outputs :]),
             )
         with torch.enable_grad():
             tensors, grads = ([_leaf(x, again) for x in some] for some in (tensors, grads))
-            found = _gradients_with_graph(operator, tensors, grads, ctx.wanted)
+            gradients = _gradients_with_graph(operator, tensors, grads, ctx.wanted)
             inputs = [*tensors, *(None,) * (len(given) - ctx.count - operator.outputs), *grads]
-            return None, None, None, *_pull_back(found, inputs, by, again)
+            return None, None, None, *_pull_back(gradients, inputs, by, again)
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
@@ -317,8 +317,8 @@ class _ResultsAndTangents(torch.autograd.Function):
     @staticmethod
     def forward(operator: Operator, known: _KnownTangents | None, *pairs: Tensor | None) -> tuple[Tensor, ...]:
         half = len(pairs) // 2
-        if known is not None and known.found is not None:
-            return tuple(tensor.detach() for tensor in known.found)
+        if known is not None and known.values is not None:
+            return tuple(tensor.detach() for tensor in known.values)
         return operator.tangents(pairs[:half], pairs[half:])
 
     @staticmethod
@@ -344,8 +344,8 @@ class _ResultsAndTangents(torch.autograd.Function):
             results = operator.differentiable(tensors, True)
             # A tangent is linear in the tangents of the tensors: it is a gradient of a gradient, with a placeholder.
             holders = [torch.zeros_like(result).requires_grad_() for result in results]
-            found = _gradients_of(results, tensors, holders, [tangent is not None for tangent in tangents])
-            moved = _pull_back(found, holders, tangents, True)
+            gradients = _gradients_of(results, tensors, holders, [tangent is not None for tangent in tangents])
+            moved = _pull_back(gradients, holders, tangents, True)
             grads = _pull_back([*results, *moved], pairs, [*by[: operator.outputs], *by[ctx.results :]], again)
         return None, None, *grads
 
@@ -380,14 +380,14 @@ class _DoubleBackward(torch.autograd.Function):
         if torch.is_grad_enabled():
             with torch.no_grad():
                 results = ctx.operator.compute(tensors)
-            found = _Gradients.apply(ctx.operator, wanted, len(tensors), *tensors, *results, *given)
-            return None, None, *_select_wanted(found, wanted)
+            gradients = _Gradients.apply(ctx.operator, wanted, len(tensors), *tensors, *results, *given)
+            return None, None, *_select_wanted(gradients, wanted)
         keep = torch._C._autograd._get_current_graph_task_keep_graph()
-        found = _pull_back(ctx.results, ctx.leaves, grads, False, keep)
+        gradients = _pull_back(ctx.results, ctx.leaves, grads, False, keep)
         # A CPU kernel multiplies masked values by 0, which yields NaN if they are not finite or overflow.
-        if tensors[0].is_cpu and not all(grad is None or _is_finite(grad) for grad in found):
-            found = ctx.operator.gradients(tensors, ctx.operator.compute(tensors), given, wanted)
-        return None, None, *found
+        if tensors[0].is_cpu and not all(grad is None or _is_finite(grad) for grad in gradients):
+            gradients = ctx.operator.gradients(tensors, ctx.operator.compute(tensors), given, wanted)
+        return None, None, *gradients
 
 
 def _is_finite(tensor: Tensor) -> bool:
@@ -416,8 +416,8 @@ def _pull_back(
     if not pairs or not asked:
         return [None] * len(inputs)
     outputs, given = [x for x, _ in pairs], [grad for _, grad in pairs]
-    found = iter(torch.autograd.grad(outputs, asked, given, keep, again, allow_unused=True))
-    return [next(found) if x is not None and x.requires_grad else None for x in inputs]
+    gradients = iter(torch.autograd.grad(outputs, asked, given, keep, again, allow_unused=True))
+    return [next(gradients) if x is not None and x.requires_grad else None for x in inputs]
 
 
 def _leaf(tensor: Tensor | None, again: bool) -> Tensor | None:
@@ -452,8 +452,8 @@ def _of_both(
     return [*(b if a is None else a if b is None else a + b for a, b in zip(own, moved, strict=True)), *along]
 
 
-def _select_wanted(found: Tensors, wanted: Sequence[bool]) -> list[Tensor | None]:
-    return [grad if want else None for grad, want in zip(found, wanted, strict=True)]
+def _select_wanted(gradients: Tensors, wanted: Sequence[bool]) -> list[Tensor | None]:
+    return [grad if want else None for grad, want in zip(gradients, wanted, strict=True)]
 
 
 def _vmap_loop(

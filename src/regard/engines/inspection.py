@@ -95,9 +95,9 @@ class _RunningSums:
         anchor = largest.masked_fill(largest == float("-inf"), 0.0)
         fade = (self.largest - anchor).exp()
         mass = (scores - anchor.unsqueeze(-1)).exp()
-        seen = scores.masked_fill(scores == float("-inf"), 0.0)
+        visible = scores.masked_fill(scores == float("-inf"), 0.0)
         self.mass = self.mass * fade + mass.sum(-1)
-        self.logit_mass = self.logit_mass * fade + (mass * seen).sum(-1)
+        self.logit_mass = self.logit_mass * fade + (mass * visible).sum(-1)
         self.away = self.away * fade + (mass * (places.p - places.j).abs()).sum(-1)
         self.chosen = self.chosen * fade + mass[..., self.is_chosen[places.j]].sum(-1)
         self.largest = largest
@@ -121,8 +121,8 @@ class _RunningSums:
         if sink is not None:
             sink = sink.squeeze(-1).expand_as(lse)
             whole = torch.logaddexp(lse, sink)
-            seen = (lse - whole).exp()
-            weighted = torch.where(seen > 0, weighted, 0.0) * seen + sink * (sink - whole).exp()
+            share = (lse - whole).exp()
+            weighted = torch.where(share > 0, weighted, 0.0) * share + sink * (sink - whole).exp()
             lse = whole
         entropy = torch.where(lse == float("-inf"), 0.0, lse - weighted).clamp(min=0)
         return lse, entropy, self.largest, distance

@@ -186,9 +186,9 @@ def curvature(
     along = [moved.query, moved.key, value, *(_as_held(tangents[n], n) for n in held)]
     asked = [*wanted[:3], *(wanted[n] for n in held)]
     known = output, lse, output_moves, lse_moves
-    found = tiled.TiledOperator(problem, fixed.seed).curvature(given, along, known, (d_output, d_lse), asked)
-    lowered: list[Tensor | None] = [*found[:2], None if found[2] is None else found[2][..., :d_value], *[None] * 5]
-    for n, one in zip(held, found[3:], strict=True):
+    moves = tiled.TiledOperator(problem, fixed.seed).curvature(given, along, known, (d_output, d_lse), asked)
+    lowered: list[Tensor | None] = [*moves[:2], None if moves[2] is None else moves[2][..., :d_value], *[None] * 5]
+    for n, one in zip(held, moves[3:], strict=True):
         lowered[n] = None if one is None else one.reshape(x[n].shape)  # type: ignore[union-attr]
     return lowered
 

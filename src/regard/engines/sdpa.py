@@ -86,8 +86,8 @@ def _attend_without_reading(problem: Problem, query: Tensor, key: Tensor, value:
     query, key, scale = as_dot(problem, query, key)
     is_nan = query.isnan().any(-1, keepdim=True)
     if bad is None:
-        seen = key.isnan().any(-1).any(-1)
-        is_nan = is_nan | seen.repeat_interleave(problem.frame.H // problem.G, 1)[..., None, None]
+        has_nan_key = key.isnan().any(-1).any(-1)
+        is_nan = is_nan | has_nan_key.repeat_interleave(problem.frame.H // problem.G, 1)[..., None, None]
     else:
         bound = query.abs().flatten().amax(0).double() * problem.D * abs(scale / problem.temperature)
         fits = key.abs().amax(-1, keepdim=True) * bound < torch.finfo(problem.compute_dtype).max

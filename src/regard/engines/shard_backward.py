@@ -29,13 +29,15 @@ def shard_gradients(
         isinstance(p, Shaw) and p.values is not None for p in problem.bias.parts()
     )
     if values or native.why_not(problem):  # the mass by distance that Shaw's values need covers these keys only
-        made = [*tensors, *problem.tensors]
-        wanted = [tensor.requires_grad for tensor in made]
-        found = tiled.gradients(problem, seed, [tensor.detach() for tensor in made], wanted, *given)
+        differentiated = [*tensors, *problem.tensors]
+        wanted = [tensor.requires_grad for tensor in differentiated]
+        gradients = tiled.gradients(problem, seed, [tensor.detach() for tensor in differentiated], wanted, *given)
     else:
         with torch.enable_grad():
-            made, found = native.gradients(problem, tensors, seed, *given)  # type: ignore[assignment]
-    pairs = [(x, grad) for x, grad in zip(made, found, strict=True) if grad is not None and x.requires_grad]
+            differentiated, gradients = native.gradients(problem, tensors, seed, *given)  # type: ignore[assignment]
+    pairs = [
+        (x, grad) for x, grad in zip(differentiated, gradients, strict=True) if grad is not None and x.requires_grad
+    ]
     outputs, by = [x for x, _ in pairs], [grad for _, grad in pairs]
     if not outputs:
         return (None,) * len(inputs)

@@ -361,16 +361,16 @@ def gradients(
             if not asked or not part.requires_grad:
                 continue
             chosen, factor = [inputs[n] for n in asked], (largest - anchor).exp()
-            found = torch.autograd.grad(
+            grads_of_tile = torch.autograd.grad(
                 part, chosen, pairing[row.box] * factor, create_graph=motion is not None, allow_unused=True
             )
             if motion is not None:
                 along = [motion.inside(n, inputs[n], boxes[min(n, 2)], tile.at) for n in asked]
-                pairs = [(x, t) for x, t in zip(found, along, strict=True) if x is not None and t is not None]
+                pairs = [(x, t) for x, t in zip(grads_of_tile, along, strict=True) if x is not None and t is not None]
                 pairs = [(x, t) for x, t in (*pairs, (part, pairing_moves[row.box] * factor)) if x.requires_grad]
                 outputs, given = [x for x, _ in pairs], [t for _, t in pairs]
-                found = torch.autograd.grad(outputs, chosen, given, allow_unused=True)
-            for n, grad in zip(asked, found, strict=True):
+                grads_of_tile = torch.autograd.grad(outputs, chosen, given, allow_unused=True)
+            for n, grad in zip(asked, grads_of_tile, strict=True):
                 if grad is not None:
                     cut = n >= 3 and grad.shape != grads[n].shape
                     target = tile.at.take(pad_leading(grads[n])) if cut else grads[n][boxes[n]] if n < 3 else grads[n]

@@ -120,15 +120,15 @@ def attention_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module, str | 
     These are the modules that get their attention function from Transformers, and those that are named attention and
     contain no other such module.
     """
-    found = {
+    modules = {
         name: m for name, m in model.named_modules() if _uses_interface(m) or _ATTENTION_NAME.search(type(m).__name__)
     }
     reached, owners = _configs(model), _owners(model)
-    for name, module in found.items():
+    for name, module in modules.items():
         if _uses_interface(module):
             config = module.config
             yield name, module, _other_implementation(config, id(config) in reached, owners[name])
-        elif not any(other.startswith(f"{name}." if name else "") for other in found if other != name):
+        elif not any(other.startswith(f"{name}." if name else "") for other in modules if other != name):
             yield name, module, _why_not(type(module))
 
 
@@ -146,15 +146,15 @@ def unreached_configs(model: PreTrainedModel) -> Iterator[tuple[PreTrainedConfig
 
 def missing_parts(model: PreTrainedModel) -> str | None:
     """One sentence on the attention modules that cannot run regard; None if there are none."""
-    found = list(attention_modules(model))
-    missed = [(f"{_layers(name)} ({type(module).__name__}", reason) for name, module, reason in found if reason]
+    modules = list(attention_modules(model))
+    missed = [(f"{_layers(name)} ({type(module).__name__}", reason) for name, module, reason in modules if reason]
     if not missed:
         return None
     parts = [f"{where} {reason})" for where, reason in dict.fromkeys(missed)]
-    if len(missed) == len(found):
+    if len(missed) == len(modules):
         start = f"No attention module of {type(model).__name__} runs"
     else:
-        start = f"{len(missed)} of the {len(found)} attention modules of {type(model).__name__} do not run"
+        start = f"{len(missed)} of the {len(modules)} attention modules of {type(model).__name__} do not run"
     return (
         f'{start} attn_implementation="{NAME}": {"; ".join(parts)}. Their results are the same as without '
         "regard; regard.integrations.transformers.coverage(model, **inputs) lists every module."
@@ -201,13 +201,13 @@ def _source(function: Callable) -> str:
 def _configs(model: nn.Module) -> set[int]:
     """The ids of the configurations that `set_attn_implementation` reaches."""
     todo = [module.config for module in model.modules() if isinstance(module, PreTrainedModel)]
-    found: set[int] = set()
+    ids: set[int] = set()
     while todo:
         config = todo.pop()
-        if config is not None and id(config) not in found:
-            found.add(id(config))
+        if config is not None and id(config) not in ids:
+            ids.add(id(config))
             todo += [getattr(config, key, None) for key in config.sub_configs]
-    return found
+    return ids
 
 
 def _owners(model: nn.Module) -> dict[str, Any]:

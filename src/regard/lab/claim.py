@@ -30,10 +30,10 @@ class Text:
     en: str
     zh: str
 
-    def render(self, language: str, found: Findings | None = None) -> str:
+    def render(self, language: str, findings: Findings | None = None) -> str:
         """Return the text in a language, formatted with the findings."""
         text = self.zh if language == "zh" else self.en
-        return text if found is None else text.format_map(found)
+        return text if findings is None else text.format_map(findings)
 
 
 class Verdict(Enum):
@@ -85,7 +85,7 @@ class Claim:
     def code(self, seed: int = 0) -> str:
         """Return the source of the measurement and of its call, which runs as is."""
         source = textwrap.dedent(inspect.getsource(self.measure)).rstrip()
-        return f"{source}\n\n\nfound = {self.measure.__name__}(seed={seed})\n"
+        return f"{source}\n\n\nfindings = {self.measure.__name__}(seed={seed})\n"
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,7 @@ class Result:
     """A measured claim."""
 
     claim: Claim
-    found: Findings
+    findings: Findings
     verdict: Verdict
     seed: int
     cpu_seconds: float
@@ -116,7 +116,7 @@ class Result:
             "theory": list(self.claim.of),
             "title": self.claim.title.render(language),
             "verdict": self.verdict.value,
-            "finding": self.claim.finding.render(language, self.found),
+            "finding": self.claim.finding.render(language, self.findings),
             "cpu_seconds": round(self.cpu_seconds, 3),
-            "found": self.found,
+            "findings": self.findings,
         }

@@ -149,18 +149,18 @@ def depth(output: Tensor) -> int:
     >>> depth((x + 1).exp().sum()) - depth((x + 1).sum())
     1
     """
-    found: dict[Any, int] = {}
+    depths: dict[Any, int] = {}
     todo = [output.grad_fn]
     while todo:
         node = todo[-1]
         below = [each for each, _ in node.next_functions if each is not None] if node is not None else []
-        waiting = [each for each in below if each not in found]
+        waiting = [each for each in below if each not in depths]
         if waiting:
             todo.extend(waiting)
         else:
-            found[node] = 1 + max((found[each] for each in below), default=0)
+            depths[node] = 1 + max((depths[each] for each in below), default=0)
             todo.pop()
-    return found[output.grad_fn]
+    return depths[output.grad_fn]
 
 
 def costs(
@@ -173,8 +173,8 @@ def costs(
         work = [flops(call) for call in calls]
         memory = [peak_bytes(call, x) for call, x in zip(calls, inputs, strict=True)]
         time = min_seconds(calls, rounds)
-    found: dict[str, Any] = {"lengths": list(lengths), "flops": work, "bytes": memory, "seconds": time}
+    findings: dict[str, Any] = {"lengths": list(lengths), "flops": work, "bytes": memory, "seconds": time}
     for name, values in (("flops", work), ("bytes", memory), ("time", time)):
         fit = growth(lengths, values)
-        found |= {f"{name}_power": fit.power, f"{name}_low": fit.low, f"{name}_high": fit.high}
-    return found
+        findings |= {f"{name}_power": fit.power, f"{name}_low": fit.low, f"{name}_high": fit.high}
+    return findings

@@ -56,7 +56,7 @@ def _cycle() -> Any:
     return cycler(color=COLOURS)
 
 
-def _draw(claim: Claim, found: Findings, language: str, save: Callable[[Any], None], ink: str) -> None:
+def _draw(claim: Claim, findings: Findings, language: str, save: Callable[[Any], None], ink: str) -> None:
     import matplotlib
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -65,14 +65,14 @@ def _draw(claim: Claim, found: Findings, language: str, save: Callable[[Any], No
     with matplotlib.rc_context(style):
         figure = Figure(figsize=(7.6, 3.1))
         FigureCanvasAgg(figure)
-        claim.draw(figure, found, label_picker(language))
+        claim.draw(figure, findings, label_picker(language))
         save(figure)
 
 
-def svg(claim: Claim, found: Findings, language: str) -> str:
+def svg(claim: Claim, findings: Findings, language: str) -> str:
     """Return the picture as an SVG element; its ids start with the name of the claim, so that they are unique."""
     buffer = io.StringIO()
-    _draw(claim, found, language, lambda figure: figure.savefig(buffer, format="svg", metadata={"Date": None}), INK)
+    _draw(claim, findings, language, lambda figure: figure.savefig(buffer, format="svg", metadata={"Date": None}), INK)
     text = buffer.getvalue()
     text = text[text.index("<svg") :]
     text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
@@ -83,11 +83,11 @@ def svg(claim: Claim, found: Findings, language: str) -> str:
     return text.replace(INK, "currentColor").strip()
 
 
-def png(claim: Claim, found: Findings, language: str) -> bytes:
+def png(claim: Claim, findings: Findings, language: str) -> bytes:
     """Return the picture as a PNG, black on white, for a notebook."""
     buffer = io.BytesIO()
     _draw(
-        claim, found, language,
+        claim, findings, language,
         lambda figure: figure.savefig(buffer, format="png", dpi=110, facecolor="white"), "#222222",
     )  # fmt: skip
     return buffer.getvalue()
@@ -112,14 +112,14 @@ def heatmap(
     return image
 
 
-def plot_growth(axis: Any, found: Findings, series: Sequence[tuple[str, str]], tr: PickLabel) -> None:
-    """Plot costs against length on logarithmic axes; a series is a key of `found` and a label."""
+def plot_growth(axis: Any, findings: Findings, series: Sequence[tuple[str, str]], tr: PickLabel) -> None:
+    """Plot costs against length on logarithmic axes; a series is a key of `findings` and a label."""
     from matplotlib.ticker import LogFormatterSciNotation, LogLocator
 
     for name, label in series:
-        axis.loglog(found["lengths"], found[name], "o-", label=label)
+        axis.loglog(findings["lengths"], findings[name], "o-", label=label)
     axis.set_xlabel(tr("length n", "长度 n"))
-    axis.set_xticks(found["lengths"], [str(n) for n in found["lengths"]])
+    axis.set_xticks(findings["lengths"], [str(n) for n in findings["lengths"]])
     axis.minorticks_off()
     low, high = axis.get_ylim()
     if high < 20 * low:  # less than two decades: powers of ten alone are too few ticks

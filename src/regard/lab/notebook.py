@@ -29,11 +29,11 @@ def notebook(results: Sequence[Result], language: str = "en") -> str:
         cells.append(
             v4.new_markdown_cell(
                 f"### {claim.title.render(language)}\n\n{claim.says.render(language)}\n\n$${claim.formula}$$\n\n"
-                f"**{result.verdict.text.render(language)}** — {claim.finding.render(language, result.found)}"
+                f"**{result.verdict.text.render(language)}** — {claim.finding.render(language, result.findings)}"
             )
         )
         shown = (
-            "{name: value for name, value in found.items() if not isinstance(value, list | dict) or len(value) <= 8}"
+            "{name: value for name, value in findings.items() if not isinstance(value, list | dict) or len(value) <= 8}"
         )
         cell = v4.new_code_cell(f"{claim.code(result.seed)}{shown}", execution_count=number)
         cell.outputs = [
@@ -41,7 +41,7 @@ def notebook(results: Sequence[Result], language: str = "en") -> str:
             v4.new_output(
                 "display_data",
                 {
-                    "image/png": base64.b64encode(png(claim, result.found, language)).decode(),
+                    "image/png": base64.b64encode(png(claim, result.findings, language)).decode(),
                     "text/plain": claim.caption.render(language),
                 },
             ),
@@ -55,7 +55,9 @@ def notebook(results: Sequence[Result], language: str = "en") -> str:
 
 
 def _short(result: Result) -> str:
-    found = {
-        name: value for name, value in result.found.items() if not isinstance(value, list | dict) or len(value) <= SHORT
+    findings = {
+        name: value
+        for name, value in result.findings.items()
+        if not isinstance(value, list | dict) or len(value) <= SHORT
     }
-    return json.dumps(found, indent=1, ensure_ascii=False)
+    return json.dumps(findings, indent=1, ensure_ascii=False)

@@ -72,11 +72,11 @@ def _item(result: Result, language: str) -> dict[str, Any]:
         "verdict": result.verdict.text.render(language),
         "title": claim.title.render(language),
         "says": claim.says.render(language),
-        "finding": raised(claim.finding.render(language, result.found)),
+        "finding": raised(claim.finding.render(language, result.findings)),
         "caption": claim.caption.render(language),
         # the libraries that generate these escape their input
         "formula": Markup(mathml(claim.formula)),
-        "picture": Markup(svg(claim, result.found, language)),
+        "picture": Markup(svg(claim, result.findings, language)),
         "code": Markup(_highlight(claim.code(result.seed))),
     }
 

@@ -57,10 +57,10 @@ def measure(claim: Claim, *, seed: int = 0, budget: Budget = FULL) -> Result:
     before, began = torch.get_rng_state(), time.process_time()
     try:
         with one_thread():  # results do not depend on the number of cores, nor times on waiting for other threads
-            found = _to_json_values(claim.measure(seed=seed, **budget.arguments(claim)))
+            findings = _to_json_values(claim.measure(seed=seed, **budget.arguments(claim)))
     finally:
         torch.set_rng_state(before)
-    return Result(claim, found, claim.judge(found), seed, time.process_time() - began)
+    return Result(claim, findings, claim.judge(findings), seed, time.process_time() - began)
 
 
 def run(
@@ -79,15 +79,15 @@ def run(
         on_start(claim)
         key = claim.measure, tuple(sorted(budget.arguments(claim).items()))
         if key in done:
-            found, cpu_seconds = done[key]
-            yield Result(claim, found, claim.judge(found), seed, cpu_seconds)
+            findings, cpu_seconds = done[key]
+            yield Result(claim, findings, claim.judge(findings), seed, cpu_seconds)
         else:
             result = measure(claim, seed=seed, budget=budget)
-            done[key] = result.found, result.cpu_seconds
+            done[key] = result.findings, result.cpu_seconds
             yield result
 
 
-def _to_json_values(found: Findings) -> Findings:
+def _to_json_values(findings: Findings) -> Findings:
     """Convert findings to JSON values; NaN and infinity become None."""
 
     def convert(value: object) -> object:
@@ -97,4 +97,4 @@ def _to_json_values(found: Findings) -> Findings:
             return [convert(each) for each in value]
         return value
 
-    return {name: convert(value) for name, value in found.items()}
+    return {name: convert(value) for name, value in findings.items()}

@@ -120,8 +120,8 @@ def _as_tensor(value: Any) -> Any:
 
 
 def _fingerprints(given: tuple[Any, ...]) -> tuple | None:
-    found = tuple(fingerprint(value) for value in given if isinstance(value, Tensor))
-    return None if None in found else found
+    contents = tuple(fingerprint(value) for value in given if isinstance(value, Tensor))
+    return None if None in contents else contents
 
 
 def _copy(value: Any) -> Any:

@@ -96,11 +96,11 @@ def build_tiles(mask: Mask | None, key: tuple, size: tuple[int, int]) -> Tiles:
         start = np.zeros((1, 1, frame.Q), np.int64)
         return _from_intervals(frame, size, (start, start + frame.K))
     if (intervals := mask.intervals(frame)) is not None:
-        found = _from_intervals(frame, size, intervals)
+        table = _from_intervals(frame, size, intervals)
     else:
-        found = _from_boxes(mask, frame, size)
+        table = _from_boxes(mask, frame, size)
     mask.drop_cached()
-    return found
+    return table
 
 
 def _from_intervals(frame: Frame, size: tuple[int, int], intervals: Intervals) -> Tiles:
@@ -145,12 +145,12 @@ def _from_boxes(mask: Mask, frame: Frame, size: tuple[int, int]) -> Tiles:
             np.arange(batch * heads), np.arange(-(-down >> level)), np.arange(-(-across >> level)), indexing="ij"
         )
     )
-    found: list[np.ndarray] = []  # columns: lead, tile row, first tile, one past the last tile, full
+    runs: list[np.ndarray] = []  # columns: lead, tile row, first tile, one past the last tile, full
     while True:
         kind = _kinds(mask, frame, size, level, batch, heads, lead, r, c)
         full = kind == FULL
         done = full if level else kind != EMPTY
-        found.append(_split_rows(lead[done], r[done], c[done], full[done], level, down, across))
+        runs.append(_split_rows(lead[done], r[done], c[done], full[done], level, down, across))
         if not level:
             break
         rest = kind == PARTIAL
@@ -162,7 +162,7 @@ def _from_boxes(mask: Mask, frame: Frame, size: tuple[int, int]) -> Tiles:
         )
         inside = (r < -(-down >> level)) & (c < -(-across >> level))
         lead, r, c = lead[inside], r[inside], c[inside]
-    return _merge_runs(frame, size, (batch, heads), np.concatenate(found), down)
+    return _merge_runs(frame, size, (batch, heads), np.concatenate(runs), down)
 
 
 def _kinds(
@@ -175,14 +175,14 @@ def _kinds(
     offsets = np.asarray(frame.offsets(), np.int64)
     offset = offsets[b if len(offsets) > 1 else np.zeros_like(b)]
     boxes = Boxes(frame, (height, width), b, lead % heads, i0, i1, i0 + offset, i1 + offset, j0, j1)
-    found = mask.kinds(boxes)
+    result = mask.kinds(boxes)
     if level == 0 and mask.opaque and batch * heads * frame.Q * frame.K <= OPAQUE_ENTRIES:
-        found = found.copy()
-        unknown, some = np.flatnonzero(found == PARTIAL), max(1, CHUNK_ENTRIES // (height * width))
+        result = result.copy()
+        unknown, some = np.flatnonzero(result == PARTIAL), max(1, CHUNK_ENTRIES // (height * width))
         for first in range(0, len(unknown), some):
             part = unknown[first : first + some]
-            found[part] = _kinds_by_bits(mask, frame, size, *(x[part] for x in (b, lead % heads, i0, j0)))
-    return found
+            result[part] = _kinds_by_bits(mask, frame, size, *(x[part] for x in (b, lead % heads, i0, j0)))
+    return result
 
 
 def _kinds_by_bits(mask: Mask, frame: Frame, size: tuple[int, int], *corners: np.ndarray) -> Kinds:

@@ -183,8 +183,8 @@ def beam_search(
     state: GenerationState, first: Tensor, strategy: Beam, *, max_new_tokens: int, stop: int | Sequence[int] = ()
 ) -> list[Tensor]:
     """Return the best hypothesis of each row."""
-    found = beam_hypotheses(state, first, strategy, max_new_tokens=max_new_tokens, stop=stop)
-    return [hypotheses[0][1] if hypotheses else first.new_zeros(0) for hypotheses in found]
+    beams = beam_hypotheses(state, first, strategy, max_new_tokens=max_new_tokens, stop=stop)
+    return [hypotheses[0][1] if hypotheses else first.new_zeros(0) for hypotheses in beams]
 
 
 @torch.inference_mode()

@@ -168,8 +168,8 @@ def _(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
 )
 def _dot_backward(*arguments: Any) -> list[Tensor]:
     x, rest = LoweredTensors(*arguments[:_TENSORS]), arguments[_TENSORS:]
-    found = backward(x, LoweredConstants(*rest[:5]), rest[5:8], rest[8:], x.bias is not None)
-    return [grad for grad in found if grad is not None]
+    gradients = backward(x, LoweredConstants(*rest[:5]), rest[5:8], rest[8:], x.bias is not None)
+    return [grad for grad in gradients if grad is not None]
 
 
 @_dot_backward.register_fake
@@ -185,8 +185,8 @@ def backward_by_operator(
     x: Sequence[Tensor | None], fixed: Sequence[Any], results: Sequence[Tensor], grads: Sequence[Tensor | None]
 ) -> tuple[Tensor | None, ...]:
     """Return gradients in the order of `LoweredTensors`."""
-    found = iter(torch.ops.regard.dot_backward(*x, *fixed, *results, *grads))
-    return tuple(None if tensor is None else next(found) for tensor in x)
+    gradients = iter(torch.ops.regard.dot_backward(*x, *fixed, *results, *grads))
+    return tuple(None if tensor is None else next(gradients) for tensor in x)
 
 
 def _save_context(ctx: Any, inputs: tuple, output: tuple[Tensor, ...]) -> None:
@@ -198,8 +198,8 @@ def _save_context(ctx: Any, inputs: tuple, output: tuple[Tensor, ...]) -> None:
 def _backward(ctx: Any, *grads: Tensor | None) -> tuple:
     saved = ctx.saved_tensors
     x, layout, (offset, seed), results = saved[:_TENSORS], saved[_TENSORS:-5], saved[-5:-3], saved[-3:]
-    found = backward_by_operator(x, (layout, offset, seed, *ctx.rest), results, grads)
-    return *found, [None] * len(layout), None, None, None, None
+    gradients = backward_by_operator(x, (layout, offset, seed, *ctx.rest), results, grads)
+    return *gradients, [None] * len(layout), None, None, None, None
 
 
 _dot.register_autograd(_backward, setup_context=_save_context)

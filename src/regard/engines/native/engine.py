@@ -118,8 +118,8 @@ def gradients(
     x, _, fixed = prepare(problem, query, key, value, seed)
     with torch.no_grad():
         wants_bias = x.bias is not None and x.bias.requires_grad
-        found = backward(x, fixed, (output, lse, lse), (grad_output, grad_lse, None), wants_bias)
-    pairs = [(given, grad) for given, grad in zip(x, found, strict=True) if given is not None and grad is not None]
+        gradients = backward(x, fixed, (output, lse, lse), (grad_output, grad_lse, None), wants_bias)
+    pairs = [(given, grad) for given, grad in zip(x, gradients, strict=True) if given is not None and grad is not None]
     return [given for given, _ in pairs], [grad for _, grad in pairs]
 
 

@@ -46,10 +46,10 @@ class NativeOperator(Operator):
         tangents = [None if t is None or t._is_zerotensor() else materialize(t) for t in tangents]
         if x.weight is None and is_direct((*tensors, *tangents)):  # the additive score has no forward-mode kernel
             return jvp(x, self.fixed, tangents)
-        found = push_forward(lambda duals: self.differentiable(duals, False), tensors, tangents)
+        results = push_forward(lambda duals: self.differentiable(duals, False), tensors, tangents)
         if self.outputs == 3:
-            return found
-        return *found[:2], found[1].new_empty(0), *found[2:]
+            return results
+        return *results[:2], results[1].new_empty(0), *results[2:]
 
     def differentiable(self, tensors: Tensors, save: bool) -> tuple[Tensor, ...]:
         return attend_lowered(LoweredTensors(*tensors), self.fixed, save)
@@ -60,8 +60,8 @@ class NativeOperator(Operator):
         return curvature(LoweredTensors(*tensors), self.fixed, tangents, results, grads, wanted)
 
 
-def _select_wanted(found: Tensors, wanted: Sequence[bool]) -> Tensors:
-    return [grad if want else None for grad, want in zip(found, wanted, strict=True)]
+def _select_wanted(gradients: Tensors, wanted: Sequence[bool]) -> Tensors:
+    return [grad if want else None for grad, want in zip(gradients, wanted, strict=True)]
 
 
 def jvp(x: LoweredTensors, fixed: LoweredConstants, tangents: Tensors) -> tuple[Tensor, ...]:

@@ -24,11 +24,13 @@ def linear_error(attend=None, spreads=(0.05, 0.1, 0.2, 0.5, 1.0, 2.0), length=25
             "least": min(errors), "most": max(errors)}  # fmt: skip
 
 
-def draw_linear_error(figure: Any, found: Findings, tr: PickLabel) -> None:
+def draw_linear_error(figure: Any, findings: Findings, tr: PickLabel) -> None:
     axis = figure.subplots()
-    axis.loglog(found["spreads"], found["errors"], "o-", label=tr("linear attention, ELU + 1", "线性注意力，ELU + 1"))
     axis.loglog(
-        found["spreads"], found["uniform"], "o:", color="gray", label=tr("the mean of all values", "所有值的平均")
+        findings["spreads"], findings["errors"], "o-", label=tr("linear attention, ELU + 1", "线性注意力，ELU + 1")
+    )
+    axis.loglog(
+        findings["spreads"], findings["uniform"], "o:", color="gray", label=tr("the mean of all values", "所有值的平均")
     )
     axis.set(
         xlabel=tr("standard deviation of queries and keys", "查询与键的标准差"),
@@ -46,34 +48,34 @@ def favor_error(features=None, counts=(16, 64, 256, 1024), length=128, width=32,
     torch.manual_seed(seed)
     q, k, v = torch.randn(3, 4, length, width)
     features = features or rg.favor
-    found = {"counts": list(counts), "spreads": {"narrow": 0.25, "middle": 0.5, "wide": 1.0}}
-    for name, spread in found["spreads"].items():
+    findings = {"counts": list(counts), "spreads": {"narrow": 0.25, "middle": 0.5, "wide": 1.0}}
+    for name, spread in findings["spreads"].items():
         exact = rg.attention(q * spread, k * spread, v)
         errors = []
         for count in counts:
             outputs = [rg.LinearAttention(features(count, seed + n))(q * spread, k * spread, v) for n in range(draws)]
             errors.append(sum(((out - exact).norm() / exact.norm()).item() for out in outputs) / draws)
         fit = growth(counts, errors)
-        found |= {f"error {name}": errors, f"power {name}": fit.power, f"last {name}": errors[-1],
+        findings |= {f"error {name}": errors, f"power {name}": fit.power, f"last {name}": errors[-1],
                   f"low {name}": fit.low, f"high {name}": fit.high}  # fmt: skip
-    return found
+    return findings
 
 
-def judge_favor(found: Findings) -> Verdict:
-    power = found["power narrow"]
+def judge_favor(findings: Findings) -> Verdict:
+    power = findings["power narrow"]
     return grade(-0.65 < power < -0.4, -0.85 < power < -0.2)
 
 
-def draw_favor_error(figure: Any, found: Findings, tr: PickLabel) -> None:
+def draw_favor_error(figure: Any, findings: Findings, tr: PickLabel) -> None:
     axis = figure.subplots()
-    for name, spread in found["spreads"].items():
+    for name, spread in findings["spreads"].items():
         axis.loglog(
-            found["counts"],
-            found[f"error {name}"],
+            findings["counts"],
+            findings[f"error {name}"],
             "o-",
-            label=tr("spread", "标准差") + f" {spread}: m^{found[f'power {name}']:.2f}",
+            label=tr("spread", "标准差") + f" {spread}: m^{findings[f'power {name}']:.2f}",
         )
-    axis.set_xticks(found["counts"], [str(n) for n in found["counts"]])
+    axis.set_xticks(findings["counts"], [str(n) for n in findings["counts"]])
     axis.minorticks_off()
     axis.set(xlabel=tr("features m", "特征数 m"), ylabel=tr("error against softmax", "相对 softmax 的误差"))
     axis.legend()
@@ -90,29 +92,32 @@ def window_error(mask=None, reaches=(0, 1, 2, 4, 8, 16, 32, 64, 128, 255), lengt
     near = x.clone()
     for n in range(1, length):  # neighbours are similar, as in speech or images
         near[:, n] = 0.9 * near[:, n - 1] + (1 - 0.9**2) ** 0.5 * x[:, n]
-    found = {"reaches": list(reaches)}
+    findings = {"reaches": list(reaches)}
     for name, t in (("anywhere", x), ("near", near)):
         q, k, v = 3 * t, t, torch.randn(4, length, width)  # a query matches tokens similar to itself
         q = q.roll(97, 1) if name == "anywhere" else q
         exact = rg.attention(q, k, v)
-        found[name] = [((rg.attention(q, k, v, mask=mask(r)) - exact).norm() / exact.norm()).item() for r in reaches]
-    found |= {"whole": found["near"][-1], "near16": found["near"][reaches.index(16)], "anywhere16": found["anywhere"][reaches.index(16)],
-              "falls": all(b <= a * 1.05 + 1e-6 for a, b in zip(found["near"], found["near"][1:]))}  # fmt: skip
-    return found
+        findings[name] = [((rg.attention(q, k, v, mask=mask(r)) - exact).norm() / exact.norm()).item() for r in reaches]
+    findings |= {"whole": findings["near"][-1], "near16": findings["near"][reaches.index(16)], "anywhere16": findings["anywhere"][reaches.index(16)],
+              "falls": all(b <= a * 1.05 + 1e-6 for a, b in zip(findings["near"], findings["near"][1:]))}  # fmt: skip
+    return findings
 
 
-def draw_window_error(figure: Any, found: Findings, tr: PickLabel) -> None:
+def draw_window_error(figure: Any, findings: Findings, tr: PickLabel) -> None:
     axis = figure.subplots()
     axis.semilogx(
-        [r + 1 for r in found["reaches"]], found["near"], "o-", label=tr("matching keys are near", "所寻之物在附近")
+        [r + 1 for r in findings["reaches"]],
+        findings["near"],
+        "o-",
+        label=tr("matching keys are near", "所寻之物在附近"),
     )
     axis.semilogx(
-        [r + 1 for r in found["reaches"]],
-        found["anywhere"],
+        [r + 1 for r in findings["reaches"]],
+        findings["anywhere"],
         "o-",
         label=tr("matching keys are 97 positions away", "所寻之物在 97 个位置之外"),
     )
-    axis.set_xticks([r + 1 for r in found["reaches"]], [str(r) for r in found["reaches"]])
+    axis.set_xticks([r + 1 for r in findings["reaches"]], [str(r) for r in findings["reaches"]])
     axis.minorticks_off()
     axis.set(
         xlabel=tr("reach of the window to each side", "窗口半径"),
@@ -129,7 +134,7 @@ CLAIMS = (
         Text("It replaces the exponential of q·k by the product of elu(q)+1 and elu(k)+1. How close are the two?", "它以 (elu(q)+1)·(elu(k)+1) 代替 q·k 的指数。两者究竟有多接近？"),
         r"\phi(q)^\top\phi(k),\ \phi(x)=\operatorname{elu}(x)+1\quad\not\approx\quad e^{q\cdot k/\sqrt d}",
         linear_error,
-        lambda found: grade(found["at_one"] > 0.3, found["at_one"] > 0.05),
+        lambda findings: grade(findings["at_one"] > 0.3, findings["at_one"] > 0.05),
         Text("At unit variance the outputs differ by {at_one:.0%} of their size. They agree (to {least:.1%}) only where scores are so small that both are close to the mean of all values. A model has to be trained with linear attention to use it.", "方差为 1 时，两者的输出相差 {at_one:.0%}。只有当分数小到两者都近乎“所有值的平均”时才一致（{least:.1%}）：必须用它来训练模型。"),
         draw_linear_error,
         Text("The relative error of the output against the spread of queries and keys.", "输出的相对误差随查询与键的离散程度的变化。"),
@@ -153,8 +158,8 @@ CLAIMS = (
         Text("The error falls as the window widens, to 0 when it covers all keys; how fast depends on where the weight is.", "窗口越宽误差越小，覆盖全部时为 0；下降的快慢取决于权重在哪里。"),
         r"\left\lVert A_w-A\right\rVert\to 0\quad(w\to n)",
         window_error,
-        lambda found: grade(found["whole"] < 1e-5 and found["falls"] and found["near16"] < 0.1,
-        found["whole"] < 1e-5 and found["near16"] < found["anywhere16"]),
+        lambda findings: grade(findings["whole"] < 1e-5 and findings["falls"] and findings["near16"] < 0.1,
+        findings["whole"] < 1e-5 and findings["near16"] < findings["anywhere16"]),
         Text("With a reach of 16 the error is {near16:.1%} if neighbours are similar, and {anywhere16:.0%} if matching keys are 97 positions away. At full reach it is {whole:.0e}.", "半径为 16 时，若相邻词元彼此相似，误差为 {near16:.1%}；若所寻之物在 97 个位置之外，误差为 {anywhere16:.0%}。完全覆盖时为 {whole:.0e}。"),
         draw_window_error,
         Text("The relative error of the output against the reach of the window.", "输出的相对误差随窗口半径的变化。"),

@@ -16,24 +16,24 @@ def receptive_field(bodies=None, length=64, size=6000, seed=0):
     from regard.lab.architectures import build
 
     torch.manual_seed(seed)
-    found = {"length": length, "names": ["attention", "CNN", "RNN"]}
-    for kind in found["names"]:
+    findings = {"length": length, "names": ["attention", "CNN", "RNN"]}
+    for kind in findings["names"]:
         model = (bodies or build)(kind, size)
         x = torch.randn(1, length, model.embedding.embedding_dim, requires_grad=True)
         (gradient,) = torch.autograd.grad(model.answer(model.body(x)[:, -1]).square().sum(), x)
         reach = gradient[0].norm(dim=-1).flip(0)  # nearest first
-        found[kind] = (reach / reach[0]).tolist()
-        found["sees " + kind] = int((reach > 0).sum())
-        found["parameters " + kind] = sum(p.numel() for p in model.parameters())
-    return found
+        findings[kind] = (reach / reach[0]).tolist()
+        findings["sees " + kind] = int((reach > 0).sum())
+        findings["parameters " + kind] = sum(p.numel() for p in model.parameters())
+    return findings
 
 
-def draw_receptive_field(figure: Any, found: Findings, tr: PickLabel) -> None:
+def draw_receptive_field(figure: Any, findings: Findings, tr: PickLabel) -> None:
     axis = figure.subplots()
-    for name in found["names"]:
+    for name in findings["names"]:
         axis.semilogy(
-            range(found["length"]),
-            [y if y > 0 else None for y in found[name]],
+            range(findings["length"]),
+            [y if y > 0 else None for y in findings[name]],
             "o-",
             markersize=3,
             label=tr(name, NAMES.get(name, name)),
@@ -52,7 +52,7 @@ def parallelism(kinds=("attention", "CNN", "RNN"), lengths=(64, 128, 256, 512), 
     from regard.lab.complexity import depth, growth, min_seconds
 
     torch.manual_seed(seed)
-    found = {"lengths": list(lengths), "kinds": list(kinds)}
+    findings = {"lengths": list(lengths), "kinds": list(kinds)}
     for role, kind in zip(("attention", "CNN", "RNN"), kinds):
         model = build(kind, size)
         rows = [torch.randint(16, (4, n)) for n in lengths]
@@ -60,16 +60,16 @@ def parallelism(kinds=("attention", "CNN", "RNN"), lengths=(64, 128, 256, 512), 
         with torch.no_grad():
             time = min_seconds([lambda x=x: model(x) for x in rows], 5)
         fit = growth(lengths, time)
-        found |= {"depth " + role: chain, "time " + role: time, "power " + role: fit.power, "chain " + role: chain[-1],
+        findings |= {"depth " + role: chain, "time " + role: time, "power " + role: fit.power, "chain " + role: chain[-1],
                   "interval " + role: [fit.low, fit.high], "steps " + role: growth(lengths, chain).power}  # fmt: skip
-    return found
+    return findings
 
 
-def judge_parallelism(found: Findings) -> Verdict:
-    return grade(found["steps attention"] < 0.05 and found["steps CNN"] < 0.05 and found["steps RNN"] > 0.9)
+def judge_parallelism(findings: Findings) -> Verdict:
+    return grade(findings["steps attention"] < 0.05 and findings["steps CNN"] < 0.05 and findings["steps RNN"] > 0.9)
 
 
-def draw_parallelism(figure: Any, found: Findings, tr: PickLabel) -> None:
+def draw_parallelism(figure: Any, findings: Findings, tr: PickLabel) -> None:
     left, right = figure.subplots(1, 2)
     for kind, label, axis in (
         ("depth", tr("dependent steps", "必须依次进行的步数"), left),
@@ -77,7 +77,7 @@ def draw_parallelism(figure: Any, found: Findings, tr: PickLabel) -> None:
     ):
         plot_growth(
             axis,
-            found,
+            findings,
             [(f"{kind} {name}", tr(name, NAMES.get(name, name))) for name in ("attention", "CNN", "RNN")],
             tr,
         )
@@ -94,7 +94,7 @@ def memory_length(attend=None, lengths=(128, 256, 512, 1024), size=6000, seed=0)
     from regard.lab.complexity import saved_bytes
 
     torch.manual_seed(seed)
-    found = {"lengths": list(lengths)}
+    findings = {"lengths": list(lengths)}
     dense = attend or (lambda q, k, v: torch.softmax(q @ k.mT / q.shape[-1] ** 0.5, -1) @ v)
     calls = {kind: build(kind, size) for kind in ("CNN", "RNN")}
     for name, call in (("weights stored", dense), ("fused", rg.attention)):
@@ -105,16 +105,16 @@ def memory_length(attend=None, lengths=(128, 256, 512, 1024), size=6000, seed=0)
     for name, call in calls.items():
         own = list(call.parameters()) if isinstance(call, torch.nn.Module) else []
         kept = [saved_bytes(lambda n=n: call(torch.randint(16, (1, n))), *own) for n in lengths]
-        found |= {name: kept, "power " + name: math.log2(kept[-1] / kept[-2])}  # over the last doubling
-    return found
+        findings |= {name: kept, "power " + name: math.log2(kept[-1] / kept[-2])}  # over the last doubling
+    return findings
 
 
-def judge_memory(found: Findings) -> Verdict:
-    linear = all(found["power " + name] < 1.15 for name in ("CNN", "RNN"))
-    return grade(linear and found["power weights stored"] > 1.7)
+def judge_memory(findings: Findings) -> Verdict:
+    linear = all(findings["power " + name] < 1.15 for name in ("CNN", "RNN"))
+    return grade(linear and findings["power weights stored"] > 1.7)
 
 
-def draw_memory_length(figure: Any, found: Findings, tr: PickLabel) -> None:
+def draw_memory_length(figure: Any, findings: Findings, tr: PickLabel) -> None:
     axis = figure.subplots()
     names = {
         "weights stored": tr("attention, weights stored", "注意力，保存权重"),
@@ -122,9 +122,9 @@ def draw_memory_length(figure: Any, found: Findings, tr: PickLabel) -> None:
     }
     plot_growth(
         axis,
-        found,
+        findings,
         [
-            (name, f"{names.get(name, name)}, n^{found['power ' + name]:.2f}")
+            (name, f"{names.get(name, name)}, n^{findings['power ' + name]:.2f}")
             for name in ("weights stored", "fused", "CNN", "RNN")
         ],
         tr,
@@ -136,30 +136,30 @@ def recall(kinds=("attention", "CNN", "RNN", "GRU"), length=32, size=6000, steps
     from regard.lab.architectures import parameters, train_and_test
     from regard.lab.architectures import recall as task
 
-    found = {"bins": [0, 5, 10, 15, 20, 25, length], "kinds": list(kinds)}
+    findings = {"bins": [0, 5, 10, 15, 20, 25, length], "kinds": list(kinds)}
     for role, kind in zip(("attention", "CNN", "RNN", "GRU"), kinds):
         model, right, distances = train_and_test(kind, task, seed, size=size, length=length, steps=steps, rows=rows)
-        within = [(distances >= a) & (distances < b) for a, b in zip(found["bins"], found["bins"][1:])]
-        found[role] = [right[chosen].float().mean().item() for chosen in within]
-        found |= {
-            "near " + role: found[role][0],
-            "far " + role: found[role][-1],
+        within = [(distances >= a) & (distances < b) for a, b in zip(findings["bins"], findings["bins"][1:])]
+        findings[role] = [right[chosen].float().mean().item() for chosen in within]
+        findings |= {
+            "near " + role: findings[role][0],
+            "far " + role: findings[role][-1],
             "parameters " + role: parameters(model),
         }
-    return found
+    return findings
 
 
-def judge_recall(found: Findings) -> Verdict:
-    far = {name: found["far " + name] for name in ("attention", "CNN", "RNN")}
+def judge_recall(findings: Findings) -> Verdict:
+    far = {name: findings["far " + name] for name in ("attention", "CNN", "RNN")}
     wins = far["attention"] > 0.9 and far["CNN"] < 0.5
     return grade(wins and far["RNN"] < far["attention"] - 0.1, wins)
 
 
-def draw_recall(figure: Any, found: Findings, tr: PickLabel) -> None:
+def draw_recall(figure: Any, findings: Findings, tr: PickLabel) -> None:
     axis = figure.subplots()
-    ticks = [f"{a}–{b - 1}" for a, b in zip(found["bins"], found["bins"][1:], strict=False)]
+    ticks = [f"{a}–{b - 1}" for a, b in zip(findings["bins"], findings["bins"][1:], strict=False)]
     for name in ("attention", "CNN", "RNN", "GRU"):
-        axis.plot(ticks, found[name], "o-", label=tr(name, NAMES.get(name, name)))
+        axis.plot(ticks, findings[name], "o-", label=tr(name, NAMES.get(name, name)))
     axis.axhline(1 / 8, color="gray", linestyle="--", linewidth=1, label=tr("guessing", "随机猜测"))
     axis.set(
         xlabel=tr("distance of the marked symbol from the end", "标记符号与末尾的距离"),
@@ -172,33 +172,33 @@ def draw_recall(figure: Any, found: Findings, tr: PickLabel) -> None:
 def data_hunger(kinds=("attention", "CNN", "RNN"), counts=(64, 512, 4096), size=6000, length=12, steps=180, seed=0):
     from regard.lab.architectures import local_recall, recall, train_and_test
 
-    found = {"counts": list(counts)}
+    findings = {"counts": list(counts)}
     for name, task in (("order", local_recall), ("recall", lambda n, _, draw: recall(n, 5, draw))):
         for role, kind in zip(("attention", "CNN", "RNN"), kinds):
             options = {"size": size, "length": length, "steps": steps, "rows": 64}
-            found[f"{name} {role}"] = [
+            findings[f"{name} {role}"] = [
                 train_and_test(kind, task, seed, count=n, **options)[1].float().mean().item() for n in counts
             ]
-            found[f"mean {name} {role}"] = sum(found[f"{name} {role}"]) / len(counts)
-    return found
+            findings[f"mean {name} {role}"] = sum(findings[f"{name} {role}"]) / len(counts)
+    return findings
 
 
-def judge_data(found: Findings) -> Verdict:
+def judge_data(findings: Findings) -> Verdict:
     """Attention needs more data if it is less accurate than a CNN trained on the same data."""
-    hungry = [found[f"mean {task} attention"] < found[f"mean {task} CNN"] - 0.02 for task in ("order", "recall")]
+    hungry = [findings[f"mean {task} attention"] < findings[f"mean {task} CNN"] - 0.02 for task in ("order", "recall")]
     return grade(all(hungry), any(hungry))
 
 
-def draw_data_hunger(figure: Any, found: Findings, tr: PickLabel) -> None:
+def draw_data_hunger(figure: Any, findings: Findings, tr: PickLabel) -> None:
     titles = (
         ("order", tr("what follows the marker?", "标记之后是什么？")),
         ("recall", tr("which symbol is marked?", "哪个符号被标记？")),
     )
     for axis, (task, title) in zip(figure.subplots(1, 2, sharey=True), titles, strict=True):
         for name in ("attention", "CNN", "RNN"):
-            axis.semilogx(found["counts"], found[f"{task} {name}"], "o-", label=tr(name, NAMES.get(name, name)))
+            axis.semilogx(findings["counts"], findings[f"{task} {name}"], "o-", label=tr(name, NAMES.get(name, name)))
         axis.set(title=title, xlabel=tr("training examples", "训练样本数"), ylim=(0, 1.05))
-        axis.set_xticks(found["counts"], [str(n) for n in found["counts"]])
+        axis.set_xticks(findings["counts"], [str(n) for n in findings["counts"]])
         axis.minorticks_off()
         axis.legend()
 
@@ -210,7 +210,7 @@ CLAIMS = (
         Text("The receptive field of two layers: all n positions for attention; 2·(5−1)/2 + 1 = 5 positions back for convolutions with kernel size 5; all positions for an RNN, but through a chain of steps.", "两层网络的感受野：注意力为全部 n 个位置；核宽为 5 的卷积，向后只有 2·(5−1)/2 + 1 = 5 个位置；RNN 也是全部，但要经过一条长链。"),
         r"R_{\text{attention}}=n,\qquad R_{\text{CNN}}=1+L\,\frac{k-1}{2}",
         receptive_field,
-        lambda found: grade(found["sees attention"] == found["length"] and found["sees CNN"] == 5 and found["sees RNN"] == found["length"], found["sees attention"] == found["length"] and found["sees CNN"] < found["length"]),
+        lambda findings: grade(findings["sees attention"] == findings["length"] and findings["sees CNN"] == 5 and findings["sees RNN"] == findings["length"], findings["sees attention"] == findings["length"] and findings["sees CNN"] < findings["length"]),
         Text("Of {length} positions, {sees attention} influence the output of attention, {sees CNN} that of the CNN and {sees RNN} that of the RNN (with {parameters attention:,}, {parameters CNN:,} and {parameters RNN:,} parameters).", "在 {length} 个位置中，注意力看到 {sees attention} 个，CNN 看到 {sees CNN} 个，RNN 看到 {sees RNN} 个（参数量分别为 {parameters attention:,}、{parameters CNN:,} 与 {parameters RNN:,}）。"),
         draw_receptive_field,
         Text("The influence of every position on the last output.", "各位置对最后一个输出的影响。"),

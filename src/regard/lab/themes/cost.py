@@ -20,31 +20,32 @@ def dense_cost(attend=None, lengths=(256, 512, 1024, 2048, 4096), width=64, seed
     return {**costs(attend, lengths, width), "at_1000": stored[0], "at_10000": stored[1]}
 
 
-def judge_dense(found: Findings) -> Verdict:
-    counted = grows(found, "flops", 2) and grows(found, "bytes", 2) and found["at_10000"] == 10**8
-    return grade(counted and timed(found, 2), counted)
+def judge_dense(findings: Findings) -> Verdict:
+    counted = grows(findings, "flops", 2) and grows(findings, "bytes", 2) and findings["at_10000"] == 10**8
+    return grade(counted and timed(findings, 2), counted)
 
 
-def grows(found: Findings, name: str, power: float, slack: float = 0.12) -> bool:
+def grows(findings: Findings, name: str, power: float, slack: float = 0.12) -> bool:
     """Return whether a count grows with a power; the slack is for terms of lower order, since counts have no noise."""
-    return abs(found[f"{name}_power"] - power) < slack
+    return abs(findings[f"{name}_power"] - power) < slack
 
 
-def timed(found: Findings, power: float) -> bool:
+def timed(findings: Findings, power: float) -> bool:
     """Return whether the interval of the measured time contains a power, with slack for caches and call overhead."""
     return (
-        found["time_low"] - 0.15 <= power <= found["time_high"] + 0.15 and found["time_high"] - found["time_low"] < 1.5
+        findings["time_low"] - 0.15 <= power <= findings["time_high"] + 0.15
+        and findings["time_high"] - findings["time_low"] < 1.5
     )
 
 
-def draw_costs(figure: Any, found: Findings, tr: PickLabel) -> None:
+def draw_costs(figure: Any, findings: Findings, tr: PickLabel) -> None:
     for axis, name, label in zip(
         figure.subplots(1, 3), ("flops", "bytes", "seconds"),
         (tr("operations", "运算次数"), tr("peak memory (bytes)", "内存峰值（字节）"), tr("seconds of one core", "单核时间（秒）")),
         strict=True,
     ):  # fmt: skip
         key = "time" if name == "seconds" else name
-        plot_growth(axis, found, [(name, f"n^{found[key + '_power']:.2f}")], tr)
+        plot_growth(axis, findings, [(name, f"n^{findings[key + '_power']:.2f}")], tr)
         axis.set_title(label)
 
 
@@ -96,9 +97,9 @@ def linear_cost(attend=None, lengths=(1024, 2048, 4096, 8192, 16384), width=32, 
     return {**costs(attend, lengths, width), "width_power": wide.power}
 
 
-def judge_linear(found: Findings) -> Verdict:
-    counted = grows(found, "flops", 1) and found["bytes_power"] < 1.12
-    return grade(counted and timed(found, 1), counted)
+def judge_linear(findings: Findings) -> Verdict:
+    counted = grows(findings, "flops", 1) and findings["bytes_power"] < 1.12
+    return grade(counted and timed(findings, 1), counted)
 
 
 def scaling_cost(scaled=None, lengths=(256, 512, 1024, 2048), width=64, seed=0):
@@ -118,9 +119,11 @@ def scaling_cost(scaled=None, lengths=(256, 512, 1024, 2048), width=64, seed=0):
     }  # fmt: skip
 
 
-def draw_scaling_cost(figure: Any, found: Findings, tr: PickLabel) -> None:
+def draw_scaling_cost(figure: Any, findings: Findings, tr: PickLabel) -> None:
     axis = figure.subplots()
-    plot_growth(axis, found, [("plain", tr("without scaling", "不缩放")), ("scaled", tr("with scaling", "缩放"))], tr)
+    plot_growth(
+        axis, findings, [("plain", tr("without scaling", "不缩放")), ("scaled", tr("with scaling", "缩放"))], tr
+    )
     axis.set_ylabel(tr("seconds of one core", "单核时间（秒）"))
 
 
@@ -137,26 +140,26 @@ def sparse_cost(masks=None, lengths=(1024, 2048, 4096, 8192), seed=0):
         "global": lambda n: rg.global_tokens([0, 1]),
         "Longformer": lambda n: rg.longformer(128, [0, 1]),
     }
-    found = {"lengths": list(lengths), "names": list(patterns)}
+    findings = {"lengths": list(lengths), "names": list(patterns)}
     for name, mask in patterns.items():
         work = []
         for n in lengths:
             x = torch.empty(1, 1, n, 16)
             work.append(rg.Attention(mask=mask(n)).explain(x, x, x).flops)
-        found[name] = work
-        found["power " + name] = growth(lengths, work).power
-    found["most"] = max(found["power " + name] for name in patterns if name != "dense")
-    found["dense_power"] = found["power dense"]
-    return found
+        findings[name] = work
+        findings["power " + name] = growth(lengths, work).power
+    findings["most"] = max(findings["power " + name] for name in patterns if name != "dense")
+    findings["dense_power"] = findings["power dense"]
+    return findings
 
 
-def draw_sparse_cost(figure: Any, found: Findings, tr: PickLabel) -> None:
+def draw_sparse_cost(figure: Any, findings: Findings, tr: PickLabel) -> None:
     axis = figure.subplots()
     names = {"dense": "稠密", "local": "局部", "truncated": "截断", "global": "全局"}
     plot_growth(
         axis,
-        found,
-        [(name, f"{tr(name, names.get(name, name))}, n^{found['power ' + name]:.2f}") for name in found["names"]],
+        findings,
+        [(name, f"{tr(name, names.get(name, name))}, n^{findings['power ' + name]:.2f}") for name in findings["names"]],
         tr,
     )
     axis.set_ylabel(tr("operations", "运算次数"))
@@ -183,13 +186,13 @@ def chunking(merge=None, chunks=8, length=2048, width=32, seed=0):
     return {"off": off, "whole": memory[0], "chunked": memory[1], "share": memory[1] / memory[0], "chunks": chunks}
 
 
-def draw_chunking(figure: Any, found: Findings, tr: PickLabel) -> None:
+def draw_chunking(figure: Any, findings: Findings, tr: PickLabel) -> None:
     axis = figure.subplots()
     names = (
         tr("all keys at once", "一次处理所有键"),
-        tr(f"{found['chunks']} chunks, merged", f"分 {found['chunks']} 块再合并"),
+        tr(f"{findings['chunks']} chunks, merged", f"分 {findings['chunks']} 块再合并"),
     )
-    axis.barh(names, [found["whole"] / 1e6, found["chunked"] / 1e6], 0.5, color=["C0", "C1"])
+    axis.barh(names, [findings["whole"] / 1e6, findings["chunked"] / 1e6], 0.5, color=["C0", "C1"])
     axis.set_xlabel(tr("peak memory (MB)", "内存峰值（MB）"))
 
 
@@ -214,10 +217,10 @@ def checkpointing(flag=True, layers=6, length=256, width=32, seed=0):
     return {"plain": kept[0], "checkpointed": kept[1], "share": kept[1] / kept[0], "off": off}
 
 
-def draw_checkpointing(figure: Any, found: Findings, tr: PickLabel) -> None:
+def draw_checkpointing(figure: Any, findings: Findings, tr: PickLabel) -> None:
     axis = figure.subplots()
     names = (tr("all activations", "全部保留"), tr("checkpointed", "使用检查点"))
-    axis.barh(names, [found["plain"] / 1e6, found["checkpointed"] / 1e6], 0.5, color=["C0", "C1"])
+    axis.barh(names, [findings["plain"] / 1e6, findings["checkpointed"] / 1e6], 0.5, color=["C0", "C1"])
     axis.set_xlabel(tr("memory kept for the backward pass (MB)", "为反向传播保留的内存（MB）"))
 
 
@@ -257,7 +260,7 @@ CLAIMS = (
         Text("A source has this heading above O(n·m). With n queries and n keys that is n²: doubling the length takes four times the work.", "有资料在 O(n·m) 上方写了这样的标题。n 个查询、n 个键时那就是 n²：长度加倍，工作量变为四倍。"),
         r"O(n\cdot m)\overset{?}{=}O(n)",
         dense_cost,
-        lambda found: grade(found["flops_power"] < 1.2 and found["time_low"] < 1.2),
+        lambda findings: grade(findings["flops_power"] < 1.2 and findings["time_low"] < 1.2),
         more("The complexity is quadratic.", "正确的说法是：二次复杂度。"),
         draw_costs, GROWTH,
         {"lengths": (64, 128, 256, 512)},
@@ -269,9 +272,9 @@ CLAIMS = (
         "逐块计算，softmax 随之更新：从不保存权重，也没有任何近似。"),
         r"T(n)=O(n^2d),\qquad M(n)=O(n)",
         tiled_cost,
-        lambda found: grade(
-            found["off"] < 1e-12 and grows(found, "flops", 2) and found["bytes_power"] < 1.1 and timed(found, 2),
-            found["off"] < 1e-12 and grows(found, "flops", 2) and found["bytes_power"] < 1.1,
+        lambda findings: grade(
+            findings["off"] < 1e-12 and grows(findings, "flops", 2) and findings["bytes_power"] < 1.1 and timed(findings, 2),
+            findings["off"] < 1e-12 and grows(findings, "flops", 2) and findings["bytes_power"] < 1.1,
         ),
         more("It differs from dense attention by {off:.0e}.", "与稠密注意力相差 {off:.0e}。"),
         draw_costs, GROWTH,
@@ -283,9 +286,9 @@ CLAIMS = (
         Text("A query that attends to w neighbours costs the same at any length of the text.", "每个查询只看 w 个邻居，无论文本多长，代价都一样。"),
         r"T(n)=O(n\,w\,d),\qquad M(n)=O(n\,w)",
         window_cost,
-        lambda found: grade(
-            grows(found, "flops", 1) and grows(found, "bytes", 1) and grows(found, "width", 1) and timed(found, 1),
-            grows(found, "flops", 1) and grows(found, "bytes", 1) and grows(found, "width", 1),
+        lambda findings: grade(
+            grows(findings, "flops", 1) and grows(findings, "bytes", 1) and grows(findings, "width", 1) and timed(findings, 1),
+            grows(findings, "flops", 1) and grows(findings, "bytes", 1) and grows(findings, "width", 1),
         ),
         more("Operations grow with the window like w^{width_power:.2f}. The band agrees with regard's window mask to {off:.0e}.", "运算次数随窗口按 w^{width_power:.2f} 增长。带状计算与 regard 的窗口掩码相差 {off:.0e}。"),
         draw_costs, GROWTH,
@@ -298,9 +301,9 @@ CLAIMS = (
         "先对所有键求和，得到一个 d × d 的状态，每个查询都只读这个状态。"),
         r"o_i=\frac{\phi(q_i)^\top\sum_j\phi(k_j)v_j^\top}{\phi(q_i)^\top\sum_j\phi(k_j)}",
         linear_cost,
-        lambda found: grade(
-            judge_linear(found) is Verdict.HOLDS and grows(found, "width", 2),
-            judge_linear(found) is not Verdict.FALSE and grows(found, "width", 2, 0.3),
+        lambda findings: grade(
+            judge_linear(findings) is Verdict.HOLDS and grows(findings, "width", 2),
+            judge_linear(findings) is not Verdict.FALSE and grows(findings, "width", 2, 0.3),
         ),
         more("Operations grow with the width like d^{width_power:.2f}.", "运算次数随维度按 d^{width_power:.2f} 增长。"),
         draw_costs, GROWTH,
@@ -312,7 +315,7 @@ CLAIMS = (
         Text("Some sources present the division by √d as a solution to the quadratic cost. It changes the values of the scores, not their number.", "有些资料把“除以 √d”当作平方开销的解决办法。它改变的是数值，而不是数值的个数。"),
         r"\operatorname{cost}\!\left(\operatorname{softmax}\frac{QK^\top}{\sqrt d}V\right)\overset{?}{\ll}\operatorname{cost}\left(\operatorname{softmax}(QK^\top)V\right)",
         scaling_cost,
-        lambda found: grade(found["scaled_power"] < found["plain_power"] - 0.5),
+        lambda findings: grade(findings["scaled_power"] < findings["plain_power"] - 0.5),
         Text("With scaling, operations are {flops_ratio:.2f} times and memory {bytes_ratio:.2f} times those without; operations grow like n^{scaled_power:.2f} with and n^{plain_power:.2f} without scaling. (Scaling prevents saturation.)", "缩放之后，运算次数为不缩放时的 {flops_ratio:.2f} 倍，内存为 {bytes_ratio:.2f} 倍；两者分别按 n^{scaled_power:.2f} 与 n^{plain_power:.2f} 增长。（缩放解决的是饱和问题。）"),
         draw_scaling_cost,
         Text("Processor time with and without scaling.", "缩放与不缩放时的处理器时间。"),
@@ -324,7 +327,7 @@ CLAIMS = (
         Text("Local windows, truncated windows over earlier tokens only, a few global tokens, and Longformer, which combines windows and global tokens.", "局部窗口、只向后看的截断窗口、少量全局词元，以及把窗口与全局词元结合起来的 Longformer。"),
         r"\sum_i |\{j: M_{ij}=1\}| = O(n)",
         sparse_cost,
-        lambda found: grade(found["most"] < 1.15 and found["dense_power"] > 1.9),
+        lambda findings: grade(findings["most"] < 1.15 and findings["dense_power"] > 1.9),
         Text("The work in the visited tiles grows at most like n^{most:.2f}; the work for all pairs grows like n^{dense_power:.2f}.", "在实际访问的块中，工作量至多按 n^{most:.2f} 增长；全部配对则按 n^{dense_power:.2f}。"),
         draw_sparse_cost,
         Text("Operations of regard's kernels against length, by mask.", "regard 的计算核在各种掩码下的运算次数随长度的变化。"),
@@ -336,7 +339,7 @@ CLAIMS = (
         "每一块给出自己的输出与对数和；据此合并，得到的正是整体的结果。"),
         r"o=\sum_c \frac{e^{\ell_c}}{\sum_{c'}e^{\ell_{c'}}}\,o_c",
         chunking,
-        lambda found: grade(found["off"] < 1e-12 and found["share"] < 0.5),
+        lambda findings: grade(findings["off"] < 1e-12 and findings["share"] < 0.5),
         Text("The merged output differs by {off:.1e} and takes {share:.0%} of the memory.",
         "合并后的输出相差 {off:.1e}；所用内存为原来的 {share:.0%}。"),
         draw_chunking,
@@ -350,7 +353,7 @@ CLAIMS = (
         "只保留进入每个模块的张量，其余在反向传播时重新计算。"),
         r"M=O(L\cdot n\,d)\ll O\left(L\cdot n\,(c\,d+h)\right)",
         checkpointing,
-        lambda found: grade(found["off"] < 1e-5 and found["share"] < 0.5),
+        lambda findings: grade(findings["off"] < 1e-5 and findings["share"] < 0.5),
         Text("Gradients differ by {off:.1e}; the memory kept for the backward pass shrinks to {share:.0%}.",
         "梯度相差 {off:.1e}；为反向传播保留的内存缩减到 {share:.0%}。"),
         draw_checkpointing,

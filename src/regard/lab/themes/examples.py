@@ -27,13 +27,13 @@ def example_weights(attend=None, seed=0):
     }  # fmt: skip
 
 
-def draw_example_weights(figure: Any, found: Findings, tr: PickLabel) -> None:
+def draw_example_weights(figure: Any, findings: Findings, tr: PickLabel) -> None:
     left, right = figure.subplots(1, 2)
-    bars(left, ["α₁", "α₂"], found["printed_weights"], found["weights"], tr)
-    bars(right, ["o₁", "o₂", "o₃"], found["printed_output"], found["output"], tr)
+    bars(left, ["α₁", "α₂"], findings["printed_weights"], findings["weights"], tr)
+    bars(right, ["o₁", "o₂", "o₃"], findings["printed_output"], findings["output"], tr)
     right.plot(
         [0.19, 1.19, 2.19],
-        found["from_printed"],
+        findings["from_printed"],
         "D",
         color="C4",
         zorder=5,
@@ -80,9 +80,9 @@ def example_softmax_2(softmax=None, seed=0):
             "c": right[2].item()}  # fmt: skip
 
 
-def draw_softmax(figure: Any, found: Findings, tr: PickLabel) -> None:
+def draw_softmax(figure: Any, findings: Findings, tr: PickLabel) -> None:
     axis = figure.subplots()
-    bars(axis, [f"x = {x:g}" for x in found["x"]], found["printed"], found["right"], tr)
+    bars(axis, [f"x = {x:g}" for x in findings["x"]], findings["printed"], findings["right"], tr)
     axis.set_ylabel(tr("weight", "权重"))
     axis.legend()
 
@@ -100,12 +100,12 @@ def unnormalised(weights=None, seed=0):
             "right": torch.softmax(scores, -1).tolist(), "exp": scores.exp().tolist()}  # fmt: skip
 
 
-def draw_unnormalised(figure: Any, found: Findings, tr: PickLabel) -> None:
+def draw_unnormalised(figure: Any, findings: Findings, tr: PickLabel) -> None:
     axis = figure.subplots()
-    axis.plot(found["scores"], found["printed"], color="C1", label=tr("as printed: s·exp(s)", "原文：s·exp(s)"))
+    axis.plot(findings["scores"], findings["printed"], color="C1", label=tr("as printed: s·exp(s)", "原文：s·exp(s)"))
     axis.plot(
-        found["scores"],
-        found["exp"],
+        findings["scores"],
+        findings["exp"],
         color="C0",
         label=tr("softmax, before it is divided by its sum: exp(s)", "softmax（除以总和之前）：exp(s)"),
     )
@@ -131,11 +131,11 @@ def projected_query(layer=None, seed=0):
     return {"queries": same_queries.item(), "keys": keys.item(), "values": values.item(), "output": output.item()}
 
 
-def draw_projected_query(figure: Any, found: Findings, tr: PickLabel) -> None:
+def draw_projected_query(figure: Any, findings: Findings, tr: PickLabel) -> None:
     axis = figure.subplots()
     names = (tr("queries", "查询"), tr("keys", "键"), tr("values", "值"), tr("output", "输出"))
     axis.bar(
-        names, [found[name] for name in ("queries", "keys", "values", "output")], 0.5, color=["C0", "C1", "C1", "C1"]
+        names, [findings[name] for name in ("queries", "keys", "values", "output")], 0.5, color=["C0", "C1", "C1", "C1"]
     )
     axis.set_ylabel(tr("relative change", "相对变化"))
 
@@ -147,7 +147,7 @@ CLAIMS = (
         Text("Printed: q = [1,2,3], keys [4,5,6] and [7,8,9], values [10,11,12] and [13,14,15], d = 3 give weights of about 0.387 and 0.613 and the output [12.74, 13.51, 14.28].", "原文：q = [1,2,3]，键为 [4,5,6] 与 [7,8,9]，值为 [10,11,12] 与 [13,14,15]，d = 3；权重约为 0.387 与 0.613，输出为 [12.74, 13.51, 14.28]。"),
         r"\alpha=\operatorname{softmax}\!\left(\frac{32}{\sqrt3},\frac{50}{\sqrt3}\right)",
         example_weights,
-        lambda found: grade(found["off"] < 0.01, found["off"] < 0.1),
+        lambda findings: grade(findings["off"] < 0.01, findings["off"] < 0.1),
         Text("The scaled scores are {scaled[0]:.3f} and {scaled[1]:.3f}, the weights {weights[0]:.2e} and {weights[1]:.5f}, the output [{output[0]:.5f}, {output[1]:.5f}, {output[2]:.5f}]. The printed weights do not match the printed output either; they would result in [{from_printed[0]:.2f}, {from_printed[1]:.2f}, {from_printed[2]:.2f}].", "缩放后的分数为 {scaled[0]:.3f} 与 {scaled[1]:.3f}，权重为 {weights[0]:.2e} 与 {weights[1]:.5f}，输出为 [{output[0]:.5f}, {output[1]:.5f}, {output[2]:.5f}]。印出的权重甚至得不出印出的输出，而应得 [{from_printed[0]:.2f}, {from_printed[1]:.2f}, {from_printed[2]:.2f}]。"),
         draw_example_weights,
         Text("Weights and output as printed and as measured; diamonds: output for the printed weights.",
@@ -161,7 +161,7 @@ CLAIMS = (
             rf"\operatorname{{softmax}}({x})",
             measure,
             # rounding allows half a unit of the last printed digit
-            lambda found: grade(found["off"] <= 0.005, found["off"] <= 0.01),
+            lambda findings: grade(findings["off"] <= 0.005, findings["off"] <= 0.01),
             Text(f"The result is {right}; the printed numbers are off by up to {{off:.3f}}{en}.",
             f"应为 {right}；印出的数值最多偏差 {{off:.3f}}{zh}。"),
             draw_softmax,
@@ -183,7 +183,7 @@ CLAIMS = (
         "某资料印作 α = (q·k/√d) · exp(q·k/√d)。而权重应是一个分布：非负，且和为 1。"),
         r"\alpha_{ij}\overset{?}{=}\frac{q_i\cdot k_j}{\sqrt d}\,\exp\!\left(\frac{q_i\cdot k_j}{\sqrt d}\right)",
         unnormalised,
-        lambda found: grade(found["least"] >= 0 and found["off"] < 1e-9),
+        lambda findings: grade(findings["least"] >= 0 and findings["off"] < 1e-9),
         Text("The printed form is as small as {least:.3f}, and its rows sum to values from {sum_least:.2f} to {sum_most:.0f}. The correct form is exp(s) divided by its sum over the keys.", "印出的形式最低可达 {least:.3f}，每行之和可为 {sum_least:.2f} 至 {sum_most:.0f} 之间的任何值。正确的是 exp(s) 再除以它对所有键的总和。"),
         draw_unnormalised,
         Text("The printed form is negative for negative scores.", "分数为负时，印出的形式也为负。"),
@@ -195,7 +195,7 @@ CLAIMS = (
         "若真如此，查询相同的两个输入就应有相同的键、值和输出。"),
         r"K\overset{?}{=}(XW_Q)W_K,\; V\overset{?}{=}(XW_Q)W_V",
         projected_query,
-        lambda found: grade(found["queries"] < 1e-4 and max(found["keys"], found["values"], found["output"]) < 1e-3),
+        lambda findings: grade(findings["queries"] < 1e-4 and max(findings["keys"], findings["values"], findings["output"]) < 1e-3),
         Text("Two inputs whose queries differ by {queries:.0e} have keys that differ by {keys:.2f}, values by {values:.2f} and outputs by {output:.2f}: keys and values are computed from the input itself.", "两个输入的查询只差 {queries:.0e}，键却相差 {keys:.2f}，值相差 {values:.2f}，输出相差 {output:.2f}：键与值来自输入本身。"),
         draw_projected_query,
         Text("Relative change of each part of a layer when the input is moved within the null space of the query projection.",

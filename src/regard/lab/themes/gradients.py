@@ -25,11 +25,11 @@ def gradient_path(attend=None, length=24, seed=0):
             "gradient": gradient.tolist(), "expected": expected.tolist(), "weights": weights.T.tolist()}  # fmt: skip
 
 
-def draw_gradient_path(figure: Any, found: Findings, tr: PickLabel) -> None:
+def draw_gradient_path(figure: Any, findings: Findings, tr: PickLabel) -> None:
     left, middle, right = figure.subplots(1, 3)
-    heatmap(left, found["weights"], tr("weights, transposed", "权重的转置"))
-    heatmap(middle, found["expected"], "αᵀ · dL/dout")
-    heatmap(right, found["gradient"], tr("dL/dV from autograd", "自动求导得到的 dL/dV"))
+    heatmap(left, findings["weights"], tr("weights, transposed", "权重的转置"))
+    heatmap(middle, findings["expected"], "αᵀ · dL/dout")
+    heatmap(right, findings["gradient"], tr("dL/dV from autograd", "自动求导得到的 dL/dV"))
 
 
 def gradient_distance(reader=None, length=64, width=64, repeats=4, seed=0):
@@ -57,7 +57,7 @@ def gradient_distance(reader=None, length=64, width=64, repeats=4, seed=0):
         "GRU": lambda: recurrent(torch.nn.GRU),
     }
     torch.manual_seed(seed)
-    found = {"distances": list(range(length))}
+    findings = {"distances": list(range(length))}
     for name, make in makers.items():
         logs = []
         for _ in range(repeats):
@@ -69,31 +69,31 @@ def gradient_distance(reader=None, length=64, width=64, repeats=4, seed=0):
             d for d in range(1, length) if mean[d] - mean[1] > -60
         ]  # below that, float32 has no significant digits
         fit = slope(measurable, [mean[d].item() for d in measurable])
-        found[name] = (mean - mean[0]).exp().tolist()
-        found["rate " + name] = math.exp(fit.power)  # factor per step
-        found["rates " + name] = [math.exp(fit.low), math.exp(fit.high)]
-    return found
+        findings[name] = (mean - mean[0]).exp().tolist()
+        findings["rate " + name] = math.exp(fit.power)  # factor per step
+        findings["rates " + name] = [math.exp(fit.low), math.exp(fit.high)]
+    return findings
 
 
-def judge_gradient_distance(found: Findings) -> Verdict:
-    low, high = found["rates attention"]
+def judge_gradient_distance(findings: Findings) -> Verdict:
+    low, high = findings["rates attention"]
     flat = low > 0.99 and high < 1.01
-    fades = found["rates RNN"][1] < 0.9
-    slower = [found["rate " + name] > found["rate RNN"] + 0.01 for name in ("LSTM", "LSTM, forget bias 2", "GRU")]
+    fades = findings["rates RNN"][1] < 0.9
+    slower = [findings["rate " + name] > findings["rate RNN"] + 0.01 for name in ("LSTM", "LSTM, forget bias 2", "GRU")]
     return grade(flat and fades and all(slower), flat and fades and any(slower))
 
 
-def draw_gradient_distance(figure: Any, found: Findings, tr: PickLabel) -> None:
+def draw_gradient_distance(figure: Any, findings: Findings, tr: PickLabel) -> None:
     axis = figure.subplots()
     names = {
         "attention": "注意力",
         "RNN, larger weights": "RNN（更大的权重）",
         "LSTM, forget bias 2": "LSTM（遗忘偏置 2）",
     }
-    for key in found:
+    for key in findings:
         if key.startswith("rate "):
             name = key.removeprefix("rate ")
-            axis.semilogy(found["distances"], found[name], label=tr(name, names.get(name, name)))
+            axis.semilogy(findings["distances"], findings[name], label=tr(name, names.get(name, name)))
     axis.set(
         xlabel=tr("distance from the last token", "与最后一个词元的距离"),
         ylabel=tr("gradient, nearest = 1", "梯度（最近处 = 1）"),
@@ -109,7 +109,7 @@ CLAIMS = (
         Text("Every output is connected to every value in one step, whose derivative is the weight.", "从每个输出到每个值只有一步，步长就是权重。"),
         r"\frac{\partial L}{\partial V_j}=\sum_i \alpha_{ij}\,\frac{\partial L}{\partial o_i}",
         gradient_path,
-        lambda found: grade(found["off"] < 1e-12),
+        lambda findings: grade(findings["off"] < 1e-12),
         Text("The gradient from autograd differs from the formula by {off:.1e}.", "自动求导的结果与公式相差 {off:.1e}。"),
         draw_gradient_path,
         Text("Weights, and the gradient of the values from the formula and from autograd.", "权重，以及由公式与自动求导得到的值的梯度。"),

@@ -26,24 +26,24 @@ def steps(attend=None, source=None, head=3, seed=0):
             "off": ((once - output).norm() / output.norm()).item()}  # fmt: skip
 
 
-def draw_steps(figure: Any, found: Findings, tr: PickLabel) -> None:
+def draw_steps(figure: Any, findings: Findings, tr: PickLabel) -> None:
     figure.set_size_inches(7.6, 5.6)
     axes = figure.subplots(2, 2).flatten()
-    words = found["tokens"]
-    top = max(abs(x) for row in found["scores"] for x in row)
+    words = findings["tokens"]
+    top = max(abs(x) for row in findings["scores"] for x in row)
     titles = (
         ("scores", tr("1. similarity  QKᵀ", "1. 相似度 QKᵀ"), {"cmap": "RdBu_r", "vmin": -top, "vmax": top}),
         ("scaled", tr("2. scaled  QKᵀ / √d", "2. 缩放 QKᵀ / √d"), {"cmap": "RdBu_r", "vmin": -top, "vmax": top}),
         ("weights", tr("3. softmax: weights", "3. softmax：权重"), {"vmin": 0}),
     )
     for axis, (name, title, style) in zip(axes, titles, strict=False):
-        figure.colorbar(heatmap(axis, found[name], title, words, words, **style), ax=axis, shrink=0.8)
+        figure.colorbar(heatmap(axis, findings[name], title, words, words, **style), ax=axis, shrink=0.8)
     figure.colorbar(
-        heatmap(axes[3], found["output"], tr("4. weighted sum: output", "4. 加权和：输出"), words, cmap="RdBu_r"),
+        heatmap(axes[3], findings["output"], tr("4. weighted sum: output", "4. 加权和：输出"), words, cmap="RdBu_r"),
         ax=axes[3],
         shrink=0.8,
     )
-    axes[3].set_xlabel(tr(f"{found['width']} numbers per token", f"每个词元 {found['width']} 个数"))
+    axes[3].set_xlabel(tr(f"{findings['width']} numbers per token", f"每个词元 {findings['width']} 个数"))
 
 
 def layer(build=None, d_model=48, d_key=16, d_value=24, seed=0):
@@ -62,8 +62,8 @@ def layer(build=None, d_model=48, d_key=16, d_value=24, seed=0):
             "values": [t[0].tolist() for t in (x, q, k, v, by_hand)]}  # fmt: skip
 
 
-def draw_layer(figure: Any, found: Findings, tr: PickLabel) -> None:
-    widths = [shape[1] for shape in found["shapes"]]
+def draw_layer(figure: Any, findings: Findings, tr: PickLabel) -> None:
+    widths = [shape[1] for shape in findings["shapes"]]
     axes = figure.subplots(1, 5, width_ratios=[w + 8 for w in widths])
     names = {
         "x": tr("input x", "输入 x"),
@@ -72,7 +72,7 @@ def draw_layer(figure: Any, found: Findings, tr: PickLabel) -> None:
         "v": "v = x·W_v",
         "output": tr("output", "输出"),
     }
-    for axis, part, values, width in zip(axes, found["parts"], found["values"], widths, strict=True):
+    for axis, part, values, width in zip(axes, findings["parts"], findings["values"], widths, strict=True):
         heatmap(axis, values, names[part], cmap="RdBu_r", vmin=-3, vmax=3)
         axis.set_xlabel(str(width))
     axes[0].set_ylabel(tr("10 tokens", "10 个词元"))
@@ -99,20 +99,20 @@ def heads(combine=None, source=None, seed=0):
             "apart": sum(pairs) / len(pairs), "off": ((by_hand - whole).norm() / whole.norm()).item()}  # fmt: skip
 
 
-def draw_heads(figure: Any, found: Findings, tr: PickLabel) -> None:
-    count = len(found["weights"])
+def draw_heads(figure: Any, findings: Findings, tr: PickLabel) -> None:
+    count = len(findings["weights"])
     columns = min(count, 4)
     figure.set_size_inches(7.6, 2.4 * -(-count // columns) + 0.3)
     for n, (axis, weights) in enumerate(
-        zip(figure.subplots(-(-count // columns), columns, squeeze=False).flatten(), found["weights"], strict=False)
+        zip(figure.subplots(-(-count // columns), columns, squeeze=False).flatten(), findings["weights"], strict=False)
     ):
         first, bottom = n % columns == 0, n >= count - columns
         heatmap(
             axis,
             weights,
             tr(f"head {n + 1}", f"第 {n + 1} 个头"),
-            found["tokens"] if first else (),
-            found["tokens"] if bottom else (),
+            findings["tokens"] if first else (),
+            findings["tokens"] if bottom else (),
             vmin=0,
             vmax=1,
         )
@@ -143,15 +143,15 @@ def scores(additive=None, widths=(8, 16, 32, 64), seed=0):
             "dot": 0}  # fmt: skip
 
 
-def draw_scores(figure: Any, found: Findings, tr: PickLabel) -> None:
+def draw_scores(figure: Any, findings: Findings, tr: PickLabel) -> None:
     axes = figure.subplots(1, 4)
     names = {"dot": tr("dot", "点积"), "additive": tr("additive", "加性"), "cosine": tr("cosine", "余弦")}
-    for axis, name, table in zip(axes, found["names"], found["tables"], strict=False):
+    for axis, name, table in zip(axes, findings["names"], findings["tables"], strict=False):
         heatmap(axis, table, names[name], cmap="RdBu_r")
-    axes[3].loglog(found["widths"], found["additive"], "o-", label=f"d^{found['power']:.2f}")
+    axes[3].loglog(findings["widths"], findings["additive"], "o-", label=f"d^{findings['power']:.2f}")
     axes[3].set(title=tr("parameters, additive", "加性打分的参数量"), xlabel="d")
     axes[3].minorticks_off()
-    axes[3].set_xticks(found["widths"], found["widths"])
+    axes[3].set_xticks(findings["widths"], findings["widths"])
     axes[3].legend()
 
 
@@ -171,27 +171,29 @@ def masks(attend=None, source=None, real_tokens=6, seed=0):
         "causal": torch.ones(n, n).tril().bool(),
     }
     attend = attend or (lambda mask: rg.Attention(mask=mask).weights(q, k))
-    found = {**real.weight_names(), "tokens": real.tokens, "off": 0.0, "leaked": 0.0, "kinds": list(kinds)}
+    findings = {**real.weight_names(), "tokens": real.tokens, "off": 0.0, "leaked": 0.0, "kinds": list(kinds)}
     for name, mask in kinds.items():
         by_hand = torch.softmax((q @ k.T / q.shape[-1] ** 0.5).masked_fill(~visible[name], -torch.inf), -1)
         weights = attend(mask)
-        found["leaked"] = max(
-            found["leaked"], weights[~visible[name]].abs().max().item() if (~visible[name]).any() else 0.0
+        findings["leaked"] = max(
+            findings["leaked"], weights[~visible[name]].abs().max().item() if (~visible[name]).any() else 0.0
         )
-        found["off"] = max(found["off"], (weights - by_hand).abs().max().item())
-        found[name] = weights.tolist()
-    return found
+        findings["off"] = max(findings["off"], (weights - by_hand).abs().max().item())
+        findings[name] = weights.tolist()
+    return findings
 
 
-def draw_masks(figure: Any, found: Findings, tr: PickLabel) -> None:
+def draw_masks(figure: Any, findings: Findings, tr: PickLabel) -> None:
     figure.set_size_inches(7.6, 3.3)
     titles = {
         "none": tr("no mask", "无掩码"),
         "padding": tr("padding: six real tokens", "填充掩码：六个真实词元"),
         "causal": tr("causal: j ≤ i", "因果掩码：j ≤ i"),
     }
-    for n, (axis, name) in enumerate(zip(figure.subplots(1, 3), found["kinds"], strict=True)):
-        heatmap(axis, found[name], titles[name], found["tokens"] if n == 0 else (), found["tokens"], vmin=0, vmax=1)
+    for n, (axis, name) in enumerate(zip(figure.subplots(1, 3), findings["kinds"], strict=True)):
+        heatmap(
+            axis, findings[name], titles[name], findings["tokens"] if n == 0 else (), findings["tokens"], vmin=0, vmax=1
+        )
 
 
 def positions(table=None, length=64, width=32, seed=0):
@@ -217,11 +219,11 @@ def positions(table=None, length=64, width=32, seed=0):
             "along": [d.mean().item() for d in along]}  # fmt: skip
 
 
-def draw_positions(figure: Any, found: Findings, tr: PickLabel) -> None:
+def draw_positions(figure: Any, findings: Findings, tr: PickLabel) -> None:
     left, right = figure.subplots(1, 2)
-    heatmap(left, found["table"], tr("sinusoidal table", "正弦位置编码"), cmap="RdBu_r")
+    heatmap(left, findings["table"], tr("sinusoidal table", "正弦位置编码"), cmap="RdBu_r")
     left.set(xlabel=tr("coordinate", "维度"), ylabel=tr("position", "位置"))
-    right.plot(found["along"])
+    right.plot(findings["along"])
     right.set(xlabel=tr("distance between two positions", "两个位置的距离"), ylabel=tr("their product", "编码的内积"))
 
 
@@ -256,11 +258,11 @@ def model(classifier=None, seed=0):
     }
 
 
-def draw_model(figure: Any, found: Findings, tr: PickLabel) -> None:
+def draw_model(figure: Any, findings: Findings, tr: PickLabel) -> None:
     axes = figure.subplots(1, 3, width_ratios=[5, 5, 2])
-    heatmap(axes[0], found["states"], tr("after the last block", "最后一个模块之后"), cmap="RdBu_r")
-    heatmap(axes[1], found["pooled"], tr("pooled", "池化之后"), cmap="RdBu_r")
-    heatmap(axes[2], found["logits"], tr("logits", "输出"), cmap="RdBu_r")
+    heatmap(axes[0], findings["states"], tr("after the last block", "最后一个模块之后"), cmap="RdBu_r")
+    heatmap(axes[1], findings["pooled"], tr("pooled", "池化之后"), cmap="RdBu_r")
+    heatmap(axes[2], findings["logits"], tr("logits", "输出"), cmap="RdBu_r")
 
 
 WEIGHTS = Text("Weights: {weights_en}.", "所用权重：{weights_zh}。")
@@ -273,7 +275,7 @@ CLAIMS = (
         "查询与键的相似度、缩放、softmax、对值加权求和。"),
         r"\operatorname{Attention}(Q,K,V)=\operatorname{softmax}\!\left(\frac{QK^\top}{\sqrt{d_k}}\right)V",
         steps,
-        lambda found: grade(found["off"] < 1e-10),
+        lambda findings: grade(findings["off"] < 1e-10),
         Text(f"The four steps and one call of regard differ by {{off:.1e}}. {WEIGHTS.en}",
         f"四个步骤与 regard 的一次调用相差 {{off:.1e}}。{WEIGHTS.zh}"),
         draw_steps,
@@ -286,8 +288,8 @@ CLAIMS = (
         "加性打分的两个投影要学习 O(d²) 个参数，而点积一个也没有。"),
         r"q\cdot k,\qquad v^\top\tanh(W_qq+W_kk),\qquad \frac{q\cdot k}{|q||k|}",
         scores,
-        lambda found: grade(found["off"] < 1e-12 and abs(found["power"] - 2) < 0.12 and found["dot"] == 0,
-        found["off"] < 1e-12 and abs(found["power"] - 2) < 0.3),
+        lambda findings: grade(findings["off"] < 1e-12 and abs(findings["power"] - 2) < 0.12 and findings["dot"] == 0,
+        findings["off"] < 1e-12 and abs(findings["power"] - 2) < 0.3),
         Text("The formulas agree with regard's scores to {off:.0e}. The additive parameters grow like d^{power:.2f}, to {last:,} at d = 64; the dot product has {dot}.", "公式与 regard 的打分一致（误差 {off:.0e}）。加性打分的参数量按 d^{power:.2f} 增长，d = 64 时为 {last:,} 个；点积有 {dot} 个。"),
         draw_scores,
         Text("Three scores of the same queries and keys, and the number of parameters of the additive one.",
@@ -299,7 +301,7 @@ CLAIMS = (
         Text("Three projections from d_model to d_key, d_key and d_value; attention; and a projection back to d_model.", "三个投影把 d_model 变为 d_key、d_key 与 d_value；做注意力；再投影回 d_model。"),
         r"\operatorname{softmax}\!\left(\frac{XW_Q(XW_K)^\top}{\sqrt{d_k}}\right)XW_V\,W_O",
         layer,
-        lambda found: grade(found["off"] < 1e-12),
+        lambda findings: grade(findings["off"] < 1e-12),
         Text("A step-by-step computation differs from the module by {off:.1e}; the widths are {d_key}, {d_key}, {d_value} and finally {d_out}.",
         "逐步手算与模块相差 {off:.1e}；宽度依次为 {d_key}、{d_key}、{d_value}，最后回到 {d_out}。"),
         draw_layer,
@@ -312,7 +314,7 @@ CLAIMS = (
         "h 组投影并行计算，把输出拼接起来，再做一次投影。"),
         r"\operatorname{MultiHead}(X)=\operatorname{Concat}(\mathrm{head}_1,\dots,\mathrm{head}_h)W^O",
         heads,
-        lambda found: grade(found["off"] < 1e-5 and found["apart"] > 0.05),
+        lambda findings: grade(findings["off"] < 1e-5 and findings["apart"] > 0.05),
         Text(f"The {{heads}} heads, computed separately, concatenated and projected, differ from the layer by {{off:.1e}} (float32). Two heads differ in {{apart:.0%}} of their weight on average. {WEIGHTS.en}", f"{{heads}} 个头分别计算、拼接、投影，与整层相差 {{off:.1e}}（float32）。任意两个头平均有 {{apart:.0%}} 的权重不同。{WEIGHTS.zh}"),
         draw_heads,
         Text("The weights of the first heads on the same sentence.", "前几个头在同一句话上的权重。"),
@@ -324,7 +326,7 @@ CLAIMS = (
         "填充掩码遮住填充符，因果掩码遮住后文。被遮住的分数在 softmax 之前为 −∞。"),
         r"s_{ij}\leftarrow-\infty\quad(M_{ij}=0),\qquad M^{\text{causal}}_{ij}=[\,j\le i\,]",
         masks,
-        lambda found: grade(found["leaked"] == 0 and found["off"] < 1e-10),
+        lambda findings: grade(findings["leaked"] == 0 and findings["off"] < 1e-10),
         Text(f"The weight of masked keys is exactly {{leaked:g}}; the other weights agree with −∞ before the softmax to {{off:.0e}}. {WEIGHTS.en}", f"被遮住之处的权重恰为 {{leaked:g}}；其余与“softmax 前置为 −∞”相差 {{off:.0e}}。{WEIGHTS.zh}"),
         draw_masks,
         Text("The same head without a mask, with padding and with a causal mask.", "同一个头：无掩码、填充掩码、因果掩码。"),
@@ -335,7 +337,7 @@ CLAIMS = (
         Text("Sines and cosines of decreasing frequency; a trained table; or, following Shaw et al., a vector for every distance.", "频率递减的正弦与余弦；可训练的表；或如 Shaw 等人那样，每个距离对应一个向量。"),
         r"PE_{p,2i}=\sin\frac{p}{10000^{2i/d}},\qquad PE_{p,2i+1}=\cos\frac{p}{10000^{2i/d}}",
         positions,
-        lambda found: grade(found["off"] < 1e-6 and found["shaw"] < 1e-12 and found["learned"] and found["drift"] < 1e-4),
+        lambda findings: grade(findings["off"] < 1e-6 and findings["shaw"] < 1e-12 and findings["learned"] and findings["drift"] < 1e-4),
         Text("regard's table agrees with the formula to {off:.0e}, its relative scores with Shaw's to {shaw:.0e}. Products of two sinusoidal positions depend only on their distance (to {drift:.0e}).", "regard 的编码表与公式相差 {off:.0e}，相对打分与 Shaw 的公式相差 {shaw:.0e}。两个正弦编码的内积只取决于它们的距离（误差 {drift:.0e}）。"),
         draw_positions,
         Text("The sinusoidal table, and the product of two of its rows against their distance.",
@@ -347,7 +349,7 @@ CLAIMS = (
         Text("Embedding and position; N times self-attention and feed-forward, each with residual and layer norm; pooling; output layer.", "词嵌入与位置；N 次“自注意力 + 前馈”，各带残差与层归一化；池化；输出层。"),
         r"x\leftarrow\operatorname{LN}(x+\operatorname{MHA}(x)),\qquad x\leftarrow\operatorname{LN}(x+\operatorname{FFN}(x))",
         model,
-        lambda found: grade(found["off"] < 1e-10),
+        lambda findings: grade(findings["off"] < 1e-10),
         Text("Composed step by step in this order, the model differs from regard's classifier by {off:.1e}.", "按此顺序手工拼装，与 regard 的分类模型相差 {off:.1e}。"),
         draw_model,
         Text("Hidden states of twelve tokens, their mean, and the logits of three classes.",

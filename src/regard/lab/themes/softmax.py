@@ -24,11 +24,11 @@ def variance(scale=None, widths=(4, 16, 64, 256, 1024), pairs=100_000, seed=0):
             "off": max(off)}  # fmt: skip
 
 
-def draw_variance(figure: Any, found: Findings, tr: PickLabel) -> None:
+def draw_variance(figure: Any, findings: Findings, tr: PickLabel) -> None:
     axis = figure.subplots()
-    axis.loglog(found["widths"], found["plain"], "o-", label=tr("q·k", "q·k"))
-    axis.loglog(found["widths"], found["scaled"], "o-", label="q·k / √d")
-    axis.loglog(found["widths"], found["widths"], ":", color="gray", label=tr("variance = d", "方差 = d"))
+    axis.loglog(findings["widths"], findings["plain"], "o-", label=tr("q·k", "q·k"))
+    axis.loglog(findings["widths"], findings["scaled"], "o-", label="q·k / √d")
+    axis.loglog(findings["widths"], findings["widths"], ":", color="gray", label=tr("variance = d", "方差 = d"))
     axis.set(xlabel=tr("width d of queries and keys", "查询与键的维度 d"), ylabel=tr("variance", "方差"))
     axis.legend()
 
@@ -50,41 +50,41 @@ def spread(scores=None, pairs=400_000, width=64, seed=0):
             "counts": counts.tolist(), "edges": edges.tolist(), "deviation": scores.std().item()}  # fmt: skip
 
 
-def draw_spread(figure: Any, found: Findings, tr: PickLabel) -> None:
+def draw_spread(figure: Any, findings: Findings, tr: PickLabel) -> None:
     axis = figure.subplots()
-    axis.stairs(found["counts"], found["edges"], fill=True, alpha=0.55)
+    axis.stairs(findings["counts"], findings["edges"], fill=True, alpha=0.55)
     for bound, style in ((20, ":"), (24, "--")):
         for side in (-bound, bound):
             axis.axvline(side, linestyle=style, color="gray", linewidth=1)
     axis.set(xlabel="q·k, d = 64", ylabel=tr("density", "概率密度"))
-    axis.text(24.4, max(found["counts"]) * 0.9, "±24")
-    axis.text(20.3, max(found["counts"]) * 0.75, "±20", ha="left")
+    axis.text(24.4, max(findings["counts"]) * 0.9, "±24")
+    axis.text(20.3, max(findings["counts"]) * 0.75, "±20", ha="left")
 
 
 def saturation(scale=None, widths=(4, 16, 64, 256, 1024, 4096), keys=32, rows=256, seed=0):
     import torch
 
     torch.manual_seed(seed)
-    found = {"widths": list(widths), "top_plain": [], "top_scaled": [], "grad_plain": [], "grad_scaled": []}
+    findings = {"widths": list(widths), "top_plain": [], "top_scaled": [], "grad_plain": [], "grad_scaled": []}
     for width in widths:
         q, k = torch.randn(rows, width), torch.randn(rows, keys, width)
         scores = torch.einsum("rd,rkd->rk", q, k)
         for name, logits in (("plain", scores), ("scaled", scores * (scale or width**-0.5))):
             a = torch.softmax(logits, -1)
             jacobian = torch.diag_embed(a) - a[:, :, None] * a[:, None, :]  # of the softmax
-            found["top_" + name].append(a.amax(-1).mean().item())
-            found["grad_" + name].append(jacobian.flatten(1).norm(dim=1).median().item())
+            findings["top_" + name].append(a.amax(-1).mean().item())
+            findings["grad_" + name].append(jacobian.flatten(1).norm(dim=1).median().item())
     for name in ("plain", "scaled"):
-        found["kept_" + name] = found["grad_" + name][-1] / found["grad_" + name][0]
-        found["last_" + name] = found["top_" + name][-1]
-    return found
+        findings["kept_" + name] = findings["grad_" + name][-1] / findings["grad_" + name][0]
+        findings["last_" + name] = findings["top_" + name][-1]
+    return findings
 
 
-def draw_saturation(figure: Any, found: Findings, tr: PickLabel) -> None:
+def draw_saturation(figure: Any, findings: Findings, tr: PickLabel) -> None:
     left, right = figure.subplots(1, 2)
     for name, label in (("plain", tr("unscaled", "不缩放")), ("scaled", tr("scaled by 1/√d", "除以 √d"))):
-        left.semilogx(found["widths"], found["top_" + name], "o-", label=label)
-        right.loglog(found["widths"], found["grad_" + name], "o-", label=label)
+        left.semilogx(findings["widths"], findings["top_" + name], "o-", label=label)
+        right.loglog(findings["widths"], findings["grad_" + name], "o-", label=label)
     left.set(xlabel=tr("width d", "维度 d"), ylabel=tr("largest weight of a row", "每行最大的权重"), ylim=(0, 1.03))
     right.set(xlabel=tr("width d", "维度 d"), ylabel=tr("norm of the softmax Jacobian", "softmax 梯度的大小"))
     left.legend()
@@ -108,15 +108,17 @@ def temperature(attend=None, temperatures=(0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0,
             "rises": all(b >= a - 1e-9 for a, b in zip(entropy, entropy[1:]))}  # fmt: skip
 
 
-def draw_temperature(figure: Any, found: Findings, tr: PickLabel) -> None:
+def draw_temperature(figure: Any, findings: Findings, tr: PickLabel) -> None:
     left, right = figure.subplots(1, 2)
     chosen = [0, 2, 4, 6, 8]
     for n in chosen:
-        left.plot(range(8), sorted(found["rows"][n], reverse=True), "o-", label=f"T = {found['temperatures'][n]:g}")
+        left.plot(
+            range(8), sorted(findings["rows"][n], reverse=True), "o-", label=f"T = {findings['temperatures'][n]:g}"
+        )
     left.set(xlabel=tr("keys, best first", "键（从最匹配的排起）"), ylabel=tr("weight", "权重"))
     left.legend()
-    right.semilogx(found["temperatures"], found["entropy"], "o-")
-    right.axhline(found["uniform"], linestyle="--", color="gray", linewidth=1)
+    right.semilogx(findings["temperatures"], findings["entropy"], "o-")
+    right.axhline(findings["uniform"], linestyle="--", color="gray", linewidth=1)
     right.set(xlabel=tr("temperature T", "温度 T"), ylabel=tr("entropy of the weights", "权重的熵"))
 
 
@@ -125,38 +127,40 @@ def overflow(softmax=None, seed=0):
 
     naive = softmax or (lambda x: x.exp() / x.exp().sum(-1, keepdim=True))
     stable = lambda x: (x - x.amax(-1, keepdim=True)).exp() / (x - x.amax(-1, keepdim=True)).exp().sum(-1, keepdim=True)
-    found = {"logits": list(range(2, 131, 1))}
+    findings = {"logits": list(range(2, 131, 1))}
     for name, dtype in (("float32", torch.float32), ("float16", torch.float16), ("bfloat16", torch.bfloat16)):
         errors = {}
         for kind, call in (("naive", naive), ("stable", stable)):
-            rows = [torch.tensor([top, top - 1.0], dtype=dtype) for top in found["logits"]]
+            rows = [torch.tensor([top, top - 1.0], dtype=dtype) for top in findings["logits"]]
             errors[kind] = [(call(x).double() - torch.softmax(x.double(), -1)).abs().max().item() for x in rows]
-            found[f"{kind}_{name}"] = [error if error == error else None for error in errors[kind]]  # NaN is None
-        broken = [top for top, error in zip(found["logits"], found[f"naive_{name}"]) if error is None or error > 0.1]
-        found[f"from_{name}"] = broken[0] if broken else None
-        found[f"stable_{name}_worst"] = max(errors["stable"])
-        found[f"log_max_{name}"] = torch.tensor(torch.finfo(dtype).max, dtype=torch.float64).log().item()
-    return found
+            findings[f"{kind}_{name}"] = [error if error == error else None for error in errors[kind]]  # NaN is None
+        broken = [
+            top for top, error in zip(findings["logits"], findings[f"naive_{name}"]) if error is None or error > 0.1
+        ]
+        findings[f"from_{name}"] = broken[0] if broken else None
+        findings[f"stable_{name}_worst"] = max(errors["stable"])
+        findings[f"log_max_{name}"] = torch.tensor(torch.finfo(dtype).max, dtype=torch.float64).log().item()
+    return findings
 
 
-def judge_overflow(found: Findings) -> Verdict:
-    breaks = found["from_float32"] is not None and abs(found["from_float32"] - found["log_max_float32"]) <= 1
-    return grade(breaks and found["stable_float32_worst"] < 1e-6)
+def judge_overflow(findings: Findings) -> Verdict:
+    breaks = findings["from_float32"] is not None and abs(findings["from_float32"] - findings["log_max_float32"]) <= 1
+    return grade(breaks and findings["stable_float32_worst"] < 1e-6)
 
 
-def draw_overflow(figure: Any, found: Findings, tr: PickLabel) -> None:
+def draw_overflow(figure: Any, findings: Findings, tr: PickLabel) -> None:
     axis = figure.subplots()
     for n, name in enumerate(("float32", "bfloat16", "float16")):
-        pairs = [(x, y) for x, y in zip(found["logits"], found[f"naive_{name}"], strict=True) if y is not None]
+        pairs = [(x, y) for x, y in zip(findings["logits"], findings[f"naive_{name}"], strict=True) if y is not None]
         axis.semilogy(
             [x for x, _ in pairs],
             [y + 1e-10 for _, y in pairs],
             color=f"C{n}",
             label=tr(f"naive, {name}", f"朴素写法，{name}"),
         )
-        if pairs and len(pairs) < len(found["logits"]):
+        if pairs and len(pairs) < len(findings["logits"]):
             axis.plot(pairs[-1][0], pairs[-1][1] + 1e-10, "X", color=f"C{n}", markersize=10)
-        axis.semilogy(found["logits"], [y + 1e-10 for y in found[f"stable_{name}"]], ":", color=f"C{n}")
+        axis.semilogy(findings["logits"], [y + 1e-10 for y in findings[f"stable_{name}"]], ":", color=f"C{n}")
     axis.set(xlabel=tr("largest logit", "最大的 logit"), ylabel=tr("error of the weights", "权重的误差"))
     axis.set_ylim(5e-9, 20)
     axis.legend(loc="upper right")
@@ -173,7 +177,7 @@ CLAIMS = (
         ),
         r"\operatorname{Var}(q\cdot k)=d_k,\qquad \operatorname{Var}\!\left(\frac{q\cdot k}{\sqrt{d_k}}\right)=1",
         variance,
-        lambda found: grade(found["off"] < 0.05, found["off"] < 0.2),
+        lambda findings: grade(findings["off"] < 0.05, findings["off"] < 0.2),
         Text(
             "At d = 64 the variance is {plain64:.1f}, and {scaled64:.3f} after scaling. No width is off by more than "
             "{off:.1%}.",
@@ -193,7 +197,7 @@ CLAIMS = (
         ),
         r"P\left(|q\cdot k|\le 3\sqrt{d_k}\right)\approx 0.997",
         spread,
-        lambda found: grade(found["within24"] > 0.995, found["within24"] > 0.95),
+        lambda findings: grade(findings["within24"] > 0.995, findings["within24"] > 0.95),
         Text(
             "{within24:.2%} lie within ±24 (normal distribution: {normal24:.2%}) and {within20:.1%} within ±20: the "
             "tails of a sum of products are slightly heavier than normal.",
@@ -213,8 +217,8 @@ CLAIMS = (
         ),
         r"\frac{\partial \alpha_i}{\partial s_j}=\alpha_i(\delta_{ij}-\alpha_j)\;\to\;0\qquad(\alpha\to e_m)",
         saturation,
-        lambda found: grade(
-            found["kept_plain"] < 0.05 and found["last_plain"] > 0.9 and 0.5 < found["kept_scaled"] < 2 and found["last_scaled"] < 0.5
+        lambda findings: grade(
+            findings["kept_plain"] < 0.05 and findings["last_plain"] > 0.9 and 0.5 < findings["kept_scaled"] < 2 and findings["last_scaled"] < 0.5
         ),
         Text(
             "From the smallest to the largest width, the gradient changes by a factor of {kept_plain:.1g} without "
@@ -237,7 +241,7 @@ CLAIMS = (
         ),
         r"\operatorname{softmax}(x/T)\;\to\;\begin{cases}e_{\operatorname{argmax} x} & T\to 0\\ 1/n & T\to\infty\end{cases}",
         temperature,
-        lambda found: grade(found["sharpest"] > 0.999 and found["flattest"] < 0.02 and found["rises"]),
+        lambda findings: grade(findings["sharpest"] > 0.999 and findings["flattest"] < 0.02 and findings["rises"]),
         Text(
             "At T = 0.01 the weight of the best key is {sharpest:.4f}; at T = 100 weights differ by at most "
             "{flattest:.4f}, and the entropy is {entropy_last:.4f} (maximum: {uniform:.4f}).",

@@ -31,9 +31,9 @@ def simplex(weights=None, seed=0):
     }
 
 
-def draw_simplex(figure: Any, found: Findings, tr: PickLabel) -> None:
+def draw_simplex(figure: Any, findings: Findings, tr: PickLabel) -> None:
     axis = figure.subplots()
-    for name, row in zip(found["names"], found["tops"], strict=True):
+    for name, row in zip(findings["names"], findings["tops"], strict=True):
         axis.plot(range(1, len(row) + 1), row, label=name)
     axis.axhline(1, color="gray", linestyle="--", linewidth=1)
     axis.set(
@@ -58,9 +58,9 @@ def hull(attend=None, queries=200, keys=9, seed=0):
     return {"beyond": beyond, "values": v.tolist(), "outputs": out.tolist()}
 
 
-def draw_hull(figure: Any, found: Findings, tr: PickLabel) -> None:
+def draw_hull(figure: Any, findings: Findings, tr: PickLabel) -> None:
     axis = figure.subplots()
-    points = sorted(map(tuple, found["values"]))
+    points = sorted(map(tuple, findings["values"]))
     outline: list[Any] = []
     for side in (points, points[::-1]):  # the lower edge, then the upper one
         edge: list[Any] = []
@@ -70,8 +70,8 @@ def draw_hull(figure: Any, found: Findings, tr: PickLabel) -> None:
             edge.append(p)
         outline += edge[:-1]
     axis.fill(*zip(*outline, strict=True), alpha=0.15, color="C0", label=tr("convex hull of the values", "值的凸包"))
-    axis.plot(*zip(*found["outputs"], strict=True), ".", color="C1", label=tr("outputs", "输出"), alpha=0.7)
-    axis.plot(*zip(*found["values"], strict=True), "o", color="C0", label=tr("values", "值"), markersize=7)
+    axis.plot(*zip(*findings["outputs"], strict=True), ".", color="C1", label=tr("outputs", "输出"), alpha=0.7)
+    axis.plot(*zip(*findings["values"], strict=True), "o", color="C0", label=tr("values", "值"), markersize=7)
     axis.legend(loc="center left", bbox_to_anchor=(1.02, 0.5))
     axis.set_aspect("equal")
 
@@ -98,12 +98,12 @@ def equivariance(attend=None, length=24, seed=0):
     }  # fmt: skip
 
 
-def draw_equivariance(figure: Any, found: Findings, tr: PickLabel) -> None:
+def draw_equivariance(figure: Any, findings: Findings, tr: PickLabel) -> None:
     titles = (
         ("plain", "A(Q, K, V)"), ("moved", "A(PQ, PK, PV)"), ("back", "Pᵀ A(PQ, PK, PV)")
     )  # fmt: skip
     for axis, (name, title) in zip(figure.subplots(1, 3), titles, strict=True):
-        heatmap(axis, found[name], title)
+        heatmap(axis, findings[name], title)
         axis.set_ylabel(tr("query", "查询"))
 
 
@@ -124,10 +124,10 @@ def keys_values(attend=None, length=24, seed=0):
     }
 
 
-def draw_keys_values(figure: Any, found: Findings, tr: PickLabel) -> None:
+def draw_keys_values(figure: Any, findings: Findings, tr: PickLabel) -> None:
     axis = figure.subplots()
     names = (tr("keys and values together", "键与值一起置换"), tr("keys alone", "只置换键"))
-    axis.barh(names, [max(found["both"], 1e-17), found["keys"]], color=["C0", "C1"], height=0.5)
+    axis.barh(names, [max(findings["both"], 1e-17), findings["keys"]], color=["C0", "C1"], height=0.5)
     axis.set_xscale("log")
     axis.set(xlabel=tr("relative change of the output", "输出的相对变化"), xlim=(1e-17, 10))
 
@@ -156,21 +156,24 @@ def positions_break(positions=None, length=24, width=16, seed=0):
             "without": max(moved[0], shuffled[0]), "with": min(moved[1:] + shuffled[1:])}  # fmt: skip
 
 
-def draw_positions_break(figure: Any, found: Findings, tr: PickLabel) -> None:
+def draw_positions_break(figure: Any, findings: Findings, tr: PickLabel) -> None:
     axis = figure.subplots()
     for n, (name, label) in enumerate(
         (("equivariance", tr("all permuted: error of equivariance", "全部置换：偏离等变性")),
          ("invariance", tr("keys and values permuted: error of invariance", "置换键与值：偏离不变性")))
     ):  # fmt: skip
         axis.bar(
-            [x + 0.38 * n for x in range(len(found["names"]))], [max(y, 1e-17) for y in found[name]], 0.36, label=label
+            [x + 0.38 * n for x in range(len(findings["names"]))],
+            [max(y, 1e-17) for y in findings[name]],
+            0.36,
+            label=label,
         )
     axis.set_yscale("log")
     axis.set_xticks(
-        [x + 0.19 for x in range(len(found["names"]))],
+        [x + 0.19 for x in range(len(findings["names"]))],
         [
             tr(name, {"none": "无位置信息", "sinusoidal": "正弦", "rotary": "旋转", "relative": "相对"}.get(name, name))
-            for name in found["names"]
+            for name in findings["names"]
         ],
     )
     axis.set_ylim(1e-17, 1e5)
@@ -202,7 +205,7 @@ def permutation_matrices(matrix=None, size=12, count=50, seed=0):
             "pa": (P @ A).tolist(), "ap": (A @ P).tolist()}  # fmt: skip
 
 
-def draw_permutation_matrices(figure: Any, found: Findings, tr: PickLabel) -> None:
+def draw_permutation_matrices(figure: Any, findings: Findings, tr: PickLabel) -> None:
     titles = (
         ("example", "P"),
         ("a", "A"),
@@ -210,7 +213,7 @@ def draw_permutation_matrices(figure: Any, found: Findings, tr: PickLabel) -> No
         ("ap", tr("AP: columns permuted", "AP：列被置换")),
     )
     for axis, (name, title) in zip(figure.subplots(1, 4), titles, strict=True):
-        heatmap(axis, found[name], title)
+        heatmap(axis, findings[name], title)
 
 
 CLAIMS = (
@@ -221,7 +224,7 @@ CLAIMS = (
         "无论打分函数、掩码或偏置如何，每一行权重都是键上的一个概率分布。"),
         r"\alpha_{ij}\ge 0,\qquad \sum_j \alpha_{ij}=1",
         simplex,
-        lambda found: grade(found["least"] >= 0 and found["off"] < 1e-12),
+        lambda findings: grade(findings["least"] >= 0 and findings["off"] < 1e-12),
         Text("Over five kinds of attention the smallest weight is {least:.1e}, and row sums differ from 1 by at most {off:.1e}.", "在五种注意力中，最小的权重为 {least:.1e}，各行之和与 1 的偏差不超过 {off:.1e}。"),
         draw_simplex,
         Text("Cumulative weights of one row, largest first: they end at 1.", "一行权重从大到小累加：最终都到达 1。"),
@@ -232,7 +235,7 @@ CLAIMS = (
         Text("A weighted mean lies in the convex hull of its points: in no direction is an output farther out than the outermost value.", "加权平均无法越出被平均之物：沿任何方向，输出都不会比最外侧的值更远。"),
         r"o_i=\sum_j\alpha_{ij}v_j\in\operatorname{conv}\{v_1,\dots,v_m\}",
         hull,
-        lambda found: grade(found["beyond"] < 1e-12),
+        lambda findings: grade(findings["beyond"] < 1e-12),
         Text("Over 3,600 directions, the outermost output is {beyond:.1e} beyond the hull (negative: inside).", "在 3600 个方向上，最接近越出凸包的输出超出 {beyond:.1e}（负数表示在内部）。"),
         draw_hull,
         Text("200 outputs, and the nine values of which they are weighted means.", "200 个输出，以及它们所平均的九个值。"),
@@ -244,7 +247,7 @@ CLAIMS = (
         "把词元置换，输出就以同样的方式被置换，除此之外什么也不变。"),
         r"\operatorname{Attention}(PQ,PK,PV)=P\,\operatorname{Attention}(Q,K,V)",
         equivariance,
-        lambda found: grade(found["equivariant"] < 1e-12),
+        lambda findings: grade(findings["equivariant"] < 1e-12),
         Text("The two sides differ by {equivariant:.1e} of their size in float64.",
         "在 float64 下，等式两边的相对差为 {equivariant:.1e}。"),
         draw_equivariance,
@@ -257,7 +260,7 @@ CLAIMS = (
         Text("A source has this heading above the equation of equivariance. Invariance would mean that the output does not change at all.", "有资料在等变性的公式上方写了这样的标题。若真是不变性，输出应当完全不变。"),
         r"\operatorname{Attention}(PQ,PK,PV)\overset{?}{=}\operatorname{Attention}(Q,K,V)",
         equivariance,
-        lambda found: grade(found["invariant"] < 1e-12),
+        lambda findings: grade(findings["invariant"] < 1e-12),
         Text("The output changes by {invariant:.2f} of its size. Attention is equivariant (to {equivariant:.1e}).",
         "输出的相对变化为 {invariant:.2f}。正确的说法是等变性（偏差 {equivariant:.1e}）。"),
         draw_equivariance,
@@ -269,7 +272,7 @@ CLAIMS = (
         Text("This is the invariance that attention has: keys and values are an unordered set.", "这才是注意力真正具有的不变性：记忆没有先后。"),
         r"\operatorname{Attention}(Q,PK,PV)=\operatorname{Attention}(Q,K,V)",
         keys_values,
-        lambda found: grade(found["both"] < 1e-12 and found["keys"] > 0.01),
+        lambda findings: grade(findings["both"] < 1e-12 and findings["keys"] > 0.01),
         Text("Permuting keys and values together changes the output by {both:.1e}; permuting keys alone changes it by {keys:.2f}.",
         "键与值一起置换，输出变化 {both:.1e}；只置换键，变化 {keys:.2f}。"),
         draw_keys_values,
@@ -282,7 +285,7 @@ CLAIMS = (
         "无论正弦、旋转、ALiBi 还是相对位置：加入之后，顺序就起作用了。"),
         r"f(x)=\operatorname{Attention}(x+p):\quad f(Px)\ne P f(x)",
         positions_break,
-        lambda found: grade(found["without"] < 1e-12 and found["with"] > 0.01),
+        lambda findings: grade(findings["without"] < 1e-12 and findings["with"] > 0.01),
         Text("Without positions, both symmetries hold to {without:.1e}; with positions, they are violated by at least {with:.2f}.",
         "没有位置信息时，偏离对称性不超过 {without:.1e}；加入之后，至少偏离 {with:.2f}。"),
         draw_positions_break,
@@ -296,7 +299,7 @@ CLAIMS = (
         "PᵀP = I，故逆矩阵就是转置；PA 置换 A 的行，AP 置换 A 的列。"),
         r"P^\top P=I,\quad P^{-1}=P^\top,\quad \det P=\pm 1",
         permutation_matrices,
-        lambda found: grade(found["worst"] < 1e-9),
+        lambda findings: grade(findings["worst"] < 1e-9),
         Text("Over 50 random permutations the largest error is {worst:.1e}; the determinants are {signs}. (Row i of PA is row π(i) of A; the same P permutes columns by the inverse.)", "在 50 个随机置换中，各项偏差都不超过 {worst:.1e}；出现的行列式为 {signs}。（PA 的第 i 行是 A 的第 π(i) 行；同一个 P 对列的作用方向相反。）"),
         draw_permutation_matrices,
         Text("A permutation matrix, a matrix, and their two products.", "一个置换矩阵、一个矩阵，以及它们的两种乘积。"),

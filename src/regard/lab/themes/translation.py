@@ -34,15 +34,15 @@ def encoder_decoder(cross=None, steps=200, seed=0):
             "source": [*words.source, "</s>"], "target": ["<s>", *words.target]}  # fmt: skip
 
 
-def draw_encoder_decoder(figure: Any, found: Findings, tr: PickLabel) -> None:
+def draw_encoder_decoder(figure: Any, findings: Findings, tr: PickLabel) -> None:
     axis = figure.subplots()
     figure.colorbar(
         heatmap(
             axis,
-            found["weights"],
+            findings["weights"],
             tr("weights, mean over heads", "权重（各头平均）"),
-            found["target"],
-            found["source"],
+            findings["target"],
+            findings["source"],
             vmin=0,
         ),
         ax=axis,
@@ -83,27 +83,27 @@ def alignment(model=None, sentences=200, steps=200, seed=0):
             "source": [*shown.source, "</s>"], "target": shown.target, "comes_from": shown.comes_from}  # fmt: skip
 
 
-def judge_alignment(found: Findings) -> Verdict:
-    return grade(found["aligned"] > 0.9, found["aligned"] > 3 * found["chance"])
+def judge_alignment(findings: Findings) -> Verdict:
+    return grade(findings["aligned"] > 0.9, findings["aligned"] > 3 * findings["chance"])
 
 
-def draw_alignment(figure: Any, found: Findings, tr: PickLabel) -> None:
+def draw_alignment(figure: Any, findings: Findings, tr: PickLabel) -> None:
     axis = figure.subplots()
     figure.colorbar(
         heatmap(
             axis,
-            found["weights"],
+            findings["weights"],
             tr("weights of the best head", "生成每个词时所看之处"),
-            found["target"],
-            found["source"],
+            findings["target"],
+            findings["source"],
             vmin=0,
             vmax=1,
         ),
         ax=axis,
     )
     axis.plot(
-        found["comes_from"],
-        range(len(found["target"])),
+        findings["comes_from"],
+        range(len(findings["target"])),
         "s",
         markerfacecolor="none",
         markeredgecolor="C1",
@@ -119,7 +119,7 @@ CLAIMS = (
         Text("Cross-attention: queries are computed from the target sentence, keys and values from the source sentence.", "交叉注意力：查询来自正在书写的句子，键与值来自已读的句子。"),
         r"Q=Y W_Q,\quad K=X W_K,\quad V=X W_V",
         encoder_decoder,
-        lambda found: grade(found["off"] < 1e-4),
+        lambda findings: grade(findings["off"] < 1e-4),
         Text("For a small translator trained for this page, a step-by-step computation differs from the module by {off:.1e} (float32).", "在为本页训练的小型翻译模型中，按此手算与模块相差 {off:.1e}（float32）。"),
         draw_encoder_decoder,
         Text("Source words to which the decoder attends for each word.", "解码器写每个词时关注哪些源语词。"),
