@@ -88,6 +88,8 @@ def test_a_tied_tensor_may_be_stored_under_both_names_if_equal(tmp_path: Path) -
         ("t5", {"eos_token_id": [1, 2]}, "eos_token_id"),
         ("marian", {"decoder_ffn_dim": 64}, "encoder_ffn_dim = 48 and decoder_ffn_dim = 64 must be equal"),
         ("marian", {"bad_words_ids": [[1, 2]]}, "bad_words_ids"),
+        ("bart", {"normalize_before": True}, "normalize_before"),
+        ("m2m100", {"pad_token_id": 0}, "pad_token_id"),
         ("vit", {"patch_size": [8, 4]}, "patch_size"),
         ("detr", {"position_embedding_type": "learned"}, "position_embedding_type"),
         ("detr", {"use_timm_backbone": True, "backbone": "convnext"}, "backbone"),

@@ -137,6 +137,25 @@ def test_greedy_generation_of_encoder_decoders_matches_transformers(name: str, f
     assert [row.tolist() for row in found] == [row[: row.index(model.config.stop)] for row in ends]
 
 
+def test_the_first_token_of_a_target_is_loaded_saved_and_chosen(folder: Any, tmp_path: Path) -> None:
+    place, other = t.save_their_model("m2m100", tmp_path / "theirs"), t.their_model("m2m100")
+    assert rg.load(place).config.prompt == ()
+    settings = json.loads((place / "generation_config.json").read_text())
+    (place / "generation_config.json").write_text(json.dumps(settings | {"forced_bos_token_id": 7}))
+    rg.save(rg.load(place), tmp_path / "ours")
+    assert json.loads((tmp_path / "ours" / "generation_config.json").read_text())["forced_bos_token_id"] == 7
+    model = rg.load(tmp_path / "ours")
+    for language, prompt in ((7, None), (9, (9,))):
+        found = model.generate(t.IDS, t.RIGHT, max_new_tokens=9, prompt=prompt)
+        expected = other.generate(
+            t.IDS, attention_mask=t.RIGHT.long(), max_new_tokens=10, do_sample=False, num_beams=1, use_cache=False,
+            forced_bos_token_id=language,
+        )  # fmt: skip
+        assert expected[:, 1].tolist() == [language] * len(expected)
+        ends = [[*row.tolist(), model.config.stop] for row in expected[:, 2:]]
+        assert [row.tolist() for row in found] == [row[: row.index(model.config.stop)] for row in ends]
+
+
 def test_suppressed_tokens_are_loaded_and_saved(folder: Any, tmp_path: Path) -> None:
     place = t.save_their_model("marian", tmp_path / "theirs")
     free = rg.load(place).generate(t.IDS, t.RIGHT, max_new_tokens=4)

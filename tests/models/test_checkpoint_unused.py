@@ -59,6 +59,8 @@ def test_unused_weights_of_older_checkpoints_are_reported(case: str, name: str, 
 
 
 BASE = 10000.0 ** (-torch.arange(0, 8, 2) / 8)
+ANGLES = torch.arange(42)[:, None] * 10000.0 ** (-torch.arange(16) / 15)
+FAIRSEQ = torch.cat((ANGLES.sin(), ANGLES.cos()), 1) * (torch.arange(42) != 1)[:, None]
 BUFFERS = {
     "bert-mlm": ("bert.embeddings.position_ids", torch.arange(40)[None], torch.arange(40).flip(0)[None]),
     "bert-token": ("bert.embeddings.token_type_ids", torch.zeros(1, 40).long(), torch.ones(1, 40).long()),
@@ -68,6 +70,7 @@ BUFFERS = {
     "gpt2": ("transformer.h.1.attn.bias", torch.ones(40, 40).tril()[None, None], torch.ones(1, 1, 40, 40)),
     "llama": ("model.layers.2.self_attn.rotary_emb.inv_freq", BASE, BASE * 1.01),
     "llama-linear": ("model.layers.0.self_attn.rotary_emb.inv_freq", 1000.0 ** (-torch.arange(0, 8, 2) / 8), BASE),
+    "m2m100": ("model.encoder.embed_positions.weights", FAIRSEQ, FAIRSEQ.flip(0)),
 }
 
 

@@ -196,7 +196,9 @@ def test_mismatched_inputs_raise() -> None:
         model(source, target[:1])
     with pytest.raises(ValueError, match="equal batch sizes, got 1 and 2"):
         model(source[0][None], torch.stack([target[0], target[0]]))
-    with pytest.raises(ValueError, match="position must be one of sinusoidal, halves, learned, relative, got 'x'"):
+    with pytest.raises(
+        ValueError, match="position must be one of sinusoidal, halves, fairseq, learned, relative, got 'x'"
+    ):
         Transformer(replace(CLASSIC, position="x"))
 
 

@@ -1,9 +1,9 @@
-"""Encoder-decoders: the original Transformer, Marian and T5, selected by a configuration."""
+"""Encoder-decoders: the original Transformer, Marian, BART, T5 and others, selected by a configuration."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -50,15 +50,18 @@ class TransformerConfig:
 
     target_vocabulary: None means that source and target share vocabulary and embedding.
     decoder_layers: number of decoder layers, `layers` by default. d_head: d_model / heads by default.
-    position: "sinusoidal", "halves" (sines first, then cosines), "learned" with `positions` rows, or "relative": one
-        table of `buckets` distances up to `max_distance` for all encoder layers, another one for all decoder layers.
+    position: "sinusoidal", "halves" (sines first, then cosines), "fairseq" (also with slightly different frequencies),
+        "learned" with `positions` rows, or "relative": one table of `buckets` distances up to `max_distance` for all
+        encoder layers, another one for all decoder layers. first_position: row of the first token (2 in BART).
     arrangement: "pre" or "post". norm: "layer" or "rms". scale: of the scores, 1 / sqrt(d_head) by default.
+    embedding_norm: whether to normalise the sums of embeddings and positions (BART).
     embedding_scale: factor of token embeddings, sqrt(d_model) by default. tied: use the target embedding for logits.
     output_scale: factor of the hidden states before the logits. logits_bias: whether to add a bias to the logits.
     attention_dropout: dropout of attention weights, `dropout` by default.
     window: encoder tokens attend to this many tokens on each side and to the first token, which attends to all
         (Longformer), so that a source costs O(K). 0 means no limit.
-    start: the token before the first target token. stop: the token that ends a target.
+    start: the token before the first target token. prompt: tokens that follow it in every generated target, such as
+        the language. stop: the token that ends a target.
     suppress_tokens: tokens that are never generated.
 
     >>> from regard.models.translation import TransformerConfig
@@ -76,6 +79,7 @@ class TransformerConfig:
     d_head: int | None = derived(lambda config: config.d_model // config.heads)
     position: str = "sinusoidal"
     positions: int = 512
+    first_position: int = optional_count(0)
     buckets: int = 32
     max_distance: int = 128
     arrangement: str = "pre"
@@ -85,11 +89,13 @@ class TransformerConfig:
     gated: bool = False
     bias: bool = True
     scale: float | None = None
+    embedding_norm: bool = False
     embedding_scale: float | None = derived(lambda config: math.sqrt(config.d_model))
     output_scale: float = 1.0
     tied: bool = True
     logits_bias: bool = False
     start: int = token(1)
+    prompt: tuple[int, ...] = token(())
     stop: int = token(2)
     suppress_tokens: tuple[int, ...] = token(())
     dropout: float = 0.0
@@ -125,7 +131,12 @@ class Transformer(nn.Module):
         separate = config.target_vocabulary is not None
         self.target_embedding = make_embedding(targets, d_model, std=1 / self.scale) if separate else None
         position = choose("position", config.position, POSITIONS)
-        self.position, self.target_position = position(config.positions, d_model), position(config.positions, d_model)
+        self.position, self.target_position = (
+            position(config.positions, d_model, config.first_position) for _ in ("source", "target")
+        )
+        norm = norm_factory(config.norm, config.eps)
+        self.embedding_norm = norm(d_model) if config.embedding_norm else None
+        self.target_embedding_norm = norm(d_model) if config.embedding_norm else None
         self.encoder = _build_stack(config, Encoder, config.layers)
         self.decoder = _build_stack(config, Decoder, config.decoder_layers or config.layers)
         self.head = None if config.tied else linear(d_model, targets, bias=False)
@@ -140,7 +151,7 @@ class Transformer(nn.Module):
     def encode(self, source: Inputs, source_mask: Tensor | None = None) -> Tensor | Packed | list[Tensor]:
         """Return hidden states (B, K, d_model) of the source, in its form."""
         rows = prepare_inputs(source, source_mask)
-        x = self._embed(rows.values, rows.positions, self.embedding, self.position)
+        x = self._embed_source(rows.values, rows.positions)
         context = rows.local_context(self.config.window) if self.config.window else rows.context
         return rows.to_input_form(self.encoder(x, context=context))
 
@@ -167,7 +178,7 @@ class Transformer(nn.Module):
         return token_loss(hidden.flatten(0, -2), weight, labels, bias=self.logits_bias, smoothing=smoothing)
 
     def _decode_hidden(self, inputs: DecoderInputs) -> Tensor:
-        x = self._embed(inputs.ids, inputs.positions, self.target_embedding or self.embedding, self.target_position)
+        x = self._embed_target(inputs.ids, inputs.positions)
         return self.decoder(x, inputs.encoded, context=inputs.context, cross_context=inputs.cross_context)
 
     def _scale_output(self, hidden: Tensor) -> Tensor:
@@ -180,19 +191,24 @@ class Transformer(nn.Module):
         *,
         max_new_tokens: int = 64,
         strategy: Strategy | None = None,
+        prompt: Sequence[int] | None = None,
     ) -> list[Tensor]:
-        """Generate at most `max_new_tokens` target tokens for each source, without start and stop; greedy by default.
+        """Generate at most `max_new_tokens` target tokens for each source, without start, prompt and stop.
 
-        Keys and values of a source are computed once and shared by its beams.
+        Greedy by default. Keys and values of a source are computed once and shared by its beams.
+        prompt: tokens after the start of every target, such as the language of a translation; `config.prompt` by
+            default.
         """
         with torch.inference_mode():
             state, first = self.start_generation(source, source_mask)
+            if prompt is not None:
+                first = self._first_tokens(len(first), prompt, first.device)
             return generate(
                 state, first, strategy=strategy or Greedy(), max_new_tokens=max_new_tokens, stop=(self.config.stop,)
             )
 
     def start_generation(self, source: Inputs, source_mask: Tensor | None = None) -> tuple[GenerationState, Tensor]:
-        """Return a state to generate from, and the start token of every source, (B, 1)."""
+        """Return a state to generate from, and the start and prompt tokens of every source, (B, 1 + prompt)."""
         return self.start_generation_from(self.encode(source, source_mask), source_mask)
 
     def start_generation_from(
@@ -209,15 +225,18 @@ class Transformer(nn.Module):
 
         def forward(ids: Tensor, context: LayerContext) -> Tensor:
             assert context.positions is not None
-            table = self.target_embedding or self.embedding
-            x = self._embed(ids, context.positions, table, self.target_position)
+            x = self._embed_target(ids, context.positions)
             source = None if cache.holds_source else encoded
             hidden = self.decoder(x, source, context=context, cross_context=cross_context, cache=cache)
             logits = to_logits(hidden[:, -1])
             return logits.index_fill_(-1, suppress_tokens, -math.inf) if len(suppress_tokens) else logits
 
-        first = torch.full((len(encoded), 1), self.config.start, device=encoded.device)
+        first = self._first_tokens(len(encoded), self.config.prompt, encoded.device)
         return GenerationState(forward, [*cache.self_attention, *cache.cross_attention]), first
+
+    def _first_tokens(self, rows: int, prompt: Sequence[int], device: torch.device) -> Tensor:
+        """Return the start token and a prompt, (rows, 1 + prompt)."""
+        return torch.tensor([self.config.start, *prompt], device=device).repeat(rows, 1)
 
     @torch.no_grad()
     def coverage(self, source: Tensor, target: Tensor) -> Tensor:
@@ -236,11 +255,21 @@ class Transformer(nn.Module):
         ]  # a decoder block runs self-attention, then cross-attention
         return torch.stack([attend.weights(q, k)[0].sum(1).mean(0) for attend, q, k, _ in cross_attend]).mean(0)
 
-    def _embed(self, ids: Tensor, positions: Tensor, table: nn.Embedding, position: nn.Module) -> Tensor:
+    def _embed_source(self, ids: Tensor, positions: Tensor) -> Tensor:
+        return self._embed(ids, positions, self.embedding, self.position, self.embedding_norm)
+
+    def _embed_target(self, ids: Tensor, positions: Tensor) -> Tensor:
+        table = self.target_embedding or self.embedding
+        return self._embed(ids, positions, table, self.target_position, self.target_embedding_norm)
+
+    def _embed(
+        self, ids: Tensor, positions: Tensor, table: nn.Embedding, position: nn.Module, norm: nn.Module | None
+    ) -> Tensor:
         x = embed_tokens(ids, table)
         if self.scale != 1:
             x = x * self.scale
         x = position(x, positions)
+        x = x if norm is None else norm(x)
         return dropout(x, self.config.dropout) if self.config.dropout and self.training else x
 
 

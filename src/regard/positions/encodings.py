@@ -9,11 +9,16 @@ from torch import Tensor, nn
 
 
 def sinusoidal(
-    length: int, d_model: int, *, dtype: torch.dtype | None = None, device: torch.device | str | None = None
+    length: int,
+    d_model: int,
+    *,
+    base: float = 10000.0,
+    dtype: torch.dtype | None = None,
+    device: torch.device | str | None = None,
 ) -> Tensor:
     """The fixed table of "Attention Is All You Need", shape `(length, d_model)`.
 
-        PE[pos, 2i] = sin(pos / 10000^(2i / d_model))        PE[pos, 2i + 1] = cos(pos / 10000^(2i / d_model))
+        PE[pos, 2i] = sin(pos / base^(2i / d_model))        PE[pos, 2i + 1] = cos(pos / base^(2i / d_model))
 
     An odd width ends with a sine. The angles are computed in float64, so the table is exact to the last digit of
     `dtype` (by default torch's default dtype) at any length.
@@ -29,7 +34,9 @@ def sinusoidal(
     if not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         raise TypeError(f"dtype must be a floating point dtype, but is {dtype}; try torch.float32")
     positions = torch.arange(length, dtype=torch.float64, device="cpu")
-    frequencies = 10000.0 ** (-torch.arange(0, d_model, 2, dtype=torch.float64, device="cpu") / d_model)
+    if isinstance(base, bool) or not isinstance(base, (int, float)) or not 0 < base < math.inf:
+        raise ValueError(f"base must be a positive number, but is {base!r}; try base=10000.0")
+    frequencies = float(base) ** (-torch.arange(0, d_model, 2, dtype=torch.float64, device="cpu") / d_model)
     angles = positions[:, None] * frequencies  # (length, ceil(d_model / 2))
     table = torch.stack((angles.sin(), angles.cos()), dim=-1).flatten(1)
     return table[:, :d_model].to(dtype=dtype, device=torch.empty(0, device=device).device).contiguous()

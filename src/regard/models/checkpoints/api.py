@@ -29,7 +29,7 @@ def load(
     - text: BERT, RoBERTa, XLM-RoBERTa, DistilBERT, ALBERT, MPNet, ModernBERT, with their heads, and folders of
       sentence-transformers
     - language: GPT-2, Llama, Mistral, Qwen2, Qwen3, Gemma 2, Gemma 3 (text), gpt-oss, SmolLM3, OLMo 2, Phi-3
-    - translation: T5, mT5, Marian
+    - translation: T5, mT5, Marian, BART, mBART, M2M100 and NLLB
     - vision: ViT, DETR
     - speech: Whisper, Wav2Vec2 with CTC
     - models written by `regard.save`
