@@ -10,6 +10,7 @@ from rich.markup import escape
 
 from regard.check.model import Finding, check_model, reports
 from regard.check.model.loading import load_model
+from regard.check.model.runner import WHOLE
 from regard.check.reports import junit as junit_xml
 from regard.cli.check_report import FAILED, LINES, NOT_CHECKED, PASSED
 from regard.errors import UserError
@@ -47,8 +48,11 @@ def run(
         print(printable(reports.markdown(findings), keep=LINES), end="")
     else:
         print_findings(stdout, findings)
-    verdicts = {finding.verdict for finding in findings}
-    return FAILED if "failed" in verdicts else PASSED if "passed" in verdicts else NOT_CHECKED
+    if any(finding.verdict == "failed" for finding in findings):
+        return FAILED
+    return (
+        PASSED if any(finding.verdict == "passed" and finding.layer != WHOLE for finding in findings) else NOT_CHECKED
+    )
 
 
 def _findings(

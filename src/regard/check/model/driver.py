@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
+import sys
 from collections.abc import Callable, Iterator
 from functools import cached_property
 from typing import Any
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from regard.check.model.layout import Row, Scenario, full
 from regard.errors import UserError
 
+_MASK_WITH_POSITIONS = re.compile(r"mask\w*\([^)]*\bposition_ids|mask_kwargs = \{[^}]*\bposition_ids")
 _POSITION_TABLE = re.compile(r"(^|[._])(pos|position|positions|wpe|positional)(_|$|e)", re.IGNORECASE)
 
 
@@ -51,6 +53,11 @@ class Driver:
         return next(self.model.parameters()).device
 
     @property
+    def precision(self) -> float:
+        """The relative rounding error of the dtype of the model."""
+        return torch.finfo(next(self.model.parameters()).dtype).eps
+
+    @property
     def fixed_length(self) -> int:
         """The number of tokens of an encoder of audio or images, which the input does not choose; 0 if it does."""
         if self.input_name == "input_features":
@@ -65,11 +72,29 @@ class Driver:
             (int(n) for name in names if isinstance(n := getattr(text, name, None), int) and n > 0), default=2**30
         )
 
+    @cached_property
+    def returns_cache(self) -> bool:
+        """Whether the model returns a cache that it takes as well."""
+        if not {"past_key_values", "use_cache"} <= self.parameters:
+            return False
+        try:
+            with torch.no_grad():
+                return self.model(**self._short_call() | {"use_cache": True}).get("past_key_values") is not None
+        except (RuntimeError, ValueError, IndexError, TypeError, AttributeError):
+            return True  # the scenario with a cache reports the error
+
     @property
-    def can_cache(self) -> bool:
-        return "past_key_values" in self.parameters and (
-            self.two_sequences or self.model.can_generate() or bool(getattr(self.config, "is_decoder", False))
-        )
+    def masks_take_positions(self) -> bool:
+        """Whether the code of the model passes positions to the functions of Transformers that build masks."""
+        modules = {type(module).__module__ for module in self.model.modules() if hasattr(module, "config")}
+        return any(_MASK_WITH_POSITIONS.search(_source(sys.modules[name])) for name in modules)
+
+    @property
+    def other_layers(self) -> str:
+        """The kinds of layers that are not attention, as the configuration names them."""
+        text = self.config.get_text_config()
+        kinds = getattr(text, "layer_types", None) or getattr(text, "layers_block_type", None) or ()
+        return " and ".join(sorted({kind for kind in kinds if "attention" not in kind or "linear" in kind}))
 
     @property
     def takes_mask(self) -> bool:
@@ -87,10 +112,14 @@ class Driver:
         name = "decoder_position_ids" if self.two_sequences else "position_ids"
         if name not in self.parameters:
             return False
-        rows = (full(4),), (full(self.fixed_length or 4),) if self.two_sequences else ()
-        (call,) = self.calls(Scenario("plain", *rows))
+        call = self._short_call()
         given = self.run([call | {name: torch.arange(4, device=self.device)[None]}])
         return not torch.allclose(given, self.run([call]), rtol=1e-3, atol=1e-3)
+
+    def _short_call(self) -> dict[str, Any]:
+        """A call with four tokens."""
+        encoder = (full(self.fixed_length or 4),) if self.two_sequences else ()
+        return self.calls(Scenario("plain", (full(4),), encoder))[0]
 
     @property
     def why_no_left_padding(self) -> str:
@@ -98,7 +127,8 @@ class Driver:
         if self.finds_positions or (self.position_name and not self.two_sequences):
             return ""
         for name, module in self.model.named_modules():
-            if isinstance(module, nn.Embedding) and _POSITION_TABLE.search(name) and "relative" not in name:
+            table = isinstance(module, nn.Embedding) and _POSITION_TABLE.search(name)
+            if (table or "PositionalEmbedding" in type(module).__name__) and "relative" not in name:
                 return f"positions are absolute ({name}), and forward takes none for them"
         return ""
 
@@ -122,7 +152,7 @@ class Driver:
                 call[names[1]] = real[:, :end]
             if scenario.positions and self.position_name:
                 call[self.position_name] = positions[:, start:end]
-            if "use_cache" in self.parameters or self.can_cache:
+            if "use_cache" in self.parameters:
                 call["use_cache"] = bool(scenario.chunks)
             found.append(
                 {key: value.to(self.device) if isinstance(value, Tensor) else value for key, value in call.items()}
@@ -167,6 +197,13 @@ class Driver:
     def _ids(self, rows: list[Row]) -> Tensor:
         ids = [torch.where(row.real, self.numbers[row.tokens % len(self.numbers)], self.pad) for row in rows]
         return torch.stack(ids)
+
+
+def _source(module: Any) -> str:
+    try:
+        return inspect.getsource(module)
+    except (OSError, TypeError):
+        return ""
 
 
 def without_source(call: dict[str, Any]) -> dict[str, Any]:

@@ -46,11 +46,6 @@ class Measurement:
     outputs: Tensor
 
 
-def tolerance(dtype: torch.dtype) -> float:
-    """The largest change, relative to the outputs, that rounding explains."""
-    return max(64 * torch.finfo(dtype).eps, 1e-5)
-
-
 def columns(row: Row, behind: Sequence[int]) -> Tensor:
     """The keys to change: all of a short row; of a long one, its ends, its middle, and the edges of windows."""
     length = len(row.texts)
@@ -113,11 +108,11 @@ class Meter:
                 for k, key in enumerate(keys):
                     for sign in (1, 2):  # times `factor`, and times `-factor`
                         tokens[name][n * repeats + 2 * k + sign, key] += sign * 2 * self.tokens
-        found = {}
+        found, limit = {}, max(4 * self.driver.precision, 1e-5)  # changes up to this are rounding
         for layer, output in self._outputs(scenario, base, tokens, factor, repeats):
             keys_of = "encoder" if layer.role == "cross" else layer.role
             queries = rows[self.main if layer.role == "cross" else layer.role]
-            found[layer.name] = _read(output, queries, rows[keys_of], changed[keys_of], repeats)
+            found[layer.name] = _read(limit, output, queries, rows[keys_of], changed[keys_of], repeats)
         return found
 
     def alone(self, scenario: Scenario) -> Iterator[Alone]:
@@ -144,7 +139,10 @@ class Meter:
         self.inside = ""
         try:
             with probe.active():
-                self.driver.run(self.driver.calls(scenario, repeats), probe.begin)
+                calls = self.driver.calls(scenario, repeats)
+                if "logits_to_keep" in self.driver.parameters:
+                    calls = [call | {"logits_to_keep": 1} for call in calls]  # only the layers are of interest
+                self.driver.run(calls, probe.begin)
         except Exception:
             self.inside = probe.inside
             raise
@@ -157,9 +155,9 @@ class Meter:
 
 
 def _read(
-    outputs: Tensor, queries: tuple[Row, ...], keys: tuple[Row, ...], changed: list[Tensor], repeats: int
+    limit: float, outputs: Tensor, queries: tuple[Row, ...], keys: tuple[Row, ...], changed: list[Tensor], repeats: int
 ) -> Measurement:
-    limit, parts, seen = tolerance(outputs.dtype), outputs.split(repeats), []
+    parts, seen = outputs.split(repeats), []
     for part, query, key, places in zip(parts, queries, keys, changed, strict=True):
         base = part[:1]
         size = base[:, query.real].abs().amax().clamp_min(torch.finfo(base.dtype).tiny)

@@ -124,6 +124,8 @@ def _is_causal(config: Any, role: str) -> bool | str:
     kind = config.model_type
     if kind in auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES or kind in auto.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES:
         return bool(getattr(config, "is_decoder", False))
+    if kind in auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES and not getattr(config, "is_decoder", False):
+        return False  # the encoder of such a model alone
     if kind in auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         return True
     return f"model_type {kind!r} does not say whether it is causal; give --causal or --bidirectional"

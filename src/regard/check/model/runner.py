@@ -23,7 +23,6 @@ MAX_TOKENS = 1100  # beyond which a window is not measured unless `tokens` asks 
 LAYER_TOLERANCE = 1e-4  # difference of the outputs of one layer, relative to the largest
 MODEL_TOLERANCE = 1e-3  # the same after all layers
 WHOLE = "whole model"
-NO_DOCUMENTS = {"gpt_oss", "falcon"}  # forward takes position_ids, but the masks of Transformers 5.23 are built without
 
 _ERRORS = (RuntimeError, ValueError, IndexError, TypeError, AttributeError, NotImplementedError)  # of a broken model
 
@@ -93,7 +92,8 @@ class ModelCheck:
     def __init__(self, driver: Driver, tokens: int | None, causal: bool | None, setup: str) -> None:
         self.driver, self.causal, self.setup = driver, causal, setup
         self.eager: dict[str, Tensor] = {}  # outputs of each layer with eager attention
-        driver.finds_positions  # noqa: B018 - measured once, before inputs are replaced
+        self.layer_tolerance = max(LAYER_TOLERANCE, 4 * driver.precision)
+        self.model_tolerance = max(MODEL_TOLERANCE, 16 * driver.precision)
         self.layers = attention_layers(driver.model)
         if not self.layers:
             raise UserError(f"{type(driver.model).__name__} has no modules that are named attention")
@@ -101,7 +101,11 @@ class ModelCheck:
         if tokens is not None and not 6 <= tokens <= most:
             raise UserError(f"tokens must be between 6 and {most}, the longest text of the model, got {tokens}")
         self.tokens = tokens or min(TOKENS, most)
-        self._discover()
+        try:
+            driver.finds_positions, driver.returns_cache  # noqa: B018 - measured once, before inputs are replaced
+            self._discover()
+        except _ERRORS as error:
+            raise UserError(f"{type(driver.model).__name__} cannot be called: {first_line(error)}") from error
         self.promises = {layer.name: self._promise(layer) for layer in self.layers if not layer.reason}
         sizes = [(p.behind, p.chunk) for p in self.promises.values() if isinstance(p, Promise)]
         self.windows = sorted({size for pair in sizes for size in pair if size is not None})
@@ -126,22 +130,30 @@ class ModelCheck:
             tokens or self.tokens,
             self.encoder_tokens if encoder is None else encoder,
             padding=self.driver.takes_mask or self.driver.two_sequences,
-            cache=self.driver.can_cache,
-            documents=not self.why_no_documents or self.driver.config.model_type in NO_DOCUMENTS,
+            cache=self.has_cache,
+            documents=bool(self.driver.position_name) and self.is_causal,
             encoder_padding=not self.driver.fixed_length,
         )
+
+    @property
+    def is_causal(self) -> bool:
+        """Whether the model is known to be a causal one without an encoder."""
+        found = list(self.promises.values())
+        causal = bool(found) and all(isinstance(each, Promise) and each.ahead == 0 for each in found)
+        return causal and not self.driver.two_sequences
+
+    @property
+    def has_cache(self) -> bool:
+        return (self.is_causal or self.driver.two_sequences) and self.driver.returns_cache
 
     @property
     def why_no_documents(self) -> str:
         """Why positions that start again do not separate documents; empty if the model promises that they do."""
         if self.driver.two_sequences or self.driver.position_name is None:
             return "forward takes no positions that could separate documents"
-        promises = list(self.promises.values())
-        if not promises or not all(isinstance(each, Promise) and each.ahead == 0 for each in promises):
+        if not self.is_causal:
             return "only causal models separate documents by their positions"
-        if self.driver.config.model_type in NO_DOCUMENTS:
-            return "the masks of this model do not depend on positions"
-        return ""
+        return "" if self.driver.masks_take_positions else "the masks of this model do not depend on positions"
 
     def _discover(self) -> None:
         for layer in self.layers:
@@ -184,7 +196,7 @@ class ModelCheck:
         yield from sorted(measured.values(), key=lambda finding: order.index(finding.layer))
         yield from self._unreached_windows()
         yield from check_sinks(self)
-        if not self.driver.can_cache:
+        if not self.has_cache:
             yield self.finding(WHOLE, "cache", "the model has no cache", "", "not promised")
         if "documents" not in {scenario.name for scenario in self.scenarios()}:
             yield self.finding(WHOLE, "documents", self.why_no_documents, "", "not promised")
@@ -239,7 +251,7 @@ class ModelCheck:
             measured = _describe(promise, seen, scenario) or _first_pairs(promise, seen)
             return self.finding(layer.name, scenario.name, str(promise), measured, "failed")
         far, _ = self._farthest(layer, seen, texts)
-        if far > LAYER_TOLERANCE:
+        if far > self.layer_tolerance:
             return self.finding(layer.name, scenario.name, str(promise), _far(far, scenario), "failed")
         return self.finding(layer.name, scenario.name, str(promise), "as promised", "passed")
 
@@ -269,7 +281,7 @@ class ModelCheck:
         if self.implementation == "eager":
             self.eager[layer.name] = outputs
         eager = self.eager.get(layer.name)
-        if finding.verdict != "passed" or eager is None or (far := difference(outputs, eager)) <= LAYER_TOLERANCE:
+        if finding.verdict != "passed" or eager is None or (far := difference(outputs, eager)) <= self.layer_tolerance:
             return finding
         (plain, *_) = self.scenarios()
         code = Program(self.driver, self.setup, self.implementation, plain).against_eager(layer)
@@ -279,17 +291,24 @@ class ModelCheck:
     def _judge_whole(self, scenario: Scenario, texts: list[Alone], broken: bool) -> Finding:
         promised = "outputs of one call" if scenario.name == "cache" else "outputs of each text alone"
         far, _, per_token = self._farthest_whole(scenario, texts)
-        if scenario.hides == "documents" and (self.why_no_documents or not per_token):
-            reason = self.why_no_documents or "the model has one output for all documents"
-            return self.finding(WHOLE, scenario.name, reason, _far(far, scenario), "not promised")
-        if far <= MODEL_TOLERANCE:
+        if far <= self.model_tolerance:
             return self.finding(WHOLE, scenario.name, promised, "as promised", "passed")
-        if "left" in scenario.name and (reason := self.driver.why_no_left_padding):
+        if reason := self._why_not_whole(scenario, bool(per_token)):
             return self.finding(WHOLE, scenario.name, reason, _far(far, scenario), "not promised")
         measured = _far(far, scenario)
         if not broken:
             measured += "; no attention layer differs: look at positions and embeddings"
         return self.finding(WHOLE, scenario.name, promised, measured, "failed")
+
+    def _why_not_whole(self, scenario: Scenario, per_token: bool) -> str:
+        """Why the outputs of the whole model may differ in a scenario; empty if they may not."""
+        if scenario.hides == "documents":
+            others = self.driver.other_layers
+            reason = f"its {others} layers do not separate documents" if others else ""
+            return self.why_no_documents or reason or ("" if per_token else "it has one output for all documents")
+        if not per_token and ("left" in scenario.name or scenario.chunks):
+            return "it has one output for a text, which may be read from its first or last place"
+        return self.driver.why_no_left_padding if "left" in scenario.name else ""
 
     @property
     def _main(self) -> str:
@@ -336,11 +355,11 @@ class ModelCheck:
                 yield layer.name, program.visibility(layer, promise, seen[layer.name])
                 continue
             far, text = self._farthest(layer, seen[layer.name], texts)
-            if far > LAYER_TOLERANCE:
+            if far > self.layer_tolerance:
                 yield layer.name, program.values(layer, text, text_alone(scenario, text))
         if WHOLE in names and scenario.name != "plain":
             far, text, output = self._farthest_whole(scenario, texts)
-            if far > MODEL_TOLERANCE and output:
+            if far > self.model_tolerance and output:
                 yield WHOLE, program.whole(text, text_alone(scenario, text), output)
 
     def finding(self, layer: str, scenario: str, promised: str, measured: str, verdict: Verdict) -> Finding:
