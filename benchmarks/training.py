@@ -24,9 +24,9 @@ from regard.data.readers import Row
 from regard.errors import BadRows
 from regard.models import LanguageConfig, LanguageModel, save
 from regard.positions import sinusoidal
-from regard.tasks.language import Language, Windows, _stream
+from regard.tasks.language import Language, Windows, token_stream
 from regard.tasks.translate import Translate
-from regard.training.loop import Objective, _optimizer
+from regard.training.loop import Objective, build_optimizer
 from regard.training.recipe import Recipe
 from regard.training.seq2seq import SourceTargetPairs
 
@@ -87,7 +87,7 @@ Loss = Callable[[np.ndarray], Tensor]
 
 
 def step_of(model: nn.Module, loss: Loss, recipe: Recipe) -> Callable[[np.ndarray], None]:
-    optimizer = _optimizer(model, recipe)
+    optimizer = build_optimizer(model, recipe)
 
     def step(chosen: np.ndarray) -> None:
         loss(chosen).backward()
@@ -160,7 +160,7 @@ def language(steps: int) -> Iterator[dict[str, Any]]:
 
     task, rows = Language(context=256), [Row(row.place, row.values[:1]) for row in sentences(60000)]
     processor = task.fit_processor(rows)
-    windows = Windows(_stream(processor, rows), 256, 256)
+    windows = Windows(token_stream(processor, rows), 256, 256)
     ours = LanguageModel(
         LanguageConfig(
             processor.require_tokenizer().get_vocab_size(),

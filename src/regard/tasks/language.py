@@ -84,7 +84,7 @@ class Language(Task):
         )
 
     def dataset(self, processor: Processor, rows: Sequence[Row], bad: BadRows) -> Windows:
-        return Windows(_stream(processor, rows), self.context, self.context)
+        return Windows(token_stream(processor, rows), self.context, self.context)
 
     def loss(self, model: nn.Module, batch: Batch, smoothing: float) -> Tensor:
         assert isinstance(model, LanguageModel)
@@ -92,7 +92,7 @@ class Language(Task):
 
     @torch.no_grad()
     def evaluate(self, model: nn.Module, processor: Processor, rows: Sequence[Row]) -> Metrics:
-        stream = _stream(processor, rows)
+        stream = token_stream(processor, rows)
         windows = Windows(stream, self.context, max(1, self.context // 2))
         total, count, device = 0.0, 0, next(model.parameters()).device
         parts = np.array_split(np.arange(len(windows.sizes)), max(1, len(windows.sizes) * self.context // 4096))
@@ -105,9 +105,11 @@ class Language(Task):
         return _perplexity(total / count, count, rows)
 
     def baselines(self, processor: Processor, train: Sequence[Row], held_out: Sequence[Row]) -> dict[str, Metrics]:
-        trigrams = baselines.Trigrams(_stream(processor, train).tokens, processor.require_tokenizer().get_vocab_size())
+        trigrams = baselines.Trigrams(
+            token_stream(processor, train).tokens, processor.require_tokenizer().get_vocab_size()
+        )
         # a stream starts with an end token, for its first line; trigrams need two
-        tokens = _stream(processor, held_out).tokens
+        tokens = token_stream(processor, held_out).tokens
         perplexity = trigrams.perplexity(np.concatenate([tokens[:1], tokens]))
         return {"Kneser-Ney trigrams": _perplexity(float(np.log(perplexity)), len(tokens) - 1, held_out)}
 
@@ -146,7 +148,7 @@ class _Stream:
         self.tokens, self.edges, self.places = tokens, edges, places
 
 
-def _stream(processor: Processor, rows: Sequence[Row]) -> _Stream:
+def token_stream(processor: Processor, rows: Sequence[Row]) -> _Stream:
     """Concatenate all rows, with an end token before the first and after each."""
     end = special_id(processor.require_tokenizer(), END)
     parts = [np.append(ids, end) for ids in encode(processor.require_tokenizer(), [row.values[0] for row in rows])]

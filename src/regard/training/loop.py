@@ -173,7 +173,10 @@ class _Trainer:
             objective = self.accelerator.prepare_model(objective, evaluation_mode=True)  # FSDP has already wrapped it
         else:
             objective = self.accelerator.prepare_model(objective)
-        self.objective, self.optimizer = objective, self.accelerator.prepare_optimizer(_optimizer(model, run.recipe))
+        self.objective, self.optimizer = (
+            objective,
+            self.accelerator.prepare_optimizer(build_optimizer(model, run.recipe)),
+        )
         self.average = state.WeightAverage(self.objective, run.recipe.ema) if run.recipe.ema else None
         self.progress = Progress()
         if self.main:
@@ -450,7 +453,8 @@ def _rejoin_process_group() -> None:
     dist.init_process_group(backend, store=dist.PrefixStore(f"attempt {attempt}", store), rank=rank, world_size=world)
 
 
-def _optimizer(model: nn.Module, recipe: Recipe) -> torch.optim.AdamW:
+def build_optimizer(model: nn.Module, recipe: Recipe) -> torch.optim.AdamW:
+    """Return AdamW with weight decay on matrices only."""
     weights = [weight for weight in model.parameters() if weight.requires_grad]
     groups = [
         {"params": [weight for weight in weights if weight.dim() > 1], "weight_decay": recipe.weight_decay},
