@@ -338,7 +338,9 @@ class _Bounds:
                 targets = [query, *read.leaves.values()]
                 lost = torch.autograd.grad(ones, targets, torch.full_like(ones, self.unit.underflow))
             of_key = torch.full_like(bounds[1], self.unit.underflow)
-            bounds = [b + e for b, e in zip(bounds, (lost[0], of_key, *lost[1:]), strict=True)]
+            # a learned scale of a cosine stores the gradient of the unit vector as well, after that of the scaled one
+            of_unit = self.unit.underflow if name == "Cosine" and read.leaves else 0.0
+            bounds = [b + e for b, e in zip(bounds, (lost[0] + of_unit, of_key, *lost[1:]), strict=True)]
         bounds[0] = bounds[0] + self.unit.underflow * bool(apart)
         for tensor, bound in zip(read.leaves, bounds[2:], strict=True):
             add(tensor, bound)

@@ -103,6 +103,17 @@ def test_sixteen_bit_gradients_of_tiles_are_added_up_before_they_are_rounded() -
     torch.testing.assert_close(value.grad, torch.full_like(value, 2.0**-21), rtol=0, atol=2.0**-25)
 
 
+@pytest.mark.parametrize("engine", ["native", "reference", "tiled"])
+def test_numbers_near_the_least_of_a_dtype_are_within_the_bound(engine: str) -> None:
+    for seed in range(20):
+        scale = torch.tensor([-0.0046], dtype=torch.float64, requires_grad=True)
+        call = one_call(rg.Cosine(scale=scale), 2, stretch=0.1, seed=seed)
+        assert check(plain(call, torch.float16, engine)) == engine
+        call = one_call(rg.Dot(), 2, seed=seed)
+        call.value.mul_(torch.finfo(torch.float64).tiny)
+        assert check(plain(call, torch.float64, engine)) == engine
+
+
 def test_the_bound_sees_queries_that_were_rounded_to_bfloat16() -> None:
     call = one_call(rg.Dot(), 64)
     tensors = [t.float() for t in (call.query, call.key, call.value)]
