@@ -28,7 +28,7 @@ struct Scratch {
 };
 thread_local Scratch scratch;
 
-// The threads of an OpenMP pool do not survive a fork, and waiting for them would hang: a child stays on its one thread.
+// The threads of an OpenMP pool do not survive a fork, and waiting for them would hang: a child uses one thread only.
 volatile bool forked = false;
 
 #ifndef _WIN32
@@ -67,7 +67,7 @@ void* allocate(size_t bytes) {
   if (posix_memalign(&data, cache_line, bytes ? bytes : cache_line) != 0) data = nullptr;
 #endif
 #ifdef REGARD_SANITIZE
-  if (data) memset(data, 0xff, bytes);  // NaN: what is read before it is written shows in the result
+  if (data) memset(data, 0xff, bytes);  // NaN: memory that is read before it is written shows in the result
 #endif
   return data;
 }
@@ -82,7 +82,7 @@ void release(void* memory) {
 
 void* thread_scratch(size_t bytes) {
 #ifdef REGARD_SANITIZE
-  const bool fits = false;  // memory of exactly this size: to run over it by a byte is then seen
+  const bool fits = false;  // allocate exactly this size, so that sanitizers detect an overrun by one byte
 #else
   const bool fits = bytes <= scratch.size;
 #endif
@@ -114,7 +114,7 @@ extern "C" int regard_has_threads(void) {
 
 extern "C" void regard_prefer_large_pages([[maybe_unused]] void* memory, [[maybe_unused]] int64_t bytes) {
 #ifdef __linux__
-  constexpr uintptr_t page = 1 << 16;  // no system has larger ordinary ones
+  constexpr uintptr_t page = 1 << 16;  // the largest ordinary page size of any system
   const uintptr_t first = (uintptr_t(memory) + page - 1) / page * page,
                   last = (uintptr_t(memory) + uintptr_t(bytes)) / page * page;
   if (bytes > 0 && first < last) madvise((void*)first, last - first, MADV_HUGEPAGE);

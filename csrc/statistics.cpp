@@ -1,4 +1,4 @@
-// What the rows of the weights are like, without the weights: one walk over the logits.
+// Statistics of the rows of the weights in one pass over the logits, without storing weights.
 #include "key_ranges.h"
 #include "strips.h"
 
@@ -12,7 +12,7 @@ template <class T> struct Sums {
   T zero, peak;
 };
 
-// How far a logit may rise above the zero before that moves: so far that it hardly ever does, and no sum loses digits.
+// How far a logit may exceed the zero before the zero moves: far enough that it rarely does, and no sum loses digits.
 template <class T> constexpr T rise = 2;
 
 template <class T, class Score> struct Statistics : Strips<T, Statistics<T, Score>, Score> {
@@ -26,7 +26,7 @@ template <class T, class Score> struct Statistics : Strips<T, Statistics<T, Scor
     size_t sums, top_logits, top_keys;
   } at;
 
-  // A number of blocks that does not depend on the threads: their number does not change the bits of the result.
+  // The number of blocks does not depend on that of the threads, so the bits of the result do not either.
   Statistics(const regard_dot& p, const regard_dot_statistics& result)
       : Base(p, 64), result(result), top(result.top),
         chosen{result.chosen_start, result.chosen_stop, result.chosen_count} {
@@ -72,12 +72,12 @@ template <class T, class Score> struct Statistics : Strips<T, Statistics<T, Scor
     return true;
   }
 
-  // `place` is the position of the query, counted from column 0. Returns the largest logit of every lane. Not inlined: it takes
-  // all the registers, and amid others its sums would wait for memory in every step.
+  // `place` is the position of the query, counted from column 0. Returns the largest logit of every lane. Not inlined,
+  // because it needs all registers: inlined, its sums would be stored and loaded in every step.
   __attribute__((noinline)) static Vec<T> add(Sums<T>& sums, const T* logits, T place, int64_t lo, int64_t hi) {
     using V = Vec<T>;
     const V first = __builtin_convertvector(lane_numbers<IntVec<T>>(), V) + (T(lo) - place);
-    // Far below the peak a weight is exactly 0, and times a finite number it stays so.
+    // Far below the peak a weight is exactly 0, also when multiplied by a finite number.
     const V far = broadcast(least_exponent<T>), round = broadcast(rounder<T>);
     if (sums.zero == T(-infinity)) {
       V peaks = broadcast(T(-infinity));
@@ -124,8 +124,8 @@ template <class T, class Score> struct Statistics : Strips<T, Statistics<T, Scor
       sums.chosen += select((number >= T(from - c)) & (number < T(to - c)), exp2(load(logits + c) - top), Vec<T>{});
   }
 
-  // Few logits pass the smallest one kept, so that a test is all that most of them cost. `peaks` are the largest of each
-  // lane: at the beginning, with nothing kept, what is below the last of them that would be is not even tried.
+  // Few logits exceed the smallest kept one, so most of them cost one comparison. `peaks` are the largest logits of each
+  // lane: at the start, when nothing is kept, they give a first lower bound for the logits to keep.
   void keep_largest(Workspace& workspace, int64_t r, const T* logits, Vec<T> peaks, int64_t j0, int64_t lo,
                     int64_t hi) const {
     T* kept = workspace.top_logits + r * top;

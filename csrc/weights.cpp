@@ -1,7 +1,7 @@
-// The weights themselves, summed over runs of keys while they are at hand: some columns of them, or a pooled map.
+// The weights, summed over ranges of keys while they are computed: selected columns, or a pooled map.
 //
-// One walk: the sums of a row are kept relative to its largest logit so far, and divided by their total when the row has
-// seen all its keys. Blocks and bands do not depend on the number of threads, and so neither do the bits of the result.
+// One pass over the keys: the sums of a row are relative to its largest logit so far, and are divided by their total after
+// the last key. Blocks and bands do not depend on the number of threads, so the bits of the result do not either.
 #include "key_ranges.h"
 #include "strips.h"
 
@@ -28,7 +28,7 @@ template <class T, class Visitor, class Score> struct Gather : Strips<T, Visitor
   struct Softmax {
     Vec<T>* totals;
     T* peak;
-    uint8_t* fresh;  // a strip that has no sums yet
+    uint8_t* fresh;  // whether a strip has no sums yet
   };
   Softmax softmax(char* memory) const {
     return {(Vec<T>*)(memory + at.totals), (T*)(memory + at.peak), (uint8_t*)(memory + at.fresh)};
@@ -40,8 +40,8 @@ template <class T, class Visitor, class Score> struct Gather : Strips<T, Visitor
     for (int r = 0; r < MR; ++r) workspace.totals[s * MR + r] = Vec<T>{};
   }
 
-  // The visitor says where the sums of a row are, sums_of(room, walk, row), and which of them the keys of a strip may
-  // reach, reach(walk, strip).
+  // The visitor defines where the sums of a row are, sums_of(room, walk, row), and which of them the keys of a strip
+  // contribute to, reach(walk, strip).
   struct Reach {
     int64_t first, last;
   };
@@ -96,7 +96,7 @@ template <class T, class Visitor, class Score> struct Gather : Strips<T, Visitor
     }
   }
 
-  // What the sums of a row are multiplied by to become weights; NaN where the row saw a bad key.
+  // The factor that turns the sums of a row into weights; NaN if the row has a visible key that is not finite.
   T factor_of(const Softmax& workspace, const ThreadState<T>& w, int64_t r) const {
     double total = double(reduce_add<T>(workspace.totals[r])), shrink = 1;
     if (p.sink) {
@@ -138,7 +138,7 @@ template <class T, class Score> struct SelectedColumns : Gather<T, SelectedColum
   }
 };
 
-// Pieces of an axis, all of about the same length. Neighbours may share one place, not more.
+// Pieces of an axis, all of about the same length. Neighbours overlap in at most one index.
 struct Bins {
   int64_t length, count;
   int64_t start(int64_t n) const { return n * length / count; }
@@ -147,20 +147,20 @@ struct Bins {
   int64_t first_with(int64_t place) const { return place * count / length; }
 };
 
-// The edges of all bins of keys cut the keys into runs, whose weights are summed row by row; rows that are done are added
-// up over their bin of rows, and a bin that is done becomes a row of the map. At any time only one bin is open. Where a
-// band ends inside a bin, what it has of the bin is put aside; these parts are joined at the end, in their order.
+// The edges of all bins of keys split the keys into ranges, whose weights are summed row by row. Finished rows are added
+// to their bin of rows, and a finished bin becomes a row of the map. Only one bin is open at any time. If a band ends
+// inside a bin, its part of the bin is stored; these parts are added at the end, in order.
 template <class T, class Score> struct Pool : Gather<T, Pool<T, Score>, Score> {
   using Base = Gather<T, Pool<T, Score>, Score>;
   using Base::bands, Base::blocks, Base::layout, Base::p, Base::runs, Base::strips;
   using typename Base::Reach;
   const regard_dot_pool& result;
   const Bins rows, columns;
-  int64_t pitch = 0;                // numbers in a row of sums
-  int64_t *edges, *first, *behind;  // of the runs; first[c] .. behind[c] are the runs of column c
-  int64_t *ranks, *cut;             // the first row of each band; which bins the parts belong to, or -1
+  int64_t pitch = 0;                // length of a row of sums
+  int64_t *edges, *first, *behind;  // of the ranges; column c has the ranges first[c] .. behind[c]
+  int64_t *ranks, *cut;             // the first row of each band; the bins of the parts, or -1
   double* part_of_column;           // 1 / the number of its keys
-  T* parts;                         // two for each band: of a bin that began before it, and of one that ends after it
+  T* parts;                         // two per band: of a bin that starts before it, and of one that ends after it
   Buffer table, band_table;
 
   struct {
@@ -199,7 +199,7 @@ template <class T, class Score> struct Pool : Gather<T, Pool<T, Score>, Score> {
   }
 
   int plan(const double* total) {
-    // Enough bands for many threads, unless their parts would outgrow the map.
+    // Enough bands for many threads, unless their parts would need more memory than the map.
     const int64_t units = this->units(), wanted = least<int64_t>(256, (int64_t(1) << 22) / columns.count);
     bands = least(units, greatest<int64_t>(16, wanted));
     Layout sizes;
@@ -220,7 +220,7 @@ template <class T, class Score> struct Pool : Gather<T, Pool<T, Score>, Score> {
 
   struct Workspace : Base::Softmax {
     T *sums, *open;
-    int64_t band, first, last;  // the band, and its rows as they are numbered through the heads
+    int64_t band, first, last;  // the band, and its rows, numbered across all heads
   };
   Workspace workspace(char* memory) const {
     return {this->softmax(memory), (T*)(memory + at.sums), (T*)(memory + at.open), 0, 0, 0};

@@ -82,7 +82,7 @@ def predict(run: Run, *texts: str, skip: bool = False) -> list[Any]:
     return list(run.task.predict(run.model()[0], run.processor, rows, BadRows(skip=skip)))
 
 
-def kit_of(*texts: str, **options: Any) -> Any:
+def build_processor(*texts: str, **options: Any) -> Any:
     return small(**options).fit_processor([Row("", SquadExample(text, text, (), "")) for text in texts])
 
 
@@ -145,7 +145,7 @@ def questions(task: Answer, processor: Any, *examples: SquadExample) -> Any:
 def test_windows_cover_a_long_context_and_share_tokens_and_are_one_item() -> None:
     task = small(longest=30, overlap=8)
     context = " ".join(f"w{n}" for n in range(60))
-    processor = kit_of(context)
+    processor = build_processor(context)
     items = questions(
         task,
         processor,
@@ -180,7 +180,7 @@ def test_the_loss_is_over_all_windows_and_all_places_that_are_right() -> None:
     """Compare with a loop in float64: an answer in two overlapping windows, and an unanswerable question."""
     task = small(longest=24, overlap=10)
     context = " ".join(f"w{n % 7}{n % 5}" for n in range(30))
-    processor = kit_of(context)
+    processor = build_processor(context)
     examples = [
         SquadExample(context, "w1", (("w33", context.index("w33")),), "a"),
         SquadExample(context, "w2", (), "b"),
@@ -216,7 +216,7 @@ def test_the_loss_is_over_all_windows_and_all_places_that_are_right() -> None:
 def test_an_answer_that_is_cut_by_a_window_counts_in_the_window_that_has_all_of_it() -> None:
     task = small(longest=24, overlap=6)
     context = " ".join(f"w{n}" for n in range(40))
-    processor = kit_of(context)
+    processor = build_processor(context)
     for n in range(38):
         answer = f"w{n} w{n + 1}"
         items = questions(task, processor, SquadExample(context, "w1", ((answer, context.index(answer)),), "a"))
@@ -227,7 +227,7 @@ def test_an_answer_that_is_cut_by_a_window_counts_in_the_window_that_has_all_of_
 def test_the_best_span_is_that_of_all_windows_and_no_longer_than_asked() -> None:
     task = small(longest=24, overlap=8)
     context = " ".join(f"w{n}" for n in range(30))
-    processor = kit_of(context)
+    processor = build_processor(context)
     items = questions(task, processor, SquadExample(context, "w1", (), "a"))
     draw = torch.Generator().manual_seed(0)
     for most in (1, 3, 100):

@@ -48,6 +48,7 @@ class LoweredTensors(NamedTuple):
 
 
 def lower(problem: Problem, query: Tensor, key: Tensor, value: Tensor) -> tuple[LoweredTensors, Shaw | None, float]:
+    """Return the tensors for the kernels, the Shaw bias if there is one, and the scale of the dot product."""
     score, scale, shaw, frame = problem.score, problem.scale, None, problem.frame
     diagonal = row_table = dense = sink = weight = None
     if type(score) is Dot and type(scale) is float and problem.bias is None and problem.sink is None:
@@ -154,7 +155,7 @@ class _LoweredBias(Bias):
 
 
 def attend_lowered(x: LoweredTensors, fixed: LoweredConstants, save: bool) -> tuple[Tensor, ...]:
-    """Output, log-sum-exp and, where it is wanted, mass by distance, by torch's operators."""
+    """Return output, log-sum-exp and, if requested, mass by distance, computed by torch's operators."""
     problem, value, d_value = _as_problem(x, fixed), _with_mass(x.value, fixed), x.value.shape[-1]
     output, lse = tiled.attend_by_tiles(problem, x.query, x.key, value, fixed.seed, save)
     return (output[..., :d_value], lse, output[..., d_value:].to(lse))[: 2 + fixed.sizes[1]]
@@ -168,7 +169,7 @@ def curvature(
     grads: Tensors,
     wanted: Sequence[bool],
 ) -> list[Tensor | None]:
-    """How the gradients of the tensors change along tangents of these, by tiles: in the order of `Lowered`."""
+    """Return the derivatives of the gradients along tangents of the tensors, in the order of `LoweredTensors`."""
     problem, d_value = _as_problem(x, fixed), x.value.shape[-1]
     output, lse, mass, output_moves, lse_moves, mass_moves = (*results, None)[:6]
     d_output, d_lse, d_mass = (*grads, None)[:3]
@@ -193,24 +194,24 @@ def curvature(
     return lowered
 
 
-# of a problem
+# The fields in the order of `Problem.tensors`.
 _ORDER = [LoweredTensors._fields.index(name) for name in ("weight", "diagonal", "row_table", "bias", "sink")]
 
 
 def _as_held(tensor: Tensor | None, field: int) -> Tensor | None:
-    """A tensor of `Lowered` as the problem made of it holds it."""
+    """Return a tensor of `LoweredTensors` in the shape that `_as_problem` uses."""
     return tensor[0, :, 0] if tensor is not None and LoweredTensors._fields[field] == "weight" else tensor
 
 
 def _with_mass(value: Tensor, fixed: LoweredConstants) -> Tensor:
-    """The value with columns for the mass by distance, where that is wanted."""
+    """Append columns for the mass by distance to the value, if it is requested."""
     if not fixed.sizes[1]:
         return value
     return torch.cat([value, value.new_zeros(*value.shape[:-1], 2 * fixed.sizes[0] + 1)], -1)
 
 
 def _as_problem(x: LoweredTensors, fixed: LoweredConstants) -> Problem:
-    """The problem over what the kernel is given."""
+    """Return the problem that the lowered tensors describe."""
     assert fixed.problem is not None
     if fixed.problem.mask is not None:
         fixed.problem.mask.check_unchanged()
