@@ -27,7 +27,9 @@ class Sample:
     arrays: dict[str, np.ndarray] = field(default_factory=dict)
     weights: dict[str, Tensor] = field(default_factory=dict)
 
-    def window(self, attention: str, head: int, *, rows: tuple, columns: tuple, size: tuple) -> Window:
+    def window(
+        self, attention: str, head: int, rows: tuple, columns: tuple, size: tuple, *, scaled: bool = False
+    ) -> Window:
         """Return what a record returns: means over the bands of torch's adaptive pooling."""
         part = self.weights[attention][head, rows[0] : rows[1], columns[0] : columns[1]]
         found = pooled(part[None], size)[0].numpy()

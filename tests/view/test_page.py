@@ -78,8 +78,9 @@ def test_an_unknown_language_is_refused(document: Sample) -> None:
     assert '<html lang="zh-CN">' in page(document, lang="zh")
 
 
-def test_both_languages_have_the_same_words() -> None:
-    words = json.loads(STATIC.joinpath("words.json").read_text("utf-8"))
+@pytest.mark.parametrize("name", ["words.json", "live_words.json"])
+def test_both_languages_have_the_same_words(name: str) -> None:
+    words = json.loads(STATIC.joinpath(name).read_text("utf-8"))
     assert list(words["en"]) == list(words["zh"])
     for key, text in words["en"].items():
         assert set(re.findall(r"\{\w+\}", text)) == set(re.findall(r"\{\w+\}", words["zh"][key])), key
@@ -87,16 +88,22 @@ def test_both_languages_have_the_same_words() -> None:
 
 
 def test_the_scripts_use_only_existing_words() -> None:
-    words = json.loads(STATIC.joinpath("words.json").read_text("utf-8"))["en"]
+    words = {
+        key
+        for name in ("words.json", "live_words.json")
+        for key in json.loads(STATIC.joinpath(name).read_text("utf-8"))["en"]
+    }
     asked = set()
     for file in STATIC.iterdir():
         if file.name.endswith(".js"):
-            asked |= set(re.findall(r'\bt\("([^"]+)"', file.read_text("utf-8")))
+            text = file.read_text("utf-8")
+            assert not any(line.count("`") % 2 for line in text.splitlines()), file.name  # no text over several lines
+            asked |= set(re.findall(r'\bt\("([^"]+)"', text))
     assert len(asked) > 40
     assert sorted(name for name in asked if name not in words and not any(w.startswith(name) for w in words)) == []
 
 
-@pytest.mark.parametrize("entry", ["page", "widget"])
+@pytest.mark.parametrize("entry", ["page", "live", "widget"])
 def test_modules_are_bundled_without_imports(entry: str) -> None:
     text = bundle(entry)
     assert not re.search(r"^import\b", text, re.M)

@@ -133,6 +133,74 @@ def test_an_invalid_window_is_refused(client: TestClient, body: Any, status: int
     assert words in answer.json()["error"]
 
 
+LAST = {"record": "last"}
+
+
+@pytest.mark.parametrize(
+    ("kind", "body", "status", "words"),
+    [
+        ("experiment", {}, 410, "no longer holds"),
+        ("experiment", LAST | {"changes": "off"}, 422, "expected {record, changes"),
+        ("experiment", LAST | {"changes": [{"factor": 0.0}] * 257}, 422, "expected {record, changes"),
+        ("experiment", LAST | {"changes": [{"layer": 0, "factor": 0}]}, 422, "a change must be an object of attention"),
+        ("experiment", LAST | {"changes": [{"attention": 0, "factor": 0}]}, 422, "must be an id"),
+        ("experiment", LAST | {"changes": [{"attention": "9", "factor": 0}]}, 422, "applies to no attention"),
+        ("experiment", LAST | {"changes": [{"heads": [2], "factor": 0}]}, 422, "head must be in 0 ... 1"),
+        ("experiment", LAST | {"changes": [{"factor": "0"}]}, 422, "factor must be a number"),
+        ("experiment", LAST | {"changes": [{"factor": 10**400}]}, 422, "factor must be a finite number"),
+        ("experiment", LAST | {"changes": [{"temperature": -1}]}, 422, "temperature must be a positive number"),
+        ("experiment", LAST | {"changes": [{"forbid": [[0, 99]]}]}, 422, "the pair (0, 99) is outside"),
+        ("experiment", LAST | {"changes": [{"force": [[0]]}]}, 422, "force must be (query, key) pairs"),
+        ("experiment", LAST | {"tokens": {"source": {"-1": "a"}}}, 422, "expected {record, changes"),
+        ("experiment", LAST | {"tokens": {"source": {"1": 5}}}, 422, "expected {record, changes"),
+        ("experiment", LAST | {"tokens": {"other": {}}}, 422, "expected {record, changes"),
+        ("experiment", LAST | {"tokens": {"source": {"1": "a"}}}, 422, "has no tokenizer"),
+        (
+            "why",
+            LAST | {"attention": "0", "head": 0, "query": 0},
+            422,
+            "expected {record, attention, head, query, key}",
+        ),
+        ("why", LAST | {"attention": "0", "head": 0, "query": 0, "key": 10**12}, 422, "key must be in"),
+        ("why", LAST | {"attention": "0", "head": -1, "query": 0, "key": 0}, 422, "head must be in 0 ... 1"),
+        ("prediction", LAST | {"against": "none"}, 410, "no longer holds"),
+        ("generate", LAST | {"tokens": 4}, 422, "expected {record, tokens, beams}"),
+        ("generate", LAST | {"tokens": 4000, "beams": 1}, 422, "tokens must be 1 ... 64"),
+        ("generate", LAST | {"tokens": 4, "beams": 1}, 422, "only a language model or a translator"),
+        ("open", LAST | {"row": 1}, 422, "row must be in 0 ... 0"),
+        ("open", LAST | {"row": "0"}, 422, "row must be a whole number"),
+        ("compare", {"text": "a", "second": True}, 422, "there is no second model"),
+        ("compare", {"text": "a", "second": 1}, 422, "second must be true or false"),
+        ("compare", {"text": ""}, 422, "at least one word"),
+        ("other", LAST, 404, "page not found"),
+    ],
+)
+def test_an_invalid_request_is_refused(client: TestClient, kind: str, body: Any, status: int, words: str) -> None:
+    response = client.post("/api/run", json={"text": "some text here"}).json()
+    if body.get("record") == "last":
+        body = body | {"record": response["about"]["record"]}
+    answer = client.post(f"/api/{kind}", json=body)
+    assert answer.status_code == status
+    assert words in answer.json()["error"]
+
+
+def test_experiments_have_records_of_their_own(client: TestClient) -> None:
+    record = client.post("/api/run", json={"text": "a text of some length"}).json()["about"]["record"]
+    change = {"attention": "0", "heads": [1], "forbid": [[3, 2]]}
+    for _ in range(20):  # more than are kept: they never displace the text itself
+        changed = client.post("/api/experiment", json={"record": record, "changes": [change]}).json()["record"]
+    weights = {}
+    for name in (record, changed):
+        answer = client.post("/api/window", json=window(record=name, rows=[3, 4], columns=[2, 3]))
+        weights[name] = np.frombuffer(answer.content[-4:], "<f4")[0]
+    assert weights[record] > 0
+    assert weights[changed] == 0
+    found = client.post("/api/prediction", json={"record": record, "against": changed}).json()
+    assert found["kind"] == "vectors"
+    assert 0 < found["similarity"] < 1
+    assert client.post("/api/window", json=window(record=record, scaled=1)).status_code == 422
+
+
 def test_texts_have_limits(client: TestClient) -> None:
     for text, words in (("", "at least one word"), (7, "must be a string"), ("a" * 5001, "at most 5,000 characters"),
                         ("bad", "the text: has no words; write some")):  # fmt: skip

@@ -10,7 +10,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
+import regard as rg
+from regard.view import Change, capture
 from regard.view.page import bundle, pack_array, static
 from tests.view.browser import Tab
 from tests.view.documents import Sample, long, pooled
@@ -26,7 +29,7 @@ def document() -> Sample:
 
 
 def record(document: Sample) -> Any:
-    return SimpleNamespace(document=document, window=document.window)
+    return SimpleNamespace(document=document, window=document.window, text="")
 
 
 @pytest.fixture
@@ -48,6 +51,7 @@ def test_the_widget_contains_the_document(document: Sample) -> None:
 def test_a_window_is_answered_with_its_weights(document: Sample, sent: list) -> None:
     viewer = Viewer(record(document))
     asked = {
+        "record": viewer._about["record"],
         "id": 7,
         "kind": "window",
         "attention": "0",
@@ -72,7 +76,27 @@ def test_a_failing_request_is_answered_with_an_error(document: Sample, sent: lis
     viewer._handle_custom_msg({"id": 2, "kind": "other"}, [])
     assert len(sent) == 1
     assert sent[0][0]["id"] == 1
-    assert "KeyError" in sent[0][0]["error"]
+    assert "expected {record, attention" in sent[0][0]["error"]
+
+
+def test_experiments_are_answered_by_the_kernel(sent: list) -> None:
+    torch.manual_seed(0)
+    model = rg.models.LanguageModel(rg.models.LanguageConfig(30, d_model=16, layers=2, heads=2, d_hidden=16)).eval()
+    with torch.no_grad(), capture(model) as found:
+        model(torch.tensor([[4, 5, 6, 7]]))
+    with torch.no_grad(), capture(model) as other:
+        model(torch.tensor([[4, 9, 6, 7]]))
+    viewer = found.show(against=other)
+    assert viewer._about["against"]["record"] != viewer._about["record"]
+    asked = {"record": viewer._about["record"], "changes": [{"attention": "0", "heads": [1], "factor": 0}]}
+    viewer._handle_custom_msg({"id": 1, "kind": "experiment", **asked}, [])
+    changed = sent[0][0]["answer"]["record"]
+    part = {"attention": "1", "head": 0, "rows": [3, 4], "columns": [0, 4], "size": [1, 4]}
+    viewer._handle_custom_msg({"id": 2, "kind": "window", "record": changed, **part}, [])
+    expected = found.ablate(Change(layer=0, head=1, factor=0.0)).weights(1, 0, rows=[3])
+    np.testing.assert_allclose(np.frombuffer(sent[1][1][0], "<f4"), expected[0], rtol=1e-6)
+    viewer._handle_custom_msg({"id": 3, "kind": "experiment", **asked | {"changes": [{"factor": "x"}]}}, [])
+    assert sent[2][0] == {"id": 3, "error": "factor must be a number, but is str"}
 
 
 def test_an_unknown_language_is_refused(document: Sample) -> None:

@@ -366,6 +366,8 @@ class CapturedAttention:
         A window of more than 2^24 weights is made of the cells of a 1024 x 1024 map that overlap it. The map is
         computed once, and its outer cells may extend beyond the window.
         """
+        if not 0 <= head < self.heads:
+            raise ValueError(f"head must be in 0 ... {self.heads - 1}, but is {head}")
         batch = self.row if batch is None else batch
         (top, bottom), (left, right) = _check_range("rows", rows, self.Q), _check_range("columns", columns, self.K)
         size = (min(size[0], bottom - top), min(size[1], right - left))

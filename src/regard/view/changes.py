@@ -65,7 +65,7 @@ class Change:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int | float):
                 raise TypeError(f"{name} must be a number, but is {type(value).__name__}")
-            if not math.isfinite(value) or value <= least:
+            if not -1e300 < value < 1e300 or value <= least:  # also true of NaN and of huge integers
                 expected = "a positive number" if least == 0 else "a finite number"
                 raise ValueError(f"{name} must be {expected}, but is {value}")
         for name in ("forbid", "force"):

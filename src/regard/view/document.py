@@ -102,16 +102,8 @@ def document(record: Record, budget: int | None = None) -> Document:
     if not record.attentions:
         raise ValueError(NOTHING)
     sizes, arrays = choose_sizes(record, budget), dict[str, np.ndarray]()
-    about = {
-        "format": FORMAT,
-        "title": record.title,
-        "text": record.text,
-        "note": record.note,
+    about = summary(record) | {
         "opens": _initial_selection(record),
-        "streams": {
-            name: {"tokens": list(stream.tokens), "special": list(stream.special)}
-            for name, stream in record.streams.items()
-        },
         "image": record.image,
         "spectrogram": record.spectrogram,
         "attentions": [_attention(record, number, sizes, arrays) for number in range(len(record.attentions))],
@@ -120,10 +112,41 @@ def document(record: Record, budget: int | None = None) -> Document:
     return Document(about, arrays)
 
 
+def summary(record: Record) -> dict[str, Any]:
+    """Return the part of a document that needs no weights: names, tokens, sizes, and what a live page may request."""
+    output = record.output
+    return {
+        "format": FORMAT,
+        "title": record.title,
+        "text": record.text,
+        "note": record.note,
+        "streams": {
+            name: {"tokens": list(stream.tokens), "special": list(stream.special)}
+            for name, stream in record.streams.items()
+        },
+        "attentions": [_head_names(record, number) for number in range(len(record.attentions))],
+        "runs": record.call is not None and not record.call.model.training,
+        "edits": [] if record.call is None or record.tokenizer is None else record.call.roles,
+        "generates": record.generates,
+        "batch": [record.row, record.attentions[0].batch],
+        "prompt": record.prompt,
+        "output": None if output is None else {"kind": output.kind, "first": output.first, "last": output.last},
+    }
+
+
+def _head_names(record: Record, number: int) -> dict[str, Any]:
+    captured = record.attentions[number]
+    queries, keys = record.stream_names(captured)
+    return {
+        "id": str(number), "name": captured.name, "layer": captured.layer, "kind": captured.kind, "queries": queries,
+        "keys": keys, "heads": record.displayed_heads(captured), "formula": captured.formula, "Q": captured.Q,
+        "K": captured.K,
+    }  # fmt: skip
+
+
 def _attention(record: Record, number: int, sizes: Sizes, arrays: dict[str, np.ndarray]) -> dict[str, Any]:
     captured = record.attentions[number]
     heads = record.displayed_heads(captured)
-    queries, keys = record.stream_names(captured)
 
     def put(name: str, tensor: Tensor, dtype: type | None = None) -> str:
         array = tensor.detach().cpu().numpy()
@@ -160,17 +183,7 @@ def _attention(record: Record, number: int, sizes: Sizes, arrays: dict[str, np.n
         tops["top_keys"] = put("top_keys", top_keys, np.uint16 if captured.K <= 1 << 16 else np.int32)
         tops["top_weights"] = put("top_weights", top_weights)
         tops["top_rows"] = None if len(rows) == captured.Q else put("top_rows", rows, np.int32)
-    return {
-        "id": str(number),
-        "name": captured.name,
-        "layer": captured.layer,
-        "kind": captured.kind,
-        "queries": queries,
-        "keys": keys,
-        "heads": heads,
-        "formula": captured.formula,
-        "Q": captured.Q,
-        "K": captured.K,
+    return _head_names(record, number) | {
         "offset": captured.offset,
         "maps": put("maps", maps),
         "exact": exact,

@@ -117,11 +117,12 @@ def generate_records(record: Record, max_new_tokens: int, beams: int) -> list[Re
         if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
             raise ValueError(f"{name} must be in 1 ... {most}, but is {value!r}")
     call = require_call(record)
-    if record.output is None or record.output.kind != "tokens" or not _decodes(record):
-        raise ValueError("only a language model or a translator generates tokens, and this model is neither")
+    if not can_generate(record):
+        raise ValueError(
+            "only a language model or a translator generates tokens, from a batch of one; capture one sequence of such "
+            "a model"
+        )
     role = "target" if "target" in record.inputs else "source"
-    if record.attentions[0].batch > 1:
-        raise ValueError("generation needs a batch of one; capture one sequence")
     prompt = call.ids(role)
     call = call.drop_masks(len(prompt))
     prompt = prompt[:1] if role == "target" else prompt
@@ -210,8 +211,13 @@ def _rename(record: Record, stream: Stream, position: int, token: int) -> Stream
     )
 
 
-def _decodes(record: Record) -> bool:
-    return any(captured.kind == "decoder" for captured in record.attentions)
+def can_generate(record: Record) -> bool:
+    """Whether the model predicts next tokens, and its captured call can be run again."""
+    decodes = any(captured.kind == "decoder" for captured in record.attentions)
+    tokens = record.output is not None and record.output.kind == "tokens"
+    return (
+        record.call is not None and bool(record.call.roles) and tokens and decodes and record.attentions[0].batch == 1
+    )
 
 
 def _stop_tokens(call: ModelCall) -> tuple[int, ...]:

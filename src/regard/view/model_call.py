@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -49,10 +50,19 @@ class ModelCall:
         with torch.no_grad():
             return self.model(*self.args, **self.kwargs)
 
+    @property
+    def roles(self) -> list[str]:
+        """The inputs that are token ids: source, target, both or none."""
+        found = []
+        for role in ("source", "target"):
+            with suppress(ValueError):
+                self._find(role)
+                found.append(role)
+        return found
+
     def ids(self, role: str, row: int = 0) -> Tensor:
         """Return the token ids (n,) of a batch row of the source or the target."""
-        where, value = self._find(role)
-        del where
+        _, value = self._find(role)
         if isinstance(value, Tensor):
             return value[row]
         return (value.values if isinstance(value, Packed) else torch.cat(list(value)))[_part(value, row)]

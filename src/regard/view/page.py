@@ -45,7 +45,7 @@ def page(document: PageContent, lang: str = "en", *, live: bool = False) -> str:
     """
     if lang not in LANGUAGES:
         raise ValueError(f"lang must be one of {', '.join(LANGUAGES)}, but is {lang!r}")
-    script, style = bundle("page"), static("style.css")
+    script, style = bundle("live" if live else "page"), stylesheet(live)
     policy = [
         "default-src 'none'",
         f"script-src '{_hash(script)}'",
@@ -108,7 +108,8 @@ def script_json(value: Any) -> str:
 def bundle(entry: str) -> str:
     """Return `static/<entry>.js` and the modules that it imports as one module.
 
-    Each module becomes a function that is called once and returns its exports, so that names do not collide.
+    Each module becomes a function that is called once and returns its exports, so that names do not collide. Comments
+    and indentation are left out, so no text may contain a line break.
     """
     order: dict[str, str] = {}
 
@@ -126,7 +127,8 @@ def bundle(entry: str) -> str:
                 line = line.removeprefix("export ")
             elif line.startswith(("import", "export")) and not outermost:
                 raise ValueError(f"{name}.js: expected an import or export of one of the bundled forms, got {line!r}")
-            lines.append(line)
+            if not (line := line.strip()).startswith("//"):
+                lines.append(line)
         body = "\n".join(lines)
         if not outermost:
             body = f"const ${name} = (() => {{\n{body}\nreturn {{ {', '.join(exported)} }};\n}})();"
@@ -142,6 +144,11 @@ def bundle(entry: str) -> str:
 def static(name: str) -> str:
     """Return the text of a front-end file."""
     return files("regard.view").joinpath("static", name).read_text("utf-8")
+
+
+def stylesheet(live: bool) -> str:
+    """Return the style of a saved page, or that of a live one."""
+    return static("style.css") + (static("live.css") if live else "")
 
 
 def _hash(text: str) -> str:

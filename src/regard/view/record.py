@@ -348,6 +348,13 @@ class Record:
 
         return ablate_record(self, changes, {"source": tokens or {}, "target": target_tokens or {}})
 
+    @property
+    def generates(self) -> bool:
+        """Whether `generate` can be called."""
+        from regard.view.experiments import can_generate
+
+        return can_generate(self)
+
     def generate(self, max_new_tokens: int = 16, beams: int = 1) -> list[Record]:
         """Continue the tokens of a language model, or generate the target of a translator, under the same changes.
 
@@ -402,11 +409,14 @@ class Record:
             captured.precompute()
         return self
 
-    def show(self, lang: str = "en") -> Any:
-        """Return the viewer as a notebook widget, which can load every exact weight."""
+    def show(self, lang: str = "en", *, against: Record | None = None) -> Any:
+        """Return the viewer as a notebook widget, which can load every exact weight and run experiments.
+
+        against: a record of another text or model, to compare with.
+        """
         from regard.view.widget import Viewer
 
-        return Viewer(self.precompute(), lang)
+        return Viewer(self.precompute(), lang, None if against is None else against.precompute())
 
     def _repr_mimebundle_(self, include: Any = None, exclude: Any = None, **more: Any) -> dict[str, str]:
         import html

@@ -8,12 +8,10 @@ from __future__ import annotations
 import json
 import logging
 import os
-import secrets
 import socket
 import threading
-from collections.abc import Callable, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from typing import Any
 
 import anyio
@@ -24,17 +22,15 @@ from starlette.responses import HTMLResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from regard.view.document import Document, document
+from regard.view.document import Document
 from regard.view.page import page, script_json
 from regard.view.record import Record
+from regard.view.workspace import REQUESTS, RUNS, HeldRecord, RequestError, Workspace
 
 LOCAL = ("127.0.0.1", "localhost", "[::1]")
 BODY = 1 << 20  # most bytes of a request body
-SIDE = 4096  # most rows and columns of a window
-CELLS = 1 << 22  # most cells of a window
 SECONDS = 120.0  # most time to compute a response
 REQUEST_SECONDS = 10.0  # most time for a request to arrive
-MAX_RECORDS = 4  # recent records to keep, since other tabs may still show them
 HEADERS = {
     "Cache-Control": "no-store",
     "X-Content-Type-Options": "nosniff",
@@ -43,108 +39,114 @@ HEADERS = {
     "Cross-Origin-Resource-Policy": "same-origin",
     "Cross-Origin-Opener-Policy": "same-origin",
 }
-LIVE = 3_000_000  # bytes of a document; the page requests further weights as windows
 log = logging.getLogger("regard.view")
 
 CaptureText = Callable[[str], Record]
 """Captures the text of the text box; the message of a ValueError is shown to the user."""
 
 
-class RequestError(Exception):
-    """A refused request: an HTTP status and a message."""
+class Session(Workspace):
+    """The records of the latest texts, by id. The model runs one text or experiment after the other.
 
-    def __init__(self, status: int, message: str) -> None:
-        super().__init__(message)
-        self.status = status
-
-
-@dataclass(frozen=True, eq=False)
-class CapturedText:
-    """A text, its record, the id of the record, and the document that a page shows."""
-
-    id: str
-    text: str
-    record: Record
-    document: Document
-
-
-class Session:
-    """The records of the latest texts, by id. Texts are captured one after the other."""
+    against: captures texts with a second model, to compare the two.
+    """
 
     def __init__(
-        self, capture_text: CaptureText, first: str, *, longest: int = 250_000, seconds: float = SECONDS
+        self,
+        capture_text: CaptureText,
+        first: str,
+        *,
+        against: CaptureText | None = None,
+        longest: int = 250_000,
+        seconds: float = SECONDS,
     ) -> None:
-        self.capture_text, self.longest, self.seconds = capture_text, longest, seconds
+        super().__init__()
+        self.capture_text, self.against, self.longest, self.seconds = capture_text, against, longest, seconds
         self.busy = threading.Lock()
-        self.records: dict[str, CapturedText] = {}
-        self.last = self.run(first)
+        self.run(first)
 
     @property
     def record(self) -> Record:
         return self.last.record
 
-    def run(self, text: str) -> CapturedText:
-        """Capture a text and make it the current one."""
+    def run(self, text: str) -> Document:
+        """Capture a text, make it the current one, and return its document."""
+        with self._alone():
+            held = self.add(self.capture_text(text).precompute(), text)
+            contents = self._document(held)
+        self.last, self.last_document = held, contents
+        return contents
+
+    def compare(self, text: str, *, second: bool) -> dict[str, Any]:
+        """Capture a text next to the current one, with the second model if `second`; return its summary."""
+        capture_text = self.against if second else self.capture_text
+        if capture_text is None:
+            raise RequestError(422, "there is no second model to compare with; start the server with two")
+        with self._alone():
+            return self.add(capture_text(text).precompute(), text, derived=True).summary()
+
+    def answer(self, kind: str, body: Mapping[str, Any]) -> Any:
+        """Answer a request with plain data, one at a time where the model runs."""
+        with self._alone() if kind in RUNS else nullcontext():
+            found = super().answer(kind, body)
+        if kind == "open":
+            found["about"]["compares"] = self._compares
+        return found
+
+    def _document(self, held: HeldRecord) -> Document:
+        contents = held.document()
+        contents.about["compares"] = self._compares
+        return contents
+
+    @property
+    def _compares(self) -> list[str]:
+        """What the page can compare a text with, besides changes and heads."""
+        return ["text", "model"] if self.against is not None else ["text"]
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
         if not self.busy.acquire(timeout=self.seconds / 2):
             raise RequestError(503, "another text is still being computed; try again")
         try:
-            record = self.capture_text(text).precompute()
-            contents, name = document(record, LIVE), secrets.token_hex(8)
-            about = contents.about | {"text": text, "record": name}
-            self.last = self.records[name] = CapturedText(name, text, record, replace(contents, about=about))
-            while len(self.records) > MAX_RECORDS:
-                del self.records[next(iter(self.records))]
-            return self.last
+            yield
         finally:
             self.busy.release()
 
-    def find(self, name: Any) -> CapturedText:
-        """Return the captured text with an id."""
-        captured = self.records.get(name) if isinstance(name, str) else None
-        if captured is None:
-            raise RequestError(410, "the server no longer holds this text; send it again")
-        return captured
-
 
 def application(session: Session, *, lang: str = "en", hosts: Sequence[str] = LOCAL) -> ASGIApp:
-    """Return the ASGI application: the page at `/`, and its requests `api/run` and `api/window`."""
+    """Return the ASGI application: the page at `/`, and its requests below `/api`."""
 
     async def home(request: Request) -> Response:
-        return HTMLResponse(await _with_timeout(session, lambda: page(session.last.document, lang, live=True)))
+        return HTMLResponse(await _with_timeout(session, lambda: page(session.last_document, lang, live=True)))
 
     async def run(request: Request) -> Response:
+        text = read_text(await _read_json(request))
+        return _json(await _with_timeout(session, lambda: session.run(text).json()))
+
+    async def compare(request: Request) -> Response:
         body = await _read_json(request)
+        text, second = read_text(body), body.get("second", False)
+        if not isinstance(second, bool):
+            raise RequestError(422, "second must be true or false")
+        return _json(await _with_timeout(session, lambda: session.compare(text, second=second)))
+
+    async def ask(request: Request) -> Response:
+        body, kind = await _read_json(request), request.path_params["kind"]
+        if kind not in REQUESTS:
+            raise RequestError(404, "page not found")
+        return _json(await _with_timeout(session, lambda: session.answer(kind, body)))
+
+    def read_text(body: dict[str, Any]) -> str:
         text = body.get("text")
         if not isinstance(text, str) or not text.strip():
             raise RequestError(422, "text must be a string of at least one word")
         if len(text) > session.longest:
             raise RequestError(422, f"text must have at most {session.longest:,} characters, but has {len(text):,}")
-        whole = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")  # replace lone surrogates
-        return _json(await _with_timeout(session, lambda: session.run(whole).document.json()))
+        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")  # replace lone surrogates
 
     async def window(request: Request) -> Response:
         body = await _read_json(request)
-        try:
-            name, head = str(body["attention"]), _whole(body["head"])
-            rows, columns, size = ((_whole(edge) for edge in body[part]) for part in ("rows", "columns", "size"))
-            (top, bottom), (left, right), (tall, wide) = rows, columns, size
-        except (KeyError, TypeError, ValueError):
-            raise RequestError(
-                422,
-                "expected {record, attention, head, rows: [start, stop], columns: [start, stop], "
-                "size: [rows, columns]}",
-            ) from None
-        if not 0 < tall <= SIDE or not 0 < wide <= SIDE or tall * wide > CELLS:
-            raise RequestError(
-                422, f"size must be 1 ... {SIDE} each way and at most {CELLS:,} cells, but is {tall} x {wide}"
-            )
-        record = session.find(body.get("record")).record
-        captured = record.attention(name)
-        if not 0 <= head < captured.heads:
-            raise RequestError(422, f"head must be in 0 ... {captured.heads - 1}, but is {head}")
-        cells = await _with_timeout(
-            session, lambda: record.window(name, head, (top, bottom), (left, right), (tall, wide))
-        )
+        cells = await _with_timeout(session, lambda: session.window(body))
         sizes = np.array(cells.weights.shape, "<i4")
         parts = (sizes, cells.rows.astype("<i4"), cells.columns.astype("<i4"), cells.weights.astype("<f4"))
         return Response(b"".join(part.tobytes() for part in parts), media_type="application/octet-stream")
@@ -164,6 +166,8 @@ def application(session: Session, *, lang: str = "en", hosts: Sequence[str] = LO
         Route("/", home, methods=["GET"]),
         Route("/api/run", run, methods=["POST"]),
         Route("/api/window", window, methods=["POST"]),
+        Route("/api/compare", compare, methods=["POST"]),
+        Route("/api/{kind}", ask, methods=["POST"]),
     ]
     handlers: dict[Any, Any] = {RequestError: refuse, ValueError: refuse, 404: refuse, 405: refuse, Exception: fail}
     return _Guard(Starlette(routes=routes, exception_handlers=handlers), tuple(hosts))
@@ -216,12 +220,6 @@ def _without_port(host: str) -> str:
     """Return the name of a host without its port."""
     name, colon, port = host.rpartition(":")
     return (name if colon and port.isdigit() else host).lower()
-
-
-def _whole(value: Any) -> int:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError
-    return value
 
 
 async def _read_json(request: Request) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -12,52 +12,50 @@ try:
 except ImportError as error:
     raise ImportError(f"the notebook widget needs {error.name}: pip install 'regard[view]'") from error
 
-from regard.view.captured_attention import Window
-from regard.view.page import LANGUAGES, PageContent, bundle, finite, pack_array, static
+from regard.view.page import LANGUAGES, PageContent, bundle, finite, pack_array, stylesheet
+from regard.view.workspace import REQUESTS, Workspace
 
-
-class Records(Protocol):
-    """The data source of the widget: a document, and windows of exact weights."""
-
-    @property
-    def document(self) -> PageContent: ...
-
-    def window(
-        self, attention: str, head: int, rows: tuple[int, int], columns: tuple[int, int], size: tuple[int, int]
-    ) -> Window: ...
+if TYPE_CHECKING:
+    from regard.view.record import Record
 
 
 class Viewer(anywidget.AnyWidget):
     """Notebook widget of a record: `record.show()` or `record.show("zh")` as the last line of a cell."""
 
     _esm = bundle("widget")
-    _css = static("style.css")
+    _css = stylesheet(live=True)
     _about = traitlets.Dict().tag(sync=True)
     _arrays = traitlets.Dict().tag(sync=True)
     _lang = traitlets.Unicode("en").tag(sync=True)
     _live = traitlets.Bool(True).tag(sync=True)
 
-    def __init__(self, record: Records, lang: str = "en") -> None:
+    def __init__(self, record: Record, lang: str = "en", against: Record | None = None) -> None:
         if lang not in LANGUAGES:
             raise ValueError(f"lang must be one of {', '.join(LANGUAGES)}, but is {lang!r}")
-        document = record.document
+        document: PageContent = record.document
+        self._workspace = Workspace()
+        about = document.about | {"record": self._workspace.add(record, record.text).id}
+        if against is not None:
+            about |= {"compares": ["record"], "against": self._workspace.add(against, against.text).summary()}
         arrays = {}
         for name, array in document.arrays.items():
             dtype, shape, data = pack_array(array)
             arrays[name] = {"dtype": dtype, "shape": shape, "data": data}
-        super().__init__(_about=finite(document.about), _arrays=arrays, _lang=lang)
-        self._record = record
+        super().__init__(_about=finite(about), _arrays=arrays, _lang=lang)
         self.on_msg(self._answer)
 
     def _answer(self, _: Any, request: Any, __: Any) -> None:
-        """Answer a message of the browser, {id, kind: "window", attention, head, rows, columns, size}."""
-        if not isinstance(request, dict) or request.get("kind") != "window":
+        """Answer a message of the browser, {id, kind, ...}: a window or one of `workspace.REQUESTS`."""
+        if not isinstance(request, dict) or request.get("kind") not in ("window", *REQUESTS):
             return
+        name, kind = request.get("id"), request["kind"]
         try:
-            rows, columns, size = (tuple(request[name]) for name in ("rows", "columns", "size"))
-            window = self._record.window(request["attention"], request["head"], rows=rows, columns=columns, size=size)
+            if kind != "window":
+                self.send({"id": name, "answer": finite(self._workspace.answer(kind, request))})
+                return
+            window = self._workspace.window(request)
         except Exception as error:  # the browser waits for an answer to every request
-            self.send({"id": request.get("id"), "error": f"{type(error).__name__}: {error}"})
+            self.send({"id": name, "error": f"{error}" or type(error).__name__})
             return
-        answer = {"id": request["id"], "rows": window.rows.tolist(), "columns": window.columns.tolist()}
+        answer = {"id": name, "rows": window.rows.tolist(), "columns": window.columns.tolist()}
         self.send(answer, buffers=[np.ascontiguousarray(window.weights, "<f4").tobytes()])

@@ -1,6 +1,6 @@
 // The viewer: one state, one data source, and one visible view.
 import { createControls, createHeader, createTabs } from "./bars.js";
-import { palette } from "./colours.js";
+import { diverging, palette } from "./colours.js";
 import { debounce, el } from "./dom.js";
 import { save } from "./exports.js";
 import { headsView } from "./heads.js";
@@ -20,14 +20,15 @@ const VIEW_FACTORIES = { heads: headsView, map: mapView, tokens: tokensView, ima
 const THEMES = ["auto", "light", "dark"];
 const NONE = new Set();
 
-// address: whether the viewer may change the URL. keys: the element whose key presses it handles.
-export function start(root, source, { language = "en", address = false, keys = root } = {}) {
+// address: whether the viewer may change the URL. keys: the element whose key presses it handles. live: what only a live
+// source can show: {experimentView, createWhy, words}.
+export function start(root, source, { language = "en", address = false, keys = root, live = null } = {}) {
   const system = matchMedia("(prefers-color-scheme: dark)");
   const views = {};
   const matches = new Map(); // tokens that match the search, by stream
   const app = {
-    source, language, theme: "auto", t: translator(language), version: 0, hit: 0, tip: createTip(),
-    neighbours: createNeighbours(source), state: fitState(address ? fromHash(location.hash) : {}, source.about),
+    source, live, language, theme: "auto", t: translator(language, live?.words), version: 0, hit: 0, tip: createTip(),
+    neighbours: createNeighbours(source, () => app.scaled()), state: {},
 
     set(patch) {
       const before = app.state;
@@ -36,9 +37,12 @@ export function start(root, source, { language = "en", address = false, keys = r
       update();
     },
     palette: () => palette(dark()),
+    diverging: () => diverging(dark()),
     attention: () => app.source.about.attentions.find(({ id }) => id === app.state.attention),
     attentions: () => app.source.about.attentions.filter(({ kind }) => kind === app.state.kind),
     tokens: (stream) => app.source.about.streams[stream]?.tokens ?? [],
+    // Whether numbers are weights times the lengths of the values, which only a live source has.
+    scaled: () => app.state.scaled && Boolean(app.source.about.live) && ["map", "tokens", "experiment"].includes(app.state.view),
     text: (stream, token) => app.tokens(stream)[token] ?? String(token),
     streamName: (stream) => (app.t(`stream.${stream}`) === `stream.${stream}` ? stream : app.t(`stream.${stream}`)),
     special: (stream) => new Set(app.source.about.streams[stream]?.special ?? []),
@@ -108,12 +112,16 @@ export function start(root, source, { language = "en", address = false, keys = r
       } else delete root.dataset.stale;
     },
 
-    async run(text) {
+    run: (text) => app.load((wanted) => app.source.run(text, wanted)),
+    // Show another record that the host holds: {record, row}.
+    open: (request) => app.load((wanted) => app.source.open(request, wanted)),
+
+    async load(answer) {
       const now = ++running;
       app.stale("busy");
       header.busy(app.t("text.busy"));
       try {
-        await app.source.run(text, () => now === running);
+        await answer(() => now === running);
         if (now !== running) return;
         header.busy("");
         app.stale("");
@@ -121,7 +129,8 @@ export function start(root, source, { language = "en", address = false, keys = r
         app.neighbours.forget();
         matches.clear();
         for (const view of Object.values(views)) view.forget?.();
-        app.set({});
+        markLive();
+        app.set({ text: app.source.about.text ?? "", position: null });
       } catch (error) {
         if (now !== running) return;
         app.stale("failed");
@@ -162,7 +171,7 @@ export function start(root, source, { language = "en", address = false, keys = r
     },
     nextLanguage() {
       app.language = LANGUAGES[(LANGUAGES.indexOf(app.language) + 1) % LANGUAGES.length];
-      app.t = translator(app.language);
+      app.t = translator(app.language, live?.words);
       if (address) document.documentElement.lang = app.language === "zh" ? "zh-CN" : "en";
       update();
     },
@@ -173,6 +182,7 @@ export function start(root, source, { language = "en", address = false, keys = r
     },
   };
   let running = 0;
+  const markLive = () => (app.source.about.live = Boolean(live) && app.source.live && Boolean(app.source.about.record && app.source.about.batch));
 
   const dark = () => (app.theme === "auto" ? system.matches : app.theme === "dark");
   const header = createHeader(app);
@@ -196,9 +206,25 @@ export function start(root, source, { language = "en", address = false, keys = r
     if (token !== undefined) views[app.state.view].reveal?.(token, stream);
   }
 
+  // Read the state of the link. A live page first computes the text of the link, and then what the rest refers to.
+  function restore() {
+    markLive();
+    const { about } = app.source;
+    const given = address ? fromHash(location.hash) : {};
+    const text = given.text ?? "";
+    app.state = fitState({ ...given, text: about.text ?? "" }, about);
+    if (!app.source.canRun || !text.trim() || text === about.text) return;
+    app.run(text).then(() => {
+      if (app.source.about.text !== text) return;
+      header.fill(text);
+      app.set({ ...given, text });
+    });
+  }
+
   const updateAddress = () => {
     if (!address) return;
-    const hash = toHash(app.state);
+    const { text, ...rest } = app.state;
+    const hash = toHash(app.source.canRun && app.state.view === "experiment" ? { ...rest, text } : rest);
     try {
       if (location.hash.slice(1) !== hash) history.replaceState(null, "", `#${hash}`);
     } catch {
@@ -219,7 +245,7 @@ export function start(root, source, { language = "en", address = false, keys = r
       main.replaceChildren(el("p", { class: "muted", text: app.t("empty") }));
       return;
     }
-    views[view] ??= VIEW_FACTORIES[view](app);
+    views[view] ??= (view === "experiment" ? live.experimentView : VIEW_FACTORIES[view])(app);
     if (main.firstChild !== views[view].element) main.replaceChildren(views[view].element);
     hint.textContent = views[view].hint ? app.t(views[view].hint) : "";
     Promise.resolve(views[view].update()).catch(app.showError);
@@ -237,13 +263,13 @@ export function start(root, source, { language = "en", address = false, keys = r
       const kinds = [...new Set(app.source.about.attentions.map(({ kind }) => kind))];
       app.set({ kind: kinds[(kinds.indexOf(app.state.kind) + 1) % kinds.length], attention: "", token: null, rows: null, columns: null });
     },
-    Escape: () => app.set({ token: null }),
+    Escape: () => app.set({ token: null, cell: null }),
   };
   keys.addEventListener("keydown", (event) => {
     if (event.ctrlKey || event.metaKey || event.altKey || event.defaultPrevented || help.element.open) return;
     if (/^(input|textarea|select)$/i.test(event.target.tagName) && event.key !== "Escape") return;
     const view = available(app.source.about)[Number(event.key) - 1];
-    const act = event.key >= "1" && event.key <= "7" ? view && (() => app.set({ view })) : Object.hasOwn(acts, event.key) && acts[event.key];
+    const act = event.key >= "1" && event.key <= "8" ? view && (() => app.set({ view })) : Object.hasOwn(acts, event.key) && acts[event.key];
     if (!act) return;
     event.preventDefault();
     act();
@@ -254,11 +280,12 @@ export function start(root, source, { language = "en", address = false, keys = r
   system.addEventListener("change", update);
   if (address) {
     addEventListener("hashchange", () => {
-      app.state = fitState(fromHash(location.hash), app.source.about);
+      restore();
       matches.clear();
       update();
     });
   }
+  restore();
   update();
   return app;
 }

@@ -21,8 +21,8 @@ export function axes(field, view, size, level, palette, top) {
         const [x, y] = [(level.columnEdges[j] + 0.5 - view.left) * across, (level.rowEdges[i] + 0.5 - view.top) * down];
         if (x < 0 || y < 0 || x > size.width || y > size.height) continue;
         const value = level.data[i * level.columns + j];
-        if (value > 0) {
-          const text = value < 0.001 ? "<.001" : number(value).replace(/^0/, "");
+        if (value > 0 || (palette.signed && value < 0)) {
+          const text = Math.abs(value) < 0.001 ? (palette.signed ? "≈0" : "<.001") : number(value).replace(/^(-?)0/, "$1");
           labelled.push({ x, y, text, size: 11, align: "center", fill: palette.ink(value, top) });
         }
       }
@@ -64,15 +64,17 @@ function* cycle(items) {
 
 // The upper end of a scale, as a number of two digits.
 export function scaleText(top) {
-  return top && top < 0.001 ? top.toExponential(1) : String(Number(top.toPrecision(2)));
+  return top && Math.abs(top) < 0.001 ? top.toExponential(1) : String(Number(top.toPrecision(2)));
 }
 
 export function legend(element, palette, top, label) {
-  const stops = Array.from({ length: 33 }, (_, n) => palette.css(n / 32, 1)).join(", "); // linear in the weights
-  const bar = el("span", { class: "legend-bar", role: "img", "aria-label": `${label}: 0 – ${scaleText(top)}` });
+  const low = palette.signed ? -1 : 0;
+  const from = palette.signed ? scaleText(-top) : "0";
+  const stops = Array.from({ length: 33 }, (_, n) => palette.css(low + ((1 - low) * n) / 32, 1)).join(", "); // linear in the weights
+  const bar = el("span", { class: "legend-bar", role: "img", "aria-label": `${label}: ${from} – ${scaleText(top)}` });
   bar.style.background = `linear-gradient(to right, ${stops})`;
   element.replaceChildren(
-    el("span", { text: "0" }),
+    el("span", { text: from }),
     bar,
     el("span", { text: scaleText(top) }),
     el("span", { class: "legend-label", text: label }),
@@ -86,7 +88,8 @@ export function colourBar(x, y, palette, label, [from, to], even = false) {
   const start = 8 + 7 * from.length;
   bar.append(svg("text", { x: 0, y: 10, "font-size": 11, text: from }));
   for (let n = 0; n < 60; n++) {
-    bar.append(svg("rect", { x: start + 2 * n, y: 0, width: 2.2, height: 12, fill: palette.css(even ? (n / 59) ** 2 : n / 59, 1) }));
+    const share = palette.signed ? (2 * n) / 59 - 1 : even ? (n / 59) ** 2 : n / 59;
+    bar.append(svg("rect", { x: start + 2 * n, y: 0, width: 2.2, height: 12, fill: palette.css(share, 1) }));
   }
   const end = svg("text", { x: start + 128, y: 10, "font-size": 11 }, to);
   if (label) end.append(svg("tspan", { dx: 10, "font-weight": 600, text: label }));

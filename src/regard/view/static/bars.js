@@ -67,6 +67,9 @@ export function createHeader(app) {
     busy(message) {
       busy.textContent = message;
     },
+    fill(value) {
+      text.value = value;
+    },
   };
 }
 
@@ -108,6 +111,10 @@ export function createControls(app) {
   const layer = stepper((step) => app.step("layer", step), (id) => app.set({ attention: id, token: app.state.token }));
   const head = stepper((step) => app.step("head", step), (value) => app.set({ head: Number(value) }));
   const formula = el("code", { class: "formula" });
+  const scaled = el("input", { type: "checkbox", "data-act": "scaled", on: { change: () => app.set({ scaled: scaled.checked }) } });
+  const scaledName = el("span");
+  const scaledLabel = el("label", { class: "picker" }, scaled, scaledName);
+  const row = picker((value) => app.open({ record: app.source.about.record, row: Number(value) }));
   const sort = picker((value) => app.set({ sort: value, down: value !== "layer" }));
   const order = el("button", { type: "button", class: "icon", "data-act": "order", on: { click: () => app.set({ down: !app.state.down }) } });
   const named = picker((value) => app.set({ named: value }));
@@ -124,9 +131,9 @@ export function createControls(app) {
     }
     event.stopPropagation();
   });
-  const one = el("div", { class: "group" }, layer.element, head.element, formula);
+  const one = el("div", { class: "group" }, layer.element, head.element, scaledLabel, formula);
   const many = el("div", { class: "group" }, sort.element, order, named.element, only.element, shown);
-  const element = el("div", { class: "controls" }, kinds.element, one, many, el("div", { class: "group search-group" }, search, count));
+  const element = el("div", { class: "controls" }, kinds.element, one, many, row.element, el("div", { class: "group search-group" }, search, count));
   return {
     element,
     searchBox: search,
@@ -136,7 +143,13 @@ export function createControls(app) {
       const present = ["encoder", "decoder", "cross"].filter((kind) => all.some((attention) => attention.kind === kind));
       kinds.set(present.map((kind) => [kind, t(`kind.${kind}`)]), state.kind, t("kind"));
       const attention = app.attention();
-      const alone = ["map", "tokens", "image", "sound"].includes(state.view);
+      const alone = ["map", "tokens", "image", "sound", "experiment"].includes(state.view);
+      const [at, rows] = source.about.batch ?? [0, 1];
+      row.element.hidden = !source.about.live || rows < 2;
+      if (!row.element.hidden) row.set(t("batch"), Array.from({ length: Math.min(rows, 4096) }, (_, n) => [String(n), String(n)]), String(at));
+      scaledLabel.hidden = !source.about.live || !["map", "tokens", "experiment"].includes(state.view);
+      scaledName.textContent = t("scaled.long");
+      scaled.checked = state.scaled;
       kinds.element.hidden ||= state.view === "rollout";
       one.hidden = !alone || !attention;
       many.hidden = state.view !== "heads" && state.view !== "statistics";

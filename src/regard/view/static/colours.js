@@ -3,6 +3,11 @@ const ANCHORS = {
   light: ["#fbfbfd", "#d7ebe3", "#86c9b6", "#3a97a8", "#33609f", "#3a2f7d", "#1d1040"],
   dark: ["#14161f", "#2a2455", "#35457f", "#2f7290", "#3fa48c", "#9acb62", "#fdf0a0"],
 };
+// For differences: less, equal, more.
+const DIVERGING = {
+  light: ["#7a2a08", "#c2570c", "#f0a868", "#fbfbfd", "#93a3ee", "#4553d6", "#222a86"],
+  dark: ["#ffd9b8", "#ff9b52", "#8a4a1c", "#14161f", "#343f8f", "#7d90ff", "#dfe4ff"],
+};
 const STEPS = 256;
 
 function linear(hex) {
@@ -38,8 +43,8 @@ function toBytes([L, a, b]) {
   });
 }
 
-function build(theme) {
-  const anchors = ANCHORS[theme].map(toLab);
+function build(theme, signed = false) {
+  const anchors = (signed ? DIVERGING : ANCHORS)[theme].map(toLab);
   const bytes = [];
   for (let step = 0; step < STEPS; step++) {
     const at = (step / (STEPS - 1)) * (anchors.length - 1);
@@ -48,14 +53,19 @@ function build(theme) {
   }
   const pixels = Uint32Array.from(bytes, ([r, g, b]) => ((255 << 24) | (b << 16) | (g << 8) | r) >>> 0);
   // The square root makes small weights distinguishable; the legend shows the same scale.
-  const index = (value, most) => (value > 0 && most > 0 ? Math.min(255, Math.round(255 * Math.sqrt(value / most))) : 0);
+  const share = (value, most) => (value > 0 && most > 0 ? Math.min(1, Math.sqrt(value / most)) : 0);
+  const index = signed
+    ? (value, most) => Math.round(127.5 + 127.5 * (value < 0 ? -share(-value, most) : share(value, most)))
+    : (value, most) => Math.round(255 * share(value, most));
+  const strong = (n) => (signed ? 255 - 2 * Math.min(n, 255 - n) : n);
   return {
     theme,
+    signed,
     pixels,
     index,
     at: (share) => `rgb(${bytes[Math.round(255 * Math.min(1, Math.max(0, share)))].join(" ")})`,
     css: (value, most) => `rgb(${bytes[index(value, most)].join(" ")})`,
-    ink: (value, most) => (theme === "light" ? index(value, most) > 115 : index(value, most) < 155) ? "#ffffff" : "#0d1018",
+    ink: (value, most) => (theme === "light" ? strong(index(value, most)) > (signed ? 150 : 115) : strong(index(value, most)) < 155) ? "#ffffff" : "#0d1018",
     bytes: (value, most) => bytes[index(value, most)],
   };
 }
@@ -66,4 +76,10 @@ export function palette(dark) {
   const theme = dark ? "dark" : "light";
   palettes[theme] ??= build(theme);
   return palettes[theme];
+}
+
+export function diverging(dark) {
+  const theme = dark ? "dark" : "light";
+  palettes[`diverging ${theme}`] ??= build(theme, true);
+  return palettes[`diverging ${theme}`];
 }

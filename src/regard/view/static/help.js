@@ -2,7 +2,7 @@
 import { el } from "./dom.js";
 
 const KEYS = [
-  ["1 – 7", "keys.views"],
+  ["1 – 8", "keys.views"],
   ["[  ]", "keys.head"],
   [",  .", "keys.layer"],
   ["k", "keys.kind"],

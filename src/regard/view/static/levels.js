@@ -91,7 +91,7 @@ export function find(all, token) {
 
 export function most(data) {
   let result = 0;
-  for (const value of data) if (value > result) result = value;
+  for (const value of data) if (Math.abs(value) > result) result = Math.abs(value);
   return result;
 }
 

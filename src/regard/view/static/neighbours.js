@@ -5,7 +5,8 @@ import { cellAt, find } from "./levels.js";
 const PIECE = 4096;
 
 // Answers are {all: weights or null, top: [[token, weight], ...] descending}; `all` is null if only the top is known.
-export function createNeighbours(source, remembered = 64) {
+// scaled(): whether weights are multiplied by the lengths of the values, which a live source computes.
+export function createNeighbours(source, scaled = () => false, remembered = 64) {
   const rows = new Map();
   const inverse = new Map();
   let failed = false; // whether a live source failed to answer
@@ -44,7 +45,7 @@ export function createNeighbours(source, remembered = 64) {
     const { about } = source;
     const pieces = Array.from({ length: Math.ceil(length / PIECE) }, (_, n) => [n * PIECE, Math.min(length, (n + 1) * PIECE)]);
     try {
-      await Promise.all(pieces.map(async ([from, to]) => all.set((await source.window(question(from, to))).data, from)));
+      await Promise.all(pieces.map(async ([from, to]) => all.set((await source.window({ ...question(from, to), scaled: scaled() })).data, from)));
     } catch (error) {
       if (source.about === about) failed = true; // fall back to the top keys of the document
       throw error;
@@ -53,12 +54,12 @@ export function createNeighbours(source, remembered = 64) {
   }
 
   async function row(attention, head, query) {
-    if (attention.exact) {
+    if (attention.exact && !scaled()) {
       const { data, columns } = await source.level(attention, head);
       const all = data.subarray(query * columns, (query + 1) * columns);
       return { all, top: rank(all) };
     }
-    if (source.live && !failed) {
+    if (scaled() || (source.live && !failed)) {
       const all = await line(attention.K, (from, to) => ({ attention, head, rows: [query, query + 1], columns: [from, to], size: [1, to - from] }));
       return { all, top: rank(all) };
     }
@@ -73,12 +74,12 @@ export function createNeighbours(source, remembered = 64) {
   }
 
   async function column(attention, head, key) {
-    if (attention.exact) {
+    if (attention.exact && !scaled()) {
       const { data, rows: count, columns } = await source.level(attention, head);
       const all = Float32Array.from({ length: count }, (_, i) => data[i * columns + key]);
       return { all, top: rank(all) };
     }
-    if (source.live && !failed) {
+    if (scaled() || (source.live && !failed)) {
       const all = await line(attention.Q, (from, to) => ({ attention, head, rows: [from, to], columns: [key, key + 1], size: [to - from, 1] }));
       return { all, top: rank(all) };
     }
@@ -134,6 +135,15 @@ export function createNeighbours(source, remembered = 64) {
   // [query, key, weight] of the strongest keys of the queries [from, to), from data that is already loaded.
   async function overview(attention, head, from, to, count) {
     const found = [];
+    if (scaled()) {
+      if (from >= to) return found;
+      const { data, columns } = await source.window({ attention, head, rows: [from, to], columns: [0, attention.K], size: [to - from, Math.min(PIECE, attention.K)], scaled: true });
+      if (columns < attention.K) return found; // pooled: lines are drawn for a chosen token only
+      for (let query = from; query < to; query++) {
+        for (const [key, weight] of rank(data.subarray((query - from) * columns, (query - from + 1) * columns), count)) found.push([query, key, weight]);
+      }
+      return found;
+    }
     if (attention.exact) {
       const { data, columns } = await source.level(attention, head);
       for (let query = from; query < to; query++) {
@@ -156,8 +166,8 @@ export function createNeighbours(source, remembered = 64) {
 
   const neighbours = {
     overview,
-    row: (attention, head, query) => remember(`r/${attention.id}/${head}/${query}`, () => row(attention, head, query)),
-    column: (attention, head, key) => remember(`c/${attention.id}/${head}/${key}`, () => column(attention, head, key)),
+    row: (attention, head, query) => remember(`r/${attention.id}/${head}/${query}/${scaled()}`, () => row(attention, head, query)),
+    column: (attention, head, key) => remember(`c/${attention.id}/${head}/${key}/${scaled()}`, () => column(attention, head, key)),
     spread,
     forget() {
       rows.clear();

@@ -7,22 +7,23 @@ import { raster } from "./raster.js";
 import { isolate, number, short, span } from "./text.js";
 import { createWindow } from "./window.js";
 
-const LEFT = 116;
-const TOP = 84;
 const EDGE = 10;
 const CELLS = 192; // rows and columns requested from a live source per window
 
 // A field: {key, Q, K, level, fetch(rows, columns, size) or null, rowText(i), columnText(j), rowMarks, columnMarks,
 // top(query) -> promise of [[key, weight], ...], row(query) and column(key) -> promises of answers of neighbours.js,
-// value: a key of words.json, "weight" by default; `${value}.pooled` and `${value}.mean` must be keys as well}.
-export function createPlane(app, onWindow) {
+// value: a key of words.json, "weight" by default; `${value}.pooled` and `${value}.mean` must be keys as well; diverging:
+// whether the numbers are differences}. bare: without the panel. onPick({query, key}): called when a cell is clicked.
+export function createPlane(app, onWindow, { bare = false, onPick = null, aside = null } = {}) {
+  const [LEFT, TOP] = bare ? [106, 66] : [116, 84]; // room for labels
   const canvas = el("canvas", { class: "plane", tabindex: "0", role: "application" });
   const readout = el("output", { class: "readout", "aria-live": "polite" });
   const scale = el("div", { class: "legend" });
   const buttons = el("div", { class: "zoom" });
   const box = el("div", { class: "plane-box" }, canvas, el("div", { class: "plane-foot" }, buttons, scale, readout));
   const panel = createPanel(app, (token, side) => plane.center(side === "query" ? token : null, side === "key" ? token : null), 10);
-  const element = el("div", { class: "plane-pair" }, box, panel.element);
+  const element = bare ? el("div", { class: "plane-alone" }, box) : el("div", { class: "plane-pair" }, box, el("div", { class: "plane-side" }, aside, panel.element));
+  const colours = () => (field.diverging ? app.diverging() : app.palette());
   let field = null;
   let frame = null; // the window
   let detail = null; // the latest answer of a live source
@@ -77,6 +78,7 @@ export function createPlane(app, onWindow) {
     canvas.height = Math.round((size.height + TOP + EDGE) * ratio);
     canvas.style.width = `${size.width + LEFT + EDGE}px`;
     canvas.style.height = `${size.height + TOP + EDGE}px`;
+    canvas.dataset.plot = [LEFT, TOP, size.width, size.height];
   }
 
   function choose() {
@@ -91,7 +93,7 @@ export function createPlane(app, onWindow) {
   const draw = oncePerFrame(() => {
     if (!field || !element.isConnected || element.offsetParent === null) return;
     const { view } = frame;
-    const palette = app.palette();
+    const palette = colours();
     drawn = choose();
     const visible = cut(drawn, [Math.floor(view.top), Math.ceil(view.bottom)], [Math.floor(view.left), Math.ceil(view.right)]);
     const top = topOf(visible.data);
@@ -118,6 +120,7 @@ export function createPlane(app, onWindow) {
     }
     context.strokeStyle = ink("--line");
     context.strokeRect(-0.5, -0.5, size.width + 1, size.height + 1);
+    if (app.state.cell && onPick) outline(context, { query: app.state.cell[0], key: app.state.cell[1] }, ink("--accent"));
     outline(context, pointer ?? cursor, ink("--mark"));
     legend(scale, palette, top, valueName(isSingle(visible)));
   });
@@ -129,6 +132,7 @@ export function createPlane(app, onWindow) {
 
   function outline(context, spot, colour) {
     if (!spot) return;
+    if (spot.query >= field.Q || spot.key >= field.K) return;
     const cell = cellAt(base, spot.query, spot.key);
     const { view } = frame;
     const x = (token) => ((token - view.left) / (view.right - view.left)) * size.width;
@@ -215,14 +219,20 @@ export function createPlane(app, onWindow) {
   let dragged = null;
   canvas.addEventListener("pointerdown", (event) => {
     canvas.setPointerCapture(event.pointerId);
-    dragged = { x: event.clientX, y: event.clientY };
+    dragged = { x: event.clientX, y: event.clientY, from: [event.clientX, event.clientY] };
   });
-  canvas.addEventListener("pointerup", () => (dragged = null));
+  canvas.addEventListener("pointerup", (event) => {
+    const [x, y] = dragged?.from ?? [Infinity, 0];
+    dragged = null;
+    if (Math.hypot(event.clientX - x, event.clientY - y) > 4) return;
+    const spot = field && spotAt(event);
+    if (spot && onPick) onPick(spot);
+  });
   canvas.addEventListener("pointermove", (event) => {
     if (!field || !drawn) return;
     if (dragged) {
       frame.move((dragged.x - event.clientX) / size.width, (dragged.y - event.clientY) / size.height);
-      dragged = { x: event.clientX, y: event.clientY };
+      dragged = { ...dragged, x: event.clientX, y: event.clientY };
       changed();
     }
     pointer = spotAt(event);
@@ -250,6 +260,10 @@ export function createPlane(app, onWindow) {
   });
   canvas.addEventListener("keydown", (event) => {
     const way = { ArrowRight: [1, 0], ArrowLeft: [-1, 0], ArrowDown: [0, 1], ArrowUp: [0, -1] }[event.key];
+    if (event.key === "Enter" && cursor && onPick) {
+      event.preventDefault();
+      onPick(cursor);
+    }
     if (!way || !drawn) return;
     event.preventDefault();
     event.stopPropagation();
@@ -317,7 +331,7 @@ export function createPlane(app, onWindow) {
     },
     figure() {
       const { view } = frame;
-      const palette = app.palette();
+      const palette = colours();
       drawn = choose();
       const visible = cut(drawn, [Math.floor(view.top), Math.ceil(view.bottom)], [Math.floor(view.left), Math.ceil(view.right)]);
       const top = topOf(visible.data);
@@ -335,7 +349,7 @@ export function createPlane(app, onWindow) {
           }),
         );
       }
-      const bar = colourBar(LEFT, size.height + TOP + 18, palette, valueName(isSingle(visible)), ["0", scaleText(top)]);
+      const bar = colourBar(LEFT, size.height + TOP + 18, palette, valueName(isSingle(visible)), [field.diverging ? scaleText(-top) : "0", scaleText(top)]);
       return svg("svg", { width: Math.max(440, size.width + LEFT + EDGE), height: size.height + TOP + 40 }, inside, bar);
     },
   };

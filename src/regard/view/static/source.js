@@ -1,6 +1,6 @@
 // The data source of the viewer: a page, a server or a notebook kernel. Interface:
 //   source.about, source.live, source.array(name), source.weights(name), source.level(attention, head),
-//   source.window({attention, head, rows, columns, size}), source.run(text)
+//   source.window({attention, head, rows, columns, size}), source.run(text), source.ask(kind, request)
 import { decode } from "./digits.js";
 import { bands, level } from "./levels.js";
 
@@ -46,7 +46,7 @@ async function unpack({ dtype, shape, bytes }) {
   return { data: toTypedArray(dtype, await new Response(plain).arrayBuffer()), shape };
 }
 
-// `load(name)` returns {dtype, shape, bytes}, gzipped; `remote`, if any, has window() and optionally run().
+// `load(name)` returns {dtype, shape, bytes}, gzipped; `remote`, if any, has window(), ask() and optionally run().
 export function createSource(about, load, remote = null) {
   let known = new Map();
   let numbers = new Map();
@@ -71,21 +71,29 @@ export function createSource(about, load, remote = null) {
       const size = rows * columns;
       return level(data.subarray(at * size, (at + 1) * size), bands(attention.Q, rows), bands(attention.K, columns));
     },
-    // The level of a window, whose bands the host chooses; live sources only.
-    async window({ attention, head, rows, columns, size }) {
-      const { record } = source.about;
-      const cells = await remote.window({ ...(record ? { record } : {}), attention: attention.id, head, rows, columns, size });
+    // The level of a window, whose bands the host chooses; live sources only. record: an id, by default that of the
+    // document. scaled: each weight times the length of the value of its key.
+    async window({ record = source.about.record, attention, head, rows, columns, size, scaled = false }) {
+      const cells = await remote.window({ ...(record ? { record } : {}), attention: attention.id, head, rows, columns, size, ...(scaled ? { scaled } : {}) });
       return level(cells.data, cells.rows, cells.columns);
     },
     // Answers may arrive out of order; one that is no longer `wanted` is dropped.
-    async run(text, wanted) {
-      const answer = await remote.run(text);
-      if (!wanted()) return;
-      known = new Map();
-      numbers = new Map();
-      source.about = answer.about;
-      load = answer.load;
-    },
+    run: (text, wanted) => take(remote.run(text), wanted),
+    open: (request, wanted) => take(remote.ask("open", request).then(unpackDocument), wanted),
+    ask: (kind, request) => remote.ask(kind, request),
   };
+  async function take(answering, wanted) {
+    const answer = await answering;
+    if (!wanted()) return;
+    known = new Map();
+    numbers = new Map();
+    source.about = answer.about;
+    load = answer.load;
+  }
   return source;
+}
+
+// A document as a host sends it: arrays are base64 of gzip.
+export function unpackDocument({ about, arrays }) {
+  return { about, load: (name) => ({ ...arrays[name], bytes: fromBase64(arrays[name].data) }) };
 }

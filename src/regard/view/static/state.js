@@ -1,5 +1,7 @@
 // The state of the viewer as plain values, and its serialisation in the URL fragment.
-export const VIEWS = ["heads", "map", "tokens", "image", "sound", "rollout", "statistics"];
+import { fit, format, NOTHING, parse } from "./changes.js";
+
+export const VIEWS = ["heads", "map", "tokens", "image", "sound", "rollout", "statistics", "experiment"];
 export const STATISTICS = ["entropy", "distance", "max_logit", "sink"];
 export const SORTS = ["layer", ...STATISTICS, "found"];
 
@@ -19,7 +21,17 @@ export const DEFAULTS = {
   statistic: "entropy",
   step: -1, // the layer up to which attention is rolled out; -1 is all of them
   search: "",
+  scaled: false, // weights times the lengths of the values
+  cell: null, // [query, key] of the weight that is explained
+  experiment: NOTHING,
+  compare: "changes", // what the experiment view compares with
+  layout: "both", // two maps side by side, or their difference
+  second: null, // [attention, head] to compare with
+  other: "", // the text to compare with
+  position: null, // of the prediction; null is the last
+  text: "", // of a live page
 };
+const COMPARES = ["changes", "head", "text", "model", "record"];
 
 const KINDS = {
   head: whole,
@@ -28,6 +40,13 @@ const KINDS = {
   rows: pair,
   columns: pair,
   down: (text) => text === "1",
+  scaled: (text) => text === "1",
+  cell: numbers,
+  second: (text) => (numbers(text) ? [String(numbers(text)[0]), numbers(text)[1]] : undefined),
+  position: whole,
+  experiment: parse,
+  compare: oneOf(COMPARES),
+  layout: oneOf(["both", "difference"]),
   view: oneOf(VIEWS),
   side: oneOf(["query", "key"]),
   sort: oneOf(SORTS),
@@ -43,6 +62,11 @@ function pair(text) {
   return match && Number(match[1]) < Number(match[2]) ? [Number(match[1]), Number(match[2])] : undefined;
 }
 
+function numbers(text) {
+  const match = /^(\d{1,9})-(\d{1,9})$/.exec(text);
+  return match ? [Number(match[1]), Number(match[2])] : undefined;
+}
+
 function oneOf(known) {
   return (text) => (known.includes(text) ? text : undefined);
 }
@@ -53,6 +77,10 @@ export function toHash(state) {
     const value = state[name];
     if (value === usual || value === null || value === undefined) continue;
     if (name === "kind" && state.attention) continue; // implied by the attention
+    if (name === "experiment") {
+      if (format(value)) shown.set(name, format(value));
+      continue;
+    }
     shown.set(name, Array.isArray(value) ? value.join("-") : value === true ? "1" : String(value));
   }
   return shown.toString();
@@ -91,6 +119,10 @@ export function fitState(state, about) {
     if (result.columns && result.columns[1] > K) result.rows = result.columns = null;
   }
   if (!available(about).includes(result.view)) result.view = "heads";
+  if (result.cell && (result.cell[0] >= Q || result.cell[1] >= K)) result.cell = null;
+  result.experiment = fit(result.experiment, about);
+  if (result.compare === "changes" && !about.runs) result.compare = "head";
+  if (["text", "model", "record"].includes(result.compare) && !about.compares?.includes(result.compare)) result.compare = about.runs ? "changes" : "head";
   const layers = about.rollout?.steps ?? Infinity;
   if (result.step >= layers) result.step = -1;
   return result;
@@ -99,6 +131,7 @@ export function fitState(state, about) {
 export function available(about) {
   return VIEWS.filter(
     (view) =>
+      !(view === "experiment" && !about.live) &&
       !(view === "image" && !about.image) &&
       !(view === "sound" && !about.spectrogram) &&
       !(view === "rollout" && !about.rollout),

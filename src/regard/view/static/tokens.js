@@ -84,7 +84,7 @@ export function tokensView(app) {
     const attention = app.attention();
     const { head } = app.state;
     const spot = focusSpot();
-    const name = spot ? `${app.version}/${attention.id}/${head}/${spot.side}/${spot.token}` : "";
+    const name = spot ? `${app.version}/${attention.id}/${head}/${spot.side}/${spot.token}/${app.scaled()}` : "";
     if (name !== loaded) {
       const self = attention.kind !== "cross" && attention.Q === attention.K;
       let answers = [null, null];
@@ -124,7 +124,8 @@ export function tokensView(app) {
   }
 
   function heading(side, stream) {
-    return `${app.t(side)}: ${app.streamName(stream)}`;
+    const scaled = side === "keys" && app.scaled() ? `, ${app.t("scaled")}` : "";
+    return `${app.t(side)}: ${app.streamName(stream)}${scaled}`;
   }
 
   function visibleRows(count) {
@@ -175,8 +176,15 @@ export function tokensView(app) {
     const [from, to] = [query, key].map((token) => (token + 0.5) * ROW - scroll);
     return svg("path", {
       d: `M0 ${from} C${width * 0.45} ${from} ${width * 0.55} ${to} ${width} ${to}`,
-      class: `line line-${way}`, ...strokes(weight),
+      class: `line line-${way}`, ...strokes(weight / strongest()),
     });
+  }
+
+  // The weight of the thickest line: 1, or the largest one if weights are scaled and can exceed 1.
+  function strongest() {
+    if (!app.scaled()) return 1;
+    const shown = drawnLines(focusSpot()).map(([, , weight]) => weight);
+    return Math.max(...shown, 1e-30);
   }
 
   const scrolled = oncePerFrame(() => (focusSpot() ? draw() : read()));
@@ -224,6 +232,7 @@ export function tokensView(app) {
           drawing.append(svg("text", { x, y, "font-size": 12, "font-weight": chosen ? 700 : 400, "text-anchor": anchor, "dominant-baseline": "central", text: isolate(short(app.tokens(stream)[token] ?? String(token), 24)) }));
         }
       }
+      if (app.scaled()) return drawing; // widths are relative to the largest
       // Legend of line widths.
       drawing.append(svg("text", { x: 192, y: below + 12, "font-size": 11, "text-anchor": "end", "dominant-baseline": "central", text: app.t("weight") }));
       for (const [n, weight] of [0.1, 0.5, 1].entries()) {

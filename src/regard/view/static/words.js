@@ -3,8 +3,9 @@ import WORDS from "./words.json" with { type: "json" };
 
 export const LANGUAGES = Object.keys(WORDS);
 
-export function translator(language) {
-  const known = WORDS[language] ?? WORDS.en;
+// more: further texts, by language.
+export function translator(language, more = {}) {
+  const known = { ...(WORDS[language] ?? WORDS.en), ...more[language] };
   return (key, values = {}) => (known[key] ?? WORDS.en[key] ?? key).replace(/\{(\w+)\}/g, (_, name) => values[name] ?? "");
 }
 

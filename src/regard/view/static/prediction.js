@@ -1,0 +1,100 @@
+// What the model predicts at a position, originally and after the changes, and the beams of a generation.
+import { el, oncePerFrame } from "./dom.js";
+import { number, short, visible } from "./text.js";
+
+export function createPrediction(app) {
+  const title = el("h3");
+  const slider = el("input", { type: "range", class: "slider", min: 0, step: 1 });
+  const label = el("span", { class: "slider-label" });
+  const table = el("div", { class: "prediction-table" });
+  const counts = { tokens: el("input", { type: "number", min: 1, max: 64, value: 8 }), beams: el("input", { type: "number", min: 1, max: 8, value: 2 }) };
+  const names = { tokens: el("span"), beams: el("span") };
+  const start = el("button", { type: "button", class: "button", "data-act": "generate", on: { click: generate } });
+  const beams = el("div", { class: "beams" });
+  const bar = el("div", { class: "generate" }, start, ...["tokens", "beams"].map((name) => el("label", { class: "picker" }, names[name], counts[name])));
+  const element = el("section", { class: "prediction card" }, title, el("div", { class: "bar" }, slider, label), table, bar, beams);
+  let shown = null; // {left, right, titles}
+  let latest = 0;
+  let generated = "";
+  slider.addEventListener("input", oncePerFrame(() => {
+    const position = Number(slider.value);
+    app.set({ position: position === Number(slider.max) ? null : position });
+  }));
+
+  function cell(value, other) {
+    if (value === null || value === undefined) return el("td", { text: "–" });
+    const fill = el("span", { class: `bar-fill${other ? " other" : ""}` });
+    fill.style.width = `${100 * value}%`;
+    return el("td", { class: "chance" }, fill, el("span", { text: number(value) }));
+  }
+
+  async function generate() {
+    const { left, right, titles } = shown;
+    const now = (generated = String(Math.random()));
+    beams.replaceChildren(el("p", { class: "muted", text: app.t("text.busy") }));
+    try {
+      const body = { tokens: Number(counts.tokens.value), beams: Number(counts.beams.value) };
+      const parts = [];
+      for (const [n, record] of [left, ...(right && right !== left ? [right] : [])].entries()) {
+        const answer = await app.source.ask("generate", { record, ...body });
+        if (now !== generated) return;
+        parts.push(
+          el("h3", { text: titles[n] }),
+          el("ol", {}, answer.beams.map((beam) => el("li", {}, el("button", {
+            type: "button", class: "beam", "data-record": beam.record, title: app.t("beam.open"), on: { click: () => app.open({ record: beam.record }) },
+          }, el("bdi", { text: visible(beam.text) }), el("span", { class: "row-value", text: number(beam.score) }))))),
+        );
+        beams.replaceChildren(...parts);
+      }
+    } catch (error) {
+      if (now !== generated) return;
+      beams.replaceChildren();
+      app.showError(error);
+    }
+  }
+
+  return {
+    element,
+    // left, right: ids of records, right may be null; titles: their names; tokens(position): the input token there.
+    async update(left, right, titles, about, tokenText) {
+      const now = ++latest;
+      const { t, state } = app;
+      if (!shown || shown.left !== left || shown.right !== right) {
+        generated = "";
+        beams.replaceChildren();
+      }
+      shown = { left, right, titles };
+      const { output, generates, prompt } = about;
+      element.hidden = !output;
+      if (!output) return;
+      const first = Math.max(output.first, prompt ? prompt - 1 : 0);
+      const position = state.position === null ? output.last : Math.min(output.last, Math.max(first, state.position));
+      const answer = await app.source.ask("prediction", { record: left, ...(right ? { against: right } : {}), position });
+      if (now !== latest) return;
+      title.textContent = t(output.kind === "vectors" ? "prediction.vectors" : output.kind === "classes" ? "prediction.classes" : generates ? "prediction.next" : "prediction.tokens");
+      const many = output.kind === "tokens" && output.last > first;
+      slider.hidden = label.hidden = !many;
+      slider.min = first;
+      slider.max = output.last;
+      slider.value = position;
+      slider.setAttribute("aria-label", t("position"));
+      label.textContent = t(generates ? "position.after" : "position.at", { position, token: short(tokenText(position), 24) });
+      slider.setAttribute("aria-valuetext", label.textContent);
+      bar.hidden = !generates;
+      start.textContent = t("generate");
+      for (const name of ["tokens", "beams"]) names[name].textContent = t(`generate.${name}`);
+      if (answer.kind === "vectors" || answer.kind === null) {
+        table.replaceChildren(el("p", { class: "muted", text: answer.similarity === null || answer.similarity === undefined ? t("prediction.none") : `${t("prediction.similarity")} ${number(answer.similarity)}` }));
+        return;
+      }
+      const both = answer.entries.some(({ against }) => against !== null);
+      table.replaceChildren(el(
+        "table",
+        {},
+        el("thead", {}, el("tr", {}, el("th"), el("th", { text: titles[0] }), both ? el("th", { text: titles[1] }) : null)),
+        el("tbody", {}, answer.entries.map(({ index, text, probability, against }) =>
+          el("tr", { "data-index": index }, el("th", {}, el("bdi", { text: visible(text) })), cell(probability, false), both ? cell(against, true) : null))),
+      ));
+    },
+  };
+}
