@@ -234,7 +234,7 @@ def linear() -> Iterator[Case]:
 
 def _favor_rows(count: int) -> Callable[[Inputs, Tensor], Tensor]:
     """With the directions that `favor` draws."""
-    from regard.linear import _directions
+    from regard.linear.features import _directions
 
     features = define.favor(_directions(count, 64, 0))
     return define.linear_attention(features, features)

@@ -160,6 +160,25 @@ int check(const regard_linear& x) {
   return check(same);
 }
 
+int check(const regard_recurrence& x) {
+  regard_dot same{};
+  same.B = x.B, same.H = same.G = x.H, same.Q = same.K = x.N, same.D = x.M, same.E = x.E;
+  same.q = x.q, same.k = x.k, same.v = x.v;
+  same.dtype = x.dtype, same.threads = x.threads, same.temperature = 1;
+  if (const int status = check(same)) return status;
+  if (!x.B || !x.H || !x.N) return REGARD_OK;
+  if (!x.M || !x.E || (x.per_channel != 0 && x.per_channel != 1)) return REGARD_BAD_ARGUMENT;
+  int64_t cells = 0;
+  if (__builtin_mul_overflow(x.B * x.H, (x.M + 64) * 16, &cells) || __builtin_mul_overflow(cells, x.E + 64, &cells) ||
+      __builtin_mul_overflow(cells, x.N / REGARD_CHECKPOINT + 2, &cells))
+    return REGARD_TOO_LARGE;
+  const int64_t all_heads[] = {x.q_heads, x.k_heads, x.v_heads};
+  for (const int64_t heads : all_heads)
+    if (heads < 1 || x.H % heads) return REGARD_BAD_ARGUMENT;
+  if (x.per_channel && !x.decay.present) return REGARD_BAD_ARGUMENT;
+  return check_presence(x.decay, x.beta, x.state);
+}
+
 // Whether start[n] .. stop[n], or single keys where stop is null, are runs of some of `keys` keys, ascending and apart.
 bool are_key_ranges(const int64_t* start, const int64_t* stop, int64_t count, int64_t keys) {
   if (count < 0 || (count > 0 && !start)) return false;
@@ -201,6 +220,18 @@ regard_linear normalized(const regard_linear& x) {
   normalize_strides(copy.q, x.B, x.H, x.N, x.M);
   normalize_strides(copy.k, x.B, x.G, x.N, x.M);
   normalize_strides(copy.v, x.B, x.G, x.N, x.E);
+  const double useful = 1 + 4 * double(x.B) * double(x.H) * double(x.N) * double(x.M) * double(x.E) / 1e6;
+  if (useful < copy.threads) copy.threads = int(useful);
+  return copy;
+}
+
+regard_recurrence normalized(const regard_recurrence& x) {
+  regard_recurrence copy = x;
+  copy.threads = x.threads < most_threads ? x.threads : most_threads;
+  normalize_strides(copy.q, x.B, x.q_heads, x.N, x.M);
+  normalize_strides(copy.k, x.B, x.k_heads, x.N, x.M);
+  normalize_strides(copy.v, x.B, x.v_heads, x.N, x.E);
+  normalize_strides(copy.state, x.B, x.H, x.M, x.E);
   const double useful = 1 + 4 * double(x.B) * double(x.H) * double(x.N) * double(x.M) * double(x.E) / 1e6;
   if (useful < copy.threads) copy.threads = int(useful);
   return copy;
@@ -378,6 +409,33 @@ int regard_linear_backward(const regard_linear* problem, const regard_linear_gra
   if (problem->M && absent == REGARD_OK) absent = regard::check_presence(g.d_q, g.d_k);
   if (absent != REGARD_OK) return absent;
   return regard::chosen.linear_backward(regard::normalized(*problem), *gradient);
+}
+
+int regard_recurrence_forward(const regard_recurrence* problem, const regard_recurrence_result* result) {
+  if (!problem || !result) return REGARD_BAD_ARGUMENT;
+  const int status = regard::check(*problem);
+  if (status != REGARD_OK) return status;
+  if (problem->B == 0 || problem->H == 0 || problem->N == 0) return REGARD_OK;
+  if (!(result->out.present && result->state.present)) return REGARD_BAD_ARGUMENT;
+  if (const int absent = regard::check_presence(result->out, result->state, result->checkpoints)) return absent;
+  if (result->checkpoints.data && result->checkpoints.stride[3] != 1) return REGARD_BAD_ARGUMENT;
+  return regard::chosen.recurrence_forward(regard::normalized(*problem), *result);
+}
+
+int regard_recurrence_backward(const regard_recurrence* problem, const regard_recurrence_gradient* gradient) {
+  if (!problem || !gradient) return REGARD_BAD_ARGUMENT;
+  const int status = regard::check(*problem);
+  if (status != REGARD_OK) return status;
+  if (problem->B == 0 || problem->H == 0 || problem->N == 0) return REGARD_OK;
+  const regard_recurrence_gradient& g = *gradient;
+  if (!(g.checkpoints.present && g.d_q.present && g.d_k.present && g.d_v.present)) return REGARD_BAD_ARGUMENT;
+  if (g.d_decay.present != problem->decay.present || g.d_beta.present != problem->beta.present)
+    return REGARD_BAD_ARGUMENT;
+  const int absent =
+      regard::check_presence(g.checkpoints, g.d_out, g.d_final, g.d_q, g.d_k, g.d_v, g.d_decay, g.d_beta, g.d_state);
+  if (absent != REGARD_OK) return absent;
+  if (g.checkpoints.stride[3] != 1) return REGARD_BAD_ARGUMENT;
+  return regard::chosen.recurrence_backward(regard::normalized(*problem), *gradient);
 }
 
 }  // extern "C"

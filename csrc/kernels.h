@@ -13,6 +13,8 @@
   F(int, dot_map, (const regard_dot&, const regard_dot_pool&))                                 \
   F(int, linear_forward, (const regard_linear&, const regard_linear_result&))                  \
   F(int, linear_backward, (const regard_linear&, const regard_linear_gradient&))               \
+  F(int, recurrence_forward, (const regard_recurrence&, const regard_recurrence_result&))      \
+  F(int, recurrence_backward, (const regard_recurrence&, const regard_recurrence_gradient&))   \
   F(int64_t, packed_size, (int64_t N, int64_t K))                                              \
   F(int, packed_linear, (const regard_packed_linear&))
 // clang-format on

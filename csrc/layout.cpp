@@ -93,6 +93,18 @@ END
 STRUCTURE(regard_linear_gradient)
   FIELD(out), FIELD(norm), FIELD(d_out), FIELD(d_q), FIELD(d_k), FIELD(d_v)
 END
+STRUCTURE(regard_recurrence)
+  FIELD(B), FIELD(H), FIELD(N), FIELD(M), FIELD(E), FIELD(q_heads), FIELD(k_heads), FIELD(v_heads), FIELD(dtype),
+  FIELD(threads), FIELD(per_channel), FIELD(reserved), FIELD(q), FIELD(k), FIELD(v), FIELD(decay), FIELD(beta),
+  FIELD(state)
+END
+STRUCTURE(regard_recurrence_result)
+  FIELD(out), FIELD(state), FIELD(checkpoints)
+END
+STRUCTURE(regard_recurrence_gradient)
+  FIELD(checkpoints), FIELD(d_out), FIELD(d_final), FIELD(d_q), FIELD(d_k), FIELD(d_v), FIELD(d_decay), FIELD(d_beta),
+  FIELD(d_state)
+END
 STRUCTURE(regard_packed_linear)
   FIELD(M), FIELD(N), FIELD(K), FIELD(x_row), FIELD(out_row), FIELD(x), FIELD(packed), FIELD(bias), FIELD(out), FIELD(threads), FIELD(has_bias)
 END
@@ -103,10 +115,10 @@ END
   int value;
 } numbers[] = {
 #define NUMBER(name) {#name, name}
-    NUMBER(REGARD_FLOAT32),   NUMBER(REGARD_FLOAT64),      NUMBER(REGARD_BFLOAT16),  NUMBER(REGARD_FLOAT16),
-    NUMBER(REGARD_NO_MEMORY), NUMBER(REGARD_BAD_ARGUMENT), NUMBER(REGARD_TOO_LARGE), NUMBER(REGARD_NO_DATA),
-    NUMBER(REGARD_TILE),      NUMBER(REGARD_NO_MASK),      NUMBER(REGARD_INTERVALS), NUMBER(REGARD_TILES),
-    NUMBER(REGARD_FEATURES),  NUMBER(REGARD_ELU),
+    NUMBER(REGARD_FLOAT32),   NUMBER(REGARD_FLOAT64),      NUMBER(REGARD_BFLOAT16),   NUMBER(REGARD_FLOAT16),
+    NUMBER(REGARD_NO_MEMORY), NUMBER(REGARD_BAD_ARGUMENT), NUMBER(REGARD_TOO_LARGE),  NUMBER(REGARD_NO_DATA),
+    NUMBER(REGARD_TILE),      NUMBER(REGARD_NO_MASK),      NUMBER(REGARD_INTERVALS),  NUMBER(REGARD_TILES),
+    NUMBER(REGARD_FEATURES),  NUMBER(REGARD_ELU),          NUMBER(REGARD_CHECKPOINT),
 };
 
 // The text, written once when the library is loaded.
@@ -154,7 +166,8 @@ const Description description(Layout<regard_tensor>{}, Layout<regard_intervals>{
                               Layout<regard_dot_tangent>{}, Layout<regard_dot_statistics>{},
                               Layout<regard_dot_columns>{}, Layout<regard_dot_pool>{}, Layout<regard_linear>{},
                               Layout<regard_linear_result>{}, Layout<regard_linear_gradient>{},
-                              Layout<regard_packed_linear>{});
+                              Layout<regard_recurrence>{}, Layout<regard_recurrence_result>{},
+                              Layout<regard_recurrence_gradient>{}, Layout<regard_packed_linear>{});
 
 }  // namespace
 

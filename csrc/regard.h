@@ -177,6 +177,38 @@ typedef struct {
   regard_tensor d_q, d_k, d_v;  // shapes of q, k, v
 } regard_linear_gradient;
 
+// The recurrence of linear attention, with a state S (M, E) for each of H heads. Of token t:
+//   S = exp(decay_t) S;   u = v_t, or beta_t (v_t - S^T k_t) where there is a beta;   S += k_t u^T;   out_t = S^T q_t
+typedef struct {
+  int64_t B, H, N, M, E;              // none of M and E is 0
+  int64_t q_heads, k_heads, v_heads;  // head h reads head h / (H / heads) of each
+  int32_t dtype;                      // of q, k, v, out and their gradients
+  int32_t threads;                    // at most this many
+  int32_t per_channel;                // 1 where every channel has its own decay, or 0
+  int32_t reserved;
+  regard_tensor q, k;   // (B, heads, N, M)
+  regard_tensor v;      // (B, heads, N, E)
+  regard_tensor decay;  // Real (B, H, N) or (B, H, N, M), at most 0; may be absent
+  regard_tensor beta;   // Real (B, H, N); may be absent
+  regard_tensor state;  // Real (B, H, M, E): S before the first token; absent: zero
+} regard_recurrence;
+
+enum { REGARD_CHECKPOINT = 512 };  // tokens from one checkpoint to the next
+
+typedef struct {
+  regard_tensor out;          // (B, H, N, E)
+  regard_tensor state;        // Real (B, H, M, E): S after the last token
+  regard_tensor checkpoints;  // Real (B, H, N / REGARD_CHECKPOINT rounded up, M * E), last stride 1; may be absent
+} regard_recurrence_result;
+
+typedef struct {
+  regard_tensor checkpoints;      // of the forward
+  regard_tensor d_out, d_final;   // of out and of the state after the last token; absent: zero
+  regard_tensor d_q, d_k, d_v;    // (B, H, N, M or E): for each head, also where heads share a tensor
+  regard_tensor d_decay, d_beta;  // Real, present where decay and beta are
+  regard_tensor d_state;          // Real (B, H, M, E); may be absent
+} regard_recurrence_gradient;
+
 // out = x W' + b in float32; x and out have rows of unit stride. The packed weight holds panels of as many rows as
 // regard_packed_size(1, 1) says, panel[k][row], the last one filled up with zeros.
 typedef struct {
@@ -214,6 +246,9 @@ REGARD_EXPORT int regard_dot_weights(const regard_dot* problem, const regard_dot
 REGARD_EXPORT int regard_dot_map(const regard_dot* problem, const regard_dot_pool* pool);
 REGARD_EXPORT int regard_linear_forward(const regard_linear* problem, const regard_linear_result* result);
 REGARD_EXPORT int regard_linear_backward(const regard_linear* problem, const regard_linear_gradient* gradient);
+REGARD_EXPORT int regard_recurrence_forward(const regard_recurrence* problem, const regard_recurrence_result* result);
+REGARD_EXPORT int regard_recurrence_backward(const regard_recurrence* problem,
+                                             const regard_recurrence_gradient* gradient);
 
 // How many numbers a packed weight (N, K) takes, or a negative status. It holds for the instruction set in use.
 REGARD_EXPORT int64_t regard_packed_size(int64_t N, int64_t K);

@@ -79,7 +79,7 @@ WRONG: dict[str, tuple[Callable[[], Any], type[Exception], list[str]]] = {
     "sparse mask": (call(mask=bits.to_sparse()), TypeError, ["mask", "dense", "sparse_coo", "mask.to_dense()"]),
     "sparse bias": (call(bias=normal(Q, K).to_sparse()), TypeError, ["bias", "dense", "sparse", "bias.to_dense()"]),
     "sparse query of linear attention": (
-        lambda: rg.LinearAttention()(q.to_sparse(), k, v), TypeError, ["q", "dense", "q.to_dense()"],
+        lambda: rg.LinearAttention()(q.to_sparse(), k, v), TypeError, ["query", "dense", "query.to_dense()"],
     ),
     "heads of keys and values differ": (call(value=v[:, :1]), ValueError, ["key and value", "heads G", "(2, 1, 7, 6)"]),
     "H is no multiple of G": (

@@ -14,7 +14,7 @@ from pathlib import Path
 FOLDER = Path("build/sanitize")
 ENGINE = ("native", "registration", "safety", "processes", "agreement", "inspection", "packed_linear")
 TESTS = [f"tests/engines/test_{name}.py" for name in ENGINE]
-TESTS += ["tests/test_linear.py", "tests/test_linear_kernel.py"]
+TESTS += ["tests/linear"]
 PROBE = """
 import ctypes, sys
 library = ctypes.CDLL(sys.argv[1])

@@ -20,11 +20,11 @@ from regard.models.position_embeddings import table_length
 from regard.nn import (
     ACTIVATIONS,
     Block,
-    Cache,
     Encoder,
     Experts,
     FeedForward,
     GatedFeedForward,
+    LayerCache,
     LayerContext,
     MultiHeadAttention,
     Packed,
@@ -132,7 +132,7 @@ class LanguageModel(nn.Module):
         return rows.to_input_form(self.logits(self.hidden(rows.values, rows.positions, rows.context)))
 
     def hidden(
-        self, ids: Tensor, positions: Tensor, context: LayerContext, cache: Sequence[Cache] | None = None
+        self, ids: Tensor, positions: Tensor, context: LayerContext, cache: Sequence[LayerCache] | None = None
     ) -> Tensor:
         """Map ids (B, N) to hidden states (B, N, d_model)."""
         x = embed_tokens(ids, self.embedding)

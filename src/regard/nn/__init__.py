@@ -4,14 +4,17 @@ from regard.nn.attention import AdditiveAttention, MultiHeadAttention, SelfAtten
 from regard.nn.blocks import Block, OutputNorm, PostNorm, PreNorm, Residual, SandwichNorm, UnitRMSNorm
 from regard.nn.cache import Cache, CrossCache, FixedCache, WindowCache
 from regard.nn.context import LayerContext, key_mask
+from regard.nn.convolution import ShortConvolution
 from regard.nn.experts import Experts
 from regard.nn.feedforward import ACTIVATIONS, FeedForward, GatedFeedForward
 from regard.nn.freeze import freeze, thaw
 from regard.nn.generate import Beam, GenerationState, Greedy, Sample
 from regard.nn.graph import GraphAttention
+from regard.nn.linear_attention import DeltaNet, GatedDeltaNet, GatedLinearAttention, Mamba2, Retention
 from regard.nn.loss import token_loss
 from regard.nn.packing import Packed, pack, unpack
 from regard.nn.pooling import AttentionPooling, First, Last, Max, Mean
+from regard.nn.recurrent import LayerCache, RecurrentCache
 from regard.nn.rotary import Rotary
 from regard.nn.sets import CrossBlock, InducedBlock, SeedPooling
 from regard.nn.stacks import Decoder, DecoderCache, Encoder, RelativeBias
@@ -26,16 +29,20 @@ __all__ = [
     "CrossBlock",
     "Decoder",
     "DecoderCache",
+    "DeltaNet",
     "Encoder",
     "Experts",
     "FeedForward",
     "First",
     "FixedCache",
+    "GatedDeltaNet",
     "GatedFeedForward",
+    "GatedLinearAttention",
     "GraphAttention",
     "Greedy",
     "InducedBlock",
     "Last",
+    "Mamba2",
     "Max",
     "Mean",
     "CrossCache",
@@ -44,13 +51,17 @@ __all__ = [
     "Packed",
     "PostNorm",
     "PreNorm",
+    "RecurrentCache",
     "RelativeBias",
     "Residual",
+    "Retention",
     "Rotary",
     "Sample",
     "SandwichNorm",
     "SeedPooling",
     "SelfAttention",
+    "ShortConvolution",
+    "LayerCache",
     "LayerContext",
     "GenerationState",
     "TokenNorm",

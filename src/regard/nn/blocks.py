@@ -9,9 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from regard.nn.cache import Cache, CrossCache
+from regard.nn.cache import CrossCache
 from regard.nn.context import LayerContext, check_not_in_context
 from regard.nn.dropout import dropout
+from regard.nn.recurrent import LayerCache
 
 Norm = Callable[[int], nn.Module]
 """A factory of norms by width, such as `nn.LayerNorm`, `nn.RMSNorm`, or a `partial` of one with another eps."""
@@ -167,7 +168,7 @@ class Block(nn.Module):
         source_mask: Any = None,
         context: LayerContext | None = None,
         cross_context: LayerContext | None = None,
-        cache: Cache | None = None,
+        cache: LayerCache | None = None,
         cross_cache: CrossCache | None = None,
     ) -> Tensor:
         """Map x (B, N, d_model) and source (B, K, d_source) to (B, N, d_model).

@@ -10,8 +10,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from regard.nn.cache import Cache, CrossCache
+from regard.nn.cache import CrossCache
 from regard.nn.context import LayerContext
+from regard.nn.recurrent import LayerCache
 
 
 class GenerationState:
@@ -24,11 +25,11 @@ class GenerationState:
     def __init__(
         self,
         forward: Callable[[Tensor, LayerContext], Tensor],
-        caches: Sequence[Cache | CrossCache],
+        caches: Sequence[LayerCache | CrossCache],
         left_padding: Tensor | None = None,
     ) -> None:
         self.forward, self.caches, self.left_padding = forward, caches, left_padding
-        self.seen_tokens = next((cache.seen_tokens for cache in caches if isinstance(cache, Cache)), 0)
+        self.seen_tokens = next((cache.seen_tokens for cache in caches if not isinstance(cache, CrossCache)), 0)
         self._context = LayerContext(left_padding=left_padding)
 
     def step(self, ids: Tensor) -> Tensor:

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from regard.masks import Mask
-from regard.nn.attention import MultiHeadAttention
 from regard.nn.blocks import Block
-from regard.nn.cache import Cache, CrossCache
+from regard.nn.cache import CrossCache
 from regard.nn.context import LayerContext, check_not_in_context
+from regard.nn.recurrent import LayerCache
 from regard.positions import Bias, t5
 from regard.sharding import current_sharding
 
@@ -84,7 +84,7 @@ class Encoder(nn.Module):
         *,
         mask: Mask | Tensor | None = None,
         context: LayerContext | None = None,
-        cache: Sequence[Cache] | None = None,
+        cache: Sequence[LayerCache] | None = None,
     ) -> Tensor:
         """Map (B, N, d_model) to (B, N, d_model).
 
@@ -108,9 +108,9 @@ class Encoder(nn.Module):
         x = x if self.norm is None else self.norm(x)
         return x if sharding is None else sharding.full_tensor(x, 1)
 
-    def cache(self) -> list[Cache]:
+    def cache(self) -> list[LayerCache]:
         """Return empty caches, one per run of a layer."""
-        return [self._attention(block).cache() for block in self._runs()]
+        return [self._cache(block) for block in self._runs()]
 
     def _runs(self) -> Iterator[nn.Module]:
         """Iterate over the layers in execution order, each `repeat` times."""
@@ -134,20 +134,21 @@ class Encoder(nn.Module):
             )
         return False
 
-    def _attention(self, block: nn.Module) -> MultiHeadAttention:
+    def _cache(self, block: nn.Module) -> LayerCache:
         attention = block.attention
-        if not isinstance(attention, MultiHeadAttention):
+        if not hasattr(attention, "cache"):
             raise TypeError(
-                f"only blocks with MultiHeadAttention have caches, but this block has {type(attention).__name__}"
+                "only blocks with MultiHeadAttention or a recurrent layer have caches, but this block has "
+                f"{type(attention).__name__}"
             )
-        return attention
+        return attention.cache()  # type: ignore[operator]
 
 
 @dataclass(frozen=True, eq=False)
 class DecoderCache:
     """Self-attention and cross-attention caches of a decoder, one of each per run of a layer."""
 
-    self_attention: list[Cache]
+    self_attention: list[LayerCache]
     cross_attention: list[CrossCache]
 
     @property

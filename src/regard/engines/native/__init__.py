@@ -4,6 +4,7 @@ from regard.engines.native.binding import build_info, library, release_free_memo
 from regard.engines.native.engine import ENGINE, gradients, why_avoid, why_not
 from regard.engines.native.inspection import can_select_rows, pooled_weights, statistics, weights
 from regard.engines.native.linear import linear_backward, linear_forward, multiply, panel_rows
+from regard.engines.native.recurrence import recurrence_backward, recurrence_forward
 
 __all__ = [
     "ENGINE",
@@ -16,6 +17,8 @@ __all__ = [
     "multiply",
     "panel_rows",
     "pooled_weights",
+    "recurrence_backward",
+    "recurrence_forward",
     "release_free_memory",
     "statistics",
     "can_select_rows",

@@ -20,6 +20,7 @@ from regard.engines.tensor_memory import NoMemory, data_address
 INTERFACE = 10  # version of the interface, in csrc/regard.h
 DTYPES = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3}
 NO_MASK, INTERVALS, TILES = 0, 1, 2  # kinds of a problem's mask
+CHECKPOINT = 512  # tokens between the checkpoints of a recurrence
 _ERRORS = {
     -1: (MemoryError, "the native engine could not allocate memory; use fewer threads or shorter sequences"),
     -2: (ValueError, "the native engine got an argument that its interface does not allow"),
@@ -29,7 +30,7 @@ _ERRORS = {
 _NUMBERS = {
     "FLOAT32": 0, "FLOAT64": 1, "BFLOAT16": 2, "FLOAT16": 3, "NO_MEMORY": -1, "BAD_ARGUMENT": -2, "TOO_LARGE": -3,
     "NO_DATA": -4, "TILE": TILE, "NO_MASK": NO_MASK, "INTERVALS": INTERVALS, "TILES": TILES,
-    "FEATURES": 0, "ELU": 1,
+    "FEATURES": 0, "ELU": 1, "CHECKPOINT": CHECKPOINT,
 }  # fmt: skip
 
 
@@ -110,6 +111,11 @@ POOL = Structure("dot_pool", "out rows columns")
 LINEAR = Structure("linear", "B H G N M E dtype threads map reserved q k v")
 LINEAR_RESULT = Structure("linear_result", "out norm")
 LINEAR_GRADIENT = Structure("linear_gradient", "out norm d_out d_q d_k d_v")
+RECURRENCE = Structure(
+    "recurrence", "B H N M E q_heads k_heads v_heads dtype threads per_channel reserved q k v decay beta state"
+)
+RECURRENCE_RESULT = Structure("recurrence_result", "out state checkpoints")
+RECURRENCE_GRADIENT = Structure("recurrence_gradient", "checkpoints d_out d_final d_q d_k d_v d_decay d_beta d_state")
 PACKED_LINEAR = Structure("packed_linear", "M N K x_row out_row x packed bias out threads has_bias")
 ABSENT = (0, 0, 0, 0, 0, 0)
 ADDRESS = struct.Struct("@P").pack
@@ -166,6 +172,8 @@ def library() -> ctypes.CDLL | str:
         "dot_map",
         "linear_forward",
         "linear_backward",
+        "recurrence_forward",
+        "recurrence_backward",
     )
     for name in (f"regard_{name}" for name in names):
         getattr(lib, name).argtypes = [ctypes.c_char_p, ctypes.c_char_p]

@@ -8,7 +8,7 @@ import torch
 from regard.engines import native
 from regard.linear import LinearAttention
 from regard.masks import causal, padding
-from tests.naive_linear import FEATURES, draw
+from tests.linear.naive import FEATURES, draw
 
 compiled = pytest.mark.skipif(bool(native.why_missing()), reason=native.why_missing() or "the library is there")
 SIZES = [(1, 1, 1, 1, 1, 1), (2, 4, 2, 33, 5, 3), (1, 2, 1, 130, 17, 33), (1, 3, 1, 64, 16, 1), (1, 1, 1, 300, 64, 64)]

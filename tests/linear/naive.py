@@ -2,7 +2,8 @@
 
 import torch
 
-from regard.linear import _directions, favor
+from regard.linear import favor
+from regard.linear.features import _directions
 from regard.masks import causal, padding
 
 FEATURES = ["elu", favor(24, seed=3)]

@@ -7,10 +7,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import regard.linear
-from regard.linear import Favor, LinearAttention, LinearState, _directions, favor
+import regard.linear.logs
+from regard.linear import Favor, LinearAttention, LinearState, favor
+from regard.linear.features import _directions
 from regard.masks import causal, padding, window
-from tests.naive_linear import FEATURES, MASKS, draw, kernel, naive
+from tests.linear.naive import FEATURES, MASKS, draw, kernel, naive
 
 
 @pytest.mark.parametrize("features", FEATURES, ids=repr)
@@ -281,7 +282,7 @@ def test_favors_error_against_softmax_falls_like_one_over_the_root_of_count(mask
     ids=repr,
 )
 def test_it_compiles_into_one_graph_forward_and_backward(features, mask, monkeypatch):
-    monkeypatch.setattr(regard.linear, "_CHUNK", 4)
+    monkeypatch.setattr(regard.linear.logs, "_CHUNK", 4)
     torch.compiler.reset()
     attend, inputs = LinearAttention(features, mask), draw(2, 2, 1, 6, 7, 4, 3, dtype=torch.float32, grad=True)
     out = torch.compile(attend, fullgraph=True, backend="aot_eager")(*inputs)
@@ -377,8 +378,8 @@ STATE = ATTEND.step(Q, K, V)[1]
 @pytest.mark.parametrize(
     ("call", "kind", "message"),
     [
-        (lambda: LinearAttention("relu"), ValueError, "features must be 'elu' or favor.*, but is 'relu'"),
-        (lambda: LinearAttention(64), TypeError, "features must be 'elu' or favor.*, but is 64"),
+        (lambda: LinearAttention("relu"), ValueError, "features must be 'elu', 'identity' or favor.*, but is 'relu'"),
+        (lambda: LinearAttention(64), TypeError, "features must be 'elu', 'identity' or favor.*, but is 64"),
         (lambda: LinearAttention(mask=Q > 0), TypeError, "mask must be a mask or None, but is Tensor; use causal"),
         (
             lambda: LinearAttention(mask=window(2, 0)),
@@ -393,20 +394,28 @@ STATE = ATTEND.step(Q, K, V)[1]
         (lambda: favor(0), ValueError, "count must be from 1 to .* but is 0; try favor"),
         (lambda: favor(2.5), TypeError, "count must be a whole number, but is 2.5"),
         (lambda: favor(8, seed=-1), ValueError, "seed must be from 0 to 4294967295, but is -1"),
-        (lambda: ATTEND([1], K, V), TypeError, "q must be a tensor, but is list; try torch.as_tensor"),
-        (lambda: ATTEND(Q, K.long(), V), TypeError, "k must be float32, .* but is torch.int64; try k.float"),
-        (lambda: ATTEND(Q, K, V.float()), TypeError, "v must have the dtype of q, torch.float64, but is torch.float32"),
-        (lambda: ATTEND(Q, K.to("meta"), V), ValueError, "k must be on the device of q, cpu, but is on meta"),
-        (lambda: ATTEND(Q[0, 0, 0], K, V), ValueError, r"q must have 2, 3 or 4 axes .* but has the shape \(8,\)"),
-        (lambda: ATTEND(Q, K[0], V), ValueError, r"k must have as many axes as q, 4, but has the shape \(2, 5, 8\)"),
-        (lambda: ATTEND(Q, K[..., :7], V), ValueError, "k must have the width of q, .* k is .2, 2, 5, 7."),
-        (lambda: ATTEND(Q[..., :0], K[..., :0], V), ValueError, "k must have the width of q, at least 1"),
-        (lambda: ATTEND(Q, K, V[:, :, :4]), ValueError, "v must have one row per key, 5, .* v is .2, 2, 4, 3."),
-        (lambda: ATTEND(Q, K, V[:, :1]), ValueError, "v must have the heads of k, 2"),
+        (lambda: ATTEND([1], K, V), TypeError, "query must be a tensor, but is list; try torch.as_tensor"),
+        (lambda: ATTEND(Q, K.long(), V), TypeError, "key must be float32, .* but is torch.int64; try key.float"),
+        (
+            lambda: ATTEND(Q, K, V.float()),
+            TypeError,
+            "value must have the dtype of query, torch.float64, but is torch.float32",
+        ),
+        (lambda: ATTEND(Q, K.to("meta"), V), ValueError, "key must be on the device of query, cpu, but is on meta"),
+        (lambda: ATTEND(Q[0, 0, 0], K, V), ValueError, r"query must have 2, 3 or 4 axes .* but has the shape \(8,\)"),
+        (
+            lambda: ATTEND(Q, K[0], V),
+            ValueError,
+            r"key must have as many axes as query, 4, but has the shape \(2, 5, 8\)",
+        ),
+        (lambda: ATTEND(Q, K[..., :7], V), ValueError, "key must have the width of query, .* key is .2, 2, 5, 7."),
+        (lambda: ATTEND(Q[..., :0], K[..., :0], V), ValueError, "key must have the width of query, at least 1"),
+        (lambda: ATTEND(Q, K, V[:, :, :4]), ValueError, "value must have one row per key, 5, .* value is .2, 2, 4, 3."),
+        (lambda: ATTEND(Q, K, V[:, :1]), ValueError, "value must have the heads of key, 2"),
         (
             lambda: ATTEND(Q[:, :3], K, V),
             ValueError,
-            "q must have a multiple of the heads of k, but has H = 3 for G = 2",
+            "query must have a multiple of the heads of key, but has H = 3 for G = 2",
         ),
         (lambda: ATTEND(Q, K.repeat(2, 1, 1, 1), V), ValueError, r"must have the same batch size, or 1 where"),
         (lambda: LinearAttention(mask=padding([9, 1]))(Q, K, V), ValueError, "lengths must be at most .*K = 5.* is 9"),
@@ -420,11 +429,11 @@ STATE = ATTEND.step(Q, K, V)[1]
             ValueError,
             "mask must be None or causal.. for step",
         ),
-        (lambda: ATTEND.step(Q[:, :, :1], K, V), ValueError, "q and k must have the same number of tokens in step"),
+        (lambda: ATTEND.step(Q[:, :, :1], K, V), ValueError, "query and key must have the same number of tokens"),
         (
             lambda: ATTEND.step(Q, K, V, (1, 2)),
             TypeError,
-            "state must be a state returned by step, or None, but is tuple",
+            "state must be a LinearState returned by an earlier call, or None, but is tuple",
         ),
         (
             lambda: ATTEND.step(Q[:1], K[:1], V[:1], STATE),
