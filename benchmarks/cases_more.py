@@ -232,6 +232,28 @@ def linear() -> Iterator[Case]:
         )  # fmt: skip
 
 
+def delta_rule() -> Iterator[Case]:
+    """The gated delta rule of Qwen3-Next: keys of length 1, a decay and a beta per head and token."""
+
+    def inputs(N: int) -> Inputs:
+        x = qkv(1, 4, N, 128)
+        x["k"] = torch.nn.functional.normalize(x["k"], dim=-1)
+        gates = {
+            "decay": torch.nn.functional.logsigmoid(normal(1, 4, N, seed=5)),
+            "beta": normal(1, 4, N, seed=6).sigmoid(),
+        }
+        return x | gates
+
+    attend, theirs = rg.LinearAttention.gated_deltanet(), peers.transformers_delta_rule()
+    for N, quick in ((1024, True), (8192, False)):
+        yield Case(
+            f"gated delta rule, {BOTH}, N = {N:,}, D = 128", "gated delta rule", lambda N=N: inputs(N),
+            lambda x: attend(x["q"] * 128**-0.5, x["k"], x["v"], decay=x["decay"], beta=x["beta"]),
+            define.gated_delta_rule, (theirs,), (Target(theirs.name, 3.0),) if N == 8192 else (), backward=True,
+            linear_memory=True, quick=quick,
+        )  # fmt: skip
+
+
 def _favor_rows(count: int) -> Callable[[Inputs, Tensor], Tensor]:
     """With the directions that `favor` draws."""
     from regard.linear.features import _directions
@@ -240,4 +262,15 @@ def _favor_rows(count: int) -> Callable[[Inputs, Tensor], Tensor]:
     return define.linear_attention(features, features)
 
 
-MAKERS = (windows, window_training, sparse, biases, learned_biases, additive, statistics, forward_mode, linear)
+MAKERS = (
+    windows,
+    window_training,
+    sparse,
+    biases,
+    learned_biases,
+    additive,
+    statistics,
+    forward_mode,
+    linear,
+    delta_rule,
+)

@@ -8,6 +8,7 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from benchmarks.case import Inputs, Reference
 
@@ -114,6 +115,27 @@ def linear_attention(
         return weights @ x["v"] / divisor.clamp(min=max(floor, 1e-300))
 
     return reference
+
+
+def gated_delta_rule(x: Inputs, rows: Tensor) -> Tensor:
+    """Token by token, with queries divided by sqrt(D); the states between segments are all that is kept."""
+
+    def segment(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        outputs = []
+        for t in range(q.shape[2]):
+            state = state * decay[:, :, t, None, None].exp()
+            error = v[:, :, t] - (k[:, :, t, None] @ state)[:, :, 0]
+            state = state + k[:, :, t, :, None] * (beta[:, :, t, None] * error)[:, :, None]
+            outputs.append((q[:, :, t, None] @ state)[:, :, 0])
+        return torch.stack(outputs, 2), state
+
+    B, H, N, D = x["q"].shape
+    state, outputs = x["q"].new_zeros(B, H, D, x["v"].shape[-1]), []
+    for start in range(0, N, 64):
+        part = [x[name][:, :, start : start + 64] for name in ("q", "k", "v", "decay", "beta")]
+        output, state = checkpoint(segment, *part, state, use_reentrant=False)
+        outputs.append(output)
+    return torch.cat(outputs, 2)[:, :, rows] * D**-0.5
 
 
 def elu(x: Tensor) -> Tensor:

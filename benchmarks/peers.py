@@ -28,6 +28,7 @@ LONGFORMER = "transformers' Longformer"
 LINEAR = "linear-attention-transformer"
 BLIND = "linear-attention-transformer, blind to the last 64"
 PERFORMER = "performer-pytorch"
+DELTA_RULE = "Transformers, Qwen3-Next in torch"
 MODULE = "nn.MultiheadAttention"
 XTRANSFORMERS = "x-transformers"
 
@@ -225,6 +226,19 @@ def linear_transformer(bucket: int, reference: Reference) -> Peer:
         return lambda: causal_linear_attn(x["q"], x["k"], x["v"], bucket_size=bucket)
 
     return Peer(LINEAR if bucket == 1 else BLIND, build, reference=reference, tolerance=1e-4)
+
+
+def transformers_delta_rule() -> Peer:
+    """The gated delta rule of Transformers' Qwen3-Next, in torch."""
+
+    def build(x: Inputs, threads: int) -> Callable[[], Tensor]:
+        from transformers.models.qwen3_next.modeling_qwen3_next import torch_chunk_gated_delta_rule
+
+        return lambda: torch_chunk_gated_delta_rule(
+            *(x[name].transpose(1, 2) for name in ("q", "k", "v", "decay", "beta"))
+        )[0].transpose(1, 2)
+
+    return Peer(DELTA_RULE, build)
 
 
 def performer(directions: Callable[[], Tensor], reference: Reference) -> Peer:
