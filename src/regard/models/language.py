@@ -24,7 +24,6 @@ from regard.nn import (
     Experts,
     FeedForward,
     GatedFeedForward,
-    LayerCache,
     LayerContext,
     MultiHeadAttention,
     Packed,
@@ -35,6 +34,7 @@ from regard.nn import (
 from regard.nn.dropout import dropout
 from regard.nn.generate import GenerationState, Greedy, Sample, Strategy, generate, generate_steps, stop_tokens
 from regard.nn.loss import token_loss
+from regard.nn.recurrent import LayerCache
 from regard.scores import Dot
 
 

@@ -14,7 +14,7 @@ from regard.nn.linear_attention import DeltaNet, GatedDeltaNet, GatedLinearAtten
 from regard.nn.loss import token_loss
 from regard.nn.packing import Packed, pack, unpack
 from regard.nn.pooling import AttentionPooling, First, Last, Max, Mean
-from regard.nn.recurrent import LayerCache, RecurrentCache
+from regard.nn.recurrent import RecurrentCache
 from regard.nn.rotary import Rotary
 from regard.nn.sets import CrossBlock, InducedBlock, SeedPooling
 from regard.nn.stacks import Decoder, DecoderCache, Encoder, RelativeBias
@@ -61,7 +61,6 @@ __all__ = [
     "SeedPooling",
     "SelfAttention",
     "ShortConvolution",
-    "LayerCache",
     "LayerContext",
     "GenerationState",
     "TokenNorm",

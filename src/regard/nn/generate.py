@@ -29,7 +29,7 @@ class GenerationState:
         left_padding: Tensor | None = None,
     ) -> None:
         self.forward, self.caches, self.left_padding = forward, caches, left_padding
-        self.seen_tokens = next((cache.seen_tokens for cache in caches if not isinstance(cache, CrossCache)), 0)
+        self.seen_tokens = next((cache.seen_tokens for cache in caches if isinstance(cache, LayerCache)), 0)
         self._context = LayerContext(left_padding=left_padding)
 
     def step(self, ids: Tensor) -> Tensor:
