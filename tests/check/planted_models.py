@@ -150,6 +150,19 @@ def positions_ignored(model: Any) -> None:
     model.transformer.wpe.register_forward_pre_hook(before)
 
 
+def generation_positions(model: Any) -> None:
+    """`generate` counts positions from the start of the row, padding included."""
+    prepare = model.prepare_inputs_for_generation
+
+    def wrong(*args: Any, **kwargs: Any) -> dict[str, Any]:
+        inputs = prepare(*args, **kwargs)
+        start = 0 if inputs.get("past_key_values") is None else inputs["past_key_values"].get_seq_length()
+        length = inputs["input_ids"].shape[1]
+        return inputs | {"position_ids": torch.arange(start, start + length).expand_as(inputs["input_ids"])}
+
+    model.prepare_inputs_for_generation = wrong
+
+
 def change_sinks(model: Any, change: Callable[[Tensor], Tensor]) -> None:
     layer = model.model.layers[1].self_attn
     forward, sinks = layer.forward, layer.sinks
@@ -221,6 +234,7 @@ PLANTED: dict[str, Plant] = {
     "cache position off by one": Plant("llama", cache_position, _layers(0, 1), "cache", "outputs differ"),
     "cache of another layer": Plant("llama", wrong_cache_layer, _layers(1), "cache", "raises RuntimeError"),
     "left padding positions": Plant("gpt2", positions_ignored, WHOLE, "left padding", "look at positions"),
+    "positions in generate": Plant("gpt2", generation_positions, WHOLE, "generate", "logits differ"),
     "sinks ignored": Plant(
         "gpt_oss", partial(change_sinks, change=lambda s: s * 0 - 1e4), _layers(1), "sink", "take no weight"
     ),

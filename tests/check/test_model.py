@@ -117,6 +117,30 @@ def test_an_unknown_direction_is_not_promised_unless_given() -> None:
     assert check_model(model, implementation=["eager"], causal=False)[0].verdict == "failed"
 
 
+def test_low_precision_is_not_a_failure() -> None:
+    findings = check_model(build("llama").bfloat16(), implementation=["eager", "sdpa"])
+    assert {each.verdict for each in findings} == {"passed"}
+
+
+def test_what_a_model_does_not_promise_is_no_failure() -> None:
+    bert = hf.BertForSequenceClassification._from_config(MODELS["bert"][1])
+    found = {each.scenario: each for each in check_model(bert, implementation=["eager"]) if each.layer == "whole model"}
+    assert found["left padding"].verdict == "not promised", "the first token, which is padding, gives the class"
+    assert found["right padding"].verdict == "passed"
+    documents = [
+        each for each in check_model(build("gpt_oss"), implementation=["eager"]) if each.scenario == "documents"
+    ]
+    assert {each.verdict for each in documents} == {"not promised"}
+    assert "sees other documents" in documents[0].measured
+
+
+def test_a_model_that_cannot_be_called_is_a_user_error() -> None:
+    model = build("gpt2")
+    model.transformer.h[0].attn.c_proj = torch.nn.Linear(3, 3)
+    with pytest.raises(UserError, match="GPT2LMHeadModel cannot be called"):
+        check_model(model)
+
+
 def test_layouts() -> None:
     assert [row.texts for row in padded(4, "left")] == [(0, 0, 0, 0), (-1, -1, 0, 0), (-1, -1, 0, 0)]
     assert padded(6, "right")[1].tokens.tolist() == [0, 1, 2, 9, 10, 11]

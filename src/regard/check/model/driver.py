@@ -142,7 +142,7 @@ class Driver:
         names = (
             ("decoder_input_ids", "decoder_attention_mask") if self.two_sequences else ("input_ids", "attention_mask")
         )
-        ids, real = self._ids(rows), torch.stack([row.real for row in rows]).long()
+        ids, real = self.ids(rows), torch.stack([row.real for row in rows]).long()
         positions = torch.stack([row.positions for row in rows])
         found, start = [], 0
         for length in scenario.chunks or (ids.shape[1],):
@@ -189,12 +189,13 @@ class Driver:
             shape = self.config.num_mel_bins, 2 * self.config.max_source_positions
             features = torch.randn(shape, generator=torch.Generator().manual_seed(0))
             return {"input_features": features.expand(len(rows), *shape)}
-        given = {"input_ids": self._ids(rows)}
+        given = {"input_ids": self.ids(rows)}
         if scenario.mask and self.takes_mask:
             given["attention_mask"] = torch.stack([row.real for row in rows]).long()
         return given
 
-    def _ids(self, rows: list[Row]) -> Tensor:
+    def ids(self, rows: list[Row]) -> Tensor:
+        """The token ids (B, N) of rows."""
         ids = [torch.where(row.real, self.numbers[row.tokens % len(self.numbers)], self.pad) for row in rows]
         return torch.stack(ids)
 

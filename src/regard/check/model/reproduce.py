@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -159,6 +160,25 @@ class Program:
             ],
             layer,
         )
+
+    def generation(self, rows: Sequence[Row], row: int, steps: int) -> str:
+        """A program that compares the logits of generation with those of one call with the text alone."""
+        real = torch.stack([each.real for each in rows]).long()
+        lines = [
+            f"ids = {_literal(self.driver.ids(list(rows)))}",
+            f"mask = {_literal(real)}",
+            "with torch.no_grad():",
+            "    result = model.generate(",
+            f"        ids, attention_mask=mask, max_new_tokens={steps}, min_new_tokens={steps}, do_sample=False,",
+            f"        num_beams=1, pad_token_id={self.driver.pad}, output_logits=True, return_dict_in_generate=True,",
+            "    )",
+            f"    text = result.sequences[{row}, {int((~rows[row].real).sum())} : -1][None]",
+            f"    alone = model(input_ids=text).logits[0, -{steps}:]",
+            f"generated = torch.stack(result.logits, dim=1)[{row}]",
+            "print((generated - alone).abs().max())",
+            "torch.testing.assert_close(generated, alone, atol=1e-3 * float(alone.abs().max()), rtol=0)",
+        ]
+        return self._join(lines[2:], body="\n".join(lines[:2]))
 
     def error(self) -> str:
         """A program in which the model raises an error."""

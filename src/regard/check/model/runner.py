@@ -9,6 +9,7 @@ from typing import Any, Literal
 from torch import Tensor
 
 from regard.check.model.driver import Driver, implementations
+from regard.check.model.generation import WHOLE, check_generation
 from regard.check.model.layout import Scenario, scenarios
 from regard.check.model.measure import CERTAIN, Alone, Measurement, Meter, difference, merge
 from regard.check.model.probe import Layer, attention_layers, discover
@@ -22,7 +23,6 @@ TOKENS = 12  # of a text; more if a window is wider
 MAX_TOKENS = 1100  # beyond which a window is not measured unless `tokens` asks for it
 LAYER_TOLERANCE = 1e-4  # difference of the outputs of one layer, relative to the largest
 MODEL_TOLERANCE = 1e-3  # the same after all layers
-WHOLE = "whole model"
 
 _ERRORS = (RuntimeError, ValueError, IndexError, TypeError, AttributeError, NotImplementedError)  # of a broken model
 
@@ -196,6 +196,7 @@ class ModelCheck:
         yield from sorted(measured.values(), key=lambda finding: order.index(finding.layer))
         yield from self._unreached_windows()
         yield from check_sinks(self)
+        yield from check_generation(self)
         if not self.has_cache:
             yield self.finding(WHOLE, "cache", "the model has no cache", "", "not promised")
         if "documents" not in {scenario.name for scenario in self.scenarios()}:
