@@ -260,7 +260,7 @@ template <class T> struct Recurrence {
       });
   }
 
-  // Where the decay is 0, whatever the state holds.
+  // Where the decay is 0, also if the state holds NaN or infinity.
   void clear_decayed(const Head& head, const T* total, T* state) const {
     for (int64_t m = 0; m < M; ++m)
       for (int64_t e = 0; total[m] == 0 && e < head.wide_e; e += NR<T>) fill<T>(state + (e * M + m * NR<T>), NR<T>, 0);

@@ -41,6 +41,7 @@ LAYERS = [
     {"data"},
     {"training"},
     {"tasks"},
+    {"predictors"},
     {"cli"},
 ]
 BOTTOM = LAYERS[0]

@@ -23,6 +23,7 @@ from regard_cli.tasks import list_tasks
 from regard_cli.train import TrainGroup
 
 P = ParamSpec("P")
+WRITE, HEAR = "Generated text", "Speech"  # panels of options in the help of `regard predict`
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 SkipBad = Annotated[bool, typer.Option("--skip-bad", help="Count bad lines and continue.")]
@@ -31,6 +32,14 @@ Lang = Annotated[str, typer.Option(help="Language of the page: en or zh.")]
 RunFolder = Annotated[
     Path,
     typer.Argument(metavar="RUN", help="A run directory or an exported model.", show_default=False, callback=check_run),
+]
+Model = Annotated[
+    str,
+    typer.Argument(
+        metavar="MODEL",
+        help="A run, an exported or checkpoint folder, a GGUF file, a name on the Hub, or en-fr.",
+        show_default=False,
+    ),
 ]
 
 
@@ -90,7 +99,7 @@ def resume(
 
 
 def evaluate(
-    folder: RunFolder,
+    model: Model,
     data: Annotated[list[str] | None, typer.Option(help="Test data.", show_default="the test rows of the run")] = None,
     longest: Annotated[
         int | None, typer.Option(help="Maximum tokens or elements of an input.", show_default="as in training")
@@ -98,26 +107,28 @@ def evaluate(
     skip_bad: SkipBad = False,
     as_json: Json = False,
 ) -> None:
-    """Measure a run or an exported model on test rows, compared with baselines.
+    """Measure a model on test rows; a run is compared with baselines.
 
     Baselines are trained on the data of the run. If that data is gone, --data
-    is measured without baselines.
+    is measured without baselines. A checkpoint needs --data: a text file for
+    language models, a table for others.
 
     regard evaluate runs/reviews
     regard evaluate runs/reviews --data test.csv
+    regard evaluate SmolLM2-135M.gguf --data book.txt
     """
     from regard.cli.evaluate import evaluate
 
-    evaluate(folder, data, longest, skip_bad, as_json)
+    evaluate(model, data, longest, skip_bad, as_json)
 
 
 def predict(
-    folder: RunFolder,
+    model: Model,
     inputs: Annotated[
         list[str] | None,
         typer.Argument(
             help="Texts, or paths of images or sounds; or files of inputs: .csv, .tsv and .jsonl with the columns of "
-            "the run's data, or .txt with one text per line.",
+            "the data, or .txt with one text per line.",
             show_default="standard input",
         ),
     ] = None,
@@ -126,8 +137,8 @@ def predict(
         typer.Option(
             "--out",
             "-o",
-            help="The sound file to write, or a folder for several; for other tasks a JSON file of {id: output}, the "
-            "format of SQuAD.",
+            help="The file to write, or a folder for several: sound, .srt subtitles of speech, .png with the boxes of "
+            "objects; for other models a JSON file of {id: output}, the format of SQuAD.",
         ),
     ] = None,
     context: Context = None,
@@ -136,8 +147,54 @@ def predict(
     ] = "",
     skip_bad: SkipBad = False,
     as_json: Json = False,
+    max_new_tokens: Annotated[
+        int | None, typer.Option(min=1, help="Maximum tokens of an output.", show_default="256", rich_help_panel=WRITE)
+    ] = None,
+    temperature: Annotated[
+        float | None,
+        typer.Option(
+            min=0,
+            help="Sample at this temperature; 0 takes the most likely token.",
+            rich_help_panel=WRITE,
+            show_default="as generation_config.json, else 0",
+        ),
+    ] = None,
+    top_p: Annotated[
+        float | None,
+        typer.Option(min=0, max=1, help="Sample from the most likely tokens of this total.", rich_help_panel=WRITE),
+    ] = None,
+    seed: Annotated[int | None, typer.Option(min=0, help="Seed of the sampling.", rich_help_panel=WRITE)] = None,
+    chat: Annotated[
+        bool | None,
+        typer.Option(
+            "--chat/--no-chat",
+            help="Reply to inputs, or continue them as they are.",
+            rich_help_panel=WRITE,
+            show_default="--chat if the model has a chat template",
+        ),
+    ] = None,
+    system: Annotated[str | None, typer.Option(help="System message of a chat.", rich_help_panel=WRITE)] = None,
+    language: Annotated[
+        str | None,
+        typer.Option(help="Language of the speech, such as en.", rich_help_panel=HEAR, show_default="detected"),
+    ] = None,
+    translate: Annotated[
+        bool | None, typer.Option("--translate", help="Translate speech to English.", rich_help_panel=HEAR)
+    ] = None,
+    timestamps: Annotated[
+        bool | None, typer.Option("--timestamps", help="Print when each part is spoken.", rich_help_panel=HEAR)
+    ] = None,
+    threshold: Annotated[
+        float | None,
+        typer.Option(min=0, max=1, help="Lowest score of a detected object.", show_default="0.7"),
+    ] = None,
 ) -> None:
-    """Predict with a run: one line of output and score per input, in order.
+    """Predict with a model: one line of output and score per input, in order.
+
+    The architecture decides what it does: language models continue a text or
+    reply to it, translators translate, embedders compare texts, classifiers and
+    masked models give labels with scores, detectors find objects, speech models
+    transcribe. Without inputs, at a terminal, it reads them line by line.
 
     Tables are read as in training; labels may be missing and are never read.
     A blank line, and an input that --skip-bad skips, print an empty line, or
@@ -149,14 +206,20 @@ def predict(
     regard predict runs/squad "Who wrote it?" --context article.txt
     regard predict runs/squad dev-v2.0.json --out predictions.json
     regard predict runs/voice "one two" --out speech.wav
+    regard predict SmolLM2-135M.gguf "What is gravity?" --temperature 0.7
+    regard predict whisper-base talk.flac --timestamps
     """
     from regard.cli.predict import predict
+    from regard.predictors import PredictOptions
 
-    predict(folder, inputs, out, context, file_format, skip_bad, as_json)
+    options = PredictOptions(
+        max_new_tokens, temperature, top_p, seed, chat, system, language, translate, timestamps, threshold
+    )
+    predict(model, inputs, out, context, file_format, skip_bad, as_json, options)
 
 
 def view(
-    folder: RunFolder,
+    model: Model,
     text: Annotated[str, typer.Argument(help="The input of the model: a text, or the path of an image or a sound.")],
     out: Annotated[Path, typer.Option("--out", "-o", help="The HTML page to write.")] = Path("attention.html"),
     context: Context = None,
@@ -165,17 +228,16 @@ def view(
 ) -> None:
     """Write a page that shows the attention of a model over an input.
 
-    The model is that of a run or of a checkpoint folder.
-
     regard view runs/en-fr "I am hungry." -o hungry.html
+    regard view SmolLM2-135M.gguf "The cat sat on the mat."
     """
     from regard.cli.view import view
 
-    view(folder, text, out, context, lang, as_json)
+    view(model, text, out, context, lang, as_json)
 
 
 def serve(
-    folder: RunFolder,
+    model: Model,
     text: Annotated[str | None, typer.Argument(help="The first input to show.")] = None,
     port: Annotated[
         int, typer.Option(help="Port at 127.0.0.1, reachable from this machine only.", min=1, max=65535)
@@ -188,7 +250,7 @@ def serve(
     """
     from regard.cli.view import serve
 
-    serve(folder, text, port, lang)
+    serve(model, text, port, lang)
 
 
 def export(

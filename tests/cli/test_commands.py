@@ -199,7 +199,7 @@ def test_every_command_has_help_with_an_example(words: list[str], regard: Comman
             "pooling must be one of mean, max, first, attention, got 'median'",
         ),
         (["resume", "none"], "none: no such run"),
-        (["predict", "good.csv", "x"], "not a run directory"),
+        (["predict", "good.csv", "x"], "is not a model; pass a GGUF file"),
     ],
 )
 def test_a_user_error_is_one_line(

@@ -73,7 +73,7 @@ def test_a_checkpoint_of_a_vision_transformer_takes_an_image(tmp_path: Path, reg
     assert "data:image/png;base64," in out.read_text()
     result = regard("view", tmp_path / "model", out, "-o", out)
     assert result.code == 1
-    assert "cannot identify image file" in result.err
+    assert "cannot be read as an image" in result.err
 
 
 def test_serve_shows_a_first_text_and_prints_the_address(

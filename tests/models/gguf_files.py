@@ -29,7 +29,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2": ("Qwen2ForCausalLM", SIZES),
     "gemma2": ("Gemma2ForCausalLM", SIZES | GEMMA),
 }
-CHAT = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% endfor %}<|assistant|>"
+CHAT = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% endfor %}<assistant>"
 TOKENS = ["<unk>", "<s>", "</s>", *map(chr, range(33, 122)), "Ġ", "Ċ", "ab", "cd", "<|user|>"]
 
 

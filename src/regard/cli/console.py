@@ -35,6 +35,11 @@ def print_line(text: object) -> None:
     print(printable(text, keep="\t"))
 
 
+def print_piece(text: str) -> None:
+    """Print a piece of an output at once, with its line ends."""
+    print(printable(text, keep="\n\t"), end="", flush=True)
+
+
 def print_json(value: Any, indent: int | None = 1) -> None:
     """Print JSON on standard output."""
     print(printable_json(value, indent=indent))

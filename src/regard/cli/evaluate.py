@@ -9,15 +9,20 @@ from rich.table import Table
 
 from regard.cli.console import print_bad_rows, print_json, print_message, quoted, stdout
 from regard.errors import BadRows
+from regard.predictors import find_run, open_model
+from regard.progress import stage
 from regard.tasks import Run, Task, UserError
 from regard.training.evaluation import Evaluation, evaluate_with_baselines
 from regard.training.lock import RunLocked
 from regard.training.sources import DataGone, Examples, reread_examples, splits
 
 
-def evaluate(folder: Path, data: list[str] | None, longest: int | None, skip_bad: bool, as_json: bool) -> None:
-    """Print the metrics of a run or an exported model on its test rows or `data`, compared with baselines."""
-    run = Run.open(folder)
+def evaluate(name: str, data: list[str] | None, longest: int | None, skip_bad: bool, as_json: bool) -> None:
+    """Print the metrics of a run on its test rows or `data`, compared with baselines, or those of a checkpoint."""
+    run = find_run(name)
+    if run is None:
+        _evaluate_checkpoint(name, data, longest, skip_bad, as_json)
+        return
     task = run.task if longest is None else _with_longest(run, longest)
     try:
         examples, baselines = reread_examples(run, skip_bad=skip_bad), True
@@ -31,6 +36,29 @@ def evaluate(folder: Path, data: list[str] | None, longest: int | None, skip_bad
         bad = BadRows(skip=bad.skip)
         examples = examples._replace(test=[row for source in data for row in task.read(source, bad)])
     report_metrics(run, examples, bad, as_json, task=task, keep=not data, baselines=baselines)
+    print_bad_rows(bad)
+
+
+def _evaluate_checkpoint(name: str, data: list[str] | None, longest: int | None, skip_bad: bool, as_json: bool) -> None:
+    """Print the metrics of a checkpoint on `data`."""
+    predictor = open_model(name)
+    if not data:
+        what = "a text file" if predictor.columns == ("text",) else f"a table with {' and '.join(predictor.columns)}"
+        raise UserError(f"{name}: is {predictor.kind}, not a run with test rows of its own; give {what} with --data")
+    if longest is not None:
+        raise UserError(f"--longest applies to runs; {name} is {predictor.kind}, leave it out")
+    bad = BadRows(skip=skip_bad)
+    with stage("reading data"):
+        rows = [row for source in data for row in predictor.read(source, bad)]
+    with stage("evaluating"):
+        metrics = predictor.evaluate(rows, bad)
+    if as_json:
+        print_json({"metrics": metrics, "left_out": bad.count})
+    else:
+        table = Table(predictor.kind.removeprefix("a ").removeprefix("an "), quoted(Path(name).name))
+        for metric, value in metrics.items():
+            table.add_row(quoted(metric), f"{value:,}" if isinstance(value, int) else f"{value:.4g}")
+        stdout.print(table)
     print_bad_rows(bad)
 
 

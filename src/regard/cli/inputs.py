@@ -22,8 +22,8 @@ from regard.data.readers import (
     split_cells,
     with_placeholders,
 )
-from regard.errors import BadRows
-from regard.tasks import Task, UserError
+from regard.errors import BadRows, UserError
+from regard.predictors import Predictor
 from regard.training.task import Prediction
 
 STREAM = "standard input"
@@ -31,7 +31,7 @@ SOUNDS = (".wav", ".flac", ".ogg", ".oga", ".opus", ".mp3", ".aiff", ".m4a")
 FILES = (*FORMATS, *TABS, *OPENERS, *IMAGES, *SOUNDS, ".json")
 
 
-def read_inputs(task: Task, inputs: list[str], bad: BadRows, form: str = "") -> Iterator[Row]:
+def read_inputs(predictor: Predictor, inputs: list[str], bad: BadRows, form: str = "") -> Iterator[Row]:
     """Yield the inputs: arguments, rows of files, or lines of standard input.
 
     A row without values is an input without an output: a blank line, or a bad row.
@@ -41,20 +41,20 @@ def read_inputs(task: Task, inputs: list[str], bad: BadRows, form: str = "") -> 
     if form and (inputs or form not in ("txt", "csv", "tsv", "jsonl")):
         raise UserError(f"--format must be txt, csv, tsv or jsonl, and applies to standard input only, but is {form!r}")
     if not inputs and not sys.stdin.isatty():
-        yield from _read_stdin(task, form, bad)
+        yield from _read_stdin(predictor, form, bad)
     for n, given in enumerate(inputs, 1):
         if not given.strip():
             raise UserError(f"input {n} is empty; give a text or a file")
         if not _exists(given):
-            if task.input_kind == "text" and looks_like_path(given):
+            if predictor.input_kind == "text" and looks_like_path(given):
                 raise UserError(f"{given}: no such file; if it is a text, pass it on standard input")
-            yield Row(given if task.input_kind != "text" else f"input {n}", (given,))
+            yield Row(given if predictor.input_kind != "text" else f"input {n}", (given,))
             continue
         path, suffix = Path(given), file_format(Path(given))
-        if task.input_kind == "text" and path.is_file() and suffix in TEXT:
-            yield from with_placeholders(_texts(task, read_lines(path, bad), bad, table_hint="name it ."), bad)
-        elif task.input_kind == "text" or path.is_dir() or suffix in (*FORMATS, ".json") or "idx3" in path.name:
-            yield from with_placeholders(task.read_inputs(given, bad), bad)
+        if predictor.input_kind == "text" and path.is_file() and suffix in TEXT:
+            yield from with_placeholders(_texts(predictor, read_lines(path, bad), bad, table_hint="name it ."), bad)
+        elif predictor.input_kind == "text" or path.is_dir() or suffix in (*FORMATS, ".json") or "idx3" in path.name:
+            yield from with_placeholders(predictor.read_inputs(given, bad), bad)
         else:
             yield Row(given, (given,))
 
@@ -98,23 +98,23 @@ def _exists(given: str) -> bool:
         return False
 
 
-def _read_stdin(task: Task, form: str, bad: BadRows) -> Iterator[Row]:
+def _read_stdin(predictor: Predictor, form: str, bad: BadRows) -> Iterator[Row]:
     if form in ("", "txt"):
         texts = ((f"{STREAM}:{n}", decode_line(STREAM, n, line, bad)) for n, line in enumerate(sys.stdin.buffer, 1))
         lines = ((place, text) for place, text in texts if text is not None)
-        yield from with_placeholders(_texts(task, lines, bad, table_hint="" if form else "use --format "), bad)
+        yield from with_placeholders(_texts(predictor, lines, bad, table_hint="" if form else "use --format "), bad)
         return
-    if task.input_kind != "text" or "image" in task.columns:
+    if predictor.input_kind != "text" or "image" in predictor.columns:
         raise UserError(
             "--format: a table of paths is not read from standard input, as the paths are relative to it; give the file"
         )
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder, f"{STREAM}.{form}")
         copy.write_bytes(sys.stdin.buffer.read())
-        yield from with_placeholders(task.read_inputs(str(copy), bad), bad)
+        yield from with_placeholders(predictor.read_inputs(str(copy), bad), bad)
 
 
-def _texts(task: Task, lines: Iterable[tuple[str, str]], bad: BadRows, *, table_hint: str) -> Iterator[Row]:
+def _texts(predictor: Predictor, lines: Iterable[tuple[str, str]], bad: BadRows, *, table_hint: str) -> Iterator[Row]:
     """One text per line; blank lines are rows without values.
 
     table_hint: start of the advice in the error about a table, whose labels would be read as part of the inputs; empty
@@ -123,18 +123,18 @@ def _texts(task: Task, lines: Iterable[tuple[str, str]], bad: BadRows, *, table_
     first = True
     for place, line in lines:
         text = line.strip()
-        if first and text and table_hint and (kind := _table_kind(task, text)):
+        if first and text and table_hint and (kind := _table_kind(predictor, text)):
             raise UserError(f"{place}: expected a text, but {text[:60]!r} begins a table; {table_hint}{kind}")
         first = first and not text
-        if "\t" in text and table_hint and len(task.columns) > 1 and not task.splits_at_tabs:
+        if "\t" in text and table_hint and len(predictor.columns) > 1 and not predictor.splits_at_tabs:
             bad.add(f"{place}: expected a text, but it has a tab, as tables do; {table_hint}tsv if it is one")
         else:
             yield Row(place, (text,) if text else ())
 
 
-def _table_kind(task: Task, first: str) -> str:
+def _table_kind(predictor: Predictor, first: str) -> str:
     """The format of the table that has this first line, or an empty string."""
-    names = [getattr(task, name, "") or name for name in task.columns]
+    names = predictor.column_names()
     if first.startswith("{"):
         try:
             record = json.loads(first)

@@ -149,7 +149,7 @@ class Answer(Task):
     def predict(
         self, model: nn.Module, processor: Processor, rows: Sequence[Row], bad: BadRows
     ) -> Iterator[Prediction]:
-        examples = [Row(row.place, example) for row in rows if (example := _parse_input(row, bad)) is not None]
+        examples = [Row(row.place, example) for row in rows if (example := parse_input(row, bad)) is not None]
         for each in self._find_answers(model, self.dataset(processor, examples, bad)):
             answer_text, place = self._answer_text(processor, each), examples[each.number].place
             score = each.chance if answer_text else each.none
@@ -235,7 +235,7 @@ class QuestionDataset:
         begin, end = special_id(tokenizer, BEGIN, "[CLS]"), special_id(tokenizer, END, "[SEP]")
         texts = list(dict.fromkeys(text for row in rows for text in row.values[:2]))
         known = dict(zip(texts, tokenizer.encode_batch(texts, add_special_tokens=False), strict=True))
-        offsets = {text: _trim_offsets(text, known[text].offsets) for text in {row.values[0] for row in rows}}
+        offsets = {text: trim_offsets(text, known[text].offsets) for text in {row.values[0] for row in rows}}
         self.questions, pieces = list[EncodedQuestion](), list[np.ndarray]()
         for number, row in enumerate(rows):
             example = SquadExample(*row.values)
@@ -306,7 +306,7 @@ def best_answer(question: EncodedQuestion, windows: Sequence[Tensor], max_answer
     return BestAnswer(number, example, example.context[start:stop], start, math.exp(highest), math.exp(none))
 
 
-def _trim_offsets(text: str, offsets: Sequence[tuple[int, int]]) -> np.ndarray:
+def trim_offsets(text: str, offsets: Sequence[tuple[int, int]]) -> np.ndarray:
     """Start and end of each token in a text, (n, 2), without surrounding spaces."""
     trimmed = []
     for first, last in offsets:
@@ -326,7 +326,7 @@ def _references(example: Sequence[Any]) -> list[str]:
     return [text for text, _ in example[2]]
 
 
-def _parse_input(row: Row, bad: BadRows) -> SquadExample | None:
+def parse_input(row: Row, bad: BadRows) -> SquadExample | None:
     """Parse an input row: columns of a file, or one text of question, tab or newline, context."""
     if len(row.values) > 1:
         return SquadExample(*row.values)

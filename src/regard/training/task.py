@@ -45,11 +45,11 @@ class Dataset(Protocol):
 
 
 class Prediction(NamedTuple):
-    """The output of the model for one input. The score is a probability, or a cosine similarity."""
+    """The output of the model for one input. The score is a probability, a cosine similarity, or None."""
 
     input: str
     output: str
-    score: float
+    score: float | None
     more: Mapping[str, Any] = MappingProxyType({})  # alternatives, vectors, boxes: for --json
     note: str = ""  # shown next to the output, such as the speed
     file: bytes = b""  # output that is not text, such as audio

@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 import sys
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -104,10 +105,8 @@ def _find_family(config_json: Values) -> Family | None:
             raise ValueError(f"{name} is not supported: models with custom code or quantized weights are not loaded")
     family = family_of(config_json.get("model_type"))
     if family is None:
-        supported = ", ".join(family.model_type for family in FAMILIES)
-        raise ValueError(
-            f"model_type = {short_repr(config_json.get('model_type'))} is not supported; supported: {supported}"
-        )
+        given, supported = config_json.get("model_type"), [family.model_type for family in FAMILIES]
+        raise ValueError(f"model_type = {short_repr(given)} is not supported{_nearest(given, supported)}")
     return family
 
 
@@ -120,8 +119,8 @@ def _parse_config(
     names = config_json.get("architectures") or ([next(iter(family.architectures))] if bare else [])
     architecture = next((family.architectures[name] for name in names if name in family.architectures), None)
     if architecture is None:
-        supported = ", ".join(family.architectures)
-        raise ValueError(f"architectures = {short_repr(names)} is not supported; supported: {supported}")
+        nearest = _nearest(next(iter(names), ""), list(family.architectures))
+        raise ValueError(f"architectures = {short_repr(names)} is not supported{nearest}")
     stored = frozenset(tensors)
     config = family.config_of(config_json | {TENSORS: stored})
     if bare and not _stores_head(architecture.rules(config), stored):
@@ -133,6 +132,12 @@ def _stores_head(rules: Iterable[Rule], stored: Iterable[str]) -> bool:
     """Whether a file has tensors outside of the encoder; sentence-transformers leaves them out, but keeps the name."""
     starts = tuple(name for rule in rules if not rule.ours.startswith("encoder.") for name in rule.theirs)
     return any(name.startswith(starts) for name in stored)
+
+
+def _nearest(name: object, supported: Sequence[str]) -> str:
+    """Return the rest of an error message: the supported names, and the one most similar to a name."""
+    near = get_close_matches(str(name)[:100], supported, 1, 0.5)
+    return f"{f'; the nearest is {near[0]}' if near else ''}; supported: {', '.join(supported)}"
 
 
 def _generation_values(path: Path, family: Family | None) -> Values:

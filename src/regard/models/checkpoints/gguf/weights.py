@@ -82,9 +82,8 @@ class GgufWeights:
         self.folder = file.path
         name = file.metadata.get("general.architecture")
         if name not in ARCHITECTURES:
-            raise ValueError(
-                f"general.architecture = {short_repr(name)} is not supported; supported: {', '.join(ARCHITECTURES)}"
-            )
+            supported = ", ".join(ARCHITECTURES)
+            raise ValueError(f"general.architecture = {short_repr(name)} is not supported; supported: {supported}")
         self.architecture = ARCHITECTURES[name]
         self.config_json = _config(file, name, self.architecture)
         self._stored = _stored_names(file, name, self.config_json["num_hidden_layers"])

@@ -1,0 +1,97 @@
+"""A loaded checkpoint: the model and the files next to its weights."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from regard.errors import UserError, first_line
+from regard.field_types import check_value, short_repr
+from regard.models.checkpoints import gguf, load, tokenizer
+from regard.models.checkpoints.files import read_json
+from regard.progress import stage
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+TOKENIZER_CONFIG, GENERATION, PREPROCESSOR = (
+    "tokenizer_config.json", "generation_config.json", "preprocessor_config.json",
+)  # fmt: skip
+
+
+@contextmanager
+def as_user_errors(name: object) -> Iterator[None]:
+    """Convert errors about the files of a model to `UserError`s that name it."""
+    try:
+        yield
+    except UserError:
+        raise
+    except (OSError, ValueError, ImportError) as error:
+        message = first_line(error)
+        raise UserError(message if message.startswith(str(name)) else f"{name}: {message}") from error
+
+
+class Checkpoint:
+    """A checkpoint: its name as given, its path (a folder or a GGUF file), its model and its settings."""
+
+    def __init__(self, name: str, path: Path) -> None:
+        self.name, self.path = name, path
+        with as_user_errors(name), stage("loading the model"), warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # unused weights, such as a pooler, change no prediction
+            self.model: nn.Module = load(path, dtype=torch.float32, frozen=True)
+        self.config: dict[str, Any] = self.model.__dict__.get("origin") or {}
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer:
+        """The tokenizer, without padding and truncation."""
+        with as_user_errors(self.name):
+            found = tokenizer(self.path)
+        found.no_padding()
+        found.no_truncation()
+        return found
+
+    def settings(self, file: str) -> dict[str, Any]:
+        """Return the content of a JSON file next to the weights, empty if there is none; GGUF files include two."""
+        with as_user_errors(self.name):
+            if gguf.is_gguf(self.path):
+                return self._gguf_settings if file in (TOKENIZER_CONFIG, GENERATION) else {}
+            return read_json(self.path / file) if (self.path / file).exists() else {}
+
+    @cached_property
+    def _gguf_settings(self) -> dict[str, Any]:
+        return gguf.chat_settings(gguf.GgufFile(self.path))
+
+    def special_token(self, name: str) -> str | None:
+        """Return a token of tokenizer_config.json, such as "bos_token": a string, or the content of an object."""
+        token = self.settings(TOKENIZER_CONFIG).get(name)
+        token = token.get("content") if isinstance(token, dict) else token
+        with as_user_errors(self.name):
+            check_value(f"{name} of {TOKENIZER_CONFIG}", token, str | None)
+        return token
+
+    def labels(self, count: int) -> tuple[str, ...]:
+        """Return the names of the classes in config.json, or their numbers."""
+        given = self.config.get("id2label") or {}
+        names = tuple(str(given.get(str(n), n)) for n in range(count))
+        if len(set(names)) != count:
+            raise UserError(f"{self.name}: id2label of config.json must have distinct names, got {short_repr(given)}")
+        return names
+
+    def stop_tokens(self) -> list[int]:
+        """Return the tokens that end a text: those of generation_config.json, config.json and the tokenizer."""
+        for settings in (self.settings(GENERATION), self.config):
+            given = settings.get("eos_token_id")
+            if given is not None:
+                with as_user_errors(self.name):
+                    check_value("eos_token_id", given, int | list[int])
+                return given if isinstance(given, list) else [given]
+        end = self.special_token("eos_token")
+        token = None if end is None else self.tokenizer.token_to_id(end)
+        return [] if token is None else [token]

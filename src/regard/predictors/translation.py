@@ -1,0 +1,69 @@
+"""Encoder-decoders of texts: translation, and other tasks by a prefix of the text."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, ClassVar
+
+import numpy as np
+
+from regard.data.readers import Row
+from regard.errors import BadRows, UserError
+from regard.field_types import check_value
+from regard.predictors.checkpoint import GENERATION, Checkpoint, as_user_errors
+from regard.predictors.predictor import Predictor
+from regard.training import metrics
+from regard.training.seq2seq import generate_targets
+from regard.training.task import Metrics, Prediction
+
+MAX_NEW_TOKENS = 256
+
+
+class Translator(Predictor):
+    """Translates texts; T5 and others expect a prefix such as "translate English to German: "."""
+
+    kind: ClassVar[str] = "an encoder-decoder of texts"
+    accepts: ClassVar[tuple[str, ...]] = ("max_new_tokens",)
+    columns = ("source", "target")
+    examines = "text"
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self.name, self.model, self.checkpoint = checkpoint.name, checkpoint.model, checkpoint
+        self.tokenizer = checkpoint.tokenizer
+        given = checkpoint.settings(GENERATION).get("num_beams") or checkpoint.config.get("num_beams") or 1
+        with as_user_errors(self.name):
+            check_value("num_beams", given, int)
+        self.beam = min(max(1, given), 64)
+
+    def predict(self, rows: Sequence[Row], bad: BadRows) -> Iterator[Prediction]:
+        stop, config = self.model.config.stop, self.model.config
+        longest = None if config.position == "relative" else config.positions
+        sources, kept = [], []
+        for n, row in enumerate(rows):
+            ids = self.tokenizer.encode(row.values[0]).ids
+            ids = ids if ids and ids[-1] == stop else [*ids, stop]
+            if longest is not None and len(ids) > longest:
+                bad.add(f"{row.place}: has {len(ids)} tokens, but the model takes at most {longest}; shorten it")
+            else:
+                sources.append(np.array(ids, np.int64))
+                kept.append(n)
+        most = self.options.max_new_tokens or MAX_NEW_TOKENS
+        most = most if longest is None else min(most, longest - 1)
+        outputs: dict[int, Prediction] = {}
+        for n, target, score in generate_targets(self.model, sources, beam=self.beam, max_new_tokens=most):
+            row = rows[kept[n]]
+            output = self.tokenizer.decode(target.tolist())
+            outputs[n] = Prediction(row.values[0], output, score, place=row.place)
+        yield from (outputs[n] for n in range(len(kept)))
+
+    def evaluate(self, rows: Sequence[Row], bad: BadRows) -> Metrics:
+        """Measure BLEU and chrF."""
+        references = {row.place: row.values[1] for row in rows}
+        outputs = list(self.predict([Row(row.place, row.values[:1]) for row in rows], bad))
+        if not outputs:
+            raise UserError("there is no row to evaluate on")
+        found = metrics.translation([each.output for each in outputs], [[references[each.place]] for each in outputs])
+        return found | {"rows": len(outputs)}
+
+    def name_tokens(self, record: Any, prediction: Prediction) -> None:
+        record.decode(self.tokenizer)

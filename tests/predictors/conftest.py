@@ -1,0 +1,1 @@
+from tests.models.conftest import _one_thread  # noqa: F401
