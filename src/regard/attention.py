@@ -44,8 +44,8 @@ and factors (H,) of the heads' outputs or None. `regard.view.ablate` sets it."""
 class Attention(Description):
     """Description of an attention: score, mask, bias and normalisation, independent of the engine that computes it.
 
-            logits  = (score(q, k) + bias) / temperature, -inf where the mask is False
-            weights = softmax of logits over keys (the sink adds a logit without a value)
+        logits  = (score(q, k) + bias) / temperature, -inf where the mask is False
+        weights = softmax of logits over keys (the sink adds a logit without a value)
         output  = dropout(weights) @ v
 
     Shapes: query (B, H, Q, D), key (B, G, K, D), value (B, G, K, E), output (B, H, Q, E); H is a multiple of G. Leading

@@ -11,6 +11,7 @@ from torch import Tensor
 
 import regard as rg
 from regard.engines import sdpa
+from tests.test_attention import dense, seeded_inputs
 
 BAD = [math.nan, math.inf]
 LARGE = 3e38  # its product with a query overflows
@@ -129,19 +130,8 @@ def test_a_masked_key_that_overflows_reaches_nothing_without_reading_numbers(mon
     torch.testing.assert_close(found[:, :, :5], expected[:, :, :5])
 
 
-def random_inputs() -> tuple[Tensor, Tensor, Tensor]:
-    query, key, value = torch.randn(3, 2, 4, 6, 8, generator=torch.Generator().manual_seed(0))
-    return query, key, value
-
-
-def dense(query: Tensor, key: Tensor, value: Tensor, allowed: Tensor) -> Tensor:
-    """Attention in float64, in plain torch."""
-    logits = query.double() @ key.double().mT / math.sqrt(query.shape[-1])
-    return logits.masked_fill(~allowed, -math.inf).softmax(-1) @ value.double()
-
-
 def test_a_query_of_nan_gives_nan_on_sdpa() -> None:
-    query, key, value = random_inputs()
+    query, key, value = seeded_inputs()
     query[0, 0, 3, 2] = math.nan
     output = rg.attention(query, key, value, engine="sdpa")
     assert output[0, 0, 3].isnan().all()
@@ -149,7 +139,7 @@ def test_a_query_of_nan_gives_nan_on_sdpa() -> None:
 
 
 def test_a_masked_key_whose_product_overflows_reaches_nothing_on_sdpa() -> None:
-    query, key, value = random_inputs()
+    query, key, value = seeded_inputs()
     key[:, :, 5] = value[:, :, 5] = 1e38
     tensors = [tensor.requires_grad_() for tensor in (query, key, value)]
     output = rg.attention(query, key, value, mask=rg.padding([5, 5]), engine="sdpa")
