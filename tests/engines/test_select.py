@@ -6,7 +6,10 @@ import pytest
 import torch
 
 import regard as rg
+from regard.engines import native
 from regard.engines.select import ENGINES, exclude_engine, select_inspection
+
+needs_kernels = pytest.mark.skipif(bool(native.why_missing()), reason="the kernels are not built")
 
 
 def inputs(grad: bool = False) -> tuple[torch.Tensor, ...]:
@@ -14,6 +17,7 @@ def inputs(grad: bool = False) -> tuple[torch.Tensor, ...]:
     return tuple(torch.randn(3, 1, 2, 16, 8, requires_grad=grad).unbind())
 
 
+@needs_kernels
 def test_the_first_engine_without_an_objection_is_selected() -> None:
     q, k, v = inputs()
     assert rg.Attention().explain(q, k, v).engine == next(iter(ENGINES))
@@ -43,8 +47,8 @@ def test_the_explanation_names_the_objections_to_other_engines() -> None:
     [
         ("sdpa", False, ["computes the call again"]),
         ("sdpa", True, ["computes the call again", "second derivatives", "gradients again"]),
-        ("native", False, []),
-        ("native", True, ["second derivatives"]),
+        pytest.param("native", False, [], marks=needs_kernels),
+        pytest.param("native", True, ["second derivatives"], marks=needs_kernels),
         ("tiled", True, []),
         ("reference", True, []),
     ],
@@ -68,10 +72,11 @@ def test_sdpa_hands_a_call_over_as_explained(monkeypatch: pytest.MonkeyPatch) ->
     assert output[:, :, :-1].isfinite().all()
 
 
+@needs_kernels
 def test_inspection_uses_the_kernels_where_they_apply() -> None:
     q, k, _ = inputs()
     attend = rg.Attention(bias=rg.alibi(2))
-    native, in_torch = rg.engines.native, rg.engines.inspection
+    in_torch = rg.engines.inspection
     rows, all_of = torch.tensor([0, 5]), torch.arange
     assert select_inspection(attend.problem(q, k)) is native
     assert select_inspection(attend.problem(q, k), (all_of(2), all_of(16), all_of(16))) is native
