@@ -117,6 +117,13 @@ def test_an_unknown_direction_is_not_promised_unless_given() -> None:
     assert check_model(model, implementation=["eager"], causal=False)[0].verdict == "failed"
 
 
+def test_several_passes_see_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    bug = PLANTED["cross-attention ignores padding"]
+    once = check_model(bug.build(), implementation=["eager"])
+    monkeypatch.setattr("regard.check.model.measure.TOKENS_PER_PASS", 150)
+    assert check_model(bug.build(), implementation=["eager"]) == once
+
+
 def test_low_precision_is_not_a_failure() -> None:
     findings = check_model(build("llama").bfloat16(), implementation=["eager", "sdpa"])
     assert {each.verdict for each in findings} == {"passed"}

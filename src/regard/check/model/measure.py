@@ -15,6 +15,7 @@ from regard.check.model.promise import Promise
 
 FACTOR = 30.0  # of a changed token: shows in any output
 CERTAIN = 1000.0  # factor that confirms that a token is not seen
+TOKENS_PER_PASS = 32768  # of a batch, to bound the memory of one pass
 MAX_COLUMNS = 24  # keys that are changed, one at a time, in a row
 
 
@@ -97,22 +98,42 @@ class Meter:
         return {self.main: scenario.rows} | ({"encoder": scenario.encoder} if scenario.encoder else {})
 
     def visibility(self, scenario: Scenario, factor: float = FACTOR) -> dict[str, Measurement]:
-        """Measure all layers in one pass: every row is repeated, each time with one other token changed."""
+        """Measure all layers: every row is repeated, each time with one other token changed."""
         rows = self.sequences(scenario)
         changed = {name: [columns(row, self.behind) for row in each] for name, each in rows.items()}
-        repeats = 1 + 2 * max(len(each) for lists in changed.values() for each in lists)
-        base = {name: torch.stack([row.tokens for row in each for _ in range(repeats)]) for name, each in rows.items()}
-        tokens = {name: each.clone() for name, each in base.items()}
-        for name, lists in changed.items():
-            for n, keys in enumerate(lists):
-                for k, key in enumerate(keys):
-                    for sign in (1, 2):  # times `factor`, and times `-factor`
-                        tokens[name][n * repeats + 2 * k + sign, key] += sign * 2 * self.tokens
-        found, limit = {}, max(4 * self.driver.precision, 1e-5)  # changes up to this are rounding
-        for layer, output in self._outputs(scenario, base, tokens, factor, repeats):
-            keys_of = "encoder" if layer.role == "cross" else layer.role
-            queries = rows[self.main if layer.role == "cross" else layer.role]
-            found[layer.name] = _read(limit, output, queries, rows[keys_of], changed[keys_of], repeats)
+        variants = 2 * max(len(each) for lists in changed.values() for each in lists)  # each key times both factors
+        step = max(TOKENS_PER_PASS // sum(len(row.texts) for each in rows.values() for row in each) - 1, 1)
+        limit = max(4 * self.driver.precision, 1e-5)  # changes up to this are rounding
+        outputs: dict[str, Tensor] = {}
+        differs: dict[str, list[Tensor]] = {}
+        for start in range(0, variants, step):
+            part = range(start, min(start + step, variants))
+            repeats = 1 + len(part)
+            base = {
+                name: torch.stack([row.tokens for row in each for _ in range(repeats)]) for name, each in rows.items()
+            }
+            tokens = {name: each.clone() for name, each in base.items()}
+            for name, lists in changed.items():
+                for n, keys in enumerate(lists):
+                    for copy, variant in enumerate(part, n * repeats + 1):
+                        if variant // 2 < len(keys):  # the same token times `factor`, or times `-factor`
+                            tokens[name][copy, keys[variant // 2]] += (1 + variant % 2) * 2 * self.tokens
+            for layer, output in self._outputs(scenario, base, tokens, factor, repeats):
+                copies = output.unflatten(0, (-1, repeats))  # (B, 1 + variants, N, C)
+                real = torch.stack([row.real for row in rows[self.main if layer.role == "cross" else layer.role]])
+                differs.setdefault(layer.name, []).append(_differs(copies, real.to(output.device), limit))
+                outputs.setdefault(layer.name, copies[:, 0])
+        found = {}
+        for layer in self.layers:
+            if layer.name in outputs:
+                keys_of = "encoder" if layer.role == "cross" else layer.role
+                sides = rows[self.main if layer.role == "cross" else layer.role], rows[keys_of], changed[keys_of]
+                each = torch.cat(differs[layer.name], dim=1).cpu()  # (B, variants, N)
+                seen = [
+                    Visibility(query, key, places, differ[: 2 * len(places)].unflatten(0, (-1, 2)).any(1).T)
+                    for query, key, places, differ in zip(*sides, each, strict=True)
+                ]
+                found[layer.name] = Measurement(tuple(seen), outputs[layer.name])
         return found
 
     def alone(self, scenario: Scenario) -> Iterator[Alone]:
@@ -154,17 +175,12 @@ class Meter:
         ]
 
 
-def _read(
-    limit: float, outputs: Tensor, queries: tuple[Row, ...], keys: tuple[Row, ...], changed: list[Tensor], repeats: int
-) -> Measurement:
-    parts, seen = outputs.split(repeats), []
-    for part, query, key, places in zip(parts, queries, keys, changed, strict=True):
-        base = part[:1]
-        size = base[:, query.real].abs().amax().clamp_min(torch.finfo(base.dtype).tiny)
-        change = (part[1 : 1 + 2 * len(places)] - base).abs().amax(-1) / size
-        differs = ~(change <= limit)  # NaN differs
-        seen.append(Visibility(query, key, places, differs.unflatten(0, (-1, 2)).any(1).T))
-    return Measurement(tuple(seen), torch.cat([part[:1] for part in parts]))
+def _differs(copies: Tensor, real: Tensor, limit: float) -> Tensor:
+    """Which outputs (B, 1 + variants, N, C) differ from the first of their row, as bools (B, variants, N)."""
+    base = copies[:, :1]
+    size = base.abs().amax(-1).masked_fill(~real[:, None], 0).amax(-1, keepdim=True)
+    change = (copies[:, 1:] - base).abs().amax(-1) / size.clamp_min(torch.finfo(base.dtype).tiny)
+    return ~(change <= limit)  # NaN differs
 
 
 def merge(one: Measurement, other: Measurement) -> Measurement:
