@@ -210,7 +210,7 @@ class ModelCheck:
             if isinstance(error, UserError):
                 raise
             place, measured = self.meter.inside, f"raises {type(error).__name__}: {first_line(error)}"
-            promised = str(self.promises.get(place, "")) or "a result"
+            promised = next((str(self.promise(layer)) for layer in self.layers if layer.name == place), "a result")
             yield self.finding(place or WHOLE, scenario.name, promised, measured, "failed")
             return
         broken = False
