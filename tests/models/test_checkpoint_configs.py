@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import regard as rg
-from regard.models import ResNetConfig
+from regard.models import ResNetConfig, TextConfig, VisionConfig
 from regard.models.checkpoints.families import FAMILIES, family_of
 from tests.models import transformers_models as t
 
@@ -192,6 +192,33 @@ KNOWN: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # content of config
          "pad_token_id": 0, "vocab_size": 32},
         {"labels": 32, "arrangement": "post", "conv_norm": "group", "channels": (512,) * 7, "dropout": 0.1,
          "attention_dropout": None},
+    ),
+    "clip-vit-base-patch32": (
+        {"model_type": "clip", "logit_scale_init_value": 2.6592, "projection_dim": 512, "text_config_dict": None,
+         "text_config": {"attention_dropout": 0.0, "bos_token_id": 0, "eos_token_id": 2, "hidden_act": "quick_gelu",
+                         "hidden_size": 512, "intermediate_size": 2048, "layer_norm_eps": 1e-05, "vocab_size": 49408,
+                         "max_position_embeddings": 77, "num_attention_heads": 8, "num_hidden_layers": 12},
+         "vision_config": {"hidden_act": "quick_gelu", "hidden_size": 768, "image_size": 224, "patch_size": 32},
+         "vision_config_dict": None},
+        {"stop": None, "d_output": 512,
+         "vision": VisionConfig(768, 12, 12, 3072, patch=32, eps=1e-5, activation="quick_gelu", patch_bias=False,
+                                embedding_norm=True),
+         "text": TextConfig(49408, 512, 12, 8, 2048, 77, segments=0, embedding_norm=False, causal=True, dropout=0.0,
+                            arrangement="pre", eps=1e-5, activation="quick_gelu")},
+    ),
+    "siglip-base-patch16-224": (
+        {"model_type": "siglip", "initializer_factor": 1.0, "text_config": {"model_type": "siglip_text_model"},
+         "vision_config": {"model_type": "siglip_vision_model"}},
+        {"text_pooling": "last", "d_output": 768, "logit_bias": True, "image_projection": False,
+         "vision": VisionConfig(768, 12, 12, 3072, eps=1e-6, activation="gelu_tanh", class_token=False,
+                                pooling="probe")},
+    ),
+    "dinov2-giant": (
+        {"model_type": "dinov2", "apply_layernorm": True, "attention_probs_dropout_prob": 0.0, "drop_path_rate": 0.0,
+         "hidden_act": "gelu", "hidden_dropout_prob": 0.0, "hidden_size": 1536, "image_size": 518,
+         "layer_norm_eps": 1e-06, "layerscale_value": 1.0, "mlp_ratio": 4, "num_attention_heads": 24,
+         "num_channels": 3, "num_hidden_layers": 40, "patch_size": 14, "qkv_bias": True, "use_swiglu_ffn": True},
+        {"d_hidden": 4096, "gated": True, "activation": "silu", "image": (518, 518), "arrangement": "layer_scale"},
     ),
     "detr with ResNet-50": (
         {"model_type": "detr", "activation_function": "relu", "backbone": "resnet50", "backbone_config": None,

@@ -77,9 +77,12 @@ def hidden_states(name: str, seen: t.Recording, outputs: Any) -> tuple[list[Tens
             own[-1] = seen.last[1]
             return own, [*encoder, *decoder]
         return own[:-1], [*encoder, *decoder[:-1]]  # the last one is taken after the final norm
+    if name in t.DUALS:
+        towers = outputs.vision_model_output, outputs.text_model_output
+        return seen.hidden, [hidden for tower in towers for hidden in tower.hidden_states[1:]]
     expected = list(outputs.hidden_states[1:])
     assert len(seen.hidden) == len(expected)
-    if name.startswith(("vit", "wav2vec2")):
+    if name.startswith(("vit", "wav2vec2", "dinov2")):
         return seen.hidden, expected
     return [*seen.hidden[:-1], seen.last[0]], expected
 
@@ -88,6 +91,10 @@ def attentions(name: str, seen: t.Recording, outputs: Any) -> tuple[list[Tensor]
     if name in (*t.PAIRS, "detr", "whisper"):
         pairs = zip(outputs.decoder_attentions, outputs.cross_attentions, strict=True)
         return seen.weights, [*outputs.encoder_attentions, *(weights for pair in pairs for weights in pair)]
+    if name in t.DUALS:
+        towers = outputs.vision_model_output, outputs.text_model_output
+        own = [weights for weights in seen.weights if weights.shape[-2] > 1]  # theirs do not include the probe
+        return own, [weights for tower in towers for weights in tower.attentions]
     return seen.weights, list(outputs.attentions)
 
 
@@ -193,6 +200,25 @@ def loss(name: str, logits: Tensor) -> Tensor:
         return F.cross_entropy(logits.flatten(0, 1), t.TARGETS.flatten())
     mask = t.mask_of(name)
     return F.cross_entropy(logits[mask], t.IDS[mask])
+
+
+@pytest.mark.parametrize("name", t.DUALS)
+@torch.no_grad()
+def test_vectors_of_images_and_texts_match_transformers(name: str, folder: Any) -> None:
+    model, outputs = rg.load(folder(name)), t.theirs(name, t.their_model(name))
+    close(model.embed_images(t.PIXELS[..., :32]), outputs.image_embeds)
+    close(model.embed_texts(t.TEXTS_WITH_STOP, t.RIGHT), outputs.text_embeds)
+    if name == "clip":
+        rows = [row[mask] for row, mask in zip(t.TEXTS_WITH_STOP, t.RIGHT, strict=True)]
+        close(model.embed_texts(rows), outputs.text_embeds)
+        with pytest.raises(ValueError, match="every text must have the stop token 98"):
+            model.embed_texts(t.IDS)
+
+
+@torch.no_grad()
+def test_images_of_other_sizes_match_transformers(folder: Any) -> None:
+    model, other = rg.load(folder("dinov2")), t.their_model("dinov2")
+    close(model(t.PIXELS), other(t.PIXELS).last_hidden_state)
 
 
 def test_whisper_generation_matches_transformers(folder: Any) -> None:

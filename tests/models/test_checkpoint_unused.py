@@ -22,6 +22,7 @@ from tests.models.checkpoint_folders import rewrite, same, small
         ("roberta", ("pooler.dense.weight",)),
         ("albert", ("pooler.weight",)),
         ("vit", ("pooler.dense.weight",)),
+        ("dinov2", ("embeddings.mask_token",)),
     ],
 )
 def test_unused_weights_are_listed_once(name: str, listed: tuple[str, ...], tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from regard.attention import Attention
 from regard.models import (
     Detr,
+    DualEncoder,
     ImageClassifier,
     LanguageModel,
     MaskedLanguageModel,
@@ -51,6 +52,7 @@ def _cases(*models: type[nn.Module]) -> list[str]:
 
 DECODERS, PAIRS = _cases(LanguageModel), _cases(Transformer)
 PICTURES, SOUNDS = _cases(VisionTransformer, ImageClassifier, Detr), _cases(Whisper, Wav2Vec2)
+DUALS = _cases(DualEncoder)
 TEXTS = _cases(TextEncoder, MaskedLanguageModel, SequenceClassifier, TokenClassifier, QuestionAnswering)
 GRADIENTS = sorted({*FIRST.values()} & {*DECODERS, *PAIRS} | {"bert-mlm", "t5-1.1"})
 
@@ -59,6 +61,7 @@ IDS = torch.randint(3, 97, (3, 11), generator=_draw)
 TARGETS = torch.randint(3, 97, (3, 6), generator=_draw)
 RIGHT = torch.arange(11) < torch.tensor([11, 7, 2])[:, None]
 LEFT = RIGHT.flip(1)
+TEXTS_WITH_STOP = IDS.masked_fill(torch.arange(11) == RIGHT.sum(1, keepdim=True) - 1, 98).masked_fill(~RIGHT, 1)
 PIXELS = torch.randn(2, 3, 32, 48, generator=_draw)
 PICTURE = torch.randn(2, 3, 96, 64, generator=_draw)
 FEATURES = torch.randn(3, 50, 20, generator=_draw)
@@ -145,6 +148,8 @@ def mask_of(name: str) -> Tensor:
 
 def ours(name: str, model: Any) -> Any:
     """Return the result of our model."""
+    if name in DUALS:
+        return model(PIXELS[..., :32], TEXTS_WITH_STOP, RIGHT)
     if name in PICTURES:
         return model(PICTURE, PIXEL_MASK) if name == "detr" else model(_pixels(name))
     if name in SOUNDS:
@@ -156,6 +161,9 @@ def ours(name: str, model: Any) -> Any:
 
 def theirs(name: str, model: Any, **options: bool) -> Any:
     """Return the outputs of their model."""
+    if name in DUALS:
+        inputs = {"input_ids": TEXTS_WITH_STOP, "attention_mask": RIGHT.long(), "pixel_values": PIXELS[..., :32]}
+        return model(**inputs, **options)
     if name == "detr":
         return model(PICTURE, pixel_mask=PIXEL_MASK.long(), **options)
     if name in PICTURES:
@@ -177,6 +185,8 @@ def _pixels(name: str) -> Tensor:
 
 def result(outputs: Any) -> Any:
     """Select the tensor of their outputs that our model returns."""
+    if "logits_per_image" in outputs:
+        return outputs.logits_per_image
     if "pred_boxes" in outputs:
         return outputs.logits, outputs.pred_boxes
     if "start_logits" in outputs:
@@ -189,6 +199,6 @@ def real(name: str, tensor: Tensor) -> Tensor:
     if name in SOUNDS and name != "whisper":
         frames = torch.arange(tensor.shape[1]) < torch.tensor([19, 12, 3])[:, None]
         return tensor[frames]
-    if name in PICTURES or name in PAIRS or name in SOUNDS or tensor.dim() != 3:
+    if name in PICTURES or name in DUALS or name in PAIRS or name in SOUNDS or tensor.dim() != 3:
         return tensor
     return tensor[mask_of(name)]

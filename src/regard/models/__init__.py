@@ -3,6 +3,7 @@
 from regard.models.boxes import Objects, SetLoss
 from regard.models.checkpoints import load, save, tokenizer
 from regard.models.detection import Detr, DetrConfig
+from regard.models.dual_encoder import DualEncoder, DualEncoderConfig
 from regard.models.graph import GraphConfig, NodeClassifier
 from regard.models.language import LanguageConfig, LanguageModel
 from regard.models.match import ImageTextMatcher, MatchConfig
@@ -29,6 +30,8 @@ from regard.models.whisper import Whisper, WhisperConfig
 __all__ = [
     "Detr",
     "DetrConfig",
+    "DualEncoder",
+    "DualEncoderConfig",
     "GraphConfig",
     "ImageClassifier",
     "ImageTextMatcher",

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from regard.nn import (
+    LayerScale,
     OutputNorm,
     PostNorm,
     PreNorm,
@@ -32,6 +33,7 @@ ARRANGEMENTS: dict[str, Callable[..., Residual]] = {
     "post": PostNorm,
     "sandwich": SandwichNorm,
     "output": OutputNorm,
+    "layer_scale": LayerScale,
 }
 
 

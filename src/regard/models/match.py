@@ -86,6 +86,8 @@ class ImageTextMatcher(nn.Module):
         d_model = config.text.d_model
         if d_model != config.vision.d_model:
             raise ValueError(f"text and vision must have equal d_model, got {d_model} and {config.vision.d_model}")
+        if not config.vision.class_token:
+            raise ValueError("the vision encoder needs a class token; set class_token=True")
         self.image, self.text = VisionTransformer(config.vision), TextEncoder(config.text)
         self.layers = nn.ModuleList(Fusion(config) for _ in range(config.layers))
         self.pooling = Mean()

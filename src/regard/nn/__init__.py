@@ -1,7 +1,7 @@
 """Modules: attention with its projections, blocks, stacks, caches, packed batches."""
 
 from regard.nn.attention import AdditiveAttention, MultiHeadAttention, SelfAttention, TokenNorm, linear
-from regard.nn.blocks import Block, OutputNorm, PostNorm, PreNorm, Residual, SandwichNorm, UnitRMSNorm
+from regard.nn.blocks import Block, LayerScale, OutputNorm, PostNorm, PreNorm, Residual, SandwichNorm, UnitRMSNorm
 from regard.nn.cache import Cache, CrossCache, FixedCache, WindowCache
 from regard.nn.context import LayerContext, key_mask
 from regard.nn.convolution import ShortConvolution
@@ -16,7 +16,7 @@ from regard.nn.packing import Packed, pack, unpack
 from regard.nn.pooling import AttentionPooling, First, Last, Max, Mean
 from regard.nn.recurrent import RecurrentCache
 from regard.nn.rotary import Rotary
-from regard.nn.sets import CrossBlock, InducedBlock, SeedPooling
+from regard.nn.sets import CrossBlock, InducedBlock, ProbePooling, SeedPooling
 from regard.nn.stacks import Decoder, DecoderCache, Encoder, RelativeBias
 
 __all__ = [
@@ -43,6 +43,7 @@ __all__ = [
     "InducedBlock",
     "Last",
     "Mamba2",
+    "LayerScale",
     "Max",
     "Mean",
     "CrossCache",
@@ -52,6 +53,7 @@ __all__ = [
     "PostNorm",
     "PreNorm",
     "RecurrentCache",
+    "ProbePooling",
     "RelativeBias",
     "Residual",
     "Retention",

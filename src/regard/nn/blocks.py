@@ -75,6 +75,26 @@ class PreNorm(Residual):
         return x + self.apply_dropout(sublayer(self.norm(x), *args, **kwargs))
 
 
+class LayerScale(PreNorm):
+    """`x + scale * sublayer(norm(x))`, with a learned scale per channel (CaiT, DINOv2).
+
+    >>> import regard as rg, torch
+    >>> rg.nn.LayerScale(8)(torch.ones(2, 8), lambda x: x).shape
+    torch.Size([2, 8])
+    """
+
+    def __init__(self, d_model: int, norm: Norm = nn.LayerNorm, dropout: float = 0.0) -> None:
+        super().__init__(d_model, norm, dropout)
+        self.scale = nn.Parameter(torch.ones(d_model))
+
+    @torch.no_grad()
+    def scale_output(self, sublayer: nn.Module, share: float) -> None:
+        self.scale.fill_(share)
+
+    def forward(self, x: Tensor, sublayer: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
+        return x + self.apply_dropout(sublayer(self.norm(x), *args, **kwargs) * self.scale)
+
+
 class PostNorm(Residual):
     """`norm(x + sublayer(x))`.
 

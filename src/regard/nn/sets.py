@@ -65,6 +65,30 @@ class SeedPooling(nn.Module):
         return self.block(self.seeds.expand(len(x), -1, -1), x, cross_context=LayerContext(key_mask(mask, x)))
 
 
+class ProbePooling(nn.Module):
+    """Pooling by attention from one learned probe, followed by a feed-forward layer: (B, N, d_model) to (B, d_model).
+
+        x = attention(probe, tokens);  x = residual(x, feedforward)        (SigLIP)
+
+    attention: with `offset=0`. The probe starts from N(0, 1).
+
+    >>> import regard as rg, torch
+    >>> attention = rg.nn.MultiHeadAttention(16, heads=2, attend=rg.Attention(offset=0))
+    >>> rg.nn.ProbePooling(16, attention, rg.nn.FeedForward(16, 64), rg.nn.PreNorm(16))(torch.randn(2, 5, 16)).shape
+    torch.Size([2, 16])
+    """
+
+    def __init__(self, d_model: int, attention: nn.Module, feedforward: nn.Module, residual: Residual) -> None:
+        super().__init__()
+        self.probe = nn.Parameter(torch.randn(1, d_model))
+        self.attention, self.feedforward, self.residual = attention, feedforward, residual
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        context = LayerContext(key_mask(mask, x)).to_local()
+        pooled = self.attention(self.probe.expand(len(x), -1, -1), x, context=context)
+        return self.residual(pooled, self.feedforward)[:, 0]
+
+
 class InducedBlock(nn.Module):
     """Self-attention of a set through a few learned points, in O(N · points) instead of O(N^2).
 

@@ -30,7 +30,7 @@ def load(
       sentence-transformers
     - language: GPT-2, Llama, Mistral, Qwen2, Qwen3, Gemma 2, Gemma 3 (text), gpt-oss, SmolLM3, OLMo 2, Phi-3
     - translation: T5, mT5, Marian, BART, mBART, M2M100 and NLLB
-    - vision: ViT, DETR
+    - vision: ViT, DINOv2, DETR; with text: CLIP, SigLIP
     - speech: Whisper, Wav2Vec2 with CTC
     - models written by `regard.save`
     - GGUF files of Llama, Mistral, Qwen2 and Gemma 2, dequantised to float32

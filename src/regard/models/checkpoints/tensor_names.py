@@ -70,7 +70,8 @@ def _to_pairs(x: Tensor) -> Tensor:
 FORMS = {
     "T": StoredForm(lambda x: x.t(), lambda x: x.t(), (2,)),
     "conv": StoredForm(lambda x: x[:, :, 0, 0], lambda x: x[:, :, None, None], (2,)),
-    "1": StoredForm(lambda x: x[0], lambda x: x[None], (1, 2)),
+    "1": StoredForm(lambda x: x[0], lambda x: x[None], (0, 1, 2)),
+    "row": StoredForm(lambda x: x[None], lambda x: x[0], (2,)),
     "mT": StoredForm(lambda x: x.mT, lambda x: x.mT, (3,)),
     "pairs": StoredForm(_from_pairs, _to_pairs, (2, 3)),
 }
@@ -112,7 +113,8 @@ def table(text: str, *, ours: str = "", theirs: str = "") -> tuple[Rule, ...]:
     A name is that of a module with all its tensors, or of one tensor. `*` matches a number, the same in both names.
     `{a,b}` concatenates a and b by rows; `{a,0,b}` has zeros in between that are not stored (the bias of keys, which
     shifts all scores of a query alike and has no effect). `^T` is a matrix stored transposed, `^conv` a matrix stored
-    as a 1x1 convolution, `^1` a tensor stored with a leading axis of length 1. Of experts, `^mT` is a matrix per expert
+    as a 1x1 convolution, `^1` a tensor stored with a leading axis of length 1, `^row` one stored without
+    that axis. Of experts, `^mT` is a matrix per expert
     stored transposed, `^pairs` the same with the columns of gate and up in alternation.
 
     >>> from regard.models.checkpoints.tensor_names import table
