@@ -150,7 +150,7 @@ def test_invalid_arguments_raise() -> None:
         model(LIST, REAL)
     with pytest.raises(ValueError, match=r"try inputs\[None\]"):
         model(IDS[0])
-    with pytest.raises(ValueError, match="arrangement must be one of pre, post, sandwich, output, layer_scale, got 'both'"):
+    with pytest.raises(ValueError, match=r"arrangement must be one of pre, post, .*, got 'both'"):
         TextEncoder(dataclasses.replace(BERT, arrangement="both"))
 
 
