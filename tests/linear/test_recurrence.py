@@ -236,6 +236,11 @@ def test_tensors_of_two_and_three_axes_and_shared_gates():
     same = attend(q, k, v, decay=g[:, :1, :1], beta=b[..., :1])
     expected = attend(q, k, v, decay=g[:, :1, :1].expand_as(g), beta=b[..., :1].expand_as(b))
     torch.testing.assert_close(same, expected)
+    two = [x.expand(2, *x.shape[1:]).clone().requires_grad_() for x in (k, v, g, b)]
+    shared = attend(q, *two[:2], decay=two[2], beta=two[3])
+    torch.testing.assert_close(shared, whole.expand(2, -1, -1, -1))
+    gradient = torch.autograd.grad(shared.sum(), two[2])[0]
+    torch.testing.assert_close(gradient[:1], gradient[1:])
     retnet = rg.LinearAttention.retnet(2)
     torch.testing.assert_close(retnet(q[0], k[0], v[0]), retnet(q, k, v)[0])
 
@@ -332,3 +337,22 @@ GATED = rg.LinearAttention.gated_deltanet()
 def test_errors_name_the_expected_and_the_actual_value(call, kind, message):
     with pytest.raises(kind, match=message):
         call()
+
+
+def test_fake_tensors_have_the_shapes_of_real_ones():
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode():
+        q, k, v = torch.empty(3, 2, 4, 40, 8).unbind()
+        output = GATED(q, k, v, decay=torch.empty(2, 4, 40), beta=torch.empty(2, 4, 40))
+    assert output.shape == (2, 4, 40, 8)
+
+
+@pytest.mark.parametrize("name", ["Mamba2", "GatedDeltaNet"])
+def test_layers_run_under_autocast(name):
+    layer = {"Mamba2": rg.nn.Mamba2(16, 4, d_state=6), "GatedDeltaNet": rg.nn.GatedDeltaNet(16, 2)}[name]
+    x = torch.randn(1, 9, 16)
+    with torch.autocast("cpu", torch.bfloat16):
+        output = layer(x)
+    assert output.dtype == torch.bfloat16
+    torch.testing.assert_close(output.float(), layer(x), rtol=0.1, atol=0.1)

@@ -210,7 +210,7 @@ class LinearAttention:
             elif by_logs:
                 output, final = self._by_logs(q, k, v, state, causal)
             elif causal:
-                output, final = self._recurrent(query, q, k, v, decay, beta, state)
+                output, final = self._recurrent(query.dim(), q, k, v, decay, beta, state)
             else:
                 output, final = self._unmasked(q, k, v)
         output = output.reshape(output.shape[4 - query.dim() :])
@@ -263,7 +263,7 @@ class LinearAttention:
 
     def _recurrent(
         self,
-        query: Tensor,
+        dims: int,
         q: Tensor,
         k: Tensor,
         v: Tensor,
@@ -280,9 +280,9 @@ class LinearAttention:
             if len(self.decay) != heads:
                 raise ValueError(f"{self!r} has decays of {len(self.decay)} heads, but this call has {heads}")
             decay = q.new_tensor(self.decay, dtype=torch.promote_types(q.dtype, torch.float32))
-            decay = pad_leading(decay[:, None], query.dim() - 1) if query.dim() > 2 else decay
-        decay = None if decay is None else expand_decay(decay, query, heads, M)
-        beta = None if beta is None else expand_beta(beta, query, heads)
+            decay = pad_leading(decay[:, None], dims - 1) if dims > 2 else decay
+        decay = None if decay is None else expand_decay(decay, q, dims, heads, M)
+        beta = None if beta is None else expand_beta(beta, q, dims, heads)
         decay = self._with_resets(decay, q, heads)
         if real is not None:  # before further computation, so that a NaN reaches no gradient
             k, v = torch.where(real, k, 0), torch.where(real, v, 0)

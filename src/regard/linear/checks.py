@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from regard.arguments import check_layout
-from regard.engines import derivatives
 from regard.engines.problem import batch_size
 from regard.geometry import format_shape, pad_leading
+from regard.linear.recurrence import has_readable_values
 
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
@@ -91,34 +91,36 @@ def check_same_length(query: Tensor, key: Tensor) -> None:
         )
 
 
-def expand_decay(decay: Tensor, query: Tensor, heads: int, channels: int) -> Tensor:
-    """Return decay as (B, H, N) or (B, H, N, M), float32 at least; axes of 1 are expanded."""
+def expand_decay(decay: Tensor, query: Tensor, dims: int, heads: int, channels: int) -> Tensor:
+    """Return decay as (B, H, N) or (B, H, N, M), float32 at least; axes of 1 are expanded.
+
+    query: (B, H, N, D), which has `dims` axes in the call.
+    """
     _check_tensor("decay", decay)
     _check_device("decay", decay, query)
-    if decay.dim() not in (query.dim() - 1, query.dim()):
+    if decay.dim() not in (dims - 1, dims):
         raise ValueError(
             f"decay must be (B, H, N), or (B, H, N, D) for a decay per channel, but is {format_shape(decay)} for a "
-            f"query {format_shape(query)}"
+            f"query of {dims} axes"
         )
-    sizes = (*_sizes(query, heads), channels)[: 3 + (decay.dim() == query.dim())]
-    if not torch.compiler.is_compiling() and not derivatives.active_transforms() and bool((decay > 0).any()):
+    if has_readable_values(decay) and bool((decay > 0).any()):
         raise ValueError(
             "decay must be the logarithm of a factor from 0 to 1, so at most 0, but is up to "
             f"{float(decay.max()):.3g}; for a factor a pass a.log(), for a gate x pass logsigmoid(x)"
         )
-    return _expand("decay", decay, query, sizes)
+    sizes = (query.shape[0], heads, query.shape[2])
+    return _expand("decay", decay, query, (*sizes, channels) if decay.dim() == dims else sizes)
 
 
-def expand_beta(beta: Tensor, query: Tensor, heads: int) -> Tensor:
+def expand_beta(beta: Tensor, query: Tensor, dims: int, heads: int) -> Tensor:
     """Return beta as (B, H, N), float32 at least; axes of 1 are expanded."""
     _check_tensor("beta", beta)
     _check_device("beta", beta, query)
-    if beta.dim() != query.dim() - 1:
+    if beta.dim() != dims - 1:
         raise ValueError(
-            f"beta must be (B, H, N), but is {format_shape(beta)} for a query {format_shape(query)}; "
-            "try beta.squeeze(-1)"
+            f"beta must be (B, H, N), but is {format_shape(beta)} for a query of {dims} axes; try beta.squeeze(-1)"
         )
-    return _expand("beta", beta, query, _sizes(query, heads))
+    return _expand("beta", beta, query, (query.shape[0], heads, query.shape[2]))
 
 
 def check_state(state: LinearState | None, shape: tuple[int, ...], scaled: bool, like: Tensor) -> None:
@@ -139,10 +141,6 @@ def check_state(state: LinearState | None, shape: tuple[int, ...], scaled: bool,
     if state.sums.dtype != real:
         raise TypeError(f"state must be {real} for this call, but is {state.sums.dtype}; start from None")
     _check_device("state", state.sums, like)
-
-
-def _sizes(query: Tensor, heads: int) -> tuple[int, int, int]:
-    return pad_leading(query).shape[0], heads, query.shape[-2]
 
 
 def _expand(name: str, x: Tensor, query: Tensor, sizes: tuple[int, ...]) -> Tensor:

@@ -55,6 +55,13 @@ def _why_not_native(inputs: derivatives.Tensors) -> str:
     return native.why_missing()
 
 
+def has_readable_values(*tensors: Tensor) -> bool:
+    """Whether a decision may depend on the values of tensors: not if they are traced, transformed, fake or meta."""
+    if torch.compiler.is_compiling() or derivatives.active_transforms() or tensors[0].is_meta:
+        return False
+    return is_direct(tensors)
+
+
 def head_count(*tensors: Tensor) -> int:
     return max(x.shape[1] for x in tensors)
 
@@ -118,7 +125,7 @@ def scan(
     state = query.new_zeros(B, heads, D, E) if state is None else state
     per_channel = decay is not None and decay.dim() == 4
     size = _CHANNEL_CHUNK if per_channel else _CHUNK
-    if not torch.compiler.is_compiling() and not derivatives.active_transforms():
+    if has_readable_values(query, key, value):
         # A product multiplies what a token may not see by 0, and 0 · NaN is NaN.
         given = [x for x in (query, key, value, beta, state) if x is not None]
         finite = all(bool(x.detach().isfinite().all()) for x in given)

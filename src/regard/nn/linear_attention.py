@@ -135,7 +135,7 @@ class Mamba2(RecurrentLayer):
         skip, key, query = mixed.split((self.d_inner, state, state), -1)
         skip, key, query = _heads(skip, self.heads), _heads(key, self.groups), _heads(query, self.groups)
         dt = F.softplus(_real(dt) + _real(self.dt_bias))
-        value = (_real(skip) * dt[..., None]).to(x.dtype)
+        value = (_real(skip) * dt[..., None]).to(query.dtype)
         return Inputs(query, key, value, -dt * _real(self.A_log).exp(), skip=skip, gate=gate)
 
     def project_output(self, x: Tensor, inputs: Inputs, output: Tensor) -> Tensor:
