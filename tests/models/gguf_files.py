@@ -27,6 +27,9 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-bias": ("LlamaForCausalLM", SIZES | {"attention_bias": True, "mlp_bias": True}),
     "llama-3.1": ("LlamaForCausalLM", SIZES | {"rope_parameters": LLAMA3}),
     "qwen2": ("Qwen2ForCausalLM", SIZES),
+    "qwen3": ("Qwen3ForCausalLM", SIZES | {"head_dim": 32}),
+    "smollm3": ("SmolLM3ForCausalLM", SIZES | {"num_hidden_layers": 4}),
+    "olmo2": ("Olmo2ForCausalLM", SIZES),
     "gemma2": ("Gemma2ForCausalLM", SIZES | GEMMA),
 }
 CHAT = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% endfor %}<assistant>"
@@ -73,7 +76,7 @@ def write_gguf(path: Path, name: str = "llama", kind: str = "F32", changed: dict
         if stored.ndim == 2:
             stored = gguf.quants.dequantize(gguf.quants.quantize(stored, quantization), quantization)
             weight.copy_(torch.from_numpy(stored.copy()))
-        if architecture == "llama" and module.endswith(("q_proj", "k_proj")):
+        if architecture in ("llama", "smollm3") and module.endswith(("q_proj", "k_proj")):
             heads = config.num_attention_heads if module.endswith("q_proj") else config.num_key_value_heads
             halves = stored.reshape(heads, 2, len(stored) // heads // 2, *stored.shape[1:])
             stored = halves.swapaxes(1, 2).reshape(stored.shape)

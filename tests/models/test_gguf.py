@@ -87,7 +87,10 @@ def test_a_sentencepiece_tokenizer_merges_by_score(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"general.architecture": "mamba"}, r"'mamba' is not supported; supported: llama, qwen2, gemma2"),
+        (
+            {"general.architecture": "mamba"},
+            r"'mamba' is not supported; supported: llama, qwen2, qwen3, smollm3, olmo2, gemma2",
+        ),
         ({"llama.expert_count": 8}, r"llama.expert_count is not supported"),
         ({"llama.block_count": 3}, r"lacks model.layers.2"),
         ({"llama.block_count": 1}, r"has blk.1"),

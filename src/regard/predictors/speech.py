@@ -140,10 +140,20 @@ class WhisperSpeech(SpeechPredictor):
         config = self.model.config
         seconds = 2 * config.frames * HOP / SAMPLE_RATE
         features = whisper_features(torch.from_numpy(wave), config.features, seconds=seconds)
-        (tokens,) = self.model.generate(features[None], language=self.options.language)
-        self.model(features[None], torch.cat((tokens.new_tensor([config.start]), tokens))[None])
+        prompt = self._prompt(features)
+        (tokens,) = self.model.generate(features[None], prompt=prompt)
+        self.model(features[None], torch.tensor([[config.start, *prompt, *tokens.tolist()]]))
         output = self.checkpoint.tokenizer.decode(tokens.tolist())
         return Prediction(row.values[0], output, None, {"features": features, "seconds": seconds}, place=row.place)
+
+    def _prompt(self, features: Tensor) -> list[int]:
+        """Return the tokens before a transcript without timestamps: language, task and form."""
+        config = self.model.config
+        if not config.languages:
+            return list(config.prompt)
+        tokens = [dict(config.languages)[self.model.detect_language(features[None])[0]]]
+        tokens += [token for name, token in config.tasks if name == "transcribe"]
+        return [*tokens, *([] if config.no_timestamps is None else [config.no_timestamps])]
 
     def name_tokens(self, record: Any, prediction: Prediction) -> None:
         record.decode(self.checkpoint.tokenizer)

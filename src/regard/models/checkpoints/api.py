@@ -33,7 +33,7 @@ def load(
     - vision: ViT, DINOv2, DETR; with text: CLIP, SigLIP
     - speech: Whisper, Wav2Vec2 with CTC
     - models written by `regard.save`
-    - GGUF files of Llama, Mistral, Qwen2 and Gemma 2, dequantised to float32
+    - GGUF files of Llama, Mistral, Qwen2, Qwen3, SmolLM3, OLMo 2 and Gemma 2, dequantised to float32
 
     Weights keep their dtype unless `dtype` is given. Only safetensors and GGUF files are read. Missing or unknown
     tensors, wrong shapes and unsupported configurations raise. Unused weights, such as BERT's pooler, are listed in a

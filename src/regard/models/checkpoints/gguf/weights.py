@@ -59,6 +59,9 @@ class GgufArchitecture:
 ARCHITECTURES = {
     "llama": GgufArchitecture("llama", "LlamaForCausalLM", interleaved=True),
     "qwen2": GgufArchitecture("qwen2", "Qwen2ForCausalLM"),
+    "qwen3": GgufArchitecture("qwen3", "Qwen3ForCausalLM"),
+    "smollm3": GgufArchitecture("smollm3", "SmolLM3ForCausalLM", interleaved=True),
+    "olmo2": GgufArchitecture("olmo2", "Olmo2ForCausalLM"),
     "gemma2": GgufArchitecture(
         "gemma2", "Gemma2ForCausalLM", offset_norms=True,
         numbers={
