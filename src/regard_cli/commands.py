@@ -243,6 +243,9 @@ def serve(
         int, typer.Option(help="Port at 127.0.0.1, reachable from this machine only.", min=1, max=65535)
     ] = 8765,
     lang: Lang = "en",
+    against: Annotated[
+        str | None, typer.Option(help="A second model, to compare with in the Experiment view.", metavar="MODEL")
+    ] = None,
 ) -> None:
     """Serve the attention viewer at 127.0.0.1, with a text box; Ctrl-C stops it.
 
@@ -250,7 +253,7 @@ def serve(
     """
     from regard.cli.view import serve
 
-    serve(model, text, port, lang)
+    serve(model, text, port, lang, against)
 
 
 def export(

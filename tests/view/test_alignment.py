@@ -10,7 +10,8 @@ import pytest
 import torch
 
 import regard as rg
-from regard.cli.view import RunCapture
+from regard.cli.view import make_capture
+from regard.predictors import open_model
 from regard.tasks import Run
 from regard.view import Record, capture_text, pictures
 from regard.view.alignment import best_head
@@ -78,7 +79,7 @@ def test_content_words_of_the_demo_align_with_their_source_words(demo: Record) -
 
 
 def test_the_command_labels_rows_the_same_way() -> None:
-    record = RunCapture(Path("en-fr"))(DEMO)
+    record = make_capture(open_model("en-fr"))(DEMO)
     cross = record.attention(2, "cross")
     assert [token.strip() for token in record.streams[record.stream_names(cross)[0]].tokens][-3:] == [
         "demain",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import Any
 
@@ -185,6 +186,21 @@ def test_generation_under_changes() -> None:
     assert changed.call.ids("source")[4:].tolist() == expected.tolist()
     log = changed.output.log_likelihood(changed.call.ids("source"))[3:].mean().item()
     assert changed.score == pytest.approx(log, rel=1e-5)  # beam search sums in float32
+
+
+def test_a_translator_generates_as_without_a_record() -> None:
+    torch.manual_seed(2)
+    model = rg.models.Transformer(dataclasses.replace(PAIR, suppress_tokens=(7, 20))).double().eval()
+    source = torch.randint(5, 100, (1, 6))
+    with capture(model) as record:
+        model(source, torch.tensor([[model.config.start, 30]]))
+    expected = model.generate(source, max_new_tokens=5, strategy=rg.nn.Beam(2))[0]
+    assert record.generate(5, beams=2)[0].call.ids("target")[1:].tolist() == expected.tolist()
+    change = Change(kind="cross", layer=0, force=[(2, 0)])
+    found = record.ablate(Change(kind="cross", layer=0, force=[(1, 0)])).generate(4)[0]
+    assert found.weights(0, kind="cross")[:, 1, 0].tolist() == pytest.approx([1.0] * 4, rel=1e-12)
+    with pytest.raises(ValueError, match=r"the pair \(2, 0\) is outside"):
+        record.ablate(change)
 
 
 def test_self_attention_pairs_apply_while_generating_with_a_cache(language: rg.models.LanguageModel) -> None:

@@ -115,9 +115,9 @@ const model = {
   on: (name, listener) => { if (name === "msg:custom") answer = listener },
   off: () => { answer = null },
   async send(asked) {
-    const reply = await window.kernel(JSON.stringify(asked));
-    const bytes = Uint8Array.from(atob(reply.data), (letter) => letter.charCodeAt(0));
-    answer({ id: asked.id, rows: reply.rows, columns: reply.columns }, [new DataView(bytes.buffer)]);
+    const { data, ...message } = await window.kernel(JSON.stringify(asked));
+    const bytes = Uint8Array.from(atob(data ?? ""), (letter) => letter.charCodeAt(0));
+    answer({ ...message, id: asked.id }, data === undefined ? [] : [new DataView(bytes.buffer)]);
   },
 };
 const url = URL.createObjectURL(new Blob([ESM], { type: "text/javascript" }));
@@ -126,7 +126,7 @@ window.cleanup = await widget.render({ model, el: document.getElementById("cell"
 </script>"""
 
 
-def hosted(document: Sample, folder: Path, *, live: bool, style: str = "") -> str:
+def hosted(document: Any, folder: Path, *, live: bool, style: str = "") -> str:
     """Return the URL of a page that hosts the widget like a notebook."""
     arrays = {}
     for name, array in document.arrays.items():
@@ -176,6 +176,43 @@ def test_the_front_end_reads_single_weights_from_the_kernel(browser: Any, docume
     assert len(best) == 14  # more than the four top keys that the document holds
     assert abs(float(best[13]) - document.weights["0"][0, 4].sort(descending=True).values[13].item()) < 1e-4
     opened.page.evaluate("() => window.cleanup()")
+    opened.context.close()
+    assert opened.errors == []
+
+
+def test_experiments_and_a_second_record_in_the_front_end(browser: Any, tmp_path: Path, sent: list) -> None:
+    torch.manual_seed(0)
+    model = rg.models.LanguageModel(rg.models.LanguageConfig(30, d_model=16, layers=2, heads=2, d_hidden=16)).eval()
+    records = []
+    for ids in ([4, 5, 6, 7], [4, 9, 6, 7]):
+        with torch.no_grad(), capture(model) as each:
+            model(torch.tensor([ids]))
+        records.append(each)
+    viewer = records[0].show(against=records[1])
+
+    def kernel(message: str) -> dict:
+        viewer._handle_custom_msg(json.loads(message), [])
+        content, buffers = sent.pop()
+        return content | ({"data": base64.b64encode(buffers[0]).decode()} if buffers else {})
+
+    opened = Tab(browser)
+    opened.page.expose_function("kernel", kernel)
+    opened.open(hosted(SimpleNamespace(about=viewer._about, arrays=records[0].document.arrays), tmp_path, live=True))
+    opened.page.click("[data-view=experiment]")
+    changed = records[0].ablate(Change(layer=0, head=1, factor=0.0))
+    for selector, other in (("[data-switch='0/1']", changed), ("[data-key=record]", records[1])):
+        opened.page.click(selector)
+        opened.page.wait_for_selector("[data-map=right] canvas.plane")
+        opened.page.wait_for_function("() => document.querySelector('.view-experiment').dataset.busy === undefined")
+        opened.wait_frames()
+        shown = opened.page.evaluate(
+            """() => { const canvas = document.querySelector("[data-map=right] canvas.plane");
+            const [left, top, width, height] = canvas.dataset.plot.split(","), box = canvas.getBoundingClientRect();
+            const [clientX, clientY] = [box.left + +left + 0.4 * width, box.top + +top + 0.9 * height];
+            canvas.dispatchEvent(new PointerEvent("pointermove", { clientX, clientY, bubbles: true }));
+            return document.querySelector(".tip-value").innerText }"""
+        )
+        assert float(shown) == pytest.approx(other.weights(0, 0)[3, 1].item(), rel=1e-3)
     opened.context.close()
     assert opened.errors == []
 

@@ -32,8 +32,8 @@ def view(name: str, text: str, out: Path, context: Path | None, lang: str, as_js
         print_line(f"{out}: {len(record)} attentions, {out.stat().st_size / 1e6:.1f} MB")
 
 
-def serve(name: str, text: str | None, port: int, lang: str) -> None:
-    """Serve the viewer at 127.0.0.1 until Ctrl-C."""
+def serve(name: str, text: str | None, port: int, lang: str, against: str | None = None) -> None:
+    """Serve the viewer at 127.0.0.1 until Ctrl-C; `against` is a second model to compare with."""
     _check_lang(lang)
     try:
         from regard.view.server import Session, listen
@@ -48,7 +48,9 @@ def serve(name: str, text: str | None, port: int, lang: str) -> None:
     if text is None and predictor.input_kind != "text":
         kind = predictor.input_kind
         raise UserError(f'give the path of an {kind} file: regard serve {name} "{kind}.file"')
-    serve_at(Session(make_capture(predictor), text or predictor.viewer_text), listener, lang=lang, report=print_message)
+    second = None if against is None else make_capture(open_model(against))
+    session = Session(make_capture(predictor), text or predictor.viewer_text, against=second)
+    serve_at(session, listener, lang=lang, report=print_message)
 
 
 def make_capture(predictor: Predictor) -> Callable[[str], Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from copy import copy
 from dataclasses import replace
@@ -158,7 +159,9 @@ class _UncachedState:
             output = ModelOutput.read(self.call.model, self.call.replace_ids(self.role, row).run())
             assert output is not None
             found.append(output.values[0, -1])
-        return torch.stack(found)
+        logits = torch.stack(found)
+        suppressed = list(getattr(getattr(self.call.model, "config", None), "suppress_tokens", None) or ())
+        return logits.index_fill(-1, torch.tensor(suppressed, dtype=torch.long), -math.inf) if suppressed else logits
 
     def reorder(self, rows: Tensor, start: int = 0) -> None:
         assert self.ids is not None

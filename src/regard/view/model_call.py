@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
@@ -120,9 +120,9 @@ def _copy(value: Any) -> Any:
         return value.detach().clone()
     if isinstance(value, Packed):
         return value.with_values(value.values.detach().clone())
-    if isinstance(value, tuple | list):
+    if type(value) in (tuple, list):
         return type(value)(map(_copy, value))
-    if isinstance(value, Mapping):
+    if type(value) is dict:
         return {name: _copy(each) for name, each in value.items()}
     if isinstance(value, PLAIN):
         return value

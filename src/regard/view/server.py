@@ -25,7 +25,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from regard.view.document import Document
 from regard.view.page import page, script_json
 from regard.view.record import Record
-from regard.view.workspace import REQUESTS, RUNS, HeldRecord, RequestError, Workspace
+from regard.view.workspace import REQUESTS, RUNS, RequestError, Workspace
 
 LOCAL = ("127.0.0.1", "localhost", "[::1]")
 BODY = 1 << 20  # most bytes of a request body
@@ -73,7 +73,8 @@ class Session(Workspace):
         """Capture a text, make it the current one, and return its document."""
         with self._alone():
             held = self.add(self.capture_text(text).precompute(), text)
-            contents = self._document(held)
+            contents = held.document()
+        contents.about["compares"] = ["text"] if self.against is None else ["text", "model"]
         self.last, self.last_document = held, contents
         return contents
 
@@ -88,20 +89,7 @@ class Session(Workspace):
     def answer(self, kind: str, body: Mapping[str, Any]) -> Any:
         """Answer a request with plain data, one at a time where the model runs."""
         with self._alone() if kind in RUNS else nullcontext():
-            found = super().answer(kind, body)
-        if kind == "open":
-            found["about"]["compares"] = self._compares
-        return found
-
-    def _document(self, held: HeldRecord) -> Document:
-        contents = held.document()
-        contents.about["compares"] = self._compares
-        return contents
-
-    @property
-    def _compares(self) -> list[str]:
-        """What the page can compare a text with, besides changes and heads."""
-        return ["text", "model"] if self.against is not None else ["text"]
+            return super().answer(kind, body)
 
     @contextmanager
     def _alone(self) -> Iterator[None]:

@@ -15,7 +15,7 @@ const CELLS = 192; // rows and columns requested from a live source per window
 // value: a key of words.json, "weight" by default; `${value}.pooled` and `${value}.mean` must be keys as well; diverging:
 // whether the numbers are differences}. bare: without the panel. onPick({query, key}): called when a cell is clicked.
 export function createPlane(app, onWindow, { bare = false, onPick = null, aside = null } = {}) {
-  const [LEFT, TOP] = bare ? [106, 66] : [116, 84]; // room for labels
+  const [LEFT, TOP] = [116, bare ? 66 : 84]; // room for labels
   const canvas = el("canvas", { class: "plane", tabindex: "0", role: "application" });
   const readout = el("output", { class: "readout", "aria-live": "polite" });
   const scale = el("div", { class: "legend" });

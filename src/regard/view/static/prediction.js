@@ -72,7 +72,7 @@ export function createPrediction(app) {
       const answer = await app.source.ask("prediction", { record: left, ...(right ? { against: right } : {}), position });
       if (now !== latest) return;
       title.textContent = t(output.kind === "vectors" ? "prediction.vectors" : output.kind === "classes" ? "prediction.classes" : generates ? "prediction.next" : "prediction.tokens");
-      const many = output.kind === "tokens" && output.last > first;
+      const many = output.kind !== "vectors" && output.last > first;
       slider.hidden = label.hidden = !many;
       slider.min = first;
       slider.max = output.last;

@@ -87,7 +87,8 @@ export function createSource(about, load, remote = null) {
     if (!wanted()) return;
     known = new Map();
     numbers = new Map();
-    source.about = answer.about;
+    const { compares, against } = source.about; // of the host, not of a record
+    source.about = { compares, against, ...answer.about };
     load = answer.load;
   }
   return source;
