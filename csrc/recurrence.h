@@ -58,6 +58,18 @@ void multiply_below(int count, int64_t j, int64_t rows, const T* a, const T* b, 
                                         c + j * pitch, pitch, nullptr, pitch);
 }
 
+// Calls body with the scratch memory of this thread.
+template <class T, class Job, class F> int with_scratch(const Job& job, F&& body) {
+  Parts<T> sizes{};
+  job.allocate_scratch(sizes);
+  if (!sizes.layout.ok) return REGARD_TOO_LARGE;
+  Parts<T> part{(char*)thread_scratch(sizes.layout.bytes), {}};
+  if (!part.base) return REGARD_NO_MEMORY;
+  body(job.allocate_scratch(part));
+  trim_thread_scratch();
+  return REGARD_OK;
+}
+
 // One call, and what forward and backward have in common.
 template <class T> struct Recurrence {
   const regard_recurrence& x;
@@ -344,20 +356,14 @@ template <class T> struct RecurrenceForward : Recurrence<T> {
   }
 
   int operator()(int thread, int threads) const {
-    Parts<T> sizes{};
-    allocate_scratch(sizes);
-    if (!sizes.layout.ok) return REGARD_TOO_LARGE;
-    Parts<T> part{(char*)thread_scratch(sizes.layout.bytes), {}};
-    if (!part.base) return REGARD_NO_MEMORY;
-    const Scratch s = allocate_scratch(part);
-    const int64_t work = x.B * x.H * parts, panels = (x.E + NR<T> - 1) / NR<T>;
-    for (int64_t w = share(work, thread, threads); w < share(work, thread + 1, threads); ++w) {
-      const int64_t head = w / parts, first = panels * (w % parts) / parts * NR<T>,
-                    end = least<int64_t>(x.E, panels * (w % parts + 1) / parts * NR<T>);
-      scan(this->head_of(head / x.H, head % x.H, first, end - first), first, s);
-    }
-    trim_thread_scratch();
-    return REGARD_OK;
+    return with_scratch<T>(*this, [&](const Scratch& s) {
+      const int64_t work = x.B * x.H * parts, panels = (x.E + NR<T> - 1) / NR<T>;
+      for (int64_t w = share(work, thread, threads); w < share(work, thread + 1, threads); ++w) {
+        const int64_t head = w / parts, first = panels * (w % parts) / parts * NR<T>,
+                      end = least<int64_t>(x.E, panels * (w % parts + 1) / parts * NR<T>);
+        scan(this->head_of(head / x.H, head % x.H, first, end - first), first, s);
+      }
+    });
   }
 };
 

@@ -309,17 +309,11 @@ template <class T> struct RecurrenceBackward : Recurrence<T> {
   }
 
   int operator()(int thread, int threads) const {
-    Parts<T> sizes{};
-    allocate_scratch(sizes);
-    if (!sizes.layout.ok) return REGARD_TOO_LARGE;
-    Parts<T> part{(char*)thread_scratch(sizes.layout.bytes), {}};
-    if (!part.base) return REGARD_NO_MEMORY;
-    const Scratch s = allocate_scratch(part);
-    const int64_t work = x.B * x.H;
-    for (int64_t w = share(work, thread, threads); w < share(work, thread + 1, threads); ++w)
-      scan(this->head_of(w / x.H, w % x.H, 0, E), s);
-    trim_thread_scratch();
-    return REGARD_OK;
+    return with_scratch<T>(*this, [&](const Scratch& s) {
+      const int64_t work = x.B * x.H;
+      for (int64_t w = share(work, thread, threads); w < share(work, thread + 1, threads); ++w)
+        scan(this->head_of(w / x.H, w % x.H, 0, E), s);
+    });
   }
 };
 
