@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import regard as rg
 from benchmarks import definitions as define
-from benchmarks import peers, peers_models
+from benchmarks import peers, peers_llama, peers_models
 from benchmarks.case import Case, Inputs, Peer, Reference, Target, normal, torch_peer
 
 DATA = Path(os.environ.get("REGARD_DATA", Path(__file__).parents[2] / "shared" / "data"))
@@ -32,8 +32,8 @@ def sentences() -> tuple[str, ...]:
 
 
 @cache
-def embedder() -> Any:
-    return rg.load(peers_models.minilm_folder(), frozen=True)
+def embedder(weights: str = "float32") -> Any:
+    return rg.load(peers_models.minilm_folder(), weights=weights)
 
 
 def as_rows(found: Any) -> Tensor:
@@ -89,7 +89,14 @@ def embeddings() -> Iterator[Case]:
         "MiniLM, batch 1 of 16 tokens", "models", lambda: {"ids": ids},
         lambda x: peers_models.hidden_of(embedder().encoder)(x["ids"])[None], peers_models.hidden_exactly,
         (peers_models.transformers_encoder(), peers_models.onnxruntime_encoder()),
-        (Target(peers_models.TRANSFORMERS, 1.6),), tolerance=1e-4, smallest=True, threads=2,
+        (Target(peers_models.TRANSFORMERS, 1.6), Target(peers_models.ONNXRUNTIME, 1.0)), tolerance=1e-4, smallest=True,
+        threads=2,
+    )  # fmt: skip
+    yield Case(
+        "MiniLM, batch 1 of 16 tokens, int8 weights", "weights of fewer bytes", lambda: {"ids": ids},
+        lambda x: peers_models.hidden_of(embedder("int8").encoder)(x["ids"])[None], peers_models.hidden_exactly,
+        (peers_models.onnxruntime_encoder(int8=True),), (Target(peers_models.ONNXRUNTIME_INT8, 1.0),), tolerance=0.03,
+        smallest=True, threads=2,
     )  # fmt: skip
 
 
@@ -151,4 +158,29 @@ def replaced() -> Iterator[Case]:
         )  # fmt: skip
 
 
-MAKERS: tuple[Callable[[], Iterator[Case]], ...] = (embeddings, generation, replaced)
+def small_weights() -> Iterator[Case]:
+    """SmolLM2-135M with weights of fewer bytes, whose rounding is the tolerance."""
+
+    def case(what: str, prompt: int, following: int, weights: str, least: dict[str, float], tolerance: float) -> Case:
+        kinds = (*map(peers_llama.llama, peers_llama.KINDS), peers_llama.transformers_smollm2())
+        return Case(
+            f"SmolLM2-135M, {what}, {weights} weights", "weights of fewer bytes",
+            lambda: {"prompt": tokens(40000, 1, prompt), "next": tokens(40000, 1, following)},
+            peers_llama.last_logits(weights), peers_llama.last_logits_exactly, kinds,
+            tuple(Target(peer, ratio) for peer, ratio in least.items()), tolerance=tolerance, smallest=True, threads=2,
+        )  # fmt: skip
+
+    q8, q4, q41 = map(peers_llama.llama_name, peers_llama.KINDS)
+    for weights, tolerance, least in (
+        ("int8", 0.03, {q8: 1.3, q41: 1.0}),
+        ("int4", 0.3, {q4: 1.3, q41: 1.3}),
+        ("bfloat16", 0.01, {}),
+        ("float32", 1e-4, {}),
+    ):
+        yield case("64 tokens after 32", 32, 64, weights, least, tolerance)
+    for weights, tolerance in (("int8", 0.03), ("int4", 0.3), ("float32", 1e-4)):
+        same = {"int8": q8, "int4": q4, "float32": q41}[weights]
+        yield case("prompt of 1,024 tokens", 1024, 0, weights, {same: 3.0, "transformers": 1.2}, tolerance)
+
+
+MAKERS: tuple[Callable[[], Iterator[Case]], ...] = (embeddings, small_weights, generation, replaced)

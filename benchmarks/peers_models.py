@@ -16,6 +16,7 @@ from benchmarks.case import Inputs, Peer
 
 SENTENCE_TRANSFORMERS = "sentence-transformers"
 ONNXRUNTIME = "onnxruntime"
+ONNXRUNTIME_INT8 = "onnxruntime, dynamic int8"
 TRANSFORMERS = "transformers"
 LENGTH = 256  # tokens at which MiniLM cuts
 
@@ -67,8 +68,8 @@ def sentence_transformers(run: Callable[[Embed], Tensor]) -> Peer:
 
 
 @cache
-def onnx_session(threads: int) -> Any:
-    """MiniLM in onnxruntime's own fused operators."""
+def onnx_session(threads: int, int8: bool = False) -> Any:
+    """MiniLM in onnxruntime's own fused operators; int8: with its dynamic quantisation."""
     import onnxruntime as ort
     from onnxruntime.transformers import optimizer
     from transformers import AutoModel
@@ -90,6 +91,10 @@ def onnx_session(threads: int) -> Any:
             dynamic_axes=dict.fromkeys(("ids", "mask", "hidden"), free), opset_version=17, dynamo=False,
         )  # fmt: skip
         optimizer.optimize_model(plain, model_type="bert", num_heads=12, hidden_size=384).save_model_to_file(fused)
+        if int8:
+            from onnxruntime.quantization import quantize_dynamic
+
+            quantize_dynamic(fused, fused := str(Path(folder) / "int8.onnx"))
         options = ort.SessionOptions()
         options.intra_op_num_threads = threads
         return ort.InferenceSession(fused, options, providers=["CPUExecutionProvider"])
@@ -151,13 +156,14 @@ def transformers_encoder() -> Peer:
     return Peer(TRANSFORMERS, build)
 
 
-def onnxruntime_encoder() -> Peer:
+def onnxruntime_encoder(int8: bool = False) -> Peer:
     def build(x: Inputs, threads: int) -> Callable[[], Any]:
-        session = onnx_session(threads)
+        session = onnx_session(threads, int8)
         given = {"ids": x["ids"].numpy(), "mask": torch.ones_like(x["ids"]).numpy()}
         return lambda: session.run(None, given)[0]
 
-    return Peer(ONNXRUNTIME, build, view=lambda hidden: torch.from_numpy(hidden)[None])
+    name, tolerance = (ONNXRUNTIME_INT8, 0.3) if int8 else (ONNXRUNTIME, None)
+    return Peer(name, build, view=lambda hidden: torch.from_numpy(hidden)[None], tolerance=tolerance)
 
 
 # Generation, from random weights: it is the same work as with trained ones, and no sentence ends early.

@@ -341,26 +341,68 @@ int regard_dot_row_statistics(const regard_dot* problem, const regard_dot_statis
   return regard::chosen.dot_statistics(regard::normalized(*problem), s);
 }
 
-int64_t regard_packed_size(int64_t N, int64_t K) {
-  if (N < 0 || K < 0) return REGARD_BAD_ARGUMENT;
+int64_t regard_packed_bytes(int64_t N, int64_t K, int32_t format) {
+  if (N < 0 || K < 0 || format < REGARD_PACKED_FLOAT32 || format > REGARD_PACKED_INT4_MINIMUM)
+    return REGARD_BAD_ARGUMENT;
   int64_t numbers = 0;
-  if (N > INT64_MAX / 2 || __builtin_mul_overflow(N + 64, K, &numbers) || numbers > INT64_MAX / 8)
+  if (N > INT64_MAX / 2 || K > INT64_MAX / 2 || __builtin_mul_overflow(N + 64, K + 64, &numbers) ||
+      numbers > INT64_MAX / 8)
     return REGARD_TOO_LARGE;
-  return regard::chosen.packed_size(N, K);
+  return regard::chosen.packed_bytes(N, K, format);
 }
 
 int regard_multiply(const regard_packed_linear* problem) {
   if (!problem || problem->M < 0 || problem->threads < 1) return REGARD_BAD_ARGUMENT;
   regard_packed_linear p = *problem;
-  const int64_t size = regard_packed_size(p.N, p.K);
-  if (size < 0) return int(size);
+  const int64_t bytes = regard_packed_bytes(p.N, p.K, p.format);
+  if (bytes < 0) return int(bytes);
   if (p.M == 0 || p.N == 0) return REGARD_OK;
   if (const int absent = regard::check_presence(p.has_bias, p.bias)) return absent;
-  if (!p.out || (size && (!p.x || !p.packed))) return REGARD_BAD_ARGUMENT;
+  if (const int absent = regard::check_presence(p.has_residual, p.residual)) return absent;
+  if (!p.out || (bytes && (!p.x || !p.packed))) return REGARD_BAD_ARGUMENT;
+  if (p.activation < REGARD_NO_ACTIVATION || p.activation > REGARD_TANH || (p.activation && p.residual))
+    return REGARD_BAD_ARGUMENT;
   if (p.threads > regard::most_threads) p.threads = regard::most_threads;
-  const double useful = 1 + double(p.M) * double(p.N) * double(p.K) / 1e6;
+  // A weight that is read for few rows takes as long as its bytes do.
+  const double useful = 1 + double(p.M) * double(p.N) * double(p.K) / 1e6 + double(bytes) / 2e5;
   if (useful < p.threads) p.threads = int(useful);
   return regard::chosen.packed_linear(p);
+}
+
+int regard_run_stack(const regard_stack* stack) {
+  if (!stack) return REGARD_BAD_ARGUMENT;
+  const regard_stack& s = *stack;
+  const int64_t sizes[] = {s.B, s.N, s.d_model, s.H, s.G, s.D, s.d_hidden};
+  int64_t numbers = 64;
+  for (int64_t n : sizes) {
+    if (n < 1) return REGARD_BAD_ARGUMENT;
+    if (n > INT32_MAX || __builtin_mul_overflow(numbers, n, &numbers)) return REGARD_TOO_LARGE;
+  }
+  if (s.layers < 0 || s.threads < 1 || s.activation < REGARD_NO_ACTIVATION || s.activation > REGARD_TANH ||
+      s.d_rotary < 0 || s.d_rotary > s.D || s.d_rotary % 2 || (s.d_rotary && !(s.cos && s.sin)) ||
+      (s.table_batch && s.table_batch != s.N))
+    return REGARD_BAD_ARGUMENT;
+  if (!(s.x && s.y && s.normed && s.qkv && s.attended && s.hidden)) return REGARD_BAD_ARGUMENT;
+  if (s.layers && !(s.blocks && s.attention)) return REGARD_BAD_ARGUMENT;
+  if (s.layers && s.cached && !(s.keys && s.values)) return REGARD_BAD_ARGUMENT;
+  for (int64_t n = 0; n < s.layers; ++n) {
+    const regard_block& block = s.blocks[n];
+    const auto is = [](const regard_weight& weight, int64_t N, int64_t K) { return weight.N == N && weight.K == K; };
+    if (!is(block.qkv, (s.H + 2 * s.G) * s.D, s.d_model) || !is(block.output, s.d_model, s.H * s.D) ||
+        !is(block.up, s.gated ? 2 * s.d_hidden : s.d_hidden, s.d_model) || !is(block.down, s.d_model, s.d_hidden))
+      return REGARD_BAD_ARGUMENT;
+    for (int which = 0; which < 2; ++which)
+      if (!block.gain[which] || (!s.rms_norm && !block.shift[which])) return REGARD_BAD_ARGUMENT;
+    if (block.attention < 0 || block.attention >= s.attentions) return REGARD_BAD_ARGUMENT;
+    const regard_dot& p = s.attention[block.attention];
+    if (p.B != s.B || p.H != s.H || p.G != s.G || p.Q != s.N || p.K < s.N || p.D != s.D || p.E != s.D ||
+        p.dtype != REGARD_FLOAT32 || p.wants_value_table)
+      return REGARD_BAD_ARGUMENT;
+    const regard_tensor* caches[] = {s.keys, s.values};
+    for (const regard_tensor* cache : caches)
+      if (s.cached && (!cache[n].present || !cache[n].data || cache[n].stride[3] != 1)) return REGARD_BAD_ARGUMENT;
+  }
+  return regard::chosen.run_stack(s);
 }
 
 int regard_dot_weights(const regard_dot* problem, const regard_dot_columns* columns) {

@@ -15,8 +15,9 @@
   F(int, linear_backward, (const regard_linear&, const regard_linear_gradient&))               \
   F(int, recurrence_forward, (const regard_recurrence&, const regard_recurrence_result&))      \
   F(int, recurrence_backward, (const regard_recurrence&, const regard_recurrence_gradient&))   \
-  F(int64_t, packed_size, (int64_t N, int64_t K))                                              \
-  F(int, packed_linear, (const regard_packed_linear&))
+  F(int64_t, packed_bytes, (int64_t N, int64_t K, int32_t format))                             \
+  F(int, packed_linear, (const regard_packed_linear&))                                         \
+  F(int, run_stack, (const regard_stack&))
 // clang-format on
 #define REGARD_DECLARE_KERNEL(result, name, parameters) result name parameters;
 

@@ -106,7 +106,21 @@ STRUCTURE(regard_recurrence_gradient)
   FIELD(d_state)
 END
 STRUCTURE(regard_packed_linear)
-  FIELD(M), FIELD(N), FIELD(K), FIELD(x_row), FIELD(out_row), FIELD(x), FIELD(packed), FIELD(bias), FIELD(out), FIELD(threads), FIELD(has_bias)
+  FIELD(M), FIELD(N), FIELD(K), FIELD(x_row), FIELD(residual_row), FIELD(out_row), FIELD(x), FIELD(packed), FIELD(bias),
+  FIELD(residual), FIELD(out), FIELD(factor), FIELD(format), FIELD(activation), FIELD(threads), FIELD(has_bias),
+  FIELD(has_residual), FIELD(reserved)
+END
+STRUCTURE(regard_weight)
+  FIELD(N), FIELD(K), FIELD(packed), FIELD(bias), FIELD(factor), FIELD(format), FIELD(has_bias)
+END
+STRUCTURE(regard_block)
+  FIELD(qkv), FIELD(output), FIELD(up), FIELD(down), FIELD(gain), FIELD(shift), FIELD(attention)
+END
+STRUCTURE(regard_stack)
+  FIELD(B), FIELD(N), FIELD(d_model), FIELD(H), FIELD(G), FIELD(D), FIELD(d_hidden), FIELD(layers), FIELD(attentions),
+  FIELD(blocks), FIELD(attention), FIELD(keys), FIELD(values), FIELD(x), FIELD(y), FIELD(normed), FIELD(qkv), FIELD(attended), FIELD(hidden),
+  FIELD(cos), FIELD(sin), FIELD(d_rotary), FIELD(table_batch), FIELD(eps), FIELD(interleaved), FIELD(cached), FIELD(post_norm),
+  FIELD(rms_norm), FIELD(gated), FIELD(activation), FIELD(threads), FIELD(reserved)
 END
     // clang-format on
 
@@ -115,10 +129,33 @@ END
   int value;
 } numbers[] = {
 #define NUMBER(name) {#name, name}
-    NUMBER(REGARD_FLOAT32),   NUMBER(REGARD_FLOAT64),      NUMBER(REGARD_BFLOAT16),   NUMBER(REGARD_FLOAT16),
-    NUMBER(REGARD_NO_MEMORY), NUMBER(REGARD_BAD_ARGUMENT), NUMBER(REGARD_TOO_LARGE),  NUMBER(REGARD_NO_DATA),
-    NUMBER(REGARD_TILE),      NUMBER(REGARD_NO_MASK),      NUMBER(REGARD_INTERVALS),  NUMBER(REGARD_TILES),
-    NUMBER(REGARD_FEATURES),  NUMBER(REGARD_ELU),          NUMBER(REGARD_CHECKPOINT),
+    NUMBER(REGARD_FLOAT32),
+    NUMBER(REGARD_FLOAT64),
+    NUMBER(REGARD_BFLOAT16),
+    NUMBER(REGARD_FLOAT16),
+    NUMBER(REGARD_NO_MEMORY),
+    NUMBER(REGARD_BAD_ARGUMENT),
+    NUMBER(REGARD_TOO_LARGE),
+    NUMBER(REGARD_NO_DATA),
+    NUMBER(REGARD_TILE),
+    NUMBER(REGARD_NO_MASK),
+    NUMBER(REGARD_INTERVALS),
+    NUMBER(REGARD_TILES),
+    NUMBER(REGARD_FEATURES),
+    NUMBER(REGARD_ELU),
+    NUMBER(REGARD_PACKED_FLOAT32),
+    NUMBER(REGARD_PACKED_BFLOAT16),
+    NUMBER(REGARD_PACKED_INT8),
+    NUMBER(REGARD_PACKED_INT4),
+    NUMBER(REGARD_PACKED_INT4_MINIMUM),
+    NUMBER(REGARD_GROUP),
+    NUMBER(REGARD_RELU),
+    NUMBER(REGARD_GELU),
+    NUMBER(REGARD_GELU_TANH),
+    NUMBER(REGARD_QUICK_GELU),
+    NUMBER(REGARD_SILU),
+    NUMBER(REGARD_TANH),
+    NUMBER(REGARD_CHECKPOINT),
 };
 
 // The text, written once when the library is loaded.
@@ -130,7 +167,7 @@ class Description {
     for (const auto& number : numbers) write("number %s %d\n", number.name, number.value);
   }
 
-  char text[1 << 14] = "";
+  char text[1 << 15] = "";
 
  private:
   template <class T>
@@ -167,7 +204,8 @@ const Description description(Layout<regard_tensor>{}, Layout<regard_intervals>{
                               Layout<regard_dot_columns>{}, Layout<regard_dot_pool>{}, Layout<regard_linear>{},
                               Layout<regard_linear_result>{}, Layout<regard_linear_gradient>{},
                               Layout<regard_recurrence>{}, Layout<regard_recurrence_result>{},
-                              Layout<regard_recurrence_gradient>{}, Layout<regard_packed_linear>{});
+                              Layout<regard_recurrence_gradient>{}, Layout<regard_packed_linear>{},
+                              Layout<regard_weight>{}, Layout<regard_block>{}, Layout<regard_stack>{});
 
 }  // namespace
 

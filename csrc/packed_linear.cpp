@@ -1,10 +1,14 @@
 // x W' + b with a packed weight: the projections around attention, for inference.
 //
-// W (N, K) lies in panels of NR of its rows, packed[n / NR][k][NR]. A thread has a run of panels, or of rows of x where
-// there are many; blocks of rows of x stay in the second-level cache while the panels pass by.
+// A thread has a run of panels of the weight, or of rows of x where there are many; blocks of rows of x stay in the
+// second-level cache while the panels pass by. Weights of other formats than float32 become float32 in registers where
+// they meet one strip of rows, and in the cache, a panel at a time, where they meet several.
+#include "packed_linear.h"
+
+#include "activation.h"
 #include "memory.h"
 #include "pack.h"
-#include "packed_linear.h"
+#include "packed_weight.h"
 #include "runtime.h"
 #include "schedule.h"
 
@@ -14,51 +18,114 @@ namespace {
 constexpr int64_t block_bytes = int64_t(320) << 10;
 constexpr int64_t longest_sum = 256;
 
-// M rows times P panels: with few rows, several panels keep the multiply-add units busy. The rows are a packed strip, or
-// lie a_row numbers apart.
-template <int M, int P, bool strip>
-REGARD_INLINE void multiply_panels(int64_t depth, const float* a, int64_t a_row, const float* b, int64_t b_panel,
-                                   float* c, int64_t c_row, const float* bias) {
-  constexpr int L = lanes<float>, NRf = NR<float>;
+struct Panel {
+  const char* data;
+  float factor;
+  const float* bias;
+  const float* residual;
+  int64_t residual_row;
+};
+
+// M rows times a panel. The rows are a packed strip, or lie a_row numbers apart.
+template <class Reader, int M, bool strip>
+REGARD_INLINE void multiply_panel(int64_t depth, const float* a, int64_t a_row, const Panel& panel, float* c,
+                                  int64_t c_row) {
+  constexpr int L = lanes<float>, unit = Reader::unit;
+  constexpr int phases = M <= 2 ? 4 : M <= 4 ? 2 : 1;  // with few rows, several sums keep the multiply-add units busy
+  static_assert(longest_sum % Reader::span == 0);
+  Reader reader(panel.data, panel.factor);
   // Sums begin anew every so often, and are added up in memory: long ones lose digits.
   for (int64_t k0 = 0; k0 == 0 || k0 < depth; k0 += longest_sum) {
-    Vec<float> sums[P][M][2];
+    VecF sums[phases][M][2];
     REGARD_UNROLL
-    for (int p = 0; p < P; ++p) {
+    for (int p = 0; p < phases; ++p) {
       REGARD_UNROLL
-      for (int r = 0; r < M; ++r) sums[p][r][0] = sums[p][r][1] = Vec<float>{};
+      for (int r = 0; r < M; ++r) sums[p][r][0] = sums[p][r][1] = VecF{};
     }
-    const int64_t end = least(depth - k0, longest_sum);
-    _Pragma("GCC unroll 4") for (int64_t k = 0; k < end; ++k, a += strip ? MR : 1, b += NRf) {
-      REGARD_UNROLL
-      for (int p = 0; p < P; ++p) {
-        const Vec<float> left = load(b + p * b_panel), right = load(b + p * b_panel + L);
+    const int64_t end = least(depth, k0 + longest_sum);
+    for (int64_t k1 = k0; k1 < end; k1 += Reader::span) {
+      reader.open(k1);
+      const auto step = [&](int phase, int64_t u, int i) __attribute__((always_inline)) {
+        const VecF left = reader.get(u, i, 0), right = reader.get(u, i, 1);
+        const float* x = a + (k1 + u + i) * (strip ? MR : 1);
         REGARD_UNROLL
         for (int r = 0; r < M; ++r) {
-          const Vec<float> x = broadcast(a[strip ? r : r * a_row]);
-          sums[p][r][0] += x * left;
-          sums[p][r][1] += x * right;
+          const VecF each = broadcast(x[strip ? r : r * a_row]);
+          sums[phase][r][0] += each * left;
+          sums[phase][r][1] += each * right;
         }
+      };
+      const int64_t count = least(end - k1, Reader::span);
+      int64_t u = 0;
+      for (; u + unit <= count; u += unit) {
+        REGARD_UNROLL
+        for (int i = 0; i < unit; ++i) step(i % phases, u, i);
       }
+      for (int i = 0; u + i < count; ++i) step(0, u, i);
     }
     REGARD_UNROLL
-    for (int p = 0; p < P; ++p) {
+    for (int r = 0; r < M; ++r) {
       REGARD_UNROLL
-      for (int r = 0; r < M; ++r) {
-        float* to = c + r * c_row + p * NRf;
-        const float* before = k0 ? to : bias ? bias + p * NRf : nullptr;
-        store(to, before ? sums[p][r][0] + load(before) : sums[p][r][0]);
-        store(to + L, before ? sums[p][r][1] + load(before + L) : sums[p][r][1]);
+      for (int v = 0; v < 2; ++v) {
+        VecF sum = sums[0][r][v];
+        REGARD_UNROLL
+        for (int p = 1; p < phases; ++p) sum += sums[p][r][v];
+        float* to = c + r * c_row + v * L;
+        if (k0) sum += load(to);
+        if (end == depth && panel.bias) sum += load(panel.bias + v * L);
+        if (end == depth && panel.residual) sum += load(panel.residual + r * panel.residual_row + v * L);
+        store(to, sum);
       }
     }
   }
 }
 
-struct PackedLinear {
-  const regard_packed_linear& p;
-  const int64_t panels;
+template <class Reader> void unpack_panel(int64_t depth, const char* from, float factor, float* to) {
+  Reader reader(from, factor);
+  for (int64_t k1 = 0; k1 < depth; k1 += Reader::span) {
+    reader.open(k1);
+    const auto step = [&](int64_t u, int i) __attribute__((always_inline)) {
+      store(to + (k1 + u + i) * panel_rows, reader.get(u, i, 0));
+      store(to + (k1 + u + i) * panel_rows + lanes<float>, reader.get(u, i, 1));
+    };
+    const int64_t count = least(depth - k1, Reader::span);
+    int64_t u = 0;
+    for (; u + Reader::unit <= count; u += Reader::unit) {
+      REGARD_UNROLL
+      for (int i = 0; i < Reader::unit; ++i) step(u, i);
+    }
+    for (int i = 0; u + i < count; ++i) step(u, i);
+  }
+}
 
-  explicit PackedLinear(const regard_packed_linear& p) : p(p), panels((p.N + NR<float> - 1) / NR<float>) {}
+// M rows of the product from `row` on, as far as a panel has them.
+template <class Reader, int M, bool strip>
+__attribute__((noinline)) void put(const regard_packed_linear& p, const float* a, int64_t a_row, int64_t row,
+                                   int64_t panel, const char* data, float factor) {
+  const int64_t column = panel * panel_rows, left = least<int64_t>(p.N - column, panel_rows);
+  float* out = p.out + row * p.out_row + column;
+  const float* bias = p.bias ? p.bias + column : nullptr;
+  const float* residual = p.residual ? p.residual + row * p.residual_row + column : nullptr;
+  const bool whole = left == panel_rows;
+  float workspace[M * panel_rows];
+  const Panel where =
+      whole ? Panel{data, factor, bias, residual, p.residual_row} : Panel{data, factor, nullptr, nullptr, 0};
+  multiply_panel<Reader, M, strip>(p.K, a, a_row, where, whole ? out : workspace, whole ? p.out_row : panel_rows);
+  for (int r = 0; !whole && r < M; ++r)
+    for (int64_t n = 0; n < left; ++n)
+      out[r * p.out_row + n] =
+          workspace[r * panel_rows + n] + (bias ? bias[n] : 0) + (residual ? residual[r * p.residual_row + n] : 0);
+  if (p.activation)
+    for (int r = 0; r < M; ++r) activate_row(p.activation, out + r * p.out_row, nullptr, left);
+}
+
+template <class Reader> struct PackedLinear {
+  static constexpr bool plain = __is_same(Reader, Float32Reader);
+  const regard_packed_linear& p;
+  const int64_t panels, panel_bytes;
+
+  explicit PackedLinear(const regard_packed_linear& p)
+      : p(p), panels((p.N + panel_rows - 1) / panel_rows), panel_bytes(Reader::panel_bytes(p.K)) {}
 
   int run() const {
     const bool by_rows = p.M >= 64 * int64_t(p.threads);
@@ -75,7 +142,10 @@ struct PackedLinear {
     if (last - first < 3) {
       with_rows(int(last - first), [&](auto m) __attribute__((always_inline)) {
         constexpr int M = decltype(m)::value;
-        if constexpr (M < 3) few_rows<M>(first, from, to);
+        if constexpr (M < 3)
+          for (int64_t panel = from; panel < to; ++panel)
+            put<Reader, M, false>(p, p.x + first * p.x_row, p.x_row, first, panel, packed_panel(panel),
+                                  float(p.factor));
       });
       return REGARD_OK;
     }
@@ -83,11 +153,14 @@ struct PackedLinear {
     const int64_t strips = (last - first + MR - 1) / MR, rows = (last - first + strips - 1) / strips;
     const int64_t size = strip_size<float>(p.K);
     const int64_t block = greatest<int64_t>(1, least(strips, block_bytes / (size * int64_t(sizeof(float)))));
+    const bool unpacks = !plain && block > 1;
     Layout layout;
     layout.add(block, size, sizeof(float));
+    const size_t unpacked_at = layout.add(unpacks ? panel_rows : 0, p.K, sizeof(float));
     if (!layout.ok) return REGARD_TOO_LARGE;
-    float* packed = (float*)thread_scratch(layout.bytes);
-    if (!packed) return REGARD_NO_MEMORY;
+    char* scratch = (char*)thread_scratch(layout.bytes);
+    if (!scratch) return REGARD_NO_MEMORY;
+    float *packed = (float*)scratch, *unpacked = (float*)(scratch + unpacked_at);
     for (int64_t s0 = 0; s0 < strips; s0 += block) {
       const int64_t s1 = least(strips, s0 + block);
       const auto count = [&](int64_t s) { return int(greatest<int64_t>(0, least(rows, last - first - s * rows))); };
@@ -96,47 +169,36 @@ struct PackedLinear {
         for (int r = 0; r < count(s); ++r) x.row[r] = p.x + (first + s * rows + r) * p.x_row;
         pack_strip<float>(x, packed + (s - s0) * size);
       }
-      for (int64_t panel = from; panel < to; ++panel)
+      for (int64_t panel = from; panel < to; ++panel) {
+        if (unpacks) unpack_panel<Reader>(p.K, packed_panel(panel), float(p.factor), unpacked);
         for (int64_t s = s0; s < s1; ++s) {
           if (!count(s)) continue;
+          const float* strip = packed + (s - s0) * size;
           with_rows(count(s), [&](auto m) __attribute__((always_inline)) {
-            put<decltype(m)::value, 1, true>(packed + (s - s0) * size, 1, first + s * rows, panel);
+            constexpr int M = decltype(m)::value;
+            const int64_t row = first + s * rows;
+            if (unpacks) put<Float32Reader, M, true>(p, strip, 1, row, panel, (const char*)unpacked, 1);
+            else put<Reader, M, true>(p, strip, 1, row, panel, packed_panel(panel), float(p.factor));
           });
         }
+      }
     }
     trim_thread_scratch();
     return REGARD_OK;
   }
 
-  // Rows where they lie; as many panels at a time as there are registers for.
-  template <int M> void few_rows(int64_t first, int64_t from, int64_t to) const {
-    constexpr int P = M == 1 ? 4 : 3;
-    const float* x = p.x + first * p.x_row;
-    int64_t panel = from;
-    for (; panel + P <= to && (panel + P) * NR<float> <= p.N; panel += P) put<M, P, false>(x, p.x_row, first, panel);
-    for (; panel < to; ++panel) put<M, 1, false>(x, p.x_row, first, panel);
-  }
-
-  template <int M, int P, bool strip>
-  __attribute__((noinline)) void put(const float* a, int64_t a_row, int64_t row, int64_t panel) const {
-    const int64_t column = panel * NR<float>, left = p.N - column, stride = NR<float> * p.K;
-    const float* b = p.packed + panel * stride;
-    float* out = p.out + row * p.out_row + column;
-    const float* bias = p.bias ? p.bias + column : nullptr;
-    if (left >= P * NR<float>) return multiply_panels<M, P, strip>(p.K, a, a_row, b, stride, out, p.out_row, bias);
-    // The last panel is not whole.
-    float workspace[MR * NR<float>], end[NR<float>] = {};
-    for (int64_t n = 0; bias && n < left; ++n) end[n] = bias[n];
-    multiply_panels<M, 1, strip>(p.K, a, a_row, b, stride, workspace, NR<float>, end);
-    for (int r = 0; r < M; ++r)
-      for (int64_t n = 0; n < left; ++n) out[r * p.out_row + n] = workspace[r * NR<float> + n];
-  }
+  const char* packed_panel(int64_t panel) const { return (const char*)p.packed + panel * panel_bytes; }
 };
 
 }  // namespace
 
-int64_t packed_size(int64_t N, int64_t K) { return round_up(N, NR<float>) * K; }
+int64_t packed_bytes(int64_t N, int64_t K, int32_t format) {
+  return with_format(
+      format, [&](auto kind) { return (N + panel_rows - 1) / panel_rows * decltype(kind)::Reader::panel_bytes(K); });
+}
 
-int packed_linear(const regard_packed_linear& p) { return PackedLinear(p).run(); }
+int packed_linear(const regard_packed_linear& p) {
+  return with_format(p.format, [&](auto kind) { return PackedLinear<typename decltype(kind)::Reader>(p).run(); });
+}
 
 }  // namespace regard::REGARD_ISA

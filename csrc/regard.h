@@ -18,7 +18,7 @@ extern "C" {
 
 // Changes whenever the meaning of a structure or a signature below does; the caller compares it before anything else.
 // The layout of the structures is not a matter of this number: regard_layout describes it, and the caller reads that.
-enum { REGARD_INTERFACE = 10 };
+enum { REGARD_INTERFACE = 11 };
 
 enum { REGARD_FLOAT32 = 0, REGARD_FLOAT64 = 1, REGARD_BFLOAT16 = 2, REGARD_FLOAT16 = 3 };
 
@@ -209,18 +209,94 @@ typedef struct {
   regard_tensor d_state;          // Real (B, H, M, E); may be absent
 } regard_recurrence_gradient;
 
-// out = x W' + b in float32; x and out have rows of unit stride. The packed weight holds panels of as many rows as
-// regard_packed_size(1, 1) says, panel[k][row], the last one filled up with zeros.
+// A packed weight (N, K) holds panels of R rows, R = regard_packed_bytes(1, 1, REGARD_PACKED_FLOAT32) / 4, the last one
+// filled up with zeros. What a panel holds, with [R] the innermost axis:
+//   FLOAT32       float[K][R]
+//   BFLOAT16      for every two columns uint32[R]: the first column is in the low half of the word
+//   INT8          for every group of REGARD_GROUP columns float16 scale[R], int8[REGARD_GROUP][R]
+//   INT4          for every group float16 scale[R], uint32[REGARD_GROUP / 8][R]: eight columns to a word, the first one in
+//                 its low bits. A number is (bits - 8) * scale
+//   INT4_MINIMUM  for every group float16 scale[R], float16 minimum[R], and words as in INT4: bits * scale + minimum
+// Scales and minimums are multiplied by the factor of the product. Columns after the K-th are not read.
+enum {
+  REGARD_PACKED_FLOAT32 = 0,
+  REGARD_PACKED_BFLOAT16 = 1,
+  REGARD_PACKED_INT8 = 2,
+  REGARD_PACKED_INT4 = 3,
+  REGARD_PACKED_INT4_MINIMUM = 4,
+};
+enum { REGARD_GROUP = 32 };
+
+enum {
+  REGARD_NO_ACTIVATION = 0,
+  REGARD_RELU = 1,
+  REGARD_GELU = 2,
+  REGARD_GELU_TANH = 3,
+  REGARD_QUICK_GELU = 4,  // x sigmoid(1.702 x)
+  REGARD_SILU = 5,
+  REGARD_TANH = 6,
+};
+
+// out = activation(x W' + b), or x W' + b + residual, in float32; x, residual and out have rows of unit stride, and out
+// overlaps neither of the others.
 typedef struct {
-  int64_t M, N, K;         // x (M, K), W (N, K), out (M, N)
-  int64_t x_row, out_row;  // elements from one row to the next
+  int64_t M, N, K;                       // x (M, K), W (N, K), out (M, N)
+  int64_t x_row, residual_row, out_row;  // elements from one row to the next
   const float* x;
-  const float* packed;
-  const float* bias;  // (N)
+  const void* packed;
+  const float* bias;      // (N)
+  const float* residual;  // (M, N)
   float* out;
+  double factor;
+  int32_t format;
+  int32_t activation;
   int32_t threads;
-  int32_t has_bias;  // 1, or 0
+  int32_t has_bias;      // 1, or 0
+  int32_t has_residual;  // 1, or 0
+  int32_t reserved;
 } regard_packed_linear;
+
+typedef struct {
+  int64_t N, K;
+  const void* packed;
+  const float* bias;  // (N)
+  double factor;
+  int32_t format;
+  int32_t has_bias;  // 1, or 0
+} regard_weight;
+
+// One block of a stack. The rows of qkv are query, key and value heads; those of up are gates and numbers if gated.
+typedef struct {
+  regard_weight qkv, output, up, down;
+  const float* gain[2];   // (d_model): of the norms of attention and feed-forward
+  const float* shift[2];  // (d_model); not read if the norms are RMS norms
+  int64_t attention;      // index of its problem
+} regard_block;
+
+// Blocks that are applied to B sequences of N tokens. The problems read q, k and v in `qkv`, or k and v in the caches.
+typedef struct {
+  int64_t B, N, d_model, H, G, D, d_hidden;
+  int64_t layers, attentions;
+  const regard_block* blocks;
+  const regard_dot* attention;
+  const regard_tensor*
+      keys;  // caches (B, G, K, D), one per layer, which receive those of the last N tokens; last stride 1
+  const regard_tensor* values;
+  float* x;          // (B, N, d_model), input and output
+  float* y;          // (B, N, d_model); this and the following are overwritten
+  float* normed;     // (B, N, d_model)
+  float* qkv;        // (B, N, H + 2 G, D)
+  float* attended;   // (B, N, H, D)
+  float* hidden;     // (B, N, d_hidden), twice as wide if gated
+  const float* cos;  // (B|1, N, d_rotary): cosines and signed sines
+  const float* sin;
+  int64_t d_rotary;     // 0: no rotation
+  int64_t table_batch;  // N, or 0 if all sequences share the table
+  double eps;
+  int32_t interleaved;  // rotation of pairs rather than halves
+  int32_t cached;       // whether there are keys and values
+  int32_t post_norm, rms_norm, gated, activation, threads, reserved;
+} regard_stack;
 
 REGARD_EXPORT int regard_interface(void);
 // The structures and numbers of this file as text, one to a line: "structure NAME SIZE", then for each of its fields
@@ -250,9 +326,10 @@ REGARD_EXPORT int regard_recurrence_forward(const regard_recurrence* problem, co
 REGARD_EXPORT int regard_recurrence_backward(const regard_recurrence* problem,
                                              const regard_recurrence_gradient* gradient);
 
-// How many numbers a packed weight (N, K) takes, or a negative status. It holds for the instruction set in use.
-REGARD_EXPORT int64_t regard_packed_size(int64_t N, int64_t K);
+// How many bytes a packed weight (N, K) takes, or a negative status. It holds for the instruction set in use.
+REGARD_EXPORT int64_t regard_packed_bytes(int64_t N, int64_t K, int32_t format);
 REGARD_EXPORT int regard_multiply(const regard_packed_linear* problem);
+REGARD_EXPORT int regard_run_stack(const regard_stack* stack);
 
 #ifdef __cplusplus
 }

@@ -191,7 +191,7 @@ MUTANTS = (
     ),
     Mutant(
         "rows that fill up the last panel are looked up", "engines/packed_linear.py",
-        "int(input.max()) < weight.rows", "int(input.max()) < weight.panels.shape[0] * 32", PACKED,
+        "int(input.max()) < weight.shape[0]", "int(input.max()) < weight.panels.shape[0] * 32", PACKED,
     ),
     Mutant(
         "a view of a packed weight is a copy that can be written to", "engines/packed_linear.py",

@@ -12,9 +12,9 @@ import sys
 from pathlib import Path
 
 FOLDER = Path("build/sanitize")
-ENGINE = ("native", "registration", "safety", "processes", "agreement", "inspection", "packed_linear")
+ENGINE = ("native", "registration", "safety", "processes", "agreement", "inspection", "packed_linear", "weight_formats")
 TESTS = [f"tests/engines/test_{name}.py" for name in ENGINE]
-TESTS += ["tests/linear"]
+TESTS += ["tests/linear", "tests/nn/test_fused_stack.py"]
 PROBE = """
 import ctypes, sys
 library = ctypes.CDLL(sys.argv[1])

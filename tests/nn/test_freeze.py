@@ -10,6 +10,7 @@ from torch.autograd import forward_ad
 import regard as rg
 from regard.engines import native
 from regard.engines.packed_linear import PackedWeight
+from regard.nn import fused_stack
 
 needs_kernels = pytest.mark.skipif(bool(native.why_missing()), reason="needs the compiled library")
 CONFIG = rg.models.LanguageConfig(vocabulary=5000, d_model=64, layers=2, heads=4, d_hidden=96, positions=16)
@@ -159,18 +160,24 @@ def test_an_existing_optimizer_cannot_write_to_a_frozen_model_and_updates_a_thaw
 
 @needs_kernels
 def test_the_kernel_is_used_by_frozen_models_only(monkeypatch):
-    calls, real = [], native.multiply
-    monkeypatch.setattr(native, "multiply", lambda *given: (calls.append(1), real(*given))[1])
+    calls, blocks = [], []
+    for place, name, made in ((native, "multiply", calls), (fused_stack, "run_stack", blocks)):
+        real = getattr(place, name)
+        monkeypatch.setattr(place, name, lambda *given, made=made, real=real: (made.append(1), real(*given))[1])
     model = language_model()
     with torch.inference_mode():
         model(IDS)
         assert not calls
         rg.nn.freeze(model)
         model(IDS)
-        assert len(calls) == 4 * 2 + 1
+        assert (len(blocks), len(calls)) == (1, 1)  # all blocks, and the output layer
+        handle = model.stack.layers[0].register_forward_hook(lambda *_: None)
+        model(IDS)
+        assert (len(blocks), len(calls)) == (1, 1 + 4 * 2 + 1)  # module by module
+        handle.remove()
         rg.nn.thaw(model)
         model(IDS)
-    assert len(calls) == 4 * 2 + 1
+    assert (len(blocks), len(calls)) == (1, 1 + 4 * 2 + 1)
 
 
 @needs_kernels

@@ -1,4 +1,4 @@
-"""x Wᵀ + b with a packed weight: a weight re-laid for the GEMM kernel."""
+"""x Wᵀ + b with a packed weight: a weight re-laid for the GEMM kernel, perhaps in fewer bytes."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ from torch.autograd import forward_ad
 from torch.utils._pytree import tree_leaves, tree_map
 
 from regard.engines import native
+from regard.engines.weight_formats import BYTES, CHOICES, PanelLayout, Quantized, pack, read_rows, unpack, unpack_groups
 
-PADDING = 1.1  # largest ratio of packed rows to rows
+PADDING = 1.1  # largest ratio of packed bytes to those of a float32 weight
 _aten = torch.ops.aten
 _SAME = (_aten.detach.default, _aten.alias.default)
 _SAVES_STATE = nn.Module._save_to_state_dict.__code__
@@ -27,11 +28,12 @@ _MEMORY = {
 
 
 class PackedWeight(Tensor):
-    """A float32 weight (N, K) in the layout of the GEMM kernel, read-only.
+    """A weight (N, K) in the layout of the GEMM kernel and in a format of `weight_formats`, read-only.
 
-    It has the shape, dtype and `requires_grad` of the weight. Without gradients, `F.linear` and `F.embedding` read it
-    directly; every other call reads a copy in the plain layout, also returned by `clone()`, so that all derivatives are
-    those of the plain weight. A write, or a view that could be written to, raises.
+    It has the shape and `requires_grad` of the weight, and its dtype is float32. Without gradients, `F.linear` and
+    `F.embedding` read it directly; every other call reads a float32 copy in the plain layout, also returned by
+    `clone()`, so that all derivatives are those of the plain weight. A write, or a view that could be written to,
+    raises.
 
     >>> import torch
     >>> from regard.engines.packed_linear import PackedWeight
@@ -43,35 +45,44 @@ class PackedWeight(Tensor):
     torch.Size([3, 64])
     """
 
-    panels: Tensor  # (panels, K, rows of a panel)
-    rows: int  # N; the last panel is padded with zeros
+    panels: Tensor  # float32 (panels, K, rows of a panel), or bytes (panels, ...); the last one is padded with zeros
+    layout_of_panels: PanelLayout
 
     @staticmethod
-    def __new__(cls, panels: Tensor, rows: int, requires_grad: bool = False) -> PackedWeight:
+    def __new__(cls, panels: Tensor, layout: PanelLayout, requires_grad: bool = False) -> PackedWeight:
         packed: PackedWeight = Tensor._make_wrapper_subclass(
-            cls, (rows, panels.shape[1]), dtype=panels.dtype, device=panels.device, requires_grad=requires_grad
+            cls, layout[1:3], dtype=torch.float32, device=panels.device, requires_grad=requires_grad
         )
-        packed.panels, packed.rows = panels, rows
+        packed.panels, packed.layout_of_panels = panels, layout
         return packed
 
     @staticmethod
-    def pack(weight: Tensor) -> PackedWeight:
-        """Pack a weight (N, K), bit for bit."""
-        side, (N, K) = native.panel_rows(), weight.shape
+    def pack(weight: Tensor | Quantized, format: str = "float32", requires_grad: bool | None = None) -> PackedWeight:
+        """Pack a float32 weight (N, K), bit for bit in float32 and rounded in other formats, or a quantised one."""
+        if requires_grad is None:
+            requires_grad = isinstance(weight, Tensor) and weight.requires_grad
         with torch.no_grad():
-            panels = F.pad(weight, (0, 0, 0, -N % side)).view(-1, side, K).transpose(1, 2)
-            return PackedWeight(_copy(panels), N, weight.requires_grad)
+            return PackedWeight(*pack(weight, format, native.panel_rows()), requires_grad)
 
     def unpack(self) -> Tensor:
-        """Return the weight (N, K) in the plain layout, bit for bit; `clone()` is the same with derivatives."""
-        plain = _copy(self.panels.transpose(1, 2)).flatten(0, 1)
-        return plain if len(plain) == self.rows else plain[: self.rows].clone()
+        """Return the weight (N, K) as plain float32; `clone()` is the same with derivatives."""
+        return unpack(self.panels, self.layout_of_panels)
 
-    def __tensor_flatten__(self) -> tuple[list[str], tuple[int, bool]]:
-        return ["panels"], (self.rows, self.requires_grad)
+    @property
+    def format(self) -> str:
+        """The format of the numbers: "float32", "bfloat16", "int8", "int4" or "int4_minimum"."""
+        return self.layout_of_panels.format
+
+    def quantized(self) -> Quantized | None:
+        """Return integers and scales, or None if the format has none."""
+        plain = self.format in ("float32", "bfloat16")
+        return None if plain else unpack_groups(self.panels, self.layout_of_panels)
+
+    def __tensor_flatten__(self) -> tuple[list[str], tuple[PanelLayout, bool]]:
+        return ["panels"], (self.layout_of_panels, self.requires_grad)
 
     @staticmethod
-    def __tensor_unflatten__(inner: dict[str, Tensor], context: tuple[int, bool], *_: Any) -> PackedWeight:
+    def __tensor_unflatten__(inner: dict[str, Tensor], context: tuple[PanelLayout, bool], *_: Any) -> PackedWeight:
         return PackedWeight(inner["panels"], *context)
 
     @classmethod
@@ -99,7 +110,7 @@ class PackedWeight(Tensor):
         own = args[0] if args else None
         if isinstance(own, PackedWeight):
             if func in _SAME or (func is _aten.view.default and tuple(args[1]) == tuple(own.shape)):
-                return PackedWeight(own.panels, own.rows)
+                return PackedWeight(own.panels, own.layout_of_panels)
             if func is _aten._to_copy.default and _changes_type(own, kwargs):
                 _refuse("a change of dtype or device")
         if func.namespace != "aten":  # collectives write to tensors that their schemas do not mark
@@ -111,17 +122,19 @@ class PackedWeight(Tensor):
         return func(*tree_map(_unpack_if_packed, args), **tree_map(_unpack_if_packed, kwargs))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PackedWeight:
-        packed = PackedWeight(self.panels.clone(), self.rows, self.requires_grad)
+        packed = PackedWeight(self.panels.clone(), self.layout_of_panels, self.requires_grad)
         memo[id(self)] = packed
         packed.__dict__.update(copy.deepcopy(_attributes(self), memo))
         packed.grad = copy.deepcopy(self.grad, memo)
         return packed
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return _rebuild, (self.unpack(), self.requires_grad, _attributes(self))
+        content = self.quantized() or self.unpack()
+        return _rebuild, (content, self.requires_grad, _attributes(self), self.format)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        return f"PackedWeight({tuple(self.shape)}, requires_grad={self.requires_grad})"
+        format = "" if self.format == "float32" else f", {self.format}"
+        return f"PackedWeight({tuple(self.shape)}{format}, requires_grad={self.requires_grad})"
 
 
 def project(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, rows: tuple[int, int] | None = None) -> Tensor:
@@ -140,8 +153,8 @@ def project(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, rows: tupl
     return F.linear(x, weight, bias)
 
 
-def why_not(weight: Tensor) -> str:
-    """Return the reason why a weight cannot be packed, or an empty string."""
+def why_not(weight: Tensor, format: str = "float32") -> str:
+    """Return the reason why a weight cannot be packed in a format, or an empty string."""
     if problem := native.why_missing():
         return problem
     if type(weight) not in (Tensor, nn.Parameter):
@@ -151,22 +164,31 @@ def why_not(weight: Tensor) -> str:
     if weight.dim() != 2 or not weight.numel():
         return f"its shape is {tuple(weight.shape)}, and the kernel takes matrices"
     side, N = native.panel_rows(), weight.shape[0]
-    if (padded := N + -N % side) > PADDING * N:
+    if (padded := N + -N % side) * BYTES[format] > PADDING * N * BYTES["float32"]:
         return f"its {N} rows would be padded to {padded}"
     if weight._backward_hooks or getattr(weight, "_post_accumulate_grad_hooks", None):
         return "it has gradient hooks"
+    if format in ("int8", "int4") and not bool(torch.isfinite(weight.detach()).all()):
+        return f"it has NaN or infinite numbers, which {format} cannot represent"
     return ""
+
+
+def check_format(format: str) -> str:
+    """Return the format; raise if a weight cannot be converted to it."""
+    if format not in CHOICES:
+        raise ValueError(f"weights must be one of {', '.join(map(repr, CHOICES))}, got {format!r}")
+    return format
 
 
 def _linear(input: Tensor, weight: PackedWeight, bias: Tensor | None = None, rows: Any = None) -> Tensor:
     if not _may_multiply(input, weight, bias):
         return project(input, weight.clone(), bias, rows=rows)
-    first, last = rows or (0, weight.rows)
+    first, last = rows or (0, weight.shape[0])
     extra = first % native.panel_rows()  # leading columns of the first panel to drop
     flat = input.reshape(-1, input.shape[-1])
     flat = flat if flat.stride(1) == 1 else flat.contiguous()
     out = input.new_empty((*input.shape[:-1], last - first + extra))
-    native.multiply(flat, weight.panels, bias, out, first - extra)
+    native.multiply(flat, weight.panels, weight.layout_of_panels, bias, out, first - extra)
     return out[..., extra:] if extra else out
 
 
@@ -175,22 +197,21 @@ def _embedding(
 ) -> Tensor:
     if max_norm is not None:
         _refuse("an embedding with max_norm")
-    if not (_is_eager() and _is_plain(input)) or (torch.is_grad_enabled() and weight.requires_grad):
+    if not (is_eager() and is_plain(input)) or (torch.is_grad_enabled() and weight.requires_grad):
         return F.embedding(input, weight.clone(), padding_idx, None, *rest, **options)
-    if input.numel() and not 0 <= int(input.min()) <= int(input.max()) < weight.rows:
+    if input.numel() and not 0 <= int(input.min()) <= int(input.max()) < weight.shape[0]:
         raise IndexError("index out of range in self")  # as F.embedding reports it
-    side = weight.panels.shape[2]
-    return weight.panels[input // side, :, input % side]
+    return read_rows(weight.panels, weight.layout_of_panels, input)
 
 
 def _may_multiply(x: Tensor, weight: PackedWeight, bias: Tensor | None) -> bool:
     """Whether the kernel can compute this call and no derivative is needed."""
-    if not _is_eager() or torch._C._is_any_autocast_enabled():
+    if not is_eager() or torch._C._is_any_autocast_enabled():
         return False
-    if not _is_plain(x) or x.dtype != torch.float32 or x.shape[-1:] != weight.panels.shape[1:2]:
+    if not is_plain(x) or x.dtype != torch.float32 or x.shape[-1:] != weight.shape[1:]:
         return False
     if bias is not None and not (
-        _is_plain(bias) and bias.dtype == torch.float32 and bias.shape == (weight.rows,) and bias.is_contiguous()
+        is_plain(bias) and bias.dtype == torch.float32 and bias.shape == weight.shape[:1] and bias.is_contiguous()
     ):
         return False
     if not torch.is_grad_enabled():
@@ -198,7 +219,7 @@ def _may_multiply(x: Tensor, weight: PackedWeight, bias: Tensor | None) -> bool:
     return not (x.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad))
 
 
-def _is_plain(x: Tensor) -> bool:
+def is_plain(x: Tensor) -> bool:
     """Whether x is plain CPU memory."""
     return (
         type(x) in (Tensor, nn.Parameter)
@@ -211,7 +232,7 @@ def _is_plain(x: Tensor) -> bool:
     )
 
 
-def _is_eager() -> bool:
+def is_eager() -> bool:
     """Whether a call is executed eagerly: not compiled, recorded, transformed or differentiated in forward mode."""
     if torch.jit.is_tracing() or torch.compiler.is_exporting():
         raise RuntimeError("a frozen model cannot be exported or traced: call rg.nn.thaw(model) first")
@@ -234,10 +255,6 @@ def _weight_argument(args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     return args[1] if len(args) > 1 else kwargs.get("weight")
 
 
-def _copy(x: Tensor) -> Tensor:
-    return x.clone(memory_format=torch.contiguous_format)  # contiguous() of panels with one column does not copy
-
-
 def _unpack_if_packed(value: Any) -> Any:
     return value.unpack() if isinstance(value, PackedWeight) else value
 
@@ -249,12 +266,14 @@ def _changes_type(weight: PackedWeight, wanted: dict[str, Any]) -> bool:
 
 def _attributes(weight: PackedWeight) -> dict[str, Any]:
     """Return the attributes set on the parameter, such as `_is_param`."""
-    return {name: value for name, value in weight.__dict__.items() if name not in ("panels", "rows")}
+    return {name: value for name, value in weight.__dict__.items() if name not in ("panels", "layout_of_panels")}
 
 
-def _rebuild(plain: Tensor, requires_grad: bool, attributes: dict[str, Any]) -> Tensor:
+def _rebuild(content: Tensor | Quantized, requires_grad: bool, attributes: dict[str, Any], format: str) -> Tensor:
     """Restore a pickled weight, packed for the kernels of this machine if it has them."""
+    plain = content.dequantize() if isinstance(content, Quantized) else content
     weight: Tensor = nn.Parameter(plain, requires_grad)
-    weight = weight if why_not(weight) else PackedWeight.pack(weight)
+    if not why_not(weight, format):
+        weight = PackedWeight.pack(content, format, requires_grad)
     weight.__dict__.update(attributes)
     return weight

@@ -37,15 +37,33 @@ class Cache:
     def append(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Append keys and values (B, G, n, D); return views of all keys and values that the new queries attend to."""
         self._check(key, value)
-        start, stop = self.length, self.length + key.shape[2]
+        keys, values = self.extend(key, value)
+        start, stop = self.length - key.shape[2], self.length
+        keys[:, :, start:stop] = key
+        values[:, :, start:stop] = value
+        return keys[:, :, :stop], values[:, :, :stop]
+
+    def extend(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Make room for keys and values (B, G, n, D), and return buffers (B, G, capacity, D).
+
+        The caller writes them to the last n of `length` tokens.
+        """
+        stop = self.length + key.shape[2]
         if self._keys is None or self._values is None or stop > self._keys.shape[2]:
             self._reserve(key, value, stop)
         assert self._keys is not None
         assert self._values is not None
-        self._keys[:, :, start:stop] = key
-        self._values[:, :, start:stop] = value
         self.length = stop
-        return self._keys[:, :, :stop], self._values[:, :, :stop]
+        return self._keys, self._values
+
+    def holds_like(self, key: Tensor, value: Tensor) -> bool:
+        """Whether the cache is empty, or holds tokens like the given ones: B, G, D, dtype and device are the same."""
+        return all(
+            held is None
+            or (held.shape[:2] == new.shape[:2] and held.shape[3] == new.shape[3] and held.dtype == new.dtype
+                and held.device == new.device)
+            for new, held in ((key, self._keys), (value, self._values))
+        )  # fmt: skip
 
     def reorder(self, rows: Tensor, start: int = 0) -> None:
         """Make batch row b continue row `rows[b]`. The two must agree on the tokens before `start`."""

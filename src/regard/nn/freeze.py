@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -11,18 +12,26 @@ import torch
 from torch import Tensor, nn
 
 from regard.engines.native import release_free_memory
-from regard.engines.packed_linear import PackedWeight, why_not
+from regard.engines.packed_linear import PackedWeight, check_format, why_not
+from regard.engines.weight_formats import Quantized
 
 
 @torch.inference_mode(False)  # so that a model frozen under inference_mode can be trained after thaw
-def freeze(model: nn.Module) -> dict[str, str]:
+def freeze(model: nn.Module, *, weights: str | None = None) -> dict[str, str]:
     """Pack the weights of a model for inference on a CPU, in place, to speed up small batches.
 
     This packs float32 CPU weights of `nn.Linear` layers and of embeddings that also compute the logits. A packed weight
     is stored once, in the layout of the kernel, and is read-only: until `thaw`, writing to it or changing its dtype
     raises, before any other part of the model is converted. Values and derivatives are those of the plain weights, but
-    only calls without gradients are fast: use `torch.inference_mode()`. `state_dict()` and `regard.save` return plain
-    copies. Freezing a frozen model has no effect.
+    only calls without gradients are fast: use `torch.inference_mode()`.
+
+    weights: the format of the packed numbers. "float32" keeps every bit. "bfloat16", "int8" and "int4" take fewer
+        bytes, so that generation reads less memory per token, and round the weights: int8 and int4 to integers with a
+        scale per output and group of 32 inputs. Products are computed in float32 from the rounded numbers, and other
+        functions of the weights read those too. With None, packed weights keep their format and others are packed as
+        float32, so that freezing a frozen model has no effect.
+
+    `state_dict()` returns plain float32 copies. `regard.save` writes other formats than float32 as they are.
 
     Returns the names of the weights that were not packed, with the reasons.
 
@@ -38,32 +47,79 @@ def freeze(model: nn.Module) -> dict[str, str]:
     >>> torch.equal(layer.up.weight, expected)
     True
     """
+    if weights is not None:
+        check_format(weights)
     unpacked = {}
     try:
         for name, module in _projections(model):
             weight = module._parameters["weight"]
-            if weight is None or isinstance(weight, PackedWeight):
+            if weight is None or (isinstance(weight, PackedWeight) and weights in (None, _choice(weight))):
                 continue
-            if reason := why_not(weight):
+            plain = weight.unpack() if isinstance(weight, PackedWeight) else weight
+            if reason := why_not(plain, weights or "float32"):
                 unpacked[name] = reason
             else:
-                _swap(name, weight, PackedWeight.pack(weight))
+                _swap(name, weight, PackedWeight.pack(plain, weights or "float32"))
     except RuntimeError:
-        thaw(model)
+        _thaw(model)
         raise
-    for module in model.modules():
-        if any(isinstance(each, PackedWeight) for each in module.parameters()):
-            _add_hooks(module)
-    release_free_memory()
+    _finish(model)
     return unpacked
 
 
 @torch.inference_mode(False)
+def pack_quantized(model: nn.Module, contents: dict[str, Quantized | Tensor]) -> None:
+    """Replace the weights with these names by packed ones: quantised numbers, or bfloat16 tensors, as they are."""
+    for name, content in contents.items():
+        weight = model.get_parameter(name)
+        format = content.format if isinstance(content, Quantized) else "bfloat16"
+        if not why_not(weight, format):
+            _swap(name, weight, PackedWeight.pack(content, format))
+    _finish(model)
+
+
+def packable_names(model: nn.Module) -> list[str]:
+    """Return the names of the weights that `freeze` packs if it can."""
+    return [name for name, _ in _projections(model)]
+
+
+def _choice(weight: PackedWeight) -> str:
+    """Return the format of a packed weight in the words of `freeze`: int4 with or without a minimum is int4."""
+    return weight.format.removesuffix("_minimum")
+
+
+def _finish(model: nn.Module) -> None:
+    for module in model.modules():
+        if any(isinstance(each, PackedWeight) for each in module.parameters()):
+            _add_hooks(module)
+    release_free_memory()
+
+
 def thaw(model: nn.Module) -> None:
-    """Undo `freeze`: restore the same values in the same parameters, which can be trained again."""
-    for name, weight in model.named_parameters():
-        if isinstance(weight, PackedWeight):
-            _swap(name, weight, weight.unpack())
+    """Undo `freeze`: restore the same values in the same parameters, which can be trained again.
+
+    Weights that were rounded by `freeze(weights=...)` keep their rounded values, and a warning says so.
+    """
+    rounded = {name: weight.format for name, weight in packed_weights(model).items() if weight.format != "float32"}
+    _thaw(model)
+    if rounded:
+        formats = ", ".join(sorted(set(rounded.values())))
+        warnings.warn(
+            f"{len(rounded)} weights, such as {next(iter(rounded))}, keep the values that they were rounded to "
+            f"({formats}); load the model again for the original ones",
+            stacklevel=2,
+        )
+
+
+def packed_weights(model: nn.Module) -> dict[str, PackedWeight]:
+    """Return the packed weights of a model by name."""
+    return {name: weight for name, weight in model.named_parameters() if isinstance(weight, PackedWeight)}
+
+
+@torch.inference_mode(False)
+def _thaw(model: nn.Module) -> None:
+    for name, weight in packed_weights(model).items():
+        _swap(name, weight, weight.unpack())
     for module in model.modules():
         _remove_hooks(module)
     release_free_memory()
@@ -85,7 +141,7 @@ def _swap(name: str, weight: Tensor, replacement: Tensor) -> None:
     """Replace the contents of a parameter but keep the object, so that modules that share it see the change."""
     grad, weight.grad = weight.grad, None
     parameter = nn.Parameter(replacement, weight.requires_grad)
-    packed_attributes = ("panels", "rows", "_is_param")  # attributes of packed weights
+    packed_attributes = ("panels", "layout_of_panels", "_is_param")  # attributes of packed weights
     parameter.__dict__.update({key: value for key, value in weight.__dict__.items() if key not in packed_attributes})
     try:
         try:

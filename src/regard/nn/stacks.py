@@ -14,6 +14,7 @@ from regard.masks import Mask
 from regard.nn.blocks import Block
 from regard.nn.cache import CrossCache
 from regard.nn.context import LayerContext, check_not_in_context
+from regard.nn.fused_stack import run_fused
 from regard.nn.recurrent import LayerCache
 from regard.positions import Bias, t5
 from regard.sharding import current_sharding
@@ -100,11 +101,14 @@ class Encoder(nn.Module):
         if self.bias is not None:
             context = context.with_bias(self.bias())
         recompute = self._recomputes(cache)
-        for n, layer in enumerate(self._runs()):
+        compiling = torch.compiler.is_compiling()
+        fused = None if compiling else run_fused(self, lambda: list(self._runs()), x, context, cache)
+        for n, layer in enumerate(self._runs() if fused is None else ()):
             if recompute:
                 x = checkpoint(layer, x, context=context, use_reentrant=False)
             else:
                 x = layer(x, context=context, cache=None if cache is None else cache[n])
+        x = x if fused is None else fused
         x = x if self.norm is None else self.norm(x)
         return x if sharding is None else sharding.full_tensor(x, 1)
 

@@ -16,8 +16,9 @@ from torch import Tensor
 
 from regard.engines.mask_layout import TILE
 from regard.engines.tensor_memory import NoMemory, data_address
+from regard.engines.weight_formats import FORMATS, GROUP
 
-INTERFACE = 10  # version of the interface, in csrc/regard.h
+INTERFACE = 11  # version of the interface, in csrc/regard.h
 DTYPES = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3}
 NO_MASK, INTERVALS, TILES = 0, 1, 2  # kinds of a problem's mask
 CHECKPOINT = 512  # tokens between the checkpoints of a recurrence
@@ -27,10 +28,13 @@ _ERRORS = {
     -3: (ValueError, "the native engine cannot address a problem of this size"),
     -4: (NoMemory, "the native engine got a tensor without memory: its storage was freed or never allocated"),
 }
+ACTIVATIONS = {"relu": 1, "gelu": 2, "gelu_tanh": 3, "quick_gelu": 4, "silu": 5, "tanh": 6}
 _NUMBERS = {
+    **{name.upper(): n for name, n in ACTIVATIONS.items()},
     "FLOAT32": 0, "FLOAT64": 1, "BFLOAT16": 2, "FLOAT16": 3, "NO_MEMORY": -1, "BAD_ARGUMENT": -2, "TOO_LARGE": -3,
     "NO_DATA": -4, "TILE": TILE, "NO_MASK": NO_MASK, "INTERVALS": INTERVALS, "TILES": TILES,
-    "FEATURES": 0, "ELU": 1, "CHECKPOINT": CHECKPOINT,
+    "FEATURES": 0, "ELU": 1, "CHECKPOINT": CHECKPOINT, "GROUP": GROUP,
+    **{f"PACKED_{name.upper()}": n for name, n in FORMATS.items()},
 }  # fmt: skip
 
 
@@ -116,7 +120,18 @@ RECURRENCE = Structure(
 )
 RECURRENCE_RESULT = Structure("recurrence_result", "out state checkpoints")
 RECURRENCE_GRADIENT = Structure("recurrence_gradient", "checkpoints d_out d_final d_q d_k d_v d_decay d_beta d_state")
-PACKED_LINEAR = Structure("packed_linear", "M N K x_row out_row x packed bias out threads has_bias")
+PACKED_LINEAR = Structure(
+    "packed_linear",
+    "M N K x_row residual_row out_row x packed bias residual out factor format activation threads has_bias "
+    "has_residual reserved",
+)
+Structure("weight", "N K packed bias factor format has_bias")
+BLOCK = Structure("block", "qkv output up down gain[2] shift[2] attention")
+STACK = Structure(
+    "stack",
+    "B N d_model H G D d_hidden layers attentions blocks attention keys values x y normed qkv attended hidden cos sin "
+    "d_rotary table_batch eps interleaved cached post_norm rms_norm gated activation threads reserved",
+)
 ABSENT = (0, 0, 0, 0, 0, 0)
 ADDRESS = struct.Struct("@P").pack
 _LARGE_PAGE_BYTES = 1 << 22  # contains at least one whole large page
@@ -179,8 +194,8 @@ def library() -> ctypes.CDLL | str:
         getattr(lib, name).argtypes = [ctypes.c_char_p, ctypes.c_char_p]
     lib.regard_dot_jvp.argtypes = [ctypes.c_char_p] * 3
     long, pointer = ctypes.c_int64, ctypes.c_void_p
-    lib.regard_packed_size.restype, lib.regard_packed_size.argtypes = long, [long, long]
-    lib.regard_multiply.argtypes = [ctypes.c_char_p]
+    lib.regard_packed_bytes.restype, lib.regard_packed_bytes.argtypes = long, [long, long, ctypes.c_int32]
+    lib.regard_multiply.argtypes = lib.regard_run_stack.argtypes = [ctypes.c_char_p]
     lib.regard_prefer_large_pages.restype, lib.regard_prefer_large_pages.argtypes = None, [pointer, long]
     return lib
 

@@ -19,6 +19,7 @@ from regard.engines.native.binding import (
     prefer_large_pages,
     tensor_fields,
 )
+from regard.engines.weight_formats import FORMATS, PanelLayout
 
 
 def _packed_linear(query: Tensor, key: Tensor, value: Tensor, elu: bool) -> bytes:
@@ -54,15 +55,16 @@ def linear_backward(
 def panel_rows() -> int:
     """Return the number of rows of a weight per panel of the packed form."""
     found = library()
-    return 1 if isinstance(found, str) else found.regard_packed_size(1, 1)
+    return 1 if isinstance(found, str) else found.regard_packed_bytes(1, 1, FORMATS["float32"]) // 4
 
 
-def multiply(x: Tensor, panels: Tensor, bias: Tensor | None, out: Tensor, first: int) -> None:
+def multiply(x: Tensor, panels: Tensor, layout: PanelLayout, bias: Tensor | None, out: Tensor, first: int) -> None:
     """Multiply x (M, K) by the rows of a packed weight from `first`, the start of a panel, and add the bias."""
-
     (M, K), N = x.shape, out.shape[-1]
+    address = panels.data_ptr() + (panels.stride(0) * panels.itemsize * first // panel_rows() if first else 0)
     given = PACKED_LINEAR.pack(
-        M, N, K, x.stride(0) if M > 1 else K, N, x.data_ptr(), panels.data_ptr() + 4 * first * K,
-        0 if bias is None else bias.data_ptr() + 4 * first, out.data_ptr(), torch.get_num_threads(), bias is not None,
+        M, N, K, x.stride(0) if M > 1 else K, 0, N, x.data_ptr(), address,
+        0 if bias is None else bias.data_ptr() + 4 * first, 0, out.data_ptr(), layout.factor, FORMATS[layout.format], 0,
+        torch.get_num_threads(), bias is not None, 0, 0,
     )  # fmt: skip
     call("regard_multiply", given)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
+from regard.engines.packed_linear import check_format
 from regard.nn.freeze import freeze
 
 if TYPE_CHECKING:
@@ -21,6 +22,7 @@ def load(
     revision: str | None = None,
     local_files_only: bool = False,
     frozen: bool = False,
+    weights: str | None = None,
 ) -> nn.Module:
     """Load a model, in eval mode, from a folder with config.json and safetensors, a GGUF file or the Hub ("org/name").
 
@@ -41,6 +43,9 @@ def load(
 
     revision: a branch, tag or commit on the Hub. local_files_only: use only files that have been downloaded before.
     frozen: pack the weights for inference with `regard.nn.freeze`; call it again to get the weights it did not pack.
+    weights: also pack them, in this format: "float32", "bfloat16", "int8" or "int4". The model computes in float32.
+        A model that was saved with rounded weights is loaded with them. Weights of GGUF files of the types Q8_0, Q4_0
+        and Q4_1 are packed as they are stored, with `frozen` or if `weights` is their format, int8 or int4.
 
     >>> import regard as rg, tempfile
     >>> config = rg.models.LanguageConfig(vocabulary=100, d_model=32, layers=2, heads=4, d_hidden=64)
@@ -51,9 +56,14 @@ def load(
     """
     from regard.models.checkpoints import loading
 
-    model = loading.load(folder, dtype=dtype, revision=revision, local_files_only=local_files_only)
-    if frozen:
-        freeze(model)
+    if weights is not None:
+        dtype = torch.float32 if dtype is None else dtype
+        if check_format(weights) and dtype != torch.float32:
+            raise ValueError(f"a model with packed weights computes in float32, got dtype={dtype} and {weights=}")
+    packed = frozen or weights is not None
+    model = loading.load(folder, dtype=dtype, revision=revision, local_files_only=local_files_only, packed=packed)
+    if packed:
+        freeze(model, weights=weights)
     return model
 
 
@@ -62,7 +72,8 @@ def save(model: nn.Module, folder: str | os.PathLike[str], *, max_shard_size: in
 
     If its configuration has a counterpart in Hugging Face's libraries, they can read the folder too: it is written in
     the format of the checkpoint that the model came from, or of the first family that can represent it. Other models,
-    such as the original Transformer, are written in regard's own format. Every file is written atomically.
+    such as the original Transformer, and models frozen with rounded weights are written in regard's own format, the
+    rounded weights as they are (docs/how-to/freeze.md). Every file is written atomically.
 
     >>> import regard as rg, json, pathlib, tempfile
     >>> config = rg.models.LanguageConfig(vocabulary=100, d_model=32, layers=2, heads=4, d_hidden=64)

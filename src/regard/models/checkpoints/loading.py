@@ -14,11 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from regard.engines.weight_formats import Quantized
 from regard.field_types import short_repr
 from regard.models.checkpoints import gguf, own_format, sentence_transformers, tokenizers
 from regard.models.checkpoints.families import FAMILIES, family_of
 from regard.models.checkpoints.family import COMMON, TENSORS, Architecture, Family, Values, check_types
 from regard.models.checkpoints.files import CONFIG, GENERATION, Weights, float_types, read_json, resolve_folder
+from regard.models.checkpoints.packed_weights import RoundedWeights
 from regard.models.checkpoints.tensor_names import (
     NOTHING,
     Rule,
@@ -30,15 +32,21 @@ from regard.models.checkpoints.tensor_names import (
 )
 from regard.models.meta import build_on_meta
 from regard.models.text import SentenceEmbedder
+from regard.nn.freeze import pack_quantized, packable_names
 from regard.printable import printable
 
 
 def load(
-    folder: str | os.PathLike[str], *, dtype: torch.dtype | None, revision: str | None, local_files_only: bool
+    folder: str | os.PathLike[str],
+    *,
+    dtype: torch.dtype | None,
+    revision: str | None,
+    local_files_only: bool,
+    packed: bool,
 ) -> nn.Module:
-    """See `regard.models.checkpoints.api`."""
+    """See `regard.models.checkpoints.api`. packed: pack quantised weights of GGUF files as they are stored."""
     if gguf.is_gguf(folder):
-        return read_gguf(Path(folder), dtype)
+        return read_gguf(Path(folder), dtype, packed=packed)
     path = resolve_folder(folder, revision=revision, local_files_only=local_files_only)
     if (path / sentence_transformers.MODULES).exists():
         return sentence_transformers.load(path, lambda inner: read(inner, dtype=dtype, bare=True))
@@ -70,14 +78,14 @@ def read(path: Path, *, dtype: torch.dtype | None, bare: bool = False) -> nn.Mod
     return model.eval()
 
 
-def read_gguf(path: Path, dtype: torch.dtype | None) -> nn.Module:
-    """Load the model of a GGUF file, in float32 unless `dtype` is given."""
+def read_gguf(path: Path, dtype: torch.dtype | None, *, packed: bool) -> nn.Module:
+    """Load the model of a GGUF file, in float32 unless `dtype` is given. packed: pack quantised weights."""
     file = gguf.GgufFile(path)
     with _name_file_in_errors(path):
         weights = gguf.GgufWeights(file)
         family = _find_family(weights.config_json)
         architecture, config = _parse_config(weights.config_json, family, weights.names(), bare=False)
-        model = _load_weights(weights, architecture, config, dtype)
+        model = _load_weights(weights, architecture, config, dtype, packed=packed)
     model.__dict__["origin"] = weights.config_json
     return model.eval()
 
@@ -150,12 +158,25 @@ def _generation_values(path: Path, family: Family | None) -> Values:
 
 
 def _load_weights(
-    weights: Weights | gguf.GgufWeights, architecture: Architecture, config: Any, dtype: torch.dtype | None
+    weights: Weights | gguf.GgufWeights,
+    architecture: Architecture,
+    config: Any,
+    dtype: torch.dtype | None,
+    *,
+    packed: bool = False,
 ) -> nn.Module:
     model = build_on_meta(lambda: architecture.model(config), tensor_count=len(list(weights.names())))
     mappings = tensor_mappings(model, architecture.rules(config))
-    found, unused = locate_tensors(weights, mappings, architecture.extras, architecture.prefix, config)
-    assign_tensors(model, read_tensors(weights, mappings, found, dtype))
+    source = RoundedWeights(weights, {name: tuple(t.shape) for name, t in model.state_dict().items()})
+    found, unused = locate_tensors(source, mappings, architecture.extras, architecture.prefix, config)
+    assign_tensors(model, read_tensors(source, mappings, found, dtype))
+    contents: dict[str, Quantized | Tensor] = dict(source.contents)
+    if contents and dtype not in (None, torch.float32):
+        raise ValueError(f"rounded weights compute in float32, got {dtype=}; load without it")
+    if packed and isinstance(weights, gguf.GgufWeights) and dtype in (None, torch.float32):
+        contents |= gguf.quantized_weights(weights, mappings, found, packable_names(model))
+    if contents:
+        pack_quantized(model, contents)
     if dtype is None and len(types := float_types(model.state_dict().values())) > 1:
         raise ValueError(
             f"the tensors have different dtypes, {' and '.join(types)}; choose one, such as dtype=torch.float32"

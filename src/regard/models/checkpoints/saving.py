@@ -9,7 +9,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from regard.models.checkpoints import own_format, sentence_transformers, tokenizers
+from regard.engines.packed_linear import PackedWeight
+from regard.models.checkpoints import own_format, packed_weights, sentence_transformers, tokenizers
 from regard.models.checkpoints.families import FAMILIES
 from regard.models.checkpoints.family import Family
 from regard.models.checkpoints.files import CONFIG, GENERATION, float_types, write_json, write_weights
@@ -37,7 +38,8 @@ def save(model: nn.Module, folder: str | os.PathLike[str], *, max_shard_size: in
 
 def write(model: nn.Module, path: Path, max_shard_size: int) -> None:
     origin: dict[str, Any] = getattr(model, "origin", {})
-    family, name = choose(model, origin)
+    rounded = packed_weights.rounded_weights(model)
+    family, name = (None, "") if rounded else choose(model, origin)
     if family is None:
         config_json, rules = own_format.config_values(model), own_format.RULES
     else:
@@ -46,18 +48,25 @@ def write(model: nn.Module, path: Path, max_shard_size: int) -> None:
         rules = architecture.rules(model.config)
     if len(types := float_types(model.state_dict().values())) == 1:
         config_json["dtype"] = types[0]
-    write_weights(path, split(model, tensor_mappings(model, rules)), max_shard_size)
+    write_weights(path, split(model, tensor_mappings(model, rules), rounded), max_shard_size)
     if family is not None and (generation_json := family.generation(model.config)):
         padding = {"pad_token_id": config_json["pad_token_id"]} if config_json.get("pad_token_id") is not None else {}
         write_json(path / GENERATION, generation_json | padding)
     write_json(path / CONFIG, config_json)
 
 
-def split(model: nn.Module, mappings: list[TensorMapping]) -> Iterator[tuple[str, Tensor]]:
+def split(
+    model: nn.Module, mappings: list[TensorMapping], rounded: dict[str, PackedWeight]
+) -> Iterator[tuple[str, Tensor]]:
     """Iterate over the tensors of a model under the names of the checkpoint."""
-    tensors = model.state_dict()
+    tensors = model.state_dict(keep_vars=True)
+    names = {id(weight): name for name, weight in rounded.items()}
     for mapping in mappings:
-        yield from mapping.split(tensors[mapping.ours].detach())
+        tensor = tensors[mapping.ours]
+        if id(tensor) in names:
+            yield from packed_weights.split(mapping.ours, rounded[names[id(tensor)]])
+        else:
+            yield from mapping.split(tensor.unpack() if isinstance(tensor, PackedWeight) else tensor.detach())
 
 
 def choose(model: nn.Module, origin: dict[str, Any]) -> tuple[Family | None, str]:

@@ -1,0 +1,262 @@
+"""Inference through a frozen stack of blocks in one call of the kernels, without a call from Python per operation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules import module as torch_module
+
+from regard.attention import INTERVENTION, OBSERVERS, Attention
+from regard.engines.native.stack import (
+    BlockTensors,
+    Scratch,
+    StackSizes,
+    pack_attention,
+    pack_blocks,
+    pack_caches,
+    run_stack,
+    with_keys,
+)
+from regard.engines.packed_linear import PackedWeight, is_eager, is_plain
+from regard.masks import causal
+from regard.nn.attention import MultiHeadAttention
+from regard.nn.blocks import Block, PostNorm, PreNorm
+from regard.nn.cache import Cache, FixedCache
+from regard.nn.cached_attention import shift_to_cache
+from regard.nn.context import LayerContext
+from regard.nn.feedforward import ACTIVATIONS, FeedForward, GatedFeedForward
+from regard.nn.rotary import Rotary
+from regard.sharding import current_sharding
+
+_ATTRIBUTES = ("forward", "activation", "eps", "rotary", "attend", "dropout")
+_GLOBAL_HOOKS = (torch_module._global_forward_hooks, torch_module._global_forward_pre_hooks)
+
+
+class _Unsupported(Exception):
+    """A stack that the kernel does not compute."""
+
+
+class StackPlan:
+    """The addresses of all tensors of a stack, for as long as its modules hold them."""
+
+    def __init__(self, layers: Sequence[nn.Module]) -> None:
+        self._panels: list[tuple[PackedWeight, Tensor]] = []
+        self._addresses: list[tuple[Tensor, int]] = []
+        modules = {id(module): module for layer in layers for module in layer.modules()}.values()
+        if any("forward" in module.__dict__ for module in modules):
+            raise _Unsupported
+        self._hooks = [hooks for m in modules for hooks in (m._forward_hooks, m._forward_pre_hooks)] + [*_GLOBAL_HOOKS]
+        # What a module computes with: a replacement is noticed by the next call.
+        self._entries: list[tuple[dict[str, Any], str, object]] = [
+            (place, name, place.get(name))
+            for module in modules
+            for place in (module.__dict__, module._parameters, module._modules)
+            for name in (_ATTRIBUTES if place is module.__dict__ else place)
+        ]
+        self._without_mask: dict[Attention, Attention] = {}
+        self._decoding: tuple[tuple, list[bytes]] | None = None
+        attentions: dict[Attention, int] = {}
+        blocks, self.sizes, self.rotary = [], None, None
+        for layer in layers:
+            sizes, rotary, block = self._read(layer, attentions)
+            if self.sizes is not None and (sizes, rotary) != (self.sizes, self.rotary):
+                raise _Unsupported
+            self.sizes, self.rotary = sizes, rotary
+            blocks.append(block)
+        if self.sizes is None:
+            raise _Unsupported
+        self.layers, self.attends, self.blocks = len(blocks), list(attentions), pack_blocks(blocks)
+        self.index = [block.attention for block in blocks]
+
+    def is_current(self) -> bool:
+        """Whether the modules still hold the same tensors and no hook or replacement of a forward."""
+        return (
+            all(place.get(name) is value for place, name, value in self._entries)
+            and all(getattr(weight, "panels", None) is panels for weight, panels in self._panels)
+            and all(tensor.data_ptr() == address for tensor, address in self._addresses)
+            and not any(self._hooks)
+        )
+
+    def _read(
+        self, layer: nn.Module, attentions: dict[Attention, int]
+    ) -> tuple[StackSizes, Rotary | None, BlockTensors]:
+        if type(layer) is not Block or layer.cross is not None:
+            raise _Unsupported
+        attention: Any = layer.attention
+        feedforward: Any = layer.feedforward
+        residuals = (layer.attention_residual, layer.feedforward_residual)
+        kinds = {type(residual) for residual in residuals}
+        if type(attention) is not MultiHeadAttention or type(feedforward) not in (FeedForward, GatedFeedForward):
+            raise _Unsupported
+        if len(kinds) != 1 or not kinds <= {PreNorm, PostNorm}:
+            raise _Unsupported
+        separate = (attention.source, attention.query_norm, attention.key_norm)
+        if any(part is not None for part in separate) or attention.d_value != attention.d_head:
+            raise _Unsupported
+        norms: list[Any] = [residual.norm for residual in residuals]
+        if len({(type(norm), norm.eps) for norm in norms}) != 1 or type(norms[0]) not in (nn.LayerNorm, nn.RMSNorm):
+            raise _Unsupported
+        d_model, rms = attention.output.out_features, type(norms[0]) is nn.RMSNorm
+        if any(norm.normalized_shape != (d_model,) or norm.weight is None for norm in norms):
+            raise _Unsupported
+        if not rms and any(norm.bias is None for norm in norms):
+            raise _Unsupported
+        names = [name for name, function in ACTIVATIONS.items() if function == feedforward.activation]
+        if not names:
+            raise _Unsupported
+        gated = type(feedforward) is GatedFeedForward
+        sizes = StackSizes(
+            d_model, attention.heads, attention.kv_heads, attention.d_head, feedforward.output.in_features,
+            kinds == {PostNorm}, rms, torch.finfo(torch.float32).eps if norms[0].eps is None else norms[0].eps, gated,
+            names[0],
+        )  # fmt: skip
+        weights = tuple(
+            (self._weight(module), self._tensor(module, "bias") if module.bias is not None else None)
+            for module in (attention.qkv, attention.output, feedforward.up, feedforward.output)
+        )
+        gains = self._tensor(norms[0], "weight"), self._tensor(norms[1], "weight")
+        shifts = None if rms else (self._tensor(norms[0], "bias"), self._tensor(norms[1], "bias"))
+        number = attentions.setdefault(attention.attend, len(attentions))
+        return sizes, attention.rotary, BlockTensors(weights, gains, shifts, number)
+
+    def _weight(self, module: nn.Module) -> PackedWeight:
+        weight = module._parameters.get("weight")
+        if type(module) is not nn.Linear or type(weight) is not PackedWeight:
+            raise _Unsupported
+        self._panels.append((weight, weight.panels))
+        return weight
+
+    def _tensor(self, module: nn.Module, name: str) -> Tensor:
+        tensor = module._parameters.get(name)
+        if tensor is None or not is_plain(tensor) or tensor.dtype != torch.float32 or not tensor.is_contiguous():
+            raise _Unsupported
+        self._addresses.append((tensor, tensor.data_ptr()))
+        return tensor
+
+    def run(self, x: Tensor, context: LayerContext, caches: Sequence[Any] | None) -> Tensor | None:
+        """Map x (B, N, d_model) to the output of the last block, or return None if the kernel cannot."""
+        assert self.sizes is not None
+        B, N, _ = x.shape
+        H, G = self.sizes.heads, self.sizes.kv_heads
+        scratch = Scratch.allocate(self.sizes, B, N)
+        q, k, v = (part.transpose(1, 2) for part in scratch.qkv.split((H, G, G), 2))
+        start, keys_values = 0, []
+        if caches is not None:
+            if any(type(cache) not in (Cache, FixedCache) for cache in caches):
+                return None
+            start = caches[0].length
+            if any(cache.length != start or cache.dropped for cache in caches):
+                return None
+            if not all(cache.holds_like(k, v) for cache in caches):
+                return None
+        table = None
+        if self.rotary is not None:
+            cos, sin = context.table(self.rotary, self.sizes.d_head, scratch.qkv, start=start)
+            table = cos.squeeze(-2).contiguous(), sin.squeeze(-2).contiguous()
+        if caches is None:
+            found = self._attentions(context, None, (q, k, v))
+        else:
+            # Caches grow only once the call is sure to happen; the first one shows how all are laid out.
+            keys_values = [cache.extend(k, v) for cache in caches]
+            found = self._attentions(context, caches[0], (q, *(t[:, :, : start + N] for t in keys_values[0])))
+            if found is None or any(
+                one[0].stride() != keys_values[0][0].stride() or one[1].stride() != keys_values[0][1].stride()
+                for one in keys_values
+            ):
+                for cache in caches:
+                    cache.length -= N
+                return None
+        if found is None:
+            return None
+        attentions, _held = found
+        out = x.clone(memory_format=torch.contiguous_format)
+        packed: tuple[Tensor, Tensor] | None = None
+        if keys_values:
+            packed = pack_caches([keys for keys, _ in keys_values]), pack_caches([values for _, values in keys_values])
+        run_stack(
+            self.sizes, self.blocks, self.layers, out, scratch, attentions, table,
+            self.rotary is not None and self.rotary.interleaved, packed,
+        )  # fmt: skip
+        return out
+
+    def _attentions(
+        self, context: LayerContext, cache: Cache | None, tensors: tuple[Tensor, Tensor, Tensor]
+    ) -> tuple[list[bytes], object] | None:
+        """Pack the problems of all descriptions, and return what they point to as well."""
+        query, key, value = tensors
+        simple = cache is not None and query.shape[2] == 1 and context.mask is None and context.bias is None
+        simple = simple and context.left_padding is None and all(map(self._sees_all, self.attends))
+        layout = query.shape, query.stride(), key.stride(), value.stride(), torch.get_num_threads()
+        if simple and self._decoding is not None and self._decoding[0] == layout:
+            return [with_keys(packed, key.shape[2]) for packed in self._decoding[1]], None
+        packed, held = [], []
+        for attend in self.attends:
+            if cache is None:
+                combined = context.combine(attend)
+            elif simple:
+                combined = self._without_mask.setdefault(attend, attend.replace(mask=None))
+            else:
+                combined = shift_to_cache(context.combine(attend, cached=True), cache, query, value)
+            result = pack_attention(combined.problem(query, key, value, return_lse=False), query, key, value)
+            if result is None:
+                return None
+            packed.append(result[0])
+            held.append(result[1])
+        if simple:
+            self._decoding = layout, packed
+        return packed, held
+
+    @staticmethod
+    def _sees_all(attend: Attention) -> bool:
+        """Whether the last token attends to all tokens, with nothing else that depends on their number."""
+        return attend.mask is causal() and attend.offset is None and attend.bias is None and not attend.tensors()
+
+
+def _is_packed(stack: nn.Module) -> bool:
+    """Whether the first weight of a stack is packed: a quick check before the others."""
+    first = next(iter(stack.children()), None)
+    while isinstance(first, nn.Module) and not isinstance(first, nn.Linear):
+        first = next(iter(first.children()), None)
+    return first is not None and type(first._parameters.get("weight")) is PackedWeight
+
+
+_PLANS: WeakKeyDictionary[nn.Module, StackPlan | None] = WeakKeyDictionary()
+
+
+def run_fused(
+    stack: nn.Module, layers: Callable[[], Sequence[nn.Module]], x: Tensor, context: LayerContext,
+    caches: Sequence[Any] | None,
+) -> Tensor | None:  # fmt: skip
+    """Return the output of the last block of a frozen stack for x (B, N, d_model), or None if Python has to compute it.
+
+    layers: returns the blocks in the order of execution.
+    """
+    if (
+        not _is_packed(stack)
+        or stack.training
+        or torch.is_grad_enabled()
+        or not is_eager()
+        or torch._C._is_any_autocast_enabled()
+    ):
+        return None
+    if x.dim() != 3 or not x.numel() or x.dtype != torch.float32 or not is_plain(x):
+        return None
+    if OBSERVERS.get() or INTERVENTION.get() is not None or current_sharding() is not None:
+        return None
+    if context.query_position is not None or context.key_position is not None:
+        return None
+    plan = _PLANS.get(stack)
+    if plan is None or not plan.is_current():
+        plan = None
+        with suppress(_Unsupported):
+            plan = StackPlan(layers())
+        if plan is None or not plan.is_current():
+            _PLANS.pop(stack, None)
+            return None
+        _PLANS[stack] = plan
+    return None if x.shape[2] != plan.sizes.d_model else plan.run(x, context, caches)  # type: ignore[union-attr]

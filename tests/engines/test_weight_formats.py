@@ -1,0 +1,156 @@
+"""Weights of fewer bytes: rounding, packing, and products against float64 of the rounded numbers."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from regard.engines import native
+from regard.engines.packed_linear import PackedWeight, project, why_not
+from regard.engines.weight_formats import GROUP, Quantized, quantize
+
+needs_kernels = pytest.mark.skipif(bool(native.why_missing()), reason="needs the compiled library")
+ROUNDED = ["bfloat16", "int8", "int4", "int4_minimum"]
+
+
+def random(*shape, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def with_minimum(weight):
+    """Quantise as llama.cpp's Q4_1 does: 16 steps from the least to the largest number of a group."""
+    K = weight.shape[1]
+    groups = F.pad(weight, (0, -K % GROUP)).unflatten(1, (-1, GROUP))
+    minimum = groups.amin(-1).half().float()
+    scale = ((groups.amax(-1) - minimum) / 15).half().float()
+    numbers = ((groups - minimum[..., None]) / scale.clamp(min=1e-8)[..., None]).round().clamp(0, 15)
+    return Quantized("int4_minimum", numbers.flatten(1)[:, :K].to(torch.uint8), scale, minimum)
+
+
+def packed(weight, format):
+    return PackedWeight.pack(with_minimum(weight) if format == "int4_minimum" else weight, format)
+
+
+def group_error(weight, found):
+    """The largest error of each group, in units of its largest number."""
+    K = weight.shape[1]
+    errors, sizes = (
+        F.pad(x.abs(), (0, -K % GROUP)).unflatten(1, (-1, GROUP)).amax(-1) for x in (found - weight, weight)
+    )
+    return (errors / sizes.clamp(min=1e-30)).max().item()
+
+
+@pytest.mark.parametrize(("format", "bound"), [("int8", 0.5 / 127 + 2**-11), ("int4", 1.5 / 8.5)])
+@pytest.mark.parametrize("K", [1, 31, 32, 33, 100])
+def test_rounding_is_within_a_step(format, bound, K):
+    weight = random(17, K) * 10 ** torch.linspace(-3, 3, 17)[:, None]
+    assert group_error(weight, quantize(weight, format).dequantize()) <= 1.01 * bound
+
+
+@pytest.mark.parametrize("factor", [1e-30, 1e30])
+@pytest.mark.parametrize("format", ["int8", "int4"])
+def test_scales_cover_all_magnitudes_of_float32(format, factor):
+    weight = random(8, 64) * factor
+    assert group_error(weight, quantize(weight, format).dequantize()) < 0.18
+
+
+def test_int4_has_less_error_than_one_scale_by_the_largest_number():
+    weight = random(64, 256)
+    groups = weight.unflatten(1, (-1, GROUP))
+    scale = groups.gather(-1, groups.abs().argmax(-1, keepdim=True)) / -8
+    simple = ((groups / scale).round().clamp(-8, 7) * scale).flatten(1)
+    assert (quantize(weight, "int4").dequantize() - weight).norm() < 0.95 * (simple - weight).norm()
+
+
+def test_groups_of_zeros_stay_zeros():
+    weight = random(4, 96)
+    weight[:, 32:64] = 0
+    for format in ("int8", "int4"):
+        assert not quantize(weight, format).dequantize()[:, 32:64].any()
+
+
+@needs_kernels
+@settings(max_examples=60, deadline=None)
+@given(
+    M=st.sampled_from([1, 2, 3, 4, 5, 7, 11, 12, 13, 26, 131]), N=st.integers(1, 140), K=st.integers(1, 330),
+    format=st.sampled_from(ROUNDED), bias=st.booleans(), threads=st.sampled_from([1, 2]), seed=st.integers(0, 99),
+)  # fmt: skip
+def test_products_are_those_of_the_rounded_weight(M, N, K, format, bias, threads, seed):
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        x, weight, b = random(M, K, seed=seed), packed(random(N, K, seed=seed + 1), format), random(N) if bias else None
+        with torch.no_grad():
+            found = F.linear(x, weight, b)
+        plain = weight.unpack().double()
+        exact = F.linear(x.double(), plain, None if b is None else b.double())
+        # The sum of a row has the rounding of its terms, and at most 256 of them are added up in one sum.
+        sizes = F.linear(x.double().abs(), plain.abs(), None if b is None else b.double().abs())
+        assert ((found - exact).abs() <= (min(K, 256) / 4 + 8) * 2**-24 * sizes + 1e-30).all()
+    finally:
+        torch.set_num_threads(before)
+
+
+@needs_kernels
+@pytest.mark.parametrize("format", ROUNDED)
+def test_rows_are_looked_up_and_selected(format):
+    weight = packed(random(70, 45), format)
+    plain, ids = weight.unpack(), torch.tensor([[0, 69, 31], [32, 33, 7]])
+    with torch.no_grad():
+        assert torch.equal(F.embedding(ids, weight), plain[ids])
+        x, whole = random(3, 45, seed=2), F.linear(random(3, 45, seed=2), weight)
+        assert torch.equal(project(x, weight, rows=(5, 66)), whole[:, 5:66])
+        assert torch.equal(weight.clone(), plain)
+
+
+@needs_kernels
+@pytest.mark.parametrize("format", ROUNDED)
+def test_nan_and_infinity_spread_as_in_torch(format):
+    weight = packed(random(40, 64), format)
+    for value in (float("nan"), float("inf"), -float("inf")):
+        for rows in (1, 3, 30):
+            x = random(rows, 64, seed=3)
+            x[rows // 2, 5] = value
+            with torch.no_grad():
+                found, expected = F.linear(x, weight), F.linear(x, weight.unpack())
+            assert torch.equal(found.isfinite(), expected.isfinite())
+            assert torch.equal(found.isnan(), expected.isnan())
+            assert torch.equal(found == value, expected == value)
+
+
+@needs_kernels
+def test_weights_that_cannot_be_rounded_report_why():
+    weight = random(64, 64)
+    weight[3, 4] = float("inf")
+    assert "NaN or infinite" in why_not(weight, "int8")
+    assert not why_not(weight, "bfloat16")
+    assert not why_not(random(9, 8), "int8")  # padded rows, but fewer bytes than in float32
+    assert "padded" in why_not(random(9, 8))
+    with pytest.raises(ValueError, match="float16 numbers"):
+        PackedWeight.pack(Quantized("int8", torch.ones(2, 32, dtype=torch.int8), torch.full((2, 1), 1 / 3)))
+
+
+@needs_kernels
+@pytest.mark.parametrize("format", ROUNDED)
+def test_copies_and_pickles_keep_every_number(format):
+    weight = packed(random(40, 45), format)
+    for other in (copy.deepcopy(weight), pickle.loads(pickle.dumps(weight))):
+        assert type(other) is PackedWeight
+        assert other.format == format
+        assert torch.equal(other.unpack(), weight.unpack())
+        assert other.panels.data_ptr() != weight.panels.data_ptr()
+
+
+@needs_kernels
+def test_gradients_are_those_of_the_rounded_weight():
+    weight = packed(random(40, 45), "int8").requires_grad_()
+    x = random(3, 45).requires_grad_()
+    F.linear(x, weight).square().sum().backward()
+    plain, y = weight.unpack().requires_grad_(), x.detach().clone().requires_grad_()
+    F.linear(y, plain).square().sum().backward()
+    torch.testing.assert_close(x.grad, y.grad)
+    torch.testing.assert_close(weight.grad, plain.grad)
